@@ -1,0 +1,97 @@
+// The CUDA driver, found at run time: no CUDA headers, no cudart, and nothing to link against.
+#pragma once
+
+#include <dlfcn.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <type_traits>
+
+namespace dsv4_fmha {
+
+// The driver's ABI, as cuda.h declares it.
+using CUresult = int;  // 0 is success
+using CUdevice = int;
+using CUstream = struct CUstream_st*;
+using CUcontext = struct CUctx_st*;
+using CUlibrary = struct CUlib_st*;
+using CUkernel = struct CUkern_st*;
+using CUfunction = struct CUfunc_st*;
+struct alignas(64) CUtensorMap {
+  uint64_t opaque[16];
+};
+struct CUlaunchConfig {
+  unsigned grid_x, grid_y, grid_z, block_x, block_y, block_z, dynamic_smem_bytes;
+  CUstream stream;
+  void* attributes;
+  unsigned attribute_count;
+};
+static_assert(sizeof(CUlaunchConfig) == 56);
+
+enum DeviceAttribute { kComputeCapabilityMajor = 75, kComputeCapabilityMinor = 76 };
+enum KernelAttribute { kMaxDynamicSharedMemory = 8 };
+enum TensorMapDataType { kFloat16 = 6, kBFloat16 = 9 };
+enum TensorMapOption { kNoInterleave = 0, kSwizzle128B = 3, kPromoteL2To256B = 3, kZeroFill = 0 };
+
+struct Driver {
+  std::string missing;  // why the driver cannot be used; empty when it can
+
+  CUresult (*Init)(unsigned);
+  CUresult (*GetErrorName)(CUresult, const char**);
+  CUresult (*DeviceGet)(CUdevice*, int);
+  CUresult (*DeviceGetAttribute)(int*, int, CUdevice);
+  CUresult (*DevicePrimaryCtxRetain)(CUcontext*, CUdevice);
+  CUresult (*CtxPushCurrent)(CUcontext);
+  CUresult (*CtxPopCurrent)(CUcontext*);
+  CUresult (*LibraryLoadData)(CUlibrary*, const void*, void*, void*, unsigned, void*, void*, unsigned);
+  CUresult (*LibraryGetKernel)(CUkernel*, CUlibrary, const char*);
+  CUresult (*KernelSetAttribute)(int, int, CUkernel, CUdevice);
+  CUresult (*KernelGetFunction)(CUfunction*, CUkernel);
+  CUresult (*TensorMapEncodeTiled)(CUtensorMap*, int, uint32_t, void*, const uint64_t*, const uint64_t*, const uint32_t*,
+                                   const uint32_t*, int, int, int, int);
+  CUresult (*LaunchKernelEx)(const CUlaunchConfig*, CUfunction, void**, void**);
+
+  Driver() {
+    void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
+    if (library == nullptr) {
+      missing = std::string("the CUDA driver cannot be loaded: ") + dlerror();
+      return;
+    }
+    auto find = [&](auto& function, const char* name) {
+      function = reinterpret_cast<std::decay_t<decltype(function)>>(dlsym(library, name));
+      if (function == nullptr && missing.empty()) {
+        missing = std::string("the CUDA driver is too old (12.0 or later is needed): it lacks ") + name;
+      }
+    };
+    find(Init, "cuInit");
+    find(GetErrorName, "cuGetErrorName");
+    find(DeviceGet, "cuDeviceGet");
+    find(DeviceGetAttribute, "cuDeviceGetAttribute");
+    find(DevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain");
+    find(CtxPushCurrent, "cuCtxPushCurrent_v2");
+    find(CtxPopCurrent, "cuCtxPopCurrent_v2");
+    find(LibraryLoadData, "cuLibraryLoadData");
+    find(LibraryGetKernel, "cuLibraryGetKernel");
+    find(KernelSetAttribute, "cuKernelSetAttribute");
+    find(KernelGetFunction, "cuKernelGetFunction");
+    find(TensorMapEncodeTiled, "cuTensorMapEncodeTiled");
+    find(LaunchKernelEx, "cuLaunchKernelEx");
+    if (missing.empty()) missing = Failure("cuInit", Init(0));
+  }
+
+  // What to say about `result`: empty on success.
+  std::string Failure(const char* function, CUresult result) const {
+    if (result == 0) return "";
+    const char* name = nullptr;
+    GetErrorName(result, &name);
+    return std::string(function) + ": " + (name != nullptr ? name : std::to_string(result));
+  }
+};
+
+inline const Driver& GetDriver() {
+  static const Driver driver;
+  return driver;
+}
+
+}  // namespace dsv4_fmha

@@ -1,0 +1,146 @@
+// Key -> Launcher: the variants that this library holds, each loaded once per device.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <mutex>
+#include <string>
+#include <string_view>
+
+#include "driver.h"
+#include "xla/ffi/api/ffi.h"
+
+// Places a file's bytes into the read-only data of this library.
+#define DSV4_FMHA_EMBED(name, path)                                                                        \
+  asm(".pushsection .rodata,\"a\",@progbits\n.balign 64\n.globl " #name "\n.hidden " #name "\n" #name ":\n" \
+      ".incbin \"" path "\"\n.byte 0\n.popsection\n");                                                     \
+  extern "C" __attribute__((visibility("hidden"))) const unsigned char name[];
+
+namespace dsv4_fmha {
+
+namespace ffi = xla::ffi;
+
+struct Key {
+  std::string_view op, arch;
+  int64_t d;
+  ffi::DataType dtype;
+  bool shared_kv;
+
+  bool operator==(const Key& other) const {
+    return op == other.op && arch == other.arch && d == other.d && dtype == other.dtype && shared_kv == other.shared_kv;
+  }
+};
+
+constexpr int kMaxDevices = 64;
+
+// One variant.  Constant but for what `Load` keeps; safe to share between threads.
+struct Launcher {
+  Key key;
+  const char* name;
+  const char* symbol;
+  const unsigned char* cubin;
+  size_t cubin_bytes;
+  int32_t threads, smem_bytes, tile_m, tile_n;
+
+  struct Loaded {
+    std::once_flag once;
+    std::string error;
+    CUfunction function = nullptr;
+  };
+  std::once_flag once{};
+  std::string error{};
+  CUkernel kernel = nullptr;
+  std::array<Loaded, kMaxDevices> devices{};
+
+  // The function to launch on `device`, ready to run: nothing is left for the driver to load during a launch.
+  const Loaded& Load(int device) {
+    Loaded& loaded = devices[device];
+    std::call_once(loaded.once, [&] {
+      const Driver& driver = GetDriver();
+      std::call_once(once, [&] {
+        CUlibrary library;  // stays loaded as long as the process runs
+        error = driver.Failure("cuLibraryLoadData", driver.LibraryLoadData(&library, cubin, nullptr, nullptr, 0, nullptr,
+                                                                           nullptr, 0));
+        if (error.empty()) error = driver.Failure("cuLibraryGetKernel", driver.LibraryGetKernel(&kernel, library, symbol));
+      });
+      loaded.error = error;
+      auto step = [&](const char* function, auto call) {
+        if (loaded.error.empty()) loaded.error = driver.Failure(function, call());
+      };
+      CUdevice id;
+      CUcontext context;
+      step("cuDeviceGet", [&] { return driver.DeviceGet(&id, device); });
+      step("cuDevicePrimaryCtxRetain", [&] { return driver.DevicePrimaryCtxRetain(&context, id); });
+      step("cuKernelSetAttribute",
+           [&] { return driver.KernelSetAttribute(kMaxDynamicSharedMemory, smem_bytes, kernel, id); });
+      step("cuCtxPushCurrent", [&] { return driver.CtxPushCurrent(context); });
+      if (!loaded.error.empty()) return;
+      step("cuKernelGetFunction", [&] { return driver.KernelGetFunction(&loaded.function, kernel); });
+      driver.CtxPopCurrent(&context);
+    });
+    return loaded;
+  }
+};
+
+struct LauncherTable {
+  Launcher* first;
+  size_t count;
+  Launcher* begin() const { return first; }
+  Launcher* end() const { return first + count; }
+};
+
+// Both are generated from kernels/variants.py.
+LauncherTable Launchers();
+const char* Manifest();
+
+// "sm_90a".  Empty, with the reason in `error`, when it cannot be found out.
+inline const std::string& Architecture(int device, std::string* error) {
+  struct Cache {
+    std::once_flag once;
+    std::string arch, error;
+  };
+  static std::array<Cache, kMaxDevices> caches;
+  static const std::string none;
+  if (device < 0 || device >= kMaxDevices) {
+    *error = "device " + std::to_string(device) + " is out of range, the limit is " + std::to_string(kMaxDevices);
+    return none;
+  }
+  Cache& cache = caches[device];
+  std::call_once(cache.once, [&] {
+    const Driver& driver = GetDriver();
+    cache.error = driver.missing;
+    CUdevice id;
+    int major, minor;
+    auto step = [&](const char* function, auto call) {
+      if (cache.error.empty()) cache.error = driver.Failure(function, call());
+    };
+    step("cuDeviceGet", [&] { return driver.DeviceGet(&id, device); });
+    step("cuDeviceGetAttribute", [&] { return driver.DeviceGetAttribute(&major, kComputeCapabilityMajor, id); });
+    step("cuDeviceGetAttribute", [&] { return driver.DeviceGetAttribute(&minor, kComputeCapabilityMinor, id); });
+    if (cache.error.empty()) {
+      cache.arch = "sm_" + std::to_string(major) + std::to_string(minor) + (major >= 9 ? "a" : "");
+    }
+  });
+  *error = cache.error;
+  return cache.arch;
+}
+
+// "d=64 bfloat16 sm_90a, ...": what is built for `op`.
+inline std::string Built(std::string_view op) {
+  std::string list;
+  for (const Launcher& launcher : Launchers()) {
+    if (launcher.key.op != op) continue;
+    if (!list.empty()) list += ", ";
+    list += launcher.name;
+  }
+  return list.empty() ? "nothing (this package was built without CUDA kernels)" : list;
+}
+
+inline Launcher* Find(const Key& key) {
+  for (Launcher& launcher : Launchers()) {
+    if (launcher.key == key) return &launcher;
+  }
+  return nullptr;
+}
+
+}  // namespace dsv4_fmha
