@@ -154,12 +154,10 @@ def write_tables(records: Sequence[Record], out: Path) -> None:
     for record in records:
         key, path = record["key"], (out / f"{record['key']}.cubin").resolve()
         blobs.append(f'DSV4_FMHA_EMBED({key}, "{path}")  // {record["sha256"]}')
-        facts = ", ".join(str(record[name]) for name in FACTS)
         choice = f'"{record["op"]}", "{record["arch"]}", {record["d"]}, ffi::{_XLA_DTYPE[record["dtype"]]}'
-        shared_kv = str(record["shared_kv"]).lower()
-        rows.append(
-            f'      Launcher{{{{{choice}, {shared_kv}}}, "{key}", "{record["symbol"]}", {key}, {record["cubin_bytes"]}, {facts}}},'
-        )
+        identity = f'{{{choice}, {str(record["shared_kv"]).lower()}}}, "{key}", "{record["symbol"]}"'
+        facts = ", ".join(str(record[name]) for name in FACTS)
+        rows.append(f"      Launcher{{{identity}, {key}, {record['cubin_bytes']}, {facts}}},")
     write_if_changed(
         out / "cubins.cc",
         _TABLE.format(blobs="\n".join(blobs), count=len(rows), rows="\n".join(rows), manifest=manifest),

@@ -1,0 +1,113 @@
+"""What the DSL's own host stub would launch, found out by running it without a GPU.
+
+`kernels.aot --export` writes the stub as an object file.  Linked against `recorder.c` it runs anywhere, and leaves the
+launch configuration and the bytes of every parameter behind.
+"""
+
+import ctypes
+import re
+import struct
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kernels.cubin import read_kernel
+from kernels.variants import Variant
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+
+
+@dataclass(frozen=True)
+class Launch:
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    smem_bytes: int
+    params: tuple[bytes, ...]
+
+
+class LaunchConfig(ctypes.Structure):
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("smem_bytes", ctypes.c_size_t),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("attribute_count", ctypes.c_uint),
+    )
+
+
+class HostStub:
+    """The host side of one variant's kernel, compiled into `directory`."""
+
+    def __init__(self, variant: Variant, directory: Path) -> None:
+        key = variant.key
+        command = [sys.executable, "-m", "kernels.aot", key, "--out", str(directory), "--export"]
+        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        self.kernel = read_kernel((directory / f"{key}.cubin").read_bytes())
+        stub, library = directory / f"{key}.o", directory / f"{key}.oracle.so"
+        subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(library), str(HERE / "recorder.c"), str(stub)], check=True)
+        symbols = subprocess.run(["nm", str(stub)], check=True, capture_output=True, text=True).stdout
+        entry = re.search(rf"T (_mlir_{key}__mlir_ciface_\S+)", symbols)
+        assert entry is not None, symbols
+        self.library = ctypes.CDLL(str(library))
+        self.entry = self.library[entry[1]]
+        self._load(key)
+
+    def _load(self, key: str) -> None:
+        handle, result, device = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
+        where = ctypes.pointer(handle)
+        self.library[f"_mlir_{key}_cuda_init"](_pointers(where, result))
+        assert result.value == 0
+        self.library[f"_mlir_{key}_cuda_load_to_device"](_pointers(where, device, result))
+        assert result.value == 0
+
+    def run(self, *arguments: Any) -> Launch:
+        """Call the stub with ctypes values, the stream included."""
+        sizes = self.kernel.params
+        ctypes.c_int.in_dll(self.library, "param_count").value = len(sizes)
+        (ctypes.c_int * 64).in_dll(self.library, "param_sizes")[: len(sizes)] = sizes
+        before, result = self._launches(), ctypes.c_int()
+        self.entry(_pointers(*arguments, result), len(arguments) + 1)
+        assert result.value == 0
+        assert self._launches() == before + 1
+        config = LaunchConfig.in_dll(self.library, "launched")
+        params = (ctypes.c_char * 128 * 64).in_dll(self.library, "params")
+        blobs = tuple(params[i].raw[:size] for i, size in enumerate(sizes))
+        return Launch(tuple(config.grid), tuple(config.block), config.smem_bytes, blobs)
+
+    def _launches(self) -> int:
+        return ctypes.c_int.in_dll(self.library, "launches").value
+
+
+def _pointers(*values: Any) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """The fields of a TMA descriptor that the stub and the driver encode alike."""
+
+    address: int
+    extents: tuple[int, ...]
+    strides: tuple[int, ...]  # bytes, of all modes but the first
+    box: tuple[int, ...]
+    swizzle: int
+
+    @classmethod
+    def decode(cls, blob: bytes) -> "TensorMap":
+        """From the 128 bytes as sm_90 lays them out; strides in units of 16 bytes, extents and boxes less 1."""
+        address, flags = struct.unpack_from("<QI", blob)
+        rank = (flags >> 4 & 7) + 1
+        strides = struct.unpack_from("<4I", blob, 12)[: rank - 1]
+        extents = struct.unpack_from("<5I", blob, 32)[:rank]
+        box = blob[55 : 55 + rank]
+        return cls(
+            address,
+            tuple(x + 1 for x in extents),
+            tuple(x * 16 for x in strides),
+            tuple(x + 1 for x in box),
+            flags >> 13 & 3,
+        )

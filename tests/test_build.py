@@ -1,0 +1,188 @@
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from importlib import metadata, util
+from pathlib import Path
+
+import pytest
+from native import cubin, library
+
+from jax_dsv4_fmha import _ffi
+from kernels import build
+from kernels.cubin import KernelInfo, read_kernel
+from kernels.variants import VARIANTS, Variant
+
+ROOT = Path(__file__).parent.parent
+HAS_DSL = util.find_spec("cutlass") is not None
+needs_dsl = pytest.mark.skipif(not HAS_DSL, reason="needs nvidia-cutlass-dsl")
+every_built_variant = pytest.mark.parametrize("key", [v.key for v in _ffi.variants()])
+GOOD = KernelInfo("fwd", 168, 384, 0, build.expected_params(VARIANTS[0]))
+FACTS = {"threads": 384, "smem_bytes": 1 << 17, "tile_m": 128, "tile_n": 128}
+
+
+def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, **environment})
+
+
+def named(key: str) -> Variant:
+    return next(v for v in VARIANTS if v.key == key)
+
+
+@pytest.fixture
+def without_dsl(tmp_path):
+    """An environment in which `import cutlass` fails."""
+    (tmp_path / "shadow").mkdir()
+    (tmp_path / "shadow/sitecustomize.py").write_text("import sys; sys.modules['cutlass'] = None")
+    return {"PYTHONPATH": str(tmp_path / "shadow")}
+
+
+def test_keys_are_unique_and_fit_for_c():
+    keys = [v.key for v in VARIANTS]
+    assert len(set(keys)) == len(keys)
+    assert all(key.isidentifier() for key in keys)
+
+
+def test_lists_without_the_dsl(without_dsl):
+    run = python("-m", "kernels.build", "--list", **without_dsl)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == [v.key for v in VARIANTS]
+
+
+@needs_dsl
+def test_everything_is_built():
+    assert [v.key for v in _ffi.variants()] == [v.key for v in VARIANTS]
+
+
+@every_built_variant
+def test_embedded_cubin_is_what_the_manifest_says(key):
+    row = next(row for row in _ffi.manifest()["variants"] if row["key"] == key)
+    image = cubin(key)
+    kernel = read_kernel(image)
+    assert (len(image), hashlib.sha256(image).hexdigest()) == (row["cubin_bytes"], row["sha256"])
+    assert (kernel.name, kernel.registers, kernel.threads) == (row["symbol"], row["registers"], row["threads"])
+    assert kernel.local_bytes == row["spill_bytes"] == 0
+    assert kernel.params == build.expected_params(named(key))
+
+
+@every_built_variant
+def test_sass(key, tmp_path):
+    (tmp_path / "cubin").write_bytes(cubin(key))
+    run = subprocess.run([nvdisasm(), tmp_path / "cubin"], check=True, capture_output=True, text=True)
+    opcodes = re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?\w+\s+)?([A-Z][A-Z0-9]+)", run.stdout, re.MULTILINE)
+    count = {name: opcodes.count(name) for name in ("USETMAXREG", "HGMMA", "UTMALDG", "UTMASTG", "LDL", "STL")}
+    assert count["USETMAXREG"] >= 2, count  # a producer gives registers up, consumers take them
+    assert count["HGMMA"] > 0 and count["UTMALDG"] > 0, count
+    assert count["LDL"] == count["STL"] == 0, count
+
+
+def nvdisasm() -> Path:
+    for name in ("nvidia-cuda-nvdisasm", "triton"):
+        try:
+            files = metadata.files(name) or []
+        except metadata.PackageNotFoundError:
+            continue
+        for file in files:
+            if file.name == "nvdisasm":
+                return Path(str(file.locate()))
+    pytest.skip("needs nvidia-cuda-nvdisasm")
+
+
+@pytest.mark.parametrize(
+    ("facts", "kernel", "says"),
+    [
+        (FACTS, {"local_bytes": 16}, "16 bytes of local memory"),
+        (FACTS, {"params": (128, 16)}, r"got parameters of \(128, 16\)"),
+        (FACTS, {"threads": 256}, "cubin requires 256 threads, its module says 384"),
+        ({"threads": 384}, {}, "does not say smem_bytes, tile_m, tile_n"),
+    ],
+)
+def test_refuses(facts, kernel, says):
+    with pytest.raises(build.Refused, match=says):
+        build.check(VARIANTS[0], facts, KernelInfo(**{**vars(GOOD), **kernel}))
+
+
+def test_accepts():
+    build.check(VARIANTS[0], FACTS, GOOD)
+
+
+def test_read_kernel_refuses_what_is_no_cubin():
+    with pytest.raises(ValueError, match="not an ELF file"):
+        read_kernel(b"cubin.path")
+
+
+def test_digest_covers_sources_and_variant(tmp_path, monkeypatch):
+    shutil.copytree(ROOT / "kernels", tmp_path / "kernels")
+    monkeypatch.setattr(build, "ROOT", tmp_path)
+    first, other = VARIANTS[0], VARIANTS[1]
+    before = build.digest(first)
+    assert before == build.digest(first) != build.digest(other)
+    (tmp_path / "kernels/build.py").write_text("# does not matter to a cubin")
+    assert build.digest(first) == before
+    (tmp_path / "kernels/lib/added.py").write_text("# might be imported")
+    assert build.digest(first) != before
+
+
+@needs_dsl
+@pytest.mark.slow
+def test_rebuild_is_cached_and_byte_identical(tmp_path):
+    key = VARIANTS[0].key
+    command = ("-m", "kernels.build", "--only", key, "--out")
+    first, again = python(*command, str(tmp_path / "a")), python(*command, str(tmp_path / "a"))
+    fresh = python(*command, str(tmp_path / "b"))
+    assert first.returncode == again.returncode == fresh.returncode == 0, first.stderr + again.stderr + fresh.stderr
+    assert "0 up to date, 1 to compile" in first.stdout and f"[1/1] {key}: " in first.stdout
+    assert "1 up to date, 0 to compile" in again.stdout
+    a, b = ((tmp_path / out / f"{key}.cubin").read_bytes() for out in "ab")
+    assert a == b
+    if _ffi.variants():
+        assert a == cubin(key)
+    (tmp_path / f"a/{key}.cubin").write_bytes(a[:-1])  # a damaged cubin is made again
+    assert "1 to compile" in python(*command, str(tmp_path / "a")).stdout
+
+
+def test_without_the_dsl(tmp_path, without_dsl):
+    out = tmp_path / "out"
+    insisting = python("-m", "kernels.build", "--out", str(out), **without_dsl)
+    assert insisting.returncode == 1
+    optional = python("-m", "kernels.build", "--optional", "--out", str(out), **without_dsl)
+    assert optional.returncode == 0
+    for run in (insisting, optional):
+        assert "WITHOUT GPU KERNELS" in run.stderr and "ModuleNotFoundError" in run.stderr
+    assert json.loads((out / "manifest.json").read_text())["variants"] == []
+
+
+@pytest.mark.slow
+def test_library_without_the_dsl(tmp_path, without_dsl):
+    """The whole build succeeds, says so, and gives a library that holds nothing."""
+    cmake, ninja = shutil.which("cmake"), shutil.which("ninja", path=str(Path(sys.executable).parent))
+    if cmake is None or ninja is None:
+        pytest.skip("needs cmake and ninja")
+    env = {**os.environ, **without_dsl}
+    configure = [cmake, "-S", "ffi", "-B", str(tmp_path / "b"), "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
+    configure.append(f"-DPython_EXECUTABLE={sys.executable}")
+    run = subprocess.run(configure, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert run.returncode == 0 and "CMake Warning" in run.stderr and "WITHOUT GPU KERNELS" in run.stderr, run.stderr
+    subprocess.run([cmake, "--build", str(tmp_path / "b")], env=env, check=True, capture_output=True)
+    ask = (
+        "import ctypes, json; f = ctypes.CDLL({!r}).dsv4_fmha_manifest; f.restype = ctypes.c_char_p;"
+        "assert json.loads(f())['variants'] == []"
+    )
+    run = python("-c", ask.format(str(tmp_path / "b/_native.so")))
+    assert run.returncode == 0, run.stderr
+
+
+def test_library_is_self_contained():
+    """It needs the C++ run time and nothing of NVIDIA's, and shows nothing but its own C functions."""
+    path = str(library()._name)
+    needed = subprocess.run(["readelf", "-d", path], check=True, capture_output=True, text=True).stdout
+    libraries = {name.split(".so")[0] for name in re.findall(r"NEEDED.*\[(.*)\]", needed)}
+    assert libraries <= {"libstdc++", "libgcc_s", "libc", "libm", "libdl", "libpthread"} | {
+        name for name in libraries if name.startswith("ld-linux")
+    }
+    symbols = subprocess.run(["nm", "-D", "--defined-only", path], check=True, capture_output=True, text=True).stdout
+    assert all(line.split()[-1].startswith("dsv4_fmha_") for line in symbols.splitlines()), symbols
