@@ -1,0 +1,124 @@
+"""Operands -> one form of error: "op: operand: got …, wanted …, built …", raised while the call is traced.
+
+ValueError: a shape, a dtype or a value that the op does not mean. NotImplementedError: it has a meaning, but no kernel
+or no implementation. TypeError: not an array, a number or a Span at all.
+"""
+
+import math
+import numbers
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import _ffi
+
+INT = (jnp.dtype(jnp.int32),)
+FP32 = (jnp.dtype(jnp.float32),)
+FLOAT = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32))
+
+_TINY, _MAX = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+
+_KERNELS_OF = {"fmha": "fwd", "dsv4_attention": "fwd", "dot_product_attention": "fwd"}
+
+
+def built(op: str) -> str:
+    """The kernels of this library that `op` can run on, in words."""
+    kernels = [
+        f"{v.arch} {v.dtype} d={v.d}{' with V=K' if v.shared_kv else ''}"
+        for v in _ffi.variants()
+        if v.op == _KERNELS_OF.get(op)
+    ]
+    return ", ".join(kernels) or "no kernel of this op, only the reference"
+
+
+def error(kind: type[Exception], op: str, name: str, got: Any, wanted: str) -> Exception:
+    """The one form of error; the caller raises it."""
+    return kind(f"{op}: {name}: got {describe(got)}, wanted {wanted}, built {built(op)}")
+
+
+def describe(x: Any) -> str:
+    if isinstance(x, str):
+        return x
+    if hasattr(x, "dtype") and hasattr(x, "shape"):
+        return f"{x.dtype}[{', '.join(map(str, x.shape))}]"
+    text = repr(x)
+    return text if len(text) <= 60 else f"{type(x).__name__} {text[:57]}..."
+
+
+def operand(op: str, name: str, x: Any, shape: str, dims: dict[str, Any], dtypes: tuple[Any, ...]) -> jax.Array:
+    """`x` as an array of `shape`, as in "b s_q h_q d".
+
+    A dimension that `dims` knows must agree with it, any other is entered there; none may be 0.
+    """
+    names = shape.split()
+    wanted = _wanted(names, dims, dtypes)
+    if not (isinstance(x, jax.Array | np.ndarray) or hasattr(x, "__jax_array__")):
+        raise error(TypeError, op, name, x, wanted)
+    if getattr(x, "dtype", None) not in dtypes:  # before JAX sees it: it would narrow a 64-bit type without a word
+        raise error(ValueError, op, name, x, wanted)
+    array = jnp.asarray(x)
+    if array.ndim != len(names) or any(n != dims.get(d, n) or n < 1 for d, n in zip(names, array.shape, strict=True)):
+        raise error(ValueError, op, name, array, wanted)
+    dims.update(zip(names, array.shape, strict=True))
+    return array
+
+
+def _wanted(names: list[str], dims: Mapping[str, Any], dtypes: tuple[Any, ...]) -> str:
+    sizes = ", ".join(f"{n}={dims[n]}" if n in dims else n for n in names)
+    return f"{' or '.join(str(t) for t in dtypes)}[{sizes}]" + ("" if sizes.count("=") == len(names) else ", each >= 1")
+
+
+def heads(op: str, h_q: Any, h_kv: Any) -> None:
+    if h_q % h_kv != 0:
+        raise error(ValueError, op, "q", f"{h_q} heads", f"a multiple of the {h_kv} heads of k")
+
+
+def sink(op: str, x: Any, dims: dict[str, Any]) -> jax.Array | None:
+    return None if x is None else operand(op, "sink", x, "h_q", dims, FP32)
+
+
+def scale(op: str, x: Any, d: int) -> float:
+    """A number that fp32 holds and that is above 0, known while tracing; d**-0.5 where none was given."""
+    if x is None:
+        return 1 / math.sqrt(d)
+    wanted = "a finite fp32 number > 0, known while tracing"
+    if isinstance(x, bool) or not isinstance(x, numbers.Real):
+        raise error(TypeError, op, "scale", x, wanted)
+    if x < _TINY or not x <= _MAX:
+        raise error(ValueError, op, "scale", x, wanted)
+    return float(x)
+
+
+def positive(op: str, name: str, x: Any) -> int:
+    wanted = "an int >= 1, known while tracing"
+    try:
+        n = operator.index(x)
+    except (TypeError, jax.errors.JAXTypeError) as e:
+        raise error(TypeError, op, name, x, wanted) from e
+    if isinstance(x, bool) or not 1 <= n < 2**31:
+        raise error(ValueError, op, name, x, wanted)
+    return n
+
+
+def offset(op: str, name: str, x: Any, dims: dict[str, Any]) -> jax.Array:
+    """An int, an int32 scalar or int32 [b], as int32 [1] or [b]."""
+    if isinstance(x, int | np.integer) and not isinstance(x, bool):
+        if not -(2**31) <= x < 2**31:
+            raise error(ValueError, op, name, x, "an int32")
+        return jnp.full((1,), x, jnp.int32)
+    if getattr(x, "shape", None) == () and x.dtype in INT:
+        return jnp.asarray(x)[None]
+    return operand(op, name, x, "b", dims, INT)
+
+
+def one_of(op: str, name: str, x: Any, choices: tuple[str | None, ...]) -> None:
+    if not any(x is c or (isinstance(x, str) and x == c) for c in choices):
+        raise error(ValueError, op, name, repr(x), " or ".join(map(repr, choices)))
+
+
+def implementation(op: str, x: Any) -> None:
+    one_of(op, "implementation", x, (None, "cubin", "reference"))

@@ -1,0 +1,87 @@
+"""The one comparison of two attentions, for tests and for `python -m jax_dsv4_fmha check`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """An element passes if the absolute or the relative bound holds; `cos` bounds the cos_diff of the whole."""
+
+    abs: float
+    rel: float
+    cos: float
+
+
+KERNEL = {"o": Tolerance(8e-4, 3.01 / 128, 7e-6), "lse": Tolerance(1e-6, 2.01 / 65536, 1e-9)}
+"""a kernel against the reference in fp32 from the same 16-bit operands"""
+
+FP32 = {"o": Tolerance(1e-6, 1e-3, 1e-10), "lse": Tolerance(3e-6, 1e-6, 1e-12)}
+"""the reference in fp32 against float64"""
+
+FP32_LARGE = {"o": Tolerance(3e-5, 1e-3, 1e-10), "lse": Tolerance(3e-4, 1e-6, 1e-12)}
+"""the same where logits are some hundreds: the rounding of a logit grows with it"""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How far one result is from what it should be, over the elements that are finite."""
+
+    name: str
+    tolerance: Tolerance
+    elements: int
+    misplaced: int
+    """elements that are NaN, inf or -inf in one of the two only"""
+    wrong: int
+    """elements that break both bounds"""
+    max_abs: float
+    cos_diff: float
+
+    @property
+    def passed(self) -> bool:
+        return self.misplaced == 0 and self.wrong == 0 and self.cos_diff <= self.tolerance.cos
+
+    def __str__(self) -> str:
+        t = self.tolerance
+        return (
+            f"{self.name}: {'passed' if self.passed else 'FAILED'}: of {self.elements} elements {self.wrong} beyond "
+            f"abs {t.abs:.3g} and rel {t.rel:.3g}, {self.misplaced} with inf or NaN misplaced; max abs {self.max_abs:.3g}, "
+            f"cos_diff {self.cos_diff:.3g} of {t.cos:.3g}"
+        )
+
+
+def compare(
+    got: tuple[Any, Any], want: tuple[Any, Any], tolerances: Mapping[str, Tolerance] = KERNEL
+) -> tuple[Verdict, Verdict]:
+    """The verdicts on o and on lse. `want` is (o, lse) in float32, on whose device it is done, or in NumPy's float64."""
+    o, lse = (_verdict(name, x, y, tolerances[name]) for name, x, y in zip(("o", "lse"), got, want, strict=True))
+    return o, lse
+
+
+def _verdict(name: str, got: Any, want: Any, tolerance: Tolerance) -> Verdict:
+    if got.shape != want.shape:
+        raise ValueError(f"{name}: got {got.shape}, wanted {want.shape}")
+    if isinstance(want, np.ndarray):
+        measured = _measure(np, np.asarray(got), want, tolerance)
+    else:
+        measured = jax.jit(_measure, static_argnums=(0, 3))(jnp, got, want, tolerance)
+    misplaced, wrong, max_abs, cos_diff = (x.item() for x in measured)
+    return Verdict(name, tolerance, got.size, misplaced, wrong, max_abs, cos_diff)
+
+
+def _measure(xp: Any, got: Any, want: Any, tolerance: Tolerance) -> tuple[Any, ...]:
+    got = got.astype(want.dtype)
+    finite = xp.isfinite(got) & xp.isfinite(want)
+    misplaced = ~finite & ~((got == want) | (xp.isnan(got) & xp.isnan(want)))
+    got, want = xp.where(finite, got, 0), xp.where(finite, want, 0)
+    distance = xp.abs(got - want)
+    wrong = (distance > tolerance.abs) & (distance > tolerance.rel * xp.abs(want))
+    norms = xp.sum(got * got) + xp.sum(want * want)
+    # 1 - 2<a,b> / (|a|² + |b|²), in the form that does not cancel
+    cos_diff = xp.sum(distance * distance) / xp.where(norms == 0, 1, norms)
+    return xp.sum(misplaced), xp.sum(wrong), xp.max(distance), cos_diff

@@ -1,0 +1,101 @@
+"""The ops once more, as loops over rows in float64 NumPy: what the reference is checked against.
+
+It shares nothing with the reference but the meaning. Operands are NumPy arrays; a mask is written out as positions.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+
+def fmha(
+    q: Array,
+    k: Array,
+    v: Array | None,
+    start: Array,
+    stop: Array,
+    sink: Array | None = None,
+    scale: float | None = None,
+) -> tuple[Array, Array]:
+    s_kv = k.shape[1]
+
+    def seen(n: int, i: int) -> list[int]:
+        return list(range(max(0, start[n, i]), min(s_kv, stop[n, i])))
+
+    group = q.shape[2] // k.shape[2]
+    return _rows(q, lambda n, i, h: _take(k, k if v is None else v, n, seen(n, i), h // group), sink, scale)
+
+
+def sparse_fmha(
+    q: Array,
+    kv: Array,
+    indices: Array,
+    topk_length: Array | None = None,
+    sink: Array | None = None,
+    scale: float | None = None,
+) -> tuple[Array, Array]:
+    kv = kv[:, :, None]
+    return _rows(q, lambda n, i, h: _take(kv, kv, n, _named(kv, indices, topk_length, n, i), 0), sink, scale)
+
+
+def dsv4_attention(
+    q: Array,
+    window_kv: Array,
+    compressed_kv: Array | None = None,
+    *,
+    sink: Array | None = None,
+    indices: Array | None = None,
+    topk_length: Array | None = None,
+    ratio: int | None = None,
+    window: int = 128,
+    q_offset: Any = 0,
+    kv_offset: Any = 0,
+    swa_lens: Array | None = None,
+    scale: float | None = None,
+) -> tuple[Array, Array]:
+    b, s_w = window_kv.shape[:2]
+    q_offset, kv_offset = np.broadcast_to(q_offset, b), np.broadcast_to(kv_offset, b)
+    window_kv = window_kv[:, :, None]
+    compressed_kv = None if compressed_kv is None else compressed_kv[:, :, None]
+
+    def keys(n: int, i: int, h: int) -> tuple[Array, Array]:
+        p = int(q_offset[n]) + i
+        s = s_w if swa_lens is None else min(s_w, int(swa_lens[n]))
+        near = _take(window_kv, window_kv, n, [j for j in range(s) if p - window < kv_offset[n] + j <= p], 0)[0]
+        if compressed_kv is None:
+            return near, near
+        if indices is not None:
+            far_seen = _named(compressed_kv, indices, topk_length, n, i)
+        else:
+            assert ratio is not None
+            far_seen = [w for w in range(compressed_kv.shape[1]) if w < (p + 1) // ratio]
+        both = np.concatenate([near, _take(compressed_kv, compressed_kv, n, far_seen, 0)[0]])
+        return both, both
+
+    return _rows(q, keys, sink, scale)
+
+
+def _named(kv: Array, indices: Array, topk_length: Array | None, n: int, i: int) -> list[int]:
+    row = indices[n, i] if topk_length is None else indices[n, i, : max(0, topk_length[n, i])]
+    return [j for j in row if 0 <= j < kv.shape[1]]
+
+
+def _take(k: Array, v: Array, n: int, seen: Iterable[int], h: int) -> tuple[Array, Array]:
+    seen = np.array(list(seen), np.int64)
+    return k[n, seen, h].astype(np.float64), v[n, seen, h].astype(np.float64)
+
+
+def _rows(q: Array, keys: Any, sink: Array | None, scale: float | None) -> tuple[Array, Array]:
+    b, s_q, h_q, d = q.shape
+    o, lse = np.zeros(q.shape), np.full(q.shape[:-1], -np.inf)
+    for n, i, h in np.ndindex(b, s_q, h_q):
+        k, v = keys(n, i, h)
+        if len(k):
+            s = k @ q[n, i, h].astype(np.float64) * (d**-0.5 if scale is None else scale)
+            lse[n, i, h] = s.max() + np.log(np.exp(s - s.max()).sum())
+            denominator = lse[n, i, h] if sink is None else np.logaddexp(lse[n, i, h], np.float64(sink[h]))
+            o[n, i, h] = np.exp(s - denominator) @ v
+    return o, lse

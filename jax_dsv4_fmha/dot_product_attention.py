@@ -1,0 +1,130 @@
+"""`jax.nn.dot_product_attention`, over this library's `fmha`."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import _check
+from .fmha import fmha
+from .span import Span
+
+_OP = "dot_product_attention"
+
+
+def dot_product_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: jax.Array | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    sinks: jax.Array | None = None,
+    implementation: str | None = None,
+    return_residual: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Takes what `jax.nn.dot_product_attention` takes, and sinks.
+
+    It differs where a query sees no key: this gives 0, `jax.nn` the mean of all values; and in the residual, which is
+    float32, differentiable, and -inf for such a query.
+
+    Args (B batch, T queries, S keys, N query heads, K key heads, H head_dim):
+      query: `[B, T, N, H]` or `[T, N, H]`, bfloat16 or float16; float32 on the reference alone.
+      key: `[B, S, K, H]` or `[S, K, H]`; N is a multiple of K.
+      value: like key. Pass the very same array as key and value where V is K: so head_dim 512 runs on a kernel.
+      bias: must be None.
+      mask: bool, 4-D, broadcasts to `[B, N, T, S]`; only one that shows each query one interval of keys, the same for
+        every head. It must be known while tracing, unless its last dimension is 1.
+      scale: a float > 0, `H**-0.5` if left out.
+      is_causal: query i sees the keys up to i, whatever T and S are.
+      query_seq_lengths, key_value_seq_lengths: int32 `[B]`.
+      local_window_size: (left, right), or an int for both: query i sees the keys in `[i - left, i + right]`.
+      sinks: float32 `[N]`, as in `fmha`.
+      implementation: as in `fmha`.
+      return_residual: also return the log-sum-exp, float32 `[B, T, N]` or `[T, N]`, natural log, without sinks.
+
+    Raises:
+      ValueError, TypeError: operands that are not as said above.
+      NotImplementedError: a bias; a mask that is not such an interval; "cubin", and it is not built for these operands.
+    """
+    dims: dict[str, Any] = {}
+    batched = getattr(query, "ndim", 4) != 3
+    batch = "b " if batched else ""
+    query = _check.operand(_OP, "query", query, f"{batch}t n h", dims, _check.FLOAT)
+    is_shared = value is key
+    key = _check.operand(_OP, "key", key, f"{batch}s k h", dims, (query.dtype,))
+    value = _check.operand(_OP, "value", value, f"{batch}s k h", dims, (query.dtype,))
+    _check.heads(_OP, dims["n"], dims["k"])
+    if bias is not None:
+        raise _check.error(NotImplementedError, _OP, "bias", bias, "None")
+    for name, x in (("is_causal", is_causal), ("return_residual", return_residual)):
+        if not isinstance(x, bool | np.bool):
+            raise _check.error(TypeError, _OP, name, x, "a bool, known while tracing")
+    if sinks is not None:
+        sinks = _check.operand(_OP, "sinks", sinks, "n", dims, _check.FP32)
+    dims.setdefault("b", 1)
+    b, t, s = dims["b"], dims["t"], dims["s"]
+
+    span = Span(0, s)
+    if is_causal:
+        span &= Span.causal(t)
+    if local_window_size is not None:
+        left, right = _window(local_window_size)
+        i = jnp.arange(t, dtype=jnp.int32)[None]
+        span &= Span(i - min(left, t), i + min(right, s) + 1)
+    if query_seq_lengths is not None:
+        lengths = _check.operand(_OP, "query_seq_lengths", query_seq_lengths, "b", dims, _check.INT)
+        span &= Span(0, jnp.where(jnp.arange(t) < lengths[:, None], jnp.int32(s), 0))
+    if key_value_seq_lengths is not None:
+        lengths = _check.operand(_OP, "key_value_seq_lengths", key_value_seq_lengths, "b", dims, _check.INT)
+        span &= Span.lengths(lengths)
+    if mask is not None:
+        span &= _mask(mask, b, dims["n"], t, s)
+
+    _check.implementation(_OP, implementation)
+    scale = _check.scale(_OP, scale, dims["h"])
+    q, k, v = (x if batched else x[None] for x in (query, key, value))
+    o, lse = fmha(q, k, None if is_shared else v, span=span, sink=sinks, scale=scale, implementation=implementation)
+    o, lse = (x if batched else x[0] for x in (o, lse))
+    return (o, lse) if return_residual else o
+
+
+def _window(size: Any) -> tuple[int, int]:
+    sides = size if isinstance(size, tuple | list) else (size, size)
+    wanted = "an int >= 0 or two of them, known while tracing"
+    if len(sides) != 2 or not all(isinstance(n, int | np.integer) and not isinstance(n, bool) for n in sides):
+        raise _check.error(TypeError, _OP, "local_window_size", size, wanted)
+    if min(sides) < 0:
+        raise _check.error(ValueError, _OP, "local_window_size", size, wanted)
+    return int(sides[0]), int(sides[1])
+
+
+def _mask(mask: Any, b: Any, n: Any, t: int, s: int) -> Span:
+    """The Span of a mask [b or 1, 1, t or 1, s or 1] whose rows are intervals."""
+    wanted = f"a 4-D bool array that broadcasts to [b={b}, n={n}, t={t}, s={s}]"
+    if not isinstance(mask, jax.Array | np.ndarray):
+        raise _check.error(TypeError, _OP, "mask", mask, wanted)
+    fits = mask.ndim == 4 and all(x == 1 or x == y for x, y in zip(mask.shape, (b, n, t, s), strict=True))
+    if mask.dtype != bool or not fits:
+        raise _check.error(ValueError, _OP, "mask", mask, wanted)
+    if mask.shape[1] != 1:
+        raise _check.error(NotImplementedError, _OP, "mask", mask, "one mask for all heads")
+    if mask.shape[3] == 1:
+        return Span(0, jnp.where(mask[:, 0, :, 0], jnp.int32(s), 0))
+    try:
+        rows = np.asarray(mask)[:, 0]
+    except jax.errors.TracerArrayConversionError as e:
+        wanted = "a mask known while tracing, or is_causal, local_window_size, *_seq_lengths or fmha's span"
+        raise _check.error(NotImplementedError, _OP, "mask", f"a traced {_check.describe(mask)}", wanted) from e
+    count = rows.sum(-1)
+    start = rows.argmax(-1)
+    stop = np.where(count > 0, s - rows[..., ::-1].argmax(-1), start)
+    if np.any(stop - start != count):
+        raise _check.error(NotImplementedError, _OP, "mask", mask, "one interval of keys for every query")
+    return Span(start.astype(np.int32), stop.astype(np.int32))

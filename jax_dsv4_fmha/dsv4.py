@@ -1,0 +1,102 @@
+"""A DeepSeek-V4 attention layer: sliding window, compressed cache and sink under one softmax."""
+
+import functools
+from typing import Any
+
+import jax
+
+from . import _check, reference
+from .fmha import fmha
+from .sparse import sparse_fmha
+
+
+def dsv4_attention(
+    q: jax.Array,
+    window_kv: jax.Array,
+    compressed_kv: jax.Array | None = None,
+    *,
+    sink: jax.Array | None = None,
+    indices: jax.Array | None = None,
+    topk_length: jax.Array | None = None,
+    ratio: int | None = None,
+    window: int = 128,
+    q_offset: int | jax.Array = 0,
+    kv_offset: int | jax.Array = 0,
+    swa_lens: jax.Array | None = None,
+    scale: float | None = None,
+    method: str | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """The attention of one DeepSeek-V4 layer; every cache is one latent head that is both K and V.
+
+    Query i stands at position `p = q_offset + i`, entry j of the window cache at `kv_offset + j`. Query i sees
+
+      - the window entries whose positions are in `(p - window, p]`,
+      - and of the compressed cache, whose entry w stands for `ratio` positions: the entries that `indices` names, or
+        without indices those with `w < (p + 1) // ratio`.
+
+    An entry that is seen both in the window and compressed counts twice, as in the model.
+
+    Args:
+      q: `[b, s_q, h_q, d]`, bfloat16 or float16; float32 on the reference alone.
+      window_kv: `[b, s_w, d]` in q's dtype.
+      compressed_kv: `[b, s_c, d]` in q's dtype; None, or s_c = 0, is a layer with a window alone.
+      sink: float32 `[h_q]`, as in `fmha`.
+      indices: int32 `[b, s_q, topk]` into compressed_kv, for the layers of ratio 4. They are taken as they stand: what
+        is not past yet must not be named. Absent entries as in `sparse_fmha`.
+      topk_length: int32 `[b, s_q]`, as in `sparse_fmha`.
+      ratio: an int >= 1, needed with compressed_kv and without indices; with indices it has no effect.
+      window: an int >= 1, the query's own position included.
+      q_offset, kv_offset: int, or int32 `[b]`, traced or not.
+      swa_lens: int32 `[b]`; window entries from there on are not seen.
+      scale: a float > 0, `d**-0.5` if left out.
+      method: "two_pass" merges a launch for the window with one for the compressed cache; None chooses, for now that.
+      implementation: as in `fmha`, for every pass.
+
+    Returns:
+      o like q and lse float32 `[b, s_q, h_q]`, as in `fmha`.
+
+    Raises:
+      ValueError, TypeError: operands that are not as said above.
+      NotImplementedError: method "fused"; "cubin" where a pass has no kernel.
+    """
+    op = "dsv4_attention"
+    dims: dict[str, Any] = {}
+    q = _check.operand(op, "q", q, "b s_q h_q d", dims, _check.FLOAT)
+    window_kv = _check.operand(op, "window_kv", window_kv, "b s_w d", dims, (q.dtype,))
+    if compressed_kv is None:
+        for name, x in (("indices", indices), ("ratio", ratio)):
+            if x is not None:
+                raise _check.error(ValueError, op, name, x, "None without compressed_kv")
+    elif getattr(compressed_kv, "shape", None) != (dims["b"], 0, dims["d"]):
+        compressed_kv = _check.operand(op, "compressed_kv", compressed_kv, "b s_c d", dims, (q.dtype,))
+        if indices is None and ratio is None:
+            raise _check.error(ValueError, op, "ratio", ratio, "an int >= 1, or indices, with compressed_kv")
+    if indices is not None:
+        indices = _check.operand(op, "indices", indices, "b s_q topk", dims, _check.INT)
+    elif topk_length is not None:
+        raise _check.error(ValueError, op, "topk_length", topk_length, "None without indices")
+    if topk_length is not None:
+        topk_length = _check.operand(op, "topk_length", topk_length, "b s_q", dims, _check.INT)
+    if swa_lens is not None:
+        swa_lens = _check.operand(op, "swa_lens", swa_lens, "b", dims, _check.INT)
+    _check.implementation(op, implementation)
+    _check.one_of(op, "method", method, (None, "two_pass", "fused"))
+    if method == "fused":
+        raise _check.error(NotImplementedError, op, "method", "'fused'", "None or 'two_pass'")
+    return reference.two_pass(
+        functools.partial(fmha, implementation=implementation),
+        functools.partial(sparse_fmha, implementation=implementation),
+        q,
+        window_kv,
+        compressed_kv,
+        sink=_check.sink(op, sink, dims),
+        indices=indices,
+        topk_length=topk_length,
+        ratio=None if ratio is None else _check.positive(op, "ratio", ratio),
+        window=_check.positive(op, "window", window),
+        q_offset=_check.offset(op, "q_offset", q_offset, dims),
+        kv_offset=_check.offset(op, "kv_offset", kv_offset, dims),
+        swa_lens=swa_lens,
+        scale=_check.scale(op, scale, dims["d"]),
+    )

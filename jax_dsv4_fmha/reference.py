@@ -1,0 +1,246 @@
+"""The definition of every op, in plain `jnp`: fp32 inside, differentiable both ways, and bounded in memory.
+
+    S   = scale * q·k             over the keys that the query may see
+    lse = log Σ exp(S)            natural log, without the sink; -inf where the query sees no key
+    o   = Σ exp(S - lse) v        0 where the query sees no key; then times exp(lse - logaddexp(lse, sink))
+
+Queries are taken in blocks, and dense keys in tiles, so that no more than a few blocks of logits are alive at a time,
+in the gradient too. A tile that no row of a block sees is skipped. What a row does not see cannot reach it, NaN
+included. Operands are taken as they are: the ops of the package check them first.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .span import Span
+
+Attention = tuple[jax.Array, jax.Array]
+"""(o [b, s_q, h_q, d], lse [b, s_q, h_q] fp32)"""
+
+_ROWS = 8192  # (batch entry, query, head) rows of a block
+_QUERIES = 256  # at most so many queries in a block, or few heads would make skipping coarse
+_KEYS = 256  # keys of a tile
+_GATHERED = 2**24  # gathered elements of a block, sparse
+
+_FP32 = jnp.float32
+_INF = float("inf")
+
+
+def fmha(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array | None = None,
+    *,
+    span: Span | None = None,
+    sink: jax.Array | None = None,
+    scale: float | None = None,
+) -> Attention:
+    """Attention over one interval of keys for every query; see `jax_dsv4_fmha.fmha`."""
+    b, s_q, h_q, d = q.shape
+    s_kv, h_kv = k.shape[1:3]
+    scale = d**-0.5 if scale is None else scale
+    start, stop = (Span(0, s_kv) if span is None else span).bounds(b, s_q, s_kv)
+    tile = min(_KEYS, s_kv)
+    k_tiles = _tiles(k, tile)
+    v_tiles = None if v is None else _tiles(v, tile)
+    first = jnp.arange(k_tiles.shape[0], dtype=jnp.int32) * tile
+
+    def block(q: jax.Array, start: jax.Array, stop: jax.Array) -> Attention:
+        n = q.shape[1]
+        q32 = jnp.where((start < stop)[..., None, None], q, 0).astype(_FP32)
+        q32 = jnp.moveaxis(q32.reshape(b, n, h_kv, h_q // h_kv, d), 1, 2)  # [b, h_kv, n, g, d]
+
+        def is_seen(first: jax.Array) -> jax.Array:
+            return jnp.any((start < stop) & (start < first + tile) & (first < stop))
+
+        def logits(first: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+            j = first + jnp.arange(tile)
+            visible = ((start[..., None] <= j) & (j < stop[..., None]))[:, None, :, None]  # [b, 1, n, 1, tile]
+            return jnp.where(visible, scale * _contract(q32, k, 3, visible), -_INF), visible
+
+        @jax.checkpoint
+        def tile_lse(operands: Any) -> jax.Array:
+            first, k = operands
+            nothing = jnp.full(q32.shape[:-1], -_INF)
+            lse: jax.Array = lax.cond(is_seen(first), lambda: _logsumexp(logits(first, k)[0], -1), lambda: nothing)
+            return lse
+
+        lse = _logsumexp(lax.map(tile_lse, (first, k_tiles)), 0)
+
+        @jax.checkpoint
+        def tile_o(first: jax.Array, k: jax.Array, v: jax.Array | None) -> jax.Array:
+            s, visible = logits(first, k)
+            p = jnp.exp(s - _finite(lse)[..., None])
+            return _contract(p, k if v is None else v, 2, visible)
+
+        def add(o: jax.Array, tile: Any) -> tuple[jax.Array, None]:
+            return lax.cond(is_seen(tile[0]), lambda o: o + tile_o(*tile), lambda o: o, o), None
+
+        o, _ = lax.scan(add, jnp.zeros_like(q32), (first, k_tiles, v_tiles))
+        o = jnp.moveaxis(o, 2, 1).reshape(q.shape)
+        lse = jnp.moveaxis(lse, 2, 1).reshape(q.shape[:-1])
+        return _add_sink(o, lse, sink).astype(q.dtype), lse
+
+    rows = h_q * b if isinstance(b, int) else h_q
+    return _over_queries(block, max(1, min(_QUERIES, _ROWS // rows)), q, start, stop)
+
+
+def sparse_fmha(
+    q: jax.Array,
+    kv: jax.Array,
+    indices: jax.Array,
+    *,
+    topk_length: jax.Array | None = None,
+    sink: jax.Array | None = None,
+    scale: float | None = None,
+) -> Attention:
+    """Attention over the keys that `indices` names, each as often as it is named; see `jax_dsv4_fmha.sparse_fmha`."""
+    b, _, h_q, d = q.shape
+    s_kv, topk = kv.shape[1], indices.shape[2]
+    scale = d**-0.5 if scale is None else scale
+    there = (indices >= 0) & (indices < s_kv)
+    if topk_length is not None:
+        there &= jnp.arange(topk) < topk_length[..., None]
+    indices = jnp.where(there, indices, 0)
+    kv32 = kv.astype(_FP32)
+
+    def block(q: jax.Array, indices: jax.Array, there: jax.Array) -> Attention:
+        q32 = jnp.where(there.any(-1)[..., None, None], q, 0).astype(_FP32)
+        keys = jax.vmap(lambda kv, indices: kv[indices])(kv32, indices)
+        keys = jnp.where(there[..., None], keys, 0)
+        s = jnp.where(there[:, :, None], scale * _einsum("bnhd,bnkd->bnhk", q32, keys), -_INF)
+        lse = _logsumexp(s, -1)
+        o = _einsum("bnhk,bnkd->bnhd", jnp.exp(s - _finite(lse)[..., None]), keys)
+        return _add_sink(o, lse, sink).astype(q.dtype), lse
+
+    gathered = topk * max(h_q, d) * (b if isinstance(b, int) else 1)
+    return _over_queries(block, max(1, _GATHERED // gathered), q, indices, there)
+
+
+def merge(parts: Sequence[Attention], sink: jax.Array | None = None) -> Attention:
+    """Attention over the union of disjoint key sets, from the attention over each; see `jax_dsv4_fmha.merge`."""
+    o_parts = jnp.stack([o.astype(_FP32) for o, _ in parts])
+    lse_parts = jnp.stack([lse for _, lse in parts])
+    lse = _logsumexp(lse_parts, 0)
+    weights = jnp.exp(lse_parts - _finite(lse))[..., None]
+    o = jnp.sum(weights * jnp.where(lse_parts[..., None] == -_INF, 0, o_parts), axis=0)
+    return _add_sink(o, lse, sink).astype(parts[0][0].dtype), lse
+
+
+def dsv4_attention(
+    q: jax.Array, window_kv: jax.Array, compressed_kv: jax.Array | None = None, **kwargs: Any
+) -> Attention:
+    """Window and compressed entries and the sink under one softmax; see `jax_dsv4_fmha.dsv4_attention`."""
+    o, lse = two_pass(fmha, sparse_fmha, q.astype(_FP32), window_kv, compressed_kv, **kwargs)
+    return o.astype(q.dtype), lse
+
+
+def two_pass(
+    fmha: Callable[..., Attention],
+    sparse_fmha: Callable[..., Attention],
+    q: jax.Array,
+    window_kv: jax.Array,
+    compressed_kv: jax.Array | None = None,
+    *,
+    sink: jax.Array | None = None,
+    indices: jax.Array | None = None,
+    topk_length: jax.Array | None = None,
+    ratio: int | None = None,
+    window: int = 128,
+    q_offset: Any = 0,
+    kv_offset: Any = 0,
+    swa_lens: jax.Array | None = None,
+    scale: float | None = None,
+) -> Attention:
+    """`dsv4_attention` composed of whichever `fmha` and `sparse_fmha` are given; the sink enters once."""
+    s_q = q.shape[1]
+    span = Span.sliding_window(s_q, window, jnp.int32(q_offset) - jnp.int32(kv_offset))
+    if swa_lens is not None:
+        span &= Span.lengths(swa_lens)
+    window_kv = window_kv[:, :, None]
+    if compressed_kv is None or compressed_kv.shape[1] == 0:
+        return fmha(q, window_kv, span=span, sink=sink, scale=scale)
+    window_part = fmha(q, window_kv, span=span, scale=scale)
+    if indices is not None:
+        compressed_part = sparse_fmha(q, compressed_kv, indices, topk_length=topk_length, scale=scale)
+    else:
+        assert ratio is not None
+        span = Span.compressed(s_q, ratio, q_offset)
+        compressed_part = fmha(q, compressed_kv[:, :, None], span=span, scale=scale)
+    return merge([window_part, compressed_part], sink)
+
+
+def _einsum(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.einsum(equation, x, y, precision=lax.Precision.HIGHEST)
+
+
+def _contract(x: jax.Array, y: jax.Array, axis: int, visible: jax.Array) -> jax.Array:
+    """The last axis of rows x [b, h, n, g, …] with `axis` of keys y [b, h, k, d], where no row may be touched by a key
+    that it does not see (visible [b, 1, n, 1, k]).
+
+    A weight of 0 does that, unless the key holds NaN or inf (0·NaN is NaN). Only then each row gets keys of its own.
+    """
+
+    def dot(x: jax.Array, y: jax.Array) -> jax.Array:
+        return lax.dot_general(x, y, (((x.ndim - 1,), (axis,)), ((0, 1), (0, 1))), precision=lax.Precision.HIGHEST)
+
+    def row(operands: Any) -> jax.Array:
+        x, visible = operands
+        return dot(x, jnp.where(jnp.moveaxis(visible, -1, -2), y, 0))
+
+    def row_by_row() -> jax.Array:
+        return jnp.moveaxis(lax.map(row, (jnp.moveaxis(x, 2, 0), jnp.moveaxis(visible, 2, 0))), 0, 2)
+
+    clean = jnp.all(jnp.isfinite(y))
+    contracted: jax.Array = lax.cond(clean, lambda: dot(x, jnp.where(clean, y, 0)), row_by_row)
+    return contracted
+
+
+def _logsumexp(x: jax.Array, axis: int) -> jax.Array:
+    """log Σ exp(x), -inf where every x is, with gradients that are 0 there and not NaN."""
+    top = _finite(lax.stop_gradient(jnp.max(x, axis, keepdims=True)))
+    total = jnp.sum(jnp.exp(x - top), axis)
+    nothing = total == 0
+    return jnp.where(nothing, -_INF, jnp.log(jnp.where(nothing, 1, total)) + jnp.squeeze(top, axis))
+
+
+def _add_sink(o: jax.Array, lse: jax.Array, sink: jax.Array | None) -> jax.Array:
+    """o · exp(lse - logaddexp(lse, sink)), which is o · sigmoid(lse - sink)."""
+    return o if sink is None else o * jax.nn.sigmoid(_finite(lse) - sink)[..., None]
+
+
+def _finite(x: jax.Array) -> jax.Array:
+    """x with 0 for ±inf: what may be subtracted from -inf."""
+    return jnp.where(jnp.isinf(x), 0, x)
+
+
+def _tiles(x: jax.Array, tile: int) -> jax.Array:
+    """[b, s_kv, h, d] -> fp32 [tiles, b, h, tile, d], the last tile filled up with 0"""
+    b, s_kv, h, d = x.shape
+    n = -(-s_kv // tile)
+    x = jnp.pad(x.astype(_FP32), ((0, 0), (0, n * tile - s_kv), (0, 0), (0, 0)))
+    return x.reshape(b, n, tile, h, d).transpose(1, 0, 3, 2, 4)
+
+
+def _over_queries(block: Callable[..., Attention], size: int, *operands: jax.Array) -> Attention:
+    """block(*operands) over operands [b, s_q, …], `size` queries at a time; the last block is filled up with 0."""
+    s_q = operands[0].shape[1]
+    rematerialized: Callable[..., Attention] = jax.checkpoint(block)
+    if s_q <= size:
+        return rematerialized(*operands)
+    n = -(-s_q // size)
+
+    def split(x: jax.Array) -> jax.Array:
+        x = jnp.pad(x, [(0, 0), (0, n * size - s_q)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(x.shape[0], n, size, *x.shape[2:]), 1, 0)
+
+    def join(x: jax.Array) -> jax.Array:
+        x = jnp.moveaxis(x, 0, 1)
+        return x.reshape(x.shape[0], n * size, *x.shape[3:])[:, :s_q]
+
+    o, lse = lax.map(lambda operands: rematerialized(*operands), tuple(map(split, operands)))
+    return join(o), join(lse)

@@ -1,0 +1,106 @@
+"""The mask: one interval of keys for every query row."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import _check
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """Row i of batch entry n sees the keys `start[n, i] <= j < stop[n, i]`.
+
+    Both are int32 and broadcast to `[b, s_q]`; an int stands for itself. The op that is given a Span clips the values
+    to `[0, s_kv]`; a row with `start >= stop` sees nothing. `&` keeps the keys that both spans show.
+
+    `offset`, in the constructors, is an int or int32 `[b]`, traced or not: query i stands at position `i + offset`, in
+    the count in which the first key has position 0.
+    """
+
+    start: Any
+    stop: Any
+
+    @classmethod
+    def causal(cls, s_q: int, offset: Any = 0) -> "Span":
+        """Keys up to and with the query's own position."""
+        p = _positions("Span.causal", s_q, offset)
+        return cls(jnp.zeros_like(p), p + 1)
+
+    @classmethod
+    def sliding_window(cls, s_q: int, window: int, offset: Any = 0) -> "Span":
+        """The last `window` keys, the query's own position included."""
+        window = _check.positive("Span.sliding_window", "window", window)
+        p = _positions("Span.sliding_window", s_q, offset)
+        return cls(p - (window - 1), p + 1)
+
+    @classmethod
+    def compressed(cls, s_q: int, ratio: int, offset: Any = 0) -> "Span":
+        """Entries of a cache that holds one entry for `ratio` positions: those whose positions are all past."""
+        ratio = _check.positive("Span.compressed", "ratio", ratio)
+        p = _positions("Span.compressed", s_q, offset)
+        return cls(jnp.zeros_like(p), (p + 1) // ratio)
+
+    @classmethod
+    def lengths(cls, lengths: Any) -> "Span":
+        """The first `lengths[n]` keys of batch entry n; int32 `[b]`."""
+        stop = _check.operand("Span.lengths", "lengths", lengths, "b", {}, _check.INT)[:, None]
+        return cls(jnp.zeros_like(stop), stop)
+
+    @classmethod
+    def segments(cls, q_ids: Any, kv_ids: Any = None) -> "Span":
+        """Packed sequences: a query sees the keys that bear its segment id.
+
+        q_ids int32 `[b, s_q]`; kv_ids int32 `[b, s_kv]`, ascending along a row, the same array if left out. A query
+        whose id no key bears sees nothing. Packed causal self-attention is `Span.segments(ids) & Span.causal(s)`; from
+        cumulative lengths, `ids = searchsorted(cu_seqlens, arange(s), "right")`.
+        """
+        dims: dict[str, Any] = {}
+        q_ids = _check.operand("Span.segments", "q_ids", q_ids, "b s_q", dims, _check.INT)
+        kv_ids = q_ids if kv_ids is None else kv_ids
+        kv_ids = _check.operand("Span.segments", "kv_ids", kv_ids, "b s_kv", dims, _check.INT)
+
+        def edge(side: str) -> jax.Array:
+            return jax.vmap(lambda kv, q: jnp.searchsorted(kv, q, side=side))(kv_ids, q_ids).astype(jnp.int32)
+
+        return cls(edge("left"), edge("right"))
+
+    def __and__(self, other: "Span") -> "Span":
+        if not isinstance(other, Span):
+            return NotImplemented
+        try:
+            np.broadcast_shapes(*(jnp.shape(x) for x in (self.start, self.stop, other.start, other.stop)))
+        except ValueError as e:
+            raise _check.error(ValueError, "Span", "&", f"{self} and {other}", "shapes that broadcast") from e
+        return Span(jnp.maximum(self.start, other.start), jnp.minimum(self.stop, other.stop))
+
+    def __str__(self) -> str:
+        return f"Span({_check.describe(self.start)}, {_check.describe(self.stop)})"
+
+    def bounds(self, b: Any, s_q: Any, s_kv: Any, op: str = "Span") -> tuple[jax.Array, jax.Array]:
+        """start and stop, each int32 `[b, s_q]` within `[0, s_kv]`. `op` is who asks, for the error's text."""
+        start = _bound(op, "span.start", self.start, b, s_q, s_kv)
+        return start, _bound(op, "span.stop", self.stop, b, s_q, s_kv)
+
+
+def _bound(op: str, name: str, x: Any, b: Any, s_q: Any, s_kv: Any) -> jax.Array:
+    wanted = f"int32 that broadcasts to [b={b}, s_q={s_q}]"
+    if isinstance(x, int) and not isinstance(x, bool):
+        x = jnp.int32(min(max(x, -1), s_kv))
+    if not isinstance(x, jax.Array | np.ndarray | np.generic):
+        raise _check.error(TypeError, op, name, x, wanted)
+    shape = x.shape
+    fits = len(shape) <= 2 and all(n == 1 or n == m for n, m in zip(shape[::-1], (s_q, b), strict=False))
+    if x.dtype not in _check.INT or not fits:
+        raise _check.error(ValueError, op, name, x, wanted)
+    return jnp.broadcast_to(jnp.clip(jnp.asarray(x), 0, s_kv), (b, s_q))
+
+
+def _positions(op: str, s_q: Any, offset: Any) -> jax.Array:
+    """int32 [1, s_q] or [b, s_q]"""
+    s_q = _check.positive(op, "s_q", s_q)
+    return jnp.arange(s_q, dtype=jnp.int32) + _check.offset(op, "offset", offset, {})[:, None]
