@@ -24,5 +24,5 @@ DTYPES = ("bfloat16", "float16")
 
 VARIANTS: tuple[Variant, ...] = (
     *(Variant("fwd", "sm_90a", "kernels.fwd_sm90", d, dtype, False) for d in (64, 128, 256) for dtype in DTYPES),
-    *(Variant("fwd", "sm_90a", "kernels.fwd_shared_kv_sm90", 512, dtype, True) for dtype in DTYPES),
+    *(Variant("fwd", "sm_90a", "kernels.latent_sm90", 512, dtype, True) for dtype in DTYPES),
 )

@@ -1,0 +1,618 @@
+"""Attention for Hopper over a latent that is both K and V, head dimension 512.
+
+O of 64 rows is 64 x 512 in fp32, half the register file, so two warpgroups own 256 columns each and every key tile is
+read by both. Key tiles of 64 go two by two: "left" computes the scores of the even one, "right" of the odd one, and
+each multiplies the weights of both with its own half of the columns, its own weights from registers, the other's from
+SMEM. The maximum of a row is handed from left to right and back; all sums are kept under the newest.
+
+    left    S0 = Q K0'  max0 > P0  O_l += P0 K0_l      > P0 *= f -> SMEM   O_l += P1 K1_l   S0 of the next pair
+                             \\                        /              \\     /
+    right   S1 = Q K1'        > max1 > P1  O_r += P1 K1_r   P1 -> SMEM   > O_r += P0 K0_r   S1 of the next pair
+
+So one's softmax runs under the other's products. A tile is refilled by halves of its columns, each as soon as it is
+read for the last time.
+
+The keys come from one or more sources, walked one after the other as one sequence of tiles under one softmax: spans
+(contiguous, loaded by TMA: a window, a dense cache) and selections (gathered by index with cp.async).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.memory import SmemAllocator
+
+from .aot import Compiled, compile_ahead
+from .lib.launch import SMEM_LIMIT, WARPGROUP, Shapes, element_type, i32, launch_facts, pointers
+from .lib.rows import Extents, RowTile, extents, row_of
+from .lib.selections import SelectionOperands, open_selection
+from .lib.softmax import ROWS, RowResults, Softmax, scale_rows
+from .lib.spans import SpanOperands, open_span
+from .lib.wgmma import (
+    K_MAJOR,
+    MN_MAJOR,
+    SLAB,
+    accumulator,
+    multiply,
+    operand_a,
+    operand_b,
+    register_operand,
+    release,
+    round_to,
+    slab_layout,
+    store_rows,
+    tiled_mma,
+    tma_atom,
+    tma_tiles,
+    transposed,
+    zero_rows,
+)
+from .variants import Variant
+
+LEFT, RIGHT = 0, 1  # a warpgroup, its half of the columns, and the tile of a pair whose scores it computes
+REFILL_ORDER = ((0, LEFT), (1, RIGHT), (0, RIGHT), (1, LEFT))  # (tile of the pair, half): as they are read last
+
+# named barriers, by what they announce: one warpgroup arrives, the other waits
+BAR_MAX0, BAR_MAX1, BAR_P0, BAR_P1 = 1, 2, 3, 4
+BAR_SUMS = 5  # both wait
+BAR_WARPGROUP = 6  # 6 + LEFT, 6 + RIGHT: one warpgroup by itself
+
+SOURCES = {
+    "fwd": ("span",),
+    "sparse_fwd": ("selection",),
+    "dsv4_sparse_fwd": ("span", "selection"),
+    "dsv4_dense_fwd": ("span", "span"),
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Compile-time choices; every tile, count and size follows from them."""
+
+    d: int
+    dtype: str
+    sources: tuple[str, ...]
+    tile_m: int = 64
+    tile_n: int = 64
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the keys differ from query to query: then a tile holds heads of one query only."""
+        return "selection" in self.sources
+
+    @property
+    def threads(self) -> int:
+        return 3 * WARPGROUP
+
+    @property
+    def loaders(self) -> int:
+        """Threads that fill key tiles: a lane issues TMA, a warpgroup gathers."""
+        return WARPGROUP if self.gathers else 1
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """(producer, consumer) registers a thread: 128 * (producer + 2 consumer) <= 65536."""
+        return (72, 216) if self.gathers else (24, 240)
+
+    @property
+    def half(self) -> int:
+        return self.d // 2
+
+    @property
+    def half_tile_bytes(self) -> int:
+        return self.tile_n * self.half * 2
+
+    @property
+    def row_bytes(self) -> int:
+        return self.d * 2
+
+    @property
+    def smem_bytes(self) -> int:
+        barriers, weights, rows = 8 * 9, 2 * self.tile_m * self.tile_n * 2, 2 * 2 * 4 * self.tile_m
+        return 1024 + self.tile_m * self.row_bytes + 4 * self.half_tile_bytes + weights + rows + barriers
+
+    def __post_init__(self):
+        if self.d % (2 * SLAB) or self.half > 256:
+            raise ValueError(
+                f"d must be a multiple of {2 * SLAB} up to 512 (half of it is one WGMMA's N), got {self.d}"
+            )
+        if self.smem_bytes > SMEM_LIMIT:
+            raise ValueError(f"needs {self.smem_bytes} bytes of SMEM, {SMEM_LIMIT} fit: {self}")
+
+
+@dataclass(frozen=True)
+class Barriers:
+    """mbarriers in SMEM; `full` and `empty` are indexed by 2 * (tile of the pair) + half."""
+
+    q_full: cute.Pointer
+    full: cute.Pointer
+    empty: cute.Pointer
+
+
+@dataclass(frozen=True)
+class Shared:
+    """SMEM beside the barriers."""
+
+    q: cute.Tensor  # (64, d), becomes O
+    k: cute.Tensor  # (tile_n, d, tile of the pair)
+    p: cute.Tensor  # (64, tile_n, tile of the pair)
+    max: cute.Tensor  # (64, warpgroup): the running maximum that each hands over
+    sum: cute.Tensor  # (64, warpgroup): the sum that each ends with
+
+
+@dataclass(frozen=True)
+class Producer:
+    """All that a loading thread touches."""
+
+    bar: Barriers
+    sK: cute.Tensor
+    sources: tuple
+    copies: tuple  # per source: (atom, gmem tiles, smem halves) of a span, None of a selection
+
+
+@dataclass(frozen=True)
+class Consumer:
+    """All that a consumer thread touches: barriers, SMEM, its operands and its registers."""
+
+    bar: Barriers
+    smem: Shared
+    thread: Int32
+    sources: tuple
+    rows: tuple  # per source: what this thread's rows see of it
+    qk: cute.TiledMma
+    pv: cute.TiledMma
+    pv_other: cute.TiledMma
+    a: cute.Tensor  # Q
+    b_own: cute.Tensor  # this side's tile as K
+    b_value: cute.Tensor  # this side's columns as V: (.., tile of the pair)
+    a_other: cute.Tensor  # the other side's weights
+    scores: cute.Tensor
+    weights: cute.Tensor
+    out: cute.Tensor
+    softmax: Softmax
+
+
+class LatentSm90:
+    def __init__(self, config: Config):
+        self.config = config
+        self.dtype = element_type(config.dtype)
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Pointer,
+        o: cute.Pointer,
+        sink: cute.Pointer,
+        lse: cute.Pointer,
+        scale_log2: Float32,
+        b: Int32,
+        s_q: Int32,
+        h_q: Int32,
+        h_kv: Int32,
+        keys0: cute.Pointer,
+        from0: cute.Pointer,  # start of a span, indices of a selection
+        to0: cute.Pointer,  # stop of a span, lengths of a selection
+        s_kv0: Int32,
+        topk0: Int32,
+        keys1: cute.Pointer,
+        from1: cute.Pointer,
+        to1: cute.Pointer,
+        s_kv1: Int32,
+        topk1: Int32,
+        stream: cuda.CUstream,
+    ):
+        c = self.config
+        n = extents(c.tile_m, c.gathers, s_q, h_q, h_kv)
+        shapes = Shapes(c.d, b, n)
+        tma_q, mQ = tma_atom(cpasync.CopyBulkTensorTileG2SOp(), shapes.rows(q), c.tile_m, c.d)
+        tma_o, mO = tma_atom(cpasync.CopyBulkTensorTileS2GOp(), shapes.rows(o), c.tile_m, c.half)
+        given = ((keys0, from0, to0, s_kv0, topk0), (keys1, from1, to1, s_kv1, topk1))
+        sources = tuple(self.source(kind, shapes, *g) for kind, g in zip(c.sources, given, strict=False))
+        self.kernel(tma_q, mQ, tma_o, mO, sources, RowResults(sink, lse), scale_log2, n).launch(
+            grid=(n.tiles_inner * n.tiles_outer * h_kv * b, 1, 1),
+            block=(c.threads, 1, 1),
+            smem=c.smem_bytes,
+            stream=stream,
+            min_blocks_per_mp=1,  # without it ptxas silently drops setmaxnreg
+        )
+
+    def source(self, kind: str, shapes: Shapes, keys, first, second, s_kv: Int32, topk: Int32) -> tuple:
+        c = self.config
+        if kind == "selection":
+            return (SelectionOperands(keys, first, second, s_kv, topk),)
+        tma = tma_atom(cpasync.CopyBulkTensorTileG2SOp(), shapes.keys(keys, s_kv), c.tile_n, c.half)
+        return (*tma, SpanOperands(first, second, s_kv))
+
+    @cute.kernel
+    def kernel(
+        self,
+        tma_q: cute.CopyAtom,
+        mQ: cute.Tensor,
+        tma_o: cute.CopyAtom,
+        mO: cute.Tensor,
+        sources: tuple,
+        results: RowResults,
+        scale_log2: Float32,
+        n: Extents,
+    ):
+        c = self.config
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        bar, smem = self.allocate()
+        if warp == 0:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_init(bar.q_full, 1)
+                for i in cutlass.range_constexpr(4):
+                    cute.arch.mbarrier_init(bar.full + i, c.loaders)
+                    cute.arch.mbarrier_init(bar.empty + i, 4)  # a lane of each warp that reads this half as V
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+        tile = RowTile.of_block(n)
+        opened = tuple(self.open(operands, tile) for *_, operands in sources)
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(c.registers[0])
+            if warp == 0:
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(bar.q_full, n.box_inner * n.box_outer * c.row_bytes)
+                source, target = tma_tiles(tma_q, tile.of(mQ, c.tile_m, c.d)[None, None, 0], smem.q)
+                cute.copy(tma_q, source, target, tma_bar_ptr=bar.q_full)
+            if warp * 32 < c.loaders:
+                self.load(Producer(bar, smem.k, opened, self.key_copies(sources, opened, tile, smem.k)))
+        else:
+            cute.arch.setmaxregister_increase(c.registers[1])
+            if warp < 8:
+                self.attend(LEFT, bar, smem, opened, tile, results, scale_log2)
+                self.store(LEFT, smem.q, tma_o, mO, tile)
+            else:
+                self.attend(RIGHT, bar, smem, opened, tile, results, scale_log2)
+                self.store(RIGHT, smem.q, tma_o, mO, tile)
+
+    def allocate(self) -> tuple[Barriers, Shared]:
+        c = self.config
+        smem = SmemAllocator()
+        q, k, p = (
+            smem.allocate_tensor(self.dtype, layout.outer, 1024, swizzle=layout.inner)
+            for layout in (
+                slab_layout(self.dtype, c.tile_m, c.d),
+                slab_layout(self.dtype, c.tile_n, c.d, 2),
+                slab_layout(self.dtype, c.tile_m, c.tile_n, 2),
+            )
+        )
+        maxima, sums = (smem.allocate_tensor(Float32, cute.make_layout((c.tile_m, 2)), 16) for _ in range(2))
+        mbar = smem.allocate_array(Int64, 9)
+        return Barriers(mbar, mbar + 1, mbar + 5), Shared(q, k, p, maxima, sums)
+
+    def open(self, operands: Any, tile: RowTile) -> Any:
+        c = self.config
+        if isinstance(operands, SpanOperands):
+            return open_span(operands, tile, c.tile_n)
+        return open_selection(operands, tile, c.tile_n, c.d)
+
+    def key_copies(self, sources: tuple, opened: tuple, tile: RowTile, sK: cute.Tensor) -> tuple:
+        """TMA from each span into sK's bytes seen as (tile_n, half, half of d, tile of the pair)."""
+        c = self.config
+        halves = cute.make_tensor(sK.iterator, slab_layout(self.dtype, c.tile_n, c.half, 2, 2).outer)
+        return tuple(
+            (source[0], *tma_tiles(source[0], tile.keys(source[1], span.lo, c.tile_n, c.half), halves))
+            if kind == "span"
+            else None
+            for kind, source, span in zip(c.sources, sources, opened, strict=True)
+        )
+
+    @cute.jit
+    def load(self, p: Producer):
+        """Fill the halves of all key tiles, in the order in which they come free."""
+        c = self.config
+        thread = cute.arch.thread_idx()[0]
+        tiles, full, empty = total_tiles(p.sources), p.bar.full, p.bar.empty
+        wanted = cute.make_rmem_tensor((c.tile_n // (WARPGROUP // 8), 2), Int32) if c.gathers else None
+        for pair in cutlass.range((tiles + 1) // 2, unroll=1):
+            if cutlass.const_expr(c.gathers):
+                for which in cutlass.range_constexpr(2):
+                    self.look_up(p, wanted[None, which], 2 * pair + which, thread)
+            for which, half in REFILL_ORDER:
+                t, i = 2 * pair + which, 2 * which + half
+                if t < tiles:
+                    cute.arch.mbarrier_wait(empty + i, (pair & 1) ^ 1)
+                    first = Int32(0)
+                    for kind, source, copy in zip(c.sources, p.sources, p.copies, strict=True):
+                        if t >= first and t < first + source.tiles:
+                            if cutlass.const_expr(kind == "span"):
+                                self.load_span(copy, t - first, which, half, full + i, thread)
+                            else:
+                                slabs = range(half * c.half // SLAB, (half + 1) * c.half // SLAB)
+                                source.gather(p.sK[None, None, which], wanted[None, which], thread, slabs, WARPGROUP)
+                                cute.arch.cp_async_mbarrier_arrive_noinc(full + i)
+                        first = first + source.tiles
+
+    @cute.jit
+    def look_up(self, p: Producer, wanted: cute.Tensor, t: Int32, thread: Int32):
+        """The keys of tile t that this thread will gather, if t is a selection's."""
+        c = self.config
+        first = Int32(0)
+        for kind, source in zip(c.sources, p.sources, strict=True):
+            if cutlass.const_expr(kind == "selection"):
+                source.look_up(wanted, t - first, thread, WARPGROUP)
+            first = first + source.tiles
+
+    @cute.jit
+    def load_span(self, copy, t: Int32, which: cutlass.Constexpr, half: cutlass.Constexpr, full, thread: Int32):
+        c = self.config
+        atom, gK, sK = copy
+        if thread // 32 == 0:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_expect_tx(full, c.half_tile_bytes)
+            cute.copy(atom, gK[None, t, half], sK[None, half, which], tma_bar_ptr=full)
+        if cutlass.const_expr(c.loaders == 1):
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(full)
+        else:
+            cute.arch.sync_warp()  # the bytes are expected before the lane's warp arrives
+            cute.arch.mbarrier_arrive(full)
+
+    @cute.jit
+    def attend(
+        self,
+        side: cutlass.Constexpr,
+        bar: Barriers,
+        smem: Shared,
+        sources: tuple,
+        tile: RowTile,
+        results: RowResults,
+        scale_log2: Float32,
+    ):
+        """One warpgroup: its half of O, from the first pair of key tiles to the normalised output in SMEM, and lse."""
+        c = self.config
+        w = self.consumer(side, bar, smem, sources, scale_log2)
+        w.out.fill(0.0)
+        tiles = total_tiles(sources)
+        evens, odds = (tiles + 1) // 2, tiles // 2
+        cute.arch.mbarrier_wait(bar.q_full, 0)
+        if cutlass.const_expr(side == LEFT):
+            if tiles > 0:
+                self.on_source(w, 0, foresee)
+                self.issue_scores(LEFT, w, 0, LEFT, fresh=True)
+                self.issue_scores(LEFT, w, 0, RIGHT, fresh=False)
+                warpgroup.wait_group(0)
+                for pair in cutlass.range(evens - 1, unroll=1):
+                    self.left_pair(w, pair, True)
+                    self.on_source(w, 2 * pair + 2, foresee)
+                    self.issue_scores(LEFT, w, pair + 1, LEFT, fresh=True)
+                    warpgroup.wait_group(1)
+                    release(bar.empty + 2)
+                    self.issue_scores(LEFT, w, pair + 1, RIGHT, fresh=False)
+                    warpgroup.wait_group(0)
+                if odds == evens:
+                    self.left_pair(w, evens - 1, True)
+                else:
+                    self.left_pair(w, evens - 1, False)
+                warpgroup.wait_group(0)
+        else:
+            for pair in cutlass.range(odds, unroll=1):
+                self.right_pair(w, pair)
+            if odds < evens:
+                self.right_tail(w)
+
+        s = w.softmax
+        s.sum_columns()
+        hand_over(smem.sum, side, s.row_sum, w.thread)
+        cute.arch.barrier(barrier_id=BAR_SUMS, number_of_threads=2 * WARPGROUP)
+        take_over(smem.sum, LEFT, s.row_sum, w.thread)
+        take_over(smem.sum, RIGHT, s.factor, w.thread)
+        s.row_sum.store(s.row_sum.load() + s.factor.load())
+        s.finish(tile, 0, w.thread, results, writes_lse=side == LEFT)
+        scale_rows(w.out, s.factor)
+        store_rows(w.pv, w.out, cute.local_tile(smem.q, (c.tile_m, c.half), (0, side)), w.thread)
+
+    def consumer(self, side: int, bar: Barriers, smem: Shared, sources: tuple, scale_log2: Float32) -> Consumer:
+        c = self.config
+        thread = cute.arch.thread_idx()[0] % WARPGROUP
+        qk = tiled_mma(self.dtype, c.tile_n, K_MAJOR)
+        pv = tiled_mma(self.dtype, c.half, MN_MAJOR, warpgroup.OperandSource.RMEM)
+        pv_other = tiled_mma(self.dtype, c.half, MN_MAJOR)
+        return Consumer(
+            bar,
+            smem,
+            thread,
+            sources,
+            rows=tuple(source.of_rows(0, thread) for source in sources),
+            qk=qk,
+            pv=pv,
+            pv_other=pv_other,
+            a=operand_a(qk, smem.q),
+            b_own=operand_b(qk, smem.k[None, None, side]),
+            b_value=operand_b(pv, transposed(cute.local_tile(smem.k, (c.tile_n, c.half, 2), (0, side, 0)))),
+            a_other=operand_a(pv_other, smem.p[None, None, 1 - side]),
+            scores=accumulator(qk, c.tile_n),
+            weights=register_operand(pv, c.tile_n, self.dtype),
+            out=accumulator(pv, c.half),
+            softmax=Softmax.start(scale_log2),
+        )
+
+    @cute.jit
+    def on_source(self, w: Consumer, t: Int32, action: cutlass.Constexpr[Callable]):
+        """action(w, source, rows, its tile number) for the source that tile t of the sequence belongs to."""
+        if cutlass.const_expr(len(w.sources) == 1):
+            action(w, w.sources[0], w.rows[0], t)
+        else:
+            first = w.sources[0].tiles
+            if t < first:
+                action(w, w.sources[0], w.rows[0], t)
+            else:
+                action(w, w.sources[1], w.rows[1], t - first)
+
+    @cute.jit
+    def issue_scores(
+        self,
+        side: cutlass.Constexpr,
+        w: Consumer,
+        pair: Int32,
+        half: cutlass.Constexpr,
+        fresh: cutlass.Constexpr,
+    ):
+        """Q K' of this side's tile over one half of d. Keys of the tile that no row sees are cleared first."""
+        c = self.config
+        full = w.bar.full + 2 * side
+        cute.arch.mbarrier_wait(full + half, pair & 1)
+        if cutlass.const_expr(fresh):
+
+            @cute.jit
+            def clear(w: Consumer, source: Any, rows: Any, t: Int32):
+                if cutlass.const_expr(isinstance(source.operands, SpanOperands)):
+                    if source.needs_clearing(t):  # noqa: SIM102, a compile-time condition and a run-time one
+                        cute.arch.mbarrier_wait(full + (1 - half), pair & 1)
+                        zero_rows(w.smem.k[None, None, side], source.unseen_from(t), w.thread, WARPGROUP)
+                        cute.arch.barrier(barrier_id=BAR_WARPGROUP + side, number_of_threads=WARPGROUP)
+
+            self.on_source(w, 2 * pair + side, clear)
+        if cutlass.const_expr(c.gathers):
+            cute.arch.fence_proxy("async.shared", space="cta")  # cp.async wrote through the generic proxy
+        blocks = c.half // 16
+        multiply(w.qk, w.scores, w.a, w.b_own, fresh, range(half * blocks, (half + 1) * blocks))
+
+    @cute.jit
+    def left_pair(self, w: Consumer, pair: Int32, has_odd: cutlass.Constexpr):
+        """From the scores of the even tile to the products of both tiles, the last of them still in flight."""
+        s = w.softmax
+        self.on_source(w, 2 * pair, mask)
+        s.remember_max()
+        s.raise_max(w.scores)
+        hand_over(w.smem.max, LEFT, s.row_max, w.thread)
+        announce(BAR_MAX0)
+        s.decay()
+        s.exponentiate(w.scores)
+        round_to(w.weights, w.scores)
+        if cutlass.const_expr(not has_odd):
+            self.share_weights(w, LEFT, BAR_P0)
+        scale_rows(w.out, s.factor)
+        multiply(w.pv, w.out, w.weights, w.b_value[None, None, None, 0])
+        if cutlass.const_expr(has_odd):
+            warpgroup.wait_group(0)
+            release(w.bar.empty + 0)
+            self.adopt_max(w, BAR_MAX1, RIGHT)
+            scale_rows(w.scores, s.factor)
+            self.share_weights(w, LEFT, BAR_P0)
+            scale_rows(w.out, s.factor)
+            await_other(BAR_P1)
+            multiply(w.pv_other, w.out, w.a_other, w.b_value[None, None, None, 1])
+
+    @cute.jit
+    def right_pair(self, w: Consumer, pair: Int32):
+        s = w.softmax
+        self.on_source(w, 2 * pair + 1, foresee)
+        self.issue_scores(RIGHT, w, pair, RIGHT, fresh=True)
+        self.issue_scores(RIGHT, w, pair, LEFT, fresh=False)
+        warpgroup.wait_group(0)
+        self.on_source(w, 2 * pair + 1, mask)
+        s.remember_max()
+        await_other(BAR_MAX0)
+        take_over(w.smem.max, LEFT, s.row_max, w.thread)
+        s.raise_max(w.scores)
+        hand_over(w.smem.max, RIGHT, s.row_max, w.thread)
+        announce(BAR_MAX1)
+        s.decay()
+        s.exponentiate(w.scores)
+        round_to(w.weights, w.scores)
+        scale_rows(w.out, s.factor)
+        multiply(w.pv, w.out, w.weights, w.b_value[None, None, None, 1])
+        self.share_weights(w, RIGHT, BAR_P1)
+        await_other(BAR_P0)
+        multiply(w.pv_other, w.out, w.a_other, w.b_value[None, None, None, 0])
+        warpgroup.wait_group(1)
+        release(w.bar.empty + 3)
+        warpgroup.wait_group(0)
+        release(w.bar.empty + 1)
+
+    @cute.jit
+    def right_tail(self, w: Consumer):
+        """The last pair has an even tile only."""
+        self.adopt_max(w, BAR_MAX0, LEFT)
+        scale_rows(w.out, w.softmax.factor)
+        await_other(BAR_P0)
+        multiply(w.pv_other, w.out, w.a_other, w.b_value[None, None, None, 0])
+        warpgroup.wait_group(0)
+
+    @cute.jit
+    def adopt_max(self, w: Consumer, barrier: cutlass.Constexpr, other: cutlass.Constexpr):
+        """The other side's maximum, which is at least as large, becomes this side's."""
+        w.softmax.remember_max()
+        await_other(barrier)
+        take_over(w.smem.max, other, w.softmax.row_max, w.thread)
+        w.softmax.decay()
+
+    @cute.jit
+    def share_weights(self, w: Consumer, side: cutlass.Constexpr, barrier: cutlass.Constexpr):
+        store_rows(w.qk, w.scores, w.smem.p[None, None, side], w.thread)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        announce(barrier)
+
+    @cute.jit
+    def store(self, side: cutlass.Constexpr, sO: cute.Tensor, tma_o: cute.CopyAtom, mO: cute.Tensor, tile: RowTile):
+        """This side's half of the output, from SMEM to memory."""
+        c = self.config
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=BAR_WARPGROUP + side, number_of_threads=WARPGROUP)
+        if cute.arch.warp_idx() % 4 == 0:
+            half = cute.local_tile(sO, (c.tile_m, c.half), (0, side))
+            target, source = tma_tiles(tma_o, tile.of(mO, c.tile_m, c.half), half)
+            cute.copy(tma_o, source, target[None, side])
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+def total_tiles(sources: tuple) -> Int32:
+    return sum((source.tiles for source in sources[1:]), sources[0].tiles)
+
+
+def foresee(w: Consumer, source: Any, rows: Any, t: Int32) -> None:
+    rows.foresee(t)
+
+
+def mask(w: Consumer, source: Any, rows: Any, t: Int32) -> None:
+    rows.mask(w.scores, t)
+
+
+def announce(barrier: int) -> None:
+    cute.arch.barrier_arrive(barrier_id=barrier, number_of_threads=2 * WARPGROUP)
+
+
+def await_other(barrier: int) -> None:
+    cute.arch.barrier(barrier_id=barrier, number_of_threads=2 * WARPGROUP)
+
+
+@cute.jit
+def hand_over(shared: cute.Tensor, side: cutlass.Constexpr, state: cute.Tensor, thread: Int32):
+    if thread % 4 == 0:
+        for r in cutlass.range_constexpr(ROWS):
+            shared[row_of(thread, r), side] = state[r]
+
+
+@cute.jit
+def take_over(shared: cute.Tensor, side: cutlass.Constexpr, state: cute.Tensor, thread: Int32):
+    for r in cutlass.range_constexpr(ROWS):
+        state[r] = shared[row_of(thread, r), side]
+
+
+def compile(variant: Variant, out_dir: Path) -> Compiled:
+    config = Config(variant.d, variant.dtype, SOURCES[variant.op])
+    kernel = LatentSm90(config)
+    source = (*pointers(variant.dtype, "keys", "int32", "int32"), i32(), i32())
+    return compile_ahead(
+        kernel,
+        LatentSm90.kernel,
+        *pointers(variant.dtype, "q", "o", "float32", "float32"),
+        Float32(1.0),
+        *(i32() for _ in range(4)),
+        *source,
+        *source,
+        name="latent_sm90",
+        arch=variant.arch,
+        out_dir=out_dir,
+        facts=launch_facts(config),
+    )

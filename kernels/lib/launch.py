@@ -1,0 +1,67 @@
+"""The host side that every forward kernel shares: tensors of a launch, and compilation to a cubin."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import BFloat16, Float16, Float32, Int32, Int64
+from cutlass.cute.runtime import make_ptr
+
+from .rows import Extents
+
+WARPGROUP = 128  # threads
+SMEM_LIMIT = 227 * 1024  # bytes a CTA may have on sm_90 and sm_100
+
+
+def element_type(dtype: str):
+    return {"bfloat16": BFloat16, "float16": Float16}[dtype]
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Views of a launch's arrays for TMA: the tile's two modes first, 64-bit strides."""
+
+    d: int
+    b: Int32
+    n: Extents
+
+    def rows(self, p: cute.Pointer) -> cute.Tensor:
+        """q and o: (inner, d, outer, h_kv, b)."""
+        n, head = self.n, Int64(self.n.group) * self.d
+        query = head * n.h_kv
+        return cute.make_tensor(
+            p,
+            cute.make_layout(
+                (n.inner, self.d, n.outer, n.h_kv, self.b), stride=(self.d, 1, query, head, query * n.s_q)
+            ),
+        )
+
+    def keys(self, p: cute.Pointer, s_kv: Int32) -> cute.Tensor:
+        """k and v: (s_kv, d, h_kv, b)."""
+        n, key = self.n, Int64(self.n.h_kv) * self.d
+        return cute.make_tensor(
+            p, cute.make_layout((s_kv, self.d, n.h_kv, self.b), stride=(key, 1, self.d, key * s_kv))
+        )
+
+
+def pointers(dtype: str, *targets: str) -> tuple:
+    """What a kernel is compiled for: pointers to int32, float32, or (any other name) to 16-byte aligned rows of dtype."""
+    scalars = {"int32": Int32, "float32": Float32}
+    return tuple(
+        make_ptr(
+            scalars.get(target, element_type(dtype)),
+            16,
+            cute.AddressSpace.gmem,
+            assumed_align=4 if target in scalars else 16,
+        )
+        for target in targets
+    )
+
+
+def i32() -> Int32:
+    return Int32(1)
+
+
+def launch_facts(config: Any) -> dict[str, int]:
+    """What the launcher must know of a kernel and its cubin does not say."""
+    return {name: getattr(config, name) for name in ("tile_m", "tile_n", "threads", "smem_bytes")}

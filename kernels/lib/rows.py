@@ -1,0 +1,125 @@
+"""Rows of an M tile: which query and head each is, and where its operands lie.
+
+A row is one (query, head) pair of one KV head's group. In memory q and o are the 5-D tensor
+[d, inner, outer, h_kv, b] (fastest first), and a tile is a box of box_inner x box_outer rows of it, which TMA loads
+and stores, clipping what lies outside:
+
+    h_kv == 1   inner = s_q * group, outer = 1      rows of neighbouring queries are contiguous: any group packs
+    h_kv  > 1   inner = group,       outer = s_q    a box of heads x queries
+    one query a tile (keys gathered for each query): as h_kv > 1, with a box of heads x 1
+
+In each view query = outer index + inner index // group and head = inner index % group.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+ROWS = 2  # rows of a 64-row WGMMA accumulator that one thread holds
+
+
+class Extents(NamedTuple):
+    """The scalars of a launch, in the order of the kernel's parameters."""
+
+    s_q: Int32
+    group: Int32  # h_q // h_kv
+    h_kv: Int32
+    inner: Int32
+    outer: Int32
+    box_inner: Int32
+    box_outer: Int32
+    tiles_inner: Int32
+    tiles_outer: Int32
+
+
+def ceil_div(a: Int32, b: Int32) -> Int32:
+    return (a + b - 1) // b
+
+
+@cute.jit
+def extents(tile_m: cutlass.Constexpr, one_query: cutlass.Constexpr, s_q: Int32, h_q: Int32, h_kv: Int32) -> Extents:
+    """Host side: the boxes of a launch, chosen so that no tile has more than tile_m rows."""
+    group = h_q // h_kv
+    inner, outer = s_q * group, Int32(1)
+    box_inner, box_outer = cutlass.min(Int32(tile_m), inner), Int32(1)
+    if one_query or h_kv > 1:
+        inner, outer = group, s_q
+        box_inner = ceil_div(group, ceil_div(group, tile_m))
+        box_outer = cutlass.min(tile_m // box_inner, s_q)
+        if cutlass.const_expr(one_query):
+            box_outer = Int32(1)
+    tiles_inner, tiles_outer = ceil_div(inner, box_inner), ceil_div(outer, box_outer)
+    return Extents(s_q, group, h_kv, inner, outer, box_inner, box_outer, tiles_inner, tiles_outer)
+
+
+@dataclass(frozen=True)
+class RowTile:
+    """Where one CTA's rows lie."""
+
+    n: Extents
+    batch: Int32
+    kv_head: Int32
+    inner0: Int32
+    outer0: Int32
+
+    @staticmethod
+    def of_block(n: Extents) -> "RowTile":
+        """Tiles of one (batch, KV head) are neighbours, the last queries first: under a causal mask these see most."""
+        block = cute.arch.block_idx()[0]
+        tiles = n.tiles_inner * n.tiles_outer
+        tile = tiles - 1 - block % tiles
+        head = block // tiles
+        inner0, outer0 = tile % n.tiles_inner * n.box_inner, tile // n.tiles_inner * n.box_outer
+        return RowTile(n, head // n.h_kv, head % n.h_kv, inner0, outer0)
+
+    @property
+    def first_query(self) -> Int32:
+        return self.outer0 + self.inner0 // self.n.group
+
+    @property
+    def last_query(self) -> Int32:
+        n = self.n
+        inner_last = cutlass.min(self.inner0 + n.box_inner, n.inner) - 1
+        outer_last = cutlass.min(self.outer0 + n.box_outer, n.outer) - 1
+        return outer_last + inner_last // n.group
+
+    def place(self, row: Int32) -> tuple[cutlass.Boolean, Int32, Int32]:
+        """(exists, query, query head) of a row of the tile."""
+        n = self.n
+        inner, outer = self.inner0 + row % n.box_inner, self.outer0 + row // n.box_inner
+        exists = (row < n.box_inner * n.box_outer) & (inner < n.inner) & (outer < n.outer)
+        return exists, outer + inner // n.group, self.kv_head * n.group + inner % n.group
+
+    def of(self, gmem: cute.Tensor, tile_m: int, columns: int) -> cute.Tensor:
+        """This tile of q or o: (tile_m, columns, column tile). TMA touches the box's rows only."""
+        rows = cute.domain_offset((self.inner0, 0, self.outer0, self.kv_head, self.batch), gmem)
+        return cute.local_tile(rows[None, None, 0, 0, 0], (tile_m, columns), (0, None))
+
+    def keys(self, gmem: cute.Tensor, first_key: Int32, tile_n: int, columns: int) -> cute.Tensor:
+        """K or V of this tile's KV head from first_key on: (tile_n, columns, key tile, column tile)."""
+        keys = cute.domain_offset((first_key, 0, self.kv_head, self.batch), gmem)
+        return cute.local_tile(keys[None, None, 0, 0], (tile_n, columns), (None, None))
+
+    def at_query(self, p: cute.Pointer, query: Int32, width: Int32 = 1) -> cute.Pointer:
+        """Where a query's elements begin in an array [b, s_q, width]."""
+        return p + (Int64(self.batch) * self.n.s_q + query) * width
+
+    def at_row(self, p: cute.Pointer, query: Int32, head: Int32) -> cute.Pointer:
+        """The element of an array [b, s_q, h_q]."""
+        return self.at_query(p, query, self.n.group * self.n.h_kv) + head
+
+
+def row_of(thread: Int32, r: int) -> Int32:
+    """Row of a warpgroup's 64 that element r of a thread's row state belongs to (the WGMMA accumulator's layout)."""
+    return thread // 32 * 16 + thread % 32 // 4 + 8 * r
+
+
+def load(p: cute.Pointer):
+    return cute.make_tensor(p, cute.make_layout(1))[0]
+
+
+def store(p: cute.Pointer, value) -> None:
+    cute.make_tensor(p, cute.make_layout(1))[0] = value

@@ -1,0 +1,147 @@
+"""Keys that are selected by index: a list per query, gathered row by row.
+
+An index < 0 or >= s_kv is absent, and so is all behind the query's length. What is absent is filled with zeros and
+masked, so that nothing of a key that no query selects is ever read.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import dsl_user_op
+
+from .rows import ROWS, RowTile, load
+from .softmax import by_row
+from .wgmma import SLAB
+
+CHUNK = 8  # elements of one 16-byte copy
+LANES_A_ROW = SLAB // CHUNK  # neighbouring lanes copy one 128-byte row of a slab
+
+
+class SelectionOperands(NamedTuple):
+    """Query i sees the keys indices[i, :length[i]] of s_kv."""
+
+    keys: cute.Pointer  # [b, s_kv, d]
+    indices: cute.Pointer  # int32 [b, s_q, topk]
+    length: cute.Pointer  # int32 [b, s_q], clipped to [0, topk]
+    s_kv: Int32
+    topk: Int32
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The selected keys of the one query whose heads make up a tile."""
+
+    operands: SelectionOperands
+    tile_n: int
+    d: int
+    keys: cute.Pointer  # of this tile's batch entry
+    indices: cute.Pointer  # of this query
+    length: Int32
+
+    @property
+    def tiles(self) -> Int32:
+        return (self.length + self.tile_n - 1) // self.tile_n
+
+    @cute.jit
+    def index(self, position: Int32) -> Int32:
+        """The key at a position of the list, or -1."""
+        index = Int32(-1)
+        if position < self.length:
+            index = load(self.indices + position)
+            if index >= self.operands.s_kv:
+                index = Int32(-1)
+        return cutlass.max(index, Int32(-1))
+
+    def of_rows(self, row0: Int32, thread: Int32) -> "SelectedRows":
+        return SelectedRows(self, cute.make_rmem_tensor(self.tile_n // 32, Uint32))
+
+    @cute.jit
+    def look_up(self, wanted: cute.Tensor, t: Int32, thread: Int32, threads: cutlass.Constexpr):
+        """wanted <- the keys of tile t that this thread will copy, -1 for absent ones.
+
+        Eight lanes copy a row of a slab, so a thread has every (threads / 8)th row and always the same swizzle.
+        """
+        for i in cutlass.range_constexpr(cute.size(wanted)):
+            wanted[i] = self.index(t * self.tile_n + i * (threads // LANES_A_ROW) + thread // LANES_A_ROW)
+
+    @cute.jit
+    def gather(
+        self,
+        tile: cute.Tensor,
+        wanted: cute.Tensor,
+        thread: Int32,
+        slabs: cutlass.Constexpr,
+        threads: cutlass.Constexpr,
+    ):
+        """Issue the copies of some slabs of the wanted keys into the (tile_n, d) slab tile."""
+        chunk, row0 = thread % LANES_A_ROW, thread // LANES_A_ROW
+        target0 = tile.iterator.toint() + row0 * (SLAB * 2) + (chunk ^ row0 % 8) * 16
+        for i in cutlass.range_constexpr(cute.size(wanted)):
+            present = Int32(16) if wanted[i] >= 0 else Int32(0)
+            source = self.keys + (Int64(cutlass.max(wanted[i], Int32(0))) * self.d + chunk * CHUNK)
+            for slab in slabs:
+                offset = (slab * self.tile_n + i * (threads // LANES_A_ROW)) * SLAB * 2
+                copy_or_zero(target0 + offset, (source + slab * SLAB).toint(), present)
+
+
+@dataclass(frozen=True)
+class SelectedRows:
+    """What a consumer warp knows of a key tile: one bit a key."""
+
+    selection: Selection
+    present: cute.Tensor  # uint32 [tile_n / 32]
+
+    @cute.jit
+    def foresee(self, t: Int32):
+        """Read which keys of tile t are present, ahead of `mask`."""
+        s = self.selection
+        for word in cutlass.range_constexpr(cute.size(self.present)):
+            here = s.index(t * s.tile_n + word * 32 + cute.arch.lane_idx()) >= 0
+            self.present[word] = Uint32(cute.arch.vote_ballot_sync(here))
+
+    @cute.jit
+    def mask(self, scores: cute.Tensor, t: Int32):
+        """-inf for every absent key of tile t."""
+        everything = Uint32(0xFFFFFFFF)
+        for word in cutlass.range_constexpr(cute.size(self.present)):
+            everything = everything & self.present[word]
+        if everything != Uint32(0xFFFFFFFF):
+            s = by_row(scores)
+            for i in cutlass.range_constexpr(cute.size(s, mode=[1])):
+                column = i % 2 + i // 2 * 8
+                bits = self.present[column // 32] >> Uint32(cute.arch.lane_idx() % 4 * 2)
+                if bits & Uint32(1 << column % 32) == Uint32(0):
+                    for r in cutlass.range_constexpr(ROWS):
+                        s[r, i] = -Float32.inf
+
+
+@cute.jit
+def open_selection(
+    operands: SelectionOperands, tile: RowTile, tile_n: cutlass.Constexpr, d: cutlass.Constexpr
+) -> Selection:
+    query = tile.first_query
+    length = cutlass.max(cutlass.min(load(tile.at_query(operands.length, query)), operands.topk), Int32(0))
+    keys = operands.keys + Int64(tile.batch) * operands.s_kv * d
+    return Selection(operands, tile_n, d, keys, tile.at_query(operands.indices, query, operands.topk), length)
+
+
+@dsl_user_op
+def copy_or_zero(smem: Int32, gmem: Int64, present: Int32, *, loc=None, ip=None) -> None:
+    """cp.async of 16 bytes through L2 only; `present` of them are read, the rest are zeros."""
+    llvm.inline_asm(
+        None,
+        [
+            Int32(smem).ir_value(loc=loc, ip=ip),
+            Int64(gmem).ir_value(loc=loc, ip=ip),
+            Int32(present).ir_value(loc=loc, ip=ip),
+        ],
+        "cp.async.cg.shared.global.L2::256B [$0], [$1], 16, $2;",
+        "r,l,r",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )

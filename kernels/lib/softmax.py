@@ -1,0 +1,131 @@
+"""Online softmax over the accumulator of a 64-row WGMMA.
+
+A thread of the warpgroup holds two rows, r = 0 and 1 (lane // 4 and lane // 4 + 8 of its warp's sixteen), and of each
+the columns 8 j + 2 (lane % 4) + c: an accumulator is indexed (c, r, j). A row lives in the four lanes of a quad.
+
+The maximum is kept unscaled; scale * log2(e) enters only in exp2. A row without keys has maximum -inf and sum 0.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from .rows import ROWS, RowTile, load, row_of, store
+
+LOG2_E = 1.4426950408889634
+LN_2 = 0.6931471805599453
+
+
+class RowResults(NamedTuple):
+    """What belongs to rows beside o."""
+
+    sink: cute.Pointer  # float32 [h_q]
+    lse: cute.Pointer  # float32 [b, s_q, h_q]
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """The running maximum and sum of the rows that a thread holds."""
+
+    scale_log2: Float32
+    row_max: cute.Tensor
+    row_sum: cute.Tensor  # of this thread's columns, until `finish`
+    old_max: cute.Tensor
+    factor: cute.Tensor  # what was summed before the last step, in units of now
+
+    @staticmethod
+    def start(scale_log2: Float32) -> "Softmax":
+        return Softmax(scale_log2, row_state(-float("inf")), row_state(0.0), row_state(0.0), row_state(0.0))
+
+    @cute.jit
+    def remember_max(self):
+        self.old_max.store(self.row_max.load())
+
+    @cute.jit
+    def raise_max(self, scores: cute.Tensor):
+        """row_max <- max(row_max, the row's scores), over the whole quad."""
+        s = by_row(scores)
+        for r in cutlass.range_constexpr(ROWS):
+            a, b = self.row_max[r], s[r, 0]  # two chains have half the latency of one
+            for i in cutlass.range_constexpr(1, cute.size(s, mode=[1]) - 1, 2):
+                a, b = cute.arch.fmax(a, s[r, i]), cute.arch.fmax(b, s[r, i + 1])
+            a = cute.arch.fmax(cute.arch.fmax(a, b), s[r, cute.size(s, mode=[1]) - 1])
+            self.row_max[r] = cute.arch.warp_reduction_max(a, threads_in_group=4)
+
+    @cute.jit
+    def decay(self):
+        """The maximum rose from old_max: factor and row_sum follow."""
+        for r in cutlass.range_constexpr(ROWS):
+            self.factor[r] = exp2(self.old_max[r] * self.scale_log2 - self.shift(r))
+            self.row_sum[r] = self.row_sum[r] * self.factor[r]
+
+    @cute.jit
+    def exponentiate(self, scores: cute.Tensor):
+        """scores <- exp(scale (scores - row_max)), which row_sum takes up."""
+        s = by_row(scores)
+        for r in cutlass.range_constexpr(ROWS):
+            shift = self.shift(r)
+            a, b = self.row_sum[r], Float32(0.0)
+            for i in cutlass.range_constexpr(0, cute.size(s, mode=[1]), 2):
+                s[r, i] = exp2(s[r, i] * self.scale_log2 - shift)
+                s[r, i + 1] = exp2(s[r, i + 1] * self.scale_log2 - shift)
+                a, b = a + s[r, i], b + s[r, i + 1]
+            self.row_sum[r] = a + b
+
+    @cute.jit
+    def shift(self, r: cutlass.Constexpr) -> Float32:
+        """What to subtract in the exponent; 0 for a row without keys, whose exponentials are exp2(-inf) = 0."""
+        shift = self.row_max[r] * self.scale_log2
+        return Float32(0.0) if self.row_max[r] == -Float32.inf else shift
+
+    @cute.jit
+    def sum_columns(self):
+        for r in cutlass.range_constexpr(ROWS):
+            self.row_sum[r] = cute.arch.warp_reduction_sum(self.row_sum[r], threads_in_group=4)
+
+    @cute.jit
+    def finish(self, tile: RowTile, row0: Int32, thread: Int32, results: RowResults, writes_lse: cutlass.Constexpr):
+        """factor <- what normalises each row of O, the sink included; lse, which leaves it out, goes to memory.
+
+        A row without keys (sum 0) gets factor 0 and lse -inf; a NaN stays a NaN.
+        """
+        for r in cutlass.range_constexpr(ROWS):
+            exists, query, head = tile.place(row0 + row_of(thread, r))
+            self.factor[r] = Float32(0.0)
+            if exists:
+                sink = load(results.sink + head) * LOG2_E
+                lse = -Float32.inf
+                if self.row_sum[r] != 0.0:
+                    self.factor[r] = 1.0 / (self.row_sum[r] + exp2(sink - self.shift(r)))
+                    lse = (cute.math.log2(self.row_sum[r], fastmath=True) + self.row_max[r] * self.scale_log2) * LN_2
+                if cutlass.const_expr(writes_lse):
+                    if thread % 4 == 0:  # noqa: SIM102, a compile-time condition and a run-time one
+                        store(tile.at_row(results.lse, query, head), lse)
+
+
+def exp2(x: Float32) -> Float32:
+    return cute.math.exp2(x, fastmath=True)
+
+
+def row_state(value: float) -> cute.Tensor:
+    state = cute.make_rmem_tensor(ROWS, Float32)
+    state.fill(value)
+    return state
+
+
+def by_row(acc: cute.Tensor) -> cute.Tensor:
+    """An accumulator ((c, r, j), 1, 1) seen as (r, (c, j))."""
+    shape, stride = acc.layout.shape[0], acc.layout.stride[0]
+    layout = cute.make_layout((shape[1], (shape[0], shape[2])), stride=(stride[1], (stride[0], stride[2])))
+    return cute.make_tensor(acc.iterator, layout)
+
+
+@cute.jit
+def scale_rows(acc: cute.Tensor, factor: cute.Tensor):
+    a = by_row(acc)
+    for r in cutlass.range_constexpr(ROWS):
+        for i in cutlass.range_constexpr(cute.size(a, mode=[1])):
+            a[r, i] = a[r, i] * factor[r]

@@ -1,0 +1,114 @@
+"""Keys that lie contiguously: one interval per query, start <= j < stop."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from .rows import ROWS, RowTile, load, row_of
+from .softmax import by_row
+
+
+class SpanOperands(NamedTuple):
+    """Query i sees the keys start[i] <= j < stop[i] of s_kv."""
+
+    start: cute.Pointer  # int32 [b, s_q]
+    stop: cute.Pointer  # int32 [b, s_q]
+    s_kv: Int32
+
+
+@dataclass(frozen=True)
+class Span:
+    """The intervals of a tile's rows: [lo, hi) is their union, [lo_all, hi_all) what every row sees.
+
+    Key tile t starts at lo + t * tile_n, wherever lo is.
+    """
+
+    operands: SpanOperands
+    tile: RowTile
+    tile_n: int
+    lo: Int32
+    hi: Int32
+    lo_all: Int32
+    hi_all: Int32
+
+    @property
+    def tiles(self) -> Int32:
+        return (self.hi - self.lo + self.tile_n - 1) // self.tile_n
+
+    def unseen_from(self, t: Int32) -> Int32:
+        """The first row of key tile t that no query sees; at least tile_n if there is none."""
+        return self.hi - self.lo - t * self.tile_n
+
+    def needs_clearing(self, t: Int32) -> cutlass.Boolean:
+        """Whether keys that no query sees are loaded with tile t. As values they would count 0 * NaN if they are NaN.
+
+        Behind the last key of the array TMA fills zeros.
+        """
+        return (self.unseen_from(t) < self.tile_n) & (self.hi < self.operands.s_kv)
+
+    def of_rows(self, row0: Int32, thread: Int32) -> "RowSpans":
+        start, stop = cute.make_rmem_tensor(ROWS, Int32), cute.make_rmem_tensor(ROWS, Int32)
+        for r in range(ROWS):
+            exists, query, _ = self.tile.place(row0 + row_of(thread, r))
+            start[r], stop[r] = span_of(self.tile, self.operands, query, exists)
+        return RowSpans(self, start, stop)
+
+
+@dataclass(frozen=True)
+class RowSpans:
+    """The intervals of the rows that a thread holds; a row that does not exist sees nothing."""
+
+    span: Span
+    start: cute.Tensor
+    stop: cute.Tensor
+
+    def foresee(self, t: Int32) -> None:
+        """Nothing to read ahead of `mask`."""
+
+    @cute.jit
+    def mask(self, scores: cute.Tensor, t: Int32):
+        """-inf for every key of tile t that its row does not see."""
+        span = self.span
+        key0 = span.lo + t * span.tile_n
+        if key0 < span.lo_all or key0 + span.tile_n > span.hi_all:
+            s = by_row(scores)
+            column0 = key0 + cute.arch.lane_idx() % 4 * 2
+            for r in cutlass.range_constexpr(ROWS):
+                first, last = self.start[r] - column0, self.stop[r] - column0
+                for i in cutlass.range_constexpr(cute.size(s, mode=[1])):
+                    column = i % 2 + i // 2 * 8
+                    if column < first or column >= last:
+                        s[r, i] = -Float32.inf
+
+
+@cute.jit
+def span_of(tile: RowTile, operands: SpanOperands, query: Int32, exists: cutlass.Boolean) -> tuple[Int32, Int32]:
+    start, stop = Int32(0), Int32(0)
+    if exists:
+        start, stop = load(tile.at_query(operands.start, query)), load(tile.at_query(operands.stop, query))
+    return start, stop
+
+
+@cute.jit
+def open_span(operands: SpanOperands, tile: RowTile, tile_n: cutlass.Constexpr) -> Span:
+    """Computed by each warp for itself: a tile has at most tile_m queries, so a few loads a lane, four reductions."""
+    first = tile.first_query
+    count = tile.last_query - first + 1
+    lo, hi = Int32(2**31 - 1), Int32(0)
+    lo_all, hi_all = Int32(0), Int32(2**31 - 1)
+    for i in cutlass.range(cute.arch.lane_idx(), count, 32, unroll=1):
+        start = load(tile.at_query(operands.start, first + i))
+        stop = load(tile.at_query(operands.stop, first + i))
+        lo_all = cutlass.max(lo_all, start)
+        hi_all = cutlass.min(hi_all, stop)
+        if start < stop:
+            lo = cutlass.min(lo, start)
+            hi = cutlass.max(hi, stop)
+    lo = cute.arch.warp_redux_sync(lo, "min")
+    hi = cute.arch.warp_redux_sync(hi, "max")
+    lo_all = cute.arch.warp_redux_sync(lo_all, "max")
+    hi_all = cute.arch.warp_redux_sync(hi_all, "min")
+    return Span(operands, tile, tile_n, cutlass.min(lo, hi), hi, lo_all, hi_all)

@@ -1,0 +1,120 @@
+"""WGMMA and TMA in the shapes attention needs: K-major tiles of 64-column slabs, 128-byte swizzled."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32
+from cutlass.cute.nvgpu import cpasync, warp, warpgroup
+
+SLAB = 64  # columns of 2-byte elements in a 128-byte swizzled row
+K_MAJOR, MN_MAJOR = warpgroup.OperandMajorMode.K, warpgroup.OperandMajorMode.MN
+
+
+def slab_layout(dtype, *shape: int) -> cute.ComposedLayout:
+    """(rows, columns, ...) in slabs of rows x 64 columns: what one TMA box writes and a K-major operand reads."""
+    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
+    return cute.tile_to_shape(atom, shape, order=tuple(range(len(shape))))
+
+
+def transposed(tile: cute.Tensor) -> cute.Tensor:
+    """(rows, columns, ...) seen as (columns, rows, ...): K's tile read as V."""
+    return cute.make_tensor(tile.iterator, cute.select(tile.layout, mode=[1, 0, *range(2, cute.rank(tile))]))
+
+
+def tiled_mma(dtype, n: int, b_major, a_source=warpgroup.OperandSource.SMEM) -> cute.TiledMma:
+    """One warpgroup's 64 x n product with fp32 accumulation."""
+    op = warpgroup.MmaF16BF16Op(dtype, Float32, (64, n, 16), a_source, K_MAJOR, b_major)
+    return cute.make_tiled_mma(cute.make_mma_atom(op))
+
+
+def operand_a(mma: cute.TiledMma, tile: cute.Tensor) -> cute.Tensor:
+    return mma.make_fragment_A(mma.get_slice(0).partition_A(tile))
+
+
+def operand_b(mma: cute.TiledMma, tile: cute.Tensor) -> cute.Tensor:
+    return mma.make_fragment_B(mma.get_slice(0).partition_B(tile))
+
+
+def accumulator(mma: cute.TiledMma, n: int) -> cute.Tensor:
+    return cute.make_rmem_tensor(mma.partition_shape_C((64, n)), Float32)
+
+
+def register_operand(mma: cute.TiledMma, k: int, dtype) -> cute.Tensor:
+    """The A operand 64 x k in registers; element order is that of a 64 x k accumulator."""
+    return cute.make_rmem_tensor(mma.partition_shape_A((64, k)), dtype)
+
+
+@cute.jit
+def round_to(operand: cute.Tensor, acc: cute.Tensor):
+    """operand <- acc rounded, element by element in the fragments' common order."""
+    flat = cute.make_tensor(operand.iterator, acc.layout)
+    flat.store(acc.load().to(operand.element_type))
+
+
+@cute.jit
+def multiply(
+    mma: cute.TiledMma,
+    acc: cute.Tensor,
+    a: cute.Tensor,
+    b: cute.Tensor,
+    fresh: cutlass.Constexpr = False,
+    blocks: cutlass.Constexpr = None,
+):
+    """acc (+)= a b over K, or over some of its 16-wide blocks, issued and committed as one group; the caller waits."""
+    mma = cute.make_tiled_mma(
+        cute.make_mma_atom(mma.op)
+    )  # its accumulate flag is set below: a value of this region only
+    warpgroup.fence()
+    blocks = range(cute.size(a, mode=[2])) if blocks is None else blocks
+    for i, k in enumerate(blocks):
+        mma.set(warpgroup.Field.ACCUMULATE, not (fresh and i == 0))
+        cute.gemm(mma, acc, a[None, None, k], b[None, None, k], acc)
+    warpgroup.commit_group()
+
+
+def tma_atom(op, gmem: cute.Tensor, rows: int, columns: int) -> tuple[cute.CopyAtom, cute.Tensor]:
+    """Copies of (rows, columns) slab tiles of gmem, whose first two modes these are."""
+    return cpasync.make_tiled_tma_atom(op, gmem, slab_layout(gmem.element_type, rows, columns), (rows, columns))
+
+
+def tma_tiles(atom: cute.CopyAtom, gmem: cute.Tensor, smem: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
+    """Both sides of a TMA copy, (gmem, smem), whose first two modes are the tile: ((tile), rest...)."""
+    tiles = (cute.group_modes(side, 0, 2) for side in (smem, gmem))
+    s, g = cpasync.tma_partition(atom, 0, cute.make_layout(1), *tiles)
+    return g, s
+
+
+@cute.jit
+def release(empty: cute.Pointer):
+    """One lane of each warp tells the producer that this warp has read the stage."""
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(empty)
+
+
+@cute.jit
+def store_rows(mma: cute.TiledMma, acc: cute.Tensor, tile: cute.Tensor, thread: cutlass.Int32):
+    """Accumulator -> the 64-row SMEM tile, rounded to its dtype, by stmatrix."""
+    atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), tile.element_type)
+    copy = cute.make_tiled_copy_C(atom, mma).get_slice(thread)
+    rounded = cute.make_rmem_tensor_like(acc, tile.element_type)
+    rounded.store(acc.load().to(tile.element_type))
+    cute.copy(atom, copy.retile(rounded), copy.partition_D(tile))
+
+
+@cute.jit
+def zero_rows(tile: cute.Tensor, first: cutlass.Int32, thread: cutlass.Int32, threads: cutlass.Constexpr):
+    """Zero the rows from `first` on of a (rows, columns) slab tile.
+
+    The swizzle permutes 16-byte chunks within a row's 128 bytes, so whole rows may be written as they lie.
+    """
+    rows, columns = cute.size(tile, mode=[0]), cute.size(tile, mode=[1])
+    chunks = SLAB // 8
+    plain = cute.make_tensor(
+        cute.recast_ptr(tile.iterator, dtype=cutlass.Uint32),
+        cute.make_layout((4, chunks, rows, columns // SLAB), stride=(1, 4, SLAB // 2, rows * SLAB // 2)),
+    )
+    per_row = chunks * (columns // SLAB)
+    for i in cutlass.range(thread, (rows - first) * per_row, threads, unroll=1):
+        row, chunk = first + i // per_row, i % per_row
+        for w in cutlass.range_constexpr(4):
+            plain[w, chunk % chunks, row, chunk // chunks] = cutlass.Uint32(0)
+    cute.arch.fence_proxy("async.shared", space="cta")
