@@ -201,7 +201,7 @@ _SPANS: dict[str, Any] = {
 def run(case: Case, implementation: str | None = None) -> tuple[Any, Any]:
     """(o, lse) of the op, under `jax.jit`."""
     args, kwargs = operands(case)
-    ops = {"fmha": fmha, "sparse_fmha": sparse_fmha, "dsv4_attention": dsv4_attention}
+    ops: dict[str, Any] = {"fmha": fmha, "sparse_fmha": sparse_fmha, "dsv4_attention": dsv4_attention}
     return _call(functools.partial(ops[case.op], implementation=implementation), args, kwargs)
 
 

@@ -50,15 +50,15 @@ class Verdict:
         t = self.tolerance
         return (
             f"{self.name}: {'passed' if self.passed else 'FAILED'}: of {self.elements} elements {self.wrong} beyond "
-            f"abs {t.abs:.3g} and rel {t.rel:.3g}, {self.misplaced} with inf or NaN misplaced; max abs {self.max_abs:.3g}, "
-            f"cos_diff {self.cos_diff:.3g} of {t.cos:.3g}"
+            f"abs {t.abs:.3g} and rel {t.rel:.3g}, {self.misplaced} with inf or NaN misplaced; "
+            f"max abs {self.max_abs:.3g}, cos_diff {self.cos_diff:.3g} of {t.cos:.3g}"
         )
 
 
 def compare(
     got: tuple[Any, Any], want: tuple[Any, Any], tolerances: Mapping[str, Tolerance] = KERNEL
 ) -> tuple[Verdict, Verdict]:
-    """The verdicts on o and on lse. `want` is (o, lse) in float32, on whose device it is done, or in NumPy's float64."""
+    """The verdicts on o and on lse. `want` is in float32, on whose device this is done, or in NumPy's float64."""
     o, lse = (_verdict(name, x, y, tolerances[name]) for name, x, y in zip(("o", "lse"), got, want, strict=True))
     return o, lse
 

@@ -1,0 +1,11 @@
+import jax
+import pytest
+
+
+@pytest.fixture
+def cuda() -> jax.Device:
+    """A CUDA device; the test is skipped without one."""
+    try:
+        return jax.local_devices(backend="cuda")[0]
+    except RuntimeError as e:
+        pytest.skip(f"needs a CUDA device: {str(e).splitlines()[0]}")

@@ -1,0 +1,86 @@
+"""Spans against the rules written out, position by position."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_dsv4_fmha import Span
+
+S_Q, S_KV, B = 23, 31, 2
+
+
+def visible(span: Span) -> np.ndarray:
+    start, stop = span.bounds(B, S_Q, S_KV)
+    assert start.shape == stop.shape == (B, S_Q)
+    assert start.dtype == stop.dtype == jnp.int32
+    assert (start >= 0).all() and (start <= S_KV).all() and (stop >= 0).all() and (stop <= S_KV).all()
+    j = np.arange(S_KV)
+    return (np.asarray(start)[..., None] <= j) & (j < np.asarray(stop)[..., None])
+
+
+def rule(sees) -> np.ndarray:
+    return np.array([[[sees(n, i, j) for j in range(S_KV)] for i in range(S_Q)] for n in range(B)])
+
+
+OFFSETS = [0, 5, -4, 40, np.int32(3), np.array([2, -7], np.int32)]
+
+
+@pytest.mark.parametrize("offset", OFFSETS, ids=str)
+def test_rules_of_positions(offset):
+    at = np.broadcast_to(offset, B)
+    np.testing.assert_array_equal(visible(Span.causal(S_Q, offset)), rule(lambda n, i, j: j <= i + at[n]))
+    np.testing.assert_array_equal(
+        visible(Span.sliding_window(S_Q, 6, offset)), rule(lambda n, i, j: i + at[n] - 6 < j <= i + at[n])
+    )
+    np.testing.assert_array_equal(
+        visible(Span.compressed(S_Q, 4, offset)), rule(lambda n, i, j: j < (i + at[n] + 1) // 4)
+    )
+
+
+def test_lengths():
+    lengths = np.array([0, 17], np.int32)
+    np.testing.assert_array_equal(visible(Span.lengths(lengths)), rule(lambda n, i, j: j < lengths[n]))
+
+
+def test_segments():
+    rng = np.random.default_rng(0)
+    q_ids = rng.integers(0, 6, (B, S_Q), np.int32)  # in any order
+    kv_ids = np.sort(rng.integers(1, 5, (B, S_KV), np.int32), axis=1)
+    np.testing.assert_array_equal(
+        visible(Span.segments(q_ids, kv_ids)), rule(lambda n, i, j: q_ids[n, i] == kv_ids[n, j])
+    )
+
+
+def test_segments_from_cumulative_lengths():
+    cu_seqlens = jnp.array([0, 4, 4, 9, S_Q], jnp.int32)
+    ids = jnp.searchsorted(cu_seqlens, jnp.arange(S_Q), side="right").astype(jnp.int32)
+    span = Span.segments(jnp.broadcast_to(ids, (B, S_Q))) & Span.causal(S_Q)
+    begin = [0] * 4 + [4] * 5 + [9] * (S_Q - 9)
+    np.testing.assert_array_equal(visible(span), rule(lambda n, i, j: begin[i] <= j <= i))
+
+
+def test_and_keeps_what_both_show():
+    lengths = jnp.array([9, 20], jnp.int32)
+    both = Span.sliding_window(S_Q, 7) & Span.lengths(lengths) & Span(2, S_KV)
+    np.testing.assert_array_equal(visible(both), rule(lambda n, i, j: max(2, i - 6) <= j <= min(i, lengths[n] - 1)))
+
+
+def test_is_a_pytree_and_traces():
+    span = jax.jit(lambda offset: Span.causal(S_Q, offset) & Span.lengths(offset))(jnp.array([3, 8], jnp.int32))
+    assert isinstance(span, Span)
+    assert len(jax.tree.leaves(span)) == 2
+    np.testing.assert_array_equal(visible(span), rule(lambda n, i, j: j < min(i + (4, 9)[n], (3, 8)[n])))
+
+
+def test_errors():
+    with pytest.raises(ValueError, match=r"window: got 0, wanted an int >= 1"):
+        Span.sliding_window(4, 0)
+    with pytest.raises(ValueError, match=r"offset: got float32\[2\], wanted int32\[b\]"):
+        Span.causal(4, jnp.zeros(2))
+    with pytest.raises(ValueError, match=r"kv_ids: got int32\[3, 5\], wanted int32\[b=2, s_kv\]"):
+        Span.segments(jnp.zeros((2, 4), jnp.int32), jnp.zeros((3, 5), jnp.int32))
+    with pytest.raises(ValueError, match=r"wanted shapes that broadcast"):
+        Span.causal(4) & Span.causal(5)
+    with pytest.raises(TypeError):
+        Span.causal(4) & 3
