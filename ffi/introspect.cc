@@ -1,4 +1,5 @@
 // What this library holds and what it would launch, for Python and for the tests.  Plain C, no device needed.
+#include <cstdio>
 #include <cstring>
 
 #include "fwd_plan.h"

@@ -1,12 +1,14 @@
-"""The native library's plain C functions, for the tests (ffi/introspect.cc, ffi/fwd_plan.h)."""
+"""The native library's plain C functions (ffi/introspect.cc, ffi/fwd_plan.h), and operands to run its kernels on."""
 
 import ctypes
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
-from jax_dsv4_fmha import _ffi
+from jax_dsv4_fmha import Span, _ffi, reference
+from jax_dsv4_fmha._compare import compare
 
 
 class FwdShape(NamedTuple):
@@ -101,3 +103,26 @@ def cubin(key: str) -> bytes:
     address = native.dsv4_fmha_cubin(key.encode(), ctypes.byref(size))
     assert address is not None, key
     return ctypes.string_at(address, size.value)
+
+
+def fwd_operands(shape: FwdShape, dtype: str) -> tuple[np.ndarray[Any, Any], ...]:
+    """q, k, v, start, stop, sink: causal, a window of 90 keys that ends with the last, one query that sees none."""
+    b, s_q, s_kv, h_q, h_kv, d = shape
+    rng = np.random.default_rng(0)
+
+    def normal(std: float, *extents: int) -> np.ndarray[Any, Any]:
+        return (std * rng.standard_normal(extents)).astype(np.dtype(dtype))
+
+    q, k, v = normal(8, b, s_q, h_q, d), normal(0.125, b, s_kv, h_kv, d), normal(0.125, b, s_kv, h_kv, d)
+    stop = np.tile(np.arange(s_q, dtype=np.int32) + (s_kv - s_q + 1), (b, 1))
+    start = np.maximum(stop - 90, 0)
+    start[0, 3] = stop[0, 3]
+    return q, k, v, start, stop, rng.standard_normal(h_q).astype(np.float32)
+
+
+def assert_right(got: tuple[Any, Any], q: Any, k: Any, v: Any, start: Any, stop: Any, sink: Any, scale: float) -> None:
+    """Against the reference in fp32 from the same operands; v is None where it is k."""
+    q, k, v = (None if x is None else np.asarray(x, np.float32) for x in (q, k, v))
+    want = reference.fmha(q, k, v, span=Span(start, stop), sink=sink, scale=scale)
+    for verdict in compare(got, want):
+        assert verdict.passed, verdict
