@@ -82,7 +82,7 @@ def _forward(operands: Operands, scale: float, implementation: str | None) -> tu
         if implementation == "reference" or not archs or any(a not in archs for a in local):
             return _reference(*operands, scale)
     elif not archs:
-        got = f"implementation='cubin' for {dtype}, d={d}, {'V=K' if shared_kv else 'V apart from K'}"
+        got = f"'cubin' for {dtype}, d={d}, {'V=K' if shared_kv else 'V apart from K'}"
         raise _check.error(NotImplementedError, "fmha", "implementation", got, "operands that a kernel is built for")
     return _with_kernel(scale, implementation == "cubin", *operands)
 

@@ -170,7 +170,7 @@ def test_blocks_and_tiles_do_not_matter(monkeypatch):
 def test_vmap_and_jit():
     q, k, sink = normal(0, 3, 2, S_Q, H_Q, D), normal(1, 3, 2, S_KV, H_KV, D), normal(2, 3, H_Q)
     length = jnp.array([[4, 9], [0, 10], [7, 1]], jnp.int32)
-    f = lambda q, k, sink, length: reference.fmha(q, k, span=Span.lengths(length), sink=sink)  # noqa: E731
+    f = jax.jit(lambda q, k, sink, length: reference.fmha(q, k, span=Span.lengths(length), sink=sink))
     got = jax.jit(jax.vmap(f))(q, k, sink, length)
     want = [jnp.stack(x) for x in zip(*(f(q[i], k[i], sink[i], length[i]) for i in range(3)), strict=True)]
     for x, y in zip(got, want, strict=True):

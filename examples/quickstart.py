@@ -1,0 +1,30 @@
+"""One DeepSeek-V4 attention layer under `jax.jit`, on whatever this machine has."""
+
+import jax
+import jax.numpy as jnp
+
+from jax_dsv4_fmha import dsv4_attention, reference
+
+b, s, h, d = 1, 512, 16, 512  # one latent head serves all query heads, as K and as V
+keys = jax.random.split(jax.random.key(0), 4)
+q = jax.random.normal(keys[0], (b, s, h, d), jnp.bfloat16)
+window_kv = jax.random.normal(keys[1], (b, s, d), jnp.bfloat16)  # the last 128 of these
+compressed_kv = jax.random.normal(keys[2], (b, s // 128, d), jnp.bfloat16)  # and one entry for every 128 past
+sink = jax.random.normal(keys[3], (h,))
+
+
+@jax.jit
+def layer(q, window_kv, compressed_kv, sink):
+    return dsv4_attention(q, window_kv, compressed_kv, ratio=128, window=128, sink=sink)
+
+
+compiled = layer.lower(q, window_kv, compressed_kv, sink).compile()
+o, lse = compiled(q, window_kv, compressed_kv, sink)
+want, want_lse = reference.dsv4_attention(q, window_kv, compressed_kv, ratio=128, window=128, sink=sink)
+
+print(f"device          {q.devices().pop()}")
+print(f"implementation  {'cubin' if 'dsv4_fmha_fwd' in compiled.as_text() else 'reference'}")
+print(f"o               {o.dtype}{list(o.shape)}  max difference to the reference {jnp.abs(o - want).max():.1e}")
+print(
+    f"lse             {lse.dtype}{list(lse.shape)}  max difference to the reference {jnp.abs(lse - want_lse).max():.1e}"
+)

@@ -1,0 +1,106 @@
+"""dot_product_attention against `jax.nn`, where the two overlap, and what it adds."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_dsv4_fmha import dot_product_attention, fmha
+
+B, T, S, N, K, H = 2, 11, 14, 4, 2, 16
+LENGTHS = np.array([5, 9], np.int32)
+
+
+def operands(dtype=jnp.float32, shape=(B,)):
+    rng = np.random.default_rng(0)
+    return tuple(jnp.asarray(rng.standard_normal((*shape, *s)), dtype) for s in ((T, N, H), (S, K, H), (S, K, H)))
+
+
+ARGUMENTS = {
+    "plain": {},
+    "scale": {"scale": 0.3},
+    "causal": {"is_causal": True},
+    "window": {"local_window_size": (3, 2)},
+    "causal_window": {"local_window_size": 4, "is_causal": True},
+    "lengths": {"key_value_seq_lengths": LENGTHS},
+    "both_lengths": {"key_value_seq_lengths": LENGTHS, "query_seq_lengths": LENGTHS[::-1].copy(), "is_causal": True},
+    "mask": {"mask": np.tril(np.ones((1, 1, T, S), bool), 2)},
+    "mask_of_batches": {"mask": np.arange(S)[None, None, None] < LENGTHS[:, None, None, None]},
+}
+
+
+@pytest.mark.parametrize("kwargs", ARGUMENTS.values(), ids=ARGUMENTS)
+def test_equals_jax_nn(kwargs):
+    q, k, v = operands()
+    want, want_lse = jax.nn.dot_product_attention(q, k, v, **kwargs, return_residual=True)
+    got, lse = jax.jit(lambda q, k, v: dot_product_attention(q, k, v, **kwargs, return_residual=True))(q, k, v)
+    seen = np.arange(T)[None] < kwargs.get("query_seq_lengths", np.full(B, T))[:, None]
+    np.testing.assert_allclose(got, want, rtol=2e-4, atol=1e-5)
+    np.testing.assert_allclose(lse[seen], want_lse[seen], rtol=1e-4, atol=1e-5)
+    assert (lse[~seen] == -jnp.inf).all() and (got[~seen] == 0).all()
+
+
+def test_gradients_equal_jax_nn():
+    grads = [
+        jax.jit(jax.grad(lambda *x, op=op: (op(*x, is_causal=True) ** 2).sum(), (0, 1, 2)))(*operands())
+        for op in (dot_product_attention, jax.nn.dot_product_attention)
+    ]
+    for x, y in zip(*grads, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-5)
+
+
+def test_three_dimensions():
+    q, k, v = operands(shape=())
+    got, lse = dot_product_attention(q, k, v, is_causal=True, return_residual=True)
+    assert got.shape == q.shape and lse.shape == q.shape[:-1]
+    np.testing.assert_allclose(got, jax.nn.dot_product_attention(q, k, v, is_causal=True), rtol=2e-4, atol=1e-5)
+    assert dot_product_attention(q, k, v, key_value_seq_lengths=LENGTHS[:1]).shape == q.shape
+
+
+def test_sinks_and_shared_kv():
+    q, k, _ = operands(jnp.bfloat16)
+    sinks = jnp.linspace(-1, 1, N)
+    got = dot_product_attention(q, k, k, sinks=sinks, return_residual=True)
+    for x, y in zip(got, fmha(q, k, sink=sinks), strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert got[1].dtype == jnp.float32
+
+
+def test_residual_is_differentiable():
+    q, k, v = operands()
+    grad = jax.grad(lambda q: dot_product_attention(q, k, v, return_residual=True)[1].sum())(q)
+    assert jnp.abs(grad).sum() > 0
+
+
+def test_mask_of_rows_may_be_traced():
+    q, k, v = operands()
+    rows = np.arange(T)[None, None, :, None] < 4
+    got = jax.jit(lambda q, k, v, mask: dot_product_attention(q, k, v, mask=mask))(q, k, v, rows)
+    assert (got[:, 4:] == 0).all()
+    np.testing.assert_allclose(got[:, :4], jax.nn.dot_product_attention(q, k, v)[:, :4], rtol=2e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "kwargs, error, message",
+    [
+        ({"bias": np.zeros((1, 1, T, S), np.float32)}, NotImplementedError, "bias: got float32.*wanted None"),
+        ({"mask": np.ones((1, N, T, S), bool)}, NotImplementedError, "mask: got bool.*wanted one mask for all heads"),
+        ({"mask": np.arange(S)[None, None, None] % 2 == 0}, NotImplementedError, "wanted one interval of keys"),
+        ({"mask": np.ones((T, S), bool)}, ValueError, "wanted a 4-D bool array"),
+        ({"mask": np.ones((1, 1, T, S))}, ValueError, "wanted a 4-D bool array"),
+        ({"local_window_size": -1}, ValueError, "local_window_size: got -1"),
+        ({"local_window_size": (1, 2, 3)}, TypeError, "local_window_size"),
+        ({"is_causal": 1.0}, TypeError, "is_causal: got 1.0, wanted a bool"),
+        ({"sinks": np.zeros(N + 1, np.float32)}, ValueError, r"sinks: got float32\[5\], wanted float32\[n=4\]"),
+        ({"query_seq_lengths": LENGTHS.astype(np.int16)}, ValueError, r"query_seq_lengths: got int16"),
+        ({"implementation": "cudnn"}, ValueError, "implementation: got 'cudnn', wanted None or 'cubin' or 'reference'"),
+    ],
+)
+def test_errors(kwargs, error, message):
+    with pytest.raises(error, match=message):
+        dot_product_attention(*operands(), **kwargs)
+
+
+def test_a_traced_mask_is_refused():
+    with pytest.raises(NotImplementedError, match=r"got a traced bool.*wanted a mask known while tracing"):
+        jax.jit(lambda mask: dot_product_attention(*operands(), mask=mask))(np.ones((1, 1, T, S), bool))

@@ -1,0 +1,92 @@
+"""dsv4_attention; its values against float64 stand in test_reference.py, for every case of the table."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_dsv4_fmha import dsv4_attention, fmha, reference
+from jax_dsv4_fmha._cases import CASES, run, run_reference
+from jax_dsv4_fmha._compare import compare
+
+LAYERS = [case for case in CASES if case.op == "dsv4_attention"]
+SOME = [
+    next(c for c in LAYERS if bool(c.s_c) == compressed and bool(c.topk) == topk and c.is_small)
+    for compressed, topk in ((False, False), (True, False), (True, True))
+]
+
+
+@pytest.mark.parametrize("case", SOME, ids=lambda case: case.name)
+def test_two_pass_equals_the_definition(case):
+    for verdict in compare(run(case), run_reference(case)):
+        assert verdict.passed, verdict
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("case", LAYERS, ids=lambda case: case.name)
+def test_kernel(case):
+    got = run(case, "cubin" if case.has_kernel else None)
+    for verdict in compare(got, run_reference(case)):
+        assert verdict.passed, verdict
+
+
+def operands(b=2, s_q=6, s_w=9, s_c=3, h=2, d=8):
+    rng = np.random.default_rng(0)
+    q, w, c, sink = (
+        jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((b, s_q, h, d), (b, s_w, d), (b, s_c, d), (h,))
+    )
+    return q, w, c, sink
+
+
+def test_traced_offsets_equal_ints():
+    q, w, c, sink = operands()
+    f = functools.partial(dsv4_attention, q, w, c, ratio=4, sink=sink, window=3)
+    want = jax.jit(lambda: f(q_offset=7, kv_offset=4))()
+    for offsets in ((jnp.int32(7), jnp.int32(4)), (jnp.full(2, 7, jnp.int32), jnp.int32(4))):
+        for x, y in zip(jax.jit(lambda i, j: f(q_offset=i, kv_offset=j))(*offsets), want, strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
+def test_no_compressed_entries_is_the_window_alone():
+    q, w, _, sink = operands()
+    want = dsv4_attention(q, w, sink=sink)
+    for x, y in zip(dsv4_attention(q, w, jnp.zeros((2, 0, 8)), ratio=128, sink=sink), want, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_the_sink_enters_once():
+    """Where the window is everything and the compressed cache repeats it, every key counts twice, the sink once."""
+    q, w, _, sink = operands(s_q=1)
+    o, lse = dsv4_attention(q, w, w, sink=sink, ratio=1, q_offset=8)
+    alone, lse_alone = fmha(q, w[:, :, None])
+    np.testing.assert_allclose(lse, lse_alone + np.log(2), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(o, alone * jax.nn.sigmoid(lse - sink)[..., None], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("indices", [None, jnp.array([[[0, 2, -1]] * 6] * 2, jnp.int32)], ids=["dense", "topk"])
+def test_gradients_equal_the_definitions(indices):
+    q, w, c, sink = operands()
+    kwargs = {"ratio": 4} if indices is None else {"indices": indices}
+
+    def grads(op):
+        def loss(q, w, c, sink):
+            o, lse = op(q, w, c, sink=sink, window=3, **kwargs)
+            return (o * jnp.cos(jnp.arange(o.size).reshape(o.shape))).sum() + lse.sum()
+
+        return jax.jit(jax.grad(loss, (0, 1, 2, 3)))(q, w, c, sink)
+
+    for x, y in zip(grads(dsv4_attention), grads(reference.dsv4_attention), strict=True):
+        assert jnp.isfinite(x).all()
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+
+
+def test_vmap():
+    q, w, c, sink = (jnp.stack([x, x[::-1]]) for x in operands())
+    f = jax.jit(lambda q, w, c, sink: dsv4_attention(q, w, c, sink=sink, ratio=4))
+    got = jax.jit(jax.vmap(f))(q, w, c, sink)
+    for i in range(2):
+        for x, y in zip(got, f(q[i], w[i], c[i], sink[i]), strict=True):
+            np.testing.assert_allclose(x[i], y, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,159 @@
+"""Malformed operands: always one of three errors, while the call is traced: what it got, wanted, and has built."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import jax_dsv4_fmha as lib
+from jax_dsv4_fmha import Span
+
+B, S_Q, S_KV, H_Q, H_KV, D, TOPK = 2, 3, 5, 4, 2, 8, 6
+ERRORS = (ValueError, NotImplementedError, TypeError)
+
+
+def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
+    return jnp.zeros(shape, dtype)
+
+
+Q, K = array(B, S_Q, H_Q, D), array(B, S_KV, H_KV, D)
+KV = array(B, S_KV, D)
+SINK = array(H_Q, dtype=jnp.float32)
+INDICES = array(B, S_Q, TOPK, dtype=jnp.int32)
+LENGTH = array(B, S_Q, dtype=jnp.int32)
+LENS = array(B, dtype=jnp.int32)
+PART = (Q, array(B, S_Q, H_Q, dtype=jnp.float32))
+
+# for every op: operands that are right
+CALLS: dict[str, dict[str, Any]] = {
+    "fmha": {"q": Q, "k": K, "v": K, "span": Span.causal(S_Q), "sink": SINK, "scale": 0.5, "implementation": None},
+    "sparse_fmha": {
+        "q": Q, "kv": KV, "indices": INDICES, "topk_length": LENGTH, "sink": SINK, "scale": 0.5,
+        "implementation": "reference",
+    },
+    "dsv4_attention": {
+        "q": Q, "window_kv": KV, "compressed_kv": KV, "sink": SINK, "indices": INDICES, "topk_length": LENGTH,
+        "ratio": 4, "window": 2, "q_offset": LENS, "kv_offset": 3, "swa_lens": LENS, "scale": 0.5, "method": None,
+        "implementation": None,
+    },
+    "dot_product_attention": {
+        "query": Q, "key": K, "value": K, "bias": None, "mask": np.ones((1, 1, S_Q, S_KV), bool), "scale": 0.5,
+        "is_causal": True, "query_seq_lengths": LENS, "key_value_seq_lengths": LENS, "local_window_size": (1, 1),
+        "sinks": SINK, "implementation": None, "return_residual": True,
+    },
+    "merge": {"parts": [PART, PART], "sink": SINK},
+}  # fmt: skip
+
+
+def call(op: str, **operands: Any) -> Any:
+    return jax.eval_shape(lambda: getattr(lib, op)(**operands))
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_the_calls_below_are_right_but_for_one_operand(op):
+    o, lse = call(op, **CALLS[op])
+    assert o.shape == Q.shape and o.dtype == Q.dtype
+    assert lse.shape == Q.shape[:-1] and lse.dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    "op, wrong, error, message",
+    [
+        ("fmha", {"q": Q[0]}, ValueError, r"q: got bfloat16\[3, 4, 8\], wanted bfloat16 or .*\[b, s_q, h_q, d\]"),
+        ("fmha", {"q": Q.astype(jnp.float8_e4m3fn)}, ValueError, r"q: got float8_e4m3fn.*wanted bfloat16 or float16"),
+        ("fmha", {"q": np.zeros(Q.shape)}, ValueError, r"q: got float64.*wanted bfloat16 or float16 or float32"),
+        ("fmha", {"q": "queries"}, TypeError, "q: got queries"),
+        ("fmha", {"k": K.astype(jnp.float16)}, ValueError, r"k: got float16.*wanted bfloat16\[b=2, s_kv, h_kv, d=8\]"),
+        ("fmha", {"k": K[:1], "v": None}, ValueError, r"k: got bfloat16\[1, 5, 2, 8\], wanted bfloat16\[b=2"),
+        ("fmha", {"k": array(B, S_KV, 3, D), "v": None}, ValueError, "q: got 4 heads, wanted a multiple of the 3"),
+        ("fmha", {"k": K[:, :0], "v": None}, ValueError, r"k: got bfloat16\[2, 0, 2, 8\].*each >= 1"),
+        ("fmha", {"v": K[..., :4]}, ValueError, r"v: got bfloat16\[2, 5, 2, 4\], wanted bfloat16\[b=2, s_kv=5, h_kv=2"),
+        ("fmha", {"sink": SINK[:3]}, ValueError, r"sink: got float32\[3\], wanted float32\[h_q=4\]"),
+        ("fmha", {"sink": SINK.astype(jnp.bfloat16)}, ValueError, r"sink: got bfloat16\[4\], wanted float32"),
+        ("fmha", {"sink": [0.0] * H_Q}, TypeError, r"sink: got \[0.0"),
+        ("fmha", {"span": Span.causal(S_Q + 1)}, ValueError, r"span.start: got int32\[1, 4\], wanted int32 that"),
+        ("fmha", {"span": Span(0, jnp.zeros((3, 1), jnp.int32))}, ValueError, r"span.stop: got int32\[3, 1\]"),
+        ("fmha", {"span": Span(0, jnp.zeros(()))}, ValueError, r"span.stop: got float32\[\]"),
+        ("fmha", {"span": (0, 3)}, TypeError, r"span: got \(0, 3\), wanted a Span or None"),
+        ("fmha", {"scale": 0.0}, ValueError, "scale: got 0.0, wanted a finite fp32 number > 0"),
+        ("fmha", {"scale": float("nan")}, ValueError, "scale: got nan"),
+        ("fmha", {"scale": 1e39}, ValueError, "scale: got 1e\\+39"),
+        ("fmha", {"scale": jnp.float32(1)}, TypeError, "scale: got float32"),
+        ("fmha", {"implementation": "cudnn"}, ValueError, "implementation: got 'cudnn', wanted None or 'cubin' or"),
+        ("sparse_fmha", {"indices": INDICES.astype(jnp.int16)}, ValueError, r"indices: got int16.*wanted int32\[b=2"),
+        ("sparse_fmha", {"indices": np.zeros(INDICES.shape, np.int64)}, ValueError, "indices: got int64"),
+        ("sparse_fmha", {"topk_length": LENS}, ValueError, r"topk_length: got int32\[2\], wanted int32\[b=2, s_q=3\]"),
+        ("sparse_fmha", {"kv": K}, ValueError, r"kv: got bfloat16\[2, 5, 2, 8\], wanted bfloat16\[b=2, s_kv, d=8\]"),
+        ("sparse_fmha", {"implementation": "cubin"}, NotImplementedError, "got 'cubin', wanted None or 'ref"),
+        ("dsv4_attention", {"method": "fused"}, NotImplementedError, "method: got 'fused', wanted None or 'two_pass'"),
+        ("dsv4_attention", {"method": "three_pass"}, ValueError, "method: got 'three_pass', wanted None or 'two_pass'"),
+        ("dsv4_attention", {"compressed_kv": None}, ValueError, "indices: got int32.*wanted None without comp"),
+        ("dsv4_attention", {"indices": None}, ValueError, "topk_length: got int32.*wanted None without indices"),
+        ("dsv4_attention", {"indices": None, "topk_length": None, "ratio": None}, ValueError, "ratio: got None"),
+        ("dsv4_attention", {"ratio": 0}, ValueError, "ratio: got 0, wanted an int >= 1"),
+        ("dsv4_attention", {"window": 1.5}, TypeError, "window: got 1.5, wanted an int >= 1"),
+        ("dsv4_attention", {"q_offset": LENS[:1]}, ValueError, r"q_offset: got int32\[1\], wanted int32\[b=2\]"),
+        ("dsv4_attention", {"kv_offset": 2**31}, ValueError, "kv_offset: got 2147483648"),
+        ("merge", {"parts": []}, ValueError, r"parts: got \[\], wanted one or more pairs"),
+        ("merge", {"parts": [Q, Q]}, TypeError, r"parts\[0\]: got bfloat16.*wanted a pair"),
+        ("merge", {"parts": [PART, (Q, Q[..., 0])]}, ValueError, r"parts\[1\] lse: got bfloat16\[2, 3, 4\], wanted"),
+        ("merge", {"parts": [PART, (Q[:1], PART[1])]}, ValueError, r"parts\[1\] o: got bfloat16\[1, 3, 4, 8\]"),
+    ],
+)  # fmt: skip
+def test_error(op, wrong, error, message):
+    with pytest.raises(error, match=f"^{op}: .*{message}") as raised:
+        call(op, **{**CALLS[op], **wrong})
+    assert type(raised.value) is error
+    assert ", built " in str(raised.value)
+
+
+DTYPES = [
+    jnp.bfloat16,
+    jnp.float16,
+    jnp.float32,
+    jnp.int32,
+    jnp.int8,
+    jnp.uint32,
+    jnp.bool_,
+    jnp.complex64,
+    jnp.float8_e4m3fn,
+]
+SHAPES = st.lists(st.sampled_from([0, 1, B, S_Q, S_KV, H_Q, D, 7]), max_size=5).map(tuple)
+ARRAYS = st.builds(lambda shape, dtype: jnp.zeros(shape, dtype), SHAPES, st.sampled_from(DTYPES))
+NUMPY = st.builds(
+    lambda shape, dtype: np.zeros(shape, dtype), SHAPES, st.sampled_from(["f8", "i8", "f4", "O", "U3", "?"])
+)
+NUMBERS = st.one_of(
+    st.integers(-(2**70), 2**70), st.floats(allow_nan=True), st.booleans(), st.just(10**400), st.complex_numbers()
+)
+SPANS = st.builds(Span, *[st.one_of(ARRAYS, NUMBERS, st.none())] * 2)
+OTHER = st.one_of(
+    st.none(), st.text(max_size=3), st.just(object()), st.just([PART]), st.just([1, 2]), st.just(jax.random.key(0)),
+    st.sampled_from(["cubin", "reference", "two_pass", "fused"]), st.tuples(ARRAYS, ARRAYS), st.just(jnp.bfloat16(1)),
+)  # fmt: skip
+ANYTHING = st.one_of(ARRAYS, NUMPY, NUMBERS, SPANS, OTHER)
+
+
+@pytest.mark.parametrize("op", CALLS)
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_any_operand_may_be_anything(op, data):
+    """One or two operands are replaced by anything: a clear error, or a result of the right shape."""
+    operands = dict(CALLS[op])
+    for name in data.draw(st.lists(st.sampled_from(sorted(operands)), min_size=1, max_size=2, unique=True)):
+        operands[name] = data.draw(ANYTHING)
+    try:
+        got = call(op, **operands)
+    except ERRORS as e:
+        assert type(e) in ERRORS, e
+        assert str(e).split(":")[0] in CALLS, e  # op, or the one that it is made of
+        assert all(word in str(e) for word in (": got ", ", wanted ", ", built ")), e
+    else:
+        q = operands["parts"][0][0] if op == "merge" else operands.get("q", operands.get("query"))
+        o, lse = got if isinstance(got, tuple) else (got, None)
+        assert o.shape == q.shape and o.dtype == q.dtype
+        assert lse is None or (lse.shape == q.shape[:-1] and lse.dtype == jnp.float32)

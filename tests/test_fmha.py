@@ -1,0 +1,214 @@
+"""fmha: the way to a kernel, without one and, on a GPU, with it.
+
+The reference's values against float64 stand in test_reference.py. Here the seam is tested on a CPU by claiming that
+kernels are built; and `gpu` tests compare every case of the table with the reference.
+"""
+
+import concurrent.futures
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_dsv4_fmha import Span, _ffi, fmha, reference
+from jax_dsv4_fmha._cases import CASES, operands, run, run_reference
+from jax_dsv4_fmha._compare import compare
+
+TABLE = [case for case in CASES if case.op == "fmha"]
+B, S, H, D = 2, 6, 2, 64
+
+
+def small(dtype=jnp.bfloat16, b=B):
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal((b, S, H, D)), dtype) for _ in range(3))
+    return q, k, v, jnp.array([0.5, -0.5])
+
+
+@pytest.fixture
+def built(monkeypatch):
+    """As if every kernel were built, for an architecture that is not here."""
+    monkeypatch.setattr(_ffi, "built_for", lambda op, **_: ("sm_90a",))
+    monkeypatch.setattr(_ffi, "local_architectures", lambda: ())
+
+
+@pytest.fixture
+def unbuilt(monkeypatch):
+    monkeypatch.setattr(_ffi, "built_for", lambda op, **_: ())
+    monkeypatch.setattr(_ffi, "variants", lambda: ())
+
+
+SOME = [
+    next(c for c in TABLE if c.is_small and c.dtype == dtype and c.shared_kv == shared_kv)
+    for dtype in ("bfloat16", "float16")
+    for shared_kv in (False, True)
+]
+
+
+@pytest.mark.parametrize("implementation", [None, "reference"])
+@pytest.mark.parametrize("case", SOME, ids=lambda case: case.name)
+def test_rounds_once(case, implementation):
+    got = run(case, implementation)
+    assert got[0].dtype == case.dtype and got[1].dtype == jnp.float32
+    for verdict in compare(got, run_reference(case)):
+        assert verdict.passed, verdict
+
+
+@pytest.mark.usefixtures("built")
+class TestSeam:
+    """A kernel is built, this process has no GPU: everything works, on the reference."""
+
+    span = Span.causal(S)
+
+    def test_value(self):
+        q, k, v, sink = small()
+        for x, y in zip(
+            fmha(q, k, v, span=self.span, sink=sink), reference.fmha(q, k, v, span=self.span, sink=sink), strict=True
+        ):
+            np.testing.assert_allclose(x.astype(np.float32), y.astype(np.float32), rtol=1e-2, atol=1e-6)
+
+    def test_jaxpr_has_both_ways(self):
+        text = str(jax.make_jaxpr(lambda q, k, v: fmha(q, k, v))(*small()[:3]))
+        assert "platform_index" in text and "dsv4_fmha_fwd" in text
+
+    @pytest.mark.parametrize("shared_kv", [False, True])
+    def test_gradient(self, shared_kv):
+        q, k, v, sink = (x.astype(jnp.float32) for x in small())
+        v = None if shared_kv else v
+        loss = lambda op: lambda *x: sum(jnp.cos(y).sum() for y in op(*x[:3], span=self.span, sink=x[3]))  # noqa: E731
+        got = jax.jit(jax.grad(loss(fmha), (0, 1, 2, 3)))(q, k, v, sink)
+        want = jax.jit(jax.grad(loss(reference.fmha), (0, 1, 2, 3)))(q, k, v, sink)
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5), got, want)
+
+    def test_vmap_and_its_gradient(self):
+        q, k, v, sink = (jnp.stack([x, x + 1]).astype(jnp.float32) for x in small())
+        f = jax.jit(lambda *x: fmha(*x[:3], span=self.span, sink=x[3]))
+        want = [jnp.stack(x) for x in zip(*(f(q[i], k[i], v[i], sink[i]) for i in range(2)), strict=True)]
+        for x, y in zip(jax.jit(jax.vmap(f))(q, k, v, sink), want, strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+        one = jax.jit(jax.vmap(jax.grad(lambda *x: f(*x)[0].sum())))(q, k, v, sink)
+        all_ = jax.jit(jax.grad(lambda *x: jax.vmap(f)(*x)[0].sum()))(q, k, v, sink)
+        np.testing.assert_allclose(one, all_, rtol=1e-5, atol=1e-5)
+
+    def test_remat_and_scan(self):
+        q, k, v, sink = (x.astype(jnp.float32) for x in small())
+
+        def step(x, _):
+            return jax.checkpoint(lambda x: fmha(x, k, v, sink=sink)[0])(x), None
+
+        grad = jax.jit(jax.grad(lambda q: jax.lax.scan(step, q, None, length=2)[0].sum()))(q)
+        assert jnp.isfinite(grad).all()
+
+    @pytest.mark.parametrize(
+        "call",
+        [lambda f, *x: f(*x), lambda f, *x: jax.jit(f)(*x), lambda f, *x: jax.vmap(f)(*(y[None] for y in x))],
+        ids=["eager", "jit", "vmap"],
+    )
+    def test_cubin_insists_on_cuda(self, call):
+        if jax.default_backend() != "cpu":
+            pytest.skip("this process runs on a GPU")
+        with pytest.raises(
+            ValueError, match="fmha: implementation: got 'cubin' on platform cpu, wanted platform cuda, built"
+        ):
+            call(lambda *x: fmha(*x, implementation="cubin"), *small()[:3])
+
+    @pytest.mark.parametrize("implementation", [None, "cubin"])
+    def test_export_for_cuda(self, implementation):
+        q, k, v, sink = small()
+        f = jax.jit(lambda q, k, v, sink: fmha(q, k, v, sink=sink, implementation=implementation))
+        allowed = [jax.export.DisabledSafetyCheck.custom_call("dsv4_fmha_fwd")]
+        exported = jax.export.export(f, platforms=["cuda"], disabled_checks=allowed)(q, k, v, sink)
+        assert "dsv4_fmha_fwd" in exported.mlir_module()
+
+    def test_export_with_symbolic_batch(self):
+        (b,) = jax.export.symbolic_shape("b")
+        operands = [jax.ShapeDtypeStruct((b, *x.shape[1:]), x.dtype) for x in small()[:3]]
+        allowed = [jax.export.DisabledSafetyCheck.custom_call("dsv4_fmha_fwd")]
+        f = jax.jit(lambda q, k, v: fmha(q, k, v, span=self.span))
+        jax.export.export(f, platforms=["cuda"], disabled_checks=allowed)(*operands)
+        jax.export.export(f, platforms=["cpu"])(*operands)
+
+    def test_cubin_refuses_a_gradient(self):
+        with pytest.raises(NotImplementedError, match="'cubin' under a gradient"):
+            jax.grad(lambda q: fmha(q, *small()[1:3], implementation="cubin")[0].sum())(small()[0])
+
+    def test_another_local_architecture_means_the_reference(self, monkeypatch):
+        monkeypatch.setattr(_ffi, "local_architectures", lambda: ("sm_80",))
+        assert "dsv4_fmha_fwd" not in str(jax.make_jaxpr(lambda *x: fmha(*x))(*small()[:3]))
+
+    def test_reference_means_the_reference(self):
+        assert "dsv4_fmha_fwd" not in str(jax.make_jaxpr(lambda *x: fmha(*x, implementation="reference"))(*small()[:3]))
+
+
+def test_shared_kv_runs_on_the_separate_kernel(monkeypatch):
+    monkeypatch.setattr(_ffi, "built_for", lambda op, *, shared_kv, **_: () if shared_kv else ("sm_90a",))
+    monkeypatch.setattr(_ffi, "local_architectures", lambda: ())
+    text = str(jax.make_jaxpr(lambda q, k: fmha(q, k))(*small()[:2]))
+    assert "dsv4_fmha_fwd" in text and "dsv4_fmha_fwd_shared_kv" not in text
+
+
+@pytest.mark.usefixtures("unbuilt")
+def test_nothing_built():
+    q, k, v, _ = small()
+    assert "dsv4_fmha_fwd" not in str(jax.make_jaxpr(lambda *x: fmha(*x))(q, k, v))
+    with pytest.raises(
+        NotImplementedError, match=r"'cubin' for bfloat16, d=64, V apart from K, wanted .*, built no kernel"
+    ):
+        fmha(q, k, v, implementation="cubin")
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
+class TestKernel:
+    @pytest.mark.parametrize("case", TABLE, ids=lambda case: case.name)
+    def test_equals_the_reference(self, case):
+        for verdict in compare(run(case, "cubin"), run_reference(case)):
+            assert verdict.passed, verdict
+
+    @pytest.mark.parametrize(
+        "case", [c for c in TABLE if not c.is_small and c.s_q < 10_000], ids=lambda case: case.name
+    )
+    def test_same_bits_on_every_run(self, case):
+        args, kwargs = jax.device_put(operands(case))
+        f = jax.jit(lambda args, kwargs: fmha(*args, **kwargs, implementation="cubin"))
+        first = [np.asarray(x) for x in f(args, kwargs)]
+        for _ in range(10):
+            for x, y in zip(f(args, kwargs), first, strict=True):
+                assert np.asarray(x).tobytes() == y.tobytes()
+
+    def test_eight_threads(self):
+        cases = [c for c in TABLE if c.is_small][::5][:8]
+        want = [[np.asarray(x) for x in run(case, "cubin")] for case in cases]
+
+        def repeat(case):
+            return [[np.asarray(x) for x in run(case, "cubin")] for _ in range(5)]
+
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            for case, got, y in zip(cases, pool.map(repeat, cases), want, strict=True):
+                for x in got:
+                    assert all(a.tobytes() == b.tobytes() for a, b in zip(x, y, strict=True)), case.name
+
+    def test_none_takes_the_kernel_and_has_a_gradient(self):
+        q, k, v, sink = small()
+        f = jax.jit(lambda *x: fmha(*x[:3], sink=x[3])[0])
+        assert "dsv4_fmha_fwd" in f.lower(q, k, v, sink).compile().as_text()
+        loss = lambda op: lambda *x: op(*x[:3], sink=x[3])[0].astype(jnp.float32).sum()  # noqa: E731
+        got = jax.jit(jax.grad(loss(fmha), (0, 1, 2, 3)))(q, k, v, sink)
+        want = jax.jit(jax.grad(loss(reference.fmha), (0, 1, 2, 3)))(q, k, v, sink)
+        for x, y in zip(got, want, strict=True):
+            np.testing.assert_array_equal(x, y)
+
+    def test_vmap(self):
+        q, k, v, sink = (jnp.stack([x, x[::-1]]) for x in small())
+        f = lambda *x: fmha(*x[:3], sink=x[3], implementation="cubin")  # noqa: E731
+        got = jax.jit(jax.vmap(f))(q, k, v, sink)
+        for i in range(2):
+            for x, y in zip(got, f(q[i], k[i], v[i], sink[i]), strict=True):
+                np.testing.assert_array_equal(x[i], y)
+
+    def test_separate_v_at_512_is_refused(self):
+        x = jnp.zeros((1, 4, 2, 512), jnp.bfloat16)
+        with pytest.raises(
+            NotImplementedError, match=r"'cubin' for bfloat16, d=512, V apart from K, wanted .*, built sm_90a"
+        ):
+            fmha(x, x, x, implementation="cubin")

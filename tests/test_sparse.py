@@ -1,0 +1,86 @@
+"""sparse_fmha; its values against float64 stand in test_reference.py, for every case of the table."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_dsv4_fmha import fmha, sparse_fmha
+from jax_dsv4_fmha._cases import CASES, run, run_reference
+from jax_dsv4_fmha._compare import compare
+
+B, S_Q, S_KV, H, D, TOPK = 2, 5, 20, 3, 16, 8
+
+
+def operands(dtype=jnp.float32):
+    rng = np.random.default_rng(0)
+    q, kv = (jnp.asarray(rng.standard_normal(s), dtype) for s in ((B, S_Q, H, D), (B, S_KV, D)))
+    indices = np.stack([rng.permutation(S_KV - 1)[:TOPK] for _ in range(B * S_Q)]).reshape(B, S_Q, TOPK)
+    return q, kv, jnp.asarray(indices, jnp.int32), jnp.asarray(rng.standard_normal(H), jnp.float32)
+
+
+CASE = next(case for case in CASES if case.op == "sparse_fmha" and "nan" in case.features)
+
+
+@pytest.mark.parametrize("implementation", [None, "reference"])
+def test_rounds_once(implementation):
+    for verdict in compare(run(CASE, implementation), run_reference(CASE)):
+        assert verdict.passed, verdict
+
+
+def test_every_key_named_is_dense():
+    q, kv, _, sink = operands()
+    everything = jnp.broadcast_to(jnp.arange(S_KV, dtype=jnp.int32)[::-1], (B, S_Q, S_KV))
+    got, want = sparse_fmha(q, kv, everything, sink=sink), fmha(q, kv[:, :, None], sink=sink)
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
+def test_a_key_named_twice_counts_twice():
+    q, kv, _, _ = operands()
+    _, once = sparse_fmha(q, kv, jnp.full((B, S_Q, 1), 4, jnp.int32))
+    o, twice = sparse_fmha(q, kv, jnp.full((B, S_Q, 2), 4, jnp.int32))
+    np.testing.assert_allclose(twice, once + np.log(2), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(o, jnp.broadcast_to(kv[:, None, None, 4], o.shape), rtol=1e-5)
+
+
+def test_topk_length_cuts_like_absent_indices():
+    q, kv, indices, sink = operands()
+    length = jnp.array([[0, 3, 8, 100, -1]] * B, jnp.int32)
+    cut = jnp.where(jnp.arange(TOPK) < length[..., None], indices, -1)
+    got, want = sparse_fmha(q, kv, indices, topk_length=length, sink=sink), sparse_fmha(q, kv, cut, sink=sink)
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert (got[0][:, [0, 4]] == 0).all() and (got[1][:, [0, 4]] == -jnp.inf).all()
+
+
+def test_gradients():
+    """Those of the dense softmax over gathered keys; none for a key nobody names, which may even be NaN."""
+    q, kv, indices, sink = operands()
+    indices = indices.at[0, 0].set(-1)
+
+    def loss(op, q, kv, sink):
+        o, lse = op(q, kv, sink)
+        return (o * jnp.cos(jnp.arange(o.size).reshape(o.shape))).sum() + jnp.where(jnp.isinf(lse), 0, lse).sum()
+
+    def dense(q, kv, sink):
+        named = (indices[..., None] == jnp.arange(S_KV)).any(2)
+        s = jnp.where(named[:, :, None], jnp.einsum("bnhd,bkd->bnhk", q, kv) * D**-0.5, -1e30)
+        lse = jnp.where(named.any(-1)[..., None], jax.nn.logsumexp(s, -1), -jnp.inf)
+        p = jnp.exp(s - jnp.logaddexp(jnp.where(jnp.isinf(lse), -1e30, lse), sink)[..., None])
+        return jnp.einsum("bnhk,bkd->bnhd", p, kv), lse
+
+    want = jax.jit(jax.grad(lambda *x: loss(dense, *x), (0, 1, 2)))(q, kv, sink)
+    sparse = jax.jit(jax.grad(lambda *x: loss(lambda q, kv, s: sparse_fmha(q, kv, indices, sink=s), *x), (0, 1, 2)))
+    for x in (kv, kv.at[:, S_KV - 1].set(jnp.nan)):  # the last is named by nobody
+        for got, y in zip(sparse(q, x, sink), want, strict=True):
+            np.testing.assert_allclose(got, y, rtol=1e-4, atol=1e-5)
+
+
+def test_vmap():
+    q, kv, indices, sink = (jnp.stack([x, x[::-1]]) for x in operands())
+    f = jax.jit(lambda q, kv, i, s: sparse_fmha(q, kv, i, sink=s))
+    got = jax.vmap(f)(q, kv, indices, sink)
+    for i in range(2):
+        for x, y in zip(got, f(q[i], kv[i], indices[i], sink[i]), strict=True):
+            np.testing.assert_allclose(x[i], y, rtol=1e-5, atol=1e-6)
