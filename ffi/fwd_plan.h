@@ -15,21 +15,22 @@ struct FwdShape {
   int64_t b, s_q, s_kv, h_q, h_kv, d;
 };
 
-// The kernel's scalar parameters, in order.  The rows of an M tile are (query, head of one KV head's group) pairs; the
-// rows of one KV head form an `outer` x `inner` grid, of which a tile takes a box.  Row (o, i) is query o + i / group
-// and head i % group of the group.
-struct FwdScalars {
-  float scale_log2;  // scale * log2(e)
-  int32_t s_q, s_kv, group, h_kv, inner, outer, box_inner, box_outer, tiles_inner, tiles_outer;
+// How the rows of q and o are cut into tiles.  A row is a (query, head of one KV head's group) pair; the rows of one KV
+// head form an `outer` x `inner` grid, of which a tile takes a box.  Row (o, i) is query o + i / group and head i % group
+// of the group.  The kernel is handed these in this order.
+struct Extents {
+  int32_t s_q, group, h_kv, inner, outer, box_inner, box_outer, tiles_inner, tiles_outer;
 };
 
 struct FwdPlan {
   uint32_t grid;
   TensorMapSpec rows;        // of q and of o: [d, inner, outer, h_kv, b]
   TensorMapSpec keys;        // of k and of v: [d, s_kv, h_kv, b]
-  int32_t rows_extents[4];   // the dynamic extents, which follow a descriptor in the parameter list
+  int32_t rows_extents[4];  // the dynamic extents, which follow a descriptor in the parameter list
   int32_t keys_extents[3];
-  FwdScalars scalars;
+  int32_t s_kv;
+  float scale_log2;  // scale * log2(e)
+  Extents extents;
 };
 
 // Fills `plan`.  Returns why it cannot: empty on success.
@@ -86,8 +87,10 @@ inline std::string PlanFwd(const FwdShape& shape, float scale, int32_t tile_m, i
        {u64(h_kv * head_bytes), u64(head_bytes), u64(s_kv * h_kv * head_bytes)}},
       {i32(inner), i32(outer), i32(h_kv), i32(b)},
       {i32(s_kv), i32(h_kv), i32(b)},
-      {static_cast<float>(scale * 1.4426950408889634), i32(s_q), i32(s_kv), i32(group), i32(h_kv), i32(inner),
-       i32(outer), i32(box_inner), i32(box_outer), i32(tiles_inner), i32(tiles_outer)},
+      i32(s_kv),
+      static_cast<float>(scale * 1.4426950408889634),
+      {i32(s_q), i32(group), i32(h_kv), i32(inner), i32(outer), i32(box_inner), i32(box_outer), i32(tiles_inner),
+       i32(tiles_outer)},
   };
   return "";
 }
@@ -112,14 +115,15 @@ struct FwdParams {
   FwdParams(FwdPlan& plan, FwdArguments& arguments, bool shared_kv) {
     auto add = [&](auto& value) { params[count++] = {&value, sizeof value}; };
     add(arguments.q), add(plan.rows_extents);
+    add(arguments.o), add(plan.rows_extents);
     add(arguments.k), add(plan.keys_extents);
     if (!shared_kv) add(arguments.v), add(plan.keys_extents);
-    add(arguments.o), add(plan.rows_extents);
-    add(arguments.start), add(arguments.stop), add(arguments.sink), add(arguments.lse);
-    FwdScalars& s = plan.scalars;
-    add(s.scale_log2);
-    for (int32_t* x : {&s.s_q, &s.s_kv, &s.group, &s.h_kv, &s.inner, &s.outer, &s.box_inner, &s.box_outer,
-                       &s.tiles_inner, &s.tiles_outer}) {
+    add(arguments.start), add(arguments.stop), add(plan.s_kv);
+    add(arguments.sink), add(arguments.lse);
+    add(plan.scale_log2);
+    Extents& n = plan.extents;
+    for (int32_t* x : {&n.s_q, &n.group, &n.h_kv, &n.inner, &n.outer, &n.box_inner, &n.box_outer, &n.tiles_inner,
+                       &n.tiles_outer}) {
       add(*x);
     }
   }

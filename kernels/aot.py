@@ -6,6 +6,7 @@ Needs nvidia-cutlass-dsl but neither a GPU nor a driver.  `kernels.build` runs o
 
 import argparse
 import importlib
+import inspect
 import json
 import os
 import tempfile
@@ -25,6 +26,7 @@ class Compiled:
     symbol: str  # the kernel's name inside the cubin
     ptx: str
     facts: dict[str, int]  # what the launcher must know and the cubin does not say: tile_m, tile_n, threads, smem_bytes
+    host_arguments: tuple[str, ...]  # names of what the host stub takes, the stream last
     export: Callable[[str, str, str], None]  # export(dir, file name, function prefix): the host stub as .h and .o
 
 
@@ -47,7 +49,8 @@ def compile_ahead(
     options = f"--gpu-arch {arch} --keep-cubin --keep-ptx --dump-dir {out_dir}"
     compiled = cute.compile(entry, *args, make_fake_stream(), options=options)
     (symbol,) = compiled.kernel_info
-    return Compiled(compiled.__cubin__, symbol, compiled.__ptx__, facts, compiled.export_to_c)
+    host_arguments = tuple(inspect.signature(entry.__call__).parameters)
+    return Compiled(compiled.__cubin__, symbol, compiled.__ptx__, facts, host_arguments, compiled.export_to_c)
 
 
 def compile_variant(variant: Variant, out_dir: Path) -> Compiled:
@@ -59,7 +62,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m kernels.aot", description=__doc__)
     parser.add_argument("key", choices=[v.key for v in VARIANTS], metavar="KEY")
     parser.add_argument("--out", type=Path, required=True, help="directory for KEY.cubin, KEY.ptx and KEY.launch.json")
-    parser.add_argument("--export", action="store_true", help="also write the DSL's own host stub, KEY.h and KEY.o")
+    parser.add_argument("--export", action="store_true", help="also write the DSL's own host stub")
     args = parser.parse_args()
     variant = next(v for v in VARIANTS if v.key == args.key)
     os.environ["CUTE_DSL_ARCH"] = variant.arch
@@ -71,7 +74,8 @@ def main() -> None:
     (args.out / f"{args.key}.ptx").write_text(compiled.ptx)
     (args.out / f"{args.key}.launch.json").write_text(json.dumps({"symbol": compiled.symbol, **compiled.facts}))
     if args.export:
-        compiled.export(str(args.out), args.key, args.key)
+        compiled.export(str(args.out), args.key, args.key)  # KEY.h and KEY.o
+        (args.out / f"{args.key}.host.json").write_text(json.dumps(compiled.host_arguments))
 
 
 if __name__ == "__main__":

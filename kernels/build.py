@@ -37,8 +37,8 @@ class Refused(Exception):
 # What the launcher hands to a kernel (ffi/fwd_plan.h): the sizes of the parameters, in order.
 def expected_params(variant: Variant) -> tuple[int, ...]:
     rows, keys = (128, 16), (128, 12)  # a TMA descriptor, then the dynamic extents of its tensor as int32
-    tensors = rows + keys * (1 if variant.shared_kv else 2) + rows
-    return tensors + (8,) * 4 + (4,) + (4,) * 10
+    tensors = 2 * rows + keys * (1 if variant.shared_kv else 2)  # q, o, k, v
+    return (*tensors, 8, 8, 4, 8, 8, 4, *[4] * 9)  # start, stop, s_kv, sink, lse, scale_log2, the tiling of the rows
 
 
 def check(variant: Variant, facts: dict[str, int], kernel: KernelInfo) -> None:

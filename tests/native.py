@@ -36,8 +36,9 @@ class _FwdPlan(ctypes.Structure):
         ("keys", TensorMapSpec),
         ("rows_extents", ctypes.c_int32 * 4),
         ("keys_extents", ctypes.c_int32 * 3),
+        ("s_kv", ctypes.c_int32),
         ("scale_log2", ctypes.c_float),
-        ("scalars", ctypes.c_int32 * 10),
+        ("tiling", ctypes.c_int32 * 9),
     )
 
 

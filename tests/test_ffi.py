@@ -91,12 +91,7 @@ def test_launch_is_what_the_host_stub_launches(stub):
     scale = 0.1
     q, k, v, o, start, stop, sink, lse = (0x7F00_0000_0000 + i * 0x1000_0000 for i in range(8))
     for shape in (shape._replace(d=variant.d) for shape in SHAPES):
-        launch = host.run(
-            *(ctypes.c_void_p(x) for x in (q, k, v, o, start, stop, sink, lse)),
-            ctypes.c_float(scale * math.log2(math.e)),
-            *(ctypes.c_int32(x) for x in (shape.b, shape.s_q, shape.s_kv, shape.h_q, shape.h_kv)),
-            ctypes.c_void_p(0),
-        )
+        launch = host.run(host_values(shape, scale, q=q, k=k, v=v, o=o, start=start, stop=stop, sink=sink, lse=lse))
         tiles = {"tile_m": row["tile_m"], "tile_n": row["tile_n"], "shared_kv": variant.shared_kv}
         plan = plan_fwd(shape, scale, **tiles, start=start, stop=stop, sink=sink, lse=lse)
         assert launch.grid == (plan.grid, 1, 1), shape
@@ -104,7 +99,7 @@ def test_launch_is_what_the_host_stub_launches(stub):
         assert launch.smem_bytes == row["smem_bytes"]
         assert [len(x) for x in plan.params] == [len(x) for x in launch.params]
 
-        tensors = [(q, plan.rows), (k, plan.keys), *([] if variant.shared_kv else [(v, plan.keys)]), (o, plan.rows)]
+        tensors = [(q, plan.rows), (o, plan.rows), (k, plan.keys), *([] if variant.shared_kv else [(v, plan.keys)])]
         maps = [TensorMap.decode(blob) for blob in launch.params if len(blob) == 128]
         for (address, ours), theirs in zip(tensors, maps, strict=True):
             assert theirs.address == address
@@ -114,13 +109,29 @@ def test_launch_is_what_the_host_stub_launches(stub):
             # The stub's boxes are constants; ours shrink with a small shape and split odd head counts evenly.
             assert theirs.box[0] == ours.box[0] == 64
             assert math.prod(ours.box[1 : ours.rank]) <= math.prod(theirs.box[1:])
-        assert maps[1].box == tuple(plan.keys.box[: plan.keys.rank])
+        assert maps[2].box == tuple(plan.keys.box[: plan.keys.rank])
 
         for i, (ours, theirs) in enumerate(zip(plan.params, launch.params, strict=True)):
-            if i == len(plan.params) - 11:  # scale_log2, in whose product the last bit may be rounded otherwise
+            if i == len(plan.params) - 10:  # scale_log2, in whose product the last bit may be rounded otherwise
                 assert struct.unpack("<f", ours) == pytest.approx(struct.unpack("<f", theirs), rel=2e-7)
             elif len(ours) != 128:
                 assert ours == theirs, (i, shape)
+
+
+def host_values(shape, scale, **addresses):
+    """Whatever a kernel's host side may ask for, by the names it has there."""
+    pointers = {name: ctypes.c_void_p(x) for name, x in addresses.items()}
+    ints = {name: ctypes.c_int32(x) for name, x in shape._asdict().items()}
+    sources = {  # of keys, where there may be several: the first is all that `fwd` has
+        "keys0": pointers["k"],
+        "from0": pointers["start"],
+        "to0": pointers["stop"],
+        "s_kv0": ints["s_kv"],
+        **dict.fromkeys(("keys1", "from1", "to1"), ctypes.c_void_p()),
+        **dict.fromkeys(("topk0", "s_kv1", "topk1"), ctypes.c_int32()),
+    }
+    scale_log2 = ctypes.c_float(scale * math.log2(math.e))
+    return {**pointers, **ints, **sources, "scale_log2": scale_log2, "stream": ctypes.c_void_p()}
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -128,8 +139,8 @@ def test_launch_is_what_the_host_stub_launches(stub):
 def test_tiles_cover_every_row_once(shape, tile_m):
     """By the definition of a tile alone: its box of rows, cut at the extents."""
     plan = plan_fwd(shape._replace(d=64), 1.0, tile_m=tile_m, tile_n=64, shared_kv=False)
-    s_q, _, group, h_kv, inner, outer, box_inner, box_outer, tiles_inner, tiles_outer = (
-        struct.unpack("<i", blob)[0] for blob in plan.params[-10:]
+    s_q, group, h_kv, inner, outer, box_inner, box_outer, tiles_inner, tiles_outer = (
+        struct.unpack("<i", blob)[0] for blob in plan.params[-9:]
     )
     assert box_inner * box_outer <= tile_m
     assert plan.grid == tiles_inner * tiles_outer * h_kv * shape.b

@@ -76,10 +76,8 @@ def test_launch(row, h_kv, device):
     pointers = {"start": upload(start), "stop": upload(stop), "sink": upload(sink), "lse": upload(lse)}
     tiles = {name: row[name] for name in ("tile_m", "tile_n", "shared_kv")}
     plan = plan_fwd(shape, scale, **tiles, **pointers)
-    maps = [encode(plan.rows, row["dtype"], addresses["q"]), encode(plan.keys, row["dtype"], addresses["k"])]
-    if not row["shared_kv"]:
-        maps.append(encode(plan.keys, row["dtype"], addresses["v"]))
-    maps.append(encode(plan.rows, row["dtype"], addresses["o"]))
+    tensors = [("q", plan.rows), ("o", plan.rows), ("k", plan.keys), ("v", plan.keys)]
+    maps = [encode(spec, row["dtype"], addresses[name]) for name, spec in tensors[: 3 if row["shared_kv"] else 4]]
     ordered = iter(maps)
     blobs = [next(ordered) if len(blob) == 128 else blob for blob in plan.params]
     buffers = [ctypes.create_string_buffer(blob, len(blob)) for blob in blobs]

@@ -5,6 +5,7 @@ launch configuration and the bytes of every parameter behind.
 """
 
 import ctypes
+import json
 import re
 import struct
 import subprocess
@@ -52,6 +53,7 @@ class HostStub:
         symbols = subprocess.run(["nm", str(stub)], check=True, capture_output=True, text=True).stdout
         entry = re.search(rf"T (_mlir_{key}__mlir_ciface_\S+)", symbols)
         assert entry is not None, symbols
+        self.arguments: list[str] = json.loads((directory / f"{key}.host.json").read_text())
         self.library = ctypes.CDLL(str(library))
         self.entry = self.library[entry[1]]
         self._load(key)
@@ -64,8 +66,9 @@ class HostStub:
         self.library[f"_mlir_{key}_cuda_load_to_device"](_pointers(where, device, result))
         assert result.value == 0
 
-    def run(self, *arguments: Any) -> Launch:
-        """Call the stub with ctypes values, the stream included."""
+    def run(self, values: dict[str, Any]) -> Launch:
+        """Call the stub with ctypes values, by the names of its parameters."""
+        arguments = [values[name] for name in self.arguments]
         sizes = self.kernel.params
         ctypes.c_int.in_dll(self.library, "param_count").value = len(sizes)
         (ctypes.c_int * 64).in_dll(self.library, "param_sizes")[: len(sizes)] = sizes
