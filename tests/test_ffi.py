@@ -181,26 +181,30 @@ def test_plan_takes_shapes_beyond_32_bit_addresses():
 # On a GPU.
 
 
+def on_gpu(test):
+    return pytest.mark.gpu(pytest.mark.usefixtures("cuda")(test))
+
+
 def check(variant, device=None, **shape):
     x, scale = operands(variant.d, variant.dtype, shared_kv=variant.shared_kv, device=device, **shape), variant.d**-0.5
     assert_right(jax.jit(_ffi.fwd, static_argnums=6)(*x, scale), *x, scale)
 
 
-@pytest.mark.gpu
+@on_gpu
 @built
 def test_runs(variant):
     check(variant)
     check(variant, h_q=8, h_kv=2)
 
 
-@pytest.mark.gpu
+@on_gpu
 @built
 def test_runs_on_every_device(variant):
     for device in jax.local_devices(backend="cuda"):
         check(variant, device)
 
 
-@pytest.mark.gpu
+@on_gpu
 def test_runs_from_eight_threads():
     variant = next(v for v in _ffi.variants() if v.d == 128)
     x = operands(variant.d, variant.dtype)
@@ -215,7 +219,7 @@ def test_runs_from_eight_threads():
         assert jnp.array_equal(o, results[0][0]) and jnp.array_equal(lse, results[0][1])
 
 
-@pytest.mark.gpu
+@on_gpu
 def test_runs_inside_cuda_graphs():
     """In a process of its own, where all that may go into a command buffer does."""
     code = """
@@ -236,7 +240,7 @@ for variant in _ffi.variants():
     subprocess.run([sys.executable, "-c", code], check=True, env=env)
 
 
-@pytest.mark.gpu
+@on_gpu
 def test_unknown_variant_lists_what_is_built():
     library()
     with pytest.raises(
@@ -245,7 +249,7 @@ def test_unknown_variant_lists_what_is_built():
         jax.block_until_ready(_ffi.fwd(*operands(96, "bfloat16"), 0.1))
 
 
-@pytest.mark.gpu
+@on_gpu
 @pytest.mark.parametrize(
     ("index", "change", "says"),
     [
