@@ -6,7 +6,10 @@
     consumer WG 1     S0 | S1 + P0 V0 | S2 + P1 V1 | ... Pn Vn     rows 64 .. 127, ...
 
 Q K' of tile t + 1 is issued before P V of tile t, so the softmax of t + 1 runs under the tensor cores. P stays in
-registers. The output goes back through Q's SMEM and out by TMA, which clips the rows that do not exist.
+registers. The warpgroups take turns at issuing, so that one's softmax also runs under the other's products.
+
+CTAs are persistent: one takes every gridDim-th tile of rows, and the producer runs ahead into the next one: Q's SMEM
+is free after the last scores, for O goes from registers to memory.
 """
 
 from dataclasses import dataclass
@@ -21,9 +24,10 @@ from cutlass.memory import SmemAllocator
 
 from .aot import Compiled, compile_ahead
 from .lib.launch import SMEM_LIMIT, WARPGROUP, Shapes, element_type, i32, launch_facts, pointers
+from .lib.output import store_output
 from .lib.rows import Extents, RowTile, extents
 from .lib.softmax import RowResults, Softmax, scale_rows
-from .lib.spans import Span, SpanOperands, open_span
+from .lib.spans import RowSpans, Span, SpanOperands, open_span, read_span
 from .lib.wgmma import (
     K_MAJOR,
     MN_MAJOR,
@@ -36,7 +40,6 @@ from .lib.wgmma import (
     release,
     round_to,
     slab_layout,
-    store_rows,
     tiled_mma,
     tma_atom,
     tma_tiles,
@@ -46,6 +49,7 @@ from .lib.wgmma import (
 from .variants import Variant
 
 BAR_CONSUMERS = 1  # named barrier of all consumer warpgroups
+BAR_TURN = 2  # 2 + i: warpgroup i may issue
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,12 @@ class Config:
     @property
     def registers(self) -> tuple[int, int]:
         """(producer, consumer) registers a thread; together they fill the file of 65536."""
-        return {2: (24, 240), 3: (32, 160)}[self.consumers]
+        return {2: (40, 232), 3: (32, 160)}[self.consumers]
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether the warpgroups issue in turn; with wide rows the products of one alone keep the tensor cores busy."""
+        return self.d <= 128
 
     @property
     def row_bytes(self) -> int:
@@ -84,8 +93,8 @@ class Config:
 
     @property
     def smem_bytes(self) -> int:
-        barriers = 8 * (1 + 4 * self.stages)
-        return 1024 + self.tile_m * self.row_bytes + 2 * self.stages * self.key_tile_bytes + barriers
+        barriers, info = 8 * (2 + 4 * self.stages), 4 * 4 * 2
+        return 1024 + self.tile_m * self.row_bytes + 2 * self.stages * self.key_tile_bytes + info + barriers
 
     def __post_init__(self):
         if self.d % SLAB or self.d > 256:
@@ -99,6 +108,7 @@ class Barriers:
     """mbarriers in SMEM; those of K and V have one per stage."""
 
     q_full: cute.Pointer
+    q_empty: cute.Pointer
     k_full: cute.Pointer
     k_empty: cute.Pointer
     v_full: cute.Pointer
@@ -106,28 +116,32 @@ class Barriers:
 
 
 @dataclass(frozen=True)
-class Producer:
-    """All that the loading warp touches. A copy is (TMA atom, gmem tiles, smem stages)."""
+class Shared:
+    """SMEM beside the barriers."""
 
-    bar: Barriers
-    copy_q: tuple
-    copy_k: tuple
-    copy_v: tuple
-    q_bytes: Int32
-    tiles: Int32
+    q: cute.Tensor  # (tile_m, d)
+    k: cute.Tensor  # (tile_n, d, stage)
+    v: cute.Tensor  # (tile_n, d, stage)
+    info: cute.Tensor  # (4, row tile & 1): what the producer found out about the span
 
 
 @dataclass(frozen=True)
 class Consumer:
-    """All that a consumer thread touches."""
+    """What a consumer thread keeps from row tile to row tile: barriers, SMEM, operands and registers."""
 
     bar: Barriers
-    sQ: cute.Tensor  # (tile_m, d), becomes O
-    sK: cute.Tensor  # (tile_n, d, stage)
-    sV: cute.Tensor  # (tile_n, d, stage)
-    tile: RowTile
-    span: Span
-    results: RowResults
+    smem: Shared
+    thread: Int32  # within its warpgroup
+    group: Int32
+    qk: cute.TiledMma
+    pv: cute.TiledMma
+    a: cute.Tensor  # Q
+    b_k: cute.Tensor
+    b_v: cute.Tensor
+    scores: cute.Tensor
+    weights: cute.Tensor
+    out: cute.Tensor
+    softmax: Softmax
 
 
 class FwdSm90:
@@ -152,15 +166,16 @@ class FwdSm90:
         s_kv: Int32,
         h_q: Int32,
         h_kv: Int32,
+        ctas: Int32,  # at most, that is how many run at a time
         stream: cuda.CUstream,
     ):
         c = self.config
-        n = extents(c.tile_m, False, s_q, h_q, h_kv)
+        n = extents(c.tile_m, False, b, s_q, h_q, h_kv)
         shapes = Shapes(c.d, b, n)
-        load, save = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        load = cpasync.CopyBulkTensorTileG2SOp()
         self.kernel(
             *tma_atom(load, shapes.rows(q), c.tile_m, c.d),
-            *tma_atom(save, shapes.rows(o), c.tile_m, c.d),
+            o,
             *tma_atom(load, shapes.keys(k, s_kv), c.tile_n, c.d),
             *tma_atom(load, shapes.keys(v, s_kv), c.tile_n, c.d),
             SpanOperands(start, stop, s_kv),
@@ -168,7 +183,7 @@ class FwdSm90:
             scale_log2,
             n,
         ).launch(
-            grid=(n.tiles_inner * n.tiles_outer * h_kv * b, 1, 1),
+            grid=(cutlass.min(n.tiles, ctas), 1, 1),
             block=(c.threads, 1, 1),
             smem=c.smem_bytes,
             stream=stream,
@@ -180,8 +195,7 @@ class FwdSm90:
         self,
         tma_q: cute.CopyAtom,
         mQ: cute.Tensor,
-        tma_o: cute.CopyAtom,
-        mO: cute.Tensor,
+        o: cute.Pointer,
         tma_k: cute.CopyAtom,
         mK: cute.Tensor,
         tma_v: cute.CopyAtom,
@@ -193,131 +207,174 @@ class FwdSm90:
     ):
         c = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        bar, sQ, sK, sV = self.allocate()
+        bar, smem = self.allocate()
         if warp == 0:
             with cute.arch.elect_one():
                 cute.arch.mbarrier_init(bar.q_full, 1)
+                cute.arch.mbarrier_init(bar.q_empty, 4 * c.consumers)  # a lane of each consumer warp, as below
                 for s in cutlass.range_constexpr(c.stages):
                     cute.arch.mbarrier_init(bar.k_full + s, 1)
                     cute.arch.mbarrier_init(bar.v_full + s, 1)
-                    cute.arch.mbarrier_init(bar.k_empty + s, 4 * c.consumers)  # a lane of each consumer warp
+                    cute.arch.mbarrier_init(bar.k_empty + s, 4 * c.consumers)
                     cute.arch.mbarrier_init(bar.v_empty + s, 4 * c.consumers)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        tile = RowTile.of_block(n)
-        span = open_span(operands, tile, c.tile_n)
         if warp < 4:
             cute.arch.setmaxregister_decrease(c.registers[0])
             if warp == 0:
-                gQ = tile.of(mQ, c.tile_m, c.d)[None, None, 0]
-                gK, gV = (tile.keys(m, span.lo, c.tile_n, c.d)[None, None, None, 0] for m in (mK, mV))
-                copies = (
-                    (atom, *tma_tiles(atom, g, s)) for atom, g, s in ((tma_q, gQ, sQ), (tma_k, gK, sK), (tma_v, gV, sV))
-                )
-                self.load(Producer(bar, *copies, n.box_inner * n.box_outer * c.row_bytes, span.tiles))
+                self.produce(bar, smem, (tma_q, mQ), (tma_k, mK), (tma_v, mV), operands, n)
         else:
             cute.arch.setmaxregister_increase(c.registers[1])
-            self.attend(Consumer(bar, sQ, sK, sV, tile, span, results), scale_log2)
-            cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.barrier(barrier_id=BAR_CONSUMERS, number_of_threads=WARPGROUP * c.consumers)
-            if warp == 4:
-                target, source = tma_tiles(tma_o, tile.of(mO, c.tile_m, c.d)[None, None, 0], sQ)
-                cute.copy(tma_o, source, target)
-                cute.arch.cp_async_bulk_commit_group()
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
+            self.consume(self.consumer(bar, smem, scale_log2), operands, o, results, n)
 
-    def allocate(self) -> tuple[Barriers, cute.Tensor, cute.Tensor, cute.Tensor]:
+    def allocate(self) -> tuple[Barriers, Shared]:
         c = self.config
         smem = SmemAllocator()
         key_layout = slab_layout(self.dtype, c.tile_n, c.d, c.stages)
-        sQ, sK, sV = (
+        q, k, v = (
             smem.allocate_tensor(self.dtype, layout.outer, 1024, swizzle=layout.inner)
             for layout in (slab_layout(self.dtype, c.tile_m, c.d), key_layout, key_layout)
         )
-        mbar = smem.allocate_array(Int64, 1 + 4 * c.stages)
-        return Barriers(mbar, *(mbar + (1 + i * c.stages) for i in range(4))), sQ, sK, sV
+        info = smem.allocate_tensor(Int32, cute.make_layout((4, 2)), 16)
+        mbar = smem.allocate_array(Int64, 2 + 4 * c.stages)
+        return Barriers(mbar, mbar + 1, *(mbar + (2 + i * c.stages) for i in range(4))), Shared(q, k, v, info)
 
     @cute.jit
-    def load(self, p: Producer):
+    def produce(
+        self, bar: Barriers, smem: Shared, rows: tuple, keys: tuple, values: tuple, operands: SpanOperands, n: Extents
+    ):
+        """One warp, for every row tile of this CTA: Q, what there is to see, and the tiles of K and V."""
         c = self.config
-        atom_q, gQ, sQ = p.copy_q
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(p.bar.q_full, p.q_bytes)
-        cute.copy(atom_q, gQ, sQ, tma_bar_ptr=p.bar.q_full)
-        for t in cutlass.range(p.tiles, unroll=1):
-            stage, parity = t % c.stages, t // c.stages % 2
-            for copy, full, empty in (
-                (p.copy_k, p.bar.k_full, p.bar.k_empty),
-                (p.copy_v, p.bar.v_full, p.bar.v_empty),
-            ):
-                atom, gmem, smem = copy
-                cute.arch.mbarrier_wait(empty + stage, parity ^ 1)
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(full + stage, c.key_tile_bytes)
-                cute.copy(atom, gmem[None, t], smem[None, stage], tma_bar_ptr=full + stage)
+        tma_q, mQ = rows
+        turn, fills0 = Int32(0), Int32(0)
+        for i in cutlass.range(cute.arch.block_idx()[0], n.tiles, cute.arch.grid_dim()[0], unroll=1):
+            tile = RowTile.number(i, n)
+            span = open_span(operands, tile, c.tile_n)
+            cute.arch.mbarrier_wait(bar.q_empty, (turn & 1) ^ 1)
+            with cute.arch.elect_one():
+                span.publish(smem.info[None, turn & 1])
+                cute.arch.mbarrier_arrive_and_expect_tx(bar.q_full, n.box_inner * n.box_outer * c.row_bytes)
+            gQ, sQ = tma_tiles(tma_q, tile.of(mQ, c.tile_m, c.d)[None, None, 0], smem.q)
+            cute.copy(tma_q, gQ, sQ, tma_bar_ptr=bar.q_full)
+            rings = tuple(
+                (atom, *tma_tiles(atom, tile.keys(m, span.lo, c.tile_n, c.d)[None, None, None, 0], s), full, empty)
+                for (atom, m), s, full, empty in (
+                    (keys, smem.k, bar.k_full, bar.k_empty),
+                    (values, smem.v, bar.v_full, bar.v_empty),
+                )
+            )
+            for t in cutlass.range(span.tiles, unroll=1):
+                stage, parity = (fills0 + t) % c.stages, (fills0 + t) // c.stages & 1
+                for atom, gmem, ring, full, empty in rings:
+                    cute.arch.mbarrier_wait(empty + stage, parity ^ 1)
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive_and_expect_tx(full + stage, c.key_tile_bytes)
+                    cute.copy(atom, gmem[None, t], ring[None, stage], tma_bar_ptr=full + stage)
+            turn, fills0 = turn + 1, fills0 + span.tiles
 
-    @cute.jit
-    def attend(self, p: Consumer, scale_log2: Float32):
-        """One warpgroup: 64 rows of O, from the first key tile to the normalised output in SMEM, and lse."""
+    def consumer(self, bar: Barriers, smem: Shared, scale_log2: Float32) -> Consumer:
         c = self.config
-        thread = cute.arch.thread_idx()[0] % WARPGROUP
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - 1)
-        row0 = group * 64
-        rows = p.span.of_rows(row0, thread)
-
         qk = tiled_mma(self.dtype, c.tile_n, K_MAJOR)
         pv = tiled_mma(self.dtype, c.d, MN_MAJOR, warpgroup.OperandSource.RMEM)
-        my_rows = cute.local_tile(p.sQ, (64, c.d), (group, 0))
-        a, b_k, b_v = operand_a(qk, my_rows), operand_b(qk, p.sK), operand_b(pv, transposed(p.sV))
-        scores, out = accumulator(qk, c.tile_n), accumulator(pv, c.d)
-        weights = register_operand(pv, c.tile_n, self.dtype)
-        s = Softmax.start(scale_log2)
-        out.fill(0.0)
+        return Consumer(
+            bar,
+            smem,
+            thread=cute.arch.thread_idx()[0] % WARPGROUP,
+            group=group,
+            qk=qk,
+            pv=pv,
+            a=operand_a(qk, cute.local_tile(smem.q, (64, c.d), (group, 0))),
+            b_k=operand_b(qk, smem.k),
+            b_v=operand_b(pv, transposed(smem.v)),
+            scores=accumulator(qk, c.tile_n),
+            weights=register_operand(pv, c.tile_n, self.dtype),
+            out=accumulator(pv, c.d),
+            softmax=Softmax.of(scale_log2),
+        )
 
-        bar, tiles = p.bar, p.span.tiles
-        cute.arch.mbarrier_wait(bar.q_full, 0)
-        if tiles > 0:
-            cute.arch.mbarrier_wait(bar.k_full, 0)
-            multiply(qk, scores, a, b_k[None, None, None, 0], fresh=True)
+    @cute.jit
+    def consume(self, w: Consumer, operands: SpanOperands, o: cute.Pointer, results: RowResults, n: Extents):
+        """One warpgroup: its 64 rows of every row tile of this CTA."""
+        c = self.config
+        s, row0 = w.softmax, w.group * 64
+        turn, fills0 = Int32(0), Int32(0)
+        if w.group == c.consumers - 1:
+            pass_turn(c, w.group)  # the first turn is the first warpgroup's
+        for i in cutlass.range(cute.arch.block_idx()[0], n.tiles, cute.arch.grid_dim()[0], unroll=1):
+            tile = RowTile.number(i, n)
+            cute.arch.mbarrier_wait(w.bar.q_full, turn & 1)
+            span = read_span(operands, tile, c.tile_n, w.smem.info[None, turn & 1])
+            self.attend(w, span, span.of_rows(row0, w.thread), fills0)
+            s.sum_columns()
+            s.finish(tile, row0, w.thread, results, writes_lse=True)
+            store_output(w.out, s.factor, o, tile, row0, 0, w.thread, c.d)
+            turn, fills0 = turn + 1, fills0 + span.tiles
+        if w.group == 0:
+            take_turn(c, w.group)
+
+    @cute.jit
+    def attend(self, w: Consumer, span: Span, rows: RowSpans, fills0: Int32):
+        """All key tiles of one row tile. fills0 counts the ring's fills before it."""
+        c = self.config
+        s, bar, tiles = w.softmax, w.bar, span.tiles
+        w.out.fill(0.0)
+        s.start()
+        if tiles == 0:
+            release(bar.q_empty)
+        else:
+            stage = fills0 % c.stages
+            cute.arch.mbarrier_wait(bar.k_full + stage, fills0 // c.stages & 1)
+            multiply(w.qk, w.scores, w.a, w.b_k[None, None, None, stage], fresh=True)
             warpgroup.wait_group(0)
-            release(bar.k_empty)
-            rows.mask(scores, 0)
-            s.raise_max(scores)
-            s.exponentiate(scores)
-            round_to(weights, scores)
+            release(bar.k_empty + stage)
+            rows.mask(w.scores, 0)
+            s.raise_max(w.scores)
+            s.exponentiate(w.scores)
+            round_to(w.weights, w.scores)
             for t in cutlass.range(1, tiles, unroll=1):
-                stage, parity = t % c.stages, t // c.stages % 2
-                stage_v, parity_v = (t - 1) % c.stages, (t - 1) // c.stages % 2
+                stage, parity = (fills0 + t) % c.stages, (fills0 + t) // c.stages & 1
+                stage_v, parity_v = (fills0 + t - 1) % c.stages, (fills0 + t - 1) // c.stages & 1
                 cute.arch.mbarrier_wait(bar.k_full + stage, parity)
-                multiply(qk, scores, a, b_k[None, None, None, stage], fresh=True)
+                take_turn(c, w.group)
+                multiply(w.qk, w.scores, w.a, w.b_k[None, None, None, stage], fresh=True)
                 cute.arch.mbarrier_wait(bar.v_full + stage_v, parity_v)
-                multiply(pv, out, weights, b_v[None, None, None, stage_v])
+                multiply(w.pv, w.out, w.weights, w.b_v[None, None, None, stage_v])
+                pass_turn(c, w.group)
                 warpgroup.wait_group(1)
                 release(bar.k_empty + stage)
-                rows.mask(scores, t)
+                rows.mask(w.scores, t)
                 s.remember_max()
-                s.raise_max(scores)
+                s.raise_max(w.scores)
                 s.decay()
-                s.exponentiate(scores)
+                s.exponentiate(w.scores)
                 warpgroup.wait_group(0)
                 release(bar.v_empty + stage_v)
-                round_to(weights, scores)
-                scale_rows(out, s.factor)
+                round_to(w.weights, w.scores)
+                scale_rows(w.out, s.factor)
+            release(bar.q_empty)
             last = tiles - 1
-            stage, parity = last % c.stages, last // c.stages % 2
+            stage, parity = (fills0 + last) % c.stages, (fills0 + last) // c.stages & 1
             cute.arch.mbarrier_wait(bar.v_full + stage, parity)
-            if p.span.needs_clearing(last):
+            if span.needs_clearing(last):
                 threads = WARPGROUP * c.consumers
-                zero_rows(p.sV[None, None, stage], p.span.unseen_from(last), group * WARPGROUP + thread, threads)
+                me = w.group * WARPGROUP + w.thread
+                zero_rows(w.smem.v[None, None, stage], span.unseen_from(last), me, threads)
                 cute.arch.barrier(barrier_id=BAR_CONSUMERS, number_of_threads=threads)
-            multiply(pv, out, weights, b_v[None, None, None, stage])
+            multiply(w.pv, w.out, w.weights, w.b_v[None, None, None, stage])
             warpgroup.wait_group(0)
+            release(bar.v_empty + stage)
 
-        s.sum_columns()
-        s.finish(p.tile, row0, thread, p.results, writes_lse=True)
-        scale_rows(out, s.factor)
-        store_rows(pv, out, my_rows, thread)
+
+def take_turn(c: Config, group: Int32) -> None:
+    if c.takes_turns:
+        cute.arch.barrier(barrier_id=BAR_TURN + group, number_of_threads=2 * WARPGROUP)
+
+
+def pass_turn(c: Config, group: Int32) -> None:
+    if c.takes_turns:
+        cute.arch.barrier_arrive(barrier_id=BAR_TURN + (group + 1) % c.consumers, number_of_threads=2 * WARPGROUP)
 
 
 def compile(variant: Variant, out_dir: Path) -> Compiled:
@@ -327,7 +384,7 @@ def compile(variant: Variant, out_dir: Path) -> Compiled:
         FwdSm90.kernel,
         *pointers(variant.dtype, "q", "k", "v", "o", "int32", "int32", "float32", "float32"),
         Float32(1.0),
-        *(i32() for _ in range(5)),
+        *(i32() for _ in range(6)),
         name="fwd_sm90",
         arch=variant.arch,
         out_dir=out_dir,

@@ -10,7 +10,8 @@ SMEM. The maximum of a row is handed from left to right and back; all sums are k
     right   S1 = Q K1'        > max1 > P1  O_r += P1 K1_r   P1 -> SMEM   > O_r += P0 K0_r   S1 of the next pair
 
 So one's softmax runs under the other's products. A tile is refilled by halves of its columns, each as soon as it is
-read for the last time.
+read for the last time. CTAs are persistent: one takes every gridDim-th tile of rows, and the producer runs ahead into
+the next one: Q's SMEM is free after the last scores, for O goes from registers to memory.
 
 The keys come from one or more sources, walked one after the other as one sequence of tiles under one softmax: spans
 (contiguous, loaded by TMA: a window, a dense cache) and selections (gathered by index with cp.async).
@@ -30,10 +31,11 @@ from cutlass.memory import SmemAllocator
 
 from .aot import Compiled, compile_ahead
 from .lib.launch import SMEM_LIMIT, WARPGROUP, Shapes, element_type, i32, launch_facts, pointers
+from .lib.output import store_output
 from .lib.rows import Extents, RowTile, extents, row_of
-from .lib.selections import SelectionOperands, open_selection
+from .lib.selections import SelectionOperands, open_selection, read_selection
 from .lib.softmax import ROWS, RowResults, Softmax, scale_rows
-from .lib.spans import SpanOperands, open_span
+from .lib.spans import SpanOperands, open_span, read_span
 from .lib.wgmma import (
     K_MAJOR,
     MN_MAJOR,
@@ -98,7 +100,7 @@ class Config:
     @property
     def registers(self) -> tuple[int, int]:
         """(producer, consumer) registers a thread: 128 * (producer + 2 consumer) <= 65536."""
-        return (72, 216) if self.gathers else (24, 240)
+        return (56, 224) if self.gathers else (40, 232)
 
     @property
     def half(self) -> int:
@@ -114,8 +116,9 @@ class Config:
 
     @property
     def smem_bytes(self) -> int:
-        barriers, weights, rows = 8 * 9, 2 * self.tile_m * self.tile_n * 2, 2 * 2 * 4 * self.tile_m
-        return 1024 + self.tile_m * self.row_bytes + 4 * self.half_tile_bytes + weights + rows + barriers
+        barriers, weights = 8 * 10, 2 * self.tile_m * self.tile_n * 2
+        rows, infos = 4 * self.tile_m * (2 + 4), 4 * 2 * 4 * len(self.sources)
+        return 1024 + self.tile_m * self.row_bytes + 4 * self.half_tile_bytes + weights + rows + infos + barriers
 
     def __post_init__(self):
         if self.d % (2 * SLAB) or self.half > 256:
@@ -131,6 +134,7 @@ class Barriers:
     """mbarriers in SMEM; `full` and `empty` are indexed by 2 * (tile of the pair) + half."""
 
     q_full: cute.Pointer
+    q_empty: cute.Pointer
     full: cute.Pointer
     empty: cute.Pointer
 
@@ -139,32 +143,21 @@ class Barriers:
 class Shared:
     """SMEM beside the barriers."""
 
-    q: cute.Tensor  # (64, d), becomes O
+    q: cute.Tensor  # (64, d)
     k: cute.Tensor  # (tile_n, d, tile of the pair)
     p: cute.Tensor  # (64, tile_n, tile of the pair)
     max: cute.Tensor  # (64, warpgroup): the running maximum that each hands over
-    sum: cute.Tensor  # (64, warpgroup): the sum that each ends with
-
-
-@dataclass(frozen=True)
-class Producer:
-    """All that a loading thread touches."""
-
-    bar: Barriers
-    sK: cute.Tensor
-    sources: tuple
-    copies: tuple  # per source: (atom, gmem tiles, smem halves) of a span, None of a selection
+    sum: cute.Tensor  # (64, warpgroup, row tile & 1): the sum that each ends with
+    info: cute.Tensor  # (4, source, row tile & 1): what the producer found out about each source
 
 
 @dataclass(frozen=True)
 class Consumer:
-    """All that a consumer thread touches: barriers, SMEM, its operands and its registers."""
+    """What a consumer thread keeps from row tile to row tile: barriers, SMEM, operands and registers."""
 
     bar: Barriers
     smem: Shared
     thread: Int32
-    sources: tuple
-    rows: tuple  # per source: what this thread's rows see of it
     qk: cute.TiledMma
     pv: cute.TiledMma
     pv_other: cute.TiledMma
@@ -176,6 +169,24 @@ class Consumer:
     weights: cute.Tensor
     out: cute.Tensor
     softmax: Softmax
+
+
+@dataclass(frozen=True)
+class Work:
+    """One row tile."""
+
+    sources: tuple
+    rows: tuple  # per source: what this thread's rows see of it
+    evens0: Int32  # pairs whose even, odd tile came before: the fill counts of the two key buffers
+    odds0: Int32
+
+    @property
+    def evens(self) -> Int32:
+        return (total_tiles(self.sources) + 1) // 2
+
+    @property
+    def odds(self) -> Int32:
+        return total_tiles(self.sources) // 2
 
 
 class LatentSm90:
@@ -205,17 +216,17 @@ class LatentSm90:
         to1: cute.Pointer,
         s_kv1: Int32,
         topk1: Int32,
+        ctas: Int32,  # at most, that is how many run at a time
         stream: cuda.CUstream,
     ):
         c = self.config
-        n = extents(c.tile_m, c.gathers, s_q, h_q, h_kv)
+        n = extents(c.tile_m, c.gathers, b, s_q, h_q, h_kv)
         shapes = Shapes(c.d, b, n)
         tma_q, mQ = tma_atom(cpasync.CopyBulkTensorTileG2SOp(), shapes.rows(q), c.tile_m, c.d)
-        tma_o, mO = tma_atom(cpasync.CopyBulkTensorTileS2GOp(), shapes.rows(o), c.tile_m, c.half)
         given = ((keys0, from0, to0, s_kv0, topk0), (keys1, from1, to1, s_kv1, topk1))
         sources = tuple(self.source(kind, shapes, *g) for kind, g in zip(c.sources, given, strict=False))
-        self.kernel(tma_q, mQ, tma_o, mO, sources, RowResults(sink, lse), scale_log2, n).launch(
-            grid=(n.tiles_inner * n.tiles_outer * h_kv * b, 1, 1),
+        self.kernel(tma_q, mQ, o, sources, RowResults(sink, lse), scale_log2, n).launch(
+            grid=(cutlass.min(n.tiles, ctas), 1, 1),
             block=(c.threads, 1, 1),
             smem=c.smem_bytes,
             stream=stream,
@@ -234,8 +245,7 @@ class LatentSm90:
         self,
         tma_q: cute.CopyAtom,
         mQ: cute.Tensor,
-        tma_o: cute.CopyAtom,
-        mO: cute.Tensor,
+        o: cute.Pointer,
         sources: tuple,
         results: RowResults,
         scale_log2: Float32,
@@ -247,31 +257,24 @@ class LatentSm90:
         if warp == 0:
             with cute.arch.elect_one():
                 cute.arch.mbarrier_init(bar.q_full, 1)
+                cute.arch.mbarrier_init(bar.q_empty, 8)  # a lane of each consumer warp
                 for i in cutlass.range_constexpr(4):
                     cute.arch.mbarrier_init(bar.full + i, c.loaders)
                     cute.arch.mbarrier_init(bar.empty + i, 4)  # a lane of each warp that reads this half as V
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
-        tile = RowTile.of_block(n)
-        opened = tuple(self.open(operands, tile) for *_, operands in sources)
         if warp < 4:
             cute.arch.setmaxregister_decrease(c.registers[0])
-            if warp == 0:
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(bar.q_full, n.box_inner * n.box_outer * c.row_bytes)
-                source, target = tma_tiles(tma_q, tile.of(mQ, c.tile_m, c.d)[None, None, 0], smem.q)
-                cute.copy(tma_q, source, target, tma_bar_ptr=bar.q_full)
             if warp * 32 < c.loaders:
-                self.load(Producer(bar, smem.k, opened, self.key_copies(sources, opened, tile, smem.k)))
+                self.produce(bar, smem, (tma_q, mQ), sources, n)
         else:
             cute.arch.setmaxregister_increase(c.registers[1])
+            operands = tuple(source[-1] for source in sources)
             if warp < 8:
-                self.attend(LEFT, bar, smem, opened, tile, results, scale_log2)
-                self.store(LEFT, smem.q, tma_o, mO, tile)
+                self.consume(LEFT, bar, smem, operands, o, results, scale_log2, n)
             else:
-                self.attend(RIGHT, bar, smem, opened, tile, results, scale_log2)
-                self.store(RIGHT, smem.q, tma_o, mO, tile)
+                self.consume(RIGHT, bar, smem, operands, o, results, scale_log2, n)
 
     def allocate(self) -> tuple[Barriers, Shared]:
         c = self.config
@@ -284,9 +287,35 @@ class LatentSm90:
                 slab_layout(self.dtype, c.tile_m, c.tile_n, 2),
             )
         )
-        maxima, sums = (smem.allocate_tensor(Float32, cute.make_layout((c.tile_m, 2)), 16) for _ in range(2))
-        mbar = smem.allocate_array(Int64, 9)
-        return Barriers(mbar, mbar + 1, mbar + 5), Shared(q, k, p, maxima, sums)
+        maxima = smem.allocate_tensor(Float32, cute.make_layout((c.tile_m, 2)), 16)
+        sums = smem.allocate_tensor(Float32, cute.make_layout((c.tile_m, 2, 2)), 16)
+        info = smem.allocate_tensor(Int32, cute.make_layout((4, len(c.sources), 2)), 16)
+        mbar = smem.allocate_array(Int64, 10)
+        return Barriers(mbar, mbar + 1, mbar + 2, mbar + 6), Shared(q, k, p, maxima, sums, info)
+
+    # ---- producer
+
+    @cute.jit
+    def produce(self, bar: Barriers, smem: Shared, row_source: tuple, sources: tuple, n: Extents):
+        """For every row tile of this CTA: Q, what there is to see, and the keys."""
+        c = self.config
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        tma_q, mQ = row_source
+        turn, evens0, odds0 = Int32(0), Int32(0), Int32(0)
+        for i in cutlass.range(cute.arch.block_idx()[0], n.tiles, cute.arch.grid_dim()[0], unroll=1):
+            tile = RowTile.number(i, n)
+            opened = tuple(self.open(source[-1], tile) for source in sources)
+            if warp == 0:
+                cute.arch.mbarrier_wait(bar.q_empty, (turn & 1) ^ 1)
+                with cute.arch.elect_one():
+                    for which, source in enumerate(opened):
+                        source.publish(smem.info[None, which, turn & 1])
+                    cute.arch.mbarrier_arrive_and_expect_tx(bar.q_full, n.box_inner * n.box_outer * c.row_bytes)
+                gQ, sQ = tma_tiles(tma_q, tile.of(mQ, c.tile_m, c.d)[None, None, 0], smem.q)
+                cute.copy(tma_q, gQ, sQ, tma_bar_ptr=bar.q_full)
+            work = Work(opened, (), evens0, odds0)
+            self.load(bar, smem.k, work, self.key_copies(sources, opened, tile, smem.k))
+            turn, evens0, odds0 = turn + 1, evens0 + work.evens, odds0 + work.odds
 
     def open(self, operands: Any, tile: RowTile) -> Any:
         c = self.config
@@ -306,39 +335,42 @@ class LatentSm90:
         )
 
     @cute.jit
-    def load(self, p: Producer):
+    def load(self, bar: Barriers, sK: cute.Tensor, work: Work, copies: tuple):
         """Fill the halves of all key tiles, in the order in which they come free."""
         c = self.config
         thread = cute.arch.thread_idx()[0]
-        tiles, full, empty = total_tiles(p.sources), p.bar.full, p.bar.empty
+        tiles, full, empty = total_tiles(work.sources), bar.full, bar.empty
         wanted = cute.make_rmem_tensor((c.tile_n // (WARPGROUP // 8), 2), Int32) if c.gathers else None
-        for pair in cutlass.range((tiles + 1) // 2, unroll=1):
-            if cutlass.const_expr(c.gathers):
-                for which in cutlass.range_constexpr(2):
-                    self.look_up(p, wanted[None, which], 2 * pair + which, thread)
+        if cutlass.const_expr(c.gathers):
+            self.look_up(work.sources, wanted, 0, thread)
+        for pair in cutlass.range(work.evens, unroll=1):
             for which, half in REFILL_ORDER:
                 t, i = 2 * pair + which, 2 * which + half
                 if t < tiles:
-                    cute.arch.mbarrier_wait(empty + i, (pair & 1) ^ 1)
+                    fills = pair + (work.evens0, work.odds0)[which]
+                    cute.arch.mbarrier_wait(empty + i, (fills & 1) ^ 1)
                     first = Int32(0)
-                    for kind, source, copy in zip(c.sources, p.sources, p.copies, strict=True):
+                    for kind, source, copy in zip(c.sources, work.sources, copies, strict=True):
                         if t >= first and t < first + source.tiles:
                             if cutlass.const_expr(kind == "span"):
                                 self.load_span(copy, t - first, which, half, full + i, thread)
                             else:
                                 slabs = range(half * c.half // SLAB, (half + 1) * c.half // SLAB)
-                                source.gather(p.sK[None, None, which], wanted[None, which], thread, slabs, WARPGROUP)
+                                tile, keys = sK[None, None, which], wanted[None, which]
+                                source.gather(tile, keys, t - first, thread, slabs, WARPGROUP)
                                 cute.arch.cp_async_mbarrier_arrive_noinc(full + i)
                         first = first + source.tiles
+            if cutlass.const_expr(c.gathers):
+                self.look_up(work.sources, wanted, pair + 1, thread)
 
     @cute.jit
-    def look_up(self, p: Producer, wanted: cute.Tensor, t: Int32, thread: Int32):
-        """The keys of tile t that this thread will gather, if t is a selection's."""
-        c = self.config
+    def look_up(self, sources: tuple, wanted: cute.Tensor, pair: Int32, thread: Int32):
+        """Read which keys of the next pair's tiles this thread will gather, where these are a selection's."""
         first = Int32(0)
-        for kind, source in zip(c.sources, p.sources, strict=True):
+        for kind, source in zip(self.config.sources, sources, strict=True):
             if cutlass.const_expr(kind == "selection"):
-                source.look_up(wanted, t - first, thread, WARPGROUP)
+                for which in cutlass.range_constexpr(2):
+                    source.look_up(wanted[None, which], 2 * pair + which - first, thread, WARPGROUP)
             first = first + source.tiles
 
     @cute.jit
@@ -356,72 +388,41 @@ class LatentSm90:
             cute.arch.sync_warp()  # the bytes are expected before the lane's warp arrives
             cute.arch.mbarrier_arrive(full)
 
+    # ---- consumers
+
     @cute.jit
-    def attend(
+    def consume(
         self,
         side: cutlass.Constexpr,
         bar: Barriers,
         smem: Shared,
-        sources: tuple,
-        tile: RowTile,
+        operands: tuple,
+        o: cute.Pointer,
         results: RowResults,
         scale_log2: Float32,
+        n: Extents,
     ):
-        """One warpgroup: its half of O, from the first pair of key tiles to the normalised output in SMEM, and lse."""
-        c = self.config
-        w = self.consumer(side, bar, smem, sources, scale_log2)
-        w.out.fill(0.0)
-        tiles = total_tiles(sources)
-        evens, odds = (tiles + 1) // 2, tiles // 2
-        cute.arch.mbarrier_wait(bar.q_full, 0)
-        if cutlass.const_expr(side == LEFT):
-            if tiles > 0:
-                self.on_source(w, 0, foresee)
-                self.issue_scores(LEFT, w, 0, LEFT, fresh=True)
-                self.issue_scores(LEFT, w, 0, RIGHT, fresh=False)
-                warpgroup.wait_group(0)
-                for pair in cutlass.range(evens - 1, unroll=1):
-                    self.left_pair(w, pair, True)
-                    self.on_source(w, 2 * pair + 2, foresee)
-                    self.issue_scores(LEFT, w, pair + 1, LEFT, fresh=True)
-                    warpgroup.wait_group(1)
-                    release(bar.empty + 2)
-                    self.issue_scores(LEFT, w, pair + 1, RIGHT, fresh=False)
-                    warpgroup.wait_group(0)
-                if odds == evens:
-                    self.left_pair(w, evens - 1, True)
-                else:
-                    self.left_pair(w, evens - 1, False)
-                warpgroup.wait_group(0)
-        else:
-            for pair in cutlass.range(odds, unroll=1):
-                self.right_pair(w, pair)
-            if odds < evens:
-                self.right_tail(w)
+        """One warpgroup: its half of O's columns, of every row tile of this CTA."""
+        w = self.consumer(side, bar, smem, scale_log2)
+        turn, evens0, odds0 = Int32(0), Int32(0), Int32(0)
+        for i in cutlass.range(cute.arch.block_idx()[0], n.tiles, cute.arch.grid_dim()[0], unroll=1):
+            tile = RowTile.number(i, n)
+            cute.arch.mbarrier_wait(bar.q_full, turn & 1)
+            sources = tuple(self.reopen(x, tile, smem.info[None, which, turn & 1]) for which, x in enumerate(operands))
+            work = Work(sources, tuple(source.of_rows(0, w.thread) for source in sources), evens0, odds0)
+            self.attend(side, w, work)
+            self.finish(side, w, smem.sum[None, None, turn & 1], tile, o, results)
+            turn, evens0, odds0 = turn + 1, evens0 + work.evens, odds0 + work.odds
 
-        s = w.softmax
-        s.sum_columns()
-        hand_over(smem.sum, side, s.row_sum, w.thread)
-        cute.arch.barrier(barrier_id=BAR_SUMS, number_of_threads=2 * WARPGROUP)
-        take_over(smem.sum, LEFT, s.row_sum, w.thread)
-        take_over(smem.sum, RIGHT, s.factor, w.thread)
-        s.row_sum.store(s.row_sum.load() + s.factor.load())
-        s.finish(tile, 0, w.thread, results, writes_lse=side == LEFT)
-        scale_rows(w.out, s.factor)
-        store_rows(w.pv, w.out, cute.local_tile(smem.q, (c.tile_m, c.half), (0, side)), w.thread)
-
-    def consumer(self, side: int, bar: Barriers, smem: Shared, sources: tuple, scale_log2: Float32) -> Consumer:
+    def consumer(self, side: int, bar: Barriers, smem: Shared, scale_log2: Float32) -> Consumer:
         c = self.config
-        thread = cute.arch.thread_idx()[0] % WARPGROUP
         qk = tiled_mma(self.dtype, c.tile_n, K_MAJOR)
         pv = tiled_mma(self.dtype, c.half, MN_MAJOR, warpgroup.OperandSource.RMEM)
         pv_other = tiled_mma(self.dtype, c.half, MN_MAJOR)
         return Consumer(
             bar,
             smem,
-            thread,
-            sources,
-            rows=tuple(source.of_rows(0, thread) for source in sources),
+            thread=cute.arch.thread_idx()[0] % WARPGROUP,
             qk=qk,
             pv=pv,
             pv_other=pv_other,
@@ -432,55 +433,123 @@ class LatentSm90:
             scores=accumulator(qk, c.tile_n),
             weights=register_operand(pv, c.tile_n, self.dtype),
             out=accumulator(pv, c.half),
-            softmax=Softmax.start(scale_log2),
+            softmax=Softmax.of(scale_log2),
         )
 
+    def reopen(self, operands: Any, tile: RowTile, slot: cute.Tensor) -> Any:
+        c = self.config
+        if isinstance(operands, SpanOperands):
+            return read_span(operands, tile, c.tile_n, slot)
+        return read_selection(operands, tile, c.tile_n, c.d, slot)
+
     @cute.jit
-    def on_source(self, w: Consumer, t: Int32, action: cutlass.Constexpr[Callable]):
-        """action(w, source, rows, its tile number) for the source that tile t of the sequence belongs to."""
-        if cutlass.const_expr(len(w.sources) == 1):
-            action(w, w.sources[0], w.rows[0], t)
-        else:
-            first = w.sources[0].tiles
-            if t < first:
-                action(w, w.sources[0], w.rows[0], t)
+    def attend(self, side: cutlass.Constexpr, w: Consumer, work: Work):
+        """All key tiles of one row tile."""
+        w.out.fill(0.0)
+        w.softmax.start()
+        evens, odds, empty, q_empty = work.evens, work.odds, w.bar.empty, w.bar.q_empty
+        if cutlass.const_expr(side == LEFT):
+            if evens == 0:
+                release(q_empty)
             else:
-                action(w, w.sources[1], w.rows[1], t - first)
+                self.on_source(w, work, 0, foresee)
+                self.issue_scores(LEFT, w, work, 0, LEFT, fresh=True)
+                self.issue_scores(LEFT, w, work, 0, RIGHT, fresh=False)
+                warpgroup.wait_group(0)
+                for pair in cutlass.range(evens - 1, unroll=1):
+                    self.left_pair(w, work, pair, True)
+                    self.on_source(w, work, 2 * pair + 2, foresee)
+                    self.issue_scores(LEFT, w, work, pair + 1, LEFT, fresh=True)
+                    warpgroup.wait_group(1)
+                    release(empty + 2)
+                    self.issue_scores(LEFT, w, work, pair + 1, RIGHT, fresh=False)
+                    warpgroup.wait_group(0)
+                release(q_empty)
+                if odds == evens:
+                    self.left_pair(w, work, evens - 1, True)
+                    warpgroup.wait_group(0)
+                    release(empty + 2)
+                else:
+                    self.left_pair(w, work, evens - 1, False)
+                    warpgroup.wait_group(0)
+                    release(empty + 0)
+        else:
+            if odds == 0:
+                release(q_empty)
+            for pair in cutlass.range(odds, unroll=1):
+                self.right_pair(w, work, pair)
+            if odds < evens:
+                self.right_tail(w)
+
+    @cute.jit
+    def finish(
+        self,
+        side: cutlass.Constexpr,
+        w: Consumer,
+        sums: cute.Tensor,
+        tile: RowTile,
+        o: cute.Pointer,
+        results: RowResults,
+    ):
+        """Normalise this side's half of the output and write it, and lse."""
+        c = self.config
+        s = w.softmax
+        s.sum_columns()
+        hand_over(sums, side, s.row_sum, w.thread)
+        cute.arch.barrier(barrier_id=BAR_SUMS, number_of_threads=2 * WARPGROUP)
+        take_over(sums, LEFT, s.row_sum, w.thread)
+        take_over(sums, RIGHT, s.factor, w.thread)
+        s.row_sum.store(s.row_sum.load() + s.factor.load())
+        s.finish(tile, 0, w.thread, results, writes_lse=side == LEFT)
+        store_output(w.out, s.factor, o, tile, 0, side * c.half, w.thread, c.d)
+
+    @cute.jit
+    def on_source(self, w: Consumer, work: Work, t: Int32, action: cutlass.Constexpr[Callable]):
+        """action(w, source, rows, its tile number) for the source that tile t of the sequence belongs to."""
+        if cutlass.const_expr(len(work.sources) == 1):
+            action(w, work.sources[0], work.rows[0], t)
+        else:
+            first = work.sources[0].tiles
+            if t < first:
+                action(w, work.sources[0], work.rows[0], t)
+            else:
+                action(w, work.sources[1], work.rows[1], t - first)
 
     @cute.jit
     def issue_scores(
         self,
         side: cutlass.Constexpr,
         w: Consumer,
+        work: Work,
         pair: Int32,
         half: cutlass.Constexpr,
         fresh: cutlass.Constexpr,
     ):
         """Q K' of this side's tile over one half of d. Keys of the tile that no row sees are cleared first."""
         c = self.config
-        full = w.bar.full + 2 * side
-        cute.arch.mbarrier_wait(full + half, pair & 1)
+        full, parity = w.bar.full + 2 * side, (pair + (work.evens0, work.odds0)[side]) & 1
+        cute.arch.mbarrier_wait(full + half, parity)
         if cutlass.const_expr(fresh):
 
             @cute.jit
             def clear(w: Consumer, source: Any, rows: Any, t: Int32):
-                if cutlass.const_expr(isinstance(source.operands, SpanOperands)):
-                    if source.needs_clearing(t):  # noqa: SIM102, a compile-time condition and a run-time one
-                        cute.arch.mbarrier_wait(full + (1 - half), pair & 1)
+                if cutlass.const_expr(isinstance(source.operands, SpanOperands)):  # noqa: SIM102, at compile time
+                    if source.needs_clearing(t):
+                        cute.arch.mbarrier_wait(full + (1 - half), parity)
                         zero_rows(w.smem.k[None, None, side], source.unseen_from(t), w.thread, WARPGROUP)
                         cute.arch.barrier(barrier_id=BAR_WARPGROUP + side, number_of_threads=WARPGROUP)
 
-            self.on_source(w, 2 * pair + side, clear)
+            self.on_source(w, work, 2 * pair + side, clear)
         if cutlass.const_expr(c.gathers):
             cute.arch.fence_proxy("async.shared", space="cta")  # cp.async wrote through the generic proxy
         blocks = c.half // 16
         multiply(w.qk, w.scores, w.a, w.b_own, fresh, range(half * blocks, (half + 1) * blocks))
 
     @cute.jit
-    def left_pair(self, w: Consumer, pair: Int32, has_odd: cutlass.Constexpr):
+    def left_pair(self, w: Consumer, work: Work, pair: Int32, has_odd: cutlass.Constexpr):
         """From the scores of the even tile to the products of both tiles, the last of them still in flight."""
         s = w.softmax
-        self.on_source(w, 2 * pair, mask)
+        self.on_source(w, work, 2 * pair, mask)
         s.remember_max()
         s.raise_max(w.scores)
         hand_over(w.smem.max, LEFT, s.row_max, w.thread)
@@ -503,13 +572,15 @@ class LatentSm90:
             multiply(w.pv_other, w.out, w.a_other, w.b_value[None, None, None, 1])
 
     @cute.jit
-    def right_pair(self, w: Consumer, pair: Int32):
+    def right_pair(self, w: Consumer, work: Work, pair: Int32):
         s = w.softmax
-        self.on_source(w, 2 * pair + 1, foresee)
-        self.issue_scores(RIGHT, w, pair, RIGHT, fresh=True)
-        self.issue_scores(RIGHT, w, pair, LEFT, fresh=False)
+        self.on_source(w, work, 2 * pair + 1, foresee)
+        self.issue_scores(RIGHT, w, work, pair, RIGHT, fresh=True)
+        self.issue_scores(RIGHT, w, work, pair, LEFT, fresh=False)
         warpgroup.wait_group(0)
-        self.on_source(w, 2 * pair + 1, mask)
+        if pair == work.odds - 1:
+            release(w.bar.q_empty)
+        self.on_source(w, work, 2 * pair + 1, mask)
         s.remember_max()
         await_other(BAR_MAX0)
         take_over(w.smem.max, LEFT, s.row_max, w.thread)
@@ -537,6 +608,7 @@ class LatentSm90:
         await_other(BAR_P0)
         multiply(w.pv_other, w.out, w.a_other, w.b_value[None, None, None, 0])
         warpgroup.wait_group(0)
+        release(w.bar.empty + 1)
 
     @cute.jit
     def adopt_max(self, w: Consumer, barrier: cutlass.Constexpr, other: cutlass.Constexpr):
@@ -551,19 +623,6 @@ class LatentSm90:
         store_rows(w.qk, w.scores, w.smem.p[None, None, side], w.thread)
         cute.arch.fence_proxy("async.shared", space="cta")
         announce(barrier)
-
-    @cute.jit
-    def store(self, side: cutlass.Constexpr, sO: cute.Tensor, tma_o: cute.CopyAtom, mO: cute.Tensor, tile: RowTile):
-        """This side's half of the output, from SMEM to memory."""
-        c = self.config
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=BAR_WARPGROUP + side, number_of_threads=WARPGROUP)
-        if cute.arch.warp_idx() % 4 == 0:
-            half = cute.local_tile(sO, (c.tile_m, c.half), (0, side))
-            target, source = tma_tiles(tma_o, tile.of(mO, c.tile_m, c.half), half)
-            cute.copy(tma_o, source, target[None, side])
-            cute.arch.cp_async_bulk_commit_group()
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 
 def total_tiles(sources: tuple) -> Int32:
@@ -611,6 +670,7 @@ def compile(variant: Variant, out_dir: Path) -> Compiled:
         *(i32() for _ in range(4)),
         *source,
         *source,
+        i32(),
         name="latent_sm90",
         arch=variant.arch,
         out_dir=out_dir,

@@ -45,7 +45,7 @@ class Shapes:
 
 
 def pointers(dtype: str, *targets: str) -> tuple:
-    """What a kernel is compiled for: pointers to int32, float32, or (any other name) to 16-byte aligned rows of dtype."""
+    """What a kernel is compiled for: pointers to int32, float32, or (any other name) 16-byte aligned rows of dtype."""
     scalars = {"int32": Int32, "float32": Float32}
     return tuple(
         make_ptr(

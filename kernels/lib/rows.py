@@ -32,7 +32,7 @@ class Extents(NamedTuple):
     box_inner: Int32
     box_outer: Int32
     tiles_inner: Int32
-    tiles_outer: Int32
+    tiles: Int32  # of all KV heads and batch entries
 
 
 def ceil_div(a: Int32, b: Int32) -> Int32:
@@ -40,7 +40,9 @@ def ceil_div(a: Int32, b: Int32) -> Int32:
 
 
 @cute.jit
-def extents(tile_m: cutlass.Constexpr, one_query: cutlass.Constexpr, s_q: Int32, h_q: Int32, h_kv: Int32) -> Extents:
+def extents(
+    tile_m: cutlass.Constexpr, one_query: cutlass.Constexpr, b: Int32, s_q: Int32, h_q: Int32, h_kv: Int32
+) -> Extents:
     """Host side: the boxes of a launch, chosen so that no tile has more than tile_m rows."""
     group = h_q // h_kv
     inner, outer = s_q * group, Int32(1)
@@ -51,8 +53,9 @@ def extents(tile_m: cutlass.Constexpr, one_query: cutlass.Constexpr, s_q: Int32,
         box_outer = cutlass.min(tile_m // box_inner, s_q)
         if cutlass.const_expr(one_query):
             box_outer = Int32(1)
-    tiles_inner, tiles_outer = ceil_div(inner, box_inner), ceil_div(outer, box_outer)
-    return Extents(s_q, group, h_kv, inner, outer, box_inner, box_outer, tiles_inner, tiles_outer)
+    tiles_inner = ceil_div(inner, box_inner)
+    tiles = tiles_inner * ceil_div(outer, box_outer) * h_kv * b
+    return Extents(s_q, group, h_kv, inner, outer, box_inner, box_outer, tiles_inner, tiles)
 
 
 @dataclass(frozen=True)
@@ -66,12 +69,14 @@ class RowTile:
     outer0: Int32
 
     @staticmethod
-    def of_block(n: Extents) -> "RowTile":
-        """Tiles of one (batch, KV head) are neighbours, the last queries first: under a causal mask these see most."""
-        block = cute.arch.block_idx()[0]
-        tiles = n.tiles_inner * n.tiles_outer
-        tile = tiles - 1 - block % tiles
-        head = block // tiles
+    def number(i: Int32, n: Extents) -> "RowTile":
+        """The last queries of all (batch, KV head) pairs come first: under a causal mask they see most keys.
+
+        CTA c of g takes the tiles c, c + g, ...: lengths that fall slowly add up to nearly the same for all.
+        """
+        per_head = n.tiles_inner * ceil_div(n.outer, n.box_outer)
+        heads = n.tiles // per_head
+        tile, head = per_head - 1 - i // heads, i % heads
         inner0, outer0 = tile % n.tiles_inner * n.box_inner, tile // n.tiles_inner * n.box_outer
         return RowTile(n, head // n.h_kv, head % n.h_kv, inner0, outer0)
 
@@ -107,9 +112,9 @@ class RowTile:
         """Where a query's elements begin in an array [b, s_q, width]."""
         return p + (Int64(self.batch) * self.n.s_q + query) * width
 
-    def at_row(self, p: cute.Pointer, query: Int32, head: Int32) -> cute.Pointer:
-        """The element of an array [b, s_q, h_q]."""
-        return self.at_query(p, query, self.n.group * self.n.h_kv) + head
+    def row_index(self, query: Int32, head: Int32) -> Int64:
+        """Of an array's [b, s_q, h_q] rows."""
+        return (Int64(self.batch) * self.n.s_q + query) * (self.n.group * self.n.h_kv) + head
 
 
 def row_of(thread: Int32, r: int) -> Int32:

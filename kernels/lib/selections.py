@@ -26,7 +26,7 @@ class SelectionOperands(NamedTuple):
 
     keys: cute.Pointer  # [b, s_kv, d]
     indices: cute.Pointer  # int32 [b, s_q, topk]
-    length: cute.Pointer  # int32 [b, s_q], clipped to [0, topk]
+    length: cute.Pointer  # int32 [b, s_q], any value
     s_kv: Int32
     topk: Int32
 
@@ -47,74 +47,86 @@ class Selection:
         return (self.length + self.tile_n - 1) // self.tile_n
 
     @cute.jit
-    def index(self, position: Int32) -> Int32:
-        """The key at a position of the list, or -1."""
-        index = Int32(-1)
-        if position < self.length:
-            index = load(self.indices + position)
-            if index >= self.operands.s_kv:
-                index = Int32(-1)
-        return cutlass.max(index, Int32(-1))
+    def read(self, position: Int32) -> Int32:
+        """The list's entry at any position, to be judged by `is_present` where it is needed: loads stay in flight."""
+        return load(self.indices + cutlass.max(cutlass.min(position, self.operands.topk - 1), Int32(0)))
+
+    def is_present(self, position: Int32, index: Int32) -> cutlass.Boolean:
+        return (position < self.length) & (index >= 0) & (index < self.operands.s_kv)
+
+    def publish(self, slot: cute.Tensor) -> None:
+        """To SMEM, for `read_selection`."""
+        slot[0] = self.length
 
     def of_rows(self, row0: Int32, thread: Int32) -> "SelectedRows":
-        return SelectedRows(self, cute.make_rmem_tensor(self.tile_n // 32, Uint32))
+        return SelectedRows(self, cute.make_rmem_tensor(self.tile_n // 32, Int32))
 
-    @cute.jit
-    def look_up(self, wanted: cute.Tensor, t: Int32, thread: Int32, threads: cutlass.Constexpr):
-        """wanted <- the keys of tile t that this thread will copy, -1 for absent ones.
+    def position(self, t: Int32, i: int, thread: Int32, threads: int) -> Int32:
+        """Of the i-th key of tile t that a thread copies.
 
         Eight lanes copy a row of a slab, so a thread has every (threads / 8)th row and always the same swizzle.
         """
+        return t * self.tile_n + i * (threads // LANES_A_ROW) + thread // LANES_A_ROW
+
+    @cute.jit
+    def look_up(self, wanted: cute.Tensor, t: Int32, thread: Int32, threads: cutlass.Constexpr):
+        """wanted <- the entries for the keys of tile t that this thread will copy."""
         for i in cutlass.range_constexpr(cute.size(wanted)):
-            wanted[i] = self.index(t * self.tile_n + i * (threads // LANES_A_ROW) + thread // LANES_A_ROW)
+            wanted[i] = self.read(self.position(t, i, thread, threads))
 
     @cute.jit
     def gather(
         self,
         tile: cute.Tensor,
         wanted: cute.Tensor,
+        t: Int32,
         thread: Int32,
         slabs: cutlass.Constexpr,
         threads: cutlass.Constexpr,
     ):
-        """Issue the copies of some slabs of the wanted keys into the (tile_n, d) slab tile."""
+        """Issue the copies of some slabs of the keys that were looked up for tile t into a (tile_n, d) slab tile."""
         chunk, row0 = thread % LANES_A_ROW, thread // LANES_A_ROW
         target0 = tile.iterator.toint() + row0 * (SLAB * 2) + (chunk ^ row0 % 8) * 16
         for i in cutlass.range_constexpr(cute.size(wanted)):
-            present = Int32(16) if wanted[i] >= 0 else Int32(0)
-            source = self.keys + (Int64(cutlass.max(wanted[i], Int32(0))) * self.d + chunk * CHUNK)
+            present = self.is_present(self.position(t, i, thread, threads), wanted[i])
+            key, size = (wanted[i], Int32(16)) if present else (Int32(0), Int32(0))
+            source = self.keys + (Int64(key) * self.d + chunk * CHUNK)
             for slab in slabs:
                 offset = (slab * self.tile_n + i * (threads // LANES_A_ROW)) * SLAB * 2
-                copy_or_zero(target0 + offset, (source + slab * SLAB).toint(), present)
+                copy_or_zero(target0 + offset, (source + slab * SLAB).toint(), size)
 
 
 @dataclass(frozen=True)
 class SelectedRows:
-    """What a consumer warp knows of a key tile: one bit a key."""
+    """What a consumer warp knows of a key tile: the list's entries, one a lane and 32 keys."""
 
     selection: Selection
-    present: cute.Tensor  # uint32 [tile_n / 32]
+    entries: cute.Tensor  # int32 [tile_n / 32]
 
     @cute.jit
     def foresee(self, t: Int32):
-        """Read which keys of tile t are present, ahead of `mask`."""
+        """Read the entries of tile t, ahead of `mask`."""
         s = self.selection
-        for word in cutlass.range_constexpr(cute.size(self.present)):
-            here = s.index(t * s.tile_n + word * 32 + cute.arch.lane_idx()) >= 0
-            self.present[word] = Uint32(cute.arch.vote_ballot_sync(here))
+        for word in cutlass.range_constexpr(cute.size(self.entries)):
+            self.entries[word] = s.read(t * s.tile_n + word * 32 + cute.arch.lane_idx())
 
     @cute.jit
     def mask(self, scores: cute.Tensor, t: Int32):
         """-inf for every absent key of tile t."""
-        everything = Uint32(0xFFFFFFFF)
-        for word in cutlass.range_constexpr(cute.size(self.present)):
-            everything = everything & self.present[word]
-        if everything != Uint32(0xFFFFFFFF):
+        selection, lane = self.selection, cute.arch.lane_idx()
+        absent = cute.make_rmem_tensor(cute.size(self.entries), Uint32)
+        anything = Uint32(0)
+        for word in cutlass.range_constexpr(cute.size(absent)):
+            position = t * selection.tile_n + word * 32 + lane
+            here = selection.is_present(position, self.entries[word])
+            absent[word] = ~Uint32(cute.arch.vote_ballot_sync(here))
+            anything = anything | absent[word]
+        if anything != Uint32(0):
             s = by_row(scores)
             for i in cutlass.range_constexpr(cute.size(s, mode=[1])):
                 column = i % 2 + i // 2 * 8
-                bits = self.present[column // 32] >> Uint32(cute.arch.lane_idx() % 4 * 2)
-                if bits & Uint32(1 << column % 32) == Uint32(0):
+                bits = absent[column // 32] >> Uint32(lane % 4 * 2)
+                if bits & Uint32(1 << column % 32) != Uint32(0):
                     for r in cutlass.range_constexpr(ROWS):
                         s[r, i] = -Float32.inf
 
@@ -123,10 +135,18 @@ class SelectedRows:
 def open_selection(
     operands: SelectionOperands, tile: RowTile, tile_n: cutlass.Constexpr, d: cutlass.Constexpr
 ) -> Selection:
-    query = tile.first_query
-    length = cutlass.max(cutlass.min(load(tile.at_query(operands.length, query)), operands.topk), Int32(0))
+    length = load(tile.at_query(operands.length, tile.first_query))
+    return selection(operands, tile, tile_n, d, cutlass.max(cutlass.min(length, operands.topk), Int32(0)))
+
+
+def read_selection(operands: SelectionOperands, tile: RowTile, tile_n: int, d: int, slot: cute.Tensor) -> Selection:
+    return selection(operands, tile, tile_n, d, cute.arch.make_warp_uniform(slot[0]))
+
+
+def selection(operands: SelectionOperands, tile: RowTile, tile_n: int, d: int, length: Int32) -> Selection:
     keys = operands.keys + Int64(tile.batch) * operands.s_kv * d
-    return Selection(operands, tile_n, d, keys, tile.at_query(operands.indices, query, operands.topk), length)
+    indices = tile.at_query(operands.indices, tile.first_query, operands.topk)
+    return Selection(operands, tile_n, d, keys, indices, length)
 
 
 @dsl_user_op

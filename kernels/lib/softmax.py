@@ -37,8 +37,13 @@ class Softmax:
     factor: cute.Tensor  # what was summed before the last step, in units of now
 
     @staticmethod
-    def start(scale_log2: Float32) -> "Softmax":
-        return Softmax(scale_log2, row_state(-float("inf")), row_state(0.0), row_state(0.0), row_state(0.0))
+    def of(scale_log2: Float32) -> "Softmax":
+        return Softmax(scale_log2, *(cute.make_rmem_tensor(ROWS, Float32) for _ in range(4)))
+
+    @cute.jit
+    def start(self):
+        self.row_max.fill(-Float32.inf)
+        self.row_sum.fill(0.0)
 
     @cute.jit
     def remember_max(self):
@@ -101,19 +106,13 @@ class Softmax:
                 if self.row_sum[r] != 0.0:
                     self.factor[r] = 1.0 / (self.row_sum[r] + exp2(sink - self.shift(r)))
                     lse = (cute.math.log2(self.row_sum[r], fastmath=True) + self.row_max[r] * self.scale_log2) * LN_2
-                if cutlass.const_expr(writes_lse):
-                    if thread % 4 == 0:  # noqa: SIM102, a compile-time condition and a run-time one
-                        store(tile.at_row(results.lse, query, head), lse)
+                if cutlass.const_expr(writes_lse):  # noqa: SIM102, at compile time
+                    if thread % 4 == 0:
+                        store(results.lse + tile.row_index(query, head), lse)
 
 
 def exp2(x: Float32) -> Float32:
     return cute.math.exp2(x, fastmath=True)
-
-
-def row_state(value: float) -> cute.Tensor:
-    state = cute.make_rmem_tensor(ROWS, Float32)
-    state.fill(value)
-    return state
 
 
 def by_row(acc: cute.Tensor) -> cute.Tensor:

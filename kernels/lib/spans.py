@@ -49,6 +49,11 @@ class Span:
         """
         return (self.unseen_from(t) < self.tile_n) & (self.hi < self.operands.s_kv)
 
+    def publish(self, slot: cute.Tensor) -> None:
+        """To SMEM, for `read_span`."""
+        for i, x in enumerate((self.lo, self.hi, self.lo_all, self.hi_all)):
+            slot[i] = x
+
     def of_rows(self, row0: Int32, thread: Int32) -> "RowSpans":
         start, stop = cute.make_rmem_tensor(ROWS, Int32), cute.make_rmem_tensor(ROWS, Int32)
         for r in range(ROWS):
@@ -94,7 +99,7 @@ def span_of(tile: RowTile, operands: SpanOperands, query: Int32, exists: cutlass
 
 @cute.jit
 def open_span(operands: SpanOperands, tile: RowTile, tile_n: cutlass.Constexpr) -> Span:
-    """Computed by each warp for itself: a tile has at most tile_m queries, so a few loads a lane, four reductions."""
+    """By a warp: a tile has at most tile_m queries, so a few loads a lane and four reductions."""
     first = tile.first_query
     count = tile.last_query - first + 1
     lo, hi = Int32(2**31 - 1), Int32(0)
@@ -112,3 +117,7 @@ def open_span(operands: SpanOperands, tile: RowTile, tile_n: cutlass.Constexpr) 
     lo_all = cute.arch.warp_redux_sync(lo_all, "max")
     hi_all = cute.arch.warp_redux_sync(hi_all, "min")
     return Span(operands, tile, tile_n, cutlass.min(lo, hi), hi, lo_all, hi_all)
+
+
+def read_span(operands: SpanOperands, tile: RowTile, tile_n: int, slot: cute.Tensor) -> Span:
+    return Span(operands, tile, tile_n, *(cute.arch.make_warp_uniform(slot[i]) for i in range(4)))

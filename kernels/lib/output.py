@@ -1,0 +1,55 @@
+"""O from the accumulator's registers to memory, without SMEM."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Uint32
+
+from .rows import ROWS, RowTile, row_of
+from .softmax import by_row
+from .wgmma import round_pair
+
+BLOCK = 8  # columns of which a quad's lanes hold two each: 16 bytes when rounded
+
+
+@cute.jit
+def store_output(
+    acc: cute.Tensor,
+    factor: cute.Tensor,
+    o: cute.Pointer,
+    tile: RowTile,
+    row0: Int32,
+    column0: Int32,
+    thread: Int32,
+    d: int,
+):
+    """o[row, column0:] <- factor * acc, rounded, for the rows that exist.
+
+    A lane of a quad holds two columns of each block of eight. Four blocks at a time are transposed within the quad, so
+    that each lane has a whole block, 16 bytes, to store, and the quad 64 bytes of a row.
+    """
+    lane = thread % 4
+    odd, high = lane % 2 == 1, lane // 2 == 1
+    rows = by_row(acc)
+    packed = cute.make_rmem_tensor(4, Uint32)
+    for r in cutlass.range_constexpr(ROWS):
+        exists, query, head = tile.place(row0 + row_of(thread, r))
+        target = o + (tile.row_index(query, head) * d + column0 + lane * BLOCK)
+        for group in cutlass.range_constexpr(cute.size(rows, mode=[1]) // 8):
+            for i in cutlass.range_constexpr(4):
+                j = group * 8 + 2 * i
+                packed[i] = round_pair(rows[r, j] * factor[r], rows[r, j + 1] * factor[r], o.dtype)
+            transpose_in_quad(packed, odd, high)
+            if exists:
+                place = cute.make_tensor(
+                    cute.recast_ptr(target + group * 4 * BLOCK, dtype=Uint32).align(16), cute.make_layout(4)
+                )
+                cute.autovec_copy(packed, place)
+
+
+@cute.jit
+def transpose_in_quad(x: cute.Tensor, odd: cutlass.Boolean, high: cutlass.Boolean):
+    """x[i] of lane j <-> x[j] of lane i, for the four lanes of a quad."""
+    for bit, offset, pairs in ((odd, 1, ((0, 1), (2, 3))), (high, 2, ((0, 2), (1, 3)))):
+        for i, j in pairs:
+            received = cute.arch.shuffle_sync_bfly(x[i] if bit else x[j], offset=offset)
+            x[i], x[j] = received if bit else x[i], x[j] if bit else received
