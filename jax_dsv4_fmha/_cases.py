@@ -79,7 +79,7 @@ class Case:
     @property
     def is_small(self) -> bool:
         """Quick enough for a CPU, float64 loop included."""
-        keys = self.topk or min(self.s_kv, self.window * 4 if self.span == "window" else self.s_kv)
+        keys = self.topk or min(self.s_kv, self.window * 2 if self.span == "window" else self.s_kv)
         rows = self.b * self.s_q * self.h_q
         return rows <= 80_000 and rows * keys * self.d <= 2**31
 

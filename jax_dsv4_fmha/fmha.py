@@ -84,7 +84,7 @@ def _forward(operands: Operands, scale: float, implementation: str | None) -> tu
     elif not archs:
         got = f"'cubin' for {dtype}, d={d}, {'V=K' if shared_kv else 'V apart from K'}"
         raise _check.error(NotImplementedError, "fmha", "implementation", got, "operands that a kernel is built for")
-    return _with_kernel(scale, implementation == "cubin", *operands)
+    return _kernel_call(scale, implementation == "cubin", *operands)
 
 
 def _reference(q: Any, k: Any, v: Any, start: Any, stop: Any, sink: Any, scale: float) -> tuple[jax.Array, jax.Array]:
@@ -120,6 +120,7 @@ def _with_kernel_bwd(scale: float, insist: bool, operands: Any, cotangents: Any)
 
 
 _with_kernel.defvjp(_with_kernel_fwd, _with_kernel_bwd)
+_kernel_call = jax.jit(_with_kernel, static_argnums=(0, 1))  # so that a call outside of jit compiles but once
 
 
 # For which platform a call is lowered is known only then: jax.export lowers for CUDA on a machine without it. So what

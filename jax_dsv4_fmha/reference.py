@@ -9,6 +9,7 @@ in the gradient too. A tile that no row of a block sees is skipped. What a row d
 included. Operands are taken as they are: the ops of the package check them first.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ _FP32 = jnp.float32
 _INF = float("inf")
 
 
+@functools.partial(jax.jit, static_argnames="scale")
 def fmha(
     q: jax.Array,
     k: jax.Array,
@@ -89,6 +91,7 @@ def fmha(
     return _over_queries(block, max(1, min(_QUERIES, _ROWS // rows)), q, start, stop)
 
 
+@functools.partial(jax.jit, static_argnames="scale")
 def sparse_fmha(
     q: jax.Array,
     kv: jax.Array,

@@ -1,5 +1,6 @@
 """The definition: against loops in float64, in its gradients, and in what must not reach a result."""
 
+import dataclasses
 import functools
 
 import jax
@@ -12,7 +13,8 @@ from jax_dsv4_fmha import Span, reference
 from jax_dsv4_fmha._cases import CASES, run_float64, run_reference
 from jax_dsv4_fmha._compare import FP32, FP32_LARGE, compare
 
-SMALL = [case for case in CASES if case.is_small]
+# the reference knows nothing of d and of 16-bit types, which is what many cases differ in only
+SMALL = {dataclasses.replace(case, d=0, dtype=""): case for case in CASES if case.is_small}.values()
 
 
 def normal(seed, *shape):
@@ -27,7 +29,7 @@ def test_names_of_cases_are_unique():
     assert len({case.name for case in CASES}) == len(CASES)
 
 
-@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", list(SMALL), ids=lambda case: case.name)
 def test_equals_float64(case):
     tolerances = FP32_LARGE if "large" in case.features else FP32
     for verdict in compare(run_reference(case), run_float64(case), tolerances):
@@ -40,6 +42,9 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(reference, "_ROWS", 12)
     monkeypatch.setattr(reference, "_KEYS", 4)
     monkeypatch.setattr(reference, "_GATHERED", 64)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
 
 
 B, S_Q, S_KV, H_Q, H_KV, D = 1, 7, 10, 4, 2, 8
@@ -127,43 +132,48 @@ def test_empty_rows():
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_no_unseen_key_reaches_a_row(bad):
-    """Key 9 is seen by some rows and not by others: these stay what they were, in o, lse and gradients."""
+def test_no_unseen_key_reaches_a_row():
+    """Key 9 is seen by some rows and not by others: these stay what they were."""
     q, k, v, sink = operands()
     sees = np.array([0, 6])
     rest = np.setdiff1d(np.arange(S_Q), sees)
-
-    def run(k, v):
-        o, lse = reference.fmha(q, k, v, span=SPAN, sink=sink)
-        return o[:, rest], jnp.where(jnp.isinf(lse), 0, lse)[:, rest]
-
-    good = run(k, v)
-    worse = run(k.at[:, 9].set(bad), v.at[:, 9].set(bad))
-    for x, y in zip(worse, good, strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7)
-    o, _ = reference.fmha(q, k.at[:, 9].set(np.nan), v, span=SPAN)
-    assert jnp.isnan(o[:, sees]).all()
-
-    span = Span(SPAN.start, jnp.minimum(SPAN.stop, 9))  # now nobody sees it
-    f = lambda q, k, v: sum(jnp.where(jnp.isinf(x), 0, x).sum() for x in reference.fmha(q, k, v, span=span, sink=sink))  # noqa: E731
-    want = grad(f, (0, 1, 2))(q, k, v)
-    got = grad(f, (0, 1, 2))(q, k.at[:, 9].set(bad), v.at[:, 9].set(bad))
-    vmapped = grad(lambda *x: jax.vmap(f)(*(y[None] for y in x)).sum(), (0, 1, 2))
-    for grads in (got, vmapped(q, k.at[:, 9].set(bad), v.at[:, 9].set(bad))):
-        for x, y in zip(grads, want, strict=True):
-            np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+    good = reference.fmha(q, k, v, span=SPAN, sink=sink)
+    for bad in (np.nan, np.inf):
+        o, lse = reference.fmha(q, k.at[:, 9].set(bad), v.at[:, 9].set(bad), span=SPAN, sink=sink)
+        np.testing.assert_allclose(o[:, rest], good[0][:, rest], rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(lse[:, rest], good[1][:, rest], rtol=1e-6, atol=1e-7)
+        assert not jnp.isfinite(o[:, sees]).any()
 
 
-def test_blocks_and_tiles_do_not_matter(monkeypatch):
+@pytest.mark.usefixtures("small_blocks")
+def test_no_unseen_key_reaches_a_gradient():
+    """Key 9 is seen by nobody."""
+    q, k, v, sink = operands()
+    span = Span(SPAN.start, jnp.minimum(SPAN.stop, 9))
+
+    def loss(q, k, v):
+        o, lse = reference.fmha(q, k, v, span=span, sink=sink)
+        return o.sum() + jnp.where(jnp.isinf(lse), 0, lse).sum()
+
+    alone, under_vmap = grad(loss, (0, 1, 2)), grad(lambda *x: jax.vmap(loss)(*(y[None] for y in x)).sum(), (0, 1, 2))
+    want = alone(q, k, v)
+    for bad in (np.nan, np.inf):
+        for f in (alone, under_vmap):
+            for x, y in zip(f(q, k.at[:, 9].set(bad), v.at[:, 9].set(bad)), want, strict=True):
+                np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
+def test_blocks_and_tiles_do_not_matter(small_blocks, monkeypatch):
     q, k, v, sink = operands()
     indices = jnp.asarray(np.random.default_rng(5).integers(-3, S_KV + 3, (B, S_Q, 6), np.int32))
-    run = lambda: (reference.fmha(q, k, v, span=SPAN, sink=sink), reference.sparse_fmha(q, k[:, :, 0], indices))  # noqa: E731
-    want = run()
-    monkeypatch.setattr(reference, "_ROWS", 8)
-    monkeypatch.setattr(reference, "_KEYS", 3)
-    monkeypatch.setattr(reference, "_GATHERED", 100)
-    for x, y in zip(jax.tree.leaves(run()), jax.tree.leaves(want), strict=True):
+
+    def run():
+        return reference.fmha(q, k, v, span=SPAN, sink=sink), reference.sparse_fmha(q, k[:, :, 0], indices)
+
+    got = run()
+    monkeypatch.undo()
+    jax.clear_caches()
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(run()), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
