@@ -70,6 +70,8 @@ def fmha(
 
 def _forward(operands: Operands, scale: float, implementation: str | None) -> tuple[jax.Array, jax.Array]:
     """The seam: the one way to the kernel, and the one choice between it and the reference."""
+    if implementation == "reference":
+        return _reference(*operands, scale)
     q, _, v, *_ = operands
     d, dtype, shared_kv = q.shape[-1], q.dtype.name, v is None
     archs = _ffi.built_for("fwd", d=d, dtype=dtype, shared_kv=shared_kv)
@@ -77,9 +79,8 @@ def _forward(operands: Operands, scale: float, implementation: str | None) -> tu
         archs = _ffi.built_for("fwd", d=d, dtype=dtype, shared_kv=False)
         if archs:
             operands = (q, operands[1], operands[1], *operands[3:])
-    if implementation != "cubin":
-        local = _ffi.local_architectures()
-        if implementation == "reference" or not archs or any(a not in archs for a in local):
+    if implementation is None:
+        if not archs or any(a not in archs for a in _ffi.local_architectures()):
             return _reference(*operands, scale)
     elif not archs:
         got = f"'cubin' for {dtype}, d={d}, {'V=K' if shared_kv else 'V apart from K'}"
@@ -94,7 +95,6 @@ def _reference(q: Any, k: Any, v: Any, start: Any, stop: Any, sink: Any, scale: 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _with_kernel(scale: float, insist: bool, *operands: Any) -> tuple[jax.Array, jax.Array]:
     """The kernel on CUDA; elsewhere the reference, or an error where the caller insists."""
-
     on_cuda = functools.partial(_ffi.fwd, scale=scale)
     elsewhere = functools.partial(_refuse if insist else _reference, scale=scale)
 
