@@ -6,7 +6,7 @@
     consumer WG 1     S0 | S1 + P0 V0 | S2 + P1 V1 | ... Pn Vn     rows 64 .. 127, ...
 
 Q K' of tile t + 1 is issued before P V of tile t, so the softmax of t + 1 runs under the tensor cores. P stays in
-registers. The warpgroups take turns at issuing, so that one's softmax also runs under the other's products.
+registers.
 
 CTAs are persistent: one takes every gridDim-th tile of rows, and the producer runs ahead into the next one: Q's SMEM
 is free after the last scores, for O goes from registers to memory.
@@ -25,8 +25,8 @@ from cutlass.memory import SmemAllocator
 from .aot import Compiled, compile_ahead
 from .lib.launch import SMEM_LIMIT, WARPGROUP, Shapes, element_type, i32, launch_facts, pointers
 from .lib.output import store_output
-from .lib.rows import Extents, RowTile, extents
-from .lib.softmax import RowResults, Softmax, scale_rows
+from .lib.rows import BoxedRows, Extents, RowTile, extents
+from .lib.softmax import RowResults, Softmax, rescale_rows
 from .lib.spans import RowSpans, Span, SpanOperands, open_span, read_span
 from .lib.wgmma import (
     K_MAJOR,
@@ -49,7 +49,6 @@ from .lib.wgmma import (
 from .variants import Variant
 
 BAR_CONSUMERS = 1  # named barrier of all consumer warpgroups
-BAR_TURN = 2  # 2 + i: warpgroup i may issue
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,11 @@ class Config:
     d: int
     dtype: str
     stages: int = 2
-    consumers: int = 2  # warpgroups, of 64 rows each
+
+    @property
+    def consumers(self) -> int:
+        """Warpgroups, of 64 rows each."""
+        return 3 if self.d == 64 else 2
 
     @property
     def tile_m(self) -> int:
@@ -67,7 +70,7 @@ class Config:
 
     @property
     def tile_n(self) -> int:
-        return {64: 128, 128: 128, 256: 80}[self.d]  # at 256, what is left of SMEM
+        return {64: 128, 128: 160, 256: 80}[self.d]  # 160 holds a window of 128 for 33 queries; 80 is what SMEM holds
 
     @property
     def threads(self) -> int:
@@ -79,11 +82,6 @@ class Config:
         return {2: (40, 232), 3: (32, 160)}[self.consumers]
 
     @property
-    def takes_turns(self) -> bool:
-        """Whether the warpgroups issue in turn; with wide rows the products of one alone keep the tensor cores busy."""
-        return self.d <= 128
-
-    @property
     def row_bytes(self) -> int:
         return self.d * 2
 
@@ -93,7 +91,7 @@ class Config:
 
     @property
     def smem_bytes(self) -> int:
-        barriers, info = 8 * (2 + 4 * self.stages), 4 * 4 * 2
+        barriers, info = 8 * (2 + 4 * self.stages), 4 * 4 * 2 * 2
         return 1024 + self.tile_m * self.row_bytes + 2 * self.stages * self.key_tile_bytes + info + barriers
 
     def __post_init__(self):
@@ -122,7 +120,7 @@ class Shared:
     q: cute.Tensor  # (tile_m, d)
     k: cute.Tensor  # (tile_n, d, stage)
     v: cute.Tensor  # (tile_n, d, stage)
-    info: cute.Tensor  # (4, row tile & 1): what the producer found out about the span
+    info: cute.Tensor  # (4, row tile and span, row tile & 1): what the producer found out
 
 
 @dataclass(frozen=True)
@@ -236,7 +234,7 @@ class FwdSm90:
             smem.allocate_tensor(self.dtype, layout.outer, 1024, swizzle=layout.inner)
             for layout in (slab_layout(self.dtype, c.tile_m, c.d), key_layout, key_layout)
         )
-        info = smem.allocate_tensor(Int32, cute.make_layout((4, 2)), 16)
+        info = smem.allocate_tensor(Int32, cute.make_layout((4, 2, 2)), 16)
         mbar = smem.allocate_array(Int64, 2 + 4 * c.stages)
         return Barriers(mbar, mbar + 1, *(mbar + (2 + i * c.stages) for i in range(4))), Shared(q, k, v, info)
 
@@ -253,7 +251,8 @@ class FwdSm90:
             span = open_span(operands, tile, c.tile_n)
             cute.arch.mbarrier_wait(bar.q_empty, (turn & 1) ^ 1)
             with cute.arch.elect_one():
-                span.publish(smem.info[None, turn & 1])
+                tile.publish(smem.info[None, 0, turn & 1])
+                span.publish(smem.info[None, 1, turn & 1])
                 cute.arch.mbarrier_arrive_and_expect_tx(bar.q_full, n.box_inner * n.box_outer * c.row_bytes)
             gQ, sQ = tma_tiles(tma_q, tile.of(mQ, c.tile_m, c.d)[None, None, 0], smem.q)
             cute.copy(tma_q, gQ, sQ, tma_bar_ptr=bar.q_full)
@@ -298,30 +297,26 @@ class FwdSm90:
     def consume(self, w: Consumer, operands: SpanOperands, o: cute.Pointer, results: RowResults, n: Extents):
         """One warpgroup: its 64 rows of every row tile of this CTA."""
         c = self.config
-        s, row0 = w.softmax, w.group * 64
+        s, boxed = w.softmax, BoxedRows.of(n, w.group * 64, w.thread)
         turn, fills0 = Int32(0), Int32(0)
-        if w.group == c.consumers - 1:
-            pass_turn(c, w.group)  # the first turn is the first warpgroup's
-        for i in cutlass.range(cute.arch.block_idx()[0], n.tiles, cute.arch.grid_dim()[0], unroll=1):
-            tile = RowTile.number(i, n)
+        for _ in cutlass.range(cute.arch.block_idx()[0], n.tiles, cute.arch.grid_dim()[0], unroll=1):
             cute.arch.mbarrier_wait(w.bar.q_full, turn & 1)
-            span = read_span(operands, tile, c.tile_n, w.smem.info[None, turn & 1])
-            self.attend(w, span, span.of_rows(row0, w.thread), fills0)
+            tile = RowTile.read(w.smem.info[None, 0, turn & 1], n)
+            span = read_span(operands, tile, c.tile_n, w.smem.info[None, 1, turn & 1])
+            self.attend(w, span, span.of_rows(boxed), fills0)
             s.sum_columns()
-            s.finish(tile, row0, w.thread, results, writes_lse=True)
-            store_output(w.out, s.factor, o, tile, row0, 0, w.thread, c.d)
+            s.finish(tile, boxed, w.thread, results, writes_lse=True)
+            store_output(w.out, s.factor, o, tile, boxed, 0, w.thread, c.d)
             turn, fills0 = turn + 1, fills0 + span.tiles
-        if w.group == 0:
-            take_turn(c, w.group)
 
     @cute.jit
     def attend(self, w: Consumer, span: Span, rows: RowSpans, fills0: Int32):
         """All key tiles of one row tile. fills0 counts the ring's fills before it."""
         c = self.config
         s, bar, tiles = w.softmax, w.bar, span.tiles
-        w.out.fill(0.0)
         s.start()
         if tiles == 0:
+            w.out.fill(0.0)
             release(bar.q_empty)
         else:
             stage = fills0 % c.stages
@@ -337,11 +332,9 @@ class FwdSm90:
                 stage, parity = (fills0 + t) % c.stages, (fills0 + t) // c.stages & 1
                 stage_v, parity_v = (fills0 + t - 1) % c.stages, (fills0 + t - 1) // c.stages & 1
                 cute.arch.mbarrier_wait(bar.k_full + stage, parity)
-                take_turn(c, w.group)
                 multiply(w.qk, w.scores, w.a, w.b_k[None, None, None, stage], fresh=True)
                 cute.arch.mbarrier_wait(bar.v_full + stage_v, parity_v)
-                multiply(w.pv, w.out, w.weights, w.b_v[None, None, None, stage_v])
-                pass_turn(c, w.group)
+                multiply(w.pv, w.out, w.weights, w.b_v[None, None, None, stage_v], fresh=t == 1)
                 warpgroup.wait_group(1)
                 release(bar.k_empty + stage)
                 rows.mask(w.scores, t)
@@ -352,7 +345,7 @@ class FwdSm90:
                 warpgroup.wait_group(0)
                 release(bar.v_empty + stage_v)
                 round_to(w.weights, w.scores)
-                scale_rows(w.out, s.factor)
+                rescale_rows(w.out, s.factor)
             release(bar.q_empty)
             last = tiles - 1
             stage, parity = (fills0 + last) % c.stages, (fills0 + last) // c.stages & 1
@@ -362,19 +355,9 @@ class FwdSm90:
                 me = w.group * WARPGROUP + w.thread
                 zero_rows(w.smem.v[None, None, stage], span.unseen_from(last), me, threads)
                 cute.arch.barrier(barrier_id=BAR_CONSUMERS, number_of_threads=threads)
-            multiply(w.pv, w.out, w.weights, w.b_v[None, None, None, stage])
+            multiply(w.pv, w.out, w.weights, w.b_v[None, None, None, stage], fresh=tiles == 1)
             warpgroup.wait_group(0)
             release(bar.v_empty + stage)
-
-
-def take_turn(c: Config, group: Int32) -> None:
-    if c.takes_turns:
-        cute.arch.barrier(barrier_id=BAR_TURN + group, number_of_threads=2 * WARPGROUP)
-
-
-def pass_turn(c: Config, group: Int32) -> None:
-    if c.takes_turns:
-        cute.arch.barrier_arrive(barrier_id=BAR_TURN + (group + 1) % c.consumers, number_of_threads=2 * WARPGROUP)
 
 
 def compile(variant: Variant, out_dir: Path) -> Compiled:

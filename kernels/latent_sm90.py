@@ -32,9 +32,9 @@ from cutlass.memory import SmemAllocator
 from .aot import Compiled, compile_ahead
 from .lib.launch import SMEM_LIMIT, WARPGROUP, Shapes, element_type, i32, launch_facts, pointers
 from .lib.output import store_output
-from .lib.rows import Extents, RowTile, extents, row_of
+from .lib.rows import BoxedRows, Extents, RowTile, extents, row_of
 from .lib.selections import SelectionOperands, open_selection, read_selection
-from .lib.softmax import ROWS, RowResults, Softmax, scale_rows
+from .lib.softmax import ROWS, RowResults, Softmax, rescale_rows, scale_rows
 from .lib.spans import SpanOperands, open_span, read_span
 from .lib.wgmma import (
     K_MAJOR,
@@ -65,13 +65,6 @@ BAR_MAX0, BAR_MAX1, BAR_P0, BAR_P1 = 1, 2, 3, 4
 BAR_SUMS = 5  # both wait
 BAR_WARPGROUP = 6  # 6 + LEFT, 6 + RIGHT: one warpgroup by itself
 
-SOURCES = {
-    "fwd": ("span",),
-    "sparse_fwd": ("selection",),
-    "dsv4_sparse_fwd": ("span", "selection"),
-    "dsv4_dense_fwd": ("span", "span"),
-}
-
 
 @dataclass(frozen=True)
 class Config:
@@ -79,7 +72,7 @@ class Config:
 
     d: int
     dtype: str
-    sources: tuple[str, ...]
+    sources: tuple[str, ...]  # of keys, in the order in which they are walked: "span" or "selection"
     tile_m: int = 64
     tile_n: int = 64
 
@@ -117,7 +110,7 @@ class Config:
     @property
     def smem_bytes(self) -> int:
         barriers, weights = 8 * 10, 2 * self.tile_m * self.tile_n * 2
-        rows, infos = 4 * self.tile_m * (2 + 4), 4 * 2 * 4 * len(self.sources)
+        rows, infos = 4 * self.tile_m * (2 + 4), 4 * 2 * 4 * (1 + len(self.sources))
         return 1024 + self.tile_m * self.row_bytes + 4 * self.half_tile_bytes + weights + rows + infos + barriers
 
     def __post_init__(self):
@@ -148,7 +141,7 @@ class Shared:
     p: cute.Tensor  # (64, tile_n, tile of the pair)
     max: cute.Tensor  # (64, warpgroup): the running maximum that each hands over
     sum: cute.Tensor  # (64, warpgroup, row tile & 1): the sum that each ends with
-    info: cute.Tensor  # (4, source, row tile & 1): what the producer found out about each source
+    info: cute.Tensor  # (4, row tile and each source, row tile & 1): what the producer found out
 
 
 @dataclass(frozen=True)
@@ -289,7 +282,7 @@ class LatentSm90:
         )
         maxima = smem.allocate_tensor(Float32, cute.make_layout((c.tile_m, 2)), 16)
         sums = smem.allocate_tensor(Float32, cute.make_layout((c.tile_m, 2, 2)), 16)
-        info = smem.allocate_tensor(Int32, cute.make_layout((4, len(c.sources), 2)), 16)
+        info = smem.allocate_tensor(Int32, cute.make_layout((4, 1 + len(c.sources), 2)), 16)
         mbar = smem.allocate_array(Int64, 10)
         return Barriers(mbar, mbar + 1, mbar + 2, mbar + 6), Shared(q, k, p, maxima, sums, info)
 
@@ -308,8 +301,8 @@ class LatentSm90:
             if warp == 0:
                 cute.arch.mbarrier_wait(bar.q_empty, (turn & 1) ^ 1)
                 with cute.arch.elect_one():
-                    for which, source in enumerate(opened):
-                        source.publish(smem.info[None, which, turn & 1])
+                    for which, thing in enumerate((tile, *opened)):
+                        thing.publish(smem.info[None, which, turn & 1])
                     cute.arch.mbarrier_arrive_and_expect_tx(bar.q_full, n.box_inner * n.box_outer * c.row_bytes)
                 gQ, sQ = tma_tiles(tma_q, tile.of(mQ, c.tile_m, c.d)[None, None, 0], smem.q)
                 cute.copy(tma_q, gQ, sQ, tma_bar_ptr=bar.q_full)
@@ -405,13 +398,16 @@ class LatentSm90:
         """One warpgroup: its half of O's columns, of every row tile of this CTA."""
         w = self.consumer(side, bar, smem, scale_log2)
         turn, evens0, odds0 = Int32(0), Int32(0), Int32(0)
-        for i in cutlass.range(cute.arch.block_idx()[0], n.tiles, cute.arch.grid_dim()[0], unroll=1):
-            tile = RowTile.number(i, n)
+        boxed = BoxedRows.of(n, 0, w.thread)
+        for _ in cutlass.range(cute.arch.block_idx()[0], n.tiles, cute.arch.grid_dim()[0], unroll=1):
             cute.arch.mbarrier_wait(bar.q_full, turn & 1)
-            sources = tuple(self.reopen(x, tile, smem.info[None, which, turn & 1]) for which, x in enumerate(operands))
-            work = Work(sources, tuple(source.of_rows(0, w.thread) for source in sources), evens0, odds0)
+            tile = RowTile.read(smem.info[None, 0, turn & 1], n)
+            sources = tuple(
+                self.reopen(x, tile, smem.info[None, 1 + which, turn & 1]) for which, x in enumerate(operands)
+            )
+            work = Work(sources, tuple(source.of_rows(boxed) for source in sources), evens0, odds0)
             self.attend(side, w, work)
-            self.finish(side, w, smem.sum[None, None, turn & 1], tile, o, results)
+            self.finish(side, w, smem.sum[None, None, turn & 1], tile, boxed, o, results)
             turn, evens0, odds0 = turn + 1, evens0 + work.evens, odds0 + work.odds
 
     def consumer(self, side: int, bar: Barriers, smem: Shared, scale_log2: Float32) -> Consumer:
@@ -445,8 +441,9 @@ class LatentSm90:
     @cute.jit
     def attend(self, side: cutlass.Constexpr, w: Consumer, work: Work):
         """All key tiles of one row tile."""
-        w.out.fill(0.0)
         w.softmax.start()
+        if work.evens == 0:
+            w.out.fill(0.0)
         evens, odds, empty, q_empty = work.evens, work.odds, w.bar.empty, w.bar.q_empty
         if cutlass.const_expr(side == LEFT):
             if evens == 0:
@@ -479,7 +476,7 @@ class LatentSm90:
             for pair in cutlass.range(odds, unroll=1):
                 self.right_pair(w, work, pair)
             if odds < evens:
-                self.right_tail(w)
+                self.right_tail(w, odds == 0)
 
     @cute.jit
     def finish(
@@ -488,6 +485,7 @@ class LatentSm90:
         w: Consumer,
         sums: cute.Tensor,
         tile: RowTile,
+        boxed: BoxedRows,
         o: cute.Pointer,
         results: RowResults,
     ):
@@ -500,8 +498,8 @@ class LatentSm90:
         take_over(sums, LEFT, s.row_sum, w.thread)
         take_over(sums, RIGHT, s.factor, w.thread)
         s.row_sum.store(s.row_sum.load() + s.factor.load())
-        s.finish(tile, 0, w.thread, results, writes_lse=side == LEFT)
-        store_output(w.out, s.factor, o, tile, 0, side * c.half, w.thread, c.d)
+        s.finish(tile, boxed, w.thread, results, writes_lse=side == LEFT)
+        store_output(w.out, s.factor, o, tile, boxed, side * c.half, w.thread, c.d)
 
     @cute.jit
     def on_source(self, w: Consumer, work: Work, t: Int32, action: cutlass.Constexpr[Callable]):
@@ -559,15 +557,15 @@ class LatentSm90:
         round_to(w.weights, w.scores)
         if cutlass.const_expr(not has_odd):
             self.share_weights(w, LEFT, BAR_P0)
-        scale_rows(w.out, s.factor)
-        multiply(w.pv, w.out, w.weights, w.b_value[None, None, None, 0])
+        rescale_rows(w.out, s.factor)
+        multiply(w.pv, w.out, w.weights, w.b_value[None, None, None, 0], fresh=pair == 0)
         if cutlass.const_expr(has_odd):
             warpgroup.wait_group(0)
             release(w.bar.empty + 0)
             self.adopt_max(w, BAR_MAX1, RIGHT)
             scale_rows(w.scores, s.factor)
             self.share_weights(w, LEFT, BAR_P0)
-            scale_rows(w.out, s.factor)
+            rescale_rows(w.out, s.factor)
             await_other(BAR_P1)
             multiply(w.pv_other, w.out, w.a_other, w.b_value[None, None, None, 1])
 
@@ -590,8 +588,8 @@ class LatentSm90:
         s.decay()
         s.exponentiate(w.scores)
         round_to(w.weights, w.scores)
-        scale_rows(w.out, s.factor)
-        multiply(w.pv, w.out, w.weights, w.b_value[None, None, None, 1])
+        rescale_rows(w.out, s.factor)
+        multiply(w.pv, w.out, w.weights, w.b_value[None, None, None, 1], fresh=pair == 0)
         self.share_weights(w, RIGHT, BAR_P1)
         await_other(BAR_P0)
         multiply(w.pv_other, w.out, w.a_other, w.b_value[None, None, None, 0])
@@ -601,12 +599,12 @@ class LatentSm90:
         release(w.bar.empty + 1)
 
     @cute.jit
-    def right_tail(self, w: Consumer):
+    def right_tail(self, w: Consumer, fresh: cutlass.Boolean):
         """The last pair has an even tile only."""
         self.adopt_max(w, BAR_MAX0, LEFT)
-        scale_rows(w.out, w.softmax.factor)
+        rescale_rows(w.out, w.softmax.factor)
         await_other(BAR_P0)
-        multiply(w.pv_other, w.out, w.a_other, w.b_value[None, None, None, 0])
+        multiply(w.pv_other, w.out, w.a_other, w.b_value[None, None, None, 0], fresh)
         warpgroup.wait_group(0)
         release(w.bar.empty + 1)
 
@@ -659,7 +657,7 @@ def take_over(shared: cute.Tensor, side: cutlass.Constexpr, state: cute.Tensor, 
 
 
 def compile(variant: Variant, out_dir: Path) -> Compiled:
-    config = Config(variant.d, variant.dtype, SOURCES[variant.op])
+    config = Config(variant.d, variant.dtype, variant.sources)
     kernel = LatentSm90(config)
     source = (*pointers(variant.dtype, "keys", "int32", "int32"), i32(), i32())
     return compile_ahead(

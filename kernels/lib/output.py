@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
-from .rows import ROWS, RowTile, row_of
+from .rows import ROWS, BoxedRows, RowTile
 from .softmax import by_row
 from .wgmma import round_pair
 
@@ -17,7 +17,7 @@ def store_output(
     factor: cute.Tensor,
     o: cute.Pointer,
     tile: RowTile,
-    row0: Int32,
+    boxed: BoxedRows,
     column0: Int32,
     thread: Int32,
     d: int,
@@ -32,7 +32,7 @@ def store_output(
     rows = by_row(acc)
     packed = cute.make_rmem_tensor(4, Uint32)
     for r in cutlass.range_constexpr(ROWS):
-        exists, query, head = tile.place(row0 + row_of(thread, r))
+        exists, query, head = tile.place(boxed, r)
         target = o + (tile.row_index(query, head) * d + column0 + lane * BLOCK)
         for group in cutlass.range_constexpr(cute.size(rows, mode=[1]) // 8):
             for i in cutlass.range_constexpr(4):

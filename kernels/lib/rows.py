@@ -91,12 +91,22 @@ class RowTile:
         outer_last = cutlass.min(self.outer0 + n.box_outer, n.outer) - 1
         return outer_last + inner_last // n.group
 
-    def place(self, row: Int32) -> tuple[cutlass.Boolean, Int32, Int32]:
-        """(exists, query, query head) of a row of the tile."""
+    def publish(self, slot: cute.Tensor) -> None:
+        """To SMEM, for `read`."""
+        for i, x in enumerate((self.batch, self.kv_head, self.inner0, self.outer0)):
+            slot[i] = x
+
+    @staticmethod
+    def read(slot: cute.Tensor, n: Extents) -> "RowTile":
+        return RowTile(n, *(cute.arch.make_warp_uniform(slot[i]) for i in range(4)))
+
+    def place(self, rows: "BoxedRows", r: int) -> tuple[cutlass.Boolean, Int32, Int32]:
+        """(exists, query, query head) of a thread's row."""
         n = self.n
-        inner, outer = self.inner0 + row % n.box_inner, self.outer0 + row // n.box_inner
-        exists = (row < n.box_inner * n.box_outer) & (inner < n.inner) & (outer < n.outer)
-        return exists, outer + inner // n.group, self.kv_head * n.group + inner % n.group
+        inner, outer = self.inner0 + rows.inner[r], self.outer0 + rows.outer[r]
+        query, head = inner // n.group, inner % n.group
+        exists = (inner < n.inner) & (outer < n.outer) & (rows.outer[r] < n.box_outer)
+        return exists, outer + query, self.kv_head * n.group + head
 
     def of(self, gmem: cute.Tensor, tile_m: int, columns: int) -> cute.Tensor:
         """This tile of q or o: (tile_m, columns, column tile). TMA touches the box's rows only."""
@@ -115,6 +125,20 @@ class RowTile:
     def row_index(self, query: Int32, head: Int32) -> Int64:
         """Of an array's [b, s_q, h_q] rows."""
         return (Int64(self.batch) * self.n.s_q + query) * (self.n.group * self.n.h_kv) + head
+
+
+@dataclass(frozen=True)
+class BoxedRows:
+    """Where in a tile's box the rows that a thread holds lie: the same in every tile."""
+
+    inner: tuple[Int32, ...]
+    outer: tuple[Int32, ...]
+
+    @staticmethod
+    def of(n: Extents, row0: Int32, thread: Int32) -> "BoxedRows":
+        """Of the warpgroup whose rows begin at row0."""
+        rows = [row0 + row_of(thread, r) for r in range(ROWS)]
+        return BoxedRows(tuple(row % n.box_inner for row in rows), tuple(row // n.box_inner for row in rows))
 
 
 def row_of(thread: Int32, r: int) -> Int32:

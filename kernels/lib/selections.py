@@ -13,7 +13,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import dsl_user_op
 
-from .rows import ROWS, RowTile, load
+from .rows import ROWS, BoxedRows, RowTile, load
 from .softmax import by_row
 from .wgmma import SLAB
 
@@ -58,7 +58,7 @@ class Selection:
         """To SMEM, for `read_selection`."""
         slot[0] = self.length
 
-    def of_rows(self, row0: Int32, thread: Int32) -> "SelectedRows":
+    def of_rows(self, rows: BoxedRows) -> "SelectedRows":
         return SelectedRows(self, cute.make_rmem_tensor(self.tile_n // 32, Int32))
 
     def position(self, t: Int32, i: int, thread: Int32, threads: int) -> Int32:

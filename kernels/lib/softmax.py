@@ -13,7 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from .rows import ROWS, RowTile, load, row_of, store
+from .rows import ROWS, BoxedRows, RowTile, load, store
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
@@ -92,13 +92,15 @@ class Softmax:
             self.row_sum[r] = cute.arch.warp_reduction_sum(self.row_sum[r], threads_in_group=4)
 
     @cute.jit
-    def finish(self, tile: RowTile, row0: Int32, thread: Int32, results: RowResults, writes_lse: cutlass.Constexpr):
+    def finish(
+        self, tile: RowTile, boxed: BoxedRows, thread: Int32, results: RowResults, writes_lse: cutlass.Constexpr
+    ):
         """factor <- what normalises each row of O, the sink included; lse, which leaves it out, goes to memory.
 
         A row without keys (sum 0) gets factor 0 and lse -inf; a NaN stays a NaN.
         """
         for r in cutlass.range_constexpr(ROWS):
-            exists, query, head = tile.place(row0 + row_of(thread, r))
+            exists, query, head = tile.place(boxed, r)
             self.factor[r] = Float32(0.0)
             if exists:
                 sink = load(results.sink + head) * LOG2_E
@@ -128,3 +130,10 @@ def scale_rows(acc: cute.Tensor, factor: cute.Tensor):
     for r in cutlass.range_constexpr(ROWS):
         for i in cutlass.range_constexpr(cute.size(a, mode=[1])):
             a[r, i] = a[r, i] * factor[r]
+
+
+@cute.jit
+def rescale_rows(acc: cute.Tensor, factor: cute.Tensor):
+    """scale_rows, left out where no maximum of the warp's rows rose: the factors are then exactly 1."""
+    if cute.arch.vote_any_sync((factor[0] != 1.0) | (factor[1] != 1.0)):
+        scale_rows(acc, factor)

@@ -7,7 +7,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from .rows import ROWS, RowTile, load, row_of
+from .rows import ROWS, BoxedRows, RowTile, load
 from .softmax import by_row
 
 
@@ -54,10 +54,10 @@ class Span:
         for i, x in enumerate((self.lo, self.hi, self.lo_all, self.hi_all)):
             slot[i] = x
 
-    def of_rows(self, row0: Int32, thread: Int32) -> "RowSpans":
+    def of_rows(self, rows: BoxedRows) -> "RowSpans":
         start, stop = cute.make_rmem_tensor(ROWS, Int32), cute.make_rmem_tensor(ROWS, Int32)
         for r in range(ROWS):
-            exists, query, _ = self.tile.place(row0 + row_of(thread, r))
+            exists, query, _ = self.tile.place(rows, r)
             start[r], stop[r] = span_of(self.tile, self.operands, query, exists)
         return RowSpans(self, start, stop)
 

@@ -82,19 +82,24 @@ def multiply(
     acc: cute.Tensor,
     a: cute.Tensor,
     b: cute.Tensor,
-    fresh: cutlass.Constexpr = False,
+    fresh: bool | cutlass.Boolean = False,
     blocks: cutlass.Constexpr = None,
 ):
-    """acc (+)= a b over K, or over some of its 16-wide blocks, issued and committed as one group; the caller waits."""
-    mma = cute.make_tiled_mma(
-        cute.make_mma_atom(mma.op)
-    )  # its accumulate flag is set below: a value of this region only
+    """acc (+)= a b over K, or over some of its 16-wide blocks, issued and committed as one group; the caller waits.
+
+    `fresh` products do not read acc, whatever it holds; it may be known at run time only.
+    """
+    mma = cute.make_tiled_mma(cute.make_mma_atom(mma.op))  # its accumulate flag is set below: a value of this region
     warpgroup.fence()
     blocks = range(cute.size(a, mode=[2])) if blocks is None else blocks
     for i, k in enumerate(blocks):
-        mma.set(warpgroup.Field.ACCUMULATE, not (fresh and i == 0))
+        mma.set(warpgroup.Field.ACCUMULATE, True if i else not_(fresh))
         cute.gemm(mma, acc, a[None, None, k], b[None, None, k], acc)
     warpgroup.commit_group()
+
+
+def not_(x: bool | cutlass.Boolean) -> bool | cutlass.Boolean:
+    return not x if isinstance(x, bool) else x == cutlass.Boolean(False)
 
 
 def tma_atom(op, gmem: cute.Tensor, rows: int, columns: int) -> tuple[cute.CopyAtom, cute.Tensor]:
