@@ -6,6 +6,7 @@ its operands follow from it alone, on every machine.
 
 import functools
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -39,7 +40,7 @@ class Case:
     d: int = 64
     dtype: str = "bfloat16"
     shared_kv: bool = False  # V is K; always, but in fmha
-    span: str = "full"  # a key of _SPANS; fmha only
+    span: str = "full"  # a key of SPANS; fmha only
     sink: str = "none"  # "none", "normal", "-inf", "+inf", or "mixed": all of these
     window: int = 128
     ratio: int = 0
@@ -102,7 +103,7 @@ def operands(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
             c.dtype,
         )
         v = None if c.shared_kv else _normal(rng, k.shape, _KV_STD, c.dtype)
-        span = _SPANS[c.span](rng, c)
+        span = SPANS[c.span](rng, c)
         if span is not None:
             kwargs["span"] = span
             if "nan" in c.features:
@@ -185,38 +186,62 @@ def _segment_ids(rng: np.random.Generator, c: Case, s: int) -> Any:
     return np.sort(rng.integers(0, 5, (c.b, s), np.int32), axis=1)
 
 
-_SPANS: dict[str, Any] = {
+SPANS: dict[str, Any] = {
     "full": lambda rng, c: None,
     "causal": lambda rng, c: Span.causal(c.s_q, c.s_kv - c.s_q),
     "window": lambda rng, c: Span.sliding_window(c.s_q, c.window, c.s_kv - c.s_q),
     "compressed": lambda rng, c: Span.compressed(c.s_q, c.ratio),
     "lengths": lambda rng, c: Span.lengths(np.linspace(c.s_kv - 1, 0, c.b, dtype=np.int32)),
-    "window+lengths": lambda rng, c: _SPANS["window"](rng, c) & _SPANS["lengths"](rng, c),
+    "window+lengths": lambda rng, c: SPANS["window"](rng, c) & SPANS["lengths"](rng, c),
     "segments": lambda rng, c: Span.segments(_segment_ids(rng, c, c.s_q), _segment_ids(rng, c, c.s_kv)),
     "causal+segments": lambda rng, c: Span.segments(_segment_ids(rng, c, c.s_q)) & Span.causal(c.s_q),
     "random": _random_span,
 }
 
 
+OPS: dict[str, Any] = {"fmha": fmha, "sparse_fmha": sparse_fmha, "dsv4_attention": dsv4_attention}
+
+
 def run(case: Case, implementation: str | None = None) -> tuple[Any, Any]:
     """(o, lse) of the op, under `jax.jit`."""
     args, kwargs = operands(case)
-    ops: dict[str, Any] = {"fmha": fmha, "sparse_fmha": sparse_fmha, "dsv4_attention": dsv4_attention}
-    return _call(functools.partial(ops[case.op], implementation=implementation), args, kwargs)
+    return _call(functools.partial(OPS[case.op], implementation=implementation), args, kwargs)
+
+
+def run_into(case: Case, fills: Sequence[float], **choices: Any) -> list[tuple[Any, Any]]:
+    """(o, lse) of the op with its `choices` (implementation, method), once for each of `fills`.
+
+    The results go into buffers that hold it, where the platform can donate them: an element that is never written
+    shows. Operands and compiled op are the same every time.
+    """
+    args, kwargs = operands(case)
+    numbers, arrays = _split(kwargs)
+    op = functools.partial(OPS[case.op], **choices, **numbers)
+    call = jax.jit(lambda into, args, arrays: op(*args, **arrays), donate_argnums=0, keep_unused=True)
+    q = args[0]
+    args, arrays = jax.device_put((args, arrays))
+    return [call((jnp.full(q.shape, x, q.dtype), jnp.full(q.shape[:-1], x)), args, arrays) for x in fills]
 
 
 def run_reference(case: Case) -> tuple[Any, Any]:
     """(o, lse) by the reference in float32, from the very same 16-bit operands."""
     (q, *args), kwargs = operands(case)
     op = getattr(reference, case.op)
-    return _call(lambda q, *args, **kwargs: op(q.astype(jnp.float32), *args, **kwargs), (q, *args), kwargs)
+    fp32 = lambda q, *args, **kwargs: op(q.astype(jnp.float32), *args, **kwargs)  # noqa: E731
+    # called but once, it had better compile fast than be fast
+    return _call(fp32, (q, *args), kwargs, compiler_options={"xla_gpu_autotune_level": "0"})
 
 
-def _call(op: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    numbers = {name: x for name, x in kwargs.items() if isinstance(x, int)}
-    arrays = {name: x for name, x in kwargs.items() if name not in numbers}
-    o, lse = jax.jit(lambda args, arrays: op(*args, **arrays, **numbers))(args, arrays)
+def _call(op: Any, args: Any, kwargs: dict[str, Any], **options: Any) -> tuple[Any, Any]:
+    numbers, arrays = _split(kwargs)
+    o, lse = jax.jit(lambda args, arrays: op(*args, **arrays, **numbers), **options)(args, arrays)
     return o, lse
+
+
+def _split(kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Those that are known while tracing, and the others."""
+    numbers = {name: x for name, x in kwargs.items() if isinstance(x, int)}
+    return numbers, {name: x for name, x in kwargs.items() if name not in numbers}
 
 
 def run_float64(case: Case) -> tuple[Any, Any]:

@@ -1,0 +1,394 @@
+"""`python -m jax_dsv4_fmha bench`: device times beside the peers' and beside what the machine can do.
+
+A row's contestants (ours, its peers, a matrix product, a copy) take turns in rounds of short bursts, because a GPU's
+clock drifts by some percent. Each takes its inputs from several sets in turn, so that none is found in the cache. A
+call's time is the sum of its kernels' durations by the profiler; a round gives the median of its calls, a contestant
+the median of its rounds; the spread is that of the middle half of the rounds.
+"""
+
+import datetime
+import functools
+import json
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import _ffi, _plot
+from ._cases import OPS, SPANS, Case
+from ._info import machine
+from ._report import Progress, output, table, write_json
+from ._verify import matches, reason
+from .span import Span
+
+_PEERS = ("two_pass", "cudnn", "xla")
+_MATMUL = 8192
+_COPY_BYTES = 2**30
+_BURST_SECONDS = 0.008
+_SLOWEST_PEER = 0.05  # seconds a call
+_CACHE_BYTES = 2**28  # of inputs altogether, so that the cache does not hold them
+_KERNEL_BY_KERNEL: dict[str, str | bool] = {"xla_gpu_graph_min_graph_size": "10000"}  # no CUDA graphs
+
+
+@dataclass(frozen=True)
+class Row:
+    """One call, and who else is timed on it. For a whole layer `method` is ours and "two_pass" may be a peer."""
+
+    suite: str
+    case: Case
+    peers: tuple[str, ...] = ()
+    method: str | None = None
+
+    @property
+    def name(self) -> str:
+        c = self.case
+        heads = f"h{c.h_q}" if c.shared_kv or c.h_kv == c.h_q else f"h{c.h_q}/{c.h_kv}"
+        keys = {
+            "fmha": f"{c.span} {c.window}" if c.span == "window" else c.span,
+            "sparse_fmha": f"top-k {c.topk} of {c.s_kv}",
+            "dsv4_attention": f"window {c.window} + "
+            + (f"top-k {c.topk} of {c.s_c}" if c.topk else f"{c.s_c} of ratio {c.ratio}"),
+        }[c.op]
+        return f"d {c.d} {keys} b{c.b} s{c.s_q} {heads}" + (f" {c.dtype}" if c.dtype != "bfloat16" else "")
+
+
+def _dense(d: int, span: str, b: int, s: int, h_q: int, h_kv: int, **kwargs: Any) -> Row:
+    suite = "window" if span == "window" else "dense"
+    case = Case("fmha", b, s, s, h_q, h_kv, d, shared_kv=d == 512, span=span, **kwargs)
+    return Row(suite, case, ("cudnn", "xla"))
+
+
+def _layer(h_q: int, **kwargs: Any) -> Row:
+    case = Case(
+        "dsv4_attention", 1, 4096, 4096 + 127, h_q, 1, 512, shared_kv=True, sink="normal", decode=True, **kwargs
+    )
+    return Row("dsv4", case, ("two_pass",), "fused")
+
+
+def _top_k(h_q: int, s_kv: int, topk: int) -> Row:
+    return Row("dsv4", Case("sparse_fmha", 1, 4096, s_kv, h_q, 1, 512, shared_kv=True, sink="normal", topk=topk))
+
+
+ROWS = (
+    *(_layer(h, topk=k, ratio=4, s_c=s_c) for h, k in ((128, 1024), (64, 512), (16, 512)) for s_c in (8192, 65536)),
+    *(_top_k(h, s_kv, k) for h, k in ((128, 1024), (64, 512)) for s_kv in (8192, 65536)),
+    _layer(128, ratio=128, s_c=512),
+    _dense(512, "causal", 1, 4096, 128, 1),
+    _dense(512, "causal", 1, 8192, 128, 1),
+    _dense(512, "causal", 1, 4096, 128, 1, dtype="float16"),
+    _dense(64, "causal", 4, 8192, 16, 16),
+    _dense(128, "causal", 2, 8192, 16, 16),
+    _dense(128, "full", 2, 8192, 16, 16),
+    _dense(128, "causal", 2, 8192, 16, 16, dtype="float16"),
+    _dense(256, "causal", 2, 8192, 8, 1),
+    _dense(128, "causal", 1, 512, 16, 16),
+    _dense(128, "causal", 64, 128, 16, 16),
+    *(_dense(512, "window", 1, 4096, h, 1, sink="normal") for h in (128, 64, 16)),
+    _dense(128, "window", 2, 8192, 16, 1),
+)
+
+Contestant = tuple[Callable[..., Any], Sequence[Any]]
+"""a function, and the sets of operands that it takes in turn"""
+
+
+def bench(
+    *,
+    suites: Sequence[str] | None,
+    pattern: str | None,
+    rounds: int,
+    source: str | None,
+    json_path: str | None,
+    plot_path: str | None,
+    progress: bool | None,
+) -> int:
+    out = output(json_path)
+    if source is not None:
+        results = json.loads(Path(source).read_text(encoding="utf-8"))
+        print("\n\n".join(tables(results["rows"])), file=out)
+    else:
+        if not _ffi.local_architectures():
+            print(
+                "bench measures kernels on a GPU, and JAX sees none here. `bench --from FILE` shows results.", file=out
+            )
+            return 2
+        rows = [row for row in ROWS if (not suites or row.suite in suites) and matches(row.name, pattern)]
+        if not rows:
+            print(f"No row matches {pattern!r}.", file=out)
+            return 2
+        results = _measure(rows, rounds, Progress(len(rows), progress, out))
+    if json_path is not None:
+        write_json(results, json_path)
+    if plot_path is not None:
+        _plot.draw(results, plot_path)
+    return 0
+
+
+def _measure(rows: Sequence[Row], rounds: int, bar: Progress) -> dict[str, Any]:
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    results: dict[str, Any] = {"date": now, **machine(), "rounds": rounds, "rows": []}
+    yardsticks = _yardsticks()
+    for i, row in enumerate(rows):
+        bar.begin(row.name)
+        results["rows"].append(_measure_row(row, yardsticks, rounds))
+        if i + 1 == len(rows) or rows[i + 1].suite != row.suite:
+            bar.print("".join(f"{text}\n" for text in tables(r for r in results["rows"] if r["suite"] == row.suite)))
+    bar.clear()
+    return results
+
+
+def _measure_row(row: Row, yardsticks: dict[str, Contestant], rounds: int) -> dict[str, Any]:
+    make = jax.jit(functools.partial(_operands, row.case))
+    sizes = jax.eval_shape(make, jax.random.key(0))
+    sets = max(2, min(16, _CACHE_BYTES // sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(sizes))))
+    operands = [make(key) for key in jax.random.split(jax.random.key(0), sets)]
+    contestants = dict(yardsticks)
+    skipped: dict[str, str] = {}
+    for name in ("ours", *row.peers):
+        try:
+            contestants[name] = (_compiled(name, functools.partial(_call, row, name), operands), operands)
+        except Exception as e:  # that a peer refuses, or that ours is not built, is a result
+            skipped[name] = reason(e)
+    times = _interleaved(contestants, rounds)
+    flops, moved = work(row.case)
+    matmul, copy = times.pop("matmul"), times.pop("copy")
+    return {
+        "suite": row.suite,
+        "name": row.name,
+        "flops": flops,
+        "bytes": moved,
+        "matmul_flops_per_s": 2 * _MATMUL**3 / matmul["seconds"],
+        "copy_bytes_per_s": 2 * _COPY_BYTES / copy["seconds"],
+        "times": times,
+        "skipped": skipped,
+        "case": asdict(row.case),
+    }
+
+
+def work(c: Case) -> tuple[float, float]:
+    """(flops on visible keys, bytes if each operand is read once and each result written once)"""
+    operands = jax.eval_shape(functools.partial(_operands, c), jax.random.key(0))
+    if c.op == "fmha":
+        seen = _seen(SPANS[c.span](None, c) or Span(0, c.s_kv), c, c.s_kv)
+    elif c.op == "sparse_fmha":
+        seen = c.b * c.s_q * c.topk
+    else:
+        at = _positions(c)
+        seen = _seen(Span.sliding_window(c.s_q, c.window, at["q_offset"] - at["kv_offset"]), c, c.s_kv)
+        compressed = Span.compressed(c.s_q, c.ratio, at["q_offset"])
+        seen += c.b * c.s_q * c.topk if c.topk else _seen(compressed, c, c.s_c)
+    rows = c.b * c.s_q * c.h_q
+    read = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(operands))
+    return 4.0 * c.d * c.h_q * seen, float(read + rows * (2 * c.d + 4))
+
+
+def _seen(span: Span, c: Case, s_kv: int) -> int:
+    start, stop = (np.asarray(x, np.int64) for x in span.bounds(c.b, c.s_q, s_kv))
+    return int(np.maximum(stop - start, 0).sum())
+
+
+def _positions(c: Case) -> dict[str, int]:
+    """The queries stand at the end of a context, and so does the window cache."""
+    end = max(c.s_c * c.ratio, c.s_kv)
+    return {"q_offset": end - c.s_q, "kv_offset": end - c.s_kv}
+
+
+def _operands(c: Case, key: jax.Array) -> dict[str, jax.Array]:
+    keys = iter(jax.random.split(key, 8))
+
+    def normal(*shape: int) -> jax.Array:
+        return jax.random.normal(next(keys), shape, c.dtype)
+
+    arrays = {"q": normal(c.b, c.s_q, c.h_q, c.d)}
+    if c.op == "fmha":
+        arrays["k"] = normal(c.b, c.s_kv, c.h_kv, c.d)
+        if not c.shared_kv:
+            arrays["v"] = normal(c.b, c.s_kv, c.h_kv, c.d)
+    elif c.op == "sparse_fmha":
+        arrays["kv"] = normal(c.b, c.s_kv, c.d)
+    else:
+        arrays["window_kv"], arrays["compressed_kv"] = normal(c.b, c.s_kv, c.d), normal(c.b, c.s_c, c.d)
+    if c.topk:
+        entries = c.s_c or c.s_kv
+        some = lambda key: jnp.argsort(jax.random.bits(key, (entries,)))[: c.topk]  # noqa: E731
+        per_query = jax.random.split(next(keys), c.b * c.s_q)
+        arrays["indices"] = jax.lax.map(some, per_query, batch_size=256).reshape(c.b, c.s_q, c.topk)
+    if c.sink != "none":
+        arrays["sink"] = jax.random.normal(next(keys), (c.h_q,))
+    return arrays
+
+
+def _call(row: Row, name: str, **operands: jax.Array) -> Any:
+    """What the contestant of this name makes of a row's operands."""
+    c = row.case
+    if name in ("cudnn", "xla"):
+        return _jax_nn(c, name, **operands)
+    choices: dict[str, Any] = {"implementation": "cubin"}
+    if c.op == "fmha":
+        choices["span"] = SPANS[c.span](None, c)
+    if c.op == "dsv4_attention":
+        choices |= {"method": row.method if name == "ours" else name, "window": c.window, "ratio": c.ratio}
+        choices |= _positions(c)
+    return OPS[c.op](**operands, **choices)
+
+
+def _jax_nn(c: Case, implementation: Any, *, q: Any, k: Any, v: Any = None, sink: Any = None) -> Any:
+    """jax.nn knows no sinks: it does without."""
+    logits = 4 * c.b * c.h_q * c.s_q * c.s_kv
+    if implementation == "xla" and logits > _memory() // 4:
+        raise MemoryError(f"{logits / 2**30:.0f} GiB of logits")
+    window = (c.window - 1, 0) if c.span == "window" else None
+    return jax.nn.dot_product_attention(
+        q,
+        k,
+        k if v is None else v,
+        is_causal=c.span != "full",
+        local_window_size=window,
+        implementation=implementation,
+    )
+
+
+def _memory() -> int:
+    return (jax.local_devices(backend="cuda")[0].memory_stats() or {})["bytes_limit"]
+
+
+def _compiled(name: str, f: Callable[..., Any], operands: Sequence[Any]) -> Callable[..., Any]:
+    """`f` as an executable that the profiler calls jit_NAME, of kernels that it sees one by one."""
+
+    def named(operands: Any) -> Any:
+        return f(**operands)
+
+    named.__name__ = name
+    run = jax.jit(named).lower(operands[0]).compile(compiler_options=_KERNEL_BY_KERNEL)
+    jax.block_until_ready(run(operands[0]))
+    began = time.monotonic()
+    jax.block_until_ready(run(operands[0]))
+    seconds = time.monotonic() - began
+    if name in ("cudnn", "xla") and seconds > _SLOWEST_PEER:
+        raise TimeoutError(f"{seconds * 1e3:.0f} ms a call")
+    return run
+
+
+def _yardsticks() -> dict[str, Contestant]:
+    a, b = (jax.random.normal(key, (_MATMUL, _MATMUL), jnp.bfloat16) for key in jax.random.split(jax.random.key(1)))
+    matmul = [{"a": a, "b": b}, {"a": b, "b": a}]
+    copy = [{"x": jnp.full((_COPY_BYTES // 4,), i, jnp.float32)} for i in range(2)]
+    return {
+        "matmul": (_compiled("matmul", lambda a, b: a @ b, matmul), matmul),
+        "copy": (_compiled("copy", lambda x: x.copy(), copy), copy),
+    }
+
+
+def _interleaved(contestants: dict[str, Contestant], rounds: int) -> dict[str, dict[str, Any]]:
+    """Every contestant's times, from one trace."""
+    bursts = {name: _burst(*contestant) for name, contestant in contestants.items()}
+    options = jax.profiler.ProfileOptions()
+    options.host_tracer_level = options.python_tracer_level = 0
+    with tempfile.TemporaryDirectory() as folder:
+        jax.profiler.start_trace(folder, profiler_options=options)
+        for _ in range(rounds):
+            for name, (run, sets) in contestants.items():
+                jax.block_until_ready([run(sets[i % len(sets)]) for i in range(bursts[name])][-1])
+        jax.profiler.stop_trace()
+        (path,) = Path(folder).rglob("*.xplane.pb")
+        events = kernels(jax.profiler.ProfileData.from_file(str(path)))
+    return {name: summary(name, events[f"jit_{name}"], bursts[name], rounds) for name in contestants}
+
+
+def _burst(run: Callable[..., Any], sets: Sequence[Any]) -> int:
+    """How many calls to make in a row."""
+    began = time.monotonic()
+    jax.block_until_ready([run(operands) for operands in sets[:2]])
+    return max(3, min(20, int(_BURST_SECONDS * 2 / (time.monotonic() - began))))
+
+
+Event = tuple[float, float, str]
+"""start and duration in ns, name"""
+
+
+def kernels(profile: Any) -> dict[str, list[Event]]:
+    """What ran on the GPU for every HLO module, in order."""
+    events: dict[str, list[Event]] = defaultdict(list)
+    for plane in profile.planes:
+        if not plane.name.startswith("/device:GPU"):
+            continue
+        for line in plane.lines:
+            if not line.name.startswith("Stream"):  # the other lines are made from these
+                continue
+            for event in line.events:
+                module = dict(event.stats).get("hlo_module", "")
+                events[str(module)].append((event.start_ns, event.duration_ns, event.name))
+    return {module: sorted(found) for module, found in events.items()}
+
+
+def summary(name: str, events: Sequence[Event], burst: int, rounds: int) -> dict[str, Any]:
+    """The time of a call: the median over the rounds, every round's, and those of its kernels."""
+    each, left = divmod(len(events), burst * rounds)
+    if each == 0 or left:
+        raise RuntimeError(f"{name}: the profiler saw {len(events)} kernels in {burst * rounds} calls")
+    calls = [events[i : i + each] for i in range(0, len(events), each)]
+    seconds = [1e-9 * sum(duration for _, duration, _ in call) for call in calls]
+    medians = [statistics.median(seconds[i : i + burst]) for i in range(0, len(seconds), burst)]
+    durations: dict[str, list[float]] = defaultdict(list)
+    for _, duration, kernel in events:
+        durations[kernel].append(1e-9 * duration)
+    return {
+        "seconds": statistics.median(medians),
+        "rounds": medians,
+        "kernels": {kernel: statistics.median(x) for kernel, x in durations.items()},
+    }
+
+
+def tables(rows: Iterable[dict[str, Any]]) -> list[str]:
+    """One for each suite."""
+    suites: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        suites[row["suite"]].append(row)
+    return [f"{suite}\n{_table(found)}" for suite, found in suites.items()]
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> str:
+    peers = [name for name in _PEERS if any(name in row["times"] for row in rows)]
+    header = ["row", "us", "spread", "TFLOP/s", "of M", "GB/s", "of C"]
+    for peer in peers:
+        header += [f"{peer} us", "ratio"]
+    lines: list[list[str]] = []
+    notes: dict[tuple[str, str], int] = defaultdict(int)
+    for row in rows:
+        ours = row["times"].get("ours")
+        line = [row["name"], *["-"] * 6]
+        if ours:
+            rate, flow = row["flops"] / ours["seconds"], row["bytes"] / ours["seconds"]
+            line[1:] = [
+                f"{ours['seconds'] * 1e6:.1f}",
+                f"{spread(ours['rounds']):.1%}",
+                f"{rate / 1e12:.0f}",
+                f"{rate / row['matmul_flops_per_s']:.2f}",
+                f"{flow / 1e9:.0f}",
+                f"{flow / row['copy_bytes_per_s']:.2f}",
+            ]
+        for peer in peers:
+            theirs = row["times"].get(peer)
+            line.append(f"{theirs['seconds'] * 1e6:.1f}" if theirs else "-")
+            line.append(f"{theirs['seconds'] / ours['seconds']:.2f}" if theirs and ours else "-")
+        lines.append(line)
+        for skipped in row["skipped"].items():
+            notes[skipped] += 1
+    matmul = statistics.median(row["matmul_flops_per_s"] for row in rows) / 1e12
+    copy = statistics.median(row["copy_bytes_per_s"] for row in rows) / 1e9
+    foot = f"M {matmul:.0f} TFLOP/s, C {copy:.0f} GB/s; ratio: the peer's time over ours"
+    why = [f"- {name}, {n} row{'s' * (n > 1)}: {text}" for (name, text), n in notes.items()]
+    return "\n".join([table(header, lines), foot, *why])
+
+
+def spread(rounds: Sequence[float]) -> float:
+    """Of the middle half of the rounds, as a part of their median."""
+    low, median, high = statistics.quantiles(rounds, n=4) if len(rounds) > 1 else [rounds[0]] * 3
+    return (high - low) / median

@@ -1,0 +1,119 @@
+"""`python -m jax_dsv4_fmha info`: versions, devices, and the kernels that are built in."""
+
+import importlib.metadata
+import platform
+from dataclasses import asdict
+from typing import Any
+
+import jax
+
+from . import _ffi
+from ._report import output, table, write_json
+
+
+def machine() -> dict[str, Any]:
+    """The versions and devices that a measurement depends on."""
+    driver = _Driver()
+    versions = {
+        **{name: _version(name) for name in ("jax_dsv4_fmha", "jax", "jaxlib", "numpy")},
+        "python": platform.python_version(),
+        "cuda_driver": driver.version,
+        "kernels": _ffi.manifest()["toolchain"] or None,
+    }
+    return {"versions": versions, "devices": [_device(device, driver) for device in jax.local_devices()]}
+
+
+def info(json_path: str | None) -> int:
+    facts = {
+        **machine(),
+        "library": str(_ffi.library_path()) if _ffi.library_path() else None,
+        "variants": [asdict(v) for v in _ffi.variants()],
+    }
+    if json_path is not None:
+        write_json(facts, json_path)
+    if json_path != "-":
+        print(_text(facts), file=output(json_path))
+    return 0
+
+
+def _text(facts: dict[str, Any]) -> str:
+    versions = table(("version", ""), [(k, v or "not found") for k, v in facts["versions"].items()], left=2)
+    devices = table(
+        ("device", "platform", "capability", "SMs", "memory"),
+        [
+            (
+                d["name"],
+                d["platform"],
+                d["compute_capability"] or "",
+                str(d["sms"] or ""),
+                f"{d['memory_bytes'] / 2**30:.0f} GiB" if d["memory_bytes"] else "",
+            )
+            for d in facts["devices"]
+        ],
+        left=2,
+    )
+    variants = table(
+        ("op", "arch", "dtype", "d", "V", "threads", "registers", "SMEM KiB", "spills", "cubin KiB"),
+        [
+            (
+                v["op"],
+                v["arch"],
+                v["dtype"],
+                str(v["d"]),
+                "is K" if v["shared_kv"] else "apart",
+                str(v["threads"]),
+                str(v["registers"]),
+                f"{v['smem_bytes'] / 1024:.1f}",
+                str(v["spill_bytes"]),
+                f"{v['cubin_bytes'] / 1024:.1f}",
+            )
+            for v in facts["variants"]
+        ],
+        left=3,
+    )
+    if not facts["variants"]:
+        variants = "No kernels are built in: everything runs on the reference."
+    return f"{versions}\nlibrary: {facts['library'] or 'none'}\n\n{devices}\n\n{variants}"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _device(device: Any, driver: "_Driver") -> dict[str, Any]:
+    sms, memory = driver.device(device.local_hardware_id) if device.platform == "gpu" else (None, None)
+    return {
+        "name": device.device_kind,
+        "platform": device.platform,
+        "compute_capability": getattr(device, "compute_capability", None),
+        "sms": sms,
+        "memory_bytes": memory,
+    }
+
+
+class _Driver:
+    """What cuda-python knows, where it is installed and finds a driver; None where not."""
+
+    def __init__(self) -> None:
+        self.version: str | None = None
+        try:
+            from cuda.bindings import driver
+
+            if driver.cuInit(0)[0] != driver.CUresult.CUDA_SUCCESS:
+                return
+        except (ImportError, RuntimeError):  # no cuda-python, no libcuda
+            return
+        self.cuda = driver
+        version = driver.cuDriverGetVersion()[1]
+        self.version = f"{version // 1000}.{version % 1000 // 10}"
+
+    def device(self, ordinal: int) -> tuple[int | None, int | None]:
+        """(SMs, bytes of memory)"""
+        if self.version is None:
+            return None, None
+        handle = self.cuda.cuDeviceGet(ordinal)[1]
+        count = self.cuda.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+        return self.cuda.cuDeviceGetAttribute(count, handle)[1], self.cuda.cuDeviceTotalMem(handle)[1]

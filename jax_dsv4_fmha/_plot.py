@@ -1,0 +1,97 @@
+"""The picture of a bench: what the machine allows, and how near to it each row comes."""
+
+import math
+import statistics
+from typing import Any
+
+_COLORS = {"dsv4": "#4053d3", "dense": "#b51d14", "window": "#00806c"}
+_PEERS = {"two_pass": "#a9b4e8", "cudnn": "#8a8a8a", "xla": "#cfcfcf"}
+_BAR = 0.29
+
+Rows = list[dict[str, Any]]
+
+
+def draw(results: dict[str, Any], path: str) -> None:
+    """A roofline beside bars, into a .png or .svg."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as e:
+        raise SystemExit("--plot needs matplotlib: pip install 'jax_dsv4_fmha[plot]'") from e
+    rows = [row for row in results["rows"] if "ours" in row["times"]]
+    if not rows:
+        raise SystemExit("--plot: no row holds a time of ours")
+    figure = Figure(figsize=(15, max(5.0, 1.5 + 0.34 * len(rows))), layout="constrained")
+    roofline, bars = figure.subplots(1, 2, width_ratios=(1, 1.25))
+    _roofline(roofline, rows)
+    _bars(bars, rows)
+    for axes in (roofline, bars):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_axisbelow(True)
+    versions = ", ".join(f"{name} {x}" for name, x in results["versions"].items() if x and name != "kernels")
+    figure.suptitle(f"jax_dsv4_fmha on {results['devices'][0]['name']}", fontweight="bold")
+    figure.supxlabel(f"{results['date'][:10]}: {versions}", fontsize=8, color="#606060")
+    figure.savefig(path, dpi=150)
+
+
+def _roof(row: dict[str, Any]) -> float:
+    """The least time that the machine's matrix rate and copy rate allow."""
+    return max(row["flops"] / row["matmul_flops_per_s"], row["bytes"] / row["copy_bytes_per_s"])
+
+
+def _roofline(axes: Any, rows: Rows) -> None:
+    matmul = statistics.median(row["matmul_flops_per_s"] for row in rows) / 1e12
+    copy = statistics.median(row["copy_bytes_per_s"] for row in rows) / 1e12
+    points = [(row["flops"] / row["bytes"], row["flops"] / row["times"]["ours"]["seconds"] / 1e12) for row in rows]
+    intensities, rates = zip(*points, strict=True)
+    ridge = matmul / copy
+    left, right = min(*intensities, ridge / 4) / 1.3, max(*intensities, ridge * 4) * 1.3
+    axes.loglog([left, ridge, right], [copy * left, matmul, matmul], color="#303030", linewidth=1.5)
+    for suite, color in _COLORS.items():
+        ours = [point for point, row in zip(points, rows, strict=True) if row["suite"] == suite]
+        if ours:
+            axes.scatter(*zip(*ours, strict=True), color=color, s=48, alpha=0.8, label=suite, linewidths=0)
+    low = min(*rates, copy * left)
+    axes.set_yticks([t for n in range(7) for t in (10.0**n, 2 * 10.0**n, 5 * 10.0**n) if low / 2 < t < 2 * matmul])
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.minorticks_off()
+    axes.set(xlim=(left, right), ylim=(low / 1.3, matmul * 1.5))
+    axes.annotate(
+        f"matrix product, {matmul:.0f} TFLOP/s", (right, matmul), (-4, 5), textcoords="offset points", ha="right"
+    )
+    along = {"rotation": math.degrees(math.atan(copy)), "rotation_mode": "anchor", "transform_rotates_text": True}
+    middle = math.sqrt(left * ridge)
+    axes.text(middle / 1.08, copy * middle * 1.08, f"copy, {copy:.2f} TB/s", ha="center", va="bottom", **along)
+    axes.set(xlabel="FLOP for each byte that must move", ylabel="TFLOP/s on visible keys")
+    axes.set_title("What the machine allows, and each row")
+    axes.grid(which="major", color="#e8e8e8")
+    axes.legend(frameon=False, loc="lower right")
+
+
+def _bars(axes: Any, rows: Rows) -> None:
+    used = dict[str, str]()
+    for y, row in enumerate(rows):
+        names = ["ours", *(name for name in _PEERS if name in row["times"])]
+        for i, name in enumerate(names):
+            label, color = (row["suite"], _COLORS[row["suite"]]) if name == "ours" else (name, _PEERS[name])
+            seconds, at = row["times"][name]["seconds"], y + (i - (len(names) - 1) / 2) * _BAR
+            share = _roof(row) / seconds
+            axes.barh(at, share, _BAR * 0.94, color=color, label="_" if label in used else label)
+            axes.annotate(
+                _microseconds(seconds), (share, at), (3, 0), textcoords="offset points", va="center", fontsize=7
+            )
+            used[label] = color
+    axes.axvline(1, color="#303030", linewidth=1.5)
+    axes.set_yticks(range(len(rows)), [row["name"] for row in rows], fontsize=8)
+    axes.tick_params("y", length=0)
+    axes.invert_yaxis()
+    axes.margins(y=0.01)
+    axes.set(xlim=(0, 1.1), xlabel="share of the roofline")
+    axes.set_title("Device time, and how near to the roofline")
+    axes.grid(axis="x", color="#e8e8e8")
+    axes.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.07), ncols=len(used))
+
+
+def _microseconds(seconds: float) -> str:
+    us = seconds * 1e6
+    return f"{us:.0f} µs" if us >= 20 else f"{us:.1f} µs"

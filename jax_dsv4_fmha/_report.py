@@ -1,0 +1,65 @@
+"""What a person sees: tables, a bar that shows progress, and JSON."""
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, TextIO
+
+_BAR = 24
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """Columns as wide as they must be; the first `left` are aligned to the left, the others to the right."""
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+
+    def line(row: Sequence[str]) -> str:
+        cells = [x.ljust(w) if i < left else x.rjust(w) for i, (x, w) in enumerate(zip(row, widths, strict=True))]
+        return "  ".join(cells).rstrip()
+
+    return "\n".join([line(header), "  ".join("-" * w for w in widths), *map(line, rows)])
+
+
+def output(json_path: str | None) -> TextIO:
+    """Where the text for people goes: stdout, unless that is where the JSON goes."""
+    return sys.stderr if json_path == "-" else sys.stdout
+
+
+def write_json(data: Any, path: str) -> None:
+    """To a file, or to stdout for "-"."""
+    text = json.dumps(data, indent=1) + "\n"
+    if path == "-":
+        sys.stdout.write(text)
+        return
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+class Progress:
+    """A bar on stderr, below the lines that are printed meanwhile."""
+
+    def __init__(self, total: int, shown: bool | None, out: TextIO):
+        """shown=None is only where stderr is a terminal; `out` is where lines are printed."""
+        self.total, self.done, self.out = total, 0, out
+        self.shown = sys.stderr.isatty() if shown is None else shown
+        self.began = time.monotonic()
+
+    def begin(self, label: str) -> None:
+        """The next one of `total` begins."""
+        if not self.shown:
+            return
+        full = _BAR * self.done // self.total
+        seconds = time.monotonic() - self.began
+        bar = f"[{'#' * full}{'.' * (_BAR - full)}] {self.done}/{self.total} {seconds:.0f} s  {label[:70]}"
+        sys.stderr.write(f"\r\033[K{bar}")
+        sys.stderr.flush()
+        self.done += 1
+
+    def print(self, text: str) -> None:
+        self.clear()
+        print(text, file=self.out, flush=True)
+
+    def clear(self) -> None:
+        if self.shown:
+            sys.stderr.write("\r\033[K")
+            sys.stderr.flush()

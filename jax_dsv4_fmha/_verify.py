@@ -1,0 +1,151 @@
+"""`python -m jax_dsv4_fmha check`: the table of cases on this machine.
+
+With a GPU that kernels are built for: every kernel against the reference in float32, run twice into buffers of other
+content, with bitwise equal results. Without: the reference against loops in float64, for the small cases.
+"""
+
+import fnmatch
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import _ffi
+from ._cases import CASES, Case, run_float64, run_into, run_reference
+from ._compare import FP32, FP32_LARGE, Verdict, compare
+from ._info import machine
+from ._report import Progress, output, write_json
+
+PASSED, FAILED, NOT_BUILT, SKIPPED = "passed", "FAILED", "not built", "skipped"
+
+_BYTES_PER_ELEMENT = 32  # of q, at the peak: q and two results in 16 bits, the reference and the comparison in fp32
+
+
+@dataclass(frozen=True)
+class Check:
+    """A case; of a whole layer, by one of the methods."""
+
+    case: Case
+    method: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.case.name if self.method is None else f"{self.case.name} {self.method}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    name: str
+    status: str
+    detail: str
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.status:9} {self.seconds:5.1f} s  {self.name}: {self.detail}"
+
+
+def check(pattern: str | None, json_path: str | None, progress: bool | None) -> int:
+    out = output(json_path)
+    on_gpu, why = _mode()
+    print(why, file=out, flush=True)
+    one = _check_kernel if on_gpu else _check_reference
+    checks = [x for x in (kernel_checks() if on_gpu else reference_checks()) if matches(x.name, pattern)]
+    if not checks:
+        print(f"No case matches {pattern!r}.", file=out)
+        return 2
+    bar = Progress(len(checks), progress, out)
+    outcomes = []
+    for x in checks:
+        bar.begin(x.name)
+        outcomes.append(_outcome(x, one))
+        bar.print(str(outcomes[-1]))
+    bar.clear()
+    counts = Counter(outcome.status for outcome in outcomes)
+    print(", ".join(f"{n} {status}" for status, n in counts.items()), file=out)
+    if json_path is not None:
+        against = "kernels, reference" if on_gpu else "reference, float64"
+        write_json({**machine(), "compared": against, "cases": [asdict(x) for x in outcomes]}, json_path)
+    return 1 if counts[FAILED] else 0
+
+
+def matches(name: str, pattern: str | None) -> bool:
+    """A shell pattern for the whole name, or a part of it."""
+    return pattern is None or pattern in name or fnmatch.fnmatchcase(name, pattern)
+
+
+def kernel_checks() -> list[Check]:
+    return [
+        Check(case, method)
+        for case in CASES
+        for method in (("two_pass", "fused") if case.op == "dsv4_attention" else (None,))
+    ]
+
+
+def reference_checks() -> list[Check]:
+    return [Check(case) for case in CASES if case.is_small]
+
+
+def _mode() -> tuple[bool, str]:
+    """Whether kernels can be checked here, and what to say about it."""
+    local, built = _ffi.local_architectures(), {v.arch for v in _ffi.variants()}
+    if built.intersection(local):
+        return True, "Kernels against the reference in float32, each run twice into buffers of other content."
+    why = "This machine has no CUDA device" if not local else f"No kernels are built for {', '.join(local)}"
+    return False, f"{why}: the reference against loops in float64, small cases only."
+
+
+def _device() -> jax.Device:
+    return jax.local_devices(backend="cuda")[0]
+
+
+def _outcome(x: Check, one: Callable[[Check], tuple[str, str]]) -> Outcome:
+    began = time.monotonic()
+    try:
+        status, detail = one(x)
+    except NotImplementedError as e:
+        status, detail = NOT_BUILT, reason(e)
+    except Exception as e:  # one broken case must not hide the others
+        status, detail = FAILED, reason(e)
+    return Outcome(x.name, status, detail, time.monotonic() - began)
+
+
+def _check_kernel(x: Check) -> tuple[str, str]:
+    case = x.case
+    wanted = case.b * case.s_q * case.h_q * case.d * _BYTES_PER_ELEMENT
+    limit = (_device().memory_stats() or {}).get("bytes_limit", wanted)
+    if wanted > limit:
+        return SKIPPED, f"needs {wanted / 2**30:.0f} GiB of device memory, has {limit / 2**30:.0f} GiB"
+    choices = {} if x.method is None else {"method": x.method}
+    got, again = run_into(case, (0.0, np.nan), implementation="cubin", **choices)
+    changed = sum(int(_differing(a, b)) for a, b in zip(got, again, strict=True))
+    del again
+    return _judge(compare(got, run_reference(case)), f"{changed} elements differ in the second run" if changed else "")
+
+
+def _check_reference(x: Check) -> tuple[str, str]:
+    tolerances = FP32_LARGE if "large" in x.case.features else FP32
+    return _judge(compare(run_reference(x.case), run_float64(x.case), tolerances))
+
+
+def _judge(verdicts: Sequence[Verdict], complaint: str = "") -> tuple[str, str]:
+    if complaint or not all(v.passed for v in verdicts):
+        return FAILED, "; ".join([*map(str, verdicts), complaint] if complaint else map(str, verdicts))
+    return PASSED, ", ".join(f"{v.name} within {v.max_abs:.1e}" for v in verdicts)
+
+
+@jax.jit
+def _differing(x: Any, y: Any) -> jax.Array:
+    """How many elements differ in their bits."""
+    bits = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+    return jnp.sum(jax.lax.bitcast_convert_type(x, bits) != jax.lax.bitcast_convert_type(y, bits))
+
+
+def reason(e: Exception) -> str:
+    """What an error says, on one line; what is built stands in `info`."""
+    first = (str(e).strip().splitlines() or ["no reason given"])[0]
+    return f"{type(e).__name__}: {first.split(', built ')[0][:300]}"

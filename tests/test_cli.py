@@ -1,0 +1,277 @@
+"""python -m jax_dsv4_fmha, as far as it goes without a GPU."""
+
+import dataclasses
+import json
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from jax_dsv4_fmha import _bench, _cases, _ffi, _verify
+from jax_dsv4_fmha.__main__ import main
+from jax_dsv4_fmha._cases import Case
+
+VARIANT = _ffi.Variant("fwd_sm_90a_d64", "fwd", "sm_90a", 64, "bfloat16", False, 384, 168, 83016, 0, 42488)
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(_ffi, "local_architectures", lambda: ())
+
+
+@pytest.fixture
+def built(monkeypatch):
+    monkeypatch.setattr(_ffi, "variants", lambda: (VARIANT,))
+
+
+@pytest.fixture
+def gpu(monkeypatch, built):
+    """As if there were a GPU with memory enough; ops then run on the CPU."""
+    monkeypatch.setattr(_ffi, "local_architectures", lambda: ("sm_90a",))
+    device = types.SimpleNamespace(memory_stats=lambda: {"bytes_limit": 2**30})
+    monkeypatch.setattr(_verify, "_device", lambda: device)
+
+
+@pytest.mark.usefixtures("built")
+class TestInfo:
+    def test_prints_versions_and_variants(self, capsys):
+        assert main(["info"]) == 0
+        text = capsys.readouterr().out
+        assert jax.__version__ in text and "42488" not in text
+        (line,) = (line for line in text.splitlines() if "sm_90a" in line)
+        assert line.split() == ["fwd", "sm_90a", "bfloat16", "64", "apart", "384", "168", "81.1", "0", "41.5"]
+
+    def test_json(self, capsys, tmp_path):
+        assert main(["info", "--json"]) == 0
+        facts = json.loads(capsys.readouterr().out)
+        assert facts["variants"] == [dataclasses.asdict(VARIANT)] and facts["versions"]["jax"] == jax.__version__
+        assert main(["info", "--json", str(tmp_path / "info.json")]) == 0
+        assert json.loads((tmp_path / "info.json").read_text()) == facts
+        assert "sm_90a" in capsys.readouterr().out
+
+
+def test_info_without_kernels(monkeypatch, capsys):
+    monkeypatch.setattr(_ffi, "variants", lambda: ())
+    assert main(["info"]) == 0
+    assert "No kernels are built in" in capsys.readouterr().out
+
+
+class TestCheckTheReference:
+    @pytest.fixture(autouse=True)
+    def table(self, monkeypatch):
+        cases = [Case("fmha", s_q=2, s_kv=9, d=d) for d in (64, 8)] + [Case("sparse_fmha", topk=3)]
+        monkeypatch.setattr(_verify, "CASES", cases)
+
+    def test_passes(self, capsys):
+        assert main(["check", "--filter", "fmha-s_q2*", "--progress"]) == 0
+        text, bar = capsys.readouterr()
+        assert "no CUDA device" in text and "passed" in text and text.splitlines()[-1] == "2 passed"
+        assert "0/2" in bar and "1/2" in bar
+
+    def test_json(self, capsys):
+        assert main(["check", "--filter", "fmha-s_q2*", "--json"]) == 0
+        text, rest = capsys.readouterr()
+        data = json.loads(text)
+        assert data["compared"] == "reference, float64" and "2 passed" in rest and "/2" not in rest
+        assert [case["status"] for case in data["cases"]] == ["passed"] * 2
+
+    @pytest.mark.parametrize("broken", [lambda o: o.at[0, 0, 0, 0].add(1), lambda o: o.at[0, 0, 0, 0].set(np.nan)])
+    def test_fails(self, capsys, monkeypatch, broken):
+        def run(case):
+            o, lse = _cases.run_reference(case)
+            return broken(o), lse
+
+        monkeypatch.setattr(_verify, "run_reference", run)
+        assert main(["check", "--filter", "fmha-s_q2*"]) == 1
+        text = capsys.readouterr().out
+        assert text.count("FAILED") > 2 and text.splitlines()[-1] == "2 FAILED"
+
+    def test_an_error_fails_one_case_only(self, capsys, monkeypatch):
+        def run(case):
+            if case.d == 64:
+                raise RuntimeError("broken\nand more")
+            return _cases.run_reference(case)
+
+        monkeypatch.setattr(_verify, "run_reference", run)
+        assert main(["check", "--filter", "fmha-s_q2*"]) == 1
+        text = capsys.readouterr().out
+        assert "RuntimeError: broken\n" in text and text.splitlines()[-1] == "1 FAILED, 1 passed"
+
+    def test_a_part_of_the_name_will_do(self, capsys):
+        assert main(["check", "--filter", "topk3"]) == 0
+        assert capsys.readouterr().out.splitlines()[-1] == "1 passed"
+
+    def test_nothing_matches(self, capsys):
+        assert main(["check", "--filter", "nonsense"]) == 2
+        assert "No case matches 'nonsense'" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("gpu")
+class TestCheckKernels:
+    """The kernels' place is taken by the reference."""
+
+    @pytest.fixture(autouse=True)
+    def table(self, monkeypatch):
+        cases = (
+            Case("fmha", s_q=4, s_kv=9, sink="normal"),
+            Case("sparse_fmha", s_q=4, s_kv=9, d=16, topk=3, features=("nan",)),
+            Case("dsv4_attention", s_q=4, s_kv=9, d=16, s_c=2, ratio=4),
+            Case("fmha", s_q=2**20, h_q=64),
+        )
+        monkeypatch.setattr(_verify, "CASES", cases)
+
+    def run(self, monkeypatch, change=lambda results: results):
+        def run_into(case, fills, *, implementation, method=None):
+            assert implementation == "cubin"
+            if case.op == "sparse_fmha":
+                raise NotImplementedError("sparse_fmha: got this, wanted that, built so much")
+            return change([_cases.run(case) for _ in fills])
+
+        monkeypatch.setattr(_verify, "run_into", run_into)
+
+    def test_passes(self, monkeypatch, capsys):
+        self.run(monkeypatch)
+        assert main(["check"]) == 0
+        text = capsys.readouterr().out
+        assert " two_pass: o within" in text and " fused: o within" in text
+        assert "NotImplementedError: sparse_fmha: got this, wanted that\n" in text
+        assert "needs 128 GiB of device memory, has 1 GiB" in text
+        assert text.splitlines()[-1] == "3 passed, 1 not built, 1 skipped"
+
+    def test_another_second_result_fails(self, monkeypatch, capsys):
+        self.run(monkeypatch, lambda results: [results[0], (results[1][0].at[0, 0].add(0.001), results[1][1])])
+        assert main(["check", "--filter", "fmha-s_q4*"]) == 1
+        assert "; 64 elements differ in the second run" in capsys.readouterr().out
+
+
+def test_results_go_into_buffers_that_were_filled():
+    case = Case("fmha", s_q=4, s_kv=9)
+    for o, lse in _cases.run_into(case, (0.0, np.nan), implementation="reference"):
+        want = _cases.run(case)
+        np.testing.assert_array_equal(o, want[0])
+        np.testing.assert_array_equal(lse, want[1])
+
+
+class TestBench:
+    def test_needs_a_gpu(self, capsys):
+        assert main(["bench"]) == 2
+        assert "sees none here" in capsys.readouterr().out
+
+    def test_names_of_rows_are_unique(self):
+        assert len({row.name for row in _bench.ROWS}) == len(_bench.ROWS)
+
+    @pytest.mark.parametrize("row", _bench.ROWS, ids=lambda row: row.name)
+    def test_work(self, row):
+        """Known by a formula, where there is one."""
+        c = row.case
+        flops, moved = _bench.work(c)
+        keys = {
+            "full": c.s_kv,
+            "causal": (c.s_kv + 1) / 2,
+            "window": c.window - c.window * (c.window - 1) / 2 / c.s_q,
+        }[c.span]
+        if c.op != "fmha":
+            keys = c.topk + (c.window if c.op == "dsv4_attention" else 0)
+        if c.op == "dsv4_attention" and not c.topk:
+            keys = c.window + sum((61440 + i + 1) // 128 for i in range(c.s_q)) / c.s_q
+        rows = c.b * c.s_q * c.h_q
+        assert flops == pytest.approx(4 * c.d * rows * keys)
+        assert moved > rows * (4 * c.d + 4)
+
+    def test_indices_are_permutations(self):
+        case = Case("sparse_fmha", s_q=5, s_kv=40, topk=30)
+        indices = np.sort(_bench._operands(case, jax.random.key(0))["indices"])
+        assert indices.shape == (1, 5, 30) and (np.diff(indices) > 0).all() and indices.min() >= 0
+        assert indices.max() < 40 and len(np.unique(indices, axis=1)[0]) == 5
+
+    def test_a_layer_has_two_ways(self):
+        row = next(row for row in _bench.ROWS if row.case.ratio == 128)
+        case = dataclasses.replace(row.case, s_q=4, s_kv=131, h_q=2, d=16)
+        small = dataclasses.replace(row, case=case)
+        operands = _bench._operands(case, jax.random.key(0))
+        with pytest.raises((NotImplementedError, ValueError), match="cubin"):
+            _bench._call(small, "two_pass", **operands)
+
+    def test_kernels_of_a_trace(self):
+        def event(start, name, module):
+            return types.SimpleNamespace(
+                start_ns=float(start), duration_ns=10.0 + start, name=name, stats=[("hlo_module", module)]
+            )
+
+        def line(name, *events):
+            return types.SimpleNamespace(name=name, events=events)
+
+        first = line("Stream #1", *(event(i, "ab"[i % 2], "jit_ours") for i in (3, 2, 1, 0)), event(9, "c", "jit_xla"))
+        planes = [
+            types.SimpleNamespace(name="/device:GPU:0", lines=[first, line("XLA Ops", event(5, "a", "jit_ours"))]),
+            types.SimpleNamespace(name="/host:CPU", lines=[line("Stream #2", event(7, "h", "jit_ours"))]),
+        ]
+        found = _bench.kernels(types.SimpleNamespace(planes=planes))
+        assert [name for _, _, name in found["jit_ours"]] == ["a", "b", "a", "b"] and len(found["jit_xla"]) == 1
+        times = _bench.summary("ours", found["jit_ours"], burst=1, rounds=2)
+        assert times["rounds"] == pytest.approx([21e-9, 25e-9]) and times["seconds"] == pytest.approx(23e-9)
+        assert times["kernels"] == pytest.approx({"a": 11e-9, "b": 12e-9})
+        with pytest.raises(RuntimeError, match="saw 4 kernels in 3 calls"):
+            _bench.summary("ours", found["jit_ours"], burst=3, rounds=1)
+
+
+@pytest.fixture
+def results(tmp_path):
+    """What a bench might have written."""
+
+    def times(us):
+        return {"seconds": us * 1e-6, "rounds": [us * x * 1e-6 for x in (0.99, 1, 1.01)], "kernels": {}}
+
+    rows = []
+    for row in _bench.ROWS:
+        flops, moved = _bench.work(row.case)
+        floor = 1e6 * max(flops / 800e12, moved / 4.2e12)
+        rows.append(
+            {
+                "suite": row.suite,
+                "name": row.name,
+                "flops": flops,
+                "bytes": moved,
+                "matmul_flops_per_s": 800e12,
+                "copy_bytes_per_s": 4.2e12,
+                "times": {"ours": times(floor / 0.8)} | {peer: times(floor / 0.5) for peer in row.peers[:1]},
+                "skipped": dict.fromkeys(row.peers[1:], "ValueError: no"),
+            }
+        )
+    path = tmp_path / "results.json"
+    machine = {"versions": {"jax": "0.11.2"}, "devices": [{"name": "NVIDIA H200"}]}
+    path.write_text(json.dumps({"date": "2026-01-01T00:00:00+00:00", **machine, "rows": rows}))
+    return path
+
+
+def test_tables_from_results(results, capsys):
+    assert main(["bench", "--from", str(results)]) == 0
+    text = capsys.readouterr().out
+    assert [line for line in text.splitlines() if line in ("dsv4", "dense", "window")] == ["dsv4", "dense", "window"]
+    for row in _bench.ROWS:
+        assert row.name in text
+    assert text.count("1.60") == sum(bool(row.peers) for row in _bench.ROWS) and "ValueError: no" in text
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_plot_from_results(results, suffix, tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"picture.{suffix}"
+    assert main(["bench", "--from", str(results), "--plot", str(path)]) == 0
+    head = path.read_bytes()[:200]
+    assert (b"PNG" if suffix == "png" else b"<svg" if b"<svg" in head else b"<?xml") in head
+
+
+@pytest.mark.parametrize("command", [[], ["info"], ["check"], ["bench"]])
+def test_help(command, capsys):
+    with pytest.raises(SystemExit) as e:
+        main([*command, "--help"])
+    assert e.value.code == 0 and "usage: python -m jax_dsv4_fmha" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [[], ["nothing"], ["bench", "--suite", "nothing"], ["bench", "--rounds", "0"]])
+def test_wrong_arguments(arguments, capsys):
+    with pytest.raises(SystemExit) as e:
+        main(arguments)
+    assert e.value.code == 2
