@@ -303,6 +303,7 @@ class FwdSm90:
             cute.arch.mbarrier_wait(w.bar.q_full, turn & 1)
             tile = RowTile.read(w.smem.info[None, 0, turn & 1], n)
             span = read_span(operands, tile, c.tile_n, w.smem.info[None, 1, turn & 1])
+            s.start(tile, boxed, results)
             self.attend(w, span, span.of_rows(boxed), fills0)
             s.sum_columns()
             s.finish(tile, boxed, w.thread, results, writes_lse=True)
@@ -314,7 +315,6 @@ class FwdSm90:
         """All key tiles of one row tile. fills0 counts the ring's fills before it."""
         c = self.config
         s, bar, tiles = w.softmax, w.bar, span.tiles
-        s.start()
         if tiles == 0:
             w.out.fill(0.0)
             release(bar.q_empty)

@@ -406,6 +406,7 @@ class LatentSm90:
                 self.reopen(x, tile, smem.info[None, 1 + which, turn & 1]) for which, x in enumerate(operands)
             )
             work = Work(sources, tuple(source.of_rows(boxed) for source in sources), evens0, odds0)
+            w.softmax.start(tile, boxed, results)
             self.attend(side, w, work)
             self.finish(side, w, smem.sum[None, None, turn & 1], tile, boxed, o, results)
             turn, evens0, odds0 = turn + 1, evens0 + work.evens, odds0 + work.odds
@@ -441,7 +442,6 @@ class LatentSm90:
     @cute.jit
     def attend(self, side: cutlass.Constexpr, w: Consumer, work: Work):
         """All key tiles of one row tile."""
-        w.softmax.start()
         if work.evens == 0:
             w.out.fill(0.0)
         evens, odds, empty, q_empty = work.evens, work.odds, w.bar.empty, w.bar.q_empty

@@ -35,15 +35,20 @@ class Softmax:
     row_sum: cute.Tensor  # of this thread's columns, until `finish`
     old_max: cute.Tensor
     factor: cute.Tensor  # what was summed before the last step, in units of now
+    sink: cute.Tensor
 
     @staticmethod
     def of(scale_log2: Float32) -> "Softmax":
-        return Softmax(scale_log2, *(cute.make_rmem_tensor(ROWS, Float32) for _ in range(4)))
+        return Softmax(scale_log2, *(cute.make_rmem_tensor(ROWS, Float32) for _ in range(5)))
 
     @cute.jit
-    def start(self):
+    def start(self, tile: RowTile, boxed: BoxedRows, results: RowResults):
+        """For a row tile; its sinks are read now, to be there when `finish` wants them."""
         self.row_max.fill(-Float32.inf)
         self.row_sum.fill(0.0)
+        for r in cutlass.range_constexpr(ROWS):
+            exists, _, head = tile.place(boxed, r)
+            self.sink[r] = load_if(exists, results.sink + head)
 
     @cute.jit
     def remember_max(self):
@@ -103,7 +108,7 @@ class Softmax:
             exists, query, head = tile.place(boxed, r)
             self.factor[r] = Float32(0.0)
             if exists:
-                sink = load(results.sink + head) * LOG2_E
+                sink = self.sink[r] * LOG2_E
                 lse = -Float32.inf
                 if self.row_sum[r] != 0.0:
                     self.factor[r] = 1.0 / (self.row_sum[r] + exp2(sink - self.shift(r)))
@@ -111,6 +116,14 @@ class Softmax:
                 if cutlass.const_expr(writes_lse):  # noqa: SIM102, at compile time
                     if thread % 4 == 0:
                         store(results.lse + tile.row_index(query, head), lse)
+
+
+@cute.jit
+def load_if(wanted: cutlass.Boolean, p: cute.Pointer) -> Float32:
+    value = Float32(0.0)
+    if wanted:
+        value = load(p)
+    return value
 
 
 def exp2(x: Float32) -> Float32:
