@@ -29,7 +29,7 @@ struct CUlaunchConfig {
 };
 static_assert(sizeof(CUlaunchConfig) == 56);
 
-enum DeviceAttribute { kComputeCapabilityMajor = 75, kComputeCapabilityMinor = 76 };
+enum DeviceAttribute { kMultiprocessorCount = 16, kComputeCapabilityMajor = 75, kComputeCapabilityMinor = 76 };
 enum KernelAttribute { kMaxDynamicSharedMemory = 8 };
 enum TensorMapDataType { kFloat16 = 6, kBFloat16 = 9 };
 enum TensorMapOption { kNoInterleave = 0, kSwizzle128B = 3, kPromoteL2To256B = 3, kZeroFill = 0 };

@@ -2,18 +2,19 @@
 #include <cstdio>
 #include <cstring>
 
-#include "fwd_plan.h"
+#include "launch_plan.h"
 #include "registry.h"
 
 using namespace dsv4_fmha;
 
 namespace {
 
-// The parameters as the kernel receives them, in order; tensor maps are left as zeros.
-struct FwdParamBytes {
-  uint32_t count;
-  uint32_t sizes[FwdParams::kMax];
-  unsigned char bytes[FwdParams::kMax][sizeof(CUtensorMap)];
+// What a kernel receives, in order.  A tensor map is shown as its address, and what else it says is in `maps`.
+struct ShownLaunch {
+  uint32_t grid, count;
+  uint32_t sizes[Params::kMax];
+  unsigned char bytes[Params::kMax][sizeof(CUtensorMap)];
+  TensorMapSpec maps[Params::kMax];  // of rank 0 where the parameter is none
 };
 
 }  // namespace
@@ -34,19 +35,26 @@ const unsigned char* dsv4_fmha_cubin(const char* key, size_t* bytes) {
   return nullptr;
 }
 
-// What `fwd` launches for a shape: 0, or -1 with the reason in `error`.  `pointers` are start, stop, sink and lse.
-int dsv4_fmha_plan_fwd(const FwdShape* shape, float scale, int32_t tile_m, int32_t tile_n, int32_t shared_kv,
-                       void* const* pointers, FwdPlan* plan, FwdParamBytes* out, char* error, size_t error_bytes) {
-  if (std::string reason = PlanFwd(*shape, scale, tile_m, tile_n, plan); !reason.empty()) {
+// What a forward target launches for a shape: 0, or -1 with the reason in `error`.
+int dsv4_fmha_plan(const Shape* shape, float scale, const Tiles* tiles, const Addresses* addresses, ShownLaunch* out,
+                   char* error, size_t error_bytes) {
+  Plan plan;
+  if (std::string reason = PlanLaunch(*shape, scale, *tiles, &plan); !reason.empty()) {
     snprintf(error, error_bytes, "%s", reason.c_str());
     return -1;
   }
-  FwdArguments arguments{{}, {}, {}, {}, pointers[0], pointers[1], pointers[2], pointers[3]};
-  FwdParams params(*plan, arguments, shared_kv != 0);
-  out->count = static_cast<uint32_t>(params.count);
-  for (int i = 0; i < params.count; ++i) {
-    out->sizes[i] = params.params[i].bytes;
-    memcpy(out->bytes[i], params.params[i].data, params.params[i].bytes);
+  Addresses at = *addresses;
+  *out = {};
+  out->grid = plan.grid;
+  for (const Param& param : Params(plan, at)) {
+    const uint32_t i = out->count++;
+    out->sizes[i] = param.bytes;
+    if (param.map != nullptr) {
+      memcpy(out->bytes[i], &param.tensor, sizeof param.tensor);
+      out->maps[i] = *param.map;
+    } else {
+      memcpy(out->bytes[i], param.data, param.bytes);
+    }
   }
   return 0;
 }

@@ -61,7 +61,8 @@ struct Launcher {
         CUlibrary library;  // stays loaded as long as the process runs
         error = driver.Failure("cuLibraryLoadData", driver.LibraryLoadData(&library, cubin, nullptr, nullptr, 0, nullptr,
                                                                            nullptr, 0));
-        if (error.empty()) error = driver.Failure("cuLibraryGetKernel", driver.LibraryGetKernel(&kernel, library, symbol));
+        if (!error.empty()) return;
+        error = driver.Failure("cuLibraryGetKernel", driver.LibraryGetKernel(&kernel, library, symbol));
       });
       loaded.error = error;
       auto step = [&](const char* function, auto call) {
@@ -93,39 +94,42 @@ struct LauncherTable {
 LauncherTable Launchers();
 const char* Manifest();
 
-// "sm_90a".  Empty, with the reason in `error`, when it cannot be found out.
-inline const std::string& Architecture(int device, std::string* error) {
-  struct Cache {
-    std::once_flag once;
-    std::string arch, error;
-  };
-  static std::array<Cache, kMaxDevices> caches;
-  static const std::string none;
-  if (device < 0 || device >= kMaxDevices) {
-    *error = "device " + std::to_string(device) + " is out of range, the limit is " + std::to_string(kMaxDevices);
-    return none;
-  }
-  Cache& cache = caches[device];
-  std::call_once(cache.once, [&] {
+// A device, as far as it matters to a launch.
+struct Device {
+  std::once_flag once{};
+  std::string error{};  // why the rest is not known; empty when it is
+  std::string arch{};   // "sm_90a"
+  int processors = 0;
+};
+
+inline const Device& GetDevice(int ordinal) {
+  static std::array<Device, kMaxDevices> devices;
+  static const Device out_of_range{{}, "the device is beyond the " + std::to_string(kMaxDevices) + " that are served"};
+  if (ordinal < 0 || ordinal >= kMaxDevices) return out_of_range;
+  Device& device = devices[ordinal];
+  std::call_once(device.once, [&] {
     const Driver& driver = GetDriver();
-    cache.error = driver.missing;
+    device.error = driver.missing;
     CUdevice id;
     int major, minor;
     auto step = [&](const char* function, auto call) {
-      if (cache.error.empty()) cache.error = driver.Failure(function, call());
+      if (device.error.empty()) device.error = driver.Failure(function, call());
     };
-    step("cuDeviceGet", [&] { return driver.DeviceGet(&id, device); });
-    step("cuDeviceGetAttribute", [&] { return driver.DeviceGetAttribute(&major, kComputeCapabilityMajor, id); });
-    step("cuDeviceGetAttribute", [&] { return driver.DeviceGetAttribute(&minor, kComputeCapabilityMinor, id); });
-    if (cache.error.empty()) {
-      cache.arch = "sm_" + std::to_string(major) + std::to_string(minor) + (major >= 9 ? "a" : "");
+    auto ask = [&](DeviceAttribute attribute, int* value) {
+      step("cuDeviceGetAttribute", [&] { return driver.DeviceGetAttribute(value, attribute, id); });
+    };
+    step("cuDeviceGet", [&] { return driver.DeviceGet(&id, ordinal); });
+    ask(kComputeCapabilityMajor, &major);
+    ask(kComputeCapabilityMinor, &minor);
+    ask(kMultiprocessorCount, &device.processors);
+    if (device.error.empty()) {
+      device.arch = "sm_" + std::to_string(major) + std::to_string(minor) + (major >= 9 ? "a" : "");
     }
   });
-  *error = cache.error;
-  return cache.arch;
+  return device;
 }
 
-// "d=64 bfloat16 sm_90a, ...": what is built for `op`.
+// The keys of what is built for `op`.
 inline std::string Built(std::string_view op) {
   std::string list;
   for (const Launcher& launcher : Launchers()) {

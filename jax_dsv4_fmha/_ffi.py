@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-_TARGETS = ("dsv4_fmha_fwd", "dsv4_fmha_fwd_shared_kv")
+_TARGETS = ("fwd", "fwd_shared_kv", "sparse_fwd", "dsv4_sparse_fwd", "dsv4_dense_fwd")
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,11 @@ def _architecture(compute_capability: str) -> str:
     return f"sm_{major}{minor}" + ("a" if int(major) >= 9 else "")
 
 
+# The kernels as they are: one CUDA device, no checks, no gradient, no batching or sharding rule. All return o like q,
+# with the sink in its denominator, and lse float32 `[b, s_q, h_q]` without it. For operands that do not fit together,
+# and for what is not built, a call raises jax.errors.JaxRuntimeError when it runs.
+
+
 def fwd(
     q: jax.Array,
     k: jax.Array,
@@ -98,27 +103,73 @@ def fwd(
     start: jax.Array,
     stop: jax.Array,
     sink: jax.Array,
+    *,
     scale: float,
 ) -> tuple[jax.Array, jax.Array]:
-    """The forward kernel as it is: one CUDA device, no checks, no gradient, no batching or sharding rule.
+    """Over one interval of keys per query.
 
     Args:
       q: `[b, s_q, h_q, d]`, bfloat16 or float16.
       k: `[b, s_kv, h_kv, d]`, like q.
-      v: like k; None means V is K, which is another kernel.
+      v: like k; None means that V is K, which is another kernel.
       start, stop: int32 `[b, s_q]` within `[0, s_kv]`: query i sees the keys `start <= j < stop`.
       sink: float32 `[h_q]`, -inf for none.
       scale: finite and > 0.
-
-    Returns:
-      o like q, with the sink in its denominator, and lse float32 `[b, s_q, h_q]` without it.
-
-    Raises:
-      jax.errors.JaxRuntimeError: when it runs, for operands that do not fit together and for what is not built.
     """
-    target, kv = ("dsv4_fmha_fwd_shared_kv", (k,)) if v is None else ("dsv4_fmha_fwd", (k, v))
+    if v is None:
+        return _call("fwd_shared_kv", scale, q, k, start, stop, sink)
+    return _call("fwd", scale, q, k, v, start, stop, sink)
+
+
+def sparse_fwd(
+    q: jax.Array, kv: jax.Array, indices: jax.Array, length: jax.Array, sink: jax.Array, *, scale: float
+) -> tuple[jax.Array, jax.Array]:
+    """Over the keys that a query's row of indices names.
+
+    Args:
+      kv: `[b, s_kv, d]`, both K and V.
+      indices: int32 `[b, s_q, topk]`, topk >= 1; an entry outside of `[0, s_kv)` is absent.
+      length: int32 `[b, s_q]`, any value: entries from there on are absent too.
+      q, sink, scale: as in `fwd`.
+    """
+    return _call("sparse_fwd", scale, q, kv, indices, length, sink)
+
+
+def dsv4_sparse_fwd(
+    q: jax.Array,
+    window_kv: jax.Array,
+    start: jax.Array,
+    stop: jax.Array,
+    kv: jax.Array,
+    indices: jax.Array,
+    length: jax.Array,
+    sink: jax.Array,
+    *,
+    scale: float,
+) -> tuple[jax.Array, jax.Array]:
+    """Over an interval of `window_kv [b, s_w, d]` as in `fwd`, and keys of `kv [b, s_c, d]` as in `sparse_fwd`."""
+    return _call("dsv4_sparse_fwd", scale, q, window_kv, start, stop, kv, indices, length, sink)
+
+
+def dsv4_dense_fwd(
+    q: jax.Array,
+    window_kv: jax.Array,
+    start: jax.Array,
+    stop: jax.Array,
+    kv: jax.Array,
+    start2: jax.Array,
+    stop2: jax.Array,
+    sink: jax.Array,
+    *,
+    scale: float,
+) -> tuple[jax.Array, jax.Array]:
+    """Over two intervals, as in `fwd`: one of `window_kv [b, s_w, d]` and one of `kv [b, s_c, d]`."""
+    return _call("dsv4_dense_fwd", scale, q, window_kv, start, stop, kv, start2, stop2, sink)
+
+
+def _call(target: str, scale: float, q: jax.Array, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
     results = (jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(q.shape[:-1], jnp.float32))
-    o, lse = jax.ffi.ffi_call(target, results)(q, *kv, start, stop, sink, scale=np.float32(scale))
+    o, lse = jax.ffi.ffi_call(f"dsv4_fmha_{target}", results)(q, *operands, scale=np.float32(scale))
     return o, lse
 
 
@@ -127,11 +178,12 @@ def _register() -> None:
     if native is None:
         return
     for target in _TARGETS:
+        symbol = f"dsv4_fmha_{target}"
         stages = {
-            "initialize": jax.ffi.pycapsule(native[f"{target}_initialize"]),
-            "execute": jax.ffi.pycapsule(native[target]),
+            "initialize": jax.ffi.pycapsule(native[f"{symbol}_initialize"]),
+            "execute": jax.ffi.pycapsule(native[symbol]),
         }
-        jax.ffi.register_ffi_target(target, stages, platform="CUDA")
+        jax.ffi.register_ffi_target(symbol, stages, platform="CUDA")
 
 
 _register()

@@ -11,6 +11,7 @@ import argparse
 import fnmatch
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -34,11 +35,17 @@ class Refused(Exception):
     """A cubin that must not be shipped."""
 
 
-# What the launcher hands to a kernel (ffi/fwd_plan.h): the sizes of the parameters, in order.
+# What the launcher hands to a kernel (ffi/launch_plan.h): the sizes of the parameters, in order.
 def expected_params(variant: Variant) -> tuple[int, ...]:
-    rows, keys = (128, 16), (128, 12)  # a TMA descriptor, then the dynamic extents of its tensor as int32
-    tensors = 2 * rows + keys * (1 if variant.shared_kv else 2)  # q, o, k, v
-    return (*tensors, 8, 8, 4, 8, 8, 4, *[4] * 9)  # start, stop, s_kv, sink, lse, scale_log2, the tiling of the rows
+    pointer, number = 8, 4
+    q, keys = (128, 4 * number), (128, 3 * number)  # a TMA descriptor, then its tensor's dynamic extents
+    sources = {
+        "span": (*keys * (1 if variant.shared_kv else 2), pointer, pointer, number),  # k, v, start, stop, s_kv
+        "selection": (pointer, pointer, pointer, number, number),  # keys, indices, length, s_kv, topk
+    }
+    keys_of_all = itertools.chain.from_iterable(sources[kind] for kind in variant.sources)
+    # q, o, the keys, sink, lse, scale_log2, how the rows are tiled
+    return (*q, pointer, *keys_of_all, pointer, pointer, number, *[number] * 9)
 
 
 def check(variant: Variant, facts: dict[str, int], kernel: KernelInfo) -> None:

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 class Variant:
     """One cubin: an op for one architecture with its compile-time choices.  Everything else is decided at run time."""
 
-    op: str  # "fwd"
+    op: str  # "fwd", "sparse_fwd", "dsv4_sparse_fwd" or "dsv4_dense_fwd"
     arch: str  # "sm_90a"
     module: str  # the module with `compile(variant, out_dir)`
     d: int  # head dimension, of keys and values alike
     dtype: str  # "bfloat16" or "float16": q, k, v and o
     shared_kv: bool  # one array is both K and V
+    sources: tuple[str, ...]  # of keys: "span" (an interval per query) or "selection" (a list of indices per query)
 
     @property
     def key(self) -> str:
@@ -22,7 +23,22 @@ class Variant:
 
 DTYPES = ("bfloat16", "float16")
 
+LATENT_OPS = {
+    "fwd": ("span",),
+    "sparse_fwd": ("selection",),
+    "dsv4_sparse_fwd": ("span", "selection"),  # the window, then the top-k
+    "dsv4_dense_fwd": ("span", "span"),  # the window, then all compressed entries that are visible
+}
+
 VARIANTS: tuple[Variant, ...] = (
-    *(Variant("fwd", "sm_90a", "kernels.fwd_sm90", d, dtype, False) for d in (64, 128, 256) for dtype in DTYPES),
-    *(Variant("fwd", "sm_90a", "kernels.latent_sm90", 512, dtype, True) for dtype in DTYPES),
+    *(
+        Variant("fwd", "sm_90a", "kernels.fwd_sm90", d, dtype, False, ("span",))
+        for d in (64, 128, 256)
+        for dtype in DTYPES
+    ),
+    *(
+        Variant(op, "sm_90a", "kernels.latent_sm90", 512, dtype, True, sources)
+        for op, sources in LATENT_OPS.items()
+        for dtype in DTYPES
+    ),
 )

@@ -1,23 +1,36 @@
-"""The native library's plain C functions (ffi/introspect.cc, ffi/fwd_plan.h), and operands to run its kernels on."""
+"""The native library's plain C functions (ffi/introspect.cc), and operands and results of its kernels in NumPy."""
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
-from jax_dsv4_fmha import Span, _ffi, reference
+from jax_dsv4_fmha import _ffi
 from jax_dsv4_fmha._compare import compare
+from kernels.variants import VARIANTS, Variant
+
+SOURCES = {v.op: v.sources for v in VARIANTS}
+Array = np.ndarray[Any, Any]
 
 
-class FwdShape(NamedTuple):
+def variant_of(key: str) -> Variant:
+    return next(v for v in VARIANTS if v.key == key)
+
+
+class Shape(NamedTuple):
+    """The extents of a launch. s_kv is of the first source of keys and s_kv1 of the second, where there is one."""
+
     b: int
     s_q: int
     s_kv: int
     h_q: int
     h_kv: int
     d: int
+    s_kv1: int = 0
+    topk: int = 0
 
 
 class TensorMapSpec(ctypes.Structure):
@@ -29,33 +42,37 @@ class TensorMapSpec(ctypes.Structure):
     )
 
 
-class _FwdPlan(ctypes.Structure):
+class _SourceShape(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_int64) for name in ("kind", "s_kv", "topk"))
+
+
+class _Shape(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("b", "s_q", "h_q", "h_kv", "d", "shared_kv", "source_count")),
+        ("sources", _SourceShape * 2),
+    )
+
+
+class _ShownLaunch(ctypes.Structure):
+    _params = 29
     _fields_ = (
         ("grid", ctypes.c_uint32),
-        ("rows", TensorMapSpec),
-        ("keys", TensorMapSpec),
-        ("rows_extents", ctypes.c_int32 * 4),
-        ("keys_extents", ctypes.c_int32 * 3),
-        ("s_kv", ctypes.c_int32),
-        ("scale_log2", ctypes.c_float),
-        ("tiling", ctypes.c_int32 * 9),
-    )
-
-
-class _FwdParamBytes(ctypes.Structure):
-    _fields_ = (
         ("count", ctypes.c_uint32),
-        ("sizes", ctypes.c_uint32 * 23),
-        ("bytes", (ctypes.c_char * 128) * 23),
+        ("sizes", ctypes.c_uint32 * _params),
+        ("bytes", ctypes.c_char * 128 * _params),
+        ("maps", TensorMapSpec * _params),
     )
+
+
+ADDRESSES = ("q", "o", "sink", "lse", *(f"{name}{i}" for i in range(2) for name in ("k", "v", "from", "to")))
+"""What a launch points to: from and to are start and stop of a span, indices and length of a selection"""
 
 
 @dataclass(frozen=True)
-class FwdPlan:
+class Plan:
     grid: int
-    rows: TensorMapSpec
-    keys: TensorMapSpec
-    params: tuple[bytes, ...]  # as the kernel receives them; tensor maps are zeros
+    params: tuple[bytes, ...]  # as the kernel receives them; of a tensor map, the address
+    maps: tuple[TensorMapSpec | None, ...]  # what else a tensor map says
 
 
 def library() -> ctypes.CDLL:
@@ -65,36 +82,38 @@ def library() -> ctypes.CDLL:
     return native
 
 
-def plan_fwd(
-    shape: FwdShape,
-    scale: float,
+def plan(
+    sources: Sequence[str],
+    shape: Shape,
+    scale: float = 1.0,
     *,
-    tile_m: int,
-    tile_n: int,
-    shared_kv: bool,
-    start: int = 0,
-    stop: int = 0,
-    sink: int = 0,
-    lse: int = 0,
-) -> FwdPlan:
-    """What the forward handler launches for `shape`; ValueError where it refuses.  The last four are addresses."""
-    plan, params, error = _FwdPlan(), _FwdParamBytes(), ctypes.create_string_buffer(512)
-    status = library().dsv4_fmha_plan_fwd(
-        (ctypes.c_int64 * 6)(*shape),
+    tile_m: int = 64,
+    tile_n: int = 64,
+    processors: int = 132,
+    shared_kv: bool = True,
+    addresses: dict[str, int] | None = None,
+) -> Plan:
+    """What a forward target launches for `shape`; ValueError where it refuses."""
+    extents = [
+        _SourceShape(kind == "selection", s_kv, shape.topk if kind == "selection" else 0)
+        for kind, s_kv in zip(sources, (shape.s_kv, shape.s_kv1), strict=False)
+    ]
+    b, s_q, _, h_q, h_kv, d, *_ = shape
+    at = addresses or {}
+    out, error = _ShownLaunch(), ctypes.create_string_buffer(512)
+    status = library().dsv4_fmha_plan(
+        ctypes.byref(_Shape(b, s_q, h_q, h_kv, d, shared_kv, len(sources), (_SourceShape * 2)(*extents))),
         ctypes.c_float(scale),
-        tile_m,
-        tile_n,
-        int(shared_kv),
-        (ctypes.c_void_p * 4)(start, stop, sink, lse),
-        ctypes.byref(plan),
-        ctypes.byref(params),
+        (ctypes.c_int32 * 3)(tile_m, tile_n, processors),
+        (ctypes.c_void_p * len(ADDRESSES))(*(at.get(name) for name in ADDRESSES)),
+        ctypes.byref(out),
         error,
         ctypes.c_size_t(len(error)),
     )
     if status != 0:
         raise ValueError(error.value.decode())
-    blobs = tuple(params.bytes[i].raw[: params.sizes[i]] for i in range(params.count))
-    return FwdPlan(plan.grid, plan.rows, plan.keys, blobs)
+    params = tuple(out.bytes[i].raw[: out.sizes[i]] for i in range(out.count))
+    return Plan(out.grid, params, tuple(spec if spec.rank else None for spec in out.maps[: out.count]))
 
 
 def cubin(key: str) -> bytes:
@@ -106,24 +125,101 @@ def cubin(key: str) -> bytes:
     return ctypes.string_at(address, size.value)
 
 
-def fwd_operands(shape: FwdShape, dtype: str) -> tuple[np.ndarray[Any, Any], ...]:
-    """q, k, v, start, stop, sink: causal, a window of 90 keys that ends with the last, one query that sees none."""
-    b, s_q, s_kv, h_q, h_kv, d = shape
-    rng = np.random.default_rng(0)
+@dataclass(frozen=True)
+class Keys:
+    """One source of keys."""
 
-    def normal(std: float, *extents: int) -> np.ndarray[Any, Any]:
-        return (std * rng.standard_normal(extents)).astype(np.dtype(dtype))
-
-    q, k, v = normal(8, b, s_q, h_q, d), normal(0.125, b, s_kv, h_kv, d), normal(0.125, b, s_kv, h_kv, d)
-    stop = np.tile(np.arange(s_q, dtype=np.int32) + (s_kv - s_q + 1), (b, 1))
-    start = np.maximum(stop - 90, 0)
-    start[0, 3] = stop[0, 3]
-    return q, k, v, start, stop, rng.standard_normal(h_q).astype(np.float32)
+    k: Array  # [b, s_kv, h_kv, d]
+    v: Array  # is k where they are one array
+    seen_from: Array  # start of a span, indices of a selection
+    seen_to: Array  # stop of a span, length of a selection
+    counts: Array  # [b, s_q, s_kv]: how often a query sees a key
 
 
-def assert_right(got: tuple[Any, Any], q: Any, k: Any, v: Any, start: Any, stop: Any, sink: Any, scale: float) -> None:
-    """Against the reference in fp32 from the same operands; v is None where it is k."""
-    q, k, v = (None if x is None else np.asarray(x, np.float32) for x in (q, k, v))
-    want = reference.fmha(q, k, v, span=Span(start, stop), sink=sink, scale=scale)
-    for verdict in compare(got, want):
+@dataclass(frozen=True)
+class Operands:
+    op: str
+    shape: Shape
+    q: Array
+    sources: tuple[Keys, ...]
+    sink: Array
+
+    def arguments(self) -> tuple[Array | None, ...]:
+        """As the function of `_ffi` that is called like the op takes them."""
+        if self.op == "fwd":
+            (x,) = self.sources
+            return self.q, x.k, None if x.v is x.k else x.v, x.seen_from, x.seen_to, self.sink
+        keys = ((x.k[:, :, 0], x.seen_from, x.seen_to) for x in self.sources)
+        return self.q, *(x for source in keys for x in source), self.sink
+
+
+def operands(variant: Variant | _ffi.Variant, **extents: int) -> Operands:
+    """Operands of every kind for a variant: a query that sees nothing, absent entries, NaN where no query looks."""
+    given = {"b": 2, "s_q": 70, "s_kv": 150, "h_q": 8, "h_kv": 1, "s_kv1": 200, "topk": 100, **extents}
+    shape, rng = Shape(d=variant.d, **given), np.random.default_rng(0)
+    b, s_q, _, h_q, h_kv, d, *_ = shape
+
+    def normal(std: float, *shape: int) -> Array:
+        return (std * rng.standard_normal(shape)).astype(np.dtype(variant.dtype))
+
+    def span(s_kv: int, ratio: int, width: int) -> tuple[Array, Array, Array]:
+        """The last `width` of one key for every `ratio` queries; the last query sees the last key."""
+        stop = np.clip(s_kv - (s_q - 1 - np.arange(s_q)) // ratio, 0, s_kv)
+        stop = np.tile(stop.astype(np.int32), (b, 1))
+        start = np.maximum(stop - width, 0)
+        start[0, s_q // 2] = stop[0, s_q // 2]
+        j = np.arange(s_kv)
+        return start, stop, ((j >= start[..., None]) & (j < stop[..., None])).astype(np.int64)
+
+    def selection(s_kv: int) -> tuple[Array, Array, Array]:
+        absent = np.array([-1, s_kv, np.iinfo(np.int32).min, np.iinfo(np.int32).max])
+        indices = rng.integers(0, s_kv, (b, s_q, shape.topk))
+        indices = np.where(rng.random(indices.shape) < 0.1, rng.choice(absent, indices.shape), indices)
+        length = rng.integers(shape.topk // 2, shape.topk + 9, (b, s_q))
+        length[0, s_q // 2] = -5
+        present = (np.arange(shape.topk) < length[..., None]) & (indices >= 0) & (indices < s_kv)
+        counts = np.zeros((b, s_q, s_kv), np.int64)
+        n, i, p = np.nonzero(present)
+        np.add.at(counts, (n, i, indices[n, i, p]), 1)
+        return indices.astype(np.int32), length.astype(np.int32), counts
+
+    sources = []
+    for which, kind in enumerate(SOURCES[variant.op]):
+        s_kv = (shape.s_kv, shape.s_kv1)[which]
+        seen = selection(s_kv) if kind == "selection" else span(s_kv, *((1, 90), (4, s_kv))[which])
+        k = normal(0.125, b, s_kv, h_kv, d)
+        v = k if variant.shared_kv else normal(0.125, b, s_kv, h_kv, d)
+        for array in (k, v):
+            array[~seen[-1].any(1)] = np.nan
+        sources.append(Keys(k, v, *seen))
+    sink = rng.standard_normal(h_q).astype(np.float32)
+    sink[0], sink[h_q // 2] = np.inf, -np.inf
+    return Operands(variant.op, shape, normal(8, b, s_q, h_q, d), tuple(sources), sink)
+
+
+def attention(x: Operands, scale: float) -> tuple[Array, Array]:
+    """o and lse in float64, from how often each query sees each key."""
+    b, s_q, h_q, d = x.q.shape
+    counts = np.concatenate([keys.counts for keys in x.sources], axis=-1)
+    seen = counts.any(1)[..., None, None]
+    k, v = (
+        np.where(seen, np.concatenate([getattr(keys, name) for keys in x.sources], axis=1), 0).astype(np.float64)
+        for name in ("k", "v")
+    )
+    h_kv = k.shape[2]
+    q = x.q.astype(np.float64).reshape(b, s_q, h_kv, -1, d).transpose(0, 2, 1, 3, 4)  # [b, h_kv, s_q, group, d]
+    logits = scale * q @ k.transpose(0, 2, 3, 1)[:, :, None]
+    counts = counts[:, None, :, None]
+    least = -1e300
+    top = np.max(logits, axis=-1, where=counts > 0, initial=least)
+    weights = counts * np.exp(np.minimum(logits - top[..., None], 0))
+    with np.errstate(divide="ignore"):
+        lse = top + np.log(weights.sum(-1))
+    denominator = np.maximum(np.logaddexp(lse, x.sink.astype(np.float64).reshape(h_kv, 1, -1)), least)
+    o = np.exp(top - denominator)[..., None] * (weights @ v.transpose(0, 2, 1, 3)[:, :, None])
+    return o.transpose(0, 2, 1, 3, 4).reshape(x.q.shape), lse.transpose(0, 2, 1, 3).reshape(b, s_q, h_q)
+
+
+def assert_right(got: tuple[Any, Any], x: Operands, scale: float) -> None:
+    for verdict in compare(got, attention(x, scale)):
         assert verdict.passed, verdict

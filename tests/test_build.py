@@ -9,12 +9,12 @@ from importlib import metadata, util
 from pathlib import Path
 
 import pytest
-from native import cubin, library
+from native import Shape, cubin, library, plan, variant_of
 
 from jax_dsv4_fmha import _ffi
 from kernels import build
 from kernels.cubin import KernelInfo, read_kernel
-from kernels.variants import VARIANTS, Variant
+from kernels.variants import VARIANTS
 
 ROOT = Path(__file__).parent.parent
 HAS_DSL = util.find_spec("cutlass") is not None
@@ -27,10 +27,6 @@ FACTS = {"threads": 384, "smem_bytes": 1 << 17, "tile_m": 128, "tile_n": 128}
 def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, **environment})
-
-
-def named(key: str) -> Variant:
-    return next(v for v in VARIANTS if v.key == key)
 
 
 @pytest.fixture
@@ -66,18 +62,32 @@ def test_embedded_cubin_is_what_the_manifest_says(key):
     assert (len(image), hashlib.sha256(image).hexdigest()) == (row["cubin_bytes"], row["sha256"])
     assert (kernel.name, kernel.registers, kernel.threads) == (row["symbol"], row["registers"], row["threads"])
     assert kernel.local_bytes == row["spill_bytes"] == 0
-    assert kernel.params == build.expected_params(named(key))
+    assert kernel.params == build.expected_params(variant_of(key))
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.key)
+def test_the_gate_expects_what_the_launcher_hands_over(variant):
+    shape = Shape(2, 70, 150, 8, 1, variant.d, s_kv1=200, topk=100)
+    launch = plan(variant.sources, shape, shared_kv=variant.shared_kv)
+    assert tuple(map(len, launch.params)) == build.expected_params(variant)
 
 
 @every_built_variant
 def test_sass(key, tmp_path):
     (tmp_path / "cubin").write_bytes(cubin(key))
     run = subprocess.run([nvdisasm(), tmp_path / "cubin"], check=True, capture_output=True, text=True)
-    opcodes = re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?\w+\s+)?([A-Z][A-Z0-9]+)", run.stdout, re.MULTILINE)
-    count = {name: opcodes.count(name) for name in ("USETMAXREG", "HGMMA", "UTMALDG", "UTMASTG", "LDL", "STL")}
+    opcodes = re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9.]+)", run.stdout, re.MULTILINE)
+    names = ("USETMAXREG", "HGMMA", "WARPGROUP.ARRIVE", "UTMALDG", "LDGSTS", "LDL", "STL")
+    count = {name: sum(f"{opcode}.".startswith(f"{name}.") for opcode in opcodes) for name in names}
+    variant = variant_of(key)
     assert count["USETMAXREG"] >= 2, count  # a producer gives registers up, consumers take them
-    assert count["HGMMA"] > 0 and count["UTMALDG"] > 0, count
+    assert count["UTMALDG"] > 0, count  # q, if nothing else
+    assert (count["LDGSTS"] > 0) == ("selection" in variant.sources), count
     assert count["LDL"] == count["STL"] == 0, count
+    row = next(row for row in _ffi.manifest()["variants"] if row["key"] == key)
+    a_tile = (variant.d + row["tile_n"]) // 16  # a WGMMA has k = 16: those of Q K', and those of P V
+    assert 2 * a_tile <= count["HGMMA"] <= 8 * a_tile, count
+    assert 4 * count["WARPGROUP.ARRIVE"] < count["HGMMA"], count  # one for each is what serialised ones have
 
 
 def nvdisasm() -> Path:

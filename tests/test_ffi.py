@@ -1,4 +1,7 @@
 import ctypes
+import dataclasses
+import functools
+import inspect
 import itertools
 import math
 import os
@@ -11,33 +14,41 @@ from importlib import util
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from native import FwdShape, assert_right, fwd_operands, library, plan_fwd
+from native import ADDRESSES, SOURCES, Shape, assert_right, operands, plan
 from oracle import HostStub, TensorMap
 
 from jax_dsv4_fmha import _ffi
 from kernels.variants import VARIANTS
 
 SHAPES = [
-    FwdShape(b, s_q, s_kv, h_q, h_kv, 0)
-    for b, s_q, s_kv, h_q, h_kv in [
-        (1, 1, 1, 1, 1),
-        (2, 70, 333, 8, 1),
-        (1, 4096, 4096, 128, 1),
-        (1, 70_000, 128, 1, 1),
-        (3, 5, 1000, 8, 2),
-        (3, 5, 1000, 200, 2),
-        (2, 1000, 77, 16, 16),
-        (1, 3, 64, 12, 4),
-        (5, 129, 1, 300, 3),
+    Shape(b, s_q, s_kv, h_q, h_kv, 512, s_kv1, topk)
+    for b, s_q, s_kv, h_q, h_kv, s_kv1, topk in [
+        (1, 1, 1, 1, 1, 1, 1),
+        (1, 3, 128, 5, 1, 1, 7),
+        (2, 70, 333, 8, 1, 80, 512),
+        (1, 4096, 4096, 128, 1, 1024, 1024),
+        (1, 70_000, 128, 1, 1, 17_500, 1152),
+        (4, 2, 300, 65, 1, 100_000, 192),
+        (3, 129, 1, 200, 1, 2, 3),
+        (3, 5, 1000, 8, 2, 0, 0),
+        (3, 5, 1000, 200, 2, 0, 0),
+        (2, 1000, 77, 16, 16, 0, 0),
+        (1, 3, 64, 12, 4, 0, 0),
+        (5, 129, 1, 300, 3, 0, 0),
     ]
 ]
+OPS = {f.__name__: f for f in (_ffi.fwd, _ffi.sparse_fwd, _ffi.dsv4_sparse_fwd, _ffi.dsv4_dense_fwd)}
 built = pytest.mark.parametrize("variant", _ffi.variants(), ids=lambda v: v.key)
+one_of_each_op = pytest.mark.parametrize(
+    "variant", {v.op: v for v in VARIANTS if v.dtype == "bfloat16"}.values(), ids=lambda v: v.key
+)
 
 
-def operands(d, dtype, *, b=2, s_q=70, s_kv=150, h_q=8, h_kv=1, shared_kv=False, device=None):
-    q, k, v, start, stop, sink = fwd_operands(FwdShape(b, s_q, s_kv, h_q, h_kv, d), dtype)
-    return jax.device_put((q, k, None if shared_kv else v, start, stop, sink), device)
+def shapes(op):
+    """Only `fwd` has more than one KV head."""
+    return [shape for shape in SHAPES if shape.h_kv == 1 or op == "fwd"]
 
 
 def test_import_initialises_no_backend():
@@ -60,17 +71,20 @@ def test_architecture(capability, arch):
     assert _ffi._architecture(capability) == arch
 
 
-@pytest.mark.parametrize("shared_kv", [False, True])
-def test_lowers_for_cuda_without_a_gpu(shared_kv):
-    def f(*operands):
-        return _ffi.fwd(*operands, 0.125)
+def test_every_op_has_a_function_and_a_target():
+    assert set(OPS) == set(SOURCES) <= set(_ffi._TARGETS)
 
-    lowered = jax.jit(f).trace(*operands(64, "bfloat16", shared_kv=shared_kv)).lower(lowering_platforms=("cuda",))
+
+@pytest.mark.parametrize("variant", {(v.op, v.shared_kv): v for v in VARIANTS}.values(), ids=lambda v: v.key)
+def test_lowers_for_cuda_without_a_gpu(variant):
+    f = jax.jit(functools.partial(OPS[variant.op], scale=0.125))
+    arguments = operands(variant, s_q=70, h_q=8).arguments()
+    lowered = f.trace(*arguments).lower(lowering_platforms=("cuda",))
     (call,) = (line for line in lowered.as_text().splitlines() if "custom_call" in line)
-    target = "@dsv4_fmha_fwd_shared_kv(" if shared_kv else "@dsv4_fmha_fwd("
-    assert target in call
+    target = variant.op + "_shared_kv" * (variant.shared_kv and variant.op == "fwd")
+    assert f"@dsv4_fmha_{target}(" in call
     assert "scale = 1.250000e-01 : f32" in call
-    assert "tensor<2x70x8x64xbf16>, tensor<2x70x8xf32>)" in call
+    assert f"tensor<2x70x8x{variant.d}xf16>, tensor<2x70x8xf32>)" in call
 
 
 # The launch, against the DSL's own host stub.
@@ -89,66 +103,72 @@ def test_launch_is_what_the_host_stub_launches(stub):
     if row is None:
         pytest.skip("not built")
     scale = 0.1
-    q, k, v, o, start, stop, sink, lse = (0x7F00_0000_0000 + i * 0x1000_0000 for i in range(8))
-    for shape in (shape._replace(d=variant.d) for shape in SHAPES):
-        launch = host.run(host_values(shape, scale, q=q, k=k, v=v, o=o, start=start, stop=stop, sink=sink, lse=lse))
-        tiles = {"tile_m": row["tile_m"], "tile_n": row["tile_n"], "shared_kv": variant.shared_kv}
-        plan = plan_fwd(shape, scale, **tiles, start=start, stop=stop, sink=sink, lse=lse)
-        assert launch.grid == (plan.grid, 1, 1), shape
-        assert launch.block == (row["threads"], 1, 1)
-        assert launch.smem_bytes == row["smem_bytes"]
-        assert [len(x) for x in plan.params] == [len(x) for x in launch.params]
+    addresses = {name: 0x7F00_0000_0000 + i * 0x1000_0000 for i, name in enumerate(ADDRESSES)}
+    tiles = {name: row[name] for name in ("tile_m", "tile_n", "shared_kv")}
+    for shape, processors in itertools.product(shapes(variant.op), (1, 132)):
+        shape = shape._replace(d=variant.d)
+        theirs = host.run(host_values(shape, scale, processors, addresses))
+        ours = plan(variant.sources, shape, scale, **tiles, processors=processors, addresses=addresses)
+        assert theirs.grid == (ours.grid, 1, 1), shape
+        assert theirs.block == (row["threads"], 1, 1)
+        assert theirs.smem_bytes == row["smem_bytes"]
+        assert [len(x) for x in ours.params] == [len(x) for x in theirs.params]
+        for i, (mine, spec, its) in enumerate(zip(ours.params, ours.maps, theirs.params, strict=True)):
+            if spec is not None:
+                its_map = TensorMap.decode(its)
+                assert its_map.address == int.from_bytes(mine[:8], "little")
+                assert its_map.extents == tuple(spec.extents[: spec.rank])
+                assert its_map.strides == tuple(spec.strides[: spec.rank - 1])
+                assert its_map.swizzle == 3
+                box = tuple(spec.box[: spec.rank])
+                if i == 0:  # of q: the stub's is a constant; ours shrinks with a small shape and splits odd head counts
+                    assert its_map.box[0] == box[0] == 64
+                    assert math.prod(box[1:]) <= math.prod(its_map.box[1:])
+                else:
+                    assert its_map.box == box
+            elif i == len(ours.params) - 10:  # scale_log2, in whose product the last bit may be rounded otherwise
+                assert struct.unpack("<f", mine) == pytest.approx(struct.unpack("<f", its), rel=2e-7)
+            else:
+                assert mine == its, (i, shape)
 
-        tensors = [(q, plan.rows), (o, plan.rows), (k, plan.keys), *([] if variant.shared_kv else [(v, plan.keys)])]
-        maps = [TensorMap.decode(blob) for blob in launch.params if len(blob) == 128]
-        for (address, ours), theirs in zip(tensors, maps, strict=True):
-            assert theirs.address == address
-            assert theirs.extents == tuple(ours.extents[: ours.rank])
-            assert theirs.strides == tuple(ours.strides[: ours.rank - 1])
-            assert theirs.swizzle == 3
-            # The stub's boxes are constants; ours shrink with a small shape and split odd head counts evenly.
-            assert theirs.box[0] == ours.box[0] == 64
-            assert math.prod(ours.box[1 : ours.rank]) <= math.prod(theirs.box[1:])
-        assert maps[2].box == tuple(plan.keys.box[: plan.keys.rank])
 
-        for i, (ours, theirs) in enumerate(zip(plan.params, launch.params, strict=True)):
-            if i == len(plan.params) - 10:  # scale_log2, in whose product the last bit may be rounded otherwise
-                assert struct.unpack("<f", ours) == pytest.approx(struct.unpack("<f", theirs), rel=2e-7)
-            elif len(ours) != 128:
-                assert ours == theirs, (i, shape)
-
-
-def host_values(shape, scale, **addresses):
-    """Whatever a kernel's host side may ask for, by the names it has there."""
+def host_values(shape, scale, processors, addresses):
+    """Whatever a kernel's host side may ask for, by the names that it has there."""
     pointers = {name: ctypes.c_void_p(x) for name, x in addresses.items()}
     ints = {name: ctypes.c_int32(x) for name, x in shape._asdict().items()}
-    sources = {  # of keys, where there may be several: the first is all that `fwd` has
-        "keys0": pointers["k"],
-        "from0": pointers["start"],
-        "to0": pointers["stop"],
+    aliases = {"k": "k0", "v": "v0", "start": "from0", "stop": "to0", "keys0": "k0", "keys1": "k1"}
+    return {
+        **pointers,
+        **{alias: pointers[name] for alias, name in aliases.items()},
+        **ints,
         "s_kv0": ints["s_kv"],
-        **dict.fromkeys(("keys1", "from1", "to1"), ctypes.c_void_p()),
-        **dict.fromkeys(("topk0", "s_kv1", "topk1"), ctypes.c_int32()),
+        **dict.fromkeys(("topk0", "topk1"), ints["topk"]),
+        "ctas": ctypes.c_int32(processors),
+        "scale_log2": ctypes.c_float(scale * math.log2(math.e)),
+        "stream": ctypes.c_void_p(),
     }
-    scale_log2 = ctypes.c_float(scale * math.log2(math.e))
-    return {**pointers, **ints, **sources, "scale_log2": scale_log2, "stream": ctypes.c_void_p()}
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("op", SOURCES)
 @pytest.mark.parametrize("tile_m", [64, 128])
-def test_tiles_cover_every_row_once(shape, tile_m):
+def test_tiles_cover_every_row_once(op, tile_m):
     """By the definition of a tile alone: its box of rows, cut at the extents."""
-    plan = plan_fwd(shape._replace(d=64), 1.0, tile_m=tile_m, tile_n=64, shared_kv=False)
-    s_q, group, h_kv, inner, outer, box_inner, box_outer, tiles_inner, tiles_outer = (
-        struct.unpack("<i", blob)[0] for blob in plan.params[-9:]
-    )
-    assert box_inner * box_outer <= tile_m
-    assert plan.grid == tiles_inner * tiles_outer * h_kv * shape.b
-    assert inner * outer == s_q * group == shape.s_q * shape.h_q // h_kv
-    assert (tiles_inner - 1) * box_inner < inner <= tiles_inner * box_inner
-    assert (tiles_outer - 1) * box_outer < outer <= tiles_outer * box_outer
-    queries = {o + i // group for o, i in itertools.product((0, outer - 1), (0, inner - 1))}
-    assert (min(queries), max(queries)) == (0, s_q - 1)
+    for shape in shapes(op):
+        launch = plan(SOURCES[op], shape, tile_m=tile_m)
+        s_q, group, h_kv, inner, outer, box_inner, box_outer, tiles_inner, tiles = (
+            struct.unpack("<i", blob)[0] for blob in launch.params[-9:]
+        )
+        assert launch.grid == min(tiles, 132)
+        assert 1 <= box_inner * box_outer <= tile_m
+        assert inner * outer == s_q * group == shape.s_q * shape.h_q // h_kv
+        tiles_outer, rest = divmod(tiles, tiles_inner * h_kv * shape.b)
+        assert rest == 0
+        assert (tiles_inner - 1) * box_inner < inner <= tiles_inner * box_inner
+        assert (tiles_outer - 1) * box_outer < outer <= tiles_outer * box_outer
+        queries = {o + i // group for o, i in itertools.product((0, outer - 1), (0, inner - 1))}
+        assert (min(queries), max(queries)) == (0, s_q - 1)
+        if "selection" in SOURCES[op]:  # one query a tile
+            assert (inner, box_outer) == (group, 1)
 
 
 @pytest.mark.parametrize(
@@ -156,26 +176,35 @@ def test_tiles_cover_every_row_once(shape, tile_m):
     [
         ({"h_q": 7, "h_kv": 2}, 1.0, "h_q is 7, wanted a multiple of h_kv = 2"),
         ({"s_kv": 0}, 1.0, "s_kv is 0, wanted at least 1"),
-        ({"s_q": 2**31}, 1.0, "s_q is 2147483648, the limit is 2147483647"),
+        ({"s_q": 2**31}, 1.0, "s_q is 2147483648, the limit is 2147482624"),
         ({"s_q": 2**28}, 1.0, r"s_q \* h_q is 2147483648"),
-        ({"b": 2**18, "s_q": 2**20, "h_q": 4, "h_kv": 4}, 1.0, "grid of .* is too large"),
-        ({"s_kv": 2**31 - 1, "h_kv": 8}, 1.0, r"s_kv \* h_kv \* d is"),
+        (
+            {"b": 2**18, "s_q": 2**20, "h_q": 4, "h_kv": 4},
+            1.0,
+            "too many tiles of rows: 16384 x 4 KV heads x 262144 sequences",
+        ),
+        ({"s_kv": 2**31 - 1024, "h_kv": 8}, 1.0, r"s_kv \* h_kv is"),
+        ({"s_kv1": 0}, 1.0, "s_kv of the second keys is 0, wanted at least 1"),
+        ({"topk": 0}, 1.0, "topk is 0, wanted at least 1"),
+        ({"topk": 2**31 - 1}, 1.0, "topk is 2147483647, the limit is"),
+        ({"h_q": 0}, 1.0, "h_q is 0, wanted at least 1"),
         ({}, math.nan, "scale is nan, wanted a finite number > 0"),
         ({}, math.inf, "scale is inf"),
         ({}, 0.0, "scale is 0"),
     ],
 )
 def test_plan_refuses(change, scale, says):
-    shape = FwdShape(1, 16, 16, 8, 1, 64)._replace(**change)
+    shape = Shape(1, 16, 16, 8, 1, 64, s_kv1=16, topk=4)._replace(**change)
+    sources = ("span",) if shape.h_kv > 1 else ("span", "selection" if "topk" in change else "span")
     with pytest.raises(ValueError, match=says):
-        plan_fwd(shape, scale, tile_m=64, tile_n=64, shared_kv=False)
+        plan(sources, shape, scale)
 
 
 def test_plan_takes_shapes_beyond_32_bit_addresses():
-    shape = FwdShape(2, 70_000, 1_000_000, 128, 1, 512)
-    plan = plan_fwd(shape, 1.0, tile_m=64, tile_n=64, shared_kv=True)
-    assert plan.rows.strides[3] == 70_000 * 128 * 512 * 2
-    assert plan.keys.strides[2] == 1_000_000 * 512 * 2
+    launch = plan(("span", "selection"), Shape(2, 70_000, 1_000_000, 128, 1, 512, s_kv1=10_000_000, topk=2048))
+    q, window = (spec for spec in launch.maps if spec is not None)
+    assert q.strides[3] == 70_000 * 128 * 512 * 2
+    assert window.strides[2] == 1_000_000 * 512 * 2
 
 
 # On a GPU.
@@ -185,16 +214,20 @@ def on_gpu(test):
     return pytest.mark.gpu(pytest.mark.usefixtures("cuda")(test))
 
 
-def check(variant, device=None, **shape):
-    x, scale = operands(variant.d, variant.dtype, shared_kv=variant.shared_kv, device=device, **shape), variant.d**-0.5
-    assert_right(jax.jit(_ffi.fwd, static_argnums=6)(*x, scale), *x, scale)
+def check(variant, device=None, **extents):
+    x, scale = operands(variant, **extents), variant.d**-0.5
+    f = jax.jit(functools.partial(OPS[variant.op], scale=scale))
+    assert_right(jax.tree.map(np.asarray, f(*jax.device_put(x.arguments(), device))), x, scale)
 
 
 @on_gpu
 @built
 def test_runs(variant):
     check(variant)
-    check(variant, h_q=8, h_kv=2)
+    check(variant, h_q=3, s_q=1, b=5, s_kv=1, s_kv1=1, topk=1)
+    check(variant, h_q=65, s_q=20)
+    if variant.op == "fwd":
+        check(variant, h_q=8, h_kv=2)
 
 
 @on_gpu
@@ -205,30 +238,30 @@ def test_runs_on_every_device(variant):
 
 
 @on_gpu
-def test_runs_from_eight_threads():
-    variant = next(v for v in _ffi.variants() if v.d == 128)
-    x = operands(variant.d, variant.dtype)
-    f = jax.jit(_ffi.fwd, static_argnums=6)
+@one_of_each_op
+def test_runs_from_eight_threads(variant):
+    x = jax.device_put(operands(variant).arguments())
+    f = jax.jit(functools.partial(OPS[variant.op], scale=0.1))
 
     def run(_):
-        return jax.block_until_ready(f(*x, 0.1))
+        return jax.block_until_ready(f(*x))
 
     with ThreadPoolExecutor(8) as pool:
         results = list(pool.map(run, range(64)))
-    for o, lse in results:
-        assert jnp.array_equal(o, results[0][0]) and jnp.array_equal(lse, results[0][1])
+    for result in results:
+        assert all(map(jnp.array_equal, result, results[0]))
 
 
 @on_gpu
 def test_runs_inside_cuda_graphs():
     """In a process of its own, where all that may go into a command buffer does."""
     code = """
-import jax, numpy as np, test_ffi
+import functools, jax, numpy as np, test_ffi
 from jax_dsv4_fmha import _ffi
 for variant in _ffi.variants():
     test_ffi.check(variant)
-    x = test_ffi.operands(variant.d, variant.dtype, shared_kv=variant.shared_kv)
-    f = jax.jit(lambda *x: _ffi.fwd(*x, 0.1))
+    x = jax.device_put(test_ffi.operands(variant).arguments())
+    f = jax.jit(functools.partial(test_ffi.OPS[variant.op], scale=0.1))
     first = jax.tree.map(np.asarray, f(*x))
     for _ in range(3):
         again = jax.tree.map(np.asarray, f(*jax.tree.map(jax.numpy.copy, x)))
@@ -241,29 +274,45 @@ for variant in _ffi.variants():
 
 
 @on_gpu
-def test_unknown_variant_lists_what_is_built():
-    library()
-    with pytest.raises(
-        jax.errors.JaxRuntimeError, match=r"UNIMPLEMENTED: .*d=96.* on sm_\d+a?; built: .*d128_bfloat16"
-    ):
-        jax.block_until_ready(_ffi.fwd(*operands(96, "bfloat16"), 0.1))
+@one_of_each_op
+def test_unknown_variant_lists_what_is_built(variant):
+    x = operands(dataclasses.replace(variant, d=96)).arguments()
+    says = rf"UNIMPLEMENTED: .*{variant.op}: no kernel for d=96, BF16.* on sm_\d+a?; built: .*{variant.key}"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=says):
+        jax.block_until_ready(OPS[variant.op](*x, scale=0.1))
 
 
 @on_gpu
 @pytest.mark.parametrize(
-    ("index", "change", "says"),
+    ("op", "operand", "change", "says"),
     [
-        (1, lambda x: x[0], r"k: got shape \[150, 1, 64\], wanted \[b, s_kv, h_kv, d\]"),
-        (1, lambda x: x[:1], r"k: got shape \[1, 150, 1, 64\], wanted \[2, 150, 1, 64\]"),
-        (2, lambda x: x[:, :9], r"v: got shape \[2, 9, 1, 64\], wanted \[2, 150, 1, 64\]"),
-        (1, lambda x: x.astype(jnp.float16), "k: got F16, wanted BF16 like q"),
-        (3, lambda x: x[:, :3], r"start: got shape \[2, 3\], wanted \[2, 70\]"),
-        (5, lambda x: x[:3], r"sink: got shape \[3\], wanted \[8\]"),
-        (5, lambda x: x.astype(jnp.bfloat16), "Wrong buffer dtype"),
+        ("fwd", "q", lambda x: x[0], r"q: got shape \[70, 8, 64\], wanted \[b, s_q, h_q, d\]"),
+        ("fwd", "k", lambda x: x[0], r"k: got shape \[150, 1, 64\], wanted \[b, s_kv, h_kv, d\]"),
+        ("fwd", "k", lambda x: x[:1], r"k: got shape \[1, 150, 1, 64\], wanted \[2, 150, 1, 64\]"),
+        ("fwd", "v", lambda x: x[:, :9], r"v: got shape \[2, 9, 1, 64\], wanted \[2, 150, 1, 64\]"),
+        ("fwd", "k", lambda x: x.astype(np.float16), "k: got F16, wanted BF16 like q"),
+        ("fwd", "start", lambda x: x[:, :3], r"start: got shape \[2, 3\], wanted \[2, 70\]"),
+        ("fwd", "sink", lambda x: x[:3], r"sink: got shape \[3\], wanted \[8\]"),
+        ("fwd", "sink", lambda x: x.astype(jnp.bfloat16), "Wrong buffer dtype"),
+        ("sparse_fwd", "kv", lambda x: x[:, :, None], r"kv: got .* wanted \[b, s_kv, d\]"),
+        ("sparse_fwd", "kv", lambda x: x[..., :64], r"kv: got shape \[2, 150, 64\], wanted \[2, 150, 512\]"),
+        ("sparse_fwd", "kv", lambda x: x[:, :0], "s_kv is 0, wanted at least 1"),
+        ("sparse_fwd", "indices", lambda x: x[0], "Wrong buffer rank"),
+        ("sparse_fwd", "indices", lambda x: x[..., :0], "topk is 0, wanted at least 1"),
+        ("sparse_fwd", "indices", lambda x: x[:, 1:], r"indices: got shape \[2, 69, 100\], wanted \[2, 70, 100\]"),
+        ("sparse_fwd", "length", lambda x: x[:, 1:], r"length: got shape \[2, 69\], wanted \[2, 70\]"),
+        ("dsv4_sparse_fwd", "window_kv", lambda x: x[:1], r"window_kv: got shape \[1, 150, 512\]"),
+        ("dsv4_sparse_fwd", "kv", lambda x: x.astype(np.float16), "kv: got F16, wanted BF16 like q"),
+        ("dsv4_sparse_fwd", "length", lambda x: x.astype(np.float32), "Wrong buffer dtype"),
+        ("dsv4_dense_fwd", "kv", lambda x: x[:, :0], "s_kv of the second keys is 0"),
+        ("dsv4_dense_fwd", "start2", lambda x: x[:1], r"start2: got shape \[1, 70\], wanted \[2, 70\]"),
+        ("dsv4_dense_fwd", "stop2", lambda x: x[:1], r"stop2: got shape \[1, 70\], wanted \[2, 70\]"),
     ],
 )
-def test_handler_refuses_operands(index, change, says):
-    x = list(operands(64, "bfloat16"))
-    x[index] = change(x[index])
+def test_handler_refuses_operands(op, operand, change, says):
+    variant = next(v for v in VARIANTS if (v.op, v.dtype) == (op, "bfloat16"))
+    names = list(inspect.signature(OPS[op]).parameters)
+    x = list(operands(variant).arguments())
+    x[names.index(operand)] = change(x[names.index(operand)])
     with pytest.raises(jax.errors.JaxRuntimeError, match=rf"(?s)INVALID_ARGUMENT: .*{says}"):
-        jax.block_until_ready(_ffi.fwd(*x, 0.1))
+        jax.block_until_ready(OPS[op](*x, scale=0.1))

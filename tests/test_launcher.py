@@ -1,11 +1,10 @@
 """Launch a cubin by the driver alone, without XLA: tells a kernel's fault from the custom call's."""
 
 import ctypes
-import itertools
 
 import numpy as np
 import pytest
-from native import FwdShape, TensorMapSpec, assert_right, cubin, fwd_operands, plan_fwd
+from native import TensorMapSpec, assert_right, cubin, operands, plan, variant_of
 
 from jax_dsv4_fmha import _ffi
 
@@ -62,27 +61,41 @@ def encode(spec: TensorMapSpec, dtype: str, address: int) -> bytes:
     return ctypes.string_at(tensor_map.getPtr(), 128)
 
 
-@pytest.mark.parametrize("h_kv", [1, 2])
-@pytest.mark.parametrize("row", _ffi.manifest()["variants"], ids=lambda row: row["key"])
-def test_launch(row, h_kv, device):
+CASES = [
+    (row, extents)
+    for row in _ffi.manifest()["variants"]
+    for extents in (
+        {"h_q": 8},
+        {"h_q": 128, "s_q": 9},
+        {"h_q": 5, "s_q": 2, "b": 1, "topk": 3},
+        *([{"h_q": 8, "h_kv": 2}] if row["op"] == "fwd" else []),
+    )
+]
+
+
+@pytest.mark.parametrize(
+    ("row", "extents"), CASES, ids=lambda x: x.get("key", "-".join(f"{k}{v}" for k, v in x.items()))
+)
+def test_launch(row, extents, device):
     attribute = driver.CUdevice_attribute
     major = call(driver.cuDeviceGetAttribute, attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device)
     minor = call(driver.cuDeviceGetAttribute, attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device)
     if (arch := _ffi._architecture(f"{major}.{minor}")) != row["arch"]:
         pytest.skip(f"device 0 is {arch}")
-    shape = FwdShape(2, 70, 150, 8, h_kv, row["d"])
-    scale = shape.d**-0.5
-    q, k, v, start, stop, sink = fwd_operands(shape, row["dtype"])
+    variant = variant_of(row["key"])
+    x, scale = operands(variant, **extents), variant.d**-0.5
+    lse = np.full(x.q.shape[:-1], np.nan, np.float32)
+    arrays = {"q": x.q, "o": np.full_like(x.q, np.nan), "sink": x.sink, "lse": lse}
+    for i, keys in enumerate(x.sources):
+        arrays |= {f"k{i}": keys.k, f"v{i}": keys.v, f"from{i}": keys.seen_from, f"to{i}": keys.seen_to}
+    addresses = {name: upload(array) for name, array in arrays.items()}
 
-    addresses = {"q": upload(q), "k": upload(k), "v": upload(v), "o": upload(np.full_like(q, np.nan))}
-    lse = np.full(q.shape[:-1], np.nan, np.float32)
-    pointers = {"start": upload(start), "stop": upload(stop), "sink": upload(sink), "lse": upload(lse)}
     tiles = {name: row[name] for name in ("tile_m", "tile_n", "shared_kv")}
-    plan = plan_fwd(shape, scale, **tiles, **pointers)
-    tensors = [("q", plan.rows), ("o", plan.rows), ("k", plan.keys), ("v", plan.keys)]
-    maps = [encode(spec, row["dtype"], addresses[name]) for name, spec in tensors[: 3 if row["shared_kv"] else 4]]
-    ordered = iter(maps)
-    blobs = [next(ordered) if len(blob) == 128 else blob for blob in plan.params]
+    launch = plan(variant.sources, x.shape, scale, **tiles, processors=7, addresses=addresses)
+    blobs = [
+        blob if spec is None else encode(spec, row["dtype"], int.from_bytes(blob[:8], "little"))
+        for blob, spec in zip(launch.params, launch.maps, strict=True)
+    ]
     buffers = [ctypes.create_string_buffer(blob, len(blob)) for blob in blobs]
     params = (ctypes.c_void_p * len(buffers))(*map(ctypes.addressof, buffers))
 
@@ -90,12 +103,12 @@ def test_launch(row, h_kv, device):
     function = call(driver.cuModuleGetFunction, module, row["symbol"].encode())
     smem = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     call(driver.cuFuncSetAttribute, function, smem, row["smem_bytes"])
-    grid_and_block = (plan.grid, 1, 1, row["threads"], 1, 1)
+    grid_and_block = (launch.grid, 1, 1, row["threads"], 1, 1)
     call(driver.cuLaunchKernel, function, *grid_and_block, row["smem_bytes"], 0, ctypes.addressof(params), 0)
     call(driver.cuCtxSynchronize)
 
-    o, lse = download(addresses["o"], q.shape, q.dtype), download(pointers["lse"], lse.shape, lse.dtype)
-    for address in itertools.chain(addresses.values(), pointers.values()):
+    got = tuple(download(addresses[name], arrays[name].shape, arrays[name].dtype) for name in ("o", "lse"))
+    for address in addresses.values():
         call(driver.cuMemFree, address)
     call(driver.cuModuleUnload, module)
-    assert_right((o, lse), q, k, None if row["shared_kv"] else v, start, stop, sink, scale)
+    assert_right(got, x, scale)

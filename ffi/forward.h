@@ -1,0 +1,182 @@
+// The body of every forward target: check the operands, look the kernel up, launch it.
+//
+// q [b, s_q, h_q, d], sink f32 [h_q] -> o like q, lse f32 [b, s_q, h_q], over the keys of one or more sources:
+//   span       k and v [b, s_kv, h_kv, d], start and stop i32 [b, s_q]: query i sees start <= j < stop
+//   selection  k and v [b, s_kv, h_kv, d], indices i32 [b, s_q, topk], length i32 [b, s_q]: it sees indices[:length]
+// A target whose keys have one head by definition takes them as [b, s_kv, d].  The sink is part of o, never of lse.
+#pragma once
+
+#include <algorithm>
+#include <initializer_list>
+#include <sstream>
+#include <string>
+
+#include "launch_plan.h"
+#include "registry.h"
+
+namespace dsv4_fmha {
+
+using Ints = ffi::Span<const int64_t>;
+
+struct Operand {
+  const char* name = nullptr;
+  void* data = nullptr;
+  Ints dimensions;
+  ffi::DataType dtype = ffi::DataType::INVALID;
+
+  Operand() = default;
+  template <typename Buffer>
+  Operand(const char* name, const Buffer& x)
+      : name(name), data(x.untyped_data()), dimensions(x.dimensions()), dtype(x.element_type()) {}
+};
+
+struct Source {
+  SourceKind kind;
+  Operand k, v;      // v is k where they are one array
+  Operand from, to;  // start and stop of a span, indices and length of a selection
+};
+
+inline Source LatentSpan(Operand kv, Operand start, Operand stop) { return {kSpan, kv, kv, start, stop}; }
+
+inline Source LatentSelection(Operand kv, Operand indices, Operand length) {
+  return {kSelection, kv, kv, indices, length};
+}
+
+struct Operands {
+  const char* op;
+  bool shared_kv;  // one array is K and V
+  bool kv_heads;   // keys are [b, s_kv, h_kv, d], not [b, s_kv, d]
+  Operand q;
+  int source_count;
+  Source sources[kMaxSources];
+  Operand sink, o, lse;
+  float scale;
+};
+
+inline std::string Show(Ints dimensions) {
+  std::string text = "[";
+  for (int64_t x : dimensions) text += (text.size() > 1 ? ", " : "") + std::to_string(x);
+  return text + "]";
+}
+
+inline std::string Show(ffi::DataType dtype) {
+  std::ostringstream text;
+  text << dtype;
+  return text.str();
+}
+
+// Ranks and dtypes of start, stop, indices, length, sink and lse are checked where they are decoded.
+inline ffi::Error Check(const Operands& x, Shape* shape) {
+  auto refuse = [](const Operand& operand, const std::string& got, const std::string& wanted) {
+    return ffi::Error::InvalidArgument(std::string(operand.name) + ": got " + got + ", wanted " + wanted);
+  };
+  const Ints q = x.q.dimensions;
+  if (q.size() != 4) return refuse(x.q, "shape " + Show(q), "[b, s_q, h_q, d]");
+  const size_t key_rank = x.kv_heads ? 4 : 3;
+  for (int i = 0; i < x.source_count; ++i) {
+    const Operand& k = x.sources[i].k;
+    if (k.dimensions.size() == key_rank) continue;
+    return refuse(k, "shape " + Show(k.dimensions), x.kv_heads ? "[b, s_kv, h_kv, d]" : "[b, s_kv, d]");
+  }
+  const int64_t b = q[0], s_q = q[1], h_q = q[2], d = q[3];
+  const int64_t h_kv = x.kv_heads ? x.sources[0].k.dimensions[2] : 1;
+  *shape = Shape{b, s_q, h_q, h_kv, d, x.shared_kv, x.source_count, {}};
+
+  ffi::Error error;
+  auto expect = [&](const Operand& operand, std::initializer_list<int64_t> wanted) {
+    const Ints got = operand.dimensions;
+    if (error.failure() || std::equal(got.begin(), got.end(), wanted.begin(), wanted.end())) return;
+    error = refuse(operand, "shape " + Show(got), Show(Ints(wanted.begin(), wanted.size())));
+  };
+  auto expect_dtype_of_q = [&](const Operand& operand) {
+    if (error.failure() || operand.dtype == x.q.dtype) return;
+    error = refuse(operand, Show(operand.dtype), Show(x.q.dtype) + " like q");
+  };
+  for (int i = 0; i < x.source_count; ++i) {
+    const Source& source = x.sources[i];
+    const int64_t s_kv = source.k.dimensions[1];
+    for (const Operand* keys : {&source.k, &source.v}) {
+      if (x.kv_heads) {
+        expect(*keys, {b, s_kv, h_kv, d});
+      } else {
+        expect(*keys, {b, s_kv, d});
+      }
+      expect_dtype_of_q(*keys);
+    }
+    const bool selects = source.kind == kSelection;
+    const int64_t topk = selects ? source.from.dimensions[2] : 0;
+    if (selects) {
+      expect(source.from, {b, s_q, topk});
+    } else {
+      expect(source.from, {b, s_q});
+    }
+    expect(source.to, {b, s_q});
+    shape->sources[i] = SourceShape{source.kind, s_kv, topk};
+  }
+  expect(x.sink, {h_q});
+  expect(x.o, {b, s_q, h_q, d});
+  expect_dtype_of_q(x.o);
+  expect(x.lse, {b, s_q, h_q});
+  return error;
+}
+
+inline ffi::Error LookUp(const Operands& x, const Device& device, Launcher** launcher) {
+  if (!device.error.empty()) return ffi::Error(ffi::ErrorCode::kFailedPrecondition, device.error);
+  const int64_t d = x.q.dimensions[3];
+  *launcher = Find({x.op, device.arch, d, x.q.dtype, x.shared_kv});
+  if (*launcher != nullptr) return ffi::Error::Success();
+  return ffi::Error(ffi::ErrorCode::kUnimplemented,
+                    std::string(x.op) + ": no kernel for d=" + std::to_string(d) + ", " + Show(x.q.dtype) +
+                        (x.shared_kv ? ", one array for K and V" : ", K and V apart") + " on " + device.arch +
+                        "; built: " + Built(x.op));
+}
+
+inline ffi::Error Initialize(int device, const Operands& x) {
+  Shape shape;
+  Launcher* launcher;
+  if (ffi::Error error = Check(x, &shape); error.failure()) return error;
+  if (ffi::Error error = LookUp(x, GetDevice(device), &launcher); error.failure()) return error;
+  const std::string& error = launcher->Load(device).error;
+  return error.empty() ? ffi::Error::Success() : ffi::Error::Internal(error);
+}
+
+inline ffi::Error Execute(CUstream stream, int ordinal, const Operands& x) {
+  Shape shape;
+  Launcher* launcher;
+  Plan plan;
+  if (ffi::Error error = Check(x, &shape); error.failure()) return error;
+  if (shape.b == 0 || shape.s_q == 0) return ffi::Error::Success();
+  const Device& device = GetDevice(ordinal);
+  if (ffi::Error error = LookUp(x, device, &launcher); error.failure()) return error;
+  const Tiles tiles{launcher->tile_m, launcher->tile_n, device.processors};
+  if (std::string error = PlanLaunch(shape, x.scale, tiles, &plan); !error.empty()) {
+    return ffi::Error::InvalidArgument(std::string(x.op) + ": " + error);
+  }
+  const Launcher::Loaded& loaded = launcher->Load(ordinal);
+  if (!loaded.error.empty()) return ffi::Error::Internal(loaded.error);
+
+  Addresses at{x.q.data, x.o.data, x.sink.data, x.lse.data, {}};
+  for (int i = 0; i < x.source_count; ++i) {
+    const Source& source = x.sources[i];
+    at.sources[i] = {source.k.data, source.v.data, source.from.data, source.to.data};
+  }
+  const Params params(plan, at);
+  void* pointers[Params::kMax];
+  int count = 0;
+  for (const Param& param : params) {
+    if (param.map != nullptr) {
+      const TensorMapDataType type = x.q.dtype == ffi::BF16 ? kBFloat16 : kFloat16;
+      std::string error = Encode(*param.map, type, param.tensor, static_cast<CUtensorMap*>(param.data));
+      if (!error.empty()) return ffi::Error::Internal(error);
+    }
+    pointers[count++] = param.data;
+  }
+  const CUlaunchConfig config{plan.grid, 1, 1, static_cast<unsigned>(launcher->threads), 1, 1,
+                              static_cast<unsigned>(launcher->smem_bytes), stream, nullptr, 0};
+  const Driver& driver = GetDriver();
+  std::string error = driver.Failure("cuLaunchKernelEx",
+                                     driver.LaunchKernelEx(&config, loaded.function, pointers, nullptr));
+  return error.empty() ? ffi::Error::Success() : ffi::Error::Internal(error);
+}
+
+}  // namespace dsv4_fmha

@@ -1,0 +1,213 @@
+// A forward launch as a function of the shapes: no driver, no device, so that it can be tested without either.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <string>
+
+#include "tensor_map.h"
+
+namespace dsv4_fmha {
+
+// Where keys come from.  A span is one interval of keys per query, loaded by TMA; a selection is a list of keys per
+// query, gathered by index.
+enum SourceKind : int64_t { kSpan, kSelection };
+
+constexpr int kMaxSources = 2;
+
+struct SourceShape {
+  int64_t kind, s_kv, topk;  // topk of a selection only
+};
+
+// q and o [b, s_q, h_q, d]; the keys of each source [b, s_kv, h_kv, d].
+struct Shape {
+  int64_t b, s_q, h_q, h_kv, d, shared_kv, source_count;
+  SourceShape sources[kMaxSources];
+};
+
+// What the variant and the device add to it.
+struct Tiles {
+  int32_t tile_m, tile_n;
+  int32_t processors;  // as many tiles of rows are worked on at a time
+};
+
+// How the rows of q and o are cut into tiles.  A row is a (query, head of one KV head's group) pair; the rows of one KV
+// head form an `outer` x `inner` grid, of which a tile takes a box.  Row (o, i) is query o + i / group and head
+// i % group of the group.  The kernel is handed these in this order.
+struct Extents {
+  int32_t s_q, group, h_kv, inner, outer, box_inner, box_outer, tiles_inner, tiles;
+};
+
+struct SourcePlan {
+  SourceKind kind;
+  TensorMapSpec map;       // of k and of v of a span: [d, s_kv, h_kv, b]
+  int32_t map_extents[3];  // the dynamic extents, which follow a descriptor in the parameter list
+  int32_t s_kv, topk;
+};
+
+struct Plan {
+  uint32_t grid;
+  TensorMapSpec map;  // of q: [d, inner, outer, h_kv, b]
+  int32_t map_extents[4];
+  bool shared_kv;
+  int source_count;
+  SourcePlan sources[kMaxSources];
+  float scale_log2;  // scale * log2(e)
+  Extents extents;
+};
+
+// Fills `plan`.  Returns why it cannot: empty on success.
+inline std::string PlanLaunch(const Shape& shape, float scale, const Tiles& tiles, Plan* plan) {
+  // A kernel may count a tile, or a grid, past any extent.
+  static constexpr int64_t kMaxExtent = INT32_MAX - 1023;
+  static constexpr int64_t kElementBytes = 2, kMaxStrideBytes = int64_t{1} << 40;
+  static constexpr uint32_t kSwizzleColumns = 64;  // 128 bytes
+  auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+  auto too_large = [](const std::string& what, int64_t got, int64_t limit) {
+    return what + " is " + std::to_string(got) + ", the limit is " + std::to_string(limit);
+  };
+  auto out_of_range = [&](const char* what, int64_t got) -> std::string {
+    if (got < 1) return std::string(what) + " is " + std::to_string(got) + ", wanted at least 1";
+    if (got > kMaxExtent) return too_large(what, got, kMaxExtent);
+    return "";
+  };
+  const auto& [b, s_q, h_q, h_kv, d, shared_kv, source_count, sources] = shape;
+  for (auto [name, extent] : {std::pair{"b", b}, {"s_q", s_q}, {"h_q", h_q}, {"h_kv", h_kv}, {"d", d}}) {
+    if (std::string error = out_of_range(name, extent); !error.empty()) return error;
+  }
+  if (h_q % h_kv != 0) {
+    return "h_q is " + std::to_string(h_q) + ", wanted a multiple of h_kv = " + std::to_string(h_kv);
+  }
+  if (!std::isfinite(scale) || scale <= 0) return "scale is " + std::to_string(scale) + ", wanted a finite number > 0";
+
+  // One KV head: its rows are contiguous, so tiles may span queries freely.  Several: a tile is a block of queries by
+  // (a part of) the group's heads.  Keys selected for each query: a tile has heads of one query.
+  const bool one_query = std::any_of(sources, sources + source_count, [](auto& x) { return x.kind == kSelection; });
+  const bool contiguous = h_kv == 1 && !one_query;
+  const int64_t group = h_q / h_kv;
+  const int64_t inner = contiguous ? s_q * group : group;
+  const int64_t outer = contiguous ? 1 : s_q;
+  if (std::string error = out_of_range("s_q * h_q", inner); !error.empty()) return error;
+  const int64_t box_inner =
+      contiguous ? std::min<int64_t>(tiles.tile_m, inner) : ceil_div(group, ceil_div(group, tiles.tile_m));
+  const int64_t box_outer = contiguous || one_query ? 1 : std::min(tiles.tile_m / box_inner, s_q);
+  const int64_t tiles_inner = ceil_div(inner, box_inner);
+  const int64_t head_tiles = tiles_inner * ceil_div(outer, box_outer);  // below 2^62
+  if (head_tiles > kMaxExtent / h_kv / b) {
+    return "there are too many tiles of rows: " + std::to_string(head_tiles) + " x " + std::to_string(h_kv) +
+           " KV heads x " + std::to_string(b) + " sequences, the limit is " + std::to_string(kMaxExtent);
+  }
+  const int64_t row_tiles = head_tiles * h_kv * b;
+  const int64_t head_bytes = d * kElementBytes, max_heads = kMaxStrideBytes / head_bytes;
+  if (h_q > max_heads / s_q) return too_large("s_q * h_q", s_q * h_q, max_heads);
+
+  auto u32 = [](int64_t x) { return static_cast<uint32_t>(x); };
+  auto u64 = [](int64_t x) { return static_cast<uint64_t>(x); };
+  auto i32 = [](int64_t x) { return static_cast<int32_t>(x); };
+  *plan = Plan{
+      u32(std::min<int64_t>(row_tiles, tiles.processors)),
+      {5,
+       {kSwizzleColumns, u32(box_inner), u32(box_outer), 1, 1},
+       {u64(d), u64(inner), u64(outer), u64(h_kv), u64(b)},
+       {u64(head_bytes), u64(h_q * head_bytes), u64(group * head_bytes), u64(s_q * h_q * head_bytes)}},
+      {i32(inner), i32(outer), i32(h_kv), i32(b)},
+      shared_kv != 0,
+      static_cast<int>(source_count),
+      {},
+      static_cast<float>(scale * 1.4426950408889634),
+      {i32(s_q), i32(group), i32(h_kv), i32(inner), i32(outer), i32(box_inner), i32(box_outer), i32(tiles_inner),
+       i32(row_tiles)},
+  };
+  for (int i = 0; i < source_count; ++i) {
+    const auto [kind, s_kv, topk] = sources[i];
+    const char* const s_kv_name = i == 0 ? "s_kv" : "s_kv of the second keys";
+    if (std::string error = out_of_range(s_kv_name, s_kv); !error.empty()) return error;
+    if (kind == kSelection) {
+      if (std::string error = out_of_range("topk", topk); !error.empty()) return error;
+    } else if (h_kv > max_heads / s_kv) {
+      return too_large(std::string(s_kv_name) + " * h_kv", s_kv * h_kv, max_heads);
+    }
+    plan->sources[i] = SourcePlan{
+        static_cast<SourceKind>(kind),
+        {4,
+         {kSwizzleColumns, u32(tiles.tile_n), 1, 1},
+         {u64(d), u64(s_kv), u64(h_kv), u64(b)},
+         {u64(h_kv * head_bytes), u64(head_bytes), u64(s_kv * h_kv * head_bytes)}},
+        {i32(s_kv), i32(h_kv), i32(b)},
+        i32(s_kv),
+        i32(topk),
+    };
+  }
+  return "";
+}
+
+// Where the arrays of a launch are.
+struct SourceAddresses {
+  void *k, *v;      // v is k where they are one array
+  void *from, *to;  // start and stop of a span, indices and length of a selection
+};
+
+struct Addresses {
+  void *q, *o, *sink, *lse;
+  SourceAddresses sources[kMaxSources];
+};
+
+// One parameter of the kernel.
+struct Param {
+  void* data;
+  uint32_t bytes;
+  const TensorMapSpec* map;  // what `data` is to be encoded from, with the address `tensor`; else nullptr
+  void* tensor;
+};
+
+// Everything that the kernel is handed, and the order in which it is.  Points into `plan` and `at`.
+class Params {
+ public:
+  static constexpr int kMax = 3 + kMaxSources * 7 + 3 + 9;
+
+  Params(Plan& plan, Addresses& at) {
+    AddMap(plan.map, plan.map_extents, at.q);
+    Add(at.o);
+    for (int i = 0; i < plan.source_count; ++i) {
+      SourcePlan& source = plan.sources[i];
+      SourceAddresses& keys = at.sources[i];
+      if (source.kind == kSpan) {
+        AddMap(source.map, source.map_extents, keys.k);
+        if (!plan.shared_kv) AddMap(source.map, source.map_extents, keys.v);
+        Add(keys.from), Add(keys.to), Add(source.s_kv);
+      } else {
+        Add(keys.k), Add(keys.from), Add(keys.to), Add(source.s_kv), Add(source.topk);
+      }
+    }
+    Add(at.sink), Add(at.lse), Add(plan.scale_log2);
+    Extents& n = plan.extents;
+    for (int32_t* x :
+         {&n.s_q, &n.group, &n.h_kv, &n.inner, &n.outer, &n.box_inner, &n.box_outer, &n.tiles_inner, &n.tiles}) {
+      Add(*x);
+    }
+  }
+  Params(const Params&) = delete;
+
+  const Param* begin() const { return params_; }
+  const Param* end() const { return params_ + count_; }
+
+ private:
+  template <typename T>
+  void Add(T& value) {
+    params_[count_++] = {&value, sizeof value, nullptr, nullptr};
+  }
+
+  template <typename T>
+  void AddMap(const TensorMapSpec& map, T& extents, void* tensor) {
+    params_[count_++] = {&maps_[map_count_++], sizeof(CUtensorMap), &map, tensor};
+    Add(extents);
+  }
+
+  CUtensorMap maps_[1 + 2 * kMaxSources];
+  int map_count_ = 0;
+  Param params_[kMax];
+  int count_ = 0;
+};
+
+}  // namespace dsv4_fmha
