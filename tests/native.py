@@ -2,14 +2,14 @@
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
 from jax_dsv4_fmha import _ffi
-from jax_dsv4_fmha._compare import compare
+from jax_dsv4_fmha._compare import KERNEL, compare
 from kernels.variants import VARIANTS, Variant
 
 SOURCES = {v.op: v.sources for v in VARIANTS}
@@ -220,6 +220,10 @@ def attention(x: Operands, scale: float) -> tuple[Array, Array]:
     return o.transpose(0, 2, 1, 3, 4).reshape(x.q.shape), lse.transpose(0, 2, 1, 3).reshape(b, s_q, h_q)
 
 
+TOLERANCES = {**KERNEL, "lse": replace(KERNEL["lse"], abs=4e-6)}
+"""in fp32 an lse near 0 is what is left of logits of some units, and has their rounding"""
+
+
 def assert_right(got: tuple[Any, Any], x: Operands, scale: float) -> None:
-    for verdict in compare(got, attention(x, scale)):
+    for verdict in compare(got, attention(x, scale), TOLERANCES):
         assert verdict.passed, verdict
