@@ -110,8 +110,13 @@ def bench(
     progress: bool | None,
 ) -> int:
     out = output(json_path)
+
+    def wanted(suite: str, name: str) -> bool:
+        return (not suites or suite in suites) and matches(name, pattern)
+
     if source is not None:
         results = json.loads(Path(source).read_text(encoding="utf-8"))
+        results["rows"] = [row for row in results["rows"] if wanted(row["suite"], row["name"])]
         print("\n\n".join(tables(results["rows"])), file=out)
     else:
         if not _ffi.local_architectures():
@@ -119,7 +124,7 @@ def bench(
                 "bench measures kernels on a GPU, and JAX sees none here. `bench --from FILE` shows results.", file=out
             )
             return 2
-        rows = [row for row in ROWS if (not suites or row.suite in suites) and matches(row.name, pattern)]
+        rows = [row for row in ROWS if wanted(row.suite, row.name)]
         if not rows:
             print(f"No row matches {pattern!r}.", file=out)
             return 2

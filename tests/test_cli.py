@@ -1,4 +1,4 @@
-"""python -m jax_dsv4_fmha, as far as it goes without a GPU."""
+"""python -m jax_dsv4_fmha, most of it without a GPU."""
 
 import dataclasses
 import json
@@ -16,8 +16,9 @@ VARIANT = _ffi.Variant("fwd_sm_90a_d64", "fwd", "sm_90a", 64, "bfloat16", False,
 
 
 @pytest.fixture(autouse=True)
-def no_gpu(monkeypatch):
-    monkeypatch.setattr(_ffi, "local_architectures", lambda: ())
+def no_gpu(monkeypatch, request):
+    if request.node.get_closest_marker("gpu") is None:
+        monkeypatch.setattr(_ffi, "local_architectures", lambda: ())
 
 
 @pytest.fixture
@@ -254,6 +255,11 @@ def test_tables_from_results(results, capsys):
     assert text.count("1.60") == sum(bool(row.peers) for row in _bench.ROWS) and "ValueError: no" in text
 
 
+def test_tables_of_some_results(results, capsys):
+    assert main(["bench", "--from", str(results), "--suite", "window", "--filter", "d 512*"]) == 0
+    assert sum(line.startswith("d ") for line in capsys.readouterr().out.splitlines()) == 3
+
+
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_plot_from_results(results, suffix, tmp_path):
     pytest.importorskip("matplotlib")
@@ -275,3 +281,18 @@ def test_wrong_arguments(arguments, capsys):
     with pytest.raises(SystemExit) as e:
         main(arguments)
     assert e.value.code == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
+class TestOnGpu:
+    def test_check(self, capsys):
+        assert main(["check", "--filter", "fmha-s_q1-s_kv1*"]) == 0
+        assert "passed" in capsys.readouterr().out.splitlines()[-1]
+
+    @pytest.mark.filterwarnings("ignore:builtin type event_stats")
+    def test_bench(self, capsys):
+        assert main(["bench", "--filter", "*b1 s512*", "--rounds", "2", "--json"]) == 0
+        (row,) = json.loads(capsys.readouterr().out)["rows"]
+        assert row["times"].keys() == {"ours", "cudnn", "xla"}
+        assert any("fwd_sm90" in kernel for kernel in row["times"]["ours"]["kernels"])
