@@ -22,15 +22,20 @@ FLOAT = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32)
 
 _TINY, _MAX = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
-_KERNELS_OF = {"fmha": "fwd", "dsv4_attention": "fwd", "dot_product_attention": "fwd"}
+_KERNELS_OF = {
+    "fmha": ("fwd",),
+    "dot_product_attention": ("fwd",),
+    "sparse_fmha": ("sparse_fwd",),
+    "dsv4_attention": ("fwd", "sparse_fwd", "dsv4_sparse_fwd", "dsv4_dense_fwd"),
+}
 
 
 def built(op: str) -> str:
     """The kernels of this library that `op` can run on, in words."""
     kernels = [
-        f"{v.arch} {v.dtype} d={v.d}{' with V=K' if v.shared_kv else ''}"
+        f"{v.op} {v.arch} {v.dtype} d={v.d}{' with V=K' if v.shared_kv else ''}"
         for v in _ffi.variants()
-        if v.op == _KERNELS_OF.get(op)
+        if v.op in _KERNELS_OF.get(op, ())
     ]
     return ", ".join(kernels) or "no kernel of this op, only the reference"
 
@@ -93,8 +98,11 @@ def scale(op: str, x: Any, d: int) -> float:
     return float(x)
 
 
-def positive(op: str, name: str, x: Any) -> int:
+def positive(op: str, name: str, x: Any) -> Any:
+    """An int >= 1, or a dimension that `jax.export` leaves open."""
     wanted = "an int >= 1, known while tracing"
+    if jax.export.is_symbolic_dim(x):
+        return x
     try:
         n = operator.index(x)
     except (TypeError, jax.errors.JAXTypeError) as e:

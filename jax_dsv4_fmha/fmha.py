@@ -1,19 +1,13 @@
-"""Attention of every query over one interval of keys: check -> seam -> kernel or reference."""
+"""Attention of every query over one interval of keys."""
 
-import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
 
-from . import _check, _ffi, reference
+from . import _backward, _check, _ffi, reference
+from ._transforms import RESULTS, SINK, Axes, Differentiable, Op, choose
 from .span import Span
-
-Operands = tuple[jax.Array, jax.Array, jax.Array | None, jax.Array, jax.Array, jax.Array]
-"""q, k, v or None, start, stop, sink: what a kernel reads"""
 
 
 def fmha(
@@ -39,14 +33,15 @@ def fmha(
         +inf gives `o = 0`.
       scale: a float > 0, `d**-0.5` if left out.
       implementation: "cubin" and "reference" insist. None takes the kernel where the platform is CUDA and the kernel is
-        built for the device, and the reference elsewhere; its gradient is the reference's.
+        built for the device, and the reference elsewhere. "reference" is plain `jnp`, with derivatives of every order
+        and mode; the others have reverse mode once, and keep to their devices under any mesh (docs/transforms.md).
 
     Returns:
       o like q, 0 where a query sees no key; lse float32 `[b, s_q, h_q]`, natural log, without the sink, -inf there.
 
     Raises:
       ValueError, TypeError: operands that are not as said above.
-      NotImplementedError: "cubin", and it is not built for these operands, or a gradient is asked of it.
+      NotImplementedError: "cubin", and it is not built for these operands.
     """
     op = "fmha"
     dims: dict[str, Any] = {}
@@ -63,81 +58,40 @@ def fmha(
     if not isinstance(span, Span):
         raise _check.error(TypeError, op, "span", span, "a Span or None")
     start, stop = span.bounds(dims["b"], dims["s_q"], dims["s_kv"], op)
-    if sink is None:
-        sink = jnp.full((dims["h_q"],), -jnp.inf, jnp.float32)
-    return _forward((q, k, v, start, stop, sink), scale, implementation)
-
-
-def _forward(operands: Operands, scale: float, implementation: str | None) -> tuple[jax.Array, jax.Array]:
-    """The seam: the one way to the kernel, and the one choice between it and the reference."""
     if implementation == "reference":
-        return _reference(*operands, scale)
-    q, _, v, *_ = operands
-    d, dtype, shared_kv = q.shape[-1], q.dtype.name, v is None
-    archs = _ffi.built_for("fwd", d=d, dtype=dtype, shared_kv=shared_kv)
-    if not archs and shared_kv:  # a kernel that reads K and V apart serves too
-        archs = _ffi.built_for("fwd", d=d, dtype=dtype, shared_kv=False)
-        if archs:
-            operands = (q, operands[1], operands[1], *operands[3:])
-    if implementation is None:
-        if not archs or any(a not in archs for a in _ffi.local_architectures()):
-            return _reference(*operands, scale)
-    elif not archs:
-        got = f"'cubin' for {dtype}, d={d}, {'V=K' if shared_kv else 'V apart from K'}"
-        raise _check.error(NotImplementedError, "fmha", "implementation", got, "operands that a kernel is built for")
-    return _kernel_call(scale, implementation == "cubin", *operands)
+        return reference.fmha(q, k, v, span=Span(start, stop), sink=sink, scale=scale)
+    d, dtype = dims["d"], q.dtype.name
+    got = f"{dtype}, d={d}, {'V=K' if v is None else 'V apart from K'}"
+    kernel = choose(op, implementation, _built_for(d, dtype, v is None), got)
+    if v is None:
+        return _SHARED(q, k, start, stop, sink=sink, scale=scale, kernel=kernel)
+    return _APART(q, k, v, start, stop, sink=sink, scale=scale, kernel=kernel)
 
 
-def _reference(q: Any, k: Any, v: Any, start: Any, stop: Any, sink: Any, scale: float) -> tuple[jax.Array, jax.Array]:
+def _built_for(d: int, dtype: str, shared_kv: bool) -> tuple[str, ...]:
+    """As `_ffi.built_for`; a kernel that reads K and V apart serves where they are one."""
+    built = _ffi.built_for("fwd", d=d, dtype=dtype, shared_kv=shared_kv)
+    return built or _ffi.built_for("fwd", d=d, dtype=dtype, shared_kv=False)
+
+
+def _kernel(q: Any, k: Any, v: Any, start: Any, stop: Any, sink: Any, *, scale: float) -> Any:
+    if v is None and not _ffi.built_for("fwd", d=q.shape[-1], dtype=q.dtype.name, shared_kv=True):
+        v = k
+    return _ffi.fwd(q, k, v, start, stop, sink, scale=scale)
+
+
+def _reference(q: Any, k: Any, v: Any, start: Any, stop: Any, sink: Any, *, scale: float) -> Any:
     return reference.fmha(q, k, v, span=Span(start, stop), sink=sink, scale=scale)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _with_kernel(scale: float, insist: bool, *operands: Any) -> tuple[jax.Array, jax.Array]:
-    """The kernel on CUDA; elsewhere the reference, or an error where the caller insists."""
-    on_cuda = functools.partial(_ffi.fwd, scale=scale)
-    elsewhere = functools.partial(_refuse if insist else _reference, scale=scale)
-
-    def dispatch(*operands: Any) -> Any:
-        return lax.platform_dependent(*operands, cuda=on_cuda, default=elsewhere)
-
-    o, lse = jax.custom_batching.sequential_vmap(dispatch)(*operands)
-    return o, lse
+def _without_v(f: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda q, k, *rest, scale: f(q, k, None, *rest, scale=scale)
 
 
-def _with_kernel_fwd(scale: float, insist: bool, *operands: Any) -> Any:
-    if insist:
-        wanted = "implementation=None or 'reference' under a gradient: no backward kernel is built"
-        raise _check.error(NotImplementedError, "fmha", "implementation", "'cubin' under a gradient", wanted)
-    return _with_kernel(scale, insist, *operands), operands
-
-
-def _with_kernel_bwd(scale: float, insist: bool, operands: Any, cotangents: Any) -> Any:
-    q, k, v, start, stop, sink = operands
-    _, vjp = jax.vjp(lambda q, k, v, sink: _reference(q, k, v, start, stop, sink, scale), q, k, v, sink)
-    dq, dk, dv, dsink = vjp(cotangents)
-    return dq, dk, dv, None, None, dsink
-
-
-_with_kernel.defvjp(_with_kernel_fwd, _with_kernel_bwd)
-_kernel_call = jax.jit(_with_kernel, static_argnums=(0, 1))  # so that a call outside of jit compiles but once
-
-
-# For which platform a call is lowered is known only then: jax.export lowers for CUDA on a machine without it. So what
-# stands for the kernel on other platforms is a primitive that raises when it is lowered.
-_not_cuda = Primitive("dsv4_fmha_not_cuda")
-_not_cuda.multiple_results = True
-_not_cuda.def_abstract_eval(lambda q: [q, q.update(shape=q.shape[:-1], dtype=jnp.dtype("float32"))])
-
-
-def _refuse(q: jax.Array, *_: Any, scale: float) -> tuple[jax.Array, jax.Array]:
-    o, lse = _not_cuda.bind(q)
-    return o, lse
-
-
-def _lower_refusal(ctx: Any, *_: Any) -> Any:
-    platforms = " or ".join(ctx.module_context.platforms)
-    raise _check.error(ValueError, "fmha", "implementation", f"'cubin' on platform {platforms}", "platform cuda")
-
-
-mlir.register_lowering(_not_cuda, _lower_refusal)
+_Q, _K, _V = Axes("q", "b s_q h_q d"), Axes("k", "b s_kv h_kv d"), Axes("v", "b s_kv h_kv d")
+_SPAN = (Axes("span.start", "b s_q"), Axes("span.stop", "b s_q"))
+_APART = Differentiable.of(Op("fmha", (_Q, _K, _V, *_SPAN, SINK), RESULTS, _reference, _kernel), _backward.fmha)
+_SHARED = Differentiable.of(
+    Op("fmha", (_Q, _K, *_SPAN, SINK), RESULTS, _without_v(_reference), _without_v(_kernel)),
+    _without_v(_backward.fmha),
+)

@@ -46,7 +46,7 @@ def fmha(
     s_kv, h_kv = k.shape[1:3]
     scale = d**-0.5 if scale is None else scale
     start, stop = (Span(0, s_kv) if span is None else span).bounds(b, s_q, s_kv)
-    tile = min(_KEYS, s_kv)
+    tile = min(_KEYS, s_kv) if isinstance(s_kv, int) else _KEYS
     k_tiles = _tiles(k, tile)
     v_tiles = None if v is None else _tiles(v, tile)
     first = jnp.arange(k_tiles.shape[0], dtype=jnp.int32) * tile
@@ -64,10 +64,11 @@ def fmha(
             visible = ((start[..., None] <= j) & (j < stop[..., None]))[:, None, :, None]  # [b, 1, n, 1, tile]
             return jnp.where(visible, scale * _contract(q32, k, 3, visible), -_INF), visible
 
+        nothing = jnp.full_like(q32[..., 0], -_INF)
+
         @jax.checkpoint
         def tile_lse(operands: Any) -> jax.Array:
             first, k = operands
-            nothing = jnp.full(q32.shape[:-1], -_INF)
             lse: jax.Array = lax.cond(is_seen(first), lambda: _logsumexp(logits(first, k)[0], -1), lambda: nothing)
             return lse
 
@@ -161,9 +162,7 @@ def two_pass(
 ) -> Attention:
     """`dsv4_attention` composed of whichever `fmha` and `sparse_fmha` are given; the sink enters once."""
     s_q = q.shape[1]
-    span = Span.sliding_window(s_q, window, jnp.int32(q_offset) - jnp.int32(kv_offset))
-    if swa_lens is not None:
-        span &= Span.lengths(swa_lens)
+    span = window_span(s_q, window, q_offset, kv_offset, swa_lens)
     window_kv = window_kv[:, :, None]
     if compressed_kv is None or compressed_kv.shape[1] == 0:
         return fmha(q, window_kv, span=span, sink=sink, scale=scale)
@@ -175,6 +174,12 @@ def two_pass(
         span = Span.compressed(s_q, ratio, q_offset)
         compressed_part = fmha(q, compressed_kv[:, :, None], span=span, scale=scale)
     return merge([window_part, compressed_part], sink)
+
+
+def window_span(s_q: int, window: int, q_offset: Any, kv_offset: Any, swa_lens: jax.Array | None) -> Span:
+    """What the queries see of the window cache."""
+    span = Span.sliding_window(s_q, window, jnp.int32(q_offset) - jnp.int32(kv_offset))
+    return span if swa_lens is None else span & Span.lengths(swa_lens)
 
 
 def _einsum(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -233,7 +238,7 @@ def _over_queries(block: Callable[..., Attention], size: int, *operands: jax.Arr
     """block(*operands) over operands [b, s_q, …], `size` queries at a time; the last block is filled up with 0."""
     s_q = operands[0].shape[1]
     rematerialized: Callable[..., Attention] = jax.checkpoint(block)
-    if s_q <= size:
+    if isinstance(s_q, int) and s_q <= size:
         return rematerialized(*operands)
     n = -(-s_q // size)
 

@@ -3,8 +3,10 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from . import _check, reference
+from . import _backward, _check, _ffi, reference
+from ._transforms import RESULTS, SINK, Axes, Differentiable, Op, choose
 
 
 def sparse_fmha(
@@ -23,19 +25,18 @@ def sparse_fmha(
     name cannot reach it, whatever they hold.
 
     Args:
-      q: `[b, s_q, h_q, d]`, bfloat16, float16 or float32.
+      q: `[b, s_q, h_q, d]`, bfloat16 or float16; float32 on the reference alone.
       kv: `[b, s_kv, d]` in q's dtype.
       indices: int32 `[b, s_q, topk]`; an entry below 0 or not below s_kv is absent.
       topk_length: int32 `[b, s_q]`; entries from there on are absent too.
-      sink, scale: as in `fmha`.
-      implementation: None or "reference". "cubin" insists on a kernel, and none is built yet.
+      sink, scale, implementation: as in `fmha`.
 
     Returns:
       o like q and lse float32 `[b, s_q, h_q]`, as in `fmha`.
 
     Raises:
       ValueError, TypeError: operands that are not as said above.
-      NotImplementedError: "cubin".
+      NotImplementedError: "cubin", and it is not built for these operands.
     """
     op = "sparse_fmha"
     dims: dict[str, Any] = {}
@@ -47,6 +48,29 @@ def sparse_fmha(
     sink = _check.sink(op, sink, dims)
     scale = _check.scale(op, scale, dims["d"])
     _check.implementation(op, implementation)
-    if implementation == "cubin":
-        raise _check.error(NotImplementedError, op, "implementation", "'cubin'", "None or 'reference'")
-    return reference.sparse_fmha(q, kv, indices, topk_length=topk_length, sink=sink, scale=scale)
+    if implementation == "reference":
+        return reference.sparse_fmha(q, kv, indices, topk_length=topk_length, sink=sink, scale=scale)
+    if topk_length is None:
+        topk_length = jnp.full(indices.shape[:2], indices.shape[2], jnp.int32)
+    d, dtype = dims["d"], q.dtype.name
+    built = _ffi.built_for("sparse_fwd", d=d, dtype=dtype, shared_kv=True)
+    kernel = choose(op, implementation, built, f"{dtype}, d={d}")
+    return _SPARSE(q, kv, indices, topk_length, sink=sink, scale=scale, kernel=kernel)
+
+
+def _kernel(q: Any, kv: Any, indices: Any, length: Any, sink: Any, *, scale: float) -> Any:
+    return _ffi.sparse_fwd(q, kv, indices, length, sink, scale=scale)
+
+
+def _reference(q: Any, kv: Any, indices: Any, length: Any, sink: Any, *, scale: float) -> Any:
+    return reference.sparse_fmha(q, kv, indices, topk_length=length, sink=sink, scale=scale)
+
+
+_OPERANDS = (
+    Axes("q", "b s_q h_q d"),
+    Axes("kv", "b s_kv d"),
+    Axes("indices", "b s_q topk"),
+    Axes("topk_length", "b s_q"),
+    SINK,
+)
+_SPARSE = Differentiable.of(Op("sparse_fmha", _OPERANDS, RESULTS, _reference, _kernel), _backward.sparse_fmha)

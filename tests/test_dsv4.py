@@ -1,14 +1,16 @@
 """dsv4_attention; its values against float64 stand in test_reference.py, for every case of the table."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_dsv4_fmha import dsv4_attention, fmha, reference
+from jax_dsv4_fmha import _ffi, dsv4_attention, fmha, reference
 from jax_dsv4_fmha._cases import CASES, run, run_reference
+from jax_dsv4_fmha._cases import operands as operands_of
 from jax_dsv4_fmha._compare import compare
 
 LAYERS = [case for case in CASES if case.op == "dsv4_attention"]
@@ -18,10 +20,71 @@ SOME = [
 ]
 
 
+@pytest.fixture
+def built(monkeypatch):
+    """As if every kernel were built, for an architecture that is not here."""
+    monkeypatch.setattr(_ffi, "built_for", lambda op, **_: ("sm_90a",))
+    monkeypatch.setattr(_ffi, "local_architectures", lambda: ())
+
+
 @pytest.mark.parametrize("case", SOME, ids=lambda case: case.name)
 def test_two_pass_equals_the_definition(case):
     for verdict in compare(run(case), run_reference(case)):
         assert verdict.passed, verdict
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("case", SOME, ids=lambda case: case.name)
+def test_fused_equals_the_definition(case):
+    args, kwargs = operands_of(case)
+    numbers = {name: kwargs.pop(name) for name in ("window", "ratio") if name in kwargs}
+    f = jax.jit(lambda args, kwargs: dsv4_attention(*args, **kwargs, **numbers, method="fused"))
+    for verdict in compare(f(args, kwargs), run_reference(case)):
+        assert verdict.passed, verdict
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize(
+    "method, compressed, targets",
+    [
+        (None, {}, ["fwd_shared_kv"]),
+        (None, {"ratio": 4}, ["dsv4_dense_fwd"]),
+        (None, {"indices": jnp.zeros((2, 6, 2), jnp.int32)}, ["dsv4_sparse_fwd"]),
+        ("fused", {"ratio": 4}, ["dsv4_dense_fwd"]),
+        ("two_pass", {"ratio": 4}, ["fwd_shared_kv", "fwd_shared_kv"]),
+        ("two_pass", {"indices": jnp.zeros((2, 6, 2), jnp.int32)}, ["fwd_shared_kv", "sparse_fwd"]),
+    ],
+)
+def test_launches(method, compressed, targets):
+    q, w, c, sink = operands()
+    f = jax.jit(lambda q, w, c: dsv4_attention(q, w, c if compressed else None, sink=sink, method=method, **compressed))
+    text = f.trace(q, w, c).lower(lowering_platforms=("cuda",)).as_text()
+    assert sorted(re.findall(r"custom_call @dsv4_fmha_(\w+)", text)) == targets
+
+
+def test_fused_insists():
+    q, w, c, sink = operands()
+    with pytest.raises(NotImplementedError, match=r"method: got 'fused' for float32, d=8, wanted 'two_pass', or"):
+        dsv4_attention(q, w, c, ratio=4, method="fused")
+    for x, y in zip(
+        dsv4_attention(q, w, c, ratio=4, sink=sink, method="fused", implementation="reference"),
+        reference.dsv4_attention(q, w, c, ratio=4, sink=sink),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("case", [c for c in LAYERS if c.s_c], ids=lambda case: case.name)
+def test_the_methods_agree(case):
+    args, kwargs = operands_of(case)
+    numbers = {name: kwargs.pop(name) for name in ("window", "ratio") if name in kwargs}
+    for method in ("two_pass", "fused"):
+        f = jax.jit(lambda args, kwargs, m=method: dsv4_attention(
+            *args, **kwargs, **numbers, method=m, implementation="cubin"))  # fmt: skip
+        for verdict in compare(f(args, kwargs), run_reference(case)):
+            assert verdict.passed, (method, str(verdict))
 
 
 @pytest.mark.gpu
@@ -66,8 +129,10 @@ def test_the_sink_enters_once():
     np.testing.assert_allclose(o, alone * jax.nn.sigmoid(lse - sink)[..., None], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("method", ["two_pass", "fused"])
 @pytest.mark.parametrize("indices", [None, jnp.array([[[0, 2, -1]] * 6] * 2, jnp.int32)], ids=["dense", "topk"])
-def test_gradients_equal_the_definitions(indices):
+def test_gradients_equal_the_definitions(indices, method):
     q, w, c, sink = operands()
     kwargs = {"ratio": 4} if indices is None else {"indices": indices}
 
@@ -78,7 +143,8 @@ def test_gradients_equal_the_definitions(indices):
 
         return jax.jit(jax.grad(loss, (0, 1, 2, 3)))(q, w, c, sink)
 
-    for x, y in zip(grads(dsv4_attention), grads(reference.dsv4_attention), strict=True):
+    of_method = grads(functools.partial(dsv4_attention, method=method))
+    for x, y in zip(of_method, grads(reference.dsv4_attention), strict=True):
         assert jnp.isfinite(x).all()
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 

@@ -128,9 +128,9 @@ class TestSeam:
         jax.export.export(f, platforms=["cuda"], disabled_checks=allowed)(*operands)
         jax.export.export(f, platforms=["cpu"])(*operands)
 
-    def test_cubin_refuses_a_gradient(self):
-        with pytest.raises(NotImplementedError, match="'cubin' under a gradient"):
-            jax.grad(lambda q: fmha(q, *small()[1:3], implementation="cubin")[0].sum())(small()[0])
+    def test_cubin_has_a_gradient(self):
+        f = jax.jit(jax.grad(lambda q: fmha(q, *small()[1:3], implementation="cubin")[1].sum()))
+        assert "dsv4_fmha_fwd" in f.trace(small()[0]).lower(lowering_platforms=("cuda",)).as_text()
 
     def test_another_local_architecture_means_the_reference(self, monkeypatch):
         monkeypatch.setattr(_ffi, "local_architectures", lambda: ("sm_80",))
@@ -196,7 +196,8 @@ class TestKernel:
         got = jax.jit(jax.grad(loss(fmha), (0, 1, 2, 3)))(q, k, v, sink)
         want = jax.jit(jax.grad(loss(reference.fmha), (0, 1, 2, 3)))(q, k, v, sink)
         for x, y in zip(got, want, strict=True):
-            np.testing.assert_array_equal(x, y)
+            x, y = x.astype(np.float32), y.astype(np.float32)
+            assert jnp.linalg.norm(x - y) < 2e-2 * jnp.linalg.norm(y)
 
     def test_vmap(self):
         q, k, v, sink = (jnp.stack([x, x[::-1]]) for x in small())

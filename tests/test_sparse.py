@@ -28,6 +28,14 @@ def test_rounds_once(implementation):
         assert verdict.passed, verdict
 
 
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("case", [c for c in CASES if c.op == "sparse_fmha" and c.d == 512], ids=lambda case: case.name)
+def test_kernel(case):
+    for verdict in compare(run(case, "cubin"), run_reference(case)):
+        assert verdict.passed, verdict
+
+
 def test_every_key_named_is_dense():
     q, kv, _, sink = operands()
     everything = jnp.broadcast_to(jnp.arange(S_KV, dtype=jnp.int32)[::-1], (B, S_Q, S_KV))

@@ -1,0 +1,478 @@
+"""What jax.jit, vmap, grad and meshes ask of an op that ends in a kernel; one mechanism for all of them.
+
+An op is data: the axes of its operands and results, a kernel and a reference. From that follow, outermost first,
+
+    differentiable   custom_vjp: the gradient, from the op's residuals, is another op
+    _batched         custom_vmap: a mapped axis becomes one more leading batch axis, of size 1 where nothing is mapped
+    _sharded         which devices compute what: every axis manual: this one does; Explicit: jax.shard_map; Auto, or no
+                     mesh: custom_partitioning, which compiles to nothing where there is but one device
+    _folded          all batch axes become the one that a kernel has, on one device, where that moves no data
+    _implementation  kernel or reference, by the platform that is compiled for
+
+Batch, s_q and h_q may be sharded, and h_kv with h_q. A row needs all its keys, all of d and all its indices, so no
+other axis may be. A forward op has no collective; a result that lacks a sharded axis, as dk lacks s_q, is summed.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_batching import custom_vmap
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from . import _check, _ffi
+
+Arrays = tuple[jax.Array, ...]
+
+
+O, LSE = "dsv4_fmha_o", "dsv4_fmha_lse"
+"""The names of a forward op's results under jax.checkpoint: where a policy saves both, nothing runs twice."""
+
+
+class Axes(NamedTuple):
+    """An operand or a result: its name, for errors, and its axes, as in "b s_q h_q d"."""
+
+    name: str
+    axes: str
+
+
+@dataclass(frozen=True)
+class Op:
+    """A kernel, and what it means. Both are called with the operands, one batch axis each, and the keyword `scale`."""
+
+    name: str
+    operands: tuple[Axes, ...]
+    results: tuple[Axes, ...]
+    reference: Callable[..., Arrays]
+    kernel: Callable[..., Arrays] | None = None
+
+
+SINK = Axes("sink", "b h_q")
+"""As an operand of an op a sink has batch axes too, of size 1 but where vmap maps it."""
+
+RESULTS = (Axes("o", "b s_q h_q d"), Axes("lse", "b s_q h_q"))
+"""What every forward op gives."""
+
+
+class Call(NamedTuple):
+    """An op and what is known of the call while it is traced."""
+
+    op: Op
+    scale: float
+    kernel: str  # "never", "on cuda" or "or error"
+
+
+# Which implementation
+
+
+def choose(op: str, implementation: str | None, built: Sequence[str], got: str) -> str:
+    """Call.kernel, for kernels that are `built` for these architectures; `got` says for which operands, in errors."""
+    if implementation == "cubin":
+        if not built:
+            wanted = "operands that a kernel is built for"
+            raise _check.error(NotImplementedError, op, "implementation", f"'cubin' for {got}", wanted)
+        return "or error"
+    return "on cuda" if built and all(a in built for a in _ffi.local_architectures()) else "never"
+
+
+def _implementation(call: Call, *operands: jax.Array) -> Arrays:
+    op, scale, kernel = call
+    reference = functools.partial(op.reference, scale=scale)
+    if op.kernel is None or kernel == "never":
+        return reference(*operands)
+    axes = _varying(operands)
+    run = functools.partial(op.kernel, scale=scale)
+    elsewhere = functools.partial(_refuse, op.name) if kernel == "or error" else reference
+
+    def on_cuda(*operands: jax.Array) -> Arrays:  # a custom call says nothing about manual axes
+        return _vary(run(*operands), axes)
+
+    results: Arrays = lax.platform_dependent(*operands, cuda=on_cuda, default=elsewhere)
+    return results
+
+
+# For which platform a call is lowered is known only then: jax.export lowers for CUDA on a machine without it. So what
+# stands for the kernel on other platforms is a primitive that raises when it is lowered.
+_not_cuda = Primitive("dsv4_fmha_not_cuda")
+_not_cuda.multiple_results = True
+_not_cuda.def_abstract_eval(lambda q, **_: [q, q.update(shape=q.shape[:-1], dtype=jnp.dtype("float32"))])
+
+
+def _refuse(op: str, q: jax.Array, *_: jax.Array) -> Arrays:
+    o, lse = _not_cuda.bind(q, op=op)
+    return o, lse
+
+
+def _lower_refusal(ctx: Any, *_: Any, op: str) -> Any:
+    platforms = " or ".join(ctx.module_context.platforms)
+    raise _check.error(ValueError, op, "implementation", f"'cubin' on platform {platforms}", "platform cuda")
+
+
+mlir.register_lowering(_not_cuda, _lower_refusal)
+
+
+# Batch axes
+
+
+def _names(x: Axes, ndim: int) -> tuple[str, ...]:
+    """A name for each of ndim axes; of several batch axes, b0, b1, …"""
+    _, *rest = x.axes.split()
+    return (*(f"b{i}" for i in range(ndim - len(rest))), *rest)
+
+
+def _batched(call: Call, *operands: jax.Array) -> Arrays:
+    @custom_vmap
+    def run(*operands: jax.Array) -> Arrays:
+        return _sharded(call, *operands)
+
+    @run.def_vmap
+    def _(_: int, mapped: Sequence[bool], *operands: jax.Array) -> tuple[Arrays, tuple[bool, ...]]:
+        operands = tuple(x if is_mapped else x[None] for x, is_mapped in zip(operands, mapped, strict=True))
+        return _batched(call, *operands), (True,) * len(call.op.results)
+
+    results: Arrays = run(*operands)
+    return results
+
+
+def _batch_shape(op: Op, operands: Sequence[jax.Array]) -> tuple[Any, ...]:
+    """The sizes of the batch axes: what those of the operands, 1 or the size, broadcast to."""
+    shapes = [x.shape[: x.ndim - len(axes.axes.split()) + 1] for axes, x in zip(op.operands, operands, strict=True)]
+    return tuple(next((n for n in sizes if n != 1), 1) for sizes in zip(*shapes, strict=True))
+
+
+def _folded(call: Call, *operands: jax.Array) -> Arrays:
+    """The op on one device, all batch axes made one.
+
+    The last of them become queries instead, where no key is mapped: then keys need not be copied. A sink for every
+    batch entry is no operand of a kernel; it weights o afterwards, as its definition in terms of lse allows.
+    """
+    op = call.op
+    batch = _batch_shape(op, operands)
+    given = dict(zip(op.operands, operands, strict=True))
+    sink = next((x for axes, x in given.items() if axes == SINK), None)
+    per_entry = sink is not None and any(n != 1 for n in sink.shape[:-1])
+    keep = len(batch) if any("s_q" not in axes.axes for axes in op.results) else 0
+    for axes, x in given.items():
+        if "s_q" not in axes.axes and axes != SINK:
+            keep = max([keep, *(i + 1 for i in range(len(batch)) if x.shape[i] != 1)])
+    without_sink = {axes: x for axes, x in given.items() if axes != SINK}
+    inner = _batch_shape(Op("", tuple(without_sink), (), op.reference), tuple(without_sink.values()))
+
+    def fold(axes: Axes, x: jax.Array) -> jax.Array:
+        rest = x.shape[len(batch) :]
+        if axes == SINK:
+            return jnp.full_like(x[(0,) * len(batch)], -jnp.inf) if per_entry else x.reshape(rest)
+        if "s_q" in axes.axes:
+            x = jnp.broadcast_to(x, (*inner, *rest))
+            return x.reshape(math.prod(inner[:keep]), math.prod(inner[keep:]) * rest[0], *rest[1:])
+        x = jnp.broadcast_to(x, (*inner[:keep], *x.shape[keep:]))
+        return x.reshape(math.prod(inner[:keep]), *rest)
+
+    def unfold(axes: Axes, x: jax.Array) -> jax.Array:
+        rest = x.shape[1:]
+        if "s_q" in axes.axes:
+            rest = (rest[0] // math.prod(inner[keep:]), *rest[1:])
+        return x.reshape(*inner, *rest)
+
+    results = _implementation(call, *(fold(axes, x) for axes, x in given.items()))
+    results = tuple(map(unfold, op.results, results))
+    if per_entry:
+        assert sink is not None
+        o, lse = results
+        weight = sink_weight(lse, sink[..., None, :])
+        o = (o.astype(jnp.float32) * weight[..., None]).astype(o.dtype)
+        results = o, jnp.broadcast_to(lse, weight.shape)
+    return results
+
+
+def sink_weight(lse: jax.Array, sink: jax.Array) -> jax.Array:
+    """exp(lse - logaddexp(lse, sink)): what is left for the keys beside the sink; never NaN."""
+    return jax.nn.sigmoid(jnp.where(jnp.isinf(lse), 0, lse) - sink)
+
+
+# Meshes
+
+
+def _mesh(operands: Sequence[jax.Array]) -> Any:
+    meshes = (jax.typeof(x).sharding.mesh for x in operands)
+    return next((mesh for mesh in meshes if not mesh.empty), jax.sharding.get_abstract_mesh())
+
+
+def _explicit_axes(mesh: Any) -> frozenset[str]:
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return frozenset(name for name, kind in kinds if kind == AxisType.Explicit)
+
+
+def _sharded(call: Call, *operands: jax.Array) -> Arrays:
+    mesh = _mesh(operands)
+    kinds = set(mesh.axis_types)
+    if kinds == {AxisType.Manual}:
+        return _folded(call, *operands)
+    if AxisType.Explicit not in kinds:
+        return _partitioned(call, *operands)
+    layout = _explicit_layout(call.op, operands, mesh)
+    run = jax.shard_map(
+        functools.partial(layout.run, functools.partial(_sharded if AxisType.Auto in kinds else _folded, call)),
+        in_specs=layout.operands,
+        out_specs=layout.results,
+        # all, said so, is one too many where jax.vmap maps an axis that is sharded
+        axis_names=frozenset() if kinds == {AxisType.Explicit} else _explicit_axes(mesh),
+        check_vma=False,
+    )
+    with jax.sharding.use_abstract_mesh(mesh):
+        return _vary(run(*layout.reshard(operands, mesh)), _varying(operands))
+
+
+class _Layout:
+    """Which mesh axes split which axes of an op, and so what one device computes, and which results are summed.
+
+    The first operand that splits an axis decides for all. What cannot be is refused if strict, and otherwise dropped:
+    the partitioner then gathers it.
+    """
+
+    def __init__(self, op: Op, shapes: Sequence[tuple[Any, ...]], specs: Sequence[P], mesh: Mapping[str, int],
+                 strict: bool) -> None:  # fmt: skip
+        self.op, self.mesh = op, mesh
+        self.names = [_names(axes, len(shape)) for axes, shape in zip(op.operands, shapes, strict=True)]
+        self.size = size = dict[str, Any]()
+        for names, shape in zip(self.names, shapes, strict=True):
+            size |= {name: n for name, n in zip(names, shape, strict=True) if n != 1 or name not in size}
+        self.h_q, self.h_kv = size["h_q"], size.get("h_kv", 1)
+        self.split: dict[str, tuple[str, ...]] = {}
+        for operand, names, spec in zip(op.operands, self.names, specs, strict=True):
+            for name, entry in zip(names, spec, strict=False):
+                axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
+                problem = self._add(name, axes, size[name]) if axes else None
+                if problem and strict:
+                    got = f"{name} sharded over {', '.join(axes)}"
+                    raise _check.error(ValueError, op.name, operand.name, got, problem)
+        batch = sum(name not in op.operands[0].axes.split() for name in self.names[0])
+        self.operands = tuple(self._spec(names, shape) for names, shape in zip(self.names, shapes, strict=True))
+        self.result_names = [_names(axes, batch + len(axes.axes.split()) - 1) for axes in op.results]
+        self.results = tuple(self._spec(names, [size[name] for name in names]) for names in self.result_names)
+
+    @staticmethod
+    def may_split(name: str) -> bool:
+        return name in ("s_q", "h_q", "h_kv") or name[1:].isdigit()
+
+    def _add(self, name: str, axes: tuple[str, ...], size: Any) -> str | None:
+        """Enters a split, or says what was wanted instead."""
+        if name == "h_kv":
+            name, size = "h_q", self.h_q
+        if not self.may_split(name):
+            return "that axis whole: only batch, s_q and heads may be sharded"
+        if name in self.split:
+            return None if self.split[name] == axes else f"{name} sharded over {', '.join(self.split[name])}, as before"
+        if any(a in axes for other in self.split.values() for a in other):
+            return "mesh axes that no other axis is sharded over"
+        shards = math.prod(self.mesh[a] for a in axes)
+        if size % shards:
+            return f"a multiple of {shards}"
+        if name == "h_q" and self.h_kv % shards and (self.h_q // self.h_kv) % (self.h_q // shards):
+            return f"query heads of whole key heads, or of one, on a device; there are {self.h_q} and {self.h_kv}"
+        self.split[name] = axes
+        return None
+
+    @property
+    def _one_of_h_kv(self) -> bool:
+        """Whether there are more shards of heads than key heads, so that each device takes one of all of these."""
+        return self.h_kv % math.prod(self.mesh[a] for a in self.split.get("h_q", ())) != 0
+
+    def _spec(self, names: Sequence[str], shape: Sequence[Any]) -> P:
+        def entry(name: str, n: Any) -> tuple[str, ...] | None:
+            if name == "h_kv":
+                return None if self._one_of_h_kv else self.split.get("h_q")
+            return self.split.get(name) if n != 1 or name == "h_q" else None
+
+        return P(*map(entry, names, shape))
+
+    def passes(self, arguments: Sequence[Any], results: Sequence[Any]) -> bool:
+        """Whether these shardings, of which nothing is known but the shards' sizes, may stay as they are.
+
+        So they come from inside of a jax.shard_map over some of the axes, where the partitioner sees the rest. It gives
+        an axis the same shards everywhere, but how query heads and key heads would meet, or whom to sum over, is lost.
+        """
+        everywhere = set.intersection(*map(set, self.result_names))
+        for x, names in zip((*arguments, *results), (*self.names, *self.result_names), strict=True):
+            for name, n, local in zip(names, x.shape, x.sharding.shard_shape(x.shape), strict=True):
+                if n != local and (name not in everywhere or (name == "h_q" and self.h_kv != 1)):
+                    return False
+        return True
+
+    def reshard(self, operands: Arrays, mesh: Any) -> Arrays:
+        specs = zip(operands, self.operands, strict=True)
+        return tuple(jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in specs)
+
+    def run(self, op: Callable[..., Arrays], *operands: jax.Array) -> Arrays:
+        """What one device computes, where `op` computes on what it is given."""
+        heads = self.split.get("h_q", ())
+        picks = self._one_of_h_kv and self.h_kv != 1
+        if picks:
+            shards = math.prod(self.mesh[a] for a in heads)
+            head = lax.axis_index(heads) * self.h_kv // shards
+            operands = tuple(
+                lax.dynamic_slice_in_dim(x, head, 1, names.index("h_kv")) if "h_kv" in names else x
+                for x, names in zip(operands, self.names, strict=True)
+            )
+        results = []
+        for x, names in zip(op(*operands), self.result_names, strict=True):
+            has = {"h_q" if name == "h_kv" and not self._one_of_h_kv else name for name in names}
+            if picks and "h_kv" in names:
+                axis = names.index("h_kv")
+                whole = jnp.zeros((*x.shape[:axis], self.h_kv, *x.shape[axis + 1 :]), x.dtype)
+                x = lax.dynamic_update_slice_in_dim(whole, x, head, axis)
+            lacks = tuple(a for name, axes in self.split.items() if name not in has for a in axes)
+            results.append(lax.psum(x, lacks) if lacks else x)
+        return tuple(results)
+
+
+def _explicit_layout(op: Op, operands: Sequence[jax.Array], mesh: Any) -> _Layout:
+    specs = [jax.typeof(x).sharding.spec for x in operands]
+    return _Layout(op, [x.shape for x in operands], specs, mesh.shape, strict=True)
+
+
+def _partitioned(call: Call, *operands: jax.Array) -> Arrays:
+    """The op where XLA's partitioner decides, and asks what a device computes then."""
+    op = call.op
+    shapes = [x.shape for x in operands]
+
+    def partition(mesh: Any, arguments: Any, results: Any) -> Any:
+        if mesh.empty and whole_layout.passes(arguments, results):
+            return mesh, alone, *(tuple(x.sharding for x in xs) for xs in (results, arguments))
+        specs = [getattr(x.sharding, "spec", P()) for x in arguments]
+        layout = _Layout(op, shapes, specs, mesh.shape, strict=False)
+
+        def on(specs: Any) -> Any:
+            return tuple(NamedSharding(mesh, spec) for spec in specs)
+
+        return mesh, functools.partial(layout.run, alone), on(layout.results), on(layout.operands)
+
+    alone = functools.partial(_folded, call)
+    run = custom_partitioning(alone)
+    whole_layout = _Layout(op, shapes, [P()] * len(shapes), {}, strict=False)
+    rule, whole = _sharding_rule(whole_layout, shapes)
+    run.def_partition(partition, sharding_rule=rule, need_replication_factors=whole)
+    results: Arrays = run(*operands)
+    return results
+
+
+def _sharding_rule(layout: _Layout, shapes: Sequence[tuple[Any, ...]]) -> tuple[str, tuple[str, ...]]:
+    """The op for Shardy, and which axes it may not shard. How key heads follow query heads is no matter of Shardy's."""
+    whole: dict[str, None] = {}
+
+    def factor(name: str, n: Any) -> str:
+        if layout.may_split(name) and (n != 1 or name[0] == "h"):
+            return name
+        name = name if n != 1 else f"one{len(whole)}"
+        whole.setdefault(name)
+        return name
+
+    def term(names: Sequence[str], shape: Sequence[Any]) -> str:
+        return " ".join(map(factor, names, shape))
+
+    left = ", ".join(map(term, layout.names, shapes))
+    right = ", ".join(term(names, [layout.size[name] for name in names]) for names in layout.result_names)
+    return f"{left} -> {right}", tuple(whole)
+
+
+# Manual axes of jax.shard_map
+
+
+def _varying(operands: Sequence[jax.Array]) -> frozenset[str]:
+    """The manual axes along which any of the operands varies."""
+    return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in operands))
+
+
+def _vary(xs: Sequence[jax.Array], axes: frozenset[str]) -> Arrays:
+    """xs, as varying along these manual axes; the transpose sums over those that are new to an x."""
+    return tuple(lax.pcast(x, tuple(sorted(axes - _varying([x]))), to="varying") for x in xs)
+
+
+def _aligned(op: Op, operands: Arrays) -> Arrays:
+    """The operands, all placed as the op will have them, so that autodiff sees, and transposes, how they got there."""
+    operands = _vary(operands, _varying(operands))
+    mesh = _mesh(operands)
+    if _explicit_axes(mesh):
+        operands = _explicit_layout(op, operands, mesh).reshard(operands, mesh)
+    return operands
+
+
+# Gradients
+
+
+class Differentiable(NamedTuple):
+    """A forward op and the op of its gradient.
+
+    forward   (…, sink) -> (o, lse), with the sink last
+    backward  (…, do, lse, weight, delta) -> the gradients of all operands whose last axis is d. With P = exp(S - lse),
+
+                  dS = P∘(weight · do·v - delta);  dq = scale·dS k;  dk = scale·dSᵀ q;  dv = Pᵀ (weight · do)
+
+              What belongs to keys comes in float32, to be summed over devices as it is.
+
+    All that a sink does there is weight = exp(lse - logaddexp(lse, sink)), and all that a cotangent of lse does is
+    delta = weight·D - dlse, with D = rowsum(o∘do).
+    """
+
+    forward: Op
+    backward: Op
+
+    @classmethod
+    def of(cls, forward: Op, reference: Callable[..., Arrays]) -> "Differentiable":
+        """A forward op whose backward op runs on this reference."""
+        rows = (Axes("do", "b s_q h_q d"), *(Axes(name, "b s_q h_q") for name in ("lse", "weight", "delta")))
+        gradients = tuple(Axes(f"d{name}", axes) for name, axes in forward.operands if axes.endswith(" d"))
+        return cls(forward, Op(forward.name, (*forward.operands[:-1], *rows), gradients, reference))
+
+    def __call__(
+        self, *operands: jax.Array, sink: jax.Array | None, scale: float, kernel: str
+    ) -> tuple[jax.Array, jax.Array]:
+        """o and lse of the forward op; `sink` is [h_q], `kernel` as in Call."""
+        if sink is None:
+            sink = jnp.full(operands[0].shape[2:3], -jnp.inf, jnp.float32)
+        o, lse = _call(self, scale, kernel, *operands, sink)
+        return o, lse
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))  # so that a call outside of jit compiles but once
+def _call(ops: Differentiable, scale: float, kernel: str, *operands: jax.Array) -> Arrays:
+    *rest, sink = operands
+    *rest, sink = _aligned(ops.forward, (*rest, sink[None]))
+    return _differentiable(ops, scale, kernel, *rest, sink)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _differentiable(ops: Differentiable, scale: float, kernel: str, *operands: jax.Array) -> Arrays:
+    return _batched(Call(ops.forward, scale, kernel), *operands)
+
+
+def _fwd(ops: Differentiable, scale: float, kernel: str, *operands: jax.Array) -> tuple[Arrays, tuple[Arrays, Arrays]]:
+    o, lse = _batched(Call(ops.forward, scale, kernel), *operands)
+    results = checkpoint_name(o, O), checkpoint_name(lse, LSE)
+    return results, (operands, results)
+
+
+def _bwd(ops: Differentiable, scale: float, kernel: str, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+    (*operands, sink), (o, lse) = residuals
+    do, dlse = cotangents
+    d = jnp.sum(o.astype(jnp.float32) * do.astype(jnp.float32), -1)
+    weight = sink_weight(lse, sink[:, None])
+    dsink = -jnp.sum((1 - weight) * d, (0, 1))[None]
+    call = Call(ops.backward, scale, kernel)
+    gradients = iter(_batched(call, *operands, do, lse, weight, weight * d - dlse))
+    return *(
+        next(gradients).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else None for x in operands
+    ), dsink
+
+
+_differentiable.defvjp(_fwd, _bwd)
