@@ -334,20 +334,19 @@ def kernels(profile: Any) -> dict[str, list[Event]]:
 
 
 def summary(name: str, events: Sequence[Event], burst: int, rounds: int) -> dict[str, Any]:
-    """The time of a call: the median over the rounds, every round's, and those of its kernels."""
+    """The time of a call: the median over the rounds, every round's, and what each kernel has of it."""
     each, left = divmod(len(events), burst * rounds)
     if each == 0 or left:
         raise RuntimeError(f"{name}: the profiler saw {len(events)} kernels in {burst * rounds} calls")
     calls = [events[i : i + each] for i in range(0, len(events), each)]
     seconds = [1e-9 * sum(duration for _, duration, _ in call) for call in calls]
     medians = [statistics.median(seconds[i : i + burst]) for i in range(0, len(seconds), burst)]
-    durations: dict[str, list[float]] = defaultdict(list)
-    for _, duration, kernel in events:
-        durations[kernel].append(1e-9 * duration)
+    names = dict.fromkeys(kernel for _, _, kernel in events)
+    totals = {x: [1e-9 * sum(ns for _, ns, kernel in call if kernel == x) for call in calls] for x in names}
     return {
         "seconds": statistics.median(medians),
         "rounds": medians,
-        "kernels": {kernel: statistics.median(x) for kernel, x in durations.items()},
+        "kernels": {kernel: statistics.median(total) for kernel, total in totals.items()},
     }
 
 
