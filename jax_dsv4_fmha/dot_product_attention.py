@@ -71,7 +71,7 @@ def dot_product_attention(
     dims.setdefault("b", 1)
     b, t, s = dims["b"], dims["t"], dims["s"]
 
-    span = Span(0, s)
+    span = Span(0, jnp.int32(s))
     if is_causal:
         span &= Span.causal(t)
     if local_window_size is not None:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from . import _backward, _check, _ffi, reference
 from ._transforms import RESULTS, SINK, Axes, Differentiable, Op, choose
@@ -54,7 +55,7 @@ def fmha(
     scale = _check.scale(op, scale, dims["d"])
     _check.implementation(op, implementation)
     if span is None:
-        span = Span(0, dims["s_kv"])
+        span = Span(0, jnp.int32(dims["s_kv"]))
     if not isinstance(span, Span):
         raise _check.error(TypeError, op, "span", span, "a Span or None")
     start, stop = span.bounds(dims["b"], dims["s_q"], dims["s_kv"], op)

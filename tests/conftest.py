@@ -1,6 +1,8 @@
 import jax
 import pytest
 
+jax.config.update("jax_num_cpu_devices", 8)  # for meshes; whatever names no device runs on the first
+
 
 @pytest.fixture
 def cuda() -> jax.Device:
