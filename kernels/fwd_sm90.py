@@ -37,7 +37,6 @@ from .lib.wgmma import (
     operand_a,
     operand_b,
     register_operand,
-    release,
     round_to,
     slab_layout,
     tiled_mma,
@@ -209,12 +208,12 @@ class FwdSm90:
         if warp == 0:
             with cute.arch.elect_one():
                 cute.arch.mbarrier_init(bar.q_full, 1)
-                cute.arch.mbarrier_init(bar.q_empty, 4 * c.consumers)  # a lane of each consumer warp, as below
+                cute.arch.mbarrier_init(bar.q_empty, WARPGROUP * c.consumers)
                 for s in cutlass.range_constexpr(c.stages):
                     cute.arch.mbarrier_init(bar.k_full + s, 1)
                     cute.arch.mbarrier_init(bar.v_full + s, 1)
-                    cute.arch.mbarrier_init(bar.k_empty + s, 4 * c.consumers)
-                    cute.arch.mbarrier_init(bar.v_empty + s, 4 * c.consumers)
+                    cute.arch.mbarrier_init(bar.k_empty + s, WARPGROUP * c.consumers)
+                    cute.arch.mbarrier_init(bar.v_empty + s, WARPGROUP * c.consumers)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -317,13 +316,13 @@ class FwdSm90:
         s, bar, tiles = w.softmax, w.bar, span.tiles
         if tiles == 0:
             w.out.fill(0.0)
-            release(bar.q_empty)
+            cute.arch.mbarrier_arrive(bar.q_empty)
         else:
             stage = fills0 % c.stages
             cute.arch.mbarrier_wait(bar.k_full + stage, fills0 // c.stages & 1)
             multiply(w.qk, w.scores, w.a, w.b_k[None, None, None, stage], fresh=True)
             warpgroup.wait_group(0)
-            release(bar.k_empty + stage)
+            cute.arch.mbarrier_arrive(bar.k_empty + stage)
             rows.mask(w.scores, 0)
             s.raise_max(w.scores)
             s.exponentiate(w.scores)
@@ -336,17 +335,17 @@ class FwdSm90:
                 cute.arch.mbarrier_wait(bar.v_full + stage_v, parity_v)
                 multiply(w.pv, w.out, w.weights, w.b_v[None, None, None, stage_v], fresh=t == 1)
                 warpgroup.wait_group(1)
-                release(bar.k_empty + stage)
+                cute.arch.mbarrier_arrive(bar.k_empty + stage)
                 rows.mask(w.scores, t)
                 s.remember_max()
                 s.raise_max(w.scores)
                 s.decay()
                 s.exponentiate(w.scores)
                 warpgroup.wait_group(0)
-                release(bar.v_empty + stage_v)
+                cute.arch.mbarrier_arrive(bar.v_empty + stage_v)
                 round_to(w.weights, w.scores)
                 rescale_rows(w.out, s.factor)
-            release(bar.q_empty)
+            cute.arch.mbarrier_arrive(bar.q_empty)
             last = tiles - 1
             stage, parity = (fills0 + last) % c.stages, (fills0 + last) // c.stages & 1
             cute.arch.mbarrier_wait(bar.v_full + stage, parity)
@@ -357,7 +356,7 @@ class FwdSm90:
                 cute.arch.barrier(barrier_id=BAR_CONSUMERS, number_of_threads=threads)
             multiply(w.pv, w.out, w.weights, w.b_v[None, None, None, stage], fresh=tiles == 1)
             warpgroup.wait_group(0)
-            release(bar.v_empty + stage)
+            cute.arch.mbarrier_arrive(bar.v_empty + stage)
 
 
 def compile(variant: Variant, out_dir: Path) -> Compiled:

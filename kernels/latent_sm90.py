@@ -45,7 +45,6 @@ from .lib.wgmma import (
     operand_a,
     operand_b,
     register_operand,
-    release,
     round_to,
     slab_layout,
     store_rows,
@@ -60,10 +59,7 @@ from .variants import Variant
 LEFT, RIGHT = 0, 1  # a warpgroup, its half of the columns, and the tile of a pair whose scores it computes
 REFILL_ORDER = ((0, LEFT), (1, RIGHT), (0, RIGHT), (1, LEFT))  # (tile of the pair, half): as they are read last
 
-# named barriers, by what they announce: one warpgroup arrives, the other waits
-BAR_MAX0, BAR_MAX1, BAR_P0, BAR_P1 = 1, 2, 3, 4
-BAR_SUMS = 5  # both wait
-BAR_WARPGROUP = 6  # 6 + LEFT, 6 + RIGHT: one warpgroup by itself
+BAR_WARPGROUP = 1  # named barriers: 1 + LEFT, 1 + RIGHT: one warpgroup by itself
 
 
 @dataclass(frozen=True)
@@ -109,7 +105,7 @@ class Config:
 
     @property
     def smem_bytes(self) -> int:
-        barriers, weights = 8 * 10, 2 * self.tile_m * self.tile_n * 2
+        barriers, weights = 8 * 15, 2 * self.tile_m * self.tile_n * 2
         rows, infos = 4 * self.tile_m * (2 + 4), 4 * 2 * 4 * (1 + len(self.sources))
         return 1024 + self.tile_m * self.row_bytes + 4 * self.half_tile_bytes + weights + rows + infos + barriers
 
@@ -124,12 +120,15 @@ class Config:
 
 @dataclass(frozen=True)
 class Barriers:
-    """mbarriers in SMEM; `full` and `empty` are indexed by 2 * (tile of the pair) + half."""
+    """mbarriers in SMEM, by what they announce. Every thread of a consumer arrives, and `loaders` of the producer."""
 
     q_full: cute.Pointer
     q_empty: cute.Pointer
-    full: cute.Pointer
+    full: cute.Pointer  # 4, indexed by 2 * (tile of the pair) + half, and so is
     empty: cute.Pointer
+    max: cute.Pointer  # 2, by side: its running maximum stands in SMEM
+    weights: cute.Pointer  # 2, by side: its weights stand in SMEM
+    sums: cute.Pointer  # both sides' sums stand in SMEM
 
 
 @dataclass(frozen=True)
@@ -250,10 +249,14 @@ class LatentSm90:
         if warp == 0:
             with cute.arch.elect_one():
                 cute.arch.mbarrier_init(bar.q_full, 1)
-                cute.arch.mbarrier_init(bar.q_empty, 8)  # a lane of each consumer warp
+                cute.arch.mbarrier_init(bar.q_empty, 2 * WARPGROUP)
+                cute.arch.mbarrier_init(bar.sums, 2 * WARPGROUP)
                 for i in cutlass.range_constexpr(4):
                     cute.arch.mbarrier_init(bar.full + i, c.loaders)
-                    cute.arch.mbarrier_init(bar.empty + i, 4)  # a lane of each warp that reads this half as V
+                    cute.arch.mbarrier_init(bar.empty + i, WARPGROUP)  # of the warpgroup that reads this half as V
+                for side in cutlass.range_constexpr(2):
+                    cute.arch.mbarrier_init(bar.max + side, WARPGROUP)
+                    cute.arch.mbarrier_init(bar.weights + side, WARPGROUP)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -283,8 +286,9 @@ class LatentSm90:
         maxima = smem.allocate_tensor(Float32, cute.make_layout((c.tile_m, 2)), 16)
         sums = smem.allocate_tensor(Float32, cute.make_layout((c.tile_m, 2, 2)), 16)
         info = smem.allocate_tensor(Int32, cute.make_layout((4, 1 + len(c.sources), 2)), 16)
-        mbar = smem.allocate_array(Int64, 10)
-        return Barriers(mbar, mbar + 1, mbar + 2, mbar + 6), Shared(q, k, p, maxima, sums, info)
+        mbar = smem.allocate_array(Int64, 15)
+        bar = Barriers(*(mbar + i for i in (0, 1, 2, 6, 10, 12, 14)))
+        return bar, Shared(q, k, p, maxima, sums, info)
 
     # ---- producer
 
@@ -408,7 +412,7 @@ class LatentSm90:
             work = Work(sources, tuple(source.of_rows(boxed) for source in sources), evens0, odds0)
             w.softmax.start(tile, boxed, results)
             self.attend(side, w, work)
-            self.finish(side, w, smem.sum[None, None, turn & 1], tile, boxed, o, results)
+            self.finish(side, w, turn, tile, boxed, o, results)
             turn, evens0, odds0 = turn + 1, evens0 + work.evens, odds0 + work.odds
 
     def consumer(self, side: int, bar: Barriers, smem: Shared, scale_log2: Float32) -> Consumer:
@@ -447,7 +451,7 @@ class LatentSm90:
         evens, odds, empty, q_empty = work.evens, work.odds, w.bar.empty, w.bar.q_empty
         if cutlass.const_expr(side == LEFT):
             if evens == 0:
-                release(q_empty)
+                cute.arch.mbarrier_arrive(q_empty)
             else:
                 self.on_source(w, work, 0, foresee)
                 self.issue_scores(LEFT, w, work, 0, LEFT, fresh=True)
@@ -458,43 +462,44 @@ class LatentSm90:
                     self.on_source(w, work, 2 * pair + 2, foresee)
                     self.issue_scores(LEFT, w, work, pair + 1, LEFT, fresh=True)
                     warpgroup.wait_group(1)
-                    release(empty + 2)
+                    cute.arch.mbarrier_arrive(empty + 2)
                     self.issue_scores(LEFT, w, work, pair + 1, RIGHT, fresh=False)
                     warpgroup.wait_group(0)
-                release(q_empty)
+                cute.arch.mbarrier_arrive(q_empty)
                 if odds == evens:
                     self.left_pair(w, work, evens - 1, True)
                     warpgroup.wait_group(0)
-                    release(empty + 2)
+                    cute.arch.mbarrier_arrive(empty + 2)
                 else:
                     self.left_pair(w, work, evens - 1, False)
                     warpgroup.wait_group(0)
-                    release(empty + 0)
+                    cute.arch.mbarrier_arrive(empty + 0)
         else:
             if odds == 0:
-                release(q_empty)
+                cute.arch.mbarrier_arrive(q_empty)
             for pair in cutlass.range(odds, unroll=1):
                 self.right_pair(w, work, pair)
             if odds < evens:
-                self.right_tail(w, odds == 0)
+                self.right_tail(w, work)
 
     @cute.jit
     def finish(
         self,
         side: cutlass.Constexpr,
         w: Consumer,
-        sums: cute.Tensor,
+        turn: Int32,
         tile: RowTile,
         boxed: BoxedRows,
         o: cute.Pointer,
         results: RowResults,
     ):
         """Normalise this side's half of the output and write it, and lse."""
-        c = self.config
-        s = w.softmax
+        c, s = self.config, w.softmax
+        sums = w.smem.sum[None, None, turn & 1]
         s.sum_columns()
         hand_over(sums, side, s.row_sum, w.thread)
-        cute.arch.barrier(barrier_id=BAR_SUMS, number_of_threads=2 * WARPGROUP)
+        cute.arch.mbarrier_arrive(w.bar.sums)
+        cute.arch.mbarrier_wait(w.bar.sums, turn & 1)
         take_over(sums, LEFT, s.row_sum, w.thread)
         take_over(sums, RIGHT, s.factor, w.thread)
         s.row_sum.store(s.row_sum.load() + s.factor.load())
@@ -551,22 +556,22 @@ class LatentSm90:
         s.remember_max()
         s.raise_max(w.scores)
         hand_over(w.smem.max, LEFT, s.row_max, w.thread)
-        announce(BAR_MAX0)
+        cute.arch.mbarrier_arrive(w.bar.max + LEFT)
         s.decay()
         s.exponentiate(w.scores)
         round_to(w.weights, w.scores)
         if cutlass.const_expr(not has_odd):
-            self.share_weights(w, LEFT, BAR_P0)
+            self.share_weights(w, LEFT)
         rescale_rows(w.out, s.factor)
         multiply(w.pv, w.out, w.weights, w.b_value[None, None, None, 0], fresh=pair == 0)
         if cutlass.const_expr(has_odd):
             warpgroup.wait_group(0)
-            release(w.bar.empty + 0)
-            self.adopt_max(w, BAR_MAX1, RIGHT)
+            cute.arch.mbarrier_arrive(w.bar.empty + 0)
+            self.adopt_max(w, RIGHT, work.odds0 + pair)
             scale_rows(w.scores, s.factor)
-            self.share_weights(w, LEFT, BAR_P0)
+            self.share_weights(w, LEFT)
             rescale_rows(w.out, s.factor)
-            await_other(BAR_P1)
+            cute.arch.mbarrier_wait(w.bar.weights + RIGHT, (work.odds0 + pair) & 1)
             multiply(w.pv_other, w.out, w.a_other, w.b_value[None, None, None, 1])
 
     @cute.jit
@@ -577,50 +582,51 @@ class LatentSm90:
         self.issue_scores(RIGHT, w, work, pair, LEFT, fresh=False)
         warpgroup.wait_group(0)
         if pair == work.odds - 1:
-            release(w.bar.q_empty)
+            cute.arch.mbarrier_arrive(w.bar.q_empty)
         self.on_source(w, work, 2 * pair + 1, mask)
         s.remember_max()
-        await_other(BAR_MAX0)
+        cute.arch.mbarrier_wait(w.bar.max + LEFT, (work.evens0 + pair) & 1)
         take_over(w.smem.max, LEFT, s.row_max, w.thread)
         s.raise_max(w.scores)
         hand_over(w.smem.max, RIGHT, s.row_max, w.thread)
-        announce(BAR_MAX1)
+        cute.arch.mbarrier_arrive(w.bar.max + RIGHT)
         s.decay()
         s.exponentiate(w.scores)
         round_to(w.weights, w.scores)
         rescale_rows(w.out, s.factor)
         multiply(w.pv, w.out, w.weights, w.b_value[None, None, None, 1], fresh=pair == 0)
-        self.share_weights(w, RIGHT, BAR_P1)
-        await_other(BAR_P0)
+        self.share_weights(w, RIGHT)
+        cute.arch.mbarrier_wait(w.bar.weights + LEFT, (work.evens0 + pair) & 1)
         multiply(w.pv_other, w.out, w.a_other, w.b_value[None, None, None, 0])
         warpgroup.wait_group(1)
-        release(w.bar.empty + 3)
+        cute.arch.mbarrier_arrive(w.bar.empty + 3)
         warpgroup.wait_group(0)
-        release(w.bar.empty + 1)
+        cute.arch.mbarrier_arrive(w.bar.empty + 1)
 
     @cute.jit
-    def right_tail(self, w: Consumer, fresh: cutlass.Boolean):
+    def right_tail(self, w: Consumer, work: Work):
         """The last pair has an even tile only."""
-        self.adopt_max(w, BAR_MAX0, LEFT)
+        uses = work.evens0 + work.evens - 1
+        self.adopt_max(w, LEFT, uses)
         rescale_rows(w.out, w.softmax.factor)
-        await_other(BAR_P0)
-        multiply(w.pv_other, w.out, w.a_other, w.b_value[None, None, None, 0], fresh)
+        cute.arch.mbarrier_wait(w.bar.weights + LEFT, uses & 1)
+        multiply(w.pv_other, w.out, w.a_other, w.b_value[None, None, None, 0], fresh=work.odds == 0)
         warpgroup.wait_group(0)
-        release(w.bar.empty + 1)
+        cute.arch.mbarrier_arrive(w.bar.empty + 1)
 
     @cute.jit
-    def adopt_max(self, w: Consumer, barrier: cutlass.Constexpr, other: cutlass.Constexpr):
+    def adopt_max(self, w: Consumer, other: cutlass.Constexpr, uses: Int32):
         """The other side's maximum, which is at least as large, becomes this side's."""
         w.softmax.remember_max()
-        await_other(barrier)
+        cute.arch.mbarrier_wait(w.bar.max + other, uses & 1)
         take_over(w.smem.max, other, w.softmax.row_max, w.thread)
         w.softmax.decay()
 
     @cute.jit
-    def share_weights(self, w: Consumer, side: cutlass.Constexpr, barrier: cutlass.Constexpr):
+    def share_weights(self, w: Consumer, side: cutlass.Constexpr):
         store_rows(w.qk, w.scores, w.smem.p[None, None, side], w.thread)
         cute.arch.fence_proxy("async.shared", space="cta")
-        announce(barrier)
+        cute.arch.mbarrier_arrive(w.bar.weights + side)
 
 
 def total_tiles(sources: tuple) -> Int32:
@@ -633,14 +639,6 @@ def foresee(w: Consumer, source: Any, rows: Any, t: Int32) -> None:
 
 def mask(w: Consumer, source: Any, rows: Any, t: Int32) -> None:
     rows.mask(w.scores, t)
-
-
-def announce(barrier: int) -> None:
-    cute.arch.barrier_arrive(barrier_id=barrier, number_of_threads=2 * WARPGROUP)
-
-
-def await_other(barrier: int) -> None:
-    cute.arch.barrier(barrier_id=barrier, number_of_threads=2 * WARPGROUP)
 
 
 @cute.jit

@@ -115,13 +115,6 @@ def tma_tiles(atom: cute.CopyAtom, gmem: cute.Tensor, smem: cute.Tensor) -> tupl
 
 
 @cute.jit
-def release(empty: cute.Pointer):
-    """One lane of each warp tells the producer that this warp has read the stage."""
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(empty)
-
-
-@cute.jit
 def store_rows(mma: cute.TiledMma, acc: cute.Tensor, tile: cute.Tensor, thread: cutlass.Int32):
     """Accumulator -> the 64-row SMEM tile, rounded to its dtype, by stmatrix."""
     atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), tile.element_type)
