@@ -204,12 +204,14 @@ class TestKernel:
         f = lambda *x: fmha(*x[:3], sink=x[3], implementation="cubin")  # noqa: E731
         got = jax.jit(jax.vmap(f))(q, k, v, sink)
         for i in range(2):
-            for x, y in zip(got, f(q[i], k[i], v[i], sink[i]), strict=True):
-                np.testing.assert_array_equal(x[i], y)
+            want = f(q[i], k[i], v[i], sink[i])
+            np.testing.assert_array_equal(got[1][i], want[1])
+            # a sink for every batch entry is applied behind the kernel, to an o that is rounded once already
+            np.testing.assert_allclose(got[0][i].astype(np.float32), want[0].astype(np.float32), rtol=2**-7, atol=1e-6)
 
     def test_separate_v_at_512_is_refused(self):
         x = jnp.zeros((1, 4, 2, 512), jnp.bfloat16)
         with pytest.raises(
-            NotImplementedError, match=r"'cubin' for bfloat16, d=512, V apart from K, wanted .*, built sm_90a"
+            NotImplementedError, match=r"'cubin' for bfloat16, d=512, V apart from K, wanted .*, built fwd sm_90a"
         ):
             fmha(x, x, x, implementation="cubin")
