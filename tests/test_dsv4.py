@@ -25,6 +25,8 @@ def built(monkeypatch):
     """As if every kernel were built, for an architecture that is not here."""
     monkeypatch.setattr(_ffi, "built_for", lambda op, **_: ("sm_90a",))
     monkeypatch.setattr(_ffi, "local_architectures", lambda: ())
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        yield
 
 
 @pytest.mark.parametrize("case", SOME, ids=lambda case: case.name)

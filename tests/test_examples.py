@@ -1,0 +1,80 @@
+"""The examples run, and say what they say; and an attention function drops into flax."""
+
+import importlib.util
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_dsv4_fmha import Span, dot_product_attention, reference
+
+
+def example(name):
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / "examples" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_context_parallel_gradients(kind):
+    """Of q, k and sink, around a ring of 4, as on one device."""
+    attention = example("context_parallel").attention
+    mesh = jax.make_mesh((4,), ("ring",), axis_types=(kind,), devices=jax.devices("cpu")[:4])
+    rng = np.random.default_rng(0)
+    q, k, do = (jnp.asarray(rng.standard_normal((2, 32, h, 16)), jnp.float32) for h in (4, 1, 4))
+    sink = jnp.linspace(-1, 3, 4)
+
+    def loss(f):
+        def total(q, k, sink, do):
+            o, lse = f(q, k, sink)
+            return (o * do).sum() + jnp.sin(lse).sum()
+
+        return jax.jit(jax.value_and_grad(total, (0, 1, 2)))
+
+    want = loss(lambda q, k, sink: reference.fmha(q, k, span=Span.causal(32), sink=sink))(q, k, sink, do)
+    spec = NamedSharding(mesh, P(None, "ring"))
+    q, k, do = (jax.device_put(x, spec) for x in (q, k, do))
+    sink = jax.device_put(sink, NamedSharding(mesh, P()))
+    got = loss(lambda q, k, sink: attention(q, k, mesh, sink))(q, k, sink, do)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
+
+
+def test_sharded(capsys):
+    example("sharded").main(s=128, h=8, d=16)
+    text = capsys.readouterr().out
+    assert "o P('data', None, 'tensor'), collectives none" in text
+    assert "gradient: collectives ['all-reduce'" in text
+
+
+def test_train_step():
+    pytest.importorskip("optax")
+    losses = example("train_step").main(steps=15)
+    assert losses[-1] < losses[0] - 1
+
+
+def test_drops_into_flax():
+    nnx = pytest.importorskip("flax.nnx")
+    s, width = 12, 32
+
+    def attention_fn(query, key, value, *, mask=None, is_causal=False, **_):
+        return dot_product_attention(query, key, value, mask=mask, is_causal=is_causal)
+
+    def layer(**kwargs):
+        return nnx.MultiHeadAttention(4, width, decode=False, rngs=nnx.Rngs(0), **kwargs)
+
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, s, width)), jnp.float32)
+    mask = np.tril(np.ones((1, 1, s, s), bool))
+
+    def run(layer):
+        return nnx.value_and_grad(lambda layer, x: jnp.cos(layer(x, mask=mask)).sum())(layer, x)
+
+    for got, want in zip(
+        *(jax.tree.leaves(run(layer(**k))) for k in ({"attention_fn": attention_fn}, {})), strict=True
+    ):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
