@@ -27,7 +27,7 @@ def attention(q, k, mesh, sink=None):
     def local(q, k, sink):
         me, s = jax.lax.axis_index(ring), q.shape[1]
 
-        @jax.checkpoint  # or every step's keys would be kept for the gradient
+        @jax.checkpoint  # keeps what a step was given for the gradient, and not what it made
         def step(o, lse, k, i):
             holder = (me - i) % n  # whose keys these are: they begin at position holder * s, these queries at me * s
             part = fmha(q, k, span=Span.causal(s, jnp.int32((me - holder) * s)))
