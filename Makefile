@@ -16,7 +16,7 @@ demo: build ## set up, build, and run examples/quickstart.py
 	$(BIN)/python examples/quickstart.py
 
 test: build ## set up, build, and run the tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: .venv/.tools ## formatting, lint and types
 	$(BIN)/ruff format --check $(PACKAGES)
