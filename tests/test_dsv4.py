@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_dsv4_fmha import _ffi, dsv4_attention, fmha, reference
+from jax_dsv4_fmha import dsv4_attention, fmha, reference
 from jax_dsv4_fmha._cases import CASES, run, run_reference
 from jax_dsv4_fmha._cases import operands as operands_of
 from jax_dsv4_fmha._compare import compare
@@ -18,15 +18,6 @@ SOME = [
     next(c for c in LAYERS if bool(c.s_c) == compressed and bool(c.topk) == topk and c.is_small)
     for compressed, topk in ((False, False), (True, False), (True, True))
 ]
-
-
-@pytest.fixture
-def built(monkeypatch):
-    """As if every kernel were built, for an architecture that is not here."""
-    monkeypatch.setattr(_ffi, "built_for", lambda op, **_: ("sm_90a",))
-    monkeypatch.setattr(_ffi, "local_architectures", lambda: ())
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        yield
 
 
 @pytest.mark.parametrize("case", SOME, ids=lambda case: case.name)

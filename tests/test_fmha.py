@@ -26,15 +26,6 @@ def small(dtype=jnp.bfloat16, b=B):
 
 
 @pytest.fixture
-def built(monkeypatch):
-    """As if every kernel were built, for an architecture that is not here."""
-    monkeypatch.setattr(_ffi, "built_for", lambda op, **_: ("sm_90a",))
-    monkeypatch.setattr(_ffi, "local_architectures", lambda: ())
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        yield
-
-
-@pytest.fixture
 def unbuilt(monkeypatch):
     monkeypatch.setattr(_ffi, "built_for", lambda op, **_: ())
     monkeypatch.setattr(_ffi, "variants", lambda: ())

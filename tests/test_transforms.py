@@ -25,7 +25,6 @@ from jax.sharding import PartitionSpec as P
 
 from jax_dsv4_fmha import (
     Span,
-    _ffi,
     dot_product_attention,
     dsv4_attention,
     fmha,
@@ -36,15 +35,6 @@ from jax_dsv4_fmha import (
 
 B, S, S_KV, H, TOPK = 4, 16, 24, 8, 6
 KINDS = {"Auto": AxisType.Auto, "Explicit": AxisType.Explicit}
-
-
-@pytest.fixture
-def built(monkeypatch):
-    """As if every kernel were built, for an architecture that is not here."""
-    monkeypatch.setattr(_ffi, "built_for", lambda op, **_: ("sm_90a",))
-    monkeypatch.setattr(_ffi, "local_architectures", lambda: ())
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        yield
 
 
 @pytest.fixture(autouse=True, scope="module")
