@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from . import _float64, dsv4_attention, fmha, reference, sparse_fmha
+from . import _float64, dsv4_attention, dsv4_decode, fmha, fp8, reference, sparse_fmha
+from .cache import Cache
 from .span import Span
 
 _INT32 = np.iinfo(np.int32)
@@ -29,9 +30,10 @@ _LARGE = 64.0
 
 @dataclass(frozen=True)
 class Case:
-    """One call of one op. dsv4_attention reads s_kv as the window cache's length and s_c as the compressed one's."""
+    """One call of one op. dsv4_attention reads s_kv as the window cache's length and s_c as the compressed one's,
+    dsv4_decode s_kv as the tokens of the longest sequence."""
 
-    op: str  # "fmha", "sparse_fmha", "dsv4_attention"
+    op: str  # "fmha", "sparse_fmha", "dsv4_attention", "dsv4_decode"
     b: int = 1
     s_q: int = 64
     s_kv: int = 64
@@ -49,11 +51,13 @@ class Case:
     decode: bool = (
         False  # dsv4_attention: the queries stand at the end of a context, at other offsets in each batch entry
     )
+    page: int = 0  # dsv4_decode: entries of a page; 0 is a contiguous cache
     features: tuple[str, ...] = ()
     # "nan": keys that nobody can see hold NaN: fmha beyond every row's stop, sparse wherever no row points
     # "large": logits of some hundreds
     # "absent": indices that name no key, of every kind, and rows of nothing else
-    # "lengths": topk_length, swa_lens
+    # "lengths": topk_length, swa_lens; dsv4_decode: idle sequences
+    # "fp8": dsv4_decode: FP8 caches
 
     @property
     def name(self) -> str:
@@ -81,6 +85,8 @@ class Case:
     def is_small(self) -> bool:
         """Quick enough for a CPU, float64 loop included."""
         keys = self.topk or min(self.s_kv, self.window * 2 if self.span == "window" else self.s_kv)
+        if self.op == "dsv4_decode":
+            keys = self.window + (self.topk or (self.s_kv // self.ratio if self.ratio else 0))
         rows = self.b * self.s_q * self.h_q
         return rows <= 80_000 and rows * keys * self.d <= 2**31
 
@@ -111,6 +117,8 @@ def operands(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
                 for x in (k,) if v is None else (k, v):
                     _poison(x, np.arange(c.s_kv) >= np.asarray(stop).max(1, keepdims=True))
         return (q, k, v), kwargs
+    if c.op == "dsv4_decode":
+        return (q, *_decode(rng, c, kwargs)), kwargs
     kv = _normal(rng, (c.b, c.s_kv, c.d), _KV_STD, c.dtype)
     if c.op == "sparse_fmha":
         return (q, kv, _indices(rng, c, kv, kwargs)), kwargs
@@ -138,21 +146,82 @@ def _dsv4(rng: np.random.Generator, c: Case, window_kv: Any, kwargs: dict[str, A
     return (compressed_kv,)
 
 
+def _decode(rng: np.random.Generator, c: Case, kwargs: dict[str, Any]) -> list[Cache]:
+    """The caches: a ring for the window, and room for all compressed entries."""
+    lengths = rng.integers(1, c.s_kv + 1, c.b, np.int32)
+    lengths[0] = c.s_kv
+    if "lengths" in c.features:
+        lengths[1::3] = 0
+    kwargs["lengths"], kwargs["window"] = lengths, c.window
+    room = c.window + c.s_q - 1
+    caches = [_cache(rng, c, room, [np.arange(max(0, n - room), n) for n in lengths])]
+    if not c.ratio:
+        return caches
+    kwargs["ratio"], room = c.ratio, max(1, c.s_kv // c.ratio)
+    past = np.maximum(lengths[:, None] - np.arange(c.s_q)[::-1], 0) // c.ratio
+    if not c.topk:
+        return [*caches, _cache(rng, c, room, [np.arange(n) for n in past[:, -1]])]
+    indices = rng.integers(0, np.maximum(past, 1)[..., None], (c.b, c.s_q, c.topk), np.int32)
+    indices[past == 0] = -1
+    if "absent" in c.features:
+        indices = _with_absent(rng, indices, _room(c, room))
+    seen = np.ones(indices.shape, bool)
+    if "lengths" in c.features:
+        kwargs["topk_length"] = rng.integers(0, c.topk + 2, past.shape, np.int32)
+        seen = np.arange(c.topk) < kwargs["topk_length"][..., None]
+    kwargs["indices"] = indices
+    seen &= (indices >= 0) & (indices < room)
+    return [*caches, _cache(rng, c, room, [row[there] for row, there in zip(indices, seen, strict=True)])]
+
+
+def _room(c: Case, entries: int) -> int:
+    """For how many entries there is room where these are asked for."""
+    return -(-entries // c.page) * c.page if c.page else entries
+
+
+def _cache(rng: np.random.Generator, c: Case, entries: int, seen: Sequence[Any]) -> Cache:
+    """A cache with room for so many entries of a sequence, of which these are `seen`."""
+    room, page = _room(c, entries), c.page or entries
+    pages = c.b * room // page + (3 if c.page else 0)
+    order = rng.permutation(pages) if c.page else np.arange(pages)
+    table = order[: c.b * room // page].reshape(c.b, -1).astype(np.int32)
+    pool = _normal(rng, (pages, page, c.d), _KV_STD, c.dtype)
+    unseen = np.ones((pages, page), bool)
+    for row, named in zip(table, seen, strict=True):
+        unseen[row[named % room // page], named % page] = False
+    if "fp8" in c.features:
+        pool = np.array(fp8.quantize_cache(pool))
+        if "nan" in c.features:  # whatever these bytes are read as
+            for start, size in ((0, fp8.DATA), (page * fp8.DATA, fp8.SCALES)):
+                pool[:, start : start + page * size].reshape(pages, page, size)[unseen] = 255
+            pool[:, page * fp8.ENTRY :] = 255
+    elif "nan" in c.features:
+        _poison(pool, unseen)
+    unused = unseen[table].all(-1)
+    table[unused] = rng.choice(np.array([-1, pages, _INT32.max, _INT32.min], np.int32), np.count_nonzero(unused))
+    return Cache(pool, table if c.page else None)
+
+
 def _indices(rng: np.random.Generator, c: Case, kv: Any, kwargs: dict[str, Any]) -> Any:
     s_kv = kv.shape[1]
     some = rng.permutation(s_kv)[: max(1, s_kv * 2 // 3)]  # so that there are keys that nobody names
     indices = rng.choice(some, (c.b, c.s_q, c.topk)).astype(np.int32)
     if "absent" in c.features:
-        kinds = np.array([s_kv if x == "s_kv" else x for x in ABSENT], np.int32)
-        absent = rng.random(indices.shape) < 0.3
-        absent[:, -1] = True
-        indices = np.where(absent, rng.choice(kinds, indices.shape), indices)
+        indices = _with_absent(rng, indices, s_kv)
     if "lengths" in c.features:
         kwargs["topk_length"] = rng.integers(0, c.topk + 2, (c.b, c.s_q), np.int32)
     if "nan" in c.features:
         for n in range(c.b):
             _poison(kv[n : n + 1], ~np.isin(np.arange(s_kv), some)[None])
     return indices
+
+
+def _with_absent(rng: np.random.Generator, indices: Any, s_kv: int) -> Any:
+    """These indices, a third of them and the last row of every batch entry absent."""
+    kinds = np.array([s_kv if x == "s_kv" else x for x in ABSENT], np.int32)
+    absent = rng.random(indices.shape) < 0.3
+    absent[:, -1] = True
+    return np.where(absent, rng.choice(kinds, indices.shape), indices)
 
 
 def _sink(rng: np.random.Generator, c: Case) -> Any:
@@ -199,7 +268,12 @@ SPANS: dict[str, Any] = {
 }
 
 
-OPS: dict[str, Any] = {"fmha": fmha, "sparse_fmha": sparse_fmha, "dsv4_attention": dsv4_attention}
+OPS: dict[str, Any] = {
+    "fmha": fmha,
+    "sparse_fmha": sparse_fmha,
+    "dsv4_attention": dsv4_attention,
+    "dsv4_decode": dsv4_decode,
+}
 
 
 def run(case: Case, implementation: str | None = None) -> tuple[Any, Any]:
@@ -266,6 +340,9 @@ def _table() -> tuple[Case, ...]:
 
     def dsv4(h_q: int, **kwargs: Any) -> Case:
         return Case("dsv4_attention", h_q=h_q, **{"d": 512, "shared_kv": True, **kwargs})
+
+    def decode(h_q: int, **kwargs: Any) -> Case:
+        return Case("dsv4_decode", h_q=h_q, **{"s_q": 1, "d": 512, "shared_kv": True, **kwargs})
 
     every_d = [
         case
@@ -351,6 +428,30 @@ def _table() -> tuple[Case, ...]:
         dsv4(16, b=2, s_q=30, s_kv=30, s_c=8, ratio=4, topk=6, dtype="float16", features=("absent", "lengths", "nan")),
         dsv4(16, s_q=64, s_kv=64, s_c=16, ratio=4, sink="normal", features=("large",)),
         dsv4(128, s_q=1024, s_kv=1024, s_c=8, ratio=128, sink="normal"),
+        # steps of generation: contiguous and paged, in 16 bits and in FP8
+        decode(64, s_kv=1),
+        decode(8, b=4, s_kv=300, sink="normal"),
+        decode(128, s_q=2, s_kv=4608, page=64, ratio=4, topk=1024, sink="normal"),
+        decode(16, b=2, s_kv=900, page=64, ratio=4, topk=48, dtype="float16", sink="mixed"),
+        decode(128, s_kv=9000, ratio=1, sink="normal"),  # one query of many keys
+        *(
+            case
+            for fp8 in ((), ("fp8",))
+            for case in (
+                decode(16, b=4, s_q=8, s_kv=500, page=64, sink="mixed", features=("lengths", "nan", *fp8)),
+                decode(128, b=4, s_q=3, s_kv=9000, page=2, ratio=128, sink="normal", features=("lengths", "nan", *fp8)),
+                decode(7, b=3, s_q=2, s_kv=3000, ratio=4, topk=1, features=("absent", "lengths", "nan", *fp8)),
+                decode(64, b=4, s_kv=4000, page=61, ratio=4, topk=512, features=("absent", "nan", *fp8)),
+                decode(96, b=4, s_q=5, s_kv=1500, page=576, ratio=4, topk=192, sink="normal", features=fp8),
+                decode(
+                    8, b=74, s_q=2, s_kv=600, page=69, ratio=4, topk=64, features=("absent", "lengths", "nan", *fp8)
+                ),
+                decode(
+                    64, b=321, s_kv=800, page=256, ratio=4, topk=130, sink="normal", features=("lengths", "nan", *fp8)
+                ),
+                decode(32, b=2, s_q=2, s_kv=2000, ratio=4, topk=70, features=("large", *fp8)),
+            )
+        ),
     )
 
 

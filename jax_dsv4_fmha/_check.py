@@ -7,7 +7,7 @@ or no implementation. TypeError: not an array, a number or a Span at all.
 import math
 import numbers
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -27,6 +27,7 @@ _KERNELS_OF = {
     "dot_product_attention": ("fwd",),
     "sparse_fmha": ("sparse_fwd",),
     "dsv4_attention": ("fwd", "sparse_fwd", "dsv4_sparse_fwd", "dsv4_dense_fwd"),
+    "dsv4_decode": ("sparse_fwd", "dsv4_decode"),
 }
 
 
@@ -61,8 +62,7 @@ def operand(op: str, name: str, x: Any, shape: str, dims: dict[str, Any], dtypes
     """
     names = shape.split()
     wanted = _wanted(names, dims, dtypes)
-    if not (isinstance(x, jax.Array | np.ndarray) or hasattr(x, "__jax_array__")):
-        raise error(TypeError, op, name, x, wanted)
+    _an_array(op, name, x, wanted)
     if getattr(x, "dtype", None) not in dtypes:  # before JAX sees it: it would narrow a 64-bit type without a word
         raise error(ValueError, op, name, x, wanted)
     array = jnp.asarray(x)
@@ -70,6 +70,19 @@ def operand(op: str, name: str, x: Any, shape: str, dims: dict[str, Any], dtypes
         raise error(ValueError, op, name, array, wanted)
     dims.update(zip(names, array.shape, strict=True))
     return array
+
+
+def array(op: str, name: str, x: Any, wanted: str, fits: Callable[[Any], bool]) -> jax.Array:
+    """`x` as an array that is as `wanted`, which is what `fits` says of its shape and dtype."""
+    _an_array(op, name, x, wanted)
+    if not fits(x):
+        raise error(ValueError, op, name, x, wanted)
+    return jnp.asarray(x)
+
+
+def _an_array(op: str, name: str, x: Any, wanted: str) -> None:
+    if not (isinstance(x, jax.Array | np.ndarray) or hasattr(x, "__jax_array__")):
+        raise error(TypeError, op, name, x, wanted)
 
 
 def _wanted(names: list[str], dims: Mapping[str, Any], dtypes: tuple[Any, ...]) -> str:

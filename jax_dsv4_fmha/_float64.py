@@ -3,9 +3,11 @@
 It shares nothing with the reference but the meaning. Operands are NumPy arrays; a mask is written out as positions.
 """
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 Array = np.ndarray[Any, Any]
@@ -76,6 +78,56 @@ def dsv4_attention(
         return both, both
 
     return _rows(q, keys, sink, scale)
+
+
+def dsv4_decode(
+    q: Array,
+    window_cache: Any,
+    compressed_cache: Any = None,
+    *,
+    lengths: Array,
+    sink: Array | None = None,
+    indices: Array | None = None,
+    topk_length: Array | None = None,
+    ratio: int | None = None,
+    window: int = 128,
+    scale: float | None = None,
+) -> tuple[Array, Array]:
+    b, s_q, _, d = q.shape
+    lengths = np.broadcast_to(lengths, b)
+
+    @functools.lru_cache(maxsize=1)  # the heads of a query see the same
+    def keys(n: int, i: int) -> tuple[Array, Array]:
+        p = int(lengths[n]) - s_q + i
+        seen = [_entry(window_cache, n, at, ring=True) for at in range(max(0, p - window + 1), p + 1)]
+        if compressed_cache is not None and p >= 0:
+            if indices is not None:
+                far = indices[n, i] if topk_length is None else indices[n, i, : max(0, topk_length[n, i])]
+            else:
+                assert ratio is not None
+                far = np.arange((p + 1) // ratio)
+            seen += [_entry(compressed_cache, n, int(w), ring=False) for w in far]
+        both = np.array([x for x in seen if x is not None], np.float64).reshape(-1, d)
+        return both, both
+
+    return _rows(q, lambda n, i, h: keys(n, i), sink, scale)
+
+
+def _entry(cache: Any, n: int, at: int, ring: bool) -> Array | None:
+    """An entry of sequence n in float64, or None; of FP8 pages, read byte by byte."""
+    is_fp8 = cache.entries.dtype == np.uint8
+    page = cache.entries.shape[1] // 584 if is_fp8 else cache.entries.shape[1]
+    table = np.arange(len(cache.entries))[:, None] if cache.block_table is None else cache.block_table
+    room = page * table.shape[1]
+    at = at % room if ring else at
+    if not (0 <= at < room and 0 <= table[n, at // page] < len(cache.entries)):
+        return None
+    held, j = cache.entries[table[n, at // page]], at % page
+    if not is_fp8:
+        return held[j].astype(np.float64)
+    data, exponents = held[576 * j : 576 * (j + 1)], held[576 * page + 8 * j :][:7].astype(np.float64) - 127
+    values = data[:448].view(ml_dtypes.float8_e4m3fn).astype(np.float64) * np.repeat(2.0**exponents, 64)
+    return np.concatenate([values, data[448:].view(ml_dtypes.bfloat16).astype(np.float64)])
 
 
 def _named(kv: Array, indices: Array, topk_length: Array | None, n: int, i: int) -> list[int]:

@@ -407,6 +407,36 @@ def _aligned(op: Op, operands: Arrays) -> Arrays:
     return operands
 
 
+# Without a gradient
+
+
+def forward(op: Op, *operands: jax.Array, sink: jax.Array | None, scale: float, kernel: str) -> Arrays:
+    """The results of an op that has no gradient; otherwise as a `Differentiable` is called."""
+    return _without_gradient(op, scale, kernel, *operands, _no_sink(operands[0]) if sink is None else sink)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _without_gradient(op: Op, scale: float, kernel: str, *operands: jax.Array) -> Arrays:
+    *rest, sink = operands
+    return _opaque(op, scale, kernel, *_aligned(op, (*rest, sink[None])))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _opaque(op: Op, scale: float, kernel: str, *operands: jax.Array) -> Arrays:
+    return _batched(Call(op, scale, kernel), *operands)
+
+
+def _no_gradient(op: Op, *_: Any) -> Any:
+    raise _check.error(NotImplementedError, op.name, "gradient", "a call to differentiate", "stop_gradient around it")
+
+
+_opaque.defvjp(_no_gradient, _no_gradient)
+
+
+def _no_sink(q: jax.Array) -> jax.Array:
+    return jnp.full(q.shape[2:3], -jnp.inf, jnp.float32)
+
+
 # Gradients
 
 
@@ -439,7 +469,7 @@ class Differentiable(NamedTuple):
     ) -> tuple[jax.Array, jax.Array]:
         """o and lse of the forward op; `sink` is [h_q], `kernel` as in Call."""
         if sink is None:
-            sink = jnp.full(operands[0].shape[2:3], -jnp.inf, jnp.float32)
+            sink = _no_sink(operands[0])
         o, lse = _call(self, scale, kernel, *operands, sink)
         return o, lse
 

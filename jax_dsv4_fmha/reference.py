@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from . import fp8
+from .cache import Cache
 from .span import Span
 
 Attention = tuple[jax.Array, jax.Array]
@@ -103,6 +105,10 @@ def sparse_fmha(
     scale: float | None = None,
 ) -> Attention:
     """Attention over the keys that `indices` names, each as often as it is named; see `jax_dsv4_fmha.sparse_fmha`."""
+    if kv.ndim == 2:  # no sequence has keys of its own: the queries of all are those of one
+        flat = [None if x is None else x.reshape(1, -1, *x.shape[2:]) for x in (q, indices, topk_length)]
+        o, lse = sparse_fmha(flat[0], kv[None], flat[1], topk_length=flat[2], sink=sink, scale=scale)
+        return o.reshape(q.shape), lse.reshape(q.shape[:-1])
     b, _, h_q, d = q.shape
     s_kv, topk = kv.shape[1], indices.shape[2]
     scale = d**-0.5 if scale is None else scale
@@ -180,6 +186,74 @@ def window_span(s_q: int, window: int, q_offset: Any, kv_offset: Any, swa_lens: 
     """What the queries see of the window cache."""
     span = Span.sliding_window(s_q, window, jnp.int32(q_offset) - jnp.int32(kv_offset))
     return span if swa_lens is None else span & Span.lengths(swa_lens)
+
+
+@functools.partial(jax.jit, static_argnames=("ratio", "window", "scale"))
+def dsv4_decode(
+    q: jax.Array,
+    window_cache: Cache,
+    compressed_cache: Cache | None = None,
+    *,
+    lengths: Any,
+    sink: jax.Array | None = None,
+    indices: jax.Array | None = None,
+    topk_length: jax.Array | None = None,
+    ratio: int | None = None,
+    window: int = 128,
+    scale: float | None = None,
+) -> Attention:
+    """Attention over what caches hold, after dequantisation; see `jax_dsv4_fmha.dsv4_decode`."""
+    sources = seen_slots(q.shape[1], window_cache, compressed_cache, lengths, indices, topk_length, ratio, window)
+    return over_slots(q, *sources, sink=sink, scale=scale)
+
+
+Source = tuple[jax.Array, jax.Array, jax.Array]
+"""a cache's pool, of it the slots [b, s_q, n] that a query may see, and how many of these it does see [b, s_q]"""
+
+
+def seen_slots(
+    s_q: Any,
+    window_cache: Cache,
+    compressed_cache: Cache | None,
+    lengths: Any,
+    indices: jax.Array | None,
+    topk_length: jax.Array | None,
+    ratio: int | None,
+    window: int,
+) -> list[Source]:
+    """What the queries of `dsv4_decode` see of each cache."""
+    caches = [window_cache] if compressed_cache is None else [window_cache, compressed_cache]
+    if any(cache.block_table is not None for cache in caches):
+        caches = [cache.paged() for cache in caches]
+    position = jnp.arange(s_q, dtype=jnp.int32) + (lengths[:, None] - s_q)
+    past = position[..., None] - jnp.arange(window, dtype=jnp.int32)
+    near = caches[0].slots(jnp.where(past >= 0, past % caches[0].capacity, -1))
+    sources = [(caches[0].pool(), near, jnp.clip(position + 1, 0, window))]
+    if compressed_cache is None:
+        return sources
+    if indices is None:
+        assert ratio is not None
+        everything = caches[1].slots(jnp.arange(caches[1].capacity, dtype=jnp.int32)[None].repeat(len(lengths), 0))
+        slots = jnp.broadcast_to(everything[:, None], (*position.shape, everything.shape[1]))
+        seen = (position + 1) // ratio
+    else:
+        slots = caches[1].slots(indices)
+        seen = jnp.full_like(position, indices.shape[2]) if topk_length is None else topk_length
+        seen = jnp.where(position >= 0, seen, 0)
+    return [*sources, (caches[1].pool(), slots, seen)]
+
+
+def over_slots(q: jax.Array, *sources: Source, sink: jax.Array | None, scale: float | None) -> Attention:
+    """One softmax over slots of pools; a pool without batch axis, or of batch 1, is everybody's."""
+    parts = []
+    for pool, slots, length in sources:
+        if pool.dtype == jnp.uint8:
+            pool = fp8.dequantize_cache(pool)
+            pool = pool.reshape(pool.shape[0], -1, pool.shape[-1])
+        pool = pool[0] if pool.shape[0] == 1 else pool
+        parts.append(sparse_fmha(q.astype(_FP32), pool, slots, topk_length=length, scale=scale))
+    o, lse = merge(parts, sink)
+    return o.astype(q.dtype), lse
 
 
 def _einsum(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:

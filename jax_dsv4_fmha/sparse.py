@@ -26,7 +26,7 @@ def sparse_fmha(
 
     Args:
       q: `[b, s_q, h_q, d]`, bfloat16 or float16; float32 on the reference alone.
-      kv: `[b, s_kv, d]` in q's dtype.
+      kv: `[b, s_kv, d]` in q's dtype; or `[s_kv, d]`, a pool in which every sequence has its keys.
       indices: int32 `[b, s_q, topk]`; an entry below 0 or not below s_kv is absent.
       topk_length: int32 `[b, s_q]`; entries from there on are absent too.
       sink, scale, implementation: as in `fmha`.
@@ -41,7 +41,8 @@ def sparse_fmha(
     op = "sparse_fmha"
     dims: dict[str, Any] = {}
     q = _check.operand(op, "q", q, "b s_q h_q d", dims, _check.FLOAT)
-    kv = _check.operand(op, "kv", kv, "b s_kv d", dims, (q.dtype,))
+    is_pool = getattr(kv, "ndim", None) == 2
+    kv = _check.operand(op, "kv", kv, "s_kv d" if is_pool else "b s_kv d", dims, (q.dtype,))
     indices = _check.operand(op, "indices", indices, "b s_q topk", dims, _check.INT)
     if topk_length is not None:
         topk_length = _check.operand(op, "topk_length", topk_length, "b s_q", dims, _check.INT)
@@ -55,6 +56,10 @@ def sparse_fmha(
     d, dtype = dims["d"], q.dtype.name
     built = _ffi.built_for("sparse_fwd", d=d, dtype=dtype, shared_kv=True)
     kernel = choose(op, implementation, built, f"{dtype}, d={d}")
+    if is_pool:  # the queries of all sequences are those of one
+        rows, indices, topk_length = (x.reshape(1, -1, *x.shape[2:]) for x in (q, indices, topk_length))
+        o, lse = _SPARSE(rows, kv[None], indices, topk_length, sink=sink, scale=scale, kernel=kernel)
+        return o.reshape(q.shape), lse.reshape(q.shape[:-1])
     return _SPARSE(q, kv, indices, topk_length, sink=sink, scale=scale, kernel=kernel)
 
 

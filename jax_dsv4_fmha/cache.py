@@ -1,0 +1,148 @@
+"""The caches of one latent head, as a model keeps them between steps."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from . import _check, fp8
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """Entries that are both K and V, and where each sequence has its own.
+
+      contiguous  entries `[b, s_max, d]`, no block_table
+      paged       entries `[pages, page, d]`, a pool of all sequences; sequence n's page i is `block_table[n, i]`
+
+    Entries are bfloat16, float16 or float32; or, with d = 512, bytes in DeepSeek-V4's FP8 layout: uint8
+    `[b or pages, page_bytes]` as `quantize_cache` makes them, with the 448 dimensions that RoPE leaves alone in e4m3.
+
+    Entry p of a sequence lies in slot `p % capacity`. So a cache with less room than a sequence is long is a ring of
+    its last entries: that is how to keep a sliding window.
+
+    A pytree: it may be an argument and a result of jitted functions, be donated, and be the carry of a scan.
+
+    Attributes:
+      entries: as said.
+      block_table: int32 `[b, n]`, or None. A page outside of the pool is no page: nothing is read there, nothing kept.
+    """
+
+    entries: Any
+    block_table: Any = None
+
+    @classmethod
+    def zeros(
+        cls, pages: int, page: int, d: int = fp8.D, dtype: Any = jnp.bfloat16, block_table: jax.Array | None = None
+    ) -> "Cache":
+        """An empty cache of `pages` pages (a contiguous one: sequences) of `page` entries.
+
+        dtype float8_e4m3fn is DeepSeek-V4's FP8 layout.
+        """
+        if jnp.dtype(dtype) != jnp.float8_e4m3fn:
+            return cls(jnp.zeros((pages, page, d), dtype), block_table)
+        if d != fp8.D:
+            raise _check.error(ValueError, "Cache.zeros", "d", d, f"{fp8.D} for an FP8 cache")
+        return cls(jnp.zeros((pages, fp8.page_bytes(page)), jnp.uint8), block_table)
+
+    @property
+    def is_fp8(self) -> bool:
+        return bool(self.entries.dtype == jnp.uint8)
+
+    @property
+    def page(self) -> Any:
+        """Entries of a page, or of a sequence where there are no pages."""
+        return fp8.page_entries(self.entries.shape[1]) if self.is_fp8 else self.entries.shape[1]
+
+    @property
+    def capacity(self) -> Any:
+        """Entries of one sequence that there is room for."""
+        return self.page if self.block_table is None else self.page * self.block_table.shape[1]
+
+    def pool(self) -> jax.Array:
+        """What the kernels read: `[b or 1, slots, d]`, or in FP8 `[b or 1, pages, page_bytes]`.
+
+        With no block table, each sequence has a pool of its own, of one page.
+        """
+        rows = self.entries[:, None] if self.block_table is None else self.entries[None]
+        return rows if self.is_fp8 else rows.reshape(rows.shape[0], -1, rows.shape[-1])
+
+    def slots(self, entries: jax.Array) -> jax.Array:
+        """Where in its pool each of these entries `[b, …]` of a sequence is; -1 for one that is not there."""
+        there = (entries >= 0) & (entries < self.capacity)
+        if self.block_table is None:
+            return jnp.where(there, entries, -1)
+        pages = jax.vmap(lambda table, i: table[i])(self.block_table, jnp.where(there, entries // self.page, 0))
+        there &= (pages >= 0) & (pages < self.entries.shape[0])
+        return jnp.where(there, pages * self.page + entries % self.page, -1)
+
+    def append(self, entries: jax.Array, positions: jax.Array) -> "Cache":
+        """The cache with new entries in it; in place, where the cache is donated or carried by a loop.
+
+        Args:
+          entries: `[b, n, d]`, in the cache's type; bfloat16, float16 or float32 for an FP8 cache.
+          positions: int32 `[b, n]`, which entry of its sequence each is, none twice. One below 0 is not kept, nor what
+            these very entries would overwrite in a ring.
+
+        Raises:
+          ValueError, TypeError: operands that are not as said above.
+        """
+        op = "Cache.append"
+        dims: dict[str, Any] = {}
+        dtypes = _check.FLOAT if getattr(self.entries, "dtype", None) == jnp.uint8 else (self.entries.dtype,)
+        entries = _check.operand(op, "entries", entries, "b n d", dims, dtypes)
+        positions = _check.operand(op, "positions", positions, "b n", dims, _check.INT)
+        self.check(op, "cache", dims, dtypes)
+        lost = (positions < 0) | (positions <= positions.max(1, keepdims=True) - self.capacity)
+        slots = self.slots(jnp.where(lost, -1, positions % self.capacity))
+        pages, at = slots // self.page, slots % self.page  # -1 is on no page
+        if self.is_fp8:
+            data, scales = fp8.encode(entries)
+            rows = [(at * fp8.DATA, data), (self.page * fp8.DATA + at * fp8.SCALES, scales)]
+        else:
+            rows = [(at * dims["d"], entries)]
+        whole = self.entries.reshape(self.entries.shape[0], -1)
+        for start, row in rows:
+            if self.block_table is None:
+                whole = jax.vmap(_write)(whole[:, None], pages, start, row)[:, 0]
+            else:
+                whole = _write(whole, *(x.reshape(-1, *x.shape[2:]) for x in (pages, start, row)))
+        return Cache(whole.reshape(self.entries.shape), self.block_table)
+
+    def check(self, op: str, name: str, dims: dict[str, Any], dtypes: tuple[Any, ...]) -> None:
+        """Raises unless this is a cache of entries of one of these types, or of FP8, for b sequences of `dims`."""
+        sizes, pages = {"d": dims["d"]}, "pages"
+        if self.block_table is None:
+            pages, sizes["b"] = "b", dims["b"]
+        else:
+            _check.operand(op, f"{name}.block_table", self.block_table, "b n", {"b": dims["b"]}, _check.INT)
+        if getattr(self.entries, "dtype", None) == jnp.uint8:
+            _check.operand(op, f"{name}.entries", self.entries, f"{pages} page_bytes", sizes, (self.entries.dtype,))
+            wanted = f"d = {fp8.D} and pages of page_bytes(n) = ceil({fp8.ENTRY} n / {fp8.DATA}) {fp8.DATA} bytes"
+            if dims["d"] != fp8.D or not fp8.is_page(self.entries.shape[1]):
+                got = f"{_check.describe(self.entries)} with d = {dims['d']}"
+                raise _check.error(ValueError, op, f"{name}.entries", got, wanted)
+        else:
+            _check.operand(op, f"{name}.entries", self.entries, f"{pages} page d", sizes, dtypes)
+        counts = (self.entries.shape[0] * self.page, math.prod(self.entries.shape[1:]))
+        if any(isinstance(n, int) and n >= 2**31 for n in counts):
+            wanted = "fewer than 2**31 entries, and less than 2**31 numbers in a page"
+            raise _check.error(ValueError, op, f"{name}.entries", self.entries, wanted)
+
+    def paged(self) -> "Cache":
+        """The same cache with a block table; contiguous sequences are pages of their own."""
+        if self.block_table is not None:
+            return self
+        return Cache(self.entries, jnp.arange(self.entries.shape[0], dtype=jnp.int32)[:, None])
+
+
+def _write(pages: jax.Array, page: jax.Array, start: jax.Array, rows: jax.Array) -> jax.Array:
+    """pages [pages, width] with rows [n, w] in them, each from `start` [n] of its page [n] on, if there is such."""
+    windows = lax.ScatterDimensionNumbers(
+        update_window_dims=(1,), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0, 1)
+    )
+    return lax.scatter(pages, jnp.stack([page, start], -1), rows, windows, mode="drop")
