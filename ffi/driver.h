@@ -21,16 +21,23 @@ using CUfunction = struct CUfunc_st*;
 struct alignas(64) CUtensorMap {
   uint64_t opaque[16];
 };
+struct CUlaunchAttribute {
+  int id;
+  alignas(8) int value;
+  char rest[60];
+};
+static_assert(sizeof(CUlaunchAttribute) == 72);
 struct CUlaunchConfig {
   unsigned grid_x, grid_y, grid_z, block_x, block_y, block_z, dynamic_smem_bytes;
   CUstream stream;
-  void* attributes;
+  CUlaunchAttribute* attributes;
   unsigned attribute_count;
 };
 static_assert(sizeof(CUlaunchConfig) == 56);
 
 enum DeviceAttribute { kMultiprocessorCount = 16, kComputeCapabilityMajor = 75, kComputeCapabilityMinor = 76 };
 enum KernelAttribute { kMaxDynamicSharedMemory = 8 };
+enum LaunchAttribute { kProgrammaticStreamSerialization = 6 };
 enum TensorMapDataType { kFloat16 = 6, kBFloat16 = 9 };
 enum TensorMapOption { kNoInterleave = 0, kSwizzle128B = 3, kPromoteL2To256B = 3, kZeroFill = 0 };
 

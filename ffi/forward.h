@@ -3,7 +3,12 @@
 // q [b, s_q, h_q, d], sink f32 [h_q] -> o like q, lse f32 [b, s_q, h_q], over the keys of one or more sources:
 //   span       k and v [b, s_kv, h_kv, d], start and stop i32 [b, s_q]: query i sees start <= j < stop
 //   selection  k and v [b, s_kv, h_kv, d], indices i32 [b, s_q, topk], length i32 [b, s_q]: it sees indices[:length]
-// A target whose keys have one head by definition takes them as [b, s_kv, d].  The sink is part of o, never of lse.
+// A target whose keys have one head by definition takes them as [b, s_kv, d]; those of a selection may be a pool of all
+// sequences, [slots, d].  The sink is part of o, never of lse.
+//
+// Two more results say whether the keys of a row are worked on in parts: o_parts f32 [b, s_q, h_q, splits, d] and
+// lse_parts f32 [b, s_q, h_q, splits] are where they are left, for a second kernel to merge.  Of 0 or 1 splits, there are
+// no parts.
 #pragma once
 
 #include <algorithm>
@@ -49,8 +54,9 @@ struct Operands {
   Operand q;
   int source_count;
   Source sources[kMaxSources];
-  Operand sink, o, lse;
+  Operand sink;
   float scale;
+  Operand o{}, lse{}, o_parts{}, lse_parts{};
 };
 
 inline std::string Show(Ints dimensions) {
@@ -73,14 +79,19 @@ inline ffi::Error Check(const Operands& x, Shape* shape) {
   const Ints q = x.q.dimensions;
   if (q.size() != 4) return refuse(x.q, "shape " + Show(q), "[b, s_q, h_q, d]");
   const size_t key_rank = x.kv_heads ? 4 : 3;
+  auto is_pool = [](const Source& source) { return source.kind == kSelection && source.k.dimensions.size() == 2; };
   for (int i = 0; i < x.source_count; ++i) {
-    const Operand& k = x.sources[i].k;
-    if (k.dimensions.size() == key_rank) continue;
-    return refuse(k, "shape " + Show(k.dimensions), x.kv_heads ? "[b, s_kv, h_kv, d]" : "[b, s_kv, d]");
+    const Source& source = x.sources[i];
+    if (source.k.dimensions.size() == key_rank || is_pool(source)) continue;
+    return refuse(source.k, "shape " + Show(source.k.dimensions),
+                  x.kv_heads                  ? "[b, s_kv, h_kv, d]"
+                  : source.kind == kSelection ? "[b, s_kv, d] or [slots, d]"
+                                              : "[b, s_kv, d]");
   }
   const int64_t b = q[0], s_q = q[1], h_q = q[2], d = q[3];
   const int64_t h_kv = x.kv_heads ? x.sources[0].k.dimensions[2] : 1;
-  *shape = Shape{b, s_q, h_q, h_kv, d, x.shared_kv, x.source_count, {}};
+  const int64_t parts = x.lse_parts.dimensions[3];
+  *shape = Shape{b, s_q, h_q, h_kv, d, std::max<int64_t>(parts, 1), x.shared_kv, x.source_count, {}};
 
   ffi::Error error;
   auto expect = [&](const Operand& operand, std::initializer_list<int64_t> wanted) {
@@ -94,9 +105,12 @@ inline ffi::Error Check(const Operands& x, Shape* shape) {
   };
   for (int i = 0; i < x.source_count; ++i) {
     const Source& source = x.sources[i];
-    const int64_t s_kv = source.k.dimensions[1];
+    const bool pool = is_pool(source);
+    const int64_t s_kv = source.k.dimensions[pool ? 0 : 1];
     for (const Operand* keys : {&source.k, &source.v}) {
-      if (x.kv_heads) {
+      if (pool) {
+        expect(*keys, {s_kv, d});
+      } else if (x.kv_heads) {
         expect(*keys, {b, s_kv, h_kv, d});
       } else {
         expect(*keys, {b, s_kv, d});
@@ -111,72 +125,100 @@ inline ffi::Error Check(const Operands& x, Shape* shape) {
       expect(source.from, {b, s_q});
     }
     expect(source.to, {b, s_q});
-    shape->sources[i] = SourceShape{source.kind, s_kv, topk};
+    shape->sources[i] = SourceShape{source.kind, s_kv, pool ? 0 : s_kv, topk};
   }
   expect(x.sink, {h_q});
   expect(x.o, {b, s_q, h_q, d});
   expect_dtype_of_q(x.o);
   expect(x.lse, {b, s_q, h_q});
+  expect(x.o_parts, {b, s_q, h_q, parts, d});
+  expect(x.lse_parts, {b, s_q, h_q, parts});
   return error;
 }
 
-inline ffi::Error LookUp(const Operands& x, const Device& device, Launcher** launcher) {
+// The kernels of a call.
+struct Kernels {
+  Launcher* forward;
+  Launcher* combine;  // where keys are split
+};
+
+inline ffi::Error LookUp(const Operands& x, const Shape& shape, const Device& device, Kernels* kernels) {
   if (!device.error.empty()) return ffi::Error(ffi::ErrorCode::kFailedPrecondition, device.error);
-  const int64_t d = x.q.dimensions[3];
-  *launcher = Find({x.op, device.arch, d, x.q.dtype, x.shared_kv});
-  if (*launcher != nullptr) return ffi::Error::Success();
-  return ffi::Error(ffi::ErrorCode::kUnimplemented,
-                    std::string(x.op) + ": no kernel for d=" + std::to_string(d) + ", " + Show(x.q.dtype) +
-                        (x.shared_kv ? ", one array for K and V" : ", K and V apart") + " on " + device.arch +
-                        "; built: " + Built(x.op));
+  const ffi::DataType dtype = x.q.dtype;
+  *kernels = {Find({x.op, device.arch, shape.d, dtype, x.shared_kv}), nullptr};
+  auto missing = [&](const char* op, const std::string& wanted) {
+    return ffi::Error(ffi::ErrorCode::kUnimplemented,
+                      std::string(op) + ": no kernel for " + wanted + " on " + device.arch + "; built: " + Built(op));
+  };
+  if (kernels->forward == nullptr) {
+    return missing(x.op, "d=" + std::to_string(shape.d) + ", " + Show(dtype) +
+                             (x.shared_kv ? ", one array for K and V" : ", K and V apart"));
+  }
+  if (shape.splits == 1) return ffi::Error::Success();
+  kernels->combine = Find({"combine", device.arch, kAnyD, dtype, false});
+  return kernels->combine != nullptr ? ffi::Error::Success() : missing("combine", Show(dtype));
 }
 
 inline ffi::Error Initialize(int device, const Operands& x) {
   Shape shape;
-  Launcher* launcher;
+  Kernels kernels;
   if (ffi::Error error = Check(x, &shape); error.failure()) return error;
-  if (ffi::Error error = LookUp(x, GetDevice(device), &launcher); error.failure()) return error;
-  const std::string& error = launcher->Load(device).error;
-  return error.empty() ? ffi::Error::Success() : ffi::Error::Internal(error);
+  if (ffi::Error error = LookUp(x, shape, GetDevice(device), &kernels); error.failure()) return error;
+  for (Launcher* launcher : {kernels.forward, kernels.combine}) {
+    if (launcher == nullptr) continue;
+    if (const std::string& error = launcher->Load(device).error; !error.empty()) return ffi::Error::Internal(error);
+  }
+  return ffi::Error::Success();
 }
 
-inline ffi::Error Execute(CUstream stream, int ordinal, const Operands& x) {
-  Shape shape;
-  Launcher* launcher;
-  Plan plan;
-  if (ffi::Error error = Check(x, &shape); error.failure()) return error;
-  if (shape.b == 0 || shape.s_q == 0) return ffi::Error::Success();
-  const Device& device = GetDevice(ordinal);
-  if (ffi::Error error = LookUp(x, device, &launcher); error.failure()) return error;
-  const Tiles tiles{launcher->tile_m, launcher->tile_n, device.processors};
-  if (std::string error = PlanLaunch(shape, x.scale, tiles, &plan); !error.empty()) {
-    return ffi::Error::InvalidArgument(std::string(x.op) + ": " + error);
-  }
-  const Launcher::Loaded& loaded = launcher->Load(ordinal);
+// Launches a kernel that `Load` has made ready.  `overlaps`: it may begin before the one before it has ended, for which
+// it waits by itself.
+inline ffi::Error Launch(Launcher* launcher, CUstream stream, int device, uint32_t grid, ffi::DataType dtype,
+                         const Params& params, bool overlaps) {
+  const Launcher::Loaded& loaded = launcher->Load(device);
   if (!loaded.error.empty()) return ffi::Error::Internal(loaded.error);
-
-  Addresses at{x.q.data, x.o.data, x.sink.data, x.lse.data, {}};
-  for (int i = 0; i < x.source_count; ++i) {
-    const Source& source = x.sources[i];
-    at.sources[i] = {source.k.data, source.v.data, source.from.data, source.to.data};
-  }
-  const Params params(plan, at);
   void* pointers[Params::kMax];
   int count = 0;
   for (const Param& param : params) {
     if (param.map != nullptr) {
-      const TensorMapDataType type = x.q.dtype == ffi::BF16 ? kBFloat16 : kFloat16;
+      const TensorMapDataType type = dtype == ffi::BF16 ? kBFloat16 : kFloat16;
       std::string error = Encode(*param.map, type, param.tensor, static_cast<CUtensorMap*>(param.data));
       if (!error.empty()) return ffi::Error::Internal(error);
     }
     pointers[count++] = param.data;
   }
-  const CUlaunchConfig config{plan.grid, 1, 1, static_cast<unsigned>(launcher->threads), 1, 1,
-                              static_cast<unsigned>(launcher->smem_bytes), stream, nullptr, 0};
+  CUlaunchAttribute attribute{kProgrammaticStreamSerialization, 1, {}};
+  const CUlaunchConfig config{grid, 1, 1, static_cast<unsigned>(launcher->threads), 1, 1,
+                              static_cast<unsigned>(launcher->smem_bytes), stream, &attribute, overlaps};
   const Driver& driver = GetDriver();
   std::string error = driver.Failure("cuLaunchKernelEx",
                                      driver.LaunchKernelEx(&config, loaded.function, pointers, nullptr));
   return error.empty() ? ffi::Error::Success() : ffi::Error::Internal(error);
+}
+
+inline ffi::Error Execute(CUstream stream, int ordinal, const Operands& x) {
+  Shape shape;
+  Kernels kernels;
+  Plan plan;
+  if (ffi::Error error = Check(x, &shape); error.failure()) return error;
+  if (shape.b == 0 || shape.s_q == 0) return ffi::Error::Success();
+  const Device& device = GetDevice(ordinal);
+  if (ffi::Error error = LookUp(x, shape, device, &kernels); error.failure()) return error;
+  const auto& [forward, combine] = kernels;
+  const Tiles tiles{forward->tile_m, forward->tile_n, device.processors};
+  if (std::string error = PlanLaunch(shape, x.scale, tiles, &plan); !error.empty()) {
+    return ffi::Error::InvalidArgument(std::string(x.op) + ": " + error);
+  }
+  Addresses at{x.q.data, x.o.data, x.sink.data, x.lse.data, x.o_parts.data, x.lse_parts.data, {}};
+  for (int i = 0; i < x.source_count; ++i) {
+    const Source& source = x.sources[i];
+    at.sources[i] = {source.k.data, source.v.data, source.from.data, source.to.data};
+  }
+  const ForwardParams params(plan, at);
+  ffi::Error error = Launch(forward, stream, ordinal, plan.grid, x.q.dtype, params, false);
+  if (error.failure() || combine == nullptr) return error;
+  CombinePlan combination = PlanCombine(shape, combine->threads, combine->tile_n);
+  return Launch(combine, stream, ordinal, combination.grid, x.q.dtype, CombineParams(combination, at), true);
 }
 
 }  // namespace dsv4_fmha

@@ -15,6 +15,19 @@ struct ShownLaunch {
   uint32_t sizes[Params::kMax];
   unsigned char bytes[Params::kMax][sizeof(CUtensorMap)];
   TensorMapSpec maps[Params::kMax];  // of rank 0 where the parameter is none
+
+  ShownLaunch(uint32_t grid, const Params& params) : grid(grid), count(0), sizes{}, bytes{}, maps{} {
+    for (const Param& param : params) {
+      const uint32_t i = count++;
+      sizes[i] = param.bytes;
+      if (param.map != nullptr) {
+        memcpy(bytes[i], &param.tensor, sizeof param.tensor);
+        maps[i] = *param.map;
+      } else {
+        memcpy(bytes[i], param.data, param.bytes);
+      }
+    }
+  }
 };
 
 }  // namespace
@@ -44,19 +57,16 @@ int dsv4_fmha_plan(const Shape* shape, float scale, const Tiles* tiles, const Ad
     return -1;
   }
   Addresses at = *addresses;
-  *out = {};
-  out->grid = plan.grid;
-  for (const Param& param : Params(plan, at)) {
-    const uint32_t i = out->count++;
-    out->sizes[i] = param.bytes;
-    if (param.map != nullptr) {
-      memcpy(out->bytes[i], &param.tensor, sizeof param.tensor);
-      out->maps[i] = *param.map;
-    } else {
-      memcpy(out->bytes[i], param.data, param.bytes);
-    }
-  }
+  *out = ShownLaunch(plan.grid, ForwardParams(plan, at));
   return 0;
+}
+
+// What it launches after that where keys are split, with this many threads of which each merges `columns` of a row.
+void dsv4_fmha_plan_combine(const Shape* shape, int32_t threads, int32_t columns, const Addresses* addresses,
+                            ShownLaunch* out) {
+  CombinePlan plan = PlanCombine(*shape, threads, columns);
+  Addresses at = *addresses;
+  *out = ShownLaunch(plan.grid, CombineParams(plan, at));
 }
 
 }  // extern "C"

@@ -17,12 +17,14 @@ enum SourceKind : int64_t { kSpan, kSelection };
 constexpr int kMaxSources = 2;
 
 struct SourceShape {
-  int64_t kind, s_kv, topk;  // topk of a selection only
+  int64_t kind, s_kv;
+  int64_t s_batch, topk;  // of a selection only: keys from one batch entry's to the next's, s_kv or (a pool) 0
 };
 
-// q and o [b, s_q, h_q, d]; the keys of each source [b, s_kv, h_kv, d].
+// q and o [b, s_q, h_q, d]; the keys of each source [b, s_kv, h_kv, d].  The keys of a tile of rows are worked on in
+// `splits` parts.
 struct Shape {
-  int64_t b, s_q, h_q, h_kv, d, shared_kv, source_count;
+  int64_t b, s_q, h_q, h_kv, d, splits, shared_kv, source_count;
   SourceShape sources[kMaxSources];
 };
 
@@ -36,14 +38,14 @@ struct Tiles {
 // head form an `outer` x `inner` grid, of which a tile takes a box.  Row (o, i) is query o + i / group and head
 // i % group of the group.  The kernel is handed these in this order.
 struct Extents {
-  int32_t s_q, group, h_kv, inner, outer, box_inner, box_outer, tiles_inner, tiles;
+  int32_t s_q, group, h_kv, inner, outer, box_inner, box_outer, tiles_inner, tiles, splits;
 };
 
 struct SourcePlan {
   SourceKind kind;
   TensorMapSpec map;       // of k and of v of a span: [d, s_kv, h_kv, b]
   int32_t map_extents[3];  // the dynamic extents, which follow a descriptor in the parameter list
-  int32_t s_kv, topk;
+  int32_t s_kv, s_batch, topk;
 };
 
 struct Plan {
@@ -72,8 +74,9 @@ inline std::string PlanLaunch(const Shape& shape, float scale, const Tiles& tile
     if (got > kMaxExtent) return too_large(what, got, kMaxExtent);
     return "";
   };
-  const auto& [b, s_q, h_q, h_kv, d, shared_kv, source_count, sources] = shape;
-  for (auto [name, extent] : {std::pair{"b", b}, {"s_q", s_q}, {"h_q", h_q}, {"h_kv", h_kv}, {"d", d}}) {
+  const auto& [b, s_q, h_q, h_kv, d, splits, shared_kv, source_count, sources] = shape;
+  for (auto [name, extent] :
+       {std::pair{"b", b}, {"s_q", s_q}, {"h_q", h_q}, {"h_kv", h_kv}, {"d", d}, {"splits", splits}}) {
     if (std::string error = out_of_range(name, extent); !error.empty()) return error;
   }
   if (h_q % h_kv != 0) {
@@ -94,9 +97,10 @@ inline std::string PlanLaunch(const Shape& shape, float scale, const Tiles& tile
   const int64_t box_outer = contiguous || one_query ? 1 : std::min(tiles.tile_m / box_inner, s_q);
   const int64_t tiles_inner = ceil_div(inner, box_inner);
   const int64_t head_tiles = tiles_inner * ceil_div(outer, box_outer);  // below 2^62
-  if (head_tiles > kMaxExtent / h_kv / b) {
+  if (head_tiles > kMaxExtent / h_kv / b / splits) {
     return "there are too many tiles of rows: " + std::to_string(head_tiles) + " x " + std::to_string(h_kv) +
-           " KV heads x " + std::to_string(b) + " sequences, the limit is " + std::to_string(kMaxExtent);
+           " KV heads x " + std::to_string(b) + " sequences x " + std::to_string(splits) + " splits, the limit is " +
+           std::to_string(kMaxExtent);
   }
   const int64_t row_tiles = head_tiles * h_kv * b;
   const int64_t head_bytes = d * kElementBytes, max_heads = kMaxStrideBytes / head_bytes;
@@ -106,7 +110,7 @@ inline std::string PlanLaunch(const Shape& shape, float scale, const Tiles& tile
   auto u64 = [](int64_t x) { return static_cast<uint64_t>(x); };
   auto i32 = [](int64_t x) { return static_cast<int32_t>(x); };
   *plan = Plan{
-      u32(std::min<int64_t>(row_tiles, tiles.processors)),
+      u32(std::min<int64_t>(row_tiles * splits, tiles.processors)),
       {5,
        {kSwizzleColumns, u32(box_inner), u32(box_outer), 1, 1},
        {u64(d), u64(inner), u64(outer), u64(h_kv), u64(b)},
@@ -117,10 +121,10 @@ inline std::string PlanLaunch(const Shape& shape, float scale, const Tiles& tile
       {},
       static_cast<float>(scale * 1.4426950408889634),
       {i32(s_q), i32(group), i32(h_kv), i32(inner), i32(outer), i32(box_inner), i32(box_outer), i32(tiles_inner),
-       i32(row_tiles)},
+       i32(row_tiles), i32(splits)},
   };
   for (int i = 0; i < source_count; ++i) {
-    const auto [kind, s_kv, topk] = sources[i];
+    const auto [kind, s_kv, s_batch, topk] = sources[i];
     const char* const s_kv_name = i == 0 ? "s_kv" : "s_kv of the second keys";
     if (std::string error = out_of_range(s_kv_name, s_kv); !error.empty()) return error;
     if (kind == kSelection) {
@@ -136,6 +140,7 @@ inline std::string PlanLaunch(const Shape& shape, float scale, const Tiles& tile
          {u64(h_kv * head_bytes), u64(head_bytes), u64(s_kv * h_kv * head_bytes)}},
         {i32(s_kv), i32(h_kv), i32(b)},
         i32(s_kv),
+        i32(s_batch),
         i32(topk),
     };
   }
@@ -150,6 +155,7 @@ struct SourceAddresses {
 
 struct Addresses {
   void *q, *o, *sink, *lse;
+  void *o_parts, *lse_parts;  // f32 [b, s_q, h_q, splits, d] and without d; unused where keys are not split
   SourceAddresses sources[kMaxSources];
 };
 
@@ -161,38 +167,18 @@ struct Param {
   void* tensor;
 };
 
-// Everything that the kernel is handed, and the order in which it is.  Points into `plan` and `at`.
+// What a kernel is handed, and the order in which it is.
 class Params {
  public:
-  static constexpr int kMax = 3 + kMaxSources * 7 + 3 + 9;
+  static constexpr int kMax = 3 + kMaxSources * 7 + 3 + 10;
 
-  Params(Plan& plan, Addresses& at) {
-    AddMap(plan.map, plan.map_extents, at.q);
-    Add(at.o);
-    for (int i = 0; i < plan.source_count; ++i) {
-      SourcePlan& source = plan.sources[i];
-      SourceAddresses& keys = at.sources[i];
-      if (source.kind == kSpan) {
-        AddMap(source.map, source.map_extents, keys.k);
-        if (!plan.shared_kv) AddMap(source.map, source.map_extents, keys.v);
-        Add(keys.from), Add(keys.to), Add(source.s_kv);
-      } else {
-        Add(keys.k), Add(keys.from), Add(keys.to), Add(source.s_kv), Add(source.topk);
-      }
-    }
-    Add(at.sink), Add(at.lse), Add(plan.scale_log2);
-    Extents& n = plan.extents;
-    for (int32_t* x :
-         {&n.s_q, &n.group, &n.h_kv, &n.inner, &n.outer, &n.box_inner, &n.box_outer, &n.tiles_inner, &n.tiles}) {
-      Add(*x);
-    }
-  }
+  Params() = default;
   Params(const Params&) = delete;
 
   const Param* begin() const { return params_; }
   const Param* end() const { return params_ + count_; }
 
- private:
+ protected:
   template <typename T>
   void Add(T& value) {
     params_[count_++] = {&value, sizeof value, nullptr, nullptr};
@@ -204,10 +190,58 @@ class Params {
     Add(extents);
   }
 
+ private:
   CUtensorMap maps_[1 + 2 * kMaxSources];
   int map_count_ = 0;
   Param params_[kMax];
   int count_ = 0;
+};
+
+// A forward kernel's.  Points into `plan` and `at`.
+struct ForwardParams : Params {
+  ForwardParams(Plan& plan, Addresses& at) {
+    Extents& n = plan.extents;
+    AddMap(plan.map, plan.map_extents, at.q);
+    Add(n.splits > 1 ? at.o_parts : at.o);
+    for (int i = 0; i < plan.source_count; ++i) {
+      SourcePlan& source = plan.sources[i];
+      SourceAddresses& keys = at.sources[i];
+      if (source.kind == kSpan) {
+        AddMap(source.map, source.map_extents, keys.k);
+        if (!plan.shared_kv) AddMap(source.map, source.map_extents, keys.v);
+        Add(keys.from), Add(keys.to), Add(source.s_kv);
+      } else {
+        Add(keys.k), Add(keys.from), Add(keys.to), Add(source.s_kv), Add(source.s_batch), Add(source.topk);
+      }
+    }
+    Add(at.sink), Add(n.splits > 1 ? at.lse_parts : at.lse), Add(plan.scale_log2);
+    for (int32_t* x : {&n.s_q, &n.group, &n.h_kv, &n.inner, &n.outer, &n.box_inner, &n.box_outer, &n.tiles_inner,
+                       &n.tiles, &n.splits}) {
+      Add(*x);
+    }
+  }
+};
+
+// The launch that merges what the splits of a forward launch left behind.
+struct CombinePlan {
+  uint32_t grid;
+  int32_t rows, h_q, d, splits;
+};
+
+// A thread merges `columns` of a row.
+inline CombinePlan PlanCombine(const Shape& shape, int32_t threads, int32_t columns) {
+  const int64_t rows = shape.b * shape.s_q * shape.h_q, pieces = rows * (shape.d / columns);
+  auto i32 = [](int64_t x) { return static_cast<int32_t>(x); };
+  return {static_cast<uint32_t>((pieces + threads - 1) / threads), i32(rows), i32(shape.h_q), i32(shape.d),
+          i32(shape.splits)};
+}
+
+// The combine kernel's.  Points into `plan` and `at`.
+struct CombineParams : Params {
+  CombineParams(CombinePlan& plan, Addresses& at) {
+    Add(at.o_parts), Add(at.lse_parts), Add(at.o), Add(at.sink), Add(at.lse);
+    Add(plan.rows), Add(plan.h_q), Add(plan.d), Add(plan.splits);
+  }
 };
 
 }  // namespace dsv4_fmha

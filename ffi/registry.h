@@ -32,6 +32,7 @@ struct Key {
 };
 
 constexpr int kMaxDevices = 64;
+constexpr int64_t kAnyD = 0;  // of a kernel that serves every head dimension
 
 // One variant.  Constant but for what `Load` keeps; safe to share between threads.
 struct Launcher {

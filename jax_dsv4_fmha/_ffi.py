@@ -16,7 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-_TARGETS = ("fwd", "fwd_shared_kv", "sparse_fwd", "dsv4_sparse_fwd", "dsv4_dense_fwd")
+_TARGETS = ("fwd", "fwd_shared_kv", "sparse_fwd", "dsv4_sparse_fwd", "dsv4_dense_fwd", "dsv4_decode")
+
+_PROCESSORS = {"sm_90a": 132}
+"""Of the largest device of an architecture: what the keys of few rows are split for."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +30,13 @@ class Variant:
     op: str
     arch: str
     d: int
+    """0: any"""
     dtype: str
     shared_kv: bool
+    tile_m: int
+    """rows of a tile: (query, head) pairs"""
+    tile_n: int
+    """keys of a tile"""
     threads: int
     registers: int
     """per thread, at launch"""
@@ -91,6 +99,27 @@ def _architecture(compute_capability: str) -> str:
     return f"sm_{major}{minor}" + ("a" if int(major) >= 9 else "")
 
 
+def split_count(row_tiles: int, key_tiles: int, processors: int) -> int:
+    """Into how many parts the keys of every tile of rows are split, of which each is a CTA's.
+
+    From shapes alone, so that a call is always the same launches: key_tiles is how many a tile of rows can have to see.
+    How many it does see is divided evenly on the device.
+
+    1 where the tiles of rows alone fill the chip. Else the count that takes least time, in the time that a CTA takes for
+    a tile of keys, about 2 us whatever d is: waves of CTAs, each with its part and the beginning and end of it; and to
+    merge, another launch and the parts' way to memory and back.
+    """
+    if row_tiles >= processors:
+        return 1
+
+    def cost(splits: int) -> float:
+        waves, part = -(-row_tiles * splits // processors), -(-key_tiles // splits)
+        merge = 1.5 + row_tiles * splits / 50 if splits > 1 else 0
+        return waves * (part + 1.5) + merge
+
+    return min(range(1, min(key_tiles, processors) + 1), key=cost)
+
+
 # The kernels as they are: one CUDA device, no checks, no gradient, no batching or sharding rule. All return o like q,
 # with the sink in its denominator, and lse float32 `[b, s_q, h_q]` without it. For operands that do not fit together,
 # and for what is not built, a call raises jax.errors.JaxRuntimeError when it runs.
@@ -116,9 +145,12 @@ def fwd(
       sink: float32 `[h_q]`, -inf for none.
       scale: finite and > 0.
     """
+    b, s_q, h_q, _ = q.shape
+    _, s_kv, h_kv, _ = k.shape
+    splits = _splits("fwd", q, v is None, b * h_kv, s_q * h_q // h_kv, s_kv)
     if v is None:
-        return _call("fwd_shared_kv", scale, q, k, start, stop, sink)
-    return _call("fwd", scale, q, k, v, start, stop, sink)
+        return _call("fwd_shared_kv", splits, scale, q, k, start, stop, sink)
+    return _call("fwd", splits, scale, q, k, v, start, stop, sink)
 
 
 def sparse_fwd(
@@ -127,12 +159,12 @@ def sparse_fwd(
     """Over the keys that a query's row of indices names.
 
     Args:
-      kv: `[b, s_kv, d]`, both K and V.
+      kv: `[b, s_kv, d]`, both K and V; or a pool `[s_kv, d]` that all batch entries select from.
       indices: int32 `[b, s_q, topk]`, topk >= 1; an entry outside of `[0, s_kv)` is absent.
       length: int32 `[b, s_q]`, any value: entries from there on are absent too.
       q, sink, scale: as in `fwd`.
     """
-    return _call("sparse_fwd", scale, q, kv, indices, length, sink)
+    return _call("sparse_fwd", _splits_of_queries("sparse_fwd", q, indices.shape[2]), scale, q, kv, indices, length, sink)
 
 
 def dsv4_sparse_fwd(
@@ -148,7 +180,8 @@ def dsv4_sparse_fwd(
     scale: float,
 ) -> tuple[jax.Array, jax.Array]:
     """Over an interval of `window_kv [b, s_w, d]` as in `fwd`, and keys of `kv [b, s_c, d]` as in `sparse_fwd`."""
-    return _call("dsv4_sparse_fwd", scale, q, window_kv, start, stop, kv, indices, length, sink)
+    splits = _splits_of_queries("dsv4_sparse_fwd", q, window_kv.shape[1] + indices.shape[2])
+    return _call("dsv4_sparse_fwd", splits, scale, q, window_kv, start, stop, kv, indices, length, sink)
 
 
 def dsv4_dense_fwd(
@@ -164,12 +197,54 @@ def dsv4_dense_fwd(
     scale: float,
 ) -> tuple[jax.Array, jax.Array]:
     """Over two intervals, as in `fwd`: one of `window_kv [b, s_w, d]` and one of `kv [b, s_c, d]`."""
-    return _call("dsv4_dense_fwd", scale, q, window_kv, start, stop, kv, start2, stop2, sink)
+    b, s_q, h_q, _ = q.shape
+    splits = _splits("dsv4_dense_fwd", q, True, b, s_q * h_q, window_kv.shape[1] + kv.shape[1])
+    return _call("dsv4_dense_fwd", splits, scale, q, window_kv, start, stop, kv, start2, stop2, sink)
 
 
-def _call(target: str, scale: float, q: jax.Array, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
-    results = (jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(q.shape[:-1], jnp.float32))
-    o, lse = jax.ffi.ffi_call(f"dsv4_fmha_{target}", results)(q, *operands, scale=np.float32(scale))
+def dsv4_decode(
+    q: jax.Array,
+    window_pool: jax.Array,
+    window_indices: jax.Array,
+    window_length: jax.Array,
+    pool: jax.Array,
+    indices: jax.Array,
+    length: jax.Array,
+    sink: jax.Array,
+    *,
+    scale: float,
+) -> tuple[jax.Array, jax.Array]:
+    """Over keys of two pools `[slots, d]`, both as in `sparse_fwd`: the window's and the compressed cache's."""
+    splits = _splits_of_queries("dsv4_decode", q, window_indices.shape[2] + indices.shape[2])
+    selections = (window_pool, window_indices, window_length, pool, indices, length)
+    return _call("dsv4_decode", splits, scale, q, *selections, sink)
+
+
+def _splits_of_queries(op: str, q: jax.Array, keys: int) -> int:
+    """Of an op whose keys differ from query to query, so that a tile of rows has heads of one alone."""
+    b, s_q, h_q, _ = q.shape
+    return _splits(op, q, True, b * s_q, h_q, keys)
+
+
+def _splits(op: str, q: jax.Array, shared_kv: bool, groups: int, rows: int, keys: int) -> int:
+    """`split_count` for groups of rows that share no tile, and the keys of one; 1 where an extent is not known."""
+    if not all(isinstance(x, int) for x in (groups, rows, keys)):
+        return 1
+    wanted = (op, q.shape[3], q.dtype.name, shared_kv)
+    built = [v for v in variants() if (v.op, v.d, v.dtype, v.shared_kv) == wanted]
+    local = local_architectures()
+    for v in sorted(built, key=lambda v: v.arch not in local)[:1]:
+        return split_count(groups * -(-rows // v.tile_m), -(-keys // v.tile_n), _PROCESSORS[v.arch])
+    return 1
+
+
+def _call(target: str, splits: int, scale: float, q: jax.Array, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
+    parts = (*q.shape[:-1], splits if splits > 1 else 0)  # where these are left, to be merged in the same call
+    results = (
+        jax.ShapeDtypeStruct(q.shape, q.dtype),
+        *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (q.shape[:-1], (*parts, q.shape[-1]), parts)),
+    )
+    o, lse, *_ = jax.ffi.ffi_call(f"dsv4_fmha_{target}", results)(q, *operands, scale=np.float32(scale))
     return o, lse
 
 

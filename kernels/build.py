@@ -41,11 +41,13 @@ def expected_params(variant: Variant) -> tuple[int, ...]:
     q, keys = (128, 4 * number), (128, 3 * number)  # a TMA descriptor, then its tensor's dynamic extents
     sources = {
         "span": (*keys * (1 if variant.shared_kv else 2), pointer, pointer, number),  # k, v, start, stop, s_kv
-        "selection": (pointer, pointer, pointer, number, number),  # keys, indices, length, s_kv, topk
+        "selection": (pointer, pointer, pointer, number, number, number),  # keys, indices, length, s_kv, s_batch, topk
     }
+    if variant.op == "combine":  # o_parts, lse_parts, o, sink, lse, rows, h_q, d, splits
+        return (*[pointer] * 5, *[number] * 4)
     keys_of_all = itertools.chain.from_iterable(sources[kind] for kind in variant.sources)
     # q, o, the keys, sink, lse, scale_log2, how the rows are tiled
-    return (*q, pointer, *keys_of_all, pointer, pointer, number, *[number] * 9)
+    return (*q, pointer, *keys_of_all, pointer, pointer, number, *[number] * 10)
 
 
 def check(variant: Variant, facts: dict[str, int], kernel: KernelInfo) -> None:

@@ -28,6 +28,7 @@ from .lib.output import store_output
 from .lib.rows import BoxedRows, Extents, RowTile, extents
 from .lib.softmax import RowResults, Softmax, rescale_rows
 from .lib.spans import RowSpans, Span, SpanOperands, open_span, read_span
+from .lib.splits import own_part
 from .lib.wgmma import (
     K_MAJOR,
     MN_MAJOR,
@@ -163,11 +164,12 @@ class FwdSm90:
         s_kv: Int32,
         h_q: Int32,
         h_kv: Int32,
+        splits: Int32,
         ctas: Int32,  # at most, that is how many run at a time
         stream: cuda.CUstream,
     ):
         c = self.config
-        n = extents(c.tile_m, False, b, s_q, h_q, h_kv)
+        n = extents(c.tile_m, False, b, s_q, h_q, h_kv, splits)
         shapes = Shapes(c.d, b, n)
         load = cpasync.CopyBulkTensorTileG2SOp()
         self.kernel(
@@ -180,7 +182,7 @@ class FwdSm90:
             scale_log2,
             n,
         ).launch(
-            grid=(cutlass.min(n.tiles, ctas), 1, 1),
+            grid=(cutlass.min(n.work, ctas), 1, 1),
             block=(c.threads, 1, 1),
             smem=c.smem_bytes,
             stream=stream,
@@ -216,6 +218,7 @@ class FwdSm90:
                     cute.arch.mbarrier_init(bar.v_empty + s, WARPGROUP * c.consumers)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
+        cute.arch.griddepcontrol_launch_dependents()  # `combine`, where it follows, waits for this grid by itself
 
         if warp < 4:
             cute.arch.setmaxregister_decrease(c.registers[0])
@@ -245,9 +248,9 @@ class FwdSm90:
         c = self.config
         tma_q, mQ = rows
         turn, fills0 = Int32(0), Int32(0)
-        for i in cutlass.range(cute.arch.block_idx()[0], n.tiles, cute.arch.grid_dim()[0], unroll=1):
+        for i in cutlass.range(cute.arch.block_idx()[0], n.work, cute.arch.grid_dim()[0], unroll=1):
             tile = RowTile.number(i, n)
-            span = open_span(operands, tile, c.tile_n)
+            (span,) = own_part((open_span(operands, tile, c.tile_n),), tile, 1)
             cute.arch.mbarrier_wait(bar.q_empty, (turn & 1) ^ 1)
             with cute.arch.elect_one():
                 tile.publish(smem.info[None, 0, turn & 1])
@@ -298,15 +301,15 @@ class FwdSm90:
         c = self.config
         s, boxed = w.softmax, BoxedRows.of(n, w.group * 64, w.thread)
         turn, fills0 = Int32(0), Int32(0)
-        for _ in cutlass.range(cute.arch.block_idx()[0], n.tiles, cute.arch.grid_dim()[0], unroll=1):
+        for i in cutlass.range(cute.arch.block_idx()[0], n.work, cute.arch.grid_dim()[0], unroll=1):
             cute.arch.mbarrier_wait(w.bar.q_full, turn & 1)
-            tile = RowTile.read(w.smem.info[None, 0, turn & 1], n)
+            tile = RowTile.read(w.smem.info[None, 0, turn & 1], i, n)
             span = read_span(operands, tile, c.tile_n, w.smem.info[None, 1, turn & 1])
             s.start(tile, boxed, results)
             self.attend(w, span, span.of_rows(boxed), fills0)
             s.sum_columns()
             s.finish(tile, boxed, w.thread, results, writes_lse=True)
-            store_output(w.out, s.factor, o, tile, boxed, 0, w.thread, c.d)
+            store_output(w.out, s, o, tile, boxed, 0, w.thread, c.d)
             turn, fills0 = turn + 1, fills0 + span.tiles
 
     @cute.jit
@@ -366,7 +369,7 @@ def compile(variant: Variant, out_dir: Path) -> Compiled:
         FwdSm90.kernel,
         *pointers(variant.dtype, "q", "k", "v", "o", "int32", "int32", "float32", "float32"),
         Float32(1.0),
-        *(i32() for _ in range(6)),
+        *(i32() for _ in range(7)),
         name="fwd_sm90",
         arch=variant.arch,
         out_dir=out_dir,

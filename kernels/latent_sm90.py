@@ -36,6 +36,7 @@ from .lib.rows import BoxedRows, Extents, RowTile, extents, row_of
 from .lib.selections import SelectionOperands, open_selection, read_selection
 from .lib.softmax import ROWS, RowResults, Softmax, rescale_rows, scale_rows
 from .lib.spans import SpanOperands, open_span, read_span
+from .lib.splits import own_part, total_tiles
 from .lib.wgmma import (
     K_MAJOR,
     MN_MAJOR,
@@ -202,33 +203,36 @@ class LatentSm90:
         from0: cute.Pointer,  # start of a span, indices of a selection
         to0: cute.Pointer,  # stop of a span, lengths of a selection
         s_kv0: Int32,
+        s_batch0: Int32,
         topk0: Int32,
         keys1: cute.Pointer,
         from1: cute.Pointer,
         to1: cute.Pointer,
         s_kv1: Int32,
+        s_batch1: Int32,
         topk1: Int32,
+        splits: Int32,
         ctas: Int32,  # at most, that is how many run at a time
         stream: cuda.CUstream,
     ):
         c = self.config
-        n = extents(c.tile_m, c.gathers, b, s_q, h_q, h_kv)
+        n = extents(c.tile_m, c.gathers, b, s_q, h_q, h_kv, splits)
         shapes = Shapes(c.d, b, n)
         tma_q, mQ = tma_atom(cpasync.CopyBulkTensorTileG2SOp(), shapes.rows(q), c.tile_m, c.d)
-        given = ((keys0, from0, to0, s_kv0, topk0), (keys1, from1, to1, s_kv1, topk1))
+        given = ((keys0, from0, to0, s_kv0, s_batch0, topk0), (keys1, from1, to1, s_kv1, s_batch1, topk1))
         sources = tuple(self.source(kind, shapes, *g) for kind, g in zip(c.sources, given, strict=False))
         self.kernel(tma_q, mQ, o, sources, RowResults(sink, lse), scale_log2, n).launch(
-            grid=(cutlass.min(n.tiles, ctas), 1, 1),
+            grid=(cutlass.min(n.work, ctas), 1, 1),
             block=(c.threads, 1, 1),
             smem=c.smem_bytes,
             stream=stream,
             min_blocks_per_mp=1,  # without it ptxas silently drops setmaxnreg
         )
 
-    def source(self, kind: str, shapes: Shapes, keys, first, second, s_kv: Int32, topk: Int32) -> tuple:
+    def source(self, kind: str, shapes: Shapes, keys, first, second, s_kv: Int32, *of_selection: Int32) -> tuple:
         c = self.config
         if kind == "selection":
-            return (SelectionOperands(keys, first, second, s_kv, topk),)
+            return (SelectionOperands(keys, first, second, s_kv, *of_selection),)
         tma = tma_atom(cpasync.CopyBulkTensorTileG2SOp(), shapes.keys(keys, s_kv), c.tile_n, c.half)
         return (*tma, SpanOperands(first, second, s_kv))
 
@@ -259,6 +263,7 @@ class LatentSm90:
                     cute.arch.mbarrier_init(bar.weights + side, WARPGROUP)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
+        cute.arch.griddepcontrol_launch_dependents()  # `combine`, where it follows, waits for this grid by itself
 
         if warp < 4:
             cute.arch.setmaxregister_decrease(c.registers[0])
@@ -299,9 +304,9 @@ class LatentSm90:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         tma_q, mQ = row_source
         turn, evens0, odds0 = Int32(0), Int32(0), Int32(0)
-        for i in cutlass.range(cute.arch.block_idx()[0], n.tiles, cute.arch.grid_dim()[0], unroll=1):
+        for i in cutlass.range(cute.arch.block_idx()[0], n.work, cute.arch.grid_dim()[0], unroll=1):
             tile = RowTile.number(i, n)
-            opened = tuple(self.open(source[-1], tile) for source in sources)
+            opened = own_part(tuple(self.open(source[-1], tile) for source in sources), tile, 2)
             if warp == 0:
                 cute.arch.mbarrier_wait(bar.q_empty, (turn & 1) ^ 1)
                 with cute.arch.elect_one():
@@ -362,13 +367,19 @@ class LatentSm90:
 
     @cute.jit
     def look_up(self, sources: tuple, wanted: cute.Tensor, pair: Int32, thread: Int32):
-        """Read which keys of the next pair's tiles this thread will gather, where these are a selection's."""
-        first = Int32(0)
-        for kind, source in zip(self.config.sources, sources, strict=True):
-            if cutlass.const_expr(kind == "selection"):
-                for which in cutlass.range_constexpr(2):
-                    source.look_up(wanted[None, which], 2 * pair + which - first, thread, WARPGROUP)
-            first = first + source.tiles
+        """Read which keys of the next pair's tiles this thread will gather: those of the last source, a selection, or
+        of the first where that is one too."""
+        *first, last = sources
+        before = total_tiles(sources) - last.tiles
+        for which in cutlass.range_constexpr(2):
+            t, keys = 2 * pair + which, wanted[None, which]
+            if cutlass.const_expr(self.config.sources == ("selection", "selection")):
+                if t < before:
+                    first[0].look_up(keys, t, thread, WARPGROUP)
+                else:
+                    last.look_up(keys, t - before, thread, WARPGROUP)
+            else:
+                last.look_up(keys, t - before, thread, WARPGROUP)
 
     @cute.jit
     def load_span(self, copy, t: Int32, which: cutlass.Constexpr, half: cutlass.Constexpr, full, thread: Int32):
@@ -403,9 +414,9 @@ class LatentSm90:
         w = self.consumer(side, bar, smem, scale_log2)
         turn, evens0, odds0 = Int32(0), Int32(0), Int32(0)
         boxed = BoxedRows.of(n, 0, w.thread)
-        for _ in cutlass.range(cute.arch.block_idx()[0], n.tiles, cute.arch.grid_dim()[0], unroll=1):
+        for i in cutlass.range(cute.arch.block_idx()[0], n.work, cute.arch.grid_dim()[0], unroll=1):
             cute.arch.mbarrier_wait(bar.q_full, turn & 1)
-            tile = RowTile.read(smem.info[None, 0, turn & 1], n)
+            tile = RowTile.read(smem.info[None, 0, turn & 1], i, n)
             sources = tuple(
                 self.reopen(x, tile, smem.info[None, 1 + which, turn & 1]) for which, x in enumerate(operands)
             )
@@ -504,7 +515,7 @@ class LatentSm90:
         take_over(sums, RIGHT, s.factor, w.thread)
         s.row_sum.store(s.row_sum.load() + s.factor.load())
         s.finish(tile, boxed, w.thread, results, writes_lse=side == LEFT)
-        store_output(w.out, s.factor, o, tile, boxed, side * c.half, w.thread, c.d)
+        store_output(w.out, s, o, tile, boxed, side * c.half, w.thread, c.d)
 
     @cute.jit
     def on_source(self, w: Consumer, work: Work, t: Int32, action: cutlass.Constexpr[Callable]):
@@ -629,10 +640,6 @@ class LatentSm90:
         cute.arch.mbarrier_arrive(w.bar.weights + side)
 
 
-def total_tiles(sources: tuple) -> Int32:
-    return sum((source.tiles for source in sources[1:]), sources[0].tiles)
-
-
 def foresee(w: Consumer, source: Any, rows: Any, t: Int32) -> None:
     rows.foresee(t)
 
@@ -657,7 +664,7 @@ def take_over(shared: cute.Tensor, side: cutlass.Constexpr, state: cute.Tensor, 
 def compile(variant: Variant, out_dir: Path) -> Compiled:
     config = Config(variant.d, variant.dtype, variant.sources)
     kernel = LatentSm90(config)
-    source = (*pointers(variant.dtype, "keys", "int32", "int32"), i32(), i32())
+    source = (*pointers(variant.dtype, "keys", "int32", "int32"), i32(), i32(), i32())
     return compile_ahead(
         kernel,
         LatentSm90.kernel,
@@ -666,6 +673,7 @@ def compile(variant: Variant, out_dir: Path) -> Compiled:
         *(i32() for _ in range(4)),
         *source,
         *source,
+        i32(),
         i32(),
         name="latent_sm90",
         arch=variant.arch,

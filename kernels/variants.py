@@ -7,10 +7,10 @@ from dataclasses import dataclass
 class Variant:
     """One cubin: an op for one architecture with its compile-time choices.  Everything else is decided at run time."""
 
-    op: str  # "fwd", "sparse_fwd", "dsv4_sparse_fwd" or "dsv4_dense_fwd"
+    op: str  # "fwd", "sparse_fwd", "dsv4_sparse_fwd", "dsv4_dense_fwd", "dsv4_decode" or "combine"
     arch: str  # "sm_90a"
     module: str  # the module with `compile(variant, out_dir)`
-    d: int  # head dimension, of keys and values alike
+    d: int  # head dimension, of keys and values alike; 0: any
     dtype: str  # "bfloat16" or "float16": q, k, v and o
     shared_kv: bool  # one array is both K and V
     sources: tuple[str, ...]  # of keys: "span" (an interval per query) or "selection" (a list of indices per query)
@@ -28,6 +28,7 @@ LATENT_OPS = {
     "sparse_fwd": ("selection",),
     "dsv4_sparse_fwd": ("span", "selection"),  # the window, then the top-k
     "dsv4_dense_fwd": ("span", "span"),  # the window, then all compressed entries that are visible
+    "dsv4_decode": ("selection", "selection"),  # the window's and the top-k's entries of pools
 }
 
 VARIANTS: tuple[Variant, ...] = (
@@ -41,4 +42,5 @@ VARIANTS: tuple[Variant, ...] = (
         for op, sources in LATENT_OPS.items()
         for dtype in DTYPES
     ),
+    *(Variant("combine", "sm_90a", "kernels.combine", 0, dtype, False, ()) for dtype in DTYPES),  # of split keys
 )

@@ -1,11 +1,11 @@
-"""O from the accumulator's registers to memory, without SMEM."""
+"""O from the accumulator's registers to memory, without SMEM: finished, or as the part of a split."""
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Uint32
+from cutlass import Float32, Int32, Uint32
 
 from .rows import ROWS, BoxedRows, RowTile
-from .softmax import by_row
+from .softmax import Softmax, by_row
 from .wgmma import round_pair
 
 BLOCK = 8  # columns of which a quad's lanes hold two each: 16 bytes when rounded
@@ -13,6 +13,24 @@ BLOCK = 8  # columns of which a quad's lanes hold two each: 16 bytes when rounde
 
 @cute.jit
 def store_output(
+    acc: cute.Tensor,
+    softmax: Softmax,
+    o: cute.Pointer,
+    tile: RowTile,
+    boxed: BoxedRows,
+    column0: Int32,
+    thread: Int32,
+    d: int,
+):
+    """The rows that exist, normalised: rounded into o, or in fp32 into the parts of o where keys are split."""
+    if tile.n.splits == 1:
+        store_rounded(acc, softmax.factor, o, tile, boxed, column0, thread, d)
+    else:
+        store_part(acc, softmax, cute.recast_ptr(o, dtype=Float32), tile, boxed, column0, thread, d)
+
+
+@cute.jit
+def store_rounded(
     acc: cute.Tensor,
     factor: cute.Tensor,
     o: cute.Pointer,
@@ -44,6 +62,40 @@ def store_output(
                     cute.recast_ptr(target + group * 4 * BLOCK, dtype=Uint32).align(16), cute.make_layout(4)
                 )
                 cute.autovec_copy(packed, place)
+
+
+@cute.jit
+def store_part(
+    acc: cute.Tensor,
+    softmax: Softmax,
+    parts: cute.Pointer,
+    tile: RowTile,
+    boxed: BoxedRows,
+    column0: Int32,
+    thread: Int32,
+    d: int,
+):
+    """As `store_rounded`, in fp32; nothing for a row that saw no key, whose lse says so.
+
+    Of two blocks of eight columns at a time, lanes 0 and 2 of a quad take the first and lanes 1 and 3 the second.
+    """
+    lane = thread % 4
+    odd = lane % 2 == 1
+    rows = by_row(acc)
+    values = cute.make_rmem_tensor(4, Float32)
+    for r in cutlass.range_constexpr(ROWS):
+        exists, query, head = tile.place(boxed, r)
+        target = parts + (tile.row_index(query, head) * d + column0 + lane % 2 * BLOCK + lane // 2 * 4)
+        exists = exists & (softmax.row_sum[r] != 0.0)
+        for pair in cutlass.range_constexpr(cute.size(rows, mode=[1]) // 4):
+            for i in cutlass.range_constexpr(2):
+                first, second = (rows[r, 4 * pair + 2 * block + i] * softmax.factor[r] for block in range(2))
+                received = cute.arch.shuffle_sync_bfly(first if odd else second, offset=1)
+                values[i], values[2 + i] = received if odd else first, second if odd else received
+            if exists:
+                cute.autovec_copy(
+                    values, cute.make_tensor((target + pair * 2 * BLOCK).align(16), cute.make_layout(4))
+                )
 
 
 @cute.jit

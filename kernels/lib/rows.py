@@ -33,6 +33,12 @@ class Extents(NamedTuple):
     box_outer: Int32
     tiles_inner: Int32
     tiles: Int32  # of all KV heads and batch entries
+    splits: Int32  # of each tile's keys: as many CTAs work on a tile of rows
+
+    @property
+    def work(self) -> Int32:
+        """Pieces of work; piece i is split i % splits of row tile i // splits."""
+        return self.tiles * self.splits
 
 
 def ceil_div(a: Int32, b: Int32) -> Int32:
@@ -41,7 +47,13 @@ def ceil_div(a: Int32, b: Int32) -> Int32:
 
 @cute.jit
 def extents(
-    tile_m: cutlass.Constexpr, one_query: cutlass.Constexpr, b: Int32, s_q: Int32, h_q: Int32, h_kv: Int32
+    tile_m: cutlass.Constexpr,
+    one_query: cutlass.Constexpr,
+    b: Int32,
+    s_q: Int32,
+    h_q: Int32,
+    h_kv: Int32,
+    splits: Int32,
 ) -> Extents:
     """Host side: the boxes of a launch, chosen so that no tile has more than tile_m rows."""
     group = h_q // h_kv
@@ -55,14 +67,15 @@ def extents(
             box_outer = Int32(1)
     tiles_inner = ceil_div(inner, box_inner)
     tiles = tiles_inner * ceil_div(outer, box_outer) * h_kv * b
-    return Extents(s_q, group, h_kv, inner, outer, box_inner, box_outer, tiles_inner, tiles)
+    return Extents(s_q, group, h_kv, inner, outer, box_inner, box_outer, tiles_inner, tiles, splits)
 
 
 @dataclass(frozen=True)
 class RowTile:
-    """Where one CTA's rows lie."""
+    """Where one CTA's rows lie, and which part of their keys it takes."""
 
     n: Extents
+    split: Int32
     batch: Int32
     kv_head: Int32
     inner0: Int32
@@ -70,15 +83,17 @@ class RowTile:
 
     @staticmethod
     def number(i: Int32, n: Extents) -> "RowTile":
-        """The last queries of all (batch, KV head) pairs come first: under a causal mask they see most keys.
+        """Of piece i of the work. The last queries of all (batch, KV head) pairs come first: under a causal mask they
+        see most keys.
 
-        CTA c of g takes the tiles c, c + g, ...: lengths that fall slowly add up to nearly the same for all.
+        CTA c of g takes the pieces c, c + g, ...: lengths that fall slowly add up to nearly the same for all.
         """
         per_head = n.tiles_inner * ceil_div(n.outer, n.box_outer)
         heads = n.tiles // per_head
+        split, i = i % n.splits, i // n.splits
         tile, head = per_head - 1 - i // heads, i % heads
         inner0, outer0 = tile % n.tiles_inner * n.box_inner, tile // n.tiles_inner * n.box_outer
-        return RowTile(n, head // n.h_kv, head % n.h_kv, inner0, outer0)
+        return RowTile(n, split, head // n.h_kv, head % n.h_kv, inner0, outer0)
 
     @property
     def first_query(self) -> Int32:
@@ -97,8 +112,9 @@ class RowTile:
             slot[i] = x
 
     @staticmethod
-    def read(slot: cute.Tensor, n: Extents) -> "RowTile":
-        return RowTile(n, *(cute.arch.make_warp_uniform(slot[i]) for i in range(4)))
+    def read(slot: cute.Tensor, i: Int32, n: Extents) -> "RowTile":
+        """What was published of piece i of the work."""
+        return RowTile(n, i % n.splits, *(cute.arch.make_warp_uniform(slot[i]) for i in range(4)))
 
     def place(self, rows: "BoxedRows", r: int) -> tuple[cutlass.Boolean, Int32, Int32]:
         """(exists, query, query head) of a thread's row."""
@@ -123,8 +139,9 @@ class RowTile:
         return p + (Int64(self.batch) * self.n.s_q + query) * width
 
     def row_index(self, query: Int32, head: Int32) -> Int64:
-        """Of an array's [b, s_q, h_q] rows."""
-        return (Int64(self.batch) * self.n.s_q + query) * (self.n.group * self.n.h_kv) + head
+        """Of an array's [b, s_q, h_q, splits] rows."""
+        row = (Int64(self.batch) * self.n.s_q + query) * (self.n.group * self.n.h_kv) + head
+        return row * self.n.splits + self.split
 
 
 @dataclass(frozen=True)

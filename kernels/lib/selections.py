@@ -4,7 +4,7 @@ An index < 0 or >= s_kv is absent, and so is all behind the query's length. What
 masked, so that nothing of a key that no query selects is ever read.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import cutlass
@@ -24,10 +24,11 @@ LANES_A_ROW = SLAB // CHUNK  # neighbouring lanes copy one 128-byte row of a sla
 class SelectionOperands(NamedTuple):
     """Query i sees the keys indices[i, :length[i]] of s_kv."""
 
-    keys: cute.Pointer  # [b, s_kv, d]
+    keys: cute.Pointer  # [b, s_kv, d], or a pool [s_kv, d]
     indices: cute.Pointer  # int32 [b, s_q, topk]
     length: cute.Pointer  # int32 [b, s_q], any value
     s_kv: Int32
+    s_batch: Int32  # keys from one batch entry's to the next's: s_kv, or 0 where all share a pool
     topk: Int32
 
 
@@ -39,7 +40,8 @@ class Selection:
     tile_n: int
     d: int
     keys: cute.Pointer  # of this tile's batch entry
-    indices: cute.Pointer  # of this query
+    indices: cute.Pointer  # of this query, of which `skipped` come before
+    skipped: Int32
     length: Int32
 
     @property
@@ -49,14 +51,21 @@ class Selection:
     @cute.jit
     def read(self, position: Int32) -> Int32:
         """The list's entry at any position, to be judged by `is_present` where it is needed: loads stay in flight."""
-        return load(self.indices + cutlass.max(cutlass.min(position, self.operands.topk - 1), Int32(0)))
+        return load(self.indices + cutlass.max(cutlass.min(position, self.length - 1), Int32(0)))
 
     def is_present(self, position: Int32, index: Int32) -> cutlass.Boolean:
         return (position < self.length) & (index >= 0) & (index < self.operands.s_kv)
 
     def publish(self, slot: cute.Tensor) -> None:
         """To SMEM, for `read_selection`."""
-        slot[0] = self.length
+        slot[0], slot[1] = self.skipped, self.length
+
+    def part(self, first: Int32, count: Int32) -> "Selection":
+        """The key tiles first .. first + count alone."""
+        before = first * self.tile_n
+        skipped = cutlass.max(cutlass.min(before, self.length - 1), Int32(0))
+        length = cutlass.max(cutlass.min(self.length - before, count * self.tile_n), Int32(0))
+        return replace(self, indices=self.indices + skipped, skipped=skipped, length=length)
 
     def of_rows(self, rows: BoxedRows) -> "SelectedRows":
         return SelectedRows(self, cute.make_rmem_tensor(self.tile_n // 32, Int32))
@@ -136,17 +145,20 @@ def open_selection(
     operands: SelectionOperands, tile: RowTile, tile_n: cutlass.Constexpr, d: cutlass.Constexpr
 ) -> Selection:
     length = load(tile.at_query(operands.length, tile.first_query))
-    return selection(operands, tile, tile_n, d, cutlass.max(cutlass.min(length, operands.topk), Int32(0)))
+    length = cutlass.max(cutlass.min(length, operands.topk), Int32(0))
+    return selection(operands, tile, tile_n, d, Int32(0), length)
 
 
 def read_selection(operands: SelectionOperands, tile: RowTile, tile_n: int, d: int, slot: cute.Tensor) -> Selection:
-    return selection(operands, tile, tile_n, d, cute.arch.make_warp_uniform(slot[0]))
+    return selection(operands, tile, tile_n, d, *(cute.arch.make_warp_uniform(slot[i]) for i in range(2)))
 
 
-def selection(operands: SelectionOperands, tile: RowTile, tile_n: int, d: int, length: Int32) -> Selection:
-    keys = operands.keys + Int64(tile.batch) * operands.s_kv * d
-    indices = tile.at_query(operands.indices, tile.first_query, operands.topk)
-    return Selection(operands, tile_n, d, keys, indices, length)
+def selection(
+    operands: SelectionOperands, tile: RowTile, tile_n: int, d: int, skipped: Int32, length: Int32
+) -> Selection:
+    keys = operands.keys + Int64(tile.batch) * operands.s_batch * d
+    indices = tile.at_query(operands.indices, tile.first_query, operands.topk) + skipped
+    return Selection(operands, tile_n, d, keys, indices, skipped, length)
 
 
 @dsl_user_op

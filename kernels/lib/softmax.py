@@ -43,12 +43,12 @@ class Softmax:
 
     @cute.jit
     def start(self, tile: RowTile, boxed: BoxedRows, results: RowResults):
-        """For a row tile; its sinks are read now, to be there when `finish` wants them."""
+        """For a row tile; its sinks are read now, to be there when `finish` wants them. Of a split, there is none."""
         self.row_max.fill(-Float32.inf)
         self.row_sum.fill(0.0)
         for r in cutlass.range_constexpr(ROWS):
             exists, _, head = tile.place(boxed, r)
-            self.sink[r] = load_if(exists, results.sink + head)
+            self.sink[r] = load_if(exists & (tile.n.splits == 1), results.sink + head, -Float32.inf)
 
     @cute.jit
     def remember_max(self):
@@ -119,8 +119,8 @@ class Softmax:
 
 
 @cute.jit
-def load_if(wanted: cutlass.Boolean, p: cute.Pointer) -> Float32:
-    value = Float32(0.0)
+def load_if(wanted: cutlass.Boolean, p: cute.Pointer, otherwise: float) -> Float32:
+    value = Float32(otherwise)
     if wanted:
         value = load(p)
     return value

@@ -1,6 +1,6 @@
 """Keys that lie contiguously: one interval per query, start <= j < stop."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import cutlass
@@ -48,6 +48,12 @@ class Span:
         Behind the last key of the array TMA fills zeros.
         """
         return (self.unseen_from(t) < self.tile_n) & (self.hi < self.operands.s_kv)
+
+    def part(self, first: Int32, count: Int32) -> "Span":
+        """The key tiles first .. first + count alone."""
+        lo = self.lo + first * self.tile_n
+        hi = cutlass.min(self.hi, lo + count * self.tile_n)
+        return replace(self, lo=lo, hi=hi)
 
     def publish(self, slot: cute.Tensor) -> None:
         """To SMEM, for `read_span`."""

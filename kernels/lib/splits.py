@@ -1,0 +1,28 @@
+"""The keys of one row tile spread over several CTAs, of which each gives a part of the result to `kernels.combine`.
+
+Each split has an even share of the key tiles that the rows have to see, whatever that is: so lengths that differ from
+sequence to sequence cost no balance. A share may be empty.
+"""
+
+import cutlass
+from cutlass import Int32
+
+from .rows import RowTile, ceil_div
+
+
+def total_tiles(sources: tuple) -> Int32:
+    return sum((source.tiles for source in sources[1:]), sources[0].tiles)
+
+
+def own_part(sources: tuple, tile: RowTile, unit: int) -> tuple:
+    """What is left of the opened sources for this tile's split, in whole units of so many key tiles."""
+    units, splits = ceil_div(total_tiles(sources), Int32(unit)), tile.n.splits
+    begin, end = (
+        (units // splits * i + cutlass.min(units % splits, i)) * unit for i in (tile.split, tile.split + 1)
+    )
+    parts, before = [], Int32(0)
+    for source in sources:
+        first, last = (cutlass.max(cutlass.min(t - before, source.tiles), Int32(0)) for t in (begin, end))
+        parts.append(source.part(first, last - first))
+        before = before + source.tiles
+    return tuple(parts)
