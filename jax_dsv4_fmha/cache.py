@@ -25,7 +25,8 @@ class Cache:
     Entry p of a sequence lies in slot `p % capacity`. So a cache with less room than a sequence is long is a ring of
     its last entries: that is how to keep a sliding window.
 
-    A pytree: it may be an argument and a result of jitted functions, be donated, and be the carry of a scan.
+    A pytree: it may be an argument and a result of jitted functions, be donated, and be the carry of a scan. A
+    block_table that several caches share cannot be donated with each: donate their entries, and make the caches inside.
 
     Attributes:
       entries: as said.
@@ -72,7 +73,9 @@ class Cache:
         return rows if self.is_fp8 else rows.reshape(rows.shape[0], -1, rows.shape[-1])
 
     def slots(self, entries: jax.Array) -> jax.Array:
-        """Where in its pool each of these entries `[b, …]` of a sequence is; -1 for one that is not there."""
+        """Where in its pool each of these entries `[b or 1, …]` of a sequence is; -1 for one that is not there."""
+        if self.block_table is not None:  # for every sequence, on whichever devices its table is
+            entries += jnp.zeros_like(self.block_table[:, 0]).reshape(-1, *[1] * (entries.ndim - 1))
         there = (entries >= 0) & (entries < self.capacity)
         if self.block_table is None:
             return jnp.where(there, entries, -1)

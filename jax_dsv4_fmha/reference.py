@@ -233,7 +233,7 @@ def seen_slots(
         return sources
     if indices is None:
         assert ratio is not None
-        everything = caches[1].slots(jnp.arange(caches[1].capacity, dtype=jnp.int32)[None].repeat(len(lengths), 0))
+        everything = caches[1].slots(jnp.arange(caches[1].capacity, dtype=jnp.int32)[None])
         slots = jnp.broadcast_to(everything[:, None], (*position.shape, everything.shape[1]))
         seen = (position + 1) // ratio
     else:

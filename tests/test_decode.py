@@ -1,0 +1,390 @@
+"""dsv4_decode and its caches; its values against float64 stand in test_reference.py, for every case of the table."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_dsv4_fmha import Cache, dequantize_cache, dsv4_attention, dsv4_decode, fp8, quantize_cache, sparse_fmha
+from jax_dsv4_fmha._cases import CASES, operands, run, run_into, run_reference
+from jax_dsv4_fmha._compare import compare
+
+STEPS = [case for case in CASES if case.op == "dsv4_decode"]
+COLLECTIVES = r" (all-\w+|reduce-scatter|collective-\w+)(?:-start)?\("
+
+
+def normal(seed, *shape, dtype=jnp.float32):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def assert_close(got, want, **tolerance):
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x, y, **{"rtol": 1e-5, "atol": 1e-6, **tolerance})
+
+
+# FP8
+
+
+def page_in_numpy(entries):
+    """A page of DeepSeek-V4's FP8 cache, entry by entry and byte by byte."""
+    n = len(entries)
+    page = bytearray(-(-n * 584 // 576) * 576)
+    for i, entry in enumerate(np.asarray(entries, np.float64)):
+        for group in range(7):
+            values = entry[64 * group : 64 * (group + 1)]
+            exponent = int(np.ceil(np.log2(max(np.abs(values).max() / 448, 1e-4))))
+            at = 576 * i + 64 * group
+            page[at : at + 64] = (values / 2.0**exponent).astype(ml_dtypes.float8_e4m3fn).tobytes()
+            page[576 * n + 8 * i + group] = 127 + exponent
+        page[576 * i + 448 : 576 * i + 576] = entry[448:].astype(ml_dtypes.bfloat16).tobytes()
+    return np.frombuffer(bytes(page), np.uint8)
+
+
+@pytest.mark.parametrize("n", [1, 2, 61, 64, 72, 73, 256])
+def test_fp8_layout_byte_by_byte(n):
+    entries = normal(n, 2, n, 512) * 10.0 ** normal(1, 2, n, 1)
+    entries = entries.at[0, 0, :64].set(0).at[1, 0, :64].set(448 * 2.0**-13).at[1, -1, 64:128].set(448.0)
+    entries = entries.astype(jnp.bfloat16)
+    got = jax.jit(quantize_cache)(entries)
+    assert got.shape == (2, fp8.page_bytes(n)) and got.dtype == jnp.uint8
+    assert fp8.page_entries(fp8.page_bytes(n)) == n
+    for page, written in zip(got, entries, strict=True):
+        np.testing.assert_array_equal(page, page_in_numpy(written))
+
+
+def test_fp8_takes_584_bytes_an_entry():
+    assert fp8.page_bytes(72) == 72 * 584
+    assert all(fp8.page_bytes(n) - 584 * n < 576 for n in range(1, 600))
+
+
+def test_fp8_round_trip():
+    """Within half a step of e4m3 (3 bits, or 2^-10 scales where it is subnormal); RoPE exact; and once only."""
+    entries = (normal(0, 3, 5, 512) * 10.0 ** normal(1, 3, 5, 1)).astype(jnp.bfloat16)
+    back = dequantize_cache(quantize_cache(entries))
+    assert back.dtype == jnp.bfloat16 and back.shape == entries.shape
+    x, y = (np.asarray(z, np.float64) for z in (entries, back))
+    np.testing.assert_array_equal(x[..., 448:], y[..., 448:])
+    amax = np.abs(x[..., :448].reshape(3, 5, 7, 64)).max(-1).repeat(64, -1)
+    error = np.abs(x - y)[..., :448]
+    assert (error <= np.maximum(np.abs(x[..., :448]) / 16, amax / 448 * 2 * 2.0**-10)).all() and error.max() > 0
+    np.testing.assert_array_equal(dequantize_cache(quantize_cache(back)), back)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_fp8_keeps_what_is_not_finite_to_its_group(bad):
+    entries = normal(0, 4, 512).at[2, 70].set(bad)
+    back = dequantize_cache(quantize_cache(entries))
+    want = np.zeros((4, 512), bool)
+    want[2, 64:128] = True
+    np.testing.assert_array_equal(jnp.isnan(back), want)
+    assert jnp.isfinite(back[~want]).all()
+
+
+# Caches
+
+
+def contents(cache):
+    """What each sequence holds: [b, capacity, d]."""
+    entries = np.asarray(dequantize_cache(cache.entries) if cache.is_fp8 else cache.entries, np.float32)
+    table = np.arange(len(entries))[:, None] if cache.block_table is None else np.asarray(cache.block_table)
+    return entries[table].reshape(len(table), -1, entries.shape[-1])
+
+
+TABLE = jnp.array([[4, 0, 6], [2, 5, 1]], jnp.int32)
+CACHES = {
+    "contiguous": lambda dtype: Cache.zeros(2, 9, dtype=dtype),
+    "paged": lambda dtype: Cache.zeros(7, 3, dtype=dtype, block_table=jnp.array(TABLE)),
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, jnp.float8_e4m3fn], ids=lambda x: x.__name__)
+@pytest.mark.parametrize("kind", CACHES)
+def test_append(kind, dtype):
+    """Steps of 1 to 3 entries from other positions in each sequence on, around a ring of 9; nothing else changes."""
+    cache = CACHES[kind](dtype)
+    assert cache.capacity == 9
+    append = jax.jit(Cache.append, donate_argnums=0)
+    as_held = jax.jit(lambda x: dequantize_cache(quantize_cache(x)) if cache.is_fp8 else x)
+    last, model = np.array([0, 4]), contents(cache).copy()
+    for step in range(12):
+        n = step % 3 + 1
+        new = normal(step, 2, n, 512, dtype=jnp.bfloat16).astype(jnp.bfloat16 if cache.is_fp8 else dtype)
+        positions = last[:, None] + np.arange(n)
+        cache = append(cache, new, jnp.asarray(positions, jnp.int32))
+        model[np.arange(2)[:, None], positions % 9] = as_held(new)
+        last += n
+        np.testing.assert_array_equal(contents(cache), model)
+    assert (model != 0).any(-1).all()
+    if kind == "paged":
+        np.testing.assert_array_equal(cache.entries[3], 0)  # nobody's page
+
+
+def test_append_leaves_out():
+    """Positions below 0, pages that are not there, and what would be overwritten at once."""
+    cache = Cache(jnp.full((2, 2, 1), -1.0), jnp.array([[0, -1], [7, 1]], jnp.int32))
+    new = jnp.arange(14.0).reshape(2, 7, 1)
+    got = cache.append(new, jnp.array([[-5, -4, -3, -2, -1, 0, 2], [0, 1, 2, 3, 4, 5, 6]], jnp.int32))
+    np.testing.assert_array_equal(got.entries[..., 0], [[5, -1], [13, 10]])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float8_e4m3fn], ids=lambda x: x.__name__)
+@pytest.mark.parametrize("kind", CACHES)
+def test_append_is_in_place(kind, dtype):
+    b = 100
+    cache = Cache.zeros(b, 9, dtype=dtype)
+    if kind == "paged":
+        cache = Cache.zeros(3 * b, 3, dtype=dtype, block_table=jnp.arange(3 * b, dtype=jnp.int32).reshape(b, 3))
+    append = jax.jit(Cache.append, donate_argnums=0)
+    compiled = append.lower(cache, jnp.zeros((b, 1, 512), jnp.float32), jnp.zeros((b, 1), jnp.int32)).compile()
+    memory, size = compiled.memory_analysis(), cache.entries.nbytes
+    assert memory.alias_size_in_bytes >= size
+    assert memory.temp_size_in_bytes < size
+
+
+def test_slots():
+    at = jnp.array([[0, 2, 3, 8, 9, -1], [5, 6, 7, 0, 2**31 - 1, -(2**31)]], jnp.int32)
+    paged = CACHES["paged"](jnp.bfloat16)
+    np.testing.assert_array_equal(paged.slots(at), [[12, 14, 0, 20, -1, -1], [17, 3, 4, 6, -1, -1]])
+    np.testing.assert_array_equal(
+        CACHES["contiguous"](jnp.bfloat16).slots(at), [[0, 2, 3, 8, -1, -1], [5, 6, 7, 0, -1, -1]]
+    )
+    holes = Cache(paged.entries, TABLE.at[0, 0].set(7).at[1, 1].set(-1))
+    np.testing.assert_array_equal(holes.slots(at), [[-1, -1, 0, 20, -1, -1], [-1, 3, 4, 6, -1, -1]])
+
+
+# Steps
+
+
+@pytest.mark.parametrize("s_q", [1, 3])
+@pytest.mark.parametrize("kind", ["contiguous", "paged", "ring"])
+@pytest.mark.parametrize("far", ["window", "dense", "topk"])
+def test_steps_equal_the_whole_sequence(far, kind, s_q):
+    """Row by row dsv4_attention over all positions, from caches that are filled while steps go on."""
+    b, s, h, d, ratio, window = 2, 24, 3, 16, 4, 5
+    q, latent, sink = normal(0, b, s, h, d), normal(1, b, s, d), normal(2, h)
+    compressed = latent.reshape(b, s // ratio, ratio, d).mean(2)
+    past = (jnp.arange(s) + 1) // ratio
+    indices = jnp.asarray(np.random.default_rng(3).integers(0, np.maximum(past, 1)[:, None], (b, s, 4)), jnp.int32)
+    indices = jnp.where(past[:, None] > 0, indices, -1)
+    chosen = {"window": {}, "dense": {"ratio": ratio}, "topk": {"indices": indices}}[far]
+    want = dsv4_attention(q, latent, None if far == "window" else compressed, sink=sink, window=window, **chosen)
+
+    def empty(room):
+        if kind != "paged":
+            return Cache.zeros(b, room, d, jnp.float32)
+        pages = -(-room // 3)
+        table = np.random.default_rng(4).permutation(b * pages + 2)[: b * pages].reshape(b, pages)
+        return Cache.zeros(b * pages + 2, 3, d, jnp.float32, jnp.asarray(table, jnp.int32))
+
+    caches = empty(window + s_q - 1 if kind == "ring" else s), empty(s // ratio)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(caches, length, q, latent, compressed, indices):
+        near, far_cache = caches
+        p = jnp.broadcast_to(length - s_q + jnp.arange(s_q, dtype=jnp.int32), (b, s_q))
+        near = near.append(latent, p)
+        far_cache = far_cache.append(compressed, jnp.where((p + 1) % ratio == 0, p // ratio, -1))
+        kwargs = {"topk": {"indices": indices}, "dense": {"ratio": ratio}, "window": {}}[far]
+        cache = None if far == "window" else far_cache
+        return (near, far_cache), dsv4_decode(q, near, cache, lengths=length, sink=sink, window=window, **kwargs)
+
+    for i in range(0, s, s_q):
+        now = slice(i, i + s_q)
+        entries = compressed[:, np.arange(i, i + s_q) // ratio]
+        caches, got = step(caches, jnp.int32(i + s_q), q[:, now], latent[:, now], entries, indices[:, now])
+        assert_close(got, (want[0][:, now], want[1][:, now]))
+
+
+@pytest.mark.parametrize("implementation", [None, "reference"])
+@pytest.mark.parametrize("case", [c for c in STEPS if c.page in (61, 64)], ids=lambda case: case.name)
+def test_rounds_once(case, implementation):
+    for verdict in compare(run(case, implementation), run_reference(case)):
+        assert verdict.passed, verdict
+
+
+def test_cases_hold_what_the_issue_asks_for():
+    assert {c.page for c in STEPS} >= {0, 2, 61, 64, 69, 256, 576} and {c.b for c in STEPS} >= {1, 4, 74, 321}
+    assert {c.s_q for c in STEPS} >= {1, 2, 3, 5, 8} and {c.h_q for c in STEPS} >= {7, 8, 16, 32, 64, 96, 128}
+    poisoned = [c for c in STEPS if "nan" in c.features and c.b <= 4 and c.s_kv < 5000]
+    for case in poisoned:
+        (_, *caches), _ = operands(case)
+        for cache in caches:
+            entries = dequantize_cache(cache.entries) if cache.is_fp8 else cache.entries
+            assert jnp.isnan(entries).all(-1).any(), case.name
+    assert {c.features.count("fp8") for c in poisoned} == {0, 1}
+
+
+def small(b=2, s_q=2, d=16, **kwargs):
+    q, sink = normal(0, b, s_q, 4, d), normal(1, 4)
+    near, far = Cache(normal(2, b, 9, d)), Cache(normal(3, b, 6, d))
+    return q, near, far, {"lengths": jnp.array([20, 11], jnp.int32), "sink": sink, "window": 8, **kwargs}
+
+
+def test_idle_sequences_and_absent_rows():
+    """They see nothing, whatever indices say, and nothing of them reaches the others."""
+    q, near, far, kwargs = small(lengths=jnp.array([0, 20], jnp.int32), indices=jnp.zeros((2, 2, 3), jnp.int32))
+    near, far = (Cache(x.entries.at[0].set(jnp.nan)) for x in (near, far))
+    o, lse = dsv4_decode(q, near, far, **kwargs)
+    assert (o[0] == 0).all() and (lse[0] == -jnp.inf).all()
+    assert jnp.isfinite(o[1]).all() and jnp.isfinite(lse[1]).all()
+    # a step of two tokens of which one is the first of its sequence
+    o, lse = dsv4_decode(q, near, far, **{**kwargs, "lengths": jnp.array([20, 1], jnp.int32)})
+    assert (lse[1, 0] == -jnp.inf).all() and jnp.isfinite(lse[1, 1]).all()
+    holes = Cache(normal(2, 3, 3, 16), jnp.full((2, 3), -1, jnp.int32))
+    o, lse = dsv4_decode(q, holes, holes, **kwargs)
+    assert (o == 0).all() and (lse == -jnp.inf).all()
+
+
+@pytest.mark.parametrize("mapped", ["all", "pools", "q alone"])
+def test_vmap(mapped):
+    q, near, far, kwargs = small(ratio=4)
+    if mapped == "pools":
+        near, far = (Cache(normal(seed, 7, 3, 16), TABLE) for seed in (5, 6))
+    qs, caches = jnp.stack([q, -q]), (near, far)
+    axes = None if mapped == "q alone" else 0
+    if axes == 0:
+        caches = jax.tree.map(lambda x: jnp.stack([x, x[::-1]]), caches)
+    f = jax.jit(lambda q, caches: dsv4_decode(q, *caches, **kwargs))
+    got = jax.jit(jax.vmap(f, in_axes=(0, axes)))(qs, caches)
+    for i in range(2):
+        want = f(qs[i], caches if axes is None else jax.tree.map(lambda x, i=i: x[i], caches))
+        assert_close((x[i] for x in got), want)
+
+
+def placed(mesh, x, *spec):
+    return jax.device_put(x, NamedSharding(mesh, P(*spec)))
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+class TestMeshes:
+    """No collective in a step, of batch over one axis of a mesh and heads over the other; append among it."""
+
+    def mesh(self, kind):
+        return jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind,) * 2, devices=jax.devices("cpu")[:8])
+
+    def check(self, step, operands, want):
+        compiled = jax.jit(step).lower(*operands).compile()
+        assert re.findall(COLLECTIVES, compiled.as_text()) == []
+        assert_close(jax.tree.leaves(compiled(*operands)), jax.tree.leaves(want))
+
+    @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float8_e4m3fn], ids=lambda x: x.__name__)
+    def test_contiguous(self, kind, dtype):
+        q, near, far, kwargs = small(d=512)
+        if dtype != jnp.float32:
+            q, near, far = q.astype(jnp.bfloat16), *(Cache(quantize_cache(x.entries)) for x in (near, far))
+        new, lengths, sink = normal(7, 2, 2, 512, dtype=q.dtype), kwargs.pop("lengths"), kwargs.pop("sink")
+
+        def step(q, near, far, new, lengths, sink):
+            near = near.append(new, lengths[:, None] - 2 + jnp.arange(2, dtype=jnp.int32))
+            return near, dsv4_decode(q, near, far, ratio=4, lengths=lengths, sink=sink, **kwargs)
+
+        want = jax.jit(step)(q, near, far, new, lengths, sink)
+        mesh = self.mesh(kind)
+        specs = ("data", None, "model"), ("data",), ("data",), ("data",), ("data",), ("model",)
+        xs = (jax.tree.map(lambda x, s=s: placed(mesh, x, *s), x)
+              for x, s in zip((q, near, far, new, lengths, sink), specs, strict=True))  # fmt: skip
+        self.check(step, tuple(xs), want)
+
+    def pools(self):
+        """Two shards, each with its pool, its pages and its sequences."""
+        q, _, _, kwargs = small(b=4)
+        caches = [Cache(normal(seed, 2, 7, 3, 16), jnp.stack([TABLE, TABLE[::-1]])) for seed in (5, 6)]
+        q, lengths = q.reshape(2, 2, *q.shape[1:]), jnp.array([[20, 0], [3, 11]], jnp.int32)
+        sink = kwargs.pop("sink")
+
+        def step(q, near, far, lengths):
+            return dsv4_decode(q, near, far, ratio=4, **{**kwargs, "lengths": lengths, "sink": sink})
+
+        return step, (q, *caches, lengths)
+
+    def test_a_pool_for_each_shard_by_vmap(self, kind):
+        step, xs = self.pools()
+        want = jax.jit(jax.vmap(step))(*xs)
+        mesh = self.mesh(kind)
+        self.check(jax.vmap(step), jax.tree.map(lambda x: placed(mesh, x, "data"), xs), want)
+
+    def test_a_pool_for_each_shard_by_shard_map(self, kind):
+        step, xs = self.pools()
+        want = jax.jit(jax.vmap(step))(*xs)
+        mesh = self.mesh(kind)
+        own = lambda *xs: jax.tree.map(lambda x: x[None], step(*jax.tree.map(lambda x: x[0], xs)))  # noqa: E731
+        local = jax.shard_map(own, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+        self.check(local, jax.tree.map(lambda x: placed(mesh, x, "data"), xs), want)
+
+    def test_one_pool_for_all(self, kind):
+        q, _, _, kwargs = small()
+        cache, lengths = Cache(normal(5, 7, 3, 16), TABLE), kwargs.pop("lengths")
+
+        def step(q, cache, lengths):
+            return dsv4_decode(q, cache, cache, ratio=4, lengths=lengths, **kwargs)
+
+        want = jax.jit(step)(q, cache, lengths)
+        mesh = self.mesh(kind)
+        cache = Cache(placed(mesh, cache.entries), placed(mesh, TABLE, "data"))
+        self.check(step, (placed(mesh, q, "data"), cache, placed(mesh, lengths, "data")), want)
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize(
+    "caches, is_fp8, target",
+    [(1, False, "sparse_fwd"), (2, False, "dsv4_decode"), (1, True, "dsv4_decode_fp8"), (2, True, "dsv4_decode_fp8")],
+)
+@pytest.mark.parametrize("kind", ["contiguous", "paged", "mixed"])
+def test_launches(caches, is_fp8, target, kind):
+    """One kernel a layer, and no copy of a cache."""
+    q, b, dtype = jnp.zeros((3, 2, 8, 512), jnp.bfloat16), 3, jnp.float8_e4m3fn if is_fp8 else jnp.bfloat16
+    contiguous = Cache.zeros(b, 1000, dtype=dtype)
+    paged = Cache.zeros(50, 64, dtype=dtype, block_table=jnp.zeros((b, 16), jnp.int32))
+    near, far = {"contiguous": (contiguous,) * 2, "paged": (paged,) * 2, "mixed": (contiguous, paged)}[kind]
+    far = {"compressed_cache": far, "ratio": 4} if caches == 2 else {}
+    f = jax.jit(functools.partial(dsv4_decode, lengths=7, implementation="cubin"))
+    text = f.trace(q, near, **far).lower(lowering_platforms=("cuda",)).as_text()
+    assert re.findall(r"custom_call @dsv4_fmha_(\w+)", text) == [target]
+    copies = r"stablehlo.(?:broadcast_in_dim|gather|concatenate).*-> tensor<(?:\d+x)*(?:512xbf16|\d{4,}xui8)>"
+    assert re.findall(copies, text) == []
+
+
+def test_gradients():
+    """None, which is said, but of the reference."""
+    q, near, far, kwargs = small(ratio=4)
+
+    def loss(q, near, implementation):
+        return dsv4_decode(q, near, far, **kwargs, implementation=implementation)[0].sum()
+
+    with pytest.raises(NotImplementedError, match="dsv4_decode: gradient: got a call to differentiate, wanted stop_gr"):
+        jax.grad(loss)(q, near, None)
+    dq, dnear = jax.grad(loss, (0, 1))(q, near, "reference")
+    assert jnp.isfinite(dq).all() and jnp.abs(dq).max() > 0 and jnp.abs(dnear.entries).max() > 0
+
+
+def test_a_pool_of_sparse_fmha():
+    """The caches of other libraries: a flat pool and physical indices."""
+    q, sink = normal(0, 3, 2, 4, 16), normal(1, 4)
+    pool, indices = normal(2, 50, 16), jnp.asarray(np.random.default_rng(3).integers(-5, 55, (3, 2, 9)), jnp.int32)
+    length = jnp.array([[9, 4], [0, 3], [20, 1]], jnp.int32)
+    want = sparse_fmha(q, jnp.broadcast_to(pool, (3, 50, 16)), indices, topk_length=length, sink=sink)
+    for implementation in (None, "reference"):
+        f = functools.partial(sparse_fmha, topk_length=length, sink=sink, implementation=implementation)
+        assert_close(f(q, pool, indices), want)
+    got = jax.grad(lambda pool: sparse_fmha(q, pool, indices, sink=sink)[0].sum())(pool)
+    want = jax.grad(lambda pool: sparse_fmha(q, jnp.broadcast_to(pool, (3, 50, 16)), indices, sink=sink)[0].sum())(pool)
+    assert_close((got,), (want,), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("case", STEPS, ids=lambda case: case.name)
+def test_kernel(case):
+    """Right, the same bits in the second run, and every element written."""
+    got, again = run_into(case, (0.0, np.nan), implementation="cubin")
+    for verdict in compare(got, run_reference(case)):
+        assert verdict.passed, verdict
+    for x, y in zip(got, again, strict=True):
+        np.testing.assert_array_equal(*(np.asarray(z).view(f"u{z.dtype.itemsize}") for z in (x, y)))
