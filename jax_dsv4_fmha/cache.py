@@ -69,8 +69,9 @@ class Cache:
 
         With no block table, each sequence has a pool of its own, of one page.
         """
-        rows = self.entries[:, None] if self.block_table is None else self.entries[None]
-        return rows if self.is_fp8 else rows.reshape(rows.shape[0], -1, rows.shape[-1])
+        if self.is_fp8:
+            return self.entries[:, None] if self.block_table is None else self.entries[None]
+        return self.entries if self.block_table is None else self.entries[None].reshape(1, -1, self.entries.shape[2])
 
     def slots(self, entries: jax.Array) -> jax.Array:
         """Where in its pool each of these entries `[b or 1, …]` of a sequence is; -1 for one that is not there."""

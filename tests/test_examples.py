@@ -1,6 +1,10 @@
 """The examples run, and say what they say; and an attention function drops into flax."""
 
 import importlib.util
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -56,6 +60,31 @@ def test_train_step():
     pytest.importorskip("optax")
     losses = example("train_step").main(steps=15)
     assert losses[-1] < losses[0] - 1
+
+
+@pytest.mark.parametrize("page", [0, 16])
+def test_generate(page, capsys):
+    """Steps give the logits of prefill, across the first entry of ratio 128 and around the rings."""
+    with jax.default_matmul_precision("float32"):
+        error = example("generate").main(batch=2, prompt=120, steps=16, page=page)
+    assert error.shape == (2, 16) and error.max() < 1e-5
+    size, in_place = map(
+        int, re.search(r"caches of (\d+) KiB, (\d+) KiB updated in place", capsys.readouterr().out).groups()
+    )
+    assert in_place >= size
+
+
+def test_generate_in_fp8():
+    with jax.default_matmul_precision("float32"):
+        error = example("generate").main(batch=2, prompt=120, steps=12, page=8, fp8=True)
+    assert jnp.median(error) < 5e-3
+
+
+def test_generate_says_how_it_is_called():
+    command = [sys.executable, str(Path(__file__).parents[1] / "examples/generate.py"), "--help"]
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": path})
+    assert all(option in done.stdout for option in ("--batch", "--prompt", "--steps", "--page", "--fp8"))
 
 
 def test_drops_into_flax():
