@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import jax_dsv4_fmha as lib
-from jax_dsv4_fmha import Span
+from jax_dsv4_fmha import Cache, Span
 
 B, S_Q, S_KV, H_Q, H_KV, D, TOPK = 2, 3, 5, 4, 2, 8, 6
 ERRORS = (ValueError, NotImplementedError, TypeError)
@@ -26,6 +26,8 @@ SINK = array(H_Q, dtype=jnp.float32)
 INDICES = array(B, S_Q, TOPK, dtype=jnp.int32)
 LENGTH = array(B, S_Q, dtype=jnp.int32)
 LENS = array(B, dtype=jnp.int32)
+CACHE = Cache(array(4, S_KV, D), array(B, 2, dtype=jnp.int32))
+FP8 = Cache.zeros(B, S_KV, dtype=jnp.float8_e4m3fn)
 PART = (Q, array(B, S_Q, H_Q, dtype=jnp.float32))
 
 # for every op: operands that are right
@@ -39,6 +41,10 @@ CALLS: dict[str, dict[str, Any]] = {
         "q": Q, "window_kv": KV, "compressed_kv": KV, "sink": SINK, "indices": INDICES, "topk_length": LENGTH,
         "ratio": 4, "window": 2, "q_offset": LENS, "kv_offset": 3, "swa_lens": LENS, "scale": 0.5, "method": None,
         "implementation": None,
+    },
+    "dsv4_decode": {
+        "q": Q, "window_cache": CACHE, "compressed_cache": CACHE, "lengths": LENS, "sink": SINK, "indices": INDICES,
+        "topk_length": LENGTH, "ratio": 4, "window": 2, "scale": 0.5, "implementation": None,
     },
     "dot_product_attention": {
         "query": Q, "key": K, "value": K, "bias": None, "mask": np.ones((1, 1, S_Q, S_KV), bool), "scale": 0.5,
@@ -98,6 +104,22 @@ def test_the_calls_below_are_right_but_for_one_operand(op):
         ("dsv4_attention", {"window": 1.5}, TypeError, "window: got 1.5, wanted an int >= 1"),
         ("dsv4_attention", {"q_offset": LENS[:1]}, ValueError, r"q_offset: got int32\[1\], wanted int32\[b=2\]"),
         ("dsv4_attention", {"kv_offset": 2**31}, ValueError, "kv_offset: got 2147483648"),
+        ("dsv4_decode", {"window_cache": KV}, TypeError, r"window_cache: got bfloat16\[2, 5, 8\], wanted a Cache"),
+        ("dsv4_decode", {"window_cache": Cache(Q[0])}, ValueError, r"window_cache.entries: got bfloat16\[3, 4, 8\]"),
+        ("dsv4_decode", {"compressed_cache": Cache(CACHE.entries, LENS)}, ValueError,
+         r"compressed_cache.block_table: got int32\[2\], wanted int32\[b=2, n\]"),
+        ("dsv4_decode", {"window_cache": Cache(KV.astype(jnp.float32))}, ValueError, "_cache.entries: got float32"),
+        ("dsv4_decode", {"window_cache": FP8}, ValueError, r"entries: got uint8\[2, 3456\] with d = 8, wanted"),
+        ("dsv4_decode", {"window_cache": Cache(1)}, TypeError, r"window_cache.entries: got 1, wanted bfloat16\[b=2"),
+        ("dsv4_decode", {"window_cache": Cache(KV), "window": 4}, ValueError,
+         "window_cache: got room for 5 entries of a sequence, wanted window \\+ s_q - 1 = 6 at least"),
+        ("dsv4_decode", {"compressed_cache": None}, ValueError, "indices: got int32.*wanted None without compressed"),
+        ("dsv4_decode", {"indices": None}, ValueError, "topk_length: got int32.*wanted None without indices"),
+        ("dsv4_decode", {"indices": None, "topk_length": None, "ratio": None}, ValueError, "ratio: got None"),
+        ("dsv4_decode", {"lengths": LENS[:1]}, ValueError, r"lengths: got int32\[1\], wanted int32\[b=2\]"),
+        ("dsv4_decode", {"lengths": None}, TypeError, "lengths: got None"),
+        ("dsv4_decode", {"window": 0}, ValueError, "window: got 0, wanted an int >= 1"),
+        ("dsv4_decode", {"implementation": "cubin"}, NotImplementedError, "got 'cubin' for bfloat16, d=8, wanted"),
         ("merge", {"parts": []}, ValueError, r"parts: got \[\], wanted one or more pairs"),
         ("merge", {"parts": [Q, Q]}, TypeError, r"parts\[0\]: got bfloat16.*wanted a pair"),
         ("merge", {"parts": [PART, (Q, Q[..., 0])]}, ValueError, r"parts\[1\] lse: got bfloat16\[2, 3, 4\], wanted"),
@@ -107,6 +129,44 @@ def test_the_calls_below_are_right_but_for_one_operand(op):
 def test_error(op, wrong, error, message):
     with pytest.raises(error, match=f"^{op}: .*{message}") as raised:
         call(op, **{**CALLS[op], **wrong})
+    assert type(raised.value) is error
+    assert ", built " in str(raised.value)
+
+
+Q512 = array(B, S_Q, H_Q, 512)
+
+
+@pytest.mark.parametrize(
+    "caches, q, error, message",
+    [
+        ((FP8, FP8), Q512.astype(jnp.float16), ValueError, r"q: got float16\[2, 3, 4, 512\], wanted bfloat16, wit"),
+        ((FP8, Cache(array(B, 4, 512))), Q512, ValueError, "compressed_cache.entries: got bfloat16.*wanted entries in"),
+        ((Cache(array(B, 4, 512)), FP8), Q512, ValueError, "compressed_cache.entries: got uint8.*wanted entries of b"),
+        ((Cache(FP8.entries[:, 1:]), FP8), Q512, ValueError, r"window_cache.entries: got uint8\[2, 3455\] with d = 51"),
+    ],
+)  # fmt: skip
+def test_error_of_fp8(caches, q, error, message):
+    with pytest.raises(error, match=f"^dsv4_decode: {message}"):
+        call("dsv4_decode", q=q, window_cache=caches[0], compressed_cache=caches[1], ratio=4, lengths=9, window=2)
+
+
+@pytest.mark.parametrize(
+    "f, error, message",
+    [
+        (lambda: lib.quantize_cache(KV), ValueError, r"quantize_cache: entries: got bfloat16\[2, 5, 8\]"),
+        (lambda: lib.quantize_cache(3), TypeError, "quantize_cache: entries: got 3"),
+        (lambda: lib.dequantize_cache(FP8.entries[:, :-1]), ValueError, r"quantize_cache: pages: got uint8\[2, 3455\]"),
+        (lambda: lib.dequantize_cache(LENS), ValueError, r"dequantize_cache: pages: got int32\[2\], wanted uint8"),
+        (lambda: Cache.zeros(2, 3, 256, jnp.float8_e4m3fn), ValueError, "Cache.zeros: d: got 256, wanted 512 for an"),
+        (lambda: CACHE.append(KV[..., :4], INDICES[:, 0]), ValueError, r"Cache.append: positions: got int32\[2, 6\]"),
+        (lambda: CACHE.append(KV[..., :4], INDICES[:, 0, :5]), ValueError, r"append: cache.entries: got bfloat16"),
+        (lambda: CACHE.append(KV.astype(jnp.float32), INDICES[:, 0, :5]), ValueError, "append: entries: got float32"),
+        (lambda: lib.sparse_fmha(Q, KV[0, :, :4], INDICES), ValueError, r"kv: got bfloat16\[5, 4\], wanted bfloat16"),
+    ],
+)  # fmt: skip
+def test_error_of_caches(f, error, message):
+    with pytest.raises(error, match=message) as raised:
+        jax.eval_shape(f)
     assert type(raised.value) is error
     assert ", built " in str(raised.value)
 
@@ -130,12 +190,13 @@ NUMPY = st.builds(
 NUMBERS = st.one_of(
     st.integers(-(2**70), 2**70), st.floats(allow_nan=True), st.booleans(), st.just(10**400), st.complex_numbers()
 )
+CACHES = st.builds(Cache, *[st.one_of(ARRAYS, NUMBERS, st.none())] * 2)
 SPANS = st.builds(Span, *[st.one_of(ARRAYS, NUMBERS, st.none())] * 2)
 OTHER = st.one_of(
     st.none(), st.text(max_size=3), st.just(object()), st.just([PART]), st.just([1, 2]), st.just(jax.random.key(0)),
     st.sampled_from(["cubin", "reference", "two_pass", "fused"]), st.tuples(ARRAYS, ARRAYS), st.just(jnp.bfloat16(1)),
 )  # fmt: skip
-ANYTHING = st.one_of(ARRAYS, NUMPY, NUMBERS, SPANS, OTHER)
+ANYTHING = st.one_of(ARRAYS, NUMPY, NUMBERS, SPANS, CACHES, OTHER)
 
 
 @pytest.mark.parametrize("op", CALLS)
