@@ -22,14 +22,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import _ffi, _plot
+from . import _bench_decode, _ffi, _plot
 from ._cases import OPS, SPANS, Case
 from ._info import machine
 from ._report import Progress, output, table, write_json
 from ._verify import matches, reason
 from .span import Span
 
-_PEERS = ("two_pass", "cudnn", "xla")
+_PEERS = ("two_pass", "cudnn", "xla", "graph")
 _MATMUL = 8192
 _COPY_BYTES = 2**30
 _BURST_SECONDS = 0.008
@@ -40,24 +40,34 @@ _KERNEL_BY_KERNEL: dict[str, str | bool] = {"xla_gpu_graph_min_graph_size": "100
 
 @dataclass(frozen=True)
 class Row:
-    """One call, and who else is timed on it. For a whole layer `method` is ours and "two_pass" may be a peer."""
+    """One call, and who else is timed on it. For a whole layer `method` is ours and "two_pass" may be a peer.
+
+    Of several layers, called one after the other, the peer "graph" is ours too: the whole step by the host's clock,
+    under CUDA graphs, many steps in a row. So its ratio is what lies between kernels.
+    """
 
     suite: str
     case: Case
     peers: tuple[str, ...] = ()
     method: str | None = None
+    layers: int = 1
 
     @property
     def name(self) -> str:
         c = self.case
         heads = f"h{c.h_q}" if c.shared_kv or c.h_kv == c.h_q else f"h{c.h_q}/{c.h_kv}"
-        keys = {
-            "fmha": f"{c.span} {c.window}" if c.span == "window" else c.span,
-            "sparse_fmha": f"top-k {c.topk} of {c.s_kv}",
-            "dsv4_attention": f"window {c.window} + "
-            + (f"top-k {c.topk} of {c.s_c}" if c.topk else f"{c.s_c} of ratio {c.ratio}"),
-        }[c.op]
-        return f"d {c.d} {keys} b{c.b} s{c.s_q} {heads}" + (f" {c.dtype}" if c.dtype != "bfloat16" else "")
+        if c.op == "dsv4_decode":
+            keys = _bench_decode.name(c)
+        else:
+            keys = {
+                "fmha": f"{c.span} {c.window}" if c.span == "window" else c.span,
+                "sparse_fmha": f"top-k {c.topk} of {c.s_kv}",
+                "dsv4_attention": f"window {c.window} + "
+                + (f"top-k {c.topk} of {c.s_c}" if c.topk else f"{c.s_c} of ratio {c.ratio}"),
+            }[c.op]
+        dtype = " fp8" if "fp8" in c.features else f" {c.dtype}" if c.dtype != "bfloat16" else ""
+        layers = f"{self.layers} layers of " if self.layers > 1 else ""
+        return f"{layers}d {c.d} {keys} b{c.b} s{c.s_q} {heads}{dtype}"
 
 
 def _dense(d: int, span: str, b: int, s: int, h_q: int, h_kv: int, **kwargs: Any) -> Row:
@@ -77,6 +87,7 @@ def _top_k(h_q: int, s_kv: int, topk: int) -> Row:
     return Row("dsv4", Case("sparse_fmha", 1, 4096, s_kv, h_q, 1, 512, shared_kv=True, sink="normal", topk=topk))
 
 
+_CACHES = ((), ("fp8",))
 ROWS = (
     *(_layer(h, topk=k, ratio=4, s_c=s_c) for h, k in ((128, 1024), (64, 512), (16, 512)) for s_c in (8192, 65536)),
     *(_top_k(h, s_kv, k) for h, k in ((128, 1024), (64, 512)) for s_kv in (8192, 65536)),
@@ -93,6 +104,15 @@ ROWS = (
     _dense(128, "causal", 64, 128, 16, 16),
     *(_dense(512, "window", 1, 4096, h, 1, sink="normal") for h in (128, 64, 16)),
     _dense(128, "window", 2, 8192, 16, 1),
+    *(
+        Row("decode", _bench_decode.step(h, k, b, *kind), ("xla",))
+        for h, k in ((128, 1024), (64, 512))
+        for kind in _CACHES
+        for b in (2, 64, 128, 148)
+    ),
+    Row("decode", Case("fmha", 16, 1, 32768, 128, 1, 512, shared_kv=True), ("cudnn", "xla")),
+    *(Row("decode", _bench_decode.dense(*kind), ("xla",)) for kind in _CACHES),
+    *(Row("decode", _bench_decode.step(128, 1024, b, "fp8"), ("graph",), layers=61) for b in (2, 64)),
 )
 
 Contestant = tuple[Callable[..., Any], Sequence[Any]]
@@ -150,19 +170,19 @@ def _measure(rows: Sequence[Row], rounds: int, bar: Progress) -> dict[str, Any]:
 
 
 def _measure_row(row: Row, yardsticks: dict[str, Contestant], rounds: int) -> dict[str, Any]:
-    make = jax.jit(functools.partial(_operands, row.case))
-    sizes = jax.eval_shape(make, jax.random.key(0))
-    sets = max(2, min(16, _CACHE_BYTES // sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(sizes))))
-    operands = [make(key) for key in jax.random.split(jax.random.key(0), sets)]
+    flops, moved = (row.layers * x for x in work(row.case))
+    sets = max(2, min(16, int(_CACHE_BYTES // moved))) if row.layers == 1 else 1
+    operands = [_operands_of(row, key) for key in jax.random.split(jax.random.key(0), sets)]
     contestants = dict(yardsticks)
     skipped: dict[str, str] = {}
-    for name in ("ours", *row.peers):
+    for name in ("ours", *(peer for peer in row.peers if peer != "graph")):
         try:
             contestants[name] = (_compiled(name, functools.partial(_call, row, name), operands), operands)
         except Exception as e:  # that a peer refuses, or that ours is not built, is a result
             skipped[name] = reason(e)
     times = _interleaved(contestants, rounds)
-    flops, moved = work(row.case)
+    if "graph" in row.peers and "ours" in times:
+        times["graph"] = _under_graphs(functools.partial(_call, row, "graph"), operands[0], rounds)
     matmul, copy = times.pop("matmul"), times.pop("copy")
     return {
         "suite": row.suite,
@@ -179,6 +199,8 @@ def _measure_row(row: Row, yardsticks: dict[str, Contestant], rounds: int) -> di
 
 def work(c: Case) -> tuple[float, float]:
     """(flops on visible keys, bytes if each operand is read once and each result written once)"""
+    if c.op == "dsv4_decode":
+        return _bench_decode.work(c)
     operands = jax.eval_shape(functools.partial(_operands, c), jax.random.key(0))
     if c.op == "fmha":
         seen = _seen(SPANS[c.span](None, c) or Span(0, c.s_kv), c, c.s_kv)
@@ -203,6 +225,12 @@ def _positions(c: Case) -> dict[str, int]:
     """The queries stand at the end of a context, and so does the window cache."""
     end = max(c.s_c * c.ratio, c.s_kv)
     return {"q_offset": end - c.s_q, "kv_offset": end - c.s_kv}
+
+
+def _operands_of(row: Row, key: jax.Array) -> dict[str, Any]:
+    make = _operands if row.case.op != "dsv4_decode" else _bench_decode.operands
+    one = jax.jit(functools.partial(make, row.case))
+    return one(key) if row.layers == 1 else {"layers": [one(k) for k in jax.random.split(key, row.layers)]}
 
 
 def _operands(c: Case, key: jax.Array) -> dict[str, jax.Array]:
@@ -230,9 +258,12 @@ def _operands(c: Case, key: jax.Array) -> dict[str, jax.Array]:
     return arrays
 
 
-def _call(row: Row, name: str, **operands: jax.Array) -> Any:
+def _call(row: Row, name: str, **operands: Any) -> Any:
     """What the contestant of this name makes of a row's operands."""
     c = row.case
+    if c.op == "dsv4_decode":
+        run = _bench_decode.xla if name == "xla" else _bench_decode.layers if row.layers > 1 else _bench_decode.call
+        return run(c, **operands)
     if name in ("cudnn", "xla"):
         return _jax_nn(c, name, **operands)
     choices: dict[str, Any] = {"implementation": "cubin"}
@@ -305,6 +336,18 @@ def _interleaved(contestants: dict[str, Contestant], rounds: int) -> dict[str, d
         (path,) = Path(folder).rglob("*.xplane.pb")
         events = kernels(jax.profiler.ProfileData.from_file(str(path)))
     return {name: summary(name, events[f"jit_{name}"], bursts[name], rounds) for name in contestants}
+
+
+def _under_graphs(f: Callable[..., Any], operands: Any, rounds: int) -> dict[str, Any]:
+    """A call's time by the host's clock, with many in a row, compiled as XLA does unless told otherwise."""
+    run = jax.jit(lambda operands: f(**operands)).lower(operands).compile()
+    burst = 2 * _burst(run, [operands] * 2)
+    medians = []
+    for _ in range(rounds):
+        began = time.monotonic()
+        jax.block_until_ready([run(operands) for _ in range(burst)][-1])
+        medians.append((time.monotonic() - began) / burst)
+    return {"seconds": statistics.median(medians), "rounds": medians, "kernels": {}}
 
 
 def _burst(run: Callable[..., Any], sets: Sequence[Any]) -> int:

@@ -1,6 +1,7 @@
 """python -m jax_dsv4_fmha, most of it without a GPU."""
 
 import dataclasses
+import functools
 import json
 import types
 
@@ -8,11 +9,11 @@ import jax
 import numpy as np
 import pytest
 
-from jax_dsv4_fmha import _bench, _cases, _ffi, _verify
+from jax_dsv4_fmha import _bench, _bench_decode, _cases, _ffi, _verify, dsv4_decode
 from jax_dsv4_fmha.__main__ import main
 from jax_dsv4_fmha._cases import Case
 
-VARIANT = _ffi.Variant("fwd_sm_90a_d64", "fwd", "sm_90a", 64, "bfloat16", False, 384, 168, 83016, 0, 42488)
+VARIANT = _ffi.Variant("fwd_sm_90a_d64", "fwd", "sm_90a", 64, "bfloat16", False, 192, 128, 384, 168, 83016, 0, 42488)
 
 
 @pytest.fixture(autouse=True)
@@ -173,7 +174,9 @@ class TestBench:
             "window": c.window - c.window * (c.window - 1) / 2 / c.s_q,
         }[c.span]
         if c.op != "fmha":
-            keys = c.topk + (c.window if c.op == "dsv4_attention" else 0)
+            keys = c.topk + (0 if c.op == "sparse_fmha" else c.window)
+        if c.op == "dsv4_decode" and not c.topk:
+            keys = c.window + c.s_kv
         if c.op == "dsv4_attention" and not c.topk:
             keys = c.window + sum((61440 + i + 1) // 128 for i in range(c.s_q)) / c.s_q
         rows = c.b * c.s_q * c.h_q
@@ -193,6 +196,22 @@ class TestBench:
         operands = _bench._operands(case, jax.random.key(0))
         with pytest.raises((NotImplementedError, ValueError), match="cubin"):
             _bench._call(small, "two_pass", **operands)
+
+    @pytest.mark.usefixtures("built")
+    @pytest.mark.parametrize("kind", [(), ("fp8",)])
+    @pytest.mark.parametrize("topk", [0, 7])
+    def test_a_step_of_decode(self, topk, kind):
+        """Its operands are what the op takes, a copy of them in jnp gives the same, and layers follow on each other."""
+        case = dataclasses.replace(
+            _bench_decode.step(4, 7, 2, *kind), s_kv=240, topk=topk, window=20, page=16, dtype="bfloat16"
+        )
+        operands = jax.jit(functools.partial(_bench_decode.operands, case))(jax.random.key(0))
+        f = jax.jit(functools.partial(dsv4_decode, ratio=case.ratio, window=case.window, implementation="reference"))
+        got, _ = f(**operands)
+        want = jax.jit(functools.partial(_bench_decode.xla, case))(**operands)
+        np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (got, want)), rtol=0.02, atol=0.02)
+        with pytest.raises(NotImplementedError, match="dsv4_decode: implementation: got 'cubin'"):
+            jax.eval_shape(functools.partial(_bench_decode.layers, case), [operands] * 2)
 
     def test_kernels_of_a_trace(self):
         def event(start, name, module):
@@ -249,7 +268,8 @@ def results(tmp_path):
 def test_tables_from_results(results, capsys):
     assert main(["bench", "--from", str(results)]) == 0
     text = capsys.readouterr().out
-    assert [line for line in text.splitlines() if line in ("dsv4", "dense", "window")] == ["dsv4", "dense", "window"]
+    suites = ["dsv4", "dense", "window", "decode"]
+    assert [line for line in text.splitlines() if line in suites] == suites
     for row in _bench.ROWS:
         assert row.name in text
     assert text.count("1.60") == sum(bool(row.peers) for row in _bench.ROWS) and "ValueError: no" in text

@@ -1,0 +1,114 @@
+"""The decode suite of `bench`: which steps are timed, on what operands, and how XLA alone would take them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from . import fp8, reference
+from ._cases import Case
+from .cache import Cache
+from .decode import dsv4_decode
+
+_PAGE = 64
+_ENTRIES = 16384  # of the compressed cache, for each sequence
+
+
+def step(h_q: int, topk: int, b: int, *features: str) -> Case:
+    """Two new tokens in a layer of ratio 4."""
+    return Case(
+        "dsv4_decode", b, 2, 4 * _ENTRIES, h_q, 1, 512, shared_kv=True, sink="normal", ratio=4, topk=topk, page=_PAGE,
+        features=features,
+    )  # fmt: skip
+
+
+def dense(*features: str) -> Case:
+    """One new token that sees the window and all of a long cache."""
+    return Case(
+        "dsv4_decode", 16, 1, 32768, 128, 1, 512, shared_kv=True, sink="normal", ratio=1, page=_PAGE, features=features
+    )
+
+
+def name(c: Case) -> str:
+    entries = c.s_kv // c.ratio
+    keys = f"top-k {c.topk} of {entries}" if c.topk else f"{entries} of ratio {c.ratio}"
+    return f"window {c.window} + {keys}"
+
+
+def work(c: Case) -> tuple[float, float]:
+    """As `_bench.work`: an entry counts for every query that selects it, but the window once for a sequence."""
+    rows, far = c.b * c.s_q * c.h_q, c.topk or c.s_kv // c.ratio
+    near = c.window + c.s_q - 1
+    entry = fp8.ENTRY if "fp8" in c.features else 2 * c.d
+    read = c.b * (near + far * (c.s_q if c.topk else 1)) * entry + c.b * c.s_q * 4 * c.topk
+    return 4.0 * c.d * rows * (c.window + far), float(read + rows * (4 * c.d + 4))
+
+
+def operands(c: Case, key: jax.Array) -> dict[str, Any]:
+    """Sequences at the end of their room, in pages in random order, and indices that are random permutations."""
+    keys = iter(jax.random.split(key, 8))
+
+    def cache(entries: int) -> Cache:
+        pages = -(-entries // c.page)
+        table = jax.random.permutation(next(keys), c.b * pages).astype(jnp.int32).reshape(c.b, pages)
+        held = jax.random.normal(next(keys), (c.b * pages, c.page, c.d), c.dtype)
+        return Cache(fp8.quantize_cache(held) if "fp8" in c.features else held, table)
+
+    entries = c.s_kv // c.ratio
+    arrays: dict[str, Any] = {
+        "q": jax.random.normal(next(keys), (c.b, c.s_q, c.h_q, c.d), c.dtype),
+        "window_cache": cache(c.window + c.s_q - 1),
+        "compressed_cache": cache(entries),
+        "lengths": jnp.full((c.b,), c.s_kv, jnp.int32),
+        "sink": jax.random.normal(next(keys), (c.h_q,)),
+    }
+    if c.topk:
+        some = lambda key: jnp.argsort(jax.random.bits(key, (entries,)))[: c.topk]  # noqa: E731
+        per_query = jax.random.split(next(keys), c.b * c.s_q)
+        arrays["indices"] = jax.lax.map(some, per_query, batch_size=256).reshape(c.b, c.s_q, c.topk)
+    return arrays
+
+
+def call(c: Case, **operands: Any) -> Any:
+    return dsv4_decode(**operands, ratio=c.ratio, window=c.window, implementation="cubin")
+
+
+def layers(c: Case, layers: list[dict[str, Any]]) -> Any:
+    """One call after the other, each with the o of the one before as its q; pages are where they are in the first."""
+    first = layers[0]
+    o = first["q"]
+    for layer in layers:
+        caches = {
+            name: Cache(layer[name].entries, first[name].block_table) for name in ("window_cache", "compressed_cache")
+        }
+        o, lse = call(c, **layer | caches | {"q": o, "lengths": first["lengths"]})
+    return o, lse
+
+
+def xla(
+    c: Case, *, q: Any, window_cache: Cache, compressed_cache: Cache, lengths: Any, sink: Any, indices: Any = None
+) -> Any:
+    """As one would write it in jnp: gather the entries, two products and a softmax between them."""
+    sources = reference.seen_slots(c.s_q, window_cache, compressed_cache, lengths, indices, None, c.ratio, c.window)
+    keys = jnp.concatenate([_gather(pool[0], slots) for pool, slots, _ in sources], 2)
+    seen = jnp.concatenate([jnp.arange(x.shape[2]) < length[..., None] for _, x, length in sources], 2)
+    s = jnp.einsum("bshd,bsnd->bshn", q, keys, preferred_element_type=jnp.float32) * c.d**-0.5
+    s = jnp.concatenate(
+        [jnp.where(seen[:, :, None], s, -jnp.inf), jnp.broadcast_to(sink[:, None], (*q.shape[:-1], 1))], -1
+    )
+    p = jax.nn.softmax(s)[..., :-1].astype(q.dtype)
+    return jnp.einsum("bshn,bsnd->bshd", p, keys)
+
+
+def _gather(pool: Any, slots: Any) -> Any:
+    if pool.dtype != jnp.uint8:
+        return pool[slots]
+    page = fp8.page_entries(pool.shape[1])
+    at = slots % page
+
+    def read(start: Any, size: int) -> Any:
+        return jax.vmap(lambda page, at: jax.lax.dynamic_slice(pool, (page, at), (1, size))[0])(
+            (slots // page).ravel(), start.ravel()
+        ).reshape(*slots.shape, size)
+
+    return fp8.decode(read(at * fp8.DATA, fp8.DATA), read(page * fp8.DATA + at * fp8.SCALES, fp8.SCALES))
