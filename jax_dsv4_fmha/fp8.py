@@ -94,7 +94,8 @@ def encode(entries: jax.Array) -> tuple[jax.Array, jax.Array]:
     exponent = exponent - jnp.where(part > 7 / 8, 8, 9)  # exact, where a quotient and a logarithm would be rounded
     values = jnp.where(finite[..., None], jnp.ldexp(values, -exponent[..., None]), 0)
     values = values.astype(jnp.float8_e4m3fn).reshape(*batch, VALUES)
-    rope = lax.bitcast_convert_type(entries[..., VALUES:].astype(jnp.bfloat16), jnp.uint8)
+    rope = lax.bitcast_convert_type(entries[..., VALUES:].astype(jnp.bfloat16), jnp.uint16)
+    rope = jnp.stack([rope & 255, rope >> 8], -1).astype(jnp.uint8)  # what is bitcast keeps its shape, for jax.export
     data = jnp.concatenate([lax.bitcast_convert_type(values, jnp.uint8), rope.reshape(*batch, 2 * ROPE)], -1)
     scales = jnp.where(finite, exponent + _BIAS, _NAN).astype(jnp.uint8)
     return data, jnp.concatenate([scales, jnp.zeros((*batch, 1), jnp.uint8)], -1)
@@ -107,5 +108,6 @@ def decode(data: jax.Array, scales: jax.Array) -> jax.Array:
     scales = scales[..., : SCALES - 1, None].astype(jnp.int32)
     values = jnp.ldexp(values.reshape(*batch, -1, GROUP), scales - _BIAS)
     values = jnp.where(scales == _NAN, jnp.nan, values).reshape(*batch, VALUES)
-    rope = lax.bitcast_convert_type(data[..., VALUES:].reshape(*batch, ROPE, 2), jnp.bfloat16)
+    rope = data[..., VALUES:].reshape(*batch, ROPE, 2).astype(jnp.uint16)
+    rope = lax.bitcast_convert_type(rope[..., 0] | rope[..., 1] << 8, jnp.bfloat16)
     return jnp.concatenate([values.astype(jnp.bfloat16), rope], -1)

@@ -10,6 +10,7 @@ included. Operands are taken as they are: the ops of the package check them firs
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -127,7 +128,7 @@ def sparse_fmha(
         o = _einsum("bnhk,bnkd->bnhd", jnp.exp(s - _finite(lse)[..., None]), keys)
         return _add_sink(o, lse, sink).astype(q.dtype), lse
 
-    gathered = topk * max(h_q, d) * (b if isinstance(b, int) else 1)
+    gathered = math.prod(n for n in (b, topk, max(h_q, d)) if isinstance(n, int))
     return _over_queries(block, max(1, _GATHERED // gathered), q, indices, there)
 
 

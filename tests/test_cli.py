@@ -189,6 +189,16 @@ class TestBench:
         assert indices.shape == (1, 5, 30) and (np.diff(indices) > 0).all() and indices.min() >= 0
         assert indices.max() < 40 and len(np.unique(indices, axis=1)[0]) == 5
 
+    @pytest.mark.parametrize("n", [2, 64, 16384])
+    def test_indices_of_decode_are_permutations(self, n):
+        rows = np.asarray(_bench_decode._permutations(jax.random.key(0), 6, n, n))
+        np.testing.assert_array_equal(np.sort(rows), np.tile(np.arange(n), (6, 1)))
+        if n > 2:
+            assert (
+                len(np.unique(rows, axis=0)) == 6
+                and abs(np.corrcoef(rows[:, 1:].ravel(), rows[:, :-1].ravel())[0, 1]) < 0.2
+            )
+
     def test_a_layer_has_two_ways(self):
         row = next(row for row in _bench.ROWS if row.case.ratio == 128)
         case = dataclasses.replace(row.case, s_q=4, s_kv=131, h_q=2, d=16)
@@ -203,7 +213,7 @@ class TestBench:
     def test_a_step_of_decode(self, topk, kind):
         """Its operands are what the op takes, a copy of them in jnp gives the same, and layers follow on each other."""
         case = dataclasses.replace(
-            _bench_decode.step(4, 7, 2, *kind), s_kv=240, topk=topk, window=20, page=16, dtype="bfloat16"
+            _bench_decode.step(4, 7, 2, *kind), s_kv=256, topk=topk, window=20, page=16, dtype="bfloat16"
         )
         operands = jax.jit(functools.partial(_bench_decode.operands, case))(jax.random.key(0))
         f = jax.jit(functools.partial(dsv4_decode, ratio=case.ratio, window=case.window, implementation="reference"))

@@ -135,15 +135,19 @@ def test_append_leaves_out():
     np.testing.assert_array_equal(got.entries[..., 0], [[5, -1], [13, 10]])
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float8_e4m3fn], ids=lambda x: x.__name__)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, jnp.float8_e4m3fn], ids=lambda x: x.__name__)
 @pytest.mark.parametrize("kind", CACHES)
 def test_append_is_in_place(kind, dtype):
+    if dtype == jnp.bfloat16 and jax.default_backend() == "cpu":
+        pytest.skip("XLA scatters bfloat16 as float32 on a CPU")
     b = 100
     cache = Cache.zeros(b, 9, dtype=dtype)
     if kind == "paged":
         cache = Cache.zeros(3 * b, 3, dtype=dtype, block_table=jnp.arange(3 * b, dtype=jnp.int32).reshape(b, 3))
     append = jax.jit(Cache.append, donate_argnums=0)
-    compiled = append.lower(cache, jnp.zeros((b, 1, 512), jnp.float32), jnp.zeros((b, 1), jnp.int32)).compile()
+    compiled = append.lower(
+        cache, jnp.zeros((b, 1, 512), jnp.bfloat16 if cache.is_fp8 else dtype), jnp.zeros((b, 1), jnp.int32)
+    ).compile()
     memory, size = compiled.memory_analysis(), cache.entries.nbytes
     assert memory.alias_size_in_bytes >= size
     assert memory.temp_size_in_bytes < size
@@ -353,6 +357,31 @@ def test_launches(caches, is_fp8, target, kind):
     for found in re.findall(rf"stablehlo.(?:{kinds})\"?.*: \(tensor<([\dx]+)x.*-> tensor<([\dx]+)x(?:bf16|ui8)>", text):
         read, written = (math.prod(map(int, x.split("x"))) for x in found)
         assert read == written, found  # no more than a name for the same bytes
+
+
+@pytest.mark.parametrize(
+    "shape, dtype", [("s, 64, 512", jnp.bfloat16), ("s, 37440", jnp.uint8), ("b, s, 512", jnp.bfloat16)]
+)
+def test_export_of_any_batch_and_cache(shape, dtype):
+    """From one program: batch, pages of the pool, or room for a sequence."""
+    b, s = jax.export.symbolic_shape("b, s")
+    like = jax.ShapeDtypeStruct
+    table = None if shape[0] == "b" else like((b, 4), jnp.int32)
+    entries = like([{"b": b, "s": s}.get(n) or int(n) for n in shape.split(", ")], dtype)
+    q, lengths = like((b, 1, 4, 512), jnp.bfloat16), like((b,), jnp.int32)
+
+    def step(q, entries, table, lengths):
+        cache = Cache(entries, table).append(q[:, :, 0], lengths[:, None] - 1)
+        return dsv4_decode(q, cache, cache, lengths=lengths, ratio=4)
+
+    exported = jax.export.export(jax.jit(step), platforms=["cpu"])(q, entries, table, lengths)
+    q, lengths = normal(0, 3, 1, 4, 512, dtype=jnp.bfloat16), jnp.array([9, 0, 170], jnp.int32)
+    table = (
+        None if table is None else jnp.asarray(np.random.default_rng(1).permutation(14)[:12].reshape(3, 4), jnp.int32)
+    )
+    entries = normal(2, *({"b": 3, "s": 200 if table is None else 14}.get(n) or int(n) for n in shape.split(", ")))
+    entries = quantize_cache(normal(2, 14, 64, 512)) if dtype == jnp.uint8 else entries.astype(dtype)
+    assert_close(exported.call(q, entries, table, lengths), jax.jit(step)(q, entries, table, lengths))
 
 
 def test_gradients():
