@@ -97,7 +97,8 @@ class Cache:
         """
         op = "Cache.append"
         dims: dict[str, Any] = {}
-        dtypes = _check.FLOAT if getattr(self.entries, "dtype", None) == jnp.uint8 else (self.entries.dtype,)
+        held = getattr(self.entries, "dtype", jnp.uint8)
+        dtypes = _check.FLOAT if held == jnp.uint8 else (held,)
         entries = _check.operand(op, "entries", entries, "b n d", dims, dtypes)
         positions = _check.operand(op, "positions", positions, "b n", dims, _check.INT)
         self.check(op, "cache", dims, dtypes)

@@ -204,6 +204,7 @@ def dsv4_decode(
     scale: float | None = None,
 ) -> Attention:
     """Attention over what caches hold, after dequantisation; see `jax_dsv4_fmha.dsv4_decode`."""
+    lengths = jnp.broadcast_to(jnp.asarray(lengths, jnp.int32), q.shape[:1])
     sources = seen_slots(q.shape[1], window_cache, compressed_cache, lengths, indices, topk_length, ratio, window)
     return over_slots(q, *sources, sink=sink, scale=scale)
 
@@ -216,7 +217,7 @@ def seen_slots(
     s_q: Any,
     window_cache: Cache,
     compressed_cache: Cache | None,
-    lengths: Any,
+    lengths: jax.Array,
     indices: jax.Array | None,
     topk_length: jax.Array | None,
     ratio: int | None,

@@ -160,6 +160,7 @@ def test_error_of_fp8(caches, q, error, message):
         (lambda: Cache.zeros(2, 3, 256, jnp.float8_e4m3fn), ValueError, "Cache.zeros: d: got 256, wanted 512 for an"),
         (lambda: CACHE.append(KV[..., :4], INDICES[:, 0]), ValueError, r"Cache.append: positions: got int32\[2, 6\]"),
         (lambda: CACHE.append(KV[..., :4], INDICES[:, 0, :5]), ValueError, r"append: cache.entries: got bfloat16"),
+        (lambda: Cache(3).append(KV, INDICES[:, 0, :5]), TypeError, r"append: cache.entries: got 3, wanted bfloat16"),
         (lambda: CACHE.append(KV.astype(jnp.float32), INDICES[:, 0, :5]), ValueError, "append: entries: got float32"),
         (lambda: lib.sparse_fmha(Q, KV[0, :, :4], INDICES), ValueError, r"kv: got bfloat16\[5, 4\], wanted bfloat16"),
     ],
