@@ -82,16 +82,15 @@ def call(c: Case, **operands: Any) -> Any:
     return dsv4_decode(**operands, ratio=c.ratio, window=c.window, implementation="cubin")
 
 
-def layers(c: Case, layers: list[dict[str, Any]]) -> Any:
+def layers(c: Case, q: jax.Array, layers: list[dict[str, Any]]) -> jax.Array:
     """One call after the other, each with the o of the one before as its q; pages are where they are in the first."""
     first = layers[0]
-    o = first["q"]
     for layer in layers:
         caches = {
             name: Cache(layer[name].entries, first[name].block_table) for name in ("window_cache", "compressed_cache")
         }
-        o, lse = call(c, **layer | caches | {"q": o, "lengths": first["lengths"]})
-    return o, lse
+        q, _ = call(c, **layer | caches | {"q": q, "lengths": first["lengths"]})
+    return q
 
 
 def xla(

@@ -6,6 +6,7 @@ import json
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -221,7 +222,17 @@ class TestBench:
         want = jax.jit(functools.partial(_bench_decode.xla, case))(**operands)
         np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (got, want)), rtol=0.02, atol=0.02)
         with pytest.raises(NotImplementedError, match="dsv4_decode: implementation: got 'cubin'"):
-            jax.eval_shape(functools.partial(_bench_decode.layers, case), [operands] * 2)
+            jax.eval_shape(functools.partial(_bench_decode.layers, case), operands["q"], [operands] * 2)
+
+    def test_steps_under_graphs(self):
+        """Each step is given what the one before gave."""
+
+        def step(q, by):
+            return q + by
+
+        q = jnp.zeros(3)
+        times = _bench._under_graphs(step, {"q": q, "by": jnp.ones(3)}, rounds=4)
+        assert len(times["rounds"]) == 4 and 0 < times["seconds"] < 1 and not q.is_deleted()
 
     def test_kernels_of_a_trace(self):
         def event(start, name, module):
