@@ -3,6 +3,7 @@
 // q [b, s_q, h_q, d], sink f32 [h_q] -> o like q, lse f32 [b, s_q, h_q], over the keys of one or more sources:
 //   span       k and v [b, s_kv, h_kv, d], start and stop i32 [b, s_q]: query i sees start <= j < stop
 //   selection  k and v [b, s_kv, h_kv, d], indices i32 [b, s_q, topk], length i32 [b, s_q]: it sees indices[:length]
+//   packed     the same, of a pool of pages u8 [pages, bytes] as kernels/lib/packed.py describes them, with d = 512
 // A target whose keys have one head by definition takes them as [b, s_kv, d]; those of a selection may be a pool of all
 // sequences, [slots, d].  The sink is part of o, never of lse.
 //
@@ -47,6 +48,18 @@ inline Source LatentSelection(Operand kv, Operand indices, Operand length) {
   return {kSelection, kv, kv, indices, length};
 }
 
+inline Source PackedSelection(Operand kv, Operand indices, Operand length) {
+  return {kPacked, kv, kv, indices, length};
+}
+
+// Entries of a page of so many bytes, or 0 where no page has as many.
+inline int64_t PackedEntries(int64_t page_bytes) {
+  static constexpr int64_t kEntry = 576, kScales = 8;
+  const int64_t entries = page_bytes / (kEntry + kScales);
+  const int64_t needed = (entries * (kEntry + kScales) + kEntry - 1) / kEntry * kEntry;
+  return needed == page_bytes ? entries : 0;
+}
+
 struct Operands {
   const char* op;
   bool shared_kv;  // one array is K and V
@@ -79,14 +92,18 @@ inline ffi::Error Check(const Operands& x, Shape* shape) {
   const Ints q = x.q.dimensions;
   if (q.size() != 4) return refuse(x.q, "shape " + Show(q), "[b, s_q, h_q, d]");
   const size_t key_rank = x.kv_heads ? 4 : 3;
-  auto is_pool = [](const Source& source) { return source.kind == kSelection && source.k.dimensions.size() == 2; };
   for (int i = 0; i < x.source_count; ++i) {
-    const Source& source = x.sources[i];
-    if (source.k.dimensions.size() == key_rank || is_pool(source)) continue;
-    return refuse(source.k, "shape " + Show(source.k.dimensions),
-                  x.kv_heads                  ? "[b, s_kv, h_kv, d]"
-                  : source.kind == kSelection ? "[b, s_kv, d] or [slots, d]"
-                                              : "[b, s_kv, d]");
+    const auto& [kind, k, v, from, to] = x.sources[i];
+    const Ints got = k.dimensions;
+    if (kind == kPacked) {
+      if (got.size() == 2 && PackedEntries(got[1]) > 0 && k.dtype == ffi::U8) continue;
+      return refuse(k, Show(k.dtype) + Show(got), "U8[pages, 584 bytes an entry, padded up to a multiple of 576]");
+    }
+    if (got.size() == key_rank || (kind == kSelection && got.size() == 2)) continue;
+    return refuse(k, "shape " + Show(got),
+                  x.kv_heads           ? "[b, s_kv, h_kv, d]"
+                  : kind == kSelection ? "[b, s_kv, d] or [slots, d]"
+                                       : "[b, s_kv, d]");
   }
   const int64_t b = q[0], s_q = q[1], h_q = q[2], d = q[3];
   const int64_t h_kv = x.kv_heads ? x.sources[0].k.dimensions[2] : 1;
@@ -105,10 +122,17 @@ inline ffi::Error Check(const Operands& x, Shape* shape) {
   };
   for (int i = 0; i < x.source_count; ++i) {
     const Source& source = x.sources[i];
-    const bool pool = is_pool(source);
-    const int64_t s_kv = source.k.dimensions[pool ? 0 : 1];
+    const Ints k = source.k.dimensions;
+    int64_t s_kv = k[1], stride = s_kv;
+    if (source.kind == kPacked) {
+      stride = PackedEntries(k[1]);
+      s_kv = k[0] * stride;
+    } else if (k.size() == 2) {
+      s_kv = k[0], stride = 0;
+    }
     for (const Operand* keys : {&source.k, &source.v}) {
-      if (pool) {
+      if (source.kind == kPacked) continue;
+      if (k.size() == 2) {
         expect(*keys, {s_kv, d});
       } else if (x.kv_heads) {
         expect(*keys, {b, s_kv, h_kv, d});
@@ -117,7 +141,7 @@ inline ffi::Error Check(const Operands& x, Shape* shape) {
       }
       expect_dtype_of_q(*keys);
     }
-    const bool selects = source.kind == kSelection;
+    const bool selects = source.kind != kSpan;
     const int64_t topk = selects ? source.from.dimensions[2] : 0;
     if (selects) {
       expect(source.from, {b, s_q, topk});
@@ -125,7 +149,7 @@ inline ffi::Error Check(const Operands& x, Shape* shape) {
       expect(source.from, {b, s_q});
     }
     expect(source.to, {b, s_q});
-    shape->sources[i] = SourceShape{source.kind, s_kv, pool ? 0 : s_kv, topk};
+    shape->sources[i] = SourceShape{source.kind, s_kv, stride, topk};
   }
   expect(x.sink, {h_q});
   expect(x.o, {b, s_q, h_q, d});

@@ -11,14 +11,16 @@
 namespace dsv4_fmha {
 
 // Where keys come from.  A span is one interval of keys per query, loaded by TMA; a selection is a list of keys per
-// query, gathered by index.
-enum SourceKind : int64_t { kSpan, kSelection };
+// query, gathered by index; packed, a selection of keys that are kept in FP8.
+enum SourceKind : int64_t { kSpan, kSelection, kPacked };
 
 constexpr int kMaxSources = 2;
 
 struct SourceShape {
   int64_t kind, s_kv;
-  int64_t s_batch, topk;  // of a selection only: keys from one batch entry's to the next's, s_kv or (a pool) 0
+  // Of a selection only.  The stride is that of keys from one batch entry's to the next's: s_kv, or 0 of a pool; of
+  // packed keys, that from page to page.
+  int64_t stride, topk;
 };
 
 // q and o [b, s_q, h_q, d]; the keys of each source [b, s_kv, h_kv, d].  The keys of a tile of rows are worked on in
@@ -45,7 +47,7 @@ struct SourcePlan {
   SourceKind kind;
   TensorMapSpec map;       // of k and of v of a span: [d, s_kv, h_kv, b]
   int32_t map_extents[3];  // the dynamic extents, which follow a descriptor in the parameter list
-  int32_t s_kv, s_batch, topk;
+  int32_t s_kv, stride, topk;
 };
 
 struct Plan {
@@ -86,7 +88,7 @@ inline std::string PlanLaunch(const Shape& shape, float scale, const Tiles& tile
 
   // One KV head: its rows are contiguous, so tiles may span queries freely.  Several: a tile is a block of queries by
   // (a part of) the group's heads.  Keys selected for each query: a tile has heads of one query.
-  const bool one_query = std::any_of(sources, sources + source_count, [](auto& x) { return x.kind == kSelection; });
+  const bool one_query = std::any_of(sources, sources + source_count, [](auto& x) { return x.kind != kSpan; });
   const bool contiguous = h_kv == 1 && !one_query;
   const int64_t group = h_q / h_kv;
   const int64_t inner = contiguous ? s_q * group : group;
@@ -124,10 +126,10 @@ inline std::string PlanLaunch(const Shape& shape, float scale, const Tiles& tile
        i32(row_tiles), i32(splits)},
   };
   for (int i = 0; i < source_count; ++i) {
-    const auto [kind, s_kv, s_batch, topk] = sources[i];
+    const auto [kind, s_kv, stride, topk] = sources[i];
     const char* const s_kv_name = i == 0 ? "s_kv" : "s_kv of the second keys";
     if (std::string error = out_of_range(s_kv_name, s_kv); !error.empty()) return error;
-    if (kind == kSelection) {
+    if (kind != kSpan) {
       if (std::string error = out_of_range("topk", topk); !error.empty()) return error;
     } else if (h_kv > max_heads / s_kv) {
       return too_large(std::string(s_kv_name) + " * h_kv", s_kv * h_kv, max_heads);
@@ -140,7 +142,7 @@ inline std::string PlanLaunch(const Shape& shape, float scale, const Tiles& tile
          {u64(h_kv * head_bytes), u64(head_bytes), u64(s_kv * h_kv * head_bytes)}},
         {i32(s_kv), i32(h_kv), i32(b)},
         i32(s_kv),
-        i32(s_batch),
+        i32(stride),
         i32(topk),
     };
   }
@@ -211,7 +213,7 @@ struct ForwardParams : Params {
         if (!plan.shared_kv) AddMap(source.map, source.map_extents, keys.v);
         Add(keys.from), Add(keys.to), Add(source.s_kv);
       } else {
-        Add(keys.k), Add(keys.from), Add(keys.to), Add(source.s_kv), Add(source.s_batch), Add(source.topk);
+        Add(keys.k), Add(keys.from), Add(keys.to), Add(source.s_kv), Add(source.stride), Add(source.topk);
       }
     }
     Add(at.sink), Add(n.splits > 1 ? at.lse_parts : at.lse), Add(plan.scale_log2);

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-_TARGETS = ("fwd", "fwd_shared_kv", "sparse_fwd", "dsv4_sparse_fwd", "dsv4_dense_fwd", "dsv4_decode")
+_TARGETS = ("fwd", "fwd_shared_kv", "sparse_fwd", "dsv4_sparse_fwd", "dsv4_dense_fwd", "dsv4_decode", "dsv4_decode_fp8")
 
 _PROCESSORS = {"sm_90a": 132}
 """Of the largest device of an architecture: what the keys of few rows are split for."""
@@ -164,7 +164,9 @@ def sparse_fwd(
       length: int32 `[b, s_q]`, any value: entries from there on are absent too.
       q, sink, scale: as in `fwd`.
     """
-    return _call("sparse_fwd", _splits_of_queries("sparse_fwd", q, indices.shape[2]), scale, q, kv, indices, length, sink)
+    return _call(
+        "sparse_fwd", _splits_of_queries("sparse_fwd", q, indices.shape[2]), scale, q, kv, indices, length, sink
+    )
 
 
 def dsv4_sparse_fwd(
@@ -218,6 +220,28 @@ def dsv4_decode(
     splits = _splits_of_queries("dsv4_decode", q, window_indices.shape[2] + indices.shape[2])
     selections = (window_pool, window_indices, window_length, pool, indices, length)
     return _call("dsv4_decode", splits, scale, q, *selections, sink)
+
+
+def dsv4_decode_fp8(
+    q: jax.Array,
+    window_pool: jax.Array,
+    window_indices: jax.Array,
+    window_length: jax.Array,
+    pool: jax.Array,
+    indices: jax.Array,
+    length: jax.Array,
+    sink: jax.Array,
+    *,
+    scale: float,
+) -> tuple[jax.Array, jax.Array]:
+    """As `dsv4_decode`, of pools uint8 `[pages, bytes]` in DSV4's layout: index i is entry i % n of page i // n.
+
+    A page of n entries is n * 576 bytes, each 448 e4m3 numbers and 64 bfloat16, then n * 8 bytes, each 7 ue8m0 scales and
+    one of padding, padded up to a multiple of 576. Scale 255 is NaN; e4m3's own NaN is read as +-480. q is bfloat16.
+    """
+    splits = _splits_of_queries("dsv4_decode_fp8", q, window_indices.shape[2] + indices.shape[2])
+    selections = (window_pool, window_indices, window_length, pool, indices, length)
+    return _call("dsv4_decode_fp8", splits, scale, q, *selections, sink)
 
 
 def _splits_of_queries(op: str, q: jax.Array, keys: int) -> int:

@@ -43,6 +43,7 @@ def expected_params(variant: Variant) -> tuple[int, ...]:
         "span": (*keys * (1 if variant.shared_kv else 2), pointer, pointer, number),  # k, v, start, stop, s_kv
         "selection": (pointer, pointer, pointer, number, number, number),  # keys, indices, length, s_kv, s_batch, topk
     }
+    sources["packed"] = sources["selection"]
     if variant.op == "combine":  # o_parts, lse_parts, o, sink, lse, rows, h_q, d, splits
         return (*[pointer] * 5, *[number] * 4)
     keys_of_all = itertools.chain.from_iterable(sources[kind] for kind in variant.sources)

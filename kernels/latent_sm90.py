@@ -25,15 +25,25 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from .aot import Compiled, compile_ahead
-from .lib.launch import SMEM_LIMIT, WARPGROUP, Shapes, element_type, i32, launch_facts, pointers
+from .lib.launch import (
+    SMEM_LIMIT,
+    WARPGROUP,
+    Shapes,
+    element_type,
+    i32,
+    launch_facts,
+    pointers,
+    registers_at_launch,
+)
 from .lib.output import store_output
-from .lib.rows import BoxedRows, Extents, RowTile, extents, row_of
-from .lib.selections import SelectionOperands, open_selection, read_selection
+from .lib.packed import HALVES, LANES_A_PIECE, PackedOperands, Places, fetch, unpack
+from .lib.rows import PUBLISHED, BoxedRows, Extents, RowTile, extents, row_of
+from .lib.selections import Selection, SelectionOperands, open_selection, read_selection
 from .lib.softmax import ROWS, RowResults, Softmax, rescale_rows, scale_rows
 from .lib.spans import SpanOperands, open_span, read_span
 from .lib.splits import own_part, total_tiles
@@ -60,6 +70,9 @@ from .variants import Variant
 LEFT, RIGHT = 0, 1  # a warpgroup, its half of the columns, and the tile of a pair whose scores it computes
 REFILL_ORDER = ((0, LEFT), (1, RIGHT), (0, RIGHT), (1, LEFT))  # (tile of the pair, half): as they are read last
 
+SELECTIONS = {"selection": SelectionOperands, "packed": PackedOperands}
+AHEAD = 9  # pieces of packed keys that are under way to a thread's registers; divides those of a pair of tiles
+
 BAR_WARPGROUP = 1  # named barriers: 1 + LEFT, 1 + RIGHT: one warpgroup by itself
 
 
@@ -69,14 +82,19 @@ class Config:
 
     d: int
     dtype: str
-    sources: tuple[str, ...]  # of keys, in the order in which they are walked: "span" or "selection"
+    sources: tuple[str, ...]  # of keys, in the order in which they are walked: "span", "selection" or "packed"
     tile_m: int = 64
     tile_n: int = 64
 
     @property
     def gathers(self) -> bool:
         """Whether the keys differ from query to query: then a tile holds heads of one query only."""
-        return "selection" in self.sources
+        return self.sources[-1] != "span"
+
+    @property
+    def unpacks(self) -> bool:
+        """Whether keys come through registers; then nothing else loads any."""
+        return "packed" in self.sources
 
     @property
     def threads(self) -> int:
@@ -89,7 +107,9 @@ class Config:
 
     @property
     def registers(self) -> tuple[int, int]:
-        """(producer, consumer) registers a thread: 128 * (producer + 2 consumer) <= 65536."""
+        """(producer, consumer) registers a thread, out of what a launch gives to all three warpgroups alike."""
+        if self.unpacks:
+            return 88, 208
         return (56, 224) if self.gathers else (40, 232)
 
     @property
@@ -107,7 +127,7 @@ class Config:
     @property
     def smem_bytes(self) -> int:
         barriers, weights = 8 * 15, 2 * self.tile_m * self.tile_n * 2
-        rows, infos = 4 * self.tile_m * (2 + 4), 4 * 2 * 4 * (1 + len(self.sources))
+        rows, infos = 4 * self.tile_m * (2 + 4), 4 * 2 * PUBLISHED * (1 + len(self.sources))
         return 1024 + self.tile_m * self.row_bytes + 4 * self.half_tile_bytes + weights + rows + infos + barriers
 
     def __post_init__(self):
@@ -115,6 +135,9 @@ class Config:
             raise ValueError(
                 f"d must be a multiple of {2 * SLAB} up to 512 (half of it is one WGMMA's N), got {self.d}"
             )
+        at_launch = registers_at_launch(self.threads)
+        if sum(self.registers) + self.registers[1] > 3 * at_launch:  # or the last to ask would wait for ever
+            raise ValueError(f"a launch gives {at_launch} registers a thread, too few for {self.registers}")
         if self.smem_bytes > SMEM_LIMIT:
             raise ValueError(f"needs {self.smem_bytes} bytes of SMEM, {SMEM_LIMIT} fit: {self}")
 
@@ -141,7 +164,7 @@ class Shared:
     p: cute.Tensor  # (64, tile_n, tile of the pair)
     max: cute.Tensor  # (64, warpgroup): the running maximum that each hands over
     sum: cute.Tensor  # (64, warpgroup, row tile & 1): the sum that each ends with
-    info: cute.Tensor  # (4, row tile and each source, row tile & 1): what the producer found out
+    info: cute.Tensor  # (PUBLISHED, row tile and each source, row tile & 1): what the producer found out
 
 
 @dataclass(frozen=True)
@@ -231,8 +254,8 @@ class LatentSm90:
 
     def source(self, kind: str, shapes: Shapes, keys, first, second, s_kv: Int32, *of_selection: Int32) -> tuple:
         c = self.config
-        if kind == "selection":
-            return (SelectionOperands(keys, first, second, s_kv, *of_selection),)
+        if kind in SELECTIONS:
+            return (SELECTIONS[kind](keys, first, second, s_kv, *of_selection),)
         tma = tma_atom(cpasync.CopyBulkTensorTileG2SOp(), shapes.keys(keys, s_kv), c.tile_n, c.half)
         return (*tma, SpanOperands(first, second, s_kv))
 
@@ -290,7 +313,7 @@ class LatentSm90:
         )
         maxima = smem.allocate_tensor(Float32, cute.make_layout((c.tile_m, 2)), 16)
         sums = smem.allocate_tensor(Float32, cute.make_layout((c.tile_m, 2, 2)), 16)
-        info = smem.allocate_tensor(Int32, cute.make_layout((4, 1 + len(c.sources), 2)), 16)
+        info = smem.allocate_tensor(Int32, cute.make_layout((PUBLISHED, 1 + len(c.sources), 2)), 16)
         mbar = smem.allocate_array(Int64, 15)
         bar = Barriers(*(mbar + i for i in (0, 1, 2, 6, 10, 12, 14)))
         return bar, Shared(q, k, p, maxima, sums, info)
@@ -303,9 +326,9 @@ class LatentSm90:
         c = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         tma_q, mQ = row_source
-        turn, evens0, odds0 = Int32(0), Int32(0), Int32(0)
-        for i in cutlass.range(cute.arch.block_idx()[0], n.work, cute.arch.grid_dim()[0], unroll=1):
-            tile = RowTile.number(i, n)
+        evens0, odds0 = Int32(0), Int32(0)
+        for turn in cutlass.range(n.turns, unroll=1):
+            tile = RowTile.of_turn(turn, n)
             opened = own_part(tuple(self.open(source[-1], tile) for source in sources), tile, 2)
             if warp == 0:
                 cute.arch.mbarrier_wait(bar.q_empty, (turn & 1) ^ 1)
@@ -316,8 +339,11 @@ class LatentSm90:
                 gQ, sQ = tma_tiles(tma_q, tile.of(mQ, c.tile_m, c.d)[None, None, 0], smem.q)
                 cute.copy(tma_q, gQ, sQ, tma_bar_ptr=bar.q_full)
             work = Work(opened, (), evens0, odds0)
-            self.load(bar, smem.k, work, self.key_copies(sources, opened, tile, smem.k))
-            turn, evens0, odds0 = turn + 1, evens0 + work.evens, odds0 + work.odds
+            if cutlass.const_expr(c.unpacks):
+                self.unpack(bar, smem.k, work)
+            else:
+                self.load(bar, smem.k, work, self.key_copies(sources, opened, tile, smem.k))
+            evens0, odds0 = evens0 + work.evens, odds0 + work.odds
 
     def open(self, operands: Any, tile: RowTile) -> Any:
         c = self.config
@@ -344,7 +370,8 @@ class LatentSm90:
         tiles, full, empty = total_tiles(work.sources), bar.full, bar.empty
         wanted = cute.make_rmem_tensor((c.tile_n // (WARPGROUP // 8), 2), Int32) if c.gathers else None
         if cutlass.const_expr(c.gathers):
-            self.look_up(work.sources, wanted, 0, thread)
+            for which in cutlass.range_constexpr(2):
+                self.look_up(work.sources, wanted[None, which], which, thread)
         for pair in cutlass.range(work.evens, unroll=1):
             for which, half in REFILL_ORDER:
                 t, i = 2 * pair + which, 2 * which + half
@@ -363,23 +390,67 @@ class LatentSm90:
                                 cute.arch.cp_async_mbarrier_arrive_noinc(full + i)
                         first = first + source.tiles
             if cutlass.const_expr(c.gathers):
-                self.look_up(work.sources, wanted, pair + 1, thread)
+                for which in cutlass.range_constexpr(2):
+                    self.look_up(work.sources, wanted[None, which], 2 * pair + 2 + which, thread)
 
     @cute.jit
-    def look_up(self, sources: tuple, wanted: cute.Tensor, pair: Int32, thread: Int32):
-        """Read which keys of the next pair's tiles this thread will gather: those of the last source, a selection, or
-        of the first where that is one too."""
-        *first, last = sources
+    def look_up(self, sources: tuple, wanted: cute.Tensor, t: Int32, thread: Int32):
+        """Read which keys of tile t this thread will copy: those of the last source, a selection, or of the first where
+        that is one too."""
+        first, last = sources[0], sources[-1]
         before = total_tiles(sources) - last.tiles
-        for which in cutlass.range_constexpr(2):
-            t, keys = 2 * pair + which, wanted[None, which]
-            if cutlass.const_expr(self.config.sources == ("selection", "selection")):
-                if t < before:
-                    first[0].look_up(keys, t, thread, WARPGROUP)
-                else:
-                    last.look_up(keys, t - before, thread, WARPGROUP)
+        if cutlass.const_expr(isinstance(first, Selection) and len(sources) == 2):
+            if t < before:
+                first.look_up(wanted, t, thread, WARPGROUP)
             else:
-                last.look_up(keys, t - before, thread, WARPGROUP)
+                last.look_up(wanted, t - before, thread, WARPGROUP)
+        else:
+            last.look_up(wanted, t - before, thread, WARPGROUP)
+
+    @cute.jit
+    def unpack(self, bar: Barriers, sK: cute.Tensor, work: Work):
+        """As `load`, of packed keys. A thread copies a few keys of each tile, piece by piece, of which the next `AHEAD`
+        are under way to registers; so these are those of the next pair's tiles when it comes to the last."""
+        c = self.config
+        thread = cute.arch.thread_idx()[0]
+        tiles, full, empty = total_tiles(work.sources), bar.full, bar.empty
+        keys = c.tile_n * LANES_A_PIECE // WARPGROUP
+        wanted, places = cute.make_rmem_tensor((keys, 2), Int32), tuple(Places.of(keys) for _ in range(2))
+        raw = cute.make_rmem_tensor((4, AHEAD), Uint32)
+        order = [(*step, piece, key) for step in REFILL_ORDER for piece in HALVES[step[1]] for key in range(keys)]
+        last = {which: max(k for k, step in enumerate(order) if step[0] == which) for which in (0, 1)}
+        for which in cutlass.range_constexpr(2):
+            self.look_up(work.sources, wanted[None, which], which, thread)
+        for which in cutlass.range_constexpr(2):
+            self.locate(work.sources, places[which], wanted[None, which], which, thread)
+            self.look_up(work.sources, wanted[None, which], 2 + which, thread)
+        for k, (which, _, piece, key) in enumerate(order[:AHEAD]):
+            fetch(raw[None, k], places[which], piece, key)
+        for pair in cutlass.range(work.evens, unroll=1):
+            for k, (which, half, piece, key) in enumerate(order):
+                t, i, slot = 2 * pair + which, 2 * which + half, raw[None, k % AHEAD]
+                if t < tiles:
+                    if cutlass.const_expr((piece, key) == (HALVES[half][0], 0)):
+                        fills = pair + (work.evens0, work.odds0)[which]
+                        cute.arch.mbarrier_wait(empty + i, (fills & 1) ^ 1)
+                    unpack(sK[None, None, which], slot, places[which], piece, key, thread, WARPGROUP)
+                    if cutlass.const_expr((piece, key) == (HALVES[half][-1], keys - 1)):
+                        cute.arch.fence_proxy("async.shared", space="cta")
+                        cute.arch.mbarrier_arrive(full + i)
+                if cutlass.const_expr(k == last[which]):
+                    self.locate(work.sources, places[which], wanted[None, which], t + 2, thread)
+                    self.look_up(work.sources, wanted[None, which], t + 4, thread)
+                which, _, piece, key = order[(k + AHEAD) % len(order)]
+                fetch(slot, places[which], piece, key)
+
+    @cute.jit
+    def locate(self, sources: tuple, places: Places, wanted: cute.Tensor, t: Int32, thread: Int32):
+        """places <- where the keys are that were looked up for tile t."""
+        first, last = sources
+        if t < first.tiles:
+            first.locate(places, wanted, t, thread, WARPGROUP)
+        else:
+            last.locate(places, wanted, t - first.tiles, thread, WARPGROUP)
 
     @cute.jit
     def load_span(self, copy, t: Int32, which: cutlass.Constexpr, half: cutlass.Constexpr, full, thread: Int32):
@@ -411,12 +482,13 @@ class LatentSm90:
         n: Extents,
     ):
         """One warpgroup: its half of O's columns, of every row tile of this CTA."""
+        c = self.config
         w = self.consumer(side, bar, smem, scale_log2)
-        turn, evens0, odds0 = Int32(0), Int32(0), Int32(0)
-        boxed = BoxedRows.of(n, 0, w.thread)
-        for i in cutlass.range(cute.arch.block_idx()[0], n.work, cute.arch.grid_dim()[0], unroll=1):
+        evens0, odds0 = Int32(0), Int32(0)
+        boxed = BoxedRows.of(n, 0, w.thread, c.gathers)
+        for turn in cutlass.range(n.turns, unroll=1):
             cute.arch.mbarrier_wait(bar.q_full, turn & 1)
-            tile = RowTile.read(smem.info[None, 0, turn & 1], i, n)
+            tile = RowTile.read(smem.info[None, 0, turn & 1], n)
             sources = tuple(
                 self.reopen(x, tile, smem.info[None, 1 + which, turn & 1]) for which, x in enumerate(operands)
             )
@@ -424,7 +496,7 @@ class LatentSm90:
             w.softmax.start(tile, boxed, results)
             self.attend(side, w, work)
             self.finish(side, w, turn, tile, boxed, o, results)
-            turn, evens0, odds0 = turn + 1, evens0 + work.evens, odds0 + work.odds
+            evens0, odds0 = evens0 + work.evens, odds0 + work.odds
 
     def consumer(self, side: int, bar: Barriers, smem: Shared, scale_log2: Float32) -> Consumer:
         c = self.config
@@ -554,7 +626,7 @@ class LatentSm90:
                         cute.arch.barrier(barrier_id=BAR_WARPGROUP + side, number_of_threads=WARPGROUP)
 
             self.on_source(w, work, 2 * pair + side, clear)
-        if cutlass.const_expr(c.gathers):
+        if cutlass.const_expr("selection" in c.sources):
             cute.arch.fence_proxy("async.shared", space="cta")  # cp.async wrote through the generic proxy
         blocks = c.half // 16
         multiply(w.qk, w.scores, w.a, w.b_own, fresh, range(half * blocks, (half + 1) * blocks))
@@ -664,15 +736,19 @@ def take_over(shared: cute.Tensor, side: cutlass.Constexpr, state: cute.Tensor, 
 def compile(variant: Variant, out_dir: Path) -> Compiled:
     config = Config(variant.d, variant.dtype, variant.sources)
     kernel = LatentSm90(config)
-    source = (*pointers(variant.dtype, "keys", "int32", "int32"), i32(), i32(), i32())
+    of_keys = {kind: pointers(variant.dtype, "bytes" if kind == "packed" else "keys")[0] for kind in config.sources}
+    first, second = (
+        (of_keys[kind], *pointers(variant.dtype, "int32", "int32"), i32(), i32(), i32())
+        for kind in (config.sources[0], config.sources[-1])
+    )
     return compile_ahead(
         kernel,
         LatentSm90.kernel,
         *pointers(variant.dtype, "q", "o", "float32", "float32"),
         Float32(1.0),
         *(i32() for _ in range(4)),
-        *source,
-        *source,
+        *first,
+        *second,
         i32(),
         i32(),
         name="latent_sm90",

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 class Variant:
     """One cubin: an op for one architecture with its compile-time choices.  Everything else is decided at run time."""
 
-    op: str  # "fwd", "sparse_fwd", "dsv4_sparse_fwd", "dsv4_dense_fwd", "dsv4_decode" or "combine"
+    op: str  # "fwd", "sparse_fwd", "dsv4_sparse_fwd", "dsv4_dense_fwd", "dsv4_decode", "dsv4_decode_fp8" or "combine"
     arch: str  # "sm_90a"
     module: str  # the module with `compile(variant, out_dir)`
     d: int  # head dimension, of keys and values alike; 0: any
     dtype: str  # "bfloat16" or "float16": q, k, v and o
     shared_kv: bool  # one array is both K and V
-    sources: tuple[str, ...]  # of keys: "span" (an interval per query) or "selection" (a list of indices per query)
+    sources: tuple[str, ...]  # of keys: "span" (an interval per query), "selection" (a list of indices per query) or
+    # "packed" (a selection of keys that are kept in FP8)
 
     @property
     def key(self) -> str:
@@ -42,5 +43,6 @@ VARIANTS: tuple[Variant, ...] = (
         for op, sources in LATENT_OPS.items()
         for dtype in DTYPES
     ),
+    Variant("dsv4_decode_fp8", "sm_90a", "kernels.latent_sm90", 512, "bfloat16", True, ("packed", "packed")),
     *(Variant("combine", "sm_90a", "kernels.combine", 0, dtype, False, ()) for dtype in DTYPES),  # of split keys
 )

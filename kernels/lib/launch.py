@@ -4,13 +4,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int32, Int64
+from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint8
 from cutlass.cute.runtime import make_ptr
 
 from .rows import Extents
 
 WARPGROUP = 128  # threads
 SMEM_LIMIT = 227 * 1024  # bytes a CTA may have on sm_90 and sm_100
+
+
+def registers_at_launch(threads: int) -> int:
+    """A thread's, of the only CTA of an SM: the file of 65536 shared evenly, in eights."""
+    return 65536 // threads // 8 * 8
 
 
 def element_type(dtype: str):
@@ -45,14 +50,14 @@ class Shapes:
 
 
 def pointers(dtype: str, *targets: str) -> tuple:
-    """What a kernel is compiled for: pointers to int32, float32, or (any other name) 16-byte aligned rows of dtype."""
-    scalars = {"int32": Int32, "float32": Float32}
+    """What a kernel is compiled for: pointers to int32, float32, bytes, or (any other name) rows of dtype."""
+    types = {"int32": Int32, "float32": Float32, "bytes": Uint8}
     return tuple(
         make_ptr(
-            scalars.get(target, element_type(dtype)),
+            types.get(target, element_type(dtype)),
             16,
             cute.AddressSpace.gmem,
-            assumed_align=4 if target in scalars else 16,
+            assumed_align=4 if target in ("int32", "float32") else 16,
         )
         for target in targets
     )

@@ -93,9 +93,7 @@ def store_part(
                 received = cute.arch.shuffle_sync_bfly(first if odd else second, offset=1)
                 values[i], values[2 + i] = received if odd else first, second if odd else received
             if exists:
-                cute.autovec_copy(
-                    values, cute.make_tensor((target + pair * 2 * BLOCK).align(16), cute.make_layout(4))
-                )
+                cute.autovec_copy(values, cute.make_tensor((target + pair * 2 * BLOCK).align(16), cute.make_layout(4)))
 
 
 @cute.jit

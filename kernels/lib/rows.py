@@ -18,6 +18,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
+PUBLISHED = 5  # numbers that the producer publishes of a row tile or a source, at most
 ROWS = 2  # rows of a 64-row WGMMA accumulator that one thread holds
 
 
@@ -37,8 +38,13 @@ class Extents(NamedTuple):
 
     @property
     def work(self) -> Int32:
-        """Pieces of work; piece i is split i % splits of row tile i // splits."""
+        """Pieces of it: each split of each row tile."""
         return self.tiles * self.splits
+
+    @property
+    def turns(self) -> Int32:
+        """Pieces that this CTA works on: c, c + g, ... of g CTAs."""
+        return ceil_div(self.work - cute.arch.block_idx()[0], cute.arch.grid_dim()[0])
 
 
 def ceil_div(a: Int32, b: Int32) -> Int32:
@@ -82,12 +88,11 @@ class RowTile:
     outer0: Int32
 
     @staticmethod
-    def number(i: Int32, n: Extents) -> "RowTile":
-        """Of piece i of the work. The last queries of all (batch, KV head) pairs come first: under a causal mask they
-        see most keys.
-
-        CTA c of g takes the pieces c, c + g, ...: lengths that fall slowly add up to nearly the same for all.
+    def of_turn(turn: Int32, n: Extents) -> "RowTile":
+        """The last queries of all (batch, KV head) pairs come first: under a causal mask they see most keys. Lengths
+        that fall slowly add up to nearly the same for all CTAs.
         """
+        i = cute.arch.block_idx()[0] + turn * cute.arch.grid_dim()[0]
         per_head = n.tiles_inner * ceil_div(n.outer, n.box_outer)
         heads = n.tiles // per_head
         split, i = i % n.splits, i // n.splits
@@ -108,13 +113,12 @@ class RowTile:
 
     def publish(self, slot: cute.Tensor) -> None:
         """To SMEM, for `read`."""
-        for i, x in enumerate((self.batch, self.kv_head, self.inner0, self.outer0)):
+        for i, x in enumerate((self.split, self.batch, self.kv_head, self.inner0, self.outer0)):
             slot[i] = x
 
     @staticmethod
-    def read(slot: cute.Tensor, i: Int32, n: Extents) -> "RowTile":
-        """What was published of piece i of the work."""
-        return RowTile(n, i % n.splits, *(cute.arch.make_warp_uniform(slot[i]) for i in range(4)))
+    def read(slot: cute.Tensor, n: Extents) -> "RowTile":
+        return RowTile(n, *(cute.arch.make_warp_uniform(slot[i]) for i in range(PUBLISHED)))
 
     def place(self, rows: "BoxedRows", r: int) -> tuple[cutlass.Boolean, Int32, Int32]:
         """(exists, query, query head) of a thread's row."""
@@ -152,9 +156,11 @@ class BoxedRows:
     outer: tuple[Int32, ...]
 
     @staticmethod
-    def of(n: Extents, row0: Int32, thread: Int32) -> "BoxedRows":
+    def of(n: Extents, row0: Int32, thread: Int32, one_query: bool) -> "BoxedRows":
         """Of the warpgroup whose rows begin at row0."""
         rows = [row0 + row_of(thread, r) for r in range(ROWS)]
+        if one_query:  # nothing that a thread must keep
+            return BoxedRows(tuple(rows), tuple(Int32(row >= n.box_inner) for row in rows))
         return BoxedRows(tuple(row % n.box_inner for row in rows), tuple(row // n.box_inner for row in rows))
 
 

@@ -31,6 +31,11 @@ class SelectionOperands(NamedTuple):
     s_batch: Int32  # keys from one batch entry's to the next's: s_kv, or 0 where all share a pool
     topk: Int32
 
+    def of_query(self, tile: RowTile, tile_n: int, d: int, skipped: Int32, length: Int32) -> "Selection":
+        keys = self.keys + Int64(tile.batch) * self.s_batch * d
+        indices = tile.at_query(self.indices, tile.first_query, self.topk) + skipped
+        return Selection(self, tile_n, d, keys, indices, skipped, length)
+
 
 @dataclass(frozen=True)
 class Selection:
@@ -70,12 +75,14 @@ class Selection:
     def of_rows(self, rows: BoxedRows) -> "SelectedRows":
         return SelectedRows(self, cute.make_rmem_tensor(self.tile_n // 32, Int32))
 
-    def position(self, t: Int32, i: int, thread: Int32, threads: int) -> Int32:
-        """Of the i-th key of tile t that a thread copies.
+    @property
+    def lanes_a_key(self) -> int:
+        """Eight lanes copy a row of a slab, so a thread has every (threads / 8)th row and always the same swizzle."""
+        return LANES_A_ROW
 
-        Eight lanes copy a row of a slab, so a thread has every (threads / 8)th row and always the same swizzle.
-        """
-        return t * self.tile_n + i * (threads // LANES_A_ROW) + thread // LANES_A_ROW
+    def position(self, t: Int32, i: int, thread: Int32, threads: int) -> Int32:
+        """Of the i-th key of tile t that a thread copies."""
+        return t * self.tile_n + i * (threads // self.lanes_a_key) + thread // self.lanes_a_key
 
     @cute.jit
     def look_up(self, wanted: cute.Tensor, t: Int32, thread: Int32, threads: cutlass.Constexpr):
@@ -144,21 +151,13 @@ class SelectedRows:
 def open_selection(
     operands: SelectionOperands, tile: RowTile, tile_n: cutlass.Constexpr, d: cutlass.Constexpr
 ) -> Selection:
-    length = load(tile.at_query(operands.length, tile.first_query))
+    length = cute.arch.make_warp_uniform(load(tile.at_query(operands.length, tile.first_query)))
     length = cutlass.max(cutlass.min(length, operands.topk), Int32(0))
-    return selection(operands, tile, tile_n, d, Int32(0), length)
+    return operands.of_query(tile, tile_n, d, Int32(0), length)
 
 
 def read_selection(operands: SelectionOperands, tile: RowTile, tile_n: int, d: int, slot: cute.Tensor) -> Selection:
-    return selection(operands, tile, tile_n, d, *(cute.arch.make_warp_uniform(slot[i]) for i in range(2)))
-
-
-def selection(
-    operands: SelectionOperands, tile: RowTile, tile_n: int, d: int, skipped: Int32, length: Int32
-) -> Selection:
-    keys = operands.keys + Int64(tile.batch) * operands.s_batch * d
-    indices = tile.at_query(operands.indices, tile.first_query, operands.topk) + skipped
-    return Selection(operands, tile_n, d, keys, indices, skipped, length)
+    return operands.of_query(tile, tile_n, d, *(cute.arch.make_warp_uniform(slot[i]) for i in range(2)))
 
 
 @dsl_user_op

@@ -17,9 +17,7 @@ def total_tiles(sources: tuple) -> Int32:
 def own_part(sources: tuple, tile: RowTile, unit: int) -> tuple:
     """What is left of the opened sources for this tile's split, in whole units of so many key tiles."""
     units, splits = ceil_div(total_tiles(sources), Int32(unit)), tile.n.splits
-    begin, end = (
-        (units // splits * i + cutlass.min(units % splits, i)) * unit for i in (tile.split, tile.split + 1)
-    )
+    begin, end = ((units // splits * i + cutlass.min(units % splits, i)) * unit for i in (tile.split, tile.split + 1))
     parts, before = [], Int32(0)
     for source in sources:
         first, last = (cutlass.max(cutlass.min(t - before, source.tiles), Int32(0)) for t in (begin, end))
