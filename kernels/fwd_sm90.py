@@ -25,7 +25,7 @@ from cutlass.memory import SmemAllocator
 from .aot import Compiled, compile_ahead
 from .lib.launch import SMEM_LIMIT, WARPGROUP, Shapes, element_type, i32, launch_facts, pointers
 from .lib.output import store_output
-from .lib.rows import BoxedRows, Extents, RowTile, extents
+from .lib.rows import PUBLISHED, BoxedRows, Extents, RowTile, Walk, extents
 from .lib.softmax import RowResults, Softmax, rescale_rows
 from .lib.spans import RowSpans, Span, SpanOperands, open_span, read_span
 from .lib.wgmma import (
@@ -90,7 +90,7 @@ class Config:
 
     @property
     def smem_bytes(self) -> int:
-        barriers, info = 8 * (2 + 4 * self.stages), 4 * 4 * 2 * 2
+        barriers, info = 8 * (2 + 4 * self.stages), 4 * PUBLISHED * 2 * 2
         return 1024 + self.tile_m * self.row_bytes + 2 * self.stages * self.key_tile_bytes + info + barriers
 
     def __post_init__(self):
@@ -119,7 +119,7 @@ class Shared:
     q: cute.Tensor  # (tile_m, d)
     k: cute.Tensor  # (tile_n, d, stage)
     v: cute.Tensor  # (tile_n, d, stage)
-    info: cute.Tensor  # (4, row tile and span, row tile & 1): what the producer found out
+    info: cute.Tensor  # (PUBLISHED, row tile and span, row tile & 1): what the producer found out
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ class FwdSm90:
             smem.allocate_tensor(self.dtype, layout.outer, 1024, swizzle=layout.inner)
             for layout in (slab_layout(self.dtype, c.tile_m, c.d), key_layout, key_layout)
         )
-        info = smem.allocate_tensor(Int32, cute.make_layout((4, 2, 2)), 16)
+        info = smem.allocate_tensor(Int32, cute.make_layout((PUBLISHED, 2, 2)), 16)
         mbar = smem.allocate_array(Int64, 2 + 4 * c.stages)
         return Barriers(mbar, mbar + 1, *(mbar + (2 + i * c.stages) for i in range(4))), Shared(q, k, v, info)
 
@@ -244,9 +244,9 @@ class FwdSm90:
         """One warp, for every row tile of this CTA: Q, what there is to see, and the tiles of K and V."""
         c = self.config
         tma_q, mQ = rows
-        turn, fills0 = Int32(0), Int32(0)
-        for i in cutlass.range(cute.arch.block_idx()[0], n.tiles, cute.arch.grid_dim()[0], unroll=1):
-            tile = RowTile.number(i, n)
+        walk, fills0 = Walk.of(n), Int32(0)
+        for turn in cutlass.range(walk.turns, unroll=1):
+            tile = walk.tile(turn)
             span = open_span(operands, tile, c.tile_n)
             cute.arch.mbarrier_wait(bar.q_empty, (turn & 1) ^ 1)
             with cute.arch.elect_one():
@@ -269,7 +269,7 @@ class FwdSm90:
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive_and_expect_tx(full + stage, c.key_tile_bytes)
                     cute.copy(atom, gmem[None, t], ring[None, stage], tma_bar_ptr=full + stage)
-            turn, fills0 = turn + 1, fills0 + span.tiles
+            fills0 = fills0 + span.tiles
 
     def consumer(self, bar: Barriers, smem: Shared, scale_log2: Float32) -> Consumer:
         c = self.config
@@ -297,8 +297,8 @@ class FwdSm90:
         """One warpgroup: its 64 rows of every row tile of this CTA."""
         c = self.config
         s, boxed = w.softmax, BoxedRows.of(n, w.group * 64, w.thread)
-        turn, fills0 = Int32(0), Int32(0)
-        for _ in cutlass.range(cute.arch.block_idx()[0], n.tiles, cute.arch.grid_dim()[0], unroll=1):
+        fills0 = Int32(0)
+        for turn in cutlass.range(Walk.of(n).turns, unroll=1):
             cute.arch.mbarrier_wait(w.bar.q_full, turn & 1)
             tile = RowTile.read(w.smem.info[None, 0, turn & 1], n)
             span = read_span(operands, tile, c.tile_n, w.smem.info[None, 1, turn & 1])
@@ -307,7 +307,7 @@ class FwdSm90:
             s.sum_columns()
             s.finish(tile, boxed, w.thread, results, writes_lse=True)
             store_output(w.out, s.factor, o, tile, boxed, 0, w.thread, c.d)
-            turn, fills0 = turn + 1, fills0 + span.tiles
+            fills0 = fills0 + span.tiles
 
     @cute.jit
     def attend(self, w: Consumer, span: Span, rows: RowSpans, fills0: Int32):

@@ -32,7 +32,7 @@ from cutlass.memory import SmemAllocator
 from .aot import Compiled, compile_ahead
 from .lib.launch import SMEM_LIMIT, WARPGROUP, Shapes, element_type, i32, launch_facts, pointers
 from .lib.output import store_output
-from .lib.rows import BoxedRows, Extents, RowTile, extents, row_of
+from .lib.rows import PUBLISHED, BoxedRows, Extents, RowTile, Walk, extents, row_of
 from .lib.selections import SelectionOperands, open_selection, read_selection
 from .lib.softmax import ROWS, RowResults, Softmax, rescale_rows, scale_rows
 from .lib.spans import SpanOperands, open_span, read_span
@@ -106,7 +106,7 @@ class Config:
     @property
     def smem_bytes(self) -> int:
         barriers, weights = 8 * 15, 2 * self.tile_m * self.tile_n * 2
-        rows, infos = 4 * self.tile_m * (2 + 4), 4 * 2 * 4 * (1 + len(self.sources))
+        rows, infos = 4 * self.tile_m * (2 + 4), 4 * 2 * PUBLISHED * (1 + len(self.sources))
         return 1024 + self.tile_m * self.row_bytes + 4 * self.half_tile_bytes + weights + rows + infos + barriers
 
     def __post_init__(self):
@@ -140,7 +140,7 @@ class Shared:
     p: cute.Tensor  # (64, tile_n, tile of the pair)
     max: cute.Tensor  # (64, warpgroup): the running maximum that each hands over
     sum: cute.Tensor  # (64, warpgroup, row tile & 1): the sum that each ends with
-    info: cute.Tensor  # (4, row tile and each source, row tile & 1): what the producer found out
+    info: cute.Tensor  # (PUBLISHED, row tile and each source, row tile & 1): what the producer found out
 
 
 @dataclass(frozen=True)
@@ -285,7 +285,7 @@ class LatentSm90:
         )
         maxima = smem.allocate_tensor(Float32, cute.make_layout((c.tile_m, 2)), 16)
         sums = smem.allocate_tensor(Float32, cute.make_layout((c.tile_m, 2, 2)), 16)
-        info = smem.allocate_tensor(Int32, cute.make_layout((4, 1 + len(c.sources), 2)), 16)
+        info = smem.allocate_tensor(Int32, cute.make_layout((PUBLISHED, 1 + len(c.sources), 2)), 16)
         mbar = smem.allocate_array(Int64, 15)
         bar = Barriers(*(mbar + i for i in (0, 1, 2, 6, 10, 12, 14)))
         return bar, Shared(q, k, p, maxima, sums, info)
@@ -298,9 +298,9 @@ class LatentSm90:
         c = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         tma_q, mQ = row_source
-        turn, evens0, odds0 = Int32(0), Int32(0), Int32(0)
-        for i in cutlass.range(cute.arch.block_idx()[0], n.tiles, cute.arch.grid_dim()[0], unroll=1):
-            tile = RowTile.number(i, n)
+        walk, evens0, odds0 = Walk.of(n), Int32(0), Int32(0)
+        for turn in cutlass.range(walk.turns, unroll=1):
+            tile = walk.tile(turn)
             opened = tuple(self.open(source[-1], tile) for source in sources)
             if warp == 0:
                 cute.arch.mbarrier_wait(bar.q_empty, (turn & 1) ^ 1)
@@ -312,7 +312,7 @@ class LatentSm90:
                 cute.copy(tma_q, gQ, sQ, tma_bar_ptr=bar.q_full)
             work = Work(opened, (), evens0, odds0)
             self.load(bar, smem.k, work, self.key_copies(sources, opened, tile, smem.k))
-            turn, evens0, odds0 = turn + 1, evens0 + work.evens, odds0 + work.odds
+            evens0, odds0 = evens0 + work.evens, odds0 + work.odds
 
     def open(self, operands: Any, tile: RowTile) -> Any:
         c = self.config
@@ -401,9 +401,9 @@ class LatentSm90:
     ):
         """One warpgroup: its half of O's columns, of every row tile of this CTA."""
         w = self.consumer(side, bar, smem, scale_log2)
-        turn, evens0, odds0 = Int32(0), Int32(0), Int32(0)
+        evens0, odds0 = Int32(0), Int32(0)
         boxed = BoxedRows.of(n, 0, w.thread)
-        for _ in cutlass.range(cute.arch.block_idx()[0], n.tiles, cute.arch.grid_dim()[0], unroll=1):
+        for turn in cutlass.range(Walk.of(n).turns, unroll=1):
             cute.arch.mbarrier_wait(bar.q_full, turn & 1)
             tile = RowTile.read(smem.info[None, 0, turn & 1], n)
             sources = tuple(
@@ -413,7 +413,7 @@ class LatentSm90:
             w.softmax.start(tile, boxed, results)
             self.attend(side, w, work)
             self.finish(side, w, turn, tile, boxed, o, results)
-            turn, evens0, odds0 = turn + 1, evens0 + work.evens, odds0 + work.odds
+            evens0, odds0 = evens0 + work.evens, odds0 + work.odds
 
     def consumer(self, side: int, bar: Barriers, smem: Shared, scale_log2: Float32) -> Consumer:
         c = self.config

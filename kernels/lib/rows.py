@@ -18,6 +18,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
+PUBLISHED = 5  # numbers that the producer publishes of a row tile or a source, at most
 ROWS = 2  # rows of a 64-row WGMMA accumulator that one thread holds
 
 
@@ -68,18 +69,6 @@ class RowTile:
     inner0: Int32
     outer0: Int32
 
-    @staticmethod
-    def number(i: Int32, n: Extents) -> "RowTile":
-        """The last queries of all (batch, KV head) pairs come first: under a causal mask they see most keys.
-
-        CTA c of g takes the tiles c, c + g, ...: lengths that fall slowly add up to nearly the same for all.
-        """
-        per_head = n.tiles_inner * ceil_div(n.outer, n.box_outer)
-        heads = n.tiles // per_head
-        tile, head = per_head - 1 - i // heads, i % heads
-        inner0, outer0 = tile % n.tiles_inner * n.box_inner, tile // n.tiles_inner * n.box_outer
-        return RowTile(n, head // n.h_kv, head % n.h_kv, inner0, outer0)
-
     @property
     def first_query(self) -> Int32:
         return self.outer0 + self.inner0 // self.n.group
@@ -93,20 +82,13 @@ class RowTile:
 
     def publish(self, slot: cute.Tensor) -> None:
         """To SMEM, for `read`."""
-        for i, x in enumerate((self.batch, self.kv_head, self.inner0, self.outer0)):
+        for i, x in enumerate((self.batch, self.kv_head, self.inner0, self.outer0, self.first_query)):
             slot[i] = x
 
     @staticmethod
-    def read(slot: cute.Tensor, n: Extents) -> "RowTile":
-        return RowTile(n, *(cute.arch.make_warp_uniform(slot[i]) for i in range(4)))
-
-    def place(self, rows: "BoxedRows", r: int) -> tuple[cutlass.Boolean, Int32, Int32]:
-        """(exists, query, query head) of a thread's row."""
-        n = self.n
-        inner, outer = self.inner0 + rows.inner[r], self.outer0 + rows.outer[r]
-        query, head = inner // n.group, inner % n.group
-        exists = (inner < n.inner) & (outer < n.outer) & (rows.outer[r] < n.box_outer)
-        return exists, outer + query, self.kv_head * n.group + head
+    def read(slot: cute.Tensor, n: Extents) -> "PlacedTile":
+        batch, kv_head, inner0, outer0, query0 = (cute.arch.make_warp_uniform(slot[i]) for i in range(PUBLISHED))
+        return PlacedTile(n, batch, kv_head, inner0, outer0, query0)
 
     def of(self, gmem: cute.Tensor, tile_m: int, columns: int) -> cute.Tensor:
         """This tile of q or o: (tile_m, columns, column tile). TMA touches the box's rows only."""
@@ -128,17 +110,72 @@ class RowTile:
 
 
 @dataclass(frozen=True)
+class PlacedTile(RowTile):
+    """A row tile as consumers know it."""
+
+    query0: Int32  # of its first row
+
+    def place(self, rows: "BoxedRows", r: int) -> tuple[cutlass.Boolean, Int32, Int32]:
+        """(exists, query, query head) of a thread's row, without a division: a thread does this for every tile."""
+        n = self.n
+        exists = (self.inner0 + rows.inner[r] < n.inner) & (self.outer0 + rows.outer[r] < n.outer)
+        head = self.inner0 - (self.query0 - self.outer0) * n.group + rows.head[r]
+        over = Int32(head >= n.group)
+        query = self.query0 + rows.query[r] + over
+        return exists & (rows.outer[r] < n.box_outer), query, self.kv_head * n.group + head - over * n.group
+
+
+@dataclass(frozen=True)
+class Walk:
+    """The tiles that one CTA works on, in order.
+
+    The last queries of all (batch, KV head) pairs come first: under a causal mask they see most keys. CTA c of g takes
+    the tiles c, 2 g - 1 - c, 2 g + c, ...: lengths that fall steadily add up to the same for all.
+    """
+
+    n: Extents
+    turns: Int32
+
+    @staticmethod
+    def of(n: Extents) -> "Walk":
+        ctas = cute.arch.grid_dim()[0]
+        rounds = n.tiles // ctas
+        return Walk(n, rounds + Int32(place_in_round(rounds) < n.tiles - rounds * ctas))
+
+    def tile(self, turn: Int32) -> RowTile:
+        n = self.n
+        per_head = n.tiles_inner * ceil_div(n.outer, n.box_outer)
+        i, heads = turn * cute.arch.grid_dim()[0] + place_in_round(turn), n.tiles // per_head
+        tile, head = per_head - 1 - i // heads, i % heads
+        inner0, outer0 = tile % n.tiles_inner * n.box_inner, tile // n.tiles_inner * n.box_outer
+        return RowTile(n, head // n.h_kv, head % n.h_kv, inner0, outer0)
+
+
+@cute.jit
+def place_in_round(turn: Int32) -> Int32:
+    """Every other round goes backwards."""
+    place = cute.arch.block_idx()[0]
+    if turn % 2 == 1:
+        place = cute.arch.grid_dim()[0] - 1 - place
+    return place
+
+
+@dataclass(frozen=True)
 class BoxedRows:
     """Where in a tile's box the rows that a thread holds lie: the same in every tile."""
 
     inner: tuple[Int32, ...]
     outer: tuple[Int32, ...]
+    query: tuple[Int32, ...]  # counted from that of the box's first row, were that one of head 0
+    head: tuple[Int32, ...]
 
     @staticmethod
     def of(n: Extents, row0: Int32, thread: Int32) -> "BoxedRows":
         """Of the warpgroup whose rows begin at row0."""
         rows = [row0 + row_of(thread, r) for r in range(ROWS)]
-        return BoxedRows(tuple(row % n.box_inner for row in rows), tuple(row // n.box_inner for row in rows))
+        inner, outer = [row % n.box_inner for row in rows], [row // n.box_inner for row in rows]
+        query = (o + i // n.group for i, o in zip(inner, outer, strict=True))
+        return BoxedRows(tuple(inner), tuple(outer), tuple(query), tuple(i % n.group for i in inner))
 
 
 def row_of(thread: Int32, r: int) -> Int32:
