@@ -48,7 +48,7 @@ struct SourcePlan {
 
 struct Plan {
   uint32_t grid;
-  TensorMapSpec map;  // of q: [d, inner, outer, h_kv, b]
+  TensorMapSpec map;  // of q and o: [d, inner, outer, h_kv, b]
   int32_t map_extents[4];
   bool shared_kv;
   int source_count;
@@ -164,11 +164,15 @@ struct Param {
 // Everything that the kernel is handed, and the order in which it is.  Points into `plan` and `at`.
 class Params {
  public:
-  static constexpr int kMax = 3 + kMaxSources * 7 + 3 + 9;
+  static constexpr int kMax = 4 + kMaxSources * 7 + 3 + 9;
 
   Params(Plan& plan, Addresses& at) {
     AddMap(plan.map, plan.map_extents, at.q);
-    Add(at.o);
+    if (plan.shared_kv) {
+      AddMap(plan.map, plan.map_extents, at.o);
+    } else {
+      Add(at.o);
+    }
     for (int i = 0; i < plan.source_count; ++i) {
       SourcePlan& source = plan.sources[i];
       SourceAddresses& keys = at.sources[i];
@@ -204,7 +208,7 @@ class Params {
     Add(extents);
   }
 
-  CUtensorMap maps_[1 + 2 * kMaxSources];
+  CUtensorMap maps_[2 + 2 * kMaxSources];
   int map_count_ = 0;
   Param params_[kMax];
   int count_ = 0;

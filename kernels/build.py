@@ -44,8 +44,9 @@ def expected_params(variant: Variant) -> tuple[int, ...]:
         "selection": (pointer, pointer, pointer, number, number),  # keys, indices, length, s_kv, topk
     }
     keys_of_all = itertools.chain.from_iterable(sources[kind] for kind in variant.sources)
+    o = q if variant.shared_kv else (pointer,)
     # q, o, the keys, sink, lse, scale_log2, how the rows are tiled
-    return (*q, pointer, *keys_of_all, pointer, pointer, number, *[number] * 9)
+    return (*q, *o, *keys_of_all, pointer, pointer, number, *[number] * 9)
 
 
 def check(variant: Variant, facts: dict[str, int], kernel: KernelInfo) -> None:

@@ -11,7 +11,8 @@ SMEM. The maximum of a row is handed from left to right and back; all sums are k
 
 So one's softmax runs under the other's products. A tile is refilled by halves of its columns, each as soon as it is
 read for the last time. CTAs are persistent: one takes every gridDim-th tile of rows, and the producer runs ahead into
-the next one: Q's SMEM is free after the last scores, for O goes from registers to memory.
+the next one: Q's SMEM is free after the last scores, for O goes through the weights' SMEM, slab by slab, and TMA stores
+it while the next tile is worked on.
 
 The keys come from one or more sources, walked one after the other as one sequence of tiles under one softmax: spans
 (contiguous, loaded by TMA: a window, a dense cache) and selections (gathered by index with cp.async).
@@ -31,7 +32,6 @@ from cutlass.memory import SmemAllocator
 
 from .aot import Compiled, compile_ahead
 from .lib.launch import SMEM_LIMIT, WARPGROUP, Shapes, element_type, i32, launch_facts, pointers
-from .lib.output import store_output
 from .lib.rows import PUBLISHED, BoxedRows, Extents, RowTile, Walk, extents, row_of
 from .lib.selections import SelectionOperands, open_selection, read_selection
 from .lib.softmax import ROWS, RowResults, Softmax, rescale_rows, scale_rows
@@ -105,15 +105,18 @@ class Config:
 
     @property
     def smem_bytes(self) -> int:
-        barriers, weights = 8 * 15, 2 * self.tile_m * self.tile_n * 2
+        barriers, weights_and_o = 8 * 15, 2 * self.tile_m * (self.tile_n + SLAB) * 2
         rows, infos = 4 * self.tile_m * (2 + 4), 4 * 2 * PUBLISHED * (1 + len(self.sources))
-        return 1024 + self.tile_m * self.row_bytes + 4 * self.half_tile_bytes + weights + rows + infos + barriers
+        tiles = self.tile_m * self.row_bytes + 4 * self.half_tile_bytes + weights_and_o
+        return 1024 + tiles + rows + infos + barriers
 
     def __post_init__(self):
         if self.d % (2 * SLAB) or self.half > 256:
             raise ValueError(
                 f"d must be a multiple of {2 * SLAB} up to 512 (half of it is one WGMMA's N), got {self.d}"
             )
+        if self.tile_n != SLAB:
+            raise ValueError(f"tile_n must be {SLAB}, for O is staged where a tile's weights stand, got {self.tile_n}")
         if self.smem_bytes > SMEM_LIMIT:
             raise ValueError(f"needs {self.smem_bytes} bytes of SMEM, {SMEM_LIMIT} fit: {self}")
 
@@ -137,7 +140,8 @@ class Shared:
 
     q: cute.Tensor  # (64, d)
     k: cute.Tensor  # (tile_n, d, tile of the pair)
-    p: cute.Tensor  # (64, tile_n, tile of the pair)
+    p: cute.Tensor  # (64, tile_n, tile of the pair): the weights; then O on its way out, as `o`
+    o: cute.Tensor  # (64, SLAB, warpgroup)
     max: cute.Tensor  # (64, warpgroup): the running maximum that each hands over
     sum: cute.Tensor  # (64, warpgroup, row tile & 1): the sum that each ends with
     info: cute.Tensor  # (PUBLISHED, row tile and each source, row tile & 1): what the producer found out
@@ -215,9 +219,10 @@ class LatentSm90:
         n = extents(c.tile_m, c.gathers, b, s_q, h_q, h_kv)
         shapes = Shapes(c.d, b, n)
         tma_q, mQ = tma_atom(cpasync.CopyBulkTensorTileG2SOp(), shapes.rows(q), c.tile_m, c.d)
+        tma_o, mO = tma_atom(cpasync.CopyBulkTensorTileS2GOp(), shapes.rows(o), c.tile_m, SLAB)
         given = ((keys0, from0, to0, s_kv0, topk0), (keys1, from1, to1, s_kv1, topk1))
         sources = tuple(self.source(kind, shapes, *g) for kind, g in zip(c.sources, given, strict=False))
-        self.kernel(tma_q, mQ, o, sources, RowResults(sink, lse), scale_log2, n).launch(
+        self.kernel(tma_q, mQ, tma_o, mO, sources, RowResults(sink, lse), scale_log2, n).launch(
             grid=(cutlass.min(n.tiles, ctas), 1, 1),
             block=(c.threads, 1, 1),
             smem=c.smem_bytes,
@@ -237,7 +242,8 @@ class LatentSm90:
         self,
         tma_q: cute.CopyAtom,
         mQ: cute.Tensor,
-        o: cute.Pointer,
+        tma_o: cute.CopyAtom,
+        mO: cute.Tensor,
         sources: tuple,
         results: RowResults,
         scale_log2: Float32,
@@ -268,19 +274,20 @@ class LatentSm90:
             cute.arch.setmaxregister_increase(c.registers[1])
             operands = tuple(source[-1] for source in sources)
             if warp < 8:
-                self.consume(LEFT, bar, smem, operands, o, results, scale_log2, n)
+                self.consume(LEFT, bar, smem, operands, (tma_o, mO), results, scale_log2, n)
             else:
-                self.consume(RIGHT, bar, smem, operands, o, results, scale_log2, n)
+                self.consume(RIGHT, bar, smem, operands, (tma_o, mO), results, scale_log2, n)
 
     def allocate(self) -> tuple[Barriers, Shared]:
         c = self.config
         smem = SmemAllocator()
-        q, k, p = (
+        q, k, p, o = (
             smem.allocate_tensor(self.dtype, layout.outer, 1024, swizzle=layout.inner)
             for layout in (
                 slab_layout(self.dtype, c.tile_m, c.d),
                 slab_layout(self.dtype, c.tile_n, c.d, 2),
                 slab_layout(self.dtype, c.tile_m, c.tile_n, 2),
+                slab_layout(self.dtype, c.tile_m, SLAB, 2),
             )
         )
         maxima = smem.allocate_tensor(Float32, cute.make_layout((c.tile_m, 2)), 16)
@@ -288,7 +295,7 @@ class LatentSm90:
         info = smem.allocate_tensor(Int32, cute.make_layout((PUBLISHED, 1 + len(c.sources), 2)), 16)
         mbar = smem.allocate_array(Int64, 15)
         bar = Barriers(*(mbar + i for i in (0, 1, 2, 6, 10, 12, 14)))
-        return bar, Shared(q, k, p, maxima, sums, info)
+        return bar, Shared(q, k, p, o, maxima, sums, info)
 
     # ---- producer
 
@@ -394,7 +401,7 @@ class LatentSm90:
         bar: Barriers,
         smem: Shared,
         operands: tuple,
-        o: cute.Pointer,
+        output: tuple,
         results: RowResults,
         scale_log2: Float32,
         n: Extents,
@@ -411,9 +418,12 @@ class LatentSm90:
             )
             work = Work(sources, tuple(source.of_rows(boxed) for source in sources), evens0, odds0)
             w.softmax.start(tile, boxed, results)
+            self.await_stores(side, w)
             self.attend(side, w, work)
-            self.finish(side, w, turn, tile, boxed, o, results)
+            self.finish(side, w, turn, tile, boxed, results)
+            self.store(side, w, tile, output)
             evens0, odds0 = evens0 + work.evens, odds0 + work.odds
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     def consumer(self, side: int, bar: Barriers, smem: Shared, scale_log2: Float32) -> Consumer:
         c = self.config
@@ -490,11 +500,10 @@ class LatentSm90:
         turn: Int32,
         tile: RowTile,
         boxed: BoxedRows,
-        o: cute.Pointer,
         results: RowResults,
     ):
-        """Normalise this side's half of the output and write it, and lse."""
-        c, s = self.config, w.softmax
+        """What normalises the output; lse."""
+        s = w.softmax
         sums = w.smem.sum[None, None, turn & 1]
         s.sum_columns()
         hand_over(sums, side, s.row_sum, w.thread)
@@ -504,7 +513,33 @@ class LatentSm90:
         take_over(sums, RIGHT, s.factor, w.thread)
         s.row_sum.store(s.row_sum.load() + s.factor.load())
         s.finish(tile, boxed, w.thread, results, writes_lse=side == LEFT)
-        store_output(w.out, s.factor, o, tile, boxed, side * c.half, w.thread, c.d)
+
+    @cute.jit
+    def store(self, side: cutlass.Constexpr, w: Consumer, tile: RowTile, output: tuple):
+        """This side's half of O, normalised, slab by slab through SMEM. TMA leaves out rows that do not exist."""
+        c = self.config
+        tma_o, mO = output
+        slabs, columns = (w.smem.p[None, None, side], w.smem.o[None, None, side]), cute.size(w.scores)
+        for i in cutlass.range_constexpr(c.half // SLAB):
+            if cutlass.const_expr(i > 0):
+                self.await_stores(side, w)
+            for x in cutlass.range_constexpr(columns):
+                w.scores[x] = w.out[i * columns + x] * w.softmax.factor[x // 2 % ROWS]
+            slab = slabs[i % len(slabs)]
+            store_rows(w.qk, w.scores, slab, w.thread)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.barrier(barrier_id=BAR_WARPGROUP + side, number_of_threads=WARPGROUP)
+            if cute.arch.make_warp_uniform(w.thread // 32) == 0:
+                gO, sO = tma_tiles(tma_o, tile.of(mO, c.tile_m, SLAB)[None, None, side * c.half // SLAB + i], slab)
+                cute.copy(tma_o, sO, gO)
+                cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def await_stores(self, side: cutlass.Constexpr, w: Consumer):
+        """Until TMA has read all slabs but the last one out of SMEM: then the other of the two may be written."""
+        if cute.arch.make_warp_uniform(w.thread // 32) == 0:
+            cute.arch.cp_async_bulk_wait_group(1, read=True)
+        cute.arch.barrier(barrier_id=BAR_WARPGROUP + side, number_of_threads=WARPGROUP)
 
     @cute.jit
     def on_source(self, w: Consumer, work: Work, t: Int32, action: cutlass.Constexpr[Callable]):
@@ -562,7 +597,7 @@ class LatentSm90:
         round_to(w.weights, w.scores)
         if cutlass.const_expr(not has_odd):
             self.share_weights(w, LEFT)
-        rescale_rows(w.out, s.factor)
+        rescale_rows(w.out, s.factor, fresh=pair == 0)
         multiply(w.pv, w.out, w.weights, w.b_value[None, None, None, 0], fresh=pair == 0)
         if cutlass.const_expr(has_odd):
             warpgroup.wait_group(0)
@@ -593,7 +628,7 @@ class LatentSm90:
         s.decay()
         s.exponentiate(w.scores)
         round_to(w.weights, w.scores)
-        rescale_rows(w.out, s.factor)
+        rescale_rows(w.out, s.factor, fresh=pair == 0)
         multiply(w.pv, w.out, w.weights, w.b_value[None, None, None, 1], fresh=pair == 0)
         self.share_weights(w, RIGHT)
         cute.arch.mbarrier_wait(w.bar.weights + LEFT, (work.evens0 + pair) & 1)

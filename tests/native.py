@@ -54,7 +54,7 @@ class _Shape(ctypes.Structure):
 
 
 class _ShownLaunch(ctypes.Structure):
-    _params = 29
+    _params = 30
     _fields_ = (
         ("grid", ctypes.c_uint32),
         ("count", ctypes.c_uint32),
