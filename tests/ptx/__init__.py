@@ -1,6 +1,6 @@
 '''An interpreter for the PTX that the build emits: kernels run on a CPU, and their mistakes are found there.
 
-    from tests.ptx import Machine, parse
+    from tests.ptx.state import Machine
     machine = Machine(parse(text), grid=(2, 1, 1), block=384, smem_bytes=214648, params=..., seed=0)
     machine.run()                       # raises Deadlock, Race, Undefined, OutOfBounds, Misuse, Unsupported
 
