@@ -239,7 +239,24 @@ def logic(i: Instruction, d: Decoder) -> Step:
     name, kind = i.opcode.split(".")[0], kind_of(i, d)
     i.only(kind)
     compute = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}[name]
+    if kind == "pred" and name != "xor":
+        return short_circuit(i, d, name == "or")
     return elementwise(d, i, kind, [kind, kind], compute)
+
+
+def short_circuit(i: Instruction, d: Decoder, decisive: bool) -> Step:
+    """and, or of predicates: one that decides alone makes the result defined."""
+    target, a, b = (d.sink(i.args[0], "pred"), *(d.slot(x, "pred") for x in i.args[1:]))
+    compute = np.logical_or if decisive else np.logical_and
+
+    def step(w: Warp) -> None:
+        x, y, defined = w.R[a], w.R[b], w.D[a] & w.D[b]
+        if defined != FULL:
+            flip = 0 if decisive else FULL
+            defined |= w.D[a] & (mask_of(x) ^ flip) | w.D[b] & (mask_of(y) ^ flip)
+        w.put(target, compute(x, y), defined)
+
+    return step
 
 
 @instruction("lop3")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Step = Callable[[Warp], Any]  # None: go on; int: the next pc; Wait: run it again later
 Decode = Callable[[Instruction, "Decoder"], Step]
 
-FAMILIES = ("alu", "control", "memory", "barriers", "copies", "lanes", "wgmma")
+FAMILIES = ("alu", "control", "memory", "barriers", "copies", "lanes", "wgmma", "tcgen05")
 
 DTYPES: dict[str, Any] = {
     "pred": np.bool_,

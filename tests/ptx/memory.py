@@ -202,7 +202,10 @@ def copy(i: Instruction, d: Decoder) -> Step:
 
 @instruction("cp.async.mbarrier.arrive")
 def copy_arrive(i: Instruction, d: Decoder) -> Step:
-    """9.7.14.16.15: each lane arrives when all its copies so far are complete. Only they are known to who waits."""
+    """9.7.14.16.15: each lane arrives when all its copies so far are complete.
+
+    They are known to who waits, and so is what the warp had been told when it issued them; its own stores are not.
+    """
     i.only("noinc", "shared", "shared::cta", "b64")
     if not i.has("noinc"):
         raise d.fail("without .noinc")
@@ -214,7 +217,8 @@ def copy_arrive(i: Instruction, d: Decoder) -> Step:
         everything = list(copies_of(w)["all"])
 
         def run(op: AsyncOp) -> None:
-            clock = op.bare_clock()
+            clock = op.clock.copy()
+            clock.seen[:, w.index] = 0
             for copied in everything:
                 clock.ops |= 1 << copied.number
             for bar, lanes in groups:

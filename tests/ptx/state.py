@@ -155,9 +155,6 @@ class AsyncOp:
             )
         return self._event
 
-    def bare_clock(self) -> Clock:
-        return Clock(self.warp.machine.warp_count)
-
     def completed(self) -> Clock:
         """What is known to whoever learns that it is complete."""
         clock = self.clock.copy()
