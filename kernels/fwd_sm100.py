@@ -152,7 +152,7 @@ class Barriers:
     """mbarriers in SMEM, by what they announce."""
 
     q_full: cute.Pointer  # and info
-    q_empty: cute.Pointer  # every softmax thread has read info, and the last scores are computed
+    q_empty: cute.Pointer  # every thread but TMA's has read info, and the last scores are computed
     full: cute.Pointer  # (stage, ring): TMA has filled it
     empty: cute.Pointer  # (stage, ring): the products that read it are done
     s_full: cute.Pointer  # by buffer: scores are computed
@@ -248,7 +248,7 @@ class FwdSm100:
             with cute.arch.elect_one():
                 for barrier, count, arrivals in (
                     (bar.q_full, 1, 1),
-                    (bar.q_empty, 1, WARPGROUP + 1),
+                    (bar.q_empty, 1, WARPGROUP + 32 + 1),
                     (bar.full, 2 * c.stages, 1),
                     (bar.empty, 2 * c.stages, 1),
                     (bar.s_full, SCORE_BUFFERS, 1),
@@ -353,6 +353,7 @@ class FwdSm100:
             cute.arch.mbarrier_wait(bar.q_full, turn & 1)
             tile = RowTile.read(smem.info[None, 0], n)
             tiles = read_span(operands, tile, c.tile_n, smem.info[None, 1]).tiles
+            cute.arch.mbarrier_arrive(bar.q_empty)
             if tiles == 0:
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(bar.q_empty)
@@ -485,12 +486,13 @@ class FwdSm100:
             if cutlass.const_expr(c.lanes_per_row == 2):
                 row_sum = row_sum + cute.arch.shuffle_sync_bfly(row_sum, offset=16)
             factor, lse = Float32(0.0), -Float32.inf
-            if row_sum != 0.0:
-                shift = shift_of(row_max, scale_log2)
-                factor = 1.0 / (row_sum + exp2(sink * LOG2_E - shift))
-                lse = (cute.math.log2(row_sum, fastmath=True) + row_max * scale_log2) * LN_2
-            if exists and w.part == 0:
-                store(results.lse + tile.row_index(query, head), lse)
+            if exists:
+                if row_sum != 0.0:
+                    shift = shift_of(row_max, scale_log2)
+                    factor = 1.0 / (row_sum + exp2(sink * LOG2_E - shift))
+                    lse = (cute.math.log2(row_sum, fastmath=True) + row_max * scale_log2) * LN_2
+                if w.part == 0:
+                    store(results.lse + tile.row_index(query, head), lse)
             if tiles > 0:
                 cute.arch.mbarrier_wait(bar.o_full, (fills0 + tiles - 1) & 1)
                 after_thread_sync()

@@ -85,7 +85,9 @@ class Issuer:
     stores: list[AsyncOp] = field(default_factory=list)
     products: dict[int, list[AsyncOp]] = field(default_factory=dict)  # by lane, not known to be done
     product_bits: dict[int, int] = field(default_factory=dict)  # by lane, of all
-    chains: dict[tuple[int, ...], tuple[AsyncOp, int]] = field(default_factory=dict)  # by accumulator: last, bits of all
+    chains: dict[tuple[int, ...], tuple[AsyncOp, int]] = field(
+        default_factory=dict
+    )  # by accumulator: last, bits of all
 
     def clock(self) -> Clock:
         clock = self.known.copy()
@@ -310,7 +312,9 @@ def renamed_first(d: Decoder) -> None:
     here they come after the wait."""
     code, first = d.program.code, d.index + 1
     last = next(n for n in range(first, len(code)) if not code[n].opcode.startswith("mov."))
-    if code[last].opcode.startswith("tcgen05.wait::ld") and not any(first <= n <= last for n in d.program.labels.values()):
+    if code[last].opcode.startswith("tcgen05.wait::ld") and not any(
+        first <= n <= last for n in d.program.labels.values()
+    ):
         code.insert(first, code.pop(last))
 
 
@@ -393,7 +397,9 @@ def smem_descriptor(bits: int) -> Descriptor:
     """9.7.16.4.1. In units of 16 bytes; bits 46 to 48 are 0b001."""
     if bits >> 46 & 7 != 1 or bits >> 49 & 0x1F or bits >> 61 not in SWIZZLES:
         raise Misuse(f"shared memory descriptor 0x{bits:016x}")
-    return Descriptor((bits & 0x3FFF) << 4, (bits >> 16 & 0x3FFF) << 4, (bits >> 32 & 0x3FFF) << 4, SWIZZLES[bits >> 61])
+    return Descriptor(
+        (bits & 0x3FFF) << 4, (bits >> 16 & 0x3FFF) << 4, (bits >> 32 & 0x3FFF) << 4, SWIZZLES[bits >> 61]
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -495,5 +501,3 @@ def multiply(
             values += tmem.words[d_words].view(np.float32)
     tmem.shadow.write(access, d_words.ravel(), np.repeat(rows, n))
     tmem.words[d_words] = values.astype(np.float32).view(np.uint32)
-
-
