@@ -43,7 +43,12 @@ def reads(w: Warp, slots: list[int], dtypes: list[Any]) -> tuple[list[Array], in
 
 
 def elementwise(
-    d: Decoder, i: Instruction, to: str, kinds: list[str], compute: Callable[..., Array], args: tuple[Any, ...] | None = None
+    d: Decoder,
+    i: Instruction,
+    to: str,
+    kinds: list[str],
+    compute: Callable[..., Array],
+    args: tuple[Any, ...] | None = None,
 ) -> Step:
     """d <- compute(operands), lane by lane."""
     args = i.args if args is None else args
@@ -328,7 +333,11 @@ def permute(i: Instruction, d: Decoder) -> Step:
 def extract(i: Instruction, d: Decoder) -> Step:
     i.only("u32")
     return elementwise(
-        d, i, "u32", ["u32"] * 3, lambda a, b, c: ((a.astype(np.uint64) >> b) & ((np.uint64(1) << c) - 1)).astype(np.uint32)
+        d,
+        i,
+        "u32",
+        ["u32"] * 3,
+        lambda a, b, c: ((a.astype(np.uint64) >> b) & ((np.uint64(1) << c) - 1)).astype(np.uint32),
     )
 
 
@@ -404,7 +413,9 @@ def select(i: Instruction, d: Decoder) -> Step:
             chosen = mask_of(q)
             defined = D[p] & ((D[a] & chosen) | (D[b] & ~chosen))
         w.put(
-            target, np.where(q, x if x.dtype == dtype else x.view(dtype), y if y.dtype == dtype else y.view(dtype)), defined
+            target,
+            np.where(q, x if x.dtype == dtype else x.view(dtype), y if y.dtype == dtype else y.view(dtype)),
+            defined,
         )
 
     return step

@@ -289,7 +289,9 @@ def named(i: Instruction, d: Decoder) -> Step:
                 raise Misuse(f"named barrier {which} of {count} threads in a CTA of {m.threads}")
             bar = cta.named.setdefault(which, NamedBarrier(Clock(m.warp_count)))
             if bar.arrived and bar.count != count:
-                raise Misuse(f"named barrier {which} of {count} threads, {', '.join(bar.who)} came to it with {bar.count}")
+                raise Misuse(
+                    f"named barrier {which} of {count} threads, {', '.join(bar.who)} came to it with {bar.count}"
+                )
             bar.count = count
             bar.clock.join(w.tell())
             bar.arrived += 32

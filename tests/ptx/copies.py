@@ -72,7 +72,9 @@ class TensorMap:
             buffer, _ = memory.find(int(wanted.min()), size, "a tensor map reads")
             if int(wanted.max()) + size > buffer.base + buffer.size:
                 raise OutOfBounds(f"a tensor map reads behind the end of {buffer.name}: {self}")
-            data[np.flatnonzero(inside)[:, None], skip + np.arange(size)] = buffer.read(actor, wanted - buffer.base, size)
+            data[np.flatnonzero(inside)[:, None], skip + np.arange(size)] = buffer.read(
+                actor, wanted - buffer.base, size
+            )
         return data
 
 
@@ -141,7 +143,9 @@ def tensor_copy(i: Instruction, d: Decoder) -> Step:
         if bar.cta is not cta and not pair:
             raise Misuse(f"a copy to CTA {cta.number} that completes on CTA {bar.cta.number}")
         if not bar.init_fenced and w.clock.seen[1, bar.init[0].index] < bar.init[1]:
-            raise Misuse(f"no fence.mbarrier_init or fence.proxy.async between the initialisation of {bar} and this copy")
+            raise Misuse(
+                f"no fence.mbarrier_init or fence.proxy.async between the initialisation of {bar} and this copy"
+            )
         if int(w.lanes.sum()) != 1:
             raise Misuse(f"{int(w.lanes.sum())} lanes issue the same copy")
         chunks, words = place(tensor, offset)

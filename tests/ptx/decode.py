@@ -23,7 +23,11 @@ FAMILIES = ("alu", "control", "memory", "barriers", "copies", "lanes", "wgmma", 
 
 DTYPES: dict[str, Any] = {
     "pred": np.bool_,
-    **{f"{kind}{bits}": np.dtype(f"{c}{bits // 8}").type for bits in (8, 16, 32, 64) for kind, c in (("b", "u"), ("u", "u"), ("s", "i"))},
+    **{
+        f"{kind}{bits}": np.dtype(f"{c}{bits // 8}").type
+        for bits in (8, 16, 32, 64)
+        for kind, c in (("b", "u"), ("u", "u"), ("s", "i"))
+    },
     "f16": np.float16,
     "f32": np.float32,
     "f64": np.float64,

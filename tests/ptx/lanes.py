@@ -27,7 +27,12 @@ def shuffle(i: Instruction, d: Decoder) -> Step:
     targets = str(i.args[0]).split("|")
     target = d.sink(targets[0], "b32")
     valid = d.sink(targets[1], "pred") if len(targets) > 1 else None
-    value, by, clamp, members = d.slot(i.args[1], "b32"), d.slot(i.args[2], "u32"), d.slot(i.args[3], "u32"), d.slot(i.args[4], "u32")
+    value, by, clamp, members = (
+        d.slot(i.args[1], "b32"),
+        d.slot(i.args[2], "u32"),
+        d.slot(i.args[3], "u32"),
+        d.slot(i.args[4], "u32"),
+    )
 
     def step(w: Warp) -> None:
         if w.held:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import json
+import fcntl
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from kernels import build
 from kernels.variants import Variant
 from tests import native
 
 from .copies import TensorMap
-from .parser import Program, parse
-from .state import Array, Machine, new_memory
+from .parser import parse
+from .state import PARAM_BASE, Array, Machine, new_memory
 
-PARAM_ALIGN = 64  # of a tensor map
+BUILD = Path(__file__).parents[2] / "build"
 
 
 @dataclass(frozen=True)
@@ -28,13 +30,16 @@ class Kernel:
     facts: dict[str, Any]  # tile_m, tile_n, threads, smem_bytes
 
     @staticmethod
-    def read(directory: Path, variant: Variant) -> Kernel:
-        facts = json.loads((directory / f"{variant.key}.json").read_text())
-        return Kernel(variant, (directory / f"{variant.key}.ptx").read_text(), facts)
-
-    @property
-    def program(self) -> Program:
-        return parse(self.ptx)
+    def of(variant: Variant) -> Kernel:
+        """From a build that is there and up to date; else it is compiled, once, into build/ptx."""
+        for directory in (*sorted(BUILD.glob("*/kernels")), BUILD / "ptx"):
+            if (record := build.cached(variant, directory)) and (ptx := directory / f"{variant.key}.ptx").exists():
+                return Kernel(variant, ptx.read_text(), record)
+        directory.mkdir(parents=True, exist_ok=True)
+        with open(directory / f"{variant.key}.lock", "w") as lock:  # several test processes may want it
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            record = build.cached(variant, directory) or build.compile_one(variant, directory)
+        return Kernel(variant, (directory / f"{variant.key}.ptx").read_text(), record)
 
 
 @dataclass
@@ -61,9 +66,16 @@ class Launch:
 
 
 def launch(
-    kernel: Kernel, x: native.Operands, *, processors: int = 2, seed: int = 0, record: bool = False, **changes: Any
+    kernel: Kernel,
+    x: native.Operands,
+    *,
+    processors: int = 2,
+    seed: int = 0,
+    record: bool = False,
+    edit_map: Callable[[int, TensorMap], TensorMap] = lambda n, tensor: tensor,
+    edit_param: Callable[[int, bytes], bytes] = lambda n, blob: blob,
 ) -> Launch:
-    """`changes` are planted faults: of the `program`, or functions of the `maps` or the `params`."""
+    """On so many processors. The edits plant faults: in the n-th tensor map, in the n-th parameter that is none."""
     variant, memory = kernel.variant, new_memory()
     scale = variant.d**-0.5
     given = {"q": x.q, "sink": x.sink}
@@ -74,19 +86,22 @@ def launch(
     addresses["lse"] = memory.add("lse", None, x.q[..., 0].size * 4)
     tiles = {name: kernel.facts[name] for name in ("tile_m", "tile_n")}
     plan = native.plan(
-        variant.sources, x.shape, scale, **tiles, shared_kv=variant.shared_kv, processors=processors, addresses=addresses
+        variant.sources,
+        x.shape,
+        scale,
+        **tiles,
+        shared_kv=variant.shared_kv,
+        processors=processors,
+        addresses=addresses,
     )
-    program = changes.get("program") or kernel.program
+    program = parse(kernel.ptx)
     params, maps = bytearray(program.param_bytes), {}
-    from .state import PARAM_BASE
-
-    for param, blob, spec in zip(program.params.values(), plan.params, plan.maps, strict=True):
+    for n, (param, blob, spec) in enumerate(zip(program.params.values(), plan.params, plan.maps, strict=True)):
         if spec is not None:
-            maps[PARAM_BASE + param.offset] = tensor_map(spec, int.from_bytes(blob[:8], "little"))
+            tensor = tensor_map(spec, int.from_bytes(blob[:8], "little"))
+            maps[PARAM_BASE + param.offset] = edit_map(len(maps), tensor)
         else:
-            params[param.offset : param.offset + param.size] = blob
-    if "maps" in changes:
-        maps = {at: changes["maps"](n, m) for n, (at, m) in enumerate(maps.items())}
+            params[param.offset : param.offset + param.size] = edit_param(n, blob)
     machine = Machine(
         program,
         grid=plan.grid,
@@ -105,4 +120,6 @@ def launch(
 def tensor_map(spec: native.TensorMapSpec, address: int) -> TensorMap:
     """16-bit elements and a swizzle of 128 bytes: what ffi/tensor_map.h encodes."""
     rank = spec.rank
-    return TensorMap(address, 2, tuple(spec.box[:rank]), tuple(spec.extents[:rank]), tuple(spec.strides[: rank - 1]), 128)
+    return TensorMap(
+        address, 2, tuple(spec.box[:rank]), tuple(spec.extents[:rank]), tuple(spec.strides[: rank - 1]), 128
+    )

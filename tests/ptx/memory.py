@@ -18,7 +18,20 @@ from .parser import Address, Instruction
 from .state import FULL, LANES, PARAM_BASE, RANK_SHIFT, Array, AsyncOp, Cta, Warp, lane_names, lanes_of
 
 SPACES = ("shared", "shared::cta", "shared::cluster", "global", "param")
-HINTS = ("relaxed", "weak", "volatile", "cta", "cluster", "gpu", "sys", "nc", "L1::no_allocate", "L1::evict_last", "L2::128B", "L2::256B")
+HINTS = (
+    "relaxed",
+    "weak",
+    "volatile",
+    "cta",
+    "cluster",
+    "gpu",
+    "sys",
+    "nc",
+    "L1::no_allocate",
+    "L1::evict_last",
+    "L2::128B",
+    "L2::256B",
+)
 
 
 def size_of(kind: str) -> int:

@@ -63,7 +63,7 @@ def run(m: Machine) -> None:
         if w.exited:
             m.log("exit", w, "")
             alive.remove(w)
-            w.cta.extra.setdefault("exited", []).append(w)
+            check_exit(w)
     check_end(m)
 
 
@@ -150,15 +150,35 @@ def leave(w: Warp) -> int:
 
 def deadlock(m: Machine) -> Deadlock:
     """Who waits for what."""
-    lines = []
+    alike: dict[tuple[int, str], list[str]] = {}
     for w in m.warps:
         if not w.exited:
             assert isinstance(w.waiting, Wait)
-            lines.append(f"  {w.name} at line {w.instruction.line} waits for {w.waiting.why()}")
-    stuck = [f"  {op.kind} of {op.warp.name}, line {op.instruction.line}, waits for what was issued before it" for op in m.pending]
+            alike.setdefault((w.instruction.line, w.waiting.why()), []).append(w.name)
+    lines = [
+        f"  {', '.join(names)} at line {line} {'waits' if len(names) == 1 else 'wait'} for {why}"
+        for (line, why), names in alike.items()
+    ]
+    stuck = [
+        f"  {op.kind} of {op.warp.name}, line {op.instruction.line}, waits for what was issued before it"
+        for op in m.pending
+    ]
     done = [w.name for w in m.warps if w.exited]
     ended = [f"  ended: {', '.join(done)}"] if done else []
     return Deadlock("nothing can go on\n" + "\n".join(lines + stuck + ended))
+
+
+def check_exit(w: Warp) -> None:
+    """A warp has ended: what it started must have, too, before its CTA's memory and registers go."""
+    if w.held:
+        op, _ = next(iter(w.held.values()))
+        raise Leak(f"{w.name} ends while {op} is in flight: nothing waited for it")
+    if all(x.exited for x in w.cta.warps):
+        for op in w.machine.pending:
+            if op.warp.cta is w.cta:
+                raise Leak(
+                    f"CTA {w.cta.number} ends while what {op.warp.name} issued in line {op.instruction.line} is in flight: {op.what}"
+                )
 
 
 def check_end(m: Machine) -> None:

@@ -187,7 +187,9 @@ class Warp:
         machine = cta.machine
         self.cta, self.machine, self.number, self.index, self.code = cta, machine, number, index, code
         self.reader = cta.rank * cta.warp_total + number  # row of Shadow.readers in every CTA of its cluster
-        self.name = f"warp {number}" if len(machine.ctas) == 1 and machine.grid_size == 1 else f"CTA {cta.number} warp {number}"
+        self.name = (
+            f"warp {number}" if len(machine.ctas) == 1 and machine.grid_size == 1 else f"CTA {cta.number} warp {number}"
+        )
         self.R: list[Array] = code.constants(self)
         self.D: list[int] = [FULL] * len(self.R)
         for slot in code.registers:
@@ -235,7 +237,9 @@ class Warp:
         """Undefined unless the active lanes of a slot are defined, where its value decides about something."""
         if missing := self.active & ~self.D[slot]:
             self.check_read(slot)
-            raise Undefined(f"{what} is register {self.code.name_of(slot)}, which is not defined in {lane_names(missing)}")
+            raise Undefined(
+                f"{what} is register {self.code.name_of(slot)}, which is not defined in {lane_names(missing)}"
+            )
 
     def uniform(self, slot: int, dtype: Any, what: str) -> int:
         """A value that must be the same in all active lanes."""
@@ -331,7 +335,11 @@ class Warp:
 
 def lane_names(mask: int) -> str:
     lanes = np.flatnonzero(lanes_of(mask)).tolist()
-    return f"lane {lanes[0]}" if len(lanes) == 1 else f"{len(lanes)} lanes ({', '.join(map(str, lanes[:4]))}{' ...' if len(lanes) > 4 else ''})"
+    return (
+        f"lane {lanes[0]}"
+        if len(lanes) == 1
+        else f"{len(lanes)} lanes ({', '.join(map(str, lanes[:4]))}{' ...' if len(lanes) > 4 else ''})"
+    )
 
 
 class Cta:
@@ -460,4 +468,3 @@ class Machine:
 def new_memory() -> GlobalMemory:
     """With the events that every shadow starts from: number 0 is nobody, number 1 the host."""
     return GlobalMemory([HOST, HOST])
-

@@ -41,7 +41,9 @@ class Descriptor:
     def decode(bits: int) -> Descriptor:
         if bits >> 49 & 7:
             raise Misuse(f"a descriptor with base offset {bits >> 49 & 7}: 0x{bits:016x}")
-        return Descriptor((bits & 0x3FFF) << 4, (bits >> 16 & 0x3FFF) << 4, (bits >> 32 & 0x3FFF) << 4, SWIZZLES[bits >> 62])
+        return Descriptor(
+            (bits & 0x3FFF) << 4, (bits >> 16 & 0x3FFF) << 4, (bits >> 32 & 0x3FFF) << 4, SWIZZLES[bits >> 62]
+        )
 
 
 @lru_cache(maxsize=4096)
