@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .barriers import MBarrier, NamedBarrier
     from .copies import TensorMap
     from .decode import Code
+    from .scheduler import Temper
 
 Array = np.ndarray[Any, Any]
 
@@ -145,6 +146,9 @@ class AsyncOp:
     issued: int  # time
     done: bool = False
     _event: int = -1
+
+    def __str__(self) -> str:
+        return f"the {self.kind} of line {self.instruction.line}"
 
     def event(self) -> int:
         if self._event < 0:
@@ -424,7 +428,7 @@ class Machine:
         self.grid_size, self.cluster_size, self.smem_bytes, self.threads = grid, cluster_size, smem_bytes, threads
         self.events = events
         self.rng = np.random.default_rng(seed)
-        self.seed = seed
+        self.temper: Temper | None = None  # of the scheduler; None: as the seed says
         self.elected = int(self.rng.integers(LANES))  # whom elect.sync prefers; any lane may be
         self.time = 0
         self.ops_log: list[AsyncOp] = []
