@@ -24,6 +24,11 @@ class Temper:
     pace: np.ndarray[Any, Any]  # weight of each warp
 
     @staticmethod
+    def even(m: Machine) -> Temper:
+        """Everybody in turn: the most like a chip."""
+        return Temper(8, 0.2, np.ones(m.warp_count))
+
+    @staticmethod
     def of(m: Machine) -> Temper:
         rng = m.rng
         return Temper(
@@ -34,16 +39,17 @@ class Temper:
 
 
 def run(m: Machine) -> None:
-    temper, rng = Temper.of(m), m.rng
+    temper, rng = m.temper or Temper.of(m), m.rng
     alive = m.warps
     budget = MAX_STEPS
     while alive or m.pending:
         ready = [w for w in alive if w.waiting is None or w.waiting.ready()]
-        ops = [op for op in m.pending if all(before.done for before in op.after)]
-        if not ready and not ops:
+        if not ready and not m.pending:
             raise deadlock(m)
-        if ops and (not ready or rng.random() < temper.eagerness):
-            op = ops[int(rng.integers(len(ops)))]
+        if m.pending and (not ready or rng.random() < temper.eagerness):
+            op = m.pending[int(rng.integers(len(m.pending)))]
+            while (before := next((x for x in op.after if not x.done), None)) is not None:
+                op = before
             m.pending.remove(op)
             m.time += 1
             try:
@@ -53,11 +59,12 @@ def run(m: Machine) -> None:
             op.done = True
             m.log("complete", op.warp, op.what, op)
             continue
-        pace = temper.pace[[w.index for w in ready]]
-        w = ready[int(rng.choice(len(ready), p=pace / pace.sum()))] if len(ready) > 1 else ready[0]
+        w = ready[0]
+        if len(ready) > 1:
+            pace = np.cumsum(temper.pace[[w.index for w in ready]])
+            w = ready[int(np.searchsorted(pace, rng.random() * pace[-1], side="right"))]
         steps = advance(w, 1 + int(rng.integers(temper.quantum)))
         budget -= steps
-        m.time += steps
         if budget < 0:
             raise Deadlock(f"no end after {MAX_STEPS} steps; {w.name} is at line {w.instruction.line}")
         if w.exited:
@@ -79,6 +86,7 @@ def advance(w: Warp, quantum: int) -> int:
             while pc == w.join:
                 pc = rejoin(w)
             w.instruction = code[pc]
+            m.time += 1
             result = steps[pc](w)
             if result is None:
                 pc += 1
@@ -159,13 +167,9 @@ def deadlock(m: Machine) -> Deadlock:
         f"  {', '.join(names)} at line {line} {'waits' if len(names) == 1 else 'wait'} for {why}"
         for (line, why), names in alike.items()
     ]
-    stuck = [
-        f"  {op.kind} of {op.warp.name}, line {op.instruction.line}, waits for what was issued before it"
-        for op in m.pending
-    ]
     done = [w.name for w in m.warps if w.exited]
     ended = [f"  ended: {', '.join(done)}"] if done else []
-    return Deadlock("nothing can go on\n" + "\n".join(lines + stuck + ended))
+    return Deadlock("nothing can go on\n" + "\n".join(lines + ended))
 
 
 def check_exit(w: Warp) -> None:

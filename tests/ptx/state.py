@@ -464,7 +464,7 @@ class Machine:
 
     def log(self, kind: str, who: Warp | str, text: str, op: AsyncOp | None = None) -> None:
         if self.moments is not None:
-            line = who.instruction.line if isinstance(who, Warp) else 0
+            line = op.instruction.line if op else who.instruction.line if isinstance(who, Warp) else 0
             name = who.name if isinstance(who, Warp) else who
             self.moments.append(Moment(self.time, kind, name, text, op, line))
 
