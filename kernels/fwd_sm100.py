@@ -134,7 +134,7 @@ class Config:
 
     @property
     def barriers(self) -> int:
-        return 4 + 2 * SCORE_BUFFERS + 4 * self.stages
+        return 4 + SCORE_BUFFERS + 4 * self.stages
 
     def __post_init__(self):
         if self.d % (2 * SLAB if self.shared_kv else SLAB) or self.ring_d > 256:
@@ -156,8 +156,7 @@ class Barriers:
     full: cute.Pointer  # (stage, ring): TMA has filled it
     empty: cute.Pointer  # (stage, ring): the products that read it are done
     s_full: cute.Pointer  # by buffer: scores are computed
-    s_empty: cute.Pointer  # by buffer: every softmax thread has read its scores
-    p_full: cute.Pointer  # every softmax thread has given its weights, and O is in units of the new maximum
+    p_full: cute.Pointer  # of every softmax thread: scores are read, weights given, O is in units of the new maximum
     o_full: cute.Pointer  # P V is done, and the weights are read
 
 
@@ -252,7 +251,6 @@ class FwdSm100:
                     (bar.full, 2 * c.stages, 1),
                     (bar.empty, 2 * c.stages, 1),
                     (bar.s_full, SCORE_BUFFERS, 1),
-                    (bar.s_empty, SCORE_BUFFERS, WARPGROUP),
                     (bar.p_full, 1, WARPGROUP),
                     (bar.o_full, 1, 1),
                 ):
@@ -287,7 +285,7 @@ class FwdSm100:
         info = smem.allocate_tensor(Int32, cute.make_layout((4, 2)), 16)
         tmem = smem.allocate_array(Int32, 1)
         mbar = smem.allocate_array(Int64, c.barriers)
-        counts = (1, 1, 2 * c.stages, 2 * c.stages, SCORE_BUFFERS, SCORE_BUFFERS, 1, 1)
+        counts = (1, 1, 2 * c.stages, 2 * c.stages, SCORE_BUFFERS, 1, 1)
         bar = Barriers(*(mbar + sum(counts[:i]) for i in range(len(counts))))
         return bar, Shared(q, rings, p[0] if p else None, info, tmem)
 
@@ -367,12 +365,13 @@ class FwdSm100:
 
     @cute.jit
     def issue_scores(self, bar: Barriers, smem: Shared, tmem: cute.Pointer, fill: Int32, last: cutlass.Boolean):
-        """S <- Q K' of the rings' tile number `fill`, the last of its row tile or not."""
+        """S <- Q K' of the rings' tile number `fill`, the last of its row tile or not.
+
+        The scores that stood there, two tiles before, are read: P of that tile has been waited for.
+        """
         c = self.config
         stage, parity, buffer = fill % c.stages, fill // c.stages & 1, fill % SCORE_BUFFERS
         mma, a, s = self.score_operands(smem, tmem)
-        cute.arch.mbarrier_wait(bar.s_empty + buffer, (fill // SCORE_BUFFERS & 1) ^ 1)
-        after_thread_sync()
         blocks = c.ring_d // 16
         for i, ring in enumerate(c.key_rings):
             cute.arch.mbarrier_wait(bar.full + ring * c.stages + stage, parity)
@@ -515,8 +514,6 @@ class FwdSm100:
             op = tcgen05.Ld16x32bx2Op(tcgen05.Repetition(c.scores_per_thread))
         tmem_copy(op, s, scores, w.thread)
         cute.arch.fence_view_async_tmem_load()
-        before_thread_sync()
-        cute.arch.mbarrier_arrive(bar.s_empty + buffer)
 
     @cute.jit
     def mask(self, span: Span, t: Int32, start: Int32, stop: Int32, w: Row, scores: cute.Tensor):

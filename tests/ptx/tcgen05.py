@@ -103,15 +103,15 @@ def issuer(w: Warp) -> Issuer:
 
 @dataclass(eq=False)
 class Access:
-    """An operation as TMEM sees it."""
+    """Somebody as TMEM sees him."""
 
     clock: Clock
     reader: int
-    op: AsyncOp
+    by: AsyncOp | Warp
     proxy: str = "async"
 
     def event(self) -> int:
-        return self.op.event()
+        return self.by.event()
 
 
 # ---- allocation (9.7.16.7.1)
@@ -162,8 +162,7 @@ def free(i: Instruction, d: Decoder) -> Step:
         if tmem.allocations.get(first, (0, 0))[0] != columns:
             raise Misuse(f"frees {columns} columns at {first:#x}; allocated are {tmem.allocations}")
         words = (np.arange(DATAPATHS)[:, None] * COLUMNS + np.arange(first, first + columns)).ravel()
-        op = w.issue("tcgen05.dealloc", f"{columns} columns", lambda op: None)
-        tmem.shadow.write(Access(issuer(w).clock(), w.number, op), words, defined=False)
+        tmem.shadow.write(Access(issuer(w).clock(), w.number, w), words, defined=False)
         tmem.shadow.writer[words], tmem.shadow.readers[:, words] = 0, 0
         tmem.allocated[first : first + columns] = False
         del tmem.allocations[first]
