@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     kernel = Kernel.of(find(args.kernel, parser))
     if args.ptx is not None:
         kernel = dataclasses.replace(kernel, ptx=args.ptx.read_text())
-    x = cases.operands(kernel, args.case)
+    x = cases.operands(kernel.variant, kernel.facts["tile_n"], args.case)
     if x is None:
         parser.error(f"there is no case {args.case!r} for {kernel.variant.key}")
     processors = args.processors or cases.PROCESSORS[args.case]

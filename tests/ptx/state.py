@@ -453,7 +453,8 @@ class Machine:
     def run(self) -> None:
         from .scheduler import run
 
-        run(self)
+        with np.errstate(all="ignore"):  # infinities and NaN are as good as any number here
+            run(self)
 
     def new_event(self, event: Event) -> int:
         self.events.append(event)
