@@ -35,7 +35,7 @@ from cutlass.memory import SmemAllocator
 
 from .aot import Compiled, compile_ahead
 from .lib.launch import SMEM_LIMIT, WARPGROUP, Shapes, element_type, i32, launch_facts, pointers
-from .lib.rows import BoxedRows, Extents, RowTile, extents, store
+from .lib.rows import PUBLISHED, BoxedRows, Extents, RowTile, Walk, extents, store
 from .lib.softmax import LN_2, LOG2_E, RowResults, exp2, load_if
 from .lib.spans import Span, SpanOperands, open_span, read_span, span_of
 from .lib.wgmma import SLAB, not_, round_pair, slab_layout, tma_atom, tma_tiles, transposed, zero_rows
@@ -129,7 +129,7 @@ class Config:
     @property
     def smem_bytes(self) -> int:
         weights = 0 if self.weights_in_tmem else self.tile_m * self.tile_n * 2
-        small = 4 * 4 * 2 + 16 + 8 * self.barriers
+        small = 4 * PUBLISHED * 2 + 16 + 8 * self.barriers
         return 1024 + self.tile_m * self.row_bytes + 2 * self.stages * self.ring_tile_bytes + weights + small
 
     @property
@@ -167,7 +167,7 @@ class Shared:
     q: cute.Tensor  # (tile_m, d)
     rings: cute.Tensor  # (tile_n, ring_d, stage, ring)
     p: cute.Tensor | None  # (tile_m, tile_n), where P is not in TMEM
-    info: cute.Tensor  # (4, row tile and span): what the TMA warp found out
+    info: cute.Tensor  # (PUBLISHED, row tile and span): what the TMA warp found out
     tmem: cute.Pointer  # where TMEM was allocated
 
 
@@ -185,7 +185,7 @@ class Row:
         thread = cute.arch.thread_idx()[0]
         rows_per_warp = 32 // c.lanes_per_row
         row = thread // 32 * rows_per_warp + thread % rows_per_warp
-        return Row(thread, row, thread % 32 // rows_per_warp, BoxedRows((row % n.box_inner,), (row // n.box_inner,)))
+        return Row(thread, row, thread % 32 // rows_per_warp, BoxedRows.at(n, [row]))
 
 
 class FwdSm100:
@@ -282,7 +282,7 @@ class FwdSm100:
             *([] if c.weights_in_tmem else [slab_layout(self.dtype, c.tile_m, c.tile_n)]),
         ]
         q, rings, *p = (smem.allocate_tensor(self.dtype, x.outer, 1024, swizzle=x.inner) for x in layouts)
-        info = smem.allocate_tensor(Int32, cute.make_layout((4, 2)), 16)
+        info = smem.allocate_tensor(Int32, cute.make_layout((PUBLISHED, 2)), 16)
         tmem = smem.allocate_array(Int32, 1)
         mbar = smem.allocate_array(Int64, c.barriers)
         counts = (1, 1, 2 * c.stages, 2 * c.stages, SCORE_BUFFERS, 1, 1)
@@ -296,9 +296,9 @@ class FwdSm100:
         """One warp, for every row tile of this CTA: Q, what there is to see, and the tiles of the rings."""
         c = self.config
         tma_q, mQ = rows
-        turn, fills0 = Int32(0), Int32(0)
-        for i in cutlass.range(cute.arch.block_idx()[0], n.tiles, cute.arch.grid_dim()[0], unroll=1):
-            tile = RowTile.number(i, n)
+        walk, fills0 = Walk.of(n), Int32(0)
+        for turn in cutlass.range(walk.turns, unroll=1):
+            tile = walk.tile(turn)
             span = open_span(operands, tile, c.tile_n)
             cute.arch.mbarrier_wait(bar.q_empty, (turn & 1) ^ 1)
             with cute.arch.elect_one():
@@ -316,9 +316,9 @@ class FwdSm100:
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive_and_expect_tx(full, c.ring_tile_bytes)
                     cute.copy(atom, gmem[None, t], tiles[None, stage], tma_bar_ptr=full)
-            turn, fills0 = turn + 1, fills0 + span.tiles
+            fills0 = fills0 + span.tiles
         # Nothing may arrive in the SMEM of a CTA that has ended.
-        cute.arch.mbarrier_wait(bar.q_empty, (turn & 1) ^ 1)
+        cute.arch.mbarrier_wait(bar.q_empty, (walk.turns & 1) ^ 1)
         for i in cutlass.range_constexpr(c.stages):
             stage, parity = (fills0 + i) % c.stages, (fills0 + i) // c.stages & 1
             for ring in range(2):
@@ -346,8 +346,8 @@ class FwdSm100:
     def multiply(self, bar: Barriers, smem: Shared, tmem: cute.Pointer, operands: SpanOperands, n: Extents):
         """One warp, of which one lane issues: the products of every row tile of this CTA."""
         c = self.config
-        turn, fills0 = Int32(0), Int32(0)
-        for _ in cutlass.range(cute.arch.block_idx()[0], n.tiles, cute.arch.grid_dim()[0], unroll=1):
+        fills0 = Int32(0)
+        for turn in cutlass.range(Walk.of(n).turns, unroll=1):
             cute.arch.mbarrier_wait(bar.q_full, turn & 1)
             tile = RowTile.read(smem.info[None, 0], n)
             tiles = read_span(operands, tile, c.tile_n, smem.info[None, 1]).tiles
@@ -361,7 +361,7 @@ class FwdSm100:
                     if t + 1 < tiles:
                         self.issue_scores(bar, smem, tmem, fills0 + t + 1, t + 2 == tiles)
                     self.issue_output(bar, smem, tmem, fills0 + t, t == 0)
-            turn, fills0 = turn + 1, fills0 + tiles
+            fills0 = fills0 + tiles
 
     @cute.jit
     def issue_scores(self, bar: Barriers, smem: Shared, tmem: cute.Pointer, fill: Int32, last: cutlass.Boolean):
@@ -448,8 +448,8 @@ class FwdSm100:
         """Four warps, a thread of which has a row or half of one, of every row tile of this CTA."""
         c = self.config
         w = Row.of(c, n)
-        turn, fills0 = Int32(0), Int32(0)
-        for _ in cutlass.range(cute.arch.block_idx()[0], n.tiles, cute.arch.grid_dim()[0], unroll=1):
+        fills0 = Int32(0)
+        for turn in cutlass.range(Walk.of(n).turns, unroll=1):
             cute.arch.mbarrier_wait(bar.q_full, turn & 1)
             tile = RowTile.read(smem.info[None, 0], n)
             span = read_span(operands, tile, c.tile_n, smem.info[None, 1])
@@ -497,7 +497,7 @@ class FwdSm100:
                 after_thread_sync()
             target = o + (tile.row_index(query, head) * c.d + w.part * c.outputs_per_thread)
             self.write_output(tmem, w, tiles > 0, factor, exists, target)
-            turn, fills0 = turn + 1, fills0 + tiles
+            fills0 = fills0 + tiles
 
     @cute.jit
     def read_scores(self, bar: Barriers, tmem: cute.Pointer, w: Row, fill: Int32, scores: cute.Tensor):
