@@ -70,20 +70,28 @@ CASES: dict[str, tuple[str, dict[str, int]]] = {
 }
 
 
-def interpret(kernel: Kernel, case: str, seed: int = 0, processors: int = 1) -> None:
-    """Raises what is wrong."""
+def interpret(kernel: Kernel, case: str, seed: int = 0, processors: int = 1) -> tuple[native.Array, native.Array]:
+    """(o, lse); raises what is wrong with them, or with how they came about."""
     name, extents = CASES[case]
     x = operands(kernel.variant, name, **extents)
     run = launch(kernel, x, processors=processors, seed=seed)
-    native.assert_right(run.run(), x, run.scale)
+    results = run.run()
+    native.assert_right(results, x, run.scale)
+    return results
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("key", SM100)
 def test_is_right(key, case):
-    """Under two orders of events, on one and on two CTAs. fp16 differs from bf16 in its rounding alone: one order."""
-    for seed in range(2 if SM100[key].dtype == "bfloat16" else 1):
-        interpret(Kernel.of(SM100[key]), case, seed, processors=1 + seed)
+    """With the same bits, whatever the order of events, on one and on two CTAs. fp16 differs from bf16 in its rounding
+    alone: one order."""
+    kernel = Kernel.of(SM100[key])
+    results = [
+        interpret(kernel, case, seed, processors=1 + seed)
+        for seed in range(2 if kernel.variant.dtype == "bfloat16" else 1)
+    ]
+    for first, again in zip(results[0], results[-1], strict=True):
+        assert first.tobytes() == again.tobytes()
 
 
 # Faults, planted on purpose. By an edit of the source, which is compiled, or of the PTX.
