@@ -35,6 +35,8 @@ class Variant:
     smem_bytes: int
     spill_bytes: int
     cubin_bytes: int
+    evidence: str
+    """how it is known to be right, in words"""
 
 
 def library_path() -> Path | None:

@@ -107,7 +107,7 @@ def compile_one(variant: Variant, out: Path) -> Record:
     check(variant, facts, kernel)
     record = {
         "key": variant.key,
-        **{name: getattr(variant, name) for name in ("op", "arch", "d", "dtype", "shared_kv")},
+        **{name: getattr(variant, name) for name in ("op", "arch", "d", "dtype", "shared_kv", "evidence")},
         **{name: facts[name] for name in FACTS},
         "symbol": facts["symbol"],
         "registers": kernel.registers,

@@ -153,8 +153,11 @@ class Operands:
         return self.q, *(x for source in keys for x in source), self.sink
 
 
-def operands(variant: Variant | _ffi.Variant, **extents: int) -> Operands:
-    """Operands of every kind for a variant: a query that sees nothing, absent entries, NaN where no query looks."""
+def operands(variant: Variant | _ffi.Variant, *, width: int = 90, **extents: int) -> Operands:
+    """Operands of every kind for a variant: a query that sees nothing, absent entries, NaN where no query looks.
+
+    `width` is how many keys a query sees at most of the first source, where that is a span.
+    """
     given = {"b": 2, "s_q": 70, "s_kv": 150, "h_q": 8, "h_kv": 1, "s_kv1": 200, "topk": 100, **extents}
     shape, rng = Shape(d=variant.d, **given), np.random.default_rng(0)
     b, s_q, _, h_q, h_kv, d, *_ = shape
@@ -186,7 +189,7 @@ def operands(variant: Variant | _ffi.Variant, **extents: int) -> Operands:
     sources = []
     for which, kind in enumerate(SOURCES[variant.op]):
         s_kv = (shape.s_kv, shape.s_kv1)[which]
-        seen = selection(s_kv) if kind == "selection" else span(s_kv, *((1, 90), (4, s_kv))[which])
+        seen = selection(s_kv) if kind == "selection" else span(s_kv, *((1, width), (4, s_kv))[which])
         k = normal(0.125, b, s_kv, h_kv, d)
         v = k if variant.shared_kv else normal(0.125, b, s_kv, h_kv, d)
         for array in (k, v):

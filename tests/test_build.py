@@ -77,15 +77,22 @@ def test_sass(key, tmp_path):
     (tmp_path / "cubin").write_bytes(cubin(key))
     run = subprocess.run([nvdisasm(), tmp_path / "cubin"], check=True, capture_output=True, text=True)
     opcodes = re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9.]+)", run.stdout, re.MULTILINE)
-    names = ("USETMAXREG", "HGMMA", "WARPGROUP.ARRIVE", "UTMALDG", "LDGSTS", "LDL", "STL")
+    names = ("HGMMA", "USETMAXREG", "WARPGROUP.ARRIVE", "UTMALDG", "LDGSTS", "LDL", "STL")
+    names += ("UTCHMMA", "UTCBAR", "LDTM", "STTM", "UTCATOMSWS")
     count = {name: sum(f"{opcode}.".startswith(f"{name}.") for opcode in opcodes) for name in names}
     variant = variant_of(key)
-    assert count["USETMAXREG"] >= 2, count  # a producer gives registers up, consumers take them
     assert count["UTMALDG"] > 0, count  # q, if nothing else
     assert (count["LDGSTS"] > 0) == ("selection" in variant.sources), count
     assert count["LDL"] == count["STL"] == 0, count
     row = next(row for row in _ffi.manifest()["variants"] if row["key"] == key)
-    a_tile = (variant.d + row["tile_n"]) // 16  # a WGMMA has k = 16: those of Q K', and those of P V
+    a_tile = (variant.d + row["tile_n"]) // 16  # an MMA has k = 16: those of Q K', and those of P V
+    if variant.arch == "sm_100a":
+        of_v = row["tile_n"] // 16 * -(-variant.d // 256)  # an MMA has n <= 256
+        assert count["UTCHMMA"] == 2 * variant.d // 16 + of_v, count  # Q K' of the first tile, and of the others
+        assert count["LDTM"] >= 3 and count["STTM"] >= 1, count  # S, O to rescale, O to write; O, and P where it fits
+        assert count["UTCATOMSWS"] >= 2 and count["HGMMA"] == 0, count  # TMEM is allocated, and freed
+        return
+    assert count["USETMAXREG"] >= 2, count  # a producer gives registers up, consumers take them
     assert 2 * a_tile <= count["HGMMA"] <= 8 * a_tile, count
     assert 4 * count["WARPGROUP.ARRIVE"] < count["HGMMA"], count  # one for each is what serialised ones have
 

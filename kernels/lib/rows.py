@@ -171,8 +171,12 @@ class BoxedRows:
 
     @staticmethod
     def of(n: Extents, row0: Int32, thread: Int32) -> "BoxedRows":
-        """Of the warpgroup whose rows begin at row0."""
-        rows = [row0 + row_of(thread, r) for r in range(ROWS)]
+        """Of the warpgroup whose rows begin at row0, as WGMMA has them."""
+        return BoxedRows.at(n, [row0 + row_of(thread, r) for r in range(ROWS)])
+
+    @staticmethod
+    def at(n: Extents, rows: list[Int32]) -> "BoxedRows":
+        """Of these rows of the tile."""
         inner, outer = [row % n.box_inner for row in rows], [row // n.box_inner for row in rows]
         query = (o + i // n.group for i, o in zip(inner, outer, strict=True))
         return BoxedRows(tuple(inner), tuple(outer), tuple(query), tuple(i % n.group for i in inner))
