@@ -1,0 +1,72 @@
+"""Hopper's kernels, run by the interpreter: right answers, and nothing that depends on who is faster."""
+
+import functools
+
+import numpy as np
+import pytest
+
+from jax_dsv4_fmha import _ffi
+from tests import native
+from tests.ptx import cases, hardware
+from tests.ptx.launch import Kernel, launch
+from tests.ptx.verdict import judge
+
+BUILT = [v.key for v in _ffi.variants() if v.arch == "sm_90a"]
+RUNS = [  # the same code but for roundings: float16 needs no case but one
+    (v.key, case)
+    for v in map(native.variant_of, BUILT)
+    for case in cases.CASES
+    if (case == "tiles" or v.dtype == "bfloat16") and (case != "groups" or v.op == "fwd")
+]
+
+
+@functools.cache
+def kernel(key: str) -> Kernel:
+    return Kernel.of(native.variant_of(key))
+
+
+def operands(key: str, case: str) -> native.Operands:
+    k = kernel(key)
+    x = cases.operands(k.variant, k.facts["tile_n"], case)
+    if x is None:
+        pytest.skip(f"{case} is no case of {k.variant.op}")
+    return x
+
+
+def seeds(key: str, case: str) -> tuple[int, int]:
+    """Two for every test, all tests different."""
+    first = 2 * RUNS.index((key, case))
+    return first, first + 1
+
+
+@pytest.mark.parametrize(("key", "case"), RUNS)
+def test_is_right_in_any_order(key, case):
+    x, results = operands(key, case), []
+    for seed in seeds(key, case):
+        run = launch(kernel(key), x, seed=seed, processors=cases.PROCESSORS[case])
+        results.append(run.run())
+        judge(results[-1], x, run.scale)
+    for a, b in zip(*results, strict=True):
+        assert (a.view(np.uint8) == b.view(np.uint8)).all(), "the answer depends on the order of things"
+
+
+@pytest.mark.parametrize("key", BUILT)
+def test_agrees_with_hardware(key):
+    """lse to 1e-6, o to a unit in the last place: what is left is the order of sums, and how the chip rounds exp2."""
+    x = operands(key, hardware.CASE)
+    o, lse = hardware.recorded(kernel(key).variant, x)
+    got_o, got_lse = launch(kernel(key), x, processors=1).run()
+    finite = np.isfinite(lse)
+    assert (got_lse[~finite] == lse[~finite]).all() and (~finite).any()
+    assert np.max(np.abs(got_lse - lse)[finite] / np.maximum(np.abs(lse[finite]), 1)) <= 1e-6
+    assert np.max(ulps(got_o, o)) <= 1
+
+
+def ulps(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """How many 16-bit floats lie between."""
+
+    def order(x):
+        bits = x.view(np.int16).astype(np.int32)
+        return np.where(bits < 0, -(bits & 0x7FFF), bits)
+
+    return np.abs(order(a) - order(b))
