@@ -28,9 +28,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
-from cutlass._mlir.dialects import nvvm
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
-from cutlass.cutlass_dsl import dsl_user_op
+from cutlass.cute.nvgpu import cpasync, tcgen05
 from cutlass.memory import SmemAllocator
 
 from .aot import Compiled, compile_ahead
@@ -38,14 +36,38 @@ from .lib.launch import SMEM_LIMIT, WARPGROUP, Shapes, element_type, i32, launch
 from .lib.rows import PUBLISHED, BoxedRows, Extents, RowTile, Walk, extents, store
 from .lib.softmax import LN_2, LOG2_E, RowResults, exp2, load_if
 from .lib.spans import Span, SpanOperands, open_span, read_span, span_of
-from .lib.wgmma import SLAB, not_, round_pair, slab_layout, tma_atom, tma_tiles, transposed, zero_rows
+from .lib.tcgen05 import (
+    COLUMNS,
+    K_MAJOR,
+    LANES,
+    MN_MAJOR,
+    after_thread_sync,
+    before_thread_sync,
+    commit,
+    sync_with_tmem,
+    tiled_mma,
+    tmem_copy,
+    tmem_lanes,
+    write_row,
+)
+from .lib.wgmma import (
+    SLAB,
+    not_,
+    operand_a,
+    operand_b,
+    round_pair,
+    slab_layout,
+    tma_atom,
+    tma_tiles,
+    transposed,
+    zero_rows,
+)
 from .variants import Variant
 
-LANES, COLUMNS = 128, 512  # of TMEM, 32 bits each
-LANE = 1 << 16  # of a TMEM address; a column is 1
 SCORE_BUFFERS = 2
 
 SOFTMAX_WARPS, MMA_WARP, TMA_WARP, WARPS = 4, 4, 5, 6
+BAR_SOFTMAX = 1  # named barrier of the softmax warps
 
 
 @dataclass(frozen=True)
@@ -81,11 +103,6 @@ class Config:
     @property
     def outputs_per_thread(self) -> int:
         return self.d // self.lanes_per_row
-
-    @property
-    def output_chunk(self) -> int:
-        """Columns of O that a thread has in registers at a time."""
-        return 64
 
     @property
     def ring_d(self) -> int:
@@ -129,8 +146,9 @@ class Config:
     @property
     def smem_bytes(self) -> int:
         weights = 0 if self.weights_in_tmem else self.tile_m * self.tile_n * 2
+        staged = self.lanes_per_row * self.tile_m * SLAB * 2 if self.shared_kv else 0
         small = 4 * PUBLISHED * 2 + 16 + 8 * self.barriers
-        return 1024 + self.tile_m * self.row_bytes + 2 * self.stages * self.ring_tile_bytes + weights + small
+        return 1024 + self.tile_m * self.row_bytes + 2 * self.stages * self.ring_tile_bytes + weights + staged + small
 
     @property
     def barriers(self) -> int:
@@ -167,6 +185,7 @@ class Shared:
     q: cute.Tensor  # (tile_m, d)
     rings: cute.Tensor  # (tile_n, ring_d, stage, ring)
     p: cute.Tensor | None  # (tile_m, tile_n), where P is not in TMEM
+    o: cute.Tensor | None  # (tile_m, SLAB, part): O on its way out, where TMA stores it
     info: cute.Tensor  # (PUBLISHED, row tile and span): what the TMA warp found out
     tmem: cute.Pointer  # where TMEM was allocated
 
@@ -219,10 +238,12 @@ class FwdSm100:
         n = extents(c.tile_m, False, b, s_q, h_q, h_kv, splits)
         shapes = Shapes(c.d, b, n)
         load = cpasync.CopyBulkTensorTileG2SOp()
-        arrays = (k,) if cutlass.const_expr(c.shared_kv) else (k, v)
+        arrays, output = (k, v), (o,)
+        if cutlass.const_expr(c.shared_kv):
+            arrays, output = (k,), tuple(tma_atom(cpasync.CopyBulkTensorTileS2GOp(), shapes.rows(o), c.tile_m, SLAB))
         self.kernel(
             *tma_atom(load, shapes.rows(q), c.tile_m, c.d),
-            o,
+            output,
             tuple(tma_atom(load, shapes.keys(array, s_kv), c.tile_n, c.ring_d) for array in arrays),
             SpanOperands(start, stop, s_kv),
             RowResults(sink, lse, o_parts),
@@ -235,7 +256,7 @@ class FwdSm100:
         self,
         tma_q: cute.CopyAtom,
         mQ: cute.Tensor,
-        o: cute.Pointer,
+        output: tuple,  # TMA to o where K is V, else a pointer
         keys: tuple,
         operands: SpanOperands,
         results: RowResults,
@@ -265,7 +286,7 @@ class FwdSm100:
         tmem = cute.arch.retrieve_tmem_ptr(Float32, 16, smem.tmem)
 
         if warp < SOFTMAX_WARPS:
-            self.attend(bar, smem, tmem, operands, o, results, scale_log2, n)
+            self.attend(bar, smem, tmem, operands, output, results, scale_log2, n)
         elif warp == MMA_WARP:
             self.multiply(bar, smem, tmem, operands, n)
         else:
@@ -281,15 +302,16 @@ class FwdSm100:
         layouts = [
             slab_layout(self.dtype, c.tile_m, c.d),
             slab_layout(self.dtype, c.tile_n, c.ring_d, c.stages, 2),
-            *([] if c.weights_in_tmem else [slab_layout(self.dtype, c.tile_m, c.tile_n)]),
+            None if c.weights_in_tmem else slab_layout(self.dtype, c.tile_m, c.tile_n),
+            slab_layout(self.dtype, c.tile_m, SLAB, c.lanes_per_row) if c.shared_kv else None,
         ]
-        q, rings, *p = (smem.allocate_tensor(self.dtype, x.outer, 1024, swizzle=x.inner) for x in layouts)
+        tiles = [x and smem.allocate_tensor(self.dtype, x.outer, 1024, swizzle=x.inner) for x in layouts]
         info = smem.allocate_tensor(Int32, cute.make_layout((PUBLISHED, 2)), 16)
         tmem = smem.allocate_array(Int32, 1)
         mbar = smem.allocate_array(Int64, c.barriers)
         counts = (1, 1, 2 * c.stages, 2 * c.stages, SCORE_BUFFERS, 1, 1)
         bar = Barriers(*(mbar + sum(counts[:i]) for i in range(len(counts))))
-        return bar, Shared(q, rings, p[0] if p else None, info, tmem)
+        return bar, Shared(*tiles, info, tmem)
 
     # ---- TMA
 
@@ -396,10 +418,9 @@ class FwdSm100:
     def score_operands(self, smem: Shared, tmem: cute.Pointer) -> tuple[cute.TiledMma, cute.Tensor, cute.Tensor]:
         """(mma, Q, both score buffers)"""
         c = self.config
-        mma = tiled_mma(self.dtype, c.tile_m, c.tile_n, OperandMajorMode.K)
+        mma = tiled_mma(self.dtype, c.tile_m, c.tile_n, K_MAJOR)
         s = mma.make_fragment_C(cute.append(mma.partition_shape_C((c.tile_m, c.tile_n)), SCORE_BUFFERS))
-        q = mma.make_fragment_A(mma.get_slice(0).partition_A(smem.q))
-        return mma, q, cute.make_tensor(tmem + c.scores_column, s.layout)
+        return mma, operand_a(mma, smem.q), cute.make_tensor(tmem + c.scores_column, s.layout)
 
     @cute.jit
     def issue_output(self, bar: Barriers, smem: Shared, tmem: cute.Pointer, fill: Int32, fresh: cutlass.Boolean):
@@ -424,13 +445,13 @@ class FwdSm100:
         """(mma, P, O with one mode more for the value rings)"""
         c = self.config
         source = tcgen05.OperandSource.TMEM if c.weights_in_tmem else tcgen05.OperandSource.SMEM
-        mma = tiled_mma(self.dtype, c.tile_m, c.ring_d, OperandMajorMode.MN, source)
+        mma = tiled_mma(self.dtype, c.tile_m, c.ring_d, MN_MAJOR, source)
         o = mma.make_fragment_C(cute.append(mma.partition_shape_C((c.tile_m, c.ring_d)), len(c.value_rings)))
         if c.weights_in_tmem:
             layout = mma.make_fragment_A(mma.partition_shape_A((c.tile_m, c.tile_n))).layout
             p = cute.make_tensor(cute.recast_ptr(tmem + c.weights_column, dtype=self.dtype), layout)
         else:
-            p = mma.make_fragment_A(mma.get_slice(0).partition_A(smem.p))
+            p = operand_a(mma, smem.p)
         return mma, p, cute.make_tensor(tmem, o.layout)
 
     # ---- softmax
@@ -442,7 +463,7 @@ class FwdSm100:
         smem: Shared,
         tmem: cute.Pointer,
         operands: SpanOperands,
-        o: cute.Pointer,
+        output: tuple,
         results: RowResults,
         scale_log2: Float32,
         n: Extents,
@@ -497,9 +518,10 @@ class FwdSm100:
             if tiles > 0:
                 cute.arch.mbarrier_wait(bar.o_full, (fills0 + tiles - 1) & 1)
                 after_thread_sync()
-            target = o + (tile.row_index(query, head) * c.d + w.part * c.outputs_per_thread)
-            self.write_output(tmem, w, tiles > 0, factor, exists, target)
+            self.write_output(smem, tmem, w, tiles > 0, factor, tile, exists, tile.row_index(query, head), output)
             fills0 = fills0 + tiles
+        if cutlass.const_expr(c.shared_kv):
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
     def read_scores(self, bar: Barriers, tmem: cute.Pointer, w: Row, fill: Int32, scores: cute.Tensor):
@@ -507,7 +529,7 @@ class FwdSm100:
         buffer = fill % SCORE_BUFFERS
         cute.arch.mbarrier_wait(bar.s_full + buffer, fill // SCORE_BUFFERS & 1)
         after_thread_sync()
-        mma = tiled_mma(self.dtype, c.tile_m, c.tile_n, OperandMajorMode.K)
+        mma = tiled_mma(self.dtype, c.tile_m, c.tile_n, K_MAJOR)
         s = mma.make_fragment_C(cute.append(mma.partition_shape_C((c.tile_m, c.tile_n)), SCORE_BUFFERS))
         s = cute.make_tensor(tmem + c.scores_column, s.layout)[(None, None), 0, 0, buffer]
         if cutlass.const_expr(c.lanes_per_row == 1):
@@ -553,14 +575,14 @@ class FwdSm100:
     @cute.jit
     def rescale(self, tmem: cute.Pointer, w: Row, factor: Float32):
         c = self.config
-        chunk = cute.make_rmem_tensor(c.output_chunk, Float32)
-        for i in cutlass.range(c.outputs_per_thread // c.output_chunk, unroll=1):
-            lanes = tmem_lanes(tmem + i * c.output_chunk, c.output_chunk)
-            tmem_copy(tcgen05.Ld32x32bOp(tcgen05.Repetition(c.output_chunk)), lanes, chunk, w.thread)
+        chunk = cute.make_rmem_tensor(SLAB, Float32)
+        for i in cutlass.range(c.outputs_per_thread // SLAB, unroll=1):
+            lanes = tmem_lanes(tmem + i * SLAB, SLAB)
+            tmem_copy(tcgen05.Ld32x32bOp(tcgen05.Repetition(SLAB)), lanes, chunk, w.thread)
             cute.arch.fence_view_async_tmem_load()
-            for j in cutlass.range_constexpr(c.output_chunk):
+            for j in cutlass.range_constexpr(SLAB):
                 chunk[j] = chunk[j] * factor
-            tmem_copy(tcgen05.St32x32bOp(tcgen05.Repetition(c.output_chunk)), lanes, chunk, w.thread)
+            tmem_copy(tcgen05.St32x32bOp(tcgen05.Repetition(SLAB)), lanes, chunk, w.thread)
         cute.arch.fence_view_async_tmem_store()
 
     @cute.jit
@@ -572,14 +594,7 @@ class FwdSm100:
             tmem_copy(tcgen05.St32x32bOp(tcgen05.Repetition(cute.size(weights))), lanes, values, w.thread)
             cute.arch.fence_view_async_tmem_store()
         else:
-            chunks = cute.size(weights) // 4  # of 16 bytes, which the swizzle permutes in groups of eight rows
-            for i in cutlass.range_constexpr(chunks):
-                chunk = (w.part * chunks + i) ^ (w.row % 8)
-                place = cute.recast_ptr(smem.p.iterator, dtype=Uint32) + (w.row * (SLAB // 2) + chunk * 4)
-                cute.autovec_copy(
-                    cute.make_tensor(weights.iterator + 4 * i, cute.make_layout(4)),
-                    cute.make_tensor(place.align(16), cute.make_layout(4)),
-                )
+            write_row(smem.p, w.row, w.part * c.scores_per_thread, weights)
             cute.arch.fence_proxy("async.shared", space="cta")
 
     @cute.jit
@@ -593,83 +608,59 @@ class FwdSm100:
 
     @cute.jit
     def write_output(
-        self, tmem: cute.Pointer, w: Row, any_key: cutlass.Boolean, factor: Float32, exists, target: cute.Pointer
+        self,
+        smem: Shared,
+        tmem: cute.Pointer,
+        w: Row,
+        any_key: cutlass.Boolean,
+        factor: Float32,
+        tile: RowTile,
+        exists: cutlass.Boolean,
+        row: Int64,
+        output: tuple,
     ):
         """o <- factor O, rounded; without any key there is no O."""
         c = self.config
-        chunk = cute.make_rmem_tensor(c.output_chunk, Float32)
-        packed = cute.make_rmem_tensor(c.output_chunk // 2, Uint32)
-        for i in cutlass.range(c.outputs_per_thread // c.output_chunk, unroll=1):
+        chunk = cute.make_rmem_tensor(SLAB, Float32)
+        packed = cute.make_rmem_tensor(SLAB // 2, Uint32)
+        for i in cutlass.range(c.outputs_per_thread // SLAB, unroll=1):
             chunk.fill(0.0)
             if any_key:
-                lanes = tmem_lanes(tmem + i * c.output_chunk, c.output_chunk)
-                tmem_copy(tcgen05.Ld32x32bOp(tcgen05.Repetition(c.output_chunk)), lanes, chunk, w.thread)
+                lanes = tmem_lanes(tmem + i * SLAB, SLAB)
+                tmem_copy(tcgen05.Ld32x32bOp(tcgen05.Repetition(SLAB)), lanes, chunk, w.thread)
                 cute.arch.fence_view_async_tmem_load()
             for j in cutlass.range_constexpr(cute.size(packed)):
                 packed[j] = round_pair(chunk[2 * j] * factor, chunk[2 * j + 1] * factor, self.dtype)
-            if exists:
-                place = cute.recast_ptr(target + i * c.output_chunk, dtype=Uint32).align(16)
+            if cutlass.const_expr(c.shared_kv):
+                self.store_slabs(smem, w, tile, i, packed, output)
+            elif exists:
+                target = output[0] + (row * c.d + i * SLAB)
+                place = cute.recast_ptr(target, dtype=Uint32).align(16)
                 cute.autovec_copy(packed, cute.make_tensor(place, packed.layout))
 
-
-def tiled_mma(dtype, m: int, n: int, b_major, a_source=tcgen05.OperandSource.SMEM) -> cute.TiledMma:
-    """One CTA's m x n product with fp32 accumulation."""
-    op = tcgen05.MmaF16BF16Op(dtype, Float32, (m, n, 16), tcgen05.CtaGroup.ONE, a_source, OperandMajorMode.K, b_major)
-    return cute.make_tiled_mma(cute.make_mma_atom(op))
-
-
-def operand_b(mma: cute.TiledMma, tile: cute.Tensor) -> cute.Tensor:
-    return mma.make_fragment_B(mma.get_slice(0).partition_B(tile))
-
-
-def tmem_lanes(base: cute.Pointer, columns: int) -> cute.Tensor:
-    return cute.make_tensor(base, cute.make_layout((LANES, columns), stride=(LANE, 1)))
-
-
-@cute.jit
-def tmem_copy(op: cutlass.Constexpr, lanes: cute.Tensor, values: cute.Tensor, thread: Int32):
-    """Between the lanes of this thread's warp and its registers; neither is ready before its wait."""
-    copy = tcgen05.make_tmem_copy(cute.make_copy_atom(op, Float32), lanes).get_slice(thread)
-    if cutlass.const_expr(isinstance(op, tcgen05.St32x32bOp)):
-        there = copy.partition_D(lanes)
-        here = copy.partition_S(cute.make_identity_tensor(lanes.shape))
-        cute.copy(copy, cute.make_tensor(values.iterator, cute.make_layout(here.shape)), there)
-    else:
-        there = copy.partition_S(lanes)
-        here = copy.partition_D(cute.make_identity_tensor(lanes.shape))
-        cute.copy(copy, there, cute.make_tensor(values.iterator, cute.make_layout(here.shape)))
+    @cute.jit
+    def store_slabs(self, smem: Shared, w: Row, tile: RowTile, i: Int32, packed: cute.Tensor, output: tuple):
+        """The i-th slab of every part of the rows, through SMEM. TMA leaves out rows that do not exist."""
+        c = self.config
+        tma_o, mO = output
+        if w.thread == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.barrier(barrier_id=BAR_SOFTMAX, number_of_threads=WARPGROUP)
+        write_row(smem.o[None, None, w.part], w.row, 0, packed)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=BAR_SOFTMAX, number_of_threads=WARPGROUP)
+        if w.thread == 0:  # a copy to memory is issued by every lane that comes to it
+            for part in cutlass.range_constexpr(c.lanes_per_row):
+                slab = part * c.outputs_per_thread // SLAB + i
+                gO, sO = tma_tiles(tma_o, tile.of(mO, c.tile_m, SLAB)[None, None, slab], smem.o[None, None, part])
+                cute.copy(tma_o, sO, gO)
+            cute.arch.cp_async_bulk_commit_group()
 
 
 @cute.jit
 def shift_of(row_max: Float32, scale_log2: Float32) -> Float32:
     """What to subtract in the exponent; 0 for a row without keys, whose exponentials are exp2(-inf) = 0."""
     return Float32(0.0) if row_max == -Float32.inf else row_max * scale_log2
-
-
-@cute.jit
-def commit(barrier: cute.Pointer):
-    """Arrive when all products issued so far are done."""
-    with cute.arch.elect_one():
-        tcgen05.commit(barrier)
-
-
-@dsl_user_op
-def before_thread_sync(*, loc=None, ip=None) -> None:
-    """Order what was done to TMEM before what tells others of it."""
-    nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.BEFORE_THREAD_SYNC, loc=loc, ip=ip)
-
-
-@dsl_user_op
-def after_thread_sync(*, loc=None, ip=None) -> None:
-    """Order what will be done to TMEM after what others told."""
-    nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.AFTER_THREAD_SYNC, loc=loc, ip=ip)
-
-
-@cute.jit
-def sync_with_tmem():
-    before_thread_sync()
-    cute.arch.sync_threads()
-    after_thread_sync()
 
 
 def compile(variant: Variant, out_dir: Path) -> Compiled:

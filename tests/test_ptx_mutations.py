@@ -16,7 +16,7 @@ import pytest
 from tests import native
 from tests.ptx import edits
 from tests.ptx.copies import TensorMap
-from tests.ptx.hazards import Deadlock, Fault, Misuse, OutOfBounds, Race
+from tests.ptx.hazards import Deadlock, Fault, Leak, Misuse, OutOfBounds, Race
 from tests.ptx.launch import Kernel, launch
 from tests.ptx.verdict import Wrong, judge
 
@@ -254,7 +254,7 @@ FATES = [
         "a barrier count for one warpgroup of two",
         DENSE,
         Fault,
-        r"nothing orders it after the read by wgmma|waits? for parity",
+        r"nothing orders this and the (read by wgmma|write by tma)|waits? for parity",
         count_of("k_empty0", 128),
         shape={"s_kv": 900},
     ),
@@ -262,28 +262,28 @@ FATES = [
         "K's stage given back before the products are done",
         DENSE,
         Race,
-        r"nothing orders it after the (read by wgmma|write by tma)",
+        r"nothing orders this and the (read by wgmma|write by tma)",
         early_release,
     ),
     Fate(
         "K read before it has come",
         DENSE,
         Fault,
-        r"after the write by tma|which nobody wrote",
+        r"orders this and the write by tma|which nobody wrote",
         without_wait(DENSE, "k_full0", slice(0, 1)),
     ),
     Fate(
         "P read before the softmax barrier",
         LATENT,
         Fault,
-        r"after the (write by .*stmatrix|read by wgmma)|which nobody wrote",
+        r"nothing orders this and the (write by .*stmatrix|read by wgmma)|which nobody wrote",
         without_wait(LATENT, "weights0", slice(0, 1)),
     ),
     Fate(
         "the maximum read before it is handed over",
         LATENT,
         Fault,
-        r"after the write by warp.*st\.shared|which nobody wrote",
+        r"orders this and the write by warp.*st\.shared|which nobody wrote",
         without_wait(LATENT, "max0", slice(0, 1)),
     ),
     Fate(
@@ -311,7 +311,7 @@ FATES = [
         "arrives before its copies are there",
         GATHERED,
         Fault,
-        r"after the write by cp\.async|which nobody wrote",
+        r"orders this and the write by cp\.async|which nobody wrote",
         arrive_at_once,
     ),
     Fate(
@@ -337,6 +337,20 @@ FATES = [
         without(r"bar\.sync\s+0"),
     ),
     Fate("barriers not visible to TMA", DENSE, Misuse, r"no fence\.mbarrier_init", without(r"fence\.mbarrier_init")),
+    Fate(
+        "O's slab overwritten while TMA reads it",
+        LATENT,
+        Race,
+        r"nothing orders this and the (read by tma|write by warp)",
+        without(r"cp\.async\.bulk\.wait_group\.read\s+1"),
+    ),
+    Fate(
+        "the last store of O not waited for",
+        LATENT,
+        Leak,
+        r"ends while TMA may still read shared memory",
+        without(r"cp\.async\.bulk\.wait_group\.read\s+0"),
+    ),
     # addresses
     Fate(
         "a tensor map larger than its array",

@@ -161,7 +161,7 @@ FAULTS = [
         **WRONG,
         ptx=lambda ptx: ptx.replace(str(0x4000404000010000), str(0x8000404000010000)),
     ),
-    Planted("P lies in SMEM without its swizzle", **WRONG, source=((" ^ (w.row % 8)", ""),), key=LATENT),
+    Planted("what threads write to SMEM is not swizzled", **WRONG, source=((" ^ (row % 8)", ""),), key=LATENT),
     Planted(
         "O is read before the last products are done",
         Race,
@@ -201,7 +201,31 @@ FAULTS = [
         "P in SMEM without a proxy fence",
         Race,
         "no fence.proxy.async",
-        source=(('cute.arch.fence_proxy("async.shared", space="cta")', "pass"),),
+        source=(
+            (
+                'weights)\n            cute.arch.fence_proxy("async.shared", space="cta")',
+                "weights)",
+            ),
+        ),
+        key=LATENT,
+    ),
+    Planted(
+        "O leaves SMEM without a proxy fence",
+        Race,
+        "no fence.proxy.async",
+        source=(('packed)\n        cute.arch.fence_proxy("async.shared", space="cta")', "packed)"),),
+        key=LATENT,
+    ),
+    Planted(
+        "O is staged where TMA still reads the slab before",
+        Race,
+        "overwrites SMEM .* the read by",
+        source=(
+            (
+                "            cute.arch.cp_async_bulk_wait_group(0, read=True)\n        cute.arch.barrier",
+                "            pass\n        cute.arch.barrier",
+            ),
+        ),
         key=LATENT,
     ),
     Planted(
@@ -289,12 +313,11 @@ def mutant(fault: Planted, directory: Path) -> Kernel:
         assert ptx != kernel.ptx
         return dataclasses.replace(kernel, ptx=ptx)
     shutil.copytree(ROOT / "kernels", directory / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
-    path = directory / "kernels/fwd_sm100.py"
-    text = path.read_text()
+    files = [directory / "kernels" / name for name in ("fwd_sm100.py", "lib/tcgen05.py")]
     for old, new in fault.source:
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
-    path.write_text(text)
+        assert sum(file.read_text().count(old) for file in files) == 1, old
+        for file in files:
+            file.write_text(file.read_text().replace(old, new))
     command: list[Any] = [sys.executable, "-m", "kernels.aot", fault.key, "--out", directory]
     run = subprocess.run(command, cwd=directory, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ""})
     assert run.returncode == 0, run.stdout + run.stderr

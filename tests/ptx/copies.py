@@ -16,7 +16,7 @@ from .barriers import complete_tx, lookup
 from .decode import Decoder, Step, instruction
 from .hazards import Misuse, OutOfBounds
 from .parser import Address, Instruction
-from .state import RANK_SHIFT, Array, AsyncOp, Cta, GlobalMemory, Wait, Warp
+from .state import READ_STREAMS, Array, AsyncOp, Cta, GlobalMemory, Wait, Warp
 
 SPANS = {0: 0, 32: 1, 64: 2, 128: 3}  # bytes of a swizzled row -> how many bits of the address are permuted
 
@@ -165,6 +165,7 @@ def tensor_copy(i: Instruction, d: Decoder) -> Step:
 
 
 def tensor_store(i: Instruction, d: Decoder, rank: int) -> Step:
+    """Every active lane stores the same box: ptxas makes one UTMASTG of them, and so is it one here."""
     i.only(i.mods[0], "global", "shared::cta", "tile", *HINTS)
     target, where = coordinates(d, i.args[0])
     source, offset_ = d.address(i.args[1])
@@ -172,8 +173,6 @@ def tensor_store(i: Instruction, d: Decoder, rank: int) -> Step:
     def step(w: Warp) -> None:
         tensor, at = tensor_map(w, target), at_coordinates(w, where)
         cta, offset = destination(w, source, offset_, tensor.bytes)
-        if int(w.lanes.sum()) != 1:
-            raise Misuse(f"{int(w.lanes.sum())} lanes issue the same copy")
         chunks, words = place(tensor, offset)
         rows, inside = tensor.rows(at)
         skip, size, column = tensor.columns(at[0])
@@ -190,7 +189,9 @@ def tensor_store(i: Instruction, d: Decoder, rank: int) -> Step:
                         raise OutOfBounds(f"a tensor map writes behind the end of {buffer.name}: {tensor}")
                     buffer.write(op, offsets, data[which])
 
-        op = w.issue("tma", f"store {list(at)} from +{offset - 1024}", run)
+        op = w.issue(
+            "tma", f"store {list(at)} from +{offset - 1024}", run, reader=w.cta.first_stream + READ_STREAMS + w.number
+        )
         w.extra.setdefault("bulk open", []).append(op)
 
     return step
@@ -218,6 +219,7 @@ def wait(i: Instruction, d: Decoder) -> Step:
         if all(op.done for op in wanted):
             for op in wanted:
                 w.learn(op)
+            del groups[: len(groups) - keep]
             return None
         return Wait(lambda: all(op.done for op in wanted), lambda: "its bulk copies")
 
@@ -227,6 +229,3 @@ def wait(i: Instruction, d: Decoder) -> Step:
 @instruction("prefetch.tensormap", "prefetch")
 def prefetch(i: Instruction, d: Decoder) -> Step:
     return lambda w: None
-
-
-__all__ = ["RANK_SHIFT", "TensorMap", "swizzled"]

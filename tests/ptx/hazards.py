@@ -151,7 +151,7 @@ class Shadow:
             event = self.events[number]
             if not actor.clock.knows(event):
                 raise Race(
-                    f"reads {self.describe(words, writers == number)} while nothing orders it after the write by {event}"
+                    f"reads {self.describe(words, writers == number)} while nothing orders this and the write by {event}"
                 )
             if fenced and event.proxy == "generic" and not actor.clock.knows(event, fenced=True):
                 raise Race(
@@ -171,7 +171,7 @@ class Shadow:
             event = self.events[number]
             if not actor.clock.knows(event):
                 raise Race(
-                    f"overwrites {self.describe(words, writers == number)} while nothing orders it after the write by "
+                    f"overwrites {self.describe(words, writers == number)} while nothing orders this and the write by "
                     f"{event}"
                 )
             if fenced and event.proxy == "generic" and not actor.clock.knows(event, fenced=True):
@@ -185,7 +185,7 @@ class Shadow:
                 if number and not actor.clock.knows(self.events[number]):
                     where = (readers == number).any(0)
                     raise Race(
-                        f"overwrites {self.describe(words, where)} while nothing orders it after the read by "
+                        f"overwrites {self.describe(words, where)} while nothing orders this and the read by "
                         f"{self.events[number]}"
                     )
         self.writer[words] = actor.event()

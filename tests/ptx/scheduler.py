@@ -6,6 +6,9 @@ issued happens (at once, at any time, or only when no warp can go on), and wheth
 
 from __future__ import annotations
 
+import functools
+import itertools
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -177,17 +180,18 @@ def check_exit(w: Warp) -> None:
     if w.held:
         op, _ = next(iter(w.held.values()))
         raise Leak(f"{w.name} ends while {op} is in flight: nothing waited for it")
-    if all(x.exited for x in w.cta.warps):
-        for op in w.machine.pending:
-            if op.warp.cta is w.cta:
-                raise Leak(
-                    f"CTA {w.cta.number} ends while what {op.warp.name} issued in line {op.instruction.line} is in flight: {op.what}"
-                )
+    stores = [*itertools.chain.from_iterable(w.extra.get("bulk groups", [])), *w.extra.get("bulk open", [])]
+    if stores:
+        raise Leak(f"{w.name} ends while TMA may still read shared memory: nothing waited for {stores[0]}")
 
 
 def check_end(m: Machine) -> None:
     """Everything has ended: what must not be left over."""
     for cta in m.ctas:
+        known = functools.reduce(operator.or_, (w.clock.ops for w in cta.warps))
+        for op in m.ops_log:
+            if op.warp.cta is cta and op.kind in ("tma", "cp.async") and not known >> op.number & 1:
+                raise Leak(f"CTA {cta.number} ends while a copy may be in flight: nobody waited for {op}")
         for bar in cta.barriers.values():
             if bar.tx:
                 raise Leak(

@@ -26,7 +26,7 @@ RANK_SHIFT = 24  # an address of shared memory carries its CTA's rank in the clu
 SMEM_BASE = 1024  # what is below belongs to the system
 PARAM_BASE = 1 << 56
 GLOBAL_BASE = 0x7000_0000_0000
-READ_STREAMS = 4  # readers of SMEM beside a CTA's warps: its warpgroups' WGMMA; the others share the last
+READ_STREAMS = 4  # readers of SMEM beside the warps: a CTA's warpgroups' WGMMA; others share the last of them
 
 _BITS = np.uint32(1) << np.arange(LANES, dtype=np.uint32)
 
@@ -355,7 +355,7 @@ class Cta:
         self.smem = Memory(
             f"SMEM of CTA {number}" if machine.grid_size > 1 else "SMEM",
             SMEM_BASE + machine.smem_bytes,
-            self.first_stream + READ_STREAMS,
+            self.first_stream + READ_STREAMS + warps,  # and every warp's bulk stores
             machine.events,
         )
         self.barrier_words = np.zeros(len(self.smem.words), bool)
