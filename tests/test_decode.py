@@ -278,7 +278,9 @@ class TestMeshes:
     def check(self, step, operands, want):
         compiled = jax.jit(step).lower(*operands).compile()
         assert re.findall(COLLECTIVES, compiled.as_text()) == []
-        assert_close(jax.tree.leaves(compiled(*operands)), jax.tree.leaves(want))
+        for got, y in zip(jax.tree.leaves(compiled(*operands)), jax.tree.leaves(want), strict=True):
+            one_step = {jnp.uint8: {"rtol": 0, "atol": 0}, jnp.bfloat16: {"rtol": 2**-7}}
+            assert_close((got,), (y,), **one_step.get(got.dtype.type, {}))
 
     @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float8_e4m3fn], ids=lambda x: x.__name__)
     def test_contiguous(self, kind, dtype):
