@@ -27,7 +27,7 @@ _KERNELS_OF = {
     "dot_product_attention": ("fwd",),
     "sparse_fmha": ("sparse_fwd",),
     "dsv4_attention": ("fwd", "sparse_fwd", "dsv4_sparse_fwd", "dsv4_dense_fwd"),
-    "dsv4_decode": ("sparse_fwd", "dsv4_decode"),
+    "dsv4_decode": ("sparse_fwd", "dsv4_decode", "dsv4_decode_fp8"),
 }
 
 
