@@ -8,10 +8,11 @@ import pytest
 from jax_dsv4_fmha import _ffi
 from tests import native
 from tests.ptx import cases, hardware
-from tests.ptx.launch import Kernel, launch
+from tests.ptx.launch import Kernel, combine, launch
 from tests.ptx.verdict import judge
 
-BUILT = [v.key for v in _ffi.variants() if v.arch == "sm_90a"]
+BUILT = [v.key for v in _ffi.variants() if v.arch == "sm_90a" and v.splits]
+COMBINE = {v.dtype: v.key for v in _ffi.variants() if v.op == "combine"}
 RUNS = [  # the same code but for roundings: float16 needs no case but one
     (v.key, case)
     for v in map(native.variant_of, BUILT)
@@ -50,7 +51,17 @@ def test_is_right_in_any_order(key, case):
         assert (a.view(np.uint8) == b.view(np.uint8)).all(), "the answer depends on the order of things"
 
 
-@pytest.mark.parametrize("key", BUILT)
+@pytest.mark.parametrize(("key", "case"), [x for x in RUNS if x[1] in ("tiles", "turns") and "_bfloat16" in x[0]])
+def test_splits_are_merged_right(key, case):
+    """More splits than some rows have key tiles, and what they leave of rows that see nothing."""
+    x, (seed, _) = operands(key, case), seeds(key, case)
+    forward = launch(kernel(key), x, splits=3, seed=seed, processors=cases.PROCESSORS[case])
+    forward.machine.run()
+    merged = combine(kernel(COMBINE[kernel(key).variant.dtype]), forward, seed=seed)
+    judge(merged.run(), x, merged.scale)
+
+
+@pytest.mark.parametrize("key", [key for key in BUILT if key in hardware.KEYS])
 def test_agrees_with_hardware(key):
     """lse to 1e-6 and o to a unit in the last place: what is left is the order of sums, and how the chip rounds exp2."""
     x = operands(key, hardware.CASE)
