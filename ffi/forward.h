@@ -166,19 +166,21 @@ struct Kernels {
   Launcher* combine;  // where keys are split
 };
 
-inline ffi::Error LookUp(const Operands& x, const Shape& shape, const Device& device, Kernels* kernels) {
+// A kernel that splits no keys gets them whole.
+inline ffi::Error LookUp(const Operands& x, const Device& device, Shape* shape, Kernels* kernels) {
   if (!device.error.empty()) return ffi::Error(ffi::ErrorCode::kFailedPrecondition, device.error);
   const ffi::DataType dtype = x.q.dtype;
-  *kernels = {Find({x.op, device.arch, shape.d, dtype, x.shared_kv}), nullptr};
+  *kernels = {Find({x.op, device.arch, shape->d, dtype, x.shared_kv}), nullptr};
   auto missing = [&](const char* op, const std::string& wanted) {
     return ffi::Error(ffi::ErrorCode::kUnimplemented,
                       std::string(op) + ": no kernel for " + wanted + " on " + device.arch + "; built: " + Built(op));
   };
   if (kernels->forward == nullptr) {
-    return missing(x.op, "d=" + std::to_string(shape.d) + ", " + Show(dtype) +
+    return missing(x.op, "d=" + std::to_string(shape->d) + ", " + Show(dtype) +
                              (x.shared_kv ? ", one array for K and V" : ", K and V apart"));
   }
-  if (shape.splits == 1) return ffi::Error::Success();
+  if (!kernels->forward->splits) shape->splits = 1;
+  if (shape->splits == 1) return ffi::Error::Success();
   kernels->combine = Find({"combine", device.arch, kAnyD, dtype, false});
   return kernels->combine != nullptr ? ffi::Error::Success() : missing("combine", Show(dtype));
 }
@@ -187,7 +189,7 @@ inline ffi::Error Initialize(int device, const Operands& x) {
   Shape shape;
   Kernels kernels;
   if (ffi::Error error = Check(x, &shape); error.failure()) return error;
-  if (ffi::Error error = LookUp(x, shape, GetDevice(device), &kernels); error.failure()) return error;
+  if (ffi::Error error = LookUp(x, GetDevice(device), &shape, &kernels); error.failure()) return error;
   for (Launcher* launcher : {kernels.forward, kernels.combine}) {
     if (launcher == nullptr) continue;
     if (const std::string& error = launcher->Load(device).error; !error.empty()) return ffi::Error::Internal(error);
@@ -227,7 +229,7 @@ inline ffi::Error Execute(CUstream stream, int ordinal, const Operands& x) {
   if (ffi::Error error = Check(x, &shape); error.failure()) return error;
   if (shape.b == 0 || shape.s_q == 0) return ffi::Error::Success();
   const Device& device = GetDevice(ordinal);
-  if (ffi::Error error = LookUp(x, shape, device, &kernels); error.failure()) return error;
+  if (ffi::Error error = LookUp(x, device, &shape, &kernels); error.failure()) return error;
   const auto& [forward, combine] = kernels;
   const Tiles tiles{forward->tile_m, forward->tile_n, device.processors};
   if (std::string error = PlanLaunch(shape, x.scale, tiles, &plan); !error.empty()) {

@@ -52,7 +52,7 @@ struct SourcePlan {
 
 struct Plan {
   uint32_t grid;
-  TensorMapSpec map;  // of q: [d, inner, outer, h_kv, b]
+  TensorMapSpec map;  // of q and o: [d, inner, outer, h_kv, b]
   int32_t map_extents[4];
   bool shared_kv;
   int source_count;
@@ -172,7 +172,7 @@ struct Param {
 // What a kernel is handed, and the order in which it is.
 class Params {
  public:
-  static constexpr int kMax = 3 + kMaxSources * 7 + 3 + 10;
+  static constexpr int kMax = 4 + kMaxSources * 7 + 4 + 10;
 
   Params() = default;
   Params(const Params&) = delete;
@@ -193,7 +193,7 @@ class Params {
   }
 
  private:
-  CUtensorMap maps_[1 + 2 * kMaxSources];
+  CUtensorMap maps_[2 + 2 * kMaxSources];
   int map_count_ = 0;
   Param params_[kMax];
   int count_ = 0;
@@ -204,7 +204,11 @@ struct ForwardParams : Params {
   ForwardParams(Plan& plan, Addresses& at) {
     Extents& n = plan.extents;
     AddMap(plan.map, plan.map_extents, at.q);
-    Add(n.splits > 1 ? at.o_parts : at.o);
+    if (plan.shared_kv) {
+      AddMap(plan.map, plan.map_extents, at.o);
+    } else {
+      Add(at.o);
+    }
     for (int i = 0; i < plan.source_count; ++i) {
       SourcePlan& source = plan.sources[i];
       SourceAddresses& keys = at.sources[i];
@@ -216,7 +220,7 @@ struct ForwardParams : Params {
         Add(keys.k), Add(keys.from), Add(keys.to), Add(source.s_kv), Add(source.stride), Add(source.topk);
       }
     }
-    Add(at.sink), Add(n.splits > 1 ? at.lse_parts : at.lse), Add(plan.scale_log2);
+    Add(at.sink), Add(n.splits > 1 ? at.lse_parts : at.lse), Add(at.o_parts), Add(plan.scale_log2);
     for (int32_t* x : {&n.s_q, &n.group, &n.h_kv, &n.inner, &n.outer, &n.box_inner, &n.box_outer, &n.tiles_inner,
                        &n.tiles, &n.splits}) {
       Add(*x);

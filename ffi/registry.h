@@ -42,6 +42,7 @@ struct Launcher {
   const unsigned char* cubin;
   size_t cubin_bytes;
   int32_t threads, smem_bytes, tile_m, tile_n;
+  bool splits;  // whether the keys of a tile of rows may be split over CTAs
 
   struct Loaded {
     std::once_flag once;

@@ -37,12 +37,16 @@ class Variant:
     """rows of a tile: (query, head) pairs"""
     tile_n: int
     """keys of a tile"""
+    splits: bool
+    """whether the keys of a tile of rows may be split over CTAs"""
     threads: int
     registers: int
     """per thread, at launch"""
     smem_bytes: int
     spill_bytes: int
     cubin_bytes: int
+    evidence: str
+    """how it is known to be right, in words"""
 
 
 def library_path() -> Path | None:
@@ -99,25 +103,27 @@ def _architecture(compute_capability: str) -> str:
     return f"sm_{major}{minor}" + ("a" if int(major) >= 9 else "")
 
 
-def split_count(row_tiles: int, key_tiles: int, processors: int) -> int:
+def split_count(row_tiles: int, key_tiles: int, unit: int, processors: int) -> int:
     """Into how many parts the keys of every tile of rows are split, of which each is a CTA's.
 
-    From shapes alone, so that a call is always the same launches: key_tiles is how many a tile of rows can have to see.
-    How many it does see is divided evenly on the device.
+    From shapes alone, so that a call is always the same launches: key_tiles is how many a tile of rows can have to see,
+    and a CTA takes whole units of so many. How many it does see is divided evenly on the device.
 
-    1 where the tiles of rows alone fill the chip. Else the count that takes least time, in the time that a CTA takes for
-    a tile of keys, about 2 us whatever d is: waves of CTAs, each with its part and the beginning and end of it; and to
-    merge, another launch and the parts' way to memory and back.
+    1 where the tiles of rows alone fill the chip. Else the count for which this is least, a fit to times on an H200 at
+    d = 512, in units of 1.4 us: for each wave of CTAs the part of one, by the tile, which takes longer where more CTAs
+    read from memory, and what a CTA's begin and end take; to merge, another launch, and the parts written and read.
     """
     if row_tiles >= processors:
         return 1
+    units = -(-key_tiles // unit)
 
     def cost(splits: int) -> float:
-        waves, part = -(-row_tiles * splits // processors), -(-key_tiles // splits)
-        merge = 1.5 + row_tiles * splits / 50 if splits > 1 else 0
-        return waves * (part + 1.5) + merge
+        pieces, part = row_tiles * splits, -(-units // splits) * unit
+        waves, crowd = -(-pieces // processors), min(pieces, processors) / 240
+        merge = 1.4 + pieces / 37 if splits > 1 else 0
+        return waves * (part * (1 + crowd) + 5.7) + merge
 
-    return min(range(1, min(key_tiles, processors) + 1), key=cost)
+    return min(range(1, min(units, processors) + 1), key=cost)
 
 
 # The kernels as they are: one CUDA device, no checks, no gradient, no batching or sharding rule. All return o like q,
@@ -236,8 +242,8 @@ def dsv4_decode_fp8(
 ) -> tuple[jax.Array, jax.Array]:
     """As `dsv4_decode`, of pools uint8 `[pages, bytes]` in DSV4's layout: index i is entry i % n of page i // n.
 
-    A page of n entries is n * 576 bytes, each 448 e4m3 numbers and 64 bfloat16, then n * 8 bytes, each 7 ue8m0 scales and
-    one of padding, padded up to a multiple of 576. Scale 255 is NaN; e4m3's own NaN is read as +-480. q is bfloat16.
+    A page of n entries is n * 576 bytes, each 448 e4m3 numbers and 64 bfloat16, then n * 8 bytes, each 7 ue8m0 scales
+    and one of padding, padded up to a multiple of 576. Scale 255 is NaN; the NaN of e4m3 is read as +-480. q is bf16.
     """
     splits = _splits_of_queries("dsv4_decode_fp8", q, window_indices.shape[2] + indices.shape[2])
     selections = (window_pool, window_indices, window_length, pool, indices, length)
@@ -255,10 +261,11 @@ def _splits(op: str, q: jax.Array, shared_kv: bool, groups: int, rows: int, keys
     if not all(isinstance(x, int) for x in (groups, rows, keys)):
         return 1
     wanted = (op, q.shape[3], q.dtype.name, shared_kv)
-    built = [v for v in variants() if (v.op, v.d, v.dtype, v.shared_kv) == wanted]
+    built = [v for v in variants() if v.splits and (v.op, v.d, v.dtype, v.shared_kv) == wanted]
     local = local_architectures()
     for v in sorted(built, key=lambda v: v.arch not in local)[:1]:
-        return split_count(groups * -(-rows // v.tile_m), -(-keys // v.tile_n), _PROCESSORS[v.arch])
+        unit = 2 if shared_kv else 1  # such kernels take key tiles two by two
+        return split_count(groups * -(-rows // v.tile_m), -(-keys // v.tile_n), unit, _PROCESSORS[v.arch])
     return 1
 
 

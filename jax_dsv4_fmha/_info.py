@@ -53,7 +53,7 @@ def _text(facts: dict[str, Any]) -> str:
         left=2,
     )
     variants = table(
-        ("op", "arch", "dtype", "d", "V", "threads", "registers", "SMEM KiB", "spills", "cubin KiB"),
+        ("op", "arch", "dtype", "d", "V", "threads", "registers", "SMEM KiB", "spills", "cubin KiB", "evidence"),
         [
             (
                 v["op"],
@@ -66,6 +66,7 @@ def _text(facts: dict[str, Any]) -> str:
                 f"{v['smem_bytes'] / 1024:.1f}",
                 str(v["spill_bytes"]),
                 f"{v['cubin_bytes'] / 1024:.1f}",
+                v["evidence"],
             )
             for v in facts["variants"]
         ],

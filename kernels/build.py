@@ -47,8 +47,9 @@ def expected_params(variant: Variant) -> tuple[int, ...]:
     if variant.op == "combine":  # o_parts, lse_parts, o, sink, lse, rows, h_q, d, splits
         return (*[pointer] * 5, *[number] * 4)
     keys_of_all = itertools.chain.from_iterable(sources[kind] for kind in variant.sources)
-    # q, o, the keys, sink, lse, scale_log2, how the rows are tiled
-    return (*q, pointer, *keys_of_all, pointer, pointer, number, *[number] * 10)
+    o = q if variant.shared_kv else (pointer,)
+    # q, o, the keys, sink, lse, o_parts, scale_log2, how the rows are tiled
+    return (*q, *o, *keys_of_all, pointer, pointer, pointer, number, *[number] * 10)
 
 
 def check(variant: Variant, facts: dict[str, int], kernel: KernelInfo) -> None:
@@ -109,7 +110,7 @@ def compile_one(variant: Variant, out: Path) -> Record:
     check(variant, facts, kernel)
     record = {
         "key": variant.key,
-        **{name: getattr(variant, name) for name in ("op", "arch", "d", "dtype", "shared_kv")},
+        **{name: getattr(variant, name) for name in ("op", "arch", "d", "dtype", "shared_kv", "splits", "evidence")},
         **{name: facts[name] for name in FACTS},
         "symbol": facts["symbol"],
         "registers": kernel.registers,
@@ -166,7 +167,7 @@ def write_tables(records: Sequence[Record], out: Path) -> None:
         blobs.append(f'DSV4_FMHA_EMBED({key}, "{path}")  // {record["sha256"]}')
         choice = f'"{record["op"]}", "{record["arch"]}", {record["d"]}, ffi::{_XLA_DTYPE[record["dtype"]]}'
         identity = f'{{{choice}, {str(record["shared_kv"]).lower()}}}, "{key}", "{record["symbol"]}"'
-        facts = ", ".join(str(record[name]) for name in FACTS)
+        facts = ", ".join(str(record[name]).lower() for name in (*FACTS, "splits"))
         rows.append(f"      Launcher{{{identity}, {key}, {record['cubin_bytes']}, {facts}}},")
     write_if_changed(
         out / "cubins.cc",

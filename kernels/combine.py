@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from .aot import Compiled, compile_ahead
-from .lib.launch import element_type, i32, launch_facts, pointers
+from .lib.launch import i32, launch_facts, pointers
 from .lib.rows import ceil_div, load, store
 from .lib.softmax import LN_2, LOG2_E, exp2
 from .lib.wgmma import round_pair

@@ -24,8 +24,8 @@ from cutlass.memory import SmemAllocator
 
 from .aot import Compiled, compile_ahead
 from .lib.launch import SMEM_LIMIT, WARPGROUP, Shapes, element_type, i32, launch_facts, pointers
-from .lib.output import store_output
-from .lib.rows import PUBLISHED, BoxedRows, Extents, RowTile, extents
+from .lib.output import store_output, store_part
+from .lib.rows import PUBLISHED, BoxedRows, Extents, RowTile, Walk, extents
 from .lib.softmax import RowResults, Softmax, rescale_rows
 from .lib.spans import RowSpans, Span, SpanOperands, open_span, read_span
 from .lib.splits import own_part
@@ -158,6 +158,7 @@ class FwdSm90:
         stop: cute.Pointer,
         sink: cute.Pointer,
         lse: cute.Pointer,
+        o_parts: cute.Pointer,
         scale_log2: Float32,
         b: Int32,
         s_q: Int32,
@@ -178,7 +179,7 @@ class FwdSm90:
             *tma_atom(load, shapes.keys(k, s_kv), c.tile_n, c.d),
             *tma_atom(load, shapes.keys(v, s_kv), c.tile_n, c.d),
             SpanOperands(start, stop, s_kv),
-            RowResults(sink, lse),
+            RowResults(sink, lse, o_parts),
             scale_log2,
             n,
         ).launch(
@@ -247,9 +248,9 @@ class FwdSm90:
         """One warp, for every row tile of this CTA: Q, what there is to see, and the tiles of K and V."""
         c = self.config
         tma_q, mQ = rows
-        fills0 = Int32(0)
-        for turn in cutlass.range(n.turns, unroll=1):
-            tile = RowTile.of_turn(turn, n)
+        walk, fills0 = Walk.of(n), Int32(0)
+        for turn in cutlass.range(walk.turns, unroll=1):
+            tile = walk.tile(turn)
             (span,) = own_part((open_span(operands, tile, c.tile_n),), tile, 1)
             cute.arch.mbarrier_wait(bar.q_empty, (turn & 1) ^ 1)
             with cute.arch.elect_one():
@@ -299,9 +300,9 @@ class FwdSm90:
     def consume(self, w: Consumer, operands: SpanOperands, o: cute.Pointer, results: RowResults, n: Extents):
         """One warpgroup: its 64 rows of every row tile of this CTA."""
         c = self.config
-        s, boxed = w.softmax, BoxedRows.of(n, w.group * 64, w.thread, False)
+        s, boxed = w.softmax, BoxedRows.of(n, w.group * 64, w.thread)
         fills0 = Int32(0)
-        for turn in cutlass.range(n.turns, unroll=1):
+        for turn in cutlass.range(Walk.of(n).turns, unroll=1):
             cute.arch.mbarrier_wait(w.bar.q_full, turn & 1)
             tile = RowTile.read(w.smem.info[None, 0, turn & 1], n)
             span = read_span(operands, tile, c.tile_n, w.smem.info[None, 1, turn & 1])
@@ -309,7 +310,10 @@ class FwdSm90:
             self.attend(w, span, span.of_rows(boxed), fills0)
             s.sum_columns()
             s.finish(tile, boxed, w.thread, results, writes_lse=True)
-            store_output(w.out, s, o, tile, boxed, 0, w.thread, c.d)
+            if n.splits == 1:
+                store_output(w.out, s.factor, o, tile, boxed, 0, w.thread, c.d)
+            else:
+                store_part(w.out, s, results.o_parts, tile, boxed, 0, w.thread, c.d)
             fills0 = fills0 + span.tiles
 
     @cute.jit
@@ -367,7 +371,7 @@ def compile(variant: Variant, out_dir: Path) -> Compiled:
     return compile_ahead(
         FwdSm90(config),
         FwdSm90.kernel,
-        *pointers(variant.dtype, "q", "k", "v", "o", "int32", "int32", "float32", "float32"),
+        *pointers(variant.dtype, "q", "k", "v", "o", "int32", "int32", "float32", "float32", "float32"),
         Float32(1.0),
         *(i32() for _ in range(7)),
         name="fwd_sm90",

@@ -11,7 +11,8 @@ SMEM. The maximum of a row is handed from left to right and back; all sums are k
 
 So one's softmax runs under the other's products. A tile is refilled by halves of its columns, each as soon as it is
 read for the last time. CTAs are persistent: one takes every gridDim-th tile of rows, and the producer runs ahead into
-the next one: Q's SMEM is free after the last scores, for O goes from registers to memory.
+the next one: Q's SMEM is free after the last scores, for O goes through the weights' SMEM, slab by slab, and TMA stores
+it while the next tile is worked on.
 
 The keys come from one or more sources, walked one after the other as one sequence of tiles under one softmax: spans
 (contiguous, loaded by TMA: a window, a dense cache) and selections (gathered by index with cp.async).
@@ -40,9 +41,9 @@ from .lib.launch import (
     pointers,
     registers_at_launch,
 )
-from .lib.output import store_output
+from .lib.output import store_part
 from .lib.packed import HALVES, LANES_A_PIECE, PackedOperands, Places, fetch, unpack
-from .lib.rows import PUBLISHED, BoxedRows, Extents, RowTile, extents, row_of
+from .lib.rows import PUBLISHED, BoxedRows, Extents, RowTile, Walk, extents, row_of
 from .lib.selections import Selection, SelectionOperands, open_selection, read_selection
 from .lib.softmax import ROWS, RowResults, Softmax, rescale_rows, scale_rows
 from .lib.spans import SpanOperands, open_span, read_span
@@ -126,9 +127,10 @@ class Config:
 
     @property
     def smem_bytes(self) -> int:
-        barriers, weights = 8 * 15, 2 * self.tile_m * self.tile_n * 2
+        barriers, weights_and_o = 8 * 15, 2 * self.tile_m * (self.tile_n + SLAB) * 2
         rows, infos = 4 * self.tile_m * (2 + 4), 4 * 2 * PUBLISHED * (1 + len(self.sources))
-        return 1024 + self.tile_m * self.row_bytes + 4 * self.half_tile_bytes + weights + rows + infos + barriers
+        tiles = self.tile_m * self.row_bytes + 4 * self.half_tile_bytes + weights_and_o
+        return 1024 + tiles + rows + infos + barriers
 
     def __post_init__(self):
         if self.d % (2 * SLAB) or self.half > 256:
@@ -138,6 +140,8 @@ class Config:
         at_launch = registers_at_launch(self.threads)
         if sum(self.registers) + self.registers[1] > 3 * at_launch:  # or the last to ask would wait for ever
             raise ValueError(f"a launch gives {at_launch} registers a thread, too few for {self.registers}")
+        if self.tile_n != SLAB:
+            raise ValueError(f"tile_n must be {SLAB}, for O is staged where a tile's weights stand, got {self.tile_n}")
         if self.smem_bytes > SMEM_LIMIT:
             raise ValueError(f"needs {self.smem_bytes} bytes of SMEM, {SMEM_LIMIT} fit: {self}")
 
@@ -161,7 +165,8 @@ class Shared:
 
     q: cute.Tensor  # (64, d)
     k: cute.Tensor  # (tile_n, d, tile of the pair)
-    p: cute.Tensor  # (64, tile_n, tile of the pair)
+    p: cute.Tensor  # (64, tile_n, tile of the pair): the weights; then O on its way out, as `o`
+    o: cute.Tensor  # (64, SLAB, warpgroup)
     max: cute.Tensor  # (64, warpgroup): the running maximum that each hands over
     sum: cute.Tensor  # (64, warpgroup, row tile & 1): the sum that each ends with
     info: cute.Tensor  # (PUBLISHED, row tile and each source, row tile & 1): what the producer found out
@@ -217,6 +222,7 @@ class LatentSm90:
         o: cute.Pointer,
         sink: cute.Pointer,
         lse: cute.Pointer,
+        o_parts: cute.Pointer,
         scale_log2: Float32,
         b: Int32,
         s_q: Int32,
@@ -242,9 +248,10 @@ class LatentSm90:
         n = extents(c.tile_m, c.gathers, b, s_q, h_q, h_kv, splits)
         shapes = Shapes(c.d, b, n)
         tma_q, mQ = tma_atom(cpasync.CopyBulkTensorTileG2SOp(), shapes.rows(q), c.tile_m, c.d)
+        tma_o, mO = tma_atom(cpasync.CopyBulkTensorTileS2GOp(), shapes.rows(o), c.tile_m, SLAB)
         given = ((keys0, from0, to0, s_kv0, s_batch0, topk0), (keys1, from1, to1, s_kv1, s_batch1, topk1))
         sources = tuple(self.source(kind, shapes, *g) for kind, g in zip(c.sources, given, strict=False))
-        self.kernel(tma_q, mQ, o, sources, RowResults(sink, lse), scale_log2, n).launch(
+        self.kernel(tma_q, mQ, tma_o, mO, sources, RowResults(sink, lse, o_parts), scale_log2, n).launch(
             grid=(cutlass.min(n.work, ctas), 1, 1),
             block=(c.threads, 1, 1),
             smem=c.smem_bytes,
@@ -264,7 +271,8 @@ class LatentSm90:
         self,
         tma_q: cute.CopyAtom,
         mQ: cute.Tensor,
-        o: cute.Pointer,
+        tma_o: cute.CopyAtom,
+        mO: cute.Tensor,
         sources: tuple,
         results: RowResults,
         scale_log2: Float32,
@@ -296,19 +304,20 @@ class LatentSm90:
             cute.arch.setmaxregister_increase(c.registers[1])
             operands = tuple(source[-1] for source in sources)
             if warp < 8:
-                self.consume(LEFT, bar, smem, operands, o, results, scale_log2, n)
+                self.consume(LEFT, bar, smem, operands, (tma_o, mO), results, scale_log2, n)
             else:
-                self.consume(RIGHT, bar, smem, operands, o, results, scale_log2, n)
+                self.consume(RIGHT, bar, smem, operands, (tma_o, mO), results, scale_log2, n)
 
     def allocate(self) -> tuple[Barriers, Shared]:
         c = self.config
         smem = SmemAllocator()
-        q, k, p = (
+        q, k, p, o = (
             smem.allocate_tensor(self.dtype, layout.outer, 1024, swizzle=layout.inner)
             for layout in (
                 slab_layout(self.dtype, c.tile_m, c.d),
                 slab_layout(self.dtype, c.tile_n, c.d, 2),
                 slab_layout(self.dtype, c.tile_m, c.tile_n, 2),
+                slab_layout(self.dtype, c.tile_m, SLAB, 2),
             )
         )
         maxima = smem.allocate_tensor(Float32, cute.make_layout((c.tile_m, 2)), 16)
@@ -316,7 +325,7 @@ class LatentSm90:
         info = smem.allocate_tensor(Int32, cute.make_layout((PUBLISHED, 1 + len(c.sources), 2)), 16)
         mbar = smem.allocate_array(Int64, 15)
         bar = Barriers(*(mbar + i for i in (0, 1, 2, 6, 10, 12, 14)))
-        return bar, Shared(q, k, p, maxima, sums, info)
+        return bar, Shared(q, k, p, o, maxima, sums, info)
 
     # ---- producer
 
@@ -326,9 +335,9 @@ class LatentSm90:
         c = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         tma_q, mQ = row_source
-        evens0, odds0 = Int32(0), Int32(0)
-        for turn in cutlass.range(n.turns, unroll=1):
-            tile = RowTile.of_turn(turn, n)
+        walk, evens0, odds0 = Walk.of(n), Int32(0), Int32(0)
+        for turn in cutlass.range(walk.turns, unroll=1):
+            tile = walk.tile(turn)
             opened = own_part(tuple(self.open(source[-1], tile) for source in sources), tile, 2)
             if warp == 0:
                 cute.arch.mbarrier_wait(bar.q_empty, (turn & 1) ^ 1)
@@ -476,7 +485,7 @@ class LatentSm90:
         bar: Barriers,
         smem: Shared,
         operands: tuple,
-        o: cute.Pointer,
+        output: tuple,
         results: RowResults,
         scale_log2: Float32,
         n: Extents,
@@ -486,7 +495,7 @@ class LatentSm90:
         w = self.consumer(side, bar, smem, scale_log2)
         evens0, odds0 = Int32(0), Int32(0)
         boxed = BoxedRows.of(n, 0, w.thread, c.gathers)
-        for turn in cutlass.range(n.turns, unroll=1):
+        for turn in cutlass.range(Walk.of(n).turns, unroll=1):
             cute.arch.mbarrier_wait(bar.q_full, turn & 1)
             tile = RowTile.read(smem.info[None, 0, turn & 1], n)
             sources = tuple(
@@ -494,9 +503,15 @@ class LatentSm90:
             )
             work = Work(sources, tuple(source.of_rows(boxed) for source in sources), evens0, odds0)
             w.softmax.start(tile, boxed, results)
+            self.await_stores(side, w)
             self.attend(side, w, work)
-            self.finish(side, w, turn, tile, boxed, o, results)
+            self.finish(side, w, turn, tile, boxed, results)
+            if n.splits == 1:
+                self.store(side, w, tile, output)
+            else:
+                store_part(w.out, w.softmax, results.o_parts, tile, boxed, side * c.half, w.thread, c.d)
             evens0, odds0 = evens0 + work.evens, odds0 + work.odds
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     def consumer(self, side: int, bar: Barriers, smem: Shared, scale_log2: Float32) -> Consumer:
         c = self.config
@@ -573,11 +588,10 @@ class LatentSm90:
         turn: Int32,
         tile: RowTile,
         boxed: BoxedRows,
-        o: cute.Pointer,
         results: RowResults,
     ):
-        """Normalise this side's half of the output and write it, and lse."""
-        c, s = self.config, w.softmax
+        """What normalises the output; lse."""
+        s = w.softmax
         sums = w.smem.sum[None, None, turn & 1]
         s.sum_columns()
         hand_over(sums, side, s.row_sum, w.thread)
@@ -587,7 +601,33 @@ class LatentSm90:
         take_over(sums, RIGHT, s.factor, w.thread)
         s.row_sum.store(s.row_sum.load() + s.factor.load())
         s.finish(tile, boxed, w.thread, results, writes_lse=side == LEFT)
-        store_output(w.out, s, o, tile, boxed, side * c.half, w.thread, c.d)
+
+    @cute.jit
+    def store(self, side: cutlass.Constexpr, w: Consumer, tile: RowTile, output: tuple):
+        """This side's half of O, normalised, slab by slab through SMEM. TMA leaves out rows that do not exist."""
+        c = self.config
+        tma_o, mO = output
+        slabs, columns = (w.smem.p[None, None, side], w.smem.o[None, None, side]), cute.size(w.scores)
+        for i in cutlass.range_constexpr(c.half // SLAB):
+            if cutlass.const_expr(i > 0):
+                self.await_stores(side, w)
+            for x in cutlass.range_constexpr(columns):
+                w.scores[x] = w.out[i * columns + x] * w.softmax.factor[x // 2 % ROWS]
+            slab = slabs[i % len(slabs)]
+            store_rows(w.qk, w.scores, slab, w.thread)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.barrier(barrier_id=BAR_WARPGROUP + side, number_of_threads=WARPGROUP)
+            if cute.arch.make_warp_uniform(w.thread // 32) == 0:
+                gO, sO = tma_tiles(tma_o, tile.of(mO, c.tile_m, SLAB)[None, None, side * c.half // SLAB + i], slab)
+                cute.copy(tma_o, sO, gO)
+                cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def await_stores(self, side: cutlass.Constexpr, w: Consumer):
+        """Until TMA has read all slabs but the last one out of SMEM: then the other of the two may be written."""
+        if cute.arch.make_warp_uniform(w.thread // 32) == 0:
+            cute.arch.cp_async_bulk_wait_group(1, read=True)
+        cute.arch.barrier(barrier_id=BAR_WARPGROUP + side, number_of_threads=WARPGROUP)
 
     @cute.jit
     def on_source(self, w: Consumer, work: Work, t: Int32, action: cutlass.Constexpr[Callable]):
@@ -645,7 +685,7 @@ class LatentSm90:
         round_to(w.weights, w.scores)
         if cutlass.const_expr(not has_odd):
             self.share_weights(w, LEFT)
-        rescale_rows(w.out, s.factor)
+        rescale_rows(w.out, s.factor, fresh=pair == 0)
         multiply(w.pv, w.out, w.weights, w.b_value[None, None, None, 0], fresh=pair == 0)
         if cutlass.const_expr(has_odd):
             warpgroup.wait_group(0)
@@ -676,7 +716,7 @@ class LatentSm90:
         s.decay()
         s.exponentiate(w.scores)
         round_to(w.weights, w.scores)
-        rescale_rows(w.out, s.factor)
+        rescale_rows(w.out, s.factor, fresh=pair == 0)
         multiply(w.pv, w.out, w.weights, w.b_value[None, None, None, 1], fresh=pair == 0)
         self.share_weights(w, RIGHT)
         cute.arch.mbarrier_wait(w.bar.weights + LEFT, (work.evens0 + pair) & 1)
@@ -744,7 +784,7 @@ def compile(variant: Variant, out_dir: Path) -> Compiled:
     return compile_ahead(
         kernel,
         LatentSm90.kernel,
-        *pointers(variant.dtype, "q", "o", "float32", "float32"),
+        *pointers(variant.dtype, "q", "o", "float32", "float32", "float32"),
         Float32(1.0),
         *(i32() for _ in range(4)),
         *first,

@@ -8,7 +8,7 @@ class Variant:
     """One cubin: an op for one architecture with its compile-time choices.  Everything else is decided at run time."""
 
     op: str  # "fwd", "sparse_fwd", "dsv4_sparse_fwd", "dsv4_dense_fwd", "dsv4_decode", "dsv4_decode_fp8" or "combine"
-    arch: str  # "sm_90a"
+    arch: str  # "sm_90a" or "sm_100a"
     module: str  # the module with `compile(variant, out_dir)`
     d: int  # head dimension, of keys and values alike; 0: any
     dtype: str  # "bfloat16" or "float16": q, k, v and o
@@ -21,8 +21,20 @@ class Variant:
         """A name that is unique among the variants and fit for files and C symbols."""
         return f"{self.op}_{self.arch}_d{self.d}_{self.dtype}" + "_shared_kv" * self.shared_kv
 
+    @property
+    def splits(self) -> bool:
+        """Whether the keys of a tile of rows may be split over CTAs."""
+        return self.arch == "sm_90a" and self.sources != ()
+
+    @property
+    def evidence(self) -> str:
+        """How it is known to be right."""
+        return EVIDENCE[self.arch]
+
 
 DTYPES = ("bfloat16", "float16")
+
+EVIDENCE = {"sm_90a": "run on hardware", "sm_100a": "compiled, interpreted, not run on hardware"}
 
 LATENT_OPS = {
     "fwd": ("span",),
@@ -36,6 +48,11 @@ VARIANTS: tuple[Variant, ...] = (
     *(
         Variant("fwd", "sm_90a", "kernels.fwd_sm90", d, dtype, False, ("span",))
         for d in (64, 128, 256)
+        for dtype in DTYPES
+    ),
+    *(
+        Variant("fwd", "sm_100a", "kernels.fwd_sm100", d, dtype, d == 512, ("span",))
+        for d in (64, 128, 256, 512)
         for dtype in DTYPES
     ),
     *(

@@ -12,7 +12,8 @@ from jax_dsv4_fmha import _ffi
 from jax_dsv4_fmha._compare import KERNEL, compare
 from kernels.variants import VARIANTS, Variant
 
-SOURCES = {v.op: v.sources for v in VARIANTS}
+SOURCES = {v.op: v.sources for v in VARIANTS if v.sources}
+KINDS = ("span", "selection", "packed")  # as ffi/launch_plan.h counts them
 Array = np.ndarray[Any, Any]
 
 
@@ -31,6 +32,8 @@ class Shape(NamedTuple):
     d: int
     s_kv1: int = 0
     topk: int = 0
+    splits: int = 1
+    page: int = 64  # entries, of packed keys
 
 
 class TensorMapSpec(ctypes.Structure):
@@ -43,18 +46,18 @@ class TensorMapSpec(ctypes.Structure):
 
 
 class _SourceShape(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_int64) for name in ("kind", "s_kv", "topk"))
+    _fields_ = tuple((name, ctypes.c_int64) for name in ("kind", "s_kv", "stride", "topk"))
 
 
 class _Shape(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("b", "s_q", "h_q", "h_kv", "d", "shared_kv", "source_count")),
+        *((name, ctypes.c_int64) for name in ("b", "s_q", "h_q", "h_kv", "d", "splits", "shared_kv", "source_count")),
         ("sources", _SourceShape * 2),
     )
 
 
 class _ShownLaunch(ctypes.Structure):
-    _params = 29
+    _params = 32
     _fields_ = (
         ("grid", ctypes.c_uint32),
         ("count", ctypes.c_uint32),
@@ -64,7 +67,10 @@ class _ShownLaunch(ctypes.Structure):
     )
 
 
-ADDRESSES = ("q", "o", "sink", "lse", *(f"{name}{i}" for i in range(2) for name in ("k", "v", "from", "to")))
+ADDRESSES = (
+    *("q", "o", "sink", "lse", "o_parts", "lse_parts"),
+    *(f"{name}{i}" for i in range(2) for name in ("k", "v", "from", "to")),
+)
 """What a launch points to: from and to are start and stop of a span, indices and length of a selection"""
 
 
@@ -94,24 +100,49 @@ def plan(
     addresses: dict[str, int] | None = None,
 ) -> Plan:
     """What a forward target launches for `shape`; ValueError where it refuses."""
-    extents = [
-        _SourceShape(kind == "selection", s_kv, shape.topk if kind == "selection" else 0)
-        for kind, s_kv in zip(sources, (shape.s_kv, shape.s_kv1), strict=False)
-    ]
-    b, s_q, _, h_q, h_kv, d, *_ = shape
-    at = addresses or {}
     out, error = _ShownLaunch(), ctypes.create_string_buffer(512)
     status = library().dsv4_fmha_plan(
-        ctypes.byref(_Shape(b, s_q, h_q, h_kv, d, shared_kv, len(sources), (_SourceShape * 2)(*extents))),
+        ctypes.byref(_shape(shape, sources, shared_kv)),
         ctypes.c_float(scale),
         (ctypes.c_int32 * 3)(tile_m, tile_n, processors),
-        (ctypes.c_void_p * len(ADDRESSES))(*(at.get(name) for name in ADDRESSES)),
+        _addresses(addresses),
         ctypes.byref(out),
         error,
         ctypes.c_size_t(len(error)),
     )
     if status != 0:
         raise ValueError(error.value.decode())
+    return _shown(out)
+
+
+def plan_combine(shape: Shape, *, threads: int = 128, tile_n: int = 4, addresses: dict[str, int] | None = None) -> Plan:
+    """What it launches after that where keys are split."""
+    out = _ShownLaunch()
+    library().dsv4_fmha_plan_combine(
+        ctypes.byref(_shape(shape, (), False)),
+        ctypes.c_int32(threads),
+        ctypes.c_int32(tile_n),
+        _addresses(addresses),
+        ctypes.byref(out),
+    )
+    return _shown(out)
+
+
+def _shape(shape: Shape, sources: Sequence[str], shared_kv: bool) -> _Shape:
+    strides = {"span": 0, "selection": None, "packed": shape.page}
+    extents = [
+        _SourceShape(KINDS.index(kind), s_kv, s_kv if strides[kind] is None else strides[kind], shape.topk)
+        for kind, s_kv in zip(sources, (shape.s_kv, shape.s_kv1), strict=False)
+    ]
+    b, s_q, _, h_q, h_kv, d, *_ = shape
+    return _Shape(b, s_q, h_q, h_kv, d, shape.splits, shared_kv, len(sources), (_SourceShape * 2)(*extents))
+
+
+def _addresses(at: dict[str, int] | None) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(ADDRESSES))(*((at or {}).get(name) for name in ADDRESSES))
+
+
+def _shown(out: _ShownLaunch) -> Plan:
     params = tuple(out.bytes[i].raw[: out.sizes[i]] for i in range(out.count))
     return Plan(out.grid, params, tuple(spec if spec.rank else None for spec in out.maps[: out.count]))
 
@@ -134,6 +165,12 @@ class Keys:
     seen_from: Array  # start of a span, indices of a selection
     seen_to: Array  # stop of a span, length of a selection
     counts: Array  # [b, s_q, s_kv]: how often a query sees a key
+    pool: Array | None = None  # of packed keys [pages, bytes], of which k are the values; then indices are places in it
+
+    @property
+    def given(self) -> Array:
+        """What a kernel is given as k."""
+        return self.k if self.pool is None else self.pool
 
 
 @dataclass(frozen=True)
@@ -149,12 +186,15 @@ class Operands:
         if self.op == "fwd":
             (x,) = self.sources
             return self.q, x.k, None if x.v is x.k else x.v, x.seen_from, x.seen_to, self.sink
-        keys = ((x.k[:, :, 0], x.seen_from, x.seen_to) for x in self.sources)
+        keys = ((x.k[:, :, 0] if x.pool is None else x.pool, x.seen_from, x.seen_to) for x in self.sources)
         return self.q, *(x for source in keys for x in source), self.sink
 
 
-def operands(variant: Variant | _ffi.Variant, **extents: int) -> Operands:
-    """Operands of every kind for a variant: a query that sees nothing, absent entries, NaN where no query looks."""
+def operands(variant: Variant | _ffi.Variant, *, width: int = 90, **extents: int) -> Operands:
+    """Operands of every kind for a variant: a query that sees nothing, absent entries, NaN where no query looks.
+
+    `width` is how many keys a query sees at most of the first source, where that is a span.
+    """
     given = {"b": 2, "s_q": 70, "s_kv": 150, "h_q": 8, "h_kv": 1, "s_kv1": 200, "topk": 100, **extents}
     shape, rng = Shape(d=variant.d, **given), np.random.default_rng(0)
     b, s_q, _, h_q, h_kv, d, *_ = shape
@@ -186,7 +226,10 @@ def operands(variant: Variant | _ffi.Variant, **extents: int) -> Operands:
     sources = []
     for which, kind in enumerate(SOURCES[variant.op]):
         s_kv = (shape.s_kv, shape.s_kv1)[which]
-        seen = selection(s_kv) if kind == "selection" else span(s_kv, *((1, 90), (4, s_kv))[which])
+        seen = span(s_kv, *((1, width), (4, s_kv))[which]) if kind == "span" else selection(s_kv)
+        if kind == "packed":
+            sources.append(packed(rng, s_kv, shape.page, *seen))
+            continue
         k = normal(0.125, b, s_kv, h_kv, d)
         v = k if variant.shared_kv else normal(0.125, b, s_kv, h_kv, d)
         for array in (k, v):
@@ -194,7 +237,41 @@ def operands(variant: Variant | _ffi.Variant, **extents: int) -> Operands:
         sources.append(Keys(k, v, *seen))
     sink = rng.standard_normal(h_q).astype(np.float32)
     sink[0], sink[h_q // 2] = np.inf, -np.inf
-    return Operands(variant.op, shape, normal(8, b, s_q, h_q, d), tuple(sources), sink)
+    slots = {
+        name: x.pool.shape[0] * shape.page
+        for name, x in zip(("s_kv", "s_kv1"), sources, strict=False)
+        if x.pool is not None
+    }
+    return Operands(variant.op, shape._replace(**slots), normal(8, b, s_q, h_q, d), tuple(sources), sink)
+
+
+def packed(rng: np.random.Generator, s_kv: int, page: int, indices: Array, length: Array, counts: Array) -> Keys:
+    """Keys in pages of a pool, in any order: every number that e4m3 has; all NaN where no query looks."""
+    b, bf16 = len(indices), np.dtype("bfloat16")
+    page_bytes = -(-584 * page // 576) * 576
+    pages = -(-b * s_kv // page) + 1
+    pool = np.full((pages, page_bytes), 0xFF, np.uint8)
+    entries = pool[:, : page * 576].reshape(pages, page, 576)
+    scales = pool[:, page * 576 : page * 584].reshape(pages, page, 8)
+    codes = rng.permutation(np.arange(b * s_kv * 448, dtype=np.uint64) % 254).astype(np.uint8)
+    codes = (codes + (codes >= 0x7F)).reshape(b, s_kv, 448)
+    exponents = rng.integers(115, 119, (b, s_kv, 7)).astype(np.uint8)
+    rope = (0.125 * rng.standard_normal((b, s_kv, 64))).astype(bf16)
+    numbers = codes.view(np.dtype("float8_e4m3fn")).astype(np.float32).reshape(b, s_kv, 7, 64)
+    numbers = numbers * np.exp2(exponents.astype(np.float32) - 127)[..., None]
+    k = np.concatenate([numbers.reshape(b, s_kv, 448).astype(bf16), rope], axis=-1)
+    place = rng.permutation(pages * page)[: b * s_kv].reshape(b, s_kv)
+    seen = counts.any(1)
+    k[~seen] = np.nan
+    at = np.divmod(place[seen], page)
+    entries[*at, :448], entries[*at, 448:] = codes[seen], rope[seen].view(np.uint8)
+    scales[*at, :7] = exponents[seen]
+    there = (indices >= 0) & (indices < s_kv)
+    of_query = np.broadcast_to(place[:, None], (*indices.shape[:2], s_kv))
+    places = np.take_along_axis(of_query, np.where(there, indices, 0), axis=-1)
+    absent = np.where(indices == s_kv, pages * page, indices)
+    k = k[:, :, None]
+    return Keys(k, k, np.where(there, places, absent).astype(np.int32), length, counts, pool)
 
 
 def attention(x: Operands, scale: float) -> tuple[Array, Array]:

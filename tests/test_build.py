@@ -9,7 +9,7 @@ from importlib import metadata, util
 from pathlib import Path
 
 import pytest
-from native import Shape, cubin, library, plan, variant_of
+from native import Shape, cubin, library, plan, plan_combine, variant_of
 
 from jax_dsv4_fmha import _ffi
 from kernels import build
@@ -68,7 +68,10 @@ def test_embedded_cubin_is_what_the_manifest_says(key):
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.key)
 def test_the_gate_expects_what_the_launcher_hands_over(variant):
     shape = Shape(2, 70, 150, 8, 1, variant.d, s_kv1=200, topk=100)
-    launch = plan(variant.sources, shape, shared_kv=variant.shared_kv)
+    if variant.op == "combine":
+        launch = plan_combine(shape._replace(d=512, splits=3))
+    else:
+        launch = plan(variant.sources, shape, shared_kv=variant.shared_kv)
     assert tuple(map(len, launch.params)) == build.expected_params(variant)
 
 
@@ -77,15 +80,24 @@ def test_sass(key, tmp_path):
     (tmp_path / "cubin").write_bytes(cubin(key))
     run = subprocess.run([nvdisasm(), tmp_path / "cubin"], check=True, capture_output=True, text=True)
     opcodes = re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9.]+)", run.stdout, re.MULTILINE)
-    names = ("USETMAXREG", "HGMMA", "WARPGROUP.ARRIVE", "UTMALDG", "LDGSTS", "LDL", "STL")
+    names = ("HGMMA", "USETMAXREG", "WARPGROUP.ARRIVE", "UTMALDG", "LDGSTS", "LDL", "STL")
+    names += ("UTCHMMA", "UTCBAR", "LDTM", "STTM", "UTCATOMSWS")
     count = {name: sum(f"{opcode}.".startswith(f"{name}.") for opcode in opcodes) for name in names}
     variant = variant_of(key)
-    assert count["USETMAXREG"] >= 2, count  # a producer gives registers up, consumers take them
+    assert count["LDL"] == count["STL"] == 0, count
+    if variant.op == "combine":
+        return
     assert count["UTMALDG"] > 0, count  # q, if nothing else
     assert (count["LDGSTS"] > 0) == ("selection" in variant.sources), count
-    assert count["LDL"] == count["STL"] == 0, count
     row = next(row for row in _ffi.manifest()["variants"] if row["key"] == key)
-    a_tile = (variant.d + row["tile_n"]) // 16  # a WGMMA has k = 16: those of Q K', and those of P V
+    a_tile = (variant.d + row["tile_n"]) // 16  # an MMA has k = 16: those of Q K', and those of P V
+    if variant.arch == "sm_100a":
+        of_v = row["tile_n"] // 16 * -(-variant.d // 256)  # an MMA has n <= 256
+        assert count["UTCHMMA"] == 2 * variant.d // 16 + of_v, count  # Q K' of the first tile, and of the others
+        assert count["LDTM"] >= 3 and count["STTM"] >= 1, count  # S, O to rescale, O to write; O, and P where it fits
+        assert count["UTCATOMSWS"] >= 2 and count["HGMMA"] == 0, count  # TMEM is allocated, and freed
+        return
+    assert count["USETMAXREG"] >= 2, count  # a producer gives registers up, consumers take them
     assert 2 * a_tile <= count["HGMMA"] <= 8 * a_tile, count
     assert 4 * count["WARPGROUP.ARRIVE"] < count["HGMMA"], count  # one for each is what serialised ones have
 

@@ -14,7 +14,9 @@ from jax_dsv4_fmha import Cache, _bench, _bench_decode, _cases, _ffi, _verify, d
 from jax_dsv4_fmha.__main__ import main
 from jax_dsv4_fmha._cases import Case
 
-VARIANT = _ffi.Variant("fwd_sm_90a_d64", "fwd", "sm_90a", 64, "bfloat16", False, 192, 128, 384, 168, 83016, 0, 42488)
+VARIANT = _ffi.Variant(
+    "fwd_sm_90a_d64", "fwd", "sm_90a", 64, "bfloat16", False, 192, 128, True, 384, 168, 83016, 0, 42488, "run"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +45,7 @@ class TestInfo:
         text = capsys.readouterr().out
         assert jax.__version__ in text and "42488" not in text
         (line,) = (line for line in text.splitlines() if "sm_90a" in line)
-        assert line.split() == ["fwd", "sm_90a", "bfloat16", "64", "apart", "384", "168", "81.1", "0", "41.5"]
+        assert line.split() == ["fwd", "sm_90a", "bfloat16", "64", "apart", "384", "168", "81.1", "0", "41.5", "run"]
 
     def test_json(self, capsys, tmp_path):
         assert main(["info", "--json"]) == 0

@@ -5,6 +5,7 @@ import inspect
 import itertools
 import math
 import os
+import re
 import shutil
 import struct
 import subprocess
@@ -16,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from native import ADDRESSES, SOURCES, Shape, assert_right, operands, plan
+from native import ADDRESSES, SOURCES, Shape, assert_right, operands, plan, plan_combine
 from oracle import HostStub, TensorMap
 
 from jax_dsv4_fmha import _ffi
@@ -39,10 +40,10 @@ SHAPES = [
         (5, 129, 1, 300, 3, 0, 0),
     ]
 ]
-OPS = {f.__name__: f for f in (_ffi.fwd, _ffi.sparse_fwd, _ffi.dsv4_sparse_fwd, _ffi.dsv4_dense_fwd)}
-built = pytest.mark.parametrize("variant", _ffi.variants(), ids=lambda v: v.key)
+OPS = {op: getattr(_ffi, op) for op in SOURCES}
+built = pytest.mark.parametrize("variant", [v for v in _ffi.variants() if v.op in OPS], ids=lambda v: v.key)
 one_of_each_op = pytest.mark.parametrize(
-    "variant", {v.op: v for v in VARIANTS if v.dtype == "bfloat16"}.values(), ids=lambda v: v.key
+    "variant", {v.op: v for v in VARIANTS if v.dtype == "bfloat16" and v.sources}.values(), ids=lambda v: v.key
 )
 
 
@@ -75,7 +76,9 @@ def test_every_op_has_a_function_and_a_target():
     assert set(OPS) == set(SOURCES) <= set(_ffi._TARGETS)
 
 
-@pytest.mark.parametrize("variant", {(v.op, v.shared_kv): v for v in VARIANTS}.values(), ids=lambda v: v.key)
+@pytest.mark.parametrize(
+    "variant", {(v.op, v.shared_kv): v for v in VARIANTS if v.sources}.values(), ids=lambda v: v.key
+)
 def test_lowers_for_cuda_without_a_gpu(variant):
     f = jax.jit(functools.partial(OPS[variant.op], scale=0.125))
     arguments = operands(variant, s_q=70, h_q=8).arguments()
@@ -84,13 +87,59 @@ def test_lowers_for_cuda_without_a_gpu(variant):
     target = variant.op + "_shared_kv" * (variant.shared_kv and variant.op == "fwd")
     assert f"@dsv4_fmha_{target}(" in call
     assert "scale = 1.250000e-01 : f32" in call
-    assert f"tensor<2x70x8x{variant.d}xf16>, tensor<2x70x8xf32>)" in call
+    dtype, row = {"float16": "f16", "bfloat16": "bf16"}[variant.dtype], "tensor<2x70x8x"
+    o, lse = f"{row}{variant.d}x{dtype}>", f"{row[:-1]}xf32>"
+    assert re.search(rf"\({o}, {lse}, {row}(\d+)x{variant.d}xf32>, {row}\1xf32>\)", call), call
+
+
+@pytest.mark.parametrize(
+    ("row_tiles", "key_tiles", "unit", "wanted"),
+    [
+        # the fastest on an H200: two, one, eight and sixteen sequences of two queries with 128 heads, 128 + 1024 keys
+        (8, 18, 2, 9),
+        (4, 18, 2, 9),
+        (32, 18, 2, 3),
+        (64, 18, 2, 2),
+        (4, 10, 2, 5),  # two sequences with 64 heads, 128 + 512 keys
+        (64, 10, 2, 1),  # thirty-two
+        (32, 512, 2, 4),  # sixteen queries of 128 heads, 32768 keys
+        (1, 1, 1, 1),
+        (1, 3, 2, 2),
+        (132, 10_000, 1, 1),
+        (8192, 18, 2, 1),
+    ],
+)
+def test_split_count(row_tiles, key_tiles, unit, wanted):
+    assert _ffi.split_count(row_tiles, key_tiles, unit, 132) == wanted
+
+
+def test_no_more_splits_than_units_of_keys_and_one_where_the_chip_is_full():
+    for row_tiles, key_tiles, unit in itertools.product((1, 3, 40, 131, 132, 500), (1, 2, 7, 300), (1, 2)):
+        splits = _ffi.split_count(row_tiles, key_tiles, unit, 132)
+        assert 1 <= splits <= -(-key_tiles // unit)
+        assert splits == 1 or row_tiles < 132
+
+
+def test_splits_by_what_is_built(monkeypatch):
+    """Of one kernel's tiles; an extent that is not known, as in an exported batch, splits nothing."""
+    extents = {"tile_m": 64, "tile_n": 64, "threads": 1, "registers": 1, "smem_bytes": 1, "spill_bytes": 0}
+    row = _ffi.Variant("k", "fwd", "sm_90a", 512, "bfloat16", True, splits=True, cubin_bytes=1, evidence="", **extents)
+    q = jnp.zeros((1, 2, 64, 512), jnp.bfloat16)
+    for variants, wanted in ((row,), _ffi.split_count(2, 32, 2, 132)), ((dataclasses.replace(row, splits=False),), 1):
+        monkeypatch.setattr(_ffi, "variants", lambda variants=variants: variants)
+        assert _ffi._splits("fwd", q, True, 1, 128, 2048) == wanted
+        assert _ffi._splits("fwd", q, False, 1, 128, 2048) == 1
+    monkeypatch.setattr(_ffi, "variants", lambda: (row,))
+    (b,) = jax.export.symbolic_shape("b")
+    assert _ffi._splits("fwd", q, True, b, 128, 2048) == 1
 
 
 # The launch, against the DSL's own host stub.
 
 
-@pytest.fixture(scope="module", params=[v for v in VARIANTS if v.dtype == "bfloat16"], ids=lambda v: v.key)
+@pytest.fixture(
+    scope="module", params=[v for v in VARIANTS if v.dtype == "bfloat16" and v.sources], ids=lambda v: v.key
+)
 def stub(request, tmp_path_factory):
     if util.find_spec("cutlass") is None or shutil.which("gcc") is None:
         pytest.skip("needs nvidia-cutlass-dsl and gcc")
@@ -105,9 +154,11 @@ def test_launch_is_what_the_host_stub_launches(stub):
     scale = 0.1
     addresses = {name: 0x7F00_0000_0000 + i * 0x1000_0000 for i, name in enumerate(ADDRESSES)}
     tiles = {name: row[name] for name in ("tile_m", "tile_n", "shared_kv")}
-    for shape, processors in itertools.product(shapes(variant.op), (1, 132)):
-        shape = shape._replace(d=variant.d)
-        theirs = host.run(host_values(shape, scale, processors, addresses))
+    for shape, processors, splits in itertools.product(shapes(variant.op), (1, 132), (1, 3)):
+        if splits > 1 and not variant.splits:
+            continue
+        shape = shape._replace(d=variant.d, splits=splits)
+        theirs = host.run(host_values(shape, scale, processors, addresses, "packed" in variant.sources))
         ours = plan(variant.sources, shape, scale, **tiles, processors=processors, addresses=addresses)
         assert theirs.grid == (ours.grid, 1, 1), shape
         assert theirs.block == (row["threads"], 1, 1)
@@ -121,18 +172,37 @@ def test_launch_is_what_the_host_stub_launches(stub):
                 assert its_map.strides == tuple(spec.strides[: spec.rank - 1])
                 assert its_map.swizzle == 3
                 box = tuple(spec.box[: spec.rank])
-                if i == 0:  # of q: the stub's is a constant; ours shrinks with a small shape and splits odd head counts
+                if spec.rank == 5:  # q and o: the stub's is a constant; ours shrinks with a small shape
                     assert its_map.box[0] == box[0] == 64
                     assert math.prod(box[1:]) <= math.prod(its_map.box[1:])
                 else:
                     assert its_map.box == box
-            elif i == len(ours.params) - 10:  # scale_log2, in whose product the last bit may be rounded otherwise
+            elif i == len(ours.params) - 11:  # scale_log2, in whose product the last bit may be rounded otherwise
                 assert struct.unpack("<f", mine) == pytest.approx(struct.unpack("<f", its), rel=2e-7)
             else:
                 assert mine == its, (i, shape)
 
 
-def host_values(shape, scale, processors, addresses):
+@pytest.mark.parametrize("shape", SHAPES[:6], ids=str)
+def test_merging_is_what_the_host_stub_launches(shape, combine_stub):
+    if (row := next((v for v in _ffi.variants() if v.op == "combine"), None)) is None:
+        pytest.skip("not built")
+    addresses = {name: 0x7F00_0000_0000 + i * 0x1000_0000 for i, name in enumerate(ADDRESSES)}
+    shape = shape._replace(splits=5)
+    theirs = combine_stub.run(host_values(shape, 1.0, 132, addresses))
+    ours = plan_combine(shape, threads=row.threads, tile_n=row.tile_n, addresses=addresses)
+    assert (theirs.grid, theirs.block) == ((ours.grid, 1, 1), (row.threads, 1, 1))
+    assert theirs.params == ours.params
+
+
+@pytest.fixture(scope="module")
+def combine_stub(tmp_path_factory):
+    if util.find_spec("cutlass") is None or shutil.which("gcc") is None:
+        pytest.skip("needs nvidia-cutlass-dsl and gcc")
+    return HostStub(next(v for v in VARIANTS if v.op == "combine"), tmp_path_factory.mktemp("combine"))
+
+
+def host_values(shape, scale, processors, addresses, packed=False):
     """Whatever a kernel's host side may ask for, by the names that it has there."""
     pointers = {name: ctypes.c_void_p(x) for name, x in addresses.items()}
     ints = {name: ctypes.c_int32(x) for name, x in shape._asdict().items()}
@@ -143,6 +213,8 @@ def host_values(shape, scale, processors, addresses):
         **ints,
         "s_kv0": ints["s_kv"],
         **dict.fromkeys(("topk0", "topk1"), ints["topk"]),
+        "s_batch0": ints["page" if packed else "s_kv"],
+        "s_batch1": ints["page" if packed else "s_kv1"],
         "ctas": ctypes.c_int32(processors),
         "scale_log2": ctypes.c_float(scale * math.log2(math.e)),
         "stream": ctypes.c_void_p(),
@@ -155,10 +227,10 @@ def test_tiles_cover_every_row_once(op, tile_m):
     """By the definition of a tile alone: its box of rows, cut at the extents."""
     for shape in shapes(op):
         launch = plan(SOURCES[op], shape, tile_m=tile_m)
-        s_q, group, h_kv, inner, outer, box_inner, box_outer, tiles_inner, tiles = (
-            struct.unpack("<i", blob)[0] for blob in launch.params[-9:]
+        s_q, group, h_kv, inner, outer, box_inner, box_outer, tiles_inner, tiles, splits = (
+            struct.unpack("<i", blob)[0] for blob in launch.params[-10:]
         )
-        assert launch.grid == min(tiles, 132)
+        assert (launch.grid, splits) == (min(tiles, 132), 1)
         assert 1 <= box_inner * box_outer <= tile_m
         assert inner * outer == s_q * group == shape.s_q * shape.h_q // h_kv
         tiles_outer, rest = divmod(tiles, tiles_inner * h_kv * shape.b)
@@ -167,7 +239,7 @@ def test_tiles_cover_every_row_once(op, tile_m):
         assert (tiles_outer - 1) * box_outer < outer <= tiles_outer * box_outer
         queries = {o + i // group for o, i in itertools.product((0, outer - 1), (0, inner - 1))}
         assert (min(queries), max(queries)) == (0, s_q - 1)
-        if "selection" in SOURCES[op]:  # one query a tile
+        if SOURCES[op][-1] != "span":  # one query a tile
             assert (inner, box_outer) == (group, 1)
 
 
@@ -202,8 +274,8 @@ def test_plan_refuses(change, scale, says):
 
 def test_plan_takes_shapes_beyond_32_bit_addresses():
     launch = plan(("span", "selection"), Shape(2, 70_000, 1_000_000, 128, 1, 512, s_kv1=10_000_000, topk=2048))
-    q, window = (spec for spec in launch.maps if spec is not None)
-    assert q.strides[3] == 70_000 * 128 * 512 * 2
+    q, o, window = (spec for spec in launch.maps if spec is not None)
+    assert q.strides[3] == o.strides[3] == 70_000 * 128 * 512 * 2
     assert window.strides[2] == 1_000_000 * 512 * 2
 
 
@@ -215,6 +287,9 @@ def on_gpu(test):
 
 
 def check(variant, device=None, **extents):
+    """Skips where the variant is for another architecture."""
+    if variant.arch not in (local := _ffi.local_architectures()):
+        pytest.skip(f"is for {variant.arch}, here is {', '.join(local)}")
     x, scale = operands(variant, **extents), variant.d**-0.5
     f = jax.jit(functools.partial(OPS[variant.op], scale=scale))
     assert_right(jax.tree.map(np.asarray, f(*jax.device_put(x.arguments(), device))), x, scale)
@@ -259,6 +334,8 @@ def test_runs_inside_cuda_graphs():
 import functools, jax, numpy as np, test_ffi
 from jax_dsv4_fmha import _ffi
 for variant in _ffi.variants():
+    if variant.arch not in _ffi.local_architectures():
+        continue
     test_ffi.check(variant)
     x = jax.device_put(test_ffi.operands(variant).arguments())
     f = jax.jit(functools.partial(test_ffi.OPS[variant.op], scale=0.1))

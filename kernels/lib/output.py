@@ -14,24 +14,6 @@ BLOCK = 8  # columns of which a quad's lanes hold two each: 16 bytes when rounde
 @cute.jit
 def store_output(
     acc: cute.Tensor,
-    softmax: Softmax,
-    o: cute.Pointer,
-    tile: RowTile,
-    boxed: BoxedRows,
-    column0: Int32,
-    thread: Int32,
-    d: int,
-):
-    """The rows that exist, normalised: rounded into o, or in fp32 into the parts of o where keys are split."""
-    if tile.n.splits == 1:
-        store_rounded(acc, softmax.factor, o, tile, boxed, column0, thread, d)
-    else:
-        store_part(acc, softmax, cute.recast_ptr(o, dtype=Float32), tile, boxed, column0, thread, d)
-
-
-@cute.jit
-def store_rounded(
-    acc: cute.Tensor,
     factor: cute.Tensor,
     o: cute.Pointer,
     tile: RowTile,
@@ -43,25 +25,27 @@ def store_rounded(
     """o[row, column0:] <- factor * acc, rounded, for the rows that exist.
 
     A lane of a quad holds two columns of each block of eight. Four blocks at a time are transposed within the quad, so
-    that each lane has a whole block, 16 bytes, to store, and the quad 64 bytes of a row.
+    that each lane has a whole block, 16 bytes, to store, and the quad 64 bytes of a row. All of a row are rounded, then
+    transposed, then stored: group by group, each would wait for its own shuffles.
     """
     lane = thread % 4
     odd, high = lane % 2 == 1, lane // 2 == 1
     rows = by_row(acc)
-    packed = cute.make_rmem_tensor(4, Uint32)
+    groups = cute.size(rows, mode=[1]) // 8
+    packed = cute.make_rmem_tensor((4, groups), Uint32)
     for r in cutlass.range_constexpr(ROWS):
         exists, query, head = tile.place(boxed, r)
         target = o + (tile.row_index(query, head) * d + column0 + lane * BLOCK)
-        for group in cutlass.range_constexpr(cute.size(rows, mode=[1]) // 8):
-            for i in cutlass.range_constexpr(4):
-                j = group * 8 + 2 * i
-                packed[i] = round_pair(rows[r, j] * factor[r], rows[r, j + 1] * factor[r], o.dtype)
-            transpose_in_quad(packed, odd, high)
-            if exists:
+        for i in cutlass.range_constexpr(4 * groups):
+            packed[i] = round_pair(rows[r, 2 * i] * factor[r], rows[r, 2 * i + 1] * factor[r], o.dtype)
+        for group in cutlass.range_constexpr(groups):
+            transpose_in_quad(packed[None, group], odd, high)
+        if exists:
+            for group in cutlass.range_constexpr(groups):
                 place = cute.make_tensor(
                     cute.recast_ptr(target + group * 4 * BLOCK, dtype=Uint32).align(16), cute.make_layout(4)
                 )
-                cute.autovec_copy(packed, place)
+                cute.autovec_copy(packed[None, group], place)
 
 
 @cute.jit
@@ -75,7 +59,7 @@ def store_part(
     thread: Int32,
     d: int,
 ):
-    """As `store_rounded`, in fp32; nothing for a row that saw no key, whose lse says so.
+    """As `store_output`, in fp32; nothing for a row that saw no key, whose lse says so.
 
     Of two blocks of eight columns at a time, lanes 0 and 2 of a quad take the first and lanes 1 and 3 the second.
     """

@@ -18,7 +18,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-PUBLISHED = 5  # numbers that the producer publishes of a row tile or a source, at most
+PUBLISHED = 6  # numbers that the producer publishes of a row tile or a source, at most
 ROWS = 2  # rows of a 64-row WGMMA accumulator that one thread holds
 
 
@@ -38,13 +38,8 @@ class Extents(NamedTuple):
 
     @property
     def work(self) -> Int32:
-        """Pieces of it: each split of each row tile."""
+        """What CTAs share: each split of each row tile."""
         return self.tiles * self.splits
-
-    @property
-    def turns(self) -> Int32:
-        """Pieces that this CTA works on: c, c + g, ... of g CTAs."""
-        return ceil_div(self.work - cute.arch.block_idx()[0], cute.arch.grid_dim()[0])
 
 
 def ceil_div(a: Int32, b: Int32) -> Int32:
@@ -87,19 +82,6 @@ class RowTile:
     inner0: Int32
     outer0: Int32
 
-    @staticmethod
-    def of_turn(turn: Int32, n: Extents) -> "RowTile":
-        """The last queries of all (batch, KV head) pairs come first: under a causal mask they see most keys. Lengths
-        that fall slowly add up to nearly the same for all CTAs.
-        """
-        i = cute.arch.block_idx()[0] + turn * cute.arch.grid_dim()[0]
-        per_head = n.tiles_inner * ceil_div(n.outer, n.box_outer)
-        heads = n.tiles // per_head
-        split, i = i % n.splits, i // n.splits
-        tile, head = per_head - 1 - i // heads, i % heads
-        inner0, outer0 = tile % n.tiles_inner * n.box_inner, tile // n.tiles_inner * n.box_outer
-        return RowTile(n, split, head // n.h_kv, head % n.h_kv, inner0, outer0)
-
     @property
     def first_query(self) -> Int32:
         return self.outer0 + self.inner0 // self.n.group
@@ -113,20 +95,12 @@ class RowTile:
 
     def publish(self, slot: cute.Tensor) -> None:
         """To SMEM, for `read`."""
-        for i, x in enumerate((self.split, self.batch, self.kv_head, self.inner0, self.outer0)):
+        for i, x in enumerate((self.split, self.batch, self.kv_head, self.inner0, self.outer0, self.first_query)):
             slot[i] = x
 
     @staticmethod
-    def read(slot: cute.Tensor, n: Extents) -> "RowTile":
-        return RowTile(n, *(cute.arch.make_warp_uniform(slot[i]) for i in range(PUBLISHED)))
-
-    def place(self, rows: "BoxedRows", r: int) -> tuple[cutlass.Boolean, Int32, Int32]:
-        """(exists, query, query head) of a thread's row."""
-        n = self.n
-        inner, outer = self.inner0 + rows.inner[r], self.outer0 + rows.outer[r]
-        query, head = inner // n.group, inner % n.group
-        exists = (inner < n.inner) & (outer < n.outer) & (rows.outer[r] < n.box_outer)
-        return exists, outer + query, self.kv_head * n.group + head
+    def read(slot: cute.Tensor, n: Extents) -> "PlacedTile":
+        return PlacedTile(n, *(cute.arch.make_warp_uniform(slot[i]) for i in range(PUBLISHED)))
 
     def of(self, gmem: cute.Tensor, tile_m: int, columns: int) -> cute.Tensor:
         """This tile of q or o: (tile_m, columns, column tile). TMA touches the box's rows only."""
@@ -149,19 +123,81 @@ class RowTile:
 
 
 @dataclass(frozen=True)
+class PlacedTile(RowTile):
+    """A row tile as consumers know it."""
+
+    query0: Int32  # of its first row
+
+    def place(self, rows: "BoxedRows", r: int) -> tuple[cutlass.Boolean, Int32, Int32]:
+        """(exists, query, query head) of a thread's row, without a division: a thread does this for every tile."""
+        n = self.n
+        exists = (self.inner0 + rows.inner[r] < n.inner) & (self.outer0 + rows.outer[r] < n.outer)
+        head = self.inner0 - (self.query0 - self.outer0) * n.group + rows.head[r]
+        over = Int32(head >= n.group)
+        query = self.query0 + rows.query[r] + over
+        return exists & (rows.outer[r] < n.box_outer), query, self.kv_head * n.group + head - over * n.group
+
+
+@dataclass(frozen=True)
+class Walk:
+    """The tiles that one CTA works on, in order: each split of a tile of rows is one.
+
+    The last queries of all (batch, KV head) pairs come first: under a causal mask they see most keys. CTA c of g takes
+    the tiles c, 2 g - 1 - c, 2 g + c, ...: lengths that fall steadily add up to the same for all.
+    """
+
+    n: Extents
+    turns: Int32
+
+    @staticmethod
+    def of(n: Extents) -> "Walk":
+        ctas = cute.arch.grid_dim()[0]
+        rounds = n.work // ctas
+        return Walk(n, rounds + Int32(place_in_round(rounds) < n.work - rounds * ctas))
+
+    def tile(self, turn: Int32) -> RowTile:
+        n = self.n
+        per_head = n.tiles_inner * ceil_div(n.outer, n.box_outer)
+        i, heads = turn * cute.arch.grid_dim()[0] + place_in_round(turn), n.tiles // per_head
+        split, i = i % n.splits, i // n.splits
+        tile, head = per_head - 1 - i // heads, i % heads
+        inner0, outer0 = tile % n.tiles_inner * n.box_inner, tile // n.tiles_inner * n.box_outer
+        return RowTile(n, split, head // n.h_kv, head % n.h_kv, inner0, outer0)
+
+
+@cute.jit
+def place_in_round(turn: Int32) -> Int32:
+    """Every other round goes backwards."""
+    place = cute.arch.block_idx()[0]
+    if turn % 2 == 1:
+        place = cute.arch.grid_dim()[0] - 1 - place
+    return place
+
+
+@dataclass(frozen=True)
 class BoxedRows:
     """Where in a tile's box the rows that a thread holds lie: the same in every tile."""
 
     inner: tuple[Int32, ...]
     outer: tuple[Int32, ...]
+    query: tuple[Int32, ...]  # counted from that of the box's first row, were that one of head 0
+    head: tuple[Int32, ...]
 
     @staticmethod
-    def of(n: Extents, row0: Int32, thread: Int32, one_query: bool) -> "BoxedRows":
-        """Of the warpgroup whose rows begin at row0."""
+    def of(n: Extents, row0: Int32, thread: Int32, one_query: bool = False) -> "BoxedRows":
+        """Of the warpgroup whose rows begin at row0, as WGMMA has them."""
         rows = [row0 + row_of(thread, r) for r in range(ROWS)]
-        if one_query:  # nothing that a thread must keep
-            return BoxedRows(tuple(rows), tuple(Int32(row >= n.box_inner) for row in rows))
-        return BoxedRows(tuple(row % n.box_inner for row in rows), tuple(row // n.box_inner for row in rows))
+        if one_query:  # nothing to divide, and next to nothing to keep
+            outer = tuple(Int32(row >= n.box_inner) for row in rows)
+            return BoxedRows(tuple(rows), outer, outer, tuple(rows))
+        return BoxedRows.at(n, rows)
+
+    @staticmethod
+    def at(n: Extents, rows: list[Int32]) -> "BoxedRows":
+        """Of these rows of the tile."""
+        inner, outer = [row % n.box_inner for row in rows], [row // n.box_inner for row in rows]
+        query = (o + i // n.group for i, o in zip(inner, outer, strict=True))
+        return BoxedRows(tuple(inner), tuple(outer), tuple(query), tuple(i % n.group for i in inner))
 
 
 def row_of(thread: Int32, r: int) -> Int32:

@@ -14,6 +14,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from .rows import ROWS, BoxedRows, RowTile, load, store
+from .wgmma import not_
 
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
@@ -23,7 +24,8 @@ class RowResults(NamedTuple):
     """What belongs to rows beside o."""
 
     sink: cute.Pointer  # float32 [h_q]
-    lse: cute.Pointer  # float32 [b, s_q, h_q]
+    lse: cute.Pointer  # float32 [b, s_q, h_q], or [b, s_q, h_q, splits]
+    o_parts: cute.Pointer  # float32 [b, s_q, h_q, splits, d], where keys are split: then o and the sink are left alone
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ class Softmax:
 
 
 @cute.jit
-def load_if(wanted: cutlass.Boolean, p: cute.Pointer, otherwise: float) -> Float32:
+def load_if(wanted: cutlass.Boolean, p: cute.Pointer, otherwise: float = 0.0) -> Float32:
     value = Float32(otherwise)
     if wanted:
         value = load(p)
@@ -146,7 +148,10 @@ def scale_rows(acc: cute.Tensor, factor: cute.Tensor):
 
 
 @cute.jit
-def rescale_rows(acc: cute.Tensor, factor: cute.Tensor):
-    """scale_rows, left out where no maximum of the warp's rows rose: the factors are then exactly 1."""
-    if cute.arch.vote_any_sync((factor[0] != 1.0) | (factor[1] != 1.0)):
+def rescale_rows(acc: cute.Tensor, factor: cute.Tensor, fresh: bool | cutlass.Boolean = False):
+    """scale_rows, left out where no maximum of the warp's rows rose: the factors are then exactly 1.
+
+    Left out too where acc is `fresh`, about to be overwritten.
+    """
+    if not_(fresh) & cute.arch.vote_any_sync((factor[0] != 1.0) | (factor[1] != 1.0)):
         scale_rows(acc, factor)

@@ -1,0 +1,94 @@
+"""Run a kernel of this build on the CPU, and show who did what when.
+
+    python -m tests.ptx fwd_sm_90a_d128_bfloat16                          a timeline of warps and barriers, as text
+    python -m tests.ptx fwd_sm_90a_d128_bfloat16 --plot run.svg           the same as a picture
+    python -m tests.ptx d512_bfloat16 --case turns --seed 3               another case, another order of things
+    python -m tests.ptx d128_bfloat16 --ptx edited.ptx                    PTX that was changed by hand
+
+The kernel is a key of kernels/variants.py or an unambiguous part of one; it is compiled if no build has it. With a fault
+(a deadlock, a race, an access out of bounds, a wrong answer, ...) the exit status is 1, and the timeline ends where it
+was found.
+"""
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+
+from kernels.variants import VARIANTS, Variant
+
+from . import cases
+from .hazards import Fault
+from .launch import Kernel, launch
+from .scheduler import Temper
+from .timeline import lines, plot
+from .verdict import judge
+
+
+def find(name: str, parser: argparse.ArgumentParser) -> Variant:
+    found = next(
+        filter(
+            None,
+            (
+                [v for v in VARIANTS if fits(v.key)]
+                for fits in (name.__eq__, lambda key: key.startswith(name), lambda key: name in key)
+            ),
+        ),
+        [],
+    )
+    if len(found) != 1:
+        keys = "\n  ".join(v.key for v in found or VARIANTS)
+        parser.error(f"{name!r} names {len(found)} kernels; there are\n  {keys}")
+    return found[0]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.ptx", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("kernel", metavar="KERNEL", help="a key of kernels/variants.py, or a part of one")
+    parser.add_argument("--case", choices=cases.CASES, default="tiles", help="what to run on (default: %(default)s)")
+    parser.add_argument("--seed", type=int, help="what the scheduler does; without, it gives everybody a turn")
+    parser.add_argument("--processors", type=int, help="how many CTAs at most (default: as the case says)")
+    parser.add_argument("--ptx", type=Path, help="run this PTX in place of the build's")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw the timeline (.svg, .png, ...) instead of printing it"
+    )
+    parser.add_argument("--tail", type=int, metavar="N", help="print only the last N lines of the timeline")
+    args = parser.parse_args(argv)
+
+    kernel = Kernel.of(find(args.kernel, parser))
+    if args.ptx is not None:
+        kernel = dataclasses.replace(kernel, ptx=args.ptx.read_text())
+    x = cases.operands(kernel.variant, kernel.facts["tile_n"], args.case)
+    if x is None:
+        parser.error(f"there is no case {args.case!r} for {kernel.variant.key}")
+    processors = args.processors or cases.PROCESSORS[args.case]
+    run = launch(kernel, x, seed=args.seed or 0, processors=processors, record=True)
+    machine, found = run.machine, None
+    if args.seed is None:
+        machine.temper = Temper.even(machine)
+    try:
+        judge(run.run(), x, run.scale)
+    except Fault as fault:
+        found = fault
+    assert machine.moments is not None
+    if args.plot is not None:
+        plot(machine, args.plot, f"{kernel.variant.key}, case {args.case}")
+        print(f"wrote {args.plot}")
+    else:
+        text = list(lines(machine.moments))
+        print("\n".join(text if args.tail is None else [text[0], *text[1:][-args.tail :]]))
+    shape = ", ".join(f"{k} {v}" for k, v in x.shape._asdict().items() if v)
+    print(
+        f"\n{kernel.variant.key} on {shape}: {machine.grid_size} CTAs of {machine.threads} threads, {machine.time} steps"
+    )
+    if found is not None:
+        print(f"{type(found).__name__}: {found}", file=sys.stderr)
+        return 1
+    print("right, and nothing to complain about")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

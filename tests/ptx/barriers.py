@@ -1,0 +1,413 @@
+"""mbarriers, named barriers and fences (PTX ISA 9.7.14.16 mbarrier, 9.7.14.1 bar, 9.7.14.5 membar and fence).
+
+A phase of an mbarrier completes when no arrival is pending and no transaction byte outstanding; then the next begins.
+Whoever waits for it learns what all who arrived in it knew.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .decode import Decoder, Step, instruction
+from .hazards import Clock, Misuse, OutOfBounds
+from .parser import Instruction
+from .state import FULL, SMEM_BASE, Array, AsyncOp, Cta, Wait, Warp, lanes_of
+
+MAX_COUNT = (1 << 20) - 1
+SPURIOUS = 0.25  # how often try_wait gives up where it would have to wait
+
+
+@dataclass(eq=False)
+class MBarrier:
+    cta: Cta
+    offset: int
+    count: int
+    clock: Clock  # what those who arrived in this phase knew
+    init: tuple[Warp, int, int]  # who made it, at which epoch, in which line
+    pending: int = 0
+    tx: int = 0
+    phase: int = 0
+    done: Clock | None = None  # of the phase before
+    init_fenced: bool = False
+    arrived: list[str] = field(default_factory=list)  # in this phase
+    known: dict[str, None] = field(default_factory=dict)  # who ever arrived
+
+    def __str__(self) -> str:
+        where = f" of CTA {self.cta.number}" if len(self.cta.cluster) > 1 else ""
+        return f"mbarrier +{self.offset - SMEM_BASE}{where} (count {self.count}, made in line {self.init[2]})"
+
+    def state(self) -> str:
+        text = f"{self} is in phase {self.phase}: {self.pending} of {self.count} arrivals pending, {self.tx} transaction bytes outstanding"
+        if self.arrived:
+            text += "; arrived: " + tally(self.arrived)
+        if missing := [who for who in self.known if who not in self.arrived]:
+            text += "; arrived in earlier phases but not in this: " + ", ".join(missing)
+        return text
+
+
+def tally(names: list[str]) -> str:
+    counts: dict[str, int] = {}
+    for name in names:
+        counts[name] = counts.get(name, 0) + 1
+    return ", ".join(name if n == 1 else f"{name} ({n} times)" for name, n in counts.items())
+
+
+def lookup(w: Warp, address: int) -> MBarrier:
+    """The mbarrier at an address, which this warp must know to have been initialised."""
+    cta, offset = w.cta.at(address)
+    bar = cta.barriers.get(offset)
+    if bar is None:
+        raise Misuse(f"there is no mbarrier at shared memory +{offset - SMEM_BASE}")
+    maker, epoch, line = bar.init
+    if w.clock.seen[0, maker.index] < epoch:
+        raise Misuse(f"{bar} is used while nothing orders that after its initialisation in line {line}")
+    return bar
+
+
+def lookup_all(w: Warp, at: Array) -> list[tuple[MBarrier, int]]:
+    """(mbarrier, number of lanes) for the addresses of lanes."""
+    if (at == at[0]).all():
+        return [(lookup(w, int(at[0])), len(at))]
+    values, counts = np.unique(at, return_counts=True)
+    return [(lookup(w, int(a)), int(n)) for a, n in zip(values, counts, strict=True)]
+
+
+def arrive(bar: MBarrier, count: int, clock: Clock, who: Warp | AsyncOp) -> None:
+    """`count` arrivals by one that knows `clock`."""
+    name = who.name if isinstance(who, Warp) else f"{who.kind} of {who.warp.name}"
+    bar.known[name] = None
+    while count:
+        if bar.pending == 0:
+            raise Misuse(f"an arrival too many: {bar.state()}")
+        bar.clock.join(clock)
+        bar.arrived.append(name)
+        n = min(count, bar.pending)
+        bar.pending -= n
+        count -= n
+        settle(bar)
+
+
+def expect_tx(bar: MBarrier, size: int) -> None:
+    bar.tx += size
+    if abs(bar.tx) > MAX_COUNT:
+        raise Misuse(f"too many transaction bytes: {bar.state()}")
+
+
+def complete_tx(bar: MBarrier, size: int, clock: Clock) -> None:
+    """`size` bytes have come, by an operation; `clock` is its completed()."""
+    bar.clock.join(clock)
+    bar.tx -= size
+    if abs(bar.tx) > MAX_COUNT:
+        raise Misuse(f"too many transaction bytes: {bar.state()}")
+    settle(bar)
+
+
+def settle(bar: MBarrier) -> None:
+    if bar.pending == 0 and bar.tx == 0:
+        machine = bar.cta.machine
+        machine.log("phase", f"+{bar.offset - SMEM_BASE}", f"{bar} completes phase {bar.phase}")
+        bar.done = bar.clock
+        bar.clock = Clock(machine.warp_count)
+        bar.phase += 1
+        bar.pending = bar.count
+        bar.arrived = []
+
+
+def one(w: Warp, slot: int, offset: int) -> MBarrier:
+    return lookup(w, w.uniform(slot, np.uint32, "the address of an mbarrier") + offset)
+
+
+def the_lanes(w: Warp, slot: int, offset: int) -> Array:
+    w.demand(slot, "the address of an mbarrier")
+    return w.read(slot, np.uint32).astype(np.int64)[w.lanes] + offset
+
+
+STATE_SPACES = ("shared", "shared::cta", "shared::cluster", "b64")
+SCOPES = ("release", "acquire", "relaxed", "cta", "cluster")
+
+
+@instruction("mbarrier.init")
+def init(i: Instruction, d: Decoder) -> Step:
+    i.only(*STATE_SPACES)
+    base, offset = d.address(i.args[0])
+    count = d.slot(i.args[1], "u32")
+
+    def step(w: Warp) -> None:
+        cta, at = w.cta.at(w.uniform(base, np.uint32, "the address of an mbarrier") + offset)
+        words = cta.smem_span(at, 8, 8, "makes an mbarrier of")
+        n = w.uniform(count, np.uint32, "the count of an mbarrier")
+        if not 1 <= n <= MAX_COUNT:
+            raise Misuse(f"an mbarrier with a count of {n}")
+        if at in cta.barriers:
+            raise Misuse(f"{cta.barriers[at]} is initialised again")
+        cta.smem.shadow.write(w, words)
+        cta.barrier_words[words] = True
+        made = (w, int(w.clock.seen[0, w.index]), i.line)
+        cta.barriers[at] = MBarrier(cta, at, n, Clock(w.machine.warp_count), made, pending=n)
+
+    return step
+
+
+@instruction("mbarrier.inval")
+def invalidate(i: Instruction, d: Decoder) -> Step:
+    i.only(*STATE_SPACES)
+    base, offset = d.address(i.args[0])
+
+    def step(w: Warp) -> None:
+        bar = one(w, base, offset)
+        del bar.cta.barriers[bar.offset]
+        bar.cta.barrier_words[bar.offset // 4 : bar.offset // 4 + 2] = False
+
+    return step
+
+
+@instruction("mbarrier.arrive", "mbarrier.arrive.expect_tx")
+def arrival(i: Instruction, d: Decoder) -> Step:
+    """Every active lane arrives. What the warp knows is released, unless .relaxed."""
+    i.only(*STATE_SPACES, *SCOPES)
+    expects = "expect_tx" in i.opcode
+    target = d.sink(i.args[0], "b64") if len(i.args) and isinstance(i.args[0], str) else None
+    rest = i.args[1:] if target is not None else i.args
+    base, offset = d.address(rest[0])
+    amount = d.slot(rest[1], "u32") if len(rest) > 1 else None
+    if expects and amount is None:
+        raise d.fail(i.opcode)
+    zero = np.zeros(32, np.uint64)
+
+    def step(w: Warp) -> None:
+        at = the_lanes(w, base, offset)
+        n = 1 if amount is None else w.uniform(amount, np.uint32, "a number of arrivals or bytes")
+        found = lookup_all(w, at)
+        clock = w.tell() if not i.has("relaxed") else Clock(w.machine.warp_count)
+        for bar, lanes in found:
+            if expects:
+                expect_tx(bar, n * lanes)
+                arrive(bar, lanes, clock, w)
+            else:
+                arrive(bar, n * lanes, clock, w)
+        w.machine.log("arrive", w, str(found[0][0].offset - SMEM_BASE))
+        if target is not None:
+            w.put(target, zero, 0)
+
+    return step
+
+
+@instruction("mbarrier.expect_tx", "mbarrier.complete_tx")
+def transactions(i: Instruction, d: Decoder) -> Step:
+    i.only(*STATE_SPACES, *SCOPES)
+    base, offset = d.address(i.args[0])
+    amount = d.slot(i.args[1], "u32")
+    expects = "expect_tx" in i.opcode
+
+    def step(w: Warp) -> None:
+        n = w.uniform(amount, np.uint32, "a number of bytes")
+        for bar, lanes in lookup_all(w, the_lanes(w, base, offset)):
+            if expects:
+                expect_tx(bar, n * lanes)
+            else:
+                complete_tx(bar, n * lanes, w.tell())
+
+    return step
+
+
+@instruction("mbarrier.try_wait", "mbarrier.test_wait")
+def wait(i: Instruction, d: Decoder) -> Step:
+    """Of a parity: true once the phase of that parity is complete. try_wait may sleep, and may give up."""
+    i.only("parity", *STATE_SPACES, *SCOPES)
+    if not i.has("parity"):
+        raise d.fail("without .parity")
+    sleeps = "try_wait" in i.opcode
+    target = d.sink(i.args[0], "pred")
+    base, offset = d.address(i.args[1])
+    parity = d.slot(i.args[2], "u32")
+    yes, no = np.ones(32, bool), np.zeros(32, bool)
+
+    def step(w: Warp) -> Wait | None:
+        bar, p = one(w, base, offset), w.uniform(parity, np.uint32, "a parity") & 1
+
+        def ready() -> bool:
+            return bar.phase & 1 != p
+
+        if ready():
+            if bar.done is not None and not i.has("relaxed"):
+                w.clock.join(bar.done)
+            w.put(target, yes)
+            return None
+        if sleeps and w.machine.rng.random() >= SPURIOUS:
+            return Wait(ready, lambda: f"parity {p}: {bar.state()}")
+        w.put(target, no)
+        return None
+
+    return step
+
+
+@instruction("mapa")
+def map_address(i: Instruction, d: Decoder) -> Step:
+    """The same place in the shared memory of another CTA of the cluster."""
+    i.only("shared::cluster", "u32")
+    target, a, rank = d.sink(i.args[0], "u32"), d.slot(i.args[1], "u32"), d.slot(i.args[2], "u32")
+
+    def step(w: Warp) -> None:
+        where = w.read(a, np.uint32) & np.uint32(0xFFFFFF) | w.read(rank, np.uint32) << 24
+        w.put(target, where, w.D[a] & w.D[rank])
+
+    return step
+
+
+# ---- named barriers
+
+
+@dataclass
+class NamedBarrier:
+    clock: Clock
+    count: int = 0
+    arrived: int = 0
+    generation: int = 0
+    done: Clock | None = None
+    who: list[str] = field(default_factory=list)
+
+
+@instruction("bar.sync", "bar.arrive", "barrier.sync", "barrier.arrive", "barrier.cta.sync", "barrier.cta.arrive")
+def named(i: Instruction, d: Decoder) -> Step:
+    """Without a count: all threads of the CTA."""
+    i.only("aligned")
+    number = d.slot(i.args[0], "u32")
+    threads = d.slot(i.args[1], "u32") if len(i.args) > 1 else None
+    waits = ".sync" in i.opcode
+
+    def step(w: Warp) -> Wait | None:
+        w.converged(i.opcode)
+        m, cta = w.machine, w.cta
+        which = w.uniform(number, np.uint32, "the number of a barrier")
+        if (mine := w.extra.pop("bar", None)) is None:
+            if which > 15:
+                raise Misuse(f"named barrier {which}, there are 16")
+            count = m.threads if threads is None else w.uniform(threads, np.uint32, "the count of a barrier")
+            if count % 32 or not 0 < count <= m.threads:
+                raise Misuse(f"named barrier {which} of {count} threads in a CTA of {m.threads}")
+            bar = cta.named.setdefault(which, NamedBarrier(Clock(m.warp_count)))
+            if bar.arrived and bar.count != count:
+                raise Misuse(
+                    f"named barrier {which} of {count} threads, {', '.join(bar.who)} came to it with {bar.count}"
+                )
+            bar.count = count
+            bar.clock.join(w.tell())
+            bar.arrived += 32
+            bar.who.append(w.name)
+            mine = bar.generation
+            m.log("arrive", w, f"bar {which}")
+            if bar.arrived == bar.count:
+                bar.done, bar.clock = bar.clock, Clock(m.warp_count)
+                bar.generation += 1
+                bar.arrived, bar.who = 0, []
+        bar = cta.named[which]
+        if not waits:
+            return None
+        if bar.generation != mine:
+            assert bar.done is not None
+            w.clock.join(bar.done)
+            return None
+        w.extra["bar"] = mine
+        return Wait(
+            lambda: bar.generation != mine,
+            lambda: f"named barrier {which}: {bar.arrived} of {bar.count} threads have come ({', '.join(bar.who)})",
+        )
+
+    return step
+
+
+@instruction("bar.warp.sync")
+def warp_sync(i: Instruction, d: Decoder) -> Step:
+    mask = d.slot(i.args[0], "u32")
+
+    def step(w: Warp) -> None:
+        meet(w, mask, i)
+
+    return step
+
+
+def meet(w: Warp, slot: int, i: Instruction) -> None:
+    """.sync with a member mask: all members that have not ended must be here."""
+    members = w.uniform(slot, np.uint32, "a member mask") & w.alive
+    if not (w.active & ~members) and members == w.active:
+        return
+    raise Misuse(
+        f"{i.opcode} for lanes {members:#010x} is reached by {w.active:#010x} only: the others are on another way "
+        f"({int(lanes_of(members & ~w.active & FULL).sum())} missing)"
+    )
+
+
+# ---- clusters
+
+
+@instruction("barrier.cluster.arrive", "barrier.cluster.wait")
+def cluster_barrier(i: Instruction, d: Decoder) -> Step:
+    i.only("aligned", "release", "acquire", "relaxed")
+    arrives = "arrive" in i.opcode
+
+    def step(w: Warp) -> Wait | None:
+        w.converged(i.opcode)
+        home, total = w.cta.cluster[0], sum(len(c.warps) for c in w.cta.cluster)
+        bar = home.extra.setdefault("cluster barrier", NamedBarrier(Clock(w.machine.warp_count), count=total))
+        if arrives:
+            if "cluster" in w.extra:
+                raise Misuse("arrives at the cluster's barrier twice")
+            w.extra["cluster"] = bar.generation
+            bar.clock.join(w.tell() if not i.has("relaxed") else Clock(w.machine.warp_count))
+            bar.arrived += 1
+            bar.who.append(w.name)
+            if bar.arrived == bar.count:
+                bar.done, bar.clock, bar.arrived, bar.who = bar.clock, Clock(w.machine.warp_count), 0, []
+                bar.generation += 1
+            return None
+        if "cluster" not in w.extra:
+            raise Misuse("waits at the cluster's barrier without having arrived")
+        mine = w.extra["cluster"]
+        if bar.generation != mine:
+            assert bar.done is not None
+            w.clock.join(bar.done)
+            del w.extra["cluster"]
+            return None
+        return Wait(
+            lambda: bar.generation != mine,
+            lambda: f"the cluster's barrier: {bar.arrived} of {bar.count} warps have come ({', '.join(bar.who)})",
+        )
+
+    return step
+
+
+# ---- fences
+
+
+@instruction("fence.proxy.async")
+def proxy_fence(i: Instruction, d: Decoder) -> Step:
+    """9.7.14.5: what this warp knows of generic accesses becomes visible to the async proxy."""
+    i.only("shared::cta", "shared::cluster", "global")
+
+    def step(w: Warp) -> None:
+        w.fence_proxy()
+
+    return step
+
+
+@instruction("fence.mbarrier_init")
+def init_fence(i: Instruction, d: Decoder) -> Step:
+    """Makes mbarriers that this warp initialised visible to the async proxy and to the cluster."""
+    i.only("release", "cluster")
+
+    def step(w: Warp) -> None:
+        for cta in w.cta.cluster:
+            for bar in cta.barriers.values():
+                if bar.init[0] is w:
+                    bar.init_fenced = True
+
+    return step
+
+
+@instruction("fence", "membar", "fence.proxy.tensormap")
+def fence(i: Instruction, d: Decoder) -> Step:
+    """Orders nothing here beyond what barriers order."""
+    i.only("acq_rel", "sc", "acquire", "release", "cta", "cluster", "gpu", "sys", "gl")
+    return lambda w: None

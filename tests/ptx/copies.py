@@ -1,0 +1,231 @@
+"""Bulk and tensor copies, TMA (PTX ISA 9.7.9.25.4-5 cp.async.bulk and cp.async.bulk.tensor; 5.5 Tensors).
+
+A tensor map is what `cuTensorMapEncodeTiled` was told. A load reads a box of the tensor, with zeros where it hangs over
+the edge, writes it densely to shared memory, its 16-byte chunks permuted by the swizzle, and counts *all* bytes of the
+box on an mbarrier.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .barriers import complete_tx, lookup
+from .decode import Decoder, Step, instruction
+from .hazards import Misuse, OutOfBounds
+from .parser import Address, Instruction
+from .state import READ_STREAMS, Array, AsyncOp, Cta, GlobalMemory, Wait, Warp
+
+SPANS = {0: 0, 32: 1, 64: 2, 128: 3}  # bytes of a swizzled row -> how many bits of the address are permuted
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """Modes are listed fastest first; the fastest is contiguous."""
+
+    address: int
+    element: int  # bytes
+    box: tuple[int, ...]  # elements
+    extents: tuple[int, ...]  # elements
+    strides: tuple[int, ...]  # bytes, of all modes but the first
+    swizzle: int = 128  # bytes: 0, 32, 64 or 128
+
+    def __post_init__(self) -> None:
+        if self.address % 16 or any(s % 16 for s in self.strides):
+            raise Misuse(f"a tensor map with an address or stride that is no multiple of 16 bytes: {self}")
+        if not all(0 < b <= 256 for b in self.box):
+            raise Misuse(f"a tensor map with a box of {self.box}, wanted 1 to 256 in each mode")
+        if self.row_bytes % 16 or (self.swizzle and self.row_bytes > self.swizzle):
+            raise Misuse(f"a box whose rows have {self.row_bytes} bytes, with a swizzle of {self.swizzle}")
+
+    @property
+    def row_bytes(self) -> int:
+        return self.box[0] * self.element
+
+    @property
+    def bytes(self) -> int:
+        return int(np.prod(self.box)) * self.element
+
+    def rows(self, at: tuple[int, ...]) -> tuple[Array, Array]:
+        """Of the box at these coordinates: where each row begins in memory, and whether it is inside."""
+        address, inside = np.zeros((), np.int64), np.ones((), bool)
+        for mode in range(len(self.box) - 1, 0, -1):
+            x = at[mode] + np.arange(self.box[mode])
+            address = address[..., None] + x * self.strides[mode - 1]
+            inside = inside[..., None] & (x >= 0) & (x < self.extents[mode])
+        return address.ravel() + self.address, inside.ravel()
+
+    def columns(self, at: int) -> tuple[int, int, int]:
+        """(first byte within a row of the box, bytes, byte of the tensor's row) of what is inside."""
+        first, last = max(at, 0), min(at + self.box[0], self.extents[0])
+        return (first - at) * self.element, max(last - first, 0) * self.element, first * self.element
+
+    def load(self, memory: GlobalMemory, actor: AsyncOp, at: tuple[int, ...]) -> Array:
+        """uint8 [rows of the box, bytes]."""
+        rows, inside = self.rows(at)
+        skip, size, column = self.columns(at[0])
+        data = np.zeros((len(rows), self.row_bytes), np.uint8)
+        if size and inside.any():
+            wanted = rows[inside] + column
+            buffer, _ = memory.find(int(wanted.min()), size, "a tensor map reads")
+            if int(wanted.max()) + size > buffer.base + buffer.size:
+                raise OutOfBounds(f"a tensor map reads behind the end of {buffer.name}: {self}")
+            data[np.flatnonzero(inside)[:, None], skip + np.arange(size)] = buffer.read(
+                actor, wanted - buffer.base, size
+            )
+        return data
+
+
+def swizzled(offsets: Array, span: int) -> Array:
+    """Byte addresses in shared memory after the swizzle of `span` bytes: bits 4.. are xored with bits 7.. ."""
+    bits = SPANS[span]
+    return offsets ^ ((offsets >> 3) & (((1 << bits) - 1) << 4))
+
+
+def place(tensor: TensorMap, offset: int) -> tuple[Array, Array]:
+    """(chunk numbers, words) in shared memory of a box that begins at `offset`, row by row."""
+    chunks = swizzled(offset + 16 * np.arange(tensor.bytes // 16), tensor.swizzle) // 16
+    return chunks, (chunks[:, None] * 4 + np.arange(4)).ravel()
+
+
+def coordinates(d: Decoder, arg: Any) -> tuple[int, list[int]]:
+    """Of [map, {x, y, ...}]: slots."""
+    if not isinstance(arg, Address) or not arg.coordinates or arg.offset:
+        raise d.fail(f"operand {arg}, wanted a tensor map with coordinates")
+    return d.slot(arg.base, "b64"), [d.slot(x, "s32") for x in arg.coordinates]
+
+
+def tensor_map(w: Warp, slot: int) -> TensorMap:
+    address = w.uniform(slot, np.uint64, "the address of a tensor map")
+    if address not in w.machine.tensor_maps:
+        raise Misuse(f"there is no tensor map at 0x{address:x}")
+    return w.machine.tensor_maps[address]
+
+
+def at_coordinates(w: Warp, slots: list[int]) -> tuple[int, ...]:
+    return tuple(w.uniform(s, np.int32, "a coordinate") for s in slots)
+
+
+def destination(w: Warp, slot: int, offset: int, size: int) -> tuple[Cta, int]:
+    cta, at = w.cta.at(w.uniform(slot, np.uint32, "a destination") + offset)
+    cta.smem_span(at, size, 128, "a tensor copy of")
+    return cta, at
+
+
+LOAD_SPACES = ("shared::cta", "shared::cluster", "global", "tile", "mbarrier::complete_tx::bytes", "L2::cache_hint")
+HINTS = ("bulk_group", "L2::cache_hint")
+
+
+@instruction("cp.async.bulk.tensor")
+def tensor_copy(i: Instruction, d: Decoder) -> Step:
+    rank = int(i.mods[0].rstrip("d"))
+    spaces = [m for m in i.mods[1:] if m in ("shared::cta", "shared::cluster", "global")]
+    if spaces[0] == "global":
+        return tensor_store(i, d, rank)
+    i.only(i.mods[0], *LOAD_SPACES, "multicast::cluster", "cta_group::1", "cta_group::2")
+    if i.has("multicast::cluster"):
+        raise d.fail("multicast")
+    to, to_offset = d.address(i.args[0])
+    source, where = coordinates(d, i.args[1])
+    bar_slot, bar_offset = d.address(i.args[2])
+    pair = i.has("cta_group::2")  # the mbarrier may be the other CTA's
+    if len(where) != rank:
+        raise d.fail(f"{len(where)} coordinates of {rank}")
+
+    def step(w: Warp) -> None:
+        tensor, at = tensor_map(w, source), at_coordinates(w, where)
+        if len(tensor.box) != rank:
+            raise Misuse(f"a copy of rank {rank} by a tensor map of rank {len(tensor.box)}")
+        cta, offset = destination(w, to, to_offset, tensor.bytes)
+        bar = lookup(w, w.uniform(bar_slot, np.uint32, "the address of an mbarrier") + bar_offset)
+        if bar.cta is not cta and not pair:
+            raise Misuse(f"a copy to CTA {cta.number} that completes on CTA {bar.cta.number}")
+        if not bar.init_fenced and w.clock.seen[1, bar.init[0].index] < bar.init[1]:
+            raise Misuse(
+                f"no fence.mbarrier_init or fence.proxy.async between the initialisation of {bar} and this copy"
+            )
+        if int(w.lanes.sum()) != 1:
+            raise Misuse(f"{int(w.lanes.sum())} lanes issue the same copy")
+        chunks, words = place(tensor, offset)
+
+        def run(op: AsyncOp) -> None:
+            data = tensor.load(w.machine.memory, op, at)
+            if cta.barrier_words[words].any():
+                raise Misuse("copies over an mbarrier")
+            cta.smem.shadow.write(op, words)
+            cta.smem.chunks[chunks] = data.view(np.uint16).reshape(-1, 8)
+            complete_tx(bar, tensor.bytes, op.completed())
+
+        what = f"load {list(at)} to +{offset - 1024} ({tensor.bytes} bytes), completes on +{bar.offset - 1024}"
+        w.issue("tma", what, run)
+
+    return step
+
+
+def tensor_store(i: Instruction, d: Decoder, rank: int) -> Step:
+    """Every active lane stores the same box: ptxas makes one UTMASTG of them, and so is it one here."""
+    i.only(i.mods[0], "global", "shared::cta", "tile", *HINTS)
+    target, where = coordinates(d, i.args[0])
+    source, offset_ = d.address(i.args[1])
+
+    def step(w: Warp) -> None:
+        tensor, at = tensor_map(w, target), at_coordinates(w, where)
+        cta, offset = destination(w, source, offset_, tensor.bytes)
+        chunks, words = place(tensor, offset)
+        rows, inside = tensor.rows(at)
+        skip, size, column = tensor.columns(at[0])
+
+        def run(op: AsyncOp) -> None:
+            defined = cta.smem.shadow.read(op, words, partial=True).reshape(len(rows), -1)[inside]
+            if not defined[:, skip // 4 : (skip + size) // 4].all():
+                raise Misuse("stores what is not defined to global memory")
+            data = cta.smem.chunks[chunks].view(np.uint8).reshape(len(rows), -1)[inside, skip : skip + size]
+            if size and inside.any():
+                wanted = rows[inside] + column
+                for buffer, which, offsets in w.machine.memory.find_all(wanted, 16, "a tensor map writes"):
+                    if int(offsets.max()) + size > buffer.size:
+                        raise OutOfBounds(f"a tensor map writes behind the end of {buffer.name}: {tensor}")
+                    buffer.write(op, offsets, data[which])
+
+        op = w.issue(
+            "tma", f"store {list(at)} from +{offset - 1024}", run, reader=w.cta.first_stream + READ_STREAMS + w.number
+        )
+        w.extra.setdefault("bulk open", []).append(op)
+
+    return step
+
+
+@instruction("cp.async.bulk.commit_group")
+def commit(i: Instruction, d: Decoder) -> Step:
+    i.only()
+
+    def step(w: Warp) -> None:
+        w.extra.setdefault("bulk groups", []).append(w.extra.pop("bulk open", []))
+
+    return step
+
+
+@instruction("cp.async.bulk.wait_group")
+def wait(i: Instruction, d: Decoder) -> Step:
+    """.read, when the sources have been read, is taken to be the same as completion."""
+    i.only("read")
+    keep = d.immediate(i.args[0])
+
+    def step(w: Warp) -> Wait | None:
+        groups = w.extra.setdefault("bulk groups", [])
+        wanted = [op for group in groups[: len(groups) - keep] for op in group]
+        if all(op.done for op in wanted):
+            for op in wanted:
+                w.learn(op)
+            del groups[: len(groups) - keep]
+            return None
+        return Wait(lambda: all(op.done for op in wanted), lambda: "its bulk copies")
+
+    return step
+
+
+@instruction("prefetch.tensormap", "prefetch")
+def prefetch(i: Instruction, d: Decoder) -> Step:
+    return lambda w: None

@@ -1,0 +1,70 @@
+"""Edits of PTX that plant a fault, and how the places are found: by what an instruction is, never by its registers.
+
+Each refuses to do nothing, so that a kernel that has changed its shape breaks the test that needs the place.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from .parser import parse
+
+WAIT = re.compile(
+    r"\{\s*\.reg \.pred\s+P1;\s*LAB_WAIT:\s*mbarrier\.try_wait[^;]*\[(%r\d+)(?:\+(\d+))?\].*?DONE:\s*\}", re.S
+)
+
+
+def replace(text: str, pattern: str, to: str | Callable[[re.Match[str]], str], which: slice = slice(None)) -> str:
+    """Replaces some of the matches."""
+    found = list(re.finditer(pattern, text, re.M | re.S))
+    chosen = found[which]
+    if not chosen:
+        raise LookupError(f"{len(found)} places match {pattern!r}, wanted {which}")
+    for m in reversed(chosen):
+        text = text[: m.start()] + (to if isinstance(to, str) else to(m)) + text[m.end() :]
+    return text
+
+
+def drop(text: str, pattern: str, which: slice = slice(None)) -> str:
+    return replace(text, r"^\s*" + pattern + r"[^;]*;", "", which)
+
+
+def barriers(text: str) -> list[tuple[int, int]]:
+    """(offset from the start of shared memory, count) of the mbarriers that are made, in the order of their offsets."""
+    values = dict(re.findall(r"mov\.b32\s+(%r\d+), (\d+);", text))
+    named = dict(re.findall(r"add\.s32\s+(%r\d+), %r\d+, (\d+);", text))
+    made = []
+    for base, offset, count in re.findall(r"mbarrier\.init\.shared\.b64\s+\[(%r\d+)(?:\+(\d+))?\], (%r\d+);", text):
+        made.append((int(offset or 0) or int(named[base]), int(values[count])))
+    return sorted(made)
+
+
+def waits(text: str, offsets: set[int]) -> list[re.Match[str]]:
+    """The waits for the mbarriers at these offsets."""
+    found = []
+    for m in WAIT.finditer(text):
+        offset = int(m[2] or 0) or defining_offset(text, m[1], m.start())
+        if offset in offsets:
+            found.append(m)
+    return found
+
+
+def defining_offset(text: str, register: str, before: int) -> int | None:
+    m = None
+    for m in re.finditer(rf"add\.s32\s+{register}, %r\d+, (\d+);", text[:before]):
+        pass
+    return int(m[1]) if m else None
+
+
+def drop_waits(text: str, offsets: set[int], which: slice = slice(None)) -> str:
+    chosen = waits(text, offsets)[which]
+    if not chosen:
+        raise LookupError(f"nothing waits for the mbarriers at {offsets}")
+    for m in reversed(chosen):
+        text = text[: m.start()] + text[m.end() :]
+    return text
+
+
+def assert_parses(text: str) -> None:
+    parse(text)

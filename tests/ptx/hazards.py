@@ -1,0 +1,208 @@
+"""What happened before what (PTX ISA 8, Memory consistency model; 8.4 and 9.7.9.25 on proxies), and what can go wrong.
+
+An *event* is an access of memory by an actor: a warp at some epoch of its own, or an asynchronous operation. A clock
+says which events an actor knows to have happened before: of every warp up to which epoch, and which operations. A warp
+begins a new epoch with everything that it tells to others, so that what it does afterwards is not known to them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from .parser import Instruction
+
+Words = np.ndarray[Any, Any] | slice
+
+
+class Fault(Exception):
+    """A mistake of the kernel, found."""
+
+    def __init__(self, message: str):
+        super().__init__(message)
+        self.message, self.placed = message, False
+
+    def at_line(self, i: Instruction, who: str = "") -> Fault:
+        """Say where, once."""
+        if not self.placed:
+            self.placed = True
+            self.args = (f"{who}{': ' if who else ''}line {i.line}: {shorten(i.text)}\n    {self.message}",)
+        return self
+
+
+class Unsupported(Fault):
+    """PTX that this interpreter does not know."""
+
+
+class Deadlock(Fault):
+    """Nothing can happen any more."""
+
+
+class Race(Fault):
+    """Two accesses with nothing that orders them."""
+
+
+class Undefined(Fault):
+    """What nobody wrote decides about something."""
+
+
+class OutOfBounds(Fault):
+    """An address outside of everything, or not aligned."""
+
+
+class Misuse(Fault):
+    """A rule of an instruction is broken."""
+
+
+class Leak(Fault):
+    """Something is left over when the kernel ends."""
+
+
+def shorten(text: str, limit: int = 150) -> str:
+    return text if len(text) <= limit else text[: limit - 4] + " ..."
+
+
+class Clock:
+    """What is known. Row 0: to have happened; row 1: to be visible to the async proxy as well."""
+
+    __slots__ = ("fenced_ops", "ops", "seen")
+
+    def __init__(self, warps: int):
+        self.seen = np.zeros((2, warps), np.int64)
+        self.ops = 0  # bit n: asynchronous operation n
+        self.fenced_ops = 0
+
+    def copy(self) -> Clock:
+        clock = Clock.__new__(Clock)
+        clock.seen, clock.ops, clock.fenced_ops = self.seen.copy(), self.ops, self.fenced_ops
+        return clock
+
+    def join(self, other: Clock) -> None:
+        np.maximum(self.seen, other.seen, out=self.seen)
+        self.ops |= other.ops
+        self.fenced_ops |= other.fenced_ops
+
+    def meet(self, other: Clock) -> None:
+        """Only what both know."""
+        np.minimum(self.seen, other.seen, out=self.seen)
+        self.ops &= other.ops
+        self.fenced_ops &= other.fenced_ops
+
+    def fence_proxy(self) -> None:
+        np.maximum(self.seen[1], self.seen[0], out=self.seen[1])
+        self.fenced_ops |= self.ops
+
+    def knows(self, event: Event, fenced: bool = False) -> bool:
+        if event.op is not None:
+            return bool((self.fenced_ops if fenced else self.ops) >> event.op & 1)
+        return bool(self.seen[int(fenced), event.warp] >= event.epoch)
+
+
+@dataclass(frozen=True)
+class Event:
+    warp: int  # who issued it
+    epoch: int  # of the warp, where it is its own access
+    op: int | None  # number of the asynchronous operation
+    proxy: str  # "generic" or "async"
+    who: str
+    line: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.who} (line {self.line}: {shorten(self.text, 100)})"
+
+
+HOST = Event(0, 0, None, "async", "the host", 0, "")
+
+
+class Actor(Protocol):
+    """A Warp or an AsyncOp."""
+
+    clock: Clock
+    proxy: str
+    reader: int  # row of Shadow.readers
+
+    def event(self) -> int:
+        """The number of the event that the present access belongs to."""
+        ...
+
+
+class Shadow:
+    """For every word of a memory: who wrote it last and who has read it since, as numbers of events."""
+
+    def __init__(self, name: str, words: int, readers: int, events: list[Event]):
+        self.name, self.events = name, events
+        self.writer = np.zeros(words, np.int32)
+        self.defined = np.zeros(words, bool)
+        self.readers = np.zeros((readers, words), np.int32)
+
+    def read(self, actor: Actor, words: Words, partial: bool = False) -> np.ndarray[Any, Any]:
+        """Which words are defined. Undefined unless all were written, or `partial`: then only ordering is checked."""
+        writers = self.writer[words]
+        fenced = actor.proxy == "async"
+        for number in distinct(writers):
+            if number == 0:
+                if not partial:
+                    raise Undefined(f"reads {self.describe(words, writers == 0)}, which nobody wrote")
+                continue
+            event = self.events[number]
+            if not actor.clock.knows(event):
+                raise Race(
+                    f"reads {self.describe(words, writers == number)} while nothing orders this and the write by {event}"
+                )
+            if fenced and event.proxy == "generic" and not actor.clock.knows(event, fenced=True):
+                raise Race(
+                    f"reads {self.describe(words, writers == number)} through the async proxy: no fence.proxy.async "
+                    f"after the generic write by {event}"
+                )
+        if len(self.readers):
+            self.readers[actor.reader, words] = actor.event()
+        return self.defined[words]
+
+    def write(self, actor: Actor, words: Words, defined: Any = True) -> None:
+        writers = self.writer[words]
+        fenced = actor.proxy == "async"
+        for number in distinct(writers):
+            if number == 0:
+                continue
+            event = self.events[number]
+            if not actor.clock.knows(event):
+                raise Race(
+                    f"overwrites {self.describe(words, writers == number)} while nothing orders this and the write by "
+                    f"{event}"
+                )
+            if fenced and event.proxy == "generic" and not actor.clock.knows(event, fenced=True):
+                raise Race(
+                    f"overwrites {self.describe(words, writers == number)} through the async proxy: no "
+                    f"fence.proxy.async after the generic write by {event}"
+                )
+        if len(self.readers):
+            readers = self.readers[:, words]
+            for number in distinct(readers):
+                if number and not actor.clock.knows(self.events[number]):
+                    where = (readers == number).any(0)
+                    raise Race(
+                        f"overwrites {self.describe(words, where)} while nothing orders this and the read by "
+                        f"{self.events[number]}"
+                    )
+        self.writer[words] = actor.event()
+        self.defined[words] = defined
+
+    def describe(self, words: Words, where: np.ndarray[Any, Any]) -> str:
+        """The bytes meant, as a range."""
+        index = np.arange(len(self.writer))[words] if isinstance(words, slice) else words
+        index = index[where]
+        return f"{self.name} bytes {4 * int(index.min())}..{4 * int(index.max()) + 3}"
+
+
+def distinct(numbers: np.ndarray[Any, Any]) -> list[int]:
+    flat = numbers.ravel()
+    if flat.size == 0:
+        return []
+    first = flat[0]
+    if (flat == first).all():
+        return [int(first)]
+    return np.unique(flat).tolist()

@@ -1,0 +1,165 @@
+"""A launch as our own launcher plans it: ffi/introspect.cc says every parameter, and tensor maps by what they encode."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kernels import build
+from kernels.variants import Variant
+from tests import native
+
+from .copies import TensorMap
+from .parser import parse
+from .state import PARAM_BASE, Array, GlobalMemory, Machine, new_memory
+
+BUILD = Path(__file__).parents[2] / "build"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What the build made of a variant."""
+
+    variant: Variant
+    ptx: str
+    facts: dict[str, Any]  # tile_m, tile_n, threads, smem_bytes
+
+    @staticmethod
+    def of(variant: Variant) -> Kernel:
+        """From a build that is there and up to date; else it is compiled, once, into build/ptx."""
+        for directory in (*sorted(BUILD.glob("*/kernels")), BUILD / "ptx"):
+            if (record := build.cached(variant, directory)) and (ptx := directory / f"{variant.key}.ptx").exists():
+                return Kernel(variant, ptx.read_text(), record)
+        directory.mkdir(parents=True, exist_ok=True)
+        with open(directory / f"{variant.key}.lock", "w") as lock:  # several test processes may want it
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            record = build.cached(variant, directory) or build.compile_one(variant, directory)
+        return Kernel(variant, (directory / f"{variant.key}.ptx").read_text(), record)
+
+
+@dataclass
+class Launch:
+    """A machine that is about to run a kernel on operands."""
+
+    machine: Machine
+    operands: native.Operands
+    scale: float
+
+    def run(self) -> tuple[Array, Array]:
+        """(o, lse)"""
+        self.machine.run()
+        return self.results()
+
+    def results(self) -> tuple[Array, Array]:
+        q, named = self.operands.q, self.machine.memory.named
+        o, lse = named("o"), named("lse")
+        shape = q.shape[:-1]
+        return (
+            o.bytes[: o.size].view(q.dtype).reshape(q.shape),
+            lse.bytes[: lse.size].view(np.float32).reshape(shape),
+        )
+
+
+def launch(
+    kernel: Kernel,
+    x: native.Operands,
+    *,
+    processors: int = 2,
+    splits: int = 1,
+    seed: int = 0,
+    record: bool = False,
+    edit_map: Callable[[int, TensorMap], TensorMap] = lambda n, tensor: tensor,
+    edit_param: Callable[[int, bytes], bytes] = lambda n, blob: blob,
+) -> Launch:
+    """On so many processors. The edits plant faults: in the n-th tensor map, in the n-th parameter that is none.
+
+    Where keys are split, `combine` makes the results of what the launch leaves.
+    """
+    variant, memory = kernel.variant, new_memory()
+    x = replace(x, shape=x.shape._replace(splits=splits))
+    scale = variant.d**-0.5
+    given = {"q": x.q, "sink": x.sink}
+    for n, keys in enumerate(x.sources):
+        given |= {f"k{n}": keys.given, f"v{n}": keys.v, f"from{n}": keys.seen_from, f"to{n}": keys.seen_to}
+    addresses = {name: memory.add(name, array) for name, array in given.items()}
+    addresses |= add_results(memory, x)
+    for name, columns in parts_of(x).items():
+        addresses[name] = memory.add(name, None, x.q[..., 0].size * columns * 4)
+    tiles = {name: kernel.facts[name] for name in ("tile_m", "tile_n")}
+    plan = native.plan(
+        variant.sources,
+        x.shape,
+        scale,
+        **tiles,
+        shared_kv=variant.shared_kv,
+        processors=processors,
+        addresses=addresses,
+    )
+    program = parse(kernel.ptx)
+    params, maps = bytearray(program.param_bytes), {}
+    for n, (param, blob, spec) in enumerate(zip(program.params.values(), plan.params, plan.maps, strict=True)):
+        if spec is not None:
+            tensor = tensor_map(spec, int.from_bytes(blob[:8], "little"))
+            maps[PARAM_BASE + param.offset] = edit_map(len(maps), tensor)
+        else:
+            params[param.offset : param.offset + param.size] = edit_param(n, blob)
+    machine = Machine(
+        program,
+        grid=plan.grid,
+        threads=kernel.facts["threads"],
+        smem_bytes=kernel.facts["smem_bytes"],
+        params=bytes(params),
+        memory=memory,
+        events=memory.events,
+        tensor_maps=maps,
+        seed=seed,
+        record=record,
+    )
+    return Launch(machine, x, scale)
+
+
+def parts_of(x: native.Operands) -> dict[str, int]:
+    """How many numbers all splits leave of a row."""
+    splits = x.shape.splits
+    return {"o_parts": splits * x.shape.d, "lse_parts": splits} if splits > 1 else {}
+
+
+def add_results(memory: GlobalMemory, x: native.Operands) -> dict[str, int]:
+    return {"o": memory.add("o", None, x.q.nbytes), "lse": memory.add("lse", None, x.q[..., 0].size * 4)}
+
+
+def combine(kernel: Kernel, forward: Launch, *, seed: int = 0) -> Launch:
+    """The launch that merges what `forward`, which has run, left behind; between them is a kernel's end."""
+    x, memory, left = forward.operands, new_memory(), forward.machine.memory
+    given = {name: (b := left.named(name)).bytes[: b.size].view(np.float32) for name in parts_of(x)} | {"sink": x.sink}
+    addresses = {name: memory.add(name, array) for name, array in given.items()} | add_results(memory, x)
+    threads, tile_n = kernel.facts["threads"], kernel.facts["tile_n"]
+    plan = native.plan_combine(x.shape, threads=threads, tile_n=tile_n, addresses=addresses)
+    program = parse(kernel.ptx)
+    params = bytearray(program.param_bytes)
+    for param, blob in zip(program.params.values(), plan.params, strict=True):
+        params[param.offset : param.offset + param.size] = blob
+    machine = Machine(
+        program,
+        grid=plan.grid,
+        threads=threads,
+        smem_bytes=kernel.facts["smem_bytes"],
+        params=bytes(params),
+        memory=memory,
+        events=memory.events,
+        seed=seed,
+    )
+    return Launch(machine, x, forward.scale)
+
+
+def tensor_map(spec: native.TensorMapSpec, address: int) -> TensorMap:
+    """16-bit elements and a swizzle of 128 bytes: what ffi/tensor_map.h encodes."""
+    rank = spec.rank
+    return TensorMap(
+        address, 2, tuple(spec.box[:rank]), tuple(spec.extents[:rank]), tuple(spec.strides[: rank - 1]), 128
+    )

@@ -1,0 +1,207 @@
+"""What happens next, by a seed: steps of one warp, or one asynchronous operation.
+
+Nothing here knows about time. A seed also picks a temper: how long a warp runs before another may, how soon what was
+issued happens (at once, at any time, or only when no warp can go on), and whether some warps are slower than others.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .hazards import Deadlock, Fault, Leak, Misuse
+from .state import FULL, Branching, Machine, Wait, Warp, mask_of
+
+MAX_STEPS = 50_000_000
+
+
+@dataclass
+class Temper:
+    quantum: int
+    eagerness: float  # how likely an operation goes first where a warp could
+    pace: np.ndarray[Any, Any]  # weight of each warp
+
+    @staticmethod
+    def even(m: Machine) -> Temper:
+        """Everybody in turn: the most like a chip."""
+        return Temper(8, 0.2, np.ones(m.warp_count))
+
+    @staticmethod
+    def of(m: Machine) -> Temper:
+        rng = m.rng
+        return Temper(
+            quantum=int(rng.choice([8, 64, 400])),
+            eagerness=float(rng.choice([0.0, 0.2, 0.9])),
+            pace=rng.choice([1.0, 0.05], m.warp_count, p=[0.7, 0.3]),
+        )
+
+
+def run(m: Machine) -> None:
+    temper, rng = m.temper or Temper.of(m), m.rng
+    alive = m.warps
+    budget = MAX_STEPS
+    while alive or m.pending:
+        ready = [w for w in alive if w.waiting is None or w.waiting.ready()]
+        if not ready and not m.pending:
+            raise deadlock(m)
+        if m.pending and (not ready or rng.random() < temper.eagerness):
+            op = m.pending[int(rng.integers(len(m.pending)))]
+            while (before := next((x for x in op.after if not x.done), None)) is not None:
+                op = before
+            m.pending.remove(op)
+            m.time += 1
+            try:
+                op.run(op)
+            except Fault as fault:
+                raise fault.at_line(op.instruction, f"{op.kind} issued by {op.warp.name}") from None
+            op.done = True
+            m.log("complete", op.warp, op.what, op)
+            continue
+        w = ready[0]
+        if len(ready) > 1:
+            pace = np.cumsum(temper.pace[[w.index for w in ready]])
+            w = ready[int(np.searchsorted(pace, rng.random() * pace[-1], side="right"))]
+        steps = advance(w, 1 + int(rng.integers(temper.quantum)))
+        budget -= steps
+        if budget < 0:
+            raise Deadlock(f"no end after {MAX_STEPS} steps; {w.name} is at line {w.instruction.line}")
+        if w.exited:
+            m.log("exit", w, "")
+            alive.remove(w)
+            check_exit(w)
+    check_end(m)
+
+
+def advance(w: Warp, quantum: int) -> int:
+    """Run a warp until it blocks, ends, or has had its turn. The number of steps."""
+    code, steps, m = w.code.program.code, w.code.steps, w.machine
+    if w.waiting is not None:
+        w.waiting = None
+        m.log("go", w, "")
+    pc = w.pc
+    try:
+        for n in range(quantum):
+            while pc == w.join:
+                pc = rejoin(w)
+            w.instruction = code[pc]
+            m.time += 1
+            result = steps[pc](w)
+            if result is None:
+                pc += 1
+            elif result.__class__ is int:
+                pc = result
+                if pc < 0 and (pc := leave(w)) < 0:
+                    w.exited = True
+                    return n + 1
+            else:
+                w.waiting = result
+                w.pc = pc
+                m.log("wait", w, result.why())
+                return n + 1
+        w.pc = pc
+        return quantum
+    except Fault as fault:
+        raise fault.at_line(code[pc], w.name) from None
+
+
+# ---- divergence (PTX ISA 9.7.13.1 bra; lanes meet again at the immediate post-dominator)
+
+
+def branch(w: Warp, taken: int, target: int, fall: int, join: int) -> int:
+    """The next pc after a branch that `taken` of the active lanes take."""
+    rest = w.active & ~taken
+    if rest == 0:
+        return target
+    if taken == 0:
+        return fall
+    w.stack.append(Branching(join, [(rest, fall)], 0))
+    w.join = join
+    w.set_active(taken)
+    return target
+
+
+def rejoin(w: Warp) -> int:
+    """The active lanes have reached the join on top of the stack. Where to go on."""
+    top = w.stack[-1]
+    top.arrived |= w.active
+    if top.pending:
+        mask, pc = top.pending.pop()
+        w.set_active(mask)
+        return pc
+    w.stack.pop()
+    w.set_active(top.arrived)
+    w.join = w.stack[-1].join if w.stack else -2
+    return top.join
+
+
+def leave(w: Warp) -> int:
+    """The active lanes have ended. Where the others go on; -1 if there are none."""
+    w.alive &= ~w.active
+    while w.stack:
+        top = w.stack[-1]
+        if top.pending:
+            mask, pc = top.pending.pop()
+            w.set_active(mask)
+            return pc
+        w.stack.pop()
+        w.join = w.stack[-1].join if w.stack else -2
+        if top.arrived:
+            w.set_active(top.arrived)
+            return top.join
+    return -1
+
+
+# ---- ends
+
+
+def deadlock(m: Machine) -> Deadlock:
+    """Who waits for what."""
+    alike: dict[tuple[int, str], list[str]] = {}
+    for w in m.warps:
+        if not w.exited:
+            assert isinstance(w.waiting, Wait)
+            alike.setdefault((w.instruction.line, w.waiting.why()), []).append(w.name)
+    lines = [
+        f"  {', '.join(names)} at line {line} {'waits' if len(names) == 1 else 'wait'} for {why}"
+        for (line, why), names in alike.items()
+    ]
+    done = [w.name for w in m.warps if w.exited]
+    ended = [f"  ended: {', '.join(done)}"] if done else []
+    return Deadlock("nothing can go on\n" + "\n".join(lines + ended))
+
+
+def check_exit(w: Warp) -> None:
+    """A warp has ended: what it started must have, too, before its CTA's memory and registers go."""
+    if w.held:
+        op, _ = next(iter(w.held.values()))
+        raise Leak(f"{w.name} ends while {op} is in flight: nothing waited for it")
+    stores = [*itertools.chain.from_iterable(w.extra.get("bulk groups", [])), *w.extra.get("bulk open", [])]
+    if stores:
+        raise Leak(f"{w.name} ends while TMA may still read shared memory: nothing waited for {stores[0]}")
+
+
+def check_end(m: Machine) -> None:
+    """Everything has ended: what must not be left over."""
+    for cta in m.ctas:
+        known = functools.reduce(operator.or_, (w.clock.ops for w in cta.warps))
+        for op in m.ops_log:
+            if op.warp.cta is cta and op.kind in ("tma", "cp.async") and not known >> op.number & 1:
+                raise Leak(f"CTA {cta.number} ends while a copy may be in flight: nobody waited for {op}")
+        for bar in cta.barriers.values():
+            if bar.tx:
+                raise Leak(
+                    f"{bar} ends with {bar.tx} transaction bytes outstanding: what was expected and what was copied do not add up"
+                )
+        for number, named in cta.named.items():
+            if named.arrived:
+                raise Leak(f"named barrier {number} ends with {named.arrived} of {named.count} threads arrived")
+    for check in m.exit_checks:
+        check()
+
+
+__all__ = ["FULL", "Misuse", "branch", "leave", "mask_of", "rejoin", "run"]

@@ -1,0 +1,406 @@
+"""Faults that this project has lived through, or could, planted on purpose: each must be found, with what it is.
+
+A fault is an edit of a kernel's PTX (tests/ptx/edits.py) or of its launch. It must be found whatever the scheduler does:
+every fault is run with several seeds.
+"""
+
+import dataclasses
+import functools
+import re
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests import native
+from tests.ptx import edits
+from tests.ptx.copies import TensorMap
+from tests.ptx.hazards import Deadlock, Fault, Leak, Misuse, OutOfBounds, Race
+from tests.ptx.launch import Kernel, launch
+from tests.ptx.verdict import Wrong, judge
+
+SEEDS = (0, 1, 2)
+DENSE, LATENT = "fwd_sm_90a_d128_bfloat16", "fwd_sm_90a_d512_bfloat16_shared_kv"
+GATHERED = "sparse_fwd_sm_90a_d512_bfloat16_shared_kv"
+SHAPES: dict[str, dict[str, int]] = {
+    DENSE: {"b": 1, "s_q": 24, "s_kv": 420, "h_q": 8, "width": 1000},  # three tiles of 160 keys, two tiles of rows
+    LATENT: {"b": 1, "s_q": 12, "s_kv": 230, "h_q": 8, "width": 1000},  # four tiles of 64 keys
+    GATHERED: {"b": 1, "s_q": 3, "s_kv": 300, "h_q": 8, "topk": 200},
+}
+BARRIERS = {  # the mbarriers of a kernel, in the order of their addresses
+    DENSE: "q_full q_empty k_full0 k_full1 k_empty0 k_empty1 v_full0 v_full1 v_empty0 v_empty1",
+    LATENT: "q_full q_empty full0 full1 full2 full3 empty0 empty1 empty2 empty3 max0 max1 weights0 weights1 sums",
+}
+
+
+@functools.cache
+def kernel(key: str) -> Kernel:
+    if key not in {v.key for v in native._ffi.variants()}:
+        pytest.skip(f"{key} is not built")
+    return Kernel.of(native.variant_of(key))
+
+
+def barrier(text: str, key: str, name: str) -> int:
+    """The address of an mbarrier, from the start of shared memory."""
+    made = edits.barriers(text)
+    names = BARRIERS[key].split()
+    assert len(names) == len(made)
+    return made[names.index(name)][0]
+
+
+@dataclasses.dataclass
+class Fate:
+    """A planted fault and how it must be found."""
+
+    name: str
+    key: str
+    fault: type[Fault]
+    says: str
+    edit: Callable[[str], str] = lambda text: text
+    launched: dict[str, Any] = dataclasses.field(default_factory=dict)
+    shape: dict[str, int] = dataclasses.field(default_factory=dict)  # besides its key's
+
+
+# ---- edits
+
+
+def fragment_maximum(text: str) -> str:
+    """The maximum of the scores that one lane holds, in place of the row's."""
+    shuffle = r"shfl\.sync\.bfly\.b32 (?P<to>%r\d+), (?P<from>%r\d+), [12], 31, -1;(?P<max>\s*max\.f32)"
+    shuffle = shuffle.replace(" (?P<to>", r"\s+(?P<to>", 1)
+    return edits.replace(text, shuffle, lambda m: f"mov.b32 {m['to']}, {m['from']};{m['max']}")
+
+
+def no_rescaling(text: str) -> str:
+    """O keeps the scale of the first tile's maximum."""
+    return edits.replace(text, r"vote\.sync\.any\.pred\s+(%p\d+), %p\d+, -1;", lambda m: f"setp.ne.b32 {m[1]}, 0, 0;")
+
+
+def key_extent_64(text: str) -> str:
+    """The scores' products over the first 64 columns of d."""
+    chain = re.compile(r"\{\s*\.reg \.pred p;\s*setp[^;]*;\s*wgmma\.mma_async[^;]*n160k16[^;]*;\s*\}")
+    found = list(chain.finditer(text))
+    assert len(found) % 8 == 0 and found
+    for n, m in reversed(list(enumerate(found))):
+        if n % 8 >= 4:
+            text = text[: m.start()] + text[m.end() :]
+    return text
+
+
+def tile_coordinate(step: int) -> Callable[[str], str]:
+    """What the producer adds to the coordinate of a key tile."""
+    return lambda text: edits.replace(
+        text, r"add\.s32\s+(%r\d+), \1, 160;", lambda m: f"add.s32 {m[1]}, {m[1]}, {step};"
+    )
+
+
+def shifted_destination(text: str) -> str:
+    """V's second slab lands one swizzle atom too far: its end leaves the stage."""
+    return edits.replace(
+        text,
+        r"(cp\.async\.bulk\.tensor\.4d\S+ \[%r\d+)\+(\d+)",
+        lambda m: f"{m[1]}+{int(m[2]) + 1024}",
+        slice(-1, None),
+    )
+
+
+def transaction_bytes(factor: float) -> Callable[[str], str]:
+    def edit(text: str) -> str:
+        return edits.replace(
+            text,
+            r"mov\.b32\s+(%r\d+), 40960;(\s*mbarrier\.arrive\.expect_tx)",
+            lambda m: f"mov.b32 {m[1]}, {int(40960 * factor)};{m[2]}",
+        )
+
+    return edit
+
+
+def count_of(name: str, count: int) -> Callable[[str], str]:
+    """Another count for one mbarrier of DENSE."""
+
+    def edit(text: str) -> str:
+        offset = barrier(text, DENSE, name)
+        base = re.search(r"mov\.b32\s+%r\d+, __dynamic_shmem__0;\s*shfl\.sync\.idx\.b32\s+(%r\d+)", text)
+        assert base is not None
+        place = rf"mbarrier\.init\.shared\.b64\s+\[(?:{base[1]}\+{offset}|{register_of(text, offset)})\], %r\d+;"
+        return edits.replace(text, place, lambda m: re.sub(r", %r\d+;", f", {count};", m[0]))
+
+    return edit
+
+
+def register_of(text: str, offset: int) -> str:
+    m = re.search(rf"add\.s32\s+(%r\d+), %r\d+, {offset};", text)
+    return m[1] if m else "none"
+
+
+def without_wait(key: str, name: str, which: slice = slice(None)) -> Callable[[str], str]:
+    return lambda text: edits.drop_waits(text, {barrier(text, key, name)}, which)
+
+
+def without(pattern: str, which: slice = slice(None)) -> Callable[[str], str]:
+    return lambda text: edits.drop(text, pattern, which)
+
+
+def early_release(text: str) -> str:
+    """K's stage is given back before the products that read it are waited for."""
+    place = r"(wgmma\.wait_group\.sync\.aligned\s+[01];)(\s*mbarrier\.arrive\.shared\.b64[^;]*;)"
+    return edits.replace(text, place, lambda m: m[2] + "\n\t" + m[1], slice(0, 1))
+
+
+def arrive_at_once(text: str) -> str:
+    """The gatherer says that its copies are there when it has issued them."""
+    return edits.replace(
+        text,
+        r"cp\.async\.mbarrier\.arrive\.noinc\.shared\.b64\s+(\[[^\]]*\]);",
+        lambda m: f"mbarrier.arrive.shared.b64 _, {m[1]}, 1;",
+    )
+
+
+def descriptor_swizzle(text: str) -> str:
+    """WGMMA reads 64-byte swizzled rows: bits 62 and 63 of a descriptor, the upper two of its high word, 2 in place of 1."""
+    return edits.replace(text, r"1073741888", str(1073741888 + (1 << 30)))
+
+
+def named_barrier_count(text: str) -> str:
+    return edits.replace(text, r"bar\.sync\s+1, 256;", "bar.sync 1, 384;")
+
+
+def param(of: int, change: Callable[[int], int]) -> dict[str, Any]:
+    """Another value for a 32-bit parameter, counted from the last."""
+    return {"edit_param_from_end": (of, change)}
+
+
+def float_param(of: int, change: Callable[[float], float]) -> dict[str, Any]:
+    def bits(x: int) -> int:
+        (value,) = struct.unpack("<f", struct.pack("<I", x))
+        return int(struct.unpack("<I", struct.pack("<f", change(value)))[0])
+
+    return {"edit_param_from_end": (of, bits)}
+
+
+def unswizzled(n: int, tensor: TensorMap) -> TensorMap:
+    return dataclasses.replace(tensor, swizzle=0) if n == 1 else tensor
+
+
+def short_tensor(n: int, tensor: TensorMap) -> TensorMap:
+    """K's map says that there are more keys than there are."""
+    extents = (tensor.extents[0], tensor.extents[1] + 4096, *tensor.extents[2:])
+    return dataclasses.replace(tensor, extents=extents) if n == 1 else tensor
+
+
+FATES = [
+    # wrong answers
+    Fate("row max over a fragment", DENSE, Wrong, r"lse is wrong in \d+ of", fragment_maximum),
+    Fate(
+        "O not rescaled on the second tile",
+        DENSE,
+        Wrong,
+        r"lse is right; o is wrong in \d+ of .*columns 0\.\.127 of o",
+        no_rescaling,
+    ),
+    Fate("scale applied twice", DENSE, Wrong, r"lse is wrong", launched=float_param(10, lambda x: x * 128**-0.5)),
+    Fate("TMA coordinate stuck at the first tile", DENSE, Wrong, r"lse is wrong", tile_coordinate(0)),
+    Fate(
+        "producer indexed by the pipeline's count, K and V interleaved",
+        DENSE,
+        Wrong,
+        r"lse is wrong",
+        tile_coordinate(320),
+    ),
+    Fate("K extent hard-coded to 64", DENSE, Wrong, r"lse is wrong", key_extent_64),
+    Fate("wrong swizzle in a tensor map", DENSE, Wrong, r"lse is wrong", launched={"edit_map": unswizzled}),
+    Fate(
+        "wrong swizzle in an SMEM descriptor",
+        DENSE,
+        Fault,
+        r"lse is wrong|write by tma|which nobody wrote",
+        descriptor_swizzle,
+    ),
+    # nothing can go on, or something is left over
+    Fate(
+        "too many transaction bytes", DENSE, Deadlock, r"1024 transaction bytes outstanding", transaction_bytes(1.025)
+    ),
+    Fate(
+        "too few transaction bytes",
+        DENSE,
+        Fault,
+        r"transaction bytes|nothing orders|nobody wrote",
+        transaction_bytes(0.5),
+    ),
+    Fate(
+        "a barrier count that restates the number of threads",
+        DENSE,
+        Deadlock,
+        r"128 of 384 arrivals pending",
+        count_of("k_empty0", 384),
+    ),
+    Fate(
+        "a named barrier that restates the number of threads",
+        DENSE,
+        Deadlock,
+        r"named barrier 1: 256 of 384 threads",
+        named_barrier_count,
+    ),
+    Fate(
+        "a release that never comes",
+        DENSE,
+        Deadlock,
+        r"waits? for parity",
+        without(r"mbarrier\.arrive\.shared\.b64", slice(-1, None)),
+    ),
+    # races
+    Fate(
+        "a barrier count for one warpgroup of two",
+        DENSE,
+        Fault,
+        r"nothing orders this and the (read by wgmma|write by tma)|waits? for parity",
+        count_of("k_empty0", 128),
+        shape={"s_kv": 900},
+    ),
+    Fate(
+        "K's stage given back before the products are done",
+        DENSE,
+        Race,
+        r"nothing orders this and the (read by wgmma|write by tma)",
+        early_release,
+    ),
+    Fate(
+        "K read before it has come",
+        DENSE,
+        Fault,
+        r"orders this and the write by tma|which nobody wrote",
+        without_wait(DENSE, "k_full0", slice(0, 1)),
+    ),
+    Fate(
+        "P read before the softmax barrier",
+        LATENT,
+        Fault,
+        r"nothing orders this and the (write by .*stmatrix|read by wgmma)|which nobody wrote",
+        without_wait(LATENT, "weights0", slice(0, 1)),
+    ),
+    Fate(
+        "the maximum read before it is handed over",
+        LATENT,
+        Fault,
+        r"orders this and the write by warp.*st\.shared|which nobody wrote",
+        without_wait(LATENT, "max0", slice(0, 1)),
+    ),
+    Fate(
+        "P shared without a proxy fence",
+        LATENT,
+        Race,
+        r"no fence\.proxy\.async after the generic write",
+        without(r"fence\.proxy\.async"),
+    ),
+    Fate(
+        "cleared keys read without a proxy fence",
+        DENSE,
+        Race,
+        r"no fence\.proxy\.async after the generic write",
+        without(r"fence\.proxy\.async"),
+    ),
+    Fate(
+        "gathered keys read without a proxy fence",
+        GATHERED,
+        Race,
+        r"no fence\.proxy\.async after the generic write by cp\.async",
+        without(r"fence\.proxy\.async"),
+    ),
+    Fate(
+        "arrives before its copies are there",
+        GATHERED,
+        Fault,
+        r"orders this and the write by cp\.async|which nobody wrote",
+        arrive_at_once,
+    ),
+    Fate(
+        "final O read before the last product",
+        DENSE,
+        Race,
+        r"reads register %r\d+ while the wgmma of line \d+ may still write it",
+        without(r"wgmma\.wait_group", slice(-1, None)),
+    ),
+    Fate(
+        "products that are never committed",
+        DENSE,
+        Race,
+        r"reads register %r\d+ while the wgmma",
+        without(r"wgmma\.commit_group", slice(0, 1)),
+    ),
+    Fate("no wgmma.fence behind the registers", DENSE, Race, r"written with no wgmma\.fence", without(r"wgmma\.fence")),
+    Fate(
+        "barriers used before they are made",
+        DENSE,
+        Misuse,
+        r"no mbarrier at|nothing orders that after its initialisation",
+        without(r"bar\.sync\s+0"),
+    ),
+    Fate("barriers not visible to TMA", DENSE, Misuse, r"no fence\.mbarrier_init", without(r"fence\.mbarrier_init")),
+    Fate(
+        "O's slab overwritten while TMA reads it",
+        LATENT,
+        Race,
+        r"nothing orders this and the (read by tma|write by warp)",
+        without(r"cp\.async\.bulk\.wait_group\.read\s+1"),
+    ),
+    Fate(
+        "the last store of O not waited for",
+        LATENT,
+        Leak,
+        r"ends while TMA may still read shared memory",
+        without(r"cp\.async\.bulk\.wait_group\.read\s+0"),
+    ),
+    # addresses
+    Fate(
+        "a tensor map larger than its array",
+        DENSE,
+        OutOfBounds,
+        r"a tensor map reads behind the end of k0",
+        launched={"edit_map": short_tensor},
+    ),
+    Fate(
+        "one tile of rows too many",
+        DENSE,
+        Fault,
+        r"outside of every allocation|wrong in|nobody wrote",
+        launched=param(1, lambda x: x + 40),
+    ),
+    Fate(
+        "a destination moved by a swizzle atom",
+        DENSE,
+        Fault,
+        r"copies over an mbarrier|nothing orders",
+        shifted_destination,
+    ),
+]
+
+
+@pytest.mark.parametrize("fate", FATES, ids=lambda f: f.name.replace(" ", "-"))
+def test_is_found(fate):
+    k = kernel(fate.key)
+    k = dataclasses.replace(k, ptx=fate.edit(k.ptx))
+    x = native.operands(k.variant, **{**SHAPES[fate.key], **fate.shape})
+    for seed in SEEDS:
+        with pytest.raises(fate.fault, match=re.compile(fate.says, re.S)):
+            run = launch(k, x, seed=seed, processors=1, **options(fate, k))
+            judge(run.run(), x, run.scale)
+
+
+def options(fate: Fate, k: Kernel) -> dict[str, Any]:
+    given = dict(fate.launched)
+    if (edit := given.pop("edit_param_from_end", None)) is not None:
+        of, change = edit
+        n = len(edits.parse(k.ptx).params) - of
+        given["edit_param"] = lambda i, blob: struct.pack("<I", change(*struct.unpack("<I", blob))) if i == n else blob
+    return given
+
+
+@pytest.mark.parametrize("key", SHAPES)
+def test_nothing_is_found_without_a_fault(key):
+    """The same launches, as they are."""
+    k = kernel(key)
+    x = native.operands(k.variant, **SHAPES[key])
+    for seed in SEEDS:
+        run = launch(k, x, seed=seed, processors=1)
+        judge(run.run(), x, run.scale)

@@ -1,0 +1,334 @@
+"""The Blackwell kernels, which no test has run on hardware: their PTX, interpreted, and faults planted in them."""
+
+import dataclasses
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kernels.variants import VARIANTS, Variant
+from tests import native
+from tests.ptx.hazards import Deadlock, Fault, Leak, Misuse, Race
+from tests.ptx.launch import Kernel, launch
+
+pytestmark = [
+    pytest.mark.skipif(util.find_spec("cutlass") is None, reason="needs nvidia-cutlass-dsl"),
+    pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow)"),  # what NaN and inf do in NumPy
+]
+
+ROOT = Path(__file__).parent.parent
+SM100 = {v.key: v for v in VARIANTS if v.arch == "sm_100a"}
+
+
+def seen(case: str, b: int, s_q: int, s_kv: int) -> tuple[native.Array, native.Array]:
+    """start and stop of every query."""
+    i, zero = np.arange(s_q), np.zeros(s_q, np.int64)
+    position = i + s_kv - s_q  # the last query is at the last key
+    start, stop = {
+        "full": (zero, zero + s_kv),
+        "causal": (zero, position + 1),
+        "window": (position - 40, position + 1),
+        "compressed": (zero, (position + 1) // 4),
+        "empty rows": (zero + 3, np.where(i % 3 == 1, 3, s_kv - 2)),  # and keys behind that nobody sees
+    }[case]
+    start, stop = (np.tile(np.clip(x, 0, s_kv).astype(np.int32), (b, 1)) for x in (start, stop))
+    if case == "empty rows" and b > 1:
+        stop[1] = start[1]  # nobody of this sequence sees anything
+    return start, stop
+
+
+def operands(variant: Variant, case: str, **extents: int) -> native.Operands:
+    """Random, with NaN in keys that nobody sees behind those that somebody sees."""
+    x = native.operands(variant, **extents)
+    b, s_q, s_kv, _, h_kv, d, *_ = x.shape
+    start, stop = seen(case, b, s_q, s_kv)
+    j = np.arange(s_kv)
+    counts = ((j >= start[..., None]) & (j < stop[..., None])).astype(np.int64)
+    rng = np.random.default_rng(1)
+    k = (0.125 * rng.standard_normal((b, s_kv, h_kv, d))).astype(x.q.dtype)
+    v = k if variant.shared_kv else (0.125 * rng.standard_normal(k.shape)).astype(x.q.dtype)
+    for array in (k, v):
+        array[j >= stop.max(1)[:, None]] = np.nan
+    return dataclasses.replace(x, sources=(native.Keys(k, v, start, stop, counts),))
+
+
+CASES: dict[str, tuple[str, dict[str, int]]] = {
+    "three tiles, ragged": ("full", {"b": 1, "s_q": 9, "h_q": 8, "s_kv": 300}),
+    "causal, several row tiles a CTA": ("causal", {"b": 1, "s_q": 70, "h_q": 4, "s_kv": 150}),
+    "window, grouped heads": ("window", {"b": 1, "s_q": 33, "h_q": 12, "h_kv": 2, "s_kv": 170}),
+    "empty rows and an empty sequence": ("empty rows", {"b": 2, "s_q": 5, "h_q": 7, "s_kv": 140}),
+    "more heads than rows in a tile": ("compressed", {"b": 1, "s_q": 2, "h_q": 130, "s_kv": 600}),
+    "one key": ("full", {"b": 3, "s_q": 1, "h_q": 1, "s_kv": 1}),
+}
+
+
+def interpret(kernel: Kernel, case: str, seed: int = 0, processors: int = 1) -> tuple[native.Array, native.Array]:
+    """(o, lse); raises what is wrong with them, or with how they came about."""
+    name, extents = CASES[case]
+    x = operands(kernel.variant, name, **extents)
+    run = launch(kernel, x, processors=processors, seed=seed)
+    results = run.run()
+    native.assert_right(results, x, run.scale)
+    return results
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("key", SM100)
+def test_is_right(key, case):
+    """With the same bits, whatever the order of events, on one and on two CTAs. fp16 differs from bf16 in its rounding
+    alone: one order."""
+    kernel = Kernel.of(SM100[key])
+    results = [
+        interpret(kernel, case, seed, processors=1 + seed)
+        for seed in range(2 if kernel.variant.dtype == "bfloat16" else 1)
+    ]
+    for first, again in zip(results[0], results[-1], strict=True):
+        assert first.tobytes() == again.tobytes()
+
+
+# Faults, planted on purpose. By an edit of the source, which is compiled, or of the PTX.
+
+
+@dataclasses.dataclass(frozen=True)
+class Planted:
+    name: str
+    raises: type[Exception]
+    says: str
+    source: tuple[tuple[str, str], ...] = ()  # what stands once in the kernel, and what then stands there
+    ptx: Callable[[str], str] | None = None
+    key: str = "fwd_sm_100a_d128_bfloat16"
+    case: str = "three tiles, ragged"
+
+
+LATENT = "fwd_sm_100a_d512_bfloat16_shared_kv"
+WRONG = {"raises": AssertionError, "says": "o: FAILED"}
+
+
+def without(instruction: str) -> Callable[[str], str]:
+    """The PTX without the lines that begin with an instruction."""
+    return lambda ptx: "\n".join(x for x in ptx.splitlines() if not x.strip().startswith(instruction))
+
+
+def unelected(ptx: str) -> str:
+    """The PTX without the branch that leaves the first product to one lane."""
+    lines = ptx.splitlines()
+    product = next(n for n, line in enumerate(lines) if "tcgen05.mma" in line)
+    branch = max(n for n, line in enumerate(lines[:product]) if line.strip().startswith("@"))
+    return "\n".join([*lines[:branch], *lines[branch + 1 :]])
+
+
+FAULTS = [
+    Planted(
+        "O is not rescaled when a maximum rises",
+        **WRONG,
+        source=(("self.rescale(tmem, w, factor)", "pass"),),
+    ),
+    Planted(
+        "the maximum of a thread's part, not of its row",
+        **WRONG,
+        source=(("a = cute.arch.fmax(a, cute.arch.shuffle_sync_bfly(a, offset=16))", "pass"),),
+        key=LATENT,
+    ),
+    Planted(
+        "the scale is applied twice",
+        **WRONG,
+        source=(("exp2(scores[2 * i + j] * scale_log2", "exp2(scores[2 * i + j] * scale_log2 * scale_log2"),),
+    ),
+    Planted("TMA loads the first tile again and again", **WRONG, source=(("gmem[None, t]", "gmem[None, 0]"),)),
+    Planted(
+        "TMA counts tiles by the ring's fills",
+        **WRONG,
+        source=(("gmem[None, t]", "gmem[None, fills0 + t]"),),
+        case="causal, several row tiles a CTA",
+    ),
+    Planted("K's extent restates 64", **WRONG, source=(("blocks = c.ring_d // 16", "blocks = 64 // 16"),)),
+    Planted(
+        "keys that nobody sees are not cleared",
+        **WRONG,
+        source=(("if span.needs_clearing(t):", "if span.needs_clearing(t) & (t < 0):"),),
+        case="empty rows and an empty sequence",
+    ),
+    Planted(
+        "the swizzle of a descriptor is that of 64 bytes",
+        **WRONG,
+        ptx=lambda ptx: ptx.replace(str(0x4000404000010000), str(0x8000404000010000)),
+    ),
+    Planted("what threads write to SMEM is not swizzled", **WRONG, source=((" ^ (row % 8)", ""),), key=LATENT),
+    Planted(
+        "O is read before the last products are done",
+        Race,
+        "TMEM .* tcgen05.(mma|ld)",
+        source=(("cute.arch.mbarrier_wait(bar.o_full, (fills0 + tiles - 1) & 1)", "pass"),),
+    ),
+    Planted(
+        "O is rescaled while products add to it",
+        Race,
+        "(reads|overwrites) TMEM .* nothing orders",
+        source=(("cute.arch.mbarrier_wait(bar.o_full, (fill - 1) & 1)", "pass"),),
+    ),
+    Planted(
+        "products read P before the softmax gives it",
+        Race,
+        "reads TMEM|overwrites TMEM|reads .* nobody wrote",
+        source=(("cute.arch.mbarrier_wait(bar.p_full, fill & 1)", "pass"),),
+    ),
+    Planted(
+        "P is stored without a wait",
+        Race,
+        "reads TMEM .* the write by tcgen05.st",
+        source=(("cute.arch.fence_view_async_tmem_store()\n        else:", "pass\n        else:"),),
+    ),
+    Planted(
+        "P is stored without a fence",
+        Race,
+        "TMEM .* tcgen05.(st|ld)",
+        source=(
+            (
+                "before_thread_sync()\n                cute.arch.mbarrier_arrive(bar.p_full)",
+                "cute.arch.mbarrier_arrive(bar.p_full)",
+            ),
+        ),
+    ),
+    Planted(
+        "P in SMEM without a proxy fence",
+        Race,
+        "no fence.proxy.async",
+        source=(
+            (
+                'weights)\n            cute.arch.fence_proxy("async.shared", space="cta")',
+                "weights)",
+            ),
+        ),
+        key=LATENT,
+    ),
+    Planted(
+        "O leaves SMEM without a proxy fence",
+        Race,
+        "no fence.proxy.async",
+        source=(('packed)\n        cute.arch.fence_proxy("async.shared", space="cta")', "packed)"),),
+        key=LATENT,
+    ),
+    Planted(
+        "O is staged where TMA still reads the slab before",
+        Race,
+        "overwrites SMEM .* the read by",
+        source=(
+            (
+                "            cute.arch.cp_async_bulk_wait_group(0, read=True)\n        cute.arch.barrier",
+                "            pass\n        cute.arch.barrier",
+            ),
+        ),
+        key=LATENT,
+    ),
+    Planted(
+        "products are issued without a fence after the wait",
+        Race,
+        "TMEM .* nothing orders",
+        source=(("bar.p_full, fill & 1)\n        after_thread_sync()", "bar.p_full, fill & 1)"),),
+    ),
+    Planted(
+        "scores are used before they are there",
+        Race,
+        "reads register .* may still write it",
+        source=(
+            (
+                "scores, w.thread)\n        cute.arch.fence_view_async_tmem_load()",
+                "scores, w.thread)",
+            ),
+        ),
+    ),
+    Planted(
+        "TMA does not wait for an empty ring",
+        Fault,
+        "overwrites SMEM|an arrival too many",
+        source=(("cute.arch.mbarrier_wait(empty, parity ^ 1)", "pass"),),
+    ),
+    Planted(
+        "a barrier counts the CTA's threads",
+        Deadlock,
+        "of 192 arrivals pending",
+        source=(("(bar.p_full, 1, WARPGROUP)", "(bar.p_full, 1, c.threads)"),),
+    ),
+    Planted(
+        "a barrier counts three warps of four",
+        Race,
+        "TMEM .* nothing orders",
+        source=(("(bar.p_full, 1, WARPGROUP)", "(bar.p_full, 1, 96)"),),
+    ),
+    Planted(
+        "too few bytes are expected",
+        Fault,
+        "reads SMEM",
+        source=(
+            ("mbarrier_arrive_and_expect_tx(full, c.ring_tile_bytes)", "mbarrier_arrive_and_expect_tx(full, 16384)"),
+        ),
+    ),
+    Planted(
+        "too many bytes are expected",
+        Deadlock,
+        "transaction bytes outstanding",
+        source=(
+            ("mbarrier_arrive_and_expect_tx(full, c.ring_tile_bytes)", "mbarrier_arrive_and_expect_tx(full, 32784)"),
+        ),
+    ),
+    Planted("TMEM is not freed", Leak, "columns 0..511, .* never freed", ptx=without("tcgen05.dealloc")),
+    Planted(
+        "TMEM is freed while the others read it",
+        Race,
+        "overwrites TMEM",
+        source=(
+            (
+                "        sync_with_tmem()\n        if warp == 0:\n            cute.arch.dealloc",
+                "        if warp == 0:\n            cute.arch.dealloc",
+            ),
+        ),
+    ),
+    Planted(
+        "too few columns are allocated",
+        Misuse,
+        "not allocated",
+        ptx=lambda ptx: re.sub(r"(mov\.b32\s+%r\d+, )512;", r"\g<1>256;", ptx),
+    ),
+    Planted(
+        "a product is issued by the whole warp",
+        Misuse,
+        "issued by 32 threads",
+        ptx=unelected,
+    ),
+]
+
+
+def mutant(fault: Planted, directory: Path) -> Kernel:
+    kernel = Kernel.of(SM100[fault.key])
+    if fault.ptx is not None:
+        ptx = fault.ptx(kernel.ptx)
+        assert ptx != kernel.ptx
+        return dataclasses.replace(kernel, ptx=ptx)
+    shutil.copytree(ROOT / "kernels", directory / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
+    files = [directory / "kernels" / name for name in ("fwd_sm100.py", "lib/tcgen05.py")]
+    for old, new in fault.source:
+        assert sum(file.read_text().count(old) for file in files) == 1, old
+        for file in files:
+            file.write_text(file.read_text().replace(old, new))
+    command: list[Any] = [sys.executable, "-m", "kernels.aot", fault.key, "--out", directory]
+    run = subprocess.run(command, cwd=directory, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ""})
+    assert run.returncode == 0, run.stdout + run.stderr
+    return dataclasses.replace(kernel, ptx=(directory / f"{fault.key}.ptx").read_text())
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda x: x.name)
+def test_finds(fault, tmp_path):
+    """A planted fault is found, whatever the order of events."""
+    kernel = mutant(fault, tmp_path)
+    for seed in range(2):
+        with pytest.raises(fault.raises, match=fault.says) as caught:
+            interpret(kernel, fault.case, seed)
+        print(caught.value)
