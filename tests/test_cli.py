@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_dsv4_fmha import _bench, _bench_decode, _cases, _ffi, _verify, dsv4_decode
+from jax_dsv4_fmha import Cache, _bench, _bench_decode, _cases, _ffi, _verify, dsv4_decode
 from jax_dsv4_fmha.__main__ import main
 from jax_dsv4_fmha._cases import Case
 
@@ -224,7 +224,27 @@ class TestBench:
         want = jax.jit(functools.partial(_bench_decode.xla, case))(**operands)
         np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (got, want)), rtol=0.02, atol=0.02)
         with pytest.raises(NotImplementedError, match="dsv4_decode: implementation: got 'cubin'"):
-            jax.eval_shape(functools.partial(_bench_decode.layers, case), operands["q"], [operands] * 2)
+            jax.eval_shape(functools.partial(_bench_decode.call, case), **operands)
+
+    def test_layers_follow_on_each_other(self, monkeypatch):
+        """Each has the o of the one before as its q, and its pages where they are in the first."""
+
+        def call(c, **operands):
+            return dsv4_decode(**operands, ratio=c.ratio, window=c.window, implementation="reference")
+
+        monkeypatch.setattr(_bench_decode, "call", call)
+        case = dataclasses.replace(_bench_decode.step(4, 7, 2, "fp8"), s_kv=256, window=20, page=16)
+        row = dataclasses.replace(next(row for row in _bench.ROWS if row.layers > 1), case=case, layers=3)
+        operands = _bench._operands_of(row, jax.random.key(0))
+        assert len({x["indices"].tobytes() for x in operands["layers"]}) == 3
+        got = _bench._call(row, "ours", **operands)
+        q, (first, *_) = operands["q"], operands["layers"]
+        for layer in operands["layers"]:
+            near, far = (
+                Cache(layer[name].entries, first[name].block_table) for name in ("window_cache", "compressed_cache")
+            )
+            q, _ = call(case, **layer | {"q": q, "window_cache": near, "compressed_cache": far})
+        np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (got, q)), rtol=0.02, atol=0.02)
 
     def test_steps_under_graphs(self):
         """Each step is given what the one before gave."""
