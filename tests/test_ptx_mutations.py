@@ -199,7 +199,7 @@ FATES = [
         r"lse is right; o is wrong in \d+ of .*columns 0\.\.127 of o",
         no_rescaling,
     ),
-    Fate("scale applied twice", DENSE, Wrong, r"lse is wrong", launched=float_param(10, lambda x: x * 128**-0.5)),
+    Fate("scale applied twice", DENSE, Wrong, r"lse is wrong", launched=float_param(11, lambda x: x * 128**-0.5)),
     Fate("TMA coordinate stuck at the first tile", DENSE, Wrong, r"lse is wrong", tile_coordinate(0)),
     Fate(
         "producer indexed by the pipeline's count, K and V interleaved",
