@@ -547,17 +547,19 @@ class LatentSm90:
         if work.evens == 0:
             w.out.fill(0.0)
         evens, odds, empty, q_empty = work.evens, work.odds, w.bar.empty, w.bar.q_empty
+        first = Int32(0)
+        for source, rows in zip(work.sources, work.rows, strict=True):
+            rows.foresee((side - first) & 1)  # the source's first tile on this side
+            first = first + source.tiles
         if cutlass.const_expr(side == LEFT):
             if evens == 0:
                 cute.arch.mbarrier_arrive(q_empty)
             else:
-                self.on_source(w, work, 0, foresee)
                 self.issue_scores(LEFT, w, work, 0, LEFT, fresh=True)
                 self.issue_scores(LEFT, w, work, 0, RIGHT, fresh=False)
                 warpgroup.wait_group(0)
                 for pair in cutlass.range(evens - 1, unroll=1):
                     self.left_pair(w, work, pair, True)
-                    self.on_source(w, work, 2 * pair + 2, foresee)
                     self.issue_scores(LEFT, w, work, pair + 1, LEFT, fresh=True)
                     warpgroup.wait_group(1)
                     cute.arch.mbarrier_arrive(empty + 2)
@@ -700,7 +702,6 @@ class LatentSm90:
     @cute.jit
     def right_pair(self, w: Consumer, work: Work, pair: Int32):
         s = w.softmax
-        self.on_source(w, work, 2 * pair + 1, foresee)
         self.issue_scores(RIGHT, w, work, pair, RIGHT, fresh=True)
         self.issue_scores(RIGHT, w, work, pair, LEFT, fresh=False)
         warpgroup.wait_group(0)
@@ -752,12 +753,9 @@ class LatentSm90:
         cute.arch.mbarrier_arrive(w.bar.weights + side)
 
 
-def foresee(w: Consumer, source: Any, rows: Any, t: Int32) -> None:
-    rows.foresee(t)
-
-
 def mask(w: Consumer, source: Any, rows: Any, t: Int32) -> None:
     rows.mask(w.scores, t)
+    rows.foresee(t + 2)  # long before the next fence, which waits for loads as well
 
 
 @cute.jit

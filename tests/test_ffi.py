@@ -158,7 +158,10 @@ def test_launch_is_what_the_host_stub_launches(stub):
         if splits > 1 and not variant.splits:
             continue
         shape = shape._replace(d=variant.d, splits=splits)
-        theirs = host.run(host_values(shape, scale, processors, addresses, "packed" in variant.sources))
+        values = host_values(shape, scale, processors, addresses, "packed" in variant.sources)
+        if splits > 1:
+            values["lse"] = values["lse_parts"]
+        theirs = host.run(values)
         ours = plan(variant.sources, shape, scale, **tiles, processors=processors, addresses=addresses)
         assert theirs.grid == (ours.grid, 1, 1), shape
         assert theirs.block == (row["threads"], 1, 1)
@@ -303,6 +306,34 @@ def test_runs(variant):
     check(variant, h_q=65, s_q=20)
     if variant.op == "fwd":
         check(variant, h_q=8, h_kv=2)
+
+
+@on_gpu
+@built
+@pytest.mark.parametrize("splits", [2, 9])
+def test_runs_split(variant, splits, monkeypatch):
+    """More splits than most rows have key tiles."""
+    if not variant.splits:
+        pytest.skip("splits no keys")
+    monkeypatch.setattr(_ffi, "split_count", lambda *_: splits)
+    check(variant, s_q=3)
+    check(variant, h_q=128, s_q=2, s_kv=400, s_kv1=500, topk=300)
+
+
+@on_gpu
+@pytest.mark.parametrize(
+    "variant", [v for v in _ffi.variants() if v.op in ("sparse_fwd", "dsv4_decode")], ids=lambda v: v.key
+)
+def test_runs_on_a_pool_of_all_sequences(variant):
+    x, scale = operands(variant, h_q=64, s_q=3), variant.d**-0.5
+    pools = []
+    for keys in x.sources:
+        b, s_kv, _, d = keys.k.shape
+        there = (keys.seen_from >= 0) & (keys.seen_from < s_kv)
+        slots = np.where(there, keys.seen_from + s_kv * np.arange(b)[:, None, None], -1).astype(np.int32)
+        pools += [keys.k.reshape(b * s_kv, d), slots, keys.seen_to]
+    got = jax.jit(functools.partial(OPS[variant.op], scale=scale))(x.q, *pools, x.sink)
+    assert_right(jax.tree.map(np.asarray, got), x, scale)
 
 
 @on_gpu
