@@ -33,8 +33,8 @@ from cutlass.memory import SmemAllocator
 
 from .aot import Compiled, compile_ahead
 from .lib.launch import SMEM_LIMIT, WARPGROUP, Shapes, element_type, i32, launch_facts, pointers
-from .lib.rows import PUBLISHED, BoxedRows, Extents, RowTile, Walk, extents, store
-from .lib.softmax import LN_2, LOG2_E, RowResults, exp2, load_if
+from .lib.rows import PUBLISHED, BoxedRows, Extents, RowTile, Walk, extents, load, store
+from .lib.softmax import LN_2, LOG2_E, RowResults, exp2
 from .lib.spans import Span, SpanOperands, open_span, read_span, span_of
 from .lib.tcgen05 import (
     COLUMNS,
@@ -479,7 +479,7 @@ class FwdSm100:
             cute.arch.mbarrier_arrive(bar.q_empty)
             exists, query, head = tile.place(w.boxed, 0)
             start, stop = span_of(tile, operands, query, exists)
-            sink = load_if(exists, results.sink + head)
+            sink = load(results.sink + head)
             tiles = span.tiles
 
             row_max, row_sum = -Float32.inf, Float32(0.0)

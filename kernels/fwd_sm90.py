@@ -1,6 +1,7 @@
 """Attention for Hopper, head dimensions up to 256, K and V apart.
 
-    producer warp     Q  K0 V0  K1 V1  K2 V2 ...               TMA into a ring of `stages` K tiles and as many V tiles
+    producer warp     Q  K0 V0  K1 V1  K2 V2 ...               TMA into rings of Q, K and V tiles
+    clearing warps          V0     V1     V2 ...               values that no row sees become 0, for 0 * NaN is not
 
     consumer WG 0     S0 | S1 + P0 V0 | S2 + P1 V1 | ... Pn Vn     rows  0 .. 63
     consumer WG 1     S0 | S1 + P0 V0 | S2 + P1 V1 | ... Pn Vn     rows 64 .. 127, ...
@@ -8,8 +9,8 @@
 Q K' of tile t + 1 is issued before P V of tile t, so the softmax of t + 1 runs under the tensor cores. P stays in
 registers.
 
-CTAs are persistent: one takes every gridDim-th tile of rows, and the producer runs ahead into the next one: Q's SMEM
-is free after the last scores, for O goes from registers to memory.
+CTAs are persistent, and the producer runs ahead into the next tile of rows: Q has two stages where they fit, and its
+SMEM is free after the last scores, for O goes from registers to memory.
 """
 
 from dataclasses import dataclass
@@ -23,11 +24,11 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from .aot import Compiled, compile_ahead
-from .lib.launch import SMEM_LIMIT, WARPGROUP, Shapes, element_type, i32, launch_facts, pointers
+from .lib.launch import SMEM_LIMIT, WARP, WARPGROUP, Shapes, element_type, i32, launch_facts, pointers
 from .lib.output import store_output, store_part
-from .lib.rows import PUBLISHED, BoxedRows, Extents, RowTile, Walk, extents
+from .lib.rows import PUBLISHED, BoxedRows, Extents, PlacedTile, RowTile, Walk, extents
 from .lib.softmax import RowResults, Softmax, rescale_rows
-from .lib.spans import RowSpans, Span, SpanOperands, open_span, read_span
+from .lib.spans import Span, SpanOperands, open_span, read_span
 from .lib.splits import own_part
 from .lib.wgmma import (
     K_MAJOR,
@@ -44,11 +45,13 @@ from .lib.wgmma import (
     tma_atom,
     tma_tiles,
     transposed,
+    wait_behind,
     zero_rows,
 )
 from .variants import Variant
 
-BAR_CONSUMERS = 1  # named barrier of all consumer warpgroups
+CLEARERS = WARPGROUP - WARP  # threads beside the producer's warp
+L2_KEYS = 32 * 1024 * 1024  # bytes of K and V that stay in L2 while others pass
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class Config:
 
     d: int
     dtype: str
-    stages: int = 2
+    stages: int = 2  # of K and of V
 
     @property
     def consumers(self) -> int:
@@ -90,9 +93,18 @@ class Config:
         return self.tile_n * self.row_bytes
 
     @property
+    def stages_q(self) -> int:
+        return 2 if self.smem_with(2) <= SMEM_LIMIT else 1
+
+    @property
     def smem_bytes(self) -> int:
-        barriers, info = 8 * (2 + 4 * self.stages), 4 * PUBLISHED * 2 * 2
-        return 1024 + self.tile_m * self.row_bytes + 2 * self.stages * self.key_tile_bytes + info + barriers
+        return self.smem_with(self.stages_q)
+
+    def smem_with(self, stages_q: int) -> int:
+        """Bytes, for so many stages of Q."""
+        tiles = stages_q * self.tile_m * self.row_bytes + 2 * self.stages * self.key_tile_bytes
+        info, barriers = 4 * PUBLISHED * 2 * stages_q, 8 * (2 * stages_q + 5 * self.stages)
+        return 1024 + tiles + info + barriers
 
     def __post_init__(self):
         if self.d % SLAB or self.d > 256:
@@ -103,13 +115,14 @@ class Config:
 
 @dataclass(frozen=True)
 class Barriers:
-    """mbarriers in SMEM; those of K and V have one per stage."""
+    """mbarriers in SMEM, one for each stage."""
 
     q_full: cute.Pointer
     q_empty: cute.Pointer
     k_full: cute.Pointer
     k_empty: cute.Pointer
-    v_full: cute.Pointer
+    v_landed: cute.Pointer
+    v_full: cute.Pointer  # and cleared
     v_empty: cute.Pointer
 
 
@@ -117,10 +130,10 @@ class Barriers:
 class Shared:
     """SMEM beside the barriers."""
 
-    q: cute.Tensor  # (tile_m, d)
+    q: cute.Tensor  # (tile_m, d, stage)
     k: cute.Tensor  # (tile_n, d, stage)
     v: cute.Tensor  # (tile_n, d, stage)
-    info: cute.Tensor  # (PUBLISHED, row tile and span, row tile & 1): what the producer found out
+    info: cute.Tensor  # (PUBLISHED, row tile and span, stage of Q): what the producer found out
 
 
 @dataclass(frozen=True)
@@ -133,7 +146,7 @@ class Consumer:
     group: Int32
     qk: cute.TiledMma
     pv: cute.TiledMma
-    a: cute.Tensor  # Q
+    a: cute.Tensor  # Q, (..., stage)
     b_k: cute.Tensor
     b_v: cute.Tensor
     scores: cute.Tensor
@@ -209,12 +222,16 @@ class FwdSm90:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         bar, smem = self.allocate()
         if warp == 0:
+            for atom in (tma_q, tma_k, tma_v):
+                cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
-                cute.arch.mbarrier_init(bar.q_full, 1)
-                cute.arch.mbarrier_init(bar.q_empty, WARPGROUP * c.consumers)
+                for s in cutlass.range_constexpr(c.stages_q):
+                    cute.arch.mbarrier_init(bar.q_full + s, 1)
+                    cute.arch.mbarrier_init(bar.q_empty + s, WARPGROUP * c.consumers + CLEARERS)
                 for s in cutlass.range_constexpr(c.stages):
                     cute.arch.mbarrier_init(bar.k_full + s, 1)
-                    cute.arch.mbarrier_init(bar.v_full + s, 1)
+                    cute.arch.mbarrier_init(bar.v_landed + s, 1)
+                    cute.arch.mbarrier_init(bar.v_full + s, CLEARERS)
                     cute.arch.mbarrier_init(bar.k_empty + s, WARPGROUP * c.consumers)
                     cute.arch.mbarrier_init(bar.v_empty + s, WARPGROUP * c.consumers)
             cute.arch.mbarrier_init_fence()
@@ -225,6 +242,8 @@ class FwdSm90:
             cute.arch.setmaxregister_decrease(c.registers[0])
             if warp == 0:
                 self.produce(bar, smem, (tma_q, mQ), (tma_k, mK), (tma_v, mV), operands, n)
+            else:
+                self.clear(bar, smem, operands, n)
         else:
             cute.arch.setmaxregister_increase(c.registers[1])
             self.consume(self.consumer(bar, smem, scale_log2), operands, o, results, n)
@@ -235,11 +254,11 @@ class FwdSm90:
         key_layout = slab_layout(self.dtype, c.tile_n, c.d, c.stages)
         q, k, v = (
             smem.allocate_tensor(self.dtype, layout.outer, 1024, swizzle=layout.inner)
-            for layout in (slab_layout(self.dtype, c.tile_m, c.d), key_layout, key_layout)
+            for layout in (slab_layout(self.dtype, c.tile_m, c.d, c.stages_q), key_layout, key_layout)
         )
-        info = smem.allocate_tensor(Int32, cute.make_layout((PUBLISHED, 2, 2)), 16)
-        mbar = smem.allocate_array(Int64, 2 + 4 * c.stages)
-        return Barriers(mbar, mbar + 1, *(mbar + (2 + i * c.stages) for i in range(4))), Shared(q, k, v, info)
+        info = smem.allocate_tensor(Int32, cute.make_layout((PUBLISHED, 2, c.stages_q)), 16)
+        rings = 2 * [c.stages_q] + 5 * [c.stages]
+        return Barriers(*(smem.allocate_array(Int64, stages) for stages in rings)), Shared(q, k, v, info)
 
     @cute.jit
     def produce(
@@ -248,32 +267,64 @@ class FwdSm90:
         """One warp, for every row tile of this CTA: Q, what there is to see, and the tiles of K and V."""
         c = self.config
         tma_q, mQ = rows
-        walk, fills0 = Walk.of(n), Int32(0)
+        walk, fills0 = self.walk(operands, n), Int32(0)
         for turn in cutlass.range(walk.turns, unroll=1):
             tile = walk.tile(turn)
-            (span,) = own_part((open_span(operands, tile, c.tile_n),), tile, 1)
-            cute.arch.mbarrier_wait(bar.q_empty, (turn & 1) ^ 1)
+            stage_q, full_q = turn % c.stages_q, bar.q_full + turn % c.stages_q
+            cute.arch.mbarrier_wait(bar.q_empty + stage_q, (turn // c.stages_q & 1) ^ 1)
             with cute.arch.elect_one():
-                tile.publish(smem.info[None, 0, turn & 1])
-                span.publish(smem.info[None, 1, turn & 1])
-                cute.arch.mbarrier_arrive_and_expect_tx(bar.q_full, n.box_inner * n.box_outer * c.row_bytes)
+                cute.arch.mbarrier_expect_tx(full_q, n.box_inner * n.box_outer * c.row_bytes)
             gQ, sQ = tma_tiles(tma_q, tile.of(mQ, c.tile_m, c.d)[None, None, 0], smem.q)
-            cute.copy(tma_q, gQ, sQ, tma_bar_ptr=bar.q_full)
+            cute.copy(tma_q, gQ, sQ[None, stage_q], tma_bar_ptr=full_q)
+            (span,) = own_part((open_span(operands, tile, c.tile_n),), tile, 1)
+            with cute.arch.elect_one():
+                tile.publish(smem.info[None, 0, stage_q])
+                span.publish(smem.info[None, 1, stage_q])
+                cute.arch.mbarrier_arrive(full_q)
             rings = tuple(
                 (atom, *tma_tiles(atom, tile.keys(m, span.lo, c.tile_n, c.d)[None, None, None, 0], s), full, empty)
                 for (atom, m), s, full, empty in (
                     (keys, smem.k, bar.k_full, bar.k_empty),
-                    (values, smem.v, bar.v_full, bar.v_empty),
+                    (values, smem.v, bar.v_landed, bar.v_empty),
                 )
             )
-            for t in cutlass.range(span.tiles, unroll=1):
+            for t in cutlass.range(key_tiles(span), unroll=1):
                 stage, parity = (fills0 + t) % c.stages, (fills0 + t) // c.stages & 1
                 for atom, gmem, ring, full, empty in rings:
                     cute.arch.mbarrier_wait(empty + stage, parity ^ 1)
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive_and_expect_tx(full + stage, c.key_tile_bytes)
                     cute.copy(atom, gmem[None, t], ring[None, stage], tma_bar_ptr=full + stage)
-            fills0 = fills0 + span.tiles
+            fills0 = fills0 + key_tiles(span)
+
+    @cute.jit
+    def clear(self, bar: Barriers, smem: Shared, operands: SpanOperands, n: Extents):
+        """Three warps, for every row tile of this CTA: they hand V on, with zeros where no row sees it."""
+        c, thread = self.config, cute.arch.thread_idx()[0] - WARP
+        fills0 = Int32(0)
+        for turn in cutlass.range(self.walk(operands, n).turns, unroll=1):
+            _, span, stage_q = self.receive(bar, smem, operands, n, turn)
+            cute.arch.mbarrier_arrive(bar.q_empty + stage_q)
+            for t in cutlass.range(key_tiles(span), unroll=1):
+                stage, parity = (fills0 + t) % c.stages, (fills0 + t) // c.stages & 1
+                cute.arch.mbarrier_wait(bar.v_landed + stage, parity)
+                if span.needs_clearing(t):
+                    zero_rows(smem.v[None, None, stage], span.unseen_from(t), thread, CLEARERS)
+                cute.arch.mbarrier_arrive(bar.v_full + stage)
+            fills0 = fills0 + key_tiles(span)
+
+    def walk(self, operands: SpanOperands, n: Extents) -> Walk:
+        """With as many pairs of (batch, KV head) at a time as L2 holds."""
+        return Walk.of(n, cutlass.max(Int32(L2_KEYS // (2 * self.config.row_bytes)) // operands.s_kv, 1))
+
+    def receive(
+        self, bar: Barriers, smem: Shared, operands: SpanOperands, n: Extents, turn: Int32
+    ) -> tuple[PlacedTile, Span, Int32]:
+        """The next row tile, what there is to see, and the stage of its Q, which is there."""
+        c, stage_q = self.config, turn % self.config.stages_q
+        cute.arch.mbarrier_wait(bar.q_full + stage_q, turn // c.stages_q & 1)
+        tile = RowTile.read(smem.info[None, 0, stage_q], n)
+        return tile, read_span(operands, tile, c.tile_n, smem.info[None, 1, stage_q]), stage_q
 
     def consumer(self, bar: Barriers, smem: Shared, scale_log2: Float32) -> Consumer:
         c = self.config
@@ -287,7 +338,7 @@ class FwdSm90:
             group=group,
             qk=qk,
             pv=pv,
-            a=operand_a(qk, cute.local_tile(smem.q, (64, c.d), (group, 0))),
+            a=operand_a(qk, cute.local_tile(smem.q, (64, c.d), (group, 0, None))),
             b_k=operand_b(qk, smem.k),
             b_v=operand_b(pv, transposed(smem.v)),
             scores=accumulator(qk, c.tile_n),
@@ -299,71 +350,75 @@ class FwdSm90:
     @cute.jit
     def consume(self, w: Consumer, operands: SpanOperands, o: cute.Pointer, results: RowResults, n: Extents):
         """One warpgroup: its 64 rows of every row tile of this CTA."""
-        c = self.config
-        s, boxed = w.softmax, BoxedRows.of(n, w.group * 64, w.thread)
-        fills0 = Int32(0)
-        for turn in cutlass.range(Walk.of(n).turns, unroll=1):
-            cute.arch.mbarrier_wait(w.bar.q_full, turn & 1)
-            tile = RowTile.read(w.smem.info[None, 0, turn & 1], n)
-            span = read_span(operands, tile, c.tile_n, w.smem.info[None, 1, turn & 1])
-            s.start(tile, boxed, results)
-            self.attend(w, span, span.of_rows(boxed), fills0)
-            s.sum_columns()
-            s.finish(tile, boxed, w.thread, results, writes_lse=True)
-            if n.splits == 1:
-                store_output(w.out, s.factor, o, tile, boxed, 0, w.thread, c.d)
-            else:
-                store_part(w.out, s, results.o_parts, tile, boxed, 0, w.thread, c.d)
-            fills0 = fills0 + span.tiles
+        boxed, fills0 = BoxedRows.of(n, w.group * 64, w.thread), Int32(0)
+        for turn in cutlass.range(self.walk(operands, n).turns, unroll=1):
+            tile, span, stage_q = self.receive(w.bar, w.smem, operands, n, turn)
+            self.attend(w, tile, span, boxed, o, results, stage_q, fills0)
+            fills0 = fills0 + key_tiles(span)
 
     @cute.jit
-    def attend(self, w: Consumer, span: Span, rows: RowSpans, fills0: Int32):
-        """All key tiles of one row tile. fills0 counts the ring's fills before it."""
+    def attend(
+        self,
+        w: Consumer,
+        tile: PlacedTile,
+        span: Span,
+        boxed: BoxedRows,
+        o: cute.Pointer,
+        results: RowResults,
+        stage_q: Int32,
+        fills0: Int32,
+    ):
+        """All key tiles of one row tile. fills0 counts the rings' fills before it."""
         c = self.config
-        s, bar, tiles = w.softmax, w.bar, span.tiles
-        if tiles == 0:
-            w.out.fill(0.0)
-            cute.arch.mbarrier_arrive(bar.q_empty)
-        else:
-            stage = fills0 % c.stages
-            cute.arch.mbarrier_wait(bar.k_full + stage, fills0 // c.stages & 1)
-            multiply(w.qk, w.scores, w.a, w.b_k[None, None, None, stage], fresh=True)
-            warpgroup.wait_group(0)
+        s, bar, last, q = w.softmax, w.bar, key_tiles(span) - 1, w.a[None, None, None, stage_q]
+        stage = fills0 % c.stages
+        cute.arch.mbarrier_wait(bar.k_full + stage, fills0 // c.stages & 1)
+        multiply(w.qk, w.scores, q, w.b_k[None, None, None, stage], fresh=True)
+        rows = span.of_rows(boxed)  # under the product
+        s.reset()
+        warpgroup.wait_group(0)
+        cute.arch.mbarrier_arrive(bar.k_empty + stage)
+        rows.mask(w.scores, 0)
+        s.raise_max(w.scores)
+        s.exponentiate(w.scores)
+        round_to(w.weights, w.scores)
+        for t in cutlass.range(1, last + 1, unroll=1):
+            stage, parity = (fills0 + t) % c.stages, (fills0 + t) // c.stages & 1
+            stage_v, parity_v = (fills0 + t - 1) % c.stages, (fills0 + t - 1) // c.stages & 1
+            cute.arch.mbarrier_wait(bar.k_full + stage, parity)
+            multiply(w.qk, w.scores, q, w.b_k[None, None, None, stage], fresh=True)
+            cute.arch.mbarrier_wait(bar.v_full + stage_v, parity_v)
+            multiply(w.pv, w.out, w.weights, w.b_v[None, None, None, stage_v], fresh=t == 1)
+            warpgroup.wait_group(1)
             cute.arch.mbarrier_arrive(bar.k_empty + stage)
-            rows.mask(w.scores, 0)
+            rows.mask(w.scores, t)
+            s.remember_max()
             s.raise_max(w.scores)
+            s.decay()
             s.exponentiate(w.scores)
+            wait_behind(s.row_sum[0], s.row_sum[1])
+            cute.arch.mbarrier_arrive(bar.v_empty + stage_v)
             round_to(w.weights, w.scores)
-            for t in cutlass.range(1, tiles, unroll=1):
-                stage, parity = (fills0 + t) % c.stages, (fills0 + t) // c.stages & 1
-                stage_v, parity_v = (fills0 + t - 1) % c.stages, (fills0 + t - 1) // c.stages & 1
-                cute.arch.mbarrier_wait(bar.k_full + stage, parity)
-                multiply(w.qk, w.scores, w.a, w.b_k[None, None, None, stage], fresh=True)
-                cute.arch.mbarrier_wait(bar.v_full + stage_v, parity_v)
-                multiply(w.pv, w.out, w.weights, w.b_v[None, None, None, stage_v], fresh=t == 1)
-                warpgroup.wait_group(1)
-                cute.arch.mbarrier_arrive(bar.k_empty + stage)
-                rows.mask(w.scores, t)
-                s.remember_max()
-                s.raise_max(w.scores)
-                s.decay()
-                s.exponentiate(w.scores)
-                warpgroup.wait_group(0)
-                cute.arch.mbarrier_arrive(bar.v_empty + stage_v)
-                round_to(w.weights, w.scores)
-                rescale_rows(w.out, s.factor)
-            cute.arch.mbarrier_arrive(bar.q_empty)
-            last = tiles - 1
-            stage, parity = (fills0 + last) % c.stages, (fills0 + last) // c.stages & 1
-            cute.arch.mbarrier_wait(bar.v_full + stage, parity)
-            if span.needs_clearing(last):
-                threads = WARPGROUP * c.consumers
-                me = w.group * WARPGROUP + w.thread
-                zero_rows(w.smem.v[None, None, stage], span.unseen_from(last), me, threads)
-                cute.arch.barrier(barrier_id=BAR_CONSUMERS, number_of_threads=threads)
-            multiply(w.pv, w.out, w.weights, w.b_v[None, None, None, stage], fresh=tiles == 1)
-            warpgroup.wait_group(0)
-            cute.arch.mbarrier_arrive(bar.v_empty + stage)
+            rescale_rows(w.out, s.factor)
+        tile = RowTile.read(w.smem.info[None, 0, stage_q], tile.n)  # again: where rows lie is not kept meanwhile
+        cute.arch.mbarrier_arrive(bar.q_empty + stage_q)
+        stage, parity = (fills0 + last) % c.stages, (fills0 + last) // c.stages & 1
+        cute.arch.mbarrier_wait(bar.v_full + stage, parity)
+        multiply(w.pv, w.out, w.weights, w.b_v[None, None, None, stage], fresh=last == 0)
+        s.read_sinks(tile, boxed, results)
+        s.sum_columns()
+        s.finish(tile, boxed, w.thread, results, writes_lse=True)
+        warpgroup.wait_group(0)
+        cute.arch.mbarrier_arrive(bar.v_empty + stage)
+        if tile.n.splits == 1:
+            store_output(w.out, s.factor, o, tile, boxed, 0, w.thread, c.d)
+        else:
+            store_part(w.out, s, results.o_parts, tile, boxed, 0, w.thread, c.d)
+
+
+def key_tiles(span: Span) -> Int32:
+    """At least one, which a tile of rows that see nothing masks."""
+    return cutlass.max(span.tiles, 1)
 
 
 def compile(variant: Variant, out_dir: Path) -> Compiled:

@@ -100,6 +100,10 @@ def test_sass(key, tmp_path):
     assert count["USETMAXREG"] >= 2, count  # a producer gives registers up, consumers take them
     assert 2 * a_tile <= count["HGMMA"] <= 8 * a_tile, count
     assert 4 * count["WARPGROUP.ARRIVE"] < count["HGMMA"], count  # one for each is what serialised ones have
+    if variant.module == "kernels.fwd_sm90":
+        softmax = opcodes[: opcodes.index("NANOSLEEP")]  # of wait_behind, whose wait must not be in front of this
+        waits = [i for i, opcode in enumerate(softmax) if opcode.startswith("WARPGROUP.DEPBAR")]
+        assert softmax[waits[-1] :].count("MUFU.EX2") >= row["tile_n"] // 2  # a thread's scores of a tile
 
 
 def nvdisasm() -> Path:

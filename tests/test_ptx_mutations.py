@@ -29,7 +29,8 @@ SHAPES: dict[str, dict[str, int]] = {
     GATHERED: {"b": 1, "s_q": 3, "s_kv": 300, "h_q": 8, "topk": 200},
 }
 BARRIERS = {  # the mbarriers of a kernel, in the order of their addresses
-    DENSE: "q_full q_empty k_full0 k_full1 k_empty0 k_empty1 v_full0 v_full1 v_empty0 v_empty1",
+    DENSE: "q_full0 q_full1 q_empty0 q_empty1 k_full0 k_full1 k_empty0 k_empty1 "
+    "v_landed0 v_landed1 v_full0 v_full1 v_empty0 v_empty1",
     LATENT: "q_full q_empty full0 full1 full2 full3 empty0 empty1 empty2 empty3 max0 max1 weights0 weights1 sums",
 }
 
@@ -163,7 +164,7 @@ def descriptor_swizzle(text: str) -> str:
 
 
 def named_barrier_count(text: str) -> str:
-    return edits.replace(text, r"bar\.sync\s+1, 256;", "bar.sync 1, 384;")
+    return edits.replace(text, r"bar\.sync\s+1, 128;", "bar.sync 1, 256;")
 
 
 def param(of: int, change: Callable[[int], int]) -> dict[str, Any]:
@@ -237,9 +238,9 @@ FATES = [
     ),
     Fate(
         "a named barrier that restates the number of threads",
-        DENSE,
+        LATENT,
         Deadlock,
-        r"named barrier 1: 256 of 384 threads",
+        r"named barrier 1: 128 of 256 threads",
         named_barrier_count,
     ),
     Fate(
@@ -271,6 +272,13 @@ FATES = [
         Fault,
         r"orders this and the write by tma|which nobody wrote",
         without_wait(DENSE, "k_full0", slice(0, 1)),
+    ),
+    Fate(
+        "V handed on before it has come",
+        DENSE,
+        Fault,
+        r"after the write by tma|which nobody wrote|nothing can go on",
+        without_wait(DENSE, "v_landed0", slice(0, 1)),
     ),
     Fate(
         "P read before the softmax barrier",

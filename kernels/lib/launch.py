@@ -9,7 +9,7 @@ from cutlass.cute.runtime import make_ptr
 
 from .rows import Extents
 
-WARPGROUP = 128  # threads
+WARP, WARPGROUP = 32, 128  # threads
 SMEM_LIMIT = 227 * 1024  # bytes a CTA may have on sm_90 and sm_100
 
 

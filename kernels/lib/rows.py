@@ -144,34 +144,57 @@ class Walk:
 
     The last queries of all (batch, KV head) pairs come first: under a causal mask they see most keys. CTA c of g takes
     the tiles c, 2 g - 1 - c, 2 g + c, ...: lengths that fall steadily add up to the same for all.
+
+    Pairs may come in sections of `together` instead, so that L2 holds the keys of a section. The last section begins
+    with the last queries of its pairs, the one before it ends with them, and so on: lengths that fall and rise add up
+    to the same too, for the tiles c, g + c, 2 g + c, ...
     """
 
     n: Extents
+    together: Int32
+    sections: Int32
     turns: Int32
 
     @staticmethod
-    def of(n: Extents) -> "Walk":
-        ctas = cute.arch.grid_dim()[0]
-        rounds = n.work // ctas
-        return Walk(n, rounds + Int32(place_in_round(rounds) < n.work - rounds * ctas))
+    def of(n: Extents, at_most: Int32 | None = None) -> "Walk":
+        """Sections of at most so many pairs, and an even number of them where there is more than one pair."""
+        together, ctas = pairs(n), cute.arch.grid_dim()[0]
+        if at_most is not None:
+            together = ceil_div(together, 2 * ceil_div(together, 2 * at_most))
+        sections, rounds = ceil_div(pairs(n), together), n.work // ctas
+        mine = place_in_round(rounds, sections) < n.work - rounds * ctas
+        return Walk(n, together, sections, rounds + Int32(mine))
 
     def tile(self, turn: Int32) -> RowTile:
-        n = self.n
-        per_head = n.tiles_inner * ceil_div(n.outer, n.box_outer)
-        i, heads = turn * cute.arch.grid_dim()[0] + place_in_round(turn), n.tiles // per_head
+        n, size = self.n, self.together * per_pair(self.n)
+        i = turn * cute.arch.grid_dim()[0] + place_in_round(turn, self.sections)
         split, i = i % n.splits, i // n.splits
-        tile, head = per_head - 1 - i // heads, i % heads
+        section, place = i // size, i % size
+        width = cutlass.min(self.together, pairs(n) - section * self.together)
+        pair, tile = section * self.together + place % width, place // width
+        tile = mirrored(tile, per_pair(n), (self.sections - section) % 2 == 1)
         inner0, outer0 = tile % n.tiles_inner * n.box_inner, tile // n.tiles_inner * n.box_outer
-        return RowTile(n, split, head // n.h_kv, head % n.h_kv, inner0, outer0)
+        return RowTile(n, split, pair // n.h_kv, pair % n.h_kv, inner0, outer0)
+
+
+def per_pair(n: Extents) -> Int32:
+    return n.tiles_inner * ceil_div(n.outer, n.box_outer)
+
+
+def pairs(n: Extents) -> Int32:
+    return n.tiles // per_pair(n)
+
+
+def place_in_round(turn: Int32, sections: Int32) -> Int32:
+    """Of a single section every other round goes backwards."""
+    return mirrored(cute.arch.block_idx()[0], cute.arch.grid_dim()[0], (turn % 2 == 1) & (sections == 1))
 
 
 @cute.jit
-def place_in_round(turn: Int32) -> Int32:
-    """Every other round goes backwards."""
-    place = cute.arch.block_idx()[0]
-    if turn % 2 == 1:
-        place = cute.arch.grid_dim()[0] - 1 - place
-    return place
+def mirrored(i: Int32, count: Int32, backwards: cutlass.Boolean) -> Int32:
+    if backwards:
+        i = count - 1 - i
+    return i
 
 
 @dataclass(frozen=True)
@@ -189,7 +212,7 @@ class BoxedRows:
         rows = [row0 + row_of(thread, r) for r in range(ROWS)]
         if one_query:  # nothing to divide, and next to nothing to keep
             outer = tuple(Int32(row >= n.box_inner) for row in rows)
-            return BoxedRows(tuple(rows), outer, outer, tuple(rows))
+            return BoxedRows(tuple(rows), outer, outer, tuple(cutlass.min(row, n.box_inner - 1) for row in rows))
         return BoxedRows.at(n, rows)
 
     @staticmethod

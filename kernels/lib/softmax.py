@@ -45,12 +45,21 @@ class Softmax:
 
     @cute.jit
     def start(self, tile: RowTile, boxed: BoxedRows, results: RowResults):
-        """For a row tile; its sinks are read now, to be there when `finish` wants them. Of a split, there is none."""
+        """For a row tile; its sinks are read now, to be there when `finish` wants them."""
+        self.reset()
+        self.read_sinks(tile, boxed, results)
+
+    @cute.jit
+    def reset(self):
         self.row_max.fill(-Float32.inf)
         self.row_sum.fill(0.0)
+
+    @cute.jit
+    def read_sinks(self, tile: RowTile, boxed: BoxedRows, results: RowResults):
         for r in cutlass.range_constexpr(ROWS):
-            exists, _, head = tile.place(boxed, r)
-            self.sink[r] = load_if(exists & (tile.n.splits == 1), results.sink + head, -Float32.inf)
+            _, _, head = tile.place(boxed, r)
+            sink = load(results.sink + head)
+            self.sink[r] = sink if tile.n.splits == 1 else -Float32.inf  # a part has none
 
     @cute.jit
     def remember_max(self):
@@ -104,28 +113,18 @@ class Softmax:
     ):
         """factor <- what normalises each row of O, the sink included; lse, which leaves it out, goes to memory.
 
-        A row without keys (sum 0) gets factor 0 and lse -inf; a NaN stays a NaN.
+        A row without keys (sum 0) gets factor 0 and lse -inf; a NaN stays a NaN. The sink enters by a difference: a
+        product of it alone LLVM would move up to its load, and wait for it there.
         """
         for r in cutlass.range_constexpr(ROWS):
             exists, query, head = tile.place(boxed, r)
-            self.factor[r] = Float32(0.0)
-            if exists:
-                sink = self.sink[r] * LOG2_E
-                lse = -Float32.inf
-                if self.row_sum[r] != 0.0:
-                    self.factor[r] = 1.0 / (self.row_sum[r] + exp2(sink - self.shift(r)))
-                    lse = (cute.math.log2(self.row_sum[r], fastmath=True) + self.row_max[r] * self.scale_log2) * LN_2
-                if cutlass.const_expr(writes_lse):  # noqa: SIM102, at compile time
-                    if thread % 4 == 0:
-                        store(results.lse + tile.row_index(query, head), lse)
-
-
-@cute.jit
-def load_if(wanted: cutlass.Boolean, p: cute.Pointer, otherwise: float = 0.0) -> Float32:
-    value = Float32(otherwise)
-    if wanted:
-        value = load(p)
-    return value
+            sees, shift = self.row_sum[r] != 0.0, self.shift(r)
+            total = self.row_sum[r] + exp2((self.sink[r] - shift * LN_2) * LOG2_E)
+            self.factor[r] = cute.arch.rcp_approx(total) if sees else Float32(0.0)
+            lse = (cute.math.log2(self.row_sum[r], fastmath=True) + shift) * LN_2
+            if cutlass.const_expr(writes_lse):  # noqa: SIM102, at compile time
+                if exists & (thread % 4 == 0):
+                    store(results.lse + tile.row_index(query, head), lse if sees else -Float32.inf)
 
 
 def exp2(x: Float32) -> Float32:

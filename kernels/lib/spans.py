@@ -51,7 +51,7 @@ class Span:
 
     def part(self, first: Int32, count: Int32) -> "Span":
         """The key tiles first .. first + count alone."""
-        lo = self.lo + first * self.tile_n
+        lo = cutlass.min(self.lo + first * self.tile_n, self.hi)
         hi = cutlass.min(self.hi, lo + count * self.tile_n)
         return replace(self, lo=lo, hi=hi)
 
@@ -88,19 +88,27 @@ class RowSpans:
             s = by_row(scores)
             column0 = key0 + cute.arch.lane_idx() % 4 * 2
             for r in cutlass.range_constexpr(ROWS):
-                first, last = self.start[r] - column0, self.stop[r] - column0
-                for i in cutlass.range_constexpr(cute.size(s, mode=[1])):
-                    column = i % 2 + i // 2 * 8
-                    if column < first or column >= last:
-                        s[r, i] = -Float32.inf
+                for c in cutlass.range_constexpr(2):
+                    seen = bits(self.start[r] - column0 - c, self.stop[r] - column0 - c)
+                    for j in cutlass.range_constexpr(cute.size(s, mode=[1]) // 2):
+                        if seen & (1 << j) == 0:
+                            s[r, 2 * j + c] = -Float32.inf
 
 
-@cute.jit
+def bits(first: Int32, last: Int32) -> Int32:
+    """Bit j is set where first <= 8 j < last, j < 31.
+
+    A register that is tested bit by bit costs one instruction for seven elements, two comparisons two for each.
+    """
+    low, high = (cutlass.min(cutlass.max((x + 7) >> 3, 0), 31) for x in (first, last))
+    return (Int32(-1) << low) & ~(Int32(-1) << high)
+
+
 def span_of(tile: RowTile, operands: SpanOperands, query: Int32, exists: cutlass.Boolean) -> tuple[Int32, Int32]:
-    start, stop = Int32(0), Int32(0)
-    if exists:
-        start, stop = load(tile.at_query(operands.start, query)), load(tile.at_query(operands.stop, query))
-    return start, stop
+    """Loaded whether the row exists or not: a branch would wait for each load in turn."""
+    query = cutlass.min(query, tile.n.s_q - 1)
+    start, stop = (load(tile.at_query(p, query)) for p in (operands.start, operands.stop))
+    return start * Int32(exists), stop * Int32(exists)
 
 
 @cute.jit

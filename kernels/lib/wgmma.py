@@ -76,6 +76,25 @@ def round_pair(low: Float32, high: Float32, dtype, *, loc=None, ip=None) -> cutl
     return cutlass.Uint32(packed)
 
 
+@dsl_user_op
+def wait_behind(sum0: Float32, sum1: Float32, *, loc=None, ip=None):
+    """Wait for all products, but not before these sums of exponentials are known.
+
+    ptxas sees no reason to wait late and moves the wait in front of the softmax that is meant to run under the
+    products. A sum is not negative, so the sleep, which hangs on the sums and which no wait may pass, is never run.
+    """
+    llvm.inline_asm(
+        None,
+        [Float32(x).ir_value(loc=loc, ip=ip) for x in (sum0, sum1)],
+        "{ .reg .pred p; setp.lt.f32 p, $0, 0f00000000; setp.lt.or.f32 p, $1, 0f00000000, p; @p nanosleep.u32 0; }",
+        "f,f",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+    warpgroup.wait_group(0, loc=loc, ip=ip)
+
+
 @cute.jit
 def multiply(
     mma: cute.TiledMma,
@@ -131,14 +150,12 @@ def zero_rows(tile: cute.Tensor, first: cutlass.Int32, thread: cutlass.Int32, th
     The swizzle permutes 16-byte chunks within a row's 128 bytes, so whole rows may be written as they lie.
     """
     rows, columns = cute.size(tile, mode=[0]), cute.size(tile, mode=[1])
-    chunks = SLAB // 8
-    plain = cute.make_tensor(
-        cute.recast_ptr(tile.iterator, dtype=cutlass.Uint32),
-        cute.make_layout((4, chunks, rows, columns // SLAB), stride=(1, 4, SLAB // 2, rows * SLAB // 2)),
-    )
+    chunks, words = SLAB // 8, cute.recast_ptr(tile.iterator, dtype=cutlass.Uint32)
     per_row = chunks * (columns // SLAB)
+    zeros = cute.make_rmem_tensor(4, cutlass.Uint32)
+    zeros.fill(0)
     for i in cutlass.range(thread, (rows - first) * per_row, threads, unroll=1):
         row, chunk = first + i // per_row, i % per_row
-        for w in cutlass.range_constexpr(4):
-            plain[w, chunk % chunks, row, chunk // chunks] = cutlass.Uint32(0)
+        place = words + ((chunk // chunks * rows + row) * chunks + chunk % chunks) * 4
+        cute.autovec_copy(zeros, cute.make_tensor(place.align(16), cute.make_layout(4)))
     cute.arch.fence_proxy("async.shared", space="cta")
