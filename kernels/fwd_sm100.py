@@ -21,8 +21,10 @@ accumulator, and O has both halves of them.
 CTAs are persistent: one takes every gridDim-th tile of rows, and TMA runs ahead into the next one.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -33,9 +35,11 @@ from cutlass.memory import SmemAllocator
 
 from .aot import Compiled, compile_ahead
 from .lib.launch import SMEM_LIMIT, WARPGROUP, Shapes, element_type, i32, launch_facts, pointers
+from .lib.row_softmax import RowSpan, exponentiate, raise_max, seen_by_row, shift_of
 from .lib.rows import PUBLISHED, BoxedRows, Extents, RowTile, Walk, extents, load, store
+from .lib.selections import SelectionOperands, open_selection, read_selection
 from .lib.softmax import LN_2, LOG2_E, RowResults, exp2
-from .lib.spans import Span, SpanOperands, open_span, read_span, span_of
+from .lib.spans import SpanOperands, open_span, read_span
 from .lib.tcgen05 import (
     COLUMNS,
     K_MAJOR,
@@ -66,7 +70,7 @@ from .variants import Variant
 
 SCORE_BUFFERS = 2
 
-SOFTMAX_WARPS, MMA_WARP, TMA_WARP, WARPS = 4, 4, 5, 6
+SOFTMAX_WARPS = 4  # then one that issues MMA, then one or four that load
 BAR_SOFTMAX = 1  # named barrier of the softmax warps
 
 
@@ -76,8 +80,19 @@ class Config:
 
     d: int
     dtype: str
+    sources: tuple[str, ...]  # of keys, in the order in which they are walked: "span" or "selection"
     shared_kv: bool
     stages: int = 2
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the keys differ from query to query: then a tile holds heads of one query only."""
+        return "selection" in self.sources
+
+    @property
+    def loaders(self) -> int:
+        """Threads that load: a lane issues TMA, four warps gather."""
+        return WARPGROUP if self.gathers else 1
 
     @property
     def tile_m(self) -> int:
@@ -89,7 +104,7 @@ class Config:
 
     @property
     def threads(self) -> int:
-        return 32 * WARPS
+        return 32 * (SOFTMAX_WARPS + 1) + max(self.loaders, 32)
 
     @property
     def lanes_per_row(self) -> int:
@@ -147,7 +162,7 @@ class Config:
     def smem_bytes(self) -> int:
         weights = 0 if self.weights_in_tmem else self.tile_m * self.tile_n * 2
         staged = self.lanes_per_row * self.tile_m * SLAB * 2 if self.shared_kv else 0
-        small = 4 * PUBLISHED * 2 + 16 + 8 * self.barriers
+        small = 4 * PUBLISHED * (1 + len(self.sources)) + 16 + 8 * self.barriers
         return 1024 + self.tile_m * self.row_bytes + 2 * self.stages * self.ring_tile_bytes + weights + staged + small
 
     @property
@@ -157,8 +172,8 @@ class Config:
     def __post_init__(self):
         if self.d % (2 * SLAB if self.shared_kv else SLAB) or self.ring_d > 256:
             raise ValueError(f"d must be whole slabs of {SLAB} in each ring of at most 256 (one MMA's N): {self}")
-        if self.lanes_per_row == 2 and not self.shared_kv:
-            raise ValueError(f"64 rows need O in two halves, which only a latent has: {self}")
+        if (self.lanes_per_row == 2 or self.gathers) and not self.shared_kv:
+            raise ValueError(f"64 rows, and keys by index, need rings of two halves, which only a latent has: {self}")
         if self.columns > COLUMNS:
             raise ValueError(f"needs {self.columns} columns of TMEM, there are {COLUMNS}: {self}")
         if self.smem_bytes > SMEM_LIMIT:
@@ -170,8 +185,8 @@ class Barriers:
     """mbarriers in SMEM, by what they announce."""
 
     q_full: cute.Pointer  # and info
-    q_empty: cute.Pointer  # every thread but TMA's has read info, and the last scores are computed
-    full: cute.Pointer  # (stage, ring): TMA has filled it
+    q_empty: cute.Pointer  # all but those who load have read info, and the last scores are computed
+    full: cute.Pointer  # (stage, ring): it is filled
     empty: cute.Pointer  # (stage, ring): the products that read it are done
     s_full: cute.Pointer  # by buffer: scores are computed
     p_full: cute.Pointer  # of every softmax thread: scores are read, weights given, O is in units of the new maximum
@@ -183,10 +198,10 @@ class Shared:
     """SMEM beside the barriers."""
 
     q: cute.Tensor  # (tile_m, d)
-    rings: cute.Tensor  # (tile_n, ring_d, stage, ring)
+    rings: cute.Tensor  # (tile_n, ring_d, ring, stage)
     p: cute.Tensor | None  # (tile_m, tile_n), where P is not in TMEM
     o: cute.Tensor | None  # (tile_m, SLAB, part): O on its way out, where TMA stores it
-    info: cute.Tensor  # (PUBLISHED, row tile and span): what the TMA warp found out
+    info: cute.Tensor  # (PUBLISHED, row tile and each source): what the loaders found out
     tmem: cute.Pointer  # where TMEM was allocated
 
 
@@ -217,39 +232,41 @@ class FwdSm100:
         self,
         q: cute.Pointer,
         k: cute.Pointer,
-        v: cute.Pointer,  # ignored where K is V
+        v: cute.Pointer,
         o: cute.Pointer,
         start: cute.Pointer,
         stop: cute.Pointer,
         sink: cute.Pointer,
         lse: cute.Pointer,
-        o_parts: cute.Pointer,
         scale_log2: Float32,
         b: Int32,
         s_q: Int32,
         s_kv: Int32,
         h_q: Int32,
         h_kv: Int32,
-        splits: Int32,  # always 1: this kernel splits no keys
         ctas: Int32,  # at most, that is how many run at a time
         stream: cuda.CUstream,
     ):
+        n, shapes = self.shapes(b, s_q, h_q, h_kv)
+        keys = (*self.keys(shapes, k, s_kv), *self.keys(shapes, v, s_kv), SpanOperands(start, stop, s_kv))
+        self.launch(shapes, q, (o,), (keys,), RowResults(sink, lse), scale_log2, n, ctas, stream)
+
+    def shapes(self, b: Int32, s_q: Int32, h_q: Int32, h_kv: Int32) -> tuple[Extents, Shapes]:
+        n = extents(self.config.tile_m, self.config.gathers, b, s_q, h_q, h_kv)
+        return n, Shapes(self.config.d, b, n)
+
+    def keys(self, shapes: Shapes, array: cute.Pointer, s_kv: Int32) -> tuple[cute.CopyAtom, cute.Tensor]:
         c = self.config
-        n = extents(c.tile_m, False, b, s_q, h_q, h_kv, splits)
-        shapes = Shapes(c.d, b, n)
-        load = cpasync.CopyBulkTensorTileG2SOp()
-        arrays, output = (k, v), (o,)
-        if cutlass.const_expr(c.shared_kv):
-            arrays, output = (k,), tuple(tma_atom(cpasync.CopyBulkTensorTileS2GOp(), shapes.rows(o), c.tile_m, SLAB))
-        self.kernel(
-            *tma_atom(load, shapes.rows(q), c.tile_m, c.d),
-            output,
-            tuple(tma_atom(load, shapes.keys(array, s_kv), c.tile_n, c.ring_d) for array in arrays),
-            SpanOperands(start, stop, s_kv),
-            RowResults(sink, lse, o_parts),
-            scale_log2,
-            n,
-        ).launch(grid=(cutlass.min(n.tiles, ctas), 1, 1), block=(c.threads, 1, 1), smem=c.smem_bytes, stream=stream)
+        return tma_atom(cpasync.CopyBulkTensorTileG2SOp(), shapes.keys(array, s_kv), c.tile_n, c.ring_d)
+
+    def launch(
+        self, shapes: Shapes, q: cute.Pointer, output: tuple, sources: tuple, results, scale_log2, n, ctas, stream
+    ):
+        c = self.config
+        tma_q = tma_atom(cpasync.CopyBulkTensorTileG2SOp(), shapes.rows(q), c.tile_m, c.d)
+        self.kernel(*tma_q, output, sources, results, scale_log2, n).launch(
+            grid=(cutlass.min(n.tiles, ctas), 1, 1), block=(c.threads, 1, 1), smem=c.smem_bytes, stream=stream
+        )
 
     @cute.kernel
     def kernel(
@@ -257,8 +274,7 @@ class FwdSm100:
         tma_q: cute.CopyAtom,
         mQ: cute.Tensor,
         output: tuple,  # TMA to o where K is V, else a pointer
-        keys: tuple,
-        operands: SpanOperands,
+        sources: tuple,  # TMA of a span's arrays, and its operands; the operands of a selection
         results: RowResults,
         scale_log2: Float32,
         n: Extents,
@@ -271,7 +287,7 @@ class FwdSm100:
                 for barrier, count, arrivals in (
                     (bar.q_full, 1, 1),
                     (bar.q_empty, 1, WARPGROUP + 32 + 1),
-                    (bar.full, 2 * c.stages, 1),
+                    (bar.full, 2 * c.stages, c.loaders),
                     (bar.empty, 2 * c.stages, 1),
                     (bar.s_full, SCORE_BUFFERS, 1),
                     (bar.p_full, 1, WARPGROUP),
@@ -285,12 +301,13 @@ class FwdSm100:
         sync_with_tmem()
         tmem = cute.arch.retrieve_tmem_ptr(Float32, 16, smem.tmem)
 
+        operands = tuple(source[-1] for source in sources)
         if warp < SOFTMAX_WARPS:
             self.attend(bar, smem, tmem, operands, output, results, scale_log2, n)
-        elif warp == MMA_WARP:
+        elif warp == SOFTMAX_WARPS:
             self.multiply(bar, smem, tmem, operands, n)
         else:
-            self.load(bar, smem, (tma_q, mQ), keys, operands, n)
+            self.load(bar, smem, (tma_q, mQ), sources, n)
 
         sync_with_tmem()
         if warp == 0:
@@ -301,80 +318,128 @@ class FwdSm100:
         smem = SmemAllocator()
         layouts = [
             slab_layout(self.dtype, c.tile_m, c.d),
-            slab_layout(self.dtype, c.tile_n, c.ring_d, c.stages, 2),
+            slab_layout(self.dtype, c.tile_n, c.ring_d, 2, c.stages),
             None if c.weights_in_tmem else slab_layout(self.dtype, c.tile_m, c.tile_n),
             slab_layout(self.dtype, c.tile_m, SLAB, c.lanes_per_row) if c.shared_kv else None,
         ]
         tiles = [x and smem.allocate_tensor(self.dtype, x.outer, 1024, swizzle=x.inner) for x in layouts]
-        info = smem.allocate_tensor(Int32, cute.make_layout((PUBLISHED, 2)), 16)
+        info = smem.allocate_tensor(Int32, cute.make_layout((PUBLISHED, 1 + len(c.sources))), 16)
         tmem = smem.allocate_array(Int32, 1)
         mbar = smem.allocate_array(Int64, c.barriers)
         counts = (1, 1, 2 * c.stages, 2 * c.stages, SCORE_BUFFERS, 1, 1)
         bar = Barriers(*(mbar + sum(counts[:i]) for i in range(len(counts))))
         return bar, Shared(*tiles, info, tmem)
 
-    # ---- TMA
+    # ---- loading
 
     @cute.jit
-    def load(self, bar: Barriers, smem: Shared, rows: tuple, keys: tuple, operands: SpanOperands, n: Extents):
-        """One warp, for every row tile of this CTA: Q, what there is to see, and the tiles of the rings."""
+    def load(self, bar: Barriers, smem: Shared, rows: tuple, sources: tuple, n: Extents):
+        """One warp, or four that gather, for every row tile of this CTA: Q, what there is to see, the tiles of keys."""
         c = self.config
+        thread = cute.arch.thread_idx()[0] - 32 * (SOFTMAX_WARPS + 1)
+        first_warp = cute.arch.make_warp_uniform(thread // 32) == 0
         tma_q, mQ = rows
         walk, fills0 = Walk.of(n), Int32(0)
         for turn in cutlass.range(walk.turns, unroll=1):
             tile = walk.tile(turn)
-            span = open_span(operands, tile, c.tile_n)
-            cute.arch.mbarrier_wait(bar.q_empty, (turn & 1) ^ 1)
-            with cute.arch.elect_one():
-                tile.publish(smem.info[None, 0])
-                span.publish(smem.info[None, 1])
-                cute.arch.mbarrier_arrive_and_expect_tx(bar.q_full, n.box_inner * n.box_outer * c.row_bytes)
-            gQ, sQ = tma_tiles(tma_q, tile.of(mQ, c.tile_m, c.d)[None, None, 0], smem.q)
-            cute.copy(tma_q, gQ, sQ, tma_bar_ptr=bar.q_full)
-            copies = self.ring_copies(smem, keys, tile, span)
-            for t in cutlass.range(span.tiles, unroll=1):
-                stage, parity = (fills0 + t) % c.stages, (fills0 + t) // c.stages & 1
-                for ring, (atom, gmem, tiles) in enumerate(copies):
-                    full, empty = (x + ring * c.stages + stage for x in (bar.full, bar.empty))
-                    cute.arch.mbarrier_wait(empty, parity ^ 1)
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive_and_expect_tx(full, c.ring_tile_bytes)
-                    cute.copy(atom, gmem[None, t], tiles[None, stage], tma_bar_ptr=full)
-            fills0 = fills0 + span.tiles
+            opened = tuple(self.open(source[-1], tile) for source in sources)
+            if first_warp:
+                cute.arch.mbarrier_wait(bar.q_empty, (turn & 1) ^ 1)
+                with cute.arch.elect_one():
+                    for i, thing in enumerate((tile, *opened)):
+                        thing.publish(smem.info[None, i])
+                    cute.arch.mbarrier_arrive_and_expect_tx(bar.q_full, n.box_inner * n.box_outer * c.row_bytes)
+                gQ, sQ = tma_tiles(tma_q, tile.of(mQ, c.tile_m, c.d)[None, None, 0], smem.q)
+                cute.copy(tma_q, gQ, sQ, tma_bar_ptr=bar.q_full)
+            self.load_keys(bar, smem, sources, opened, tile, fills0, thread)
+            fills0 = fills0 + total_tiles(opened)
         # Nothing may arrive in the SMEM of a CTA that has ended.
-        cute.arch.mbarrier_wait(bar.q_empty, (walk.turns & 1) ^ 1)
+        if first_warp:
+            cute.arch.mbarrier_wait(bar.q_empty, (walk.turns & 1) ^ 1)
         for i in cutlass.range_constexpr(c.stages):
             stage, parity = (fills0 + i) % c.stages, (fills0 + i) // c.stages & 1
             for ring in range(2):
                 cute.arch.mbarrier_wait(bar.empty + ring * c.stages + stage, parity ^ 1)
 
-    def ring_copies(self, smem: Shared, keys: tuple, tile: RowTile, span: Span) -> tuple:
-        """For each ring (atom, its tiles in memory, its stages)."""
+    def open(self, operands: Any, tile: RowTile) -> Any:
         c = self.config
-        sources = tuple((*keys[0], half) for half in range(2)) if c.shared_kv else tuple((*x, 0) for x in keys)
+        if isinstance(operands, SpanOperands):
+            return open_span(operands, tile, c.tile_n)
+        return open_selection(operands, tile, c.tile_n, c.d)
+
+    @cute.jit
+    def load_keys(
+        self, bar: Barriers, smem: Shared, sources: tuple, opened: tuple, tile: RowTile, fills0: Int32, thread: Int32
+    ):
+        """All key tiles of one row tile, source after source. Entries of a selection are read a tile ahead."""
+        c = self.config
+        bar_full, bar_empty = bar.full, bar.empty
+        copies = tuple(self.ring_copies(smem, x, tile, source) for x, source in zip(sources, opened, strict=True))
+        wanted = cute.make_rmem_tensor(c.tile_n // (WARPGROUP // 8), Int32) if c.gathers else None
+        first = Int32(0)
+        for source, copy in zip(opened, copies, strict=True):
+            if cutlass.const_expr(copy is None):
+                source.look_up(wanted, 0, thread, WARPGROUP)
+            for t in cutlass.range(source.tiles, unroll=1):
+                fill = fills0 + first + t
+                stage, parity = fill % c.stages, fill // c.stages & 1
+                for ring in cutlass.range_constexpr(2):
+                    full = bar_full + ring * c.stages + stage
+                    cute.arch.mbarrier_wait(bar_empty + ring * c.stages + stage, parity ^ 1)
+                    if cutlass.const_expr(copy is None):
+                        slabs = range(ring * c.ring_d // SLAB, (ring + 1) * c.ring_d // SLAB)
+                        source.gather(smem.rings[None, None, 0, stage], wanted, t, thread, slabs, WARPGROUP)
+                        cute.arch.cp_async_mbarrier_arrive_noinc(full)
+                    else:
+                        atom, gmem, tiles = copy[ring]
+                        if cute.arch.make_warp_uniform(thread // 32) == 0:
+                            with cute.arch.elect_one():
+                                cute.arch.mbarrier_expect_tx(full, c.ring_tile_bytes)
+                            cute.copy(atom, gmem[None, t], tiles[None, stage], tma_bar_ptr=full)
+                        self.arrive_loaded(full)
+                if cutlass.const_expr(copy is None):
+                    source.look_up(wanted, t + 1, thread, WARPGROUP)
+            first = first + source.tiles
+
+    @cute.jit
+    def arrive_loaded(self, full: cute.Pointer):
+        """By all who load; the bytes are expected before any lane of the warp that expects them arrives."""
+        if cutlass.const_expr(self.config.loaders == 1):
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(full)
+        else:
+            cute.arch.sync_warp()
+            cute.arch.mbarrier_arrive(full)
+
+    def ring_copies(self, smem: Shared, source: tuple, tile: RowTile, opened: Any) -> tuple | None:
+        """For each ring (atom, its tiles in memory, its stages); None for what is gathered."""
+        c = self.config
+        *tma, _ = source
+        if not tma:
+            return None
+        arrays = ((*tma, 0), (*tma, 1)) if c.shared_kv else ((*tma[:2], 0), (*tma[2:], 0))
         return tuple(
             (
                 atom,
                 *tma_tiles(
                     atom,
-                    tile.keys(array, span.lo, c.tile_n, c.ring_d)[None, None, None, half],
-                    smem.rings[None, None, None, ring],
+                    tile.keys(array, opened.lo, c.tile_n, c.ring_d)[None, None, None, half],
+                    smem.rings[None, None, ring, None],
                 ),
             )
-            for ring, (atom, array, half) in enumerate(sources)
+            for ring, (atom, array, half) in enumerate(arrays)
         )
 
     # ---- MMA
 
     @cute.jit
-    def multiply(self, bar: Barriers, smem: Shared, tmem: cute.Pointer, operands: SpanOperands, n: Extents):
+    def multiply(self, bar: Barriers, smem: Shared, tmem: cute.Pointer, operands: tuple, n: Extents):
         """One warp, of which one lane issues: the products of every row tile of this CTA."""
-        c = self.config
         fills0 = Int32(0)
         for turn in cutlass.range(Walk.of(n).turns, unroll=1):
             cute.arch.mbarrier_wait(bar.q_full, turn & 1)
             tile = RowTile.read(smem.info[None, 0], n)
-            tiles = read_span(operands, tile, c.tile_n, smem.info[None, 1]).tiles
+            tiles = total_tiles(self.reopen(smem, operands, tile))
             cute.arch.mbarrier_arrive(bar.q_empty)
             if tiles == 0:
                 with cute.arch.elect_one():
@@ -386,6 +451,15 @@ class FwdSm100:
                         self.issue_scores(bar, smem, tmem, fills0 + t + 1, t + 2 == tiles)
                     self.issue_output(bar, smem, tmem, fills0 + t, t == 0)
             fills0 = fills0 + tiles
+
+    def reopen(self, smem: Shared, operands: tuple, tile: RowTile) -> tuple:
+        c = self.config
+        return tuple(
+            read_span(x, tile, c.tile_n, smem.info[None, 1 + i])
+            if isinstance(x, SpanOperands)
+            else read_selection(x, tile, c.tile_n, c.d, smem.info[None, 1 + i])
+            for i, x in enumerate(operands)
+        )
 
     @cute.jit
     def issue_scores(self, bar: Barriers, smem: Shared, tmem: cute.Pointer, fill: Int32, last: cutlass.Boolean):
@@ -399,7 +473,9 @@ class FwdSm100:
         blocks = c.ring_d // 16
         for i, ring in enumerate(c.key_rings):
             cute.arch.mbarrier_wait(bar.full + ring * c.stages + stage, parity)
-            b = operand_b(mma, smem.rings[None, None, None, ring])
+            if cutlass.const_expr(c.gathers):
+                cute.arch.fence_proxy("async.shared", space="cta")  # cp.async wrote through the generic proxy
+            b = operand_b(mma, smem.rings[None, None, ring, None])
             for k in range(blocks):
                 mma.set(tcgen05.Field.ACCUMULATE, i + k > 0)
                 cute.gemm(
@@ -432,7 +508,7 @@ class FwdSm100:
         after_thread_sync()
         for i, ring in enumerate(c.value_rings):
             cute.arch.mbarrier_wait(bar.full + ring * c.stages + stage, parity)
-            b = operand_b(mma, transposed(smem.rings[None, None, None, ring]))
+            b = operand_b(mma, transposed(smem.rings[None, None, ring, None]))
             for k in range(c.tile_n // 16):
                 mma.set(tcgen05.Field.ACCUMULATE, True if k else not_(fresh))
                 cute.gemm(
@@ -462,7 +538,7 @@ class FwdSm100:
         bar: Barriers,
         smem: Shared,
         tmem: cute.Pointer,
-        operands: SpanOperands,
+        operands: tuple,
         output: tuple,
         results: RowResults,
         scale_log2: Float32,
@@ -475,33 +551,33 @@ class FwdSm100:
         for turn in cutlass.range(Walk.of(n).turns, unroll=1):
             cute.arch.mbarrier_wait(bar.q_full, turn & 1)
             tile = RowTile.read(smem.info[None, 0], n)
-            span = read_span(operands, tile, c.tile_n, smem.info[None, 1])
+            sources = self.reopen(smem, operands, tile)
             cute.arch.mbarrier_arrive(bar.q_empty)
             exists, query, head = tile.place(w.boxed, 0)
-            start, stop = span_of(tile, operands, query, exists)
+            seen = tuple(seen_by_row(source, tile, w.boxed) for source in sources)
             sink = load(results.sink + head)
-            tiles = span.tiles
+            tiles = total_tiles(sources)
 
             row_max, row_sum = -Float32.inf, Float32(0.0)
             scores = cute.make_rmem_tensor(c.scores_per_thread, Float32)
             weights = cute.make_rmem_tensor(c.scores_per_thread // 2, Uint32)
             for t in cutlass.range(tiles, unroll=1):
                 fill = fills0 + t
+                on_source(seen, t, foresee)
                 self.read_scores(bar, tmem, w, fill, scores)
-                self.mask(span, t, start, stop, w, scores)
+                on_source(seen, t, mask, scores, w.part)
                 old_max = row_max
-                row_max = self.raise_max(row_max, scores)
+                row_max = raise_max(row_max, scores, c.lanes_per_row)
                 shift = shift_of(row_max, scale_log2)
                 factor = exp2(old_max * scale_log2 - shift)
-                row_sum = self.exponentiate(row_sum * factor, shift, scale_log2, scores, weights)
+                row_sum = exponentiate(row_sum * factor, shift, scale_log2, scores, weights, self.dtype)
                 if t > 0:
                     cute.arch.mbarrier_wait(bar.o_full, (fill - 1) & 1)
                     after_thread_sync()
                     if cute.arch.vote_any_sync(factor != 1.0):
                         self.rescale(tmem, w, factor)
                 self.write_weights(smem, tmem, w, weights)
-                if span.needs_clearing(t):
-                    self.clear_values(bar, smem, w, fill, span.unseen_from(t))
+                on_source(seen, t, self.clear_values, bar, smem, w, fill)
                 before_thread_sync()
                 cute.arch.mbarrier_arrive(bar.p_full)
 
@@ -540,39 +616,6 @@ class FwdSm100:
         cute.arch.fence_view_async_tmem_load()
 
     @cute.jit
-    def mask(self, span: Span, t: Int32, start: Int32, stop: Int32, w: Row, scores: cute.Tensor):
-        """-inf for every key of tile t that the row does not see."""
-        key0 = span.lo + t * span.tile_n
-        if key0 < span.lo_all or key0 + span.tile_n > span.hi_all:
-            column0 = key0 + w.part * cute.size(scores)
-            first, last = start - column0, stop - column0
-            for i in cutlass.range_constexpr(cute.size(scores)):
-                if i < first or i >= last:
-                    scores[i] = -Float32.inf
-
-    @cute.jit
-    def raise_max(self, row_max: Float32, scores: cute.Tensor) -> Float32:
-        a, b = row_max, scores[0]  # two chains have half the latency of one
-        for i in cutlass.range_constexpr(1, cute.size(scores) - 1, 2):
-            a, b = cute.arch.fmax(a, scores[i]), cute.arch.fmax(b, scores[i + 1])
-        a = cute.arch.fmax(cute.arch.fmax(a, b), scores[cute.size(scores) - 1])
-        if cutlass.const_expr(self.config.lanes_per_row == 2):
-            a = cute.arch.fmax(a, cute.arch.shuffle_sync_bfly(a, offset=16))
-        return a
-
-    @cute.jit
-    def exponentiate(
-        self, row_sum: Float32, shift: Float32, scale_log2: Float32, scores: cute.Tensor, weights: cute.Tensor
-    ) -> Float32:
-        """weights <- exp(scale (scores - max)) rounded; the sum, which takes them up unrounded."""
-        a, b = row_sum, Float32(0.0)
-        for i in cutlass.range_constexpr(cute.size(weights)):
-            low, high = (exp2(scores[2 * i + j] * scale_log2 - shift) for j in range(2))
-            a, b = a + low, b + high
-            weights[i] = round_pair(low, high, self.dtype)
-        return a + b
-
-    @cute.jit
     def rescale(self, tmem: cute.Pointer, w: Row, factor: Float32):
         c = self.config
         chunk = cute.make_rmem_tensor(SLAB, Float32)
@@ -598,13 +641,15 @@ class FwdSm100:
             cute.arch.fence_proxy("async.shared", space="cta")
 
     @cute.jit
-    def clear_values(self, bar: Barriers, smem: Shared, w: Row, fill: Int32, first: Int32):
-        """Zero the rows of a tile of V from `first` on, which no query sees."""
+    def clear_values(self, seen: Any, t: Int32, bar: Barriers, smem: Shared, w: Row, fill: Int32):
+        """Zero the rows of V's tile t that no query sees; what is gathered has none."""
         c = self.config
-        stage = fill % c.stages
-        for ring in c.value_rings:
-            cute.arch.mbarrier_wait(bar.full + ring * c.stages + stage, fill // c.stages & 1)
-            zero_rows(smem.rings[None, None, stage, ring], first, w.thread, WARPGROUP)
+        if cutlass.const_expr(isinstance(seen, RowSpan)):  # noqa: SIM102, at compile time
+            if seen.source.needs_clearing(t):
+                stage = fill % c.stages
+                for ring in c.value_rings:
+                    cute.arch.mbarrier_wait(bar.full + ring * c.stages + stage, fill // c.stages & 1)
+                    zero_rows(smem.rings[None, None, ring, stage], seen.source.unseen_from(t), w.thread, WARPGROUP)
 
     @cute.jit
     def write_output(
@@ -657,20 +702,85 @@ class FwdSm100:
             cute.arch.cp_async_bulk_commit_group()
 
 
+class LatentSm100(FwdSm100):
+    """One latent is K and V, and keys come from one source or two."""
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Pointer,
+        o: cute.Pointer,
+        sink: cute.Pointer,
+        lse: cute.Pointer,
+        scale_log2: Float32,
+        b: Int32,
+        s_q: Int32,
+        h_q: Int32,
+        h_kv: Int32,
+        keys0: cute.Pointer,
+        from0: cute.Pointer,  # start of a span, indices of a selection
+        to0: cute.Pointer,  # stop of a span, lengths of a selection
+        s_kv0: Int32,
+        topk0: Int32,
+        keys1: cute.Pointer,
+        from1: cute.Pointer,
+        to1: cute.Pointer,
+        s_kv1: Int32,
+        topk1: Int32,
+        ctas: Int32,  # at most, that is how many run at a time
+        stream: cuda.CUstream,
+    ):
+        c = self.config
+        n, shapes = self.shapes(b, s_q, h_q, h_kv)
+        given = ((keys0, from0, to0, s_kv0, topk0), (keys1, from1, to1, s_kv1, topk1))
+        sources = tuple(
+            (SelectionOperands(keys, first, second, s_kv, topk),)
+            if kind == "selection"
+            else (*self.keys(shapes, keys, s_kv), SpanOperands(first, second, s_kv))
+            for kind, (keys, first, second, s_kv, topk) in zip(c.sources, given, strict=False)
+        )
+        output = tuple(tma_atom(cpasync.CopyBulkTensorTileS2GOp(), shapes.rows(o), c.tile_m, SLAB))
+        self.launch(shapes, q, output, sources, RowResults(sink, lse), scale_log2, n, ctas, stream)
+
+
+def total_tiles(sources: tuple) -> Int32:
+    return sum((source.tiles for source in sources[1:]), sources[0].tiles)
+
+
 @cute.jit
-def shift_of(row_max: Float32, scale_log2: Float32) -> Float32:
-    """What to subtract in the exponent; 0 for a row without keys, whose exponentials are exp2(-inf) = 0."""
-    return Float32(0.0) if row_max == -Float32.inf else row_max * scale_log2
+def on_source(seen: tuple, t: Int32, action: cutlass.Constexpr[Callable], *arguments):
+    """action(what a row sees of a source, its tile number, ...) for the source that tile t of all belongs to."""
+    if cutlass.const_expr(len(seen) == 1):
+        action(seen[0], t, *arguments)
+    else:
+        first = seen[0].source.tiles
+        if t < first:
+            action(seen[0], t, *arguments)
+        else:
+            action(seen[1], t - first, *arguments)
+
+
+def foresee(seen: Any, t: Int32) -> None:
+    seen.foresee(t)
+
+
+def mask(seen: Any, t: Int32, scores: cute.Tensor, part: Int32) -> None:
+    seen.mask(scores, t, part)
 
 
 def compile(variant: Variant, out_dir: Path) -> Compiled:
-    config = Config(variant.d, variant.dtype, variant.shared_kv)
+    config = Config(variant.d, variant.dtype, variant.sources, variant.shared_kv)
+    if variant.shared_kv:
+        source = (*pointers(variant.dtype, "keys", "int32", "int32"), i32(), i32())
+        rows = (*pointers(variant.dtype, "q", "o", "float32", "float32"), Float32(1.0), *(i32() for _ in range(4)))
+        entry, arguments = LatentSm100(config), (*rows, *source, *source, i32())
+    else:
+        arrays = pointers(variant.dtype, "q", "k", "v", "o", "int32", "int32", "float32", "float32")
+        entry, arguments = FwdSm100(config), (*arrays, Float32(1.0), *(i32() for _ in range(6)))
     return compile_ahead(
-        FwdSm100(config),
+        entry,
         FwdSm100.kernel,
-        *pointers(variant.dtype, "q", "k", "v", "o", "int32", "int32", "float32", "float32", "float32"),
-        Float32(1.0),
-        *(i32() for _ in range(7)),
+        *arguments,
         name="fwd_sm100",
         arch=variant.arch,
         out_dir=out_dir,

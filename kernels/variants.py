@@ -51,8 +51,13 @@ VARIANTS: tuple[Variant, ...] = (
         for dtype in DTYPES
     ),
     *(
-        Variant("fwd", "sm_100a", "kernels.fwd_sm100", d, dtype, d == 512, ("span",))
-        for d in (64, 128, 256, 512)
+        Variant("fwd", "sm_100a", "kernels.fwd_sm100", d, dtype, False, ("span",))
+        for d in (64, 128, 256)
+        for dtype in DTYPES
+    ),
+    *(
+        Variant(op, "sm_100a", "kernels.fwd_sm100", 512, dtype, True, sources)
+        for op, sources in LATENT_OPS.items()
         for dtype in DTYPES
     ),
     *(

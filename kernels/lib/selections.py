@@ -127,15 +127,22 @@ class SelectedRows:
             self.entries[word] = s.read(t * s.tile_n + word * 32 + cute.arch.lane_idx())
 
     @cute.jit
+    def absent(self, t: Int32) -> cute.Tensor:
+        """A bit for every key of tile t: whether it is absent."""
+        selection = self.selection
+        bits = cute.make_rmem_tensor(cute.size(self.entries), Uint32)
+        for word in cutlass.range_constexpr(cute.size(bits)):
+            position = t * selection.tile_n + word * 32 + cute.arch.lane_idx()
+            here = selection.is_present(position, self.entries[word])
+            bits[word] = ~Uint32(cute.arch.vote_ballot_sync(here))
+        return bits
+
+    @cute.jit
     def mask(self, scores: cute.Tensor, t: Int32):
         """-inf for every absent key of tile t."""
-        selection, lane = self.selection, cute.arch.lane_idx()
-        absent = cute.make_rmem_tensor(cute.size(self.entries), Uint32)
+        absent, lane = self.absent(t), cute.arch.lane_idx()
         anything = Uint32(0)
         for word in cutlass.range_constexpr(cute.size(absent)):
-            position = t * selection.tile_n + word * 32 + lane
-            here = selection.is_present(position, self.entries[word])
-            absent[word] = ~Uint32(cute.arch.vote_ballot_sync(here))
             anything = anything | absent[word]
         if anything != Uint32(0):
             s = by_row(scores)

@@ -500,15 +500,19 @@ def convert(i: Instruction, d: Decoder) -> Step:
     if to not in DTYPES or source not in DTYPES or rest == ["sat"]:
         raise d.fail(i.opcode)
     wide_to, wide_from = bits_of(to), bits_of(source)
+    narrowed = source in ("s8", "u8")
+    declared = d.program.register_type(str(i.args[1]))
+    if declared is not None and source[0] in "us" and int(bits_of(declared)[1:]) > int(wide_from[1:]):
+        wide_from, narrowed = bits_of(declared), True  # 9.4.1: the lower bits of a wider register
     target_dtype, source_dtype = DTYPES[to], DTYPES[source]
     register = DTYPES[to] if to[0] in "usf" and bits_of(to)[1:] == to[1:] else DTYPES["s16" if to[0] == "s" else "u16"]
 
     def compute(a: Array) -> Array:
-        a = a.view(DTYPES[wide_from]).astype(DTYPES["u8"]).view(source_dtype) if source in ("s8", "u8") else a
+        a = a.view(DTYPES[wide_from]).astype(DTYPES["u" + source[1:]]).view(source_dtype) if narrowed else a
         if source[0] == "f" and to[0] in "us":
             rounded = np.rint(a) if "rni" in rest else np.trunc(a)
             info = np.iinfo(target_dtype)
             a = np.clip(np.nan_to_num(rounded.astype(np.float64)), info.min, info.max)
         return a.astype(target_dtype).astype(register)
 
-    return elementwise(d, i, wide_to, [wide_from if source in ("s8", "u8") else source], compute)
+    return elementwise(d, i, wide_to, [wide_from if narrowed else source], compute)

@@ -1,0 +1,102 @@
+"""Online softmax where a thread has a row of the scores, or one of two parts of it: that of its half of the lanes.
+
+As in lib/softmax.py the maximum is kept unscaled, and scale * log2(e) enters only in exp2.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32
+
+from .rows import BoxedRows, PlacedTile
+from .selections import SelectedRows
+from .softmax import exp2
+from .spans import Span, span_of
+from .wgmma import round_pair
+
+
+@dataclass(frozen=True)
+class RowSpan:
+    """The interval of keys that a row sees."""
+
+    source: Span
+    start: Int32
+    stop: Int32
+
+    def foresee(self, t: Int32) -> None:
+        """Nothing to read ahead of `mask`."""
+
+    @cute.jit
+    def mask(self, scores: cute.Tensor, t: Int32, part: Int32):
+        """-inf for every key of tile t that the row does not see."""
+        span = self.source
+        key0 = span.lo + t * span.tile_n
+        if key0 < span.lo_all or key0 + span.tile_n > span.hi_all:
+            column0 = key0 + part * cute.size(scores)
+            first, last = self.start - column0, self.stop - column0
+            for i in cutlass.range_constexpr(cute.size(scores)):
+                if i < first or i >= last:
+                    scores[i] = -Float32.inf
+
+
+@dataclass(frozen=True)
+class RowSelection:
+    """The selected keys, the same for all rows of a tile."""
+
+    source: Any  # Selection
+    rows: SelectedRows
+
+    def foresee(self, t: Int32) -> None:
+        self.rows.foresee(t)
+
+    @cute.jit
+    def mask(self, scores: cute.Tensor, t: Int32, part: Int32):
+        """-inf for every absent key of tile t, of which there are 32 to a part."""
+        absent = self.rows.absent(t)
+        bits = absent[0]
+        if part == 1:
+            bits = absent[1]
+        if bits != Uint32(0):
+            for i in cutlass.range_constexpr(cute.size(scores)):
+                if bits & Uint32(1 << i) != Uint32(0):
+                    scores[i] = -Float32.inf
+
+
+def seen_by_row(source: Any, tile: PlacedTile, boxed: BoxedRows) -> RowSpan | RowSelection:
+    if isinstance(source, Span):
+        exists, query, _ = tile.place(boxed, 0)
+        return RowSpan(source, *span_of(tile, source.operands, query, exists))
+    return RowSelection(source, source.of_rows(boxed))
+
+
+@cute.jit
+def raise_max(row_max: Float32, scores: cute.Tensor, parts: cutlass.Constexpr) -> Float32:
+    """The maximum of row_max and a row's scores."""
+    a, b = row_max, scores[0]  # two chains have half the latency of one
+    for i in cutlass.range_constexpr(1, cute.size(scores) - 1, 2):
+        a, b = cute.arch.fmax(a, scores[i]), cute.arch.fmax(b, scores[i + 1])
+    a = cute.arch.fmax(cute.arch.fmax(a, b), scores[cute.size(scores) - 1])
+    if cutlass.const_expr(parts == 2):
+        a = cute.arch.fmax(a, cute.arch.shuffle_sync_bfly(a, offset=16))
+    return a
+
+
+@cute.jit
+def shift_of(row_max: Float32, scale_log2: Float32) -> Float32:
+    """What to subtract in the exponent; 0 for a row without keys, whose exponentials are exp2(-inf) = 0."""
+    return Float32(0.0) if row_max == -Float32.inf else row_max * scale_log2
+
+
+@cute.jit
+def exponentiate(
+    row_sum: Float32, shift: Float32, scale_log2: Float32, scores: cute.Tensor, weights: cute.Tensor, dtype
+) -> Float32:
+    """weights <- exp(scale (scores - max)), rounded to pairs; the sum, which takes them up unrounded."""
+    a, b = row_sum, Float32(0.0)
+    for i in cutlass.range_constexpr(cute.size(weights)):
+        low, high = (exp2(scores[2 * i + j] * scale_log2 - shift) for j in range(2))
+        a, b = a + low, b + high
+        weights[i] = round_pair(low, high, dtype)
+    return a + b
