@@ -1,13 +1,14 @@
 """Hopper's kernels, run by the interpreter: right answers, and nothing that depends on who is faster."""
 
 import functools
+import re
 
 import numpy as np
 import pytest
 
 from jax_dsv4_fmha import _ffi
 from tests import native
-from tests.ptx import cases, hardware
+from tests.ptx import __main__, cases, edits, hardware
 from tests.ptx.launch import Kernel, combine, launch
 from tests.ptx.verdict import judge
 
@@ -63,7 +64,7 @@ def test_splits_are_merged_right(key, case):
 
 @pytest.mark.parametrize("key", [key for key in BUILT if key in hardware.KEYS])
 def test_agrees_with_hardware(key):
-    """lse to 1e-6 and o to a unit in the last place: what is left is the order of sums, and how the chip rounds exp2."""
+    """lse to 1e-6, o to a unit in the last place: what is left is the order of sums, and how the chip rounds exp2."""
     x = operands(key, hardware.CASE)
     o, lse = hardware.recorded(kernel(key).variant, x)
     got_o, got_lse = launch(kernel(key), x, processors=1).run()
@@ -76,8 +77,47 @@ def test_agrees_with_hardware(key):
 
 
 def unit(o: np.ndarray) -> np.ndarray:
-    """What the last place of an element is worth; of the row's mean, where an element is less: it is a sum that cancels."""
+    """What the last place of an element is worth; of the row's mean, where the element is a sum that cancels."""
     x = o.astype(np.float64)
     mean = np.sqrt(np.mean(x * x, axis=-1, keepdims=True))
     digits = 7 if o.dtype == "bfloat16" else 10
     return 2.0 ** (np.floor(np.log2(np.maximum(np.maximum(np.abs(x), mean), 2.0**-14))) - digits)
+
+
+@pytest.fixture
+def one_kernel():
+    key = "fwd_sm_90a_d64_bfloat16"
+    if key not in BUILT:
+        pytest.skip(f"{key} is not built")
+    return key
+
+
+def test_timeline(one_kernel, capsys):
+    assert __main__.main([one_kernel, "--case", "few"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^ +\d+  warp 0 +\d+  issues load \[0, 0, 0, 0\] to \+\d+ \(\d+ bytes\), completes on", out, re.M)
+    assert re.search(r"warp 4-\d+ .* arrives at mbarrier \+\d+|completes phase 0", out)
+    assert "right, and nothing to complain about" in out
+
+
+def test_timeline_ends_with_the_fault(one_kernel, capsys, tmp_path):
+    edited = tmp_path / "edited.ptx"
+    edited.write_text(edits.drop(kernel(one_kernel).ptx, r"mbarrier\.arrive\.expect_tx", slice(0, 1)))
+    assert __main__.main([one_kernel, "--case", "few", "--ptx", str(edited), "--tail", "5"]) == 1
+    out, err = capsys.readouterr()
+    assert len(out.splitlines()) == 8
+    assert err.startswith("Deadlock: nothing can go on") and "waits for parity" in err
+
+
+def test_plot(one_kernel, tmp_path):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "run.svg"
+    assert __main__.main([one_kernel, "--case", "few", "--plot", str(picture)]) == 0
+    svg = picture.read_text()
+    assert svg.startswith("<?xml") and all(text in svg for text in ("warp 0", "wgmma, warpgroup 1", "in flight"))
+
+
+def test_a_part_of_a_name_may_name_many(capsys):
+    with pytest.raises(SystemExit):
+        __main__.main(["d512"])
+    assert re.search(r"'d512' names \d+ kernels; there are\n  fwd_sm_90a_d512", capsys.readouterr().err)

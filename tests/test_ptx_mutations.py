@@ -1,7 +1,7 @@
 """Faults that this project has lived through, or could, planted on purpose: each must be found, with what it is.
 
-A fault is an edit of a kernel's PTX (tests/ptx/edits.py) or of its launch. It must be found whatever the scheduler does:
-every fault is run with several seeds.
+A fault is an edit of a kernel's PTX (tests/ptx/edits.py) or of its launch. It must be found whatever the scheduler
+does: every fault is run with several seeds. Those of Blackwell's kernels are in test_ptx_sm100.py.
 """
 
 import dataclasses
@@ -18,6 +18,7 @@ from tests.ptx import edits
 from tests.ptx.copies import TensorMap
 from tests.ptx.hazards import Deadlock, Fault, Leak, Misuse, OutOfBounds, Race
 from tests.ptx.launch import Kernel, launch
+from tests.ptx.parser import parse
 from tests.ptx.verdict import Wrong, judge
 
 SEEDS = (0, 1, 2)
@@ -159,7 +160,7 @@ def arrive_at_once(text: str) -> str:
 
 
 def descriptor_swizzle(text: str) -> str:
-    """WGMMA reads 64-byte swizzled rows: bits 62 and 63 of a descriptor, the upper two of its high word, 2 in place of 1."""
+    """WGMMA reads 64-byte swizzled rows: the upper two bits of a descriptor's high word are 2 in place of 1."""
     return edits.replace(text, r"1073741888", str(1073741888 + (1 << 30)))
 
 
@@ -399,7 +400,7 @@ def options(fate: Fate, k: Kernel) -> dict[str, Any]:
     given = dict(fate.launched)
     if (edit := given.pop("edit_param_from_end", None)) is not None:
         of, change = edit
-        n = len(edits.parse(k.ptx).params) - of
+        n = len(parse(k.ptx).params) - of
         given["edit_param"] = lambda i, blob: struct.pack("<I", change(*struct.unpack("<I", blob))) if i == n else blob
     return given
 

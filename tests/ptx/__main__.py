@@ -5,9 +5,9 @@
     python -m tests.ptx d512_bfloat16 --case turns --seed 3               another case, another order of things
     python -m tests.ptx d128_bfloat16 --ptx edited.ptx                    PTX that was changed by hand
 
-The kernel is a key of kernels/variants.py or an unambiguous part of one; it is compiled if no build has it. With a fault
-(a deadlock, a race, an access out of bounds, a wrong answer, ...) the exit status is 1, and the timeline ends where it
-was found.
+The kernel is a key of kernels/variants.py or an unambiguous part of one; it is compiled if no build has it. With a
+fault (a deadlock, a race, an access out of bounds, a wrong answer, ...) the exit status is 1, and the timeline ends
+where it was found.
 """
 
 import argparse
@@ -80,9 +80,8 @@ def main(argv: list[str] | None = None) -> int:
         text = list(lines(machine.moments))
         print("\n".join(text if args.tail is None else [text[0], *text[1:][-args.tail :]]))
     shape = ", ".join(f"{k} {v}" for k, v in x.shape._asdict().items() if v)
-    print(
-        f"\n{kernel.variant.key} on {shape}: {machine.grid_size} CTAs of {machine.threads} threads, {machine.time} steps"
-    )
+    size = f"{machine.grid_size} CTAs of {machine.threads} threads"
+    print(f"\n{kernel.variant.key} on {shape}: {size}, {machine.time} steps")
     if found is not None:
         print(f"{type(found).__name__}: {found}", file=sys.stderr)
         return 1

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .decode import Decoder, Step, instruction
-from .hazards import Clock, Misuse, OutOfBounds
+from .hazards import Clock, Misuse
 from .parser import Instruction
 from .state import FULL, SMEM_BASE, Array, AsyncOp, Cta, Wait, Warp, lanes_of
 
@@ -39,7 +39,8 @@ class MBarrier:
         return f"mbarrier +{self.offset - SMEM_BASE}{where} (count {self.count}, made in line {self.init[2]})"
 
     def state(self) -> str:
-        text = f"{self} is in phase {self.phase}: {self.pending} of {self.count} arrivals pending, {self.tx} transaction bytes outstanding"
+        left = f"{self.pending} of {self.count} arrivals pending, {self.tx} transaction bytes outstanding"
+        text = f"{self} is in phase {self.phase}: {left}"
         if self.arrived:
             text += "; arrived: " + tally(self.arrived)
         if missing := [who for who in self.known if who not in self.arrived]:

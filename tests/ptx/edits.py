@@ -8,8 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from .parser import parse
-
 WAIT = re.compile(
     r"\{\s*\.reg \.pred\s+P1;\s*LAB_WAIT:\s*mbarrier\.try_wait[^;]*\[(%r\d+)(?:\+(\d+))?\].*?DONE:\s*\}", re.S
 )
@@ -51,10 +49,8 @@ def waits(text: str, offsets: set[int]) -> list[re.Match[str]]:
 
 
 def defining_offset(text: str, register: str, before: int) -> int | None:
-    m = None
-    for m in re.finditer(rf"add\.s32\s+{register}, %r\d+, (\d+);", text[:before]):
-        pass
-    return int(m[1]) if m else None
+    found = re.findall(rf"add\.s32\s+{register}, %r\d+, (\d+);", text[:before])
+    return int(found[-1]) if found else None
 
 
 def drop_waits(text: str, offsets: set[int], which: slice = slice(None)) -> str:
@@ -64,7 +60,3 @@ def drop_waits(text: str, offsets: set[int], which: slice = slice(None)) -> str:
     for m in reversed(chosen):
         text = text[: m.start()] + text[m.end() :]
     return text
-
-
-def assert_parses(text: str) -> None:
-    parse(text)

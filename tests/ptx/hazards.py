@@ -151,7 +151,8 @@ class Shadow:
             event = self.events[number]
             if not actor.clock.knows(event):
                 raise Race(
-                    f"reads {self.describe(words, writers == number)} while nothing orders this and the write by {event}"
+                    f"reads {self.describe(words, writers == number)} while nothing orders this and the write by "
+                    f"{event}"
                 )
             if fenced and event.proxy == "generic" and not actor.clock.knows(event, fenced=True):
                 raise Race(

@@ -15,7 +15,7 @@ from .barriers import meet
 from .decode import Decoder, Step, instruction
 from .memory import addresses, refuse_barriers
 from .parser import Instruction
-from .state import FULL, LANES, Array, Warp, lanes_of, mask_of
+from .state import FULL, LANES, Warp, lanes_of, mask_of
 
 ME = np.arange(LANES)
 
@@ -118,7 +118,7 @@ def elect(i: Instruction, d: Decoder) -> Step:
         meet(w, members, i)
         lane = w.machine.elected if w.active >> w.machine.elected & 1 else int(np.flatnonzero(w.lanes)[0])
         w.put(target, np.full(LANES, lane, np.uint32))
-        w.put(chosen, ME == lane)
+        w.put(chosen, lane == ME)
 
     return step
 
@@ -157,6 +157,3 @@ def store_matrix(i: Instruction, d: Decoder) -> Step:
         cta.smem.words[words] = data.reshape(8 * count, 4)
 
     return step
-
-
-__all__ = ["Array"]

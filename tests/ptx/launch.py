@@ -1,4 +1,4 @@
-"""A launch as our own launcher plans it: ffi/introspect.cc says every parameter, and tensor maps by what they encode."""
+"""A launch as our own launcher plans it: ffi/introspect.cc says every parameter, and what each tensor map encodes."""
 
 from __future__ import annotations
 

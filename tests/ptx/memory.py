@@ -14,8 +14,8 @@ import numpy as np
 from .barriers import arrive, lookup_all
 from .decode import DTYPES, Decoder, Step, bits_of, instruction
 from .hazards import Misuse, Race
-from .parser import Address, Instruction
-from .state import FULL, LANES, PARAM_BASE, RANK_SHIFT, Array, AsyncOp, Cta, Warp, lane_names, lanes_of
+from .parser import Instruction
+from .state import FULL, LANES, PARAM_BASE, RANK_SHIFT, Array, AsyncOp, Cta, Warp, lanes_of
 
 SPACES = ("shared", "shared::cta", "shared::cluster", "global", "param")
 HINTS = (
@@ -274,6 +274,3 @@ def wait_copies(i: Instruction, d: Decoder) -> Step:
         return Wait(lambda: all(op.done for op in wanted), lambda: "its cp.async groups")
 
     return step
-
-
-__all__ = ["Address", "lane_names"]

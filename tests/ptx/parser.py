@@ -219,7 +219,7 @@ def joins(program: Program) -> dict[int, int]:
     index = {s: n for n, s in enumerate(blocks)}
     exit_ = len(blocks)
     successors: list[list[int]] = []
-    for n, start in enumerate(blocks):
+    for n in range(exit_):
         stop = blocks[n + 1] if n + 1 < exit_ else end
         last, after = code[stop - 1], n + 1
         to = []
@@ -268,7 +268,7 @@ def joins(program: Program) -> dict[int, int]:
             if best is not None and above.get(node) != best:
                 above[node], changed = best, True
     result = {}
-    for n, start in enumerate(blocks):
+    for n in range(exit_):
         stop = blocks[n + 1] if n + 1 < exit_ else end
         if code[stop - 1].guard is not None and is_jump(code[stop - 1]):
             join = above.get(n, exit_)

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from .hazards import Deadlock, Fault, Leak, Misuse
-from .state import FULL, Branching, Machine, Wait, Warp, mask_of
+from .hazards import Deadlock, Fault, Leak
+from .state import Branching, Machine, Wait, Warp
 
 MAX_STEPS = 50_000_000
 
@@ -195,13 +195,11 @@ def check_end(m: Machine) -> None:
         for bar in cta.barriers.values():
             if bar.tx:
                 raise Leak(
-                    f"{bar} ends with {bar.tx} transaction bytes outstanding: what was expected and what was copied do not add up"
+                    f"{bar} ends with {bar.tx} transaction bytes outstanding: "
+                    "what was expected and what was copied do not add up"
                 )
         for number, named in cta.named.items():
             if named.arrived:
                 raise Leak(f"named barrier {number} ends with {named.arrived} of {named.count} threads arrived")
     for check in m.exit_checks:
         check()
-
-
-__all__ = ["FULL", "Misuse", "branch", "leave", "mask_of", "rejoin", "run"]

@@ -1,4 +1,4 @@
-"""The machine: grid, clusters, CTAs, warps, memories (PTX ISA 2 Programming model, 5.1 State spaces, 10 Special registers)."""
+"""The machine: grid, clusters, CTAs, warps and memories (PTX ISA 2 Programming model, 5.1 State spaces)."""
 
 from __future__ import annotations
 
@@ -109,7 +109,8 @@ class GlobalMemory:
             return b, address - b.base
         near = ""
         if n >= 0:
-            near = f", {address - self.buffers[n].base} bytes behind the start of {self.buffers[n].name} of {self.buffers[n].size}"
+            b = self.buffers[n]
+            near = f", {address - b.base} bytes behind the start of {b.name} of {b.size}"
         raise OutOfBounds(f"{what} {size} bytes at 0x{address:x}, outside of every allocation{near}")
 
     def find_all(self, addresses: Array, size: int, what: str) -> list[tuple[Buffer, Array, Array]]:
@@ -228,7 +229,8 @@ class Warp:
         """Write the active lanes of a slot."""
         if self.held and slot in self.held:
             raise Race(
-                f"writes register {self.code.name_of(slot)} while {self.held[slot][0]} may still use it: nothing waited for it"
+                f"writes register {self.code.name_of(slot)} while {self.held[slot][0]} may still use it: "
+                "nothing waited for it"
             )
         if self.active == FULL:
             self.R[slot], self.D[slot] = value, defined

@@ -1,4 +1,4 @@
-"""Whether an answer is right, and what is wrong about it: which rows, which columns, and what these rows have in common."""
+"""Whether an answer is right, and what is wrong about it: which rows and columns, and what the rows have in common."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def describe(name: str, wrong: Array, got: Array, want: Array, keys: Array) -> s
     )
     seen = np.broadcast_to(keys, wrong.shape)
     text = (
-        f"{name} is wrong in {int(wrong.sum())} of {wrong.size} rows, first in batch entry {where[0]}, query {where[1]}, "
-        f"head {where[2]} ({got[where][worst]:.6g}, wanted {want[where][worst]:.6g}); "
+        f"{name} is wrong in {int(wrong.sum())} of {wrong.size} rows, first in batch entry {where[0]}, "
+        f"query {where[1]}, head {where[2]} ({got[where][worst]:.6g}, wanted {want[where][worst]:.6g}); "
         f"wrong rows see {seen[wrong].min()}..{seen[wrong].max()} keys"
     )
     if not wrong.all():

@@ -1,7 +1,7 @@
 """Hopper's asynchronous warpgroup products (PTX ISA 9.7.15): descriptors, fragments, fences, commit and wait groups.
 
-D (64 x N, fp32, in registers) = A (64 x 16, registers or shared memory) B (16 x N, shared memory) + D. The four warps of
-a warpgroup issue it together; each holds 16 rows of D and A. Between the issue and the wait the registers belong to the
+D (64 x N, fp32, in registers) = A (64 x 16, registers or shared memory) B (16 x N, shared memory) + D. The warps of a
+warpgroup issue it together; each holds 16 rows of D and A. Between the issue and the wait the registers belong to the
 product: reading D, or writing D or A, is a race. Products of a warpgroup happen in order.
 
 An accumulator lives as one matrix from its first product to the wait after its last, and only then goes to registers.
@@ -81,7 +81,8 @@ def widen(bits: Array, dtype: Any) -> Array:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
-# ---- fragments in registers (9.7.15.5.1.1): register (j, h, c) of a lane is row lane / 4 + 8 h, column 8 j + 2 (lane % 4) + c
+# ---- fragments in registers (9.7.15.5.1.1)
+# Register (j, h, c) of a lane is row lane / 4 + 8 h, column 8 j + 2 (lane % 4) + c.
 
 
 def to_fragment(matrix: Array) -> Array:
