@@ -13,7 +13,7 @@ import numpy as np
 from .decode import Decoder, Step, instruction
 from .hazards import Clock, Misuse
 from .parser import Instruction
-from .state import FULL, SMEM_BASE, Array, AsyncOp, Cta, Wait, Warp, lanes_of
+from .state import FULL, SMEM_BASE, Array, AsyncOp, Cta, Wait, Warp, lanes_of, names
 
 MAX_COUNT = (1 << 20) - 1
 SPURIOUS = 0.25  # how often try_wait gives up where it would have to wait
@@ -42,17 +42,10 @@ class MBarrier:
         left = f"{self.pending} of {self.count} arrivals pending, {self.tx} transaction bytes outstanding"
         text = f"{self} is in phase {self.phase}: {left}"
         if self.arrived:
-            text += "; arrived: " + tally(self.arrived)
+            text += "; arrived: " + names(self.arrived)
         if missing := [who for who in self.known if who not in self.arrived]:
-            text += "; arrived in earlier phases but not in this: " + ", ".join(missing)
+            text += "; arrived in earlier phases but not in this: " + names(missing)
         return text
-
-
-def tally(names: list[str]) -> str:
-    counts: dict[str, int] = {}
-    for name in names:
-        counts[name] = counts.get(name, 0) + 1
-    return ", ".join(name if n == 1 else f"{name} ({n} times)" for name, n in counts.items())
 
 
 def lookup(w: Warp, address: int) -> MBarrier:
@@ -290,9 +283,7 @@ def named(i: Instruction, d: Decoder) -> Step:
                 raise Misuse(f"named barrier {which} of {count} threads in a CTA of {m.threads}")
             bar = cta.named.setdefault(which, NamedBarrier(Clock(m.warp_count)))
             if bar.arrived and bar.count != count:
-                raise Misuse(
-                    f"named barrier {which} of {count} threads, {', '.join(bar.who)} came to it with {bar.count}"
-                )
+                raise Misuse(f"named barrier {which} of {count} threads, {names(bar.who)} came to it with {bar.count}")
             bar.count = count
             bar.clock.join(w.tell())
             bar.arrived += 32
@@ -313,7 +304,7 @@ def named(i: Instruction, d: Decoder) -> Step:
         w.extra["bar"] = mine
         return Wait(
             lambda: bar.generation != mine,
-            lambda: f"named barrier {which}: {bar.arrived} of {bar.count} threads have come ({', '.join(bar.who)})",
+            lambda: f"named barrier {which}: {bar.arrived} of {bar.count} threads have come ({names(bar.who)})",
         )
 
     return step
@@ -373,7 +364,7 @@ def cluster_barrier(i: Instruction, d: Decoder) -> Step:
             return None
         return Wait(
             lambda: bar.generation != mine,
-            lambda: f"the cluster's barrier: {bar.arrived} of {bar.count} warps have come ({', '.join(bar.who)})",
+            lambda: f"the cluster's barrier: {bar.arrived} of {bar.count} warps have come ({names(bar.who)})",
         )
 
     return step

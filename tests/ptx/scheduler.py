@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from .hazards import Deadlock, Fault, Leak
-from .state import Branching, Machine, Wait, Warp
+from .state import Branching, Machine, Wait, Warp, names
 
 MAX_STEPS = 50_000_000
 
@@ -167,11 +167,11 @@ def deadlock(m: Machine) -> Deadlock:
             assert isinstance(w.waiting, Wait)
             alike.setdefault((w.instruction.line, w.waiting.why()), []).append(w.name)
     lines = [
-        f"  {', '.join(names)} at line {line} {'waits' if len(names) == 1 else 'wait'} for {why}"
-        for (line, why), names in alike.items()
+        f"  {names(who)} at line {line} {'waits' if len(who) == 1 else 'wait'} for {why}"
+        for (line, why), who in alike.items()
     ]
     done = [w.name for w in m.warps if w.exited]
-    ended = [f"  ended: {', '.join(done)}"] if done else []
+    ended = [f"  ended: {names(done)}"] if done else []
     return Deadlock("nothing can go on\n" + "\n".join(lines + ended))
 
 

@@ -348,6 +348,21 @@ def lane_names(mask: int) -> str:
     )
 
 
+def names(who: Iterable[str]) -> str:
+    """warp 4, warp 5, warp 6, warp 9 -> warp 4-6, 9"""
+    numbers: dict[str, set[int]] = {}
+    for name in who:
+        prefix = name.rstrip("0123456789")
+        numbers.setdefault(prefix, set()).add(int(name[len(prefix) :] or -1))
+    parts = []
+    for prefix, ns in numbers.items():
+        starts = [n for n in sorted(ns) if n - 1 not in ns]
+        ends = [n for n in sorted(ns) if n + 1 not in ns]
+        ranges = (str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
+        parts.append(prefix + ", ".join(ranges) if ns != {-1} else prefix)
+    return "; ".join(parts)
+
+
 class Cta:
     def __init__(self, machine: Machine, number: int, rank: int, warps: int):
         self.machine, self.number, self.rank = machine, number, rank

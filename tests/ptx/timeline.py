@@ -8,7 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from .state import Machine, Moment
+from .state import Machine, Moment, names
 
 VERBS = {
     "issue": "issues",
@@ -19,17 +19,6 @@ VERBS = {
     "phase": "",
     "exit": "ends",
 }
-
-
-def names(who: list[str]) -> str:
-    """warp 4, warp 5, warp 6 -> warp 4-6"""
-    distinct = list(dict.fromkeys(who))
-    numbers = [re.fullmatch(r"(.*?)(\d+)", w) for w in distinct]
-    if len(distinct) > 1 and all(numbers) and len({m[1] for m in numbers if m}) == 1:
-        ns = sorted(int(m[2]) for m in numbers if m)
-        if ns == list(range(ns[0], ns[-1] + 1)):
-            return f"{numbers[0][1]}{ns[0]}-{ns[-1]}" if numbers[0] else ""
-    return ", ".join(distinct)
 
 
 def lines(moments: list[Moment]) -> Iterator[str]:
