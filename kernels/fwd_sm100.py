@@ -21,7 +21,6 @@ accumulator, and O has both halves of them.
 CTAs are persistent: one takes every gridDim-th tile of rows, and TMA runs ahead into the next one.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,17 @@ from cutlass.memory import SmemAllocator
 
 from .aot import Compiled, compile_ahead
 from .lib.launch import SMEM_LIMIT, WARPGROUP, Shapes, element_type, i32, launch_facts, pointers
-from .lib.row_softmax import RowSpan, exponentiate, raise_max, seen_by_row, shift_of
+from .lib.row_softmax import (
+    RowSpan,
+    exponentiate,
+    foresee,
+    mask,
+    on_source,
+    raise_max,
+    seen_by_row,
+    shift_of,
+    total_tiles,
+)
 from .lib.rows import PUBLISHED, BoxedRows, Extents, RowTile, Walk, extents, load, store
 from .lib.selections import SelectionOperands, open_selection, read_selection
 from .lib.softmax import LN_2, LOG2_E, RowResults, exp2
@@ -48,24 +57,15 @@ from .lib.tcgen05 import (
     after_thread_sync,
     before_thread_sync,
     commit,
+    load_half_lanes,
+    load_lanes,
+    scale_lanes,
+    store_lanes,
     sync_with_tmem,
     tiled_mma,
-    tmem_copy,
-    tmem_lanes,
     write_row,
 )
-from .lib.wgmma import (
-    SLAB,
-    not_,
-    operand_a,
-    operand_b,
-    round_pair,
-    slab_layout,
-    tma_atom,
-    tma_tiles,
-    transposed,
-    zero_rows,
-)
+from .lib.wgmma import SLAB, operand_a, operand_b, round_pair, slab_layout, tma_atom, tma_tiles, transposed, zero_rows
 from .variants import Variant
 
 SCORE_BUFFERS = 2
@@ -162,12 +162,21 @@ class Config:
     def smem_bytes(self) -> int:
         weights = 0 if self.weights_in_tmem else self.tile_m * self.tile_n * 2
         staged = self.lanes_per_row * self.tile_m * SLAB * 2 if self.shared_kv else 0
-        small = 4 * PUBLISHED * (1 + len(self.sources)) + 16 + 8 * self.barriers
+        small = 4 * PUBLISHED * (1 + len(self.sources)) + 16 + 8 * sum(count for count, _ in self.barriers)
         return 1024 + self.tile_m * self.row_bytes + 2 * self.stages * self.ring_tile_bytes + weights + staged + small
 
     @property
-    def barriers(self) -> int:
-        return 4 + SCORE_BUFFERS + 4 * self.stages
+    def barriers(self) -> tuple[tuple[int, int], ...]:
+        """(how many, arrivals in a phase), in the order of `Barriers`."""
+        return (
+            (1, 1),  # q_full
+            (1, WARPGROUP + 32 + 1),  # q_empty: the softmax and MMA warps, and the products
+            (2 * self.stages, self.loaders),  # full
+            (2 * self.stages, 1),  # empty
+            (SCORE_BUFFERS, 1),  # s_full
+            (1, WARPGROUP),  # p_full
+            (1, 1),  # o_full
+        )
 
     def __post_init__(self):
         if self.d % (2 * SLAB if self.shared_kv else SLAB) or self.ring_d > 256:
@@ -206,6 +215,16 @@ class Shared:
 
 
 @dataclass(frozen=True)
+class Cta:
+    """What all its warps share."""
+
+    bar: Barriers
+    smem: Shared
+    tmem: cute.Pointer
+    n: Extents
+
+
+@dataclass(frozen=True)
 class Row:
     """The row of scores and of O that a softmax thread has, or its part of it."""
 
@@ -231,42 +250,49 @@ class FwdSm100:
     def __call__(
         self,
         q: cute.Pointer,
-        k: cute.Pointer,
-        v: cute.Pointer,
         o: cute.Pointer,
-        start: cute.Pointer,
-        stop: cute.Pointer,
         sink: cute.Pointer,
         lse: cute.Pointer,
         scale_log2: Float32,
         b: Int32,
         s_q: Int32,
-        s_kv: Int32,
         h_q: Int32,
         h_kv: Int32,
+        v: cute.Pointer,  # ignored where K is V
+        keys0: cute.Pointer,
+        from0: cute.Pointer,  # start of a span, indices of a selection
+        to0: cute.Pointer,  # stop of a span, lengths of a selection
+        s_kv0: Int32,
+        topk0: Int32,
+        keys1: cute.Pointer,  # the second source, ignored where there is one
+        from1: cute.Pointer,
+        to1: cute.Pointer,
+        s_kv1: Int32,
+        topk1: Int32,
         ctas: Int32,  # at most, that is how many run at a time
         stream: cuda.CUstream,
     ):
-        n, shapes = self.shapes(b, s_q, h_q, h_kv)
-        keys = (*self.keys(shapes, k, s_kv), *self.keys(shapes, v, s_kv), SpanOperands(start, stop, s_kv))
-        self.launch(shapes, q, (o,), (keys,), RowResults(sink, lse), scale_log2, n, ctas, stream)
-
-    def shapes(self, b: Int32, s_q: Int32, h_q: Int32, h_kv: Int32) -> tuple[Extents, Shapes]:
-        n = extents(self.config.tile_m, self.config.gathers, b, s_q, h_q, h_kv)
-        return n, Shapes(self.config.d, b, n)
-
-    def keys(self, shapes: Shapes, array: cute.Pointer, s_kv: Int32) -> tuple[cute.CopyAtom, cute.Tensor]:
         c = self.config
-        return tma_atom(cpasync.CopyBulkTensorTileG2SOp(), shapes.keys(array, s_kv), c.tile_n, c.ring_d)
-
-    def launch(
-        self, shapes: Shapes, q: cute.Pointer, output: tuple, sources: tuple, results, scale_log2, n, ctas, stream
-    ):
-        c = self.config
+        n = extents(c.tile_m, c.gathers, b, s_q, h_q, h_kv)
+        shapes = Shapes(c.d, b, n)
+        given = ((keys0, from0, to0, s_kv0, topk0), (keys1, from1, to1, s_kv1, topk1))
+        sources = tuple(self.source(kind, shapes, v, *g) for kind, g in zip(c.sources, given, strict=False))
         tma_q = tma_atom(cpasync.CopyBulkTensorTileG2SOp(), shapes.rows(q), c.tile_m, c.d)
-        self.kernel(*tma_q, output, sources, results, scale_log2, n).launch(
+        output = (o,)
+        if cutlass.const_expr(c.shared_kv):
+            output = tuple(tma_atom(cpasync.CopyBulkTensorTileS2GOp(), shapes.rows(o), c.tile_m, SLAB))
+        self.kernel(*tma_q, output, sources, RowResults(sink, lse), scale_log2, n).launch(
             grid=(cutlass.min(n.tiles, ctas), 1, 1), block=(c.threads, 1, 1), smem=c.smem_bytes, stream=stream
         )
+
+    def source(self, kind: str, shapes: Shapes, v, keys, first, second, s_kv: Int32, topk: Int32) -> tuple:
+        c = self.config
+        if kind == "selection":
+            return (SelectionOperands(keys, first, second, s_kv, topk),)
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        arrays = (keys,) if c.shared_kv else (keys, v)
+        tma = (x for array in arrays for x in tma_atom(load, shapes.keys(array, s_kv), c.tile_n, c.ring_d))
+        return (*tma, SpanOperands(first, second, s_kv))
 
     @cute.kernel
     def kernel(
@@ -284,34 +310,25 @@ class FwdSm100:
         bar, smem = self.allocate()
         if warp == 0:
             with cute.arch.elect_one():
-                for barrier, count, arrivals in (
-                    (bar.q_full, 1, 1),
-                    (bar.q_empty, 1, WARPGROUP + 32 + 1),
-                    (bar.full, 2 * c.stages, c.loaders),
-                    (bar.empty, 2 * c.stages, 1),
-                    (bar.s_full, SCORE_BUFFERS, 1),
-                    (bar.p_full, 1, WARPGROUP),
-                    (bar.o_full, 1, 1),
-                ):
-                    for i in cutlass.range_constexpr(count):
-                        cute.arch.mbarrier_init(barrier + i, arrivals)
+                for i, arrivals in enumerate(arrivals for count, arrivals in c.barriers for _ in range(count)):
+                    cute.arch.mbarrier_init(bar.q_full + i, arrivals)
             cute.arch.mbarrier_init_fence()
             cute.arch.alloc_tmem(COLUMNS, smem.tmem)
             cute.arch.relinquish_tmem_alloc_permit()
         sync_with_tmem()
-        tmem = cute.arch.retrieve_tmem_ptr(Float32, 16, smem.tmem)
+        cta = Cta(bar, smem, cute.arch.retrieve_tmem_ptr(Float32, 16, smem.tmem), n)
 
         operands = tuple(source[-1] for source in sources)
         if warp < SOFTMAX_WARPS:
-            self.attend(bar, smem, tmem, operands, output, results, scale_log2, n)
+            self.attend(cta, operands, output, results, scale_log2)
         elif warp == SOFTMAX_WARPS:
-            self.multiply(bar, smem, tmem, operands, n)
+            self.multiply(cta, operands)
         else:
-            self.load(bar, smem, (tma_q, mQ), sources, n)
+            self.load(cta, (tma_q, mQ), sources)
 
         sync_with_tmem()
         if warp == 0:
-            cute.arch.dealloc_tmem(tmem, COLUMNS)
+            cute.arch.dealloc_tmem(cta.tmem, COLUMNS)
 
     def allocate(self) -> tuple[Barriers, Shared]:
         c = self.config
@@ -325,17 +342,17 @@ class FwdSm100:
         tiles = [x and smem.allocate_tensor(self.dtype, x.outer, 1024, swizzle=x.inner) for x in layouts]
         info = smem.allocate_tensor(Int32, cute.make_layout((PUBLISHED, 1 + len(c.sources))), 16)
         tmem = smem.allocate_array(Int32, 1)
-        mbar = smem.allocate_array(Int64, c.barriers)
-        counts = (1, 1, 2 * c.stages, 2 * c.stages, SCORE_BUFFERS, 1, 1)
+        counts = [count for count, _ in c.barriers]
+        mbar = smem.allocate_array(Int64, sum(counts))
         bar = Barriers(*(mbar + sum(counts[:i]) for i in range(len(counts))))
         return bar, Shared(*tiles, info, tmem)
 
     # ---- loading
 
     @cute.jit
-    def load(self, bar: Barriers, smem: Shared, rows: tuple, sources: tuple, n: Extents):
+    def load(self, cta: Cta, rows: tuple, sources: tuple):
         """One warp, or four that gather, for every row tile of this CTA: Q, what there is to see, the tiles of keys."""
-        c = self.config
+        c, bar, smem, n = self.config, cta.bar, cta.smem, cta.n
         thread = cute.arch.thread_idx()[0] - 32 * (SOFTMAX_WARPS + 1)
         first_warp = cute.arch.make_warp_uniform(thread // 32) == 0
         tma_q, mQ = rows
@@ -351,7 +368,7 @@ class FwdSm100:
                     cute.arch.mbarrier_arrive_and_expect_tx(bar.q_full, n.box_inner * n.box_outer * c.row_bytes)
                 gQ, sQ = tma_tiles(tma_q, tile.of(mQ, c.tile_m, c.d)[None, None, 0], smem.q)
                 cute.copy(tma_q, gQ, sQ, tma_bar_ptr=bar.q_full)
-            self.load_keys(bar, smem, sources, opened, tile, fills0, thread)
+            self.load_keys(cta, sources, opened, tile, fills0, thread)
             fills0 = fills0 + total_tiles(opened)
         # Nothing may arrive in the SMEM of a CTA that has ended.
         if first_warp:
@@ -368,13 +385,11 @@ class FwdSm100:
         return open_selection(operands, tile, c.tile_n, c.d)
 
     @cute.jit
-    def load_keys(
-        self, bar: Barriers, smem: Shared, sources: tuple, opened: tuple, tile: RowTile, fills0: Int32, thread: Int32
-    ):
+    def load_keys(self, cta: Cta, sources: tuple, opened: tuple, tile: RowTile, fills0: Int32, thread: Int32):
         """All key tiles of one row tile, source after source. Entries of a selection are read a tile ahead."""
-        c = self.config
+        c, bar, smem = self.config, cta.bar, cta.smem
         bar_full, bar_empty = bar.full, bar.empty
-        copies = tuple(self.ring_copies(smem, x, tile, source) for x, source in zip(sources, opened, strict=True))
+        copies = tuple(self.ring_copies(cta, x, tile, source) for x, source in zip(sources, opened, strict=True))
         wanted = cute.make_rmem_tensor(c.tile_n // (WARPGROUP // 8), Int32) if c.gathers else None
         first = Int32(0)
         for source, copy in zip(opened, copies, strict=True):
@@ -411,7 +426,7 @@ class FwdSm100:
             cute.arch.sync_warp()
             cute.arch.mbarrier_arrive(full)
 
-    def ring_copies(self, smem: Shared, source: tuple, tile: RowTile, opened: Any) -> tuple | None:
+    def ring_copies(self, cta: Cta, source: tuple, tile: RowTile, opened: Any) -> tuple | None:
         """For each ring (atom, its tiles in memory, its stages); None for what is gathered."""
         c = self.config
         *tma, _ = source
@@ -424,7 +439,7 @@ class FwdSm100:
                 *tma_tiles(
                     atom,
                     tile.keys(array, opened.lo, c.tile_n, c.ring_d)[None, None, None, half],
-                    smem.rings[None, None, ring, None],
+                    cta.smem.rings[None, None, ring, None],
                 ),
             )
             for ring, (atom, array, half) in enumerate(arrays)
@@ -433,43 +448,44 @@ class FwdSm100:
     # ---- MMA
 
     @cute.jit
-    def multiply(self, bar: Barriers, smem: Shared, tmem: cute.Pointer, operands: tuple, n: Extents):
+    def multiply(self, cta: Cta, operands: tuple):
         """One warp, of which one lane issues: the products of every row tile of this CTA."""
+        bar, smem, n = cta.bar, cta.smem, cta.n
         fills0 = Int32(0)
         for turn in cutlass.range(Walk.of(n).turns, unroll=1):
             cute.arch.mbarrier_wait(bar.q_full, turn & 1)
             tile = RowTile.read(smem.info[None, 0], n)
-            tiles = total_tiles(self.reopen(smem, operands, tile))
+            tiles = total_tiles(self.reopen(cta, operands, tile))
             cute.arch.mbarrier_arrive(bar.q_empty)
             if tiles == 0:
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(bar.q_empty)
             else:
-                self.issue_scores(bar, smem, tmem, fills0, tiles == 1)
+                self.issue_scores(cta, fills0, tiles == 1)
                 for t in cutlass.range(tiles, unroll=1):
                     if t + 1 < tiles:
-                        self.issue_scores(bar, smem, tmem, fills0 + t + 1, t + 2 == tiles)
-                    self.issue_output(bar, smem, tmem, fills0 + t, t == 0)
+                        self.issue_scores(cta, fills0 + t + 1, t + 2 == tiles)
+                    self.issue_output(cta, fills0 + t, t > 0)
             fills0 = fills0 + tiles
 
-    def reopen(self, smem: Shared, operands: tuple, tile: RowTile) -> tuple:
-        c = self.config
+    def reopen(self, cta: Cta, operands: tuple, tile: RowTile) -> tuple:
+        c, info = self.config, cta.smem.info
         return tuple(
-            read_span(x, tile, c.tile_n, smem.info[None, 1 + i])
+            read_span(x, tile, c.tile_n, info[None, 1 + i])
             if isinstance(x, SpanOperands)
-            else read_selection(x, tile, c.tile_n, c.d, smem.info[None, 1 + i])
+            else read_selection(x, tile, c.tile_n, c.d, info[None, 1 + i])
             for i, x in enumerate(operands)
         )
 
     @cute.jit
-    def issue_scores(self, bar: Barriers, smem: Shared, tmem: cute.Pointer, fill: Int32, last: cutlass.Boolean):
+    def issue_scores(self, cta: Cta, fill: Int32, last: cutlass.Boolean):
         """S <- Q K' of the rings' tile number `fill`, the last of its row tile or not.
 
         The scores that stood there, two tiles before, are read: P of that tile has been waited for.
         """
-        c = self.config
+        c, bar, smem = self.config, cta.bar, cta.smem
         stage, parity, buffer = fill % c.stages, fill // c.stages & 1, fill % SCORE_BUFFERS
-        mma, a, s = self.score_operands(smem, tmem)
+        mma, a, s = self.score_operands(cta)
         blocks = c.ring_d // 16
         for i, ring in enumerate(c.key_rings):
             cute.arch.mbarrier_wait(bar.full + ring * c.stages + stage, parity)
@@ -491,33 +507,33 @@ class FwdSm100:
         if last:
             commit(bar.q_empty)
 
-    def score_operands(self, smem: Shared, tmem: cute.Pointer) -> tuple[cute.TiledMma, cute.Tensor, cute.Tensor]:
+    def score_operands(self, cta: Cta) -> tuple[cute.TiledMma, cute.Tensor, cute.Tensor]:
         """(mma, Q, both score buffers)"""
         c = self.config
         mma = tiled_mma(self.dtype, c.tile_m, c.tile_n, K_MAJOR)
         s = mma.make_fragment_C(cute.append(mma.partition_shape_C((c.tile_m, c.tile_n)), SCORE_BUFFERS))
-        return mma, operand_a(mma, smem.q), cute.make_tensor(tmem + c.scores_column, s.layout)
+        return mma, operand_a(mma, cta.smem.q), cute.make_tensor(cta.tmem + c.scores_column, s.layout)
 
     @cute.jit
-    def issue_output(self, bar: Barriers, smem: Shared, tmem: cute.Pointer, fill: Int32, fresh: cutlass.Boolean):
-        """O (+)= P V of the rings' tile number `fill`, the first of its row tile or not."""
-        c = self.config
+    def issue_output(self, cta: Cta, fill: Int32, adds: cutlass.Boolean):
+        """O (+)= P V of the rings' tile number `fill`; the first of its row tile does not add."""
+        c, bar, smem = self.config, cta.bar, cta.smem
         stage, parity = fill % c.stages, fill // c.stages & 1
-        mma, p, o = self.output_operands(smem, tmem)
+        mma, p, o = self.output_operands(cta)
         cute.arch.mbarrier_wait(bar.p_full, fill & 1)
         after_thread_sync()
         for i, ring in enumerate(c.value_rings):
             cute.arch.mbarrier_wait(bar.full + ring * c.stages + stage, parity)
             b = operand_b(mma, transposed(smem.rings[None, None, ring, None]))
             for k in range(c.tile_n // 16):
-                mma.set(tcgen05.Field.ACCUMULATE, True if k else not_(fresh))
+                mma.set(tcgen05.Field.ACCUMULATE, True if k else adds)
                 cute.gemm(
                     mma, o[None, None, None, i], p[None, None, k], b[None, None, k, stage], o[None, None, None, i]
                 )
             commit(bar.empty + ring * c.stages + stage)
         commit(bar.o_full)
 
-    def output_operands(self, smem: Shared, tmem: cute.Pointer) -> tuple[cute.TiledMma, cute.Tensor, cute.Tensor]:
+    def output_operands(self, cta: Cta) -> tuple[cute.TiledMma, cute.Tensor, cute.Tensor]:
         """(mma, P, O with one mode more for the value rings)"""
         c = self.config
         source = tcgen05.OperandSource.TMEM if c.weights_in_tmem else tcgen05.OperandSource.SMEM
@@ -525,33 +541,23 @@ class FwdSm100:
         o = mma.make_fragment_C(cute.append(mma.partition_shape_C((c.tile_m, c.ring_d)), len(c.value_rings)))
         if c.weights_in_tmem:
             layout = mma.make_fragment_A(mma.partition_shape_A((c.tile_m, c.tile_n))).layout
-            p = cute.make_tensor(cute.recast_ptr(tmem + c.weights_column, dtype=self.dtype), layout)
+            p = cute.make_tensor(cute.recast_ptr(cta.tmem + c.weights_column, dtype=self.dtype), layout)
         else:
-            p = operand_a(mma, smem.p)
-        return mma, p, cute.make_tensor(tmem, o.layout)
+            p = operand_a(mma, cta.smem.p)
+        return mma, p, cute.make_tensor(cta.tmem, o.layout)
 
     # ---- softmax
 
     @cute.jit
-    def attend(
-        self,
-        bar: Barriers,
-        smem: Shared,
-        tmem: cute.Pointer,
-        operands: tuple,
-        output: tuple,
-        results: RowResults,
-        scale_log2: Float32,
-        n: Extents,
-    ):
+    def attend(self, cta: Cta, operands: tuple, output: tuple, results: RowResults, scale_log2: Float32):
         """Four warps, a thread of which has a row or half of one, of every row tile of this CTA."""
-        c = self.config
+        c, bar, smem, n = self.config, cta.bar, cta.smem, cta.n
         w = Row.of(c, n)
         fills0 = Int32(0)
         for turn in cutlass.range(Walk.of(n).turns, unroll=1):
             cute.arch.mbarrier_wait(bar.q_full, turn & 1)
             tile = RowTile.read(smem.info[None, 0], n)
-            sources = self.reopen(smem, operands, tile)
+            sources = self.reopen(cta, operands, tile)
             cute.arch.mbarrier_arrive(bar.q_empty)
             exists, query, head = tile.place(w.boxed, 0)
             seen = tuple(seen_by_row(source, tile, w.boxed) for source in sources)
@@ -564,7 +570,7 @@ class FwdSm100:
             for t in cutlass.range(tiles, unroll=1):
                 fill = fills0 + t
                 on_source(seen, t, foresee)
-                self.read_scores(bar, tmem, w, fill, scores)
+                self.read_scores(cta, w, fill, scores)
                 on_source(seen, t, mask, scores, w.part)
                 old_max = row_max
                 row_max = raise_max(row_max, scores, c.lanes_per_row)
@@ -575,9 +581,9 @@ class FwdSm100:
                     cute.arch.mbarrier_wait(bar.o_full, (fill - 1) & 1)
                     after_thread_sync()
                     if cute.arch.vote_any_sync(factor != 1.0):
-                        self.rescale(tmem, w, factor)
-                self.write_weights(smem, tmem, w, weights)
-                on_source(seen, t, self.clear_values, bar, smem, w, fill)
+                        scale_lanes(cta.tmem, c.outputs_per_thread, factor, w.thread)
+                self.write_weights(cta, w, weights)
+                on_source(seen, t, self.clear_values, cta, w, fill)
                 before_thread_sync()
                 cute.arch.mbarrier_arrive(bar.p_full)
 
@@ -594,76 +600,45 @@ class FwdSm100:
             if tiles > 0:
                 cute.arch.mbarrier_wait(bar.o_full, (fills0 + tiles - 1) & 1)
                 after_thread_sync()
-            self.write_output(smem, tmem, w, tiles > 0, factor, tile, exists, tile.row_index(query, head), output)
+            self.write_output(cta, w, tiles > 0, factor, tile, exists, tile.row_index(query, head), output)
             fills0 = fills0 + tiles
         if cutlass.const_expr(c.shared_kv):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def read_scores(self, bar: Barriers, tmem: cute.Pointer, w: Row, fill: Int32, scores: cute.Tensor):
+    def read_scores(self, cta: Cta, w: Row, fill: Int32, scores: cute.Tensor):
         c = self.config
         buffer = fill % SCORE_BUFFERS
-        cute.arch.mbarrier_wait(bar.s_full + buffer, fill // SCORE_BUFFERS & 1)
+        cute.arch.mbarrier_wait(cta.bar.s_full + buffer, fill // SCORE_BUFFERS & 1)
         after_thread_sync()
-        mma = tiled_mma(self.dtype, c.tile_m, c.tile_n, K_MAJOR)
-        s = mma.make_fragment_C(cute.append(mma.partition_shape_C((c.tile_m, c.tile_n)), SCORE_BUFFERS))
-        s = cute.make_tensor(tmem + c.scores_column, s.layout)[(None, None), 0, 0, buffer]
         if cutlass.const_expr(c.lanes_per_row == 1):
-            op = tcgen05.Ld32x32bOp(tcgen05.Repetition(c.scores_per_thread))
-        else:  # 16 lanes of a warp's 32 hold scores: half of a row goes to each of two threads
-            op = tcgen05.Ld16x32bx2Op(tcgen05.Repetition(c.scores_per_thread))
-        tmem_copy(op, s, scores, w.thread)
-        cute.arch.fence_view_async_tmem_load()
+            load_lanes(cta.tmem + c.scores_column + buffer * c.tile_n, scores, w.thread)
+        else:
+            _, _, s = self.score_operands(cta)
+            load_half_lanes(s[(None, None), 0, 0, buffer], scores, w.thread)
 
     @cute.jit
-    def rescale(self, tmem: cute.Pointer, w: Row, factor: Float32):
-        c = self.config
-        chunk = cute.make_rmem_tensor(SLAB, Float32)
-        for i in cutlass.range(c.outputs_per_thread // SLAB, unroll=1):
-            lanes = tmem_lanes(tmem + i * SLAB, SLAB)
-            tmem_copy(tcgen05.Ld32x32bOp(tcgen05.Repetition(SLAB)), lanes, chunk, w.thread)
-            cute.arch.fence_view_async_tmem_load()
-            for j in cutlass.range_constexpr(SLAB):
-                chunk[j] = chunk[j] * factor
-            tmem_copy(tcgen05.St32x32bOp(tcgen05.Repetition(SLAB)), lanes, chunk, w.thread)
-        cute.arch.fence_view_async_tmem_store()
-
-    @cute.jit
-    def write_weights(self, smem: Shared, tmem: cute.Pointer, w: Row, weights: cute.Tensor):
+    def write_weights(self, cta: Cta, w: Row, weights: cute.Tensor):
         c = self.config
         if cutlass.const_expr(c.weights_in_tmem):
-            lanes = tmem_lanes(tmem + c.weights_column, cute.size(weights))
-            values = cute.make_tensor(cute.recast_ptr(weights.iterator, dtype=Float32), weights.layout)
-            tmem_copy(tcgen05.St32x32bOp(tcgen05.Repetition(cute.size(weights))), lanes, values, w.thread)
-            cute.arch.fence_view_async_tmem_store()
+            store_lanes(cta.tmem + c.weights_column, weights, w.thread)
         else:
-            write_row(smem.p, w.row, w.part * c.scores_per_thread, weights)
+            write_row(cta.smem.p, w.row, w.part * c.scores_per_thread, weights)
             cute.arch.fence_proxy("async.shared", space="cta")
 
     @cute.jit
-    def clear_values(self, seen: Any, t: Int32, bar: Barriers, smem: Shared, w: Row, fill: Int32):
+    def clear_values(self, seen: Any, t: Int32, cta: Cta, w: Row, fill: Int32):
         """Zero the rows of V's tile t that no query sees; what is gathered has none."""
         c = self.config
         if cutlass.const_expr(isinstance(seen, RowSpan)):  # noqa: SIM102, at compile time
             if seen.source.needs_clearing(t):
                 stage = fill % c.stages
                 for ring in c.value_rings:
-                    cute.arch.mbarrier_wait(bar.full + ring * c.stages + stage, fill // c.stages & 1)
-                    zero_rows(smem.rings[None, None, ring, stage], seen.source.unseen_from(t), w.thread, WARPGROUP)
+                    cute.arch.mbarrier_wait(cta.bar.full + ring * c.stages + stage, fill // c.stages & 1)
+                    zero_rows(cta.smem.rings[None, None, ring, stage], seen.source.unseen_from(t), w.thread, WARPGROUP)
 
     @cute.jit
-    def write_output(
-        self,
-        smem: Shared,
-        tmem: cute.Pointer,
-        w: Row,
-        any_key: cutlass.Boolean,
-        factor: Float32,
-        tile: RowTile,
-        exists: cutlass.Boolean,
-        row: Int64,
-        output: tuple,
-    ):
+    def write_output(self, cta: Cta, w: Row, any_key, factor: Float32, tile: RowTile, exists, row: Int64, to: tuple):
         """o <- factor O, rounded; without any key there is no O."""
         c = self.config
         chunk = cute.make_rmem_tensor(SLAB, Float32)
@@ -671,22 +646,20 @@ class FwdSm100:
         for i in cutlass.range(c.outputs_per_thread // SLAB, unroll=1):
             chunk.fill(0.0)
             if any_key:
-                lanes = tmem_lanes(tmem + i * SLAB, SLAB)
-                tmem_copy(tcgen05.Ld32x32bOp(tcgen05.Repetition(SLAB)), lanes, chunk, w.thread)
-                cute.arch.fence_view_async_tmem_load()
+                load_lanes(cta.tmem + i * SLAB, chunk, w.thread)
             for j in cutlass.range_constexpr(cute.size(packed)):
                 packed[j] = round_pair(chunk[2 * j] * factor, chunk[2 * j + 1] * factor, self.dtype)
             if cutlass.const_expr(c.shared_kv):
-                self.store_slabs(smem, w, tile, i, packed, output)
+                self.store_slabs(cta, w, tile, i, packed, to)
             elif exists:
-                target = output[0] + (row * c.d + i * SLAB)
+                target = to[0] + (row * c.d + i * SLAB)
                 place = cute.recast_ptr(target, dtype=Uint32).align(16)
                 cute.autovec_copy(packed, cute.make_tensor(place, packed.layout))
 
     @cute.jit
-    def store_slabs(self, smem: Shared, w: Row, tile: RowTile, i: Int32, packed: cute.Tensor, output: tuple):
+    def store_slabs(self, cta: Cta, w: Row, tile: RowTile, i: Int32, packed: cute.Tensor, output: tuple):
         """The i-th slab of every part of the rows, through SMEM. TMA leaves out rows that do not exist."""
-        c = self.config
+        c, smem = self.config, cta.smem
         tma_o, mO = output
         if w.thread == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -702,85 +675,19 @@ class FwdSm100:
             cute.arch.cp_async_bulk_commit_group()
 
 
-class LatentSm100(FwdSm100):
-    """One latent is K and V, and keys come from one source or two."""
-
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Pointer,
-        o: cute.Pointer,
-        sink: cute.Pointer,
-        lse: cute.Pointer,
-        scale_log2: Float32,
-        b: Int32,
-        s_q: Int32,
-        h_q: Int32,
-        h_kv: Int32,
-        keys0: cute.Pointer,
-        from0: cute.Pointer,  # start of a span, indices of a selection
-        to0: cute.Pointer,  # stop of a span, lengths of a selection
-        s_kv0: Int32,
-        topk0: Int32,
-        keys1: cute.Pointer,
-        from1: cute.Pointer,
-        to1: cute.Pointer,
-        s_kv1: Int32,
-        topk1: Int32,
-        ctas: Int32,  # at most, that is how many run at a time
-        stream: cuda.CUstream,
-    ):
-        c = self.config
-        n, shapes = self.shapes(b, s_q, h_q, h_kv)
-        given = ((keys0, from0, to0, s_kv0, topk0), (keys1, from1, to1, s_kv1, topk1))
-        sources = tuple(
-            (SelectionOperands(keys, first, second, s_kv, topk),)
-            if kind == "selection"
-            else (*self.keys(shapes, keys, s_kv), SpanOperands(first, second, s_kv))
-            for kind, (keys, first, second, s_kv, topk) in zip(c.sources, given, strict=False)
-        )
-        output = tuple(tma_atom(cpasync.CopyBulkTensorTileS2GOp(), shapes.rows(o), c.tile_m, SLAB))
-        self.launch(shapes, q, output, sources, RowResults(sink, lse), scale_log2, n, ctas, stream)
-
-
-def total_tiles(sources: tuple) -> Int32:
-    return sum((source.tiles for source in sources[1:]), sources[0].tiles)
-
-
-@cute.jit
-def on_source(seen: tuple, t: Int32, action: cutlass.Constexpr[Callable], *arguments):
-    """action(what a row sees of a source, its tile number, ...) for the source that tile t of all belongs to."""
-    if cutlass.const_expr(len(seen) == 1):
-        action(seen[0], t, *arguments)
-    else:
-        first = seen[0].source.tiles
-        if t < first:
-            action(seen[0], t, *arguments)
-        else:
-            action(seen[1], t - first, *arguments)
-
-
-def foresee(seen: Any, t: Int32) -> None:
-    seen.foresee(t)
-
-
-def mask(seen: Any, t: Int32, scores: cute.Tensor, part: Int32) -> None:
-    seen.mask(scores, t, part)
-
-
 def compile(variant: Variant, out_dir: Path) -> Compiled:
     config = Config(variant.d, variant.dtype, variant.sources, variant.shared_kv)
-    if variant.shared_kv:
-        source = (*pointers(variant.dtype, "keys", "int32", "int32"), i32(), i32())
-        rows = (*pointers(variant.dtype, "q", "o", "float32", "float32"), Float32(1.0), *(i32() for _ in range(4)))
-        entry, arguments = LatentSm100(config), (*rows, *source, *source, i32())
-    else:
-        arrays = pointers(variant.dtype, "q", "k", "v", "o", "int32", "int32", "float32", "float32")
-        entry, arguments = FwdSm100(config), (*arrays, Float32(1.0), *(i32() for _ in range(6)))
+    source = (*pointers(variant.dtype, "keys", "int32", "int32"), i32(), i32())
     return compile_ahead(
-        entry,
+        FwdSm100(config),
         FwdSm100.kernel,
-        *arguments,
+        *pointers(variant.dtype, "q", "o", "float32", "float32"),
+        Float32(1.0),
+        *(i32() for _ in range(4)),
+        *pointers(variant.dtype, "v"),
+        *source,
+        *source,
+        i32(),
         name="fwd_sm100",
         arch=variant.arch,
         out_dir=out_dir,

@@ -3,6 +3,7 @@
 As in lib/softmax.py the maximum is kept unscaled, and scale * log2(e) enters only in exp2.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +70,31 @@ def seen_by_row(source: Any, tile: PlacedTile, boxed: BoxedRows) -> RowSpan | Ro
         exists, query, _ = tile.place(boxed, 0)
         return RowSpan(source, *span_of(tile, source.operands, query, exists))
     return RowSelection(source, source.of_rows(boxed))
+
+
+def total_tiles(sources: tuple) -> Int32:
+    return sum((source.tiles for source in sources[1:]), sources[0].tiles)
+
+
+@cute.jit
+def on_source(seen: tuple, t: Int32, action: cutlass.Constexpr[Callable], *arguments):
+    """action(what a row sees of a source, its tile number, ...) for the source that tile t of all belongs to."""
+    if cutlass.const_expr(len(seen) == 1):
+        action(seen[0], t, *arguments)
+    else:
+        first = seen[0].source.tiles
+        if t < first:
+            action(seen[0], t, *arguments)
+        else:
+            action(seen[1], t - first, *arguments)
+
+
+def foresee(seen: Any, t: Int32) -> None:
+    seen.foresee(t)
+
+
+def mask(seen: Any, t: Int32, scores: cute.Tensor, part: Int32) -> None:
+    seen.mask(scores, t, part)
 
 
 @cute.jit

@@ -32,22 +32,58 @@ def tiled_mma(dtype, m: int, n: int, b_major, a_source=tcgen05.OperandSource.SME
     return cute.make_tiled_mma(cute.make_mma_atom(op))
 
 
-def tmem_lanes(base: cute.Pointer, columns: int) -> cute.Tensor:
+# Between TMEM and registers. A warp has 32 of the lanes; what is here waits for its loads and stores.
+
+
+@cute.jit
+def load_lanes(base: cute.Pointer, values: cute.Tensor, thread: Int32):
+    """values <- as many columns of this thread's lane, from base on."""
+    count = cutlass.const_expr(cute.size(values))
+    copy_lanes(tcgen05.Ld32x32bOp(tcgen05.Repetition(count)), lanes(base, count), values, thread)
+    cute.arch.fence_view_async_tmem_load()
+
+
+@cute.jit
+def load_half_lanes(tile: cute.Tensor, values: cute.Tensor, thread: Int32):
+    """Of a tile in 16 lanes of each warp's 32: one half of a lane's columns to each of two threads."""
+    op = tcgen05.Ld16x32bx2Op(tcgen05.Repetition(cutlass.const_expr(cute.size(values))))
+    copy_lanes(op, tile, values, thread)
+    cute.arch.fence_view_async_tmem_load()
+
+
+@cute.jit
+def store_lanes(base: cute.Pointer, values: cute.Tensor, thread: Int32):
+    """As many columns of this thread's lane, from base on, <- values of 32 bits."""
+    count = cutlass.const_expr(cute.size(values))
+    bits = cute.make_tensor(cute.recast_ptr(values.iterator, dtype=Float32), values.layout)
+    copy_lanes(tcgen05.St32x32bOp(tcgen05.Repetition(count)), lanes(base, count), bits, thread)
+    cute.arch.fence_view_async_tmem_store()
+
+
+@cute.jit
+def scale_lanes(base: cute.Pointer, columns: cutlass.Constexpr, factor: Float32, thread: Int32):
+    chunk = cute.make_rmem_tensor(SLAB, Float32)
+    for i in cutlass.range(columns // SLAB, unroll=1):
+        load_lanes(base + i * SLAB, chunk, thread)
+        for j in cutlass.range_constexpr(SLAB):
+            chunk[j] = chunk[j] * factor
+        store_lanes(base + i * SLAB, chunk, thread)
+
+
+def lanes(base: cute.Pointer, columns: int) -> cute.Tensor:
     return cute.make_tensor(base, cute.make_layout((LANES, columns), stride=(LANE, 1)))
 
 
 @cute.jit
-def tmem_copy(op: cutlass.Constexpr, lanes: cute.Tensor, values: cute.Tensor, thread: Int32):
-    """Between the lanes of this thread's warp and its registers; neither is ready before its wait."""
-    copy = tcgen05.make_tmem_copy(cute.make_copy_atom(op, Float32), lanes).get_slice(thread)
+def copy_lanes(op: cutlass.Constexpr, tile: cute.Tensor, values: cute.Tensor, thread: Int32):
+    copy = tcgen05.make_tmem_copy(cute.make_copy_atom(op, Float32), tile).get_slice(thread)
+    coordinates = cute.make_identity_tensor(tile.shape)
     if cutlass.const_expr(isinstance(op, tcgen05.St32x32bOp)):
-        there = copy.partition_D(lanes)
-        here = copy.partition_S(cute.make_identity_tensor(lanes.shape))
-        cute.copy(copy, cute.make_tensor(values.iterator, cute.make_layout(here.shape)), there)
+        here = cute.make_tensor(values.iterator, cute.make_layout(copy.partition_S(coordinates).shape))
+        cute.copy(copy, here, copy.partition_D(tile))
     else:
-        there = copy.partition_S(lanes)
-        here = copy.partition_D(cute.make_identity_tensor(lanes.shape))
-        cute.copy(copy, there, cute.make_tensor(values.iterator, cute.make_layout(here.shape)))
+        here = cute.make_tensor(values.iterator, cute.make_layout(copy.partition_D(coordinates).shape))
+        cute.copy(copy, copy.partition_S(tile), here)
 
 
 @cute.jit
