@@ -1,9 +1,10 @@
 """Run a kernel of this build on the CPU, and show who did what when.
 
-    python -m tests.ptx fwd_sm_90a_d128_bfloat16                          a timeline of warps and barriers, as text
-    python -m tests.ptx fwd_sm_90a_d128_bfloat16 --plot run.svg           the same as a picture
-    python -m tests.ptx d512_bfloat16 --case turns --seed 3               another case, another order of things
-    python -m tests.ptx d128_bfloat16 --ptx edited.ptx                    PTX that was changed by hand
+    python -m tests.ptx fwd_sm_90a_d128_bfloat16                      a timeline of warps and barriers, as text
+    python -m tests.ptx fwd_sm_90a_d128_bf --plot run.svg             the same as a picture
+    python -m tests.ptx sparse_fwd_sm_90a_d512_bf --case mixed       another case
+    python -m tests.ptx fwd_sm_90a_d128_bf --seed 3                   another order of things
+    python -m tests.ptx fwd_sm_90a_d128_bf --ptx edited.ptx           PTX that was changed by hand
 
 The kernel is a key of kernels/variants.py or an unambiguous part of one; it is compiled if no build has it. With a
 fault (a deadlock, a race, an access out of bounds, a wrong answer, ...) the exit status is 1, and the timeline ends
@@ -81,7 +82,8 @@ def main(argv: list[str] | None = None) -> int:
         print("\n".join(text if args.tail is None else [text[0], *text[1:][-args.tail :]]))
     shape = ", ".join(f"{k} {v}" for k, v in x.shape._asdict().items() if v)
     size = f"{machine.grid_size} CTAs of {machine.threads} threads"
-    print(f"\n{kernel.variant.key} on {shape}: {size}, {machine.time} steps")
+    share = f"{len(machine.executed)} of {len(machine.program.code)} instructions"
+    print(f"\n{kernel.variant.key} on {shape}: {size}, {machine.time} steps, {share}")
     if found is not None:
         print(f"{type(found).__name__}: {found}", file=sys.stderr)
         return 1

@@ -6,6 +6,10 @@ All have a query that sees nothing, absent indices of every kind, infinite sinks
 
 from __future__ import annotations
 
+import dataclasses
+
+import numpy as np
+
 from kernels.variants import Variant
 from tests import native
 
@@ -32,6 +36,15 @@ def extents(variant: Variant, tile_n: int, case: str) -> dict[str, int] | None:
         "few": {"b": 1, "s_q": 3, "s_kv": 3, "h_q": 5, "s_kv1": 3, "topk": 3},
         # more tiles of rows than CTAs: the ring of key tiles goes on from one to the next
         "turns": {"b": 1, "s_q": 5 if sparse else 40, "s_kv": n + 30, "h_q": 12, "s_kv1": 9, "topk": n + 1, "width": n},
+        # any number of key tiles from none on, for every tile of rows, where maxima rise
+        "mixed": {
+            "b": 1,
+            "s_q": 17 if len(variant.sources) == 1 else 31,
+            "s_kv": 4 * n + 11,
+            "h_q": 64,
+            "s_kv1": 3 * n,
+            "topk": 3 * n + 9,
+        },
     }
     if variant.op == "fwd":
         # several heads of keys: a tile of rows is a box of heads x queries
@@ -39,10 +52,43 @@ def extents(variant: Variant, tile_n: int, case: str) -> dict[str, int] | None:
     return table.get(case)
 
 
-CASES = ("tiles", "window", "few", "turns", "groups")
-PROCESSORS = {"tiles": 2, "window": 2, "few": 1, "turns": 1, "groups": 2}
+CASES = ("tiles", "window", "few", "turns", "mixed", "groups")
+PROCESSORS = {"tiles": 2, "window": 2, "few": 1, "turns": 1, "mixed": 1, "groups": 2}
 
 
 def operands(variant: Variant, tile_n: int, case: str) -> native.Operands | None:
     given = extents(variant, tile_n, case)
-    return None if given is None else native.operands(variant, **given)
+    if given is None:
+        return None
+    x = native.operands(variant, **given)
+    return mixed(x, variant, tile_n) if case == "mixed" else x
+
+
+def mixed(x: native.Operands, variant: Variant, tile_n: int) -> native.Operands:
+    """Every query sees of every source as many keys as chance says; the later ones are larger."""
+    rng, n = np.random.default_rng(2), tile_n
+    _, s_q, *_ = x.shape
+    sources = []
+    for kind, keys in zip(variant.sources, x.sources, strict=True):
+        s_kv = keys.k.shape[1]
+        many = np.array([0, 0, 1, n // 2, n - 1, n, n, n + 1, 2 * n - 3, 2 * n, 2 * n + 30, 3 * n, 3 * n + 9, s_kv])
+        many = np.minimum(rng.permutation(np.resize(many, s_q)), s_kv)
+        many[:3] = 0  # a tile of rows that sees nothing
+        if kind == "span":
+            first = rng.integers(0, s_kv - many + 1)[None]
+            seen_from, seen_to = first.astype(np.int32), (first + many).astype(np.int32)
+            j = np.arange(s_kv)
+            counts = ((j >= seen_from[..., None]) & (j < seen_to[..., None])).astype(np.int64)
+        else:
+            seen_from, seen_to = keys.seen_from, many[None].astype(np.int32)
+            present = (np.arange(seen_from.shape[-1]) < many[:, None]) & (seen_from >= 0) & (seen_from < s_kv)
+            counts = np.zeros((1, s_q, s_kv), np.int64)
+            for b, i, p in zip(*np.nonzero(present), strict=True):
+                counts[b, i, seen_from[b, i, p]] += 1
+        size = np.linspace(0.02, 0.2, s_kv)[:, None, None]
+        k = (size * rng.standard_normal(keys.k.shape)).astype(keys.k.dtype)
+        v = k if keys.v is keys.k else (0.125 * rng.standard_normal(k.shape)).astype(k.dtype)
+        for array in (k, v):
+            array[~counts.any(1)] = np.nan
+        sources.append(native.Keys(k, v, seen_from, seen_to, counts))
+    return dataclasses.replace(x, sources=tuple(sources))

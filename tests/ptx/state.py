@@ -15,7 +15,7 @@ from .parser import Instruction, Program
 if TYPE_CHECKING:
     from .barriers import MBarrier, NamedBarrier
     from .copies import TensorMap
-    from .decode import Code
+    from .decode import Code, Step
     from .scheduler import Temper
 
 Array = np.ndarray[Any, Any]
@@ -451,6 +451,7 @@ class Machine:
         self.ops_log: list[AsyncOp] = []
         self.pending: list[AsyncOp] = []
         self.moments: list[Moment] | None = [] if record else None
+        self.executed: set[int] = set()  # which instructions, where a record is kept
         self.exit_checks: list[Callable[[], None]] = []
         per_cta = -(-threads // LANES)
         self.warp_count = per_cta * grid
@@ -458,6 +459,8 @@ class Machine:
         for n in range(grid):
             self.ctas.append(Cta(self, n, n % cluster_size, per_cta))
         self.code = Code(program, self)
+        if record:
+            self.code.steps = [self.noting(n, step) for n, step in enumerate(self.code.steps)]
         for cta in self.ctas:
             first = cta.number - cta.rank
             cta.cluster = self.ctas[first : first + cluster_size]
@@ -472,6 +475,13 @@ class Machine:
 
         with np.errstate(all="ignore"):  # infinities and NaN are as good as any number here
             run(self)
+
+    def noting(self, number: int, step: Step) -> Step:
+        def noted(w: Warp) -> Any:
+            self.executed.add(number)
+            return step(w)
+
+        return noted
 
     def new_event(self, event: Event) -> int:
         self.events.append(event)
