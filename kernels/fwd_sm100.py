@@ -1,6 +1,6 @@
 """Attention for Blackwell: head dimensions up to 256 with K and V apart, 512 with one latent that is both.
 
-    warp 5       Q K0 V0  K1 V1  K2 V2 ...                              TMA into rings of tiles
+    warp 5, ..   Q K0 V0  K1 V1  K2 V2 ...                              into rings, by TMA, or by cp.async where selected
     warp 4       S0   | S1 | O = P0 V0 | S2 | O += P1 V1 | ... Pn Vn     tcgen05.mma, all in TMEM
     warps 0-3         | P0             | P1              | ...      O    softmax; O to memory
 
@@ -51,9 +51,7 @@ from .lib.softmax import LN_2, LOG2_E, RowResults, exp2
 from .lib.spans import SpanOperands, open_span, read_span
 from .lib.tcgen05 import (
     COLUMNS,
-    K_MAJOR,
     LANES,
-    MN_MAJOR,
     after_thread_sync,
     before_thread_sync,
     commit,
@@ -65,11 +63,22 @@ from .lib.tcgen05 import (
     tiled_mma,
     write_row,
 )
-from .lib.wgmma import SLAB, operand_a, operand_b, round_pair, slab_layout, tma_atom, tma_tiles, transposed, zero_rows
+from .lib.wgmma import (
+    K_MAJOR,
+    MN_MAJOR,
+    SLAB,
+    operand_a,
+    operand_b,
+    round_pair,
+    slab_layout,
+    tma_atom,
+    tma_tiles,
+    transposed,
+    zero_rows,
+)
 from .variants import Variant
 
 SCORE_BUFFERS = 2
-
 SOFTMAX_WARPS = 4  # then one that issues MMA, then one or four that load
 BAR_SOFTMAX = 1  # named barrier of the softmax warps
 
@@ -133,10 +142,6 @@ class Config:
         return (0, 1) if self.shared_kv else (1,)
 
     @property
-    def row_bytes(self) -> int:
-        return self.d * 2
-
-    @property
     def ring_tile_bytes(self) -> int:
         return self.tile_n * self.ring_d * 2
 
@@ -163,7 +168,7 @@ class Config:
         weights = 0 if self.weights_in_tmem else self.tile_m * self.tile_n * 2
         staged = self.lanes_per_row * self.tile_m * SLAB * 2 if self.shared_kv else 0
         small = 4 * PUBLISHED * (1 + len(self.sources)) + 16 + 8 * sum(count for count, _ in self.barriers)
-        return 1024 + self.tile_m * self.row_bytes + 2 * self.stages * self.ring_tile_bytes + weights + staged + small
+        return 1024 + self.tile_m * self.d * 2 + 2 * self.stages * self.ring_tile_bytes + weights + staged + small
 
     @property
     def barriers(self) -> tuple[tuple[int, int], ...]:
@@ -365,7 +370,7 @@ class FwdSm100:
                 with cute.arch.elect_one():
                     for i, thing in enumerate((tile, *opened)):
                         thing.publish(smem.info[None, i])
-                    cute.arch.mbarrier_arrive_and_expect_tx(bar.q_full, n.box_inner * n.box_outer * c.row_bytes)
+                    cute.arch.mbarrier_arrive_and_expect_tx(bar.q_full, n.box_inner * n.box_outer * c.d * 2)
                 gQ, sQ = tma_tiles(tma_q, tile.of(mQ, c.tile_m, c.d)[None, None, 0], smem.q)
                 cute.copy(tma_q, gQ, sQ, tma_bar_ptr=bar.q_full)
             self.load_keys(cta, sources, opened, tile, fills0, thread)

@@ -102,6 +102,23 @@ def test_is_right(key, case):
         assert first.tobytes() == again.tobytes()
 
 
+def test_config_refuses_what_does_not_fit():
+    from kernels.fwd_sm100 import Config
+
+    class Wide(Config):
+        tile_n = 256
+
+    for config, arguments, says in (
+        (Config, {"d": 256, "stages": 3}, "needs 263.* bytes of SMEM, 232448 fit"),
+        (Config, {"d": 512}, "at most 256"),
+        (Config, {"d": 96}, "whole slabs of 64"),
+        (Config, {"d": 64, "sources": ("selection",)}, "which only a latent has"),
+        (Wide, {"d": 64}, "needs 704 columns of TMEM, there are 512"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            config(**{"dtype": "bfloat16", "sources": ("span",), "shared_kv": False, **arguments})
+
+
 # Faults, planted on purpose. By an edit of the source, which is compiled, or of the PTX.
 
 

@@ -4,12 +4,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 from cutlass._mlir.dialects import nvvm
-from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
+from cutlass.cute.nvgpu import tcgen05
 from cutlass.cutlass_dsl import dsl_user_op
 
-from .wgmma import SLAB
+from .wgmma import K_MAJOR, SLAB
 
-K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
 LANES, COLUMNS = 128, 512  # of TMEM
 LANE = 1 << 16  # of a TMEM address; a column is 1
 

@@ -4,11 +4,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 from cutlass._mlir.dialects import llvm
-from cutlass.cute.nvgpu import cpasync, warp, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.cutlass_dsl import dsl_user_op
 
 SLAB = 64  # columns of 2-byte elements in a 128-byte swizzled row
-K_MAJOR, MN_MAJOR = warpgroup.OperandMajorMode.K, warpgroup.OperandMajorMode.MN
+K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
 
 
 def slab_layout(dtype, *shape: int) -> cute.ComposedLayout:

@@ -29,7 +29,7 @@ from .barriers import arrive, lookup
 from .decode import Decoder, Step, instruction
 from .hazards import Clock, Leak, Misuse, Shadow, Undefined, Words
 from .parser import Address, Instruction
-from .state import FULL, LANES, Array, AsyncOp, Cta, Wait, Warp, lanes_of, mask_of
+from .state import FULL, LANES, SMEM_BASE, Array, AsyncOp, Cta, Wait, Warp, lanes_of, mask_of
 from .wgmma import DTYPES, Descriptor, chunks_of, fetch, widen
 
 DATAPATHS, COLUMNS = 128, 512
@@ -265,7 +265,7 @@ def commit(i: Instruction, d: Decoder) -> Step:
             def run(op: AsyncOp, bar: Any = bar, clock: Clock = clock) -> None:
                 arrive(bar, 1, clock, op)
 
-            w.issue("tcgen05.commit", f"to +{bar.offset}", run, after=pending, clock=clock)
+            w.issue("tcgen05.commit", f"arrival at mbarrier +{bar.offset - SMEM_BASE}", run, after=pending, clock=clock)
 
     return step
 
@@ -333,7 +333,7 @@ def load(i: Instruction, d: Decoder) -> Step:
             result["values"], result["defined"] = tmem.words[words], known.reshape(words.shape)
 
         before = tuple(op for op, _, _ in mine.loads[-1:])
-        op = w.issue("tcgen05.ld", ".".join(i.mods), run, after=before)
+        op = w.issue("tcgen05.ld", "load of " + ".".join(i.mods[:2]), run, after=before)
         w.hold(slots, op)
         mine.loads.append((op, slots, result))
 
@@ -357,7 +357,7 @@ def store(i: Instruction, d: Decoder) -> Step:
             tmem.shadow.write(Access(clock, w.number, op), words.ravel(), defined)
             tmem.words[words] = values
 
-        mine.stores.append(w.issue("tcgen05.st", ".".join(i.mods), run, after=mine.stores[-1:]))
+        mine.stores.append(w.issue("tcgen05.st", "store of " + ".".join(i.mods[:2]), run, after=mine.stores[-1:]))
 
     return step
 
@@ -455,7 +455,7 @@ def product(i: Instruction, d: Decoder) -> Step:
             access = Access(clock, w.cta.warp_total + w.number, op)
             multiply(op, access, w.cta, tmem, shape, a, a_words, b, d_words, adds)
 
-        what = f"{shape.m}x{shape.n}x{K} to lane {row}, column {column}"
+        what = f"product {shape.m}x{shape.n}x{K} into lane {row}, column {column}"
         op = w.issue("tcgen05.mma", what, run, after=() if last is None else (last,), reader=w.cta.first_stream)
         clock.ops |= 1 << op.number  # it reads D before it writes it
         mine.chains[key] = op, bits | 1 << op.number
