@@ -1,6 +1,6 @@
 """Attention for Blackwell: head dimensions up to 256 with K and V apart, 512 with one latent that is both.
 
-    warp 5, ..   Q K0 V0  K1 V1  K2 V2 ...                              into rings, by TMA, or by cp.async where selected
+    warp 5, ..   Q K0 V0  K1 V1  K2 V2 ...                              into rings: TMA, or cp.async where selected
     warp 4       S0   | S1 | O = P0 V0 | S2 | O += P1 V1 | ... Pn Vn     tcgen05.mma, all in TMEM
     warps 0-3         | P0             | P1              | ...      O    softmax; O to memory
 
