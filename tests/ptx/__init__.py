@@ -1,8 +1,8 @@
 """An interpreter for the PTX that the build emits: kernels run on a CPU, and their mistakes are found there.
 
-    from tests.ptx.state import Machine
-    machine = Machine(parse(text), grid=(2, 1, 1), block=384, smem_bytes=214648, params=..., seed=0)
-    machine.run()                       # raises Deadlock, Race, Undefined, OutOfBounds, Misuse, Unsupported
+    from tests.ptx.launch import Kernel, launch
+    run = launch(Kernel.of(variant), operands, processors=2, seed=0)
+    o, lse = run.run()              # raises Deadlock, Race, Undefined, OutOfBounds, Misuse, Leak, Unsupported
 
 What is modelled. A warp is 32 lanes in NumPy vectors; a register is a *slot* of `warp.R` (an array of 32 lanes, never
 changed in place) with a bit mask of the lanes where it is defined in `warp.D`. Immediates, special registers and
@@ -25,6 +25,8 @@ Modules, each for one concern:
     decode.py      Decoder: operands -> slots; the register of instructions
     alu.py control.py memory.py barriers.py copies.py lanes.py wgmma.py tcgen05.py      one family of instructions each
     launch.py      a launch as our own launcher plans it (ffi/introspect.cc), for a variant and operands
+    cases.py       what kernels are run on;  verdict.py: what is wrong with an answer;  edits.py: faults to plant
+    hardware.py    what a GPU answers, recorded
     timeline.py    who did what when, as text and as a picture
 
 Seams, for a new family of instructions:
@@ -55,7 +57,7 @@ Seams, for a new family of instructions:
 
 3. Asynchronous operations. `op = w.issue(kind, what, run, after=(...), proxy="async")` records an AsyncOp with the warp's clock
    at this moment; the scheduler calls `run(op)` at any later time, once all of `after` are done. `run` checks and does the reads and
-   writes (`cta.smem.shadow.read(op, words)`, `.write(op, words, defined=True)`), then arrives where completion is told:
+   writes (`cta.smem.shadow.read(op, words)`, `.write(op, words, defined=True)`), then it arrives where completion is told:
    `barriers.arrive(bar, 1, op.completed())` (the clock of the issue, plus the operation itself, plus `after`).
    `w.clock.learn(op)` for completions that are waited for without a barrier (wait_group, tcgen05.wait).
 

@@ -135,6 +135,16 @@ class Product:
 
 
 @dataclass(eq=False)
+class Chain:
+    """The products of one warp on one accumulator, from the first on: what holds its registers."""
+
+    last: Product
+
+    def __str__(self) -> str:
+        return str(self.last)
+
+
+@dataclass(eq=False)
 class Accumulator:
     values: Array  # fp32 [64, n]
     defined: Array  # [64]
@@ -221,19 +231,18 @@ def product(i: Instruction, d: Decoder) -> Step:
         if p.key != key:
             raise Misuse(f"the warps of warpgroup {group.number} issue different products: {p.key} and {key}")
         rank = w.number % 4
-        chained = False
-        for s in accumulator:
-            held = w.held.get(s)
-            if held is not None:
-                before = held[0]
-                if not isinstance(before, Product) or before.d != accumulator:
-                    raise Race(f"accumulator {w.code.name_of(s)} is still in use by {before}")
-                chained = True
-        if not chained:
+        chain = w.held.get(accumulator[0], (None,))[0]
+        if isinstance(chain, Chain) and chain.last.d == accumulator:
+            chain.last = p
+        else:
+            for s in accumulator:
+                if s in w.held:
+                    raise Race(f"accumulator {w.code.name_of(s)} is still in use by {w.held[s][0]}")
             check_fenced(w, mine, accumulator)
             if accumulates:
                 values = np.stack([w.R[s].view(np.float32) for s in accumulator])
                 p.initial[rank] = from_fragment(values), rows_defined(w, list(accumulator))
+            w.hold(accumulator, Chain(p))
         if a_slots:
             check_fenced(w, mine, a_slots)
             for s in a_slots:
@@ -241,7 +250,6 @@ def product(i: Instruction, d: Decoder) -> Step:
             bits = np.stack([w.R[s].view(np.uint32) for s in a_slots])
             half = bits.view(np.uint16).reshape(4, LANES, 2).transpose(0, 2, 1).reshape(8, LANES)  # (j, h, c) by lane
             p.fragments[rank] = widen(from_fragment(np.ascontiguousarray(half)), dtype), rows_defined(w, list(a_slots))
-        w.hold(accumulator, p)
         w.hold(a_slots, p, writes=False)
         mine.open.append(p)
         if p.clock is None:
@@ -329,8 +337,8 @@ def wait(i: Instruction, d: Decoder) -> Step:
         w.converged(i.opcode)
         mine = issued_by(w)
         wanted = [p for group in mine.groups[: len(mine.groups) - keep] for p in group]
-        if not all(p.complete for p in wanted):
-            return Wait(lambda: all(p.complete for p in wanted), lambda: unfinished(wanted, w))
+        if wanted and not wanted[-1].complete:  # they happen in order
+            return Wait(lambda: wanted[-1].complete, lambda: unfinished(wanted))
         for p in wanted:
             assert p.op is not None
             w.learn(p.op)
@@ -341,7 +349,7 @@ def wait(i: Instruction, d: Decoder) -> Step:
     return step
 
 
-def unfinished(wanted: list[Product], w: Warp) -> str:
+def unfinished(wanted: list[Product]) -> str:
     late = next(p for p in wanted if not p.complete)
     return f"{late}, which {late.warps} of 4 warps have issued" if late.warps < 4 else f"{late}"
 
@@ -349,9 +357,10 @@ def unfinished(wanted: list[Product], w: Warp) -> str:
 def give_back(w: Warp, group: Warpgroup, p: Product) -> None:
     """Registers of p that no later product holds return to the warp."""
     w.release(p.a, p)
-    free = w.release(p.d, p)
-    if not free:
+    chain = w.held.get(p.d[0], (None,))[0]
+    if not isinstance(chain, Chain) or chain.last is not p:
         return
+    w.release(p.d, chain)
     result = group.accumulators[p.d]
     rows = slice(16 * (w.number % 4), 16 * (w.number % 4) + 16)
     fragment = to_fragment(result.values[rows])
