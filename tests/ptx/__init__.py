@@ -43,27 +43,29 @@ Seams, for a new family of instructions:
            return step
 
    A step reads `w.R[slot]` (`w.read(slot, np.uint32)` views it as a dtype and checks that no asynchronous operation
-   has it in flight), writes `w.put(slot, array32, defined=FULL)`, takes a value that must be the same in all active lanes with
-   `w.uniform(slot, np.uint32, "what it is")`, and the active ones as `w.active` (int mask) and `w.lanes` (bool[32]).
-   A guard (`@%p`) is applied around the step: it sees fewer active lanes. `.aligned` instructions call `w.converged(i)`.
-   To block, return `Wait(ready, why)`: the same step runs again once `ready()` is true; `why()` is what a deadlock says.
+   has it in flight), writes `w.put(slot, array32, defined=FULL)`, takes a value that must be the same in all active
+   lanes with `w.uniform(slot, np.uint32, "what it is")`, and the active ones as `w.active` (int mask) and `w.lanes`
+   (bool[32]). A guard (`@%p`) is applied around the step: it sees fewer active lanes. `.aligned` instructions call
+   `w.converged(...)`. To block, return `Wait(ready, why)`: the same step runs again once `ready()` is true; `why()` is
+   what a deadlock says.
 
-2. State. `w.cta` (`.smem`, `.rank` in its cluster, `.cluster` = list of Ctas, `.barriers` {smem offset: MBarrier}, `.machine`);
-   `cta.extra` is a dict for a family's own state (TMEM goes here, made with `cta.extra.setdefault`).
-   An address in shared::cta or shared::cluster carries the CTA's rank in bits 24 and up: `w.cta.at(address) -> (cta, offset)`.
-   `cta.smem.bytes` is uint8, `.words` its uint32 view; raw data, without checks. `barriers.arrive(bar, count, clock)`,
-   `barriers.complete_tx(bar, bytes, clock)`, `barriers.lookup(w, address)` serve commits and copies.
-   `machine.at_exit(check)`: a callable that runs when all CTAs have ended and raises what is still wrong (TMEM not freed).
+2. State. `w.cta` has `.smem`, `.rank` in its cluster, `.cluster` (list of Ctas), `.barriers` (SMEM offset: MBarrier)
+   and `.machine`; `cta.extra` is a dict for a family's own state (TMEM goes here, by `setdefault`).
+   An address of shared memory carries the CTA's rank from bit 24 on: `cta.at(address)` is (cta, offset).
+   `cta.smem.bytes` is uint8, `.words` its uint32 view; raw data, without checks. `barriers.arrive(bar, count, clock,
+   who)`, `barriers.complete_tx(bar, bytes, clock)` and `barriers.lookup(w, address)` serve commits and copies.
+   `machine.at_exit(check)`: run when all CTAs have ended, raises what is still wrong (TMEM not freed).
 
-3. Asynchronous operations. `op = w.issue(kind, what, run, after=(...), proxy="async")` records an AsyncOp with the warp's clock
-   at this moment; the scheduler calls `run(op)` at any later time, once all of `after` are done. `run` checks and does the reads and
-   writes (`cta.smem.shadow.read(op, words)`, `.write(op, words, defined=True)`), then it arrives where completion is told:
-   `barriers.arrive(bar, 1, op.completed())` (the clock of the issue, plus the operation itself, plus `after`).
-   `w.clock.learn(op)` for completions that are waited for without a barrier (wait_group, tcgen05.wait).
+3. Asynchronous operations. `op = w.issue(kind, what, run, after=(...), proxy="async")` records an AsyncOp with the
+   warp's clock at this moment; the scheduler calls `run(op)` at any later time, once all of `after` are done. `run`
+   checks and does the reads and writes (`cta.smem.shadow.read(op, words)`, `.write(op, words, defined=True)`), then it
+   arrives where completion is told: `barriers.arrive(bar, 1, op.completed(), op)` (the clock of the issue, plus the
+   operation itself, plus `after`). `w.learn(op)` is for completions that are waited for without a barrier
+   (wait_group, tcgen05.wait).
 
-4. Hazards. `Shadow(name, words, readers)` for another memory (TMEM: 128 lanes x 512 columns = 65536 words). `read(actor, words)`
-   and `write(actor, words, defined=True)`: actor is a Warp or an AsyncOp, words an index array or slice. They raise Race with both sides'
-   lines, and Undefined for words never written. `actor.clock` is what the actor knows; `proxy` is "generic" or "async":
-   an async read of a generic write needs `fence.proxy.async` on the way.
+4. Hazards. `Shadow(name, words, readers, events)` for another memory (TMEM). `read(actor, words)` and
+   `write(actor, words, defined=True)`: actor is a Warp or an AsyncOp, words an index array or slice. They raise
+   Race with both sides' lines, and Undefined for words never written. `actor.clock` is what the actor knows; `proxy` is
+   "generic" or "async": an async read of a generic write needs `fence.proxy.async` on the way.
    Registers in flight: `w.hold(slots, op)` and `w.release(slots, op)`: reading or writing a held register is a Race.
 """
