@@ -278,7 +278,7 @@ FATES = [
         "V handed on before it has come",
         DENSE,
         Fault,
-        r"after the write by tma|which nobody wrote|nothing can go on",
+        r"orders this and the write by tma|which nobody wrote|nothing can go on",
         without_wait(DENSE, "v_landed0", slice(0, 1)),
     ),
     Fate(
