@@ -34,21 +34,12 @@ from cutlass.memory import SmemAllocator
 
 from .aot import Compiled, compile_ahead
 from .lib.launch import SMEM_LIMIT, WARPGROUP, Shapes, element_type, i32, launch_facts, pointers
-from .lib.row_softmax import (
-    RowSpan,
-    exponentiate,
-    foresee,
-    mask,
-    on_source,
-    raise_max,
-    seen_by_row,
-    shift_of,
-    total_tiles,
-)
+from .lib.row_softmax import RowSpan, exponentiate, foresee, mask, on_source, raise_max, seen_by_row, shift_of
 from .lib.rows import PUBLISHED, BoxedRows, Extents, RowTile, Walk, extents, load, store
 from .lib.selections import SelectionOperands, open_selection, read_selection
 from .lib.softmax import LN_2, LOG2_E, RowResults, exp2
 from .lib.spans import SpanOperands, open_span, read_span
+from .lib.splits import total_tiles
 from .lib.tcgen05 import (
     COLUMNS,
     LANES,
@@ -258,6 +249,7 @@ class FwdSm100:
         o: cute.Pointer,
         sink: cute.Pointer,
         lse: cute.Pointer,
+        o_parts: cute.Pointer,
         scale_log2: Float32,
         b: Int32,
         s_q: Int32,
@@ -268,32 +260,35 @@ class FwdSm100:
         from0: cute.Pointer,  # start of a span, indices of a selection
         to0: cute.Pointer,  # stop of a span, lengths of a selection
         s_kv0: Int32,
+        s_batch0: Int32,
         topk0: Int32,
         keys1: cute.Pointer,  # the second source, ignored where there is one
         from1: cute.Pointer,
         to1: cute.Pointer,
         s_kv1: Int32,
+        s_batch1: Int32,
         topk1: Int32,
+        splits: Int32,  # always 1: this kernel splits no keys
         ctas: Int32,  # at most, that is how many run at a time
         stream: cuda.CUstream,
     ):
         c = self.config
-        n = extents(c.tile_m, c.gathers, b, s_q, h_q, h_kv)
+        n = extents(c.tile_m, c.gathers, b, s_q, h_q, h_kv, splits)
         shapes = Shapes(c.d, b, n)
-        given = ((keys0, from0, to0, s_kv0, topk0), (keys1, from1, to1, s_kv1, topk1))
+        given = ((keys0, from0, to0, s_kv0, s_batch0, topk0), (keys1, from1, to1, s_kv1, s_batch1, topk1))
         sources = tuple(self.source(kind, shapes, v, *g) for kind, g in zip(c.sources, given, strict=False))
         tma_q = tma_atom(cpasync.CopyBulkTensorTileG2SOp(), shapes.rows(q), c.tile_m, c.d)
         output = (o,)
         if cutlass.const_expr(c.shared_kv):
             output = tuple(tma_atom(cpasync.CopyBulkTensorTileS2GOp(), shapes.rows(o), c.tile_m, SLAB))
-        self.kernel(*tma_q, output, sources, RowResults(sink, lse), scale_log2, n).launch(
+        self.kernel(*tma_q, output, sources, RowResults(sink, lse, o_parts), scale_log2, n).launch(
             grid=(cutlass.min(n.tiles, ctas), 1, 1), block=(c.threads, 1, 1), smem=c.smem_bytes, stream=stream
         )
 
-    def source(self, kind: str, shapes: Shapes, v, keys, first, second, s_kv: Int32, topk: Int32) -> tuple:
+    def source(self, kind: str, shapes: Shapes, v, keys, first, second, s_kv, s_batch, topk) -> tuple:
         c = self.config
         if kind == "selection":
-            return (SelectionOperands(keys, first, second, s_kv, topk),)
+            return (SelectionOperands(keys, first, second, s_kv, s_batch, topk),)
         load = cpasync.CopyBulkTensorTileG2SOp()
         arrays = (keys,) if c.shared_kv else (keys, v)
         tma = (x for array in arrays for x in tma_atom(load, shapes.keys(array, s_kv), c.tile_n, c.ring_d))
@@ -682,17 +677,17 @@ class FwdSm100:
 
 def compile(variant: Variant, out_dir: Path) -> Compiled:
     config = Config(variant.d, variant.dtype, variant.sources, variant.shared_kv)
-    source = (*pointers(variant.dtype, "keys", "int32", "int32"), i32(), i32())
+    source = (*pointers(variant.dtype, "keys", "int32", "int32"), *(i32() for _ in range(3)))
     return compile_ahead(
         FwdSm100(config),
         FwdSm100.kernel,
-        *pointers(variant.dtype, "q", "o", "float32", "float32"),
+        *pointers(variant.dtype, "q", "o", "float32", "float32", "float32"),
         Float32(1.0),
         *(i32() for _ in range(4)),
         *pointers(variant.dtype, "v"),
         *source,
         *source,
-        i32(),
+        *(i32() for _ in range(2)),
         name="fwd_sm100",
         arch=variant.arch,
         out_dir=out_dir,

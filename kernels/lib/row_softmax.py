@@ -72,10 +72,6 @@ def seen_by_row(source: Any, tile: PlacedTile, boxed: BoxedRows) -> RowSpan | Ro
     return RowSelection(source, source.of_rows(boxed))
 
 
-def total_tiles(sources: tuple) -> Int32:
-    return sum((source.tiles for source in sources[1:]), sources[0].tiles)
-
-
 @cute.jit
 def on_source(seen: tuple, t: Int32, action: cutlass.Constexpr[Callable], *arguments):
     """action(what a row sees of a source, its tile number, ...) for the source that tile t of all belongs to."""
