@@ -245,7 +245,7 @@ FAULTS = [
     Planted(
         "O is staged where TMA still reads the slab before",
         Race,
-        "overwrites SMEM .* the read by",
+        "(overwrites SMEM .* the read by|reads SMEM .* nothing orders)",
         source=(
             (
                 "            cute.arch.cp_async_bulk_wait_group(0, read=True)\n        cute.arch.barrier",
