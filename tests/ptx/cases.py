@@ -58,7 +58,7 @@ PROCESSORS = {"tiles": 2, "window": 2, "few": 1, "turns": 1, "mixed": 1, "groups
 
 def operands(variant: Variant, tile_n: int, case: str) -> native.Operands | None:
     given = extents(variant, tile_n, case)
-    if given is None:
+    if given is None or (case == "mixed" and "packed" in variant.sources):  # whose keys `mixed` cannot make
         return None
     x = native.operands(variant, **given)
     return mixed(x, variant, tile_n) if case == "mixed" else x
