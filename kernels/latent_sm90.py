@@ -621,8 +621,9 @@ class LatentSm90:
             cute.arch.barrier(barrier_id=BAR_WARPGROUP + side, number_of_threads=WARPGROUP)
             if cute.arch.make_warp_uniform(w.thread // 32) == 0:
                 gO, sO = tma_tiles(tma_o, tile.of(mO, c.tile_m, SLAB)[None, None, side * c.half // SLAB + i], slab)
-                cute.copy(tma_o, sO, gO)
-                cute.arch.cp_async_bulk_commit_group()
+                with cute.arch.elect_one():
+                    cute.copy(tma_o, sO, gO)
+                    cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
     def await_stores(self, side: cutlass.Constexpr, w: Consumer):

@@ -34,7 +34,10 @@ class Variant:
 
 DTYPES = ("bfloat16", "float16")
 
-EVIDENCE = {"sm_90a": "run on hardware", "sm_100a": "compiled, interpreted, not run on hardware"}
+EVIDENCE = {
+    "sm_90a": "run on hardware before the last changes, interpreted since",
+    "sm_100a": "compiled, interpreted, not run on hardware",
+}
 
 LATENT_OPS = {
     "fwd": ("span",),
