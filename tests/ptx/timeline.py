@@ -51,8 +51,10 @@ def barrier_of(why: str) -> str:
 
 def plot(machine: Machine, path: Path, title: str) -> None:
     """Warps and asynchronous engines from top to bottom, steps from left to right."""
-    import matplotlib
-
+    try:
+        import matplotlib
+    except ImportError as e:
+        raise SystemExit("--plot needs matplotlib: pip install matplotlib") from e
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
     from matplotlib.patches import Patch
