@@ -1,0 +1,179 @@
+"""How the producer of `latent_sm90` fills its key tiles: by TMA, by `cp.async`, or through registers.
+
+Two tiles of keys stand in SMEM, the even and the odd one of a pair. A tile is refilled by halves of its columns, each
+as soon as it is read for the last time.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Uint32
+
+from .launch import WARPGROUP
+from .packed import HALVES, LANES_A_PIECE, Places, fetch, unpack
+from .rows import RowTile
+from .selections import Selection
+from .splits import total_tiles
+from .wgmma import SLAB, slab_layout, tma_tiles
+
+LEFT, RIGHT = 0, 1  # a warpgroup, its half of the columns, and the tile of a pair whose scores it computes
+REFILL_ORDER = ((0, LEFT), (1, RIGHT), (0, RIGHT), (1, LEFT))  # (tile of the pair, half): as they are read last
+
+AHEAD = 9  # pieces of packed keys that are under way to a thread's registers; divides those of a pair of tiles
+
+
+@dataclass(frozen=True)
+class Barriers:
+    """mbarriers in SMEM, by what they announce. Every thread of a consumer arrives, and `loaders` of the producer."""
+
+    q_full: cute.Pointer
+    q_empty: cute.Pointer
+    full: cute.Pointer  # 4, indexed by 2 * (tile of the pair) + half, and so is
+    empty: cute.Pointer
+    max: cute.Pointer  # 2, by side: its running maximum stands in SMEM
+    weights: cute.Pointer  # 2, by side: its weights stand in SMEM
+    sums: cute.Pointer  # both sides' sums stand in SMEM
+
+
+@dataclass(frozen=True)
+class Work:
+    """One row tile."""
+
+    sources: tuple
+    rows: tuple  # per source: what this thread's rows see of it
+    evens0: Int32  # pairs whose even, odd tile came before: the fill counts of the two key buffers
+    odds0: Int32
+
+    @property
+    def evens(self) -> Int32:
+        return (total_tiles(self.sources) + 1) // 2
+
+    @property
+    def odds(self) -> Int32:
+        return total_tiles(self.sources) // 2
+
+
+@dataclass(frozen=True)
+class KeyTiles:
+    """The key tiles of a kernel, as its producer knows them."""
+
+    config: Any
+    dtype: Any
+
+    def copies(self, sources: tuple, opened: tuple, tile: RowTile, sK: cute.Tensor) -> tuple:
+        """TMA from each span into sK's bytes seen as (tile_n, half, half of d, tile of the pair)."""
+        c = self.config
+        halves = cute.make_tensor(sK.iterator, slab_layout(self.dtype, c.tile_n, c.half, 2, 2).outer)
+        return tuple(
+            (source[0], *tma_tiles(source[0], tile.keys(source[1], span.lo, c.tile_n, c.half), halves))
+            if kind == "span"
+            else None
+            for kind, source, span in zip(c.sources, sources, opened, strict=True)
+        )
+
+    @cute.jit
+    def load(self, bar: Barriers, sK: cute.Tensor, work: Work, copies: tuple):
+        """Fill the halves of all key tiles, in the order in which they come free."""
+        c = self.config
+        thread = cute.arch.thread_idx()[0]
+        tiles, full, empty = total_tiles(work.sources), bar.full, bar.empty
+        wanted = cute.make_rmem_tensor((c.tile_n // (WARPGROUP // 8), 2), Int32) if c.gathers else None
+        if cutlass.const_expr(c.gathers):
+            for which in cutlass.range_constexpr(2):
+                self.look_up(work.sources, wanted[None, which], which, thread)
+        for pair in cutlass.range(work.evens, unroll=1):
+            for which, half in REFILL_ORDER:
+                t, i = 2 * pair + which, 2 * which + half
+                if t < tiles:
+                    fills = pair + (work.evens0, work.odds0)[which]
+                    cute.arch.mbarrier_wait(empty + i, (fills & 1) ^ 1)
+                    first = Int32(0)
+                    for kind, source, copy in zip(c.sources, work.sources, copies, strict=True):
+                        if t >= first and t < first + source.tiles:
+                            if cutlass.const_expr(kind == "span"):
+                                self.load_span(copy, t - first, which, half, full + i, thread)
+                            else:
+                                slabs = range(half * c.half // SLAB, (half + 1) * c.half // SLAB)
+                                tile, keys = sK[None, None, which], wanted[None, which]
+                                source.gather(tile, keys, t - first, thread, slabs, WARPGROUP)
+                                cute.arch.cp_async_mbarrier_arrive_noinc(full + i)
+                        first = first + source.tiles
+            if cutlass.const_expr(c.gathers):
+                for which in cutlass.range_constexpr(2):
+                    self.look_up(work.sources, wanted[None, which], 2 * pair + 2 + which, thread)
+
+    @cute.jit
+    def look_up(self, sources: tuple, wanted: cute.Tensor, t: Int32, thread: Int32):
+        """Read which keys of tile t this thread will copy: those of the last source, a selection, or of the first where
+        that is one too."""
+        first, last = sources[0], sources[-1]
+        before = total_tiles(sources) - last.tiles
+        if cutlass.const_expr(isinstance(first, Selection) and len(sources) == 2):
+            if t < before:
+                first.look_up(wanted, t, thread, WARPGROUP)
+            else:
+                last.look_up(wanted, t - before, thread, WARPGROUP)
+        else:
+            last.look_up(wanted, t - before, thread, WARPGROUP)
+
+    @cute.jit
+    def unpack(self, bar: Barriers, sK: cute.Tensor, work: Work):
+        """As `load`, of packed keys. A thread copies a few keys of each tile, piece by piece, of which the next `AHEAD`
+        are under way to registers; so these are those of the next pair's tiles when it comes to the last."""
+        c = self.config
+        thread = cute.arch.thread_idx()[0]
+        tiles, full, empty = total_tiles(work.sources), bar.full, bar.empty
+        keys = c.tile_n * LANES_A_PIECE // WARPGROUP
+        wanted, places = cute.make_rmem_tensor((keys, 2), Int32), tuple(Places.of(keys) for _ in range(2))
+        raw = cute.make_rmem_tensor((4, AHEAD), Uint32)
+        order = [(*step, piece, key) for step in REFILL_ORDER for piece in HALVES[step[1]] for key in range(keys)]
+        last = {which: max(k for k, step in enumerate(order) if step[0] == which) for which in (0, 1)}
+        for which in cutlass.range_constexpr(2):
+            self.look_up(work.sources, wanted[None, which], which, thread)
+        for which in cutlass.range_constexpr(2):
+            self.locate(work.sources, places[which], wanted[None, which], which, thread)
+            self.look_up(work.sources, wanted[None, which], 2 + which, thread)
+        for k, (which, _, piece, key) in enumerate(order[:AHEAD]):
+            fetch(raw[None, k], places[which], piece, key)
+        for pair in cutlass.range(work.evens, unroll=1):
+            for k, (which, half, piece, key) in enumerate(order):
+                t, i, slot = 2 * pair + which, 2 * which + half, raw[None, k % AHEAD]
+                if t < tiles:
+                    if cutlass.const_expr((piece, key) == (HALVES[half][0], 0)):
+                        fills = pair + (work.evens0, work.odds0)[which]
+                        cute.arch.mbarrier_wait(empty + i, (fills & 1) ^ 1)
+                    unpack(sK[None, None, which], slot, places[which], piece, key, thread, WARPGROUP)
+                    if cutlass.const_expr((piece, key) == (HALVES[half][-1], keys - 1)):
+                        cute.arch.fence_proxy("async.shared", space="cta")
+                        cute.arch.mbarrier_arrive(full + i)
+                if cutlass.const_expr(k == last[which]):
+                    self.locate(work.sources, places[which], wanted[None, which], t + 2, thread)
+                    self.look_up(work.sources, wanted[None, which], t + 4, thread)
+                which, _, piece, key = order[(k + AHEAD) % len(order)]
+                fetch(slot, places[which], piece, key)
+
+    @cute.jit
+    def locate(self, sources: tuple, places: Places, wanted: cute.Tensor, t: Int32, thread: Int32):
+        """places <- where the keys are that were looked up for tile t."""
+        first, last = sources
+        if t < first.tiles:
+            first.locate(places, wanted, t, thread, WARPGROUP)
+        else:
+            last.locate(places, wanted, t - first.tiles, thread, WARPGROUP)
+
+    @cute.jit
+    def load_span(self, copy, t: Int32, which: cutlass.Constexpr, half: cutlass.Constexpr, full, thread: Int32):
+        c = self.config
+        atom, gK, sK = copy
+        if thread // 32 == 0:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_expect_tx(full, c.half_tile_bytes)
+            cute.copy(atom, gK[None, t, half], sK[None, half, which], tma_bar_ptr=full)
+        if cutlass.const_expr(c.loaders == 1):
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(full)
+        else:
+            cute.arch.sync_warp()  # the bytes are expected before the lane's warp arrives
+            cute.arch.mbarrier_arrive(full)
