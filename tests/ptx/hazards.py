@@ -141,45 +141,15 @@ class Shadow:
 
     def read(self, actor: Actor, words: Words, partial: bool = False) -> np.ndarray[Any, Any]:
         """Which words are defined. Undefined unless all were written, or `partial`: then only ordering is checked."""
-        writers = self.writer[words]
-        fenced = actor.proxy == "async"
-        for number in distinct(writers):
-            if number == 0:
-                if not partial:
-                    raise Undefined(f"reads {self.describe(words, writers == 0)}, which nobody wrote")
-                continue
-            event = self.events[number]
-            if not actor.clock.knows(event):
-                raise Race(
-                    f"reads {self.describe(words, writers == number)} while nothing orders this and the write by "
-                    f"{event}"
-                )
-            if fenced and event.proxy == "generic" and not actor.clock.knows(event, fenced=True):
-                raise Race(
-                    f"reads {self.describe(words, writers == number)} through the async proxy: no fence.proxy.async "
-                    f"after the generic write by {event}"
-                )
+        writers = self.after_writers(actor, words, "reads")
+        if not partial and not writers.all():
+            raise Undefined(f"reads {self.describe(words, writers == 0)}, which nobody wrote")
         if len(self.readers):
             self.readers[actor.reader, words] = actor.event()
         return self.defined[words]
 
     def write(self, actor: Actor, words: Words, defined: Any = True) -> None:
-        writers = self.writer[words]
-        fenced = actor.proxy == "async"
-        for number in distinct(writers):
-            if number == 0:
-                continue
-            event = self.events[number]
-            if not actor.clock.knows(event):
-                raise Race(
-                    f"overwrites {self.describe(words, writers == number)} while nothing orders this and the write by "
-                    f"{event}"
-                )
-            if fenced and event.proxy == "generic" and not actor.clock.knows(event, fenced=True):
-                raise Race(
-                    f"overwrites {self.describe(words, writers == number)} through the async proxy: no "
-                    f"fence.proxy.async after the generic write by {event}"
-                )
+        self.after_writers(actor, words, "overwrites")
         if len(self.readers):
             readers = self.readers[:, words]
             for number in distinct(readers):
@@ -191,6 +161,25 @@ class Shadow:
                     )
         self.writer[words] = actor.event()
         self.defined[words] = defined
+
+    def after_writers(self, actor: Actor, words: Words, does: str) -> np.ndarray[Any, Any]:
+        """Who wrote the words last, 0 for nobody. Race unless the actor comes after them all, and may see it."""
+        writers = self.writer[words]
+        for number in distinct(writers):
+            if number == 0:
+                continue
+            event = self.events[number]
+            if not actor.clock.knows(event):
+                raise Race(
+                    f"{does} {self.describe(words, writers == number)} while nothing orders this and the write by "
+                    f"{event}"
+                )
+            if actor.proxy == "async" and event.proxy == "generic" and not actor.clock.knows(event, fenced=True):
+                raise Race(
+                    f"{does} {self.describe(words, writers == number)} through the async proxy: no fence.proxy.async "
+                    f"after the generic write by {event}"
+                )
+        return writers
 
     def describe(self, words: Words, where: np.ndarray[Any, Any]) -> str:
         """The bytes meant, as a range."""
