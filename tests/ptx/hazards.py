@@ -66,12 +66,16 @@ def shorten(text: str, limit: int = 150) -> str:
 
 
 class Clock:
-    """What is known. Row 0: to have happened; row 1: to be visible to the async proxy as well."""
+    """What is known. Row 0: to have happened; row 1: to be visible to the async proxy as well.
+
+    Row 2: mbarriers that were made before a fence.mbarrier_init, which a relaxed arrival tells of too. A warp begins
+    with epoch 2, and with 1 there: whoever has that of it knows that it runs.
+    """
 
     __slots__ = ("fenced_ops", "ops", "seen")
 
     def __init__(self, warps: int):
-        self.seen = np.zeros((2, warps), np.int64)
+        self.seen = np.zeros((3, warps), np.int64)
         self.ops = 0  # bit n: asynchronous operation n
         self.fenced_ops = 0
 
@@ -90,6 +94,10 @@ class Clock:
         np.minimum(self.seen, other.seen, out=self.seen)
         self.ops &= other.ops
         self.fenced_ops &= other.fenced_ops
+
+    def forget(self, warp: int) -> None:
+        """What a warp has done itself, but not what it was told, nor that it runs."""
+        self.seen[:, warp] = 0, 0, 1
 
     def fence_proxy(self) -> None:
         np.maximum(self.seen[1], self.seen[0], out=self.seen[1])

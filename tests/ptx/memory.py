@@ -47,13 +47,18 @@ def addresses(w: Warp, slot: int, offset: int, what: str) -> Array:
     return x.astype(np.int64)[w.lanes] + offset if w.active != FULL else x.astype(np.int64) + offset
 
 
-def shared_words(w: Warp, at: Array, size: int, what: str) -> tuple[Cta, Array]:
-    """Of `size` bytes at each address, in one CTA's shared memory: word numbers [lanes, words]."""
+def shared_words(w: Warp, at: Array, size: int, what: str, own: bool = False) -> tuple[Cta, Array]:
+    """Of `size` bytes at each address, in one CTA's shared memory: word numbers [lanes, words].
+
+    `own`: it must be the executing CTA's, for .shared and .shared::cta.
+    """
     cta, _ = w.cta.at(int(at[0]))
     offsets = at - cta.base
     low, high = int(offsets.min()), int(offsets.max())
+    if own and cta is not w.cta:
+        raise Misuse(f"{what} in shared memory of CTA {cta.number}, which takes .shared::cluster")
     if (at >> RANK_SHIFT != cta.rank).any():
-        raise Misuse(f"{what} shared memory of several CTAs at once")
+        raise Misuse(f"{what} in shared memory of several CTAs at once")
     if size > 1 and (bad := offsets & (size - 1)).any():
         low = high = int(offsets[bad != 0][0])
     cta.smem_span(low, size, size, what)
@@ -97,12 +102,13 @@ def load(i: Instruction, d: Decoder) -> Step:
             w.put(target, np.full(LANES, value[n], register))
 
     def shared(w: Warp) -> None:
-        cta, words = shared_words(w, addresses(w, base, offset, "an address"), total, "loads")
+        at = addresses(w, base, offset, "an address")
+        cta, words = shared_words(w, at, total, "loads", own=space != "shared::cluster")
+        cta.visit(w, "loads from")
         defined = cta.smem.shadow.read(w, words)
         data = cta.smem.words[words].view(np.uint8).reshape(len(words), -1)
         if size < 4:
-            at = addresses(w, base, offset, "an address") & 3
-            data = data[np.arange(len(data))[:, None], at[:, None] + np.arange(total)]
+            data = data[np.arange(len(data))[:, None], (at & 3)[:, None] + np.arange(total)]
         spread(w, data, None if defined.all() else defined)
 
     def global_(w: Warp) -> None:
@@ -135,7 +141,8 @@ def store(i: Instruction, d: Decoder) -> Step:
 
     def shared(w: Warp) -> None:
         at = addresses(w, base, offset, "an address")
-        cta, words = shared_words(w, at, total, "stores")
+        cta, words = shared_words(w, at, total, "stores", own=space != "shared::cluster")
+        cta.visit(w, "stores to")
         if len(at) > 1 and len(np.unique(at)) < len(at):
             data = values(w)
             first = np.unique(at, return_index=True, return_inverse=True)
@@ -186,7 +193,7 @@ def copy(i: Instruction, d: Decoder) -> Step:
 
     def step(w: Warp) -> None:
         at = addresses(w, to, to_offset, "an address")
-        cta, words = shared_words(w, at, size, "copies to")
+        cta, words = shared_words(w, at, size, "copies to", own=True)
         refuse_barriers(cta, words)
         sizes = np.full(len(at), size)
         if given is not None:
@@ -231,7 +238,7 @@ def copy_arrive(i: Instruction, d: Decoder) -> Step:
 
         def run(op: AsyncOp) -> None:
             clock = op.clock.copy()
-            clock.seen[:, w.index] = 0
+            clock.forget(w.index)
             for copied in everything:
                 clock.ops |= 1 << copied.number
             for bar, lanes in groups:
