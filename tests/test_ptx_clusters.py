@@ -118,6 +118,7 @@ MADE:
   mov.b32 %r20, 0;
   mov.b32 %r30, 0;     // round
   mov.b64 %rd7, map;
+  cvta.param.u64 %rd7, %rd7;
   mov.b16 %rs1, 3;
   shl.b32 %r31, %r10, 10;
   add.s32 %r31, %r31, %r3;           // where this CTA's half goes, in both
@@ -156,6 +157,27 @@ TOLD:
   @%p4 bra ROUND;
   {STORE}
   {SYNC}
+"""
+
+ATOMICS = f"""
+  {PEER}
+  mapa.shared::cluster.u32 %r13, %r3, 0;
+  setp.ne.b32 %p1, %r7, 0;
+  @%p1 bra CLEARED;
+  st.shared.v2.b32 [%r3], {{0, -5}};
+CLEARED:
+  {SYNC}
+  ld.global.b32 %r20, [%rd3];
+  red.relaxed.cluster.shared::cluster.add.u32 [%r13], %r20;
+  atom.relaxed.cluster.shared::cluster.max.s32 %r21, [%r13+4], %r20;
+  {SYNC}
+  ld.shared::cluster.v2.b32 {{%r20, %r22}}, [%r13];
+  setp.gt.s32 %p2, %r21, %r22;   // none has seen more than the last
+  selp.b32 %r23, 5000, 0, %p2;
+  add.s32 %r20, %r20, %r22;
+  add.s32 %r20, %r20, %r23;
+  {SYNC}
+  {STORE}
 """
 
 SPECIAL = """
@@ -219,6 +241,7 @@ PROGRAMS = {
     "bulk copy": (pair(BULK_COPY, threads=64), np.r_[64:128, 0:64]),
     "multicast": (pair(MULTICAST, source=ROWS, tensor=tensor), sums()),
     "warps that end": (pair(WARPS_THAT_END, threads=64), np.tile(np.r_[0:32, [7] * 32], 2)),
+    "atomics": (pair(ATOMICS, threads=64), np.full(128, 127 * 128 // 2 + 127)),
     "special registers": (
         pair(SPECIAL, ctas=6),
         np.repeat([1203020 + 100 * (n // 2) + 10001 * (n % 2) for n in range(6)], 32),
@@ -283,6 +306,7 @@ ALLOCATED:
   ld.shared.b32 %r13, [%r3+16400];
   @%p1 bra ISSUED;
   mov.b64 %rd7, map;
+  cvta.param.u64 %rd7, %rd7;
   and.b32 %r14, %r3, 0xfeffffff;   // the leader's shared memory
   mul.lo.s32 %r15, %r10, {size // 128};
   @%p3 bra {"ISSUED" if multicast else "LOAD"};
@@ -480,6 +504,20 @@ FAULTS = [
         Misuse,
         "wanted one of this CTA's own",
         (("cluster.shared::cta.b64 %p7, [%r3", "cluster.shared::cta.b64 %p7, [%r13"),),
+    ),
+    Planted(
+        "what atomics change is read before all have",
+        "atomics",
+        Race,
+        r"loads|reads SMEM of CTA 0 .* orders this and the write by CTA \d warp \d .*(red|atom)|overwrites SMEM",
+        ((f"{SYNC}\n  ld.shared", "ld.shared"),),
+    ),
+    Planted(
+        "a store among atomics",
+        "atomics",
+        Race,
+        r"overwrites SMEM of CTA 0 .* nothing orders this and the (read|write) by|reads SMEM of CTA 0",
+        (("red.relaxed", "@!%p1 st.shared::cluster.u32 [%r13], %r20;\n  @%p1 red.relaxed"),),
     ),
     Planted(
         "st.async counts more bytes than come",

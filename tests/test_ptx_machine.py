@@ -192,6 +192,7 @@ MADE:
   @%p1 bra WAIT;
   mbarrier.arrive.expect_tx.shared.b64 %rd6, [%r3+32768], {bytes};
   mov.b64 %rd7, map;
+  cvta.param.u64 %rd7, %rd7;
   cp.async.bulk.tensor.3d.shared::cta.global.tile.mbarrier::complete_tx::bytes [%r3], [%rd7, {{{at}}}], [%r3+32768];
 WAIT:
   mbarrier.try_wait.parity.shared.b64 %p2, [%r3+32768], 0;
@@ -225,6 +226,12 @@ def test_tensor_copy(swizzle):
         body = LOAD.format(bytes=size, at=", ".join(map(str, at)), offset=offset)
         got = run(body, values, threads=64, tensor=tensor)
         assert got.tolist() == expected[offset : offset + 256].view(np.uint32).tolist()
+
+
+def test_a_tensor_map_has_a_generic_address():
+    body = LOAD.format(bytes=512, at="0, 0, 0", offset=0).replace("cvta.param.u64 %rd7, %rd7;", "")
+    with pytest.raises(Misuse, match=r"no tensor map at a \.param address"):
+        run(body, threads=64, tensor=lambda address: TensorMap(address, 2, (64, 4, 1), (64, 1, 1), (128, 128), 128))
 
 
 def test_shared_memory_begins_behind_what_is_reserved():

@@ -1,7 +1,8 @@
 """Faults that this project has lived through, or could, planted on purpose: each must be found, with what it is.
 
 A fault is an edit of a kernel's PTX (tests/ptx/edits.py) or of its launch. It must be found whatever the scheduler
-does: every fault is run with several seeds. Those of Blackwell's kernels are in test_ptx_sm100.py.
+does: every fault is run with several seeds. Those of Blackwell's kernels are in test_ptx_sm100.py, those of clusters,
+which no kernel has, in test_ptx_clusters.py.
 """
 
 import dataclasses

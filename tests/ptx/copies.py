@@ -104,7 +104,8 @@ def coordinates(d: Decoder, arg: Any) -> tuple[int, list[int]]:
 def tensor_map(w: Warp, slot: int) -> TensorMap:
     address = w.uniform(slot, np.uint64, "the address of a tensor map")
     if address not in w.machine.tensor_maps:
-        raise Misuse(f"there is no tensor map at 0x{address:x}")
+        which = "a .param address, wanted a generic one: cvta.param" if address >> 56 == 1 else f"0x{address:x}"
+        raise Misuse(f"there is no tensor map at {which}")
     return w.machine.tensor_maps[address]
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from .copies import SPANS, TensorMap
 from .parser import parse
-from .state import PARAM_BASE, Array, Machine, new_memory
+from .state import GENERIC_PARAM_BASE, Array, Machine, new_memory
 
 SMEM_BYTES = 65536
 
@@ -90,7 +90,7 @@ class Handwritten:
             params=bytes(128) + struct.pack("<QQ", source, result),
             memory=memory,
             events=memory.events,
-            tensor_maps={} if self.tensor is None else {PARAM_BASE: self.tensor(source)},
+            tensor_maps={} if self.tensor is None else {GENERIC_PARAM_BASE: self.tensor(source)},
             seed=seed,
         )
         machine.run()
@@ -98,18 +98,16 @@ class Handwritten:
 
     def on_device(self) -> Array:
         """The result of the first CUDA device, whose driver compiles the PTX."""
-        driver, result = _Driver(), np.zeros(self.total * self.outputs, np.uint32)
-        given = np.ascontiguousarray(self.given)
-        addresses = [driver.allocate(array.nbytes) for array in (given, result)]
-        driver("cuMemcpyHtoD_v2", addresses[0], given.ctypes, ctypes.c_size_t(given.nbytes))
+        given, result = np.ascontiguousarray(self.given), np.zeros(self.total * self.outputs, np.uint32)
         tensor = (ctypes.c_uint64 * 32)()  # its first 64-byte boundary holds a tensor map
         place = -(-ctypes.addressof(tensor) // 64) * 64
-        if self.tensor is not None:
-            driver.encode(place, self.tensor(addresses[0].value or 0))
-        driver.launch(self, [place, *map(ctypes.addressof, addresses)])
-        driver("cuMemcpyDtoH_v2", result.ctypes, addresses[1], ctypes.c_size_t(result.nbytes))
-        for address in addresses:
-            driver("cuMemFree_v2", address)
+        with _Driver() as driver:
+            addresses = [driver.allocate(array.nbytes) for array in (given, result)]
+            driver("cuMemcpyHtoD_v2", addresses[0], given.ctypes, ctypes.c_size_t(given.nbytes))
+            if self.tensor is not None:
+                driver.encode(place, self.tensor(addresses[0].value or 0))
+            driver.launch(self, [place, *map(ctypes.addressof, addresses)])
+            driver("cuMemcpyDtoH_v2", result.ctypes, addresses[1], ctypes.c_size_t(result.nbytes))
         return self.shaped(result)
 
 
@@ -129,13 +127,18 @@ class _Config(ctypes.Structure):
 
 
 class _Driver:
-    """The CUDA driver, in the context that JAX uses too."""
+    """The CUDA driver, in a context of its own, which a program that fails takes along."""
 
     def __init__(self) -> None:
-        self.library, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
+        self.library, self.context = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
+
+    def __enter__(self) -> _Driver:
         self("cuInit", 0)
-        self("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
-        self("cuCtxSetCurrent", context)
+        self("cuCtxCreate_v2", ctypes.byref(self.context), 0, 0)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self("cuCtxDestroy_v2", self.context)  # and what was allocated and loaded in it
 
     def __call__(self, name: str, *arguments: Any) -> None:
         if (status := self.library[name](*arguments)) != 0:
@@ -173,4 +176,3 @@ class _Driver:
         pointers = (ctypes.c_void_p * len(parameters))(*parameters)
         self("cuLaunchKernelEx", ctypes.byref(config), function, pointers, None)
         self("cuCtxSynchronize")
-        self("cuModuleUnload", module)

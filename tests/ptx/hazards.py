@@ -118,6 +118,7 @@ class Event:
     who: str
     line: int
     text: str
+    atomic: bool = False
 
     def __str__(self) -> str:
         return f"{self.who} (line {self.line}: {shorten(self.text, 100)})"
@@ -132,6 +133,7 @@ class Actor(Protocol):
     clock: Clock
     proxy: str
     reader: int  # row of Shadow.readers
+    atomic: bool  # whether the present access is, which needs no order to others that are
 
     def event(self) -> int:
         """The number of the event that the present access belongs to."""
@@ -161,11 +163,11 @@ class Shadow:
         if len(self.readers):
             readers = self.readers[:, words]
             for number in distinct(readers):
-                if number and not actor.clock.knows(self.events[number]):
+                event = self.events[number]
+                if number and not actor.clock.knows(event) and not (actor.atomic and event.atomic):
                     where = (readers == number).any(0)
                     raise Race(
-                        f"overwrites {self.describe(words, where)} while nothing orders this and the read by "
-                        f"{self.events[number]}"
+                        f"overwrites {self.describe(words, where)} while nothing orders this and the read by {event}"
                     )
         self.writer[words] = actor.event()
         self.defined[words] = defined
@@ -177,6 +179,8 @@ class Shadow:
             if number == 0:
                 continue
             event = self.events[number]
+            if actor.atomic and event.atomic:
+                continue
             if not actor.clock.knows(event):
                 raise Race(
                     f"{does} {self.describe(words, writers == number)} while nothing orders this and the write by "

@@ -1,4 +1,4 @@
-"""Loads, stores and cp.async (PTX ISA 9.7.9.8 ld, 9.7.9.11 st, 9.7.9.25.3 cp.async).
+"""Loads, stores, atomics and cp.async (PTX ISA 9.7.9.8 ld, 9.7.9.11 st, 9.7.13.2 atom, 9.7.9.25.3 cp.async).
 
 Every address is checked against its allocation and for alignment, and every word for who wrote it. Stored values that
 are not defined make the word undefined in shared memory, and are an error in global memory.
@@ -6,14 +6,16 @@ are not defined make the word undefined in shared memory, and are an error in gl
 
 from __future__ import annotations
 
+import operator
 import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from .barriers import arrive, lookup_all
 from .decode import DTYPES, Decoder, Step, bits_of, instruction
-from .hazards import Misuse, Race
+from .hazards import Misuse, Race, Undefined
 from .parser import Instruction
 from .state import FULL, LANES, PARAM_BASE, RANK_SHIFT, Array, AsyncOp, Cta, Warp, lanes_of
 
@@ -173,6 +175,58 @@ def store(i: Instruction, d: Decoder) -> Step:
 def refuse_barriers(cta: Cta, words: Any) -> None:
     if cta.barrier_words[words].any():
         raise Misuse("writes over an mbarrier")
+
+
+ATOMIC: dict[str, Callable[[Any, Any], Any]] = {
+    "add": operator.add,
+    "min": min,
+    "max": max,
+    "and": operator.and_,
+    "or": operator.or_,
+    "xor": operator.xor,
+    "exch": lambda old, new: new,
+}
+
+
+@instruction("atom", "red")
+def atomic(i: Instruction, d: Decoder) -> Step:
+    """9.7.13.2, 9.7.13.4: of 32-bit integers in shared memory, relaxed: they tell nobody anything. In any order."""
+    kind, name = i.mods[-1], i.mods[-2]
+    i.only("shared", "shared::cta", "shared::cluster", "relaxed", "cta", "cluster", "gpu", name, kind)
+    if kind not in ("u32", "s32", "b32") or not (name in ATOMIC or name == "cas"):
+        raise d.fail(i.opcode)
+    returns, own = i.opcode.startswith("atom."), not i.has("shared::cluster")
+    target = d.sink(i.args[0], kind) if returns else None
+    base, offset = d.address(i.args[int(returns)])
+    operands = [d.slot(x, kind) for x in i.args[int(returns) + 1 :]]
+    dtype = DTYPES[kind]
+
+    def step(w: Warp) -> None:
+        at = addresses(w, base, offset, "an address")
+        cta, words = shared_words(w, at, 4, "changes", own)
+        refuse_barriers(cta, words)
+        for slot in operands:
+            w.demand(slot, "an operand of an atomic")
+        given = [w.read(slot, dtype)[w.lanes] for slot in operands]
+        w.atomic = True
+        try:
+            cta.visit(w, "changes")
+            if not cta.smem.shadow.read(w, words).all():
+                raise Undefined("an atomic on what is not defined")
+            cta.smem.shadow.write(w, words)
+        finally:
+            w.atomic = False
+        memory, old = cta.smem.words.view(dtype), np.zeros(LANES, dtype)
+        for n in w.machine.rng.permutation(len(at)).tolist():
+            word, (x, *more) = int(words[n, 0]), [int(y[n]) for y in given]
+            before = int(memory[word])
+            after = ATOMIC[name](before, x) if not more else more[0] if before == x else before
+            old[np.flatnonzero(w.lanes)[n]] = before
+            memory[word] = np.array(after & 0xFFFFFFFF, np.uint32).view(dtype)
+        if target is not None:
+            w.put(target, old.view(np.uint32))
+
+    return step
 
 
 # ---- cp.async: a copy of a lane's own, by the generic proxy

@@ -24,7 +24,7 @@ LANES = 32
 FULL = 0xFFFFFFFF
 RANK_SHIFT = 24  # an address of shared memory carries its CTA's rank in the cluster from this bit on
 SMEM_BASE = 1024  # what is below belongs to the system
-PARAM_BASE = 1 << 56
+PARAM_BASE, GENERIC_PARAM_BASE = 1 << 56, 1 << 57  # in their own space, and in the generic one
 GLOBAL_BASE = 0x7000_0000_0000
 READ_STREAMS = 4  # readers of SMEM beside the warps: a CTA's warpgroups' WGMMA; others share the last of them
 
@@ -145,6 +145,7 @@ class AsyncOp:
     proxy: str
     reader: int
     issued: int  # time
+    atomic = False
     ctas: tuple[Cta, ...] = ()  # that must not end before it is done
     done: bool = False
     _event: int = -1
@@ -192,6 +193,7 @@ class Warp:
     """32 lanes, and all that they hold."""
 
     proxy = "generic"
+    atomic = False  # but during an atomic instruction
 
     def __init__(self, cta: Cta, number: int, index: int, code: Code):
         machine = cta.machine
@@ -284,7 +286,7 @@ class Warp:
         if number is None:
             i = self.instruction
             number = self._events[key] = self.machine.new_event(
-                Event(self.index, key[0], None, self.proxy, self.name, i.line, i.text)
+                Event(self.index, key[0], None, self.proxy, self.name, i.line, i.text, self.atomic)
             )
         return number
 

@@ -106,6 +106,7 @@ class Access:
     reader: int
     by: AsyncOp | Warp
     proxy: str = "async"
+    atomic: bool = False
 
     def event(self) -> int:
         return self.by.event()
