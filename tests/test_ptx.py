@@ -53,9 +53,11 @@ def test_is_right_in_any_order(key, case):
         assert (a.view(np.uint8) == b.view(np.uint8)).all(), "the answer depends on the order of things"
 
 
-@pytest.mark.parametrize(("key", "case"), [x for x in RUNS if x[1] in ("tiles", "turns") and "_bfloat16" in x[0]])
+@pytest.mark.parametrize(("key", "case"), [x for x in RUNS if x[1] == "turns" and "_bfloat16" in x[0]])
 def test_splits_are_merged_right(key, case):
-    """More splits than some rows have key tiles, and what they leave of rows that see nothing."""
+    """More splits than some rows have key tiles, and what they leave of rows that see nothing. The case "tiles" is
+    among what hardware has answered.
+    """
     x, (seed, _) = operands(key, case), seeds(key, case)
     forward = launch(kernel(key), x, splits=3, seed=seed, processors=cases.PROCESSORS[case])
     forward.machine.run()

@@ -380,7 +380,7 @@ FATES = [
         "a destination moved by a swizzle atom",
         DENSE,
         Fault,
-        r"copies over an mbarrier|nothing orders",
+        r"writes over an mbarrier|nothing orders",
         shifted_destination,
     ),
 ]
