@@ -1,5 +1,5 @@
-"""Between the CTAs of a cluster (PTX ISA 2.2.2 Cluster of CTAs; 5.1.7 Shared state space; 9.7.9.23 mapa, 9.7.9.24
-getctarank; 9.7.14.4 barrier.cluster; 9.7.9.12 st.async).
+"""Between the CTAs of a cluster (PTX ISA 2.2.2 Cluster of Cooperative Thread Arrays; 9.7 mapa, getctarank,
+barrier.cluster and st.async).
 
 Shared memory of the cluster is one window, in which every CTA has its own part; `.shared::cluster` reaches all of it,
 `.shared` and `.shared::cta` only the CTA's own. Whoever reaches into another CTA must know that it has begun, and the

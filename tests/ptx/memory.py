@@ -1,4 +1,4 @@
-"""Loads, stores, atomics and cp.async (PTX ISA 9.7.9.8 ld, 9.7.9.11 st, 9.7.13.2 atom, 9.7.9.25.3 cp.async).
+"""Loads, stores, atomics and cp.async (PTX ISA 9.7.9.8 ld, 9.7.9.11 st, 9.7 atom and red, 9.7.9.25.3 cp.async).
 
 Every address is checked against its allocation and for alignment, and every word for who wrote it. Stored values that
 are not defined make the word undefined in shared memory, and are an error in global memory.
@@ -190,7 +190,7 @@ ATOMIC: dict[str, Callable[[Any, Any], Any]] = {
 
 @instruction("atom", "red")
 def atomic(i: Instruction, d: Decoder) -> Step:
-    """9.7.13.2, 9.7.13.4: of 32-bit integers in shared memory, relaxed: they tell nobody anything. In any order."""
+    """Of 32-bit integers in shared memory, relaxed: they tell nobody anything. The lanes go in any order."""
     kind, name = i.mods[-1], i.mods[-2]
     i.only("shared", "shared::cta", "shared::cluster", "relaxed", "cta", "cluster", "gpu", name, kind)
     if kind not in ("u32", "s32", "b32") or not (name in ATOMIC or name == "cas"):

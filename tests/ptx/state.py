@@ -301,7 +301,7 @@ class Warp:
         self.clock.seen[0, self.index] += 1
 
     def fence(self) -> None:
-        """8.7: relaxed operations before it acquire, those behind it release."""
+        """8, release and acquire patterns: relaxed operations before it acquire, those behind it release."""
         self.clock.join(self.unfenced)
         self.released = self.tell()
 

@@ -116,7 +116,7 @@ class Access:
 
 
 def group_of(i: Instruction, d: Decoder) -> int:
-    """1 or 2 CTAs, which must be the same in all of a kernel (9.7.16.1 of .cta_group)."""
+    """1 or 2 CTAs, which must be the same in all of a kernel."""
     groups = {x for y in d.program.code if y.opcode.startswith("tcgen05.") for x in re.findall(GROUP, y.opcode)}
     if len(groups) > 1:
         raise Misuse("a kernel with tcgen05 instructions of .cta_group::1 and of .cta_group::2").at_line(i)
