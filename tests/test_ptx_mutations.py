@@ -2,7 +2,7 @@
 
 A fault is an edit of a kernel's PTX (tests/ptx/edits.py) or of its launch. It must be found whatever the scheduler
 does: every fault is run with several seeds. Those of Blackwell's kernels are in test_ptx_sm100.py, those of clusters,
-which no kernel has, in test_ptx_clusters.py.
+which no kernel has, in test_ptx_clusters.py and test_ptx_pairs.py.
 """
 
 import dataclasses

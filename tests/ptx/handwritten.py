@@ -5,12 +5,13 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from .copies import SPANS, TensorMap
+from .hazards import Fault
 from .parser import parse
 from .state import GENERIC_PARAM_BASE, Array, Machine, new_memory
 
@@ -48,6 +49,18 @@ FRAME = """
 }}
 """
 """%r1 is the thread, %r3 shared memory, %r4 the thread's word of it, %rd3 and %rd5 its words of source and result."""
+
+
+SYNC = "barrier.cluster.arrive.aligned;\n  barrier.cluster.wait.aligned;"
+
+
+def wait(name: str, offset: int, parity: int | str = 0) -> str:
+    """For a phase of the mbarrier at an offset in shared memory; the name is a label."""
+    return f"""
+{name}:
+  mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 %p7, [%r3+{offset}], {parity};
+  @!%p7 bra {name};
+"""
 
 
 @dataclass(frozen=True)
@@ -109,6 +122,26 @@ class Handwritten:
             driver.launch(self, [place, *map(ctypes.addressof, addresses)])
             driver("cuMemcpyDtoH_v2", result.ctypes, addresses[1], ctypes.c_size_t(result.nbytes))
         return self.shaped(result)
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A fault in a program, and how it must be found."""
+
+    name: str
+    program: Handwritten
+    fault: type[Fault]
+    says: str
+    edits: tuple[tuple[str, str], ...]  # what stands there, every time, and what then stands there
+    changes: dict[str, Any] = field(default_factory=dict)
+
+    def planted(self) -> Handwritten:
+        body = self.program.body
+        for old, new in self.edits:
+            if old not in body:
+                raise LookupError(f"nothing is {old!r}")
+            body = body.replace(old, new)
+        return replace(self.program, body=body, **self.changes)
 
 
 class _Attribute(ctypes.Structure):

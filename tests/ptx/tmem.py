@@ -145,38 +145,35 @@ class Meeting:
 
 def together(
     w: Warp, group: int, what: str, wanted: int, possible: Callable[[], bool], act: Callable[[], int]
-) -> Meeting | Wait:
+) -> int | Wait:
     """What act() gives, once it is possible and, in a group of 2, a warp of the peer CTA has come for the same.
 
     The manual says that the first to come may be blocked; here it always is.
     """
-    key = f"to {what}"
-    meeting: Meeting | None = w.extra.get(key)
-    if meeting is None:
-        home = members(w.cta, group)[0].extra
-        meeting = home.get(key)
-        if meeting is None:
-            meeting = home[key] = Meeting(w, wanted)
-        elif meeting.first.cta is w.cta:
-            raise Misuse(f"two warps of CTA {w.cta.number} {what} at once")
-        elif meeting.wanted != wanted:
-            raise Misuse(f"the CTAs of a pair {what} differently: {meeting.wanted} columns and {wanted}")
-        if group == 1 or meeting.first is not w:
+    later = Wait(possible, lambda: f"{wanted} columns of TMEM; allocated are {tmem_of(w.cta).allocations}")
+    if group == 1:
+        return act() if possible() else later
+    (even, odd), key = members(w.cta, 2), f"to {what}"
+    if key not in w.extra:
+        meeting = even.extra.pop(key, None) or even.extra.setdefault(key, Meeting(w, wanted))
+        if meeting.first is not w:
+            if meeting.first.cta is w.cta:
+                raise Misuse(f"two warps of CTA {w.cta.number} {what} at once")
+            if meeting.wanted != wanted:
+                raise Misuse(f"the CTAs of a pair {what} differently: {meeting.wanted} columns and {wanted}")
             meeting.second = w
-            del home[key]
         w.extra[key] = meeting
-    found = meeting
-    if found.result is None and found.second is w and possible():
-        found.result = act()
-    if found.result is not None:
-        del w.extra[key]
-        return found
+    found: Meeting = w.extra[key]
     if found.second is w:
-        return Wait(possible, lambda: f"{wanted} columns of TMEM; allocated are {tmem_of(w.cta).allocations}")
-    return Wait(
-        lambda: found.result is not None,
-        lambda: f"a warp of CTA {members(w.cta, 2)[1 - w.cta.rank % 2].number} to {what} as well",
-    )
+        if not possible():
+            return later
+        found.result = act()
+    elif found.result is None:
+        peer = odd if w.cta is even else even
+        return Wait(lambda: found.result is not None, lambda: f"a warp of CTA {peer.number} to {what} as well")
+    del w.extra[key]
+    assert found.result is not None
+    return found.result
 
 
 @instruction("tcgen05.alloc")
@@ -204,16 +201,15 @@ def allocate(i: Instruction, d: Decoder) -> Step:
                 tmem.allocations[first] = columns, i.line
             return first
 
-        come = together(w, group, "allocate TMEM", columns, lambda: bool(free()), act)
-        if isinstance(come, Wait):
-            return come
+        first = together(w, group, "allocate TMEM", columns, lambda: bool(free()), act)
+        if isinstance(first, Wait):
+            return first
         cta, at = w.cta.at(w.uniform(base, np.uint32, "an address") + offset)
         if cta is not w.cta:
             raise Misuse(f"an address in shared memory of CTA {cta.number}, wanted one of this CTA's own")
         words = cta.smem_span(at, 4, 4, "writes")
         cta.smem.shadow.write(w, words)
-        assert come.result is not None
-        cta.smem.words[words] = come.result
+        cta.smem.words[words] = first
         return None
 
     return step
@@ -251,8 +247,8 @@ def free(i: Instruction, d: Decoder) -> Step:
                 del x.allocations[first]
             return first
 
-        come = together(w, group, "free TMEM", columns, lambda: True, act)
-        return come if isinstance(come, Wait) else None
+        done = together(w, group, "free TMEM", columns, lambda: True, act)
+        return done if isinstance(done, Wait) else None
 
     return step
 
@@ -265,7 +261,7 @@ def relinquish(i: Instruction, d: Decoder) -> Step:
     def step(w: Warp) -> Wait | None:
         w.converged(i.opcode)
         tmem_of(w.cta).relinquished = i.line
-        come = together(w, group, "give up the right to allocate TMEM", 0, lambda: True, lambda: 0)
-        return come if isinstance(come, Wait) else None
+        done = together(w, group, "give up the right to allocate TMEM", 0, lambda: True, lambda: 0)
+        return done if isinstance(done, Wait) else None
 
     return step
