@@ -36,7 +36,7 @@ struct CUlaunchConfig {
 static_assert(sizeof(CUlaunchConfig) == 56);
 
 enum DeviceAttribute { kMultiprocessorCount = 16, kComputeCapabilityMajor = 75, kComputeCapabilityMinor = 76 };
-enum KernelAttribute { kMaxDynamicSharedMemory = 8 };
+enum KernelAttribute { kMaxDynamicSharedMemory = 8, kPreferredSharedMemoryCarveout = 9 };
 enum LaunchAttribute { kProgrammaticStreamSerialization = 6 };
 enum TensorMapDataType { kFloat16 = 6, kBFloat16 = 9 };
 enum TensorMapOption { kNoInterleave = 0, kSwizzle128B = 3, kPromoteL2To256B = 3, kZeroFill = 0 };

@@ -48,6 +48,16 @@ const unsigned char* dsv4_fmha_cubin(const char* key, size_t* bytes) {
   return nullptr;
 }
 
+// The key of the variant that a call with so many heads gets, where all else is as in this variant; nullptr for none.
+const char* dsv4_fmha_called(const char* key, int64_t heads) {
+  for (const Launcher& launcher : Launchers()) {
+    if (std::string_view(launcher.name) != key) continue;
+    const Launcher* found = Find(launcher.key, heads);
+    return found != nullptr ? found->name : nullptr;
+  }
+  return nullptr;
+}
+
 // What a forward target launches for a shape: 0, or -1 with the reason in `error`.
 int dsv4_fmha_plan(const Shape* shape, float scale, const Tiles* tiles, const Addresses* addresses, ShownLaunch* out,
                    char* error, size_t error_bytes) {

@@ -33,7 +33,7 @@ struct Shape {
 // What the variant and the device add to it.
 struct Tiles {
   int32_t tile_m, tile_n;
-  int32_t processors;  // as many tiles of rows are worked on at a time
+  int32_t processors;  // or CTAs that run at a time: as many tiles of rows are worked on
 };
 
 // How the rows of q and o are cut into tiles.  A row is a (query, head of one KV head's group) pair; the rows of one KV

@@ -42,7 +42,9 @@ struct Launcher {
   const unsigned char* cubin;
   size_t cubin_bytes;
   int32_t threads, smem_bytes, tile_m, tile_n;
+  int32_t ctas;  // that a processor runs at a time
   bool splits;  // whether the keys of a tile of rows may be split over CTAs
+  int32_t most_heads;  // of q that it takes
 
   struct Loaded {
     std::once_flag once;
@@ -76,6 +78,10 @@ struct Launcher {
       step("cuDevicePrimaryCtxRetain", [&] { return driver.DevicePrimaryCtxRetain(&context, id); });
       step("cuKernelSetAttribute",
            [&] { return driver.KernelSetAttribute(kMaxDynamicSharedMemory, smem_bytes, kernel, id); });
+      if (ctas > 1) {  // or there may be shared memory for one only
+        step("cuKernelSetAttribute",
+             [&] { return driver.KernelSetAttribute(kPreferredSharedMemoryCarveout, 100, kernel, id); });
+      }
       step("cuCtxPushCurrent", [&] { return driver.CtxPushCurrent(context); });
       if (!loaded.error.empty()) return;
       step("cuKernelGetFunction", [&] { return driver.KernelGetFunction(&loaded.function, kernel); });
@@ -142,11 +148,14 @@ inline std::string Built(std::string_view op) {
   return list.empty() ? "nothing (this package was built without CUDA kernels)" : list;
 }
 
-inline Launcher* Find(const Key& key) {
+// Of the variants of a key that take so many heads, the one that is made for the fewest.
+inline Launcher* Find(const Key& key, int64_t heads) {
+  Launcher* found = nullptr;
   for (Launcher& launcher : Launchers()) {
-    if (launcher.key == key) return &launcher;
+    if (!(launcher.key == key) || launcher.most_heads < heads) continue;
+    if (found == nullptr || launcher.most_heads < found->most_heads) found = &launcher;
   }
-  return nullptr;
+  return found;
 }
 
 }  // namespace dsv4_fmha

@@ -38,7 +38,7 @@ def built(op: str) -> str:
         for v in _ffi.variants()
         if v.op in _KERNELS_OF.get(op, ())
     ]
-    return ", ".join(kernels) or "no kernel of this op, only the reference"
+    return ", ".join(dict.fromkeys(kernels)) or "no kernel of this op, only the reference"
 
 
 def error(kind: type[Exception], op: str, name: str, got: Any, wanted: str) -> Exception:

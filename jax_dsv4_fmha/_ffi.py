@@ -18,6 +18,9 @@ import numpy as np
 
 _TARGETS = ("fwd", "fwd_shared_kv", "sparse_fwd", "dsv4_sparse_fwd", "dsv4_dense_fwd", "dsv4_decode", "dsv4_decode_fp8")
 
+ANY_HEADS = 2**31 - 1
+"""`Variant.most_heads` of a kernel that takes any number"""
+
 _PROCESSORS = {"sm_90a": 132}
 """Of the largest device of an architecture: what the keys of few rows are split for."""
 
@@ -33,6 +36,8 @@ class Variant:
     """0: any"""
     dtype: str
     shared_kv: bool
+    most_heads: int
+    """of q that it takes; of several variants that take a call's, that of the fewest is called"""
     tile_m: int
     """rows of a tile: (query, head) pairs"""
     tile_n: int
@@ -86,7 +91,7 @@ def variants() -> tuple[Variant, ...]:
 def built_for(op: str, *, d: int, dtype: str, shared_kv: bool) -> tuple[str, ...]:
     """The architectures that `op` is built for with these compile-time choices."""
     wanted = (op, d, dtype, shared_kv)
-    return tuple(v.arch for v in variants() if (v.op, v.d, v.dtype, v.shared_kv) == wanted)
+    return tuple(dict.fromkeys(v.arch for v in variants() if (v.op, v.d, v.dtype, v.shared_kv) == wanted))
 
 
 def local_architectures() -> tuple[str, ...]:
@@ -261,10 +266,10 @@ def _splits(op: str, q: jax.Array, shared_kv: bool, groups: int, rows: int, keys
     if not all(isinstance(x, int) for x in (groups, rows, keys)):
         return 1
     wanted = (op, q.shape[3], q.dtype.name, shared_kv)
-    built = [v for v in variants() if v.splits and (v.op, v.d, v.dtype, v.shared_kv) == wanted]
+    built = [v for v in variants() if (v.op, v.d, v.dtype, v.shared_kv) == wanted and v.most_heads >= q.shape[2]]
     local = local_architectures()
-    for v in sorted(built, key=lambda v: v.arch not in local)[:1]:
-        unit = 2 if shared_kv else 1  # such kernels take key tiles two by two
+    for v in sorted((v for v in built if v.splits), key=lambda v: (v.arch not in local, v.most_heads))[:1]:
+        unit = 2 if shared_kv else 1  # such kernels take key tiles two by two, but for those of few heads
         return split_count(groups * -(-rows // v.tile_m), -(-keys // v.tile_n), unit, _PROCESSORS[v.arch])
     return 1
 

@@ -53,7 +53,20 @@ def _text(facts: dict[str, Any]) -> str:
         left=2,
     )
     variants = table(
-        ("op", "arch", "dtype", "d", "V", "threads", "registers", "SMEM KiB", "spills", "cubin KiB", "evidence"),
+        (
+            "op",
+            "arch",
+            "dtype",
+            "d",
+            "V",
+            "heads",
+            "threads",
+            "registers",
+            "SMEM KiB",
+            "spills",
+            "cubin KiB",
+            "evidence",
+        ),
         [
             (
                 v["op"],
@@ -61,6 +74,7 @@ def _text(facts: dict[str, Any]) -> str:
                 v["dtype"],
                 str(v["d"]),
                 "is K" if v["shared_kv"] else "apart",
+                "any" if v["most_heads"] == _ffi.ANY_HEADS else str(v["most_heads"]),
                 str(v["threads"]),
                 str(v["registers"]),
                 f"{v['smem_bytes'] / 1024:.1f}",

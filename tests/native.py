@@ -21,6 +21,16 @@ def variant_of(key: str) -> Variant:
     return next(v for v in VARIANTS if v.key == key)
 
 
+def heads_for(variant: Variant | _ffi.Variant, h_q: int) -> int:
+    """The number of heads nearest to h_q with which a call gets this variant, not one for more or fewer."""
+    others = [v.most_heads for v in VARIANTS if _choice(v) == _choice(variant) and v.most_heads < variant.most_heads]
+    return min(max(h_q, max(others, default=0) + 1), variant.most_heads)
+
+
+def _choice(v: Variant | _ffi.Variant) -> tuple[Any, ...]:
+    return v.op, v.arch, v.d, v.dtype, v.shared_kv
+
+
 class Shape(NamedTuple):
     """The extents of a launch. s_kv is of the first source of keys and s_kv1 of the second, where there is one."""
 
@@ -154,6 +164,14 @@ def cubin(key: str) -> bytes:
     address = native.dsv4_fmha_cubin(key.encode(), ctypes.byref(size))
     assert address is not None, key
     return ctypes.string_at(address, size.value)
+
+
+def called(key: str, h_q: int) -> str | None:
+    """Which variant a call with so many heads gets, where all else is as in this one."""
+    native = library()
+    native.dsv4_fmha_called.restype = ctypes.c_char_p
+    name: bytes | None = native.dsv4_fmha_called(key.encode(), ctypes.c_int64(h_q))
+    return None if name is None else name.decode()
 
 
 @dataclass(frozen=True)

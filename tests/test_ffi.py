@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from native import ADDRESSES, SOURCES, Shape, assert_right, operands, plan, plan_combine
+from native import ADDRESSES, SOURCES, Shape, assert_right, called, heads_for, operands, plan, plan_combine
 from oracle import HostStub, TensorMap
 
 from jax_dsv4_fmha import _ffi
-from kernels.variants import VARIANTS
+from kernels.variants import ANY_HEADS, VARIANTS
 
 SHAPES = [
     Shape(b, s_q, s_kv, h_q, h_kv, 512, s_kv1, topk)
@@ -124,7 +124,8 @@ def test_no_more_splits_than_units_of_keys_and_one_where_the_chip_is_full():
 def test_splits_by_what_is_built(monkeypatch):
     """Of one kernel's tiles; an extent that is not known, as in an exported batch, splits nothing."""
     extents = {"tile_m": 64, "tile_n": 64, "threads": 1, "registers": 1, "smem_bytes": 1, "spill_bytes": 0}
-    row = _ffi.Variant("k", "fwd", "sm_90a", 512, "bfloat16", True, splits=True, cubin_bytes=1, evidence="", **extents)
+    facts = {"most_heads": ANY_HEADS, "splits": True, "cubin_bytes": 1, "evidence": "", **extents}
+    row = _ffi.Variant("k", "fwd", "sm_90a", 512, "bfloat16", True, **facts)
     q = jnp.zeros((1, 2, 64, 512), jnp.bfloat16)
     for variants, wanted in ((row,), _ffi.split_count(2, 32, 2, 132)), ((dataclasses.replace(row, splits=False),), 1):
         monkeypatch.setattr(_ffi, "variants", lambda variants=variants: variants)
@@ -133,6 +134,14 @@ def test_splits_by_what_is_built(monkeypatch):
     monkeypatch.setattr(_ffi, "variants", lambda: (row,))
     (b,) = jax.export.symbolic_shape("b")
     assert _ffi._splits("fwd", q, True, b, 128, 2048) == 1
+
+
+@built
+def test_a_call_gets_the_kernel_for_the_fewest_heads(variant):
+    for h_q in (1, 8, 9, 16, 17, 32, 33, 128, 10_000):
+        name = called(variant.key, h_q)
+        assert name is not None
+        assert (name == variant.key) == (heads_for(variant, h_q) == h_q), (h_q, name)
 
 
 # The launch, against the DSL's own host stub.
@@ -290,11 +299,11 @@ def on_gpu(test):
     return pytest.mark.gpu(pytest.mark.usefixtures("cuda")(test))
 
 
-def check(variant, device=None, **extents):
-    """Skips where the variant is for another architecture."""
+def check(variant, device=None, *, h_q=8, **extents):
+    """With h_q heads, or as near to that as the variant is called for. Skips where it is for another architecture."""
     if variant.arch not in (local := _ffi.local_architectures()):
         pytest.skip(f"is for {variant.arch}, here is {', '.join(local)}")
-    x, scale = operands(variant, **extents), variant.d**-0.5
+    x, scale = operands(variant, h_q=heads_for(variant, h_q), **extents), variant.d**-0.5
     f = jax.jit(functools.partial(OPS[variant.op], scale=scale))
     assert_right(jax.tree.map(np.asarray, f(*jax.device_put(x.arguments(), device))), x, scale)
 
@@ -326,7 +335,7 @@ def test_runs_split(variant, splits, monkeypatch):
     "variant", [v for v in _ffi.variants() if v.op in ("sparse_fwd", "dsv4_decode")], ids=lambda v: v.key
 )
 def test_runs_on_a_pool_of_all_sequences(variant):
-    x, scale = operands(variant, h_q=64, s_q=3), variant.d**-0.5
+    x, scale = operands(variant, h_q=heads_for(variant, 64), s_q=3), variant.d**-0.5
     pools = []
     for keys in x.sources:
         b, s_kv, _, d = keys.k.shape
@@ -369,7 +378,8 @@ for variant in test_ffi.BUILT:
     if variant.arch not in _ffi.local_architectures():
         continue
     test_ffi.check(variant)
-    x = jax.device_put(test_ffi.operands(variant).arguments())
+    x = test_ffi.operands(variant, h_q=test_ffi.heads_for(variant, 8))
+    x = jax.device_put(x.arguments())
     f = jax.jit(functools.partial(test_ffi.OPS[variant.op], scale=0.1))
     first = jax.tree.map(np.asarray, f(*x))
     for _ in range(3):

@@ -35,7 +35,10 @@ def test_sass(key, tmp_path):
         assert count["UTCATOMSWS"] >= 2 and count["HGMMA"] == 0, count  # TMEM is allocated, and freed
         return
     assert count["USETMAXREG"] >= 2, count  # a producer gives registers up, consumers take them
-    assert 2 * a_tile <= count["HGMMA"] <= 8 * a_tile, count
+    if variant.module == "kernels.few_heads_sm90":  # keys are rows: K Q', and V' P' by 64 rows of V'
+        assert count["HGMMA"] == variant.d // 16 + variant.d // 64 * row["tile_n"] // 16, count
+    else:
+        assert 2 * a_tile <= count["HGMMA"] <= 8 * a_tile, count
     assert 4 * count["WARPGROUP.ARRIVE"] < count["HGMMA"], count  # one for each is what serialised ones have
     if variant.module == "kernels.fwd_sm90":
         softmax = opcodes[: opcodes.index("NANOSLEEP")]  # of wait_behind, whose wait must not be in front of this

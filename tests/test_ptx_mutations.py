@@ -25,10 +25,12 @@ from tests.ptx.verdict import Wrong, judge
 SEEDS = (0, 1, 2)
 DENSE, LATENT = "fwd_sm_90a_d128_bfloat16", "fwd_sm_90a_d512_bfloat16_shared_kv"
 GATHERED = "sparse_fwd_sm_90a_d512_bfloat16_shared_kv"
+FEW_HEADS = "dsv4_sparse_fwd_sm_90a_d512_bfloat16_shared_kv_h16"
 SHAPES: dict[str, dict[str, int]] = {
     DENSE: {"b": 1, "s_q": 24, "s_kv": 420, "h_q": 8, "width": 1000},  # three tiles of 160 keys, two tiles of rows
     LATENT: {"b": 1, "s_q": 12, "s_kv": 230, "h_q": 8, "width": 1000},  # four tiles of 64 keys
     GATHERED: {"b": 1, "s_q": 3, "s_kv": 300, "h_q": 8, "topk": 200},
+    FEW_HEADS: {"b": 1, "s_q": 4, "s_kv": 300, "h_q": 16, "s_kv1": 300, "topk": 200},
 }
 BARRIERS = {  # the mbarriers of a kernel, in the order of their addresses
     DENSE: "q_full0 q_full1 q_empty0 q_empty1 k_full0 k_full1 k_empty0 k_empty1 "
@@ -323,6 +325,35 @@ FATES = [
         Fault,
         r"orders this and the write by cp\.async|which nobody wrote",
         arrive_at_once,
+    ),
+    Fate(
+        "weights of a few heads without a proxy fence",
+        FEW_HEADS,
+        Race,
+        r"no fence\.proxy\.async after the generic write",
+        without(r"fence\.proxy\.async"),
+    ),
+    Fate(
+        "weights of a few heads multiplied before all warps have shared them",
+        FEW_HEADS,
+        Fault,
+        r"nothing orders this and the (read|write) by|which nobody wrote",
+        without(r"bar\.sync\s+1, 128"),
+    ),
+    Fate(
+        "values handed back before they are multiplied",
+        FEW_HEADS,
+        Race,
+        r"nothing orders this and the (read|write) by",
+        without(r"wgmma\.wait_group\.sync\.aligned\s+2"),
+        shape={"topk": 300},
+    ),
+    Fate(
+        "Q's buffer handed back while O leaves from it",
+        FEW_HEADS,
+        Fault,
+        r"nothing orders this and the (read|write) by|ends while TMA may still read shared memory",
+        without(r"cp\.async\.bulk\.wait_group\.read\s+0"),
     ),
     Fate(
         "final O read before the last product",

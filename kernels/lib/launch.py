@@ -67,6 +67,6 @@ def i32() -> Int32:
     return Int32(1)
 
 
-def launch_facts(config: Any) -> dict[str, int]:
-    """What the launcher must know of a kernel and its cubin does not say."""
-    return {name: getattr(config, name) for name in ("tile_m", "tile_n", "threads", "smem_bytes")}
+def launch_facts(config: Any, ctas: int = 1) -> dict[str, int]:
+    """What the launcher must know of a kernel, of which so many CTAs run on an SM, and its cubin does not say."""
+    return {name: getattr(config, name) for name in ("tile_m", "tile_n", "threads", "smem_bytes")} | {"ctas": ctas}

@@ -104,16 +104,32 @@ class Selection:
         thread: Int32,
         slabs: cutlass.Constexpr,
         threads: cutlass.Constexpr,
+        first_slab: cutlass.Constexpr = 0,
     ):
-        """Issue the copies of some slabs of keys into a (tile_n, d) slab tile; of absent ones, zeros."""
+        """Issue the copies of some slabs of keys into a slab tile of all columns, or of those from `first_slab` on; of
+        absent ones, zeros."""
         chunk, row0 = thread % LANES_A_ROW, thread // LANES_A_ROW
         target0 = tile.iterator.toint() + row0 * (SLAB * 2) + (chunk ^ row0 % 8) * 16
         for i in cutlass.range_constexpr(cute.size(wanted)):
             key, size = cutlass.max(wanted[i], Int32(0)), Int32(16) if wanted[i] >= 0 else Int32(0)
             source = self.keys + (Int64(key) * self.d + chunk * CHUNK)
             for slab in slabs:
-                offset = (slab * self.tile_n + i * (threads // LANES_A_ROW)) * SLAB * 2
+                offset = ((slab - first_slab) * self.tile_n + i * (threads // LANES_A_ROW)) * SLAB * 2
                 copy_or_zero(target0 + offset, (source + slab * SLAB).toint(), size)
+
+
+def present(here: list[cutlass.Boolean], thread: Int32) -> Uint32:
+    """A word of a warp: whether the i-th key that a thread copies of a tile is there, as `present_at` finds it."""
+    bits, keys = Int32(0), 32 // LANES_A_ROW
+    for i, x in enumerate(here):
+        bits = bits | Int32(x) << i * keys
+    return Uint32(cute.arch.warp_redux_sync(bits << thread % 32 // LANES_A_ROW, "or"))
+
+
+def present_at(row: Int32, threads: int) -> tuple[Int32, Int32]:
+    """(warp, bit) of a row of a key tile."""
+    keys, at_a_time = 32 // LANES_A_ROW, threads // LANES_A_ROW
+    return row % at_a_time // keys, row // at_a_time * keys + row % keys
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ def transposed(tile: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(tile.iterator, cute.select(tile.layout, mode=[1, 0, *range(2, cute.rank(tile))]))
 
 
-def tiled_mma(dtype, n: int, b_major, a_source=warpgroup.OperandSource.SMEM) -> cute.TiledMma:
+def tiled_mma(dtype, n: int, b_major, a_source=warpgroup.OperandSource.SMEM, a_major=K_MAJOR) -> cute.TiledMma:
     """One warpgroup's 64 x n product with fp32 accumulation."""
-    op = warpgroup.MmaF16BF16Op(dtype, Float32, (64, n, 16), a_source, K_MAJOR, b_major)
+    op = warpgroup.MmaF16BF16Op(dtype, Float32, (64, n, 16), a_source, a_major, b_major)
     return cute.make_tiled_mma(cute.make_mma_atom(op))
 
 
@@ -136,7 +136,19 @@ def tma_tiles(atom: cute.CopyAtom, gmem: cute.Tensor, smem: cute.Tensor) -> tupl
 @cute.jit
 def store_rows(mma: cute.TiledMma, acc: cute.Tensor, tile: cute.Tensor, thread: cutlass.Int32):
     """Accumulator -> the 64-row SMEM tile, rounded to its dtype, by stmatrix."""
-    atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), tile.element_type)
+    store_matrices(mma, acc, tile, thread, False)
+
+
+@cute.jit
+def store_columns(mma: cute.TiledMma, acc: cute.Tensor, tile: cute.Tensor, thread: cutlass.Int32):
+    """Accumulator -> the SMEM tile of its n columns, each a row of 64: `store_rows` of the transposed."""
+    store_matrices(mma, acc, transposed(tile), thread, True)
+
+
+@cute.jit
+def store_matrices(mma, acc: cute.Tensor, tile: cute.Tensor, thread: cutlass.Int32, transpose: cutlass.Constexpr):
+    matrices = min(4, cute.size(acc) // 2)  # of 8 x 8; a thread has two elements of each
+    atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose, matrices), tile.element_type)
     copy = cute.make_tiled_copy_C(atom, mma).get_slice(thread)
     rounded = cute.make_rmem_tensor_like(acc, tile.element_type)
     rounded.store(acc.load().to(tile.element_type))

@@ -49,6 +49,8 @@ def extents(variant: Variant, tile_n: int, case: str) -> dict[str, int] | None:
     if variant.op == "fwd":
         # several heads of keys: a tile of rows is a box of heads x queries
         table["groups"] = {"b": 1, "s_q": 7, "s_kv": n + 40, "h_q": 12, "h_kv": 2, "width": EVERYTHING}
+    if case in table:
+        table[case]["h_q"] = min(table[case]["h_q"], variant.most_heads)
     return table.get(case)
 
 

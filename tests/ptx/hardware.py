@@ -20,7 +20,7 @@ from unittest import mock
 import numpy as np
 
 from jax_dsv4_fmha import _ffi
-from kernels.variants import VARIANTS, Variant
+from kernels.variants import ANY_HEADS, VARIANTS, Variant
 from tests import native
 
 from . import cases
@@ -31,10 +31,10 @@ ARCH, CASE = "sm_90a", "tiles"
 RUNS = {
     f"{v.key}{'.split' * (splits > 1)}": (v, splits)
     for v in VARIANTS
-    if v.arch == ARCH and v.sources
+    if v.arch == ARCH and v.sources and v.most_heads == ANY_HEADS
     for splits in ((1, 3) if v.splits else (1,))
 }
-"""What is recorded, by its name: (variant, splits)."""
+"""What is recorded, by its name: (variant, splits). Of few heads there is nothing yet."""
 
 
 def missing() -> list[str]:
@@ -55,6 +55,8 @@ def on_gpu(variant: Variant, splits: int, x: native.Operands) -> tuple[np.ndarra
     """(o, lse), with keys split into so many parts whatever the shapes say."""
     import jax
 
+    if (called := native.called(variant.key, x.shape.h_q)) != variant.key:
+        raise ValueError(f"{variant.key}: a call with {x.shape.h_q} heads gets {called}, so there is no recording it")
     with mock.patch.object(_ffi, "split_count", lambda *_: splits):
         call = jax.jit(functools.partial(getattr(_ffi, variant.op), scale=variant.d**-0.5))
         return tuple(np.asarray(y) for y in call(*x.arguments()))

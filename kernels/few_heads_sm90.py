@@ -1,0 +1,571 @@
+"""Attention for Hopper over a latent that is both K and V, of few heads whose keys differ from query to query.
+
+A tile of 64 rows would hold one query's heads, and most of it nothing. So keys are the rows, heads the columns:
+
+    S' = K Q'       64 keys x heads, K from SMEM
+    O' += V' P'     d x heads, 64 rows of d a product, V' being the same tile of keys read the other way
+
+A tile of rows is one query with all its heads. A CTA has two warpgroups, and an SM two CTAs, so that one's softmax
+runs under the other's products:
+
+    producer    Q, keys: a ring of pieces, each some columns of 64 keys; TMA for spans, cp.async for selections
+                    | full[stage]                                             ^ empty[stage]
+    consumer    S', softmax over the keys of each column, weights to SMEM, O', all of it in registers; at last
+                normalised, and through Q's SMEM, which it fills exactly, to memory
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.memory import SmemAllocator
+
+from .aot import Compiled, compile_ahead
+from .lib.column_softmax import WARPS, ColumnSoftmax, by_column, column_of, exists, scale_columns
+from .lib.launch import SMEM_LIMIT, WARPGROUP, Shapes, element_type, i32, launch_facts, pointers
+from .lib.rows import PUBLISHED, ROWS, Extents, RowTile, Walk, extents, row_of, store
+from .lib.selections import LANES_A_ROW, SelectionOperands, open_selection, present, present_at, read_selection
+from .lib.softmax import RowResults
+from .lib.spans import SpanOperands, open_span, read_span
+from .lib.splits import own_part, total_tiles
+from .lib.wgmma import (
+    K_MAJOR,
+    MN_MAJOR,
+    SLAB,
+    accumulator,
+    multiply,
+    not_,
+    operand_a,
+    operand_b,
+    slab_layout,
+    store_columns,
+    tiled_mma,
+    tma_atom,
+    tma_tiles,
+    transposed,
+    zero_rows,
+)
+from .variants import Variant
+
+CTAS = 2  # an SM
+BAR_CONSUMER = 1  # a named barrier: the warpgroup by itself
+
+
+@dataclass(frozen=True)
+class Config:
+    """Compile-time choices; every tile, count and size follows from them."""
+
+    d: int
+    dtype: str
+    sources: tuple[str, ...]  # of keys, in the order in which they are walked: "span" or "selection"
+    tile_m: int  # heads
+    tile_n: int = 64  # keys: the rows of one WGMMA
+    piece: int = 2 * SLAB  # columns of a key tile that are filled and freed together
+
+    @property
+    def threads(self) -> int:
+        return 2 * WARPGROUP
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """(producer, consumer) registers a thread, out of what a launch of two CTAs an SM gives to both alike."""
+        return 56, 200
+
+    @property
+    def smem_limit(self) -> int:
+        """Of an SM's 228 KiB a CTA's share, of which 1 KiB is not its own."""
+        return (SMEM_LIMIT + 1024) // CTAS - 1024
+
+    @property
+    def pieces(self) -> int:
+        return self.d // self.piece
+
+    @property
+    def piece_bytes(self) -> int:
+        return self.tile_n * self.piece * 2
+
+    @property
+    def row_bytes(self) -> int:
+        return self.d * 2
+
+    @property
+    def bytes_beside_keys(self) -> int:
+        q, weights = self.tile_m * self.row_bytes, self.tile_m * self.tile_n * 2
+        infos = -(-PUBLISHED * (1 + len(self.sources)) // 4) * 4  # a multiple of 16 bytes
+        small = 4 * (2 * self.tile_m * WARPS + infos + WARPS * self.key_tiles)
+        return q + weights + small + 8 * 2
+
+    @property
+    def key_tiles(self) -> int:
+        """Of how many tiles of keys there are pieces in SMEM, at most."""
+        return self.smem_limit // (self.tile_n * self.row_bytes) + 2
+
+    @property
+    def stages(self) -> int:
+        return (self.smem_limit - self.bytes_beside_keys) // (self.piece_bytes + 2 * 8)
+
+    @property
+    def smem_bytes(self) -> int:
+        return self.bytes_beside_keys + self.stages * (self.piece_bytes + 2 * 8)
+
+    def __post_init__(self):
+        if self.d % self.piece or self.tile_n != SLAB:
+            raise ValueError(f"wanted d in pieces of {self.piece} and tiles of {SLAB} keys, got {self}")
+        if self.tile_m % 8 or self.d * self.tile_m > 512 * 32:
+            raise ValueError(f"wanted a multiple of 8 heads, of which O fits into a warpgroup's registers, got {self}")
+        if self.stages < self.pieces:
+            raise ValueError(f"{self.stages} pieces fit into SMEM, a tile of keys has {self.pieces}: {self}")
+
+
+@dataclass(frozen=True)
+class Barriers:
+    """mbarriers in SMEM, by what they announce."""
+
+    q_full: cute.Pointer
+    q_empty: cute.Pointer
+    full: cute.Pointer  # by stage
+    empty: cute.Pointer
+
+
+@dataclass(frozen=True)
+class Shared:
+    """SMEM beside the barriers."""
+
+    q: cute.Tensor  # (heads, piece, piece of d): Q; then O on its way out
+    k: cute.Tensor  # (tile_n, piece, stage)
+    p: cute.Tensor  # (heads, tile_n): the weights
+    found: cute.Tensor  # (warp, heads, 2): see ColumnSoftmax
+    seen: cute.Tensor  # (warp of the producer, key_tiles): see `present`
+    info: cute.Tensor  # (PUBLISHED, row tile and each source): what the producer found out
+
+
+@dataclass(frozen=True)
+class Consumer:
+    """What a consumer thread keeps from query to query."""
+
+    bar: Barriers
+    smem: Shared
+    thread: Int32
+    qk: cute.TiledMma
+    pv: cute.TiledMma
+    keys: cute.Tensor  # as S' takes them: (.., stage)
+    q: cute.Tensor  # (.., piece of d)
+    values: tuple[cute.Tensor, ...]  # as O' takes them, by slab of a piece: (.., stage)
+    p: cute.Tensor
+    scores: cute.Tensor
+    out: tuple[cute.Tensor, ...]  # by slab of d
+    softmax: ColumnSoftmax
+
+
+class FewHeadsSm90:
+    def __init__(self, config: Config):
+        self.config = config
+        self.dtype = element_type(config.dtype)
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Pointer,
+        o: cute.Pointer,
+        sink: cute.Pointer,
+        lse: cute.Pointer,
+        o_parts: cute.Pointer,
+        scale_log2: Float32,
+        b: Int32,
+        s_q: Int32,
+        h_q: Int32,
+        h_kv: Int32,
+        keys0: cute.Pointer,
+        from0: cute.Pointer,  # start of a span, indices of a selection
+        to0: cute.Pointer,  # stop of a span, lengths of a selection
+        s_kv0: Int32,
+        s_batch0: Int32,
+        topk0: Int32,
+        keys1: cute.Pointer,
+        from1: cute.Pointer,
+        to1: cute.Pointer,
+        s_kv1: Int32,
+        s_batch1: Int32,
+        topk1: Int32,
+        splits: Int32,
+        ctas: Int32,  # at most, that is how many run at a time
+        stream: cuda.CUstream,
+    ):
+        c = self.config
+        n = extents(c.tile_m, True, b, s_q, h_q, h_kv, splits)
+        shapes = Shapes(c.d, b, n)
+        tma_q, mQ = tma_atom(cpasync.CopyBulkTensorTileG2SOp(), shapes.rows(q), c.tile_m, c.piece)
+        tma_o, mO = tma_atom(cpasync.CopyBulkTensorTileS2GOp(), shapes.rows(o), c.tile_m, c.piece)
+        given = ((keys0, from0, to0, s_kv0, s_batch0, topk0), (keys1, from1, to1, s_kv1, s_batch1, topk1))
+        sources = tuple(self.source(kind, shapes, *g) for kind, g in zip(c.sources, given, strict=False))
+        self.kernel(tma_q, mQ, tma_o, mO, sources, RowResults(sink, lse, o_parts), scale_log2, n).launch(
+            grid=(cutlass.min(n.work, ctas), 1, 1),
+            block=(c.threads, 1, 1),
+            smem=c.smem_bytes,
+            stream=stream,
+            min_blocks_per_mp=CTAS,
+            preferred_smem_carveout=100,  # unsaid, it is asked of the device
+        )
+
+    def source(self, kind: str, shapes: Shapes, keys, first, second, s_kv: Int32, *of_selection: Int32) -> tuple:
+        c = self.config
+        if kind == "selection":
+            return (SelectionOperands(keys, first, second, s_kv, *of_selection),)
+        tma = tma_atom(cpasync.CopyBulkTensorTileG2SOp(), shapes.keys(keys, s_kv), c.tile_n, c.piece)
+        return (*tma, SpanOperands(first, second, s_kv))
+
+    @cute.kernel
+    def kernel(
+        self,
+        tma_q: cute.CopyAtom,
+        mQ: cute.Tensor,
+        tma_o: cute.CopyAtom,
+        mO: cute.Tensor,
+        sources: tuple,
+        results: RowResults,
+        scale_log2: Float32,
+        n: Extents,
+    ):
+        c = self.config
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        bar, smem = self.allocate()
+        if warp == 0:
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_init(bar.q_full, 1)
+                cute.arch.mbarrier_init(bar.q_empty, WARPGROUP)
+                for i in cutlass.range_constexpr(c.stages):
+                    cute.arch.mbarrier_init(bar.full + i, WARPGROUP + WARPS)
+                    cute.arch.mbarrier_init(bar.empty + i, WARPGROUP)
+            cute.arch.mbarrier_init_fence()
+        for i in cutlass.range_constexpr(c.pieces):  # heads that do not exist are computed on too
+            zero_rows(smem.q[None, None, i], n.box_inner, cute.arch.thread_idx()[0], c.threads)
+        cute.arch.sync_threads()
+        cute.arch.griddepcontrol_launch_dependents()  # `combine`, where it follows, waits for this grid by itself
+
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(c.registers[0])
+            self.produce(bar, smem, (tma_q, mQ), sources, n)
+        else:
+            cute.arch.setmaxregister_increase(c.registers[1])
+            operands = tuple(source[-1] for source in sources)
+            self.consume(bar, smem, operands, (tma_o, mO), results, scale_log2, n)
+
+    def allocate(self) -> tuple[Barriers, Shared]:
+        c = self.config
+        smem = SmemAllocator()
+        q, k, p = (
+            smem.allocate_tensor(self.dtype, layout.outer, 1024, swizzle=layout.inner)
+            for layout in (
+                slab_layout(self.dtype, c.tile_m, c.piece, c.pieces),
+                slab_layout(self.dtype, c.tile_n, c.piece, c.stages),
+                slab_layout(self.dtype, c.tile_m, c.tile_n),
+            )
+        )
+        found = smem.allocate_tensor(Float32, cute.make_layout((WARPS, c.tile_m, 2)), 16)
+        info = smem.allocate_tensor(Int32, cute.make_layout((PUBLISHED, 1 + len(c.sources))), 16)
+        seen = smem.allocate_tensor(Uint32, cute.make_layout((WARPS, c.key_tiles)), 16)
+        mbar = smem.allocate_array(Int64, 2 + 2 * c.stages)
+        bar = Barriers(*(mbar + i for i in (0, 1, 2, 2 + c.stages)))
+        return bar, Shared(q, k, p, found, seen, info)
+
+    def slot(self, piece: Int32) -> tuple[Int32, Int32]:
+        """(stage, phase) of a CTA's so manieth piece."""
+        return piece % self.config.stages, piece // self.config.stages & 1
+
+    # ---- producer
+
+    @cute.jit
+    def produce(self, bar: Barriers, smem: Shared, row_source: tuple, sources: tuple, n: Extents):
+        """For every query of this CTA: Q, what there is to see, and the keys."""
+        c = self.config
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        tma_q, mQ = row_source
+        walk, before = Walk.of(n), Int32(0)
+        for turn in cutlass.range(walk.turns, unroll=1):
+            tile = walk.tile(turn)
+            opened = own_part(tuple(self.open(source[-1], tile) for source in sources), tile, 1)
+            if warp == 0:
+                cute.arch.mbarrier_wait(bar.q_empty, (turn & 1) ^ 1)
+                with cute.arch.elect_one():
+                    for which, thing in enumerate((tile, *opened)):
+                        thing.publish(smem.info[None, which])
+                    bytes_of_q = n.box_inner * n.box_outer * c.row_bytes
+                    cute.arch.mbarrier_arrive_and_expect_tx(bar.q_full, bytes_of_q)
+                gQ, sQ = tma_tiles(tma_q, tile.of(mQ, c.tile_m, c.piece), smem.q)
+                for i in cutlass.range_constexpr(c.pieces):
+                    cute.copy(tma_q, gQ[None, i], sQ[None, i], tma_bar_ptr=bar.q_full)
+            for kind, source, here in zip(c.sources, sources, opened, strict=True):
+                if cutlass.const_expr(kind == "span"):
+                    self.load_span(bar, smem, source, here, tile, before)
+                else:
+                    self.gather(bar, smem, here, before)
+                before = before + here.tiles
+
+    def open(self, operands: Any, tile: RowTile) -> Any:
+        c = self.config
+        if isinstance(operands, SpanOperands):
+            return open_span(operands, tile, c.tile_n)
+        return open_selection(operands, tile, c.tile_n, c.d)
+
+    @cute.jit
+    def load_span(self, bar: Barriers, smem: Shared, source: tuple, span: Any, tile: RowTile, before: Int32):
+        c = self.config
+        thread = cute.arch.thread_idx()[0]
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        tma, mK, _ = source
+        gK, sK = tma_tiles(tma, tile.keys(mK, span.lo, c.tile_n, c.piece), smem.k)
+        for t in cutlass.range(span.tiles, unroll=1):
+            for i in cutlass.range_constexpr(c.pieces):
+                stage, phase = self.slot((before + t) * c.pieces + i)
+                cute.arch.mbarrier_wait(bar.empty + stage, phase ^ 1)
+                if cutlass.const_expr(i == 0):
+                    at_a_time = WARPGROUP // LANES_A_ROW
+                    rows = (j * at_a_time + thread // LANES_A_ROW for j in range(c.tile_n // at_a_time))
+                    self.publish(smem, present([x < span.unseen_from(t) for x in rows], thread), before + t)
+                if warp == 0:
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_expect_tx(bar.full + stage, c.piece_bytes)
+                    cute.copy(tma, gK[None, t, i], sK[None, stage], tma_bar_ptr=bar.full + stage)
+                cute.arch.mbarrier_arrive(bar.full + stage)
+                self.arrive_as_warp(bar.full + stage)
+
+    @cute.jit
+    def gather(self, bar: Barriers, smem: Shared, selection: Any, before: Int32):
+        c = self.config
+        thread = cute.arch.thread_idx()[0]
+        slabs = c.piece // SLAB
+        wanted = cute.make_rmem_tensor(c.tile_n // (WARPGROUP // LANES_A_ROW), Int32)
+        selection.look_up(wanted, 0, thread, WARPGROUP)
+        for t in cutlass.range(selection.tiles, unroll=1):
+            selection.settle(wanted, t, thread, WARPGROUP)
+            here = present([wanted[i] >= 0 for i in range(cute.size(wanted))], thread)
+            for i in cutlass.range_constexpr(c.pieces):
+                stage, phase = self.slot((before + t) * c.pieces + i)
+                cute.arch.mbarrier_wait(bar.empty + stage, phase ^ 1)
+                if cutlass.const_expr(i == 0):
+                    self.publish(smem, here, before + t)
+                columns = range(i * slabs, (i + 1) * slabs)
+                selection.gather(smem.k[None, None, stage], wanted, thread, columns, WARPGROUP, i * slabs)
+                cute.arch.cp_async_mbarrier_arrive_noinc(bar.full + stage)
+                self.arrive_as_warp(bar.full + stage)
+            selection.look_up(wanted, t + 1, thread, WARPGROUP)
+
+    @cute.jit
+    def publish(self, smem: Shared, present: Uint32, k: Int32):
+        with cute.arch.elect_one():
+            smem.seen[cute.arch.warp_idx(), k % self.config.key_tiles] = present
+
+    @cute.jit
+    def arrive_as_warp(self, barrier: cute.Pointer):
+        """Behind what all lanes did but copies by cp.async, which arrive by themselves."""
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(barrier)
+
+    # ---- consumer
+
+    @cute.jit
+    def consume(
+        self,
+        bar: Barriers,
+        smem: Shared,
+        operands: tuple,
+        output: tuple,
+        results: RowResults,
+        scale_log2: Float32,
+        n: Extents,
+    ):
+        """For every query of this CTA: O and lse."""
+        w = self.consumer(bar, smem, scale_log2)
+        w.softmax.read_sinks(n, results)
+        before, steps = Int32(0), Int32(0)  # tiles of keys; of the softmax, one more for every query
+        for turn in cutlass.range(Walk.of(n).turns, unroll=1):
+            cute.arch.mbarrier_wait(bar.q_full, turn & 1)
+            tile, sources = self.reopen(operands, smem, n)
+            tiles = total_tiles(sources)
+            w.softmax.reset()
+            if tiles == 0:
+                for acc in w.out:
+                    acc.fill(0.0)
+            for t in cutlass.range(tiles, unroll=1):
+                self.multiply_keys(w, before + t)
+                self.mask(w, before + t)
+                w.softmax.step(w.scores, steps + t)
+                self.clear(w, sources, t, before)
+                self.share_weights(w)
+                self.rescale(w, fresh=t == 0)
+                self.multiply_values(w, before + t, fresh=t == 0)
+            before, steps = before + tiles, steps + tiles
+            w.softmax.finish(tile, results, steps)
+            steps += 1
+            for acc in w.out:
+                scale_columns(acc, w.softmax.factor)
+            if n.splits == 1:
+                self.store(w, tile, output)
+            else:
+                self.store_part(w, tile, results)
+            cute.arch.mbarrier_arrive(bar.q_empty)
+
+    def consumer(self, bar: Barriers, smem: Shared, scale_log2: Float32) -> Consumer:
+        c = self.config
+        thread = cute.arch.thread_idx()[0] % WARPGROUP
+        qk, pv = tiled_mma(self.dtype, c.tile_m, K_MAJOR), tiled_mma(self.dtype, c.tile_m, K_MAJOR, a_major=MN_MAJOR)
+        slabs = (cute.local_tile(smem.k, (c.tile_n, SLAB, c.stages), (0, i, 0)) for i in range(c.piece // SLAB))
+        return Consumer(
+            bar,
+            smem,
+            thread,
+            qk,
+            pv,
+            keys=operand_a(qk, smem.k),
+            q=operand_b(qk, smem.q),
+            values=tuple(operand_a(pv, transposed(slab)) for slab in slabs),
+            p=operand_b(pv, smem.p),
+            scores=accumulator(qk, c.tile_m),
+            out=tuple(accumulator(pv, c.tile_m) for _ in range(c.d // SLAB)),
+            softmax=ColumnSoftmax.of(scale_log2, thread, BAR_CONSUMER, smem.found),
+        )
+
+    def reopen(self, operands: tuple, smem: Shared, n: Extents) -> tuple[RowTile, tuple]:
+        """What the producer published of a query."""
+        c = self.config
+        tile, sources = RowTile.read(smem.info[None, 0], n), []
+        for which, x in enumerate(operands):
+            slot = smem.info[None, 1 + which]
+            if isinstance(x, SpanOperands):
+                sources.append(read_span(x, tile, c.tile_n, slot))
+            else:
+                sources.append(read_selection(x, tile, c.tile_n, c.d, slot))
+        return tile, tuple(sources)
+
+    @cute.jit
+    def multiply_keys(self, w: Consumer, k: Int32):
+        """The scores of this CTA's k-th tile of keys."""
+        c = self.config
+        for i in cutlass.range_constexpr(c.pieces):
+            stage, phase = self.slot(k * c.pieces + i)
+            cute.arch.mbarrier_wait(w.bar.full + stage, phase)
+            if cutlass.const_expr("selection" in c.sources):
+                cute.arch.fence_proxy("async.shared", space="cta")  # cp.async wrote through the generic proxy
+            multiply(w.qk, w.scores, w.keys[None, None, None, stage], w.q[None, None, None, i], fresh=i == 0)
+        warpgroup.wait_group(0)
+
+    @cute.jit
+    def mask(self, w: Consumer, k: Int32):
+        """-inf for every key of this CTA's k-th tile that is not there."""
+        c, s = self.config, by_column(w.scores)
+        for r in cutlass.range_constexpr(ROWS):
+            warp, bit = present_at(row_of(w.thread, r), WARPGROUP)
+            seen = w.smem.seen[warp, k % c.key_tiles] >> bit & 1 != 0
+            for i in cutlass.range_constexpr(cute.size(s, mode=[0])):
+                s[i, r] = s[i, r] if seen else -Float32.inf
+
+    @cute.jit
+    def clear(self, w: Consumer, sources: tuple, t: Int32, before: Int32):
+        """Of tile t the keys of a span that the query does not see, lest they be NaN: as values they count 0 times.
+
+        All warps have read them as keys: they have met in the softmax.
+        """
+        c, first = self.config, Int32(0)
+        for source in sources:
+            if cutlass.const_expr(isinstance(source.operands, SpanOperands)):
+                here = t - first
+                if (here >= 0) & (here < source.tiles) & source.needs_clearing(here):
+                    for i in cutlass.range_constexpr(c.pieces):
+                        stage, _ = self.slot((before + t) * c.pieces + i)
+                        zero_rows(w.smem.k[None, None, stage], source.unseen_from(here), w.thread, WARPGROUP)
+            first = first + source.tiles
+
+    @cute.jit
+    def share_weights(self, w: Consumer):
+        """All warps' products of the weights before are done, for they have met in the softmax."""
+        store_columns(w.qk, w.scores, w.smem.p, w.thread)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=BAR_CONSUMER, number_of_threads=WARPGROUP)
+
+    @cute.jit
+    def rescale(self, w: Consumer, fresh: cutlass.Boolean):
+        """O' in units of the new maxima. Where none of the warp's columns rose, the factors are exactly 1."""
+        factor = w.softmax.factor
+        rises = factor[0] != 1.0
+        for i in cutlass.range_constexpr(1, cute.size(factor)):
+            rises = rises | (factor[i] != 1.0)
+        if not_(fresh) & cute.arch.vote_any_sync(rises):
+            for acc in w.out:
+                scale_columns(acc, factor)
+
+    @cute.jit
+    def multiply_values(self, w: Consumer, k: Int32, fresh: cutlass.Boolean):
+        """O' += V' P', piece by piece of d, each handed back while the next is read."""
+        c = self.config
+        slabs = c.piece // SLAB
+        for i in cutlass.range_constexpr(c.pieces):
+            stage, _ = self.slot(k * c.pieces + i)
+            for j in cutlass.range_constexpr(slabs):
+                multiply(w.pv, w.out[i * slabs + j], w.values[j][None, None, None, stage], w.p, fresh)
+            if cutlass.const_expr(i > 0):
+                warpgroup.wait_group(slabs)
+                before, _ = self.slot(k * c.pieces + i - 1)
+                cute.arch.mbarrier_arrive(w.bar.empty + before)
+        warpgroup.wait_group(0)
+        last, _ = self.slot((k + 1) * c.pieces - 1)
+        cute.arch.mbarrier_arrive(w.bar.empty + last)
+
+    @cute.jit
+    def store(self, w: Consumer, tile: RowTile, output: tuple):
+        """O to where Q was, and by TMA to memory, which leaves out heads that do not exist."""
+        c = self.config
+        tma_o, mO = output
+        slabs = c.piece // SLAB
+        for i in cutlass.range_constexpr(c.d // SLAB):
+            slab = cute.local_tile(w.smem.q, (c.tile_m, SLAB, c.pieces), (0, i % slabs, 0))
+            store_columns(w.pv, w.out[i], slab[None, None, i // slabs], w.thread)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=BAR_CONSUMER, number_of_threads=WARPGROUP)
+        if cute.arch.make_warp_uniform(w.thread // 32) == 0:
+            gO, sO = tma_tiles(tma_o, tile.of(mO, c.tile_m, c.piece), w.smem.q)
+            with cute.arch.elect_one():
+                for i in cutlass.range_constexpr(c.pieces):
+                    cute.copy(tma_o, sO[None, i], gO[None, i])
+                cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def store_part(self, w: Consumer, tile: RowTile, results: RowResults):
+        """As fp32, from registers; of a query that saw no key, lse says so."""
+        c = self.config
+        for i in cutlass.range_constexpr(c.tile_m // 4):
+            column = column_of(w.thread, i)
+            row = results.o_parts + tile.row_index(tile.outer0, tile.inner0 + column) * c.d
+            if exists(tile, column):
+                for slab, acc in enumerate(w.out):
+                    for r in cutlass.range_constexpr(ROWS):
+                        store(row + (slab * SLAB + row_of(w.thread, r)), by_column(acc)[i, r])
+
+
+def compile(variant: Variant, out_dir: Path) -> Compiled:
+    config = Config(variant.d, variant.dtype, variant.sources, variant.most_heads)
+    kernel = FewHeadsSm90(config)
+    keys = pointers(variant.dtype, "keys", "int32", "int32")
+    return compile_ahead(
+        kernel,
+        FewHeadsSm90.kernel,
+        *pointers(variant.dtype, "q", "o", "float32", "float32", "float32"),
+        Float32(1.0),
+        *(i32() for _ in range(4)),
+        *keys,
+        *(i32() for _ in range(3)),
+        *keys,
+        *(i32() for _ in range(3)),
+        i32(),
+        i32(),
+        name="few_heads_sm90",
+        arch=variant.arch,
+        out_dir=out_dir,
+        facts=launch_facts(config, CTAS),
+    )

@@ -1,0 +1,163 @@
+"""Online softmax over the columns of a 64-row WGMMA accumulator: a row is a key, a column a head.
+
+A thread of the warpgroup holds the rows r = 0 and 1 (`row_of`) of the columns 8 j + 2 (lane % 4) + c: an accumulator is
+indexed (c, r, j). A column lives in eight lanes of each of the four warps, which put together what they have in SMEM.
+
+As in `softmax`, the maximum is kept unscaled, and a column without keys has maximum -inf and sum 0.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from .launch import WARPGROUP
+from .rows import ROWS, Extents, RowTile, load, store
+from .softmax import LN_2, LOG2_E, RowResults, exp2
+
+WARPS = WARPGROUP // 32
+LANES_A_COLUMN = (16, 8, 4)  # distances
+
+
+@dataclass(frozen=True)
+class ColumnSoftmax:
+    """The running maximum and sum of the columns that a thread holds."""
+
+    scale_log2: Float32
+    thread: Int32
+    barrier: int  # a named one, of the warpgroup alone
+    shared: cute.Tensor  # float32 (warp, columns, 2): what each warp has found
+    max: cute.Tensor
+    sum: cute.Tensor  # of this thread's rows, until `finish`
+    factor: cute.Tensor  # what was summed before the last step, in units of now; at last, what normalises
+    sink: cute.Tensor
+
+    @staticmethod
+    def of(scale_log2: Float32, thread: Int32, barrier: int, shared: cute.Tensor) -> "ColumnSoftmax":
+        columns = cute.size(shared, mode=[1]) // 4
+        state = (cute.make_rmem_tensor(columns, Float32) for _ in range(4))
+        return ColumnSoftmax(scale_log2, thread, barrier, shared, *state)
+
+    @cute.jit
+    def read_sinks(self, n: Extents, results: RowResults):
+        """Once: all queries have the same heads."""
+        for i in cutlass.range_constexpr(cute.size(self.sink)):
+            sink = load(results.sink + cutlass.min(column_of(self.thread, i), n.inner - 1))
+            self.sink[i] = sink if n.splits == 1 else -Float32.inf  # a part has none
+
+    @cute.jit
+    def reset(self):
+        self.max.fill(-Float32.inf)
+        self.sum.fill(0.0)
+
+    @cute.jit
+    def step(self, scores: cute.Tensor, turn: Int32):
+        """scores <- exp(scale (scores - max)) under the new maxima, which sum and factor follow.
+
+        `turn` counts the calls of this and of `finish`.
+        """
+        s = by_column(scores)
+        old = cute.make_rmem_tensor_like(self.max)
+        old.store(self.max.load())
+        for i in cutlass.range_constexpr(cute.size(old)):
+            self.max[i] = cute.arch.fmax(self.max[i], cute.arch.fmax(s[i, 0], s[i, 1]))
+        self.over_keys(self.max, cute.arch.fmax, turn)
+        for i in cutlass.range_constexpr(cute.size(old)):
+            shift = self.shift(i)
+            self.factor[i] = exp2(old[i] * self.scale_log2 - shift)
+            for r in cutlass.range_constexpr(ROWS):
+                s[i, r] = exp2(s[i, r] * self.scale_log2 - shift)
+            self.sum[i] = self.sum[i] * self.factor[i] + (s[i, 0] + s[i, 1])
+
+    @cute.jit
+    def finish(self, tile: RowTile, results: RowResults, turn: Int32):
+        """factor <- what normalises O, the sink included; lse, which leaves it out, goes to memory.
+
+        A query without keys (sum 0) gets factor 0 and lse -inf; a NaN stays a NaN.
+        """
+        self.over_keys(self.sum, add, turn)
+        for i in cutlass.range_constexpr(cute.size(self.sum)):
+            sees, shift = self.sum[i] != 0.0, self.shift(i)
+            total = self.sum[i] + exp2((self.sink[i] - shift * LN_2) * LOG2_E)
+            self.factor[i] = cute.arch.rcp_approx(total) if sees else Float32(0.0)
+            lse = (cute.math.log2(self.sum[i], fastmath=True) + shift) * LN_2
+            column = column_of(self.thread, i)
+            if (self.thread < 4) & exists(tile, column):
+                row = tile.row_index(tile.outer0, tile.inner0 + column)
+                store(results.lse + row, lse if sees else -Float32.inf)
+
+    @cute.jit
+    def over_keys(self, x: cute.Tensor, combine: cutlass.Constexpr[Callable], turn: Int32):
+        """x <- all threads' x of each column, combined."""
+        shared = self.shared[None, None, turn & 1]
+        value, i, is_first = over_lanes(x, combine, self.thread)
+        if is_first:
+            shared[self.thread // 32, column_of(self.thread, i)] = value
+        cute.arch.barrier(barrier_id=self.barrier, number_of_threads=WARPGROUP)
+        of_warps = cute.make_rmem_tensor(WARPS, Float32)
+        for i in cutlass.range_constexpr(cute.size(x)):
+            place = (shared.iterator + column_of(self.thread, i) * WARPS).align(16)
+            cute.autovec_copy(cute.make_tensor(place, cute.make_layout(WARPS)), of_warps)
+            x[i] = combine(combine(of_warps[0], of_warps[1]), combine(of_warps[2], of_warps[3]))
+
+    @cute.jit
+    def shift(self, i: cutlass.Constexpr) -> Float32:
+        """What to subtract in the exponent; 0 for a column without keys, whose exponentials are exp2(-inf) = 0."""
+        shift = self.max[i] * self.scale_log2
+        return Float32(0.0) if self.max[i] == -Float32.inf else shift
+
+
+@cute.jit
+def over_lanes(
+    x: cute.Tensor, combine: cutlass.Constexpr[Callable], thread: Int32
+) -> tuple[Float32, Int32, cutlass.Boolean]:
+    """x of each column from the eight lanes that have it, in one of them: (what, which element, whether this is it).
+
+    While there are several columns, lanes hand each other what the other will end with.
+    """
+    values, i, is_first = [x[j] for j in range(cute.size(x))], Int32(0), thread >= 0
+    for distance in LANES_A_COLUMN:
+        upper, half = thread & distance != 0, len(values) // 2
+        if cutlass.const_expr(half == 0):
+            values = [combine(values[0], cute.arch.shuffle_sync_bfly(values[0], offset=distance))]
+            is_first = is_first & (thread & distance == 0)
+        else:
+            kept, given = [], []
+            for a, b in zip(values[:half], values[half:], strict=True):
+                kept.append(b if upper else a)
+                given.append(a if upper else b)
+            values = [
+                combine(a, cute.arch.shuffle_sync_bfly(b, offset=distance)) for a, b in zip(kept, given, strict=True)
+            ]
+            i = i + half * Int32(upper)
+    return values[0], i, is_first
+
+
+def add(a: Float32, b: Float32) -> Float32:
+    return a + b
+
+
+def column_of(thread: Int32, i: int) -> Int32:
+    """The column that element i of a thread's column state belongs to."""
+    return i // 2 * 8 + thread % 4 * 2 + i % 2
+
+
+def exists(tile: RowTile, column: Int32) -> cutlass.Boolean:
+    """Whether a column of a query's tile is one of its heads."""
+    return (column < tile.n.box_inner) & (tile.inner0 + column < tile.n.inner)
+
+
+def by_column(acc: cute.Tensor) -> cute.Tensor:
+    """An accumulator (c, r, j) seen as ((c, j), r); of eight columns it has no j."""
+    columns = cute.size(acc) // ROWS
+    return cute.make_tensor(acc.iterator, cute.make_layout(((2, columns // 2), ROWS), stride=((1, 2 * ROWS), 2)))
+
+
+@cute.jit
+def scale_columns(acc: cute.Tensor, factor: cute.Tensor):
+    a = by_column(acc)
+    for i in cutlass.range_constexpr(cute.size(factor)):
+        for r in cutlass.range_constexpr(ROWS):
+            a[i, r] = a[i, r] * factor[i]
