@@ -32,7 +32,8 @@ SHAPES: dict[str, dict[str, int]] = {
 BARRIERS = {  # the mbarriers of a kernel, in the order of their addresses
     DENSE: "q_full0 q_full1 q_empty0 q_empty1 k_full0 k_full1 k_empty0 k_empty1 "
     "v_landed0 v_landed1 v_full0 v_full1 v_empty0 v_empty1",
-    LATENT: "q_full q_empty full0 full1 full2 full3 empty0 empty1 empty2 empty3 max0 max1 weights0 weights1 sums",
+    LATENT: "q_full q_empty full0 full1 full2 full3 empty0 empty1 empty2 empty3 max0 max1 weights0 weights1 done "
+    "tail_full tail_empty",
 }
 
 
