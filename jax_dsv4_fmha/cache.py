@@ -76,7 +76,7 @@ class Cache:
     def slots(self, entries: jax.Array) -> jax.Array:
         """Where in its pool each of these entries `[b or 1, …]` of a sequence is; -1 for one that is not there."""
         if self.block_table is not None:  # for every sequence, on whichever devices its table is
-            entries += jnp.zeros_like(self.block_table[:, 0]).reshape(-1, *[1] * (entries.ndim - 1))
+            entries += (0 * self.block_table[:, 0]).reshape(-1, *[1] * (entries.ndim - 1))
         there = (entries >= 0) & (entries < self.capacity)
         if self.block_table is None:
             return jnp.where(there, entries, -1)

@@ -96,7 +96,8 @@ def encode(entries: jax.Array) -> tuple[jax.Array, jax.Array]:
     values = values.astype(jnp.float8_e4m3fn).reshape(*batch, VALUES)
     rope = lax.bitcast_convert_type(entries[..., VALUES:].astype(jnp.bfloat16), jnp.uint16)
     rope = jnp.stack([rope & 255, rope >> 8], -1).astype(jnp.uint8)  # what is bitcast keeps its shape, for jax.export
-    data = jnp.concatenate([lax.bitcast_convert_type(values, jnp.uint8), rope.reshape(*batch, 2 * ROPE)], -1)
+    values = lax.optimization_barrier(lax.bitcast_convert_type(values, jnp.uint8))  # or XLA may undo the rounding
+    data = jnp.concatenate([values, rope.reshape(*batch, 2 * ROPE)], -1)
     scales = jnp.where(finite, exponent + _BIAS, _NAN).astype(jnp.uint8)
     return data, jnp.concatenate([scales, jnp.zeros((*batch, 1), jnp.uint8)], -1)
 

@@ -78,6 +78,15 @@ def test_fp8_round_trip():
     np.testing.assert_array_equal(dequantize_cache(quantize_cache(back)), back)
 
 
+@pytest.mark.gpu
+def test_fp8_is_rounded_where_it_is_read_at_once(cuda):
+    """XLA may leave out a conversion to a narrower type and back, within one computation."""
+    entries = jax.device_put(normal(0, 64, 512), cuda)
+    there, back = jax.jit(quantize_cache), jax.jit(dequantize_cache)
+    got = jax.jit(lambda x: dequantize_cache(quantize_cache(x)))(entries)
+    np.testing.assert_array_equal(got, back(there(entries)))
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_fp8_keeps_what_is_not_finite_to_its_group(bad):
     entries = normal(0, 4, 512).at[2, 70].set(bad)

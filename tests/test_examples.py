@@ -58,7 +58,7 @@ def test_sharded(capsys):
 
 def test_train_step():
     pytest.importorskip("optax")
-    losses = example("train_step").main(steps=15)
+    losses = example("train_step").main(steps=15, b=4)
     assert losses[-1] < losses[0] - 1
 
 

@@ -1,64 +1,19 @@
 """The interpreter itself, on programs written by hand: what it computes, and what it refuses."""
 
 import itertools
-import struct
 
 import numpy as np
 import pytest
 
 from tests.ptx.copies import TensorMap
+from tests.ptx.handwritten import Handwritten
 from tests.ptx.hazards import Deadlock, Leak, Misuse, OutOfBounds, Race, Undefined, Unsupported
-from tests.ptx.parser import parse
-from tests.ptx.state import PARAM_BASE, SMEM_BASE, Machine, new_memory
-
-HEAD = """
-.version 8.8
-.target sm_90a
-.address_size 64
-.extern .shared .align 1024 .b8 smem[];
-.visible .entry kernel(
-  .param .align 64 .b8 map[128],
-  .param .u64 .ptr .global .align 4 source,
-  .param .u64 .ptr .global .align 4 result
-)
-{
-  .reg .pred %p<9>;
-  .reg .b16 %rs<9>;
-  .reg .b32 %r<99>;
-  .reg .b64 %rd<9>;
-  mov.u32 %r1, %tid.x;
-  shl.b32 %r2, %r1, 2;
-  mov.b32 %r3, smem;
-  add.s32 %r4, %r3, %r2;
-  cvt.u64.u32 %rd1, %r2;
-  ld.param.b64 %rd2, [source];
-  add.s64 %rd3, %rd2, %rd1;
-  ld.param.b64 %rd4, [result];
-  add.s64 %rd5, %rd4, %rd1;
-"""  # %r1 thread, %r4 its word of shared memory, %rd3 and %rd5 its words of source and result
+from tests.ptx.state import SMEM_BASE
 
 
 def run(body, source=None, *, threads=32, seed=0, tensor=None):
     """The words of `result`, a word a thread."""
-    memory = new_memory()
-    source = np.arange(threads, dtype=np.int32) if source is None else source
-    given, result = memory.add("source", source), memory.add("result", None, 4 * threads)
-    program = parse(HEAD + body + "\n ret;\n}\n")
-    maps = {} if tensor is None else {PARAM_BASE: tensor(given)}
-    params = bytes(128) + struct.pack("<QQ", given, result)
-    machine = Machine(
-        program,
-        grid=1,
-        threads=threads,
-        smem_bytes=65536,
-        params=params,
-        memory=memory,
-        events=memory.events,
-        tensor_maps=maps,
-        seed=seed,
-    )
-    machine.run()
-    return memory.named("result").bytes[: 4 * threads].view(np.uint32)
+    return Handwritten(body, source, threads, tensor=tensor).interpret(seed)
 
 
 def store(register):
@@ -237,6 +192,7 @@ MADE:
   @%p1 bra WAIT;
   mbarrier.arrive.expect_tx.shared.b64 %rd6, [%r3+32768], {bytes};
   mov.b64 %rd7, map;
+  cvta.param.u64 %rd7, %rd7;
   cp.async.bulk.tensor.3d.shared::cta.global.tile.mbarrier::complete_tx::bytes [%r3], [%rd7, {{{at}}}], [%r3+32768];
 WAIT:
   mbarrier.try_wait.parity.shared.b64 %p2, [%r3+32768], 0;
@@ -270,6 +226,12 @@ def test_tensor_copy(swizzle):
         body = LOAD.format(bytes=size, at=", ".join(map(str, at)), offset=offset)
         got = run(body, values, threads=64, tensor=tensor)
         assert got.tolist() == expected[offset : offset + 256].view(np.uint32).tolist()
+
+
+def test_a_tensor_map_has_a_generic_address():
+    body = LOAD.format(bytes=512, at="0, 0, 0", offset=0).replace("cvta.param.u64 %rd7, %rd7;", "")
+    with pytest.raises(Misuse, match=r"no tensor map at a \.param address"):
+        run(body, threads=64, tensor=lambda address: TensorMap(address, 2, (64, 4, 1), (64, 1, 1), (128, 128), 128))
 
 
 def test_shared_memory_begins_behind_what_is_reserved():

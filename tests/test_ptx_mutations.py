@@ -1,7 +1,8 @@
 """Faults that this project has lived through, or could, planted on purpose: each must be found, with what it is.
 
 A fault is an edit of a kernel's PTX (tests/ptx/edits.py) or of its launch. It must be found whatever the scheduler
-does: every fault is run with several seeds. Those of Blackwell's kernels are in test_ptx_sm100.py.
+does: every fault is run with several seeds. Those of Blackwell's kernels are in test_ptx_sm100.py, those of clusters,
+which no kernel has, in test_ptx_clusters.py and test_ptx_pairs.py.
 """
 
 import dataclasses
@@ -380,7 +381,7 @@ FATES = [
         "a destination moved by a swizzle atom",
         DENSE,
         Fault,
-        r"copies over an mbarrier|nothing orders",
+        r"writes over an mbarrier|nothing orders",
         shifted_destination,
     ),
 ]

@@ -140,8 +140,8 @@ def test_no_unseen_key_reaches_a_row():
     good = reference.fmha(q, k, v, span=SPAN, sink=sink)
     for bad in (np.nan, np.inf):
         o, lse = reference.fmha(q, k.at[:, 9].set(bad), v.at[:, 9].set(bad), span=SPAN, sink=sink)
-        np.testing.assert_allclose(o[:, rest], good[0][:, rest], rtol=1e-6, atol=1e-7)
-        np.testing.assert_allclose(lse[:, rest], good[1][:, rest], rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(o[:, rest], good[0][:, rest], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(lse[:, rest], good[1][:, rest], rtol=1e-5, atol=1e-6)
         assert not jnp.isfinite(o[:, sees]).any()
 
 

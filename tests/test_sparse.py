@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_dsv4_fmha import fmha, sparse_fmha
+from jax_dsv4_fmha import fmha, reference, sparse_fmha
 from jax_dsv4_fmha._cases import CASES, run, run_reference
 from jax_dsv4_fmha._compare import compare
 
@@ -34,6 +34,24 @@ def test_rounds_once(implementation):
 def test_kernel(case):
     for verdict in compare(run(case, "cubin"), run_reference(case)):
         assert verdict.passed, verdict
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("s_q", "s_kv", "h_q", "topk"), [(1_000_000, 5000, 16, 40), (300, 10_000_000, 64, 1000)], ids=["s_q", "s_kv"]
+)
+def test_a_million_queries_and_ten_million_keys(cuda, s_q, s_kv, h_q, topk):
+    """16 GiB of queries, then 10 GiB of keys: some rows, the last among them, equal the reference of these alone."""
+    with jax.default_device(cuda):
+        key_q, key_kv, key_i = jax.random.split(jax.random.key(0), 3)
+        q = jax.random.normal(key_q, (1, s_q, h_q, 512), jnp.bfloat16)
+        kv = jax.random.normal(key_kv, (1, s_kv, 512), jnp.bfloat16) / 8
+        indices = jax.random.randint(key_i, (1, s_q, topk), 0, s_kv).at[0, -1, 0].set(s_kv - 1)
+        rows = np.unique(np.append(np.random.default_rng(0).integers(0, s_q, 200), [0, s_q - 1]))
+        o, lse = sparse_fmha(q, kv, indices, implementation="cubin")
+        want = reference.sparse_fmha(q[:, rows].astype(jnp.float32), kv, indices[:, rows])
+        for verdict in compare((o[:, rows], lse[:, rows]), want):
+            assert verdict.passed, verdict
 
 
 def test_every_key_named_is_dense():

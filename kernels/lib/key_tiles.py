@@ -93,6 +93,9 @@ class KeyTiles:
             for which in cutlass.range_constexpr(2):
                 self.look_up(work.sources, wanted[None, which], which, thread)
         for pair in cutlass.range(work.evens, unroll=1):
+            if cutlass.const_expr(c.gathers):  # so that little is left to do when a place comes free
+                for which in cutlass.range_constexpr(2):
+                    self.settle(work.sources, wanted[None, which], 2 * pair + which, thread)
             for which, half in REFILL_ORDER:
                 t, i = 2 * pair + which, 2 * which + half
                 if t < tiles:
@@ -106,7 +109,7 @@ class KeyTiles:
                             else:
                                 slabs = range(half * c.half // SLAB, (half + 1) * c.half // SLAB)
                                 tile, keys = sK[None, None, which], wanted[None, which]
-                                source.gather(tile, keys, t - first, thread, slabs, WARPGROUP)
+                                source.gather(tile, keys, thread, slabs, WARPGROUP)
                                 cute.arch.cp_async_mbarrier_arrive_noinc(full + i)
                         first = first + source.tiles
             if cutlass.const_expr(c.gathers):
@@ -126,6 +129,18 @@ class KeyTiles:
                 last.look_up(wanted, t - before, thread, WARPGROUP)
         else:
             last.look_up(wanted, t - before, thread, WARPGROUP)
+
+    @cute.jit
+    def settle(self, sources: tuple, wanted: cute.Tensor, t: Int32, thread: Int32):
+        first, last = sources[0], sources[-1]
+        before = total_tiles(sources) - last.tiles
+        if cutlass.const_expr(isinstance(first, Selection) and len(sources) == 2):
+            if t < before:
+                first.settle(wanted, t, thread, WARPGROUP)
+            else:
+                last.settle(wanted, t - before, thread, WARPGROUP)
+        else:
+            last.settle(wanted, t - before, thread, WARPGROUP)
 
     @cute.jit
     def unpack(self, bar: Barriers, sK: cute.Tensor, work: Work):

@@ -91,21 +91,25 @@ class Selection:
             wanted[i] = self.read(self.position(t, i, thread, threads))
 
     @cute.jit
+    def settle(self, wanted: cute.Tensor, t: Int32, thread: Int32, threads: cutlass.Constexpr):
+        """What was looked up for tile t is judged: an absent key becomes -1."""
+        for i in cutlass.range_constexpr(cute.size(wanted)):
+            wanted[i] = wanted[i] if self.is_present(self.position(t, i, thread, threads), wanted[i]) else Int32(-1)
+
+    @cute.jit
     def gather(
         self,
         tile: cute.Tensor,
         wanted: cute.Tensor,
-        t: Int32,
         thread: Int32,
         slabs: cutlass.Constexpr,
         threads: cutlass.Constexpr,
     ):
-        """Issue the copies of some slabs of the keys that were looked up for tile t into a (tile_n, d) slab tile."""
+        """Issue the copies of some slabs of keys into a (tile_n, d) slab tile; of absent ones, zeros."""
         chunk, row0 = thread % LANES_A_ROW, thread // LANES_A_ROW
         target0 = tile.iterator.toint() + row0 * (SLAB * 2) + (chunk ^ row0 % 8) * 16
         for i in cutlass.range_constexpr(cute.size(wanted)):
-            present = self.is_present(self.position(t, i, thread, threads), wanted[i])
-            key, size = (wanted[i], Int32(16)) if present else (Int32(0), Int32(0))
+            key, size = cutlass.max(wanted[i], Int32(0)), Int32(16) if wanted[i] >= 0 else Int32(0)
             source = self.keys + (Int64(key) * self.d + chunk * CHUNK)
             for slab in slabs:
                 offset = (slab * self.tile_n + i * (threads // LANES_A_ROW)) * SLAB * 2

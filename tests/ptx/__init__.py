@@ -10,11 +10,12 @@ addresses of symbols are slots too, so that an operand is always a number. Diver
 at the immediate post-dominator. A seeded scheduler picks what happens next: some steps of a warp, or one asynchronous
 operation (TMA, cp.async, wgmma, tcgen05) that was issued and has not happened yet.
 
-What is tracked. Every warp has a `Clock`: which steps of the other warps, and which asynchronous operations, are
-known to have happened before. Synchronisation joins clocks: arrive -> wait of an mbarrier, bar.sync, wait_group, the
-completion of a copy on its mbarrier. Every word (4 bytes) of memory remembers who wrote it last and who has read it
-since; an access by somebody who does not know of these is a `Race`, whatever order this run happened to take. A clock
-has a second half, what is known to be visible to the async proxy; `fence.proxy.async` moves the first into it.
+What is tracked. Every warp has a `Clock`: which steps of the other warps, and which asynchronous operations, are known
+to have happened before. Synchronisation joins clocks: arrive -> wait of an mbarrier, bar.sync, the cluster's barrier,
+wait_group, the completion of a copy on its mbarrier. Every word (4 bytes) of memory remembers who wrote it last and who
+has read it since; an access by somebody who does not know of these is a `Race`, whatever order this run happened to
+take. A clock has a second half, what is known to be visible to the async proxy; `fence.proxy.async` moves the first
+into it.
 
 Modules, each for one concern:
 
@@ -23,8 +24,10 @@ Modules, each for one concern:
     state.py       Machine, Cta, Warp, SMEM, global memory, AsyncOp, Wait
     scheduler.py   what happens next; deadlocks; what must be in order at the end
     decode.py      Decoder: operands -> slots; the register of instructions
-    alu.py control.py memory.py barriers.py copies.py lanes.py wgmma.py tcgen05.py      one family of instructions each
+    alu.py control.py memory.py barriers.py clusters.py copies.py lanes.py wgmma.py tmem.py tcgen05.py
+                   one family of instructions each
     launch.py      a launch as our own launcher plans it (ffi/introspect.cc), for a variant and operands
+    handwritten.py programs written by hand, run here or on a chip
     cases.py       what kernels are run on;  verdict.py: what is wrong with an answer;  edits.py: faults to plant
     hardware.py    what a GPU answers, recorded
     timeline.py    who did what when, as text and as a picture
@@ -51,7 +54,8 @@ Seams, for a new family of instructions:
 
 2. State. `w.cta` has `.smem`, `.rank` in its cluster, `.cluster` (list of Ctas), `.barriers` (SMEM offset: MBarrier)
    and `.machine`; `cta.extra` is a dict for a family's own state (TMEM goes here, by `setdefault`).
-   An address of shared memory carries the CTA's rank from bit 24 on: `cta.at(address)` is (cta, offset).
+   An address of shared memory carries the CTA's rank from bit 24 on: `cta.at(address)` is (cta, offset). Whatever
+   touches another CTA's memory says so with `cta.visit(actor, does)`: that one must have begun, and not end before.
    `cta.smem.bytes` is uint8, `.words` its uint32 view; raw data, without checks. `barriers.arrive(bar, count, clock,
    who)`, `barriers.complete_tx(bar, bytes, clock)` and `barriers.lookup(w, address)` serve commits and copies.
    `machine.at_exit(check)`: run when all CTAs have ended, raises what is still wrong (TMEM not freed).

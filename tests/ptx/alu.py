@@ -15,7 +15,7 @@ import numpy as np
 
 from .decode import DTYPES, Decoder, Step, bits_of, instruction
 from .parser import Instruction
-from .state import FULL, LANES, Array, Warp, mask_of
+from .state import FULL, GENERIC_PARAM_BASE, LANES, PARAM_BASE, Array, Warp, mask_of
 
 BF16 = ml_dtypes.bfloat16
 
@@ -463,11 +463,12 @@ def move(i: Instruction, d: Decoder) -> Step:
 
 @instruction("cvta")
 def convert_address(i: Instruction, d: Decoder) -> Step:
-    """Parameters have the same address in both spaces here, and so has global memory."""
+    """Global memory has the same addresses in both spaces; parameters have not."""
     i.only("to", "param", "global", "u64")
-    if not (i.has("param") or i.has("global")):
+    if not (i.has("param") or i.has("global")) or (i.has("to") and i.has("param")):
         raise d.fail(i.opcode)
-    return elementwise(d, i, "b64", ["b64"], lambda a: a)
+    there = np.uint64(GENERIC_PARAM_BASE - PARAM_BASE if i.has("param") else 0)
+    return elementwise(d, i, "b64", ["b64"], lambda a: a + there)
 
 
 PACKED = {"bf16x2": BF16, "f16x2": np.float16}

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .decode import Decoder, Step, instruction
-from .hazards import Clock, Misuse
+from .hazards import Clock, Event, Misuse
 from .parser import Instruction
 from .state import FULL, SMEM_BASE, Array, AsyncOp, Cta, Wait, Warp, lanes_of, names
 
@@ -48,28 +48,33 @@ class MBarrier:
         return text
 
 
-def lookup(w: Warp, address: int) -> MBarrier:
-    """The mbarrier at an address, which this warp must know to have been initialised."""
+def lookup(w: Warp, address: int, own: bool = False) -> MBarrier:
+    """The mbarrier at an address, which this warp must know to have been initialised; `own`: by its own CTA."""
     cta, offset = w.cta.at(address)
+    if own and cta is not w.cta:
+        raise Misuse(f"an address in shared memory of CTA {cta.number}, wanted one of this CTA's own")
     bar = cta.barriers.get(offset)
     if bar is None:
-        raise Misuse(f"there is no mbarrier at shared memory +{offset - SMEM_BASE}")
+        of = f" of CTA {cta.number}" if len(cta.cluster) > 1 else ""
+        raise Misuse(f"there is no mbarrier at shared memory +{offset - SMEM_BASE}{of}")
     maker, epoch, line = bar.init
-    if w.clock.seen[0, maker.index] < epoch:
+    if w.clock.seen[0, maker.index] < epoch and w.clock.seen[2, maker.index] < epoch:
         raise Misuse(f"{bar} is used while nothing orders that after its initialisation in line {line}")
     return bar
 
 
-def lookup_all(w: Warp, at: Array) -> list[tuple[MBarrier, int]]:
+def lookup_all(w: Warp, at: Array, own: bool = False) -> list[tuple[MBarrier, int]]:
     """(mbarrier, number of lanes) for the addresses of lanes."""
     if (at == at[0]).all():
-        return [(lookup(w, int(at[0])), len(at))]
+        return [(lookup(w, int(at[0]), own), len(at))]
     values, counts = np.unique(at, return_counts=True)
-    return [(lookup(w, int(a)), int(n)) for a, n in zip(values, counts, strict=True)]
+    return [(lookup(w, int(a), own), int(n)) for a, n in zip(values, counts, strict=True)]
 
 
 def arrive(bar: MBarrier, count: int, clock: Clock, who: Warp | AsyncOp) -> None:
     """`count` arrivals by one that knows `clock`."""
+    if who.cta is not bar.cta:
+        bar.cta.visit(who, "arrives at an mbarrier in", told(who, clock))
     name = who.name if isinstance(who, Warp) else f"{who.kind} of {who.warp.name}"
     bar.known[name] = None
     while count:
@@ -83,6 +88,15 @@ def arrive(bar: MBarrier, count: int, clock: Clock, who: Warp | AsyncOp) -> None
         settle(bar)
 
 
+def told(who: Warp | AsyncOp, clock: Clock) -> int:
+    """The event of an arrival that tells `clock`: of a warp, what it did before it began an epoch with that."""
+    if isinstance(who, AsyncOp):
+        return who.event()
+    i = who.instruction
+    event = Event(who.index, int(clock.seen[0, who.index]), None, who.proxy, who.name, i.line, i.text)
+    return who.machine.new_event(event)
+
+
 def expect_tx(bar: MBarrier, size: int) -> None:
     bar.tx += size
     if abs(bar.tx) > MAX_COUNT:
@@ -90,7 +104,7 @@ def expect_tx(bar: MBarrier, size: int) -> None:
 
 
 def complete_tx(bar: MBarrier, size: int, clock: Clock) -> None:
-    """`size` bytes have come, by an operation; `clock` is its completed()."""
+    """`size` bytes have come, of which who waits is to know `clock`."""
     bar.clock.join(clock)
     bar.tx -= size
     if abs(bar.tx) > MAX_COUNT:
@@ -109,8 +123,8 @@ def settle(bar: MBarrier) -> None:
         bar.arrived = []
 
 
-def one(w: Warp, slot: int, offset: int) -> MBarrier:
-    return lookup(w, w.uniform(slot, np.uint32, "the address of an mbarrier") + offset)
+def one(w: Warp, slot: int, offset: int, own: bool = False) -> MBarrier:
+    return lookup(w, w.uniform(slot, np.uint32, "the address of an mbarrier") + offset, own)
 
 
 def the_lanes(w: Warp, slot: int, offset: int) -> Array:
@@ -118,7 +132,7 @@ def the_lanes(w: Warp, slot: int, offset: int) -> Array:
     return w.read(slot, np.uint32).astype(np.int64)[w.lanes] + offset
 
 
-STATE_SPACES = ("shared", "shared::cta", "shared::cluster", "b64")
+STATE_SPACES = ("shared", "shared::cta", "b64")  # of the executing CTA; with shared::cluster, of any of its cluster
 SCOPES = ("release", "acquire", "relaxed", "cta", "cluster")
 
 
@@ -130,6 +144,8 @@ def init(i: Instruction, d: Decoder) -> Step:
 
     def step(w: Warp) -> None:
         cta, at = w.cta.at(w.uniform(base, np.uint32, "the address of an mbarrier") + offset)
+        if cta is not w.cta:
+            raise Misuse(f"makes an mbarrier in shared memory of CTA {cta.number}")
         words = cta.smem_span(at, 8, 8, "makes an mbarrier of")
         n = w.uniform(count, np.uint32, "the count of an mbarrier")
         if not 1 <= n <= MAX_COUNT:
@@ -150,7 +166,7 @@ def invalidate(i: Instruction, d: Decoder) -> Step:
     base, offset = d.address(i.args[0])
 
     def step(w: Warp) -> None:
-        bar = one(w, base, offset)
+        bar = one(w, base, offset, own=True)
         del bar.cta.barriers[bar.offset]
         bar.cta.barrier_words[bar.offset // 4 : bar.offset // 4 + 2] = False
 
@@ -159,10 +175,12 @@ def invalidate(i: Instruction, d: Decoder) -> Step:
 
 @instruction("mbarrier.arrive", "mbarrier.arrive.expect_tx")
 def arrival(i: Instruction, d: Decoder) -> Step:
-    """Every active lane arrives. What the warp knows is released, unless .relaxed."""
-    i.only(*STATE_SPACES, *SCOPES)
-    expects = "expect_tx" in i.opcode
+    """Every active lane arrives. What the warp knows is released; where .relaxed, what it did before its last fence."""
+    i.only(*STATE_SPACES, "shared::cluster", *SCOPES)
+    expects, remote = "expect_tx" in i.opcode, i.has("shared::cluster")
     target = d.sink(i.args[0], "b64") if len(i.args) and isinstance(i.args[0], str) else None
+    if remote and i.args[0] != "_":
+        raise d.fail("an mbarrier of the cluster, whose state cannot be had: wanted _")
     rest = i.args[1:] if target is not None else i.args
     base, offset = d.address(rest[0])
     amount = d.slot(rest[1], "u32") if len(rest) > 1 else None
@@ -173,8 +191,8 @@ def arrival(i: Instruction, d: Decoder) -> Step:
     def step(w: Warp) -> None:
         at = the_lanes(w, base, offset)
         n = 1 if amount is None else w.uniform(amount, np.uint32, "a number of arrivals or bytes")
-        found = lookup_all(w, at)
-        clock = w.tell() if not i.has("relaxed") else Clock(w.machine.warp_count)
+        found = lookup_all(w, at, own=not remote)
+        clock = w.released if i.has("relaxed") else w.tell()
         for bar, lanes in found:
             if expects:
                 expect_tx(bar, n * lanes)
@@ -190,18 +208,19 @@ def arrival(i: Instruction, d: Decoder) -> Step:
 
 @instruction("mbarrier.expect_tx", "mbarrier.complete_tx")
 def transactions(i: Instruction, d: Decoder) -> Step:
-    i.only(*STATE_SPACES, *SCOPES)
+    i.only(*STATE_SPACES, "shared::cluster", *SCOPES)
     base, offset = d.address(i.args[0])
     amount = d.slot(i.args[1], "u32")
     expects = "expect_tx" in i.opcode
 
     def step(w: Warp) -> None:
         n = w.uniform(amount, np.uint32, "a number of bytes")
-        for bar, lanes in lookup_all(w, the_lanes(w, base, offset)):
+        for bar, lanes in lookup_all(w, the_lanes(w, base, offset), own=not i.has("shared::cluster")):
+            bar.cta.visit(w, "counts bytes on an mbarrier in")
             if expects:
                 expect_tx(bar, n * lanes)
-            else:
-                complete_tx(bar, n * lanes, w.tell())
+            else:  # relaxed, as it must be
+                complete_tx(bar, n * lanes, w.released)
 
     return step
 
@@ -219,33 +238,20 @@ def wait(i: Instruction, d: Decoder) -> Step:
     yes, no = np.ones(32, bool), np.zeros(32, bool)
 
     def step(w: Warp) -> Wait | None:
-        bar, p = one(w, base, offset), w.uniform(parity, np.uint32, "a parity") & 1
+        bar, p = one(w, base, offset, own=True), w.uniform(parity, np.uint32, "a parity") & 1
 
         def ready() -> bool:
             return bar.phase & 1 != p
 
         if ready():
-            if bar.done is not None and not i.has("relaxed"):
-                w.clock.join(bar.done)
+            if bar.done is not None:
+                (w.unfenced if i.has("relaxed") else w.clock).join(bar.done)
             w.put(target, yes)
             return None
         if sleeps and w.machine.rng.random() >= SPURIOUS:
             return Wait(ready, lambda: f"parity {p}: {bar.state()}")
         w.put(target, no)
         return None
-
-    return step
-
-
-@instruction("mapa")
-def map_address(i: Instruction, d: Decoder) -> Step:
-    """The same place in the shared memory of another CTA of the cluster."""
-    i.only("shared::cluster", "u32")
-    target, a, rank = d.sink(i.args[0], "u32"), d.slot(i.args[1], "u32"), d.slot(i.args[2], "u32")
-
-    def step(w: Warp) -> None:
-        where = w.read(a, np.uint32) & np.uint32(0xFFFFFF) | w.read(rank, np.uint32) << 24
-        w.put(target, where, w.D[a] & w.D[rank])
 
     return step
 
@@ -331,45 +337,6 @@ def meet(w: Warp, slot: int, i: Instruction) -> None:
     )
 
 
-# ---- clusters
-
-
-@instruction("barrier.cluster.arrive", "barrier.cluster.wait")
-def cluster_barrier(i: Instruction, d: Decoder) -> Step:
-    i.only("aligned", "release", "acquire", "relaxed")
-    arrives = "arrive" in i.opcode
-
-    def step(w: Warp) -> Wait | None:
-        w.converged(i.opcode)
-        home, total = w.cta.cluster[0], sum(len(c.warps) for c in w.cta.cluster)
-        bar = home.extra.setdefault("cluster barrier", NamedBarrier(Clock(w.machine.warp_count), count=total))
-        if arrives:
-            if "cluster" in w.extra:
-                raise Misuse("arrives at the cluster's barrier twice")
-            w.extra["cluster"] = bar.generation
-            bar.clock.join(w.tell() if not i.has("relaxed") else Clock(w.machine.warp_count))
-            bar.arrived += 1
-            bar.who.append(w.name)
-            if bar.arrived == bar.count:
-                bar.done, bar.clock, bar.arrived, bar.who = bar.clock, Clock(w.machine.warp_count), 0, []
-                bar.generation += 1
-            return None
-        if "cluster" not in w.extra:
-            raise Misuse("waits at the cluster's barrier without having arrived")
-        mine = w.extra["cluster"]
-        if bar.generation != mine:
-            assert bar.done is not None
-            w.clock.join(bar.done)
-            del w.extra["cluster"]
-            return None
-        return Wait(
-            lambda: bar.generation != mine,
-            lambda: f"the cluster's barrier: {bar.arrived} of {bar.count} warps have come ({names(bar.who)})",
-        )
-
-    return step
-
-
 # ---- fences
 
 
@@ -394,12 +361,13 @@ def init_fence(i: Instruction, d: Decoder) -> Step:
             for bar in cta.barriers.values():
                 if bar.init[0] is w:
                     bar.init_fenced = True
+        w.fence_made()
 
     return step
 
 
 @instruction("fence", "membar", "fence.proxy.tensormap")
 def fence(i: Instruction, d: Decoder) -> Step:
-    """Orders nothing here beyond what barriers order."""
+    """Orders nothing here beyond what barriers order, but for relaxed ones."""
     i.only("acq_rel", "sc", "acquire", "release", "cta", "cluster", "gpu", "sys", "gl")
-    return lambda w: None
+    return lambda w: w.fence()

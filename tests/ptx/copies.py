@@ -2,21 +2,25 @@
 
 A tensor map is what `cuTensorMapEncodeTiled` was told. A load reads a box of the tensor, with zeros where it hangs over
 the edge, writes it densely to shared memory, its 16-byte chunks permuted by the swizzle, and counts *all* bytes of the
-box on an mbarrier.
+box on an mbarrier. A multicast does so in several CTAs of the cluster, at the same place in each, and counts on the
+mbarriers at the same place in each.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from .barriers import complete_tx, lookup
+from .barriers import MBarrier, complete_tx, lookup
+from .clusters import ranks
 from .decode import Decoder, Step, instruction
 from .hazards import Misuse, OutOfBounds
+from .memory import refuse_barriers
 from .parser import Address, Instruction
-from .state import READ_STREAMS, Array, AsyncOp, Cta, GlobalMemory, Wait, Warp
+from .state import RANK_SHIFT, READ_STREAMS, SMEM_BASE, Array, AsyncOp, Cta, GlobalMemory, Wait, Warp
 
 SPANS = {0: 0, 32: 1, 64: 2, 128: 3}  # bytes of a swizzled row -> how many bits of the address are permuted
 
@@ -100,7 +104,8 @@ def coordinates(d: Decoder, arg: Any) -> tuple[int, list[int]]:
 def tensor_map(w: Warp, slot: int) -> TensorMap:
     address = w.uniform(slot, np.uint64, "the address of a tensor map")
     if address not in w.machine.tensor_maps:
-        raise Misuse(f"there is no tensor map at 0x{address:x}")
+        which = "a .param address, wanted a generic one: cvta.param" if address >> 56 == 1 else f"0x{address:x}"
+        raise Misuse(f"there is no tensor map at {which}")
     return w.machine.tensor_maps[address]
 
 
@@ -114,6 +119,65 @@ def destination(w: Warp, slot: int, offset: int, size: int) -> tuple[Cta, int]:
     return cta, at
 
 
+@dataclass
+class Target:
+    """Where a copy ends: shared memory of one CTA, and the mbarrier that hears of it."""
+
+    cta: Cta
+    offset: int
+    bar: MBarrier
+
+
+def targets(i: Instruction, d: Decoder, bar_arg: Any, mask_arg: Any) -> Callable[[Warp, Cta, int], list[Target]]:
+    """Of a copy by one thread to a CTA's shared memory, or to all of a mask's; the mbarrier is the same CTA's.
+
+    With .cta_group::2 it may be its pair's other CTA's: of every pair the one of the rank, even or odd, that the
+    mbarrier's address is of.
+    """
+    bar_slot, bar_offset = d.address(bar_arg)
+    mask_slot = d.slot(mask_arg, "b16") if i.has("multicast::cluster") else None
+    pair, own = i.has("cta_group::2"), not i.has("shared::cluster")
+
+    def of(w: Warp, cta: Cta, offset: int) -> list[Target]:
+        if int(w.lanes.sum()) != 1:
+            raise Misuse(f"{int(w.lanes.sum())} lanes issue the same copy")
+        if own and cta is not w.cta:
+            raise Misuse(f"a copy to CTA {cta.number}, which takes .shared::cluster")
+        where = w.uniform(bar_slot, np.uint32, "the address of an mbarrier") + bar_offset
+        home, place = w.cta.at(where)
+        ctas = [cta] if mask_slot is None else ranks(w, w.uniform(mask_slot, np.uint16, "a mask of CTAs"))
+        found = []
+        for one in ctas:
+            rank = home.rank if mask_slot is None else one.rank & ~1 | home.rank & 1 if pair else one.rank
+            bar = lookup(w, rank << RANK_SHIFT | place)
+            if rank != one.rank and not (pair and rank == one.rank ^ 1):
+                raise Misuse(f"a copy to CTA {one.number} that completes on CTA {bar.cta.number}")
+            if not bar.init_fenced and w.clock.seen[1, bar.init[0].index] < bar.init[1]:
+                raise Misuse(
+                    f"no fence.mbarrier_init or fence.proxy.async between the initialisation of {bar} and this copy"
+                )
+            found.append(Target(one, offset, bar))
+        return found
+
+    return of
+
+
+def deliver(op: AsyncOp, to: list[Target], words: Array, chunks: Array, data: Array) -> None:
+    for x in to:
+        for cta in (x.cta, x.bar.cta):
+            cta.visit(op, "copies to")
+        refuse_barriers(x.cta, words)
+        x.cta.smem.shadow.write(op, words)
+        x.cta.smem.chunks[chunks] = data.view(np.uint16).reshape(-1, 8)
+        complete_tx(x.bar, data.size, op.completed())
+
+
+def told_of(to: list[Target], size: int) -> str:
+    """For a timeline."""
+    ctas = f" of CTAs {', '.join(str(x.cta.number) for x in to)}" if len(to) > 1 else ""
+    return f"to +{to[0].offset - SMEM_BASE}{ctas} ({size} bytes), completes on +{to[0].bar.offset - SMEM_BASE}"
+
+
 LOAD_SPACES = ("shared::cta", "shared::cluster", "global", "tile", "mbarrier::complete_tx::bytes", "L2::cache_hint")
 HINTS = ("bulk_group", "L2::cache_hint")
 
@@ -125,12 +189,9 @@ def tensor_copy(i: Instruction, d: Decoder) -> Step:
     if spaces[0] == "global":
         return tensor_store(i, d, rank)
     i.only(i.mods[0], *LOAD_SPACES, "multicast::cluster", "cta_group::1", "cta_group::2")
-    if i.has("multicast::cluster"):
-        raise d.fail("multicast")
     to, to_offset = d.address(i.args[0])
     source, where = coordinates(d, i.args[1])
-    bar_slot, bar_offset = d.address(i.args[2])
-    pair = i.has("cta_group::2")  # the mbarrier may be the other CTA's
+    ends = targets(i, d, i.args[2], i.args[3] if len(i.args) > 3 else None)
     if len(where) != rank:
         raise d.fail(f"{len(where)} coordinates of {rank}")
 
@@ -139,27 +200,61 @@ def tensor_copy(i: Instruction, d: Decoder) -> Step:
         if len(tensor.box) != rank:
             raise Misuse(f"a copy of rank {rank} by a tensor map of rank {len(tensor.box)}")
         cta, offset = destination(w, to, to_offset, tensor.bytes)
-        bar = lookup(w, w.uniform(bar_slot, np.uint32, "the address of an mbarrier") + bar_offset)
-        if bar.cta is not cta and not pair:
-            raise Misuse(f"a copy to CTA {cta.number} that completes on CTA {bar.cta.number}")
-        if not bar.init_fenced and w.clock.seen[1, bar.init[0].index] < bar.init[1]:
-            raise Misuse(
-                f"no fence.mbarrier_init or fence.proxy.async between the initialisation of {bar} and this copy"
-            )
-        if int(w.lanes.sum()) != 1:
-            raise Misuse(f"{int(w.lanes.sum())} lanes issue the same copy")
+        target = ends(w, cta, offset)
         chunks, words = place(tensor, offset)
 
         def run(op: AsyncOp) -> None:
-            data = tensor.load(w.machine.memory, op, at)
-            if cta.barrier_words[words].any():
-                raise Misuse("copies over an mbarrier")
-            cta.smem.shadow.write(op, words)
-            cta.smem.chunks[chunks] = data.view(np.uint16).reshape(-1, 8)
-            complete_tx(bar, tensor.bytes, op.completed())
+            deliver(op, target, words, chunks, tensor.load(w.machine.memory, op, at))
 
-        what = f"load {list(at)} to +{offset - 1024} ({tensor.bytes} bytes), completes on +{bar.offset - 1024}"
-        w.issue("tma", what, run)
+        what = f"load {list(at)} {told_of(target, tensor.bytes)}"
+        w.issue("tma", what, run, ctas=[x.cta for x in target])
+
+    return step
+
+
+@instruction("cp.async.bulk.shared::cluster", "cp.async.bulk.shared::cta")
+def bulk_copy(i: Instruction, d: Decoder) -> Step:
+    """Bytes to shared memory, from global memory or from the CTA's own shared memory."""
+    i.only("global", "shared::cta", "mbarrier::complete_tx::bytes", "multicast::cluster", "L2::cache_hint")
+    i = replace(i, mods=(*i.mods, "shared::cluster")) if "bulk.shared::cluster" in i.opcode else i
+    from_global = i.has("global")
+    if i.has("multicast::cluster") and not from_global:
+        raise d.fail("a multicast out of shared memory")
+    to, to_offset = d.address(i.args[0])
+    source, source_offset = d.address(i.args[1])
+    count = d.slot(i.args[2], "u32")
+    ends = targets(i, d, i.args[3], i.args[4] if len(i.args) > 4 else None)
+
+    def step(w: Warp) -> None:
+        size = w.uniform(count, np.uint32, "a number of bytes")
+        if size == 0 or size % 16:
+            raise Misuse(f"a bulk copy of {size} bytes, wanted a multiple of 16")
+        cta, offset = w.cta.at(w.uniform(to, np.uint32, "a destination") + to_offset)
+        cta.smem_span(offset, size, 16, "a bulk copy of")
+        target = ends(w, cta, offset)
+        chunks = offset // 16 + np.arange(size // 16)
+        words = offset // 4 + np.arange(size // 4)
+        start = w.uniform(source, np.uint64 if from_global else np.uint32, "a source") + source_offset
+
+        def run(op: AsyncOp) -> None:
+            if from_global:
+                pieces = start + 16 * np.arange(size // 16)
+                data = np.empty((len(pieces), 16), np.uint8)
+                for buffer, which, offsets in w.machine.memory.find_all(pieces, 16, "a bulk copy reads"):
+                    data[which] = buffer.read(op, offsets, 16)
+            else:
+                home, at = w.cta.at(start)
+                if home is not w.cta:
+                    raise Misuse(f"a bulk copy out of shared memory of CTA {home.number}, wanted this CTA's own")
+                read = home.smem_span(at, size, 16, "a bulk copy of")
+                if not home.smem.shadow.read(op, read).all():
+                    raise Misuse("copies what is not defined to another CTA")
+                data = home.smem.words[read].view(np.uint8)
+            deliver(op, target, words, chunks, np.ascontiguousarray(data))
+
+        ctas = [x.cta for x in target] + ([] if from_global else [w.cta])
+        reader = w.cta.first_stream + READ_STREAMS + w.number
+        w.issue("tma", f"copy {told_of(target, size)}", run, ctas=ctas, reader=reader)
 
     return step
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Step = Callable[[Warp], Any]  # None: go on; int: the next pc; Wait: run it again later
 Decode = Callable[[Instruction, "Decoder"], Step]
 
-FAMILIES = ("alu", "control", "memory", "barriers", "copies", "lanes", "wgmma", "tcgen05")
+FAMILIES = ("alu", "control", "memory", "barriers", "clusters", "copies", "lanes", "wgmma", "tmem", "tcgen05")
 
 DTYPES: dict[str, Any] = {
     "pred": np.bool_,
@@ -189,6 +189,7 @@ SPECIAL: dict[str, Callable[[Warp], Any]] = {
     **{f"%nclusterid.{a}": _axis(a, lambda w: w.machine.grid_size // w.machine.cluster_size, 1) for a in "xyz"},
     "%cluster_ctarank": lambda w: w.cta.rank,
     "%cluster_nctarank": lambda w: w.machine.cluster_size,
+    "%is_explicit_cluster": lambda w: w.machine.cluster_size > 1,
     "%laneid": lambda w: np.arange(LANES),
     "%warpid": lambda w: w.number,
 }

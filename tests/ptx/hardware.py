@@ -2,8 +2,9 @@
 
     python -m tests.ptx.hardware --out tests/data/h200.npz        on a machine with such a GPU; needs a built library
 
-The operands are made from a seed and are not recorded, but a digest of them is: a comparison with results of other
-operands would be none.
+A kernel that splits keys is recorded with these whole, and split, where `combine` merges what it leaves. The operands
+are made from a seed and are not recorded, but a digest of them is: a comparison with results of other operands would
+be none.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ import hashlib
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
 from jax_dsv4_fmha import _ffi
-from kernels.variants import VARIANTS
+from kernels.variants import VARIANTS, Variant
 from tests import native
 
 from . import cases
@@ -26,9 +28,19 @@ from . import cases
 RECORDED = Path(__file__).parent.parent / "data" / "h200.npz"
 ARCH, CASE = "sm_90a", "tiles"
 
+RUNS = {
+    f"{v.key}{'.split' * (splits > 1)}": (v, splits)
+    for v in VARIANTS
+    if v.arch == ARCH and v.sources
+    for splits in ((1, 3) if v.splits else (1,))
+}
+"""What is recorded, by its name: (variant, splits)."""
 
-KEYS = [v.key for v in VARIANTS if v.arch == ARCH and v.op not in ("dsv4_decode", "dsv4_decode_fp8", "combine")]
-"""What is recorded. Of decoding there is nothing yet."""
+
+def missing() -> list[str]:
+    """The runs of which there is no record."""
+    with np.load(RECORDED) as data:
+        return [name for name in RUNS if f"{name}.operands" not in data]
 
 
 def digest(x: native.Operands) -> str:
@@ -39,25 +51,28 @@ def digest(x: native.Operands) -> str:
     return content.hexdigest()
 
 
+def on_gpu(variant: Variant, splits: int, x: native.Operands) -> tuple[np.ndarray[Any, Any], ...]:
+    """(o, lse), with keys split into so many parts whatever the shapes say."""
+    import jax
+
+    with mock.patch.object(_ffi, "split_count", lambda *_: splits):
+        call = jax.jit(functools.partial(getattr(_ffi, variant.op), scale=variant.d**-0.5))
+        return tuple(np.asarray(y) for y in call(*x.arguments()))
+
+
 def record(out: Path) -> None:
     import jax
 
     results: dict[str, Any] = {}
-    for row in _ffi.manifest()["variants"]:
-        if row["key"] not in KEYS:
-            continue
-        variant = native.variant_of(row["key"])
-        x = cases.operands(variant, row["tile_n"], CASE)
+    tiles = {row.key: row.tile_n for row in _ffi.variants()}
+    for name, (variant, splits) in RUNS.items():
+        x = cases.operands(variant, tiles[variant.key], CASE)
         assert x is not None
-        call = jax.jit(functools.partial(getattr(_ffi, row["op"]), scale=variant.d**-0.5))
-        o, lse = (np.asarray(y) for y in call(*x.arguments()))
-        again = call(*x.arguments())
-        assert all(
-            (a.view(np.uint8) == np.asarray(b).view(np.uint8)).all() for a, b in zip((o, lse), again, strict=True)
-        )
+        o, lse = (first := on_gpu(variant, splits, x))
+        assert [y.tobytes() for y in first] == [y.tobytes() for y in on_gpu(variant, splits, x)], name
         native.assert_right((o, lse), x, variant.d**-0.5)
-        results |= {f"{row['key']}.o": o.view(np.uint16), f"{row['key']}.lse": lse, f"{row['key']}.operands": digest(x)}
-        print(f"{row['key']}: recorded, and right", flush=True)
+        results |= {f"{name}.o": o.view(np.uint16), f"{name}.lse": lse, f"{name}.operands": digest(x)}
+        print(f"{name}: recorded, and right", flush=True)
     device = jax.devices()[0]
     results["device"] = device.device_kind
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -65,12 +80,12 @@ def record(out: Path) -> None:
     print(f"wrote {out}, {out.stat().st_size} bytes, from {device.device_kind}")
 
 
-def recorded(variant: Any, x: native.Operands) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """o and lse of a variant. ValueError if they are of other operands."""
+def recorded(name: str, x: native.Operands) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """o and lse of a run. ValueError if there is no record, or one of other operands."""
     with np.load(RECORDED) as data:
-        if str(data[f"{variant.key}.operands"]) != digest(x):
-            raise ValueError(f"{variant.key}: the operands are not those of {RECORDED.name}; record it again")
-        return data[f"{variant.key}.o"].view(x.q.dtype), data[f"{variant.key}.lse"]
+        if f"{name}.operands" not in data or str(data[f"{name}.operands"]) != digest(x):
+            raise ValueError(f"{RECORDED.name} has no record of {name} on these operands: make it anew, on a GPU")
+        return data[f"{name}.o"].view(x.q.dtype), data[f"{name}.lse"]
 
 
 def main(argv: list[str] | None = None) -> int:

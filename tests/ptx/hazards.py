@@ -66,12 +66,16 @@ def shorten(text: str, limit: int = 150) -> str:
 
 
 class Clock:
-    """What is known. Row 0: to have happened; row 1: to be visible to the async proxy as well."""
+    """What is known. Row 0: to have happened; row 1: to be visible to the async proxy as well.
+
+    Row 2: mbarriers that were made before a fence.mbarrier_init, which a relaxed arrival tells of too. A warp begins
+    with epoch 2, and with 1 there: whoever has that of it knows that it runs.
+    """
 
     __slots__ = ("fenced_ops", "ops", "seen")
 
     def __init__(self, warps: int):
-        self.seen = np.zeros((2, warps), np.int64)
+        self.seen = np.zeros((3, warps), np.int64)
         self.ops = 0  # bit n: asynchronous operation n
         self.fenced_ops = 0
 
@@ -90,6 +94,10 @@ class Clock:
         np.minimum(self.seen, other.seen, out=self.seen)
         self.ops &= other.ops
         self.fenced_ops &= other.fenced_ops
+
+    def forget(self, warp: int) -> None:
+        """What a warp has done itself, but not what it was told, nor that it runs."""
+        self.seen[:, warp] = 0, 0, 1
 
     def fence_proxy(self) -> None:
         np.maximum(self.seen[1], self.seen[0], out=self.seen[1])
@@ -110,6 +118,7 @@ class Event:
     who: str
     line: int
     text: str
+    atomic: bool = False
 
     def __str__(self) -> str:
         return f"{self.who} (line {self.line}: {shorten(self.text, 100)})"
@@ -124,6 +133,7 @@ class Actor(Protocol):
     clock: Clock
     proxy: str
     reader: int  # row of Shadow.readers
+    atomic: bool  # whether the present access is, which needs no order to others that are
 
     def event(self) -> int:
         """The number of the event that the present access belongs to."""
@@ -153,11 +163,11 @@ class Shadow:
         if len(self.readers):
             readers = self.readers[:, words]
             for number in distinct(readers):
-                if number and not actor.clock.knows(self.events[number]):
+                event = self.events[number]
+                if number and not actor.clock.knows(event) and not (actor.atomic and event.atomic):
                     where = (readers == number).any(0)
                     raise Race(
-                        f"overwrites {self.describe(words, where)} while nothing orders this and the read by "
-                        f"{self.events[number]}"
+                        f"overwrites {self.describe(words, where)} while nothing orders this and the read by {event}"
                     )
         self.writer[words] = actor.event()
         self.defined[words] = defined
@@ -169,6 +179,8 @@ class Shadow:
             if number == 0:
                 continue
             event = self.events[number]
+            if actor.atomic and event.atomic:
+                continue
             if not actor.clock.knows(event):
                 raise Race(
                     f"{does} {self.describe(words, writers == number)} while nothing orders this and the write by "

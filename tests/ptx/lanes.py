@@ -138,7 +138,7 @@ def store_matrix(i: Instruction, d: Decoder) -> Step:
         from .memory import shared_words
 
         at = addresses(w, base, offset, "an address")[: 8 * count]
-        cta, words = shared_words(w, at, 16, "stores")
+        cta, words = shared_words(w, at, 16, "stores", own=True)
         refuse_barriers(cta, words)
         for s in sources:
             w.check_read(s)

@@ -16,7 +16,7 @@ from tests import native
 
 from .copies import TensorMap
 from .parser import parse
-from .state import PARAM_BASE, Array, GlobalMemory, Machine, new_memory
+from .state import GENERIC_PARAM_BASE, Array, GlobalMemory, Machine, new_memory
 
 BUILD = Path(__file__).parents[2] / "build"
 
@@ -105,7 +105,7 @@ def launch(
     for n, (param, blob, spec) in enumerate(zip(program.params.values(), plan.params, plan.maps, strict=True)):
         if spec is not None:
             tensor = tensor_map(spec, int.from_bytes(blob[:8], "little"))
-            maps[PARAM_BASE + param.offset] = edit_map(len(maps), tensor)
+            maps[GENERIC_PARAM_BASE + param.offset] = edit_map(len(maps), tensor)
         else:
             params[param.offset : param.offset + param.size] = edit_param(n, blob)
     machine = Machine(

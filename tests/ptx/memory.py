@@ -1,4 +1,4 @@
-"""Loads, stores and cp.async (PTX ISA 9.7.9.8 ld, 9.7.9.11 st, 9.7.9.25.3 cp.async).
+"""Loads, stores, atomics and cp.async (PTX ISA 9.7.9.8 ld, 9.7.9.11 st, 9.7 atom and red, 9.7.9.25.3 cp.async).
 
 Every address is checked against its allocation and for alignment, and every word for who wrote it. Stored values that
 are not defined make the word undefined in shared memory, and are an error in global memory.
@@ -6,14 +6,16 @@ are not defined make the word undefined in shared memory, and are an error in gl
 
 from __future__ import annotations
 
+import operator
 import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from .barriers import arrive, lookup_all
 from .decode import DTYPES, Decoder, Step, bits_of, instruction
-from .hazards import Misuse, Race
+from .hazards import Misuse, Race, Undefined
 from .parser import Instruction
 from .state import FULL, LANES, PARAM_BASE, RANK_SHIFT, Array, AsyncOp, Cta, Warp, lanes_of
 
@@ -47,13 +49,18 @@ def addresses(w: Warp, slot: int, offset: int, what: str) -> Array:
     return x.astype(np.int64)[w.lanes] + offset if w.active != FULL else x.astype(np.int64) + offset
 
 
-def shared_words(w: Warp, at: Array, size: int, what: str) -> tuple[Cta, Array]:
-    """Of `size` bytes at each address, in one CTA's shared memory: word numbers [lanes, words]."""
+def shared_words(w: Warp, at: Array, size: int, what: str, own: bool = False) -> tuple[Cta, Array]:
+    """Of `size` bytes at each address, in one CTA's shared memory: word numbers [lanes, words].
+
+    `own`: it must be the executing CTA's, for .shared and .shared::cta.
+    """
     cta, _ = w.cta.at(int(at[0]))
     offsets = at - cta.base
     low, high = int(offsets.min()), int(offsets.max())
+    if own and cta is not w.cta:
+        raise Misuse(f"{what} in shared memory of CTA {cta.number}, which takes .shared::cluster")
     if (at >> RANK_SHIFT != cta.rank).any():
-        raise Misuse(f"{what} shared memory of several CTAs at once")
+        raise Misuse(f"{what} in shared memory of several CTAs at once")
     if size > 1 and (bad := offsets & (size - 1)).any():
         low = high = int(offsets[bad != 0][0])
     cta.smem_span(low, size, size, what)
@@ -97,12 +104,13 @@ def load(i: Instruction, d: Decoder) -> Step:
             w.put(target, np.full(LANES, value[n], register))
 
     def shared(w: Warp) -> None:
-        cta, words = shared_words(w, addresses(w, base, offset, "an address"), total, "loads")
+        at = addresses(w, base, offset, "an address")
+        cta, words = shared_words(w, at, total, "loads", own=space != "shared::cluster")
+        cta.visit(w, "loads from")
         defined = cta.smem.shadow.read(w, words)
         data = cta.smem.words[words].view(np.uint8).reshape(len(words), -1)
         if size < 4:
-            at = addresses(w, base, offset, "an address") & 3
-            data = data[np.arange(len(data))[:, None], at[:, None] + np.arange(total)]
+            data = data[np.arange(len(data))[:, None], (at & 3)[:, None] + np.arange(total)]
         spread(w, data, None if defined.all() else defined)
 
     def global_(w: Warp) -> None:
@@ -135,7 +143,8 @@ def store(i: Instruction, d: Decoder) -> Step:
 
     def shared(w: Warp) -> None:
         at = addresses(w, base, offset, "an address")
-        cta, words = shared_words(w, at, total, "stores")
+        cta, words = shared_words(w, at, total, "stores", own=space != "shared::cluster")
+        cta.visit(w, "stores to")
         if len(at) > 1 and len(np.unique(at)) < len(at):
             data = values(w)
             first = np.unique(at, return_index=True, return_inverse=True)
@@ -168,6 +177,58 @@ def refuse_barriers(cta: Cta, words: Any) -> None:
         raise Misuse("writes over an mbarrier")
 
 
+ATOMIC: dict[str, Callable[[Any, Any], Any]] = {
+    "add": operator.add,
+    "min": min,
+    "max": max,
+    "and": operator.and_,
+    "or": operator.or_,
+    "xor": operator.xor,
+    "exch": lambda old, new: new,
+}
+
+
+@instruction("atom", "red")
+def atomic(i: Instruction, d: Decoder) -> Step:
+    """Of 32-bit integers in shared memory, relaxed: they tell nobody anything. The lanes go in any order."""
+    kind, name = i.mods[-1], i.mods[-2]
+    i.only("shared", "shared::cta", "shared::cluster", "relaxed", "cta", "cluster", "gpu", name, kind)
+    if kind not in ("u32", "s32", "b32") or not (name in ATOMIC or name == "cas"):
+        raise d.fail(i.opcode)
+    returns, own = i.opcode.startswith("atom."), not i.has("shared::cluster")
+    target = d.sink(i.args[0], kind) if returns else None
+    base, offset = d.address(i.args[int(returns)])
+    operands = [d.slot(x, kind) for x in i.args[int(returns) + 1 :]]
+    dtype = DTYPES[kind]
+
+    def step(w: Warp) -> None:
+        at = addresses(w, base, offset, "an address")
+        cta, words = shared_words(w, at, 4, "changes", own)
+        refuse_barriers(cta, words)
+        for slot in operands:
+            w.demand(slot, "an operand of an atomic")
+        given = [w.read(slot, dtype)[w.lanes] for slot in operands]
+        w.atomic = True
+        try:
+            cta.visit(w, "changes")
+            if not cta.smem.shadow.read(w, words).all():
+                raise Undefined("an atomic on what is not defined")
+            cta.smem.shadow.write(w, words)
+        finally:
+            w.atomic = False
+        memory, old = cta.smem.words.view(dtype), np.zeros(LANES, dtype)
+        for n in w.machine.rng.permutation(len(at)).tolist():
+            word, (x, *more) = int(words[n, 0]), [int(y[n]) for y in given]
+            before = int(memory[word])
+            after = ATOMIC[name](before, x) if not more else more[0] if before == x else before
+            old[np.flatnonzero(w.lanes)[n]] = before
+            memory[word] = np.array(after & 0xFFFFFFFF, np.uint32).view(dtype)
+        if target is not None:
+            w.put(target, old.view(np.uint32))
+
+    return step
+
+
 # ---- cp.async: a copy of a lane's own, by the generic proxy
 
 
@@ -186,7 +247,7 @@ def copy(i: Instruction, d: Decoder) -> Step:
 
     def step(w: Warp) -> None:
         at = addresses(w, to, to_offset, "an address")
-        cta, words = shared_words(w, at, size, "copies to")
+        cta, words = shared_words(w, at, size, "copies to", own=True)
         refuse_barriers(cta, words)
         sizes = np.full(len(at), size)
         if given is not None:
@@ -231,7 +292,7 @@ def copy_arrive(i: Instruction, d: Decoder) -> Step:
 
         def run(op: AsyncOp) -> None:
             clock = op.clock.copy()
-            clock.seen[:, w.index] = 0
+            clock.forget(w.index)
             for copied in everything:
                 clock.ops |= 1 << copied.number
             for bar, lanes in groups:

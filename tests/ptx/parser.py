@@ -55,6 +55,7 @@ class Program:
     name: str
     target: str
     threads: int | None  # .reqntid
+    cluster: int | None  # .reqnctapercluster; 0 for .explicitcluster alone: what the launch says
     params: dict[str, Param]
     param_bytes: int
     shared: dict[str, tuple[int, int | None]]  # name -> (alignment, bytes; None for dynamic)
@@ -97,12 +98,15 @@ def parse(text: str) -> Program:
         offset = -(-offset // align) * align
         params[m[3]] = Param(m[3], offset, size)
         offset += size
-    threads = re.search(r"\.reqntid\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d+))?", entry[3])
+    threads, cluster = extent(entry[3], "reqntid"), extent(entry[3], "reqnctapercluster")
+    if cluster is None and ".explicitcluster" in entry[3]:
+        cluster = 0
     target = re.search(r"\.target\s+([\w]+)", text)
     program = Program(
         name=entry[1],
         target=target[1] if target else "?",
-        threads=None if threads is None else int(threads[1]) * int(threads[2] or 1) * int(threads[3] or 1),
+        threads=threads,
+        cluster=cluster,
         params=params,
         param_bytes=offset,
         shared={m[2]: (int(m[1] or 1), int(m[3]) if m[3] else None) for m in _SHARED.finditer(text)},
@@ -110,6 +114,12 @@ def parse(text: str) -> Program:
     _Body(program, text, entry.end()).read()
     program.join = joins(program)
     return program
+
+
+def extent(directives: str, name: str) -> int | None:
+    """What a directive says, x * y * z."""
+    m = re.search(rf"\.{name}\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d+))?", directives)
+    return None if m is None else int(m[1]) * int(m[2] or 1) * int(m[3] or 1)
 
 
 class _Body:

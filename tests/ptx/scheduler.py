@@ -6,15 +6,13 @@ issued happens (at once, at any time, or only when no warp can go on), and wheth
 
 from __future__ import annotations
 
-import functools
 import itertools
-import operator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from .hazards import Deadlock, Fault, Leak
+from .hazards import Clock, Deadlock, Fault, Leak, Race
 from .state import Branching, Machine, Wait, Warp, names
 
 MAX_STEPS = 50_000_000
@@ -188,10 +186,17 @@ def check_exit(w: Warp) -> None:
 def check_end(m: Machine) -> None:
     """Everything has ended: what must not be left over."""
     for cta in m.ctas:
-        known = functools.reduce(operator.or_, (w.clock.ops for w in cta.warps))
+        known = Clock(m.warp_count)
+        for w in cta.warps:
+            known.join(w.clock)
         for op in m.ops_log:
-            if op.warp.cta is cta and op.kind in ("tma", "cp.async") and not known >> op.number & 1:
+            if cta in op.ctas and op.kind in ("tma", "cp.async", "st.async") and not known.ops >> op.number & 1:
                 raise Leak(f"CTA {cta.number} ends while a copy may be in flight: nobody waited for {op}")
+        for number, does in cta.visits.items():
+            if not known.knows(m.events[number]):
+                raise Race(
+                    f"CTA {cta.number} ends while nothing orders that after {m.events[number]}, who {does} its memory"
+                )
         for bar in cta.barriers.values():
             if bar.tx:
                 raise Leak(

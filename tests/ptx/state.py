@@ -24,7 +24,7 @@ LANES = 32
 FULL = 0xFFFFFFFF
 RANK_SHIFT = 24  # an address of shared memory carries its CTA's rank in the cluster from this bit on
 SMEM_BASE = 1024  # what is below belongs to the system
-PARAM_BASE = 1 << 56
+PARAM_BASE, GENERIC_PARAM_BASE = 1 << 56, 1 << 57  # in their own space, and in the generic one
 GLOBAL_BASE = 0x7000_0000_0000
 READ_STREAMS = 4  # readers of SMEM beside the warps: a CTA's warpgroups' WGMMA; others share the last of them
 
@@ -145,11 +145,17 @@ class AsyncOp:
     proxy: str
     reader: int
     issued: int  # time
+    atomic = False
+    ctas: tuple[Cta, ...] = ()  # that must not end before it is done
     done: bool = False
     _event: int = -1
 
     def __str__(self) -> str:
         return f"the {self.kind} of line {self.instruction.line}"
+
+    @property
+    def cta(self) -> Cta:
+        return self.warp.cta
 
     def event(self) -> int:
         if self._event < 0:
@@ -187,6 +193,7 @@ class Warp:
     """32 lanes, and all that they hold."""
 
     proxy = "generic"
+    atomic = False  # but during an atomic instruction
 
     def __init__(self, cta: Cta, number: int, index: int, code: Code):
         machine = cta.machine
@@ -204,8 +211,10 @@ class Warp:
         self.stack: list[Branching] = []
         self.join = -2
         self.exited, self.waiting = False, None
-        self.clock = Clock(machine.warp_count)
-        self.clock.seen[0, index] = 1
+        self.clock, self.released, self.unfenced = (Clock(machine.warp_count) for _ in range(3))
+        self.clock.seen[:, index] = 2, 0, 1
+        self.released.seen[2, index] = 1  # what a relaxed arrival tells: all before the last fence
+        # unfenced: what a relaxed wait was told, and is known from the next fence on
         self.held: dict[int, tuple[AsyncOp | Any, bool]] = {}  # slot -> (operation, whether it writes it)
         self.extra: dict[str, Any] = {}
         self.instruction = code.program.code[0]
@@ -277,7 +286,7 @@ class Warp:
         if number is None:
             i = self.instruction
             number = self._events[key] = self.machine.new_event(
-                Event(self.index, key[0], None, self.proxy, self.name, i.line, i.text)
+                Event(self.index, key[0], None, self.proxy, self.name, i.line, i.text, self.atomic)
             )
         return number
 
@@ -290,6 +299,18 @@ class Warp:
     def fence_proxy(self) -> None:
         self.clock.fence_proxy()
         self.clock.seen[0, self.index] += 1
+
+    def fence(self) -> None:
+        """8, release and acquire patterns: relaxed operations before it acquire, those behind it release."""
+        self.clock.join(self.unfenced)
+        self.released = self.tell()
+
+    def fence_made(self) -> None:
+        """The same of mbarriers that it made alone."""
+        own = self.clock.seen[:, self.index]
+        own[2] = own[0]
+        own[0] += 1
+        np.maximum(self.released.seen[2], self.clock.seen[2], out=self.released.seen[2])
 
     def learn(self, op: AsyncOp) -> None:
         """A completion was waited for."""
@@ -304,10 +325,12 @@ class Warp:
         proxy: str = "async",
         reader: int | None = None,
         clock: Clock | None = None,
+        ctas: Sequence[Cta] = (),
     ) -> AsyncOp:
         """Something that the scheduler lets happen at any later time, when all of `after` have.
 
         `reader`: its row of Shadow.readers; operations that share one must complete in the order of their issue.
+        `ctas`: whose shared memory it reads or writes, if that is not this warp's CTA.
         """
         m = self.machine
         op = AsyncOp(
@@ -316,12 +339,13 @@ class Warp:
             what,
             self,
             self.instruction,
-            self.clock.copy() if clock is None else clock,
+            self.tell() if clock is None else clock,
             run,
             tuple(after),
             proxy,
             self.cta.first_stream + READ_STREAMS - 1 if reader is None else reader,
             m.time,
+            tuple(ctas) or (self.cta,),
         )
         m.ops_log.append(op)
         m.pending.append(op)
@@ -380,6 +404,22 @@ class Cta:
         self.named: dict[int, NamedBarrier] = {}
         self.extra: dict[str, Any] = {}
         self.warps: list[Warp] = []
+        self.visits: dict[int, str] = {}  # what others of its cluster did to its memory: event -> "reads", ...
+
+    @property
+    def ended(self) -> bool:
+        return all(w.exited for w in self.warps)
+
+    def visit(self, actor: Warp | AsyncOp, does: str, event: int | None = None) -> None:
+        """Somebody comes to this CTA's memory: if of another, this one must have begun, and not end before (2.2.2)."""
+        if actor.cta is self:
+            return
+        first = self.warps[0].index
+        if not actor.clock.seen[:, first : first + self.warp_total].any():
+            raise Race(f"{does} shared memory of CTA {self.number} while nothing tells that it has begun")
+        if self.ended:
+            raise Race(f"{does} shared memory of CTA {self.number}, which has ended")
+        self.visits[actor.event() if event is None else event] = does
 
     @property
     def base(self) -> int:
@@ -428,7 +468,7 @@ class Machine:
         memory: GlobalMemory,
         events: list[Event],
         tensor_maps: dict[int, TensorMap] | None = None,
-        cluster_size: int = 1,
+        cluster_size: int | None = None,
         seed: int = 0,
         record: bool = False,
     ):
@@ -438,6 +478,10 @@ class Machine:
             raise Misuse(f"launched with {threads} threads, .reqntid says {program.threads}")
         if len(params) != program.param_bytes:
             raise Misuse(f"launched with {len(params)} bytes of parameters, the kernel has {program.param_bytes}")
+        wanted = program.cluster
+        cluster_size = (wanted or 1) if cluster_size is None else cluster_size
+        if wanted not in (None, cluster_size) and not (wanted == 0 and cluster_size > 1):
+            raise Misuse(f"launched in clusters of {cluster_size}, the kernel wants {wanted or 'some'}")
         if grid % cluster_size:
             raise Misuse(f"a grid of {grid} CTAs is not made of clusters of {cluster_size}")
         self.program, self.params, self.memory = program, np.frombuffer(params, np.uint8), memory

@@ -1,17 +1,12 @@
-"""Blackwell's tensor cores and their memory (PTX ISA 9.7.16), one CTA: allocation, products, loads and stores, order.
+"""Blackwell's tensor cores (PTX ISA 9.7.16): products, loads and stores of tensor memory, and their order.
 
-TMEM has 128 lanes x 512 columns of 32 bits. A product D (128 or 64 x N, fp32) = A (x 16, TMEM or shared memory)
-B (16 x N, shared memory) + D is issued by one thread; tcgen05.ld and st move 32 lanes of it by a warp. All of them are
-asynchronous, and nothing but this orders what they do to TMEM (9.7.16.6):
+A product D (128 or 64 x N, fp32) = A (x 16, TMEM or shared memory) B (16 x N, shared memory) + D is issued by one
+thread; tcgen05.ld and st move 32 lanes of it by a warp. All of them are asynchronous; `tmem.py` says what orders them.
 
-    products of one thread on the same accumulator happen in order
-    tcgen05.wait::ld, ::st       what the warp loaded or stored is done, for the warp itself
-    tcgen05.commit               arrives at an mbarrier when all earlier products of the thread are done
-    fence::before_thread_sync    what the warp knows to be done goes with what it tells from now on
-    fence::after_thread_sync     what the warp was told holds for what it does to TMEM from now on
-
-So a warp has a clock of its own for TMEM: it takes over the warp's clock at fence::after, and gives to it at
-fence::before. A missing fence, wait or commit is then a Race like any other.
+With .cta_group::2 one thread of a pair of CTAs issues a product of 256 or 128 rows. Each CTA has half of the rows of A
+and of D, in its own memories and at the same places in both, and half of the columns of B (9.7.16.10.5, data path
+layouts A and B). Of 128 rows, the columns of D are folded: the second half
+lies in lanes 64 to 127. tcgen05.ld and st stay within a CTA.
 
 A row of A that is not defined (rows that TMA did not load) makes that row of D undefined, and nothing else.
 """
@@ -19,166 +14,23 @@ A row of A that is not defined (rows that TMA did not load) makes that row of D 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from .barriers import arrive, lookup
+from .clusters import ranks
 from .decode import Decoder, Step, instruction
-from .hazards import Clock, Leak, Misuse, Shadow, Undefined, Words
+from .hazards import Clock, Misuse, Undefined, Unsupported
 from .parser import Address, Instruction
-from .state import FULL, LANES, SMEM_BASE, Array, AsyncOp, Cta, Wait, Warp, lanes_of, mask_of
+from .state import FULL, LANES, RANK_SHIFT, SMEM_BASE, Array, AsyncOp, Cta, Wait, Warp, lanes_of, mask_of
+from .tmem import COLUMNS, Access, Tmem, group_of, issuer, members, tmem_of
 from .wgmma import DTYPES, Descriptor, chunks_of, fetch, widen
 
-DATAPATHS, COLUMNS = 128, 512
 SWIZZLES = {0: 0, 2: 128, 4: 64, 6: 32}
 K = 16  # of a product of 16-bit elements
-
-
-class TmemShadow(Shadow):
-    def describe(self, words: Words, where: Array) -> str:
-        assert not isinstance(words, slice)
-        lanes, columns = np.divmod(words[where], COLUMNS)
-        return f"{self.name} lanes {lanes.min()}..{lanes.max()}, columns {columns.min()}..{columns.max()}"
-
-
-@dataclass(eq=False)
-class Tmem:
-    """Of one CTA: the only one on its SM."""
-
-    name: str
-    words: Array  # uint32 [lanes * columns]
-    shadow: TmemShadow
-    allocated: Array  # bool [columns]
-    allocations: dict[int, tuple[int, int]] = field(default_factory=dict)  # first column -> (columns, line)
-    relinquished: int | None = None  # in which line
-
-    def check(self, columns: range, what: str) -> None:
-        if columns.stop > COLUMNS or not self.allocated[columns.start : columns.stop].all():
-            raise Misuse(f"{what} TMEM columns {columns.start}..{columns.stop - 1}, which are not allocated")
-
-
-def tmem_of(cta: Cta) -> Tmem:
-    if (tmem := cta.extra.get("tmem")) is None:
-        name, size = cta.smem.shadow.name.replace("SMEM", "TMEM"), DATAPATHS * COLUMNS
-        shadow = TmemShadow(name, size, 2 * cta.warp_total, cta.machine.events)
-        words = np.full(size, 0xFFFFFFFF, np.uint32)
-        tmem = cta.extra["tmem"] = Tmem(name, words, shadow, np.zeros(COLUMNS, bool))
-        cta.machine.at_exit(lambda: check_freed(tmem))
-    return tmem
-
-
-def check_freed(tmem: Tmem) -> None:
-    for first, (columns, line) in tmem.allocations.items():
-        raise Leak(f"{tmem.name} columns {first}..{first + columns - 1}, allocated in line {line}, are never freed")
-
-
-@dataclass(eq=False)
-class Issuer:
-    """Of one warp."""
-
-    known: Clock  # for what it does to TMEM
-    own: int = 0  # bits of its operations that it has waited for
-    loads: list[tuple[AsyncOp, list[int], Any]] = field(default_factory=list)  # not waited for: (.., registers, result)
-    stores: list[AsyncOp] = field(default_factory=list)
-    products: dict[int, list[AsyncOp]] = field(default_factory=dict)  # by lane, not known to be done
-    product_bits: dict[int, int] = field(default_factory=dict)  # by lane, of all
-    chains: dict[tuple[int, ...], tuple[AsyncOp, int]] = field(
-        default_factory=dict
-    )  # by accumulator: last, bits of all
-
-    def clock(self) -> Clock:
-        clock = self.known.copy()
-        clock.ops |= self.own
-        return clock
-
-
-def issuer(w: Warp) -> Issuer:
-    if (mine := w.extra.get("tcgen05")) is None:
-        mine = w.extra["tcgen05"] = Issuer(w.clock.copy())
-    return mine
-
-
-@dataclass(eq=False)
-class Access:
-    """Somebody as TMEM sees him."""
-
-    clock: Clock
-    reader: int
-    by: AsyncOp | Warp
-    proxy: str = "async"
-
-    def event(self) -> int:
-        return self.by.event()
-
-
-# ---- allocation (9.7.16.7.1)
-
-
-@instruction("tcgen05.alloc")
-def allocate(i: Instruction, d: Decoder) -> Step:
-    """Writes the address of the first of the columns, which begin at a multiple of their number, to shared memory."""
-    i.only("cta_group::1", "sync", "aligned", "shared::cta", "b32")
-    base, offset = d.address(i.args[0])
-    count = d.slot(i.args[1], "u32")
-
-    def step(w: Warp) -> Wait | None:
-        w.converged(i.opcode)
-        tmem, columns = tmem_of(w.cta), size_of(w, count)
-        if tmem.relinquished is not None:
-            raise Misuse(f"allocates TMEM after the right to was given up in line {tmem.relinquished}")
-        free = [x for x in range(0, COLUMNS, columns) if not tmem.allocated[x : x + columns].any()]
-        if not free:
-            return Wait(lambda: False, lambda: f"{columns} columns of TMEM; allocated are {tmem.allocations}")
-        tmem.allocated[free[0] : free[0] + columns] = True
-        tmem.allocations[free[0]] = columns, i.line
-        cta, at = w.cta.at(w.uniform(base, np.uint32, "an address") + offset)
-        words = cta.smem_span(at, 4, 4, "writes")
-        cta.smem.shadow.write(w, words)
-        cta.smem.words[words] = free[0]
-        return None
-
-    return step
-
-
-def size_of(w: Warp, slot: int) -> int:
-    columns = w.uniform(slot, np.uint32, "a number of columns")
-    if columns not in (32, 64, 128, 256, 512):
-        raise Misuse(f"{columns} columns of TMEM, wanted a power of two from 32 to 512")
-    return columns
-
-
-@instruction("tcgen05.dealloc")
-def free(i: Instruction, d: Decoder) -> Step:
-    i.only("cta_group::1", "sync", "aligned", "b32")
-    where, count = d.slot(i.args[0], "u32"), d.slot(i.args[1], "u32")
-
-    def step(w: Warp) -> None:
-        w.converged(i.opcode)
-        tmem, columns = tmem_of(w.cta), size_of(w, count)
-        first = w.uniform(where, np.uint32, "an address in TMEM")
-        if tmem.allocations.get(first, (0, 0))[0] != columns:
-            raise Misuse(f"frees {columns} columns at {first:#x}; allocated are {tmem.allocations}")
-        words = (np.arange(DATAPATHS)[:, None] * COLUMNS + np.arange(first, first + columns)).ravel()
-        tmem.shadow.write(Access(issuer(w).clock(), w.number, w), words, defined=False)
-        tmem.shadow.writer[words], tmem.shadow.readers[:, words] = 0, 0
-        tmem.allocated[first : first + columns] = False
-        del tmem.allocations[first]
-
-    return step
-
-
-@instruction("tcgen05.relinquish_alloc_permit")
-def relinquish(i: Instruction, d: Decoder) -> Step:
-    i.only("cta_group::1", "sync", "aligned")
-
-    def step(w: Warp) -> None:
-        w.converged(i.opcode)
-        tmem_of(w.cta).relinquished = i.line
-
-    return step
 
 
 # ---- order (9.7.16.6, 9.7.16.11, 9.7.16.12)
@@ -247,25 +99,35 @@ def wait_stores(i: Instruction, d: Decoder) -> Step:
 def commit(i: Instruction, d: Decoder) -> Step:
     """9.7.16.13: one arrival, once all products that this thread has issued are done. It tells of these, and of what
     they were told, but not of what else the thread has done."""
-    i.only("cta_group::1", "mbarrier::arrive::one", "shared::cluster", "b64")
+    i.only("cta_group::1", "cta_group::2", "mbarrier::arrive::one", "shared::cluster", "multicast::cluster", "b64")
+    group_of(i, d)
     base, offset = d.address(i.args[0])
+    mask = d.slot(i.args[1], "b16") if i.has("multicast::cluster") else None
 
     def step(w: Warp) -> None:
         w.demand(base, "the address of an mbarrier")
         mine = issuer(w)
         for lane in np.flatnonzero(w.lanes).tolist():
-            bar = lookup(w, int(w.read(base, np.uint32)[lane]) + offset)
+            address = int(w.read(base, np.uint32)[lane]) + offset
+            bars = [lookup(w, address)]
+            if mask is not None:  # the mbarriers at the same place in all CTAs of the mask
+                _, place = w.cta.at(address)
+                ctas = ranks(w, w.uniform(mask, np.uint16, "a mask of CTAs"))
+                bars = [lookup(w, cta.rank << RANK_SHIFT | place) for cta in ctas]
             clock = w.clock.copy()
-            clock.seen[:, w.index] = 0
+            clock.forget(w.index)
             bits = mine.product_bits.get(lane, 0)
             clock.ops |= bits
             clock.fenced_ops |= bits
             pending = mine.products[lane] = [op for op in mine.products.get(lane, []) if not op.done]
 
-            def run(op: AsyncOp, bar: Any = bar, clock: Clock = clock) -> None:
-                arrive(bar, 1, clock, op)
+            def run(op: AsyncOp, bars: Any = bars, clock: Clock = clock) -> None:
+                clock.ops |= 1 << op.number
+                for bar in bars:
+                    arrive(bar, 1, clock, op)
 
-            w.issue("tcgen05.commit", f"arrival at mbarrier +{bar.offset - SMEM_BASE}", run, after=pending, clock=clock)
+            what = f"arrival at mbarrier +{bars[0].offset - SMEM_BASE}" + f" of {len(bars)} CTAs" * (len(bars) > 1)
+            w.issue("tcgen05.commit", what, run, after=pending, clock=clock)
 
     return step
 
@@ -377,7 +239,7 @@ class InstructionDescriptor:
 
     @staticmethod
     @lru_cache
-    def decode(bits: int) -> InstructionDescriptor:
+    def decode(bits: int, group: int) -> InstructionDescriptor:
         def part(low: int, size: int) -> int:
             return bits >> low & (1 << size) - 1
 
@@ -385,8 +247,9 @@ class InstructionDescriptor:
         a, b = part(7, 3), part(10, 3)
         if part(0, 4) or part(4, 2) != 1 or a != b or a > 1 or part(6, 1) or part(23, 1) or part(29, 3):
             raise Misuse(f"instruction descriptor {bits:#010x}: wanted dense fp16 or bf16 operands and fp32")
-        if m not in (64, 128) or not 0 < n <= 256 or n % (8 if m == 64 else 16):
-            raise Misuse(f"instruction descriptor {bits:#010x}: a product of {m} x {n}")
+        unit = 32 if group == 2 else 8 if m == 64 else 16
+        if m not in (64 * group, 128 * group) or not 0 < n <= 256 or n % unit:
+            raise Misuse(f"instruction descriptor {bits:#010x}: a product of {m} x {n} with .cta_group::{group}")
         negated = bool(part(13, 1) ^ part(14, 1))
         return InstructionDescriptor(m, n, ("f16", "bf16")[a], negated, (bool(part(15, 1)), bool(part(16, 1))))
 
@@ -402,61 +265,79 @@ def smem_descriptor(bits: int) -> Descriptor:
 
 
 @lru_cache(maxsize=1024)
-def matrix(m: int, lane: int, column: int, columns: int) -> Array:
-    """The words of rows x columns. 64 rows take 16 lanes of every 32 (9.7.16.10.5, data path layouts D and F)."""
-    row = np.arange(m)
+def matrix(m: int, lane: int, column: int, columns: int, folded: bool = False) -> Array:
+    """The words of rows x columns of one CTA (9.7.16.10.5, data path layouts A, B, D and F).
+
+    64 rows take 16 lanes of every 32; `folded`, lanes 0 to 63, and the second half of their columns lanes 64 to 127.
+    """
+    row, place = np.arange(m)[:, None], np.arange(columns)
+    if folded:
+        return (row + place // (columns // 2) * 64) * COLUMNS + column + place % (columns // 2)
     lanes = lane + (row if m == 128 else row // 16 * 32 + row % 16)
-    return lanes[:, None] * COLUMNS + column + np.arange(columns)
+    return lanes * COLUMNS + column + place
 
 
 @instruction("tcgen05.mma")
 def product(i: Instruction, d: Decoder) -> Step:
-    i.only("cta_group::1", "kind::f16", *(f"collector::a::{x}" for x in ("fill", "use", "lastuse", "discard")))
+    collectors = (f"collector::a::{x}" for x in ("fill", "use", "lastuse", "discard"))
+    i.only("cta_group::1", "cta_group::2", "kind::f16", *collectors)
+    group = group_of(i, d)
     d_base, d_offset = d.address(i.args[0])
     a_address = d.address(i.args[1]) if isinstance(i.args[1], Address) else None
     a_desc = d.slot(i.args[1], "b64") if a_address is None else 0
     b_desc, descriptor = d.slot(i.args[2], "b64"), d.slot(i.args[3], "b32")
     masks = d.vector(i.args[4], "b32") if isinstance(i.args[4], tuple) else []
+    if len(masks) not in (0, 4 * group):
+        raise d.fail(f"{len(masks)} masks of lanes, wanted {4 * group}")
     accumulate, negated = d.predicate(i.args[-1])
 
     def step(w: Warp) -> None:
         if w.active.bit_count() != 1:
             raise Misuse(f"a product is issued by {w.active.bit_count()} threads, wanted one")
-        lane = w.active.bit_length() - 1
-        shape = InstructionDescriptor.decode(w.uniform(descriptor, np.uint32, "an instruction descriptor"))
+        lane, ctas = w.active.bit_length() - 1, members(w.cta, group)
+        shape = InstructionDescriptor.decode(w.uniform(descriptor, np.uint32, "an instruction descriptor"), group)
+        rows, folded = shape.m // group, shape.m == 128 and group == 2
         if any(w.uniform(s, np.uint32, "a mask of lanes") for s in masks):
             raise Misuse("a product that leaves lanes of D out")
         w.demand(accumulate, "whether to accumulate")
         adds = bool(w.R[accumulate][lane]) ^ negated
         at = w.uniform(d_base, np.uint32, "an address in TMEM") + d_offset
         row, column = divmod(at, 1 << 16)
-        if row not in ((0,) if shape.m == 128 else (0, 16)):
-            raise Misuse(f"D of {shape.m} rows at lane {row}")
-        tmem, mine = tmem_of(w.cta), issuer(w)
-        tmem.check(range(column, column + shape.n), "has D in")
-        d_words = matrix(shape.m, row, column, shape.n)
+        if row not in ((0, 16) if group == 1 and rows == 64 else (0,)):
+            raise Misuse(f"D of {rows} rows at lane {row}")
+        for cta in ctas:
+            tmem_of(cta).check(range(column, column + (shape.n // 2 if folded else shape.n)), "has D in")
+        d_words = matrix(rows, row, column, shape.n, folded)
         if a_address is None:
             a_words = None
             a = w.uniform(a_desc, np.uint64, "a descriptor")
         else:
             a_row, a_column = divmod(w.uniform(a_address[0], np.uint32, "an address in TMEM") + a_address[1], 1 << 16)
+            if folded:
+                raise Unsupported("A of a pair's 128 rows in TMEM")
             if a_row != row:
                 raise Misuse(f"A at lane {a_row}, D at lane {row}")
-            tmem.check(range(a_column, a_column + K // 2), "has A in")
-            a_words = matrix(shape.m, a_row, a_column, K // 2)
+            for cta in ctas:
+                tmem_of(cta).check(range(a_column, a_column + K // 2), "has A in")
+            a_words = matrix(rows, a_row, a_column, K // 2)
             a = 0
         b = w.uniform(b_desc, np.uint64, "a descriptor")
+        mine = issuer(w)
         key = (lane, at, shape.m, shape.n)
         last, bits = mine.chains.get(key, (None, 0))
         clock = mine.clock()
         clock.ops |= bits
 
         def run(op: AsyncOp) -> None:
-            access = Access(clock, w.cta.warp_total + w.number, op)
-            multiply(op, access, w.cta, tmem, shape, a, a_words, b, d_words, adds)
+            right = operand_b(op, ctas, shape, b)
+            for cta in ctas:
+                cta.visit(op, "multiplies in")
+                access = Access(clock, w.cta.warp_total * (1 if cta is w.cta else 2) + w.number, op)
+                multiply(op, access, cta, shape, rows, a, a_words, right, d_words, adds)
 
         what = f"product {shape.m}x{shape.n}x{K} into lane {row}, column {column}"
-        op = w.issue("tcgen05.mma", what, run, after=() if last is None else (last,), reader=w.cta.first_stream)
+        reader = w.cta.first_stream + w.cta.rank % 2
+        op = w.issue("tcgen05.mma", what, run, after=() if last is None else (last,), reader=reader)
         clock.ops |= 1 << op.number  # it reads D before it writes it
         mine.chains[key] = op, bits | 1 << op.number
         mine.products.setdefault(lane, []).append(op)
@@ -465,19 +346,31 @@ def product(i: Instruction, d: Decoder) -> Step:
     return step
 
 
+def operand_b(op: AsyncOp, ctas: list[Cta], shape: InstructionDescriptor, b: int) -> Array:
+    """fp32 [N, K], an equal share of N from each CTA."""
+    x, share, mn_major, parts = smem_descriptor(b), shape.n // len(ctas), shape.mn_major[1], []
+    for cta in ctas:
+        parts.append(fetch(cta.smem, x, share, K, mn_major, DTYPES[shape.dtype]))
+        if not cta.smem.shadow.read(op, chunks_of(x, share, K, mn_major)[1]).all():
+            raise Undefined("operand B has elements that are not defined")
+    right = np.concatenate(parts)
+    return -right if shape.negated else right
+
+
 def multiply(
     op: AsyncOp,
     access: Access,
     cta: Cta,
-    tmem: Tmem,
     shape: InstructionDescriptor,
+    m: int,
     a: int,
     a_words: Array | None,
-    b: int,
+    right: Array,
     d_words: Array,
     adds: bool,
 ) -> None:
-    smem, dtype, m, n = cta.smem, DTYPES[shape.dtype], shape.m, shape.n
+    """The rows of one CTA."""
+    smem, tmem, dtype = cta.smem, tmem_of(cta), DTYPES[shape.dtype]
     if a_words is None:
         if shape.mn_major[0]:
             raise Misuse("an MN-major A, which this interpreter does not know")
@@ -488,15 +381,11 @@ def multiply(
         known = tmem.shadow.read(access, a_words.ravel(), partial=True)
         left = widen(np.ascontiguousarray(tmem.words[a_words]).view(np.uint16), dtype)
         rows = known.reshape(m, -1).all(1)
-    x = smem_descriptor(b)
-    right = fetch(smem, x, n, K, shape.mn_major[1], dtype)
-    if not smem.shadow.read(op, chunks_of(x, n, K, shape.mn_major[1])[1]).all():
-        raise Undefined("operand B has elements that are not defined")
     with np.errstate(all="ignore"):
-        values = left @ (-right if shape.negated else right).T
+        values = left @ right.T
         if adds:
             known = tmem.shadow.read(access, d_words.ravel())
             rows = rows & known.reshape(m, -1).all(1)
             values += tmem.words[d_words].view(np.float32)
-    tmem.shadow.write(access, d_words.ravel(), np.repeat(rows, n))
+    tmem.shadow.write(access, d_words.ravel(), np.repeat(rows, shape.n))
     tmem.words[d_words] = values.astype(np.float32).view(np.uint32)

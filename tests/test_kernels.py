@@ -1,0 +1,55 @@
+"""What ptxas made of the kernels that are built in."""
+
+import re
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from native import cubin, variant_of
+
+from jax_dsv4_fmha import _ffi
+
+
+@pytest.mark.parametrize("key", [v.key for v in _ffi.variants()])
+def test_sass(key, tmp_path):
+    """The instructions that a kernel was written for are there, as often as it takes, and nothing is spilled."""
+    (tmp_path / "cubin").write_bytes(cubin(key))
+    run = subprocess.run([nvdisasm(), tmp_path / "cubin"], check=True, capture_output=True, text=True)
+    opcodes = re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9.]+)", run.stdout, re.MULTILINE)
+    names = ("HGMMA", "USETMAXREG", "WARPGROUP.ARRIVE", "UTMALDG", "LDGSTS", "LDL", "STL")
+    names += ("UTCHMMA", "UTCBAR", "LDTM", "STTM", "UTCATOMSWS")
+    count = {name: sum(f"{opcode}.".startswith(f"{name}.") for opcode in opcodes) for name in names}
+    variant = variant_of(key)
+    assert count["LDL"] == count["STL"] == 0, count
+    if variant.op == "combine":
+        return
+    assert count["UTMALDG"] > 0, count  # q, if nothing else
+    assert (count["LDGSTS"] > 0) == ("selection" in variant.sources), count
+    row = next(row for row in _ffi.manifest()["variants"] if row["key"] == key)
+    a_tile = (variant.d + row["tile_n"]) // 16  # an MMA has k = 16: those of Q K', and those of P V
+    if variant.arch == "sm_100a":
+        of_v = row["tile_n"] // 16 * -(-variant.d // 256)  # an MMA has n <= 256
+        assert count["UTCHMMA"] == 2 * variant.d // 16 + of_v, count  # Q K' of the first tile, and of the others
+        assert count["LDTM"] >= 3 and count["STTM"] >= 1, count  # S, O to rescale, O to write; O, and P where it fits
+        assert count["UTCATOMSWS"] >= 2 and count["HGMMA"] == 0, count  # TMEM is allocated, and freed
+        return
+    assert count["USETMAXREG"] >= 2, count  # a producer gives registers up, consumers take them
+    assert 2 * a_tile <= count["HGMMA"] <= 8 * a_tile, count
+    assert 4 * count["WARPGROUP.ARRIVE"] < count["HGMMA"], count  # one for each is what serialised ones have
+    if variant.module == "kernels.fwd_sm90":
+        softmax = opcodes[: opcodes.index("NANOSLEEP")]  # of wait_behind, whose wait must not be in front of this
+        waits = [i for i, opcode in enumerate(softmax) if opcode.startswith("WARPGROUP.DEPBAR")]
+        assert softmax[waits[-1] :].count("MUFU.EX2") >= row["tile_n"] // 2  # a thread's scores of a tile
+
+
+def nvdisasm() -> Path:
+    for name in ("nvidia-cuda-nvdisasm", "triton"):
+        try:
+            files = metadata.files(name) or []
+        except metadata.PackageNotFoundError:
+            continue
+        for file in files:
+            if file.name == "nvdisasm":
+                return Path(str(file.locate()))
+    pytest.skip("needs nvidia-cuda-nvdisasm")
