@@ -170,7 +170,7 @@ struct Kernels {
 inline ffi::Error LookUp(const Operands& x, const Device& device, Shape* shape, Kernels* kernels) {
   if (!device.error.empty()) return ffi::Error(ffi::ErrorCode::kFailedPrecondition, device.error);
   const ffi::DataType dtype = x.q.dtype;
-  *kernels = {Find({x.op, device.arch, shape->d, dtype, x.shared_kv}), nullptr};
+  *kernels = {Find({x.op, device.arch, shape->d, dtype, x.shared_kv}, shape->h_q), nullptr};
   auto missing = [&](const char* op, const std::string& wanted) {
     return ffi::Error(ffi::ErrorCode::kUnimplemented,
                       std::string(op) + ": no kernel for " + wanted + " on " + device.arch + "; built: " + Built(op));
@@ -181,7 +181,7 @@ inline ffi::Error LookUp(const Operands& x, const Device& device, Shape* shape, 
   }
   if (!kernels->forward->splits) shape->splits = 1;
   if (shape->splits == 1) return ffi::Error::Success();
-  kernels->combine = Find({"combine", device.arch, kAnyD, dtype, false});
+  kernels->combine = Find({"combine", device.arch, kAnyD, dtype, false}, shape->h_q);
   return kernels->combine != nullptr ? ffi::Error::Success() : missing("combine", Show(dtype));
 }
 

@@ -43,6 +43,7 @@ struct Launcher {
   size_t cubin_bytes;
   int32_t threads, smem_bytes, tile_m, tile_n;
   bool splits;  // whether the keys of a tile of rows may be split over CTAs
+  int32_t most_heads;  // of q that it takes
 
   struct Loaded {
     std::once_flag once;
@@ -142,11 +143,14 @@ inline std::string Built(std::string_view op) {
   return list.empty() ? "nothing (this package was built without CUDA kernels)" : list;
 }
 
-inline Launcher* Find(const Key& key) {
+// Of the variants of a key that take so many heads, the one that is made for the fewest.
+inline Launcher* Find(const Key& key, int64_t heads) {
+  Launcher* found = nullptr;
   for (Launcher& launcher : Launchers()) {
-    if (launcher.key == key) return &launcher;
+    if (!(launcher.key == key) || launcher.most_heads < heads) continue;
+    if (found == nullptr || launcher.most_heads < found->most_heads) found = &launcher;
   }
-  return nullptr;
+  return found;
 }
 
 }  // namespace dsv4_fmha

@@ -33,6 +33,8 @@ class Variant:
     """0: any"""
     dtype: str
     shared_kv: bool
+    most_heads: int
+    """of q that it takes; of several variants that take a call's, that of the fewest is called"""
     tile_m: int
     """rows of a tile: (query, head) pairs"""
     tile_n: int

@@ -112,7 +112,10 @@ def compile_one(variant: Variant, out: Path) -> Record:
     check(variant, facts, kernel)
     record = {
         "key": variant.key,
-        **{name: getattr(variant, name) for name in ("op", "arch", "d", "dtype", "shared_kv", "splits", "evidence")},
+        **{
+            name: getattr(variant, name)
+            for name in ("op", "arch", "d", "dtype", "shared_kv", "most_heads", "splits", "evidence")
+        },
         **{name: facts[name] for name in FACTS},
         "symbol": facts["symbol"],
         "registers": kernel.registers,
@@ -169,7 +172,7 @@ def write_tables(records: Sequence[Record], out: Path) -> None:
         blobs.append(f'DSV4_FMHA_EMBED({key}, "{path}")  // {record["sha256"]}')
         choice = f'"{record["op"]}", "{record["arch"]}", {record["d"]}, ffi::{_XLA_DTYPE[record["dtype"]]}'
         identity = f'{{{choice}, {str(record["shared_kv"]).lower()}}}, "{key}", "{record["symbol"]}"'
-        facts = ", ".join(str(record[name]).lower() for name in (*FACTS, "splits"))
+        facts = ", ".join(str(record[name]).lower() for name in (*FACTS, "splits", "most_heads"))
         rows.append(f"      Launcher{{{identity}, {key}, {record['cubin_bytes']}, {facts}}},")
     write_if_changed(
         out / "cubins.cc",

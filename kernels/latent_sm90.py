@@ -69,7 +69,7 @@ from .lib.wgmma import (
     transposed,
     zero_rows,
 )
-from .variants import Variant
+from .variants import ANY_HEADS, Variant
 
 SELECTIONS = {"selection": SelectionOperands, "packed": PackedOperands}
 
@@ -83,6 +83,7 @@ class Config:
     d: int
     dtype: str
     sources: tuple[str, ...]  # of keys, in the order in which they are walked: "span", "selection" or "packed"
+    has_tail: bool = False  # up to TAIL keys behind the last pair of tiles are multiplied by products of their own
     tile_m: int = 64
     tile_n: int = 64
 
@@ -95,11 +96,6 @@ class Config:
     def unpacks(self) -> bool:
         """Whether keys come through registers; then nothing else loads any."""
         return "packed" in self.sources
-
-    @property
-    def has_tail(self) -> bool:
-        """Whether up to TAIL keys behind the last pair of tiles are multiplied by products of their own."""
-        return self.sources == ("span",)
 
     @property
     def tail(self) -> int:
@@ -251,7 +247,8 @@ class LatentSm90:
         if kind in SELECTIONS:
             return (SELECTIONS[kind](keys, first, second, s_kv, *of_selection),)
         tma = tma_atom(cpasync.CopyBulkTensorTileG2SOp(), shapes.keys(keys, s_kv), c.tile_n, c.half)
-        return (*tma, *((keys,) if c.has_tail else ()), SpanOperands(first, second, s_kv))
+        here = (keys,) if c.sources == ("span",) else ()  # a tail is loaded without TMA
+        return (*tma, *here, SpanOperands(first, second, s_kv))
 
     @cute.kernel
     def kernel(
@@ -719,7 +716,7 @@ def take_over(shared: cute.Tensor, side: cutlass.Constexpr, state: cute.Tensor, 
 
 
 def compile(variant: Variant, out_dir: Path) -> Compiled:
-    config = Config(variant.d, variant.dtype, variant.sources)
+    config = Config(variant.d, variant.dtype, variant.sources, has_tail=variant.most_heads < ANY_HEADS)
     kernel = LatentSm90(config)
     of_keys = {kind: pointers(variant.dtype, "bytes" if kind == "packed" else "keys")[0] for kind in config.sources}
     first, second = (

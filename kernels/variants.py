@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+ANY_HEADS = 2**31 - 1
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -15,11 +17,13 @@ class Variant:
     shared_kv: bool  # one array is both K and V
     sources: tuple[str, ...]  # of keys: "span" (an interval per query), "selection" (a list of indices per query) or
     # "packed" (a selection of keys that are kept in FP8)
+    most_heads: int = ANY_HEADS  # of q that it takes; of several that take a call's, that of the fewest is called
 
     @property
     def key(self) -> str:
         """A name that is unique among the variants and fit for files and C symbols."""
-        return f"{self.op}_{self.arch}_d{self.d}_{self.dtype}" + "_shared_kv" * self.shared_kv
+        key = f"{self.op}_{self.arch}_d{self.d}_{self.dtype}" + "_shared_kv" * self.shared_kv
+        return key + (f"_h{self.most_heads}" if self.most_heads < ANY_HEADS else "")
 
     @property
     def splits(self) -> bool:
@@ -68,6 +72,8 @@ VARIANTS: tuple[Variant, ...] = (
         for op, sources in LATENT_OPS.items()
         for dtype in DTYPES
     ),
+    # a tile of rows holds heads of several queries, which see a window and a few keys more
+    *(Variant("fwd", "sm_90a", "kernels.latent_sm90", 512, dtype, True, ("span",), 63) for dtype in DTYPES),
     Variant("dsv4_decode_fp8", "sm_90a", "kernels.latent_sm90", 512, "bfloat16", True, ("packed", "packed")),
     *(Variant("combine", "sm_90a", "kernels.combine", 0, dtype, False, ()) for dtype in DTYPES),  # of split keys
 )
