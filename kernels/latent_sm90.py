@@ -498,18 +498,14 @@ class LatentSm90:
                 if work.tail > 0:
                     w.tail.score(w.a, w.bar.tail_full, work.tails0 & 1)
             self.await_scores(w, odds == 1)
-            self.right_pair(w, seen, 0, first=True)
+            self.right_pair(w, seen, 0, rows, first=True)
             for pair in cutlass.range(1, odds, unroll=1):
-                self.release_right(w)
                 self.issue_scores(RIGHT, w, seen, pair, RIGHT, fresh=True)
                 self.issue_scores(RIGHT, w, seen, pair, LEFT, fresh=False)
                 self.await_scores(w, pair == odds - 1)
-                self.right_pair(w, seen, pair)
-            if odds == evens:
-                self.finish(RIGHT, w, rows)
-            self.release_right(w)
+                self.right_pair(w, seen, pair, rows)
         if odds < evens:
-            self.right_tail(w, work)
+            self.right_without_odd(w, work)
             self.finish(RIGHT, w, rows)
             warpgroup.wait_group(0)
             cute.arch.mbarrier_arrive(empty + 1)
@@ -629,8 +625,8 @@ class LatentSm90:
             multiply(w.pv_other, w.out, w.a_other, w.b_value[None, None, None, 1])
 
     @cute.jit
-    def right_pair(self, w: Consumer, work: Work, pair: Int32 | int, first: cutlass.Constexpr = False):
-        """As `left_pair`, of the odd tile; the first one takes the tail along."""
+    def right_pair(self, w: Consumer, work: Work, pair: Int32 | int, rows: Rows, first: cutlass.Constexpr = False):
+        """As `left_pair`, of the odd tile, and until the products are there; the first one takes the tail along."""
         s, fresh, with_tail = w.softmax, first, first and self.config.has_tail
         self.on_source(w, work, 2 * pair + 1, mask)
         s.remember_max()
@@ -655,17 +651,15 @@ class LatentSm90:
         self.share_weights(w, RIGHT, pair == work.evens - 1)
         cute.arch.mbarrier_wait(w.bar.weights + LEFT, (work.evens0 + pair) & 1)
         multiply(w.pv_other, w.out, w.a_other, w.b_value[None, None, None, 0])
-
-    @cute.jit
-    def release_right(self, w: Consumer):
-        """Both of right's products are there: their halves of the key tiles may be refilled."""
+        if pair == work.evens - 1:
+            self.finish(RIGHT, w, rows)
         warpgroup.wait_group(1)
         cute.arch.mbarrier_arrive(w.bar.empty + 3)
         warpgroup.wait_group(0)
         cute.arch.mbarrier_arrive(w.bar.empty + 1)
 
     @cute.jit
-    def right_tail(self, w: Consumer, work: Work):
+    def right_without_odd(self, w: Consumer, work: Work):
         """The last pair has an even tile only: its product, still in flight. Left is given this side's sum."""
         uses = work.evens0 + work.odds
         self.adopt_max(w, LEFT, uses)
