@@ -433,7 +433,7 @@ class FwdSm100:
         *tma, _ = source
         if not tma:
             return None
-        arrays = ((*tma, 0), (*tma, 1)) if c.shared_kv else ((*tma[:2], 0), (*tma[2:], 0))
+        arrays = ((*tma[:2], 0), (*tma[:2], 1)) if c.shared_kv else ((*tma[:2], 0), (*tma[2:], 0))
         return tuple(
             (
                 atom,

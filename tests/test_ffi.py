@@ -124,7 +124,9 @@ def test_no_more_splits_than_units_of_keys_and_one_where_the_chip_is_full():
 def test_splits_by_what_is_built(monkeypatch):
     """Of one kernel's tiles; an extent that is not known, as in an exported batch, splits nothing."""
     extents = {"tile_m": 64, "tile_n": 64, "threads": 1, "registers": 1, "smem_bytes": 1, "spill_bytes": 0}
-    row = _ffi.Variant("k", "fwd", "sm_90a", 512, "bfloat16", True, splits=True, cubin_bytes=1, evidence="", **extents)
+    row = _ffi.Variant(
+        "k", "fwd", "sm_90a", 512, "bfloat16", True, 128, splits=True, cubin_bytes=1, evidence="", **extents
+    )
     q = jnp.zeros((1, 2, 64, 512), jnp.bfloat16)
     for variants, wanted in ((row,), _ffi.split_count(2, 32, 2, 132)), ((dataclasses.replace(row, splits=False),), 1):
         monkeypatch.setattr(_ffi, "variants", lambda variants=variants: variants)
