@@ -292,7 +292,8 @@ class FwdSm100:
         load = cpasync.CopyBulkTensorTileG2SOp()
         arrays = (keys,) if c.shared_kv else (keys, v)
         tma = (x for array in arrays for x in tma_atom(load, shapes.keys(array, s_kv), c.tile_n, c.ring_d))
-        return (*tma, SpanOperands(first, second, s_kv))
+        here = (keys,) if c.shared_kv and c.sources == ("span",) else ()  # as the launcher hands it over; not used
+        return (*tma, *here, SpanOperands(first, second, s_kv))
 
     @cute.kernel
     def kernel(
@@ -398,12 +399,14 @@ class FwdSm100:
             for t in cutlass.range(source.tiles, unroll=1):
                 fill = fills0 + first + t
                 stage, parity = fill % c.stages, fill // c.stages & 1
+                if cutlass.const_expr(copy is None):
+                    source.settle(wanted, t, thread, WARPGROUP)
                 for ring in cutlass.range_constexpr(2):
                     full = bar_full + ring * c.stages + stage
                     cute.arch.mbarrier_wait(bar_empty + ring * c.stages + stage, parity ^ 1)
                     if cutlass.const_expr(copy is None):
                         slabs = range(ring * c.ring_d // SLAB, (ring + 1) * c.ring_d // SLAB)
-                        source.gather(smem.rings[None, None, 0, stage], wanted, t, thread, slabs, WARPGROUP)
+                        source.gather(smem.rings[None, None, 0, stage], wanted, thread, slabs, WARPGROUP)
                         cute.arch.cp_async_mbarrier_arrive_noinc(full)
                     else:
                         atom, gmem, tiles = copy[ring]
@@ -432,7 +435,7 @@ class FwdSm100:
         *tma, _ = source
         if not tma:
             return None
-        arrays = ((*tma, 0), (*tma, 1)) if c.shared_kv else ((*tma[:2], 0), (*tma[2:], 0))
+        arrays = ((*tma[:2], 0), (*tma[:2], 1)) if c.shared_kv else ((*tma[:2], 0), (*tma[2:], 0))
         return tuple(
             (
                 atom,
