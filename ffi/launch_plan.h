@@ -40,7 +40,7 @@ struct Tiles {
 // head form an `outer` x `inner` grid, of which a tile takes a box.  Row (o, i) is query o + i / group and head
 // i % group of the group.  The kernel is handed these in this order.
 struct Extents {
-  int32_t s_q, group, h_kv, inner, outer, box_inner, box_outer, tiles_inner, tiles, splits;
+  int32_t s_q, group, h_kv, inner, outer, box_inner, box_outer, tiles_inner, tiles_outer, pairs, splits;
 };
 
 struct SourcePlan {
@@ -67,6 +67,7 @@ inline std::string PlanLaunch(const Shape& shape, float scale, const Tiles& tile
   static constexpr int64_t kMaxExtent = INT32_MAX - 1023;
   static constexpr int64_t kElementBytes = 2, kMaxStrideBytes = int64_t{1} << 40;
   static constexpr uint32_t kSwizzleColumns = 64;  // 128 bytes
+  static constexpr int64_t kWarpgroupRows = 64;    // of a WGMMA
   auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   auto too_large = [](const std::string& what, int64_t got, int64_t limit) {
     return what + " is " + std::to_string(got) + ", the limit is " + std::to_string(limit);
@@ -94,11 +95,16 @@ inline std::string PlanLaunch(const Shape& shape, float scale, const Tiles& tile
   const int64_t inner = contiguous ? s_q * group : group;
   const int64_t outer = contiguous ? 1 : s_q;
   if (std::string error = out_of_range("s_q * h_q", inner); !error.empty()) return error;
-  const int64_t box_inner =
-      contiguous ? std::min<int64_t>(tiles.tile_m, inner) : ceil_div(group, ceil_div(group, tiles.tile_m));
-  const int64_t box_outer = contiguous || one_query ? 1 : std::min(tiles.tile_m / box_inner, s_q);
-  const int64_t tiles_inner = ceil_div(inner, box_inner);
-  const int64_t head_tiles = tiles_inner * ceil_div(outer, box_outer);  // below 2^62
+  int64_t box_inner = 0, box_outer = 0, tiles_inner = 0, tiles_outer = 0, head_tiles = 0;
+  for (int64_t rows = kWarpgroupRows;; rows += kWarpgroupRows) {  // as few as give no processor a second tile
+    const int64_t at_most = std::min<int64_t>(rows, tiles.tile_m);
+    box_inner = contiguous ? std::min(at_most, inner) : ceil_div(group, ceil_div(group, at_most));
+    box_outer = contiguous || one_query ? 1 : std::min(at_most / box_inner, s_q);
+    tiles_inner = ceil_div(inner, box_inner);
+    tiles_outer = ceil_div(outer, box_outer);
+    head_tiles = tiles_inner * tiles_outer;  // below 2^62
+    if (at_most == tiles.tile_m || head_tiles <= tiles.processors / h_kv / b / splits) break;
+  }
   if (head_tiles > kMaxExtent / h_kv / b / splits) {
     return "there are too many tiles of rows: " + std::to_string(head_tiles) + " x " + std::to_string(h_kv) +
            " KV heads x " + std::to_string(b) + " sequences x " + std::to_string(splits) + " splits, the limit is " +
@@ -123,7 +129,7 @@ inline std::string PlanLaunch(const Shape& shape, float scale, const Tiles& tile
       {},
       static_cast<float>(scale * 1.4426950408889634),
       {i32(s_q), i32(group), i32(h_kv), i32(inner), i32(outer), i32(box_inner), i32(box_outer), i32(tiles_inner),
-       i32(row_tiles), i32(splits)},
+       i32(tiles_outer), i32(h_kv * b), i32(splits)},
   };
   for (int i = 0; i < source_count; ++i) {
     const auto [kind, s_kv, stride, topk] = sources[i];
@@ -172,7 +178,7 @@ struct Param {
 // What a kernel is handed, and the order in which it is.
 class Params {
  public:
-  static constexpr int kMax = 4 + kMaxSources * 7 + 4 + 10;
+  static constexpr int kMax = 4 + kMaxSources * 7 + 4 + 11;
 
   Params() = default;
   Params(const Params&) = delete;
@@ -223,7 +229,7 @@ struct ForwardParams : Params {
     }
     Add(at.sink), Add(n.splits > 1 ? at.lse_parts : at.lse), Add(at.o_parts), Add(plan.scale_log2);
     for (int32_t* x : {&n.s_q, &n.group, &n.h_kv, &n.inner, &n.outer, &n.box_inner, &n.box_outer, &n.tiles_inner,
-                       &n.tiles, &n.splits}) {
+                       &n.tiles_outer, &n.pairs, &n.splits}) {
       Add(*x);
     }
   }

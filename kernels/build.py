@@ -61,7 +61,7 @@ def expected_params(variant: Variant) -> tuple[int, ...]:
     keys_of_all = itertools.chain.from_iterable(sources[kind] for kind in variant.sources)
     o = q if variant.shared_kv else (pointer,)
     # q, o, the keys, sink, lse, o_parts, scale_log2, how the rows are tiled
-    return (*q, *o, *keys_of_all, pointer, pointer, pointer, number, *[number] * 10)
+    return (*q, *o, *keys_of_all, pointer, pointer, pointer, number, *[number] * 11)
 
 
 def check(variant: Variant, facts: dict[str, int], kernel: KernelInfo) -> None:

@@ -38,7 +38,7 @@ from .lib.row_softmax import RowSpan, exponentiate, foresee, mask, on_source, ra
 from .lib.rows import PUBLISHED, BoxedRows, Extents, RowTile, Walk, extents, load, store
 from .lib.selections import SelectionOperands, open_selection, read_selection
 from .lib.softmax import LN_2, LOG2_E, RowResults, exp2
-from .lib.spans import SpanOperands, open_span, read_span
+from .lib.spans import SpanOperands, ask_span, open_span, read_span
 from .lib.splits import total_tiles
 from .lib.tcgen05 import (
     COLUMNS,
@@ -273,7 +273,7 @@ class FwdSm100:
         stream: cuda.CUstream,
     ):
         c = self.config
-        n = extents(c.tile_m, c.gathers, b, s_q, h_q, h_kv, splits)
+        n = extents(c.tile_m, c.gathers, b, s_q, h_q, h_kv, splits, ctas)
         shapes = Shapes(c.d, b, n)
         given = ((keys0, from0, to0, s_kv0, s_batch0, topk0), (keys1, from1, to1, s_kv1, s_batch1, topk1))
         sources = tuple(self.source(kind, shapes, v, *g) for kind, g in zip(c.sources, given, strict=False))
@@ -382,7 +382,7 @@ class FwdSm100:
     def open(self, operands: Any, tile: RowTile) -> Any:
         c = self.config
         if isinstance(operands, SpanOperands):
-            return open_span(operands, tile, c.tile_n)
+            return open_span(operands, tile, c.tile_n, ask_span(operands, tile, c.tile_m))
         return open_selection(operands, tile, c.tile_n, c.d)
 
     @cute.jit

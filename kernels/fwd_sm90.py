@@ -26,9 +26,19 @@ from cutlass.memory import SmemAllocator
 from .aot import Compiled, compile_ahead
 from .lib.launch import SMEM_LIMIT, WARP, WARPGROUP, Shapes, element_type, i32, launch_facts, pointers
 from .lib.output import store_output, store_part
-from .lib.rows import PUBLISHED, BoxedRows, Extents, PlacedTile, RowTile, Walk, extents
+from .lib.rows import (
+    PUBLISHED,
+    ROWS_OF_WARPGROUP,
+    BoxedRows,
+    Extents,
+    PlacedTile,
+    RowTile,
+    Walk,
+    ceil_div,
+    extents,
+)
 from .lib.softmax import RowResults, Softmax, rescale_rows
-from .lib.spans import Span, SpanOperands, open_span, read_span
+from .lib.spans import Span, SpanOperands, ask_span, open_span, read_span
 from .lib.splits import own_part
 from .lib.wgmma import (
     K_MAJOR,
@@ -183,7 +193,7 @@ class FwdSm90:
         stream: cuda.CUstream,
     ):
         c = self.config
-        n = extents(c.tile_m, False, b, s_q, h_q, h_kv, splits)
+        n = extents(c.tile_m, False, b, s_q, h_q, h_kv, splits, ctas)
         shapes = Shapes(c.d, b, n)
         load = cpasync.CopyBulkTensorTileG2SOp()
         self.kernel(
@@ -221,19 +231,21 @@ class FwdSm90:
         c = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         bar, smem = self.allocate()
+        rows = n.box_inner * n.box_outer
+        consumers = WARPGROUP * ceil_div(rows, ROWS_OF_WARPGROUP)  # threads; other warpgroups' have no rows
         if warp == 0:
             for atom in (tma_q, tma_k, tma_v):
                 cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
                 for s in cutlass.range_constexpr(c.stages_q):
                     cute.arch.mbarrier_init(bar.q_full + s, 1)
-                    cute.arch.mbarrier_init(bar.q_empty + s, WARPGROUP * c.consumers + CLEARERS)
+                    cute.arch.mbarrier_init(bar.q_empty + s, consumers + CLEARERS)
                 for s in cutlass.range_constexpr(c.stages):
                     cute.arch.mbarrier_init(bar.k_full + s, 1)
                     cute.arch.mbarrier_init(bar.v_landed + s, 1)
                     cute.arch.mbarrier_init(bar.v_full + s, CLEARERS)
-                    cute.arch.mbarrier_init(bar.k_empty + s, WARPGROUP * c.consumers)
-                    cute.arch.mbarrier_init(bar.v_empty + s, WARPGROUP * c.consumers)
+                    cute.arch.mbarrier_init(bar.k_empty + s, consumers)
+                    cute.arch.mbarrier_init(bar.v_empty + s, consumers)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_launch_dependents()  # `combine`, where it follows, waits for this grid by itself
@@ -244,7 +256,7 @@ class FwdSm90:
                 self.produce(bar, smem, (tma_q, mQ), (tma_k, mK), (tma_v, mV), operands, n)
             else:
                 self.clear(bar, smem, operands, n)
-        else:
+        elif warp * WARP < WARPGROUP + consumers:
             cute.arch.setmaxregister_increase(c.registers[1])
             self.consume(self.consumer(bar, smem, scale_log2), operands, o, results, n)
 
@@ -270,13 +282,17 @@ class FwdSm90:
         walk, fills0 = self.walk(operands, n), Int32(0)
         for turn in cutlass.range(walk.turns, unroll=1):
             tile = walk.tile(turn)
+            if cutlass.const_expr(c.stages_q == 1):  # or the keys would be waited for as long as Q
+                asked = ask_span(operands, tile, c.tile_m)
             stage_q, full_q = turn % c.stages_q, bar.q_full + turn % c.stages_q
             cute.arch.mbarrier_wait(bar.q_empty + stage_q, (turn // c.stages_q & 1) ^ 1)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_expect_tx(full_q, n.box_inner * n.box_outer * c.row_bytes)
             gQ, sQ = tma_tiles(tma_q, tile.of(mQ, c.tile_m, c.d)[None, None, 0], smem.q)
             cute.copy(tma_q, gQ, sQ[None, stage_q], tma_bar_ptr=full_q)
-            (span,) = own_part((open_span(operands, tile, c.tile_n),), tile, 1)
+            if cutlass.const_expr(c.stages_q > 1):
+                asked = ask_span(operands, tile, c.tile_m)
+            (span,) = own_part((open_span(operands, tile, c.tile_n, asked),), tile, 1)
             with cute.arch.elect_one():
                 tile.publish(smem.info[None, 0, stage_q])
                 span.publish(smem.info[None, 1, stage_q])
@@ -315,7 +331,7 @@ class FwdSm90:
 
     def walk(self, operands: SpanOperands, n: Extents) -> Walk:
         """With as many pairs of (batch, KV head) at a time as L2 holds."""
-        return Walk.of(n, cutlass.max(Int32(L2_KEYS // (2 * self.config.row_bytes)) // operands.s_kv, 1))
+        return Walk.of(n, operands.s_kv, L2_KEYS // (2 * self.config.row_bytes))
 
     def receive(
         self, bar: Barriers, smem: Shared, operands: SpanOperands, n: Extents, turn: Int32

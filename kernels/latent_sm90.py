@@ -48,7 +48,7 @@ from .lib.packed import PackedOperands
 from .lib.rows import PUBLISHED, BoxedRows, Extents, RowTile, Walk, extents, row_of
 from .lib.selections import SelectionOperands, open_selection, read_selection
 from .lib.softmax import ROWS, RowResults, Softmax, rescale_rows, scale_rows
-from .lib.spans import SpanOperands, open_span, read_span
+from .lib.spans import SpanOperands, ask_span, open_span, read_span
 from .lib.splits import own_part
 from .lib.tail import TAIL, Tail, TailTiles
 from .lib.wgmma import (
@@ -228,7 +228,7 @@ class LatentSm90:
         stream: cuda.CUstream,
     ):
         c = self.config
-        n = extents(c.tile_m, c.gathers, b, s_q, h_q, h_kv, splits)
+        n = extents(c.tile_m, c.gathers, b, s_q, h_q, h_kv, splits, ctas)
         shapes = Shapes(c.d, b, n)
         tma_q, mQ = tma_atom(cpasync.CopyBulkTensorTileG2SOp(), shapes.rows(q), c.tile_m, c.d)
         tma_o, mO = tma_atom(cpasync.CopyBulkTensorTileS2GOp(), shapes.rows(o), c.tile_m, SLAB)
@@ -360,7 +360,7 @@ class LatentSm90:
     def open(self, operands: Any, tile: RowTile) -> Any:
         c = self.config
         if isinstance(operands, SpanOperands):
-            return open_span(operands, tile, c.tile_n, c.tail)
+            return open_span(operands, tile, c.tile_n, ask_span(operands, tile, c.tile_m), c.tail)
         return open_selection(operands, tile, c.tile_n, c.d)
 
     # ---- consumers

@@ -67,7 +67,7 @@ class _Shape(ctypes.Structure):
 
 
 class _ShownLaunch(ctypes.Structure):
-    _params = 32
+    _params = 33
     _fields_ = (
         ("grid", ctypes.c_uint32),
         ("count", ctypes.c_uint32),

@@ -240,20 +240,29 @@ def test_tiles_cover_every_row_once(op, tile_m):
     """By the definition of a tile alone: its box of rows, cut at the extents."""
     for shape in shapes(op):
         launch = plan(SOURCES[op], shape, tile_m=tile_m)
-        s_q, group, h_kv, inner, outer, box_inner, box_outer, tiles_inner, tiles, splits = (
-            struct.unpack("<i", blob)[0] for blob in launch.params[-10:]
+        s_q, group, h_kv, inner, outer, box_inner, box_outer, tiles_inner, tiles_outer, pairs, splits = (
+            struct.unpack("<i", blob)[0] for blob in launch.params[-11:]
         )
-        assert (launch.grid, splits) == (min(tiles, 132), 1)
+        assert (launch.grid, splits) == (min(tiles_inner * tiles_outer * pairs, 132), 1)
         assert 1 <= box_inner * box_outer <= tile_m
         assert inner * outer == s_q * group == shape.s_q * shape.h_q // h_kv
-        tiles_outer, rest = divmod(tiles, tiles_inner * h_kv * shape.b)
-        assert rest == 0
+        assert pairs == h_kv * shape.b
         assert (tiles_inner - 1) * box_inner < inner <= tiles_inner * box_inner
         assert (tiles_outer - 1) * box_outer < outer <= tiles_outer * box_outer
         queries = {o + i // group for o, i in itertools.product((0, outer - 1), (0, inner - 1))}
         assert (min(queries), max(queries)) == (0, s_q - 1)
         if SOURCES[op][-1] != "span":  # one query a tile
             assert (inner, box_outer) == (group, 1)
+
+
+@pytest.mark.parametrize(
+    ("s_q", "splits", "rows"),
+    [(9, 1, 9), (1024, 1, 64), (1025, 1, 128), (2048, 1, 128), (2049, 1, 192), (512, 2, 64), (513, 2, 128)],
+)
+def test_few_rows_are_cut_into_small_tiles(s_q, splits, rows):
+    """Of 8 heads, 132 processors have 16 tiles each."""
+    launch = plan(("span",), Shape(1, s_q, 4096, 8, 8, 128, splits=splits), tile_m=192)
+    assert struct.unpack("<ii", b"".join(launch.params[-6:-4])) == (1, rows)
 
 
 @pytest.mark.parametrize(

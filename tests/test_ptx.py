@@ -120,7 +120,7 @@ def test_timeline_ends_with_the_fault(one_kernel, capsys, tmp_path):
     assert __main__.main([one_kernel, "--case", "few", "--ptx", str(edited), "--tail", "5"]) == 1
     out, err = capsys.readouterr()
     assert len(out.splitlines()) == 8
-    assert err.startswith("Deadlock: nothing can go on") and "warp 4-15 at line" in err
+    assert err.startswith("Deadlock: nothing can go on") and "warp 4-7 at line" in err
 
 
 def test_plot(one_kernel, tmp_path):

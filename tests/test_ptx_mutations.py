@@ -57,7 +57,7 @@ def barrier(text: str, key: str, name: str) -> int:
     made = edits.barriers(text)
     names = BARRIERS[key].split()
     assert len(names) == len(made)
-    return made[names.index(name)][0]
+    return made[names.index(name)]
 
 
 @dataclasses.dataclass

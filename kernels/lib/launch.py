@@ -7,9 +7,9 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint8
 from cutlass.cute.runtime import make_ptr
 
-from .rows import Extents
+from .rows import WARP, Extents
 
-WARP, WARPGROUP = 32, 128  # threads
+WARPGROUP = 4 * WARP  # threads
 SMEM_LIMIT = 227 * 1024  # bytes a CTA may have on sm_90 and sm_100
 
 

@@ -16,10 +16,11 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, Uint32
 
 PUBLISHED = 6  # numbers that the producer publishes of a row tile or a source, at most
-ROWS = 2  # rows of a 64-row WGMMA accumulator that one thread holds
+WARP = 32  # threads
+ROWS_OF_WARPGROUP, ROWS = 64, 2  # of a WGMMA's accumulator: all, and those that one thread holds
 
 
 class Extents(NamedTuple):
@@ -33,8 +34,17 @@ class Extents(NamedTuple):
     box_inner: Int32
     box_outer: Int32
     tiles_inner: Int32
-    tiles: Int32  # of all KV heads and batch entries
+    tiles_outer: Int32
+    pairs: Int32  # of batch entries and KV heads
     splits: Int32  # of each tile's keys: as many CTAs work on a tile of rows
+
+    @property
+    def tiles_of_pair(self) -> Int32:
+        return self.tiles_inner * self.tiles_outer
+
+    @property
+    def tiles(self) -> Int32:
+        return self.tiles_of_pair * self.pairs
 
     @property
     def work(self) -> Int32:
@@ -47,6 +57,25 @@ def ceil_div(a: Int32, b: Int32) -> Int32:
 
 
 @cute.jit
+def divide(a: Int32, b: Int32) -> tuple[Int32, Int32]:
+    """Quotient and remainder of numbers that are not negative.
+
+    On the device, where a CTA begins with a dozen divisions one after the other, most by 1 or of something smaller.
+    """
+    quotient = Int32(0)
+    if a >= b:
+        quotient = a
+        if b != 1:
+            quotient = Int32(Uint32(a) // Uint32(b))
+    return quotient, a - quotient * b
+
+
+def count(a: Int32, b: Int32) -> Int32:
+    """How many b hold a, which is not 0."""
+    return divide(a - 1, b)[0] + 1
+
+
+@cute.jit
 def extents(
     tile_m: cutlass.Constexpr,
     one_query: cutlass.Constexpr,
@@ -55,20 +84,43 @@ def extents(
     h_q: Int32,
     h_kv: Int32,
     splits: Int32,
+    ctas: Int32,
 ) -> Extents:
-    """Host side: the boxes of a launch, chosen so that no tile has more than tile_m rows."""
+    """Host side: the boxes of a launch.
+
+    No tile has more than tile_m rows, and as few whole warpgroups' as give no CTA a second one.
+    """
+    n = boxes(tile_m, one_query, b, s_q, h_q, h_kv, splits)
+    for rows in cutlass.range_constexpr(tile_m - ROWS_OF_WARPGROUP, 0, -ROWS_OF_WARPGROUP):
+        fewer = boxes(rows, one_query, b, s_q, h_q, h_kv, splits)
+        if fewer.work <= ctas:
+            n = fewer
+    return n
+
+
+@cute.jit
+def boxes(
+    at_most: cutlass.Constexpr,
+    one_query: cutlass.Constexpr,
+    b: Int32,
+    s_q: Int32,
+    h_q: Int32,
+    h_kv: Int32,
+    splits: Int32,
+) -> Extents:
+    """Boxes of at most so many rows."""
     group = h_q // h_kv
     inner, outer = s_q * group, Int32(1)
-    box_inner, box_outer = cutlass.min(Int32(tile_m), inner), Int32(1)
+    box_inner, box_outer = cutlass.min(Int32(at_most), inner), Int32(1)
     if one_query or h_kv > 1:
         inner, outer = group, s_q
-        box_inner = ceil_div(group, ceil_div(group, tile_m))
-        box_outer = cutlass.min(tile_m // box_inner, s_q)
+        box_inner = ceil_div(group, ceil_div(group, at_most))
+        box_outer = cutlass.min(at_most // box_inner, s_q)
         if cutlass.const_expr(one_query):
             box_outer = Int32(1)
     tiles_inner = ceil_div(inner, box_inner)
-    tiles = tiles_inner * ceil_div(outer, box_outer) * h_kv * b
-    return Extents(s_q, group, h_kv, inner, outer, box_inner, box_outer, tiles_inner, tiles, splits)
+    tiles_outer = ceil_div(outer, box_outer)
+    return Extents(s_q, group, h_kv, inner, outer, box_inner, box_outer, tiles_inner, tiles_outer, h_kv * b, splits)
 
 
 @dataclass(frozen=True)
@@ -84,14 +136,14 @@ class RowTile:
 
     @property
     def first_query(self) -> Int32:
-        return self.outer0 + self.inner0 // self.n.group
+        return self.outer0 + divide(self.inner0, self.n.group)[0]
 
     @property
     def last_query(self) -> Int32:
         n = self.n
         inner_last = cutlass.min(self.inner0 + n.box_inner, n.inner) - 1
         outer_last = cutlass.min(self.outer0 + n.box_outer, n.outer) - 1
-        return outer_last + inner_last // n.group
+        return outer_last + divide(inner_last, n.group)[0]
 
     def publish(self, slot: cute.Tensor) -> None:
         """To SMEM, for `read`."""
@@ -161,33 +213,36 @@ class Walk:
     turns: Int32
 
     @staticmethod
-    def of(n: Extents, at_most: Int32 | None = None) -> "Walk":
-        """Sections of at most so many pairs, and an even number of them where there is more than one pair."""
-        together, ctas = pairs(n), cute.arch.grid_dim()[0]
-        if at_most is not None:
-            together = ceil_div(together, 2 * ceil_div(together, 2 * at_most))
-        sections, rounds = ceil_div(pairs(n), together), n.work // ctas
+    def of(n: Extents, s_kv: Int32 | None = None, keys: int = 0) -> "Walk":
+        """Sections of so many keys at most, where a pair has s_kv."""
+        (together, sections), ctas = (n.pairs, Int32(1)), cute.arch.grid_dim()[0]
+        if s_kv is not None:
+            together, sections = sections_of(n.pairs, s_kv, keys)
+        rounds = count(n.work, ctas) - 1  # and a last one, in which not all may have something to do
         mine = place_in_round(rounds, sections) < n.work - rounds * ctas
         return Walk(n, together, sections, rounds + Int32(mine))
 
     def tile(self, turn: Int32) -> RowTile:
-        n, size = self.n, self.together * per_pair(self.n)
+        n = self.n
         i = turn * cute.arch.grid_dim()[0] + place_in_round(turn, self.sections)
-        split, i = i % n.splits, i // n.splits
-        section, place = i // size, i % size
-        width = cutlass.min(self.together, pairs(n) - section * self.together)
-        pair, tile = section * self.together + place % width, place // width
-        tile = mirrored(tile, per_pair(n), (self.sections - section) % 2 == 1)
-        inner0, outer0 = tile % n.tiles_inner * n.box_inner, tile // n.tiles_inner * n.box_outer
-        return RowTile(n, split, pair // n.h_kv, pair % n.h_kv, inner0, outer0)
+        i, split = divide(i, n.splits)
+        section, place = divide(i, self.together * n.tiles_of_pair)
+        tile, pair = divide(place, cutlass.min(self.together, n.pairs - section * self.together))
+        tile = mirrored(tile, n.tiles_of_pair, (self.sections - section) % 2 == 1)
+        outer, inner = divide(tile, n.tiles_inner)
+        batch, head = divide(section * self.together + pair, n.h_kv)
+        return RowTile(n, split, batch, head, inner * n.box_inner, outer * n.box_outer)
 
 
-def per_pair(n: Extents) -> Int32:
-    return n.tiles_inner * ceil_div(n.outer, n.box_outer)
-
-
-def pairs(n: Extents) -> Int32:
-    return n.tiles // per_pair(n)
+@cute.jit
+def sections_of(pairs: Int32, s_kv: Int32, keys: cutlass.Constexpr) -> tuple[Int32, Int32]:
+    """(pairs together, sections): an even number of sections where there is more than one pair."""
+    together, sections = (pairs + 1) // 2, 1 + Int32(pairs > 1)
+    if Int64(together) * s_kv > keys:
+        at_most = cutlass.max(divide(Int32(keys), s_kv)[0], 1)
+        together = count(pairs, 2 * count(pairs, 2 * at_most))
+        sections = count(pairs, together)
+    return together, sections
 
 
 def place_in_round(turn: Int32, sections: Int32) -> Int32:
@@ -223,9 +278,9 @@ class BoxedRows:
     @staticmethod
     def at(n: Extents, rows: list[Int32]) -> "BoxedRows":
         """Of these rows of the tile."""
-        inner, outer = [row % n.box_inner for row in rows], [row // n.box_inner for row in rows]
-        query = (o + i // n.group for i, o in zip(inner, outer, strict=True))
-        return BoxedRows(tuple(inner), tuple(outer), tuple(query), tuple(i % n.group for i in inner))
+        outer, inner = zip(*(divide(row, n.box_inner) for row in rows), strict=True)
+        over, head = zip(*(divide(i, n.group) for i in inner), strict=True)
+        return BoxedRows(inner, outer, tuple(o + q for o, q in zip(outer, over, strict=True)), head)
 
 
 def row_of(thread: Int32, r: int) -> Int32:

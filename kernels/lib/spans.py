@@ -7,7 +7,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from .rows import ROWS, BoxedRows, RowTile, load
+from .rows import ROWS, WARP, BoxedRows, RowTile, load
 from .softmax import by_row
 
 
@@ -117,20 +117,32 @@ def bits(first: Int32, last: Int32) -> Int32:
 def span_of(tile: RowTile, operands: SpanOperands, query: Int32, exists: cutlass.Boolean) -> tuple[Int32, Int32]:
     """Loaded whether the row exists or not: a branch would wait for each load in turn."""
     query = cutlass.min(query, tile.n.s_q - 1)
-    start, stop = (load(tile.at_query(p, query)) for p in (operands.start, operands.stop))
+    start, stop = load_span(operands, tile, query)
     return start * Int32(exists), stop * Int32(exists)
 
 
 @cute.jit
-def open_span(operands: SpanOperands, tile: RowTile, tile_n: cutlass.Constexpr, most: cutlass.Constexpr = 0) -> Span:
-    """By a warp: a tile has at most tile_m queries, so a few loads a lane and four reductions."""
-    first = tile.first_query
-    count = tile.last_query - first + 1
+def ask_span(operands: SpanOperands, tile: RowTile, at_most: cutlass.Constexpr) -> tuple:
+    """By a warp: start and stop of a tile's queries, of which there are at most so many.
+
+    All loads are issued before the first is waited for. Behind the last query comes the last one again.
+    """
+    first, last = tile.first_query + cute.arch.lane_idx(), tile.last_query
+    return tuple(load_span(operands, tile, cutlass.min(first + i, last)) for i in range(0, at_most, WARP))
+
+
+def load_span(operands: SpanOperands, tile: RowTile, query: Int32) -> tuple[Int32, Int32]:
+    return load(tile.at_query(operands.start, query)), load(tile.at_query(operands.stop, query))
+
+
+@cute.jit
+def open_span(
+    operands: SpanOperands, tile: RowTile, tile_n: cutlass.Constexpr, asked: tuple, most: cutlass.Constexpr = 0
+) -> Span:
+    """By a warp, which has `ask_span`-ed."""
     lo, hi = Int32(2**31 - 1), Int32(0)
     lo_all, hi_all = Int32(0), Int32(2**31 - 1)
-    for i in cutlass.range(cute.arch.lane_idx(), count, 32, unroll=1):
-        start = load(tile.at_query(operands.start, first + i))
-        stop = load(tile.at_query(operands.stop, first + i))
+    for start, stop in asked:
         lo_all = cutlass.max(lo_all, start)
         hi_all = cutlass.min(hi_all, stop)
         if start < stop:

@@ -7,7 +7,7 @@ sequence to sequence cost no balance. A share may be empty.
 import cutlass
 from cutlass import Int32
 
-from .rows import RowTile, ceil_div
+from .rows import RowTile, ceil_div, divide
 
 
 def total_tiles(sources: tuple) -> Int32:
@@ -16,8 +16,8 @@ def total_tiles(sources: tuple) -> Int32:
 
 def own_part(sources: tuple, tile: RowTile, unit: int) -> tuple:
     """What is left of the opened sources for this tile's split, in whole units of so many key tiles."""
-    units, splits = ceil_div(total_tiles(sources), Int32(unit)), tile.n.splits
-    begin, end = ((units // splits * i + cutlass.min(units % splits, i)) * unit for i in (tile.split, tile.split + 1))
+    each, more = divide(ceil_div(total_tiles(sources), Int32(unit)), tile.n.splits)
+    begin, end = ((each * i + cutlass.min(more, i)) * unit for i in (tile.split, tile.split + 1))
     parts, before = [], Int32(0)
     for source in sources:
         first, last = (cutlass.max(cutlass.min(t - before, source.tiles), Int32(0)) for t in (begin, end))

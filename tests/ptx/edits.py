@@ -28,13 +28,12 @@ def drop(text: str, pattern: str, which: slice = slice(None)) -> str:
     return replace(text, r"^\s*" + pattern + r"[^;]*;", "", which)
 
 
-def barriers(text: str) -> list[tuple[int, int]]:
-    """(offset from the start of shared memory, count) of the mbarriers that are made, in the order of their offsets."""
-    values = dict(re.findall(r"mov\.b32\s+(%r\d+), (\d+);", text))
+def barriers(text: str) -> list[int]:
+    """The offsets from the start of shared memory of the mbarriers that are made, in order."""
     named = dict(re.findall(r"add\.s32\s+(%r\d+), %r\d+, (\d+);", text))
     made = []
-    for base, offset, count in re.findall(r"mbarrier\.init\.shared\.b64\s+\[(%r\d+)(?:\+(\d+))?\], (%r\d+);", text):
-        made.append((int(offset or 0) or int(named[base]), int(values[count])))
+    for base, offset in re.findall(r"mbarrier\.init\.shared\.b64\s+\[(%r\d+)(?:\+(\d+))?\], %r\d+;", text):
+        made.append(int(offset or 0) or int(named[base]))
     return sorted(made)
 
 
