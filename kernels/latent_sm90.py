@@ -91,7 +91,7 @@ class Config:
 
     @property
     def unpacks(self) -> bool:
-        """Whether keys come through registers; then nothing else loads any."""
+        """Whether the producer unpacks what it gathers; then all keys are packed."""
         return "packed" in self.sources
 
     @property
@@ -316,7 +316,7 @@ class LatentSm90:
                 cute.copy(tma_q, gQ, sQ, tma_bar_ptr=bar.q_full)
             work = Work(opened, (), evens0, odds0)
             if cutlass.const_expr(c.unpacks):
-                keys.unpack(bar, smem.k, work)
+                keys.load_packed(bar, smem.k, work)
             else:
                 keys.load(bar, smem.k, work, keys.copies(sources, opened, tile, smem.k))
             evens0, odds0 = evens0 + work.evens, odds0 + work.odds
@@ -395,6 +395,7 @@ class LatentSm90:
     @cute.jit
     def attend(self, side: cutlass.Constexpr, w: Consumer, work: Work):
         """All key tiles of one row tile."""
+        c = self.config
         if work.evens == 0:
             w.out.fill(0.0)
         evens, odds, empty, q_empty = work.evens, work.odds, w.bar.empty, w.bar.q_empty
@@ -411,9 +412,13 @@ class LatentSm90:
                 warpgroup.wait_group(0)
                 for pair in cutlass.range(evens - 1, unroll=1):
                     self.left_pair(w, work, pair, True)
+                    if cutlass.const_expr(c.unpacks):  # all halves of a pair are gathered before the first is unpacked
+                        warpgroup.wait_group(0)
+                        cute.arch.mbarrier_arrive(empty + 2)
                     self.issue_scores(LEFT, w, work, pair + 1, LEFT, fresh=True)
-                    warpgroup.wait_group(1)
-                    cute.arch.mbarrier_arrive(empty + 2)
+                    if cutlass.const_expr(not c.unpacks):
+                        warpgroup.wait_group(1)
+                        cute.arch.mbarrier_arrive(empty + 2)
                     self.issue_scores(LEFT, w, work, pair + 1, RIGHT, fresh=False)
                     warpgroup.wait_group(0)
                 cute.arch.mbarrier_arrive(q_empty)
