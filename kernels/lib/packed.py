@@ -96,7 +96,7 @@ class Part:
     def of(tile: cute.Tensor, thread: Int32, threads: int) -> "Part":
         return Part(tile, thread % LANES_A_KEY, thread // LANES_A_KEY, threads // LANES_A_KEY)
 
-    def at(self, slab: int, key: int, chunk: Int32) -> Int32:
+    def at(self, slab: Int32, key: int, chunk: Int32) -> Int32:
         """The address of a 16-byte chunk of a row, which the swizzle moves."""
         row = self.row0 + (slab * cute.size(self.tile, mode=[0]) + key * self.step)
         return self.tile.iterator.toint() + row * (SLAB * 2) + (chunk ^ self.row0 % 8) * 16
@@ -122,19 +122,20 @@ def gather(
 def unpack(
     tile: cute.Tensor, places: Places, slabs: cutlass.Constexpr, thread: Int32, threads: cutlass.Constexpr
 ):
-    """What this thread gathered packed, some slabs of a (tile_n, d) slab tile, becomes bf16."""
+    """What this thread gathered packed, some slabs of a (tile_n, d) slab tile, becomes bf16. A loop, for all warps of an
+    SM share a cache of instructions."""
     mine = Part.of(tile, thread, threads)
-    packed = [slab for slab in slabs if slab < PACKED_SLABS]
-    for key in cutlass.range_constexpr(cute.size(places.size)):
-        fetched = [load_words("shared", mine.at(slab, key, 2 * mine.part), 4) for slab in packed]
-        for slab, words in zip(packed, fetched, strict=True):
-            four = places.scales[slab // 4, key] if places.size[key] != 0 else Uint32(0)
-            byte = four >> Uint32(slab % 4 * 8) & Uint32(0xFF)
+    first, count = slabs[0], sum(slab < PACKED_SLABS for slab in slabs)
+    for i in cutlass.range(count, unroll=1):
+        keys = range(cute.size(places.size))
+        for key, words in zip(keys, [load_words("shared", mine.at(first + i, key, 2 * mine.part), 4) for key in keys], strict=True):
+            four = places.scales[first // 4, key] if places.size[key] != 0 else Uint32(0)
+            byte = four >> Uint32(8 * i) & Uint32(0xFF)
             scale = byte << Uint32(7) if byte != Uint32(0xFF) else Uint32(0x7FC0)
             scale = scale | scale << Uint32(16)
             for chunk in cutlass.range_constexpr(2):
-                low, high = (e4m3_to_bf16(words[2 * chunk + i], scale) for i in range(2))
-                store_words(mine.at(slab, key, 2 * mine.part + chunk), (*low, *high))
+                low, high = (e4m3_to_bf16(words[2 * chunk + word], scale) for word in range(2))
+                store_words(mine.at(first + i, key, 2 * mine.part + chunk), (*low, *high))
 
 
 @dsl_user_op
