@@ -525,8 +525,8 @@ class LatentSm90:
                         cute.arch.barrier(barrier_id=BAR_WARPGROUP + side, number_of_threads=WARPGROUP)
 
             self.on_source(w, work, 2 * pair + side, clear)
-        if cutlass.const_expr("selection" in c.sources):
-            cute.arch.fence_proxy("async.shared", space="cta")  # cp.async wrote through the generic proxy
+        if cutlass.const_expr(c.gathers):
+            cute.arch.fence_proxy("async.shared", space="cta")  # the producer wrote through the generic proxy
         blocks = c.half // 16
         multiply(w.qk, w.scores, w.a, w.b_own, fresh, range(half * blocks, (half + 1) * blocks))
 

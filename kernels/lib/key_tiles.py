@@ -132,7 +132,10 @@ class KeyTiles:
 
     @cute.jit
     def load_packed(self, bar: Barriers, sK: cute.Tensor, work: Work):
-        """As `load`, of packed keys: the halves of a pair of tiles are gathered, then they are unpacked one by one."""
+        """As `load`, of packed keys: the halves of a pair of tiles are gathered, then they are unpacked one by one.
+
+        Who reads them issues the proxy fence, for it waits for all loads that a thread has under way.
+        """
         c = self.config
         thread = cute.arch.thread_idx()[0]
         tiles, full, empty = total_tiles(work.sources), bar.full, bar.empty
@@ -155,7 +158,6 @@ class KeyTiles:
                 cute.arch.cp_async_wait_group(len(REFILL_ORDER) - 1 - i)
                 if 2 * pair + which < tiles:
                     unpack(sK[None, None, which], places[which], self.slabs(half), thread, WARPGROUP)
-                    cute.arch.fence_proxy("async.shared", space="cta")
                     cute.arch.mbarrier_arrive(full + 2 * which + half)
 
     @cute.jit
