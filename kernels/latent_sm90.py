@@ -302,7 +302,7 @@ class LatentSm90:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         tma_q, mQ = row_source
         keys = KeyTiles(c, self.dtype)
-        walk, evens0, odds0 = Walk.of(n), Int32(0), Int32(0)
+        walk, evens0, odds0 = self.walk(n), Int32(0), Int32(0)
         for turn in cutlass.range(walk.turns, unroll=1):
             tile = walk.tile(turn)
             opened = own_part(tuple(self.open(source[-1], tile) for source in sources), tile, 2)
@@ -320,6 +320,10 @@ class LatentSm90:
             else:
                 keys.load(bar, smem.k, work, keys.copies(sources, opened, tile, smem.k))
             evens0, odds0 = evens0 + work.evens, odds0 + work.odds
+
+    def walk(self, n: Extents) -> Walk:
+        """Where keys are gathered, heads of one query follow one another: they share them in L2."""
+        return Walk.of(n, 1 if self.config.gathers else None)
 
     def open(self, operands: Any, tile: RowTile) -> Any:
         c = self.config
@@ -346,7 +350,7 @@ class LatentSm90:
         w = self.consumer(side, bar, smem, scale_log2)
         evens0, odds0 = Int32(0), Int32(0)
         boxed = BoxedRows.of(n, 0, w.thread, c.gathers)
-        for turn in cutlass.range(Walk.of(n).turns, unroll=1):
+        for turn in cutlass.range(self.walk(n).turns, unroll=1):
             cute.arch.mbarrier_wait(bar.q_full, turn & 1)
             tile = RowTile.read(smem.info[None, 0, turn & 1], n)
             sources = tuple(
