@@ -99,6 +99,11 @@ class Config:
         return 3 * WARPGROUP
 
     @property
+    def unit(self) -> int:
+        """Key tiles that splits share out: pairs. To unpack two takes longer than to merge two splits of one."""
+        return 1 if self.unpacks else 2
+
+    @property
     def loaders(self) -> int:
         """Threads that fill key tiles: a lane issues TMA, a warpgroup gathers."""
         return WARPGROUP if self.gathers else 1
@@ -305,7 +310,7 @@ class LatentSm90:
         walk, evens0, odds0 = self.walk(n), Int32(0), Int32(0)
         for turn in cutlass.range(walk.turns, unroll=1):
             tile = walk.tile(turn)
-            opened = own_part(tuple(self.open(source[-1], tile) for source in sources), tile, 2)
+            opened = own_part(tuple(self.open(source[-1], tile) for source in sources), tile, c.unit)
             if warp == 0:
                 cute.arch.mbarrier_wait(bar.q_empty, (turn & 1) ^ 1)
                 with cute.arch.elect_one():

@@ -1,8 +1,7 @@
 """Selected keys that are kept packed, in FP8, in pages of a pool: gathered into a key tile and unpacked there.
 
 A page of n entries is n * 576 bytes, each 448 e4m3 numbers and 64 of bf16, then n * 8 bytes, each seven scales and one
-of padding; it is padded up to a multiple of 576. Scale s is 2^(s - 127), one for 64 e4m3 numbers; 255 is NaN. The bytes
-0x7f and 0xff, e4m3's NaN, are read as 480 and -480.
+of padding; it is padded up to a multiple of 576. Scale s is 2^(s - 127), one for 64 e4m3 numbers; 255 is NaN.
 
 Four lanes have a key. Sixteen e4m3 numbers become two 16-byte chunks of a row of a slab: they are copied to where the
 first of the two belongs, by `cp.async`, and the lane that writes the two reads them there before it does. So what is
@@ -26,7 +25,6 @@ D = 512
 PACKED_SLABS = 7
 ENTRY, ENTRY_SCALES = PACKED_SLABS * SLAB + 2 * SLAB, 8  # bytes
 LANES_A_KEY = 4
-TWO_TO_120 = 0x7B807B80  # a pair in bf16
 
 
 class PackedOperands(NamedTuple):
@@ -103,9 +101,7 @@ class Part:
 
 
 @cute.jit
-def gather(
-    tile: cute.Tensor, places: Places, slabs: cutlass.Constexpr, thread: Int32, threads: cutlass.Constexpr
-):
+def gather(tile: cute.Tensor, places: Places, slabs: cutlass.Constexpr, thread: Int32, threads: cutlass.Constexpr):
     """Issue the copies of some slabs into a (tile_n, d) slab tile; of absent keys, zeros."""
     mine = Part.of(tile, thread, threads)
     for key in cutlass.range_constexpr(cute.size(places.size)):
@@ -119,46 +115,41 @@ def gather(
 
 
 @cute.jit
-def unpack(
-    tile: cute.Tensor, places: Places, slabs: cutlass.Constexpr, thread: Int32, threads: cutlass.Constexpr
-):
-    """What this thread gathered packed, some slabs of a (tile_n, d) slab tile, becomes bf16. A loop, for all warps of an
-    SM share a cache of instructions."""
+def unpack(tile: cute.Tensor, places: Places, slabs: cutlass.Constexpr, thread: Int32, threads: cutlass.Constexpr):
+    """What this thread gathered packed, some slabs of a (tile_n, d) slab tile, becomes bf16."""
     mine = Part.of(tile, thread, threads)
-    first, count = slabs[0], sum(slab < PACKED_SLABS for slab in slabs)
-    for i in cutlass.range(count, unroll=1):
-        keys = range(cute.size(places.size))
-        for key, words in zip(keys, [load_words("shared", mine.at(first + i, key, 2 * mine.part), 4) for key in keys], strict=True):
-            four = places.scales[first // 4, key] if places.size[key] != 0 else Uint32(0)
-            byte = four >> Uint32(8 * i) & Uint32(0xFF)
-            scale = byte << Uint32(7) if byte != Uint32(0xFF) else Uint32(0x7FC0)
-            scale = scale | scale << Uint32(16)
-            for chunk in cutlass.range_constexpr(2):
-                low, high = (e4m3_to_bf16(words[2 * chunk + word], scale) for word in range(2))
-                store_words(mine.at(first + i, key, 2 * mine.part + chunk), (*low, *high))
+    for slab in slabs:
+        if cutlass.const_expr(slab < PACKED_SLABS):
+            for key in cutlass.range_constexpr(cute.size(places.size)):
+                four = places.scales[slab // 4, key] if places.size[key] != 0 else Uint32(0)
+                byte = four >> Uint32(slab % 4 * 8) & Uint32(0xFF)
+                scale = byte << Uint32(7) if byte != Uint32(0xFF) else Uint32(0x7FC0)
+                scale = scale | scale << Uint32(16)
+                words = load_words("shared", mine.at(slab, key, 2 * mine.part), 4)
+                for chunk in cutlass.range_constexpr(2):
+                    low, high = (e4m3_to_bf16(words[2 * chunk + word], scale) for word in range(2))
+                    store_words(mine.at(slab, key, 2 * mine.part + chunk), (*low, *high))
 
 
 @dsl_user_op
 def e4m3_to_bf16(packed: Uint32, scale: Uint32, *, loc=None, ip=None) -> tuple[Uint32, Uint32]:
-    """Four numbers times a pair of equal scales. Both products are exact, but for what bf16 cannot hold.
-
-    Sign, exponent and mantissa are moved to where bf16 has them, which divides by 2^120: the biases are 7 and 127.
-    """
+    """Four numbers times a pair of equal scales, exactly but for what bf16 cannot hold: all that e4m3 has, f16 has, and
+    bf16 too."""
     one_pair = """
-        prmt.b32 x, $2, 0, {selector};
-        shr.b32 y, x, 4;
-        and.b32 y, y, 0x07F007F0;
-        lop3.b32 x, x, 0x80008000, y, 0xEA;
-        mul.rn.bf16x2 x, x, {bias};
+        cvt.rn.f16x2.e4m3x2 x, {packed};
+        mov.b32 {{low, high}}, x;
+        cvt.f32.f16 f, low;
+        cvt.f32.f16 g, high;
+        cvt.rn.bf16x2.f32 x, g, f;
         mul.rn.bf16x2 {result}, x, $3;"""
-    pairs = (
-        one_pair.format(selector=selector, bias="c", result=f"${i}") for i, selector in enumerate(("0x1404", "0x3424"))
-    )
+    pairs = (one_pair.format(packed=pair, result=f"${i}") for i, pair in enumerate(("first", "second")))
     result = llvm.inline_asm(
         llvm.StructType.get_literal([Uint32.mlir_type] * 2),
         [Uint32(x).ir_value(loc=loc, ip=ip) for x in (packed, scale)],
-        "{ .reg .b32 x, y, c;\n mov.b32 c, " + hex(TWO_TO_120) + ";" + "".join(pairs) + "\n}",
-        "=r,=r,r,r",
+        "{ .reg .b16 first, second, low, high;\n .reg .b32 x;\n .reg .f32 f, g;\n mov.b32 {first, second}, $2;"
+        + "".join(pairs)
+        + "\n}",
+        "=&r,=&r,r,r",
         has_side_effects=False,
         is_align_stack=False,
         asm_dialect=llvm.AsmDialect.AD_ATT,
