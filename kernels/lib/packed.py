@@ -116,19 +116,19 @@ def gather(tile: cute.Tensor, places: Places, slabs: cutlass.Constexpr, thread: 
 
 @cute.jit
 def unpack(tile: cute.Tensor, places: Places, slabs: cutlass.Constexpr, thread: Int32, threads: cutlass.Constexpr):
-    """What this thread gathered packed, some slabs of a (tile_n, d) slab tile, becomes bf16."""
+    """What this thread gathered packed, some slabs of a (tile_n, d) slab tile, becomes bf16. All of it is read before any
+    is written: else each read waits for the writes before it, of which the compiler knows no address."""
     mine = Part.of(tile, thread, threads)
-    for slab in slabs:
-        if cutlass.const_expr(slab < PACKED_SLABS):
-            for key in cutlass.range_constexpr(cute.size(places.size)):
-                four = places.scales[slab // 4, key] if places.size[key] != 0 else Uint32(0)
-                byte = four >> Uint32(slab % 4 * 8) & Uint32(0xFF)
-                scale = byte << Uint32(7) if byte != Uint32(0xFF) else Uint32(0x7FC0)
-                scale = scale | scale << Uint32(16)
-                words = load_words("shared", mine.at(slab, key, 2 * mine.part), 4)
-                for chunk in cutlass.range_constexpr(2):
-                    low, high = (e4m3_to_bf16(words[2 * chunk + word], scale) for word in range(2))
-                    store_words(mine.at(slab, key, 2 * mine.part + chunk), (*low, *high))
+    parts = [(slab, key) for key in range(cute.size(places.size)) for slab in slabs if slab < PACKED_SLABS]
+    packed = [load_words("shared", mine.at(slab, key, 2 * mine.part), 4) for slab, key in parts]
+    for (slab, key), words in zip(parts, packed, strict=True):
+        four = places.scales[slab // 4, key] if places.size[key] != 0 else Uint32(0)
+        byte = four >> Uint32(slab % 4 * 8) & Uint32(0xFF)
+        scale = byte << Uint32(7) if byte != Uint32(0xFF) else Uint32(0x7FC0)
+        scale = scale | scale << Uint32(16)
+        for chunk in cutlass.range_constexpr(2):
+            low, high = (e4m3_to_bf16(words[2 * chunk + word], scale) for word in range(2))
+            store_words(mine.at(slab, key, 2 * mine.part + chunk), (*low, *high))
 
 
 @dsl_user_op
