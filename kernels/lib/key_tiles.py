@@ -1,4 +1,4 @@
-"""How the producer of `latent_sm90` fills its key tiles: by TMA or by `cp.async`, and unpacks them.
+"""How the producer of `latent_sm90` fills its key tiles: by TMA, or by `cp.async`, and unpacks them there.
 
 Two tiles of keys stand in SMEM, the even and the odd one of a pair. A tile is refilled by halves of its columns, each
 as soon as it is read for the last time.

@@ -83,7 +83,7 @@ class PackedSelection(Selection):
 
 @dataclass(frozen=True)
 class Part:
-    """What a thread has of every key: a sixteenth of a row of a slab in packed form, and room for it unpacked."""
+    """What a thread has of every key: sixteen numbers in a row of each slab."""
 
     tile: cute.Tensor  # (tile_n, d) in slabs
     part: Int32
@@ -94,7 +94,7 @@ class Part:
     def of(tile: cute.Tensor, thread: Int32, threads: int) -> "Part":
         return Part(tile, thread % LANES_A_KEY, thread // LANES_A_KEY, threads // LANES_A_KEY)
 
-    def at(self, slab: Int32, key: int, chunk: Int32) -> Int32:
+    def at(self, slab: int, key: int, chunk: Int32) -> Int32:
         """The address of a 16-byte chunk of a row, which the swizzle moves."""
         row = self.row0 + (slab * cute.size(self.tile, mode=[0]) + key * self.step)
         return self.tile.iterator.toint() + row * (SLAB * 2) + (chunk ^ self.row0 % 8) * 16
@@ -116,8 +116,11 @@ def gather(tile: cute.Tensor, places: Places, slabs: cutlass.Constexpr, thread: 
 
 @cute.jit
 def unpack(tile: cute.Tensor, places: Places, slabs: cutlass.Constexpr, thread: Int32, threads: cutlass.Constexpr):
-    """What this thread gathered packed, some slabs of a (tile_n, d) slab tile, becomes bf16. All of it is read before any
-    is written: else each read waits for the writes before it, of which the compiler knows no address."""
+    """What this thread gathered packed, some slabs of a (tile_n, d) slab tile, becomes bf16.
+
+    All of it is read before any is written: else each read waits for the writes before it, for all that is known of
+    where they go.
+    """
     mine = Part.of(tile, thread, threads)
     parts = [(slab, key) for key in range(cute.size(places.size)) for slab in slabs if slab < PACKED_SLABS]
     packed = [load_words("shared", mine.at(slab, key, 2 * mine.part), 4) for slab, key in parts]
