@@ -2,8 +2,8 @@
 
 A row's contestants (ours, its peers, a matrix product, a copy) take turns in rounds of short bursts, because a GPU's
 clock drifts by some percent. Each takes its inputs from several sets in turn, so that none is found in the cache. A
-call's time is the sum of its kernels' durations by the profiler; a round gives the median of its calls, a contestant
-the median of its rounds; the spread is that of the middle half of the rounds.
+call's time is the sum of its kernels' durations by the profiler, time under two kernels counted once; a round gives
+the median of its calls, a contestant the median of its rounds; the spread is that of the middle half of the rounds.
 """
 
 import datetime
@@ -387,16 +387,25 @@ def kernels(profile: Any) -> dict[str, list[Event]]:
     return {module: sorted(found) for module, found in events.items()}
 
 
+def in_turn(events: Sequence[Event]) -> list[tuple[float, str]]:
+    """Durations and names; of what begins before another kernel ends, as `combine` does, what comes after that."""
+    alone, end = [], 0.0
+    for start, ns, kernel in events:
+        alone.append((max(0.0, start + ns - max(start, end)), kernel))
+        end = max(end, start + ns)
+    return alone
+
+
 def summary(name: str, events: Sequence[Event], burst: int, rounds: int) -> dict[str, Any]:
     """The time of a call: the median over the rounds, every round's, and what each kernel has of it."""
     each, left = divmod(len(events), burst * rounds)
     if each == 0 or left:
         raise RuntimeError(f"{name}: the profiler saw {len(events)} kernels in {burst * rounds} calls")
-    calls = [events[i : i + each] for i in range(0, len(events), each)]
-    seconds = [1e-9 * sum(duration for _, duration, _ in call) for call in calls]
+    calls = [in_turn(events[i : i + each]) for i in range(0, len(events), each)]
+    seconds = [1e-9 * sum(ns for ns, _ in call) for call in calls]
     medians = [statistics.median(seconds[i : i + burst]) for i in range(0, len(seconds), burst)]
     names = dict.fromkeys(kernel for _, _, kernel in events)
-    totals = {x: [1e-9 * sum(ns for _, ns, kernel in call if kernel == x) for call in calls] for x in names}
+    totals = {x: [1e-9 * sum(ns for ns, kernel in call if kernel == x) for call in calls] for x in names}
     return {
         "seconds": statistics.median(medians),
         "rounds": medians,

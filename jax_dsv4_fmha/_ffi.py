@@ -248,7 +248,7 @@ def dsv4_decode_fp8(
     """As `dsv4_decode`, of pools uint8 `[pages, bytes]` in DSV4's layout: index i is entry i % n of page i // n.
 
     A page of n entries is n * 576 bytes, each 448 e4m3 numbers and 64 bfloat16, then n * 8 bytes, each 7 ue8m0 scales
-    and one of padding, padded up to a multiple of 576. Scale 255 is NaN; the NaN of e4m3 is read as +-480. q is bf16.
+    and one of padding, padded up to a multiple of 576. Scale 255 is NaN. q is bf16.
     """
     splits = _splits_of_queries("dsv4_decode_fp8", q, window_indices.shape[2] + indices.shape[2])
     selections = (window_pool, window_indices, window_length, pool, indices, length)
@@ -269,7 +269,8 @@ def _splits(op: str, q: jax.Array, shared_kv: bool, groups: int, rows: int, keys
     built = [v for v in variants() if (v.op, v.d, v.dtype, v.shared_kv) == wanted and v.most_heads >= q.shape[2]]
     local = local_architectures()
     for v in sorted((v for v in built if v.splits), key=lambda v: (v.arch not in local, v.most_heads))[:1]:
-        unit = 2 if shared_kv else 1  # such kernels take key tiles two by two, but for those of few heads
+        # such kernels take key tiles two by two, but for those of few heads, and split packed ones one by one
+        unit = 2 if shared_kv and op != "dsv4_decode_fp8" else 1
         return split_count(groups * -(-rows // v.tile_m), -(-keys // v.tile_n), unit, _PROCESSORS[v.arch])
     return 1
 

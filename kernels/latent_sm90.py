@@ -94,7 +94,7 @@ class Config:
 
     @property
     def unpacks(self) -> bool:
-        """Whether keys come through registers; then nothing else loads any."""
+        """Whether the producer unpacks what it gathers; then all keys are packed."""
         return "packed" in self.sources
 
     @property
@@ -104,6 +104,11 @@ class Config:
     @property
     def threads(self) -> int:
         return 3 * WARPGROUP
+
+    @property
+    def unit(self) -> int:
+        """Key tiles that splits share out: pairs. To unpack two takes longer than to merge two splits of one."""
+        return 1 if self.unpacks else 2
 
     @property
     def loaders(self) -> int:
@@ -325,10 +330,10 @@ class LatentSm90:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         tma_q, mQ = row_source
         keys = KeyTiles(c, self.dtype)
-        walk, evens0, odds0 = Walk.of(n), Int32(0), Int32(0)
+        walk, evens0, odds0 = self.walk(n), Int32(0), Int32(0)
         for turn in cutlass.range(walk.turns, unroll=1):
             tile = walk.tile(turn)
-            opened = own_part(tuple(self.open(source[-1], tile) for source in sources), tile, 2)
+            opened = own_part(tuple(self.open(source[-1], tile) for source in sources), tile, c.unit)
             if warp == 0:
                 cute.arch.mbarrier_wait(bar.q_empty, (turn & 1) ^ 1)
                 with cute.arch.elect_one():
@@ -339,7 +344,7 @@ class LatentSm90:
                 cute.copy(tma_q, gQ, sQ, tma_bar_ptr=bar.q_full)
             work = Work(opened, (), evens0, odds0)
             if cutlass.const_expr(c.unpacks):
-                keys.unpack(bar, smem.k, work)
+                keys.load_packed(bar, smem.k, work)
             else:
                 keys.load(bar, smem.k, work, keys.copies(sources, opened, tile, smem.k))
             evens0, odds0 = evens0 + work.evens, odds0 + work.odds
@@ -347,7 +352,7 @@ class LatentSm90:
     @cute.jit
     def produce_tails(self, bar: Barriers, tiles: TailTiles, source: tuple, n: Extents):
         """By a warp of its own, for tails wait until O has left their place, and key tiles shall not."""
-        walk, tails = Walk.of(n), Int32(0)
+        walk, tails = self.walk(n), Int32(0)
         for turn in cutlass.range(walk.turns, unroll=1):
             tile = walk.tile(turn)
             (span,) = own_part((self.open(source[-1], tile),), tile, 2)
@@ -356,6 +361,10 @@ class LatentSm90:
                 tiles.load(span, tile.key(source[2], span.operands.s_kv, span.lo, self.config.d))
                 cute.arch.cp_async_mbarrier_arrive_noinc(bar.tail_full)
                 tails = tails + 1
+
+    def walk(self, n: Extents) -> Walk:
+        """Where keys are gathered, heads of one query follow one another: they share them in L2."""
+        return Walk.of(n, 1 if self.config.gathers else None)
 
     def open(self, operands: Any, tile: RowTile) -> Any:
         c = self.config
@@ -382,7 +391,7 @@ class LatentSm90:
         w = self.consumer(side, bar, smem, output[0], scale_log2)
         evens0, odds0, tails0 = Int32(0), Int32(0), Int32(0)
         boxed = BoxedRows.of(n, 0, w.thread, c.gathers)
-        for turn in cutlass.range(Walk.of(n).turns, unroll=1):
+        for turn in cutlass.range(self.walk(n).turns, unroll=1):
             cute.arch.mbarrier_wait(bar.q_full, turn & 1)
             tile = RowTile.read(smem.info[None, 0, turn & 1], n)
             sources = tuple(
@@ -565,8 +574,8 @@ class LatentSm90:
                         cute.arch.barrier(barrier_id=BAR_WARPGROUP + side, number_of_threads=WARPGROUP)
 
             self.on_source(w, work, 2 * pair + side, clear)
-        if cutlass.const_expr("selection" in c.sources):
-            cute.arch.fence_proxy("async.shared", space="cta")  # cp.async wrote through the generic proxy
+        if cutlass.const_expr(c.gathers):
+            cute.arch.fence_proxy("async.shared", space="cta")  # the producer wrote through the generic proxy
         blocks = c.half // 16
         multiply(w.qk, w.scores, w.a, w.b_own, fresh, range(half * blocks, (half + 1) * blocks))
 
@@ -579,9 +588,13 @@ class LatentSm90:
     @cute.jit
     def next_scores(self, w: Consumer, work: Work, pair: Int32):
         """The scores of the next even tile, the first half of them under the products of the pair before."""
+        if cutlass.const_expr(self.config.unpacks):  # all halves of a pair are gathered before the first is unpacked
+            warpgroup.wait_group(0)
+            cute.arch.mbarrier_arrive(w.bar.empty + 2)
         self.issue_scores(LEFT, w, work, pair, LEFT, fresh=True)
-        warpgroup.wait_group(1)
-        cute.arch.mbarrier_arrive(w.bar.empty + 2)
+        if cutlass.const_expr(not self.config.unpacks):
+            warpgroup.wait_group(1)
+            cute.arch.mbarrier_arrive(w.bar.empty + 2)
         self.issue_scores(LEFT, w, work, pair, RIGHT, fresh=False)
         self.await_scores(w, pair == work.evens - 1)
 

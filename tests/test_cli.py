@@ -266,7 +266,8 @@ class TestBench:
         def line(name, *events):
             return types.SimpleNamespace(name=name, events=events)
 
-        first = line("Stream #1", *(event(i, "ab"[i % 2], "jit_ours") for i in (3, 2, 1, 0)), event(9, "c", "jit_xla"))
+        ours = [event(start, name, "jit_ours") for start, name in ((60, "b"), (20, "a"), (1, "b"), (0, "a"))]
+        first = line("Stream #1", *ours, event(9, "c", "jit_xla"))
         planes = [
             types.SimpleNamespace(name="/device:GPU:0", lines=[first, line("XLA Ops", event(5, "a", "jit_ours"))]),
             types.SimpleNamespace(name="/host:CPU", lines=[line("Stream #2", event(7, "h", "jit_ours"))]),
@@ -274,8 +275,9 @@ class TestBench:
         found = _bench.kernels(types.SimpleNamespace(planes=planes))
         assert [name for _, _, name in found["jit_ours"]] == ["a", "b", "a", "b"] and len(found["jit_xla"]) == 1
         times = _bench.summary("ours", found["jit_ours"], burst=1, rounds=2)
-        assert times["rounds"] == pytest.approx([21e-9, 25e-9]) and times["seconds"] == pytest.approx(23e-9)
-        assert times["kernels"] == pytest.approx({"a": 11e-9, "b": 12e-9})
+        assert times["rounds"] == pytest.approx([12e-9, 100e-9]), "the first b begins under its a"
+        assert times["seconds"] == pytest.approx(56e-9)
+        assert times["kernels"] == pytest.approx({"a": 20e-9, "b": 36e-9})
         with pytest.raises(RuntimeError, match="saw 4 kernels in 3 calls"):
             _bench.summary("ours", found["jit_ours"], burst=3, rounds=1)
 

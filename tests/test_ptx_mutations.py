@@ -27,12 +27,14 @@ DENSE, LATENT = "fwd_sm_90a_d128_bfloat16", "fwd_sm_90a_d512_bfloat16_shared_kv"
 TAILED = LATENT + "_h63"
 GATHERED = "sparse_fwd_sm_90a_d512_bfloat16_shared_kv"
 FEW_HEADS = "dsv4_sparse_fwd_sm_90a_d512_bfloat16_shared_kv_h16"
+PACKED = "dsv4_decode_fp8_sm_90a_d512_bfloat16_shared_kv"
 SHAPES: dict[str, dict[str, int]] = {
     DENSE: {"b": 1, "s_q": 24, "s_kv": 420, "h_q": 8, "width": 1000},  # three tiles of 160 keys, two tiles of rows
     LATENT: {"b": 1, "s_q": 12, "s_kv": 230, "h_q": 8, "width": 1000},  # four tiles of 64 keys
     TAILED: {"b": 1, "s_q": 24, "s_kv": 150, "h_q": 8, "width": 128},  # two tiles and 7 keys
     GATHERED: {"b": 1, "s_q": 3, "s_kv": 300, "h_q": 8, "topk": 200},
     FEW_HEADS: {"b": 1, "s_q": 4, "s_kv": 300, "h_q": 16, "s_kv1": 300, "topk": 200},
+    PACKED: {"b": 1, "s_q": 2, "s_kv": 70, "h_q": 8, "s_kv1": 300, "topk": 200},
 }
 BARRIERS = {  # the mbarriers of a kernel, in the order of their addresses
     DENSE: "q_full0 q_full1 q_empty0 q_empty1 k_full0 k_full1 k_empty0 k_empty1 "
@@ -166,6 +168,11 @@ def arrive_at_once(text: str) -> str:
         r"cp\.async\.mbarrier\.arrive\.noinc\.shared\.b64\s+(\[[^\]]*\]);",
         lambda m: f"mbarrier.arrive.shared.b64 _, {m[1]}, 1;",
     )
+
+
+def wait_for_none(text: str) -> str:
+    """Of the four groups of copies that are under way."""
+    return edits.replace(text, r"cp\.async\.wait_group\s+[0-3];", "cp.async.wait_group 4;")
 
 
 def descriptor_swizzle(text: str) -> str:
@@ -331,6 +338,14 @@ FATES = [
         Fault,
         r"orders this and the write by cp\.async|which nobody wrote",
         arrive_at_once,
+    ),
+    Fate("unpacks what is still on its way", PACKED, Fault, r"the write by cp\.async|nobody wrote", wait_for_none),
+    Fate(
+        "no proxy fence behind what is unpacked",
+        PACKED,
+        Race,
+        r"no fence\.proxy\.async after the generic write",
+        without(r"fence\.proxy\.async"),
     ),
     Fate(
         "weights of a few heads without a proxy fence",

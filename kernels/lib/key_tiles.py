@@ -1,4 +1,4 @@
-"""How the producer of `latent_sm90` fills its key tiles: by TMA, by `cp.async`, or through registers.
+"""How the producer of `latent_sm90` fills its key tiles: by TMA, or by `cp.async`, and unpacks them there.
 
 Two tiles of keys stand in SMEM, the even and the odd one of a pair. A tile is refilled by halves of its columns, each
 as soon as it is read for the last time.
@@ -9,10 +9,10 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Uint32
+from cutlass import Int32
 
 from .launch import WARPGROUP
-from .packed import HALVES, LANES_A_PIECE, Places, fetch, unpack
+from .packed import LANES_A_KEY, Places, gather, unpack
 from .rows import RowTile
 from .selections import Selection
 from .spans import Span
@@ -21,8 +21,6 @@ from .wgmma import SLAB, slab_layout, tma_tiles
 
 LEFT, RIGHT = 0, 1  # a warpgroup, its half of the columns, and the tile of a pair whose scores it computes
 REFILL_ORDER = ((0, LEFT), (1, RIGHT), (0, RIGHT), (1, LEFT))  # (tile of the pair, half): as they are read last
-
-AHEAD = 9  # pieces of packed keys that are under way to a thread's registers; divides those of a pair of tiles
 
 
 @dataclass(frozen=True)
@@ -107,9 +105,8 @@ class KeyTiles:
                             if cutlass.const_expr(kind == "span"):
                                 self.load_span(copy, t - first, which, half, full + i, thread)
                             else:
-                                slabs = range(half * c.half // SLAB, (half + 1) * c.half // SLAB)
                                 tile, keys = sK[None, None, which], wanted[None, which]
-                                source.gather(tile, keys, thread, slabs, WARPGROUP)
+                                source.gather(tile, keys, thread, self.slabs(half), WARPGROUP)
                                 cute.arch.cp_async_mbarrier_arrive_noinc(full + i)
                         first = first + source.tiles
             if cutlass.const_expr(c.gathers):
@@ -143,40 +140,34 @@ class KeyTiles:
             last.settle(wanted, t - before, thread, WARPGROUP)
 
     @cute.jit
-    def unpack(self, bar: Barriers, sK: cute.Tensor, work: Work):
-        """As `load`, of packed keys. A thread copies a few keys of each tile, piece by piece, of which the next `AHEAD`
-        are under way to registers; so these are those of the next pair's tiles when it comes to the last."""
+    def load_packed(self, bar: Barriers, sK: cute.Tensor, work: Work):
+        """As `load`, of packed keys: the halves of a pair of tiles are gathered, then they are unpacked one by one.
+
+        Who reads them issues the proxy fence, for it waits for all loads that a thread has under way.
+        """
         c = self.config
         thread = cute.arch.thread_idx()[0]
         tiles, full, empty = total_tiles(work.sources), bar.full, bar.empty
-        keys = c.tile_n * LANES_A_PIECE // WARPGROUP
+        keys = c.tile_n * LANES_A_KEY // WARPGROUP
         wanted, places = cute.make_rmem_tensor((keys, 2), Int32), tuple(Places.of(keys) for _ in range(2))
-        raw = cute.make_rmem_tensor((4, AHEAD), Uint32)
-        order = [(*step, piece, key) for step in REFILL_ORDER for piece in HALVES[step[1]] for key in range(keys)]
-        last = {which: max(k for k, step in enumerate(order) if step[0] == which) for which in (0, 1)}
         for which in cutlass.range_constexpr(2):
             self.look_up(work.sources, wanted[None, which], which, thread)
-        for which in cutlass.range_constexpr(2):
-            self.locate(work.sources, places[which], wanted[None, which], which, thread)
-            self.look_up(work.sources, wanted[None, which], 2 + which, thread)
-        for k, (which, _, piece, key) in enumerate(order[:AHEAD]):
-            fetch(raw[None, k], places[which], piece, key)
         for pair in cutlass.range(work.evens, unroll=1):
-            for k, (which, half, piece, key) in enumerate(order):
-                t, i, slot = 2 * pair + which, 2 * which + half, raw[None, k % AHEAD]
-                if t < tiles:
-                    if cutlass.const_expr((piece, key) == (HALVES[half][0], 0)):
-                        fills = pair + (work.evens0, work.odds0)[which]
-                        cute.arch.mbarrier_wait(empty + i, (fills & 1) ^ 1)
-                    unpack(sK[None, None, which], slot, places[which], piece, key, thread, WARPGROUP)
-                    if cutlass.const_expr((piece, key) == (HALVES[half][-1], keys - 1)):
-                        cute.arch.fence_proxy("async.shared", space="cta")
-                        cute.arch.mbarrier_arrive(full + i)
-                if cutlass.const_expr(k == last[which]):
-                    self.locate(work.sources, places[which], wanted[None, which], t + 2, thread)
-                    self.look_up(work.sources, wanted[None, which], t + 4, thread)
-                which, _, piece, key = order[(k + AHEAD) % len(order)]
-                fetch(slot, places[which], piece, key)
+            for which in cutlass.range_constexpr(2):
+                self.locate(work.sources, places[which], wanted[None, which], 2 * pair + which, thread)
+            for which, half in REFILL_ORDER:
+                if 2 * pair + which < tiles:
+                    fills = pair + (work.evens0, work.odds0)[which]
+                    cute.arch.mbarrier_wait(empty + 2 * which + half, (fills & 1) ^ 1)
+                    gather(sK[None, None, which], places[which], self.slabs(half), thread, WARPGROUP)
+                cute.arch.cp_async_commit_group()
+            for which in cutlass.range_constexpr(2):
+                self.look_up(work.sources, wanted[None, which], 2 * pair + 2 + which, thread)
+            for i, (which, half) in enumerate(REFILL_ORDER):
+                cute.arch.cp_async_wait_group(len(REFILL_ORDER) - 1 - i)
+                if 2 * pair + which < tiles:
+                    unpack(sK[None, None, which], places[which], self.slabs(half), thread, WARPGROUP)
+                    cute.arch.mbarrier_arrive(full + 2 * which + half)
 
     @cute.jit
     def locate(self, sources: tuple, places: Places, wanted: cute.Tensor, t: Int32, thread: Int32):
@@ -186,6 +177,11 @@ class KeyTiles:
             first.locate(places, wanted, t, thread, WARPGROUP)
         else:
             last.locate(places, wanted, t - first.tiles, thread, WARPGROUP)
+
+    def slabs(self, half: int) -> range:
+        """Of a half of the columns."""
+        slabs = self.config.half // SLAB
+        return range(half * slabs, (half + 1) * slabs)
 
     @cute.jit
     def load_span(self, copy, t: Int32, which: cutlass.Constexpr, half: cutlass.Constexpr, full, thread: Int32):

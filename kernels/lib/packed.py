@@ -1,10 +1,11 @@
-"""Selected keys that are kept packed, in FP8, in pages of a pool: read into registers and unpacked into a key tile.
+"""Selected keys that are kept packed, in FP8, in pages of a pool: gathered into a key tile and unpacked there.
 
 A page of n entries is n * 576 bytes, each 448 e4m3 numbers and 64 of bf16, then n * 8 bytes, each seven scales and one
-of padding; it is padded up to a multiple of 576. Scale s is 2^(s - 127), one for 64 e4m3 numbers; 255 is NaN. The bytes
-0x7f and 0xff, e4m3's NaN, are read as 480 and -480.
+of padding; it is padded up to a multiple of 576. Scale s is 2^(s - 127), one for 64 e4m3 numbers; 255 is NaN.
 
-An entry is nine pieces of 64 bytes, four lanes' 16 each: seven slabs of a key tile, and two halves of its last slab.
+Four lanes have a key. Sixteen e4m3 numbers become two 16-byte chunks of a row of a slab: they are copied to where the
+first of the two belongs, by `cp.async`, and the lane that writes the two reads them there before it does. So what is
+packed needs no SMEM of its own, and no lane waits for another. Numbers of bf16 are copied to where they belong.
 """
 
 from dataclasses import dataclass
@@ -17,16 +18,13 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import dsl_user_op
 
 from .rows import RowTile, ceil_div
-from .selections import Selection
+from .selections import Selection, copy_or_zero
 from .wgmma import SLAB
 
 D = 512
 PACKED_SLABS = 7
 ENTRY, ENTRY_SCALES = PACKED_SLABS * SLAB + 2 * SLAB, 8  # bytes
-PIECE = 64  # bytes
-LANES_A_PIECE = 4
-HALVES = (range(4), range(4, 9))  # pieces of the left and the right columns
-TWO_TO_120 = 0x7B807B80  # a pair in bf16
+LANES_A_KEY = 4
 
 
 class PackedOperands(NamedTuple):
@@ -48,12 +46,13 @@ class PackedOperands(NamedTuple):
 class Places:
     """What a thread knows of the keys that it copies of one tile."""
 
-    address: cute.Tensor  # int64 [keys]: of this lane's part of the first piece
-    scales: cute.Tensor  # uint32 [2, keys]: seven bytes, and one whose bits say whether the key is there
+    address: cute.Tensor  # int64 [keys]: of this lane's first part
+    size: cute.Tensor  # int32 [keys]: 16 bytes of a part, or none where the key is absent
+    scales: cute.Tensor  # uint32 [2, keys]: seven bytes
 
     @staticmethod
     def of(keys: int) -> "Places":
-        return Places(cute.make_rmem_tensor(keys, Int64), cute.make_rmem_tensor((2, keys), Uint32))
+        return Places(*(cute.make_rmem_tensor(*x) for x in ((keys, Int64), (keys, Int32), ((2, keys), Uint32))))
 
 
 @dataclass(frozen=True)
@@ -62,12 +61,12 @@ class PackedSelection(Selection):
 
     @property
     def lanes_a_key(self) -> int:
-        return LANES_A_PIECE
+        return LANES_A_KEY
 
     @cute.jit
     def locate(self, places: Places, wanted: cute.Tensor, t: Int32, thread: Int32, threads: cutlass.Constexpr):
-        """places <- where the keys of tile t are that were looked up, and their scales. For an absent one the first of
-        the pool is read, as zeros."""
+        """places <- where the keys of tile t are that were looked up, and their scales. Of an absent one nothing is
+        copied, and the scales are those of the pool's first."""
         n = self.operands.page
         page_bytes = ceil_div(n * (ENTRY + ENTRY_SCALES), Int32(ENTRY)) * ENTRY
         for i in cutlass.range_constexpr(cute.size(wanted)):
@@ -75,68 +74,85 @@ class PackedSelection(Selection):
             index = wanted[i] if here else Int32(0)
             entry = index % n
             page = self.keys.toint() + Int64(index // n) * page_bytes
-            places.address[i] = page + (entry * ENTRY + thread % LANES_A_PIECE * 16)
-            low, high = load_words(page + (n * ENTRY + entry * ENTRY_SCALES), 2)
-            places.scales[0, i] = low if here else Uint32(0)
-            places.scales[1, i] = high | Uint32(0xFF000000) if here else Uint32(0)
+            places.address[i] = page + (entry * ENTRY + thread % LANES_A_KEY * 16)
+            places.size[i] = Int32(16) if here else Int32(0)
+            places.scales[0, i], places.scales[1, i] = load_words(
+                "global.nc.L1::no_allocate", page + (n * ENTRY + entry * ENTRY_SCALES), 2
+            )
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a thread has of every key: sixteen numbers in a row of each slab."""
+
+    tile: cute.Tensor  # (tile_n, d) in slabs
+    part: Int32
+    row0: Int32
+    step: int  # rows from key to key
+
+    @staticmethod
+    def of(tile: cute.Tensor, thread: Int32, threads: int) -> "Part":
+        return Part(tile, thread % LANES_A_KEY, thread // LANES_A_KEY, threads // LANES_A_KEY)
+
+    def at(self, slab: int, key: int, chunk: Int32) -> Int32:
+        """The address of a 16-byte chunk of a row, which the swizzle moves."""
+        row = self.row0 + (slab * cute.size(self.tile, mode=[0]) + key * self.step)
+        return self.tile.iterator.toint() + row * (SLAB * 2) + (chunk ^ self.row0 % 8) * 16
 
 
 @cute.jit
-def fetch(raw: cute.Tensor, places: Places, piece: cutlass.Constexpr, key: cutlass.Constexpr):
-    """raw [4] <- this lane's part of a piece of a key."""
-    words = load_words(places.address[key] + piece * PIECE, 4)
-    for word in cutlass.range_constexpr(4):
-        raw[word] = words[word]
+def gather(tile: cute.Tensor, places: Places, slabs: cutlass.Constexpr, thread: Int32, threads: cutlass.Constexpr):
+    """Issue the copies of some slabs into a (tile_n, d) slab tile; of absent keys, zeros."""
+    mine = Part.of(tile, thread, threads)
+    for key in cutlass.range_constexpr(cute.size(places.size)):
+        for slab in slabs:
+            source, size = places.address[key] + slab * SLAB, places.size[key]
+            if cutlass.const_expr(slab < PACKED_SLABS):
+                copy_or_zero(mine.at(slab, key, 2 * mine.part), source, size)
+            else:
+                for half in cutlass.range_constexpr(2):
+                    copy_or_zero(mine.at(slab, key, LANES_A_KEY * half + mine.part), source + half * SLAB, size)
 
 
 @cute.jit
-def unpack(
-    tile: cute.Tensor,
-    raw: cute.Tensor,
-    places: Places,
-    piece: cutlass.Constexpr,
-    key: cutlass.Constexpr,
-    thread: Int32,
-    threads: cutlass.Constexpr,
-):
-    """What was fetched of a key, as bf16 into a (tile_n, d) slab tile."""
-    part, row0 = thread % LANES_A_PIECE, thread // LANES_A_PIECE
-    rows = min(piece, PACKED_SLABS) * cute.size(tile, mode=[0]) + key * (threads // LANES_A_PIECE)
-    row = tile.iterator.toint() + (row0 + rows) * (SLAB * 2)
-    if cutlass.const_expr(piece < PACKED_SLABS):
-        byte = places.scales[piece // 4, key] >> Uint32(piece % 4 * 8) & Uint32(0xFF)
+def unpack(tile: cute.Tensor, places: Places, slabs: cutlass.Constexpr, thread: Int32, threads: cutlass.Constexpr):
+    """What this thread gathered packed, some slabs of a (tile_n, d) slab tile, becomes bf16.
+
+    All of it is read before any is written: else each read waits for the writes before it, for all that is known of
+    where they go.
+    """
+    mine = Part.of(tile, thread, threads)
+    parts = [(slab, key) for key in range(cute.size(places.size)) for slab in slabs if slab < PACKED_SLABS]
+    packed = [load_words("shared", mine.at(slab, key, 2 * mine.part), 4) for slab, key in parts]
+    for (slab, key), words in zip(parts, packed, strict=True):
+        four = places.scales[slab // 4, key] if places.size[key] != 0 else Uint32(0)
+        byte = four >> Uint32(slab % 4 * 8) & Uint32(0xFF)
         scale = byte << Uint32(7) if byte != Uint32(0xFF) else Uint32(0x7FC0)
         scale = scale | scale << Uint32(16)
         for chunk in cutlass.range_constexpr(2):
-            low, high = (e4m3_to_bf16(raw[2 * chunk + word], scale) for word in range(2))
-            store_words(row + (2 * part + chunk ^ row0 % 8) * 16, (*low, *high))
-    else:
-        chunk = (piece - PACKED_SLABS) * LANES_A_PIECE + part
-        present = Uint32(Int32(places.scales[1, key]) >> 31)
-        store_words(row + (chunk ^ row0 % 8) * 16, tuple(raw[word] & present for word in range(4)))
+            low, high = (e4m3_to_bf16(words[2 * chunk + word], scale) for word in range(2))
+            store_words(mine.at(slab, key, 2 * mine.part + chunk), (*low, *high))
 
 
 @dsl_user_op
 def e4m3_to_bf16(packed: Uint32, scale: Uint32, *, loc=None, ip=None) -> tuple[Uint32, Uint32]:
-    """Four numbers times a pair of equal scales. Both products are exact, but for what bf16 cannot hold.
-
-    Sign, exponent and mantissa are moved to where bf16 has them, which divides by 2^120: the biases are 7 and 127.
-    """
+    """Four numbers times a pair of equal scales, exactly but for what bf16 cannot hold: all that e4m3 has, f16 has, and
+    bf16 too."""
     one_pair = """
-        prmt.b32 x, $2, 0, {selector};
-        shr.b32 y, x, 4;
-        and.b32 y, y, 0x07F007F0;
-        lop3.b32 x, x, 0x80008000, y, 0xEA;
-        mul.rn.bf16x2 x, x, {bias};
+        cvt.rn.f16x2.e4m3x2 x, {packed};
+        mov.b32 {{low, high}}, x;
+        cvt.f32.f16 f, low;
+        cvt.f32.f16 g, high;
+        cvt.rn.bf16x2.f32 x, g, f;
         mul.rn.bf16x2 {result}, x, $3;"""
-    pairs = (
-        one_pair.format(selector=selector, bias="c", result=f"${i}") for i, selector in enumerate(("0x1404", "0x3424"))
-    )
+    pairs = (one_pair.format(packed=pair, result=f"${i}") for i, pair in enumerate(("first", "second")))
     result = llvm.inline_asm(
         llvm.StructType.get_literal([Uint32.mlir_type] * 2),
         [Uint32(x).ir_value(loc=loc, ip=ip) for x in (packed, scale)],
-        "{ .reg .b32 x, y, c;\n mov.b32 c, " + hex(TWO_TO_120) + ";" + "".join(pairs) + "\n}",
-        "=r,=r,r,r",
+        "{ .reg .b16 first, second, low, high;\n .reg .b32 x;\n .reg .f32 f, g;\n mov.b32 {first, second}, $2;"
+        + "".join(pairs)
+        + "\n}",
+        "=&r,=&r,r,r",
         has_side_effects=False,
         is_align_stack=False,
         asm_dialect=llvm.AsmDialect.AD_ATT,
@@ -145,13 +161,13 @@ def e4m3_to_bf16(packed: Uint32, scale: Uint32, *, loc=None, ip=None) -> tuple[U
 
 
 @dsl_user_op
-def load_words(address: Int64, count: int, *, loc=None, ip=None) -> tuple[Uint32, ...]:
-    """2 or 4 words of global memory, issued here: not where they are first used."""
+def load_words(space: str, address: Int32 | Int64, count: int, *, loc=None, ip=None) -> tuple[Uint32, ...]:
+    """2 or 4 words of memory, read here: not where they are first used."""
     result = llvm.inline_asm(
         llvm.StructType.get_literal([Uint32.mlir_type] * count),
-        [Int64(address).ir_value(loc=loc, ip=ip)],
-        f"ld.global.nc.L1::no_allocate.v{count}.b32 {{{', '.join(f'${i}' for i in range(count))}}}, [${count}];",
-        ",".join(["=r"] * count) + ",l",
+        [address.ir_value(loc=loc, ip=ip)],
+        f"ld.{space}.v{count}.b32 {{{', '.join(f'${i}' for i in range(count))}}}, [${count}];",
+        ",".join(["=r"] * count) + (",r" if isinstance(address, Int32) else ",l"),
         has_side_effects=True,
         is_align_stack=False,
         asm_dialect=llvm.AsmDialect.AD_ATT,

@@ -17,7 +17,7 @@ from .decode import DTYPES, Decoder, Step, bits_of, instruction
 from .parser import Instruction
 from .state import FULL, GENERIC_PARAM_BASE, LANES, PARAM_BASE, Array, Warp, mask_of
 
-BF16 = ml_dtypes.bfloat16
+BF16, E4M3 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
 
 
 def kind_of(i: Instruction, d: Decoder) -> str:
@@ -491,6 +491,9 @@ def convert(i: Instruction, d: Decoder) -> Step:
                 return round_bits(high, dtype).astype(np.uint32) << 16 | round_bits(low, dtype)
 
         return elementwise(d, i, "b32", ["f32", "f32"], pair)
+    if (to, source) == ("f16x2", "e4m3x2"):
+        i.only("rn", to, source)
+        return elementwise(d, i, "b32", ["b16"], lambda a: a.view(E4M3).astype(np.float16).view(np.uint32))
     if rest not in ([], ["rn"], ["rni"], ["rzi"], ["sat"], ["rn", "ftz"]):
         raise d.fail(i.opcode)
     half = {"bf16": BF16, "f16": np.float16}
