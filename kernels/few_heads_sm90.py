@@ -31,7 +31,7 @@ from .lib.launch import SMEM_LIMIT, WARPGROUP, Shapes, element_type, i32, launch
 from .lib.rows import PUBLISHED, ROWS, Extents, RowTile, Walk, extents, row_of, store
 from .lib.selections import LANES_A_ROW, SelectionOperands, open_selection, present, present_at, read_selection
 from .lib.softmax import RowResults
-from .lib.spans import SpanOperands, open_span, read_span
+from .lib.spans import SpanOperands, ask_span, open_span, read_span
 from .lib.splits import own_part, total_tiles
 from .lib.wgmma import (
     K_MAJOR,
@@ -197,7 +197,7 @@ class FewHeadsSm90:
         stream: cuda.CUstream,
     ):
         c = self.config
-        n = extents(c.tile_m, True, b, s_q, h_q, h_kv, splits)
+        n = extents(c.tile_m, True, b, s_q, h_q, h_kv, splits, ctas)
         shapes = Shapes(c.d, b, n)
         tma_q, mQ = tma_atom(cpasync.CopyBulkTensorTileG2SOp(), shapes.rows(q), c.tile_m, c.piece)
         tma_o, mO = tma_atom(cpasync.CopyBulkTensorTileS2GOp(), shapes.rows(o), c.tile_m, c.piece)
@@ -309,7 +309,7 @@ class FewHeadsSm90:
     def open(self, operands: Any, tile: RowTile) -> Any:
         c = self.config
         if isinstance(operands, SpanOperands):
-            return open_span(operands, tile, c.tile_n)
+            return open_span(operands, tile, c.tile_n, ask_span(operands, tile, c.tile_m))
         return open_selection(operands, tile, c.tile_n, c.d)
 
     @cute.jit
