@@ -398,12 +398,14 @@ class FwdSm100:
             for t in cutlass.range(source.tiles, unroll=1):
                 fill = fills0 + first + t
                 stage, parity = fill % c.stages, fill // c.stages & 1
+                if cutlass.const_expr(copy is None):
+                    source.settle(wanted, t, thread, WARPGROUP)
                 for ring in cutlass.range_constexpr(2):
                     full = bar_full + ring * c.stages + stage
                     cute.arch.mbarrier_wait(bar_empty + ring * c.stages + stage, parity ^ 1)
                     if cutlass.const_expr(copy is None):
                         slabs = range(ring * c.ring_d // SLAB, (ring + 1) * c.ring_d // SLAB)
-                        source.gather(smem.rings[None, None, 0, stage], wanted, t, thread, slabs, WARPGROUP)
+                        source.gather(smem.rings[None, None, 0, stage], wanted, thread, slabs, WARPGROUP)
                         cute.arch.cp_async_mbarrier_arrive_noinc(full)
                     else:
                         atom, gmem, tiles = copy[ring]
