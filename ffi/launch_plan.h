@@ -215,6 +215,7 @@ struct ForwardParams : Params {
       if (source.kind == kSpan) {
         AddMap(source.map, source.map_extents, keys.k);
         if (!plan.shared_kv) AddMap(source.map, source.map_extents, keys.v);
+        if (plan.shared_kv && plan.source_count == 1) Add(keys.k);  // for keys that are loaded without TMA
         Add(keys.from), Add(keys.to), Add(source.s_kv);
       } else {
         Add(keys.k), Add(keys.from), Add(keys.to), Add(source.s_kv), Add(source.stride), Add(source.topk);

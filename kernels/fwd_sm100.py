@@ -292,7 +292,8 @@ class FwdSm100:
         load = cpasync.CopyBulkTensorTileG2SOp()
         arrays = (keys,) if c.shared_kv else (keys, v)
         tma = (x for array in arrays for x in tma_atom(load, shapes.keys(array, s_kv), c.tile_n, c.ring_d))
-        return (*tma, SpanOperands(first, second, s_kv))
+        here = (keys,) if c.shared_kv and c.sources == ("span",) else ()  # as the launcher hands it over; not used
+        return (*tma, *here, SpanOperands(first, second, s_kv))
 
     @cute.kernel
     def kernel(
@@ -434,7 +435,7 @@ class FwdSm100:
         *tma, _ = source
         if not tma:
             return None
-        arrays = ((*tma, 0), (*tma, 1)) if c.shared_kv else ((*tma[:2], 0), (*tma[2:], 0))
+        arrays = ((*tma[:2], 0), (*tma[:2], 1)) if c.shared_kv else ((*tma[:2], 0), (*tma[2:], 0))
         return tuple(
             (
                 atom,

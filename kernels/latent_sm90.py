@@ -9,19 +9,19 @@ SMEM. The maximum of a row is handed from left to right and back; all sums are k
                              \\                        /              \\     /
     right   S1 = Q K1'        > max1 > P1  O_r += P1 K1_r   P1 -> SMEM   > O_r += P0 K0_r   S1 of the next pair
 
-So one's softmax runs under the other's products. A tile is refilled by halves of its columns, each as soon as it is
-read for the last time. CTAs are persistent: one takes every gridDim-th tile of rows, and the producer runs ahead into
-the next one: Q's SMEM is free after the last scores, for O goes through the weights' SMEM, slab by slab, and TMA stores
-it while the next tile is worked on.
+So one's softmax runs under the other's products. With its last weights a side hands over the sums of its rows. A tile
+is refilled by halves of its columns, each as soon as it is read for the last time. CTAs are persistent: one takes every
+gridDim-th tile of rows, and the producer runs ahead into the next one: Q's SMEM is free after the last scores, for O
+goes through the weights' SMEM, slab by slab, and TMA stores it while the next tile is worked on.
 
 The keys come from one or more sources, walked one after the other as one sequence of tiles under one softmax: spans
 (contiguous, loaded by TMA: a window, a dense cache) and selections (gathered by index with cp.async).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -34,6 +34,7 @@ from .aot import Compiled, compile_ahead
 from .lib.key_tiles import LEFT, RIGHT, Barriers, KeyTiles, Work
 from .lib.launch import (
     SMEM_LIMIT,
+    WARP,
     WARPGROUP,
     Shapes,
     element_type,
@@ -42,13 +43,14 @@ from .lib.launch import (
     pointers,
     registers_at_launch,
 )
-from .lib.output import store_part
+from .lib.output import SlabStores, store_part
 from .lib.packed import PackedOperands
 from .lib.rows import PUBLISHED, BoxedRows, Extents, RowTile, Walk, extents, row_of
 from .lib.selections import SelectionOperands, open_selection, read_selection
 from .lib.softmax import ROWS, RowResults, Softmax, rescale_rows, scale_rows
 from .lib.spans import SpanOperands, open_span, read_span
 from .lib.splits import own_part
+from .lib.tail import TAIL, Tail, TailTiles
 from .lib.wgmma import (
     K_MAJOR,
     MN_MAJOR,
@@ -67,7 +69,7 @@ from .lib.wgmma import (
     transposed,
     zero_rows,
 )
-from .variants import Variant
+from .variants import ANY_HEADS, Variant
 
 SELECTIONS = {"selection": SelectionOperands, "packed": PackedOperands}
 
@@ -81,6 +83,7 @@ class Config:
     d: int
     dtype: str
     sources: tuple[str, ...]  # of keys, in the order in which they are walked: "span", "selection" or "packed"
+    has_tail: bool = False  # up to TAIL keys behind the last pair of tiles are multiplied by products of their own
     tile_m: int = 64
     tile_n: int = 64
 
@@ -93,6 +96,10 @@ class Config:
     def unpacks(self) -> bool:
         """Whether keys come through registers; then nothing else loads any."""
         return "packed" in self.sources
+
+    @property
+    def tail(self) -> int:
+        return TAIL if self.has_tail else 0
 
     @property
     def threads(self) -> int:
@@ -124,10 +131,10 @@ class Config:
 
     @property
     def smem_bytes(self) -> int:
-        barriers, weights_and_o = 8 * 15, 2 * self.tile_m * (self.tile_n + SLAB) * 2
-        rows, infos = 4 * self.tile_m * (2 + 4), 4 * 2 * PUBLISHED * (1 + len(self.sources))
+        barriers, weights_and_o = 8 * 17, 2 * self.tile_m * (self.tile_n + SLAB) * 2
+        rows, infos = 4 * self.tile_m * 2, 4 * 2 * PUBLISHED * (1 + len(self.sources))
         tiles = self.tile_m * self.row_bytes + 4 * self.half_tile_bytes + weights_and_o
-        return 1024 + tiles + rows + infos + barriers
+        return tiles + self.tile_m * self.tail * 2 + rows + infos + barriers
 
     def __post_init__(self):
         if self.d % (2 * SLAB) or self.half > 256:
@@ -151,9 +158,17 @@ class Shared:
     k: cute.Tensor  # (tile_n, d, tile of the pair)
     p: cute.Tensor  # (64, tile_n, tile of the pair): the weights; then O on its way out, as `o`
     o: cute.Tensor  # (64, SLAB, warpgroup)
-    max: cute.Tensor  # (64, warpgroup): the running maximum that each hands over
-    sum: cute.Tensor  # (64, warpgroup, row tile & 1): the sum that each ends with
+    max: cute.Tensor  # (64, warpgroup): the running maximum that each hands over; then what the other's sum ends with
+    tail: TailTiles | None
     info: cute.Tensor  # (PUBLISHED, row tile and each source, row tile & 1): what the producer found out
+
+
+class Rows(NamedTuple):
+    """The rows of a tile that a thread holds, and what belongs to them."""
+
+    tile: RowTile
+    boxed: BoxedRows
+    results: RowResults
 
 
 @dataclass(frozen=True)
@@ -174,6 +189,8 @@ class Consumer:
     weights: cute.Tensor
     out: cute.Tensor
     softmax: Softmax
+    stores: SlabStores
+    tail: Tail | None
 
 
 class LatentSm90:
@@ -230,7 +247,8 @@ class LatentSm90:
         if kind in SELECTIONS:
             return (SELECTIONS[kind](keys, first, second, s_kv, *of_selection),)
         tma = tma_atom(cpasync.CopyBulkTensorTileG2SOp(), shapes.keys(keys, s_kv), c.tile_n, c.half)
-        return (*tma, SpanOperands(first, second, s_kv))
+        here = (keys,) if c.sources == ("span",) else ()  # a tail is loaded without TMA
+        return (*tma, *here, SpanOperands(first, second, s_kv))
 
     @cute.kernel
     def kernel(
@@ -251,7 +269,9 @@ class LatentSm90:
             with cute.arch.elect_one():
                 cute.arch.mbarrier_init(bar.q_full, 1)
                 cute.arch.mbarrier_init(bar.q_empty, 2 * WARPGROUP)
-                cute.arch.mbarrier_init(bar.sums, 2 * WARPGROUP)
+                cute.arch.mbarrier_init(bar.done, 2 * WARPGROUP)
+                cute.arch.mbarrier_init(bar.tail_full, WARP)
+                cute.arch.mbarrier_init(bar.tail_empty, 2 * WARPGROUP)
                 for i in cutlass.range_constexpr(4):
                     cute.arch.mbarrier_init(bar.full + i, c.loaders)
                     cute.arch.mbarrier_init(bar.empty + i, WARPGROUP)  # of the warpgroup that reads this half as V
@@ -266,6 +286,9 @@ class LatentSm90:
             cute.arch.setmaxregister_decrease(c.registers[0])
             if warp * 32 < c.loaders:
                 self.produce(bar, smem, (tma_q, mQ), sources, n)
+            elif cutlass.const_expr(c.has_tail):  # noqa: SIM102, at compile time
+                if warp == 1:
+                    self.produce_tails(bar, smem.tail, sources[0], n)
         else:
             cute.arch.setmaxregister_increase(c.registers[1])
             operands = tuple(source[-1] for source in sources)
@@ -286,12 +309,12 @@ class LatentSm90:
                 slab_layout(self.dtype, c.tile_m, SLAB, 2),
             )
         )
+        tail = TailTiles.allocate(smem, o, self.dtype, c.d) if c.has_tail else None
         maxima = smem.allocate_tensor(Float32, cute.make_layout((c.tile_m, 2)), 16)
-        sums = smem.allocate_tensor(Float32, cute.make_layout((c.tile_m, 2, 2)), 16)
         info = smem.allocate_tensor(Int32, cute.make_layout((PUBLISHED, 1 + len(c.sources), 2)), 16)
-        mbar = smem.allocate_array(Int64, 15)
-        bar = Barriers(*(mbar + i for i in (0, 1, 2, 6, 10, 12, 14)))
-        return bar, Shared(q, k, p, o, maxima, sums, info)
+        mbar = smem.allocate_array(Int64, 17)
+        bar = Barriers(*(mbar + i for i in (0, 1, 2, 6, 10, 12, 14, 15, 16)))
+        return bar, Shared(q, k, p, o, maxima, tail, info)
 
     # ---- producer
 
@@ -321,10 +344,23 @@ class LatentSm90:
                 keys.load(bar, smem.k, work, keys.copies(sources, opened, tile, smem.k))
             evens0, odds0 = evens0 + work.evens, odds0 + work.odds
 
+    @cute.jit
+    def produce_tails(self, bar: Barriers, tiles: TailTiles, source: tuple, n: Extents):
+        """By a warp of its own, for tails wait until O has left their place, and key tiles shall not."""
+        walk, tails = Walk.of(n), Int32(0)
+        for turn in cutlass.range(walk.turns, unroll=1):
+            tile = walk.tile(turn)
+            (span,) = own_part((self.open(source[-1], tile),), tile, 2)
+            if span.tail > 0:
+                cute.arch.mbarrier_wait(bar.tail_empty, tails & 1)
+                tiles.load(span, tile.key(source[2], span.operands.s_kv, span.lo, self.config.d))
+                cute.arch.cp_async_mbarrier_arrive_noinc(bar.tail_full)
+                tails = tails + 1
+
     def open(self, operands: Any, tile: RowTile) -> Any:
         c = self.config
         if isinstance(operands, SpanOperands):
-            return open_span(operands, tile, c.tile_n)
+            return open_span(operands, tile, c.tile_n, c.tail)
         return open_selection(operands, tile, c.tile_n, c.d)
 
     # ---- consumers
@@ -343,8 +379,8 @@ class LatentSm90:
     ):
         """One warpgroup: its half of O's columns, of every row tile of this CTA."""
         c = self.config
-        w = self.consumer(side, bar, smem, scale_log2)
-        evens0, odds0 = Int32(0), Int32(0)
+        w = self.consumer(side, bar, smem, output[0], scale_log2)
+        evens0, odds0, tails0 = Int32(0), Int32(0), Int32(0)
         boxed = BoxedRows.of(n, 0, w.thread, c.gathers)
         for turn in cutlass.range(Walk.of(n).turns, unroll=1):
             cute.arch.mbarrier_wait(bar.q_full, turn & 1)
@@ -352,27 +388,30 @@ class LatentSm90:
             sources = tuple(
                 self.reopen(x, tile, smem.info[None, 1 + which, turn & 1]) for which, x in enumerate(operands)
             )
-            work = Work(sources, tuple(source.of_rows(boxed) for source in sources), evens0, odds0)
-            w.softmax.start(tile, boxed, results)
-            self.await_stores(side, w)
-            self.attend(side, w, work)
-            self.finish(side, w, turn, tile, boxed, results)
+            work, rows = Work(sources, (None,) * len(sources), evens0, odds0, tails0), Rows(tile, boxed, results)
+            if work.tail > 0:
+                w.stores.await_reads()
+                cute.arch.mbarrier_arrive(bar.tail_empty)
+            self.attend(side, w, work, rows)
+            cute.arch.mbarrier_arrive(bar.done)
+            if (work.tail > 0) | (n.splits > 1):
+                cute.arch.mbarrier_wait(bar.done, turn & 1)
             if n.splits == 1:
-                self.store(side, w, tile, output)
+                self.store(side, w, turn, tile.of(output[1], c.tile_m, SLAB))
             else:
                 store_part(w.out, w.softmax, results.o_parts, tile, boxed, side * c.half, w.thread, c.d)
-            evens0, odds0 = evens0 + work.evens, odds0 + work.odds
+            evens0, odds0, tails0 = evens0 + work.evens, odds0 + work.odds, tails0 + Int32(work.tail > 0)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
-    def consumer(self, side: int, bar: Barriers, smem: Shared, scale_log2: Float32) -> Consumer:
-        c = self.config
+    def consumer(self, side: int, bar: Barriers, smem: Shared, tma_o: cute.CopyAtom, scale_log2: Float32) -> Consumer:
+        c, thread = self.config, cute.arch.thread_idx()[0] % WARPGROUP
         qk = tiled_mma(self.dtype, c.tile_n, K_MAJOR)
         pv = tiled_mma(self.dtype, c.half, MN_MAJOR, warpgroup.OperandSource.RMEM)
         pv_other = tiled_mma(self.dtype, c.half, MN_MAJOR)
         return Consumer(
             bar,
             smem,
-            thread=cute.arch.thread_idx()[0] % WARPGROUP,
+            thread,
             qk=qk,
             pv=pv,
             pv_other=pv_other,
@@ -384,104 +423,110 @@ class LatentSm90:
             weights=register_operand(pv, c.tile_n, self.dtype),
             out=accumulator(pv, c.half),
             softmax=Softmax.of(scale_log2),
+            stores=SlabStores(
+                tma_o, (smem.o[None, None, side], smem.p[None, None, side]), BAR_WARPGROUP + side, thread
+            ),
+            tail=Tail.of(smem.tail, side, pv_other, c.half, self.dtype) if c.has_tail else None,
         )
 
     def reopen(self, operands: Any, tile: RowTile, slot: cute.Tensor) -> Any:
         c = self.config
         if isinstance(operands, SpanOperands):
-            return read_span(operands, tile, c.tile_n, slot)
+            return read_span(operands, tile, c.tile_n, slot, c.tail)
         return read_selection(operands, tile, c.tile_n, c.d, slot)
 
     @cute.jit
-    def attend(self, side: cutlass.Constexpr, w: Consumer, work: Work):
-        """All key tiles of one row tile."""
+    def attend(self, side: cutlass.Constexpr, w: Consumer, work: Work, rows: Rows):
+        """All key tiles of one row tile, and what normalises its output; lse."""
         if work.evens == 0:
+            self.prepare(side, w, work, rows)
+            cute.arch.mbarrier_arrive(w.bar.q_empty)
             w.out.fill(0.0)
-        evens, odds, empty, q_empty = work.evens, work.odds, w.bar.empty, w.bar.q_empty
-        first = Int32(0)
-        for source, rows in zip(work.sources, work.rows, strict=True):
-            rows.foresee((side - first) & 1)  # the source's first tile on this side
-            first = first + source.tiles
-        if cutlass.const_expr(side == LEFT):
-            if evens == 0:
-                cute.arch.mbarrier_arrive(q_empty)
-            else:
-                self.issue_scores(LEFT, w, work, 0, LEFT, fresh=True)
-                self.issue_scores(LEFT, w, work, 0, RIGHT, fresh=False)
-                warpgroup.wait_group(0)
-                for pair in cutlass.range(evens - 1, unroll=1):
-                    self.left_pair(w, work, pair, True)
-                    self.issue_scores(LEFT, w, work, pair + 1, LEFT, fresh=True)
-                    warpgroup.wait_group(1)
-                    cute.arch.mbarrier_arrive(empty + 2)
-                    self.issue_scores(LEFT, w, work, pair + 1, RIGHT, fresh=False)
-                    warpgroup.wait_group(0)
-                cute.arch.mbarrier_arrive(q_empty)
-                if odds == evens:
-                    self.left_pair(w, work, evens - 1, True)
-                    warpgroup.wait_group(0)
-                    cute.arch.mbarrier_arrive(empty + 2)
-                else:
-                    self.left_pair(w, work, evens - 1, False)
-                    warpgroup.wait_group(0)
-                    cute.arch.mbarrier_arrive(empty + 0)
+            w.softmax.finish(*rows[:2], w.thread, rows.results, writes_lse=side == LEFT)
+        elif cutlass.const_expr(side == LEFT):
+            self.attend_left(w, work, rows)
         else:
-            if odds == 0:
-                cute.arch.mbarrier_arrive(q_empty)
-            for pair in cutlass.range(odds, unroll=1):
-                self.right_pair(w, work, pair)
-            if odds < evens:
-                self.right_tail(w, work)
+            self.attend_right(w, work, rows)
+
+    def prepare(self, side: int, w: Consumer, work: Work, rows: Rows) -> Work:
+        """What is not needed before the first scores are there."""
+        w.softmax.start(*rows)
+        seen = tuple(source.of_rows(rows.boxed) for source in work.sources)
+        first = Int32(0)
+        for source, of_source in zip(work.sources, seen, strict=True):
+            of_source.foresee((side - first) & 1)  # the source's first tile on this side
+            first = first + source.tiles
+        w.stores.await_reads()
+        return replace(work, rows=seen)
 
     @cute.jit
-    def finish(
-        self,
-        side: cutlass.Constexpr,
-        w: Consumer,
-        turn: Int32,
-        tile: RowTile,
-        boxed: BoxedRows,
-        results: RowResults,
-    ):
+    def attend_left(self, w: Consumer, work: Work, rows: Rows):
+        evens, odds, empty = work.evens, work.odds, w.bar.empty
+        self.issue_scores(LEFT, w, work, 0, LEFT, fresh=True)
+        self.issue_scores(LEFT, w, work, 0, RIGHT, fresh=False)
+        work = self.prepare(LEFT, w, work, rows)
+        self.await_scores(w, evens == 1)
+        if odds > 0:
+            self.left_pair(w, work, 0, first=True)
+            for pair in cutlass.range(1, odds, unroll=1):
+                self.next_scores(w, work, pair)
+                self.left_pair(w, work, pair)
+            if odds < evens:
+                self.next_scores(w, work, odds)
+            else:
+                self.finish(LEFT, w, rows)
+                warpgroup.wait_group(0)
+                cute.arch.mbarrier_arrive(empty + 2)
+        if odds < evens:
+            self.left_pair(w, work, odds, has_odd=False)
+            self.finish(LEFT, w, rows)
+            warpgroup.wait_group(0)
+            cute.arch.mbarrier_arrive(empty + 0)
+
+    @cute.jit
+    def attend_right(self, w: Consumer, work: Work, rows: Rows):
+        evens, odds, empty = work.evens, work.odds, w.bar.empty
+        if odds == 0:
+            self.prepare(RIGHT, w, work, rows)
+            cute.arch.mbarrier_arrive(w.bar.q_empty)
+        else:
+            self.issue_scores(RIGHT, w, work, 0, RIGHT, fresh=True)
+            self.issue_scores(RIGHT, w, work, 0, LEFT, fresh=False)
+            seen = self.prepare(RIGHT, w, work, rows)
+            warpgroup.wait_group(0)
+            if cutlass.const_expr(self.config.has_tail):  # noqa: SIM102, at compile time
+                if work.tail > 0:
+                    w.tail.score(w.a, w.bar.tail_full, work.tails0 & 1)
+            self.await_scores(w, odds == 1)
+            self.right_pair(w, seen, 0, rows, first=True)
+            for pair in cutlass.range(1, odds, unroll=1):
+                self.issue_scores(RIGHT, w, seen, pair, RIGHT, fresh=True)
+                self.issue_scores(RIGHT, w, seen, pair, LEFT, fresh=False)
+                self.await_scores(w, pair == odds - 1)
+                self.right_pair(w, seen, pair, rows)
+        if odds < evens:
+            self.right_without_odd(w, work)
+            self.finish(RIGHT, w, rows)
+            warpgroup.wait_group(0)
+            cute.arch.mbarrier_arrive(empty + 1)
+
+    def finish(self, side: int, w: Consumer, rows: Rows) -> None:
         """What normalises the output; lse."""
         s = w.softmax
-        sums = w.smem.sum[None, None, turn & 1]
-        s.sum_columns()
-        hand_over(sums, side, s.row_sum, w.thread)
-        cute.arch.mbarrier_arrive(w.bar.sums)
-        cute.arch.mbarrier_wait(w.bar.sums, turn & 1)
-        take_over(sums, LEFT, s.row_sum, w.thread)
-        take_over(sums, RIGHT, s.factor, w.thread)
+        take_over(w.smem.max, side, s.factor, w.thread)
         s.row_sum.store(s.row_sum.load() + s.factor.load())
-        s.finish(tile, boxed, w.thread, results, writes_lse=side == LEFT)
+        s.finish(*rows[:2], w.thread, rows.results, writes_lse=side == LEFT)
 
     @cute.jit
-    def store(self, side: cutlass.Constexpr, w: Consumer, tile: RowTile, output: tuple):
-        """This side's half of O, normalised, slab by slab through SMEM. TMA leaves out rows that do not exist."""
-        c = self.config
-        tma_o, mO = output
-        slabs, columns = (w.smem.p[None, None, side], w.smem.o[None, None, side]), cute.size(w.scores)
-        for i in cutlass.range_constexpr(c.half // SLAB):
-            if cutlass.const_expr(i > 0):
-                self.await_stores(side, w)
+    def store(self, side: cutlass.Constexpr, w: Consumer, turn: Int32, target: cute.Tensor):
+        """This side's half of O, normalised, slab by slab."""
+        slabs, columns = self.config.half // SLAB, cute.size(w.scores)
+        for i in cutlass.range_constexpr(slabs):
+            if cutlass.const_expr(i == 1):
+                cute.arch.mbarrier_wait(w.bar.done, turn & 1)  # the other side reads this one's weights no more
             for x in cutlass.range_constexpr(columns):
                 w.scores[x] = w.out[i * columns + x] * w.softmax.factor[x // 2 % ROWS]
-            slab = slabs[i % len(slabs)]
-            store_rows(w.qk, w.scores, slab, w.thread)
-            cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.barrier(barrier_id=BAR_WARPGROUP + side, number_of_threads=WARPGROUP)
-            if cute.arch.make_warp_uniform(w.thread // 32) == 0:
-                gO, sO = tma_tiles(tma_o, tile.of(mO, c.tile_m, SLAB)[None, None, side * c.half // SLAB + i], slab)
-                with cute.arch.elect_one():
-                    cute.copy(tma_o, sO, gO)
-                    cute.arch.cp_async_bulk_commit_group()
-
-    @cute.jit
-    def await_stores(self, side: cutlass.Constexpr, w: Consumer):
-        """Until TMA has read all slabs but the last one out of SMEM: then the other of the two may be written."""
-        if cute.arch.make_warp_uniform(w.thread // 32) == 0:
-            cute.arch.cp_async_bulk_wait_group(1, read=True)
-        cute.arch.barrier(barrier_id=BAR_WARPGROUP + side, number_of_threads=WARPGROUP)
+            w.stores.store(i, w.qk, w.scores, w.weights, target[None, None, side * slabs + i])
 
     @cute.jit
     def on_source(self, w: Consumer, work: Work, t: Int32, action: cutlass.Constexpr[Callable]):
@@ -526,7 +571,29 @@ class LatentSm90:
         multiply(w.qk, w.scores, w.a, w.b_own, fresh, range(half * blocks, (half + 1) * blocks))
 
     @cute.jit
-    def left_pair(self, w: Consumer, work: Work, pair: Int32, has_odd: cutlass.Constexpr):
+    def await_scores(self, w: Consumer, last: cutlass.Boolean):
+        warpgroup.wait_group(0)
+        if last:
+            cute.arch.mbarrier_arrive(w.bar.q_empty)
+
+    @cute.jit
+    def next_scores(self, w: Consumer, work: Work, pair: Int32):
+        """The scores of the next even tile, the first half of them under the products of the pair before."""
+        self.issue_scores(LEFT, w, work, pair, LEFT, fresh=True)
+        warpgroup.wait_group(1)
+        cute.arch.mbarrier_arrive(w.bar.empty + 2)
+        self.issue_scores(LEFT, w, work, pair, RIGHT, fresh=False)
+        self.await_scores(w, pair == work.evens - 1)
+
+    @cute.jit
+    def left_pair(
+        self,
+        w: Consumer,
+        work: Work,
+        pair: Int32 | int,
+        first: cutlass.Constexpr = False,
+        has_odd: cutlass.Constexpr = True,
+    ):
         """From the scores of the even tile to the products of both tiles, the last of them still in flight."""
         s = w.softmax
         self.on_source(w, work, 2 * pair, mask)
@@ -538,57 +605,69 @@ class LatentSm90:
         s.exponentiate(w.scores)
         round_to(w.weights, w.scores)
         if cutlass.const_expr(not has_odd):
-            self.share_weights(w, LEFT)
-        rescale_rows(w.out, s.factor, fresh=pair == 0)
-        multiply(w.pv, w.out, w.weights, w.b_value[None, None, None, 0], fresh=pair == 0)
+            self.share_weights(w, LEFT, True)
+        fresh = first if has_odd else pair == 0
+        rescale_rows(w.out, s.factor, fresh)
+        multiply(w.pv, w.out, w.weights, w.b_value[None, None, None, 0], fresh)
         if cutlass.const_expr(has_odd):
             warpgroup.wait_group(0)
             cute.arch.mbarrier_arrive(w.bar.empty + 0)
             self.adopt_max(w, RIGHT, work.odds0 + pair)
             scale_rows(w.scores, s.factor)
-            self.share_weights(w, LEFT)
+            round_to(w.weights, w.scores)
+            self.share_weights(w, LEFT, pair == work.evens - 1)
             rescale_rows(w.out, s.factor)
-            cute.arch.mbarrier_wait(w.bar.weights + RIGHT, (work.odds0 + pair) & 1)
+        cute.arch.mbarrier_wait(w.bar.weights + RIGHT, (work.evens0 + pair) & 1)
+        if cutlass.const_expr(has_odd):
+            if cutlass.const_expr(first and self.config.has_tail):  # noqa: SIM102, at compile time
+                if work.tail > 0:
+                    w.tail.multiply(w.pv_other, w.out, w.bar.tail_full, work.tails0 & 1)
             multiply(w.pv_other, w.out, w.a_other, w.b_value[None, None, None, 1])
 
     @cute.jit
-    def right_pair(self, w: Consumer, work: Work, pair: Int32):
-        s = w.softmax
-        self.issue_scores(RIGHT, w, work, pair, RIGHT, fresh=True)
-        self.issue_scores(RIGHT, w, work, pair, LEFT, fresh=False)
-        warpgroup.wait_group(0)
-        if pair == work.odds - 1:
-            cute.arch.mbarrier_arrive(w.bar.q_empty)
+    def right_pair(self, w: Consumer, work: Work, pair: Int32 | int, rows: Rows, first: cutlass.Constexpr = False):
+        """As `left_pair`, of the odd tile, and until the products are there; the first one takes the tail along."""
+        s, fresh, with_tail = w.softmax, first, first and self.config.has_tail
         self.on_source(w, work, 2 * pair + 1, mask)
         s.remember_max()
         cute.arch.mbarrier_wait(w.bar.max + LEFT, (work.evens0 + pair) & 1)
         take_over(w.smem.max, LEFT, s.row_max, w.thread)
         s.raise_max(w.scores)
+        if cutlass.const_expr(with_tail):  # noqa: SIM102, at compile time
+            if work.tail > 0:
+                w.tail.mask(work.rows[0])
+                s.raise_max(w.tail.scores)
         hand_over(w.smem.max, RIGHT, s.row_max, w.thread)
         cute.arch.mbarrier_arrive(w.bar.max + RIGHT)
         s.decay()
         s.exponentiate(w.scores)
         round_to(w.weights, w.scores)
-        rescale_rows(w.out, s.factor, fresh=pair == 0)
-        multiply(w.pv, w.out, w.weights, w.b_value[None, None, None, 1], fresh=pair == 0)
-        self.share_weights(w, RIGHT)
+        if cutlass.const_expr(with_tail):
+            if work.tail > 0:
+                w.tail.weigh(s, w.pv, w.out, w.thread)
+            fresh = work.tail == 0
+        rescale_rows(w.out, s.factor, first)
+        multiply(w.pv, w.out, w.weights, w.b_value[None, None, None, 1], fresh)
+        self.share_weights(w, RIGHT, pair == work.evens - 1)
         cute.arch.mbarrier_wait(w.bar.weights + LEFT, (work.evens0 + pair) & 1)
         multiply(w.pv_other, w.out, w.a_other, w.b_value[None, None, None, 0])
+        if pair == work.evens - 1:
+            self.finish(RIGHT, w, rows)
         warpgroup.wait_group(1)
         cute.arch.mbarrier_arrive(w.bar.empty + 3)
         warpgroup.wait_group(0)
         cute.arch.mbarrier_arrive(w.bar.empty + 1)
 
     @cute.jit
-    def right_tail(self, w: Consumer, work: Work):
-        """The last pair has an even tile only."""
-        uses = work.evens0 + work.evens - 1
+    def right_without_odd(self, w: Consumer, work: Work):
+        """The last pair has an even tile only: its product, still in flight. Left is given this side's sum."""
+        uses = work.evens0 + work.odds
         self.adopt_max(w, LEFT, uses)
+        self.share_sum(w, RIGHT)
+        cute.arch.mbarrier_arrive(w.bar.weights + RIGHT)
         rescale_rows(w.out, w.softmax.factor)
         cute.arch.mbarrier_wait(w.bar.weights + LEFT, uses & 1)
         multiply(w.pv_other, w.out, w.a_other, w.b_value[None, None, None, 0], fresh=work.odds == 0)
-        warpgroup.wait_group(0)
-        cute.arch.mbarrier_arrive(w.bar.empty + 1)
 
     @cute.jit
     def adopt_max(self, w: Consumer, other: cutlass.Constexpr, uses: Int32):
@@ -599,10 +678,17 @@ class LatentSm90:
         w.softmax.decay()
 
     @cute.jit
-    def share_weights(self, w: Consumer, side: cutlass.Constexpr):
-        store_rows(w.qk, w.scores, w.smem.p[None, None, side], w.thread)
+    def share_weights(self, w: Consumer, side: cutlass.Constexpr, last: bool | cutlass.Boolean):
+        store_rows(w.qk, w.scores, w.weights, w.smem.p[None, None, side], w.thread)
+        if last:
+            self.share_sum(w, side)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.mbarrier_arrive(w.bar.weights + side)
+
+    def share_sum(self, w: Consumer, side: int) -> None:
+        """To the other side, where it put its maximum for this one."""
+        w.softmax.sum_columns()
+        hand_over(w.smem.max, 1 - side, w.softmax.row_sum, w.thread)
 
 
 def mask(w: Consumer, source: Any, rows: Any, t: Int32) -> None:
@@ -624,7 +710,7 @@ def take_over(shared: cute.Tensor, side: cutlass.Constexpr, state: cute.Tensor, 
 
 
 def compile(variant: Variant, out_dir: Path) -> Compiled:
-    config = Config(variant.d, variant.dtype, variant.sources)
+    config = Config(variant.d, variant.dtype, variant.sources, has_tail=variant.most_heads < ANY_HEADS)
     kernel = LatentSm90(config)
     of_keys = {kind: pointers(variant.dtype, "bytes" if kind == "packed" else "keys")[0] for kind in config.sources}
     first, second = (

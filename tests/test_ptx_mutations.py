@@ -24,19 +24,25 @@ from tests.ptx.verdict import Wrong, judge
 
 SEEDS = (0, 1, 2)
 DENSE, LATENT = "fwd_sm_90a_d128_bfloat16", "fwd_sm_90a_d512_bfloat16_shared_kv"
+TAILED = LATENT + "_h63"
 GATHERED = "sparse_fwd_sm_90a_d512_bfloat16_shared_kv"
 FEW_HEADS = "dsv4_sparse_fwd_sm_90a_d512_bfloat16_shared_kv_h16"
 SHAPES: dict[str, dict[str, int]] = {
     DENSE: {"b": 1, "s_q": 24, "s_kv": 420, "h_q": 8, "width": 1000},  # three tiles of 160 keys, two tiles of rows
     LATENT: {"b": 1, "s_q": 12, "s_kv": 230, "h_q": 8, "width": 1000},  # four tiles of 64 keys
+    TAILED: {"b": 1, "s_q": 24, "s_kv": 150, "h_q": 8, "width": 128},  # two tiles and 7 keys
     GATHERED: {"b": 1, "s_q": 3, "s_kv": 300, "h_q": 8, "topk": 200},
     FEW_HEADS: {"b": 1, "s_q": 4, "s_kv": 300, "h_q": 16, "s_kv1": 300, "topk": 200},
 }
 BARRIERS = {  # the mbarriers of a kernel, in the order of their addresses
     DENSE: "q_full0 q_full1 q_empty0 q_empty1 k_full0 k_full1 k_empty0 k_empty1 "
     "v_landed0 v_landed1 v_full0 v_full1 v_empty0 v_empty1",
-    LATENT: "q_full q_empty full0 full1 full2 full3 empty0 empty1 empty2 empty3 max0 max1 weights0 weights1 sums",
+    LATENT: "q_full q_empty full0 full1 full2 full3 empty0 empty1 empty2 empty3 max0 max1 weights0 weights1 done "
+    "tail_full tail_empty",
 }
+
+
+BARRIERS[TAILED] = BARRIERS[LATENT]
 
 
 @functools.cache
@@ -386,11 +392,32 @@ FATES = [
         without(r"cp\.async\.bulk\.wait_group\.read\s+1"),
     ),
     Fate(
+        "the tail read before it has come",
+        TAILED,
+        Fault,
+        r"orders this and the write by cp\.async|which nobody wrote",
+        without_wait(TAILED, "tail_full"),
+    ),
+    Fate(
+        "the tail loaded before O has left its place",
+        TAILED,
+        Race,
+        r"nothing orders this and the (write|read) by",
+        without_wait(TAILED, "tail_empty"),
+    ),
+    Fate(
+        "O staged while the tail is multiplied",
+        TAILED,
+        Race,
+        r"nothing orders this and the (write|read) by",
+        without_wait(TAILED, "done"),
+    ),
+    Fate(
         "the last store of O not waited for",
         LATENT,
         Leak,
         r"ends while TMA may still read shared memory",
-        without(r"cp\.async\.bulk\.wait_group\.read\s+0"),
+        without(r"cp\.async\.bulk\.wait_group\.read\s+0", slice(-1, None)),
     ),
     # addresses
     Fate(

@@ -15,6 +15,7 @@ from .launch import WARPGROUP
 from .packed import HALVES, LANES_A_PIECE, Places, fetch, unpack
 from .rows import RowTile
 from .selections import Selection
+from .spans import Span
 from .splits import total_tiles
 from .wgmma import SLAB, slab_layout, tma_tiles
 
@@ -33,8 +34,10 @@ class Barriers:
     full: cute.Pointer  # 4, indexed by 2 * (tile of the pair) + half, and so is
     empty: cute.Pointer
     max: cute.Pointer  # 2, by side: its running maximum stands in SMEM
-    weights: cute.Pointer  # 2, by side: its weights stand in SMEM
-    sums: cute.Pointer  # both sides' sums stand in SMEM
+    weights: cute.Pointer  # 2, by side: its weights stand in SMEM, with the last ones its sum
+    done: cute.Pointer  # nothing of a row tile's weights and sums is still to be read
+    tail_full: cute.Pointer
+    tail_empty: cute.Pointer
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ class Work:
     rows: tuple  # per source: what this thread's rows see of it
     evens0: Int32  # pairs whose even, odd tile came before: the fill counts of the two key buffers
     odds0: Int32
+    tails0: Int32 | int = 0  # row tiles with a tail that came before
 
     @property
     def evens(self) -> Int32:
@@ -53,6 +57,11 @@ class Work:
     @property
     def odds(self) -> Int32:
         return total_tiles(self.sources) // 2
+
+    @property
+    def tail(self) -> Int32:
+        """Keys behind the last pair of tiles that are no tile of their own."""
+        return self.sources[0].tail if isinstance(self.sources[0], Span) else Int32(0)
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,55 @@
-"""O from the accumulator's registers to memory, without SMEM: finished, or as the part of a split."""
+"""O from the accumulator's registers to memory: slab by slab through SMEM, or without: finished, or a part."""
+
+from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
+from .launch import WARP, WARPGROUP
 from .rows import ROWS, BoxedRows, RowTile
 from .softmax import Softmax, by_row
-from .wgmma import round_pair
+from .wgmma import round_pair, round_to, store_rows, tma_tiles
 
 BLOCK = 8  # columns of which a quad's lanes hold two each: 16 bytes when rounded
+
+
+@dataclass(frozen=True)
+class SlabStores:
+    """One warpgroup's columns of O, by TMA, which leaves out rows that do not exist."""
+
+    atom: cute.CopyAtom
+    places: tuple[cute.Tensor, ...]  # in SMEM, (rows, columns) each, taken in turn
+    barrier_id: int
+    thread: Int32
+
+    @cute.jit
+    def store(
+        self, i: cutlass.Constexpr, mma: cute.TiledMma, acc: cute.Tensor, rounded: cute.Tensor, target: cute.Tensor
+    ):
+        """Slab i: acc, rounded on the way, to `target`. Before the first, all that were stored must be awaited."""
+        if cutlass.const_expr(i >= len(self.places)):
+            self.await_reads(len(self.places) - 1)
+        place = self.places[i % len(self.places)]
+        round_to(rounded, acc)
+        store_rows(mma, acc, rounded, place, self.thread)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=self.barrier_id, number_of_threads=WARPGROUP)
+        if self.is_issuer():
+            gmem, smem = tma_tiles(self.atom, target, place)
+            with cute.arch.elect_one():
+                cute.copy(self.atom, smem, gmem)
+                cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def await_reads(self, under_way: cutlass.Constexpr = 0):
+        """Until TMA has read all slabs but so many out of SMEM."""
+        if self.is_issuer():
+            cute.arch.cp_async_bulk_wait_group(under_way, read=True)
+        cute.arch.barrier(barrier_id=self.barrier_id, number_of_threads=WARPGROUP)
+
+    def is_issuer(self) -> cutlass.Boolean:
+        return cute.arch.make_warp_uniform(self.thread // WARP) == 0
 
 
 @cute.jit

@@ -112,6 +112,11 @@ class RowTile:
         keys = cute.domain_offset((first_key, 0, self.kv_head, self.batch), gmem)
         return cute.local_tile(keys[None, None, 0, 0], (tile_n, columns), (None, None))
 
+    def key(self, p: cute.Pointer, s_kv: Int32, key: Int32, d: int) -> tuple[cute.Pointer, Int64]:
+        """Where this tile's KV head's key lies in an array [b, s_kv, h_kv, d], and how far it is to the next one."""
+        n = self.n
+        return p + ((Int64(self.batch) * s_kv + key) * n.h_kv + self.kv_head) * d, Int64(n.h_kv) * d
+
     def at_query(self, p: cute.Pointer, query: Int32, width: Int32 = 1) -> cute.Pointer:
         """Where a query's elements begin in an array [b, s_q, width]."""
         return p + (Int64(self.batch) * self.n.s_q + query) * width

@@ -23,7 +23,8 @@ class SpanOperands(NamedTuple):
 class Span:
     """The intervals of a tile's rows: [lo, hi) is their union, [lo_all, hi_all) what every row sees.
 
-    Key tile t starts at lo + t * tile_n, wherever lo is.
+    Key tile t starts at lo + t * tile_n, wherever lo is. Up to `most` keys behind a last pair of tiles are no
+    tile but a tail.
     """
 
     operands: SpanOperands
@@ -33,10 +34,17 @@ class Span:
     hi: Int32
     lo_all: Int32
     hi_all: Int32
+    most: int = 0
 
     @property
     def tiles(self) -> Int32:
-        return (self.hi - self.lo + self.tile_n - 1) // self.tile_n
+        return (self.hi - self.lo - self.tail + self.tile_n - 1) // self.tile_n
+
+    @property
+    def tail(self) -> Int32:
+        keys = self.hi - self.lo
+        rest = keys % (2 * self.tile_n)
+        return rest * Int32((rest <= self.most) & (keys > rest)) if self.most else Int32(0)
 
     def unseen_from(self, t: Int32) -> Int32:
         """The first row of key tile t that no query sees; at least tile_n if there is none."""
@@ -52,7 +60,9 @@ class Span:
     def part(self, first: Int32, count: Int32) -> "Span":
         """The key tiles first .. first + count alone."""
         lo = cutlass.min(self.lo + first * self.tile_n, self.hi)
-        hi = cutlass.min(self.hi, lo + count * self.tile_n)
+        hi = cutlass.min(
+            self.hi, lo + count * self.tile_n + self.tail * Int32((count > 0) & (first + count == self.tiles))
+        )
         return replace(self, lo=lo, hi=hi)
 
     def publish(self, slot: cute.Tensor) -> None:
@@ -112,7 +122,7 @@ def span_of(tile: RowTile, operands: SpanOperands, query: Int32, exists: cutlass
 
 
 @cute.jit
-def open_span(operands: SpanOperands, tile: RowTile, tile_n: cutlass.Constexpr) -> Span:
+def open_span(operands: SpanOperands, tile: RowTile, tile_n: cutlass.Constexpr, most: cutlass.Constexpr = 0) -> Span:
     """By a warp: a tile has at most tile_m queries, so a few loads a lane and four reductions."""
     first = tile.first_query
     count = tile.last_query - first + 1
@@ -130,8 +140,8 @@ def open_span(operands: SpanOperands, tile: RowTile, tile_n: cutlass.Constexpr) 
     hi = cute.arch.warp_redux_sync(hi, "max")
     lo_all = cute.arch.warp_redux_sync(lo_all, "max")
     hi_all = cute.arch.warp_redux_sync(hi_all, "min")
-    return Span(operands, tile, tile_n, cutlass.min(lo, hi), hi, lo_all, hi_all)
+    return Span(operands, tile, tile_n, cutlass.min(lo, hi), hi, lo_all, hi_all, most)
 
 
-def read_span(operands: SpanOperands, tile: RowTile, tile_n: int, slot: cute.Tensor) -> Span:
-    return Span(operands, tile, tile_n, *(cute.arch.make_warp_uniform(slot[i]) for i in range(4)))
+def read_span(operands: SpanOperands, tile: RowTile, tile_n: int, slot: cute.Tensor, most: int = 0) -> Span:
+    return Span(operands, tile, tile_n, *(cute.arch.make_warp_uniform(slot[i]) for i in range(4)), most)

@@ -8,6 +8,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.cutlass_dsl import dsl_user_op
 
 SLAB = 64  # columns of 2-byte elements in a 128-byte swizzled row
+SW32_COLUMNS = 16  # the same in one of 32 bytes
 K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
 
 
@@ -15,6 +16,12 @@ def slab_layout(dtype, *shape: int) -> cute.ComposedLayout:
     """(rows, columns, ...) in slabs of rows x 64 columns: what one TMA box writes and a K-major operand reads."""
     atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
     return cute.tile_to_shape(atom, shape, order=tuple(range(len(shape))))
+
+
+def narrow_layout(dtype, rows: int) -> cute.ComposedLayout:
+    """(rows, 16) of a K-major operand, 32-byte swizzled."""
+    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW32, dtype)
+    return cute.tile_to_shape(atom, (rows, SW32_COLUMNS), order=(0, 1))
 
 
 def transposed(tile: cute.Tensor) -> cute.Tensor:
@@ -117,6 +124,13 @@ def multiply(
     warpgroup.commit_group()
 
 
+def multiply_and_wait(
+    mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, fresh: bool | cutlass.Boolean
+) -> None:
+    multiply(mma, acc, a, b, fresh)
+    warpgroup.wait_group(0)
+
+
 def not_(x: bool | cutlass.Boolean) -> bool | cutlass.Boolean:
     return not x if isinstance(x, bool) else x == cutlass.Boolean(False)
 
@@ -134,24 +148,24 @@ def tma_tiles(atom: cute.CopyAtom, gmem: cute.Tensor, smem: cute.Tensor) -> tupl
 
 
 @cute.jit
-def store_rows(mma: cute.TiledMma, acc: cute.Tensor, tile: cute.Tensor, thread: cutlass.Int32):
-    """Accumulator -> the 64-row SMEM tile, rounded to its dtype, by stmatrix."""
-    store_matrices(mma, acc, tile, thread, False)
+def store_rows(mma: cute.TiledMma, acc: cute.Tensor, rounded: cute.Tensor, tile: cute.Tensor, thread: cutlass.Int32):
+    """An accumulator that was rounded by `round_to` -> the 64-row SMEM tile, by stmatrix."""
+    store_matrices(mma, cute.make_tensor(rounded.iterator, acc.layout), tile, thread, False)
 
 
 @cute.jit
 def store_columns(mma: cute.TiledMma, acc: cute.Tensor, tile: cute.Tensor, thread: cutlass.Int32):
-    """Accumulator -> the SMEM tile of its n columns, each a row of 64: `store_rows` of the transposed."""
-    store_matrices(mma, acc, transposed(tile), thread, True)
+    """Accumulator -> the SMEM tile of its n columns, each a row of 64: `store_rows` of the transposed, rounded here."""
+    rounded = cute.make_rmem_tensor_like(acc, tile.element_type)
+    rounded.store(acc.load().to(tile.element_type))
+    store_matrices(mma, rounded, transposed(tile), thread, True)
 
 
 @cute.jit
-def store_matrices(mma, acc: cute.Tensor, tile: cute.Tensor, thread: cutlass.Int32, transpose: cutlass.Constexpr):
-    matrices = min(4, cute.size(acc) // 2)  # of 8 x 8; a thread has two elements of each
+def store_matrices(mma, rounded: cute.Tensor, tile: cute.Tensor, thread: cutlass.Int32, transpose: cutlass.Constexpr):
+    matrices = min(4, cute.size(rounded) // 2)  # of 8 x 8; a thread has two elements of each
     atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose, matrices), tile.element_type)
     copy = cute.make_tiled_copy_C(atom, mma).get_slice(thread)
-    rounded = cute.make_rmem_tensor_like(acc, tile.element_type)
-    rounded.store(acc.load().to(tile.element_type))
     cute.copy(atom, copy.retile(rounded), copy.partition_D(tile))
 
 

@@ -46,6 +46,10 @@ def extents(variant: Variant, tile_n: int, case: str) -> dict[str, int] | None:
             "topk": 3 * n + 9,
         },
     }
+    if variant.op == "fwd" and variant.shared_kv:
+        # a few keys behind a pair of tiles, or behind two: a tail; of the last row tiles more than that
+        table["tail"] = {"b": 2, "s_q": 19, "s_kv": 2 * n + 22, "h_q": 8, "width": 2 * n}
+        table["tail of more"] = {"b": 1, "s_q": 20, "s_kv": 4 * n + 19, "h_q": 16, "width": EVERYTHING}
     if variant.op == "fwd":
         # several heads of keys: a tile of rows is a box of heads x queries
         table["groups"] = {"b": 1, "s_q": 7, "s_kv": n + 40, "h_q": 12, "h_kv": 2, "width": EVERYTHING}
@@ -54,8 +58,8 @@ def extents(variant: Variant, tile_n: int, case: str) -> dict[str, int] | None:
     return table.get(case)
 
 
-CASES = ("tiles", "window", "few", "turns", "mixed", "groups")
-PROCESSORS = {"tiles": 2, "window": 2, "few": 1, "turns": 1, "mixed": 1, "groups": 2}
+CASES = ("tiles", "window", "few", "turns", "mixed", "groups", "tail", "tail of more")
+PROCESSORS = {"tiles": 2, "window": 2, "few": 1, "turns": 1, "mixed": 1, "groups": 2, "tail": 1, "tail of more": 2}
 
 
 def operands(variant: Variant, tile_n: int, case: str) -> native.Operands | None:
