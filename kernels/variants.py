@@ -72,14 +72,14 @@ VARIANTS: tuple[Variant, ...] = (
         for op, sources in LATENT_OPS.items()
         for dtype in DTYPES
     ),
+    # a tile of rows holds heads of several queries, which see a window and a few keys more
+    *(Variant("fwd", "sm_90a", "kernels.latent_sm90", 512, dtype, True, ("span",), 63) for dtype in DTYPES),
     *(
         Variant(op, "sm_90a", "kernels.few_heads_sm90", 512, dtype, True, LATENT_OPS[op], heads)
         for op in ("sparse_fwd", "dsv4_sparse_fwd", "dsv4_decode")
         for dtype in DTYPES
         for heads in (8, 16, 32)
     ),
-    # a tile of rows holds heads of several queries, which see a window and a few keys more
-    *(Variant("fwd", "sm_90a", "kernels.latent_sm90", 512, dtype, True, ("span",), 63) for dtype in DTYPES),
     Variant("dsv4_decode_fp8", "sm_90a", "kernels.latent_sm90", 512, "bfloat16", True, ("packed", "packed")),
     *(Variant("combine", "sm_90a", "kernels.combine", 0, dtype, False, ()) for dtype in DTYPES),  # of split keys
 )

@@ -150,23 +150,23 @@ def tma_tiles(atom: cute.CopyAtom, gmem: cute.Tensor, smem: cute.Tensor) -> tupl
 @cute.jit
 def store_rows(mma: cute.TiledMma, acc: cute.Tensor, rounded: cute.Tensor, tile: cute.Tensor, thread: cutlass.Int32):
     """An accumulator that was rounded by `round_to` -> the 64-row SMEM tile, by stmatrix."""
-    store_matrices(mma, acc, rounded, tile, thread, False)
+    store_matrices(mma, cute.make_tensor(rounded.iterator, acc.layout), tile, thread, False)
 
 
 @cute.jit
 def store_columns(mma: cute.TiledMma, acc: cute.Tensor, tile: cute.Tensor, thread: cutlass.Int32):
-    """Accumulator, rounded -> the SMEM tile of its n columns, each a row of 64: `store_rows` of the transposed."""
+    """Accumulator -> the SMEM tile of its n columns, each a row of 64: `store_rows` of the transposed, rounded here."""
     rounded = cute.make_rmem_tensor_like(acc, tile.element_type)
     rounded.store(acc.load().to(tile.element_type))
-    store_matrices(mma, acc, rounded, transposed(tile), thread, True)
+    store_matrices(mma, rounded, transposed(tile), thread, True)
 
 
 @cute.jit
-def store_matrices(mma, acc, rounded, tile: cute.Tensor, thread: cutlass.Int32, transpose: cutlass.Constexpr):
-    matrices = min(4, cute.size(acc) // 2)  # of 8 x 8; a thread has two elements of each
+def store_matrices(mma, rounded: cute.Tensor, tile: cute.Tensor, thread: cutlass.Int32, transpose: cutlass.Constexpr):
+    matrices = min(4, cute.size(rounded) // 2)  # of 8 x 8; a thread has two elements of each
     atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose, matrices), tile.element_type)
     copy = cute.make_tiled_copy_C(atom, mma).get_slice(thread)
-    cute.copy(atom, copy.retile(cute.make_tensor(rounded.iterator, acc.layout)), copy.partition_D(tile))
+    cute.copy(atom, copy.retile(rounded), copy.partition_D(tile))
 
 
 @cute.jit
