@@ -364,7 +364,7 @@ class LatentSm90:
 
     def walk(self, n: Extents) -> Walk:
         """Where keys are gathered, heads of one query follow one another: they share them in L2."""
-        return Walk.of(n, 1 if self.config.gathers else None)
+        return Walk.of(n, Int32(1), 1) if self.config.gathers else Walk.of(n)
 
     def open(self, operands: Any, tile: RowTile) -> Any:
         c = self.config

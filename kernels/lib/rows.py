@@ -278,9 +278,10 @@ class BoxedRows:
     @staticmethod
     def at(n: Extents, rows: list[Int32]) -> "BoxedRows":
         """Of these rows of the tile."""
-        outer, inner = zip(*(divide(row, n.box_inner) for row in rows), strict=True)
-        over, head = zip(*(divide(i, n.group) for i in inner), strict=True)
-        return BoxedRows(inner, outer, tuple(o + q for o, q in zip(outer, over, strict=True)), head)
+        # not by `divide`, whose branches make the latent kernel's consumers spill; once a CTA, under the first loads
+        inner, outer = [row % n.box_inner for row in rows], [row // n.box_inner for row in rows]
+        query = (o + i // n.group for i, o in zip(inner, outer, strict=True))
+        return BoxedRows(tuple(inner), tuple(outer), tuple(query), tuple(i % n.group for i in inner))
 
 
 def row_of(thread: Int32, r: int) -> Int32:
