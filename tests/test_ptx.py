@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jax_dsv4_fmha import _ffi
-from kernels.variants import VARIANTS
+from kernels.variants import ANY_HEADS, VARIANTS
 from tests import native
 from tests.ptx import __main__, cases, edits, hardware
 from tests.ptx.launch import Kernel, combine, launch
@@ -71,7 +71,14 @@ def test_hardware_has_answered_for_every_kernel():
     assert hardware.missing() == [], f"record them: python -m tests.ptx.hardware --out {hardware.RECORDED}, on a GPU"
 
 
-@pytest.mark.parametrize("name", [name for name, (v, _) in hardware.RUNS.items() if v.key in BUILT])
+COMPARED = [  # for few heads, float16 differs in conversions alone, which take the same way elsewhere
+    name
+    for name, (v, _) in hardware.RUNS.items()
+    if v.key in BUILT and (v.most_heads == ANY_HEADS or v.dtype == "bfloat16")
+]
+
+
+@pytest.mark.parametrize("name", COMPARED)
 def test_agrees_with_hardware(name):
     """lse to 1e-6, o to a unit in the last place: what is left is the order of sums, and how the chip rounds exp2."""
     variant, splits = hardware.RUNS[name]
