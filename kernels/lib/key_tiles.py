@@ -4,6 +4,7 @@ Two tiles of keys stand in SMEM, the even and the odd one of a pair. A tile is r
 as soon as it is read for the last time.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,30 +115,27 @@ class KeyTiles:
                     self.look_up(work.sources, wanted[None, which], 2 * pair + 2 + which, thread)
 
     @cute.jit
-    def look_up(self, sources: tuple, wanted: cute.Tensor, t: Int32, thread: Int32):
-        """Read which keys of tile t this thread will copy: those of the last source, a selection, or of the first where
-        that is one too."""
+    def of_tile(
+        self, sources: tuple, wanted: cute.Tensor, t: Int32, thread: Int32, action: cutlass.Constexpr[Callable]
+    ):
+        """action of the selection that tile t belongs to: of the last source, or of the first where that is one too."""
         first, last = sources[0], sources[-1]
         before = total_tiles(sources) - last.tiles
         if cutlass.const_expr(isinstance(first, Selection) and len(sources) == 2):
             if t < before:
-                first.look_up(wanted, t, thread, WARPGROUP)
+                action(first, wanted, t, thread, WARPGROUP)
             else:
-                last.look_up(wanted, t - before, thread, WARPGROUP)
+                action(last, wanted, t - before, thread, WARPGROUP)
         else:
-            last.look_up(wanted, t - before, thread, WARPGROUP)
+            action(last, wanted, t - before, thread, WARPGROUP)
 
-    @cute.jit
-    def settle(self, sources: tuple, wanted: cute.Tensor, t: Int32, thread: Int32):
-        first, last = sources[0], sources[-1]
-        before = total_tiles(sources) - last.tiles
-        if cutlass.const_expr(isinstance(first, Selection) and len(sources) == 2):
-            if t < before:
-                first.settle(wanted, t, thread, WARPGROUP)
-            else:
-                last.settle(wanted, t - before, thread, WARPGROUP)
-        else:
-            last.settle(wanted, t - before, thread, WARPGROUP)
+    def look_up(self, sources: tuple, wanted: cute.Tensor, t: Int32, thread: Int32) -> None:
+        """Read which keys of tile t this thread will copy."""
+        self.of_tile(sources, wanted, t, thread, Selection.look_up)
+
+    def settle(self, sources: tuple, wanted: cute.Tensor, t: Int32, thread: Int32) -> None:
+        """Judge which of them are there."""
+        self.of_tile(sources, wanted, t, thread, Selection.settle)
 
     @cute.jit
     def load_packed(self, bar: Barriers, sK: cute.Tensor, work: Work):
