@@ -701,6 +701,7 @@ class LatentSm90:
     def share_sum(self, w: Consumer, side: int) -> None:
         """To the other side, where it put its maximum for this one."""
         w.softmax.sum_columns()
+        cute.arch.sync_warp()  # a lane of a quad writes what all four have read
         hand_over(w.smem.max, 1 - side, w.softmax.row_sum, w.thread)
 
 
