@@ -68,20 +68,16 @@ Operands Dsv4DenseFwd(Array q, Array window_kv, PerQuery start, PerQuery stop, A
   return {"dsv4_dense_fwd", true, false, {"q", q}, 2, {window, keys}, {"sink", sink}, *scale};
 }
 
+// Both pools are like q, or both are bytes, which are packed keys.
 Operands Dsv4Decode(Array q, Array window_kv, PerQueryList window_indices, PerQuery window_length, Array kv,
                     PerQueryList indices, PerQuery length, PerHead sink, Scale scale) {
+  const bool packed = window_kv.element_type() == ffi::U8;
+  const auto selection = packed ? PackedSelection : LatentSelection;
   const Source window =
-      LatentSelection({"window_kv", window_kv}, {"window_indices", window_indices}, {"window_length", window_length});
-  const Source keys = LatentSelection({"kv", kv}, {"indices", indices}, {"length", length});
-  return {"dsv4_decode", true, false, {"q", q}, 2, {window, keys}, {"sink", sink}, *scale};
-}
-
-Operands Dsv4DecodeFp8(Array q, Array window_kv, PerQueryList window_indices, PerQuery window_length, Array kv,
-                       PerQueryList indices, PerQuery length, PerHead sink, Scale scale) {
-  const Source window =
-      PackedSelection({"window_kv", window_kv}, {"window_indices", window_indices}, {"window_length", window_length});
-  const Source keys = PackedSelection({"kv", kv}, {"indices", indices}, {"length", length});
-  return {"dsv4_decode_fp8", true, false, {"q", q}, 2, {window, keys}, {"sink", sink}, *scale};
+      selection({"window_kv", window_kv}, {"window_indices", window_indices}, {"window_length", window_length});
+  const Source keys = selection({"kv", kv}, {"indices", indices}, {"length", length});
+  const char* const op = packed ? "dsv4_decode_fp8" : "dsv4_decode";
+  return {op, true, false, {"q", q}, 2, {window, keys}, {"sink", sink}, *scale};
 }
 
 // A target's two stages, of one and the same operands; the results are the same for all targets.
@@ -139,7 +135,6 @@ DSV4_FMHA_TARGET(sparse_fwd, SparseFwd)
 DSV4_FMHA_TARGET(dsv4_sparse_fwd, Dsv4SparseFwd)
 DSV4_FMHA_TARGET(dsv4_dense_fwd, Dsv4DenseFwd)
 DSV4_FMHA_TARGET(dsv4_decode, Dsv4Decode)
-DSV4_FMHA_TARGET(dsv4_decode_fp8, Dsv4DecodeFp8)
 
 }  // extern "C"
 #pragma GCC visibility pop

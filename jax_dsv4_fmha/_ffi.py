@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-_TARGETS = ("fwd", "fwd_shared_kv", "sparse_fwd", "dsv4_sparse_fwd", "dsv4_dense_fwd", "dsv4_decode", "dsv4_decode_fp8")
+_TARGETS = ("fwd", "fwd_shared_kv", "sparse_fwd", "dsv4_sparse_fwd", "dsv4_dense_fwd", "dsv4_decode")
 
 ANY_HEADS = 2**31 - 1
 """`Variant.most_heads` of a kernel that takes any number"""
@@ -227,32 +227,16 @@ def dsv4_decode(
     *,
     scale: float,
 ) -> tuple[jax.Array, jax.Array]:
-    """Over keys of two pools `[slots, d]`, both as in `sparse_fwd`: the window's and the compressed cache's."""
-    splits = _splits_of_queries("dsv4_decode", q, window_indices.shape[2] + indices.shape[2])
+    """Over keys of two pools, both as in `sparse_fwd`: the window's and the compressed cache's.
+
+    Both are `[slots, d]` like q; or q is bfloat16 and both are uint8 `[pages, bytes]` in DSV4's layout, of which
+    index i is entry i % n of page i // n. A page of n entries is n * 576 bytes, each 448 e4m3 numbers and 64 bfloat16,
+    then n * 8 bytes, each 7 ue8m0 scales and one of padding, padded up to a multiple of 576. Scale 255 is NaN.
+    """
+    op = "dsv4_decode_fp8" if pool.dtype == jnp.uint8 else "dsv4_decode"
+    splits = _splits_of_queries(op, q, window_indices.shape[2] + indices.shape[2])
     selections = (window_pool, window_indices, window_length, pool, indices, length)
     return _call("dsv4_decode", splits, scale, q, *selections, sink)
-
-
-def dsv4_decode_fp8(
-    q: jax.Array,
-    window_pool: jax.Array,
-    window_indices: jax.Array,
-    window_length: jax.Array,
-    pool: jax.Array,
-    indices: jax.Array,
-    length: jax.Array,
-    sink: jax.Array,
-    *,
-    scale: float,
-) -> tuple[jax.Array, jax.Array]:
-    """As `dsv4_decode`, of pools uint8 `[pages, bytes]` in DSV4's layout: index i is entry i % n of page i // n.
-
-    A page of n entries is n * 576 bytes, each 448 e4m3 numbers and 64 bfloat16, then n * 8 bytes, each 7 ue8m0 scales
-    and one of padding, padded up to a multiple of 576. Scale 255 is NaN. q is bf16.
-    """
-    splits = _splits_of_queries("dsv4_decode_fp8", q, window_indices.shape[2] + indices.shape[2])
-    selections = (window_pool, window_indices, window_length, pool, indices, length)
-    return _call("dsv4_decode_fp8", splits, scale, q, *selections, sink)
 
 
 def _splits_of_queries(op: str, q: jax.Array, keys: int) -> int:

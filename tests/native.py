@@ -17,6 +17,11 @@ KINDS = ("span", "selection", "packed")  # as ffi/launch_plan.h counts them
 Array = np.ndarray[Any, Any]
 
 
+def function(op: str) -> Any:
+    """The raw call that runs an op's kernels: keys of either kind are decoded by one."""
+    return getattr(_ffi, op.removesuffix("_fp8"))
+
+
 def variant_of(key: str) -> Variant:
     return next(v for v in VARIANTS if v.key == key)
 

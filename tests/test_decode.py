@@ -351,7 +351,7 @@ class TestMeshes:
 @pytest.mark.usefixtures("built")
 @pytest.mark.parametrize(
     "caches, is_fp8, target",
-    [(1, False, "sparse_fwd"), (2, False, "dsv4_decode"), (1, True, "dsv4_decode_fp8"), (2, True, "dsv4_decode_fp8")],
+    [(1, False, "sparse_fwd"), (2, False, "dsv4_decode"), (1, True, "dsv4_decode"), (2, True, "dsv4_decode")],
 )
 @pytest.mark.parametrize("kind", ["contiguous", "paged", "mixed"])
 def test_launches(caches, is_fp8, target, kind):

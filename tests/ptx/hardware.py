@@ -58,7 +58,7 @@ def on_gpu(variant: Variant, splits: int, x: native.Operands) -> tuple[np.ndarra
     if (called := native.called(variant.key, x.shape.h_q)) != variant.key:
         raise ValueError(f"{variant.key}: a call with {x.shape.h_q} heads gets {called}, so there is no recording it")
     with mock.patch.object(_ffi, "split_count", lambda *_: splits):
-        call = jax.jit(functools.partial(getattr(_ffi, variant.op), scale=variant.d**-0.5))
+        call = jax.jit(functools.partial(native.function(variant.op), scale=variant.d**-0.5))
         return tuple(np.asarray(y) for y in call(*x.arguments()))
 
 
