@@ -172,7 +172,7 @@ def _measure(rows: Sequence[Row], rounds: int, bar: Progress) -> dict[str, Any]:
 def _measure_row(row: Row, yardsticks: dict[str, Contestant], rounds: int) -> dict[str, Any]:
     flops, moved = (row.layers * x for x in work(row.case))
     sets = max(2, min(16, int(_CACHE_BYTES // moved))) if row.layers == 1 else 1
-    operands = [_operands_of(row, key) for key in jax.random.split(jax.random.key(0), sets)]
+    operands = _operands_of(row, sets)
     contestants = dict(yardsticks)
     skipped: dict[str, str] = {}
     for name in ("ours", *(peer for peer in row.peers if peer != "graph")):
@@ -227,13 +227,11 @@ def _positions(c: Case) -> dict[str, int]:
     return {"q_offset": end - c.s_q, "kv_offset": end - c.s_kv}
 
 
-def _operands_of(row: Row, key: jax.Array) -> dict[str, Any]:
+def _operands_of(row: Row, sets: int) -> list[dict[str, Any]]:
     make = _operands if row.case.op != "dsv4_decode" else _bench_decode.operands
     one = jax.jit(functools.partial(make, row.case))
-    if row.layers == 1:
-        return one(key)
-    layers = [one(k) for k in jax.random.split(key, row.layers)]
-    return {"q": layers[0]["q"], "layers": layers}
+    each = [one(key) for key in jax.random.split(jax.random.key(0), sets * row.layers)]
+    return each if row.layers == 1 else [{"q": each[0]["q"], "layers": each}]
 
 
 def _operands(c: Case, key: jax.Array) -> dict[str, jax.Array]:
