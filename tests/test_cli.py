@@ -328,7 +328,6 @@ def test_tables_of_some_results(results, capsys):
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_plot_from_results(results, suffix, tmp_path):
-    pytest.importorskip("matplotlib")
     path = tmp_path / f"picture.{suffix}"
     assert main(["bench", "--from", str(results), "--plot", str(path)]) == 0
     head = path.read_bytes()[:200]

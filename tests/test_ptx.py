@@ -131,7 +131,6 @@ def test_timeline_ends_with_the_fault(one_kernel, capsys, tmp_path):
 
 
 def test_plot(one_kernel, tmp_path):
-    pytest.importorskip("matplotlib")
     picture = tmp_path / "run.svg"
     assert __main__.main([one_kernel, "--case", "few", "--plot", str(picture)]) == 0
     svg = picture.read_text()
