@@ -99,6 +99,27 @@ def sink(op: str, x: Any, dims: dict[str, Any]) -> jax.Array | None:
     return None if x is None else operand(op, "sink", x, "h_q", dims, FP32)
 
 
+def selection(op: str, indices: Any, topk_length: Any, dims: dict[str, Any]) -> tuple[jax.Array | None, ...]:
+    """indices int32 `[b, s_q, topk]` and topk_length int32 `[b, s_q]`, or None; no length without indices."""
+    if indices is not None:
+        indices = operand(op, "indices", indices, "b s_q topk", dims, INT)
+    elif topk_length is not None:
+        raise error(ValueError, op, "topk_length", topk_length, "None without indices")
+    if topk_length is not None:
+        topk_length = operand(op, "topk_length", topk_length, "b s_q", dims, INT)
+    return indices, topk_length
+
+
+def visible_of(op: str, name: str, keys: Any, indices: Any, ratio: Any) -> None:
+    """Compressed keys need what says which of them are seen, and without keys there is nothing to say."""
+    if keys is None:
+        for of_keys, x in (("indices", indices), ("ratio", ratio)):
+            if x is not None:
+                raise error(ValueError, op, of_keys, x, f"None without {name}")
+    elif indices is None and ratio is None:
+        raise error(ValueError, op, "ratio", ratio, f"an int >= 1, or indices, with {name}")
+
+
 def scale(op: str, x: Any, d: int) -> float:
     """A number that fp32 holds and that is above 0, known while tracing; d**-0.5 where none was given."""
     if x is None:

@@ -71,22 +71,11 @@ def dsv4_decode(
     is_fp8 = window_cache.is_fp8
     if is_fp8 and q.dtype != jnp.bfloat16:
         raise _check.error(ValueError, op, "q", q, "bfloat16, with FP8 caches")
-    if compressed_cache is None:
-        for name, x in (("indices", indices), ("ratio", ratio)):
-            if x is not None:
-                raise _check.error(ValueError, op, name, x, "None without compressed_cache")
-    else:
-        if compressed_cache.is_fp8 != is_fp8:
-            wanted = f"entries {'in FP8' if is_fp8 else f'of {q.dtype}'}, as in window_cache"
-            raise _check.error(ValueError, op, "compressed_cache.entries", compressed_cache.entries, wanted)
-        if indices is None and ratio is None:
-            raise _check.error(ValueError, op, "ratio", ratio, "an int >= 1, or indices, with compressed_cache")
-    if indices is not None:
-        indices = _check.operand(op, "indices", indices, "b s_q topk", dims, _check.INT)
-    elif topk_length is not None:
-        raise _check.error(ValueError, op, "topk_length", topk_length, "None without indices")
-    if topk_length is not None:
-        topk_length = _check.operand(op, "topk_length", topk_length, "b s_q", dims, _check.INT)
+    _check.visible_of(op, "compressed_cache", compressed_cache, indices, ratio)
+    if compressed_cache is not None and compressed_cache.is_fp8 != is_fp8:
+        wanted = f"entries {'in FP8' if is_fp8 else f'of {q.dtype}'}, as in window_cache"
+        raise _check.error(ValueError, op, "compressed_cache.entries", compressed_cache.entries, wanted)
+    indices, topk_length = _check.selection(op, indices, topk_length, dims)
     lengths = jnp.broadcast_to(_check.offset(op, "lengths", lengths, dims), (b,))
     sink = _check.sink(op, sink, dims)
     scale = _check.scale(op, scale, d)

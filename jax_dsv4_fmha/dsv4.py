@@ -68,20 +68,11 @@ def dsv4_attention(
     dims: dict[str, Any] = {}
     q = _check.operand(op, "q", q, "b s_q h_q d", dims, _check.FLOAT)
     window_kv = _check.operand(op, "window_kv", window_kv, "b s_w d", dims, (q.dtype,))
-    if compressed_kv is None:
-        for name, x in (("indices", indices), ("ratio", ratio)):
-            if x is not None:
-                raise _check.error(ValueError, op, name, x, "None without compressed_kv")
-    elif getattr(compressed_kv, "shape", None) != (dims["b"], 0, dims["d"]):
-        compressed_kv = _check.operand(op, "compressed_kv", compressed_kv, "b s_c d", dims, (q.dtype,))
-        if indices is None and ratio is None:
-            raise _check.error(ValueError, op, "ratio", ratio, "an int >= 1, or indices, with compressed_kv")
-    if indices is not None:
-        indices = _check.operand(op, "indices", indices, "b s_q topk", dims, _check.INT)
-    elif topk_length is not None:
-        raise _check.error(ValueError, op, "topk_length", topk_length, "None without indices")
-    if topk_length is not None:
-        topk_length = _check.operand(op, "topk_length", topk_length, "b s_q", dims, _check.INT)
+    if getattr(compressed_kv, "shape", None) != (dims["b"], 0, dims["d"]):
+        if compressed_kv is not None:
+            compressed_kv = _check.operand(op, "compressed_kv", compressed_kv, "b s_c d", dims, (q.dtype,))
+        _check.visible_of(op, "compressed_kv", compressed_kv, indices, ratio)
+    indices, topk_length = _check.selection(op, indices, topk_length, dims)
     if swa_lens is not None:
         swa_lens = _check.operand(op, "swa_lens", swa_lens, "b", dims, _check.INT)
     _check.implementation(op, implementation)
