@@ -3,7 +3,8 @@
 O of 64 rows is 64 x 512 in fp32, half the register file, so two warpgroups own 256 columns each and every key tile is
 read by both. Key tiles of 64 go two by two: "left" computes the scores of the even one, "right" of the odd one, and
 each multiplies the weights of both with its own half of the columns, its own weights from registers, the other's from
-SMEM. The maximum of a row is handed from left to right and back; all sums are kept under the newest.
+SMEM. The maximum of a row is handed from left to right and back; all sums are kept under the newest. Where a tile of
+rows has heads of several queries, which see a window and a few keys more, odd tiles are longer.
 
     left    S0 = Q K0'  max0 > P0  O_l += P0 K0_l      > P0 *= f -> SMEM   O_l += P1 K1_l   S0 of the next pair
                              \\                        /              \\     /
@@ -50,7 +51,6 @@ from .lib.selections import SelectionOperands, open_selection, read_selection
 from .lib.softmax import ROWS, RowResults, Softmax, rescale_rows, scale_rows
 from .lib.spans import SpanOperands, ask_span, open_span, read_span
 from .lib.splits import own_part
-from .lib.tail import TAIL, Tail, TailTiles
 from .lib.wgmma import (
     K_MAJOR,
     MN_MAJOR,
@@ -59,8 +59,10 @@ from .lib.wgmma import (
     multiply,
     operand_a,
     operand_b,
+    operand_layout,
     register_operand,
     round_to,
+    seen_as,
     slab_layout,
     store_rows,
     tiled_mma,
@@ -73,6 +75,8 @@ from .variants import ANY_HEADS, Variant
 
 SELECTIONS = {"selection": SelectionOperands, "packed": PackedOperands}
 
+MORE = 16  # keys: a step of K in a WGMMA
+
 BAR_WARPGROUP = 1  # named barriers: 1 + LEFT, 1 + RIGHT: one warpgroup by itself
 
 
@@ -83,7 +87,7 @@ class Config:
     d: int
     dtype: str
     sources: tuple[str, ...]  # of keys, in the order in which they are walked: "span", "selection" or "packed"
-    has_tail: bool = False  # up to TAIL keys behind the last pair of tiles are multiplied by products of their own
+    more: int = 0  # keys that odd tiles have beyond tile_n, copied by a warp of its own
     tile_m: int = 64
     tile_n: int = 64
 
@@ -98,8 +102,14 @@ class Config:
         return "packed" in self.sources
 
     @property
-    def tail(self) -> int:
-        return TAIL if self.has_tail else 0
+    def tile_keys(self) -> tuple[int, int]:
+        """Of the even and the odd tile of a pair."""
+        return self.tile_n, self.tile_n + self.more
+
+    @property
+    def slabs_of_o(self) -> int:
+        """Places of its own for each side's O on its way out, beside that of its weights."""
+        return 0 if self.more else 1
 
     @property
     def threads(self) -> int:
@@ -136,10 +146,9 @@ class Config:
 
     @property
     def smem_bytes(self) -> int:
-        barriers, weights_and_o = 8 * 17, 2 * self.tile_m * (self.tile_n + SLAB) * 2
+        barriers, weights_and_o = 8 * 15, 2 * self.tile_m * (sum(self.tile_keys) + 2 * self.slabs_of_o * SLAB)
         rows, infos = 4 * self.tile_m * 2, 4 * 2 * PUBLISHED * (1 + len(self.sources))
-        tiles = self.tile_m * self.row_bytes + 4 * self.half_tile_bytes + weights_and_o
-        return tiles + self.tile_m * self.tail * 2 + rows + infos + barriers
+        return (self.tile_m + sum(self.tile_keys)) * self.row_bytes + weights_and_o + rows + infos + barriers
 
     def __post_init__(self):
         if self.d % (2 * SLAB) or self.half > 256:
@@ -160,11 +169,10 @@ class Shared:
     """SMEM beside the barriers."""
 
     q: cute.Tensor  # (64, d)
-    k: cute.Tensor  # (tile_n, d, tile of the pair)
-    p: cute.Tensor  # (64, tile_n, tile of the pair): the weights; then O on its way out, as `o`
-    o: cute.Tensor  # (64, SLAB, warpgroup)
+    k: tuple[cute.Tensor, ...]  # (keys, d), by tile of the pair
+    p: tuple[cute.Tensor, ...]  # (64, keys), by tile of the pair: the weights
+    o: tuple[tuple[cute.Tensor, ...], ...]  # (64, SLAB), by warpgroup: O on its way out, in the end where p is
     max: cute.Tensor  # (64, warpgroup): the running maximum that each hands over; then what the other's sum ends with
-    tail: TailTiles | None
     info: cute.Tensor  # (PUBLISHED, row tile and each source, row tile & 1): what the producer found out
 
 
@@ -188,14 +196,13 @@ class Consumer:
     pv_other: cute.TiledMma
     a: cute.Tensor  # Q
     b_own: cute.Tensor  # this side's tile as K
-    b_value: cute.Tensor  # this side's columns as V: (.., tile of the pair)
+    b_value: tuple[cute.Tensor, ...]  # this side's columns as V, by tile of the pair
     a_other: cute.Tensor  # the other side's weights
     scores: cute.Tensor
     weights: cute.Tensor
     out: cute.Tensor
     softmax: Softmax
     stores: SlabStores
-    tail: Tail | None
 
 
 class LatentSm90:
@@ -252,7 +259,7 @@ class LatentSm90:
         if kind in SELECTIONS:
             return (SELECTIONS[kind](keys, first, second, s_kv, *of_selection),)
         tma = tma_atom(cpasync.CopyBulkTensorTileG2SOp(), shapes.keys(keys, s_kv), c.tile_n, c.half)
-        here = (keys,) if c.sources == ("span",) else ()  # a tail is loaded without TMA
+        here = (keys,) if c.sources == ("span",) else ()  # some are loaded without TMA
         return (*tma, *here, SpanOperands(first, second, s_kv))
 
     @cute.kernel
@@ -275,10 +282,8 @@ class LatentSm90:
                 cute.arch.mbarrier_init(bar.q_full, 1)
                 cute.arch.mbarrier_init(bar.q_empty, 2 * WARPGROUP)
                 cute.arch.mbarrier_init(bar.done, 2 * WARPGROUP)
-                cute.arch.mbarrier_init(bar.tail_full, WARP)
-                cute.arch.mbarrier_init(bar.tail_empty, 2 * WARPGROUP)
                 for i in cutlass.range_constexpr(4):
-                    cute.arch.mbarrier_init(bar.full + i, c.loaders)
+                    cute.arch.mbarrier_init(bar.full + i, c.loaders + (WARP if c.more and i // 2 == 1 else 0))
                     cute.arch.mbarrier_init(bar.empty + i, WARPGROUP)  # of the warpgroup that reads this half as V
                 for side in cutlass.range_constexpr(2):
                     cute.arch.mbarrier_init(bar.max + side, WARPGROUP)
@@ -291,9 +296,9 @@ class LatentSm90:
             cute.arch.setmaxregister_decrease(c.registers[0])
             if warp * 32 < c.loaders:
                 self.produce(bar, smem, (tma_q, mQ), sources, n)
-            elif cutlass.const_expr(c.has_tail):  # noqa: SIM102, at compile time
+            elif cutlass.const_expr(c.more > 0):  # noqa: SIM102, at compile time
                 if warp == 1:
-                    self.produce_tails(bar, smem.tail, sources[0], n)
+                    self.produce_more(bar, smem, sources[0], n)
         else:
             cute.arch.setmaxregister_increase(c.registers[1])
             operands = tuple(source[-1] for source in sources)
@@ -305,21 +310,20 @@ class LatentSm90:
     def allocate(self) -> tuple[Barriers, Shared]:
         c = self.config
         smem = SmemAllocator()
-        q, k, p, o = (
-            smem.allocate_tensor(self.dtype, layout.outer, 1024, swizzle=layout.inner)
-            for layout in (
-                slab_layout(self.dtype, c.tile_m, c.d),
-                slab_layout(self.dtype, c.tile_n, c.d, 2),
-                slab_layout(self.dtype, c.tile_m, c.tile_n, 2),
-                slab_layout(self.dtype, c.tile_m, SLAB, 2),
-            )
-        )
-        tail = TailTiles.allocate(smem, o, self.dtype, c.d) if c.has_tail else None
+
+        def tile(layout: cute.ComposedLayout) -> cute.Tensor:
+            return smem.allocate_tensor(self.dtype, layout.outer, 1024, swizzle=layout.inner)
+
+        q = tile(slab_layout(self.dtype, c.tile_m, c.d))
+        k = tuple(tile(slab_layout(self.dtype, keys, c.d)) for keys in c.tile_keys)
+        p = tuple(tile(operand_layout(self.dtype, c.tile_m, keys)) for keys in c.tile_keys)
+        slab = slab_layout(self.dtype, c.tile_m, SLAB)
+        o = tuple((*(tile(slab) for _ in range(c.slabs_of_o)), seen_as(weights, slab)) for weights in p)
         maxima = smem.allocate_tensor(Float32, cute.make_layout((c.tile_m, 2)), 16)
         info = smem.allocate_tensor(Int32, cute.make_layout((PUBLISHED, 1 + len(c.sources), 2)), 16)
-        mbar = smem.allocate_array(Int64, 17)
-        bar = Barriers(*(mbar + i for i in (0, 1, 2, 6, 10, 12, 14, 15, 16)))
-        return bar, Shared(q, k, p, o, maxima, tail, info)
+        mbar = smem.allocate_array(Int64, 15)
+        bar = Barriers(*(mbar + i for i in (0, 1, 2, 6, 10, 12, 14)))
+        return bar, Shared(q, k, p, o, maxima, info)
 
     # ---- producer
 
@@ -329,7 +333,7 @@ class LatentSm90:
         c = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         tma_q, mQ = row_source
-        keys = KeyTiles(c, self.dtype)
+        keys = KeyTiles(c)
         walk, evens0, odds0 = self.walk(n), Int32(0), Int32(0)
         for turn in cutlass.range(walk.turns, unroll=1):
             tile = walk.tile(turn)
@@ -346,21 +350,20 @@ class LatentSm90:
             if cutlass.const_expr(c.unpacks):
                 keys.load_packed(bar, smem.k, work)
             else:
-                keys.load(bar, smem.k, work, keys.copies(sources, opened, tile, smem.k))
+                keys.load(bar, smem.k, work, sources, tile)
             evens0, odds0 = evens0 + work.evens, odds0 + work.odds
 
     @cute.jit
-    def produce_tails(self, bar: Barriers, tiles: TailTiles, source: tuple, n: Extents):
-        """By a warp of its own, for tails wait until O has left their place, and key tiles shall not."""
-        walk, tails = self.walk(n), Int32(0)
+    def produce_more(self, bar: Barriers, smem: Shared, source: tuple, n: Extents):
+        """By a warp of its own: the last keys of odd tiles."""
+        c = self.config
+        walk, odds0 = self.walk(n), Int32(0)
         for turn in cutlass.range(walk.turns, unroll=1):
             tile = walk.tile(turn)
-            (span,) = own_part((self.open(source[-1], tile),), tile, 2)
-            if span.tail > 0:
-                cute.arch.mbarrier_wait(bar.tail_empty, tails & 1)
-                tiles.load(span, tile.key(source[2], span.operands.s_kv, span.lo, self.config.d))
-                cute.arch.cp_async_mbarrier_arrive_noinc(bar.tail_full)
-                tails = tails + 1
+            (span,) = own_part((self.open(source[-1], tile),), tile, c.unit)
+            place = tile.key(source[2], span.operands.s_kv, span.lo, c.d)
+            KeyTiles(c).load_more(bar, smem.k[RIGHT], span, odds0, place)
+            odds0 = odds0 + span.tiles // 2
 
     def walk(self, n: Extents) -> Walk:
         """Where keys are gathered, heads of one query follow one another: they share them in L2."""
@@ -369,7 +372,7 @@ class LatentSm90:
     def open(self, operands: Any, tile: RowTile) -> Any:
         c = self.config
         if isinstance(operands, SpanOperands):
-            return open_span(operands, tile, c.tile_n, ask_span(operands, tile, c.tile_m), c.tail)
+            return open_span(operands, tile, c.tile_n, ask_span(operands, tile, c.tile_m), c.more)
         return open_selection(operands, tile, c.tile_n, c.d)
 
     # ---- consumers
@@ -389,7 +392,7 @@ class LatentSm90:
         """One warpgroup: its half of O's columns, of every row tile of this CTA."""
         c = self.config
         w = self.consumer(side, bar, smem, output[0], scale_log2)
-        evens0, odds0, tails0 = Int32(0), Int32(0), Int32(0)
+        evens0, odds0 = Int32(0), Int32(0)
         boxed = BoxedRows.of(n, 0, w.thread, c.gathers)
         for turn in cutlass.range(self.walk(n).turns, unroll=1):
             cute.arch.mbarrier_wait(bar.q_full, turn & 1)
@@ -397,24 +400,22 @@ class LatentSm90:
             sources = tuple(
                 self.reopen(x, tile, smem.info[None, 1 + which, turn & 1]) for which, x in enumerate(operands)
             )
-            work, rows = Work(sources, (None,) * len(sources), evens0, odds0, tails0), Rows(tile, boxed, results)
-            if work.tail > 0:
-                w.stores.await_reads()
-                cute.arch.mbarrier_arrive(bar.tail_empty)
+            work, rows = Work(sources, (None,) * len(sources), evens0, odds0), Rows(tile, boxed, results)
             self.attend(side, w, work, rows)
             cute.arch.mbarrier_arrive(bar.done)
-            if (work.tail > 0) | (n.splits > 1):
+            if n.splits > 1:
                 cute.arch.mbarrier_wait(bar.done, turn & 1)
             if n.splits == 1:
                 self.store(side, w, turn, tile.of(output[1], c.tile_m, SLAB))
             else:
                 store_part(w.out, w.softmax, results.o_parts, tile, boxed, side * c.half, w.thread, c.d)
-            evens0, odds0, tails0 = evens0 + work.evens, odds0 + work.odds, tails0 + Int32(work.tail > 0)
+            evens0, odds0 = evens0 + work.evens, odds0 + work.odds
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     def consumer(self, side: int, bar: Barriers, smem: Shared, tma_o: cute.CopyAtom, scale_log2: Float32) -> Consumer:
         c, thread = self.config, cute.arch.thread_idx()[0] % WARPGROUP
-        qk = tiled_mma(self.dtype, c.tile_n, K_MAJOR)
+        keys = c.tile_keys[side]
+        qk = tiled_mma(self.dtype, keys, K_MAJOR)
         pv = tiled_mma(self.dtype, c.half, MN_MAJOR, warpgroup.OperandSource.RMEM)
         pv_other = tiled_mma(self.dtype, c.half, MN_MAJOR)
         return Consumer(
@@ -425,23 +426,23 @@ class LatentSm90:
             pv=pv,
             pv_other=pv_other,
             a=operand_a(qk, smem.q),
-            b_own=operand_b(qk, smem.k[None, None, side]),
-            b_value=operand_b(pv, transposed(cute.local_tile(smem.k, (c.tile_n, c.half, 2), (0, side, 0)))),
-            a_other=operand_a(pv_other, smem.p[None, None, 1 - side]),
-            scores=accumulator(qk, c.tile_n),
-            weights=register_operand(pv, c.tile_n, self.dtype),
+            b_own=operand_b(qk, smem.k[side]),
+            b_value=tuple(
+                operand_b(pv, transposed(cute.local_tile(k, (cute.size(k, mode=[0]), c.half), (0, side))))
+                for k in smem.k
+            ),
+            a_other=operand_a(pv_other, smem.p[1 - side]),
+            scores=accumulator(qk, keys),
+            weights=register_operand(pv, keys, self.dtype),
             out=accumulator(pv, c.half),
             softmax=Softmax.of(scale_log2),
-            stores=SlabStores(
-                tma_o, (smem.o[None, None, side], smem.p[None, None, side]), BAR_WARPGROUP + side, thread
-            ),
-            tail=Tail.of(smem.tail, side, pv_other, c.half, self.dtype) if c.has_tail else None,
+            stores=SlabStores(tma_o, smem.o[side], BAR_WARPGROUP + side, thread),
         )
 
     def reopen(self, operands: Any, tile: RowTile, slot: cute.Tensor) -> Any:
         c = self.config
         if isinstance(operands, SpanOperands):
-            return read_span(operands, tile, c.tile_n, slot, c.tail)
+            return read_span(operands, tile, c.tile_n, slot, c.more)
         return read_selection(operands, tile, c.tile_n, c.d, slot)
 
     @cute.jit
@@ -502,10 +503,6 @@ class LatentSm90:
             self.issue_scores(RIGHT, w, work, 0, RIGHT, fresh=True)
             self.issue_scores(RIGHT, w, work, 0, LEFT, fresh=False)
             seen = self.prepare(RIGHT, w, work, rows)
-            warpgroup.wait_group(0)
-            if cutlass.const_expr(self.config.has_tail):  # noqa: SIM102, at compile time
-                if work.tail > 0:
-                    w.tail.score(w.a, w.bar.tail_full, work.tails0 & 1)
             self.await_scores(w, odds == 1)
             self.right_pair(w, seen, 0, rows, first=True)
             for pair in cutlass.range(1, odds, unroll=1):
@@ -529,13 +526,14 @@ class LatentSm90:
     @cute.jit
     def store(self, side: cutlass.Constexpr, w: Consumer, turn: Int32, target: cute.Tensor):
         """This side's half of O, normalised, slab by slab."""
-        slabs, columns = self.config.half // SLAB, cute.size(w.scores)
+        c, mma = self.config, tiled_mma(self.dtype, SLAB, K_MAJOR)
+        slabs, slab = c.half // SLAB, cute.make_tensor(w.scores.iterator, mma.partition_shape_C((c.tile_m, SLAB)))
         for i in cutlass.range_constexpr(slabs):
-            if cutlass.const_expr(i == 1):
+            if cutlass.const_expr(i == c.slabs_of_o):
                 cute.arch.mbarrier_wait(w.bar.done, turn & 1)  # the other side reads this one's weights no more
-            for x in cutlass.range_constexpr(columns):
-                w.scores[x] = w.out[i * columns + x] * w.softmax.factor[x // 2 % ROWS]
-            w.stores.store(i, w.qk, w.scores, w.weights, target[None, None, side * slabs + i])
+            for x in cutlass.range_constexpr(cute.size(slab)):
+                slab[x] = w.out[i * cute.size(slab) + x] * w.softmax.factor[x // 2 % ROWS]
+            w.stores.store(i, mma, slab, w.weights, target[None, None, side * slabs + i])
 
     @cute.jit
     def on_source(self, w: Consumer, work: Work, t: Int32, action: cutlass.Constexpr[Callable]):
@@ -570,11 +568,11 @@ class LatentSm90:
                 if cutlass.const_expr(isinstance(source.operands, SpanOperands)):  # noqa: SIM102, at compile time
                     if source.needs_clearing(t):
                         cute.arch.mbarrier_wait(full + (1 - half), parity)
-                        zero_rows(w.smem.k[None, None, side], source.unseen_from(t), w.thread, WARPGROUP)
+                        zero_rows(w.smem.k[side], source.unseen_from(t), w.thread, WARPGROUP)
                         cute.arch.barrier(barrier_id=BAR_WARPGROUP + side, number_of_threads=WARPGROUP)
 
             self.on_source(w, work, 2 * pair + side, clear)
-        if cutlass.const_expr(c.gathers):
+        if cutlass.const_expr(c.gathers or (c.more > 0 and side == RIGHT)):
             cute.arch.fence_proxy("async.shared", space="cta")  # the producer wrote through the generic proxy
         blocks = c.half // 16
         multiply(w.qk, w.scores, w.a, w.b_own, fresh, range(half * blocks, (half + 1) * blocks))
@@ -621,7 +619,7 @@ class LatentSm90:
             self.share_weights(w, LEFT, True)
         fresh = first if has_odd else pair == 0
         rescale_rows(w.out, s.factor, fresh)
-        multiply(w.pv, w.out, w.weights, w.b_value[None, None, None, 0], fresh)
+        multiply(w.pv, w.out, w.weights, w.b_value[0], fresh)
         if cutlass.const_expr(has_odd):
             warpgroup.wait_group(0)
             cute.arch.mbarrier_arrive(w.bar.empty + 0)
@@ -632,38 +630,27 @@ class LatentSm90:
             rescale_rows(w.out, s.factor)
         cute.arch.mbarrier_wait(w.bar.weights + RIGHT, (work.evens0 + pair) & 1)
         if cutlass.const_expr(has_odd):
-            if cutlass.const_expr(first and self.config.has_tail):  # noqa: SIM102, at compile time
-                if work.tail > 0:
-                    w.tail.multiply(w.pv_other, w.out, w.bar.tail_full, work.tails0 & 1)
-            multiply(w.pv_other, w.out, w.a_other, w.b_value[None, None, None, 1])
+            multiply(w.pv_other, w.out, w.a_other, w.b_value[1])
 
     @cute.jit
     def right_pair(self, w: Consumer, work: Work, pair: Int32 | int, rows: Rows, first: cutlass.Constexpr = False):
-        """As `left_pair`, of the odd tile, and until the products are there; the first one takes the tail along."""
-        s, fresh, with_tail = w.softmax, first, first and self.config.has_tail
+        """As `left_pair`, of the odd tile, and until the products are there."""
+        s = w.softmax
         self.on_source(w, work, 2 * pair + 1, mask)
         s.remember_max()
         cute.arch.mbarrier_wait(w.bar.max + LEFT, (work.evens0 + pair) & 1)
         take_over(w.smem.max, LEFT, s.row_max, w.thread)
         s.raise_max(w.scores)
-        if cutlass.const_expr(with_tail):  # noqa: SIM102, at compile time
-            if work.tail > 0:
-                w.tail.mask(work.rows[0])
-                s.raise_max(w.tail.scores)
         hand_over(w.smem.max, RIGHT, s.row_max, w.thread)
         cute.arch.mbarrier_arrive(w.bar.max + RIGHT)
         s.decay()
         s.exponentiate(w.scores)
         round_to(w.weights, w.scores)
-        if cutlass.const_expr(with_tail):
-            if work.tail > 0:
-                w.tail.weigh(s, w.pv, w.out, w.thread)
-            fresh = work.tail == 0
         rescale_rows(w.out, s.factor, first)
-        multiply(w.pv, w.out, w.weights, w.b_value[None, None, None, 1], fresh)
+        multiply(w.pv, w.out, w.weights, w.b_value[1], first)
         self.share_weights(w, RIGHT, pair == work.evens - 1)
         cute.arch.mbarrier_wait(w.bar.weights + LEFT, (work.evens0 + pair) & 1)
-        multiply(w.pv_other, w.out, w.a_other, w.b_value[None, None, None, 0])
+        multiply(w.pv_other, w.out, w.a_other, w.b_value[0])
         if pair == work.evens - 1:
             self.finish(RIGHT, w, rows)
         warpgroup.wait_group(1)
@@ -680,7 +667,7 @@ class LatentSm90:
         cute.arch.mbarrier_arrive(w.bar.weights + RIGHT)
         rescale_rows(w.out, w.softmax.factor)
         cute.arch.mbarrier_wait(w.bar.weights + LEFT, uses & 1)
-        multiply(w.pv_other, w.out, w.a_other, w.b_value[None, None, None, 0], fresh=work.odds == 0)
+        multiply(w.pv_other, w.out, w.a_other, w.b_value[0], fresh=work.odds == 0)
 
     @cute.jit
     def adopt_max(self, w: Consumer, other: cutlass.Constexpr, uses: Int32):
@@ -692,7 +679,7 @@ class LatentSm90:
 
     @cute.jit
     def share_weights(self, w: Consumer, side: cutlass.Constexpr, last: bool | cutlass.Boolean):
-        store_rows(w.qk, w.scores, w.weights, w.smem.p[None, None, side], w.thread)
+        store_rows(w.qk, w.scores, w.weights, w.smem.p[side], w.thread)
         if last:
             self.share_sum(w, side)
         cute.arch.fence_proxy("async.shared", space="cta")
@@ -724,7 +711,7 @@ def take_over(shared: cute.Tensor, side: cutlass.Constexpr, state: cute.Tensor, 
 
 
 def compile(variant: Variant, out_dir: Path) -> Compiled:
-    config = Config(variant.d, variant.dtype, variant.sources, has_tail=variant.most_heads < ANY_HEADS)
+    config = Config(variant.d, variant.dtype, variant.sources, more=MORE if variant.most_heads < ANY_HEADS else 0)
     kernel = LatentSm90(config)
     of_keys = {kind: pointers(variant.dtype, "bytes" if kind == "packed" else "keys")[0] for kind in config.sources}
     first, second = (

@@ -24,14 +24,14 @@ from tests.ptx.verdict import Wrong, judge
 
 SEEDS = (0, 1, 2)
 DENSE, LATENT = "fwd_sm_90a_d128_bfloat16", "fwd_sm_90a_d512_bfloat16_shared_kv"
-TAILED = LATENT + "_h63"
+LONG_ODD = LATENT + "_h63"  # whose odd tiles have 16 keys more
 GATHERED = "sparse_fwd_sm_90a_d512_bfloat16_shared_kv"
 FEW_HEADS = "dsv4_sparse_fwd_sm_90a_d512_bfloat16_shared_kv_h16"
 PACKED = "dsv4_decode_fp8_sm_90a_d512_bfloat16_shared_kv"
 SHAPES: dict[str, dict[str, int]] = {
     DENSE: {"b": 1, "s_q": 24, "s_kv": 420, "h_q": 8, "width": 1000},  # three tiles of 160 keys, two tiles of rows
     LATENT: {"b": 1, "s_q": 12, "s_kv": 230, "h_q": 8, "width": 1000},  # four tiles of 64 keys
-    TAILED: {"b": 1, "s_q": 24, "s_kv": 150, "h_q": 8, "width": 128},  # two tiles and 7 keys
+    LONG_ODD: {"b": 1, "s_q": 24, "s_kv": 150, "h_q": 8, "width": 128},  # 64 keys and 71
     GATHERED: {"b": 1, "s_q": 3, "s_kv": 300, "h_q": 8, "topk": 200},
     FEW_HEADS: {"b": 1, "s_q": 4, "s_kv": 300, "h_q": 16, "s_kv1": 300, "topk": 200},
     PACKED: {"b": 1, "s_q": 2, "s_kv": 70, "h_q": 8, "s_kv1": 300, "topk": 200},
@@ -39,12 +39,9 @@ SHAPES: dict[str, dict[str, int]] = {
 BARRIERS = {  # the mbarriers of a kernel, in the order of their addresses
     DENSE: "q_full0 q_full1 q_empty0 q_empty1 k_full0 k_full1 k_empty0 k_empty1 "
     "v_landed0 v_landed1 v_full0 v_full1 v_empty0 v_empty1",
-    LATENT: "q_full q_empty full0 full1 full2 full3 empty0 empty1 empty2 empty3 max0 max1 weights0 weights1 done "
-    "tail_full tail_empty",
+    LATENT: "q_full q_empty full0 full1 full2 full3 empty0 empty1 empty2 empty3 max0 max1 weights0 weights1 done",
 }
-
-
-BARRIERS[TAILED] = BARRIERS[LATENT]
+BARRIERS[LONG_ODD] = BARRIERS[LATENT]
 
 
 @functools.cache
@@ -407,25 +404,32 @@ FATES = [
         without(r"cp\.async\.bulk\.wait_group\.read\s+1"),
     ),
     Fate(
-        "the tail read before it has come",
-        TAILED,
+        "the last keys of an odd tile announced before they have come",
+        LONG_ODD,
         Fault,
         r"orders this and the write by cp\.async|which nobody wrote",
-        without_wait(TAILED, "tail_full"),
+        arrive_at_once,
     ),
     Fate(
-        "the tail loaded before O has left its place",
-        TAILED,
+        "the last keys of an odd tile copied while those before are read",
+        LONG_ODD,
         Race,
         r"nothing orders this and the (write|read) by",
-        without_wait(TAILED, "tail_empty"),
+        without_wait(LONG_ODD, "empty3", slice(-1, None)),
     ),
     Fate(
-        "O staged while the tail is multiplied",
-        TAILED,
+        "the last keys of an odd tile read without a proxy fence",
+        LONG_ODD,
+        Race,
+        r"no fence\.proxy\.async after the generic write by cp\.async",
+        without(r"fence\.proxy\.async"),
+    ),
+    Fate(
+        "O staged while the weights in its place are multiplied",
+        LONG_ODD,
         Race,
         r"nothing orders this and the (write|read) by",
-        without_wait(TAILED, "done"),
+        without_wait(LONG_ODD, "done"),
     ),
     Fate(
         "the last store of O not waited for",

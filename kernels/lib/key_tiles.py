@@ -1,7 +1,7 @@
 """How the producer of `latent_sm90` fills its key tiles: by TMA, or by `cp.async`, and unpacks them there.
 
 Two tiles of keys stand in SMEM, the even and the odd one of a pair. A tile is refilled by halves of its columns, each
-as soon as it is read for the last time.
+as soon as it is read for the last time. The odd tile may be longer, by keys that a warp of its own copies.
 """
 
 from collections.abc import Callable
@@ -12,13 +12,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from .launch import WARPGROUP
+from .launch import WARP, WARPGROUP
 from .packed import LANES_A_KEY, Places, gather, unpack
 from .rows import RowTile
-from .selections import Selection
+from .selections import CHUNK, Selection, copy_or_zero
 from .spans import Span
 from .splits import total_tiles
-from .wgmma import SLAB, slab_layout, tma_tiles
+from .wgmma import SLAB, tma_tiles
 
 LEFT, RIGHT = 0, 1  # a warpgroup, its half of the columns, and the tile of a pair whose scores it computes
 REFILL_ORDER = ((0, LEFT), (1, RIGHT), (0, RIGHT), (1, LEFT))  # (tile of the pair, half): as they are read last
@@ -35,8 +35,6 @@ class Barriers:
     max: cute.Pointer  # 2, by side: its running maximum stands in SMEM
     weights: cute.Pointer  # 2, by side: its weights stand in SMEM, with the last ones its sum
     done: cute.Pointer  # nothing of a row tile's weights and sums is still to be read
-    tail_full: cute.Pointer
-    tail_empty: cute.Pointer
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,6 @@ class Work:
     rows: tuple  # per source: what this thread's rows see of it
     evens0: Int32  # pairs whose even, odd tile came before: the fill counts of the two key buffers
     odds0: Int32
-    tails0: Int32 | int = 0  # row tiles with a tail that came before
 
     @property
     def evens(self) -> Int32:
@@ -57,32 +54,15 @@ class Work:
     def odds(self) -> Int32:
         return total_tiles(self.sources) // 2
 
-    @property
-    def tail(self) -> Int32:
-        """Keys behind the last pair of tiles that are no tile of their own."""
-        return self.sources[0].tail if isinstance(self.sources[0], Span) else Int32(0)
-
 
 @dataclass(frozen=True)
 class KeyTiles:
     """The key tiles of a kernel, as its producer knows them."""
 
     config: Any
-    dtype: Any
-
-    def copies(self, sources: tuple, opened: tuple, tile: RowTile, sK: cute.Tensor) -> tuple:
-        """TMA from each span into sK's bytes seen as (tile_n, half, half of d, tile of the pair)."""
-        c = self.config
-        halves = cute.make_tensor(sK.iterator, slab_layout(self.dtype, c.tile_n, c.half, 2, 2).outer)
-        return tuple(
-            (source[0], *tma_tiles(source[0], tile.keys(source[1], span.lo, c.tile_n, c.half), halves))
-            if kind == "span"
-            else None
-            for kind, source, span in zip(c.sources, sources, opened, strict=True)
-        )
 
     @cute.jit
-    def load(self, bar: Barriers, sK: cute.Tensor, work: Work, copies: tuple):
+    def load(self, bar: Barriers, sK: tuple, work: Work, sources: tuple, tile: RowTile):
         """Fill the halves of all key tiles, in the order in which they come free."""
         c = self.config
         thread = cute.arch.thread_idx()[0]
@@ -101,13 +81,15 @@ class KeyTiles:
                     fills = pair + (work.evens0, work.odds0)[which]
                     cute.arch.mbarrier_wait(empty + i, (fills & 1) ^ 1)
                     first = Int32(0)
-                    for kind, source, copy in zip(c.sources, work.sources, copies, strict=True):
+                    for kind, source, given in zip(c.sources, work.sources, sources, strict=True):
                         if t >= first and t < first + source.tiles:
                             if cutlass.const_expr(kind == "span"):
-                                self.load_span(copy, t - first, which, half, full + i, thread)
+                                key = source.lo + source.begin(t - first)
+                                self.load_span(
+                                    given[0], tile.keys(given[1], key, c.tile_n, c.half), sK[which], half, full + i
+                                )
                             else:
-                                tile, keys = sK[None, None, which], wanted[None, which]
-                                source.gather(tile, keys, thread, self.slabs(half), WARPGROUP)
+                                source.gather(sK[which], wanted[None, which], thread, self.slabs(half), WARPGROUP)
                                 cute.arch.cp_async_mbarrier_arrive_noinc(full + i)
                         first = first + source.tiles
             if cutlass.const_expr(c.gathers):
@@ -138,7 +120,7 @@ class KeyTiles:
         self.of_tile(sources, wanted, t, thread, Selection.settle)
 
     @cute.jit
-    def load_packed(self, bar: Barriers, sK: cute.Tensor, work: Work):
+    def load_packed(self, bar: Barriers, sK: tuple, work: Work):
         """As `load`, of packed keys: the halves of a pair of tiles are gathered, then they are unpacked one by one.
 
         Who reads them issues the proxy fence, for it waits for all loads that a thread has under way.
@@ -157,14 +139,14 @@ class KeyTiles:
                 if 2 * pair + which < tiles:
                     fills = pair + (work.evens0, work.odds0)[which]
                     cute.arch.mbarrier_wait(empty + 2 * which + half, (fills & 1) ^ 1)
-                    gather(sK[None, None, which], places[which], self.slabs(half), thread, WARPGROUP)
+                    gather(sK[which], places[which], self.slabs(half), thread, WARPGROUP)
                 cute.arch.cp_async_commit_group()
             for which in cutlass.range_constexpr(2):
                 self.look_up(work.sources, wanted[None, which], 2 * pair + 2 + which, thread)
             for i, (which, half) in enumerate(REFILL_ORDER):
                 cute.arch.cp_async_wait_group(len(REFILL_ORDER) - 1 - i)
                 if 2 * pair + which < tiles:
-                    unpack(sK[None, None, which], places[which], self.slabs(half), thread, WARPGROUP)
+                    unpack(sK[which], places[which], self.slabs(half), thread, WARPGROUP)
                     cute.arch.mbarrier_arrive(full + 2 * which + half)
 
     @cute.jit
@@ -182,16 +164,40 @@ class KeyTiles:
         return range(half * slabs, (half + 1) * slabs)
 
     @cute.jit
-    def load_span(self, copy, t: Int32, which: cutlass.Constexpr, half: cutlass.Constexpr, full, thread: Int32):
+    def load_span(self, atom: cute.CopyAtom, gmem: cute.Tensor, sK: cute.Tensor, half: cutlass.Constexpr, full):
+        """tile_n keys from gmem's first one on."""
         c = self.config
-        atom, gK, sK = copy
-        if thread // 32 == 0:
+        gK, sK = tma_tiles(atom, gmem, cute.local_tile(sK, (c.tile_n, c.half), (0, None)))
+        if cute.arch.thread_idx()[0] // WARP == 0:
             with cute.arch.elect_one():
                 cute.arch.mbarrier_expect_tx(full, c.half_tile_bytes)
-            cute.copy(atom, gK[None, t, half], sK[None, half, which], tma_bar_ptr=full)
+            cute.copy(atom, gK[None, 0, half], sK[None, half], tma_bar_ptr=full)
         if cutlass.const_expr(c.loaders == 1):
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(full)
         else:
             cute.arch.sync_warp()  # the bytes are expected before the lane's warp arrives
             cute.arch.mbarrier_arrive(full)
+
+    @cute.jit
+    def load_more(self, bar: Barriers, sK: cute.Tensor, span: Span, odds0: Int32, place: tuple):
+        """By a warp: the keys of odd tiles behind those that `load` loads; zeros for what no query sees.
+
+        `place` is that of the span's first key.
+        """
+        c, (first, step) = self.config, place
+        chunks, at_once = SLAB // CHUNK, WARP * CHUNK // SLAB  # of a row of a slab; rows
+        rows, lane = cute.size(sK, mode=[0]), cute.arch.lane_idx()
+        mine, chunk = c.tile_n + lane // chunks, lane % chunks
+        for pair in cutlass.range(span.tiles // 2, unroll=1):
+            begin, seen = span.begin(2 * pair + 1), span.unseen_from(2 * pair + 1)
+            for which, half in REFILL_ORDER:
+                if cutlass.const_expr(which == 1):
+                    cute.arch.mbarrier_wait(bar.empty + 2 + half, ((odds0 + pair) & 1) ^ 1)
+                    for row in (mine + i for i in range(0, c.more, at_once)):
+                        present = Int32(row < seen)
+                        source = first + ((begin + row) * present * step + chunk * CHUNK)
+                        target = sK.iterator.toint() + row * SLAB * 2 + (chunk ^ row % chunks) * CHUNK * 2
+                        for slab in self.slabs(half):
+                            copy_or_zero(target + slab * rows * SLAB * 2, (source + slab * SLAB).toint(), 16 * present)
+                    cute.arch.cp_async_mbarrier_arrive_noinc(bar.full + 2 + half)

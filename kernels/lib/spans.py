@@ -23,8 +23,7 @@ class SpanOperands(NamedTuple):
 class Span:
     """The intervals of a tile's rows: [lo, hi) is their union, [lo_all, hi_all) what every row sees.
 
-    Key tile t starts at lo + t * tile_n, wherever lo is. Up to `most` keys behind a last pair of tiles are no
-    tile but a tail.
+    Its key tiles begin at lo, wherever that is; every other one has tile_n + `more` keys.
     """
 
     operands: SpanOperands
@@ -34,21 +33,23 @@ class Span:
     hi: Int32
     lo_all: Int32
     hi_all: Int32
-    most: int = 0
+    more: int = 0
 
     @property
     def tiles(self) -> Int32:
-        return (self.hi - self.lo - self.tail + self.tile_n - 1) // self.tile_n
-
-    @property
-    def tail(self) -> Int32:
         keys = self.hi - self.lo
-        rest = keys % (2 * self.tile_n)
-        return rest * Int32((rest <= self.most) & (keys > rest)) if self.most else Int32(0)
+        if not self.more:
+            return (keys + self.tile_n - 1) // self.tile_n
+        pairs, rest = keys // self.begin(2), keys % self.begin(2)
+        return 2 * pairs + Int32(rest > 0) + Int32(rest > self.tile_n)
+
+    def begin(self, t: Int32 | int) -> Int32 | int:
+        """How far behind lo key tile t begins."""
+        return t * self.tile_n + (t // 2 * self.more if self.more else 0)
 
     def unseen_from(self, t: Int32) -> Int32:
         """The first row of key tile t that no query sees; at least tile_n if there is none."""
-        return self.hi - self.lo - t * self.tile_n
+        return self.hi - self.lo - self.begin(t)
 
     def needs_clearing(self, t: Int32) -> cutlass.Boolean:
         """Whether keys that no query sees are loaded with tile t. As values they would count 0 * NaN if they are NaN.
@@ -59,10 +60,8 @@ class Span:
 
     def part(self, first: Int32, count: Int32) -> "Span":
         """The key tiles first .. first + count alone."""
-        lo = cutlass.min(self.lo + first * self.tile_n, self.hi)
-        hi = cutlass.min(
-            self.hi, lo + count * self.tile_n + self.tail * Int32((count > 0) & (first + count == self.tiles))
-        )
+        lo = cutlass.min(self.lo + self.begin(first), self.hi)
+        hi = cutlass.min(self.hi, self.lo + self.begin(first + count))
         return replace(self, lo=lo, hi=hi)
 
     def publish(self, slot: cute.Tensor) -> None:
@@ -92,10 +91,9 @@ class RowSpans:
     @cute.jit
     def mask(self, scores: cute.Tensor, t: Int32):
         """-inf for every key of tile t that its row does not see."""
-        span = self.span
-        key0 = span.lo + t * span.tile_n
-        if key0 < span.lo_all or key0 + span.tile_n > span.hi_all:
-            s = by_row(scores)
+        s, span = by_row(scores), self.span
+        key0, keys = span.lo + span.begin(t), 4 * cute.size(s, mode=[1])
+        if key0 < span.lo_all or key0 + keys > span.hi_all:
             column0 = key0 + cute.arch.lane_idx() % 4 * 2
             for r in cutlass.range_constexpr(ROWS):
                 for c in cutlass.range_constexpr(2):
@@ -137,7 +135,7 @@ def load_span(operands: SpanOperands, tile: RowTile, query: Int32) -> tuple[Int3
 
 @cute.jit
 def open_span(
-    operands: SpanOperands, tile: RowTile, tile_n: cutlass.Constexpr, asked: tuple, most: cutlass.Constexpr = 0
+    operands: SpanOperands, tile: RowTile, tile_n: cutlass.Constexpr, asked: tuple, more: cutlass.Constexpr = 0
 ) -> Span:
     """By a warp, which has `ask_span`-ed."""
     lo, hi = Int32(2**31 - 1), Int32(0)
@@ -152,8 +150,8 @@ def open_span(
     hi = cute.arch.warp_redux_sync(hi, "max")
     lo_all = cute.arch.warp_redux_sync(lo_all, "max")
     hi_all = cute.arch.warp_redux_sync(hi_all, "min")
-    return Span(operands, tile, tile_n, cutlass.min(lo, hi), hi, lo_all, hi_all, most)
+    return Span(operands, tile, tile_n, cutlass.min(lo, hi), hi, lo_all, hi_all, more)
 
 
-def read_span(operands: SpanOperands, tile: RowTile, tile_n: int, slot: cute.Tensor, most: int = 0) -> Span:
-    return Span(operands, tile, tile_n, *(cute.arch.make_warp_uniform(slot[i]) for i in range(4)), most)
+def read_span(operands: SpanOperands, tile: RowTile, tile_n: int, slot: cute.Tensor, more: int = 0) -> Span:
+    return Span(operands, tile, tile_n, *(cute.arch.make_warp_uniform(slot[i]) for i in range(4)), more)

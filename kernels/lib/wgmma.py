@@ -8,7 +8,6 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.cutlass_dsl import dsl_user_op
 
 SLAB = 64  # columns of 2-byte elements in a 128-byte swizzled row
-SW32_COLUMNS = 16  # the same in one of 32 bytes
 K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
 
 
@@ -18,10 +17,17 @@ def slab_layout(dtype, *shape: int) -> cute.ComposedLayout:
     return cute.tile_to_shape(atom, shape, order=tuple(range(len(shape))))
 
 
-def narrow_layout(dtype, rows: int) -> cute.ComposedLayout:
-    """(rows, 16) of a K-major operand, 32-byte swizzled."""
+def operand_layout(dtype, rows: int, columns: int) -> cute.ComposedLayout:
+    """(rows, columns) of a K-major operand: in slabs, or by 16 columns, 32-byte swizzled, where those do not divide."""
+    if columns % SLAB == 0:
+        return slab_layout(dtype, rows, columns)
     atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW32, dtype)
-    return cute.tile_to_shape(atom, (rows, SW32_COLUMNS), order=(0, 1))
+    return cute.tile_to_shape(atom, (rows, columns), order=(0, 1))
+
+
+def seen_as(tile: cute.Tensor, layout: cute.ComposedLayout) -> cute.Tensor:
+    """The same SMEM in another layout."""
+    return cute.make_tensor(cute.recast_ptr(tile.iterator, layout.inner, dtype=tile.element_type), layout.outer)
 
 
 def transposed(tile: cute.Tensor) -> cute.Tensor:
@@ -122,13 +128,6 @@ def multiply(
         mma.set(warpgroup.Field.ACCUMULATE, True if i else not_(fresh))
         cute.gemm(mma, acc, a[None, None, k], b[None, None, k], acc)
     warpgroup.commit_group()
-
-
-def multiply_and_wait(
-    mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, fresh: bool | cutlass.Boolean
-) -> None:
-    multiply(mma, acc, a, b, fresh)
-    warpgroup.wait_group(0)
 
 
 def not_(x: bool | cutlass.Boolean) -> bool | cutlass.Boolean:

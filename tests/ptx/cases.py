@@ -47,7 +47,7 @@ def extents(variant: Variant, tile_n: int, case: str) -> dict[str, int] | None:
         },
     }
     if variant.op == "fwd" and variant.shared_kv:
-        # a few keys behind a pair of tiles, or behind two: a tail; of the last row tiles more than that
+        # a few keys behind a pair of tiles, or behind two; of the last row tiles more than that
         table["tail"] = {"b": 2, "s_q": 19, "s_kv": 2 * n + 22, "h_q": 8, "width": 2 * n}
         table["tail of more"] = {"b": 1, "s_q": 20, "s_kv": 4 * n + 19, "h_q": 16, "width": EVERYTHING}
     if variant.op == "fwd":
