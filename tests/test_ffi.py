@@ -103,6 +103,8 @@ def test_lowers_for_cuda_without_a_gpu(variant):
         (64, 18, 2, 2),
         (4, 10, 2, 5),  # two sequences with 64 heads, 128 + 512 keys
         (64, 10, 2, 1),  # thirty-two
+        (4, 10, 1, 10),  # the same with few heads
+        (64, 10, 1, 2),
         (32, 512, 2, 4),  # sixteen queries of 128 heads, 32768 keys
         (1, 1, 1, 1),
         (1, 3, 2, 2),
@@ -131,7 +133,9 @@ def test_splits_by_what_is_built(monkeypatch):
         monkeypatch.setattr(_ffi, "variants", lambda variants=variants: variants)
         assert _ffi._splits("fwd", q, True, 1, 128, 2048) == wanted
         assert _ffi._splits("fwd", q, False, 1, 128, 2048) == 1
-    monkeypatch.setattr(_ffi, "variants", lambda: (row,))
+    few_heads = dataclasses.replace(row, op="dsv4_decode", tile_m=16, most_heads=16)
+    monkeypatch.setattr(_ffi, "variants", lambda: (row, few_heads))
+    assert _ffi._splits("dsv4_decode", q[:, :, :16], True, 64, 16, 640) == _ffi.split_count(64, 10, 1, 132) == 2
     (b,) = jax.export.symbolic_shape("b")
     assert _ffi._splits("fwd", q, True, b, 128, 2048) == 1
 
