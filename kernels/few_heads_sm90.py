@@ -105,7 +105,7 @@ class Config:
     def bytes_beside_keys(self) -> int:
         q, weights = self.tile_m * self.row_bytes, self.tile_m * self.tile_n * 2
         infos = -(-PUBLISHED * (1 + len(self.sources)) // 4) * 4  # a multiple of 16 bytes
-        small = 4 * (2 * self.tile_m * WARPS + infos + WARPS * self.key_tiles)
+        small = 4 * (self.tile_m * WARPS + infos + WARPS * self.key_tiles)
         return q + weights + small + 8 * 2
 
     @property
@@ -266,7 +266,7 @@ class FewHeadsSm90:
                 slab_layout(self.dtype, c.tile_m, c.tile_n),
             )
         )
-        found = smem.allocate_tensor(Float32, cute.make_layout((WARPS, c.tile_m, 2)), 16)
+        found = smem.allocate_tensor(Float32, cute.make_layout((WARPS, c.tile_m)), 16)
         info = smem.allocate_tensor(Int32, cute.make_layout((PUBLISHED, 1 + len(c.sources))), 16)
         seen = smem.allocate_tensor(Uint32, cute.make_layout((WARPS, c.key_tiles)), 16)
         mbar = smem.allocate_array(Int64, 2 + 2 * c.stages)
@@ -353,7 +353,7 @@ class FewHeadsSm90:
         c = self.config
         w = self.consumer(bar, smem, scale_log2)
         w.softmax.read_sinks(n, results)
-        before, steps = Int32(0), Int32(0)  # tiles of keys; of the softmax, one more for every query
+        before = Int32(0)  # tiles of keys
         for turn in cutlass.range(Walk.of(n).turns, unroll=1):
             cute.arch.mbarrier_wait(bar.q_full, turn & 1)
             tile = RowTile.read(smem.info[None, 0], n)
@@ -367,13 +367,12 @@ class FewHeadsSm90:
             for t in cutlass.range(tiles, unroll=1):
                 self.multiply_keys(w, before + t)
                 self.mask(w, before + t)
-                w.softmax.step(w.scores, steps + t)
+                w.softmax.step(w.scores)
                 self.share_weights(w)
                 self.rescale(w, fresh=t == 0)
                 self.multiply_values(w, before + t, fresh=t == 0)
-            before, steps = before + tiles, steps + tiles
-            w.softmax.finish(tile, results, steps)
-            steps += 1
+            before = before + tiles
+            w.softmax.finish(tile, results)
             for acc in w.out:
                 scale_columns(acc, w.softmax.factor)
             if n.splits == 1:
@@ -488,6 +487,8 @@ class FewHeadsSm90:
                 for slab, acc in enumerate(w.out):
                     for r in cutlass.range_constexpr(ROWS):
                         store(row + (slab * SLAB + row_of(w.thread, r)), by_column(acc)[i, r])
+        # as in `store`, between what the softmax finds of this query and of the next
+        cute.arch.barrier(barrier_id=BAR_CONSUMER, number_of_threads=WARPGROUP)
 
 
 def compile(variant: Variant, out_dir: Path) -> Compiled:
