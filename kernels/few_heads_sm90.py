@@ -365,11 +365,10 @@ class FewHeadsSm90:
                 for acc in w.out:
                     acc.fill(0.0)
             for t in cutlass.range(tiles, unroll=1):
-                self.multiply_keys(w, before + t)
-                self.mask(w, before + t)
+                seen = self.multiply_keys(w, before + t)
+                self.mask(w, seen)
                 w.softmax.step(w.scores)
-                self.share_weights(w)
-                self.rescale(w, fresh=t == 0)
+                self.share_weights(w, fresh=t == 0)
                 self.multiply_values(w, before + t, fresh=t == 0)
             before = before + tiles
             w.softmax.finish(tile, results)
@@ -402,30 +401,35 @@ class FewHeadsSm90:
         )
 
     @cute.jit
-    def multiply_keys(self, w: Consumer, k: Int32):
-        """The scores of this CTA's k-th tile of keys."""
+    def multiply_keys(self, w: Consumer, k: Int32) -> list[cutlass.Boolean]:
+        """The scores of this CTA's k-th tile of keys; of a thread's rows, which are there."""
         c = self.config
         for i in cutlass.range_constexpr(c.pieces):
             stage, phase = self.slot(k * c.pieces + i)
             cute.arch.mbarrier_wait(w.bar.full + stage, phase)
             cute.arch.fence_proxy("async.shared", space="cta")  # cp.async wrote through the generic proxy
             multiply(w.qk, w.scores, w.keys[None, None, None, stage], w.q[None, None, None, i], fresh=i == 0)
+        places = (present_at(row_of(w.thread, r), WARPGROUP) for r in range(ROWS))
+        seen = [w.smem.seen[warp, k % c.key_tiles] >> bit & 1 != 0 for warp, bit in places]  # under the products
         warpgroup.wait_group(0)
+        return seen
 
     @cute.jit
-    def mask(self, w: Consumer, k: Int32):
-        """-inf for every key of this CTA's k-th tile that is not there."""
-        c, s = self.config, by_column(w.scores)
+    def mask(self, w: Consumer, seen: list[cutlass.Boolean]):
+        """-inf for every key that is not there."""
+        s = by_column(w.scores)
         for r in cutlass.range_constexpr(ROWS):
-            warp, bit = present_at(row_of(w.thread, r), WARPGROUP)
-            seen = w.smem.seen[warp, k % c.key_tiles] >> bit & 1 != 0
             for i in cutlass.range_constexpr(cute.size(s, mode=[0])):
-                s[i, r] = s[i, r] if seen else -Float32.inf
+                s[i, r] = s[i, r] if seen[r] else -Float32.inf
 
     @cute.jit
-    def share_weights(self, w: Consumer):
-        """All warps' products of the weights before are done, for they have met in the softmax."""
+    def share_weights(self, w: Consumer, fresh: cutlass.Boolean):
+        """All warps' products of the weights before are done, for they have met in the softmax.
+
+        O is rescaled while the weights are on their way to SMEM, for which the fence waits.
+        """
         store_columns(w.qk, w.scores, w.smem.p, w.thread)
+        self.rescale(w, fresh)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=BAR_CONSUMER, number_of_threads=WARPGROUP)
 
