@@ -11,7 +11,9 @@ runs under the other's products:
     producer    Q, by TMA; keys, gathered with cp.async: a ring of pieces, each some columns of 64 keys
                     | full[stage]                                             ^ empty[stage]
     consumer    S', softmax over the keys of each column, weights to SMEM, O', all of it in registers; at last
-                normalised, and through Q's SMEM, which it fills exactly, to memory
+                normalised, and through the weights' SMEM and what else is left of it to memory
+
+Q's SMEM is free after the last scores of a query, so that the producer runs ahead into the next one.
 """
 
 from dataclasses import dataclass
@@ -103,10 +105,9 @@ class Config:
 
     @property
     def bytes_beside_keys(self) -> int:
-        q, weights = self.tile_m * self.row_bytes, self.tile_m * self.tile_n * 2
         infos = -(-PUBLISHED * (1 + len(self.sources)) // 4) * 4  # a multiple of 16 bytes
         small = 4 * (self.tile_m * WARPS + infos + WARPS * self.key_tiles)
-        return q + weights + small + 8 * 2
+        return self.tile_m * self.row_bytes + self.slab_bytes + small + 8 * 2
 
     @property
     def key_tiles(self) -> int:
@@ -118,8 +119,24 @@ class Config:
         return (self.smem_limit - self.bytes_beside_keys) // (self.piece_bytes + 2 * 8)
 
     @property
-    def smem_bytes(self) -> int:
+    def slab_bytes(self) -> int:
+        """Of O, and of a tile's weights."""
+        return self.tile_m * SLAB * 2
+
+    @property
+    def slabs_at_a_time(self) -> int:
+        """Of O, in SMEM: the weights' place, and what fits beside the keys; as many each time."""
+        slabs = self.d // SLAB
+        fit = 1 + (self.smem_limit - self.bytes_with_keys) // self.slab_bytes
+        return max(n for n in range(1, slabs + 1) if n <= fit and slabs % n == 0)
+
+    @property
+    def bytes_with_keys(self) -> int:
         return self.bytes_beside_keys + self.stages * (self.piece_bytes + 2 * 8)
+
+    @property
+    def smem_bytes(self) -> int:
+        return self.bytes_with_keys + (self.slabs_at_a_time - 1) * self.slab_bytes
 
     def __post_init__(self):
         if self.d % self.piece or self.tile_n != SLAB:
@@ -144,9 +161,9 @@ class Barriers:
 class Shared:
     """SMEM beside the barriers."""
 
-    q: cute.Tensor  # (heads, piece, piece of d): Q; then O on its way out
+    q: cute.Tensor  # (heads, piece, piece of d)
     k: cute.Tensor  # (tile_n, piece, stage)
-    p: cute.Tensor  # (heads, tile_n): the weights
+    p: cute.Tensor  # (heads, tile_n, slabs_at_a_time): the weights first; O on its way out
     found: cute.Tensor  # (warp, heads, 2): see ColumnSoftmax
     seen: cute.Tensor  # (warp of the producer, key_tiles): see `present`
     info: cute.Tensor  # (PUBLISHED, row tile and each source): what the producer found out
@@ -208,7 +225,7 @@ class FewHeadsSm90:
         n = extents(c.tile_m, True, b, s_q, h_q, h_kv, splits, ctas)
         shapes = Shapes(c.d, b, n)
         tma_q, mQ = tma_atom(cpasync.CopyBulkTensorTileG2SOp(), shapes.rows(q), c.tile_m, c.piece)
-        tma_o, mO = tma_atom(cpasync.CopyBulkTensorTileS2GOp(), shapes.rows(o), c.tile_m, c.piece)
+        tma_o, mO = tma_atom(cpasync.CopyBulkTensorTileS2GOp(), shapes.rows(o), c.tile_m, SLAB)
         given = ((keys0, from0, to0, s_kv0, s_batch0, topk0), (keys1, from1, to1, s_kv1, s_batch1, topk1))
         sources = tuple(gathered(GATHERED, kind, *g) for kind, g in zip(c.sources, given, strict=False))
         self.kernel(tma_q, mQ, tma_o, mO, sources, RowResults(sink, lse, o_parts), scale_log2, n).launch(
@@ -263,7 +280,7 @@ class FewHeadsSm90:
             for layout in (
                 slab_layout(self.dtype, c.tile_m, c.piece, c.pieces),
                 slab_layout(self.dtype, c.tile_n, c.piece, c.stages),
-                slab_layout(self.dtype, c.tile_m, c.tile_n),
+                slab_layout(self.dtype, c.tile_m, c.tile_n, c.slabs_at_a_time),
             )
         )
         found = smem.allocate_tensor(Float32, cute.make_layout((WARPS, c.tile_m)), 16)
@@ -360,12 +377,16 @@ class FewHeadsSm90:
             slots = (smem.info[None, 1 + i] for i in range(len(sources)))
             opened = (read_selection(x, tile, c.tile_n, c.d, slot) for x, slot in zip(sources, slots, strict=True))
             tiles = total_tiles(tuple(opened))
+            cute.arch.cp_async_bulk_wait_group(0, read=True)  # all warps meet before the next thing takes O's place
             w.softmax.reset()
             if tiles == 0:
+                cute.arch.mbarrier_arrive(bar.q_empty)
                 for acc in w.out:
                     acc.fill(0.0)
             for t in cutlass.range(tiles, unroll=1):
                 seen = self.multiply_keys(w, before + t)
+                if t == tiles - 1:
+                    cute.arch.mbarrier_arrive(bar.q_empty)
                 self.mask(w, seen)
                 w.softmax.step(w.scores)
                 self.share_weights(w, fresh=t == 0)
@@ -378,7 +399,7 @@ class FewHeadsSm90:
                 self.store(w, tile, output)
             else:
                 self.store_part(w, tile, results)
-            cute.arch.mbarrier_arrive(bar.q_empty)
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     def consumer(self, bar: Barriers, smem: Shared, scale_log2: Float32) -> Consumer:
         c = self.config
@@ -394,7 +415,7 @@ class FewHeadsSm90:
             keys=operand_a(qk, smem.k),
             q=operand_b(qk, smem.q),
             values=tuple(operand_a(pv, transposed(slab)) for slab in slabs),
-            p=operand_b(pv, smem.p),
+            p=operand_b(pv, smem.p[None, None, 0]),
             scores=accumulator(qk, c.tile_m),
             out=tuple(accumulator(pv, c.tile_m) for _ in range(c.d // SLAB)),
             softmax=ColumnSoftmax.of(scale_log2, thread, BAR_CONSUMER, smem.found),
@@ -428,7 +449,7 @@ class FewHeadsSm90:
 
         O is rescaled while the weights are on their way to SMEM, for which the fence waits.
         """
-        store_columns(w.qk, w.scores, w.smem.p, w.thread)
+        store_columns(w.qk, w.scores, w.smem.p[None, None, 0], w.thread)
         self.rescale(w, fresh)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=BAR_CONSUMER, number_of_threads=WARPGROUP)
@@ -463,22 +484,23 @@ class FewHeadsSm90:
 
     @cute.jit
     def store(self, w: Consumer, tile: RowTile, output: tuple):
-        """O to where Q was, and by TMA to memory, which leaves out heads that do not exist."""
+        """O through SMEM, and by TMA to memory, which leaves out heads that do not exist."""
         c = self.config
         tma_o, mO = output
-        slabs = c.piece // SLAB
-        for i in cutlass.range_constexpr(c.d // SLAB):
-            slab = cute.local_tile(w.smem.q, (c.tile_m, SLAB, c.pieces), (0, i % slabs, 0))
-            store_columns(w.pv, w.out[i], slab[None, None, i // slabs], w.thread)
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=BAR_CONSUMER, number_of_threads=WARPGROUP)
-        if cute.arch.make_warp_uniform(w.thread // 32) == 0:
-            gO, sO = tma_tiles(tma_o, tile.of(mO, c.tile_m, c.piece), w.smem.q)
-            with cute.arch.elect_one():
-                for i in cutlass.range_constexpr(c.pieces):
-                    cute.copy(tma_o, sO[None, i], gO[None, i])
-                cute.arch.cp_async_bulk_commit_group()
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        gO, sO = tma_tiles(tma_o, tile.of(mO, c.tile_m, SLAB), w.smem.p)
+        for first in cutlass.range_constexpr(0, c.d // SLAB, c.slabs_at_a_time):
+            if cutlass.const_expr(first > 0):
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                cute.arch.barrier(barrier_id=BAR_CONSUMER, number_of_threads=WARPGROUP)
+            for i in cutlass.range_constexpr(c.slabs_at_a_time):
+                store_columns(w.pv, w.out[first + i], w.smem.p[None, None, i], w.thread)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.barrier(barrier_id=BAR_CONSUMER, number_of_threads=WARPGROUP)
+            if cute.arch.make_warp_uniform(w.thread // 32) == 0:
+                with cute.arch.elect_one():
+                    for i in cutlass.range_constexpr(c.slabs_at_a_time):
+                        cute.copy(tma_o, sO[None, i], gO[None, first + i])
+                    cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
     def store_part(self, w: Consumer, tile: RowTile, results: RowResults):

@@ -293,13 +293,17 @@ FAULTS = [
         "too few bytes are expected",
         Fault,
         "reads SMEM",
-        source=(("mbarrier_arrive_and_expect_tx(full, c.ring_tile_bytes)", "mbarrier_arrive_and_expect_tx(full, 16384)"),),
+        source=(
+            ("mbarrier_arrive_and_expect_tx(full, c.ring_tile_bytes)", "mbarrier_arrive_and_expect_tx(full, 16384)"),
+        ),
     ),
     Planted(
         "too many bytes are expected",
         Deadlock,
         "transaction bytes outstanding",
-        source=(("mbarrier_arrive_and_expect_tx(full, c.ring_tile_bytes)", "mbarrier_arrive_and_expect_tx(full, 32784)"),),
+        source=(
+            ("mbarrier_arrive_and_expect_tx(full, c.ring_tile_bytes)", "mbarrier_arrive_and_expect_tx(full, 32784)"),
+        ),
     ),
     Planted(
         "absent keys are not masked",
