@@ -10,8 +10,9 @@
 
 namespace dsv4_fmha {
 
-// Where keys come from.  A span is one interval of keys per query, loaded by TMA; a selection is a list of keys per
-// query, gathered by index; packed, a selection of keys that are kept in FP8.
+// Where keys come from.  A span is one interval of keys per query; a selection is a list of keys per query, gathered by
+// index; packed, a selection of keys that are kept in FP8.  A span is loaded by TMA where there is nothing but spans, and
+// gathered too where anything is.
 enum SourceKind : int64_t { kSpan, kSelection, kPacked };
 
 constexpr int kMaxSources = 2;
@@ -45,7 +46,7 @@ struct Extents {
 
 struct SourcePlan {
   SourceKind kind;
-  TensorMapSpec map;       // of k and of v of a span: [d, s_kv, h_kv, b]
+  TensorMapSpec map;       // of k and of v that are not gathered: [d, s_kv, h_kv, b]
   int32_t map_extents[3];  // the dynamic extents, which follow a descriptor in the parameter list
   int32_t s_kv, stride, topk;
 };
@@ -54,7 +55,7 @@ struct Plan {
   uint32_t grid;
   TensorMapSpec map;  // of q and o: [d, inner, outer, h_kv, b]
   int32_t map_extents[4];
-  bool shared_kv;
+  bool shared_kv, gathers;
   int source_count;
   SourcePlan sources[kMaxSources];
   float scale_log2;  // scale * log2(e)
@@ -88,9 +89,9 @@ inline std::string PlanLaunch(const Shape& shape, float scale, const Tiles& tile
   if (!std::isfinite(scale) || scale <= 0) return "scale is " + std::to_string(scale) + ", wanted a finite number > 0";
 
   // One KV head: its rows are contiguous, so tiles may span queries freely.  Several: a tile is a block of queries by
-  // (a part of) the group's heads.  Keys selected for each query: a tile has heads of one query.
-  const bool one_query = std::any_of(sources, sources + source_count, [](auto& x) { return x.kind != kSpan; });
-  const bool contiguous = h_kv == 1 && !one_query;
+  // (a part of) the group's heads.  Keys gathered for each query: a tile has heads of one query.
+  const bool gathers = std::any_of(sources, sources + source_count, [](auto& x) { return x.kind != kSpan; });
+  const bool contiguous = h_kv == 1 && !gathers;
   const int64_t group = h_q / h_kv;
   const int64_t inner = contiguous ? s_q * group : group;
   const int64_t outer = contiguous ? 1 : s_q;
@@ -99,7 +100,7 @@ inline std::string PlanLaunch(const Shape& shape, float scale, const Tiles& tile
   for (int64_t rows = kWarpgroupRows;; rows += kWarpgroupRows) {  // as few as give no processor a second tile
     const int64_t at_most = std::min<int64_t>(rows, tiles.tile_m);
     box_inner = contiguous ? std::min(at_most, inner) : ceil_div(group, ceil_div(group, at_most));
-    box_outer = contiguous || one_query ? 1 : std::min(at_most / box_inner, s_q);
+    box_outer = contiguous || gathers ? 1 : std::min(at_most / box_inner, s_q);
     tiles_inner = ceil_div(inner, box_inner);
     tiles_outer = ceil_div(outer, box_outer);
     head_tiles = tiles_inner * tiles_outer;  // below 2^62
@@ -125,6 +126,7 @@ inline std::string PlanLaunch(const Shape& shape, float scale, const Tiles& tile
        {u64(head_bytes), u64(h_q * head_bytes), u64(group * head_bytes), u64(s_q * h_q * head_bytes)}},
       {i32(inner), i32(outer), i32(h_kv), i32(b)},
       shared_kv != 0,
+      gathers,
       static_cast<int>(source_count),
       {},
       static_cast<float>(scale * 1.4426950408889634),
@@ -137,7 +139,7 @@ inline std::string PlanLaunch(const Shape& shape, float scale, const Tiles& tile
     if (std::string error = out_of_range(s_kv_name, s_kv); !error.empty()) return error;
     if (kind != kSpan) {
       if (std::string error = out_of_range("topk", topk); !error.empty()) return error;
-    } else if (h_kv > max_heads / s_kv) {
+    } else if (!gathers && h_kv > max_heads / s_kv) {
       return too_large(std::string(s_kv_name) + " * h_kv", s_kv * h_kv, max_heads);
     }
     plan->sources[i] = SourcePlan{
@@ -218,14 +220,14 @@ struct ForwardParams : Params {
     for (int i = 0; i < plan.source_count; ++i) {
       SourcePlan& source = plan.sources[i];
       SourceAddresses& keys = at.sources[i];
-      if (source.kind == kSpan) {
+      if (!plan.gathers) {
         AddMap(source.map, source.map_extents, keys.k);
         if (!plan.shared_kv) AddMap(source.map, source.map_extents, keys.v);
-        if (plan.shared_kv && plan.source_count == 1) Add(keys.k);  // for keys that are loaded without TMA
-        Add(keys.from), Add(keys.to), Add(source.s_kv);
-      } else {
-        Add(keys.k), Add(keys.from), Add(keys.to), Add(source.s_kv), Add(source.stride), Add(source.topk);
       }
+      // where keys are loaded without TMA, all or some
+      if (plan.gathers || (plan.shared_kv && plan.source_count == 1)) Add(keys.k);
+      Add(keys.from), Add(keys.to), Add(source.s_kv);
+      if (source.kind != kSpan) Add(source.stride), Add(source.topk);
     }
     Add(at.sink), Add(n.splits > 1 ? at.lse_parts : at.lse), Add(at.o_parts), Add(plan.scale_log2);
     for (int32_t* x : {&n.s_q, &n.group, &n.h_kv, &n.inner, &n.outer, &n.box_inner, &n.box_outer, &n.tiles_inner,

@@ -54,7 +54,9 @@ def expected_params(variant: Variant) -> tuple[int, ...]:
         "selection": (pointer, pointer, pointer, number, number, number),  # keys, indices, length, s_kv, s_batch, topk
     }
     sources["packed"] = sources["selection"]
-    if variant.shared_kv and variant.sources == ("span",):
+    if variant.gathers:
+        sources["span"] = (pointer, pointer, pointer, number)  # keys, start, stop, s_kv
+    elif variant.shared_kv and variant.sources == ("span",):
         sources["span"] = (*keys, pointer, pointer, pointer, number)  # and where k is
     if variant.op == "combine":  # o_parts, lse_parts, o, sink, lse, rows, h_q, d, splits
         return (*[pointer] * 5, *[number] * 4)

@@ -8,15 +8,16 @@ A tile of 64 rows would hold one query's heads, and most of it nothing. So keys 
 A tile of rows is one query with all its heads. A CTA has two warpgroups, and an SM two CTAs, so that one's softmax
 runs under the other's products:
 
-    producer    Q, keys: a ring of pieces, each some columns of 64 keys; TMA for spans, cp.async for selections
+    producer    Q, by TMA; keys, gathered with cp.async: a ring of pieces, each some columns of 64 keys
                     | full[stage]                                             ^ empty[stage]
     consumer    S', softmax over the keys of each column, weights to SMEM, O', all of it in registers; at last
-                normalised, and through Q's SMEM, which it fills exactly, to memory
+                normalised, and through the weights' SMEM and what else is left of it to memory
+
+Q's SMEM is free after the last scores of a query, so that the producer runs ahead into the next one.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -29,10 +30,19 @@ from .aot import Compiled, compile_ahead
 from .lib.column_softmax import WARPS, ColumnSoftmax, by_column, column_of, exists, scale_columns
 from .lib.launch import SMEM_LIMIT, WARPGROUP, Shapes, element_type, i32, launch_facts, pointers
 from .lib.rows import PUBLISHED, ROWS, Extents, RowTile, Walk, extents, row_of, store
-from .lib.selections import LANES_A_ROW, SelectionOperands, open_selection, present, present_at, read_selection
+from .lib.selections import (
+    GATHERED,
+    LANES_A_ROW,
+    Selection,
+    gathered,
+    open_selection,
+    present,
+    present_at,
+    read_selection,
+    with_keys,
+)
 from .lib.softmax import RowResults
-from .lib.spans import SpanOperands, ask_span, open_span, read_span
-from .lib.splits import own_part, total_tiles
+from .lib.splits import on_source, own_part, total_tiles
 from .lib.wgmma import (
     K_MAJOR,
     MN_MAJOR,
@@ -95,10 +105,9 @@ class Config:
 
     @property
     def bytes_beside_keys(self) -> int:
-        q, weights = self.tile_m * self.row_bytes, self.tile_m * self.tile_n * 2
         infos = -(-PUBLISHED * (1 + len(self.sources)) // 4) * 4  # a multiple of 16 bytes
-        small = 4 * (2 * self.tile_m * WARPS + infos + WARPS * self.key_tiles)
-        return q + weights + small + 8 * 2
+        small = 4 * (self.tile_m * WARPS + infos + WARPS * self.key_tiles)
+        return self.tile_m * self.row_bytes + self.slab_bytes + small + 8 * 2
 
     @property
     def key_tiles(self) -> int:
@@ -110,8 +119,24 @@ class Config:
         return (self.smem_limit - self.bytes_beside_keys) // (self.piece_bytes + 2 * 8)
 
     @property
-    def smem_bytes(self) -> int:
+    def slab_bytes(self) -> int:
+        """Of O, and of a tile's weights."""
+        return self.tile_m * SLAB * 2
+
+    @property
+    def slabs_at_a_time(self) -> int:
+        """Of O, in SMEM: the weights' place, and what fits beside the keys; as many each time."""
+        slabs = self.d // SLAB
+        fit = 1 + (self.smem_limit - self.bytes_with_keys) // self.slab_bytes
+        return max(n for n in range(1, slabs + 1) if n <= fit and slabs % n == 0)
+
+    @property
+    def bytes_with_keys(self) -> int:
         return self.bytes_beside_keys + self.stages * (self.piece_bytes + 2 * 8)
+
+    @property
+    def smem_bytes(self) -> int:
+        return self.bytes_with_keys + (self.slabs_at_a_time - 1) * self.slab_bytes
 
     def __post_init__(self):
         if self.d % self.piece or self.tile_n != SLAB:
@@ -136,9 +161,9 @@ class Barriers:
 class Shared:
     """SMEM beside the barriers."""
 
-    q: cute.Tensor  # (heads, piece, piece of d): Q; then O on its way out
+    q: cute.Tensor  # (heads, piece, piece of d)
     k: cute.Tensor  # (tile_n, piece, stage)
-    p: cute.Tensor  # (heads, tile_n): the weights
+    p: cute.Tensor  # (heads, tile_n, slabs_at_a_time): the weights first; O on its way out
     found: cute.Tensor  # (warp, heads, 2): see ColumnSoftmax
     seen: cute.Tensor  # (warp of the producer, key_tiles): see `present`
     info: cute.Tensor  # (PUBLISHED, row tile and each source): what the producer found out
@@ -200,9 +225,9 @@ class FewHeadsSm90:
         n = extents(c.tile_m, True, b, s_q, h_q, h_kv, splits, ctas)
         shapes = Shapes(c.d, b, n)
         tma_q, mQ = tma_atom(cpasync.CopyBulkTensorTileG2SOp(), shapes.rows(q), c.tile_m, c.piece)
-        tma_o, mO = tma_atom(cpasync.CopyBulkTensorTileS2GOp(), shapes.rows(o), c.tile_m, c.piece)
+        tma_o, mO = tma_atom(cpasync.CopyBulkTensorTileS2GOp(), shapes.rows(o), c.tile_m, SLAB)
         given = ((keys0, from0, to0, s_kv0, s_batch0, topk0), (keys1, from1, to1, s_kv1, s_batch1, topk1))
-        sources = tuple(self.source(kind, shapes, *g) for kind, g in zip(c.sources, given, strict=False))
+        sources = tuple(gathered(GATHERED, kind, *g) for kind, g in zip(c.sources, given, strict=False))
         self.kernel(tma_q, mQ, tma_o, mO, sources, RowResults(sink, lse, o_parts), scale_log2, n).launch(
             grid=(cutlass.min(n.work, ctas), 1, 1),
             block=(c.threads, 1, 1),
@@ -211,13 +236,6 @@ class FewHeadsSm90:
             min_blocks_per_mp=CTAS,
             preferred_smem_carveout=100,  # unsaid, it is asked of the device
         )
-
-    def source(self, kind: str, shapes: Shapes, keys, first, second, s_kv: Int32, *of_selection: Int32) -> tuple:
-        c = self.config
-        if kind == "selection":
-            return (SelectionOperands(keys, first, second, s_kv, *of_selection),)
-        tma = tma_atom(cpasync.CopyBulkTensorTileG2SOp(), shapes.keys(keys, s_kv), c.tile_n, c.piece)
-        return (*tma, SpanOperands(first, second, s_kv))
 
     @cute.kernel
     def kernel(
@@ -252,8 +270,7 @@ class FewHeadsSm90:
             self.produce(bar, smem, (tma_q, mQ), sources, n)
         else:
             cute.arch.setmaxregister_increase(c.registers[1])
-            operands = tuple(source[-1] for source in sources)
-            self.consume(bar, smem, operands, (tma_o, mO), results, scale_log2, n)
+            self.consume(bar, smem, sources, (tma_o, mO), results, scale_log2, n)
 
     def allocate(self) -> tuple[Barriers, Shared]:
         c = self.config
@@ -263,10 +280,10 @@ class FewHeadsSm90:
             for layout in (
                 slab_layout(self.dtype, c.tile_m, c.piece, c.pieces),
                 slab_layout(self.dtype, c.tile_n, c.piece, c.stages),
-                slab_layout(self.dtype, c.tile_m, c.tile_n),
+                slab_layout(self.dtype, c.tile_m, c.tile_n, c.slabs_at_a_time),
             )
         )
-        found = smem.allocate_tensor(Float32, cute.make_layout((WARPS, c.tile_m, 2)), 16)
+        found = smem.allocate_tensor(Float32, cute.make_layout((WARPS, c.tile_m)), 16)
         info = smem.allocate_tensor(Int32, cute.make_layout((PUBLISHED, 1 + len(c.sources))), 16)
         seen = smem.allocate_tensor(Uint32, cute.make_layout((WARPS, c.key_tiles)), 16)
         mbar = smem.allocate_array(Int64, 2 + 2 * c.stages)
@@ -288,7 +305,7 @@ class FewHeadsSm90:
         walk, before = Walk.of(n), Int32(0)
         for turn in cutlass.range(walk.turns, unroll=1):
             tile = walk.tile(turn)
-            opened = own_part(tuple(self.open(source[-1], tile) for source in sources), tile, 1)
+            opened = own_part(tuple(open_selection(x, tile, c.tile_n, c.d) for x in sources), tile, 1)
             if warp == 0:
                 cute.arch.mbarrier_wait(bar.q_empty, (turn & 1) ^ 1)
                 with cute.arch.elect_one():
@@ -299,50 +316,19 @@ class FewHeadsSm90:
                 gQ, sQ = tma_tiles(tma_q, tile.of(mQ, c.tile_m, c.piece), smem.q)
                 for i in cutlass.range_constexpr(c.pieces):
                     cute.copy(tma_q, gQ[None, i], sQ[None, i], tma_bar_ptr=bar.q_full)
-            for kind, source, here in zip(c.sources, sources, opened, strict=True):
-                if cutlass.const_expr(kind == "span"):
-                    self.load_span(bar, smem, source, here, tile, before)
-                else:
-                    self.gather(bar, smem, here, before)
-                before = before + here.tiles
-
-    def open(self, operands: Any, tile: RowTile) -> Any:
-        c = self.config
-        if isinstance(operands, SpanOperands):
-            return open_span(operands, tile, c.tile_n, ask_span(operands, tile, c.tile_m))
-        return open_selection(operands, tile, c.tile_n, c.d)
+            self.gather(bar, smem, opened, before)
+            before = before + total_tiles(opened)
 
     @cute.jit
-    def load_span(self, bar: Barriers, smem: Shared, source: tuple, span: Any, tile: RowTile, before: Int32):
-        c = self.config
-        thread = cute.arch.thread_idx()[0]
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        tma, mK, _ = source
-        gK, sK = tma_tiles(tma, tile.keys(mK, span.lo, c.tile_n, c.piece), smem.k)
-        for t in cutlass.range(span.tiles, unroll=1):
-            for i in cutlass.range_constexpr(c.pieces):
-                stage, phase = self.slot((before + t) * c.pieces + i)
-                cute.arch.mbarrier_wait(bar.empty + stage, phase ^ 1)
-                if cutlass.const_expr(i == 0):
-                    at_a_time = WARPGROUP // LANES_A_ROW
-                    rows = (j * at_a_time + thread // LANES_A_ROW for j in range(c.tile_n // at_a_time))
-                    self.publish(smem, present([x < span.unseen_from(t) for x in rows], thread), before + t)
-                if warp == 0:
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_expect_tx(bar.full + stage, c.piece_bytes)
-                    cute.copy(tma, gK[None, t, i], sK[None, stage], tma_bar_ptr=bar.full + stage)
-                cute.arch.mbarrier_arrive(bar.full + stage)
-                self.arrive_as_warp(bar.full + stage)
-
-    @cute.jit
-    def gather(self, bar: Barriers, smem: Shared, selection: Any, before: Int32):
+    def gather(self, bar: Barriers, smem: Shared, selections: tuple, before: Int32):
         c = self.config
         thread = cute.arch.thread_idx()[0]
         slabs = c.piece // SLAB
         wanted = cute.make_rmem_tensor(c.tile_n // (WARPGROUP // LANES_A_ROW), Int32)
-        selection.look_up(wanted, 0, thread, WARPGROUP)
-        for t in cutlass.range(selection.tiles, unroll=1):
-            selection.settle(wanted, t, thread, WARPGROUP)
+        on_source(selections, 0, Selection.look_up, wanted, thread, WARPGROUP)
+        for t in cutlass.range(total_tiles(selections), unroll=1):
+            on_source(selections, t, Selection.settle, wanted, thread, WARPGROUP)
+            source = with_keys(selections, t)
             here = present([wanted[i] >= 0 for i in range(cute.size(wanted))], thread)
             for i in cutlass.range_constexpr(c.pieces):
                 stage, phase = self.slot((before + t) * c.pieces + i)
@@ -350,10 +336,10 @@ class FewHeadsSm90:
                 if cutlass.const_expr(i == 0):
                     self.publish(smem, here, before + t)
                 columns = range(i * slabs, (i + 1) * slabs)
-                selection.gather(smem.k[None, None, stage], wanted, thread, columns, WARPGROUP, i * slabs)
+                source.gather(smem.k[None, None, stage], wanted, thread, columns, WARPGROUP, i * slabs)
                 cute.arch.cp_async_mbarrier_arrive_noinc(bar.full + stage)
                 self.arrive_as_warp(bar.full + stage)
-            selection.look_up(wanted, t + 1, thread, WARPGROUP)
+            on_source(selections, t + 1, Selection.look_up, wanted, thread, WARPGROUP)
 
     @cute.jit
     def publish(self, smem: Shared, present: Uint32, k: Int32):
@@ -374,42 +360,46 @@ class FewHeadsSm90:
         self,
         bar: Barriers,
         smem: Shared,
-        operands: tuple,
+        sources: tuple,
         output: tuple,
         results: RowResults,
         scale_log2: Float32,
         n: Extents,
     ):
         """For every query of this CTA: O and lse."""
+        c = self.config
         w = self.consumer(bar, smem, scale_log2)
         w.softmax.read_sinks(n, results)
-        before, steps = Int32(0), Int32(0)  # tiles of keys; of the softmax, one more for every query
+        before = Int32(0)  # tiles of keys
         for turn in cutlass.range(Walk.of(n).turns, unroll=1):
             cute.arch.mbarrier_wait(bar.q_full, turn & 1)
-            tile, sources = self.reopen(operands, smem, n)
-            tiles = total_tiles(sources)
+            tile = RowTile.read(smem.info[None, 0], n)
+            slots = (smem.info[None, 1 + i] for i in range(len(sources)))
+            opened = (read_selection(x, tile, c.tile_n, c.d, slot) for x, slot in zip(sources, slots, strict=True))
+            tiles = total_tiles(tuple(opened))
+            cute.arch.cp_async_bulk_wait_group(0, read=True)  # all warps meet before the next thing takes O's place
             w.softmax.reset()
             if tiles == 0:
+                cute.arch.mbarrier_arrive(bar.q_empty)
                 for acc in w.out:
                     acc.fill(0.0)
             for t in cutlass.range(tiles, unroll=1):
-                self.multiply_keys(w, before + t)
-                self.mask(w, before + t)
-                w.softmax.step(w.scores, steps + t)
-                self.clear(w, sources, t, before)
-                self.share_weights(w)
-                self.rescale(w, fresh=t == 0)
+                seen = self.multiply_keys(w, before + t)
+                if t == tiles - 1:
+                    cute.arch.mbarrier_arrive(bar.q_empty)
+                self.mask(w, seen)
+                w.softmax.step(w.scores)
+                self.share_weights(w, fresh=t == 0)
                 self.multiply_values(w, before + t, fresh=t == 0)
-            before, steps = before + tiles, steps + tiles
-            w.softmax.finish(tile, results, steps)
-            steps += 1
+            before = before + tiles
+            w.softmax.finish(tile, results)
             for acc in w.out:
                 scale_columns(acc, w.softmax.factor)
             if n.splits == 1:
                 self.store(w, tile, output)
             else:
                 self.store_part(w, tile, results)
-            cute.arch.mbarrier_arrive(bar.q_empty)
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     def consumer(self, bar: Barriers, smem: Shared, scale_log2: Float32) -> Consumer:
         c = self.config
@@ -425,66 +415,42 @@ class FewHeadsSm90:
             keys=operand_a(qk, smem.k),
             q=operand_b(qk, smem.q),
             values=tuple(operand_a(pv, transposed(slab)) for slab in slabs),
-            p=operand_b(pv, smem.p),
+            p=operand_b(pv, smem.p[None, None, 0]),
             scores=accumulator(qk, c.tile_m),
             out=tuple(accumulator(pv, c.tile_m) for _ in range(c.d // SLAB)),
             softmax=ColumnSoftmax.of(scale_log2, thread, BAR_CONSUMER, smem.found),
         )
 
-    def reopen(self, operands: tuple, smem: Shared, n: Extents) -> tuple[RowTile, tuple]:
-        """What the producer published of a query."""
-        c = self.config
-        tile, sources = RowTile.read(smem.info[None, 0], n), []
-        for which, x in enumerate(operands):
-            slot = smem.info[None, 1 + which]
-            if isinstance(x, SpanOperands):
-                sources.append(read_span(x, tile, c.tile_n, slot))
-            else:
-                sources.append(read_selection(x, tile, c.tile_n, c.d, slot))
-        return tile, tuple(sources)
-
     @cute.jit
-    def multiply_keys(self, w: Consumer, k: Int32):
-        """The scores of this CTA's k-th tile of keys."""
+    def multiply_keys(self, w: Consumer, k: Int32) -> list[cutlass.Boolean]:
+        """The scores of this CTA's k-th tile of keys; of a thread's rows, which are there."""
         c = self.config
         for i in cutlass.range_constexpr(c.pieces):
             stage, phase = self.slot(k * c.pieces + i)
             cute.arch.mbarrier_wait(w.bar.full + stage, phase)
-            if cutlass.const_expr("selection" in c.sources):
-                cute.arch.fence_proxy("async.shared", space="cta")  # cp.async wrote through the generic proxy
+            cute.arch.fence_proxy("async.shared", space="cta")  # cp.async wrote through the generic proxy
             multiply(w.qk, w.scores, w.keys[None, None, None, stage], w.q[None, None, None, i], fresh=i == 0)
+        places = (present_at(row_of(w.thread, r), WARPGROUP) for r in range(ROWS))
+        seen = [w.smem.seen[warp, k % c.key_tiles] >> bit & 1 != 0 for warp, bit in places]  # under the products
         warpgroup.wait_group(0)
+        return seen
 
     @cute.jit
-    def mask(self, w: Consumer, k: Int32):
-        """-inf for every key of this CTA's k-th tile that is not there."""
-        c, s = self.config, by_column(w.scores)
+    def mask(self, w: Consumer, seen: list[cutlass.Boolean]):
+        """-inf for every key that is not there."""
+        s = by_column(w.scores)
         for r in cutlass.range_constexpr(ROWS):
-            warp, bit = present_at(row_of(w.thread, r), WARPGROUP)
-            seen = w.smem.seen[warp, k % c.key_tiles] >> bit & 1 != 0
             for i in cutlass.range_constexpr(cute.size(s, mode=[0])):
-                s[i, r] = s[i, r] if seen else -Float32.inf
+                s[i, r] = s[i, r] if seen[r] else -Float32.inf
 
     @cute.jit
-    def clear(self, w: Consumer, sources: tuple, t: Int32, before: Int32):
-        """Of tile t the keys of a span that the query does not see, lest they be NaN: as values they count 0 times.
+    def share_weights(self, w: Consumer, fresh: cutlass.Boolean):
+        """All warps' products of the weights before are done, for they have met in the softmax.
 
-        All warps have read them as keys: they have met in the softmax.
+        O is rescaled while the weights are on their way to SMEM, for which the fence waits.
         """
-        c, first = self.config, Int32(0)
-        for source in sources:
-            if cutlass.const_expr(isinstance(source.operands, SpanOperands)):
-                here = t - first
-                if (here >= 0) & (here < source.tiles) & source.needs_clearing(here):
-                    for i in cutlass.range_constexpr(c.pieces):
-                        stage, _ = self.slot((before + t) * c.pieces + i)
-                        zero_rows(w.smem.k[None, None, stage], source.unseen_from(here), w.thread, WARPGROUP)
-            first = first + source.tiles
-
-    @cute.jit
-    def share_weights(self, w: Consumer):
-        """All warps' products of the weights before are done, for they have met in the softmax."""
-        store_columns(w.qk, w.scores, w.smem.p, w.thread)
+        store_columns(w.qk, w.scores, w.smem.p[None, None, 0], w.thread)
+        self.rescale(w, fresh)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=BAR_CONSUMER, number_of_threads=WARPGROUP)
 
@@ -518,22 +484,23 @@ class FewHeadsSm90:
 
     @cute.jit
     def store(self, w: Consumer, tile: RowTile, output: tuple):
-        """O to where Q was, and by TMA to memory, which leaves out heads that do not exist."""
+        """O through SMEM, and by TMA to memory, which leaves out heads that do not exist."""
         c = self.config
         tma_o, mO = output
-        slabs = c.piece // SLAB
-        for i in cutlass.range_constexpr(c.d // SLAB):
-            slab = cute.local_tile(w.smem.q, (c.tile_m, SLAB, c.pieces), (0, i % slabs, 0))
-            store_columns(w.pv, w.out[i], slab[None, None, i // slabs], w.thread)
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=BAR_CONSUMER, number_of_threads=WARPGROUP)
-        if cute.arch.make_warp_uniform(w.thread // 32) == 0:
-            gO, sO = tma_tiles(tma_o, tile.of(mO, c.tile_m, c.piece), w.smem.q)
-            with cute.arch.elect_one():
-                for i in cutlass.range_constexpr(c.pieces):
-                    cute.copy(tma_o, sO[None, i], gO[None, i])
-                cute.arch.cp_async_bulk_commit_group()
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        gO, sO = tma_tiles(tma_o, tile.of(mO, c.tile_m, SLAB), w.smem.p)
+        for first in cutlass.range_constexpr(0, c.d // SLAB, c.slabs_at_a_time):
+            if cutlass.const_expr(first > 0):
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                cute.arch.barrier(barrier_id=BAR_CONSUMER, number_of_threads=WARPGROUP)
+            for i in cutlass.range_constexpr(c.slabs_at_a_time):
+                store_columns(w.pv, w.out[first + i], w.smem.p[None, None, i], w.thread)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.barrier(barrier_id=BAR_CONSUMER, number_of_threads=WARPGROUP)
+            if cute.arch.make_warp_uniform(w.thread // 32) == 0:
+                with cute.arch.elect_one():
+                    for i in cutlass.range_constexpr(c.slabs_at_a_time):
+                        cute.copy(tma_o, sO[None, i], gO[None, first + i])
+                    cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
     def store_part(self, w: Consumer, tile: RowTile, results: RowResults):
@@ -546,6 +513,8 @@ class FewHeadsSm90:
                 for slab, acc in enumerate(w.out):
                     for r in cutlass.range_constexpr(ROWS):
                         store(row + (slab * SLAB + row_of(w.thread, r)), by_column(acc)[i, r])
+        # as in `store`, between what the softmax finds of this query and of the next
+        cute.arch.barrier(barrier_id=BAR_CONSUMER, number_of_threads=WARPGROUP)
 
 
 def compile(variant: Variant, out_dir: Path) -> Compiled:

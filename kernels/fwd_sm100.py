@@ -34,12 +34,12 @@ from cutlass.memory import SmemAllocator
 
 from .aot import Compiled, compile_ahead
 from .lib.launch import SMEM_LIMIT, WARPGROUP, Shapes, element_type, i32, launch_facts, pointers
-from .lib.row_softmax import RowSpan, exponentiate, foresee, mask, on_source, raise_max, seen_by_row, shift_of
+from .lib.row_softmax import RowSpan, exponentiate, foresee, mask, raise_max, seen_by_row, shift_of
 from .lib.rows import PUBLISHED, BoxedRows, Extents, RowTile, Walk, extents, load, store
-from .lib.selections import SelectionOperands, open_selection, read_selection
+from .lib.selections import GATHERED, LANES_A_ROW, gathered, open_selection, read_selection
 from .lib.softmax import LN_2, LOG2_E, RowResults, exp2
 from .lib.spans import SpanOperands, ask_span, open_span, read_span
-from .lib.splits import total_tiles
+from .lib.splits import on_source, total_tiles
 from .lib.tcgen05 import (
     COLUMNS,
     LANES,
@@ -287,8 +287,8 @@ class FwdSm100:
 
     def source(self, kind: str, shapes: Shapes, v, keys, first, second, s_kv, s_batch, topk) -> tuple:
         c = self.config
-        if kind == "selection":
-            return (SelectionOperands(keys, first, second, s_kv, s_batch, topk),)
+        if c.gathers:
+            return (gathered(GATHERED, kind, keys, first, second, s_kv, s_batch, topk),)
         load = cpasync.CopyBulkTensorTileG2SOp()
         arrays = (keys,) if c.shared_kv else (keys, v)
         tma = (x for array in arrays for x in tma_atom(load, shapes.keys(array, s_kv), c.tile_n, c.ring_d))
@@ -390,51 +390,40 @@ class FwdSm100:
         """All key tiles of one row tile, source after source. Entries of a selection are read a tile ahead."""
         c, bar, smem = self.config, cta.bar, cta.smem
         bar_full, bar_empty = bar.full, bar.empty
-        copies = tuple(self.ring_copies(cta, x, tile, source) for x, source in zip(sources, opened, strict=True))
-        wanted = cute.make_rmem_tensor(c.tile_n // (WARPGROUP // 8), Int32) if c.gathers else None
+        wanted, copies = None, (None,) * len(opened)
+        if cutlass.const_expr(c.gathers):
+            wanted = cute.make_rmem_tensor(c.tile_n // (WARPGROUP // LANES_A_ROW), Int32)
+        else:
+            copies = tuple(self.ring_copies(cta, x, tile, source) for x, source in zip(sources, opened, strict=True))
         first = Int32(0)
         for source, copy in zip(opened, copies, strict=True):
-            if cutlass.const_expr(copy is None):
-                source.look_up(wanted, 0, thread, WARPGROUP)
+            if cutlass.const_expr(c.gathers):
+                source.look_up(0, wanted, thread, WARPGROUP)
             for t in cutlass.range(source.tiles, unroll=1):
                 fill = fills0 + first + t
                 stage, parity = fill % c.stages, fill // c.stages & 1
-                if cutlass.const_expr(copy is None):
-                    source.settle(wanted, t, thread, WARPGROUP)
+                if cutlass.const_expr(c.gathers):
+                    source.settle(t, wanted, thread, WARPGROUP)
                 for ring in cutlass.range_constexpr(2):
                     full = bar_full + ring * c.stages + stage
                     cute.arch.mbarrier_wait(bar_empty + ring * c.stages + stage, parity ^ 1)
-                    if cutlass.const_expr(copy is None):
+                    if cutlass.const_expr(c.gathers):
                         slabs = range(ring * c.ring_d // SLAB, (ring + 1) * c.ring_d // SLAB)
                         source.gather(smem.rings[None, None, 0, stage], wanted, thread, slabs, WARPGROUP)
                         cute.arch.cp_async_mbarrier_arrive_noinc(full)
                     else:
                         atom, gmem, tiles = copy[ring]
-                        if cute.arch.make_warp_uniform(thread // 32) == 0:
-                            with cute.arch.elect_one():
-                                cute.arch.mbarrier_expect_tx(full, c.ring_tile_bytes)
-                            cute.copy(atom, gmem[None, t], tiles[None, stage], tma_bar_ptr=full)
-                        self.arrive_loaded(full)
-                if cutlass.const_expr(copy is None):
-                    source.look_up(wanted, t + 1, thread, WARPGROUP)
+                        with cute.arch.elect_one():
+                            cute.arch.mbarrier_arrive_and_expect_tx(full, c.ring_tile_bytes)
+                        cute.copy(atom, gmem[None, t], tiles[None, stage], tma_bar_ptr=full)
+                if cutlass.const_expr(c.gathers):
+                    source.look_up(t + 1, wanted, thread, WARPGROUP)
             first = first + source.tiles
 
-    @cute.jit
-    def arrive_loaded(self, full: cute.Pointer):
-        """By all who load; the bytes are expected before any lane of the warp that expects them arrives."""
-        if cutlass.const_expr(self.config.loaders == 1):
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(full)
-        else:
-            cute.arch.sync_warp()
-            cute.arch.mbarrier_arrive(full)
-
-    def ring_copies(self, cta: Cta, source: tuple, tile: RowTile, opened: Any) -> tuple | None:
-        """For each ring (atom, its tiles in memory, its stages); None for what is gathered."""
+    def ring_copies(self, cta: Cta, source: tuple, tile: RowTile, opened: Any) -> tuple:
+        """For each ring (atom, its tiles in memory, its stages)."""
         c = self.config
         *tma, _ = source
-        if not tma:
-            return None
         arrays = ((*tma[:2], 0), (*tma[:2], 1)) if c.shared_kv else ((*tma[:2], 0), (*tma[2:], 0))
         return tuple(
             (

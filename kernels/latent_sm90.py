@@ -19,7 +19,6 @@ The keys come from one or more sources, walked one after the other as one sequen
 (contiguous, loaded by TMA: a window, a dense cache) and selections (gathered by index with cp.async).
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,10 +46,10 @@ from .lib.launch import (
 from .lib.output import SlabStores, store_part
 from .lib.packed import PackedOperands
 from .lib.rows import PUBLISHED, BoxedRows, Extents, RowTile, Walk, extents, row_of
-from .lib.selections import SelectionOperands, open_selection, read_selection
+from .lib.selections import GATHERED, SelectedRows, gathered, open_selection, read_selection
 from .lib.softmax import ROWS, RowResults, Softmax, rescale_rows, scale_rows
 from .lib.spans import SpanOperands, ask_span, open_span, read_span
-from .lib.splits import own_part
+from .lib.splits import on_source, own_part
 from .lib.wgmma import (
     K_MAJOR,
     MN_MAJOR,
@@ -73,7 +72,7 @@ from .lib.wgmma import (
 )
 from .variants import ANY_HEADS, Variant
 
-SELECTIONS = {"selection": SelectionOperands, "packed": PackedOperands}
+SELECTIONS = {**GATHERED, "packed": PackedOperands}  # by the kind of a source
 
 MORE = 16  # keys: a step of K in a WGMMA
 
@@ -256,8 +255,8 @@ class LatentSm90:
 
     def source(self, kind: str, shapes: Shapes, keys, first, second, s_kv: Int32, *of_selection: Int32) -> tuple:
         c = self.config
-        if kind in SELECTIONS:
-            return (SELECTIONS[kind](keys, first, second, s_kv, *of_selection),)
+        if c.gathers:
+            return (gathered(SELECTIONS, kind, keys, first, second, s_kv, *of_selection),)
         tma = tma_atom(cpasync.CopyBulkTensorTileG2SOp(), shapes.keys(keys, s_kv), c.tile_n, c.half)
         here = (keys,) if c.sources == ("span",) else ()  # some are loaded without TMA
         return (*tma, *here, SpanOperands(first, second, s_kv))
@@ -349,6 +348,8 @@ class LatentSm90:
             work = Work(opened, (), evens0, odds0)
             if cutlass.const_expr(c.unpacks):
                 keys.load_packed(bar, smem.k, work)
+            elif cutlass.const_expr(c.gathers):
+                keys.gather(bar, smem.k, work)
             else:
                 keys.load(bar, smem.k, work, sources, tile)
             evens0, odds0 = evens0 + work.evens, odds0 + work.odds
@@ -461,11 +462,11 @@ class LatentSm90:
     def prepare(self, side: int, w: Consumer, work: Work, rows: Rows) -> Work:
         """What is not needed before the first scores are there."""
         w.softmax.start(*rows)
-        seen = tuple(source.of_rows(rows.boxed) for source in work.sources)
-        first = Int32(0)
-        for source, of_source in zip(work.sources, seen, strict=True):
-            of_source.foresee((side - first) & 1)  # the source's first tile on this side
-            first = first + source.tiles
+        if self.config.gathers:
+            seen = (SelectedRows.of(work.sources),)
+            seen[0].foresee(side)
+        else:
+            seen = tuple(source.of_rows(rows.boxed) for source in work.sources)
         w.stores.await_reads()
         return replace(work, rows=seen)
 
@@ -536,18 +537,6 @@ class LatentSm90:
             w.stores.store(i, mma, slab, w.weights, target[None, None, side * slabs + i])
 
     @cute.jit
-    def on_source(self, w: Consumer, work: Work, t: Int32, action: cutlass.Constexpr[Callable]):
-        """action(w, source, rows, its tile number) for the source that tile t of the sequence belongs to."""
-        if cutlass.const_expr(len(work.sources) == 1):
-            action(w, work.sources[0], work.rows[0], t)
-        else:
-            first = work.sources[0].tiles
-            if t < first:
-                action(w, work.sources[0], work.rows[0], t)
-            else:
-                action(w, work.sources[1], work.rows[1], t - first)
-
-    @cute.jit
     def issue_scores(
         self,
         side: cutlass.Constexpr,
@@ -561,17 +550,16 @@ class LatentSm90:
         c = self.config
         full, parity = w.bar.full + 2 * side, (pair + (work.evens0, work.odds0)[side]) & 1
         cute.arch.mbarrier_wait(full + half, parity)
-        if cutlass.const_expr(fresh):
+        if cutlass.const_expr(fresh and not c.gathers):
 
             @cute.jit
-            def clear(w: Consumer, source: Any, rows: Any, t: Int32):
-                if cutlass.const_expr(isinstance(source.operands, SpanOperands)):  # noqa: SIM102, at compile time
-                    if source.needs_clearing(t):
-                        cute.arch.mbarrier_wait(full + (1 - half), parity)
-                        zero_rows(w.smem.k[side], source.unseen_from(t), w.thread, WARPGROUP)
-                        cute.arch.barrier(barrier_id=BAR_WARPGROUP + side, number_of_threads=WARPGROUP)
+            def clear(source: Any, t: Int32):
+                if source.needs_clearing(t):
+                    cute.arch.mbarrier_wait(full + (1 - half), parity)
+                    zero_rows(w.smem.k[side], source.unseen_from(t), w.thread, WARPGROUP)
+                    cute.arch.barrier(barrier_id=BAR_WARPGROUP + side, number_of_threads=WARPGROUP)
 
-            self.on_source(w, work, 2 * pair + side, clear)
+            on_source(work.sources, 2 * pair + side, clear)
         if cutlass.const_expr(c.gathers or (c.more > 0 and side == RIGHT)):
             cute.arch.fence_proxy("async.shared", space="cta")  # the producer wrote through the generic proxy
         blocks = c.half // 16
@@ -596,6 +584,11 @@ class LatentSm90:
         self.issue_scores(LEFT, w, work, pair, RIGHT, fresh=False)
         self.await_scores(w, pair == work.evens - 1)
 
+    def mask(self, w: Consumer, work: Work, t: Int32 | int) -> None:
+        on_source(work.rows, t, mask, w.scores)
+        if self.config.gathers:
+            work.rows[0].foresee(t + 2)  # long before the next fence, which waits for loads as well
+
     @cute.jit
     def left_pair(
         self,
@@ -607,7 +600,7 @@ class LatentSm90:
     ):
         """From the scores of the even tile to the products of both tiles, the last of them still in flight."""
         s = w.softmax
-        self.on_source(w, work, 2 * pair, mask)
+        self.mask(w, work, 2 * pair)
         s.remember_max()
         s.raise_max(w.scores)
         hand_over(w.smem.max, LEFT, s.row_max, w.thread)
@@ -636,7 +629,7 @@ class LatentSm90:
     def right_pair(self, w: Consumer, work: Work, pair: Int32 | int, rows: Rows, first: cutlass.Constexpr = False):
         """As `left_pair`, of the odd tile, and until the products are there."""
         s = w.softmax
-        self.on_source(w, work, 2 * pair + 1, mask)
+        self.mask(w, work, 2 * pair + 1)
         s.remember_max()
         cute.arch.mbarrier_wait(w.bar.max + LEFT, (work.evens0 + pair) & 1)
         take_over(w.smem.max, LEFT, s.row_max, w.thread)
@@ -692,9 +685,8 @@ class LatentSm90:
         hand_over(w.smem.max, 1 - side, w.softmax.row_sum, w.thread)
 
 
-def mask(w: Consumer, source: Any, rows: Any, t: Int32) -> None:
-    rows.mask(w.scores, t)
-    rows.foresee(t + 2)  # long before the next fence, which waits for loads as well
+def mask(rows: Any, t: Int32, scores: cute.Tensor) -> None:
+    rows.mask(scores, t)
 
 
 @cute.jit

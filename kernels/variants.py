@@ -26,6 +26,11 @@ class Variant:
         return key + (f"_h{self.most_heads}" if self.most_heads < ANY_HEADS else "")
 
     @property
+    def gathers(self) -> bool:
+        """Whether keys differ from query to query: then a tile of rows has one query's heads, and all are gathered."""
+        return any(kind != "span" for kind in self.sources)
+
+    @property
     def splits(self) -> bool:
         """Whether the keys of a tile of rows may be split over CTAs."""
         return self.arch == "sm_90a" and self.sources != ()

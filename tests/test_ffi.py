@@ -299,10 +299,12 @@ def test_plan_refuses(change, scale, says):
 
 
 def test_plan_takes_shapes_beyond_32_bit_addresses():
-    launch = plan(("span", "selection"), Shape(2, 70_000, 1_000_000, 128, 1, 512, s_kv1=10_000_000, topk=2048))
-    q, o, window = (spec for spec in launch.maps if spec is not None)
+    shape = Shape(2, 70_000, 1_000_000, 128, 1, 512, s_kv1=10_000_000, topk=2048)
+    q, o, window, entries = (spec for spec in plan(("span", "span"), shape).maps if spec is not None)
     assert q.strides[3] == o.strides[3] == 70_000 * 128 * 512 * 2
-    assert window.strides[2] == 1_000_000 * 512 * 2
+    assert [x.strides[2] for x in (window, entries)] == [1_000_000 * 512 * 2, 10_000_000 * 512 * 2]
+    gathered = plan(("span", "selection"), shape)  # so that none of its keys has a map
+    assert [spec.extents[0] for spec in gathered.maps if spec is not None] == [512, 512]
 
 
 # On a GPU.

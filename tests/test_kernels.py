@@ -25,9 +25,10 @@ def test_sass(key, tmp_path):
     assert count["LDL"] == count["STL"] == 0, count
     if variant.op == "combine":
         return
-    assert count["UTMALDG"] > 0, count  # q, if nothing else
-    gathers, long_odd = variant.sources[-1] != "span", variant.op == "fwd" and variant.most_heads < ANY_HEADS
-    assert (count["LDGSTS"] > 0) == (gathers or long_odd), count
+    of_q = variant.d // 64  # a box of TMA has 128 bytes of a row
+    assert (count["UTMALDG"] == of_q) if variant.gathers else (count["UTMALDG"] > of_q), count
+    long_odd = variant.op == "fwd" and variant.most_heads < ANY_HEADS
+    assert (count["LDGSTS"] > 0) == (variant.gathers or long_odd), count
     row = next(row for row in _ffi.manifest()["variants"] if row["key"] == key)
     a_tile = (variant.d + row["tile_n"]) // 16  # an MMA has k = 16: those of Q K', and those of P V
     if variant.arch == "sm_100a":

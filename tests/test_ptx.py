@@ -1,5 +1,6 @@
 """Hopper's kernels, run by the interpreter: right answers, and nothing that depends on who is faster."""
 
+import dataclasses
 import functools
 import re
 
@@ -63,6 +64,24 @@ def test_splits_are_merged_right(key, case):
     forward.machine.run()
     merged = combine(kernel(COMBINE[kernel(key).variant.dtype]), forward, seed=seed)
     judge(merged.run(), x, merged.scale)
+
+
+@pytest.mark.parametrize("key", [key for key in BUILT if key.startswith("dsv4_sparse_fwd") and "_bfloat16" in key])
+def test_a_nan_reaches_those_alone_who_see_it(key):
+    """Of a window beside selected keys: the tiles of rows hold one query each."""
+    k = kernel(key)
+    x = native.operands(k.variant, b=1, s_q=4, s_kv=75, h_q=native.heads_for(k.variant, 8), s_kv1=9, topk=5, width=70)
+    window, entries = x.sources
+    bad = 4  # the first two queries see it; the third, nothing of the window; the last begins with the next key
+    sees = window.counts[0, :, bad] > 0
+    assert sees.tolist() == [True, True, False, False]
+    poisoned = window.k.copy()
+    poisoned[:, bad] = np.nan
+    spoilt = dataclasses.replace(x, sources=(dataclasses.replace(window, k=poisoned, v=poisoned), entries))
+    (want, _), (got, _) = (launch(k, y, processors=1).run() for y in (x, spoilt))
+    o = got.astype(np.float32)
+    assert np.isnan(o[:, sees]).all()
+    np.testing.assert_array_equal(o[:, ~sees], want.astype(np.float32)[:, ~sees])
 
 
 def test_hardware_has_answered_for_every_kernel():

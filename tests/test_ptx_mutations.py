@@ -367,7 +367,7 @@ FATES = [
         shape={"topk": 300},
     ),
     Fate(
-        "Q's buffer handed back while O leaves from it",
+        "weights of a few heads shared while O leaves from their place",
         FEW_HEADS,
         Fault,
         r"nothing orders this and the (read|write) by|ends while TMA may still read shared memory",

@@ -293,13 +293,17 @@ FAULTS = [
         "too few bytes are expected",
         Fault,
         "reads SMEM",
-        source=(("mbarrier_expect_tx(full, c.ring_tile_bytes)", "mbarrier_expect_tx(full, 16384)"),),
+        source=(
+            ("mbarrier_arrive_and_expect_tx(full, c.ring_tile_bytes)", "mbarrier_arrive_and_expect_tx(full, 16384)"),
+        ),
     ),
     Planted(
         "too many bytes are expected",
         Deadlock,
         "transaction bytes outstanding",
-        source=(("mbarrier_expect_tx(full, c.ring_tile_bytes)", "mbarrier_expect_tx(full, 32784)"),),
+        source=(
+            ("mbarrier_arrive_and_expect_tx(full, c.ring_tile_bytes)", "mbarrier_arrive_and_expect_tx(full, 32784)"),
+        ),
     ),
     Planted(
         "absent keys are not masked",
@@ -311,7 +315,7 @@ FAULTS = [
     Planted(
         "the second source's tiles are counted from the first's",
         **WRONG,
-        source=(("action(seen[1], t - first, *arguments)", "action(seen[1], t, *arguments)"),),
+        source=(("action(sources[1], t - first, *arguments)", "action(sources[1], t, *arguments)"),),
         key=FUSED,
         case="few",
     ),
@@ -365,7 +369,8 @@ def mutant(fault: Planted, directory: Path) -> Kernel:
         assert ptx != kernel.ptx
         return dataclasses.replace(kernel, ptx=ptx)
     shutil.copytree(ROOT / "kernels", directory / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
-    files = [directory / "kernels" / name for name in ("fwd_sm100.py", "lib/tcgen05.py", "lib/row_softmax.py")]
+    names = ("fwd_sm100.py", "lib/tcgen05.py", "lib/row_softmax.py", "lib/splits.py")
+    files = [directory / "kernels" / name for name in names]
     for old, new in fault.source:
         assert sum(file.read_text().count(old) for file in files) == 1, old
         for file in files:

@@ -28,7 +28,7 @@ class ColumnSoftmax:
     scale_log2: Float32
     thread: Int32
     barrier: int  # a named one, of the warpgroup alone
-    shared: cute.Tensor  # float32 (warp, columns, 2): what each warp has found
+    shared: cute.Tensor  # float32 (warp, columns): what each warp has found; all meet between two uses
     max: cute.Tensor
     sum: cute.Tensor  # of this thread's rows, until `finish`
     factor: cute.Tensor  # what was summed before the last step, in units of now; at last, what normalises
@@ -53,17 +53,14 @@ class ColumnSoftmax:
         self.sum.fill(0.0)
 
     @cute.jit
-    def step(self, scores: cute.Tensor, turn: Int32):
-        """scores <- exp(scale (scores - max)) under the new maxima, which sum and factor follow.
-
-        `turn` counts the calls of this and of `finish`.
-        """
+    def step(self, scores: cute.Tensor):
+        """scores <- exp(scale (scores - max)) under the new maxima, which sum and factor follow."""
         s = by_column(scores)
         old = cute.make_rmem_tensor_like(self.max)
         old.store(self.max.load())
         for i in cutlass.range_constexpr(cute.size(old)):
             self.max[i] = cute.arch.fmax(self.max[i], cute.arch.fmax(s[i, 0], s[i, 1]))
-        self.over_keys(self.max, cute.arch.fmax, turn)
+        self.over_keys(self.max, cute.arch.fmax)
         for i in cutlass.range_constexpr(cute.size(old)):
             shift = self.shift(i)
             self.factor[i] = exp2(old[i] * self.scale_log2 - shift)
@@ -72,12 +69,12 @@ class ColumnSoftmax:
             self.sum[i] = self.sum[i] * self.factor[i] + (s[i, 0] + s[i, 1])
 
     @cute.jit
-    def finish(self, tile: RowTile, results: RowResults, turn: Int32):
+    def finish(self, tile: RowTile, results: RowResults):
         """factor <- what normalises O, the sink included; lse, which leaves it out, goes to memory.
 
         A query without keys (sum 0) gets factor 0 and lse -inf; a NaN stays a NaN.
         """
-        self.over_keys(self.sum, add, turn)
+        self.over_keys(self.sum, add)
         for i in cutlass.range_constexpr(cute.size(self.sum)):
             sees, shift = self.sum[i] != 0.0, self.shift(i)
             total = self.sum[i] + exp2((self.sink[i] - shift * LN_2) * LOG2_E)
@@ -89,16 +86,15 @@ class ColumnSoftmax:
                 store(results.lse + row, lse if sees else -Float32.inf)
 
     @cute.jit
-    def over_keys(self, x: cute.Tensor, combine: cutlass.Constexpr[Callable], turn: Int32):
+    def over_keys(self, x: cute.Tensor, combine: cutlass.Constexpr[Callable]):
         """x <- all threads' x of each column, combined."""
-        shared = self.shared[None, None, turn & 1]
         value, i, is_first = over_lanes(x, combine, self.thread)
         if is_first:
-            shared[self.thread // 32, column_of(self.thread, i)] = value
+            self.shared[self.thread // 32, column_of(self.thread, i)] = value
         cute.arch.barrier(barrier_id=self.barrier, number_of_threads=WARPGROUP)
         of_warps = cute.make_rmem_tensor(WARPS, Float32)
         for i in cutlass.range_constexpr(cute.size(x)):
-            place = (shared.iterator + column_of(self.thread, i) * WARPS).align(16)
+            place = (self.shared.iterator + column_of(self.thread, i) * WARPS).align(16)
             cute.autovec_copy(cute.make_tensor(place, cute.make_layout(WARPS)), of_warps)
             x[i] = combine(combine(of_warps[0], of_warps[1]), combine(of_warps[2], of_warps[3]))
 

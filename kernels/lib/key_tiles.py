@@ -4,7 +4,6 @@ Two tiles of keys stand in SMEM, the even and the odd one of a pair. A tile is r
 as soon as it is read for the last time. The odd tile may be longer, by keys that a warp of its own copies.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +14,9 @@ from cutlass import Int32
 from .launch import WARP, WARPGROUP
 from .packed import LANES_A_KEY, Places, gather, unpack
 from .rows import RowTile
-from .selections import CHUNK, Selection, copy_or_zero
+from .selections import CHUNK, LANES_A_ROW, Selection, copy_or_zero, with_keys
 from .spans import Span
-from .splits import total_tiles
+from .splits import on_source, total_tiles
 from .wgmma import SLAB, tma_tiles
 
 LEFT, RIGHT = 0, 1  # a warpgroup, its half of the columns, and the tile of a pair whose scores it computes
@@ -65,59 +64,50 @@ class KeyTiles:
     def load(self, bar: Barriers, sK: tuple, work: Work, sources: tuple, tile: RowTile):
         """Fill the halves of all key tiles, in the order in which they come free."""
         c = self.config
-        thread = cute.arch.thread_idx()[0]
         tiles, full, empty = total_tiles(work.sources), bar.full, bar.empty
-        wanted = cute.make_rmem_tensor((c.tile_n // (WARPGROUP // 8), 2), Int32) if c.gathers else None
-        if cutlass.const_expr(c.gathers):
-            for which in cutlass.range_constexpr(2):
-                self.look_up(work.sources, wanted[None, which], which, thread)
         for pair in cutlass.range(work.evens, unroll=1):
-            if cutlass.const_expr(c.gathers):  # so that little is left to do when a place comes free
-                for which in cutlass.range_constexpr(2):
-                    self.settle(work.sources, wanted[None, which], 2 * pair + which, thread)
             for which, half in REFILL_ORDER:
                 t, i = 2 * pair + which, 2 * which + half
                 if t < tiles:
                     fills = pair + (work.evens0, work.odds0)[which]
                     cute.arch.mbarrier_wait(empty + i, (fills & 1) ^ 1)
                     first = Int32(0)
-                    for kind, source, given in zip(c.sources, work.sources, sources, strict=True):
+                    for source, (atom, keys, *_) in zip(work.sources, sources, strict=True):
                         if t >= first and t < first + source.tiles:
-                            if cutlass.const_expr(kind == "span"):
-                                key = source.lo + source.begin(t - first)
-                                self.load_span(
-                                    given[0], tile.keys(given[1], key, c.tile_n, c.half), sK[which], half, full + i
-                                )
-                            else:
-                                source.gather(sK[which], wanted[None, which], thread, self.slabs(half), WARPGROUP)
-                                cute.arch.cp_async_mbarrier_arrive_noinc(full + i)
+                            key0 = source.lo + source.begin(t - first)
+                            self.load_span(atom, tile.keys(keys, key0, c.tile_n, c.half), sK[which], half, full + i)
                         first = first + source.tiles
-            if cutlass.const_expr(c.gathers):
-                for which in cutlass.range_constexpr(2):
-                    self.look_up(work.sources, wanted[None, which], 2 * pair + 2 + which, thread)
 
     @cute.jit
-    def of_tile(
-        self, sources: tuple, wanted: cute.Tensor, t: Int32, thread: Int32, action: cutlass.Constexpr[Callable]
-    ):
-        """action of the selection that tile t belongs to: of the last source, or of the first where that is one too."""
-        first, last = sources[0], sources[-1]
-        before = total_tiles(sources) - last.tiles
-        if cutlass.const_expr(isinstance(first, Selection) and len(sources) == 2):
-            if t < before:
-                action(first, wanted, t, thread, WARPGROUP)
-            else:
-                action(last, wanted, t - before, thread, WARPGROUP)
-        else:
-            action(last, wanted, t - before, thread, WARPGROUP)
+    def gather(self, bar: Barriers, sK: tuple, work: Work):
+        """As `load`, of keys that differ from query to query."""
+        c = self.config
+        thread = cute.arch.thread_idx()[0]
+        tiles, full, empty = total_tiles(work.sources), bar.full, bar.empty
+        wanted = cute.make_rmem_tensor((c.tile_n // (WARPGROUP // LANES_A_ROW), 2), Int32)
+        for which in cutlass.range_constexpr(2):
+            self.look_up(work.sources, wanted[None, which], which, thread)
+        for pair in cutlass.range(work.evens, unroll=1):
+            for which in cutlass.range_constexpr(2):  # so that little is left to do when a place comes free
+                self.settle(work.sources, wanted[None, which], 2 * pair + which, thread)
+            for which, half in REFILL_ORDER:
+                t, i = 2 * pair + which, 2 * which + half
+                if t < tiles:
+                    fills = pair + (work.evens0, work.odds0)[which]
+                    cute.arch.mbarrier_wait(empty + i, (fills & 1) ^ 1)
+                    source = with_keys(work.sources, t)
+                    source.gather(sK[which], wanted[None, which], thread, self.slabs(half), WARPGROUP)
+                    cute.arch.cp_async_mbarrier_arrive_noinc(full + i)
+            for which in cutlass.range_constexpr(2):
+                self.look_up(work.sources, wanted[None, which], 2 * pair + 2 + which, thread)
 
     def look_up(self, sources: tuple, wanted: cute.Tensor, t: Int32, thread: Int32) -> None:
         """Read which keys of tile t this thread will copy."""
-        self.of_tile(sources, wanted, t, thread, Selection.look_up)
+        on_source(sources, t, Selection.look_up, wanted, thread, WARPGROUP)
 
     def settle(self, sources: tuple, wanted: cute.Tensor, t: Int32, thread: Int32) -> None:
         """Judge which of them are there."""
-        self.of_tile(sources, wanted, t, thread, Selection.settle)
+        on_source(sources, t, Selection.settle, wanted, thread, WARPGROUP)
 
     @cute.jit
     def load_packed(self, bar: Barriers, sK: tuple, work: Work):
@@ -168,15 +158,10 @@ class KeyTiles:
         """tile_n keys from gmem's first one on."""
         c = self.config
         gK, sK = tma_tiles(atom, gmem, cute.local_tile(sK, (c.tile_n, c.half), (0, None)))
-        if cute.arch.thread_idx()[0] // WARP == 0:
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_expect_tx(full, c.half_tile_bytes)
-            cute.copy(atom, gK[None, 0, half], sK[None, half], tma_bar_ptr=full)
-        if cutlass.const_expr(c.loaders == 1):
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(full)
-        else:
-            cute.arch.sync_warp()  # the bytes are expected before the lane's warp arrives
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_expect_tx(full, c.half_tile_bytes)
+        cute.copy(atom, gK[None, 0, half], sK[None, half], tma_bar_ptr=full)
+        with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(full)
 
     @cute.jit

@@ -3,7 +3,6 @@
 As in lib/softmax.py the maximum is kept unscaled, and scale * log2(e) enters only in exp2.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +24,10 @@ class RowSpan:
     source: Span
     start: Int32
     stop: Int32
+
+    @property
+    def tiles(self) -> Int32:
+        return self.source.tiles
 
     def foresee(self, t: Int32) -> None:
         """Nothing to read ahead of `mask`."""
@@ -49,6 +52,10 @@ class RowSelection:
     source: Any  # Selection
     rows: SelectedRows
 
+    @property
+    def tiles(self) -> Int32:
+        return self.source.tiles
+
     def foresee(self, t: Int32) -> None:
         self.rows.foresee(t)
 
@@ -69,20 +76,7 @@ def seen_by_row(source: Any, tile: PlacedTile, boxed: BoxedRows) -> RowSpan | Ro
     if isinstance(source, Span):
         exists, query, _ = tile.place(boxed, 0)
         return RowSpan(source, *span_of(tile, source.operands, query, exists))
-    return RowSelection(source, source.of_rows(boxed))
-
-
-@cute.jit
-def on_source(seen: tuple, t: Int32, action: cutlass.Constexpr[Callable], *arguments):
-    """action(what a row sees of a source, its tile number, ...) for the source that tile t of all belongs to."""
-    if cutlass.const_expr(len(seen) == 1):
-        action(seen[0], t, *arguments)
-    else:
-        first = seen[0].source.tiles
-        if t < first:
-            action(seen[0], t, *arguments)
-        else:
-            action(seen[1], t - first, *arguments)
+    return RowSelection(source, SelectedRows.of((source,)))
 
 
 def foresee(seen: Any, t: Int32) -> None:

@@ -1,11 +1,11 @@
-"""Keys that are selected by index: a list per query, gathered row by row.
+"""Keys that differ from query to query, gathered row by row: a list of indices per query, or a run of keys.
 
 An index < 0 or >= s_kv is absent, and so is all behind the query's length. What is absent is filled with zeros and
-masked, so that nothing of a key that no query selects is ever read.
+masked, so that nothing of a key that no query sees is ever read.
 """
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -13,8 +13,9 @@ from cutlass import Float32, Int32, Int64, Uint32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import dsl_user_op
 
-from .rows import ROWS, BoxedRows, RowTile, load
+from .rows import ROWS, RowTile, load
 from .softmax import by_row
+from .splits import on_source
 from .wgmma import SLAB
 
 CHUNK = 8  # elements of one 16-byte copy
@@ -37,6 +38,28 @@ class SelectionOperands(NamedTuple):
         return Selection(self, tile_n, d, keys, indices, skipped, length)
 
 
+class RunOperands(NamedTuple):
+    """Query i sees the keys start[i] <= j < stop[i] of s_kv: a span whose keys are gathered like selected ones."""
+
+    keys: cute.Pointer  # [b, s_kv, d]
+    start: cute.Pointer  # int32 [b, s_q]
+    stop: cute.Pointer  # int32 [b, s_q]
+    s_kv: Int32
+
+    def of_query(self, tile: RowTile, tile_n: int, d: int, first: Int32, length: Int32) -> "Run":
+        keys = self.keys + Int64(tile.batch) * self.s_kv * d
+        return Run(self, tile_n, d, keys, first, first, length)
+
+
+GATHERED = {"selection": SelectionOperands, "span": RunOperands}  # by the kind of a source
+
+
+def gathered(kinds: dict, kind: str, *given: Any) -> Any:
+    """The operands of a source, of which a run has fewer than others."""
+    operands = kinds[kind]
+    return operands(*given[: len(operands._fields)])
+
+
 @dataclass(frozen=True)
 class Selection:
     """The selected keys of the one query whose heads make up a tile."""
@@ -45,7 +68,7 @@ class Selection:
     tile_n: int
     d: int
     keys: cute.Pointer  # of this tile's batch entry
-    indices: cute.Pointer  # of this query, of which `skipped` come before
+    indices: cute.Pointer | Int32  # of this query, of which `skipped` come before
     skipped: Int32
     length: Int32
 
@@ -70,10 +93,20 @@ class Selection:
         before = first * self.tile_n
         skipped = cutlass.max(cutlass.min(before, self.length - 1), Int32(0))
         length = cutlass.max(cutlass.min(self.length - before, count * self.tile_n), Int32(0))
-        return replace(self, indices=self.indices + skipped, skipped=skipped, length=length)
+        return replace(self, indices=self.indices + skipped, skipped=self.skipped + skipped, length=length)
 
-    def of_rows(self, rows: BoxedRows) -> "SelectedRows":
-        return SelectedRows(self, cute.make_rmem_tensor(self.tile_n // 32, Int32))
+    @cute.jit
+    def foresee(self, t: Int32, entries: cute.Tensor):
+        """A warp reads the entries of tile t, one a lane and 32 keys."""
+        for word in cutlass.range_constexpr(cute.size(entries)):
+            entries[word] = self.read(t * self.tile_n + word * 32 + cute.arch.lane_idx())
+
+    @cute.jit
+    def find_absent(self, t: Int32, entries: cute.Tensor, absent: cute.Tensor):
+        """absent <- a bit for every key of tile t, whose entries were foreseen: whether it is absent."""
+        for word in cutlass.range_constexpr(cute.size(entries)):
+            position = t * self.tile_n + word * 32 + cute.arch.lane_idx()
+            absent[word] = ~Uint32(cute.arch.vote_ballot_sync(self.is_present(position, entries[word])))
 
     @property
     def lanes_a_key(self) -> int:
@@ -85,13 +118,13 @@ class Selection:
         return t * self.tile_n + i * (threads // self.lanes_a_key) + thread // self.lanes_a_key
 
     @cute.jit
-    def look_up(self, wanted: cute.Tensor, t: Int32, thread: Int32, threads: cutlass.Constexpr):
+    def look_up(self, t: Int32, wanted: cute.Tensor, thread: Int32, threads: cutlass.Constexpr):
         """wanted <- the entries for the keys of tile t that this thread will copy."""
         for i in cutlass.range_constexpr(cute.size(wanted)):
             wanted[i] = self.read(self.position(t, i, thread, threads))
 
     @cute.jit
-    def settle(self, wanted: cute.Tensor, t: Int32, thread: Int32, threads: cutlass.Constexpr):
+    def settle(self, t: Int32, wanted: cute.Tensor, thread: Int32, threads: cutlass.Constexpr):
         """What was looked up for tile t is judged: an absent key becomes -1."""
         for i in cutlass.range_constexpr(cute.size(wanted)):
             wanted[i] = wanted[i] if self.is_present(self.position(t, i, thread, threads), wanted[i]) else Int32(-1)
@@ -118,6 +151,27 @@ class Selection:
                 copy_or_zero(target0 + offset, (source + slab * SLAB).toint(), size)
 
 
+@dataclass(frozen=True)
+class Run(Selection):
+    """One key behind the other: `indices` is the first of them."""
+
+    def read(self, position: Int32) -> Int32:
+        return self.indices + position
+
+    def is_present(self, position: Int32, index: Int32) -> cutlass.Boolean:
+        return position < self.length
+
+
+@cute.jit
+def with_keys(selections: tuple[Selection, ...], t: Int32) -> Selection:
+    """A selection from the array that the keys of tile t of all are in, to gather from without a branch."""
+    keys = selections[-1].keys
+    if cutlass.const_expr(len(selections) == 2):  # noqa: SIM102, at compile time
+        if t < selections[0].tiles:
+            keys = selections[0].keys
+    return replace(selections[-1], keys=keys)
+
+
 def present(here: list[cutlass.Boolean], thread: Int32) -> Uint32:
     """A word of a warp: whether the i-th key that a thread copies of a tile is there, as `present_at` finds it."""
     bits, keys = Int32(0), 32 // LANES_A_ROW
@@ -134,27 +188,23 @@ def present_at(row: Int32, threads: int) -> tuple[Int32, Int32]:
 
 @dataclass(frozen=True)
 class SelectedRows:
-    """What a consumer warp knows of a key tile: the list's entries, one a lane and 32 keys."""
+    """What a consumer warp knows of a key tile of these selections: the list's entries, one a lane and 32 keys."""
 
-    selection: Selection
+    selections: tuple[Selection, ...]
     entries: cute.Tensor  # int32 [tile_n / 32]
 
-    @cute.jit
-    def foresee(self, t: Int32):
-        """Read the entries of tile t, ahead of `mask`."""
-        s = self.selection
-        for word in cutlass.range_constexpr(cute.size(self.entries)):
-            self.entries[word] = s.read(t * s.tile_n + word * 32 + cute.arch.lane_idx())
+    @staticmethod
+    def of(selections: tuple[Selection, ...]) -> "SelectedRows":
+        return SelectedRows(selections, cute.make_rmem_tensor(selections[0].tile_n // 32, Int32))
 
-    @cute.jit
+    def foresee(self, t: Int32) -> None:
+        """Read the entries of tile t, ahead of `mask`."""
+        on_source(self.selections, t, Selection.foresee, self.entries)
+
     def absent(self, t: Int32) -> cute.Tensor:
         """A bit for every key of tile t: whether it is absent."""
-        selection = self.selection
         bits = cute.make_rmem_tensor(cute.size(self.entries), Uint32)
-        for word in cutlass.range_constexpr(cute.size(bits)):
-            position = t * selection.tile_n + word * 32 + cute.arch.lane_idx()
-            here = selection.is_present(position, self.entries[word])
-            bits[word] = ~Uint32(cute.arch.vote_ballot_sync(here))
+        on_source(self.selections, t, Selection.find_absent, self.entries, bits)
         return bits
 
     @cute.jit
@@ -175,12 +225,18 @@ class SelectedRows:
 
 
 @cute.jit
-def open_selection(
-    operands: SelectionOperands, tile: RowTile, tile_n: cutlass.Constexpr, d: cutlass.Constexpr
-) -> Selection:
-    length = cute.arch.make_warp_uniform(load(tile.at_query(operands.length, tile.first_query)))
-    length = cutlass.max(cutlass.min(length, operands.topk), Int32(0))
-    return operands.of_query(tile, tile_n, d, Int32(0), length)
+def open_selection(operands: Any, tile: RowTile, tile_n: cutlass.Constexpr, d: cutlass.Constexpr) -> Selection:
+    first = Int32(0)
+    if cutlass.const_expr(isinstance(operands, RunOperands)):
+        first = cutlass.max(of_query(operands.start, tile), first)
+        length = cutlass.min(of_query(operands.stop, tile), operands.s_kv) - first
+    else:
+        length = cutlass.min(of_query(operands.length, tile), operands.topk)
+    return operands.of_query(tile, tile_n, d, first, cutlass.max(length, Int32(0)))
+
+
+def of_query(numbers: cute.Pointer, tile: RowTile) -> Int32:
+    return cute.arch.make_warp_uniform(load(tile.at_query(numbers, tile.first_query)))
 
 
 def read_selection(operands: SelectionOperands, tile: RowTile, tile_n: int, d: int, slot: cute.Tensor) -> Selection:

@@ -85,8 +85,9 @@ class RowSpans:
     start: cute.Tensor
     stop: cute.Tensor
 
-    def foresee(self, t: Int32) -> None:
-        """Nothing to read ahead of `mask`."""
+    @property
+    def tiles(self) -> Int32:
+        return self.span.tiles
 
     @cute.jit
     def mask(self, scores: cute.Tensor, t: Int32):

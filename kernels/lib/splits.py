@@ -4,7 +4,10 @@ Each split has an even share of the key tiles that the rows have to see, whateve
 sequence to sequence cost no balance. A share may be empty.
 """
 
+from collections.abc import Callable
+
 import cutlass
+import cutlass.cute as cute
 from cutlass import Int32
 
 from .rows import RowTile, ceil_div, divide
@@ -12,6 +15,19 @@ from .rows import RowTile, ceil_div, divide
 
 def total_tiles(sources: tuple) -> Int32:
     return sum((source.tiles for source in sources[1:]), sources[0].tiles)
+
+
+@cute.jit
+def on_source(sources: tuple, t: Int32, action: cutlass.Constexpr[Callable], *arguments):
+    """action(source, its tile number, ...) for the source that tile t of all belongs to."""
+    if cutlass.const_expr(len(sources) == 1):
+        action(sources[0], t, *arguments)
+    else:
+        first = sources[0].tiles
+        if t < first:
+            action(sources[0], t, *arguments)
+        else:
+            action(sources[1], t - first, *arguments)
 
 
 def own_part(sources: tuple, tile: RowTile, unit: int) -> tuple:
