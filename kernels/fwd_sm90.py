@@ -400,10 +400,10 @@ class FwdSm90:
         c, boxed, fills0 = self.config, BoxedRows.of(n, w.group * 64, w.thread), Int32(0)
         for turn in cutlass.range(self.walk(operands, n).turns, unroll=1):
             _, span = self.receive(w.bar, w.smem, operands, n, turn)
-            if c.few and span.hi - span.lo <= c.few:
-                self.attend_to_few(w, span, boxed, o, results, turn, fills0)
-            else:
+            if c.few == 0 or span.hi - span.lo > c.few:
                 self.attend(w, span, boxed, o, results, turn, fills0)
+            else:
+                self.attend_to_few(w, span, boxed, o, results, turn, fills0)
             fills0 = fills0 + key_tiles(span)
 
     @cute.jit
