@@ -380,6 +380,7 @@ def _table() -> tuple[Case, ...]:
         # 16-bit and 31-bit counts of rows and of elements
         separate(64, s_q=70_000, s_kv=70_000, span="window"),
         separate(128, b=2, s_q=2048, s_kv=2048, h_q=16, h_kv=4, span="causal", sink="normal"),
+        separate(128, b=2, s_q=2048, s_kv=2048, h_q=16, span="window", sink="normal"),  # few keys, tile after tile
         latent(8, s_q=70_000, s_kv=70_000, span="window", sink="normal"),
         latent(64, s_q=70_000, s_kv=70_000, span="window", sink="normal"),  # 2**31 elements and more
         # one latent head: every number of query heads a rank may have

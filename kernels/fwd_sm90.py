@@ -9,6 +9,12 @@
 Q K' of tile t + 1 is issued before P V of tile t, so the softmax of t + 1 runs under the tensor cores. P stays in
 registers.
 
+A tile of rows that sees few keys in all, such as a window, has a single tile of them, and there is nothing to issue
+ahead. Its products are narrower, and WG 1 begins when WG 0 has its weights: in step, each would wait for the other.
+
+    consumer WG 0     S0      | P0 V0   O | S0'     | P0' V0'
+    consumer WG 1     P V   O | S0        | P0 V0   O | S0' ...
+
 CTAs are persistent, and the producer runs ahead into the next tile of rows: Q has two stages where they fit, and its
 SMEM is free after the last scores, for O goes from registers to memory.
 """
@@ -38,7 +44,7 @@ from .lib.rows import (
     extents,
 )
 from .lib.softmax import RowResults, Softmax, rescale_rows
-from .lib.spans import Span, SpanOperands, ask_span, open_span, read_span
+from .lib.spans import RowSpans, Span, SpanOperands, ask_span, open_span, read_span
 from .lib.splits import own_part
 from .lib.wgmma import (
     K_MAJOR,
@@ -62,6 +68,7 @@ from .variants import Variant
 
 CLEARERS = WARPGROUP - WARP  # threads beside the producer's warp
 L2_KEYS = 32 * 1024 * 1024  # bytes of K and V that stay in L2 while others pass
+FREE_BARRIER = 1  # named barriers from here on, one for each stage of Q; 0 is sync_threads'
 
 
 @dataclass(frozen=True)
@@ -86,6 +93,11 @@ class Config:
         return {64: 128, 128: 160, 256: 80}[self.d]  # 160 holds a window of 128 for 33 queries; 80 is what SMEM holds
 
     @property
+    def few(self) -> int:
+        """So many keys are few: a window of 128 for 16 queries."""
+        return {128: 144}.get(self.d, 0)
+
+    @property
     def threads(self) -> int:
         return WARPGROUP * (1 + self.consumers)
 
@@ -107,13 +119,18 @@ class Config:
         return 2 if self.smem_with(2) <= SMEM_LIMIT else 1
 
     @property
+    def slots(self) -> int:
+        """For what the producer finds out of a tile of rows, which is read until its end, when Q is long gone."""
+        return 2 * self.stages_q
+
+    @property
     def smem_bytes(self) -> int:
         return self.smem_with(self.stages_q)
 
     def smem_with(self, stages_q: int) -> int:
         """Bytes, for so many stages of Q."""
         tiles = stages_q * self.tile_m * self.row_bytes + 2 * self.stages * self.key_tile_bytes
-        info, barriers = 4 * PUBLISHED * 2 * stages_q, 8 * (2 * stages_q + 5 * self.stages)
+        info, barriers = 4 * PUBLISHED * 2 * 2 * stages_q, 8 * (2 * stages_q + 5 * self.stages)
         return 1024 + tiles + info + barriers
 
     def __post_init__(self):
@@ -143,7 +160,16 @@ class Shared:
     q: cute.Tensor  # (tile_m, d, stage)
     k: cute.Tensor  # (tile_n, d, stage)
     v: cute.Tensor  # (tile_n, d, stage)
-    info: cute.Tensor  # (PUBLISHED, row tile and span, stage of Q): what the producer found out
+    info: cute.Tensor  # (PUBLISHED, row tile and span, slot): what the producer found out
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Of a tile of keys, or of its first ones."""
+
+    mma: cute.TiledMma
+    acc: cute.Tensor
+    keys: int
 
 
 @dataclass(frozen=True)
@@ -154,12 +180,13 @@ class Consumer:
     smem: Shared
     thread: Int32  # within its warpgroup
     group: Int32
-    qk: cute.TiledMma
+    n: Extents
     pv: cute.TiledMma
     a: cute.Tensor  # Q, (..., stage)
     b_k: cute.Tensor
     b_v: cute.Tensor
-    scores: cute.Tensor
+    scores: Scores
+    few: Scores  # of `Config.few` keys, in the same registers
     weights: cute.Tensor
     out: cute.Tensor
     softmax: Softmax
@@ -258,7 +285,7 @@ class FwdSm90:
                 self.clear(bar, smem, operands, n)
         elif warp * WARP < WARPGROUP + consumers:
             cute.arch.setmaxregister_increase(c.registers[1])
-            self.consume(self.consumer(bar, smem, scale_log2), operands, o, results, n)
+            self.consume(self.consumer(bar, smem, scale_log2, n), operands, o, results, n)
 
     def allocate(self) -> tuple[Barriers, Shared]:
         c = self.config
@@ -268,7 +295,7 @@ class FwdSm90:
             smem.allocate_tensor(self.dtype, layout.outer, 1024, swizzle=layout.inner)
             for layout in (slab_layout(self.dtype, c.tile_m, c.d, c.stages_q), key_layout, key_layout)
         )
-        info = smem.allocate_tensor(Int32, cute.make_layout((PUBLISHED, 2, c.stages_q)), 16)
+        info = smem.allocate_tensor(Int32, cute.make_layout((PUBLISHED, 2, c.slots)), 16)
         rings = 2 * [c.stages_q] + 5 * [c.stages]
         return Barriers(*(smem.allocate_array(Int64, stages) for stages in rings)), Shared(q, k, v, info)
 
@@ -284,7 +311,7 @@ class FwdSm90:
             tile = walk.tile(turn)
             if cutlass.const_expr(c.stages_q == 1):  # or the keys would be waited for as long as Q
                 asked = ask_span(operands, tile, c.tile_m)
-            stage_q, full_q = turn % c.stages_q, bar.q_full + turn % c.stages_q
+            stage_q, full_q, slot = turn % c.stages_q, bar.q_full + turn % c.stages_q, turn % c.slots
             cute.arch.mbarrier_wait(bar.q_empty + stage_q, (turn // c.stages_q & 1) ^ 1)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_expect_tx(full_q, n.box_inner * n.box_outer * c.row_bytes)
@@ -294,8 +321,8 @@ class FwdSm90:
                 asked = ask_span(operands, tile, c.tile_m)
             (span,) = own_part((open_span(operands, tile, c.tile_n, asked),), tile, 1)
             with cute.arch.elect_one():
-                tile.publish(smem.info[None, 0, stage_q])
-                span.publish(smem.info[None, 1, stage_q])
+                tile.publish(smem.info[None, 0, slot])
+                span.publish(smem.info[None, 1, slot])
                 cute.arch.mbarrier_arrive(full_q)
             rings = tuple(
                 (atom, *tma_tiles(atom, tile.keys(m, span.lo, c.tile_n, c.d)[None, None, None, 0], s), full, empty)
@@ -319,8 +346,8 @@ class FwdSm90:
         c, thread = self.config, cute.arch.thread_idx()[0] - WARP
         fills0 = Int32(0)
         for turn in cutlass.range(self.walk(operands, n).turns, unroll=1):
-            _, span, stage_q = self.receive(bar, smem, operands, n, turn)
-            cute.arch.mbarrier_arrive(bar.q_empty + stage_q)
+            _, span = self.receive(bar, smem, operands, n, turn)
+            cute.arch.mbarrier_arrive(bar.q_empty + turn % c.stages_q)
             for t in cutlass.range(key_tiles(span), unroll=1):
                 stage, parity = (fills0 + t) % c.stages, (fills0 + t) // c.stages & 1
                 cute.arch.mbarrier_wait(bar.v_landed + stage, parity)
@@ -335,29 +362,33 @@ class FwdSm90:
 
     def receive(
         self, bar: Barriers, smem: Shared, operands: SpanOperands, n: Extents, turn: Int32
-    ) -> tuple[PlacedTile, Span, Int32]:
-        """The next row tile, what there is to see, and the stage of its Q, which is there."""
-        c, stage_q = self.config, turn % self.config.stages_q
-        cute.arch.mbarrier_wait(bar.q_full + stage_q, turn // c.stages_q & 1)
-        tile = RowTile.read(smem.info[None, 0, stage_q], n)
-        return tile, read_span(operands, tile, c.tile_n, smem.info[None, 1, stage_q]), stage_q
+    ) -> tuple[PlacedTile, Span]:
+        """The next row tile, whose Q is there, and what there is to see."""
+        c, slot = self.config, turn % self.config.slots
+        cute.arch.mbarrier_wait(bar.q_full + turn % c.stages_q, turn // c.stages_q & 1)
+        tile = RowTile.read(smem.info[None, 0, slot], n)
+        return tile, read_span(operands, tile, c.tile_n, smem.info[None, 1, slot])
 
-    def consumer(self, bar: Barriers, smem: Shared, scale_log2: Float32) -> Consumer:
+    def consumer(self, bar: Barriers, smem: Shared, scale_log2: Float32, n: Extents) -> Consumer:
         c = self.config
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - 1)
         qk = tiled_mma(self.dtype, c.tile_n, K_MAJOR)
+        few = tiled_mma(self.dtype, c.few or c.tile_n, K_MAJOR)
         pv = tiled_mma(self.dtype, c.d, MN_MAJOR, warpgroup.OperandSource.RMEM)
+        scores = accumulator(qk, c.tile_n)
+        scores_of_few = cute.make_tensor(scores.iterator, accumulator(few, c.few or c.tile_n).layout)
         return Consumer(
             bar,
             smem,
             thread=cute.arch.thread_idx()[0] % WARPGROUP,
             group=group,
-            qk=qk,
+            n=n,
             pv=pv,
             a=operand_a(qk, cute.local_tile(smem.q, (64, c.d), (group, 0, None))),
             b_k=operand_b(qk, smem.k),
             b_v=operand_b(pv, transposed(smem.v)),
-            scores=accumulator(qk, c.tile_n),
+            scores=Scores(qk, scores, c.tile_n),
+            few=Scores(few, scores_of_few, c.few),
             weights=register_operand(pv, c.tile_n, self.dtype),
             out=accumulator(pv, c.d),
             softmax=Softmax.of(scale_log2),
@@ -366,61 +397,120 @@ class FwdSm90:
     @cute.jit
     def consume(self, w: Consumer, operands: SpanOperands, o: cute.Pointer, results: RowResults, n: Extents):
         """One warpgroup: its 64 rows of every row tile of this CTA."""
-        boxed, fills0 = BoxedRows.of(n, w.group * 64, w.thread), Int32(0)
+        c, boxed, fills0 = self.config, BoxedRows.of(n, w.group * 64, w.thread), Int32(0)
         for turn in cutlass.range(self.walk(operands, n).turns, unroll=1):
-            tile, span, stage_q = self.receive(w.bar, w.smem, operands, n, turn)
-            self.attend(w, tile, span, boxed, o, results, stage_q, fills0)
+            _, span = self.receive(w.bar, w.smem, operands, n, turn)
+            if c.few == 0 or span.hi - span.lo > c.few:
+                self.attend(w, span, boxed, o, results, turn, fills0)
+            else:
+                self.attend_to_few(w, span, boxed, o, results, turn, fills0)
             fills0 = fills0 + key_tiles(span)
 
     @cute.jit
     def attend(
         self,
         w: Consumer,
-        tile: PlacedTile,
         span: Span,
         boxed: BoxedRows,
         o: cute.Pointer,
         results: RowResults,
-        stage_q: Int32,
+        turn: Int32,
         fills0: Int32,
     ):
         """All key tiles of one row tile. fills0 counts the rings' fills before it."""
         c = self.config
-        s, bar, last, q = w.softmax, w.bar, key_tiles(span) - 1, w.a[None, None, None, stage_q]
-        stage = fills0 % c.stages
-        cute.arch.mbarrier_wait(bar.k_full + stage, fills0 // c.stages & 1)
-        multiply(w.qk, w.scores, q, w.b_k[None, None, None, stage], fresh=True)
-        rows = span.of_rows(boxed)  # under the product
-        s.reset()
-        warpgroup.wait_group(0)
-        cute.arch.mbarrier_arrive(bar.k_empty + stage)
-        rows.mask(w.scores, 0)
-        s.raise_max(w.scores)
-        s.exponentiate(w.scores)
-        round_to(w.weights, w.scores)
+        s, bar, last, stage_q = w.softmax, w.bar, key_tiles(span) - 1, turn % c.stages_q
+        mma, scores = w.scores.mma, w.scores.acc
+        rows = self.issue_first(w, w.scores, span, boxed, turn, fills0)
+        cute.arch.mbarrier_arrive(bar.k_empty + fills0 % c.stages)
+        rows.mask(scores, 0)
+        self.weigh_first(w, w.scores)
         for t in cutlass.range(1, last + 1, unroll=1):
             stage, parity = (fills0 + t) % c.stages, (fills0 + t) // c.stages & 1
             stage_v, parity_v = (fills0 + t - 1) % c.stages, (fills0 + t - 1) // c.stages & 1
             cute.arch.mbarrier_wait(bar.k_full + stage, parity)
-            multiply(w.qk, w.scores, q, w.b_k[None, None, None, stage], fresh=True)
+            multiply(mma, scores, w.a[None, None, None, stage_q], w.b_k[None, None, None, stage], fresh=True)
             cute.arch.mbarrier_wait(bar.v_full + stage_v, parity_v)
             multiply(w.pv, w.out, w.weights, w.b_v[None, None, None, stage_v], fresh=t == 1)
             warpgroup.wait_group(1)
             cute.arch.mbarrier_arrive(bar.k_empty + stage)
-            rows.mask(w.scores, t)
+            rows.mask(scores, t)
             s.remember_max()
-            s.raise_max(w.scores)
+            s.raise_max(scores)
             s.decay()
-            s.exponentiate(w.scores)
+            s.exponentiate(scores)
             wait_behind(s.row_sum[0], s.row_sum[1])
             cute.arch.mbarrier_arrive(bar.v_empty + stage_v)
-            round_to(w.weights, w.scores)
+            round_to(w.weights, scores)
             rescale_rows(w.out, s.factor)
-        tile = RowTile.read(w.smem.info[None, 0, stage_q], tile.n)  # again: where rows lie is not kept meanwhile
         cute.arch.mbarrier_arrive(bar.q_empty + stage_q)
-        stage, parity = (fills0 + last) % c.stages, (fills0 + last) // c.stages & 1
+        self.finish(w, w.scores, boxed, o, results, turn, fills0 + last, fresh=last == 0)
+
+    @cute.jit
+    def attend_to_few(
+        self,
+        w: Consumer,
+        span: Span,
+        boxed: BoxedRows,
+        o: cute.Pointer,
+        results: RowResults,
+        turn: Int32,
+        fill: Int32,
+    ):
+        """`attend` where one tile begins with all keys. One warpgroup works half a tile of rows behind the other."""
+        c = self.config
+        stage_q, two = turn % c.stages_q, w.n.box_inner * w.n.box_outer > ROWS_OF_WARPGROUP
+        # a barrier a stage: the first to begin can be two tiles of rows ahead, but not three
+        free = {"barrier_id": FREE_BARRIER + stage_q, "number_of_threads": 2 * WARPGROUP}
+        if two & (w.group == 1):
+            cute.arch.barrier(**free)
+        rows = self.issue_first(w, w.few, span, boxed, turn, fill)
+        cute.arch.mbarrier_arrive(w.bar.k_empty + fill % c.stages)
+        cute.arch.mbarrier_arrive(w.bar.q_empty + stage_q)
+        rows.mask_edges(w.few.acc, step=3)
+        self.weigh_first(w, w.few)
+        if two & (w.group == 0):
+            cute.arch.barrier_arrive(**free)
+        self.finish(w, w.few, boxed, o, results, turn, fill, fresh=True)
+
+    @cute.jit
+    def issue_first(
+        self, w: Consumer, scores: Scores, span: Span, boxed: BoxedRows, turn: Int32, fill: Int32
+    ) -> RowSpans:
+        """Scores of the first key tile, and meanwhile what each row sees."""
+        c = self.config
+        stage, stage_q = fill % c.stages, turn % c.stages_q
+        cute.arch.mbarrier_wait(w.bar.k_full + stage, fill // c.stages & 1)
+        multiply(scores.mma, scores.acc, w.a[None, None, None, stage_q], w.b_k[None, None, None, stage], fresh=True)
+        rows = span.of_rows(boxed)
+        w.softmax.reset()
+        warpgroup.wait_group(0)
+        return rows
+
+    @cute.jit
+    def weigh_first(self, w: Consumer, scores: Scores):
+        w.softmax.raise_max(scores.acc)
+        w.softmax.exponentiate(scores.acc)
+        round_to(w.weights, scores.acc)
+
+    @cute.jit
+    def finish(
+        self,
+        w: Consumer,
+        scores: Scores,
+        boxed: BoxedRows,
+        o: cute.Pointer,
+        results: RowResults,
+        turn: Int32,
+        fill: Int32,
+        fresh: bool | cutlass.Boolean,
+    ):
+        """The last key tile's values, and the output."""
+        c, s, bar = self.config, w.softmax, w.bar
+        tile = RowTile.read(w.smem.info[None, 0, turn % c.slots], w.n)  # again: it is not kept meanwhile
+        stage, parity = fill % c.stages, fill // c.stages & 1
         cute.arch.mbarrier_wait(bar.v_full + stage, parity)
-        multiply(w.pv, w.out, w.weights, w.b_v[None, None, None, stage], fresh=last == 0)
+        multiply(w.pv, w.out, w.weights, w.b_v[None, None, None, stage], fresh=fresh, blocks=range(scores.keys // 16))
         s.read_sinks(tile, boxed, results)
         s.sum_columns()
         s.finish(tile, boxed, w.thread, results, writes_lse=True)

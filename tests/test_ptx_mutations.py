@@ -36,6 +36,7 @@ SHAPES: dict[str, dict[str, int]] = {
     FEW_HEADS: {"b": 1, "s_q": 4, "s_kv": 300, "h_q": 16, "s_kv1": 300, "topk": 200},
     PACKED: {"b": 1, "s_q": 2, "s_kv": 70, "h_q": 8, "s_kv1": 300, "topk": 200},
 }
+FEW_KEYS = {"s_q": 80, "width": 60}  # five tiles of rows that see 75 keys at most, which DENSE takes another way
 BARRIERS = {  # the mbarriers of a kernel, in the order of their addresses
     DENSE: "q_full0 q_full1 q_empty0 q_empty1 k_full0 k_full1 k_empty0 k_empty1 "
     "v_landed0 v_landed1 v_full0 v_full1 v_empty0 v_empty1",
@@ -152,10 +153,10 @@ def without(pattern: str, which: slice = slice(None)) -> Callable[[str], str]:
     return lambda text: edits.drop(text, pattern, which)
 
 
-def early_release(text: str) -> str:
-    """K's stage is given back before the products that read it are waited for."""
-    place = r"(wgmma\.wait_group\.sync\.aligned\s+[01];)(\s*mbarrier\.arrive\.shared\.b64[^;]*;)"
-    return edits.replace(text, place, lambda m: m[2] + "\n\t" + m[1], slice(0, 1))
+def early_release(stages: int) -> Callable[[str], str]:
+    """So many stages are given back before the products that read them are waited for."""
+    place = rf"(wgmma\.wait_group\.sync\.aligned\s+[01];)((\s*mbarrier\.arrive\.shared\.b64[^;]*;){{{stages}}})"
+    return lambda text: edits.replace(text, place, lambda m: m[2] + "\n\t" + m[1], slice(0, 1))
 
 
 def arrive_at_once(text: str) -> str:
@@ -262,7 +263,23 @@ FATES = [
         DENSE,
         Deadlock,
         r"waits? for parity",
+        without(r"mbarrier\.arrive\.shared\.b64", slice(-4, -3)),
+    ),
+    Fate(
+        "a release that never comes, few keys",
+        DENSE,
+        Deadlock,
+        r"waits? for parity",
         without(r"mbarrier\.arrive\.shared\.b64", slice(-1, None)),
+        shape=FEW_KEYS,
+    ),
+    Fate(
+        "a warpgroup that waits for a turn which nobody gives it",
+        DENSE,
+        Deadlock,
+        r"named barrier \d: 128 of 256 threads",
+        without(r"bar(rier)?\.(cta\.)?arrive"),
+        shape=FEW_KEYS,
     ),
     # races
     Fate(
@@ -278,7 +295,15 @@ FATES = [
         DENSE,
         Race,
         r"nothing orders this and the (read by wgmma|write by tma)",
-        early_release,
+        early_release(1),
+    ),
+    Fate(
+        "K's and Q's stages given back before the products are done, few keys",
+        DENSE,
+        Race,
+        r"nothing orders this and the (read by wgmma|write by tma)",
+        early_release(2),
+        shape=FEW_KEYS,
     ),
     Fate(
         "K read before it has come",
@@ -378,7 +403,15 @@ FATES = [
         DENSE,
         Race,
         r"reads register %r\d+ while the wgmma of line \d+ may still write it",
+        without(r"wgmma\.wait_group", slice(-3, -2)),
+    ),
+    Fate(
+        "final O read before the last product, few keys",
+        DENSE,
+        Race,
+        r"reads register %r\d+ while the wgmma of line \d+ may still write it",
         without(r"wgmma\.wait_group", slice(-1, None)),
+        shape=FEW_KEYS,
     ),
     Fate(
         "products that are never committed",
