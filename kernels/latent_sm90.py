@@ -346,7 +346,7 @@ class LatentSm90:
             if cutlass.const_expr(c.unpacks):
                 keys.load_packed(bar, smem.k, work)
             else:
-                keys.load(bar, smem.k, work, keys.copies(sources, opened, tile, smem.k))
+                keys.load(bar, smem.k, work, sources, tile)
             evens0, odds0 = evens0 + work.evens, odds0 + work.odds
 
     @cute.jit
@@ -369,7 +369,7 @@ class LatentSm90:
     def open(self, operands: Any, tile: RowTile) -> Any:
         c = self.config
         if isinstance(operands, SpanOperands):
-            return open_span(operands, tile, c.tile_n, ask_span(operands, tile, c.tile_m), c.tail)
+            return open_span(operands, tile, c.tile_n, ask_span(operands, tile, c.tile_m), c.tail, flush=not c.has_tail)
         return open_selection(operands, tile, c.tile_n, c.d)
 
     # ---- consumers
@@ -441,7 +441,7 @@ class LatentSm90:
     def reopen(self, operands: Any, tile: RowTile, slot: cute.Tensor) -> Any:
         c = self.config
         if isinstance(operands, SpanOperands):
-            return read_span(operands, tile, c.tile_n, slot, c.tail)
+            return read_span(operands, tile, c.tile_n, slot, c.tail, flush=not c.has_tail)
         return read_selection(operands, tile, c.tile_n, c.d, slot)
 
     @cute.jit

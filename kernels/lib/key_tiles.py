@@ -70,19 +70,8 @@ class KeyTiles:
     config: Any
     dtype: Any
 
-    def copies(self, sources: tuple, opened: tuple, tile: RowTile, sK: cute.Tensor) -> tuple:
-        """TMA from each span into sK's bytes seen as (tile_n, half, half of d, tile of the pair)."""
-        c = self.config
-        halves = cute.make_tensor(sK.iterator, slab_layout(self.dtype, c.tile_n, c.half, 2, 2).outer)
-        return tuple(
-            (source[0], *tma_tiles(source[0], tile.keys(source[1], span.lo, c.tile_n, c.half), halves))
-            if kind == "span"
-            else None
-            for kind, source, span in zip(c.sources, sources, opened, strict=True)
-        )
-
     @cute.jit
-    def load(self, bar: Barriers, sK: cute.Tensor, work: Work, copies: tuple):
+    def load(self, bar: Barriers, sK: cute.Tensor, work: Work, sources: tuple, tile: RowTile):
         """Fill the halves of all key tiles, in the order in which they come free."""
         c = self.config
         thread = cute.arch.thread_idx()[0]
@@ -101,13 +90,14 @@ class KeyTiles:
                     fills = pair + (work.evens0, work.odds0)[which]
                     cute.arch.mbarrier_wait(empty + i, (fills & 1) ^ 1)
                     first = Int32(0)
-                    for kind, source, copy in zip(c.sources, work.sources, copies, strict=True):
+                    for kind, source, given in zip(c.sources, work.sources, sources, strict=True):
                         if t >= first and t < first + source.tiles:
                             if cutlass.const_expr(kind == "span"):
-                                self.load_span(copy, t - first, which, half, full + i, thread)
+                                keys = tile.keys(given[1], source.begin(t - first), c.tile_n, c.half)
+                                self.load_span(given[0], keys, sK, which, half, full + i, thread)
                             else:
-                                tile, keys = sK[None, None, which], wanted[None, which]
-                                source.gather(tile, keys, thread, self.slabs(half), WARPGROUP)
+                                place, keys = sK[None, None, which], wanted[None, which]
+                                source.gather(place, keys, thread, self.slabs(half), WARPGROUP)
                                 cute.arch.cp_async_mbarrier_arrive_noinc(full + i)
                         first = first + source.tiles
             if cutlass.const_expr(c.gathers):
@@ -182,13 +172,24 @@ class KeyTiles:
         return range(half * slabs, (half + 1) * slabs)
 
     @cute.jit
-    def load_span(self, copy, t: Int32, which: cutlass.Constexpr, half: cutlass.Constexpr, full, thread: Int32):
+    def load_span(
+        self,
+        atom: cute.CopyAtom,
+        keys: cute.Tensor,
+        sK: cute.Tensor,
+        which: cutlass.Constexpr,
+        half: cutlass.Constexpr,
+        full: cute.Pointer,
+        thread: Int32,
+    ):
+        """Half of `keys`' first tile by TMA, into sK's bytes seen as (tile_n, half, half of d, tile of the pair)."""
         c = self.config
-        atom, gK, sK = copy
+        halves = cute.make_tensor(sK.iterator, slab_layout(self.dtype, c.tile_n, c.half, 2, 2).outer)
+        gK, sK = tma_tiles(atom, keys, halves)
         if thread // 32 == 0:
             with cute.arch.elect_one():
                 cute.arch.mbarrier_expect_tx(full, c.half_tile_bytes)
-            cute.copy(atom, gK[None, t, half], sK[None, half, which], tma_bar_ptr=full)
+            cute.copy(atom, gK[None, 0, half], sK[None, half, which], tma_bar_ptr=full)
         if cutlass.const_expr(c.loaders == 1):
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(full)

@@ -23,8 +23,9 @@ class SpanOperands(NamedTuple):
 class Span:
     """The intervals of a tile's rows: [lo, hi) is their union, [lo_all, hi_all) what every row sees.
 
-    Key tile t starts at lo + t * tile_n, wherever lo is. Up to `most` keys behind a last pair of tiles are no
-    tile but a tail.
+    Key tile t starts at lo + t * tile_n, wherever lo is. Of several the last may be `flush` instead, and end with the
+    last key, so that no unseen one is loaded with it, and what the one before has too is masked. Up to `most` keys
+    behind a last pair of tiles are no tile but a tail.
     """
 
     operands: SpanOperands
@@ -35,6 +36,7 @@ class Span:
     lo_all: Int32
     hi_all: Int32
     most: int = 0
+    flush: bool = False
 
     @property
     def tiles(self) -> Int32:
@@ -46,9 +48,18 @@ class Span:
         rest = keys % (2 * self.tile_n)
         return rest * Int32((rest <= self.most) & (keys > rest)) if self.most else Int32(0)
 
+    def begin(self, t: Int32) -> Int32:
+        """The first key of tile t."""
+        key = self.lo + t * self.tile_n
+        return cutlass.max(self.lo, cutlass.min(key, self.hi - self.tile_n)) if self.flush else key
+
+    def from_tile(self, t: Int32, key: Int32) -> Int32:
+        """`key`, or if that is in the tile before, the first one after that tile."""
+        return cutlass.max(key, self.lo + t * self.tile_n) if self.flush else key
+
     def unseen_from(self, t: Int32) -> Int32:
         """The first row of key tile t that no query sees; at least tile_n if there is none."""
-        return self.hi - self.lo - t * self.tile_n
+        return self.hi - self.begin(t)
 
     def needs_clearing(self, t: Int32) -> cutlass.Boolean:
         """Whether keys that no query sees are loaded with tile t. As values they would count 0 * NaN if they are NaN.
@@ -93,13 +104,13 @@ class RowSpans:
     def mask(self, scores: cute.Tensor, t: Int32):
         """-inf for every key of tile t that its row does not see."""
         span = self.span
-        key0 = span.lo + t * span.tile_n
-        if key0 < span.lo_all or key0 + span.tile_n > span.hi_all:
+        key0 = span.begin(t)
+        if key0 < span.from_tile(t, span.lo_all) or key0 + span.tile_n > span.hi_all:
             s = by_row(scores)
             column0 = key0 + cute.arch.lane_idx() % 4 * 2
             for r in cutlass.range_constexpr(ROWS):
                 for c in cutlass.range_constexpr(2):
-                    seen = bits(self.start[r] - column0 - c, self.stop[r] - column0 - c)
+                    seen = bits(span.from_tile(t, self.start[r]) - column0 - c, self.stop[r] - column0 - c)
                     for j in cutlass.range_constexpr(cute.size(s, mode=[1]) // 2):
                         if seen & (1 << j) == 0:
                             s[r, 2 * j + c] = -Float32.inf
@@ -137,7 +148,12 @@ def load_span(operands: SpanOperands, tile: RowTile, query: Int32) -> tuple[Int3
 
 @cute.jit
 def open_span(
-    operands: SpanOperands, tile: RowTile, tile_n: cutlass.Constexpr, asked: tuple, most: cutlass.Constexpr = 0
+    operands: SpanOperands,
+    tile: RowTile,
+    tile_n: cutlass.Constexpr,
+    asked: tuple,
+    most: cutlass.Constexpr = 0,
+    flush: cutlass.Constexpr = False,
 ) -> Span:
     """By a warp, which has `ask_span`-ed."""
     lo, hi = Int32(2**31 - 1), Int32(0)
@@ -152,8 +168,10 @@ def open_span(
     hi = cute.arch.warp_redux_sync(hi, "max")
     lo_all = cute.arch.warp_redux_sync(lo_all, "max")
     hi_all = cute.arch.warp_redux_sync(hi_all, "min")
-    return Span(operands, tile, tile_n, cutlass.min(lo, hi), hi, lo_all, hi_all, most)
+    return Span(operands, tile, tile_n, cutlass.min(lo, hi), hi, lo_all, hi_all, most, flush)
 
 
-def read_span(operands: SpanOperands, tile: RowTile, tile_n: int, slot: cute.Tensor, most: int = 0) -> Span:
-    return Span(operands, tile, tile_n, *(cute.arch.make_warp_uniform(slot[i]) for i in range(4)), most)
+def read_span(
+    operands: SpanOperands, tile: RowTile, tile_n: int, slot: cute.Tensor, most: int = 0, flush: bool = False
+) -> Span:
+    return Span(operands, tile, tile_n, *(cute.arch.make_warp_uniform(slot[i]) for i in range(4)), most, flush)
