@@ -93,6 +93,11 @@ class Config:
         return self.sources[-1] != "span"
 
     @property
+    def run(self) -> int:
+        """Row tiles that a CTA takes one after the other: 128 heads of a query are two, with the same window of keys."""
+        return 2 if self.sources == ("span",) else 1
+
+    @property
     def unpacks(self) -> bool:
         """Whether the producer unpacks what it gathers; then all keys are packed."""
         return "packed" in self.sources
@@ -331,6 +336,7 @@ class LatentSm90:
         tma_q, mQ = row_source
         keys = KeyTiles(c, self.dtype)
         walk, evens0, odds0 = self.walk(n), Int32(0), Int32(0)
+        before = (Int32(-1),) * 4
         for turn in cutlass.range(walk.turns, unroll=1):
             tile = walk.tile(turn)
             opened = own_part(tuple(self.open(source[-1], tile) for source in sources), tile, c.unit)
@@ -342,7 +348,14 @@ class LatentSm90:
                     cute.arch.mbarrier_arrive_and_expect_tx(bar.q_full, n.box_inner * n.box_outer * c.row_bytes)
                 gQ, sQ = tma_tiles(tma_q, tile.of(mQ, c.tile_m, c.d)[None, None, 0], smem.q)
                 cute.copy(tma_q, gQ, sQ, tma_bar_ptr=bar.q_full)
-            work = Work(opened, (), evens0, odds0)
+            again = cutlass.Boolean(False)
+            if cutlass.const_expr(c.run > 1):
+                now = (tile.batch, tile.kv_head, opened[0].lo, opened[0].hi)
+                again = opened[0].tiles <= 2
+                for x, y in zip(now, before, strict=True):
+                    again = again & (x == y)
+                before = now
+            work = Work(opened, (), evens0, odds0, again=again)
             if cutlass.const_expr(c.unpacks):
                 keys.load_packed(bar, smem.k, work)
             else:
@@ -363,8 +376,8 @@ class LatentSm90:
                 tails = tails + 1
 
     def walk(self, n: Extents) -> Walk:
-        """Where keys are gathered, heads of one query follow one another: they share them in L2."""
-        return Walk.of(n, Int32(1), 1) if self.config.gathers else Walk.of(n)
+        """Heads of one query follow one another where keys are gathered: they share them in L2."""
+        return Walk.of(n, Int32(1), 1) if self.config.gathers else Walk.of(n, run=self.config.run)
 
     def open(self, operands: Any, tile: RowTile) -> Any:
         c = self.config

@@ -18,7 +18,7 @@ from .rows import RowTile
 from .selections import Selection
 from .spans import Span
 from .splits import total_tiles
-from .wgmma import SLAB, slab_layout, tma_tiles
+from .wgmma import SLAB, not_, slab_layout, tma_tiles
 
 LEFT, RIGHT = 0, 1  # a warpgroup, its half of the columns, and the tile of a pair whose scores it computes
 REFILL_ORDER = ((0, LEFT), (1, RIGHT), (0, RIGHT), (1, LEFT))  # (tile of the pair, half): as they are read last
@@ -48,6 +48,7 @@ class Work:
     evens0: Int32  # pairs whose even, odd tile came before: the fill counts of the two key buffers
     odds0: Int32
     tails0: Int32 | int = 0  # row tiles with a tail that came before
+    again: cutlass.Boolean | bool = False  # its keys, one pair of tiles, are those of the row tile before
 
     @property
     def evens(self) -> Int32:
@@ -94,7 +95,7 @@ class KeyTiles:
                         if t >= first and t < first + source.tiles:
                             if cutlass.const_expr(kind == "span"):
                                 keys = tile.keys(given[1], source.begin(t - first), c.tile_n, c.half)
-                                self.load_span(given[0], keys, sK, which, half, full + i, thread)
+                                self.load_span(given[0], keys, sK, which, half, full + i, thread, work.again)
                             else:
                                 place, keys = sK[None, None, which], wanted[None, which]
                                 source.gather(place, keys, thread, self.slabs(half), WARPGROUP)
@@ -181,12 +182,16 @@ class KeyTiles:
         half: cutlass.Constexpr,
         full: cute.Pointer,
         thread: Int32,
+        again: cutlass.Boolean,
     ):
-        """Half of `keys`' first tile by TMA, into sK's bytes seen as (tile_n, half, half of d, tile of the pair)."""
+        """Half of `keys`' first tile by TMA, into sK's bytes seen as (tile_n, half, half of d, tile of the pair).
+
+        `again`: it stands there already.
+        """
         c = self.config
         halves = cute.make_tensor(sK.iterator, slab_layout(self.dtype, c.tile_n, c.half, 2, 2).outer)
         gK, sK = tma_tiles(atom, keys, halves)
-        if thread // 32 == 0:
+        if (thread // 32 == 0) & not_(again):
             with cute.arch.elect_one():
                 cute.arch.mbarrier_expect_tx(full, c.half_tile_bytes)
             cute.copy(atom, gK[None, 0, half], sK[None, half, which], tma_bar_ptr=full)
