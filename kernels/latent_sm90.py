@@ -94,7 +94,7 @@ class Config:
 
     @property
     def run(self) -> int:
-        """Row tiles that a CTA takes one after the other: 128 heads of a query are two, with the same window of keys."""
+        """Row tiles that a CTA takes one after the other: 128 heads of a query are two, with the same window."""
         return 2 if self.sources == ("span",) else 1
 
     @property
