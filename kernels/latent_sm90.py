@@ -96,6 +96,11 @@ class Config:
         return self.sources[-1] != "span"
 
     @property
+    def run(self) -> int:
+        """Row tiles that a CTA takes one after the other: 128 heads of a query are two, with the same window."""
+        return 2 if self.sources == ("span",) else 1
+
+    @property
     def unpacks(self) -> bool:
         """Whether the producer unpacks what it gathers; then all keys are packed."""
         return "packed" in self.sources
@@ -334,6 +339,7 @@ class LatentSm90:
         tma_q, mQ = row_source
         keys = KeyTiles(c)
         walk, evens0, odds0 = self.walk(n), Int32(0), Int32(0)
+        before = (Int32(-1),) * 4
         for turn in cutlass.range(walk.turns, unroll=1):
             tile = walk.tile(turn)
             opened = own_part(tuple(self.open(source[-1], tile) for source in sources), tile, c.unit)
@@ -345,7 +351,14 @@ class LatentSm90:
                     cute.arch.mbarrier_arrive_and_expect_tx(bar.q_full, n.box_inner * n.box_outer * c.row_bytes)
                 gQ, sQ = tma_tiles(tma_q, tile.of(mQ, c.tile_m, c.d)[None, None, 0], smem.q)
                 cute.copy(tma_q, gQ, sQ, tma_bar_ptr=bar.q_full)
-            work = Work(opened, (), evens0, odds0)
+            again = cutlass.Boolean(False)
+            if cutlass.const_expr(c.run > 1):
+                now = (tile.batch, tile.kv_head, opened[0].lo, opened[0].hi)
+                again = opened[0].tiles <= 2
+                for x, y in zip(now, before, strict=True):
+                    again = again & (x == y)
+                before = now
+            work = Work(opened, (), evens0, odds0, again=again)
             if cutlass.const_expr(c.unpacks):
                 keys.load_packed(bar, smem.k, work)
             elif cutlass.const_expr(c.gathers):
@@ -367,13 +380,14 @@ class LatentSm90:
             odds0 = odds0 + span.tiles // 2
 
     def walk(self, n: Extents) -> Walk:
-        """Where keys are gathered, heads of one query follow one another: they share them in L2."""
-        return Walk.of(n, Int32(1), 1) if self.config.gathers else Walk.of(n)
+        """Heads of one query follow one another where keys are gathered: they share them in L2."""
+        return Walk.of(n, Int32(1), 1) if self.config.gathers else Walk.of(n, run=self.config.run)
 
     def open(self, operands: Any, tile: RowTile) -> Any:
         c = self.config
         if isinstance(operands, SpanOperands):
-            return open_span(operands, tile, c.tile_n, ask_span(operands, tile, c.tile_m), c.more)
+            asked = ask_span(operands, tile, c.tile_m)
+            return open_span(operands, tile, c.tile_n, asked, c.more, flush=not c.more)
         return open_selection(operands, tile, c.tile_n, c.d)
 
     # ---- consumers
@@ -443,7 +457,7 @@ class LatentSm90:
     def reopen(self, operands: Any, tile: RowTile, slot: cute.Tensor) -> Any:
         c = self.config
         if isinstance(operands, SpanOperands):
-            return read_span(operands, tile, c.tile_n, slot, c.more)
+            return read_span(operands, tile, c.tile_n, slot, c.more, flush=not c.more)
         return read_selection(operands, tile, c.tile_n, c.d, slot)
 
     @cute.jit

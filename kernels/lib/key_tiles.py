@@ -17,7 +17,7 @@ from .rows import RowTile
 from .selections import CHUNK, LANES_A_ROW, Selection, copy_or_zero, with_keys
 from .spans import Span
 from .splits import on_source, total_tiles
-from .wgmma import SLAB, tma_tiles
+from .wgmma import SLAB, not_, tma_tiles
 
 LEFT, RIGHT = 0, 1  # a warpgroup, its half of the columns, and the tile of a pair whose scores it computes
 REFILL_ORDER = ((0, LEFT), (1, RIGHT), (0, RIGHT), (1, LEFT))  # (tile of the pair, half): as they are read last
@@ -44,6 +44,7 @@ class Work:
     rows: tuple  # per source: what this thread's rows see of it
     evens0: Int32  # pairs whose even, odd tile came before: the fill counts of the two key buffers
     odds0: Int32
+    again: cutlass.Boolean | bool = False  # its keys, one pair of tiles, are those of the row tile before
 
     @property
     def evens(self) -> Int32:
@@ -74,8 +75,8 @@ class KeyTiles:
                     first = Int32(0)
                     for source, (atom, keys, *_) in zip(work.sources, sources, strict=True):
                         if t >= first and t < first + source.tiles:
-                            key0 = source.lo + source.begin(t - first)
-                            self.load_span(atom, tile.keys(keys, key0, c.tile_n, c.half), sK[which], half, full + i)
+                            gK = tile.keys(keys, source.first_key(t - first), c.tile_n, c.half)
+                            self.load_span(atom, gK, sK[which], half, full + i, work.again)
                         first = first + source.tiles
 
     @cute.jit
@@ -154,13 +155,22 @@ class KeyTiles:
         return range(half * slabs, (half + 1) * slabs)
 
     @cute.jit
-    def load_span(self, atom: cute.CopyAtom, gmem: cute.Tensor, sK: cute.Tensor, half: cutlass.Constexpr, full):
-        """tile_n keys from gmem's first one on."""
+    def load_span(
+        self,
+        atom: cute.CopyAtom,
+        gmem: cute.Tensor,
+        sK: cute.Tensor,
+        half: cutlass.Constexpr,
+        full: cute.Pointer,
+        again: cutlass.Boolean,
+    ):
+        """tile_n keys from gmem's first one on. `again`: they stand there already."""
         c = self.config
         gK, sK = tma_tiles(atom, gmem, cute.local_tile(sK, (c.tile_n, c.half), (0, None)))
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_expect_tx(full, c.half_tile_bytes)
-        cute.copy(atom, gK[None, 0, half], sK[None, half], tma_bar_ptr=full)
+        if not_(again):
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_expect_tx(full, c.half_tile_bytes)
+            cute.copy(atom, gK[None, 0, half], sK[None, half], tma_bar_ptr=full)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(full)
 

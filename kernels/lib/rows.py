@@ -205,27 +205,40 @@ class Walk:
     Pairs may come in sections of `together` instead, so that L2 holds the keys of a section. The last section begins
     with the last queries of its pairs, the one before it ends with them, and so on: lengths that fall and rise add up
     to the same too, for the tiles c, g + c, 2 g + c, ...
+
+    A CTA may take `run` tiles one after the other, which share keys, as long as there are as many for each.
     """
 
     n: Extents
     together: Int32
     sections: Int32
     turns: Int32
+    run: int = 1
 
     @staticmethod
-    def of(n: Extents, s_kv: Int32 | None = None, keys: int = 0) -> "Walk":
+    def of(n: Extents, s_kv: Int32 | None = None, keys: int = 0, run: int = 1) -> "Walk":
         """Sections of so many keys at most, where a pair has s_kv."""
         (together, sections), ctas = (n.pairs, Int32(1)), cute.arch.grid_dim()[0]
         if s_kv is not None:
             together, sections = sections_of(n.pairs, s_kv, keys)
         rounds = count(n.work, ctas) - 1  # and a last one, in which not all may have something to do
         mine = place_in_round(rounds, sections) < n.work - rounds * ctas
-        return Walk(n, together, sections, rounds + Int32(mine))
+        return Walk(n, together, sections, rounds + Int32(mine), run)
+
+    @cute.jit
+    def index(self, turn: Int32) -> Int32:
+        """Of what this CTA works on, among all work."""
+        ctas = cute.arch.grid_dim()[0]
+        i = turn * ctas + place_in_round(turn, self.sections)
+        if cutlass.const_expr(self.run > 1):
+            first = turn - turn % self.run
+            if (first + self.run) * ctas <= self.n.work:
+                i = first * ctas + place_in_round(turn // self.run, self.sections) * self.run + turn % self.run
+        return i
 
     def tile(self, turn: Int32) -> RowTile:
         n = self.n
-        i = turn * cute.arch.grid_dim()[0] + place_in_round(turn, self.sections)
-        i, split = divide(i, n.splits)
+        i, split = divide(self.index(turn), n.splits)
         section, place = divide(i, self.together * n.tiles_of_pair)
         tile, pair = divide(place, cutlass.min(self.together, n.pairs - section * self.together))
         tile = mirrored(tile, n.tiles_of_pair, (self.sections - section) % 2 == 1)

@@ -10,8 +10,6 @@ from cutlass import Float32, Int32
 from .rows import ROWS, WARP, BoxedRows, RowTile, load
 from .softmax import by_row
 
-BLOCK = 8  # columns of an accumulator, of which a lane holds two
-
 
 class SpanOperands(NamedTuple):
     """Query i sees the keys start[i] <= j < stop[i] of s_kv."""
@@ -25,7 +23,9 @@ class SpanOperands(NamedTuple):
 class Span:
     """The intervals of a tile's rows: [lo, hi) is their union, [lo_all, hi_all) what every row sees.
 
-    Its key tiles begin at lo, wherever that is; every other one has tile_n + `more` keys.
+    Key tile t begins `begin(t)` behind lo, wherever that is; every other one has tile_n + `more` keys. Of several the
+    last may be `flush` instead, and end with the last key, so that no unseen one is loaded with it, and what the one
+    before has too is masked.
     """
 
     operands: SpanOperands
@@ -36,6 +36,7 @@ class Span:
     lo_all: Int32
     hi_all: Int32
     more: int = 0
+    flush: bool = False
 
     @property
     def tiles(self) -> Int32:
@@ -49,9 +50,18 @@ class Span:
         """How far behind lo key tile t begins."""
         return t * self.tile_n + (t // 2 * self.more if self.more else 0)
 
+    def first_key(self, t: Int32 | int) -> Int32:
+        """Of tile t."""
+        key = self.lo + self.begin(t)
+        return cutlass.max(self.lo, cutlass.min(key, self.hi - self.tile_n)) if self.flush else key
+
+    def from_tile(self, t: Int32 | int, key: Int32) -> Int32:
+        """`key`, or if that is in the tile before, the first one after that tile."""
+        return cutlass.max(key, self.lo + self.begin(t)) if self.flush else key
+
     def unseen_from(self, t: Int32) -> Int32:
         """The first row of key tile t that no query sees; at least tile_n if there is none."""
-        return self.hi - self.lo - self.begin(t)
+        return self.hi - self.first_key(t)
 
     def needs_clearing(self, t: Int32) -> cutlass.Boolean:
         """Whether keys that no query sees are loaded with tile t. As values they would count 0 * NaN if they are NaN.
@@ -95,37 +105,15 @@ class RowSpans:
     def mask(self, scores: cute.Tensor, t: Int32):
         """-inf for every key of tile t that its row does not see."""
         s, span = by_row(scores), self.span
-        key0, keys = span.lo + span.begin(t), 4 * cute.size(s, mode=[1])
-        if key0 < span.lo_all or key0 + keys > span.hi_all:
+        key0, keys = span.first_key(t), 4 * cute.size(s, mode=[1])
+        if key0 < span.from_tile(t, span.lo_all) or key0 + keys > span.hi_all:
             column0 = key0 + cute.arch.lane_idx() % 4 * 2
             for r in cutlass.range_constexpr(ROWS):
                 for c in cutlass.range_constexpr(2):
-                    hide(s, r, c, self.seen(r, c, column0), range(cute.size(s, mode=[1]) // 2))
-
-    @cute.jit
-    def mask_edges(self, scores: cute.Tensor, step: cutlass.Constexpr):
-        """`mask` of the first tile, whose middle may be seen by all: by groups of so many blocks of columns."""
-        span, s = self.span, by_row(scores)
-        column0, blocks = span.lo + cute.arch.lane_idx() % 4 * 2, cute.size(s, mode=[1]) // 2
-        seen = [[self.seen(r, c, column0) for c in range(2)] for r in range(ROWS)]
-        for first in cutlass.range_constexpr(0, blocks, step):
-            key0 = span.lo + first * BLOCK
-            if key0 < span.lo_all or key0 + step * BLOCK > span.hi_all:
-                for r in cutlass.range_constexpr(ROWS):
-                    for c in cutlass.range_constexpr(2):
-                        hide(s, r, c, seen[r][c], range(first, min(first + step, blocks)))
-
-    def seen(self, r: int, c: int, column0: Int32) -> Int32:
-        """Bit j is set where row r sees the key of column 8 j + c, if column0 is that of its first."""
-        return bits(self.start[r] - column0 - c, self.stop[r] - column0 - c)
-
-
-@cute.jit
-def hide(s: cute.Tensor, r: cutlass.Constexpr, c: cutlass.Constexpr, seen: Int32, blocks: cutlass.Constexpr):
-    """Of a row, the columns c of those blocks whose bit is not set."""
-    for j in cutlass.range_constexpr(blocks.start, blocks.stop):
-        if seen & (1 << j) == 0:
-            s[r, 2 * j + c] = -Float32.inf
+                    seen = bits(span.from_tile(t, self.start[r]) - column0 - c, self.stop[r] - column0 - c)
+                    for j in cutlass.range_constexpr(cute.size(s, mode=[1]) // 2):
+                        if seen & (1 << j) == 0:
+                            s[r, 2 * j + c] = -Float32.inf
 
 
 def bits(first: Int32, last: Int32) -> Int32:
@@ -160,7 +148,12 @@ def load_span(operands: SpanOperands, tile: RowTile, query: Int32) -> tuple[Int3
 
 @cute.jit
 def open_span(
-    operands: SpanOperands, tile: RowTile, tile_n: cutlass.Constexpr, asked: tuple, more: cutlass.Constexpr = 0
+    operands: SpanOperands,
+    tile: RowTile,
+    tile_n: cutlass.Constexpr,
+    asked: tuple,
+    more: cutlass.Constexpr = 0,
+    flush: cutlass.Constexpr = False,
 ) -> Span:
     """By a warp, which has `ask_span`-ed."""
     lo, hi = Int32(2**31 - 1), Int32(0)
@@ -175,8 +168,10 @@ def open_span(
     hi = cute.arch.warp_redux_sync(hi, "max")
     lo_all = cute.arch.warp_redux_sync(lo_all, "max")
     hi_all = cute.arch.warp_redux_sync(hi_all, "min")
-    return Span(operands, tile, tile_n, cutlass.min(lo, hi), hi, lo_all, hi_all, more)
+    return Span(operands, tile, tile_n, cutlass.min(lo, hi), hi, lo_all, hi_all, more, flush)
 
 
-def read_span(operands: SpanOperands, tile: RowTile, tile_n: int, slot: cute.Tensor, more: int = 0) -> Span:
-    return Span(operands, tile, tile_n, *(cute.arch.make_warp_uniform(slot[i]) for i in range(4)), more)
+def read_span(
+    operands: SpanOperands, tile: RowTile, tile_n: int, slot: cute.Tensor, more: int = 0, flush: bool = False
+) -> Span:
+    return Span(operands, tile, tile_n, *(cute.arch.make_warp_uniform(slot[i]) for i in range(4)), more, flush)

@@ -50,6 +50,8 @@ def extents(variant: Variant, tile_n: int, case: str) -> dict[str, int] | None:
         # a few keys behind a pair of tiles, or behind two; of the last row tiles more than that
         table["tail"] = {"b": 2, "s_q": 19, "s_kv": 2 * n + 22, "h_q": 8, "width": 2 * n}
         table["tail of more"] = {"b": 1, "s_q": 20, "s_kv": 4 * n + 19, "h_q": 16, "width": EVERYTHING}
+        # two tiles of rows a query: the second finds its keys where they are
+        table["again"] = {"b": 1, "s_q": 4, "s_kv": 2 * n + 3, "h_q": 128, "width": n + 30}
     if variant.op == "fwd":
         # several heads of keys: a tile of rows is a box of heads x queries
         table["groups"] = {"b": 1, "s_q": 7, "s_kv": n + 40, "h_q": 12, "h_kv": 2, "width": EVERYTHING}
@@ -72,8 +74,18 @@ def most_heads_of_others(variant: Variant) -> int:
     return max(fewer, default=0)
 
 
-CASES = ("tiles", "window", "few", "turns", "mixed", "groups", "tail", "tail of more")
-PROCESSORS = {"tiles": 2, "window": 2, "few": 1, "turns": 1, "mixed": 1, "groups": 2, "tail": 1, "tail of more": 2}
+CASES = ("tiles", "window", "few", "turns", "mixed", "groups", "tail", "tail of more", "again")
+PROCESSORS = {
+    "tiles": 2,
+    "window": 2,
+    "few": 1,
+    "turns": 1,
+    "mixed": 1,
+    "groups": 2,
+    "tail": 1,
+    "tail of more": 2,
+    "again": 1,
+}
 
 
 def operands(variant: Variant, tile_n: int, case: str) -> native.Operands | None:
