@@ -10,8 +10,6 @@ from cutlass import Float32, Int32
 from .rows import ROWS, WARP, BoxedRows, RowTile, load
 from .softmax import by_row
 
-BLOCK = 8  # columns of an accumulator, of which a lane holds two
-
 
 class SpanOperands(NamedTuple):
     """Query i sees the keys start[i] <= j < stop[i] of s_kv."""
@@ -101,32 +99,10 @@ class RowSpans:
             column0 = key0 + cute.arch.lane_idx() % 4 * 2
             for r in cutlass.range_constexpr(ROWS):
                 for c in cutlass.range_constexpr(2):
-                    hide(s, r, c, self.seen(r, c, column0), range(cute.size(s, mode=[1]) // 2))
-
-    @cute.jit
-    def mask_edges(self, scores: cute.Tensor, step: cutlass.Constexpr):
-        """`mask` of the first tile, whose middle may be seen by all: by groups of so many blocks of columns."""
-        span, s = self.span, by_row(scores)
-        column0, blocks = span.lo + cute.arch.lane_idx() % 4 * 2, cute.size(s, mode=[1]) // 2
-        seen = [[self.seen(r, c, column0) for c in range(2)] for r in range(ROWS)]
-        for first in cutlass.range_constexpr(0, blocks, step):
-            key0 = span.lo + first * BLOCK
-            if key0 < span.lo_all or key0 + step * BLOCK > span.hi_all:
-                for r in cutlass.range_constexpr(ROWS):
-                    for c in cutlass.range_constexpr(2):
-                        hide(s, r, c, seen[r][c], range(first, min(first + step, blocks)))
-
-    def seen(self, r: int, c: int, column0: Int32) -> Int32:
-        """Bit j is set where row r sees the key of column 8 j + c, if column0 is that of its first."""
-        return bits(self.start[r] - column0 - c, self.stop[r] - column0 - c)
-
-
-@cute.jit
-def hide(s: cute.Tensor, r: cutlass.Constexpr, c: cutlass.Constexpr, seen: Int32, blocks: cutlass.Constexpr):
-    """Of a row, the columns c of those blocks whose bit is not set."""
-    for j in cutlass.range_constexpr(blocks.start, blocks.stop):
-        if seen & (1 << j) == 0:
-            s[r, 2 * j + c] = -Float32.inf
+                    seen = bits(self.start[r] - column0 - c, self.stop[r] - column0 - c)
+                    for j in cutlass.range_constexpr(cute.size(s, mode=[1]) // 2):
+                        if seen & (1 << j) == 0:
+                            s[r, 2 * j + c] = -Float32.inf
 
 
 def bits(first: Int32, last: Int32) -> Int32:
