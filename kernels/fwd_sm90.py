@@ -467,7 +467,7 @@ class FwdSm90:
         rows = self.issue_first(w, w.few, span, boxed, turn, fill)
         cute.arch.mbarrier_arrive(w.bar.k_empty + fill % c.stages)
         cute.arch.mbarrier_arrive(w.bar.q_empty + stage_q)
-        rows.mask_edges(w.few.acc, step=3)
+        rows.mask(w.few.acc, 0)
         self.weigh_first(w, w.few)
         if two & (w.group == 0):
             cute.arch.barrier_arrive(**free)
