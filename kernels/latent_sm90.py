@@ -31,10 +31,10 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from .aot import Compiled, compile_ahead
+from .lib.cluster import CTAS, arrive, await_others
 from .lib.key_tiles import LEFT, RIGHT, Barriers, KeyTiles, Work
 from .lib.launch import (
     SMEM_LIMIT,
-    WARP,
     WARPGROUP,
     Shapes,
     element_type,
@@ -45,6 +45,7 @@ from .lib.launch import (
 )
 from .lib.output import SlabStores, store_part
 from .lib.packed import PackedOperands
+from .lib.packed_tiles import load_packed
 from .lib.rows import PUBLISHED, BoxedRows, Extents, RowTile, Walk, extents, row_of
 from .lib.selections import SelectionOperands, open_selection, read_selection
 from .lib.softmax import ROWS, RowResults, Softmax, rescale_rows, scale_rows
@@ -84,6 +85,7 @@ class Config:
     dtype: str
     sources: tuple[str, ...]  # of keys, in the order in which they are walked: "span", "selection" or "packed"
     has_tail: bool = False  # up to TAIL keys behind the last pair of tiles are multiplied by products of their own
+    cluster: int = 1  # CTAs with heads of the same query; two unpack keys for one another
     tile_m: int = 64
     tile_n: int = 64
 
@@ -136,7 +138,7 @@ class Config:
 
     @property
     def smem_bytes(self) -> int:
-        barriers, weights_and_o = 8 * 17, 2 * self.tile_m * (self.tile_n + SLAB) * 2
+        barriers, weights_and_o = 8 * sum(Barriers.COUNTS), 2 * self.tile_m * (self.tile_n + SLAB) * 2
         rows, infos = 4 * self.tile_m * 2, 4 * 2 * PUBLISHED * (1 + len(self.sources))
         tiles = self.tile_m * self.row_bytes + 4 * self.half_tile_bytes + weights_and_o
         return tiles + self.tile_m * self.tail * 2 + rows + infos + barriers
@@ -233,15 +235,16 @@ class LatentSm90:
         stream: cuda.CUstream,
     ):
         c = self.config
-        n = extents(c.tile_m, c.gathers, b, s_q, h_q, h_kv, splits, ctas)
+        n = extents(c.tile_m, c.gathers, b, s_q, h_q, h_kv, splits, ctas, c.cluster)
         shapes = Shapes(c.d, b, n)
         tma_q, mQ = tma_atom(cpasync.CopyBulkTensorTileG2SOp(), shapes.rows(q), c.tile_m, c.d)
         tma_o, mO = tma_atom(cpasync.CopyBulkTensorTileS2GOp(), shapes.rows(o), c.tile_m, SLAB)
         given = ((keys0, from0, to0, s_kv0, s_batch0, topk0), (keys1, from1, to1, s_kv1, s_batch1, topk1))
         sources = tuple(self.source(kind, shapes, *g) for kind, g in zip(c.sources, given, strict=False))
         self.kernel(tma_q, mQ, tma_o, mO, sources, RowResults(sink, lse, o_parts), scale_log2, n).launch(
-            grid=(cutlass.min(n.work, ctas), 1, 1),
+            grid=(cutlass.min(n.work, cutlass.max(ctas // c.cluster, 1)) * c.cluster, 1, 1),
             block=(c.threads, 1, 1),
+            cluster=(c.cluster, 1, 1) if c.cluster > 1 else None,
             smem=c.smem_bytes,
             stream=stream,
             min_blocks_per_mp=1,  # without it ptxas silently drops setmaxnreg
@@ -272,19 +275,9 @@ class LatentSm90:
         bar, smem = self.allocate()
         if warp == 0:
             with cute.arch.elect_one():
-                cute.arch.mbarrier_init(bar.q_full, 1)
-                cute.arch.mbarrier_init(bar.q_empty, 2 * WARPGROUP)
-                cute.arch.mbarrier_init(bar.done, 2 * WARPGROUP)
-                cute.arch.mbarrier_init(bar.tail_full, WARP)
-                cute.arch.mbarrier_init(bar.tail_empty, 2 * WARPGROUP)
-                for i in cutlass.range_constexpr(4):
-                    cute.arch.mbarrier_init(bar.full + i, c.loaders)
-                    cute.arch.mbarrier_init(bar.empty + i, WARPGROUP)  # of the warpgroup that reads this half as V
-                for side in cutlass.range_constexpr(2):
-                    cute.arch.mbarrier_init(bar.max + side, WARPGROUP)
-                    cute.arch.mbarrier_init(bar.weights + side, WARPGROUP)
+                bar.initialise(c.loaders)
             cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        arrive(c.cluster)
         cute.arch.griddepcontrol_launch_dependents()  # `combine`, where it follows, waits for this grid by itself
 
         if warp < 4:
@@ -296,6 +289,7 @@ class LatentSm90:
                     self.produce_tails(bar, smem.tail, sources[0], n)
         else:
             cute.arch.setmaxregister_increase(c.registers[1])
+            await_others(c.cluster)
             operands = tuple(source[-1] for source in sources)
             if warp < 8:
                 self.consume(LEFT, bar, smem, operands, (tma_o, mO), results, scale_log2, n)
@@ -317,8 +311,7 @@ class LatentSm90:
         tail = TailTiles.allocate(smem, o, self.dtype, c.d) if c.has_tail else None
         maxima = smem.allocate_tensor(Float32, cute.make_layout((c.tile_m, 2)), 16)
         info = smem.allocate_tensor(Int32, cute.make_layout((PUBLISHED, 1 + len(c.sources), 2)), 16)
-        mbar = smem.allocate_array(Int64, 17)
-        bar = Barriers(*(mbar + i for i in (0, 1, 2, 6, 10, 12, 14, 15, 16)))
+        bar = Barriers.at(smem.allocate_array(Int64, sum(Barriers.COUNTS)), c.cluster)
         return bar, Shared(q, k, p, o, maxima, tail, info)
 
     # ---- producer
@@ -343,11 +336,15 @@ class LatentSm90:
                 gQ, sQ = tma_tiles(tma_q, tile.of(mQ, c.tile_m, c.d)[None, None, 0], smem.q)
                 cute.copy(tma_q, gQ, sQ, tma_bar_ptr=bar.q_full)
             work = Work(opened, (), evens0, odds0)
+            if turn == 0:
+                await_others(c.cluster)
             if cutlass.const_expr(c.unpacks):
-                keys.load_packed(bar, smem.k, work)
+                load_packed(c, bar, smem.k, work)
             else:
                 keys.load(bar, smem.k, work, keys.copies(sources, opened, tile, smem.k))
             evens0, odds0 = evens0 + work.evens, odds0 + work.odds
+        if cutlass.const_expr(c.cluster > 1):  # none ends while its peer may still come to it
+            bar.await_readers(evens0, odds0)
 
     @cute.jit
     def produce_tails(self, bar: Barriers, tiles: TailTiles, source: tuple, n: Extents):
@@ -364,7 +361,7 @@ class LatentSm90:
 
     def walk(self, n: Extents) -> Walk:
         """Where keys are gathered, heads of one query follow one another: they share them in L2."""
-        return Walk.of(n, Int32(1), 1) if self.config.gathers else Walk.of(n)
+        return Walk.of(n, Int32(1), 1, self.config.cluster) if self.config.gathers else Walk.of(n)
 
     def open(self, operands: Any, tile: RowTile) -> Any:
         c = self.config
@@ -470,7 +467,7 @@ class LatentSm90:
 
     @cute.jit
     def attend_left(self, w: Consumer, work: Work, rows: Rows):
-        evens, odds, empty = work.evens, work.odds, w.bar.empty
+        evens, odds = work.evens, work.odds
         self.issue_scores(LEFT, w, work, 0, LEFT, fresh=True)
         self.issue_scores(LEFT, w, work, 0, RIGHT, fresh=False)
         work = self.prepare(LEFT, w, work, rows)
@@ -485,16 +482,16 @@ class LatentSm90:
             else:
                 self.finish(LEFT, w, rows)
                 warpgroup.wait_group(0)
-                cute.arch.mbarrier_arrive(empty + 2)
+                w.bar.hand_back(2)
         if odds < evens:
             self.left_pair(w, work, odds, has_odd=False)
             self.finish(LEFT, w, rows)
             warpgroup.wait_group(0)
-            cute.arch.mbarrier_arrive(empty + 0)
+            w.bar.hand_back(0)
 
     @cute.jit
     def attend_right(self, w: Consumer, work: Work, rows: Rows):
-        evens, odds, empty = work.evens, work.odds, w.bar.empty
+        evens, odds = work.evens, work.odds
         if odds == 0:
             self.prepare(RIGHT, w, work, rows)
             cute.arch.mbarrier_arrive(w.bar.q_empty)
@@ -517,7 +514,7 @@ class LatentSm90:
             self.right_without_odd(w, work)
             self.finish(RIGHT, w, rows)
             warpgroup.wait_group(0)
-            cute.arch.mbarrier_arrive(empty + 1)
+            w.bar.hand_back(1)
 
     def finish(self, side: int, w: Consumer, rows: Rows) -> None:
         """What normalises the output; lse."""
@@ -588,13 +585,9 @@ class LatentSm90:
     @cute.jit
     def next_scores(self, w: Consumer, work: Work, pair: Int32):
         """The scores of the next even tile, the first half of them under the products of the pair before."""
-        if cutlass.const_expr(self.config.unpacks):  # all halves of a pair are gathered before the first is unpacked
-            warpgroup.wait_group(0)
-            cute.arch.mbarrier_arrive(w.bar.empty + 2)
         self.issue_scores(LEFT, w, work, pair, LEFT, fresh=True)
-        if cutlass.const_expr(not self.config.unpacks):
-            warpgroup.wait_group(1)
-            cute.arch.mbarrier_arrive(w.bar.empty + 2)
+        warpgroup.wait_group(1)
+        w.bar.hand_back(2)
         self.issue_scores(LEFT, w, work, pair, RIGHT, fresh=False)
         self.await_scores(w, pair == work.evens - 1)
 
@@ -624,7 +617,7 @@ class LatentSm90:
         multiply(w.pv, w.out, w.weights, w.b_value[None, None, None, 0], fresh)
         if cutlass.const_expr(has_odd):
             warpgroup.wait_group(0)
-            cute.arch.mbarrier_arrive(w.bar.empty + 0)
+            w.bar.hand_back(0)
             self.adopt_max(w, RIGHT, work.odds0 + pair)
             scale_rows(w.scores, s.factor)
             round_to(w.weights, w.scores)
@@ -667,9 +660,9 @@ class LatentSm90:
         if pair == work.evens - 1:
             self.finish(RIGHT, w, rows)
         warpgroup.wait_group(1)
-        cute.arch.mbarrier_arrive(w.bar.empty + 3)
+        w.bar.hand_back(3)
         warpgroup.wait_group(0)
-        cute.arch.mbarrier_arrive(w.bar.empty + 1)
+        w.bar.hand_back(1)
 
     @cute.jit
     def right_without_odd(self, w: Consumer, work: Work):
@@ -724,7 +717,9 @@ def take_over(shared: cute.Tensor, side: cutlass.Constexpr, state: cute.Tensor, 
 
 
 def compile(variant: Variant, out_dir: Path) -> Compiled:
-    config = Config(variant.d, variant.dtype, variant.sources, has_tail=variant.most_heads < ANY_HEADS)
+    few, packed = variant.most_heads < ANY_HEADS, "packed" in variant.sources
+    choice = {"cluster": 1 if few else CTAS} if packed else {"has_tail": few}
+    config = Config(variant.d, variant.dtype, variant.sources, **choice)
     kernel = LatentSm90(config)
     of_keys = {kind: pointers(variant.dtype, "bytes" if kind == "packed" else "keys")[0] for kind in config.sources}
     first, second = (
@@ -744,5 +739,5 @@ def compile(variant: Variant, out_dir: Path) -> Compiled:
         name="latent_sm90",
         arch=variant.arch,
         out_dir=out_dir,
-        facts=launch_facts(config),
+        facts=launch_facts(config, cluster=config.cluster),
     )
