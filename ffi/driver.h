@@ -23,8 +23,7 @@ struct alignas(64) CUtensorMap {
 };
 struct CUlaunchAttribute {
   int id;
-  alignas(8) int value;
-  char rest[60];
+  alignas(8) int value[16];
 };
 static_assert(sizeof(CUlaunchAttribute) == 72);
 struct CUlaunchConfig {
@@ -37,7 +36,7 @@ static_assert(sizeof(CUlaunchConfig) == 56);
 
 enum DeviceAttribute { kMultiprocessorCount = 16, kComputeCapabilityMajor = 75, kComputeCapabilityMinor = 76 };
 enum KernelAttribute { kMaxDynamicSharedMemory = 8, kPreferredSharedMemoryCarveout = 9 };
-enum LaunchAttribute { kProgrammaticStreamSerialization = 6 };
+enum LaunchAttribute { kClusterDimension = 4, kProgrammaticStreamSerialization = 6 };
 enum TensorMapDataType { kFloat16 = 6, kBFloat16 = 9 };
 enum TensorMapOption { kNoInterleave = 0, kSwizzle128B = 3, kPromoteL2To256B = 3, kZeroFill = 0 };
 

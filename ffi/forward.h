@@ -213,9 +213,12 @@ inline ffi::Error Launch(Launcher* launcher, CUstream stream, int device, uint32
     }
     pointers[count++] = param.data;
   }
-  CUlaunchAttribute attribute{kProgrammaticStreamSerialization, 1, {}};
+  CUlaunchAttribute attributes[2];
+  unsigned attribute_count = 0;
+  if (overlaps) attributes[attribute_count++] = {kProgrammaticStreamSerialization, {1}};
+  if (launcher->cluster > 1) attributes[attribute_count++] = {kClusterDimension, {launcher->cluster, 1, 1}};
   const CUlaunchConfig config{grid, 1, 1, static_cast<unsigned>(launcher->threads), 1, 1,
-                              static_cast<unsigned>(launcher->smem_bytes), stream, &attribute, overlaps};
+                              static_cast<unsigned>(launcher->smem_bytes), stream, attributes, attribute_count};
   const Driver& driver = GetDriver();
   std::string error = driver.Failure("cuLaunchKernelEx",
                                      driver.LaunchKernelEx(&config, loaded.function, pointers, nullptr));
@@ -231,7 +234,7 @@ inline ffi::Error Execute(CUstream stream, int ordinal, const Operands& x) {
   const Device& device = GetDevice(ordinal);
   if (ffi::Error error = LookUp(x, device, &shape, &kernels); error.failure()) return error;
   const auto& [forward, combine] = kernels;
-  const Tiles tiles{forward->tile_m, forward->tile_n, device.processors * forward->ctas};
+  const Tiles tiles{forward->tile_m, forward->tile_n, device.processors * forward->ctas, forward->cluster};
   if (std::string error = PlanLaunch(shape, x.scale, tiles, &plan); !error.empty()) {
     return ffi::Error::InvalidArgument(std::string(x.op) + ": " + error);
   }

@@ -35,6 +35,7 @@ struct Shape {
 struct Tiles {
   int32_t tile_m, tile_n;
   int32_t processors;  // or CTAs that run at a time: as many tiles of rows are worked on
+  int32_t cluster;     // CTAs that take tiles with heads of the same queries
 };
 
 // How the rows of q and o are cut into tiles.  A row is a (query, head of one KV head's group) pair; the rows of one KV
@@ -96,15 +97,17 @@ inline std::string PlanLaunch(const Shape& shape, float scale, const Tiles& tile
   const int64_t inner = contiguous ? s_q * group : group;
   const int64_t outer = contiguous ? 1 : s_q;
   if (std::string error = out_of_range("s_q * h_q", inner); !error.empty()) return error;
+  const int64_t clusters = std::max(tiles.processors / tiles.cluster, 1);
   int64_t box_inner = 0, box_outer = 0, tiles_inner = 0, tiles_outer = 0, head_tiles = 0;
   for (int64_t rows = kWarpgroupRows;; rows += kWarpgroupRows) {  // as few as give no processor a second tile
     const int64_t at_most = std::min<int64_t>(rows, tiles.tile_m);
-    box_inner = contiguous ? std::min(at_most, inner) : ceil_div(group, ceil_div(group, at_most));
+    box_inner = contiguous ? std::min(at_most, inner)
+                            : ceil_div(group, ceil_div(group, at_most * tiles.cluster) * tiles.cluster);
     box_outer = contiguous || gathers ? 1 : std::min(at_most / box_inner, s_q);
-    tiles_inner = ceil_div(inner, box_inner);
+    tiles_inner = ceil_div(inner, box_inner * tiles.cluster);
     tiles_outer = ceil_div(outer, box_outer);
     head_tiles = tiles_inner * tiles_outer;  // below 2^62
-    if (at_most == tiles.tile_m || head_tiles <= tiles.processors / h_kv / b / splits) break;
+    if (at_most == tiles.tile_m || head_tiles <= clusters / h_kv / b / splits) break;
   }
   if (head_tiles > kMaxExtent / h_kv / b / splits) {
     return "there are too many tiles of rows: " + std::to_string(head_tiles) + " x " + std::to_string(h_kv) +
@@ -119,7 +122,7 @@ inline std::string PlanLaunch(const Shape& shape, float scale, const Tiles& tile
   auto u64 = [](int64_t x) { return static_cast<uint64_t>(x); };
   auto i32 = [](int64_t x) { return static_cast<int32_t>(x); };
   *plan = Plan{
-      u32(std::min<int64_t>(row_tiles * splits, tiles.processors)),
+      u32(std::min<int64_t>(row_tiles * splits, clusters) * tiles.cluster),
       {5,
        {kSwizzleColumns, u32(box_inner), u32(box_outer), 1, 1},
        {u64(d), u64(inner), u64(outer), u64(h_kv), u64(b)},

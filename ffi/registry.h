@@ -43,6 +43,7 @@ struct Launcher {
   size_t cubin_bytes;
   int32_t threads, smem_bytes, tile_m, tile_n;
   int32_t ctas;  // that a processor runs at a time
+  int32_t cluster;  // CTAs of one
   bool splits;  // whether the keys of a tile of rows may be split over CTAs
   int32_t most_heads;  // of q that it takes
 

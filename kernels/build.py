@@ -27,7 +27,7 @@ from .cubin import KernelInfo, read_kernel
 from .variants import VARIANTS, Variant
 
 ROOT = Path(__file__).resolve().parent.parent
-FACTS = ("threads", "smem_bytes", "tile_m", "tile_n", "ctas")  # what the launcher needs beside the cubin
+FACTS = ("threads", "smem_bytes", "tile_m", "tile_n", "ctas", "cluster")  # what the launcher needs beside the cubin
 DESCRIBED = (
     "op",
     "arch",

@@ -31,6 +31,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from .aot import Compiled, compile_ahead
+from .lib.cluster import CTAS, arrive, await_others
 from .lib.key_tiles import LEFT, RIGHT, Barriers, KeyTiles, Work
 from .lib.launch import (
     SMEM_LIMIT,
@@ -45,6 +46,7 @@ from .lib.launch import (
 )
 from .lib.output import SlabStores, store_part
 from .lib.packed import PackedOperands
+from .lib.packed_tiles import load_packed
 from .lib.rows import PUBLISHED, BoxedRows, Extents, RowTile, Walk, extents, row_of
 from .lib.selections import GATHERED, SelectedRows, gathered, open_selection, read_selection
 from .lib.softmax import ROWS, RowResults, Softmax, rescale_rows, scale_rows
@@ -87,6 +89,7 @@ class Config:
     dtype: str
     sources: tuple[str, ...]  # of keys, in the order in which they are walked: "span", "selection" or "packed"
     more: int = 0  # keys that odd tiles have beyond tile_n, copied by a warp of its own
+    cluster: int = 1  # CTAs with heads of the same query; two unpack keys for one another
     tile_m: int = 64
     tile_n: int = 64
 
@@ -150,7 +153,8 @@ class Config:
 
     @property
     def smem_bytes(self) -> int:
-        barriers, weights_and_o = 8 * 15, 2 * self.tile_m * (sum(self.tile_keys) + 2 * self.slabs_of_o * SLAB)
+        barriers = 8 * sum(Barriers.COUNTS)
+        weights_and_o = 2 * self.tile_m * (sum(self.tile_keys) + 2 * self.slabs_of_o * SLAB)
         rows, infos = 4 * self.tile_m * 2, 4 * 2 * PUBLISHED * (1 + len(self.sources))
         return (self.tile_m + sum(self.tile_keys)) * self.row_bytes + weights_and_o + rows + infos + barriers
 
@@ -244,15 +248,16 @@ class LatentSm90:
         stream: cuda.CUstream,
     ):
         c = self.config
-        n = extents(c.tile_m, c.gathers, b, s_q, h_q, h_kv, splits, ctas)
+        n = extents(c.tile_m, c.gathers, b, s_q, h_q, h_kv, splits, ctas, c.cluster)
         shapes = Shapes(c.d, b, n)
         tma_q, mQ = tma_atom(cpasync.CopyBulkTensorTileG2SOp(), shapes.rows(q), c.tile_m, c.d)
         tma_o, mO = tma_atom(cpasync.CopyBulkTensorTileS2GOp(), shapes.rows(o), c.tile_m, SLAB)
         given = ((keys0, from0, to0, s_kv0, s_batch0, topk0), (keys1, from1, to1, s_kv1, s_batch1, topk1))
         sources = tuple(self.source(kind, shapes, *g) for kind, g in zip(c.sources, given, strict=False))
         self.kernel(tma_q, mQ, tma_o, mO, sources, RowResults(sink, lse, o_parts), scale_log2, n).launch(
-            grid=(cutlass.min(n.work, ctas), 1, 1),
+            grid=(cutlass.min(n.work, cutlass.max(ctas // c.cluster, 1)) * c.cluster, 1, 1),
             block=(c.threads, 1, 1),
+            cluster=(c.cluster, 1, 1) if c.cluster > 1 else None,
             smem=c.smem_bytes,
             stream=stream,
             min_blocks_per_mp=1,  # without it ptxas silently drops setmaxnreg
@@ -283,17 +288,9 @@ class LatentSm90:
         bar, smem = self.allocate()
         if warp == 0:
             with cute.arch.elect_one():
-                cute.arch.mbarrier_init(bar.q_full, 1)
-                cute.arch.mbarrier_init(bar.q_empty, 2 * WARPGROUP)
-                cute.arch.mbarrier_init(bar.done, 2 * WARPGROUP)
-                for i in cutlass.range_constexpr(4):
-                    cute.arch.mbarrier_init(bar.full + i, c.loaders + (WARP if c.more and i // 2 == 1 else 0))
-                    cute.arch.mbarrier_init(bar.empty + i, WARPGROUP)  # of the warpgroup that reads this half as V
-                for side in cutlass.range_constexpr(2):
-                    cute.arch.mbarrier_init(bar.max + side, WARPGROUP)
-                    cute.arch.mbarrier_init(bar.weights + side, WARPGROUP)
+                bar.initialise(c.loaders, WARP if c.more else 0)
             cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        arrive(c.cluster)
         cute.arch.griddepcontrol_launch_dependents()  # `combine`, where it follows, waits for this grid by itself
 
         if warp < 4:
@@ -305,6 +302,7 @@ class LatentSm90:
                     self.produce_more(bar, smem, sources[0], n)
         else:
             cute.arch.setmaxregister_increase(c.registers[1])
+            await_others(c.cluster)
             operands = tuple(source[-1] for source in sources)
             if warp < 8:
                 self.consume(LEFT, bar, smem, operands, (tma_o, mO), results, scale_log2, n)
@@ -325,8 +323,7 @@ class LatentSm90:
         o = tuple((*(tile(slab) for _ in range(c.slabs_of_o)), seen_as(weights, slab)) for weights in p)
         maxima = smem.allocate_tensor(Float32, cute.make_layout((c.tile_m, 2)), 16)
         info = smem.allocate_tensor(Int32, cute.make_layout((PUBLISHED, 1 + len(c.sources), 2)), 16)
-        mbar = smem.allocate_array(Int64, 15)
-        bar = Barriers(*(mbar + i for i in (0, 1, 2, 6, 10, 12, 14)))
+        bar = Barriers.at(smem.allocate_array(Int64, sum(Barriers.COUNTS)), c.cluster)
         return bar, Shared(q, k, p, o, maxima, info)
 
     # ---- producer
@@ -359,13 +356,17 @@ class LatentSm90:
                     again = again & (x == y)
                 before = now
             work = Work(opened, (), evens0, odds0, again=again)
+            if turn == 0:
+                await_others(c.cluster)
             if cutlass.const_expr(c.unpacks):
-                keys.load_packed(bar, smem.k, work)
+                load_packed(c, bar, smem.k, work)
             elif cutlass.const_expr(c.gathers):
                 keys.gather(bar, smem.k, work)
             else:
                 keys.load(bar, smem.k, work, sources, tile)
             evens0, odds0 = evens0 + work.evens, odds0 + work.odds
+        if cutlass.const_expr(c.cluster > 1):  # none ends while its peer may still come to it
+            bar.await_readers(evens0, odds0)
 
     @cute.jit
     def produce_more(self, bar: Barriers, smem: Shared, source: tuple, n: Extents):
@@ -380,8 +381,9 @@ class LatentSm90:
             odds0 = odds0 + span.tiles // 2
 
     def walk(self, n: Extents) -> Walk:
-        """Heads of one query follow one another where keys are gathered: they share them in L2."""
-        return Walk.of(n, Int32(1), 1) if self.config.gathers else Walk.of(n, run=self.config.run)
+        """Where keys are gathered, heads of one query follow one another: they share them in L2."""
+        c = self.config
+        return Walk.of(n, Int32(1), 1, cluster=c.cluster) if c.gathers else Walk.of(n, run=c.run)
 
     def open(self, operands: Any, tile: RowTile) -> Any:
         c = self.config
@@ -486,7 +488,7 @@ class LatentSm90:
 
     @cute.jit
     def attend_left(self, w: Consumer, work: Work, rows: Rows):
-        evens, odds, empty = work.evens, work.odds, w.bar.empty
+        evens, odds = work.evens, work.odds
         self.issue_scores(LEFT, w, work, 0, LEFT, fresh=True)
         self.issue_scores(LEFT, w, work, 0, RIGHT, fresh=False)
         work = self.prepare(LEFT, w, work, rows)
@@ -501,16 +503,16 @@ class LatentSm90:
             else:
                 self.finish(LEFT, w, rows)
                 warpgroup.wait_group(0)
-                cute.arch.mbarrier_arrive(empty + 2)
+                w.bar.hand_back(2)
         if odds < evens:
             self.left_pair(w, work, odds, has_odd=False)
             self.finish(LEFT, w, rows)
             warpgroup.wait_group(0)
-            cute.arch.mbarrier_arrive(empty + 0)
+            w.bar.hand_back(0)
 
     @cute.jit
     def attend_right(self, w: Consumer, work: Work, rows: Rows):
-        evens, odds, empty = work.evens, work.odds, w.bar.empty
+        evens, odds = work.evens, work.odds
         if odds == 0:
             self.prepare(RIGHT, w, work, rows)
             cute.arch.mbarrier_arrive(w.bar.q_empty)
@@ -529,7 +531,7 @@ class LatentSm90:
             self.right_without_odd(w, work)
             self.finish(RIGHT, w, rows)
             warpgroup.wait_group(0)
-            cute.arch.mbarrier_arrive(empty + 1)
+            w.bar.hand_back(1)
 
     def finish(self, side: int, w: Consumer, rows: Rows) -> None:
         """What normalises the output; lse."""
@@ -588,13 +590,9 @@ class LatentSm90:
     @cute.jit
     def next_scores(self, w: Consumer, work: Work, pair: Int32):
         """The scores of the next even tile, the first half of them under the products of the pair before."""
-        if cutlass.const_expr(self.config.unpacks):  # all halves of a pair are gathered before the first is unpacked
-            warpgroup.wait_group(0)
-            cute.arch.mbarrier_arrive(w.bar.empty + 2)
         self.issue_scores(LEFT, w, work, pair, LEFT, fresh=True)
-        if cutlass.const_expr(not self.config.unpacks):
-            warpgroup.wait_group(1)
-            cute.arch.mbarrier_arrive(w.bar.empty + 2)
+        warpgroup.wait_group(1)
+        w.bar.hand_back(2)
         self.issue_scores(LEFT, w, work, pair, RIGHT, fresh=False)
         self.await_scores(w, pair == work.evens - 1)
 
@@ -629,7 +627,7 @@ class LatentSm90:
         multiply(w.pv, w.out, w.weights, w.b_value[0], fresh)
         if cutlass.const_expr(has_odd):
             warpgroup.wait_group(0)
-            cute.arch.mbarrier_arrive(w.bar.empty + 0)
+            w.bar.hand_back(0)
             self.adopt_max(w, RIGHT, work.odds0 + pair)
             scale_rows(w.scores, s.factor)
             round_to(w.weights, w.scores)
@@ -661,9 +659,9 @@ class LatentSm90:
         if pair == work.evens - 1:
             self.finish(RIGHT, w, rows)
         warpgroup.wait_group(1)
-        cute.arch.mbarrier_arrive(w.bar.empty + 3)
+        w.bar.hand_back(3)
         warpgroup.wait_group(0)
-        cute.arch.mbarrier_arrive(w.bar.empty + 1)
+        w.bar.hand_back(1)
 
     @cute.jit
     def right_without_odd(self, w: Consumer, work: Work):
@@ -717,7 +715,9 @@ def take_over(shared: cute.Tensor, side: cutlass.Constexpr, state: cute.Tensor, 
 
 
 def compile(variant: Variant, out_dir: Path) -> Compiled:
-    config = Config(variant.d, variant.dtype, variant.sources, more=MORE if variant.most_heads < ANY_HEADS else 0)
+    few, packed = variant.most_heads < ANY_HEADS, "packed" in variant.sources
+    choice = {"cluster": 1 if few else CTAS} if packed else {"more": MORE if few else 0}
+    config = Config(variant.d, variant.dtype, variant.sources, **choice)
     kernel = LatentSm90(config)
     of_keys = {kind: pointers(variant.dtype, "bytes" if kind == "packed" else "keys")[0] for kind in config.sources}
     first, second = (
@@ -737,5 +737,5 @@ def compile(variant: Variant, out_dir: Path) -> Compiled:
         name="latent_sm90",
         arch=variant.arch,
         out_dir=out_dir,
-        facts=launch_facts(config),
+        facts=launch_facts(config, cluster=config.cluster),
     )

@@ -85,6 +85,9 @@ VARIANTS: tuple[Variant, ...] = (
         for dtype in DTYPES
         for heads in (8, 16, 32)
     ),
-    Variant("dsv4_decode_fp8", "sm_90a", "kernels.latent_sm90", 512, "bfloat16", True, ("packed", "packed")),
+    *(
+        Variant("dsv4_decode_fp8", "sm_90a", "kernels.latent_sm90", 512, "bfloat16", True, ("packed", "packed"), heads)
+        for heads in (64, ANY_HEADS)
+    ),
     *(Variant("combine", "sm_90a", "kernels.combine", 0, dtype, False, ()) for dtype in DTYPES),  # of split keys
 )

@@ -111,6 +111,7 @@ def plan(
     tile_m: int = 64,
     tile_n: int = 64,
     processors: int = 132,
+    cluster: int = 1,
     shared_kv: bool = True,
     addresses: dict[str, int] | None = None,
 ) -> Plan:
@@ -119,7 +120,7 @@ def plan(
     status = library().dsv4_fmha_plan(
         ctypes.byref(_shape(shape, sources, shared_kv)),
         ctypes.c_float(scale),
-        (ctypes.c_int32 * 3)(tile_m, tile_n, processors),
+        (ctypes.c_int32 * 4)(tile_m, tile_n, processors, cluster),
         _addresses(addresses),
         ctypes.byref(out),
         error,

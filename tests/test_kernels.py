@@ -18,7 +18,7 @@ def test_sass(key, tmp_path):
     (tmp_path / "cubin").write_bytes(cubin(key))
     run = subprocess.run([nvdisasm(), tmp_path / "cubin"], check=True, capture_output=True, text=True)
     opcodes = re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9.]+)", run.stdout, re.MULTILINE)
-    names = ("HGMMA", "USETMAXREG", "WARPGROUP.ARRIVE", "UTMALDG", "LDGSTS", "LDL", "STL")
+    names = ("HGMMA", "USETMAXREG", "WARPGROUP.ARRIVE", "UTMALDG", "LDGSTS", "STAS", "LDL", "STL")
     names += ("UTCHMMA", "UTCBAR", "LDTM", "STTM", "UTCATOMSWS")
     count = {name: sum(f"{opcode}.".startswith(f"{name}.") for opcode in opcodes) for name in names}
     variant = variant_of(key)
@@ -28,8 +28,10 @@ def test_sass(key, tmp_path):
     of_q = variant.d // 64  # a box of TMA has 128 bytes of a row
     assert (count["UTMALDG"] == of_q) if variant.gathers else (count["UTMALDG"] > of_q), count
     long_odd = variant.op == "fwd" and variant.most_heads < ANY_HEADS
-    assert (count["LDGSTS"] > 0) == (variant.gathers or long_odd), count
     row = next(row for row in _ffi.manifest()["variants"] if row["key"] == key)
+    paired = row["cluster"] > 1  # what is gathered goes by way of registers, to the other CTA as well
+    assert (count["LDGSTS"] > 0) == ((variant.gathers and not paired) or long_odd), count
+    assert (count["STAS"] > 0) == paired, count
     a_tile = (variant.d + row["tile_n"]) // 16  # an MMA has k = 16: those of Q K', and those of P V
     if variant.arch == "sm_100a":
         of_v = row["tile_n"] // 16 * -(-variant.d // 256)  # an MMA has n <= 256

@@ -61,6 +61,13 @@ def encode(spec: TensorMapSpec, dtype: str, address: int) -> bytes:
     return ctypes.string_at(tensor_map.getPtr(), 128)
 
 
+def cluster_of(ctas: int):
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = ctas, 1, 1
+    return attribute
+
+
 CASES = [
     (row, h_q, extents)
     for row in _ffi.manifest()["variants"]
@@ -93,7 +100,7 @@ def test_launch(row, h_q, extents, device):
         arrays |= {f"k{i}": keys.given, f"v{i}": keys.v, f"from{i}": keys.seen_from, f"to{i}": keys.seen_to}
     addresses = {name: upload(array) for name, array in arrays.items()}
 
-    tiles = {name: row[name] for name in ("tile_m", "tile_n", "shared_kv")}
+    tiles = {name: row[name] for name in ("tile_m", "tile_n", "shared_kv", "cluster")}
     launch = plan(variant.sources, x.shape, scale, **tiles, processors=7, addresses=addresses)
     blobs = [
         blob if spec is None else encode(spec, row["dtype"], int.from_bytes(blob[:8], "little"))
@@ -106,8 +113,11 @@ def test_launch(row, h_q, extents, device):
     function = call(driver.cuModuleGetFunction, module, row["symbol"].encode())
     smem = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     call(driver.cuFuncSetAttribute, function, smem, row["smem_bytes"])
-    grid_and_block = (launch.grid, 1, 1, row["threads"], 1, 1)
-    call(driver.cuLaunchKernel, function, *grid_and_block, row["smem_bytes"], 0, ctypes.addressof(params), 0)
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.blockDimX, config.sharedMemBytes = launch.grid, row["threads"], row["smem_bytes"]
+    config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
+    config.attrs, config.numAttrs = [cluster_of(row["cluster"])], 1
+    call(driver.cuLaunchKernelEx, config, function, ctypes.addressof(params), 0)
     call(driver.cuCtxSynchronize)
 
     got = tuple(download(addresses[name], arrays[name].shape, arrays[name].dtype) for name in ("o", "lse"))

@@ -1,7 +1,7 @@
 """Clusters of CTAs in the interpreter, on programs written by hand, and faults planted in them.
 
-No kernel of ours has clusters: these programs are all that the interpreter's are shown by. On a Hopper chip they run
-too, and must give the same there. Pairs of CTAs on Blackwell are in test_ptx_pairs.py.
+One kernel of ours has clusters, and needs little of them: the rest is shown by these programs. On a Hopper chip they
+run too, and must give the same there. Pairs of CTAs on Blackwell are in test_ptx_pairs.py.
 """
 
 import re

@@ -1,8 +1,8 @@
 """Faults that this project has lived through, or could, planted on purpose: each must be found, with what it is.
 
 A fault is an edit of a kernel's PTX (tests/ptx/edits.py) or of its launch. It must be found whatever the scheduler
-does: every fault is run with several seeds. Those of Blackwell's kernels are in test_ptx_sm100.py, those of clusters,
-which no kernel has, in test_ptx_clusters.py and test_ptx_pairs.py.
+does: every fault is run with several seeds. Those of Blackwell's kernels are in test_ptx_sm100.py, those in programs
+written by hand, for all else that the interpreter knows of clusters, in test_ptx_clusters.py and test_ptx_pairs.py.
 """
 
 import dataclasses
@@ -27,7 +27,8 @@ DENSE, LATENT = "fwd_sm_90a_d128_bfloat16", "fwd_sm_90a_d512_bfloat16_shared_kv"
 LONG_ODD = LATENT + "_h63"  # whose odd tiles have 16 keys more
 GATHERED = "sparse_fwd_sm_90a_d512_bfloat16_shared_kv"
 FEW_HEADS = "dsv4_sparse_fwd_sm_90a_d512_bfloat16_shared_kv_h16"
-PACKED = "dsv4_decode_fp8_sm_90a_d512_bfloat16_shared_kv"
+PAIRED = "dsv4_decode_fp8_sm_90a_d512_bfloat16_shared_kv"  # two CTAs, each of which unpacks for both
+PACKED = PAIRED + "_h64"
 SHAPES: dict[str, dict[str, int]] = {
     DENSE: {"b": 1, "s_q": 24, "s_kv": 420, "h_q": 8, "width": 1000},  # three tiles of 160 keys, two tiles of rows
     LATENT: {"b": 1, "s_q": 12, "s_kv": 230, "h_q": 8, "width": 1000},  # four tiles of 64 keys
@@ -35,6 +36,7 @@ SHAPES: dict[str, dict[str, int]] = {
     GATHERED: {"b": 1, "s_q": 3, "s_kv": 300, "h_q": 8, "topk": 200},
     FEW_HEADS: {"b": 1, "s_q": 4, "s_kv": 300, "h_q": 16, "s_kv1": 300, "topk": 200},
     PACKED: {"b": 1, "s_q": 2, "s_kv": 70, "h_q": 8, "s_kv1": 300, "topk": 200},
+    PAIRED: {"b": 1, "s_q": 2, "s_kv": 70, "h_q": 66, "s_kv1": 300, "topk": 200},
 }
 FEW_KEYS = {"s_q": 80, "width": 60}  # five tiles of rows that see 75 keys at most, which DENSE takes another way
 BARRIERS = {  # the mbarriers of a kernel, in the order of their addresses
@@ -42,7 +44,9 @@ BARRIERS = {  # the mbarriers of a kernel, in the order of their addresses
     "v_landed0 v_landed1 v_full0 v_full1 v_empty0 v_empty1",
     LATENT: "q_full q_empty full0 full1 full2 full3 empty0 empty1 empty2 empty3 max0 max1 weights0 weights1 done",
 }
-BARRIERS[LONG_ODD] = BARRIERS[LATENT]
+
+
+BARRIERS[LONG_ODD] = BARRIERS[PAIRED] = BARRIERS[LATENT]
 
 
 @functools.cache
@@ -171,6 +175,16 @@ def arrive_at_once(text: str) -> str:
 def wait_for_none(text: str) -> str:
     """Of the four groups of copies that are under way."""
     return edits.replace(text, r"cp\.async\.wait_group\s+[0-3];", "cp.async.wait_group 4;")
+
+
+def telling_nobody(text: str) -> str:
+    return edits.replace(text, r"@p mbarrier\.arrive\.shared::cluster[^;]*;", "")
+
+
+def expecting_nothing(text: str) -> str:
+    """Of the peer, but of Q."""
+    sent = r"mbarrier\.arrive\.expect_tx\.shared\.b64\s+%rd\d+, (\[[^\]]*\]), %r\d+;"
+    return edits.replace(text, sent, lambda m: f"mbarrier.arrive.shared.b64 _, {m[1]}, 1;", slice(1, None))
 
 
 def descriptor_swizzle(text: str) -> str:
@@ -368,6 +382,42 @@ FATES = [
         Race,
         r"no fence\.proxy\.async after the generic write",
         without(r"fence\.proxy\.async"),
+    ),
+    Fate(
+        "keys of the peer's read without a proxy fence",
+        PAIRED,
+        Race,
+        r"no fence\.proxy\.async after the generic write",
+        without(r"fence\.proxy\.async"),
+    ),
+    Fate("the peer not told that keys were read", PAIRED, Deadlock, r"4 of 132 arrivals pending", telling_nobody),
+    Fate(
+        "keys written over that are still read here or there",
+        PAIRED,
+        Race,
+        r"nothing orders this and the (read|write) by",
+        without_wait(PAIRED, "empty1"),
+    ),
+    Fate(
+        "keys of the peer's not waited for",
+        PAIRED,
+        Fault,
+        r"nothing orders this and the write by st\.async|which nobody wrote|bytes",
+        expecting_nothing,
+    ),
+    Fate(
+        "sends to a peer that may not have begun",
+        PAIRED,
+        Fault,
+        r"begun|nothing orders|there is no mbarrier",
+        without(r"barrier\.cluster\.wait"),
+    ),
+    Fate(
+        "ends while its peer may still come to it",
+        PAIRED,
+        Fault,
+        r"ends while nothing orders that after CTA \d|of CTA \d, which has ended",
+        without_wait(PAIRED, "empty2", slice(-1, None)),
     ),
     Fate(
         "weights of a few heads without a proxy fence",

@@ -1,18 +1,18 @@
-"""How the producer of `latent_sm90` fills its key tiles: by TMA, or by `cp.async`, and unpacks them there.
+"""How the producer of `latent_sm90` fills its key tiles: by TMA, or by `cp.async`; packed keys are `packed_tiles`'.
 
 Two tiles of keys stand in SMEM, the even and the odd one of a pair. A tile is refilled by halves of its columns, each
 as soon as it is read for the last time. The odd tile may be longer, by keys that a warp of its own copies.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from .cluster import Peer
 from .launch import WARP, WARPGROUP
-from .packed import LANES_A_KEY, Places, gather, unpack
 from .rows import RowTile
 from .selections import CHUNK, LANES_A_ROW, Selection, copy_or_zero, with_keys
 from .spans import Span
@@ -34,6 +34,36 @@ class Barriers:
     max: cute.Pointer  # 2, by side: its running maximum stands in SMEM
     weights: cute.Pointer  # 2, by side: its weights stand in SMEM, with the last ones its sum
     done: cute.Pointer  # nothing of a row tile's weights and sums is still to be read
+    peer: Peer | None  # the other CTA of a cluster, which fills the same key tiles
+
+    COUNTS = (1, 1, 4, 4, 2, 2, 1)  # in that order
+
+    @staticmethod
+    def at(first: cute.Pointer, cluster: int) -> "Barriers":
+        places = (sum(Barriers.COUNTS[:i]) for i in range(len(Barriers.COUNTS)))
+        return Barriers(*(first + place for place in places), Peer.of(first) if cluster > 1 else None)
+
+    def initialise(self, loaders: int, more: int) -> None:
+        """By one thread. So many load a tile, and some more an odd one."""
+        consumers, readers = 2 * WARPGROUP, WARPGROUP  # a warpgroup reads a half as V
+        if self.peer is not None:
+            readers += WARPGROUP // WARP  # whose warps tell of it once
+        arrivals = (1, consumers, loaders, readers, WARPGROUP, WARPGROUP, consumers)
+        firsts = (getattr(self, field.name) for field in fields(self))
+        for first, count, arriving in zip(firsts, self.COUNTS, arrivals, strict=False):
+            for i in range(count):
+                cute.arch.mbarrier_init(first + i, arriving + (more if first is self.full and i >= 2 else 0))
+
+    def await_readers(self, evens: Int32, odds: Int32) -> None:
+        """Until all that was ever filled has been read."""
+        for which, half in REFILL_ORDER:
+            cute.arch.mbarrier_wait(self.empty + 2 * which + half, ((evens, odds)[which] & 1) ^ 1)
+
+    def hand_back(self, i: int) -> None:
+        """A half of a key tile has been read for the last time."""
+        cute.arch.mbarrier_arrive(self.empty + i)
+        if self.peer is not None:
+            self.peer.tell(self.empty + i)
 
 
 @dataclass(frozen=True)
@@ -109,45 +139,6 @@ class KeyTiles:
     def settle(self, sources: tuple, wanted: cute.Tensor, t: Int32, thread: Int32) -> None:
         """Judge which of them are there."""
         on_source(sources, t, Selection.settle, wanted, thread, WARPGROUP)
-
-    @cute.jit
-    def load_packed(self, bar: Barriers, sK: tuple, work: Work):
-        """As `load`, of packed keys: the halves of a pair of tiles are gathered, then they are unpacked one by one.
-
-        Who reads them issues the proxy fence, for it waits for all loads that a thread has under way.
-        """
-        c = self.config
-        thread = cute.arch.thread_idx()[0]
-        tiles, full, empty = total_tiles(work.sources), bar.full, bar.empty
-        keys = c.tile_n * LANES_A_KEY // WARPGROUP
-        wanted, places = cute.make_rmem_tensor((keys, 2), Int32), tuple(Places.of(keys) for _ in range(2))
-        for which in cutlass.range_constexpr(2):
-            self.look_up(work.sources, wanted[None, which], which, thread)
-        for pair in cutlass.range(work.evens, unroll=1):
-            for which in cutlass.range_constexpr(2):
-                self.locate(work.sources, places[which], wanted[None, which], 2 * pair + which, thread)
-            for which, half in REFILL_ORDER:
-                if 2 * pair + which < tiles:
-                    fills = pair + (work.evens0, work.odds0)[which]
-                    cute.arch.mbarrier_wait(empty + 2 * which + half, (fills & 1) ^ 1)
-                    gather(sK[which], places[which], self.slabs(half), thread, WARPGROUP)
-                cute.arch.cp_async_commit_group()
-            for which in cutlass.range_constexpr(2):
-                self.look_up(work.sources, wanted[None, which], 2 * pair + 2 + which, thread)
-            for i, (which, half) in enumerate(REFILL_ORDER):
-                cute.arch.cp_async_wait_group(len(REFILL_ORDER) - 1 - i)
-                if 2 * pair + which < tiles:
-                    unpack(sK[which], places[which], self.slabs(half), thread, WARPGROUP)
-                    cute.arch.mbarrier_arrive(full + 2 * which + half)
-
-    @cute.jit
-    def locate(self, sources: tuple, places: Places, wanted: cute.Tensor, t: Int32, thread: Int32):
-        """places <- where the keys are that were looked up for tile t."""
-        first, last = sources
-        if t < first.tiles:
-            first.locate(places, wanted, t, thread, WARPGROUP)
-        else:
-            last.locate(places, wanted, t - first.tiles, thread, WARPGROUP)
 
     def slabs(self, half: int) -> range:
         """Of a half of the columns."""

@@ -3,9 +3,10 @@
 A page of n entries is n * 576 bytes, each 448 e4m3 numbers and 64 of bf16, then n * 8 bytes, each seven scales and one
 of padding; it is padded up to a multiple of 576. Scale s is 2^(s - 127), one for 64 e4m3 numbers; 255 is NaN.
 
-Four lanes have a key. Sixteen e4m3 numbers become two 16-byte chunks of a row of a slab: they are copied to where the
-first of the two belongs, by `cp.async`, and the lane that writes the two reads them there before it does. So what is
-packed needs no SMEM of its own, and no lane waits for another. Numbers of bf16 are copied to where they belong.
+Four lanes have a key. Sixteen e4m3 numbers become two 16-byte chunks of a row of a slab, by way of registers, or of the
+place itself: then they are copied to where the first of the two belongs, by `cp.async`, and the lane that writes the
+two reads them there before it does. So what is packed needs no SMEM of its own, and no lane waits for another. Numbers
+of bf16 are copied to where they belong.
 """
 
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from cutlass import Int32, Int64, Uint32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import dsl_user_op
 
+from .cluster import Peer
 from .rows import RowTile, ceil_div
 from .selections import Selection, copy_or_zero
 from .wgmma import SLAB
@@ -64,7 +66,7 @@ class PackedSelection(Selection):
         return LANES_A_KEY
 
     @cute.jit
-    def locate(self, places: Places, wanted: cute.Tensor, t: Int32, thread: Int32, threads: cutlass.Constexpr):
+    def locate(self, t: Int32, places: Places, wanted: cute.Tensor, thread: Int32, threads: cutlass.Constexpr):
         """places <- where the keys of tile t are that were looked up, and their scales. Of an absent one nothing is
         copied, and the scales are those of the pool's first."""
         n = self.operands.page
@@ -125,13 +127,76 @@ def unpack(tile: cute.Tensor, places: Places, slabs: cutlass.Constexpr, thread: 
     parts = [(slab, key) for key in range(cute.size(places.size)) for slab in slabs if slab < PACKED_SLABS]
     packed = [load_words("shared", mine.at(slab, key, 2 * mine.part), 4) for slab, key in parts]
     for (slab, key), words in zip(parts, packed, strict=True):
-        four = places.scales[slab // 4, key] if places.size[key] != 0 else Uint32(0)
-        byte = four >> Uint32(slab % 4 * 8) & Uint32(0xFF)
-        scale = byte << Uint32(7) if byte != Uint32(0xFF) else Uint32(0x7FC0)
-        scale = scale | scale << Uint32(16)
-        for chunk in cutlass.range_constexpr(2):
-            low, high = (e4m3_to_bf16(words[2 * chunk + word], scale) for word in range(2))
-            store_words(mine.at(slab, key, 2 * mine.part + chunk), (*low, *high))
+        for chunk, eight in enumerate(unpacked(words, scale_of(places, slab, key))):
+            store_words(mine.at(slab, key, 2 * mine.part + chunk), eight)
+
+
+@dataclass(frozen=True)
+class Held:
+    """Registers for what a thread has of some slabs: its part of a packed one, or two chunks of bf16."""
+
+    words: cute.Tensor  # uint32 [4, chunk, key]
+
+    @staticmethod
+    def chunks(slabs: range) -> list[tuple[int, int]]:
+        """(slab, chunk of this thread's in it)"""
+        return [(slab, chunk) for slab in slabs for chunk in range(1 if slab < PACKED_SLABS else 2)]
+
+    @staticmethod
+    def of(slabs: range, keys: int) -> "Held":
+        return Held(cute.make_rmem_tensor((4, len(Held.chunks(slabs)), keys), Uint32))
+
+
+@cute.jit
+def fetch(held: Held, places: Places, slabs: cutlass.Constexpr):
+    """Ask for some slabs of this thread's keys; of absent ones, zeros."""
+    for key in cutlass.range_constexpr(cute.size(places.size)):
+        for i, (slab, chunk) in enumerate(Held.chunks(slabs)):
+            source = places.address[key] + (slab + chunk) * SLAB
+            for word, value in enumerate(load_or_zero(source, places.size[key])):
+                held.words[word, i, key] = value
+
+
+@cute.jit
+def pass_on(
+    held: Held,
+    tile: cute.Tensor,
+    places: Places,
+    slabs: cutlass.Constexpr,
+    thread: Int32,
+    threads: cutlass.Constexpr,
+    full: cute.Pointer,
+    peer: Peer | None,
+):
+    """What was fetched becomes bf16 in a (tile_n, d) slab tile, and in the peer's, where it is counted on `full`."""
+    mine = Part.of(tile, thread, threads)
+    for key in cutlass.range_constexpr(cute.size(places.size)):
+        for i, (slab, chunk) in enumerate(Held.chunks(slabs)):
+            words = tuple(held.words[word, i, key] for word in range(4))
+            if cutlass.const_expr(slab < PACKED_SLABS):
+                eights = enumerate(unpacked(words, scale_of(places, slab, key)))
+                chunks = [(2 * mine.part + half, eight) for half, eight in eights]
+            else:
+                chunks = [(LANES_A_KEY * chunk + mine.part, words)]
+            for place, eight in chunks:
+                store_words(mine.at(slab, key, place), eight)
+                if cutlass.const_expr(peer is not None):
+                    peer.send(mine.at(slab, key, place), eight, full)
+
+
+@cute.jit
+def scale_of(places: Places, slab: cutlass.Constexpr, key: cutlass.Constexpr) -> Uint32:
+    """A pair of bf16."""
+    four = places.scales[slab // 4, key] if places.size[key] != 0 else Uint32(0)
+    byte = four >> Uint32(slab % 4 * 8) & Uint32(0xFF)
+    scale = byte << Uint32(7) if byte != Uint32(0xFF) else Uint32(0x7FC0)
+    return scale | scale << Uint32(16)
+
+
+def unpacked(words: tuple[Uint32, ...], scale: Uint32) -> list[tuple[Uint32, ...]]:
+    """Sixteen numbers: two chunks of a row."""
+    pairs = [e4m3_to_bf16(word, scale) for word in words]
+    return [(*pairs[i], *pairs[i + 1]) for i in (0, 2)]
 
 
 @dsl_user_op
@@ -173,6 +238,22 @@ def load_words(space: str, address: Int32 | Int64, count: int, *, loc=None, ip=N
         asm_dialect=llvm.AsmDialect.AD_ATT,
     )
     return tuple(Uint32(llvm.extractvalue(Uint32.mlir_type, result, [i], loc=loc, ip=ip)) for i in range(count))
+
+
+@dsl_user_op
+def load_or_zero(address: Int64, present: Int32, *, loc=None, ip=None) -> tuple[Uint32, ...]:
+    """16 bytes of global memory, asked for here, or zeros."""
+    result = llvm.inline_asm(
+        llvm.StructType.get_literal([Uint32.mlir_type] * 4),
+        [Int64(address).ir_value(loc=loc, ip=ip), Int32(present).ir_value(loc=loc, ip=ip)],
+        "{ .reg .pred p; setp.ne.s32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;"
+        " @p ld.global.nc.L1::no_allocate.L2::256B.v4.b32 {$0, $1, $2, $3}, [$4]; }",
+        "=&r,=&r,=&r,=&r,l,r",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+    return tuple(Uint32(llvm.extractvalue(Uint32.mlir_type, result, [i], loc=loc, ip=ip)) for i in range(4))
 
 
 @dsl_user_op

@@ -33,7 +33,7 @@ class Extents(NamedTuple):
     outer: Int32
     box_inner: Int32
     box_outer: Int32
-    tiles_inner: Int32
+    tiles_inner: Int32  # of as many boxes as a cluster has CTAs
     tiles_outer: Int32
     pairs: Int32  # of batch entries and KV heads
     splits: Int32  # of each tile's keys: as many CTAs work on a tile of rows
@@ -85,14 +85,15 @@ def extents(
     h_kv: Int32,
     splits: Int32,
     ctas: Int32,
+    cluster: cutlass.Constexpr = 1,
 ) -> Extents:
-    """Host side: the boxes of a launch.
+    """Host side: the boxes of a launch. The CTAs of a cluster take boxes of heads of the same queries.
 
     No tile has more than tile_m rows, and as few whole warpgroups' as give no CTA a second one.
     """
-    n = boxes(tile_m, one_query, b, s_q, h_q, h_kv, splits)
+    n = boxes(tile_m, one_query, b, s_q, h_q, h_kv, splits, cluster)
     for rows in cutlass.range_constexpr(tile_m - ROWS_OF_WARPGROUP, 0, -ROWS_OF_WARPGROUP):
-        fewer = boxes(rows, one_query, b, s_q, h_q, h_kv, splits)
+        fewer = boxes(rows, one_query, b, s_q, h_q, h_kv, splits, cluster)
         if fewer.work <= ctas:
             n = fewer
     return n
@@ -107,6 +108,7 @@ def boxes(
     h_q: Int32,
     h_kv: Int32,
     splits: Int32,
+    cluster: cutlass.Constexpr,
 ) -> Extents:
     """Boxes of at most so many rows."""
     group = h_q // h_kv
@@ -114,11 +116,11 @@ def boxes(
     box_inner, box_outer = cutlass.min(Int32(at_most), inner), Int32(1)
     if one_query or h_kv > 1:
         inner, outer = group, s_q
-        box_inner = ceil_div(group, ceil_div(group, at_most))
+        box_inner = ceil_div(group, ceil_div(group, at_most * cluster) * cluster)
         box_outer = cutlass.min(at_most // box_inner, s_q)
         if cutlass.const_expr(one_query):
             box_outer = Int32(1)
-    tiles_inner = ceil_div(inner, box_inner)
+    tiles_inner = ceil_div(inner, box_inner * cluster)
     tiles_outer = ceil_div(outer, box_outer)
     return Extents(s_q, group, h_kv, inner, outer, box_inner, box_outer, tiles_inner, tiles_outer, h_kv * b, splits)
 
@@ -136,7 +138,7 @@ class RowTile:
 
     @property
     def first_query(self) -> Int32:
-        return self.outer0 + divide(self.inner0, self.n.group)[0]
+        return self.outer0 + divide(cutlass.min(self.inner0, self.n.inner - 1), self.n.group)[0]
 
     @property
     def last_query(self) -> Int32:
@@ -214,26 +216,28 @@ class Walk:
     sections: Int32
     turns: Int32
     run: int = 1
+    cluster: int = 1  # CTAs that walk side by side
 
     @staticmethod
-    def of(n: Extents, s_kv: Int32 | None = None, keys: int = 0, run: int = 1) -> "Walk":
+    def of(n: Extents, s_kv: Int32 | None = None, keys: int = 0, run: int = 1, cluster: int = 1) -> "Walk":
         """Sections of so many keys at most, where a pair has s_kv."""
-        (together, sections), ctas = (n.pairs, Int32(1)), cute.arch.grid_dim()[0]
+        (together, sections), ctas = (n.pairs, Int32(1)), cute.arch.grid_dim()[0] // cluster
         if s_kv is not None:
             together, sections = sections_of(n.pairs, s_kv, keys)
         rounds = count(n.work, ctas) - 1  # and a last one, in which not all may have something to do
-        mine = place_in_round(rounds, sections) < n.work - rounds * ctas
-        return Walk(n, together, sections, rounds + Int32(mine), run)
+        mine = place_in_round(rounds, sections, cluster) < n.work - rounds * ctas
+        return Walk(n, together, sections, rounds + Int32(mine), run, cluster)
 
     @cute.jit
     def index(self, turn: Int32) -> Int32:
         """Of what this CTA works on, among all work."""
-        ctas = cute.arch.grid_dim()[0]
-        i = turn * ctas + place_in_round(turn, self.sections)
+        ctas = cute.arch.grid_dim()[0] // self.cluster
+        i = turn * ctas + place_in_round(turn, self.sections, self.cluster)
         if cutlass.const_expr(self.run > 1):
             first = turn - turn % self.run
             if (first + self.run) * ctas <= self.n.work:
-                i = first * ctas + place_in_round(turn // self.run, self.sections) * self.run + turn % self.run
+                place = place_in_round(turn // self.run, self.sections, self.cluster)
+                i = first * ctas + place * self.run + turn % self.run
         return i
 
     def tile(self, turn: Int32) -> RowTile:
@@ -243,6 +247,7 @@ class Walk:
         tile, pair = divide(place, cutlass.min(self.together, n.pairs - section * self.together))
         tile = mirrored(tile, n.tiles_of_pair, (self.sections - section) % 2 == 1)
         outer, inner = divide(tile, n.tiles_inner)
+        inner = inner * self.cluster + cute.arch.block_idx()[0] % self.cluster
         batch, head = divide(section * self.together + pair, n.h_kv)
         return RowTile(n, split, batch, head, inner * n.box_inner, outer * n.box_outer)
 
@@ -258,9 +263,10 @@ def sections_of(pairs: Int32, s_kv: Int32, keys: cutlass.Constexpr) -> tuple[Int
     return together, sections
 
 
-def place_in_round(turn: Int32, sections: Int32) -> Int32:
+def place_in_round(turn: Int32, sections: Int32, cluster: int) -> Int32:
     """Of a single section every other round goes backwards."""
-    return mirrored(cute.arch.block_idx()[0], cute.arch.grid_dim()[0], (turn % 2 == 1) & (sections == 1))
+    place, places = cute.arch.block_idx()[0] // cluster, cute.arch.grid_dim()[0] // cluster
+    return mirrored(place, places, (turn % 2 == 1) & (sections == 1))
 
 
 @cute.jit

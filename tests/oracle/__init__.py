@@ -25,6 +25,7 @@ ROOT = HERE.parent.parent
 class Launch:
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
+    cluster: tuple[int, int, int]
     smem_bytes: int
     params: tuple[bytes, ...]
 
@@ -79,7 +80,8 @@ class HostStub:
         config = LaunchConfig.in_dll(self.library, "launched")
         params = (ctypes.c_char * 128 * 64).in_dll(self.library, "params")
         blobs = tuple(params[i].raw[:size] for i, size in enumerate(sizes))
-        return Launch(tuple(config.grid), tuple(config.block), config.smem_bytes, blobs)
+        cluster = (ctypes.c_uint * 3).in_dll(self.library, "cluster")
+        return Launch(tuple(config.grid), tuple(config.block), tuple(cluster), config.smem_bytes, blobs)
 
     def _launches(self) -> int:
         return ctypes.c_int.in_dll(self.library, "launches").value

@@ -3,13 +3,18 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { kParams = 64, kParamBytes = 128 };
+enum { kParams = 64, kParamBytes = 128, kClusterDimension = 4 };
+
+typedef struct {
+  int id, padding;
+  unsigned value[16];
+} LaunchAttribute;
 
 typedef struct {
   unsigned grid[3], block[3];
   size_t smem_bytes;
   void* stream;
-  void* attributes;
+  const LaunchAttribute* attributes;
   unsigned attribute_count;
 } LaunchConfig;
 
@@ -18,6 +23,7 @@ int param_count;
 int param_sizes[kParams];
 
 LaunchConfig launched;
+unsigned cluster[3];
 unsigned char params[kParams][kParamBytes];
 char kernel_name[256];
 int launches;
@@ -64,6 +70,10 @@ int _cudaGetDevice(int* device) {
 int _cudaLaunchKernelEx(const LaunchConfig* config, void* kernel, void** arguments) {
   (void)kernel;
   launched = *config;
+  for (int i = 0; i < 3; ++i) cluster[i] = 1;
+  for (unsigned i = 0; i < config->attribute_count; ++i) {
+    if (config->attributes[i].id == kClusterDimension) memcpy(cluster, config->attributes[i].value, sizeof cluster);
+  }
   for (int i = 0; i < param_count; ++i) memcpy(params[i], arguments[i], param_sizes[i]);
   ++launches;
   return 0;

@@ -90,7 +90,7 @@ def launch(
     addresses |= add_results(memory, x)
     for name, columns in parts_of(x).items():
         addresses[name] = memory.add(name, None, x.q[..., 0].size * columns * 4)
-    tiles = {name: kernel.facts[name] for name in ("tile_m", "tile_n")}
+    tiles = {name: kernel.facts[name] for name in ("tile_m", "tile_n", "cluster")}
     plan = native.plan(
         variant.sources,
         x.shape,
@@ -119,6 +119,7 @@ def launch(
         tensor_maps=maps,
         seed=seed,
         record=record,
+        cluster_size=kernel.facts["cluster"],
     )
     return Launch(machine, x, scale)
 

@@ -1,0 +1,88 @@
+"""The other CTA of a cluster of two: its shared memory and its barriers."""
+
+from dataclasses import dataclass
+
+import cutlass.cute as cute
+from cutlass import Int32, Uint32
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import dsl_user_op
+
+CTAS = 2
+
+
+@dataclass(frozen=True)
+class Peer:
+    rank: Int32
+    shift: Int32  # from where something of ours is to where the peer has the same
+
+    @staticmethod
+    def of(here: cute.Pointer) -> "Peer":
+        """`here`: anything in shared memory."""
+        rank = cute.arch.block_idx_in_cluster() ^ 1
+        return Peer(rank, address_in(here.toint(), rank) - here.toint())
+
+    def send(self, address: Int32, words: tuple[Uint32, ...], barrier: cute.Pointer) -> None:
+        """16 bytes to this place of the peer's, which are counted on its barrier when they are there."""
+        send_words(address + self.shift, words, barrier.toint() + self.shift)
+
+    def tell(self, barrier: cute.Pointer) -> None:
+        """A warp arrives at the peer's barrier, once."""
+        arrive_once(barrier.toint() + self.shift, cute.arch.lane_idx())
+
+
+def arrive(cluster: int) -> None:
+    """Where all threads meet once: of a CTA, here; of a cluster of so many, the others are waited for later."""
+    if cluster > 1:
+        cute.arch.sync_warp()  # a lane has initialised barriers that its warp uses before it waits
+        cute.arch.cluster_arrive()
+    else:
+        cute.arch.sync_threads()
+
+
+def await_others(cluster: int) -> None:
+    if cluster > 1:
+        cute.arch.cluster_wait()
+
+
+@dsl_user_op
+def address_in(here: Int32, rank: Int32, *, loc=None, ip=None) -> Int32:
+    """Of what another CTA has here, in the shared memory of all of the cluster."""
+    address = llvm.inline_asm(
+        Int32.mlir_type,
+        [Int32(x).ir_value(loc=loc, ip=ip) for x in (here, rank)],
+        "mapa.shared::cluster.u32 $0, $1, $2;",
+        "=r,r,r",
+        has_side_effects=False,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+    return Int32(address)
+
+
+@dsl_user_op
+def send_words(address: Int32, words: tuple[Uint32, ...], barrier: Int32, *, loc=None, ip=None) -> None:
+    llvm.inline_asm(
+        None,
+        [Int32(x).ir_value(loc=loc, ip=ip) for x in (address, barrier)]
+        + [Uint32(x).ir_value(loc=loc, ip=ip) for x in words],
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [$0], {$2, $3, $4, $5}, [$1];",
+        "r,r,r,r,r,r",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+
+
+@dsl_user_op
+def arrive_once(barrier: Int32, lane: Int32, *, loc=None, ip=None) -> None:
+    """In assembly: without a branch, for products may be under way, and without a fence of the cluster's scope, for all
+    that is told is that something has been read."""
+    llvm.inline_asm(
+        None,
+        [Int32(x).ir_value(loc=loc, ip=ip) for x in (barrier, lane)],
+        "{ .reg .pred p; setp.eq.s32 p, $1, 0; @p mbarrier.arrive.shared::cluster.b64 _, [$0]; }",
+        "r,r",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
