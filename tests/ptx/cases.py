@@ -47,9 +47,9 @@ def extents(variant: Variant, tile_n: int, case: str) -> dict[str, int] | None:
         },
     }
     if variant.op == "fwd" and variant.shared_kv:
-        # a few keys behind a pair of tiles, or behind two; of the last row tiles more than that
-        table["tail"] = {"b": 2, "s_q": 19, "s_kv": 2 * n + 22, "h_q": 8, "width": 2 * n}
-        table["tail of more"] = {"b": 1, "s_q": 20, "s_kv": 4 * n + 19, "h_q": 16, "width": EVERYTHING}
+        # a few keys behind a pair of tiles, or behind two; of the last tiles of rows more than that
+        table["behind a pair"] = {"b": 2, "s_q": 19, "s_kv": 2 * n + 22, "h_q": 8, "width": 2 * n}
+        table["behind two pairs"] = {"b": 1, "s_q": 20, "s_kv": 4 * n + 19, "h_q": 16, "width": EVERYTHING}
         # two tiles of rows a query: the second finds its keys where they are
         table["again"] = {"b": 1, "s_q": 4, "s_kv": 2 * n + 3, "h_q": 128, "width": n + 30}
     if variant.op == "fwd":
@@ -74,7 +74,6 @@ def most_heads_of_others(variant: Variant) -> int:
     return max(fewer, default=0)
 
 
-CASES = ("tiles", "window", "few", "turns", "mixed", "groups", "tail", "tail of more", "again")
 PROCESSORS = {
     "tiles": 2,
     "window": 2,
@@ -82,10 +81,11 @@ PROCESSORS = {
     "turns": 1,
     "mixed": 1,
     "groups": 2,
-    "tail": 1,
-    "tail of more": 2,
+    "behind a pair": 1,
+    "behind two pairs": 2,
     "again": 1,
 }
+CASES = tuple(PROCESSORS)
 
 
 def operands(variant: Variant, tile_n: int, case: str) -> native.Operands | None:
