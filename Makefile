@@ -15,9 +15,8 @@ help: ## show this
 demo: build ## set up, build, and run examples/quickstart.py
 	$(BIN)/python examples/quickstart.py
 
-# On a CPU most of the time is XLA compiling what runs once.
 test: build ## set up, build, and run the tests
-	XLA_FLAGS=--xla_backend_optimization_level=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: .venv/.tools ## formatting, lint and types
 	$(BIN)/ruff format --check $(PACKAGES)
