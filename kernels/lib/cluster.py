@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import cutlass.cute as cute
 from cutlass import Int32, Uint32
-from cutlass._mlir.dialects import llvm
-from cutlass.cutlass_dsl import dsl_user_op
+
+from .ptx import ptx
 
 CTAS = 2
 
@@ -44,45 +44,25 @@ def await_others(cluster: int) -> None:
         cute.arch.cluster_wait()
 
 
-@dsl_user_op
-def address_in(here: Int32, rank: Int32, *, loc=None, ip=None) -> Int32:
+def address_in(here: Int32, rank: Int32) -> Int32:
     """Of what another CTA has here, in the shared memory of all of the cluster."""
-    address = llvm.inline_asm(
-        Int32.mlir_type,
-        [Int32(x).ir_value(loc=loc, ip=ip) for x in (here, rank)],
-        "mapa.shared::cluster.u32 $0, $1, $2;",
-        "=r,r,r",
-        has_side_effects=False,
-        is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
-    )
-    return Int32(address)
+    return ptx("mapa.shared::cluster.u32 $0, $1, $2;", Int32(here), Int32(rank), gives=(Int32,), pure=True)[0]
 
 
-@dsl_user_op
-def send_words(address: Int32, words: tuple[Uint32, ...], barrier: Int32, *, loc=None, ip=None) -> None:
-    llvm.inline_asm(
-        None,
-        [Int32(x).ir_value(loc=loc, ip=ip) for x in (address, barrier)]
-        + [Uint32(x).ir_value(loc=loc, ip=ip) for x in words],
+def send_words(address: Int32, words: tuple[Uint32, ...], barrier: Int32) -> None:
+    ptx(
         "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [$0], {$2, $3, $4, $5}, [$1];",
-        "r,r,r,r,r,r",
-        has_side_effects=True,
-        is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
+        Int32(address),
+        Int32(barrier),
+        *map(Uint32, words),
     )
 
 
-@dsl_user_op
-def arrive_once(barrier: Int32, lane: Int32, *, loc=None, ip=None) -> None:
+def arrive_once(barrier: Int32, lane: Int32) -> None:
     """In assembly: without a branch, for products may be under way, and without a fence of the cluster's scope, for all
     that is told is that something has been read."""
-    llvm.inline_asm(
-        None,
-        [Int32(x).ir_value(loc=loc, ip=ip) for x in (barrier, lane)],
+    ptx(
         "{ .reg .pred p; setp.eq.s32 p, $1, 0; @p mbarrier.arrive.shared::cluster.b64 _, [$0]; }",
-        "r,r",
-        has_side_effects=True,
-        is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
+        Int32(barrier),
+        Int32(lane),
     )

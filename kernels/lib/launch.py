@@ -67,8 +67,8 @@ def i32() -> Int32:
     return Int32(1)
 
 
-def launch_facts(config: Any, ctas: int = 1, cluster: int = 1) -> dict[str, int]:
-    """What the launcher must know of a kernel and its cubin does not say: how many CTAs run on an SM and make up a
-    cluster, among others."""
+def launch_facts(config: Any, ctas: int = 1, cluster: int = 1, unit: int = 1) -> dict[str, int]:
+    """What a caller must know of a kernel and its cubin does not say: how many CTAs run on an SM and make up a cluster,
+    and how many key tiles splits share out together, among others."""
     facts = {name: getattr(config, name) for name in ("tile_m", "tile_n", "threads", "smem_bytes")}
-    return facts | {"ctas": ctas, "cluster": cluster}
+    return facts | {"ctas": ctas, "cluster": cluster, "unit": unit}

@@ -15,10 +15,9 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
-from cutlass._mlir.dialects import llvm
-from cutlass.cutlass_dsl import dsl_user_op
 
 from .cluster import Peer
+from .ptx import ptx
 from .rows import RowTile, ceil_div
 from .selections import Selection, copy_or_zero
 from .wgmma import SLAB
@@ -199,8 +198,7 @@ def unpacked(words: tuple[Uint32, ...], scale: Uint32) -> list[tuple[Uint32, ...
     return [(*pairs[i], *pairs[i + 1]) for i in (0, 2)]
 
 
-@dsl_user_op
-def e4m3_to_bf16(packed: Uint32, scale: Uint32, *, loc=None, ip=None) -> tuple[Uint32, Uint32]:
+def e4m3_to_bf16(packed: Uint32, scale: Uint32) -> tuple[Uint32, Uint32]:
     """Four numbers times a pair of equal scales, exactly but for what bf16 cannot hold: all that e4m3 has, f16 has, and
     bf16 too."""
     one_pair = """
@@ -211,60 +209,36 @@ def e4m3_to_bf16(packed: Uint32, scale: Uint32, *, loc=None, ip=None) -> tuple[U
         cvt.rn.bf16x2.f32 x, g, f;
         mul.rn.bf16x2 {result}, x, $3;"""
     pairs = (one_pair.format(packed=pair, result=f"${i}") for i, pair in enumerate(("first", "second")))
-    result = llvm.inline_asm(
-        llvm.StructType.get_literal([Uint32.mlir_type] * 2),
-        [Uint32(x).ir_value(loc=loc, ip=ip) for x in (packed, scale)],
+    return ptx(
         "{ .reg .b16 first, second, low, high;\n .reg .b32 x;\n .reg .f32 f, g;\n mov.b32 {first, second}, $2;"
         + "".join(pairs)
         + "\n}",
-        "=&r,=&r,r,r",
-        has_side_effects=False,
-        is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
+        Uint32(packed),
+        Uint32(scale),
+        gives=(Uint32,) * 2,
+        early=True,
+        pure=True,
     )
-    return tuple(Uint32(llvm.extractvalue(Uint32.mlir_type, result, [i], loc=loc, ip=ip)) for i in range(2))
 
 
-@dsl_user_op
-def load_words(space: str, address: Int32 | Int64, count: int, *, loc=None, ip=None) -> tuple[Uint32, ...]:
+def load_words(space: str, address: Int32 | Int64, count: int) -> tuple[Uint32, ...]:
     """2 or 4 words of memory, read here: not where they are first used."""
-    result = llvm.inline_asm(
-        llvm.StructType.get_literal([Uint32.mlir_type] * count),
-        [address.ir_value(loc=loc, ip=ip)],
-        f"ld.{space}.v{count}.b32 {{{', '.join(f'${i}' for i in range(count))}}}, [${count}];",
-        ",".join(["=r"] * count) + (",r" if isinstance(address, Int32) else ",l"),
-        has_side_effects=True,
-        is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
-    )
-    return tuple(Uint32(llvm.extractvalue(Uint32.mlir_type, result, [i], loc=loc, ip=ip)) for i in range(count))
+    words = ", ".join(f"${i}" for i in range(count))
+    return ptx(f"ld.{space}.v{count}.b32 {{{words}}}, [${count}];", address, gives=(Uint32,) * count)
 
 
-@dsl_user_op
-def load_or_zero(address: Int64, present: Int32, *, loc=None, ip=None) -> tuple[Uint32, ...]:
+def load_or_zero(address: Int64, present: Int32) -> tuple[Uint32, ...]:
     """16 bytes of global memory, asked for here, or zeros."""
-    result = llvm.inline_asm(
-        llvm.StructType.get_literal([Uint32.mlir_type] * 4),
-        [Int64(address).ir_value(loc=loc, ip=ip), Int32(present).ir_value(loc=loc, ip=ip)],
+    return ptx(
         "{ .reg .pred p; setp.ne.s32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;"
         " @p ld.global.nc.L1::no_allocate.L2::256B.v4.b32 {$0, $1, $2, $3}, [$4]; }",
-        "=&r,=&r,=&r,=&r,l,r",
-        has_side_effects=True,
-        is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
+        Int64(address),
+        Int32(present),
+        gives=(Uint32,) * 4,
+        early=True,
     )
-    return tuple(Uint32(llvm.extractvalue(Uint32.mlir_type, result, [i], loc=loc, ip=ip)) for i in range(4))
 
 
-@dsl_user_op
-def store_words(address: Int32, words: tuple[Uint32, ...], *, loc=None, ip=None) -> None:
+def store_words(address: Int32, words: tuple[Uint32, ...]) -> None:
     """16 bytes to shared memory."""
-    llvm.inline_asm(
-        None,
-        [Int32(address).ir_value(loc=loc, ip=ip), *(Uint32(x).ir_value(loc=loc, ip=ip) for x in words)],
-        "st.shared.v4.b32 [$0], {$1, $2, $3, $4};",
-        "r,r,r,r,r",
-        has_side_effects=True,
-        is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
-    )
+    ptx("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", Int32(address), *map(Uint32, words))

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
-from cutlass._mlir.dialects import llvm
-from cutlass.cutlass_dsl import dsl_user_op
 
+from .ptx import ptx
 from .rows import ROWS, RowTile, load
 from .softmax import by_row
 from .splits import on_source
@@ -243,19 +242,6 @@ def read_selection(operands: SelectionOperands, tile: RowTile, tile_n: int, d: i
     return operands.of_query(tile, tile_n, d, *(cute.arch.make_warp_uniform(slot[i]) for i in range(2)))
 
 
-@dsl_user_op
-def copy_or_zero(smem: Int32, gmem: Int64, present: Int32, *, loc=None, ip=None) -> None:
+def copy_or_zero(smem: Int32, gmem: Int64, present: Int32) -> None:
     """cp.async of 16 bytes through L2 only; `present` of them are read, the rest are zeros."""
-    llvm.inline_asm(
-        None,
-        [
-            Int32(smem).ir_value(loc=loc, ip=ip),
-            Int64(gmem).ir_value(loc=loc, ip=ip),
-            Int32(present).ir_value(loc=loc, ip=ip),
-        ],
-        "cp.async.cg.shared.global.L2::256B [$0], [$1], 16, $2;",
-        "r,l,r",
-        has_side_effects=True,
-        is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
-    )
+    ptx("cp.async.cg.shared.global.L2::256B [$0], [$1], 16, $2;", Int32(smem), Int64(gmem), Int32(present))

@@ -3,9 +3,9 @@
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
-from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
-from cutlass.cutlass_dsl import dsl_user_op
+
+from .ptx import ptx
 
 SLAB = 64  # columns of 2-byte elements in a 128-byte swizzled row
 K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
@@ -69,43 +69,29 @@ def round_to(operand: cute.Tensor, acc: cute.Tensor):
         pairs[i] = round_pair(flat[2 * i], flat[2 * i + 1], operand.element_type)
 
 
-@dsl_user_op
-def round_pair(low: Float32, high: Float32, dtype, *, loc=None, ip=None) -> cutlass.Uint32:
+def round_pair(low: Float32, high: Float32, dtype) -> cutlass.Uint32:
     """Two numbers rounded into one register.
 
     In assembly, for LLVM moves a plain conversion at the end of a loop through the phi to where the next iteration
     uses it, and the wide fp32 values stay alive beside the next scores: a third more registers.
     """
     name = {cutlass.BFloat16: "bf16x2", cutlass.Float16: "f16x2"}[dtype]
-    packed = llvm.inline_asm(
-        cutlass.Uint32.mlir_type,
-        [Float32(high).ir_value(loc=loc, ip=ip), Float32(low).ir_value(loc=loc, ip=ip)],
-        f"cvt.rn.{name}.f32 $0, $1, $2;",
-        "=r,f,f",
-        has_side_effects=False,
-        is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
-    )
-    return cutlass.Uint32(packed)
+    text = f"cvt.rn.{name}.f32 $0, $1, $2;"
+    return ptx(text, Float32(high), Float32(low), gives=(cutlass.Uint32,), pure=True)[0]
 
 
-@dsl_user_op
-def wait_behind(sum0: Float32, sum1: Float32, *, loc=None, ip=None):
+def wait_behind(sum0: Float32, sum1: Float32) -> None:
     """Wait for all products, but not before these sums of exponentials are known.
 
     ptxas sees no reason to wait late and moves the wait in front of the softmax that is meant to run under the
     products. A sum is not negative, so the sleep, which hangs on the sums and which no wait may pass, is never run.
     """
-    llvm.inline_asm(
-        None,
-        [Float32(x).ir_value(loc=loc, ip=ip) for x in (sum0, sum1)],
+    ptx(
         "{ .reg .pred p; setp.lt.f32 p, $0, 0f00000000; setp.lt.or.f32 p, $1, 0f00000000, p; @p nanosleep.u32 0; }",
-        "f,f",
-        has_side_effects=True,
-        is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
+        Float32(sum0),
+        Float32(sum1),
     )
-    warpgroup.wait_group(0, loc=loc, ip=ip)
+    warpgroup.wait_group(0)
 
 
 @cute.jit
