@@ -42,6 +42,8 @@ class Variant:
     """rows of a tile: (query, head) pairs"""
     tile_n: int
     """keys of a tile"""
+    unit: int
+    """key tiles that splits share out together"""
     splits: bool
     """whether the keys of a tile of rows may be split over CTAs"""
     threads: int
@@ -253,9 +255,7 @@ def _splits(op: str, q: jax.Array, shared_kv: bool, groups: int, rows: int, keys
     built = [v for v in variants() if (v.op, v.d, v.dtype, v.shared_kv) == wanted and v.most_heads >= q.shape[2]]
     local = local_architectures()
     for v in sorted((v for v in built if v.splits), key=lambda v: (v.arch not in local, v.most_heads))[:1]:
-        # kernels of a latent take key tiles two by two; those of few heads, and of packed keys, share them out singly
-        unit = 2 if shared_kv and v.tile_m == 64 and op != "dsv4_decode_fp8" else 1
-        return split_count(groups * -(-rows // v.tile_m), -(-keys // v.tile_n), unit, _PROCESSORS[v.arch])
+        return split_count(groups * -(-rows // v.tile_m), -(-keys // v.tile_n), v.unit, _PROCESSORS[v.arch])
     return 1
 
 

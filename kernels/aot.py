@@ -25,7 +25,7 @@ class Compiled:
     cubin: bytes
     symbol: str  # the kernel's name inside the cubin
     ptx: str
-    facts: dict[str, int]  # what the launcher must know and the cubin does not say: `build.FACTS`
+    facts: dict[str, int]  # what a caller must know and the cubin does not say: `build.FACTS`
     host_arguments: tuple[str, ...]  # names of what the host stub takes, the stream last
     export: Callable[[str, str, str], None]  # export(dir, file name, function prefix): the host stub as .h and .o
 

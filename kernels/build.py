@@ -27,7 +27,8 @@ from .cubin import KernelInfo, read_kernel
 from .variants import VARIANTS, Variant
 
 ROOT = Path(__file__).resolve().parent.parent
-FACTS = ("threads", "smem_bytes", "tile_m", "tile_n", "ctas", "cluster")  # what the launcher needs beside the cubin
+LAUNCHED = ("threads", "smem_bytes", "tile_m", "tile_n", "ctas", "cluster")  # what the launcher needs beside the cubin
+FACTS = (*LAUNCHED, "unit")  # what a kernel's module says of it
 DESCRIBED = (
     "op",
     "arch",
@@ -181,7 +182,7 @@ def write_tables(records: Sequence[Record], out: Path) -> None:
         blobs.append(f'DSV4_FMHA_EMBED({key}, "{path}")  // {record["sha256"]}')
         choice = f'"{record["op"]}", "{record["arch"]}", {record["d"]}, ffi::{_XLA_DTYPE[record["dtype"]]}'
         identity = f'{{{choice}, {str(record["shared_kv"]).lower()}}}, "{key}", "{record["symbol"]}"'
-        facts = ", ".join(str(record[name]).lower() for name in (*FACTS, "splits", "most_heads"))
+        facts = ", ".join(str(record[name]).lower() for name in (*LAUNCHED, "splits", "most_heads"))
         rows.append(f"      Launcher{{{identity}, {key}, {record['cubin_bytes']}, {facts}}},")
     write_if_changed(
         out / "cubins.cc",

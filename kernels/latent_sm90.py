@@ -16,7 +16,9 @@ gridDim-th tile of rows, and the producer runs ahead into the next one: Q's SMEM
 goes through the weights' SMEM, slab by slab, and TMA stores it while the next tile is worked on.
 
 The keys come from one or more sources, walked one after the other as one sequence of tiles under one softmax: spans
-(contiguous, loaded by TMA: a window, a dense cache) and selections (gathered by index with cp.async).
+(contiguous: a window, a dense cache) and selections (by index), which may be packed. Spans alone are loaded by TMA;
+with a selection among them all are gathered with cp.async. Packed keys are unpacked by the producer, or by those of a
+cluster of two CTAs, each of which does one half for both.
 """
 
 from dataclasses import dataclass, replace
@@ -737,5 +739,5 @@ def compile(variant: Variant, out_dir: Path) -> Compiled:
         name="latent_sm90",
         arch=variant.arch,
         out_dir=out_dir,
-        facts=launch_facts(config, cluster=config.cluster),
+        facts=launch_facts(config, cluster=config.cluster, unit=config.unit),
     )

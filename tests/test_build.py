@@ -21,7 +21,7 @@ HAS_DSL = util.find_spec("cutlass") is not None
 needs_dsl = pytest.mark.skipif(not HAS_DSL, reason="needs nvidia-cutlass-dsl")
 every_built_variant = pytest.mark.parametrize("key", [v.key for v in _ffi.variants()])
 GOOD = KernelInfo("fwd", 168, 384, 0, build.expected_params(VARIANTS[0]))
-FACTS = {"threads": 384, "smem_bytes": 1 << 17, "tile_m": 128, "tile_n": 128, "ctas": 1, "cluster": 1}
+FACTS = {"threads": 384, "smem_bytes": 1 << 17, "tile_m": 128, "tile_n": 128, "ctas": 1, "cluster": 1, "unit": 1}
 
 
 def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -81,7 +81,7 @@ def test_the_gate_expects_what_the_launcher_hands_over(variant):
         (FACTS, {"local_bytes": 16}, "16 bytes of local memory"),
         (FACTS, {"params": (128, 16)}, r"got parameters of \(128, 16\)"),
         (FACTS, {"threads": 256}, "cubin requires 256 threads, its module says 384"),
-        ({"threads": 384}, {}, "does not say smem_bytes, tile_m, tile_n, ctas, cluster"),
+        ({"threads": 384}, {}, "does not say smem_bytes, tile_m, tile_n, ctas, cluster, unit"),
     ],
 )
 def test_refuses(facts, kernel, says):

@@ -15,7 +15,7 @@ from jax_dsv4_fmha.__main__ import main
 from jax_dsv4_fmha._cases import Case
 
 VARIANT = _ffi.Variant(
-    "fwd_sm_90a_d64", "fwd", "sm_90a", 64, "bfloat16", False, 16, 192, 128, True, 384, 168, 83016, 0, 42488, "run"
+    "fwd_sm_90a_d64", "fwd", "sm_90a", 64, "bfloat16", False, 16, 192, 128, 1, True, 384, 168, 83016, 0, 42488, "run"
 )
 
 

@@ -125,7 +125,7 @@ def test_no_more_splits_than_units_of_keys_and_one_where_the_chip_is_full():
 
 def test_splits_by_what_is_built(monkeypatch):
     """Of one kernel's tiles; an extent that is not known, as in an exported batch, splits nothing."""
-    extents = {"tile_m": 64, "tile_n": 64, "threads": 1, "registers": 1, "smem_bytes": 1, "spill_bytes": 0}
+    extents = {"tile_m": 64, "tile_n": 64, "unit": 2, "threads": 1, "registers": 1, "smem_bytes": 1, "spill_bytes": 0}
     facts = {"most_heads": ANY_HEADS, "splits": True, "cubin_bytes": 1, "evidence": "", **extents}
     row = _ffi.Variant("k", "fwd", "sm_90a", 512, "bfloat16", True, **facts)
     q = jnp.zeros((1, 2, 64, 512), jnp.bfloat16)
@@ -133,7 +133,7 @@ def test_splits_by_what_is_built(monkeypatch):
         monkeypatch.setattr(_ffi, "variants", lambda variants=variants: variants)
         assert _ffi._splits("fwd", q, True, 1, 128, 2048) == wanted
         assert _ffi._splits("fwd", q, False, 1, 128, 2048) == 1
-    few_heads = dataclasses.replace(row, op="dsv4_decode", tile_m=16, most_heads=16)
+    few_heads = dataclasses.replace(row, op="dsv4_decode", tile_m=16, unit=1, most_heads=16)
     monkeypatch.setattr(_ffi, "variants", lambda: (row, few_heads))
     assert _ffi._splits("dsv4_decode", q[:, :, :16], True, 64, 16, 640) == _ffi.split_count(64, 10, 1, 132) == 2
     (b,) = jax.export.symbolic_shape("b")
