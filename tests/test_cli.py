@@ -334,6 +334,14 @@ def test_plot_from_results(results, suffix, tmp_path):
     assert (b"PNG" if suffix == "png" else b"<svg" if b"<svg" in head else b"<?xml") in head
 
 
+def test_a_picture_is_the_same_bytes_again_and_its_text_is_text(results, tmp_path):
+    first, again = tmp_path / "first.svg", tmp_path / "again.svg"
+    for path in (first, again):
+        assert main(["bench", "--from", str(results), "--plot", str(path)]) == 0
+    assert first.read_bytes() == again.read_bytes()
+    assert ">share of the roofline</text>" in first.read_text()
+
+
 @pytest.mark.parametrize("command", [[], ["info"], ["check"], ["bench"]])
 def test_help(command, capsys):
     with pytest.raises(SystemExit) as e:
