@@ -1,86 +1,8 @@
 """python -m jax_dsv4_fmha info | check | bench"""
 
-import argparse
 import sys
-from collections.abc import Sequence
 
-_JSON = "also write JSON to FILE; to stdout, instead of the text, where FILE is - or left out"
-_FILTER = "only names that match: a shell pattern for the whole name, or a part of it"
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    args = _parser().parse_args(argv)
-    if args.command == "info":
-        from ._info import info
-
-        return info(args.json)
-    if args.command == "check":
-        from ._verify import check
-
-        return check(args.filter, args.json, args.progress)
-    from ._bench import bench
-
-    return bench(
-        suites=args.suite,
-        pattern=args.filter,
-        rounds=args.rounds,
-        source=getattr(args, "from"),
-        json_path=args.json,
-        plot_path=args.plot,
-        progress=args.progress,
-    )
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m jax_dsv4_fmha", description="What is built, whether it is right, and how fast it is."
-    )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-
-    def add(name: str, summary: str, description: str, filters: str | None = None) -> argparse.ArgumentParser:
-        command = commands.add_parser(name, help=summary, description=description)
-        command.add_argument("--json", nargs="?", const="-", metavar="FILE", help=_JSON)
-        if filters:
-            command.add_argument("--filter", metavar="PATTERN", help=f"{_FILTER}, e.g. {filters}")
-            command.add_argument(
-                "--progress",
-                action=argparse.BooleanOptionalAction,
-                help="a bar on stderr (default: where stderr is a terminal)",
-            )
-        return command
-
-    add("info", "versions, devices, kernels built", "Print versions, devices, and the kernels that are built in.")
-    add(
-        "check",
-        "every case against the reference on this machine",
-        "Run the table of cases on this machine: every kernel twice, with bitwise equal results, and against the "
-        "reference in float32. Without a GPU that kernels are built for, the reference against loops in float64. "
-        "Exit status 1 if any case fails, 2 if none matches.",
-        "'fmha-*causal*' or float16",
-    )
-    bench = add(
-        "bench",
-        "timings beside cuDNN and XLA",
-        "Time the kernels on this machine's first GPU, beside cuDNN and XLA through jax.nn where these can run, the "
-        "rate of a bfloat16 8192^3 matrix product (M) and of a device copy (C), interleaved in one run. Device time "
-        "from the profiler. Exit status 2 without a GPU.",
-        "'d 512' or '*causal*'",
-    )
-    bench.add_argument(
-        "--suite", action="append", choices=("dsv4", "dense", "window", "decode"), help="may be repeated; all"
-    )
-    bench.add_argument("--rounds", type=_at_least_one, default=11, help="of interleaved bursts (default: %(default)s)")
-    bench.add_argument("--plot", metavar="FILE", help="draw a roofline and bars into FILE.png or FILE.svg (matplotlib)")
-    bench.add_argument("--from", metavar="FILE", help="measure nothing: take the results from this JSON")
-    return parser
-
-
-def _at_least_one(text: str) -> int:
-    n = int(text)
-    if n < 1:
-        raise argparse.ArgumentTypeError("wanted at least 1")
-    return n
-
+from ._cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

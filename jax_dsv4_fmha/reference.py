@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import fp8
-from .cache import Cache
-from .span import Span
+from . import _fp8
+from ._cache import Cache
+from ._span import Span
 
 Attention = tuple[jax.Array, jax.Array]
 """(o [b, s_q, h_q, d], lse [b, s_q, h_q] fp32)"""
@@ -250,7 +250,7 @@ def over_slots(q: jax.Array, *sources: Source, sink: jax.Array | None, scale: fl
     parts = []
     for pool, slots, length in sources:
         if pool.dtype == jnp.uint8:
-            pool = fp8.dequantize_cache(pool)
+            pool = _fp8.dequantize_cache(pool)
             pool = pool.reshape(pool.shape[0], -1, pool.shape[-1])
         pool = pool[0] if pool.shape[0] == 1 else pool
         parts.append(sparse_fmha(q.astype(_FP32), pool, slots, topk_length=length, scale=scale))

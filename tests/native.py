@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jax_dsv4_fmha import _ffi
-from jax_dsv4_fmha._compare import KERNEL, compare
+from jax_dsv4_fmha._testing.compare import KERNEL, compare
 from kernels.variants import VARIANTS, Variant
 
 SOURCES = {v.op: v.sources for v in VARIANTS if v.sources}

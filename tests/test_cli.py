@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_dsv4_fmha import Cache, _bench, _bench_decode, _cases, _ffi, _verify, dsv4_decode
-from jax_dsv4_fmha.__main__ import main
-from jax_dsv4_fmha._cases import Case
+from jax_dsv4_fmha import Cache, _ffi, dsv4_decode
+from jax_dsv4_fmha._cli import bench, bench_decode, check, main
+from jax_dsv4_fmha._testing import cases
+from jax_dsv4_fmha._testing.cases import Case
 
 VARIANT = _ffi.Variant(
     "fwd_sm_90a_d64", "fwd", "sm_90a", 64, "bfloat16", False, 16, 192, 128, 1, True, 384, 168, 83016, 0, 42488, "run"
@@ -35,7 +36,7 @@ def gpu(monkeypatch, built):
     """As if there were a GPU with memory enough; ops then run on the CPU."""
     monkeypatch.setattr(_ffi, "local_architectures", lambda: ("sm_90a",))
     device = types.SimpleNamespace(memory_stats=lambda: {"bytes_limit": 2**30})
-    monkeypatch.setattr(_verify, "_device", lambda: device)
+    monkeypatch.setattr(check, "_device", lambda: device)
 
 
 @pytest.mark.usefixtures("built")
@@ -67,7 +68,7 @@ class TestCheckTheReference:
     @pytest.fixture(autouse=True)
     def table(self, monkeypatch):
         cases = [Case("fmha", s_q=2, s_kv=9, d=d) for d in (64, 8)] + [Case("sparse_fmha", topk=3)]
-        monkeypatch.setattr(_verify, "CASES", cases)
+        monkeypatch.setattr(check, "CASES", cases)
 
     def test_passes(self, capsys):
         assert main(["check", "--filter", "fmha-s_q2*", "--progress"]) == 0
@@ -85,10 +86,10 @@ class TestCheckTheReference:
     @pytest.mark.parametrize("broken", [lambda o: o.at[0, 0, 0, 0].add(1), lambda o: o.at[0, 0, 0, 0].set(np.nan)])
     def test_fails(self, capsys, monkeypatch, broken):
         def run(case):
-            o, lse = _cases.run_reference(case)
+            o, lse = cases.run_reference(case)
             return broken(o), lse
 
-        monkeypatch.setattr(_verify, "run_reference", run)
+        monkeypatch.setattr(check, "run_reference", run)
         assert main(["check", "--filter", "fmha-s_q2*"]) == 1
         text = capsys.readouterr().out
         assert text.count("FAILED") > 2 and text.splitlines()[-1] == "2 FAILED"
@@ -97,9 +98,9 @@ class TestCheckTheReference:
         def run(case):
             if case.d == 64:
                 raise RuntimeError("broken\nand more")
-            return _cases.run_reference(case)
+            return cases.run_reference(case)
 
-        monkeypatch.setattr(_verify, "run_reference", run)
+        monkeypatch.setattr(check, "run_reference", run)
         assert main(["check", "--filter", "fmha-s_q2*"]) == 1
         text = capsys.readouterr().out
         assert "RuntimeError: broken\n" in text and text.splitlines()[-1] == "1 FAILED, 1 passed"
@@ -125,16 +126,16 @@ class TestCheckKernels:
             Case("dsv4_attention", s_q=4, s_kv=9, d=16, s_c=2, ratio=4),
             Case("fmha", s_q=2**20, h_q=64),
         )
-        monkeypatch.setattr(_verify, "CASES", cases)
+        monkeypatch.setattr(check, "CASES", cases)
 
     def run(self, monkeypatch, change=lambda results: results):
         def run_into(case, fills, *, implementation, method=None):
             assert implementation == "cubin"
             if case.op == "sparse_fmha":
                 raise NotImplementedError("sparse_fmha: got this, wanted that, built so much")
-            return change([_cases.run(case)] * len(fills))
+            return change([cases.run(case)] * len(fills))
 
-        monkeypatch.setattr(_verify, "run_into", run_into)
+        monkeypatch.setattr(check, "run_into", run_into)
 
     def test_passes(self, monkeypatch, capsys):
         self.run(monkeypatch)
@@ -153,8 +154,8 @@ class TestCheckKernels:
 
 def test_results_go_into_buffers_that_were_filled():
     case = Case("fmha", s_q=4, s_kv=9)
-    for o, lse in _cases.run_into(case, (0.0, np.nan), implementation="reference"):
-        want = _cases.run(case)
+    for o, lse in cases.run_into(case, (0.0, np.nan), implementation="reference"):
+        want = cases.run(case)
         np.testing.assert_array_equal(o, want[0])
         np.testing.assert_array_equal(lse, want[1])
 
@@ -165,13 +166,13 @@ class TestBench:
         assert "sees none here" in capsys.readouterr().out
 
     def test_names_of_rows_are_unique(self):
-        assert len({row.name for row in _bench.ROWS}) == len(_bench.ROWS)
+        assert len({row.name for row in bench.ROWS}) == len(bench.ROWS)
 
-    @pytest.mark.parametrize("row", _bench.ROWS, ids=lambda row: row.name)
+    @pytest.mark.parametrize("row", bench.ROWS, ids=lambda row: row.name)
     def test_work(self, row):
         """Known by a formula, where there is one."""
         c = row.case
-        flops, moved = _bench.work(c)
+        flops, moved = bench.work(c)
         keys = {
             "full": c.s_kv,
             "causal": (c.s_kv + 1) / 2,
@@ -189,13 +190,13 @@ class TestBench:
 
     def test_indices_are_permutations(self):
         case = Case("sparse_fmha", s_q=5, s_kv=40, topk=30)
-        indices = np.sort(_bench._operands(case, jax.random.key(0))["indices"])
+        indices = np.sort(bench._operands(case, jax.random.key(0))["indices"])
         assert indices.shape == (1, 5, 30) and (np.diff(indices) > 0).all() and indices.min() >= 0
         assert indices.max() < 40 and len(np.unique(indices, axis=1)[0]) == 5
 
     @pytest.mark.parametrize("n", [2, 64, 16384])
     def test_indices_of_decode_are_permutations(self, n):
-        rows = np.asarray(_bench_decode._permutations(jax.random.key(0), 6, n, n))
+        rows = np.asarray(bench_decode._permutations(jax.random.key(0), 6, n, n))
         np.testing.assert_array_equal(np.sort(rows), np.tile(np.arange(n), (6, 1)))
         if n > 2:
             assert (
@@ -204,12 +205,12 @@ class TestBench:
             )
 
     def test_a_layer_has_two_ways(self):
-        row = next(row for row in _bench.ROWS if row.case.ratio == 128)
+        row = next(row for row in bench.ROWS if row.case.ratio == 128)
         case = dataclasses.replace(row.case, s_q=4, s_kv=131, h_q=2, d=16)
         small = dataclasses.replace(row, case=case)
-        operands = _bench._operands(case, jax.random.key(0))
+        operands = bench._operands(case, jax.random.key(0))
         with pytest.raises((NotImplementedError, ValueError), match="cubin"):
-            _bench._call(small, "two_pass", **operands)
+            bench._call(small, "two_pass", **operands)
 
     @pytest.mark.usefixtures("built")
     @pytest.mark.parametrize("kind", [(), ("fp8",)])
@@ -217,15 +218,15 @@ class TestBench:
     def test_a_step_of_decode(self, topk, kind):
         """Its operands are what the op takes, a copy of them in jnp gives the same, and layers follow on each other."""
         case = dataclasses.replace(
-            _bench_decode.step(4, 7, 2, *kind), s_kv=256, topk=topk, window=20, page=16, dtype="bfloat16"
+            bench_decode.step(4, 7, 2, *kind), s_kv=256, topk=topk, window=20, page=16, dtype="bfloat16"
         )
-        operands = jax.jit(functools.partial(_bench_decode.operands, case))(jax.random.key(0))
+        operands = jax.jit(functools.partial(bench_decode.operands, case))(jax.random.key(0))
         f = jax.jit(functools.partial(dsv4_decode, ratio=case.ratio, window=case.window, implementation="reference"))
         got, _ = f(**operands)
-        want = jax.jit(functools.partial(_bench_decode.xla, case))(**operands)
+        want = jax.jit(functools.partial(bench_decode.xla, case))(**operands)
         np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (got, want)), rtol=0.02, atol=0.02)
         with pytest.raises(NotImplementedError, match="dsv4_decode: implementation: got 'cubin'"):
-            jax.eval_shape(functools.partial(_bench_decode.call, case), **operands)
+            jax.eval_shape(functools.partial(bench_decode.call, case), **operands)
 
     def test_layers_follow_on_each_other(self, monkeypatch):
         """Each has the o of the one before as its q, and its pages where they are in the first."""
@@ -233,12 +234,12 @@ class TestBench:
         def call(c, **operands):
             return dsv4_decode(**operands, ratio=c.ratio, window=c.window, implementation="reference")
 
-        monkeypatch.setattr(_bench_decode, "call", call)
-        case = dataclasses.replace(_bench_decode.step(4, 7, 2, "fp8"), s_kv=256, window=20, page=16)
-        row = dataclasses.replace(next(row for row in _bench.ROWS if row.layers > 1), case=case, layers=3)
-        (operands,) = _bench._operands_of(row, 1)
+        monkeypatch.setattr(bench_decode, "call", call)
+        case = dataclasses.replace(bench_decode.step(4, 7, 2, "fp8"), s_kv=256, window=20, page=16)
+        row = dataclasses.replace(next(row for row in bench.ROWS if row.layers > 1), case=case, layers=3)
+        (operands,) = bench._operands_of(row, 1)
         assert len({x["indices"].tobytes() for x in operands["layers"]}) == 3
-        got = _bench._call(row, "ours", **operands)
+        got = bench._call(row, "ours", **operands)
         q, (first, *_) = operands["q"], operands["layers"]
         for layer in operands["layers"]:
             near, far = (
@@ -254,7 +255,7 @@ class TestBench:
             return q + by
 
         q = jnp.zeros(3)
-        times = _bench._under_graphs(step, {"q": q, "by": jnp.ones(3)}, rounds=4)
+        times = bench._under_graphs(step, {"q": q, "by": jnp.ones(3)}, rounds=4)
         assert len(times["rounds"]) == 4 and 0 < times["seconds"] < 1 and not q.is_deleted()
 
     def test_kernels_of_a_trace(self):
@@ -272,14 +273,14 @@ class TestBench:
             types.SimpleNamespace(name="/device:GPU:0", lines=[first, line("XLA Ops", event(5, "a", "jit_ours"))]),
             types.SimpleNamespace(name="/host:CPU", lines=[line("Stream #2", event(7, "h", "jit_ours"))]),
         ]
-        found = _bench.kernels(types.SimpleNamespace(planes=planes))
+        found = bench.kernels(types.SimpleNamespace(planes=planes))
         assert [name for _, _, name in found["jit_ours"]] == ["a", "b", "a", "b"] and len(found["jit_xla"]) == 1
-        times = _bench.summary("ours", found["jit_ours"], burst=1, rounds=2)
+        times = bench.summary("ours", found["jit_ours"], burst=1, rounds=2)
         assert times["rounds"] == pytest.approx([12e-9, 100e-9]), "the first b begins under its a"
         assert times["seconds"] == pytest.approx(56e-9)
         assert times["kernels"] == pytest.approx({"a": 20e-9, "b": 36e-9})
         with pytest.raises(RuntimeError, match="saw 4 kernels in 3 calls"):
-            _bench.summary("ours", found["jit_ours"], burst=3, rounds=1)
+            bench.summary("ours", found["jit_ours"], burst=3, rounds=1)
 
 
 @pytest.fixture
@@ -290,8 +291,8 @@ def results(tmp_path):
         return {"seconds": us * 1e-6, "rounds": [us * x * 1e-6 for x in (0.99, 1, 1.01)], "kernels": {}}
 
     rows = []
-    for row in _bench.ROWS:
-        flops, moved = _bench.work(row.case)
+    for row in bench.ROWS:
+        flops, moved = bench.work(row.case)
         floor = 1e6 * max(flops / 800e12, moved / 4.2e12)
         rows.append(
             {
@@ -316,9 +317,9 @@ def test_tables_from_results(results, capsys):
     text = capsys.readouterr().out
     suites = ["dsv4", "dense", "window", "decode"]
     assert [line for line in text.splitlines() if line in suites] == suites
-    for row in _bench.ROWS:
+    for row in bench.ROWS:
         assert row.name in text
-    assert text.count("1.60") == sum(bool(row.peers) for row in _bench.ROWS) and "ValueError: no" in text
+    assert text.count("1.60") == sum(bool(row.peers) for row in bench.ROWS) and "ValueError: no" in text
 
 
 def test_tables_of_some_results(results, capsys):

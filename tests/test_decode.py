@@ -13,9 +13,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_dsv4_fmha import Cache, dequantize_cache, dsv4_attention, dsv4_decode, fp8, quantize_cache, sparse_fmha
-from jax_dsv4_fmha._cases import CASES, operands, run, run_into, run_reference
-from jax_dsv4_fmha._compare import compare
+from jax_dsv4_fmha import Cache, _fp8, dequantize_cache, dsv4_attention, dsv4_decode, quantize_cache, sparse_fmha
+from jax_dsv4_fmha._testing.cases import CASES, operands, run, run_into, run_reference
+from jax_dsv4_fmha._testing.compare import compare
 
 STEPS = [case for case in CASES if case.op == "dsv4_decode"]
 COLLECTIVES = r" (all-\w+|reduce-scatter|collective-\w+)(?:-start)?\("
@@ -54,15 +54,15 @@ def test_fp8_layout_byte_by_byte(n):
     entries = entries.at[0, 0, :64].set(0).at[1, 0, :64].set(448 * 2.0**-13).at[1, -1, 64:128].set(448.0)
     entries = entries.astype(jnp.bfloat16)
     got = jax.jit(quantize_cache)(entries)
-    assert got.shape == (2, fp8.page_bytes(n)) and got.dtype == jnp.uint8
-    assert fp8.page_entries(fp8.page_bytes(n)) == n
+    assert got.shape == (2, _fp8.page_bytes(n)) and got.dtype == jnp.uint8
+    assert _fp8.page_entries(_fp8.page_bytes(n)) == n
     for page, written in zip(got, entries, strict=True):
         np.testing.assert_array_equal(page, page_in_numpy(written))
 
 
 def test_fp8_takes_584_bytes_an_entry():
-    assert fp8.page_bytes(72) == 72 * 584
-    assert all(fp8.page_bytes(n) - 584 * n < 576 for n in range(1, 600))
+    assert _fp8.page_bytes(72) == 72 * 584
+    assert all(_fp8.page_bytes(n) - 584 * n < 576 for n in range(1, 600))
 
 
 def test_fp8_round_trip():

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from jax_dsv4_fmha import dsv4_attention, fmha, reference
-from jax_dsv4_fmha._cases import CASES, run, run_reference
-from jax_dsv4_fmha._cases import operands as operands_of
-from jax_dsv4_fmha._compare import compare
+from jax_dsv4_fmha._testing.cases import CASES, run, run_reference
+from jax_dsv4_fmha._testing.cases import operands as operands_of
+from jax_dsv4_fmha._testing.compare import compare
 
 LAYERS = [case for case in CASES if case.op == "dsv4_attention"]
 SOME = [

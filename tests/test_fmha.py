@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from jax_dsv4_fmha import Span, _ffi, fmha, reference
-from jax_dsv4_fmha._cases import CASES, operands, run, run_reference
-from jax_dsv4_fmha._compare import compare
+from jax_dsv4_fmha._testing.cases import CASES, operands, run, run_reference
+from jax_dsv4_fmha._testing.compare import compare
 
 TABLE = [case for case in CASES if case.op == "fmha"]
 B, S, H, D = 2, 6, 2, 64

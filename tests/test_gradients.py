@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_dsv4_fmha import Span, _backward, _float64, dsv4_attention, fmha, reference, sparse_fmha
+from jax_dsv4_fmha import Span, _backward, dsv4_attention, fmha, reference, sparse_fmha
+from jax_dsv4_fmha._testing import float64
 
 B, S, S_KV, H, D = 2, 5, 9, 4, 8
 SINKS = {
@@ -53,21 +54,21 @@ def problem(op, sink, method="two_pass"):
 
         def f64(q, *keys_and_sink):
             k, v, sink = (*keys_and_sink[:1], None, keys_and_sink[1]) if op == "fmha" else keys_and_sink
-            return _float64.fmha(q, k, v, start, stop, sink, 1.0)
+            return float64.fmha(q, k, v, start, stop, sink, 1.0)
 
         return f, f64, (q, *keys, sink)
     if op == "sparse":
         kwargs = {"topk_length": length, "scale": 1.0}
         return (
             lambda q, kv, sink: sparse_fmha(q, kv, indices, sink=sink, **kwargs),
-            lambda q, kv, sink: _float64.sparse_fmha(q, kv, indices, sink=sink, **kwargs),
+            lambda q, kv, sink: float64.sparse_fmha(q, kv, indices, sink=sink, **kwargs),
             (q, kv, sink),
         )
     kwargs = {"window": 3, "q_offset": 6, "swa_lens": np.array([0, S_KV], np.int32), "scale": 1.0}
     kwargs |= {"ratio": 4} if op == "dense layer" else {"indices": indices, "topk_length": length}
     return (
         lambda q, w, c, sink: dsv4_attention(q, w, c, sink=sink, method=method, **kwargs),
-        lambda q, w, c, sink: _float64.dsv4_attention(q, w, c, sink=sink, **kwargs),
+        lambda q, w, c, sink: float64.dsv4_attention(q, w, c, sink=sink, **kwargs),
         (q, kv, more, sink),
     )
 

@@ -10,8 +10,8 @@ import pytest
 from jax.test_util import check_grads
 
 from jax_dsv4_fmha import Span, reference
-from jax_dsv4_fmha._cases import CASES, run_float64, run_reference
-from jax_dsv4_fmha._compare import FP32, FP32_LARGE, compare
+from jax_dsv4_fmha._testing.cases import CASES, run_float64, run_reference
+from jax_dsv4_fmha._testing.compare import FP32, FP32_LARGE, compare
 
 # the reference knows nothing of d and of 16-bit types, which is what many cases differ in only
 SMALL = {dataclasses.replace(case, d=0, dtype=""): case for case in CASES if case.is_small}.values()

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jax_dsv4_fmha import fmha, reference, sparse_fmha
-from jax_dsv4_fmha._cases import CASES, run, run_reference
-from jax_dsv4_fmha._compare import compare
+from jax_dsv4_fmha._testing.cases import CASES, run, run_reference
+from jax_dsv4_fmha._testing.compare import compare
 
 B, S_Q, S_KV, H, D, TOPK = 2, 5, 20, 3, 16, 8
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from jax_dsv4_fmha._compare import Tolerance, compare
+from jax_dsv4_fmha._testing.compare import Tolerance, compare
 from tests import native
 
 from .hazards import Fault

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from . import _backward, _check, _ffi, reference
+from ._span import Span
 from ._transforms import RESULTS, SINK, Axes, Differentiable, Op, choose
-from .span import Span
 
 
 def fmha(

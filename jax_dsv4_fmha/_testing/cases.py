@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from . import _float64, dsv4_attention, dsv4_decode, fmha, fp8, reference, sparse_fmha
-from .cache import Cache
-from .span import Span
+from .. import _fp8, dsv4_attention, dsv4_decode, fmha, reference, sparse_fmha
+from .._cache import Cache
+from .._span import Span
+from . import float64
 
 _INT32 = np.iinfo(np.int32)
 ABSENT = (_INT32.min, -1, "s_kv", _INT32.max)  # every kind of index that names no key
@@ -190,11 +191,11 @@ def _cache(rng: np.random.Generator, c: Case, entries: int, seen: Sequence[Any])
     for row, named in zip(table, seen, strict=True):
         unseen[row[named % room // page], named % page] = False
     if "fp8" in c.features:
-        pool = np.array(fp8.quantize_cache(pool))
+        pool = np.array(_fp8.quantize_cache(pool))
         if "nan" in c.features:  # whatever these bytes are read as
-            for start, size in ((0, fp8.DATA), (page * fp8.DATA, fp8.SCALES)):
+            for start, size in ((0, _fp8.DATA), (page * _fp8.DATA, _fp8.SCALES)):
                 pool[:, start : start + page * size].reshape(pages, page, size)[unseen] = 255
-            pool[:, page * fp8.ENTRY :] = 255
+            pool[:, page * _fp8.ENTRY :] = 255
     elif "nan" in c.features:
         _poison(pool, unseen)
     unused = unseen[table].all(-1)
@@ -324,7 +325,7 @@ def run_float64(case: Case) -> tuple[Any, Any]:
     if case.op == "fmha":
         span = kwargs.pop("span", Span(0, case.s_kv))
         args = (*args, *map(np.asarray, span.bounds(case.b, case.s_q, case.s_kv)))
-    o, lse = getattr(_float64, case.op)(*args, **kwargs)
+    o, lse = getattr(float64, case.op)(*args, **kwargs)
     return o, lse
 
 

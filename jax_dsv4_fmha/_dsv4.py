@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from . import _backward, _check, _ffi, reference
+from ._fmha import fmha
+from ._span import Span
+from ._sparse import sparse_fmha
 from ._transforms import RESULTS, SINK, Axes, Differentiable, Op, choose
-from .fmha import fmha
-from .span import Span
-from .sparse import sparse_fmha
 
 
 def dsv4_attention(

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import _check, fp8
+from . import _check, _fp8
 
 
 @jax.tree_util.register_dataclass
@@ -38,7 +38,7 @@ class Cache:
 
     @classmethod
     def zeros(
-        cls, pages: int, page: int, d: int = fp8.D, dtype: Any = jnp.bfloat16, block_table: jax.Array | None = None
+        cls, pages: int, page: int, d: int = _fp8.D, dtype: Any = jnp.bfloat16, block_table: jax.Array | None = None
     ) -> "Cache":
         """An empty cache of `pages` pages (a contiguous one: sequences) of `page` entries.
 
@@ -46,9 +46,9 @@ class Cache:
         """
         if jnp.dtype(dtype) != jnp.float8_e4m3fn:
             return cls(jnp.zeros((pages, page, d), dtype), block_table)
-        if d != fp8.D:
-            raise _check.error(ValueError, "Cache.zeros", "d", d, f"{fp8.D} for an FP8 cache")
-        return cls(jnp.zeros((pages, fp8.page_bytes(page)), jnp.uint8), block_table)
+        if d != _fp8.D:
+            raise _check.error(ValueError, "Cache.zeros", "d", d, f"{_fp8.D} for an FP8 cache")
+        return cls(jnp.zeros((pages, _fp8.page_bytes(page)), jnp.uint8), block_table)
 
     @property
     def is_fp8(self) -> bool:
@@ -57,7 +57,7 @@ class Cache:
     @property
     def page(self) -> Any:
         """Entries of a page, or of a sequence where there are no pages."""
-        return fp8.page_entries(self.entries.shape[1]) if self.is_fp8 else self.entries.shape[1]
+        return _fp8.page_entries(self.entries.shape[1]) if self.is_fp8 else self.entries.shape[1]
 
     @property
     def capacity(self) -> Any:
@@ -106,8 +106,8 @@ class Cache:
         slots = self.slots(jnp.where(lost, -1, positions % self.capacity))
         pages, at = slots // self.page, slots % self.page  # -1 is on no page
         if self.is_fp8:
-            data, scales = fp8.encode(entries)
-            rows = [(at * fp8.DATA, data), (self.page * fp8.DATA + at * fp8.SCALES, scales)]
+            data, scales = _fp8.encode(entries)
+            rows = [(at * _fp8.DATA, data), (self.page * _fp8.DATA + at * _fp8.SCALES, scales)]
         else:
             rows = [(at * dims["d"], entries)]
         whole = self.entries.reshape(self.entries.shape[0], -1)
@@ -127,8 +127,8 @@ class Cache:
             _check.operand(op, f"{name}.block_table", self.block_table, "b n", {"b": dims["b"]}, _check.INT)
         if getattr(self.entries, "dtype", None) == jnp.uint8:
             _check.operand(op, f"{name}.entries", self.entries, f"{pages} page_bytes", sizes, (self.entries.dtype,))
-            wanted = f"d = {fp8.D} and pages of page_bytes(n) = ceil({fp8.ENTRY} n / {fp8.DATA}) {fp8.DATA} bytes"
-            if dims["d"] != fp8.D or not fp8.is_page(self.entries.shape[1]):
+            wanted = f"d = {_fp8.D} and pages of page_bytes(n) = ceil({_fp8.ENTRY} n / {_fp8.DATA}) {_fp8.DATA} bytes"
+            if dims["d"] != _fp8.D or not _fp8.is_page(self.entries.shape[1]):
                 got = f"{_check.describe(self.entries)} with d = {dims['d']}"
                 raise _check.error(ValueError, op, f"{name}.entries", got, wanted)
         else:

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _check
-from .fmha import fmha
-from .span import Span
+from ._fmha import fmha
+from ._span import Span
 
 _OP = "dot_product_attention"
 

@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from . import _check, _ffi, fp8, reference
+from . import _check, _ffi, _fp8, reference
+from ._cache import Cache
 from ._transforms import RESULTS, SINK, Axes, Op, choose, forward
-from .cache import Cache
 
 
 def dsv4_decode(
@@ -117,7 +117,7 @@ def _flat(pool: Any, slots: Any, length: Any) -> reference.Source:
     """The pools [b or 1, …] of a device as one, as kernels take it."""
     each = pool.shape[1]
     if pool.dtype == jnp.uint8:
-        each *= fp8.page_entries(pool.shape[2])
+        each *= _fp8.page_entries(pool.shape[2])
     if pool.shape[0] != 1:
         first = jnp.arange(pool.shape[0], dtype=jnp.int32)[:, None, None] * each
         slots = jnp.where(slots < 0, slots, first + slots)

@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
-from . import _ffi
-from ._report import output, table, write_json
+from .. import _ffi
+from .report import output, table, write_json
 
 
 def machine() -> dict[str, Any]:

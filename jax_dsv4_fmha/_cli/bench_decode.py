@@ -5,10 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from . import fp8, reference
-from ._cases import Case
-from .cache import Cache
-from .decode import dsv4_decode
+from .. import _fp8, reference
+from .._cache import Cache
+from .._decode import dsv4_decode
+from .._testing.cases import Case
 
 _PAGE = 64
 _ENTRIES = 16384  # of the compressed cache, for each sequence
@@ -36,10 +36,10 @@ def name(c: Case) -> str:
 
 
 def work(c: Case) -> tuple[float, float]:
-    """As `_bench.work`: an entry counts for every query that selects it, but the window once for a sequence."""
+    """As `bench.work`: an entry counts for every query that selects it, but the window once for a sequence."""
     rows, far = c.b * c.s_q * c.h_q, c.topk or c.s_kv // c.ratio
     near = c.window + c.s_q - 1
-    entry = fp8.ENTRY if "fp8" in c.features else 2 * c.d
+    entry = _fp8.ENTRY if "fp8" in c.features else 2 * c.d
     read = c.b * (near + far * (c.s_q if c.topk else 1)) * entry + c.b * c.s_q * 4 * c.topk
     return 4.0 * c.d * rows * (c.window + far), float(read + rows * (4 * c.d + 4))
 
@@ -52,7 +52,7 @@ def operands(c: Case, key: jax.Array) -> dict[str, Any]:
         pages = -(-entries // c.page)
         table = jax.random.permutation(next(keys), c.b * pages).astype(jnp.int32).reshape(c.b, pages)
         held = jax.random.normal(next(keys), (c.b * pages, c.page, c.d), c.dtype)
-        return Cache(fp8.quantize_cache(held) if "fp8" in c.features else held, table)
+        return Cache(_fp8.quantize_cache(held) if "fp8" in c.features else held, table)
 
     entries = c.s_kv // c.ratio
     arrays: dict[str, Any] = {
@@ -111,7 +111,7 @@ def xla(
 def _gather(pool: Any, slots: Any) -> Any:
     if pool.dtype != jnp.uint8:
         return pool[slots]
-    page = fp8.page_entries(pool.shape[1])
+    page = _fp8.page_entries(pool.shape[1])
     at = slots % page
 
     def read(start: Any, size: int) -> Any:
@@ -119,4 +119,4 @@ def _gather(pool: Any, slots: Any) -> Any:
             (slots // page).ravel(), start.ravel()
         ).reshape(*slots.shape, size)
 
-    return fp8.decode(read(at * fp8.DATA, fp8.DATA), read(page * fp8.DATA + at * fp8.SCALES, fp8.SCALES))
+    return _fp8.decode(read(at * _fp8.DATA, _fp8.DATA), read(page * _fp8.DATA + at * _fp8.SCALES, _fp8.SCALES))

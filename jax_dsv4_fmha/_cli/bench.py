@@ -22,12 +22,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import _bench_decode, _ffi, _plot
-from ._cases import OPS, SPANS, Case
-from ._info import machine
-from ._report import Progress, output, table, write_json
-from ._verify import matches, reason
-from .span import Span
+from .. import _ffi
+from .._span import Span
+from .._testing.cases import OPS, SPANS, Case
+from . import bench_decode, plot
+from .check import matches, reason
+from .info import machine
+from .report import Progress, output, table, write_json
 
 _PEERS = ("two_pass", "cudnn", "xla", "graph")
 _MATMUL = 8192
@@ -57,7 +58,7 @@ class Row:
         c = self.case
         heads = f"h{c.h_q}" if c.shared_kv or c.h_kv == c.h_q else f"h{c.h_q}/{c.h_kv}"
         if c.op == "dsv4_decode":
-            keys = _bench_decode.name(c)
+            keys = bench_decode.name(c)
         else:
             keys = {
                 "fmha": f"{c.span} {c.window}" if c.span == "window" else c.span,
@@ -105,14 +106,14 @@ ROWS = (
     *(_dense(512, "window", 1, 4096, h, 1, sink="normal") for h in (128, 64, 16)),
     _dense(128, "window", 2, 8192, 16, 1),
     *(
-        Row("decode", _bench_decode.step(h, k, b, *kind), ("xla",) if b <= 64 else ())
+        Row("decode", bench_decode.step(h, k, b, *kind), ("xla",) if b <= 64 else ())
         for h, k in ((128, 1024), (64, 512))
         for kind in _CACHES
         for b in (2, 64, 128, 148)
     ),
     Row("decode", Case("fmha", 16, 1, 32768, 128, 1, 512, shared_kv=True), ("cudnn", "xla")),
-    *(Row("decode", _bench_decode.dense(*kind), ("xla",)) for kind in _CACHES),
-    *(Row("decode", _bench_decode.step(128, 1024, b, "fp8"), ("graph",), layers=61) for b in (2, 64)),
+    *(Row("decode", bench_decode.dense(*kind), ("xla",)) for kind in _CACHES),
+    *(Row("decode", bench_decode.step(128, 1024, b, "fp8"), ("graph",), layers=61) for b in (2, 64)),
 )
 
 Contestant = tuple[Callable[..., Any], Sequence[Any]]
@@ -152,7 +153,7 @@ def bench(
     if json_path is not None:
         write_json(results, json_path)
     if plot_path is not None:
-        _plot.draw(results, plot_path)
+        plot.draw(results, plot_path)
     return 0
 
 
@@ -200,7 +201,7 @@ def _measure_row(row: Row, yardsticks: dict[str, Contestant], rounds: int) -> di
 def work(c: Case) -> tuple[float, float]:
     """(flops on visible keys, bytes if each operand is read once and each result written once)"""
     if c.op == "dsv4_decode":
-        return _bench_decode.work(c)
+        return bench_decode.work(c)
     operands = jax.eval_shape(functools.partial(_operands, c), jax.random.key(0))
     if c.op == "fmha":
         seen = _seen(SPANS[c.span](None, c) or Span(0, c.s_kv), c, c.s_kv)
@@ -228,7 +229,7 @@ def _positions(c: Case) -> dict[str, int]:
 
 
 def _operands_of(row: Row, sets: int) -> list[dict[str, Any]]:
-    make = _operands if row.case.op != "dsv4_decode" else _bench_decode.operands
+    make = _operands if row.case.op != "dsv4_decode" else bench_decode.operands
     one = jax.jit(functools.partial(make, row.case))
     each = [one(key) for key in jax.random.split(jax.random.key(0), sets * row.layers)]
     return each if row.layers == 1 else [{"q": each[0]["q"], "layers": each}]
@@ -263,7 +264,7 @@ def _call(row: Row, name: str, **operands: Any) -> Any:
     """What the contestant of this name makes of a row's operands."""
     c = row.case
     if c.op == "dsv4_decode":
-        run = _bench_decode.xla if name == "xla" else _bench_decode.layers if row.layers > 1 else _bench_decode.call
+        run = bench_decode.xla if name == "xla" else bench_decode.layers if row.layers > 1 else bench_decode.call
         return run(c, **operands)
     if name in ("cudnn", "xla"):
         return _jax_nn(c, name, **operands)

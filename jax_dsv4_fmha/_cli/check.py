@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import _ffi
-from ._cases import CASES, Case, run_float64, run_into, run_reference
-from ._compare import FP32, FP32_LARGE, Verdict, compare
-from ._info import machine
-from ._report import Progress, output, write_json
+from .. import _ffi
+from .._testing.cases import CASES, Case, run_float64, run_into, run_reference
+from .._testing.compare import FP32, FP32_LARGE, Verdict, compare
+from .info import machine
+from .report import Progress, output, write_json
 
 PASSED, FAILED, NOT_BUILT, SKIPPED = "passed", "FAILED", "not built", "skipped"
 

@@ -1,0 +1,1 @@
+"""What says whether results are right: one table of cases, loops in float64, one comparison; for tests and `check`."""
