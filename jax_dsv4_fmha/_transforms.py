@@ -497,7 +497,8 @@ def _bwd(ops: Differentiable, scale: float, kernel: str, residuals: Any, cotange
     do, dlse = cotangents
     d = jnp.sum(o.astype(jnp.float32) * do.astype(jnp.float32), -1)
     weight = sink_weight(lse, sink[:, None])
-    dsink = -jnp.sum((1 - weight) * d, (0, 1))[None]
+    of_sink = jax.nn.sigmoid(sink[:, None] - jnp.where(jnp.isinf(lse), 0, lse))  # 1 - weight, with all its digits
+    dsink = -jnp.sum(jnp.where(jnp.isinf(lse) | jnp.isinf(sink[:, None]), 0, of_sink * d), (0, 1))[None]
     call = Call(ops.backward, scale, kernel)
     gradients = iter(_batched(call, *operands, do, lse, weight, weight * d - dlse))
     return *(

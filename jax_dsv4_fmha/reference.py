@@ -294,7 +294,20 @@ def _logsumexp(x: jax.Array, axis: int) -> jax.Array:
 
 def _add_sink(o: jax.Array, lse: jax.Array, sink: jax.Array | None) -> jax.Array:
     """o · exp(lse - logaddexp(lse, sink)), which is o · sigmoid(lse - sink)."""
-    return o if sink is None else o * jax.nn.sigmoid(_finite(lse) - sink)[..., None]
+    return o if sink is None else o * _sigmoid(_finite(lse) - sink)[..., None]
+
+
+@jax.custom_jvp
+def _sigmoid(x: jax.Array) -> jax.Array:
+    return jax.nn.sigmoid(x)
+
+
+@_sigmoid.defjvp
+def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """With sigmoid(-x) for 1 - sigmoid(x), of which no digits are left where x is 17 or more."""
+    (x,), (dx,) = primals, tangents
+    y = _sigmoid(x)
+    return y, y * _sigmoid(-x) * dx
 
 
 def _finite(x: jax.Array) -> jax.Array:

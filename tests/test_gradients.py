@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_dsv4_fmha import Span, _backward, dsv4_attention, fmha, reference, sparse_fmha
+from jax_dsv4_fmha import Span, _backward, dsv4_attention, fmha, merge, reference, sparse_fmha
 from jax_dsv4_fmha._testing import float64
 
 B, S, S_KV, H, D = 2, 5, 9, 4, 8
@@ -108,6 +108,42 @@ def test_a_sink_that_is_dropped_is_noticed():
     with_sink, without = f64(*operands)[0], f64(*operands[:-1], np.full(H, -np.inf))[0]
     assert np.abs(with_sink - without).max() > 0.1
     np.testing.assert_allclose(f(*operands)[0], with_sink, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("op", ["fmha", "sparse", "merge"])
+@pytest.mark.parametrize("implementation", [None, "reference"])
+def test_a_sink_far_below_lse_keeps_its_gradient(op, implementation):
+    """dsink = -Σ exp(sink - Ls) D to all digits, not what 1 - sigmoid(lse - sink) leaves of it."""
+    q, kv, do = normal(0, 1, 1, H, D), normal(1, 1, S_KV, D), normal(2, 1, 1, H, D)
+    indices = np.arange(S_KV, dtype=np.int32)[None, None]
+    o, lse = float64.sparse_fmha(q.astype(np.float64), kv.astype(np.float64), indices, scale=1.0)
+    sink = (lse[0, 0] - np.array([5, 14, 18, 60])).astype(np.float32)
+
+    def f(sink):
+        if op == "fmha":
+            return fmha(q, kv[:, :, None], sink=sink, scale=1.0, implementation=implementation)[0]
+        if op == "sparse":
+            return sparse_fmha(q, kv, indices, sink=sink, scale=1.0, implementation=implementation)[0]
+        return merge([(o.astype(np.float32), lse.astype(np.float32))], sink)[0]
+
+    got = jax.grad(lambda sink: jnp.sum(f(sink) * do))(sink)
+    share = 1 / (1 + np.exp(lse[0, 0] - sink))
+    want = -share * (1 - share) * np.sum(o * do, -1)[0, 0]
+    np.testing.assert_allclose(got, want, rtol=1e-4)
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_a_cotangent_of_nothing_reaches_no_sink(bad):
+    """Of a row that sees no key, and of a head whose sink takes everything: o is 0 whatever sink is."""
+    q, kv, sink = normal(0, 1, S, H, D), normal(1, 1, S_KV, 1, D), np.array([0.5, np.inf, -np.inf, 1], np.float32)
+    stop = np.array([[4, 0, 8, 6, 7]], np.int32)
+    do = normal(2, 1, S, H, D)
+    do[0, 1], do[0, 2, 1], do[0, 3, 2] = bad, bad, bad
+    _, vjp = jax.vjp(lambda sink: fmha(q, kv, span=Span(0, stop), sink=sink)[0], sink)
+    _, vjp_finite = jax.vjp(lambda sink: fmha(q, kv, span=Span(0, stop), sink=sink)[0], sink)
+    (got,), (want,) = vjp(do), vjp_finite(np.where(np.isfinite(do), do, 0))
+    np.testing.assert_array_equal(got, want)
+    assert (got[1:3] == 0).all()
 
 
 @pytest.fixture(params=[False, True], ids=["one_block", "many_blocks"])
