@@ -34,13 +34,14 @@ def dsv4_decode(
       - and of the compressed cache the entries that `indices` names, or without indices those with
         `w < (p + 1) // ratio`.
 
-    A query with p < 0 sees nothing: `lengths[n] = 0` is a slot of the batch that is idle.
+    A query with p < 0 sees nothing: `lengths[n] <= 0` is a slot of the batch that is idle.
 
     Args:
       q: `[b, s_q, h_q, d]`, bfloat16 or float16; bfloat16 alone, and d = 512, on FP8 caches; float32 on the reference.
       window_cache: a `Cache` of entries in q's dtype or in FP8; entry p is position p. It may be a ring, with room for
         `window + s_q - 1` entries at least.
-      compressed_cache: a `Cache` like window_cache; entry w stands for positions `w ratio` to `w ratio + ratio - 1`.
+      compressed_cache: a `Cache` like window_cache; entry w stands for positions `w ratio` to `w ratio + ratio - 1`. If
+        it has run over, its last `capacity` entries of `lengths // ratio` are those that a query may see.
       lengths: an int, or int32 `[b]`.
       sink: float32 `[h_q]`, as in `fmha`.
       indices: int32 `[b, s_q, topk]`, entries of the compressed cache as the sequence counts them, not slots of a pool.

@@ -227,6 +227,7 @@ def seen_slots(
     caches = [window_cache] if compressed_cache is None else [window_cache, compressed_cache]
     if any(cache.block_table is not None for cache in caches):
         caches = [cache.paged() for cache in caches]
+    lengths = jnp.maximum(lengths, 0)  # or what is subtracted might wrap around
     position = jnp.arange(s_q, dtype=jnp.int32) + (lengths[:, None] - s_q)
     past = position[..., None] - jnp.arange(window, dtype=jnp.int32)
     near = caches[0].slots(jnp.where(past >= 0, past % caches[0].capacity, -1))
@@ -235,9 +236,11 @@ def seen_slots(
         return sources
     if indices is None:
         assert ratio is not None
-        everything = caches[1].slots(jnp.arange(caches[1].capacity, dtype=jnp.int32)[None])
-        slots = jnp.broadcast_to(everything[:, None], (*position.shape, everything.shape[1]))
-        seen = (position + 1) // ratio
+        room = caches[1].capacity
+        oldest = jnp.maximum(lengths // ratio - room, 0)  # of the entries that are left, of a cache that has run over
+        entries = oldest[:, None] + jnp.arange(room, dtype=jnp.int32)
+        slots = jnp.broadcast_to(caches[1].slots(entries % room)[:, None], (*position.shape, room))
+        seen = (position + 1) // ratio - oldest[:, None]
     else:
         slots = caches[1].slots(indices)
         seen = jnp.full_like(position, indices.shape[2]) if topk_length is None else topk_length

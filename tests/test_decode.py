@@ -256,6 +256,36 @@ def test_idle_sequences_and_absent_rows():
     assert (o == 0).all() and (lse == -jnp.inf).all()
 
 
+@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize("implementation", [None, "reference"])
+def test_a_compressed_cache_that_has_run_over_shows_no_future(kind, implementation):
+    """Several new tokens, more entries than there is room for: each sees those before it that are left, and no other."""
+    s_q, lengths, ratio, d = 3, np.array([15, 9], np.int32), 1, 512  # room for 9 entries
+    compressed, q = normal(0, 2, 15, d), normal(1, 2, s_q, 2, d)
+    near = Cache(normal(2, 2, 9, d))
+    far = CACHES[kind](jnp.float32)
+    for p in range(15):
+        at = jnp.where(p < lengths, p, -1)[:, None].astype(jnp.int32)
+        far = far.append(compressed[:, p : p + 1], at)
+    if kind == "paged":
+        near = Cache(near.entries.reshape(6, 3, d), jnp.arange(6, dtype=jnp.int32).reshape(2, 3))
+    step = functools.partial(dsv4_decode, lengths=jnp.asarray(lengths), window=2, implementation=implementation)
+    got = step(q, near, far, ratio=ratio)
+    w = np.arange(15)
+    p = lengths[:, None] - s_q + np.arange(s_q)
+    left = (w >= lengths[:, None] // ratio - 9)[:, None] & (w < (p[..., None] + 1) // ratio)
+    indices = np.where(left, w % 9, -1).astype(np.int32)
+    assert (left.sum(-1) == [[7, 8, 9], [7, 8, 9]]).all()
+    assert_close(got, step(q, near, far, indices=jnp.asarray(indices)), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [0, -1, -(2**31) + 1, -(2**31)])
+def test_a_sequence_of_less_than_no_tokens_sees_nothing(lengths):
+    q, near, far, kwargs = small(ratio=4)
+    o, lse = dsv4_decode(q, near, far, **{**kwargs, "lengths": lengths})
+    assert (o == 0).all() and (lse == -jnp.inf).all()
+
+
 @pytest.mark.parametrize("mapped", ["all", "pools", "q alone"])
 def test_vmap(mapped):
     q, near, far, kwargs = small(ratio=4)
