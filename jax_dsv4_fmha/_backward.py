@@ -5,6 +5,7 @@ is that of the operands and a few blocks of logits. 16-bit operands are multipli
 by default (on a GPU with 11 bits, which hold them exactly), float32 operands in full.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -105,7 +106,7 @@ def sparse_fmha(
         dkv = jax.vmap(lambda dkv, i, x: dkv.at[i].add(x, mode="drop"))(dkv, indices, parts)
         return dkv, scale * einsum("bnhk,bnkd->bnhd", ds, keys)
 
-    gathered = topk * max(h_q, d) * (b if isinstance(b, int) else 1)
+    gathered = math.prod(n for n in (b, topk, max(h_q, d)) if isinstance(n, int))
     operands = (q, indices, length, do, lse, weight, delta)
     size = max(1, _GATHERED // gathered)
     dkv, dq = _over_queries(block, size, jnp.zeros_like(kv, _FP32), *operands)

@@ -89,8 +89,8 @@ class Cache:
 
         Args:
           entries: `[b, n, d]`, in the cache's type; bfloat16, float16 or float32 for an FP8 cache.
-          positions: int32 `[b, n]`, which entry of its sequence each is, none twice. One below 0 is not kept, nor one that
-            is `capacity` or more below the greatest of its sequence here: a ring has no room for both.
+          positions: int32 `[b, n]`, which entry of its sequence each is, none twice. One below 0 is not kept, nor one
+            that is `capacity` or more below the greatest of its sequence here: a ring has no room for both.
 
         Raises:
           ValueError, TypeError: operands that are not as said above.

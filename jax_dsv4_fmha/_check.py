@@ -147,7 +147,9 @@ def positive(op: str, name: str, x: Any) -> Any:
 
 
 def offset(op: str, name: str, x: Any, dims: dict[str, Any]) -> jax.Array:
-    """An int, an int32 scalar or int32 [b], as int32 [1] or [b]."""
+    """An int, a dimension that `jax.export` leaves open, an int32 scalar or int32 [b], as int32 [1] or [b]."""
+    if jax.export.is_symbolic_dim(x):
+        return jnp.asarray(x).astype(jnp.int32)[None]
     if isinstance(x, int | np.integer) and not isinstance(x, bool):
         if not -(2**31) <= x < 2**31:
             raise error(ValueError, op, name, x, "an int32")

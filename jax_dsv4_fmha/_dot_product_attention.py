@@ -11,6 +11,7 @@ from ._fmha import fmha
 from ._span import Span
 
 _OP = "dot_product_attention"
+_MOST = 2**31 - 2  # keys to a side
 
 
 def dot_product_attention(
@@ -77,7 +78,8 @@ def dot_product_attention(
     if local_window_size is not None:
         left, right = _window(local_window_size)
         i = jnp.arange(t, dtype=jnp.int32)[None]
-        span &= Span(i - min(left, t), i + min(right, s) + 1)
+        last = jnp.minimum(i, _MOST - right) + right  # so written that nothing wraps around
+        span &= Span(i - left, last + 1)
     if query_seq_lengths is not None:
         lengths = _check.operand(_OP, "query_seq_lengths", query_seq_lengths, "b", dims, _check.INT)
         span &= Span(0, jnp.where(jnp.arange(t) < lengths[:, None], jnp.int32(s), 0))
@@ -102,7 +104,7 @@ def _window(size: Any) -> tuple[int, int]:
         raise _check.error(TypeError, _OP, "local_window_size", size, wanted)
     if min(sides) < 0:
         raise _check.error(ValueError, _OP, "local_window_size", size, wanted)
-    return int(sides[0]), int(sides[1])
+    return min(int(sides[0]), _MOST), min(int(sides[1]), _MOST)
 
 
 def _mask(mask: Any, b: Any, n: Any, t: int, s: int) -> Span:

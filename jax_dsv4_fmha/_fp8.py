@@ -93,7 +93,8 @@ def encode(entries: jax.Array) -> tuple[jax.Array, jax.Array]:
     part, exponent = jnp.frexp(jnp.maximum(amax, _MAX * _LEAST))  # part in [1/2, 1)
     exponent = exponent - jnp.where(part > 7 / 8, 8, 9)  # exact, where a quotient and a logarithm would be rounded
     values = jnp.where(finite[..., None], jnp.ldexp(values, -exponent[..., None]), 0)
-    values = values.astype(jnp.float8_e4m3fn).reshape(*batch, VALUES)
+    most = jnp.where(exponent < 120, _MAX, 240)[..., None]  # or 2^128 is what the greatest are rounded to
+    values = jnp.clip(values, -most, most).astype(jnp.float8_e4m3fn).reshape(*batch, VALUES)
     rope = lax.bitcast_convert_type(entries[..., VALUES:].astype(jnp.bfloat16), jnp.uint16)
     rope = jnp.stack([rope & 255, rope >> 8], -1).astype(jnp.uint8)  # what is bitcast keeps its shape, for jax.export
     values = lax.optimization_barrier(lax.bitcast_convert_type(values, jnp.uint8))  # or XLA may undo the rounding

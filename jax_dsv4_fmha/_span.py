@@ -19,7 +19,7 @@ class Span:
     to `[0, s_kv]`; a row with `start >= stop` sees nothing. `&` keeps the keys that both spans show.
 
     `offset`, in the constructors, is an int or int32 `[b]`, traced or not: query i stands at position `i + offset`, in
-    the count in which the first key has position 0.
+    the count in which the first key has position 0. Positions end at 2**31 - 2, where one stands that is beyond.
     """
 
     start: Any
@@ -36,7 +36,7 @@ class Span:
         """The last `window` keys, the query's own position included."""
         window = _check.positive("Span.sliding_window", "window", window)
         p = _positions("Span.sliding_window", s_q, offset)
-        return cls(p - (window - 1), p + 1)
+        return cls(jnp.maximum(p, window - 1) - (window - 1), p + 1)  # so written that nothing wraps around
 
     @classmethod
     def compressed(cls, s_q: int, ratio: int, offset: Any = 0) -> "Span":
@@ -55,28 +55,32 @@ class Span:
     def segments(cls, q_ids: Any, kv_ids: Any = None) -> "Span":
         """Packed sequences: a query sees the keys that bear its segment id.
 
-        q_ids int32 `[b, s_q]`; kv_ids int32 `[b, s_kv]`, ascending along a row, the same array if left out. A query
-        whose id no key bears sees nothing. Packed causal self-attention is `Span.segments(ids) & Span.causal(s)`; from
-        cumulative lengths, `ids = searchsorted(cu_seqlens, arange(s), "right")`.
+        q_ids int32 `[b, s_q]`; kv_ids int32 `[b, s_kv]`, the same array if left out. The keys of a segment stand side
+        by side; the segments may come in any order. A query whose id no key bears sees nothing, nor does one whose keys
+        stand in several places: ValueError where kv_ids is known while tracing. Packed causal self-attention is
+        `Span.segments(ids) & Span.causal(s)`; from cumulative lengths,
+        `ids = searchsorted(cu_seqlens, arange(s), "right")`.
         """
         dims: dict[str, Any] = {}
         q_ids = _check.operand("Span.segments", "q_ids", q_ids, "b s_q", dims, _check.INT)
         kv_ids = q_ids if kv_ids is None else kv_ids
         kv_ids = _check.operand("Span.segments", "kv_ids", kv_ids, "b s_kv", dims, _check.INT)
-
-        def edge(side: str) -> jax.Array:
-            return jax.vmap(lambda kv, q: jnp.searchsorted(kv, q, side=side))(kv_ids, q_ids).astype(jnp.int32)
-
-        return cls(edge("left"), edge("right"))
+        _side_by_side(kv_ids)
+        order = jnp.argsort(kv_ids, axis=1, stable=True).astype(jnp.int32)
+        ids = jnp.take_along_axis(kv_ids, order, 1)
+        first, end = (_search(ids, q_ids, side) for side in ("left", "right"))
+        start, last = (jnp.take_along_axis(order, jnp.maximum(i, 0), 1, mode="clip") for i in (first, end - 1))
+        return cls(start, jnp.where((first < end) & (last - start < end - first), last + 1, 0))
 
     def __and__(self, other: "Span") -> "Span":
         if not isinstance(other, Span):
             return NotImplemented
+        bounds = tuple(map(_in_32_bits, (self.start, self.stop, other.start, other.stop)))
         try:
-            np.broadcast_shapes(*(jnp.shape(x) for x in (self.start, self.stop, other.start, other.stop)))
+            jnp.broadcast_shapes(*map(jnp.shape, bounds))
         except ValueError as e:
             raise _check.error(ValueError, "Span", "&", f"{self} and {other}", "shapes that broadcast") from e
-        return Span(jnp.maximum(self.start, other.start), jnp.minimum(self.stop, other.stop))
+        return Span(jnp.maximum(bounds[0], bounds[2]), jnp.minimum(bounds[1], bounds[3]))
 
     def __str__(self) -> str:
         return f"Span({_check.describe(self.start)}, {_check.describe(self.stop)})"
@@ -89,8 +93,7 @@ class Span:
 
 def _bound(op: str, name: str, x: Any, b: Any, s_q: Any, s_kv: Any) -> jax.Array:
     wanted = f"int32 that broadcasts to [b={b}, s_q={s_q}]"
-    if isinstance(x, int) and not isinstance(x, bool):
-        x = jnp.int32(min(max(x, -1), s_kv))
+    x = _in_32_bits(x)
     if not isinstance(x, jax.Array | np.ndarray | np.generic):
         raise _check.error(TypeError, op, name, x, wanted)
     shape = x.shape
@@ -100,7 +103,38 @@ def _bound(op: str, name: str, x: Any, b: Any, s_q: Any, s_kv: Any) -> jax.Array
     return jnp.broadcast_to(jnp.clip(jnp.asarray(x), 0, s_kv), (b, s_q))
 
 
+def _in_32_bits(x: Any) -> Any:
+    """A bound that is an int as int32, also one that jax.jit has made 64 bits wide; any other as it is."""
+    if isinstance(x, int) and not isinstance(x, bool):
+        return jnp.int32(min(max(x, -(2**31)), 2**31 - 1))
+    if jax.export.is_symbolic_dim(x) or (getattr(x, "weak_type", False) and x.dtype == jnp.int64):
+        return jnp.clip(x, -(2**31), 2**31 - 1).astype(jnp.int32)
+    return x
+
+
 def _positions(op: str, s_q: Any, offset: Any) -> jax.Array:
-    """int32 [1, s_q] or [b, s_q]"""
-    s_q = _check.positive(op, "s_q", s_q)
-    return jnp.arange(s_q, dtype=jnp.int32) + _check.offset(op, "offset", offset, {})[:, None]
+    """int32 [1, s_q] or [b, s_q], at most 2**31 - 2"""
+    i = jnp.arange(_check.positive(op, "s_q", s_q), dtype=jnp.int32)
+    return i + jnp.minimum(_check.offset(op, "offset", offset, {})[:, None], 2**31 - 2 - i)
+
+
+def _search(ids: jax.Array, x: jax.Array, side: str) -> jax.Array:
+    """As `jnp.searchsorted`, row by row, for any number of ids that int32 counts, known while tracing or not."""
+
+    def step(count: jax.Array, bit: jax.Array) -> tuple[jax.Array, None]:
+        more = count + bit
+        at = jnp.take_along_axis(ids, more - 1, 1, mode="clip")
+        return jnp.where((more <= ids.shape[1]) & ((at < x) if side == "left" else (at <= x)), more, count), None
+
+    return jax.lax.scan(step, jnp.zeros_like(x), jnp.array([1 << i for i in range(30, -1, -1)], jnp.int32))[0]
+
+
+def _side_by_side(ids: jax.Array) -> None:
+    """Raises where ids are known, and equal ones of a row are not neighbours."""
+    if isinstance(ids, jax.core.Tracer) or not ids.is_fully_addressable:
+        return
+    for i, row in enumerate(np.asarray(ids)):
+        runs, counts = np.unique(row[np.r_[True, row[1:] != row[:-1]]], return_counts=True)
+        if (counts > 1).any():
+            got = f"{runs[counts > 1][0]} in several places of row {i}"
+            raise _check.error(ValueError, "Span.segments", "kv_ids", got, "the keys of a segment side by side")

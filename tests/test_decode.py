@@ -97,6 +97,16 @@ def test_fp8_keeps_what_is_not_finite_to_its_group(bad):
     assert jnp.isfinite(back[~want]).all()
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=lambda x: x.__name__)
+def test_fp8_of_the_greatest_values_is_finite(dtype):
+    """What would be rounded up to 2^128 is rounded down; NaN and inf stay for what is so."""
+    entries = jnp.full((1, 512), jnp.finfo(dtype).max, dtype).at[0, 1].set(-jnp.finfo(dtype).max).at[0, 2].set(3e38)
+    entries = entries.at[0, 448:].set(0)
+    back = np.asarray(dequantize_cache(quantize_cache(entries)), np.float64)
+    assert np.isfinite(back).all()
+    np.testing.assert_allclose(back[0, :448], np.asarray(entries, np.float64)[0, :448], rtol=1 / 16)
+
+
 # Caches
 
 
@@ -259,7 +269,7 @@ def test_idle_sequences_and_absent_rows():
 @pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize("implementation", [None, "reference"])
 def test_a_compressed_cache_that_has_run_over_shows_no_future(kind, implementation):
-    """Several new tokens, more entries than there is room for: each sees those before it that are left, and no other."""
+    """Several new tokens, more entries than there is room for: each sees those before it that are left."""
     s_q, lengths, ratio, d = 3, np.array([15, 9], np.int32), 1, 512  # room for 9 entries
     compressed, q = normal(0, 2, 15, d), normal(1, 2, s_q, 2, d)
     near = Cache(normal(2, 2, 9, d))

@@ -60,6 +60,40 @@ def test_segments_from_cumulative_lengths():
     np.testing.assert_array_equal(visible(span), rule(lambda n, i, j: begin[i] <= j <= i))
 
 
+def test_segments_in_any_order():
+    """Ids need not ascend: padding with 0, behind, belongs to no segment before it."""
+    rng = np.random.default_rng(0)
+    lengths = np.array([[5, 9, 0, 8], [4, 1, 20, 2]])
+    kv_ids = np.stack([np.repeat([7, -3, 5, 2, 0], [*n, S_KV - n.sum()]) for n in lengths]).astype(np.int32)
+    q_ids = rng.permuted(np.resize([7, -3, 5, 2, 0, 6], (B, S_Q)), axis=1).astype(np.int32)
+    want = rule(lambda n, i, j: q_ids[n, i] == kv_ids[n, j])
+    np.testing.assert_array_equal(visible(Span.segments(q_ids, kv_ids)), want)
+    np.testing.assert_array_equal(visible(jax.jit(Span.segments)(q_ids, kv_ids)), want)
+
+
+def test_a_segment_in_two_places():
+    """No interval: an error where the ids are known, and nothing is seen by it where they are not."""
+    ids = np.array([[1, 1, 2, 2, 1]], np.int32)
+    says = r"Span.segments: kv_ids: got 1 in several places of row 0, wanted the keys of a segment side by side"
+    with pytest.raises(ValueError, match=says):
+        Span.segments(ids)
+    start, stop = jax.jit(Span.segments)(ids).bounds(1, 5, 5)
+    np.testing.assert_array_equal(np.maximum(stop - start, 0), [[0, 0, 2, 2, 0]])
+    assert start[0, 2] == 2
+
+
+@pytest.mark.parametrize("window", [1, 6, 2**31 - 1])
+@pytest.mark.parametrize("offset", [2**31 - 1, 2**31 - 24, -(2**31), -(2**31) + 9])
+def test_positions_do_not_wrap_around(offset, window):
+    """Beyond 2**31 - 2 a query stands at 2**31 - 2, behind any key that there can be."""
+    p = np.minimum(np.arange(S_Q, dtype=np.int64) + offset, 2**31 - 2)
+    np.testing.assert_array_equal(visible(Span.causal(S_Q, offset)), rule(lambda n, i, j: j <= p[i]))
+    np.testing.assert_array_equal(visible(Span.compressed(S_Q, 3, offset)), rule(lambda n, i, j: j < (p[i] + 1) // 3))
+    np.testing.assert_array_equal(
+        visible(Span.sliding_window(S_Q, window, offset)), rule(lambda n, i, j: p[i] - window < j <= p[i])
+    )
+
+
 def test_and_keeps_what_both_show():
     lengths = jnp.array([9, 20], jnp.int32)
     both = Span.sliding_window(S_Q, 7) & Span.lengths(lengths) & Span(2, S_KV)

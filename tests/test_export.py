@@ -1,0 +1,86 @@
+"""jax.export: every way of saying who sees what, with shapes that are left open."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_dsv4_fmha import Cache, Span, dot_product_attention, dsv4_attention, dsv4_decode, fmha, sparse_fmha
+
+SIZES = {"b": 2, "s": 5, "t": 11, "c": 3, "x": 4, "h": 4, "k": 2, "d": 16, "1": 1, "2": 2}
+"""of an axis; which are left open, is said by a case"""
+
+
+def spans(q, k, n):
+    t, s = k.shape[1], q.shape[1]
+    return fmha(q, k, span=Span.causal(s, t - s) & Span.lengths(n) & Span(1, t - 1))
+
+
+def segments(q, k, i, j):
+    return fmha(q, k, span=Span.segments(i, j) & Span.segments(i, i))
+
+
+def layer(q, w, c, n):
+    near, _ = dsv4_attention(q, w, window=3, q_offset=w.shape[1] - q.shape[1], swa_lens=n)
+    return dsv4_attention(near, w, c, ratio=4, window=3, kv_offset=-q.shape[1], swa_lens=n)
+
+
+def decode(q, w, c):
+    return dsv4_decode(q, Cache(w), Cache(c), lengths=w.shape[1], ratio=4, window=3)
+
+
+def drop_in(q, k, n, m):
+    sees = {"is_causal": True, "local_window_size": 3, "query_seq_lengths": n, "key_value_seq_lengths": m}
+    mask = jnp.ones((q.shape[0], 1, q.shape[1], 1), bool)
+    return dot_product_attention(q, k, k, mask=mask, return_residual=True, **sees)
+
+
+# what is called, the axes of its operands, and those that are left open
+CASES = {
+    "spans": (spans, "bshd bt1d b", "bst"),
+    "segments": (segments, "bshd bt1d bs bt", "bst"),
+    "layer": (layer, "bshd btd bcd b", "bstc"),
+    "decode": (decode, "bshd btd bcd", "btc"),
+    "drop-in": (drop_in, "bshd btkd b b", "bst"),
+    "gradient of spans": (spans, "bshd bt1d b", "bst"),
+    "gradient of top-k": (sparse_fmha, "bshd btd bsx", "bstx"),
+    "gradient of a pool": (sparse_fmha, "bshd td bsx", "bstx"),
+}
+
+
+def operand(axes, seed):
+    shape, rng = [SIZES[a] for a in axes], np.random.default_rng(seed)
+    if axes == "b":
+        return jnp.array([4, 9], jnp.int32)
+    if axes in ("bs", "bt"):
+        return jnp.asarray(np.sort(rng.integers(1, 4, shape)), jnp.int32)
+    if axes == "bsx":
+        return jnp.asarray(rng.integers(-2, SIZES["t"], shape), jnp.int32)
+    return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_to_compile():
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_symbolic_shapes(name):
+    """One program for all sizes; and right for one of them, where what is seen is a matter of shapes."""
+    f, axes, left_open = CASES[name]
+    operands = [operand(a, i) for i, a in enumerate(axes.split())]
+    symbols = dict(zip(left_open, jax.export.symbolic_shape(", ".join(left_open)), strict=True))
+    like = [
+        jax.ShapeDtypeStruct([symbols.get(a, n) for a, n in zip(names, x.shape, strict=True)], x.dtype)
+        for names, x in zip(axes.split(), operands, strict=True)
+    ]
+    run = f
+    if name.startswith("gradient"):
+        run = lambda q, k, *xs: jax.grad(lambda *qk: jnp.sin(f(*qk, *xs)[0]).sum(), (0, 1))(q, k)  # noqa: E731
+    exported = jax.export.export(jax.jit(run), platforms=["cpu"])(*like)
+    assert [x.shape for x in exported.out_avals] == [x.shape for x in jax.eval_shape(run, *like)]
+    if name in ("spans", "segments"):
+        for x, y in zip(exported.call(*operands), jax.jit(run)(*operands), strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
