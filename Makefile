@@ -36,7 +36,7 @@ clean: ## remove the environment and everything built
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r .venv/requirements.txt
 	touch $@
 
-.venv/.built: .venv/.tools $(wildcard ffi/* kernels/*.py kernels/lib/*.py)
+.venv/.built: .venv/.tools $(wildcard ffi/*) $(shell find kernels -name '*.py')
 	$(BIN)/python -m pip install --disable-pip-version-check --no-build-isolation --no-deps --verbose -e . 2>&1 \
 	    | tee .venv/build.log | sed -un '/^ *kernels:/p; /WITHOUT GPU KERNELS/p' || { cat .venv/build.log; exit 1; }
 	touch $@

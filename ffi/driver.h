@@ -37,8 +37,9 @@ static_assert(sizeof(CUlaunchConfig) == 56);
 enum DeviceAttribute { kMultiprocessorCount = 16, kComputeCapabilityMajor = 75, kComputeCapabilityMinor = 76 };
 enum KernelAttribute { kMaxDynamicSharedMemory = 8, kPreferredSharedMemoryCarveout = 9 };
 enum LaunchAttribute { kClusterDimension = 4, kProgrammaticStreamSerialization = 6 };
-enum TensorMapDataType { kFloat16 = 6, kBFloat16 = 9 };
-enum TensorMapOption { kNoInterleave = 0, kSwizzle128B = 3, kPromoteL2To256B = 3, kZeroFill = 0 };
+enum TensorMapDataType : uint32_t { kUInt8 = 0, kFloat16 = 6, kFloat32 = 7, kBFloat16 = 9 };
+enum TensorMapSwizzle : uint32_t { kNoSwizzle = 0, kSwizzle128B = 3 };
+enum TensorMapOption { kNoInterleave = 0, kPromoteL2To256B = 3, kZeroFill = 0 };
 
 struct Driver {
   std::string missing;  // why the driver cannot be used; empty when it can

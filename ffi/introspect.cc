@@ -2,33 +2,46 @@
 #include <cstdio>
 #include <cstring>
 
-#include "launch_plan.h"
+#include "forward_plan.h"
 #include "registry.h"
 
 using namespace dsv4_fmha;
 
 namespace {
 
-// What a kernel receives, in order.  A tensor map is shown as its address, and what else it says is in `maps`.
+// What a kernel receives, in order, by name.  A tensor map is shown as its address, and what else it says is in `maps`.
 struct ShownLaunch {
   uint32_t grid, count;
-  uint32_t sizes[Params::kMax];
-  unsigned char bytes[Params::kMax][sizeof(CUtensorMap)];
-  TensorMapSpec maps[Params::kMax];  // of rank 0 where the parameter is none
+  const char* names[kMaxParams];
+  uint32_t sizes[kMaxParams];
+  unsigned char bytes[kMaxParams][sizeof(CUtensorMap)];
+  TensorMapSpec maps[kMaxParams];  // of rank 0 where the parameter is none
 
-  ShownLaunch(uint32_t grid, const Params& params) : grid(grid), count(0), sizes{}, bytes{}, maps{} {
-    for (const Param& param : params) {
+  template <typename FamilyArguments>
+  ShownLaunch(const Layout& layout, const Plan<FamilyArguments>& plan)
+      : grid(plan.grid), count(0), names{}, sizes{}, bytes{}, maps{} {
+    for (const Param& param : layout) {
       const uint32_t i = count++;
+      const char* value = reinterpret_cast<const char*>(&plan.arguments) + param.offset;
+      names[i] = param.name;
       sizes[i] = param.bytes;
-      if (param.map != nullptr) {
-        memcpy(bytes[i], &param.tensor, sizeof param.tensor);
-        maps[i] = *param.map;
+      if (param.is_map) {
+        const auto& tensor = *reinterpret_cast<const TensorArgument*>(value);
+        memcpy(bytes[i], &tensor.address, sizeof tensor.address);
+        maps[i] = tensor.map;
       } else {
-        memcpy(bytes[i], param.data, param.bytes);
+        memcpy(bytes[i], value, param.bytes);
       }
     }
   }
 };
+
+const Layout* FindLayout(std::string_view name) {
+  for (const Layout* layout : kLayouts) {
+    if (layout->name == name) return layout;
+  }
+  return nullptr;
+}
 
 }  // namespace
 
@@ -48,35 +61,34 @@ const unsigned char* dsv4_fmha_cubin(const char* key, size_t* bytes) {
   return nullptr;
 }
 
-// The key of the variant that a call with so many heads gets, where all else is as in this variant; nullptr for none.
+// The key of the variant that attention with so many heads gets, where all else is as in this one; nullptr for none.
 const char* dsv4_fmha_called(const char* key, int64_t heads) {
   for (const Launcher& launcher : Launchers()) {
     if (std::string_view(launcher.name) != key) continue;
-    const Launcher* found = Find(launcher.key, heads);
+    ForwardChoices call = std::get<ForwardChoices>(launcher.choices);
+    call.max_heads = heads;
+    const Launcher* found = Find(launcher.op, launcher.arch, call);
     return found != nullptr ? found->name : nullptr;
   }
   return nullptr;
 }
 
-// What a forward target launches for a shape: 0, or -1 with the reason in `error`.
-int dsv4_fmha_plan(const Shape* shape, float scale, const Tiles* tiles, const Addresses* addresses, ShownLaunch* out,
-                   char* error, size_t error_bytes) {
-  Plan plan;
-  if (std::string reason = PlanLaunch(*shape, scale, *tiles, &plan); !reason.empty()) {
+// What attention launches for a shape, with a kernel of this layout: 0, or -1 with the reason in `error`.
+int dsv4_fmha_plan_forward(const char* layout, const ForwardShape* shape, float scale, const Tiles* tiles,
+                           const ForwardAddresses* addresses, ShownLaunch* out, char* error, size_t error_bytes) {
+  Plan<ForwardArguments> plan;
+  if (std::string reason = PlanForward(*shape, scale, *tiles, *addresses, &plan); !reason.empty()) {
     snprintf(error, error_bytes, "%s", reason.c_str());
     return -1;
   }
-  Addresses at = *addresses;
-  *out = ShownLaunch(plan.grid, ForwardParams(plan, at));
+  *out = ShownLaunch(*FindLayout(layout), plan);
   return 0;
 }
 
 // What it launches after that where keys are split, with this many threads of which each merges `columns` of a row.
-void dsv4_fmha_plan_combine(const Shape* shape, int32_t threads, int32_t columns, const Addresses* addresses,
+void dsv4_fmha_plan_combine(const RowShape* shape, int32_t threads, int32_t columns, const ForwardAddresses* addresses,
                             ShownLaunch* out) {
-  CombinePlan plan = PlanCombine(*shape, threads, columns);
-  Addresses at = *addresses;
-  *out = ShownLaunch(plan.grid, CombineParams(plan, at));
+  *out = ShownLaunch(kCombine, PlanCombine(*shape, threads, columns, *addresses));
 }
 
 }  // extern "C"

@@ -1,4 +1,4 @@
-// Key -> Launcher: the variants that this library holds, each loaded once per device.
+// Op, architecture and choices -> Launcher: the variants that this library holds, each loaded once per device.
 #pragma once
 
 #include <array>
@@ -7,8 +7,9 @@
 #include <string>
 #include <string_view>
 
+#include "abi.h"
 #include "driver.h"
-#include "xla/ffi/api/ffi.h"
+#include "rows.h"
 
 // Places a file's bytes into the read-only data of this library.
 #define DSV4_FMHA_EMBED(name, path)                                                                        \
@@ -18,34 +19,64 @@
 
 namespace dsv4_fmha {
 
-namespace ffi = xla::ffi;
+constexpr int kMaxDevices = 64;
 
-struct Key {
-  std::string_view op, arch;
-  int64_t d;
-  ffi::DataType dtype;
-  bool shared_kv;
-
-  bool operator==(const Key& other) const {
-    return op == other.op && arch == other.arch && d == other.d && dtype == other.dtype && shared_kv == other.shared_kv;
-  }
+// A device, as far as it matters to a launch.
+struct Device {
+  std::once_flag once{};
+  std::string error{};  // why the rest is not known; empty when it is
+  std::string arch{};   // "sm_90a"
+  int processors = 0;
 };
 
-constexpr int kMaxDevices = 64;
-constexpr int64_t kAnyD = 0;  // of a kernel that serves every head dimension
+inline const Device& GetDevice(int ordinal) {
+  static std::array<Device, kMaxDevices> devices;
+  static const Device out_of_range{{}, "the device is beyond the " + std::to_string(kMaxDevices) + " that are served"};
+  if (ordinal < 0 || ordinal >= kMaxDevices) return out_of_range;
+  Device& device = devices[ordinal];
+  std::call_once(device.once, [&] {
+    const Driver& driver = GetDriver();
+    device.error = driver.missing;
+    CUdevice id;
+    int major, minor;
+    auto step = [&](const char* function, auto call) {
+      if (device.error.empty()) device.error = driver.Failure(function, call());
+    };
+    auto ask = [&](DeviceAttribute attribute, int* value) {
+      step("cuDeviceGetAttribute", [&] { return driver.DeviceGetAttribute(value, attribute, id); });
+    };
+    step("cuDeviceGet", [&] { return driver.DeviceGet(&id, ordinal); });
+    ask(kComputeCapabilityMajor, &major);
+    ask(kComputeCapabilityMinor, &minor);
+    ask(kMultiprocessorCount, &device.processors);
+    if (device.error.empty()) {
+      device.arch = "sm_" + std::to_string(major) + std::to_string(minor) + (major >= 9 ? "a" : "");
+    }
+  });
+  return device;
+}
 
 // One variant.  Constant but for what `Load` keeps; safe to share between threads.
 struct Launcher {
-  Key key;
+  std::string_view op, arch;
+  Choices choices;
+  const Layout* layout;
   const char* name;
   const char* symbol;
   const unsigned char* cubin;
   size_t cubin_bytes;
   int32_t threads, smem_bytes, tile_m, tile_n;
-  int32_t ctas;  // that a processor runs at a time
+  int32_t ctas;     // that a processor runs at a time
   int32_t cluster;  // CTAs of one
-  bool splits;  // whether the keys of a tile of rows may be split over CTAs
-  int32_t most_heads;  // of q that it takes
+  bool splits;      // whether the keys of a tile of rows may be split over CTAs
+
+  Tiles TilesOn(const Device& device) const {
+    return {.tile_m = tile_m,
+            .tile_n = tile_n,
+            .processors = device.processors * ctas,
+            .cluster = cluster,
+            .gathers = layout->gathers};
+  }
 
   struct Loaded {
     std::once_flag once;
@@ -99,62 +130,31 @@ struct LauncherTable {
   Launcher* end() const { return first + count; }
 };
 
-// Both are generated from kernels/variants.py.
+// Both are in cubins.cc, which kernels/tables.py generates.
 LauncherTable Launchers();
 const char* Manifest();
-
-// A device, as far as it matters to a launch.
-struct Device {
-  std::once_flag once{};
-  std::string error{};  // why the rest is not known; empty when it is
-  std::string arch{};   // "sm_90a"
-  int processors = 0;
-};
-
-inline const Device& GetDevice(int ordinal) {
-  static std::array<Device, kMaxDevices> devices;
-  static const Device out_of_range{{}, "the device is beyond the " + std::to_string(kMaxDevices) + " that are served"};
-  if (ordinal < 0 || ordinal >= kMaxDevices) return out_of_range;
-  Device& device = devices[ordinal];
-  std::call_once(device.once, [&] {
-    const Driver& driver = GetDriver();
-    device.error = driver.missing;
-    CUdevice id;
-    int major, minor;
-    auto step = [&](const char* function, auto call) {
-      if (device.error.empty()) device.error = driver.Failure(function, call());
-    };
-    auto ask = [&](DeviceAttribute attribute, int* value) {
-      step("cuDeviceGetAttribute", [&] { return driver.DeviceGetAttribute(value, attribute, id); });
-    };
-    step("cuDeviceGet", [&] { return driver.DeviceGet(&id, ordinal); });
-    ask(kComputeCapabilityMajor, &major);
-    ask(kComputeCapabilityMinor, &minor);
-    ask(kMultiprocessorCount, &device.processors);
-    if (device.error.empty()) {
-      device.arch = "sm_" + std::to_string(major) + std::to_string(minor) + (major >= 9 ? "a" : "");
-    }
-  });
-  return device;
-}
 
 // The keys of what is built for `op`.
 inline std::string Built(std::string_view op) {
   std::string list;
   for (const Launcher& launcher : Launchers()) {
-    if (launcher.key.op != op) continue;
+    if (launcher.op != op) continue;
     if (!list.empty()) list += ", ";
     list += launcher.name;
   }
   return list.empty() ? "nothing (this package was built without CUDA kernels)" : list;
 }
 
-// Of the variants of a key that take so many heads, the one that is made for the fewest.
-inline Launcher* Find(const Key& key, int64_t heads) {
+// Of the variants of an op that take a call, the one that is made for the least.
+template <typename FamilyChoices>
+Launcher* Find(std::string_view op, std::string_view arch, const FamilyChoices& call) {
   Launcher* found = nullptr;
+  const FamilyChoices* tightest = nullptr;
   for (Launcher& launcher : Launchers()) {
-    if (!(launcher.key == key) || launcher.most_heads < heads) continue;
-    if (found == nullptr || launcher.most_heads < found->most_heads) found = &launcher;
+    if (launcher.op != op || launcher.arch != arch) continue;
+    const auto* choices = std::get_if<FamilyChoices>(&launcher.choices);
+    if (choices == nullptr || !choices->Takes(call)) continue;
+    if (found == nullptr || choices->IsTighterThan(*tightest)) found = &launcher, tightest = choices;
   }
   return found;
 }

@@ -8,22 +8,24 @@
 
 namespace dsv4_fmha {
 
-// 16-bit elements, 128-byte swizzle, zeros out of bounds.  Modes are listed fastest first.
+// Zeros out of bounds.  Modes are listed fastest first.
 struct TensorMapSpec {
   uint32_t rank;
-  uint32_t box[5];      // elements
-  uint64_t extents[5];  // elements
-  uint64_t strides[4];  // bytes, of modes 1 .. rank - 1
+  uint32_t type;          // a TensorMapDataType
+  uint32_t swizzle;       // a TensorMapSwizzle
+  uint32_t box[5];        // elements
+  uint64_t extents[5];    // elements
+  uint64_t strides[4];    // bytes, of modes 1 .. rank - 1
 };
 
 // Empty on success, else what the driver said.
-inline std::string Encode(const TensorMapSpec& spec, TensorMapDataType type, void* data, CUtensorMap* map) {
+inline std::string Encode(const TensorMapSpec& spec, void* data, CUtensorMap* map) {
   static constexpr uint32_t kElementStrides[5] = {1, 1, 1, 1, 1};
   const Driver& driver = GetDriver();
   return driver.Failure("cuTensorMapEncodeTiled",
-                        driver.TensorMapEncodeTiled(map, type, spec.rank, data, spec.extents, spec.strides, spec.box,
-                                                    kElementStrides, kNoInterleave, kSwizzle128B, kPromoteL2To256B,
-                                                    kZeroFill));
+                        driver.TensorMapEncodeTiled(map, static_cast<int>(spec.type), spec.rank, data, spec.extents,
+                                                    spec.strides, spec.box, kElementStrides, kNoInterleave,
+                                                    static_cast<int>(spec.swizzle), kPromoteL2To256B, kZeroFill));
 }
 
 }  // namespace dsv4_fmha

@@ -34,7 +34,7 @@ _KERNELS_OF = {
 def built(op: str) -> str:
     """The kernels of this library that `op` can run on, in words."""
     kernels = [
-        f"{v.op} {v.arch} {v.dtype} d={v.d}{' with V=K' if v.shared_kv else ''}"
+        f"{v.op} {v.arch} {v.choices['dtype']} d={v.choices['d']}{' with V=K' if v.choices['shared_kv'] else ''}"
         for v in _ffi.variants()
         if v.op in _KERNELS_OF.get(op, ())
     ]

@@ -18,8 +18,8 @@ import numpy as np
 
 _TARGETS = ("fwd", "fwd_shared_kv", "sparse_fwd", "dsv4_sparse_fwd", "dsv4_dense_fwd", "dsv4_decode")
 
-ANY_HEADS = 2**31 - 1
-"""`Variant.most_heads` of a kernel that takes any number"""
+ANY = 2**31 - 1
+"""A limit among `Variant.choices` that is none"""
 
 _PROCESSORS = {"sm_90a": 132}
 """Of the largest device of an architecture: what the keys of few rows are split for."""
@@ -31,13 +31,12 @@ class Variant:
 
     key: str
     op: str
+    family: str
+    """ops whose kernels are handed the same arguments and told apart by the same choices"""
     arch: str
-    d: int
-    """0: any"""
-    dtype: str
-    shared_kv: bool
-    most_heads: int
-    """of q that it takes; of several variants that take a call's, that of the fewest is called"""
+    choices: dict[str, Any]
+    """What a call must match, by name. One that begins with `max_` is a limit instead: of the variants whose limit a
+    call keeps, it gets the one with the lowest."""
     tile_m: int
     """rows of a tile: (query, head) pairs"""
     tile_n: int
@@ -90,10 +89,14 @@ def variants() -> tuple[Variant, ...]:
     return tuple(Variant(**{name: row[name] for name in names}) for row in manifest()["variants"])
 
 
-def built_for(op: str, *, d: int, dtype: str, shared_kv: bool) -> tuple[str, ...]:
+def built_for(op: str, **choices: Any) -> tuple[str, ...]:
     """The architectures that `op` is built for with these compile-time choices."""
-    wanted = (op, d, dtype, shared_kv)
-    return tuple(dict.fromkeys(v.arch for v in variants() if (v.op, v.d, v.dtype, v.shared_kv) == wanted))
+    return tuple(dict.fromkeys(v.arch for v in variants_for(op, **choices)))
+
+
+def variants_for(op: str, **choices: Any) -> list[Variant]:
+    """The kernels of `op` with these compile-time choices, whatever their limits are."""
+    return [v for v in variants() if v.op == op and choices.items() <= v.choices.items()]
 
 
 def local_architectures() -> tuple[str, ...]:
@@ -251,10 +254,13 @@ def _splits(op: str, q: jax.Array, shared_kv: bool, groups: int, rows: int, keys
     """`split_count` for groups of rows that share no tile, and the keys of one; 1 where an extent is not known."""
     if not all(isinstance(x, int) for x in (groups, rows, keys)):
         return 1
-    wanted = (op, q.shape[3], q.dtype.name, shared_kv)
-    built = [v for v in variants() if (v.op, v.d, v.dtype, v.shared_kv) == wanted and v.most_heads >= q.shape[2]]
+    built = [
+        v
+        for v in variants_for(op, d=q.shape[3], dtype=q.dtype.name, shared_kv=shared_kv)
+        if v.splits and v.choices["max_heads"] >= q.shape[2]
+    ]
     local = local_architectures()
-    for v in sorted((v for v in built if v.splits), key=lambda v: (v.arch not in local, v.most_heads))[:1]:
+    for v in sorted(built, key=lambda v: (v.arch not in local, v.choices["max_heads"]))[:1]:
         return split_count(groups * -(-rows // v.tile_m), -(-keys // v.tile_n), v.unit, _PROCESSORS[v.arch])
     return 1
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .variants import VARIANTS, Variant
+from .abi import Variant
+from .variants import VARIANTS
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,16 @@
 A cubin is made again only when something that it depends on has changed: its kernel's sources, the variant, the
 compiler's version, the Python that runs it.  Needs nvidia-cutlass-dsl, but no GPU and no driver.
 
-Writes into the output directory: KEY.cubin, KEY.ptx and KEY.json for every variant, manifest.json (what is shipped),
-and cubins.cc (the same for the C++ compiler).
+Writes into the output directory: KEY.cubin, KEY.ptx and KEY.json for every variant, and what `kernels/tables.py` makes
+of them: manifest.json (what is shipped), and abi.h and cubins.cc (the same for the C++ compiler).
 """
 
 import argparse
+import ast
 import fnmatch
+import functools
 import hashlib
 import importlib.metadata
-import itertools
 import json
 import os
 import platform
@@ -21,64 +22,35 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any
 
+from . import tables
+from .abi import Variant
 from .cubin import KernelInfo, read_kernel
-from .variants import VARIANTS, Variant
+from .tables import FACTS, Record
+from .variants import VARIANTS
 
 ROOT = Path(__file__).resolve().parent.parent
-LAUNCHED = ("threads", "smem_bytes", "tile_m", "tile_n", "ctas", "cluster")  # what the launcher needs beside the cubin
-FACTS = (*LAUNCHED, "unit")  # what a kernel's module says of it
-DESCRIBED = (
-    "op",
-    "arch",
-    "d",
-    "dtype",
-    "shared_kv",
-    "most_heads",
-    "splits",
-    "evidence",
-)  # of a variant, in the manifest
-Record = dict[str, Any]
+DATA = ("kernels.abi", "kernels.variants")  # of these a cubin depends on its own variant alone
 
 
 class Refused(Exception):
     """A cubin that must not be shipped."""
 
 
-# What the launcher hands to a kernel (ffi/launch_plan.h): the sizes of the parameters, in order.
-def expected_params(variant: Variant) -> tuple[int, ...]:
-    pointer, number = 8, 4
-    q, keys = (128, 4 * number), (128, 3 * number)  # a TMA descriptor, then its tensor's dynamic extents
-    sources = {
-        "span": (*keys * (1 if variant.shared_kv else 2), pointer, pointer, number),  # k, v, start, stop, s_kv
-        "selection": (pointer, pointer, pointer, number, number, number),  # keys, indices, length, s_kv, s_batch, topk
-    }
-    sources["packed"] = sources["selection"]
-    if variant.gathers:
-        sources["span"] = (pointer, pointer, pointer, number)  # keys, start, stop, s_kv
-    elif variant.shared_kv and variant.sources == ("span",):
-        sources["span"] = (*keys, pointer, pointer, pointer, number)  # and where k is
-    if variant.op == "combine":  # o_parts, lse_parts, o, sink, lse, rows, h_q, d, splits
-        return (*[pointer] * 5, *[number] * 4)
-    keys_of_all = itertools.chain.from_iterable(sources[kind] for kind in variant.sources)
-    o = q if variant.shared_kv else (pointer,)
-    # q, o, the keys, sink, lse, o_parts, scale_log2, how the rows are tiled
-    return (*q, *o, *keys_of_all, pointer, pointer, pointer, number, *[number] * 11)
-
-
-def check(variant: Variant, facts: dict[str, int], kernel: KernelInfo) -> None:
+def check(variant: Variant, facts: Record, kernel: KernelInfo) -> None:
     """Refuse a cubin that would be slow or that the launcher would call wrongly."""
     if kernel.local_bytes:
         raise Refused(f"{variant.key}: uses {kernel.local_bytes} bytes of local memory a thread, wanted none (spills)")
-    if kernel.params != (wanted := expected_params(variant)):
-        raise Refused(f"{variant.key}: got parameters of {kernel.params} bytes, wanted {wanted}")
+    if kernel.params != (wanted := tuple(p.bytes for p in variant.params)):
+        names = ", ".join(p.name for p in variant.params)
+        raise Refused(f"{variant.key}: got parameters of {kernel.params} bytes, wanted {wanted}: {names}")
     if kernel.threads != facts["threads"]:
         raise Refused(f"{variant.key}: cubin requires {kernel.threads} threads, its module says {facts['threads']}")
     if missing := [name for name in FACTS if name not in facts]:
         raise Refused(f"{variant.key}: its module does not say {', '.join(missing)}")
 
 
+@functools.cache
 def toolchain() -> str:
     """Everything that compiles: the DSL with its flavour, and the Python it runs on."""
     parts = sorted(
@@ -89,12 +61,37 @@ def toolchain() -> str:
     return ", ".join([*parts, "python " + ".".join(platform.python_version_tuple()[:2])])
 
 
+def modules(name: str, root: Path) -> set[Path]:
+    """The files of a module, and of the modules here that it imports, and so on; none is imported for that."""
+    wanted, found = {name}, set()
+    while wanted:
+        module = wanted.pop()
+        base = root / module.replace(".", "/")
+        for path in (base.with_suffix(".py"), base / "__init__.py"):
+            if module not in DATA and path.exists() and path not in found:
+                found.add(path)
+                wanted |= imports(module, path.read_text())
+    return found
+
+
+@functools.cache
+def imports(module: str, text: str) -> frozenset[str]:
+    """What a module of this text imports, and names that may be modules."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            package = module.split(".")[: -node.level] if node.level else []
+            source = ".".join([*package, *filter(None, [node.module])])
+            found |= {source, *(f"{source}.{alias.name}" for alias in node.names)}
+    return frozenset(found)
+
+
 def digest(variant: Variant) -> str:
     """Names everything that a variant's cubin depends on."""
-    module = ROOT / (variant.module.replace(".", "/") + ".py")
-    sources = sorted([module, ROOT / "kernels/aot.py", *ROOT.glob("kernels/lib/**/*.py")])
-    content = hashlib.sha256(f"{variant}\n{toolchain()}\n".encode())
-    for source in sources:
+    content = hashlib.sha256(f"{variant} {variant.layout}\n{toolchain()}\n".encode())
+    for source in sorted(modules(variant.module, ROOT) | modules("kernels.aot", ROOT)):
         content.update(f"{source.relative_to(ROOT)} {source.stat().st_size}\n".encode() + source.read_bytes())
     return content.hexdigest()
 
@@ -106,8 +103,10 @@ def cached(variant: Variant, out: Path) -> Record | None:
         cubin = (out / f"{variant.key}.cubin").read_bytes()
     except (OSError, ValueError):
         return None
-    fresh = record["digest"] == digest(variant) and record["sha256"] == hashlib.sha256(cubin).hexdigest()
-    return record if fresh else None
+    if record["digest"] != digest(variant) or record["sha256"] != hashlib.sha256(cubin).hexdigest():
+        return None
+    check(variant, record, read_kernel(cubin))
+    return record
 
 
 def compile_one(variant: Variant, out: Path) -> Record:
@@ -125,9 +124,7 @@ def compile_one(variant: Variant, out: Path) -> Record:
     check(variant, facts, kernel)
     record = {
         "key": variant.key,
-        **{name: getattr(variant, name) for name in DESCRIBED},
-        **{name: facts[name] for name in FACTS},
-        "symbol": facts["symbol"],
+        **{name: facts[name] for name in (*FACTS, "symbol")},
         "registers": kernel.registers,
         "spill_bytes": kernel.local_bytes,
         "cubin_bytes": len(cubin),
@@ -138,8 +135,8 @@ def compile_one(variant: Variant, out: Path) -> Record:
     return record
 
 
-def build(variants: Sequence[Variant], out: Path, jobs: int) -> list[Record]:
-    """Bring the cubins of `variants` up to date.  Raises Refused for the first one that fails."""
+def build(variants: Sequence[Variant], out: Path, jobs: int) -> dict[str, Record]:
+    """Bring cubins up to date; their records, by key.  Raises Refused for the first variant that fails."""
     out.mkdir(parents=True, exist_ok=True)
     records = {v.key: record for v in variants if (record := cached(v, out))}
     stale = [v for v in variants if v.key not in records]
@@ -163,54 +160,8 @@ def build(variants: Sequence[Variant], out: Path, jobs: int) -> list[Record]:
         except Refused:
             pool.shutdown(cancel_futures=True)
             raise
-    return [records[v.key] for v in variants]
+    return records
 
-
-def write_if_changed(path: Path, text: str) -> None:
-    if not path.exists() or path.read_text() != text:
-        path.write_text(text)
-
-
-def write_tables(records: Sequence[Record], out: Path) -> None:
-    """manifest.json and cubins.cc."""
-    shipped = [{name: value for name, value in record.items() if name != "digest"} for record in records]
-    manifest = json.dumps({"toolchain": toolchain(), "variants": shipped}, indent=1)
-    write_if_changed(out / "manifest.json", manifest)
-    blobs, rows = [], []
-    for record in records:
-        key, path = record["key"], (out / f"{record['key']}.cubin").resolve()
-        blobs.append(f'DSV4_FMHA_EMBED({key}, "{path}")  // {record["sha256"]}')
-        choice = f'"{record["op"]}", "{record["arch"]}", {record["d"]}, ffi::{_XLA_DTYPE[record["dtype"]]}'
-        identity = f'{{{choice}, {str(record["shared_kv"]).lower()}}}, "{key}", "{record["symbol"]}"'
-        facts = ", ".join(str(record[name]).lower() for name in (*LAUNCHED, "splits", "most_heads"))
-        rows.append(f"      Launcher{{{identity}, {key}, {record['cubin_bytes']}, {facts}}},")
-    write_if_changed(
-        out / "cubins.cc",
-        _TABLE.format(blobs="\n".join(blobs), count=len(rows), rows="\n".join(rows), manifest=manifest),
-    )
-
-
-_XLA_DTYPE = {"bfloat16": "BF16", "float16": "F16"}
-
-_TABLE = """\
-// Generated by kernels/build.py from kernels/variants.py.
-#include "registry.h"
-
-{blobs}
-
-namespace dsv4_fmha {{
-
-LauncherTable Launchers() {{
-  static std::array<Launcher, {count}> launchers{{{{
-{rows}
-  }}}};
-  return {{launchers.data(), launchers.size()}};
-}}
-
-const char* Manifest() {{ return R"json({manifest})json"; }}
-
-}}  // namespace dsv4_fmha
-"""
 
 _BANNER = """\
 ===========================================================================================
@@ -254,10 +205,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not args.optional:
             return 1
         args.out.mkdir(parents=True, exist_ok=True)
-        write_tables([], args.out)
+        tables.write(VARIANTS, {}, toolchain(), args.out)
         return 0
     try:
-        write_tables(build(variants, args.out, args.jobs), args.out)
+        tables.write(VARIANTS, build(variants, args.out, args.jobs), toolchain(), args.out)
     except Refused as refused:
         print(f"kernels: refused {refused}", file=sys.stderr)
         return 1

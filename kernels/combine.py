@@ -12,12 +12,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
+from .abi import Combine as Merged
 from .aot import Compiled, compile_ahead
 from .lib.launch import i32, launch_facts, pointers
 from .lib.rows import ceil_div, load, store
 from .lib.softmax import LN_2, LOG2_E, exp2
 from .lib.wgmma import round_pair
-from .variants import Variant
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Combine:
                 store(lse + row, merged)
 
 
-def compile(variant: Variant, out_dir: Path) -> Compiled:
+def compile(variant: Merged, out_dir: Path) -> Compiled:
     config = Config(variant.dtype)
     return compile_ahead(
         Combine(config),

@@ -26,6 +26,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
+from .abi import Forward
 from .aot import Compiled, compile_ahead
 from .lib.column_softmax import WARPS, ColumnSoftmax, by_column, column_of, exists, scale_columns
 from .lib.launch import SMEM_LIMIT, WARPGROUP, Shapes, element_type, i32, launch_facts, pointers
@@ -60,7 +61,6 @@ from .lib.wgmma import (
     transposed,
     zero_rows,
 )
-from .variants import Variant
 
 CTAS = 2  # an SM
 BAR_CONSUMER = 1  # a named barrier: the warpgroup by itself
@@ -517,8 +517,8 @@ class FewHeadsSm90:
         cute.arch.barrier(barrier_id=BAR_CONSUMER, number_of_threads=WARPGROUP)
 
 
-def compile(variant: Variant, out_dir: Path) -> Compiled:
-    config = Config(variant.d, variant.dtype, variant.sources, variant.most_heads)
+def compile(variant: Forward, out_dir: Path) -> Compiled:
+    config = Config(variant.d, variant.dtype, variant.sources, variant.max_heads)
     kernel = FewHeadsSm90(config)
     keys = pointers(variant.dtype, "keys", "int32", "int32")
     return compile_ahead(

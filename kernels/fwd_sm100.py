@@ -32,6 +32,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync, tcgen05
 from cutlass.memory import SmemAllocator
 
+from .abi import Forward, gathers
 from .aot import Compiled, compile_ahead
 from .lib.launch import SMEM_LIMIT, WARPGROUP, Shapes, element_type, i32, launch_facts, pointers
 from .lib.row_softmax import RowSpan, exponentiate, foresee, mask, raise_max, seen_by_row, shift_of
@@ -67,7 +68,6 @@ from .lib.wgmma import (
     transposed,
     zero_rows,
 )
-from .variants import Variant
 
 SCORE_BUFFERS = 2
 SOFTMAX_WARPS = 4  # then one that issues MMA, then one or four that load
@@ -87,7 +87,7 @@ class Config:
     @property
     def gathers(self) -> bool:
         """Whether the keys differ from query to query: then a tile holds heads of one query only."""
-        return "selection" in self.sources
+        return gathers(self.sources)
 
     @property
     def loaders(self) -> int:
@@ -667,7 +667,7 @@ class FwdSm100:
             cute.arch.cp_async_bulk_commit_group()
 
 
-def compile(variant: Variant, out_dir: Path) -> Compiled:
+def compile(variant: Forward, out_dir: Path) -> Compiled:
     config = Config(variant.d, variant.dtype, variant.sources, variant.shared_kv)
     source = (*pointers(variant.dtype, "keys", "int32", "int32"), *(i32() for _ in range(3)))
     return compile_ahead(

@@ -29,6 +29,7 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
+from .abi import Forward
 from .aot import Compiled, compile_ahead
 from .lib.launch import SMEM_LIMIT, WARP, WARPGROUP, Shapes, element_type, i32, launch_facts, pointers
 from .lib.output import store_output, store_part
@@ -64,7 +65,6 @@ from .lib.wgmma import (
     wait_behind,
     zero_rows,
 )
-from .variants import Variant
 
 CLEARERS = WARPGROUP - WARP  # threads beside the producer's warp
 L2_KEYS = 32 * 1024 * 1024  # bytes of K and V that stay in L2 while others pass
@@ -527,7 +527,7 @@ def key_tiles(span: Span) -> Int32:
     return cutlass.max(span.tiles, 1)
 
 
-def compile(variant: Variant, out_dir: Path) -> Compiled:
+def compile(variant: Forward, out_dir: Path) -> Compiled:
     config = Config(variant.d, variant.dtype)
     return compile_ahead(
         FwdSm90(config),

@@ -32,6 +32,7 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
+from .abi import ANY, Forward, gathers
 from .aot import Compiled, compile_ahead
 from .lib.cluster import CTAS, arrive, await_others
 from .lib.key_tiles import LEFT, RIGHT, Barriers, KeyTiles, Work
@@ -74,7 +75,6 @@ from .lib.wgmma import (
     transposed,
     zero_rows,
 )
-from .variants import ANY_HEADS, Variant
 
 SELECTIONS = {**GATHERED, "packed": PackedOperands}  # by the kind of a source
 
@@ -98,7 +98,7 @@ class Config:
     @property
     def gathers(self) -> bool:
         """Whether the keys differ from query to query: then a tile holds heads of one query only."""
-        return self.sources[-1] != "span"
+        return gathers(self.sources)
 
     @property
     def run(self) -> int:
@@ -716,8 +716,8 @@ def take_over(shared: cute.Tensor, side: cutlass.Constexpr, state: cute.Tensor, 
         state[r] = shared[row_of(thread, r), side]
 
 
-def compile(variant: Variant, out_dir: Path) -> Compiled:
-    few, packed = variant.most_heads < ANY_HEADS, "packed" in variant.sources
+def compile(variant: Forward, out_dir: Path) -> Compiled:
+    few, packed = variant.max_heads < ANY, "packed" in variant.sources
     choice = {"cluster": 1 if few else CTAS} if packed else {"more": MORE if few else 0}
     config = Config(variant.d, variant.dtype, variant.sources, **choice)
     kernel = LatentSm90(config)

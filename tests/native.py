@@ -1,20 +1,22 @@
 """The native library's plain C functions (ffi/introspect.cc), and operands and results of its kernels in NumPy."""
 
 import ctypes
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pytest
 
 from jax_dsv4_fmha import _ffi
 from jax_dsv4_fmha._testing.compare import KERNEL, compare
-from kernels.variants import VARIANTS, Variant
+from kernels.abi import FORWARD_OPS, Forward, Variant
+from kernels.variants import VARIANTS
 
-SOURCES = {v.op: v.sources for v in VARIANTS if v.sources}
-KINDS = ("span", "selection", "packed")  # as ffi/launch_plan.h counts them
+SOURCES = FORWARD_OPS
+KINDS = ("span", "selection", "packed")  # as ffi/rows.h counts them
+TYPES = {"float16": 6, "bfloat16": 9}  # of a tensor map's elements, as the driver counts them
 Array = np.ndarray[Any, Any]
+T = TypeVar("T", bound=Variant)
 
 
 def function(op: str) -> Any:
@@ -22,18 +24,28 @@ def function(op: str) -> Any:
     return getattr(_ffi, op.removesuffix("_fp8"))
 
 
-def variant_of(key: str) -> Variant:
+def variant_of(key: str) -> Any:
+    """Of whatever family."""
     return next(v for v in VARIANTS if v.key == key)
 
 
-def heads_for(variant: Variant | _ffi.Variant, h_q: int) -> int:
+def built(family: type[T]) -> list[T]:
+    """The variants of a family that the library holds."""
+    keys = {v.key for v in _ffi.variants()}
+    return [v for v in VARIANTS if isinstance(v, family) and v.key in keys]
+
+
+def fewer_heads(variant: Forward) -> int:
+    """The most heads with which a call like this variant's gets another one, which is made for fewer."""
+    calls = {**variant.choices, "max_heads": 0}
+    others = (v for v in VARIANTS if isinstance(v, Forward) and (v.op, v.arch) == (variant.op, variant.arch))
+    limits = (v.max_heads for v in others if {**v.choices, "max_heads": 0} == calls)
+    return max((limit for limit in limits if limit < variant.max_heads), default=0)
+
+
+def heads_for(variant: Forward, h_q: int) -> int:
     """The number of heads nearest to h_q with which a call gets this variant, not one for more or fewer."""
-    others = [v.most_heads for v in VARIANTS if _choice(v) == _choice(variant) and v.most_heads < variant.most_heads]
-    return min(max(h_q, max(others, default=0) + 1), variant.most_heads)
-
-
-def _choice(v: Variant | _ffi.Variant) -> tuple[Any, ...]:
-    return v.op, v.arch, v.d, v.dtype, v.shared_kv
+    return min(max(h_q, fewer_heads(variant) + 1), variant.max_heads)
 
 
 class Shape(NamedTuple):
@@ -54,28 +66,40 @@ class Shape(NamedTuple):
 class TensorMapSpec(ctypes.Structure):
     _fields_ = (
         ("rank", ctypes.c_uint32),
+        ("type", ctypes.c_uint32),
+        ("swizzle", ctypes.c_uint32),
         ("box", ctypes.c_uint32 * 5),
         ("extents", ctypes.c_uint64 * 5),
         ("strides", ctypes.c_uint64 * 4),
     )
 
 
+def _int64s(*names: str) -> tuple[tuple[str, Any], ...]:
+    return tuple((name, ctypes.c_int64) for name in names)
+
+
+class _RowShape(ctypes.Structure):
+    _fields_ = _int64s("b", "s_q", "h_q", "h_kv", "d", "splits", "type")
+
+
 class _SourceShape(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_int64) for name in ("kind", "s_kv", "stride", "topk"))
+    _fields_ = _int64s("kind", "s_kv", "s_batch", "topk")
 
 
-class _Shape(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("b", "s_q", "h_q", "h_kv", "d", "splits", "shared_kv", "source_count")),
-        ("sources", _SourceShape * 2),
-    )
+class _ForwardShape(ctypes.Structure):
+    _fields_ = (("rows", _RowShape), *_int64s("source_count"), ("sources", _SourceShape * 2))
+
+
+class _Tiles(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_int32) for name in ("tile_m", "tile_n", "processors", "cluster", "gathers"))
 
 
 class _ShownLaunch(ctypes.Structure):
-    _params = 33
+    _params = max(len(v.params) for v in VARIANTS)
     _fields_ = (
         ("grid", ctypes.c_uint32),
         ("count", ctypes.c_uint32),
+        ("names", ctypes.c_char_p * _params),
         ("sizes", ctypes.c_uint32 * _params),
         ("bytes", ctypes.c_char * 128 * _params),
         ("maps", TensorMapSpec * _params),
@@ -91,9 +115,15 @@ ADDRESSES = (
 
 @dataclass(frozen=True)
 class Plan:
+    """A launch, as our own launcher plans it."""
+
     grid: int
-    params: tuple[bytes, ...]  # as the kernel receives them; of a tensor map, the address
-    maps: tuple[TensorMapSpec | None, ...]  # what else a tensor map says
+    params: dict[str, bytes]  # by name, in order, as the kernel receives them; of a tensor map, the address
+    maps: dict[str, TensorMapSpec]  # what else a tensor map says
+
+    def __getitem__(self, name: str) -> int:
+        """The value of a parameter that is an integer or an address."""
+        return int.from_bytes(self.params[name], "little")
 
 
 def library() -> ctypes.CDLL:
@@ -104,7 +134,7 @@ def library() -> ctypes.CDLL:
 
 
 def plan(
-    sources: Sequence[str],
+    variant: Forward | str,
     shape: Shape,
     scale: float = 1.0,
     *,
@@ -112,15 +142,26 @@ def plan(
     tile_n: int = 64,
     processors: int = 132,
     cluster: int = 1,
-    shared_kv: bool = True,
     addresses: dict[str, int] | None = None,
 ) -> Plan:
-    """What a forward target launches for `shape`; ValueError where it refuses."""
+    """What attention launches for `shape`, with a kernel of a variant or of any of an op; ValueError where it refuses.
+
+    The variant is asked for the order of its parameters alone, for what is tested of tiles has nothing to do with it.
+    """
+    if isinstance(variant, str):
+        variant = next(v for v in VARIANTS if isinstance(v, Forward) and v.op == variant and v.d == 512)
     out, error = _ShownLaunch(), ctypes.create_string_buffer(512)
-    status = library().dsv4_fmha_plan(
-        ctypes.byref(_shape(shape, sources, shared_kv)),
+    strides = {"span": lambda s_kv: 0, "selection": lambda s_kv: s_kv, "packed": lambda s_kv: shape.page}
+    sources = [
+        _SourceShape(KINDS.index(kind), s_kv, strides[kind](s_kv), shape.topk)
+        for kind, s_kv in zip(variant.sources, (shape.s_kv, shape.s_kv1), strict=False)
+    ]
+    given = _ForwardShape(_row_shape(shape, TYPES[variant.dtype]), len(sources), (_SourceShape * 2)(*sources))
+    status = library().dsv4_fmha_plan_forward(
+        variant.layout.encode(),
+        ctypes.byref(given),
         ctypes.c_float(scale),
-        (ctypes.c_int32 * 4)(tile_m, tile_n, processors, cluster),
+        ctypes.byref(_Tiles(tile_m, tile_n, processors, cluster, variant.gathers)),
         _addresses(addresses),
         ctypes.byref(out),
         error,
@@ -135,7 +176,7 @@ def plan_combine(shape: Shape, *, threads: int = 128, tile_n: int = 4, addresses
     """What it launches after that where keys are split."""
     out = _ShownLaunch()
     library().dsv4_fmha_plan_combine(
-        ctypes.byref(_shape(shape, (), False)),
+        ctypes.byref(_row_shape(shape, 0)),
         ctypes.c_int32(threads),
         ctypes.c_int32(tile_n),
         _addresses(addresses),
@@ -144,14 +185,8 @@ def plan_combine(shape: Shape, *, threads: int = 128, tile_n: int = 4, addresses
     return _shown(out)
 
 
-def _shape(shape: Shape, sources: Sequence[str], shared_kv: bool) -> _Shape:
-    strides = {"span": 0, "selection": None, "packed": shape.page}
-    extents = [
-        _SourceShape(KINDS.index(kind), s_kv, s_kv if strides[kind] is None else strides[kind], shape.topk)
-        for kind, s_kv in zip(sources, (shape.s_kv, shape.s_kv1), strict=False)
-    ]
-    b, s_q, _, h_q, h_kv, d, *_ = shape
-    return _Shape(b, s_q, h_q, h_kv, d, shape.splits, shared_kv, len(sources), (_SourceShape * 2)(*extents))
+def _row_shape(shape: Shape, of_type: int) -> _RowShape:
+    return _RowShape(shape.b, shape.s_q, shape.h_q, shape.h_kv, shape.d, shape.splits, of_type)
 
 
 def _addresses(at: dict[str, int] | None) -> ctypes.Array[ctypes.c_void_p]:
@@ -159,8 +194,10 @@ def _addresses(at: dict[str, int] | None) -> ctypes.Array[ctypes.c_void_p]:
 
 
 def _shown(out: _ShownLaunch) -> Plan:
-    params = tuple(out.bytes[i].raw[: out.sizes[i]] for i in range(out.count))
-    return Plan(out.grid, params, tuple(spec if spec.rank else None for spec in out.maps[: out.count]))
+    names = [name.decode() for name in out.names[: out.count]]
+    params = {name: out.bytes[i].raw[: out.sizes[i]] for i, name in enumerate(names)}
+    assert len(params) == out.count, names
+    return Plan(out.grid, params, {name: spec for name, spec in zip(names, out.maps, strict=False) if spec.rank})
 
 
 def cubin(key: str) -> bytes:
@@ -214,7 +251,7 @@ class Operands:
         return self.q, *(x for source in keys for x in source), self.sink
 
 
-def operands(variant: Variant | _ffi.Variant, *, width: int = 90, **extents: int) -> Operands:
+def operands(variant: Forward, *, width: int = 90, **extents: int) -> Operands:
     """Operands of every kind for a variant: a query that sees nothing, absent entries, NaN where no query looks.
 
     `width` is how many keys a query sees at most of the first source, where that is a span.
@@ -248,7 +285,7 @@ def operands(variant: Variant | _ffi.Variant, *, width: int = 90, **extents: int
         return indices.astype(np.int32), length.astype(np.int32), counts
 
     sources = []
-    for which, kind in enumerate(SOURCES[variant.op]):
+    for which, kind in enumerate(variant.sources):
         s_kv = (shape.s_kv, shape.s_kv1)[which]
         seen = span(s_kv, *((1, width), (4, s_kv))[which]) if kind == "span" else selection(s_kv)
         if kind == "packed":

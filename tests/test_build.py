@@ -13,6 +13,7 @@ from native import Shape, cubin, library, plan, plan_combine, variant_of
 
 from jax_dsv4_fmha import _ffi
 from kernels import build
+from kernels.abi import Combine
 from kernels.cubin import KernelInfo, read_kernel
 from kernels.variants import VARIANTS
 
@@ -20,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 HAS_DSL = util.find_spec("cutlass") is not None
 needs_dsl = pytest.mark.skipif(not HAS_DSL, reason="needs nvidia-cutlass-dsl")
 every_built_variant = pytest.mark.parametrize("key", [v.key for v in _ffi.variants()])
-GOOD = KernelInfo("fwd", 168, 384, 0, build.expected_params(VARIANTS[0]))
+GOOD = KernelInfo("fwd", 168, 384, 0, tuple(p.bytes for p in VARIANTS[0].params))
 FACTS = {"threads": 384, "smem_bytes": 1 << 17, "tile_m": 128, "tile_n": 128, "ctas": 1, "cluster": 1, "unit": 1}
 
 
@@ -62,17 +63,17 @@ def test_embedded_cubin_is_what_the_manifest_says(key):
     assert (len(image), hashlib.sha256(image).hexdigest()) == (row["cubin_bytes"], row["sha256"])
     assert (kernel.name, kernel.registers, kernel.threads) == (row["symbol"], row["registers"], row["threads"])
     assert kernel.local_bytes == row["spill_bytes"] == 0
-    assert kernel.params == build.expected_params(variant_of(key))
+    assert kernel.params == tuple(p.bytes for p in variant_of(key).params)
+    assert [p.name for p in variant_of(key).params] == row["params"]
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.key)
-def test_the_gate_expects_what_the_launcher_hands_over(variant):
-    shape = Shape(2, 70, 150, 8, 1, variant.d, s_kv1=200, topk=100)
-    if variant.op == "combine":
-        launch = plan_combine(shape._replace(d=512, splits=3))
-    else:
-        launch = plan(variant.sources, shape, shared_kv=variant.shared_kv)
-    assert tuple(map(len, launch.params)) == build.expected_params(variant)
+def test_the_launcher_hands_over_what_the_table_says(variant):
+    shape = Shape(2, 70, 150, 8, 1, 512, s_kv1=200, topk=100)
+    launch = plan_combine(shape._replace(splits=3)) if isinstance(variant, Combine) else plan(variant, shape)
+    assert {name: len(blob) for name, blob in launch.params.items()} == {p.name: p.bytes for p in variant.params}
+    assert list(launch.params) == [p.name for p in variant.params]
+    assert set(launch.maps) == {p.name for p in variant.params if p.kind == "map"}
 
 
 @pytest.mark.parametrize(
@@ -106,8 +107,29 @@ def test_digest_covers_sources_and_variant(tmp_path, monkeypatch):
     assert before == build.digest(first) != build.digest(other)
     (tmp_path / "kernels/build.py").write_text("# does not matter to a cubin")
     assert build.digest(first) == before
-    (tmp_path / "kernels/lib/added.py").write_text("# might be imported")
+    with open(tmp_path / "kernels/lib/rows.py", "a") as module:  # which a module that it imports does
+        module.write("# changed")
     assert build.digest(first) != before
+
+
+def test_an_edit_of_one_kernel_s_module_makes_its_variants_stale_alone(tmp_path, monkeypatch):
+    shutil.copytree(ROOT / "kernels", tmp_path / "kernels")
+    monkeypatch.setattr(build, "ROOT", tmp_path)
+    before = {v: build.digest(v) for v in VARIANTS}
+    for module, wanted in (
+        ("lib/column_softmax.py", lambda v: v.module == "kernels.few_heads_sm90"),
+        ("lib/packed.py", lambda v: v.module == "kernels.latent_sm90"),
+        ("lib/tcgen05.py", lambda v: v.arch == "sm_100a"),
+        ("combine.py", lambda v: isinstance(v, Combine)),
+        ("variants.py", lambda v: False),
+        ("lib/ptx.py", lambda v: True),
+    ):
+        path = tmp_path / "kernels" / module
+        text = path.read_text()
+        path.write_text(text + "\n# a comment\n")
+        stale = {v for v in VARIANTS if build.digest(v) != before[v]}
+        path.write_text(text)
+        assert stale == set(filter(wanted, VARIANTS)), module
 
 
 @needs_dsl

@@ -15,13 +15,15 @@ from importlib import util
 
 import jax
 import jax.numpy as jnp
+import native
 import numpy as np
 import pytest
 from native import ADDRESSES, SOURCES, Shape, assert_right, called, function, heads_for, operands, plan, plan_combine
 from oracle import HostStub, TensorMap
 
 from jax_dsv4_fmha import _ffi
-from kernels.variants import ANY_HEADS, VARIANTS
+from kernels.abi import ANY, TILING, Combine, Forward, gathers
+from kernels.variants import VARIANTS
 
 SHAPES = [
     Shape(b, s_q, s_kv, h_q, h_kv, 512, s_kv1, topk)
@@ -41,10 +43,11 @@ SHAPES = [
     ]
 ]
 OPS = {op: function(op) for op in SOURCES}
-BUILT = [v for v in _ffi.variants() if v.op in OPS]
+FORWARD = [v for v in VARIANTS if isinstance(v, Forward)]
+BUILT = native.built(Forward)
 built = pytest.mark.parametrize("variant", BUILT, ids=lambda v: v.key)
 one_of_each_op = pytest.mark.parametrize(
-    "variant", {v.op: v for v in VARIANTS if v.dtype == "bfloat16" and v.sources}.values(), ids=lambda v: v.key
+    "variant", {v.op: v for v in FORWARD if v.dtype == "bfloat16"}.values(), ids=lambda v: v.key
 )
 
 
@@ -63,7 +66,7 @@ def test_import_initialises_no_backend():
 
 def test_built_for_agrees_with_variants():
     for v in _ffi.variants():
-        assert v.arch in _ffi.built_for(v.op, d=v.d, dtype=v.dtype, shared_kv=v.shared_kv)
+        assert v.arch in _ffi.built_for(v.op, **v.choices)
     assert _ffi.built_for("fwd", d=63, dtype="bfloat16", shared_kv=False) == ()
     assert _ffi.built_for("fwd", d=64, dtype="float32", shared_kv=False) == ()
 
@@ -77,9 +80,7 @@ def test_every_op_has_a_function_and_a_target():
     assert {f.__name__ for f in OPS.values()} | {"fwd_shared_kv"} == set(_ffi._TARGETS)
 
 
-@pytest.mark.parametrize(
-    "variant", {(v.op, v.shared_kv): v for v in VARIANTS if v.sources}.values(), ids=lambda v: v.key
-)
+@pytest.mark.parametrize("variant", {(v.op, v.shared_kv): v for v in FORWARD}.values(), ids=lambda v: v.key)
 def test_lowers_for_cuda_without_a_gpu(variant):
     f = jax.jit(functools.partial(OPS[variant.op], scale=0.125))
     arguments = operands(variant, s_q=70, h_q=8).arguments()
@@ -126,14 +127,15 @@ def test_no_more_splits_than_units_of_keys_and_one_where_the_chip_is_full():
 def test_splits_by_what_is_built(monkeypatch):
     """Of one kernel's tiles; an extent that is not known, as in an exported batch, splits nothing."""
     extents = {"tile_m": 64, "tile_n": 64, "unit": 2, "threads": 1, "registers": 1, "smem_bytes": 1, "spill_bytes": 0}
-    facts = {"most_heads": ANY_HEADS, "splits": True, "cubin_bytes": 1, "evidence": "", **extents}
-    row = _ffi.Variant("k", "fwd", "sm_90a", 512, "bfloat16", True, **facts)
+    facts = {"splits": True, "cubin_bytes": 1, "evidence": "", **extents}
+    choices = {"d": 512, "dtype": "bfloat16", "shared_kv": True, "max_heads": ANY}
+    row = _ffi.Variant("k", "fwd", "forward", "sm_90a", choices, **facts)
     q = jnp.zeros((1, 2, 64, 512), jnp.bfloat16)
     for variants, wanted in ((row,), _ffi.split_count(2, 32, 2, 132)), ((dataclasses.replace(row, splits=False),), 1):
         monkeypatch.setattr(_ffi, "variants", lambda variants=variants: variants)
         assert _ffi._splits("fwd", q, True, 1, 128, 2048) == wanted
         assert _ffi._splits("fwd", q, False, 1, 128, 2048) == 1
-    few_heads = dataclasses.replace(row, op="dsv4_decode", tile_m=16, unit=1, most_heads=16)
+    few_heads = dataclasses.replace(row, op="dsv4_decode", tile_m=16, unit=1, choices={**choices, "max_heads": 16})
     monkeypatch.setattr(_ffi, "variants", lambda: (row, few_heads))
     assert _ffi._splits("dsv4_decode", q[:, :, :16], True, 64, 16, 640) == _ffi.split_count(64, 10, 1, 132) == 2
     (b,) = jax.export.symbolic_shape("b")
@@ -151,9 +153,7 @@ def test_a_call_gets_the_kernel_for_the_fewest_heads(variant):
 # The launch, against the DSL's own host stub.
 
 
-@pytest.fixture(
-    scope="module", params=[v for v in VARIANTS if v.dtype == "bfloat16" and v.sources], ids=lambda v: v.key
-)
+@pytest.fixture(scope="module", params=[v for v in FORWARD if v.dtype == "bfloat16"], ids=lambda v: v.key)
 def stub(request, tmp_path_factory):
     if util.find_spec("cutlass") is None or shutil.which("gcc") is None:
         pytest.skip("needs nvidia-cutlass-dsl and gcc")
@@ -167,7 +167,7 @@ def test_launch_is_what_the_host_stub_launches(stub):
         pytest.skip("not built")
     scale = 0.1
     addresses = {name: 0x7F00_0000_0000 + i * 0x1000_0000 for i, name in enumerate(ADDRESSES)}
-    tiles = {name: row[name] for name in ("tile_m", "tile_n", "shared_kv", "cluster")}
+    tiles = {name: row[name] for name in ("tile_m", "tile_n", "cluster")}
     for shape, processors, splits in itertools.product(shapes(variant.op), (1, 132), (1, 3)):
         if splits > 1 and not variant.splits:
             continue
@@ -176,48 +176,48 @@ def test_launch_is_what_the_host_stub_launches(stub):
         if splits > 1:
             values["lse"] = values["lse_parts"]
         theirs = host.run(values)
-        ours = plan(variant.sources, shape, scale, **tiles, processors=processors, addresses=addresses)
+        ours = plan(variant, shape, scale, **tiles, processors=processors, addresses=addresses)
         assert theirs.grid == (ours.grid, 1, 1), shape
         assert theirs.block == (row["threads"], 1, 1)
         assert theirs.cluster == (row["cluster"], 1, 1)
         assert theirs.smem_bytes == row["smem_bytes"]
-        assert [len(x) for x in ours.params] == [len(x) for x in theirs.params]
-        for i, (mine, spec, its) in enumerate(zip(ours.params, ours.maps, theirs.params, strict=True)):
-            if spec is not None:
+        assert [len(x) for x in ours.params.values()] == [len(x) for x in theirs.params]
+        for (name, mine), its in zip(ours.params.items(), theirs.params, strict=True):
+            if (spec := ours.maps.get(name)) is not None:
                 its_map = TensorMap.decode(its)
-                assert its_map.address == int.from_bytes(mine[:8], "little")
+                assert its_map.address == ours[name]
                 assert its_map.extents == tuple(spec.extents[: spec.rank])
                 assert its_map.strides == tuple(spec.strides[: spec.rank - 1])
-                assert its_map.swizzle == 3
+                assert its_map.swizzle == spec.swizzle == 3
                 box = tuple(spec.box[: spec.rank])
                 if spec.rank == 5:  # q and o: the stub's is a constant; ours shrinks with a small shape
                     assert its_map.box[0] == box[0] == 64
                     assert math.prod(box[1:]) <= math.prod(its_map.box[1:])
                 else:
                     assert its_map.box == box
-            elif i == len(ours.params) - 11:  # scale_log2, in whose product the last bit may be rounded otherwise
+            elif name == "scale_log2":  # in whose product the last bit may be rounded otherwise
                 assert struct.unpack("<f", mine) == pytest.approx(struct.unpack("<f", its), rel=2e-7)
             else:
-                assert mine == its, (i, shape)
+                assert mine == its, (name, shape)
 
 
 @pytest.mark.parametrize("shape", SHAPES[:6], ids=str)
 def test_merging_is_what_the_host_stub_launches(shape, combine_stub):
-    if (row := next((v for v in _ffi.variants() if v.op == "combine"), None)) is None:
+    if (row := next((v for v in _ffi.variants() if v.family == "combine"), None)) is None:
         pytest.skip("not built")
     addresses = {name: 0x7F00_0000_0000 + i * 0x1000_0000 for i, name in enumerate(ADDRESSES)}
     shape = shape._replace(splits=5)
     theirs = combine_stub.run(host_values(shape, 1.0, 132, addresses))
     ours = plan_combine(shape, threads=row.threads, tile_n=row.tile_n, addresses=addresses)
     assert (theirs.grid, theirs.block) == ((ours.grid, 1, 1), (row.threads, 1, 1))
-    assert theirs.params == ours.params
+    assert theirs.params == tuple(ours.params.values())
 
 
 @pytest.fixture(scope="module")
 def combine_stub(tmp_path_factory):
     if util.find_spec("cutlass") is None or shutil.which("gcc") is None:
         pytest.skip("needs nvidia-cutlass-dsl and gcc")
-    return HostStub(next(v for v in VARIANTS if v.op == "combine"), tmp_path_factory.mktemp("combine"))
+    return HostStub(next(v for v in VARIANTS if isinstance(v, Combine)), tmp_path_factory.mktemp("combine"))
 
 
 def host_values(shape, scale, processors, addresses, packed=False):
@@ -243,12 +243,12 @@ def host_values(shape, scale, processors, addresses, packed=False):
 @pytest.mark.parametrize(("tile_m", "cluster"), [(64, 1), (128, 1), (64, 2)])
 def test_tiles_cover_every_row_once(op, tile_m, cluster):
     """By the definition of a tile alone: its box of rows, cut at the extents. The CTAs of a cluster have neighbours."""
-    if cluster > 1 and SOURCES[op][-1] == "span":
+    if cluster > 1 and not gathers(SOURCES[op]):
         pytest.skip("tiles hold heads of several queries")
     for shape in shapes(op):
-        launch = plan(SOURCES[op], shape, tile_m=tile_m, cluster=cluster)
+        launch = plan(op, shape, tile_m=tile_m, cluster=cluster)
         s_q, group, h_kv, inner, outer, box_inner, box_outer, tiles_inner, tiles_outer, pairs, splits = (
-            struct.unpack("<i", blob)[0] for blob in launch.params[-11:]
+            launch[param.name] for param in TILING
         )
         assert (launch.grid, splits) == (min(tiles_inner * tiles_outer * pairs * cluster, 132), 1)
         assert 1 <= box_inner * box_outer <= tile_m
@@ -258,7 +258,7 @@ def test_tiles_cover_every_row_once(op, tile_m, cluster):
         assert (tiles_outer - 1) * box_outer < outer <= tiles_outer * box_outer
         queries = {o + i // group for o, i in itertools.product((0, outer - 1), (0, inner - 1))}
         assert (min(queries), max(queries)) == (0, s_q - 1)
-        if SOURCES[op][-1] != "span":  # one query a tile
+        if gathers(SOURCES[op]):  # one query a tile
             assert (inner, box_outer) == (group, 1)
 
 
@@ -268,8 +268,8 @@ def test_tiles_cover_every_row_once(op, tile_m, cluster):
 )
 def test_few_rows_are_cut_into_small_tiles(s_q, splits, rows):
     """Of 8 heads, 132 processors have 16 tiles each."""
-    launch = plan(("span",), Shape(1, s_q, 4096, 8, 8, 128, splits=splits), tile_m=192)
-    assert struct.unpack("<ii", b"".join(launch.params[-6:-4])) == (1, rows)
+    launch = plan("fwd", Shape(1, s_q, 4096, 8, 8, 128, splits=splits), tile_m=192)
+    assert (launch["box_inner"], launch["box_outer"]) == (1, rows)
 
 
 @pytest.mark.parametrize(
@@ -296,18 +296,18 @@ def test_few_rows_are_cut_into_small_tiles(s_q, splits, rows):
 )
 def test_plan_refuses(change, scale, says):
     shape = Shape(1, 16, 16, 8, 1, 64, s_kv1=16, topk=4)._replace(**change)
-    sources = ("span",) if shape.h_kv > 1 else ("span", "selection" if "topk" in change else "span")
+    op = "fwd" if shape.h_kv > 1 else "dsv4_sparse_fwd" if "topk" in change else "dsv4_dense_fwd"
     with pytest.raises(ValueError, match=says):
-        plan(sources, shape, scale)
+        plan(op, shape, scale)
 
 
 def test_plan_takes_shapes_beyond_32_bit_addresses():
     shape = Shape(2, 70_000, 1_000_000, 128, 1, 512, s_kv1=10_000_000, topk=2048)
-    q, o, window, entries = (spec for spec in plan(("span", "span"), shape).maps if spec is not None)
-    assert q.strides[3] == o.strides[3] == 70_000 * 128 * 512 * 2
-    assert [x.strides[2] for x in (window, entries)] == [1_000_000 * 512 * 2, 10_000_000 * 512 * 2]
-    gathered = plan(("span", "selection"), shape)  # so that none of its keys has a map
-    assert [spec.extents[0] for spec in gathered.maps if spec is not None] == [512, 512]
+    maps = plan("dsv4_dense_fwd", shape).maps
+    assert maps["q.map"].strides[3] == maps["o.map"].strides[3] == 70_000 * 128 * 512 * 2
+    assert [maps[f"k{i}.map"].strides[2] for i in range(2)] == [1_000_000 * 512 * 2, 10_000_000 * 512 * 2]
+    gathered = plan("dsv4_sparse_fwd", shape)  # so that none of its keys has a map
+    assert list(gathered.maps) == ["q.map", "o.map"]
 
 
 # On a GPU.
@@ -349,9 +349,7 @@ def test_runs_split(variant, splits, monkeypatch):
 
 
 @on_gpu
-@pytest.mark.parametrize(
-    "variant", [v for v in _ffi.variants() if v.op in ("sparse_fwd", "dsv4_decode")], ids=lambda v: v.key
-)
+@pytest.mark.parametrize("variant", [v for v in BUILT if v.op in ("sparse_fwd", "dsv4_decode")], ids=lambda v: v.key)
 def test_runs_on_a_pool_of_all_sequences(variant):
     x, scale = operands(variant, h_q=heads_for(variant, 64), s_q=3), variant.d**-0.5
     pools = []
@@ -414,7 +412,7 @@ for variant in test_ffi.BUILT:
 @one_of_each_op
 def test_unknown_variant_lists_what_is_built(variant):
     x = operands(dataclasses.replace(variant, d=96)).arguments()
-    says = rf"UNIMPLEMENTED: .*{variant.op}: no kernel for d=96, BF16.* on sm_\d+a?; built: .*{variant.key}"
+    says = rf"UNIMPLEMENTED: .*{variant.op}: no kernel for d=96, dtype=BF16.* on sm_\d+a?; built: .*{variant.key}"
     with pytest.raises(jax.errors.JaxRuntimeError, match=says):
         jax.block_until_ready(OPS[variant.op](*x, scale=0.1))
 
@@ -447,7 +445,7 @@ def test_unknown_variant_lists_what_is_built(variant):
 )
 def test_handler_refuses_operands(op, operand, change, says):
     """Of a call as it is, below what counts splits from shapes that are right."""
-    variant = next(v for v in VARIANTS if (v.op, v.dtype) == (op, "bfloat16"))
+    variant = next(v for v in FORWARD if (v.op, v.dtype) == (op, "bfloat16"))
     names = list(inspect.signature(OPS[op]).parameters)
     x = list(operands(variant).arguments())
     x[names.index(operand)] = change(x[names.index(operand)])

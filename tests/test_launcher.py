@@ -4,7 +4,7 @@ import ctypes
 
 import numpy as np
 import pytest
-from native import SOURCES, TensorMapSpec, assert_right, cubin, operands, plan, variant_of
+from native import TensorMapSpec, assert_right, cubin, operands, plan, variant_of
 
 from jax_dsv4_fmha import _ffi
 
@@ -42,11 +42,11 @@ def download(address: int, shape, dtype):
     return array
 
 
-def encode(spec: TensorMapSpec, dtype: str, address: int) -> bytes:
-    rank, types = spec.rank, driver.CUtensorMapDataType
+def encode(spec: TensorMapSpec, address: int) -> bytes:
+    rank = spec.rank
     tensor_map = call(
         driver.cuTensorMapEncodeTiled,
-        {"bfloat16": types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, "float16": types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16}[dtype],
+        driver.CUtensorMapDataType(spec.type),
         rank,
         address,
         [driver.cuuint64_t(x) for x in spec.extents[:rank]],
@@ -54,7 +54,7 @@ def encode(spec: TensorMapSpec, dtype: str, address: int) -> bytes:
         [driver.cuuint32_t(x) for x in spec.box[:rank]],
         [driver.cuuint32_t(1)] * rank,
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        driver.CUtensorMapSwizzle(spec.swizzle),
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
@@ -71,7 +71,7 @@ def cluster_of(ctas: int):
 CASES = [
     (row, h_q, extents)
     for row in _ffi.manifest()["variants"]
-    if row["op"] in SOURCES
+    if row["family"] == "forward"
     for h_q, extents in (
         (8, {}),
         (128, {"s_q": 9}),
@@ -93,18 +93,17 @@ def test_launch(row, h_q, extents, device):
     if (arch := _ffi._architecture(f"{major}.{minor}")) != row["arch"]:
         pytest.skip(f"device 0 is {arch}")
     variant = variant_of(row["key"])
-    x, scale = operands(variant, **extents, h_q=min(h_q, variant.most_heads)), variant.d**-0.5
+    x, scale = operands(variant, **extents, h_q=min(h_q, variant.max_heads)), variant.d**-0.5
     lse = np.full(x.q.shape[:-1], np.nan, np.float32)
     arrays = {"q": x.q, "o": np.full_like(x.q, np.nan), "sink": x.sink, "lse": lse}
     for i, keys in enumerate(x.sources):
         arrays |= {f"k{i}": keys.given, f"v{i}": keys.v, f"from{i}": keys.seen_from, f"to{i}": keys.seen_to}
     addresses = {name: upload(array) for name, array in arrays.items()}
 
-    tiles = {name: row[name] for name in ("tile_m", "tile_n", "shared_kv", "cluster")}
-    launch = plan(variant.sources, x.shape, scale, **tiles, processors=7, addresses=addresses)
+    tiles = {name: row[name] for name in ("tile_m", "tile_n", "cluster")}
+    launch = plan(variant, x.shape, scale, **tiles, processors=7, addresses=addresses)
     blobs = [
-        blob if spec is None else encode(spec, row["dtype"], int.from_bytes(blob[:8], "little"))
-        for blob, spec in zip(launch.params, launch.maps, strict=True)
+        encode(launch.maps[name], launch[name]) if name in launch.maps else blob for name, blob in launch.params.items()
     ]
     buffers = [ctypes.create_string_buffer(blob, len(blob)) for blob in blobs]
     params = (ctypes.c_void_p * len(buffers))(*map(ctypes.addressof, buffers))

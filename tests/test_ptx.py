@@ -7,20 +7,20 @@ import re
 import numpy as np
 import pytest
 
-from jax_dsv4_fmha import _ffi
-from kernels.variants import ANY_HEADS, VARIANTS
+from kernels.abi import ANY, Combine, Forward
+from kernels.variants import VARIANTS
 from tests import native
 from tests.ptx import __main__, cases, edits, hardware
 from tests.ptx.launch import Kernel, combine, launch
 from tests.ptx.verdict import judge
 
-BUILT = [v.key for v in _ffi.variants() if v.arch == "sm_90a" and v.splits]
-COMBINE = {v.dtype: v.key for v in _ffi.variants() if v.op == "combine"}
+BUILT = [v.key for v in native.built(Forward) if v.arch == "sm_90a"]
+COMBINE = {v.dtype: v.key for v in native.built(Combine)}
 RUNS = [  # float16, and of few heads 8 and 32, are code of the same form: one case, which may be of COMPARED
     (v.key, case)
     for v in map(native.variant_of, BUILT)
     for case in cases.CASES
-    if (v.dtype == "bfloat16" and v.most_heads not in (8, 32)) or (case == "tiles" and v.most_heads < ANY_HEADS)
+    if (v.dtype == "bfloat16" and v.max_heads not in (8, 32)) or (case == "tiles" and v.max_heads < ANY)
     if case != "groups" or v.op == "fwd"
 ]
 
@@ -87,14 +87,12 @@ def test_a_nan_reaches_those_alone_who_see_it(key):
 
 def test_hardware_has_answered_for_every_kernel():
     merged = {v.dtype for v, splits in hardware.RUNS.values() if splits > 1}
-    assert merged == {v.dtype for v in VARIANTS if v.op == "combine"}
+    assert merged == {v.dtype for v in VARIANTS if isinstance(v, Combine)}
     assert hardware.missing() == [], f"record them: python -m tests.ptx.hardware --out {hardware.RECORDED}, on a GPU"
 
 
 COMPARED = [  # for few heads, float16 differs in conversions alone, which take the same way elsewhere
-    name
-    for name, (v, _) in hardware.RUNS.items()
-    if v.key in BUILT and (v.most_heads == ANY_HEADS or v.dtype == "bfloat16")
+    name for name, (v, _) in hardware.RUNS.items() if v.key in BUILT and (v.max_heads == ANY or v.dtype == "bfloat16")
 ]
 
 

@@ -8,7 +8,6 @@ written by hand, for all else that the interpreter knows of clusters, in test_pt
 import dataclasses
 import functools
 import re
-import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +18,6 @@ from tests.ptx import edits
 from tests.ptx.copies import TensorMap
 from tests.ptx.hazards import Deadlock, Fault, Leak, Misuse, OutOfBounds, Race
 from tests.ptx.launch import Kernel, launch
-from tests.ptx.parser import parse
 from tests.ptx.verdict import Wrong, judge
 
 SEEDS = (0, 1, 2)
@@ -73,7 +71,7 @@ class Fate:
     fault: type[Fault]
     says: str
     edit: Callable[[str], str] = lambda text: text
-    launched: dict[str, Any] = dataclasses.field(default_factory=dict)
+    launched: dict[str, Callable[[Any], Any]] = dataclasses.field(default_factory=dict)  # edits of parameters
     shape: dict[str, int] = dataclasses.field(default_factory=dict)  # besides its key's
 
 
@@ -196,27 +194,14 @@ def named_barrier_count(text: str) -> str:
     return edits.replace(text, r"bar\.sync\s+1, 128;", "bar.sync 1, 256;")
 
 
-def param(of: int, change: Callable[[int], int]) -> dict[str, Any]:
-    """Another value for a 32-bit parameter, counted from the last."""
-    return {"edit_param_from_end": (of, change)}
+def unswizzled(tensor: TensorMap) -> TensorMap:
+    return dataclasses.replace(tensor, swizzle=0)
 
 
-def float_param(of: int, change: Callable[[float], float]) -> dict[str, Any]:
-    def bits(x: int) -> int:
-        (value,) = struct.unpack("<f", struct.pack("<I", x))
-        return int(struct.unpack("<I", struct.pack("<f", change(value)))[0])
-
-    return {"edit_param_from_end": (of, bits)}
-
-
-def unswizzled(n: int, tensor: TensorMap) -> TensorMap:
-    return dataclasses.replace(tensor, swizzle=0) if n == 1 else tensor
-
-
-def short_tensor(n: int, tensor: TensorMap) -> TensorMap:
-    """K's map says that there are more keys than there are."""
+def short_tensor(tensor: TensorMap) -> TensorMap:
+    """The map says that there are more keys than there are."""
     extents = (tensor.extents[0], tensor.extents[1] + 4096, *tensor.extents[2:])
-    return dataclasses.replace(tensor, extents=extents) if n == 1 else tensor
+    return dataclasses.replace(tensor, extents=extents)
 
 
 FATES = [
@@ -229,7 +214,7 @@ FATES = [
         r"lse is right; o is wrong in \d+ of .*columns 0\.\.127 of o",
         no_rescaling,
     ),
-    Fate("scale applied twice", DENSE, Wrong, r"lse is wrong", launched=float_param(11, lambda x: x * 128**-0.5)),
+    Fate("scale applied twice", DENSE, Wrong, r"lse is wrong", launched={"scale_log2": lambda x: x * 128**-0.5}),
     Fate("TMA coordinate stuck at the first tile", DENSE, Wrong, r"lse is wrong", tile_coordinate(0)),
     Fate(
         "producer indexed by the pipeline's count, K and V interleaved",
@@ -239,7 +224,7 @@ FATES = [
         tile_coordinate(320),
     ),
     Fate("K extent hard-coded to 64", DENSE, Wrong, r"lse is wrong", key_extent_64),
-    Fate("wrong swizzle in a tensor map", DENSE, Wrong, r"lse is wrong", launched={"edit_map": unswizzled}),
+    Fate("wrong swizzle in a tensor map", DENSE, Wrong, r"lse is wrong", launched={"k0.map": unswizzled}),
     Fate(
         "wrong swizzle in an SMEM descriptor",
         DENSE,
@@ -527,14 +512,14 @@ FATES = [
         DENSE,
         OutOfBounds,
         r"a tensor map reads behind the end of k0",
-        launched={"edit_map": short_tensor},
+        launched={"k0.map": short_tensor},
     ),
     Fate(
         "one tile of rows too many",
         DENSE,
         Fault,
         r"outside of every allocation|wrong in|nobody wrote",
-        launched=param(1, lambda x: x + 40),
+        launched={"tiles_inner": lambda x: x + 40},
     ),
     Fate(
         "a destination moved by a swizzle atom",
@@ -553,17 +538,8 @@ def test_is_found(fate):
     x = native.operands(k.variant, **{**SHAPES[fate.key], **fate.shape})
     for seed in SEEDS:
         with pytest.raises(fate.fault, match=re.compile(fate.says, re.S)):
-            run = launch(k, x, seed=seed, processors=1, **options(fate, k))
+            run = launch(k, x, seed=seed, processors=1, edits=fate.launched)
             judge(run.run(), x, run.scale)
-
-
-def options(fate: Fate, k: Kernel) -> dict[str, Any]:
-    given = dict(fate.launched)
-    if (edit := given.pop("edit_param_from_end", None)) is not None:
-        of, change = edit
-        n = len(parse(k.ptx).params) - of
-        given["edit_param"] = lambda i, blob: struct.pack("<I", change(*struct.unpack("<I", blob))) if i == n else blob
-    return given
 
 
 @pytest.mark.parametrize("key", SHAPES)

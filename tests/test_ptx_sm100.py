@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kernels.variants import VARIANTS, Variant
+from kernels.abi import Forward
+from kernels.variants import VARIANTS
 from tests import native
 from tests.ptx import cases
 from tests.ptx.hazards import Deadlock, Fault, Leak, Misuse, Race
@@ -46,7 +47,7 @@ def seen(case: str, b: int, s_q: int, s_kv: int) -> tuple[native.Array, native.A
     return start, stop
 
 
-def operands(variant: Variant, case: str, **extents: int) -> native.Operands:
+def operands(variant: Forward, case: str, **extents: int) -> native.Operands:
     """Random, with NaN in keys that nobody sees behind those that somebody sees."""
     x = native.operands(variant, **extents)
     b, s_q, s_kv, _, h_kv, d, *_ = x.shape

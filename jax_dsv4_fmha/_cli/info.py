@@ -56,10 +56,7 @@ def _text(facts: dict[str, Any]) -> str:
         (
             "op",
             "arch",
-            "dtype",
-            "d",
-            "V",
-            "heads",
+            "for",
             "threads",
             "registers",
             "SMEM KiB",
@@ -71,10 +68,7 @@ def _text(facts: dict[str, Any]) -> str:
             (
                 v["op"],
                 v["arch"],
-                v["dtype"],
-                str(v["d"]),
-                "is K" if v["shared_kv"] else "apart",
-                "any" if v["most_heads"] == _ffi.ANY_HEADS else str(v["most_heads"]),
+                _chosen(v["choices"]),
                 str(v["threads"]),
                 str(v["registers"]),
                 f"{v['smem_bytes'] / 1024:.1f}",
@@ -89,6 +83,19 @@ def _text(facts: dict[str, Any]) -> str:
     if not facts["variants"]:
         variants = "No kernels are built in: everything runs on the reference."
     return f"{versions}\nlibrary: {facts['library'] or 'none'}\n\n{devices}\n\n{variants}"
+
+
+def _chosen(choices: dict[str, Any]) -> str:
+    """In words: "bfloat16, d 512, shared_kv, heads <= 63"."""
+    words = []
+    for name, value in sorted(choices.items(), key=lambda x: not isinstance(x[1], str)):
+        if isinstance(value, bool):
+            words += [name] * value
+        elif name.startswith("max_"):
+            words += [f"{name.removeprefix('max_')} <= {value}"] * (value != _ffi.ANY)
+        else:
+            words.append(value if isinstance(value, str) else f"{name} {value}")
+    return ", ".join(words)
 
 
 def _version(package: str) -> str | None:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kernels.abi import Variant
 from kernels.cubin import read_kernel
-from kernels.variants import Variant
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent

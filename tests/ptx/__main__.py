@@ -16,7 +16,8 @@ import dataclasses
 import sys
 from pathlib import Path
 
-from kernels.variants import VARIANTS, Variant
+from kernels.abi import Forward
+from kernels.variants import VARIANTS
 
 from . import cases
 from .hazards import Fault
@@ -26,7 +27,7 @@ from .timeline import lines, plot
 from .verdict import judge
 
 
-def find(name: str, parser: argparse.ArgumentParser) -> Variant:
+def find(name: str, parser: argparse.ArgumentParser) -> Forward:
     found = next(
         filter(
             None,

@@ -10,15 +10,15 @@ import dataclasses
 
 import numpy as np
 
-from kernels.variants import VARIANTS, Variant
+from kernels.abi import Forward
 from tests import native
 
 EVERYTHING = 1 << 30  # a width: all keys so far
 
 
-def extents(variant: Variant, tile_n: int, case: str) -> dict[str, int] | None:
+def extents(variant: Forward, tile_n: int, case: str) -> dict[str, int] | None:
     """Of a case, in tiles of `tile_n` keys; None where it makes no sense."""
-    n, sparse = tile_n, variant.sources[-1] != "span"
+    n, sparse = tile_n, variant.gathers
     table: dict[str, dict[str, int]] = {
         # two whole tiles of keys and a part of one, heads of neighbouring queries in one tile of rows
         "tiles": {
@@ -56,22 +56,10 @@ def extents(variant: Variant, tile_n: int, case: str) -> dict[str, int] | None:
         # several heads of keys: a tile of rows is a box of heads x queries
         table["groups"] = {"b": 1, "s_q": 7, "s_kv": n + 40, "h_q": 12, "h_kv": 2, "width": EVERYTHING}
     if case in table:
-        table[case]["h_q"] = min(table[case]["h_q"], variant.most_heads)
+        table[case]["h_q"] = min(table[case]["h_q"], variant.max_heads)
     if case == "tiles":  # which a GPU runs too: enough heads that a call gets this variant
-        table[case]["h_q"] = max(table[case]["h_q"], most_heads_of_others(variant) + 1)
+        table[case]["h_q"] = max(table[case]["h_q"], native.fewer_heads(variant) + 1)
     return table.get(case)
-
-
-def most_heads_of_others(variant: Variant) -> int:
-    """Of the variants that take the same calls, with fewer heads."""
-    fewer = (
-        v.most_heads
-        for v in VARIANTS
-        if (v.op, v.arch, v.d, v.dtype, v.shared_kv)
-        == (variant.op, variant.arch, variant.d, variant.dtype, variant.shared_kv)
-        and v.most_heads < variant.most_heads
-    )
-    return max(fewer, default=0)
 
 
 PROCESSORS = {
@@ -88,7 +76,7 @@ PROCESSORS = {
 CASES = tuple(PROCESSORS)
 
 
-def operands(variant: Variant, tile_n: int, case: str) -> native.Operands | None:
+def operands(variant: Forward, tile_n: int, case: str) -> native.Operands | None:
     given = extents(variant, tile_n, case)
     if given is None or (case == "mixed" and "packed" in variant.sources):  # whose keys `mixed` cannot make
         return None
@@ -96,7 +84,7 @@ def operands(variant: Variant, tile_n: int, case: str) -> native.Operands | None
     return mixed(x, variant, tile_n) if case == "mixed" else x
 
 
-def mixed(x: native.Operands, variant: Variant, tile_n: int) -> native.Operands:
+def mixed(x: native.Operands, variant: Forward, tile_n: int) -> native.Operands:
     """Every query sees of every source as many keys as chance says; the later ones are larger."""
     rng, n = np.random.default_rng(2), tile_n
     _, s_q, *_ = x.shape

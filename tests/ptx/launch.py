@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from kernels import build
-from kernels.variants import Variant
+from kernels.abi import Variant
 from tests import native
 
 from .copies import TensorMap
@@ -19,13 +20,15 @@ from .parser import parse
 from .state import GENERIC_PARAM_BASE, Array, GlobalMemory, Machine, new_memory
 
 BUILD = Path(__file__).parents[2] / "build"
+ELEMENT_BYTES = {0: 1, 6: 2, 7: 4, 9: 2}  # by the number that the driver has for a type
+SWIZZLES = {0: 0, 1: 32, 2: 64, 3: 128}  # bytes, by the number that the driver has for one
 
 
 @dataclass(frozen=True)
 class Kernel:
     """What the build made of a variant."""
 
-    variant: Variant
+    variant: Any  # of whatever family
     ptx: str
     facts: dict[str, Any]  # tile_m, tile_n, threads, smem_bytes
 
@@ -73,10 +76,9 @@ def launch(
     splits: int = 1,
     seed: int = 0,
     record: bool = False,
-    edit_map: Callable[[int, TensorMap], TensorMap] = lambda n, tensor: tensor,
-    edit_param: Callable[[int, bytes], bytes] = lambda n, blob: blob,
+    edits: Mapping[str, Callable[[Any], Any]] | None = None,
 ) -> Launch:
-    """On so many processors. The edits plant faults: in the n-th tensor map, in the n-th parameter that is none.
+    """On so many processors. The edits plant faults in parameters, by name: in a TensorMap, or in what a number is.
 
     Where keys are split, `combine` makes the results of what the launch leaves.
     """
@@ -91,24 +93,34 @@ def launch(
     for name, columns in parts_of(x).items():
         addresses[name] = memory.add(name, None, x.q[..., 0].size * columns * 4)
     tiles = {name: kernel.facts[name] for name in ("tile_m", "tile_n", "cluster")}
-    plan = native.plan(
-        variant.sources,
-        x.shape,
-        scale,
-        **tiles,
-        shared_kv=variant.shared_kv,
-        processors=processors,
-        addresses=addresses,
-    )
-    program = parse(kernel.ptx)
+    plan = native.plan(variant, x.shape, scale, **tiles, processors=processors, addresses=addresses)
+    return Launch(machine(kernel, plan, memory, edits, seed=seed, record=record), x, scale)
+
+
+def machine(
+    kernel: Kernel,
+    plan: native.Plan,
+    memory: GlobalMemory,
+    edits: Mapping[str, Callable[[Any], Any]] | None = None,
+    **how: Any,
+) -> Machine:
+    """About to run a planned launch of a kernel of any family."""
+    program, edits = parse(kernel.ptx), dict(edits or {})
     params, maps = bytearray(program.param_bytes), {}
-    for n, (param, blob, spec) in enumerate(zip(program.params.values(), plan.params, plan.maps, strict=True)):
-        if spec is not None:
-            tensor = tensor_map(spec, int.from_bytes(blob[:8], "little"))
-            maps[GENERIC_PARAM_BASE + param.offset] = edit_map(len(maps), tensor)
+    kinds = {param.name: param.kind for param in kernel.variant.params}
+    for place, (name, blob) in zip(program.params.values(), plan.params.items(), strict=True):
+        edit = edits.pop(name, lambda value: value)
+        if name in plan.maps:
+            maps[GENERIC_PARAM_BASE + place.offset] = edit(tensor_map(plan.maps[name], plan[name]))
+        elif kinds[name] == "float32":
+            params[place.offset : place.offset + place.size] = struct.pack("<f", edit(*struct.unpack("<f", blob)))
+        elif len(blob) > 8:  # the extents of a map
+            params[place.offset : place.offset + place.size] = blob
         else:
-            params[param.offset : param.offset + param.size] = edit_param(n, blob)
-    machine = Machine(
+            params[place.offset : place.offset + place.size] = edit(plan[name]).to_bytes(place.size, "little")
+    if edits:
+        raise LookupError(f"there is nothing to edit by the name of {', '.join(edits)}: {', '.join(plan.params)}")
+    return Machine(
         program,
         grid=plan.grid,
         threads=kernel.facts["threads"],
@@ -117,11 +129,9 @@ def launch(
         memory=memory,
         events=memory.events,
         tensor_maps=maps,
-        seed=seed,
-        record=record,
         cluster_size=kernel.facts["cluster"],
+        **how,
     )
-    return Launch(machine, x, scale)
 
 
 def parts_of(x: native.Operands) -> dict[str, int]:
@@ -141,26 +151,17 @@ def combine(kernel: Kernel, forward: Launch, *, seed: int = 0) -> Launch:
     addresses = {name: memory.add(name, array) for name, array in given.items()} | add_results(memory, x)
     threads, tile_n = kernel.facts["threads"], kernel.facts["tile_n"]
     plan = native.plan_combine(x.shape, threads=threads, tile_n=tile_n, addresses=addresses)
-    program = parse(kernel.ptx)
-    params = bytearray(program.param_bytes)
-    for param, blob in zip(program.params.values(), plan.params, strict=True):
-        params[param.offset : param.offset + param.size] = blob
-    machine = Machine(
-        program,
-        grid=plan.grid,
-        threads=threads,
-        smem_bytes=kernel.facts["smem_bytes"],
-        params=bytes(params),
-        memory=memory,
-        events=memory.events,
-        seed=seed,
-    )
-    return Launch(machine, x, forward.scale)
+    return Launch(machine(kernel, plan, memory, seed=seed), x, forward.scale)
 
 
 def tensor_map(spec: native.TensorMapSpec, address: int) -> TensorMap:
-    """16-bit elements and a swizzle of 128 bytes: what ffi/tensor_map.h encodes."""
+    """What ffi/tensor_map.h encodes."""
     rank = spec.rank
     return TensorMap(
-        address, 2, tuple(spec.box[:rank]), tuple(spec.extents[:rank]), tuple(spec.strides[: rank - 1]), 128
+        address,
+        element=ELEMENT_BYTES[spec.type],
+        box=tuple(spec.box[:rank]),
+        extents=tuple(spec.extents[:rank]),
+        strides=tuple(spec.strides[: rank - 1]),
+        swizzle=SWIZZLES[spec.swizzle],
     )

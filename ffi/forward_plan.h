@@ -1,0 +1,64 @@
+// The launches of attention as functions of shapes: no driver, no device.
+#pragma once
+
+#include <cmath>
+#include <string>
+
+#include "abi.h"
+#include "rows.h"
+
+namespace dsv4_fmha {
+
+// The keys of each source are [b, s_kv, h_kv, d] like q.
+struct ForwardShape {
+  RowShape rows;
+  int64_t source_count;
+  SourceShape sources[kMaxSources];
+};
+
+// Where the arrays of a call are.
+struct ForwardAddresses {
+  void *q, *o, *sink, *lse;
+  void *o_parts, *lse_parts;  // f32 [b, s_q, h_q, splits, d] and without d; unused where keys are not split
+  SourceAddresses sources[kMaxSources];
+};
+
+// Returns why it cannot: empty on success.
+inline std::string PlanForward(const ForwardShape& shape, float scale, const Tiles& tiles, const ForwardAddresses& at,
+                               Plan<ForwardArguments>* plan) {
+  Tiling n;
+  ForwardArguments& x = plan->arguments;
+  if (std::string error = CutRows(shape.rows, tiles, &n); !error.empty()) return error;
+  if (!std::isfinite(scale) || scale <= 0) return "scale is " + std::to_string(scale) + ", wanted a finite number > 0";
+  for (int i = 0; i < shape.source_count; ++i) {
+    std::string error = SetSource(shape.rows, tiles, shape.sources[i], at.sources[i], i == 0, &x.sources[i]);
+    if (!error.empty()) return error;
+  }
+  plan->grid = n.grid;
+  SetTiling(shape.rows, n, &x);
+  x.q = Rows(shape.rows, n, at.q);
+  x.o = Rows(shape.rows, n, at.o);
+  x.sink = at.sink;
+  x.lse = shape.rows.splits > 1 ? at.lse_parts : at.lse;
+  x.o_parts = at.o_parts;
+  x.scale_log2 = static_cast<float>(scale * 1.4426950408889634);  // log2(e)
+  return "";
+}
+
+// The launch that merges what the splits of a forward launch left behind.  A thread merges `columns` of a row.
+inline Plan<CombineArguments> PlanCombine(const RowShape& shape, int32_t threads, int32_t columns,
+                                          const ForwardAddresses& at) {
+  const int64_t rows = shape.b * shape.s_q * shape.h_q;
+  return {.grid = U32(CeilDiv(rows * (shape.d / columns), threads)),
+          .arguments = {.o_parts = at.o_parts,
+                        .lse_parts = at.lse_parts,
+                        .o = at.o,
+                        .sink = at.sink,
+                        .lse = at.lse,
+                        .rows = I32(rows),
+                        .h_q = I32(shape.h_q),
+                        .d = I32(shape.d),
+                        .splits = I32(shape.splits)}};
+}
+
+}  // namespace dsv4_fmha

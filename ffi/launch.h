@@ -1,0 +1,72 @@
+// From arguments by name to a kernel that runs.
+#pragma once
+
+#include <initializer_list>
+#include <string>
+
+#include "registry.h"
+
+namespace dsv4_fmha {
+
+// The kernel of a call, or why there is none.
+template <typename FamilyChoices>
+ffi::Error LookUp(std::string_view op, const Device& device, const FamilyChoices& call, Launcher** launcher) {
+  if (!device.error.empty()) return ffi::Error(ffi::ErrorCode::kFailedPrecondition, device.error);
+  *launcher = Find(op, device.arch, call);
+  if (*launcher != nullptr) return ffi::Error::Success();
+  return ffi::Error(ffi::ErrorCode::kUnimplemented, std::string(op) + ": no kernel for " + call.Text() + " on " +
+                                                        device.arch + "; built: " + Built(op));
+}
+
+// Loads the kernels that a call will launch; those that are nullptr it will not.
+inline ffi::Error Load(int ordinal, std::initializer_list<Launcher*> launchers) {
+  for (Launcher* launcher : launchers) {
+    if (launcher == nullptr) continue;
+    const std::string& error = launcher->Load(ordinal).error;
+    if (!error.empty()) return ffi::Error::Internal(error);
+  }
+  return ffi::Error::Success();
+}
+
+// `overlaps`: the kernel may begin before the one in front of it has ended, for which it waits by itself.
+template <typename FamilyArguments>
+ffi::Error Launch(Launcher* launcher, CUstream stream, int ordinal, Plan<FamilyArguments>& plan,
+                  bool overlaps = false) {
+  const Launcher::Loaded& loaded = launcher->Load(ordinal);
+  if (!loaded.error.empty()) return ffi::Error::Internal(loaded.error);
+  CUtensorMap maps[kMaxMaps];
+  void* pointers[kMaxParams];
+  int map_count = 0, count = 0;
+  for (const Param& param : *launcher->layout) {
+    void* value = reinterpret_cast<char*>(&plan.arguments) + param.offset;
+    if (param.is_map) {
+      const auto& tensor = *static_cast<const TensorArgument*>(value);
+      value = &maps[map_count++];
+      std::string error = Encode(tensor.map, tensor.address, static_cast<CUtensorMap*>(value));
+      if (!error.empty()) return ffi::Error::Internal(error);
+    }
+    pointers[count++] = value;
+  }
+  CUlaunchAttribute attributes[2];
+  unsigned attribute_count = 0;
+  if (overlaps) attributes[attribute_count++] = {.id = kProgrammaticStreamSerialization, .value = {1}};
+  if (launcher->cluster > 1) {
+    attributes[attribute_count++] = {.id = kClusterDimension, .value = {launcher->cluster, 1, 1}};
+  }
+  const CUlaunchConfig config{.grid_x = plan.grid,
+                              .grid_y = 1,
+                              .grid_z = 1,
+                              .block_x = static_cast<unsigned>(launcher->threads),
+                              .block_y = 1,
+                              .block_z = 1,
+                              .dynamic_smem_bytes = static_cast<unsigned>(launcher->smem_bytes),
+                              .stream = stream,
+                              .attributes = attributes,
+                              .attribute_count = attribute_count};
+  const Driver& driver = GetDriver();
+  std::string error = driver.Failure("cuLaunchKernelEx",
+                                     driver.LaunchKernelEx(&config, loaded.function, pointers, nullptr));
+  return error.empty() ? ffi::Error::Success() : ffi::Error::Internal(error);
+}
+
+}  // namespace dsv4_fmha

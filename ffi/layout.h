@@ -1,0 +1,61 @@
+// What a kernel is handed: arguments by name, and the order in which a kernel takes them.  abi.h, generated from
+// kernels/abi.py, has the arguments of each family of kernels and their orders.
+#pragma once
+
+#include <cstdint>
+#include <sstream>
+#include <string>
+
+#include "tensor_map.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace dsv4_fmha {
+
+namespace ffi = xla::ffi;
+
+// An array that kernels are handed by a tensor map and the extents that are not constant, by its address, or by both.
+struct TensorArgument {
+  TensorMapSpec map;
+  int32_t extents[4];
+  void* address;
+};
+
+// One parameter, and where it is among the arguments: a value, or the TensorArgument that a map is made of.
+struct Param {
+  const char* name;
+  uint32_t bytes;
+  size_t offset;
+  bool is_map;
+};
+
+struct Layout {
+  const char* name;
+  const Param* params;
+  int count;
+  bool gathers;  // keys differ from query to query: then a tile of rows has one query's heads, and all are gathered
+
+  const Param* begin() const { return params; }
+  const Param* end() const { return params + count; }
+};
+
+template <typename...>
+struct TypeList {};
+
+// One launch, planned: how many CTAs, and what its kernel is handed.
+template <typename FamilyArguments>
+struct Plan {
+  uint32_t grid;
+  FamilyArguments arguments;
+};
+
+inline std::string Show(int64_t x) { return std::to_string(x); }
+
+inline std::string Show(bool x) { return x ? "true" : "false"; }
+
+inline std::string Show(ffi::DataType dtype) {
+  std::ostringstream text;
+  text << dtype;
+  return text.str();
+}
+
+}  // namespace dsv4_fmha

@@ -1,0 +1,165 @@
+// The operands and results of a call, as they were decoded, and what is checked of them alike for all ops.
+#pragma once
+
+#include <algorithm>
+#include <initializer_list>
+#include <string>
+
+#include "layout.h"
+#include "rows.h"
+
+namespace dsv4_fmha {
+
+using Ints = ffi::Span<const int64_t>;
+
+struct Operand {
+  const char* name = nullptr;
+  void* data = nullptr;
+  Ints dimensions;
+  ffi::DataType dtype = ffi::DataType::INVALID;
+
+  Operand() = default;
+  template <typename Buffer>
+  Operand(const char* name, const Buffer& x)
+      : name(name), data(x.untyped_data()), dimensions(x.dimensions()), dtype(x.element_type()) {}
+};
+
+inline std::string Show(Ints dimensions) {
+  std::string text = "[";
+  for (int64_t x : dimensions) text += (text.size() > 1 ? ", " : "") + std::to_string(x);
+  return text + "]";
+}
+
+inline ffi::Error Refuse(const Operand& operand, const std::string& got, const std::string& wanted) {
+  return ffi::Error::InvalidArgument(std::string(operand.name) + ": got " + got + ", wanted " + wanted);
+}
+
+// Keeps the first refusal.
+class Expectations {
+ public:
+  void Shape(const Operand& operand, std::initializer_list<int64_t> wanted) {
+    const Ints got = operand.dimensions;
+    if (error_.failure() || std::equal(got.begin(), got.end(), wanted.begin(), wanted.end())) return;
+    error_ = Refuse(operand, "shape " + Show(got), Show(Ints(wanted.begin(), wanted.size())));
+  }
+
+  void DtypeOf(const Operand& other, const Operand& operand) {
+    if (error_.failure() || operand.dtype == other.dtype) return;
+    error_ = Refuse(operand, Show(operand.dtype), Show(other.dtype) + " like " + other.name);
+  }
+
+  ffi::Error error() const { return error_; }
+
+ private:
+  ffi::Error error_;
+};
+
+// The TensorMapDataType of an array's elements.
+inline int64_t MapType(ffi::DataType dtype) {
+  switch (dtype) {
+    case ffi::BF16:
+      return kBFloat16;
+    case ffi::F16:
+      return kFloat16;
+    case ffi::F32:
+      return kFloat32;
+    default:
+      return kUInt8;
+  }
+}
+
+// ---- sources of keys:
+//   span       k and v [b, s_kv, h_kv, d], start and stop i32 [b, s_q]: query i sees start <= j < stop
+//   selection  k and v [b, s_kv, h_kv, d], indices i32 [b, s_q, topk], length i32 [b, s_q]: it sees indices[:length]
+//   packed     the same, of a pool of pages u8 [pages, bytes] as kernels/lib/packed.py describes them, with d = 512
+// An op whose keys have one head by definition takes them as [b, s_kv, d]; those of a selection may be a pool of all
+// sequences, [slots, d].
+
+struct Source {
+  SourceKind kind;
+  Operand k, v;      // v is k where they are one array
+  Operand from, to;  // start and stop of a span, indices and length of a selection
+
+  SourceAddresses at() const { return {.k = k.data, .v = v.data, .from = from.data, .to = to.data}; }
+};
+
+inline Source LatentSpan(Operand kv, Operand start, Operand stop) {
+  return {.kind = kSpan, .k = kv, .v = kv, .from = start, .to = stop};
+}
+
+inline Source LatentSelection(Operand kv, Operand indices, Operand length) {
+  return {.kind = kSelection, .k = kv, .v = kv, .from = indices, .to = length};
+}
+
+inline Source PackedSelection(Operand kv, Operand indices, Operand length) {
+  return {.kind = kPacked, .k = kv, .v = kv, .from = indices, .to = length};
+}
+
+struct Sources {
+  int count = 0;
+  Source items[kMaxSources];
+
+  Sources() = default;
+  Sources(std::initializer_list<Source> given) {
+    for (const Source& source : given) items[count++] = source;
+  }
+  const Source* begin() const { return items; }
+  const Source* end() const { return items + count; }
+};
+
+// Entries of a page of so many bytes, or 0 where no page has as many.
+inline int64_t PackedEntries(int64_t page_bytes) {
+  static constexpr int64_t kEntry = 576, kScales = 8;
+  const int64_t entries = page_bytes / (kEntry + kScales);
+  const int64_t needed = (entries * (kEntry + kScales) + kEntry - 1) / kEntry * kEntry;
+  return needed == page_bytes ? entries : 0;
+}
+
+// Whether the keys have the rank and, packed, the layout that their kind wants.
+inline ffi::Error CheckKeys(const Source& source, bool kv_heads) {
+  const Operand& k = source.k;
+  const Ints got = k.dimensions;
+  if (source.kind == kPacked) {
+    if (got.size() == 2 && PackedEntries(got[1]) > 0 && k.dtype == ffi::U8) return ffi::Error::Success();
+    return Refuse(k, Show(k.dtype) + Show(got), "U8[pages, 584 bytes an entry, padded up to a multiple of 576]");
+  }
+  if (got.size() == (kv_heads ? 4 : 3) || (source.kind == kSelection && got.size() == 2)) return ffi::Error::Success();
+  return Refuse(k, "shape " + Show(got),
+                kv_heads                    ? "[b, s_kv, h_kv, d]"
+                : source.kind == kSelection ? "[b, s_kv, d] or [slots, d]"
+                                            : "[b, s_kv, d]");
+}
+
+// The rest of a source's shapes, for the rows of q.
+inline SourceShape CheckSource(const Source& source, const Operand& q, const RowShape& rows, bool kv_heads,
+                               Expectations* expect) {
+  const auto& [b, s_q, h_q, h_kv, d, splits, type] = rows;
+  const Ints k = source.k.dimensions;
+  const bool is_pool = k.size() == 2;  // of all sequences
+  SourceShape shape{.kind = source.kind, .s_kv = k[is_pool ? 0 : 1], .s_batch = is_pool ? 0 : k[1], .topk = 0};
+  if (source.kind == kPacked) {
+    shape.s_batch = PackedEntries(k[1]);
+    shape.s_kv = k[0] * shape.s_batch;
+  }
+  for (const Operand* keys : {&source.k, &source.v}) {
+    if (source.kind == kPacked) continue;
+    if (is_pool) {
+      expect->Shape(*keys, {shape.s_kv, d});
+    } else if (kv_heads) {
+      expect->Shape(*keys, {b, shape.s_kv, h_kv, d});
+    } else {
+      expect->Shape(*keys, {b, shape.s_kv, d});
+    }
+    expect->DtypeOf(q, *keys);
+  }
+  if (source.kind != kSpan) {
+    shape.topk = source.from.dimensions[2];
+    expect->Shape(source.from, {b, s_q, shape.topk});
+  } else {
+    expect->Shape(source.from, {b, s_q});
+  }
+  expect->Shape(source.to, {b, s_q});
+  return shape;
+}
+
+}  // namespace dsv4_fmha

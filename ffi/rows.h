@@ -1,0 +1,190 @@
+// How the rows of q are cut into tiles, and the keys of a source are found, as functions of shapes: no driver, no
+// device, so that they can be tested without either.  What kernels of every family of attention are handed alike.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+
+#include "layout.h"
+
+namespace dsv4_fmha {
+
+// q [b, s_q, h_q, d] of a TensorMapDataType.  The keys of a tile of rows are worked on in `splits` parts.
+struct RowShape {
+  int64_t b, s_q, h_q, h_kv, d, splits, type;
+};
+
+// What the variant and the device add to it.
+struct Tiles {
+  int32_t tile_m, tile_n;
+  int32_t processors;  // or CTAs that run at a time: as many tiles of rows are worked on
+  int32_t cluster;     // CTAs that take tiles with heads of the same queries
+  int32_t gathers;     // a tile of rows has heads of one query
+};
+
+// A row is a (query, head of one KV head's group) pair; the rows of one KV head form an `outer` x `inner` grid, of which
+// a tile takes a box.  Row (o, i) is query o + i / group and head i % group of the group.
+struct Tiling {
+  int64_t inner, outer, box_inner, box_outer, tiles_inner, tiles_outer;
+  uint32_t grid;
+};
+
+// Where keys come from.  A span is one interval of keys per query; a selection is a list of keys per query, gathered by
+// index; packed, a selection of keys that are kept in FP8.  A span is loaded by TMA where there is nothing but spans, and
+// gathered too where anything is.
+enum SourceKind : int64_t { kSpan, kSelection, kPacked };
+
+constexpr int kMaxSources = 2;
+
+struct SourceShape {
+  int64_t kind, s_kv;
+  // Of a selection only: keys from one batch entry's to the next's, which is s_kv, or 0 of a pool; of packed keys, from
+  // page to page.
+  int64_t s_batch, topk;
+};
+
+struct SourceAddresses {
+  void *k, *v;      // v is k where they are one array
+  void *from, *to;  // start and stop of a span, indices and length of a selection
+};
+
+constexpr int64_t kMaxExtent = INT32_MAX - 1023;  // a kernel may count a tile, or a grid, past any extent
+constexpr int64_t kMaxStrideBytes = int64_t{1} << 40;
+
+inline int64_t ElementBytes(int64_t type) { return type == kUInt8 ? 1 : type == kFloat32 ? 4 : 2; }
+
+inline int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+inline uint32_t U32(int64_t x) { return static_cast<uint32_t>(x); }
+
+inline uint64_t U64(int64_t x) { return static_cast<uint64_t>(x); }
+
+inline int32_t I32(int64_t x) { return static_cast<int32_t>(x); }
+
+inline std::string TooLarge(const std::string& what, int64_t got, int64_t limit) {
+  return what + " is " + std::to_string(got) + ", the limit is " + std::to_string(limit);
+}
+
+// Empty if an extent can be one.
+inline std::string OutOfRange(const std::string& what, int64_t got) {
+  if (got < 1) return what + " is " + std::to_string(got) + ", wanted at least 1";
+  return got > kMaxExtent ? TooLarge(what, got, kMaxExtent) : "";
+}
+
+// Returns why it cannot: empty on success.
+inline std::string CutRows(const RowShape& shape, const Tiles& tiles, Tiling* tiling) {
+  static constexpr int64_t kWarpgroupRows = 64;  // of a WGMMA
+  const auto& [b, s_q, h_q, h_kv, d, splits, type] = shape;
+  for (auto [name, extent] :
+       {std::pair{"b", b}, {"s_q", s_q}, {"h_q", h_q}, {"h_kv", h_kv}, {"d", d}, {"splits", splits}}) {
+    if (std::string error = OutOfRange(name, extent); !error.empty()) return error;
+  }
+  if (h_q % h_kv != 0) {
+    return "h_q is " + std::to_string(h_q) + ", wanted a multiple of h_kv = " + std::to_string(h_kv);
+  }
+  // One KV head: its rows are contiguous, so tiles may span queries freely.  Several: a tile is a block of queries by
+  // (a part of) the group's heads.  Keys gathered for each query: a tile has heads of one query.
+  const bool contiguous = h_kv == 1 && !tiles.gathers;
+  const int64_t group = h_q / h_kv;
+  const int64_t inner = contiguous ? s_q * group : group;
+  const int64_t outer = contiguous ? 1 : s_q;
+  if (std::string error = OutOfRange("s_q * h_q", inner); !error.empty()) return error;
+  const int64_t clusters = std::max(tiles.processors / tiles.cluster, 1);
+  int64_t box_inner = 0, box_outer = 0, tiles_inner = 0, tiles_outer = 0, head_tiles = 0;
+  for (int64_t rows = kWarpgroupRows;; rows += kWarpgroupRows) {  // as few as give no processor a second tile
+    const int64_t at_most = std::min<int64_t>(rows, tiles.tile_m);
+    box_inner = contiguous ? std::min(at_most, inner)
+                            : CeilDiv(group, CeilDiv(group, at_most * tiles.cluster) * tiles.cluster);
+    box_outer = contiguous || tiles.gathers ? 1 : std::min(at_most / box_inner, s_q);
+    tiles_inner = CeilDiv(inner, box_inner * tiles.cluster);
+    tiles_outer = CeilDiv(outer, box_outer);
+    head_tiles = tiles_inner * tiles_outer;  // below 2^62
+    if (at_most == tiles.tile_m || head_tiles <= clusters / h_kv / b / splits) break;
+  }
+  if (head_tiles > kMaxExtent / h_kv / b / splits) {
+    return "there are too many tiles of rows: " + std::to_string(head_tiles) + " x " + std::to_string(h_kv) +
+           " KV heads x " + std::to_string(b) + " sequences x " + std::to_string(splits) + " splits, the limit is " +
+           std::to_string(kMaxExtent);
+  }
+  const int64_t max_heads = kMaxStrideBytes / (d * ElementBytes(type));
+  if (h_q > max_heads / s_q) return TooLarge("s_q * h_q", s_q * h_q, max_heads);
+  const int64_t work = head_tiles * h_kv * b * splits;
+  *tiling = {.inner = inner,
+             .outer = outer,
+             .box_inner = box_inner,
+             .box_outer = box_outer,
+             .tiles_inner = tiles_inner,
+             .tiles_outer = tiles_outer,
+             .grid = U32(std::min(work, clusters) * tiles.cluster)};
+  return "";
+}
+
+// abi.TILING.
+template <typename FamilyArguments>
+void SetTiling(const RowShape& shape, const Tiling& n, FamilyArguments* x) {
+  x->s_q = I32(shape.s_q);
+  x->group = I32(shape.h_q / shape.h_kv);
+  x->h_kv = I32(shape.h_kv);
+  x->inner = I32(n.inner);
+  x->outer = I32(n.outer);
+  x->box_inner = I32(n.box_inner);
+  x->box_outer = I32(n.box_outer);
+  x->tiles_inner = I32(n.tiles_inner);
+  x->tiles_outer = I32(n.tiles_outer);
+  x->pairs = I32(shape.h_kv * shape.b);
+  x->splits = I32(shape.splits);
+}
+
+// abi.rows: an array like q, [d, inner, outer, h_kv, b].
+inline TensorArgument Rows(const RowShape& shape, const Tiling& n, void* address) {
+  const auto& [b, s_q, h_q, h_kv, d, splits, type] = shape;
+  const int64_t element = ElementBytes(type), head = d * element;
+  return {.map = {.rank = 5,
+                  .type = U32(type),
+                  .swizzle = kSwizzle128B,
+                  .box = {U32(128 / element), U32(n.box_inner), U32(n.box_outer), 1, 1},
+                  .extents = {U64(d), U64(n.inner), U64(n.outer), U64(h_kv), U64(b)},
+                  .strides = {U64(head), U64(h_q * head), U64(h_q / h_kv * head), U64(s_q * h_q * head)}},
+          .extents = {I32(n.inner), I32(n.outer), I32(h_kv), I32(b)},
+          .address = address};
+}
+
+// abi.keys: an array like k, [d, s_kv, h_kv, b], of which a tile has tile_n keys.
+inline TensorArgument Keys(const RowShape& shape, int64_t s_kv, int64_t tile_n, void* address) {
+  const auto& [b, s_q, h_q, h_kv, d, splits, type] = shape;
+  const int64_t element = ElementBytes(type), head = d * element;
+  return {.map = {.rank = 4,
+                  .type = U32(type),
+                  .swizzle = kSwizzle128B,
+                  .box = {U32(128 / element), U32(tile_n), 1, 1},
+                  .extents = {U64(d), U64(s_kv), U64(h_kv), U64(b)},
+                  .strides = {U64(h_kv * head), U64(head), U64(s_kv * h_kv * head)}},
+          .extents = {I32(s_kv), I32(h_kv), I32(b)},
+          .address = address};
+}
+
+// abi.source_blocks: one source of several.  Returns why it cannot: empty on success.
+template <typename Source>
+std::string SetSource(const RowShape& shape, const Tiles& tiles, const SourceShape& source, const SourceAddresses& at,
+                      bool first, Source* x) {
+  const std::string s_kv = first ? "s_kv" : "s_kv of the second keys";
+  const int64_t max_heads = kMaxStrideBytes / (shape.d * ElementBytes(shape.type));
+  if (std::string error = OutOfRange(s_kv, source.s_kv); !error.empty()) return error;
+  if (source.kind != kSpan) {
+    if (std::string error = OutOfRange("topk", source.topk); !error.empty()) return error;
+  } else if (!tiles.gathers && shape.h_kv > max_heads / source.s_kv) {
+    return TooLarge(s_kv + " * h_kv", source.s_kv * shape.h_kv, max_heads);
+  }
+  x->k = Keys(shape, source.s_kv, tiles.tile_n, at.k);
+  if constexpr (requires { x->v; }) x->v = Keys(shape, source.s_kv, tiles.tile_n, at.v);
+  if constexpr (requires { x->start; }) x->start = at.from, x->stop = at.to;
+  if constexpr (requires { x->indices; }) {
+    x->indices = at.from, x->length = at.to;
+    x->s_batch = I32(source.s_batch), x->topk = I32(source.topk);
+  }
+  x->s_kv = I32(source.s_kv);
+  return "";
+}
+
+}  // namespace dsv4_fmha

@@ -1,0 +1,229 @@
+"""The launch ABI, as data: what sets the variants of each family of ops apart, and what their kernels are handed.
+
+The build expects these parameters of a cubin, the C++ launcher fills them in by name (`kernels/tables.py` generates its
+structs and their order from here), and the manifest and the tests call them by name. Nothing restates them.
+
+A family is a class of variants. Its fields are the compile-time choices that a call must match; one that begins with
+`max_` is a limit instead: of the variants whose limit a call keeps, it gets the one with the lowest.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+ANY = 2**31 - 1  # a limit that is none
+
+KINDS = {  # of a parameter: its bytes
+    "map": 128,  # a TMA descriptor of an array, then the array's dynamic extents
+    "extents3": 3 * 4,
+    "extents4": 4 * 4,
+    "address": 8,
+    "int32": 4,
+    "float32": 4,
+}
+
+
+@dataclass(frozen=True)
+class Param:
+    """One parameter of a kernel."""
+
+    field: str  # of the family's arguments
+    kind: str
+    source: int | None = None  # which source of keys it belongs to
+
+    @property
+    def name(self) -> str:
+        part = {"map": ".map", "extents3": ".extents", "extents4": ".extents"}.get(self.kind, "")
+        return self.field + ("" if self.source is None else str(self.source)) + part
+
+    @property
+    def bytes(self) -> int:
+        return KINDS[self.kind]
+
+
+Params = tuple[Param, ...]
+
+
+def each(kind: str, *names: str, source: int | None = None) -> Params:
+    return tuple(Param(name, kind, source) for name in names)
+
+
+def rows(*names: str) -> Params:
+    """Maps of arrays like q: [d, inner, outer, h_kv, b]."""
+    return tuple(Param(name, kind) for name in names for kind in ("map", "extents4"))
+
+
+def keys(*names: str, source: int) -> Params:
+    """Maps of arrays like k: [d, s_kv, h_kv, b]."""
+    return tuple(Param(name, kind, source) for name in names for kind in ("map", "extents3"))
+
+
+TILING = each(
+    "int32",
+    *("s_q", "group", "h_kv", "inner", "outer", "box_inner", "box_outer", "tiles_inner", "tiles_outer", "pairs"),
+    "splits",
+)
+"""How the rows of q are cut into tiles: `kernels.lib.rows.Extents`."""
+
+
+def gathers(sources: tuple[str, ...]) -> bool:
+    """Whether keys differ from query to query: then a tile of rows has one query's heads, and all are gathered."""
+    return any(kind != "span" for kind in sources)
+
+
+def source_blocks(sources: tuple[str, ...], shared_kv: bool) -> Params:
+    """What a kernel is handed of each source of keys.
+
+    A source that is gathered has its keys' address, another their map; where one span of a latent is all there is, it
+    has both, for the keys that are loaded without TMA.
+    """
+    params: Params = ()
+    for i, kind in enumerate(sources):
+        if not gathers(sources):
+            params += keys(*("k",) if shared_kv else ("k", "v"), source=i)
+        if gathers(sources) or (shared_kv and sources == ("span",)):
+            params += each("address", "k", source=i)
+        if kind == "span":
+            params += each("address", "start", "stop", source=i) + each("int32", "s_kv", source=i)
+        else:
+            params += each("address", "indices", "length", source=i)
+            params += each("int32", "s_kv", "s_batch", "topk", source=i)
+    return params
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One cubin: an op for one architecture with its compile-time choices.  Everything else is decided at run time."""
+
+    op: str
+    arch: str  # "sm_90a" or "sm_100a"
+    module: str  # the module with `compile(variant, out_dir)`
+
+    family: ClassVar[str]
+
+    @property
+    def key(self) -> str:
+        """A name that is unique among the variants and fit for files and C symbols."""
+        return "_".join([self.op, self.arch, *filter(None, map(_word, self.choices.items()))])
+
+    @property
+    def choices(self) -> dict[str, Any]:
+        """By what a call finds it, beside its op and the architecture."""
+        return {f.name: getattr(self, f.name) for f in fields(self)[len(fields(Variant)) :]}
+
+    @property
+    def layout(self) -> str:
+        """A name for its parameters, which variants have in common."""
+        raise NotImplementedError
+
+    @property
+    def params(self) -> Params:
+        """What its kernel is handed, in order."""
+        raise NotImplementedError
+
+    @property
+    def gathers(self) -> bool:
+        return False
+
+    @property
+    def splits(self) -> bool:
+        """Whether the keys of a tile of rows may be split over CTAs."""
+        return False
+
+    @property
+    def evidence(self) -> str:
+        """How it is known to be right."""
+        return EVIDENCE[self.arch]
+
+
+def _word(choice: tuple[str, Any]) -> str:
+    """A choice within a key."""
+    name, value = choice
+    if isinstance(value, bool):
+        return name * value
+    if name.startswith("max_"):
+        return "" if value == ANY else f"{name[4]}{value}"
+    return f"{name}{value}" if isinstance(value, int) else str(value)
+
+
+EVIDENCE = {
+    "sm_90a": "run on hardware",
+    "sm_100a": "compiled, interpreted, not run on hardware",
+}
+
+
+@dataclass(frozen=True)
+class Forward(Variant):
+    """Attention: q, keys from one or more sources, a sink, a scale; o and lse."""
+
+    d: int  # head dimension, of keys and values alike
+    dtype: str  # "bfloat16" or "float16": q and o, and k and v unless they are packed
+    shared_kv: bool  # one array is both K and V
+    max_heads: int = ANY  # of q that it takes
+
+    family = "forward"
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return FORWARD_OPS[self.op]
+
+    @property
+    def gathers(self) -> bool:
+        return gathers(self.sources)
+
+    @property
+    def splits(self) -> bool:
+        return self.arch == "sm_90a"
+
+    @property
+    def layout(self) -> str:
+        return "_".join([self.family, *self.sources, *["shared_kv"] * self.shared_kv])
+
+    @property
+    def params(self) -> Params:
+        return (
+            *rows("q"),
+            *(rows("o") if self.shared_kv else each("address", "o")),
+            *source_blocks(self.sources, self.shared_kv),
+            *each("address", "sink", "lse", "o_parts"),
+            *each("float32", "scale_log2"),
+            *TILING,
+        )
+
+
+FORWARD_OPS = {  # the sources of keys of each op, in the order in which they are walked:
+    # "span" (an interval per query), "selection" (a list of indices per query) or "packed" (a selection of keys in FP8)
+    "fwd": ("span",),
+    "sparse_fwd": ("selection",),
+    "dsv4_sparse_fwd": ("span", "selection"),  # the window, then the top-k
+    "dsv4_dense_fwd": ("span", "span"),  # the window, then all compressed entries that are visible
+    "dsv4_decode": ("selection", "selection"),  # the window's and the top-k's entries of pools
+    "dsv4_decode_fp8": ("packed", "packed"),
+}
+
+
+@dataclass(frozen=True)
+class Combine(Variant):
+    """What the splits of a forward kernel leave, merged with the sink: o and lse."""
+
+    dtype: str  # of o
+
+    family, layout = "combine", "combine"
+
+    @property
+    def params(self) -> Params:
+        return (
+            *each("address", "o_parts", "lse_parts", "o", "sink", "lse"),
+            *each("int32", "rows", "h_q", "d", "splits"),
+        )
+
+
+FAMILIES: tuple[type[Variant], ...] = (Forward, Combine)
+
+
+def layouts(variants: Iterable[Variant]) -> dict[str, Variant]:
+    """Of every layout one variant that has it."""
+    found: dict[str, Variant] = {}
+    for variant in variants:
+        assert found.setdefault(variant.layout, variant).params == variant.params, variant.layout
+    return found
