@@ -51,7 +51,7 @@ def fmha(
             dq, sums = carry
             k, *rest = (lax.dynamic_slice_in_dim(x, i * tile, tile, 2).astype(_FP32) for x in xs)
             (v,) = rest or (k,)
-            j = i * tile + jnp.arange(tile, dtype=jnp.int32)
+            j = (i * tile + jnp.arange(tile, dtype=jnp.int32))[None, None]
             visible = ((start[..., None] <= j) & (j < stop[..., None]))[:, None, :, None]
             s = scale * einsum("bhngd,bhkd->bhngk", q, k)
             p = jnp.where(visible, jnp.exp(s - lse[..., None]), 0)
@@ -89,7 +89,7 @@ def sparse_fmha(
 
     def block(dkv: jax.Array, operands: Any) -> Any:
         q, indices, length, do, lse, weight, delta = operands
-        there = (indices >= 0) & (indices < s_kv) & (jnp.arange(topk) < length[..., None])
+        there = (indices >= 0) & (indices < s_kv) & (jnp.arange(topk, dtype=jnp.int32)[None, None] < length[..., None])
         seen = there.any(-1)
 
         def rows(x: jax.Array) -> jax.Array:
@@ -132,7 +132,7 @@ def dsv4_dense(
 
 
 def _einsum_for(dtype: Any) -> Callable[[str, jax.Array, jax.Array], jax.Array]:
-    precision = lax.Precision.HIGHEST if dtype == _FP32 else lax.Precision.DEFAULT
+    precision = lax.Precision.HIGHEST if dtype == _FP32 else None  # which is jax.default_matmul_precision
     return lambda equation, x, y: jnp.einsum(equation, x, y, precision=precision)
 
 

@@ -68,6 +68,8 @@ def operand(op: str, name: str, x: Any, shape: str, dims: dict[str, Any], dtypes
     array = jnp.asarray(x)
     if array.ndim != len(names) or any(n != dims.get(d, n) or n < 1 for d, n in zip(names, array.shape, strict=True)):
         raise error(ValueError, op, name, array, wanted)
+    if any(isinstance(n, int) and n >= 2**31 for n in array.shape):
+        raise error(ValueError, op, name, array, f"{wanted}, each < 2**31")
     dims.update(zip(names, array.shape, strict=True))
     return array
 
@@ -127,9 +129,13 @@ def scale(op: str, x: Any, d: int) -> float:
     wanted = "a finite fp32 number > 0, known while tracing"
     if isinstance(x, bool) or not isinstance(x, numbers.Real):
         raise error(TypeError, op, "scale", x, wanted)
-    if x < _TINY or not x <= _MAX:
+    try:
+        number = float(x)
+    except OverflowError:  # an int without end
+        number = math.inf
+    if not _TINY <= number <= _MAX:
         raise error(ValueError, op, "scale", x, wanted)
-    return float(x)
+    return number
 
 
 def positive(op: str, name: str, x: Any) -> Any:
@@ -148,15 +154,22 @@ def positive(op: str, name: str, x: Any) -> Any:
 
 def offset(op: str, name: str, x: Any, dims: dict[str, Any]) -> jax.Array:
     """An int, a dimension that `jax.export` leaves open, an int32 scalar or int32 [b], as int32 [1] or [b]."""
-    if jax.export.is_symbolic_dim(x):
-        return jnp.asarray(x).astype(jnp.int32)[None]
     if isinstance(x, int | np.integer) and not isinstance(x, bool):
         if not -(2**31) <= x < 2**31:
             raise error(ValueError, op, name, x, "an int32")
         return jnp.full((1,), x, jnp.int32)
+    x = narrow(x)
     if getattr(x, "shape", None) == () and x.dtype in INT:
         return jnp.asarray(x)[None]
     return operand(op, name, x, "b", dims, INT)
+
+
+def narrow(x: Any) -> Any:
+    """What stands for an int, if it is a dimension that `jax.export` leaves open or has been made 64 bits wide by
+    `jax.jit`, as int32; any other as it is."""
+    if jax.export.is_symbolic_dim(x) or (getattr(x, "weak_type", False) and x.dtype == jnp.int64):
+        return jnp.clip(x, -(2**31), 2**31 - 1).astype(jnp.int32)
+    return x
 
 
 def one_of(op: str, name: str, x: Any, choices: tuple[str | None, ...]) -> None:

@@ -82,7 +82,7 @@ def dot_product_attention(
         span &= Span(i - left, last + 1)
     if query_seq_lengths is not None:
         lengths = _check.operand(_OP, "query_seq_lengths", query_seq_lengths, "b", dims, _check.INT)
-        span &= Span(0, jnp.where(jnp.arange(t) < lengths[:, None], jnp.int32(s), 0))
+        span &= Span(0, jnp.where(jnp.arange(t, dtype=jnp.int32)[None] < lengths[:, None], jnp.int32(s), 0))
     if key_value_seq_lengths is not None:
         lengths = _check.operand(_OP, "key_value_seq_lengths", key_value_seq_lengths, "b", dims, _check.INT)
         span &= Span.lengths(lengths)

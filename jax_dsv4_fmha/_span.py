@@ -104,17 +104,15 @@ def _bound(op: str, name: str, x: Any, b: Any, s_q: Any, s_kv: Any) -> jax.Array
 
 
 def _in_32_bits(x: Any) -> Any:
-    """A bound that is an int as int32, also one that jax.jit has made 64 bits wide; any other as it is."""
+    """A bound that is an int as int32; any other as it is."""
     if isinstance(x, int) and not isinstance(x, bool):
         return jnp.int32(min(max(x, -(2**31)), 2**31 - 1))
-    if jax.export.is_symbolic_dim(x) or (getattr(x, "weak_type", False) and x.dtype == jnp.int64):
-        return jnp.clip(x, -(2**31), 2**31 - 1).astype(jnp.int32)
-    return x
+    return _check.narrow(x)
 
 
 def _positions(op: str, s_q: Any, offset: Any) -> jax.Array:
     """int32 [1, s_q] or [b, s_q], at most 2**31 - 2"""
-    i = jnp.arange(_check.positive(op, "s_q", s_q), dtype=jnp.int32)
+    i = jnp.arange(_check.positive(op, "s_q", s_q), dtype=jnp.int32)[None]
     return i + jnp.minimum(_check.offset(op, "offset", offset, {})[:, None], 2**31 - 2 - i)
 
 

@@ -63,7 +63,7 @@ def fmha(
             return jnp.any((start < stop) & (start < first + tile) & (first < stop))
 
         def logits(first: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
-            j = first + jnp.arange(tile)
+            j = (first + jnp.arange(tile, dtype=jnp.int32))[None, None]
             visible = ((start[..., None] <= j) & (j < stop[..., None]))[:, None, :, None]  # [b, 1, n, 1, tile]
             return jnp.where(visible, scale * _contract(q32, k, 3, visible), -_INF), visible
 
@@ -115,7 +115,7 @@ def sparse_fmha(
     scale = d**-0.5 if scale is None else scale
     there = (indices >= 0) & (indices < s_kv)
     if topk_length is not None:
-        there &= jnp.arange(topk) < topk_length[..., None]
+        there &= jnp.arange(topk, dtype=jnp.int32)[None, None] < topk_length[..., None]
     indices = jnp.where(there, indices, 0)
     kv32 = kv.astype(_FP32)
 
@@ -137,7 +137,7 @@ def merge(parts: Sequence[Attention], sink: jax.Array | None = None) -> Attentio
     o_parts = jnp.stack([o.astype(_FP32) for o, _ in parts])
     lse_parts = jnp.stack([lse for _, lse in parts])
     lse = _logsumexp(lse_parts, 0)
-    weights = jnp.exp(lse_parts - _finite(lse))[..., None]
+    weights = jnp.exp(lse_parts - _finite(lse)[None])[..., None]
     o = jnp.sum(weights * jnp.where(lse_parts[..., None] == -_INF, 0, o_parts), axis=0)
     return _add_sink(o, lse, sink).astype(parts[0][0].dtype), lse
 
@@ -228,8 +228,8 @@ def seen_slots(
     if any(cache.block_table is not None for cache in caches):
         caches = [cache.paged() for cache in caches]
     lengths = jnp.maximum(lengths, 0)  # or what is subtracted might wrap around
-    position = jnp.arange(s_q, dtype=jnp.int32) + (lengths[:, None] - s_q)
-    past = position[..., None] - jnp.arange(window, dtype=jnp.int32)
+    position = jnp.arange(s_q, dtype=jnp.int32)[None] + (lengths[:, None] - s_q)
+    past = position[..., None] - jnp.arange(window, dtype=jnp.int32)[None, None]
     near = caches[0].slots(jnp.where(past >= 0, past % caches[0].capacity, -1))
     sources = [(caches[0].pool(), near, jnp.clip(position + 1, 0, window))]
     if compressed_cache is None:
@@ -238,7 +238,7 @@ def seen_slots(
         assert ratio is not None
         room = caches[1].capacity
         oldest = jnp.maximum(lengths // ratio - room, 0)  # of the entries that are left, of a cache that has run over
-        entries = oldest[:, None] + jnp.arange(room, dtype=jnp.int32)
+        entries = oldest[:, None] + jnp.arange(room, dtype=jnp.int32)[None]
         slots = jnp.broadcast_to(caches[1].slots(entries % room)[:, None], (*position.shape, room))
         seen = (position + 1) // ratio - oldest[:, None]
     else:
@@ -297,7 +297,7 @@ def _logsumexp(x: jax.Array, axis: int) -> jax.Array:
 
 def _add_sink(o: jax.Array, lse: jax.Array, sink: jax.Array | None) -> jax.Array:
     """o · exp(lse - logaddexp(lse, sink)), which is o · sigmoid(lse - sink)."""
-    return o if sink is None else o * _sigmoid(_finite(lse) - sink)[..., None]
+    return o if sink is None else o * _sigmoid(_finite(lse) - sink[None, None])[..., None]
 
 
 @jax.custom_jvp

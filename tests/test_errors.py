@@ -133,6 +133,14 @@ def test_error(op, wrong, error, message):
     assert ", built " in str(raised.value)
 
 
+@pytest.mark.parametrize("op, operand", [("fmha", "k"), ("sparse_fmha", "kv")])
+def test_more_keys_than_int32_counts(op, operand):
+    huge = jax.ShapeDtypeStruct((B, 2**31, H_KV, D) if op == "fmha" else (B, 2**31, D), jnp.bfloat16)
+    operands = {**CALLS[op], "v": None} if op == "fmha" else CALLS[op]
+    with pytest.raises(ValueError, match=rf"^{op}: {operand}: got .*2147483648.*, each < 2\*\*31, built "):
+        jax.eval_shape(lambda keys: getattr(lib, op)(**{**operands, operand: keys}), huge)
+
+
 Q512 = array(B, S_Q, H_Q, 512)
 
 
