@@ -7,6 +7,7 @@ from ._dot_product_attention import dot_product_attention
 from ._dsv4 import dsv4_attention
 from ._fmha import fmha
 from ._fp8 import dequantize_cache, quantize_cache
+from ._indexer import indexer_loss, indexer_scores, lightning_indexer, quantize_indexer
 from ._merge import merge
 from ._span import Span
 from ._sparse import sparse_fmha
@@ -19,8 +20,12 @@ __all__ = [
     "dsv4_attention",
     "dsv4_decode",
     "fmha",
+    "indexer_loss",
+    "indexer_scores",
+    "lightning_indexer",
     "merge",
     "quantize_cache",
+    "quantize_indexer",
     "reference",
     "sparse_fmha",
 ]

@@ -1,0 +1,304 @@
+"""The lightning indexer: which compressed entries a query attends to, and how that is learned."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from . import _check, _indexer_reference
+from ._span import Span
+
+E4M3 = jnp.dtype(jnp.float8_e4m3fn)
+_E4M3_MAX = 448.0
+_LEAST = 1e-4  # amax, at least: what a row of zeros is scaled by
+
+
+def lightning_indexer(
+    q: jax.Array,
+    k: jax.Array,
+    weights: jax.Array,
+    *,
+    topk: int,
+    ratio: int | None = None,
+    q_offset: Any = 0,
+    lengths: jax.Array | None = None,
+    span: Span | None = None,
+    k_scale: jax.Array | None = None,
+    return_scores: bool = False,
+    implementation: str | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """The `topk` entries that score highest for each query, of those that it may see.
+
+        I[t, s] = k_scale[s] · Σ_h weights[t, h] · ReLU(q[t, h] · k[s])    fp32 (DeepSeek-V3.2's report, §2.1)
+
+    Visible are entries `s < (t + 1) // ratio`, of the query at position `t = q_offset + i`; of these the first
+    `lengths`; of these what `span` shows. Chosen are exactly the greatest of the scores as the implementation computes
+    them; of equal ones that of the lower entry, and NaN last. They come in ascending order of entries, then -1, the
+    same on every run; so they are what `dsv4_attention` and `sparse_fmha` take as `indices`.
+
+    To autodiff the result is a constant: `indexer_scores` has gradients.
+
+    Args:
+      q: `[b, s_q, h, d]`, bfloat16, float16 or float8_e4m3fn; float32 on the reference alone.
+      k: `[b, s_c, d]` in q's dtype. Zero entries are legal: then every index is -1.
+      weights: float32 `[b, s_q, h]`, of any sign; what q was divided by, too (see `quantize_indexer`).
+      topk: an int >= 1; it may exceed s_c.
+      ratio: tokens of an entry, an int >= 1; None where `span` alone says what is visible.
+      q_offset: the position of the first query: an int, an int32 scalar or int32 `[b]`.
+      lengths: int32 `[b]`: how many entries there are.
+      span: entries that a query sees, of its own segment in packed sequences, say.
+      k_scale: float32 `[b, s_c]`, not negative; with float8_e4m3fn, and only then.
+      return_scores: whether the scores at the indices are returned too.
+      implementation: None: the kernel where there is one, else the reference; "cubin" or "reference" insist.
+
+    Returns:
+      indices int32 `[b, s_q, topk]`; with return_scores, also float32 scores `[b, s_q, topk]`, -inf where the index
+      is -1.
+
+    Raises:
+      ValueError, TypeError: operands that are not as said above.
+      NotImplementedError: "cubin", and it is not built for these operands.
+    """
+    op = "lightning_indexer"
+    dims: dict[str, Any] = {}
+    q = _check.operand(op, "q", q, "b s_q h d", dims, (*_check.FLOAT, E4M3))
+    topk = _check.positive(op, "topk", topk)
+    if not isinstance(return_scores, bool):
+        raise _check.error(TypeError, op, "return_scores", return_scores, "a bool")
+    if getattr(k, "shape", None) == (dims["b"], 0, dims["d"]):
+        indices = jnp.full((dims["b"], dims["s_q"], topk), -1, jnp.int32)
+        return (indices, jnp.full(indices.shape, -jnp.inf, jnp.float32)) if return_scores else indices
+    k = _check.operand(op, "k", k, "b s_c d", dims, (q.dtype,))
+    weights = _check.operand(op, "weights", weights, "b s_q h", dims, _check.FP32)
+    k_scale = _scale_of(op, k_scale, q.dtype, dims)
+    _without_kernel(op, implementation)
+    start, stop = _visible(op, dims, ratio, q_offset, lengths, span)
+    operands = map(lax.stop_gradient, (q, k, weights, k_scale))
+    indices, scores = _indexer_reference.select(*operands, start, stop, topk=topk)
+    return (indices, scores) if return_scores else indices
+
+
+def indexer_scores(
+    q: jax.Array, k: jax.Array, weights: jax.Array, indices: jax.Array, *, implementation: str | None = None
+) -> jax.Array:
+    """The indexer's scores at given entries, with gradients in q, k and weights.
+
+    Args:
+      q, k, weights: as in `lightning_indexer`, without float8_e4m3fn.
+      indices: int32 `[b, s_q, topk]`; one below 0 or not below s_c is absent.
+
+    Returns:
+      float32 `[b, s_q, topk]`, -inf where an index is absent; no gradient comes from there.
+
+    Raises:
+      ValueError, TypeError: operands that are not as said above.
+      NotImplementedError: "cubin", for it is not built.
+    """
+    op = "indexer_scores"
+    dims: dict[str, Any] = {}
+    q, k, weights = _trained(op, q, k, weights, dims)
+    indices = _check.operand(op, "indices", indices, "b s_q topk", dims, _check.INT)
+    _without_kernel(op, implementation)
+    return _scores_at(q, k, weights, indices)
+
+
+def indexer_loss(
+    q: jax.Array,
+    k: jax.Array,
+    weights: jax.Array,
+    attention_q: jax.Array,
+    kv: jax.Array,
+    lse: jax.Array,
+    *,
+    indices: jax.Array | None = None,
+    ratio: int | None = None,
+    q_offset: Any = 0,
+    lengths: jax.Array | None = None,
+    span: Span | None = None,
+    sink: jax.Array | None = None,
+    scale: float | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """What trains the indexer: KL(teacher ‖ student) of every query (DeepSeek-V3.2's report, §2.1).
+
+    The teacher is attention itself: Σ_h exp(scale · attention_q · kv - logaddexp(lse, sink)) at each entry, with what
+    else lse counts, a window, say, in the denominator, made to sum to 1 over the entries. The student is the softmax
+    of the indexer's scores over the same entries. These are the entries that `indices` names, no entry twice, or
+    without `indices`, as in the warm-up, all that are visible. Gradients go to q, k and weights alone.
+
+    Args:
+      q, k, weights: the indexer's, as in `indexer_scores`.
+      attention_q: `[b, s_q, h_q, d_a]`, bfloat16, float16 or float32: the queries of attention.
+      kv: `[b, s_c, d_a]` in the dtype of attention_q: the entries that attention reads.
+      lse: float32 `[b, s_q, h_q]`, as `dsv4_attention` returns it.
+      indices: int32 `[b, s_q, topk]`, as `lightning_indexer` returns them.
+      ratio, q_offset, lengths, span: what is visible, as in `lightning_indexer`; only without `indices`.
+      sink: float32 `[h_q]`, scale: as in `dsv4_attention`.
+
+    Returns:
+      float32 `[b, s_q]`; 0 for a query that has no entry, or whose heads attend to none of them.
+
+    Raises:
+      ValueError, TypeError: operands that are not as said above.
+      NotImplementedError: "cubin", for it is not built.
+    """
+    op = "indexer_loss"
+    dims: dict[str, Any] = {}
+    q, k, weights = _trained(op, q, k, weights, dims)
+    attention_q = _check.operand(op, "attention_q", attention_q, "b s_q h_q d_a", dims, _check.FLOAT)
+    kv = _check.operand(op, "kv", kv, "b s_c d_a", dims, (attention_q.dtype,))
+    lse = _check.operand(op, "lse", lse, "b s_q h_q", dims, _check.FP32)
+    sink = _check.sink(op, sink, dims)
+    scale = _check.scale(op, scale, dims["d_a"])
+    _without_kernel(op, implementation)
+    if sink is not None:
+        lse = jnp.where(lse == -jnp.inf, jnp.inf, jnp.logaddexp(lse, sink[None, None]))
+    attention_q, kv, lse = map(lax.stop_gradient, (attention_q, kv, lse))
+    if indices is None:
+        start, stop = _visible(op, dims, ratio, q_offset, lengths, span)
+        return _dense_loss(scale, q, k, weights, attention_q, kv, lse, start, stop)
+    for name, x in (("ratio", ratio), ("lengths", lengths), ("span", span)):
+        if x is not None:
+            raise _check.error(ValueError, op, name, x, "None with indices")
+    indices = _check.operand(op, "indices", indices, "b s_q topk", dims, _check.INT)
+    (target,) = _indexer_reference.attention_at(attention_q, kv, lse, indices, scale=scale)
+    there = (indices >= 0) & (indices < dims["s_c"])
+    return _divergence(_scores_at(q, k, weights, indices), target, there)
+
+
+def quantize_indexer(
+    q: jax.Array, k: jax.Array, weights: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Operands of `lightning_indexer` in 8 bits: (q, k, weights, k_scale), so that I means the same.
+
+    A row is divided by scale = max(max |row|, 1e-4) / 448 and rounded to float8_e4m3fn. The scales of q, one for each
+    query and head, are multiplied into weights, for ReLU lets them through; those of k are k_scale. Rows are best
+    turned by a Hadamard matrix first, q and k alike, as DeepSeek-V4's are: it spreads what is large over all of d.
+
+    Args:
+      q: `[b, s_q, h, d]`; k: `[b, s_c, d]`, both bfloat16, float16 or float32.
+      weights: float32 `[b, s_q, h]`.
+
+    Returns:
+      q and k as float8_e4m3fn, weights float32 `[b, s_q, h]`, k_scale float32 `[b, s_c]`.
+
+    Raises:
+      ValueError, TypeError: operands that are not as said above.
+    """
+    op = "quantize_indexer"
+    dims: dict[str, Any] = {}
+    q = _check.operand(op, "q", q, "b s_q h d", dims, _check.FLOAT)
+    k = _check.operand(op, "k", k, "b s_c d", dims, _check.FLOAT)
+    weights = _check.operand(op, "weights", weights, "b s_q h", dims, _check.FP32)
+    q, q_scale = _quantize(q)
+    k, k_scale = _quantize(k)
+    return q, k, weights * q_scale, k_scale
+
+
+def _quantize(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x = x.astype(jnp.float32)
+    scale = jnp.maximum(jnp.max(jnp.abs(x), -1), _LEAST) / _E4M3_MAX
+    scaled = jnp.clip(
+        x / scale[..., None], -_E4M3_MAX, _E4M3_MAX
+    )  # a quotient may be rounded to more than the greatest
+    return scaled.astype(E4M3), scale
+
+
+# Operands
+
+
+def _trained(op: str, q: Any, k: Any, weights: Any, dims: dict[str, Any]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    q = _check.operand(op, "q", q, "b s_q h d", dims, _check.FLOAT)
+    k = _check.operand(op, "k", k, "b s_c d", dims, (q.dtype,))
+    return q, k, _check.operand(op, "weights", weights, "b s_q h", dims, _check.FP32)
+
+
+def _scale_of(op: str, k_scale: Any, dtype: Any, dims: dict[str, Any]) -> jax.Array:
+    if dtype == E4M3:
+        return _check.operand(op, "k_scale", k_scale, "b s_c", dims, _check.FP32)
+    if k_scale is not None:
+        raise _check.error(ValueError, op, "k_scale", k_scale, f"None with {dtype}: only float8_e4m3fn has scales")
+    return jnp.ones((dims["b"], dims["s_c"]), jnp.float32)
+
+
+def _visible(
+    op: str, dims: dict[str, Any], ratio: Any, q_offset: Any, lengths: Any, span: Any
+) -> tuple[jax.Array, jax.Array]:
+    """start and stop, int32 `[b, s_q]`, of the entries that queries see."""
+    b, s_q, s_c = dims["b"], dims["s_q"], dims["s_c"]
+    if ratio is None and span is None:
+        raise _check.error(ValueError, op, "ratio", ratio, "an int >= 1, or a span")
+    if span is not None and not isinstance(span, Span):
+        raise _check.error(TypeError, op, "span", span, "a Span")
+    rules = [] if span is None else [span]
+    offset = _check.offset(op, "q_offset", q_offset, dims)
+    if ratio is not None:
+        rules.append(Span.compressed(s_q, _check.positive(op, "ratio", ratio), offset))
+    if lengths is not None:
+        rules.append(Span.lengths(_check.operand(op, "lengths", lengths, "b", dims, _check.INT)))
+    starts, stops = zip(*(rule.bounds(b, s_q, s_c, op) for rule in rules), strict=True)
+    return functools.reduce(jnp.maximum, starts), functools.reduce(jnp.minimum, stops)
+
+
+def _without_kernel(op: str, implementation: Any) -> None:
+    _check.implementation(op, implementation)
+    if implementation == "cubin":
+        raise _check.error(NotImplementedError, op, "implementation", "'cubin'", "None or 'reference'")
+
+
+# Gradients
+
+
+@jax.custom_vjp
+def _scores_at(q: jax.Array, k: jax.Array, weights: jax.Array, indices: jax.Array) -> jax.Array:
+    (scores,) = _indexer_reference.scores_at(q, k, weights, indices)
+    return scores
+
+
+def _scores_fwd(*operands: jax.Array) -> Any:
+    return _scores_at(*operands), operands
+
+
+def _scores_bwd(operands: Any, cotangent: jax.Array) -> Any:
+    gradients = _indexer_reference.scores_at_gradient(*operands, cotangent)
+    return *(g.astype(x.dtype) for g, x in zip(gradients, operands, strict=False)), None
+
+
+_scores_at.defvjp(_scores_fwd, _scores_bwd)
+
+
+@jax.custom_vjp
+def _divergence(scores: jax.Array, target: jax.Array, there: jax.Array) -> jax.Array:
+    return _indexer_reference.divergence(scores, target, there)
+
+
+def _divergence_fwd(*operands: jax.Array) -> Any:
+    return _divergence(*operands), operands
+
+
+def _divergence_bwd(operands: Any, cotangent: jax.Array) -> Any:
+    return _indexer_reference.divergence_gradient(*operands) * cotangent[..., None], None, None
+
+
+_divergence.defvjp(_divergence_fwd, _divergence_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _dense_loss(scale: float, *operands: jax.Array) -> jax.Array:
+    (loss,) = _indexer_reference.dense_loss(*operands, scale=scale)
+    return loss
+
+
+def _dense_fwd(scale: float, *operands: jax.Array) -> Any:
+    return _dense_loss(scale, *operands), operands
+
+
+def _dense_bwd(scale: float, operands: Any, cotangent: jax.Array) -> Any:
+    gradients = _indexer_reference.dense_loss_gradient(*operands, cotangent, scale=scale)
+    trained = (g.astype(x.dtype) for g, x in zip(gradients, operands, strict=False))
+    return *trained, *(None for _ in operands[3:])
+
+
+_dense_loss.defvjp(_dense_fwd, _dense_bwd)

@@ -1,0 +1,299 @@
+"""The lightning indexer in plain `jnp`: what defines its ops, fp32 inside, a block of queries at a time.
+
+    I[t, s] = Σ_h w[t, h] · ReLU(q[t, h] · k[s])      fp32; times k_scale[s] where keys are e4m3
+
+Operands are taken as they are: the ops of the package check them first. What a query does not see cannot reach it, NaN
+included. The gradients are written out, for they keep no score: both ways a block is computed anew.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Arrays = tuple[jax.Array, ...]
+
+_BLOCK = 2**24  # products of a query and a key, by head, that are alive at a time
+_FP32 = jnp.float32
+_INF = float("inf")
+_NEVER = -(2**31)  # the rank of an entry that a query does not see
+_NAN = _NEVER + 1  # of a NaN
+
+
+# Choosing entries
+
+
+@functools.partial(jax.jit, static_argnames="topk")
+def select(
+    q: jax.Array,
+    k: jax.Array,
+    weights: jax.Array,
+    k_scale: jax.Array,
+    start: jax.Array,
+    stop: jax.Array,
+    *,
+    topk: int,
+) -> Arrays:
+    """indices int32 and their scores, `[b, s_q, topk]`, of the entries start <= s < stop; both int32 `[b, s_q]`."""
+    s_c = k.shape[1]
+    k32 = k.astype(_FP32)
+
+    def block(q: jax.Array, weights: jax.Array, start: jax.Array, stop: jax.Array) -> Arrays:
+        s = scores(q, k32, weights) * k_scale[:, None]
+        j = jnp.arange(s_c, dtype=jnp.int32)[None, None]
+        return best(s, (start[..., None] <= j) & (j < stop[..., None]), topk)
+
+    b, _, h, _ = q.shape
+    size = _queries(b, h, s_c)
+    indices, values = over_queries(block, size, q, weights, start, stop)
+    return indices, values
+
+
+def scores(q: jax.Array, k: jax.Array, weights: jax.Array) -> jax.Array:
+    """I, fp32 `[b, n, s]`, of q `[b, n, h, d]`, k `[b, s, d]` and weights `[b, n, h]`."""
+    return _weighted(_relu(_einsum("bnhd,bsd->bnhs", q.astype(_FP32), k.astype(_FP32))), weights)
+
+
+def best(scores: jax.Array, visible: jax.Array, topk: int) -> Arrays:
+    """The entries with the `topk` greatest scores, ascending, and these scores; -1 and -inf where fewer are visible.
+
+    Of equal scores that of the lower entry wins; -0 equals 0. NaN is less than any number.
+    """
+    n = scores.shape[-1]
+    rank = jnp.where(visible, rank_of(scores), _NEVER)
+    chosen, where = lax.top_k(rank, min(topk, n))
+    indices = jnp.where(chosen == _NEVER, n, where).astype(jnp.int32)
+    if topk > n:
+        indices = jnp.pad(indices, [(0, 0)] * (indices.ndim - 1) + [(0, topk - n)], constant_values=n)
+    indices = jnp.sort(indices, -1)
+    there = indices < n
+    values = jnp.take_along_axis(scores, jnp.where(there, indices, 0), -1)
+    return jnp.where(there, indices, -1), jnp.where(there, values, -_INF)
+
+
+def rank_of(x: jax.Array) -> jax.Array:
+    """int32 that are ordered as the fp32 numbers x: -0 equals 0, NaN comes before -inf; none is the least int32."""
+    bits = lax.bitcast_convert_type(jnp.where(x == 0, 0, x), jnp.int32)
+    return jnp.where(jnp.isnan(x), _NAN, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+
+
+# Scores at given entries
+
+
+@jax.jit
+def scores_at(q: jax.Array, k: jax.Array, weights: jax.Array, indices: jax.Array) -> Arrays:
+    """(I at the entries that indices `[b, s_q, topk]` name,), -inf where they name none."""
+    k32 = k.astype(_FP32)
+
+    def block(q: jax.Array, weights: jax.Array, indices: jax.Array) -> Arrays:
+        keys, there = _named(k32, indices)
+        s = _weighted(_relu(_einsum("bnhd,bntd->bnht", q.astype(_FP32), keys)), weights)
+        return (jnp.where(there, s, -_INF),)
+
+    return over_queries(block, _gathered(q, indices), q, weights, indices)
+
+
+@jax.jit
+def scores_at_gradient(q: jax.Array, k: jax.Array, weights: jax.Array, indices: jax.Array, di: jax.Array) -> Arrays:
+    """(dq, dk, dweights), fp32, of the cotangent di `[b, s_q, topk]`, of which absent entries are ignored."""
+    k32 = k.astype(_FP32)
+
+    def block(dk: jax.Array, q: jax.Array, weights: jax.Array, indices: jax.Array, di: jax.Array) -> Any:
+        keys, there = _named(k32, indices)
+        q32 = q.astype(_FP32)
+        s = _einsum("bnhd,bntd->bnht", q32, keys)
+        di = jnp.where(there, di, 0)
+        ds = jnp.where(s > 0, weights[..., None] * di[:, :, None], 0)
+        dkeys = _einsum("bnht,bnhd->bntd", ds, q32)
+        dk = jax.vmap(lambda dk, i, x: dk.at[i].add(x))(dk, jnp.where(there, indices, 0), dkeys)
+        return dk, (_einsum("bnht,bntd->bnhd", ds, keys), _einsum("bnht,bnt->bnh", _relu(s), di))
+
+    dk, (dq, dweights) = scan_queries(block, jnp.zeros_like(k32), _gathered(q, indices), q, weights, indices, di)
+    return dq, dk, dweights
+
+
+# Training: the teacher, and the loss over all visible entries
+
+
+@functools.partial(jax.jit, static_argnames="scale")
+def attention_at(q: jax.Array, kv: jax.Array, lse: jax.Array, indices: jax.Array, *, scale: float) -> Arrays:
+    """(Σ_h exp(scale · q·kv - lse) at the entries that indices name,), 0 where they name none."""
+    kv32 = kv.astype(_FP32)
+
+    def block(q: jax.Array, lse: jax.Array, indices: jax.Array) -> Arrays:
+        keys, there = _named(kv32, indices)
+        p = _probabilities(_einsum("bnhd,bntd->bnht", q.astype(_FP32), keys), lse, scale)
+        return (jnp.where(there, p, 0),)
+
+    return over_queries(block, _gathered(q, indices), q, lse, indices)
+
+
+@functools.partial(jax.jit, static_argnames="scale")
+def dense_loss(
+    q: jax.Array,
+    k: jax.Array,
+    weights: jax.Array,
+    attention_q: jax.Array,
+    kv: jax.Array,
+    lse: jax.Array,
+    start: jax.Array,
+    stop: jax.Array,
+    *,
+    scale: float,
+) -> Arrays:
+    """(KL(teacher ‖ student) over the entries start <= s < stop `[b, s_q]`,); lse `[b, s_q, h]` counts the sink."""
+    both = _Both(q, k, kv, scale)
+
+    def block(*rows: jax.Array) -> Arrays:
+        i, target, visible = both.at(*rows)
+        return (divergence(i, target, visible),)
+
+    return over_queries(block, both.size(attention_q), q, weights, attention_q, lse, start, stop)
+
+
+@functools.partial(jax.jit, static_argnames="scale")
+def dense_loss_gradient(
+    q: jax.Array,
+    k: jax.Array,
+    weights: jax.Array,
+    attention_q: jax.Array,
+    kv: jax.Array,
+    lse: jax.Array,
+    start: jax.Array,
+    stop: jax.Array,
+    cotangent: jax.Array,
+    *,
+    scale: float,
+) -> Arrays:
+    """(dq, dk, dweights), fp32, of the cotangent of `dense_loss`, `[b, s_q]`."""
+    both = _Both(q, k, kv, scale)
+
+    def block(dk: jax.Array, cotangent: jax.Array, *rows: jax.Array) -> Any:
+        q, weights = rows[:2]
+        i, target, visible = both.at(*rows)
+        di = divergence_gradient(i, target, visible) * cotangent[..., None]
+        q32 = q.astype(_FP32)
+        s = _einsum("bnhd,bsd->bnhs", q32, both.k)
+        ds = jnp.where((s > 0) & visible[:, :, None], weights[..., None] * di[:, :, None], 0)
+        dweights = _einsum("bnhs,bns->bnh", jnp.where(visible[:, :, None], _relu(s), 0), di)
+        return dk + _einsum("bnhs,bnhd->bsd", ds, q32), (_einsum("bnhs,bsd->bnhd", ds, both.finite_k), dweights)
+
+    rows = (cotangent, q, weights, attention_q, lse, start, stop)
+    dk, (dq, dweights) = scan_queries(block, jnp.zeros(k.shape, _FP32), both.size(attention_q), *rows)
+    return dq, dk, dweights
+
+
+class _Both:
+    """The scores and the teacher of a block of queries, over all entries."""
+
+    def __init__(self, q: jax.Array, k: jax.Array, kv: jax.Array, scale: float) -> None:
+        self.k, self.kv, self.scale, self.heads = k.astype(_FP32), kv.astype(_FP32), scale, q.shape[2]
+        self.finite_k = jnp.where(jnp.isfinite(self.k), self.k, 0)  # for an entry that nobody sees times 0
+
+    def size(self, attention_q: jax.Array) -> int:
+        b, _, h, _ = attention_q.shape
+        return _queries(b, h + self.heads, self.k.shape[1])
+
+    def at(self, q: Any, weights: Any, attention_q: Any, lse: Any, start: Any, stop: Any) -> Arrays:
+        j = jnp.arange(self.k.shape[1], dtype=jnp.int32)[None, None]
+        visible = (start[..., None] <= j) & (j < stop[..., None])
+        logits = _einsum("bnhd,bsd->bnhs", attention_q.astype(_FP32), self.kv)
+        target = jnp.where(visible, _probabilities(logits, lse, self.scale), 0)
+        return jnp.where(visible, scores(q, self.k, weights), -_INF), target, visible
+
+
+def divergence(scores: jax.Array, target: jax.Array, there: jax.Array) -> jax.Array:
+    """KL(p ‖ softmax(scores)) over the last axis where `there`, with p = target / Σ target; 0 without a target."""
+    p = _normalised(target, there)
+    some = p > 0
+    log_p = jnp.log(jnp.where(some, p, 1))
+    return jnp.sum(jnp.where(some, p * (log_p - _log_softmax(scores, there)), 0), -1)
+
+
+def divergence_gradient(scores: jax.Array, target: jax.Array, there: jax.Array) -> jax.Array:
+    """That of `divergence` in the scores: softmax(scores) - p."""
+    p = _normalised(target, there)
+    student = jnp.where(there, jnp.exp(_log_softmax(scores, there)), 0)
+    return jnp.where(jnp.any(p > 0, -1, keepdims=True), student - p, 0)
+
+
+def _normalised(target: jax.Array, there: jax.Array) -> jax.Array:
+    target = jnp.where(there, target, 0)
+    total = jnp.sum(target, -1, keepdims=True)
+    return target / jnp.where(total > 0, total, 1)
+
+
+def _log_softmax(scores: jax.Array, there: jax.Array) -> jax.Array:
+    """0 where there is nothing."""
+    kept = jnp.where(there, scores, -_INF)
+    top = jnp.max(kept, -1, keepdims=True)
+    shifted = jnp.where(there, scores - jnp.where(there.any(-1, keepdims=True), top, 0), -_INF)
+    total = jnp.sum(jnp.exp(shifted), -1, keepdims=True)
+    return jnp.where(there, shifted - jnp.log(jnp.where(total > 0, total, 1)), 0)
+
+
+def _probabilities(logits: jax.Array, lse: jax.Array, scale: float) -> jax.Array:
+    """Σ_h exp(scale · logits - lse), of logits `[b, n, h, s]`; a head that saw nothing but its sink adds nothing."""
+    lse = lse[..., None]
+    return jnp.sum(jnp.where(jnp.isinf(lse), 0, jnp.exp(scale * logits - lse)), 2)
+
+
+def _weighted(x: jax.Array, weights: jax.Array) -> jax.Array:
+    return _einsum("bnhs,bnh->bns", x, weights)
+
+
+def _relu(x: jax.Array) -> jax.Array:
+    return jnp.maximum(x, 0)
+
+
+def _einsum(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.einsum(equation, x, y, precision=lax.Precision.HIGHEST)
+
+
+def _named(keys: jax.Array, indices: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The rows `[b, n, t, d]` of keys `[b, s, d]` that indices `[b, n, t]` name, 0 for none; where they name one."""
+    there = (indices >= 0) & (indices < keys.shape[1])
+    rows = jax.vmap(lambda keys, indices: keys[indices])(keys, jnp.where(there, indices, 0))
+    return jnp.where(there[..., None], rows, 0), there
+
+
+# Blocks of queries
+
+
+def _queries(b: Any, heads: Any, keys: Any) -> int:
+    """How many queries make a block."""
+    return max(1, _BLOCK // math.prod(n for n in (b, heads, keys) if isinstance(n, int)))
+
+
+def _gathered(q: jax.Array, indices: jax.Array) -> int:
+    b, _, h, d = q.shape
+    return _queries(b, max(h, d), indices.shape[2])
+
+
+def over_queries(block: Callable[..., Arrays], size: int, *rows: jax.Array) -> Arrays:
+    """block(*rows) over rows `[b, s_q, …]`, `size` queries at a time; the last block is filled up with 0."""
+    _, results = scan_queries(lambda nothing, *rows: (nothing, block(*rows)), None, size, *rows)
+    return results
+
+
+def scan_queries(block: Callable[..., Any], carry: Any, size: int, *rows: jax.Array) -> Any:
+    """carry, results = block(carry, *rows), block after block."""
+    s_q = rows[0].shape[1]
+    if isinstance(s_q, int) and s_q <= size:
+        return block(carry, *rows)
+    n = -(-s_q // size)
+
+    def split(x: jax.Array) -> jax.Array:
+        x = jnp.pad(x, [(0, 0), (0, n * size - s_q)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(x.shape[0], n, size, *x.shape[2:]), 1, 0)
+
+    def join(x: jax.Array) -> jax.Array:
+        x = jnp.moveaxis(x, 0, 1)
+        return x.reshape(x.shape[0], n * size, *x.shape[3:])[:, :s_q]
+
+    carry, results = lax.scan(lambda carry, rows: block(carry, *rows), carry, tuple(map(split, rows)))
+    return carry, tuple(map(join, results))

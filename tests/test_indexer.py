@@ -1,0 +1,350 @@
+"""The lightning indexer: what it chooses and what it learns from, against loops in float64 and differences."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import jax_dsv4_fmha as lib
+from jax_dsv4_fmha import (
+    Span,
+    _indexer_reference,
+    indexer_loss,
+    indexer_scores,
+    lightning_indexer,
+    quantize_indexer,
+)
+
+B, S_Q, S_C, H, D = 2, 6, 23, 4, 16
+H_A, D_A = 3, 8
+
+
+def normal(seed, *shape, dtype=np.float32):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def operands(dtype=jnp.float32, b=B, s_q=S_Q, s_c=S_C, h=H):
+    return normal(0, b, s_q, h, D, dtype=dtype), normal(1, b, s_c, D, dtype=dtype), normal(2, b, s_q, h)
+
+
+def f64(*arrays):
+    return [np.asarray(x, np.float64) for x in arrays]
+
+
+def scores_by_loop(q, k, weights, k_scale=None):
+    """float64 [b, s_q, s_c], one query and head at a time."""
+    q, k, weights = f64(q, k, weights)
+    s = np.zeros((q.shape[0], q.shape[1], k.shape[1]))
+    for n, i, h in np.ndindex(*weights.shape):
+        s[n, i] += weights[n, i, h] * np.maximum(k[n] @ q[n, i, h], 0.0)
+    return s if k_scale is None else s * np.asarray(k_scale)[:, None]
+
+
+def chosen_by_loop(scores, visible, topk):
+    """By sorting: greatest first, lower entry first, NaN last; then ascending."""
+    indices = np.full((*scores.shape[:2], topk), -1)
+    for n, i in np.ndindex(*scores.shape[:2]):
+        entries = [j for j in range(scores.shape[2]) if visible[n, i, j]]
+        best = sorted(entries, key=lambda j: (np.isnan(scores[n, i, j]), -scores[n, i, j], j))[:topk]
+        indices[n, i, : len(best)] = sorted(best)
+    return indices
+
+
+def past(ratio, q_offset=0, s_q=S_Q, s_c=S_C, b=B):
+    position = np.arange(s_q) + np.broadcast_to(np.asarray(q_offset), (b,))[:, None]
+    return np.arange(s_c) < ((position + 1) // ratio)[..., None]
+
+
+@pytest.mark.parametrize("topk", [1, 7, S_C, S_C + 5])
+@pytest.mark.parametrize("ratio", [1, 4])
+def test_chooses_what_a_loop_chooses(topk, ratio):
+    q, k, weights = operands()
+    offset = jnp.array([3, 60], jnp.int32)
+    indices, scores = lightning_indexer(q, k, weights, topk=topk, ratio=ratio, q_offset=offset, return_scores=True)
+    want = scores_by_loop(q, k, weights)
+    np.testing.assert_array_equal(indices, chosen_by_loop(want, past(ratio, offset), topk))
+    there = np.asarray(indices) >= 0
+    named = np.take_along_axis(want, np.where(there, indices, 0), -1)
+    np.testing.assert_allclose(np.where(there, scores, 0), np.where(there, named, 0), rtol=1e-5, atol=1e-5)
+    assert (np.asarray(scores)[~there] == -np.inf).all()
+
+
+def test_ties_go_to_the_lower_entry_and_nan_loses():
+    k = jnp.zeros((1, 9, D)).at[0, :, 0].set(jnp.array([1.0, 2, 2, jnp.nan, 0, 2, -5, -7, 1]))
+    q = jnp.zeros((1, 1, 1, D)).at[..., 0].set(1.0)
+    for sign, topk, want in (
+        (1, 2, [1, 2]),  # the first two of three 2s
+        (1, 4, [0, 1, 2, 5]),
+        (1, 8, [0, 1, 2, 4, 5, 6, 7, 8]),  # NaN after the zeros
+        (-1, 2, [4, 6]),  # -0 for what ReLU cut, which equals 0
+        (-1, 9, list(range(9))),
+    ):
+        got = lightning_indexer(q, k, jnp.full((1, 1, 1), float(sign)), topk=topk, ratio=1, q_offset=8)
+        np.testing.assert_array_equal(got[0, 0], want)
+
+
+def test_infinite_scores_keep_their_order():
+    x = jnp.array([[[-jnp.inf, jnp.nan, 1.0, jnp.inf, -1.0, -0.0, 0.0, jnp.nan]]])
+    for topk, want in ((1, [3]), (3, [2, 3, 5]), (4, [2, 3, 5, 6]), (5, [2, 3, 4, 5, 6]), (6, [0, 2, 3, 4, 5, 6])):
+        indices, _ = _indexer_reference.best(x, jnp.ones(x.shape, bool), topk)
+        np.testing.assert_array_equal(indices[0, 0], want)
+
+
+def test_what_nobody_sees_reaches_nobody():
+    q, k, weights = operands()
+    lengths = jnp.array([9, 20], jnp.int32)
+    call = functools.partial(lightning_indexer, topk=6, ratio=1, q_offset=30, lengths=lengths, return_scores=True)
+    want = call(q, k, weights)
+    hidden = np.arange(S_C) >= np.asarray(lengths)[:, None]
+    for bad in (jnp.nan, 1e30):
+        for x, y in zip(call(q, jnp.where(hidden[..., None], bad, k), weights), want, strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+def test_packed_segments():
+    """Two documents in a row of a batch are two rows of a batch."""
+    q, k, weights = operands(b=1, s_q=8, s_c=16)
+    first = lightning_indexer(q[:, :4], k[:, :8], weights[:, :4], topk=3, ratio=1, q_offset=4)
+    second = lightning_indexer(q[:, 4:], k[:, 8:], weights[:, 4:], topk=3, ratio=1, q_offset=4)
+    start = jnp.array([0] * 4 + [8] * 4, jnp.int32)
+    stop = start + jnp.array([5, 6, 7, 8] * 2, jnp.int32)
+    both = lightning_indexer(q, k, weights, topk=3, span=Span(start, stop))
+    np.testing.assert_array_equal(both, jnp.concatenate([first, second + 8], 1))
+
+
+def test_8_bits_mean_the_same():
+    q, k, weights = operands(jnp.bfloat16)
+    q8, k8, w8, k_scale = quantize_indexer(q * 3, k.at[0, 5].set(0), weights)
+    assert np.isfinite(f64(q8)[0]).all() and q8.dtype == k8.dtype == jnp.float8_e4m3fn
+    indices, scores = lightning_indexer(
+        q8, k8, w8, topk=S_C, ratio=1, q_offset=S_C, k_scale=k_scale, return_scores=True
+    )
+    np.testing.assert_allclose(scores, scores_by_loop(q8, k8, w8, k_scale), rtol=1e-5, atol=1e-4)
+    exact = scores_by_loop(q * 3, k.at[0, 5].set(0), weights)
+    assert np.linalg.norm(scores - exact) < 0.05 * np.linalg.norm(exact)
+    np.testing.assert_array_equal(indices, np.broadcast_to(np.arange(S_C), indices.shape))
+
+
+def test_blocks_of_queries_are_the_whole(monkeypatch):
+    q, k, weights = operands()
+    whole = lightning_indexer(q, k, weights, topk=5, ratio=1, q_offset=9)
+    monkeypatch.setattr(_indexer_reference, "_BLOCK", 4 * B * H * S_C)  # queries: the last block is not full
+    jax.clear_caches()
+    np.testing.assert_array_equal(lightning_indexer(q, k, weights, topk=5, ratio=1, q_offset=9), whole)
+    jax.clear_caches()
+
+
+def test_no_entries_yet():
+    q, k, weights = operands()
+    indices, scores = lightning_indexer(q, k[:, :0], weights, topk=3, ratio=4, return_scores=True)
+    assert (indices == -1).all() and (scores == -jnp.inf).all() and indices.shape == (B, S_Q, 3)
+
+
+# Gradients, against differences in float64
+
+
+def named():
+    indices = np.random.default_rng(5).integers(-2, S_C + 2, (B, S_Q, 7), np.int32)
+    indices[0, 1] = -1  # a query without entries
+    return jnp.asarray(indices)
+
+
+def scores_at_by_loop(q, k, weights, indices):
+    scores, indices = scores_by_loop(q, k, weights), np.asarray(indices)
+    there = (indices >= 0) & (indices < S_C)
+    return np.where(there, np.take_along_axis(scores, np.where(there, indices, 0), -1), -np.inf)
+
+
+def difference(f, x, direction, step=1e-6):
+    """The derivative of f, float64, along `direction`."""
+    up, down = ([a + sign * step * d for a, d in zip(x, direction, strict=True)] for sign in (1, -1))
+    return (f(*up) - f(*down)) / (2 * step)
+
+
+def check_gradients(f, f64_of, x):
+    """Both along random directions, one for each operand and one for all."""
+    gradients = jax.grad(lambda *x: f(*x), tuple(range(len(x))))(*x)
+    directions = [np.random.default_rng(i).standard_normal(a.shape) for i, a in enumerate(x)]
+    for moved in ({0}, {1}, {2}, {0, 1, 2}):
+        direction = [d if i in moved else 0 * d for i, d in enumerate(directions)]
+        want = difference(f64_of, f64(*x), direction)
+        got = sum(np.vdot(np.asarray(g, np.float64), d) for g, d in zip(gradients, direction, strict=True))
+        np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-4)
+
+
+def test_scores_and_their_gradients():
+    x, indices = operands(), named()
+    want = scores_at_by_loop(*x, indices)
+    np.testing.assert_allclose(indexer_scores(*x, indices), want, rtol=1e-5, atol=1e-5)
+    cotangent = np.random.default_rng(9).standard_normal(indices.shape)
+    there = np.isfinite(want)
+
+    def f(*x):
+        return jnp.sum(jnp.where(there, indexer_scores(*x, indices), 0) * cotangent.astype(np.float32))
+
+    check_gradients(f, lambda *x: np.sum(np.where(there, scores_at_by_loop(*x, indices), 0) * cotangent), x)
+
+
+def teacher():
+    """attention_q, kv, lse over the entries and others, and a sink."""
+    q, kv = normal(6, B, S_Q, H_A, D_A), normal(7, B, S_C, D_A)
+    logits = np.einsum("bnhd,bsd->bnhs", *f64(q, kv)) * D_A**-0.5
+    lse = np.logaddexp(np.log(np.exp(logits).sum(-1)), 0.7)
+    return q, kv, jnp.asarray(lse, jnp.float32), jnp.array([0.3, -jnp.inf, 2.0], jnp.float32)
+
+
+def loss_by_loop(x, taught, entries):
+    """Σ over queries of (1 + query) · KL, float64; entries(n, i): of a query."""
+    attention_q, kv, lse, sink = taught
+    scores, logits = scores_by_loop(*x), np.einsum("bnhd,bsd->bnhs", *f64(attention_q, kv)) * D_A**-0.5
+    p = np.exp(logits - np.logaddexp(*np.broadcast_arrays(*f64(lse, sink)))[..., None]).sum(2)
+    total = 0.0
+    for n, i in np.ndindex(B, S_Q):
+        if seen := entries(n, i):
+            teacher, student = p[n, i, seen] / p[n, i, seen].sum(), scores[n, i, seen]
+            student = student - np.log(np.exp(student - student.max()).sum()) - student.max()
+            total += (1 + i) * np.sum(teacher * (np.log(teacher) - student))
+    return total
+
+
+def weighted_sum(loss):
+    return jnp.sum(loss * (1 + jnp.arange(S_Q)))
+
+
+def test_loss_over_indices():
+    x, taught = operands(), teacher()
+    indices = lightning_indexer(*x, topk=5, ratio=1, q_offset=jnp.array([-2, 9], jnp.int32))
+
+    def f(*x):
+        *given, sink = taught
+        return weighted_sum(indexer_loss(*x, *given, indices=indices, sink=sink))
+
+    def loop(*x):
+        return loss_by_loop(x, taught, lambda n, i: [int(j) for j in indices[n, i] if j >= 0])
+
+    np.testing.assert_allclose(f(*x), loop(*x), rtol=1e-5)
+    check_gradients(f, loop, x)
+
+
+@pytest.mark.parametrize("block", [None, 4])
+def test_loss_over_all_visible(block, monkeypatch):
+    if block:
+        monkeypatch.setattr(_indexer_reference, "_BLOCK", block * B * (H + H_A) * S_C)
+        jax.clear_caches()
+    x, taught, offset = operands(), teacher(), jnp.array([0, 60], jnp.int32)
+
+    def f(*x):
+        *given, sink = taught
+        return weighted_sum(indexer_loss(*x, *given, ratio=4, q_offset=offset, sink=sink))
+
+    visible = past(4, offset)
+
+    def loop(*x):
+        return loss_by_loop(x, taught, lambda n, i: [j for j in range(S_C) if visible[n, i, j]])
+
+    np.testing.assert_allclose(f(*x), loop(*x), rtol=1e-5)
+    check_gradients(f, loop, x)
+    jax.clear_caches()
+
+
+# Errors
+
+
+def call(op, **operands):
+    return jax.eval_shape(lambda: getattr(lib, op)(**operands))
+
+
+def right(op):
+    """Operands that are right."""
+    q, k, weights = operands(jnp.bfloat16)
+    attention_q, kv, lse, sink = teacher()
+    offset, lengths = jnp.zeros(B, jnp.int32), jnp.full(B, 9, jnp.int32)
+    visible = {"ratio": 4, "q_offset": offset, "lengths": lengths, "span": Span.causal(S_Q)}
+    trained = {"q": q, "k": k, "weights": weights}
+    return {
+        "lightning_indexer": {**trained, **visible, "topk": 5, "return_scores": False, "implementation": None},
+        "indexer_scores": {**trained, "indices": named(), "implementation": "reference"},
+        "indexer_loss": {**trained, "attention_q": attention_q, "kv": kv, "lse": lse, "sink": sink, "scale": 0.5,
+                         **visible, "indices": None, "implementation": None},
+        "quantize_indexer": trained,
+    }[op]  # fmt: skip
+
+
+OPS = ("lightning_indexer", "indexer_scores", "indexer_loss", "quantize_indexer")
+
+
+@pytest.mark.parametrize(
+    "op, wrong, error, message",
+    [
+        ("lightning_indexer", {"q": jnp.zeros((B, S_Q, D))}, ValueError, r"q: got float32\[2, 6, 16\].*\[b, s_q, h"),
+        ("lightning_indexer", {"k": jnp.zeros((B, S_C, D))}, ValueError, "k: got float32.*wanted bfloat16"),
+        ("lightning_indexer", {"k": jnp.zeros((1, 0, D), jnp.bfloat16)}, ValueError, r"k: got bfloat16\[1, 0, 16\]"),
+        ("lightning_indexer", {"weights": jnp.zeros((B, S_Q))}, ValueError, r"weights: got float32\[2, 6\]"),
+        ("lightning_indexer", {"topk": 0}, ValueError, "topk: got 0, wanted an int >= 1"),
+        ("lightning_indexer", {"topk": None}, TypeError, "topk: got None"),
+        ("lightning_indexer", {"ratio": 0}, ValueError, "ratio: got 0, wanted an int >= 1"),
+        ("lightning_indexer", {"ratio": None, "span": None}, ValueError, "ratio: got None, wanted an int >= 1, or a"),
+        ("lightning_indexer", {"span": 3}, TypeError, "span: got 3, wanted a Span"),
+        ("lightning_indexer", {"lengths": jnp.zeros(3, jnp.int32)}, ValueError, r"lengths: got int32\[3\]"),
+        ("lightning_indexer", {"k_scale": jnp.ones((B, S_C))}, ValueError, "k_scale: got float32.*None with bfloat16"),
+        ("lightning_indexer", {"implementation": "cubin"}, NotImplementedError, "implementation: got 'cubin'"),
+        ("lightning_indexer", {"implementation": "xla"}, ValueError, "implementation: got 'xla'"),
+        ("indexer_scores", {"indices": jnp.zeros((B, S_Q, 3))}, ValueError, "indices: got float32.*wanted int32"),
+        ("indexer_scores", {"implementation": "cubin"}, NotImplementedError, "implementation: got 'cubin'"),
+        ("indexer_loss", {"indices": named()}, ValueError, "ratio: got 4, wanted None with indices"),
+        ("indexer_loss", {"kv": jnp.zeros((B, S_C + 1, D_A))}, ValueError, r"kv: got float32.*s_c=23"),
+        ("indexer_loss", {"lse": jnp.zeros((B, S_Q, 1))}, ValueError, "lse: got float32.*h_q=3"),
+        ("indexer_loss", {"scale": 0}, ValueError, "scale: got 0"),
+        ("quantize_indexer", {"k": jnp.zeros((B, S_C, D + 1))}, ValueError, r"k: got float32\[2, 23, 17\]"),
+    ],
+)  # fmt: skip
+def test_error(op, wrong, error, message):
+    with pytest.raises(error, match=f"^{op}: .*{message}") as raised:
+        call(op, **{**right(op), **wrong})
+    assert type(raised.value) is error
+    assert ", built " in str(raised.value)
+
+
+def test_8_bits_want_scales():
+    q, k, weights, k_scale = quantize_indexer(*operands())
+    for wrong, error in ((None, TypeError), (k_scale[:1], ValueError), (k_scale.astype(jnp.bfloat16), ValueError)):
+        with pytest.raises(error, match=r"^lightning_indexer: k_scale: got .*wanted float32"):
+            lightning_indexer(q, k, weights, topk=3, ratio=1, k_scale=wrong)
+
+
+ANYTHING = st.one_of(
+    st.builds(
+        lambda shape, dtype: jnp.zeros(shape, dtype),
+        st.lists(st.sampled_from([0, 1, B, S_Q, S_C, H, D]), max_size=4).map(tuple),
+        st.sampled_from([jnp.bfloat16, jnp.float32, jnp.int32, jnp.float8_e4m3fn, jnp.bool_]),
+    ),
+    st.integers(-(2**70), 2**70), st.floats(), st.booleans(), st.none(), st.text(max_size=3), st.just(object()),
+    st.builds(lambda x: Span(x, x), st.one_of(st.integers(), st.none())), st.just(np.zeros((B, S_C))),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("op", OPS)
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_any_operand_may_be_anything(op, data):
+    """One operand is replaced by anything: a clear error, or a result."""
+    given_ = dict(right(op))
+    given_[data.draw(st.sampled_from(sorted(given_)))] = data.draw(ANYTHING)
+    try:
+        call(op, **given_)
+    except (ValueError, NotImplementedError, TypeError) as e:
+        assert type(e) in (ValueError, NotImplementedError, TypeError), e
+        assert str(e).split(":")[0] in (op, "Span"), e
+
+
+@pytest.mark.parametrize("setting", [lambda: jax.enable_x64(True), lambda: jax.numpy_rank_promotion("raise")])
+def test_under_other_settings(setting):
+    want = [jax.tree.map(lambda x: (x.shape, x.dtype), call(op, **right(op))) for op in OPS]
+    given_ = [right(op) for op in OPS]
+    with setting():
+        got = [jax.tree.map(lambda x: (x.shape, x.dtype), call(op, **x)) for op, x in zip(OPS, given_, strict=True)]
+    assert got == want
