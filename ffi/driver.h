@@ -8,6 +8,8 @@
 #include <string>
 #include <type_traits>
 
+#include "kept.h"
+
 namespace dsv4_fmha {
 
 // The driver's ABI, as cuda.h declares it.
@@ -42,8 +44,6 @@ enum TensorMapSwizzle : uint32_t { kNoSwizzle = 0, kSwizzle128B = 3 };
 enum TensorMapOption { kNoInterleave = 0, kPromoteL2To256B = 3, kZeroFill = 0 };
 
 struct Driver {
-  std::string missing;  // why the driver cannot be used; empty when it can
-
   CUresult (*Init)(unsigned);
   CUresult (*GetErrorName)(CUresult, const char**);
   CUresult (*DeviceGet)(CUdevice*, int);
@@ -59,12 +59,11 @@ struct Driver {
                                    const uint32_t*, int, int, int, int);
   CUresult (*LaunchKernelEx)(const CUlaunchConfig*, CUfunction, void**, void**);
 
-  Driver() {
+  // Why the driver cannot be used; empty when it can.
+  std::string Load() {
     void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
-    if (library == nullptr) {
-      missing = std::string("the CUDA driver cannot be loaded: ") + dlerror();
-      return;
-    }
+    if (library == nullptr) return std::string("the CUDA driver cannot be loaded: ") + dlerror();
+    std::string missing;
     auto find = [&](auto& function, const char* name) {
       function = reinterpret_cast<std::decay_t<decltype(function)>>(dlsym(library, name));
       if (function == nullptr && missing.empty()) {
@@ -84,7 +83,7 @@ struct Driver {
     find(KernelGetFunction, "cuKernelGetFunction");
     find(TensorMapEncodeTiled, "cuTensorMapEncodeTiled");
     find(LaunchKernelEx, "cuLaunchKernelEx");
-    if (missing.empty()) missing = Failure("cuInit", Init(0));
+    return missing.empty() ? Failure("cuInit", Init(0)) : missing;
   }
 
   // What to say about `result`: empty on success.
@@ -96,9 +95,17 @@ struct Driver {
   }
 };
 
-inline const Driver& GetDriver() {
-  static const Driver driver;
+inline Kept<Driver>& TheDriver() {
+  static Kept<Driver> driver;
   return driver;
 }
+
+// Why there is none; empty when there is.
+inline std::string LoadDriver() {
+  return TheDriver().Get([](Driver& driver) { return driver.Load(); });
+}
+
+// Only after `LoadDriver` has found one, which `GetDevice` asks for.
+inline const Driver& GetDriver() { return *TheDriver(); }
 
 }  // namespace dsv4_fmha

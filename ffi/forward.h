@@ -54,6 +54,8 @@ struct Forward {
     for (int i = 0; i < sources.count; ++i) {
       shape->sources[i] = CheckSource(sources.items[i], q, shape->rows, kv_heads, &expect);
     }
+    expect.Aligned(q);
+    expect.Aligned(o);
     expect.Shape(sink, {h_q});
     expect.Shape(o, {b, s_q, h_q, d});
     expect.DtypeOf(q, o);
@@ -91,7 +93,7 @@ struct Forward {
     Kernels kernels;
     if (ffi::Error error = Check(&shape); error.failure()) return error;
     if (shape.rows.b == 0 || shape.rows.s_q == 0) return ffi::Error::Success();
-    const Device& device = GetDevice(ordinal);
+    const Device device = GetDevice(ordinal);
     if (ffi::Error error = Find(device, &shape, &kernels); error.failure()) return error;
     ForwardAddresses at{.q = q.data,
                         .o = o.data,

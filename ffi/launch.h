@@ -22,7 +22,7 @@ ffi::Error LookUp(std::string_view op, const Device& device, const FamilyChoices
 inline ffi::Error Load(int ordinal, std::initializer_list<Launcher*> launchers) {
   for (Launcher* launcher : launchers) {
     if (launcher == nullptr) continue;
-    const std::string& error = launcher->Load(ordinal).error;
+    const std::string error = launcher->Load(ordinal).error;
     if (!error.empty()) return ffi::Error::Internal(error);
   }
   return ffi::Error::Success();
@@ -32,7 +32,7 @@ inline ffi::Error Load(int ordinal, std::initializer_list<Launcher*> launchers) 
 template <typename FamilyArguments>
 ffi::Error Launch(Launcher* launcher, CUstream stream, int ordinal, Plan<FamilyArguments>& plan,
                   bool overlaps = false) {
-  const Launcher::Loaded& loaded = launcher->Load(ordinal);
+  const Launcher::Loaded loaded = launcher->Load(ordinal);
   if (!loaded.error.empty()) return ffi::Error::Internal(loaded.error);
   CUtensorMap maps[kMaxMaps];
   void* pointers[kMaxParams];

@@ -48,9 +48,18 @@ class Expectations {
     error_ = Refuse(operand, Show(operand.dtype), Show(other.dtype) + " like " + other.name);
   }
 
+  // TMA and cp.async move 16 bytes at a time.
+  void Aligned(const Operand& operand) {
+    const auto address = reinterpret_cast<uintptr_t>(operand.data);
+    if (error_.failure() || address % kAlignment == 0) return;
+    error_ = Refuse(operand, "an address of remainder " + std::to_string(address % kAlignment),
+                    "a multiple of " + std::to_string(kAlignment));
+  }
+
   ffi::Error error() const { return error_; }
 
  private:
+  static constexpr uintptr_t kAlignment = 16;  // bytes
   ffi::Error error_;
 };
 
@@ -142,6 +151,7 @@ inline SourceShape CheckSource(const Source& source, const Operand& q, const Row
     shape.s_kv = k[0] * shape.s_batch;
   }
   for (const Operand* keys : {&source.k, &source.v}) {
+    expect->Aligned(*keys);
     if (source.kind == kPacked) continue;
     if (is_pool) {
       expect->Shape(*keys, {shape.s_kv, d});

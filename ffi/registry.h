@@ -3,12 +3,12 @@
 
 #include <array>
 #include <cstddef>
-#include <mutex>
 #include <string>
 #include <string_view>
 
 #include "abi.h"
 #include "driver.h"
+#include "kept.h"
 #include "rows.h"
 
 // Places a file's bytes into the read-only data of this library.
@@ -23,24 +23,24 @@ constexpr int kMaxDevices = 64;
 
 // A device, as far as it matters to a launch.
 struct Device {
-  std::once_flag once{};
   std::string error{};  // why the rest is not known; empty when it is
   std::string arch{};   // "sm_90a"
   int processors = 0;
 };
 
-inline const Device& GetDevice(int ordinal) {
-  static std::array<Device, kMaxDevices> devices;
-  static const Device out_of_range{{}, "the device is beyond the " + std::to_string(kMaxDevices) + " that are served"};
-  if (ordinal < 0 || ordinal >= kMaxDevices) return out_of_range;
-  Device& device = devices[ordinal];
-  std::call_once(device.once, [&] {
+inline Device GetDevice(int ordinal) {
+  static std::array<Kept<Device>, kMaxDevices> devices;
+  if (ordinal < 0 || ordinal >= kMaxDevices) {
+    return {.error = "the device is beyond the " + std::to_string(kMaxDevices) + " that are served"};
+  }
+  std::string error = devices[ordinal].Get([&](Device& device) {
+    if (std::string missing = LoadDriver(); !missing.empty()) return missing;
     const Driver& driver = GetDriver();
-    device.error = driver.missing;
+    std::string error;
     CUdevice id;
-    int major, minor;
+    int major = 0, minor = 0;
     auto step = [&](const char* function, auto call) {
-      if (device.error.empty()) device.error = driver.Failure(function, call());
+      if (error.empty()) error = driver.Failure(function, call());
     };
     auto ask = [&](DeviceAttribute attribute, int* value) {
       step("cuDeviceGetAttribute", [&] { return driver.DeviceGetAttribute(value, attribute, id); });
@@ -49,11 +49,10 @@ inline const Device& GetDevice(int ordinal) {
     ask(kComputeCapabilityMajor, &major);
     ask(kComputeCapabilityMinor, &minor);
     ask(kMultiprocessorCount, &device.processors);
-    if (device.error.empty()) {
-      device.arch = "sm_" + std::to_string(major) + std::to_string(minor) + (major >= 9 ? "a" : "");
-    }
+    device.arch = "sm_" + std::to_string(major) + std::to_string(minor) + (major >= 9 ? "a" : "");
+    return error;
   });
-  return device;
+  return error.empty() ? *devices[ordinal] : Device{.error = error};
 }
 
 // One variant.  Constant but for what `Load` keeps; safe to share between threads.
@@ -79,47 +78,46 @@ struct Launcher {
   }
 
   struct Loaded {
-    std::once_flag once;
     std::string error;
     CUfunction function = nullptr;
   };
-  std::once_flag once{};
-  std::string error{};
-  CUkernel kernel = nullptr;
-  std::array<Loaded, kMaxDevices> devices{};
+  Kept<CUlibrary> library{};  // stays loaded as long as the process runs
+  Kept<CUkernel> kernel{};
+  std::array<Kept<CUfunction>, kMaxDevices> functions{};
 
-  // The function to launch on `device`, ready to run: nothing is left for the driver to load during a launch.
-  const Loaded& Load(int device) {
-    Loaded& loaded = devices[device];
-    std::call_once(loaded.once, [&] {
-      const Driver& driver = GetDriver();
-      std::call_once(once, [&] {
-        CUlibrary library;  // stays loaded as long as the process runs
-        error = driver.Failure("cuLibraryLoadData", driver.LibraryLoadData(&library, cubin, nullptr, nullptr, 0, nullptr,
-                                                                           nullptr, 0));
-        if (!error.empty()) return;
-        error = driver.Failure("cuLibraryGetKernel", driver.LibraryGetKernel(&kernel, library, symbol));
+  // The function to launch on `device`, which `GetDevice` knows, ready to run: nothing is left for the driver to load
+  // during a launch.
+  Loaded Load(int device) {
+    const Driver& driver = GetDriver();
+    std::string error = functions[device].Get([&](CUfunction& function) {
+      std::string error = library.Get([&](CUlibrary& library) {
+        return driver.Failure("cuLibraryLoadData",
+                              driver.LibraryLoadData(&library, cubin, nullptr, nullptr, 0, nullptr, nullptr, 0));
       });
-      loaded.error = error;
-      auto step = [&](const char* function, auto call) {
-        if (loaded.error.empty()) loaded.error = driver.Failure(function, call());
+      auto step = [&](const char* name, auto call) {
+        if (error.empty()) error = driver.Failure(name, call());
       };
+      if (!error.empty()) return error;
+      error = kernel.Get([&](CUkernel& kernel) {
+        return driver.Failure("cuLibraryGetKernel", driver.LibraryGetKernel(&kernel, *library, symbol));
+      });
       CUdevice id;
       CUcontext context;
       step("cuDeviceGet", [&] { return driver.DeviceGet(&id, device); });
       step("cuDevicePrimaryCtxRetain", [&] { return driver.DevicePrimaryCtxRetain(&context, id); });
       step("cuKernelSetAttribute",
-           [&] { return driver.KernelSetAttribute(kMaxDynamicSharedMemory, smem_bytes, kernel, id); });
+           [&] { return driver.KernelSetAttribute(kMaxDynamicSharedMemory, smem_bytes, *kernel, id); });
       if (ctas > 1) {  // or there may be shared memory for one only
         step("cuKernelSetAttribute",
-             [&] { return driver.KernelSetAttribute(kPreferredSharedMemoryCarveout, 100, kernel, id); });
+             [&] { return driver.KernelSetAttribute(kPreferredSharedMemoryCarveout, 100, *kernel, id); });
       }
       step("cuCtxPushCurrent", [&] { return driver.CtxPushCurrent(context); });
-      if (!loaded.error.empty()) return;
-      step("cuKernelGetFunction", [&] { return driver.KernelGetFunction(&loaded.function, kernel); });
+      if (!error.empty()) return error;
+      step("cuKernelGetFunction", [&] { return driver.KernelGetFunction(&function, *kernel); });
       driver.CtxPopCurrent(&context);
+      return error;
     });
-    return loaded;
+    return {error, error.empty() ? *functions[device] : nullptr};
   }
 };
 

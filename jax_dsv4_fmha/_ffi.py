@@ -8,6 +8,8 @@ import ctypes
 import functools
 import importlib.util
 import json
+import struct
+import warnings
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -63,13 +65,45 @@ def library_path() -> Path | None:
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The native library, or None where there is none."""
+    """The native library, or None where there is none, or none that is of use, which a RuntimeWarning tells."""
     path = library_path()
     if path is None:
         return None
+    try:
+        return _load(path)
+    except OSError as e:
+        wanted = "everything runs on the reference until it is built again, or removed"
+        warnings.warn(f"{path} cannot be loaded: {e}; {wanted}", RuntimeWarning, stacklevel=2)
+        return None
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    if not _is_whole(path):  # which loading it would be killed for
+        raise OSError("its end is missing")
     native = ctypes.CDLL(str(path))
+    functions = ("manifest", *_TARGETS, *(f"{target}_initialize" for target in _TARGETS))
+    if missing := [name for name in functions if not hasattr(native, f"dsv4_fmha_{name}")]:
+        raise OSError(f"it is of another version, and lacks dsv4_fmha_{missing[0]}")
     native.dsv4_fmha_manifest.restype = ctypes.c_char_p
+    for row in _read_manifest(native)["variants"]:
+        if missing := [field.name for field in fields(Variant) if field.name not in row]:
+            raise OSError(f"it is of another version, and does not say the {missing[0]} of its kernels")
     return native
+
+
+def _read_manifest(native: ctypes.CDLL) -> dict[str, Any]:
+    contents: dict[str, Any] = json.loads(native.dsv4_fmha_manifest())
+    return contents
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether an ELF file of 64 bits reaches to its table of sections, which is at the end; any other file does."""
+    with open(path, "rb") as file:
+        head = file.read(64)
+    if len(head) < 64 or head[:5] != b"\x7fELF\x02":
+        return True
+    (table,), (size, count) = struct.unpack("<Q", head[40:48]), struct.unpack("<HH", head[58:62])
+    return path.stat().st_size >= table + size * count
 
 
 @functools.cache
@@ -78,8 +112,7 @@ def manifest() -> dict[str, Any]:
     native = library()
     if native is None:
         return {"toolchain": "", "variants": []}
-    contents: dict[str, Any] = json.loads(native.dsv4_fmha_manifest())
-    return contents
+    return _read_manifest(native)
 
 
 @functools.cache

@@ -1,0 +1,140 @@
+// Calls of ffi/ against stand_in_driver.cc, each scenario in a process of its own: ffi_test SCENARIO [FUNCTION].
+#include <cstdio>
+#include <cstdlib>
+#include <thread>
+#include <vector>
+
+#include "forward.h"
+
+extern "C" {
+void stand_in_fail(const char* name, int times);
+int stand_in_calls(const char* name);
+int stand_in_pushed();
+}
+
+using namespace dsv4_fmha;
+
+#define EXPECT(condition)                                                     \
+  if (!(condition)) {                                                         \
+    fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #condition);   \
+    exit(1);                                                                  \
+  }
+
+namespace {
+
+// Of keys that are split in two, so that there are two launches; on Blackwell, which has no kernel to merge, of whole ones.
+struct Arrays {
+  alignas(64) char data[4096];
+  std::vector<int64_t> q{2, 3, 8, 64}, k{2, 5, 1, 64}, rows{2, 3}, heads{8}, lse{2, 3, 8}, parts, o_parts;
+
+  explicit Arrays(int splits) : parts{2, 3, 8, splits}, o_parts{2, 3, 8, splits, 64} {}
+
+  Operand Of(const char* name, const std::vector<int64_t>& shape, ffi::DataType dtype, int offset = 0) {
+    Operand x;
+    x.name = name, x.data = data + offset, x.dimensions = Ints(shape.data(), shape.size()), x.dtype = dtype;
+    return x;
+  }
+
+  Forward Call(int offset_of_k = 0) {
+    const Operand keys = Of("k", k, ffi::BF16, offset_of_k), start = Of("start", rows, ffi::S32);
+    return {.op = "fwd",
+            .shared_kv = false,
+            .kv_heads = true,
+            .q = Of("q", q, ffi::BF16),
+            .sources = {{.kind = kSpan, .k = keys, .v = Of("v", k, ffi::BF16), .from = start, .to = start}},
+            .sink = Of("sink", heads, ffi::F32),
+            .scale = 1,
+            .o = Of("o", q, ffi::BF16),
+            .lse = Of("lse", lse, ffi::F32),
+            .o_parts = Of("o_parts", o_parts, ffi::F32),
+            .lse_parts = Of("lse_parts", parts, ffi::F32)};
+  }
+};
+
+bool Hopper(int ordinal) { return ordinal < 4; }
+
+// What XLA does for one call: empty on success.
+std::string Run(int ordinal) {
+  Arrays arrays(Hopper(ordinal) ? 2 : 0);
+  const Forward call = arrays.Call();
+  if (ffi::Error error = call.Initialize(ordinal); error.failure()) return error.message();
+  ffi::Error error = call.Execute(nullptr, ordinal);
+  return error.failure() ? error.message() : "";
+}
+
+// First calls on every device, from many threads: each thing is loaded once.
+void Threads() {
+  constexpr int kThreads = 16, kCalls = 8;
+  std::vector<std::thread> threads;
+  for (int i = 0; i < kThreads; ++i) {
+    threads.emplace_back([i] {
+      for (int j = 0; j < kCalls; ++j) EXPECT(Run((i + j) % 8) == "");
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT(stand_in_calls("cuInit") == 1);
+  EXPECT(stand_in_calls("cuLibraryLoadData") == 3);  // a kernel for either architecture, and one that merges
+  EXPECT(stand_in_calls("cuLibraryGetKernel") == 3);
+  EXPECT(stand_in_calls("cuKernelGetFunction") == 4 * 2 + 4);
+  EXPECT(stand_in_calls("cuLaunchKernelEx 0") == kThreads * kCalls / 2);  // of Hopper
+  EXPECT(stand_in_calls("cuLaunchKernelEx 1") == kThreads * kCalls / 2);  // of Blackwell
+  EXPECT(stand_in_calls("cuLaunchKernelEx 2") == kThreads * kCalls / 2);  // to merge
+}
+
+// A function that fails is named, and the next call tries again; what has been loaded stays.
+void Fails(const char* function, int times) {
+  stand_in_fail(function, times);
+  for (int i = 0; i < times; ++i) {
+    const std::string error = Run(0);
+    EXPECT(error == std::string(function) + ": CUDA_ERROR_OUT_OF_MEMORY");
+    EXPECT(stand_in_pushed() == 0);
+  }
+  EXPECT(Run(0) == "");
+  EXPECT(Run(1) == "");
+  EXPECT(stand_in_calls("cuLibraryLoadData") == 2 + (function == std::string("cuLibraryLoadData") ? times : 0));
+  EXPECT(Run(5) == "");
+  // what fails late, on another device, spoils no device that works
+  stand_in_fail(function, times);
+  const std::string error = Run(2);
+  EXPECT(error.empty() || error == std::string(function) + ": CUDA_ERROR_OUT_OF_MEMORY");
+  stand_in_fail(function, 0);
+  EXPECT(Run(2) == "");
+  EXPECT(stand_in_pushed() == 0);
+}
+
+// Threads that come while the first one fails.
+void FailsForSome() {
+  stand_in_fail("cuLibraryLoadData", 3);
+  std::atomic<int> failed = 0;
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 16; ++i) {
+    threads.emplace_back([&] { failed += Run(0) != ""; });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT(failed == 3);
+  EXPECT(Run(0) == "");
+}
+
+void Refusals() {
+  EXPECT(Run(8).find("cuDeviceGet: CUDA_ERROR_INVALID_VALUE") == 0);
+  for (int ordinal : {-1, kMaxDevices}) EXPECT(Run(ordinal).find("the device is beyond the 64") == 0);
+  Arrays arrays(0);
+  const ffi::Error error = arrays.Call(/*offset_of_k=*/8).Execute(nullptr, 0);
+  EXPECT(error.failure());
+  EXPECT(error.message() == "k: got an address of remainder 8, wanted a multiple of 16");
+  EXPECT(arrays.Call(/*offset_of_k=*/16).Execute(nullptr, 0).success());
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const std::string scenario = argv[1];
+  if (scenario == "threads") Threads();
+  if (scenario == "fails for some") FailsForSome();
+  if (scenario == "refusals") Refusals();
+  if (scenario == "fails") {
+    EXPECT(argc == 4);
+    Fails(argv[2], atoi(argv[3]));
+  }
+  puts("passed");
+}

@@ -1,0 +1,125 @@
+// A stand-in for libcuda.so.1: eight devices, the first four of sm_90 and the others of sm_100, whose functions count
+// their calls, check what they are given, and fail when told to. For ffi_test.cc.
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <string>
+#include <thread>
+
+namespace {
+
+constexpr int kDevices = 8, kOutOfMemory = 2, kInvalidValue = 1, kInvalidContext = 201;
+constexpr intptr_t kContexts = 100, kLibraries = 200, kKernels = 300;  // handles count from here on
+
+std::mutex mutex;
+std::map<std::string, int> calls, failures;  // of each function: how often it was called, and how often it is to fail
+thread_local int pushed = 0;                 // contexts on this thread's stack
+
+int Call(const char* name, bool valid = true) {
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    ++calls[name];
+    if (int& left = failures[name]; left > 0) {
+      --left;
+      return kOutOfMemory;
+    }
+  }
+  return valid ? 0 : kInvalidValue;
+}
+
+template <typename T>
+T Handle(intptr_t value) {
+  return reinterpret_cast<T>(value);
+}
+
+bool Is(const void* handle, intptr_t first, int count) {
+  const auto value = reinterpret_cast<intptr_t>(handle);
+  return first <= value && value < first + count;
+}
+
+}  // namespace
+
+extern "C" {
+
+void stand_in_fail(const char* name, int times) {
+  std::lock_guard<std::mutex> lock(mutex);
+  failures[name] = times;
+}
+
+int stand_in_calls(const char* name) {
+  std::lock_guard<std::mutex> lock(mutex);
+  return calls[name];
+}
+
+int stand_in_pushed() { return pushed; }
+
+int cuInit(unsigned) { return Call("cuInit"); }
+
+int cuGetErrorName(int result, const char** name) {
+  *name = result == kOutOfMemory ? "CUDA_ERROR_OUT_OF_MEMORY" : result == kInvalidValue ? "CUDA_ERROR_INVALID_VALUE" : nullptr;
+  return 0;
+}
+
+int cuDeviceGet(int* device, int ordinal) {
+  *device = ordinal;
+  return Call("cuDeviceGet", 0 <= ordinal && ordinal < kDevices);
+}
+
+int cuDeviceGetAttribute(int* value, int attribute, int device) {
+  *value = attribute == 16 ? 132 : attribute == 75 ? (device < 4 ? 9 : 10) : 0;
+  return Call("cuDeviceGetAttribute");
+}
+
+int cuDevicePrimaryCtxRetain(void** context, int device) {
+  *context = Handle<void*>(kContexts + device);
+  return Call("cuDevicePrimaryCtxRetain");
+}
+
+int cuCtxPushCurrent_v2(void* context) {
+  const int result = Call("cuCtxPushCurrent", Is(context, kContexts, kDevices));
+  pushed += result == 0;
+  return result;
+}
+
+int cuCtxPopCurrent_v2(void** context) {
+  *context = nullptr;
+  --pushed;
+  return Call("cuCtxPopCurrent", pushed >= 0);
+}
+
+int cuLibraryLoadData(void** library, const void* code, void*, void*, unsigned, void*, void*, unsigned) {
+  std::this_thread::sleep_for(std::chrono::milliseconds(2));  // long enough for others to come
+  *library = Handle<void*>(kLibraries + static_cast<const unsigned char*>(code)[0]);  // a cubin here is its number
+  return Call("cuLibraryLoadData");
+}
+
+int cuLibraryGetKernel(void** kernel, void* library, const char* symbol) {
+  *kernel = Handle<void*>(kKernels + (reinterpret_cast<intptr_t>(library) - kLibraries));
+  return Call("cuLibraryGetKernel", Is(library, kLibraries, 8) && std::strncmp(symbol, "kernel_", 7) == 0);
+}
+
+int cuKernelSetAttribute(int, int, void* kernel, int) { return Call("cuKernelSetAttribute", Is(kernel, kKernels, 8)); }
+
+int cuKernelGetFunction(void** function, void* kernel) {
+  *function = kernel;
+  if (pushed != 1) return kInvalidContext;
+  return Call("cuKernelGetFunction", Is(kernel, kKernels, 8));
+}
+
+int cuTensorMapEncodeTiled(void* map, int, uint32_t rank, void* address, const uint64_t*, const uint64_t*, const uint32_t*,
+                           const uint32_t*, int, int, int, int) {
+  std::memset(map, 0, 128);
+  return Call("cuTensorMapEncodeTiled", rank >= 3 && reinterpret_cast<uintptr_t>(address) % 16 == 0);
+}
+
+int cuLaunchKernelEx(const void*, void* function, void** parameters, void**) {
+  // the stream, which is what a test launches on, is the device's number
+  const bool valid = Is(function, kKernels, 8) && parameters[0] != nullptr;
+  return Call(("cuLaunchKernelEx " + std::to_string(reinterpret_cast<intptr_t>(function) - kKernels)).c_str()) |
+         Call("cuLaunchKernelEx", valid);
+}
+
+}  // extern "C"
