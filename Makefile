@@ -4,7 +4,7 @@ SHELL := bash
 
 PYTHON ?= python3
 BIN := .venv/bin
-PACKAGES := jax_dsv4_fmha kernels tests examples
+PACKAGES := jax_dsv4_fmha kernels interpreter tests examples
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint build clean

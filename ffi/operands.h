@@ -80,7 +80,7 @@ inline int64_t MapType(ffi::DataType dtype) {
 // ---- sources of keys:
 //   span       k and v [b, s_kv, h_kv, d], start and stop i32 [b, s_q]: query i sees start <= j < stop
 //   selection  k and v [b, s_kv, h_kv, d], indices i32 [b, s_q, topk], length i32 [b, s_q]: it sees indices[:length]
-//   packed     the same, of a pool of pages u8 [pages, bytes] as kernels/lib/packed.py describes them, with d = 512
+//   packed     the same, of a pool of pages u8 [pages, bytes] as kernels/sm90/latent/packed.py describes them, with d = 512
 // An op whose keys have one head by definition takes them as [b, s_kv, d]; those of a selection may be a pool of all
 // sequences, [slots, d].
 

@@ -195,8 +195,8 @@ FORWARD_OPS = {  # the sources of keys of each op, in the order in which they ar
     # "span" (an interval per query), "selection" (a list of indices per query) or "packed" (a selection of keys in FP8)
     "fwd": ("span",),
     "sparse_fwd": ("selection",),
-    "dsv4_sparse_fwd": ("span", "selection"),  # the window, then the top-k
-    "dsv4_dense_fwd": ("span", "span"),  # the window, then all compressed entries that are visible
+    "dsv4_sparse_fwd": ("span", "selection"),  # CSA layers: the window, then the top-k
+    "dsv4_dense_fwd": ("span", "span"),  # HCA layers: the window, then all compressed entries that are visible
     "dsv4_decode": ("selection", "selection"),  # the window's and the top-k's entries of pools
     "dsv4_decode_fp8": ("packed", "packed"),
 }

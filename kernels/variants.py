@@ -3,32 +3,34 @@
 from .abi import ANY, Combine, Forward, Variant
 
 DTYPES = ("bfloat16", "float16")
+DENSE, LATENT, FEW_HEADS = (f"kernels.sm90.{name}" for name in ("fwd", "latent.kernel", "few_heads.kernel"))
+BLACKWELL = "kernels.sm100.fwd.kernel"
 LATENT_OPS = ("fwd", "sparse_fwd", "dsv4_sparse_fwd", "dsv4_dense_fwd", "dsv4_decode")  # d 512, where K is V
 
 VARIANTS: tuple[Variant, ...] = (
     *(
         Forward("fwd", arch, module, d, dtype, shared_kv=False)
-        for arch, module in (("sm_90a", "kernels.fwd_sm90"), ("sm_100a", "kernels.fwd_sm100"))
+        for arch, module in (("sm_90a", DENSE), ("sm_100a", BLACKWELL))
         for d in (64, 128, 256)
         for dtype in DTYPES
     ),
     *(
         Forward(op, arch, module, 512, dtype, shared_kv=True)
-        for arch, module in (("sm_100a", "kernels.fwd_sm100"), ("sm_90a", "kernels.latent_sm90"))
+        for arch, module in (("sm_100a", BLACKWELL), ("sm_90a", LATENT))
         for op in LATENT_OPS
         for dtype in DTYPES
     ),
     # a tile of rows holds heads of several queries, which see a window and a few keys more
-    *(Forward("fwd", "sm_90a", "kernels.latent_sm90", 512, dtype, shared_kv=True, max_heads=63) for dtype in DTYPES),
+    *(Forward("fwd", "sm_90a", LATENT, 512, dtype, shared_kv=True, max_heads=63) for dtype in DTYPES),
     *(
-        Forward(op, "sm_90a", "kernels.few_heads_sm90", 512, dtype, shared_kv=True, max_heads=heads)
+        Forward(op, "sm_90a", FEW_HEADS, 512, dtype, shared_kv=True, max_heads=heads)
         for op in ("sparse_fwd", "dsv4_sparse_fwd", "dsv4_decode")
         for dtype in DTYPES
         for heads in (8, 16, 32)
     ),
     *(
-        Forward("dsv4_decode_fp8", "sm_90a", "kernels.latent_sm90", 512, "bfloat16", shared_kv=True, max_heads=heads)
+        Forward("dsv4_decode_fp8", "sm_90a", LATENT, 512, "bfloat16", shared_kv=True, max_heads=heads)
         for heads in (64, ANY)
     ),
-    *(Combine("combine", "sm_90a", "kernels.combine", dtype) for dtype in DTYPES),  # of split keys
+    *(Combine("combine", "sm_90a", "kernels.sm90.combine", dtype) for dtype in DTYPES),  # of split keys
 )

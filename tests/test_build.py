@@ -15,7 +15,7 @@ from jax_dsv4_fmha import _ffi
 from kernels import build
 from kernels.abi import Combine
 from kernels.cubin import KernelInfo, read_kernel
-from kernels.variants import VARIANTS
+from kernels.variants import FEW_HEADS, LATENT, VARIANTS
 
 ROOT = Path(__file__).parent.parent
 HAS_DSL = util.find_spec("cutlass") is not None
@@ -117,10 +117,10 @@ def test_an_edit_of_one_kernel_s_module_makes_its_variants_stale_alone(tmp_path,
     monkeypatch.setattr(build, "ROOT", tmp_path)
     before = {v: build.digest(v) for v in VARIANTS}
     for module, wanted in (
-        ("lib/column_softmax.py", lambda v: v.module == "kernels.few_heads_sm90"),
-        ("lib/packed.py", lambda v: v.module == "kernels.latent_sm90"),
-        ("lib/tcgen05.py", lambda v: v.arch == "sm_100a"),
-        ("combine.py", lambda v: isinstance(v, Combine)),
+        ("sm90/few_heads/column_softmax.py", lambda v: v.module == FEW_HEADS),
+        ("sm90/latent/packed.py", lambda v: v.module == LATENT),
+        ("sm100/fwd/tcgen05.py", lambda v: v.arch == "sm_100a"),
+        ("sm90/combine.py", lambda v: isinstance(v, Combine)),
         ("variants.py", lambda v: False),
         ("lib/ptx.py", lambda v: True),
     ):

@@ -224,10 +224,8 @@ def host_values(shape, scale, processors, addresses, packed=False):
     """Whatever a kernel's host side may ask for, by the names that it has there."""
     pointers = {name: ctypes.c_void_p(x) for name, x in addresses.items()}
     ints = {name: ctypes.c_int32(x) for name, x in shape._asdict().items()}
-    aliases = {"k": "k0", "v": "v0", "start": "from0", "stop": "to0", "keys0": "k0", "keys1": "k1"}
     return {
         **pointers,
-        **{alias: pointers[name] for alias, name in aliases.items()},
         **ints,
         "s_kv0": ints["s_kv"],
         **dict.fromkeys(("topk0", "topk1"), ints["topk"]),

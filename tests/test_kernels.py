@@ -10,6 +10,7 @@ from native import cubin, variant_of
 
 from jax_dsv4_fmha import _ffi
 from kernels.abi import ANY, Combine
+from kernels.variants import DENSE, FEW_HEADS
 
 
 @pytest.mark.parametrize("key", [v.key for v in _ffi.variants()])
@@ -40,12 +41,12 @@ def test_sass(key, tmp_path):
         assert count["UTCATOMSWS"] >= 2 and count["HGMMA"] == 0, count  # TMEM is allocated, and freed
         return
     assert count["USETMAXREG"] >= 2, count  # a producer gives registers up, consumers take them
-    if variant.module == "kernels.few_heads_sm90":  # keys are rows: K Q', and V' P' by 64 rows of V'
+    if variant.module == FEW_HEADS:  # keys are rows: K Q', and V' P' by 64 rows of V'
         assert count["HGMMA"] == variant.d // 16 + variant.d // 64 * row["tile_n"] // 16, count
     else:
         assert 2 * a_tile <= count["HGMMA"] <= 8 * a_tile, count
     assert 4 * count["WARPGROUP.ARRIVE"] < count["HGMMA"], count  # one for each is what serialised ones have
-    if variant.module == "kernels.fwd_sm90":
+    if variant.module == DENSE:
         softmax = opcodes[: opcodes.index("NANOSLEEP")]  # of wait_behind, whose wait must not be in front of this
         waits = [i for i, opcode in enumerate(softmax) if opcode.startswith("WARPGROUP.DEPBAR")]
         assert softmax[waits[-1] :].count("MUFU.EX2") >= row["tile_n"] // 2  # a thread's scores of a tile

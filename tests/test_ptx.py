@@ -7,12 +7,12 @@ import re
 import numpy as np
 import pytest
 
+from interpreter import __main__, cases, edits, hardware
+from interpreter.launch import Kernel, combine, launch
+from interpreter.verdict import judge
 from kernels.abi import ANY, Combine, Forward
 from kernels.variants import VARIANTS
 from tests import native
-from tests.ptx import __main__, cases, edits, hardware
-from tests.ptx.launch import Kernel, combine, launch
-from tests.ptx.verdict import judge
 
 BUILT = [v.key for v in native.built(Forward) if v.arch == "sm_90a"]
 COMBINE = {v.dtype: v.key for v in native.built(Combine)}
@@ -88,7 +88,7 @@ def test_a_nan_reaches_those_alone_who_see_it(key):
 def test_hardware_has_answered_for_every_kernel():
     merged = {v.dtype for v, splits in hardware.RUNS.values() if splits > 1}
     assert merged == {v.dtype for v in VARIANTS if isinstance(v, Combine)}
-    assert hardware.missing() == [], f"record them: python -m tests.ptx.hardware --out {hardware.RECORDED}, on a GPU"
+    assert hardware.missing() == [], f"record them: python -m interpreter.hardware --out {hardware.RECORDED}, on a GPU"
 
 
 COMPARED = [  # for few heads, float16 differs in conversions alone, which take the same way elsewhere

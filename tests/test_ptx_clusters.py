@@ -9,11 +9,11 @@ import re
 import numpy as np
 import pytest
 
-from tests.ptx.copies import TensorMap
-from tests.ptx.handwritten import SYNC, Handwritten, Planted, wait
-from tests.ptx.hazards import Deadlock, Fault, Leak, Misuse, OutOfBounds, Race
-from tests.ptx.parser import parse
-from tests.ptx.state import Machine, new_memory
+from interpreter.copies import TensorMap
+from interpreter.handwritten import SYNC, Handwritten, Planted, wait
+from interpreter.hazards import Deadlock, Fault, Leak, Misuse, OutOfBounds, Race
+from interpreter.parser import parse
+from interpreter.state import Machine, new_memory
 
 SEEDS = range(4)
 STORE = "st.global.b32 [%rd5], %r20;"

@@ -5,10 +5,10 @@ import itertools
 import numpy as np
 import pytest
 
-from tests.ptx.copies import TensorMap
-from tests.ptx.handwritten import Handwritten
-from tests.ptx.hazards import Deadlock, Leak, Misuse, OutOfBounds, Race, Undefined, Unsupported
-from tests.ptx.state import SMEM_BASE
+from interpreter.copies import TensorMap
+from interpreter.handwritten import Handwritten
+from interpreter.hazards import Deadlock, Leak, Misuse, OutOfBounds, Race, Undefined, Unsupported
+from interpreter.state import SMEM_BASE
 
 
 def run(body, source=None, *, threads=32, seed=0, tensor=None):

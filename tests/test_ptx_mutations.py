@@ -1,6 +1,6 @@
 """Faults that this project has lived through, or could, planted on purpose: each must be found, with what it is.
 
-A fault is an edit of a kernel's PTX (tests/ptx/edits.py) or of its launch. It must be found whatever the scheduler
+A fault is an edit of a kernel's PTX (interpreter/edits.py) or of its launch. It must be found whatever the scheduler
 does: every fault is run with several seeds. Those of Blackwell's kernels are in test_ptx_sm100.py, those in programs
 written by hand, for all else that the interpreter knows of clusters, in test_ptx_clusters.py and test_ptx_pairs.py.
 """
@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from tests import native
-from tests.ptx import edits
-from tests.ptx.copies import TensorMap
-from tests.ptx.hazards import Deadlock, Fault, Leak, Misuse, OutOfBounds, Race
-from tests.ptx.launch import Kernel, launch
-from tests.ptx.verdict import Wrong, judge
+from interpreter import edits
+from interpreter.copies import TensorMap
+from interpreter.hazards import Deadlock, Fault, Leak, Misuse, OutOfBounds, Race
+from interpreter.launch import Kernel, launch
+from interpreter.verdict import Wrong, judge
+from tests import native, wrong_answers
 
 SEEDS = (0, 1, 2)
 DENSE, LATENT = "fwd_sm_90a_d128_bfloat16", "fwd_sm_90a_d512_bfloat16_shared_kv"
@@ -36,6 +36,7 @@ SHAPES: dict[str, dict[str, int]] = {
     PACKED: {"b": 1, "s_q": 2, "s_kv": 70, "h_q": 8, "s_kv1": 300, "topk": 200},
     PAIRED: {"b": 1, "s_q": 2, "s_kv": 70, "h_q": 66, "s_kv1": 300, "topk": 200},
 }
+DENSE_TILE = 160  # keys
 FEW_KEYS = {"s_q": 80, "width": 60}  # five tiles of rows that see 75 keys at most, which DENSE takes another way
 BARRIERS = {  # the mbarriers of a kernel, in the order of their addresses
     DENSE: "q_full0 q_full1 q_empty0 q_empty1 k_full0 k_full1 k_empty0 k_empty1 "
@@ -73,6 +74,7 @@ class Fate:
     edit: Callable[[str], str] = lambda text: text
     launched: dict[str, Callable[[Any], Any]] = dataclasses.field(default_factory=dict)  # edits of parameters
     shape: dict[str, int] = dataclasses.field(default_factory=dict)  # besides its key's
+    answers: wrong_answers.Answer | None = None  # the very answer that it gives
 
 
 # ---- edits
@@ -206,25 +208,61 @@ def short_tensor(tensor: TensorMap) -> TensorMap:
 
 FATES = [
     # wrong answers
-    Fate("row max over a fragment", DENSE, Wrong, r"lse is wrong in \d+ of", fragment_maximum),
+    Fate(
+        "row max over a fragment",
+        DENSE,
+        Wrong,
+        r"lse is wrong",
+        fragment_maximum,
+        answers=wrong_answers.maximum_of_a_lane,
+    ),
     Fate(
         "O not rescaled on the second tile",
         DENSE,
         Wrong,
-        r"lse is right; o is wrong in \d+ of .*columns 0\.\.127 of o",
+        r"^o is wrong in \d+ of .*columns 0\.\.127 of o; lse is right",
         no_rescaling,
     ),
-    Fate("scale applied twice", DENSE, Wrong, r"lse is wrong", launched={"scale_log2": lambda x: x * 128**-0.5}),
-    Fate("TMA coordinate stuck at the first tile", DENSE, Wrong, r"lse is wrong", tile_coordinate(0)),
+    Fate(
+        "scale applied twice",
+        DENSE,
+        Wrong,
+        r"lse is wrong",
+        launched={"scale_log2": lambda x: x * 128**-0.5},
+        answers=wrong_answers.at_scale(lambda scale: scale * 128**-0.5),
+    ),
+    Fate(
+        "TMA coordinate stuck at the first tile",
+        DENSE,
+        Wrong,
+        r"lse is wrong",
+        tile_coordinate(0),
+        answers=wrong_answers.with_keys_at(lambda j: j % DENSE_TILE),
+    ),
     Fate(
         "producer indexed by the pipeline's count, K and V interleaved",
         DENSE,
         Wrong,
         r"lse is wrong",
-        tile_coordinate(320),
+        tile_coordinate(2 * DENSE_TILE),
+        answers=wrong_answers.with_keys_at(lambda j: 2 * j - j % DENSE_TILE),
     ),
-    Fate("K extent hard-coded to 64", DENSE, Wrong, r"lse is wrong", key_extent_64),
-    Fate("wrong swizzle in a tensor map", DENSE, Wrong, r"lse is wrong", launched={"k0.map": unswizzled}),
+    Fate(
+        "K extent hard-coded to 64",
+        DENSE,
+        Wrong,
+        r"lse is wrong",
+        key_extent_64,
+        answers=wrong_answers.with_k(wrong_answers.first_64_columns),
+    ),
+    Fate(
+        "wrong swizzle in a tensor map",
+        DENSE,
+        Wrong,
+        r"lse is wrong",
+        launched={"k0.map": unswizzled},
+        answers=wrong_answers.with_k(wrong_answers.swizzled_once),
+    ),
     Fate(
         "wrong swizzle in an SMEM descriptor",
         DENSE,
@@ -537,9 +575,11 @@ def test_is_found(fate):
     k = dataclasses.replace(k, ptx=fate.edit(k.ptx))
     x = native.operands(k.variant, **{**SHAPES[fate.key], **fate.shape})
     for seed in SEEDS:
+        run = launch(k, x, seed=seed, processors=1, edits=fate.launched)
         with pytest.raises(fate.fault, match=re.compile(fate.says, re.S)):
-            run = launch(k, x, seed=seed, processors=1, edits=fate.launched)
             judge(run.run(), x, run.scale)
+        if fate.answers is not None:
+            wrong_answers.assert_given(run.results(), fate.answers(x, run.scale))
 
 
 @pytest.mark.parametrize("key", SHAPES)

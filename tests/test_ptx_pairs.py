@@ -9,9 +9,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.ptx.copies import TensorMap
-from tests.ptx.handwritten import SYNC, Handwritten, Planted, wait
-from tests.ptx.hazards import Deadlock, Fault, Leak, Misuse, Race
+from interpreter.copies import TensorMap
+from interpreter.handwritten import SYNC, Handwritten, Planted, wait
+from interpreter.hazards import Deadlock, Fault, Leak, Misuse, Race
 
 SEEDS = range(4)
 N, K = 64, 16  # of D = 2 A B', bf16 in, fp32 out

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from interpreter import cases
+from interpreter.hazards import Deadlock, Fault, Leak, Misuse, Race
+from interpreter.launch import Kernel, launch
 from kernels.abi import Forward
 from kernels.variants import VARIANTS
 from tests import native
-from tests.ptx import cases
-from tests.ptx.hazards import Deadlock, Fault, Leak, Misuse, Race
-from tests.ptx.launch import Kernel, launch
 
 pytestmark = [
     pytest.mark.skipif(util.find_spec("cutlass") is None, reason="needs nvidia-cutlass-dsl"),
@@ -104,7 +104,7 @@ def test_is_right(key, case):
 
 
 def test_config_refuses_what_does_not_fit():
-    from kernels.fwd_sm100 import Config
+    from kernels.sm100.fwd.kernel import Config
 
     class Wide(Config):
         tile_n = 256
@@ -370,7 +370,7 @@ def mutant(fault: Planted, directory: Path) -> Kernel:
         assert ptx != kernel.ptx
         return dataclasses.replace(kernel, ptx=ptx)
     shutil.copytree(ROOT / "kernels", directory / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
-    names = ("fwd_sm100.py", "lib/tcgen05.py", "lib/row_softmax.py", "lib/splits.py")
+    names = ("sm100/fwd/kernel.py", "sm100/fwd/tcgen05.py", "sm100/fwd/row_softmax.py", "lib/splits.py")
     files = [directory / "kernels" / name for name in names]
     for old, new in fault.source:
         assert sum(file.read_text().count(old) for file in files) == 1, old

@@ -1,6 +1,6 @@
-"""The one comparison of two attentions, for tests and for `python -m jax_dsv4_fmha check`."""
+"""The one comparison of results with what they should be, for tests and for `python -m jax_dsv4_fmha check`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,11 +56,14 @@ class Verdict:
 
 
 def compare(
-    got: tuple[Any, Any], want: tuple[Any, Any], tolerances: Mapping[str, Tolerance] = KERNEL
-) -> tuple[Verdict, Verdict]:
-    """The verdicts on o and on lse. `want` is in float32, on whose device this is done, or in NumPy's float64."""
-    o, lse = (_verdict(name, x, y, tolerances[name]) for name, x, y in zip(("o", "lse"), got, want, strict=True))
-    return o, lse
+    got: Sequence[Any], want: Sequence[Any], tolerances: Mapping[str, Tolerance] = KERNEL
+) -> tuple[Verdict, ...]:
+    """The verdicts on results, of which the tolerances say how they are called and what bounds them, in order.
+
+    `want` is in float32, on whose device this is done, or in NumPy's float64.
+    """
+    results = zip(tolerances.items(), got, want, strict=True)
+    return tuple(_verdict(name, x, y, tolerance) for (name, tolerance), x, y in results)
 
 
 def _verdict(name: str, got: Any, want: Any, tolerance: Tolerance) -> Verdict:

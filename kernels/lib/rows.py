@@ -199,7 +199,7 @@ class PlacedTile(RowTile):
 
 @dataclass(frozen=True)
 class Walk:
-    """The tiles that one CTA works on, in order: each split of a tile of rows is one.
+    """The tile scheduler: the tiles that one CTA works on, in order. Each split of a tile of rows is one.
 
     The last queries of all (batch, KV head) pairs come first: under a causal mask they see most keys. CTA c of g takes
     the tiles c, 2 g - 1 - c, 2 g + c, ...: lengths that fall steadily add up to the same for all.

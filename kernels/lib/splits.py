@@ -1,4 +1,5 @@
-"""The keys of one row tile spread over several CTAs, of which each gives a part of the result to `kernels.combine`.
+"""Split-KV: the keys of one row tile spread over several CTAs, of which each gives a part of the result to
+`kernels.sm90.combine`.
 
 Each split has an even share of the key tiles that the rows have to see, whatever that is: so lengths that differ from
 sequence to sequence cost no balance. A share may be empty.

@@ -7,7 +7,7 @@ from cutlass._mlir.dialects import nvvm
 from cutlass.cute.nvgpu import tcgen05
 from cutlass.cutlass_dsl import dsl_user_op
 
-from .wgmma import K_MAJOR, SLAB
+from kernels.lib.wgmma import K_MAJOR, SLAB
 
 LANES, COLUMNS = 128, 512  # of TMEM
 LANE = 1 << 16  # of a TMEM address; a column is 1

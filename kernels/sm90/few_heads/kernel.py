@@ -1,6 +1,7 @@
 """Attention for Hopper over a latent that is both K and V, of few heads whose keys differ from query to query.
 
-A tile of 64 rows would hold one query's heads, and most of it nothing. So keys are the rows, heads the columns:
+A tile of 64 rows would hold one query's heads, and most of it nothing. So the operands change sides (swap A/B): keys
+are the rows, heads the columns.
 
     S' = K Q'       64 keys x heads, K from SMEM
     O' += V' P'     d x heads, 64 rows of d a product, V' being the same tile of keys read the other way
@@ -19,32 +20,29 @@ Q's SMEM is free after the last scores of a query, so that the producer runs ahe
 from dataclasses import dataclass
 from pathlib import Path
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
-from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
-from .abi import Forward
-from .aot import Compiled, compile_ahead
-from .lib.column_softmax import WARPS, ColumnSoftmax, by_column, column_of, exists, scale_columns
-from .lib.launch import SMEM_LIMIT, WARPGROUP, Shapes, element_type, i32, launch_facts, pointers
-from .lib.rows import PUBLISHED, ROWS, Extents, RowTile, Walk, extents, row_of, store
-from .lib.selections import (
-    GATHERED,
+from kernels.abi import Forward
+from kernels.aot import Compiled
+from kernels.lib.forward import ForwardKernel, compile_forward
+from kernels.lib.launch import SMEM_LIMIT, WARPGROUP
+from kernels.lib.rows import PUBLISHED, ROWS, Extents, RowTile, Walk, row_of, store
+from kernels.lib.selections import (
     LANES_A_ROW,
     Selection,
-    gathered,
     open_selection,
     present,
     present_at,
     read_selection,
     with_keys,
 )
-from .lib.softmax import RowResults
-from .lib.splits import on_source, own_part, total_tiles
-from .lib.wgmma import (
+from kernels.lib.softmax import RowResults
+from kernels.lib.splits import on_source, own_part, total_tiles
+from kernels.lib.wgmma import (
     K_MAJOR,
     MN_MAJOR,
     SLAB,
@@ -56,14 +54,15 @@ from .lib.wgmma import (
     slab_layout,
     store_columns,
     tiled_mma,
-    tma_atom,
     tma_tiles,
     transposed,
     zero_rows,
 )
 
-CTAS = 2  # an SM
-BAR_CONSUMER = 1  # a named barrier: the warpgroup by itself
+from .column_softmax import WARPS, ColumnSoftmax, by_column, column_of, exists, scale_columns
+
+CTAS_PER_SM = 2  # an SM
+CONSUMERS_MET = 1  # a named barrier: all threads of the warpgroup have come
 
 
 @dataclass(frozen=True)
@@ -76,6 +75,9 @@ class Config:
     tile_m: int  # heads
     tile_n: int = 64  # keys: the rows of one WGMMA
     piece: int = 2 * SLAB  # columns of a key tile that are filled and freed together
+    gathers: bool = True
+    shared_kv: bool = True
+    cluster: int = 1
 
     @property
     def threads(self) -> int:
@@ -89,7 +91,15 @@ class Config:
     @property
     def smem_limit(self) -> int:
         """Of an SM's 228 KiB a CTA's share, of which 1 KiB is not its own."""
-        return (SMEM_LIMIT + 1024) // CTAS - 1024
+        return (SMEM_LIMIT + 1024) // CTAS_PER_SM - 1024
+
+    @property
+    def columns_q(self) -> int:
+        return self.piece
+
+    @property
+    def launch_options(self) -> dict[str, int]:
+        return {"min_blocks_per_mp": CTAS_PER_SM, "preferred_smem_carveout": 100}  # unsaid, it is asked of the device
 
     @property
     def pieces(self) -> int:
@@ -187,69 +197,19 @@ class Consumer:
     softmax: ColumnSoftmax
 
 
-class FewHeadsSm90:
-    def __init__(self, config: Config):
-        self.config = config
-        self.dtype = element_type(config.dtype)
-
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Pointer,
-        o: cute.Pointer,
-        sink: cute.Pointer,
-        lse: cute.Pointer,
-        o_parts: cute.Pointer,
-        scale_log2: Float32,
-        b: Int32,
-        s_q: Int32,
-        h_q: Int32,
-        h_kv: Int32,
-        keys0: cute.Pointer,
-        from0: cute.Pointer,  # start of a span, indices of a selection
-        to0: cute.Pointer,  # stop of a span, lengths of a selection
-        s_kv0: Int32,
-        s_batch0: Int32,
-        topk0: Int32,
-        keys1: cute.Pointer,
-        from1: cute.Pointer,
-        to1: cute.Pointer,
-        s_kv1: Int32,
-        s_batch1: Int32,
-        topk1: Int32,
-        splits: Int32,
-        ctas: Int32,  # at most, that is how many run at a time
-        stream: cuda.CUstream,
-    ):
-        c = self.config
-        n = extents(c.tile_m, True, b, s_q, h_q, h_kv, splits, ctas)
-        shapes = Shapes(c.d, b, n)
-        tma_q, mQ = tma_atom(cpasync.CopyBulkTensorTileG2SOp(), shapes.rows(q), c.tile_m, c.piece)
-        tma_o, mO = tma_atom(cpasync.CopyBulkTensorTileS2GOp(), shapes.rows(o), c.tile_m, SLAB)
-        given = ((keys0, from0, to0, s_kv0, s_batch0, topk0), (keys1, from1, to1, s_kv1, s_batch1, topk1))
-        sources = tuple(gathered(GATHERED, kind, *g) for kind, g in zip(c.sources, given, strict=False))
-        self.kernel(tma_q, mQ, tma_o, mO, sources, RowResults(sink, lse, o_parts), scale_log2, n).launch(
-            grid=(cutlass.min(n.work, ctas), 1, 1),
-            block=(c.threads, 1, 1),
-            smem=c.smem_bytes,
-            stream=stream,
-            min_blocks_per_mp=CTAS,
-            preferred_smem_carveout=100,  # unsaid, it is asked of the device
-        )
-
+class FewHeadsSm90(ForwardKernel):
     @cute.kernel
     def kernel(
         self,
-        tma_q: cute.CopyAtom,
-        mQ: cute.Tensor,
-        tma_o: cute.CopyAtom,
-        mO: cute.Tensor,
+        rows_of_q: tuple,
+        output: tuple,
         sources: tuple,
         results: RowResults,
         scale_log2: Float32,
         n: Extents,
     ):
         c = self.config
+        operands = tuple(source[-1] for source in sources)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         bar, smem = self.allocate()
         if warp == 0:
@@ -267,10 +227,10 @@ class FewHeadsSm90:
 
         if warp < 4:
             cute.arch.setmaxregister_decrease(c.registers[0])
-            self.produce(bar, smem, (tma_q, mQ), sources, n)
+            self.produce(bar, smem, rows_of_q, operands, n)
         else:
             cute.arch.setmaxregister_increase(c.registers[1])
-            self.consume(bar, smem, sources, (tma_o, mO), results, scale_log2, n)
+            self.consume(bar, smem, operands, output, results, scale_log2, n)
 
     def allocate(self) -> tuple[Barriers, Shared]:
         c = self.config
@@ -418,7 +378,7 @@ class FewHeadsSm90:
             p=operand_b(pv, smem.p[None, None, 0]),
             scores=accumulator(qk, c.tile_m),
             out=tuple(accumulator(pv, c.tile_m) for _ in range(c.d // SLAB)),
-            softmax=ColumnSoftmax.of(scale_log2, thread, BAR_CONSUMER, smem.found),
+            softmax=ColumnSoftmax.of(scale_log2, thread, CONSUMERS_MET, smem.found),
         )
 
     @cute.jit
@@ -452,7 +412,7 @@ class FewHeadsSm90:
         store_columns(w.qk, w.scores, w.smem.p[None, None, 0], w.thread)
         self.rescale(w, fresh)
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=BAR_CONSUMER, number_of_threads=WARPGROUP)
+        cute.arch.barrier(barrier_id=CONSUMERS_MET, number_of_threads=WARPGROUP)
 
     @cute.jit
     def rescale(self, w: Consumer, fresh: cutlass.Boolean):
@@ -491,11 +451,11 @@ class FewHeadsSm90:
         for first in cutlass.range_constexpr(0, c.d // SLAB, c.slabs_at_a_time):
             if cutlass.const_expr(first > 0):
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
-                cute.arch.barrier(barrier_id=BAR_CONSUMER, number_of_threads=WARPGROUP)
+                cute.arch.barrier(barrier_id=CONSUMERS_MET, number_of_threads=WARPGROUP)
             for i in cutlass.range_constexpr(c.slabs_at_a_time):
                 store_columns(w.pv, w.out[first + i], w.smem.p[None, None, i], w.thread)
             cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.barrier(barrier_id=BAR_CONSUMER, number_of_threads=WARPGROUP)
+            cute.arch.barrier(barrier_id=CONSUMERS_MET, number_of_threads=WARPGROUP)
             if cute.arch.make_warp_uniform(w.thread // 32) == 0:
                 with cute.arch.elect_one():
                     for i in cutlass.range_constexpr(c.slabs_at_a_time):
@@ -514,27 +474,9 @@ class FewHeadsSm90:
                     for r in cutlass.range_constexpr(ROWS):
                         store(row + (slab * SLAB + row_of(w.thread, r)), by_column(acc)[i, r])
         # as in `store`, between what the softmax finds of this query and of the next
-        cute.arch.barrier(barrier_id=BAR_CONSUMER, number_of_threads=WARPGROUP)
+        cute.arch.barrier(barrier_id=CONSUMERS_MET, number_of_threads=WARPGROUP)
 
 
 def compile(variant: Forward, out_dir: Path) -> Compiled:
     config = Config(variant.d, variant.dtype, variant.sources, variant.max_heads)
-    kernel = FewHeadsSm90(config)
-    keys = pointers(variant.dtype, "keys", "int32", "int32")
-    return compile_ahead(
-        kernel,
-        FewHeadsSm90.kernel,
-        *pointers(variant.dtype, "q", "o", "float32", "float32", "float32"),
-        Float32(1.0),
-        *(i32() for _ in range(4)),
-        *keys,
-        *(i32() for _ in range(3)),
-        *keys,
-        *(i32() for _ in range(3)),
-        i32(),
-        i32(),
-        name="few_heads_sm90",
-        arch=variant.arch,
-        out_dir=out_dir,
-        facts=launch_facts(config, CTAS),
-    )
+    return compile_forward(FewHeadsSm90(config), variant, out_dir, name="few_heads_sm90", ctas=CTAS_PER_SM)

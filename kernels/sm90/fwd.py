@@ -6,8 +6,8 @@
     consumer WG 0     S0 | S1 + P0 V0 | S2 + P1 V1 | ... Pn Vn     rows  0 .. 63
     consumer WG 1     S0 | S1 + P0 V0 | S2 + P1 V1 | ... Pn Vn     rows 64 .. 127, ...
 
-Q K' of tile t + 1 is issued before P V of tile t, so the softmax of t + 1 runs under the tensor cores. P stays in
-registers.
+Warps are specialised. Q K' of tile t + 1 is issued before P V of tile t, so the softmax of t + 1 runs under the tensor
+cores: FlashAttention-3's overlap within a warpgroup. P stays in registers.
 
 A tile of rows that sees few keys in all, such as a window, has a single tile of them, and there is nothing to issue
 ahead. Its products are narrower, and WG 1 begins when WG 0 has its weights: in step, each would wait for the other.
@@ -22,18 +22,18 @@ SMEM is free after the last scores, for O goes from registers to memory.
 from dataclasses import dataclass
 from pathlib import Path
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
-from .abi import Forward
-from .aot import Compiled, compile_ahead
-from .lib.launch import SMEM_LIMIT, WARP, WARPGROUP, Shapes, element_type, i32, launch_facts, pointers
-from .lib.output import store_output, store_part
-from .lib.rows import (
+from kernels.abi import Forward
+from kernels.aot import Compiled
+from kernels.lib.forward import ForwardKernel, compile_forward
+from kernels.lib.launch import SMEM_LIMIT, WARP, WARPGROUP
+from kernels.lib.output import store_output, store_part
+from kernels.lib.rows import (
     PUBLISHED,
     ROWS_OF_WARPGROUP,
     BoxedRows,
@@ -42,15 +42,13 @@ from .lib.rows import (
     RowTile,
     Walk,
     ceil_div,
-    extents,
 )
-from .lib.softmax import RowResults, Softmax, rescale_rows
-from .lib.spans import RowSpans, Span, SpanOperands, ask_span, open_span, read_span
-from .lib.splits import own_part
-from .lib.wgmma import (
+from kernels.lib.softmax import RowResults, Softmax, rescale_rows
+from kernels.lib.spans import RowSpans, Span, SpanOperands, ask_span, open_span, read_span
+from kernels.lib.splits import own_part
+from kernels.lib.wgmma import (
     K_MAJOR,
     MN_MAJOR,
-    SLAB,
     accumulator,
     multiply,
     operand_a,
@@ -59,7 +57,6 @@ from .lib.wgmma import (
     round_to,
     slab_layout,
     tiled_mma,
-    tma_atom,
     tma_tiles,
     transposed,
     wait_behind,
@@ -67,8 +64,9 @@ from .lib.wgmma import (
 )
 
 CLEARERS = WARPGROUP - WARP  # threads beside the producer's warp
+TILE_N = {64: 128, 128: 160, 256: 80}  # by d: 160 holds a window of 128 for 33 queries; 80 is what SMEM holds
 L2_KEYS = 32 * 1024 * 1024  # bytes of K and V that stay in L2 while others pass
-FREE_BARRIER = 1  # named barriers from here on, one for each stage of Q; 0 is sync_threads'
+TURN_GIVEN = 1  # named barriers from here on, by stage of Q: WG 0 has its weights; 0 is sync_threads'
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,11 @@ class Config:
 
     d: int
     dtype: str
+    sources: tuple[str, ...] = ("span",)
     stages: int = 2  # of K and of V
+    gathers: bool = False
+    shared_kv: bool = False
+    cluster: int = 1
 
     @property
     def consumers(self) -> int:
@@ -90,7 +92,7 @@ class Config:
 
     @property
     def tile_n(self) -> int:
-        return {64: 128, 128: 160, 256: 80}[self.d]  # 160 holds a window of 128 for 33 queries; 80 is what SMEM holds
+        return TILE_N[self.d]
 
     @property
     def few(self) -> int:
@@ -133,9 +135,21 @@ class Config:
         info, barriers = 4 * PUBLISHED * 2 * 2 * stages_q, 8 * (2 * stages_q + 5 * self.stages)
         return 1024 + tiles + info + barriers
 
+    @property
+    def columns_q(self) -> int:
+        return self.d
+
+    @property
+    def columns_k(self) -> int:
+        return self.d
+
+    @property
+    def launch_options(self) -> dict[str, int]:
+        return {"min_blocks_per_mp": 1}  # without it ptxas silently drops setmaxnreg
+
     def __post_init__(self):
-        if self.d % SLAB or self.d > 256:
-            raise ValueError(f"d must be a multiple of {SLAB} up to 256 (one WGMMA's N), got {self.d}")
+        if self.d not in TILE_N:
+            raise ValueError(f"got d = {self.d}, wanted one that has tiles: {', '.join(map(str, TILE_N))}")
         if self.smem_bytes > SMEM_LIMIT:
             raise ValueError(f"needs {self.smem_bytes} bytes of SMEM, {SMEM_LIMIT} fit: {self}")
 
@@ -192,76 +206,25 @@ class Consumer:
     softmax: Softmax
 
 
-class FwdSm90:
-    def __init__(self, config: Config):
-        self.config = config
-        self.dtype = element_type(config.dtype)
-
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Pointer,
-        k: cute.Pointer,
-        v: cute.Pointer,
-        o: cute.Pointer,
-        start: cute.Pointer,
-        stop: cute.Pointer,
-        sink: cute.Pointer,
-        lse: cute.Pointer,
-        o_parts: cute.Pointer,
-        scale_log2: Float32,
-        b: Int32,
-        s_q: Int32,
-        s_kv: Int32,
-        h_q: Int32,
-        h_kv: Int32,
-        splits: Int32,
-        ctas: Int32,  # at most, that is how many run at a time
-        stream: cuda.CUstream,
-    ):
-        c = self.config
-        n = extents(c.tile_m, False, b, s_q, h_q, h_kv, splits, ctas)
-        shapes = Shapes(c.d, b, n)
-        load = cpasync.CopyBulkTensorTileG2SOp()
-        self.kernel(
-            *tma_atom(load, shapes.rows(q), c.tile_m, c.d),
-            o,
-            *tma_atom(load, shapes.keys(k, s_kv), c.tile_n, c.d),
-            *tma_atom(load, shapes.keys(v, s_kv), c.tile_n, c.d),
-            SpanOperands(start, stop, s_kv),
-            RowResults(sink, lse, o_parts),
-            scale_log2,
-            n,
-        ).launch(
-            grid=(cutlass.min(n.work, ctas), 1, 1),
-            block=(c.threads, 1, 1),
-            smem=c.smem_bytes,
-            stream=stream,
-            min_blocks_per_mp=1,  # without it ptxas silently drops setmaxnreg
-        )
-
+class FwdSm90(ForwardKernel):
     @cute.kernel
     def kernel(
         self,
-        tma_q: cute.CopyAtom,
-        mQ: cute.Tensor,
+        rows_of_q: tuple,
         o: cute.Pointer,
-        tma_k: cute.CopyAtom,
-        mK: cute.Tensor,
-        tma_v: cute.CopyAtom,
-        mV: cute.Tensor,
-        operands: SpanOperands,
+        sources: tuple,
         results: RowResults,
         scale_log2: Float32,
         n: Extents,
     ):
         c = self.config
+        tma_k, mK, tma_v, mV, operands = sources[0]
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         bar, smem = self.allocate()
         rows = n.box_inner * n.box_outer
         consumers = WARPGROUP * ceil_div(rows, ROWS_OF_WARPGROUP)  # threads; other warpgroups' have no rows
         if warp == 0:
-            for atom in (tma_q, tma_k, tma_v):
+            for atom in (rows_of_q[0], tma_k, tma_v):
                 cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
                 for s in cutlass.range_constexpr(c.stages_q):
@@ -280,7 +243,7 @@ class FwdSm90:
         if warp < 4:
             cute.arch.setmaxregister_decrease(c.registers[0])
             if warp == 0:
-                self.produce(bar, smem, (tma_q, mQ), (tma_k, mK), (tma_v, mV), operands, n)
+                self.produce(bar, smem, rows_of_q, (tma_k, mK), (tma_v, mV), operands, n)
             else:
                 self.clear(bar, smem, operands, n)
         elif warp * WARP < WARPGROUP + consumers:
@@ -461,16 +424,16 @@ class FwdSm90:
         c = self.config
         stage_q, two = turn % c.stages_q, w.n.box_inner * w.n.box_outer > ROWS_OF_WARPGROUP
         # a barrier a stage: the first to begin can be two tiles of rows ahead, but not three
-        free = {"barrier_id": FREE_BARRIER + stage_q, "number_of_threads": 2 * WARPGROUP}
+        turn_given = {"barrier_id": TURN_GIVEN + stage_q, "number_of_threads": 2 * WARPGROUP}
         if two & (w.group == 1):
-            cute.arch.barrier(**free)
+            cute.arch.barrier(**turn_given)
         rows = self.issue_first(w, w.few, span, boxed, turn, fill)
         cute.arch.mbarrier_arrive(w.bar.k_empty + fill % c.stages)
         cute.arch.mbarrier_arrive(w.bar.q_empty + stage_q)
         rows.mask(w.few.acc, 0)
         self.weigh_first(w, w.few)
         if two & (w.group == 0):
-            cute.arch.barrier_arrive(**free)
+            cute.arch.barrier_arrive(**turn_given)
         self.finish(w, w.few, boxed, o, results, turn, fill, fresh=True)
 
     @cute.jit
@@ -528,15 +491,4 @@ def key_tiles(span: Span) -> Int32:
 
 
 def compile(variant: Forward, out_dir: Path) -> Compiled:
-    config = Config(variant.d, variant.dtype)
-    return compile_ahead(
-        FwdSm90(config),
-        FwdSm90.kernel,
-        *pointers(variant.dtype, "q", "k", "v", "o", "int32", "int32", "float32", "float32", "float32"),
-        Float32(1.0),
-        *(i32() for _ in range(7)),
-        name="fwd_sm90",
-        arch=variant.arch,
-        out_dir=out_dir,
-        facts=launch_facts(config),
-    )
+    return compile_forward(FwdSm90(Config(variant.d, variant.dtype)), variant, out_dir, name="fwd_sm90")

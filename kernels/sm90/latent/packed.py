@@ -16,11 +16,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
+from kernels.lib.ptx import ptx
+from kernels.lib.rows import RowTile, ceil_div
+from kernels.lib.selections import Selection, copy_or_zero
+from kernels.lib.wgmma import SLAB
+
 from .cluster import Peer
-from .ptx import ptx
-from .rows import RowTile, ceil_div
-from .selections import Selection, copy_or_zero
-from .wgmma import SLAB
 
 D = 512
 PACKED_SLABS = 7

@@ -1,10 +1,10 @@
 """Run a kernel of this build on the CPU, and show who did what when.
 
-    python -m tests.ptx fwd_sm_90a_d128_bfloat16                      a timeline of warps and barriers, as text
-    python -m tests.ptx fwd_sm_90a_d128_bf --plot run.svg             the same as a picture
-    python -m tests.ptx sparse_fwd_sm_90a_d512_bf --case mixed       another case
-    python -m tests.ptx fwd_sm_90a_d128_bf --seed 3                   another order of things
-    python -m tests.ptx fwd_sm_90a_d128_bf --ptx edited.ptx           PTX that was changed by hand
+    python -m interpreter fwd_sm_90a_d128_bfloat16                      a timeline of warps and barriers, as text
+    python -m interpreter fwd_sm_90a_d128_bf --plot run.svg             the same as a picture
+    python -m interpreter sparse_fwd_sm_90a_d512_bf --case mixed       another case
+    python -m interpreter fwd_sm_90a_d128_bf --seed 3                   another order of things
+    python -m interpreter fwd_sm_90a_d128_bf --ptx edited.ptx           PTX that was changed by hand
 
 The kernel is a key of kernels/variants.py or an unambiguous part of one; it is compiled if no build has it. With a
 fault (a deadlock, a race, an access out of bounds, a wrong answer, ...) the exit status is 1, and the timeline ends
@@ -46,7 +46,7 @@ def find(name: str, parser: argparse.ArgumentParser) -> Forward:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m tests.ptx", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m interpreter", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("kernel", metavar="KERNEL", help="a key of kernels/variants.py, or a part of one")
     parser.add_argument("--case", choices=cases.CASES, default="tiles", help="what to run on (default: %(default)s)")

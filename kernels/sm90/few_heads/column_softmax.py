@@ -13,9 +13,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from .launch import WARPGROUP
-from .rows import ROWS, Extents, RowTile, load, store
-from .softmax import LN_2, LOG2_E, RowResults, exp2
+from kernels.lib.launch import WARPGROUP
+from kernels.lib.rows import ROWS, Extents, RowTile, load, store
+from kernels.lib.softmax import LN_2, LOG2_E, RowResults, exp2
 
 WARPS = WARPGROUP // 32
 LANES_A_COLUMN = (16, 8, 4)  # distances

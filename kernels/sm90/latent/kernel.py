@@ -10,10 +10,11 @@ rows has heads of several queries, which see a window and a few keys more, odd t
                              \\                        /              \\     /
     right   S1 = Q K1'        > max1 > P1  O_r += P1 K1_r   P1 -> SMEM   > O_r += P0 K0_r   S1 of the next pair
 
-So one's softmax runs under the other's products. With its last weights a side hands over the sums of its rows. A tile
-is refilled by halves of its columns, each as soon as it is read for the last time. CTAs are persistent: one takes every
-gridDim-th tile of rows, and the producer runs ahead into the next one: Q's SMEM is free after the last scores, for O
-goes through the weights' SMEM, slab by slab, and TMA stores it while the next tile is worked on.
+So one's softmax runs under the other's products: FlashMLA's seesaw schedule. With its last weights a side hands over
+the sums of its rows. A tile is refilled by halves of its columns, each as soon as it is read for the last time. Warps
+are specialised and CTAs persistent: one takes every gridDim-th tile of rows, and the producer runs ahead into the next
+one: Q's SMEM is free after the last scores, for O goes through the weights' SMEM, slab by slab, and TMA stores it while
+the next tile is worked on.
 
 The keys come from one or more sources, walked one after the other as one sequence of tiles under one softmax: spans
 (contiguous: a window, a dense cache) and selections (by index), which may be packed. Spans alone are loaded by TMA;
@@ -25,37 +26,28 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
-from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
-from .abi import ANY, Forward, gathers
-from .aot import Compiled, compile_ahead
-from .lib.cluster import CTAS, arrive, await_others
-from .lib.key_tiles import LEFT, RIGHT, Barriers, KeyTiles, Work
-from .lib.launch import (
+from kernels.abi import ANY, Forward, gathers
+from kernels.aot import Compiled
+from kernels.lib.forward import ForwardKernel, compile_forward
+from kernels.lib.launch import (
     SMEM_LIMIT,
     WARP,
     WARPGROUP,
-    Shapes,
-    element_type,
-    i32,
-    launch_facts,
-    pointers,
     registers_at_launch,
 )
-from .lib.output import SlabStores, store_part
-from .lib.packed import PackedOperands
-from .lib.packed_tiles import load_packed
-from .lib.rows import PUBLISHED, BoxedRows, Extents, RowTile, Walk, extents, row_of
-from .lib.selections import GATHERED, SelectedRows, gathered, open_selection, read_selection
-from .lib.softmax import ROWS, RowResults, Softmax, rescale_rows, scale_rows
-from .lib.spans import SpanOperands, ask_span, open_span, read_span
-from .lib.splits import on_source, own_part
-from .lib.wgmma import (
+from kernels.lib.output import SlabStores, store_part
+from kernels.lib.rows import PUBLISHED, BoxedRows, Extents, RowTile, Walk, row_of
+from kernels.lib.selections import GATHERED, SelectedRows, open_selection, read_selection
+from kernels.lib.softmax import ROWS, RowResults, Softmax, rescale_rows, scale_rows
+from kernels.lib.spans import SpanOperands, ask_span, open_span, read_span
+from kernels.lib.splits import on_source, own_part
+from kernels.lib.wgmma import (
     K_MAJOR,
     MN_MAJOR,
     SLAB,
@@ -70,17 +62,21 @@ from .lib.wgmma import (
     slab_layout,
     store_rows,
     tiled_mma,
-    tma_atom,
     tma_tiles,
     transposed,
     zero_rows,
 )
 
+from .cluster import CLUSTER, arrive, await_others
+from .key_tiles import EVEN, LEFT, ODD, RIGHT, Barriers, KeyTiles, Work
+from .packed import PackedOperands
+from .packed_tiles import load_packed
+
 SELECTIONS = {**GATHERED, "packed": PackedOperands}  # by the kind of a source
 
 MORE = 16  # keys: a step of K in a WGMMA
 
-BAR_WARPGROUP = 1  # named barriers: 1 + LEFT, 1 + RIGHT: one warpgroup by itself
+WARPGROUP_MET = 1  # named barriers, + LEFT and + RIGHT: all threads of the one warpgroup have come
 
 
 @dataclass(frozen=True)
@@ -94,6 +90,7 @@ class Config:
     cluster: int = 1  # CTAs with heads of the same query; two unpack keys for one another
     tile_m: int = 64
     tile_n: int = 64
+    shared_kv: bool = True
 
     @property
     def gathers(self) -> bool:
@@ -144,6 +141,18 @@ class Config:
     @property
     def half(self) -> int:
         return self.d // 2
+
+    @property
+    def columns_q(self) -> int:
+        return self.d
+
+    @property
+    def columns_k(self) -> int:
+        return self.half
+
+    @property
+    def launch_options(self) -> dict[str, int]:
+        return {"min_blocks_per_mp": 1}  # without it ptxas silently drops setmaxnreg
 
     @property
     def half_tile_bytes(self) -> int:
@@ -215,71 +224,14 @@ class Consumer:
     stores: SlabStores
 
 
-class LatentSm90:
-    def __init__(self, config: Config):
-        self.config = config
-        self.dtype = element_type(config.dtype)
-
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Pointer,
-        o: cute.Pointer,
-        sink: cute.Pointer,
-        lse: cute.Pointer,
-        o_parts: cute.Pointer,
-        scale_log2: Float32,
-        b: Int32,
-        s_q: Int32,
-        h_q: Int32,
-        h_kv: Int32,
-        keys0: cute.Pointer,
-        from0: cute.Pointer,  # start of a span, indices of a selection
-        to0: cute.Pointer,  # stop of a span, lengths of a selection
-        s_kv0: Int32,
-        s_batch0: Int32,
-        topk0: Int32,
-        keys1: cute.Pointer,
-        from1: cute.Pointer,
-        to1: cute.Pointer,
-        s_kv1: Int32,
-        s_batch1: Int32,
-        topk1: Int32,
-        splits: Int32,
-        ctas: Int32,  # at most, that is how many run at a time
-        stream: cuda.CUstream,
-    ):
-        c = self.config
-        n = extents(c.tile_m, c.gathers, b, s_q, h_q, h_kv, splits, ctas, c.cluster)
-        shapes = Shapes(c.d, b, n)
-        tma_q, mQ = tma_atom(cpasync.CopyBulkTensorTileG2SOp(), shapes.rows(q), c.tile_m, c.d)
-        tma_o, mO = tma_atom(cpasync.CopyBulkTensorTileS2GOp(), shapes.rows(o), c.tile_m, SLAB)
-        given = ((keys0, from0, to0, s_kv0, s_batch0, topk0), (keys1, from1, to1, s_kv1, s_batch1, topk1))
-        sources = tuple(self.source(kind, shapes, *g) for kind, g in zip(c.sources, given, strict=False))
-        self.kernel(tma_q, mQ, tma_o, mO, sources, RowResults(sink, lse, o_parts), scale_log2, n).launch(
-            grid=(cutlass.min(n.work, cutlass.max(ctas // c.cluster, 1)) * c.cluster, 1, 1),
-            block=(c.threads, 1, 1),
-            cluster=(c.cluster, 1, 1) if c.cluster > 1 else None,
-            smem=c.smem_bytes,
-            stream=stream,
-            min_blocks_per_mp=1,  # without it ptxas silently drops setmaxnreg
-        )
-
-    def source(self, kind: str, shapes: Shapes, keys, first, second, s_kv: Int32, *of_selection: Int32) -> tuple:
-        c = self.config
-        if c.gathers:
-            return (gathered(SELECTIONS, kind, keys, first, second, s_kv, *of_selection),)
-        tma = tma_atom(cpasync.CopyBulkTensorTileG2SOp(), shapes.keys(keys, s_kv), c.tile_n, c.half)
-        here = (keys,) if c.sources == ("span",) else ()  # some are loaded without TMA
-        return (*tma, *here, SpanOperands(first, second, s_kv))
+class LatentSm90(ForwardKernel):
+    kinds = SELECTIONS
 
     @cute.kernel
     def kernel(
         self,
-        tma_q: cute.CopyAtom,
-        mQ: cute.Tensor,
-        tma_o: cute.CopyAtom,
-        mO: cute.Tensor,
+        rows_of_q: tuple,
+        output: tuple,
         sources: tuple,
         results: RowResults,
         scale_log2: Float32,
@@ -298,7 +250,7 @@ class LatentSm90:
         if warp < 4:
             cute.arch.setmaxregister_decrease(c.registers[0])
             if warp * 32 < c.loaders:
-                self.produce(bar, smem, (tma_q, mQ), sources, n)
+                self.produce(bar, smem, rows_of_q, sources, n)
             elif cutlass.const_expr(c.more > 0):  # noqa: SIM102, at compile time
                 if warp == 1:
                     self.produce_more(bar, smem, sources[0], n)
@@ -307,9 +259,9 @@ class LatentSm90:
             await_others(c.cluster)
             operands = tuple(source[-1] for source in sources)
             if warp < 8:
-                self.consume(LEFT, bar, smem, operands, (tma_o, mO), results, scale_log2, n)
+                self.consume(LEFT, bar, smem, operands, output, results, scale_log2, n)
             else:
-                self.consume(RIGHT, bar, smem, operands, (tma_o, mO), results, scale_log2, n)
+                self.consume(RIGHT, bar, smem, operands, output, results, scale_log2, n)
 
     def allocate(self) -> tuple[Barriers, Shared]:
         c = self.config
@@ -379,7 +331,7 @@ class LatentSm90:
             tile = walk.tile(turn)
             (span,) = own_part((self.open(source[-1], tile),), tile, c.unit)
             place = tile.key(source[2], span.operands.s_kv, span.lo, c.d)
-            KeyTiles(c).load_more(bar, smem.k[RIGHT], span, odds0, place)
+            KeyTiles(c).load_more(bar, smem.k[ODD], span, odds0, place)
             odds0 = odds0 + span.tiles // 2
 
     def walk(self, n: Extents) -> Walk:
@@ -421,9 +373,9 @@ class LatentSm90:
             )
             work, rows = Work(sources, (None,) * len(sources), evens0, odds0), Rows(tile, boxed, results)
             self.attend(side, w, work, rows)
-            cute.arch.mbarrier_arrive(bar.done)
+            cute.arch.mbarrier_arrive(bar.all_read)
             if n.splits > 1:
-                cute.arch.mbarrier_wait(bar.done, turn & 1)
+                cute.arch.mbarrier_wait(bar.all_read, turn & 1)
             if n.splits == 1:
                 self.store(side, w, turn, tile.of(output[1], c.tile_m, SLAB))
             else:
@@ -455,7 +407,7 @@ class LatentSm90:
             weights=register_operand(pv, keys, self.dtype),
             out=accumulator(pv, c.half),
             softmax=Softmax.of(scale_log2),
-            stores=SlabStores(tma_o, smem.o[side], BAR_WARPGROUP + side, thread),
+            stores=SlabStores(tma_o, smem.o[side], WARPGROUP_MET + side, thread),
         )
 
     def reopen(self, operands: Any, tile: RowTile, slot: cute.Tensor) -> Any:
@@ -505,12 +457,12 @@ class LatentSm90:
             else:
                 self.finish(LEFT, w, rows)
                 warpgroup.wait_group(0)
-                w.bar.hand_back(2)
+                w.bar.release(ODD, LEFT)
         if odds < evens:
             self.left_pair(w, work, odds, has_odd=False)
             self.finish(LEFT, w, rows)
             warpgroup.wait_group(0)
-            w.bar.hand_back(0)
+            w.bar.release(EVEN, LEFT)
 
     @cute.jit
     def attend_right(self, w: Consumer, work: Work, rows: Rows):
@@ -533,7 +485,7 @@ class LatentSm90:
             self.right_without_odd(w, work)
             self.finish(RIGHT, w, rows)
             warpgroup.wait_group(0)
-            w.bar.hand_back(1)
+            w.bar.release(EVEN, RIGHT)
 
     def finish(self, side: int, w: Consumer, rows: Rows) -> None:
         """What normalises the output; lse."""
@@ -549,7 +501,7 @@ class LatentSm90:
         slabs, slab = c.half // SLAB, cute.make_tensor(w.scores.iterator, mma.partition_shape_C((c.tile_m, SLAB)))
         for i in cutlass.range_constexpr(slabs):
             if cutlass.const_expr(i == c.slabs_of_o):
-                cute.arch.mbarrier_wait(w.bar.done, turn & 1)  # the other side reads this one's weights no more
+                cute.arch.mbarrier_wait(w.bar.all_read, turn & 1)  # the other side reads this one's weights no more
             for x in cutlass.range_constexpr(cute.size(slab)):
                 slab[x] = w.out[i * cute.size(slab) + x] * w.softmax.factor[x // 2 % ROWS]
             w.stores.store(i, mma, slab, w.weights, target[None, None, side * slabs + i])
@@ -575,7 +527,7 @@ class LatentSm90:
                 if source.needs_clearing(t):
                     cute.arch.mbarrier_wait(full + (1 - half), parity)
                     zero_rows(w.smem.k[side], source.unseen_from(t), w.thread, WARPGROUP)
-                    cute.arch.barrier(barrier_id=BAR_WARPGROUP + side, number_of_threads=WARPGROUP)
+                    cute.arch.barrier(barrier_id=WARPGROUP_MET + side, number_of_threads=WARPGROUP)
 
             on_source(work.sources, 2 * pair + side, clear)
         if cutlass.const_expr(c.gathers or (c.more > 0 and side == RIGHT)):
@@ -594,7 +546,7 @@ class LatentSm90:
         """The scores of the next even tile, the first half of them under the products of the pair before."""
         self.issue_scores(LEFT, w, work, pair, LEFT, fresh=True)
         warpgroup.wait_group(1)
-        w.bar.hand_back(2)
+        w.bar.release(ODD, LEFT)
         self.issue_scores(LEFT, w, work, pair, RIGHT, fresh=False)
         self.await_scores(w, pair == work.evens - 1)
 
@@ -618,7 +570,7 @@ class LatentSm90:
         s.remember_max()
         s.raise_max(w.scores)
         hand_over(w.smem.max, LEFT, s.row_max, w.thread)
-        cute.arch.mbarrier_arrive(w.bar.max + LEFT)
+        cute.arch.mbarrier_arrive(w.bar.max_shared + LEFT)
         s.decay()
         s.exponentiate(w.scores)
         round_to(w.weights, w.scores)
@@ -626,18 +578,18 @@ class LatentSm90:
             self.share_weights(w, LEFT, True)
         fresh = first if has_odd else pair == 0
         rescale_rows(w.out, s.factor, fresh)
-        multiply(w.pv, w.out, w.weights, w.b_value[0], fresh)
+        multiply(w.pv, w.out, w.weights, w.b_value[EVEN], fresh)
         if cutlass.const_expr(has_odd):
             warpgroup.wait_group(0)
-            w.bar.hand_back(0)
+            w.bar.release(EVEN, LEFT)
             self.adopt_max(w, RIGHT, work.odds0 + pair)
             scale_rows(w.scores, s.factor)
             round_to(w.weights, w.scores)
             self.share_weights(w, LEFT, pair == work.evens - 1)
             rescale_rows(w.out, s.factor)
-        cute.arch.mbarrier_wait(w.bar.weights + RIGHT, (work.evens0 + pair) & 1)
+        cute.arch.mbarrier_wait(w.bar.weights_shared + RIGHT, (work.evens0 + pair) & 1)
         if cutlass.const_expr(has_odd):
-            multiply(w.pv_other, w.out, w.a_other, w.b_value[1])
+            multiply(w.pv_other, w.out, w.a_other, w.b_value[ODD])
 
     @cute.jit
     def right_pair(self, w: Consumer, work: Work, pair: Int32 | int, rows: Rows, first: cutlass.Constexpr = False):
@@ -645,25 +597,25 @@ class LatentSm90:
         s = w.softmax
         self.mask(w, work, 2 * pair + 1)
         s.remember_max()
-        cute.arch.mbarrier_wait(w.bar.max + LEFT, (work.evens0 + pair) & 1)
+        cute.arch.mbarrier_wait(w.bar.max_shared + LEFT, (work.evens0 + pair) & 1)
         take_over(w.smem.max, LEFT, s.row_max, w.thread)
         s.raise_max(w.scores)
         hand_over(w.smem.max, RIGHT, s.row_max, w.thread)
-        cute.arch.mbarrier_arrive(w.bar.max + RIGHT)
+        cute.arch.mbarrier_arrive(w.bar.max_shared + RIGHT)
         s.decay()
         s.exponentiate(w.scores)
         round_to(w.weights, w.scores)
         rescale_rows(w.out, s.factor, first)
-        multiply(w.pv, w.out, w.weights, w.b_value[1], first)
+        multiply(w.pv, w.out, w.weights, w.b_value[ODD], first)
         self.share_weights(w, RIGHT, pair == work.evens - 1)
-        cute.arch.mbarrier_wait(w.bar.weights + LEFT, (work.evens0 + pair) & 1)
-        multiply(w.pv_other, w.out, w.a_other, w.b_value[0])
+        cute.arch.mbarrier_wait(w.bar.weights_shared + LEFT, (work.evens0 + pair) & 1)
+        multiply(w.pv_other, w.out, w.a_other, w.b_value[EVEN])
         if pair == work.evens - 1:
             self.finish(RIGHT, w, rows)
         warpgroup.wait_group(1)
-        w.bar.hand_back(3)
+        w.bar.release(ODD, RIGHT)
         warpgroup.wait_group(0)
-        w.bar.hand_back(1)
+        w.bar.release(EVEN, RIGHT)
 
     @cute.jit
     def right_without_odd(self, w: Consumer, work: Work):
@@ -671,16 +623,16 @@ class LatentSm90:
         uses = work.evens0 + work.odds
         self.adopt_max(w, LEFT, uses)
         self.share_sum(w, RIGHT)
-        cute.arch.mbarrier_arrive(w.bar.weights + RIGHT)
+        cute.arch.mbarrier_arrive(w.bar.weights_shared + RIGHT)
         rescale_rows(w.out, w.softmax.factor)
-        cute.arch.mbarrier_wait(w.bar.weights + LEFT, uses & 1)
-        multiply(w.pv_other, w.out, w.a_other, w.b_value[0], fresh=work.odds == 0)
+        cute.arch.mbarrier_wait(w.bar.weights_shared + LEFT, uses & 1)
+        multiply(w.pv_other, w.out, w.a_other, w.b_value[EVEN], fresh=work.odds == 0)
 
     @cute.jit
     def adopt_max(self, w: Consumer, other: cutlass.Constexpr, uses: Int32):
         """The other side's maximum, which is at least as large, becomes this side's."""
         w.softmax.remember_max()
-        cute.arch.mbarrier_wait(w.bar.max + other, uses & 1)
+        cute.arch.mbarrier_wait(w.bar.max_shared + other, uses & 1)
         take_over(w.smem.max, other, w.softmax.row_max, w.thread)
         w.softmax.decay()
 
@@ -690,7 +642,7 @@ class LatentSm90:
         if last:
             self.share_sum(w, side)
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.mbarrier_arrive(w.bar.weights + side)
+        cute.arch.mbarrier_arrive(w.bar.weights_shared + side)
 
     def share_sum(self, w: Consumer, side: int) -> None:
         """To the other side, where it put its maximum for this one."""
@@ -718,26 +670,7 @@ def take_over(shared: cute.Tensor, side: cutlass.Constexpr, state: cute.Tensor, 
 
 def compile(variant: Forward, out_dir: Path) -> Compiled:
     few, packed = variant.max_heads < ANY, "packed" in variant.sources
-    choice = {"cluster": 1 if few else CTAS} if packed else {"more": MORE if few else 0}
+    choice = {"cluster": 1 if few else CLUSTER} if packed else {"more": MORE if few else 0}
     config = Config(variant.d, variant.dtype, variant.sources, **choice)
-    kernel = LatentSm90(config)
-    of_keys = {kind: pointers(variant.dtype, "bytes" if kind == "packed" else "keys")[0] for kind in config.sources}
-    first, second = (
-        (of_keys[kind], *pointers(variant.dtype, "int32", "int32"), i32(), i32(), i32())
-        for kind in (config.sources[0], config.sources[-1])
-    )
-    return compile_ahead(
-        kernel,
-        LatentSm90.kernel,
-        *pointers(variant.dtype, "q", "o", "float32", "float32", "float32"),
-        Float32(1.0),
-        *(i32() for _ in range(4)),
-        *first,
-        *second,
-        i32(),
-        i32(),
-        name="latent_sm90",
-        arch=variant.arch,
-        out_dir=out_dir,
-        facts=launch_facts(config, cluster=config.cluster, unit=config.unit),
-    )
+    facts = {"cluster": config.cluster, "unit": config.unit}
+    return compile_forward(LatentSm90(config), variant, out_dir, name="latent_sm90", **facts)

@@ -1,6 +1,6 @@
 """What a GPU computes for the case "tiles" of every Hopper kernel, recorded once and compared with since.
 
-    python -m tests.ptx.hardware --out tests/data/h200.npz        on a machine with such a GPU; needs a built library
+    python -m interpreter.hardware --out tests/data/h200.npz        on a machine with such a GPU; needs a built library
 
 A kernel that splits keys is recorded with these whole, and split, where `combine` merges what it leaves. The record
 keeps lse whole, every 11th row of o, and a digest of all of o, which a GPU test compares: 11 shares no factor with a
@@ -27,7 +27,7 @@ from tests import native
 
 from . import cases
 
-RECORDED = Path(__file__).parent.parent / "data" / "h200.npz"
+RECORDED = Path(__file__).parent.parent / "tests" / "data" / "h200.npz"
 ARCH, CASE = "sm_90a", "tiles"
 EVERY = 11  # rows of o, one of which is kept
 
@@ -116,7 +116,7 @@ def recorded(name: str, x: native.Operands) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m tests.ptx.hardware", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m interpreter.hardware", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=RECORDED, help="(default: %(default)s)")
     record(parser.parse_args(argv).out)

@@ -7,8 +7,8 @@ By itself, a CTA has registers for one half. The early ones are gathered and unp
 the pair before; of the late ones one is gathered while the other is unpacked.
 
 In a cluster, two CTAs with heads of the same query read the same keys. Each unpacks one half of the keys of every tile,
-for itself and for its peer, and has registers for the two halves of tiles that are next. Places must be free in both
-CTAs; what a peer sends is counted in bytes where a CTA's own keys are announced.
+for itself and for its peer (FlashMLA's crossover), and has registers for the two halves of tiles that are next. Places
+must be free in both CTAs; what a peer sends is counted in bytes where a CTA's own keys are announced.
 """
 
 from dataclasses import dataclass
@@ -18,11 +18,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from .cluster import CTAS
+from kernels.lib.launch import WARPGROUP
+from kernels.lib.splits import on_source, total_tiles
+
+from .cluster import CLUSTER
 from .key_tiles import REFILL_ORDER, Barriers, KeyTiles, Work
-from .launch import WARPGROUP
 from .packed import LANES_A_KEY, Held, PackedSelection, Places, fetch, gather, pass_on, unpack
-from .splits import on_source, total_tiles
 
 *EARLY, LATE, HELD = REFILL_ORDER
 AHEAD = 2  # halves of tiles that a CTA of a cluster has in registers
@@ -154,7 +155,7 @@ class PackedTiles:
 def load_packed(config: Any, bar: Barriers, tiles: tuple, work: Work) -> None:
     """Fill the halves of all key tiles, in the order in which they come free."""
     mine = PackedTiles.of(config, bar, tiles, work)
-    if config.cluster == CTAS:
+    if config.cluster == CLUSTER:
         mine.load_paired()
     else:
         mine.load_alone()

@@ -1,6 +1,6 @@
 """An interpreter for the PTX that the build emits: kernels run on a CPU, and their mistakes are found there.
 
-    from tests.ptx.launch import Kernel, launch
+    from interpreter.launch import Kernel, launch
     run = launch(Kernel.of(variant), operands, processors=2, seed=0)
     o, lse = run.run()              # raises Deadlock, Race, Undefined, OutOfBounds, Misuse, Leak, Unsupported
 
@@ -17,7 +17,8 @@ has read it since; an access by somebody who does not know of these is a `Race`,
 take. A clock has a second half, what is known to be visible to the async proxy; `fence.proxy.async` moves the first
 into it.
 
-Modules, each for one concern:
+Modules, each for one concern. The machine knows nothing of this project's kernels; launch.py, cases.py, verdict.py and
+hardware.py tie it to them:
 
     parser.py      text -> Program: instructions, labels, registers, parameters, post-dominators
     hazards.py     Clock, Shadow (who wrote and read a word), the errors

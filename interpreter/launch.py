@@ -19,7 +19,7 @@ from .copies import TensorMap
 from .parser import parse
 from .state import GENERIC_PARAM_BASE, Array, GlobalMemory, Machine, new_memory
 
-BUILD = Path(__file__).parents[2] / "build"
+BUILD = Path(__file__).parents[1] / "build"
 ELEMENT_BYTES = {0: 1, 6: 2, 7: 4, 9: 2}  # by the number that the driver has for a type
 SWIZZLES = {0: 0, 1: 32, 2: 64, 3: 128}  # bytes, by the number that the driver has for one
 
@@ -52,19 +52,18 @@ class Launch:
     machine: Machine
     operands: native.Operands
     scale: float
+    outputs: dict[str, Array]  # like them, in shape and dtype, the results are
 
-    def run(self) -> tuple[Array, Array]:
-        """(o, lse)"""
+    def run(self) -> tuple[Array, ...]:
+        """The results, in the order of `outputs`: of attention (o, lse)."""
         self.machine.run()
         return self.results()
 
-    def results(self) -> tuple[Array, Array]:
-        q, named = self.operands.q, self.machine.memory.named
-        o, lse = named("o"), named("lse")
-        shape = q.shape[:-1]
-        return (
-            o.bytes[: o.size].view(q.dtype).reshape(q.shape),
-            lse.bytes[: lse.size].view(np.float32).reshape(shape),
+    def results(self) -> tuple[Array, ...]:
+        found = {name: self.machine.memory.named(name) for name in self.outputs}
+        return tuple(
+            x.bytes[: x.size].view(y.dtype).reshape(y.shape)
+            for x, y in zip(found.values(), self.outputs.values(), strict=True)
         )
 
 
@@ -89,12 +88,12 @@ def launch(
     for n, keys in enumerate(x.sources):
         given |= {f"k{n}": keys.given, f"v{n}": keys.v, f"from{n}": keys.seen_from, f"to{n}": keys.seen_to}
     addresses = {name: memory.add(name, array) for name, array in given.items()}
-    addresses |= add_results(memory, x)
+    addresses |= add_outputs(memory, outputs := outputs_of(x))
     for name, columns in parts_of(x).items():
         addresses[name] = memory.add(name, None, x.q[..., 0].size * columns * 4)
     tiles = {name: kernel.facts[name] for name in ("tile_m", "tile_n", "cluster")}
     plan = native.plan(variant, x.shape, scale, **tiles, processors=processors, addresses=addresses)
-    return Launch(machine(kernel, plan, memory, edits, seed=seed, record=record), x, scale)
+    return Launch(machine(kernel, plan, memory, edits, seed=seed, record=record), x, scale, outputs)
 
 
 def machine(
@@ -140,18 +139,23 @@ def parts_of(x: native.Operands) -> dict[str, int]:
     return {"o_parts": splits * x.shape.d, "lse_parts": splits} if splits > 1 else {}
 
 
-def add_results(memory: GlobalMemory, x: native.Operands) -> dict[str, int]:
-    return {"o": memory.add("o", None, x.q.nbytes), "lse": memory.add("lse", None, x.q[..., 0].size * 4)}
+def outputs_of(x: native.Operands) -> dict[str, Array]:
+    """Of attention."""
+    return {"o": x.q, "lse": x.q[..., 0].astype(np.float32)}
+
+
+def add_outputs(memory: GlobalMemory, outputs: dict[str, Array]) -> dict[str, int]:
+    return {name: memory.add(name, None, like.nbytes) for name, like in outputs.items()}
 
 
 def combine(kernel: Kernel, forward: Launch, *, seed: int = 0) -> Launch:
     """The launch that merges what `forward`, which has run, left behind; between them is a kernel's end."""
     x, memory, left = forward.operands, new_memory(), forward.machine.memory
     given = {name: (b := left.named(name)).bytes[: b.size].view(np.float32) for name in parts_of(x)} | {"sink": x.sink}
-    addresses = {name: memory.add(name, array) for name, array in given.items()} | add_results(memory, x)
+    addresses = {name: memory.add(name, array) for name, array in given.items()} | add_outputs(memory, forward.outputs)
     threads, tile_n = kernel.facts["threads"], kernel.facts["tile_n"]
     plan = native.plan_combine(x.shape, threads=threads, tile_n=tile_n, addresses=addresses)
-    return Launch(machine(kernel, plan, memory, seed=seed), x, forward.scale)
+    return Launch(machine(kernel, plan, memory, seed=seed), x, forward.scale, forward.outputs)
 
 
 def tensor_map(spec: native.TensorMapSpec, address: int) -> TensorMap:

@@ -11,16 +11,18 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from .cluster import Peer
-from .launch import WARP, WARPGROUP
-from .rows import RowTile
-from .selections import CHUNK, LANES_A_ROW, Selection, copy_or_zero, with_keys
-from .spans import Span
-from .splits import on_source, total_tiles
-from .wgmma import SLAB, not_, tma_tiles
+from kernels.lib.launch import WARP, WARPGROUP
+from kernels.lib.rows import RowTile
+from kernels.lib.selections import CHUNK, LANES_A_ROW, Selection, copy_or_zero, with_keys
+from kernels.lib.spans import Span
+from kernels.lib.splits import on_source, total_tiles
+from kernels.lib.wgmma import SLAB, not_, tma_tiles
 
-LEFT, RIGHT = 0, 1  # a warpgroup, its half of the columns, and the tile of a pair whose scores it computes
-REFILL_ORDER = ((0, LEFT), (1, RIGHT), (0, RIGHT), (1, LEFT))  # (tile of the pair, half): as they are read last
+from .cluster import Peer
+
+EVEN, ODD = 0, 1  # the tiles of a pair
+LEFT, RIGHT = 0, 1  # a warpgroup, which computes the scores of even, of odd tiles; and its half of the columns
+REFILL_ORDER = ((EVEN, LEFT), (ODD, RIGHT), (EVEN, RIGHT), (ODD, LEFT))  # as they are read last
 
 
 @dataclass(frozen=True)
@@ -29,11 +31,11 @@ class Barriers:
 
     q_full: cute.Pointer
     q_empty: cute.Pointer
-    full: cute.Pointer  # 4, indexed by 2 * (tile of the pair) + half, and so is
+    full: cute.Pointer  # 4, indexed by 2 * (EVEN or ODD) + half, and so is
     empty: cute.Pointer
-    max: cute.Pointer  # 2, by side: its running maximum stands in SMEM
-    weights: cute.Pointer  # 2, by side: its weights stand in SMEM, with the last ones its sum
-    done: cute.Pointer  # nothing of a row tile's weights and sums is still to be read
+    max_shared: cute.Pointer  # 2, by side: its running maximum stands in SMEM
+    weights_shared: cute.Pointer  # 2, by side: its weights stand in SMEM, with the last ones its sum
+    all_read: cute.Pointer  # nothing of a row tile's weights and sums is still to be read
     peer: Peer | None  # the other CTA of a cluster, which fills the same key tiles
 
     COUNTS = (1, 1, 4, 4, 2, 2, 1)  # in that order
@@ -52,18 +54,19 @@ class Barriers:
         firsts = (getattr(self, field.name) for field in fields(self))
         for first, count, arriving in zip(firsts, self.COUNTS, arrivals, strict=False):
             for i in range(count):
-                cute.arch.mbarrier_init(first + i, arriving + (more if first is self.full and i >= 2 else 0))
+                cute.arch.mbarrier_init(first + i, arriving + (more if first is self.full and i >= 2 * ODD else 0))
 
     def await_readers(self, evens: Int32, odds: Int32) -> None:
         """Until all that was ever filled has been read."""
         for which, half in REFILL_ORDER:
             cute.arch.mbarrier_wait(self.empty + 2 * which + half, ((evens, odds)[which] & 1) ^ 1)
 
-    def hand_back(self, i: int) -> None:
-        """A half of a key tile has been read for the last time."""
-        cute.arch.mbarrier_arrive(self.empty + i)
+    def release(self, which: int, half: int) -> None:
+        """A half of a key tile, EVEN or ODD, has been read for the last time."""
+        empty = self.empty + (2 * which + half)
+        cute.arch.mbarrier_arrive(empty)
         if self.peer is not None:
-            self.peer.tell(self.empty + i)
+            self.peer.tell(empty)
 
 
 @dataclass(frozen=True)
@@ -178,12 +181,12 @@ class KeyTiles:
         for pair in cutlass.range(span.tiles // 2, unroll=1):
             begin, seen = span.begin(2 * pair + 1), span.unseen_from(2 * pair + 1)
             for which, half in REFILL_ORDER:
-                if cutlass.const_expr(which == 1):
-                    cute.arch.mbarrier_wait(bar.empty + 2 + half, ((odds0 + pair) & 1) ^ 1)
+                if cutlass.const_expr(which == ODD):
+                    cute.arch.mbarrier_wait(bar.empty + 2 * ODD + half, ((odds0 + pair) & 1) ^ 1)
                     for row in (mine + i for i in range(0, c.more, at_once)):
                         present = Int32(row < seen)
                         source = first + ((begin + row) * present * step + chunk * CHUNK)
                         target = sK.iterator.toint() + row * SLAB * 2 + (chunk ^ row % chunks) * CHUNK * 2
                         for slab in self.slabs(half):
                             copy_or_zero(target + slab * rows * SLAB * 2, (source + slab * SLAB).toint(), 16 * present)
-                    cute.arch.cp_async_mbarrier_arrive_noinc(bar.full + 2 + half)
+                    cute.arch.cp_async_mbarrier_arrive_noinc(bar.full + 2 * ODD + half)

@@ -1,13 +1,13 @@
-"""The other CTA of a cluster of two: its shared memory and its barriers."""
+"""The other CTA of a cluster of two: its shared memory (distributed shared memory, DSMEM) and its barriers."""
 
 from dataclasses import dataclass
 
 import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
-from .ptx import ptx
+from kernels.lib.ptx import ptx
 
-CTAS = 2
+CLUSTER = 2  # CTAs
 
 
 @dataclass(frozen=True)

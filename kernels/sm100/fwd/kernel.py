@@ -18,30 +18,43 @@ halves of O's columns or the two buffers of the scores, lie side by side in the 
 P goes to TMEM where a lane is a row. Else it goes to SMEM, for an operand in TMEM would have to lie in the lanes of the
 accumulator, and O has both halves of them.
 
-CTAs are persistent: one takes every gridDim-th tile of rows, and TMA runs ahead into the next one.
+Warps are specialised, and CTAs persistent: one takes every gridDim-th tile of rows, and TMA runs ahead into the next.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
-from cutlass.cute.nvgpu import cpasync, tcgen05
+from cutlass.cute.nvgpu import tcgen05
 from cutlass.memory import SmemAllocator
 
-from .abi import Forward, gathers
-from .aot import Compiled, compile_ahead
-from .lib.launch import SMEM_LIMIT, WARPGROUP, Shapes, element_type, i32, launch_facts, pointers
-from .lib.row_softmax import RowSpan, exponentiate, foresee, mask, raise_max, seen_by_row, shift_of
-from .lib.rows import PUBLISHED, BoxedRows, Extents, RowTile, Walk, extents, load, store
-from .lib.selections import GATHERED, LANES_A_ROW, gathered, open_selection, read_selection
-from .lib.softmax import LN_2, LOG2_E, RowResults, exp2
-from .lib.spans import SpanOperands, ask_span, open_span, read_span
-from .lib.splits import on_source, total_tiles
-from .lib.tcgen05 import (
+from kernels.abi import Forward, gathers
+from kernels.aot import Compiled
+from kernels.lib.forward import ForwardKernel, compile_forward
+from kernels.lib.launch import SMEM_LIMIT, WARPGROUP
+from kernels.lib.rows import PUBLISHED, BoxedRows, Extents, RowTile, Walk, load, store
+from kernels.lib.selections import LANES_A_ROW, open_selection, read_selection
+from kernels.lib.softmax import LN_2, LOG2_E, RowResults, exp2
+from kernels.lib.spans import SpanOperands, ask_span, open_span, read_span
+from kernels.lib.splits import on_source, total_tiles
+from kernels.lib.wgmma import (
+    K_MAJOR,
+    MN_MAJOR,
+    SLAB,
+    operand_a,
+    operand_b,
+    round_pair,
+    slab_layout,
+    tma_tiles,
+    transposed,
+    zero_rows,
+)
+
+from .row_softmax import RowSpan, exponentiate, foresee, mask, raise_max, seen_by_row, shift_of
+from .tcgen05 import (
     COLUMNS,
     LANES,
     after_thread_sync,
@@ -55,23 +68,10 @@ from .lib.tcgen05 import (
     tiled_mma,
     write_row,
 )
-from .lib.wgmma import (
-    K_MAJOR,
-    MN_MAJOR,
-    SLAB,
-    operand_a,
-    operand_b,
-    round_pair,
-    slab_layout,
-    tma_atom,
-    tma_tiles,
-    transposed,
-    zero_rows,
-)
 
 SCORE_BUFFERS = 2
 SOFTMAX_WARPS = 4  # then one that issues MMA, then one or four that load
-BAR_SOFTMAX = 1  # named barrier of the softmax warps
+SOFTMAX_MET = 1  # a named barrier: all softmax warps have come
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,7 @@ class Config:
     sources: tuple[str, ...]  # of keys, in the order in which they are walked: "span" or "selection"
     shared_kv: bool
     stages: int = 2
+    cluster: int = 1
 
     @property
     def gathers(self) -> bool:
@@ -123,6 +124,18 @@ class Config:
     def ring_d(self) -> int:
         """Columns of a ring's tiles: a ring of K and one of V, or one for each half of what is both."""
         return self.d // 2 if self.shared_kv else self.d
+
+    @property
+    def columns_q(self) -> int:
+        return self.d
+
+    @property
+    def columns_k(self) -> int:
+        return self.ring_d
+
+    @property
+    def launch_options(self) -> dict[str, int]:
+        return {}
 
     @property
     def key_rings(self) -> tuple[int, ...]:
@@ -237,71 +250,13 @@ class Row:
         return Row(thread, row, thread % 32 // rows_per_warp, BoxedRows.at(n, [row]))
 
 
-class FwdSm100:
-    def __init__(self, config: Config):
-        self.config = config
-        self.dtype = element_type(config.dtype)
-
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Pointer,
-        o: cute.Pointer,
-        sink: cute.Pointer,
-        lse: cute.Pointer,
-        o_parts: cute.Pointer,
-        scale_log2: Float32,
-        b: Int32,
-        s_q: Int32,
-        h_q: Int32,
-        h_kv: Int32,
-        v: cute.Pointer,  # ignored where K is V
-        keys0: cute.Pointer,
-        from0: cute.Pointer,  # start of a span, indices of a selection
-        to0: cute.Pointer,  # stop of a span, lengths of a selection
-        s_kv0: Int32,
-        s_batch0: Int32,
-        topk0: Int32,
-        keys1: cute.Pointer,  # the second source, ignored where there is one
-        from1: cute.Pointer,
-        to1: cute.Pointer,
-        s_kv1: Int32,
-        s_batch1: Int32,
-        topk1: Int32,
-        splits: Int32,  # always 1: this kernel splits no keys
-        ctas: Int32,  # at most, that is how many run at a time
-        stream: cuda.CUstream,
-    ):
-        c = self.config
-        n = extents(c.tile_m, c.gathers, b, s_q, h_q, h_kv, splits, ctas)
-        shapes = Shapes(c.d, b, n)
-        given = ((keys0, from0, to0, s_kv0, s_batch0, topk0), (keys1, from1, to1, s_kv1, s_batch1, topk1))
-        sources = tuple(self.source(kind, shapes, v, *g) for kind, g in zip(c.sources, given, strict=False))
-        tma_q = tma_atom(cpasync.CopyBulkTensorTileG2SOp(), shapes.rows(q), c.tile_m, c.d)
-        output = (o,)
-        if cutlass.const_expr(c.shared_kv):
-            output = tuple(tma_atom(cpasync.CopyBulkTensorTileS2GOp(), shapes.rows(o), c.tile_m, SLAB))
-        self.kernel(*tma_q, output, sources, RowResults(sink, lse, o_parts), scale_log2, n).launch(
-            grid=(cutlass.min(n.tiles, ctas), 1, 1), block=(c.threads, 1, 1), smem=c.smem_bytes, stream=stream
-        )
-
-    def source(self, kind: str, shapes: Shapes, v, keys, first, second, s_kv, s_batch, topk) -> tuple:
-        c = self.config
-        if c.gathers:
-            return (gathered(GATHERED, kind, keys, first, second, s_kv, s_batch, topk),)
-        load = cpasync.CopyBulkTensorTileG2SOp()
-        arrays = (keys,) if c.shared_kv else (keys, v)
-        tma = (x for array in arrays for x in tma_atom(load, shapes.keys(array, s_kv), c.tile_n, c.ring_d))
-        here = (keys,) if c.shared_kv and c.sources == ("span",) else ()  # as the launcher hands it over; not used
-        return (*tma, *here, SpanOperands(first, second, s_kv))
-
+class FwdSm100(ForwardKernel):
     @cute.kernel
     def kernel(
         self,
-        tma_q: cute.CopyAtom,
-        mQ: cute.Tensor,
-        output: tuple,  # TMA to o where K is V, else a pointer
-        sources: tuple,  # TMA of a span's arrays, and its operands; the operands of a selection
+        rows_of_q: tuple,
+        output: Any,  # TMA to o where K is V, else a pointer
+        sources: tuple,
         results: RowResults,
         scale_log2: Float32,
         n: Extents,
@@ -325,7 +280,7 @@ class FwdSm100:
         elif warp == SOFTMAX_WARPS:
             self.multiply(cta, operands)
         else:
-            self.load(cta, (tma_q, mQ), sources)
+            self.load(cta, rows_of_q, sources)
 
         sync_with_tmem()
         if warp == 0:
@@ -541,7 +496,7 @@ class FwdSm100:
     # ---- softmax
 
     @cute.jit
-    def attend(self, cta: Cta, operands: tuple, output: tuple, results: RowResults, scale_log2: Float32):
+    def attend(self, cta: Cta, operands: tuple, output: Any, results: RowResults, scale_log2: Float32):
         """Four warps, a thread of which has a row or half of one, of every row tile of this CTA."""
         c, bar, smem, n = self.config, cta.bar, cta.smem, cta.n
         w = Row.of(c, n)
@@ -630,7 +585,7 @@ class FwdSm100:
                     zero_rows(cta.smem.rings[None, None, ring, stage], seen.source.unseen_from(t), w.thread, WARPGROUP)
 
     @cute.jit
-    def write_output(self, cta: Cta, w: Row, any_key, factor: Float32, tile: RowTile, exists, row: Int64, to: tuple):
+    def write_output(self, cta: Cta, w: Row, any_key, factor: Float32, tile: RowTile, exists, row: Int64, to: Any):
         """o <- factor O, rounded; without any key there is no O."""
         c = self.config
         chunk = cute.make_rmem_tensor(SLAB, Float32)
@@ -644,7 +599,7 @@ class FwdSm100:
             if cutlass.const_expr(c.shared_kv):
                 self.store_slabs(cta, w, tile, i, packed, to)
             elif exists:
-                target = to[0] + (row * c.d + i * SLAB)
+                target = to + (row * c.d + i * SLAB)
                 place = cute.recast_ptr(target, dtype=Uint32).align(16)
                 cute.autovec_copy(packed, cute.make_tensor(place, packed.layout))
 
@@ -655,10 +610,10 @@ class FwdSm100:
         tma_o, mO = output
         if w.thread == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
-        cute.arch.barrier(barrier_id=BAR_SOFTMAX, number_of_threads=WARPGROUP)
+        cute.arch.barrier(barrier_id=SOFTMAX_MET, number_of_threads=WARPGROUP)
         write_row(smem.o[None, None, w.part], w.row, 0, packed)
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=BAR_SOFTMAX, number_of_threads=WARPGROUP)
+        cute.arch.barrier(barrier_id=SOFTMAX_MET, number_of_threads=WARPGROUP)
         if w.thread == 0:  # a copy to memory is issued by every lane that comes to it
             for part in cutlass.range_constexpr(c.lanes_per_row):
                 slab = part * c.outputs_per_thread // SLAB + i
@@ -669,19 +624,4 @@ class FwdSm100:
 
 def compile(variant: Forward, out_dir: Path) -> Compiled:
     config = Config(variant.d, variant.dtype, variant.sources, variant.shared_kv)
-    source = (*pointers(variant.dtype, "keys", "int32", "int32"), *(i32() for _ in range(3)))
-    return compile_ahead(
-        FwdSm100(config),
-        FwdSm100.kernel,
-        *pointers(variant.dtype, "q", "o", "float32", "float32", "float32"),
-        Float32(1.0),
-        *(i32() for _ in range(4)),
-        *pointers(variant.dtype, "v"),
-        *source,
-        *source,
-        *(i32() for _ in range(2)),
-        name="fwd_sm100",
-        arch=variant.arch,
-        out_dir=out_dir,
-        facts=launch_facts(config),
-    )
+    return compile_forward(FwdSm100(config), variant, out_dir, name="fwd_sm100")

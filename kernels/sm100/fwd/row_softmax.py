@@ -10,11 +10,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-from .rows import BoxedRows, PlacedTile
-from .selections import SelectedRows
-from .softmax import exp2
-from .spans import Span, span_of
-from .wgmma import round_pair
+from kernels.lib.rows import BoxedRows, PlacedTile
+from kernels.lib.selections import SelectedRows
+from kernels.lib.softmax import exp2
+from kernels.lib.spans import Span, span_of
+from kernels.lib.wgmma import round_pair
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from .abi import Combine as Merged
-from .aot import Compiled, compile_ahead
-from .lib.launch import i32, launch_facts, pointers
-from .lib.rows import ceil_div, load, store
-from .lib.softmax import LN_2, LOG2_E, exp2
-from .lib.wgmma import round_pair
+from kernels.abi import Combine as Merged
+from kernels.aot import Compiled, compile_ahead
+from kernels.lib.launch import i32, launch_facts, pointers
+from kernels.lib.rows import ceil_div, load, store
+from kernels.lib.softmax import LN_2, LOG2_E, exp2
+from kernels.lib.wgmma import round_pair
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,140 @@
+"""The host side that every forward kernel shares: its entry, and its compilation to a cubin.
+
+The entry takes plain arrays and numbers, the same for all kernels, and hands each the same bundles of them; flattened,
+these are the parameters of the family in `kernels.abi`, in their order.
+"""
+
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import cpasync
+
+from kernels.abi import Forward
+from kernels.aot import Compiled, compile_ahead
+
+from .launch import Shapes, element_type, i32, launch_facts, pointers
+from .rows import extents
+from .selections import GATHERED, gathered
+from .softmax import RowResults
+from .spans import SpanOperands
+from .wgmma import SLAB, tma_atom
+
+
+class Source(NamedTuple):
+    """One source of keys, of either kind."""
+
+    k: cute.Pointer
+    v: cute.Pointer  # not looked at where K is V
+    first: cute.Pointer  # start of a span, indices of a selection
+    second: cute.Pointer  # stop of a span, lengths of a selection
+    s_kv: Int32
+    s_batch: Int32
+    topk: Int32
+
+
+class ForwardKernel:
+    """A forward kernel is a class with the method `kernel(q, o, sources, results, scale_log2, n)`:
+
+    q        (TMA, array)
+    o        the same where K is V, else a pointer
+    sources  for each a tuple: TMA of its arrays and pointers to them, as `source` says; last, its operands
+    results  RowResults
+    n        Extents
+
+    Its config has, besides tiles, threads and bytes: `columns_q` and `columns_k`, how many of d a TMA loads at a time;
+    `gathers`, `shared_kv`, `cluster`; and `launch_options`, what the compiler must know of the launch.
+    """
+
+    kinds: ClassVar[dict[str, Any]] = GATHERED  # operands of what can be gathered, by the kind of a source
+
+    def __init__(self, config: Any):
+        self.config = config
+        self.dtype = element_type(config.dtype)
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Pointer,
+        o: cute.Pointer,
+        sink: cute.Pointer,
+        lse: cute.Pointer,
+        o_parts: cute.Pointer,
+        scale_log2: Float32,
+        b: Int32,
+        s_q: Int32,
+        h_q: Int32,
+        h_kv: Int32,
+        splits: Int32,
+        ctas: Int32,  # at most, that is how many run at a time
+        k0: cute.Pointer,
+        v0: cute.Pointer,
+        from0: cute.Pointer,
+        to0: cute.Pointer,
+        s_kv0: Int32,
+        s_batch0: Int32,
+        topk0: Int32,
+        k1: cute.Pointer,  # of a second source, which not every kernel has
+        v1: cute.Pointer,
+        from1: cute.Pointer,
+        to1: cute.Pointer,
+        s_kv1: Int32,
+        s_batch1: Int32,
+        topk1: Int32,
+        stream: cuda.CUstream,
+    ):
+        c = self.config
+        n = extents(c.tile_m, c.gathers, b, s_q, h_q, h_kv, splits, ctas, c.cluster)
+        shapes = Shapes(c.d, b, n)
+        rows = tuple(tma_atom(cpasync.CopyBulkTensorTileG2SOp(), shapes.rows(q), c.tile_m, c.columns_q))
+        output = o
+        if cutlass.const_expr(c.shared_kv):
+            output = tuple(tma_atom(cpasync.CopyBulkTensorTileS2GOp(), shapes.rows(o), c.tile_m, SLAB))
+        given = (
+            Source(k0, v0, from0, to0, s_kv0, s_batch0, topk0),
+            Source(k1, v1, from1, to1, s_kv1, s_batch1, topk1),
+        )
+        sources = tuple(self.source(kind, shapes, x) for kind, x in zip(c.sources, given, strict=False))
+        self.kernel(rows, output, sources, RowResults(sink, lse, o_parts), scale_log2, n).launch(
+            grid=(cutlass.min(n.work, cutlass.max(ctas // c.cluster, 1)) * c.cluster, 1, 1),
+            block=(c.threads, 1, 1),
+            cluster=(c.cluster, 1, 1) if c.cluster > 1 else None,
+            smem=c.smem_bytes,
+            stream=stream,
+            **c.launch_options,
+        )
+
+    def source(self, kind: str, shapes: Shapes, x: Source) -> tuple:
+        c = self.config
+        if c.gathers:
+            return (gathered(self.kinds, kind, x.k, *x[2:]),)
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        arrays = (x.k,) if c.shared_kv else (x.k, x.v)
+        tma = (y for array in arrays for y in tma_atom(load, shapes.keys(array, x.s_kv), c.tile_n, c.columns_k))
+        here = (x.k,) if c.shared_kv and c.sources == ("span",) else ()  # some may be loaded without TMA
+        return (*tma, *here, SpanOperands(x.first, x.second, x.s_kv))
+
+
+def compile_forward(kernel: ForwardKernel, variant: Forward, out_dir: Path, *, name: str, **facts: int) -> Compiled:
+    """For the sources of a variant; a second one that it has not is like the first. The facts are `launch_facts`'."""
+    sources = [
+        (*pointers(variant.dtype, keys, keys, "int32", "int32"), i32(), i32(), i32())
+        for kind in (variant.sources[0], variant.sources[-1])
+        for keys in ("bytes" if kind == "packed" else "keys",)
+    ]
+    return compile_ahead(
+        kernel,
+        type(kernel).kernel,
+        *pointers(variant.dtype, "q", "o", "float32", "float32", "float32"),
+        Float32(1.0),
+        *(i32() for _ in range(6)),
+        *sources[0],
+        *sources[1],
+        name=name,
+        arch=variant.arch,
+        out_dir=out_dir,
+        facts=launch_facts(kernel.config, **facts),
+    )
