@@ -3,7 +3,10 @@
 import dataclasses
 import functools
 import json
+import os
 import re
+import subprocess
+import sys
 import types
 
 import jax
@@ -110,6 +113,34 @@ class TestCheckTheReference:
     def test_a_part_of_the_name_will_do(self, capsys):
         assert main(["check", "--filter", "topk3"]) == 0
         assert capsys.readouterr().out.splitlines()[-1] == "1 passed"
+
+    @pytest.mark.parametrize(
+        "error, status, says",
+        [
+            (NotImplementedError("of JAX's own"), 1, "2 FAILED"),
+            (NotImplementedError("fmha: d: got 3, wanted 4, built nothing"), 2, "2 not built"),
+        ],
+    )
+    def test_nothing_is_built(self, capsys, monkeypatch, error, status, says):
+        def run(case):
+            raise error
+
+        monkeypatch.setattr(check, "run_reference", run)
+        assert main(["check", "--filter", "fmha-s_q2*"]) == status
+        assert capsys.readouterr().out.splitlines()[-1] == says
+
+    def test_interrupted(self, capsys, monkeypatch):
+        """One line, with what has passed."""
+
+        def run(case):
+            if case.d == 8:
+                raise KeyboardInterrupt
+            return cases.run_reference(case)
+
+        monkeypatch.setattr(check, "run_reference", run)
+        assert main(["check", "--filter", "fmha-s_q2*"]) == 130
+        text, errors = capsys.readouterr()
+        assert text.splitlines()[-1] == "Interrupted after 1 of 2 cases: 1 passed" and errors == ""
 
     def test_nothing_matches(self, capsys):
         assert main(["check", "--filter", "nonsense"]) == 2
@@ -283,6 +314,42 @@ class TestBench:
         assert times["kernels"] == pytest.approx({"a": 20e-9, "b": 36e-9})
         with pytest.raises(RuntimeError, match="saw 4 kernels in 3 calls"):
             bench.summary("ours", found["jit_ours"], burst=3, rounds=1)
+
+
+def run(*arguments, **environment):
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", **environment}
+    command = [sys.executable, "-m", "jax_dsv4_fmha", *arguments]
+    return subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def test_no_platform():
+    """Where the one that is asked for is not there, `info` says so, and what is built."""
+    process = run("info", JAX_PLATFORMS="rocm")
+    text, errors = process.communicate(timeout=120)
+    assert (process.returncode, errors) == (0, "")
+    assert "JAX finds no device (jax_platforms is 'rocm'): " in text and "library: " in text
+    process = run("check", JAX_PLATFORMS="rocm")
+    assert "JAX finds no device" in process.communicate(timeout=120)[0] and process.returncode == 2
+
+
+def test_a_closed_pipe():
+    with run("info", "--json") as process:
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait(timeout=120)) == ("", 141)
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_a_file_that_cannot_be_written_is_found_out_first(option, capsys, monkeypatch, results):
+    monkeypatch.setattr(bench, "tables", lambda rows: pytest.fail("worked before it looked"))
+    assert main(["bench", "--from", str(results), option, "/nowhere/file.png"]) == 2
+    assert capsys.readouterr().err == "/nowhere/file.png: No such file or directory\n"
+
+
+def test_bench_from_nothing(capsys, results):
+    assert main(["bench", "--from", str(results), "--filter", "nonsense"]) == 2
+    assert "No row of " in capsys.readouterr().out
+    assert main(["bench", "--from", "/nowhere/file.json"]) == 2
+    assert capsys.readouterr().err == "/nowhere/file.json: No such file or directory\n"
 
 
 @pytest.fixture

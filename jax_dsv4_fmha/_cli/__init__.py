@@ -1,6 +1,8 @@
 """The command line, `python -m jax_dsv4_fmha`."""
 
 import argparse
+import os
+import sys
 from collections.abc import Sequence
 
 _JSON = "also write JSON to FILE; to stdout, instead of the text, where FILE is - or left out"
@@ -9,6 +11,25 @@ _FILTER = "only names that match: a shell pattern for the whole name, or a part 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
+    try:
+        for path in (args.json, getattr(args, "plot", None)):
+            if path not in (None, "-"):  # before there is anything to lose
+                open(path, "ab").close()
+        status = _run(args)
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # nobody reads on, nor what Python would flush at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except OSError as e:
+        print(f"{e.filename}: {e.strerror}" if e.filename else str(e), file=sys.stderr)
+        return 2
+
+
+def _run(args: argparse.Namespace) -> int:
     if args.command == "info":
         from .info import info
 
@@ -54,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
         "every case against the reference on this machine",
         "Run the table of cases on this machine: every kernel twice, with bitwise equal results, and against the "
         "reference in float32. Without a GPU that kernels are built for, the reference against loops in float64. "
-        "Exit status 1 if any case fails, 2 if none matches.",
+        "Exit status 1 if any case fails, 2 if none matches or none is built, 130 if interrupted.",
         "'fmha-*causal*' or float16",
     )
     bench = add(

@@ -27,7 +27,7 @@ from .._span import Span
 from .._testing.cases import OPS, SPANS, Case
 from . import bench_decode, plot
 from .check import matches, reason
-from .info import machine
+from .info import machine, no_devices
 from .report import Progress, output, table, write_json
 
 _PEERS = ("two_pass", "cudnn", "xla", "graph")
@@ -138,8 +138,14 @@ def bench(
     if source is not None:
         results = json.loads(Path(source).read_text(encoding="utf-8"))
         results["rows"] = [row for row in results["rows"] if wanted(row["suite"], row["name"])]
+        if not results["rows"]:
+            print(f"No row of {source} matches.", file=out)
+            return 2
         print("\n\n".join(tables(results["rows"])), file=out)
     else:
+        if why := no_devices():
+            print(why, file=out)
+            return 2
         if not _ffi.local_architectures():
             print(
                 "bench measures kernels on a GPU, and JAX sees none here. `bench --from FILE` shows results.", file=out

@@ -20,12 +20,24 @@ def machine() -> dict[str, Any]:
         "cuda_driver": driver.version,
         "kernels": _ffi.manifest()["toolchain"] or None,
     }
-    return {"versions": versions, "devices": [_device(device, driver) for device in jax.local_devices()]}
+    devices = [] if no_devices() else [_device(device, driver) for device in jax.local_devices()]
+    return {"versions": versions, "devices": devices}
+
+
+def no_devices() -> str | None:
+    """Why JAX has none, not even a CPU, as where JAX_PLATFORMS asks for what is not there; None where it has some."""
+    try:
+        jax.local_devices()
+    except (RuntimeError, AssertionError) as e:
+        platforms = getattr(jax.config, "jax_platforms", None)  # of which JAX's annotations do not know
+        return f"JAX finds no device (jax_platforms is {platforms!r}): {(str(e).splitlines() or [type(e).__name__])[0]}"
+    return None
 
 
 def info(json_path: str | None) -> int:
     facts = {
         **machine(),
+        "no_devices": no_devices(),
         "library": str(_ffi.library_path()) if _ffi.library_path() else None,
         "variants": [asdict(v) for v in _ffi.variants()],
     }
@@ -82,6 +94,7 @@ def _text(facts: dict[str, Any]) -> str:
     )
     if not facts["variants"]:
         variants = "No kernels are built in: everything runs on the reference."
+    devices = facts["no_devices"] or devices
     return f"{versions}\nlibrary: {facts['library'] or 'none'}\n\n{devices}\n\n{variants}"
 
 
