@@ -31,6 +31,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
+from cutlass.cute.nvgpu import warp as cute_warp
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
@@ -41,12 +42,12 @@ from .lib.ptx import ptx
 from .lib.rows import PUBLISHED, BoxedRows, Extents, PlacedTile, RowTile, Walk, extents, load, row_of
 from .lib.selections import (
     CHUNK,
-    GATHERED,
     LANES_A_ROW,
     Run,
+    RunOperands,
     Selection,
+    SelectionOperands,
     copy_or_zero,
-    gathered,
     open_selection,
     with_keys,
 )
@@ -71,7 +72,7 @@ from .lib.wgmma import (
 from .variants import Variant
 
 LEFT, RIGHT = 0, 1  # a warpgroup, and its half of dQ's columns
-STAGES = 2  # of P and dS
+STAGES = 2  # of what is listed of a tile of keys
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,8 @@ class Config:
     tile_m: int = 64
     tile_n: int = 64
     pieces: int = 4  # of the columns, in which Q, dO and K arrive
-    chunk: int = SLAB  # columns of dKV that are made at a time
+    chunk: int = 32  # columns of dKV that are made at a time
+    under_way: int = 2  # chunks
 
     @property
     def gathers(self) -> bool:
@@ -111,7 +113,7 @@ class Config:
     @property
     def smem_bytes(self) -> int:
         tiles = 2 * self.d * (2 * self.tile_m + self.tile_n)
-        weights = 2 * 2 * STAGES * self.tile_m * self.tile_n
+        weights = 2 * 2 * self.tile_m * self.tile_n
         infos = 4 * 2 * PUBLISHED * (1 + len(self.sources))
         return tiles + weights + 4 * STAGES * self.tile_n + infos + 8 * Barriers.COUNT + 16
 
@@ -133,7 +135,7 @@ class Barriers:
 
     first: cute.Pointer
 
-    COUNT = 16 + 2 * STAGES
+    COUNT = 18
 
     def initialise(self) -> None:
         """By one thread. Producers and consumers arrive thread by thread."""
@@ -143,8 +145,8 @@ class Barriers:
             (self.full, 4, WARPGROUP),
             (self.empty, 2, WARPGROUP),
             (self.listed, 1, WARPGROUP),
-            (self.shared, STAGES, WARPGROUP),
-            (self.taken, STAGES, WARPGROUP),
+            (self.shared, 1, WARPGROUP),
+            (self.taken, 1, WARPGROUP),
             (self.opened, 1, 1),
         ):
             for i in range(count):
@@ -176,17 +178,17 @@ class Barriers:
 
     @property
     def shared(self) -> cute.Pointer:
-        """By stage: P and dS stand in SMEM."""
+        """P and dS stand in SMEM."""
         return self.first + 15
 
     @property
     def taken(self) -> cute.Pointer:
-        return self.first + 15 + STAGES
+        return self.first + 16
 
     @property
     def opened(self) -> cute.Pointer:
         """What the producer found out of a row tile stands in SMEM."""
-        return self.first + 15 + 2 * STAGES
+        return self.first + 17
 
 
 @dataclass(frozen=True)
@@ -196,8 +198,8 @@ class Shared:
     q: cute.Tensor  # (64, d)
     do: cute.Tensor  # (64, d)
     k: cute.Tensor  # (64, d)
-    p: cute.Tensor  # (64, keys, stage): weight P
-    ds: cute.Tensor  # (64, keys, stage)
+    p: cute.Tensor  # (64, keys): weight P
+    ds: cute.Tensor  # (64, keys)
     keys: cute.Tensor  # (keys, stage): where each is in its source, or -1
     info: cute.Tensor  # (PUBLISHED, row tile and each source, row tile & 1): what the producer found out
 
@@ -215,11 +217,22 @@ class RowOperands(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Some keys and where their gradient goes."""
+    """Some keys, who sees them, and where their gradient goes."""
 
-    keys: cute.Pointer
-    dkv: cute.Pointer  # float32, added to
-    operands: Any
+    keys: cute.Pointer  # [b, s_kv, h_kv, d], or a pool [s_kv, d]
+    dkv: cute.Pointer  # as keys, but float32: added to
+    seen_from: cute.Pointer  # int32: start of a span, indices of a selection
+    seen_to: cute.Pointer  # int32: stop of a span, lengths of a selection
+    s_kv: Int32
+    s_batch: Int32  # keys from one batch entry's to the next's: s_kv, or 0 where all share a pool
+    topk: Int32  # of a selection
+
+    def operands(self, kind: str, gathers: bool) -> Any:
+        if kind == "selection":
+            return SelectionOperands(self.keys, self.seen_from, self.seen_to, self.s_kv, self.s_batch, self.topk)
+        if gathers:
+            return RunOperands(self.keys, self.seen_from, self.seen_to, self.s_kv)
+        return SpanOperands(self.seen_from, self.seen_to, self.s_kv)
 
 
 class LatentBwdSm90:
@@ -260,11 +273,10 @@ class LatentBwdSm90:
     ):
         c = self.config
         n = extents(c.tile_m, c.gathers, b, s_q, h_q, h_kv, Int32(1), ctas)
-        given = (
-            (keys0, dkv0, (from0, to0, s_kv0, s_batch0, topk0)),
-            (keys1, dkv1, (from1, to1, s_kv1, s_batch1, topk1)),
-        )
-        sources = tuple(self.source(kind, *g) for kind, g in zip(c.sources, given, strict=False))
+        sources = (
+            Source(keys0, dkv0, from0, to0, s_kv0, s_batch0, topk0),
+            Source(keys1, dkv1, from1, to1, s_kv1, s_batch1, topk1),
+        )[: len(c.sources)]
         rows = RowOperands(q, do, dq, lse, weight, delta, scale)
         self.kernel(rows, sources, n).launch(
             grid=(cutlass.min(n.work, ctas), 1, 1),
@@ -273,11 +285,6 @@ class LatentBwdSm90:
             stream=stream,
             min_blocks_per_mp=1,  # without it ptxas silently drops setmaxnreg
         )
-
-    def source(self, kind: str, keys: cute.Pointer, dkv: cute.Pointer, given: tuple) -> Source:
-        if self.config.gathers:
-            return Source(keys, dkv, gathered(GATHERED, kind, keys, *given))
-        return Source(keys, dkv, SpanOperands(*given[:3]))
 
     @cute.kernel
     def kernel(self, rows: RowOperands, sources: tuple, n: Extents):
@@ -310,7 +317,7 @@ class LatentBwdSm90:
             return smem.allocate_tensor(self.dtype, layout.outer, 1024, swizzle=layout.inner)
 
         q, do, k = tile(c.tile_m, c.d), tile(c.tile_m, c.d), tile(c.tile_n, c.d)
-        p, ds = (tile(c.tile_m, c.tile_n, STAGES) for _ in range(2))
+        p, ds = (tile(c.tile_m, c.tile_n) for _ in range(2))
         keys = smem.allocate_tensor(Int32, cute.make_layout((c.tile_n, STAGES)), 16)
         info = smem.allocate_tensor(Int32, cute.make_layout((PUBLISHED, 1 + len(c.sources), 2)), 16)
         bar = Barriers(smem.allocate_array(Int64, Barriers.COUNT))
@@ -331,7 +338,7 @@ class LatentBwdSm90:
         wanted = cute.make_rmem_tensor(c.tile_n // (WARPGROUP // LANES_A_ROW), Int32)
         for turn in cutlass.range(walk.turns, unroll=1):
             tile = walk.tile(turn)
-            opened = tuple(self.open(source, tile) for source in sources)
+            opened = tuple(self.open(kind, source, tile) for kind, source in zip(c.sources, sources, strict=True))
             lists = tuple(self.listed_keys(x, source, tile) for x, source in zip(opened, sources, strict=True))
             tiles = total_tiles(lists)
             on_source(lists, 0, Selection.look_up, wanted, thread, WARPGROUP)
@@ -344,8 +351,9 @@ class LatentBwdSm90:
                     self.load_rows(bar, smem, rows, tile, opened, lists, turn, thread)
             before = before + tiles
 
-    def open(self, source: Source, tile: RowTile) -> Any:
-        c, operands = self.config, source.operands
+    def open(self, kind: str, source: Source, tile: RowTile) -> Any:
+        c = self.config
+        operands = source.operands(kind, c.gathers)
         if isinstance(operands, SpanOperands):
             return open_span(operands, tile, c.tile_n, ask_span(operands, tile, c.tile_m))
         return open_selection(operands, tile, c.tile_n, c.d)
@@ -446,7 +454,7 @@ class LatentBwdSm90:
             tiles = sum(counts[1:], counts[0])
             boxed = BoxedRows.of(n, 0, thread, c.gathers)
             self.read_rows(rows, tile, boxed, shift, weight, delta)
-            seen = () if c.gathers else tuple(row_spans(source.operands, tile, boxed) for source in sources)
+            seen = () if c.gathers else tuple(row_spans(source.operands("span", False), tile, boxed) for source in sources)
             for t in cutlass.range(tiles, unroll=1):
                 k = before + t
                 for piece in cutlass.range_constexpr(c.pieces):
@@ -470,11 +478,11 @@ class LatentBwdSm90:
                 differentiate(s, dp, weight, delta, rows.scale)
                 round_to(p, s)
                 round_to(ds, dp)
-                cute.arch.mbarrier_wait(bar.taken + k % STAGES, (k // STAGES & 1) ^ 1)
-                store_rows(qk, s, p, smem.p[None, None, k % STAGES], thread)
-                store_rows(qk, dp, ds, smem.ds[None, None, k % STAGES], thread)
+                cute.arch.mbarrier_wait(bar.taken, (k & 1) ^ 1)
+                store_rows(qk, s, p, smem.p, thread)
+                store_rows(qk, dp, ds, smem.ds, thread)
                 cute.arch.fence_proxy("async.shared", space="cta")
-                cute.arch.mbarrier_arrive(bar.shared + k % STAGES)
+                cute.arch.mbarrier_arrive(bar.shared)
                 multiply(dsk, dq, ds, b_left, t == 0)
                 warpgroup.wait_group(0)
                 cute.arch.mbarrier_arrive(bar.empty + LEFT)
@@ -527,17 +535,16 @@ class LatentBwdSm90:
         c = self.config
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         dsk = tiled_mma(self.dtype, c.half, MN_MAJOR)
-        dkv = tiled_mma(self.dtype, c.chunk, MN_MAJOR, a_major=MN_MAJOR)
+        dkv = tiled_mma(self.dtype, c.chunk, MN_MAJOR, warpgroup.OperandSource.RMEM)
         b_right = operand_b(dsk, transposed(cute.local_tile(smem.k, (c.tile_n, c.half), (0, RIGHT))))
         a_ds = operand_a(dsk, smem.ds)
-        a_keys = tuple(operand_a(dkv, transposed(x)) for x in (smem.p, smem.ds))
+        of_keys = tuple(register_operand(dkv, c.tile_m, self.dtype) for _ in range(2))
         chunks = c.d // c.chunk
-        b_rows = tuple(
+        of_rows = tuple(
             tuple(operand_b(dkv, transposed(cute.local_tile(x, (c.tile_m, c.chunk), (0, i)))) for x in (smem.do, smem.q))
             for i in range(chunks)
         )
-        dq, acc = accumulator(dsk, c.half), tuple(accumulator(dkv, c.chunk) for _ in range(2))
-        targets, there = cute.make_rmem_tensor(ROWS, Int64), cute.make_rmem_tensor(ROWS, Int32)
+        dq, acc = accumulator(dsk, c.half), tuple(accumulator(dkv, c.chunk) for _ in range(c.under_way))
         before = Int32(0)
 
         for turn in cutlass.range(self.walk(n).turns, unroll=1):
@@ -551,56 +558,51 @@ class LatentBwdSm90:
                 k = before + t
                 stage, last = k % STAGES, Int32(t == tiles - 1)
                 cute.arch.mbarrier_wait(bar.listed, k & 1)
-                self.find_targets(smem.keys[None, stage], t < counts[0], sources, tile, targets, there, thread)
-                cute.arch.mbarrier_wait(bar.shared + stage, k // STAGES & 1)
+                target, there = self.find_target(smem.keys[None, stage], t < counts[0], sources, tile, thread)
+                cute.arch.mbarrier_wait(bar.shared, k & 1)
                 cute.arch.fence_proxy("async.shared", space="cta")
-                multiply(dsk, dq, a_ds[None, None, None, stage], b_right, t == 0)
-                make_chunk(dkv, acc[0], a_keys, b_rows[0], stage)
-                warpgroup.wait_group(2)
+                multiply(dsk, dq, a_ds, b_right, t == 0)
+                for tile_of, operand in zip((smem.p, smem.ds), of_keys, strict=True):
+                    load_transposed(dkv, operand, tile_of, thread)
+                for i in cutlass.range_constexpr(c.under_way):
+                    make_chunk(dkv, acc[i], of_keys, of_rows[i])
+                warpgroup.wait_group(2 * c.under_way)
                 cute.arch.mbarrier_arrive(bar.empty + RIGHT)
+                cute.arch.mbarrier_arrive(bar.taken)
                 for i in cutlass.range_constexpr(chunks):
-                    if cutlass.const_expr(i + 1 < chunks):
-                        make_chunk(dkv, acc[(i + 1) % 2], a_keys, b_rows[i + 1], stage)
-                        warpgroup.wait_group(2)
-                    else:
-                        warpgroup.wait_group(0)
-                        cute.arch.mbarrier_arrive(bar.taken + stage)
+                    warpgroup.wait_group(2 * min(c.under_way - 1, chunks - 1 - i))
                     if cutlass.const_expr((i + 1) % (chunks // c.pieces) == 0):
                         arrive_if(bar.q_empty + i // (chunks // c.pieces), last)
-                    add_chunk(acc[i % 2], targets, there, i * c.chunk)
+                    add_chunk(acc[i % c.under_way], target, there, i * c.chunk)
+                    if cutlass.const_expr(i + c.under_way < chunks):
+                        make_chunk(dkv, acc[i % c.under_way], of_keys, of_rows[i + c.under_way])
             if tiles == 0:
                 self.skip_rows(bar, turn, dq)
             self.store(dq, rows, tile, RIGHT, thread)
             before = before + tiles
 
     @cute.jit
-    def find_targets(
+    def find_target(
         self,
         keys: cute.Tensor,
         of_first: cutlass.Boolean,
         sources: tuple,
         tile: PlacedTile,
-        targets: cute.Tensor,
-        there: cute.Tensor,
         thread: Int32,
-    ):
-        """Where this thread adds to the gradient of its keys, and whether they are there."""
+    ) -> tuple[Int64, Int32]:
+        """Where this thread adds to the gradient of its key, as `add_chunk` has it, and whether that is there."""
         c, n = self.config, tile.n
         step = Int64(n.h_kv) * c.d
-        lane = thread % 4
         base = self.gradient_of(sources[-1], tile)
-        if cutlass.const_expr(len(sources) == 2):
+        if cutlass.const_expr(len(sources) == 2):  # noqa: SIM102, at compile time
             if of_first:
                 base = self.gradient_of(sources[0], tile)
-        for r in cutlass.range_constexpr(ROWS):
-            there[r] = keys[row_of(thread, r)]
-            key = cutlass.max(there[r], Int32(0))
-            targets[r] = base + (key * step + (lane % 2 * BLOCK + lane // 2 * 4)) * 4
+        there = keys[row_of(thread, thread % 2)]
+        return base + (cutlass.max(there, Int32(0)) * step + thread % 4 // 2 * 4) * 4, there
 
     def gradient_of(self, source: Source, tile: PlacedTile) -> Int64:
-        n, operands = tile.n, source.operands
-        s_batch = getattr(operands, "s_batch", operands.s_kv)
-        first = (Int64(tile.batch) * s_batch * n.h_kv + tile.kv_head) * self.config.d
+        n = tile.n
+        first = (Int64(tile.batch) * source.s_batch * n.h_kv + tile.kv_head) * self.config.d
         return (source.dkv + first).toint()
 
     def store(self, dq: cute.Tensor, rows: RowOperands, tile: PlacedTile, side: int, thread: Int32) -> None:
@@ -610,10 +612,18 @@ class LatentBwdSm90:
         store_output(dq, ones, rows.dq, tile, boxed, side * self.config.half, thread, self.config.d)
 
 
-def make_chunk(mma: cute.TiledMma, acc: cute.Tensor, a: tuple, b: tuple, stage: Int32) -> None:
+def make_chunk(mma: cute.TiledMma, acc: cute.Tensor, a: tuple, b: tuple) -> None:
     """Some columns of (weight P)' dO + dS' Q, two groups of products."""
     for i, (of_keys, of_rows) in enumerate(zip(a, b, strict=True)):
-        multiply(mma, acc, of_keys[None, None, None, stage], of_rows, fresh=i == 0)
+        multiply(mma, acc, of_keys, of_rows, fresh=i == 0)
+
+
+@cute.jit
+def load_transposed(mma: cute.TiledMma, operand: cute.Tensor, tile: cute.Tensor, thread: Int32):
+    """operand, of 64 keys x rows, <- the SMEM tile of rows x keys."""
+    atom = cute.make_copy_atom(cute_warp.LdMatrix8x8x16bOp(True, 4), tile.element_type)
+    copy = cute.make_tiled_copy_A(atom, mma).get_slice(thread)
+    cute.copy(atom, copy.partition_S(transposed(tile)), copy.retile(operand))
 
 
 def row_spans(operands: SpanOperands, tile: PlacedTile, boxed: BoxedRows) -> tuple[cute.Tensor, cute.Tensor]:
@@ -680,18 +690,18 @@ def differentiate(p: cute.Tensor, dp: cute.Tensor, weight: cute.Tensor, delta: c
 
 
 @cute.jit
-def add_chunk(acc: cute.Tensor, targets: cute.Tensor, there: cute.Tensor, column0: cutlass.Constexpr):
-    """Columns of dKV to memory, 16 bytes a lane: of two blocks of eight columns at a time, lanes 0 and 2 of a quad take
-    the first and lanes 1 and 3 the second."""
+def add_chunk(acc: cute.Tensor, target: Int64, there: Int32, column0: cutlass.Constexpr):
+    """Columns of dKV to memory, 16 bytes a lane: of each block of eight columns even lanes take the first of their two
+    rows, odd ones the second, and of that what their neighbour has, too. All are exchanged before the first goes out."""
     odd = cute.arch.lane_idx() % 2 == 1
-    rows, values = by_row(acc), cute.make_rmem_tensor(4, Float32)
-    for r in cutlass.range_constexpr(ROWS):
-        for pair in cutlass.range_constexpr(cute.size(rows, mode=[1]) // 4):
-            for i in cutlass.range_constexpr(2):
-                first, second = (rows[r, 4 * pair + 2 * block + i] for block in range(2))
-                received = cute.arch.shuffle_sync_bfly(first if odd else second, offset=1)
-                values[i], values[2 + i] = received if odd else first, second if odd else received
-            add_four(targets[r], there[r], (column0 + pair * 2 * BLOCK) * 4, *(values[i] for i in range(4)))
+    blocks = cute.make_tensor(acc.iterator, cute.make_layout((4, cute.size(acc) // 4)))
+    for j in cutlass.range_constexpr(cute.size(blocks, mode=[1])):
+        for i in cutlass.range_constexpr(2):
+            received = cute.arch.shuffle_sync_bfly(blocks[i, j] if odd else blocks[2 + i, j], offset=1)
+            blocks[i, j] = received if odd else blocks[i, j]
+            blocks[2 + i, j] = blocks[2 + i, j] if odd else received
+    for j in cutlass.range_constexpr(cute.size(blocks, mode=[1])):
+        add_four(target, there, (column0 + j * BLOCK) * 4, *(blocks[i, j] for i in range(4)))
 
 
 def add_four(target: Int64, there: Int32, offset: int, *values: Float32) -> None:
