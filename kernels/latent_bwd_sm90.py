@@ -115,7 +115,8 @@ class Config:
         tiles = 2 * self.d * (2 * self.tile_m + self.tile_n)
         weights = 2 * 2 * self.tile_m * self.tile_n
         infos = 4 * 2 * PUBLISHED * (1 + len(self.sources))
-        return tiles + weights + 4 * STAGES * self.tile_n + infos + 8 * Barriers.COUNT + 16
+        spans = 0 if self.gathers else 4 * 2 * ROWS * len(self.sources) * WARPGROUP
+        return tiles + weights + 4 * STAGES * self.tile_n + infos + spans + 8 * Barriers.COUNT + 16
 
     def __post_init__(self):
         if self.d % (2 * SLAB) or self.half > 256:
@@ -202,6 +203,9 @@ class Shared:
     ds: cute.Tensor  # (64, keys)
     keys: cute.Tensor  # (keys, stage): where each is in its source, or -1
     info: cute.Tensor  # (PUBLISHED, row tile and each source, row tile & 1): what the producer found out
+    seen: tuple[
+        cute.Tensor, ...
+    ]  # of each source (thread, start and stop of each of its rows), read by that thread alone
 
 
 class RowOperands(NamedTuple):
@@ -320,8 +324,13 @@ class LatentBwdSm90:
         p, ds = (tile(c.tile_m, c.tile_n) for _ in range(2))
         keys = smem.allocate_tensor(Int32, cute.make_layout((c.tile_n, STAGES)), 16)
         info = smem.allocate_tensor(Int32, cute.make_layout((PUBLISHED, 1 + len(c.sources), 2)), 16)
+        seen = (
+            ()
+            if c.gathers
+            else tuple(smem.allocate_tensor(Int32, cute.make_layout((WARPGROUP, 2 * ROWS)), 16) for _ in c.sources)
+        )
         bar = Barriers(smem.allocate_array(Int64, Barriers.COUNT))
-        return bar, Shared(q, do, k, p, ds, keys, info)
+        return bar, Shared(q, do, k, p, ds, keys, info, seen)
 
     def walk(self, n: Extents) -> Walk:
         """Where keys are gathered, heads of one query follow one another: they share them in L2."""
@@ -408,7 +417,7 @@ class LatentBwdSm90:
         offset0 = row0 * (SLAB * 2) + (chunk ^ row0 % 8) * 16
         for piece in cutlass.range_constexpr(c.pieces):
             cute.arch.mbarrier_wait(bar.q_empty + piece, (turn & 1) ^ 1)
-            if cutlass.const_expr(piece == 0):
+            if cutlass.const_expr(piece == 0):  # noqa: SIM102, at compile time
                 if thread == 0:
                     tile.publish(smem.info[None, 0, turn & 1])
                     for which, (found, keys) in enumerate(zip(opened, lists, strict=True)):
@@ -454,7 +463,8 @@ class LatentBwdSm90:
             tiles = sum(counts[1:], counts[0])
             boxed = BoxedRows.of(n, 0, thread, c.gathers)
             self.read_rows(rows, tile, boxed, shift, weight, delta)
-            seen = () if c.gathers else tuple(row_spans(source.operands("span", False), tile, boxed) for source in sources)
+            for seen, source in zip(smem.seen, sources, strict=False):
+                keep_spans(seen[thread, None], source.operands("span", False), tile, boxed)
             for t in cutlass.range(tiles, unroll=1):
                 k = before + t
                 for piece in cutlass.range_constexpr(c.pieces):
@@ -469,7 +479,7 @@ class LatentBwdSm90:
                 if cutlass.const_expr(c.gathers):
                     mask_absent(s, smem.keys[None, k % STAGES])
                 else:
-                    self.mask_rows(s, seen, smem, t, k % STAGES, turn & 1)
+                    self.mask_rows(s, smem, t, k % STAGES, turn & 1, thread)
                 exponentiate(s, shift, scale_log2)
                 warpgroup.wait_group(0)
                 if t == tiles - 1:
@@ -492,14 +502,14 @@ class LatentBwdSm90:
             before = before + tiles
 
     @cute.jit
-    def mask_rows(self, scores: cute.Tensor, seen: tuple, smem: Shared, t: Int32, stage: Int32, parity: Int32):
+    def mask_rows(self, scores: cute.Tensor, smem: Shared, t: Int32, stage: Int32, parity: Int32, thread: Int32):
         key0 = smem.keys[0, stage]
-        if cutlass.const_expr(len(seen) == 1):
-            mask_span(scores, seen[0], smem.info[None, 1, parity], key0)
+        if cutlass.const_expr(len(smem.seen) == 1):  # noqa: SIM114, at compile time
+            mask_span(scores, smem.seen[0][thread, None], smem.info[None, 1, parity], key0)
         elif t < smem.info[0, 1, parity]:
-            mask_span(scores, seen[0], smem.info[None, 1, parity], key0)
+            mask_span(scores, smem.seen[0][thread, None], smem.info[None, 1, parity], key0)
         else:
-            mask_span(scores, seen[1], smem.info[None, 2, parity], key0)
+            mask_span(scores, smem.seen[1][thread, None], smem.info[None, 2, parity], key0)
 
     @cute.jit
     def read_rows(
@@ -541,7 +551,9 @@ class LatentBwdSm90:
         of_keys = tuple(register_operand(dkv, c.tile_m, self.dtype) for _ in range(2))
         chunks = c.d // c.chunk
         of_rows = tuple(
-            tuple(operand_b(dkv, transposed(cute.local_tile(x, (c.tile_m, c.chunk), (0, i)))) for x in (smem.do, smem.q))
+            tuple(
+                operand_b(dkv, transposed(cute.local_tile(x, (c.tile_m, c.chunk), (0, i)))) for x in (smem.do, smem.q)
+            )
             for i in range(chunks)
         )
         dq, acc = accumulator(dsk, c.half), tuple(accumulator(dkv, c.chunk) for _ in range(c.under_way))
@@ -626,25 +638,24 @@ def load_transposed(mma: cute.TiledMma, operand: cute.Tensor, tile: cute.Tensor,
     cute.copy(atom, copy.partition_S(transposed(tile)), copy.retile(operand))
 
 
-def row_spans(operands: SpanOperands, tile: PlacedTile, boxed: BoxedRows) -> tuple[cute.Tensor, cute.Tensor]:
-    """start and stop of the rows that a thread holds."""
-    start, stop = cute.make_rmem_tensor(ROWS, Int32), cute.make_rmem_tensor(ROWS, Int32)
-    for r in range(ROWS):
+@cute.jit
+def keep_spans(seen: cute.Tensor, operands: SpanOperands, tile: PlacedTile, boxed: BoxedRows):
+    """start and stop of the rows that a thread holds: in SMEM, for want of registers."""
+    for r in cutlass.range_constexpr(ROWS):
         exists, query, _ = tile.place(boxed, r)
-        start[r], stop[r] = span_of(tile, operands, query, exists)
-    return start, stop
+        seen[2 * r], seen[2 * r + 1] = span_of(tile, operands, query, exists)
 
 
 @cute.jit
-def mask_span(scores: cute.Tensor, seen: tuple, slot: cute.Tensor, key0: Int32):
+def mask_span(scores: cute.Tensor, seen: cute.Tensor, slot: cute.Tensor, key0: Int32):
     """-inf for every key that its row does not see, of the tile that begins with key0."""
-    s, (start, stop) = by_row(scores), seen
+    s = by_row(scores)
     keys = 4 * cute.size(s, mode=[1])
     if key0 < slot[1] or key0 + keys > slot[2]:
         column0 = key0 + cute.arch.lane_idx() % 4 * 2
         for r in cutlass.range_constexpr(ROWS):
             for c in cutlass.range_constexpr(2):
-                visible = bits(start[r] - column0 - c, stop[r] - column0 - c)
+                visible = bits(seen[2 * r] - column0 - c, seen[2 * r + 1] - column0 - c)
                 for j in cutlass.range_constexpr(cute.size(s, mode=[1]) // 2):
                     if visible & (1 << j) == 0:
                         s[r, 2 * j + c] = -Float32.inf
@@ -692,7 +703,8 @@ def differentiate(p: cute.Tensor, dp: cute.Tensor, weight: cute.Tensor, delta: c
 @cute.jit
 def add_chunk(acc: cute.Tensor, target: Int64, there: Int32, column0: cutlass.Constexpr):
     """Columns of dKV to memory, 16 bytes a lane: of each block of eight columns even lanes take the first of their two
-    rows, odd ones the second, and of that what their neighbour has, too. All are exchanged before the first goes out."""
+    rows, odd ones the second, and of that what their neighbour has, too. All are exchanged before the first goes out.
+    """
     odd = cute.arch.lane_idx() % 2 == 1
     blocks = cute.make_tensor(acc.iterator, cute.make_layout((4, cute.size(acc) // 4)))
     for j in cutlass.range_constexpr(cute.size(blocks, mode=[1])):
