@@ -58,6 +58,7 @@ struct Driver {
   CUresult (*TensorMapEncodeTiled)(CUtensorMap*, int, uint32_t, void*, const uint64_t*, const uint64_t*, const uint32_t*,
                                    const uint32_t*, int, int, int, int);
   CUresult (*LaunchKernelEx)(const CUlaunchConfig*, CUfunction, void**, void**);
+  CUresult (*MemsetD32Async)(void*, unsigned, size_t, CUstream);
 
   // Why the driver cannot be used; empty when it can.
   std::string Load() {
@@ -83,6 +84,7 @@ struct Driver {
     find(KernelGetFunction, "cuKernelGetFunction");
     find(TensorMapEncodeTiled, "cuTensorMapEncodeTiled");
     find(LaunchKernelEx, "cuLaunchKernelEx");
+    find(MemsetD32Async, "cuMemsetD32Async");
     return missing.empty() ? Failure("cuInit", Init(0)) : missing;
   }
 

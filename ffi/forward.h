@@ -34,26 +34,12 @@ struct Forward {
   }
 
   // Ranks and dtypes of start, stop, indices, length, sink and lse were checked where they were decoded.
-  ffi::Error Check(ForwardShape* shape) const {
-    const Ints rows = q.dimensions;
-    if (rows.size() != 4) return Refuse(q, "shape " + Show(rows), "[b, s_q, h_q, d]");
-    for (const Source& source : sources) {
-      if (ffi::Error error = CheckKeys(source, kv_heads); error.failure()) return error;
-    }
-    const int64_t b = rows[0], s_q = rows[1], h_q = rows[2], d = rows[3], parts = lse_parts.dimensions[3];
-    *shape = ForwardShape{.rows = {.b = b,
-                                   .s_q = s_q,
-                                   .h_q = h_q,
-                                   .h_kv = kv_heads ? sources.begin()->k.dimensions[2] : 1,
-                                   .d = d,
-                                   .splits = std::max<int64_t>(parts, 1),
-                                   .type = MapType(q.dtype)},
-                          .source_count = sources.count,
-                          .sources = {}};
+  ffi::Error Check(AttentionShape* shape) const {
+    const int64_t parts = lse_parts.dimensions[3];
+    ffi::Error error = CheckAttention(q, sources, kv_heads, std::max<int64_t>(parts, 1), shape);
+    if (error.failure()) return error;
+    const auto& [b, s_q, h_q, h_kv, d, splits, type] = shape->rows;
     Expectations expect;
-    for (int i = 0; i < sources.count; ++i) {
-      shape->sources[i] = CheckSource(sources.items[i], q, shape->rows, kv_heads, &expect);
-    }
     expect.Aligned(q);
     expect.Aligned(o);
     expect.Shape(sink, {h_q});
@@ -71,7 +57,7 @@ struct Forward {
   };
 
   // A kernel that splits no keys gets them whole.
-  ffi::Error Find(const Device& device, ForwardShape* shape, Kernels* kernels) const {
+  ffi::Error Find(const Device& device, AttentionShape* shape, Kernels* kernels) const {
     RowShape& rows = shape->rows;
     const ForwardChoices call{.d = rows.d, .dtype = q.dtype, .shared_kv = shared_kv, .max_heads = rows.h_q};
     if (ffi::Error error = LookUp(op, device, call, &kernels->forward); error.failure()) return error;
@@ -81,7 +67,7 @@ struct Forward {
   }
 
   ffi::Error Initialize(int ordinal) const {
-    ForwardShape shape;
+    AttentionShape shape;
     Kernels kernels;
     if (ffi::Error error = Check(&shape); error.failure()) return error;
     if (ffi::Error error = Find(GetDevice(ordinal), &shape, &kernels); error.failure()) return error;
@@ -89,7 +75,7 @@ struct Forward {
   }
 
   ffi::Error Execute(CUstream stream, int ordinal) const {
-    ForwardShape shape;
+    AttentionShape shape;
     Kernels kernels;
     if (ffi::Error error = Check(&shape); error.failure()) return error;
     if (shape.rows.b == 0 || shape.rows.s_q == 0) return ffi::Error::Success();

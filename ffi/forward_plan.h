@@ -1,20 +1,12 @@
 // The launches of attention as functions of shapes: no driver, no device.
 #pragma once
 
-#include <cmath>
 #include <string>
 
 #include "abi.h"
 #include "rows.h"
 
 namespace dsv4_fmha {
-
-// The keys of each source are [b, s_kv, h_kv, d] like q.
-struct ForwardShape {
-  RowShape rows;
-  int64_t source_count;
-  SourceShape sources[kMaxSources];
-};
 
 // Where the arrays of a call are.
 struct ForwardAddresses {
@@ -24,12 +16,12 @@ struct ForwardAddresses {
 };
 
 // Returns why it cannot: empty on success.
-inline std::string PlanForward(const ForwardShape& shape, float scale, const Tiles& tiles, const ForwardAddresses& at,
+inline std::string PlanForward(const AttentionShape& shape, float scale, const Tiles& tiles, const ForwardAddresses& at,
                                Plan<ForwardArguments>* plan) {
   Tiling n;
   ForwardArguments& x = plan->arguments;
   if (std::string error = CutRows(shape.rows, tiles, &n); !error.empty()) return error;
-  if (!std::isfinite(scale) || scale <= 0) return "scale is " + std::to_string(scale) + ", wanted a finite number > 0";
+  if (std::string error = BadScale(scale); !error.empty()) return error;
   for (int i = 0; i < shape.source_count; ++i) {
     std::string error = SetSource(shape.rows, tiles, shape.sources[i], at.sources[i], i == 0, &x.sources[i]);
     if (!error.empty()) return error;

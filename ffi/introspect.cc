@@ -2,6 +2,7 @@
 #include <cstdio>
 #include <cstring>
 
+#include "backward_plan.h"
 #include "forward_plan.h"
 #include "registry.h"
 
@@ -43,6 +44,18 @@ const Layout* FindLayout(std::string_view name) {
   return nullptr;
 }
 
+// 0, or -1 with the reason why there is no plan in `error`.
+template <typename FamilyArguments>
+int Show(const char* layout, const Plan<FamilyArguments>& plan, const std::string& reason, ShownLaunch* out, char* error,
+         size_t error_bytes) {
+  if (reason.empty()) {
+    *out = ShownLaunch(*FindLayout(layout), plan);
+    return 0;
+  }
+  snprintf(error, error_bytes, "%s", reason.c_str());
+  return -1;
+}
+
 }  // namespace
 
 #pragma GCC visibility push(default)
@@ -74,15 +87,19 @@ const char* dsv4_fmha_called(const char* key, int64_t heads) {
 }
 
 // What attention launches for a shape, with a kernel of this layout: 0, or -1 with the reason in `error`.
-int dsv4_fmha_plan_forward(const char* layout, const ForwardShape* shape, float scale, const Tiles* tiles,
+int dsv4_fmha_plan_forward(const char* layout, const AttentionShape* shape, float scale, const Tiles* tiles,
                            const ForwardAddresses* addresses, ShownLaunch* out, char* error, size_t error_bytes) {
   Plan<ForwardArguments> plan;
-  if (std::string reason = PlanForward(*shape, scale, *tiles, *addresses, &plan); !reason.empty()) {
-    snprintf(error, error_bytes, "%s", reason.c_str());
-    return -1;
-  }
-  *out = ShownLaunch(*FindLayout(layout), plan);
-  return 0;
+  const std::string reason = PlanForward(*shape, scale, *tiles, *addresses, &plan);
+  return Show(layout, plan, reason, out, error, error_bytes);
+}
+
+// The same of its gradient.
+int dsv4_fmha_plan_backward(const char* layout, const AttentionShape* shape, float scale, const Tiles* tiles,
+                            const BackwardAddresses* addresses, ShownLaunch* out, char* error, size_t error_bytes) {
+  Plan<BackwardArguments> plan;
+  const std::string reason = PlanBackward(*shape, scale, *tiles, *addresses, &plan);
+  return Show(layout, plan, reason, out, error, error_bytes);
 }
 
 // What it launches after that where keys are split, with this many threads of which each merges `columns` of a row.

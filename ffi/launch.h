@@ -28,6 +28,14 @@ inline ffi::Error Load(int ordinal, std::initializer_list<Launcher*> launchers) 
   return ffi::Error::Success();
 }
 
+// Writes 0 to an array of 4-byte elements, in the order of the stream.
+inline ffi::Error Zero(void* array, size_t elements, CUstream stream) {
+  if (elements == 0) return ffi::Error::Success();
+  const Driver& driver = GetDriver();
+  std::string error = driver.Failure("cuMemsetD32Async", driver.MemsetD32Async(array, 0, elements, stream));
+  return error.empty() ? ffi::Error::Success() : ffi::Error::Internal(error);
+}
+
 // `overlaps`: the kernel may begin before the one in front of it has ended, for which it waits by itself.
 template <typename FamilyArguments>
 ffi::Error Launch(Launcher* launcher, CUstream stream, int ordinal, Plan<FamilyArguments>& plan,

@@ -24,6 +24,12 @@ struct Operand {
       : name(name), data(x.untyped_data()), dimensions(x.dimensions()), dtype(x.element_type()) {}
 };
 
+inline int64_t Elements(Ints dimensions) {
+  int64_t count = 1;
+  for (int64_t x : dimensions) count *= x;
+  return count;
+}
+
 inline std::string Show(Ints dimensions) {
   std::string text = "[";
   for (int64_t x : dimensions) text += (text.size() > 1 ? ", " : "") + std::to_string(x);
@@ -37,10 +43,14 @@ inline ffi::Error Refuse(const Operand& operand, const std::string& got, const s
 // Keeps the first refusal.
 class Expectations {
  public:
-  void Shape(const Operand& operand, std::initializer_list<int64_t> wanted) {
+  void Shape(const Operand& operand, Ints wanted) {
     const Ints got = operand.dimensions;
     if (error_.failure() || std::equal(got.begin(), got.end(), wanted.begin(), wanted.end())) return;
-    error_ = Refuse(operand, "shape " + Show(got), Show(Ints(wanted.begin(), wanted.size())));
+    error_ = Refuse(operand, "shape " + Show(got), Show(wanted));
+  }
+
+  void Shape(const Operand& operand, std::initializer_list<int64_t> wanted) {
+    Shape(operand, Ints(wanted.begin(), wanted.size()));
   }
 
   void DtypeOf(const Operand& other, const Operand& operand) {
@@ -170,6 +180,30 @@ inline SourceShape CheckSource(const Source& source, const Operand& q, const Row
   }
   expect->Shape(source.to, {b, s_q});
   return shape;
+}
+
+// q's and all sources' shapes.
+inline ffi::Error CheckAttention(const Operand& q, const Sources& sources, bool kv_heads, int64_t splits,
+                                 AttentionShape* shape) {
+  const Ints rows = q.dimensions;
+  if (rows.size() != 4) return Refuse(q, "shape " + Show(rows), "[b, s_q, h_q, d]");
+  for (const Source& source : sources) {
+    if (ffi::Error error = CheckKeys(source, kv_heads); error.failure()) return error;
+  }
+  *shape = AttentionShape{.rows = {.b = rows[0],
+                                   .s_q = rows[1],
+                                   .h_q = rows[2],
+                                   .h_kv = kv_heads ? sources.begin()->k.dimensions[2] : 1,
+                                   .d = rows[3],
+                                   .splits = splits,
+                                   .type = MapType(q.dtype)},
+                          .source_count = sources.count,
+                          .sources = {}};
+  Expectations expect;
+  for (int i = 0; i < sources.count; ++i) {
+    shape->sources[i] = CheckSource(sources.items[i], q, shape->rows, kv_heads, &expect);
+  }
+  return expect.error();
 }
 
 }  // namespace dsv4_fmha

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <string>
 
@@ -39,9 +40,16 @@ constexpr int kMaxSources = 2;
 
 struct SourceShape {
   int64_t kind, s_kv;
-  // Of a selection only: keys from one batch entry's to the next's, which is s_kv, or 0 of a pool; of packed keys, from
-  // page to page.
-  int64_t s_batch, topk;
+  // Keys from one batch entry's to the next's, which is s_kv, or 0 of a pool; of packed keys, from page to page.
+  int64_t s_batch;
+  int64_t topk;  // of a selection
+};
+
+// What attention is over: the keys of each source are [b, s_kv, h_kv, d] like q.
+struct AttentionShape {
+  RowShape rows;
+  int64_t source_count;
+  SourceShape sources[kMaxSources];
 };
 
 struct SourceAddresses {
@@ -70,6 +78,12 @@ inline std::string TooLarge(const std::string& what, int64_t got, int64_t limit)
 inline std::string OutOfRange(const std::string& what, int64_t got) {
   if (got < 1) return what + " is " + std::to_string(got) + ", wanted at least 1";
   return got > kMaxExtent ? TooLarge(what, got, kMaxExtent) : "";
+}
+
+// Empty if it can be a scale of logits.
+inline std::string BadScale(float scale) {
+  if (std::isfinite(scale) && scale > 0) return "";
+  return "scale is " + std::to_string(scale) + ", wanted a finite number > 0";
 }
 
 // Returns why it cannot: empty on success.
@@ -164,7 +178,7 @@ inline TensorArgument Keys(const RowShape& shape, int64_t s_kv, int64_t tile_n, 
           .address = address};
 }
 
-// abi.source_blocks: one source of several.  Returns why it cannot: empty on success.
+// abi.source_blocks, or a source of abi.Backward: one of several.  Returns why it cannot: empty on success.
 template <typename Source>
 std::string SetSource(const RowShape& shape, const Tiles& tiles, const SourceShape& source, const SourceAddresses& at,
                       bool first, Source* x) {
@@ -176,13 +190,15 @@ std::string SetSource(const RowShape& shape, const Tiles& tiles, const SourceSha
   } else if (!tiles.gathers && shape.h_kv > max_heads / source.s_kv) {
     return TooLarge(s_kv + " * h_kv", source.s_kv * shape.h_kv, max_heads);
   }
-  x->k = Keys(shape, source.s_kv, tiles.tile_n, at.k);
-  if constexpr (requires { x->v; }) x->v = Keys(shape, source.s_kv, tiles.tile_n, at.v);
-  if constexpr (requires { x->start; }) x->start = at.from, x->stop = at.to;
-  if constexpr (requires { x->indices; }) {
-    x->indices = at.from, x->length = at.to;
-    x->s_batch = I32(source.s_batch), x->topk = I32(source.topk);
+  if constexpr (requires { x->k.map; }) {
+    x->k = Keys(shape, source.s_kv, tiles.tile_n, at.k);
+    x->v = Keys(shape, source.s_kv, tiles.tile_n, at.v);
+  } else {
+    x->k = at.k;
   }
+  x->start = x->indices = at.from;  // whichever of them a kernel is handed
+  x->stop = x->length = at.to;
+  x->s_batch = I32(source.s_batch), x->topk = I32(source.topk);
   x->s_kv = I32(source.s_kv);
   return "";
 }

@@ -1,4 +1,5 @@
 // The XLA custom calls, each a function that names its operands.
+#include "backward.h"
 #include "forward.h"
 #include "target.h"
 
@@ -11,6 +12,7 @@ using Array = ffi::AnyBuffer;
 using PerQuery = ffi::Buffer<ffi::S32, 2>;
 using PerQueryList = ffi::Buffer<ffi::S32, 3>;
 using PerHead = ffi::Buffer<ffi::F32, 1>;
+using PerRow = ffi::Buffer<ffi::F32, 3>;
 using Scale = ffi::Attr<float, kScale>;
 
 Forward Fwd(Array q, Array k, Array v, PerQuery start, PerQuery stop, PerHead sink, Scale scale) {
@@ -74,6 +76,51 @@ Forward Dsv4Decode(Array q, Array window_kv, PerQueryList window_indices, PerQue
   return OverLatents(packed ? "dsv4_decode_fp8" : "dsv4_decode", q, {window, keys}, sink, scale);
 }
 
+// ---- gradients, over latents
+
+template <int count>
+Backward<count> OfLatents(const char* op, bool kv_heads, Array& q, Array& dout, PerRow& lse, PerRow& weight,
+                          PerRow& delta, const Source (&sources)[count], Scale& scale) {
+  Backward<count> call{.op = op,
+                       .shared_kv = true,
+                       .kv_heads = kv_heads,
+                       .q = {"q", q},
+                       .dout = {"do", dout},
+                       .lse = {"lse", lse},
+                       .weight = {"weight", weight},
+                       .delta = {"delta", delta},
+                       .sources = {},
+                       .scale = *scale};
+  for (const Source& source : sources) call.sources.items[call.sources.count++] = source;
+  return call;
+}
+
+Backward<1> Bwd(Array q, Array dout, PerRow lse, PerRow weight, PerRow delta, Array kv, PerQuery start, PerQuery stop,
+                Scale scale) {
+  const Source keys = LatentSpan({"kv", kv}, {"start", start}, {"stop", stop});
+  return OfLatents("bwd", /*kv_heads=*/true, q, dout, lse, weight, delta, {keys}, scale);
+}
+
+Backward<1> SparseBwd(Array q, Array dout, PerRow lse, PerRow weight, PerRow delta, Array kv, PerQueryList indices,
+                      PerQuery length, Scale scale) {
+  const Source keys = LatentSelection({"kv", kv}, {"indices", indices}, {"length", length});
+  return OfLatents("sparse_bwd", /*kv_heads=*/false, q, dout, lse, weight, delta, {keys}, scale);
+}
+
+Backward<2> Dsv4SparseBwd(Array q, Array dout, PerRow lse, PerRow weight, PerRow delta, Array window_kv, PerQuery start,
+                          PerQuery stop, Array kv, PerQueryList indices, PerQuery length, Scale scale) {
+  const Source window = LatentSpan({"window_kv", window_kv}, {"start", start}, {"stop", stop});
+  const Source keys = LatentSelection({"kv", kv}, {"indices", indices}, {"length", length});
+  return OfLatents("dsv4_sparse_bwd", /*kv_heads=*/false, q, dout, lse, weight, delta, {window, keys}, scale);
+}
+
+Backward<2> Dsv4DenseBwd(Array q, Array dout, PerRow lse, PerRow weight, PerRow delta, Array window_kv, PerQuery start,
+                         PerQuery stop, Array kv, PerQuery start2, PerQuery stop2, Scale scale) {
+  const Source window = LatentSpan({"window_kv", window_kv}, {"start", start}, {"stop", stop});
+  const Source keys = LatentSpan({"kv", kv}, {"start2", start2}, {"stop2", stop2});
+  return OfLatents("dsv4_dense_bwd", /*kv_heads=*/false, q, dout, lse, weight, delta, {window, keys}, scale);
+}
+
 }  // namespace
 }  // namespace dsv4_fmha
 
@@ -86,6 +133,10 @@ DSV4_FMHA_TARGET(sparse_fwd, SparseFwd)
 DSV4_FMHA_TARGET(dsv4_sparse_fwd, Dsv4SparseFwd)
 DSV4_FMHA_TARGET(dsv4_dense_fwd, Dsv4DenseFwd)
 DSV4_FMHA_TARGET(dsv4_decode, Dsv4Decode)
+DSV4_FMHA_TARGET(bwd, Bwd)
+DSV4_FMHA_TARGET(sparse_bwd, SparseBwd)
+DSV4_FMHA_TARGET(dsv4_sparse_bwd, Dsv4SparseBwd)
+DSV4_FMHA_TARGET(dsv4_dense_bwd, Dsv4DenseBwd)
 
 }  // extern "C"
 #pragma GCC visibility pop

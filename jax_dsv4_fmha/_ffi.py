@@ -18,7 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-_TARGETS = ("fwd", "fwd_shared_kv", "sparse_fwd", "dsv4_sparse_fwd", "dsv4_dense_fwd", "dsv4_decode")
+_TARGETS = (
+    *("fwd", "fwd_shared_kv", "sparse_fwd", "dsv4_sparse_fwd", "dsv4_dense_fwd", "dsv4_decode"),
+    *("bwd", "sparse_bwd", "dsv4_sparse_bwd", "dsv4_dense_bwd"),
+)
 
 ANY = 2**31 - 1
 """A limit among `Variant.choices` that is none"""
@@ -169,9 +172,10 @@ def split_count(row_tiles: int, key_tiles: int, unit: int, processors: int) -> i
     return min(range(1, min(units, processors) + 1), key=cost)
 
 
-# The kernels as they are: one CUDA device, no checks, no gradient, no batching or sharding rule. All return o like q,
-# with the sink in its denominator, and lse float32 `[b, s_q, h_q]` without it. For operands that do not fit together,
-# and for what is not built, a call raises jax.errors.JaxRuntimeError when it runs.
+# The kernels as they are: one CUDA device, no checks, no gradient, no batching or sharding rule. For operands that do
+# not fit together, and for what is not built, a call raises jax.errors.JaxRuntimeError when it runs.
+
+# Attention. All return o like q, with the sink in its denominator, and lse float32 `[b, s_q, h_q]` without it.
 
 
 def fwd(
@@ -306,6 +310,90 @@ def _call(target: str, splits: int, scale: float, q: jax.Array, *operands: jax.A
     )
     o, lse, *_ = jax.ffi.ffi_call(f"dsv4_fmha_{target}", results)(q, *operands, scale=np.float32(scale))
     return o, lse
+
+
+# Its gradient, where V is K. All take do like q, and of every row of q lse, weight and delta, float32 `[b, s_q, h_q]`,
+# as `_transforms` has them, and return dq like q and for every source float32 gradients like its keys. Rows whose lse
+# is -inf see no key; what else is said of them may be anything. Sums over queries and heads are in no fixed order.
+
+
+def bwd(
+    q: jax.Array,
+    do: jax.Array,
+    lse: jax.Array,
+    weight: jax.Array,
+    delta: jax.Array,
+    kv: jax.Array,
+    start: jax.Array,
+    stop: jax.Array,
+    *,
+    scale: float,
+) -> tuple[jax.Array, ...]:
+    """Of `fwd` over `kv [b, s_kv, h_kv, d]`, both K and V: (dq, dkv)."""
+    return _call_backward("bwd", scale, (kv,), q, do, lse, weight, delta, kv, start, stop)
+
+
+def sparse_bwd(
+    q: jax.Array,
+    do: jax.Array,
+    lse: jax.Array,
+    weight: jax.Array,
+    delta: jax.Array,
+    kv: jax.Array,
+    indices: jax.Array,
+    length: jax.Array,
+    *,
+    scale: float,
+) -> tuple[jax.Array, ...]:
+    """Of `sparse_fwd`: (dq, dkv)."""
+    return _call_backward("sparse_bwd", scale, (kv,), q, do, lse, weight, delta, kv, indices, length)
+
+
+def dsv4_sparse_bwd(
+    q: jax.Array,
+    do: jax.Array,
+    lse: jax.Array,
+    weight: jax.Array,
+    delta: jax.Array,
+    window_kv: jax.Array,
+    start: jax.Array,
+    stop: jax.Array,
+    kv: jax.Array,
+    indices: jax.Array,
+    length: jax.Array,
+    *,
+    scale: float,
+) -> tuple[jax.Array, ...]:
+    """Of `dsv4_sparse_fwd`: (dq, dwindow_kv, dkv)."""
+    operands = (window_kv, start, stop, kv, indices, length)
+    return _call_backward("dsv4_sparse_bwd", scale, (window_kv, kv), q, do, lse, weight, delta, *operands)
+
+
+def dsv4_dense_bwd(
+    q: jax.Array,
+    do: jax.Array,
+    lse: jax.Array,
+    weight: jax.Array,
+    delta: jax.Array,
+    window_kv: jax.Array,
+    start: jax.Array,
+    stop: jax.Array,
+    kv: jax.Array,
+    start2: jax.Array,
+    stop2: jax.Array,
+    *,
+    scale: float,
+) -> tuple[jax.Array, ...]:
+    """Of `dsv4_dense_fwd`: (dq, dwindow_kv, dkv)."""
+    operands = (window_kv, start, stop, kv, start2, stop2)
+    return _call_backward("dsv4_dense_bwd", scale, (window_kv, kv), q, do, lse, weight, delta, *operands)
+
+
+def _call_backward(
+    target: str, scale: float, keys: tuple[jax.Array, ...], q: jax.Array, *operands: jax.Array
+) -> tuple[jax.Array, ...]:
+    results = (jax.ShapeDtypeStruct(q.shape, q.dtype), *(jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in keys))
+    return tuple(jax.ffi.ffi_call(f"dsv4_fmha_{target}", results)(q, *operands, scale=np.float32(scale)))
 
 
 def _register() -> None:

@@ -203,6 +203,45 @@ FORWARD_OPS = {  # the sources of keys of each op, in the order in which they ar
 
 
 @dataclass(frozen=True)
+class Backward(Variant):
+    """The gradient of attention: q, dout, what a row's softmax left, keys from one or more sources; dq, and dkv."""
+
+    d: int
+    dtype: str  # of q, dout, dq and the keys; dkv is float32
+    shared_kv: bool
+
+    family = "backward"
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return BACKWARD_OPS[self.op]
+
+    @property
+    def gathers(self) -> bool:
+        return gathers(self.sources)
+
+    @property
+    def layout(self) -> str:
+        return "_".join([self.family, *self.sources])
+
+    @property
+    def params(self) -> Params:
+        params = each("address", "q", "dout", "dq", "lse", "weight", "delta") + each("float32", "scale")
+        for i, kind in enumerate(self.sources):
+            seen = ("start", "stop") if kind == "span" else ("indices", "length")
+            params += each("address", "k", "dkv", *seen, source=i) + each("int32", "s_kv", "s_batch", "topk", source=i)
+        return params + TILING
+
+
+BACKWARD_OPS = {  # the sources of keys of each op, as those of `FORWARD_OPS`
+    "bwd": ("span",),
+    "sparse_bwd": ("selection",),
+    "dsv4_sparse_bwd": ("span", "selection"),
+    "dsv4_dense_bwd": ("span", "span"),
+}
+
+
+@dataclass(frozen=True)
 class Combine(Variant):
     """What the splits of a forward kernel leave, merged with the sink: o and lse."""
 
@@ -218,7 +257,7 @@ class Combine(Variant):
         )
 
 
-FAMILIES: tuple[type[Variant], ...] = (Forward, Combine)
+FAMILIES: tuple[type[Variant], ...] = (Forward, Backward, Combine)
 
 
 def layouts(variants: Iterable[Variant]) -> dict[str, Variant]:

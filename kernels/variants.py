@@ -1,9 +1,10 @@
 """Everything that is shipped, as data.  The build, the C++ table and the tests read this list; nothing restates it."""
 
-from .abi import ANY, Combine, Forward, Variant
+from .abi import ANY, BACKWARD_OPS, Backward, Combine, Forward, Variant
 
 DTYPES = ("bfloat16", "float16")
 DENSE, LATENT, FEW_HEADS = (f"kernels.sm90.{name}" for name in ("fwd", "latent.kernel", "few_heads.kernel"))
+LATENT_BACKWARD = "kernels.sm90.latent_bwd"
 BLACKWELL = "kernels.sm100.fwd.kernel"
 LATENT_OPS = ("fwd", "sparse_fwd", "dsv4_sparse_fwd", "dsv4_dense_fwd", "dsv4_decode")  # d 512, where K is V
 
@@ -32,5 +33,6 @@ VARIANTS: tuple[Variant, ...] = (
         Forward("dsv4_decode_fp8", "sm_90a", LATENT, 512, "bfloat16", shared_kv=True, max_heads=heads)
         for heads in (64, ANY)
     ),
+    *(Backward(op, "sm_90a", LATENT_BACKWARD, 512, dtype, shared_kv=True) for op in BACKWARD_OPS for dtype in DTYPES),
     *(Combine("combine", "sm_90a", "kernels.sm90.combine", dtype) for dtype in DTYPES),  # of split keys
 )

@@ -9,7 +9,7 @@ import pytest
 
 from jax_dsv4_fmha import _ffi
 from jax_dsv4_fmha._testing.compare import KERNEL, compare
-from kernels.abi import FORWARD_OPS, Forward, Variant
+from kernels.abi import FORWARD_OPS, Backward, Forward, Variant
 from kernels.variants import VARIANTS
 
 SOURCES = FORWARD_OPS
@@ -86,7 +86,7 @@ class _SourceShape(ctypes.Structure):
     _fields_ = _int64s("kind", "s_kv", "s_batch", "topk")
 
 
-class _ForwardShape(ctypes.Structure):
+class _AttentionShape(ctypes.Structure):
     _fields_ = (("rows", _RowShape), *_int64s("source_count"), ("sources", _SourceShape * 2))
 
 
@@ -106,11 +106,12 @@ class _ShownLaunch(ctypes.Structure):
     )
 
 
-ADDRESSES = (
-    *("q", "o", "sink", "lse", "o_parts", "lse_parts"),
-    *(f"{name}{i}" for i in range(2) for name in ("k", "v", "from", "to")),
-)
-"""What a launch points to: from and to are start and stop of a span, indices and length of a selection"""
+_OF_SOURCES = tuple(f"{name}{i}" for i in range(2) for name in ("k", "v", "from", "to"))
+ADDRESSES = {
+    "forward": ("q", "o", "sink", "lse", "o_parts", "lse_parts", *_OF_SOURCES),
+    "backward": ("q", "dout", "dq", "lse", "weight", "delta", *_OF_SOURCES, "dkv0", "dkv1"),
+}
+"""What a launch of a family points to: from and to are start and stop of a span, indices and length of a selection"""
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ def library() -> ctypes.CDLL:
 
 
 def plan(
-    variant: Forward | str,
+    variant: Forward | Backward | str,
     shape: Shape,
     scale: float = 1.0,
     *,
@@ -144,25 +145,24 @@ def plan(
     cluster: int = 1,
     addresses: dict[str, int] | None = None,
 ) -> Plan:
-    """What attention launches for `shape`, with a kernel of a variant or of any of an op; ValueError where it refuses.
+    """What a variant's family launches for `shape`, or any variant of an op; ValueError where it refuses.
 
     The variant is asked for the order of its parameters alone, for what is tested of tiles has nothing to do with it.
     """
     if isinstance(variant, str):
-        variant = next(v for v in VARIANTS if isinstance(v, Forward) and v.op == variant and v.d == 512)
+        variant = next(v for v in VARIANTS if isinstance(v, Forward | Backward) and v.op == variant and v.d == 512)
     out, error = _ShownLaunch(), ctypes.create_string_buffer(512)
-    strides = {"span": lambda s_kv: 0, "selection": lambda s_kv: s_kv, "packed": lambda s_kv: shape.page}
     sources = [
-        _SourceShape(KINDS.index(kind), s_kv, strides[kind](s_kv), shape.topk)
+        _SourceShape(KINDS.index(kind), s_kv, shape.page if kind == "packed" else s_kv, shape.topk)
         for kind, s_kv in zip(variant.sources, (shape.s_kv, shape.s_kv1), strict=False)
     ]
-    given = _ForwardShape(_row_shape(shape, TYPES[variant.dtype]), len(sources), (_SourceShape * 2)(*sources))
-    status = library().dsv4_fmha_plan_forward(
+    given = _AttentionShape(_row_shape(shape, TYPES[variant.dtype]), len(sources), (_SourceShape * 2)(*sources))
+    status = library()[f"dsv4_fmha_plan_{variant.family}"](
         variant.layout.encode(),
         ctypes.byref(given),
         ctypes.c_float(scale),
         ctypes.byref(_Tiles(tile_m, tile_n, processors, cluster, variant.gathers)),
-        _addresses(addresses),
+        _addresses(addresses, variant.family),
         ctypes.byref(out),
         error,
         ctypes.c_size_t(len(error)),
@@ -189,8 +189,9 @@ def _row_shape(shape: Shape, of_type: int) -> _RowShape:
     return _RowShape(shape.b, shape.s_q, shape.h_q, shape.h_kv, shape.d, shape.splits, of_type)
 
 
-def _addresses(at: dict[str, int] | None) -> ctypes.Array[ctypes.c_void_p]:
-    return (ctypes.c_void_p * len(ADDRESSES))(*((at or {}).get(name) for name in ADDRESSES))
+def _addresses(at: dict[str, int] | None, family: str = "forward") -> ctypes.Array[ctypes.c_void_p]:
+    names = ADDRESSES[family]
+    return (ctypes.c_void_p * len(names))(*((at or {}).get(name) for name in names))
 
 
 def _shown(out: _ShownLaunch) -> Plan:

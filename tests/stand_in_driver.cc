@@ -115,6 +115,10 @@ int cuTensorMapEncodeTiled(void* map, int, uint32_t rank, void* address, const u
   return Call("cuTensorMapEncodeTiled", rank >= 3 && reinterpret_cast<uintptr_t>(address) % 16 == 0);
 }
 
+int cuMemsetD32Async(void* array, unsigned, size_t elements, void*) {
+  return Call("cuMemsetD32Async", array != nullptr && elements > 0);
+}
+
 int cuLaunchKernelEx(const void*, void* function, void** parameters, void**) {
   // the stream, which is what a test launches on, is the device's number
   const bool valid = Is(function, kKernels, 8) && parameters[0] != nullptr;

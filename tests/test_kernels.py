@@ -9,7 +9,7 @@ import pytest
 from native import cubin, variant_of
 
 from jax_dsv4_fmha import _ffi
-from kernels.abi import ANY, Combine
+from kernels.abi import ANY, Backward, Combine
 from kernels.variants import DENSE, FEW_HEADS
 
 
@@ -20,11 +20,19 @@ def test_sass(key, tmp_path):
     run = subprocess.run([nvdisasm(), tmp_path / "cubin"], check=True, capture_output=True, text=True)
     opcodes = re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9.]+)", run.stdout, re.MULTILINE)
     names = ("HGMMA", "USETMAXREG", "WARPGROUP.ARRIVE", "UTMALDG", "LDGSTS", "STAS", "LDL", "STL")
-    names += ("UTCHMMA", "UTCBAR", "LDTM", "STTM", "UTCATOMSWS")
+    names += ("REDG", "UTCHMMA", "UTCBAR", "LDTM", "STTM", "UTCATOMSWS")
     count = {name: sum(f"{opcode}.".startswith(f"{name}.") for opcode in opcodes) for name in names}
     variant = variant_of(key)
     assert count["LDL"] == count["STL"] == 0, count
     if isinstance(variant, Combine):
+        return
+    if isinstance(variant, Backward):
+        of_tiles = 2 * variant.d // 16 + 2 * 64 // 16  # S and dP, and both halves of dQ
+        of_keys = 2 * variant.d // 32 * 64 // 16  # dS' Q and P' dO, 32 columns at a time
+        assert of_tiles + of_keys <= count["HGMMA"] <= 2 * (of_tiles + of_keys), count
+        assert count["REDG"] >= 64 * variant.d // (4 * 128), count  # a tile of dKV, four numbers a thread at a time
+        assert count["LDGSTS"] > 0 and count["UTMALDG"] == 0, count
+        assert count["USETMAXREG"] >= 2 and 4 * count["WARPGROUP.ARRIVE"] < count["HGMMA"], count
         return
     of_q = variant.d // 64  # a box of TMA has 128 bytes of a row
     assert (count["UTMALDG"] == of_q) if variant.gathers else (count["UTMALDG"] > of_q), count

@@ -35,12 +35,22 @@ from cutlass.cute.nvgpu import warp as cute_warp
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
-from .aot import Compiled, compile_ahead
-from .lib.launch import SMEM_LIMIT, WARP, WARPGROUP, element_type, i32, launch_facts, pointers, registers_at_launch
-from .lib.output import BLOCK, store_output
-from .lib.ptx import ptx
-from .lib.rows import PUBLISHED, BoxedRows, Extents, PlacedTile, RowTile, Walk, extents, load, row_of
-from .lib.selections import (
+from kernels.abi import Backward
+from kernels.aot import Compiled, compile_ahead
+from kernels.lib.launch import (
+    SMEM_LIMIT,
+    WARP,
+    WARPGROUP,
+    element_type,
+    i32,
+    launch_facts,
+    pointers,
+    registers_at_launch,
+)
+from kernels.lib.output import BLOCK, store_output
+from kernels.lib.ptx import ptx
+from kernels.lib.rows import PUBLISHED, BoxedRows, Extents, PlacedTile, RowTile, Walk, extents, load, row_of
+from kernels.lib.selections import (
     CHUNK,
     LANES_A_ROW,
     Run,
@@ -51,10 +61,10 @@ from .lib.selections import (
     open_selection,
     with_keys,
 )
-from .lib.softmax import LOG2_E, ROWS, by_row, exp2
-from .lib.spans import Span, SpanOperands, ask_span, bits, open_span, span_of
-from .lib.splits import on_source, total_tiles
-from .lib.wgmma import (
+from kernels.lib.softmax import LOG2_E, ROWS, by_row, exp2
+from kernels.lib.spans import Span, SpanOperands, ask_span, bits, open_span, span_of
+from kernels.lib.splits import on_source, total_tiles
+from kernels.lib.wgmma import (
     K_MAJOR,
     MN_MAJOR,
     SLAB,
@@ -69,7 +79,6 @@ from .lib.wgmma import (
     tiled_mma,
     transposed,
 )
-from .variants import Variant
 
 LEFT, RIGHT = 0, 1  # a warpgroup, and its half of dQ's columns
 STAGES = 2  # of what is listed of a tile of keys
@@ -736,7 +745,7 @@ def arrive_if(barrier: cute.Pointer, condition: Int32) -> None:
     )
 
 
-def compile(variant: Variant, out_dir: Path) -> Compiled:
+def compile(variant: Backward, out_dir: Path) -> Compiled:
     config = Config(variant.d, variant.dtype, variant.sources)
     source = (*pointers(variant.dtype, "keys", "int32", "int32", "float32"), i32(), i32(), i32())
     return compile_ahead(

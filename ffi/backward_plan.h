@@ -1,0 +1,39 @@
+// The launch of attention's gradient as a function of shapes: no driver, no device.
+#pragma once
+
+#include <string>
+
+#include "abi.h"
+#include "rows.h"
+
+namespace dsv4_fmha {
+
+// Where the arrays of a call are.
+struct BackwardAddresses {
+  void *q, *dout, *dq;
+  void *lse, *weight, *delta;  // f32 [b, s_q, h_q]
+  SourceAddresses sources[kMaxSources];
+  void* dkv[kMaxSources];  // f32 like the keys: added to
+};
+
+// Returns why it cannot: empty on success.
+inline std::string PlanBackward(const AttentionShape& shape, float scale, const Tiles& tiles,
+                                const BackwardAddresses& at, Plan<BackwardArguments>* plan) {
+  Tiling n;
+  BackwardArguments& x = plan->arguments;
+  if (std::string error = CutRows(shape.rows, tiles, &n); !error.empty()) return error;
+  if (std::string error = BadScale(scale); !error.empty()) return error;
+  for (int i = 0; i < shape.source_count; ++i) {
+    std::string error = SetSource(shape.rows, tiles, shape.sources[i], at.sources[i], i == 0, &x.sources[i]);
+    if (!error.empty()) return error;
+    x.sources[i].dkv = at.dkv[i];
+  }
+  plan->grid = n.grid;
+  SetTiling(shape.rows, n, &x);
+  x.q = at.q, x.dout = at.dout, x.dq = at.dq;
+  x.lse = at.lse, x.weight = at.weight, x.delta = at.delta;
+  x.scale = scale;
+  return "";
+}
+
+}  // namespace dsv4_fmha
