@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 Step = Callable[[Warp], Any]  # None: go on; int: the next pc; Wait: run it again later
 Decode = Callable[[Instruction, "Decoder"], Step]
 
-FAMILIES = ("alu", "control", "memory", "barriers", "clusters", "copies", "lanes", "wgmma", "tmem", "tcgen05")
+FAMILIES = (
+    *("alu", "control", "memory", "reductions", "barriers", "clusters", "copies", "lanes", "wgmma"),
+    *("tmem", "tcgen05"),
+)
 
 DTYPES: dict[str, Any] = {
     "pred": np.bool_,

@@ -1,5 +1,5 @@
 """Between the lanes of a warp (PTX ISA 9.7.9.6 shfl.sync, 9.7.14.9 vote, 9.7.14.11 activemask, 9.7.14.12 redux,
-9.7.14.15 elect, 9.7.16.5.16 stmatrix).
+9.7.14.15 elect, 9.7.14.5.15 ldmatrix, 9.7.14.5.16 stmatrix).
 
 All members of a member mask must be on the same way. What a vote or a reduction makes of a lane that is not defined is
 some value: kernels may vote on rows that do not exist, when the outcome only saves work.
@@ -13,7 +13,7 @@ import numpy as np
 
 from .barriers import meet
 from .decode import Decoder, Step, instruction
-from .memory import addresses, refuse_barriers
+from .memory import addresses, refuse_barriers, shared_words
 from .parser import Instruction
 from .state import FULL, LANES, Warp, lanes_of, mask_of
 
@@ -135,8 +135,6 @@ def store_matrix(i: Instruction, d: Decoder) -> Step:
 
     def step(w: Warp) -> None:
         w.converged(i.opcode)
-        from .memory import shared_words
-
         at = addresses(w, base, offset, "an address")[: 8 * count]
         cta, words = shared_words(w, at, 16, "stores", own=True)
         refuse_barriers(cta, words)
@@ -155,5 +153,30 @@ def store_matrix(i: Instruction, d: Decoder) -> Step:
             defined = defined.reshape(8 * count, 4)
         cta.smem.shadow.write(w, words, defined)
         cta.smem.words[words] = data.reshape(8 * count, 4)
+
+    return step
+
+
+@instruction("ldmatrix.sync.aligned")
+def load_matrix(i: Instruction, d: Decoder) -> Step:
+    """The other way round; a matrix that is not defined everywhere is defined nowhere."""
+    i.only("m8n8", "x1", "x2", "x4", "trans", "shared", "shared::cta", "b16")
+    targets = d.vector(i.args[0], "b32", sink=True)
+    base, offset = d.address(i.args[1])
+    count, transpose = int(next(m for m in i.mods if m in ("x1", "x2", "x4"))[1:]), i.has("trans")
+    if len(targets) != count:
+        raise d.fail(f"{len(targets)} registers for {count} matrices")
+
+    def step(w: Warp) -> None:
+        w.converged(i.opcode)
+        at = addresses(w, base, offset, "an address")[: 8 * count]
+        cta, words = shared_words(w, at, 16, "loads", own=True)
+        defined = cta.smem.shadow.read(w, words).reshape(count, -1).all(1)
+        data = cta.smem.words[words].reshape(count, 32)
+        if transpose:
+            square = data.view(np.uint16).reshape(count, 8, 8).transpose(0, 2, 1)
+            data = np.ascontiguousarray(square).reshape(count, 64).view(np.uint32)
+        for n, target in enumerate(targets):
+            w.put(target, data[n].copy(), FULL if defined[n] else 0)
 
     return step

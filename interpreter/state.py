@@ -63,7 +63,8 @@ class Buffer:
     def __init__(self, name: str, base: int, data: Array | None, size: int, events: list[Event]):
         self.name, self.base, self.size, self.result = name, base, size, data is None
         self.bytes = np.full(-(-size // 16) * 16, 0xFF, np.uint8)
-        self.shadow = None
+        self.shadow: Shadow | None = None
+        self.extra: dict[str, Any] = {}
         if data is None:
             self.shadow = Shadow(name, len(self.bytes) // 4, 0, events)
         else:
@@ -80,6 +81,13 @@ class Buffer:
             raise Misuse(f"writes to {self.name}, which is an operand")
         self.shadow.write(actor, (offsets[:, None] // 4 + np.arange(-(-data.shape[1] // 4))).ravel())
         self.bytes[offsets[:, None] + np.arange(data.shape[1])] = data
+
+    def change(self, actor: Warp, words: Array) -> None:
+        """An atomic is about to change them."""
+        if self.shadow is None:
+            raise Misuse(f"adds to {self.name}, which is an operand")
+        self.shadow.read(actor, words)
+        self.shadow.write(actor, words)
 
 
 class GlobalMemory:

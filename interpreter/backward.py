@@ -1,0 +1,128 @@
+"""Backward kernels on the interpreter: a launch, and what is wrong with its gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tests import gradients, native
+
+from .launch import Kernel, machine
+from .reductions import add_cleared, additions
+from .state import Array, Machine, new_memory
+from .verdict import Wrong
+
+
+@dataclass
+class Launch:
+    """A machine that is about to run a backward kernel on operands."""
+
+    machine: Machine
+    operands: gradients.Operands
+    scale: float
+
+    def run(self) -> tuple[Array, ...]:
+        """dq, and for every source dkv."""
+        self.machine.run()
+        attention, memory = self.operands.attention, self.machine.memory
+        dq, results = memory.named("dq"), []
+        for i, keys in enumerate(attention.sources):
+            dkv = memory.named(f"dkv{i}")
+            results.append(dkv.bytes[: dkv.size].view(np.float32).reshape(keys.k.shape))
+        return dq.bytes[: dq.size].view(attention.q.dtype).reshape(attention.q.shape), *results
+
+    def added(self) -> list[Array]:
+        """How often a number of each dkv was added to."""
+        memory = self.machine.memory
+        return [
+            additions(memory.named(f"dkv{i}"))[: keys.k.size].reshape(keys.k.shape)
+            for i, keys in enumerate(self.operands.attention.sources)
+        ]
+
+
+def launch(kernel: Kernel, x: gradients.Operands, *, processors: int = 2, seed: int = 0, **how: Any) -> Launch:
+    """On so many processors; `how` as in `launch.machine`."""
+    a, memory, scale = x.attention, new_memory(), kernel.variant.d**-0.5
+    given = {"q": a.q, "dout": x.do, "lse": x.lse, "weight": x.weight, "delta": x.delta}
+    for i, keys in enumerate(a.sources):
+        given |= {f"k{i}": keys.k, f"from{i}": keys.seen_from, f"to{i}": keys.seen_to}
+    addresses = {name: memory.add(name, array) for name, array in given.items()}
+    addresses["dq"] = memory.add("dq", None, a.q.nbytes)
+    for i, keys in enumerate(a.sources):
+        addresses[f"dkv{i}"] = add_cleared(memory, f"dkv{i}", keys.k.size * 4)
+    tiles = {name: kernel.facts[name] for name in ("tile_m", "tile_n", "cluster")}
+    plan = native.plan(kernel.variant, a.shape, scale, **tiles, processors=processors, addresses=addresses)
+    return Launch(machine(kernel, plan, memory, seed=seed, **how), x, scale)
+
+
+def judge(run: Launch, got: tuple[Array, ...]) -> None:
+    """Raises Wrong unless all gradients are right and what was added to a key was added to all of it."""
+    faults = [text for i, added in enumerate(run.added()) for text in uneven(f"dkv{i}", added)]
+    x = run.operands
+    for name, wrong, g, want in gradients.wrong(got, x, run.scale):
+        if wrong.any():
+            faults.append(of_rows(wrong, g, want, x) if name == "dq" else of_keys(name, wrong, g, want, x))
+    if faults:
+        raise Wrong("; ".join(faults))
+
+
+def uneven(name: str, added: Array) -> list[str]:
+    """Keys of which some columns were added to more often than others."""
+    most = added.max(-1, keepdims=True)
+    lost = added < most
+    if not lost.any():
+        return []
+    b, key, head, _ = (int(i) for i in np.argwhere(lost)[0])
+    columns = np.flatnonzero(lost[b, key, head])
+    return [
+        f"{name}: a reduction is lost: columns {columns[0]}..{columns[-1]} of key {key} were added to "
+        f"{added[b, key, head, columns[0]]} times, the others {most[b, key, head, 0]} times"
+    ]
+
+
+def of_rows(wrong: Array, got: Array, want: Array, x: gradients.Operands) -> str:
+    """dq: which rows, and what they look like."""
+    rows = wrong.any(-1)
+    b, query, head = (int(i) for i in np.argwhere(rows)[0])
+    text = f"dq is wrong in {int(rows.sum())} of {rows.size} rows, first in query {query}, head {head}"
+    if (factor := factor_of(got[rows], want[rows])) is not None:
+        return f"{text}: everywhere {factor:.4g} times what it should be"
+    for other in np.argwhere(np.isfinite(x.lse)):
+        if tuple(other) != (b, query, head) and agrees(got[b, query, head], swapped(x, (b, query, head), other)):
+            return f"{text}: what it is with the delta of query {other[1]}, head {other[2]}"
+    return text
+
+
+def swapped(x: gradients.Operands, row: tuple[int, int, int], other: Any) -> Array:
+    """dq of a row whose delta is another's."""
+    one = gradients.row_of(x, row)
+    one.delta[:] = x.delta[tuple(other)]
+    return gradients.gradient(one, x.attention.shape.d**-0.5)[0].reshape(-1)
+
+
+def of_keys(name: str, wrong: Array, got: Array, want: Array, x: gradients.Operands) -> str:
+    """dkv: which keys, and what they look like."""
+    keys = wrong.any((0, 2, 3))
+    first, last = np.flatnonzero(keys)[[0, -1]]
+    columns = np.flatnonzero(wrong.any((0, 1, 2)))
+    text = f"{name} is wrong in {int(keys.sum())} of {keys.size} keys, {first}..{last}"
+    text += f", columns {columns[0]}..{columns[-1]}"
+    excess = got - want
+    for tile in range(64, want.shape[1], 64):  # what a tile of keys has of the one before
+        here, there = excess[:, tile : tile + 64], want[:, tile - 64 : tile]
+        if here.shape[1] and agrees(here, there[:, : here.shape[1]]):
+            return f"{text}: keys from {tile} on have besides their own what those from {tile - 64} on have"
+    return text
+
+
+def factor_of(got: Array, want: Array) -> float | None:
+    """By what number all of it is multiplied, if by one."""
+    factor = float(np.sum(got * want) / max(np.sum(want * want), 1e-300))
+    return factor if agrees(got, factor * want) and not 0.9 < factor < 1.1 else None
+
+
+def agrees(got: Array, want: Array) -> bool:
+    norm = np.sum(want * want)
+    return bool(np.isfinite(got).all() and norm > 0 and np.sum((got - want) ** 2) < 1e-3 * norm)

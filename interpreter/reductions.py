@@ -1,0 +1,60 @@
+"""Reductions into global memory (PTX ISA 9.7.13.6 red): sums that are added to by everybody, in any order.
+
+Relaxed: they tell nobody anything, and nobody may read or write what they add to without an order of its own. A buffer
+counts how often each of its numbers was added to.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .decode import Decoder, Step, instruction
+from .memory import addresses
+from .parser import Instruction
+from .state import Array, Buffer, GlobalMemory, Warp
+
+BY_HOST = 1  # the event
+
+
+def add_cleared(memory: GlobalMemory, name: str, size: int) -> int:
+    """The address of a new allocation of zeros, which the host has written and a kernel may add to."""
+    address = memory.add(name, None, size)
+    buffer = memory.named(name)
+    buffer.bytes[:] = 0
+    assert buffer.shadow is not None
+    buffer.shadow.writer[:], buffer.shadow.defined[:] = BY_HOST, True
+    return address
+
+
+def additions(buffer: Buffer) -> Array:
+    """How often each float32 of a buffer was added to."""
+    return buffer.extra.setdefault("additions", np.zeros(len(buffer.bytes) // 4, np.int32))
+
+
+@instruction("red.relaxed.gpu.global.add")
+def reduce(i: Instruction, d: Decoder) -> Step:
+    """Of one, two or four float32 a lane. The lanes go in any order."""
+    i.only("v2", "v4", "f32")
+    count = next((int(m[1:]) for m in i.mods if m in ("v2", "v4")), 1)
+    values = d.vector(i.args[1], "f32")
+    if len(values) != count or i.mods[-1] != "f32":
+        raise d.fail(i.opcode)
+    base, offset = d.address(i.args[0])
+
+    def step(w: Warp) -> None:
+        at = addresses(w, base, offset, "an address")
+        for slot in values:
+            w.demand(slot, "what is added to global memory")
+        given = np.stack([w.read(slot, np.float32)[w.lanes] for slot in values], 1)
+        for buffer, which, offsets in w.machine.memory.find_all(at, 4 * count, "adds"):
+            order = w.machine.rng.permutation(len(which))
+            words = (offsets[order, None] // 4 + np.arange(count)).ravel()
+            w.atomic = True
+            try:
+                buffer.change(w, words)
+            finally:
+                w.atomic = False
+            np.add.at(buffer.bytes.view(np.float32), words, given[which[order]].ravel())
+            np.add.at(additions(buffer), words, 1)
+
+    return step
