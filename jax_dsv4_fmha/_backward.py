@@ -1,4 +1,5 @@
-"""The gradients in plain `jnp`, for wherever no backward kernel runs; the formulas are those of `Differentiable`.
+"""The gradients in plain `jnp`, for wherever no backward kernel runs: of each kind of source, as `_transforms.gradient`
+has them.
 
 Queries are taken in blocks and keys in tiles, and the tiles that no row of a block sees are not visited, so that memory
 is that of the operands and a few blocks of logits. 16-bit operands are multiplied as the platform multiplies float32
@@ -111,24 +112,6 @@ def sparse_fmha(
     size = max(1, _GATHERED // gathered)
     dkv, dq = _over_queries(block, size, jnp.zeros_like(kv, _FP32), *operands)
     return dq, dkv
-
-
-def dsv4_sparse(
-    q: Any, window_kv: Any, start: Any, stop: Any, kv: Any, indices: Any, length: Any, *rows: Any, scale: float
-) -> tuple[jax.Array, ...]:
-    """(dq, dwindow_kv, dkv) of one softmax over both; float32. The rows' lse, weight and delta join them."""
-    dq, dwindow_kv = fmha(q, window_kv[:, :, None], None, start, stop, *rows, scale=scale)
-    dq_sparse, dkv = sparse_fmha(q, kv, indices, length, *rows, scale=scale)
-    return dq + dq_sparse, dwindow_kv[:, :, 0], dkv
-
-
-def dsv4_dense(
-    q: Any, window_kv: Any, start: Any, stop: Any, kv: Any, start2: Any, stop2: Any, *rows: Any, scale: float
-) -> tuple[jax.Array, ...]:
-    """As `dsv4_sparse`, over an interval of kv."""
-    dq, dwindow_kv = fmha(q, window_kv[:, :, None], None, start, stop, *rows, scale=scale)
-    dq_dense, dkv = fmha(q, kv[:, :, None], None, start2, stop2, *rows, scale=scale)
-    return dq + dq_dense, dwindow_kv[:, :, 0], dkv[:, :, 0]
 
 
 def _einsum_for(dtype: Any) -> Callable[[str, jax.Array, jax.Array], jax.Array]:

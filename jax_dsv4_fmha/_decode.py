@@ -1,14 +1,13 @@
 """One step of generation in a DeepSeek-V4 layer: a few new queries for each sequence, and its caches."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from . import _check, _ffi, _fp8, reference
+from . import _check, reference
 from ._cache import Cache
-from ._transforms import RESULTS, SINK, Axes, Op, choose, forward
+from ._sources import SelectionSource, attend
 
 
 def dsv4_decode(
@@ -88,61 +87,50 @@ def dsv4_decode(
         raise _check.error(ValueError, op, "window_cache", f"room for {room} entries of a sequence", wanted)
     _check.implementation(op, implementation)
 
-    sources = reference.seen_slots(s_q, window_cache, compressed_cache, lengths, indices, topk_length, ratio, window)
     if implementation == "reference":
-        return reference.over_slots(q, *sources, sink=sink, scale=scale)
-    built = _ffi.built_for(_target(len(sources), is_fp8), d=d, dtype=q.dtype.name, shared_kv=True)
-    got = f"{q.dtype.name}, d={d}{', FP8 caches' if is_fp8 else ''}"
-    kernel = choose(op, implementation, built, got)
-    operands = [x for source in sources for x in source]
-    o, lse = forward(_OPS[len(sources)], q, *operands, sink=sink, scale=scale, kernel=kernel)
-    return o, lse
+        return reference.dsv4_decode(
+            q, window_cache, compressed_cache, lengths=lengths, sink=sink, indices=indices, topk_length=topk_length,
+            ratio=ratio, window=window, scale=scale,
+        )  # fmt: skip
+    sources = seen_slots(s_q, window_cache, compressed_cache, lengths, indices, topk_length, ratio, window)
+    return attend(op, q, sources, sink=sink, scale=scale, implementation=implementation, differentiable=False)
 
 
-def _target(sources: int, is_fp8: bool) -> str:
-    """The kernel for one or two caches."""
-    return "dsv4_decode_fp8" if is_fp8 else "dsv4_decode" if sources == 2 else "sparse_fwd"
+def seen_slots(
+    s_q: Any,
+    window_cache: Cache,
+    compressed_cache: Cache | None,
+    lengths: jax.Array,
+    indices: jax.Array | None,
+    topk_length: jax.Array | None,
+    ratio: int | None,
+    window: int,
+) -> list[SelectionSource]:
+    """What the queries of `dsv4_decode` see of each cache, as slots of its pool."""
+    caches = [window_cache] if compressed_cache is None else [window_cache, compressed_cache]
+    if any(cache.block_table is not None for cache in caches):
+        caches = [cache.paged() for cache in caches]
+    lengths = jnp.maximum(lengths, 0)  # or what is subtracted might wrap around
+    position = jnp.arange(s_q, dtype=jnp.int32)[None] + (lengths[:, None] - s_q)
+    past = position[..., None] - jnp.arange(window, dtype=jnp.int32)[None, None]
+    near = caches[0].slots(jnp.where(past >= 0, past % caches[0].capacity, -1))
+    sources = [_source("window", caches[0], near, jnp.clip(position + 1, 0, window))]
+    if compressed_cache is None:
+        return sources
+    if indices is None:
+        assert ratio is not None
+        room = caches[1].capacity
+        oldest = jnp.maximum(lengths // ratio - room, 0)  # of the entries that are left, of a cache that has run over
+        entries = oldest[:, None] + jnp.arange(room, dtype=jnp.int32)[None]
+        slots = jnp.broadcast_to(caches[1].slots(entries % room)[:, None], (*position.shape, room))
+        seen = (position + 1) // ratio - oldest[:, None]
+    else:
+        slots = caches[1].slots(indices)
+        seen = jnp.full_like(position, indices.shape[2]) if topk_length is None else topk_length
+        seen = jnp.where(position >= 0, seen, 0)
+    return [*sources, _source("compressed", caches[1], slots, seen)]
 
 
-def _kernel(q: Any, *operands: Any, scale: float) -> Any:
-    sources, sink = _sources(operands)
-    sources = [_flat(*source) for source in sources]
-    if len(sources) == 1 and sources[0][0].dtype == jnp.uint8:  # built for two: nothing is seen of the other
-        nothing = jnp.zeros(q.shape[:2], jnp.int32)
-        sources.append((sources[0][0], nothing[..., None], nothing))
-    run: Any = _ffi.dsv4_decode if len(sources) == 2 else _ffi.sparse_fwd
-    return run(q, *(x for source in sources for x in source), sink, scale=scale)
-
-
-def _flat(pool: Any, slots: Any, length: Any) -> reference.Source:
-    """The pools [b or 1, …] of a device as one, as kernels take it."""
-    each = pool.shape[1]
-    if pool.dtype == jnp.uint8:
-        each *= _fp8.page_entries(pool.shape[2])
-    if pool.shape[0] != 1:
-        first = jnp.arange(pool.shape[0], dtype=jnp.int32)[:, None, None] * each
-        slots = jnp.where(slots < 0, slots, first + slots)
-    return pool.reshape(-1, pool.shape[2]), slots, length
-
-
-def _reference(q: Any, *operands: Any, scale: float) -> Any:
-    sources, sink = _sources(operands)
-    return reference.over_slots(q, *sources, sink=sink, scale=scale)
-
-
-def _sources(operands: Sequence[Any]) -> tuple[list[reference.Source], Any]:
-    """The operands of _OPS behind q: by the source, and the sink."""
-    return list(zip(operands[:-1:3], operands[1:-1:3], operands[2:-1:3], strict=True)), operands[-1]
-
-
-def _source(name: str) -> tuple[Axes, ...]:
-    pool = Axes(f"{name}_cache", f"b {name}_rows {name}_width")
-    return pool, Axes(f"{name} slots", f"b s_q {name}_slots"), Axes(f"{name} length", "b s_q")
-
-
-_Q, _WINDOW, _COMPRESSED = Axes("q", "b s_q h_q d"), _source("window"), _source("compressed")
-_OPS = {
-    1: Op("dsv4_decode", (_Q, *_WINDOW, SINK), RESULTS, _reference, _kernel),
-    2: Op("dsv4_decode", (_Q, *_WINDOW, *_COMPRESSED, SINK), RESULTS, _reference, _kernel),
-}
-"""by the number of caches"""
+def _source(name: str, cache: Cache, slots: jax.Array, length: jax.Array) -> SelectionSource:
+    names = (f"{name}_cache", f"{name} slots", f"{name} length")
+    return SelectionSource(cache.pool(), slots, length, names, f"{name}_rows")

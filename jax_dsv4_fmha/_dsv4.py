@@ -6,11 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from . import _backward, _check, _ffi, reference
-from ._fmha import fmha
+from . import _check, reference
+from ._merge import merged
+from ._sources import SelectionSource, Source, SpanSource, attend, built
 from ._span import Span
-from ._sparse import sparse_fmha
-from ._transforms import RESULTS, SINK, Axes, Differentiable, Op, choose
 
 
 def dsv4_attention(
@@ -55,7 +54,7 @@ def dsv4_attention(
       scale: a float > 0, `d**-0.5` if left out.
       method: "two_pass" merges a launch for the window with one for the compressed cache. "fused" is one launch, and
         rounds o once. None is "fused" where it is built for the operands. A window alone is one launch of `fmha`.
-      implementation: as in `fmha`, for every launch.
+      implementation: as in `fmha`, for every launch. "reference" is the definition, whatever the method.
 
     Returns:
       o like q and lse float32 `[b, s_q, h_q]`, as in `fmha`.
@@ -86,87 +85,38 @@ def dsv4_attention(
         "kv_offset": _check.offset(op, "kv_offset", kv_offset, dims),
         "swa_lens": swa_lens,
     }
-    selected: dict[str, Any] = {"indices": indices, "topk_length": topk_length, "ratio": ratio}
-    if compressed_kv is None or compressed_kv.shape[1] == 0:
-        target = "fwd"
-    else:
-        target = "dsv4_dense_fwd" if indices is None else "dsv4_sparse_fwd"
-    built = _ffi.built_for(target, d=dims["d"], dtype=q.dtype.name, shared_kv=True)
-    if method == "fused" and implementation == "reference":
+    if compressed_kv is not None and compressed_kv.shape[1] == 0:
+        compressed_kv = None
+    if implementation == "reference":
+        selected: dict[str, Any] = {"indices": indices, "topk_length": topk_length, "ratio": ratio}
         return reference.dsv4_attention(q, window_kv, compressed_kv, sink=sink, scale=scale, **selected, **positions)
-    got = f"{q.dtype.name}, d={dims['d']}"
-    if method == "fused" and not built:
-        wanted = "'two_pass', or operands that a fused kernel is built for"
-        raise _check.error(NotImplementedError, op, "method", f"'fused' for {got}", wanted)
-    if method == "two_pass" or implementation == "reference" or not built or target == "fwd":
-        return reference.two_pass(
-            functools.partial(fmha, implementation=implementation),
-            functools.partial(sparse_fmha, implementation=implementation),
-            q,
-            window_kv,
-            compressed_kv,
-            sink=sink,
-            scale=scale,
-            **selected,
-            **positions,
-        )
-    assert compressed_kv is not None
     b, s_q = dims["b"], dims["s_q"]
-    near = reference.window_span(s_q, **positions).bounds(b, s_q, dims["s_w"], op)
-    call: dict[str, Any] = {"sink": sink, "scale": scale, "kernel": choose(op, implementation, built, got)}
-    if indices is not None:
+    span = window_span(s_q, **positions).bounds(b, s_q, dims["s_w"], op)
+    sources: list[Source] = [SpanSource(window_kv, *span, names=_WINDOW, axis="s_w")]
+    if compressed_kv is not None and indices is not None:
         if topk_length is None:
             topk_length = jnp.full((b, s_q), dims["topk"], jnp.int32)
-        return _SPARSE(q, window_kv, *near, compressed_kv, indices, topk_length, **call)
-    assert ratio is not None
-    far = Span.compressed(s_q, ratio, positions["q_offset"]).bounds(b, s_q, dims["s_c"], op)
-    return _DENSE(q, window_kv, *near, compressed_kv, *far, **call)
+        sources.append(SelectionSource(compressed_kv, indices, topk_length, _SELECTED, "s_c"))
+    elif compressed_kv is not None:
+        assert ratio is not None
+        span = Span.compressed(s_q, ratio, positions["q_offset"]).bounds(b, s_q, dims["s_c"], op)
+        sources.append(SpanSource(compressed_kv, *span, names=_COMPRESSED, axis="s_c"))
+    is_built = bool(built(q, sources))
+    if method == "fused" and not is_built:
+        wanted = "'two_pass', or operands that a fused kernel is built for"
+        raise _check.error(NotImplementedError, op, "method", f"'fused' for {q.dtype.name}, d={dims['d']}", wanted)
+    run = functools.partial(attend, op, q, scale=scale, implementation=implementation)
+    if len(sources) == 1 or (is_built and method != "two_pass"):
+        return run(sources, sink=sink)
+    return merged([run([source], sink=None) for source in sources], sink)
 
 
-def _sparse_kernel(*operands: Any, scale: float) -> Any:
-    return _ffi.dsv4_sparse_fwd(*operands, scale=scale)
+def window_span(s_q: int, window: int, q_offset: Any, kv_offset: Any, swa_lens: jax.Array | None) -> Span:
+    """What the queries see of the window cache."""
+    span = Span.sliding_window(s_q, window, jnp.int32(q_offset) - jnp.int32(kv_offset))
+    return span if swa_lens is None else span & Span.lengths(swa_lens)
 
 
-def _dense_kernel(*operands: Any, scale: float) -> Any:
-    return _ffi.dsv4_dense_fwd(*operands, scale=scale)
-
-
-def _sparse_reference(
-    q: Any, window_kv: Any, start: Any, stop: Any, kv: Any, indices: Any, length: Any, sink: Any, *, scale: float
-) -> Any:
-    far = functools.partial(reference.sparse_fmha, kv=kv, indices=indices, topk_length=length)
-    return _with_window(q, window_kv, start, stop, far, sink, scale)
-
-
-def _dense_reference(
-    q: Any, window_kv: Any, start: Any, stop: Any, kv: Any, start2: Any, stop2: Any, sink: Any, *, scale: float
-) -> Any:
-    far = functools.partial(reference.fmha, k=kv[:, :, None], span=Span(start2, stop2))
-    return _with_window(q, window_kv, start, stop, far, sink, scale)
-
-
-def _with_window(q: Any, window_kv: Any, start: Any, stop: Any, far: Any, sink: Any, scale: float) -> Any:
-    """One softmax over the window and what `far` attends to, rounded once."""
-    q32 = q.astype(jnp.float32)
-    near = reference.fmha(q32, window_kv[:, :, None], span=Span(start, stop), scale=scale)
-    o, lse = reference.merge([near, far(q32, scale=scale)], sink)
-    return o.astype(q.dtype), lse
-
-
-_WINDOW = (
-    Axes("q", "b s_q h_q d"),
-    Axes("window_kv", "b s_w d"),
-    Axes("window start", "b s_q"),
-    Axes("window stop", "b s_q"),
-    Axes("compressed_kv", "b s_c d"),
-)
-_INDICES = (Axes("indices", "b s_q topk"), Axes("topk_length", "b s_q"))
-_SPAN = (Axes("compressed start", "b s_q"), Axes("compressed stop", "b s_q"))
-_SPARSE = Differentiable.of(
-    Op("dsv4_attention", (*_WINDOW, *_INDICES, SINK), RESULTS, _sparse_reference, _sparse_kernel),
-    _backward.dsv4_sparse,
-)
-_DENSE = Differentiable.of(
-    Op("dsv4_attention", (*_WINDOW, *_SPAN, SINK), RESULTS, _dense_reference, _dense_kernel),
-    _backward.dsv4_dense,
-)
+_WINDOW = ("window_kv", "window start", "window stop")
+_SELECTED = ("compressed_kv", "indices", "topk_length")
+_COMPRESSED = ("compressed_kv", "compressed start", "compressed stop")

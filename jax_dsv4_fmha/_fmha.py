@@ -1,14 +1,13 @@
 """Attention of every query over one interval of keys."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from . import _backward, _check, _ffi, reference
+from . import _check, reference
+from ._sources import SpanSource, attend
 from ._span import Span
-from ._transforms import RESULTS, SINK, Axes, Differentiable, Op, choose
 
 
 def fmha(
@@ -61,38 +60,6 @@ def fmha(
     start, stop = span.bounds(dims["b"], dims["s_q"], dims["s_kv"], op)
     if implementation == "reference":
         return reference.fmha(q, k, v, span=Span(start, stop), sink=sink, scale=scale)
-    d, dtype = dims["d"], q.dtype.name
-    got = f"{dtype}, d={d}, {'V=K' if v is None else 'V apart from K'}"
-    kernel = choose(op, implementation, _built_for(d, dtype, v is None), got)
-    if v is None:
-        return _SHARED(q, k, start, stop, sink=sink, scale=scale, kernel=kernel)
-    return _APART(q, k, v, start, stop, sink=sink, scale=scale, kernel=kernel)
-
-
-def _built_for(d: int, dtype: str, shared_kv: bool) -> tuple[str, ...]:
-    """As `_ffi.built_for`; a kernel that reads K and V apart serves where they are one."""
-    built = _ffi.built_for("fwd", d=d, dtype=dtype, shared_kv=shared_kv)
-    return built or _ffi.built_for("fwd", d=d, dtype=dtype, shared_kv=False)
-
-
-def _kernel(q: Any, k: Any, v: Any, start: Any, stop: Any, sink: Any, *, scale: float) -> Any:
-    if v is None and not _ffi.built_for("fwd", d=q.shape[-1], dtype=q.dtype.name, shared_kv=True):
-        v = k
-    return _ffi.fwd(q, k, v, start, stop, sink, scale=scale)
-
-
-def _reference(q: Any, k: Any, v: Any, start: Any, stop: Any, sink: Any, *, scale: float) -> Any:
-    return reference.fmha(q, k, v, span=Span(start, stop), sink=sink, scale=scale)
-
-
-def _without_v(f: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda q, k, *rest, scale: f(q, k, None, *rest, scale=scale)
-
-
-_Q, _K, _V = Axes("q", "b s_q h_q d"), Axes("k", "b s_kv h_kv d"), Axes("v", "b s_kv h_kv d")
-_SPAN = (Axes("span.start", "b s_q"), Axes("span.stop", "b s_q"))
-_APART = Differentiable.of(Op("fmha", (_Q, _K, _V, *_SPAN, SINK), RESULTS, _reference, _kernel), _backward.fmha)
-_SHARED = Differentiable.of(
-    Op("fmha", (_Q, _K, *_SPAN, SINK), RESULTS, _without_v(_reference), _without_v(_kernel)),
-    _without_v(_backward.fmha),
-)
+    names = ("k", "span.start", "span.stop") if v is None else ("k", "v", "span.start", "span.stop")
+    source = SpanSource(k, start, stop, v, names)
+    return attend(op, q, [source], sink=sink, scale=scale, implementation=implementation)

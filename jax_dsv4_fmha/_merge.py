@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from . import _check, reference
+from . import _check
+from ._ends import finite, logsumexp, sigmoid
 
 
 def merge(parts: Sequence[tuple[jax.Array, jax.Array]], sink: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
@@ -42,4 +44,16 @@ def merge(parts: Sequence[tuple[jax.Array, jax.Array]], sink: jax.Array | None =
         lse = _check.operand(op, f"parts[{i}] lse", part[1], "b s_q h_q", dims, _check.FP32)
         dtypes = (o.dtype,)
         checked.append((o, lse))
-    return reference.merge(checked, _check.sink(op, sink, dims))
+    return merged(checked, _check.sink(op, sink, dims))
+
+
+def merged(parts: Sequence[tuple[jax.Array, jax.Array]], sink: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+    """`merge` of operands that are right."""
+    o_parts = jnp.stack([o.astype(jnp.float32) for o, _ in parts])
+    lse_parts = jnp.stack([lse for _, lse in parts])
+    lse = logsumexp(lse_parts, 0)
+    weights = jnp.exp(lse_parts - finite(lse)[None])[..., None]
+    o = jnp.sum(weights * jnp.where(lse_parts[..., None] == -jnp.inf, 0, o_parts), axis=0)
+    if sink is not None:
+        o = o * sigmoid(finite(lse) - sink[None, None])[..., None]
+    return o.astype(parts[0][0].dtype), lse

@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from . import _backward, _check, _ffi, reference
-from ._transforms import RESULTS, SINK, Axes, Differentiable, Op, choose
+from . import _check, reference
+from ._sources import SelectionSource, attend
 
 
 def sparse_fmha(
@@ -53,29 +53,10 @@ def sparse_fmha(
         return reference.sparse_fmha(q, kv, indices, topk_length=topk_length, sink=sink, scale=scale)
     if topk_length is None:
         topk_length = jnp.full(indices.shape[:2], indices.shape[2], jnp.int32)
-    d, dtype = dims["d"], q.dtype.name
-    built = _ffi.built_for("sparse_fwd", d=d, dtype=dtype, shared_kv=True)
-    kernel = choose(op, implementation, built, f"{dtype}, d={d}")
+    rows = q
     if is_pool:  # the queries of all sequences are those of one
         rows, indices, topk_length = (x.reshape(1, -1, *x.shape[2:]) for x in (q, indices, topk_length))
-        o, lse = _SPARSE(rows, kv[None], indices, topk_length, sink=sink, scale=scale, kernel=kernel)
-        return o.reshape(q.shape), lse.reshape(q.shape[:-1])
-    return _SPARSE(q, kv, indices, topk_length, sink=sink, scale=scale, kernel=kernel)
-
-
-def _kernel(q: Any, kv: Any, indices: Any, length: Any, sink: Any, *, scale: float) -> Any:
-    return _ffi.sparse_fwd(q, kv, indices, length, sink, scale=scale)
-
-
-def _reference(q: Any, kv: Any, indices: Any, length: Any, sink: Any, *, scale: float) -> Any:
-    return reference.sparse_fmha(q, kv, indices, topk_length=length, sink=sink, scale=scale)
-
-
-_OPERANDS = (
-    Axes("q", "b s_q h_q d"),
-    Axes("kv", "b s_kv d"),
-    Axes("indices", "b s_q topk"),
-    Axes("topk_length", "b s_q"),
-    SINK,
-)
-_SPARSE = Differentiable.of(Op("sparse_fmha", _OPERANDS, RESULTS, _reference, _kernel), _backward.sparse_fmha)
+        kv = kv[None]
+    source = SelectionSource(kv, indices, topk_length, ("kv", "indices", "topk_length"))
+    o, lse = attend(op, rows, [source], sink=sink, scale=scale, implementation=implementation)
+    return (o.reshape(q.shape), lse.reshape(q.shape[:-1])) if is_pool else (o, lse)

@@ -2,7 +2,7 @@
 
 An op is data: the axes of its operands and results, a kernel and a reference. From that follow, outermost first,
 
-    differentiable   custom_vjp: the gradient, from the op's residuals, is another op
+    Differentiable   custom_vjp: the gradient, from the op's residuals, is another op, with a kernel or without
     _batched         custom_vmap: a mapped axis becomes one more leading batch axis, of size 1 where nothing is mapped
     _sharded         which devices compute what: every axis manual: this one does; Explicit: jax.shard_map; Auto, or no
                      mesh: custom_partitioning, which compiles to nothing where there is but one device
@@ -38,6 +38,9 @@ Arrays = tuple[jax.Array, ...]
 O, LSE = "dsv4_fmha_o", "dsv4_fmha_lse"
 """The names of a forward op's results under jax.checkpoint: where a policy saves both, nothing runs twice."""
 
+Params = tuple[tuple[str, Any], ...]
+"""What an op is told while it is traced, by name, as (("scale", 0.1),)."""
+
 
 class Axes(NamedTuple):
     """An operand or a result: its name, for errors, and its axes, as in "b s_q h_q d"."""
@@ -48,7 +51,11 @@ class Axes(NamedTuple):
 
 @dataclass(frozen=True)
 class Op:
-    """A kernel, and what it means. Both are called with the operands, one batch axis each, and the keyword `scale`."""
+    """A kernel, and what it means. Both take the operands, with one batch axis, and the call's `Params` as keywords,
+    and give results of the same shapes and dtypes.
+
+    An axis of a result that no operand has is as long as the parameter of that name says.
+    """
 
     name: str
     operands: tuple[Axes, ...]
@@ -61,42 +68,56 @@ SINK = Axes("sink", "b h_q")
 """As an operand of an op a sink has batch axes too, of size 1 but where vmap maps it."""
 
 RESULTS = (Axes("o", "b s_q h_q d"), Axes("lse", "b s_q h_q"))
-"""What every forward op gives."""
+"""What attention gives."""
 
 
 class Call(NamedTuple):
     """An op and what is known of the call while it is traced."""
 
     op: Op
-    scale: float
-    kernel: str  # "never", "on cuda" or "or error"
+    when: str  # the kernel runs "never", "on cuda", or "always": elsewhere that is an error
+    params: Params = ()
 
 
 # Which implementation
 
 
 def choose(op: str, implementation: str | None, built: Sequence[str], got: str) -> str:
-    """Call.kernel, for kernels that are `built` for these architectures; `got` says for which operands, in errors."""
+    """Call.when, for kernels that are `built` for these architectures; `got` says for which operands, in errors."""
     if implementation == "cubin":
         if not built:
             wanted = "operands that a kernel is built for"
             raise _check.error(NotImplementedError, op, "implementation", f"'cubin' for {got}", wanted)
-        return "or error"
-    return "on cuda" if built and all(a in built for a in _ffi.local_architectures()) else "never"
+        return "always"
+    return "on cuda" if _serves(built) else "never"
+
+
+def choose_backward(forward: str, built: Sequence[str]) -> str:
+    """Call.when of a gradient's op, whose kernels are `built` for these architectures: as the forward op's, if any."""
+    return forward if _serves(built) else "never"
+
+
+def _serves(built: Sequence[str]) -> bool:
+    """Whether there is a kernel for every device that this process has."""
+    return bool(built) and all(a in built for a in _ffi.local_architectures())
 
 
 def _implementation(call: Call, *operands: jax.Array) -> Arrays:
-    op, scale, kernel = call
-    reference = functools.partial(op.reference, scale=scale)
-    if op.kernel is None or kernel == "never":
+    op, params = call.op, dict(call.params)
+    reference = functools.partial(op.reference, **params)
+    if op.kernel is None or call.when == "never":
         return reference(*operands)
     axes = _varying(operands)
-    run = functools.partial(op.kernel, scale=scale)
-    elsewhere = functools.partial(_refuse, op.name) if kernel == "or error" else reference
+    run = functools.partial(op.kernel, **params)
 
     def on_cuda(*operands: jax.Array) -> Arrays:  # a custom call says nothing about manual axes
         return _vary(run(*operands), axes)
 
+    def refuse(*operands: jax.Array) -> Arrays:
+        results = tuple((x.shape, x.dtype) for x in jax.eval_shape(run, *operands))
+        return _vary(_not_cuda.bind(*operands, op=op.name, results=results), axes)
+
+    elsewhere = refuse if call.when == "always" else reference
     results: Arrays = lax.platform_dependent(*operands, cuda=on_cuda, default=elsewhere)
     return results
 
@@ -105,15 +126,12 @@ def _implementation(call: Call, *operands: jax.Array) -> Arrays:
 # stands for the kernel on other platforms is a primitive that raises when it is lowered.
 _not_cuda = Primitive("dsv4_fmha_not_cuda")
 _not_cuda.multiple_results = True
-_not_cuda.def_abstract_eval(lambda q, **_: [q, q.update(shape=q.shape[:-1], dtype=jnp.dtype("float32"))])
+_not_cuda.def_abstract_eval(
+    lambda x, *_, results, **__: [x.update(shape=s, dtype=t, weak_type=False) for s, t in results]
+)
 
 
-def _refuse(op: str, q: jax.Array, *_: jax.Array) -> Arrays:
-    o, lse = _not_cuda.bind(q, op=op)
-    return o, lse
-
-
-def _lower_refusal(ctx: Any, *_: Any, op: str) -> Any:
+def _lower_refusal(ctx: Any, *_: Any, op: str, **__: Any) -> Any:
     platforms = " or ".join(ctx.module_context.platforms)
     raise _check.error(ValueError, op, "implementation", f"'cubin' on platform {platforms}", "platform cuda")
 
@@ -128,6 +146,10 @@ def _names(x: Axes, ndim: int) -> tuple[str, ...]:
     """A name for each of ndim axes; of several batch axes, b0, b1, …"""
     _, *rest = x.axes.split()
     return (*(f"b{i}" for i in range(ndim - len(rest))), *rest)
+
+
+def _axes_of(xs: Sequence[Axes]) -> set[str]:
+    return {name for x in xs for name in x.axes.split()}
 
 
 def _batched(call: Call, *operands: jax.Array) -> Arrays:
@@ -220,7 +242,7 @@ def _sharded(call: Call, *operands: jax.Array) -> Arrays:
         return _folded(call, *operands)
     if AxisType.Explicit not in kinds:
         return _partitioned(call, *operands)
-    layout = _explicit_layout(call.op, operands, mesh)
+    layout = _explicit_layout(call, operands, mesh)
     run = jax.shard_map(
         functools.partial(layout.run, functools.partial(_sharded if AxisType.Auto in kinds else _folded, call)),
         in_specs=layout.operands,
@@ -240,14 +262,14 @@ class _Layout:
     the partitioner then gathers it.
     """
 
-    def __init__(self, op: Op, shapes: Sequence[tuple[Any, ...]], specs: Sequence[P], mesh: Mapping[str, int],
+    def __init__(self, call: Call, shapes: Sequence[tuple[Any, ...]], specs: Sequence[P], mesh: Mapping[str, int],
                  strict: bool) -> None:  # fmt: skip
-        self.op, self.mesh = op, mesh
+        self.mesh, op = mesh, call.op
         self.names = [_names(axes, len(shape)) for axes, shape in zip(op.operands, shapes, strict=True)]
-        self.size = size = dict[str, Any]()
+        self.size = size = {name: x for name, x in call.params if name in _axes_of(op.results)}
         for names, shape in zip(self.names, shapes, strict=True):
             size |= {name: n for name, n in zip(names, shape, strict=True) if n != 1 or name not in size}
-        self.h_q, self.h_kv = size["h_q"], size.get("h_kv", 1)
+        self.h_q, self.h_kv = size.get("h_q", 1), size.get("h_kv", 1)
         self.split: dict[str, tuple[str, ...]] = {}
         for operand, names, spec in zip(op.operands, self.names, specs, strict=True):
             for name, entry in zip(names, spec, strict=False):
@@ -336,21 +358,20 @@ class _Layout:
         return tuple(results)
 
 
-def _explicit_layout(op: Op, operands: Sequence[jax.Array], mesh: Any) -> _Layout:
+def _explicit_layout(call: Call, operands: Sequence[jax.Array], mesh: Any) -> _Layout:
     specs = [jax.typeof(x).sharding.spec for x in operands]
-    return _Layout(op, [x.shape for x in operands], specs, mesh.shape, strict=True)
+    return _Layout(call, [x.shape for x in operands], specs, mesh.shape, strict=True)
 
 
 def _partitioned(call: Call, *operands: jax.Array) -> Arrays:
     """The op where XLA's partitioner decides, and asks what a device computes then."""
-    op = call.op
     shapes = [x.shape for x in operands]
 
     def partition(mesh: Any, arguments: Any, results: Any) -> Any:
         if mesh.empty and whole_layout.passes(arguments, results):
             return mesh, alone, *(tuple(x.sharding for x in xs) for xs in (results, arguments))
         specs = [getattr(x.sharding, "spec", P()) for x in arguments]
-        layout = _Layout(op, shapes, specs, mesh.shape, strict=False)
+        layout = _Layout(call, shapes, specs, mesh.shape, strict=False)
 
         def on(specs: Any) -> Any:
             return tuple(NamedSharding(mesh, spec) for spec in specs)
@@ -359,7 +380,7 @@ def _partitioned(call: Call, *operands: jax.Array) -> Arrays:
 
     alone = functools.partial(_folded, call)
     run = custom_partitioning(alone)
-    whole_layout = _Layout(op, shapes, [P()] * len(shapes), {}, strict=False)
+    whole_layout = _Layout(call, shapes, [P()] * len(shapes), {}, strict=False)
     rule, whole = _sharding_rule(whole_layout, shapes)
     run.def_partition(partition, sharding_rule=rule, need_replication_factors=whole)
     results: Arrays = run(*operands)
@@ -398,109 +419,95 @@ def _vary(xs: Sequence[jax.Array], axes: frozenset[str]) -> Arrays:
     return tuple(lax.pcast(x, tuple(sorted(axes - _varying([x]))), to="varying") for x in xs)
 
 
-def _aligned(op: Op, operands: Arrays) -> Arrays:
+def _aligned(call: Call, operands: Arrays) -> Arrays:
     """The operands, all placed as the op will have them, so that autodiff sees, and transposes, how they got there."""
     operands = _vary(operands, _varying(operands))
     mesh = _mesh(operands)
     if _explicit_axes(mesh):
-        operands = _explicit_layout(op, operands, mesh).reshard(operands, mesh)
+        operands = _explicit_layout(call, operands, mesh).reshard(operands, mesh)
     return operands
 
 
 # Without a gradient
 
 
-def forward(op: Op, *operands: jax.Array, sink: jax.Array | None, scale: float, kernel: str) -> Arrays:
-    """The results of an op that has no gradient; otherwise as a `Differentiable` is called."""
-    return _without_gradient(op, scale, kernel, *operands, _no_sink(operands[0]) if sink is None else sink)
+@functools.partial(jax.jit, static_argnums=0)  # so that a call outside of jit compiles but once
+def forward(call: Call, *operands: jax.Array) -> Arrays:
+    """The results of an op that has no gradient, which is said where one is asked for."""
+    return _opaque(call, *_aligned(call, operands))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _without_gradient(op: Op, scale: float, kernel: str, *operands: jax.Array) -> Arrays:
-    *rest, sink = operands
-    return _opaque(op, scale, kernel, *_aligned(op, (*rest, sink[None])))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _opaque(call: Call, *operands: jax.Array) -> Arrays:
+    return _batched(call, *operands)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _opaque(op: Op, scale: float, kernel: str, *operands: jax.Array) -> Arrays:
-    return _batched(Call(op, scale, kernel), *operands)
-
-
-def _no_gradient(op: Op, *_: Any) -> Any:
-    raise _check.error(NotImplementedError, op.name, "gradient", "a call to differentiate", "stop_gradient around it")
+def _no_gradient(call: Call, *_: Any) -> Any:
+    raise _check.error(
+        NotImplementedError, call.op.name, "gradient", "a call to differentiate", "stop_gradient around it"
+    )
 
 
 _opaque.defvjp(_no_gradient, _no_gradient)
 
 
-def _no_sink(q: jax.Array) -> jax.Array:
-    return jnp.full(q.shape[2:3], -jnp.inf, jnp.float32)
-
-
 # Gradients
 
 
-class Differentiable(NamedTuple):
-    """A forward op and the op of its gradient.
+def gradient(op: Op, reference: Callable[..., Arrays], kernel: Callable[..., Arrays] | None = None) -> Op:
+    """The op of the gradient of attention `op`, (…, sink) -> (o, lse), with the sink last:
 
-    forward   (…, sink) -> (o, lse), with the sink last
-    backward  (…, do, lse, weight, delta) -> the gradients of all operands whose last axis is d. With P = exp(S - lse),
+        (…, do, lse, weight, delta) -> (dq, and the gradients of all other operands whose last axis is d)
 
-                  dS = P∘(weight · do·v - delta);  dq = scale·dS k;  dk = scale·dSᵀ q;  dv = Pᵀ (weight · do)
+    With P = exp(S - lse),
 
-              What belongs to keys comes in float32, to be summed over devices as it is.
+        dS = P∘(weight · do·v - delta);  dq = scale·dS k;  dk = scale·dSᵀ q;  dv = Pᵀ (weight · do)
 
     All that a sink does there is weight = exp(lse - logaddexp(lse, sink)), and all that a cotangent of lse does is
-    delta = weight·D - dlse, with D = rowsum(o∘do).
+    delta = weight·D - dlse, with D = rowsum(o∘do). What belongs to keys comes in float32, to be summed over devices as
+    it is.
     """
+    rows = (Axes("do", "b s_q h_q d"), *(Axes(name, "b s_q h_q") for name in ("lse", "weight", "delta")))
+    gradients = tuple(Axes(f"d{name}", axes) for name, axes in op.operands if axes.endswith(" d"))
+    return Op(op.name, (*op.operands[:-1], *rows), gradients, reference, kernel)
 
-    forward: Op
-    backward: Op
 
-    @classmethod
-    def of(cls, forward: Op, reference: Callable[..., Arrays]) -> "Differentiable":
-        """A forward op whose backward op runs on this reference."""
-        rows = (Axes("do", "b s_q h_q d"), *(Axes(name, "b s_q h_q") for name in ("lse", "weight", "delta")))
-        gradients = tuple(Axes(f"d{name}", axes) for name, axes in forward.operands if axes.endswith(" d"))
-        return cls(forward, Op(forward.name, (*forward.operands[:-1], *rows), gradients, reference))
+class Differentiable(NamedTuple):
+    """Attention, and its `gradient`: two calls, each with a kernel or without."""
 
-    def __call__(
-        self, *operands: jax.Array, sink: jax.Array | None, scale: float, kernel: str
-    ) -> tuple[jax.Array, jax.Array]:
-        """o and lse of the forward op; `sink` is [h_q], `kernel` as in Call."""
-        if sink is None:
-            sink = _no_sink(operands[0])
-        o, lse = _call(self, scale, kernel, *operands, sink)
+    forward: Call
+    backward: Call
+
+    def __call__(self, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """o and lse of the forward op."""
+        o, lse = _call(self, *operands)
         return o, lse
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))  # so that a call outside of jit compiles but once
-def _call(ops: Differentiable, scale: float, kernel: str, *operands: jax.Array) -> Arrays:
-    *rest, sink = operands
-    *rest, sink = _aligned(ops.forward, (*rest, sink[None]))
-    return _differentiable(ops, scale, kernel, *rest, sink)
+@functools.partial(jax.jit, static_argnums=0)  # so that a call outside of jit compiles but once
+def _call(calls: Differentiable, *operands: jax.Array) -> Arrays:
+    return _differentiable(calls, *_aligned(calls.forward, operands))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _differentiable(ops: Differentiable, scale: float, kernel: str, *operands: jax.Array) -> Arrays:
-    return _batched(Call(ops.forward, scale, kernel), *operands)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _differentiable(calls: Differentiable, *operands: jax.Array) -> Arrays:
+    return _batched(calls.forward, *operands)
 
 
-def _fwd(ops: Differentiable, scale: float, kernel: str, *operands: jax.Array) -> tuple[Arrays, tuple[Arrays, Arrays]]:
-    o, lse = _batched(Call(ops.forward, scale, kernel), *operands)
+def _fwd(calls: Differentiable, *operands: jax.Array) -> tuple[Arrays, tuple[Arrays, Arrays]]:
+    o, lse = _batched(calls.forward, *operands)
     results = checkpoint_name(o, O), checkpoint_name(lse, LSE)
     return results, (operands, results)
 
 
-def _bwd(ops: Differentiable, scale: float, kernel: str, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+def _bwd(calls: Differentiable, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
     (*operands, sink), (o, lse) = residuals
     do, dlse = cotangents
     d = jnp.sum(o.astype(jnp.float32) * do.astype(jnp.float32), -1)
     weight = sink_weight(lse, sink[:, None])
     of_sink = jax.nn.sigmoid(sink[:, None] - jnp.where(jnp.isinf(lse), 0, lse))  # 1 - weight, with all its digits
     dsink = -jnp.sum(jnp.where(jnp.isinf(lse) | jnp.isinf(sink[:, None]), 0, of_sink * d), (0, 1))[None]
-    call = Call(ops.backward, scale, kernel)
-    gradients = iter(_batched(call, *operands, do, lse, weight, weight * d - dlse))
+    gradients = iter(_batched(calls.backward, *operands, do, lse, weight, weight * d - dlse))
     return *(
         next(gradients).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else None for x in operands
     ), dsink

@@ -1,5 +1,7 @@
 """The definition of every op, in plain `jnp`: fp32 inside, differentiable both ways, and bounded in memory.
 
+It says by itself what each query sees: nothing of what prepares a call for a kernel runs here.
+
     S   = scale * q·k             over the keys that the query may see
     lse = log Σ exp(S)            natural log, without the sink; -inf where the query sees no key
     o   = Σ exp(S - lse) v        0 where the query sees no key; then times exp(lse - logaddexp(lse, sink))
@@ -20,6 +22,7 @@ from jax import lax
 
 from . import _fp8
 from ._cache import Cache
+from ._ends import finite, logsumexp, sigmoid
 from ._span import Span
 
 Attention = tuple[jax.Array, jax.Array]
@@ -72,15 +75,15 @@ def fmha(
         @jax.checkpoint
         def tile_lse(operands: Any) -> jax.Array:
             first, k = operands
-            lse: jax.Array = lax.cond(is_seen(first), lambda: _logsumexp(logits(first, k)[0], -1), lambda: nothing)
+            lse: jax.Array = lax.cond(is_seen(first), lambda: logsumexp(logits(first, k)[0], -1), lambda: nothing)
             return lse
 
-        lse = _logsumexp(lax.map(tile_lse, (first, k_tiles)), 0)
+        lse = logsumexp(lax.map(tile_lse, (first, k_tiles)), 0)
 
         @jax.checkpoint
         def tile_o(first: jax.Array, k: jax.Array, v: jax.Array | None) -> jax.Array:
             s, visible = logits(first, k)
-            p = jnp.exp(s - _finite(lse)[..., None])
+            p = jnp.exp(s - finite(lse)[..., None])
             return _contract(p, k if v is None else v, 2, visible)
 
         def add(o: jax.Array, tile: Any) -> tuple[jax.Array, None]:
@@ -124,8 +127,8 @@ def sparse_fmha(
         keys = jax.vmap(lambda kv, indices: kv[indices])(kv32, indices)
         keys = jnp.where(there[..., None], keys, 0)
         s = jnp.where(there[:, :, None], scale * _einsum("bnhd,bnkd->bnhk", q32, keys), -_INF)
-        lse = _logsumexp(s, -1)
-        o = _einsum("bnhk,bnkd->bnhd", jnp.exp(s - _finite(lse)[..., None]), keys)
+        lse = logsumexp(s, -1)
+        o = _einsum("bnhk,bnkd->bnhd", jnp.exp(s - finite(lse)[..., None]), keys)
         return _add_sink(o, lse, sink).astype(q.dtype), lse
 
     gathered = math.prod(n for n in (b, topk, max(h_q, d)) if isinstance(n, int))
@@ -136,23 +139,14 @@ def merge(parts: Sequence[Attention], sink: jax.Array | None = None) -> Attentio
     """Attention over the union of disjoint key sets, from the attention over each; see `jax_dsv4_fmha.merge`."""
     o_parts = jnp.stack([o.astype(_FP32) for o, _ in parts])
     lse_parts = jnp.stack([lse for _, lse in parts])
-    lse = _logsumexp(lse_parts, 0)
-    weights = jnp.exp(lse_parts - _finite(lse)[None])[..., None]
+    lse = logsumexp(lse_parts, 0)
+    weights = jnp.exp(lse_parts - finite(lse)[None])[..., None]
     o = jnp.sum(weights * jnp.where(lse_parts[..., None] == -_INF, 0, o_parts), axis=0)
     return _add_sink(o, lse, sink).astype(parts[0][0].dtype), lse
 
 
+@functools.partial(jax.jit, static_argnames=("ratio", "window", "scale"))
 def dsv4_attention(
-    q: jax.Array, window_kv: jax.Array, compressed_kv: jax.Array | None = None, **kwargs: Any
-) -> Attention:
-    """Window and compressed entries and the sink under one softmax; see `jax_dsv4_fmha.dsv4_attention`."""
-    o, lse = two_pass(fmha, sparse_fmha, q.astype(_FP32), window_kv, compressed_kv, **kwargs)
-    return o.astype(q.dtype), lse
-
-
-def two_pass(
-    fmha: Callable[..., Attention],
-    sparse_fmha: Callable[..., Attention],
     q: jax.Array,
     window_kv: jax.Array,
     compressed_kv: jax.Array | None = None,
@@ -167,26 +161,21 @@ def two_pass(
     swa_lens: jax.Array | None = None,
     scale: float | None = None,
 ) -> Attention:
-    """`dsv4_attention` composed of whichever `fmha` and `sparse_fmha` are given; the sink enters once."""
-    s_q = q.shape[1]
-    span = window_span(s_q, window, q_offset, kv_offset, swa_lens)
-    window_kv = window_kv[:, :, None]
-    if compressed_kv is None or compressed_kv.shape[1] == 0:
-        return fmha(q, window_kv, span=span, sink=sink, scale=scale)
-    window_part = fmha(q, window_kv, span=span, scale=scale)
-    if indices is not None:
-        compressed_part = sparse_fmha(q, compressed_kv, indices, topk_length=topk_length, scale=scale)
-    else:
-        assert ratio is not None
-        span = Span.compressed(s_q, ratio, q_offset)
-        compressed_part = fmha(q, compressed_kv[:, :, None], span=span, scale=scale)
-    return merge([window_part, compressed_part], sink)
-
-
-def window_span(s_q: int, window: int, q_offset: Any, kv_offset: Any, swa_lens: jax.Array | None) -> Span:
-    """What the queries see of the window cache."""
-    span = Span.sliding_window(s_q, window, jnp.int32(q_offset) - jnp.int32(kv_offset))
-    return span if swa_lens is None else span & Span.lengths(swa_lens)
+    """Window and compressed entries and the sink under one softmax; see `jax_dsv4_fmha.dsv4_attention`."""
+    s_q, q32 = q.shape[1], q.astype(_FP32)
+    own = _positions(s_q, jnp.asarray(q_offset, jnp.int32) - jnp.asarray(kv_offset, jnp.int32))  # entry of the window
+    stop = own + 1 if swa_lens is None else jnp.minimum(own + 1, swa_lens[:, None])
+    start = jnp.maximum(own, window - 1) - (window - 1)
+    parts = [fmha(q32, window_kv[:, :, None], span=Span(start, stop), scale=scale)]
+    if compressed_kv is not None and compressed_kv.shape[1] > 0:
+        if indices is not None:
+            parts.append(sparse_fmha(q32, compressed_kv, indices, topk_length=topk_length, scale=scale))
+        else:
+            assert ratio is not None
+            span = Span(0, (_positions(s_q, jnp.asarray(q_offset, jnp.int32)) + 1) // ratio)
+            parts.append(fmha(q32, compressed_kv[:, :, None], span=span, scale=scale))
+    o, lse = merge(parts, sink)
+    return o.astype(q.dtype), lse
 
 
 @functools.partial(jax.jit, static_argnames=("ratio", "window", "scale"))
@@ -204,61 +193,51 @@ def dsv4_decode(
     scale: float | None = None,
 ) -> Attention:
     """Attention over what caches hold, after dequantisation; see `jax_dsv4_fmha.dsv4_decode`."""
-    lengths = jnp.broadcast_to(jnp.asarray(lengths, jnp.int32), q.shape[:1])
-    sources = seen_slots(q.shape[1], window_cache, compressed_cache, lengths, indices, topk_length, ratio, window)
-    return over_slots(q, *sources, sink=sink, scale=scale)
+    b, s_q, q32 = *q.shape[:2], q.astype(_FP32)
+    lengths = jnp.maximum(jnp.broadcast_to(jnp.asarray(lengths, jnp.int32), b), 0)[:, None]
+    position = lengths - s_q + jnp.arange(s_q, dtype=jnp.int32)[None]
 
+    def over(cache: Cache, seen: jax.Array, ring: bool) -> Attention:
+        """Of each sequence the entries `seen` [b, s_q, n], absent where they are below 0."""
+        entries, held = _entries(cache)
+        room = held.shape[1]
+        at = jnp.where(seen < 0, -1, seen % room) if ring else seen
+        there = (at >= 0) & (at < room)
+        there &= jax.vmap(lambda held, at: held[at])(held, jnp.where(there, at, 0))
+        return sparse_fmha(q32, entries, jnp.where(there, at, -1), scale=scale)
 
-Source = tuple[jax.Array, jax.Array, jax.Array]
-"""a cache's pool, of it the slots [b, s_q, n] that a query may see, and how many of these it does see [b, s_q]"""
-
-
-def seen_slots(
-    s_q: Any,
-    window_cache: Cache,
-    compressed_cache: Cache | None,
-    lengths: jax.Array,
-    indices: jax.Array | None,
-    topk_length: jax.Array | None,
-    ratio: int | None,
-    window: int,
-) -> list[Source]:
-    """What the queries of `dsv4_decode` see of each cache."""
-    caches = [window_cache] if compressed_cache is None else [window_cache, compressed_cache]
-    if any(cache.block_table is not None for cache in caches):
-        caches = [cache.paged() for cache in caches]
-    lengths = jnp.maximum(lengths, 0)  # or what is subtracted might wrap around
-    position = jnp.arange(s_q, dtype=jnp.int32)[None] + (lengths[:, None] - s_q)
-    past = position[..., None] - jnp.arange(window, dtype=jnp.int32)[None, None]
-    near = caches[0].slots(jnp.where(past >= 0, past % caches[0].capacity, -1))
-    sources = [(caches[0].pool(), near, jnp.clip(position + 1, 0, window))]
-    if compressed_cache is None:
-        return sources
-    if indices is None:
-        assert ratio is not None
-        room = caches[1].capacity
-        oldest = jnp.maximum(lengths // ratio - room, 0)  # of the entries that are left, of a cache that has run over
-        entries = oldest[:, None] + jnp.arange(room, dtype=jnp.int32)[None]
-        slots = jnp.broadcast_to(caches[1].slots(entries % room)[:, None], (*position.shape, room))
-        seen = (position + 1) // ratio - oldest[:, None]
-    else:
-        slots = caches[1].slots(indices)
-        seen = jnp.full_like(position, indices.shape[2]) if topk_length is None else topk_length
-        seen = jnp.where(position >= 0, seen, 0)
-    return [*sources, (caches[1].pool(), slots, seen)]
-
-
-def over_slots(q: jax.Array, *sources: Source, sink: jax.Array | None, scale: float | None) -> Attention:
-    """One softmax over slots of pools; a pool without batch axis, or of batch 1, is everybody's."""
-    parts = []
-    for pool, slots, length in sources:
-        if pool.dtype == jnp.uint8:
-            pool = _fp8.dequantize_cache(pool)
-            pool = pool.reshape(pool.shape[0], -1, pool.shape[-1])
-        pool = pool[0] if pool.shape[0] == 1 else pool
-        parts.append(sparse_fmha(q.astype(_FP32), pool, slots, topk_length=length, scale=scale))
+    parts = [over(window_cache, position[..., None] - jnp.arange(window, dtype=jnp.int32)[None, None], ring=True)]
+    if compressed_cache is not None:
+        if indices is None:
+            assert ratio is not None
+            room = compressed_cache.capacity
+            entry = jnp.maximum(lengths // ratio - room, 0) + jnp.arange(room, dtype=jnp.int32)[None]  # what is kept
+            seen = jnp.where(entry[:, None] < (position[..., None] + 1) // ratio, entry[:, None], -1)
+        else:
+            listed = position[..., None] >= 0
+            if topk_length is not None:
+                listed &= jnp.arange(indices.shape[2], dtype=jnp.int32)[None, None] < topk_length[..., None]
+            seen = jnp.where(listed, indices, -1)
+        parts.append(over(compressed_cache, seen, ring=indices is None))
     o, lse = merge(parts, sink)
     return o.astype(q.dtype), lse
+
+
+def _entries(cache: Cache) -> tuple[jax.Array, jax.Array]:
+    """What each sequence has, [b, room, d], one entry after the other; and whether it is there, [b, room]."""
+    pages = _fp8.dequantize_cache(cache.entries) if cache.is_fp8 else cache.entries
+    if cache.block_table is None:
+        return pages, jnp.ones(pages.shape[:2], bool)
+    known = (cache.block_table >= 0) & (cache.block_table < pages.shape[0])
+    entries = pages[jnp.where(known, cache.block_table, 0)]
+    held = jnp.broadcast_to(known[..., None], (*known.shape, pages.shape[1]))
+    return entries.reshape(known.shape[0], -1, pages.shape[2]), held.reshape(known.shape[0], -1)
+
+
+def _positions(s_q: Any, offset: jax.Array) -> jax.Array:
+    """Where the queries stand, [1, s_q] or [b, s_q], of which the first stands at `offset`; at most 2**31 - 2."""
+    i = jnp.arange(s_q, dtype=jnp.int32)[None]
+    return i + jnp.minimum(jnp.reshape(offset, (-1, 1)), 2**31 - 2 - i)
 
 
 def _einsum(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -287,35 +266,9 @@ def _contract(x: jax.Array, y: jax.Array, axis: int, visible: jax.Array) -> jax.
     return contracted
 
 
-def _logsumexp(x: jax.Array, axis: int) -> jax.Array:
-    """log Σ exp(x), -inf where every x is, with gradients that are 0 there and not NaN."""
-    top = _finite(lax.stop_gradient(jnp.max(x, axis, keepdims=True)))
-    total = jnp.sum(jnp.exp(x - top), axis)
-    nothing = total == 0
-    return jnp.where(nothing, -_INF, jnp.log(jnp.where(nothing, 1, total)) + jnp.squeeze(top, axis))
-
-
 def _add_sink(o: jax.Array, lse: jax.Array, sink: jax.Array | None) -> jax.Array:
     """o · exp(lse - logaddexp(lse, sink)), which is o · sigmoid(lse - sink)."""
-    return o if sink is None else o * _sigmoid(_finite(lse) - sink[None, None])[..., None]
-
-
-@jax.custom_jvp
-def _sigmoid(x: jax.Array) -> jax.Array:
-    return jax.nn.sigmoid(x)
-
-
-@_sigmoid.defjvp
-def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """With sigmoid(-x) for 1 - sigmoid(x), of which no digits are left where x is 17 or more."""
-    (x,), (dx,) = primals, tangents
-    y = _sigmoid(x)
-    return y, y * _sigmoid(-x) * dx
-
-
-def _finite(x: jax.Array) -> jax.Array:
-    """x with 0 for ±inf: what may be subtracted from -inf."""
-    return jnp.where(jnp.isinf(x), 0, x)
+    return o if sink is None else o * sigmoid(finite(lse) - sink[None, None])[..., None]
 
 
 def _tiles(x: jax.Array, tile: int) -> jax.Array:

@@ -5,9 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .. import _fp8, reference
+from .. import _fp8
 from .._cache import Cache
-from .._decode import dsv4_decode
+from .._decode import dsv4_decode, seen_slots
 from .._testing.cases import Case
 
 _PAGE = 64
@@ -97,9 +97,9 @@ def xla(
     c: Case, *, q: Any, window_cache: Cache, compressed_cache: Cache, lengths: Any, sink: Any, indices: Any = None
 ) -> Any:
     """As one would write it in jnp: gather the entries, two products and a softmax between them."""
-    sources = reference.seen_slots(c.s_q, window_cache, compressed_cache, lengths, indices, None, c.ratio, c.window)
-    keys = jnp.concatenate([_gather(pool[0], slots) for pool, slots, _ in sources], 2)
-    seen = jnp.concatenate([jnp.arange(x.shape[2]) < length[..., None] for _, x, length in sources], 2)
+    sources = seen_slots(c.s_q, window_cache, compressed_cache, lengths, indices, None, c.ratio, c.window)
+    keys = jnp.concatenate([_gather(x.keys[0], x.indices) for x in sources], 2)
+    seen = jnp.concatenate([jnp.arange(x.indices.shape[2]) < x.length[..., None] for x in sources], 2)
     s = jnp.einsum("bshd,bsnd->bshn", q, keys, preferred_element_type=jnp.float32) * c.d**-0.5
     s = jnp.concatenate(
         [jnp.where(seen[:, :, None], s, -jnp.inf), jnp.broadcast_to(sink[:, None], (*q.shape[:-1], 1))], -1

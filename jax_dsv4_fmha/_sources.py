@@ -1,0 +1,284 @@
+"""What queries attend to: sources of keys, one or two, under one softmax.
+
+A source says which keys every query sees. Of its kind follow the axes of its operands, what it means and its gradient;
+of a tuple of kinds, which kernel takes it. All attention of the package is `attend`: its gradient is the sum of the
+sources' gradients under the lse of all of them, so that backward kernels are for kinds of sources, as forward ones are.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from . import _backward, _ffi, _fp8, reference
+from ._span import Span
+from ._transforms import (
+    RESULTS,
+    SINK,
+    Arrays,
+    Axes,
+    Call,
+    Differentiable,
+    Op,
+    choose,
+    choose_backward,
+    forward,
+    gradient,
+)
+
+_Q, _ROWS = Axes("q", "b s_q h_q d"), "b s_q"
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("keys", "values", "start", "stop"), meta_fields=("names", "axis")
+)
+@dataclasses.dataclass(frozen=True)
+class SpanSource:
+    """For every query one interval of keys.
+
+    Attributes:
+      keys: `[b, s, h_kv, d]`, or of a single head `[b, s, d]`, as a source beside another has it.
+      start, stop: int32 `[b, s_q]` within `[0, s]`: query i sees the keys `start <= j < stop`.
+      values: like keys; None where V is K.
+      names: what the caller calls keys, values if any, start and stop.
+      axis: what the caller calls s.
+    """
+
+    keys: jax.Array
+    start: jax.Array
+    stop: jax.Array
+    values: jax.Array | None = None
+    names: tuple[str, ...] = ("keys", "start", "stop")
+    axis: str = "s_kv"
+
+    @property
+    def kind(self) -> str:
+        return "span" if self.values is None else "apart"
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """What an error says of it, besides dtype and d."""
+        return () if self.keys.ndim == 3 else ("V=K" if self.values is None else "V apart from K",)
+
+    @property
+    def axes(self) -> tuple[Axes, ...]:
+        keys = f"b {self.axis} d" if self.keys.ndim == 3 else f"b {self.axis} h_kv d"
+        held = (keys,) if self.values is None else (keys, keys)
+        return tuple(map(Axes, self.names, (*held, _ROWS, _ROWS)))
+
+    def reference(self, q: jax.Array, sink: jax.Array | None, scale: float) -> reference.Attention:
+        keys = self.keys[:, :, None] if self.keys.ndim == 3 else self.keys
+        return reference.fmha(q, keys, self.values, span=Span(self.start, self.stop), sink=sink, scale=scale)
+
+    def gradient(self, q: jax.Array, *rows: jax.Array, scale: float) -> Arrays:
+        """float32 (dq, dkeys), or (dq, dkeys, dvalues); rows: do, lse, weight, delta, as in `_transforms.gradient`."""
+        keys = self.keys[:, :, None] if self.keys.ndim == 3 else self.keys
+        dq, *of_keys = _backward.fmha(q, keys, self.values, self.start, self.stop, *rows, scale=scale)
+        return dq, *(x[:, :, 0] if self.keys.ndim == 3 else x for x in of_keys)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("keys", "indices", "length"), meta_fields=("names", "axis")
+)
+@dataclasses.dataclass(frozen=True)
+class SelectionSource:
+    """For every query the keys that a row of indices names; each of them is K and V, each as often as it is named.
+
+    Attributes:
+      keys: `[b, s, d]`; b = 1 is a pool in which all batch entries have their keys. Or packed, in DeepSeek-V4's FP8
+        layout: uint8 `[b, pages, page_bytes]`, of which index i is entry i % n of page i // n, with n in a page.
+      indices: int32 `[b, s_q, n]`; one outside of `[0, s)` is absent.
+      length: int32 `[b, s_q]`, any value: indices from there on are absent too.
+      names: what the caller calls keys, indices and length.
+      axis: what the caller calls s.
+    """
+
+    keys: jax.Array
+    indices: jax.Array
+    length: jax.Array
+    names: tuple[str, ...] = ("keys", "indices", "length")
+    axis: str = "s_kv"
+
+    @property
+    def kind(self) -> str:
+        return "packed" if self.keys.dtype == jnp.uint8 else "selection"
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        return ("FP8 caches",) if self.kind == "packed" else ()
+
+    @property
+    def axes(self) -> tuple[Axes, ...]:
+        width = "d" if self.kind == "selection" else f"{self.axis}_bytes"
+        return tuple(map(Axes, self.names, (f"b {self.axis} {width}", f"b s_q {self.axis}_named", _ROWS)))
+
+    def reference(self, q: jax.Array, sink: jax.Array | None, scale: float) -> reference.Attention:
+        keys = self.keys
+        if self.kind == "packed":
+            keys = _fp8.dequantize_cache(keys)
+            keys = keys.reshape(keys.shape[0], -1, keys.shape[-1])
+        keys = keys[0] if keys.shape[0] == 1 and q.shape[0] != 1 else keys
+        return reference.sparse_fmha(q, keys, self.indices, topk_length=self.length, sink=sink, scale=scale)
+
+    def gradient(self, q: jax.Array, *rows: jax.Array, scale: float) -> Arrays:
+        """float32 (dq, dkeys), as in `SpanSource`."""
+        return _backward.sparse_fmha(q, self.keys, self.indices, self.length, *rows, scale=scale)
+
+    def flat(self) -> "SelectionSource":
+        """All keys as one pool, `[s, d]` or `[pages, page_bytes]`, as the kernels of caches take them."""
+        each = self.keys.shape[1]
+        if self.kind == "packed":
+            each *= _fp8.page_entries(self.keys.shape[2])
+        indices = self.indices
+        if self.keys.shape[0] != 1:
+            first = jnp.arange(self.keys.shape[0], dtype=jnp.int32)[:, None, None] * each
+            indices = jnp.where(indices < 0, indices, first + indices)
+        return dataclasses.replace(self, keys=self.keys.reshape(-1, self.keys.shape[2]), indices=indices)
+
+
+Source = SpanSource | SelectionSource
+
+
+def attend(
+    op: str,
+    q: jax.Array,
+    sources: Sequence[Source],
+    *,
+    sink: jax.Array | None,
+    scale: float,
+    implementation: str | None,
+    differentiable: bool = True,
+) -> reference.Attention:
+    """One softmax over the keys of all sources and the sink.
+
+    Args:
+      op: who asks, for errors.
+      q: `[b, s_q, h_q, d]`.
+      sources: one or two, of one dtype with q, or packed with q in bfloat16.
+      sink: float32 `[h_q]`, or None.
+      implementation: None or "cubin".
+      differentiable: whether there is a gradient; without, asking for it is an error.
+
+    Returns:
+      o like q, rounded once, and lse float32 `[b, s_q, h_q]`, without the sink.
+
+    Raises:
+      NotImplementedError: "cubin", and no kernel is built for these sources.
+    """
+    if len(sources) == 1 and isinstance(sources[0], SpanSource) and sources[0].keys.ndim == 3:
+        sources = [dataclasses.replace(sources[0], keys=sources[0].keys[:, :, None])]
+    leaves, tree = jax.tree.flatten(tuple(sources))
+    axes, kinds = tuple(x for source in sources for x in source.axes), _kinds(sources)
+    got = ", ".join([q.dtype.name, f"d={q.shape[-1]}", *dict.fromkeys(x for source in sources for x in source.words)])
+    when = choose(op, implementation, built(q, sources), got)
+    if sink is None:
+        sink = jnp.full(q.shape[2:3], -jnp.inf, jnp.float32)
+    params = (("scale", scale),)
+    attention, its_gradient = _ops(op, tree, axes, kinds)
+    if not differentiable:
+        o, lse = forward(Call(attention, when, params), q, *leaves, sink[None])
+        return o, lse
+    when_backward = choose_backward(when, _built(BACKWARD.get(kinds), q, kinds))
+    run = Differentiable(Call(attention, when, params), Call(its_gradient, when_backward, params))
+    return run(q, *leaves, sink[None])
+
+
+def built(q: jax.Array, sources: Sequence[Source]) -> tuple[str, ...]:
+    """The architectures that a kernel for all of these sources in one launch is built for."""
+    kinds = _kinds(sources)
+    found = _built(FORWARD.get(kinds), q, kinds)
+    if not found and kinds == ("span",):  # a kernel that reads K and V apart serves where they are one
+        found = _built(FORWARD["apart",], q, ("apart",))
+    return found
+
+
+def _kinds(sources: Sequence[Source]) -> tuple[str, ...]:
+    return tuple(source.kind for source in sources)
+
+
+def _built(kernel: "Kernel | None", q: jax.Array, kinds: tuple[str, ...]) -> tuple[str, ...]:
+    if kernel is None:
+        return ()
+    return _ffi.built_for(kernel.op, d=q.shape[-1], dtype=q.dtype.name, shared_kv="apart" not in kinds)
+
+
+# Kernels, by kinds of sources
+
+
+class Kernel(NamedTuple):
+    """A raw call of `_ffi` for a tuple of kinds of sources."""
+
+    op: str
+    """its name among what is built"""
+    run: Callable[..., Arrays]
+    """a forward kernel takes (q, *operands, sink), one of a gradient (q, do, lse, weight, delta, *operands)"""
+    operands: Callable[..., Sequence[Any]] = lambda *sources: jax.tree.leaves(sources)
+    """of the sources, as `run` takes them"""
+
+
+def _with_values(source: SpanSource) -> Sequence[Any]:
+    """The kernel for K and V apart serves where that for V is K is not built."""
+    keys = source.keys
+    is_built = _ffi.built_for("fwd", d=keys.shape[-1], dtype=keys.dtype.name, shared_kv=True)
+    return keys, None if is_built else keys, source.start, source.stop
+
+
+def _pools(*sources: SelectionSource) -> Sequence[Any]:
+    return jax.tree.leaves([source.flat() for source in sources])
+
+
+def _pools_of_one(source: SelectionSource) -> Sequence[Any]:
+    """Of two, of which nothing is seen of the other."""
+    pool, nothing = source.flat(), jnp.zeros_like(source.length)
+    return jax.tree.leaves([pool, dataclasses.replace(pool, indices=nothing[..., None], length=nothing)])
+
+
+FORWARD: dict[tuple[str, ...], Kernel] = {
+    ("apart",): Kernel("fwd", _ffi.fwd),
+    ("span",): Kernel("fwd", _ffi.fwd, _with_values),
+    ("selection",): Kernel("sparse_fwd", _ffi.sparse_fwd),
+    ("span", "selection"): Kernel("dsv4_sparse_fwd", _ffi.dsv4_sparse_fwd),
+    ("span", "span"): Kernel("dsv4_dense_fwd", _ffi.dsv4_dense_fwd),
+    ("selection", "selection"): Kernel("dsv4_decode", _ffi.dsv4_decode, _pools),
+    ("packed", "packed"): Kernel("dsv4_decode_fp8", _ffi.dsv4_decode, _pools),
+    ("packed",): Kernel("dsv4_decode_fp8", _ffi.dsv4_decode, _pools_of_one),
+}
+
+BACKWARD: dict[tuple[str, ...], Kernel] = {}
+"""Gives dq in q's dtype, and in float32 the gradient of every source's keys, and values, in order."""
+
+
+@functools.cache
+def _ops(op: str, tree: Any, axes: tuple[Axes, ...], kinds: tuple[str, ...]) -> tuple[Op, Op]:
+    """Attention over sources of these kinds, and its gradient."""
+
+    def definition(q: Any, *operands: Any, scale: float) -> Any:
+        *leaves, sink = operands
+        sources: tuple[Source, ...] = tree.unflatten(leaves)
+        if len(sources) == 1:
+            return sources[0].reference(q, sink, scale)
+        q32 = q.astype(jnp.float32)
+        o, lse = reference.merge([source.reference(q32, None, scale) for source in sources], sink)
+        return o.astype(q.dtype), lse
+
+    def kernel(q: Any, *operands: Any, scale: float) -> Any:
+        *leaves, sink = operands
+        row = FORWARD[kinds]
+        return row.run(q, *row.operands(*tree.unflatten(leaves)), sink, scale=scale)
+
+    def backward(q: Any, *operands: Any, scale: float) -> Arrays:
+        *leaves, do, lse, weight, delta = operands
+        parts = [x.gradient(q, do, lse, weight, delta, scale=scale) for x in tree.unflatten(leaves)]
+        dq = functools.reduce(lambda x, y: x + y, [dq for dq, *_ in parts])
+        return dq.astype(q.dtype), *(x for _, *of_keys in parts for x in of_keys)
+
+    def backward_kernel(q: Any, *operands: Any, scale: float) -> Arrays:
+        *leaves, do, lse, weight, delta = operands
+        row = BACKWARD[kinds]
+        return row.run(q, do, lse, weight, delta, *row.operands(*tree.unflatten(leaves)), scale=scale)
+
+    attention = Op(op, (_Q, *axes, SINK), RESULTS, definition, kernel if kinds in FORWARD else None)
+    return attention, gradient(attention, backward, backward_kernel if kinds in BACKWARD else None)
