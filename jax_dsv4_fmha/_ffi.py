@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ._split_kv import architecture, processors, split_count
+
 _TARGETS = (
     *("fwd", "fwd_shared_kv", "sparse_fwd", "dsv4_sparse_fwd", "dsv4_dense_fwd", "dsv4_decode"),
     *("bwd", "sparse_bwd", "dsv4_sparse_bwd", "dsv4_dense_bwd"),
@@ -25,9 +27,6 @@ _TARGETS = (
 
 ANY = 2**31 - 1
 """A limit among `Variant.choices` that is none"""
-
-_PROCESSORS = {"sm_90a": 132}
-"""Of the largest device of an architecture: what the keys of few rows are split for."""
 
 
 @dataclass(frozen=True)
@@ -141,35 +140,7 @@ def local_architectures() -> tuple[str, ...]:
         devices = jax.local_devices(backend="cuda")
     except RuntimeError:  # JAX has no such backend here
         return ()
-    return tuple(dict.fromkeys(_architecture(device.compute_capability) for device in devices))
-
-
-def _architecture(compute_capability: str) -> str:
-    major, minor = compute_capability.split(".")
-    return f"sm_{major}{minor}" + ("a" if int(major) >= 9 else "")
-
-
-def split_count(row_tiles: int, key_tiles: int, unit: int, processors: int) -> int:
-    """Into how many parts the keys of every tile of rows are split, of which each is a CTA's.
-
-    From shapes alone, so that a call is always the same launches: key_tiles is how many a tile of rows can have to see,
-    and a CTA takes whole units of so many. How many it does see is divided evenly on the device.
-
-    1 where the tiles of rows alone fill the chip. Else the count for which this is least, a fit to times on an H200 at
-    d = 512, in units of 1.4 us: for each wave of CTAs the part of one, by the tile, which takes longer where more CTAs
-    read from memory, and what a CTA's begin and end take; to merge, another launch, and the parts written and read.
-    """
-    if row_tiles >= processors:
-        return 1
-    units = -(-key_tiles // unit)
-
-    def cost(splits: int) -> float:
-        pieces, part = row_tiles * splits, -(-units // splits) * unit
-        waves, crowd = -(-pieces // processors), min(pieces, processors) / 240
-        merge = 1.4 + pieces / 37 if splits > 1 else 0
-        return waves * (part * (1 + crowd) + 5.7) + merge
-
-    return min(range(1, min(units, processors) + 1), key=cost)
+    return tuple(dict.fromkeys(architecture(device.compute_capability) for device in devices))
 
 
 # The kernels as they are: one CUDA device, no checks, no gradient, no batching or sharding rule. For operands that do
@@ -298,7 +269,7 @@ def _splits(op: str, q: jax.Array, shared_kv: bool, groups: int, rows: int, keys
     ]
     local = local_architectures()
     for v in sorted(built, key=lambda v: (v.arch not in local, v.choices["max_heads"]))[:1]:
-        return split_count(groups * -(-rows // v.tile_m), -(-keys // v.tile_n), v.unit, _PROCESSORS[v.arch])
+        return split_count(groups * -(-rows // v.tile_m), -(-keys // v.tile_n), v.unit, processors(v.arch))
     return 1
 
 

@@ -73,7 +73,7 @@ def test_built_for_agrees_with_variants():
 
 @pytest.mark.parametrize(("capability", "arch"), [("8.9", "sm_89"), ("9.0", "sm_90a"), ("10.0", "sm_100a")])
 def test_architecture(capability, arch):
-    assert _ffi._architecture(capability) == arch
+    assert _ffi.architecture(capability) == arch
 
 
 def test_every_op_has_a_function_and_a_target():

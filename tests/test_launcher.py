@@ -90,7 +90,7 @@ def test_launch(row, h_q, extents, device):
     attribute = driver.CUdevice_attribute
     major = call(driver.cuDeviceGetAttribute, attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device)
     minor = call(driver.cuDeviceGetAttribute, attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device)
-    if (arch := _ffi._architecture(f"{major}.{minor}")) != row["arch"]:
+    if (arch := _ffi.architecture(f"{major}.{minor}")) != row["arch"]:
         pytest.skip(f"device 0 is {arch}")
     variant = variant_of(row["key"])
     x, scale = operands(variant, **extents, h_q=min(h_q, variant.max_heads)), variant.d**-0.5

@@ -1,0 +1,48 @@
+"""Split-KV: into how many parts the keys of few queries are split, so that the whole chip attends to them."""
+
+import jax
+
+_LARGEST = {"sm_90a": 132}
+"""SMs of the largest device of an architecture: H100 and H200 SXM. An H100 PCIe has 114, an H20 78."""
+
+
+def processors(arch: str) -> int:
+    """How many SMs this process's devices of an architecture have, the fewest of them; without any, the most there are.
+
+    So a program that is exported, or compiled beside the device, is made for the largest one.
+    """
+    try:
+        devices = jax.local_devices(backend="cuda")
+    except RuntimeError:  # JAX has no such backend here
+        devices = []
+    counts = [getattr(x, "core_count", None) for x in devices if architecture(x.compute_capability) == arch]
+    return min((n for n in counts if n), default=_LARGEST[arch])
+
+
+def architecture(compute_capability: str) -> str:
+    """Of "9.0", "sm_90a"."""
+    major, minor = compute_capability.split(".")
+    return f"sm_{major}{minor}" + ("a" if int(major) >= 9 else "")
+
+
+def split_count(row_tiles: int, key_tiles: int, unit: int, processors: int) -> int:
+    """Into how many parts the keys of every tile of rows are split, of which each is a CTA's.
+
+    From shapes and the chip alone, so that a call is always the same launches: key_tiles is how many a tile of rows can
+    have to see, and a CTA takes whole units of so many. How many it does see is divided evenly on the device.
+
+    1 where the tiles of rows alone fill the chip. Else the count for which this is least, a fit to times on an H200 at
+    d = 512, in units of 1.4 us: for each wave of CTAs the part of one, by the tile, which takes longer where more CTAs
+    read from memory, and what a CTA's begin and end take; to merge, another launch, and the parts written and read.
+    """
+    if row_tiles >= processors:
+        return 1
+    units = -(-key_tiles // unit)
+
+    def cost(splits: int) -> float:
+        pieces, part = row_tiles * splits, -(-units // splits) * unit
+        waves, crowd = -(-pieces // processors), min(pieces, processors) / 240
+        merge = 1.4 + pieces / 37 if splits > 1 else 0
+        return waves * (part * (1 + crowd) + 5.7) + merge
+
+    return min(range(1, min(units, processors) + 1), key=cost)

@@ -1,0 +1,38 @@
+"""The public names, and nothing beside them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax_dsv4_fmha
+
+PUBLIC = [
+    "Cache",
+    "Span",
+    "dequantize_cache",
+    "dot_product_attention",
+    "dsv4_attention",
+    "dsv4_decode",
+    "fmha",
+    "indexer_loss",
+    "indexer_scores",
+    "lightning_indexer",
+    "merge",
+    "quantize_cache",
+    "quantize_indexer",
+    "reference",
+    "sparse_fmha",
+]
+
+
+def test_public_names():
+    """In a process of its own, for whoever imports a module adds its name to the package."""
+    code = "import jax_dsv4_fmha as x; print(sorted(x.__all__)); print([n for n in dir(x) if not n.startswith('_')])"
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
+    assert done.stdout.splitlines() == [str(PUBLIC)] * 2
+
+
+def test_an_ops_name_is_the_function():
+    assert all(callable(getattr(jax_dsv4_fmha, name)) for name in PUBLIC if name != "reference")

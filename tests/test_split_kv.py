@@ -1,0 +1,49 @@
+"""The number of SMs that keys are split for."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jax_dsv4_fmha import _ffi, _split_kv
+
+
+def device(capability, **attributes):
+    return types.SimpleNamespace(compute_capability=capability, **attributes)
+
+
+@pytest.mark.parametrize(
+    "devices, sms",
+    [
+        ([], 132),
+        ([device("9.0", core_count=78)], 78),
+        ([device("9.0", core_count=132), device("9.0", core_count=114)], 114),
+        ([device("10.0", core_count=148)], 132),
+        ([device("9.0")], 132),
+    ],
+    ids=["none", "H20", "the fewest", "another architecture", "not said"],
+)
+def test_the_devices_own_number_of_sms(monkeypatch, devices, sms):
+    """Also in what a call is: one query of 64 heads and 8192 keys is split for as many."""
+    monkeypatch.setattr(jax, "local_devices", lambda **_: devices)
+    assert _split_kv.processors("sm_90a") == sms
+    facts = {"threads": 1, "registers": 1, "smem_bytes": 1, "spill_bytes": 0, "cubin_bytes": 1, "evidence": ""}
+    facts |= {"tile_m": 64, "tile_n": 64, "unit": 1, "splits": True}
+    choices = {"d": 512, "dtype": "bfloat16", "shared_kv": True, "max_heads": _ffi.ANY}
+    row = _ffi.Variant("k", "sparse_fwd", "forward", "sm_90a", choices, **facts)
+    monkeypatch.setattr(_ffi, "variants", lambda: (row,))
+    q = jax.ShapeDtypeStruct((40, 1, 64, 512), jnp.bfloat16)
+    assert _ffi._splits_of_queries("sparse_fwd", q, 8192) == _split_kv.split_count(40, 128, 1, sms)
+
+
+def test_fewer_sms_are_other_splits():
+    assert len({_split_kv.split_count(40, 128, 1, sms) for sms in (78, 114, 132)}) > 1
+
+
+def test_without_a_backend(monkeypatch):
+    def nothing(**_):
+        raise RuntimeError("no such backend")
+
+    monkeypatch.setattr(jax, "local_devices", nothing)
+    assert _split_kv.processors("sm_90a") == 132 and _ffi.local_architectures() == ()
