@@ -33,7 +33,7 @@ def dsv4_attention(
 
     Query i stands at position `p = q_offset + i`, entry j of the window cache at `kv_offset + j`. Query i sees
 
-      - the window entries whose positions are in `(p - window, p]`,
+      - the window entries whose positions are in `(p - window, p]` and not below 0,
       - and of the compressed cache, whose entry w stands for `ratio` positions: the entries that `indices` names, or
         without indices those with `w < (p + 1) // ratio`.
 
@@ -112,8 +112,9 @@ def dsv4_attention(
 
 
 def window_span(s_q: int, window: int, q_offset: Any, kv_offset: Any, swa_lens: jax.Array | None) -> Span:
-    """What the queries see of the window cache."""
-    span = Span.sliding_window(s_q, window, jnp.int32(q_offset) - jnp.int32(kv_offset))
+    """What the queries see of the window cache: nothing at positions below 0."""
+    front = -jnp.maximum(jnp.asarray(kv_offset, jnp.int32), -(2**31 - 1)).reshape(-1, 1)
+    span = Span.sliding_window(s_q, window, jnp.int32(q_offset) - jnp.int32(kv_offset)) & Span(front, 2**31 - 1)
     return span if swa_lens is None else span & Span.lengths(swa_lens)
 
 

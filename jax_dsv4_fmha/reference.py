@@ -165,7 +165,7 @@ def dsv4_attention(
     s_q, q32 = q.shape[1], q.astype(_FP32)
     own = _positions(s_q, jnp.asarray(q_offset, jnp.int32) - jnp.asarray(kv_offset, jnp.int32))  # entry of the window
     stop = own + 1 if swa_lens is None else jnp.minimum(own + 1, swa_lens[:, None])
-    start = jnp.maximum(own, window - 1) - (window - 1)
+    start = jnp.maximum(jnp.maximum(own, window - 1) - (window - 1), _front(kv_offset))
     parts = [fmha(q32, window_kv[:, :, None], span=Span(start, stop), scale=scale)]
     if compressed_kv is not None and compressed_kv.shape[1] > 0:
         if indices is not None:
@@ -176,6 +176,11 @@ def dsv4_attention(
             parts.append(fmha(q32, compressed_kv[:, :, None], span=span, scale=scale))
     o, lse = merge(parts, sink)
     return o.astype(q.dtype), lse
+
+
+def _front(kv_offset: Any) -> jax.Array:
+    """int32 [1 or b, 1]: where position 0 is among entries that begin at kv_offset."""
+    return -jnp.maximum(jnp.asarray(kv_offset, jnp.int32), -(2**31 - 1)).reshape(-1, 1)
 
 
 @functools.partial(jax.jit, static_argnames=("ratio", "window", "scale"))

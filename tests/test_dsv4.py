@@ -89,6 +89,9 @@ def test_kernel(case):
         assert verdict.passed, verdict
 
 
+INDICES = jnp.tile(jnp.array([0, 2], jnp.int32), (2, 6, 1))
+
+
 def operands(b=2, s_q=6, s_w=9, s_c=3, h=2, d=8):
     rng = np.random.default_rng(0)
     q, w, c, sink = (
@@ -104,6 +107,28 @@ def test_traced_offsets_equal_ints():
     for offsets in ((jnp.int32(7), jnp.int32(4)), (jnp.full(2, 7, jnp.int32), jnp.int32(4))):
         for x, y in zip(jax.jit(lambda i, j: f(q_offset=i, kv_offset=j))(*offsets), want, strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kv_offset", [-5, jnp.array([-5, -2], jnp.int32)])
+@pytest.mark.parametrize("compressed", [{}, {"ratio": 4}])
+def test_positions_below_0_are_not_seen(kv_offset, compressed):
+    """A chunk at the front of a prompt, with a carry of nothing: what the carry holds is of no account."""
+    q, w, c, sink = operands()
+    first = np.broadcast_to(-np.asarray(kv_offset), 2)
+    f = jax.jit(
+        lambda w: dsv4_attention(q, w, c, sink=sink, kv_offset=kv_offset, **(compressed or {"indices": INDICES}))
+    )
+    below = np.arange(w.shape[1]) < first[:, None]
+    got = f(jnp.where(below[..., None], 7.0, w))
+    for x, y in zip(got, f(jnp.where(below[..., None], jnp.nan, w)), strict=True):
+        np.testing.assert_array_equal(x, y)
+    alone = [
+        dsv4_attention(q[n : n + 1], w[n : n + 1, first[n] :], c[n : n + 1], sink=sink,
+                       **(compressed or {"indices": INDICES[n : n + 1]}))
+        for n in range(2)
+    ]  # fmt: skip
+    for x, y in zip(got, zip(*alone, strict=True), strict=True):
+        np.testing.assert_allclose(x, jnp.concatenate(y), rtol=1e-5, atol=1e-6)
 
 
 def test_no_compressed_entries_is_the_window_alone():

@@ -66,7 +66,8 @@ def dsv4_attention(
     def keys(n: int, i: int, h: int) -> tuple[Array, Array]:
         p = int(q_offset[n]) + i
         s = s_w if swa_lens is None else min(s_w, int(swa_lens[n]))
-        near = _take(window_kv, window_kv, n, [j for j in range(s) if p - window < kv_offset[n] + j <= p], 0)[0]
+        seen = [j for j in range(s) if max(p - window, -1) < kv_offset[n] + j <= p]
+        near = _take(window_kv, window_kv, n, seen, 0)[0]
         if compressed_kv is None:
             return near, near
         if indices is not None:
