@@ -118,6 +118,37 @@ class Cache:
                 whole = _write(whole, *(x.reshape(-1, *x.shape[2:]) for x in (pages, start, row)))
         return Cache(whole.reshape(self.entries.shape), self.block_table)
 
+    def take(self, positions: jax.Array | None = None) -> jax.Array:
+        """What is kept of these entries: `[b, n, d]`, in the cache's type; bfloat16 of an FP8 cache.
+
+        Args:
+          positions: int32 `[b, n]`, which entries of each sequence. Of one below 0, or that there is no page for, 0 is
+            returned. In a ring, a position gives what its slot holds, be it of an earlier or a later round. None is
+            all slots in order, `[b, capacity, d]`, which copies nothing where the cache is contiguous and not FP8.
+
+        Raises:
+          ValueError, TypeError: positions that are not as said above.
+        """
+        if positions is None:
+            if self.block_table is None and not self.is_fp8:
+                return self.entries
+            b = (self.entries if self.block_table is None else self.block_table).shape[0]
+            positions = jnp.broadcast_to(jnp.arange(self.capacity, dtype=jnp.int32), (b, self.capacity))
+        dims = {} if self.block_table is None else {"b": self.block_table.shape[0]}
+        if self.block_table is None:
+            dims["b"] = self.entries.shape[0]
+        positions = _check.operand("Cache.take", "positions", positions, "b n", dims, _check.INT)
+        slots = self.slots(jnp.where(positions < 0, -1, positions % self.capacity))
+        pages, at = slots // self.page, jnp.maximum(slots, 0) % self.page
+        if self.block_table is None:
+            pages = jnp.where(slots < 0, -1, jnp.arange(dims["b"], dtype=jnp.int32)[:, None])
+        whole = self.entries.reshape(self.entries.shape[0], -1)
+        if not self.is_fp8:
+            return _read(whole, pages, at * self.entries.shape[2], self.entries.shape[2])
+        data = _read(whole, pages, at * _fp8.DATA, _fp8.DATA)
+        scales = _read(whole, pages, self.page * _fp8.DATA + at * _fp8.SCALES, _fp8.SCALES)
+        return _fp8.decode(data, scales)
+
     def check(self, op: str, name: str, dims: dict[str, Any], dtypes: tuple[Any, ...]) -> None:
         """Raises unless this is a cache of entries of one of these types, or of FP8, for b sequences of `dims`."""
         sizes, pages = {"d": dims["d"]}, "pages"
@@ -151,3 +182,10 @@ def _write(pages: jax.Array, page: jax.Array, start: jax.Array, rows: jax.Array)
         update_window_dims=(1,), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0, 1)
     )
     return lax.scatter(pages, jnp.stack([page, start], -1), rows, windows, mode="drop")
+
+
+def _read(pages: jax.Array, page: jax.Array, start: jax.Array, width: int) -> jax.Array:
+    """Of pages [pages, width], what stands from `start` […] of page […] on: […, width]; 0 of a page below 0."""
+    windows = lax.GatherDimensionNumbers(offset_dims=(page.ndim,), collapsed_slice_dims=(0,), start_index_map=(0, 1))
+    where = jnp.stack([page, start], -1)
+    return lax.gather(pages, where, windows, (1, width), mode="fill", fill_value=0)

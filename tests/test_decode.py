@@ -154,6 +154,24 @@ def test_append_leaves_out():
     np.testing.assert_array_equal(got.entries[..., 0], [[5, -1], [13, 10]])
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float8_e4m3fn], ids=lambda x: x.__name__)
+@pytest.mark.parametrize("kind", CACHES)
+def test_take(kind, dtype):
+    """What was appended comes back, around a ring of 9; nothing of what is not there."""
+    cache = CACHES[kind](dtype)
+    new = normal(0, 2, 11, 512, dtype=jnp.bfloat16).astype(jnp.bfloat16 if cache.is_fp8 else dtype)
+    positions = jnp.arange(11, dtype=jnp.int32) + jnp.array([[0], [4]], jnp.int32)
+    cache = jax.jit(Cache.append)(cache, new, positions)
+    got = jax.jit(Cache.take)(cache, jnp.array([[10, 2, -1, 7], [14, 6, -9, 6]], jnp.int32))
+    held = dequantize_cache(quantize_cache(new)) if cache.is_fp8 else new
+    assert got.dtype == held.dtype
+    np.testing.assert_array_equal(got[0], jnp.stack([held[0, 10], held[0, 2], jnp.zeros(512, held.dtype), held[0, 7]]))
+    np.testing.assert_array_equal(got[1], jnp.stack([held[1, 10], held[1, 2], jnp.zeros(512, held.dtype), held[1, 2]]))
+    np.testing.assert_array_equal(jax.jit(Cache.take)(cache), contents(cache))
+    with pytest.raises(ValueError, match=r"Cache.take: positions: got int32\[3, 1\], wanted int32\[b=2, n\]"):
+        cache.take(jnp.zeros((3, 1), jnp.int32))
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, jnp.float8_e4m3fn], ids=lambda x: x.__name__)
 @pytest.mark.parametrize("kind", CACHES)
 def test_append_is_in_place(kind, dtype):
