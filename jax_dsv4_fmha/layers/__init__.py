@@ -1,0 +1,24 @@
+"""DeepSeek-V4's attention layers as pure functions on arrays and pytrees, from hidden states to hidden states."""
+
+from .attention import Choice, DSV4Attention, LayerCache, Output, Shared
+from .compressor import Compressor
+from .config import from_config
+from .indexer import Indexer, hadamard
+from .rope import Rope, inverse_rope, rope
+from .weights import from_state_dict
+
+__all__ = [
+    "Choice",
+    "Compressor",
+    "DSV4Attention",
+    "Indexer",
+    "LayerCache",
+    "Output",
+    "Rope",
+    "Shared",
+    "from_config",
+    "from_state_dict",
+    "hadamard",
+    "inverse_rope",
+    "rope",
+]

@@ -1,0 +1,413 @@
+"""A DeepSeek-V4 attention layer, from hidden states to hidden states: for prompts, training and generation.
+
+    c  = norm(wq_a x);    q = rope(headnorm(wq_b c));    kv = rope(norm(wkv x))             one latent head: K and V
+    o  = attention(q; kv of the window, entries of the compressor, sink)
+    y  = wo_b(wo_a(inverse_rope(o)))                                                        wo_a group by group of heads
+
+The kinds of layers: a window alone (ratio 0); a window and all past entries of ratio 128; a window and the entries that
+an indexer chooses (ratio 4; 1 and 2 in V4.1, where most layers read the entries, and choices, of an earlier one).
+
+All is a function of arrays and pytrees: parameters are a dict, caches a NamedTuple of `Cache`. What is static is
+`DSV4Attention`, a frozen dataclass that `from_config` makes of a model's config.json.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from .. import Cache, _check, dequantize_cache, dsv4_attention, dsv4_decode, lightning_indexer, quantize_cache
+from ._norm import rms_norm
+from ._two_levels import two_levels
+from .compressor import Compressor
+from .indexer import Indexer
+from .rope import Rope, inverse_rope, rope
+
+
+class LayerCache(NamedTuple):
+    """What a layer keeps of the tokens so far; None where the kind of layer has no such thing."""
+
+    window: Cache
+    """the last latents, a ring"""
+    compressed: Cache | None = None
+    """the compressor's entries"""
+    tokens: Cache | None = None
+    """what the compressor will pool, a ring"""
+    keys: Cache | None = None
+    """the indexer's keys, one for each entry"""
+    key_tokens: Cache | None = None
+    """what the indexer's compressor will pool, a ring"""
+
+
+class Shared(NamedTuple):
+    """What a layer of V4.1 leaves to those after it in the same pass over the model."""
+
+    compressed: Any = None
+    """entries, an array `[b, n, d]` or, in `step`, a Cache"""
+    keys: Any = None
+    """the indexer's keys, `[b, n, index d]`"""
+    indices: jax.Array | None = None
+    """int32 `[b, s, topk]`"""
+    blocks: jax.Array | None = None
+    """int32 `[b, s, n]`: the blocks of entries that later indexers choose from"""
+
+
+class Choice(NamedTuple):
+    """How a layer's indexer chose, and what attention made of it, by the names that `indexer_loss` takes.
+
+    `indexer_loss(**choice._asdict(), sink=params["sink"])` is the loss `[b, s]`.
+    """
+
+    q: jax.Array
+    """the indexer's queries `[b, s, index heads, index d]`"""
+    k: jax.Array
+    """its keys `[b, n, index d]`"""
+    weights: jax.Array
+    """float32 `[b, s, index heads]`"""
+    attention_q: jax.Array
+    """`[b, s, h, d]`"""
+    kv: jax.Array
+    """the entries `[b, n, d]`"""
+    lse: jax.Array
+    """float32 `[b, s, h]`, of the window and the chosen entries"""
+    indices: jax.Array
+    """int32 `[b, s, topk]`"""
+
+
+class Output(NamedTuple):
+    """What a layer returns."""
+
+    y: jax.Array
+    """`[b, s, hidden]`, in x's dtype"""
+    cache: LayerCache | None
+    """the new cache, if there was one"""
+    shared: Shared
+    """for the layers after this one"""
+    choice: Choice | None
+    """of a layer with an indexer, if there were entries to choose from and there is no cache"""
+
+
+@dataclasses.dataclass(frozen=True)
+class DSV4Attention:
+    """The shape of a layer; `layers.from_config` makes those of a model.
+
+    Attributes:
+      hidden, heads, d: of x and of the queries; d is 512 in the models.
+      q_rank, o_groups, o_rank: of the low-rank projections.
+      window: tokens, the query's own included.
+      rope: of queries, latents and entries.
+      ratio: tokens of an entry; 0 is a window alone.
+      compressor: makes the entries. With a ratio and no compressor they are an earlier layer's.
+      sparse: whether queries see the entries that an indexer chose; else all that are past.
+      indexer: chooses. If `sparse` and no indexer, the choice is an earlier layer's.
+      norm_heads: whether each query head is normalised (V4).
+      eps: of the norms.
+    """
+
+    hidden: int
+    heads: int
+    d: int = 512
+    q_rank: int = 1024
+    o_groups: int = 8
+    o_rank: int = 1024
+    window: int = 128
+    rope: Rope = dataclasses.field(default_factory=Rope)
+    ratio: int = 0
+    compressor: Compressor | None = None
+    sparse: bool = False
+    indexer: Indexer | None = None
+    norm_heads: bool = True
+    eps: float = 1e-6
+
+    def init(self, key: jax.Array) -> dict[str, Any]:
+        """Random parameters, in float32."""
+        keys = iter(jax.random.split(key, 7))
+
+        def normal(fan_in: int, *shape: int) -> jax.Array:
+            return jax.random.normal(next(keys), shape) * fan_in**-0.5
+
+        m, h, d, g = self.hidden, self.heads, self.d, self.o_groups
+        params: dict[str, Any] = {
+            "wq_a": normal(m, m, self.q_rank),
+            "q_norm": jnp.ones(self.q_rank),
+            "wq_b": normal(self.q_rank, self.q_rank, h, d),
+            "wkv": normal(m, m, d),
+            "kv_norm": jnp.ones(d),
+            "sink": jnp.zeros(h),
+            "wo_a": normal(h // g * d, g, h // g, d, self.o_rank),
+            "wo_b": normal(g * self.o_rank, g, self.o_rank, m),
+        }
+        if self.compressor is not None:
+            params["compressor"] = self.compressor.init(next(keys))
+        if self.indexer is not None:
+            params["indexer"] = self.indexer.init(next(keys))
+        return params
+
+    def partition(self, heads: str | None = None) -> dict[str, Any]:
+        """How the parameters lie on a mesh with the query heads over its axis `heads`: a PartitionSpec for each.
+
+        All else is whole on each device; so is the indexer. The sum over groups of heads is the one collective.
+        """
+        specs = jax.tree.map(lambda _: PartitionSpec(), jax.eval_shape(self.init, jax.random.key(0)))
+        split = {name: PartitionSpec(heads) for name in ("sink", "wo_a", "wo_b")}
+        return {**specs, **split, "wq_b": PartitionSpec(None, heads)}
+
+    def cache(
+        self, b: int, room: int, dtype: Any = jnp.bfloat16, *, steps: int = 1, block_table: jax.Array | None = None
+    ) -> LayerCache:
+        """An empty cache for b sequences of up to `room` tokens.
+
+        Args:
+          b, room: ints >= 1.
+          dtype: of x; or float8_e4m3fn, for latents and entries in DeepSeek-V4's FP8 layout (d 512, x bfloat16).
+          steps: tokens that one call of `step` may bring, and take back.
+          block_table: int32 `[b, n]`, for compressed entries in a pool of `b n` pages or more that all sequences share;
+            a page has room for `ceil(ceil(room / ratio) / n)` entries. None is contiguous.
+        """
+        window = Cache.zeros(b, self.window + steps - 1, self.d, dtype)
+        if self.compressor is None:
+            return LayerCache(window)
+        n = -(-room // self.ratio)
+        kept = jnp.bfloat16 if jnp.dtype(dtype) == jnp.float8_e4m3fn else dtype
+
+        def entries(d: int, dtype: Any) -> Cache:
+            if block_table is None:
+                return Cache.zeros(b, n, d, dtype)
+            pages = block_table.shape[1]
+            return Cache.zeros(b * pages, -(-n // pages), d, dtype, block_table)
+
+        cache = LayerCache(window, entries(self.d, dtype), self.compressor.state(b, steps))
+        if self.indexer is not None and self.indexer.owns_keys:
+            own = self.indexer.compressor
+            cache = cache._replace(
+                keys=entries(self.indexer.d, kept), key_tokens=None if own is None else own.state(b, steps)
+            )
+        return cache
+
+    def __call__(
+        self,
+        params: Any,
+        x: jax.Array,
+        cache: LayerCache | None = None,
+        shared: Shared | None = None,
+        *,
+        start: int | jax.Array = 0,
+        lengths: jax.Array | None = None,
+        implementation: str | None = None,
+    ) -> Output:
+        """Whole sequences, or a chunk of a prompt after cached tokens.
+
+        Args:
+          params: as `init` or `from_state_dict` make them; their matrices are used in x's dtype.
+          x: `[b, s, hidden]`. Without a cache token i stands at position i, and what is behind a sequence's end is seen
+            by nothing before it.
+          cache: as `cache` makes it or this layer returned it; donate it.
+          shared: what the layer before returned in this pass; V4.1 alone needs it.
+          start: with a cache: int, or int32 `[b]`: token i stands at `start + i`, those before are cached.
+          lengths: with a cache: int32 `[b]`, tokens of each sequence, these included; what stands further on, or below
+            0, is padding and not kept. None is `start + s`.
+          implementation: as in `dsv4_attention`.
+
+        Raises:
+          ValueError, TypeError: operands that are not as said above.
+        """
+        b, s = self._operands(x, cache)
+        if cache is None:
+            positions = jnp.arange(s, dtype=jnp.int32)[None]
+            if lengths is not None or not (isinstance(start, int) and start == 0):
+                raise _check.error(ValueError, _OP, "start", start, "0, and no lengths, without a cache")
+            return self._whole(params, x, positions, shared or Shared(), implementation)
+        first = jnp.broadcast_to(_check.offset(_OP, "start", start, {"b": b}), (b,))
+        if lengths is None:
+            lengths = first + s
+        lengths = _check.operand(_OP, "lengths", lengths, "b", {"b": b}, _check.INT)
+        positions = first[:, None] + jnp.arange(s, dtype=jnp.int32)
+        real = (positions >= 0) & (positions < lengths[:, None])
+        c, q, kv = self._projected(params, x, positions)
+        kv = _as_kept(cache.window, kv)
+        earlier = cache.window.take(first[:, None] + jnp.arange(1 - self.window, 0, dtype=jnp.int32))
+        cache = cache._replace(window=cache.window.append(kv, jnp.where(real, positions, -1)))
+        cache, shared = self._compressed(params, x, c, positions, cache, shared or Shared(), lengths)
+        entries = shared.compressed.take() if self.ratio else None
+        o, _ = dsv4_attention(
+            q,
+            jnp.concatenate([earlier.astype(kv.dtype), kv], 1),
+            entries,
+            sink=params["sink"],
+            window=self.window,
+            q_offset=first,
+            kv_offset=first - (self.window - 1),
+            implementation=implementation,
+            **self._seen(shared),
+        )
+        return Output(self._projected_back(params, o, positions), cache, shared, None)
+
+    def step(
+        self,
+        params: Any,
+        x: jax.Array,
+        cache: LayerCache,
+        shared: Shared | None = None,
+        *,
+        lengths: int | jax.Array,
+        implementation: str | None = None,
+    ) -> Output:
+        """The last s tokens of every sequence, a few, as in `dsv4_decode`. No gradient, but of "reference".
+
+        Args:
+          params, shared, implementation: as in a call.
+          x: `[b, s, hidden]`, s up to the `steps` that the cache was made for.
+          cache: of all tokens before; donate it.
+          lengths: an int, or int32 `[b]`: tokens of each sequence, the s new ones included. 0 is an idle place in the
+            batch. To take tokens back, say a lesser length in the next step.
+
+        Raises:
+          ValueError, TypeError: operands that are not as said above.
+        """
+        b, s = self._operands(x, cache)
+        lengths = jnp.broadcast_to(_check.offset(_OP, "lengths", lengths, {"b": b}), (b,))
+        positions = (lengths - s)[:, None] + jnp.arange(s, dtype=jnp.int32)
+        c, q, kv = self._projected(params, x, positions)
+        cache = cache._replace(window=cache.window.append(kv, positions))
+        cache, shared = self._compressed(params, x, c, positions, cache, shared or Shared(), lengths)
+        o, _ = dsv4_decode(
+            q,
+            cache.window,
+            shared.compressed if self.ratio else None,
+            lengths=lengths,
+            sink=params["sink"],
+            window=self.window,
+            implementation=implementation,
+            **self._seen(shared),
+        )
+        return Output(self._projected_back(params, o, positions), cache, shared, None)
+
+    def _whole(self, params: Any, x: jax.Array, positions: jax.Array, shared: Shared, implementation: Any) -> Output:
+        """Sequences from their first token on, and no cache."""
+        c, q, kv = self._projected(params, x, positions)
+        chosen = None
+        if self.compressor is not None:
+            latents = self.compressor(params["compressor"], x)
+            first = jnp.arange(latents.shape[1], dtype=jnp.int32)[None] * self.ratio
+            shared = shared._replace(compressed=rope(latents, first, self.rope))
+            if self.indexer is not None and self.indexer.owns_keys:
+                own = self.indexer.compressor
+                of_keys = latents if own is None else own(params["indexer"]["compressor"], x)
+                shared = shared._replace(keys=self.indexer.keys(params["indexer"], of_keys, first, self.rope))
+        entries = shared.compressed if self.ratio else None
+        there = entries is not None and entries.shape[1] > 0
+        if self.indexer is not None and there:
+            shared, chosen = self._choose(params, x, c, positions, shared)
+        o, lse = dsv4_attention(
+            q,
+            kv,
+            entries if there else None,
+            sink=params["sink"],
+            window=self.window,
+            implementation=implementation,
+            **(self._seen(shared) if there else {}),
+        )
+        choice = None
+        if chosen is not None:
+            assert entries is not None and shared.indices is not None
+            index_q, weights = chosen
+            choice = Choice(index_q, shared.keys, weights, q, entries, lse, shared.indices)
+        return Output(self._projected_back(params, o, positions), None, shared, choice)
+
+    def _compressed(
+        self,
+        params: Any,
+        x: jax.Array,
+        c: jax.Array,
+        positions: jax.Array,
+        cache: LayerCache,
+        shared: Shared,
+        lengths: jax.Array,
+    ) -> tuple[LayerCache, Shared]:
+        """The cache with the entries and keys that new tokens complete, and what the queries see of them."""
+        first = positions[:, 0]
+        if self.compressor is not None:
+            assert cache.compressed is not None
+            latents, entry, tokens = self.compressor.extend(params["compressor"], x, cache.tokens, first, lengths)
+            at = jnp.maximum(entry, 0) * self.ratio
+            entries = cache.compressed.append(rope(latents, at, self.rope), entry)
+            cache = cache._replace(compressed=entries, tokens=tokens)
+            shared = shared._replace(compressed=entries)
+            if self.indexer is not None and self.indexer.owns_keys:
+                own = self.indexer.compressor
+                if own is not None:
+                    latents, _, tokens = own.extend(
+                        params["indexer"]["compressor"], x, cache.key_tokens, first, lengths
+                    )
+                    cache = cache._replace(key_tokens=tokens)
+                assert cache.keys is not None
+                keys = cache.keys.append(self.indexer.keys(params["indexer"], latents, at, self.rope), entry)
+                cache = cache._replace(keys=keys)
+                shared = shared._replace(keys=keys.take())
+        if self.indexer is not None:
+            shared, _ = self._choose(params, x, c, positions, shared)
+        return cache, shared
+
+    def _choose(
+        self, params: Any, x: jax.Array, c: jax.Array, positions: jax.Array, shared: Shared
+    ) -> tuple[Shared, tuple[jax.Array, jax.Array]]:
+        """The entries that each query will see, and the indexer's queries and weights."""
+        assert self.indexer is not None
+        q, weights = self.indexer.queries(params["indexer"], x, c, positions, self.rope)
+        keys = shared.keys
+        how: dict[str, Any] = {
+            "topk": min(self.indexer.topk, keys.shape[1]),
+            "ratio": self.ratio,
+            "q_offset": positions[:, 0],
+        }
+        if positions.shape[0] == 1:
+            how["q_offset"] = 0
+        if not self.indexer.makes and not self.indexer.within:
+            indices = lightning_indexer(q, keys, weights, **how)
+            assert isinstance(indices, jax.Array)  # for no scores are asked for
+            return shared._replace(indices=indices), (q, weights)
+        within = shared.blocks if self.indexer.within else None
+        how |= {"block": self.indexer.block, "makes": self.indexer.makes, "within": within}
+        indices, blocks = two_levels(q, keys, weights, **how)
+        if blocks is not None:
+            shared = shared._replace(blocks=blocks)
+        return shared._replace(indices=indices), (q, weights)
+
+    def _seen(self, shared: Shared) -> dict[str, Any]:
+        """What says which entries are seen, for an op."""
+        if not self.ratio:
+            return {}
+        return {"indices": shared.indices, "ratio": self.ratio} if self.sparse else {"ratio": self.ratio}
+
+    def _projected(self, params: Any, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The low-rank query `[b, s, q_rank]`, q `[b, s, h, d]` and the latents `[b, s, d]`, turned by RoPE."""
+        w = {name: params[name].astype(x.dtype) for name in ("wq_a", "wq_b", "wkv")}
+        c = rms_norm(x @ w["wq_a"], params["q_norm"], self.eps)
+        q = jnp.einsum("bsr,rhd->bshd", c, w["wq_b"])
+        if self.norm_heads:
+            q = rms_norm(q, None, self.eps)
+        kv = rms_norm(x @ w["wkv"], params["kv_norm"], self.eps)
+        return c, rope(q, positions, self.rope), rope(kv, positions, self.rope)
+
+    def _projected_back(self, params: Any, o: jax.Array, positions: jax.Array) -> jax.Array:
+        o = inverse_rope(o, positions, self.rope)
+        o = o.reshape(*o.shape[:2], self.o_groups, -1, self.d)
+        low_rank = jnp.einsum("bsghd,ghdr->bsgr", o, params["wo_a"].astype(o.dtype))
+        return jnp.einsum("bsgr,grm->bsm", low_rank, params["wo_b"].astype(o.dtype))
+
+    def _operands(self, x: Any, cache: Any) -> tuple[Any, Any]:
+        dims: dict[str, Any] = {"hidden": self.hidden}
+        _check.operand(_OP, "x", x, "b s hidden", dims, _check.FLOAT)
+        if cache is not None and not isinstance(cache, LayerCache):
+            raise _check.error(TypeError, _OP, "cache", cache, "a LayerCache")
+        return dims["b"], dims["s"]
+
+
+_OP = "DSV4Attention"
+
+
+def _as_kept(cache: Cache, x: jax.Array) -> jax.Array:
+    """x as the cache would give it back."""
+    return dequantize_cache(quantize_cache(x)) if cache.is_fp8 else x

@@ -1,0 +1,172 @@
+"""The attention layers of a model, from its config.json: DeepSeek-V4-Flash, V4-Pro and V4.1-Flash."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .attention import DSV4Attention
+from .compressor import Compressor
+from .indexer import Indexer
+from .rope import Rope
+
+_NAMES = {
+    "hidden_size": "dim",
+    "num_attention_heads": "n_heads",
+    "num_hidden_layers": "n_layers",
+    "qk_rope_head_dim": "rope_head_dim",
+    "sliding_window": "window_size",
+    "rms_norm_eps": "norm_eps",
+}
+"""What DeepSeek's own inference code calls an entry of Hugging Face's config.json"""
+
+_RATIO = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
+
+
+def from_config(config: Mapping[str, Any] | str | Path) -> tuple[DSV4Attention, ...]:
+    """The layers that a config.json describes, in the model's order; what follows them (MTP) is left out.
+
+    Args:
+      config: the path of a config.json, or what it holds: as published with the weights, as `transformers` saves it, or
+        as DeepSeek's inference code reads it.
+
+    Raises:
+      ValueError: an entry is missing, or says what these layers do not do.
+    """
+    entries = config if isinstance(config, Mapping) else json.loads(Path(config).read_text())
+    read = _Reader(entries.get("text_config", entries))
+    n = read("num_hidden_layers")
+    make = _v41 if "kv_source_layer_ids" in read.entries else _v4
+    return tuple(make(read, i) for i in range(n))
+
+
+def _v4(read: "_Reader", layer: int) -> DSV4Attention:
+    ratio, sparse = read.kind(layer)
+    hidden, eps = read("hidden_size"), read("rms_norm_eps", 1e-6)
+    compressor = indexer = None
+    if ratio:
+        compressor = Compressor(hidden, read("head_dim"), ratio, overlap=sparse, eps=eps)
+    if sparse:
+        indexer = Indexer(
+            hidden,
+            read("q_lora_rank"),
+            read("index_n_heads"),
+            read("index_head_dim"),
+            read("index_topk"),
+            Compressor(hidden, read("index_head_dim"), ratio, overlap=True, eps=eps),
+            eps=eps,
+        )
+    return DSV4Attention(
+        **read.sizes(),
+        rope=read.rope(ratio > 0),
+        ratio=ratio,
+        compressor=compressor,
+        sparse=sparse,
+        indexer=indexer,
+    )
+
+
+def _v41(read: "_Reader", layer: int) -> DSV4Attention:
+    hidden, eps, (ratio, _) = read("hidden_size"), read("rms_norm_eps", 1e-6), read.kind(layer)
+    owns_entries = ratio > 0 and layer in read("kv_source_layer_ids")
+    chooses = ratio > 0 and layer in read("index_source_layer_ids")
+    compressor = indexer = None
+    if owns_entries:
+        compressor = Compressor(hidden, read("head_dim"), ratio, has_ape=False, eps=eps)
+    if chooses:
+        source = read("candidate_source_layer_id", -1)
+        indexer = Indexer(
+            hidden,
+            read("q_lora_rank"),
+            read("index_n_heads"),
+            read("index_head_dim"),
+            read("index_topk"),
+            latent=read("head_dim") if owns_entries else 0,
+            block=read("candidate_block_size", 8),
+            makes=read("candidate_topk_blocks") if layer == source else 0,
+            within=0 <= source < layer,
+            eps=eps,
+        )
+    return DSV4Attention(
+        **read.sizes(),
+        rope=read.rope(ratio > 0),
+        ratio=ratio,
+        compressor=compressor,
+        sparse=ratio > 0,
+        indexer=indexer,
+        norm_heads=False,
+    )
+
+
+class _Reader:
+    """The entries of a config.json, by Hugging Face's names."""
+
+    def __init__(self, entries: Mapping[str, Any]) -> None:
+        self.entries = entries
+
+    def __call__(self, name: str, default: Any = None) -> Any:
+        for key in (name, _NAMES.get(name, name)):
+            if self.entries.get(key) is not None:
+                return self.entries[key]
+        if default is None:
+            raise ValueError(f"from_config: {name}: got none, wanted it in the config")
+        return default
+
+    def kind(self, layer: int) -> tuple[int, bool]:
+        """The ratio of a layer, and whether, in V4, an indexer chooses its entries."""
+        ratios, kinds = (self.entries.get(name) for name in ("compress_ratios", "layer_types"))
+        if ratios is None and kinds is not None:
+            kind = kinds[layer]
+            if kind not in _RATIO:
+                raise ValueError(f"from_config: layer_types: got {kind}, wanted one of {', '.join(_RATIO)}")
+            ratio = (self.entries.get("compress_rates") or {}).get(kind, _RATIO[kind])
+            return int(ratio), kind == "compressed_sparse_attention"
+        ratio = int(self("compress_ratios")[layer])
+        if ratio < 0:
+            raise ValueError(f"from_config: compress_ratios: got {ratio}, wanted 0 or more")
+        return ratio, ratio == 4
+
+    def sizes(self) -> dict[str, Any]:
+        return {
+            "hidden": self("hidden_size"),
+            "heads": self("num_attention_heads"),
+            "d": self("head_dim"),
+            "q_rank": self("q_lora_rank"),
+            "o_groups": self("o_groups"),
+            "o_rank": self("o_lora_rank"),
+            "window": self("sliding_window"),
+            "eps": self("rms_norm_eps", 1e-6),
+        }
+
+    def rope(self, compressed: bool) -> Rope:
+        """Of layers with a compressed cache, or of those with a window alone."""
+        kinds = self.entries.get("rope_parameters") or {}
+        own = kinds.get("compress" if compressed else "main", {})
+        if "qk_rope_head_dim" in self.entries or "rope_head_dim" in self.entries:
+            dims = self("qk_rope_head_dim")
+        else:
+            dims = int(self("partial_rotary_factor") * self("head_dim"))
+        theta = own.get("rope_theta") or self("compress_rope_theta" if compressed else "rope_theta")
+        if not compressed:
+            return Rope(dims, theta)
+        yarn = own or self.entries.get("rope_scaling") or {}
+        if "rope_factor" in self.entries:  # DeepSeek's own names
+            if not self.entries.get("original_seq_len"):
+                return Rope(dims, theta)
+            renamed = {"rope_factor": "factor", "original_seq_len": "original_max_position_embeddings"}
+            yarn = {"type": "yarn"} | {renamed.get(k, k): v for k, v in self.entries.items()}
+        kind = yarn.get("rope_type") or yarn.get("type") or "default"
+        if kind not in ("default", "yarn") or yarn.get("attention_factor") not in (None, 1):
+            raise ValueError(
+                f"from_config: rope_scaling: got {dict(yarn)}, wanted yarn with attention_factor 1, or none"
+            )
+        if kind == "default":
+            return Rope(dims, theta)
+        return Rope(
+            dims,
+            theta,
+            float(yarn["factor"]),
+            int(yarn["original_max_position_embeddings"]),
+            float(yarn.get("beta_fast", 32)),
+            float(yarn.get("beta_slow", 1)),
+        )

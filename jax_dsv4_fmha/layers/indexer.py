@@ -1,0 +1,102 @@
+"""DeepSeek-V4's indexer: which entries of a compressed cache each query attends to.
+
+    I[t, s] = Σ_h w[t, h] · ReLU(q[t, h] · k[s])                     float32; the topk greatest of what is past
+    q = rope(wq_b c);   w = (weights_proj x) · d^-½ · heads^-½       c the attention's low-rank query
+
+The keys come from a compressor of their own (V4), `rope(compressor x)`, or from the latents of the layer's compressor
+(V4.1), `rope(k_norm(wk latent))`. V4 turns queries and keys by a Hadamard matrix too: products stay as they are, but
+the values of a row become alike in size, for the 8 bits in which they are kept.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ._norm import rms_norm
+from .compressor import Compressor
+from .rope import Rope, rope
+
+
+@dataclasses.dataclass(frozen=True)
+class Indexer:
+    """The shape of an indexer.
+
+    Its parameters are a dict: `wq_b [q_rank, heads, d]`, `weights_proj [hidden, heads]`, and `compressor`, or
+    `wk [latent, d]` and `k_norm [d]`, or neither, where the keys are another layer's.
+
+    Attributes:
+      hidden, q_rank: channels of x and of the low-rank query.
+      heads, d: of the indexer.
+      topk: entries that a query attends to.
+      compressor: of the keys, or None.
+      latent: channels of the latents that the keys are made of, or 0.
+      block: entries of a block, where choosing is in two levels (V4.1).
+      makes: this layer chooses so many blocks for later layers, too; 0 is none.
+      within: whether this layer chooses within such blocks alone.
+      eps: of the norm.
+    """
+
+    hidden: int
+    q_rank: int
+    heads: int = 64
+    d: int = 128
+    topk: int = 512
+    compressor: Compressor | None = None
+    latent: int = 0
+    block: int = 8
+    makes: int = 0
+    within: bool = False
+    eps: float = 1e-6
+
+    @property
+    def owns_keys(self) -> bool:
+        return self.compressor is not None or self.latent > 0
+
+    def init(self, key: jax.Array) -> dict[str, Any]:
+        """Random parameters, in float32."""
+        a, b, c = jax.random.split(key, 3)
+        params: dict[str, Any] = {
+            "wq_b": jax.random.normal(a, (self.q_rank, self.heads, self.d)) * self.q_rank**-0.5,
+            "weights_proj": jax.random.normal(b, (self.hidden, self.heads)) * self.hidden**-0.5,
+        }
+        if self.compressor is not None:
+            params["compressor"] = self.compressor.init(c)
+        if self.latent:
+            params["wk"] = jax.random.normal(c, (self.latent, self.d)) * self.latent**-0.5
+            params["k_norm"] = jnp.ones(self.d)
+        return params
+
+    def queries(
+        self, params: Any, x: jax.Array, low_rank: jax.Array, positions: jax.Array, how: Rope
+    ) -> tuple[jax.Array, jax.Array]:
+        """q `[b, s, heads, d]` and weights float32 `[b, s, heads]` of x `[b, s, hidden]`, low_rank `[b, s, q_rank]`."""
+        q = rope(jnp.einsum("bsr,rhd->bshd", low_rank, params["wq_b"].astype(x.dtype)), positions, how)
+        weights = jnp.matmul(x, params["weights_proj"].astype(x.dtype), preferred_element_type=jnp.float32)
+        return self._spread(q), weights * (self.d**-0.5 * self.heads**-0.5)
+
+    def keys(self, params: Any, latents: jax.Array, positions: jax.Array, how: Rope) -> jax.Array:
+        """k `[b, n, d]` of latents, those of `compressor` or the layer's own; positions `[b or 1, n]`."""
+        if self.latent:
+            latents = rms_norm(jnp.matmul(latents, params["wk"].astype(latents.dtype)), params["k_norm"], self.eps)
+        return self._spread(rope(latents, positions, how))
+
+    def _spread(self, x: jax.Array) -> jax.Array:
+        return hadamard(x) if self.compressor is not None else x
+
+
+def hadamard(x: jax.Array) -> jax.Array:
+    """x `[…, d]` times Sylvester's matrix over √d, which is orthogonal; d a power of two. In x's dtype, by float32.
+
+    Entry (i, j) of the matrix is `(-1)^popcount(i & j)`.
+    """
+    d = x.shape[-1]
+    if d & (d - 1):
+        raise ValueError(f"hadamard: x: got {d} channels, wanted a power of two")
+    i = np.arange(d)
+    signs = 1 - 2 * (np.bitwise_count(i[:, None] & i).astype(np.int32) % 2)
+    y = jnp.matmul(x, jnp.asarray(signs, x.dtype), preferred_element_type=jnp.float32, precision=lax.Precision.HIGHEST)
+    return (y * d**-0.5).astype(x.dtype)

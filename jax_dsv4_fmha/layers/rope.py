@@ -1,0 +1,92 @@
+"""Rotary position embedding as DeepSeek-V4 has it: on the last dimensions of a head, in neighbouring pairs.
+
+    angle = p · f[i];    (x[2i], x[2i+1]) -> (x[2i] cos - x[2i+1] sin, x[2i] sin + x[2i+1] cos)
+    f[i] = theta^(-2i / dims)                                     plain: the layers that have a window alone
+    f[i] = theta^(-2i / dims) · ((1 - u[i]) + u[i] / factor)      YaRN: all other layers; u rises from 0 to 1
+
+V is K in these models, so what attention returns is rotated like a value: `inverse_rope` at the query's position makes
+it a function of distances again.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import _check
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """The frequencies of one kind of layer.
+
+    Attributes:
+      dims: how many of a head's last dimensions are turned, even.
+      theta: 10000 in the layers of DeepSeek-V4 that have a window alone, 160000 in the others.
+      factor: YaRN's; 1 is none.
+      original: the context that the model was trained on before it was extended, in tokens, for YaRN.
+      beta_fast, beta_slow: dimensions that turn more often than beta_fast within `original` keep their frequency,
+        those that turn less often than beta_slow are slowed down by `factor`, and a ramp leads from one to the other.
+    """
+
+    dims: int = 64
+    theta: float = 10_000.0
+    factor: float = 1.0
+    original: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+
+    def frequencies(self) -> np.ndarray:
+        """float32 `[dims / 2]`, in radians a token."""
+        plain = 1 / np.float32(self.theta) ** (np.arange(0, self.dims, 2, dtype=np.float32) / np.float32(self.dims))
+        if self.factor == 1:
+            return plain
+
+        def turns_so_often(turns: float) -> float:
+            """The dimension, counted in pairs, that turns that often within `original` tokens."""
+            return self.dims * math.log(self.original / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+
+        first = max(math.floor(turns_so_often(self.beta_fast)), 0)
+        last = min(math.ceil(turns_so_often(self.beta_slow)), self.dims - 1)
+        width = last - first if last > first else 1e-3
+        slowed = np.clip((np.arange(self.dims // 2, dtype=np.float32) - first) / np.float32(width), 0, 1)
+        return (plain / np.float32(self.factor) * slowed + plain * (1 - slowed)).astype(np.float32)
+
+
+def rope(x: jax.Array, positions: jax.Array, how: Rope) -> jax.Array:
+    """x with its last `how.dims` dimensions turned to `positions`.
+
+    Args:
+      x: `[b, s, d]` or `[b, s, h, d]`, d >= how.dims; computed in float32, returned in x's dtype.
+      positions: int32 `[b, s]` or `[1, s]`.
+
+    Raises:
+      ValueError, TypeError: operands that are not as said above.
+    """
+    return _turn("rope", x, positions, how, 1)
+
+
+def inverse_rope(x: jax.Array, positions: jax.Array, how: Rope) -> jax.Array:
+    """What `rope` undoes: x turned back by as much; its operands."""
+    return _turn("inverse_rope", x, positions, how, -1)
+
+
+def _turn(op: str, x: Any, positions: Any, how: Rope, direction: int) -> jax.Array:
+    n = how.dims
+    wanted = f"[b, s, d] or [b, s, h, d] of floats, d >= {n}"
+    x = _check.array(op, "x", x, wanted, lambda x: x.dtype in _check.FLOAT and x.ndim in (3, 4) and x.shape[-1] >= n)
+    s = x.shape[1]
+    wanted = f"int32[b or 1, s={s}]"
+    positions = _check.array(
+        op, "positions", positions, wanted, lambda p: p.dtype in _check.INT and p.ndim == 2 and p.shape[1] == s
+    )
+    angle = positions[..., None].astype(jnp.float32) * how.frequencies()
+    angle = angle.reshape(*angle.shape[:2], *[1] * (x.ndim - 3), n // 2)
+    cos, sin = jnp.cos(angle), direction * jnp.sin(angle)
+    pairs = x[..., -n:].astype(jnp.float32).reshape(*x.shape[:-1], n // 2, 2)
+    even, odd = pairs[..., 0], pairs[..., 1]
+    turned = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], -1).reshape(*x.shape[:-1], n)
+    return jnp.concatenate([x[..., :-n], turned.astype(x.dtype)], -1)

@@ -1,0 +1,136 @@
+"""Parameters from checkpoints: Hugging Face's names and DeepSeek's."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .attention import DSV4Attention
+
+_DEEPSEEK = {
+    "wq_a": "wq_a.weight",
+    "q_norm": "q_norm.weight",
+    "wq_b": "wq_b.weight",
+    "wkv": "wkv.weight",
+    "kv_norm": "kv_norm.weight",
+    "sink": "attn_sink",
+    "wo_a": "wo_a.weight",
+    "wo_b": "wo_b.weight",
+    "compressor.wkv": "compressor.wkv.weight",
+    "compressor.wgate": "compressor.wgate.weight",
+    "compressor.ape": "compressor.ape",
+    "compressor.norm": "compressor.norm.weight",
+    "indexer.wq_b": "indexer.wq_b.weight",
+    "indexer.weights_proj": "indexer.weights_proj.weight",
+    "indexer.wk": "indexer.wk.weight",
+    "indexer.k_norm": "indexer.k_norm.weight",
+    "indexer.compressor.wkv": "indexer.compressor.wkv.weight",
+    "indexer.compressor.wgate": "indexer.compressor.wgate.weight",
+    "indexer.compressor.ape": "indexer.compressor.ape",
+    "indexer.compressor.norm": "indexer.compressor.norm.weight",
+}
+"""what DeepSeek's checkpoints call a parameter; Hugging Face's V4.1 does as well"""
+
+_HUGGING_FACE = {
+    "wq_a": "q_a_proj.weight",
+    "q_norm": "q_a_norm.weight",
+    "wq_b": "q_b_proj.weight",
+    "wkv": "kv_proj.weight",
+    "kv_norm": "kv_norm.weight",
+    "sink": "sinks",
+    "wo_a": "o_a_proj.weight",
+    "wo_b": "o_b_proj.weight",
+    "compressor.wkv": "compressor.kv_proj.weight",
+    "compressor.wgate": "compressor.gate_proj.weight",
+    "compressor.ape": "compressor.position_bias",
+    "compressor.norm": "compressor.kv_norm.weight",
+    "indexer.wq_b": "compressor.indexer.q_b_proj.weight",
+    "indexer.weights_proj": "compressor.indexer.scorer.weights_proj.weight",
+    "indexer.compressor.wkv": "compressor.indexer.kv_proj.weight",
+    "indexer.compressor.wgate": "compressor.indexer.gate_proj.weight",
+    "indexer.compressor.ape": "compressor.indexer.position_bias",
+    "indexer.compressor.norm": "compressor.indexer.kv_norm.weight",
+}
+
+_SCALES = (".scale", ".weight_scale_inv", "_scale_inv")
+"""what stands for `.weight` in the name of an FP8 matrix's scales, or after it"""
+
+_FP32 = ("norm", "sink", "ape", "k_norm", "q_norm", "kv_norm")
+"""parameters that stay in float32"""
+
+
+def from_state_dict(
+    layer: DSV4Attention, tensors: Mapping[str, Any], prefix: str = "", dtype: Any = jnp.bfloat16
+) -> dict[str, Any]:
+    """The parameters of a layer, as `layer.init` lays them out, from a checkpoint's tensors.
+
+    Args:
+      layer: one of what `from_config` returns.
+      tensors: arrays by name, of NumPy, JAX or torch, `[out, in]` as linear layers have them: those of a state dict or
+        of a safetensors file, whatever else it may hold.
+      prefix: in front of the layer's names, such as "layers.2.attn." (DeepSeek) or "model.layers.2.self_attn."
+        (Hugging Face). Matrices in e4m3 come with scales for square blocks of 128 or 32, which are multiplied in.
+      dtype: of the matrices. Norms, sinks and `ape` are float32.
+
+    Raises:
+      ValueError: a tensor is missing, has another shape, or is one that the layer has no use for.
+    """
+    own = {name[len(prefix) :]: x for name, x in tensors.items() if name.startswith(prefix)}
+    names = next((names for names in (_DEEPSEEK, _HUGGING_FACE) if names["wq_a"] in own), None)
+    if names is None:
+        wanted = f"{prefix}{_DEEPSEEK['wq_a']} or {prefix}{_HUGGING_FACE['wq_a']}"
+        raise ValueError(f"from_state_dict: tensors: got none that is called so, wanted {wanted}")
+    shapes = jax.eval_shape(layer.init, jax.random.key(0))
+    used: set[str] = set()
+
+    def read(path: Any, shape: Any) -> jax.Array:
+        leaf = ".".join(p.key for p in path)
+        name = names[leaf]
+        if name not in own:
+            raise ValueError(f"from_state_dict: {prefix}{name}: got none, wanted {list(shape.shape)} of {leaf}")
+        used.add(name)
+        x = _to_numpy(own[name])
+        for scale in (name.removesuffix(".weight") + end for end in _SCALES):
+            if scale in own:
+                used.add(scale)
+                x = _scaled(prefix + name, x, _to_numpy(own[scale]))
+        if name + _SCALES[2] in own:
+            used.add(name + _SCALES[2])
+            x = _scaled(prefix + name, x, _to_numpy(own[name + _SCALES[2]]))
+        if x.size != math.prod(shape.shape):
+            raise ValueError(
+                f"from_state_dict: {prefix}{name}: got {list(x.shape)}, wanted {list(shape.shape)} of {leaf}"
+            )
+        if leaf == "wo_a":  # [groups · rank, heads of a group · d]
+            g, heads, d, rank = shape.shape
+            x = x.reshape(g, rank, heads, d).transpose(0, 2, 3, 1)
+        elif name.endswith(".weight") and x.ndim == 2:
+            x = x.T
+        last = leaf.rsplit(".")[-1]
+        return jnp.asarray(x.reshape(shape.shape), jnp.float32 if last in _FP32 else dtype)
+
+    params = jax.tree_util.tree_map_with_path(read, shapes)
+    unused = sorted(set(own) - used)
+    if unused:
+        got = f"got {', '.join(unused)} under {prefix!r}"
+        raise ValueError(f"from_state_dict: tensors: {got}, wanted a layer's alone")
+    return params
+
+
+def _to_numpy(x: Any) -> np.ndarray:
+    """float32, of any library's array."""
+    if hasattr(x, "detach"):  # torch's: NumPy does not know its 8 and 16 bits
+        x = x.detach().float().cpu().numpy()
+    return np.asarray(x).astype(np.float32)
+
+
+def _scaled(name: str, x: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """x times the scale of its block."""
+    for block in (128, 32):
+        if scale.shape == tuple(-(-n // block) for n in x.shape):
+            whole = np.repeat(np.repeat(scale, block, 0), block, 1)
+            return x * whole[: x.shape[0], : x.shape[1]]
+    raise ValueError(f"from_state_dict: {name}: got scales {list(scale.shape)}, wanted one for a block of 128 or of 32")

@@ -1,0 +1,108 @@
+"""DeepSeek-V4's and V4.1's attention layers in float64, a token and an entry at a time: what tests compare with."""
+
+import cmath
+import math
+
+import numpy as np
+
+
+def norm(x, weight=1.0, eps=1e-6):
+    return x / np.sqrt(np.mean(x * x) + eps) * weight
+
+
+def turn(x, position, how, direction=1):
+    x = x.copy()
+    n = how.dims
+    for i in range(n // 2):
+        f = how.theta ** (-2 * i / n)
+        if how.factor != 1:
+
+            def pair(turns):
+                return n * math.log(how.original / (turns * 2 * math.pi)) / (2 * math.log(how.theta))
+
+            first, last = max(math.floor(pair(how.beta_fast)), 0), min(math.ceil(pair(how.beta_slow)), n - 1)
+            slowed = min(max((i - first) / max(last - first, 1e-3), 0), 1)
+            f = f * (1 - slowed) + f / how.factor * slowed
+        at = x.shape[-1] - n + 2 * i
+        z = (x[..., at] + 1j * x[..., at + 1]) * cmath.exp(1j * direction * position * f)
+        x[..., at], x[..., at + 1] = z.real, z.imag
+    return x
+
+
+def latents(c, p, x):
+    """The compressor's entries before RoPE."""
+    out = []
+    for w in range(len(x) // c.ratio):
+        rows = []  # (kv, score)
+        for t in range((w - c.blocks + 1) * c.ratio, (w + 1) * c.ratio):
+            if t < 0:
+                continue
+            half = slice(None)
+            if c.overlap:
+                half = slice(c.d, None) if t >= w * c.ratio else slice(0, c.d)
+            score = 0.0
+            if c.ratio > 1:
+                score = x[t] @ p["wgate"][:, half] + (p["ape"][t % c.ratio, half] if c.has_ape else 0)
+            rows.append((x[t] @ p["wkv"][:, half], score + np.zeros(c.d)))
+        kv, score = (np.stack(r) for r in zip(*rows, strict=True))
+        weight = np.exp(score - score.max(0))
+        out.append(norm((kv * weight).sum(0) / weight.sum(0), p["norm"], c.eps))
+    return np.array(out).reshape(-1, c.d)
+
+
+def choose(ix, p, x, c, keys, ratio, how, shared):
+    """The entries that each token chooses, and the blocks it leaves to later layers."""
+    chosen, blocks = [], []
+    for t in range(len(x)):
+        q = np.stack([turn(c[t] @ p["wq_b"][:, h], t, how) for h in range(ix.heads)])
+        w = x[t] @ p["weights_proj"] / math.sqrt(ix.d * ix.heads)
+        scores = {s: float(w @ np.maximum(q @ keys[s], 0)) for s in range(min((t + 1) // ratio, len(keys)))}
+        if ix.makes:
+            best = {}
+            for s, score in scores.items():
+                best[s // ix.block] = max(best.get(s // ix.block, -math.inf), score)
+            if best:
+                best[max(best)] = math.inf
+            blocks.append(set(sorted(best, key=lambda b: -best[b])[: ix.makes]))
+        if ix.within:
+            scores = {s: score for s, score in scores.items() if s // ix.block in shared["blocks"][t]}
+        chosen.append(sorted(sorted(scores, key=lambda s: (-scores[s], s))[: ix.topk]))
+    return chosen, blocks
+
+
+def layer(one, p, x, shared):
+    """One sequence x [s, hidden] -> [s, hidden]; `shared` is what layers of V4.1 leave to one another, and changes."""
+    s, how = len(x), one.rope
+    c = np.stack([norm(x[t] @ p["wq_a"], p["q_norm"], one.eps) for t in range(s)])
+    kv = np.stack([turn(norm(x[t] @ p["wkv"], p["kv_norm"], one.eps), t, how) for t in range(s)])
+    if one.compressor is not None:
+        raw = latents(one.compressor, p["compressor"], x)
+        shared["entries"] = np.array([turn(e, w * one.ratio, how) for w, e in enumerate(raw)]).reshape(-1, one.d)
+        if one.indexer is not None:
+            ip = p["indexer"]
+            if one.indexer.compressor is not None:
+                of_keys = latents(one.indexer.compressor, ip["compressor"], x)
+            else:
+                of_keys = [norm(e @ ip["wk"], ip["k_norm"], one.indexer.eps) for e in raw]
+            shared["keys"] = np.array([turn(k, w * one.ratio, how) for w, k in enumerate(of_keys)])
+    if one.indexer is not None:
+        chosen, blocks = choose(one.indexer, p["indexer"], x, c, shared["keys"], one.ratio, how, shared)
+        shared["chosen"] = chosen
+        shared["blocks"] = blocks or shared.get("blocks")
+    y = []
+    for t in range(s):
+        keys = [kv[j] for j in range(max(t - one.window + 1, 0), t + 1)]
+        if one.sparse:
+            keys += [shared["entries"][w] for w in shared["chosen"][t]]
+        elif one.ratio:
+            keys += list(shared["entries"][: (t + 1) // one.ratio])
+        keys = np.stack(keys)
+        o = []
+        for h in range(one.heads):
+            q = c[t] @ p["wq_b"][:, h]
+            q = turn(norm(q, eps=one.eps) if one.norm_heads else q, t, how)
+            weight = np.exp(keys @ q / math.sqrt(one.d))
+            o.append(turn(weight @ keys / (weight.sum() + math.exp(p["sink"][h])), t, how, -1))
+        o = np.stack(o).reshape(one.o_groups, -1, one.d)
+        y.append(np.einsum("gr,grm->m", np.einsum("ghd,ghdr->gr", o, p["wo_a"]), p["wo_b"]))
+    return np.stack(y)

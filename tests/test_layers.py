@@ -1,0 +1,375 @@
+"""Layers of DeepSeek-V4 and V4.1: whole sequences against float64, and chunks and steps against whole sequences."""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import layers_float64
+import numpy as np
+import pytest
+import scipy.linalg
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_dsv4_fmha import Cache
+from jax_dsv4_fmha.layers import Rope, from_config, from_state_dict, hadamard, inverse_rope, rope
+
+SMALL = {
+    "hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 16, "qk_rope_head_dim": 8,
+    "q_lora_rank": 12, "o_groups": 2, "o_lora_rank": 6, "sliding_window": 5, "index_n_heads": 8, "index_head_dim": 16,
+    "index_topk": 3, "rope_theta": 10000, "compress_rope_theta": 160000, "rms_norm_eps": 1e-6,
+    "rope_scaling": {"type": "yarn", "factor": 16, "original_max_position_embeddings": 64},
+}  # fmt: skip
+MODELS = {
+    "v4": SMALL | {"layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+                   "compress_rates": {"heavily_compressed_attention": 8}},
+    "v4.1": SMALL | {"num_hidden_layers": 6, "compress_ratios": [0, 2, 2, 1, 1, 1], "kv_source_layer_ids": [1, 3],
+                     "index_source_layer_ids": [1, 3, 5], "candidate_source_layer_id": 3, "candidate_topk_blocks": 3,
+                     "candidate_block_size": 2},
+}  # fmt: skip
+
+
+def random_params(layer, seed):
+    """Nothing in them is 0 or 1: that would hide a mistake."""
+    rng = np.random.default_rng(seed)
+
+    def leaf(path, x):
+        noise = rng.standard_normal(x.shape)
+        if "norm" in path[-1].key:
+            return jnp.asarray(1 + 0.3 * noise, jnp.float32)
+        fan_in = 1 if x.ndim == 1 or path[-1].key == "ape" else x.shape[0] if x.shape[0] > 8 else x.shape[1]
+        return jnp.asarray(noise * fan_in**-0.5, jnp.float32)
+
+    return jax.tree_util.tree_map_with_path(leaf, shapes(layer))
+
+
+def shapes(layer):
+    return jax.eval_shape(layer.init, jax.random.key(0))
+
+
+@functools.cache
+def model(name):
+    layers = from_config(MODELS[name])
+    return layers, [random_params(layer, i) for i, layer in enumerate(layers)]
+
+
+def stack(name, run):
+    """A pass over a model's layers, each added to what it was given: run(layer, params, x, shared, i) -> Output."""
+    layers, params = model(name)
+
+    def f(x, caches=None, **at):
+        shared, kept = None, []
+        for i, (layer, p) in enumerate(zip(layers, params, strict=True)):
+            out = run(layer, p, x, shared, None if caches is None else caches[i], **at)
+            x, shared = x + out.y, out.shared
+            kept.append(out.cache)
+        return x, kept
+
+    return f
+
+
+@functools.cache
+def whole(name):
+    """Three sequences, and what a model makes of them at once."""
+    x = hidden(3, 40)
+    return x, jax.jit(stack(name, lambda layer, p, x, shared, _: layer(p, x, shared=shared)))(x)[0]
+
+
+@functools.cache
+def alone():
+    """A layer with an indexer, its parameters, sequences and what it makes of them."""
+    layers, params = model("v4")
+    x = hidden(4, 24)
+    return layers[1], params[1], x, jax.jit(lambda p, x: layers[1](p, x).y)(params[1], x)
+
+
+def hidden(b, s, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal((b, s, 24)), jnp.float32)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_whole_sequences_against_float64(name):
+    layers, params = model(name)
+    x, got = whole(name)
+    want, shared = np.asarray(x[1], np.float64), {}
+    for layer, p in zip(layers, jax.tree.map(lambda p: np.asarray(p, np.float64), params), strict=True):
+        want = want + layers_float64.layer(layer, p, want, shared)
+    np.testing.assert_allclose(got[1], want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name, paged", [("v4", True), ("v4.1", False)])
+def test_ragged_chunks_and_steps_equal_whole_sequences(name, paged):
+    """Three chunks of prompts of unlike lengths, then steps of two tokens, one of which is taken back every time."""
+    layers, _ = model(name)
+    b, room, steps = 3, 40, 2
+    x, want = whole(name)
+    table = None
+    if paged:
+        table = jnp.asarray(np.random.default_rng(1).permutation(b * 4).reshape(b, 4), jnp.int32)
+    caches = [layer.cache(b, room, jnp.float32, steps=steps, block_table=table) for layer in layers]
+
+    def call(layer, p, x, shared, cache, start, lengths):
+        return layer(p, x, cache, shared, start=start, lengths=lengths)
+
+    def next_tokens(layer, p, x, shared, cache, lengths):
+        return layer.step(p, x, cache, shared, lengths=lengths)
+
+    chunk, step = jax.jit(stack(name, call)), jax.jit(stack(name, next_tokens))
+    lengths = np.array([22, 0, 9], np.int32)
+    for start in (0, 8, 16):
+        y, caches = chunk(x[:, start : start + 8], caches, start=jnp.int32(start), lengths=jnp.asarray(lengths))
+        for n in range(b):
+            to = min(max(lengths[n] - start, 0), 8)
+            np.testing.assert_allclose(y[n, :to], want[n, start : start + to], rtol=2e-5, atol=2e-5)
+    lengths[1] = 1  # begins by steps alone: its first has one token before position 0
+    for _ in range(16):
+        at = lengths[:, None] + np.arange(-1, 1)
+        new = jnp.take_along_axis(x, jnp.maximum(at, 0)[..., None], 1)
+        new = new.at[:, 1].set(jnp.where((lengths % 3 == 0)[:, None], 9.0, new[:, 1]))  # a guess, and a wrong one
+        y, caches = step(new, caches, lengths=jnp.asarray(lengths + 1))
+        some = lengths > 0
+        np.testing.assert_allclose(y[some, 0], want[np.arange(b), lengths - 1][some], rtol=2e-5, atol=2e-5)
+        lengths += 1
+
+
+def test_caches_are_updated_in_place_in_a_scan():
+    layer, p, x, want = alone()
+    cache = layer.cache(4, 64, jnp.float32)
+
+    def generate(cache, x):
+        def step(carry, x):
+            cache, n = carry
+            out = layer.step(p, x[:, None], cache, lengths=n + 1)
+            return (out.cache, n + 1), out.y[:, 0]
+
+        (cache, _), y = jax.lax.scan(step, (cache, jnp.int32(0)), x.swapaxes(0, 1))
+        return cache, y.swapaxes(0, 1)
+
+    compiled = jax.jit(generate, donate_argnums=0).lower(cache, x).compile()
+    size = sum(c.nbytes for c in jax.tree.leaves(cache))
+    assert compiled.memory_analysis().alias_size_in_bytes >= size
+    np.testing.assert_allclose(compiled(cache, x)[1], want, rtol=2e-5, atol=2e-5)
+
+
+def test_fp8_caches():
+    """Steps over FP8 caches give what a chunk over them gives, which rounds its own latents as the cache does."""
+    layer = from_config(MODELS["v4"] | {"head_dim": 512})[1]
+    p, x = random_params(layer, 0), hidden(2, 21).astype(jnp.bfloat16)
+    step = jax.jit(lambda x, c, n: layer.step(p, x, c, lengths=n)[:2], donate_argnums=1)
+    chunk = jax.jit(lambda x, c: layer(p, x, c)[:2])
+    want, cache = chunk(x, layer.cache(2, 24, jnp.float8_e4m3fn))
+    assert cache.window.is_fp8 and cache.compressed.is_fp8
+    cache = layer.cache(2, 24, jnp.float8_e4m3fn)
+    for n in range(1, 22):
+        y, cache = step(x[:, n - 1 : n], cache, jnp.int32(n))
+        error = jnp.linalg.norm(y[:, 0].astype(jnp.float32) - want[:, n - 1]) / jnp.linalg.norm(want[:, n - 1])
+        assert error < 2e-2, (n, error)
+    exact = jax.jit(lambda x: layer(p, x).y)(x.astype(jnp.float32))
+    error = jnp.linalg.norm(exact - want, axis=-1) / jnp.linalg.norm(exact, axis=-1)
+    assert jnp.median(error) < 4e-2 and jnp.all(error > 0)
+
+
+@pytest.mark.parametrize(
+    "split, kind",
+    [("batch", AxisType.Auto), ("batch", AxisType.Explicit), ("heads", AxisType.Auto), ("sequence", AxisType.Auto)],
+)
+def test_shardings_alone_make_it_parallel(split, kind):
+    """Over the batch no collective, over heads a sum, over the sequence keys are gathered; and the same numbers."""
+    layers, params = model("v4")
+    layer, p, x = layers[2], params[2], hidden(4, 24)
+    want = jax.jit(lambda p, x: layer(p, x).y)(p, x)
+    mesh = jax.make_mesh((2,), (split,), axis_types=(kind,), devices=jax.devices("cpu")[:2])
+    heads = split if split == "heads" else None
+    specs = layer.partition(heads)
+    p = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), p, specs)
+    spec = {"batch": P("batch"), "heads": P(), "sequence": P(None, "sequence")}[split]
+    x = jax.device_put(x, NamedSharding(mesh, spec))
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(lambda p, x: layer(p, x).y).lower(p, x).compile()
+        got, text = compiled(p, x), compiled.as_text()
+    np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
+    found = {op for op in ("all-gather", "all-to-all", "collective-permute", "all-reduce") if f" {op}(" in text}
+    if split != "sequence":
+        assert found == {"batch": set(), "heads": {"all-reduce"}}[split]
+
+
+def published(name):
+    """The entries of a published config.json that attention is made of."""
+    yarn = {"type": "yarn", "factor": 16, "original_max_position_embeddings": 65536, "beta_fast": 32, "beta_slow": 1}
+    both = {
+        "head_dim": 512, "qk_rope_head_dim": 64, "o_lora_rank": 1024, "sliding_window": 128, "index_head_dim": 128,
+        "rope_theta": 10000, "compress_rope_theta": 160000, "rope_scaling": yarn,
+    }  # fmt: skip
+    flash = both | {
+        "hidden_size": 4096, "num_hidden_layers": 43, "num_attention_heads": 64, "q_lora_rank": 1024, "o_groups": 8,
+        "index_n_heads": 64, "index_topk": 512, "compress_ratios": [0, 0] + [4, 128] * 20 + [4, 0],
+        "rms_norm_eps": 1e-6,
+    }  # fmt: skip
+    pro = flash | {
+        "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128, "q_lora_rank": 1536, "o_groups": 16,
+        "index_topk": 1024, "compress_ratios": [128, 128] + [4, 128] * 29 + [4, 0],
+    }  # fmt: skip
+    v41 = both | {
+        "hidden_size": 5120, "num_hidden_layers": 40, "num_attention_heads": 64, "q_lora_rank": 1280, "o_groups": 8,
+        "index_n_heads": 32, "index_topk": 512, "compress_ratios": [0, 0] + [2] * 18 + [1] * 20 + [0] * 3,
+        "kv_source_layer_ids": [2, 8, 14, 20], "index_source_layer_ids": [2, 8, 14, 20, 24, 28, 32, 36],
+        "candidate_source_layer_id": 20, "candidate_topk_blocks": 2048, "candidate_block_size": 8,
+        "rms_norm_eps": 1e-20,
+    }  # fmt: skip
+    return {"flash": flash, "pro": pro, "v4.1": {"text_config": v41}}[name]
+
+
+def test_config_of_v4(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(published("flash")))
+    layers = from_config(path)
+    assert len(layers) == 43 and [layer.ratio for layer in layers[:5]] == [0, 0, 4, 128, 4]
+    assert layers[0].rope == Rope(64, 10000) and layers[0].compressor is None
+    for layer in layers[2:]:
+        assert layer.rope == Rope(64, 160000, 16, 65536, 32, 1) and layer.norm_heads
+        assert layer.compressor.overlap == layer.sparse == (layer.indexer is not None) == (layer.ratio == 4)
+    assert (layers[2].indexer.heads, layers[2].indexer.topk) == (64, 512)
+    pro = from_config(published("pro"))
+    assert (len(pro), pro[0].ratio, pro[2].heads, pro[2].indexer.topk, pro[0].o_groups) == (61, 128, 128, 1024, 16)
+
+
+def test_config_of_v41():
+    layers = from_config(published("v4.1"))
+    assert [i for i, layer in enumerate(layers) if layer.compressor] == [2, 8, 14, 20]
+    assert [i for i, layer in enumerate(layers) if layer.indexer] == [2, 8, 14, 20, 24, 28, 32, 36]
+    assert [i for i, layer in enumerate(layers) if layer.indexer and layer.indexer.within] == [24, 28, 32, 36]
+    assert [i for i, layer in enumerate(layers) if layer.indexer and layer.indexer.makes == 2048] == [20]
+    assert len(layers) == 40 and all(layer.sparse == (i > 1) for i, layer in enumerate(layers))
+    assert not any(layer.norm_heads for layer in layers) and layers[0].eps == 1e-20
+    assert not layers[2].compressor.has_ape and not layers[2].compressor.overlap and layers[20].ratio == 1
+    names = [path[-1].key for path, _ in jax.tree_util.tree_leaves_with_path(shapes(layers[20])["compressor"])]
+    assert names == ["norm", "wkv"]  # of ratio 1
+
+
+def test_config_of_deepseeks_own_code():
+    theirs = {
+        "dim": 4096, "n_layers": 4, "n_heads": 64, "q_lora_rank": 1024, "head_dim": 512, "rope_head_dim": 64,
+        "norm_eps": 1e-6, "o_groups": 8, "o_lora_rank": 1024, "window_size": 128, "compress_ratios": [0, 4, 128, 4, 0],
+        "compress_rope_theta": 160000.0, "original_seq_len": 65536, "rope_theta": 10000.0, "rope_factor": 16,
+        "beta_fast": 32, "beta_slow": 1, "index_n_heads": 64, "index_head_dim": 128, "index_topk": 512,
+    }  # fmt: skip
+    flash = from_config(published("flash"))
+    assert from_config(theirs) == (flash[0], flash[2], flash[3], flash[2])
+
+
+@pytest.mark.parametrize(
+    "changes, error",
+    [
+        ({"q_lora_rank": None}, "q_lora_rank: got none"),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling: got .*linear"),
+        ({"compress_ratios": None, "layer_types": ["full_attention"] * 43}, "layer_types: got full_attention"),
+        ({"compress_ratios": [-1] * 43}, "compress_ratios: got -1"),
+    ],
+)
+def test_config_errors(changes, error):
+    with pytest.raises(ValueError, match=error):
+        from_config(published("flash") | changes)
+
+
+def checkpoint(layer, params, prefix):
+    """A layer's parameters under DeepSeek's names, [out, in]."""
+    tensors = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
+        name, x = ".".join(p.key for p in path), np.asarray(x)
+        if name == "wo_a":
+            x = x.transpose(0, 3, 1, 2).reshape(layer.o_groups * layer.o_rank, -1)
+        elif name in ("wq_b", "indexer.wq_b"):
+            x = x.reshape(x.shape[0], -1).T
+        elif name == "wo_b":
+            x = x.reshape(-1, x.shape[-1]).T
+        elif x.ndim == 2 and not name.endswith("ape"):
+            x = x.T
+        name = "attn_sink" if name == "sink" else name if name.endswith("ape") else name + ".weight"
+        tensors[prefix + name] = x
+    return tensors
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_state_dict_of_deepseek(name):
+    layers, params = model(name)
+    tensors = {"embed.weight": np.zeros(3)}
+    for i, (layer, p) in enumerate(zip(layers, params, strict=True)):
+        tensors |= checkpoint(layer, p, f"layers.{i}.attn.")
+    for i, (layer, p) in enumerate(zip(layers, params, strict=True)):
+        got = from_state_dict(layer, tensors, f"layers.{i}.attn.", jnp.float32)
+        jax.tree.map(np.testing.assert_array_equal, got, p)
+
+
+def test_state_dict_in_fp8():
+    layers, params = model("v4")
+    layer, tensors = layers[0], checkpoint(layers[0], params[0], "")
+    scale = np.float32(0.25)
+    tensors["wq_b.weight"] = np.asarray(tensors["wq_b.weight"] / scale).astype(jnp.float8_e4m3fn)
+    tensors["wq_b.scale"] = np.full((1, 1), scale)
+    got = from_state_dict(layer, tensors, dtype=jnp.float32)["wq_b"]
+    np.testing.assert_allclose(got, params[0]["wq_b"], rtol=0.07, atol=1e-3)
+    tensors["wq_b.scale"] = np.full((7, 1), scale)
+    with pytest.raises(ValueError, match=r"wq_b.weight: got scales \[7, 1\], wanted one for a block"):
+        from_state_dict(layer, tensors)
+
+
+def test_state_dict_errors():
+    layers, params = model("v4")
+    layer, good = layers[1], checkpoint(layers[1], params[1], "a.")
+    with pytest.raises(ValueError, match=r"got none that is called so, wanted b.wq_a.weight or b.q_a_proj.weight"):
+        from_state_dict(layer, good, "b.")
+    with pytest.raises(ValueError, match=r"a.indexer.wq_b.weight: got none, wanted \[12, 8, 16\] of indexer.wq_b"):
+        from_state_dict(layer, {k: x for k, x in good.items() if k != "a.indexer.wq_b.weight"}, "a.")
+    with pytest.raises(ValueError, match=r"a.wkv.weight: got \[3, 24\], wanted \[24, 16\] of wkv"):
+        from_state_dict(layer, good | {"a.wkv.weight": np.zeros((3, 24))}, "a.")
+    with pytest.raises(ValueError, match=r"got bias under 'a.', wanted a layer's alone"):
+        from_state_dict(layer, good | {"a.bias": np.zeros(3)}, "a.")
+
+
+@pytest.mark.parametrize("how", [Rope(8), Rope(8, 160000, 16, 64)])
+def test_rope(how):
+    x = hidden(2, 6).reshape(2, 6, 2, 12)
+    positions = jnp.array([[0, 1, 7, 100, 4095, 70000]], jnp.int32)
+    got = rope(x, positions, how)
+    for i, p in enumerate(positions[0].tolist()):
+        want = layers_float64.turn(np.asarray(x[:, i], np.float64), p, how)
+        np.testing.assert_allclose(got[:, i], want, atol=2e-7 * max(p, 20))  # an angle is a product in float32
+    np.testing.assert_allclose(inverse_rope(got, positions, how), x, atol=1e-6)
+    assert rope(x.astype(jnp.bfloat16), positions, how).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("positions", [jnp.zeros((1, 5), jnp.int32), jnp.zeros((1, 6)), jnp.zeros(6, jnp.int32)])
+def test_rope_errors(positions):
+    with pytest.raises(ValueError, match=r"rope: positions: got .*, wanted int32\[b or 1, s=6\]"):
+        rope(hidden(2, 6), positions, Rope(8))
+
+
+def test_hadamard():
+    x = hidden(1, 3)[0, :, :16]
+    np.testing.assert_allclose(hadamard(x), np.asarray(x) @ scipy.linalg.hadamard(16) / 4, atol=1e-6)
+    with pytest.raises(ValueError, match="got 24 channels, wanted a power of two"):
+        hadamard(hidden(1, 3))
+
+
+def test_init():
+    """What comes out is about as large as what goes in."""
+    layer = model("v4")[0][1]
+    params = jax.jit(layer.init)(jax.random.key(0))
+    y = jax.jit(lambda p, x: layer(p, x).y)(params, hidden(4, 24))
+    assert 0.1 < jnp.sqrt(jnp.mean(y**2)) < 2
+
+
+def test_errors():
+    layers, params = model("v4")
+    layer, p = layers[1], params[1]
+    with pytest.raises(ValueError, match=r"DSV4Attention: x: got float32\[2, 6, 23\], wanted .*hidden=24"):
+        layer(p, hidden(2, 6)[..., :23])
+    with pytest.raises(ValueError, match="start: got 3, wanted 0, and no lengths, without a cache"):
+        layer(p, hidden(2, 6), start=3)
+    with pytest.raises(TypeError, match=r"cache: got .*, wanted a LayerCache"):
+        layer(p, hidden(2, 6), Cache.zeros(2, 6, 16, jnp.float32))
+    with pytest.raises(
+        ValueError, match=r"window_cache: got room for 5 entries of a sequence, wanted window \+ s_q - 1"
+    ):
+        layer.step(p, hidden(2, 2), layer.cache(2, 8, jnp.float32), lengths=2)
