@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import HostStub
 
 from jax_dsv4_fmha import _backward, _ffi
 from kernels.abi import Backward
@@ -23,6 +22,7 @@ from kernels.variants import VARIANTS
 from tests import native
 from tests.gradients import FUNCTIONS, assert_right, gradient, operands
 from tests.native import ADDRESSES, Shape, plan
+from tests.oracle import HostStub
 
 ALL = [v for v in VARIANTS if isinstance(v, Backward)]
 BUILT = native.built(Backward)

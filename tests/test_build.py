@@ -9,13 +9,13 @@ from importlib import util
 from pathlib import Path
 
 import pytest
-from native import Shape, cubin, library, plan, plan_combine, variant_of
 
 from jax_dsv4_fmha import _ffi
 from kernels import build
 from kernels.abi import Combine
 from kernels.cubin import KernelInfo, read_kernel
 from kernels.variants import FEW_HEADS, LATENT, VARIANTS
+from tests.native import Shape, cubin, library, plan, plan_combine, variant_of
 
 ROOT = Path(__file__).parent.parent
 HAS_DSL = util.find_spec("cutlass") is not None

@@ -15,14 +15,9 @@ from jax.sharding import PartitionSpec as P
 
 from jax_dsv4_fmha import Cache, _fp8, dequantize_cache, dsv4_attention, dsv4_decode, quantize_cache, sparse_fmha
 from jax_dsv4_fmha._testing.cases import CASES, operands, run, run_into, run_reference
-from jax_dsv4_fmha._testing.compare import compare
+from tests.helpers import assert_right, collectives, normal
 
 STEPS = [case for case in CASES if case.op == "dsv4_decode"]
-COLLECTIVES = r" (all-\w+|reduce-scatter|collective-\w+)(?:-start)?\("
-
-
-def normal(seed, *shape, dtype=jnp.float32):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
 def assert_close(got, want, **tolerance):
@@ -247,8 +242,7 @@ def test_steps_equal_the_whole_sequence(far, kind, s_q):
 @pytest.mark.parametrize("implementation", [None, "reference"])
 @pytest.mark.parametrize("case", [c for c in STEPS if c.page in (61, 64)], ids=lambda case: case.name)
 def test_rounds_once(case, implementation):
-    for verdict in compare(run(case, implementation), run_reference(case)):
-        assert verdict.passed, verdict
+    assert_right(run(case, implementation), run_reference(case))
 
 
 def test_cases_hold_what_the_issue_asks_for():
@@ -344,7 +338,7 @@ class TestMeshes:
 
     def check(self, step, operands, want):
         compiled = jax.jit(step).lower(*operands).compile()
-        assert re.findall(COLLECTIVES, compiled.as_text()) == []
+        assert collectives(compiled) == {}
         for got, y in zip(jax.tree.leaves(compiled(*operands)), jax.tree.leaves(want), strict=True):
             one_step = {jnp.uint8: {"rtol": 0, "atol": 0}, jnp.bfloat16: {"rtol": 2**-7}}
             assert_close((got,), (y,), **one_step.get(got.dtype.type, {}))
@@ -501,7 +495,6 @@ def test_the_recipe_for_pages_of_others():
 def test_kernel(case):
     """Right, the same bits in the second run, and every element written."""
     got, again = run_into(case, (0.0, np.nan), implementation="cubin")
-    for verdict in compare(got, run_reference(case)):
-        assert verdict.passed, verdict
+    assert_right(got, run_reference(case))
     for x, y in zip(got, again, strict=True):
         np.testing.assert_array_equal(*(np.asarray(z).view(f"u{z.dtype.itemsize}") for z in (x, y)))

@@ -11,7 +11,7 @@ import pytest
 from jax_dsv4_fmha import dsv4_attention, fmha, reference
 from jax_dsv4_fmha._testing.cases import CASES, run, run_reference
 from jax_dsv4_fmha._testing.cases import operands as operands_of
-from jax_dsv4_fmha._testing.compare import compare
+from tests.helpers import assert_right
 
 LAYERS = [case for case in CASES if case.op == "dsv4_attention"]
 SOME = [
@@ -22,8 +22,7 @@ SOME = [
 
 @pytest.mark.parametrize("case", SOME, ids=lambda case: case.name)
 def test_two_pass_equals_the_definition(case):
-    for verdict in compare(run(case), run_reference(case)):
-        assert verdict.passed, verdict
+    assert_right(run(case), run_reference(case))
 
 
 @pytest.mark.usefixtures("built")
@@ -32,8 +31,7 @@ def test_fused_equals_the_definition(case):
     args, kwargs = operands_of(case)
     numbers = {name: kwargs.pop(name) for name in ("window", "ratio") if name in kwargs}
     f = jax.jit(lambda args, kwargs: dsv4_attention(*args, **kwargs, **numbers, method="fused"))
-    for verdict in compare(f(args, kwargs), run_reference(case)):
-        assert verdict.passed, verdict
+    assert_right(f(args, kwargs), run_reference(case))
 
 
 @pytest.mark.usefixtures("built")
@@ -76,8 +74,7 @@ def test_the_methods_agree(case):
     for method in ("two_pass", "fused"):
         f = jax.jit(lambda args, kwargs, m=method: dsv4_attention(
             *args, **kwargs, **numbers, method=m, implementation="cubin"))  # fmt: skip
-        for verdict in compare(f(args, kwargs), run_reference(case)):
-            assert verdict.passed, (method, str(verdict))
+        assert_right(f(args, kwargs), run_reference(case))
 
 
 @pytest.mark.gpu
@@ -85,8 +82,7 @@ def test_the_methods_agree(case):
 @pytest.mark.parametrize("case", LAYERS, ids=lambda case: case.name)
 def test_kernel(case):
     got = run(case, "cubin" if case.has_kernel else None)
-    for verdict in compare(got, run_reference(case)):
-        assert verdict.passed, verdict
+    assert_right(got, run_reference(case))
 
 
 INDICES = jnp.tile(jnp.array([0, 2], jnp.int32), (2, 6, 1))

@@ -15,15 +15,26 @@ from importlib import util
 
 import jax
 import jax.numpy as jnp
-import native
 import numpy as np
 import pytest
-from native import ADDRESSES, SOURCES, Shape, assert_right, called, function, heads_for, operands, plan, plan_combine
-from oracle import HostStub, TensorMap
 
 from jax_dsv4_fmha import _ffi
 from kernels.abi import ANY, TILING, Combine, Forward, gathers
 from kernels.variants import VARIANTS
+from tests import native
+from tests.native import (
+    ADDRESSES,
+    SOURCES,
+    Shape,
+    assert_right,
+    called,
+    function,
+    heads_for,
+    operands,
+    plan,
+    plan_combine,
+)
+from tests.oracle import HostStub, TensorMap
 
 SHAPES = [
     Shape(b, s_q, s_kv, h_q, h_kv, 512, s_kv1, topk)
@@ -387,7 +398,8 @@ def test_runs_from_eight_threads(variant):
 def test_runs_inside_cuda_graphs():
     """In a process of its own, where all that may go into a command buffer does."""
     code = """
-import functools, jax, numpy as np, test_ffi
+import functools, jax, numpy as np
+from tests import test_ffi
 from jax_dsv4_fmha import _ffi
 for variant in test_ffi.BUILT:
     if variant.arch not in _ffi.local_architectures():
@@ -402,7 +414,7 @@ for variant in test_ffi.BUILT:
         assert all(map(np.array_equal, first, again))
 """
     flags = "--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUSTOM_CALL --xla_gpu_graph_min_graph_size=1"
-    path = os.pathsep.join([os.path.dirname(__file__), os.getcwd()])
+    path = os.pathsep.join([os.path.dirname(os.path.dirname(__file__)), os.getcwd()])
     env = {**os.environ, "XLA_FLAGS": flags, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONPATH": path}
     subprocess.run([sys.executable, "-c", code], check=True, env=env)
 

@@ -13,7 +13,7 @@ import pytest
 
 from jax_dsv4_fmha import Span, _ffi, fmha, reference
 from jax_dsv4_fmha._testing.cases import CASES, operands, run, run_reference
-from jax_dsv4_fmha._testing.compare import compare
+from tests.helpers import assert_right
 
 TABLE = [case for case in CASES if case.op == "fmha"]
 B, S, H, D = 2, 6, 2, 64
@@ -43,8 +43,7 @@ SOME = [
 def test_rounds_once(case, implementation):
     got = run(case, implementation)
     assert got[0].dtype == case.dtype and got[1].dtype == jnp.float32
-    for verdict in compare(got, run_reference(case)):
-        assert verdict.passed, verdict
+    assert_right(got, run_reference(case))
 
 
 @pytest.mark.usefixtures("built")
@@ -155,8 +154,7 @@ def test_nothing_built():
 class TestKernel:
     @pytest.mark.parametrize("case", TABLE, ids=lambda case: case.name)
     def test_equals_the_reference(self, case):
-        for verdict in compare(run(case, "cubin"), run_reference(case)):
-            assert verdict.passed, verdict
+        assert_right(run(case, "cubin"), run_reference(case))
 
     @pytest.mark.parametrize(
         "case", [c for c in TABLE if not c.is_small and c.s_q < 10_000], ids=lambda case: case.name

@@ -18,13 +18,10 @@ from jax_dsv4_fmha import (
     lightning_indexer,
     quantize_indexer,
 )
+from tests.helpers import normal
 
 B, S_Q, S_C, H, D = 2, 6, 23, 4, 16
 H_A, D_A = 3, 8
-
-
-def normal(seed, *shape, dtype=np.float32):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
 def operands(dtype=jnp.float32, b=B, s_q=S_Q, s_c=S_C, h=H):

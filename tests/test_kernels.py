@@ -6,11 +6,11 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from native import cubin, variant_of
 
 from jax_dsv4_fmha import _ffi
 from kernels.abi import ANY, Backward, Combine
 from kernels.variants import DENSE, FEW_HEADS
+from tests.native import cubin, variant_of
 
 
 @pytest.mark.parametrize("key", [v.key for v in _ffi.variants()])

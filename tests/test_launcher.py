@@ -4,9 +4,9 @@ import ctypes
 
 import numpy as np
 import pytest
-from native import TensorMapSpec, assert_right, cubin, operands, plan, variant_of
 
 from jax_dsv4_fmha import _ffi
+from tests.native import TensorMapSpec, assert_right, cubin, operands, plan, variant_of
 
 driver = pytest.importorskip("cuda.bindings.driver")
 pytestmark = pytest.mark.gpu

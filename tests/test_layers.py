@@ -5,7 +5,6 @@ import json
 
 import jax
 import jax.numpy as jnp
-import layers_float64
 import numpy as np
 import pytest
 import scipy.linalg
@@ -14,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_dsv4_fmha import Cache
 from jax_dsv4_fmha.layers import Rope, from_config, from_state_dict, hadamard, inverse_rope, rope
+from tests import layers_float64
 
 SMALL = {
     "hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 16, "qk_rope_head_dim": 8,

@@ -11,7 +11,8 @@ from jax.test_util import check_grads
 
 from jax_dsv4_fmha import Span, reference
 from jax_dsv4_fmha._testing.cases import CASES, run_float64, run_reference
-from jax_dsv4_fmha._testing.compare import FP32, FP32_LARGE, compare
+from jax_dsv4_fmha._testing.compare import FP32, FP32_LARGE
+from tests.helpers import assert_right
 
 # the reference knows nothing of d and of 16-bit types, which is what many cases differ in only
 SMALL = {dataclasses.replace(case, d=0, dtype=""): case for case in CASES if case.is_small}.values()
@@ -32,8 +33,7 @@ def test_names_of_cases_are_unique():
 @pytest.mark.parametrize("case", list(SMALL), ids=lambda case: case.name)
 def test_equals_float64(case):
     tolerances = FP32_LARGE if "large" in case.features else FP32
-    for verdict in compare(run_reference(case), run_float64(case), tolerances):
-        assert verdict.passed, verdict
+    assert_right(run_reference(case), run_float64(case), tolerances)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 
 from jax_dsv4_fmha import fmha, reference, sparse_fmha
 from jax_dsv4_fmha._testing.cases import CASES, run, run_reference
-from jax_dsv4_fmha._testing.compare import compare
+from tests.helpers import assert_right
 
 B, S_Q, S_KV, H, D, TOPK = 2, 5, 20, 3, 16, 8
 
@@ -24,16 +24,14 @@ CASE = next(case for case in CASES if case.op == "sparse_fmha" and "nan" in case
 
 @pytest.mark.parametrize("implementation", [None, "reference"])
 def test_rounds_once(implementation):
-    for verdict in compare(run(CASE, implementation), run_reference(CASE)):
-        assert verdict.passed, verdict
+    assert_right(run(CASE, implementation), run_reference(CASE))
 
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize("case", [c for c in CASES if c.op == "sparse_fmha" and c.d == 512], ids=lambda case: case.name)
 def test_kernel(case):
-    for verdict in compare(run(case, "cubin"), run_reference(case)):
-        assert verdict.passed, verdict
+    assert_right(run(case, "cubin"), run_reference(case))
 
 
 @pytest.mark.gpu
@@ -50,8 +48,7 @@ def test_a_million_queries_and_ten_million_keys(cuda, s_q, s_kv, h_q, topk):
         rows = np.unique(np.append(np.random.default_rng(0).integers(0, s_q, 200), [0, s_q - 1]))
         o, lse = sparse_fmha(q, kv, indices, implementation="cubin")
         want = reference.sparse_fmha(q[:, rows].astype(jnp.float32), kv, indices[:, rows])
-        for verdict in compare((o[:, rows], lse[:, rows]), want):
-            assert verdict.passed, verdict
+        assert_right((o[:, rows], lse[:, rows]), want)
 
 
 def test_every_key_named_is_dense():

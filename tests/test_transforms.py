@@ -7,7 +7,6 @@ included, and lowers the reference on the same operands, those that one device h
 import functools
 import math
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -32,6 +31,7 @@ from jax_dsv4_fmha import (
     reference,
     sparse_fmha,
 )
+from tests.helpers import collectives
 
 B, S, S_KV, H, TOPK = 4, 16, 24, 8, 6
 KINDS = {"Auto": AxisType.Auto, "Explicit": AxisType.Explicit}
@@ -140,13 +140,7 @@ def assert_close(got: Any, want: Any, tolerance: float = 2e-5) -> None:
 def run(f: Callable[..., Any], *operands: Any) -> tuple[Any, dict[str, int]]:
     """What the compiled program gives, and its collectives: how many elements each kind moves."""
     program = jax.jit(f).lower(*operands).compile()
-    kinds = "all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter|collective-broadcast"
-    found: dict[str, int] = {}
-    for types, kind in re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", program.as_text()):
-        elements = sum(math.prod(map(int, n.split(","))) if n else 1 for n in re.findall(r"\[([\d,]*)\]", types))
-        both = types.startswith("((")  # (operands, results), as some are printed that start several at once
-        found[kind] = found.get(kind, 0) + elements // (1 + both)
-    return program(*operands), found
+    return program(*operands), collectives(program)
 
 
 def mesh_of(kind: str, shape: tuple[int, ...] = (2, 4), platform: str = "cpu") -> Any:
