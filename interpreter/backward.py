@@ -14,6 +14,8 @@ from .reductions import add_cleared, additions
 from .state import Array, Machine, new_memory
 from .verdict import Wrong
 
+KEYS_OF_TILE = 64
+
 
 @dataclass
 class Launch:
@@ -109,12 +111,25 @@ def of_keys(name: str, wrong: Array, got: Array, want: Array, x: gradients.Opera
     columns = np.flatnonzero(wrong.any((0, 1, 2)))
     text = f"{name} is wrong in {int(keys.sum())} of {keys.size} keys, {first}..{last}"
     text += f", columns {columns[0]}..{columns[-1]}"
-    excess = got - want
-    for tile in range(64, want.shape[1], 64):  # what a tile of keys has of the one before
-        here, there = excess[:, tile : tile + 64], want[:, tile - 64 : tile]
-        if here.shape[1] and agrees(here, there[:, : here.shape[1]]):
-            return f"{text}: keys from {tile} on have besides their own what those from {tile - 64} on have"
+    excess, width = (got - want)[..., columns[0] : columns[-1] + 1], columns[-1] + 1 - columns[0]
+    for tile in range(KEYS_OF_TILE, want.shape[1], KEYS_OF_TILE):  # what one has of the tile of keys before
+        here, there = excess[:, tile : tile + KEYS_OF_TILE], want[:, tile - KEYS_OF_TILE : tile]
+        if here.shape[1] < KEYS_OF_TILE:
+            break
+        for column in range(0, want.shape[-1] - width + 1, width):
+            if agrees(of_quads(here), of_quads(there[..., column : column + width])):
+                return (
+                    f"{text}: keys from {tile} on have in columns {columns[0]}..{columns[-1]} besides their own what "
+                    f"those from {tile - KEYS_OF_TILE} on have in columns {column}..{column + width - 1}"
+                )
     return text
+
+
+def of_quads(x: Array) -> Array:
+    """Sums over what lanes exchange before it goes out: four columns of a key and of the one 8 behind it."""
+    whole = np.zeros((x.shape[0], KEYS_OF_TILE, *x.shape[2:]))
+    whole[:, : x.shape[1]] = x
+    return whole.reshape(x.shape[0], -1, 2, 8, x.shape[2], x.shape[3] // 4, 4).sum((2, -1))
 
 
 def factor_of(got: Array, want: Array) -> float | None:

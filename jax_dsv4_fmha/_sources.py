@@ -247,7 +247,12 @@ FORWARD: dict[tuple[str, ...], Kernel] = {
     ("packed",): Kernel("dsv4_decode_fp8", _ffi.dsv4_decode, _pools_of_one),
 }
 
-BACKWARD: dict[tuple[str, ...], Kernel] = {}
+BACKWARD: dict[tuple[str, ...], Kernel] = {
+    ("span",): Kernel("bwd", _ffi.bwd),
+    ("selection",): Kernel("sparse_bwd", _ffi.sparse_bwd),
+    ("span", "selection"): Kernel("dsv4_sparse_bwd", _ffi.dsv4_sparse_bwd),
+    ("span", "span"): Kernel("dsv4_dense_bwd", _ffi.dsv4_dense_bwd),
+}
 """Gives dq in q's dtype, and in float32 the gradient of every source's keys, and values, in order."""
 
 

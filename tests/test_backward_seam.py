@@ -1,0 +1,140 @@
+"""Where a gradient takes a backward kernel: lowered for cuda without a GPU, under every transform."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jax_dsv4_fmha import Span, _ffi, dsv4_attention, fmha, sparse_fmha
+from kernels.abi import BACKWARD_OPS
+
+B, S, S_KV, S_C, H, D, TOPK = 2, 4, 12, 6, 8, 512, 5
+BUILT = pytest.mark.skipif(not _ffi.variants_for("bwd"), reason="no kernels are built")
+CUSTOM_CALLS = [jax.export.DisabledSafetyCheck.custom_call(f"dsv4_fmha_{name}") for name in _ffi._TARGETS]
+INDICES, SINK = np.zeros((B, S, TOPK), np.int32), np.zeros(H, np.float32)
+
+
+def arrays(*shapes, dtype=jnp.bfloat16):
+    return tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
+
+
+def layer(method, **kwargs):
+    return functools.partial(dsv4_attention, window=3, sink=SINK, method=method, **kwargs)
+
+
+Q, WINDOW, KV = (B, S, H, D), (B, S_KV, D), (B, S_C, D)
+# the call, its operands, and the targets of its gradient
+OPS = {
+    "latent": (lambda q, k: fmha(q, k, span=Span.causal(S), sink=SINK), (Q, (B, S_KV, 1, D)), ["bwd"]),
+    "heads of keys": (lambda q, k: fmha(q, k, span=Span(0, 7)), (Q, (B, S_KV, 2, D)), ["bwd"]),
+    "sparse": (lambda q, kv: sparse_fmha(q, kv, INDICES, sink=SINK), (Q, WINDOW), ["sparse_bwd"]),
+    "pool": (lambda q, kv: sparse_fmha(q, kv, INDICES), (Q, (S_KV, D)), ["sparse_bwd"]),
+    "window": (layer(None), (Q, WINDOW), ["bwd"]),
+    "fused dense": (layer("fused", ratio=4), (Q, WINDOW, KV), ["dsv4_dense_bwd"]),
+    "fused top-k": (layer("fused", indices=INDICES), (Q, WINDOW, KV), ["dsv4_sparse_bwd"]),
+    "two-pass dense": (layer("two_pass", ratio=4), (Q, WINDOW, KV), ["bwd", "bwd"]),
+    "two-pass top-k": (layer("two_pass", indices=INDICES), (Q, WINDOW, KV), ["bwd", "sparse_bwd"]),
+}
+
+
+def gradient(f):
+    def loss(*operands):
+        o, lse = f(*operands)
+        return jnp.sum(o.astype(jnp.float32)) + jnp.sum(jnp.where(jnp.isinf(lse), 0, lse))
+
+    return lambda *operands: jax.grad(loss, tuple(range(len(operands))))(*operands)
+
+
+def lowered(f, *operands, platform="cuda"):
+    return jax.jit(f).trace(*operands).lower(lowering_platforms=(platform,)).as_text()
+
+
+def targets(text, suffix="bwd"):
+    return sorted(name for name in re.findall(r"@dsv4_fmha_(\w+)\(", text) if name.endswith(suffix))
+
+
+TRANSFORMS = {
+    "grad": gradient,
+    "grad of a checkpoint": lambda f: gradient(jax.checkpoint(f)),
+    "grad of a scan": lambda f: gradient(lambda *x: jax.lax.scan(lambda c, _: (c, f(*x)), 0, length=1)[1]),
+    "vmap of a grad": lambda f: jax.vmap(gradient(f)),
+    "grad of a vmap": lambda f: gradient(jax.vmap(f)),
+}
+
+
+@BUILT
+@pytest.mark.parametrize(
+    ("op", "transform"), [(op, "grad") for op in OPS] + [("fused top-k", t) for t in TRANSFORMS if t != "grad"]
+)
+def test_a_gradient_takes_the_kernel(op, transform):
+    f, shapes, wanted = OPS[op]
+    if "vmap" in transform:
+        shapes = [(3, *shape) for shape in shapes]
+    text = lowered(TRANSFORMS[transform](f), *arrays(*shapes))
+    assert targets(text) == sorted(wanted)
+    assert not re.search(r"all_reduce|all_gather|all_to_all|collective", text)
+
+
+def test_every_target_is_taken():
+    assert {name for _, _, wanted in OPS.values() for name in wanted} == set(BACKWARD_OPS)
+
+
+@BUILT
+@pytest.mark.parametrize("op", OPS)
+def test_inside_shard_map(op):
+    """Over batch: each device has a kernel for its own, and nothing is sent."""
+    f, shapes, wanted = OPS[op]
+    if op in ("pool", "sparse", "fused top-k", "two-pass top-k"):
+        pytest.skip("its indices are of the whole batch here")
+    mesh = jax.sharding.AbstractMesh((B,), ("b",))
+    run = jax.shard_map(gradient(f), mesh=mesh, in_specs=P("b"), out_specs=P("b"))
+    text = lowered(run, *arrays(*shapes))
+    assert targets(text) == sorted(wanted)
+    assert not re.search(r"all_reduce|all_gather|all_to_all|collective", text)
+
+
+@BUILT
+def test_an_export_has_the_kernel():
+    f, shapes, wanted = OPS["fused top-k"]
+    exported = jax.export.export(jax.jit(gradient(f)), platforms=["cuda"], disabled_checks=CUSTOM_CALLS)(
+        *arrays(*shapes)
+    )
+    assert targets(exported.mlir_module()) == wanted
+
+
+@BUILT
+@pytest.mark.parametrize(
+    ("q", "k", "dtype"),
+    [((B, S, H, 128), (B, S_KV, 2, 128), jnp.bfloat16), ((B, S, H, D), (B, S_KV, 1, D), jnp.float32)],
+)
+def test_without_a_backward_kernel_the_gradient_is_jnp(q, k, dtype):
+    """Whatever the forward pass takes, with implementation="cubin" too, where only it is built."""
+    for implementation in (None, "cubin") if dtype == jnp.bfloat16 else (None,):
+        text = lowered(
+            gradient(functools.partial(fmha, implementation=implementation)), *arrays(q, k, k, dtype=dtype)[:3]
+        )
+        assert targets(text) == []
+        assert targets(text, "fwd") == ["fwd"] * (dtype == jnp.bfloat16)
+
+
+def test_on_a_cpu_the_gradient_is_jnp():
+    f, shapes, _ = OPS["fused top-k"]
+    assert "dsv4_fmha" not in re.sub(r"dsv4_fmha_(o|lse)", "", lowered(gradient(f), *arrays(*shapes), platform="cpu"))
+
+
+@BUILT
+def test_cubin_insists_on_the_backward_kernel_too():
+    q, k = arrays((B, S, H, D), (B, S_KV, 1, D))
+    o, rows = q, jax.ShapeDtypeStruct((B, S, H), jnp.float32)
+
+    def backward_alone(q, k, do):
+        _, vjp = jax.vjp(functools.partial(fmha, implementation="cubin"), q, k)
+        return vjp((do, jnp.zeros(rows.shape)))
+
+    assert targets(lowered(backward_alone, q, k, o)) == ["bwd"]
+    with pytest.raises(ValueError, match="'cubin' on platform cpu, wanted platform cuda"):
+        lowered(backward_alone, q, k, o, platform="cpu")

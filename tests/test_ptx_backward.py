@@ -1,0 +1,219 @@
+"""The backward kernels, run by the interpreter: right gradients in any order of things, and faults that are planted.
+
+A fault of theirs must be found by a symptom that only it has.
+"""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from interpreter import backward, edits
+from interpreter.hazards import Deadlock, Fault, Race, Undefined
+from interpreter.launch import Kernel
+from interpreter.verdict import Wrong
+from kernels.abi import Backward
+from tests import gradients, native
+
+BUILT = [v.key for v in native.built(Backward)]
+ALL_KEYS = 1 << 30  # a width
+SHAPES: dict[str, dict[str, int]] = {
+    # two tiles of keys and a part of one; heads of several queries in a tile of rows where they see the same keys
+    "tiles": {"b": 1, "s_q": 3, "s_kv": 149, "h_q": 8, "s_kv1": 81, "topk": 133, "width": ALL_KEYS},
+    # a window that begins within a tile, two batch entries
+    "window": {"b": 2, "s_q": 10, "s_kv": 134, "h_q": 8, "s_kv1": 32, "topk": 40},
+    # rows that fill no tile, and keys that do not either
+    "few": {"b": 1, "s_q": 3, "s_kv": 3, "h_q": 5, "s_kv1": 3, "topk": 3},
+    # more tiles of rows than CTAs, two of a query where keys are gathered
+    "turns": {"b": 1, "s_q": 3, "s_kv": 94, "h_q": 72, "s_kv1": 9, "topk": 65, "width": 64},
+    # several heads of keys
+    "groups": {"b": 1, "s_q": 7, "s_kv": 104, "h_q": 12, "h_kv": 2, "width": ALL_KEYS},
+}
+PROCESSORS = {"tiles": 2, "window": 2, "few": 1, "turns": 1, "groups": 2}
+RUNS = [
+    (v.key, case)
+    for v in map(native.variant_of, BUILT)
+    for case in SHAPES
+    if (v.dtype == "bfloat16" and (case != "groups" or v.op == "bwd")) or (v.op, case) == ("dsv4_sparse_bwd", "few")
+]
+
+
+@functools.cache
+def kernel(key: str) -> Kernel:
+    if key not in BUILT:
+        pytest.skip(f"{key} is not built")
+    return Kernel.of(native.variant_of(key))
+
+
+@pytest.mark.parametrize(("key", "case"), RUNS)
+def test_is_right_in_any_order(key, case):
+    """dq is the same bits in every order, dkv what sums in another order are."""
+    x, results = gradients.operands(kernel(key).variant, **SHAPES[case]), []
+    for seed in range(2):
+        run = backward.launch(kernel(key), x, processors=PROCESSORS[case], seed=2 * RUNS.index((key, case)) + seed)
+        results.append(run.run())
+        backward.judge(run, results[-1])
+    (dq, *sums), (other_dq, *other_sums) = results
+    np.testing.assert_array_equal(dq.view(np.uint16), other_dq.view(np.uint16))
+    for a, b in zip(sums, other_sums, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+# ---- faults
+
+SPAN, SELECTION = "bwd_sm_90a_d512_bfloat16_shared_kv", "sparse_bwd_sm_90a_d512_bfloat16_shared_kv"
+OF_FAULTS = {
+    SPAN: {"b": 1, "s_q": 6, "s_kv": 150, "h_q": 8, "width": ALL_KEYS},  # one tile of rows, three of keys
+    SELECTION: {"b": 1, "s_q": 4, "s_kv": 300, "h_q": 8, "topk": 190},
+}
+BARRIERS = [  # in the order of their addresses
+    *(f"{name}{piece}" for name in ("q_full", "q_empty", "full") for piece in range(4)),
+    *("empty0", "empty1", "listed", "shared", "taken", "opened"),
+]
+PRODUCT = r"setp\.ne\.b32 p, (%r\d+), 0;\s*wgmma\.mma_async\.sync\.aligned\.m64n{}k16"
+REDUCTION = r"red\.relaxed\.gpu\.global\.add\.v4\.f32 (\[[^\]]+\]), (\{[^}]+\});"
+
+
+@dataclasses.dataclass
+class Fate:
+    name: str
+    fault: type[Fault] | tuple[type[Fault], ...]
+    says: str
+    edit: Callable[[str], str]
+    key: str = SPAN
+    processors: int = 1
+
+
+def barrier(text: str, name: str) -> int:
+    made = edits.barriers(text)
+    assert len(made) == len(BARRIERS)
+    return made[BARRIERS.index(name)]
+
+
+def without_waiting(*names: str, which: slice = slice(None)) -> Callable[[str], str]:
+    return lambda text: edits.drop_waits(text, {barrier(text, name) for name in names}, which)
+
+
+def lost(text: str) -> str:
+    return edits.replace(text, r"@p " + REDUCTION, "", slice(5, 6))
+
+
+def scaled_twice(text: str) -> str:
+    """What dS is multiplied by: scale and weight, scale and delta."""
+    scale = "|".join(re.findall(r"ld\.param\.b32\s+(%r\d+), \[\w+_param_6\];", text))
+    again = rf"mul\.f32\s+(%r\d+), %r\d+, ({scale});"
+    return edits.replace(text, again, lambda m: f"{m[0]} mul.f32 {m[1]}, {m[1]}, {m[2]};")
+
+
+def kept_over(text: str) -> str:
+    """The first columns are added to what stands in their registers, but for the first tile of keys."""
+    not_first = re.findall(PRODUCT.format(256) + r"[^;]*\}, %rd\d+, %rd\d+, p", text)[0]
+    return edits.replace(text, PRODUCT.format(32), lambda m: m[0].replace(f"{m[1]},", f"{not_first},", 1), slice(0, 1))
+
+
+def delta_of_another_row(text: str) -> str:
+    """A thread's second row has the delta of its first."""
+    subtracted = re.findall(r"sub\.f32\s+%r\d+, %r\d+, (%r\d+);", text)
+    (first, second) = list(dict.fromkeys(subtracted))[2:]  # the others are what exponents are shifted by
+    return edits.replace(text, rf"(sub\.f32\s+%r\d+, %r\d+, ){second};", lambda m: f"{m[1]}{first};")
+
+
+def too_soon(text: str) -> str:
+    """A chunk goes out when the one before is complete."""
+    return edits.replace(
+        text, r"wgmma\.wait_group\.sync\.aligned\s+2;", "wgmma.wait_group.sync.aligned 4;", slice(3, 4)
+    )
+
+
+def stored(text: str) -> str:
+    return edits.replace(text, REDUCTION, lambda m: f"st.global.v4.f32 {m[1]}, {m[2]};")
+
+
+FATES = [
+    Fate(
+        "a reduction is lost",
+        Wrong,
+        r"^line|dkv0: a reduction is lost: columns \d+\.\.\d+ of key \d+ were added to",
+        lost,
+    ),
+    Fate("dS is scaled twice", Wrong, r"dq is wrong in .*: everywhere 0\.044\d+ times what it should be", scaled_twice),
+    Fate(
+        "the gradient of a tile of keys is kept over to the next",
+        Wrong,
+        r"^(?!.*dq is wrong).*dkv0 is wrong .*: keys from 64 on have in columns 0\.\.31 besides their own what those "
+        r"from 0 on have in columns 448\.\.479",
+        kept_over,
+    ),
+    Fate(
+        "delta of another row",
+        Wrong,
+        r"dq is wrong in .* first in query 1, head 0: what it is with the delta of query 0, head 0",
+        delta_of_another_row,
+    ),
+    Fate(
+        "a chunk goes out before its products are complete",
+        Race,
+        r"(?s)line \d+: .*reads register %r\d+ while the wgmma of line \d+ may still write it",
+        too_soon,
+    ),
+    Fate(
+        "P and dS are read before they are written",
+        (Race, Undefined),  # of the first tile
+        r"(?s)(ldmatrix|wgmma).*reads SMEM.*(nothing orders this and the write by .*stmatrix|which nobody wrote)",
+        without_waiting("shared"),
+    ),
+    Fate(
+        "keys come in while dQ reads those before",
+        Race,
+        r"(?s)cp\.async.*overwrites SMEM bytes 1[3-9]\d{4}\.\..*while nothing orders this and the",  # where K is
+        without_waiting("empty0", "empty1"),
+        key=SELECTION,
+    ),
+    Fate(
+        "Q comes in while the chunks of the rows before read it",
+        Race,
+        r"(?s)cp\.async.*overwrites SMEM bytes (\d{4,5}|1[0-2]\d{4})\.\..*while nothing orders this and the",  # Q, dO
+        without_waiting("q_empty0", "q_empty1", "q_empty2", "q_empty3"),
+        key=SELECTION,
+    ),
+    Fate(
+        "a sum is stored, not added to",
+        Race,
+        r"(?s)st\.global\.v4\.f32.*overwrites dkv0 bytes.*nothing orders this and the write by",
+        stored,
+        key=SELECTION,
+        processors=2,
+    ),
+    Fate(
+        "nobody says that a chunk of Q is free",
+        Deadlock,
+        r"(?s)nothing can go on.*warp 0-3 at line \d+.*mbarrier",
+        lambda text: edits.replace(text, r"@p mbarrier\.arrive\.shared::cta\.b64 _[^;]*;", ""),
+        key=SELECTION,
+    ),
+]
+
+
+@functools.cache
+def of_faults(key: str) -> gradients.Operands:
+    return gradients.operands(kernel(key).variant, **OF_FAULTS[key])
+
+
+@pytest.mark.parametrize("fate", FATES, ids=lambda fate: fate.name)
+def test_a_fault_is_found(fate):
+    k = kernel(fate.key)
+    edited = dataclasses.replace(k, ptx=fate.edit(k.ptx))
+    for seed in range(2):
+        run = backward.launch(edited, of_faults(fate.key), processors=fate.processors, seed=seed)
+        with pytest.raises(fate.fault) as found:
+            backward.judge(run, run.run())
+        assert re.search(fate.says, str(found.value)), found.value
+
+
+@pytest.mark.parametrize("key", OF_FAULTS)
+def test_without_a_fault_nothing_is_found(key):
+    run = backward.launch(kernel(key), of_faults(key), processors=1)
+    backward.judge(run, run.run())
