@@ -1,14 +1,25 @@
 """The interpreter itself, on programs written by hand: what it computes, and what it refuses."""
 
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+import interpreter
+from interpreter import decode
 from interpreter.copies import TensorMap
 from interpreter.handwritten import Handwritten
 from interpreter.hazards import Deadlock, Leak, Misuse, OutOfBounds, Race, Undefined, Unsupported
 from interpreter.state import SMEM_BASE
+from kernels import build
+
+
+def test_the_machine_knows_nothing_of_kernels():
+    """What it imports, and what that imports, is its own."""
+    folder = Path(interpreter.__file__).parent
+    for name in ("state", "handwritten", "timeline", "edits", *decode.FAMILIES):
+        assert {path.parent for path in build.modules(f"interpreter.{name}", folder.parent)} == {folder}, name
 
 
 def run(body, source=None, *, threads=32, seed=0, tensor=None):
