@@ -5,6 +5,7 @@ from ._cache import Cache
 from ._decode import dsv4_decode
 from ._dot_product_attention import dot_product_attention
 from ._dsv4 import dsv4_attention
+from ._ffi import EXPORT_CHECKS
 from ._fmha import fmha
 from ._fp8 import dequantize_cache, quantize_cache
 from ._indexer import indexer_loss, indexer_scores, lightning_indexer, quantize_indexer
@@ -13,6 +14,7 @@ from ._span import Span
 from ._sparse import sparse_fmha
 
 __all__ = [
+    "EXPORT_CHECKS",
     "Cache",
     "Span",
     "dequantize_cache",

@@ -108,8 +108,6 @@ def seen_slots(
 ) -> list[SelectionSource]:
     """What the queries of `dsv4_decode` see of each cache, as slots of its pool."""
     caches = [window_cache] if compressed_cache is None else [window_cache, compressed_cache]
-    if any(cache.block_table is not None for cache in caches):
-        caches = [cache.paged() for cache in caches]
     lengths = jnp.maximum(lengths, 0)  # or what is subtracted might wrap around
     position = jnp.arange(s_q, dtype=jnp.int32)[None] + (lengths[:, None] - s_q)
     past = position[..., None] - jnp.arange(window, dtype=jnp.int32)[None, None]

@@ -108,7 +108,7 @@ def dsv4_attention(
     run = functools.partial(attend, op, q, scale=scale, implementation=implementation)
     if len(sources) == 1 or (is_built and method != "two_pass"):
         return run(sources, sink=sink)
-    return merged([run([source], sink=None) for source in sources], sink)
+    return merged([run([source], sink=None) for source in sources], sink, op)
 
 
 def window_span(s_q: int, window: int, q_offset: Any, kv_offset: Any, swa_lens: jax.Array | None) -> Span:

@@ -25,6 +25,9 @@ _TARGETS = (
     *("bwd", "sparse_bwd", "dsv4_sparse_bwd", "dsv4_dense_bwd"),
 )
 
+EXPORT_CHECKS = [jax.export.DisabledSafetyCheck.custom_call(f"dsv4_fmha_{target}") for target in _TARGETS]
+"""`disabled_checks` of `jax.export.export` for what calls this package: that its custom calls may be in an artefact."""
+
 ANY = 2**31 - 1
 """A limit among `Variant.choices` that is none"""
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from . import _check
 from ._ends import finite, logsumexp, sigmoid
+from ._transforms import RESULTS, SINK, Axes, Call, Op, aligned
 
 
 def merge(parts: Sequence[tuple[jax.Array, jax.Array]], sink: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
@@ -47,8 +48,11 @@ def merge(parts: Sequence[tuple[jax.Array, jax.Array]], sink: jax.Array | None =
     return merged(checked, _check.sink(op, sink, dims))
 
 
-def merged(parts: Sequence[tuple[jax.Array, jax.Array]], sink: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-    """`merge` of operands that are right."""
+def merged(
+    parts: Sequence[tuple[jax.Array, jax.Array]], sink: jax.Array | None = None, op: str = "merge"
+) -> tuple[jax.Array, jax.Array]:
+    """`merge` of operands that are right, on whichever devices they are; `op` is who asks, for errors."""
+    parts, sink = _side_by_side(parts, sink, op)
     o_parts = jnp.stack([o.astype(jnp.float32) for o, _ in parts])
     lse_parts = jnp.stack([lse for _, lse in parts])
     lse = logsumexp(lse_parts, 0)
@@ -57,3 +61,17 @@ def merged(parts: Sequence[tuple[jax.Array, jax.Array]], sink: jax.Array | None 
     if sink is not None:
         o = o * sigmoid(finite(lse) - sink[None, None])[..., None]
     return o.astype(parts[0][0].dtype), lse
+
+
+def _side_by_side(
+    parts: Sequence[tuple[jax.Array, jax.Array]], sink: jax.Array | None, op: str
+) -> tuple[Sequence[tuple[jax.Array, jax.Array]], jax.Array | None]:
+    """The operands, those that an Explicit mesh shards placed alike."""
+    axes = [Axes(f"parts[{i}] {x.name}", x.axes) for i in range(len(parts)) for x in RESULTS]
+    operands = [x for part in parts for x in part]
+    if sink is not None:
+        axes, operands = [*axes, SINK], [*operands, sink[None]]
+    placed = aligned(Call(Op(op, tuple(axes), RESULTS, lambda *_: ()), "never"), tuple(operands))
+    if sink is not None:
+        sink = placed[-1][0]
+    return list(zip(placed[: 2 * len(parts) : 2], placed[1::2], strict=False)), sink

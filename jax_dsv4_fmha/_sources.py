@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from . import _backward, _ffi, _fp8, reference
 from ._span import Span
 from ._transforms import (
+    ONE_OR_B,
     RESULTS,
     SINK,
     Arrays,
@@ -113,7 +114,7 @@ class SelectionSource:
     @property
     def axes(self) -> tuple[Axes, ...]:
         width = "d" if self.kind == "selection" else f"{self.axis}_bytes"
-        return tuple(map(Axes, self.names, (f"b {self.axis} {width}", f"b s_q {self.axis}_named", _ROWS)))
+        return tuple(map(Axes, self.names, (f"{ONE_OR_B} {self.axis} {width}", f"b s_q {self.axis}_named", _ROWS)))
 
     def reference(self, q: jax.Array, sink: jax.Array | None, scale: float) -> reference.Attention:
         keys = self.keys

@@ -4,6 +4,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from . import _check, reference
 from ._sources import SelectionSource, attend
@@ -55,8 +57,33 @@ def sparse_fmha(
         topk_length = jnp.full(indices.shape[:2], indices.shape[2], jnp.int32)
     rows = q
     if is_pool:  # the queries of all sequences are those of one
-        rows, indices, topk_length = (x.reshape(1, -1, *x.shape[2:]) for x in (q, indices, topk_length))
+        given = (("q", q), ("indices", indices), ("topk_length", topk_length))
+        rows, indices, topk_length = (_of_one(op, name, x) for name, x in given)
         kv = kv[None]
     source = SelectionSource(kv, indices, topk_length, ("kv", "indices", "topk_length"))
     o, lse = attend(op, rows, [source], sink=sink, scale=scale, implementation=implementation)
-    return (o.reshape(q.shape), lse.reshape(q.shape[:-1])) if is_pool else (o, lse)
+    return (_of_all(o, q.shape), _of_all(lse, q.shape[:-1])) if is_pool else (o, lse)
+
+
+def _of_one(op: str, name: str, x: jax.Array) -> jax.Array:
+    """[b, s_q, …] as [1, b s_q, …], each part on the device where it is."""
+    batch, queries, *rest = _spec(x)
+    if queries is not None:
+        wanted = "s_q whole, of a pool; split the batch, or give each device a pool"
+        raise _check.error(ValueError, op, name, f"s_q sharded over {queries}", wanted)
+    return jnp.reshape(x, (1, -1, *x.shape[2:]), out_sharding=_sharding(x, P(None, batch, *rest)))
+
+
+def _of_all(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    _, batch, *rest = _spec(x)
+    return jnp.reshape(x, shape, out_sharding=_sharding(x, P(batch, None, *rest)))
+
+
+def _spec(x: jax.Array) -> tuple[Any, ...]:
+    spec = tuple(jax.typeof(x).sharding.spec)
+    return spec + (None,) * (x.ndim - len(spec))
+
+
+def _sharding(x: jax.Array, spec: P) -> NamedSharding | None:
+    """None where types know of no sharding."""
+    return NamedSharding(jax.typeof(x).sharding.mesh, spec) if any(_spec(x)) else None

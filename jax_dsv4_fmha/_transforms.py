@@ -64,6 +64,9 @@ class Op:
     kernel: Callable[..., Arrays] | None = None
 
 
+ONE_OR_B = "b*"
+"""As the batch axis of an operand: it may be 1 where it is b for others, and then belongs to every batch entry."""
+
 SINK = Axes("sink", "b h_q")
 """As an operand of an op a sink has batch axes too, of size 1 but where vmap maps it."""
 
@@ -75,7 +78,9 @@ class Call(NamedTuple):
     """An op and what is known of the call while it is traced."""
 
     op: Op
-    when: str  # the kernel runs "never", "on cuda", or "always": elsewhere that is an error
+    when: str
+    """The kernel runs "never", "on cuda", or "always": elsewhere that is an error. "in exports" and "always in exports"
+    are the same of what jax.export makes, for the devices that are here have no kernel."""
     params: Params = ()
 
 
@@ -88,8 +93,11 @@ def choose(op: str, implementation: str | None, built: Sequence[str], got: str) 
         if not built:
             wanted = "operands that a kernel is built for"
             raise _check.error(NotImplementedError, op, "implementation", f"'cubin' for {got}", wanted)
-        return "always"
-    return "on cuda" if _serves(built) else "never"
+        here = _ffi.local_architectures()
+        return "always" if not here or set(here) & set(built) else "always in exports"
+    if not built:
+        return "never"
+    return "on cuda" if _serves(built) else "in exports"
 
 
 def choose_backward(forward: str, built: Sequence[str]) -> str:
@@ -117,8 +125,13 @@ def _implementation(call: Call, *operands: jax.Array) -> Arrays:
         results = tuple((x.shape, x.dtype) for x in jax.eval_shape(run, *operands))
         return _vary(_not_cuda.bind(*operands, op=op.name, results=results), axes)
 
-    elsewhere = refuse if call.when == "always" else reference
-    results: Arrays = lax.platform_dependent(*operands, cuda=on_cuda, default=elsewhere)
+    def if_exported(*operands: jax.Array) -> Arrays:
+        return tuple(_exported.bind(*operands, op=op.name, then=on_cuda, otherwise=otherwise))
+
+    elsewhere = refuse if call.when.startswith("always") else reference
+    otherwise = None if call.when.startswith("always") else reference
+    on_cuda_here = if_exported if call.when.endswith("in exports") else on_cuda
+    results: Arrays = lax.platform_dependent(*operands, cuda=on_cuda_here, default=elsewhere)
     return results
 
 
@@ -137,6 +150,29 @@ def _lower_refusal(ctx: Any, *_: Any, op: str, **__: Any) -> Any:
 
 
 mlir.register_lowering(_not_cuda, _lower_refusal)
+
+
+# Nor is it known before whether a call is lowered for the devices that are here, or exported for others.
+_exported = Primitive("dsv4_fmha_exported")
+_exported.multiple_results = True
+
+
+@_exported.def_abstract_eval
+def _(*operands: Any, then: Callable[..., Arrays], **_: Any) -> Any:
+    return [operands[0].update(shape=x.shape, dtype=x.dtype, weak_type=False) for x in jax.eval_shape(then, *operands)]
+
+
+def _lower_exported(
+    ctx: Any, *operands: Any, op: str, then: Callable[..., Arrays], otherwise: Callable[..., Arrays] | None
+) -> Any:
+    run = then if ctx.module_context.lowering_parameters.for_export else otherwise
+    if run is None:
+        here = ", ".join(_ffi.local_architectures())
+        raise _check.error(NotImplementedError, op, "implementation", f"'cubin' on {here}", "what is built for it")
+    return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
+
+
+mlir.register_lowering(_exported, _lower_exported)
 
 
 # Batch axes
@@ -197,6 +233,8 @@ def _folded(call: Call, *operands: jax.Array) -> Arrays:
         if "s_q" in axes.axes:
             x = jnp.broadcast_to(x, (*inner, *rest))
             return x.reshape(math.prod(inner[:keep]), math.prod(inner[keep:]) * rest[0], *rest[1:])
+        if axes.axes.startswith(ONE_OR_B) and math.prod(x.shape[: len(batch)]) == 1:
+            return x.reshape(1, *rest)
         x = jnp.broadcast_to(x, (*inner[:keep], *x.shape[keep:]))
         return x.reshape(math.prod(inner[:keep]), *rest)
 
@@ -206,6 +244,13 @@ def _folded(call: Call, *operands: jax.Array) -> Arrays:
             rest = (rest[0] // math.prod(inner[keep:]), *rest[1:])
         return x.reshape(*inner, *rest)
 
+    if 0 in batch:  # jax.vmap over nothing
+        one = [(() if axes == SINK else (1,), x) for axes, x in given.items()]
+        shapes = jax.eval_shape(
+            functools.partial(op.reference, **dict(call.params)),
+            *(jax.ShapeDtypeStruct((*b, *x.shape[len(batch) :]), x.dtype) for b, x in one),
+        )
+        return tuple(jnp.zeros((*batch, *x.shape[1:]), x.dtype) for x in shapes)
     results = _implementation(call, *(fold(axes, x) for axes, x in given.items()))
     results = tuple(map(unfold, op.results, results))
     if per_entry:
@@ -243,12 +288,14 @@ def _sharded(call: Call, *operands: jax.Array) -> Arrays:
     if AxisType.Explicit not in kinds:
         return _partitioned(call, *operands)
     layout = _explicit_layout(call, operands, mesh)
+    # Without jax.set_mesh XLA's partitioner cannot be asked inside of a shard_map: what is Auto there is gathered.
+    leaves_auto = AxisType.Auto in kinds and _explicit_axes(mesh) <= set(jax.sharding.get_abstract_mesh().axis_names)
     run = jax.shard_map(
-        functools.partial(layout.run, functools.partial(_sharded if AxisType.Auto in kinds else _folded, call)),
+        functools.partial(layout.run, functools.partial(_sharded if leaves_auto else _folded, call)),
         in_specs=layout.operands,
         out_specs=layout.results,
         # all, said so, is one too many where jax.vmap maps an axis that is sharded
-        axis_names=frozenset() if kinds == {AxisType.Explicit} else _explicit_axes(mesh),
+        axis_names=_explicit_axes(mesh) if leaves_auto else frozenset(),
         check_vma=False,
     )
     with jax.sharding.use_abstract_mesh(mesh):
@@ -419,7 +466,7 @@ def _vary(xs: Sequence[jax.Array], axes: frozenset[str]) -> Arrays:
     return tuple(lax.pcast(x, tuple(sorted(axes - _varying([x]))), to="varying") for x in xs)
 
 
-def _aligned(call: Call, operands: Arrays) -> Arrays:
+def aligned(call: Call, operands: Arrays) -> Arrays:
     """The operands, all placed as the op will have them, so that autodiff sees, and transposes, how they got there."""
     operands = _vary(operands, _varying(operands))
     mesh = _mesh(operands)
@@ -434,7 +481,7 @@ def _aligned(call: Call, operands: Arrays) -> Arrays:
 @functools.partial(jax.jit, static_argnums=0)  # so that a call outside of jit compiles but once
 def forward(call: Call, *operands: jax.Array) -> Arrays:
     """The results of an op that has no gradient, which is said where one is asked for."""
-    return _opaque(call, *_aligned(call, operands))
+    return _opaque(call, *aligned(call, operands))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -486,16 +533,27 @@ class Differentiable(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=0)  # so that a call outside of jit compiles but once
 def _call(calls: Differentiable, *operands: jax.Array) -> Arrays:
-    return _differentiable(calls, *_aligned(calls.forward, operands))
+    return _differentiable(calls, *aligned(calls.forward, operands))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _once(call: Call, *operands: jax.Array) -> Arrays:
+    return _batched(call, *operands)
+
+
+@_once.defjvp
+def _twice(call: Call, *_: Any) -> Any:
+    got, wanted = "a second derivative, or one forward", "implementation='reference', which has all of them"
+    raise _check.error(NotImplementedError, call.op.name, "gradient", got, wanted)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _differentiable(calls: Differentiable, *operands: jax.Array) -> Arrays:
-    return _batched(calls.forward, *operands)
+    return _once(calls.forward, *operands)
 
 
 def _fwd(calls: Differentiable, *operands: jax.Array) -> tuple[Arrays, tuple[Arrays, Arrays]]:
-    o, lse = _batched(calls.forward, *operands)
+    o, lse = _once(calls.forward, *operands)
     results = checkpoint_name(o, O), checkpoint_name(lse, LSE)
     return results, (operands, results)
 
@@ -507,7 +565,7 @@ def _bwd(calls: Differentiable, residuals: Any, cotangents: Any) -> tuple[Any, .
     weight = sink_weight(lse, sink[:, None])
     of_sink = jax.nn.sigmoid(sink[:, None] - jnp.where(jnp.isinf(lse), 0, lse))  # 1 - weight, with all its digits
     dsink = -jnp.sum(jnp.where(jnp.isinf(lse) | jnp.isinf(sink[:, None]), 0, of_sink * d), (0, 1))[None]
-    gradients = iter(_batched(calls.backward, *operands, do, lse, weight, weight * d - dlse))
+    gradients = iter(_once(calls.backward, *operands, do, lse, weight, weight * d - dlse))
     return *(
         next(gradients).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else None for x in operands
     ), dsink

@@ -387,6 +387,22 @@ class TestMeshes:
         local = jax.shard_map(own, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
         self.check(local, jax.tree.map(lambda x: placed(mesh, x, "data"), xs), want)
 
+    def test_a_ring_and_a_pool(self, kind):
+        """README's own caches: of the window each sequence's own, of the compressed entries pages that all share."""
+        q, ring, _, kwargs = small()
+        cache, lengths = Cache(normal(5, 7, 3, 16), TABLE), kwargs.pop("lengths")
+
+        def step(q, ring, cache, lengths):
+            return dsv4_decode(q, ring, cache, ratio=4, lengths=lengths, **kwargs)
+
+        want = jax.jit(step)(q, ring, cache, lengths)
+        mesh = self.mesh(kind)
+        ring, cache = (
+            Cache(placed(mesh, ring.entries, "data")),
+            Cache(placed(mesh, cache.entries), placed(mesh, TABLE, "data")),
+        )
+        self.check(step, (placed(mesh, q, "data", None, "model"), ring, cache, placed(mesh, lengths, "data")), want)
+
     def test_one_pool_for_all(self, kind):
         q, _, _, kwargs = small()
         cache, lengths = Cache(normal(5, 7, 3, 16), TABLE), kwargs.pop("lengths")

@@ -23,7 +23,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_dsv4_fmha import (
+    EXPORT_CHECKS,
     Span,
+    _ffi,
     dot_product_attention,
     dsv4_attention,
     fmha,
@@ -423,6 +425,111 @@ def test_keys_that_are_not_mapped_are_not_copied():
     text = jax.jit(vmapped).trace(jnp.stack([q] * N), k, *rest).lower(lowering_platforms=("cuda",)).as_text()
     (call,) = (line for line in text.splitlines() if "custom_call @dsv4_fmha" in line)
     assert f"tensor<1x{N * S}x{H}x16xf32>" in call and f"tensor<1x{S_KV}x1x16xf32>" in call
+
+
+# Kinds of meshes, pools, and operands that are sharded unlike each other
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("kinds", [("Explicit", "Auto"), ("Auto", "Explicit")], ids="-".join)
+@pytest.mark.parametrize("transform", ["", "gradient", "vmap"])
+def test_a_mesh_of_two_kinds(kinds, transform):
+    """Right with and without jax.set_mesh, which saves what is Auto from being gathered."""
+    devices = jax.devices("cpu")[:8]
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=tuple(KINDS[k] for k in kinds), devices=devices)
+    rng = np.random.default_rng(0)
+    q, k = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((4, 8, 4, 16), (4, 9, 1, 16)))
+    of = {"": lambda f: f, "gradient": lambda f: jax.grad(lambda q: f(q, k)[0].sum()), "vmap": jax.vmap}[transform]
+    xs = (q,) if transform == "gradient" else (q[:, None], k[:, None]) if transform == "vmap" else (q, k)
+    want = jax.jit(of(functools.partial(reference.fmha)))(*xs)
+    specs = {"vmap": (P("data"), P("data"))}.get(transform, (P("data", None, "model"), P("data")))
+    placed = [jax.device_put(x, NamedSharding(mesh, p)) for x, p in zip(xs, specs, strict=False)]
+    assert_close(run(of(fmha), *placed)[0], want)
+    if not transform:
+        with jax.set_mesh(mesh):
+            got, moved = run(fmha, *placed)
+        assert_close(got, want)
+        assert moved == {}
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("spec", [P("data"), P(None, None, "model"), P("data", None, "model")], ids=str)
+def test_sparse_over_a_pool(spec, kind):
+    mesh, case = mesh_of(kind), OPS["sparse"]
+    q, kv, indices, _, _ = case.operands().values()
+    want = jax.jit(lambda *xs: reference.sparse_fmha(*xs)[0])(q, kv[0], indices)
+    places = (spec, P(), P(*spec[:2]))
+    xs = [jax.device_put(x, NamedSharding(mesh, p)) for x, p in zip((q, kv[0], indices), places, strict=True)]
+    got, moved = run(lambda *xs: sparse_fmha(*xs)[0], *xs)
+    assert_close(got, want)
+    assert moved == {}
+    _, moved = run(jax.grad(lambda q, kv: sparse_fmha(q, kv, xs[2])[0].sum(), (0, 1)), *xs[:2])
+    assert set(moved) == {"all-reduce"}
+    if kind == "Explicit":
+        q = jax.device_put(q, NamedSharding(mesh, P(None, "data")))
+        with pytest.raises(ValueError, match="sparse_fmha: q: got s_q sharded over data, wanted s_q whole, of a pool"):
+            jax.jit(sparse_fmha)(q, *xs[1:])
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("sharded", ["window", "kv"])
+def test_two_passes_with_one_cache_sharded(sharded):
+    case, mesh = OPS["two_pass"], mesh_of("Explicit")
+    f, _, _ = functions(case, case.operands())
+    xs = case.operands() | {sharded: jax.device_put(case.operands()[sharded], NamedSharding(mesh, P("data")))}
+    got, moved = run(f, *xs.values())
+    assert_close(got, expected("two_pass")[0])
+    assert moved == {}
+    # a sink that is sharded unlike the heads is this package's error, not JAX's
+    xs = {"q": jax.device_put(xs["q"], NamedSharding(mesh, P(None, None, "model")))} | {
+        "sink": jax.device_put(xs["sink"], NamedSharding(mesh, P("data")))
+    }
+    with pytest.raises(ValueError, match="sink: got h_q sharded over data, wanted h_q sharded over model"):
+        jax.jit(f)(*(case.operands() | xs).values())
+
+
+# What is not there
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("name", ["latent", "sparse", "fused_dense"])
+def test_vmap_over_nothing(name):
+    case = OPS[name]
+    f, _, wrt = functions(case, case.operands())
+    xs = [jnp.zeros((0, *x.shape), x.dtype) for x in case.operands().values()]
+    o, lse = jax.vmap(f)(*xs)
+    assert o.shape == xs[0].shape and lse.shape == xs[0].shape[:-1]
+    for x, i in zip(jax.vmap(jax.grad(loss(f), wrt))(*xs), wrt, strict=True):
+        assert x.shape == xs[i].shape
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("name", ["latent", "sparse"])
+def test_a_second_derivative_is_refused(name):
+    case = OPS[name]
+    f, _, _ = functions(case, case.operands())
+    _, *rest = case.operands().values()
+    for twice in (jax.hessian, lambda f: jax.grad(lambda q: jax.grad(f)(q).sum())):
+        with pytest.raises(NotImplementedError, match="got a second derivative, or one forward, wanted implementat"):
+            twice(lambda q: f(q, *rest)[0].sum())(case.operands()["q"])
+
+
+@pytest.mark.parametrize("here", [("sm_80",), ("sm_80", "sm_90a")], ids="-".join)
+def test_what_is_exported_does_not_depend_on_this_machine(here, built, monkeypatch):
+    """The kernel, for the device that it is exported for; what runs here gets the reference, or an error if asked."""
+    monkeypatch.setattr(_ffi, "local_architectures", lambda: here)
+    q = jax.ShapeDtypeStruct((1, 2, 4, 16), jnp.float32)
+    exported = jax.export.export(jax.jit(fmha), platforms=["cuda"], disabled_checks=EXPORT_CHECKS)(q, q)
+    assert "custom_call @dsv4_fmha_fwd" in exported.mlir_module()
+    text = jax.jit(fmha).trace(q, q).lower(lowering_platforms=("cuda",)).as_text()
+    assert "custom_call @dsv4_fmha" not in text
+    insists = jax.jit(functools.partial(fmha, implementation="cubin"))
+    exported = jax.export.export(insists, platforms=["cuda"], disabled_checks=EXPORT_CHECKS)(q, q)
+    assert "custom_call @dsv4_fmha_fwd" in exported.mlir_module()
+    if "sm_90a" not in here:
+        with pytest.raises(NotImplementedError, match="fmha: implementation: got 'cubin' on sm_80, wanted what is bui"):
+            insists.trace(q, q).lower(lowering_platforms=("cuda",))
 
 
 # Residuals
