@@ -233,7 +233,8 @@ def _folded(call: Call, *operands: jax.Array) -> Arrays:
         if "s_q" in axes.axes:
             x = jnp.broadcast_to(x, (*inner, *rest))
             return x.reshape(math.prod(inner[:keep]), math.prod(inner[keep:]) * rest[0], *rest[1:])
-        if axes.axes.startswith(ONE_OR_B) and math.prod(x.shape[: len(batch)]) == 1:
+        shared = axes.axes.startswith(ONE_OR_B) and math.prod(x.shape[: len(batch)]) == 1
+        if shared and all("s_q" in of_result.axes for of_result in op.results):
             return x.reshape(1, *rest)
         x = jnp.broadcast_to(x, (*inner[:keep], *x.shape[keep:]))
         return x.reshape(math.prod(inner[:keep]), *rest)

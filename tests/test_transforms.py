@@ -505,6 +505,19 @@ def test_vmap_over_nothing(name):
 
 
 @pytest.mark.usefixtures("built")
+def test_vmap_of_queries_over_the_keys_of_one_sequence():
+    """Each has a gradient of the keys of its own."""
+    rng = np.random.default_rng(0)
+    q, kv = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((N, 1, 4, 2, 8), (1, 9, 8)))
+    indices = jnp.asarray(rng.integers(-1, 9, (1, 4, 3)), jnp.int32)
+    f, g = (
+        lambda q, kv, i=i: jnp.sin(sparse_fmha(q, kv, indices, implementation=i)[0]).sum() for i in (None, "reference")
+    )
+    got = jax.vmap(jax.grad(f, (0, 1)), in_axes=(0, None))(q, kv)
+    assert_close(got, jax.vmap(jax.grad(g, (0, 1)), in_axes=(0, None))(q, kv))
+
+
+@pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("name", ["latent", "sparse"])
 def test_a_second_derivative_is_refused(name):
     case = OPS[name]
