@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_dsv4_fmha import Span, dot_product_attention, reference
+from jax_dsv4_fmha import Span, _ffi, dot_product_attention, reference
 
 
 def example(name):
@@ -54,6 +54,20 @@ def test_sharded(capsys):
     text = capsys.readouterr().out
     assert "o P('data', None, 'tensor'), collectives none" in text
     assert "gradient: collectives ['all-reduce'" in text
+
+
+@pytest.mark.gpu
+def test_training_by_kernels_learns_what_it_does_by_the_reference(cuda, monkeypatch):
+    """200 steps from the same weights over the same batches: the same curve but for noise."""
+    pytest.importorskip("optax")
+    main = example("train_step").main
+    by_kernels = np.asarray(main(steps=200))
+    monkeypatch.setattr(_ffi, "built_for", lambda *_, **__: ())
+    by_reference = np.asarray(main(steps=200))
+    assert by_kernels[-1] < by_kernels[0] - 2
+    a, b = (x.reshape(-1, 10).mean(1) for x in (by_kernels, by_reference))
+    print("largest difference of ten steps' mean loss:", np.abs(a - b).max())
+    assert np.abs(a - b).max() < 0.05
 
 
 def test_train_step():

@@ -104,7 +104,7 @@ def lost(text: str) -> str:
 def scaled_twice(text: str) -> str:
     """What dS is multiplied by: scale and weight, scale and delta."""
     scale = "|".join(re.findall(r"ld\.param\.b32\s+(%r\d+), \[\w+_param_6\];", text))
-    again = rf"mul\.f32\s+(%r\d+), %r\d+, ({scale});"
+    again = rf"mul\.f32\s+(%r\d+), ({scale}), %r\d+;"
     return edits.replace(text, again, lambda m: f"{m[0]} mul.f32 {m[1]}, {m[1]}, {m[2]};")
 
 

@@ -1,0 +1,113 @@
+"""Gradients by kernels, on a GPU, over the adversarial rows of the case table.
+
+What is wanted is the gradient in float32 from the same 16-bit operands, in `jnp`. No element may be further from
+it than twice what the 16-bit gradients in `jnp` are at most, or half a unit in the last place of the largest is: some
+rows have so few elements that none of them is rounded by as much.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_dsv4_fmha import _ffi, _sources
+from jax_dsv4_fmha._testing import cases
+from jax_dsv4_fmha._testing.cases import Case
+
+pytestmark = pytest.mark.gpu
+SPARSE = Case("sparse_fmha", d=512, s_kv=300, s_q=20, h_q=16, topk=64, shared_kv=True)
+TABLE = [
+    case
+    for case in cases.CASES
+    if case.d == 512 and case.op != "dsv4_decode" and case.is_small and case.s_q > 1
+    if case.features or case.sink not in ("none", "normal") or case.h_q in (7, 128) or case.h_kv > 1 or case.topk
+] + [
+    dataclasses.replace(SPARSE, sink="20", features=("absent", "lengths", "nan")),  # as large as lse
+    dataclasses.replace(SPARSE, op="fmha", topk=0, sink="20", span="causal"),
+]
+
+
+BITS = {"bfloat16": 8, "float16": 11}  # of a number, its first included
+
+
+def cos_diff(x, y):
+    return np.sum((x - y) ** 2) / max(np.sum(x**2) + np.sum(y**2), 1e-300)
+
+
+def split(case):
+    """(what is differentiated, what else is an array, f of both)"""
+    args, kwargs = cases.operands(case)
+    numbers, arrays = cases._split(kwargs)
+    op = cases.OPS[case.op]
+    given = {f"operand {i}": x for i, x in enumerate(args)}
+    floats = {name: x for name, x in given.items() if x is not None and jnp.issubdtype(x.dtype, jnp.floating)}
+    floats |= {"sink": arrays.pop("sink")} if "sink" in arrays else {}
+    rest = {name: x for name, x in given.items() if name not in floats}
+
+    def f(floats, rest, arrays, **choices):
+        given = {**floats, **rest}
+        sink = {"sink": given["sink"]} if "sink" in given else {}
+        positional = (given[f"operand {i}"] for i in range(len(args)))
+        return op(*positional, **arrays, **numbers, **sink, **choices)
+
+    return floats, (rest, arrays), f
+
+
+def cotangents(case, only):
+    q = cases.operands(case)[0][0]
+    rng = np.random.default_rng(3)
+    do = rng.standard_normal(q.shape).astype(q.dtype)
+    dlse = rng.standard_normal(q.shape[:-1]).astype(np.float32)
+    return do * (only != "lse"), dlse * (only != "o")
+
+
+def gradients(case, only, dtype=None, **choices):
+    floats, rest, f = split(case)
+    if dtype is not None:
+        floats = {i: np.asarray(x).astype(dtype) for i, x in floats.items()}
+
+    def pull(floats, rest, do, dlse):
+        (o, lse), vjp = jax.vjp(lambda x: f(x, *rest, **choices), floats)
+        return vjp((do.astype(o.dtype), jnp.where(jnp.isinf(lse), 0, dlse)))[0]
+
+    with jax.default_matmul_precision("highest" if dtype is not None else "default"):
+        got = jax.jit(pull, compiler_options={"xla_gpu_autotune_level": "0"})(floats, rest, *cotangents(case, only))
+    return {i: np.asarray(x, np.float64) for i, x in got.items()}
+
+
+@pytest.mark.parametrize("only", ["both", "lse"])
+@pytest.mark.parametrize(
+    ("case", "method"),
+    [(c, m) for c in TABLE for m in (("two_pass", "fused") if c.op == "dsv4_attention" else (None,))],
+    ids=lambda x: x.name if isinstance(x, Case) else x or "",
+)
+def test_gradients_by_kernels(case, method, only, cuda, monkeypatch):
+    if only == "lse" and case.sink != "20" and "nan" not in case.features:
+        pytest.skip("lse's cotangent alone: of some cases")
+    if not all(a in _ffi.built_for("bwd", d=512) for a in _ffi.local_architectures()):
+        pytest.skip("no backward kernel for this GPU")
+    choices = {} if method is None else {"method": method}
+    got = gradients(case, only, implementation="cubin", **choices)
+    monkeypatch.setattr(_sources, "choose_backward", lambda *_: "never")
+    plain = gradients(case, only, **choices)
+    want = gradients(case, only, jnp.float32, **dict.fromkeys(choices, "two_pass"))
+    for name, x in got.items():
+        assert np.isfinite(x).all(), name
+        largest = np.abs(want[name]).max()
+        half_unit = 0 if name == "sink" else 2.0 ** (np.floor(np.log2(max(largest, 1e-30))) - BITS[case.dtype])
+        bound = 2 * max(np.abs(plain[name] - want[name]).max(), half_unit) + 1e-6 * largest
+        distance = np.abs(x - want[name])
+        assert distance.max() <= bound, (name, distance.max(), bound)
+        if name != "sink":  # which is a sum over o as it was rounded, with a kernel for the gradient or without
+            assert cos_diff(x, want[name]) < 1e-5, (name, cos_diff(x, want[name]))
+
+
+def test_every_kind_of_source_is_among_them():
+    assert {(c.op, bool(c.topk)) for c in TABLE} >= {
+        ("fmha", False),
+        ("sparse_fmha", True),
+        ("dsv4_attention", False),
+        ("dsv4_attention", True),
+    }
