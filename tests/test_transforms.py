@@ -559,7 +559,8 @@ def test_a_policy_saves_o_and_lse():
         return loops(jax.make_jaxpr(step)(*xs).jaxpr, "ffi_call")[0]
 
     names = jax.checkpoint_policies.save_only_these_names("dsv4_fmha_o", "dsv4_fmha_lse")
-    assert (launches(None), launches(names)) == (2, 1)
+    backward = 1
+    assert (launches(None), launches(names)) == (2 + backward, 1 + backward)
 
 
 # Export and caches
@@ -577,9 +578,7 @@ def test_export_with_symbolic_batch_and_lengths(name, with_gradient):
         jax.ShapeDtypeStruct([sizes.get(a, n) for a, n in zip(case.axes[key], x.shape, strict=True)], x.dtype)
         for key, x in case.operands().items()
     ]
-    targets = ("fwd_shared_kv", "sparse_fwd", "dsv4_dense_fwd", "dsv4_sparse_fwd")
-    allowed = [jax.export.DisabledSafetyCheck.custom_call(f"dsv4_fmha_{target}") for target in targets]
-    exported = jax.export.export(jax.jit(f), platforms=["cuda"], disabled_checks=allowed)(*operands)
+    exported = jax.export.export(jax.jit(f), platforms=["cuda"], disabled_checks=EXPORT_CHECKS)(*operands)
     assert "custom_call @dsv4_fmha_" in exported.mlir_module()
 
 
