@@ -90,7 +90,7 @@ class Cache:
         """The cache with new entries in it; in place, where the cache is donated or carried by a loop.
 
         Args:
-          entries: `[b, n, d]`, in the cache's type; bfloat16, float16 or float32 for an FP8 cache.
+          entries: `[b, n, d]`, n may be 0, in the cache's type; bfloat16, float16 or float32 for an FP8 cache.
           positions: int32 `[b, n]`, which entry of its sequence each is, none twice. One below 0 is not kept, nor one
             that is `capacity` or more below the greatest of its sequence here: a ring has no room for both.
 
@@ -98,6 +98,8 @@ class Cache:
           ValueError, TypeError: operands that are not as said above.
         """
         op = "Cache.append"
+        if getattr(entries, "shape", ())[1:2] == (0,) and getattr(positions, "shape", ())[1:] == (0,):
+            return self
         dims: dict[str, Any] = {}
         held = getattr(self.entries, "dtype", jnp.uint8)
         dtypes = _check.FLOAT if held == jnp.uint8 else (held,)

@@ -42,8 +42,9 @@ def built(op: str) -> str:
 
 
 def error(kind: type[Exception], op: str, name: str, got: Any, wanted: str) -> Exception:
-    """The one form of error; the caller raises it."""
-    return kind(f"{op}: {name}: got {describe(got)}, wanted {wanted}, built {built(op)}")
+    """The one form of error; the caller raises it. What is built is said where that is what is missing."""
+    missing = f", built {built(op)}" if kind is NotImplementedError else ""
+    return kind(f"{op}: {name}: got {describe(got)}, wanted {wanted}{missing}")
 
 
 def describe(x: Any) -> str:
@@ -104,7 +105,11 @@ def sink(op: str, x: Any, dims: dict[str, Any]) -> jax.Array | None:
 def selection(op: str, indices: Any, topk_length: Any, dims: dict[str, Any]) -> tuple[jax.Array | None, ...]:
     """indices int32 `[b, s_q, topk]` and topk_length int32 `[b, s_q]`, or None; no length without indices."""
     if indices is not None:
-        indices = operand(op, "indices", indices, "b s_q topk", dims, INT)
+        wanted = f"int32[b={dims['b']}, s_q={dims['s_q']}, topk]"
+        if getattr(indices, "shape", None) == (dims["b"], dims["s_q"], 0):  # of an indexer with nothing to choose from
+            indices = array(op, "indices", indices, wanted, lambda x: x.dtype in INT)
+        else:
+            indices = operand(op, "indices", indices, "b s_q topk", dims, INT)
     elif topk_length is not None:
         raise error(ValueError, op, "topk_length", topk_length, "None without indices")
     if topk_length is not None:
@@ -112,14 +117,19 @@ def selection(op: str, indices: Any, topk_length: Any, dims: dict[str, Any]) -> 
     return indices, topk_length
 
 
-def visible_of(op: str, name: str, keys: Any, indices: Any, ratio: Any) -> None:
-    """Compressed keys need what says which of them are seen, and without keys there is nothing to say."""
+def visible_of(op: str, name: str, keys: Any, indices: Any, ratio: Any, span: Any = None) -> Any:
+    """The ratio, or None. Compressed keys need what says which of them are seen; without keys there is nothing to say.
+
+    Without keys a ratio of 0 is None: a config's word for a layer with a window alone.
+    """
     if keys is None:
-        for of_keys, x in (("indices", indices), ("ratio", ratio)):
+        ratio = None if type(ratio) is int and ratio == 0 else ratio
+        for of_keys, x in (("indices", indices), ("ratio", ratio), ("compressed_span", span)):
             if x is not None:
                 raise error(ValueError, op, of_keys, x, f"None without {name}")
-    elif indices is None and ratio is None:
+    elif indices is None and ratio is None and span is None:
         raise error(ValueError, op, "ratio", ratio, f"an int >= 1, or indices, with {name}")
+    return None if ratio is None else positive(op, "ratio", ratio)
 
 
 def scale(op: str, x: Any, d: int) -> float:

@@ -44,10 +44,10 @@ def dsv4_decode(
       lengths: an int, or int32 `[b]`.
       sink: float32 `[h_q]`, as in `fmha`.
       indices: int32 `[b, s_q, topk]`, entries of the compressed cache as the sequence counts them, not slots of a pool.
-        They are taken as they stand: what is not past yet must not be named. One that is below 0, or that the cache
-        has no room or no page for, is absent.
+        One that is not past yet, is below 0, or that the cache has no room or no page for, is absent; without ratio
+        they are taken as they stand. topk may be 0.
       topk_length: int32 `[b, s_q]`; indices from there on are absent too.
-      ratio: an int >= 1, needed with compressed_cache and without indices; with indices it has no effect.
+      ratio: an int >= 1, needed with compressed_cache and without indices; 0 is None, a layer with a window alone.
       window: an int >= 1, the query's own position included.
       scale: a float > 0, `d**-0.5` if left out.
       implementation: as in `fmha`. There is no gradient, but of "reference".
@@ -71,7 +71,7 @@ def dsv4_decode(
     is_fp8 = window_cache.is_fp8
     if is_fp8 and q.dtype != jnp.bfloat16:
         raise _check.error(ValueError, op, "q", q, "bfloat16, with FP8 caches")
-    _check.visible_of(op, "compressed_cache", compressed_cache, indices, ratio)
+    ratio = _check.visible_of(op, "compressed_cache", compressed_cache, indices, ratio)
     if compressed_cache is not None and compressed_cache.is_fp8 != is_fp8:
         wanted = f"entries {'in FP8' if is_fp8 else f'of {q.dtype}'}, as in window_cache"
         raise _check.error(ValueError, op, "compressed_cache.entries", compressed_cache.entries, wanted)
@@ -79,7 +79,6 @@ def dsv4_decode(
     lengths = jnp.broadcast_to(_check.offset(op, "lengths", lengths, dims), (b,))
     sink = _check.sink(op, sink, dims)
     scale = _check.scale(op, scale, d)
-    ratio = None if ratio is None else _check.positive(op, "ratio", ratio)
     window = _check.positive(op, "window", window)
     room = window_cache.capacity
     if isinstance(room, int) and isinstance(s_q, int) and room < window + s_q - 1:
@@ -87,6 +86,8 @@ def dsv4_decode(
         raise _check.error(ValueError, op, "window_cache", f"room for {room} entries of a sequence", wanted)
     _check.implementation(op, implementation)
 
+    if indices is not None and indices.shape[2] == 0:
+        compressed_cache = indices = topk_length = None
     if implementation == "reference":
         return reference.dsv4_decode(
             q, window_cache, compressed_cache, lengths=lengths, sink=sink, indices=indices, topk_length=topk_length,
@@ -123,6 +124,8 @@ def seen_slots(
         slots = jnp.broadcast_to(caches[1].slots(entries % room)[:, None], (*position.shape, room))
         seen = (position + 1) // ratio - oldest[:, None]
     else:
+        if ratio is not None:
+            indices = jnp.where(indices < ((position + 1) // ratio)[..., None], indices, -1)
         slots = caches[1].slots(indices)
         seen = jnp.full_like(position, indices.shape[2]) if topk_length is None else topk_length
         seen = jnp.where(position >= 0, seen, 0)

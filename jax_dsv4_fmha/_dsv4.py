@@ -1,6 +1,7 @@
 """A DeepSeek-V4 attention layer: sliding window, compressed cache and sink under one softmax."""
 
 import functools
+import operator
 from typing import Any
 
 import jax
@@ -25,6 +26,8 @@ def dsv4_attention(
     q_offset: int | jax.Array = 0,
     kv_offset: int | jax.Array = 0,
     swa_lens: jax.Array | None = None,
+    span: Span | None = None,
+    compressed_span: Span | None = None,
     scale: float | None = None,
     method: str | None = None,
     implementation: str | None = None,
@@ -34,8 +37,8 @@ def dsv4_attention(
     Query i stands at position `p = q_offset + i`, entry j of the window cache at `kv_offset + j`. Query i sees
 
       - the window entries whose positions are in `(p - window, p]` and not below 0,
-      - and of the compressed cache, whose entry w stands for `ratio` positions: the entries that `indices` names, or
-        without indices those with `w < (p + 1) // ratio`.
+      - and of the compressed cache, whose entry w stands for `ratio` positions, the entries with
+        `w < (p + 1) // ratio`; with indices, of these the ones that they name.
 
     An entry that is seen both in the window and compressed counts twice, as in the model.
 
@@ -44,13 +47,17 @@ def dsv4_attention(
       window_kv: `[b, s_w, d]` in q's dtype.
       compressed_kv: `[b, s_c, d]` in q's dtype; None, or s_c = 0, is a layer with a window alone.
       sink: float32 `[h_q]`, as in `fmha`.
-      indices: int32 `[b, s_q, topk]` into compressed_kv, for the layers of ratio 4. They are taken as they stand: what
-        is not past yet must not be named. Absent entries as in `sparse_fmha`.
+      indices: int32 `[b, s_q, topk]` into compressed_kv, for the layers of ratio 4; topk may be 0. One that is not past
+        is absent; without ratio they are taken as they stand. Absent entries as in `sparse_fmha`.
       topk_length: int32 `[b, s_q]`, as in `sparse_fmha`.
-      ratio: an int >= 1, needed with compressed_kv and without indices; with indices it has no effect.
+      ratio: an int >= 1, needed with compressed_kv, unless there are indices or a compressed_span; 0 is None, a layer
+        with a window alone.
       window: an int >= 1, the query's own position included.
       q_offset, kv_offset: int, or int32 `[b]`, traced or not.
       swa_lens: int32 `[b]`; window entries from there on are not seen.
+      span, compressed_span: of the window entries and the compressed ones, those that a row may see by the rules above
+        and by these. Packed documents are `span=Span.segments(ids)` and, without ratio,
+        `compressed_span=Span.compressed_segments(ids, ratio)`.
       scale: a float > 0, `d**-0.5` if left out.
       method: "two_pass" merges a launch for the window with one for the compressed cache. "fused" is one launch, and
         rounds o once. None is "fused" where it is built for the operands. A window alone is one launch of `fmha`.
@@ -70,7 +77,14 @@ def dsv4_attention(
     if getattr(compressed_kv, "shape", None) != (dims["b"], 0, dims["d"]):
         if compressed_kv is not None:
             compressed_kv = _check.operand(op, "compressed_kv", compressed_kv, "b s_c d", dims, (q.dtype,))
-        _check.visible_of(op, "compressed_kv", compressed_kv, indices, ratio)
+        ratio = _check.visible_of(op, "compressed_kv", compressed_kv, indices, ratio, compressed_span)
+    else:  # a prompt that is shorter than a block
+        if ratio is not None and ratio != 0:
+            _check.positive(op, "ratio", ratio)
+        ratio, compressed_kv = None, None
+    for name, x in (("span", span), ("compressed_span", compressed_span)):
+        if x is not None and not isinstance(x, Span):
+            raise _check.error(TypeError, op, name, x, "a Span")
     indices, topk_length = _check.selection(op, indices, topk_length, dims)
     if swa_lens is not None:
         swa_lens = _check.operand(op, "swa_lens", swa_lens, "b", dims, _check.INT)
@@ -78,29 +92,35 @@ def dsv4_attention(
     _check.one_of(op, "method", method, (None, "two_pass", "fused"))
     sink = _check.sink(op, sink, dims)
     scale = _check.scale(op, scale, dims["d"])
-    ratio = None if ratio is None else _check.positive(op, "ratio", ratio)
     positions: dict[str, Any] = {
         "window": _check.positive(op, "window", window),
         "q_offset": _check.offset(op, "q_offset", q_offset, dims),
         "kv_offset": _check.offset(op, "kv_offset", kv_offset, dims),
         "swa_lens": swa_lens,
     }
-    if compressed_kv is not None and compressed_kv.shape[1] == 0:
+    if indices is not None and indices.shape[2] == 0:
         compressed_kv = None
     if implementation == "reference":
         selected: dict[str, Any] = {"indices": indices, "topk_length": topk_length, "ratio": ratio}
-        return reference.dsv4_attention(q, window_kv, compressed_kv, sink=sink, scale=scale, **selected, **positions)
+        spans: dict[str, Any] = {"span": span, "compressed_span": compressed_span}
+        how: dict[str, Any] = {"sink": sink, "scale": scale, **selected, **spans, **positions}
+        return reference.dsv4_attention(q, window_kv, compressed_kv, **how)
     b, s_q = dims["b"], dims["s_q"]
-    span = window_span(s_q, **positions).bounds(b, s_q, dims["s_w"], op)
-    sources: list[Source] = [SpanSource(window_kv, *span, names=_WINDOW, axis="s_w")]
+    near = window_span(s_q, **positions)
+    near_bounds = (near if span is None else near & span).bounds(b, s_q, dims["s_w"], op)
+    sources: list[Source] = [SpanSource(window_kv, *near_bounds, names=_WINDOW, axis="s_w")]
+    rules = [] if ratio is None else [Span.compressed(s_q, ratio, positions["q_offset"])]
+    rules += [] if compressed_span is None else [compressed_span]
+    if compressed_kv is not None and rules:
+        start, stop = functools.reduce(operator.and_, rules).bounds(b, s_q, dims["s_c"], op)
     if compressed_kv is not None and indices is not None:
+        if rules:
+            indices = jnp.where((start[..., None] <= indices) & (indices < stop[..., None]), indices, -1)
         if topk_length is None:
             topk_length = jnp.full((b, s_q), dims["topk"], jnp.int32)
         sources.append(SelectionSource(compressed_kv, indices, topk_length, _SELECTED, "s_c"))
     elif compressed_kv is not None:
-        assert ratio is not None
-        span = Span.compressed(s_q, ratio, positions["q_offset"]).bounds(b, s_q, dims["s_c"], op)
-        sources.append(SpanSource(compressed_kv, *span, names=_COMPRESSED, axis="s_c"))
+        sources.append(SpanSource(compressed_kv, start, stop, names=_COMPRESSED, axis="s_c"))
     is_built = bool(built(q, sources))
     if method == "fused" and not is_built:
         wanted = "'two_pass', or operands that a fused kernel is built for"

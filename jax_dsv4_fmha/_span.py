@@ -40,7 +40,10 @@ class Span:
 
     @classmethod
     def compressed(cls, s_q: int, ratio: int, offset: Any = 0) -> "Span":
-        """Entries of a cache that holds one entry for `ratio` positions: those whose positions are all past."""
+        """Entries of a cache that holds one entry for `ratio` positions: those whose positions are all past.
+
+        For packed sequences see `compressed_segments`.
+        """
         ratio = _check.positive("Span.compressed", "ratio", ratio)
         p = _positions("Span.compressed", s_q, offset)
         return cls(jnp.zeros_like(p), (p + 1) // ratio)
@@ -72,6 +75,22 @@ class Span:
         start, last = (jnp.take_along_axis(order, jnp.maximum(i, 0), 1, mode="clip") for i in (first, end - 1))
         return cls(start, jnp.where((first < end) & (last - start < end - first), last + 1, 0))
 
+    @classmethod
+    def compressed_segments(cls, ids: Any, ratio: int) -> "Span":
+        """Entries of packed sequences, one for `ratio` tokens of a sequence: those of a query's own that are past.
+
+        ids int32 `[b, s]`, of the tokens; each of its runs of equal ids is a sequence, and begins with a block of its
+        own. The entries stand one sequence after the other: of n tokens there are `n // ratio`. `Span.compressed`
+        counts from the row's first token: with `Span.segments` of entries it is this span only where every sequence
+        begins at a multiple of ratio.
+        """
+        op = "Span.compressed_segments"
+        ids = _check.operand(op, "ids", ids, "b s", {}, _check.INT)
+        ratio = _check.positive(op, "ratio", ratio)
+        past = (positions_of(ids) + 1) // ratio
+        stop = jnp.cumsum((positions_of(ids) + 1) % ratio == 0, axis=1, dtype=jnp.int32)
+        return cls(stop - past, stop)
+
     def __and__(self, other: "Span") -> "Span":
         if not isinstance(other, Span):
             return NotImplemented
@@ -89,6 +108,13 @@ class Span:
         """start and stop, each int32 `[b, s_q]` within `[0, s_kv]`. `op` is who asks, for the error's text."""
         start = _bound(op, "span.start", self.start, b, s_q, s_kv)
         return start, _bound(op, "span.stop", self.stop, b, s_q, s_kv)
+
+
+def positions_of(ids: jax.Array) -> jax.Array:
+    """int32 `[b, s]`: how far each token is from the first of its run of equal ids."""
+    i = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
+    begins = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    return i - jax.lax.cummax(jnp.where(begins, i, 0), axis=1)
 
 
 def _bound(op: str, name: str, x: Any, b: Any, s_q: Any, s_kv: Any) -> jax.Array:

@@ -159,6 +159,8 @@ def dsv4_attention(
     q_offset: Any = 0,
     kv_offset: Any = 0,
     swa_lens: jax.Array | None = None,
+    span: Span | None = None,
+    compressed_span: Span | None = None,
     scale: float | None = None,
 ) -> Attention:
     """Window and compressed entries and the sink under one softmax; see `jax_dsv4_fmha.dsv4_attention`."""
@@ -166,14 +168,17 @@ def dsv4_attention(
     own = _positions(s_q, jnp.asarray(q_offset, jnp.int32) - jnp.asarray(kv_offset, jnp.int32))  # entry of the window
     stop = own + 1 if swa_lens is None else jnp.minimum(own + 1, swa_lens[:, None])
     start = jnp.maximum(jnp.maximum(own, window - 1) - (window - 1), _front(kv_offset))
-    parts = [fmha(q32, window_kv[:, :, None], span=Span(start, stop), scale=scale)]
+    near = Span(start, stop) if span is None else Span(start, stop) & span
+    parts = [fmha(q32, window_kv[:, :, None], span=near, scale=scale)]
     if compressed_kv is not None and compressed_kv.shape[1] > 0:
-        if indices is not None:
-            parts.append(sparse_fmha(q32, compressed_kv, indices, topk_length=topk_length, scale=scale))
+        past = 2**31 - 1 if ratio is None else (_positions(s_q, jnp.asarray(q_offset, jnp.int32)) + 1) // ratio
+        far = Span(0, past) if compressed_span is None else Span(0, past) & compressed_span
+        if indices is None:
+            parts.append(fmha(q32, compressed_kv[:, :, None], span=far, scale=scale))
         else:
-            assert ratio is not None
-            span = Span(0, (_positions(s_q, jnp.asarray(q_offset, jnp.int32)) + 1) // ratio)
-            parts.append(fmha(q32, compressed_kv[:, :, None], span=span, scale=scale))
+            first, end = (x[..., None] for x in far.bounds(q.shape[0], s_q, compressed_kv.shape[1]))
+            indices = jnp.where((first <= indices) & (indices < end), indices, -1)
+            parts.append(sparse_fmha(q32, compressed_kv, indices, topk_length=topk_length, scale=scale))
     o, lse = merge(parts, sink)
     return o.astype(q.dtype), lse
 
@@ -220,6 +225,8 @@ def dsv4_decode(
             seen = jnp.where(entry[:, None] < (position[..., None] + 1) // ratio, entry[:, None], -1)
         else:
             listed = position[..., None] >= 0
+            if ratio is not None:
+                listed &= indices < ((position + 1) // ratio)[..., None]
             if topk_length is not None:
                 listed &= jnp.arange(indices.shape[2], dtype=jnp.int32)[None, None] < topk_length[..., None]
             seen = jnp.where(listed, indices, -1)

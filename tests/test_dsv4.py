@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_dsv4_fmha import dsv4_attention, fmha, reference
+from jax_dsv4_fmha import Cache, Span, dsv4_attention, dsv4_decode, fmha, reference
 from jax_dsv4_fmha._testing.cases import CASES, run, run_reference
 from jax_dsv4_fmha._testing.cases import operands as operands_of
 from tests.helpers import assert_right
@@ -125,6 +125,63 @@ def test_positions_below_0_are_not_seen(kv_offset, compressed):
     ]  # fmt: skip
     for x, y in zip(got, zip(*alone, strict=True), strict=True):
         np.testing.assert_allclose(x, jnp.concatenate(y), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", [None, "reference"])
+def test_ratio_hides_indices_that_are_not_past(implementation):
+    q, w, c, sink = operands()
+    f = functools.partial(dsv4_attention, q, w, c, sink=sink, implementation=implementation)
+    past = ((jnp.arange(6) + 1) // 2)[:, None] > INDICES
+    for x, y in zip(f(indices=INDICES, ratio=2), f(indices=jnp.where(past, INDICES, -1)), strict=True):
+        np.testing.assert_array_equal(x, y)
+    caches = Cache(w), Cache(c)
+    f = functools.partial(dsv4_decode, q, *caches, lengths=6, window=4, sink=sink, implementation=implementation)
+    for x, y in zip(f(indices=INDICES, ratio=2), f(indices=jnp.where(past, INDICES, -1)), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_nothing_to_choose_from():
+    """What an indexer over nothing returns, and a config's ratio of 0, are a window alone."""
+    q, w, c, sink = operands()
+    nothing, no_index = c[:, :0], jnp.zeros((2, 6, 0), jnp.int32)
+    want = dsv4_attention(q, w, sink=sink)
+    for args, kwargs in [
+        ((nothing,), {"indices": no_index, "ratio": 4}), ((c,), {"indices": no_index}), ((), {"ratio": 0}),
+        ((nothing,), {"indices": INDICES}), ((nothing,), {"ratio": 128}),
+    ]:  # fmt: skip
+        for x, y in zip(dsv4_attention(q, w, *args, sink=sink, **kwargs), want, strict=True):
+            np.testing.assert_array_equal(x, y)
+    decoded = dsv4_decode(q, Cache(w), lengths=6, window=4, sink=sink)
+    for x, y in zip(
+        dsv4_decode(q, Cache(w), Cache(c), lengths=6, window=4, sink=sink, indices=no_index), decoded, strict=True
+    ):
+        np.testing.assert_array_equal(x, y)
+    assert Cache(w).append(nothing, jnp.zeros((2, 0), jnp.int32)).entries is w
+    with pytest.raises(ValueError, match="ratio: got 0, wanted an int >= 1"):
+        dsv4_attention(q, w, c, ratio=0)
+
+
+@pytest.mark.parametrize("implementation", [None, "reference"])
+@pytest.mark.parametrize("chosen", [False, True])
+def test_packed_documents(implementation, chosen):
+    """Each document is as alone, wherever it begins, in one call."""
+    lengths, ratio, rng = (5, 1, 7, 6), 2, np.random.default_rng(0)
+    s, n = sum(lengths), sum(length // ratio for length in lengths)
+    q, w, c = (jnp.asarray(rng.standard_normal(x), jnp.float32) for x in ((1, s, 2, 8), (1, s, 8), (1, n, 8)))
+    ids = jnp.repeat(jnp.arange(4, dtype=jnp.int32), jnp.array(lengths), total_repeat_length=s)[None]
+    indices = jnp.asarray(rng.permuted(np.tile(np.arange(n), (s, 1)), axis=1)[None, :, :6], jnp.int32)
+    f = functools.partial(dsv4_attention, window=3, implementation=implementation)
+    spans = {"span": Span.segments(ids), "compressed_span": Span.compressed_segments(ids, ratio)}
+    got = f(q, w, c, **spans, **({"indices": indices} if chosen else {}))
+    at = entry = 0
+    for length in lengths:
+        mine, entries = slice(at, at + length), slice(entry, entry + length // ratio)
+        own = indices[:, mine] - entry
+        own = {"indices": jnp.where(own < length // ratio, own, -1)} if chosen and length >= ratio else {}
+        want = f(q[:, mine], w[:, mine], c[:, entries], ratio=ratio, **own)
+        for x, y in zip(got, want, strict=True):
+            np.testing.assert_allclose(x[:, mine], y, rtol=1e-5, atol=1e-6)
+        at, entry = at + length, entry + length // ratio
 
 
 def test_no_compressed_entries_is_the_window_alone():
