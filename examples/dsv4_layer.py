@@ -5,7 +5,8 @@
   csa   a window, and the top-k past entries of a cache that holds one for 4
 
 Each runs on this machine's best implementation and, in float32, on the reference, and the two are compared. The
-compressors are means and the indexer is a product: a model's own are learned, and stand in the same places.
+compressors are means of blocks that do not overlap, and the indexer is a product: a model's own are learned, stand in
+the same places, and are in `jax_dsv4_fmha.layers`.
 """
 
 import functools
@@ -19,22 +20,24 @@ HEADS, D, ROPE, WINDOW, TOPK, HIDDEN = 16, 512, 64, 128, 32, 256
 RATIO = {"swa": None, "hca": 128, "csa": 4}
 
 
-def rope(x, positions):
-    """Rotates the last ROPE dimensions of x [b, s, …, D], pair by pair; positions [s]."""
+def rope(x, positions, kind):
+    """Rotates the last ROPE dimensions of x [b, s, …, D], pair by pair, as layers of this kind do; positions [s]."""
+    theta = 10_000.0 if RATIO[kind] is None else 160_000.0
     x, turned = x[..., :-ROPE], x[..., -ROPE:].astype(jnp.float32)
-    angle = positions[:, None] * 10_000.0 ** -jnp.linspace(0, 1, ROPE // 2, endpoint=False)
+    angle = positions[:, None] * theta ** -jnp.linspace(0, 1, ROPE // 2, endpoint=False)
     angle = angle.reshape(1, -1, *[1] * (x.ndim - 3), ROPE // 2)
     a, b = turned[..., ::2], turned[..., 1::2]
     turned = jnp.stack([a * jnp.cos(angle) - b * jnp.sin(angle), a * jnp.sin(angle) + b * jnp.cos(angle)], -1)
     return jnp.concatenate([x, turned.reshape(*x.shape[:-1], ROPE).astype(x.dtype)], -1)
 
 
-def compress(latent, ratio):
-    """One entry for `ratio` positions [b, s // ratio, D], rotated to where the last of them stands."""
+def compress(latent, kind):
+    """One entry for `ratio` positions [b, s // ratio, D], rotated to where the first of them stands."""
+    ratio = RATIO[kind]
     b, s, d = latent.shape
     entries = latent[:, : s // ratio * ratio].reshape(b, s // ratio, ratio, d)
     entries = entries.mean(2, dtype=jnp.float32).astype(latent.dtype)
-    return rope(entries, jnp.arange(s // ratio) * ratio + ratio - 1)
+    return rope(entries, jnp.arange(s // ratio) * ratio, kind)
 
 
 def choose(hidden, compressed_kv, ratio):
@@ -48,13 +51,13 @@ def choose(hidden, compressed_kv, ratio):
 def layer(parameters, hidden, kind, attention):
     """hidden [b, s, HIDDEN] -> [b, s, HIDDEN], with attention(q, window_kv, compressed_kv, …) -> (o, lse)"""
     positions, ratio = jnp.arange(hidden.shape[1]), RATIO[kind]
-    q = rope(jnp.einsum("bsm,mhd->bshd", hidden, parameters["q"]), positions)
+    q = rope(jnp.einsum("bsm,mhd->bshd", hidden, parameters["q"]), positions, kind)
     latent = hidden @ parameters["kv"]
-    caches = {} if ratio is None else {"compressed_kv": compress(latent, ratio), "ratio": ratio}
+    caches = {} if ratio is None else {"compressed_kv": compress(latent, kind), "ratio": ratio}
     if kind == "csa":
         caches["indices"] = choose(hidden, caches["compressed_kv"], ratio)
-    o, _ = attention(q, rope(latent, positions), sink=parameters["sink"], window=WINDOW, **caches)
-    return jnp.einsum("bshd,hdm->bsm", rope(o, -positions), parameters["o"])  # V was rotated with K: turn it back
+    o, _ = attention(q, rope(latent, positions, kind), sink=parameters["sink"], window=WINDOW, **caches)
+    return jnp.einsum("bshd,hdm->bsm", rope(o, -positions, kind), parameters["o"])  # V was rotated with K: turn it back
 
 
 def in_float32(q, *caches, **kwargs):

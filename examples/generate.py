@@ -6,7 +6,8 @@ last 64 dimensions, and a sink for every query head. The sequences of a batch ha
 
 The prompts are read at once (dsv4_attention), which fills the caches. Then each step appends to the caches what the new
 token gives, and attends to them (dsv4_decode). At the end all tokens are read at once: the same logits must come out.
-The weights are random, so what is said makes no sense.
+The weights are random, so what is said makes no sense. Compressors are means here, and blocks do not overlap: a model's
+own are in `jax_dsv4_fmha.layers`, which `examples/serve.py` generates with.
 """
 
 import argparse
@@ -39,10 +40,11 @@ class State(NamedTuple):
     """[b, d + KEY], of the positions that the next compressed entry will stand for"""
 
 
-def rope(x, positions):
+def rope(x, positions, ratio):
     """Rotates the last ROPE dimensions of x [b, s, …, d], pair by pair; positions [b or 1, s]."""
+    theta = 10_000.0 if ratio is None else 160_000.0
     still, turned = x[..., :-ROPE], x[..., -ROPE:]
-    angle = positions[..., None] * 10_000.0 ** -jnp.linspace(0, 1, ROPE // 2, endpoint=False)
+    angle = positions[..., None] * theta ** -jnp.linspace(0, 1, ROPE // 2, endpoint=False)
     angle = angle.reshape(*positions.shape, *[1] * (x.ndim - 3), ROPE // 2)
     a, b = turned[..., ::2], turned[..., 1::2]
     turned = jnp.stack([a * jnp.cos(angle) - b * jnp.sin(angle), a * jnp.sin(angle) + b * jnp.cos(angle)], -1)
@@ -61,11 +63,11 @@ def choose(query, keys, past, topk):
     return jnp.where(jnp.isfinite(best), indices, -1)
 
 
-def attention(weights, x, positions, dtype, attend):
+def attention(weights, x, positions, ratio, dtype, attend):
     """x [b, s, WIDTH] -> the same, with attend(q, latent) -> o in a cache's dtype."""
-    q = rope(norm(jnp.einsum("bsm,mhd->bshd", x, weights["q"])), positions)
-    o = attend(q.astype(dtype), rope(norm(x @ weights["kv"]), positions).astype(dtype)).astype(x.dtype)
-    return jnp.einsum("bshd,hdm->bsm", rope(o, -positions), weights["o"])  # V was rotated with K: turn it back
+    q = rope(norm(jnp.einsum("bsm,mhd->bshd", x, weights["q"])), positions, ratio)
+    o = attend(q.astype(dtype), rope(norm(x @ weights["kv"]), positions, ratio).astype(dtype)).astype(x.dtype)
+    return jnp.einsum("bshd,hdm->bsm", rope(o, -positions, ratio), weights["o"])  # V was rotated with K: turn it back
 
 
 def model(parameters, tokens, attend):
@@ -99,7 +101,8 @@ def read(parameters, tokens, lengths, empty):
                 parts = x @ weights["compress"]
                 whole = parts[:, : n * ratio].reshape(b, n, ratio, d + KEY).mean(2)
                 last = jnp.arange(1, n + 1, dtype=jnp.int32)[None] * ratio - 1
-                entries, keys = rope(norm(whole[..., :d]), last).astype(latent.dtype), whole[..., d:]
+                first = last - (ratio - 1)  # where an entry stands
+                entries, keys = rope(norm(whole[..., :d]), first, ratio).astype(latent.dtype), whole[..., d:]
                 begun = (positions >= lengths[:, None] // ratio * ratio) & (positions < lengths[:, None])
                 number = jnp.where(last < lengths[:, None], last // ratio, -1)
                 total = jnp.where(begun[..., None], parts, 0).sum(1)
@@ -113,7 +116,7 @@ def read(parameters, tokens, lengths, empty):
             latent = as_held(latent, state.window)
             return dsv4_attention(q, latent, sink=weights["sink"], window=WINDOW, **kwargs)[0]
 
-        return attention(weights, x, positions, dtype_of(state.window), over_all)
+        return attention(weights, x, positions, ratio, dtype_of(state.window), over_all)
 
     return model(parameters, tokens, attend), states
 
@@ -147,7 +150,7 @@ def step(parameters, states, token, lengths):
                 total = jnp.where(position % ratio == 0, part, state.total + part)
                 whole = total[:, None] / ratio
                 number = jnp.where((position + 1) % ratio == 0, position // ratio, -1)  # unless it is complete: nowhere
-                entry = rope(norm(whole[..., :d]), position).astype(latent.dtype)
+                entry = rope(norm(whole[..., :d]), position // ratio * ratio, ratio).astype(latent.dtype)
                 compressed = state.compressed.append(entry, number)
                 keys = state.keys.append(whole[..., d:], number)
                 after[i] = State(window, compressed, keys, total)
@@ -157,7 +160,7 @@ def step(parameters, states, token, lengths):
                     kwargs["indices"] = choose(x @ weights["index"], keys.entries, past, topk)
             return dsv4_decode(q, window, lengths=lengths + 1, sink=weights["sink"], window=WINDOW, **kwargs)[0]
 
-        return attention(weights, x, position, dtype_of(state.window), over_caches)
+        return attention(weights, x, position, ratio, dtype_of(state.window), over_caches)
 
     return model(parameters, token[:, None], attend)[:, 0], after
 

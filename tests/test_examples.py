@@ -73,7 +73,17 @@ def test_training_by_kernels_learns_what_it_does_by_the_reference(cuda, monkeypa
 def test_train_step():
     pytest.importorskip("optax")
     losses = example("train_step").main(steps=15, b=4)
-    assert losses[-1] < losses[0] - 1
+    assert losses[-1][0] < losses[0][0] - 1 and losses[-1][1] < 0.8 * losses[0][1]  # of tokens; of the indexer
+
+
+def test_serve(capsys):
+    """Requests come and go in two places; what a greedy one says is what it says alone."""
+    with jax.default_matmul_precision("float32"):
+        done, server = example("serve").main(requests=5, places=2, chunk=16, longest=40, wanted=6)
+        one = max((r for r in done if not r.temperature), key=lambda r: len(r.prompt) + r.wanted)
+        assert server.alone(one).tolist() == one.said
+    assert len(done) == 5 and all(len(r.said) == r.wanted for r in done)
+    assert "5 requests in 2 places" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("page", [0, 16])
