@@ -161,3 +161,41 @@ def test_gradients_of_every_parameter(kind):
             assert np.any(w), path
             assert_close(g, w, jax.tree_util.keystr(path))
     assert unseen == (6 if ours.indexer is not None else 0)
+
+
+class Ours(torch.nn.Module):
+    """Our layer in the place of Hugging Face's, with our caches."""
+
+    def __init__(self, layer, params, cache):
+        super().__init__()
+        self.params, self.cache = params, cache
+        self.chunk = jax.jit(lambda p, x, c, start: layer(p, x, c, start=start)[:2])
+        self.step = jax.jit(lambda p, x, c, n: layer.step(p, x, c, lengths=n)[:2])
+
+    def forward(self, hidden_states, position_ids, **_):
+        x, start = numpy_of(hidden_states), int(position_ids[0, 0])
+        if x.shape[1] > 1:
+            y, self.cache = self.chunk(self.params, x, self.cache, np.int32(start))
+        else:
+            y, self.cache = self.step(self.params, x, self.cache, np.int32(start + 1))
+        return torch.tensor(np.asarray(y)), None
+
+
+@torch.no_grad()
+def test_model_of_four_layers():
+    """Logits of a prompt and 24 greedy tokens of their whole model, with their attention and with ours in its place."""
+    config = hf_config(eos_token_id=None)
+    model = random_weights(transformers.DeepseekV4ForCausalLM(config), seed=5)
+    prompt = torch.tensor(np.random.default_rng(3).integers(0, 97, (2, 37)))
+    want = model(prompt).logits
+    tokens = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=24, do_sample=False)
+    for layer, ours in zip(model.model.layers, from_config(config.to_dict()), strict=True):
+        params = from_state_dict(ours, layer.self_attn.state_dict(), dtype=jnp.float32)
+        layer.self_attn = Ours(ours, params, ours.cache(2, 64, jnp.float32))
+    logits = model(prompt, use_cache=False).logits
+    assert_close(numpy_of(logits), numpy_of(want), "logits")
+    said = [prompt]
+    for at in range(37, 37 + 24):
+        said.append(logits[:, -1:].argmax(-1))
+        assert torch.equal(said[-1][:, 0], tokens[:, at]), at
+        logits = model(said[-1], position_ids=torch.tensor([[at]]).expand(2, 1), use_cache=False).logits
