@@ -384,7 +384,7 @@ def results(tmp_path):
 def test_tables_from_results(results, capsys):
     assert main(["bench", "--from", str(results)]) == 0
     text = capsys.readouterr().out
-    suites = ["dsv4", "dense", "window", "decode"]
+    suites = ["dsv4", "dense", "window", "decode", "grad"]
     assert [line for line in text.splitlines() if line in suites] == suites
     for row in bench.ROWS:
         assert row.name in text

@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,12 @@ import numpy as np
 from .. import _ffi
 from .._span import Span
 from .._testing.cases import OPS, SPANS, Case
-from . import bench_decode, plot
+from . import bench_decode, bench_grad, plot
 from .check import matches, reason
 from .info import machine, no_devices
 from .report import Progress, output, table, write_json
 
-_PEERS = ("two_pass", "cudnn", "xla", "graph")
+_PEERS = ("two_pass", "cudnn", "xla", "graph", "both")
 _MATMUL = 8192
 _COPY_BYTES = 2**30
 _BURST_SECONDS = 0.008
@@ -67,8 +67,8 @@ class Row:
                 + (f"top-k {c.topk} of {c.s_c}" if c.topk else f"{c.s_c} of ratio {c.ratio}"),
             }[c.op]
         dtype = " fp8" if "fp8" in c.features else f" {c.dtype}" if c.dtype != "bfloat16" else ""
-        layers = f"{self.layers} layers of " if self.layers > 1 else ""
-        return f"{layers}d {c.d} {keys} b{c.b} s{c.s_q} {heads}{dtype}"
+        what = "gradient of " if self.suite == "grad" else f"{self.layers} layers of " if self.layers > 1 else ""
+        return f"{what}d {c.d} {keys} b{c.b} s{c.s_q} {heads}{dtype}"
 
 
 def _dense(d: int, span: str, b: int, s: int, h_q: int, h_kv: int, **kwargs: Any) -> Row:
@@ -114,6 +114,16 @@ ROWS = (
     Row("decode", Case("fmha", 16, 1, 32768, 128, 1, 512, shared_kv=True), ("cudnn", "xla")),
     *(Row("decode", bench_decode.dense(*kind), ("xla",)) for kind in _CACHES),
     *(Row("decode", bench_decode.step(128, 1024, b, "fp8"), ("graph",), layers=61) for b in (2, 64)),
+    *(
+        replace(row, suite="grad", peers=peers)
+        for row, peers in (
+            *((_layer(h, topk=k, ratio=4, s_c=s_c), ()) for h, k in ((128, 1024), (64, 512)) for s_c in (8192, 65536)),
+            (_layer(16, topk=512, ratio=4, s_c=8192), ()),
+            (_layer(128, ratio=128, s_c=512), ()),
+            *((_dense(512, "window", 1, 4096, h, 1, sink="normal"), ("xla",)) for h in (128, 64)),
+            (_dense(512, "causal", 1, 4096, 128, 1), ("xla",)),
+        )
+    ),
 )
 
 Contestant = tuple[Callable[..., Any], Sequence[Any]]
@@ -178,16 +188,21 @@ def _measure(rows: Sequence[Row], rounds: int, bar: Progress) -> dict[str, Any]:
 
 def _measure_row(row: Row, yardsticks: dict[str, Contestant], rounds: int) -> dict[str, Any]:
     flops, moved = (row.layers * x for x in work(row.case))
+    if row.suite == "grad":
+        flops, moved = bench_grad.work(row.case, flops, moved)
     sets = max(2, min(16, int(_CACHE_BYTES // moved))) if row.layers == 1 else 1
     operands = _operands_of(row, sets)
     contestants = dict(yardsticks)
     skipped: dict[str, str] = {}
     for name in ("ours", *(peer for peer in row.peers if peer != "graph")):
         try:
-            contestants[name] = (_compiled(name, functools.partial(_call, row, name), operands), operands)
+            for each, f in _runs(row, name).items():
+                contestants[each] = (_compiled(each, f, operands), operands)
         except Exception as e:  # that a peer refuses, or that ours is not built, is a result
             skipped[name] = reason(e)
     times = _interleaved(contestants, rounds)
+    if row.suite == "grad":
+        times = {name: times[name] for name in yardsticks} | bench_grad.backward_alone(times)
     if "graph" in row.peers and "ours" in times:
         times["graph"] = _under_graphs(functools.partial(_call, row, "graph"), operands[0], rounds)
     matmul, copy = times.pop("matmul"), times.pop("copy")
@@ -238,6 +253,8 @@ def _operands_of(row: Row, sets: int) -> list[dict[str, Any]]:
     make = _operands if row.case.op != "dsv4_decode" else bench_decode.operands
     one = jax.jit(functools.partial(make, row.case))
     each = [one(key) for key in jax.random.split(jax.random.key(0), sets * row.layers)]
+    if row.suite == "grad":
+        each = [x | {"do": jnp.roll(x["q"], 1, axis=1)} for x in each]
     return each if row.layers == 1 else [{"q": each[0]["q"], "layers": each}]
 
 
@@ -283,6 +300,12 @@ def _call(row: Row, name: str, **operands: Any) -> Any:
     return OPS[c.op](**operands, **choices)
 
 
+def _runs(row: Row, name: str) -> dict[str, Callable[..., Any]]:
+    """What is timed of a contestant, by the names that the profiler is told."""
+    run = functools.partial(_call, row, name)
+    return bench_grad.contestants(name, run) if row.suite == "grad" else {name: run}
+
+
 def _jax_nn(c: Case, implementation: Any, *, q: Any, k: Any, v: Any = None, sink: Any = None) -> Any:
     """jax.nn knows no sinks: it does without."""
     logits = 4 * c.b * c.h_q * c.s_q * c.s_kv
@@ -315,7 +338,7 @@ def _compiled(name: str, f: Callable[..., Any], operands: Sequence[Any]) -> Call
     began = time.monotonic()
     jax.block_until_ready(run(operands[0]))
     seconds = time.monotonic() - began
-    if name in ("cudnn", "xla") and seconds > _SLOWEST_PEER:
+    if name.startswith(("cudnn", "xla")) and seconds > _SLOWEST_PEER:
         raise TimeoutError(f"{seconds * 1e3:.0f} ms a call")
     return run
 

@@ -1,0 +1,51 @@
+"""The grad suite of `bench`: the backward pass alone, which is both passes less the forward one in the same rounds."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._testing.cases import Case
+
+FORWARD = "_forward"
+"""what the name of a contestant ends with that does the forward pass alone"""
+
+
+def work(c: Case, flops: float, moved: float) -> tuple[float, float]:
+    """As `bench.work`, of which the arguments are: five products in place of two; o, do and dq, and what keys get."""
+    rows, keys = c.b * c.s_q * c.h_q, c.b * c.h_kv * (c.s_kv + c.s_c)
+    return 2.5 * flops, moved + rows * 4.0 * c.d + keys * 4.0 * c.d
+
+
+def contestants(name: str, attention: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    """By name: both passes of `attention`, and the forward one."""
+
+    def both(do: jax.Array, **operands: Any) -> Any:
+        floats = {n: x for n, x in operands.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+        rest = {n: x for n, x in operands.items() if n not in floats}
+
+        def o_of(floats: dict[str, Any]) -> Any:
+            results = attention(**floats, **rest)
+            return results[0] if isinstance(results, tuple) else results
+
+        _, vjp = jax.vjp(o_of, floats)
+        return vjp(do)
+
+    def forward(do: jax.Array, **operands: Any) -> Any:
+        return attention(**operands)
+
+    return {name: both, name + FORWARD: forward}
+
+
+def backward_alone(times: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Of what both passes and the forward one took, round by round; both passes of ours as "both"."""
+    alone = {}
+    for name, both in times.items():
+        if (forward := times.get(name + FORWARD)) is None:
+            continue
+        rounds = [x - y for x, y in zip(both["rounds"], forward["rounds"], strict=True)]
+        middle = sorted(rounds)[len(rounds) // 2]
+        kernels = {k: t for k, t in both["kernels"].items() if k not in forward["kernels"]}
+        alone[name] = {"seconds": middle, "rounds": rounds, "kernels": kernels}
+    return alone | ({"both": times["ours"]} if "ours" in alone else {})
