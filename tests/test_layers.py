@@ -373,3 +373,40 @@ def test_errors():
         ValueError, match=r"window_cache: got room for 5 entries of a sequence, wanted window \+ s_q - 1"
     ):
         layer.step(p, hidden(2, 2), layer.cache(2, 8, jnp.float32), lengths=2)
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_flax_modules_train(kind):
+    """Ten steps of Adam towards a target; the loss falls, and the first outcome is that of the layer."""
+    optax, flax = pytest.importorskip("optax"), pytest.importorskip("jax_dsv4_fmha.layers.flax")
+    layer, x = model("v4")[0][1], hidden(2, 12)
+    target = hidden(2, 12, seed=1)
+    optimizer = optax.adam(3e-2)
+    if kind == "linen":
+        module = flax.Linen(layer)
+        params = jax.jit(module.init)(jax.random.key(0), x)
+        run = module.apply
+        own = params["params"]["layer"]
+    else:
+        graph, params = flax.nnx.split(flax.NNX(layer, rngs=flax.nnx.Rngs(0)))
+        own = params["params"].get_value()
+
+        def run(params, x):
+            return flax.nnx.merge(graph, params)(x)
+
+    def loss(params):
+        return jnp.mean((run(params, x).y - target) ** 2)
+
+    @jax.jit
+    def step(params, state):
+        value, gradient = jax.value_and_grad(loss)(params)
+        updates, state = optimizer.update(gradient, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    want = jax.jit(lambda p: jnp.mean((layer(p, x).y - target) ** 2))(own)
+    state, values = optimizer.init(params), []
+    for _ in range(10):
+        params, state, value = step(params, state)
+        values.append(float(value))
+    np.testing.assert_allclose(values[0], want, rtol=1e-5)
+    assert values[-1] < 0.8 * values[0]
