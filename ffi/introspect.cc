@@ -4,6 +4,7 @@
 
 #include "backward_plan.h"
 #include "forward_plan.h"
+#include "indexer_plan.h"
 #include "registry.h"
 
 using namespace dsv4_fmha;
@@ -106,6 +107,13 @@ int dsv4_fmha_plan_backward(const char* layout, const AttentionShape* shape, flo
 void dsv4_fmha_plan_combine(const RowShape* shape, int32_t threads, int32_t columns, const ForwardAddresses* addresses,
                             ShownLaunch* out) {
   *out = ShownLaunch(kCombine, PlanCombine(*shape, threads, columns, *addresses));
+}
+
+// What the lightning indexer launches for `count` blocks of queries from `first` on: scores, then their choice.
+void dsv4_fmha_plan_indexer(const IndexShape* shape, const Tiles* tiles, int64_t first, int64_t count,
+                            const IndexAddresses* addresses, ShownLaunch* scores, ShownLaunch* choice) {
+  *scores = ShownLaunch(kIndexScores, PlanIndexScores(*shape, *tiles, first, count, *addresses));
+  *choice = ShownLaunch(kTopk, PlanTopk(*shape, first, count, *addresses));
 }
 
 }  // extern "C"

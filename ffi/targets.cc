@@ -1,6 +1,7 @@
 // The XLA custom calls, each a function that names its operands.
 #include "backward.h"
 #include "forward.h"
+#include "indexer.h"
 #include "target.h"
 
 namespace dsv4_fmha {
@@ -121,6 +122,24 @@ Backward<2> Dsv4DenseBwd(Array q, Array dout, PerRow lse, PerRow weight, PerRow 
   return OfLatents("dsv4_dense_bwd", /*kv_heads=*/false, q, dout, lse, weight, delta, {window, keys}, scale);
 }
 
+// ---- the lightning indexer
+
+using PerKey = ffi::Buffer<ffi::F32, 2>;
+using PerQueryHead = ffi::Buffer<ffi::F32, 3>;
+
+Indexer LightningIndexer(Array q, Array k, PerQueryHead weights, PerKey k_scale, PerQuery start, PerQuery stop) {
+  Indexer call;
+  call.q = {"q", q}, call.k = {"k", k}, call.weights = {"weights", weights}, call.k_scale = {"k_scale", k_scale};
+  call.start = {"start", start}, call.stop = {"stop", stop};
+  return call;
+}
+
+TopK ChooseTopK(ffi::Buffer<ffi::F32, 3> scores, PerQuery start, PerQuery stop) {
+  TopK call;
+  call.scores = {"scores", scores}, call.start = {"start", start}, call.stop = {"stop", stop};
+  return call;
+}
+
 }  // namespace
 }  // namespace dsv4_fmha
 
@@ -137,6 +156,8 @@ DSV4_FMHA_TARGET(bwd, Bwd)
 DSV4_FMHA_TARGET(sparse_bwd, SparseBwd)
 DSV4_FMHA_TARGET(dsv4_sparse_bwd, Dsv4SparseBwd)
 DSV4_FMHA_TARGET(dsv4_dense_bwd, Dsv4DenseBwd)
+DSV4_FMHA_TARGET(lightning_indexer, LightningIndexer)
+DSV4_FMHA_TARGET(topk, ChooseTopK)
 
 }  // extern "C"
 #pragma GCC visibility pop

@@ -1,8 +1,8 @@
 """Hopper's asynchronous warpgroup products (PTX ISA 9.7.15): descriptors, fragments, fences, commit and wait groups.
 
-D (64 x N, fp32, in registers) = A (64 x 16, registers or shared memory) B (16 x N, shared memory) + D. The warps of a
-warpgroup issue it together; each holds 16 rows of D and A. Between the issue and the wait the registers belong to the
-product: reading D, or writing D or A, is a race. Products of a warpgroup happen in order.
+D (64 x N, fp32, in registers) = A (64 x K, registers or shared memory) B (K x N, shared memory) + D, where K is what 32
+bytes hold. The warps of a warpgroup issue it together; each holds 16 rows of D and A. Between the issue and the wait
+the registers belong to the product: reading D, or writing D or A, is a race. Products of a warpgroup happen in order.
 
 An accumulator lives as one matrix from its first product to the wait after its last, and only then goes to registers.
 A row of A that is not defined (rows that TMA did not load) makes that row of D undefined, and nothing else.
@@ -24,7 +24,8 @@ from .parser import Instruction
 from .state import FULL, LANES, Array, AsyncOp, Memory, Wait, Warp, lanes_of
 
 SWIZZLES = {0: 0, 1: 128, 2: 64, 3: 32}
-DTYPES: dict[str, Any] = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
+DTYPES: dict[str, Any] = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "e4m3": ml_dtypes.float8_e4m3fn}
+K_BYTES = 32
 
 
 # ---- operands in shared memory (9.7.15.5.1 Shared memory layouts and matrix descriptors)
@@ -48,7 +49,7 @@ class Descriptor:
 
 @lru_cache(maxsize=4096)
 def chunks_of(x: Descriptor, rows: int, depth: int, mn_major: bool) -> tuple[Array, Array]:
-    """Where an operand of `rows` x `depth` 16-bit elements lies: (16-byte chunks, their words).
+    """Where an operand of `rows` x `depth` pairs of bytes lies: (16-byte chunks, their words).
 
     K-major: [rows, depth / 8], groups of 8 rows `stride` apart, each row a swizzle span. MN-major: [depth, rows / 8],
     spans of rows `leading` apart, groups of 8 of the depth `stride` apart.
@@ -66,19 +67,19 @@ def chunks_of(x: Descriptor, rows: int, depth: int, mn_major: bool) -> tuple[Arr
 
 
 def fetch(smem: Memory, x: Descriptor, rows: int, depth: int, mn_major: bool, dtype: Any) -> Array:
-    """fp32 [rows, depth]."""
+    """fp32 [rows, elements in `depth` pairs of bytes]."""
     chunks, _ = chunks_of(x, rows, depth, mn_major)
     if int(chunks.max()) >= len(smem.chunks):
         raise OutOfBounds(f"an operand reaches behind shared memory: {x}")
     values = widen(smem.chunks[chunks], dtype)
-    return values.reshape(depth, rows).T if mn_major else values.reshape(rows, depth)
+    return values.reshape(depth, rows).T if mn_major else values.reshape(rows, -1)
 
 
 def widen(bits: Array, dtype: Any) -> Array:
-    """uint16 bits -> fp32."""
-    if dtype is np.float16:
-        return bits.view(np.float16).astype(np.float32)
-    return (bits.astype(np.uint32) << 16).view(np.float32)
+    """uint16 bits -> fp32; of 8-bit elements there are two in each."""
+    if dtype is ml_dtypes.bfloat16:
+        return (bits.astype(np.uint32) << 16).view(np.float32)
+    return bits.view(dtype).astype(np.float32)
 
 
 # ---- fragments in registers (9.7.15.5.1.1)
@@ -199,9 +200,11 @@ def check_fenced(w: Warp, mine: Issued, slots: tuple[int, ...]) -> None:
 def product(i: Instruction, d: Decoder) -> Step:
     shape, *kinds = i.mods
     m, n, k = (int(x) for x in shape[1:].replace("n", " ").replace("k", " ").split())
-    if m != 64 or k != 16 or kinds[0] != "f32" or kinds[1] != kinds[2] or kinds[1] not in DTYPES:
+    if m != 64 or kinds[0] != "f32" or kinds[1] != kinds[2] or kinds[1] not in DTYPES:
         raise d.fail(i.opcode)
-    dtype = DTYPES[kinds[1]]
+    dtype, depth = DTYPES[kinds[1]], K_BYTES // 2
+    if k * np.dtype(dtype).itemsize != K_BYTES:
+        raise d.fail(i.opcode)
     accumulator = tuple(d.vector(i.args[0], "f32", sink=True))
     if len(accumulator) != n // 2:
         raise d.fail(f"{len(accumulator)} registers for 64 x {n}")
@@ -211,8 +214,8 @@ def product(i: Instruction, d: Decoder) -> Step:
     b_desc = d.slot(i.args[2], "b64")
     scale, negated = d.predicate(i.args[3])
     signs = [d.immediate(x) for x in i.args[4:6]]
-    majors = [d.immediate(x) for x in i.args[6:]]
-    if in_registers:
+    majors = [d.immediate(x) for x in i.args[6:]] or [0, 0]  # 8-bit operands are K-major
+    if in_registers and len(majors) == 1:
         majors = [0, *majors]
 
     def step(w: Warp) -> None:
@@ -270,12 +273,12 @@ def product(i: Instruction, d: Decoder) -> Step:
                 left, defined = np.concatenate([v for v, _ in parts]), np.concatenate([v for _, v in parts])
             else:
                 x = Descriptor.decode(a)
-                left = fetch(smem, x, 64, k, bool(majors[0]), dtype)
-                known = smem.shadow.read(op, chunks_of(x, 64, k, bool(majors[0]))[1], partial=True)
+                left = fetch(smem, x, 64, depth, bool(majors[0]), dtype)
+                known = smem.shadow.read(op, chunks_of(x, 64, depth, bool(majors[0]))[1], partial=True)
                 defined = rows_known(known, bool(majors[0]))
             x = Descriptor.decode(b)
-            right = fetch(smem, x, n, k, bool(majors[1]), dtype)
-            if not smem.shadow.read(op, chunks_of(x, n, k, bool(majors[1]))[1]).all():
+            right = fetch(smem, x, n, depth, bool(majors[1]), dtype)
+            if not smem.shadow.read(op, chunks_of(x, n, depth, bool(majors[1]))[1]).all():
                 raise Undefined("operand B has elements that are not defined")
             right = right.T
             for factor in signs:

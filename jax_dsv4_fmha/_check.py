@@ -28,17 +28,20 @@ _KERNELS_OF = {
     "sparse_fmha": ("sparse_fwd",),
     "dsv4_attention": ("fwd", "sparse_fwd", "dsv4_sparse_fwd", "dsv4_dense_fwd"),
     "dsv4_decode": ("sparse_fwd", "dsv4_decode", "dsv4_decode_fp8"),
+    "lightning_indexer": ("index_scores", "topk"),
 }
 
 
 def built(op: str) -> str:
     """The kernels of this library that `op` can run on, in words."""
-    kernels = [
-        f"{v.op} {v.arch} {v.choices['dtype']} d={v.choices['d']}{' with V=K' if v.choices['shared_kv'] else ''}"
-        for v in _ffi.variants()
-        if v.op in _KERNELS_OF.get(op, ())
-    ]
+    kernels = [f"{v.op} {v.arch} {_words(v.choices)}" for v in _ffi.variants() if v.op in _KERNELS_OF.get(op, ())]
     return ", ".join(dict.fromkeys(kernels)) or "no kernel of this op, only the reference"
+
+
+def _words(choices: Mapping[str, Any]) -> str:
+    sizes = [f"{name}={choices[name]}" for name in ("d", "heads") if name in choices]
+    topk = [f"topk<={choices['max_topk']}"] if "max_topk" in choices else []
+    return " ".join([choices.get("dtype", "float32"), *sizes, *["with V=K"] * choices.get("shared_kv", False), *topk])
 
 
 def error(kind: type[Exception], op: str, name: str, got: Any, wanted: str) -> Exception:

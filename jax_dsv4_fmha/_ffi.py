@@ -23,6 +23,7 @@ from ._split_kv import architecture, processors, split_count
 _TARGETS = (
     *("fwd", "fwd_shared_kv", "sparse_fwd", "dsv4_sparse_fwd", "dsv4_dense_fwd", "dsv4_decode"),
     *("bwd", "sparse_bwd", "dsv4_sparse_bwd", "dsv4_dense_bwd"),
+    *("lightning_indexer", "topk"),
 )
 
 EXPORT_CHECKS = [jax.export.DisabledSafetyCheck.custom_call(f"dsv4_fmha_{target}") for target in _TARGETS]
@@ -368,6 +369,67 @@ def _call_backward(
 ) -> tuple[jax.Array, ...]:
     results = (jax.ShapeDtypeStruct(q.shape, q.dtype), *(jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in keys))
     return tuple(jax.ffi.ffi_call(f"dsv4_fmha_{target}", results)(q, *operands, scale=np.float32(scale)))
+
+
+# The lightning indexer
+
+
+_WORKSPACE = 2**29
+"""bytes of scores that exist at a time, unless a block of queries has more"""
+
+
+def lightning_indexer(
+    q: jax.Array,
+    k: jax.Array,
+    weights: jax.Array,
+    k_scale: jax.Array,
+    start: jax.Array,
+    stop: jax.Array,
+    *,
+    topk: int,
+    return_scores: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """The `topk` entries with the greatest scores, ascending, then -1; and these scores, -inf where there are none.
+
+    Args:
+      q: `[b, s_q, h, 128]`, bfloat16, float16 or float8_e4m3fn; k: `[b, s_c, 128]`, like q.
+      weights: float32 `[b, s_q, h]`; k_scale: float32 `[b, s_c]`, read with float8_e4m3fn alone.
+      start, stop: int32 `[b, s_q]` within `[0, s_c]`: query i sees the entries `start <= j < stop`.
+
+    Returns:
+      int32 and float32 `[b, s_q, topk]`; of the second `[b, s_q, 0]`, unless return_scores.
+    """
+    (b, s_q, h, _), s_c = q.shape, k.shape[1]
+    queries, tile = 1, 1  # without a kernel the call says so when it runs
+    for v in variants_for("index_scores", heads=h, dtype=q.dtype.name):
+        queries, tile = v.tile_m // h, v.tile_n
+    stride, blocks = -(-s_c // tile) * tile, 256
+    if isinstance(s_c, int):
+        blocks = max(1, _WORKSPACE // (4 * stride * queries))
+    if isinstance(b, int) and isinstance(s_q, int):
+        wanted = b * -(-s_q // queries)
+        blocks = -(-wanted // -(-wanted // blocks))  # as many at a time, each time
+    results = (
+        jax.ShapeDtypeStruct((b, s_q, topk), jnp.int32),
+        jax.ShapeDtypeStruct((b, s_q, topk if return_scores else 0), jnp.float32),
+        jax.ShapeDtypeStruct((blocks * queries, stride), jnp.float32),
+    )
+    call = jax.ffi.ffi_call("dsv4_fmha_lightning_indexer", results)
+    indices, values, _ = call(q, k, weights, k_scale, start, stop)
+    return indices, values
+
+
+def topk(
+    scores: jax.Array, start: jax.Array, stop: jax.Array, *, topk: int, return_scores: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """As `lightning_indexer`, of given scores float32 `[b, s_q, s]`, s in fours."""
+    shape = scores.shape[:2]
+    results = (
+        jax.ShapeDtypeStruct((*shape, topk), jnp.int32),
+        jax.ShapeDtypeStruct((*shape, topk if return_scores else 0), jnp.float32),
+    )
+    indices, values = jax.ffi.ffi_call("dsv4_fmha_topk", results)(scores, start, stop)
+    return indices, values
 
 
 def _register() -> None:

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import _check, _indexer_reference
+from . import _check, _ffi, _indexer_reference
 from ._span import Span
+from ._transforms import Arrays, Axes, Call, Op, _batched, aligned, choose, forward
 
 E4M3 = jnp.dtype(jnp.float8_e4m3fn)
 _E4M3_MAX = 448.0
@@ -73,11 +74,15 @@ def lightning_indexer(
     k = _check.operand(op, "k", k, "b s_c d", dims, (q.dtype,))
     weights = _check.operand(op, "weights", weights, "b s_q h", dims, _check.FP32)
     k_scale = _scale_of(op, k_scale, q.dtype, dims)
-    _without_kernel(op, implementation)
+    _check.implementation(op, implementation)
     start, stop = _visible(op, dims, ratio, q_offset, lengths, span)
-    operands = map(lax.stop_gradient, (q, k, weights, k_scale))
-    indices, scores = _indexer_reference.select(*operands, start, stop, topk=topk)
-    return (indices, scores) if return_scores else indices
+    operands = (*map(lax.stop_gradient, (q, k, weights, k_scale)), start, stop)
+    when = "never"
+    if implementation != "reference":
+        got = f"{q.dtype.name}, h={dims['h']}, d={dims['d']}, topk={topk}"
+        when = choose(op, implementation, _built_for(dims["h"], dims["d"], q.dtype.name, topk), got)
+    results = forward(Call(_CHOOSE_AND_SCORE if return_scores else _CHOOSE, when, (("topk", topk),)), *operands)
+    return results if return_scores else results[0]
 
 
 def indexer_scores(
@@ -101,7 +106,7 @@ def indexer_scores(
     q, k, weights = _trained(op, q, k, weights, dims)
     indices = _check.operand(op, "indices", indices, "b s_q topk", dims, _check.INT)
     _without_kernel(op, implementation)
-    return _scores_at(q, k, weights, indices)
+    return _scores_at(*aligned(_SCORES, (q, k, weights, indices)))
 
 
 def indexer_loss(
@@ -158,14 +163,15 @@ def indexer_loss(
     attention_q, kv, lse = map(lax.stop_gradient, (attention_q, kv, lse))
     if indices is None:
         start, stop = _visible(op, dims, ratio, q_offset, lengths, span)
-        return _dense_loss(scale, q, k, weights, attention_q, kv, lse, start, stop)
+        calls = tuple(Call(x, "never", (("scale", scale),)) for x in (_DENSE_LOSS, _DENSE_LOSS_GRADIENT))
+        return _dense_loss(calls, *aligned(calls[0], (q, k, weights, attention_q, kv, lse, start, stop)))
     for name, x in (("ratio", ratio), ("lengths", lengths), ("span", span)):
         if x is not None:
             raise _check.error(ValueError, op, name, x, "None with indices")
     indices = _check.operand(op, "indices", indices, "b s_q topk", dims, _check.INT)
-    (target,) = _indexer_reference.attention_at(attention_q, kv, lse, indices, scale=scale)
+    (target,) = forward(Call(_TEACHER, "never", (("scale", scale),)), attention_q, kv, lse, indices)
     there = (indices >= 0) & (indices < dims["s_c"])
-    return _divergence(_scores_at(q, k, weights, indices), target, there)
+    return _divergence(_scores_at(*aligned(_SCORES, (q, k, weights, indices))), target, there)
 
 
 def quantize_indexer(
@@ -248,12 +254,67 @@ def _without_kernel(op: str, implementation: Any) -> None:
         raise _check.error(NotImplementedError, op, "implementation", "'cubin'", "None or 'reference'")
 
 
+# The ops
+
+
+_TRAINED = (Axes("q", "b s_q h d"), Axes("k", "b s_c d"), Axes("weights", "b s_q h"))
+_SPAN = (Axes("start", "b s_q"), Axes("stop", "b s_q"))
+_INDICES = Axes("indices", "b s_q topk")
+_ATTENTION = (Axes("attention_q", "b s_q h_a d_a"), Axes("kv", "b s_c d_a"), Axes("lse", "b s_q h_a"))
+_GRADIENTS = tuple(Axes(f"d{name}", axes) for name, axes in _TRAINED)
+
+
+def _built_for(h: Any, d: Any, dtype: str, topk: int) -> tuple[str, ...]:
+    """The architectures whose kernels both score such operands and choose so many."""
+    chooses = {v.arch for v in _ffi.variants_for("topk") if topk <= v.choices["max_topk"]}
+    return tuple(a for a in _ffi.built_for("index_scores", heads=h, dtype=dtype) if d == _D and a in chooses)
+
+
+_D = 128  # of a kernel
+
+
+def _choose(*operands: jax.Array, topk: int) -> Arrays:
+    return _ffi.lightning_indexer(*operands, topk=topk, return_scores=False)[:1]
+
+
+def _choose_and_score(*operands: jax.Array, topk: int) -> Arrays:
+    return _ffi.lightning_indexer(*operands, topk=topk, return_scores=True)
+
+
+def _select(*operands: jax.Array, topk: int) -> Arrays:
+    return _indexer_reference.select(*operands, topk=topk)[:1]
+
+
+_OPERANDS = (*_TRAINED, Axes("k_scale", "b s_c"), *_SPAN)
+_SCORES_THERE = Axes("scores", "b s_q topk")
+_CHOOSE = Op("lightning_indexer", _OPERANDS, (_INDICES,), _select, _choose)
+_CHOOSE_AND_SCORE = Op(
+    "lightning_indexer", _OPERANDS, (_INDICES, _SCORES_THERE), _indexer_reference.select, _choose_and_score
+)
+_TEACHER = Op("indexer_loss", (*_ATTENTION, _INDICES), (Axes("target", "b s_q topk"),), _indexer_reference.attention_at)
+_SCORES = Call(Op("indexer_scores", (*_TRAINED, _INDICES), (_SCORES_THERE,), _indexer_reference.scores_at), "never")
+_SCORES_GRADIENT = Call(
+    Op(
+        "indexer_scores",
+        (*_TRAINED, _INDICES, Axes("dscores", "b s_q topk")),
+        _GRADIENTS,
+        _indexer_reference.scores_at_gradient,
+    ),
+    "never",
+)
+_LOSS = (*_TRAINED, *_ATTENTION, *_SPAN)
+_DENSE_LOSS = Op("indexer_loss", _LOSS, (Axes("loss", "b s_q"),), _indexer_reference.dense_loss)
+_DENSE_LOSS_GRADIENT = Op(
+    "indexer_loss", (*_LOSS, Axes("dloss", "b s_q")), _GRADIENTS, _indexer_reference.dense_loss_gradient
+)
+
+
 # Gradients
 
 
 @jax.custom_vjp
-def _scores_at(q: jax.Array, k: jax.Array, weights: jax.Array, indices: jax.Array) -> jax.Array:
-    (scores,) = _indexer_reference.scores_at(q, k, weights, indices)
+def _scores_at(*operands: jax.Array) -> jax.Array:
+    (scores,) = _batched(_SCORES, *operands)
     return scores
 
 
@@ -262,7 +323,7 @@ def _scores_fwd(*operands: jax.Array) -> Any:
 
 
 def _scores_bwd(operands: Any, cotangent: jax.Array) -> Any:
-    gradients = _indexer_reference.scores_at_gradient(*operands, cotangent)
+    gradients = _batched(_SCORES_GRADIENT, *operands, cotangent)
     return *(g.astype(x.dtype) for g, x in zip(gradients, operands, strict=False)), None
 
 
@@ -286,19 +347,18 @@ _divergence.defvjp(_divergence_fwd, _divergence_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dense_loss(scale: float, *operands: jax.Array) -> jax.Array:
-    (loss,) = _indexer_reference.dense_loss(*operands, scale=scale)
+def _dense_loss(calls: tuple[Call, Call], *operands: jax.Array) -> jax.Array:
+    (loss,) = _batched(calls[0], *operands)
     return loss
 
 
-def _dense_fwd(scale: float, *operands: jax.Array) -> Any:
-    return _dense_loss(scale, *operands), operands
+def _dense_fwd(calls: tuple[Call, Call], *operands: jax.Array) -> Any:
+    return _dense_loss(calls, *operands), operands
 
 
-def _dense_bwd(scale: float, operands: Any, cotangent: jax.Array) -> Any:
-    gradients = _indexer_reference.dense_loss_gradient(*operands, cotangent, scale=scale)
-    trained = (g.astype(x.dtype) for g, x in zip(gradients, operands, strict=False))
-    return *trained, *(None for _ in operands[3:])
+def _dense_bwd(calls: tuple[Call, Call], operands: Any, cotangent: jax.Array) -> Any:
+    trained = zip(_batched(calls[1], *operands, cotangent), operands, strict=False)
+    return *(g.astype(x.dtype) for g, x in trained), *(None for _ in operands[3:])
 
 
 _dense_loss.defvjp(_dense_fwd, _dense_bwd)

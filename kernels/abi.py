@@ -15,6 +15,8 @@ ANY = 2**31 - 1  # a limit that is none
 
 KINDS = {  # of a parameter: its bytes
     "map": 128,  # a TMA descriptor of an array, then the array's dynamic extents
+    "extents1": 1 * 4,
+    "extents2": 2 * 4,
     "extents3": 3 * 4,
     "extents4": 4 * 4,
     "address": 8,
@@ -33,7 +35,7 @@ class Param:
 
     @property
     def name(self) -> str:
-        part = {"map": ".map", "extents3": ".extents", "extents4": ".extents"}.get(self.kind, "")
+        part = ".map" if self.kind == "map" else ".extents" if self.kind.startswith("extents") else ""
         return self.field + ("" if self.source is None else str(self.source)) + part
 
     @property
@@ -257,7 +259,46 @@ class Combine(Variant):
         )
 
 
-FAMILIES: tuple[type[Variant], ...] = (Forward, Backward, Combine)
+BLOCKS = ("blocks_of_entry", "first_block")
+"""Of a launch that scores or chooses for some blocks of queries: how many a batch entry has, and which is the first."""
+
+
+@dataclass(frozen=True)
+class IndexScores(Variant):
+    """The lightning indexer's scores: q, k, weights, a scale for each key, and which keys each query sees."""
+
+    heads: int  # of q
+    dtype: str  # of q and k; "float8_e4m3fn" has scales
+
+    family, layout = "index_scores", "index_scores"
+
+    @property
+    def params(self) -> Params:
+        return (
+            *(Param("q", kind) for kind in ("map", "extents1")),  # [d, b * s_q * heads]
+            *(Param("k", kind) for kind in ("map", "extents2")),  # [d, s_c, b]
+            *each("address", "weights", "k_scale", "start", "stop", "scores"),
+            *each("int32", "s_q", "s_c", *BLOCKS, "blocks", "splits", "stride", "skip"),
+        )
+
+
+@dataclass(frozen=True)
+class TopK(Variant):
+    """The greatest scores of every row, and where they are."""
+
+    max_topk: int
+
+    family, layout = "topk", "topk"
+
+    @property
+    def params(self) -> Params:
+        return (
+            *each("address", "scores", "start", "stop", "indices", "values"),
+            *each("int32", "s_q", "queries", *BLOCKS, "stride", "topk", "wants_values"),
+        )
+
+
+FAMILIES: tuple[type[Variant], ...] = (Forward, Backward, Combine, IndexScores, TopK)
 
 
 def layouts(variants: Iterable[Variant]) -> dict[str, Variant]:

@@ -1,6 +1,6 @@
 """Everything that is shipped, as data.  The build, the C++ table and the tests read this list; nothing restates it."""
 
-from .abi import ANY, BACKWARD_OPS, Backward, Combine, Forward, Variant
+from .abi import ANY, BACKWARD_OPS, Backward, Combine, Forward, IndexScores, TopK, Variant
 
 DTYPES = ("bfloat16", "float16")
 DENSE, LATENT, FEW_HEADS = (f"kernels.sm90.{name}" for name in ("fwd", "latent.kernel", "few_heads.kernel"))
@@ -35,4 +35,10 @@ VARIANTS: tuple[Variant, ...] = (
     ),
     *(Backward(op, "sm_90a", LATENT_BACKWARD, 512, dtype, shared_kv=True) for op in BACKWARD_OPS for dtype in DTYPES),
     *(Combine("combine", "sm_90a", "kernels.sm90.combine", dtype) for dtype in DTYPES),  # of split keys
+    *(
+        IndexScores("index_scores", "sm_90a", "kernels.sm90.index_scores", heads, dtype)
+        for heads in (16, 32, 64)
+        for dtype in (*DTYPES, "float8_e4m3fn")
+    ),
+    TopK("topk", "sm_90a", "kernels.sm90.topk", max_topk=2048),
 )

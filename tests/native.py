@@ -14,7 +14,7 @@ from kernels.variants import VARIANTS
 
 SOURCES = FORWARD_OPS
 KINDS = ("span", "selection", "packed")  # as ffi/rows.h counts them
-TYPES = {"float16": 6, "bfloat16": 9}  # of a tensor map's elements, as the driver counts them
+TYPES = {"float8_e4m3fn": 0, "float16": 6, "bfloat16": 9}  # of a tensor map's elements, as the driver counts them
 Array = np.ndarray[Any, Any]
 T = TypeVar("T", bound=Variant)
 
@@ -114,6 +114,13 @@ ADDRESSES = {
 """What a launch of a family points to: from and to are start and stop of a span, indices and length of a selection"""
 
 
+class IndexShape(ctypes.Structure):
+    _fields_ = _int64s("b", "s_q", "s_c", "heads", "topk", "type", "queries", "stride", "wants_values")
+
+
+INDEX_ADDRESSES = ("q", "k", "weights", "k_scale", "start", "stop", "scores", "indices", "values")
+
+
 @dataclass(frozen=True)
 class Plan:
     """A launch, as our own launcher plans it."""
@@ -183,6 +190,31 @@ def plan_combine(shape: Shape, *, threads: int = 128, tile_n: int = 4, addresses
         ctypes.byref(out),
     )
     return _shown(out)
+
+
+def plan_indexer(
+    shape: IndexShape,
+    *,
+    tile_m: int = 256,
+    tile_n: int = 128,
+    processors: int = 132,
+    first: int = 0,
+    count: int = 1,
+    addresses: dict[str, int] | None = None,
+) -> tuple[Plan, Plan]:
+    """What the lightning indexer launches for `count` blocks of queries from `first` on: scores, then their choice."""
+    scores, choice = _ShownLaunch(), _ShownLaunch()
+    at = (ctypes.c_void_p * len(INDEX_ADDRESSES))(*((addresses or {}).get(name) for name in INDEX_ADDRESSES))
+    library().dsv4_fmha_plan_indexer(
+        ctypes.byref(shape),
+        ctypes.byref(_Tiles(tile_m, tile_n, processors, 1, 0)),
+        ctypes.c_int64(first),
+        ctypes.c_int64(count),
+        at,
+        ctypes.byref(scores),
+        ctypes.byref(choice),
+    )
+    return _shown(scores), _shown(choice)
 
 
 def _row_shape(shape: Shape, of_type: int) -> _RowShape:

@@ -201,7 +201,18 @@ class TestBench:
     def test_names_of_rows_are_unique(self):
         assert len({row.name for row in bench.ROWS}) == len(bench.ROWS)
 
-    @pytest.mark.parametrize("row", bench.ROWS, ids=lambda row: row.name)
+    @pytest.mark.parametrize("row", [r for r in bench.ROWS if r.suite == "indexer"], ids=lambda row: row.name)
+    def test_work_of_the_indexer(self, row):
+        c = row.case
+        flops, moved = bench.work(c)
+        if c.op == "topk":
+            assert flops == 0 and moved == 4 * c.s_q * (c.s_c + c.topk)
+            return
+        entries = c.s_c / 2 if c.ratio else c.s_c  # of a triangle, and some that are not whole
+        assert flops == pytest.approx(2 * 128 * 64 * c.s_q * entries, rel=1e-3)
+        assert moved > 128 * 64 * c.s_q * jnp.dtype(c.dtype).itemsize
+
+    @pytest.mark.parametrize("row", [r for r in bench.ROWS if r.suite != "indexer"], ids=lambda row: row.name)
     def test_work(self, row):
         """Known by a formula, where there is one."""
         c = row.case

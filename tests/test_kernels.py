@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jax_dsv4_fmha import _ffi
-from kernels.abi import ANY, Backward, Combine
+from kernels.abi import ANY, Backward, Combine, IndexScores, TopK
 from kernels.variants import DENSE, FEW_HEADS
 from tests.native import cubin, variant_of
 
@@ -24,7 +24,13 @@ def test_sass(key, tmp_path):
     count = {name: sum(f"{opcode}.".startswith(f"{name}.") for opcode in opcodes) for name in names}
     variant = variant_of(key)
     assert count["LDL"] == count["STL"] == 0, count
-    if isinstance(variant, Combine):
+    if isinstance(variant, Combine | TopK):
+        return
+    if isinstance(variant, IndexScores):
+        in_bytes = 1 if variant.dtype == "float8_e4m3fn" else 2  # a box of TMA has 128 of a row, an MMA's k is 32
+        products = [opcode for opcode in opcodes if opcode.startswith(("HGMMA.", "QGMMA."))]
+        assert len(products) == 128 * in_bytes // 32 and count["WARPGROUP.ARRIVE"] == 1, (products, count)
+        assert count["UTMALDG"] == 2 * in_bytes and count["USETMAXREG"] == 2, count
         return
     if isinstance(variant, Backward):
         of_tiles = 2 * variant.d // 16 + 2 * 64 // 16  # S and dP, and both halves of dQ

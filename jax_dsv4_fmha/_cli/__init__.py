@@ -87,7 +87,10 @@ def _parser() -> argparse.ArgumentParser:
         "'d 512' or '*causal*'",
     )
     bench.add_argument(
-        "--suite", action="append", choices=("dsv4", "dense", "window", "decode", "grad"), help="may be repeated; all"
+        "--suite",
+        action="append",
+        choices=("dsv4", "dense", "window", "decode", "grad", "indexer"),
+        help="may be repeated; all",
     )
     bench.add_argument("--rounds", type=_at_least_one, default=11, help="of interleaved bursts (default: %(default)s)")
     bench.add_argument("--plot", metavar="FILE", help="draw a roofline and bars into FILE.png or FILE.svg (matplotlib)")

@@ -25,7 +25,7 @@ import numpy as np
 from .. import _ffi
 from .._span import Span
 from .._testing.cases import OPS, SPANS, Case
-from . import bench_decode, bench_grad, plot
+from . import bench_decode, bench_grad, bench_indexer, plot
 from .check import matches, reason
 from .info import machine, no_devices
 from .report import Progress, output, table, write_json
@@ -56,6 +56,8 @@ class Row:
     @property
     def name(self) -> str:
         c = self.case
+        if c.op in bench_indexer.OPS:
+            return bench_indexer.name(c)
         heads = f"h{c.h_q}" if c.shared_kv or c.h_kv == c.h_q else f"h{c.h_q}/{c.h_kv}"
         if c.op == "dsv4_decode":
             keys = bench_decode.name(c)
@@ -124,6 +126,10 @@ ROWS = (
             (_dense(512, "causal", 1, 4096, 128, 1), ("xla",)),
         )
     ),
+    *(Row("indexer", bench_indexer.prompt(s_c, "float8_e4m3fn")) for s_c in (8192, 16384)),
+    *(Row("indexer", bench_indexer.prompt(s_c, "bfloat16"), ("xla",)) for s_c in (8192, 16384)),
+    *(Row("indexer", bench_indexer.choice(s_c, k), ("xla",)) for k in (512, 1024) for s_c in (8192, 16384)),
+    *(Row("indexer", bench_indexer.prompt(8192, t, 512, 32768, 4)) for t in ("float8_e4m3fn", "bfloat16")),
 )
 
 Contestant = tuple[Callable[..., Any], Sequence[Any]]
@@ -223,6 +229,8 @@ def work(c: Case) -> tuple[float, float]:
     """(flops on visible keys, bytes if each operand is read once and each result written once)"""
     if c.op == "dsv4_decode":
         return bench_decode.work(c)
+    if c.op in bench_indexer.OPS:
+        return bench_indexer.work(c)
     operands = jax.eval_shape(functools.partial(_operands, c), jax.random.key(0))
     if c.op == "fmha":
         seen = _seen(SPANS[c.span](None, c) or Span(0, c.s_kv), c, c.s_kv)
@@ -250,7 +258,8 @@ def _positions(c: Case) -> dict[str, int]:
 
 
 def _operands_of(row: Row, sets: int) -> list[dict[str, Any]]:
-    make = _operands if row.case.op != "dsv4_decode" else bench_decode.operands
+    of_suite = {"dsv4_decode": bench_decode.operands, **dict.fromkeys(bench_indexer.OPS, bench_indexer.operands)}
+    make = of_suite.get(row.case.op, _operands)
     one = jax.jit(functools.partial(make, row.case))
     each = [one(key) for key in jax.random.split(jax.random.key(0), sets * row.layers)]
     if row.suite == "grad":
@@ -289,6 +298,8 @@ def _call(row: Row, name: str, **operands: Any) -> Any:
     if c.op == "dsv4_decode":
         run = bench_decode.xla if name == "xla" else bench_decode.layers if row.layers > 1 else bench_decode.call
         return run(c, **operands)
+    if c.op in bench_indexer.OPS:
+        return (bench_indexer.xla if name == "xla" else bench_indexer.call)(c, **operands)
     if name in ("cudnn", "xla"):
         return _jax_nn(c, name, **operands)
     choices: dict[str, Any] = {"implementation": "cubin"}

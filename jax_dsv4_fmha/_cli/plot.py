@@ -4,7 +4,14 @@ import math
 import statistics
 from typing import Any
 
-_COLORS = {"dsv4": "#4053d3", "dense": "#b51d14", "window": "#00806c", "decode": "#a06000", "grad": "#7b2d8b"}
+_COLORS = {
+    "dsv4": "#4053d3",
+    "dense": "#b51d14",
+    "window": "#00806c",
+    "decode": "#a06000",
+    "grad": "#7b2d8b",
+    "indexer": "#5b6b1f",
+}
 _PEERS = {"two_pass": "#a9b4e8", "cudnn": "#8a8a8a", "xla": "#cfcfcf", "graph": "#d9bd94", "both": "#c9a6d1"}
 _BAR = 0.29
 

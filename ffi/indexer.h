@@ -1,0 +1,169 @@
+// The calls of the lightning indexer: check the operands, look the kernels up, launch them block by block of queries.
+//
+// q [b, s_q, heads, 128] and k [b, s_c, 128] of one dtype, weights f32 [b, s_q, heads], k_scale f32 [b, s_c], start and
+// stop i32 [b, s_q] -> indices i32 [b, s_q, topk], values f32 [b, s_q, topk] or [b, s_q, 0], and a workspace of scores f32
+// [rows, stride].  `topk` chooses from scores f32 [b, s_q, s_c] that are given.
+#pragma once
+
+#include "indexer_plan.h"
+#include "launch.h"
+#include "operands.h"
+
+namespace dsv4_fmha {
+
+struct Chosen {
+  Operand indices{}, values{};
+
+  void Expect(int64_t b, int64_t s_q, Expectations* expect) const {
+    const int64_t topk = indices.dimensions[2];
+    expect->Shape(indices, {b, s_q, topk});
+    expect->Shape(values, {b, s_q, values.dimensions[2] == 0 ? 0 : topk});
+  }
+};
+
+struct Indexer : Chosen {
+  Operand q, k, weights, k_scale, start, stop;
+  Operand scores{};
+
+  using Results = TypeList<ffi::Result<ffi::Buffer<ffi::S32, 3>>, ffi::Result<ffi::Buffer<ffi::F32, 3>>,
+                           ffi::Result<ffi::Buffer<ffi::F32, 2>>>;
+
+  template <typename Indices, typename Values, typename Scores>
+  void Give(Indices& to_indices, Values& to_values, Scores& to_scores) {
+    indices = {"indices", *to_indices}, values = {"values", *to_values}, scores = {"scores", *to_scores};
+  }
+
+  struct Kernels {
+    Launcher* scores = nullptr;
+    Launcher* topk = nullptr;
+  };
+
+  ffi::Error Find(int ordinal, IndexShape* shape, Kernels* kernels) const {
+    const Ints rows = q.dimensions;
+    if (rows.size() != 4) return Refuse(q, "shape " + Show(rows), "[b, s_q, heads, 128]");
+    if (k.dimensions.size() != 3) return Refuse(k, "shape " + Show(k.dimensions), "[b, s_c, 128]");
+    const int64_t b = rows[0], s_q = rows[1], heads = rows[2], s_c = k.dimensions[1];
+    Expectations expect;
+    expect.Shape(q, {b, s_q, heads, kIndexDim});
+    expect.Shape(k, {b, s_c, kIndexDim});
+    expect.DtypeOf(q, k);
+    expect.Shape(weights, {b, s_q, heads});
+    expect.Shape(k_scale, {b, s_c});
+    expect.Shape(start, {b, s_q});
+    expect.Shape(stop, {b, s_q});
+    Expect(b, s_q, &expect);
+    if (expect.error().failure()) return expect.error();
+    const Device& device = GetDevice(ordinal);
+    const int64_t topk = indices.dimensions[2];
+    const IndexScoresChoices call{.heads = heads, .dtype = q.dtype};
+    if (ffi::Error error = LookUp("index_scores", device, call, &kernels->scores); error.failure()) return error;
+    if (ffi::Error error = LookUp("topk", device, TopkChoices{.max_topk = topk}, &kernels->topk); error.failure()) {
+      return error;
+    }
+    *shape = {.b = b,
+              .s_q = s_q,
+              .s_c = s_c,
+              .heads = heads,
+              .topk = topk,
+              .type = MapType(q.dtype),
+              .queries = kernels->scores->tile_m / heads,
+              .stride = scores.dimensions[1],
+              .wants_values = values.dimensions[2] != 0};
+    const int64_t tile = kernels->scores->tile_n, wanted = CeilDiv(s_c, tile) * tile;
+    if (scores.dimensions[0] < shape->queries || shape->stride != wanted) {
+      return Refuse(scores, "shape " + Show(scores.dimensions),
+                    Show(wanted) + " columns, and " + Show(shape->queries) + " rows or more");
+    }
+    return ffi::Error::Success();
+  }
+
+  ffi::Error Initialize(int ordinal) const {
+    IndexShape shape;
+    Kernels kernels;
+    if (ffi::Error error = Find(ordinal, &shape, &kernels); error.failure()) return error;
+    return Load(ordinal, {kernels.scores, kernels.topk});
+  }
+
+  ffi::Error Execute(CUstream stream, int ordinal) const {
+    IndexShape shape;
+    Kernels kernels;
+    if (ffi::Error error = Find(ordinal, &shape, &kernels); error.failure()) return error;
+    if (shape.b == 0 || shape.s_q == 0) return ffi::Error::Success();
+    if (std::string error = CheckIndexShape(shape); !error.empty()) return ffi::Error::InvalidArgument(error);
+    const Tiles tiles = kernels.scores->TilesOn(GetDevice(ordinal));
+    const IndexAddresses at{.q = q.data,
+                            .k = k.data,
+                            .weights = weights.data,
+                            .k_scale = k_scale.data,
+                            .start = start.data,
+                            .stop = stop.data,
+                            .scores = scores.data,
+                            .indices = indices.data,
+                            .values = values.data};
+    const int64_t blocks = shape.blocks(), at_a_time = scores.dimensions[0] / shape.queries;
+    for (int64_t first = 0; first < blocks; first += at_a_time) {
+      const int64_t count = std::min(at_a_time, blocks - first);
+      auto score = PlanIndexScores(shape, tiles, first, count, at);
+      ffi::Error error = Launch(kernels.scores, stream, ordinal, score, /*overlaps=*/first != 0);
+      if (error.failure()) return error;
+      auto choose = PlanTopk(shape, first, count, at);
+      error = Launch(kernels.topk, stream, ordinal, choose, /*overlaps=*/true);
+      if (error.failure()) return error;
+    }
+    return ffi::Error::Success();
+  }
+};
+
+struct TopK : Chosen {
+  Operand scores, start, stop;
+
+  using Results = TypeList<ffi::Result<ffi::Buffer<ffi::S32, 3>>, ffi::Result<ffi::Buffer<ffi::F32, 3>>>;
+
+  template <typename Indices, typename Values>
+  void Give(Indices& to_indices, Values& to_values) {
+    indices = {"indices", *to_indices}, values = {"values", *to_values};
+  }
+
+  ffi::Error Find(int ordinal, IndexShape* shape, Launcher** kernel) const {
+    static constexpr int64_t kVector = 4;  // scores that are loaded at a time
+    const int64_t b = scores.dimensions[0], s_q = scores.dimensions[1], s_c = scores.dimensions[2];
+    Expectations expect;
+    expect.Shape(start, {b, s_q});
+    expect.Shape(stop, {b, s_q});
+    Expect(b, s_q, &expect);
+    if (expect.error().failure()) return expect.error();
+    if (s_c % kVector != 0) return Refuse(scores, "shape " + Show(scores.dimensions), "columns in fours");
+    *shape = {.b = b,
+              .s_q = s_q,
+              .s_c = s_c,
+              .heads = 1,
+              .topk = indices.dimensions[2],
+              .type = kFloat32,
+              .queries = 1,
+              .stride = s_c,
+              .wants_values = values.dimensions[2] != 0};
+    return LookUp("topk", GetDevice(ordinal), TopkChoices{.max_topk = shape->topk}, kernel);
+  }
+
+  ffi::Error Initialize(int ordinal) const {
+    IndexShape shape;
+    Launcher* kernel = nullptr;
+    if (ffi::Error error = Find(ordinal, &shape, &kernel); error.failure()) return error;
+    return Load(ordinal, {kernel});
+  }
+
+  ffi::Error Execute(CUstream stream, int ordinal) const {
+    IndexShape shape;
+    Launcher* kernel = nullptr;
+    if (ffi::Error error = Find(ordinal, &shape, &kernel); error.failure()) return error;
+    if (shape.b == 0 || shape.s_q == 0) return ffi::Error::Success();
+    if (std::string error = CheckIndexShape(shape); !error.empty()) return ffi::Error::InvalidArgument(error);
+    IndexAddresses at{};
+    at.scores = scores.data, at.start = start.data, at.stop = stop.data;
+    at.indices = indices.data, at.values = values.data;
+    auto choose = PlanTopk(shape, 0, shape.blocks(), at);
+    return Launch(kernel, stream, ordinal, choose);
+  }
+};
+
+}  // namespace dsv4_fmha

@@ -1,0 +1,191 @@
+"""The lightning indexer's two kernels, launched as our own launcher plans them, one after the other; and a judgement.
+
+Blocks of queries are taken `at_a_time`, as a workspace has room for them: the second launch of the scores overwrites
+what the first choice has read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from kernels.abi import IndexScores
+from kernels.variants import VARIANTS
+from tests import native
+
+from .launch import Kernel, machine
+from .state import Array, new_memory
+from .verdict import Wrong
+
+Edit = Callable[[str], str]
+TOPK = next(v for v in VARIANTS if v.op == "topk")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Operands of an indexer; 8-bit keys have scales."""
+
+    q: Array
+    k: Array
+    weights: Array
+    k_scale: Array
+    start: Array
+    stop: Array
+    topk: int
+
+    @staticmethod
+    def of(variant: IndexScores, b: int, s_q: int, s_c: int, topk: int) -> Problem:
+        """Spans of every length, none among them; keys that no query sees are NaN."""
+        rng, dtype = np.random.default_rng(0), np.dtype(variant.dtype)
+        q, k = (rng.standard_normal(s).astype(np.float32) for s in ((b, s_q, variant.heads, 128), (b, s_c, 128)))
+        weights = rng.standard_normal((b, s_q, variant.heads)).astype(np.float32)
+        k_scale = rng.uniform(0.5, 2, (b, s_c)).astype(np.float32)
+        stop = np.linspace(0, s_c - 3, b * s_q).astype(np.int32).reshape(b, s_q)
+        start = np.where(np.arange(s_q) % 3 == 2, stop // 3, 0).astype(np.int32) * np.ones_like(stop)
+        k[:, s_c - 3 :] = np.nan
+        return Problem(q.astype(dtype), k.astype(dtype), weights, k_scale, start, stop, topk)
+
+    def scores(self) -> Array:
+        """float64 [b, s_q, s_c]"""
+        q, k = self.q.astype(np.float64), self.k.astype(np.float64)
+        products = np.einsum("bnhd,bsd->bnhs", q, k)
+        scores: Array = np.einsum("bnhs,bnh->bns", np.maximum(products, 0), self.weights.astype(np.float64))
+        return scores * self.k_scale[:, None] if self.q.dtype.itemsize == 1 else scores
+
+    @property
+    def seen(self) -> Array:
+        j = np.arange(self.k.shape[1])
+        return (self.start[..., None] <= j) & (j < self.stop[..., None])
+
+
+@dataclass
+class Run:
+    """What came out, and the scores that the choice was made of."""
+
+    indices: Array
+    values: Array
+    scores: Array
+
+
+def run(
+    variant: IndexScores,
+    x: Problem,
+    *,
+    at_a_time: int | None = None,
+    processors: int = 2,
+    seed: int = 0,
+    wants_values: bool = True,
+    edit_scores: Edit = lambda text: text,
+    edit_topk: Edit = lambda text: text,
+) -> Run:
+    scoring, choosing = Kernel.of(variant), Kernel.of(TOPK)
+    (b, s_q, heads, _), s_c = x.q.shape, x.k.shape[1]
+    tile_m, tile_n = scoring.facts["tile_m"], scoring.facts["tile_n"]
+    queries = tile_m // heads
+    blocks, stride = b * -(-s_q // queries), -(-s_c // tile_n) * tile_n
+    at_a_time = at_a_time or blocks
+    kind = native.TYPES[variant.dtype]
+    shape = native.IndexShape(b, s_q, s_c, heads, x.topk, kind, queries, stride, int(wants_values))
+    out = Run(
+        np.full((b, s_q, x.topk), -7, np.int32),
+        np.full((b, s_q, x.topk), np.nan, np.float32),
+        np.full((b, -(-s_q // queries) * queries, stride), np.nan, np.float32),
+    )
+    rows = out.scores.reshape(-1, stride)
+    for first in range(0, blocks, at_a_time):
+        count = min(at_a_time, blocks - first)
+        part = rows[first * queries : (first + count) * queries]
+        plan = {"tile_m": tile_m, "tile_n": tile_n, "processors": processors, "first": first, "count": count}
+
+        memory = new_memory()
+        operands = {name: getattr(x, name) for name in ("q", "k", "weights", "k_scale", "start", "stop")}
+        addresses = {name: memory.add(name, array) for name, array in operands.items()}
+        addresses["scores"] = memory.add("scores", None, part.nbytes)
+        launch, _ = native.plan_indexer(shape, **plan, addresses=addresses)
+        edited = Kernel(scoring.variant, edit_scores(scoring.ptx), scoring.facts)
+        machine(edited, launch, memory, seed=seed).run()
+        computed = memory.named("scores")
+        part[...] = computed.bytes[: computed.size].view(np.float32).reshape(part.shape)
+
+        memory = new_memory()  # between the two is a kernel's end
+        addresses = {name: memory.add(name, array) for name, array in (("start", x.start), ("stop", x.stop))}
+        addresses["scores"] = memory.add("scores", part)
+        for name, array in (("indices", out.indices), ("values", out.values)):
+            addresses[name] = memory.add(name, None, array.nbytes)
+        _, launch = native.plan_indexer(shape, **plan, addresses=addresses)
+        edited = Kernel(choosing.variant, edit_topk(choosing.ptx), choosing.facts)
+        machine(edited, launch, memory, seed=seed).run()
+        of_query = np.arange(b)[:, None] * -(-s_q // queries) + np.arange(s_q) // queries
+        mine = (of_query >= first) & (of_query < first + count)
+        for name, array in (("indices", out.indices), ("values", out.values)):
+            buffer = memory.named(name)
+            array[mine] = buffer.bytes[: buffer.size].view(array.dtype).reshape(array.shape)[mine]
+    out.scores = out.scores[:, :s_q, :s_c]
+    return out
+
+
+def choose(
+    scores: Array, start: Array, stop: Array, topk: int, *, edit: Edit = lambda text: text, seed: int = 0
+) -> Run:
+    """The second kernel alone, of given scores [rows, s]."""
+    kernel, memory, rows = Kernel.of(TOPK), new_memory(), len(scores)
+    addresses = {name: memory.add(name, x) for name, x in (("scores", scores), ("start", start), ("stop", stop))}
+    for name in ("indices", "values"):
+        addresses[name] = memory.add(name, None, rows * topk * 4)
+    shape = native.IndexShape(1, rows, scores.shape[1], 1, topk, 7, 1, scores.shape[1], 1)
+    _, choice = native.plan_indexer(shape, count=rows, addresses=addresses)
+    machine(Kernel(kernel.variant, edit(kernel.ptx), kernel.facts), choice, memory, seed=seed).run()
+    indices, values = (
+        (b := memory.named(name)).bytes[: b.size].view(dtype).reshape(1, rows, topk)
+        for name, dtype in (("indices", np.int32), ("values", np.float32))
+    )
+    return Run(indices, values, scores[None])
+
+
+def judge_scores(x: Problem, got: Run, wanted: Array) -> None:
+    """Raises Wrong unless the scores that were wanted are right."""
+    want = x.scores()
+    tolerance = 2e-3 if x.q.dtype.itemsize == 1 else 2e-5
+    size = np.abs(want[wanted]).max(initial=1.0)
+    wrong = wanted & ~(np.abs(got.scores - want) <= tolerance * size)
+    if wrong.any():
+        n, i, j = (int(a) for a in np.argwhere(wrong)[0])
+        queries = sorted(set(np.argwhere(wrong)[:, 1].tolist()))
+        raise Wrong(
+            f"{int(wrong.sum())} scores are wrong, first that of query {i} of batch entry {n} with entry {j}: "
+            f"{got.scores[n, i, j]:.6g}, wanted {want[n, i, j]:.6g}; of queries {queries}"
+        )
+
+
+def judge_choice(got: Run, start: Array, stop: Array) -> None:
+    """Raises Wrong unless exactly the greatest of the scores were chosen, ascending, ties to the lower entry."""
+    topk = got.indices.shape[-1]
+    for n, i in np.ndindex(*got.indices.shape[:2]):
+        row, first, last = got.scores[n, i], int(start[n, i]), max(int(stop[n, i]), int(start[n, i]))
+        entries = np.arange(first, last)
+        score = row[first:last] + np.float32(0)  # -0 is 0
+        number = np.where(np.isnan(score), -np.inf, score)
+        order = np.lexsort((entries, -number, np.isnan(score)))[:topk]
+        want = np.full(topk, -1)
+        want[: len(order)] = np.sort(entries[order])
+        mine, query = got.indices[n, i], f"query {i} of batch entry {n}"
+        if (mine == want).all():
+            there = want >= 0
+            named = np.where(there, row[np.where(there, want, 0)], -np.inf)
+            if not np.array_equal(named, got.values[n, i], equal_nan=True):
+                raise Wrong(f"{query}: the scores at the entries are not those")
+            continue
+        chosen = mine[mine >= 0]
+        if ((chosen < first) | (chosen >= last)).any():
+            raise Wrong(f"{query}: entries that it does not see: {chosen[(chosen < first) | (chosen >= last)][:4]}")
+        if len(set(chosen.tolist())) != len(chosen) or len(chosen) != len(order):
+            raise Wrong(f"{query}: {len(set(chosen.tolist()))} different entries, wanted {len(order)}")
+        if sorted(chosen.tolist()) == sorted(want[want >= 0].tolist()):
+            raise Wrong(f"{query}: the right entries in a wrong order")
+        ranks = {True: "of equal scores a higher entry", False: "an entry with a lesser score"}
+        left_out, taken = (sorted(a - b) for a, b in ((set(want), set(chosen)), (set(chosen), set(want))))
+        equal = all(row[a] == row[b] for a, b in zip(sorted(left_out, key=lambda e: row[e]),
+                                                     sorted(taken, key=lambda e: row[e]), strict=True))  # fmt: skip
+        raise Wrong(f"{query}: {ranks[equal]} was chosen: {taken[:4]} in place of {left_out[:4]}")

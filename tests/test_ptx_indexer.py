@@ -1,0 +1,183 @@
+"""The lightning indexer's kernels, interpreted: right answers, and planted faults, each found as what it is."""
+
+import functools
+
+import numpy as np
+import pytest
+
+from interpreter import edits
+from interpreter.hazards import Deadlock, Fault, OutOfBounds, Race
+from interpreter.indexer import Problem, choose, judge_choice, judge_scores, run
+from interpreter.verdict import Wrong
+from tests import native
+
+KEYS = tuple(
+    f"index_scores_sm_90a_heads{heads}_{dtype}"
+    for heads, dtype in ((64, "bfloat16"), (64, "float8_e4m3fn"), (32, "float16"), (16, "float8_e4m3fn"))
+)
+SEEDS = (0, 1)
+
+
+@functools.cache
+def variant(key):
+    if key not in {v.key for v in native._ffi.variants()}:
+        pytest.skip(f"{key} is not built")
+    return native.variant_of(key)
+
+
+def problem(key, b=2, s_q=9, s_c=300, topk=40):
+    return Problem.of(variant(key), b, s_q, s_c, topk)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_scores_and_choice(key):
+    x = problem(key)
+    got = run(variant(key), x)
+    judge_scores(x, got, x.seen)
+    judge_choice(got, x.start, x.stop)
+
+
+def test_a_workspace_that_is_used_again():
+    """Two blocks at a time of six, each split over CTAs; without scores as a result, queries that take all get none."""
+    key = KEYS[0]
+    x = problem(key)
+    got = run(variant(key), x, at_a_time=2, processors=5, wants_values=False, seed=1)
+    scored = (x.stop - x.start > x.topk)[..., None]
+    judge_scores(x, got, x.seen & scored)
+    got.scores = np.where(scored, got.scores, x.scores().astype(np.float32))
+    there = got.indices >= 0
+    values = np.take_along_axis(got.scores, np.where(there, got.indices, 0), -1)
+    got.values = np.where(there, values, -np.inf)
+    judge_choice(got, x.start, x.stop)
+
+
+def rows(s):
+    """Rows of scores that are hard to choose from, and what is seen of them."""
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((9, s)).astype(np.float32)
+    x[1] = np.maximum(x[1], 0)  # half of them are 0
+    x[2] = 3.5
+    x[3] = 10 + x[3] * 1e-3  # a few thousand different numbers
+    x[4, ::3], x[4, ::7], x[4, ::11] = np.nan, np.inf, -np.inf
+    x[5] = np.where(rng.random(s) < 0.5, np.float32(0), np.float32(-0.0)) - (rng.random(s) < 0.3)
+    x[6] = np.arange(s) * 1e-2 + x[6]  # the last ones are the greatest
+    x[7] *= np.exp2(rng.integers(-100, 100, s)).astype(np.float32)
+    start = np.array([0, 3, 2, 1, 0, 5, 0, 7, s - 20], np.int32)
+    stop = np.array([s, s - 1, s, s - 2, s, s, s - 3, s, s - 3], np.int32)
+    return x, start[None], stop[None]
+
+
+@pytest.mark.parametrize(("s", "topk"), [(640, 33), (4500, 512)], ids=["short", "sampled"])
+def test_choice(s, topk):
+    scores, start, stop = rows(s)
+    judge_choice(choose(scores, start, stop, topk), start, stop)
+
+
+# ---- faults of the scores
+
+
+def weight_of_another_query(text):
+    """Of the two queries of a consumer, the second's weights are the first's."""
+    pattern = r"min\.s32\s+(%r\d+), (%r\d+), (%r\d+);(.*?)min\.s32\s+(%r\d+), %r\d+, \3;"
+    return edits.replace(
+        text, pattern, lambda m: f"min.s32 {m[1]}, {m[2]}, {m[3]};{m[4]}mov.b32 {m[5]}, {m[1]};", slice(-1, None)
+    )
+
+
+def no_relu(text):
+    return edits.replace(text, r"max\.NaN\.f32 cut, (%r\d+), 0f00000000;", lambda m: f"mov.f32 cut, {m[1]};")
+
+
+def barriers(text):
+    """The offsets of q_full, q_empty, k_full and k_empty."""
+    made = edits.barriers(text)
+    stages = (len(made) - 4) // 2
+    return {"q_full": made[:2], "q_empty": made[2:4], "k_full": made[4 : 4 + stages], "k_empty": made[4 + stages :]}
+
+
+def without_waiting_for(name):
+    return lambda text: edits.drop_waits(text, set(barriers(text)[name]))
+
+
+def never_handed_back(text):
+    """A tile of keys, by those who have read it."""
+    return edits.replace(text, r"mbarrier\.arrive\.shared\.b64 [^;]*;", "", slice(1, 2))
+
+
+SCORE_FAULTS = {
+    "a head's weight of another query": (weight_of_another_query, Wrong, r"scores are wrong.* of queries \[\d"),
+    "no ReLU": (no_relu, Wrong, "scores are wrong"),
+    "keys read before they are there": (without_waiting_for("k_full"), Race, "wgmma"),
+    "keys never handed back": (never_handed_back, Deadlock, "16 of 16 arrivals pending"),
+}
+
+
+@pytest.mark.parametrize("name", SCORE_FAULTS)
+def test_fault_of_scores(name):
+    edit, fault, says = SCORE_FAULTS[name]
+    key = KEYS[0]
+    x = problem(key, b=1, s_q=5, s_c=900)
+    for seed in SEEDS:
+        with pytest.raises(Fault, match=says) as found:
+            judge_scores(x, run(variant(key), x, edit_scores=edit, seed=seed), x.seen)
+        assert type(found.value) is fault
+
+
+# ---- faults of the choice
+
+
+def past_the_last(text):
+    """A query sees one entry more than it does."""
+    pattern = r"ld\.global\.b32\s+(%r\d+), (\[%rd\d+\]);"
+    return edits.replace(text, pattern, lambda m: f"{m[0]} add.s32 {m[1]}, {m[1]}, 1;", slice(1, 2))
+
+
+def lost_count(text):
+    """Scores that a warp has looked at are missing in the histograms."""
+    return edits.replace(
+        text,
+        r"red\.shared\.add\.u32 (\[%r\d+\]), 1;",
+        lambda m: f"{{ .reg .pred q; .reg .b32 t; mov.u32 t, %tid.x; setp.ge.u32 q, t, 32; @q {m[0]} }}",
+        slice(1, None),
+    )
+
+
+def minus_zero(text):
+    """-0 is less than 0."""
+    return edits.replace(text, r"selp\.b32 x, 0, (%r\d+), p;", lambda m: f"mov.b32 x, {m[1]};")
+
+
+def nan_first(text):
+    """NaN is what its bits say."""
+    return edits.replace(text, r"selp\.b32 (%r\d+), 1, s, p; }", lambda m: f"mov.b32 {m[1]}, s; }}")
+
+
+def window_forgotten(text):
+    """What is above the bucket that was found counts again."""
+    return edits.replace(text, r"setp\.gt\.u32\s+(%p\d+), (%r\d+), (%r\d+);", lambda m: m[0], slice(0, 1))
+
+
+CHOICE_FAULTS = {
+    "an entry past the visible one": (past_the_last, r"entries that it does not see"),
+    "a tie broken the other way": (minus_zero, "of equal scores a higher entry was chosen"),
+    "NaN wins": (nan_first, "an entry with a lesser score|of equal scores"),
+}
+
+
+@pytest.mark.parametrize("name", CHOICE_FAULTS)
+def test_fault_of_choice(name):
+    edit, says = CHOICE_FAULTS[name]
+    scores, start, stop = rows(640)
+    scores[np.arange(len(scores))[:-1], np.minimum(stop[0, :-1], 639)] = 1e38  # what is not seen would be chosen
+    judge_choice(choose(scores, start, stop, 33), start, stop)
+    for seed in SEEDS:
+        with pytest.raises(Wrong, match=says):
+            judge_choice(choose(scores, start, stop, 33, edit=edit, seed=seed), start, stop)
+
+
+def test_a_buckets_count_lost():
+    """Fewer seem to be chosen than are: there is no room for them all."""
+    scores, start, stop = (x[..., :1, :] if x.ndim == 2 and len(x) > 1 else x[:, :1] for x in rows(640))
+    for seed in SEEDS:
+        with pytest.raises(OutOfBounds, match="indices"):
+            choose(scores, start, stop, 33, edit=lost_count, seed=seed)
