@@ -62,7 +62,9 @@ struct Backward {
   }
 
   ffi::Error Find(const Device& device, const AttentionShape& shape, Launcher** launcher) const {
-    return LookUp(op, device, BackwardChoices{.d = shape.rows.d, .dtype = q.dtype, .shared_kv = shared_kv}, launcher);
+    const RowShape& rows = shape.rows;
+    const BackwardChoices call{.d = rows.d, .dtype = q.dtype, .shared_kv = shared_kv, .max_heads = rows.h_q};
+    return LookUp(op, device, call, launcher);
   }
 
   ffi::Error Initialize(int ordinal) const {

@@ -71,9 +71,11 @@ def judge(run: Launch, got: tuple[Array, ...]) -> None:
 
 
 def uneven(name: str, added: Array) -> list[str]:
-    """Keys of which some columns were added to more often than others."""
+    """Keys of which some columns were added to more seldom than those of other keys, next to the rest of the key: a
+    cluster adds some columns once, for all of its CTAs, and others once for each."""
     most = added.max(-1, keepdims=True)
-    lost = added < most
+    share = added / np.maximum(most, 1)
+    lost = (share < share.max((0, 1, 2))) & (most > 0)
     if not lost.any():
         return []
     b, key, head, _ = (int(i) for i in np.argwhere(lost)[0])

@@ -211,6 +211,7 @@ class Backward(Variant):
     d: int
     dtype: str  # of q, dout, dq and the keys; dkv is float32
     shared_kv: bool
+    max_heads: int = ANY  # of q that it takes
 
     family = "backward"
 

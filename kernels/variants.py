@@ -4,7 +4,7 @@ from .abi import ANY, BACKWARD_OPS, Backward, Combine, Forward, IndexScores, Top
 
 DTYPES = ("bfloat16", "float16")
 DENSE, LATENT, FEW_HEADS = (f"kernels.sm90.{name}" for name in ("fwd", "latent.kernel", "few_heads.kernel"))
-LATENT_BACKWARD = "kernels.sm90.latent_bwd"
+LATENT_BACKWARD = "kernels.sm90.latent_bwd.kernel"
 BLACKWELL = "kernels.sm100.fwd.kernel"
 LATENT_OPS = ("fwd", "sparse_fwd", "dsv4_sparse_fwd", "dsv4_dense_fwd", "dsv4_decode")  # d 512, where K is V
 
@@ -34,6 +34,12 @@ VARIANTS: tuple[Variant, ...] = (
         for heads in (64, ANY)
     ),
     *(Backward(op, "sm_90a", LATENT_BACKWARD, 512, dtype, shared_kv=True) for op in BACKWARD_OPS for dtype in DTYPES),
+    # a tile of rows has all heads of a query, and keys that no other has
+    *(
+        Backward(op, "sm_90a", LATENT_BACKWARD, 512, dtype, shared_kv=True, max_heads=64)
+        for op in ("sparse_bwd", "dsv4_sparse_bwd")
+        for dtype in DTYPES
+    ),
     *(Combine("combine", "sm_90a", "kernels.sm90.combine", dtype) for dtype in DTYPES),  # of split keys
     *(
         IndexScores("index_scores", "sm_90a", "kernels.sm90.index_scores", heads, dtype)

@@ -35,15 +35,15 @@ def built(family: type[T]) -> list[T]:
     return [v for v in VARIANTS if isinstance(v, family) and v.key in keys]
 
 
-def fewer_heads(variant: Forward) -> int:
+def fewer_heads(variant: Forward | Backward) -> int:
     """The most heads with which a call like this variant's gets another one, which is made for fewer."""
     calls = {**variant.choices, "max_heads": 0}
-    others = (v for v in VARIANTS if isinstance(v, Forward) and (v.op, v.arch) == (variant.op, variant.arch))
+    others = (v for v in VARIANTS if isinstance(v, type(variant)) and (v.op, v.arch) == (variant.op, variant.arch))
     limits = (v.max_heads for v in others if {**v.choices, "max_heads": 0} == calls)
     return max((limit for limit in limits if limit < variant.max_heads), default=0)
 
 
-def heads_for(variant: Forward, h_q: int) -> int:
+def heads_for(variant: Forward | Backward, h_q: int) -> int:
     """The number of heads nearest to h_q with which a call gets this variant, not one for more or fewer."""
     return min(max(h_q, fewer_heads(variant) + 1), variant.max_heads)
 

@@ -104,6 +104,7 @@ def run(variant, x, scale):
 def check(variant, **extents):
     if variant.arch not in (local := _ffi.local_architectures()):
         pytest.skip(f"is for {variant.arch}, here is {', '.join(local)}")
+    extents["h_q"] = native.heads_for(variant, extents.get("h_q", 8))
     x, scale = operands(variant, **extents), variant.d**-0.5
     assert_right(run(variant, x, scale), x, scale)
 
@@ -122,7 +123,7 @@ def test_runs(variant):
 @on_gpu
 @pytest.mark.parametrize("variant", [v for v in BUILT if v.op == "sparse_bwd"], ids=lambda v: v.key)
 def test_runs_on_a_pool_of_all_sequences(variant):
-    x, scale = operands(variant, h_q=16, s_q=9), variant.d**-0.5
+    x, scale = operands(variant, h_q=native.heads_for(variant, 16), s_q=9), variant.d**-0.5
     q, *rows, kv, indices, length = x.arguments()
     b, s_kv, d = kv.shape
     slots = np.where((indices >= 0) & (indices < s_kv), indices + s_kv * np.arange(b)[:, None, None], -1)
@@ -137,7 +138,7 @@ def test_dq_is_the_same_every_time(variant):
     """And dkv nearly: what is added in no fixed order is rounded otherwise."""
     if variant.arch not in _ffi.local_architectures():
         pytest.skip(f"is for {variant.arch}")
-    x, scale = operands(variant, h_q=64, s_q=100), variant.d**-0.5
+    x, scale = operands(variant, h_q=native.heads_for(variant, 64), s_q=100), variant.d**-0.5
     first, *others = (run(variant, x, scale) for _ in range(4))
     for other in others:
         np.testing.assert_array_equal(first[0].view(np.uint16), other[0].view(np.uint16))
@@ -154,7 +155,7 @@ from jax_dsv4_fmha import _backward, _ffi
 from tests import test_backward as t
 for variant in t.BUILT:
     if variant.arch in _ffi.local_architectures():
-        x = t.operands(variant, h_q=16, s_q=20)
+        x = t.operands(variant, h_q=t.native.heads_for(variant, 16), s_q=20)
         f = jax.jit(functools.partial(t.FUNCTIONS[variant.op], scale=variant.d**-0.5))
         for _ in range(3):
             t.assert_right(jax.tree.map(np.asarray, f(*x.arguments())), x, variant.d**-0.5)

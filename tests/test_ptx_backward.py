@@ -67,14 +67,16 @@ def test_is_right_in_any_order(key, case):
 
 # ---- faults
 
-SPAN, SELECTION = "bwd_sm_90a_d512_bfloat16_shared_kv", "sparse_bwd_sm_90a_d512_bfloat16_shared_kv"
+SPAN, SELECTION = "bwd_sm_90a_d512_bfloat16_shared_kv", "sparse_bwd_sm_90a_d512_bfloat16_shared_kv_h64"
+BOTH = "dsv4_sparse_bwd_sm_90a_d512_bfloat16_shared_kv_h64"
 OF_FAULTS = {
     SPAN: {"b": 1, "s_q": 6, "s_kv": 150, "h_q": 8, "width": ALL_KEYS},  # one tile of rows, three of keys
     SELECTION: {"b": 1, "s_q": 4, "s_kv": 300, "h_q": 8, "topk": 190},
+    BOTH: {"b": 1, "s_q": 3, "s_kv": 150, "h_q": 8, "s_kv1": 70, "topk": 20, "width": ALL_KEYS},
 }
 BARRIERS = [  # in the order of their addresses
     *(f"{name}{piece}" for name in ("q_full", "q_empty", "full") for piece in range(4)),
-    *("empty0", "empty1", "listed", "shared", "taken", "opened"),
+    *("empty0", "empty1", "listed", "shared", "taken", "opened", "arrived0", "arrived1", "read0", "read1"),
 ]
 PRODUCT = r"setp\.ne\.b32 p, (%r\d+), 0;\s*wgmma\.mma_async\.sync\.aligned\.m64n{}k16"
 REDUCTION = r"red\.relaxed\.gpu\.global\.add\.v4\.f32 (\[[^\]]+\]), (\{[^}]+\});"
@@ -112,9 +114,11 @@ def scaled_twice(text: str) -> str:
 
 
 def kept_over(text: str) -> str:
-    """The first columns are added to what stands in their registers, but for the first tile of keys."""
+    """The first columns are added to what stands in right's registers, but for the first tile of keys."""
+    of_left = text[: text.rindex("m64n256k16")].count("m64n32k16")
+    of_right = slice(of_left, of_left + 1)
     not_first = re.findall(PRODUCT.format(256) + r"[^;]*\}, %rd\d+, %rd\d+, p", text)[0]
-    return edits.replace(text, PRODUCT.format(32), lambda m: m[0].replace(f"{m[1]},", f"{not_first},", 1), slice(0, 1))
+    return edits.replace(text, PRODUCT.format(32), lambda m: m[0].replace(f"{m[1]},", f"{not_first},", 1), of_right)
 
 
 def delta_of_another_row(text: str) -> str:
@@ -147,8 +151,9 @@ FATES = [
         "the gradient of a tile of keys is kept over to the next",
         Wrong,
         r"^(?!.*dq is wrong).*dkv0 is wrong .*: keys from 64 on have in columns 0\.\.31 besides their own what those "
-        r"from 0 on have in columns 448\.\.479",
+        r"from 0 on have in columns 320\.\.351",
         kept_over,
+        key=BOTH,
     ),
     Fate(
         "delta of another row",
@@ -189,6 +194,18 @@ FATES = [
         stored,
         key=SELECTION,
         processors=2,
+    ),
+    Fate(
+        "what the peer sends is read before it is there",
+        (Race, Undefined),
+        r"(?s)ld\.shared\.v4.*reads SMEM.*(nothing orders this and the write by .*st\.async|which nobody wrote)",
+        without_waiting("arrived0", "arrived1"),
+    ),
+    Fate(
+        "a chunk is sent over one that the peer has not read",
+        Race,
+        r"(?s)st\.async.*overwrites SMEM.*nothing orders this and the",
+        without_waiting("read0", "read1"),
     ),
     Fate(
         "nobody says that a chunk of Q is free",

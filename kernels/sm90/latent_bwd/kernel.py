@@ -6,24 +6,28 @@ With P = exp(S - lse), and a weight and a delta for each row (query, head):
 
 A CTA keeps 64 rows of Q and dO in SMEM and walks over the keys of the sources, 64 at a time, as the forward pass does.
 dQ, 64 x 512 in fp32, stays in the registers of two warpgroups, 256 columns each. What a tile of keys adds to dKV does
-not: it goes out to memory by reductions, 64 columns at a time. Each warpgroup has half of the products:
+not: it goes out to memory by reductions, 32 columns at a time (key_gradients.py). The products are shared out:
 
     producer    K of the next tile, gathered with cp.async as soon as both halves of dQ have read this one's;
                 Q and dO of the next rows, as the last chunks of dKV free them
-                    | full[piece of columns]                     ^ empty[half]
-    left        S = Q K',  dP = dO K',  P and dS to SMEM,  dQ_l += dS K_l        2048 + 512 clocks of tensor cores
-                    | shared[stage]                              ^ taken[stage]
-    right       dQ_r += dS K_r,  dKV chunk by chunk, one under way while the one before goes out       512 + 2048
+                    | full[piece of columns]                         ^ empty[half]
+    left        S = Q K',  dP = dO K',  P and dS to SMEM,  dQ_l += dS K_l,  the last quarter of dKV while K comes in
+                    | shared                                         ^ taken
+    right       dQ_r += dS K_r,  the rest of dKV: two chunks under way while the one before goes out
 
-So right's products and reductions of one tile run while left makes the P and dS of the next one. A tile adds 128 KiB to
-dKV, some 4.6 us at the 28 bytes a ns and SM that reductions reach, and the tensor cores have 2.9 us of work: the
-reductions bound it.
+So right's products and reductions of one tile run while left makes the P and dS of the next one. Both take P' and dS'
+out of SMEM into registers at once, as the first operand of all their chunks, so that one stage of them is enough.
+
+A tile adds 128 KiB to dKV, some 4.6 us at the 28 bytes a ns and SM that reductions reach, and twice that where dKV does
+not fit into L2; the tensor cores have 2.9 us of work. So where two tiles of rows have the same keys (heads of one
+query, or neighbouring rows of a span), a cluster of two CTAs takes them: of each pair of right's chunks a CTA keeps
+one, to which it adds what its peer sends of it through distributed shared memory, and sends the other.
 
 Every tile of keys is listed in SMEM by its producer: where each key is, or that it is absent. An absent key is filled
 with zeros, its P is 0, and nothing is added for it. Rows that do not exist, or that see no key, are filled with zeros.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +35,6 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
-from cutlass.cute.nvgpu import warp as cute_warp
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
@@ -47,8 +50,7 @@ from kernels.lib.launch import (
     pointers,
     registers_at_launch,
 )
-from kernels.lib.output import BLOCK, store_output
-from kernels.lib.ptx import ptx
+from kernels.lib.output import store_output
 from kernels.lib.rows import PUBLISHED, BoxedRows, Extents, PlacedTile, RowTile, Walk, extents, load, row_of
 from kernels.lib.selections import (
     CHUNK,
@@ -79,9 +81,10 @@ from kernels.lib.wgmma import (
     tiled_mma,
     transposed,
 )
+from kernels.sm90.latent.cluster import CLUSTER, arrive, await_others
 
-LEFT, RIGHT = 0, 1  # a warpgroup, and its half of dQ's columns
-STAGES = 2  # of what is listed of a tile of keys
+from .key_gradients import KeyGradients, thread_again
+from .smem import LEFT, RIGHT, STAGES, Barriers, Shared
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,8 @@ class Config:
     pieces: int = 4  # of the columns, in which Q, dO and K arrive
     chunk: int = 32  # columns of dKV that are made at a time
     under_way: int = 2  # chunks
+    chunks_of_left: int = 4  # the last ones, which left makes while it waits for keys; in whole pieces
+    cluster: int = 1  # CTAs with rows that have their keys in common; two add up what they make of right's chunks
 
     @property
     def gathers(self) -> bool:
@@ -112,8 +117,24 @@ class Config:
         return 56, 224, 224
 
     @property
+    def spans(self) -> int:
+        """Sources of which each row may see something else of a tile of keys."""
+        return 0 if self.gathers else len(self.sources)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of a chunk of dKV in SMEM."""
+        return 4 * self.tile_n * self.chunk
+
+    @property
     def half(self) -> int:
         return self.d // 2
+
+    def chunks(self, side: int) -> range:
+        """Which chunks of dKV a side makes."""
+        chunks = self.d // self.chunk
+        border = chunks - self.chunks_of_left
+        return range(border, chunks) if side == LEFT else range(border)
 
     @property
     def slabs_of_piece(self) -> int:
@@ -124,8 +145,9 @@ class Config:
         tiles = 2 * self.d * (2 * self.tile_m + self.tile_n)
         weights = 2 * 2 * self.tile_m * self.tile_n
         infos = 4 * 2 * PUBLISHED * (1 + len(self.sources))
-        spans = 0 if self.gathers else 4 * 2 * ROWS * len(self.sources) * WARPGROUP
-        return tiles + weights + 4 * STAGES * self.tile_n + infos + spans + 8 * Barriers.COUNT + 16
+        rows = 4 * self.tile_m * (3 + 2 * self.spans)
+        out = 2 * self.slot_bytes
+        return tiles + weights + out + 4 * STAGES * self.tile_n + infos + rows + 8 * Barriers.COUNT + 16
 
     def __post_init__(self):
         if self.d % (2 * SLAB) or self.half > 256:
@@ -137,84 +159,6 @@ class Config:
             raise ValueError(f"a launch gives {at_launch} registers a thread, too few for {self.registers}")
         if self.smem_bytes > SMEM_LIMIT:
             raise ValueError(f"needs {self.smem_bytes} bytes of SMEM, {SMEM_LIMIT} fit: {self}")
-
-
-@dataclass(frozen=True)
-class Barriers:
-    """mbarriers in SMEM, by what they announce."""
-
-    first: cute.Pointer
-
-    COUNT = 18
-
-    def initialise(self) -> None:
-        """By one thread. Producers and consumers arrive thread by thread."""
-        for barriers, count, arrivals in (
-            (self.q_full, 4, WARPGROUP),
-            (self.q_empty, 4, 2 * WARPGROUP),
-            (self.full, 4, WARPGROUP),
-            (self.empty, 2, WARPGROUP),
-            (self.listed, 1, WARPGROUP),
-            (self.shared, 1, WARPGROUP),
-            (self.taken, 1, WARPGROUP),
-            (self.opened, 1, 1),
-        ):
-            for i in range(count):
-                cute.arch.mbarrier_init(barriers + i, arrivals)
-
-    @property
-    def q_full(self) -> cute.Pointer:
-        """By piece of the columns: of Q and dO."""
-        return self.first
-
-    @property
-    def q_empty(self) -> cute.Pointer:
-        return self.first + 4
-
-    @property
-    def full(self) -> cute.Pointer:
-        """By piece of the columns: of a tile of keys."""
-        return self.first + 8
-
-    @property
-    def empty(self) -> cute.Pointer:
-        """By half of the columns, which one side reads last."""
-        return self.first + 12
-
-    @property
-    def listed(self) -> cute.Pointer:
-        """Where a tile's keys are stands in SMEM."""
-        return self.first + 14
-
-    @property
-    def shared(self) -> cute.Pointer:
-        """P and dS stand in SMEM."""
-        return self.first + 15
-
-    @property
-    def taken(self) -> cute.Pointer:
-        return self.first + 16
-
-    @property
-    def opened(self) -> cute.Pointer:
-        """What the producer found out of a row tile stands in SMEM."""
-        return self.first + 17
-
-
-@dataclass(frozen=True)
-class Shared:
-    """SMEM beside the barriers."""
-
-    q: cute.Tensor  # (64, d)
-    do: cute.Tensor  # (64, d)
-    k: cute.Tensor  # (64, d)
-    p: cute.Tensor  # (64, keys): weight P
-    ds: cute.Tensor  # (64, keys)
-    keys: cute.Tensor  # (keys, stage): where each is in its source, or -1
-    info: cute.Tensor  # (PUBLISHED, row tile and each source, row tile & 1): what the producer found out
-    seen: tuple[
-        cute.Tensor, ...
-    ]  # of each source (thread, start and stop of each of its rows), read by that thread alone
 
 
 class RowOperands(NamedTuple):
@@ -285,15 +229,16 @@ class LatentBwdSm90:
         stream: cuda.CUstream,
     ):
         c = self.config
-        n = extents(c.tile_m, c.gathers, b, s_q, h_q, h_kv, Int32(1), ctas)
+        n = extents(c.tile_m, c.gathers, b, s_q, h_q, h_kv, Int32(1), ctas, c.cluster)
         sources = (
             Source(keys0, dkv0, from0, to0, s_kv0, s_batch0, topk0),
             Source(keys1, dkv1, from1, to1, s_kv1, s_batch1, topk1),
         )[: len(c.sources)]
         rows = RowOperands(q, do, dq, lse, weight, delta, scale)
         self.kernel(rows, sources, n).launch(
-            grid=(cutlass.min(n.work, ctas), 1, 1),
+            grid=(cutlass.min(n.work, cutlass.max(ctas // c.cluster, 1)) * c.cluster, 1, 1),
             block=(c.threads, 1, 1),
+            cluster=(c.cluster, 1, 1) if c.cluster > 1 else None,
             smem=c.smem_bytes,
             stream=stream,
             min_blocks_per_mp=1,  # without it ptxas silently drops setmaxnreg
@@ -306,9 +251,10 @@ class LatentBwdSm90:
         bar, smem = self.allocate()
         if warp == 0:
             with cute.arch.elect_one():
-                bar.initialise()
+                bar.initialise(2 if c.chunks_of_left else 1)
             cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        arrive(c.cluster)
+        await_others(c.cluster)
 
         if warp < 4:
             cute.arch.setmaxregister_decrease(c.registers[0])
@@ -320,6 +266,9 @@ class LatentBwdSm90:
             else:
                 cute.arch.setmaxregister_increase(c.registers[2])
                 self.right(bar, smem, rows, sources, n)
+        if cutlass.const_expr(c.cluster > 1):  # none ends while its peer may still come to it
+            arrive(c.cluster)
+            await_others(c.cluster)
 
     def allocate(self) -> tuple[Barriers, Shared]:
         c = self.config
@@ -331,19 +280,18 @@ class LatentBwdSm90:
 
         q, do, k = tile(c.tile_m, c.d), tile(c.tile_m, c.d), tile(c.tile_n, c.d)
         p, ds = (tile(c.tile_m, c.tile_n) for _ in range(2))
+        out = smem.allocate_tensor(Float32, cute.make_layout((c.slot_bytes // 4, 2)), 1024)
         keys = smem.allocate_tensor(Int32, cute.make_layout((c.tile_n, STAGES)), 16)
         info = smem.allocate_tensor(Int32, cute.make_layout((PUBLISHED, 1 + len(c.sources), 2)), 16)
-        seen = (
-            ()
-            if c.gathers
-            else tuple(smem.allocate_tensor(Int32, cute.make_layout((WARPGROUP, 2 * ROWS)), 16) for _ in c.sources)
-        )
+        numbers = smem.allocate_tensor(Float32, cute.make_layout((c.tile_m, 3)), 16)
+        spans = smem.allocate_tensor(Int32, cute.make_layout((c.tile_m, 2, c.spans)), 16) if c.spans else None
         bar = Barriers(smem.allocate_array(Int64, Barriers.COUNT))
-        return bar, Shared(q, do, k, p, ds, keys, info, seen)
+        return bar, Shared(q, do, k, p, ds, out, keys, numbers, spans, info)
 
     def walk(self, n: Extents) -> Walk:
         """Where keys are gathered, heads of one query follow one another: they share them in L2."""
-        return Walk.of(n, Int32(1), 1) if self.config.gathers else Walk.of(n)
+        c = self.config
+        return Walk.of(n, Int32(1), 1, cluster=c.cluster) if c.gathers else Walk.of(n, cluster=c.cluster)
 
     # ---- producer
 
@@ -373,8 +321,17 @@ class LatentBwdSm90:
         c = self.config
         operands = source.operands(kind, c.gathers)
         if isinstance(operands, SpanOperands):
-            return open_span(operands, tile, c.tile_n, ask_span(operands, tile, c.tile_m))
+            both = self.of_cluster(tile)
+            return open_span(operands, both, c.tile_n, ask_span(operands, both, c.cluster * c.tile_m))
         return open_selection(operands, tile, c.tile_n, c.d)
+
+    def of_cluster(self, tile: RowTile) -> RowTile:
+        """The rows of all its CTAs, which walk over the same keys."""
+        cluster = self.config.cluster
+        if cluster == 1:
+            return tile
+        n = tile.n._replace(box_inner=cluster * tile.n.box_inner)
+        return replace(tile, n=n, inner0=tile.inner0 - cute.arch.block_idx()[0] % cluster * tile.n.box_inner)
 
     def listed_keys(self, opened: Any, source: Source, tile: RowTile) -> Selection:
         """What is opened as something to gather from: of a span the union of its rows' intervals."""
@@ -445,11 +402,11 @@ class LatentBwdSm90:
 
     # ---- consumers
 
-    def reopen(self, smem: Shared, turn: Int32, n: Extents) -> tuple[PlacedTile, tuple[Int32, ...]]:
-        """A row tile, and how many tiles of keys it has of each source."""
-        tile = RowTile.read(smem.info[None, 0, turn & 1], n)
-        slots = (smem.info[None, 1 + which, turn & 1] for which in range(len(self.config.sources)))
-        return tile, tuple(cute.arch.make_warp_uniform(slot[0]) for slot in slots)
+    def counts(self, smem: Shared, turn: Int32) -> tuple[Int32, ...]:
+        """How many tiles of keys a row tile has of each source."""
+        return tuple(
+            cute.arch.make_warp_uniform(smem.info[0, 1 + i, turn & 1]) for i in range(len(self.config.sources))
+        )
 
     @cute.jit
     def left(self, bar: Barriers, smem: Shared, rows: RowOperands, sources: tuple, n: Extents):
@@ -462,20 +419,21 @@ class LatentBwdSm90:
         b_left = operand_b(dsk, transposed(cute.local_tile(smem.k, (c.tile_n, c.half), (0, LEFT))))
         s, dp, dq = accumulator(qk, c.tile_n), accumulator(qk, c.tile_n), accumulator(dsk, c.half)
         p, ds = (register_operand(dsk, c.tile_n, self.dtype) for _ in range(2))
-        shift, weight, delta = (cute.make_rmem_tensor(ROWS, Float32) for _ in range(3))
+        dkv = KeyGradients.of(c, LEFT, self.dtype, smem)
+        numbers = cute.make_rmem_tensor((ROWS, 3), Float32)
         scale_log2 = rows.scale * LOG2_E
         blocks = c.d // c.pieces // 16
         before = Int32(0)
         for turn in cutlass.range(self.walk(n).turns, unroll=1):
             cute.arch.mbarrier_wait(bar.opened, turn & 1)
-            tile, counts = self.reopen(smem, turn, n)
+            counts = self.counts(smem, turn)
             tiles = sum(counts[1:], counts[0])
-            boxed = BoxedRows.of(n, 0, thread, c.gathers)
-            self.read_rows(rows, tile, boxed, shift, weight, delta)
-            for seen, source in zip(smem.seen, sources, strict=False):
-                keep_spans(seen[thread, None], source.operands("span", False), tile, boxed)
+            self.read_rows(smem, rows, sources, RowTile.read(smem.info[None, 0, turn & 1], n), thread)
             for t in cutlass.range(tiles, unroll=1):
-                k = before + t
+                k, last = before + t, Int32(t == tiles - 1)
+                for r in cutlass.range_constexpr(ROWS):  # now, for they queue up with what right adds to memory
+                    for i in cutlass.range_constexpr(3):
+                        numbers[r, i] = smem.numbers[row_of(thread, r), i]
                 for piece in cutlass.range_constexpr(c.pieces):
                     cute.arch.mbarrier_wait(bar.q_full + piece, turn & 1)
                     cute.arch.mbarrier_wait(bar.full + piece, k & 1)
@@ -484,17 +442,17 @@ class LatentBwdSm90:
                     multiply(qk, s, a_q, b_k, piece == 0, here)
                     multiply(qk, dp, a_do, b_k, piece == 0, here)
                 cute.arch.mbarrier_wait(bar.listed, k & 1)
+                gradient = self.find_gradient(smem, t < counts[0], sources, turn, n)
+                target = dkv.aim(gradient, smem.keys[None, k % STAGES], n)
                 warpgroup.wait_group(1)
                 if cutlass.const_expr(c.gathers):
                     mask_absent(s, smem.keys[None, k % STAGES])
                 else:
                     self.mask_rows(s, smem, t, k % STAGES, turn & 1, thread)
-                exponentiate(s, shift, scale_log2)
+                exponentiate(s, numbers, scale_log2)
                 warpgroup.wait_group(0)
-                if t == tiles - 1:
-                    for piece in cutlass.range_constexpr(c.pieces):
-                        cute.arch.mbarrier_arrive(bar.q_empty + piece)
-                differentiate(s, dp, weight, delta, rows.scale)
+                dkv.leave_others(bar, last)
+                differentiate(s, dp, numbers, rows.scale)
                 round_to(p, s)
                 round_to(ds, dp)
                 cute.arch.mbarrier_wait(bar.taken, (k & 1) ^ 1)
@@ -503,42 +461,50 @@ class LatentBwdSm90:
                 cute.arch.fence_proxy("async.shared", space="cta")
                 cute.arch.mbarrier_arrive(bar.shared)
                 multiply(dsk, dq, ds, b_left, t == 0)
-                warpgroup.wait_group(0)
-                cute.arch.mbarrier_arrive(bar.empty + LEFT)
+                if cutlass.const_expr(c.chunks_of_left == 0):
+                    warpgroup.wait_group(0)
+                    cute.arch.mbarrier_arrive(bar.empty + LEFT)
+                else:
+                    cute.arch.mbarrier_wait(bar.shared, k & 1)
+                    warpgroup.wait_group(0)
+                    cute.arch.mbarrier_arrive(bar.empty + LEFT)
+                    dkv.load(smem)
+                    cute.arch.mbarrier_arrive(bar.taken)
+                    dkv.start()
+                    dkv.finish(bar, target, k, last)
             if tiles == 0:
                 self.skip_rows(bar, turn, dq)
-            self.store(dq, rows, tile, LEFT, thread)
+            self.store(dq, smem, rows, turn, n, LEFT)
             before = before + tiles
 
     @cute.jit
     def mask_rows(self, scores: cute.Tensor, smem: Shared, t: Int32, stage: Int32, parity: Int32, thread: Int32):
         key0 = smem.keys[0, stage]
-        if cutlass.const_expr(len(smem.seen) == 1):  # noqa: SIM114, at compile time
-            mask_span(scores, smem.seen[0][thread, None], smem.info[None, 1, parity], key0)
-        elif t < smem.info[0, 1, parity]:
-            mask_span(scores, smem.seen[0][thread, None], smem.info[None, 1, parity], key0)
+        if cutlass.const_expr(self.config.spans == 1) or t < smem.info[0, 1, parity]:
+            mask_span(scores, smem.spans[None, None, 0], smem.info[None, 1, parity], key0, thread)
         else:
-            mask_span(scores, smem.seen[1][thread, None], smem.info[None, 2, parity], key0)
+            mask_span(scores, smem.spans[None, None, 1], smem.info[None, 2, parity], key0, thread)
 
     @cute.jit
-    def read_rows(
-        self,
-        rows: RowOperands,
-        tile: PlacedTile,
-        boxed: BoxedRows,
-        shift: cute.Tensor,
-        weight: cute.Tensor,
-        delta: cute.Tensor,
-    ):
-        """The numbers of a thread's rows; a row that sees nothing gets P = 0 and dS = 0."""
+    def read_rows(self, smem: Shared, rows: RowOperands, sources: tuple, tile: PlacedTile, thread: Int32):
+        """The numbers of the tile's rows to SMEM; a row that sees nothing gets P = 0 and dS = 0."""
+        boxed = BoxedRows.of(tile.n, 0, thread, self.config.gathers)
+        cute.arch.sync_warp()  # a warp has rows of its own
         for r in cutlass.range_constexpr(ROWS):
             exists, query, head = tile.place(boxed, r)
             row = tile.row_index(query, head) * Int64(exists)
-            lse, w, d = (load(x + row) for x in (rows.lse, rows.weight, rows.delta))
-            sees = exists & (lse != -Float32.inf)
-            shift[r] = lse * LOG2_E if sees else Float32.inf
-            weight[r] = w if sees else Float32(0.0)
-            delta[r] = d * rows.scale if sees else Float32(0.0)
+            lse, weight, delta = (load(x + row) for x in (rows.lse, rows.weight, rows.delta))
+            sees, i = exists & (lse != -Float32.inf), row_of(thread, r)
+            bounds = [
+                span_of(tile, source.operands("span", False), query, exists) for source in sources[: self.config.spans]
+            ]
+            if thread % 4 == 0:
+                smem.numbers[i, 0] = lse * LOG2_E if sees else Float32.inf
+                smem.numbers[i, 1] = weight if sees else Float32(0.0)
+                smem.numbers[i, 2] = delta * rows.scale if sees else Float32(0.0)
+                for which, (start, stop) in enumerate(bounds):
+                    smem.spans[i, 0, which], smem.spans[i, 1, which] = start, stop
+        cute.arch.sync_warp()
 
     @cute.jit
     def skip_rows(self, bar: Barriers, turn: Int32, dq: cute.Tensor):
@@ -552,25 +518,15 @@ class LatentBwdSm90:
     def right(self, bar: Barriers, smem: Shared, rows: RowOperands, sources: tuple, n: Extents):
         """The right half of dQ, and dKV."""
         c = self.config
-        thread = cute.arch.thread_idx()[0] % WARPGROUP
         dsk = tiled_mma(self.dtype, c.half, MN_MAJOR)
-        dkv = tiled_mma(self.dtype, c.chunk, MN_MAJOR, warpgroup.OperandSource.RMEM)
         b_right = operand_b(dsk, transposed(cute.local_tile(smem.k, (c.tile_n, c.half), (0, RIGHT))))
         a_ds = operand_a(dsk, smem.ds)
-        of_keys = tuple(register_operand(dkv, c.tile_m, self.dtype) for _ in range(2))
-        chunks = c.d // c.chunk
-        of_rows = tuple(
-            tuple(
-                operand_b(dkv, transposed(cute.local_tile(x, (c.tile_m, c.chunk), (0, i)))) for x in (smem.do, smem.q)
-            )
-            for i in range(chunks)
-        )
-        dq, acc = accumulator(dsk, c.half), tuple(accumulator(dkv, c.chunk) for _ in range(c.under_way))
+        dq, dkv = accumulator(dsk, c.half), KeyGradients.of(c, RIGHT, self.dtype, smem)
         before = Int32(0)
 
         for turn in cutlass.range(self.walk(n).turns, unroll=1):
             cute.arch.mbarrier_wait(bar.opened, turn & 1)
-            tile, counts = self.reopen(smem, turn, n)
+            counts = self.counts(smem, turn)
             tiles = sum(counts[1:], counts[0])
             if tiles > 0:
                 for piece in cutlass.range_constexpr(c.pieces):
@@ -579,92 +535,56 @@ class LatentBwdSm90:
                 k = before + t
                 stage, last = k % STAGES, Int32(t == tiles - 1)
                 cute.arch.mbarrier_wait(bar.listed, k & 1)
-                target, there = self.find_target(smem.keys[None, stage], t < counts[0], sources, tile, thread)
+                gradient = self.find_gradient(smem, t < counts[0], sources, turn, n)
+                target = dkv.aim(gradient, smem.keys[None, stage], n)
                 cute.arch.mbarrier_wait(bar.shared, k & 1)
-                cute.arch.fence_proxy("async.shared", space="cta")
                 multiply(dsk, dq, a_ds, b_right, t == 0)
-                for tile_of, operand in zip((smem.p, smem.ds), of_keys, strict=True):
-                    load_transposed(dkv, operand, tile_of, thread)
-                for i in cutlass.range_constexpr(c.under_way):
-                    make_chunk(dkv, acc[i], of_keys, of_rows[i])
+                dkv.load(smem)
+                dkv.start()
                 warpgroup.wait_group(2 * c.under_way)
                 cute.arch.mbarrier_arrive(bar.empty + RIGHT)
                 cute.arch.mbarrier_arrive(bar.taken)
-                for i in cutlass.range_constexpr(chunks):
-                    warpgroup.wait_group(2 * min(c.under_way - 1, chunks - 1 - i))
-                    if cutlass.const_expr((i + 1) % (chunks // c.pieces) == 0):
-                        arrive_if(bar.q_empty + i // (chunks // c.pieces), last)
-                    add_chunk(acc[i % c.under_way], target, there, i * c.chunk)
-                    if cutlass.const_expr(i + c.under_way < chunks):
-                        make_chunk(dkv, acc[i % c.under_way], of_keys, of_rows[i + c.under_way])
+                dkv.leave_others(bar, last)
+                dkv.finish(bar, target, k, last)
             if tiles == 0:
                 self.skip_rows(bar, turn, dq)
-            self.store(dq, rows, tile, RIGHT, thread)
+            self.store(dq, smem, rows, turn, n, RIGHT)
             before = before + tiles
 
     @cute.jit
-    def find_target(
-        self,
-        keys: cute.Tensor,
-        of_first: cutlass.Boolean,
-        sources: tuple,
-        tile: PlacedTile,
-        thread: Int32,
-    ) -> tuple[Int64, Int32]:
-        """Where this thread adds to the gradient of its key, as `add_chunk` has it, and whether that is there."""
-        c, n = self.config, tile.n
-        step = Int64(n.h_kv) * c.d
-        base = self.gradient_of(sources[-1], tile)
+    def find_gradient(self, smem: Shared, of_first: cutlass.Boolean, sources: tuple, turn: Int32, n: Extents) -> Int64:
+        """Where the gradient of the keys of this batch entry and KV head begins, in the source that a tile is of."""
+        base = self.gradient_of(sources[-1], smem, turn, n)
         if cutlass.const_expr(len(sources) == 2):  # noqa: SIM102, at compile time
             if of_first:
-                base = self.gradient_of(sources[0], tile)
-        there = keys[row_of(thread, thread % 2)]
-        return base + (cutlass.max(there, Int32(0)) * step + thread % 4 // 2 * 4) * 4, there
+                base = self.gradient_of(sources[0], smem, turn, n)
+        return base
 
-    def gradient_of(self, source: Source, tile: PlacedTile) -> Int64:
-        n = tile.n
-        first = (Int64(tile.batch) * source.s_batch * n.h_kv + tile.kv_head) * self.config.d
-        return (source.dkv + first).toint()
+    def gradient_of(self, source: Source, smem: Shared, turn: Int32, n: Extents) -> Int64:
+        batch, kv_head = (cute.arch.make_warp_uniform(smem.info[i, 0, turn & 1]) for i in (1, 2))
+        return (source.dkv + (Int64(batch) * source.s_batch * n.h_kv + kv_head) * self.config.d).toint()
 
-    def store(self, dq: cute.Tensor, rows: RowOperands, tile: PlacedTile, side: int, thread: Int32) -> None:
-        boxed = BoxedRows.of(tile.n, 0, thread, self.config.gathers)  # again, rather than kept in registers
+    def store(self, dq: cute.Tensor, smem: Shared, rows: RowOperands, turn: Int32, n: Extents, side: int) -> None:
+        """Half of dQ; where the rows are is looked up again, rather than kept in registers."""
+        tile = RowTile.read(smem.info[None, 0, turn & 1], n)
+        thread = thread_again()
+        boxed = BoxedRows.of(n, 0, thread, self.config.gathers)
         ones = cute.make_rmem_tensor(ROWS, Float32)
         ones.fill(1.0)
         store_output(dq, ones, rows.dq, tile, boxed, side * self.config.half, thread, self.config.d)
 
 
-def make_chunk(mma: cute.TiledMma, acc: cute.Tensor, a: tuple, b: tuple) -> None:
-    """Some columns of (weight P)' dO + dS' Q, two groups of products."""
-    for i, (of_keys, of_rows) in enumerate(zip(a, b, strict=True)):
-        multiply(mma, acc, of_keys, of_rows, fresh=i == 0)
-
-
 @cute.jit
-def load_transposed(mma: cute.TiledMma, operand: cute.Tensor, tile: cute.Tensor, thread: Int32):
-    """operand, of 64 keys x rows, <- the SMEM tile of rows x keys."""
-    atom = cute.make_copy_atom(cute_warp.LdMatrix8x8x16bOp(True, 4), tile.element_type)
-    copy = cute.make_tiled_copy_A(atom, mma).get_slice(thread)
-    cute.copy(atom, copy.partition_S(transposed(tile)), copy.retile(operand))
-
-
-@cute.jit
-def keep_spans(seen: cute.Tensor, operands: SpanOperands, tile: PlacedTile, boxed: BoxedRows):
-    """start and stop of the rows that a thread holds: in SMEM, for want of registers."""
-    for r in cutlass.range_constexpr(ROWS):
-        exists, query, _ = tile.place(boxed, r)
-        seen[2 * r], seen[2 * r + 1] = span_of(tile, operands, query, exists)
-
-
-@cute.jit
-def mask_span(scores: cute.Tensor, seen: cute.Tensor, slot: cute.Tensor, key0: Int32):
+def mask_span(scores: cute.Tensor, spans: cute.Tensor, slot: cute.Tensor, key0: Int32, thread: Int32):
     """-inf for every key that its row does not see, of the tile that begins with key0."""
     s = by_row(scores)
     keys = 4 * cute.size(s, mode=[1])
     if key0 < slot[1] or key0 + keys > slot[2]:
         column0 = key0 + cute.arch.lane_idx() % 4 * 2
         for r in cutlass.range_constexpr(ROWS):
+            start, stop = (spans[row_of(thread, r), i] for i in range(2))
             for c in cutlass.range_constexpr(2):
-                visible = bits(seen[2 * r] - column0 - c, seen[2 * r + 1] - column0 - c)
+                visible = bits(start - column0 - c, stop - column0 - c)
                 for j in cutlass.range_constexpr(cute.size(s, mode=[1]) // 2):
                     if visible & (1 << j) == 0:
                         s[r, 2 * j + c] = -Float32.inf
@@ -690,63 +610,30 @@ def mask_absent(scores: cute.Tensor, keys: cute.Tensor):
 
 
 @cute.jit
-def exponentiate(scores: cute.Tensor, shift: cute.Tensor, scale_log2: Float32):
+def exponentiate(scores: cute.Tensor, numbers: cute.Tensor, scale_log2: Float32):
     """P <- exp(scale S - lse)."""
     s = by_row(scores)
     for r in cutlass.range_constexpr(ROWS):
+        shift = numbers[r, 0]
         for i in cutlass.range_constexpr(cute.size(s, mode=[1])):
-            s[r, i] = exp2(s[r, i] * scale_log2 - shift[r])
+            s[r, i] = exp2(s[r, i] * scale_log2 - shift)
 
 
 @cute.jit
-def differentiate(p: cute.Tensor, dp: cute.Tensor, weight: cute.Tensor, delta: cute.Tensor, scale: Float32):
+def differentiate(p: cute.Tensor, dp: cute.Tensor, numbers: cute.Tensor, scale: Float32):
     """dP <- scale P (weight dP - delta), delta being scaled already; P <- weight P."""
     p, dp = by_row(p), by_row(dp)
     for r in cutlass.range_constexpr(ROWS):
-        factor = weight[r] * scale
+        weight, delta = numbers[r, 1], numbers[r, 2]
+        factor = weight * scale
         for i in cutlass.range_constexpr(cute.size(p, mode=[1])):
-            dp[r, i] = p[r, i] * (dp[r, i] * factor - delta[r])
-            p[r, i] = p[r, i] * weight[r]
-
-
-@cute.jit
-def add_chunk(acc: cute.Tensor, target: Int64, there: Int32, column0: cutlass.Constexpr):
-    """Columns of dKV to memory, 16 bytes a lane: of each block of eight columns even lanes take the first of their two
-    rows, odd ones the second, and of that what their neighbour has, too. All are exchanged before the first goes out.
-    """
-    odd = cute.arch.lane_idx() % 2 == 1
-    blocks = cute.make_tensor(acc.iterator, cute.make_layout((4, cute.size(acc) // 4)))
-    for j in cutlass.range_constexpr(cute.size(blocks, mode=[1])):
-        for i in cutlass.range_constexpr(2):
-            received = cute.arch.shuffle_sync_bfly(blocks[i, j] if odd else blocks[2 + i, j], offset=1)
-            blocks[i, j] = received if odd else blocks[i, j]
-            blocks[2 + i, j] = blocks[2 + i, j] if odd else received
-    for j in cutlass.range_constexpr(cute.size(blocks, mode=[1])):
-        add_four(target, there, (column0 + j * BLOCK) * 4, *(blocks[i, j] for i in range(4)))
-
-
-def add_four(target: Int64, there: Int32, offset: int, *values: Float32) -> None:
-    """To four numbers in memory, `offset` bytes behind target, unless `there` is negative."""
-    ptx(
-        "{ .reg .pred p; setp.ge.s32 p, $1, 0; "
-        f"@p red.relaxed.gpu.global.add.v4.f32 [$0+{offset}], {{$2, $3, $4, $5}}; }}",
-        Int64(target),
-        Int32(there),
-        *map(Float32, values),
-    )
-
-
-def arrive_if(barrier: cute.Pointer, condition: Int32) -> None:
-    """In assembly: without a branch, for products may be under way."""
-    ptx(
-        "{ .reg .pred p; setp.ne.s32 p, $1, 0; @p mbarrier.arrive.shared::cta.b64 _, [$0]; }",
-        barrier.toint(),
-        Int32(condition),
-    )
+            dp[r, i] = p[r, i] * (dp[r, i] * factor - delta)
+            p[r, i] = p[r, i] * weight
 
 
 def compile(variant: Backward, out_dir: Path) -> Compiled:
-    config = Config(variant.d, variant.dtype, variant.sources)
+    one_tile = variant.max_heads <= 64  # of rows has all heads of a query, whose keys no other has
+    config = Config(variant.d, variant.dtype, variant.sources, cluster=1 if one_tile else CLUSTER)
     source = (*pointers(variant.dtype, "keys", "int32", "int32", "float32"), i32(), i32(), i32())
     return compile_ahead(
         LatentBwdSm90(config),
@@ -760,5 +647,5 @@ def compile(variant: Backward, out_dir: Path) -> Compiled:
         name="latent_bwd_sm90",
         arch=variant.arch,
         out_dir=out_dir,
-        facts=launch_facts(config),
+        facts=launch_facts(config, cluster=config.cluster),
     )

@@ -1,0 +1,298 @@
+"""How `latent_bwd` makes the gradient of a tile of keys, and adds it to what is in memory."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+from cutlass.cute.nvgpu import warp as cute_warp
+from cutlass.cute.nvgpu import warpgroup
+
+from kernels.lib.launch import (
+    WARP,
+    WARPGROUP,
+)
+from kernels.lib.output import BLOCK
+from kernels.lib.ptx import ptx
+from kernels.lib.rows import Extents, row_of
+from kernels.lib.softmax import ROWS, by_row
+from kernels.lib.wgmma import (
+    MN_MAJOR,
+    accumulator,
+    multiply,
+    operand_b,
+    register_operand,
+    tiled_mma,
+    transposed,
+)
+from kernels.sm90.latent.cluster import Peer
+
+from .smem import RIGHT, Barriers, Shared
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a thread adds to dKV."""
+
+    first: Int64  # of key 0, the thread's column of a chunk
+    keys: tuple[Int32, ...] | cute.Tensor  # negative where there is none: the thread's, or the tile's in SMEM
+    step: Int32  # bytes from a key to the next
+
+    def of_key(self, i: int) -> tuple[Int64, Int32]:
+        key = self.keys[i] if isinstance(self.keys, tuple) else self.keys[row_of(thread_again(), i)]
+        return self.first + Int64(cutlass.max(key, Int32(0))) * self.step, key
+
+
+class Chunk(NamedTuple):
+    """Some columns of a tile's dKV. Of a cluster, chunks come in pairs: of each a CTA has one of its `own`, to which it
+    adds what its peer makes of it, and one that it sends to the peer."""
+
+    column0: int  # of the chunk, or of the pair
+    own: bool = True
+    pair: int = 0  # of those of a tile
+
+
+@dataclass(frozen=True)
+class KeyGradients:
+    """What one side makes of a tile of keys' dKV, chunk by chunk, and how it gets into memory."""
+
+    config: Any  # kernel.Config
+    chunks: tuple[Chunk, ...]
+    merges: bool  # whether the chunks are those of a cluster
+    rank: Int32  # of the CTA
+    mma: cute.TiledMma
+    of_keys: tuple[cute.Tensor, ...]  # (weight P)' and dS', in registers
+    of_rows: tuple[tuple[cute.Tensor, ...], ...]  # dO and Q, by chunk
+    acc: tuple[cute.Tensor, ...]  # of chunks under way
+    slots: tuple[cute.Tensor, ...]  # SMEM: one to go through, or two for what the peer sends
+
+    @staticmethod
+    def of(c: Any, side: int, dtype, smem: Shared) -> "KeyGradients":
+        rank = cute.arch.block_idx()[0] % c.cluster
+        mma = tiled_mma(dtype, c.chunk, MN_MAJOR, warpgroup.OperandSource.RMEM)
+        merges = c.cluster > 1 and side == RIGHT
+        columns = [i * c.chunk for i in c.chunks(side)]
+        chunks = tuple(map(Chunk, columns))
+        if merges:  # two are sent before the first is waited for
+            pairs = range(len(columns) // 2)
+            chunks = tuple(
+                Chunk(columns[2 * pair], own, pair)
+                for first in pairs[::2]
+                for own in (False, True)
+                for pair in (first, first + 1)
+            )
+
+        def operand(x: cute.Tensor, chunk: Chunk) -> cute.Tensor:
+            if not merges:
+                return operand_b(
+                    mma, transposed(cute.local_tile(x, (c.tile_m, c.chunk), (0, chunk.column0 // c.chunk)))
+                )
+            pair = cute.local_tile(x, (c.tile_m, 2 * c.chunk), (0, chunk.column0 // (2 * c.chunk)))
+            return operand_b(
+                mma, transposed(cute.local_tile(pair, (c.tile_m, c.chunk), (0, rank if chunk.own else 1 - rank)))
+            )
+
+        of_rows = tuple(tuple(operand(x, chunk) for x in (smem.do, smem.q)) for chunk in chunks)
+        of_keys = tuple(register_operand(mma, c.tile_m, dtype) for _ in range(2))
+        acc = tuple(accumulator(mma, c.chunk) for _ in range(c.under_way))
+        slots = (smem.out[None, 0], smem.out[None, 1]) if merges else (smem.out[None, side],)
+        return KeyGradients(c, chunks, merges, rank, mma, of_keys, of_rows, acc, slots)
+
+    @property
+    def thread(self) -> Int32:
+        return cute.arch.thread_idx()[0] % WARPGROUP
+
+    @cute.jit
+    def load(self, smem: Shared):
+        """P and dS of a tile out of SMEM, where they are rows x keys."""
+        atom = cute.make_copy_atom(cute_warp.LdMatrix8x8x16bOp(True, 4), smem.p.element_type)
+        copy = cute.make_tiled_copy_A(atom, self.mma).get_slice(thread_again())
+        for tile, operand in zip((smem.p, smem.ds), self.of_keys, strict=True):
+            cute.copy(atom, copy.partition_S(transposed(tile)), copy.retile(operand))
+
+    @cute.jit
+    def make(self, i: cutlass.Constexpr):
+        """The i-th chunk, two groups of products."""
+        for j in cutlass.range_constexpr(2):
+            multiply(self.mma, self.acc[i % self.config.under_way], self.of_keys[j], self.of_rows[i][j], fresh=j == 0)
+
+    @cute.jit
+    def start(self):
+        for i in cutlass.range_constexpr(self.config.under_way):
+            self.make(i)
+
+    def aim(self, gradient: Int64, listed: cute.Tensor, n: Extents) -> "Target":
+        """What this thread adds to, of the tile whose keys are listed."""
+        c, thread = self.config, self.thread
+        if c.cluster == 1:  # four keys, and of each 16 of 128 bytes
+            column = thread % 8 * 4
+            listed = tuple(listed[thread // WARP * 16 + i * 4 + thread % WARP // 8] for i in range(4))
+        else:
+            column = thread % 2 * BLOCK + thread % 4 // 2 * 4
+            if self.merges:
+                column = column + self.rank * c.chunk
+        return Target(gradient + column * 4, listed, n.h_kv * (c.d * 4))
+
+    @cute.jit
+    def finish(self, bar: Barriers, target: Target, k: Int32, last: Int32):
+        """All chunks of the CTA's k-th tile of keys, of which the first are under way already, go out. With the last
+        tile of a row tile Q and dO are free."""
+        c, of_piece = self.config, self.config.d // self.config.chunk // self.config.pieces
+        for i in cutlass.range_constexpr(len(self.chunks)):
+            chunk, acc = self.chunks[i], self.acc[i % c.under_way]
+            warpgroup.wait_group(2 * min(c.under_way - 1, len(self.chunks) - 1 - i))
+            if cutlass.const_expr((i + 1) % of_piece == 0):
+                arrive_if(bar.q_empty + chunk.column0 * c.pieces // c.d, last)
+            if cutlass.const_expr(self.merges):
+                slot, uses = chunk.pair % 2, k * (len(self.chunks) // 4) + chunk.pair // 2
+                if cutlass.const_expr(chunk.own):
+                    cute.arch.mbarrier_arrive_and_expect_tx(bar.arrived + slot, c.slot_bytes // WARPGROUP)
+                    cute.arch.mbarrier_wait(bar.arrived + slot, uses & 1)
+                else:
+                    cute.arch.mbarrier_wait(bar.read + slot, (uses & 1) ^ 1)
+                    send(self.peer(bar), acc, self.place_of(chunk), bar.arrived + slot)
+            more = i + c.under_way < len(self.chunks)
+            if cutlass.const_expr(c.cluster == 1):
+                slot = self.slots[0].iterator.toint() + self.thread // WARP * (c.slot_bytes // 4)
+                stage_rows(acc, slot)
+                if cutlass.const_expr(more):
+                    self.make(i + c.under_way)
+                add_staged(slot, target, chunk.column0)
+            else:
+                if cutlass.const_expr(chunk.own):
+                    received = self.place_of(chunk) if self.merges else None
+                    add_by_quads(acc, received, target, chunk.column0)
+                    if cutlass.const_expr(self.merges):
+                        self.peer(bar).tell(bar.read + chunk.pair % 2)
+                if cutlass.const_expr(more):
+                    self.make(i + c.under_way)
+
+    def peer(self, bar: Barriers) -> Peer:
+        """The other CTA of the cluster; where it is, is asked again too."""
+        here, rank = bar.first.toint(), 1 - self.rank
+        there = ptx("mapa.shared::cluster.u32 $0, $1, $2;", Int32(here), Int32(rank), gives=(Int32,))[0]
+        return Peer(rank, there - here)
+
+    def place_of(self, chunk: Chunk) -> Int32:
+        """This thread's part of what the peer sends. No two chunks of a tile have the same, or ptxas keeps the
+        addresses from one to the next, in registers that are not there."""
+        return self.slots[chunk.pair % 2].iterator.toint() + (self.thread ^ chunk.pair // 2) * 16
+
+    @property
+    def pieces(self) -> set[int]:
+        """Of Q and dO that are read."""
+        return {chunk.column0 * self.config.pieces // self.config.d for chunk in self.chunks}
+
+    @cute.jit
+    def leave_others(self, bar: Barriers, last: Int32):
+        """The other pieces of Q and dO are free on this side, with the last tile of keys."""
+        for piece in cutlass.range_constexpr(self.config.pieces):
+            if cutlass.const_expr(piece not in self.pieces):
+                arrive_if(bar.q_empty + piece, last)
+
+
+@cute.jit
+def stage_rows(acc: cute.Tensor, slot: Int32):
+    """32 columns of a warp's 16 keys to 2 KiB of SMEM of its own, row by row, blocks of 32 bytes swizzled."""
+    lane = cute.arch.lane_idx()
+    rows = by_row(acc)
+    row0 = slot + lane // 4 * 128 + lane // 4 % 4 * 32 + lane % 4 * 8
+    for r in cutlass.range_constexpr(ROWS):
+        for j in cutlass.range_constexpr(cute.size(rows, mode=[1]) // 2):
+            store_pair((row0 ^ j * 32) + r * 8 * 128, rows[r, 2 * j], rows[r, 2 * j + 1])
+    cute.arch.sync_warp()
+
+
+@cute.jit
+def add_staged(slot: Int32, target: Target, column0: cutlass.Constexpr):
+    """From there to memory, 128 bytes of a key at a time, for L2 takes as many requests a second whatever they hold."""
+    lane = cute.arch.lane_idx()
+    of_lane = slot + lane // 8 * 128 + (lane % 8 ^ lane // 8 * 2) * 16
+    for first in cutlass.range_constexpr(0, 4, 2):
+        values = tuple(load_four(of_lane + i * 4 * 128) for i in (first, first + 1))
+        for i in cutlass.range_constexpr(2):
+            add_four(*target.of_key(first + i), column0 * 4, *values[i])
+    cute.arch.sync_warp()
+
+
+@cute.jit
+def add_by_quads(acc: cute.Tensor, received: Int32 | None, target: Target, column0: cutlass.Constexpr):
+    """As they are, 64 bytes of a key at a time: of two blocks of eight columns lanes 0 and 2 of a quad take the first
+    and lanes 1 and 3 the second. What the peer has sent joins them, row by row, for registers are short."""
+    odd = cute.arch.lane_idx() % 2 == 1
+    rows = by_row(acc)
+    pairs = cute.size(rows, mode=[1]) // 4
+    values = cute.make_rmem_tensor((4, pairs), Float32)
+    for r in cutlass.range_constexpr(ROWS):
+        where, there = target.of_key(r)
+        if cutlass.const_expr(received is not None):
+            for pair in cutlass.range_constexpr(pairs):
+                more = load_four(received + (r * pairs + pair) * WARPGROUP * 16)
+                for i in cutlass.range_constexpr(4):
+                    rows[r, 4 * pair + i] = rows[r, 4 * pair + i] + more[i]
+        for pair in cutlass.range_constexpr(pairs):
+            for i in cutlass.range_constexpr(2):
+                first, second = (rows[r, 4 * pair + 2 * block + i] for block in range(2))
+                received_now = cute.arch.shuffle_sync_bfly(first if odd else second, offset=1)
+                values[i, pair] = received_now if odd else first
+                values[2 + i, pair] = second if odd else received_now
+        for pair in cutlass.range_constexpr(pairs):
+            place = (column0 + pair * 2 * BLOCK) * 4
+            add_four(where, there, place, *(values[i, pair] for i in range(4)))
+        if cutlass.const_expr(received is not None):
+            cute.arch.sync_warp()
+
+
+@cute.jit
+def send(peer: Peer, acc: cute.Tensor, slot: Int32, arrived: cute.Pointer):
+    """To where the peer's same thread has the same slot, a row of the accumulator after the other."""
+    rows = by_row(cute.make_tensor(cute.recast_ptr(acc.iterator, dtype=Uint32), acc.layout))
+    pairs = cute.size(rows, mode=[1]) // 4
+    for r in cutlass.range_constexpr(ROWS):
+        for pair in cutlass.range_constexpr(pairs):
+            words = tuple(rows[r, 4 * pair + i] for i in range(4))
+            send_four(slot + peer.shift, (r * pairs + pair) * WARPGROUP * 16, words, arrived.toint() + peer.shift)
+
+
+def send_four(address: Int32, offset: int, words: tuple[Uint32, ...], barrier: Int32) -> None:
+    """To the peer's place, `offset` bytes behind address, counted on its barrier when they are there."""
+    ptx(
+        f"st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [$0+{offset}], {{$2, $3, $4, $5}}, [$1];",
+        Int32(address),
+        Int32(barrier),
+        *words,
+    )
+
+
+def thread_again() -> Int32:
+    """This thread of its warpgroup, asked for where it is wanted: what follows from it isn't kept in registers."""
+    return ptx("mov.u32 $0, %tid.x;", gives=(Int32,))[0] % WARPGROUP
+
+
+def store_pair(address: Int32, *values: Float32) -> None:
+    ptx("st.shared.v2.f32 [$0], {$1, $2};", Int32(address), *map(Float32, values))
+
+
+def load_four(address: Int32) -> tuple:
+    return ptx("ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", Int32(address), gives=(Float32,) * 4)
+
+
+def add_four(target: Int64, there: Int32, offset: int, *values: Float32) -> None:
+    """To four numbers in memory, `offset` bytes behind target, unless `there` is negative."""
+    ptx(
+        "{ .reg .pred p; setp.ge.s32 p, $1, 0; "
+        f"@p red.relaxed.gpu.global.add.v4.f32 [$0+{offset}], {{$2, $3, $4, $5}}; }}",
+        Int64(target),
+        Int32(there),
+        *map(Float32, values),
+    )
+
+
+def arrive_if(barrier: cute.Pointer, condition: Int32) -> None:
+    """In assembly: without a branch, for products may be under way."""
+    ptx(
+        "{ .reg .pred p; setp.ne.s32 p, $1, 0; @p mbarrier.arrive.shared::cta.b64 _, [$0]; }",
+        barrier.toint(),
+        Int32(condition),
+    )
