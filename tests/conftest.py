@@ -1,9 +1,26 @@
 import jax
 import pytest
+from hypothesis import HealthCheck, Phase, settings
 
 from jax_dsv4_fmha import _ffi
 
 jax.config.update("jax_num_cpu_devices", 8)  # for meshes; whatever names no device runs on the first
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fuzz-examples", type=int, default=100, help="of every test marked fuzz")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The profile of the tests marked fuzz: what fails is small as it is, and not made smaller for minutes."""
+    settings.register_profile(
+        "fuzz",
+        max_examples=config.getoption("--fuzz-examples"),
+        phases=(Phase.explicit, Phase.reuse, Phase.generate),
+        report_multiple_bugs=False,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
 
 
 @pytest.fixture

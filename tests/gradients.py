@@ -32,7 +32,7 @@ class Operands:
         return a.q, self.do, self.lse, self.weight, self.delta, *(x for source in keys for x in source)
 
 
-def operands(variant: Backward, **extents: int) -> Operands:
+def operands(variant: Backward, **extents: int | None) -> Operands:
     """As `native.operands`, whose attention these are of, with cotangents of o and of lse; NaN where no key is seen."""
     return of_attention(native.operands(variant, **extents), variant.d**-0.5)
 

@@ -284,23 +284,28 @@ class Operands:
         return self.q, *(x for source in keys for x in source), self.sink
 
 
-def operands(variant: Forward, *, width: int = 90, **extents: int) -> Operands:
+def operands(variant: Forward, *, width: int | None = 90, seed: int = 0, **extents: int) -> Operands:
     """Operands of every kind for a variant: a query that sees nothing, absent entries, NaN where no query looks.
 
-    `width` is how many keys a query sees at most of the first source, where that is a span.
+    `width` is how many keys a query sees at most of the first source, where that is a span; None: every span begins and
+    ends where chance says, often where a tile does, and those that end before they begin show nothing.
     """
     given = {"b": 2, "s_q": 70, "s_kv": 150, "h_q": 8, "h_kv": 1, "s_kv1": 200, "topk": 100, **extents}
-    shape, rng = Shape(d=variant.d, **given), np.random.default_rng(0)
+    shape, rng = Shape(d=variant.d, **given), np.random.default_rng(seed)
     b, s_q, _, h_q, h_kv, d, *_ = shape
 
     def normal(std: float, *shape: int) -> Array:
         return (std * rng.standard_normal(shape)).astype(np.dtype(variant.dtype))
 
-    def span(s_kv: int, ratio: int, width: int) -> tuple[Array, Array, Array]:
+    def span(s_kv: int, ratio: int, width: int | None) -> tuple[Array, Array, Array]:
         """The last `width` of one key for every `ratio` queries; the last query sees the last key."""
-        stop = np.clip(s_kv - (s_q - 1 - np.arange(s_q)) // ratio, 0, s_kv)
-        stop = np.tile(stop.astype(np.int32), (b, 1))
-        start = np.maximum(stop - width, 0)
+        if width is None:
+            ends = rng.integers(0, s_kv + 1, (2, b, s_q), dtype=np.int32)
+            start, stop = np.where(rng.random(ends.shape) < 0.3, ends // 64 * 64, ends)
+        else:
+            stop = np.clip(s_kv - (s_q - 1 - np.arange(s_q)) // ratio, 0, s_kv)
+            stop = np.tile(stop.astype(np.int32), (b, 1))
+            start = np.maximum(stop - width, 0)
         start[0, s_q // 2] = stop[0, s_q // 2]
         j = np.arange(s_kv)
         return start, stop, ((j >= start[..., None]) & (j < stop[..., None])).astype(np.int64)
@@ -320,14 +325,17 @@ def operands(variant: Forward, *, width: int = 90, **extents: int) -> Operands:
     sources = []
     for which, kind in enumerate(variant.sources):
         s_kv = (shape.s_kv, shape.s_kv1)[which]
-        seen = span(s_kv, *((1, width), (4, s_kv))[which]) if kind == "span" else selection(s_kv)
+        seen = span(s_kv, *((1, width), (4, width and s_kv))[which]) if kind == "span" else selection(s_kv)
         if kind == "packed":
             sources.append(packed(rng, s_kv, shape.page, *seen))
             continue
         k = normal(0.125, b, s_kv, h_kv, d)
         v = k if variant.shared_kv else normal(0.125, b, s_kv, h_kv, d)
+        looked_at = seen[-1].any(1)
+        if kind == "span":  # a tile of rows loads what is between them too (docs/semantics.md)
+            looked_at = np.maximum.accumulate(looked_at, 1) & np.maximum.accumulate(looked_at[:, ::-1], 1)[:, ::-1]
         for array in (k, v):
-            array[~seen[-1].any(1)] = np.nan
+            array[~looked_at] = np.nan
         sources.append(Keys(k, v, *seen))
     sink = rng.standard_normal(h_q).astype(np.float32)
     sink[0], sink[h_q // 2] = np.inf, -np.inf

@@ -1,0 +1,124 @@
+"""Random shapes, spans, absent indices and splits for Hopper's kernels, run by the interpreter.
+
+`pytest -m fuzz` looks for what fails (docs/verification.md); what is found stands in KEPT, which every run of the tests
+tries.
+"""
+
+import functools
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from interpreter import backward
+from interpreter.hazards import Undefined
+from interpreter.launch import Kernel, combine, launch
+from interpreter.verdict import judge
+from kernels.abi import Backward, Combine, Forward
+from tests import gradients, native
+
+ATTENTION = [v.key for family in (Forward, Backward) for v in native.built(family) if v.arch == "sm_90a"]
+COMBINE = {v.dtype: v.key for v in native.built(Combine)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A launch. `width` as of `native.operands`; `seed` is that of the operands and of the order of things."""
+
+    key: str
+    b: int = 1
+    s_q: int = 1
+    s_kv: int = 1
+    h_q: int = 1
+    h_kv: int = 1
+    s_kv1: int = 1
+    topk: int = 1
+    width: int | None = None
+    splits: int = 1
+    processors: int = 1
+    seed: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.key}-{self.seed}"
+
+    def extents(self) -> dict[str, Any]:
+        return {name: x for name, x in asdict(self).items() if name not in ("key", "splits", "processors")}
+
+
+KEPT = [
+    # whole tiles and a part of one, in four splits of which some are empty
+    Case("fwd_sm_90a_d64_bfloat16", b=2, s_q=5, s_kv=290, h_q=6, h_kv=2, splits=4, processors=2, seed=1),
+    Case("sparse_fwd_sm_90a_d512_bfloat16_shared_kv_h8", s_q=3, s_kv=70, h_q=3, topk=131, splits=2, seed=2),
+    Case("bwd_sm_90a_d512_bfloat16_shared_kv", b=2, s_q=5, s_kv=70, h_q=3, processors=2, seed=3),
+    Case("dsv4_sparse_bwd_sm_90a_d512_bfloat16_shared_kv", s_q=2, s_kv=66, h_q=3, s_kv1=9, topk=67, seed=4),
+]
+
+
+@functools.cache
+def kernel(key: str) -> Kernel:
+    return Kernel.of(native.variant_of(key))
+
+
+def check(case: Case) -> None:
+    if case.key not in ATTENTION:
+        pytest.skip(f"{case.key} is not built")
+    k, extents = kernel(case.key), case.extents()
+    if isinstance(k.variant, Backward):
+        gradient = backward.launch(
+            k, gradients.operands(k.variant, **extents), processors=case.processors, seed=case.seed
+        )
+        backward.judge(gradient, gradient.run())
+        return
+    x = native.operands(k.variant, **extents)
+    run = launch(k, x, splits=case.splits, processors=case.processors, seed=case.seed)
+    try:
+        run.machine.run()
+    except Undefined as fault:  # of rows that no query has (docs/verification.md, "What this does not show")
+        if k.variant.op == "fwd" and k.variant.d < 512 and "nanosleep" in str(fault):
+            event("a guard of nanosleep is not defined")
+            return
+        raise
+    if case.splits > 1:
+        run = combine(kernel(COMBINE[k.variant.dtype]), run, seed=case.seed)
+        run.machine.run()
+    judge(run.results(), x, run.scale)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    key = draw(st.sampled_from(ATTENTION))
+    variant = kernel(key).variant
+    is_forward = isinstance(variant, Forward)
+    heads = draw(st.integers(1, 72))
+    h_kv = draw(st.sampled_from([1, 1, 2, 3])) if variant.op == "fwd" else 1
+    h_q = native.heads_for(variant, heads) if is_forward else heads
+    h_q = max(h_q // h_kv, 1) * h_kv
+    return Case(
+        key,
+        b=draw(st.integers(1, 3)),
+        s_q=draw(st.integers(1, max(1, min(40, (200 if variant.d < 512 else 96) // h_q)))),
+        s_kv=draw(st.integers(1, 330)),
+        h_q=h_q,
+        h_kv=h_kv,
+        s_kv1=draw(st.integers(1, 200)),
+        topk=draw(st.integers(1, 200)),
+        width=draw(st.none() | st.integers(0, 200)),
+        splits=draw(st.sampled_from([1, 1, 2, 3, 7])) if is_forward else 1,
+        processors=draw(st.integers(1, 3)),
+        seed=draw(st.integers(0, 2**20)),
+    )
+
+
+@pytest.mark.parametrize("case", KEPT, ids=str)
+def test_kept(case):
+    check(case)
+
+
+@pytest.mark.fuzz
+@pytest.mark.skipif(not ATTENTION, reason="no kernel is built")
+@settings.get_profile("fuzz")
+@given(cases())
+def test_fuzz(case):
+    check(case)
