@@ -354,7 +354,7 @@ def cases(draw: st.DrawFn, op: str) -> Case:
         how["ratio"] = how["ratio"] if how["compressed"] else None
     if op == "dsv4_attention" and not how["compressed"]:
         how["ratio"] = None
-    # The indexer is plain `jnp`, which on Explicit axes raises what JAX raises, and whose top-k needs to know s_c.
+    # Not tried: the indexer on Explicit axes, where `indexer_scores` raises what JAX raises, and with s_c left open.
     is_indexer = "index" in op
     kinds = draw(st.just(()) | st.tuples(*[st.sampled_from(["Auto"] if is_indexer else ["Auto", "Explicit"])] * 2))
     symbolic = "" if kinds else draw(st.sampled_from(["", "", "b", "bs", "bst", "bst" if is_indexer else "bstc"]))
