@@ -99,7 +99,8 @@ def xla(
     """As one would write it in jnp: gather the entries, two products and a softmax between them."""
     sources = seen_slots(c.s_q, window_cache, compressed_cache, lengths, indices, None, c.ratio, c.window)
     keys = jnp.concatenate([_gather(x.keys[0], x.indices) for x in sources], 2)
-    seen = jnp.concatenate([jnp.arange(x.indices.shape[2]) < x.length[..., None] for x in sources], 2)
+    there = [(x.indices >= 0) & (jnp.arange(x.indices.shape[2]) < x.length[..., None]) for x in sources]
+    seen = jnp.concatenate(there, 2)
     s = jnp.einsum("bshd,bsnd->bshn", q, keys, preferred_element_type=jnp.float32) * c.d**-0.5
     s = jnp.concatenate(
         [jnp.where(seen[:, :, None], s, -jnp.inf), jnp.broadcast_to(sink[:, None], (*q.shape[:-1], 1))], -1

@@ -55,6 +55,10 @@ def _roof(row: dict[str, Any]) -> float:
 
 
 def _roofline(axes: Any, rows: Rows) -> None:
+    rows = [row for row in rows if row["flops"]]  # a top-k of given scores has none, and no place on a logarithm
+    if not rows:
+        axes.set_axis_off()
+        return
     matmul = statistics.median(row["matmul_flops_per_s"] for row in rows) / 1e12
     copy = statistics.median(row["copy_bytes_per_s"] for row in rows) / 1e12
     points = [(row["flops"] / row["bytes"], row["flops"] / row["times"]["ours"]["seconds"] / 1e12) for row in rows]

@@ -72,6 +72,8 @@ def dsv4_attention(
             return near, near
         if indices is not None:
             far_seen = _named(compressed_kv, indices, topk_length, n, i)
+            if ratio is not None:
+                far_seen = [w for w in far_seen if w < (p + 1) // ratio]
         else:
             assert ratio is not None
             far_seen = [w for w in range(compressed_kv.shape[1]) if w < (p + 1) // ratio]
@@ -104,6 +106,8 @@ def dsv4_decode(
         if compressed_cache is not None and p >= 0:
             if indices is not None:
                 far = indices[n, i] if topk_length is None else indices[n, i, : max(0, topk_length[n, i])]
+                if ratio is not None:
+                    far = [w for w in far if w < (p + 1) // ratio]
             else:
                 assert ratio is not None
                 far = np.arange((p + 1) // ratio)
