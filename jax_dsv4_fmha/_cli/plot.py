@@ -109,7 +109,8 @@ def _bars(axes: Any, rows: Rows) -> None:
     axes.set(xlim=(0, 1.1), xlabel="share of the roofline")
     axes.set_title("Device time, and how near to the roofline")
     axes.grid(axis="x", color="#e8e8e8")
-    axes.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.07), ncols=len(used))
+    below = -0.6 / axes.figure.get_figheight()  # inches: the axis' label fits between
+    axes.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, below), ncols=len(used))
 
 
 def _microseconds(seconds: float) -> str:
