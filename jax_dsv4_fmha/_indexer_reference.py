@@ -65,11 +65,10 @@ def best(scores: jax.Array, visible: jax.Array, topk: int) -> Arrays:
     """
     n = scores.shape[-1]
     rank = jnp.where(visible, rank_of(scores), _NEVER)
-    chosen, where = lax.top_k(rank, min(topk, n))
-    indices = jnp.where(chosen == _NEVER, n, where).astype(jnp.int32)
-    if topk > n:
-        indices = jnp.pad(indices, [(0, 0)] * (indices.ndim - 1) + [(0, topk - n)], constant_values=n)
-    indices = jnp.sort(indices, -1)
+    short = max(topk - n, 0) if isinstance(n, int) else topk  # entries to choose from, at most
+    rank = jnp.pad(rank, [(0, 0)] * (rank.ndim - 1) + [(0, short)], constant_values=_NEVER)
+    chosen, where = lax.top_k(rank, topk)
+    indices = jnp.sort(jnp.where(chosen == _NEVER, n, where).astype(jnp.int32), -1)
     there = indices < n
     values = jnp.take_along_axis(scores, jnp.where(there, indices, 0), -1)
     return jnp.where(there, indices, -1), jnp.where(there, values, -_INF)

@@ -354,10 +354,10 @@ def cases(draw: st.DrawFn, op: str) -> Case:
         how["ratio"] = how["ratio"] if how["compressed"] else None
     if op == "dsv4_attention" and not how["compressed"]:
         how["ratio"] = None
-    # Not tried: the indexer on Explicit axes, where `indexer_scores` raises what JAX raises, and with s_c left open.
+    # Not tried: the indexer on Explicit axes, where `indexer_scores` raises what JAX raises.
     is_indexer = "index" in op
     kinds = draw(st.just(()) | st.tuples(*[st.sampled_from(["Auto"] if is_indexer else ["Auto", "Explicit"])] * 2))
-    symbolic = "" if kinds else draw(st.sampled_from(["", "", "b", "bs", "bst", "bst" if is_indexer else "bstc"]))
+    symbolic = "" if kinds else draw(st.sampled_from(["", "", "b", "bs", "bst", "bstc"]))
     set_mesh = bool(kinds) and draw(st.booleans())
     needs_jit = bool(symbolic) or ("Explicit" in kinds and not set_mesh)  # outside of it JAX wants a mesh that is set
     even = st.sampled_from([2, 4])

@@ -455,6 +455,19 @@ def test_export_for_cuda(dtype, b, monkeypatch):
     assert exported.out_avals[0].shape[1:] == (37, 64)
 
 
+def test_export_with_entries_left_open():
+    """Fewer of them than topk, and more, by one program."""
+    (n,) = jax.export.symbolic_shape("n")
+    f = jax.jit(lambda q, k, weights: lightning_indexer(q, k, weights, topk=9, ratio=1, return_scores=True))
+    shapes = ((2, 7, 16, 128), (2, n, 128), (2, 7, 16))
+    exported = jax.export.export(f)(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))
+    for s_c in (3, 20):
+        rng = np.random.default_rng(s_c)
+        x = [jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((2, 7, 16, 128), (2, s_c, 128), (2, 7, 16))]
+        for got, want in zip(exported.call(*x), f(*x), strict=True):
+            np.testing.assert_array_equal(got, want)
+
+
 def test_a_workspace_is_bounded(monkeypatch):
     """65536 queries of 16384 entries: half a GiB of scores at a time."""
     if not _ffi.built_for("index_scores"):
