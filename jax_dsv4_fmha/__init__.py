@@ -10,6 +10,7 @@ from ._fmha import fmha
 from ._fp8 import dequantize_cache, quantize_cache
 from ._indexer import indexer_loss, indexer_scores, lightning_indexer, quantize_indexer
 from ._merge import merge
+from ._probabilities import head_summed_probabilities
 from ._span import Span
 from ._sparse import sparse_fmha
 
@@ -22,6 +23,7 @@ __all__ = [
     "dsv4_attention",
     "dsv4_decode",
     "fmha",
+    "head_summed_probabilities",
     "indexer_loss",
     "indexer_scores",
     "lightning_indexer",

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from . import _check, _ffi, _indexer_reference
+from ._probabilities import denominator, head_summed_probabilities
 from ._span import Span
 from ._transforms import Arrays, Axes, Call, Op, _batched, aligned, choose, forward
 
@@ -158,10 +159,8 @@ def indexer_loss(
     sink = _check.sink(op, sink, dims)
     scale = _check.scale(op, scale, dims["d_a"])
     _without_kernel(op, implementation)
-    if sink is not None:
-        lse = jnp.where(lse == -jnp.inf, jnp.inf, jnp.logaddexp(lse, sink[None, None]))
-    attention_q, kv, lse = map(lax.stop_gradient, (attention_q, kv, lse))
     if indices is None:
+        attention_q, kv, lse = map(lax.stop_gradient, (attention_q, kv, denominator(lse, sink)))
         start, stop = _visible(op, dims, ratio, q_offset, lengths, span)
         calls = tuple(Call(x, "never", (("scale", scale),)) for x in (_DENSE_LOSS, _DENSE_LOSS_GRADIENT))
         return _dense_loss(calls, *aligned(calls[0], (q, k, weights, attention_q, kv, lse, start, stop)))
@@ -169,7 +168,9 @@ def indexer_loss(
         if x is not None:
             raise _check.error(ValueError, op, name, x, "None with indices")
     indices = _check.operand(op, "indices", indices, "b s_q topk", dims, _check.INT)
-    (target,) = forward(Call(_TEACHER, "never", (("scale", scale),)), attention_q, kv, lse, indices)
+    target = head_summed_probabilities(
+        attention_q, kv, lse, indices, sink=sink, scale=scale, implementation=implementation
+    )
     there = (indices >= 0) & (indices < dims["s_c"])
     return _divergence(_scores_at(*aligned(_SCORES, (q, k, weights, indices))), target, there)
 
@@ -291,7 +292,6 @@ _CHOOSE = Op("lightning_indexer", _OPERANDS, (_INDICES,), _select, _choose)
 _CHOOSE_AND_SCORE = Op(
     "lightning_indexer", _OPERANDS, (_INDICES, _SCORES_THERE), _indexer_reference.select, _choose_and_score
 )
-_TEACHER = Op("indexer_loss", (*_ATTENTION, _INDICES), (Axes("target", "b s_q topk"),), _indexer_reference.attention_at)
 _SCORES = Call(Op("indexer_scores", (*_TRAINED, _INDICES), (_SCORES_THERE,), _indexer_reference.scores_at), "never")
 _SCORES_GRADIENT = Call(
     Op(

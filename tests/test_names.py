@@ -16,6 +16,7 @@ PUBLIC = [
     "dsv4_attention",
     "dsv4_decode",
     "fmha",
+    "head_summed_probabilities",
     "indexer_loss",
     "indexer_scores",
     "lightning_indexer",

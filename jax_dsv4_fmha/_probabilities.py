@@ -1,0 +1,79 @@
+"""Attention's probabilities at given entries, summed over heads: what an indexer learns from."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from . import _check, _indexer_reference
+from ._transforms import Axes, Call, Op, choose, forward
+
+
+def head_summed_probabilities(
+    q: jax.Array,
+    kv: jax.Array,
+    lse: jax.Array,
+    indices: jax.Array,
+    *,
+    topk_length: jax.Array | None = None,
+    sink: jax.Array | None = None,
+    scale: float | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """How much the heads of a query attend to each of the entries that its row of `indices` names, all together.
+
+        p[t, j] = Σ_h exp(scale · q[t, h] · kv[indices[t, j]] - logaddexp(lse[t, h], sink[h]))
+
+    It is the teacher of an indexer (DeepSeek-V3.2's report, §2.1), before it is made to sum to 1. `lse` may count more
+    than these entries, a window, say. An entry that is named twice has its value at both places. To autodiff the result
+    is a constant.
+
+    Args:
+      q: `[b, s_q, h_q, d]`, bfloat16, float16 or float32: the queries of attention.
+      kv: `[b, s_c, d]` in q's dtype: the entries that attention reads.
+      lse: float32 `[b, s_q, h_q]`, as `dsv4_attention` and `sparse_fmha` return it. A head with ±inf adds nothing.
+      indices: int32 `[b, s_q, topk]`; one below 0 or not below s_c is absent.
+      topk_length: int32 `[b, s_q]`; entries from there on are absent too.
+      sink: float32 `[h_q]`, scale, implementation: as in `dsv4_attention`.
+
+    Returns:
+      float32 `[b, s_q, topk]`, 0 where an entry is absent.
+
+    Raises:
+      ValueError, TypeError: operands that are not as said above.
+      NotImplementedError: "cubin", and it is not built for these operands.
+    """
+    op = "head_summed_probabilities"
+    dims: dict[str, Any] = {}
+    q = _check.operand(op, "q", q, "b s_q h_q d", dims, _check.FLOAT)
+    kv = _check.operand(op, "kv", kv, "b s_c d", dims, (q.dtype,))
+    lse = _check.operand(op, "lse", lse, "b s_q h_q", dims, _check.FP32)
+    indices = _check.operand(op, "indices", indices, "b s_q topk", dims, _check.INT)
+    if topk_length is not None:
+        topk_length = _check.operand(op, "topk_length", topk_length, "b s_q", dims, _check.INT)
+        indices = jnp.where(jnp.arange(dims["topk"], dtype=jnp.int32) < topk_length[..., None], indices, -1)
+    sink = _check.sink(op, sink, dims)
+    scale = _check.scale(op, scale, dims["d"])
+    _check.implementation(op, implementation)
+    when = "never"
+    if implementation != "reference":
+        when = choose(op, implementation, (), f"{q.dtype.name}, d={dims['d']}")
+    operands = map(lax.stop_gradient, (q, kv, denominator(lse, sink), indices))
+    (p,) = forward(Call(_PROBABILITIES, when, (("scale", scale),)), *operands)
+    return p
+
+
+def denominator(lse: jax.Array, sink: jax.Array | None) -> jax.Array:
+    """logaddexp(lse, sink); ±inf where a head saw no key, or nothing but its sink."""
+    if sink is None:
+        return lse
+    return jnp.where(lse == -jnp.inf, jnp.inf, jnp.logaddexp(lse, sink[None, None]))
+
+
+_PROBABILITIES = Op(
+    "head_summed_probabilities",
+    (Axes("q", "b s_q h_q d"), Axes("kv", "b s_c d"), Axes("lse", "b s_q h_q"), Axes("indices", "b s_q topk")),
+    (Axes("p", "b s_q topk"),),
+    _indexer_reference.attention_at,
+)
