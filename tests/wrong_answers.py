@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jax_dsv4_fmha._testing.compare import compare
+from jax_dsv4_fmha._testing.compare import KERNEL, compare
 from tests import native
 from tests.native import Array, Operands
 
@@ -15,9 +15,9 @@ Answer = Callable[[Operands, float], tuple[Array | None, Array]]
 
 def assert_given(got: Sequence[Array], answer: tuple[Array | None, Array]) -> None:
     """By the tolerances of a right answer."""
-    foretold = [(name, g, a) for name, g, a in zip(native.TOLERANCES, got, answer, strict=True) if a is not None]
+    foretold = [(name, g, a) for name, g, a in zip(KERNEL, got, answer, strict=True) if a is not None]
     names, results, answers = zip(*foretold, strict=True)
-    for verdict in compare(results, answers, {name: native.TOLERANCES[name] for name in names}):
+    for verdict in compare(results, answers, {name: KERNEL[name] for name in names}):
         assert verdict.passed, f"wrong, and not in the way that was foretold: {verdict}"
 
 

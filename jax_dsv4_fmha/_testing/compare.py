@@ -18,8 +18,9 @@ class Tolerance:
     cos: float
 
 
-KERNEL = {"o": Tolerance(8e-4, 3.01 / 128, 7e-6), "lse": Tolerance(1e-6, 2.01 / 65536, 1e-9)}
-"""a kernel against the reference in fp32 from the same 16-bit operands"""
+KERNEL = {"o": Tolerance(8e-4, 3.01 / 128, 7e-6), "lse": Tolerance(4e-6, 2.01 / 65536, 1e-9)}
+"""a kernel against the reference in fp32 from the same 16-bit operands; an lse near 0 is what is left of logits of some
+units, and has their rounding"""
 
 FP32 = {"o": Tolerance(1e-6, 1e-3, 1e-10), "lse": Tolerance(3e-6, 1e-6, 1e-12)}
 """the reference in fp32 against float64"""
