@@ -5,6 +5,7 @@ from ._cache import Cache
 from ._decode import dsv4_decode
 from ._dot_product_attention import dot_product_attention
 from ._dsv4 import dsv4_attention
+from ._explain import explain
 from ._ffi import EXPORT_CHECKS
 from ._fmha import fmha
 from ._fp8 import dequantize_cache, quantize_cache
@@ -14,6 +15,8 @@ from ._probabilities import head_summed_probabilities
 from ._span import Span
 from ._sparse import sparse_fmha
 
+__version__ = "0.1.0"
+
 __all__ = [
     "EXPORT_CHECKS",
     "Cache",
@@ -22,6 +25,7 @@ __all__ = [
     "dot_product_attention",
     "dsv4_attention",
     "dsv4_decode",
+    "explain",
     "fmha",
     "head_summed_probabilities",
     "indexer_loss",

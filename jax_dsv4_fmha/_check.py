@@ -1,4 +1,4 @@
-"""Operands -> one form of error: "op: operand: got …, wanted …, built …", raised while the call is traced.
+"""Operands -> one form of error: "op: operand: got …, wanted …", raised while the call is traced.
 
 ValueError: a shape, a dtype or a value that the op does not mean. NotImplementedError: it has a meaning, but no kernel
 or no implementation. TypeError: not an array, a number or a Span at all.
@@ -8,7 +8,7 @@ import math
 import numbers
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,9 @@ from . import _ffi
 INT = (jnp.dtype(jnp.int32),)
 FP32 = (jnp.dtype(jnp.float32),)
 FLOAT = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32))
+
+Implementation = Literal["cubin", "reference"]
+Method = Literal["two_pass", "fused"]
 
 _TINY, _MAX = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
@@ -33,21 +36,43 @@ _KERNELS_OF = {
 
 
 def built(op: str) -> str:
-    """The kernels of this library that `op` can run on, in words."""
-    kernels = [f"{v.op} {v.arch} {_words(v.choices)}" for v in _ffi.variants() if v.op in _KERNELS_OF.get(op, ())]
-    return ", ".join(dict.fromkeys(kernels)) or "no kernel of this op, only the reference"
+    """The kernels of this library that `op` can run on, in words, those of the same sizes and dtypes as one."""
+    shapes: dict[tuple[str, str], set[tuple[str, str]]] = {}
+    for v in _ffi.variants():
+        if v.op in _KERNELS_OF.get(op, ()):
+            shapes.setdefault((v.op, _shape(v.choices)), set()).add((v.arch, v.choices.get("dtype", "float32")))
+    sizes: dict[tuple[str, str], list[str]] = {}
+    for (kernel, shape), places in shapes.items():
+        sizes.setdefault((kernel, _places(places)), []).append(shape)
+    kernels: dict[str, list[str]] = {}
+    for (kernel, where), ofs in sizes.items():
+        kernels.setdefault(f"{' or '.join(filter(None, ofs))}, {where}", []).append(kernel)
+    rows = [f"{', '.join(names)} ({what})" for what, names in kernels.items()]
+    return "; ".join(rows) or "no kernel of this op, only the reference"
 
 
-def _words(choices: Mapping[str, Any]) -> str:
+def _shape(choices: Mapping[str, Any]) -> str:
     sizes = [f"{name}={choices[name]}" for name in ("d", "heads") if name in choices]
     topk = [f"topk<={choices['max_topk']}"] if "max_topk" in choices else []
-    return " ".join([choices.get("dtype", "float32"), *sizes, *["with V=K"] * choices.get("shared_kv", False), *topk])
+    return " ".join([*sizes, *["with V=K"] * choices.get("shared_kv", False), *topk])
+
+
+def _places(where: set[tuple[str, str]]) -> str:
+    """Of pairs of architecture and dtype: "bfloat16 or float16 on sm_90a"."""
+    dtypes: dict[str, list[str]] = {}
+    for arch in sorted({arch for arch, _ in where}):
+        dtypes.setdefault(" or ".join(sorted(dtype for a, dtype in where if a == arch)), []).append(arch)
+    return ", ".join(f"{names} on {' and '.join(archs)}" for names, archs in dtypes.items())
 
 
 def error(kind: type[Exception], op: str, name: str, got: Any, wanted: str) -> Exception:
-    """The one form of error; the caller raises it. What is built is said where that is what is missing."""
-    missing = f", built {built(op)}" if kind is NotImplementedError else ""
-    return kind(f"{op}: {name}: got {describe(got)}, wanted {wanted}{missing}")
+    """The one form of error; the caller raises it."""
+    return kind(f"{op}: {name}: got {describe(got)}, wanted {wanted}")
+
+
+def not_built(op: str, name: str, got: Any, wanted: str) -> Exception:
+    """The error where a kernel is what is missing, which says those that there are; the caller raises it."""
+    return NotImplementedError(f"{error(NotImplementedError, op, name, got, wanted)}, built {built(op)}")
 
 
 def describe(x: Any) -> str:
@@ -191,4 +216,4 @@ def one_of(op: str, name: str, x: Any, choices: tuple[str | None, ...]) -> None:
 
 
 def implementation(op: str, x: Any) -> None:
-    one_of(op, "implementation", x, (None, "cubin", "reference"))
+    one_of(op, "implementation", x, (None, *get_args(Implementation)))

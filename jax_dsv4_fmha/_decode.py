@@ -22,7 +22,7 @@ def dsv4_decode(
     ratio: int | None = None,
     window: int = 128,
     scale: float | None = None,
-    implementation: str | None = None,
+    implementation: _check.Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`dsv4_attention` for the last s_q tokens of every sequence, over caches that hold these and all before them.
 

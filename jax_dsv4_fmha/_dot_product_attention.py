@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import _check
-from ._fmha import fmha
+from . import _check, reference
+from ._sources import SpanSource, attend
 from ._span import Span
 
 _OP = "dot_product_attention"
@@ -27,7 +27,7 @@ def dot_product_attention(
     key_value_seq_lengths: jax.Array | None = None,
     local_window_size: int | tuple[int, int] | None = None,
     sinks: jax.Array | None = None,
-    implementation: str | None = None,
+    implementation: _check.Implementation | None = None,
     return_residual: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Takes what `jax.nn.dot_product_attention` takes, and sinks.
@@ -40,8 +40,10 @@ def dot_product_attention(
       key: `[B, S, K, H]` or `[S, K, H]`; N is a multiple of K.
       value: like key. Pass the very same array as key and value where V is K: so head_dim 512 runs on a kernel.
       bias: must be None.
-      mask: bool, 4-D, broadcasts to `[B, N, T, S]`; only one that shows each query one interval of keys, the same for
-        every head. It must be known while tracing, unless its last dimension is 1.
+      mask: bool, 4-D, broadcasts to `[B, N, T, S]`, the same for every head. One that hides keys from all queries
+        alike, `[B or 1, 1, 1, S]` as for padding, may hide any of them and may be traced, and so may one that hides
+        whole queries, `[B or 1, 1, T, 1]`. Any other must show each query one interval of keys, and be known while
+        tracing.
       scale: a float > 0, `H**-0.5` if left out.
       is_causal: query i sees the keys up to i, whatever T and S are.
       query_seq_lengths, key_value_seq_lengths: int32 `[B]`.
@@ -86,13 +88,25 @@ def dot_product_attention(
     if key_value_seq_lengths is not None:
         lengths = _check.operand(_OP, "key_value_seq_lengths", key_value_seq_lengths, "b", dims, _check.INT)
         span &= Span.lengths(lengths)
+    shown = None
     if mask is not None:
-        span &= _mask(mask, b, dims["n"], t, s)
+        of_mask, shown = _mask(mask, b, dims["n"], t, s)
+        span &= of_mask
 
     _check.implementation(_OP, implementation)
     scale = _check.scale(_OP, scale, dims["h"])
+    start, stop = span.bounds(b, t, s, _OP)
     q, k, v = (x if batched else x[None] for x in (query, key, value))
-    o, lse = fmha(q, k, None if is_shared else v, span=span, sink=sinks, scale=scale, implementation=implementation)
+    values = None if is_shared else v
+    if shown is not None:
+        k, values, start, stop = _shown_first(shown, k, values, start, stop)
+    if implementation == "reference":
+        o, lse = reference.fmha(q, k, values, span=Span(start, stop), sink=sinks, scale=scale)
+    else:
+        names = ("key", "mask start", "mask stop") if values is None else ("key", "value", "mask start", "mask stop")
+        source = SpanSource(k, start, stop, values, names)
+        called = ("query", "sinks")
+        o, lse = attend(_OP, q, [source], sink=sinks, scale=scale, implementation=implementation, names=called)
     o, lse = (x if batched else x[0] for x in (o, lse))
     return (o, lse) if return_residual else o
 
@@ -107,8 +121,9 @@ def _window(size: Any) -> tuple[int, int]:
     return min(int(sides[0]), _MOST), min(int(sides[1]), _MOST)
 
 
-def _mask(mask: Any, b: Any, n: Any, t: int, s: int) -> Span:
-    """The Span of a mask [b or 1, 1, t or 1, s or 1] whose rows are intervals."""
+def _mask(mask: Any, b: Any, n: Any, t: int, s: int) -> tuple[Span, jax.Array | None]:
+    """What a mask [b or 1, 1, t or 1, s or 1] shows: the Span of its rows, or bool [b or 1, s] for all of them."""
+    everything = Span(0, jnp.int32(s))
     wanted = f"a 4-D bool array that broadcasts to [b={b}, n={n}, t={t}, s={s}]"
     if not isinstance(mask, jax.Array | np.ndarray):
         raise _check.error(TypeError, _OP, "mask", mask, wanted)
@@ -118,15 +133,33 @@ def _mask(mask: Any, b: Any, n: Any, t: int, s: int) -> Span:
     if mask.shape[1] != 1:
         raise _check.error(NotImplementedError, _OP, "mask", mask, "one mask for all heads")
     if mask.shape[3] == 1:
-        return Span(0, jnp.where(mask[:, 0, :, 0], jnp.int32(s), 0))
+        return Span(0, jnp.where(mask[:, 0, :, 0], jnp.int32(s), 0)), None
     try:
         rows = np.asarray(mask)[:, 0]
     except jax.errors.TracerArrayConversionError as e:
+        if mask.shape[2] == 1:
+            return everything, jnp.asarray(mask[:, 0, 0])
         wanted = "a mask known while tracing, or is_causal, local_window_size, *_seq_lengths or fmha's span"
         raise _check.error(NotImplementedError, _OP, "mask", f"a traced {_check.describe(mask)}", wanted) from e
     count = rows.sum(-1)
     start = rows.argmax(-1)
     stop = np.where(count > 0, s - rows[..., ::-1].argmax(-1), start)
-    if np.any(stop - start != count):
-        raise _check.error(NotImplementedError, _OP, "mask", mask, "one interval of keys for every query")
-    return Span(start.astype(np.int32), stop.astype(np.int32))
+    if np.all(stop - start == count):
+        return Span(start.astype(np.int32), stop.astype(np.int32)), None
+    if mask.shape[2] == 1:
+        return everything, jnp.asarray(rows[:, 0])
+    raise _check.error(NotImplementedError, _OP, "mask", mask, "one interval of keys for every query")
+
+
+def _shown_first(
+    shown: jax.Array, k: jax.Array, v: jax.Array | None, start: jax.Array, stop: jax.Array
+) -> tuple[jax.Array, jax.Array | None, jax.Array, jax.Array]:
+    """Keys and values with those in front that are shown, bool `[b or 1, s]`, and the queries' bounds among these.
+
+    Attention does not depend on the order of keys, so an interval of the keys is one of those that are shown too.
+    """
+    order = jnp.argsort(~shown, axis=1, stable=True)[..., None, None]
+    k, v = jnp.take_along_axis(k, order, 1), None if v is None else jnp.take_along_axis(v, order, 1)
+    before = jnp.pad(jnp.cumsum(shown, 1, dtype=jnp.int32), ((0, 0), (1, 0)))
+    start, stop = (jnp.take_along_axis(before, x, 1) for x in (start, stop))
+    return k, v, start, stop

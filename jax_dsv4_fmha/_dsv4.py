@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +29,8 @@ def dsv4_attention(
     span: Span | None = None,
     compressed_span: Span | None = None,
     scale: float | None = None,
-    method: str | None = None,
-    implementation: str | None = None,
+    method: _check.Method | None = None,
+    implementation: _check.Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The attention of one DeepSeek-V4 layer; every cache is one latent head that is both K and V.
 
@@ -89,7 +89,7 @@ def dsv4_attention(
     if swa_lens is not None:
         swa_lens = _check.operand(op, "swa_lens", swa_lens, "b", dims, _check.INT)
     _check.implementation(op, implementation)
-    _check.one_of(op, "method", method, (None, "two_pass", "fused"))
+    _check.one_of(op, "method", method, (None, *get_args(_check.Method)))
     sink = _check.sink(op, sink, dims)
     scale = _check.scale(op, scale, dims["d"])
     positions: dict[str, Any] = {
@@ -124,7 +124,7 @@ def dsv4_attention(
     is_built = bool(built(q, sources))
     if method == "fused" and not is_built:
         wanted = "'two_pass', or operands that a fused kernel is built for"
-        raise _check.error(NotImplementedError, op, "method", f"'fused' for {q.dtype.name}, d={dims['d']}", wanted)
+        raise _check.not_built(op, "method", f"'fused' for {q.dtype.name}, d={dims['d']}", wanted)
     run = functools.partial(attend, op, q, scale=scale, implementation=implementation)
     if len(sources) == 1 or (is_built and method != "two_pass"):
         return run(sources, sink=sink)

@@ -18,7 +18,7 @@ def fmha(
     span: Span | None = None,
     sink: jax.Array | None = None,
     scale: float | None = None,
-    implementation: str | None = None,
+    implementation: _check.Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention with a sink, over the keys that a Span shows.
 

@@ -10,7 +10,7 @@ from jax import lax
 from . import _check, _ffi, _indexer_reference
 from ._probabilities import denominator, head_summed_probabilities
 from ._span import Span
-from ._transforms import Arrays, Axes, Call, Op, _batched, aligned, choose, forward
+from ._transforms import Arrays, Axes, Call, Fit, Op, _batched, aligned, choose, forward
 
 E4M3 = jnp.dtype(jnp.float8_e4m3fn)
 _E4M3_MAX = 448.0
@@ -29,7 +29,7 @@ def lightning_indexer(
     span: Span | None = None,
     k_scale: jax.Array | None = None,
     return_scores: bool = False,
-    implementation: str | None = None,
+    implementation: _check.Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """The `topk` entries that score highest for each query, of those that it may see.
 
@@ -78,16 +78,22 @@ def lightning_indexer(
     _check.implementation(op, implementation)
     start, stop = _visible(op, dims, ratio, q_offset, lengths, span)
     operands = (*map(lax.stop_gradient, (q, k, weights, k_scale)), start, stop)
-    when = "never"
+    when, fit = "never", None
     if implementation != "reference":
         got = f"{q.dtype.name}, h={dims['h']}, d={dims['d']}, topk={topk}"
-        when = choose(op, implementation, _built_for(dims["h"], dims["d"], q.dtype.name, topk), got)
-    results = forward(Call(_CHOOSE_AND_SCORE if return_scores else _CHOOSE, when, (("topk", topk),)), *operands)
+        archs = _built_for(dims["h"], dims["d"], q.dtype.name, topk)
+        when, fit = choose(op, implementation, archs, got), Fit(got, op, archs)
+    results = forward(Call(_CHOOSE_AND_SCORE if return_scores else _CHOOSE, when, (("topk", topk),), fit), *operands)
     return results if return_scores else results[0]
 
 
 def indexer_scores(
-    q: jax.Array, k: jax.Array, weights: jax.Array, indices: jax.Array, *, implementation: str | None = None
+    q: jax.Array,
+    k: jax.Array,
+    weights: jax.Array,
+    indices: jax.Array,
+    *,
+    implementation: _check.Implementation | None = None,
 ) -> jax.Array:
     """The indexer's scores at given entries, with gradients in q, k and weights.
 
@@ -125,7 +131,7 @@ def indexer_loss(
     span: Span | None = None,
     sink: jax.Array | None = None,
     scale: float | None = None,
-    implementation: str | None = None,
+    implementation: _check.Implementation | None = None,
 ) -> jax.Array:
     """What trains the indexer: KL(teacher ‖ student) of every query (DeepSeek-V3.2's report, §2.1).
 
@@ -252,7 +258,7 @@ def _visible(
 def _without_kernel(op: str, implementation: Any) -> None:
     _check.implementation(op, implementation)
     if implementation == "cubin":
-        raise _check.error(NotImplementedError, op, "implementation", "'cubin'", "None or 'reference'")
+        raise _check.not_built(op, "implementation", "'cubin'", "None or 'reference'")
 
 
 # The ops
@@ -299,13 +305,18 @@ _SCORES_GRADIENT = Call(
         (*_TRAINED, _INDICES, Axes("dscores", "b s_q topk")),
         _GRADIENTS,
         _indexer_reference.scores_at_gradient,
+        part="gradient",
     ),
     "never",
 )
 _LOSS = (*_TRAINED, *_ATTENTION, *_SPAN)
 _DENSE_LOSS = Op("indexer_loss", _LOSS, (Axes("loss", "b s_q"),), _indexer_reference.dense_loss)
 _DENSE_LOSS_GRADIENT = Op(
-    "indexer_loss", (*_LOSS, Axes("dloss", "b s_q")), _GRADIENTS, _indexer_reference.dense_loss_gradient
+    "indexer_loss",
+    (*_LOSS, Axes("dloss", "b s_q")),
+    _GRADIENTS,
+    _indexer_reference.dense_loss_gradient,
+    part="gradient",
 )
 
 

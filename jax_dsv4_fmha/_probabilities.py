@@ -19,7 +19,7 @@ def head_summed_probabilities(
     topk_length: jax.Array | None = None,
     sink: jax.Array | None = None,
     scale: float | None = None,
-    implementation: str | None = None,
+    implementation: _check.Implementation | None = None,
 ) -> jax.Array:
     """How much the heads of a query attend to each of the entries that its row of `indices` names, all together.
 

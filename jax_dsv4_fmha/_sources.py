@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from . import _backward, _ffi, _fp8, reference
+from . import _backward, _check, _ffi, _fp8, reference
 from ._span import Span
 from ._transforms import (
     ONE_OR_B,
@@ -23,6 +23,7 @@ from ._transforms import (
     Axes,
     Call,
     Differentiable,
+    Fit,
     Op,
     choose,
     choose_backward,
@@ -150,8 +151,9 @@ def attend(
     *,
     sink: jax.Array | None,
     scale: float,
-    implementation: str | None,
+    implementation: _check.Implementation | None,
     differentiable: bool = True,
+    names: tuple[str, str] = ("q", "sink"),
 ) -> reference.Attention:
     """One softmax over the keys of all sources and the sink.
 
@@ -162,6 +164,7 @@ def attend(
       sink: float32 `[h_q]`, or None.
       implementation: None or "cubin".
       differentiable: whether there is a gradient; without, asking for it is an error.
+      names: what the caller calls q and sink.
 
     Returns:
       o like q, rounded once, and lse float32 `[b, s_q, h_q]`, without the sink.
@@ -174,16 +177,20 @@ def attend(
     leaves, tree = jax.tree.flatten(tuple(sources))
     axes, kinds = tuple(x for source in sources for x in source.axes), _kinds(sources)
     got = ", ".join([q.dtype.name, f"d={q.shape[-1]}", *dict.fromkeys(x for source in sources for x in source.words)])
-    when = choose(op, implementation, built(q, sources), got)
+    archs, row = built(q, sources), FORWARD.get(kinds)
+    when = choose(op, implementation, archs, got)
+    fit = Fit(got, row.op if row else "", archs)
     if sink is None:
         sink = jnp.full(q.shape[2:3], -jnp.inf, jnp.float32)
     params = (("scale", scale),)
-    attention, its_gradient = _ops(op, tree, axes, kinds)
+    attention, its_gradient = _ops(op, names, tree, axes, kinds)
     if not differentiable:
-        o, lse = forward(Call(attention, when, params), q, *leaves, sink[None])
+        o, lse = forward(Call(attention, when, params, fit), q, *leaves, sink[None])
         return o, lse
-    when_backward = choose_backward(when, _built(BACKWARD.get(kinds), q, kinds))
-    run = Differentiable(Call(attention, when, params), Call(its_gradient, when_backward, params))
+    archs, row = _built(BACKWARD.get(kinds), q, kinds), BACKWARD.get(kinds)
+    when_backward = choose_backward(when, archs)
+    fit_backward = Fit(got, row.op if row else "", archs)
+    run = Differentiable(Call(attention, when, params, fit), Call(its_gradient, when_backward, params, fit_backward))
     return run(q, *leaves, sink[None])
 
 
@@ -258,7 +265,7 @@ BACKWARD: dict[tuple[str, ...], Kernel] = {
 
 
 @functools.cache
-def _ops(op: str, tree: Any, axes: tuple[Axes, ...], kinds: tuple[str, ...]) -> tuple[Op, Op]:
+def _ops(op: str, names: tuple[str, str], tree: Any, axes: tuple[Axes, ...], kinds: tuple[str, ...]) -> tuple[Op, Op]:
     """Attention over sources of these kinds, and its gradient."""
 
     def definition(q: Any, *operands: Any, scale: float) -> Any:
@@ -286,5 +293,6 @@ def _ops(op: str, tree: Any, axes: tuple[Axes, ...], kinds: tuple[str, ...]) -> 
         row = BACKWARD[kinds]
         return row.run(q, do, lse, weight, delta, *row.operands(*tree.unflatten(leaves)), scale=scale)
 
-    attention = Op(op, (_Q, *axes, SINK), RESULTS, definition, kernel if kinds in FORWARD else None)
+    q_axes, sink_axes = Axes(names[0], _Q.axes), Axes(names[1], SINK.axes)
+    attention = Op(op, (q_axes, *axes, sink_axes), RESULTS, definition, kernel if kinds in FORWARD else None)
     return attention, gradient(attention, backward, backward_kernel if kinds in BACKWARD else None)

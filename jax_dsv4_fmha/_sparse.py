@@ -19,7 +19,7 @@ def sparse_fmha(
     topk_length: jax.Array | None = None,
     sink: jax.Array | None = None,
     scale: float | None = None,
-    implementation: str | None = None,
+    implementation: _check.Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Top-k attention over one latent head that is both K and V.
 

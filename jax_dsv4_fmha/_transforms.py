@@ -30,7 +30,7 @@ from jax.interpreters import mlir
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from . import _check, _ffi
+from . import _check, _explain, _ffi
 
 Arrays = tuple[jax.Array, ...]
 
@@ -62,6 +62,8 @@ class Op:
     results: tuple[Axes, ...]
     reference: Callable[..., Arrays]
     kernel: Callable[..., Arrays] | None = None
+    part: str = "forward"
+    """"forward" or "gradient": which pass this is"""
 
 
 ONE_OR_B = "b*"
@@ -74,6 +76,17 @@ RESULTS = (Axes("o", "b s_q h_q d"), Axes("lse", "b s_q h_q"))
 """What attention gives."""
 
 
+class Fit(NamedTuple):
+    """What is known of kernels for a call's operands, so that it can be said why the kernel or the reference runs."""
+
+    got: str
+    """the operands, in words"""
+    kernel: str
+    """the kernel that takes such operands; "" where there is none, whatever their sizes"""
+    built: tuple[str, ...]
+    """the architectures that it is built for with these sizes and dtypes"""
+
+
 class Call(NamedTuple):
     """An op and what is known of the call while it is traced."""
 
@@ -82,17 +95,19 @@ class Call(NamedTuple):
     """The kernel runs "never", "on cuda", or "always": elsewhere that is an error. "in exports" and "always in exports"
     are the same of what jax.export makes, for the devices that are here have no kernel."""
     params: Params = ()
+    fit: Fit | None = None
+    """None where the op has no kernel at all"""
 
 
 # Which implementation
 
 
-def choose(op: str, implementation: str | None, built: Sequence[str], got: str) -> str:
+def choose(op: str, implementation: _check.Implementation | None, built: Sequence[str], got: str) -> str:
     """Call.when, for kernels that are `built` for these architectures; `got` says for which operands, in errors."""
     if implementation == "cubin":
         if not built:
             wanted = "operands that a kernel is built for"
-            raise _check.error(NotImplementedError, op, "implementation", f"'cubin' for {got}", wanted)
+            raise _check.not_built(op, "implementation", f"'cubin' for {got}", wanted)
         here = _ffi.local_architectures()
         return "always" if not here or set(here) & set(built) else "always in exports"
     if not built:
@@ -112,6 +127,8 @@ def _serves(built: Sequence[str]) -> bool:
 
 def _implementation(call: Call, *operands: jax.Array) -> Arrays:
     op, params = call.op, dict(call.params)
+    _explain.log_fallback(call)
+    operands = (_explain.chosen.bind(operands[0], call=call), *operands[1:])
     reference = functools.partial(op.reference, **params)
     if op.kernel is None or call.when == "never":
         return reference(*operands)
@@ -168,7 +185,7 @@ def _lower_exported(
     run = then if ctx.module_context.lowering_parameters.for_export else otherwise
     if run is None:
         here = ", ".join(_ffi.local_architectures())
-        raise _check.error(NotImplementedError, op, "implementation", f"'cubin' on {here}", "what is built for it")
+        raise _check.not_built(op, "implementation", f"'cubin' on {here}", "what is built for it")
     return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
 
 
@@ -217,18 +234,18 @@ def _folded(call: Call, *operands: jax.Array) -> Arrays:
     op = call.op
     batch = _batch_shape(op, operands)
     given = dict(zip(op.operands, operands, strict=True))
-    sink = next((x for axes, x in given.items() if axes == SINK), None)
+    sink = next((x for axes, x in given.items() if axes.axes == SINK.axes), None)
     per_entry = sink is not None and any(n != 1 for n in sink.shape[:-1])
     keep = len(batch) if any("s_q" not in axes.axes for axes in op.results) else 0
     for axes, x in given.items():
-        if "s_q" not in axes.axes and axes != SINK:
+        if "s_q" not in axes.axes and axes.axes != SINK.axes:
             keep = max([keep, *(i + 1 for i in range(len(batch)) if x.shape[i] != 1)])
-    without_sink = {axes: x for axes, x in given.items() if axes != SINK}
+    without_sink = {axes: x for axes, x in given.items() if axes.axes != SINK.axes}
     inner = _batch_shape(Op("", tuple(without_sink), (), op.reference), tuple(without_sink.values()))
 
     def fold(axes: Axes, x: jax.Array) -> jax.Array:
         rest = x.shape[len(batch) :]
-        if axes == SINK:
+        if axes.axes == SINK.axes:
             return jnp.full_like(x[(0,) * len(batch)], -jnp.inf) if per_entry else x.reshape(rest)
         if "s_q" in axes.axes:
             x = jnp.broadcast_to(x, (*inner, *rest))
@@ -246,7 +263,7 @@ def _folded(call: Call, *operands: jax.Array) -> Arrays:
         return x.reshape(*inner, *rest)
 
     if 0 in batch:  # jax.vmap over nothing
-        one = [(() if axes == SINK else (1,), x) for axes, x in given.items()]
+        one = [(() if axes.axes == SINK.axes else (1,), x) for axes, x in given.items()]
         shapes = jax.eval_shape(
             functools.partial(op.reference, **dict(call.params)),
             *(jax.ShapeDtypeStruct((*b, *x.shape[len(batch) :]), x.dtype) for b, x in one),
@@ -517,7 +534,7 @@ def gradient(op: Op, reference: Callable[..., Arrays], kernel: Callable[..., Arr
     """
     rows = (Axes("do", "b s_q h_q d"), *(Axes(name, "b s_q h_q") for name in ("lse", "weight", "delta")))
     gradients = tuple(Axes(f"d{name}", axes) for name, axes in op.operands if axes.endswith(" d"))
-    return Op(op.name, (*op.operands[:-1], *rows), gradients, reference, kernel)
+    return Op(op.name, (*op.operands[:-1], *rows), gradients, reference, kernel, "gradient")
 
 
 class Differentiable(NamedTuple):

@@ -80,12 +80,45 @@ def test_mask_of_rows_may_be_traced():
     np.testing.assert_allclose(got[:, :4], jax.nn.dot_product_attention(q, k, v)[:, :4], rtol=2e-4, atol=1e-5)
 
 
+def test_a_mask_of_keys_may_be_traced_and_hide_any():
+    q, k, v = operands()
+    how = {"is_causal": True, "local_window_size": (5, 0)}
+    mask = np.random.default_rng(1).random((B, 1, 1, S)) < 0.6
+    mask[:, :, :, 0] = True  # so that every query sees a key: jax.nn gives the mean of all where it sees none
+
+    def total(op):
+        return jax.jit(jax.value_and_grad(lambda x, mask: (op(*x, mask=mask, **how) ** 2).sum()))((q, k, v), mask)
+
+    for x, y in zip(
+        *map(jax.tree.leaves, map(total, (dot_product_attention, jax.nn.dot_product_attention))), strict=True
+    ):
+        np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(  # known, and the same for all of the batch
+        dot_product_attention(q, k, k, mask=mask[:1]),
+        jax.nn.dot_product_attention(q, k, k, mask=mask[:1]),
+        rtol=2e-4,
+        atol=1e-5,
+    )
+
+
+def test_a_mask_of_keys_that_hides_all():
+    q, k, v = operands()
+    got = jax.jit(lambda mask: dot_product_attention(q, k, v, mask=mask))(
+        np.arange(B)[:, None, None, None] == np.ones(S)
+    )
+    assert (got[0] == 0).all() and (got[1] != 0).all()
+
+
 @pytest.mark.parametrize(
     "kwargs, error, message",
     [
         ({"bias": np.zeros((1, 1, T, S), np.float32)}, NotImplementedError, "bias: got float32.*wanted None"),
         ({"mask": np.ones((1, N, T, S), bool)}, NotImplementedError, "mask: got bool.*wanted one mask for all heads"),
-        ({"mask": np.arange(S)[None, None, None] % 2 == 0}, NotImplementedError, "wanted one interval of keys"),
+        (
+            {"mask": np.ones((T, 1), bool) & (np.arange(S)[None, None, None] % 2 == 0)},
+            NotImplementedError,
+            "wanted one interval of keys",
+        ),
         ({"mask": np.ones((T, S), bool)}, ValueError, "wanted a 4-D bool array"),
         ({"mask": np.ones((1, 1, T, S))}, ValueError, "wanted a 4-D bool array"),
         ({"local_window_size": -1}, ValueError, "local_window_size: got -1"),
@@ -93,6 +126,7 @@ def test_mask_of_rows_may_be_traced():
         ({"is_causal": 1.0}, TypeError, "is_causal: got 1.0, wanted a bool"),
         ({"sinks": np.zeros(N + 1, np.float32)}, ValueError, r"sinks: got float32\[5\], wanted float32\[n=4\]"),
         ({"query_seq_lengths": LENGTHS.astype(np.int16)}, ValueError, r"query_seq_lengths: got int16"),
+        ({"implementation": "cubin"}, NotImplementedError, "^dot_product_attention: implementation: got 'cubin' for"),
         ({"implementation": "cudnn"}, ValueError, "implementation: got 'cudnn', wanted None or 'cubin' or 'reference'"),
     ],
 )

@@ -130,7 +130,7 @@ def test_error(op, wrong, error, message):
     with pytest.raises(error, match=f"^{op}: .*{message}") as raised:
         call(op, **{**CALLS[op], **wrong})
     assert type(raised.value) is error
-    assert (", built " in str(raised.value)) == isinstance(raised.value, NotImplementedError)
+    assert (", built " in str(raised.value)) == isinstance(raised.value, NotImplementedError)  # here all of a kernel
 
 
 @pytest.mark.parametrize("op, operand", [("fmha", "k"), ("sparse_fmha", "kv")])
@@ -222,7 +222,7 @@ def test_any_operand_may_be_anything(op, data):
         assert type(e) in ERRORS, e
         assert str(e).split(":")[0] in CALLS, e  # op, or the one that it is made of
         assert all(word in str(e) for word in (": got ", ", wanted ")), e
-        assert (", built " in str(e)) == isinstance(e, NotImplementedError), e
+        assert (", built " in str(e)) == (": got 'cubin' " in str(e) or ": got 'fused' " in str(e)), e
     else:
         q = operands["parts"][0][0] if op == "merge" else operands.get("q", operands.get("query"))
         o, lse = got if isinstance(got, tuple) else (got, None)

@@ -15,6 +15,7 @@ PUBLIC = [
     "dot_product_attention",
     "dsv4_attention",
     "dsv4_decode",
+    "explain",
     "fmha",
     "head_summed_probabilities",
     "indexer_loss",

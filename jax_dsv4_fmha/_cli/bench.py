@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _ffi
+from .._check import Method
 from .._span import Span
 from .._testing.cases import OPS, SPANS, Case
 from . import bench_decode, bench_grad, bench_indexer, plot
@@ -50,7 +51,7 @@ class Row:
     suite: str
     case: Case
     peers: tuple[str, ...] = ()
-    method: str | None = None
+    method: Method | None = None
     layers: int = 1
 
     @property

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _ffi
+from .._check import Method
 from .._testing.cases import CASES, Case, run_float64, run_into, run_reference
 from .._testing.compare import FP32, FP32_LARGE, Verdict, compare
 from .info import machine, no_devices
@@ -31,7 +32,7 @@ class Check:
     """A case; of a whole layer, by one of the methods."""
 
     case: Case
-    method: str | None = None
+    method: Method | None = None
 
     @property
     def name(self) -> str:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from .. import _fp8, dsv4_attention, dsv4_decode, fmha, reference, sparse_fmha
+from .. import _check, _fp8, dsv4_attention, dsv4_decode, fmha, reference, sparse_fmha
 from .._cache import Cache
 from .._span import Span
 from . import float64
@@ -277,7 +277,7 @@ OPS: dict[str, Any] = {
 }
 
 
-def run(case: Case, implementation: str | None = None) -> tuple[Any, Any]:
+def run(case: Case, implementation: _check.Implementation | None = None) -> tuple[Any, Any]:
     """(o, lse) of the op, under `jax.jit`."""
     args, kwargs = operands(case)
     return _call(functools.partial(OPS[case.op], implementation=implementation), args, kwargs)

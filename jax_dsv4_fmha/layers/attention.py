@@ -195,7 +195,7 @@ class DSV4Attention:
         *,
         start: int | jax.Array = 0,
         lengths: jax.Array | None = None,
-        implementation: str | None = None,
+        implementation: _check.Implementation | None = None,
     ) -> Output:
         """Whole sequences, or a chunk of a prompt after cached tokens.
 
@@ -252,7 +252,7 @@ class DSV4Attention:
         shared: Shared | None = None,
         *,
         lengths: int | jax.Array,
-        implementation: str | None = None,
+        implementation: _check.Implementation | None = None,
     ) -> Output:
         """The last s tokens of every sequence, a few, as in `dsv4_decode`. No gradient, but of "reference".
 

@@ -1,0 +1,124 @@
+"""Which implementation runs, and why: `explain` for who asks, and one line in the log for who did not expect it.
+
+Every op leaves a mark where its kernel and its reference part: `chosen`, an identity that lowers to nothing and holds
+the `Call`. `explain` traces a function and reads the marks from its jaxpr, so that it sees what will be compiled.
+"""
+
+import functools
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from . import _check, _ffi
+
+if TYPE_CHECKING:
+    from ._transforms import Call
+
+_LOG = logging.getLogger("jax_dsv4_fmha")
+
+chosen = Primitive("dsv4_fmha_chosen")
+chosen.def_impl(lambda x, **_: x)
+chosen.def_abstract_eval(lambda x, **_: x)
+mlir.register_lowering(chosen, lambda _, x, **__: [x])
+
+
+class Decision(NamedTuple):
+    """What runs one op of a program, as `explain` finds it."""
+
+    op: str
+    """the function that was called, for example "fmha", by its name"""
+    part: str
+    """"forward" or "gradient": which pass this is"""
+    implementation: str
+    """"kernel" or "reference": what runs it"""
+    reason: str
+    times: int
+    """how often the program has it; the body of a loop counts once"""
+
+    def __str__(self) -> str:
+        times = f" ({self.times} times)" if self.times > 1 else ""
+        return f"{self.op}, {self.part}{times}: {self.implementation}: {self.reason}"
+
+
+def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Decision]:
+    """Says for every op that `f(*args, **kwargs)` calls whether a kernel or the reference runs it here, and why.
+
+        print(*explain(layer, q, kv), sep="\\n")
+        print(*explain(jax.grad(loss), parameters, batch), sep="\\n")   # gradients too
+
+    It traces f and neither compiles nor runs it, so arguments may be `jax.ShapeDtypeStruct`. "Here" is JAX's default
+    backend and this process's devices. A mesh counts as traced: where it shards heads, devices may run the kernel for
+    fewer heads. Calls with implementation="reference" leave no mark and are not listed.
+
+    Args:
+      f: any function that JAX can trace, jitted or not. What jax.jit must know of a function that is not jitted, as a
+        string, close over.
+      *args, **kwargs: what f is called with.
+
+    Returns:
+      A `Decision` for each op, part and reason, in the order of the program.
+
+    Raises:
+      What tracing `f` raises.
+    """
+    traced = (f if hasattr(f, "trace") else jax.jit(f)).trace(*args, **kwargs)
+    counts = Counter(_decided(call) for call in _marks(traced.jaxpr))
+    return [decision._replace(times=n) for decision, n in counts.items()]
+
+
+def log_fallback(call: "Call") -> None:
+    """One line for each reason for which a process with CUDA devices is given the reference it did not ask for."""
+    if call.fit is not None and call.when in ("never", "in exports") and _ffi.local_architectures():
+        _warn(f"{call.op.name}, {call.op.part}: runs on the reference, in jnp: {_why_reference(call)}")
+
+
+@functools.cache
+def _warn(text: str) -> None:
+    _LOG.warning(text)
+
+
+def _decided(call: "Call") -> Decision:
+    platform = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
+    is_kernel = call.when == "always" or (call.when == "on cuda" and platform == "cuda")
+    if not is_kernel:
+        reason = _why_reference(call)
+    elif call.when == "always" and platform != "cuda":
+        reason = f"'cubin' was asked for; compiling it for {platform} is an error, exporting it for cuda is not"
+    else:
+        assert call.fit is not None
+        reason = f"{call.fit.kernel}, built for {' and '.join(call.fit.built)}, takes {call.fit.got}"
+    return Decision(call.op.name, call.op.part, "kernel" if is_kernel else "reference", reason, 1)
+
+
+def _why_reference(call: "Call") -> str:
+    fit, is_gradient = call.fit, call.op.part == "gradient"
+    if fit is None:
+        return "this has no kernel" if not is_gradient else "this gradient has no kernel"
+    if not _ffi.variants():
+        return "no kernels are built in (`python -m jax_dsv4_fmha info`)"
+    if not fit.built:
+        what = "no kernel of a gradient takes" if is_gradient else "no kernel takes"
+        return f"{what} {fit.got}" + ("" if is_gradient else f"; built {_check.built(call.op.name)}")
+    here = _ffi.local_architectures()
+    if here and not set(here) & set(fit.built):
+        return f"{fit.kernel} is built for {' and '.join(fit.built)}, and this process has {' and '.join(here)}"
+    if here and not set(here) <= set(fit.built):
+        return f"{fit.kernel} is built for {' and '.join(fit.built)}, and not for all of {' and '.join(here)}"
+    if call.when == "never":
+        return f"the forward pass has no kernel here, so neither has the gradient ({fit.got})"
+    return f"JAX compiles for {jax.default_backend()} here; on {' and '.join(fit.built)} {fit.kernel} takes {fit.got}"
+
+
+def _marks(jaxpr: Any) -> Iterator["Call"]:
+    """The calls in a jaxpr, in order, those of inner ones included."""
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        if equation.primitive is chosen:
+            yield equation.params["call"]
+        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
+                yield from _marks(value)

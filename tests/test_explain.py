@@ -1,0 +1,109 @@
+"""Which implementation runs, and why: `explain`, and the log."""
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jax_dsv4_fmha import _explain, _ffi, dsv4_attention, explain, fmha, head_summed_probabilities
+
+needs_kernels = pytest.mark.skipif(not _ffi.variants(), reason="needs kernels to be built")
+
+
+@pytest.fixture(autouse=True)
+def again():
+    """What is traced under one pretence must not serve another."""
+    jax.clear_caches()
+    _explain._warn.cache_clear()
+    yield
+    jax.clear_caches()
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """As if this process had an H100 and compiled for it."""
+    monkeypatch.setattr(_ffi, "local_architectures", lambda: ("sm_90a",))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+
+
+def x(*shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def layer(q, kv):
+    return dsv4_attention(q, kv, kv, ratio=4)[0]
+
+
+def loss(q, kv):
+    return layer(q, kv).astype(jnp.float32).sum()
+
+
+OPERANDS = x(1, 64, 16, 512), x(1, 64, 512)
+
+
+def said(f, *args):
+    return [(d.op, d.part, d.implementation, d.times) for d in explain(f, *args)]
+
+
+@needs_kernels
+def test_kernels_of_a_layer_and_its_gradient(hopper):
+    op = "dsv4_attention"
+    assert said(layer, *OPERANDS) == [(op, "forward", "kernel", 1)]
+    assert said(jax.jit(jax.grad(loss)), *OPERANDS) == [(op, "forward", "kernel", 1), (op, "gradient", "kernel", 1)]
+    (decision,) = explain(layer, *OPERANDS)
+    assert str(decision).startswith("dsv4_attention, forward: kernel: dsv4_dense_fwd, built for ")
+    two_pass = explain(lambda q, kv: dsv4_attention(q, kv, kv, ratio=4, method="two_pass"), *OPERANDS)
+    assert [(d.times, d.reason.split(",")[0]) for d in two_pass] == [(2, "fwd")]
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "f, operand, says",
+    [
+        (
+            lambda q: fmha(q, q),
+            x(1, 4, 2, 64, dtype=jnp.float32),
+            "no kernel takes float32, d=64, V=K; built fwd (d=64",
+        ),
+        (lambda q: fmha(q, q), x(1, 4, 2, 96), "no kernel takes bfloat16, d=96"),
+        (lambda q: fmha(q, q, q + 0), x(1, 4, 1, 512), "no kernel takes bfloat16, d=512, V apart from K; built "),
+    ],
+)
+def test_why_the_reference_and_one_line_of_it(hopper, caplog, f, operand, says):
+    (decision,) = explain(f, operand)
+    assert decision.implementation == "reference" and says in decision.reason
+    with caplog.at_level(logging.WARNING, "jax_dsv4_fmha"):
+        caplog.clear()
+        _explain._warn.cache_clear()
+        jax.clear_caches()
+        for _ in range(2):
+            jax.eval_shape(lambda q: jax.vmap(f)(q), jax.ShapeDtypeStruct((2, *operand.shape), operand.dtype))
+    assert [r.name for r in caplog.records] == ["jax_dsv4_fmha"] and says in caplog.text
+
+
+@needs_kernels
+def test_other_devices(monkeypatch, caplog):
+    monkeypatch.setattr(_ffi, "local_architectures", lambda: ("sm_80",))
+    (decision,) = explain(layer, *OPERANDS)
+    assert decision.implementation == "reference" and "and this process has sm_80" in decision.reason
+    assert "and this process has sm_80" in caplog.text
+
+
+def test_without_a_gpu_nothing_is_logged(caplog):
+    (decision,) = explain(layer, *OPERANDS)
+    assert decision.implementation == "reference" and not caplog.records
+    assert "JAX compiles for cpu here" in decision.reason or "no kernels are built in" in decision.reason
+
+
+def test_inside_of_loops_and_what_has_no_kernel():
+    q = x(1, 4, 2, 64)
+    body = jax.checkpoint(lambda c: fmha(c, c)[0])
+    looped = explain(lambda q: jax.lax.scan(lambda c, _: (body(c), None), q, None, length=3)[0], q)
+    assert [(d.op, d.times) for d in looped] == [("fmha", 1)]
+    assert explain(lambda q: fmha(q, q, implementation="reference"), q) == []
+    if not any(v.op == "head_summed_probabilities" for v in _ffi.variants()):
+        (decision,) = explain(
+            head_summed_probabilities, q, x(1, 5, 64), x(1, 4, 2, dtype=jnp.float32), x(1, 4, 3, dtype=jnp.int32)
+        )
+        assert decision.reason == "this has no kernel"
