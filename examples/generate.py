@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_dsv4_fmha import Cache, dequantize_cache, dsv4_attention, dsv4_decode, quantize_cache
+from jax_dsv4_fmha import Cache, dsv4_attention, dsv4_decode
 
 LETTERS = string.ascii_lowercase + string.ascii_uppercase + string.digits + " ."
 WIDTH, HEADS, ROPE, WINDOW, TOPK, KEY = 128, 16, 64, 24, 8, 32
@@ -110,10 +110,10 @@ def read(parameters, tokens, lengths, empty):
                     (state.compressed.append(entries, number), state.keys.append(keys, number)) if n else state[1:3]
                 )
                 states[i] = State(window, *caches, total)
-                kwargs = {"compressed_kv": as_held(entries, state.compressed), "ratio": ratio}
+                kwargs = {"compressed_kv": state.compressed.as_held(entries), "ratio": ratio}
                 if topk and n:
                     kwargs["indices"] = choose(x @ weights["index"], keys, (positions + 1) // ratio, topk)
-            latent = as_held(latent, state.window)
+            latent = state.window.as_held(latent)
             return dsv4_attention(q, latent, sink=weights["sink"], window=WINDOW, **kwargs)[0]
 
         return attention(weights, x, positions, ratio, dtype_of(state.window), over_all)
@@ -123,12 +123,7 @@ def read(parameters, tokens, lengths, empty):
 
 def dtype_of(cache):
     """Of queries for this cache, and of what it gives back."""
-    return jnp.bfloat16 if cache.is_fp8 else cache.entries.dtype
-
-
-def as_held(entries, cache):
-    """The entries as they come back from a cache."""
-    return dequantize_cache(quantize_cache(entries)) if cache.is_fp8 and entries.shape[1] else entries
+    return jnp.bfloat16 if cache.is_packed else cache.entries.dtype
 
 
 def step(parameters, states, token, lengths):

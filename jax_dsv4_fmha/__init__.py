@@ -8,9 +8,9 @@ from ._dsv4 import dsv4_attention
 from ._explain import explain
 from ._ffi import EXPORT_CHECKS
 from ._fmha import fmha
-from ._fp8 import dequantize_cache, quantize_cache
 from ._indexer import indexer_loss, indexer_scores, lightning_indexer, quantize_indexer
 from ._merge import merge
+from ._packed import dequantize_cache, quantize_cache
 from ._probabilities import head_summed_probabilities
 from ._span import Span
 from ._sparse import sparse_fmha

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import _check, _fp8
+from . import _check
+from ._packed import LAYOUTS, V4_FP8, D, Layout, layout_of
 
 
 @jax.tree_util.register_dataclass
@@ -19,8 +20,8 @@ class Cache:
       contiguous  entries `[b, s_max, d]`, no block_table
       paged       entries `[pages, page, d]`, a pool of all sequences; sequence n's page i is `block_table[n, i]`
 
-    Entries are bfloat16, float16 or float32; or, with d = 512, bytes in DeepSeek-V4's FP8 layout: uint8
-    `[b or pages, page_bytes]` as `quantize_cache` makes them, with the 448 dimensions that RoPE leaves alone in e4m3.
+    Entries are bfloat16, float16 or float32; or, with d = 512, packed: uint8 `[b or pages, page_bytes]` in one of the
+    layouts of `quantize_cache`.
 
     Entry p of a sequence lies in slot `p % capacity`. So a cache with less room than a sequence is long is a ring of
     its last entries: that is how to keep a sliding window.
@@ -31,33 +32,55 @@ class Cache:
     Attributes:
       entries: as said.
       block_table: int32 `[b, n]`, or None. A page outside of the pool is no page: nothing is read there, nothing kept.
+      layout: of entries that are packed, as in `quantize_cache`.
     """
 
     entries: Any
     block_table: Any = None
+    layout: str = dataclasses.field(default=V4_FP8, metadata={"static": True})
 
     @classmethod
     def zeros(
-        cls, pages: int, page: int, d: int = _fp8.D, dtype: Any = jnp.bfloat16, block_table: jax.Array | None = None
+        cls,
+        pages: int,
+        page: int,
+        d: int = D,
+        dtype: Any = jnp.bfloat16,
+        block_table: jax.Array | None = None,
+        *,
+        layout: str | None = None,
     ) -> "Cache":
         """An empty cache of `pages` pages (a contiguous one: sequences) of `page` entries.
 
-        dtype float8_e4m3fn is DeepSeek-V4's FP8 layout.
+        Args:
+          dtype: of the entries, unless they are packed; float8_e4m3fn stands for the layout "v4_fp8".
+          layout: of packed entries, d = 512; None for such that are not packed.
+
+        Raises:
+          ValueError: a layout that there is not, or another d.
         """
-        if jnp.dtype(dtype) != jnp.float8_e4m3fn:
+        if jnp.dtype(dtype) == jnp.float8_e4m3fn:
+            layout = layout or V4_FP8
+        if layout is None:
             return cls(jnp.zeros((pages, page, d), dtype), block_table)
-        if d != _fp8.D:
-            raise _check.error(ValueError, "Cache.zeros", "d", d, f"{_fp8.D} for an FP8 cache")
-        return cls(jnp.zeros((pages, _fp8.page_bytes(page)), jnp.uint8), block_table)
+        how = layout_of("Cache.zeros", layout)
+        if d != D:
+            raise _check.error(ValueError, "Cache.zeros", "d", d, f"{D} for a packed cache")
+        return cls(jnp.zeros((pages, how.page_bytes(page)), jnp.uint8), block_table, layout)
 
     @property
-    def is_fp8(self) -> bool:
+    def is_packed(self) -> bool:
         return bool(self.entries.dtype == jnp.uint8)
+
+    @property
+    def packing(self) -> Layout:
+        """Of a packed cache."""
+        return LAYOUTS[self.layout]
 
     @property
     def page(self) -> Any:
         """Entries of a page, or of a sequence where there are no pages."""
-        return _fp8.page_entries(self.entries.shape[1]) if self.is_fp8 else self.entries.shape[1]
+        return self.packing.page_entries(self.entries.shape[1]) if self.is_packed else self.entries.shape[1]
 
     @property
     def capacity(self) -> Any:
@@ -65,11 +88,11 @@ class Cache:
         return self.page if self.block_table is None else self.page * self.block_table.shape[1]
 
     def pool(self) -> jax.Array:
-        """What the kernels read: `[b or 1, slots, d]`, or in FP8 `[b or 1, pages, page_bytes]`.
+        """What the kernels read: `[b or 1, slots, d]`, or packed `[b or 1, pages, page_bytes]`.
 
         With no block table, each sequence has a pool of its own, of one page.
         """
-        if self.is_fp8:
+        if self.is_packed:
             return self.entries[:, None] if self.block_table is None else self.entries[None]
         return self.entries if self.block_table is None else self.entries[None].reshape(1, -1, self.entries.shape[2])
 
@@ -90,7 +113,7 @@ class Cache:
         """The cache with new entries in it; in place, where the cache is donated or carried by a loop.
 
         Args:
-          entries: `[b, n, d]`, n may be 0, in the cache's type; bfloat16, float16 or float32 for an FP8 cache.
+          entries: `[b, n, d]`, n may be 0, in the cache's type; bfloat16, float16 or float32 for a packed cache.
           positions: int32 `[b, n]`, which entry of its sequence each is, none twice. One below 0 is not kept, nor one
             that is `capacity` or more below the greatest of its sequence here: a ring has no room for both.
 
@@ -109,9 +132,8 @@ class Cache:
         lost = (positions < 0) | (positions <= positions.max(1, keepdims=True) - self.capacity)
         slots = self.slots(jnp.where(lost, -1, positions % self.capacity))
         pages, at = slots // self.page, slots % self.page  # -1 is on no page
-        if self.is_fp8:
-            data, scales = _fp8.encode(entries)
-            rows = [(at * _fp8.DATA, data), (self.page * _fp8.DATA + at * _fp8.SCALES, scales)]
+        if self.is_packed:
+            rows = list(zip(self.packing.starts(at, self.page), self.packing.encode(entries), strict=True))
         else:
             rows = [(at * dims["d"], entries)]
         whole = self.entries.reshape(self.entries.shape[0], -1)
@@ -120,21 +142,21 @@ class Cache:
                 whole = jax.vmap(_write)(whole[:, None], pages, start, row)[:, 0]
             else:
                 whole = _write(whole, *(x.reshape(-1, *x.shape[2:]) for x in (pages, start, row)))
-        return Cache(whole.reshape(self.entries.shape), self.block_table)
+        return dataclasses.replace(self, entries=whole.reshape(self.entries.shape))
 
     def take(self, positions: jax.Array | None = None) -> jax.Array:
-        """What is kept of these entries: `[b, n, d]`, in the cache's type; bfloat16 of an FP8 cache.
+        """What is kept of these entries: `[b, n, d]`, in the cache's type; bfloat16 of a packed cache.
 
         Args:
           positions: int32 `[b, n]`, which entries of each sequence. Of one below 0, or that there is no page for, 0 is
             returned. In a ring, a position gives what its slot holds, be it of an earlier or a later round. None is
-            all slots in order, `[b, capacity, d]`, which copies nothing where the cache is contiguous and not FP8.
+            all slots in order, `[b, capacity, d]`, which copies nothing where the cache is contiguous and not packed.
 
         Raises:
           ValueError, TypeError: positions that are not as said above.
         """
         if positions is None:
-            if self.block_table is None and not self.is_fp8:
+            if self.block_table is None and not self.is_packed:
                 return self.entries
             b = (self.entries if self.block_table is None else self.block_table).shape[0]
             positions = jnp.broadcast_to(jnp.arange(self.capacity, dtype=jnp.int32), (b, self.capacity))
@@ -147,24 +169,28 @@ class Cache:
         if self.block_table is None:
             pages = jnp.where(slots < 0, -1, jnp.arange(dims["b"], dtype=jnp.int32)[:, None])
         whole = self.entries.reshape(self.entries.shape[0], -1)
-        if not self.is_fp8:
+        if not self.is_packed:
             return _read(whole, pages, at * self.entries.shape[2], self.entries.shape[2])
-        data = _read(whole, pages, at * _fp8.DATA, _fp8.DATA)
-        scales = _read(whole, pages, self.page * _fp8.DATA + at * _fp8.SCALES, _fp8.SCALES)
-        return _fp8.decode(data, scales)
+        places = zip(self.packing.starts(at, self.page), self.packing.parts, strict=True)
+        return self.packing.decode(*(_read(whole, pages, start, width) for start, width in places))
+
+    def as_held(self, entries: jax.Array) -> jax.Array:
+        """These entries `[…, d]` as a cache like this gives them back: bfloat16 if it is packed, else as they are."""
+        return self.packing.decode(*self.packing.encode(entries)) if self.is_packed else entries
 
     def check(self, op: str, name: str, dims: dict[str, Any], dtypes: tuple[Any, ...]) -> None:
-        """Raises unless this is a cache of entries of one of these types, or of FP8, for b sequences of `dims`."""
+        """Raises unless this is a cache of entries of one of these types, or packed, for b sequences of `dims`."""
         sizes, pages = {"d": dims["d"]}, "pages"
         if self.block_table is None:
             pages, sizes["b"] = "b", dims["b"]
         else:
             _check.operand(op, f"{name}.block_table", self.block_table, "b n", {"b": dims["b"]}, _check.INT)
         if getattr(self.entries, "dtype", None) == jnp.uint8:
+            how = layout_of(op, self.layout)
             _check.operand(op, f"{name}.entries", self.entries, f"{pages} page_bytes", sizes, (self.entries.dtype,))
-            wanted = f"d = {_fp8.D} and pages of page_bytes(n) = ceil({_fp8.ENTRY} n / {_fp8.DATA}) {_fp8.DATA} bytes"
-            if dims["d"] != _fp8.D or not _fp8.is_page(self.entries.shape[1]):
+            if dims["d"] != D or not how.is_page(self.entries.shape[1]):
                 got = f"{_check.describe(self.entries)} with d = {dims['d']}"
+                wanted = f"d = {D} and pages of n entries in {how.page_rule}, as {self.layout} has them"
                 raise _check.error(ValueError, op, f"{name}.entries", got, wanted)
         else:
             _check.operand(op, f"{name}.entries", self.entries, f"{pages} page d", sizes, dtypes)
@@ -177,7 +203,8 @@ class Cache:
         """The same cache with a block table; contiguous sequences are pages of their own."""
         if self.block_table is not None:
             return self
-        return Cache(self.entries, jnp.arange(self.entries.shape[0], dtype=jnp.int32)[:, None])
+        table = jnp.arange(self.entries.shape[0], dtype=jnp.int32)[:, None]
+        return dataclasses.replace(self, block_table=table)
 
 
 def _write(pages: jax.Array, page: jax.Array, start: jax.Array, rows: jax.Array) -> jax.Array:

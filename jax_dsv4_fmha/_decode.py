@@ -36,11 +36,13 @@ def dsv4_decode(
     A query with p < 0 sees nothing: `lengths[n] <= 0` is a slot of the batch that is idle.
 
     Args:
-      q: `[b, s_q, h_q, d]`, bfloat16 or float16; bfloat16 alone, and d = 512, on FP8 caches; float32 on the reference.
-      window_cache: a `Cache` of entries in q's dtype or in FP8; entry p is position p. It may be a ring, with room for
+      q: `[b, s_q, h_q, d]`, bfloat16 or float16; on packed caches bfloat16 alone, and d = 512; on the reference float32
+        too.
+      window_cache: a `Cache` of entries in q's dtype, or packed; entry p is position p. It may be a ring, with room for
         `window + s_q - 1` entries at least.
-      compressed_cache: a `Cache` like window_cache; entry w stands for positions `w ratio` to `w ratio + ratio - 1`. If
-        it has run over, its last `capacity` entries of `lengths // ratio` are those that a query may see.
+      compressed_cache: a `Cache`, packed if window_cache is, in whatever layout; entry w stands for positions `w ratio`
+        to `w ratio + ratio - 1`. If it has run over, its last `capacity` entries of `lengths // ratio` are those that a
+        query may see.
       lengths: an int, or int32 `[b]`.
       sink: float32 `[h_q]`, as in `fmha`.
       indices: int32 `[b, s_q, topk]`, entries of the compressed cache as the sequence counts them, not slots of a pool.
@@ -68,12 +70,12 @@ def dsv4_decode(
             if not isinstance(cache, Cache):
                 raise _check.error(TypeError, op, name, cache, "a Cache")
             cache.check(op, name, dims, (q.dtype,))
-    is_fp8 = window_cache.is_fp8
-    if is_fp8 and q.dtype != jnp.bfloat16:
-        raise _check.error(ValueError, op, "q", q, "bfloat16, with FP8 caches")
+    packed = window_cache.is_packed
+    if packed and q.dtype != jnp.bfloat16:
+        raise _check.error(ValueError, op, "q", q, "bfloat16, with packed caches")
     ratio = _check.visible_of(op, "compressed_cache", compressed_cache, indices, ratio)
-    if compressed_cache is not None and compressed_cache.is_fp8 != is_fp8:
-        wanted = f"entries {'in FP8' if is_fp8 else f'of {q.dtype}'}, as in window_cache"
+    if compressed_cache is not None and compressed_cache.is_packed != packed:
+        wanted = f"entries {'that are packed' if packed else f'of {q.dtype}'}, as in window_cache"
         raise _check.error(ValueError, op, "compressed_cache.entries", compressed_cache.entries, wanted)
     indices, topk_length = _check.selection(op, indices, topk_length, dims)
     lengths = jnp.broadcast_to(_check.offset(op, "lengths", lengths, dims), (b,))
@@ -134,4 +136,4 @@ def seen_slots(
 
 def _source(name: str, cache: Cache, slots: jax.Array, length: jax.Array) -> SelectionSource:
     names = (f"{name}_cache", f"{name} slots", f"{name} length")
-    return SelectionSource(cache.pool(), slots, length, names, f"{name}_rows")
+    return SelectionSource(cache.pool(), slots, length, names, f"{name}_rows", cache.layout)

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from . import _backward, _check, _ffi, _fp8, reference
+from . import _backward, _check, _ffi, reference
+from ._packed import LAYOUTS, V4_FP8, dequantize_cache
 from ._span import Span
 from ._transforms import (
     ONE_OR_B,
@@ -83,19 +84,20 @@ class SpanSource:
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("keys", "indices", "length"), meta_fields=("names", "axis")
+    jax.tree_util.register_dataclass, data_fields=("keys", "indices", "length"), meta_fields=("names", "axis", "layout")
 )
 @dataclasses.dataclass(frozen=True)
 class SelectionSource:
     """For every query the keys that a row of indices names; each of them is K and V, each as often as it is named.
 
     Attributes:
-      keys: `[b, s, d]`; b = 1 is a pool in which all batch entries have their keys. Or packed, in DeepSeek-V4's FP8
-        layout: uint8 `[b, pages, page_bytes]`, of which index i is entry i % n of page i // n, with n in a page.
+      keys: `[b, s, d]`; b = 1 is a pool in which all batch entries have their keys. Or packed: uint8
+        `[b, pages, page_bytes]`, of which index i is entry i % n of page i // n, with n in a page.
       indices: int32 `[b, s_q, n]`; one outside of `[0, s)` is absent.
       length: int32 `[b, s_q]`, any value: indices from there on are absent too.
       names: what the caller calls keys, indices and length.
       axis: what the caller calls s.
+      layout: of packed keys.
     """
 
     keys: jax.Array
@@ -103,24 +105,30 @@ class SelectionSource:
     length: jax.Array
     names: tuple[str, ...] = ("keys", "indices", "length")
     axis: str = "s_kv"
+    layout: str = V4_FP8
+
+    @property
+    def is_packed(self) -> bool:
+        return bool(self.keys.dtype == jnp.uint8)
 
     @property
     def kind(self) -> str:
-        return "packed" if self.keys.dtype == jnp.uint8 else "selection"
+        """Of packed keys, their layout."""
+        return self.layout if self.is_packed else "selection"
 
     @property
     def words(self) -> tuple[str, ...]:
-        return ("FP8 caches",) if self.kind == "packed" else ()
+        return (f"{self.layout} caches",) if self.is_packed else ()
 
     @property
     def axes(self) -> tuple[Axes, ...]:
-        width = "d" if self.kind == "selection" else f"{self.axis}_bytes"
+        width = f"{self.axis}_bytes" if self.is_packed else "d"
         return tuple(map(Axes, self.names, (f"{ONE_OR_B} {self.axis} {width}", f"b s_q {self.axis}_named", _ROWS)))
 
     def reference(self, q: jax.Array, sink: jax.Array | None, scale: float) -> reference.Attention:
         keys = self.keys
-        if self.kind == "packed":
-            keys = _fp8.dequantize_cache(keys)
+        if self.is_packed:
+            keys = dequantize_cache(keys, self.layout)
             keys = keys.reshape(keys.shape[0], -1, keys.shape[-1])
         keys = keys[0] if keys.shape[0] == 1 and q.shape[0] != 1 else keys
         return reference.sparse_fmha(q, keys, self.indices, topk_length=self.length, sink=sink, scale=scale)
@@ -132,8 +140,8 @@ class SelectionSource:
     def flat(self) -> "SelectionSource":
         """All keys as one pool, `[s, d]` or `[pages, page_bytes]`, as the kernels of caches take them."""
         each = self.keys.shape[1]
-        if self.kind == "packed":
-            each *= _fp8.page_entries(self.keys.shape[2])
+        if self.is_packed:
+            each *= LAYOUTS[self.layout].page_entries(self.keys.shape[2])
         indices = self.indices
         if self.keys.shape[0] != 1:
             first = jnp.arange(self.keys.shape[0], dtype=jnp.int32)[:, None, None] * each
@@ -251,8 +259,8 @@ FORWARD: dict[tuple[str, ...], Kernel] = {
     ("span", "selection"): Kernel("dsv4_sparse_fwd", _ffi.dsv4_sparse_fwd),
     ("span", "span"): Kernel("dsv4_dense_fwd", _ffi.dsv4_dense_fwd),
     ("selection", "selection"): Kernel("dsv4_decode", _ffi.dsv4_decode, _pools),
-    ("packed", "packed"): Kernel("dsv4_decode_fp8", _ffi.dsv4_decode, _pools),
-    ("packed",): Kernel("dsv4_decode_fp8", _ffi.dsv4_decode, _pools_of_one),
+    ("v4_fp8", "v4_fp8"): Kernel("dsv4_decode_fp8", _ffi.dsv4_decode, _pools),
+    ("v4_fp8",): Kernel("dsv4_decode_fp8", _ffi.dsv4_decode, _pools_of_one),
 }
 
 BACKWARD: dict[tuple[str, ...], Kernel] = {

@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import _fp8
 from ._cache import Cache
 from ._ends import finite, logsumexp, sigmoid
+from ._packed import dequantize_cache
 from ._span import Span
 
 Attention = tuple[jax.Array, jax.Array]
@@ -237,7 +237,7 @@ def dsv4_decode(
 
 def _entries(cache: Cache) -> tuple[jax.Array, jax.Array]:
     """What each sequence has, [b, room, d], one entry after the other; and whether it is there, [b, room]."""
-    pages = _fp8.dequantize_cache(cache.entries) if cache.is_fp8 else cache.entries
+    pages = dequantize_cache(cache.entries, cache.layout) if cache.is_packed else cache.entries
     if cache.block_table is None:
         return pages, jnp.ones(pages.shape[:2], bool)
     known = (cache.block_table >= 0) & (cache.block_table < pages.shape[0])

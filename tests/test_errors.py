@@ -148,9 +148,11 @@ Q512 = array(B, S_Q, H_Q, 512)
     "caches, q, error, message",
     [
         ((FP8, FP8), Q512.astype(jnp.float16), ValueError, r"q: got float16\[2, 3, 4, 512\], wanted bfloat16, wit"),
-        ((FP8, Cache(array(B, 4, 512))), Q512, ValueError, "compressed_cache.entries: got bfloat16.*wanted entries in"),
+        ((FP8, Cache(array(B, 4, 512))), Q512, ValueError, "compressed_cache.entries: got bfloat16.*that are packed"),
         ((Cache(array(B, 4, 512)), FP8), Q512, ValueError, "compressed_cache.entries: got uint8.*wanted entries of b"),
         ((Cache(FP8.entries[:, 1:]), FP8), Q512, ValueError, r"window_cache.entries: got uint8\[2, 3455\] with d = 51"),
+        ((FP8, Cache(FP8.entries[:, 1:], None, "v41_fp4")), Q512, ValueError, r".*in 288 n bytes, as v41_fp4 has them"),
+        ((Cache(FP8.entries, None, "fp4"), FP8), Q512, ValueError, "layout: got 'fp4', wanted 'v4_fp8' or 'v41_fp8'"),
     ],
 )  # fmt: skip
 def test_error_of_fp8(caches, q, error, message):
@@ -165,7 +167,10 @@ def test_error_of_fp8(caches, q, error, message):
         (lambda: lib.quantize_cache(3), TypeError, "quantize_cache: entries: got 3"),
         (lambda: lib.dequantize_cache(FP8.entries[:, :-1]), ValueError, r"quantize_cache: pages: got uint8\[2, 3455\]"),
         (lambda: lib.dequantize_cache(LENS), ValueError, r"dequantize_cache: pages: got int32\[2\], wanted uint8"),
-        (lambda: Cache.zeros(2, 3, 256, jnp.float8_e4m3fn), ValueError, "Cache.zeros: d: got 256, wanted 512 for an"),
+        (lambda: Cache.zeros(2, 3, 256, jnp.float8_e4m3fn), ValueError, "Cache.zeros: d: got 256, wanted 512 for a p"),
+        (lambda: Cache.zeros(2, 3, layout="fp4"), ValueError, "Cache.zeros: layout: got 'fp4', wanted 'v4_fp8' or"),
+        (lambda: lib.quantize_cache(Q512[0], "v4"), ValueError, "^quantize_cache: layout: got 'v4', wanted 'v4_fp8'"),
+        (lambda: lib.dequantize_cache(FP8.entries, "v41_fp8"), ValueError, r"wanted uint8\[..., 528 n bytes\], n >= 1"),
         (lambda: CACHE.append(KV[..., :4], INDICES[:, 0]), ValueError, r"Cache.append: positions: got int32\[2, 6\]"),
         (lambda: CACHE.append(KV[..., :4], INDICES[:, 0, :5]), ValueError, r"append: cache.entries: got bfloat16"),
         (lambda: Cache(3).append(KV, INDICES[:, 0, :5]), TypeError, r"append: cache.entries: got 3, wanted bfloat16"),

@@ -159,7 +159,7 @@ def test_fp8_caches():
     step = jax.jit(lambda x, c, n: layer.step(p, x, c, lengths=n)[:2], donate_argnums=1)
     chunk = jax.jit(lambda x, c: layer(p, x, c)[:2])
     want, cache = chunk(x, layer.cache(2, 24, jnp.float8_e4m3fn))
-    assert cache.window.is_fp8 and cache.compressed.is_fp8
+    assert cache.window.is_packed and cache.compressed.is_packed
     cache = layer.cache(2, 24, jnp.float8_e4m3fn)
     for n in range(1, 22):
         y, cache = step(x[:, n - 1 : n], cache, jnp.int32(n))

@@ -69,7 +69,7 @@ class Row:
                 "dsv4_attention": f"window {c.window} + "
                 + (f"top-k {c.topk} of {c.s_c}" if c.topk else f"{c.s_c} of ratio {c.ratio}"),
             }[c.op]
-        dtype = " fp8" if "fp8" in c.features else f" {c.dtype}" if c.dtype != "bfloat16" else ""
+        dtype = "".join(f" {x}" for x in c.features) or (f" {c.dtype}" if c.dtype != "bfloat16" else "")
         what = "gradient of " if self.suite == "grad" else f"{self.layers} layers of " if self.layers > 1 else ""
         return f"{what}d {c.d} {keys} b{c.b} s{c.s_q} {heads}{dtype}"
 

@@ -1,13 +1,15 @@
 """The decode suite of `bench`: which steps are timed, on what operands, and how XLA alone would take them."""
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from .. import _fp8
 from .._cache import Cache
 from .._decode import dsv4_decode, seen_slots
+from .._packed import LAYOUTS, quantize_cache
+from .._sources import SelectionSource
 from .._testing.cases import Case
 
 _PAGE = 64
@@ -39,8 +41,8 @@ def work(c: Case) -> tuple[float, float]:
     """As `bench.work`: an entry counts for every query that selects it, but the window once for a sequence."""
     rows, far = c.b * c.s_q * c.h_q, c.topk or c.s_kv // c.ratio
     near = c.window + c.s_q - 1
-    entry = _fp8.ENTRY if "fp8" in c.features else 2 * c.d
-    read = c.b * (near + far * (c.s_q if c.topk else 1)) * entry + c.b * c.s_q * 4 * c.topk
+    of_window, of_far = (2 * c.d if layout is None else LAYOUTS[layout].entry for layout in c.layouts)
+    read = c.b * (near * of_window + far * (c.s_q if c.topk else 1) * of_far + c.s_q * 4 * c.topk)
     return 4.0 * c.d * rows * (c.window + far), float(read + rows * (4 * c.d + 4))
 
 
@@ -48,17 +50,17 @@ def operands(c: Case, key: jax.Array) -> dict[str, Any]:
     """Sequences at the end of their room, in pages in random order, and indices that are random permutations."""
     keys = iter(jax.random.split(key, 8))
 
-    def cache(entries: int) -> Cache:
+    def cache(entries: int, layout: str | None) -> Cache:
         pages = -(-entries // c.page)
         table = jax.random.permutation(next(keys), c.b * pages).astype(jnp.int32).reshape(c.b, pages)
         held = jax.random.normal(next(keys), (c.b * pages, c.page, c.d), c.dtype)
-        return Cache(_fp8.quantize_cache(held) if "fp8" in c.features else held, table)
+        return Cache(held, table) if layout is None else Cache(quantize_cache(held, layout), table, layout)
 
     entries = c.s_kv // c.ratio
     arrays: dict[str, Any] = {
         "q": jax.random.normal(next(keys), (c.b, c.s_q, c.h_q, c.d), c.dtype),
-        "window_cache": cache(c.window + c.s_q - 1),
-        "compressed_cache": cache(entries),
+        "window_cache": cache(c.window + c.s_q - 1, c.layouts[0]),
+        "compressed_cache": cache(entries, c.layouts[1]),
         "lengths": jnp.full((c.b,), c.s_kv, jnp.int32),
         "sink": jax.random.normal(next(keys), (c.h_q,)),
     }
@@ -87,7 +89,8 @@ def layers(c: Case, q: jax.Array, layers: list[dict[str, Any]]) -> jax.Array:
     first = layers[0]
     for layer in layers:
         caches = {
-            name: Cache(layer[name].entries, first[name].block_table) for name in ("window_cache", "compressed_cache")
+            name: dataclasses.replace(layer[name], block_table=first[name].block_table)
+            for name in ("window_cache", "compressed_cache")
         }
         q, _ = call(c, **layer | caches | {"q": q, "lengths": first["lengths"]})
     return q
@@ -98,7 +101,7 @@ def xla(
 ) -> Any:
     """As one would write it in jnp: gather the entries, two products and a softmax between them."""
     sources = seen_slots(c.s_q, window_cache, compressed_cache, lengths, indices, None, c.ratio, c.window)
-    keys = jnp.concatenate([_gather(x.keys[0], x.indices) for x in sources], 2)
+    keys = jnp.concatenate([_gather(x) for x in sources], 2)
     there = [(x.indices >= 0) & (jnp.arange(x.indices.shape[2]) < x.length[..., None]) for x in sources]
     seen = jnp.concatenate(there, 2)
     s = jnp.einsum("bshd,bsnd->bshn", q, keys, preferred_element_type=jnp.float32) * c.d**-0.5
@@ -109,15 +112,16 @@ def xla(
     return jnp.einsum("bshn,bsnd->bshd", p, keys)
 
 
-def _gather(pool: Any, slots: Any) -> Any:
-    if pool.dtype != jnp.uint8:
+def _gather(source: SelectionSource) -> Any:
+    pool, slots = source.keys[0], source.indices
+    if not source.is_packed:
         return pool[slots]
-    page = _fp8.page_entries(pool.shape[1])
-    at = slots % page
+    how = LAYOUTS[source.layout]
+    page = how.page_entries(pool.shape[1])
 
     def read(start: Any, size: int) -> Any:
         return jax.vmap(lambda page, at: jax.lax.dynamic_slice(pool, (page, at), (1, size))[0])(
             (slots // page).ravel(), start.ravel()
         ).reshape(*slots.shape, size)
 
-    return _fp8.decode(read(at * _fp8.DATA, _fp8.DATA), read(page * _fp8.DATA + at * _fp8.SCALES, _fp8.SCALES))
+    return how.decode(*map(read, how.starts(slots % page, page), how.parts))

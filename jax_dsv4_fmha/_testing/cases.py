@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from .. import _check, _fp8, dsv4_attention, dsv4_decode, fmha, reference, sparse_fmha
+from .. import _check, dsv4_attention, dsv4_decode, fmha, reference, sparse_fmha
 from .._cache import Cache
+from .._packed import LAYOUTS, quantize_cache
 from .._span import Span
 from . import float64
 
@@ -27,6 +28,9 @@ ABSENT = (_INT32.min, -1, "s_kv", _INT32.max)  # every kind of index that names 
 _KV_STD = 0.125
 _Q_STD = 8.0
 _LARGE = 64.0
+
+LAYOUTS_OF = {"fp8": ("v4_fp8", "v4_fp8"), "v41_fp8": ("v41_fp8", "v41_fp8"), "v41_fp4": ("v41_fp8", "v41_fp4")}
+"""Of a decode case's window cache and compressed cache, by its feature; no others are packed."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,8 @@ class Case:
     # "large": logits of some hundreds
     # "absent": indices that name no key, of every kind, and rows of nothing else
     # "lengths": topk_length, swa_lens; dsv4_decode: idle sequences
-    # "fp8": dsv4_decode: FP8 caches
+    # "fp8", "v41_fp8", "v41_fp4": dsv4_decode: packed caches, as `LAYOUTS_OF` has them
+    # "pages": dsv4_decode: the window's pages have another size
 
     @property
     def name(self) -> str:
@@ -76,6 +81,11 @@ class Case:
                     else field.name
                 )
         return "-".join(words)
+
+    @property
+    def layouts(self) -> tuple[str | None, str | None]:
+        """dsv4_decode: of the window cache and of the compressed one, where they are packed."""
+        return next((LAYOUTS_OF[x] for x in self.features if x in LAYOUTS_OF), (None, None))
 
     @property
     def has_kernel(self) -> bool:
@@ -155,52 +165,58 @@ def _decode(rng: np.random.Generator, c: Case, kwargs: dict[str, Any]) -> list[C
         lengths[1::3] = 0
     kwargs["lengths"], kwargs["window"] = lengths, c.window
     room = c.window + c.s_q - 1
-    caches = [_cache(rng, c, room, [np.arange(max(0, n - room), n) for n in lengths])]
+    near, far = c.layouts
+    page = 2 * c.page + 1 if "pages" in c.features else c.page
+    caches = [_cache(rng, c, page, near, room, [np.arange(max(0, n - room), n) for n in lengths])]
     if not c.ratio:
         return caches
     kwargs["ratio"], room = c.ratio, max(1, c.s_kv // c.ratio)
     past = np.maximum(lengths[:, None] - np.arange(c.s_q)[::-1], 0) // c.ratio
     if not c.topk:
-        return [*caches, _cache(rng, c, room, [np.arange(n) for n in past[:, -1]])]
+        return [*caches, _cache(rng, c, c.page, far, room, [np.arange(n) for n in past[:, -1]])]
     indices = rng.integers(0, np.maximum(past, 1)[..., None], (c.b, c.s_q, c.topk), np.int32)
     indices[past == 0] = -1
     if "absent" in c.features:
-        indices = _with_absent(rng, indices, _room(c, room))
+        indices = _with_absent(rng, indices, _room(c.page, room))
     seen = np.ones(indices.shape, bool)
     if "lengths" in c.features:
         kwargs["topk_length"] = rng.integers(0, c.topk + 2, past.shape, np.int32)
         seen = np.arange(c.topk) < kwargs["topk_length"][..., None]
     kwargs["indices"] = indices
     seen &= (indices >= 0) & (indices < room)
-    return [*caches, _cache(rng, c, room, [row[there] for row, there in zip(indices, seen, strict=True)])]
+    named = [row[there] for row, there in zip(indices, seen, strict=True)]
+    return [*caches, _cache(rng, c, c.page, far, room, named)]
 
 
-def _room(c: Case, entries: int) -> int:
+def _room(page: int, entries: int) -> int:
     """For how many entries there is room where these are asked for."""
-    return -(-entries // c.page) * c.page if c.page else entries
+    return -(-entries // page) * page if page else entries
 
 
-def _cache(rng: np.random.Generator, c: Case, entries: int, seen: Sequence[Any]) -> Cache:
+def _cache(
+    rng: np.random.Generator, c: Case, in_page: int, layout: str | None, entries: int, seen: Sequence[Any]
+) -> Cache:
     """A cache with room for so many entries of a sequence, of which these are `seen`."""
-    room, page = _room(c, entries), c.page or entries
-    pages = c.b * room // page + (3 if c.page else 0)
-    order = rng.permutation(pages) if c.page else np.arange(pages)
+    room, page = _room(in_page, entries), in_page or entries
+    pages = c.b * room // page + (3 if in_page else 0)
+    order = rng.permutation(pages) if in_page else np.arange(pages)
     table = order[: c.b * room // page].reshape(c.b, -1).astype(np.int32)
     pool = _normal(rng, (pages, page, c.d), _KV_STD, c.dtype)
     unseen = np.ones((pages, page), bool)
     for row, named in zip(table, seen, strict=True):
         unseen[row[named % room // page], named % page] = False
-    if "fp8" in c.features:
-        pool = np.array(_fp8.quantize_cache(pool))
+    if layout is not None:
+        pool, how = np.array(quantize_cache(pool, layout)), LAYOUTS[layout]
         if "nan" in c.features:  # whatever these bytes are read as
-            for start, size in ((0, _fp8.DATA), (page * _fp8.DATA, _fp8.SCALES)):
+            for start, size in zip(how.starts(0, page), how.parts, strict=True):
                 pool[:, start : start + page * size].reshape(pages, page, size)[unseen] = 255
-            pool[:, page * _fp8.ENTRY :] = 255
+            pool[:, page * how.entry :] = 255
     elif "nan" in c.features:
         _poison(pool, unseen)
     unused = unseen[table].all(-1)
     table[unused] = rng.choice(np.array([-1, pages, _INT32.max, _INT32.min], np.int32), np.count_nonzero(unused))
-    return Cache(pool, table if c.page else None)
+    where = table if in_page else None
+    return Cache(pool, where) if layout is None else Cache(pool, where, layout)
 
 
 def _indices(rng: np.random.Generator, c: Case, kv: Any, kwargs: dict[str, Any]) -> Any:
@@ -454,6 +470,13 @@ def _table() -> tuple[Case, ...]:
                 decode(32, b=2, s_q=2, s_kv=2000, ratio=4, topk=70, features=("large", *fp8)),
             )
         ),
+        # DeepSeek-V4.1's: window FP8, compressed FP8 or FP4, of ratios 1 and 2
+        decode(64, b=3, s_q=2, s_kv=1300, page=64, ratio=1, topk=512, sink="normal", features=("v41_fp4", "nan")),
+        decode(64, b=4, s_kv=2000, page=61, ratio=2, topk=512, features=("v41_fp8", "pages", "absent", "nan")),
+        decode(16, b=4, s_q=8, s_kv=500, page=32, ratio=2, sink="mixed", features=("v41_fp4", "pages", "lengths")),
+        decode(128, b=2, s_q=2, s_kv=900, page=2, ratio=1, topk=320, features=("v41_fp4", "lengths", "nan")),
+        decode(96, b=2, s_q=3, s_kv=700, ratio=128, sink="normal", features=("v41_fp8", "nan")),
+        decode(8, b=3, s_q=2, s_kv=300, page=16, sink="normal", features=("v41_fp8", "lengths")),
     )
 
 

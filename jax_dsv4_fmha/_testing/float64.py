@@ -119,20 +119,40 @@ def dsv4_decode(
 
 
 def _entry(cache: Any, n: int, at: int, ring: bool) -> Array | None:
-    """An entry of sequence n in float64, or None; of FP8 pages, read byte by byte."""
-    is_fp8 = cache.entries.dtype == np.uint8
-    page = cache.entries.shape[1] // 584 if is_fp8 else cache.entries.shape[1]
-    table = np.arange(len(cache.entries))[:, None] if cache.block_table is None else cache.block_table
+    """An entry of sequence n in float64, or None; of packed pages, read byte by byte."""
+    held = cache.entries
+    packed = held.dtype == np.uint8
+    page = held.shape[1] // _BYTES[cache.layout] if packed else held.shape[1]
+    table = np.arange(len(held))[:, None] if cache.block_table is None else cache.block_table
     room = page * table.shape[1]
     at = at % room if ring else at
-    if not (0 <= at < room and 0 <= table[n, at // page] < len(cache.entries)):
+    if not (0 <= at < room and 0 <= table[n, at // page] < len(held)):
         return None
-    held, j = cache.entries[table[n, at // page]], at % page
-    if not is_fp8:
+    held, j = held[table[n, at // page]], at % page
+    if not packed:
         return held[j].astype(np.float64)
-    data, exponents = held[576 * j : 576 * (j + 1)], held[576 * page + 8 * j :][:7].astype(np.float64) - 127
-    values = data[:448].view(ml_dtypes.float8_e4m3fn).astype(np.float64) * np.repeat(2.0**exponents, 64)
-    return np.concatenate([values, data[448:].view(ml_dtypes.bfloat16).astype(np.float64)])
+    if cache.layout == "v4_fp8":
+        data, scales = held[576 * j : 576 * (j + 1)], held[576 * page + 8 * j :][:7]
+        return np.concatenate([_e4m3(data[:448]) * np.repeat(_ue8m0(scales), 64), data[448:].view(_BF16).astype(float)])
+    if cache.layout == "v41_fp8":
+        entry = held[528 * j : 528 * (j + 1)]
+        return _e4m3(entry[:512]) * np.repeat(_ue8m0(entry[512:]), 32)
+    entry = held[288 * j : 288 * (j + 1)]
+    codes = np.stack([entry[:256] & 15, entry[:256] >> 4], -1).reshape(512)
+    return np.array([*_E2M1, *(-x for x in _E2M1)])[codes] * np.repeat(_e4m3(entry[256:]), 16)
+
+
+_BF16 = np.dtype(ml_dtypes.bfloat16)
+_BYTES = {"v4_fp8": 584, "v41_fp8": 528, "v41_fp4": 288}
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def _e4m3(codes: Array) -> Array:
+    return codes.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+
+
+def _ue8m0(scales: Array) -> Array:
+    return np.where(scales == 255, np.nan, 2.0 ** (scales.astype(np.float64) - 127))
 
 
 def _named(kv: Array, indices: Array, topk_length: Array | None, n: int, i: int) -> list[int]:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from .. import Cache, _check, dequantize_cache, dsv4_attention, dsv4_decode, lightning_indexer, quantize_cache
+from .. import Cache, _check, dsv4_attention, dsv4_decode, lightning_indexer
 from ._norm import rms_norm
 from ._two_levels import two_levels
 from .compressor import Compressor
@@ -226,7 +226,7 @@ class DSV4Attention:
         positions = first[:, None] + jnp.arange(s, dtype=jnp.int32)
         real = (positions >= 0) & (positions < lengths[:, None])
         c, q, kv = self._projected(params, x, positions)
-        kv = _as_kept(cache.window, kv)
+        kv = cache.window.as_held(kv)
         earlier = cache.window.take(first[:, None] + jnp.arange(1 - self.window, 0, dtype=jnp.int32))
         cache = cache._replace(window=cache.window.append(kv, jnp.where(real, positions, -1)))
         cache, shared = self._compressed(params, x, c, positions, cache, shared or Shared(), lengths)
@@ -406,8 +406,3 @@ class DSV4Attention:
 
 
 _OP = "DSV4Attention"
-
-
-def _as_kept(cache: Cache, x: jax.Array) -> jax.Array:
-    """x as the cache would give it back."""
-    return dequantize_cache(quantize_cache(x)) if cache.is_fp8 else x

@@ -1,0 +1,240 @@
+"""The packed caches of DeepSeek's models: 512 values an entry, in pages of bytes; docs/semantics.md draws each layout.
+
+layout    an entry has                                        scales                   bytes, in a page of n entries
+v4_fp8    448 e4m3, 64 bfloat16 (the dimensions of RoPE)      7 ue8m0, for 64; one 0   n × 576, then n × 8, then padding
+v41_fp8   512 e4m3                                            16 ue8m0, for 32         n × 528
+v41_fp4   512 e2m1, the even one of a pair in the low nibble  32 e4m3, for 16          n × 288
+
+ue8m0   2^ceil(log2(amax / 448)) as its biased exponent, and not below the least that the layout has
+e4m3    amax / 6, rounded to the nearest, and not below 2^-9, the least above 0 that e4m3 has
+
+A value is its code times its scale, which bfloat16 holds exactly.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from . import _check
+
+D = 512
+
+_E4M3_MAX, _E4M3_NAN = 448.0, 0x7F  # 7/8 of a power of two
+_E4M3_LEAST = 2.0**-9
+_BIAS, _NAN = 127, 255  # of ue8m0
+_E2M1_MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+"""between the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6; a value in the middle goes to the even code"""
+
+Parts = tuple[jax.Array, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How an entry becomes bytes, and where these are in a page. An entry has codes, bfloat16, scales and padding.
+
+    Attributes:
+      packed: dimensions that are codes; the others, behind them, are bfloat16.
+      bits: of a code.
+      group: dimensions that share a scale of one byte.
+      parts: widths in bytes that an entry is cut into. A page has the first part of all its entries, then the second.
+      multiple: the size of a page is a multiple of so many bytes.
+      encode_groups: float32 `[…, groups, group]` -> uint8 codes `[…, bytes]` and scales `[…, groups]`.
+      decode_groups: and back.
+    """
+
+    packed: int
+    bits: int
+    group: int
+    parts: tuple[int, ...]
+    multiple: int
+    encode_groups: Callable[[jax.Array], Parts]
+    decode_groups: Callable[[jax.Array, jax.Array], jax.Array]
+
+    @property
+    def entry(self) -> int:
+        """Bytes of an entry."""
+        return sum(self.parts)
+
+    @property
+    def page_rule(self) -> str:
+        """The size of a page, in words."""
+        size = f"{self.entry} n bytes"
+        return size if self.multiple == 1 else f"ceil({self.entry} n / {self.multiple}) {self.multiple} bytes"
+
+    def page_bytes(self, entries: Any) -> Any:
+        """The size of a page of that many entries."""
+        return -(-entries * self.entry // self.multiple) * self.multiple
+
+    def page_entries(self, size: Any) -> Any:
+        """How many entries a page of this size has; what it is padded with is less than one."""
+        return size // self.entry
+
+    def is_page(self, size: Any) -> bool:
+        """Whether a page may have this size in bytes."""
+        return bool(size >= self.entry and size == self.page_bytes(self.page_entries(size)))
+
+    def starts(self, at: Any, page: Any) -> tuple[Any, ...]:
+        """Where the parts of the entries `at` of a page begin, which has so many entries."""
+        before = (page * sum(self.parts[:i]) for i in range(len(self.parts)))
+        return tuple(first + at * width for first, width in zip(before, self.parts, strict=True))
+
+    def encode(self, entries: jax.Array) -> Parts:
+        """The parts, uint8 `[…, width]`, of entries `[…, 512]`."""
+        batch = entries.shape[:-1]
+        values = entries[..., : self.packed].astype(jnp.float32)
+        codes, scales = self.encode_groups(values.reshape(*batch, -1, self.group))
+        rest = lax.bitcast_convert_type(entries[..., self.packed :].astype(jnp.bfloat16), jnp.uint16)
+        rest = jnp.stack([rest & 255, rest >> 8], -1).astype(jnp.uint8)  # a bitcast keeps its shape, for jax.export
+        whole = [codes.reshape(*batch, -1), rest.reshape(*batch, -1), scales]
+        padding = self.entry - sum(x.shape[-1] for x in whole)
+        whole.append(jnp.zeros((*batch, padding), jnp.uint8))
+        return tuple(_cut(jnp.concatenate(whole, -1), self.parts))
+
+    def decode(self, *parts: jax.Array) -> jax.Array:
+        """bfloat16 entries `[…, 512]` of their parts."""
+        batch, rest = parts[0].shape[:-1], 2 * (D - self.packed)
+        widths = (self.packed * self.bits // 8, rest, self.packed // self.group)
+        codes, others, scales = _cut(jnp.concatenate(parts, -1), widths)
+        values = self.decode_groups(codes, scales).reshape(*batch, self.packed).astype(jnp.bfloat16)
+        if rest == 0:
+            return values
+        others = others.reshape(*batch, -1, 2).astype(jnp.uint16)
+        others = lax.bitcast_convert_type(others[..., 0] | others[..., 1] << 8, jnp.bfloat16)
+        return jnp.concatenate([values, others], -1)
+
+
+def _cut(x: jax.Array, widths: tuple[int, ...]) -> list[jax.Array]:
+    ends = [sum(widths[: i + 1]) for i in range(len(widths))]
+    return [x[..., end - width : end] for end, width in zip(ends, widths, strict=True)]
+
+
+def _encode_e4m3(values: jax.Array, least: int) -> Parts:
+    """With ue8m0 scales, 2^least at least."""
+    finite = jnp.isfinite(values).all(-1)
+    amax = jnp.where(finite, jnp.max(jnp.abs(values), -1), 0)
+    part, exponent = jnp.frexp(jnp.maximum(amax, _E4M3_MAX * 2.0**least))  # part in [1/2, 1)
+    exponent = exponent - jnp.where(part > 7 / 8, 8, 9)  # exact, where a quotient and a logarithm would be rounded
+    values = jnp.where(finite[..., None], jnp.ldexp(values, -exponent[..., None]), 0)
+    most = jnp.where(exponent < 120, _E4M3_MAX, 240)[..., None]  # or 2^128 is what the greatest are rounded to
+    values = jnp.clip(values, -most, most).astype(jnp.float8_e4m3fn)
+    codes = lax.optimization_barrier(lax.bitcast_convert_type(values, jnp.uint8))  # or XLA may undo the rounding
+    return codes, jnp.where(finite, exponent + _BIAS, _NAN).astype(jnp.uint8)
+
+
+def _decode_e4m3(codes: jax.Array, scales: jax.Array) -> jax.Array:
+    values = lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
+    scales = scales[..., None].astype(jnp.int32)
+    values = jnp.ldexp(values.reshape(*scales.shape[:-1], -1), scales - _BIAS)
+    return jnp.where(scales == _NAN, jnp.nan, values)
+
+
+def _encode_e2m1(values: jax.Array) -> Parts:
+    """With e4m3 scales."""
+    finite = jnp.isfinite(values).all(-1)
+    amax = jnp.where(finite, jnp.max(jnp.abs(values), -1), 0)
+    scale = _sixth_in_e4m3(jnp.maximum(amax, 6 * _E4M3_LEAST))
+    magnitudes = jnp.where(finite[..., None], jnp.abs(values), 0)
+    codes = jnp.signbit(values).astype(jnp.uint8) << 3
+    for i, middle in enumerate(_E2M1_MIDDLES):  # exact, where a quotient would be rounded
+        limit = middle * scale[..., None]
+        codes += (magnitudes >= limit if i % 2 else magnitudes > limit).astype(jnp.uint8)
+    codes = codes.reshape(*values.shape[:-2], -1, 2)
+    scales = lax.bitcast_convert_type(scale.astype(jnp.float8_e4m3fn), jnp.uint8)
+    return codes[..., 0] | codes[..., 1] << 4, jnp.where(finite, scales, _E4M3_NAN).astype(jnp.uint8)
+
+
+def _sixth_in_e4m3(x: jax.Array) -> jax.Array:
+    """x / 6 to the nearest of e4m3's numbers, in the middle to the even one, at most 448: float32; x is 6·2^-9 or more.
+
+    By e4m3's steps, with a remainder that is exact, where a quotient's rounding would depend on the device.
+    """
+    part, exponent = jnp.frexp(x)
+    step = jnp.maximum(exponent - jnp.where(part >= 0.75, 3, 4), -6) - 3  # of x / 6 in [8, 16) 2^step, or less
+    steps = jnp.ldexp(x, -step)
+    count = jnp.round(steps / 6)
+    over = steps - 6 * count
+    odd = count % 2 == 1
+    count += jnp.where((over > 3) | ((over == 3) & odd), 1, 0) - jnp.where((over < -3) | ((over == -3) & odd), 1, 0)
+    return jnp.minimum(jnp.ldexp(count, step), _E4M3_MAX)
+
+
+def _decode_e2m1(codes: jax.Array, scales: jax.Array) -> jax.Array:
+    codes = jnp.stack([codes & 15, codes >> 4], -1).astype(jnp.float32).reshape(*scales.shape, -1)
+    size = jnp.where(codes < 8, codes, codes - 8)
+    size = jnp.where(size < 4, size / 2, jnp.where(size < 6, size - 2, 2 * size - 8))
+    scale = lax.bitcast_convert_type(scales, jnp.float8_e4m3fn).astype(jnp.float32)[..., None]
+    return jnp.where(codes < 8, size, -size) * scale
+
+
+LAYOUTS = {
+    "v4_fp8": Layout(448, 8, 64, (576, 8), 576, functools.partial(_encode_e4m3, least=-13), _decode_e4m3),
+    "v41_fp8": Layout(512, 8, 32, (528,), 1, functools.partial(_encode_e4m3, least=-22), _decode_e4m3),
+    "v41_fp4": Layout(512, 4, 16, (288,), 1, _encode_e2m1, _decode_e2m1),
+}
+"""Of V4, the least scale is 1e-4 rounded up; of V4.1, 1e-4 / 448 is."""
+
+V4_FP8 = "v4_fp8"
+
+
+def layout_of(op: str, name: Any) -> Layout:
+    """The layout of that name.
+
+    Raises:
+      ValueError: there is none.
+    """
+    _check.one_of(op, "layout", name, tuple(LAYOUTS))
+    return LAYOUTS[name]
+
+
+def quantize_cache(entries: jax.Array, layout: str = V4_FP8) -> jax.Array:
+    """Pages of packed entries.
+
+    Args:
+      entries: `[…, n, 512]`, bfloat16, float16 or float32. n is the size of a page.
+      layout: "v4_fp8", of DeepSeek-V4: 584 bytes an entry, of which the last 64 dimensions are kept as bfloat16.
+        "v41_fp8" and "v41_fp4", of DeepSeek-V4.1: 528 and 288 bytes.
+
+    Returns:
+      uint8 `[…, page_bytes]`. NaN or inf among values that share a scale makes them all NaN, by the scale.
+
+    Raises:
+      ValueError, TypeError: entries or a layout that are not as said above.
+    """
+    how = layout_of("quantize_cache", layout)
+
+    def fits(x: jax.Array) -> bool:
+        return x.dtype in _check.FLOAT and x.ndim >= 2 and x.shape[-2] >= 1 and x.shape[-1] == D
+
+    wanted = f"bfloat16, float16 or float32[..., n, {D}], n >= 1"
+    entries = _check.array("quantize_cache", "entries", entries, wanted, fits)
+    *batch, n, _ = entries.shape
+    parts = [x.reshape(*batch, -1) for x in how.encode(entries)]
+    padding = jnp.zeros((*batch, how.page_bytes(n) - n * how.entry), jnp.uint8)
+    return jnp.concatenate([*parts, padding], -1)
+
+
+def dequantize_cache(pages: jax.Array, layout: str = V4_FP8) -> jax.Array:
+    """bfloat16 entries `[…, n, 512]` of packed pages, uint8 `[…, page_bytes]`; exact, what is padding is not read.
+
+    Args:
+      layout: as in `quantize_cache`.
+
+    Raises:
+      ValueError, TypeError: pages or a layout that are not as said above.
+    """
+    how = layout_of("dequantize_cache", layout)
+
+    def fits(x: jax.Array) -> bool:
+        return x.dtype == jnp.uint8 and x.ndim >= 1 and how.is_page(x.shape[-1])
+
+    wanted = f"uint8[..., {how.page_rule}], n >= 1"
+    pages = _check.array("dequantize_cache", "pages", pages, wanted, fits)
+    *batch, size = pages.shape
+    n = how.page_entries(size)
+    parts = _cut(pages, tuple(n * width for width in how.parts))
+    return how.decode(*(x.reshape(*batch, n, width) for x, width in zip(parts, how.parts, strict=True)))
