@@ -44,7 +44,7 @@ class Cache:
         cls,
         pages: int,
         page: int,
-        d: int = D,
+        d: int | None = None,
         dtype: Any = jnp.bfloat16,
         block_table: jax.Array | None = None,
         *,
@@ -53,8 +53,9 @@ class Cache:
         """An empty cache of `pages` pages (a contiguous one: sequences) of `page` entries.
 
         Args:
+          d: of an entry; 512, or what the layout has, if left out.
           dtype: of the entries, unless they are packed; float8_e4m3fn stands for the layout "v4_fp8".
-          layout: of packed entries, d = 512; None for such that are not packed.
+          layout: of packed entries; None for such that are not packed.
 
         Raises:
           ValueError: a layout that there is not, or another d.
@@ -62,10 +63,10 @@ class Cache:
         if jnp.dtype(dtype) == jnp.float8_e4m3fn:
             layout = layout or V4_FP8
         if layout is None:
-            return cls(jnp.zeros((pages, page, d), dtype), block_table)
+            return cls(jnp.zeros((pages, page, D if d is None else d), dtype), block_table)
         how = layout_of("Cache.zeros", layout)
-        if d != D:
-            raise _check.error(ValueError, "Cache.zeros", "d", d, f"{D} for a packed cache")
+        if d not in (None, how.d):
+            raise _check.error(ValueError, "Cache.zeros", "d", d, f"{how.d} for {layout}")
         return cls(jnp.zeros((pages, how.page_bytes(page)), jnp.uint8), block_table, layout)
 
     @property
@@ -188,9 +189,9 @@ class Cache:
         if getattr(self.entries, "dtype", None) == jnp.uint8:
             how = layout_of(op, self.layout)
             _check.operand(op, f"{name}.entries", self.entries, f"{pages} page_bytes", sizes, (self.entries.dtype,))
-            if dims["d"] != D or not how.is_page(self.entries.shape[1]):
+            if dims["d"] != how.d or not how.is_page(self.entries.shape[1]):
                 got = f"{_check.describe(self.entries)} with d = {dims['d']}"
-                wanted = f"d = {D} and pages of n entries in {how.page_rule}, as {self.layout} has them"
+                wanted = f"d = {how.d} and pages of n entries in {how.page_rule}, as {self.layout} has them"
                 raise _check.error(ValueError, op, f"{name}.entries", got, wanted)
         else:
             _check.operand(op, f"{name}.entries", self.entries, f"{pages} page d", sizes, dtypes)

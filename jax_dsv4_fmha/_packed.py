@@ -38,6 +38,7 @@ class Layout:
     """How an entry becomes bytes, and where these are in a page. An entry has codes, bfloat16, scales and padding.
 
     Attributes:
+      d: dimensions.
       packed: dimensions that are codes; the others, behind them, are bfloat16.
       bits: of a code.
       group: dimensions that share a scale of one byte.
@@ -47,6 +48,7 @@ class Layout:
       decode_groups: and back.
     """
 
+    d: int
     packed: int
     bits: int
     group: int
@@ -84,7 +86,7 @@ class Layout:
         return tuple(first + at * width for first, width in zip(before, self.parts, strict=True))
 
     def encode(self, entries: jax.Array) -> Parts:
-        """The parts, uint8 `[…, width]`, of entries `[…, 512]`."""
+        """The parts, uint8 `[…, width]`, of entries `[…, d]`."""
         batch = entries.shape[:-1]
         values = entries[..., : self.packed].astype(jnp.float32)
         codes, scales = self.encode_groups(values.reshape(*batch, -1, self.group))
@@ -96,8 +98,8 @@ class Layout:
         return tuple(_cut(jnp.concatenate(whole, -1), self.parts))
 
     def decode(self, *parts: jax.Array) -> jax.Array:
-        """bfloat16 entries `[…, 512]` of their parts."""
-        batch, rest = parts[0].shape[:-1], 2 * (D - self.packed)
+        """bfloat16 entries `[…, d]` of their parts."""
+        batch, rest = parts[0].shape[:-1], 2 * (self.d - self.packed)
         widths = (self.packed * self.bits // 8, rest, self.packed // self.group)
         codes, others, scales = _cut(jnp.concatenate(parts, -1), widths)
         values = self.decode_groups(codes, scales).reshape(*batch, self.packed).astype(jnp.bfloat16)
@@ -172,9 +174,9 @@ def _decode_e2m1(codes: jax.Array, scales: jax.Array) -> jax.Array:
 
 
 LAYOUTS = {
-    "v4_fp8": Layout(448, 8, 64, (576, 8), 576, functools.partial(_encode_e4m3, least=-13), _decode_e4m3),
-    "v41_fp8": Layout(512, 8, 32, (528,), 1, functools.partial(_encode_e4m3, least=-22), _decode_e4m3),
-    "v41_fp4": Layout(512, 4, 16, (288,), 1, _encode_e2m1, _decode_e2m1),
+    "v4_fp8": Layout(D, 448, 8, 64, (576, 8), 576, functools.partial(_encode_e4m3, least=-13), _decode_e4m3),
+    "v41_fp8": Layout(D, 512, 8, 32, (528,), 1, functools.partial(_encode_e4m3, least=-22), _decode_e4m3),
+    "v41_fp4": Layout(D, 512, 4, 16, (288,), 1, _encode_e2m1, _decode_e2m1),
 }
 """Of V4, the least scale is 1e-4 rounded up; of V4.1, 1e-4 / 448 is."""
 
@@ -208,9 +210,9 @@ def quantize_cache(entries: jax.Array, layout: str = V4_FP8) -> jax.Array:
     how = layout_of("quantize_cache", layout)
 
     def fits(x: jax.Array) -> bool:
-        return x.dtype in _check.FLOAT and x.ndim >= 2 and x.shape[-2] >= 1 and x.shape[-1] == D
+        return x.dtype in _check.FLOAT and x.ndim >= 2 and x.shape[-2] >= 1 and x.shape[-1] == how.d
 
-    wanted = f"bfloat16, float16 or float32[..., n, {D}], n >= 1"
+    wanted = f"bfloat16, float16 or float32[..., n, {how.d}], n >= 1"
     entries = _check.array("quantize_cache", "entries", entries, wanted, fits)
     *batch, n, _ = entries.shape
     parts = [x.reshape(*batch, -1) for x in how.encode(entries)]

@@ -167,7 +167,7 @@ def test_error_of_fp8(caches, q, error, message):
         (lambda: lib.quantize_cache(3), TypeError, "quantize_cache: entries: got 3"),
         (lambda: lib.dequantize_cache(FP8.entries[:, :-1]), ValueError, r"quantize_cache: pages: got uint8\[2, 3455\]"),
         (lambda: lib.dequantize_cache(LENS), ValueError, r"dequantize_cache: pages: got int32\[2\], wanted uint8"),
-        (lambda: Cache.zeros(2, 3, 256, jnp.float8_e4m3fn), ValueError, "Cache.zeros: d: got 256, wanted 512 for a p"),
+        (lambda: Cache.zeros(2, 3, 256, jnp.float8_e4m3fn), ValueError, "Cache.zeros: d: got 256, wanted 512 for v4"),
         (lambda: Cache.zeros(2, 3, layout="fp4"), ValueError, "Cache.zeros: layout: got 'fp4', wanted 'v4_fp8' or"),
         (lambda: lib.quantize_cache(Q512[0], "v4"), ValueError, "^quantize_cache: layout: got 'v4', wanted 'v4_fp8'"),
         (lambda: lib.dequantize_cache(FP8.entries, "v41_fp8"), ValueError, r"wanted uint8\[..., 528 n bytes\], n >= 1"),
