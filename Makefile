@@ -4,16 +4,24 @@ SHELL := bash
 
 PYTHON ?= python3
 BIN := .venv/bin
+# The architecture of this machine's GPU, if kernels are made for it.
+HERE = $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sed -n '1s/^9[.]0$$/sm_90a/p; 1s/^10[.]0$$/sm_100a/p')
+, := ,
 PACKAGES := jax_dsv4_fmha kernels interpreter tests examples
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-hf lint build clean
+.PHONY: help demo test test-hf wheel lint build clean
 
 help: ## show this
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 8
 
-demo: build ## set up, build, and run examples/quickstart.py
-	$(BIN)/python examples/quickstart.py
+demo: ## set up .venv, build for this machine, and run examples/quickstart.py
+	@echo "make demo: a DeepSeek-V4 attention layer, here. $(if $(HERE),GPU: $(HERE).,No GPU that kernels are built for: the reference will run it$(,) and no kernels are compiled.)"
+	@$(MAKE) --question .venv/.built >/dev/null 2>&1 || { \
+	    echo "Setting up .venv (packages from PyPI, then a C++ library$(if $(HERE), and $(HERE)'s kernels: some minutes,: about two minutes on two cores)); once only."; \
+	    $(MAKE) --no-print-directory --silent .venv/.built-here; }
+	@$(BIN)/python examples/quickstart.py
+	@echo "Next: README.md; \`$(BIN)/python -m jax_dsv4_fmha info\` says what is here, \`make test\` builds every kernel and tests them."
 
 test: build ## set up, build, and run the tests
 	$(BIN)/python -m pytest -n 2 --dist worksteal
@@ -26,10 +34,19 @@ lint: .venv/.tools ## formatting, lint and types
 	$(BIN)/ruff check $(PACKAGES)
 	$(BIN)/mypy
 
+wheel: .venv/.tools ## build a wheel into dist/, and try it in an empty environment; KERNELS=none, sm_90a, … for fewer
+	rm -rf .venv-wheel dist/*.whl
+	$(BIN)/python -m pip wheel --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir dist . \
+	    -C cmake.define.KERNELS=$(or $(KERNELS),all)
+	$(PYTHON) -m venv .venv-wheel
+	.venv-wheel/bin/python -m pip install --quiet --disable-pip-version-check dist/*.whl
+	cd .venv-wheel && bin/python -I -m jax_dsv4_fmha info
+	cd .venv-wheel && bin/python -I -m jax_dsv4_fmha check --quick --filter fmha
+
 build: .venv/.built ## compile the kernels and the library into the editable install in .venv
 
 clean: ## remove the environment and everything built
-	rm -rf .venv .venv-hf build dist jax_dsv4_fmha/_native.so
+	rm -rf .venv .venv-hf .venv-wheel build dist jax_dsv4_fmha/_native.so
 
 # What the build needs comes from pyproject.toml's own list, so that the build directory can be kept between builds.
 .venv/.tools: pyproject.toml
@@ -45,7 +62,11 @@ clean: ## remove the environment and everything built
 	.venv-hf/bin/python -m pip install --quiet --disable-pip-version-check pytest "jax>=0.10" "torch==2.13.0" "transformers>=5.23"
 	touch $@
 
-.venv/.built: .venv/.tools $(wildcard ffi/*) $(shell find kernels -name '*.py')
-	$(BIN)/python -m pip install --disable-pip-version-check --no-build-isolation --no-deps --verbose -e . 2>&1 \
-	    | tee .venv/build.log | sed -un '/^ *kernels:/p; /WITHOUT GPU KERNELS/p' || { cat .venv/build.log; exit 1; }
+# Kernels of every architecture, or for the demo of this machine's alone; tests want all.
+.venv/.built: KERNELS = all
+.venv/.built-here: KERNELS = $(or $(HERE),none)
+.venv/.built .venv/.built-here: .venv/.tools $(wildcard ffi/*) $(shell find kernels -name '*.py')
+	$(BIN)/python -m pip install --disable-pip-version-check --no-build-isolation --no-deps --verbose -e . \
+	    -C cmake.define.KERNELS=$(KERNELS) 2>&1 | tee .venv/build.log \
+	    | sed -un '/^ *kernels:/p; /WITHOUT GPU KERNELS/p' || { cat .venv/build.log; exit 1; }
 	touch $@

@@ -55,8 +55,8 @@ struct Driver {
   CUresult (*LibraryGetKernel)(CUkernel*, CUlibrary, const char*);
   CUresult (*KernelSetAttribute)(int, int, CUkernel, CUdevice);
   CUresult (*KernelGetFunction)(CUfunction*, CUkernel);
-  CUresult (*TensorMapEncodeTiled)(CUtensorMap*, int, uint32_t, void*, const uint64_t*, const uint64_t*, const uint32_t*,
-                                   const uint32_t*, int, int, int, int);
+  CUresult (*TensorMapEncodeTiled)(CUtensorMap*, int, uint32_t, void*, const uint64_t*, const uint64_t*,
+                                   const uint32_t*, const uint32_t*, int, int, int, int);
   CUresult (*LaunchKernelEx)(const CUlaunchConfig*, CUfunction, void**, void**);
   CUresult (*MemsetD32Async)(void*, unsigned, size_t, CUstream);
 

@@ -47,8 +47,8 @@ const Layout* FindLayout(std::string_view name) {
 
 // 0, or -1 with the reason why there is no plan in `error`.
 template <typename FamilyArguments>
-int Show(const char* layout, const Plan<FamilyArguments>& plan, const std::string& reason, ShownLaunch* out, char* error,
-         size_t error_bytes) {
+int Show(const char* layout, const Plan<FamilyArguments>& plan, const std::string& reason, ShownLaunch* out,
+         char* error, size_t error_bytes) {
   if (reason.empty()) {
     *out = ShownLaunch(*FindLayout(layout), plan);
     return 0;

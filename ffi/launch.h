@@ -72,8 +72,8 @@ ffi::Error Launch(Launcher* launcher, CUstream stream, int ordinal, Plan<FamilyA
                               .attributes = attributes,
                               .attribute_count = attribute_count};
   const Driver& driver = GetDriver();
-  std::string error = driver.Failure("cuLaunchKernelEx",
-                                     driver.LaunchKernelEx(&config, loaded.function, pointers, nullptr));
+  std::string error =
+      driver.Failure("cuLaunchKernelEx", driver.LaunchKernelEx(&config, loaded.function, pointers, nullptr));
   return error.empty() ? ffi::Error::Success() : ffi::Error::Internal(error);
 }
 

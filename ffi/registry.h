@@ -12,9 +12,10 @@
 #include "rows.h"
 
 // Places a file's bytes into the read-only data of this library.
-#define DSV4_FMHA_EMBED(name, path)                                                                        \
-  asm(".pushsection .rodata,\"a\",@progbits\n.balign 64\n.globl " #name "\n.hidden " #name "\n" #name ":\n" \
-      ".incbin \"" path "\"\n.byte 0\n.popsection\n");                                                     \
+#define DSV4_FMHA_EMBED(name, path)                                                                   \
+  asm(".pushsection .rodata,\"a\",@progbits\n.balign 64\n.globl " #name "\n.hidden " #name "\n" #name \
+      ":\n"                                                                                           \
+      ".incbin \"" path "\"\n.byte 0\n.popsection\n");                                                \
   extern "C" __attribute__((visibility("hidden"))) const unsigned char name[];
 
 namespace dsv4_fmha {

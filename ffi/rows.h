@@ -108,8 +108,8 @@ inline std::string CutRows(const RowShape& shape, const Tiles& tiles, Tiling* ti
   int64_t box_inner = 0, box_outer = 0, tiles_inner = 0, tiles_outer = 0, head_tiles = 0;
   for (int64_t rows = kWarpgroupRows;; rows += kWarpgroupRows) {  // as few as give no processor a second tile
     const int64_t at_most = std::min<int64_t>(rows, tiles.tile_m);
-    box_inner = contiguous ? std::min(at_most, inner)
-                            : CeilDiv(group, CeilDiv(group, at_most * tiles.cluster) * tiles.cluster);
+    box_inner =
+        contiguous ? std::min(at_most, inner) : CeilDiv(group, CeilDiv(group, at_most * tiles.cluster) * tiles.cluster);
     box_outer = contiguous || tiles.gathers ? 1 : std::min(at_most / box_inner, s_q);
     tiles_inner = CeilDiv(inner, box_inner * tiles.cluster);
     tiles_outer = CeilDiv(outer, box_outer);

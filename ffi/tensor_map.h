@@ -11,11 +11,11 @@ namespace dsv4_fmha {
 // Zeros out of bounds.  Modes are listed fastest first.
 struct TensorMapSpec {
   uint32_t rank;
-  uint32_t type;          // a TensorMapDataType
-  uint32_t swizzle;       // a TensorMapSwizzle
-  uint32_t box[5];        // elements
-  uint64_t extents[5];    // elements
-  uint64_t strides[4];    // bytes, of modes 1 .. rank - 1
+  uint32_t type;        // a TensorMapDataType
+  uint32_t swizzle;     // a TensorMapSwizzle
+  uint32_t box[5];      // elements
+  uint64_t extents[5];  // elements
+  uint64_t strides[4];  // bytes, of modes 1 .. rank - 1
 };
 
 // Empty on success, else what the driver said.

@@ -187,17 +187,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--jobs", type=int, default=os.cpu_count() or 1, help="compilers at a time (default: one a core)"
     )
     parser.add_argument("--only", default="*", metavar="PATTERN", help="only keys that match, e.g. '*d512*' or 'd512'")
+    parser.add_argument(
+        "--arch",
+        default="all",
+        choices=("all", "none", *sorted({v.arch for v in VARIANTS})),
+        help="the architecture that kernels are built for; none builds a library without kernels (default: all)",
+    )
     parser.add_argument("--list", action="store_true", help="print the keys and stop")
     parser.add_argument(
         "--optional", action="store_true", help="without the DSL, write empty tables instead of failing"
     )
     args = parser.parse_args(argv)
     variants = [v for v in VARIANTS if fnmatch.fnmatch(v.key, args.only) or args.only in v.key]
+    variants = [v for v in variants if args.arch in ("all", v.arch)]
     if args.list:
         print("\n".join(v.key for v in variants))
         return 0
     if args.out is None:
         parser.error("--out is required")
+    if args.arch == "none":
+        print("kernels: none wanted; everything runs on the reference", flush=True)
+        args.out.mkdir(parents=True, exist_ok=True)
+        tables.write(VARIANTS, {}, toolchain(), args.out)
+        return 0
     if not variants:
         parser.error(f"no variant matches {args.only!r}; there are {', '.join(v.key for v in VARIANTS)}")
     if reason := why_no_dsl():

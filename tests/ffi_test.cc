@@ -14,10 +14,10 @@ int stand_in_pushed();
 
 using namespace dsv4_fmha;
 
-#define EXPECT(condition)                                                     \
-  if (!(condition)) {                                                         \
-    fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #condition);   \
-    exit(1);                                                                  \
+#define EXPECT(condition)                                                   \
+  if (!(condition)) {                                                       \
+    fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #condition); \
+    exit(1);                                                                \
   }
 
 namespace {

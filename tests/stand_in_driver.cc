@@ -59,7 +59,9 @@ int stand_in_pushed() { return pushed; }
 int cuInit(unsigned) { return Call("cuInit"); }
 
 int cuGetErrorName(int result, const char** name) {
-  *name = result == kOutOfMemory ? "CUDA_ERROR_OUT_OF_MEMORY" : result == kInvalidValue ? "CUDA_ERROR_INVALID_VALUE" : nullptr;
+  *name = result == kOutOfMemory    ? "CUDA_ERROR_OUT_OF_MEMORY"
+          : result == kInvalidValue ? "CUDA_ERROR_INVALID_VALUE"
+                                    : nullptr;
   return 0;
 }
 
@@ -91,7 +93,7 @@ int cuCtxPopCurrent_v2(void** context) {
 }
 
 int cuLibraryLoadData(void** library, const void* code, void*, void*, unsigned, void*, void*, unsigned) {
-  std::this_thread::sleep_for(std::chrono::milliseconds(2));  // long enough for others to come
+  std::this_thread::sleep_for(std::chrono::milliseconds(2));                          // long enough for others to come
   *library = Handle<void*>(kLibraries + static_cast<const unsigned char*>(code)[0]);  // a cubin here is its number
   return Call("cuLibraryLoadData");
 }
@@ -109,8 +111,8 @@ int cuKernelGetFunction(void** function, void* kernel) {
   return Call("cuKernelGetFunction", Is(kernel, kKernels, 8));
 }
 
-int cuTensorMapEncodeTiled(void* map, int, uint32_t rank, void* address, const uint64_t*, const uint64_t*, const uint32_t*,
-                           const uint32_t*, int, int, int, int) {
+int cuTensorMapEncodeTiled(void* map, int, uint32_t rank, void* address, const uint64_t*, const uint64_t*,
+                           const uint32_t*, const uint32_t*, int, int, int, int) {
   std::memset(map, 0, 128);
   return Call("cuTensorMapEncodeTiled", rank >= 3 && reinterpret_cast<uintptr_t>(address) % 16 == 0);
 }

@@ -164,6 +164,14 @@ def test_without_the_dsl(tmp_path, without_dsl):
     assert json.loads((out / "manifest.json").read_text())["variants"] == []
 
 
+def test_no_kernels_are_built_where_none_are_wanted(tmp_path, without_dsl):
+    run = python("-m", "kernels.build", "--arch", "none", "--out", str(tmp_path), **without_dsl)
+    assert run.returncode == 0 and "none wanted" in run.stdout and not run.stderr
+    assert json.loads((tmp_path / "manifest.json").read_text())["variants"] == []
+    keys = python("-m", "kernels.build", "--arch", "sm_90a", "--list").stdout.split()
+    assert keys == [v.key for v in VARIANTS if v.arch == "sm_90a"]
+
+
 @pytest.mark.slow
 def test_library_without_the_dsl(tmp_path, without_dsl):
     """The whole build succeeds, says so, and gives a library that holds nothing."""

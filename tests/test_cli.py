@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jax_dsv4_fmha
 from jax_dsv4_fmha import Cache, _ffi, dsv4_decode
-from jax_dsv4_fmha._cli import bench, bench_decode, check, main
+from jax_dsv4_fmha._cli import bench, bench_decode, check, main, report
 from jax_dsv4_fmha._testing import cases
 from jax_dsv4_fmha._testing.cases import Case
 
@@ -42,6 +43,32 @@ def gpu(monkeypatch, built):
     monkeypatch.setattr(_ffi, "local_architectures", lambda: ("sm_90a",))
     device = types.SimpleNamespace(memory_stats=lambda: {"bytes_limit": 2**30})
     monkeypatch.setattr(check, "_device", lambda: device)
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"jax_dsv4_fmha {jax_dsv4_fmha.__version__}\n"
+
+
+@pytest.mark.parametrize("checks", [check.reference_checks(), check.kernel_checks()], ids=["reference", "kernels"])
+def test_quick_has_everything_in_a_few_small_cases(checks):
+    few = check.quick(checks)
+    for what in (lambda c: c.op, lambda c: c.d, lambda c: c.dtype, lambda c: c.sink, lambda c: c.page > 0):
+        assert {what(x.case) for x in few} == {what(x.case) for x in checks}
+    assert {f for x in few for f in x.case.features} == {f for x in checks for f in x.case.features}
+    assert {x.method for x in few} == {x.method for x in checks}
+    assert len(few) < 20 and max(x.case.work for x in few) < 2**28
+
+
+def test_the_bar_estimates_what_is_left(capsys, monkeypatch):
+    now = iter([0.0, 0.0, 4.0])
+    monkeypatch.setattr(report.time, "monotonic", lambda: next(now))
+    bar = report.Progress(3, True, sys.stdout)
+    for name in "ab":
+        bar.begin(name)
+    text = capsys.readouterr().err
+    assert "0/3 0 s  a" in text and "1/3 4 s, about 8 s left  b" in text
 
 
 @pytest.mark.usefixtures("built")

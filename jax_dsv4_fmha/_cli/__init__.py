@@ -5,6 +5,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+from .. import __version__
+
 _JSON = "also write JSON to FILE; to stdout, instead of the text, where FILE is - or left out"
 _FILTER = "only names that match: a shell pattern for the whole name, or a part of it"
 
@@ -37,7 +39,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.command == "check":
         from .check import check
 
-        return check(args.filter, args.json, args.progress)
+        return check(args.filter, args.json, args.progress, args.quick)
     from .bench import bench
 
     return bench(
@@ -55,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jax_dsv4_fmha", description="What is built, whether it is right, and how fast it is."
     )
+    parser.add_argument("--version", action="version", version=f"jax_dsv4_fmha {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def add(name: str, summary: str, description: str, filters: str | None = None) -> argparse.ArgumentParser:
@@ -70,13 +73,16 @@ def _parser() -> argparse.ArgumentParser:
         return command
 
     add("info", "versions, devices, kernels built", "Print versions, devices, and the kernels that are built in.")
-    add(
+    check = add(
         "check",
         "every case against the reference on this machine",
         "Run the table of cases on this machine: every kernel twice, with bitwise equal results, and against the "
         "reference in float32. Without a GPU that kernels are built for, the reference against loops in float64. "
         "Exit status 1 if any case fails, 2 if none matches or none is built, 130 if interrupted.",
         "'fmha-*causal*' or float16",
+    )
+    check.add_argument(
+        "--quick", action="store_true", help="the smallest cases that have everything once: 20 s on one core of a CPU"
     )
     bench = add(
         "bench",

@@ -50,7 +50,7 @@ class Outcome:
         return f"{self.status:9} {self.seconds:5.1f} s  {self.name}: {self.detail}"
 
 
-def check(pattern: str | None, json_path: str | None, progress: bool | None) -> int:
+def check(pattern: str | None, json_path: str | None, progress: bool | None, is_quick: bool = False) -> int:
     out = output(json_path)
     if why := no_devices():
         print(why, file=out)
@@ -58,7 +58,8 @@ def check(pattern: str | None, json_path: str | None, progress: bool | None) -> 
     on_gpu, why = _mode()
     print(why, file=out, flush=True)
     one = _check_kernel if on_gpu else _check_reference
-    checks = [x for x in (kernel_checks() if on_gpu else reference_checks()) if matches(x.name, pattern)]
+    checks = kernel_checks() if on_gpu else reference_checks()
+    checks = [x for x in (quick(checks) if is_quick else checks) if matches(x.name, pattern)]
     if not checks:
         print(f"No case matches {pattern!r}.", file=out)
         return 2
@@ -102,6 +103,23 @@ def kernel_checks() -> list[Check]:
 
 def reference_checks() -> list[Check]:
     return [Check(case) for case in CASES if case.is_small]
+
+
+def quick(checks: Sequence[Check]) -> list[Check]:
+    """Few and small checks in which whatever a case may have occurs at least once."""
+
+    def has(x: Check) -> set[tuple[Any, ...]]:
+        c = x.case
+        sources = (c.op, c.topk > 0, c.ratio > 0, x.method)
+        words = (c.dtype, c.sink, c.d, c.page > 0, *c.span.split("+"), *c.features)
+        return {sources, *((word,) for word in words)}
+
+    left, chosen = set().union(*map(has, checks)), list[Check]()
+    while left:
+        best = max(checks, key=lambda x: (len(has(x) & left), -x.case.work))
+        chosen.append(best)
+        left -= has(best)
+    return sorted(chosen, key=lambda x: x.case.work)
 
 
 def _mode() -> tuple[bool, str]:

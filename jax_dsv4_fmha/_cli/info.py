@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from .. import _ffi
+from .. import __version__, _ffi
 from .report import output, table, write_json
 
 
@@ -15,7 +15,8 @@ def machine() -> dict[str, Any]:
     """The versions and devices that a measurement depends on."""
     driver = _Driver()
     versions = {
-        **{name: _version(name) for name in ("jax_dsv4_fmha", "jax", "jaxlib", "numpy")},
+        "jax_dsv4_fmha": __version__,
+        **{name: _version(name) for name in ("jax", "jaxlib", "numpy")},
         "python": platform.python_version(),
         "cuda_driver": driver.version,
         "kernels": _ffi.manifest()["toolchain"] or None,

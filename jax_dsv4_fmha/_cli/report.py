@@ -50,7 +50,8 @@ class Progress:
             return
         full = _BAR * self.done // self.total
         seconds = time.monotonic() - self.began
-        bar = f"[{'#' * full}{'.' * (_BAR - full)}] {self.done}/{self.total} {seconds:.0f} s  {label[:70]}"
+        left = f", about {seconds / self.done * (self.total - self.done):.0f} s left" if self.done else ""
+        bar = f"[{'#' * full}{'.' * (_BAR - full)}] {self.done}/{self.total} {seconds:.0f} s{left}  {label[:60]}"
         sys.stderr.write(f"\r\033[K{bar}")
         sys.stderr.flush()
         self.done += 1

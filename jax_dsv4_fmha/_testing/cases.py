@@ -95,11 +95,15 @@ class Case:
     @property
     def is_small(self) -> bool:
         """Quick enough for a CPU, float64 loop included."""
+        return self.b * self.s_q * self.h_q <= 80_000 and self.work <= 2**31
+
+    @property
+    def work(self) -> int:
+        """Products of numbers in the scores of what is visible, about."""
         keys = self.topk or min(self.s_kv, self.window * 2 if self.span == "window" else self.s_kv)
         if self.op == "dsv4_decode":
             keys = self.window + (self.topk or (self.s_kv // self.ratio if self.ratio else 0))
-        rows = self.b * self.s_q * self.h_q
-        return rows <= 80_000 and rows * keys * self.d <= 2**31
+        return self.b * self.s_q * self.h_q * keys * self.d
 
 
 def operands(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
