@@ -5,6 +5,7 @@
 #include "backward_plan.h"
 #include "forward_plan.h"
 #include "indexer_plan.h"
+#include "probabilities_plan.h"
 #include "registry.h"
 
 using namespace dsv4_fmha;
@@ -114,6 +115,15 @@ void dsv4_fmha_plan_indexer(const IndexShape* shape, const Tiles* tiles, int64_t
                             const IndexAddresses* addresses, ShownLaunch* scores, ShownLaunch* choice) {
   *scores = ShownLaunch(kIndexScores, PlanIndexScores(*shape, *tiles, first, count, *addresses));
   *choice = ShownLaunch(kTopk, PlanTopk(*shape, first, count, *addresses));
+}
+
+// What head-summed probabilities launch: 0, or -1 with the reason in `error`.
+int dsv4_fmha_plan_probabilities(const ProbabilitiesShape* shape, float scale, int64_t processors,
+                                 const ProbabilitiesAddresses* addresses, ShownLaunch* out, char* error,
+                                 size_t error_bytes) {
+  Plan<ProbabilitiesArguments> plan;
+  const std::string reason = PlanProbabilities(*shape, scale, processors, *addresses, &plan);
+  return Show(kProbabilities.name, plan, reason, out, error, error_bytes);
 }
 
 }  // extern "C"

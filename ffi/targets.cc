@@ -2,6 +2,7 @@
 #include "backward.h"
 #include "forward.h"
 #include "indexer.h"
+#include "probabilities.h"
 #include "target.h"
 
 namespace dsv4_fmha {
@@ -140,6 +141,10 @@ TopK ChooseTopK(ffi::Buffer<ffi::F32, 3> scores, PerQuery start, PerQuery stop) 
   return call;
 }
 
+HeadSummedProbabilities Probabilities(Array q, Array k, PerRow lse, PerQueryList indices, Scale scale) {
+  return {.q = {"q", q}, .k = {"k", k}, .lse = {"lse", lse}, .indices = {"indices", indices}, .scale = *scale};
+}
+
 }  // namespace
 }  // namespace dsv4_fmha
 
@@ -158,6 +163,7 @@ DSV4_FMHA_TARGET(dsv4_sparse_bwd, Dsv4SparseBwd)
 DSV4_FMHA_TARGET(dsv4_dense_bwd, Dsv4DenseBwd)
 DSV4_FMHA_TARGET(lightning_indexer, LightningIndexer)
 DSV4_FMHA_TARGET(topk, ChooseTopK)
+DSV4_FMHA_TARGET(head_summed_probabilities, Probabilities)
 
 }  // extern "C"
 #pragma GCC visibility pop

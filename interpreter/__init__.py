@@ -30,6 +30,7 @@ hardware.py tie it to them:
     launch.py      a launch as our own launcher plans it (ffi/introspect.cc), for a variant and operands
     handwritten.py programs written by hand, run here or on a chip
     indexer.py     the same for the lightning indexer, whose two kernels follow one another
+    backward.py probabilities.py   the same for gradients, and for head-summed probabilities
     cases.py       what kernels are run on;  verdict.py: what is wrong with an answer;  edits.py: faults to plant
     hardware.py    what a GPU answers, recorded
     timeline.py    who did what when, as text and as a picture

@@ -32,6 +32,7 @@ _KERNELS_OF = {
     "dsv4_attention": ("fwd", "sparse_fwd", "dsv4_sparse_fwd", "dsv4_dense_fwd"),
     "dsv4_decode": ("sparse_fwd", "dsv4_decode", "dsv4_decode_fp8"),
     "lightning_indexer": ("index_scores", "topk"),
+    "head_summed_probabilities": ("head_summed_probabilities",),
 }
 
 

@@ -23,7 +23,7 @@ from ._split_kv import architecture, processors, split_count
 _TARGETS = (
     *("fwd", "fwd_shared_kv", "sparse_fwd", "dsv4_sparse_fwd", "dsv4_dense_fwd", "dsv4_decode"),
     *("bwd", "sparse_bwd", "dsv4_sparse_bwd", "dsv4_dense_bwd"),
-    *("lightning_indexer", "topk"),
+    *("lightning_indexer", "topk", "head_summed_probabilities"),
 )
 
 EXPORT_CHECKS = [jax.export.DisabledSafetyCheck.custom_call(f"dsv4_fmha_{target}") for target in _TARGETS]
@@ -430,6 +430,23 @@ def topk(
     )
     indices, values = jax.ffi.ffi_call("dsv4_fmha_topk", results)(scores, start, stop)
     return indices, values
+
+
+def head_summed_probabilities(
+    q: jax.Array, k: jax.Array, lse: jax.Array, indices: jax.Array, *, scale: float
+) -> jax.Array:
+    """Σ_h exp(scale q·k - lse) at given keys, float32 `[b, s_q, topk]`.
+
+    Args:
+      q: `[b, s_q, h_q, 512]`, bfloat16 or float16; k: `[b, s_kv, 512]`, like q.
+      lse: float32 `[b, s_q, h_q]`, with the sink; a head with ±inf adds nothing.
+      indices: int32 `[b, s_q, topk]`; at one outside of `[0, s_kv)` there is 0.
+    """
+    result = jax.ShapeDtypeStruct(indices.shape, jnp.float32)
+    p: jax.Array = jax.ffi.ffi_call("dsv4_fmha_head_summed_probabilities", result)(
+        q, k, lse, indices, scale=np.float32(scale)
+    )
+    return p
 
 
 def _register() -> None:

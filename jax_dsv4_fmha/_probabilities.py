@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import _check, _indexer_reference
-from ._transforms import Axes, Call, Op, choose, forward
+from . import _check, _ffi, _indexer_reference
+from ._transforms import Arrays, Axes, Call, Op, choose, forward
 
 
 def head_summed_probabilities(
@@ -58,7 +58,8 @@ def head_summed_probabilities(
     _check.implementation(op, implementation)
     when = "never"
     if implementation != "reference":
-        when = choose(op, implementation, (), f"{q.dtype.name}, d={dims['d']}")
+        is_built = _ffi.built_for(op, d=dims["d"], dtype=q.dtype.name)
+        when = choose(op, implementation, is_built, f"{q.dtype.name}, d={dims['d']}")
     operands = map(lax.stop_gradient, (q, kv, denominator(lse, sink), indices))
     (p,) = forward(Call(_PROBABILITIES, when, (("scale", scale),)), *operands)
     return p
@@ -71,9 +72,14 @@ def denominator(lse: jax.Array, sink: jax.Array | None) -> jax.Array:
     return jnp.where(lse == -jnp.inf, jnp.inf, jnp.logaddexp(lse, sink[None, None]))
 
 
+def _kernel(*operands: jax.Array, scale: float) -> Arrays:
+    return (_ffi.head_summed_probabilities(*operands, scale=scale),)
+
+
 _PROBABILITIES = Op(
     "head_summed_probabilities",
     (Axes("q", "b s_q h_q d"), Axes("kv", "b s_c d"), Axes("lse", "b s_q h_q"), Axes("indices", "b s_q topk")),
     (Axes("p", "b s_q topk"),),
     _indexer_reference.attention_at,
+    _kernel,
 )

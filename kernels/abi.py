@@ -299,7 +299,25 @@ class TopK(Variant):
         )
 
 
-FAMILIES: tuple[type[Variant], ...] = (Forward, Backward, Combine, IndexScores, TopK)
+@dataclass(frozen=True)
+class Probabilities(Variant):
+    """Attention's probabilities at selected keys, summed over heads: q, keys, lse with the sink, indices."""
+
+    d: int
+    dtype: str  # of q and the keys
+
+    family, layout = "probabilities", "probabilities"
+
+    @property
+    def params(self) -> Params:
+        return (
+            *each("address", "q", "k", "lse", "indices", "p"),
+            *each("float32", "scale"),
+            *each("int32", "queries", "s_q", "h_q", "s_kv", "topk"),
+        )
+
+
+FAMILIES: tuple[type[Variant], ...] = (Forward, Backward, Combine, IndexScores, TopK, Probabilities)
 
 
 def layouts(variants: Iterable[Variant]) -> dict[str, Variant]:

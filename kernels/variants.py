@@ -1,6 +1,6 @@
 """Everything that is shipped, as data.  The build, the C++ table and the tests read this list; nothing restates it."""
 
-from .abi import ANY, BACKWARD_OPS, Backward, Combine, Forward, IndexScores, TopK, Variant
+from .abi import ANY, BACKWARD_OPS, Backward, Combine, Forward, IndexScores, Probabilities, TopK, Variant
 
 DTYPES = ("bfloat16", "float16")
 DENSE, LATENT, FEW_HEADS = (f"kernels.sm90.{name}" for name in ("fwd", "latent.kernel", "few_heads.kernel"))
@@ -47,4 +47,8 @@ VARIANTS: tuple[Variant, ...] = (
         for dtype in (*DTYPES, "float8_e4m3fn")
     ),
     TopK("topk", "sm_90a", "kernels.sm90.topk", max_topk=2048),
+    *(
+        Probabilities("head_summed_probabilities", "sm_90a", "kernels.sm90.probabilities", 512, dtype)
+        for dtype in DTYPES
+    ),
 )

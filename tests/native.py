@@ -118,6 +118,11 @@ class IndexShape(ctypes.Structure):
     _fields_ = _int64s("b", "s_q", "s_c", "heads", "topk", "type", "queries", "stride", "wants_values")
 
 
+class ProbabilitiesShape(ctypes.Structure):
+    _fields_ = _int64s("b", "s_q", "h_q", "s_kv", "topk")
+
+
+PROBABILITIES_ADDRESSES = ("q", "k", "lse", "indices", "p")
 INDEX_ADDRESSES = ("q", "k", "weights", "k_scale", "start", "stop", "scores", "indices", "values")
 
 
@@ -215,6 +220,26 @@ def plan_indexer(
         ctypes.byref(choice),
     )
     return _shown(scores), _shown(choice)
+
+
+def plan_probabilities(
+    shape: ProbabilitiesShape, scale: float = 1.0, *, processors: int = 132, addresses: dict[str, int] | None = None
+) -> Plan:
+    """What head-summed probabilities launch; ValueError where they are refused."""
+    out, error = _ShownLaunch(), ctypes.create_string_buffer(512)
+    names = PROBABILITIES_ADDRESSES
+    status = library().dsv4_fmha_plan_probabilities(
+        ctypes.byref(shape),
+        ctypes.c_float(scale),
+        ctypes.c_int64(processors),
+        (ctypes.c_void_p * len(names))(*((addresses or {}).get(name) for name in names)),
+        ctypes.byref(out),
+        error,
+        ctypes.c_size_t(len(error)),
+    )
+    if status != 0:
+        raise ValueError(error.value.decode())
+    return _shown(out)
 
 
 def _row_shape(shape: Shape, of_type: int) -> _RowShape:

@@ -12,10 +12,21 @@ import pytest
 
 from jax_dsv4_fmha import _ffi
 from kernels import build
-from kernels.abi import Combine, IndexScores, TopK
+from kernels.abi import Combine, IndexScores, Probabilities, TopK
 from kernels.cubin import KernelInfo, read_kernel
 from kernels.variants import FEW_HEADS, LATENT, VARIANTS
-from tests.native import IndexShape, Shape, cubin, library, plan, plan_combine, plan_indexer, variant_of
+from tests.native import (
+    IndexShape,
+    ProbabilitiesShape,
+    Shape,
+    cubin,
+    library,
+    plan,
+    plan_combine,
+    plan_indexer,
+    plan_probabilities,
+    variant_of,
+)
 
 ROOT = Path(__file__).parent.parent
 HAS_DSL = util.find_spec("cutlass") is not None
@@ -72,6 +83,8 @@ def test_the_launcher_hands_over_what_the_table_says(variant):
     shape = Shape(2, 70, 150, 8, 1, 512, s_kv1=200, topk=100)
     if isinstance(variant, IndexScores | TopK):
         launch = plan_indexer(IndexShape(2, 70, 150, 64, 100, 9, 4, 256, 1))[isinstance(variant, TopK)]
+    elif isinstance(variant, Probabilities):
+        launch = plan_probabilities(ProbabilitiesShape(2, 70, 8, 150, 100))
     else:
         launch = plan_combine(shape._replace(splits=3)) if isinstance(variant, Combine) else plan(variant, shape)
     assert {name: len(blob) for name, blob in launch.params.items()} == {p.name: p.bytes for p in variant.params}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jax_dsv4_fmha import _ffi
-from kernels.abi import ANY, Backward, Combine, IndexScores, TopK
+from kernels.abi import ANY, Backward, Combine, IndexScores, Probabilities, TopK
 from kernels.variants import DENSE, FEW_HEADS
 from tests.native import cubin, variant_of
 
@@ -31,6 +31,10 @@ def test_sass(key, tmp_path):
         products = [opcode for opcode in opcodes if opcode.startswith(("HGMMA.", "QGMMA."))]
         assert len(products) == 128 * in_bytes // 32 and count["WARPGROUP.ARRIVE"] == 1, (products, count)
         assert count["UTMALDG"] == 2 * in_bytes and count["USETMAXREG"] == 2, count
+        return
+    if isinstance(variant, Probabilities):
+        assert count["HGMMA"] == variant.d // 16 and count["WARPGROUP.ARRIVE"] == 4, count  # a piece is one group
+        assert count["LDGSTS"] > 0 and count["UTMALDG"] == 0, count
         return
     if isinstance(variant, Backward):
         of_tiles = 2 * variant.d // 16 + 2 * 64 // 16  # S and dP, and both halves of dQ

@@ -99,3 +99,33 @@ RIGHT = dict(zip(("q", "kv", "lse", "indices"), operands(), strict=True))
 def test_error(wrong, error, message):
     with pytest.raises(error, match=f"head_summed_probabilities: .*{message}"):
         head_summed_probabilities(**{**RIGHT, **wrong})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(("b", "s_q", "h", "topk"), [(2, 37, 1, 5), (1, 140, 64, 300), (1, 33, 200, 257)])
+def test_kernel(cuda, dtype, b, s_q, h, topk):
+    keys = jax.random.split(jax.random.key(0), 4)
+    q, kv = jax.random.normal(keys[0], (b, s_q, h, 512), dtype), jax.random.normal(keys[1], (b, 700, 512), dtype)
+    indices = jax.random.randint(keys[2], (b, s_q, topk), -20, 720, jnp.int32)
+    indices = jnp.where(indices == 699, 698, indices)
+    kv = kv.at[:, 699].set(jnp.nan)
+    lse = jax.random.normal(keys[3], (b, s_q, h)) + jnp.log(1.0 * topk)
+    lse = lse.at[0, 0, 0].set(-jnp.inf).at[-1, -1, -1].set(jnp.inf)
+    sink = jnp.linspace(-1, 1, h)
+    want = by_loop_in_numpy(q, kv, lse, indices, sink)
+    got = [head_summed_probabilities(q, kv, lse, indices, sink=sink, implementation="cubin") for _ in range(2)]
+    np.testing.assert_allclose(got[0], want, rtol=1e-5, atol=1e-5 * want.max())
+    np.testing.assert_array_equal(got[0], got[1])
+
+
+def by_loop_in_numpy(q, kv, lse, indices, sink):
+    """float64, a query at a time."""
+    q, kv, lse, sink = (np.asarray(x, np.float64) for x in (q, kv, lse, sink))
+    indices, p = np.asarray(indices), np.zeros(indices.shape)
+    for n, i in np.ndindex(*p.shape[:2]):
+        there = (indices[n, i] >= 0) & (indices[n, i] < kv.shape[1])
+        adds = np.isfinite(lse[n, i])
+        s = q.shape[-1] ** -0.5 * q[n, i, adds] @ kv[n, indices[n, i, there]].T
+        p[n, i, there] = np.exp(s - np.logaddexp(lse[n, i, adds], sink[adds])[:, None]).sum(0)
+    return p

@@ -1,0 +1,355 @@
+"""Attention's probabilities at selected keys, summed over heads, for Hopper: sum of exp(scale q[h] . k - lse[h]).
+
+Swapped operands, as for the indexer's scores: the 64 rows of a product are keys and its columns are a query's heads, so
+that the sum over heads is along a thread's own registers, and two shuffles are left of it.
+
+    producer       Q of a query, piece by piece    K0  K1  K2 ...     64 keys each, a quarter of the columns at a time
+    consumer WG 0    K0 | sum | K2 | sum | ...
+    consumer WG 1         K1 | sum | K3 | sum | ...
+
+A key comes from L2 once for 128 heads: 64 KiB of a tile are some 2700 clocks, its product 2048, its sum 600 of every
+scheduler's. So that keys are always under way, they come in pieces of 16 KiB, of which SMEM holds six beside Q.
+
+CTAs are persistent: one takes every gridDim-th query. More heads are taken 128 at a time, and added to what is there.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import warpgroup
+from cutlass.memory import SmemAllocator
+
+from kernels.abi import Probabilities
+from kernels.aot import Compiled, compile_ahead
+from kernels.lib.barriers import arrive_if
+from kernels.lib.launch import SMEM_LIMIT, WARPGROUP, element_type, i32, launch_facts, pointers
+from kernels.lib.rows import ceil_div, load, row_of, store
+from kernels.lib.selections import CHUNK, LANES_A_ROW, Selection, SelectionOperands, copy_or_zero
+from kernels.lib.softmax import LOG2_E, ROWS, exp2
+from kernels.lib.wgmma import K_MAJOR, SLAB, accumulator, multiply, operand_a, operand_b, slab_layout, tiled_mma
+
+CONSUMERS = 2  # warpgroups
+BLOCK = 8  # columns of an accumulator of which a quad's lanes hold two each
+
+
+@dataclass(frozen=True)
+class Config:
+    """Compile-time choices; every tile, count and size follows from them."""
+
+    d: int
+    dtype: str
+    tile_m: int = 128  # heads: columns of a product
+    tile_n: int = 64  # keys: its rows
+    pieces: int = 4  # of the columns of Q and K
+
+    @property
+    def threads(self) -> int:
+        return (1 + CONSUMERS) * WARPGROUP
+
+    @property
+    def piece(self) -> int:
+        return self.d // self.pieces
+
+    @property
+    def slabs_of_piece(self) -> int:
+        return self.piece // SLAB
+
+    @property
+    def fixed_bytes(self) -> int:
+        return 2 * self.tile_m * self.d + 4 * CONSUMERS * self.tile_m
+
+    @property
+    def stages(self) -> int:
+        """Pieces of keys that SMEM holds."""
+        return (SMEM_LIMIT - 1024 - self.fixed_bytes) // (2 * self.tile_n * self.piece)
+
+    @property
+    def smem_bytes(self) -> int:
+        return self.fixed_bytes + self.stages * 2 * self.tile_n * self.piece + 8 * 2 * (self.stages + self.pieces) + 16
+
+    def __post_init__(self):
+        if self.d % (self.pieces * SLAB):
+            raise ValueError(f"d must be a multiple of {self.pieces * SLAB}, got {self.d}")
+        if self.stages < self.pieces:
+            raise ValueError(f"SMEM holds {self.stages} pieces of keys, wanted {self.pieces} at least: {self}")
+
+
+class Arrays(NamedTuple):
+    q: cute.Pointer  # [b, s_q, h_q, d]
+    k: cute.Pointer  # [b, s_kv, d]
+    lse: cute.Pointer  # float32 [b, s_q, h_q], with the sink
+    indices: cute.Pointer  # int32 [b, s_q, topk]
+    p: cute.Pointer  # float32 [b, s_q, topk]
+    scale: Float32
+
+
+class Extents(NamedTuple):
+    """The scalars of a launch, in the order of the kernel's parameters."""
+
+    queries: Int32  # of all batch entries
+    s_q: Int32
+    h_q: Int32
+    s_kv: Int32
+    topk: Int32
+
+
+@dataclass(frozen=True)
+class Barriers:
+    """mbarriers in SMEM: of each piece of Q, of each stage of keys."""
+
+    q_full: cute.Pointer
+    q_empty: cute.Pointer
+    k_full: cute.Pointer
+    k_empty: cute.Pointer
+
+
+@dataclass(frozen=True)
+class Shared:
+    q: cute.Tensor  # (heads, d)
+    k: cute.Tensor  # (keys, columns of a piece, stage)
+    shift: cute.Tensor  # (heads, warpgroup): lse in units of log2; inf for a head that adds nothing
+
+
+class ProbabilitiesSm90:
+    def __init__(self, config: Config):
+        self.config = config
+        self.dtype = element_type(config.dtype)
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Pointer,
+        k: cute.Pointer,
+        lse: cute.Pointer,
+        indices: cute.Pointer,
+        p: cute.Pointer,
+        scale: Float32,
+        b: Int32,
+        s_q: Int32,
+        h_q: Int32,
+        s_kv: Int32,
+        topk: Int32,
+        ctas: Int32,  # at most, that is how many run at a time
+        stream: cuda.CUstream,
+    ):
+        c, queries = self.config, b * s_q
+        self.kernel(Arrays(q, k, lse, indices, p, scale), Extents(queries, s_q, h_q, s_kv, topk)).launch(
+            grid=(cutlass.min(queries, ctas), 1, 1),
+            block=(c.threads, 1, 1),
+            smem=c.smem_bytes,
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    @cute.kernel
+    def kernel(self, arrays: Arrays, n: Extents):
+        c = self.config
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        bar, smem = self.allocate()
+        if warp == 0:
+            with cute.arch.elect_one():
+                for i in cutlass.range_constexpr(c.pieces):
+                    cute.arch.mbarrier_init(bar.q_full + i, WARPGROUP)
+                    cute.arch.mbarrier_init(bar.q_empty + i, CONSUMERS * WARPGROUP)
+                for i in cutlass.range_constexpr(c.stages):
+                    cute.arch.mbarrier_init(bar.k_full + i, WARPGROUP)
+                    cute.arch.mbarrier_init(bar.k_empty + i, WARPGROUP)
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        if warp < 4:
+            self.produce(bar, smem, arrays, n)
+        else:
+            self.consume(bar, smem, arrays, n, warp // 4 - 1)
+
+    def allocate(self) -> tuple[Barriers, Shared]:
+        c, smem = self.config, SmemAllocator()
+        q, k = (
+            smem.allocate_tensor(self.dtype, layout.outer, 1024, swizzle=layout.inner)
+            for layout in (
+                slab_layout(self.dtype, c.tile_m, c.d),
+                slab_layout(self.dtype, c.tile_n, c.piece, c.stages),
+            )
+        )
+        shift = smem.allocate_tensor(Float32, cute.make_layout((c.tile_m, CONSUMERS)), 16)
+        rings = (c.pieces, c.pieces, c.stages, c.stages)
+        return Barriers(*(smem.allocate_array(Int64, count) for count in rings)), Shared(q, k, shift)
+
+    def turns(self, n: Extents) -> Int32:
+        """How many queries this CTA has, all heads of a query counted as often as they are taken a tile at a time."""
+        queries = ceil_div(n.queries - cute.arch.block_idx()[0], cute.arch.grid_dim()[0])
+        return queries * ceil_div(n.h_q, Int32(self.config.tile_m))
+
+    def at(self, turn: Int32, n: Extents) -> tuple[Int32, Int32]:
+        """(query, counted over all batch entries, first head)"""
+        groups = ceil_div(n.h_q, Int32(self.config.tile_m))
+        query = cute.arch.block_idx()[0] + turn // groups * cute.arch.grid_dim()[0]
+        return query, turn % groups * self.config.tile_m
+
+    # ---- producer
+
+    @cute.jit
+    def produce(self, bar: Barriers, smem: Shared, arrays: Arrays, n: Extents):
+        """For every turn: its first keys, Q, and the other keys."""
+        c = self.config
+        thread = cute.arch.thread_idx()[0]
+        tiles = ceil_div(n.topk, Int32(c.tile_n))
+        wanted = cute.make_rmem_tensor(c.tile_n // (WARPGROUP // LANES_A_ROW), Int32)
+        for turn in cutlass.range(self.turns(n), unroll=1):
+            query, head0 = self.at(turn, n)
+            keys = self.selection(arrays, query, n)
+            keys.look_up(Int32(0), wanted, thread, WARPGROUP)
+            for t in cutlass.range(tiles, unroll=1):
+                keys.settle(t, wanted, thread, WARPGROUP)
+                self.gather(bar, smem, keys, wanted, turn * tiles + t, thread)
+                keys.look_up(t + 1, wanted, thread, WARPGROUP)
+                if t == 0:
+                    self.load_heads(bar, smem, arrays, query, head0, n, turn, thread)
+
+    def selection(self, arrays: Arrays, query: Int32, n: Extents) -> Selection:
+        c = self.config
+        operands = SelectionOperands(arrays.k, arrays.indices, arrays.indices, n.s_kv, n.s_kv, n.topk)
+        keys = arrays.k + Int64(query // n.s_q) * n.s_kv * c.d
+        indices = arrays.indices + Int64(query) * n.topk
+        return Selection(operands, c.tile_n, c.d, keys, indices, Int32(0), n.topk)
+
+    @cute.jit
+    def gather(self, bar: Barriers, smem: Shared, keys: Selection, wanted: cute.Tensor, k: Int32, thread: Int32):
+        """The CTA's k-th tile of keys, piece by piece."""
+        c = self.config
+        for piece in cutlass.range_constexpr(c.pieces):
+            fill = k * c.pieces + piece
+            stage = fill % c.stages
+            cute.arch.mbarrier_wait(bar.k_empty + stage, (fill // c.stages & 1) ^ 1)
+            slabs = range(piece * c.slabs_of_piece, (piece + 1) * c.slabs_of_piece)
+            keys.gather(smem.k[None, None, stage], wanted, thread, slabs, WARPGROUP, slabs[0])
+            cute.arch.cp_async_mbarrier_arrive_noinc(bar.k_full + stage)
+
+    @cute.jit
+    def load_heads(
+        self,
+        bar: Barriers,
+        smem: Shared,
+        arrays: Arrays,
+        query: Int32,
+        head0: Int32,
+        n: Extents,
+        turn: Int32,
+        thread: Int32,
+    ):
+        """Q of a query's heads, piece by piece; zeros for those that are not there."""
+        c = self.config
+        at_once, row0, chunk = WARPGROUP // LANES_A_ROW, thread // LANES_A_ROW, thread % LANES_A_ROW
+        target0 = smem.q.iterator.toint() + row0 * (SLAB * 2) + (chunk ^ row0 % 8) * 16
+        first = Int64(query) * n.h_q
+        for piece in cutlass.range_constexpr(c.pieces):
+            cute.arch.mbarrier_wait(bar.q_empty + piece, (turn & 1) ^ 1)
+            for i in cutlass.range_constexpr(c.tile_m // at_once):
+                head = head0 + row0 + i * at_once
+                size = Int32(head < n.h_q) * 16
+                source = arrays.q + ((first + cutlass.min(head, n.h_q - 1)) * c.d + chunk * CHUNK)
+                for slab in range(piece * c.slabs_of_piece, (piece + 1) * c.slabs_of_piece):
+                    place = target0 + (slab * c.tile_m + i * at_once) * SLAB * 2
+                    copy_or_zero(place, (source + slab * SLAB).toint(), size)
+            cute.arch.cp_async_mbarrier_arrive_noinc(bar.q_full + piece)
+
+    # ---- consumers
+
+    @cute.jit
+    def consume(self, bar: Barriers, smem: Shared, arrays: Arrays, n: Extents, group: Int32):
+        """One warpgroup: every other tile of keys."""
+        c = self.config
+        thread = cute.arch.thread_idx()[0] % WARPGROUP
+        mma = tiled_mma(self.dtype, c.tile_m, K_MAJOR)
+        a = operand_a(mma, smem.k)
+        b = tuple(operand_b(mma, cute.local_tile(smem.q, (c.tile_m, c.piece), (0, i))) for i in range(c.pieces))
+        acc = accumulator(mma, c.tile_m)
+        tiles, scale_log2 = ceil_div(n.topk, Int32(c.tile_n)), arrays.scale * LOG2_E
+        for turn in cutlass.range(self.turns(n), unroll=1):
+            query, head0 = self.at(turn, n)
+            self.read_shifts(smem, arrays, query, head0, n, group, thread)
+            listed = Int64(query) * n.topk
+            for t in cutlass.range(group, tiles, CONSUMERS, unroll=1):
+                k, last = turn * tiles + t, Int32(t + CONSUMERS >= tiles)
+                entries = cute.make_rmem_tensor(ROWS, Int32)
+                for r in cutlass.range_constexpr(ROWS):
+                    position = t * c.tile_n + row_of(thread, r)
+                    entries[r] = load(arrays.indices + (listed + cutlass.min(position, n.topk - 1)))
+                for piece in cutlass.range_constexpr(c.pieces):
+                    fill = k * c.pieces + piece
+                    cute.arch.mbarrier_wait(bar.q_full + piece, turn & 1)
+                    cute.arch.mbarrier_wait(bar.k_full + fill % c.stages, fill // c.stages & 1)
+                    cute.arch.fence_proxy("async.shared", space="cta")  # the producer wrote through the generic proxy
+                    multiply(mma, acc, a[None, None, None, fill % c.stages], b[piece], piece == 0)
+                    if cutlass.const_expr(piece > 0):
+                        warpgroup.wait_group(1)
+                        self.release(bar, fill - 1, piece - 1, last)
+                warpgroup.wait_group(0)
+                self.release(bar, k * c.pieces + c.pieces - 1, c.pieces - 1, last)
+                sums = sum_over_heads(acc, smem.shift[None, group], scale_log2)
+                for r in cutlass.range_constexpr(ROWS):
+                    position = t * c.tile_n + row_of(thread, r)
+                    if thread % 4 == 0 and position < n.topk:
+                        place = arrays.p + (listed + position)
+                        total = sums[r] if entries[r] >= 0 and entries[r] < n.s_kv else Float32(0.0)
+                        if head0 > 0:
+                            total = total + load(place)
+                        store(place, total)
+            if group >= tiles:  # there is nothing for this one
+                for piece in cutlass.range_constexpr(c.pieces):
+                    cute.arch.mbarrier_wait(bar.q_full + piece, turn & 1)
+                    cute.arch.mbarrier_arrive(bar.q_empty + piece)
+
+    def release(self, bar: Barriers, fill: Int32, piece: int, last: Int32) -> None:
+        """A piece of keys; with the last keys that a piece of Q is for, that too."""
+        cute.arch.mbarrier_arrive(bar.k_empty + fill % self.config.stages)
+        arrive_if(bar.q_empty + piece, last)
+
+    @cute.jit
+    def read_shifts(
+        self, smem: Shared, arrays: Arrays, query: Int32, head0: Int32, n: Extents, group: Int32, thread: Int32
+    ):
+        """A thread has one head's."""
+        head = head0 + thread
+        lse = load(arrays.lse + (Int64(query) * n.h_q + cutlass.min(head, n.h_q - 1)))
+        adds = head < n.h_q and lse != -Float32.inf
+        cute.arch.barrier(barrier_id=1 + group, number_of_threads=WARPGROUP)  # all have read those before
+        smem.shift[thread, group] = lse * LOG2_E if adds else Float32.inf
+        cute.arch.barrier(barrier_id=1 + group, number_of_threads=WARPGROUP)
+
+
+@cute.jit
+def sum_over_heads(acc: cute.Tensor, shift: cute.Tensor, scale_log2: Float32) -> cute.Tensor:
+    """Of each of a thread's keys."""
+    products = cute.make_tensor(acc.iterator, cute.make_layout((2, ROWS, cute.size(acc) // 2 // ROWS)))
+    sums = cute.make_rmem_tensor(ROWS, Float32)
+    sums.fill(0.0)
+    for j in cutlass.range_constexpr(cute.size(products, mode=[2])):
+        for c in cutlass.range_constexpr(2):
+            of_head = shift[j * BLOCK + cute.arch.lane_idx() % 4 * 2 + c]
+            for r in cutlass.range_constexpr(ROWS):
+                p = exp2(products[c, r, j] * scale_log2 - of_head)
+                sums[r] = sums[r] + (p if of_head != Float32.inf else Float32(0.0))  # NaN of a key, too
+    for r in cutlass.range_constexpr(ROWS):
+        for offset in (1, 2):
+            sums[r] = sums[r] + cute.arch.shuffle_sync_bfly(sums[r], offset=offset)
+    return sums
+
+
+def compile(variant: Probabilities, out_dir: Path) -> Compiled:
+    config = Config(variant.d, variant.dtype)
+    return compile_ahead(
+        ProbabilitiesSm90(config),
+        ProbabilitiesSm90.kernel,
+        *pointers(variant.dtype, "q", "k", "float32", "int32", "float32"),
+        Float32(1.0),
+        *(i32() for _ in range(6)),
+        name="probabilities_sm90",
+        arch=variant.arch,
+        out_dir=out_dir,
+        facts=launch_facts(config),
+    )

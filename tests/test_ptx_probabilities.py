@@ -1,0 +1,96 @@
+"""Head-summed probabilities, interpreted: right answers, and planted faults, each found as what it is."""
+
+import functools
+
+import pytest
+
+from interpreter import edits
+from interpreter.hazards import Deadlock, Fault, Race
+from interpreter.probabilities import Problem, judge, run
+from interpreter.verdict import Wrong
+from kernels.abi import Probabilities
+from tests import native
+
+BUILT = {v.key: v for v in native.built(Probabilities)}
+KEY = "head_summed_probabilities_sm_90a_d512_bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "processors", "seed"),
+    [
+        ("bfloat16", (1, 3, 5, 90, 40), 1, 0),  # one tile of keys: nothing for the second warpgroup
+        ("float16", (2, 1, 130, 90, 133), 3, 1),  # more heads than a tile has, more CTAs than queries
+    ],
+)
+def test_is_right(dtype, shape, processors, seed):
+    variant = BUILT.get(KEY.replace("bfloat16", dtype)) or pytest.skip("not built")
+    x = Problem.of(variant, *shape)
+    judge(x, run(variant, x, processors=processors, seed=seed))
+
+
+def barriers(text):
+    """The offsets of q_full, q_empty, k_full and k_empty."""
+    made, at = edits.barriers(text), 0
+    found = {}
+    for name, count in (("q_full", 4), ("q_empty", 4), ("k_full", 6), ("k_empty", 6)):
+        found[name], at = set(made[at : at + count]), at + count
+    assert at == len(made)
+    return found
+
+
+def without_waiting_for(name):
+    return lambda text: edits.drop_waits(text, barriers(text)[name])
+
+
+def never_handed_back(text):
+    """A piece of keys."""
+    (first, *_) = sorted(barriers(text)["k_empty"])
+    return edits.replace(text, rf"mbarrier\.arrive\.shared\.b64 %rd\d+, \[%r\d+\+{first}\][^;]*;", "", slice(1, 2))
+
+
+def handed_back_too_early(text):
+    """Pieces of keys, while products still read them."""
+    return edits.replace(text, r"wgmma\.wait_group\.sync\.aligned\s+1;", "wgmma.wait_group.sync.aligned 4;")
+
+
+def lse_of_another_head(text):
+    pattern = r"ld\.shared\.v2\.b32\s+(\{[^}]*\}), \[(%r\d+)\+(\d+)\];"
+    return edits.replace(text, pattern, lambda m: f"ld.shared.v2.b32 {m[1]}, [{m[2]}+{int(m[3]) - 32}];", slice(1, 2))
+
+
+def lse_read_too_early(text):
+    """Before the whole warpgroup has written its heads'."""
+    return edits.replace(text, r"^\s*(bar\.sync|barrier\.sync)\s+%r\d+, \d+;", "", slice(-1, None))
+
+
+def half_a_sum(text):
+    """What two of four lanes have is lost."""
+    pattern = r"shfl\.sync\.bfly\.b32\s+(%r\d+)(?:\|%p\d+)?, (%r\d+), 2,[^;]*;"
+    return edits.replace(text, pattern, lambda m: f"mov.b32 {m[1]}, 0;", slice(0, 1))
+
+
+FAULTS = {
+    "keys read before they are there": (without_waiting_for("k_full"), Race, "wgmma"),
+    "Q read before it is there": (without_waiting_for("q_full"), Race, "wgmma"),
+    "Q overwritten while it is read": (without_waiting_for("q_empty"), Race, "cp.async"),
+    "keys never handed back": (never_handed_back, Deadlock, "128 of 128 arrivals pending"),
+    "keys handed back too early": (handed_back_too_early, Race, "wgmma"),
+    "lse of another head": (lse_of_another_head, Wrong, "probabilities are wrong"),
+    "lse read too early": (lse_read_too_early, Race, "ld.shared"),
+    "half a sum": (half_a_sum, Wrong, "probabilities are wrong"),
+}
+
+
+@functools.cache
+def problem():
+    variant = BUILT.get(KEY) or pytest.skip("not built")
+    return Problem.of(variant, 1, 2, 20, 90, 129)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault(name):
+    edit, fault, says = FAULTS[name]
+    x = problem()
+    with pytest.raises(Fault, match=says) as found:
+        judge(x, run(BUILT[KEY], x, processors=1, edit=edit))
+    assert type(found.value) is fault
