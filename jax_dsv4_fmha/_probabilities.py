@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from . import _check, _ffi, _indexer_reference
-from ._transforms import Arrays, Axes, Call, Op, choose, forward
+from ._transforms import Arrays, Axes, Call, Fit, Op, choose, forward
 
 
 def head_summed_probabilities(
@@ -56,12 +56,12 @@ def head_summed_probabilities(
     sink = _check.sink(op, sink, dims)
     scale = _check.scale(op, scale, dims["d"])
     _check.implementation(op, implementation)
-    when = "never"
+    when, fit = "never", None
     if implementation != "reference":
-        is_built = _ffi.built_for(op, d=dims["d"], dtype=q.dtype.name)
-        when = choose(op, implementation, is_built, f"{q.dtype.name}, d={dims['d']}")
+        got, archs = f"{q.dtype.name}, d={dims['d']}", _ffi.built_for(op, d=dims["d"], dtype=q.dtype.name)
+        when, fit = choose(op, implementation, archs, got), Fit(got, op, archs)
     operands = map(lax.stop_gradient, (q, kv, denominator(lse, sink), indices))
-    (p,) = forward(Call(_PROBABILITIES, when, (("scale", scale),)), *operands)
+    (p,) = forward(Call(_PROBABILITIES, when, (("scale", scale),), fit), *operands)
     return p
 
 
