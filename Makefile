@@ -7,7 +7,7 @@ BIN := .venv/bin
 # The architecture of this machine's GPU, if kernels are made for it.
 HERE = $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sed -n '1s/^9[.]0$$/sm_90a/p; 1s/^10[.]0$$/sm_100a/p')
 , := ,
-PACKAGES := jax_dsv4_fmha kernels interpreter tests examples
+PACKAGES := jax_dsv4_fmha kernels interpreter tests examples docs
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-hf wheel lint build clean

@@ -1,6 +1,7 @@
-"""The programs in README and docs run, and print what their comments say."""
+"""The programs in README and docs run, and print what their comments say; generated parts are what generates them."""
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -19,3 +20,33 @@ def test_program_prints_what_it_says(program, capsys):
     exec(compile(program, "program", "exec"), {"__name__": "__main__"})
     printed = capsys.readouterr().out.splitlines()
     assert said and printed == said
+
+
+GENERATE = runpy.run_path(str(ROOT / "docs/generate.py"))
+
+
+@pytest.mark.parametrize("page", GENERATE["PAGES"], ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_was_measured_is_what_the_page_says(page):
+    text = page.read_text()
+    assert GENERATE["generated"](text) == text, "run python docs/generate.py"
+    if page.name == "performance.md":
+        assert len(text.splitlines()) <= 150
+        assert {found[1] for found in GENERATE["MARKED"].findall(text)} >= {"dsv4", "dense", "decode", "flashmla"}
+
+
+def test_pictures_are_what_draws_them():
+    drawn = runpy.run_path(str(ROOT / "docs/draw.py"))
+    for name, draw in drawn["DRAWN"].items():
+        assert (drawn["PICTURES"] / f"{name}.svg").read_text() == draw(), "run python docs/draw.py"
+
+
+@pytest.mark.parametrize("page", ["forward", "decode-fp8", "gathering"])
+def test_a_trial_is_a_line(page):
+    """Date, commit, trial, predicted, measured, verdict; no cell of more than 120 characters."""
+    rows = [line for line in (ROOT / f"docs/lab/{page}.md").read_text().splitlines() if line.startswith("| 2")]
+    for row in rows:
+        date, commit, *texts, verdict = (cell.strip() for cell in row.strip("|").split(" |"))
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d", date) and re.fullmatch("[0-9a-f]{8}", commit) and len(texts) == 3, row
+        assert max(map(len, texts)) <= 120, row
+        assert verdict in ("kept", "dropped", "replaced", "shipped", "measured", "not recorded", "…"), row
+    assert len(rows) >= {"forward": 120, "decode-fp8": 20, "gathering": 11}[page]
