@@ -1,7 +1,8 @@
 // The calls of the lightning indexer: check the operands, look the kernels up, launch them block by block of queries.
 //
 // q [b, s_q, heads, 128] and k [b, s_c, 128] of one dtype, weights f32 [b, s_q, heads], k_scale f32 [b, s_c], start and
-// stop i32 [b, s_q] -> indices i32 [b, s_q, topk], values f32 [b, s_q, topk] or [b, s_q, 0], and a workspace of scores f32
+// stop i32 [b, s_q]; or k in pages, [pages, page, 128], or u8 [pages, page * 132] where q has 8 bits, and in place of
+// k_scale a table i32 [b, width] -> indices i32 [b, s_q, topk], values f32 [b, s_q, topk] or [b, s_q, 0], and a workspace of scores f32
 // [rows, stride].  `topk` chooses from scores f32 [b, s_q, s_c] that are given.
 #pragma once
 
@@ -22,7 +23,8 @@ struct Chosen {
 };
 
 struct Indexer : Chosen {
-  Operand q, k, weights, k_scale, start, stop;
+  Operand q, k, weights, start, stop;
+  Operand k_scale{}, table{};  // one of them is there
   Operand scores{};
 
   using Results = TypeList<ffi::Result<ffi::Buffer<ffi::S32, 3>>, ffi::Result<ffi::Buffer<ffi::F32, 3>>,
@@ -39,23 +41,39 @@ struct Indexer : Chosen {
   };
 
   ffi::Error Find(int ordinal, IndexShape* shape, Kernels* kernels) const {
-    const Ints rows = q.dimensions;
+    const Ints rows = q.dimensions, keys = k.dimensions;
+    const bool paged = table.name != nullptr, packed = paged && q.dtype == ffi::F8E4M3FN;
     if (rows.size() != 4) return Refuse(q, "shape " + Show(rows), "[b, s_q, heads, 128]");
-    if (k.dimensions.size() != 3) return Refuse(k, "shape " + Show(k.dimensions), "[b, s_c, 128]");
-    const int64_t b = rows[0], s_q = rows[1], heads = rows[2], s_c = k.dimensions[1];
+    if (keys.size() != (packed ? 2 : 3)) {
+      return Refuse(k, "shape " + Show(keys),
+                    packed  ? "[pages, 132 bytes an entry]"
+                    : paged ? "[pages, page, 128]"
+                            : "[b, s_c, 128]");
+    }
+    const int64_t b = rows[0], s_q = rows[1], heads = rows[2], width = paged ? table.dimensions[1] : 0;
+    const int64_t page = packed ? keys[1] / (kIndexDim + kScaleBytes) : keys[1], s_c = paged ? width * page : page;
     Expectations expect;
     expect.Shape(q, {b, s_q, heads, kIndexDim});
-    expect.Shape(k, {b, s_c, kIndexDim});
-    expect.DtypeOf(q, k);
+    if (packed) {
+      expect.Shape(k, {keys[0], page * (kIndexDim + kScaleBytes)});
+      expect.Dtype(k, ffi::U8);
+    } else {
+      expect.Shape(k, {paged ? keys[0] : b, page, kIndexDim});
+      expect.DtypeOf(q, k);
+    }
+    if (paged) {
+      expect.Shape(table, {b, width});
+    } else {
+      expect.Shape(k_scale, {b, s_c});
+    }
     expect.Shape(weights, {b, s_q, heads});
-    expect.Shape(k_scale, {b, s_c});
     expect.Shape(start, {b, s_q});
     expect.Shape(stop, {b, s_q});
     Expect(b, s_q, &expect);
     if (expect.error().failure()) return expect.error();
     const Device& device = GetDevice(ordinal);
     const int64_t topk = indices.dimensions[2];
-    const IndexScoresChoices call{.heads = heads, .dtype = q.dtype};
+    const IndexScoresChoices call{.heads = heads, .dtype = q.dtype, .paged = paged};
     if (ffi::Error error = LookUp("index_scores", device, call, &kernels->scores); error.failure()) return error;
     if (ffi::Error error = LookUp("topk", device, TopkChoices{.max_topk = topk}, &kernels->topk); error.failure()) {
       return error;
@@ -68,7 +86,10 @@ struct Indexer : Chosen {
               .type = MapType(q.dtype),
               .queries = kernels->scores->tile_m / heads,
               .stride = scores.dimensions[1],
-              .wants_values = values.dimensions[2] != 0};
+              .wants_values = values.dimensions[2] != 0,
+              .pages = keys[0],
+              .page = page,
+              .width = width};
     const int64_t tile = kernels->scores->tile_n, wanted = CeilDiv(s_c, tile) * tile;
     if (scores.dimensions[0] < shape->queries || shape->stride != wanted) {
       return Refuse(scores, "shape " + Show(scores.dimensions),
@@ -95,6 +116,7 @@ struct Indexer : Chosen {
                             .k = k.data,
                             .weights = weights.data,
                             .k_scale = k_scale.data,
+                            .table = table.data,
                             .start = start.data,
                             .stop = stop.data,
                             .scores = scores.data,
@@ -107,7 +129,10 @@ struct Indexer : Chosen {
       ffi::Error error = Launch(kernels.scores, stream, ordinal, score, /*overlaps=*/first != 0);
       if (error.failure()) return error;
       auto choose = PlanTopk(shape, first, count, at);
-      error = Launch(kernels.topk, stream, ordinal, choose, /*overlaps=*/true);
+      // Fewer rows than places begin together, one on each processor: of those that begin early, the first processors
+      // that become free would take several.
+      const bool fills = choose.grid >= U32(kernels.topk->TilesOn(GetDevice(ordinal)).processors);
+      error = Launch(kernels.topk, stream, ordinal, choose, /*overlaps=*/fills);
       if (error.failure()) return error;
     }
     return ffi::Error::Success();

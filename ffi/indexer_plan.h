@@ -5,6 +5,7 @@
 #pragma once
 
 #include <algorithm>
+#include <numeric>
 #include <string>
 
 #include "abi.h"
@@ -12,30 +13,52 @@
 
 namespace dsv4_fmha {
 
-// q [b, s_q, heads, 128] and k [b, s_c, 128] of a TensorMapDataType.
+// q [b, s_q, heads, 128] and k [b, s_c, 128] of a TensorMapDataType; or, of 8 bits with their scales, pages of keys
+// [pages, page * 132 bytes], of others [pages, page, 128], and a table [b, width], s_c being width * page.
 struct IndexShape {
   int64_t b, s_q, s_c, heads, topk, type;
   int64_t queries;  // of a block
   int64_t stride;   // from query to query of scores
   int64_t wants_values;
+  int64_t pages, page, width;  // a width of 0: keys are not in pages
 
+  bool paged() const { return width != 0; }
   int64_t blocks_of_entry() const { return CeilDiv(s_q, queries); }
   int64_t blocks() const { return b * blocks_of_entry(); }
 };
 
 struct IndexAddresses {
-  void *q, *k, *weights, *k_scale, *start, *stop;
+  void *q, *k, *weights, *k_scale, *table, *start, *stop;
   void* scores;  // f32 [blocks of a launch * queries, stride]
   void *indices, *values;
 };
 
 constexpr int64_t kIndexDim = 128;
+constexpr int64_t kScaleBytes = 4;  // of a key of 8 bits
+
+// What divides the keys of a page: TMA wants strides of 16 bytes, and of a part of a page 128 bytes of scales, or 8 keys,
+// which are swizzled alike.
+inline int64_t IndexPageUnit(int64_t width, bool scaled) { return width > 1 ? (scaled ? 32 : 8) : (scaled ? 4 : 1); }
+
+// Keys of a page that are loaded at a time: some of a tile and of a page, or where a sequence has but one, a tile.
+inline int64_t IndexBox(int64_t page, int64_t width, int64_t tile_n) {
+  return width > 1 ? std::gcd(page, tile_n) : tile_n;
+}
 
 // Returns why it cannot be: empty if it can.
 inline std::string CheckIndexShape(const IndexShape& shape) {
-  const auto& [b, s_q, s_c, heads, topk, type, queries, stride, wants_values] = shape;
+  const auto& [b, s_q, s_c, heads, topk, type, queries, stride, wants_values, pages, page, width] = shape;
   for (auto [name, extent] : {std::pair{"b", b}, {"s_q", s_q}, {"s_c", s_c}, {"topk", topk}}) {
     if (std::string error = OutOfRange(name, extent); !error.empty()) return error;
+  }
+  if (shape.paged()) {
+    const int64_t unit = IndexPageUnit(width, ElementBytes(type) == 1);
+    if (page % unit != 0) {
+      return "page: got " + std::to_string(page) + " keys, wanted a multiple of " + std::to_string(unit);
+    }
+    for (auto [name, extent] : {std::pair{"pages", pages}, {"b * width", b * width}}) {
+      if (std::string error = OutOfRange(name, extent); !error.empty()) return error;
+    }
   }
   const int64_t limit = kMaxExtent / heads / s_q;
   return b > limit ? TooLarge("b * s_q * heads", b * s_q * heads, kMaxExtent) : "";
@@ -65,17 +88,30 @@ inline Plan<IndexScoresArguments> PlanIndexScores(const IndexShape& shape, const
                         .box = {U32(columns), U32(tiles.tile_m)},
                         .extents = {U64(kIndexDim), U64(rows)},
                         .strides = {U64(row)}};
+  const bool scaled = shape.paged() && ElementBytes(shape.type) == 1;
+  const int64_t keys = shape.paged() ? shape.page : shape.s_c, pages = shape.paged() ? shape.pages : shape.b;
+  const int64_t box = shape.paged() ? IndexBox(shape.page, shape.width, tiles.tile_n) : tiles.tile_n;
+  const int64_t page_bytes = keys * (row + (scaled ? kScaleBytes : 0));
   const TensorMapSpec k{.rank = 3,
                         .type = U32(shape.type),
                         .swizzle = kSwizzle128B,
-                        .box = {U32(columns), U32(tiles.tile_n), 1},
-                        .extents = {U64(kIndexDim), U64(shape.s_c), U64(shape.b)},
-                        .strides = {U64(row), U64(shape.s_c * row)}};
+                        .box = {U32(columns), U32(box), 1},
+                        .extents = {U64(kIndexDim), U64(keys), U64(pages)},
+                        .strides = {U64(row), U64(page_bytes)}};
+  const TensorMapSpec k_scale{.rank = 2,
+                              .type = kFloat32,
+                              .swizzle = kNoSwizzle,
+                              .box = {U32(box), 1},
+                              .extents = {U64(keys), U64(pages)},
+                              .strides = {U64(page_bytes)}};
+  void* behind_keys = static_cast<char*>(at.k) + keys * row;
   return {.grid = U32(std::min<int64_t>(count * splits, tiles.processors)),
           .arguments = {.q = {.map = q, .extents = {I32(rows)}, .address = at.q},
-                        .k = {.map = k, .extents = {I32(shape.s_c), I32(shape.b)}, .address = at.k},
+                        .k = {.map = k, .extents = {I32(keys), I32(pages)}, .address = at.k},
                         .weights = at.weights,
-                        .k_scale = at.k_scale,
+                        .k_scale = {.map = k_scale,
+                                    .extents = {I32(keys), I32(pages)},
+                                    .address = scaled ? behind_keys : at.k_scale},
                         .start = at.start,
                         .stop = at.stop,
                         .scores = at.scores,
@@ -86,7 +122,11 @@ inline Plan<IndexScoresArguments> PlanIndexScores(const IndexShape& shape, const
                         .blocks = I32(count),
                         .splits = I32(splits),
                         .stride = I32(shape.stride),
-                        .skip = shape.wants_values ? 0 : I32(shape.topk)}};
+                        .skip = shape.wants_values ? 0 : I32(shape.topk),
+                        .table = at.table,
+                        .width = I32(shape.width),
+                        .page = I32(shape.page),
+                        .box = I32(box)}};
 }
 
 // Their entries.

@@ -113,7 +113,10 @@ void dsv4_fmha_plan_combine(const RowShape* shape, int32_t threads, int32_t colu
 // What the lightning indexer launches for `count` blocks of queries from `first` on: scores, then their choice.
 void dsv4_fmha_plan_indexer(const IndexShape* shape, const Tiles* tiles, int64_t first, int64_t count,
                             const IndexAddresses* addresses, ShownLaunch* scores, ShownLaunch* choice) {
-  *scores = ShownLaunch(kIndexScores, PlanIndexScores(*shape, *tiles, first, count, *addresses));
+  const Layout& layout = !shape->paged()                    ? kIndexScores
+                         : ElementBytes(shape->type) == 1 ? kIndexScoresPagedScaled
+                                                          : kIndexScoresPaged;
+  *scores = ShownLaunch(layout, PlanIndexScores(*shape, *tiles, first, count, *addresses));
   *choice = ShownLaunch(kTopk, PlanTopk(*shape, first, count, *addresses));
 }
 

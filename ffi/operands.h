@@ -58,6 +58,11 @@ class Expectations {
     error_ = Refuse(operand, Show(operand.dtype), Show(other.dtype) + " like " + other.name);
   }
 
+  void Dtype(const Operand& operand, ffi::DataType wanted) {
+    if (error_.failure() || operand.dtype == wanted) return;
+    error_ = Refuse(operand, Show(operand.dtype), Show(wanted));
+  }
+
   // TMA and cp.async move 16 bytes at a time.
   void Aligned(const Operand& operand) {
     const auto address = reinterpret_cast<uintptr_t>(operand.data);

@@ -135,6 +135,14 @@ Indexer LightningIndexer(Array q, Array k, PerQueryHead weights, PerKey k_scale,
   return call;
 }
 
+Indexer PagedLightningIndexer(Array q, Array pool, PerQueryHead weights, PerQuery table, PerQuery start,
+                              PerQuery stop) {
+  Indexer call;
+  call.q = {"q", q}, call.k = {"pool", pool}, call.weights = {"weights", weights}, call.table = {"table", table};
+  call.start = {"start", start}, call.stop = {"stop", stop};
+  return call;
+}
+
 TopK ChooseTopK(ffi::Buffer<ffi::F32, 3> scores, PerQuery start, PerQuery stop) {
   TopK call;
   call.scores = {"scores", scores}, call.start = {"start", start}, call.stop = {"stop", stop};
@@ -162,6 +170,7 @@ DSV4_FMHA_TARGET(sparse_bwd, SparseBwd)
 DSV4_FMHA_TARGET(dsv4_sparse_bwd, Dsv4SparseBwd)
 DSV4_FMHA_TARGET(dsv4_dense_bwd, Dsv4DenseBwd)
 DSV4_FMHA_TARGET(lightning_indexer, LightningIndexer)
+DSV4_FMHA_TARGET(paged_lightning_indexer, PagedLightningIndexer)
 DSV4_FMHA_TARGET(topk, ChooseTopK)
 DSV4_FMHA_TARGET(head_summed_probabilities, Probabilities)
 

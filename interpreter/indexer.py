@@ -34,9 +34,10 @@ class Problem:
     start: Array
     stop: Array
     topk: int
+    page: int = 0  # keys of one; 0 of keys that are in none
 
     @staticmethod
-    def of(variant: IndexScores, b: int, s_q: int, s_c: int, topk: int) -> Problem:
+    def of(variant: IndexScores, b: int, s_q: int, s_c: int, topk: int, page: int = 0) -> Problem:
         """Spans of every length, none among them; keys that no query sees are NaN."""
         rng, dtype = np.random.default_rng(0), np.dtype(variant.dtype)
         q, k = (rng.standard_normal(s).astype(np.float32) for s in ((b, s_q, variant.heads, 128), (b, s_c, 128)))
@@ -45,7 +46,22 @@ class Problem:
         stop = np.linspace(0, s_c - 3, b * s_q).astype(np.int32).reshape(b, s_q)
         start = np.where(np.arange(s_q) % 3 == 2, stop // 3, 0).astype(np.int32) * np.ones_like(stop)
         k[:, s_c - 3 :] = np.nan
-        return Problem(q.astype(dtype), k.astype(dtype), weights, k_scale, start, stop, topk)
+        return Problem(q.astype(dtype), k.astype(dtype), weights, k_scale, start, stop, topk, page)
+
+    def pages(self) -> tuple[Array, Array]:
+        """The keys in pages, with their scales where they have 8 bits, in any order and among others; their table."""
+        b, s_c, page = *self.k.shape[:2], self.page
+        width = -(-s_c // page)
+        keys = np.full((b, width * page, 128), np.nan, self.k.dtype)
+        keys[:, :s_c] = self.k
+        scales = np.full((b, width * page), np.nan, np.float32)
+        scales[:, :s_c] = self.k_scale
+        parts = [x.reshape(b * width, -1).view(np.uint8) for x in (keys, scales)]
+        each = np.concatenate(parts[: 2 if self.k.dtype.itemsize == 1 else 1], 1)
+        table = np.random.default_rng(1).permutation(b * width + 3)[: b * width].astype(np.int32)
+        pool = np.full((b * width + 3, each.shape[1]), 0xFF, np.uint8)
+        pool[table] = each
+        return pool, table.reshape(b, width)
 
     def scores(self) -> Array:
         """float64 [b, s_q, s_c]"""
@@ -86,8 +102,15 @@ def run(
     queries = tile_m // heads
     blocks, stride = b * -(-s_q // queries), -(-s_c // tile_n) * tile_n
     at_a_time = at_a_time or blocks
-    kind = native.TYPES[variant.dtype]
-    shape = native.IndexShape(b, s_q, s_c, heads, x.topk, kind, queries, stride, int(wants_values))
+    kind, paging = native.TYPES[variant.dtype], (0, 0, 0)
+    operands = {name: getattr(x, name) for name in ("q", "k", "weights", "k_scale", "start", "stop")}
+    if variant.paged:
+        operands["k"], operands["table"] = x.pages()
+        del operands["k_scale"]
+        paging = len(operands["k"]), x.page, operands["table"].shape[1]
+        s_c = x.page * paging[2]
+        stride = -(-s_c // tile_n) * tile_n
+    shape = native.IndexShape(b, s_q, s_c, heads, x.topk, kind, queries, stride, int(wants_values), *paging)
     out = Run(
         np.full((b, s_q, x.topk), -7, np.int32),
         np.full((b, s_q, x.topk), np.nan, np.float32),
@@ -100,7 +123,6 @@ def run(
         plan = {"tile_m": tile_m, "tile_n": tile_n, "processors": processors, "first": first, "count": count}
 
         memory = new_memory()
-        operands = {name: getattr(x, name) for name in ("q", "k", "weights", "k_scale", "start", "stop")}
         addresses = {name: memory.add(name, array) for name, array in operands.items()}
         addresses["scores"] = memory.add("scores", None, part.nbytes)
         launch, _ = native.plan_indexer(shape, **plan, addresses=addresses)
@@ -122,7 +144,7 @@ def run(
         for name, array in (("indices", out.indices), ("values", out.values)):
             buffer = memory.named(name)
             array[mine] = buffer.bytes[: buffer.size].view(array.dtype).reshape(array.shape)[mine]
-    out.scores = out.scores[:, :s_q, :s_c]
+    out.scores = out.scores[:, :s_q, : x.k.shape[1]]
     return out
 
 
@@ -134,7 +156,7 @@ def choose(
     addresses = {name: memory.add(name, x) for name, x in (("scores", scores), ("start", start), ("stop", stop))}
     for name in ("indices", "values"):
         addresses[name] = memory.add(name, None, rows * topk * 4)
-    shape = native.IndexShape(1, rows, scores.shape[1], 1, topk, 7, 1, scores.shape[1], 1)
+    shape = native.IndexShape(1, rows, scores.shape[1], 1, topk, 7, 1, scores.shape[1], 1, 0, 0, 0)
     _, choice = native.plan_indexer(shape, count=rows, addresses=addresses)
     machine(Kernel(kernel.variant, edit(kernel.ptx), kernel.facts), choice, memory, seed=seed).run()
     indices, values = (

@@ -20,8 +20,8 @@ class Cache:
       contiguous  entries `[b, s_max, d]`, no block_table
       paged       entries `[pages, page, d]`, a pool of all sequences; sequence n's page i is `block_table[n, i]`
 
-    Entries are bfloat16, float16 or float32; or, with d = 512, packed: uint8 `[b or pages, page_bytes]` in one of the
-    layouts of `quantize_cache`.
+    Entries are bfloat16, float16 or float32; or packed: uint8 `[b or pages, page_bytes]` in one of the layouts of
+    `quantize_cache`, with its d. Index keys are entries too, of which `lightning_indexer` takes a cache.
 
     Entry p of a sequence lies in slot `p % capacity`. So a cache with less room than a sequence is long is a ring of
     its last entries: that is how to keep a sliding window.
@@ -146,7 +146,7 @@ class Cache:
         return dataclasses.replace(self, entries=whole.reshape(self.entries.shape))
 
     def take(self, positions: jax.Array | None = None) -> jax.Array:
-        """What is kept of these entries: `[b, n, d]`, in the cache's type; bfloat16 of a packed cache.
+        """What is kept of these entries: `[b, n, d]`, in the cache's type; packed, bfloat16, or float32 of "index_fp8".
 
         Args:
           positions: int32 `[b, n]`, which entries of each sequence. Of one below 0, or that there is no page for, 0 is

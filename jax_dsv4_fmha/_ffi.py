@@ -23,7 +23,8 @@ from ._split_kv import architecture, processors, split_count
 _TARGETS = (
     *("fwd", "fwd_shared_kv", "sparse_fwd", "dsv4_sparse_fwd", "dsv4_dense_fwd", "dsv4_decode"),
     *("bwd", "sparse_bwd", "dsv4_sparse_bwd", "dsv4_dense_bwd"),
-    *("lightning_indexer", "topk", "head_summed_probabilities"),
+    *("lightning_indexer", "paged_lightning_indexer", "topk"),
+    "head_summed_probabilities",
 )
 
 EXPORT_CHECKS = [jax.export.DisabledSafetyCheck.custom_call(f"dsv4_fmha_{target}") for target in _TARGETS]
@@ -380,8 +381,8 @@ _WORKSPACE = 2**29
 
 def lightning_indexer(
     q: jax.Array,
-    k: jax.Array,
     weights: jax.Array,
+    k: jax.Array,
     k_scale: jax.Array,
     start: jax.Array,
     stop: jax.Array,
@@ -399,9 +400,49 @@ def lightning_indexer(
     Returns:
       int32 and float32 `[b, s_q, topk]`; of the second `[b, s_q, 0]`, unless return_scores.
     """
-    (b, s_q, h, _), s_c = q.shape, k.shape[1]
+    results = _chosen(q, k.shape[1], False, topk, return_scores)
+    call = jax.ffi.ffi_call("dsv4_fmha_lightning_indexer", results)
+    indices, values, _ = call(q, k, weights, k_scale, start, stop)
+    return indices, values
+
+
+def paged_lightning_indexer(
+    q: jax.Array,
+    weights: jax.Array,
+    pool: jax.Array,
+    table: jax.Array,
+    start: jax.Array,
+    stop: jax.Array,
+    *,
+    topk: int,
+    return_scores: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """As `lightning_indexer`, of keys in pages: entry j of a batch entry is the (j % page)-th of page table[j // page].
+
+    Args:
+      pool: `[1, pages, page, 128]`, like q; or with float8_e4m3fn uint8 `[1, pages, page * 132]`: the page's keys, then
+        their scales, float32. Where sequences have several pages, page is a multiple of 8, with scales of 32; where
+        they have one, with scales of 4. Or `[b, …]`: of each batch entry its own.
+      table: int32 `[b, width]`. What is on no page of the pool counts as a key of zeros.
+      start, stop: within `[0, width * page]`.
+    """
+    each, pages, width, *_ = pool.shape
+    if each != 1:
+        first = jnp.arange(each, dtype=jnp.int32)[:, None] * pages
+        table = jnp.where((table >= 0) & (table < pages), first + table, -1)
+    pool = pool.reshape(-1, *pool.shape[2:])
+    page = width // 132 if pool.dtype == jnp.uint8 else width
+    results = _chosen(q, page * table.shape[1], True, topk, return_scores)
+    call = jax.ffi.ffi_call("dsv4_fmha_paged_lightning_indexer", results)
+    indices, values, _ = call(q, pool, weights, table, start, stop)
+    return indices, values
+
+
+def _chosen(q: jax.Array, s_c: Any, paged: bool, topk: int, return_scores: bool) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """The results of an indexer's call, and its workspace of scores."""
+    b, s_q, h, _ = q.shape
     queries, tile = 1, 1  # without a kernel the call says so when it runs
-    for v in variants_for("index_scores", heads=h, dtype=q.dtype.name):
+    for v in variants_for("index_scores", heads=h, dtype=q.dtype.name, paged=paged):
         queries, tile = v.tile_m // h, v.tile_n
     stride, blocks = -(-s_c // tile) * tile, 256
     if isinstance(s_c, int):
@@ -409,14 +450,11 @@ def lightning_indexer(
     if isinstance(b, int) and isinstance(s_q, int):
         wanted = b * -(-s_q // queries)
         blocks = -(-wanted // -(-wanted // blocks))  # as many at a time, each time
-    results = (
+    return (
         jax.ShapeDtypeStruct((b, s_q, topk), jnp.int32),
         jax.ShapeDtypeStruct((b, s_q, topk if return_scores else 0), jnp.float32),
         jax.ShapeDtypeStruct((blocks * queries, stride), jnp.float32),
     )
-    call = jax.ffi.ffi_call("dsv4_fmha_lightning_indexer", results)
-    indices, values, _ = call(q, k, weights, k_scale, start, stop)
-    return indices, values
 
 
 def topk(

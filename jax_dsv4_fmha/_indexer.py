@@ -1,25 +1,26 @@
 """The lightning indexer: which compressed entries a query attends to, and how that is learned."""
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from . import _check, _ffi, _indexer_reference
+from ._cache import Cache
+from ._packed import quantize_rows
 from ._probabilities import denominator, head_summed_probabilities
 from ._span import Span
-from ._transforms import Arrays, Axes, Call, Fit, Op, _batched, aligned, choose, forward
+from ._transforms import ONE_OR_B, Arrays, Axes, Call, Fit, Op, _batched, aligned, choose, forward
 
 E4M3 = jnp.dtype(jnp.float8_e4m3fn)
-_E4M3_MAX = 448.0
-_LEAST = 1e-4  # amax, at least: what a row of zeros is scaled by
 
 
 def lightning_indexer(
     q: jax.Array,
-    k: jax.Array,
+    k: jax.Array | Cache,
     weights: jax.Array,
     *,
     topk: int,
@@ -42,16 +43,21 @@ def lightning_indexer(
 
     To autodiff the result is a constant: `indexer_scores` has gradients.
 
+    In generation, k is a `Cache` that the new entries are in, and the s_q new queries of a sequence of n tokens stand
+    from `q_offset = n - s_q` on; one at a position below 0 sees nothing. So may a chunk of a prompt.
+
     Args:
       q: `[b, s_q, h, d]`, bfloat16, float16 or float8_e4m3fn; float32 on the reference alone.
-      k: `[b, s_c, d]` in q's dtype. Zero entries are legal: then every index is -1.
+      k: `[b, s_c, d]` in q's dtype. Zero entries are legal: then every index is -1. Or a `Cache` of as many entries as
+        it has room for, in q's dtype, or in the layout "index_fp8" where q is float8_e4m3fn; it must not have run over,
+        and an entry that it has no page for counts as zeros.
       weights: float32 `[b, s_q, h]`, of any sign; what q was divided by, too (see `quantize_indexer`).
       topk: an int >= 1; it may exceed s_c.
       ratio: tokens of an entry, an int >= 1; None where `span` alone says what is visible.
       q_offset: the position of the first query: an int, an int32 scalar or int32 `[b]`.
       lengths: int32 `[b]`: how many entries there are.
       span: entries that a query sees, of its own segment in packed sequences, say.
-      k_scale: float32 `[b, s_c]`, not negative; with float8_e4m3fn, and only then.
+      k_scale: float32 `[b, s_c]`, not negative; with float8_e4m3fn, and only then. A cache has its own.
       return_scores: whether the scores at the indices are returned too.
       implementation: None: the kernel where there is one, else the reference; "cubin" or "reference" insist.
 
@@ -69,21 +75,20 @@ def lightning_indexer(
     topk = _check.positive(op, "topk", topk)
     if not isinstance(return_scores, bool):
         raise _check.error(TypeError, op, "return_scores", return_scores, "a bool")
+    weights = _check.operand(op, "weights", weights, "b s_q h", dims, _check.FP32)
     if getattr(k, "shape", None) == (dims["b"], 0, dims["d"]):
         indices = jnp.full((dims["b"], dims["s_q"], topk), -1, jnp.int32)
         return (indices, jnp.full(indices.shape, -jnp.inf, jnp.float32)) if return_scores else indices
-    k = _check.operand(op, "k", k, "b s_c d", dims, (q.dtype,))
-    weights = _check.operand(op, "weights", weights, "b s_q h", dims, _check.FP32)
-    k_scale = _scale_of(op, k_scale, q.dtype, dims)
+    keys = _keys(op, k, k_scale, q.dtype, dims)
     _check.implementation(op, implementation)
     start, stop = _visible(op, dims, ratio, q_offset, lengths, span)
-    operands = (*map(lax.stop_gradient, (q, k, weights, k_scale)), start, stop)
     when, fit = "never", None
     if implementation != "reference":
-        got = f"{q.dtype.name}, h={dims['h']}, d={dims['d']}, topk={topk}"
-        archs = _built_for(dims["h"], dims["d"], q.dtype.name, topk)
+        got = ", ".join([f"{q.dtype.name}, h={dims['h']}, d={dims['d']}, topk={topk}", *keys.words])
+        archs = _built_for(keys, dims["h"], dims["d"], q.dtype.name, topk)
         when, fit = choose(op, implementation, archs, got), Fit(got, op, archs)
-    results = forward(Call(_CHOOSE_AND_SCORE if return_scores else _CHOOSE, when, (("topk", topk),), fit), *operands)
+    call = Call(keys.choose_and_score if return_scores else keys.choose, when, (("topk", topk),), fit)
+    results = forward(call, *map(lax.stop_gradient, (q, weights, *keys.operands)), start, stop)
     return results if return_scores else results[0]
 
 
@@ -106,14 +111,14 @@ def indexer_scores(
 
     Raises:
       ValueError, TypeError: operands that are not as said above.
-      NotImplementedError: "cubin", for it is not built.
+      NotImplementedError: "cubin", and it is not built for these operands.
     """
     op = "indexer_scores"
     dims: dict[str, Any] = {}
     q, k, weights = _trained(op, q, k, weights, dims)
     indices = _check.operand(op, "indices", indices, "b s_q topk", dims, _check.INT)
-    _without_kernel(op, implementation)
-    return _scores_at(*aligned(_SCORES, (q, k, weights, indices)))
+    _check.implementation(op, implementation)
+    return _scores_at(op, implementation, q, k, weights, indices)
 
 
 def indexer_loss(
@@ -154,7 +159,7 @@ def indexer_loss(
 
     Raises:
       ValueError, TypeError: operands that are not as said above.
-      NotImplementedError: "cubin", for it is not built.
+      NotImplementedError: "cubin", and it is not built for these operands, as it never is without indices.
     """
     op = "indexer_loss"
     dims: dict[str, Any] = {}
@@ -164,12 +169,14 @@ def indexer_loss(
     lse = _check.operand(op, "lse", lse, "b s_q h_q", dims, _check.FP32)
     sink = _check.sink(op, sink, dims)
     scale = _check.scale(op, scale, dims["d_a"])
-    _without_kernel(op, implementation)
+    _check.implementation(op, implementation)
     if indices is None:
+        if implementation == "cubin":
+            raise _check.not_built(op, "implementation", "'cubin' without indices", "None or 'reference'")
         attention_q, kv, lse = map(lax.stop_gradient, (attention_q, kv, denominator(lse, sink)))
         start, stop = _visible(op, dims, ratio, q_offset, lengths, span)
         calls = tuple(Call(x, "never", (("scale", scale),)) for x in (_DENSE_LOSS, _DENSE_LOSS_GRADIENT))
-        return _dense_loss(calls, *aligned(calls[0], (q, k, weights, attention_q, kv, lse, start, stop)))
+        return _learned(calls, *aligned(calls[0], (q, k, weights, attention_q, kv, lse, start, stop)))
     for name, x in (("ratio", ratio), ("lengths", lengths), ("span", span)):
         if x is not None:
             raise _check.error(ValueError, op, name, x, "None with indices")
@@ -178,12 +185,12 @@ def indexer_loss(
         attention_q, kv, lse, indices, sink=sink, scale=scale, implementation=implementation
     )
     there = (indices >= 0) & (indices < dims["s_c"])
-    return _divergence(_scores_at(*aligned(_SCORES, (q, k, weights, indices))), target, there)
+    return _divergence(_scores_at(op, implementation, q, k, weights, indices), target, there)
 
 
 def quantize_indexer(
-    q: jax.Array, k: jax.Array, weights: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    q: jax.Array, k: jax.Array | None, weights: jax.Array
+) -> tuple[jax.Array, jax.Array | None, jax.Array, jax.Array | None]:
     """Operands of `lightning_indexer` in 8 bits: (q, k, weights, k_scale), so that I means the same.
 
     A row is divided by scale = max(max |row|, 1e-4) / 448 and rounded to float8_e4m3fn. The scales of q, one for each
@@ -191,11 +198,12 @@ def quantize_indexer(
     turned by a Hadamard matrix first, q and k alike, as DeepSeek-V4's are: it spreads what is large over all of d.
 
     Args:
-      q: `[b, s_q, h, d]`; k: `[b, s_c, d]`, both bfloat16, float16 or float32.
+      q: `[b, s_q, h, d]`; k: `[b, s_c, d]`, both bfloat16, float16 or float32. k may be None: a `Cache` of the layout
+        "index_fp8" quantizes what is appended to it in the same way.
       weights: float32 `[b, s_q, h]`.
 
     Returns:
-      q and k as float8_e4m3fn, weights float32 `[b, s_q, h]`, k_scale float32 `[b, s_c]`.
+      q and k as float8_e4m3fn, weights float32 `[b, s_q, h]`, k_scale float32 `[b, s_c]`; k and k_scale None without k.
 
     Raises:
       ValueError, TypeError: operands that are not as said above.
@@ -203,20 +211,12 @@ def quantize_indexer(
     op = "quantize_indexer"
     dims: dict[str, Any] = {}
     q = _check.operand(op, "q", q, "b s_q h d", dims, _check.FLOAT)
-    k = _check.operand(op, "k", k, "b s_c d", dims, _check.FLOAT)
+    k_scale = None
+    if k is not None:
+        k, k_scale = quantize_rows(_check.operand(op, "k", k, "b s_c d", dims, _check.FLOAT))
     weights = _check.operand(op, "weights", weights, "b s_q h", dims, _check.FP32)
-    q, q_scale = _quantize(q)
-    k, k_scale = _quantize(k)
+    q, q_scale = quantize_rows(q)
     return q, k, weights * q_scale, k_scale
-
-
-def _quantize(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x = x.astype(jnp.float32)
-    scale = jnp.maximum(jnp.max(jnp.abs(x), -1), _LEAST) / _E4M3_MAX
-    scaled = jnp.clip(
-        x / scale[..., None], -_E4M3_MAX, _E4M3_MAX
-    )  # a quotient may be rounded to more than the greatest
-    return scaled.astype(E4M3), scale
 
 
 # Operands
@@ -228,12 +228,54 @@ def _trained(op: str, q: Any, k: Any, weights: Any, dims: dict[str, Any]) -> tup
     return q, k, _check.operand(op, "weights", weights, "b s_q h", dims, _check.FP32)
 
 
-def _scale_of(op: str, k_scale: Any, dtype: Any, dims: dict[str, Any]) -> jax.Array:
+class _Keys(NamedTuple):
+    """What entries are chosen from: operands of an op, behind q and weights, and the op with and without scores."""
+
+    choose: Op
+    choose_and_score: Op
+    operands: Arrays
+    words: tuple[str, ...] = ()
+    """for errors"""
+    paged: bool = False
+    fits: bool = True
+    """whether kernels take such pages"""
+
+
+def _keys(op: str, k: Any, k_scale: Any, dtype: Any, dims: dict[str, Any]) -> _Keys:
+    if isinstance(k, Cache):
+        return _cached_keys(op, k, k_scale, dtype, dims)
+    k = _check.operand(op, "k", k, "b s_c d", dims, (dtype,))
     if dtype == E4M3:
-        return _check.operand(op, "k_scale", k_scale, "b s_c", dims, _check.FP32)
-    if k_scale is not None:
+        k_scale = _check.operand(op, "k_scale", k_scale, "b s_c", dims, _check.FP32)
+    elif k_scale is not None:
         raise _check.error(ValueError, op, "k_scale", k_scale, f"None with {dtype}: only float8_e4m3fn has scales")
-    return jnp.ones((dims["b"], dims["s_c"]), jnp.float32)
+    else:
+        k_scale = jnp.ones((dims["b"], dims["s_c"]), jnp.float32)
+    return _Keys(_CHOOSE, _CHOOSE_AND_SCORE, (k, k_scale))
+
+
+def _cached_keys(op: str, cache: Cache, k_scale: Any, dtype: Any, dims: dict[str, Any]) -> _Keys:
+    packed = dtype == E4M3
+    if k_scale is not None:
+        raise _check.error(ValueError, op, "k_scale", k_scale, "None with a Cache, which has its own")
+    if cache.is_packed != packed or (packed and cache.layout != _INDEX_FP8):
+        got, wanted = cache.layout if cache.is_packed else cache.entries.dtype, _INDEX_FP8 if packed else dtype
+        raise _check.error(ValueError, op, "k", f"a Cache of {got}", f"one of {wanted}, as q is {dtype}")
+    cache.check(op, "k", dims, (dtype,))
+    dims["s_c"] = cache.capacity
+    page, several = cache.page, cache.block_table is not None
+    table = cache.block_table if several else jnp.zeros((dims["b"], 1), jnp.int32)
+    pool = cache.entries[None] if several else cache.entries[:, None]
+    ops = _OF_PAGES[packed]
+    return _Keys(
+        *ops, (pool, table), (f"pages of {page}",), True, _page_fits(page, several and table.shape[1] != 1, packed)
+    )
+
+
+def _page_fits(page: Any, several: bool, packed: bool) -> bool:
+    """Whether kernels take such pages, of which a sequence has several, or one: as `IndexPageUnit` in C++ says."""
+    unit = (32 if packed else 8) if several else (4 if packed else 1)
+    return isinstance(page, int) and page % unit == 0
 
 
 def _visible(
@@ -255,12 +297,6 @@ def _visible(
     return functools.reduce(jnp.maximum, starts), functools.reduce(jnp.minimum, stops)
 
 
-def _without_kernel(op: str, implementation: Any) -> None:
-    _check.implementation(op, implementation)
-    if implementation == "cubin":
-        raise _check.not_built(op, "implementation", "'cubin'", "None or 'reference'")
-
-
 # The ops
 
 
@@ -269,45 +305,58 @@ _SPAN = (Axes("start", "b s_q"), Axes("stop", "b s_q"))
 _INDICES = Axes("indices", "b s_q topk")
 _ATTENTION = (Axes("attention_q", "b s_q h_a d_a"), Axes("kv", "b s_c d_a"), Axes("lse", "b s_q h_a"))
 _GRADIENTS = tuple(Axes(f"d{name}", axes) for name, axes in _TRAINED)
+_SCORES_THERE = Axes("scores", "b s_q topk")
 
 
-def _built_for(h: Any, d: Any, dtype: str, topk: int) -> tuple[str, ...]:
+def _built_for(keys: _Keys, h: Any, d: Any, dtype: str, topk: int) -> tuple[str, ...]:
     """The architectures whose kernels both score such operands and choose so many."""
+    if d != _D or not keys.fits:
+        return ()
     chooses = {v.arch for v in _ffi.variants_for("topk") if topk <= v.choices["max_topk"]}
-    return tuple(a for a in _ffi.built_for("index_scores", heads=h, dtype=dtype) if d == _D and a in chooses)
+    return tuple(a for a in _ffi.built_for("index_scores", heads=h, dtype=dtype, paged=keys.paged) if a in chooses)
 
 
 _D = 128  # of a kernel
+_INDEX_FP8 = "index_fp8"
 
 
-def _choose(*operands: jax.Array, topk: int) -> Arrays:
-    return _ffi.lightning_indexer(*operands, topk=topk, return_scores=False)[:1]
+def _choosing(keys: tuple[Axes, ...], reference: Callable[..., Arrays], kernel: Callable[..., Arrays]) -> tuple[Op, Op]:
+    """Of (q, weights, *keys, start, stop): the op that chooses entries, and that which gives their scores too."""
+    operands = (_TRAINED[0], _TRAINED[2], *keys, *_SPAN)
+
+    def choose(*operands: jax.Array, topk: int) -> Arrays:
+        return kernel(*operands, topk=topk, return_scores=False)[:1]
+
+    return (
+        Op("lightning_indexer", operands, (_INDICES,), lambda *x, topk: reference(*x, topk=topk)[:1], choose),
+        Op(
+            "lightning_indexer",
+            operands,
+            (_INDICES, _SCORES_THERE),
+            reference,
+            functools.partial(kernel, return_scores=True),
+        ),
+    )
 
 
-def _choose_and_score(*operands: jax.Array, topk: int) -> Arrays:
-    return _ffi.lightning_indexer(*operands, topk=topk, return_scores=True)
-
-
-def _select(*operands: jax.Array, topk: int) -> Arrays:
-    return _indexer_reference.select(*operands, topk=topk)[:1]
-
-
-_OPERANDS = (*_TRAINED, Axes("k_scale", "b s_c"), *_SPAN)
-_SCORES_THERE = Axes("scores", "b s_q topk")
-_CHOOSE = Op("lightning_indexer", _OPERANDS, (_INDICES,), _select, _choose)
-_CHOOSE_AND_SCORE = Op(
-    "lightning_indexer", _OPERANDS, (_INDICES, _SCORES_THERE), _indexer_reference.select, _choose_and_score
+_CHOOSE, _CHOOSE_AND_SCORE = _choosing(
+    (_TRAINED[1], Axes("k_scale", "b s_c")), _indexer_reference.select, _ffi.lightning_indexer
 )
-_SCORES = Call(Op("indexer_scores", (*_TRAINED, _INDICES), (_SCORES_THERE,), _indexer_reference.scores_at), "never")
-_SCORES_GRADIENT = Call(
-    Op(
-        "indexer_scores",
-        (*_TRAINED, _INDICES, Axes("dscores", "b s_q topk")),
-        _GRADIENTS,
-        _indexer_reference.scores_at_gradient,
-        part="gradient",
-    ),
-    "never",
+_OF_PAGES = {
+    packed: _choosing(
+        (Axes("k", f"{ONE_OR_B} pages {width}"), Axes("k.block_table", "b table")),
+        _indexer_reference.select_of_pages,
+        _ffi.paged_lightning_indexer,
+    )
+    for packed, width in ((False, "page d"), (True, "page_bytes"))
+}
+_SCORES = Op("indexer_scores", (*_TRAINED, _INDICES), (_SCORES_THERE,), _indexer_reference.scores_at)
+_SCORES_GRADIENT = Op(
+    "indexer_scores",
+    (*_TRAINED, _INDICES, Axes("dscores", "b s_q topk")),
+    _GRADIENTS,
+    _indexer_reference.scores_at_gradient,
+    part="gradient",
 )
 _LOSS = (*_TRAINED, *_ATTENTION, *_SPAN)
 _DENSE_LOSS = Op("indexer_loss", _LOSS, (Axes("loss", "b s_q"),), _indexer_reference.dense_loss)
@@ -323,22 +372,18 @@ _DENSE_LOSS_GRADIENT = Op(
 # Gradients
 
 
-@jax.custom_vjp
-def _scores_at(*operands: jax.Array) -> jax.Array:
-    (scores,) = _batched(_SCORES, *operands)
-    return scores
-
-
-def _scores_fwd(*operands: jax.Array) -> Any:
-    return _scores_at(*operands), operands
-
-
-def _scores_bwd(operands: Any, cotangent: jax.Array) -> Any:
-    gradients = _batched(_SCORES_GRADIENT, *operands, cotangent)
-    return *(g.astype(x.dtype) for g, x in zip(gradients, operands, strict=False)), None
-
-
-_scores_at.defvjp(_scores_fwd, _scores_bwd)
+def _scores_at(op: str, implementation: Any, q: jax.Array, *others: jax.Array) -> jax.Array:
+    """`indexer_scores` of operands that were checked, for `op`."""
+    h, d = q.shape[2:]
+    when = "never"
+    fits: tuple[Fit | None, Fit | None] = None, None
+    if implementation != "reference":
+        got = f"{q.dtype.name}, h={h}, d={d}"
+        archs = _ffi.built_for("index_at", heads=h, dtype=q.dtype.name) if d == _D else ()
+        when = choose(op, implementation, archs, got)
+        fits = Fit(got, "index_at", archs), Fit(got, "index_at_bwd", archs)
+    calls = tuple(Call(x, when, (), fit) for x, fit in zip((_SCORES, _SCORES_GRADIENT), fits, strict=True))
+    return _learned(calls, *aligned(calls[0], (q, *others)))
 
 
 @jax.custom_vjp
@@ -358,18 +403,19 @@ _divergence.defvjp(_divergence_fwd, _divergence_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dense_loss(calls: tuple[Call, Call], *operands: jax.Array) -> jax.Array:
-    (loss,) = _batched(calls[0], *operands)
-    return loss
+def _learned(calls: tuple[Call, ...], *operands: jax.Array) -> jax.Array:
+    """The result of an op of q, k, weights and others, by the first call; gradients of these three, by the second."""
+    (result,) = _batched(calls[0], *operands)
+    return result
 
 
-def _dense_fwd(calls: tuple[Call, Call], *operands: jax.Array) -> Any:
-    return _dense_loss(calls, *operands), operands
+def _learned_fwd(calls: tuple[Call, ...], *operands: jax.Array) -> Any:
+    return _learned(calls, *operands), operands
 
 
-def _dense_bwd(calls: tuple[Call, Call], operands: Any, cotangent: jax.Array) -> Any:
+def _learned_bwd(calls: tuple[Call, ...], operands: Any, cotangent: jax.Array) -> Any:
     trained = zip(_batched(calls[1], *operands, cotangent), operands, strict=False)
     return *(g.astype(x.dtype) for g, x in trained), *(None for _ in operands[3:])
 
 
-_dense_loss.defvjp(_dense_fwd, _dense_bwd)
+_learned.defvjp(_learned_fwd, _learned_bwd)

@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ._packed import LAYOUTS, index_keys
+
 Arrays = tuple[jax.Array, ...]
 
 _BLOCK = 2**24  # products of a query and a key, by head, that are alive at a time
@@ -30,8 +32,8 @@ _NAN = _NEVER + 1  # of a NaN
 @functools.partial(jax.jit, static_argnames="topk")
 def select(
     q: jax.Array,
-    k: jax.Array,
     weights: jax.Array,
+    k: jax.Array,
     k_scale: jax.Array,
     start: jax.Array,
     stop: jax.Array,
@@ -50,6 +52,46 @@ def select(
     b, _, h, _ = q.shape
     size = _queries(b, h, s_c)
     indices, values = over_queries(block, size, q, weights, start, stop)
+    return indices, values
+
+
+@functools.partial(jax.jit, static_argnames="topk")
+def select_of_pages(
+    q: jax.Array,
+    weights: jax.Array,
+    pool: jax.Array,
+    table: jax.Array,
+    start: jax.Array,
+    stop: jax.Array,
+    *,
+    topk: int,
+) -> Arrays:
+    """`select` of keys in pages of a pool, `[1 or b, pages, page, d]` or packed `[1 or b, pages, page_bytes]`, which
+    the table `[b, n]` names; of what is on none, zeros."""
+
+    def of_sequence(x: Arrays) -> Arrays:
+        q, weights, which, table, start, stop = x
+        there = ((table >= 0) & (table < pool.shape[1])).reshape(-1, *[1] * (pool.ndim - 2))
+        pages = jnp.where(there, pool[which][jnp.where(there.ravel(), table, 0)], 0)
+        if pages.dtype == jnp.uint8:
+            how = LAYOUTS["index_fp8"]
+            n = how.page_entries(pages.shape[1])
+            places = zip(how.starts(0, n), how.parts, strict=True)
+            parts = (pages[:, start : start + n * width].reshape(-1, width) for start, width in places)
+            k, k_scale = index_keys(*parts)
+        else:
+            k = pages.reshape(-1, pages.shape[2])
+            k_scale = jnp.ones(k.shape[:1], _FP32)
+        results = select(*(a[None] for a in (q, weights, k, k_scale, start, stop)), topk=topk)
+        indices, values = (a[0] for a in results)
+        return indices, values
+
+    b = q.shape[0]
+    which = jnp.arange(b, dtype=jnp.int32) if pool.shape[0] != 1 else jnp.zeros(b, jnp.int32)
+    rows = (q, weights, which, table, start, stop)
+    if not isinstance(b, int):  # of jax.export: not one after the other, then
+        return jax.vmap(lambda *x: of_sequence(x))(*rows)
+    indices, values = lax.map(of_sequence, rows)
     return indices, values
 
 
@@ -98,7 +140,7 @@ def scores_at(q: jax.Array, k: jax.Array, weights: jax.Array, indices: jax.Array
 
 @jax.jit
 def scores_at_gradient(q: jax.Array, k: jax.Array, weights: jax.Array, indices: jax.Array, di: jax.Array) -> Arrays:
-    """(dq, dk, dweights), fp32, of the cotangent di `[b, s_q, topk]`, of which absent entries are ignored."""
+    """(dq like q, dk and dweights in fp32) of the cotangent di `[b, s_q, topk]`, where entries are there."""
     k32 = k.astype(_FP32)
 
     def block(dk: jax.Array, q: jax.Array, weights: jax.Array, indices: jax.Array, di: jax.Array) -> Any:
@@ -112,7 +154,7 @@ def scores_at_gradient(q: jax.Array, k: jax.Array, weights: jax.Array, indices: 
         return dk, (_einsum("bnht,bntd->bnhd", ds, keys), _einsum("bnht,bnt->bnh", _relu(s), di))
 
     dk, (dq, dweights) = scan_queries(block, jnp.zeros_like(k32), _gathered(q, indices), q, weights, indices, di)
-    return dq, dk, dweights
+    return dq.astype(q.dtype), dk, dweights
 
 
 # Training: the teacher, and the loss over all visible entries

@@ -1,14 +1,17 @@
 """The packed caches of DeepSeek's models: 512 values an entry, in pages of bytes; docs/semantics.md draws each layout.
+And those of an indexer's keys, 128 values an entry.
 
 layout    an entry has                                        scales                   bytes, in a page of n entries
 v4_fp8    448 e4m3, 64 bfloat16 (the dimensions of RoPE)      7 ue8m0, for 64; one 0   n × 576, then n × 8, then padding
 v41_fp8   512 e4m3                                            16 ue8m0, for 32         n × 528
 v41_fp4   512 e2m1, the even one of a pair in the low nibble  32 e4m3, for 16          n × 288
+index_fp8 128 e4m3                                            1 float32                n × 128, then n × 4
 
 ue8m0   2^ceil(log2(amax / 448)) as its biased exponent, and not below the least that the layout has
 e4m3    amax / 6, rounded to the nearest, and not below 2^-9, the least above 0 that e4m3 has
+float32 max(amax, 1e-4) / 448
 
-A value is its code times its scale, which bfloat16 holds exactly.
+A value is its code times its scale, which bfloat16 holds exactly; of index_fp8 it is rounded to float32.
 """
 
 import dataclasses
@@ -27,6 +30,7 @@ D = 512
 _E4M3_MAX, _E4M3_NAN = 448.0, 0x7F  # 7/8 of a power of two
 _E4M3_LEAST = 2.0**-9
 _BIAS, _NAN = 127, 255  # of ue8m0
+_INDEX_LEAST = 1e-4  # amax, at least: what a row of zeros is scaled by
 _E2M1_MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 """between the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6; a value in the middle goes to the even code"""
 
@@ -41,11 +45,13 @@ class Layout:
       d: dimensions.
       packed: dimensions that are codes; the others, behind them, are bfloat16.
       bits: of a code.
-      group: dimensions that share a scale of one byte.
+      group: dimensions that share a scale.
       parts: widths in bytes that an entry is cut into. A page has the first part of all its entries, then the second.
       multiple: the size of a page is a multiple of so many bytes.
-      encode_groups: float32 `[…, groups, group]` -> uint8 codes `[…, bytes]` and scales `[…, groups]`.
+      encode_groups: float32 `[…, groups, group]` -> uint8 codes `[…, bytes]` and scales `[…, groups * scale_bytes]`.
       decode_groups: and back.
+      scale_bytes: of a scale.
+      decoded: the dtype that holds what is decoded.
     """
 
     d: int
@@ -56,6 +62,8 @@ class Layout:
     multiple: int
     encode_groups: Callable[[jax.Array], Parts]
     decode_groups: Callable[[jax.Array, jax.Array], jax.Array]
+    scale_bytes: int = 1
+    decoded: Any = jnp.bfloat16
 
     @property
     def entry(self) -> int:
@@ -98,11 +106,11 @@ class Layout:
         return tuple(_cut(jnp.concatenate(whole, -1), self.parts))
 
     def decode(self, *parts: jax.Array) -> jax.Array:
-        """bfloat16 entries `[…, d]` of their parts."""
+        """Entries `[…, d]` of their parts."""
         batch, rest = parts[0].shape[:-1], 2 * (self.d - self.packed)
-        widths = (self.packed * self.bits // 8, rest, self.packed // self.group)
+        widths = (self.packed * self.bits // 8, rest, self.packed // self.group * self.scale_bytes)
         codes, others, scales = _cut(jnp.concatenate(parts, -1), widths)
-        values = self.decode_groups(codes, scales).reshape(*batch, self.packed).astype(jnp.bfloat16)
+        values = self.decode_groups(codes, scales).reshape(*batch, self.packed).astype(self.decoded)
         if rest == 0:
             return values
         others = others.reshape(*batch, -1, 2).astype(jnp.uint16)
@@ -133,6 +141,33 @@ def _decode_e4m3(codes: jax.Array, scales: jax.Array) -> jax.Array:
     scales = scales[..., None].astype(jnp.int32)
     values = jnp.ldexp(values.reshape(*scales.shape[:-1], -1), scales - _BIAS)
     return jnp.where(scales == _NAN, jnp.nan, values)
+
+
+def quantize_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """float8_e4m3fn like x, and a float32 scale for each row: max(max |row|, 1e-4) / 448."""
+    x = x.astype(jnp.float32)
+    scale = jnp.maximum(jnp.max(jnp.abs(x), -1), _INDEX_LEAST) / _E4M3_MAX
+    codes = jnp.clip(x / scale[..., None], -_E4M3_MAX, _E4M3_MAX)  # a quotient may be rounded to more than the greatest
+    return codes.astype(jnp.float8_e4m3fn), scale
+
+
+def index_keys(codes: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """float8_e4m3fn like codes and float32 `[…]` of what "index_fp8" holds, uint8 `[…, 128]` and `[…, 4]`."""
+    word = functools.reduce(jnp.bitwise_or, (scales[..., i].astype(jnp.uint32) << 8 * i for i in range(4)))
+    return lax.bitcast_convert_type(codes, jnp.float8_e4m3fn), lax.bitcast_convert_type(word, jnp.float32)
+
+
+def _encode_index(values: jax.Array) -> Parts:
+    """Of one group, with a float32 scale."""
+    codes, scale = quantize_rows(values)
+    codes = lax.optimization_barrier(lax.bitcast_convert_type(codes, jnp.uint8))  # or XLA may undo the rounding
+    word = lax.bitcast_convert_type(scale[..., 0], jnp.uint32)
+    return codes, jnp.stack([(word >> 8 * i & 255).astype(jnp.uint8) for i in range(4)], -1)
+
+
+def _decode_index(codes: jax.Array, scales: jax.Array) -> jax.Array:
+    values, scale = index_keys(codes, scales)
+    return values.astype(jnp.float32) * scale[..., None]
 
 
 def _encode_e2m1(values: jax.Array) -> Parts:
@@ -177,6 +212,7 @@ LAYOUTS = {
     "v4_fp8": Layout(D, 448, 8, 64, (576, 8), 576, functools.partial(_encode_e4m3, least=-13), _decode_e4m3),
     "v41_fp8": Layout(D, 512, 8, 32, (528,), 1, functools.partial(_encode_e4m3, least=-22), _decode_e4m3),
     "v41_fp4": Layout(D, 512, 4, 16, (288,), 1, _encode_e2m1, _decode_e2m1),
+    "index_fp8": Layout(128, 128, 8, 128, (128, 4), 1, _encode_index, _decode_index, 4, jnp.float32),
 }
 """Of V4, the least scale is 1e-4 rounded up; of V4.1, 1e-4 / 448 is."""
 
@@ -197,9 +233,9 @@ def quantize_cache(entries: jax.Array, layout: str = V4_FP8) -> jax.Array:
     """Pages of packed entries.
 
     Args:
-      entries: `[…, n, 512]`, bfloat16, float16 or float32. n is the size of a page.
+      entries: `[…, n, d]`, bfloat16, float16 or float32; d is 512, or 128 of "index_fp8". n is the size of a page.
       layout: "v4_fp8", of DeepSeek-V4: 584 bytes an entry, of which the last 64 dimensions are kept as bfloat16.
-        "v41_fp8" and "v41_fp4", of DeepSeek-V4.1: 528 and 288 bytes.
+        "v41_fp8" and "v41_fp4", of DeepSeek-V4.1: 528 and 288 bytes. "index_fp8", of the lightning indexer's keys: 132.
 
     Returns:
       uint8 `[…, page_bytes]`. NaN or inf among values that share a scale makes them all NaN, by the scale.
@@ -222,6 +258,7 @@ def quantize_cache(entries: jax.Array, layout: str = V4_FP8) -> jax.Array:
 
 def dequantize_cache(pages: jax.Array, layout: str = V4_FP8) -> jax.Array:
     """bfloat16 entries `[…, n, 512]` of packed pages, uint8 `[…, page_bytes]`; exact, what is padding is not read.
+    Of "index_fp8", float32 `[…, n, 128]`, rounded.
 
     Args:
       layout: as in `quantize_cache`.

@@ -270,16 +270,27 @@ class IndexScores(Variant):
 
     heads: int  # of q
     dtype: str  # of q and k; "float8_e4m3fn" has scales
+    paged: bool = False  # keys are in pages, which a table names, with their scales behind them
 
-    family, layout = "index_scores", "index_scores"
+    family = "index_scores"
+
+    @property
+    def scaled_pages(self) -> bool:
+        return self.paged and self.dtype == "float8_e4m3fn"
+
+    @property
+    def layout(self) -> str:
+        return "_".join([self.family, *["paged"] * self.paged, *["scaled"] * self.scaled_pages])
 
     @property
     def params(self) -> Params:
+        maps = {"q": 1, "k": 2, **({"k_scale": 2} if self.scaled_pages else {})}
         return (
-            *(Param("q", kind) for kind in ("map", "extents1")),  # [d, b * s_q * heads]
-            *(Param("k", kind) for kind in ("map", "extents2")),  # [d, s_c, b]
-            *each("address", "weights", "k_scale", "start", "stop", "scores"),
+            # [d, b * s_q * heads]; [d, s_c, b] or [d, page, pages]; [page, pages]
+            *(Param(name, kind) for name, n in maps.items() for kind in ("map", f"extents{n}")),
+            *each("address", "weights", "table" if self.paged else "k_scale", "start", "stop", "scores"),
             *each("int32", "s_q", "s_c", *BLOCKS, "blocks", "splits", "stride", "skip"),
+            *(each("int32", "width", "page", "box") if self.paged else ()),
         )
 
 

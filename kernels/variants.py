@@ -42,7 +42,8 @@ VARIANTS: tuple[Variant, ...] = (
     ),
     *(Combine("combine", "sm_90a", "kernels.sm90.combine", dtype) for dtype in DTYPES),  # of split keys
     *(
-        IndexScores("index_scores", "sm_90a", "kernels.sm90.index_scores", heads, dtype)
+        IndexScores("index_scores", "sm_90a", "kernels.sm90.index_scores", heads, dtype, paged)
+        for paged in (False, True)
         for heads in (16, 32, 64)
         for dtype in (*DTYPES, "float8_e4m3fn")
     ),

@@ -115,7 +115,8 @@ ADDRESSES = {
 
 
 class IndexShape(ctypes.Structure):
-    _fields_ = _int64s("b", "s_q", "s_c", "heads", "topk", "type", "queries", "stride", "wants_values")
+    _fields_ = _int64s("b", "s_q", "s_c", "heads", "topk", "type", "queries", "stride", "wants_values",
+                       "pages", "page", "width")  # fmt: skip
 
 
 class ProbabilitiesShape(ctypes.Structure):
@@ -123,7 +124,9 @@ class ProbabilitiesShape(ctypes.Structure):
 
 
 PROBABILITIES_ADDRESSES = ("q", "k", "lse", "indices", "p")
-INDEX_ADDRESSES = ("q", "k", "weights", "k_scale", "start", "stop", "scores", "indices", "values")
+
+
+INDEX_ADDRESSES = ("q", "k", "weights", "k_scale", "table", "start", "stop", "scores", "indices", "values")
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from kernels.abi import Combine, IndexScores, Probabilities, TopK
 from kernels.cubin import KernelInfo, read_kernel
 from kernels.variants import FEW_HEADS, LATENT, VARIANTS
 from tests.native import (
+    TYPES,
     IndexShape,
     ProbabilitiesShape,
     Shape,
@@ -82,7 +83,9 @@ def test_embedded_cubin_is_what_the_manifest_says(key):
 def test_the_launcher_hands_over_what_the_table_says(variant):
     shape = Shape(2, 70, 150, 8, 1, 512, s_kv1=200, topk=100)
     if isinstance(variant, IndexScores | TopK):
-        launch = plan_indexer(IndexShape(2, 70, 150, 64, 100, 9, 4, 256, 1))[isinstance(variant, TopK)]
+        paging = (9, 50, 3) if "paged" in variant.layout else (0, 0, 0)
+        kind = TYPES[variant.dtype] if isinstance(variant, IndexScores) else 9
+        launch = plan_indexer(IndexShape(2, 70, 150, 64, 100, kind, 4, 256, 1, *paging))[isinstance(variant, TopK)]
     elif isinstance(variant, Probabilities):
         launch = plan_probabilities(ProbabilitiesShape(2, 70, 8, 150, 100))
     else:

@@ -236,7 +236,7 @@ class TestBench:
             assert flops == 0 and moved == 4 * c.s_q * (c.s_c + c.topk)
             return
         entries = c.s_c / 2 if c.ratio else c.s_c  # of a triangle, and some that are not whole
-        assert flops == pytest.approx(2 * 128 * 64 * c.s_q * entries, rel=1e-3)
+        assert flops == pytest.approx(2 * 128 * 64 * c.b * c.s_q * entries, rel=1e-3)
         assert moved > 128 * 64 * c.s_q * jnp.dtype(c.dtype).itemsize
 
     @pytest.mark.parametrize("row", [r for r in bench.ROWS if r.suite != "indexer"], ids=lambda row: row.name)

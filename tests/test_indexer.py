@@ -475,7 +475,7 @@ def test_a_workspace_is_bounded(monkeypatch):
     seen = []
     monkeypatch.setattr(jax.ffi, "ffi_call", lambda name, results: lambda *_: seen.extend(results) or results)
     q, k = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1, 65536, 64, 128), (1, 16384, 128)))
-    _ffi.lightning_indexer(q, k, None, None, None, None, topk=512, return_scores=False)
+    _ffi.lightning_indexer(q, None, k, None, None, None, topk=512, return_scores=False)
     indices, values, scores = seen
     assert indices.shape == (1, 65536, 512) and values.shape == (1, 65536, 0)
     assert scores.size * 4 <= 2**29 and scores.shape == (8192, 16384)

@@ -37,6 +37,34 @@ def test_scores_and_choice(key):
     judge_choice(got, x.start, x.stop)
 
 
+@pytest.mark.parametrize(
+    ("key", "page", "s_c"),
+    [("heads64_float8_e4m3fn", 64, 700), ("heads16_bfloat16", 8, 300), ("heads32_float8_e4m3fn", 304, 300)],
+    ids=["several boxes a tile", "many", "one page"],
+)
+def test_scores_of_pages(key, page, s_c):
+    """In any order, among pages of NaN; of a page that is not a multiple of a tile, in a table of one."""
+    key = f"index_scores_sm_90a_{key}_paged"
+    x = Problem.of(variant(key), 2, 3, s_c, 40, page)
+    got = run(variant(key), x, processors=3)
+    judge_scores(x, got, x.seen)
+    judge_choice(got, x.start, x.stop)
+
+
+def page_of_another(text):
+    """Every page is the one beside it."""
+    pattern = r"ld\.global\.b32\s+(%r\d+), (\[%rd\d+\]);"
+    return edits.replace(text, pattern, lambda m: f"{m[0]} xor.b32 {m[1]}, {m[1]}, 1;", slice(2, 3))
+
+
+def test_fault_of_pages():
+    key = "index_scores_sm_90a_heads64_float8_e4m3fn_paged"
+    x = Problem.of(variant(key), 2, 2, 300, 40, 64)
+    for seed in SEEDS:
+        with pytest.raises(Wrong, match="scores are wrong"):
+            judge_scores(x, run(variant(key), x, edit_scores=page_of_another, seed=seed), x.seen)
+
+
 def test_a_workspace_that_is_used_again():
     """Two blocks at a time of six, each split over CTAs; without scores as a result, queries that take all get none."""
     key = KEYS[0]

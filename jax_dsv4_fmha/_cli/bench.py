@@ -129,6 +129,7 @@ ROWS = (
     ),
     *(Row("indexer", bench_indexer.prompt(s_c, "float8_e4m3fn")) for s_c in (8192, 16384)),
     *(Row("indexer", bench_indexer.prompt(s_c, "bfloat16"), ("xla",)) for s_c in (8192, 16384)),
+    *(Row("indexer", bench_indexer.step(t)) for t in ("float8_e4m3fn", "bfloat16")),
     *(Row("indexer", bench_indexer.choice(s_c, k), ("xla",)) for k in (512, 1024) for s_c in (8192, 16384)),
     *(Row("indexer", bench_indexer.prompt(8192, t, 512, 32768, 4)) for t in ("float8_e4m3fn", "bfloat16")),
 )

@@ -1,4 +1,5 @@
-"""The indexer suite of `bench`: scores and top-k of a prompt, top-k of given scores, and XLA's way to both."""
+"""The indexer suite of `bench`: scores and top-k of a prompt, and of a step of generation over pages, top-k of given
+scores, and XLA's way to what a prompt asks for."""
 
 from typing import Any
 
@@ -7,7 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import _ffi
+from .._cache import Cache
 from .._indexer import E4M3, lightning_indexer, quantize_indexer
+from .._packed import quantize_cache
 from .._testing.cases import Case
 
 OPS = ("lightning_indexer", "topk")
@@ -20,6 +23,11 @@ def prompt(s_c: int, dtype: str, topk: int = 512, s_q: int = 4096, ratio: int = 
     return Case("lightning_indexer", 1, s_q, 0, 64, 1, _D, dtype, ratio=ratio, topk=topk, s_c=s_c)
 
 
+def step(dtype: str, b: int = 64, s_q: int = 2, s_c: int = 16384) -> Case:
+    """Of generation: the last queries of every sequence, over all entries, in pages of 64."""
+    return Case("lightning_indexer", b, s_q, 0, 64, 1, _D, dtype, topk=512, s_c=s_c, decode=True, page=64)
+
+
 def choice(s_c: int, topk: int) -> Case:
     """Of scores that are there."""
     return Case("topk", 1, 4096, 0, 1, 1, 1, "float32", topk=topk, s_c=s_c)
@@ -27,7 +35,8 @@ def choice(s_c: int, topk: int) -> Case:
 
 def name(c: Case) -> str:
     what = "given scores" if c.op == "topk" else f"{c.dtype} h{c.h_q}"
-    return f"top-k {c.topk} of {c.s_c}{f' of ratio {c.ratio}' if c.ratio else ''}, {what}, b{c.b} s{c.s_q}"
+    of = f"{c.s_c}{f' of ratio {c.ratio}' if c.ratio else ''}{' in pages' if c.page else ''}"
+    return f"top-k {c.topk} of {of}, {what}, b{c.b} s{c.s_q}"
 
 
 def work(c: Case) -> tuple[float, float]:
@@ -37,7 +46,8 @@ def work(c: Case) -> tuple[float, float]:
         return 0.0, 4.0 * rows * c.s_c + chosen
     seen = sum(min((t + 1) // c.ratio, c.s_c) for t in range(c.s_q)) if c.ratio else c.s_q * c.s_c
     size = jnp.dtype(c.dtype).itemsize
-    return 2.0 * _D * c.h_q * c.b * seen, rows * c.h_q * (_D * size + 4) + c.b * c.s_c * _D * size + chosen
+    scales = 4.0 * c.b * c.s_c * (size == 1)
+    return 2.0 * _D * c.h_q * c.b * seen, rows * c.h_q * (_D * size + 4) + c.b * c.s_c * _D * size + scales + chosen
 
 
 def operands(c: Case, key: jax.Array) -> dict[str, Any]:
@@ -47,9 +57,30 @@ def operands(c: Case, key: jax.Array) -> dict[str, Any]:
     q = jax.random.normal(keys[0], (c.b, c.s_q, c.h_q, _D), jnp.bfloat16)
     k = jax.random.normal(keys[1], (c.b, c.s_c, _D), jnp.bfloat16)
     weights = jax.random.normal(keys[2], (c.b, c.s_q, c.h_q)) * (_D * c.h_q) ** -0.5
+    if c.page:
+        return {"k": _cache(c, k), **dict(zip(("q", "weights"), _of_step(c, q, weights), strict=True))}
     if jnp.dtype(c.dtype) == E4M3:
         return dict(zip(("q", "k", "weights", "k_scale"), quantize_indexer(q, k, weights), strict=True))
     return {"q": q, "k": k, "weights": weights}
+
+
+def _of_step(c: Case, q: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    if jnp.dtype(c.dtype) != E4M3:
+        return q, weights
+    q, _, weights, _ = quantize_indexer(q, None, weights)
+    return q, weights
+
+
+def _cache(c: Case, k: jax.Array) -> Cache:
+    """Pages in any order."""
+    pages = c.b * c.s_c // c.page
+    order = jax.random.permutation(jax.random.key(0), pages).astype(jnp.int32)
+    entries = k.reshape(pages, c.page, _D)
+    how: dict[str, Any] = {}
+    if jnp.dtype(c.dtype) == E4M3:
+        how = {"layout": "index_fp8"}
+        entries = quantize_cache(entries, **how)
+    return Cache(entries, order.reshape(c.b, -1), **how)
 
 
 def call(c: Case, **operands: Any) -> Any:

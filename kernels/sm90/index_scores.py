@@ -9,9 +9,13 @@ heads is along a thread's own registers, whose weights it keeps, and two shuffle
     consumer WG 2    keys  0 .. 63, columns 128 .. 255
     consumer WG 3    keys 64 .. 127, columns 128 .. 255
 
-A block of queries is COLUMNS columns. Accumulators of 64 x 128 and the weights of 128 columns are what 112 registers
-hold, and so four consumers fit: while some sum up, the others' products run. In 8 bits a product takes 256 clocks and
-its sum some 190 of every scheduler's, so of a tile tensor cores have 1024 clocks to do and schedulers 760.
+Accumulators of 64 x 128 and the weights of 128 columns are what 112 registers hold, and so four consumers fit: while
+some sum up, the others' products run. In 8 bits a product takes 256 clocks and its sum some 190 of every scheduler's,
+so of a tile tensor cores have 1024 clocks to do and schedulers 760.
+
+Keys of a cache are in pages, which a table names, and queries are few: then a tile is 256 keys, 64 a consumer, by the
+128 columns of a block, so that fewer products are for nobody. A page's keys are loaded by boxes that divide a page and
+a tile, and with them, where they have 8 bits, their scales, which stand behind all keys of a page.
 
 Only key tiles that some query of the block sees are loaded; a query that takes all it sees needs none. Scores of a tile
 that a query does not see are whatever they are: who reads them knows what it sees. CTAs are persistent: one takes every
@@ -39,13 +43,12 @@ from kernels.lib.rows import ceil_div, load, store
 from kernels.lib.wgmma import K_MAJOR, accumulator, multiply, operand_a, operand_b, slab_layout, tma_atom, tma_tiles
 
 D = 128  # of queries and keys
-HALVES = 2  # of a tile's keys, of a block's columns
 HALF = 128  # columns of a warpgroup's product
-COLUMNS = HALVES * HALF  # (query, head) pairs of a block
 ROWS = 64  # keys of a warpgroup's product
-TILE = HALVES * ROWS  # keys
-CONSUMERS = HALVES * HALVES * WARPGROUP  # threads
+GROUPS = 4  # warpgroups that share a block's columns and a tile's keys
+CONSUMERS = GROUPS * WARPGROUP  # threads
 BLOCK = 8  # columns of an accumulator of which a quad's lanes hold two each
+BOX = 8  # keys of the least box: that many rows of 128 bytes are swizzled alike
 
 ELEMENT = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16, "float8_e4m3fn": cutlass.Float8E4M3FN}
 
@@ -56,7 +59,26 @@ class Config:
 
     heads: int
     dtype: str
-    stages_q: int = 2
+    paged: bool = False
+
+    @property
+    def stages_q(self) -> int:
+        return 1 if self.paged else 2  # few queries: one block a CTA, more keys at a time
+
+    @property
+    def columns(self) -> int:
+        """(query, head) pairs of a block."""
+        return HALF if self.paged else 2 * HALF
+
+    @property
+    def parts(self) -> int:
+        """Of a tile's keys, one a consumer."""
+        return GROUPS * HALF // self.columns
+
+    @property
+    def tile(self) -> int:
+        """Keys."""
+        return self.parts * ROWS
 
     @property
     def element_bytes(self) -> int:
@@ -69,15 +91,20 @@ class Config:
     @property
     def queries(self) -> int:
         """Of a block."""
-        return COLUMNS // self.heads
+        return self.columns // self.heads
 
     @property
     def q_bytes(self) -> int:
-        return COLUMNS * D * self.element_bytes
+        return self.columns * D * self.element_bytes
+
+    @property
+    def scale_bytes(self) -> int:
+        """Of a tile's scales that come with its keys."""
+        return 4 * self.tile * (self.paged and self.scaled)
 
     @property
     def k_bytes(self) -> int:
-        return TILE * D * self.element_bytes
+        return self.tile * D * self.element_bytes + self.scale_bytes
 
     @property
     def stages_k(self) -> int:
@@ -85,11 +112,11 @@ class Config:
 
     @property
     def tile_m(self) -> int:
-        return COLUMNS
+        return self.columns
 
     @property
     def tile_n(self) -> int:
-        return TILE
+        return self.tile
 
     @property
     def threads(self) -> int:
@@ -124,13 +151,23 @@ class Extents(NamedTuple):
     first_block: Int32  # of this launch, counted over all batch entries
     blocks: Int32  # of this launch
     splits: Int32  # of each block's key tiles
-    stride: Int32  # from query to query of scores, a multiple of TILE
+    stride: Int32  # from query to query of scores, a multiple of a tile
     skip: Int32  # a query that sees no more entries than that needs no scores
+
+
+class Pages(NamedTuple):
+    """Where the keys of a cache are, of each batch entry."""
+
+    width: Int32  # pages of a batch entry
+    page: Int32  # keys of one
+    box: Int32  # keys that are loaded at a time
 
 
 class Arrays(NamedTuple):
     weights: cute.Pointer  # float32 [b, s_q, heads]
-    k_scale: cute.Pointer  # float32 [b, s_c]; not read where keys have no scales
+    keys: (
+        cute.Pointer
+    )  # k_scale, float32 [b, s_c], not read where keys have no scales; of pages the table, int32 [b, width]
     start: cute.Pointer  # int32 [b, s_q]
     stop: cute.Pointer  # int32 [b, s_q]
     scores: cute.Pointer  # float32 [blocks * queries of a block, stride]
@@ -148,8 +185,9 @@ class Barriers:
 
 @dataclass(frozen=True)
 class Shared:
-    q: cute.Tensor  # (COLUMNS, D, stage)
-    k: cute.Tensor  # (TILE, D, stage)
+    q: cute.Tensor  # (columns, D, stage)
+    k: cute.Tensor  # (tile, D, stage)
+    k_scale: cute.Tensor | None  # (tile, stage), of pages
     info: cute.Tensor  # (PUBLISHED, stage of q)
 
 
@@ -203,19 +241,21 @@ class IndexScoresSm90:
         stream: cuda.CUstream,
     ):
         c = self.config
-        rows = cute.make_tensor(q, cute.make_layout((b * s_q * c.heads, D), stride=(D, 1)))
         keys = cute.make_tensor(k, cute.make_layout((s_c, D, b), stride=(D, 1, Int64(s_c) * D)))
-        load = cpasync.CopyBulkTensorTileG2SOp()
+        maps = (*self.map_of_q(q, b * s_q), *tma_atom(cpasync.CopyBulkTensorTileG2SOp(), keys, c.tile, D), None, None)
         n = Extents(s_q, s_c, ceil_div(s_q, Int32(c.queries)), first_block, blocks, splits, stride, skip)
-        self.kernel(
-            *tma_atom(load, rows, COLUMNS, D),
-            *tma_atom(load, keys, TILE, D),
-            Arrays(weights, k_scale, start, stop, scores),
-            n,
-        ).launch(
-            grid=(cutlass.min(blocks * splits, ctas), 1, 1),
-            block=(c.threads, 1, 1),
-            smem=c.smem_bytes,
+        self.launch(maps, Arrays(weights, k_scale, start, stop, scores), n, None, ctas, stream)
+
+    def map_of_q(self, q: cute.Pointer, queries: Int32) -> tuple[cute.CopyAtom, cute.Tensor]:
+        rows = cute.make_tensor(q, cute.make_layout((queries * self.config.heads, D), stride=(D, 1)))
+        return tma_atom(cpasync.CopyBulkTensorTileG2SOp(), rows, self.config.columns, D)
+
+    @cute.jit
+    def launch(self, maps: tuple, arrays: Arrays, n: Extents, pages: Pages | None, ctas: Int32, stream: cuda.CUstream):
+        self.kernel(*maps, arrays, n, pages).launch(
+            grid=(cutlass.min(n.blocks * n.splits, ctas), 1, 1),
+            block=(self.config.threads, 1, 1),
+            smem=self.config.smem_bytes,
             stream=stream,
             min_blocks_per_mp=1,
         )
@@ -227,8 +267,11 @@ class IndexScoresSm90:
         mQ: cute.Tensor,
         tma_k: cute.CopyAtom,
         mK: cute.Tensor,
+        tma_scale: cute.CopyAtom | None,
+        mScale: cute.Tensor | None,
         arrays: Arrays,
         n: Extents,
+        pages: Pages | None,
     ):
         c = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -236,6 +279,8 @@ class IndexScoresSm90:
         if warp == 0:
             cpasync.prefetch_descriptor(tma_q)
             cpasync.prefetch_descriptor(tma_k)
+            if cutlass.const_expr(tma_scale is not None):
+                cpasync.prefetch_descriptor(tma_scale)
             with cute.arch.elect_one():
                 for s in cutlass.range_constexpr(c.stages_q):
                     cute.arch.mbarrier_init(bar.q_full + s, 1)
@@ -250,7 +295,7 @@ class IndexScoresSm90:
         if warp * WARP >= CONSUMERS:
             cute.arch.setmaxregister_decrease(c.registers[0])
             if warp * WARP == CONSUMERS:
-                self.produce(bar, smem, (tma_q, mQ), (tma_k, mK), arrays, n)
+                self.produce(bar, smem, (tma_q, mQ), (tma_k, mK), (tma_scale, mScale), arrays, n, pages)
         else:
             cute.arch.setmaxregister_increase(c.registers[1])
             self.consume(bar, smem, arrays, n)
@@ -260,16 +305,27 @@ class IndexScoresSm90:
         q, k = (
             smem.allocate_tensor(self.dtype, layout.outer, 1024, swizzle=layout.inner)
             for layout in (
-                slab_layout(self.dtype, COLUMNS, D, c.stages_q),
-                slab_layout(self.dtype, TILE, D, c.stages_k),
+                slab_layout(self.dtype, c.columns, D, c.stages_q),
+                slab_layout(self.dtype, c.tile, D, c.stages_k),
             )
         )
+        k_scale = smem.allocate_tensor(Float32, cute.make_layout((c.tile, c.stages_k)), 128) if c.scale_bytes else None
         info = smem.allocate_tensor(Int32, cute.make_layout((PUBLISHED, c.stages_q)), 16)
         rings = (c.stages_q, c.stages_q, c.stages_k, c.stages_k)
-        return Barriers(*(smem.allocate_array(Int64, stages) for stages in rings)), Shared(q, k, info)
+        return Barriers(*(smem.allocate_array(Int64, stages) for stages in rings)), Shared(q, k, k_scale, info)
 
     @cute.jit
-    def produce(self, bar: Barriers, smem: Shared, rows: tuple, keys: tuple, arrays: Arrays, n: Extents):
+    def produce(
+        self,
+        bar: Barriers,
+        smem: Shared,
+        rows: tuple,
+        keys: tuple,
+        scales: tuple,
+        arrays: Arrays,
+        n: Extents,
+        pages: Pages | None,
+    ):
         """One warp, for every block of this CTA: which key tiles there are to see, Q, and these tiles."""
         c, walk, fills = self.config, Walk(n), Int32(0)
         (tma_q, mQ), (tma_k, mK) = rows, keys
@@ -282,8 +338,8 @@ class IndexScoresSm90:
             at = Int64(entry) * n.s_q + cutlass.min(query0 + cutlass.min(lane, c.queries - 1), n.s_q - 1)
             start, stop = load(arrays.start + at), load(arrays.stop + at)
             scored = stop - start > n.skip
-            lo = cute.arch.warp_redux_sync(start if scored else n.s_c, "min") // TILE
-            hi = ceil_div(cute.arch.warp_redux_sync(stop if scored else Int32(0), "max"), Int32(TILE))
+            lo = cute.arch.warp_redux_sync(start if scored else n.s_c, "min") // c.tile
+            hi = ceil_div(cute.arch.warp_redux_sync(stop if scored else Int32(0), "max"), Int32(c.tile))
             tiles = cutlass.max(hi - lo, 0)
             first, last = lo + tiles * split // n.splits, lo + tiles * (split + 1) // n.splits
             stage_q = turn % c.stages_q
@@ -292,20 +348,77 @@ class IndexScoresSm90:
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_expect_tx(bar.q_full + stage_q, c.q_bytes)
                 there = cute.domain_offset(((entry * n.s_q + query0) * c.heads, 0), mQ)
-                gQ, sQ = tma_tiles(tma_q, cute.local_tile(there, (COLUMNS, D), (0, 0)), smem.q)
+                gQ, sQ = tma_tiles(tma_q, cute.local_tile(there, (c.columns, D), (0, 0)), smem.q)
                 cute.copy(tma_q, gQ, sQ[None, stage_q], tma_bar_ptr=bar.q_full + stage_q)
             with cute.arch.elect_one():
                 for i, x in enumerate((block, entry, first, last)):
                     smem.info[i, stage_q] = x
                 cute.arch.mbarrier_arrive(bar.q_full + stage_q)
-            gK, sK = tma_tiles(tma_k, cute.local_tile(mK[None, None, entry], (TILE, D), (None, 0)), smem.k)
-            for t in cutlass.range(first, last, unroll=1):
-                stage = fills % c.stages_k
-                cute.arch.mbarrier_wait(bar.k_empty + stage, (fills // c.stages_k & 1) ^ 1)
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(bar.k_full + stage, c.k_bytes)
-                cute.copy(tma_k, gK[None, t], sK[None, stage], tma_bar_ptr=bar.k_full + stage)
-                fills += 1
+            if cutlass.const_expr(c.paged):
+                fills = self.load_pages(bar, smem, keys, scales, arrays.keys + entry * pages.width, pages, first, last,
+                                        fills)  # fmt: skip
+            else:
+                gK, sK = tma_tiles(tma_k, cute.local_tile(mK[None, None, entry], (c.tile, D), (None, 0)), smem.k)
+                for t in cutlass.range(first, last, unroll=1):
+                    stage = self.begin_fill(bar, fills)
+                    cute.copy(tma_k, gK[None, t], sK[None, stage], tma_bar_ptr=bar.k_full + stage)
+                    fills += 1
+
+    @cute.jit
+    def begin_fill(self, bar: Barriers, fills: Int32) -> Int32:
+        """The stage of this fill of the ring of keys, free again, and told of what will come."""
+        stage = fills % self.config.stages_k
+        cute.arch.mbarrier_wait(bar.k_empty + stage, (fills // self.config.stages_k & 1) ^ 1)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(bar.k_full + stage, self.config.k_bytes)
+        return stage
+
+    @cute.jit
+    def load_pages(
+        self,
+        bar: Barriers,
+        smem: Shared,
+        keys: tuple,
+        scales: tuple,
+        table: cute.Pointer,
+        pages: Pages,
+        first: Int32,
+        last: Int32,
+        fills: Int32,
+    ) -> Int32:
+        """The key tiles from first to last, box by box, and their scales; fills after them.
+
+        A lane knows where one of the next 32 boxes is. What is on no page, and what is behind a page's end, is 0.
+        """
+        c, lane = self.config, cute.arch.lane_idx()
+        (tma_k, mK), (tma_scale, mScale) = keys, scales
+        boxes = c.tile // pages.box
+        sK = cute.local_tile(smem.k, (BOX, D), (None, 0, None))
+        page, row = Int32(-1), Int32(0)
+        for t in cutlass.range(first, last, unroll=1):
+            before = (t - first) * boxes % WARP
+            if before == 0:
+                key = t * c.tile + lane * pages.box
+                which = key // pages.page
+                page, row = Int32(-1), key % pages.page
+                if which < pages.width:
+                    page = load(table + which)
+            stage = self.begin_fill(bar, fills)
+            for i in cutlass.range(boxes, unroll=1):
+                its_page, its_row = (cute.arch.shuffle_sync(x, before + i) for x in (page, row))
+                at = i * pages.box
+                g, s = tma_tiles(tma_k, cute.local_tile(mK[None, None, its_page], (BOX, D), (None, 0)), sK)
+                cute.copy(tma_k, g[None, its_row // BOX], s[None, at // BOX, stage], tma_bar_ptr=bar.k_full + stage)
+                if cutlass.const_expr(c.scale_bytes):
+                    g, s = tma_tiles(
+                        tma_scale,
+                        cute.local_tile(mScale, (BOX, 1), (None, None)),
+                        cute.local_tile(smem.k_scale, (BOX, 1), (None, None)),
+                    )
+                    cute.copy(tma_scale, g[None, its_row // BOX, its_page], s[None, at // BOX, stage],
+                              tma_bar_ptr=bar.k_full + stage)  # fmt: skip
+            fills += 1
+        return fills
 
     @cute.jit
     def consume(self, bar: Barriers, smem: Shared, arrays: Arrays, n: Extents):
@@ -313,10 +426,10 @@ class IndexScoresSm90:
         c, walk = self.config, Walk(n)
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4)
         thread, mma = cute.arch.thread_idx()[0] % WARPGROUP, product(self.dtype)
-        a = operand_a(mma, cute.local_tile(smem.k, (ROWS, D), (group % HALVES, 0, None)))
-        b = operand_b(mma, cute.local_tile(smem.q, (HALF, D), (group // HALVES, 0, None)))
-        sums = Sums.of(c, mma, group // HALVES, thread)
-        key0, stage, parity = kept(group % HALVES * ROWS + key_of(thread)), Int32(0), Int32(0)
+        a = operand_a(mma, cute.local_tile(smem.k, (ROWS, D), (group % c.parts, 0, None)))
+        b = operand_b(mma, cute.local_tile(smem.q, (HALF, D), (group // c.parts, 0, None)))
+        sums = Sums.of(c, mma, group // c.parts, thread)
+        key0, stage, parity = kept(group % c.parts * ROWS + key_of(thread)), Int32(0), Int32(0)
         for turn in cutlass.range(walk.turns, unroll=1):
             stage_q = turn % c.stages_q
             cute.arch.mbarrier_wait(bar.q_full + stage_q, turn // c.stages_q & 1)
@@ -324,28 +437,74 @@ class IndexScoresSm90:
             if first < last:
                 query0 = ((n.first_block + block) - entry * n.blocks_of_entry) * c.queries
                 sums.take_weights(arrays.weights, entry, query0, n)
-                out = sums.place(arrays.scores + (Int64(block) * c.queries * n.stride + first * TILE + key0), n)
-                scales = arrays.k_scale + Int64(entry) * n.s_c
+                out = sums.place(arrays.scores + (Int64(block) * c.queries * n.stride + first * c.tile + key0), n)
+                scales = arrays.keys + Int64(entry) * n.s_c
                 for t in cutlass.range(first, last, unroll=1):
                     cute.arch.mbarrier_wait(bar.k_full + stage, parity)
                     multiply(mma, sums.acc, a[None, None, None, stage], b[None, None, None, stage_q], fresh=True)
-                    scale = self.scale_of(scales, t * TILE + key0, n)
+                    scale = self.scale_of(smem, stage, scales, key0, t, n)
                     warpgroup.wait_group(0)
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive(bar.k_empty + stage)
                     sums.store(out, scale, query0, n)
-                    out, stage = out + TILE, stage + 1
+                    out, stage = out + c.tile, stage + 1
                     if stage == c.stages_k:
                         stage, parity = Int32(0), parity ^ 1
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(bar.q_empty + stage_q)
 
     @cute.jit
-    def scale_of(self, scales: cute.Pointer, key: Int32, n: Extents) -> Float32:
+    def scale_of(self, smem: Shared, stage: Int32, scales: cute.Pointer, key0: Int32, t: Int32, n: Extents) -> Float32:
         scale = Float32(1.0)
-        if cutlass.const_expr(self.config.scaled):
-            scale = load(scales + cutlass.min(key, n.s_c - 1))
+        if cutlass.const_expr(self.config.scale_bytes):
+            scale = smem.k_scale[key0, stage]
+        elif cutlass.const_expr(self.config.scaled):
+            scale = load(scales + cutlass.min(t * self.config.tile + key0, n.s_c - 1))
         return scale
+
+
+class PagedIndexScoresSm90(IndexScoresSm90):
+    """The same of keys in pages: [pages, page, D], or of 8 bits bytes [pages, page * (D + 4)], the scales last."""
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Pointer,
+        k: cute.Pointer,
+        k_scale: cute.Pointer,  # the first page's, as float32
+        weights: cute.Pointer,
+        table: cute.Pointer,
+        start: cute.Pointer,
+        stop: cute.Pointer,
+        scores: cute.Pointer,
+        b: Int32,
+        s_q: Int32,
+        s_c: Int32,
+        first_block: Int32,
+        blocks: Int32,
+        splits: Int32,
+        stride: Int32,
+        skip: Int32,
+        pages: Int32,
+        width: Int32,
+        page: Int32,
+        box: Int32,
+        ctas: Int32,
+        stream: cuda.CUstream,
+    ):
+        c = self.config
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        each = (D + 4 * c.scaled) * Int64(page)  # elements of a page
+        keys = cute.make_tensor(k, cute.make_layout((page, D, pages), stride=(D, 1, each)))
+        maps = (*self.map_of_q(q, b * s_q), *tma_atom(load, keys, BOX, D))
+        if cutlass.const_expr(c.scaled):
+            scales = cute.make_tensor(k_scale, cute.make_layout((page, pages), stride=(1, each // 4)))
+            maps = (*maps, *cpasync.make_tiled_tma_atom(load, scales, cute.make_layout((BOX, 1)), (BOX, 1)))
+        else:
+            maps = (*maps, None, None)
+        n = Extents(s_q, s_c, ceil_div(s_q, Int32(c.queries)), first_block, blocks, splits, stride, skip)
+        arrays = Arrays(weights, table, start, stop, scores)
+        self.launch(maps, arrays, n, Pages(width, page, box), ctas, stream)
 
 
 def product(dtype) -> cute.TiledMma:
@@ -445,12 +604,18 @@ def add_relu(x: Float32, weight: Float32, total: Float32) -> Float32:
 
 
 def compile(variant: IndexScores, out_dir: Path) -> Compiled:
-    config, element = Config(variant.heads, variant.dtype), ELEMENT[variant.dtype]
+    config, element = Config(variant.heads, variant.dtype, variant.paged), ELEMENT[variant.dtype]
+    if config.paged:
+        kernel, scalars = PagedIndexScoresSm90(config), 13
+        pointers = (element, element, Float32, Float32, Int32, Int32, Int32, Float32)
+    else:
+        kernel, scalars = IndexScoresSm90(config), 9
+        pointers = (element, element, Float32, Float32, Int32, Int32, Float32)
     return compile_ahead(
-        IndexScoresSm90(config),
+        kernel,
         IndexScoresSm90.kernel,
-        *(array(t) for t in (element, element, Float32, Float32, Int32, Int32, Float32)),
-        *(i32() for _ in range(9)),
+        *map(array, pointers),
+        *(i32() for _ in range(scalars)),
         name="index_scores_sm90",
         arch=variant.arch,
         out_dir=out_dir,

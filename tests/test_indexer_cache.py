@@ -1,0 +1,198 @@
+"""The lightning indexer over caches: the same as over keys that stand side by side."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_dsv4_fmha import EXPORT_CHECKS, Cache, _ffi, lightning_indexer, quantize_indexer
+from tests.helpers import normal
+
+B, S_Q, H, PAGE, WIDTH = 2, 3, 4, 8, 3
+LENGTHS = jnp.array([17, 50], jnp.int32)  # tokens
+RATIO, TOPK = 2, 5
+
+
+def table(b=B, width=WIDTH):
+    return jnp.asarray(np.random.default_rng(4).permutation(b * width + 2)[: b * width].reshape(b, width), jnp.int32)
+
+
+def filled(k, kind, page=PAGE):
+    """A cache that k was appended to, in two goes, the rest of it NaN."""
+    b, n, d = k.shape
+    width = n // page
+    how = {"layout": "index_fp8"} if "packed" in kind else {"dtype": k.dtype}
+    if "paged" in kind:
+        cache = Cache.zeros(b * width + 2, page, d, block_table=table(b, width), **how)
+    else:
+        cache = Cache.zeros(b, n, d, **how)
+    poison = 255 if cache.is_packed else jnp.nan
+    cache = Cache(jnp.full_like(cache.entries, poison), cache.block_table, cache.layout)
+    at = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (b, n))
+    return cache.append(k[:, 5:], at[:, 5:]).append(k[:, :5], at[:, :5])
+
+
+KINDS = ("contiguous", "paged", "contiguous packed", "paged packed")
+
+
+def operands(kind, b=B):
+    """q, k, weights and k_scale; the cache of k, and what keys stand for in it."""
+    d = 128 if "packed" in kind else 16
+    q, k, weights = normal(0, b, S_Q, H, d), normal(1, b, PAGE * WIDTH, d), normal(2, b, S_Q, H)
+    cache = filled(k, kind)
+    if "packed" in kind:
+        return *quantize_indexer(q, k, weights), cache
+    return q, k, weights, None, cache
+
+
+def over(q, k, weights, lengths=LENGTHS, **kwargs):
+    return lightning_indexer(
+        q, k, weights, topk=TOPK, ratio=RATIO, q_offset=lengths - S_Q, return_scores=True, **kwargs
+    )
+
+
+def check(got, want):
+    """The same entries, and their scores but for the order of sums."""
+    np.testing.assert_array_equal(got[0], want[0])
+    np.testing.assert_allclose(got[1], want[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pages_are_keys_side_by_side(kind):
+    q, k, weights, k_scale, cache = operands(kind)
+    for lengths in (LENGTHS, jnp.array([2, 0], jnp.int32)):  # the second: positions below 0, and an idle sequence
+        check(over(q, cache, weights, lengths), over(q, k, weights, lengths, k_scale=k_scale))
+
+
+def test_what_has_no_page_counts_as_zeros():
+    q, k, weights, _, cache = operands("paged")
+    for none in (-1, 99):
+        without = Cache(cache.entries, cache.block_table.at[1, 1].set(none))
+        check(over(q, without, weights), over(q, k.at[1, PAGE : 2 * PAGE].set(0), weights))
+
+
+@pytest.mark.parametrize("kind", ["paged packed", "contiguous"])
+def test_steps_of_generation(kind):
+    """Append and choose in one jitted step whose cache is donated, under scan; each as over all keys so far."""
+    q, k, weights, _, _ = operands(kind)
+    raw, full = normal(1, *k.shape), operands(kind)[-1]
+    empty = jax.tree.map(lambda x: jnp.zeros_like(x) if x.ndim > 2 or x.dtype == jnp.uint8 else x, full)
+
+    def step(cache, t):
+        new = jax.lax.dynamic_slice_in_dim(raw, t, 1, 1)
+        cache = cache.append(new, jnp.full((B, 1), t, jnp.int32))
+        return cache, over(q, cache, weights, jnp.full(B, RATIO * (t + 1), jnp.int32))
+
+    def steps(entries):
+        cache, chosen = jax.lax.scan(
+            step, Cache(entries, empty.block_table, empty.layout), jnp.arange(6, dtype=jnp.int32)
+        )
+        return cache.entries, chosen
+
+    entries = jnp.copy(empty.entries)
+    where = entries.unsafe_buffer_pointer()
+    kept, chosen = jax.jit(steps, donate_argnums=0)(entries)
+    assert kept.unsafe_buffer_pointer() == where  # in place
+    for t in range(6):
+        check([x[t] for x in chosen], over(q, full, weights, jnp.full(B, RATIO * (t + 1), jnp.int32)))
+
+
+@pytest.mark.parametrize("kind", ["paged packed", "contiguous"])
+def test_vmap(kind):
+    """Over queries alone, which share pages, and over caches."""
+    q, _, weights, _, cache = operands(kind)
+    q2, w2 = jnp.stack([q, -q.astype(jnp.float32).astype(q.dtype)]), jnp.stack([weights, weights[::-1]])
+    rolled = Cache(jnp.roll(cache.entries, 1, 0), cache.block_table, cache.layout)
+    for axes, caches in ((None, [cache, cache]), (0, [cache, rolled])):
+        given = cache if axes is None else jax.tree.map(lambda *x: jnp.stack(x), *caches)
+        got = jax.vmap(over, (0, axes, 0))(q2, given, w2)
+        for i in range(2):
+            check([x[i] for x in got], over(q2[i], caches[i], w2[i]))
+
+
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+def test_mesh(kind):
+    """Sequences are sharded, with their tables; the pool is whole on each device."""
+    q, _, weights, _, cache = operands("paged packed")
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(kind,), devices=jax.devices("cpu")[:2])
+
+    def placed(x, spec):
+        return jax.device_put(x, NamedSharding(mesh, spec))
+
+    its = Cache(placed(cache.entries, P()), placed(cache.block_table, P("data")), cache.layout)
+    x = placed(q, P("data")), its, placed(weights, P("data")), placed(LENGTHS, P("data"))
+    program = jax.jit(over).lower(*x).compile()
+    assert not re.findall("all-gather|all-to-all|collective-permute|all-reduce", program.as_text())
+    check(program(*x), over(q, cache, weights))
+
+
+def test_errors():
+    q, _, weights, k_scale, cache = operands("paged packed")
+    plain = operands("paged")
+    with pytest.raises(ValueError, match=r"^lightning_indexer: k: got a Cache of index_fp8, wanted one of float32"):
+        over(plain[0], cache, plain[2])
+    with pytest.raises(ValueError, match=r"^lightning_indexer: k: got a Cache of float32, wanted one of index_fp8"):
+        over(q, plain[4], weights)
+    with pytest.raises(ValueError, match=r"^lightning_indexer: k: got a Cache of v4_fp8, wanted one of index_fp8"):
+        over(q, Cache.zeros(2, 8, layout="v4_fp8"), weights)
+    with pytest.raises(ValueError, match=r"^lightning_indexer: k_scale: .*None with a Cache"):
+        over(q, cache, weights, k_scale=k_scale)
+    with pytest.raises(ValueError, match=r"^lightning_indexer: k.entries: got float32\[8, 8, 16\]"):
+        over(normal(0, B, S_Q, H, 32), plain[4], weights)
+    with pytest.raises(ValueError, match=r"^lightning_indexer: k.block_table: got int32\[1, 3\]"):
+        over(q, Cache(cache.entries, cache.block_table[:1], cache.layout), weights)
+    with pytest.raises(NotImplementedError, match=r"'cubin' for float8_e4m3fn, h=4, d=128, topk=5, pages of 8"):
+        over(q, cache, weights, implementation="cubin")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "page", "width", "takes"),
+    [("float8_e4m3fn", 64, 5, True), ("float8_e4m3fn", 16, 5, False), ("float8_e4m3fn", 100, 0, True),
+     ("float8_e4m3fn", 98, 0, False), ("bfloat16", 8, 5, True), ("bfloat16", 12, 5, False), ("float16", 99, 0, True)],
+)  # fmt: skip
+def test_which_pages_kernels_take(dtype, page, width, takes, monkeypatch):
+    """One custom call in what is exported for CUDA, or the reference."""
+    monkeypatch.setattr(_ffi, "local_architectures", lambda: ())
+    if not _ffi.built_for("index_scores", paged=True):
+        pytest.skip("not built")
+    how = {"layout": "index_fp8"} if dtype == "float8_e4m3fn" else {"dtype": dtype}
+    tables = jax.ShapeDtypeStruct((B, width), jnp.int32) if width else None
+    made = jax.eval_shape(lambda: Cache.zeros(9 if width else B, page, 128, **how))
+    cache = Cache(made.entries, tables, made.layout)
+    q, weights = (jax.ShapeDtypeStruct(s, t) for s, t in (((B, 2, 64, 128), dtype), ((B, 2, 64), jnp.float32)))
+    exported = jax.export.export(jax.jit(over), platforms=["cuda"], disabled_checks=EXPORT_CHECKS)(
+        q, cache, weights, jax.ShapeDtypeStruct((B,), jnp.int32)
+    )
+    assert exported.mlir_module().count("custom_call @dsv4_fmha_paged_lightning_indexer") == takes
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("h", [16, 64])
+@pytest.mark.parametrize(
+    ("dtype", "page"), [("bfloat16", 64), ("float16", 8), ("float8_e4m3fn", 64), ("float8_e4m3fn", 32)]
+)
+@pytest.mark.parametrize(("s_q", "n", "topk"), [(2, 1600, 64), (8, 9600, 512), (1, 5120, 2048)])
+def test_kernel(cuda, h, dtype, page, s_q, n, topk):
+    """Bit by bit what the kernel for keys side by side chooses, whose scores are summed up in the same order."""
+    with jax.default_device(cuda):
+        q, k, weights = normal(0, 3, s_q, h, 128), normal(1, 3, n, 128), normal(2, 3, s_q, h)
+        packed = dtype == "float8_e4m3fn"
+        cache = filled(k if packed else k.astype(dtype), "paged packed" if packed else "paged", page)
+        k_scale = {}
+        if packed:
+            q, k, weights, scale = quantize_indexer(q, k, weights)
+            k_scale = {"k_scale": scale}
+        else:
+            q, k = q.astype(dtype), k.astype(dtype)
+        lengths = jnp.array([n, n // 2, 3], jnp.int32)
+        how = {"topk": topk, "ratio": 1, "q_offset": lengths - s_q, "return_scores": True, "implementation": "cubin"}
+        got, want = lightning_indexer(q, cache, weights, **how), lightning_indexer(q, k, weights, **how, **k_scale)
+        for x, y in zip(got, want, strict=True):
+            np.testing.assert_array_equal(x, y)
