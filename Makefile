@@ -10,7 +10,7 @@ HERE = $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/n
 PACKAGES := jax_dsv4_fmha kernels interpreter tests examples docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-hf wheel lint build clean
+.PHONY: help demo test test-hf wheel docs lint build clean
 
 help: ## show this
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 8
@@ -29,6 +29,10 @@ test: build ## set up, build, and run the tests
 test-hf: .venv-hf/.tools ## compare layers with Hugging Face transformers, in an environment of its own
 	PYTHONPATH=. .venv-hf/bin/python -m pytest -W ignore tests/test_hf.py
 
+docs: .venv-docs/.tools ## build the pages into build/site; a warning, as of a link that leads nowhere, is an error
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
+	@echo "build/site/index.html"
+
 lint: .venv/.tools ## formatting, lint and types
 	$(BIN)/ruff format --check $(PACKAGES)
 	$(BIN)/ruff check $(PACKAGES)
@@ -46,7 +50,7 @@ wheel: .venv/.tools ## build a wheel into dist/, and try it in an empty environm
 build: .venv/.built ## compile the kernels and the library into the editable install in .venv
 
 clean: ## remove the environment and everything built
-	rm -rf .venv .venv-hf .venv-wheel build dist jax_dsv4_fmha/_native.so
+	rm -rf .venv .venv-hf .venv-wheel .venv-docs build dist jax_dsv4_fmha/_native.so
 
 # What the build needs comes from pyproject.toml's own list, so that the build directory can be kept between builds.
 .venv/.tools: pyproject.toml
@@ -60,6 +64,13 @@ clean: ## remove the environment and everything built
 .venv-hf/.tools: pyproject.toml
 	test -x .venv-hf/bin/python || $(PYTHON) -m venv .venv-hf
 	.venv-hf/bin/python -m pip install --quiet --disable-pip-version-check pytest "jax>=0.10" "torch==2.13.0" "transformers>=5.23"
+	touch $@
+
+.venv-docs/.tools: pyproject.toml
+	test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'], sep='\n')" \
+	    > .venv-docs/requirements.txt
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check -r .venv-docs/requirements.txt
 	touch $@
 
 # Kernels of every architecture, or for the demo of this machine's alone; tests want all.

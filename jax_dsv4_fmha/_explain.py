@@ -62,9 +62,6 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Decision]:
 
     Returns:
       A `Decision` for each op, part and reason, in the order of the program.
-
-    Raises:
-      What tracing `f` raises.
     """
     traced = (f if hasattr(f, "trace") else jax.jit(f)).trace(*args, **kwargs)
     counts = Counter(_decided(call) for call in _marks(traced.jaxpr))
