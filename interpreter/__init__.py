@@ -8,7 +8,8 @@ What is modelled. A warp is 32 lanes in NumPy vectors; a register is a *slot* of
 changed in place) with a bit mask of the lanes where it is defined in `warp.D`. Immediates, special registers and
 addresses of symbols are slots too, so that an operand is always a number. Divergence is a stack of (mask, pc), joined
 at the immediate post-dominator. A seeded scheduler picks what happens next: some steps of a warp, or one asynchronous
-operation (TMA, cp.async, wgmma, tcgen05) that was issued and has not happened yet.
+operation (TMA, cp.async, wgmma, tcgen05) that was issued and has not happened yet. A warp that waits is asked again
+when there are `machine.news`.
 
 What is tracked. Every warp has a `Clock`: which steps of the other warps, and which asynchronous operations, are known
 to have happened before. Synchronisation joins clocks: arrive -> wait of an mbarrier, bar.sync, the cluster's barrier,
@@ -25,6 +26,7 @@ hardware.py tie it to them:
     state.py       Machine, Cta, Warp, SMEM, global memory, AsyncOp, Wait
     scheduler.py   what happens next; deadlocks; what must be in order at the end
     decode.py      Decoder: operands -> slots; the register of instructions
+    fusion.py      runs of instructions on lanes alone -> one Python function each
     alu.py control.py memory.py barriers.py clusters.py copies.py lanes.py wgmma.py tmem.py tcgen05.py
                    one family of instructions each
     launch.py      a launch as our own launcher plans it (ffi/introspect.cc), for a variant and operands
@@ -46,7 +48,7 @@ Seams, for a new family of instructions:
            a = d.slot(i.args[1], "b64")             # register, immediate or symbol -> slot
            base, offset = d.address(i.args[0])      # "[%r1+16]" -> (slot of a 32- or 64-bit base, 16)
            def step(w: Warp) -> Wait | None: ...    # run for every execution, with w.active lanes
-           return step
+           return step                          # or a Lanewise, for what happens in each lane alone
 
    A step reads `w.R[slot]` (`w.read(slot, np.uint32)` views it as a dtype and checks that no asynchronous operation
    has it in flight), writes `w.put(slot, array32, defined=FULL)`, takes a value that must be the same in all active

@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from .decode import DTYPES, Decoder, Step, bits_of, instruction
+from .fusion import Lanewise
 from .parser import Instruction
 from .state import FULL, GENERIC_PARAM_BASE, LANES, PARAM_BASE, Array, Warp, mask_of
 
@@ -28,20 +29,6 @@ def kind_of(i: Instruction, d: Decoder) -> str:
     return kind
 
 
-def reads(w: Warp, slots: list[int], dtypes: list[Any]) -> tuple[list[Array], int]:
-    """Values and where all of them are defined."""
-    R, D, defined = w.R, w.D, FULL
-    held = w.held
-    values = []
-    for slot, dtype in zip(slots, dtypes, strict=True):
-        if held:
-            w.check_read(slot)
-        defined &= D[slot]
-        x = R[slot]
-        values.append(x if x.dtype == dtype else x.view(dtype))
-    return values, defined
-
-
 def elementwise(
     d: Decoder,
     i: Instruction,
@@ -54,32 +41,8 @@ def elementwise(
     args = i.args if args is None else args
     if len(args) != 1 + len(kinds):
         raise d.fail(f"{i.opcode} with {len(args)} operands")
-    target = d.sink(args[0], to)
-    slots = [d.slot(a, k) for a, k in zip(args[1:], kinds, strict=True)]
-    dtypes = [np.dtype(DTYPES[k]) for k in kinds]
-    if len(slots) == 2:
-        a, b = slots
-        ta, tb = dtypes
-
-        def binary(w: Warp) -> None:
-            if w.held:
-                w.check_read(a)
-                w.check_read(b)
-            R, D = w.R, w.D
-            x, y = R[a], R[b]
-            w.put(
-                target,
-                compute(x if x.dtype == ta else x.view(ta), y if y.dtype == tb else y.view(tb)),
-                D[a] & D[b],
-            )
-
-        return binary
-
-    def step(w: Warp) -> None:
-        values, defined = reads(w, slots, dtypes)
-        w.put(target, compute(*values), defined)
-
-    return step
+    slots = tuple(d.slot(a, k) for a, k in zip(args[1:], kinds, strict=True))
+    return Lanewise((d.sink(args[0], to),), slots, tuple(DTYPES[k] for k in kinds), compute)
 
 
 def truncate(x: Array, dtype: Any) -> Array:
@@ -128,9 +91,12 @@ FLOAT: dict[str, Callable[..., Array]] = {
 }
 
 
+TINY = np.float32(2.0**-126)
+
+
 def flush(x: Array) -> Array:
     """Subnormals become zeros of their sign."""
-    return np.where(np.abs(x) < np.float32(2.0**-126), np.copysign(np.float32(0), x), x).astype(np.float32)
+    return x * (np.abs(x) >= TINY)
 
 
 def _rounding(i: Instruction, d: Decoder) -> bool:
@@ -255,16 +221,14 @@ def logic(i: Instruction, d: Decoder) -> Step:
 def short_circuit(i: Instruction, d: Decoder, decisive: bool) -> Step:
     """and, or of predicates: one that decides alone makes the result defined."""
     target, a, b = (d.sink(i.args[0], "pred"), *(d.slot(x, "pred") for x in i.args[1:]))
+    flip = 0 if decisive else FULL
+
+    def defined(w: Warp) -> int:
+        x, y = w.D[a], w.D[b]
+        return x & y | x & (mask_of(w.R[a]) ^ flip) | y & (mask_of(w.R[b]) ^ flip)
+
     compute = np.logical_or if decisive else np.logical_and
-
-    def step(w: Warp) -> None:
-        x, y, defined = w.R[a], w.R[b], w.D[a] & w.D[b]
-        if defined != FULL:
-            flip = 0 if decisive else FULL
-            defined |= w.D[a] & (mask_of(x) ^ flip) | w.D[b] & (mask_of(y) ^ flip)
-        w.put(target, compute(x, y), defined)
-
-    return step
+    return Lanewise((target,), (a, b), (np.bool_, np.bool_), compute, defined)
 
 
 @instruction("lop3")
@@ -289,11 +253,11 @@ def shift(i: Instruction, d: Decoder) -> Step:
     i.only(kind)
     dtype = DTYPES[kind]
     bits, left = 8 * dtype().itemsize, i.opcode.startswith("shl")
+    if str(i.args[2]).isdigit() and int(str(i.args[2])) < bits:
+        by, move = np.full(LANES, int(str(i.args[2])), dtype), np.left_shift if left else np.right_shift
+        return elementwise(d, i, kind, [kind], lambda a: move(a, by), i.args[:2])
 
     def compute(a: Array, n: Array) -> Array:
-        if (n < bits).all():
-            n = n.astype(dtype)
-            return a << n if left else a >> n
         capped = np.minimum(n, bits - 1).astype(dtype)
         shifted = a << capped if left else a >> capped
         if not left and kind[0] == "s":
@@ -386,13 +350,8 @@ def set_predicate(i: Instruction, d: Decoder) -> Step:
     slot, negated = d.predicate(i.args[3])
     join = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}[combine[0]]
     a, b, target = d.slot(i.args[1], kind), d.slot(i.args[2], kind), d.sink(i.args[0], "pred")
-    dtypes = [np.dtype(DTYPES[kind])] * 2 + [np.dtype(bool)]
-
-    def step(w: Warp) -> None:
-        (x, y, p), defined = reads(w, [a, b, slot], dtypes)
-        w.put(target, join(compute(x, y), p ^ negated), defined)
-
-    return step
+    dtypes = (DTYPES[kind], DTYPES[kind], np.bool_)
+    return Lanewise((target,), (a, b, slot), dtypes, lambda x, y, p: join(compute(x, y), p ^ negated))
 
 
 @instruction("selp")
@@ -404,24 +363,12 @@ def select(i: Instruction, d: Decoder) -> Step:
     p, negated = d.predicate(i.args[3])
     if negated:
         a, b = b, a
-    dtype = np.dtype(DTYPES[kind])
 
-    def step(w: Warp) -> None:
-        R, D = w.R, w.D
-        if w.held:
-            w.check_read(a), w.check_read(b)
-        x, y, q = R[a], R[b], R[p]
-        defined = D[a] & D[b] & D[p]
-        if defined != FULL:
-            chosen = mask_of(q)
-            defined = D[p] & ((D[a] & chosen) | (D[b] & ~chosen))
-        w.put(
-            target,
-            np.where(q, x if x.dtype == dtype else x.view(dtype), y if y.dtype == dtype else y.view(dtype)),
-            defined,
-        )
+    def defined(w: Warp) -> int:
+        chosen = mask_of(w.R[p])
+        return w.D[p] & (w.D[a] & chosen | w.D[b] & ~chosen)
 
-    return step
+    return Lanewise((target,), (p, a, b), (np.bool_, DTYPES[kind], DTYPES[kind]), np.where, defined)
 
 
 @instruction("mov")
@@ -436,29 +383,22 @@ def move(i: Instruction, d: Decoder) -> Step:
         narrow = f"b{int(wide[1:]) // len(parts)}"
         dtype = DTYPES[narrow]
         if isinstance(source, tuple):
-            slots, target = [d.slot(x, narrow) for x in source], d.sink(to, wide)
+            slots, target = tuple(d.slot(x, narrow) for x in source), d.sink(to, wide)
 
-            def pack(w: Warp) -> None:
-                values, defined = reads(w, slots, [np.dtype(dtype)] * len(slots))
-                w.put(target, np.stack(values, 1).view(DTYPES[wide]).ravel(), defined)
+            def pack(*values: Array) -> Array:
+                packed = np.empty((LANES, len(values)), dtype)
+                for n, value in enumerate(values):
+                    packed[:, n] = value
+                return packed.view(DTYPES[wide]).ravel()
 
-            return pack
-        slot, targets = d.slot(source, wide), [d.sink(x, narrow) for x in to]
+            return Lanewise((target,), slots, (dtype,) * len(slots), pack)
+        slot, targets = d.slot(source, wide), tuple(d.sink(x, narrow) for x in to)
 
-        def unpack(w: Warp) -> None:
-            values = w.read(slot, DTYPES[wide]).view(dtype).reshape(LANES, -1)
-            for n, target in enumerate(targets):
-                w.put(target, np.ascontiguousarray(values[:, n]), w.D[slot])
+        def unpack(value: Array) -> tuple[Array, ...]:
+            return tuple(value.view(dtype).reshape(LANES, -1).T.copy())
 
-        return unpack
-    slot, target = d.slot(source, kind), d.sink(to, kind)
-
-    def step(w: Warp) -> None:
-        if w.held:
-            w.check_read(slot)
-        w.put(target, w.R[slot], w.D[slot])
-
-    return step
+        return Lanewise(targets, (slot,), (DTYPES[wide],), unpack)
+    return elementwise(d, i, kind, [kind], lambda a: a)
 
 
 @instruction("cvta")
@@ -487,8 +427,9 @@ def convert(i: Instruction, d: Decoder) -> Step:
         dtype = PACKED[to]
 
         def pair(high: Array, low: Array) -> Array:
-            with np.errstate(over="ignore"):
-                return round_bits(high, dtype).astype(np.uint32) << 16 | round_bits(low, dtype)
+            both = np.empty((LANES, 2), dtype)
+            both[:, 0], both[:, 1] = low, high
+            return both.view(np.uint32).ravel()
 
         return elementwise(d, i, "b32", ["f32", "f32"], pair)
     if (to, source) == ("f16x2", "e4m3x2"):

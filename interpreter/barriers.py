@@ -115,7 +115,9 @@ def complete_tx(bar: MBarrier, size: int, clock: Clock) -> None:
 def settle(bar: MBarrier) -> None:
     if bar.pending == 0 and bar.tx == 0:
         machine = bar.cta.machine
-        machine.log("phase", f"+{bar.offset - SMEM_BASE}", f"{bar} completes phase {bar.phase}")
+        machine.news = True
+        if machine.moments is not None:
+            machine.log("phase", f"+{bar.offset - SMEM_BASE}", f"{bar} completes phase {bar.phase}")
         bar.done = bar.clock
         bar.clock = Clock(machine.warp_count)
         bar.phase += 1
@@ -299,7 +301,7 @@ def named(i: Instruction, d: Decoder) -> Step:
             if bar.arrived == bar.count:
                 bar.done, bar.clock = bar.clock, Clock(m.warp_count)
                 bar.generation += 1
-                bar.arrived, bar.who = 0, []
+                bar.arrived, bar.who, m.news = 0, [], True
         bar = cta.named[which]
         if not waits:
             return None

@@ -97,6 +97,7 @@ def arrive(i: Instruction, d: Decoder) -> Step:
         w.extra["cluster barrier phase"] = bar.generation
         bar.clock.join(w.released if i.has("relaxed") else w.tell())
         bar.arrived.add(w.index)
+        w.machine.news = True
         w.machine.log("arrive", w, "the cluster's barrier")
 
     return step

@@ -8,8 +8,10 @@ mbarriers at the same place in each.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -48,9 +50,9 @@ class TensorMap:
     def row_bytes(self) -> int:
         return self.box[0] * self.element
 
-    @property
+    @cached_property
     def bytes(self) -> int:
-        return int(np.prod(self.box)) * self.element
+        return math.prod(self.box) * self.element
 
     def rows(self, at: tuple[int, ...]) -> tuple[Array, Array]:
         """Of the box at these coordinates: where each row begins in memory, and whether it is inside."""
@@ -88,9 +90,10 @@ def swizzled(offsets: Array, span: int) -> Array:
     return offsets ^ ((offsets >> 3) & (((1 << bits) - 1) << 4))
 
 
-def place(tensor: TensorMap, offset: int) -> tuple[Array, Array]:
-    """(chunk numbers, words) in shared memory of a box that begins at `offset`, row by row."""
-    chunks = swizzled(offset + 16 * np.arange(tensor.bytes // 16), tensor.swizzle) // 16
+@lru_cache(maxsize=1024)
+def place(size: int, swizzle: int, offset: int) -> tuple[Array, Array]:
+    """(chunk numbers, words) in shared memory of a box of so many bytes that begins at `offset`, row by row."""
+    chunks = swizzled(offset + 16 * np.arange(size // 16), swizzle) // 16
     return chunks, (chunks[:, None] * 4 + np.arange(4)).ravel()
 
 
@@ -201,7 +204,7 @@ def tensor_copy(i: Instruction, d: Decoder) -> Step:
             raise Misuse(f"a copy of rank {rank} by a tensor map of rank {len(tensor.box)}")
         cta, offset = destination(w, to, to_offset, tensor.bytes)
         target = ends(w, cta, offset)
-        chunks, words = place(tensor, offset)
+        chunks, words = place(tensor.bytes, tensor.swizzle, offset)
 
         def run(op: AsyncOp) -> None:
             deliver(op, target, words, chunks, tensor.load(w.machine.memory, op, at))
@@ -268,7 +271,7 @@ def tensor_store(i: Instruction, d: Decoder, rank: int) -> Step:
     def step(w: Warp) -> None:
         tensor, at = tensor_map(w, target), at_coordinates(w, where)
         cta, offset = destination(w, source, offset_, tensor.bytes)
-        chunks, words = place(tensor, offset)
+        chunks, words = place(tensor.bytes, tensor.swizzle, offset)
         rows, inside = tensor.rows(at)
         skip, size, column = tensor.columns(at[0])
 

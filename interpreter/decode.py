@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .fusion import fused
 from .hazards import Misuse, Unsupported
-from .parser import Address, Arg, Instruction, Program
-from .state import FULL, LANES, PARAM_BASE, SMEM_BASE, Machine, Wait, Warp, mask_of
+from .parser import Address, Arg, Instruction, Program, is_jump
+from .state import FULL, LANES, PARAM_BASE, SMEM_BASE, Wait, Warp, mask_of
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
@@ -52,6 +54,7 @@ def instruction(*names: str) -> Callable[[Decode], Decode]:
     return add
 
 
+@functools.cache
 def bits_of(kind: str) -> str:
     """The kind of register that holds a type: "pred", "b16", "b32", "b64" or "b128"."""
     if kind in WIDTHS:
@@ -64,12 +67,14 @@ def bits_of(kind: str) -> str:
 class Decoder:
     """Operands -> slots. A slot is a register, or a constant that every warp has in the same place."""
 
-    def __init__(self, program: Program, machine: Machine):
-        self.program, self.machine = program, machine
+    def __init__(self, program: Program):
+        self.program = program
         self.slots: dict[tuple[str, str], int] = {}
         self.names: list[str] = []
         self.values: list[Callable[[Warp], Array]] = []
         self.registers: list[int] = []
+        self.constants: dict[int, Array] = {}  # slots that are the same for all warps
+        self.fenced: set[int] = set()  # slots that products take or give
         self.here: Instruction = program.code[0]
         self.index = 0  # of the instruction that is decoded now
 
@@ -96,6 +101,8 @@ class Decoder:
         key = (arg, bits_of(kind))
         if key not in self.slots:
             self.slots[key] = self._new(arg, self._constant(arg, kind))
+            if arg[:1].isdigit() or arg[:1] == "-":
+                self.constants[self.slots[key]] = self.values[-1](None)
         return self.slots[key]
 
     def sink(self, arg: Arg, kind: str) -> int:
@@ -200,18 +207,25 @@ SPECIAL: dict[str, Callable[[Warp], Any]] = {
 
 
 class Code:
-    """A kernel, decoded."""
+    """A kernel, decoded: for all its launches."""
 
-    def __init__(self, program: Program, machine: Machine):
+    @staticmethod
+    @functools.lru_cache(maxsize=2)
+    def of(program: Program) -> Code:
+        return Code(program)
+
+    def __init__(self, program: Program):
         for family in FAMILIES:
             importlib.import_module(f"{__package__}.{family}")
         self.program = program
-        self.decoder = d = Decoder(program, machine)
-        self.steps: list[Step] = []
+        self.decoder = d = Decoder(program)
+        self.steps: list[Step] = []  # of every instruction; in `fused` some stand for several
         for d.index, d.here in enumerate(program.code):
             i = d.here
             self.steps.append(self.decode(i, d))
-        self.registers = d.registers
+        leaders = {*program.labels.values(), *program.join.values()}
+        leaders |= {n + 1 for n, i in enumerate(program.code) if is_jump(i)}
+        self.registers, self.fused = d.registers, fused(self.steps, leaders, d.constants)
 
     def decode(self, i: Instruction, d: Decoder) -> Step:
         parts = i.opcode.split(".")

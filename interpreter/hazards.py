@@ -15,6 +15,7 @@ import numpy as np
 if TYPE_CHECKING:
     from .parser import Instruction
 
+FEW = 6
 Words = np.ndarray[Any, Any] | slice
 
 
@@ -132,7 +133,7 @@ class Actor(Protocol):
 
     clock: Clock
     proxy: str
-    reader: int  # row of Shadow.readers
+    reader: int  # column of Shadow.readers
     atomic: bool  # whether the present access is, which needs no order to others that are
 
     def event(self) -> int:
@@ -147,25 +148,25 @@ class Shadow:
         self.name, self.events = name, events
         self.writer = np.zeros(words, np.int32)
         self.defined = np.zeros(words, bool)
-        self.readers = np.zeros((readers, words), np.int32)
+        self.readers = np.zeros((words, readers), np.int32)
 
     def read(self, actor: Actor, words: Words, partial: bool = False) -> np.ndarray[Any, Any]:
         """Which words are defined. Undefined unless all were written, or `partial`: then only ordering is checked."""
         writers = self.after_writers(actor, words, "reads")
         if not partial and not writers.all():
             raise Undefined(f"reads {self.describe(words, writers == 0)}, which nobody wrote")
-        if len(self.readers):
-            self.readers[actor.reader, words] = actor.event()
+        if self.readers.size:
+            self.readers[words, actor.reader] = actor.event()
         return self.defined[words]
 
     def write(self, actor: Actor, words: Words, defined: Any = True) -> None:
         self.after_writers(actor, words, "overwrites")
-        if len(self.readers):
-            readers = self.readers[:, words]
+        if self.readers.size:
+            readers = self.readers[words]
             for number in distinct(readers):
                 event = self.events[number]
-                if number and not actor.clock.knows(event) and not (actor.atomic and event.atomic):
-                    where = (readers == number).any(0)
+                if not actor.clock.knows(event) and not (actor.atomic and event.atomic):
+                    where = (readers == number).any(-1)
                     raise Race(
                         f"overwrites {self.describe(words, where)} while nothing orders this and the read by {event}"
                     )
@@ -176,8 +177,6 @@ class Shadow:
         """Who wrote the words last, 0 for nobody. Race unless the actor comes after them all, and may see it."""
         writers = self.writer[words]
         for number in distinct(writers):
-            if number == 0:
-                continue
             event = self.events[number]
             if actor.atomic and event.atomic:
                 continue
@@ -201,10 +200,11 @@ class Shadow:
 
 
 def distinct(numbers: np.ndarray[Any, Any]) -> list[int]:
-    flat = numbers.ravel()
-    if flat.size == 0:
-        return []
-    first = flat[0]
-    if (flat == first).all():
-        return [int(first)]
-    return np.unique(flat).tolist()
+    """The different numbers, but for 0. Most often there are few."""
+    rest, found = numbers[numbers != 0], []
+    while rest.size:
+        if len(found) == FEW:
+            return found + np.unique(rest).tolist()
+        found.append(int(rest[0]))
+        rest = rest[rest != rest[0]]
+    return found

@@ -7,6 +7,7 @@ some value: kernels may vote on rows that do not exist, when the outcome only sa
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from .barriers import meet
 from .decode import Decoder, Step, instruction
 from .memory import addresses, refuse_barriers, shared_words
 from .parser import Instruction
-from .state import FULL, LANES, Warp, lanes_of, mask_of
+from .state import FULL, LANES, Array, Warp, lanes_of, mask_of
 
 ME = np.arange(LANES)
 
@@ -34,17 +35,22 @@ def shuffle(i: Instruction, d: Decoder) -> Step:
         d.slot(i.args[4], "u32"),
     )
 
-    def step(w: Warp) -> None:
-        if w.held:
-            w.check_read(value)
-        meet(w, members, i)
-        b, c = w.read(by, np.uint32).astype(np.int64) & 31, w.read(clamp, np.uint32).astype(np.int64)
-        segment = c >> 8 & 31
+    @functools.lru_cache(maxsize=64)
+    def ways(by: bytes, clamp: bytes) -> tuple[Array, Array]:
+        """From which lane each has its value, and whether that is another's."""
+        b, c = (np.frombuffer(x, np.uint32).astype(np.int64) for x in (by, clamp))
+        b, segment = b & 31, c >> 8 & 31
         low, high = ME & segment, ME & segment | c & 31 & ~segment
         source = {"idx": low | b & ~segment, "bfly": ME ^ b, "up": ME - b, "down": ME + b}[mode]
         inside = source >= (c & 31 | low if mode == "up" else 0)
         inside &= True if mode == "up" else source <= high
-        source = np.where(inside, source, ME)
+        return np.where(inside, source, ME), inside
+
+    def step(w: Warp) -> None:
+        if w.held:
+            w.check_read(value)
+        meet(w, members, i)
+        source, inside = ways(w.read(by, np.uint32).tobytes(), w.read(clamp, np.uint32).tobytes())
         defined = w.D[value]
         if defined & w.active != FULL:
             defined = mask_of((lanes_of(defined & w.active))[source])

@@ -54,6 +54,9 @@ def shared_words(w: Warp, at: Array, size: int, what: str, own: bool = False) ->
 
     `own`: it must be the executing CTA's, for .shared and .shared::cta.
     """
+    key = at.tobytes(), size
+    if (words := w.cta.places.get(key)) is not None:
+        return w.cta, words
     cta, _ = w.cta.at(int(at[0]))
     offsets = at - cta.base
     low, high = int(offsets.min()), int(offsets.max())
@@ -65,9 +68,10 @@ def shared_words(w: Warp, at: Array, size: int, what: str, own: bool = False) ->
         low = high = int(offsets[bad != 0][0])
     cta.smem_span(low, size, size, what)
     cta.smem_span(high, size, size, what)
-    if size < 4:
-        return cta, (offsets >> 2)[:, None]
-    return cta, (offsets >> 2)[:, None] + np.arange(size // 4)
+    words = (offsets >> 2)[:, None] + np.arange(max(size // 4, 1))
+    if cta is w.cta:
+        cta.places[key] = words
+    return cta, words
 
 
 @instruction("ld")
@@ -89,7 +93,7 @@ def load(i: Instruction, d: Decoder) -> Step:
         values = np.ascontiguousarray(data).view(dtype)
         for n, target in enumerate(targets):
             out = np.zeros(LANES, register)
-            out[w.lanes] = values[:, n]
+            out[... if w.active == FULL else w.lanes] = values[:, n]
             mask = FULL
             if defined is not None:
                 lanes = np.zeros(LANES, bool)
@@ -99,9 +103,8 @@ def load(i: Instruction, d: Decoder) -> Step:
 
     def parameter(w: Warp) -> None:
         at = w.uniform(base, np.uint64, "an address of a parameter") + offset - PARAM_BASE
-        value = w.machine.params[at : at + total].view(dtype)
-        for n, target in enumerate(targets):
-            w.put(target, np.full(LANES, value[n], register))
+        for target, value in zip(targets, w.machine.params[at : at + total].view(dtype), strict=True):
+            w.put(target, np.full(LANES, value, register))
 
     def shared(w: Warp) -> None:
         at = addresses(w, base, offset, "an address")
@@ -217,7 +220,7 @@ def atomic(i: Instruction, d: Decoder) -> Step:
         finally:
             w.atomic = False
         memory, old = cta.smem.words.view(dtype), np.zeros(LANES, dtype)
-        for n in w.machine.rng.permutation(len(at)).tolist():
+        for n in w.machine.rng.sample(range(len(at)), len(at)):
             word, (x, *more) = int(words[n, 0]), [int(y[n]) for y in given]
             before = int(memory[word])
             after = ATOMIC[name](before, x) if not more else more[0] if before == x else before

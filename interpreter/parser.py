@@ -5,6 +5,7 @@ Only what a compiled kernel contains: one module, one entry, no functions. Names
 
 import re
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from .hazards import Unsupported
 
@@ -50,7 +51,7 @@ class Param:
     size: int
 
 
-@dataclass
+@dataclass(eq=False)
 class Program:
     name: str
     target: str
@@ -65,9 +66,7 @@ class Program:
     join: dict[int, int] = field(default_factory=dict)  # index of a branch -> where its sides meet again
 
     def register_type(self, name: str) -> str | None:
-        if name in self.registers:
-            return self.registers[name]
-        return self.registers.get(re.sub(r"\d+$", "<", name))
+        return self.registers.get(name) or self.registers.get(name.rstrip("0123456789") + "<")
 
     def target_of(self, label: str, i: Instruction) -> int:
         if label not in self.labels:
@@ -79,10 +78,12 @@ _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\((.*?)\)(.*?)\{", re.S)
 _PARAM = re.compile(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w\d+)\s+(?:\.ptr\b[\s.\w]*?)?([\w$]+)(?:\[(\d+)\])?\s*$")
 _SHARED = re.compile(r"\.shared\s+(?:\.align\s+(\d+)\s+)?\.b8\s+([\w$]+)\[(\d*)\]")
+_SPACE = re.compile(r"\s*")
 _LABEL = re.compile(r"([\w$]+)\s*:(?!:)")
 _REG = re.compile(r"\.reg\s+\.(\w+)\s+(.*)", re.S)
 
 
+@lru_cache(maxsize=2)
 def parse(text: str) -> Program:
     text = _COMMENT.sub(lambda m: "\n" * m[0].count("\n"), text)
     entry = _ENTRY.search(text)
@@ -134,7 +135,7 @@ class _Body:
     def read(self) -> None:
         text = self.text
         while True:
-            self.skip(len(text[self.at :]) - len(text[self.at :].lstrip()) if self.at < len(text) else 0)
+            self.skip(_SPACE.match(text, self.at).end() - self.at)
             c = text[self.at]
             if c == "{":
                 self.count += 1

@@ -47,7 +47,7 @@ def reduce(i: Instruction, d: Decoder) -> Step:
             w.demand(slot, "what is added to global memory")
         given = np.stack([w.read(slot, np.float32)[w.lanes] for slot in values], 1)
         for buffer, which, offsets in w.machine.memory.find_all(at, 4 * count, "adds"):
-            order = w.machine.rng.permutation(len(which))
+            order = w.machine.rng.sample(range(len(which)), len(which))
             words = (offsets[order, None] // 4 + np.arange(count)).ravel()
             w.atomic = True
             try:

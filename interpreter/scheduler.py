@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
 
 from .hazards import Clock, Deadlock, Fault, Leak, Race
 from .state import Branching, Machine, Wait, Warp, names
@@ -22,71 +19,81 @@ MAX_STEPS = 50_000_000
 class Temper:
     quantum: int
     eagerness: float  # how likely an operation goes first where a warp could
-    pace: np.ndarray[Any, Any]  # weight of each warp
+    pace: list[float]  # of each warp: how likely it takes a turn that falls to it
 
     @staticmethod
     def even(m: Machine) -> Temper:
         """Everybody in turn: the most like a chip."""
-        return Temper(8, 0.2, np.ones(m.warp_count))
+        return Temper(8, 0.2, [1.0] * m.warp_count)
 
     @staticmethod
     def of(m: Machine) -> Temper:
         rng = m.rng
         return Temper(
-            quantum=int(rng.choice([8, 64, 400])),
-            eagerness=float(rng.choice([0.0, 0.2, 0.9])),
-            pace=rng.choice([1.0, 0.05], m.warp_count, p=[0.7, 0.3]),
+            quantum=rng.choice([8, 64, 400]),
+            eagerness=rng.choice([0.0, 0.2, 0.9]),
+            pace=rng.choices([1.0, 0.05], [0.7, 0.3], k=m.warp_count),
         )
 
 
 def run(m: Machine) -> None:
-    temper, rng = m.temper or Temper.of(m), m.rng
-    alive = m.warps
-    budget = MAX_STEPS
-    while alive or m.pending:
-        ready = [w for w in alive if w.waiting is None or w.waiting.ready()]
-        if not ready and not m.pending:
-            raise deadlock(m)
-        if m.pending and (not ready or rng.random() < temper.eagerness):
-            op = m.pending[int(rng.integers(len(m.pending)))]
+    temper, chance = m.temper or Temper.of(m), m.rng.random
+    pending, pace = m.pending, temper.pace
+    able, blocked = m.warps, list[Warp]()
+    while able or blocked or pending:
+        if m.news or not (able or pending):
+            m.news, still = False, list[Warp]()
+            for w in blocked:
+                (able if w.waiting.ready() else still).append(w)
+            blocked = still
+            if not able and not pending:
+                raise deadlock(m)
+        if pending and (not able or chance() < temper.eagerness):
+            op = pending[int(chance() * len(pending))]
             while (before := next((x for x in op.after if not x.done), None)) is not None:
                 op = before
-            m.pending.remove(op)
+            pending.remove(op)
             m.time += 1
             try:
                 op.run(op)
             except Fault as fault:
                 raise fault.at_line(op.instruction, f"{op.kind} issued by {op.warp.name}") from None
-            op.done = True
+            op.done = m.news = True
             m.log("complete", op.warp, op.what, op)
             continue
-        w = ready[0]
-        if len(ready) > 1:
-            pace = np.cumsum(temper.pace[[w.index for w in ready]])
-            w = ready[int(np.searchsorted(pace, rng.random() * pace[-1], side="right"))]
-        steps = advance(w, 1 + int(rng.integers(temper.quantum)))
-        budget -= steps
-        if budget < 0:
+        w = able[int(chance() * len(able))]
+        if pace[w.index] < 1 and chance() >= pace[w.index]:
+            continue
+        if w.waiting is not None and not w.waiting.ready():  # again: it slept through a phase
+            able.remove(w)
+            blocked.append(w)
+            continue
+        advance(w, 1 + int(chance() * temper.quantum))
+        if m.time > MAX_STEPS:
             raise Deadlock(f"no end after {MAX_STEPS} steps; {w.name} is at line {w.instruction.line}")
         if w.exited:
             m.log("exit", w, "")
-            alive.remove(w)
+            able.remove(w)
+            m.news = True
             check_exit(w)
+        elif w.waiting is not None:
+            able.remove(w)
+            blocked.append(w)
     check_end(m)
 
 
-def advance(w: Warp, quantum: int) -> int:
-    """Run a warp until it blocks, ends, or has had its turn. The number of steps."""
-    code, steps, m = w.code.program.code, w.code.steps, w.machine
+def advance(w: Warp, quantum: int) -> None:
+    """Run a warp until it blocks, ends, or has had its turn."""
+    steps, m = w.steps, w.machine
     if w.waiting is not None:
         w.waiting = None
         m.log("go", w, "")
     pc = w.pc
     try:
-        for n in range(quantum):
+        for _ in range(quantum):
             while pc == w.join:
                 pc = rejoin(w)
-            w.instruction = code[pc]
+            w.pc = pc
             m.time += 1
             result = steps[pc](w)
             if result is None:
@@ -95,16 +102,15 @@ def advance(w: Warp, quantum: int) -> int:
                 pc = result
                 if pc < 0 and (pc := leave(w)) < 0:
                     w.exited = True
-                    return n + 1
+                    return
             else:
                 w.waiting = result
-                w.pc = pc
-                m.log("wait", w, result.why())
-                return n + 1
+                if m.moments is not None:
+                    m.log("wait", w, result.why())
+                return
         w.pc = pc
-        return quantum
     except Fault as fault:
-        raise fault.at_line(code[pc], w.name) from None
+        raise fault.at_line(w.instruction, w.name) from None
 
 
 # ---- divergence (PTX ISA 9.7.13.1 bra; lanes meet again at the immediate post-dominator)

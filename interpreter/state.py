@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -206,7 +207,7 @@ class Warp:
     def __init__(self, cta: Cta, number: int, index: int, code: Code):
         machine = cta.machine
         self.cta, self.machine, self.number, self.index, self.code = cta, machine, number, index, code
-        self.reader = cta.rank * cta.warp_total + number  # row of Shadow.readers in every CTA of its cluster
+        self.reader = cta.rank * cta.warp_total + number  # column of Shadow.readers in every CTA of its cluster
         self.name = (
             f"warp {number}" if len(machine.ctas) == 1 and machine.grid_size == 1 else f"CTA {cta.number} warp {number}"
         )
@@ -214,19 +215,23 @@ class Warp:
         self.D: list[int] = [FULL] * len(self.R)
         for slot in code.registers:
             self.D[slot] = 0
-        self.pc, self.steps = 0, 0
+        self.pc, self.steps = 0, machine.steps
         self.active, self.lanes, self.alive = FULL, np.ones(LANES, bool), FULL
         self.stack: list[Branching] = []
         self.join = -2
-        self.exited, self.waiting = False, None
+        self.exited, self.waiting = False, None  # or a Wait
         self.clock, self.released, self.unfenced = (Clock(machine.warp_count) for _ in range(3))
         self.clock.seen[:, index] = 2, 0, 1
         self.released.seen[2, index] = 1  # what a relaxed arrival tells: all before the last fence
         # unfenced: what a relaxed wait was told, and is known from the next fence on
         self.held: dict[int, tuple[AsyncOp | Any, bool]] = {}  # slot -> (operation, whether it writes it)
         self.extra: dict[str, Any] = {}
-        self.instruction = code.program.code[0]
         self._events: dict[tuple[int, int], int] = {}
+
+    @property
+    def instruction(self) -> Instruction:
+        """The one that it is at."""
+        return self.code.program.code[self.pc]
 
     # ---- registers
 
@@ -267,10 +272,11 @@ class Warp:
     def uniform(self, slot: int, dtype: Any, what: str) -> int:
         """A value that must be the same in all active lanes."""
         self.demand(slot, what)
-        values = self.read(slot, dtype)[self.lanes]
-        if (values != values[0]).any():
-            raise Misuse(f"{what} differs from lane to lane: {values[:8].tolist()} ...")
-        return int(values[0])
+        values = self.read(slot, dtype)
+        one, *others = (values if self.active == FULL else values[self.lanes]).tolist()
+        if others.count(one) != len(others):
+            raise Misuse(f"{what} differs from lane to lane: {[one, *others[:7]]} ...")
+        return one
 
     def hold(self, slots: Iterable[int], op: Any, writes: bool = True) -> None:
         """From now on `op` may write (or, where not `writes`, read) these registers at any time."""
@@ -337,7 +343,7 @@ class Warp:
     ) -> AsyncOp:
         """Something that the scheduler lets happen at any later time, when all of `after` have.
 
-        `reader`: its row of Shadow.readers; operations that share one must complete in the order of their issue.
+        `reader`: its column of Shadow.readers; operations that share one must complete in the order of their issue.
         `ctas`: whose shared memory it reads or writes, if that is not this warp's CTA.
         """
         m = self.machine
@@ -400,13 +406,14 @@ class Cta:
         self.machine, self.number, self.rank = machine, number, rank
         self.cluster: list[Cta] = []
         self.warp_total = warps
-        self.first_stream = warps * machine.cluster_size  # the first row of Shadow.readers that is not a warp's
+        self.first_stream = warps * machine.cluster_size  # the first column of Shadow.readers that is not a warp's
         self.smem = Memory(
             f"SMEM of CTA {number}" if machine.grid_size > 1 else "SMEM",
             SMEM_BASE + machine.smem_bytes,
             self.first_stream + READ_STREAMS + warps,  # and every warp's bulk stores
             machine.events,
         )
+        self.places: dict[tuple[bytes, int], Array] = {}  # (addresses, bytes at each) -> words, where all is well
         self.barrier_words = np.zeros(len(self.smem.words), bool)
         self.barriers: dict[int, MBarrier] = {}
         self.named: dict[int, NamedBarrier] = {}
@@ -496,12 +503,13 @@ class Machine:
         self.tensor_maps = tensor_maps or {}
         self.grid_size, self.cluster_size, self.smem_bytes, self.threads = grid, cluster_size, smem_bytes, threads
         self.events = events
-        self.rng = np.random.default_rng(seed)
+        self.rng = random.Random(seed)
         self.temper: Temper | None = None  # of the scheduler; None: as the seed says
-        self.elected = int(self.rng.integers(LANES))  # whom elect.sync prefers; any lane may be
+        self.elected = self.rng.randrange(LANES)  # whom elect.sync prefers; any lane may be
         self.time = 0
         self.ops_log: list[AsyncOp] = []
         self.pending: list[AsyncOp] = []
+        self.news = False  # something has happened that a warp may wait for
         self.moments: list[Moment] | None = [] if record else None
         self.executed: set[int] = set()  # which instructions, where a record is kept
         self.exit_checks: list[Callable[[], None]] = []
@@ -510,13 +518,12 @@ class Machine:
         self.ctas: list[Cta] = []
         for n in range(grid):
             self.ctas.append(Cta(self, n, n % cluster_size, per_cta))
-        self.code = Code(program, self)
-        if record:
-            self.code.steps = [self.noting(n, step) for n, step in enumerate(self.code.steps)]
+        self.code = code = Code.of(program)
+        self.steps = [self.noting(n, step) for n, step in enumerate(code.steps)] if record else code.fused
         for cta in self.ctas:
             first = cta.number - cta.rank
             cta.cluster = self.ctas[first : first + cluster_size]
-            cta.warps = [Warp(cta, k, cta.number * per_cta + k, self.code) for k in range(per_cta)]
+            cta.warps = [Warp(cta, k, cta.number * per_cta + k, code) for k in range(per_cta)]
 
     @property
     def warps(self) -> list[Warp]:

@@ -152,7 +152,10 @@ def together(
     """
     later = Wait(possible, lambda: f"{wanted} columns of TMEM; allocated are {tmem_of(w.cta).allocations}")
     if group == 1:
-        return act() if possible() else later
+        if not possible():
+            return later
+        w.machine.news = True
+        return act()
     (even, odd), key = members(w.cta, 2), f"to {what}"
     if key not in w.extra:
         meeting = even.extra.pop(key, None) or even.extra.setdefault(key, Meeting(w, wanted))
@@ -167,7 +170,7 @@ def together(
     if found.second is w:
         if not possible():
             return later
-        found.result = act()
+        found.result, w.machine.news = act(), True
     elif found.result is None:
         peer = odd if w.cta is even else even
         return Wait(lambda: found.result is not None, lambda: f"a warp of CTA {peer.number} to {what} as well")
@@ -242,7 +245,7 @@ def free(i: Instruction, d: Decoder) -> Step:
 
         def act() -> int:
             for x in tmems:
-                x.shadow.writer[words], x.shadow.readers[:, words] = 0, 0
+                x.shadow.writer[words], x.shadow.readers[words] = 0, 0
                 x.allocated[first : first + columns] = False
                 del x.allocations[first]
             return first

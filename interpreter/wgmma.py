@@ -116,6 +116,7 @@ class Product:
     """One wgmma of a warpgroup, from the first warp that issues it."""
 
     line: int
+    place: int  # among those of its warpgroup
     key: tuple[Any, ...]  # what all warps must agree on
     n: int
     d: tuple[int, ...]  # slots of the accumulator
@@ -166,7 +167,7 @@ class Issued:
     count: int = 0
     open: list[Product] = field(default_factory=list)
     groups: list[list[Product]] = field(default_factory=list)
-    fenced: list[Any] | None = None  # the registers as they were at the last wgmma.fence
+    fenced: dict[int, Any] = field(default_factory=dict)  # slot of a product -> as it was at the last wgmma.fence
 
 
 def issued_by(w: Warp) -> Issued:
@@ -184,7 +185,8 @@ def fence(i: Instruction, d: Decoder) -> Step:
 
     def step(w: Warp) -> None:
         w.converged(i.opcode)
-        issued_by(w).fenced = list(w.R)
+        R = w.R
+        issued_by(w).fenced = {s: R[s] for s in d.fenced}
 
     return step
 
@@ -192,7 +194,7 @@ def fence(i: Instruction, d: Decoder) -> Step:
 def check_fenced(w: Warp, mine: Issued, slots: tuple[int, ...]) -> None:
     R, fenced = w.R, mine.fenced
     for s in slots:
-        if fenced is None or R[s] is not fenced[s]:
+        if R[s] is not fenced.get(s):
             raise Race(f"register {w.code.name_of(s)} was written with no wgmma.fence between that and this product")
 
 
@@ -211,6 +213,7 @@ def product(i: Instruction, d: Decoder) -> Step:
     in_registers = isinstance(i.args[1], tuple)
     a_slots = tuple(d.vector(i.args[1], "b32")) if in_registers else ()
     a_desc = None if in_registers else d.slot(i.args[1], "b64")
+    d.fenced.update((*accumulator, *a_slots))
     b_desc = d.slot(i.args[2], "b64")
     scale, negated = d.predicate(i.args[3])
     signs = [d.immediate(x) for x in i.args[4:6]]
@@ -228,7 +231,7 @@ def product(i: Instruction, d: Decoder) -> Step:
         b = w.uniform(b_desc, np.uint64, "a descriptor")
         key = (i.line, accumulates, a, b)
         if mine.count == len(group.products):
-            group.products.append(Product(i.line, key, n, accumulator, a_slots, accumulates))
+            group.products.append(Product(i.line, mine.count, key, n, accumulator, a_slots, accumulates))
         p = group.products[mine.count]
         mine.count += 1
         if p.key != key:
@@ -264,8 +267,8 @@ def product(i: Instruction, d: Decoder) -> Step:
             issue(w, p, group, a, b)
 
     def issue(w: Warp, p: Product, group: Warpgroup, a: int, b: int) -> None:
-        smem, position = w.cta.smem, group.products.index(p)
-        before = group.products[position - 1].op if position else None
+        smem = w.cta.smem
+        before = group.products[p.place - 1].op if p.place else None
 
         def run(op: AsyncOp) -> None:
             if a_desc is None:
@@ -284,16 +287,14 @@ def product(i: Instruction, d: Decoder) -> Step:
             for factor in signs:
                 if factor == -1:
                     left = -left
-            with np.errstate(all="ignore"):
-                values = left @ right
+            values = left @ right
             accumulator_ = group.accumulators.get(p.d)
             if accumulator_ is None and p.accumulates:
                 parts = [p.initial[r] for r in range(4)]
                 accumulator_ = Accumulator(np.concatenate([v for v, _ in parts]), np.concatenate([v for _, v in parts]))
             if p.accumulates:
                 assert accumulator_ is not None
-                with np.errstate(all="ignore"):
-                    values += accumulator_.values
+                values += accumulator_.values
                 defined = defined & accumulator_.defined
             group.accumulators[p.d] = Accumulator(values, defined)
             p.fragments.clear(), p.initial.clear()

@@ -139,6 +139,14 @@ def stored(text: str) -> str:
     return edits.replace(text, REDUCTION, lambda m: f"st.global.v4.f32 {m[1]}, {m[2]};")
 
 
+def late(writer: str, place: str) -> str:
+    """What is written over is still read, or may be: seen by whichever comes second."""
+    return (
+        rf"(?s){writer}.*overwrites SMEM[^\n]* bytes {place}\.\.\d+ while nothing orders this and the"
+        rf"|reads SMEM[^\n]* bytes {place}\.\.\d+ while nothing orders this and the write by [^\n]*{writer}"
+    )
+
+
 FATES = [
     Fate(
         "a reduction is lost",
@@ -176,14 +184,14 @@ FATES = [
     Fate(
         "keys come in while dQ reads those before",
         Race,
-        r"(?s)cp\.async.*overwrites SMEM bytes 1[3-9]\d{4}\.\..*while nothing orders this and the",  # where K is
+        late(r"cp\.async", r"1[3-9]\d{4}"),  # where K is
         without_waiting("empty0", "empty1"),
         key=SELECTION,
     ),
     Fate(
         "Q comes in while the chunks of the rows before read it",
         Race,
-        r"(?s)cp\.async.*overwrites SMEM bytes (\d{4,5}|1[0-2]\d{4})\.\..*while nothing orders this and the",  # Q, dO
+        late(r"cp\.async", r"(\d{4,5}|1[0-2]\d{4})"),  # where Q and dO are
         without_waiting("q_empty0", "q_empty1", "q_empty2", "q_empty3"),
         key=SELECTION,
     ),
@@ -204,7 +212,7 @@ FATES = [
     Fate(
         "a chunk is sent over one that the peer has not read",
         Race,
-        r"(?s)st\.async.*overwrites SMEM.*nothing orders this and the",
+        late(r"st\.async", r"\d+"),
         without_waiting("read0", "read1"),
     ),
     Fate(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import interpreter
-from interpreter import decode
+from interpreter import decode, fusion
 from interpreter.copies import TensorMap
 from interpreter.handwritten import Handwritten
 from interpreter.hazards import Deadlock, Leak, Misuse, OutOfBounds, Race, Undefined, Unsupported
@@ -20,6 +20,13 @@ def test_the_machine_knows_nothing_of_kernels():
     folder = Path(interpreter.__file__).parent
     for name in ("state", "handwritten", "timeline", "edits", *decode.FAMILIES):
         assert {path.parent for path in build.modules(f"interpreter.{name}", folder.parent)} == {folder}, name
+
+
+@pytest.fixture(autouse=True, params=[1, 1 << 40], ids=["fused", "one by one"])
+def however_it_runs(request, monkeypatch):
+    """Lane-wise instructions as compiled runs, and each by itself."""
+    monkeypatch.setattr(fusion, "HOT", request.param)
+    decode.Code.of.cache_clear()
 
 
 def run(body, source=None, *, threads=32, seed=0, tensor=None):

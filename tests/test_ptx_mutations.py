@@ -427,7 +427,7 @@ FATES = [
         "P read before the softmax barrier",
         LATENT,
         Fault,
-        early(r"wgmma", "p", r"stmatrix"),
+        early(r"wgmma", "p", r"stmatrix") + "|" + late(r"stmatrix", "p", r"wgmma"),
         without_wait(LATENT, "weights_shared0", slice(0, 1)),
     ),
     Fate(
@@ -499,7 +499,7 @@ FATES = [
         "sends to a peer that may not have begun",
         PAIRED,
         Fault,
-        r"CTA (\d) warp [^\n]*\n[^\n]* of CTA (?!\1)\d[^\n]*(begun|nothing orders|no mbarrier)",
+        r"CTA (\d) warp [^\n]*\n[^\n]*(no mbarrier [^\n]*)? of CTA (?!\1)\d(?(2)$|[^\n]*(begun|nothing orders))",
         awaits_own_cta,
     ),
     Fate(

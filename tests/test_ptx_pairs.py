@@ -244,7 +244,8 @@ FAULTS = [
         "TMEM is freed while others read it",
         PAIRS["256 rows"][0],
         Race,
-        r"overwrites TMEM of CTA \d .* the read by tcgen05\.ld",
+        r"overwrites TMEM of CTA \d .* the read by tcgen05\.ld"
+        r"|reads TMEM of CTA \d .* the write by .* tcgen05\.dealloc",
         ((f"before_thread_sync;\n  {SYNC}", "before_thread_sync;"),),
     ),
     Planted(
