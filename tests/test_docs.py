@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PROGRAMS = [
-    pytest.param(program, id=f"{page.relative_to(ROOT)}-{number}")
-    for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+WHERE = {  # each program once, however many pages show it
+    program: f"{page.relative_to(ROOT)}-{number}"
+    for page in PAGES
     for number, program in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S))
-]
+}
+PROGRAMS = [pytest.param(program, id=where) for program, where in WHERE.items()]
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
