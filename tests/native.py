@@ -1,7 +1,7 @@
 """The native library's plain C functions (ffi/introspect.cc), and operands and results of its kernels in NumPy."""
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -373,6 +373,16 @@ def operands(variant: Forward, *, width: int | None = 90, seed: int = 0, **exten
         if x.pool is not None
     }
     return Operands(variant.op, shape._replace(**slots), normal(8, b, s_q, h_q, d), tuple(sources), sink)
+
+
+def beyond(x: Operands) -> Operands:
+    """The same, with spans that begin before the first key, and end behind the last, where they did with these."""
+    sources = []
+    for keys in x.sources:
+        start, stop, s_kv = keys.seen_from, keys.seen_to, keys.k.shape[1]
+        far = (np.where(start == 0, -1000, start), np.where(stop == s_kv, s_kv + 1000, stop))
+        sources.append(replace(keys, seen_from=far[0].astype(np.int32), seen_to=far[1].astype(np.int32)))
+    return replace(x, sources=tuple(sources))
 
 
 def packed(rng: np.random.Generator, s_kv: int, page: int, indices: Array, length: Array, counts: Array) -> Keys:

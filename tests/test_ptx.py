@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from interpreter import __main__, cases, edits, hardware
+from interpreter.cases import EVERYTHING
 from interpreter.launch import Kernel, combine, launch
 from interpreter.verdict import judge
 from kernels.abi import ANY, Combine, Forward
@@ -85,6 +86,17 @@ def test_a_nan_reaches_those_alone_who_see_it(key):
     o = got.astype(np.float32)
     assert np.isnan(o[:, sees]).all()
     np.testing.assert_array_equal(o[:, ~sees], want.astype(np.float32)[:, ~sees])
+
+
+@pytest.mark.parametrize("key", [f"fwd_sm_90a_{d}" for d in ("d64_bfloat16", "d512_bfloat16_shared_kv_h63")])
+def test_a_span_ends_where_its_keys_do(key):
+    """Whatever a raw call says of keys before the first and behind the last."""
+    if key not in BUILT:
+        pytest.skip(f"{key} is not built")
+    k = kernel(key)
+    x = native.operands(k.variant, b=2, s_q=9, s_kv=k.facts["tile_n"] + 70, h_q=8, width=EVERYTHING)
+    run = launch(k, native.beyond(x))
+    judge(run.run(), x, run.scale)
 
 
 def test_hardware_has_answered_for_every_kernel():

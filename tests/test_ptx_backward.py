@@ -65,6 +65,15 @@ def test_is_right_in_any_order(key, case):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
+def test_a_span_ends_where_its_keys_do():
+    """Nothing is added to what lies before the first key's gradient, and behind the last one's."""
+    k = kernel("bwd_sm_90a_d512_bfloat16_shared_kv")
+    x = gradients.operands(k.variant, **SHAPES["few"] | {"s_kv": 70, "width": ALL_KEYS})
+    run = backward.launch(k, dataclasses.replace(x, attention=native.beyond(x.attention)))
+    run.operands = x
+    backward.judge(run, run.run())
+
+
 # ---- faults
 
 SPAN, SELECTION = "bwd_sm_90a_d512_bfloat16_shared_kv", "sparse_bwd_sm_90a_d512_bfloat16_shared_kv_h64"

@@ -9,11 +9,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from interpreter import backward
-from interpreter.hazards import Undefined
 from interpreter.launch import Kernel, combine, launch
 from interpreter.verdict import judge
 from kernels.abi import Backward, Combine, Forward
@@ -53,6 +52,9 @@ KEPT = [
     Case("sparse_fwd_sm_90a_d512_bfloat16_shared_kv_h8", s_q=3, s_kv=70, h_q=3, topk=131, splits=2, seed=2),
     Case("bwd_sm_90a_d512_bfloat16_shared_kv", b=2, s_q=5, s_kv=70, h_q=3, processors=2, seed=3),
     Case("dsv4_sparse_bwd_sm_90a_d512_bfloat16_shared_kv", s_q=2, s_kv=66, h_q=3, s_kv1=9, topk=67, seed=4),
+    # few rows that see whole tiles, whose scores are not masked: those of rows that no query has were not defined
+    Case("fwd_sm_90a_d64_bfloat16", b=2, s_q=1, s_kv=217, h_q=4, seed=7),
+    Case("fwd_sm_90a_d256_bfloat16", s_q=4, s_kv=168, h_q=42, h_kv=3, seed=557),
 ]
 
 
@@ -73,13 +75,7 @@ def check(case: Case) -> None:
         return
     x = native.operands(k.variant, **extents)
     run = launch(k, x, splits=case.splits, processors=case.processors, seed=case.seed)
-    try:
-        run.machine.run()
-    except Undefined as fault:  # of rows that no query has (docs/verification.md, "What this does not show")
-        if k.variant.op == "fwd" and k.variant.d < 512 and "nanosleep" in str(fault):
-            event("a guard of nanosleep is not defined")
-            return
-        raise
+    run.machine.run()
     if case.splits > 1:
         run = combine(kernel(COMBINE[k.variant.dtype]), run, seed=case.seed)
         run.machine.run()

@@ -15,7 +15,7 @@ import pytest
 
 from interpreter import edits
 from interpreter.copies import TensorMap
-from interpreter.hazards import Deadlock, Fault, Leak, Misuse, OutOfBounds, Race
+from interpreter.hazards import Deadlock, Fault, Leak, Misuse, OutOfBounds, Race, Undefined
 from interpreter.launch import Kernel, launch
 from interpreter.state import SMEM_BASE
 from interpreter.verdict import Wrong, judge
@@ -360,6 +360,14 @@ FATES = [
         Deadlock,
         r"named barrier 1: 128 of 256 threads",
         named_barrier_count,
+    ),
+    Fate(
+        "rows of Q that no query has are left as they are",
+        DENSE,
+        Undefined,
+        r"nanosleep",  # of a guard that their sum decides
+        without(r"st\.shared\.v4\.b32\s+\[[^\]]*\], \{0, 0, 0, 0\}", slice(0, 2)),
+        shape={"b": 2, "s_q": 1, "width": 1000},
     ),
     Fate(
         "a release that never comes",

@@ -128,7 +128,7 @@ def bits(first: Int32, last: Int32) -> Int32:
 def span_of(tile: RowTile, operands: SpanOperands, query: Int32, exists: cutlass.Boolean) -> tuple[Int32, Int32]:
     """Loaded whether the row exists or not: a branch would wait for each load in turn."""
     query = cutlass.min(query, tile.n.s_q - 1)
-    start, stop = load_span(operands, tile, query)
+    start, stop = clip(operands, load_span(operands, tile, query))
     return start * Int32(exists), stop * Int32(exists)
 
 
@@ -146,6 +146,12 @@ def load_span(operands: SpanOperands, tile: RowTile, query: Int32) -> tuple[Int3
     return load(tile.at_query(operands.start, query)), load(tile.at_query(operands.stop, query))
 
 
+def clip(operands: SpanOperands, keys: tuple[Int32, Int32]) -> tuple[Int32, Int32]:
+    """Start and stop such that no key between them lies outside of the array."""
+    start, stop = keys
+    return cutlass.max(start, 0), cutlass.min(stop, operands.s_kv)
+
+
 @cute.jit
 def open_span(
     operands: SpanOperands,
@@ -158,7 +164,8 @@ def open_span(
     """By a warp, which has `ask_span`-ed."""
     lo, hi = Int32(2**31 - 1), Int32(0)
     lo_all, hi_all = Int32(0), Int32(2**31 - 1)
-    for start, stop in asked:
+    for keys in asked:
+        start, stop = clip(operands, keys)
         lo_all = cutlass.max(lo_all, start)
         hi_all = cutlass.min(hi_all, stop)
         if start < stop:

@@ -155,8 +155,14 @@ def store_matrices(mma, rounded: cute.Tensor, tile: cute.Tensor, thread: cutlass
 
 
 @cute.jit
-def zero_rows(tile: cute.Tensor, first: cutlass.Int32, thread: cutlass.Int32, threads: cutlass.Constexpr):
-    """Zero the rows from `first` on of a (rows, columns) slab tile.
+def zero_rows(
+    tile: cute.Tensor,
+    first: cutlass.Int32,
+    thread: cutlass.Int32,
+    threads: cutlass.Constexpr,
+    stop: cutlass.Int32 | None = None,
+):
+    """Zero the rows from `first` on, or those before `stop`, of a (rows, columns) slab tile.
 
     The swizzle permutes 16-byte chunks within a row's 128 bytes, so whole rows may be written as they lie.
     """
@@ -165,7 +171,8 @@ def zero_rows(tile: cute.Tensor, first: cutlass.Int32, thread: cutlass.Int32, th
     per_row = chunks * (columns // SLAB)
     zeros = cute.make_rmem_tensor(4, cutlass.Uint32)
     zeros.fill(0)
-    for i in cutlass.range(thread, (rows - first) * per_row, threads, unroll=1):
+    stop = rows if cutlass.const_expr(stop is None) else stop
+    for i in cutlass.range(thread, (stop - first) * per_row, threads, unroll=1):
         row, chunk = first + i // per_row, i % per_row
         place = words + ((chunk // chunks * rows + row) * chunks + chunk % chunks) * 4
         cute.autovec_copy(zeros, cute.make_tensor(place.align(16), cute.make_layout(4)))

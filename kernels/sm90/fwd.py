@@ -66,7 +66,8 @@ from kernels.lib.wgmma import (
 CLEARERS = WARPGROUP - WARP  # threads beside the producer's warp
 TILE_N = {64: 128, 128: 160, 256: 80}  # by d: 160 holds a window of 128 for 33 queries; 80 is what SMEM holds
 L2_KEYS = 32 * 1024 * 1024  # bytes of K and V that stay in L2 while others pass
-TURN_GIVEN = 1  # named barriers from here on, by stage of Q: WG 0 has its weights; 0 is sync_threads'
+TURN_GIVEN = 1  # named barriers, by stage of Q: WG 0 has its weights; 0 is sync_threads'
+Q_CLEARED = 3  # named barrier: rows of Q's tiles that no box has are zeros
 
 
 @dataclass(frozen=True)
@@ -245,9 +246,12 @@ class FwdSm90(ForwardKernel):
             if warp == 0:
                 self.produce(bar, smem, rows_of_q, (tma_k, mK), (tma_v, mV), operands, n)
             else:
+                self.clear_q(smem, rows, consumers)
                 self.clear(bar, smem, operands, n)
         elif warp * WARP < WARPGROUP + consumers:
             cute.arch.setmaxregister_increase(c.registers[1])
+            if rows % ROWS_OF_WARPGROUP != 0:
+                cute.arch.barrier(barrier_id=Q_CLEARED, number_of_threads=CLEARERS + consumers)
             self.consume(self.consumer(bar, smem, scale_log2, n), operands, o, results, n)
 
     def allocate(self) -> tuple[Barriers, Shared]:
@@ -302,6 +306,16 @@ class FwdSm90(ForwardKernel):
                         cute.arch.mbarrier_arrive_and_expect_tx(full + stage, c.key_tile_bytes)
                     cute.copy(atom, gmem[None, t], ring[None, stage], tma_bar_ptr=full + stage)
             fills0 = fills0 + key_tiles(span)
+
+    @cute.jit
+    def clear_q(self, smem: Shared, rows: Int32, consumers: Int32):
+        """Three warps, once: rows that no box has but a warpgroup has, so that their scores are numbers too."""
+        c, thread = self.config, cute.arch.thread_idx()[0] - WARP
+        if rows % ROWS_OF_WARPGROUP != 0:
+            stop = ceil_div(rows, ROWS_OF_WARPGROUP) * ROWS_OF_WARPGROUP
+            for s in cutlass.range_constexpr(c.stages_q):
+                zero_rows(smem.q[None, None, s], rows, thread, CLEARERS, stop)
+            cute.arch.barrier_arrive(barrier_id=Q_CLEARED, number_of_threads=CLEARERS + consumers)
 
     @cute.jit
     def clear(self, bar: Barriers, smem: Shared, operands: SpanOperands, n: Extents):
