@@ -1,4 +1,5 @@
-"""Which implementation runs, and why: `explain` for who asks, and one line in the log for who did not expect it.
+"""Which implementation runs, and why: `explain` for who asks, and one line in the log for who did not expect it; a
+warning where that is exported.
 
 Every op leaves a mark where its kernel and its reference part: `chosen`, an identity that lowers to nothing and holds
 the `Call`. `explain` traces a function and reads the marks from its jaxpr, so that it sees what will be compiled.
@@ -6,6 +7,7 @@ the `Call`. `explain` traces a function and reads the marks from its jaxpr, so t
 
 import functools
 import logging
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,7 +26,18 @@ _LOG = logging.getLogger("jax_dsv4_fmha")
 chosen = Primitive("dsv4_fmha_chosen")
 chosen.def_impl(lambda x, **_: x)
 chosen.def_abstract_eval(lambda x, **_: x)
-mlir.register_lowering(chosen, lambda _, x, **__: [x])
+
+
+def _lower_chosen(ctx: Any, x: Any, *, call: "Call") -> Any:
+    module = ctx.module_context
+    exports = module.lowering_parameters.for_export and "cuda" in module.platforms
+    if exports and call.fit is not None and not _ffi.variants():
+        what = f"{call.op.name}, {call.op.part}, is exported for cuda without a kernel: no kernels are built in"
+        warnings.warn(f"{what} (`python -m jax_dsv4_fmha info`)", RuntimeWarning, stacklevel=2)
+    return [x]
+
+
+mlir.register_lowering(chosen, _lower_chosen)
 
 
 class Decision(NamedTuple):

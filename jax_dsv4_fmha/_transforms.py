@@ -26,7 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
-from jax.interpreters import mlir
+from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -490,7 +490,39 @@ def aligned(call: Call, operands: Arrays) -> Arrays:
     mesh = _mesh(operands)
     if _explicit_axes(mesh):
         operands = _explicit_layout(call, operands, mesh).reshard(operands, mesh)
-    return operands
+    return tuple(_in_reverse(call.op.name, x) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in operands)
+
+
+# Forward-mode derivatives, which a custom_vjp has none of
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _in_reverse(op: str, x: jax.Array) -> jax.Array:
+    """x, of which tangents are an error of ours, where they are asked for before JAX's own; cotangents pass."""
+    return x
+
+
+@_in_reverse.defjvp
+def _(op: str, primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, Any]:
+    return primals[0], _tangent.bind(tangents[0], op=op)
+
+
+def _no_tangent(*_: Any, op: str, **__: Any) -> Any:
+    raise no_derivative(op)
+
+
+_tangent = Primitive("dsv4_fmha_tangent")  # linear: reverse mode transposes it, and nothing else may happen to it
+_tangent.def_abstract_eval(lambda x, **_: x)
+_tangent.def_impl(_no_tangent)
+ad.deflinear2(_tangent, lambda cotangent, *_, **__: [cotangent])
+batching.primitive_batchers[_tangent] = _no_tangent
+mlir.register_lowering(_tangent, _no_tangent, cacheable=False)
+
+
+def no_derivative(op: str) -> Exception:
+    """What is raised where a derivative is asked for that is none in reverse mode, once."""
+    wanted = "jax.grad or jax.vjp, once, or attention with implementation='reference', which has all of them"
+    return _check.error(NotImplementedError, op, "gradient", "a second derivative, or one forward", wanted)
 
 
 # Without a gradient
@@ -561,8 +593,7 @@ def _once(call: Call, *operands: jax.Array) -> Arrays:
 
 @_once.defjvp
 def _twice(call: Call, *_: Any) -> Any:
-    got, wanted = "a second derivative, or one forward", "implementation='reference', which has all of them"
-    raise _check.error(NotImplementedError, call.op.name, "gradient", got, wanted)
+    raise no_derivative(call.op.name)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

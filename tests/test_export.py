@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_dsv4_fmha import Cache, Span, dot_product_attention, dsv4_attention, dsv4_decode, fmha, sparse_fmha
+from jax_dsv4_fmha import Cache, Span, _ffi, dot_product_attention, dsv4_attention, dsv4_decode, fmha, sparse_fmha
 
 SIZES = {"b": 2, "s": 5, "t": 11, "c": 3, "x": 4, "h": 4, "k": 2, "d": 16, "1": 1, "2": 2}
 """of an axis; which are left open, is said by a case"""
@@ -84,3 +84,14 @@ def test_symbolic_shapes(name):
     if name in ("spans", "segments"):
         for x, y in zip(exported.call(*operands), jax.jit(run)(*operands), strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
+def test_without_kernels(monkeypatch):
+    """What would run on another machine, and slowly, is not exported without a word."""
+    monkeypatch.setattr(_ffi, "variants", tuple)
+    x = jnp.ones((1, 4, 2, 64), jnp.bfloat16)
+    with pytest.warns(RuntimeWarning, match="fmha, forward, is exported for cuda without a kernel: no kernels are bu"):
+        jax.export.export(jax.jit(lambda x: fmha(x, x, x)), platforms=["cuda"])(x)
+    for platform, implementation in (("cpu", None), ("cuda", "reference")):  # warnings are errors
+        f = jax.jit(lambda x, i=implementation: fmha(x, x, x, implementation=i))
+        jax.export.export(f, platforms=[platform])(x)

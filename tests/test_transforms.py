@@ -517,6 +517,9 @@ def test_vmap_of_queries_over_the_keys_of_one_sequence():
     assert_close(got, jax.vmap(jax.grad(g, (0, 1)), in_axes=(0, None))(q, kv))
 
 
+NO_DERIVATIVE = "gradient: got a second derivative, or one forward, wanted jax.grad or .* implementation='reference'"
+
+
 @pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("name", ["latent", "sparse"])
 def test_a_second_derivative_is_refused(name):
@@ -524,8 +527,38 @@ def test_a_second_derivative_is_refused(name):
     f, _, _ = functions(case, case.operands())
     _, *rest = case.operands().values()
     for twice in (jax.hessian, lambda f: jax.grad(lambda q: jax.grad(f)(q).sum())):
-        with pytest.raises(NotImplementedError, match="got a second derivative, or one forward, wanted implementat"):
+        with pytest.raises(NotImplementedError, match=NO_DERIVATIVE):
             twice(lambda q: f(q, *rest)[0].sum())(case.operands()["q"])
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("where", ["plain", "jit", "vmap", "scan", "checkpoint", "shard_map", "within shard_map"])
+def test_a_derivative_forward_is_refused(where):
+    """By an error of ours, wherever jax.jvp stands; not so what transposes it."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:2])
+    q, k = (OPS["latent"].operands()[name] for name in ("q", "k"))
+    f, push = (lambda q: fmha(q, k[: len(q)])[0]), (lambda f: lambda q: jax.jvp(f, (q,), (q,)))
+    on_mesh = functools.partial(jax.shard_map, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    calls = {
+        "plain": push(f),
+        "jit": push(jax.jit(f)),
+        "vmap": lambda q: jax.vmap(push(f))(q[:, None]),
+        "scan": push(lambda q: jax.lax.scan(lambda c, q: (c, f(q)), 0, q[:, None])),
+        "checkpoint": jax.jit(push(jax.checkpoint(f))),
+        "shard_map": push(on_mesh(f)),
+        "within shard_map": on_mesh(push(f)),
+    }
+    with pytest.raises(NotImplementedError, match=NO_DERIVATIVE):
+        calls[where](q)
+
+
+@pytest.mark.usefixtures("built")
+def test_a_linear_function_is_transposed():
+    q, k = (OPS["latent"].operands()[name] for name in ("q", "k"))
+    f = lambda q: fmha(q, k)[0]  # noqa: E731
+    _, tangent = jax.linearize(f, q)
+    (got,) = jax.linear_transpose(tangent, q)(q)
+    np.testing.assert_array_equal(got, jax.vjp(f, q)[1](q)[0])
 
 
 @pytest.mark.parametrize("here", [("sm_80",), ("sm_80", "sm_90a")], ids="-".join)
