@@ -90,6 +90,15 @@ class TestInfo:
         assert "sm_90a" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("built")
+def test_info_draws_what_is_built(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    assert main(["info", "--plot", str(tmp_path / "built.svg")]) == 0
+    text = (tmp_path / "built.svg").read_text()
+    assert all(word in text for word in ("fwd", "d 64", "≤ 16 heads", "bfloat16"))
+    capsys.readouterr()
+
+
 def test_info_without_kernels(monkeypatch, capsys):
     monkeypatch.setattr(_ffi, "variants", lambda: ())
     assert main(["info"]) == 0

@@ -35,7 +35,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.command == "info":
         from .info import info
 
-        return info(args.json)
+        return info(args.json, args.plot)
     if args.command == "check":
         from .check import check
 
@@ -72,7 +72,10 @@ def _parser() -> argparse.ArgumentParser:
             )
         return command
 
-    add("info", "versions, devices, kernels built", "Print versions, devices, and the kernels that are built in.")
+    info = add(
+        "info", "versions, devices, kernels built", "Print versions, devices, and the kernels that are built in."
+    )
+    info.add_argument("--plot", metavar="FILE", help="draw what is built into FILE.png or FILE.svg (matplotlib)")
     check = add(
         "check",
         "every case against the reference on this machine",

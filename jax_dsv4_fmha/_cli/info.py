@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from .. import __version__, _ffi
+from . import plot
 from .report import output, table, write_json
 
 
@@ -35,7 +36,7 @@ def no_devices() -> str | None:
     return None
 
 
-def info(json_path: str | None) -> int:
+def info(json_path: str | None, plot_path: str | None = None) -> int:
     facts = {
         **machine(),
         "no_devices": no_devices(),
@@ -44,6 +45,8 @@ def info(json_path: str | None) -> int:
     }
     if json_path is not None:
         write_json(facts, json_path)
+    if plot_path is not None:
+        plot.draw_built(_ffi.variants(), plot_path)
     if json_path != "-":
         print(_text(facts), file=output(json_path))
     return 0

@@ -1,8 +1,11 @@
-"""The picture of a bench: what the machine allows, and how near to it each row comes."""
+"""Pictures: of a bench, what the machine allows and how near to it each row comes; and which kernels are built."""
 
 import math
 import statistics
+from collections.abc import Sequence
 from typing import Any
+
+from .. import _ffi
 
 _COLORS = {
     "dsv4": "#4053d3",
@@ -14,20 +17,26 @@ _COLORS = {
 }
 _PEERS = {"two_pass": "#a9b4e8", "cudnn": "#8a8a8a", "xla": "#cfcfcf", "graph": "#d9bd94", "both": "#c9a6d1"}
 _BAR = 0.29
+_DTYPES = ("#4053d3", "#ddb310", "#00806c", "#b51d14")
 
 Rows = list[dict[str, Any]]
 
 
-def draw(results: dict[str, Any], path: str) -> None:
-    """A roofline beside bars, into a .png or .svg."""
+def _figure() -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as e:
         raise SystemExit("--plot needs matplotlib: pip install 'jax_dsv4_fmha[plot]'") from e
+    return Figure
+
+
+def draw(results: dict[str, Any], path: str) -> None:
+    """A roofline beside bars, into a .png or .svg."""
+    figure_of = _figure()
     rows = [row for row in results["rows"] if "ours" in row["times"]]
     if not rows:
         raise SystemExit("--plot: no row holds a time of ours")
-    figure = Figure(figsize=(15, max(5.0, 1.5 + 0.34 * len(rows))), layout="constrained")
+    figure = figure_of(figsize=(15, max(5.0, 1.5 + 0.34 * len(rows))), layout="constrained")
     roofline, bars = figure.subplots(1, 2, width_ratios=(1, 1.25))
     _roofline(roofline, rows)
     _bars(bars, rows)
@@ -38,6 +47,47 @@ def draw(results: dict[str, Any], path: str) -> None:
     figure.suptitle(f"jax_dsv4_fmha on {results['devices'][0]['name']}", fontweight="bold")
     figure.supxlabel(f"{results['date'][:10]}: {versions}", fontsize=8, color="#606060")
     save(figure, path)
+
+
+def draw_built(variants: Sequence[_ffi.Variant], path: str) -> None:
+    """Which kernels are built: ops down, head dimensions and heads across, a mark for each architecture and dtype."""
+    figure_of = _figure()
+    if not variants:
+        raise SystemExit("--plot: no kernels are built in")
+    ops = list(dict.fromkeys(v.op for v in variants))
+    sizes = sorted({_size(v) for v in variants})
+    archs = sorted({v.arch for v in variants}, reverse=True)
+    dtypes = list(dict.fromkeys(v.choices.get("dtype", "float32") for v in variants))
+    figure = figure_of(figsize=(3.2 + 0.95 * len(sizes), 1.6 + 0.42 * len(ops)), layout="constrained")
+    axes = figure.subplots()
+    for v in {(v.op, _size(v), v.arch, v.choices.get("dtype", "float32")) for v in variants}:
+        op, size, arch, dtype = v
+        x = sizes.index(size) + (archs.index(arch) - (len(archs) - 1) / 2) * 0.42
+        y = ops.index(op) + (dtypes.index(dtype) - (len(dtypes) - 1) / 2) * 0.17
+        axes.scatter(x, y, marker="s", s=26, color=_DTYPES[dtypes.index(dtype) % len(_DTYPES)], linewidths=0)
+    for i, dtype in enumerate(dtypes):
+        axes.scatter([], [], marker="s", s=26, color=_DTYPES[i % len(_DTYPES)], label=dtype)
+    heads = "".join(f"\n{label}" for label in ("left to right: " + ", ".join(archs),) if len(archs) > 1)
+    axes.set_xticks(range(len(sizes)), [label for _, _, label in sizes], fontsize=8)
+    axes.set_yticks(range(len(ops)), ops, fontsize=9)
+    axes.set(xlim=(-0.6, len(sizes) - 0.4), ylim=(len(ops) - 0.4, -0.6))
+    axes.set_title(f"Kernels that are built{heads}", fontsize=11)
+    axes.set_xticks([i - 0.5 for i in range(1, len(sizes))], minor=True)
+    axes.set_yticks([i - 0.5 for i in range(1, len(ops))], minor=True)
+    axes.grid(which="minor", color="#e0e0e0")
+    axes.tick_params(which="both", length=0)
+    axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+    save(figure, path)
+
+
+def _size(v: _ffi.Variant) -> tuple[int, int, str]:
+    """What a variant is for, so that it sorts: its head dimension and most heads, and both in words."""
+    c = v.choices
+    d, heads = c.get("d", 0), c.get("heads", c.get("max_heads", _ffi.ANY))
+    words = [f"d {d}"] if d else []
+    words += [] if heads >= _ffi.ANY else [f"{'' if 'heads' in c else '≤ '}{heads} heads"]
+    words += ["V = K"] if c.get("shared_kv") else []
+    return d, heads, "\n".join(words) or "any"
 
 
 def save(figure: Any, path: str) -> None:
