@@ -15,19 +15,19 @@ from ._packed import LAYOUTS, V4_FP8, D, Layout, layout_of
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """Entries that are both K and V, and where each sequence has its own.
+    """A KV cache of one latent head: entries that are both K and V, contiguous or paged.
 
       contiguous  entries `[b, s_max, d]`, no block_table
-      paged       entries `[pages, page, d]`, a pool of all sequences; sequence n's page i is `block_table[n, i]`
+      paged       entries `[pages, page, d]`, a pool of all sequences; page i of sequence n is `block_table[n, i]`
 
     Entries are bfloat16, float16 or float32; or packed: uint8 `[b or pages, page_bytes]` in one of the layouts of
     `quantize_cache`, with its d. Index keys are entries too, of which `lightning_indexer` takes a cache.
 
-    Entry p of a sequence lies in slot `p % capacity`. So a cache with less room than a sequence is long is a ring of
-    its last entries: that is how to keep a sliding window.
+    Entry p of a sequence lies in slot `p % capacity`. A cache with less room than the sequence is long is therefore a
+    ring of its last entries, which is how to keep a sliding window.
 
-    A pytree: it may be an argument and a result of jitted functions, be donated, and be the carry of a scan. A
-    block_table that several caches share cannot be donated with each: donate their entries, and make the caches inside.
+    It is a pytree, so that it may be an argument or a result of a jitted function, be donated, or be the carry of a
+    scan. Caches that share a block_table cannot each donate it: donate their entries, and make the caches inside.
 
     Attributes:
       entries: as said.
@@ -111,12 +111,12 @@ class Cache:
         return jnp.where(there, pages * self.page + entries % self.page, -1)
 
     def append(self, entries: jax.Array, positions: jax.Array) -> "Cache":
-        """The cache with new entries in it; in place, where the cache is donated or carried by a loop.
+        """Writes new entries and returns the new cache; in place where the cache is donated or carried by a loop.
 
         Args:
           entries: `[b, n, d]`, n may be 0, in the cache's type; bfloat16, float16 or float32 for a packed cache.
-          positions: int32 `[b, n]`, which entry of its sequence each is, none twice. One below 0 is not kept, nor one
-            that is `capacity` or more below the greatest of its sequence here: a ring has no room for both.
+          positions: int32 `[b, n]`, each entry's position in its sequence, none twice. An entry at a position below 0
+            is dropped, as is one that is `capacity` or more below the greatest here: a ring has no room for it.
 
         Raises:
           ValueError, TypeError: operands that are not as said above.
@@ -149,8 +149,8 @@ class Cache:
         """What is kept of these entries: `[b, n, d]`, in the cache's type; packed, bfloat16, or float32 of "index_fp8".
 
         Args:
-          positions: int32 `[b, n]`, which entries of each sequence. Of one below 0, or that there is no page for, 0 is
-            returned. In a ring, a position gives what its slot holds, be it of an earlier or a later round. None is
+          positions: int32 `[b, n]`, which entries of each sequence to read. A position below 0 or without a page reads
+            as 0. In a ring, a position reads what its slot holds, from whichever round. None is
             all slots in order, `[b, capacity, d]`, which copies nothing where the cache is contiguous and not packed.
 
         Raises:

@@ -24,16 +24,16 @@ def dsv4_decode(
     scale: float | None = None,
     implementation: _check.Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`dsv4_attention` for the last s_q tokens of every sequence, over caches that hold these and all before them.
+    """A step of generation: `dsv4_attention` of the last s_q tokens of every sequence, over their KV caches.
 
-    Sequence n has `lengths[n]` tokens, the s_q new ones included: query i stands at position
-    `p = lengths[n] - s_q + i`. It sees
+    Sequence n has `lengths[n]` tokens. These include the s_q new ones, whose entries are in the caches already. Query i
+    has position `p = lengths[n] - s_q + i`. It sees
 
-      - the window entries of the positions `(p - window, p]`, so not those of the new tokens behind it,
-      - and of the compressed cache the entries that `indices` names, or without indices those with
+      - the window entries at positions `(p - window, p]`; new tokens after it are not among them,
+      - the entries of the compressed cache that `indices` names; without indices, those with
         `w < (p + 1) // ratio`.
 
-    A query with p < 0 sees nothing: `lengths[n] <= 0` is a slot of the batch that is idle.
+    A query with p < 0 sees nothing, so `lengths[n] <= 0` marks an idle place in the batch.
 
     Args:
       q: `[b, s_q, h_q, d]`, bfloat16 or float16; on packed caches bfloat16 alone, and d = 512; on the reference float32
@@ -52,7 +52,7 @@ def dsv4_decode(
       ratio: an int >= 1, needed with compressed_cache and without indices; 0 is None, a layer with a window alone.
       window: an int >= 1, the query's own position included.
       scale: a float > 0, `d**-0.5` if left out.
-      implementation: as in `fmha`. There is no gradient, but of "reference".
+      implementation: as in `fmha`. Only "reference" has a gradient.
 
     Returns:
       o like q and lse float32 `[b, s_q, h_q]`, as in `fmha`.

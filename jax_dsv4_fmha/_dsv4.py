@@ -32,9 +32,10 @@ def dsv4_attention(
     method: _check.Method | None = None,
     implementation: _check.Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The attention of one DeepSeek-V4 layer; every cache is one latent head that is both K and V.
+    """The attention of one DeepSeek-V4 layer: sliding window, compressed entries and sink under one softmax.
 
-    Query i stands at position `p = q_offset + i`, entry j of the window cache at `kv_offset + j`. Query i sees
+    Window entries and compressed entries are one latent head each, which is both K and V. Query i has position
+    `p = q_offset + i`, entry j of the window `kv_offset + j`. Query i sees
 
       - the window entries whose positions are in `(p - window, p]` and not below 0,
       - and of the compressed cache, whose entry w stands for `ratio` positions, the entries with

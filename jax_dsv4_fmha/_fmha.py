@@ -20,7 +20,7 @@ def fmha(
     scale: float | None = None,
     implementation: _check.Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention with a sink, over the keys that a Span shows.
+    """Fused multi-head attention with a sink; each query attends to the keys that a Span shows.
 
         S = scale * q·k;  lse = log Σ exp(S);  o = Σ exp(S - logaddexp(lse, sink)) v
 

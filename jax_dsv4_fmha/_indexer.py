@@ -32,16 +32,16 @@ def lightning_indexer(
     return_scores: bool = False,
     implementation: _check.Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """The `topk` entries that score highest for each query, of those that it may see.
+    """Chooses, for each query, the `topk` entries that score highest among those it may see.
 
         I[t, s] = k_scale[s] · Σ_h weights[t, h] · ReLU(q[t, h] · k[s])    fp32 (DeepSeek-V3.2's report, §2.1)
 
-    Visible are entries `s < (t + 1) // ratio`, of the query at position `t = q_offset + i`; of these the first
-    `lengths`; of these what `span` shows. Chosen are exactly the greatest of the scores as the implementation computes
-    them; of equal ones that of the lower entry, and NaN last. They come in ascending order of entries, then -1, the
-    same on every run; so they are what `dsv4_attention` and `sparse_fmha` take as `indices`.
+    Query i has position `t = q_offset + i`. It may see the entries `s < (t + 1) // ratio`, among these the first
+    `lengths`, and among these what `span` shows. The choice is exact for the scores as the implementation computes
+    them: the greatest win, the lower entry wins a tie, NaN comes last. Indices are in ascending order, then -1, and the
+    same on every run. `dsv4_attention` and `sparse_fmha` take them as `indices`.
 
-    To autodiff the result is a constant: `indexer_scores` has gradients.
+    The result has no gradient; `indexer_scores` has.
 
     In generation, k is a `Cache` that the new entries are in, and the s_q new queries of a sequence of n tokens stand
     from `q_offset = n - s_q` on; one at a position below 0 sees nothing. So may a chunk of a prompt.
@@ -138,7 +138,7 @@ def indexer_loss(
     scale: float | None = None,
     implementation: _check.Implementation | None = None,
 ) -> jax.Array:
-    """What trains the indexer: KL(teacher ‖ student) of every query (DeepSeek-V3.2's report, §2.1).
+    """The loss that trains the indexer: KL(teacher ‖ student) for every query (DeepSeek-V3.2's report, §2.1).
 
     The teacher is attention itself: Σ_h exp(scale · attention_q · kv - logaddexp(lse, sink)) at each entry, with what
     else lse counts, a window, say, in the denominator, made to sum to 1 over the entries. The student is the softmax
@@ -193,9 +193,10 @@ def quantize_indexer(
 ) -> tuple[jax.Array, jax.Array | None, jax.Array, jax.Array | None]:
     """Operands of `lightning_indexer` in 8 bits: (q, k, weights, k_scale), so that I means the same.
 
-    A row is divided by scale = max(max |row|, 1e-4) / 448 and rounded to float8_e4m3fn. The scales of q, one for each
-    query and head, are multiplied into weights, for ReLU lets them through; those of k are k_scale. Rows are best
-    turned by a Hadamard matrix first, q and k alike, as DeepSeek-V4's are: it spreads what is large over all of d.
+    Each row is divided by scale = max(max |row|, 1e-4) / 448 and rounded to float8_e4m3fn. The scales of q, one for
+    each query and head, are multiplied into weights, which ReLU allows because they are positive; those of k are
+    k_scale. Multiply the rows of q and k by a Hadamard matrix first, as DeepSeek-V4 does: it spreads outliers over all
+    of d.
 
     Args:
       q: `[b, s_q, h, d]`; k: `[b, s_c, d]`, both bfloat16, float16 or float32. k may be None: a `Cache` of the layout

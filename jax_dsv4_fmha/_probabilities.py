@@ -25,9 +25,9 @@ def head_summed_probabilities(
 
         p[t, j] = Σ_h exp(scale · q[t, h] · kv[indices[t, j]] - logaddexp(lse[t, h], sink[h]))
 
-    It is the teacher of an indexer (DeepSeek-V3.2's report, §2.1), before it is made to sum to 1. `lse` may count more
-    than these entries, a window, say. An entry that is named twice has its value at both places. To autodiff the result
-    is a constant.
+    This is the teacher of an indexer (DeepSeek-V3.2's report, §2.1), before it is normalised to a sum of 1. `lse` may
+    cover more than these entries, such as a window. An entry that is named twice has its value at both places. The
+    result has no gradient.
 
     Args:
       q: `[b, s_q, h_q, d]`, bfloat16, float16 or float32: the queries of attention.

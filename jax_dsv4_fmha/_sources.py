@@ -1,8 +1,9 @@
 """What queries attend to: sources of keys, one or two, under one softmax.
 
-A source says which keys every query sees. Of its kind follow the axes of its operands, what it means and its gradient;
-of a tuple of kinds, which kernel takes it. All attention of the package is `attend`: its gradient is the sum of the
-sources' gradients under the lse of all of them, so that backward kernels are for kinds of sources, as forward ones are.
+A source says which keys every query sees. Its kind says which axes its operands have, what it means and what its
+gradient is; a tuple of kinds says which kernel takes it. All attention of the package is `attend`: its gradient is the
+sum of the sources' gradients under the lse of all of them, so that backward kernels are for kinds of sources, as
+forward ones are.
 """
 
 import dataclasses

@@ -13,13 +13,13 @@ from . import _check
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """Row i of batch entry n sees the keys `start[n, i] <= j < stop[n, i]`.
+    """A mask: query i of batch entry n sees the keys `start[n, i] <= j < stop[n, i]`, one interval.
 
-    Both are int32 and broadcast to `[b, s_q]`; an int stands for itself. The op that is given a Span clips the values
-    to `[0, s_kv]`; a row with `start >= stop` sees nothing. `&` keeps the keys that both spans show.
+    start and stop are ints, or int32 arrays that broadcast to `[b, s_q]`. The op that is given a Span clips them to
+    `[0, s_kv]`. A query with `start >= stop` sees nothing. `a & b` shows the keys that both show.
 
-    `offset`, in the constructors, is an int or int32 `[b]`, traced or not: query i stands at position `i + offset`, in
-    the count in which the first key has position 0. Positions end at 2**31 - 2, where one stands that is beyond.
+    In the constructors, `offset` is an int or int32 `[b]`, traced or not: query i has position `i + offset`, and the
+    first key has position 0. Greater positions than 2**31 - 2 count as that.
     """
 
     start: Any

@@ -21,10 +21,10 @@ def sparse_fmha(
     scale: float | None = None,
     implementation: _check.Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Top-k attention over one latent head that is both K and V.
+    """Sparse (top-k) attention: each query attends to the keys that its row of `indices` names.
 
-    As `fmha`, over the keys that a row of `indices` names. A key named twice counts twice. Keys that a row does not
-    name cannot reach it, whatever they hold.
+    The keys are one latent head that is both K and V. A key that is named twice counts twice. A key that a row does not
+    name has no influence on it, not even as NaN.
 
     Args:
       q: `[b, s_q, h_q, d]`, bfloat16 or float16; float32 on the reference alone.

@@ -5,7 +5,7 @@ An op is data: the axes of its operands and results, a kernel and a reference. F
     Differentiable   custom_vjp: the gradient, from the op's residuals, is another op, with a kernel or without
     _batched         custom_vmap: a mapped axis becomes one more leading batch axis, of size 1 where nothing is mapped
     _sharded         which devices compute what: every axis manual: this one does; Explicit: jax.shard_map; Auto, or no
-                     mesh: custom_partitioning, which compiles to nothing where there is but one device
+                     mesh: custom_partitioning, which compiles to nothing on a single device
     _folded          all batch axes become the one that a kernel has, on one device, where that moves no data
     _implementation  kernel or reference, by the platform that is compiled for
 
@@ -70,7 +70,7 @@ ONE_OR_B = "b*"
 """As the batch axis of an operand: it may be 1 where it is b for others, and then belongs to every batch entry."""
 
 SINK = Axes("sink", "b h_q")
-"""As an operand of an op a sink has batch axes too, of size 1 but where vmap maps it."""
+"""As an operand of an op a sink has batch axes too, of size 1 except where vmap maps it."""
 
 RESULTS = (Axes("o", "b s_q h_q d"), Axes("lse", "b s_q h_q"))
 """What attention gives."""

@@ -201,8 +201,8 @@ class DSV4Attention:
 
         Args:
           params: as `init` or `from_state_dict` make them; their matrices are used in x's dtype.
-          x: `[b, s, hidden]`. Without a cache token i stands at position i, and what is behind a sequence's end is seen
-            by nothing before it.
+          x: `[b, s, hidden]`. Without a cache token i has position i. Padding goes after a sequence's end, where
+            no token of the sequence sees it.
           cache: as `cache` makes it or this layer returned it; donate it.
           shared: what the layer before returned in this pass; V4.1 alone needs it.
           start: with a cache: int, or int32 `[b]`: token i stands at `start + i`, those before are cached.
@@ -254,7 +254,9 @@ class DSV4Attention:
         lengths: int | jax.Array,
         implementation: _check.Implementation | None = None,
     ) -> Output:
-        """The last s tokens of every sequence, a few, as in `dsv4_decode`. No gradient, but of "reference".
+        """A step of generation for the last s tokens of every sequence, by `dsv4_decode`.
+
+        Only "reference" has a gradient.
 
         Args:
           params, shared, implementation: as in a call.
