@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jax_dsv4_fmha import dsv4_attention, reference
+from jax_dsv4_fmha import dsv4_attention, explain, reference
 
 b, s, h, d = 1, 512, 16, 512  # one latent head serves all query heads, as K and as V
 keys = jax.random.split(jax.random.key(0), 4)
@@ -18,12 +18,12 @@ def layer(q, window_kv, compressed_kv, sink):
     return dsv4_attention(q, window_kv, compressed_kv, ratio=128, window=128, sink=sink)
 
 
-compiled = layer.lower(q, window_kv, compressed_kv, sink).compile()
-o, lse = compiled(q, window_kv, compressed_kv, sink)
+o, lse = layer(q, window_kv, compressed_kv, sink)
 want, want_lse = reference.dsv4_attention(q, window_kv, compressed_kv, ratio=128, window=128, sink=sink)
 
 print(f"device          {q.devices().pop()}")
-print(f"implementation  {'cubin' if 'dsv4_fmha_fwd' in compiled.as_text() else 'reference'}")
+for decision in explain(layer, q, window_kv, compressed_kv, sink):
+    print(f"implementation  {decision.implementation}: {decision.reason}")
 print(f"o               {o.dtype}{list(o.shape)}  max difference to the reference {jnp.abs(o - want).max():.1e}")
 print(
     f"lse             {lse.dtype}{list(lse.shape)}  max difference to the reference {jnp.abs(lse - want_lse).max():.1e}"

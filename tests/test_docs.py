@@ -52,3 +52,21 @@ def test_a_trial_is_a_line(page):
         assert max(map(len, texts)) <= 120, row
         assert verdict in ("kept", "dropped", "replaced", "shipped", "measured", "not recorded", "…"), row
     assert len(rows) >= {"forward": 120, "decode-fp8": 20, "gathering": 11}[page]
+
+
+def anchors(page):
+    """What a heading is linked as."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def test_links_lead_somewhere():
+    """Those between files; `make docs` checks the site's."""
+    for page in (*PAGES, *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"))):
+        for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+            if "://" in link:
+                continue
+            path, _, anchor = link.partition("#")
+            target = (page.parent / path).resolve() if path else page
+            assert target.exists(), f"{page.relative_to(ROOT)}: {link}"
+            assert not anchor or anchor in anchors(target), f"{page.relative_to(ROOT)}: {link}"

@@ -1,10 +1,12 @@
 """The examples run, and say what they say; and an attention function drops into flax."""
 
+import ast
 import importlib.util
 import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import jax
@@ -131,3 +133,16 @@ def test_drops_into_flax():
         *(jax.tree.leaves(run(layer(**k))) for k in ({"attention_fn": attention_fn}, {})), strict=True
     ):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_examples_need_what_their_extra_installs():
+    root = Path(__file__).parents[1]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    extra = [*project["dependencies"], *project["optional-dependencies"]["examples"]]
+    installed = {re.match(r"\w+", name)[0] for name in extra} | {"jax_dsv4_fmha"}
+    for path in (root / "examples").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and not node.level else []
+            needed = {name.split(".")[0] for name in names} - set(sys.stdlib_module_names)
+            assert needed <= installed, path.name
