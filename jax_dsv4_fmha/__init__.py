@@ -8,7 +8,7 @@ from ._dsv4 import dsv4_attention
 from ._explain import explain
 from ._ffi import EXPORT_CHECKS
 from ._fmha import fmha
-from ._indexer import indexer_loss, indexer_scores, lightning_indexer, quantize_indexer
+from ._indexer import indexer_blocks, indexer_loss, indexer_scores, lightning_indexer, quantize_indexer
 from ._merge import merge
 from ._packed import dequantize_cache, quantize_cache
 from ._probabilities import head_summed_probabilities
@@ -28,6 +28,7 @@ __all__ = [
     "explain",
     "fmha",
     "head_summed_probabilities",
+    "indexer_blocks",
     "indexer_loss",
     "indexer_scores",
     "lightning_indexer",

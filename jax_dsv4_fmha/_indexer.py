@@ -29,6 +29,8 @@ def lightning_indexer(
     lengths: jax.Array | None = None,
     span: Span | None = None,
     k_scale: jax.Array | None = None,
+    blocks: jax.Array | None = None,
+    block: int = 8,
     return_scores: bool = False,
     implementation: _check.Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -58,6 +60,8 @@ def lightning_indexer(
       lengths: int32 `[b]`: how many entries there are.
       span: entries that a query sees, of its own segment in packed sequences, say.
       k_scale: float32 `[b, s_c]`, not negative; with float8_e4m3fn, and only then. A cache has its own.
+      blocks: int32 `[b, s_q, n]`, as `indexer_blocks` returns them: only entries in these blocks of `block` entries are
+        chosen; one that is no block is absent. With keys that are an array.
       return_scores: whether the scores at the indices are returned too.
       implementation: None: the kernel where there is one, else the reference; "cubin" or "reference" insist.
 
@@ -82,6 +86,15 @@ def lightning_indexer(
     keys = _keys(op, k, k_scale, q.dtype, dims)
     _check.implementation(op, implementation)
     start, stop = _visible(op, dims, ratio, q_offset, lengths, span)
+    if blocks is not None:
+        if keys.paged:
+            raise _check.error(ValueError, op, "blocks", blocks, "None with a Cache: take() its keys")
+        blocks = _check.operand(op, "blocks", blocks, "b s_q n", dims, _check.INT)
+        if implementation == "cubin":
+            raise _check.not_built(op, "implementation", "'cubin' with blocks", "None or 'reference'")
+        call = Call(_CHOOSE_WITHIN, "never", (("topk", topk), ("block", _check.positive(op, "block", block))))
+        results = forward(call, *map(lax.stop_gradient, (q, weights, *keys.operands)), blocks, start, stop)
+        return results if return_scores else results[0]
     when, fit = "never", None
     if implementation != "reference":
         got = ", ".join([f"{q.dtype.name}, h={dims['h']}, d={dims['d']}, topk={topk}", *keys.words])
@@ -90,6 +103,50 @@ def lightning_indexer(
     call = Call(keys.choose_and_score if return_scores else keys.choose, when, (("topk", topk),), fit)
     results = forward(call, *map(lax.stop_gradient, (q, weights, *keys.operands)), start, stop)
     return results if return_scores else results[0]
+
+
+def indexer_blocks(
+    q: jax.Array,
+    k: jax.Array,
+    weights: jax.Array,
+    *,
+    count: int,
+    block: int = 8,
+    ratio: int | None = None,
+    q_offset: Any = 0,
+    lengths: jax.Array | None = None,
+    span: Span | None = None,
+    k_scale: jax.Array | None = None,
+) -> jax.Array:
+    """The first of two levels of choice: blocks of entries that later indexers choose within (DeepSeek-V4.1).
+
+    Block i has the entries from `i block` to `i block + block - 1`. A block is as great as the greatest score of those
+    of its entries that a query may see, by which `lightning_indexer` would choose; the newest, that of the last entry
+    that a query may see, is taken in any case. Of equal ones the lower wins. To autodiff the result is a constant.
+
+    Args:
+      q, k, weights, ratio, q_offset, lengths, span, k_scale: as in `lightning_indexer`; no `Cache`.
+      count: an int >= 1: how many blocks to choose; DeepSeek-V4.1 takes 2048.
+      block: an int >= 1.
+
+    Returns:
+      int32 `[b, s_q, count]`, ascending, then -1 where a query sees fewer blocks.
+
+    Raises:
+      ValueError, TypeError: operands that are not as said above.
+    """
+    op = "indexer_blocks"
+    dims: dict[str, Any] = {}
+    q = _check.operand(op, "q", q, "b s_q h d", dims, (*_check.FLOAT, E4M3))
+    weights = _check.operand(op, "weights", weights, "b s_q h", dims, _check.FP32)
+    count, block = _check.positive(op, "count", count), _check.positive(op, "block", block)
+    if isinstance(k, Cache):
+        raise _check.error(TypeError, op, "k", "a Cache", "an array: take() its keys")
+    keys = _keys(op, k, k_scale, q.dtype, dims)
+    start, stop = _visible(op, dims, ratio, q_offset, lengths, span)
+    call = Call(_BLOCKS, "never", (("count", count), ("block", block)))
+    (blocks,) = forward(call, *map(lax.stop_gradient, (q, weights, *keys.operands)), start, stop)
+    return blocks
 
 
 def indexer_scores(
@@ -342,6 +399,16 @@ def _choosing(keys: tuple[Axes, ...], reference: Callable[..., Arrays], kernel: 
 
 _CHOOSE, _CHOOSE_AND_SCORE = _choosing(
     (_TRAINED[1], Axes("k_scale", "b s_c")), _indexer_reference.select, _ffi.lightning_indexer
+)
+_OF_KEYS = _CHOOSE.operands[:-2]
+_CHOOSE_WITHIN = Op(
+    "lightning_indexer",
+    (*_OF_KEYS, Axes("blocks", "b s_q n"), *_SPAN),
+    (_INDICES, _SCORES_THERE),
+    _indexer_reference.select_within,
+)
+_BLOCKS = Op(
+    "indexer_blocks", (*_OF_KEYS, *_SPAN), (Axes("blocks", "b s_q count"),), _indexer_reference.greatest_blocks
 )
 _OF_PAGES = {
     packed: _choosing(

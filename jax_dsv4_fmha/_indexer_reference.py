@@ -24,6 +24,7 @@ _FP32 = jnp.float32
 _INF = float("inf")
 _NEVER = -(2**31)  # the rank of an entry that a query does not see
 _NAN = _NEVER + 1  # of a NaN
+_NEWEST = 2**31 - 1  # greater than that of any number
 
 
 # Choosing entries
@@ -53,6 +54,66 @@ def select(
     size = _queries(b, h, s_c)
     indices, values = over_queries(block, size, q, weights, start, stop)
     return indices, values
+
+
+@functools.partial(jax.jit, static_argnames=("topk", "block"))
+def select_within(
+    q: jax.Array,
+    weights: jax.Array,
+    k: jax.Array,
+    k_scale: jax.Array,
+    blocks: jax.Array,
+    start: jax.Array,
+    stop: jax.Array,
+    *,
+    topk: int,
+    block: int,
+) -> Arrays:
+    """`select` of the entries that are in one of the blocks `[b, s_q, n]` of `block` entries."""
+    s_c = k.shape[1]
+    k32, count = k.astype(_FP32), -(-s_c // block)
+
+    def rows(q: jax.Array, weights: jax.Array, blocks: jax.Array, start: jax.Array, stop: jax.Array) -> Arrays:
+        none = jnp.zeros(count, bool)
+        where = jnp.where(blocks < 0, count, blocks)
+        named = jax.vmap(jax.vmap(lambda i: none.at[i].set(True, mode="drop")))(where)
+        j = jnp.arange(s_c, dtype=jnp.int32)[None, None]
+        seen = (start[..., None] <= j) & (j < stop[..., None]) & jnp.repeat(named, block, -1)[..., :s_c]
+        return best(scores(q, k32, weights) * k_scale[:, None], seen, topk)
+
+    b, _, h, _ = q.shape
+    indices, values = over_queries(rows, _queries(b, h, s_c), q, weights, blocks, start, stop)
+    return indices, values
+
+
+@functools.partial(jax.jit, static_argnames=("count", "block"))
+def greatest_blocks(
+    q: jax.Array,
+    weights: jax.Array,
+    k: jax.Array,
+    k_scale: jax.Array,
+    start: jax.Array,
+    stop: jax.Array,
+    *,
+    count: int,
+    block: int,
+) -> Arrays:
+    """(int32 `[b, s_q, count]`,): the blocks of `block` entries whose greatest scores of entries start <= s < stop are
+    the greatest, the last of these blocks in any case."""
+    s_c = k.shape[1]
+    k32, blocks = k.astype(_FP32), -(-s_c // block)
+
+    def rows(q: jax.Array, weights: jax.Array, start: jax.Array, stop: jax.Array) -> Arrays:
+        j = jnp.arange(blocks * block, dtype=jnp.int32)[None, None]
+        seen = (start[..., None] <= j) & (j < stop[..., None])
+        s = jnp.pad(scores(q, k32, weights) * k_scale[:, None], ((0, 0), (0, 0), (0, blocks * block - s_c)))
+        rank = jnp.where(seen, rank_of(s), _NEVER).reshape(*s.shape[:2], blocks, block)
+        newest = jnp.arange(blocks, dtype=jnp.int32) == (stop[..., None] - 1) // block
+        greatest = jnp.where(newest, _NEWEST, rank.max(-1))
+        return (chosen(greatest, rank.max(-1) != _NEVER, count),)
+
+    b, _, h, _ = q.shape
+    return over_queries(rows, _queries(b, h, s_c), q, weights, start, stop)
 
 
 @functools.partial(jax.jit, static_argnames="topk")
@@ -105,15 +166,20 @@ def best(scores: jax.Array, visible: jax.Array, topk: int) -> Arrays:
 
     Of equal scores that of the lower entry wins; -0 equals 0. NaN is less than any number.
     """
-    n = scores.shape[-1]
-    rank = jnp.where(visible, rank_of(scores), _NEVER)
-    short = max(topk - n, 0) if isinstance(n, int) else topk  # entries to choose from, at most
-    rank = jnp.pad(rank, [(0, 0)] * (rank.ndim - 1) + [(0, short)], constant_values=_NEVER)
-    chosen, where = lax.top_k(rank, topk)
-    indices = jnp.sort(jnp.where(chosen == _NEVER, n, where).astype(jnp.int32), -1)
-    there = indices < n
+    indices = chosen(rank_of(scores), visible, topk)
+    there = indices >= 0
     values = jnp.take_along_axis(scores, jnp.where(there, indices, 0), -1)
-    return jnp.where(there, indices, -1), jnp.where(there, values, -_INF)
+    return indices, jnp.where(there, values, -_INF)
+
+
+def chosen(rank: jax.Array, visible: jax.Array, topk: int) -> jax.Array:
+    """Where the `topk` greatest of the int32 ranks are, ascending, and of equal ones the lower; then -1."""
+    n = rank.shape[-1]
+    short = max(topk - n, 0) if isinstance(n, int) else topk  # entries to choose from, at most
+    padding = [(0, 0)] * (rank.ndim - 1) + [(0, short)]
+    greatest, where = lax.top_k(jnp.pad(jnp.where(visible, rank, _NEVER), padding, constant_values=_NEVER), topk)
+    indices = jnp.sort(jnp.where(greatest == _NEVER, n, where).astype(jnp.int32), -1)
+    return jnp.where(indices < n, indices, -1)
 
 
 def rank_of(x: jax.Array) -> jax.Array:

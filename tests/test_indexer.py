@@ -14,9 +14,11 @@ from jax.sharding import PartitionSpec as P
 
 import jax_dsv4_fmha as lib
 from jax_dsv4_fmha import (
+    Cache,
     Span,
     _ffi,
     _indexer_reference,
+    indexer_blocks,
     indexer_loss,
     indexer_scores,
     lightning_indexer,
@@ -137,6 +139,27 @@ def test_blocks_of_queries_are_the_whole(monkeypatch):
     jax.clear_caches()
     np.testing.assert_array_equal(lightning_indexer(q, k, weights, topk=5, ratio=1, q_offset=9), whole)
     jax.clear_caches()
+
+
+@pytest.mark.parametrize("count", [1, 3, 9])
+def test_two_levels_choose_what_a_loop_chooses(count):
+    """Blocks of 4 by their greatest entry, the newest in any case; entries within them."""
+    q, k, weights = operands()
+    offset, block = jnp.array([2, 60], jnp.int32), 4
+    visible, s = past(2, offset), scores_by_loop(q, k, weights)
+    greatest, some = np.full((B, S_Q, 6), -np.inf), np.zeros((B, S_Q, 6), bool)
+    for n, i, j in zip(*np.nonzero(visible), strict=True):
+        some[n, i, j // block] = True
+        greatest[n, i, j // block] = max(greatest[n, i, j // block], s[n, i, j])
+    for n, i in np.ndindex(B, S_Q):
+        if visible[n, i].any():
+            greatest[n, i, np.flatnonzero(visible[n, i])[-1] // block] = np.inf
+    seen = {"ratio": 2, "q_offset": offset}
+    blocks = indexer_blocks(q, k, weights, count=count, block=block, **seen)
+    np.testing.assert_array_equal(blocks, chosen_by_loop(greatest, some, count))
+    within = (np.asarray(blocks)[..., None] == np.arange(S_C) // block).any(2)
+    got = lightning_indexer(q, k, weights, topk=5, blocks=blocks, block=block, **seen)
+    np.testing.assert_array_equal(got, chosen_by_loop(s, visible & within, 5))
 
 
 def test_no_entries_yet():
@@ -268,6 +291,7 @@ def right(op):
     trained = {"q": q, "k": k, "weights": weights}
     return {
         "lightning_indexer": {**trained, **visible, "topk": 5, "return_scores": False, "implementation": None},
+        "indexer_blocks": {**trained, **visible, "count": 3, "block": 4},
         "indexer_scores": {**trained, "indices": named(), "implementation": "reference"},
         "indexer_loss": {**trained, "attention_q": attention_q, "kv": kv, "lse": lse, "sink": sink, "scale": 0.5,
                          **visible, "indices": None, "implementation": None},
@@ -275,7 +299,7 @@ def right(op):
     }[op]  # fmt: skip
 
 
-OPS = ("lightning_indexer", "indexer_scores", "indexer_loss", "quantize_indexer")
+OPS = ("lightning_indexer", "indexer_blocks", "indexer_scores", "indexer_loss", "quantize_indexer")
 
 
 @pytest.mark.parametrize(
@@ -294,6 +318,10 @@ OPS = ("lightning_indexer", "indexer_scores", "indexer_loss", "quantize_indexer"
         ("lightning_indexer", {"k_scale": jnp.ones((B, S_C))}, ValueError, "k_scale: got float32.*None with bfloat16"),
         ("lightning_indexer", {"implementation": "cubin"}, NotImplementedError, "implementation: got 'cubin'"),
         ("lightning_indexer", {"implementation": "xla"}, ValueError, "implementation: got 'xla'"),
+        ("lightning_indexer", {"blocks": jnp.zeros((B, S_Q, 3))}, ValueError, "blocks: got float32.*wanted int32"),
+        ("lightning_indexer", {"blocks": named(), "block": 0}, ValueError, "block: got 0, wanted an int >= 1"),
+        ("indexer_blocks", {"count": 0}, ValueError, "count: got 0, wanted an int >= 1"),
+        ("indexer_blocks", {"k": Cache.zeros(B, 8, D)}, TypeError, "k: got a Cache, wanted an array"),
         ("indexer_scores", {"indices": jnp.zeros((B, S_Q, 3))}, ValueError, "indices: got float32.*wanted int32"),
         ("indexer_scores", {"implementation": "cubin"}, NotImplementedError, "implementation: got 'cubin'"),
         ("indexer_loss", {"indices": named()}, ValueError, "ratio: got 4, wanted None with indices"),
@@ -358,6 +386,12 @@ def of_op(op, q, k, weights, indices, attention_q, kv, lse):
     """An op of all that may be mapped or sharded."""
     if op == "lightning_indexer":
         return lightning_indexer(q, k, weights, topk=5, ratio=4, q_offset=S_C, return_scores=True)
+    if op == "two levels":
+        seen = {"ratio": 4, "q_offset": S_C, "block": 4}
+        return (
+            indexer_blocks(q, k, weights, count=3, **seen),
+            *lightning_indexer(q, k, weights, topk=5, blocks=indices, return_scores=True, **seen),
+        )
     if op == "indexer_scores":
         return jnp.maximum(indexer_scores(q, k, weights, indices), -1e30)
     sink = np.array([0.3, -np.inf, 2.0], np.float32)
@@ -366,7 +400,7 @@ def of_op(op, q, k, weights, indices, attention_q, kv, lse):
     return indexer_loss(q, k, weights, attention_q, kv, lse, ratio=4, q_offset=S_C, sink=sink)
 
 
-TRANSFORMED = ("lightning_indexer", "indexer_scores", "indexer_loss", "warm-up")
+TRANSFORMED = ("lightning_indexer", "two levels", "indexer_scores", "indexer_loss", "warm-up")
 
 
 def all_operands():
@@ -406,7 +440,7 @@ def test_meshes(op, kind):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), program(*placed), f(*x))
 
     check(f, sums=False)
-    if op != "lightning_indexer":
+    if op not in ("lightning_indexer", "two levels"):
         check(jax.grad(lambda *x: jnp.sum(jnp.sin(f(*x))), (0, 1, 2)), sums=True)
 
 

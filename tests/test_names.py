@@ -18,6 +18,7 @@ PUBLIC = [
     "explain",
     "fmha",
     "head_summed_probabilities",
+    "indexer_blocks",
     "indexer_loss",
     "indexer_scores",
     "lightning_indexer",
