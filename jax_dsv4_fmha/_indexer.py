@@ -13,7 +13,7 @@ from ._cache import Cache
 from ._packed import quantize_rows
 from ._probabilities import denominator, head_summed_probabilities
 from ._span import Span
-from ._transforms import ONE_OR_B, Arrays, Axes, Call, Fit, Op, _batched, aligned, choose, forward
+from ._transforms import ONE_OR_B, Arrays, Axes, Call, Fit, Op, _once, aligned, choose, forward
 
 E4M3 = jnp.dtype(jnp.float8_e4m3fn)
 
@@ -473,16 +473,17 @@ _divergence.defvjp(_divergence_fwd, _divergence_bwd)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _learned(calls: tuple[Call, ...], *operands: jax.Array) -> jax.Array:
     """The result of an op of q, k, weights and others, by the first call; gradients of these three, by the second."""
-    (result,) = _batched(calls[0], *operands)
+    (result,) = _once(calls[0], *operands)
     return result
 
 
 def _learned_fwd(calls: tuple[Call, ...], *operands: jax.Array) -> Any:
-    return _learned(calls, *operands), operands
+    (result,) = _once(calls[0], *operands)
+    return result, operands
 
 
 def _learned_bwd(calls: tuple[Call, ...], operands: Any, cotangent: jax.Array) -> Any:
-    trained = zip(_batched(calls[1], *operands, cotangent), operands, strict=False)
+    trained = zip(_once(calls[1], *operands, cotangent), operands, strict=False)
     return *(g.astype(x.dtype) for g, x in trained), *(None for _ in operands[3:])
 
 

@@ -490,28 +490,31 @@ def aligned(call: Call, operands: Arrays) -> Arrays:
     mesh = _mesh(operands)
     if _explicit_axes(mesh):
         operands = _explicit_layout(call, operands, mesh).reshard(operands, mesh)
-    return tuple(_in_reverse(call.op.name, x) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in operands)
+    return tuple(_in_reverse.bind(x, op=call.op.name) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in operands)
 
 
 # Forward-mode derivatives, which a custom_vjp has none of
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _in_reverse(op: str, x: jax.Array) -> jax.Array:
-    """x, of which tangents are an error of ours, where they are asked for before JAX's own; cotangents pass."""
-    return x
-
-
-@_in_reverse.defjvp
-def _(op: str, primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, Any]:
-    return primals[0], _tangent.bind(tangents[0], op=op)
 
 
 def _no_tangent(*_: Any, op: str, **__: Any) -> Any:
     raise no_derivative(op)
 
 
-_tangent = Primitive("dsv4_fmha_tangent")  # linear: reverse mode transposes it, and nothing else may happen to it
+def _jvp_in_reverse(primals: tuple[jax.Array], tangents: tuple[Any], *, op: str) -> tuple[jax.Array, Any]:
+    (x,), (t,) = primals, tangents
+    return x, t if isinstance(t, ad.Zero) else _tangent.bind(t, op=op)
+
+
+# x, of which tangents are an error of ours, where they are asked for before JAX's own; cotangents pass
+_in_reverse = Primitive("dsv4_fmha_in_reverse")
+_in_reverse.def_abstract_eval(lambda x, **_: x)
+_in_reverse.def_impl(lambda x, **_: x)
+ad.primitive_jvps[_in_reverse] = _jvp_in_reverse
+batching.primitive_batchers[_in_reverse] = lambda xs, axes, **of: (_in_reverse.bind(*xs, **of), *axes)
+mlir.register_lowering(_in_reverse, lambda _, x, **__: [x])
+
+# its tangent: reverse mode transposes it, and nothing else may happen to it
+_tangent = Primitive("dsv4_fmha_tangent")
 _tangent.def_abstract_eval(lambda x, **_: x)
 _tangent.def_impl(_no_tangent)
 ad.deflinear2(_tangent, lambda cotangent, *_, **__: [cotangent])

@@ -29,6 +29,8 @@ from jax_dsv4_fmha import (
     dot_product_attention,
     dsv4_attention,
     fmha,
+    indexer_loss,
+    indexer_scores,
     merge,
     reference,
     sparse_fmha,
@@ -550,6 +552,26 @@ def test_a_derivative_forward_is_refused(where):
     }
     with pytest.raises(NotImplementedError, match=NO_DERIVATIVE):
         calls[where](q)
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("op", ["indexer_scores", "indexer_loss"])
+def test_so_of_what_the_indexer_learns_by(op):
+    """Forward derivatives and second ones are refused; gradients go through vmap on either side."""
+    x = {name: jnp.ones(s) for name, s in {"q": (1, 3, 2, 8), "k": (1, 5, 8), "w": (1, 3, 2), "kv": (1, 5, 4)}.items()}
+    indices = jnp.arange(9, dtype=jnp.int32).reshape(1, 3, 3) - 2
+
+    def f(q):
+        if op == "indexer_scores":
+            return indexer_scores(q, x["k"], x["w"], indices).sum()
+        return indexer_loss(q, x["k"], x["w"], q[..., :4], x["kv"], x["w"], ratio=1).sum()
+
+    for derivative in (jax.jacfwd, jax.hessian, lambda f: lambda q: jax.jvp(f, (q,), (q,))):
+        with pytest.raises(NotImplementedError, match=NO_DERIVATIVE):
+            derivative(f)(x["q"])
+    q = jnp.stack([x["q"], 2 * x["q"]])
+    want = jnp.stack([jax.grad(f)(q[0]), jax.grad(f)(q[1])])
+    np.testing.assert_allclose(jax.grad(lambda q: jax.vmap(f)(q).sum())(q), want, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.usefixtures("built")
