@@ -49,6 +49,8 @@ class Decision(NamedTuple):
     """"forward" or "gradient": which pass this is"""
     implementation: str
     """"kernel" or "reference": what runs it"""
+    variant: str
+    """the kernel's key in `info --json`; "" for the reference, and for a call of several kernels"""
     reason: str
     times: int
     """how often the program has it; the body of a loop counts once"""
@@ -77,7 +79,7 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Decision]:
       A `Decision` for each op, part and reason, in the order of the program.
     """
     traced = (f if hasattr(f, "trace") else jax.jit(f)).trace(*args, **kwargs)
-    counts = Counter(_decided(call) for call in _marks(traced.jaxpr))
+    counts = Counter(_decided(call, q) for call, q in _marks(traced.jaxpr))
     return [decision._replace(times=n) for decision, n in counts.items()]
 
 
@@ -92,7 +94,7 @@ def _warn(text: str) -> None:
     _LOG.warning(text)
 
 
-def _decided(call: "Call") -> Decision:
+def _decided(call: "Call", q: Any) -> Decision:
     platform = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
     is_kernel = call.when == "always" or (call.when == "on cuda" and platform == "cuda")
     if not is_kernel:
@@ -102,7 +104,19 @@ def _decided(call: "Call") -> Decision:
     else:
         assert call.fit is not None
         reason = f"{call.fit.kernel}, built for {' and '.join(call.fit.built)}, takes {call.fit.got}"
-    return Decision(call.op.name, call.op.part, "kernel" if is_kernel else "reference", reason, 1)
+    variant = _variant(call, q) if is_kernel else ""
+    return Decision(call.op.name, call.op.part, "kernel" if is_kernel else "reference", variant, reason, 1)
+
+
+def _variant(call: "Call", q: Any) -> str:
+    """The key of the one variant that takes q `[b, s_q, h_q, d]` here, as the library will find it."""
+    arch = next(iter(_ffi.local_architectures()), None)
+    wanted = {"d": q.shape[-1], "dtype": q.dtype.name}
+    fits = [v for v in _ffi.variants() if call.fit and v.op == call.fit.kernel and v.arch == arch]
+    fits = [v for v in fits if wanted.items() <= v.choices.items() and v.choices.get("max_heads", 0) >= q.shape[-2]]
+    least = min((v.choices["max_heads"] for v in fits), default=0)
+    keys = [v.key for v in fits if v.choices["max_heads"] == least]
+    return keys[0] if len(keys) == 1 else ""
 
 
 def _why_reference(call: "Call") -> str:
@@ -124,11 +138,11 @@ def _why_reference(call: "Call") -> str:
     return f"JAX compiles for {jax.default_backend()} here; on {' and '.join(fit.built)} {fit.kernel} takes {fit.got}"
 
 
-def _marks(jaxpr: Any) -> Iterator["Call"]:
-    """The calls in a jaxpr, in order, those of inner ones included."""
+def _marks(jaxpr: Any) -> Iterator[tuple["Call", Any]]:
+    """The calls in a jaxpr, each with the shape of its first operand, in order, those of inner jaxprs included."""
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         if equation.primitive is chosen:
-            yield equation.params["call"]
+            yield equation.params["call"], equation.invars[0].aval
         for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
             if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
                 yield from _marks(value)

@@ -122,7 +122,7 @@ def indexer_blocks(
 
     Block i has the entries from `i block` to `i block + block - 1`. A block is as great as the greatest score of those
     of its entries that a query may see, by which `lightning_indexer` would choose; the newest, that of the last entry
-    that a query may see, is taken in any case. Of equal ones the lower wins. To autodiff the result is a constant.
+    that a query may see, is taken in any case. The lower one wins a tie. The result has no gradient.
 
     Args:
       q, k, weights, ratio, q_offset, lengths, span, k_scale: as in `lightning_indexer`; no `Cache`.
@@ -287,7 +287,7 @@ def _trained(op: str, q: Any, k: Any, weights: Any, dims: dict[str, Any]) -> tup
 
 
 class _Keys(NamedTuple):
-    """What entries are chosen from: operands of an op, behind q and weights, and the op with and without scores."""
+    """What entries are chosen from: operands of an op, after q and weights, and the op with and without scores."""
 
     choose: Op
     choose_and_score: Op

@@ -43,7 +43,7 @@ class Layout:
 
     Attributes:
       d: dimensions.
-      packed: dimensions that are codes; the others, behind them, are bfloat16.
+      packed: dimensions that are codes; the others, after them, are bfloat16.
       bits: of a code.
       group: dimensions that share a scale.
       parts: widths in bytes that an entry is cut into. A page has the first part of all its entries, then the second.

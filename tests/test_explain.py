@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_dsv4_fmha import _explain, _ffi, dsv4_attention, explain, fmha, head_summed_probabilities
+from jax_dsv4_fmha import _explain, _ffi, dsv4_attention, explain, fmha, head_summed_probabilities, sparse_fmha
 
 needs_kernels = pytest.mark.skipif(not _ffi.variants(), reason="needs kernels to be built")
 
@@ -53,6 +53,10 @@ def test_kernels_of_a_layer_and_its_gradient(hopper):
     assert said(jax.jit(jax.grad(loss)), *OPERANDS) == [(op, "forward", "kernel", 1), (op, "gradient", "kernel", 1)]
     (decision,) = explain(layer, *OPERANDS)
     assert str(decision).startswith("dsv4_attention, forward: kernel: dsv4_dense_fwd, built for ")
+    assert decision.variant == "dsv4_dense_fwd_sm_90a_d512_bfloat16_shared_kv"
+    assert decision.variant in {v.key for v in _ffi.variants()}
+    few = x(1, 4, 9, 512), x(1, 8, 512), x(1, 4, 3, dtype=jnp.int32)
+    assert explain(sparse_fmha, *few)[0].variant == "sparse_fwd_sm_90a_d512_bfloat16_shared_kv_h16"
     two_pass = explain(lambda q, kv: dsv4_attention(q, kv, kv, ratio=4, method="two_pass"), *OPERANDS)
     assert [(d.times, d.reason.split(",")[0]) for d in two_pass] == [(2, "fwd")]
 
