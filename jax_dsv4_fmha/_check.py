@@ -96,12 +96,20 @@ def operand(op: str, name: str, x: Any, shape: str, dims: dict[str, Any], dtypes
     if getattr(x, "dtype", None) not in dtypes:  # before JAX sees it: it would narrow a 64-bit type without a word
         raise error(ValueError, op, name, x, wanted)
     array = jnp.asarray(x)
-    if array.ndim != len(names) or any(n != dims.get(d, n) or n < 1 for d, n in zip(names, array.shape, strict=True)):
-        raise error(ValueError, op, name, array, wanted)
+    if not _fits(array.shape, names, dims):
+        turned = dims | {"s_q": dims["h_q"], "h_q": dims["s_q"]} if {"s_q", "h_q"} <= dims.keys() else dims
+        raise error(ValueError, op, name, array, wanted + (_HEADS_FIRST if _fits(array.shape, names, turned) else ""))
     if any(isinstance(n, int) and n >= 2**31 for n in array.shape):
         raise error(ValueError, op, name, array, f"{wanted}, each < 2**31")
     dims.update(zip(names, array.shape, strict=True))
     return array
+
+
+def _fits(shape: tuple[Any, ...], names: list[str], dims: Mapping[str, Any]) -> bool:
+    return len(shape) == len(names) and all(n == dims.get(d, n) and n >= 1 for d, n in zip(names, shape, strict=True))
+
+
+_HEADS_FIRST = "; it would fit if q were [b, h_q, s_q, d], and q is to be [b, s_q, h_q, d]"
 
 
 def array(op: str, name: str, x: Any, wanted: str, fits: Callable[[Any], bool]) -> jax.Array:
@@ -122,9 +130,11 @@ def _wanted(names: list[str], dims: Mapping[str, Any], dtypes: tuple[Any, ...]) 
     return f"{' or '.join(str(t) for t in dtypes)}[{sizes}]" + ("" if sizes.count("=") == len(names) else ", each >= 1")
 
 
-def heads(op: str, h_q: Any, h_kv: Any) -> None:
+def heads(op: str, h_q: Any, h_kv: Any, s_q: Any, s_kv: Any) -> None:
     if h_q % h_kv != 0:
-        raise error(ValueError, op, "q", f"{h_q} heads", f"a multiple of the {h_kv} heads of k")
+        heads_first = h_q > s_q and (s_q % s_kv == 0 or s_q % h_kv == 0)
+        wanted = f"a multiple of the {h_kv} heads of k" + _HEADS_FIRST * heads_first
+        raise error(ValueError, op, "q", f"{h_q} heads of {s_q} queries", wanted)
 
 
 def sink(op: str, x: Any, dims: dict[str, Any]) -> jax.Array | None:

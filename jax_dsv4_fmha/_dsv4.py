@@ -1,7 +1,6 @@
 """A DeepSeek-V4 attention layer: sliding window, compressed cache and sink under one softmax."""
 
 import functools
-import operator
 from typing import Any, get_args
 
 import jax
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 from . import _check, reference
 from ._merge import merged
 from ._sources import SelectionSource, Source, SpanSource, attend, built
-from ._span import Span
+from ._span import Span, shown_by_all
 
 
 def dsv4_attention(
@@ -101,19 +100,19 @@ def dsv4_attention(
     }
     if indices is not None and indices.shape[2] == 0:
         compressed_kv = None
+    b, s_q = dims["b"], dims["s_q"]
+    near = window_span(s_q, **positions)
+    near_bounds = shown_by_all(op, [near] if span is None else [near, span], b, s_q, dims["s_w"])
+    rules = [] if ratio is None else [Span.compressed(s_q, ratio, positions["q_offset"])]
+    rules += [] if compressed_span is None else [compressed_span]
+    if compressed_kv is not None and rules:
+        start, stop = shown_by_all(op, rules, b, s_q, dims["s_c"])
     if implementation == "reference":
         selected: dict[str, Any] = {"indices": indices, "topk_length": topk_length, "ratio": ratio}
         spans: dict[str, Any] = {"span": span, "compressed_span": compressed_span}
         how: dict[str, Any] = {"sink": sink, "scale": scale, **selected, **spans, **positions}
         return reference.dsv4_attention(q, window_kv, compressed_kv, **how)
-    b, s_q = dims["b"], dims["s_q"]
-    near = window_span(s_q, **positions)
-    near_bounds = (near if span is None else near & span).bounds(b, s_q, dims["s_w"], op)
     sources: list[Source] = [SpanSource(window_kv, *near_bounds, names=_WINDOW, axis="s_w")]
-    rules = [] if ratio is None else [Span.compressed(s_q, ratio, positions["q_offset"])]
-    rules += [] if compressed_span is None else [compressed_span]
-    if compressed_kv is not None and rules:
-        start, stop = functools.reduce(operator.and_, rules).bounds(b, s_q, dims["s_c"], op)
     if compressed_kv is not None and indices is not None:
         if rules:
             indices = jnp.where((start[..., None] <= indices) & (indices < stop[..., None]), indices, -1)

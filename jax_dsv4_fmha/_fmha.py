@@ -47,7 +47,7 @@ def fmha(
     dims: dict[str, Any] = {}
     q = _check.operand(op, "q", q, "b s_q h_q d", dims, _check.FLOAT)
     k = _check.operand(op, "k", k, "b s_kv h_kv d", dims, (q.dtype,))
-    _check.heads(op, dims["h_q"], dims["h_kv"])
+    _check.heads(op, *(dims[name] for name in ("h_q", "h_kv", "s_q", "s_kv")))
     if v is not None:
         v = _check.operand(op, "v", v, "b s_kv h_kv d", dims, (q.dtype,))
     sink = _check.sink(op, sink, dims)

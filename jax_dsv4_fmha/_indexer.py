@@ -12,7 +12,7 @@ from . import _check, _ffi, _indexer_reference
 from ._cache import Cache
 from ._packed import quantize_rows
 from ._probabilities import denominator, head_summed_probabilities
-from ._span import Span
+from ._span import Span, shown_by_all
 from ._transforms import ONE_OR_B, Arrays, Axes, Call, Fit, Op, _once, aligned, choose, forward
 
 E4M3 = jnp.dtype(jnp.float8_e4m3fn)
@@ -351,8 +351,7 @@ def _visible(
         rules.append(Span.compressed(s_q, _check.positive(op, "ratio", ratio), offset))
     if lengths is not None:
         rules.append(Span.lengths(_check.operand(op, "lengths", lengths, "b", dims, _check.INT)))
-    starts, stops = zip(*(rule.bounds(b, s_q, s_c, op) for rule in rules), strict=True)
-    return functools.reduce(jnp.maximum, starts), functools.reduce(jnp.minimum, stops)
+    return shown_by_all(op, rules, b, s_q, s_c)
 
 
 # The ops

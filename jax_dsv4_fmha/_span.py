@@ -1,6 +1,9 @@
 """The mask: one interval of keys for every query row."""
 
 import dataclasses
+import functools
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,7 +13,7 @@ import numpy as np
 from . import _check
 
 
-@jax.tree_util.register_dataclass
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("start", "stop"), meta_fields=("rules",))
 @dataclasses.dataclass(frozen=True)
 class Span:
     """A mask: query i of batch entry n sees the keys `start[n, i] <= j < stop[n, i]`, one interval.
@@ -24,6 +27,8 @@ class Span:
 
     start: Any
     stop: Any
+    rules: frozenset[str] = frozenset()
+    """which of `segments` and `compressed` it keeps to: `&` refuses both"""
 
     @classmethod
     def causal(cls, s_q: int, offset: Any = 0) -> "Span":
@@ -46,7 +51,7 @@ class Span:
         """
         ratio = _check.positive("Span.compressed", "ratio", ratio)
         p = _positions("Span.compressed", s_q, offset)
-        return cls(jnp.zeros_like(p), (p + 1) // ratio)
+        return cls(jnp.zeros_like(p), (p + 1) // ratio, frozenset({"compressed"}))
 
     @classmethod
     def lengths(cls, lengths: Any) -> "Span":
@@ -73,7 +78,8 @@ class Span:
         ids = jnp.take_along_axis(kv_ids, order, 1)
         first, end = (_search(ids, q_ids, side) for side in ("left", "right"))
         start, last = (jnp.take_along_axis(order, jnp.maximum(i, 0), 1, mode="clip") for i in (first, end - 1))
-        return cls(start, jnp.where((first < end) & (last - start < end - first), last + 1, 0))
+        stop = jnp.where((first < end) & (last - start < end - first), last + 1, 0)
+        return cls(start, stop, frozenset({"segments"}))
 
     @classmethod
     def compressed_segments(cls, ids: Any, ratio: int) -> "Span":
@@ -81,8 +87,8 @@ class Span:
 
         ids int32 `[b, s]`, of the tokens; each of its runs of equal ids is a sequence, and begins with a block of its
         own. The entries stand one sequence after the other: of n tokens there are `n // ratio`. `Span.compressed`
-        counts from the row's first token: with `Span.segments` of entries it is this span only where every sequence
-        begins at a multiple of ratio.
+        counts from the row's first token, which is right for no sequence that begins elsewhere than at a multiple of
+        ratio: it is refused beside `Span.segments`.
         """
         op = "Span.compressed_segments"
         ids = _check.operand(op, "ids", ids, "b s", {}, _check.INT)
@@ -94,12 +100,18 @@ class Span:
     def __and__(self, other: "Span") -> "Span":
         if not isinstance(other, Span):
             return NotImplemented
+        rules = self.rules | other.rules
+        if len(rules) > 1:
+            got = "Span.segments and Span.compressed, which counts from the row's first token"
+            raise _check.error(
+                ValueError, "Span", "&", got, "Span.compressed_segments(ids, ratio) for packed sequences"
+            )
         bounds = tuple(map(_in_32_bits, (self.start, self.stop, other.start, other.stop)))
         try:
             jnp.broadcast_shapes(*map(jnp.shape, bounds))
         except ValueError as e:
             raise _check.error(ValueError, "Span", "&", f"{self} and {other}", "shapes that broadcast") from e
-        return Span(jnp.maximum(bounds[0], bounds[2]), jnp.minimum(bounds[1], bounds[3]))
+        return Span(jnp.maximum(bounds[0], bounds[2]), jnp.minimum(bounds[1], bounds[3]), rules)
 
     def __str__(self) -> str:
         return f"Span({_check.describe(self.start)}, {_check.describe(self.stop)})"
@@ -108,6 +120,12 @@ class Span:
         """start and stop, each int32 `[b, s_q]` within `[0, s_kv]`. `op` is who asks, for the error's text."""
         start = _bound(op, "span.start", self.start, b, s_q, s_kv)
         return start, _bound(op, "span.stop", self.stop, b, s_q, s_kv)
+
+
+def shown_by_all(op: str, spans: Sequence[Span], b: Any, s_q: Any, s_kv: Any) -> tuple[jax.Array, jax.Array]:
+    """start and stop, as `Span.bounds` gives them, of the keys that every one of the spans shows."""
+    each = [Span(*span.bounds(b, s_q, s_kv, op), span.rules) for span in spans]
+    return functools.reduce(operator.and_, each).bounds(b, s_q, s_kv, op)
 
 
 def positions_of(ids: jax.Array) -> jax.Array:

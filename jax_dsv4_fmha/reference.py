@@ -172,7 +172,8 @@ def dsv4_attention(
     parts = [fmha(q32, window_kv[:, :, None], span=near, scale=scale)]
     if compressed_kv is not None and compressed_kv.shape[1] > 0:
         past = 2**31 - 1 if ratio is None else (_positions(s_q, jnp.asarray(q_offset, jnp.int32)) + 1) // ratio
-        far = Span(0, past) if compressed_span is None else Span(0, past) & compressed_span
+        far = Span(0, past, frozenset() if ratio is None else frozenset({"compressed"}))
+        far = far if compressed_span is None else far & compressed_span
         if indices is None:
             parts.append(fmha(q32, compressed_kv[:, :, None], span=far, scale=scale))
         else:

@@ -85,6 +85,37 @@ def test_kernel(case):
     assert_right(got, run_reference(case))
 
 
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("chosen", [False, True], ids=["dense", "topk"])
+@pytest.mark.parametrize("h_q", [16, 128])
+def test_packed_documents_by_kernels(chosen, dtype, h_q):
+    """Packing is one fused launch, forward and backward, and each document is as alone in float32."""
+    rng, ratio, lengths = np.random.default_rng(0), 4, (130, 1, 3, 77, 301)
+    s, n = sum(lengths), sum(length // ratio for length in lengths)
+    shapes = ((1, s, h_q, 512), (1, s, 512), (1, n, 512), (h_q,))
+    q, w, c, sink = (jnp.asarray(rng.standard_normal(x), jnp.float32) for x in shapes)
+    q, w, c = (x.astype(dtype) for x in (q, w, c))
+    ids = jnp.repeat(jnp.arange(5, dtype=jnp.int32), jnp.array(lengths), total_repeat_length=s)[None]
+    how = {"span": Span.segments(ids), "compressed_span": Span.compressed_segments(ids, ratio), "sink": sink}
+    if chosen:
+        how["indices"] = jnp.asarray(rng.permuted(np.tile(np.arange(n), (s, 1)), axis=1)[None, :, :64], jnp.int32)
+    f = jax.jit(lambda q, w, c: dsv4_attention(q, w, c, **how, method="fused", implementation="cubin"))
+    assert f.lower(q, w, c).as_text().count("custom_call @dsv4_fmha") == 1
+    exact = [x.astype(jnp.float32) for x in (q, w, c)]
+    want = jax.jit(lambda *x: reference.dsv4_attention(*x, **how))
+    assert_right(f(q, w, c), want(*exact))
+
+    def pull(f, *x):
+        o, vjp = jax.vjp(lambda *x: f(*x)[0], *x)
+        return vjp(jnp.roll(o, 1, 1))
+
+    for got, exactly in zip(jax.jit(functools.partial(pull, f))(q, w, c), pull(want, *exact), strict=True):
+        error = jnp.linalg.norm(got.astype(jnp.float32) - exactly) / jnp.linalg.norm(exactly)
+        assert error < 2e-2, error
+
+
 INDICES = jnp.tile(jnp.array([0, 2], jnp.int32), (2, 6, 1))
 
 

@@ -75,7 +75,7 @@ def test_the_calls_below_are_right_but_for_one_operand(op):
         ("fmha", {"q": "queries"}, TypeError, "q: got queries"),
         ("fmha", {"k": K.astype(jnp.float16)}, ValueError, r"k: got float16.*wanted bfloat16\[b=2, s_kv, h_kv, d=8\]"),
         ("fmha", {"k": K[:1], "v": None}, ValueError, r"k: got bfloat16\[1, 5, 2, 8\], wanted bfloat16\[b=2"),
-        ("fmha", {"k": array(B, S_KV, 3, D), "v": None}, ValueError, "q: got 4 heads, wanted a multiple of the 3"),
+        ("fmha", {"k": array(B, S_KV, 3, D), "v": None}, ValueError, "q: got 4 heads of 3 queries, wanted a mult"),
         ("fmha", {"k": K[:, :0], "v": None}, ValueError, r"k: got bfloat16\[2, 0, 2, 8\].*each >= 1"),
         ("fmha", {"v": K[..., :4]}, ValueError, r"v: got bfloat16\[2, 5, 2, 4\], wanted bfloat16\[b=2, s_kv=5, h_kv=2"),
         ("fmha", {"sink": SINK[:3]}, ValueError, r"sink: got float32\[3\], wanted float32\[h_q=4\]"),
@@ -131,6 +131,22 @@ def test_error(op, wrong, error, message):
         call(op, **{**CALLS[op], **wrong})
     assert type(raised.value) is error
     assert (", built " in str(raised.value)) == isinstance(raised.value, NotImplementedError)  # here all of a kernel
+
+
+@pytest.mark.parametrize(
+    "op, given",
+    [
+        ("fmha", {"q": array(B, 2, 9, D), "k": array(B, 1, 5, D), "v": None}),
+        ("fmha", {"q": array(B, 2, 9, D), "k": array(B, 5, 2, D), "v": None}),
+        ("dot_product_attention", {"query": array(B, 2, 9, D), "key": array(B, 1, 5, D), "value": array(B, 1, 5, D)}),
+        ("sparse_fmha", {"q": Q.swapaxes(1, 2), "topk_length": None}),
+        ("dsv4_attention", {"q": Q.swapaxes(1, 2), "indices": None, "topk_length": None}),
+        ("dsv4_decode", {"q": Q.swapaxes(1, 2), "indices": None, "topk_length": None}),
+    ],
+)
+def test_heads_before_queries_are_noticed(op, given):
+    with pytest.raises(ValueError, match=f"^{op}: .*; it would fit if q were .b, h_q, s_q, d., and q is to be"):
+        call(op, **{**CALLS[op], **given})
 
 
 @pytest.mark.parametrize("op, operand", [("fmha", "k"), ("sparse_fmha", "kv")])
