@@ -110,6 +110,7 @@ class Cache:
         there &= (pages >= 0) & (pages < self.entries.shape[0])
         return jnp.where(there, pages * self.page + entries % self.page, -1)
 
+    @jax.named_scope("append")
     def append(self, entries: jax.Array, positions: jax.Array) -> "Cache":
         """Writes new entries and returns the new cache; in place where the cache is donated or carried by a loop.
 

@@ -31,6 +31,7 @@ def turn(x, position, how, direction=1):
 
 def latents(c, p, x):
     """The compressor's entries before RoPE."""
+    wkv, wgate = p["w"][:, : c.channels], p["w"][:, c.channels :]
     out = []
     for w in range(len(x) // c.ratio):
         rows = []  # (kv, score)
@@ -42,8 +43,8 @@ def latents(c, p, x):
                 half = slice(c.d, None) if t >= w * c.ratio else slice(0, c.d)
             score = 0.0
             if c.ratio > 1:
-                score = x[t] @ p["wgate"][:, half] + (p["ape"][t % c.ratio, half] if c.has_ape else 0)
-            rows.append((x[t] @ p["wkv"][:, half], score + np.zeros(c.d)))
+                score = x[t] @ wgate[:, half] + (p["ape"][t % c.ratio, half] if c.has_ape else 0)
+            rows.append((x[t] @ wkv[:, half], score + np.zeros(c.d)))
         kv, score = (np.stack(r) for r in zip(*rows, strict=True))
         weight = np.exp(score - score.max(0))
         out.append(norm((kv * weight).sum(0) / weight.sum(0), p["norm"], c.eps))

@@ -1,11 +1,34 @@
 """The norm that all of a layer's parts share."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 
+@jax.named_scope("norm")
 def rms_norm(x: jax.Array, weight: jax.Array | None, eps: float) -> jax.Array:
     """x / sqrt(mean(x²) + eps), times the weight if there is one; computed in float32, returned in x's dtype."""
-    y = x.astype(jnp.float32)
-    y *= jax.lax.rsqrt(jnp.mean(jnp.square(y), -1, keepdims=True) + eps)
+    y = _normalized(x, eps)
     return (y if weight is None else y * weight.astype(jnp.float32)).astype(x.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _normalized(x: jax.Array, eps: float) -> jax.Array:
+    """In float32."""
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + eps)
+
+
+def _forward(x: jax.Array, eps: float) -> tuple[jax.Array, jax.Array]:
+    return _normalized(x, eps), x  # x alone: with 1 / norm kept, XLA needs two passes for what it does in one
+
+
+def _backward(eps: float, given: jax.Array, dy: jax.Array) -> tuple[jax.Array]:
+    """dx = r (dy - r² mean(dy x) x), of which x's and dy's sums are one pass."""
+    x = given.astype(jnp.float32)
+    r = jax.lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + eps)
+    return ((r * dy - r**3 * jnp.mean(dy * x, -1, keepdims=True) * x).astype(given.dtype),)
+
+
+_normalized.defvjp(_forward, _backward)

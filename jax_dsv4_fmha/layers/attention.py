@@ -12,16 +12,18 @@ All is a function of arrays and pytrees: parameters are a dict, caches a NamedTu
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from .. import Cache, _check, dsv4_attention, dsv4_decode, lightning_indexer
+from .. import Cache, Span, _check, dsv4_attention, dsv4_decode, lightning_indexer
+from .._span import positions_of
 from ._norm import rms_norm
 from ._two_levels import two_levels
-from .compressor import Compressor
+from .compressor import Compressor, packed_blocks, whole_sequences
 from .indexer import Indexer
 from .rope import Rope, inverse_rope, rope
 
@@ -195,6 +197,7 @@ class DSV4Attention:
         *,
         start: int | jax.Array = 0,
         lengths: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
         implementation: _check.Implementation | None = None,
     ) -> Output:
         """Whole sequences, or a chunk of a prompt after cached tokens.
@@ -208,17 +211,26 @@ class DSV4Attention:
           start: with a cache: int, or int32 `[b]`: token i stands at `start + i`, those before are cached.
           lengths: with a cache: int32 `[b]`, tokens of each sequence, these included; what stands further on, or below
             0, is padding and not kept. None is `start + s`.
+          segment_ids: without a cache: int32 `[b, s]`, the document of each token, whose own stand side by side. Every
+            document is as alone: its positions begin at 0, and its blocks of entries with its first token.
           implementation: as in `dsv4_attention`.
 
         Raises:
           ValueError, TypeError: operands that are not as said above.
+          NotImplementedError: documents, where an indexer chooses in two levels.
         """
         b, s = self._operands(x, cache)
+        if segment_ids is not None:
+            segment_ids = _check.operand(_OP, "segment_ids", segment_ids, "b s", {"b": b, "s": s}, _check.INT)
+            if cache is not None:
+                raise _check.error(ValueError, _OP, "segment_ids", segment_ids, "None with a cache")
+            if self.indexer is not None and self.indexer.in_two_levels:
+                raise _check.error(NotImplementedError, _OP, "segment_ids", segment_ids, "None, with two levels")
+            segment_ids = whole_sequences(segment_ids)
         if cache is None:
-            positions = jnp.arange(s, dtype=jnp.int32)[None]
             if lengths is not None or not (isinstance(start, int) and start == 0):
                 raise _check.error(ValueError, _OP, "start", start, "0, and no lengths, without a cache")
-            return self._whole(params, x, positions, shared or Shared(), implementation)
+            return self._whole(params, x, segment_ids, shared or Shared(), implementation)
         first = jnp.broadcast_to(_check.offset(_OP, "start", start, {"b": b}), (b,))
         if lengths is None:
             lengths = first + s
@@ -231,17 +243,18 @@ class DSV4Attention:
         cache = cache._replace(window=cache.window.append(kv, jnp.where(real, positions, -1)))
         cache, shared = self._compressed(params, x, c, positions, cache, shared or Shared(), lengths)
         entries = shared.compressed.take() if self.ratio else None
-        o, _ = dsv4_attention(
-            q,
-            jnp.concatenate([earlier.astype(kv.dtype), kv], 1),
-            entries,
-            sink=params["sink"],
-            window=self.window,
-            q_offset=first,
-            kv_offset=first - (self.window - 1),
-            implementation=implementation,
-            **self._seen(shared),
-        )
+        with jax.named_scope("attention"):
+            o, _ = dsv4_attention(
+                q,
+                jnp.concatenate([earlier.astype(kv.dtype), kv], 1),
+                entries,
+                sink=params["sink"],
+                window=self.window,
+                q_offset=first,
+                kv_offset=first - (self.window - 1),
+                implementation=implementation,
+                **self._seen(shared),
+            )
         return Output(self._projected_back(params, o, positions), cache, shared, None)
 
     def step(
@@ -274,43 +287,62 @@ class DSV4Attention:
         c, q, kv = self._projected(params, x, positions)
         cache = cache._replace(window=cache.window.append(kv, positions))
         cache, shared = self._compressed(params, x, c, positions, cache, shared or Shared(), lengths)
-        o, _ = dsv4_decode(
-            q,
-            cache.window,
-            shared.compressed if self.ratio else None,
-            lengths=lengths,
-            sink=params["sink"],
-            window=self.window,
-            implementation=implementation,
-            **self._seen(shared),
-        )
+        with jax.named_scope("attention"):
+            o, _ = dsv4_decode(
+                q,
+                cache.window,
+                shared.compressed if self.ratio else None,
+                lengths=lengths,
+                sink=params["sink"],
+                window=self.window,
+                implementation=implementation,
+                **self._seen(shared),
+            )
         return Output(self._projected_back(params, o, positions), cache, shared, None)
 
-    def _whole(self, params: Any, x: jax.Array, positions: jax.Array, shared: Shared, implementation: Any) -> Output:
-        """Sequences from their first token on, and no cache."""
+    def _whole(
+        self,
+        params: Any,
+        x: jax.Array,
+        ids: jax.Array | None,
+        shared: Shared,
+        implementation: _check.Implementation | None,
+    ) -> Output:
+        """Sequences from their first token on, or documents that ids tell apart, and no cache."""
+        positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None] if ids is None else positions_of(ids)
         c, q, kv = self._projected(params, x, positions)
         chosen = None
         if self.compressor is not None:
-            latents = self.compressor(params["compressor"], x)
-            first = jnp.arange(latents.shape[1], dtype=jnp.int32)[None] * self.ratio
+            if ids is None:
+                blocks, first = x, jnp.arange(x.shape[1] // self.ratio, dtype=jnp.int32)[None] * self.ratio
+            else:
+                tokens, first = packed_blocks(ids, self.ratio)
+                blocks = jnp.take_along_axis(whole_sequences(x), tokens[..., None], 1)
+            latents = self.compressor(params["compressor"], blocks, first)
             shared = shared._replace(compressed=rope(latents, first, self.rope))
             if self.indexer is not None and self.indexer.owns_keys:
-                own = self.indexer.compressor
-                of_keys = latents if own is None else own(params["indexer"]["compressor"], x)
+                second = self.indexer.compressor
+                of_keys = latents if second is None else second(params["indexer"]["compressor"], blocks, first)
                 shared = shared._replace(keys=self.indexer.keys(params["indexer"], of_keys, first, self.rope))
         entries = shared.compressed if self.ratio else None
         there = entries is not None and entries.shape[1] > 0
+        own = Span.compressed_segments(ids, self.ratio) if ids is not None and there else None
         if self.indexer is not None and there:
-            shared, chosen = self._choose(params, x, c, positions, shared)
-        o, lse = dsv4_attention(
-            q,
-            kv,
-            entries if there else None,
-            sink=params["sink"],
-            window=self.window,
-            implementation=implementation,
-            **(self._seen(shared) if there else {}),
-        )
+            past = {"ratio": self.ratio} if own is None else {"span": own}
+            shared, chosen = self._choose(params, x, c, positions, shared, past)
+        seen: dict[str, Any] = self._seen(shared, own) if there else {}
+        if ids is not None:
+            seen["span"] = Span.segments(ids)
+        with jax.named_scope("attention"):
+            o, lse = dsv4_attention(
+                q,
+                whole_sequences(kv),
+                entries if there else None,
+                sink=params["sink"],
+                window=self.window,
+                implementation=implementation,
+                **seen,
+            )
         choice = None
         if chosen is not None:
             assert entries is not None and shared.indices is not None
@@ -349,24 +381,20 @@ class DSV4Attention:
                 cache = cache._replace(keys=keys)
                 shared = shared._replace(keys=keys.take())
         if self.indexer is not None:
-            shared, _ = self._choose(params, x, c, positions, shared)
+            shared, _ = self._choose(params, x, c, positions, shared, {"ratio": self.ratio})
         return cache, shared
 
+    @jax.named_scope("indexer")
     def _choose(
-        self, params: Any, x: jax.Array, c: jax.Array, positions: jax.Array, shared: Shared
+        self, params: Any, x: jax.Array, c: jax.Array, positions: jax.Array, shared: Shared, past: Mapping[str, Any]
     ) -> tuple[Shared, tuple[jax.Array, jax.Array]]:
-        """The entries that each query will see, and the indexer's queries and weights."""
+        """The entries that each query will see, of those that are past, and the indexer's queries and weights."""
         assert self.indexer is not None
         q, weights = self.indexer.queries(params["indexer"], x, c, positions, self.rope)
         keys = shared.keys
-        how: dict[str, Any] = {
-            "topk": min(self.indexer.topk, keys.shape[1]),
-            "ratio": self.ratio,
-            "q_offset": positions[:, 0],
-        }
-        if positions.shape[0] == 1:
-            how["q_offset"] = 0
-        if not self.indexer.makes and not self.indexer.within:
+        first = positions[:, 0] if positions.shape[0] == x.shape[0] else 0
+        how: dict[str, Any] = {"topk": min(self.indexer.topk, keys.shape[1]), "q_offset": first, **past}
+        if not self.indexer.in_two_levels:
             indices = lightning_indexer(q, keys, weights, **how)
             assert isinstance(indices, jax.Array)  # for no scores are asked for
             return shared._replace(indices=indices), (q, weights)
@@ -377,11 +405,12 @@ class DSV4Attention:
             shared = shared._replace(blocks=blocks)
         return shared._replace(indices=indices), (q, weights)
 
-    def _seen(self, shared: Shared) -> dict[str, Any]:
-        """What says which entries are seen, for an op."""
+    def _seen(self, shared: Shared, own: Span | None = None) -> dict[str, Any]:
+        """What says which entries are seen, for an op; own: those of a token's document."""
         if not self.ratio:
             return {}
-        return {"indices": shared.indices, "ratio": self.ratio} if self.sparse else {"ratio": self.ratio}
+        past = {"ratio": self.ratio} if own is None else {"compressed_span": own}
+        return past | ({"indices": shared.indices} if self.sparse else {})
 
     def _projected(self, params: Any, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The low-rank query `[b, s, q_rank]`, q `[b, s, h, d]` and the latents `[b, s, d]`, turned by RoPE."""
@@ -397,7 +426,9 @@ class DSV4Attention:
         o = inverse_rope(o, positions, self.rope)
         o = o.reshape(*o.shape[:2], self.o_groups, -1, self.d)
         low_rank = jnp.einsum("bsghd,ghdr->bsgr", o, params["wo_a"].astype(o.dtype))
-        return jnp.einsum("bsgr,grm->bsm", low_rank, params["wo_b"].astype(o.dtype))
+        b, s, g, _ = jax.typeof(low_rank).sharding.spec
+        summed = None if g is None else PartitionSpec(b, s, None)  # over an Explicit axis, what to do must be said
+        return jnp.einsum("bsgr,grm->bsm", low_rank, params["wo_b"].astype(o.dtype), out_sharding=summed)
 
     def _operands(self, x: Any, cache: Any) -> tuple[Any, Any]:
         dims: dict[str, Any] = {"hidden": self.hidden}

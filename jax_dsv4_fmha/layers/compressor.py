@@ -12,19 +12,26 @@ A latent becomes an entry of the cache when RoPE turns it to the position of its
 """
 
 import dataclasses
+import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from .. import Cache
+from .._span import positions_of
 from ._norm import rms_norm
 
 
 @dataclasses.dataclass(frozen=True)
 class Compressor:
-    """The shape of a compressor. Its parameters are a dict of arrays: `wkv`, `norm`, and, if ratio > 1, `wgate`, `ape`.
+    """The shape of a compressor.
+
+    Its parameters are a dict of arrays: `w [hidden, 2 channels]`, which is wkv and wgate side by side,
+    `ape [ratio, channels]` and `norm [d]`. Ratio 1 has no wgate and no ape.
 
     Attributes:
       hidden: channels of x.
@@ -54,40 +61,51 @@ class Compressor:
 
     @property
     def channels(self) -> int:
+        """Of kv, and as many of scores."""
         return self.blocks * self.d
+
+    @property
+    def width(self) -> int:
+        """Channels of what is pooled of a token."""
+        return self.channels if self.ratio == 1 else 2 * self.channels
 
     def init(self, key: jax.Array) -> dict[str, jax.Array]:
         """Random parameters, in float32."""
-        names = ("wkv", "wgate")
-        params = {
-            name: jax.random.normal(k, (self.hidden, self.channels)) * self.hidden**-0.5
-            for name, k in zip(names, jax.random.split(key), strict=True)
-        }
-        params |= {"ape": jnp.zeros((self.ratio, self.channels)), "norm": jnp.ones(self.d)}
-        if not self.has_ape:
+        w = jax.random.normal(key, (self.hidden, self.width)) * self.hidden**-0.5
+        params = {"w": w, "ape": jnp.zeros((self.ratio, self.channels)), "norm": jnp.ones(self.d)}
+        if self.ratio == 1 or not self.has_ape:
             del params["ape"]
-        if self.ratio == 1:
-            del params["wgate"]
         return params
 
-    def __call__(self, params: Any, x: jax.Array) -> jax.Array:
-        """Latents `[b, s // ratio, d]` of whole sequences x `[b, s, hidden]` that start at position 0, in x's dtype."""
+    @jax.named_scope("compressor")
+    def __call__(self, params: Any, x: jax.Array, first: jax.Array | None = None) -> jax.Array:
+        """Latents `[b, s // ratio, d]`, in x's dtype, of x `[b, s, hidden]`, which is block after block.
+
+        first: int32 `[b or 1, s // ratio]`, where in its sequence the first token of each block stands, as
+        `packed_blocks` gives it; a block that is not the first of its sequence is next to the one before it. None is
+        one sequence, from position 0 on.
+        """
         n = x.shape[1] // self.ratio
-        x = x[:, : n * self.ratio]
-        positions = jnp.arange(n * self.ratio, dtype=jnp.int32)[None]
-        tokens = self.tokens(params, x, positions)
+        tokens = whole_sequences(self.tokens(params, x))[:, : n * self.ratio]
         if self.overlap:
             tokens = jnp.pad(tokens, ((0, 0), (self.ratio, 0), (0, 0)))
-        first = jnp.arange(n, dtype=jnp.int32)[None] * self.ratio
+        if first is None:
+            first = jnp.arange(n, dtype=jnp.int32)[None] * self.ratio
         return self._pool(params, tokens, first >= self.ratio, x.dtype)
 
-    def tokens(self, params: Any, x: jax.Array, positions: jax.Array) -> jax.Array:
-        """What is pooled of each token, float32 `[b, s, channels or 2 channels]`: kv, and the score if there is one."""
-        rows = [jnp.matmul(x, params["wkv"].astype(x.dtype), preferred_element_type=jnp.float32)]
-        if self.ratio > 1:
-            score = jnp.matmul(x, params["wgate"].astype(x.dtype), preferred_element_type=jnp.float32)
-            rows.append(score + params["ape"].astype(jnp.float32)[positions % self.ratio] if self.has_ape else score)
-        return jnp.concatenate(rows, -1)
+    def tokens(self, params: Any, x: jax.Array, positions: jax.Array | None = None) -> jax.Array:
+        """What is pooled of each token, float32 `[b, s, width]`: kv, and the score if there is one.
+
+        positions: int32 `[b or 1, s]`; None where x is block after block.
+        """
+        s = x.shape[1]
+        rows = product(x, params["w"])
+        if "ape" not in params:
+            return rows
+        ape = jnp.pad(params["ape"].astype(jnp.float32), ((0, 0), (self.channels, 0)))
+        if positions is None:
+            return rows + jnp.tile(ape, (math.ceil(s / self.ratio), 1))[:s]
+        return rows + ape[positions % self.ratio]
 
     def state(self, b: int, steps: int = 1) -> Cache | None:
         """What generation keeps of the last tokens of b sequences; None for ratio 1, which keeps nothing.
@@ -97,8 +115,9 @@ class Compressor:
         """
         if self.ratio == 1:
             return None
-        return Cache.zeros(b, self.reach + steps - 1, 2 * self.channels, jnp.float32)
+        return Cache.zeros(b, self.reach + steps - 1, self.width, jnp.float32)
 
+    @jax.named_scope("compressor")
     def extend(
         self, params: Any, x: jax.Array, state: Cache | None, start: jax.Array, lengths: jax.Array
     ) -> tuple[jax.Array, jax.Array, Cache | None]:
@@ -127,6 +146,9 @@ class Compressor:
         entry = jnp.where(whole, entry, -1)
         if state is None:
             return self._pool(params, new, entry > 0, x.dtype), entry, None
+        kept = state.append(new, jnp.where(real, positions, -1))
+        if state.capacity >= self.reach + s - 1:
+            return self._pool_ring(params, kept.entries, entry, x.dtype), entry, kept
         before = state.take(start[:, None] + jnp.arange(-self.reach, 0, dtype=jnp.int32))
         both = jnp.concatenate([before, new], 1)
         both = jnp.pad(both, ((0, 0), (0, (n + self.blocks) * r - both.shape[1]), (0, 0)))
@@ -134,21 +156,90 @@ class Compressor:
         aligned = jax.vmap(lambda rows, at: jax.lax.dynamic_slice_in_dim(rows, at, (n + self.blocks - 1) * r))(
             both, r - start % r
         )
-        latents = self._pool(params, aligned, entry > 0, x.dtype)
-        return latents, entry, state.append(new, jnp.where(real, positions, -1))
+        return self._pool(params, aligned, entry > 0, x.dtype), entry, kept
 
     def _pool(self, params: Any, tokens: jax.Array, has_before: jax.Array, dtype: Any) -> jax.Array:
         """Latents `[b, n, d]` of tokens `[b, (n + blocks - 1) ratio, …]`.
 
         has_before `[b or 1, n]`: with overlap, whether there is a block before.
         """
-        b, d = tokens.shape[0], self.d
         if self.ratio == 1:
             return rms_norm(tokens.astype(dtype), params["norm"], self.eps)
-        kv, score = jnp.split(tokens.reshape(b, -1, self.ratio, 2 * self.channels), 2, -1)
+        kv, score = jnp.split(tokens.reshape(tokens.shape[0], -1, self.ratio, self.width), 2, -1)
+        most = jax.lax.stop_gradient(jnp.max(score, 2))
+        weight = jnp.exp(score - most[:, :, None])
+        own = [most, jnp.sum(weight, 2), jnp.sum(weight * kv, 2)]
+        if not self.overlap:
+            return self._latents(params, [own], dtype)
+        before = [x[:, :-1, : self.d] for x in own]
+        before[0] = jnp.where(has_before[..., None], before[0], -jnp.inf)
+        return self._latents(params, [before, [x[:, 1:, self.d :] for x in own]], dtype)
+
+    def _pool_ring(self, params: Any, ring: jax.Array, entry: jax.Array, dtype: Any) -> jax.Array:
+        """The latents of these entries `[b, n]` from a ring `[b, capacity, …]` that holds all tokens they pool.
+
+        By the age of what each slot holds, seen from the entry's last token, for the order of what is pooled is of no
+        account: nothing is moved.
+        """
+        slots, r = jnp.arange(ring.shape[1], dtype=jnp.int32), self.ratio
+        age = (((entry + 1) * r - 1)[..., None] - slots) % ring.shape[1]
+        kv, score = jnp.split(ring[:, None], 2, -1)
+
+        def pooled(there: jax.Array, of: slice) -> list[jax.Array]:
+            some = jnp.where(there[..., None], score[..., of], -jnp.inf)
+            most = jnp.max(some, 2)
+            weight = jnp.exp(some - jnp.maximum(most, -3e38)[:, :, None])
+            return [most, jnp.sum(weight, 2), jnp.sum(weight * kv[..., of], 2)]
+
+        parts = [pooled(age < r, slice(-self.d, None))]
         if self.overlap:
-            kv = jnp.concatenate([kv[:, :-1, :, :d], kv[:, 1:, :, d:]], 2)
-            earlier = jnp.where(has_before[..., None, None], score[:, :-1, :, :d], -jnp.inf)
-            score = jnp.concatenate([earlier, score[:, 1:, :, d:]], 2)
-        pooled = jnp.sum(kv * jax.nn.softmax(score, 2), 2)
-        return rms_norm(pooled.astype(dtype), params["norm"], self.eps)
+            parts.append(pooled((r <= age) & (age < 2 * r) & (entry > 0)[..., None], slice(self.d)))
+        return self._latents(params, parts, dtype)
+
+    def _latents(self, params: Any, parts: Sequence[Sequence[jax.Array]], dtype: Any) -> jax.Array:
+        """Of one block or two: of each its greatest score, its sum of weights, and that of weights times kv."""
+        most = functools.reduce(jnp.maximum, (part[0] for part in parts))
+        scaled = [[jnp.exp(m - most) * x for x in sums] for m, *sums in parts]
+        weights, pooled = (functools.reduce(jnp.add, sums) for sums in zip(*scaled, strict=True))
+        return rms_norm((pooled / weights).astype(dtype), params["norm"], self.eps)
+
+
+@jax.custom_vjp
+def product(x: jax.Array, w: jax.Array) -> jax.Array:
+    """x @ w in float32, w in x's dtype; its gradient is made of the cotangent in x's dtype, as other products' are.
+
+    A product by itself: XLA merges those of one x, for which it copies their weights side by side in every call.
+    """
+    x, w = jax.lax.optimization_barrier((x, w.astype(x.dtype)))
+    return jnp.matmul(x, w, preferred_element_type=jnp.float32)
+
+
+def _product_forward(x: jax.Array, w: jax.Array) -> tuple[jax.Array, Any]:
+    return product(x, w), (x, w)
+
+
+def _product_backward(operands: Any, dy: jax.Array) -> Any:
+    _, vjp = jax.vjp(lambda x, w: jnp.matmul(x, w.astype(x.dtype)), *operands)
+    return vjp(dy.astype(operands[0].dtype))
+
+
+product.defvjp(_product_forward, _product_backward)
+
+
+def whole_sequences(x: jax.Array) -> jax.Array:
+    """x `[b, s, …]` with all of s on every device, where axes of a mesh are Explicit; XLA gathers over Auto ones."""
+    spec = jax.typeof(x).sharding.spec
+    return x if spec[1] is None else jax.sharding.reshard(x, PartitionSpec(spec[0], None, *spec[2:]))
+
+
+def packed_blocks(ids: jax.Array, ratio: int) -> tuple[jax.Array, jax.Array]:
+    """Which tokens are the blocks of packed documents, of ids int32 `[b, s]`, as `Span.compressed_segments` counts.
+
+    Returns:
+      int32 `[b, n ratio]`, n = s // ratio: the tokens, block after block; and int32 `[b, n]`: where in its document the
+      first token of each stands. The last blocks of a row may be none; what tokens they have is of no account.
+    """
+    at, n = positions_of(ids), ids.shape[1] // ratio
+    last = jnp.argsort((at + 1) % ratio != 0, axis=1, stable=True)[:, :n].astype(jnp.int32)
+    tokens = jnp.maximum(last[..., None] + jnp.arange(1 - ratio, 1, dtype=jnp.int32), 0)
+    return tokens.reshape(ids.shape[0], -1), jnp.take_along_axis(at, last, 1) + (1 - ratio)

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from ._norm import rms_norm
-from .compressor import Compressor
+from .compressor import Compressor, product
 from .rope import Rope, rope
 
 
@@ -56,6 +56,10 @@ class Indexer:
     def owns_keys(self) -> bool:
         return self.compressor is not None or self.latent > 0
 
+    @property
+    def in_two_levels(self) -> bool:
+        return self.makes > 0 or self.within
+
     def init(self, key: jax.Array) -> dict[str, Any]:
         """Random parameters, in float32."""
         a, b, c = jax.random.split(key, 3)
@@ -75,9 +79,10 @@ class Indexer:
     ) -> tuple[jax.Array, jax.Array]:
         """q `[b, s, heads, d]` and weights float32 `[b, s, heads]` of x `[b, s, hidden]`, low_rank `[b, s, q_rank]`."""
         q = rope(jnp.einsum("bsr,rhd->bshd", low_rank, params["wq_b"].astype(x.dtype)), positions, how)
-        weights = jnp.matmul(x, params["weights_proj"].astype(x.dtype), preferred_element_type=jnp.float32)
+        weights = product(x, params["weights_proj"])
         return self._spread(q), weights * (self.d**-0.5 * self.heads**-0.5)
 
+    @jax.named_scope("indexer")
     def keys(self, params: Any, latents: jax.Array, positions: jax.Array, how: Rope) -> jax.Array:
         """k `[b, n, d]` of latents, those of `compressor` or the layer's own; positions `[b or 1, n]`."""
         if self.latent:

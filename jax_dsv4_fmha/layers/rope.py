@@ -9,12 +9,14 @@ it a function of distances again.
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from .. import _check
 
@@ -74,6 +76,7 @@ def inverse_rope(x: jax.Array, positions: jax.Array, how: Rope) -> jax.Array:
     return _turn("inverse_rope", x, positions, how, -1)
 
 
+@jax.named_scope("rope")
 def _turn(op: str, x: Any, positions: Any, how: Rope, direction: int) -> jax.Array:
     n = how.dims
     wanted = f"[b, s, d] or [b, s, h, d] of floats, d >= {n}"
@@ -83,10 +86,37 @@ def _turn(op: str, x: Any, positions: Any, how: Rope, direction: int) -> jax.Arr
     positions = _check.array(
         op, "positions", positions, wanted, lambda p: p.dtype in _check.INT and p.ndim == 2 and p.shape[1] == s
     )
+    return _turned(x, positions, how, direction)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _turned(x: jax.Array, positions: jax.Array, how: Rope, direction: int) -> jax.Array:
+    n = how.dims
     angle = positions[..., None].astype(jnp.float32) * how.frequencies()
-    angle = angle.reshape(*angle.shape[:2], *[1] * (x.ndim - 3), n // 2)
-    cos, sin = jnp.cos(angle), direction * jnp.sin(angle)
+    angle = angle.reshape(*angle.shape[:2], *[1] * (x.ndim - 3), n // 2, 1)
     pairs = x[..., -n:].astype(jnp.float32).reshape(*x.shape[:-1], n // 2, 2)
-    even, odd = pairs[..., 0], pairs[..., 1]
-    turned = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], -1).reshape(*x.shape[:-1], n)
-    return jnp.concatenate([x[..., :-n], turned.astype(x.dtype)], -1)
+    sides = jnp.array([-direction, direction], jnp.float32)
+    turned = pairs * jnp.cos(angle) + pairs[..., ::-1] * (sides * jnp.sin(angle))
+    return lax.platform_dependent(x, turned.reshape(*x.shape[:-1], n).astype(x.dtype), cuda=_put, default=_beside)
+
+
+def _put(x: jax.Array, turned: jax.Array) -> jax.Array:
+    """In place, so that the dimensions in front of it need not be moved. A kernel of its own turns: one that turned and
+    put back at once could not be in place, for a number that it writes is read for two."""
+    return lax.dynamic_update_slice_in_dim(x, lax.optimization_barrier(turned), x.shape[-1] - turned.shape[-1], -1)
+
+
+def _beside(x: jax.Array, turned: jax.Array) -> jax.Array:
+    """XLA's CPU compiler fuses the other way nonetheless, and returns wrong numbers (seen with jaxlib 0.10.2)."""
+    return jnp.concatenate([x[..., : -turned.shape[-1]], turned], -1)
+
+
+def _turned_forward(x: jax.Array, positions: jax.Array, how: Rope, direction: int) -> tuple[jax.Array, jax.Array]:
+    return _turned(x, positions, how, direction), positions
+
+
+def _turned_backward(how: Rope, direction: int, positions: jax.Array, dy: jax.Array) -> tuple[jax.Array, None]:
+    return _turned(dy, positions, how, -direction), None
+
+
+_turned.defvjp(_turned_forward, _turned_backward)

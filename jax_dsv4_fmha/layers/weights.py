@@ -10,7 +10,7 @@ import numpy as np
 
 from .attention import DSV4Attention
 
-_DEEPSEEK = {
+_DEEPSEEK: dict[str, Any] = {
     "wq_a": "wq_a.weight",
     "q_norm": "q_norm.weight",
     "wq_b": "wq_b.weight",
@@ -19,22 +19,20 @@ _DEEPSEEK = {
     "sink": "attn_sink",
     "wo_a": "wo_a.weight",
     "wo_b": "wo_b.weight",
-    "compressor.wkv": "compressor.wkv.weight",
-    "compressor.wgate": "compressor.wgate.weight",
+    "compressor.w": ("compressor.wkv.weight", "compressor.wgate.weight"),
     "compressor.ape": "compressor.ape",
     "compressor.norm": "compressor.norm.weight",
     "indexer.wq_b": "indexer.wq_b.weight",
     "indexer.weights_proj": "indexer.weights_proj.weight",
     "indexer.wk": "indexer.wk.weight",
     "indexer.k_norm": "indexer.k_norm.weight",
-    "indexer.compressor.wkv": "indexer.compressor.wkv.weight",
-    "indexer.compressor.wgate": "indexer.compressor.wgate.weight",
+    "indexer.compressor.w": ("indexer.compressor.wkv.weight", "indexer.compressor.wgate.weight"),
     "indexer.compressor.ape": "indexer.compressor.ape",
     "indexer.compressor.norm": "indexer.compressor.norm.weight",
 }
-"""what DeepSeek's checkpoints call a parameter; Hugging Face's V4.1 does as well"""
+"""what DeepSeek's checkpoints call a parameter, or those that it is made of; Hugging Face's V4.1 does as well"""
 
-_HUGGING_FACE = {
+_HUGGING_FACE: dict[str, Any] = {
     "wq_a": "q_a_proj.weight",
     "q_norm": "q_a_norm.weight",
     "wq_b": "q_b_proj.weight",
@@ -43,14 +41,12 @@ _HUGGING_FACE = {
     "sink": "sinks",
     "wo_a": "o_a_proj.weight",
     "wo_b": "o_b_proj.weight",
-    "compressor.wkv": "compressor.kv_proj.weight",
-    "compressor.wgate": "compressor.gate_proj.weight",
+    "compressor.w": ("compressor.kv_proj.weight", "compressor.gate_proj.weight"),
     "compressor.ape": "compressor.position_bias",
     "compressor.norm": "compressor.kv_norm.weight",
     "indexer.wq_b": "compressor.indexer.q_b_proj.weight",
     "indexer.weights_proj": "compressor.indexer.scorer.weights_proj.weight",
-    "indexer.compressor.wkv": "compressor.indexer.kv_proj.weight",
-    "indexer.compressor.wgate": "compressor.indexer.gate_proj.weight",
+    "indexer.compressor.w": ("compressor.indexer.kv_proj.weight", "compressor.indexer.gate_proj.weight"),
     "indexer.compressor.ape": "compressor.indexer.position_bias",
     "indexer.compressor.norm": "compressor.indexer.kv_norm.weight",
 }
@@ -86,29 +82,30 @@ def from_state_dict(
     shapes = jax.eval_shape(layer.init, jax.random.key(0))
     used: set[str] = set()
 
-    def read(path: Any, shape: Any) -> jax.Array:
-        leaf = ".".join(p.key for p in path)
-        name = names[leaf]
+    def tensor(name: str, leaf: str, shape: Any) -> np.ndarray:
         if name not in own:
             raise ValueError(f"from_state_dict: {prefix}{name}: got none, wanted {list(shape.shape)} of {leaf}")
         used.add(name)
         x = _to_numpy(own[name])
-        for scale in (name.removesuffix(".weight") + end for end in _SCALES):
-            if scale in own:
+        for scale in (*(name.removesuffix(".weight") + end for end in _SCALES), name + _SCALES[2]):
+            if scale in own and scale not in used:
                 used.add(scale)
                 x = _scaled(prefix + name, x, _to_numpy(own[scale]))
-        if name + _SCALES[2] in own:
-            used.add(name + _SCALES[2])
-            x = _scaled(prefix + name, x, _to_numpy(own[name + _SCALES[2]]))
+        return x.T if name.endswith(".weight") and x.ndim == 2 else x
+
+    def read(path: Any, shape: Any) -> jax.Array:
+        leaf = ".".join(p.key for p in path)
+        name, *others = [names[leaf]] if isinstance(names[leaf], str) else names[leaf]
+        x = tensor(name, leaf, shape)
+        for other in others:
+            if x.size < math.prod(shape.shape):
+                x = np.concatenate([x, tensor(other, leaf, shape)], 1)
         if x.size != math.prod(shape.shape):
-            raise ValueError(
-                f"from_state_dict: {prefix}{name}: got {list(x.shape)}, wanted {list(shape.shape)} of {leaf}"
-            )
+            got = list((x.T if name.endswith(".weight") and x.ndim == 2 else x).shape)
+            raise ValueError(f"from_state_dict: {prefix}{name}: got {got}, wanted {list(shape.shape)} of {leaf}")
         if leaf == "wo_a":  # [groups · rank, heads of a group · d]
             g, heads, d, rank = shape.shape
-            x = x.reshape(g, rank, heads, d).transpose(0, 2, 3, 1)
-        elif name.endswith(".weight") and x.ndim == 2:
-            x = x.T
+            x = x.T.reshape(g, rank, heads, d).transpose(0, 2, 3, 1)
         last = leaf.rsplit(".")[-1]
         return jnp.asarray(x.reshape(shape.shape), jnp.float32 if last in _FP32 else dtype)
 
