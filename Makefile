@@ -63,7 +63,8 @@ clean: ## remove the environment and everything built
 # The version of torch has a build for CPUs alone; the layers run on the reference, so nothing is built here.
 .venv-hf/.tools: pyproject.toml
 	test -x .venv-hf/bin/python || $(PYTHON) -m venv .venv-hf
-	.venv-hf/bin/python -m pip install --quiet --disable-pip-version-check pytest "jax>=0.10" "torch==2.13.0" "transformers>=5.23"
+	.venv-hf/bin/python -m pip install --quiet --disable-pip-version-check \
+	    pytest hypothesis "jax>=0.10" "torch==2.13.0" "transformers>=5.23"
 	touch $@
 
 .venv-docs/.tools: pyproject.toml

@@ -16,7 +16,7 @@ import pytest
 
 import jax_dsv4_fmha
 from jax_dsv4_fmha import Cache, _ffi, dsv4_decode
-from jax_dsv4_fmha._cli import bench, bench_decode, check, main, report
+from jax_dsv4_fmha._cli import bench, bench_decode, bench_layer, check, main, report
 from jax_dsv4_fmha._testing import cases
 from jax_dsv4_fmha._testing.cases import Case
 
@@ -248,7 +248,9 @@ class TestBench:
         assert flops == pytest.approx(2 * 128 * 64 * c.b * c.s_q * entries, rel=1e-3)
         assert moved > 128 * 64 * c.s_q * jnp.dtype(c.dtype).itemsize
 
-    @pytest.mark.parametrize("row", [r for r in bench.ROWS if r.suite != "indexer"], ids=lambda row: row.name)
+    @pytest.mark.parametrize(
+        "row", [r for r in bench.ROWS if r.suite not in ("indexer", "layer")], ids=lambda row: row.name
+    )
     def test_work(self, row):
         """Known by a formula, where there is one."""
         c = row.case
@@ -267,6 +269,53 @@ class TestBench:
         rows = c.b * c.s_q * c.h_q
         assert flops == pytest.approx(4 * c.d * rows * keys)
         assert moved > rows * (4 * c.d + 4)
+
+    @pytest.mark.parametrize("row", [r for r in bench.ROWS if r.suite == "layer"], ids=lambda row: row.name)
+    def test_work_of_a_layer(self, row):
+        """Three matrices of a layer are large: 1024 by 64 heads of 512, 64 heads of 512 by 1024, 8192 by 4096."""
+        flops, moved = bench.work(row.case)
+        passes, matrices = 3 if row.case.features else 1, 3 * 2**25
+        assert 1 < flops / (2 * passes * row.case.b * row.case.s_q * matrices) < 1.9
+        assert 1 < moved / (2 * passes * matrices) < 1.8
+
+    def test_a_step_of_a_layer_in_place(self, monkeypatch):
+        """It runs again and again on its cache; every instruction of its program belongs to a part."""
+        small = {"hidden_size": 64, "num_attention_heads": 8, "head_dim": 64, "q_lora_rank": 32, "o_lora_rank": 16}
+        small |= {"index_n_heads": 8, "index_head_dim": 64, "index_topk": 8, "sliding_window": 16}
+        monkeypatch.setattr(bench_layer, "FLASH", bench_layer.FLASH | small)
+        case = dataclasses.replace(bench_layer.cases()[-2], b=2, s_kv=64)
+        run, operands, text = bench_layer.contestant(case, {})
+        first = run(operands)
+        np.testing.assert_array_equal(run(operands), first)
+        instructions = re.findall(r"^ *(?:ROOT )?%?([\w.-]+) = \S+ (?:fusion|dot|scatter|custom-call)\(", text, re.M)
+        found = bench_layer.parts(text, dict.fromkeys(instructions, 1.0))
+        assert set(bench_layer.PARTS) <= set(found) and sum(found.values()) == len(instructions)
+        assert 0 < bench_layer.rest(found) < 1
+
+    def test_parts_of_a_layer(self):
+        """As XLA writes a program for a GPU."""
+        text = """
+%gemm_fusion_dot.3_computation (p.1: bf16[64,32], p.2: bf16[32,8]) -> bf16[64,8] {
+  ROOT %dot.1 = bf16[64,8]{1,0} dot(%p.1, %p.2), lhs_contracting_dims={1}
+}
+
+%fused_reduce (p.3: f32[4,64,8]) -> f32[64,8] {
+  ROOT %reduce.1 = f32[64,8]{1,0} reduce(%p.3, %zero), dimensions={0}, to_apply=%add
+}
+
+ENTRY %main (x: bf16[64,32]) -> bf16[64,8] {
+  %custom-call.1 = (bf16[64,8]{1,0}, s8[4]{0}) custom-call(%x, %w), custom_call_target="__cublas$lt$matmul"
+  %gemm_fusion_dot.3 = bf16[64,8]{1,0} fusion(%x, %w), kind=kCustom, calls=%gemm_fusion_dot.3_computation
+  %sums = f32[64,8]{1,0} fusion(%y), calls=%fused_reduce, metadata={op_name="jit(ours)/bsr,rhd->bshd/dot_general"}
+  %norms = f32[64,8]{1,0} fusion(%y), calls=%fused_reduce, metadata={op_name="jit(ours)/indexer/norm/reduce_sum"}
+  %ffi_call.1 = bf16[4]{0} custom-call(%y), metadata={op_name="jit(ours)/transpose(jvp(attention))/jit(_call)/ffi_call"}
+  %scatter.1 = f32[8]{0} fusion(%y), calls=%fused_scatter, metadata={op_name="jit(ours)/compressor/append/scatter"}
+  ROOT %copy.1 = f32[8]{0} copy(%y)
+}
+"""
+        times = {"custom-call.1": 1, "gemm_fusion_dot.3": 2, "sums": 4, "norms": 8, "ffi_call.1": 16, "scatter.1": 32}
+        found = bench_layer.parts(text, times | {"copy.1": 64, "unknown": 128})
+        assert found == {"products": 7, "indexer": 8, "attention": 16, "append": 32, "other": 192}
 
     def test_indices_are_permutations(self):
         case = Case("sparse_fmha", s_q=5, s_kv=40, topk=30)
@@ -418,7 +467,8 @@ def results(tmp_path):
                 "bytes": moved,
                 "matmul_flops_per_s": 800e12,
                 "copy_bytes_per_s": 4.2e12,
-                "times": {"ours": times(floor / 0.8)} | {peer: times(floor / 0.5) for peer in row.peers[:1]},
+                "times": {"ours": times(floor / 0.8) | {"parts": {"products": 3e-4, "norm": 1e-4}}}
+                | {peer: times(floor / 0.5) for peer in row.peers[:1]},
                 "skipped": dict.fromkeys(row.peers[1:], "ValueError: no"),
             }
         )
@@ -431,7 +481,7 @@ def results(tmp_path):
 def test_tables_from_results(results, capsys):
     assert main(["bench", "--from", str(results)]) == 0
     text = capsys.readouterr().out
-    suites = ["dsv4", "dense", "window", "decode", "grad"]
+    suites = list(dict.fromkeys(row.suite for row in bench.ROWS))
     assert [line for line in text.splitlines() if line in suites] == suites
     for row in bench.ROWS:
         assert row.name in text

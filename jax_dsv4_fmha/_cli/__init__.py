@@ -98,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "--suite",
         action="append",
-        choices=("dsv4", "dense", "window", "decode", "grad", "indexer"),
+        choices=("dsv4", "dense", "window", "decode", "grad", "indexer", "layer"),
         help="may be repeated; all",
     )
     bench.add_argument("--rounds", type=_at_least_one, default=11, help="of interleaved bursts (default: %(default)s)")

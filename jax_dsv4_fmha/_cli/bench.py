@@ -26,7 +26,7 @@ from .. import _ffi
 from .._check import Method
 from .._span import Span
 from .._testing.cases import OPS, SPANS, Case
-from . import bench_decode, bench_grad, bench_indexer, plot
+from . import bench_decode, bench_grad, bench_indexer, bench_layer, plot
 from .check import matches, reason
 from .info import machine, no_devices
 from .report import Progress, output, table, write_json
@@ -59,6 +59,8 @@ class Row:
         c = self.case
         if c.op in bench_indexer.OPS:
             return bench_indexer.name(c)
+        if c.op == bench_layer.OP:
+            return bench_layer.name(c)
         heads = f"h{c.h_q}" if c.shared_kv or c.h_kv == c.h_q else f"h{c.h_q}/{c.h_kv}"
         if c.op == "dsv4_decode":
             keys = bench_decode.name(c)
@@ -132,6 +134,7 @@ ROWS = (
     *(Row("indexer", bench_indexer.step(t)) for t in ("float8_e4m3fn", "bfloat16")),
     *(Row("indexer", bench_indexer.choice(s_c, k), ("xla",)) for k in (512, 1024) for s_c in (8192, 16384)),
     *(Row("indexer", bench_indexer.prompt(8192, t, 512, 32768, 4)) for t in ("float8_e4m3fn", "bfloat16")),
+    *(Row("layer", case) for case in bench_layer.cases()),
 )
 
 Contestant = tuple[Callable[..., Any], Sequence[Any]]
@@ -195,6 +198,8 @@ def _measure(rows: Sequence[Row], rounds: int, bar: Progress) -> dict[str, Any]:
 
 
 def _measure_row(row: Row, yardsticks: dict[str, Contestant], rounds: int) -> dict[str, Any]:
+    if row.suite == "layer":
+        return _measure_layer(row, yardsticks, rounds)
     flops, moved = (row.layers * x for x in work(row.case))
     if row.suite == "grad":
         flops, moved = bench_grad.work(row.case, flops, moved)
@@ -213,6 +218,26 @@ def _measure_row(row: Row, yardsticks: dict[str, Contestant], rounds: int) -> di
         times = {name: times[name] for name in yardsticks} | bench_grad.backward_alone(times)
     if "graph" in row.peers and "ours" in times:
         times["graph"] = _under_graphs(functools.partial(_call, row, "graph"), operands[0], rounds)
+    return _result(row, flops, moved, times, skipped)
+
+
+def _measure_layer(row: Row, yardsticks: dict[str, Contestant], rounds: int) -> dict[str, Any]:
+    """As `_measure_row`, with the time of every part."""
+    contestants, skipped, text = dict(yardsticks), {}, ""
+    try:
+        run, operands, text = bench_layer.contestant(row.case, _KERNEL_BY_KERNEL)
+        contestants["ours"] = (run, [operands])
+    except Exception as e:
+        skipped["ours"] = reason(e)
+    times = _interleaved(contestants, rounds, "hlo_op")
+    if "ours" in times:
+        times["ours"]["parts"] = bench_layer.parts(text, times["ours"]["kernels"])
+    return _result(row, *work(row.case), times, skipped)
+
+
+def _result(
+    row: Row, flops: float, moved: float, times: dict[str, dict[str, Any]], skipped: dict[str, str]
+) -> dict[str, Any]:
     matmul, copy = times.pop("matmul"), times.pop("copy")
     return {
         "suite": row.suite,
@@ -233,6 +258,8 @@ def work(c: Case) -> tuple[float, float]:
         return bench_decode.work(c)
     if c.op in bench_indexer.OPS:
         return bench_indexer.work(c)
+    if c.op == bench_layer.OP:
+        return bench_layer.work(c)
     operands = jax.eval_shape(functools.partial(_operands, c), jax.random.key(0))
     if c.op == "fmha":
         seen = _seen(SPANS[c.span](None, c) or Span(0, c.s_kv), c, c.s_kv)
@@ -366,8 +393,10 @@ def _yardsticks() -> dict[str, Contestant]:
     }
 
 
-def _interleaved(contestants: dict[str, Contestant], rounds: int) -> dict[str, dict[str, Any]]:
-    """Every contestant's times, from one trace."""
+def _interleaved(
+    contestants: dict[str, Contestant], rounds: int, named_by: str | None = None
+) -> dict[str, dict[str, Any]]:
+    """Every contestant's times, from one trace; kernels are named as in `kernels`."""
     bursts = {name: _burst(*contestant) for name, contestant in contestants.items()}
     options = jax.profiler.ProfileOptions()
     options.host_tracer_level = options.python_tracer_level = 0
@@ -378,7 +407,7 @@ def _interleaved(contestants: dict[str, Contestant], rounds: int) -> dict[str, d
                 jax.block_until_ready([run(sets[i % len(sets)]) for i in range(bursts[name])][-1])
         jax.profiler.stop_trace()
         (path,) = Path(folder).rglob("*.xplane.pb")
-        events = kernels(jax.profiler.ProfileData.from_file(str(path)))
+        events = kernels(jax.profiler.ProfileData.from_file(str(path)), named_by)
     return {name: summary(name, events[f"jit_{name}"], bursts[name], rounds) for name in contestants}
 
 
@@ -413,8 +442,8 @@ Event = tuple[float, float, str]
 """start and duration in ns, name"""
 
 
-def kernels(profile: Any) -> dict[str, list[Event]]:
-    """What ran on the GPU for every HLO module, in order."""
+def kernels(profile: Any, named_by: str | None = None) -> dict[str, list[Event]]:
+    """What ran on the GPU for every HLO module, in order; named as it is, or by what the profile says of it."""
     events: dict[str, list[Event]] = defaultdict(list)
     for plane in profile.planes:
         if not plane.name.startswith("/device:GPU"):
@@ -423,8 +452,9 @@ def kernels(profile: Any) -> dict[str, list[Event]]:
             if not line.name.startswith("Stream"):  # the other lines are made from these
                 continue
             for event in line.events:
-                module = dict(event.stats).get("hlo_module", "")
-                events[str(module)].append((event.start_ns, event.duration_ns, event.name))
+                stats = dict(event.stats)
+                kernel = event.name if named_by is None else str(stats.get(named_by, ""))
+                events[str(stats.get("hlo_module", ""))].append((event.start_ns, event.duration_ns, kernel))
     return {module: sorted(found) for module, found in events.items()}
 
 
@@ -459,7 +489,10 @@ def tables(rows: Iterable[dict[str, Any]]) -> list[str]:
     suites: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         suites[row["suite"]].append(row)
-    return [f"{suite}\n{_table(found)}" for suite, found in suites.items()]
+    return [
+        f"{suite}\n{bench_layer.table(found, spread) if suite == 'layer' else _table(found)}"
+        for suite, found in suites.items()
+    ]
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> str:

@@ -14,6 +14,7 @@ _COLORS = {
     "decode": "#a06000",
     "grad": "#7b2d8b",
     "indexer": "#5b6b1f",
+    "layer": "#2f6f7f",
 }
 _PEERS = {"two_pass": "#a9b4e8", "cudnn": "#8a8a8a", "xla": "#cfcfcf", "graph": "#d9bd94", "both": "#c9a6d1"}
 _BAR = 0.29
