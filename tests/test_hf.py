@@ -160,7 +160,7 @@ def test_gradients_of_every_parameter(kind):
         else:
             assert np.any(w), path
             assert_close(g, w, jax.tree_util.keystr(path))
-    assert unseen == (6 if ours.indexer is not None else 0)
+    assert unseen == (5 if ours.indexer is not None else 0)
 
 
 class Ours(torch.nn.Module):

@@ -47,9 +47,9 @@ class Shared(NamedTuple):
     """What a layer of V4.1 leaves to those after it in the same pass over the model."""
 
     compressed: Any = None
-    """entries, an array `[b, n, d]` or, in `step`, a Cache"""
+    """entries, an array `[b, n, d]` or a Cache"""
     keys: Any = None
-    """the indexer's keys, `[b, n, index d]`"""
+    """the indexer's keys, `[b, n, index d]` or a Cache"""
     indices: jax.Array | None = None
     """int32 `[b, s, topk]`"""
     blocks: jax.Array | None = None
@@ -379,7 +379,7 @@ class DSV4Attention:
                 assert cache.keys is not None
                 keys = cache.keys.append(self.indexer.keys(params["indexer"], latents, at, self.rope), entry)
                 cache = cache._replace(keys=keys)
-                shared = shared._replace(keys=keys.take())
+                shared = shared._replace(keys=keys)
         if self.indexer is not None:
             shared, _ = self._choose(params, x, c, positions, shared, {"ratio": self.ratio})
         return cache, shared
@@ -393,14 +393,15 @@ class DSV4Attention:
         q, weights = self.indexer.queries(params["indexer"], x, c, positions, self.rope)
         keys = shared.keys
         first = positions[:, 0] if positions.shape[0] == x.shape[0] else 0
-        how: dict[str, Any] = {"topk": min(self.indexer.topk, keys.shape[1]), "q_offset": first, **past}
+        n = keys.capacity if isinstance(keys, Cache) else keys.shape[1]
+        how: dict[str, Any] = {"topk": min(self.indexer.topk, n), "q_offset": first, **past}
         if not self.indexer.in_two_levels:
             indices = lightning_indexer(q, keys, weights, **how)
             assert isinstance(indices, jax.Array)  # for no scores are asked for
             return shared._replace(indices=indices), (q, weights)
         within = shared.blocks if self.indexer.within else None
         how |= {"block": self.indexer.block, "makes": self.indexer.makes, "within": within}
-        indices, blocks = two_levels(q, keys, weights, **how)
+        indices, blocks = two_levels(q, keys.take() if isinstance(keys, Cache) else keys, weights, **how)
         if blocks is not None:
             shared = shared._replace(blocks=blocks)
         return shared._replace(indices=indices), (q, weights)
