@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+import jax_dsv4_fmha
+
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 WHERE = {  # each program once, however many pages show it
@@ -70,3 +72,8 @@ def test_links_lead_somewhere():
             target = (page.parent / path).resolve() if path else page
             assert target.exists(), f"{page.relative_to(ROOT)}: {link}"
             assert not anchor or anchor in anchors(target), f"{page.relative_to(ROOT)}: {link}"
+
+
+def test_the_api_page_has_every_public_name():
+    page = (ROOT / "docs/api.md").read_text()
+    assert [name for name in jax_dsv4_fmha.__all__ if f"jax_dsv4_fmha.{name}" not in page] == []
