@@ -10,7 +10,7 @@ HERE = $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/n
 PACKAGES := jax_dsv4_fmha kernels interpreter tests examples docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-hf wheel docs lint build clean
+.PHONY: help demo test test-hf wheel docs lint build clean pictures
 
 help: ## show this
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 8
@@ -32,6 +32,13 @@ test-hf: .venv-hf/.tools ## compare layers with Hugging Face transformers, in an
 docs: .venv-docs/.tools ## build the pages into build/site; a warning, as of a link that leads nowhere, is an error
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
 	@echo "build/site/index.html"
+
+pictures: build ## write tables and draw pictures of the pages anew, from docs/*.json
+	$(BIN)/python -m jax_dsv4_fmha bench --from docs/h200.json --suite dsv4 --suite window --suite dense --plot docs/h200.svg
+	$(BIN)/python -m jax_dsv4_fmha bench --from docs/h200.json --suite decode --plot docs/h200_decode.svg
+	$(BIN)/python -m jax_dsv4_fmha bench --from docs/h200_grad.json --plot docs/h200_grad.svg
+	PYTHONPATH=. $(BIN)/python docs/draw.py
+	$(BIN)/python docs/generate.py
 
 lint: .venv/.tools ## formatting, lint and types
 	$(BIN)/ruff format --check $(PACKAGES)

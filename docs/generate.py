@@ -4,8 +4,8 @@
     …
     <!-- end -->
 
-`python docs/generate.py` does so for every page; `tests/test_docs.py` asserts that it would change nothing. The pictures
-are drawn from the same files by `make pictures`. A new measurement is a new JSON file, and this program run again.
+`python docs/generate.py` does so for every page; `tests/test_docs.py` asserts that it would change nothing. `make pictures`
+runs it, and draws the pictures from the same files. A new measurement is a new JSON file, and that run again.
 """
 
 import json
