@@ -24,7 +24,7 @@ demo: ## set up .venv, build for this machine, and run examples/quickstart.py
 	@echo "Next: README.md; \`$(BIN)/python -m jax_dsv4_fmha info\` says what is here, \`make test\` builds every kernel and tests them."
 
 test: build ## set up, build, and run the tests
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal  # a core for each
 
 test-hf: .venv-hf/.tools ## compare layers with Hugging Face transformers, in an environment of its own
 	PYTHONPATH=. .venv-hf/bin/python -m pytest -W ignore tests/test_hf.py

@@ -1,3 +1,6 @@
+import tempfile
+from typing import Any
+
 import jax
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -11,8 +14,33 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzz-examples", type=int, default=100, help="of every test marked fuzz")
 
 
+COMPILED = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
+
+
+def share_compilations(directory: str) -> None:
+    """What one test has had compiled no other compiles again: sinks of other values, implementations that are one."""
+    jax.config.update("jax_compilation_cache_dir", directory)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["compiled"] = node.config.stash[COMPILED].name
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if COMPILED in config.stash:
+        config.stash[COMPILED].cleanup()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """The profile of the tests marked fuzz: what fails is small as it is, and not made smaller for minutes."""
+    if hasattr(config, "workerinput"):
+        share_compilations(config.workerinput["compiled"])
+    else:
+        config.stash[COMPILED] = tempfile.TemporaryDirectory(prefix="compiled")
+        share_compilations(config.stash[COMPILED].name)
     settings.register_profile(
         "fuzz",
         max_examples=config.getoption("--fuzz-examples"),
