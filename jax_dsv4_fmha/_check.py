@@ -130,11 +130,14 @@ def _wanted(names: list[str], dims: Mapping[str, Any], dtypes: tuple[Any, ...]) 
     return f"{' or '.join(str(t) for t in dtypes)}[{sizes}]" + ("" if sizes.count("=") == len(names) else ", each >= 1")
 
 
-def heads(op: str, h_q: Any, h_kv: Any, s_q: Any, s_kv: Any) -> None:
+def heads(op: str, h_q: Any, h_kv: Any, s_q: Any, s_kv: Any, names: tuple[str, str] = ("q", "k")) -> None:
+    """`names` are what the caller calls q and k."""
     if h_q % h_kv != 0:
         heads_first = h_q > s_q and (s_q % s_kv == 0 or s_q % h_kv == 0)
-        wanted = f"a multiple of the {h_kv} heads of k" + _HEADS_FIRST * heads_first
-        raise error(ValueError, op, "q", f"{h_q} heads of {s_q} queries", wanted)
+        wanted = (
+            f"a multiple of the {h_kv} heads of {names[1]}" + _HEADS_FIRST.replace(" q ", f" {names[0]} ") * heads_first
+        )
+        raise error(ValueError, op, names[0], f"{h_q} heads of {s_q} queries", wanted)
 
 
 def sink(op: str, x: Any, dims: dict[str, Any]) -> jax.Array | None:

@@ -138,3 +138,19 @@ def test_errors(kwargs, error, message):
 def test_a_traced_mask_is_refused():
     with pytest.raises(NotImplementedError, match=r"got a traced bool.*wanted a mask known while tracing"):
         jax.jit(lambda mask: dot_product_attention(*operands(), mask=mask))(np.ones((1, 1, T, S), bool))
+
+
+def test_errors_name_the_operands_as_here():
+    q, k, v = operands()
+    with pytest.raises(
+        ValueError, match=rf"^dot_product_attention: query: got {N} heads of {T} queries, .* heads of key"
+    ):
+        dot_product_attention(q, k[:, :, :1].repeat(3, 2), v[:, :, :1].repeat(3, 2))
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,), devices=jax.devices("cpu")[:2])
+    sharded = jax.device_put(k, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "x")))
+    with pytest.raises(
+        ValueError, match="^dot_product_attention: key: got s_kv sharded over x, wanted that axis whole"
+    ):
+        dot_product_attention(
+            jax.device_put(q, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())), sharded, sharded
+        )

@@ -145,7 +145,7 @@ def test_error(op, wrong, error, message):
     ],
 )
 def test_heads_before_queries_are_noticed(op, given):
-    with pytest.raises(ValueError, match=f"^{op}: .*; it would fit if q were .b, h_q, s_q, d., and q is to be"):
+    with pytest.raises(ValueError, match=f"^{op}: .*; it would fit if (q|query) were .b, h_q, s_q, d., and"):
         call(op, **{**CALLS[op], **given})
 
 
