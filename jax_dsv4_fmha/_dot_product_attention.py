@@ -63,7 +63,7 @@ def dot_product_attention(
     is_shared = value is key
     key = _check.operand(_OP, "key", key, f"{batch}s k h", dims, (query.dtype,))
     value = _check.operand(_OP, "value", value, f"{batch}s k h", dims, (query.dtype,))
-    _check.heads(_OP, *(dims[name] for name in "nkts"), names=("query", "key"))
+    _check.heads(_OP, dims["n"], dims["k"], dims["t"], dims["s"], ("query", "key"))
     if bias is not None:
         raise _check.error(NotImplementedError, _OP, "bias", bias, "None")
     for name, x in (("is_causal", is_causal), ("return_residual", return_residual)):

@@ -149,7 +149,7 @@ def test_errors_name_the_operands_as_here():
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,), devices=jax.devices("cpu")[:2])
     sharded = jax.device_put(k, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "x")))
     with pytest.raises(
-        ValueError, match="^dot_product_attention: key: got s_kv sharded over x, wanted that axis whole"
+        ValueError, match=r"^dot_product_attention: key: got s_kv sharded over x, wanted that axis whole"
     ):
         dot_product_attention(
             jax.device_put(q, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())), sharded, sharded
