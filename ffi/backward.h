@@ -1,12 +1,15 @@
 // Every call of attention's gradient: check the operands, look its kernel up, clear what it adds to, launch it.
 //
 // q and dout [b, s_q, h_q, d], lse, weight and delta f32 [b, s_q, h_q], over the keys of `count` sources (operands.h)
-// -> dq like q, and for each source dkv, f32 like its keys. With P = exp(S - lse),
+// -> dq like q, and for each source dkv, f32 like its keys. Where resolution, f32 [n], has a number, sums of dkv are the
+// same in any order: 64-bit integers, u32 [..., 2] like the keys, of which so many are 1. With P = exp(S - lse),
 //
 //   dS = scale P * (weight dout K' - delta)        dq = dS K        dkv = dS' Q + (weight P)' dout
 //
 // A row whose lse is -inf sees no key, and what else is said of it is not read.
 #pragma once
+
+#include <vector>
 
 #include "backward_plan.h"
 #include "launch.h"
@@ -19,7 +22,7 @@ struct Backward {
   const char* op;
   bool shared_kv;  // one array is K and V
   bool kv_heads;   // keys are [b, s_kv, h_kv, d], not [b, s_kv, d]
-  Operand q, dout, lse, weight, delta;
+  Operand q, dout, lse, weight, delta, resolution;
   Sources sources;
   float scale;
   Operand dq{}, dkv[count]{};
@@ -41,7 +44,10 @@ struct Backward {
     ((dkv[i++] = {"dkv", *to_dkv}), ...);
   }
 
-  // Ranks and dtypes of start, stop, indices, length, lse, weight and delta were checked where they were decoded.
+  bool deterministic() const { return resolution.dimensions[0] != 0; }
+
+  // Ranks and dtypes of start, stop, indices, length, lse, weight, delta and resolution were checked where they were
+  // decoded.
   ffi::Error Check(AttentionShape* shape) const {
     ffi::Error error = CheckAttention(q, sources, kv_heads, /*splits=*/1, shape);
     if (error.failure()) return error;
@@ -54,8 +60,11 @@ struct Backward {
     }
     for (const Operand& x : {lse, weight, delta}) expect.Shape(x, {q.dimensions.begin(), 3});
     for (int i = 0; i < count; ++i) {
-      expect.Shape(dkv[i], sources.items[i].k.dimensions);
-      expect.DtypeOf(lse, dkv[i]);
+      const Ints keys = sources.items[i].k.dimensions;
+      std::vector<int64_t> sums(keys.begin(), keys.end());
+      if (deterministic()) sums.push_back(2);
+      expect.Shape(dkv[i], Ints(sums.data(), sums.size()));
+      expect.Dtype(dkv[i], deterministic() ? ffi::U32 : ffi::F32);
       expect.Aligned(dkv[i]);
     }
     return expect.error();
@@ -63,7 +72,11 @@ struct Backward {
 
   ffi::Error Find(const Device& device, const AttentionShape& shape, Launcher** launcher) const {
     const RowShape& rows = shape.rows;
-    const BackwardChoices call{.d = rows.d, .dtype = q.dtype, .shared_kv = shared_kv, .max_heads = rows.h_q};
+    const BackwardChoices call{.d = rows.d,
+                               .dtype = q.dtype,
+                               .shared_kv = shared_kv,
+                               .deterministic = deterministic(),
+                               .max_heads = rows.h_q};
     return LookUp(op, device, call, launcher);
   }
 
@@ -91,6 +104,7 @@ struct Backward {
                          .lse = lse.data,
                          .weight = weight.data,
                          .delta = delta.data,
+                         .resolution = resolution.data,
                          .sources = {},
                          .dkv = {}};
     for (int i = 0; i < count; ++i) at.sources[i] = sources.items[i].at(), at.dkv[i] = dkv[i].data;

@@ -12,8 +12,9 @@ namespace dsv4_fmha {
 struct BackwardAddresses {
   void *q, *dout, *dq;
   void *lse, *weight, *delta;  // f32 [b, s_q, h_q]
+  void* resolution;            // f32 [1] where sums are in fixed point
   SourceAddresses sources[kMaxSources];
-  void* dkv[kMaxSources];  // f32 like the keys: added to
+  void* dkv[kMaxSources];  // like the keys: added to
 };
 
 // Returns why it cannot: empty on success.
@@ -31,7 +32,7 @@ inline std::string PlanBackward(const AttentionShape& shape, float scale, const 
   plan->grid = n.grid;
   SetTiling(shape.rows, n, &x);
   x.q = at.q, x.dout = at.dout, x.dq = at.dq;
-  x.lse = at.lse, x.weight = at.weight, x.delta = at.delta;
+  x.lse = at.lse, x.weight = at.weight, x.delta = at.delta, x.resolution = at.resolution;
   x.scale = scale;
   return "";
 }

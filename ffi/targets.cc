@@ -15,6 +15,7 @@ using PerQuery = ffi::Buffer<ffi::S32, 2>;
 using PerQueryList = ffi::Buffer<ffi::S32, 3>;
 using PerHead = ffi::Buffer<ffi::F32, 1>;
 using PerRow = ffi::Buffer<ffi::F32, 3>;
+using Numbers = ffi::Buffer<ffi::F32, 1>;
 using Scale = ffi::Attr<float, kScale>;
 
 Forward Fwd(Array q, Array k, Array v, PerQuery start, PerQuery stop, PerHead sink, Scale scale) {
@@ -82,7 +83,7 @@ Forward Dsv4Decode(Array q, Array window_kv, PerQueryList window_indices, PerQue
 
 template <int count>
 Backward<count> OfLatents(const char* op, bool kv_heads, Array& q, Array& dout, PerRow& lse, PerRow& weight,
-                          PerRow& delta, const Source (&sources)[count], Scale& scale) {
+                          PerRow& delta, Numbers& resolution, const Source (&sources)[count], Scale& scale) {
   Backward<count> call{.op = op,
                        .shared_kv = true,
                        .kv_heads = kv_heads,
@@ -91,36 +92,39 @@ Backward<count> OfLatents(const char* op, bool kv_heads, Array& q, Array& dout, 
                        .lse = {"lse", lse},
                        .weight = {"weight", weight},
                        .delta = {"delta", delta},
+                       .resolution = {"resolution", resolution},
                        .sources = {},
                        .scale = *scale};
   for (const Source& source : sources) call.sources.items[call.sources.count++] = source;
   return call;
 }
 
-Backward<1> Bwd(Array q, Array dout, PerRow lse, PerRow weight, PerRow delta, Array kv, PerQuery start, PerQuery stop,
-                Scale scale) {
+Backward<1> Bwd(Array q, Array dout, PerRow lse, PerRow weight, PerRow delta, Numbers resolution, Array kv,
+                PerQuery start, PerQuery stop, Scale scale) {
   const Source keys = LatentSpan({"kv", kv}, {"start", start}, {"stop", stop});
-  return OfLatents("bwd", /*kv_heads=*/true, q, dout, lse, weight, delta, {keys}, scale);
+  return OfLatents("bwd", /*kv_heads=*/true, q, dout, lse, weight, delta, resolution, {keys}, scale);
 }
 
-Backward<1> SparseBwd(Array q, Array dout, PerRow lse, PerRow weight, PerRow delta, Array kv, PerQueryList indices,
-                      PerQuery length, Scale scale) {
+Backward<1> SparseBwd(Array q, Array dout, PerRow lse, PerRow weight, PerRow delta, Numbers resolution, Array kv,
+                      PerQueryList indices, PerQuery length, Scale scale) {
   const Source keys = LatentSelection({"kv", kv}, {"indices", indices}, {"length", length});
-  return OfLatents("sparse_bwd", /*kv_heads=*/false, q, dout, lse, weight, delta, {keys}, scale);
+  return OfLatents("sparse_bwd", /*kv_heads=*/false, q, dout, lse, weight, delta, resolution, {keys}, scale);
 }
 
-Backward<2> Dsv4SparseBwd(Array q, Array dout, PerRow lse, PerRow weight, PerRow delta, Array window_kv, PerQuery start,
-                          PerQuery stop, Array kv, PerQueryList indices, PerQuery length, Scale scale) {
+Backward<2> Dsv4SparseBwd(Array q, Array dout, PerRow lse, PerRow weight, PerRow delta, Numbers resolution,
+                          Array window_kv, PerQuery start, PerQuery stop, Array kv, PerQueryList indices,
+                          PerQuery length, Scale scale) {
   const Source window = LatentSpan({"window_kv", window_kv}, {"start", start}, {"stop", stop});
   const Source keys = LatentSelection({"kv", kv}, {"indices", indices}, {"length", length});
-  return OfLatents("dsv4_sparse_bwd", /*kv_heads=*/false, q, dout, lse, weight, delta, {window, keys}, scale);
+  return OfLatents("dsv4_sparse_bwd", /*kv_heads=*/false, q, dout, lse, weight, delta, resolution, {window, keys}, scale);
 }
 
-Backward<2> Dsv4DenseBwd(Array q, Array dout, PerRow lse, PerRow weight, PerRow delta, Array window_kv, PerQuery start,
-                         PerQuery stop, Array kv, PerQuery start2, PerQuery stop2, Scale scale) {
+Backward<2> Dsv4DenseBwd(Array q, Array dout, PerRow lse, PerRow weight, PerRow delta, Numbers resolution,
+                         Array window_kv, PerQuery start, PerQuery stop, Array kv, PerQuery start2, PerQuery stop2,
+                         Scale scale) {
   const Source window = LatentSpan({"window_kv", window_kv}, {"start", start}, {"stop", stop});
   const Source keys = LatentSpan({"kv", kv}, {"start2", start2}, {"stop2", stop2});
-  return OfLatents("dsv4_dense_bwd", /*kv_heads=*/false, q, dout, lse, weight, delta, {window, keys}, scale);
+  return OfLatents("dsv4_dense_bwd", /*kv_heads=*/false, q, dout, lse, weight, delta, resolution, {window, keys}, scale);
 }
 
 // ---- the lightning indexer

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from jax_dsv4_fmha import _fixed_point
 from tests import gradients, native
 
 from .launch import Kernel, machine
@@ -24,22 +25,28 @@ class Launch:
     machine: Machine
     operands: gradients.Operands
     scale: float
+    resolution: Array  # empty where sums are in floating point
 
     def run(self) -> tuple[Array, ...]:
         """dq, and for every source dkv."""
         self.machine.run()
         attention, memory = self.operands.attention, self.machine.memory
-        dq, results = memory.named("dq"), []
+        written = memory.named("dq")
+        dq = written.bytes[: written.size].view(attention.q.dtype).reshape(attention.q.shape)
+        results = []
         for i, keys in enumerate(attention.sources):
-            dkv = memory.named(f"dkv{i}")
-            results.append(dkv.bytes[: dkv.size].view(np.float32).reshape(keys.k.shape))
-        return dq.bytes[: dq.size].view(attention.q.dtype).reshape(attention.q.shape), *results
+            sums = memory.named(f"dkv{i}")
+            dkv = sums.bytes[: sums.size].view(np.uint32 if len(self.resolution) else np.float32)
+            if len(self.resolution):
+                dkv = np.asarray(_fixed_point.to_float32(dkv.reshape(-1, 2), self.resolution, dq))
+            results.append(dkv.reshape(keys.k.shape))
+        return dq, *results
 
     def added(self) -> list[Array]:
         """How often a number of each dkv was added to."""
-        memory = self.machine.memory
+        memory, words = self.machine.memory, 1 + len(self.resolution)
         return [
-            additions(memory.named(f"dkv{i}"))[: keys.k.size].reshape(keys.k.shape)
+            additions(memory.named(f"dkv{i}"))[: keys.k.size * words : words].reshape(keys.k.shape)
             for i, keys in enumerate(self.operands.attention.sources)
         ]
 
@@ -48,15 +55,20 @@ def launch(kernel: Kernel, x: gradients.Operands, *, processors: int = 2, seed: 
     """On so many processors; `how` as in `launch.machine`."""
     a, memory, scale = x.attention, new_memory(), kernel.variant.d**-0.5
     given = {"q": a.q, "dout": x.do, "lse": x.lse, "weight": x.weight, "delta": x.delta}
+    resolution = np.zeros(0, np.float32)
+    if kernel.variant.deterministic:
+        keys = [keys.k for keys in a.sources]
+        resolution = np.asarray(_fixed_point.resolution(a.q, x.do, x.lse, x.delta, keys, scale))
+        given["resolution"] = resolution
     for i, keys in enumerate(a.sources):
         given |= {f"k{i}": keys.k, f"from{i}": keys.seen_from, f"to{i}": keys.seen_to}
     addresses = {name: memory.add(name, array) for name, array in given.items()}
     addresses["dq"] = memory.add("dq", None, a.q.nbytes)
     for i, keys in enumerate(a.sources):
-        addresses[f"dkv{i}"] = add_cleared(memory, f"dkv{i}", keys.k.size * 4)
+        addresses[f"dkv{i}"] = add_cleared(memory, f"dkv{i}", keys.k.size * (4 + 4 * len(resolution)))
     tiles = {name: kernel.facts[name] for name in ("tile_m", "tile_n", "cluster")}
     plan = native.plan(kernel.variant, a.shape, scale, **tiles, processors=processors, addresses=addresses)
-    return Launch(machine(kernel, plan, memory, seed=seed, **how), x, scale)
+    return Launch(machine(kernel, plan, memory, seed=seed, **how), x, scale, resolution)
 
 
 def judge(run: Launch, got: tuple[Array, ...]) -> None:

@@ -27,34 +27,37 @@ def add_cleared(memory: GlobalMemory, name: str, size: int) -> int:
 
 
 def additions(buffer: Buffer) -> Array:
-    """How often each float32 of a buffer was added to."""
+    """How often each number of a buffer was added to, where each of its words begins."""
     return buffer.extra.setdefault("additions", np.zeros(len(buffer.bytes) // 4, np.int32))
 
 
 @instruction("red.relaxed.gpu.global.add")
 def reduce(i: Instruction, d: Decoder) -> Step:
-    """Of one, two or four float32 a lane. The lanes go in any order."""
-    i.only("v2", "v4", "f32")
+    """Of one, two or four float32 a lane, or a 64-bit integer. The lanes go in any order."""
+    i.only("v2", "v4", "f32", "u64")
     count = next((int(m[1:]) for m in i.mods if m in ("v2", "v4")), 1)
-    values = d.vector(i.args[1], "f32")
-    if len(values) != count or i.mods[-1] != "f32":
+    kind, dtype = i.mods[-1], {"f32": np.float32, "u64": np.uint64}.get(i.mods[-1])
+    values = [d.slot(i.args[1], "b64")] if kind == "u64" else d.vector(i.args[1], "f32")
+    if len(values) != count or dtype is None or (kind == "u64" and count > 1):
         raise d.fail(i.opcode)
     base, offset = d.address(i.args[0])
+    size = np.dtype(dtype).itemsize
 
     def step(w: Warp) -> None:
         at = addresses(w, base, offset, "an address")
         for slot in values:
             w.demand(slot, "what is added to global memory")
-        given = np.stack([w.read(slot, np.float32)[w.lanes] for slot in values], 1)
-        for buffer, which, offsets in w.machine.memory.find_all(at, 4 * count, "adds"):
+        given = np.stack([w.read(slot, dtype)[w.lanes] for slot in values], 1)
+        for buffer, which, offsets in w.machine.memory.find_all(at, size * count, "adds"):
             order = w.machine.rng.sample(range(len(which)), len(which))
-            words = (offsets[order, None] // 4 + np.arange(count)).ravel()
+            numbers = (offsets[order, None] // size + np.arange(count)).ravel()
+            words = numbers * (size // 4)
             w.atomic = True
             try:
-                buffer.change(w, words)
+                buffer.change(w, (words[:, None] + np.arange(size // 4)).ravel())
             finally:
                 w.atomic = False
-            np.add.at(buffer.bytes.view(np.float32), words, given[which[order]].ravel())
+            np.add.at(buffer.bytes.view(dtype), numbers, given[which[order]].ravel())
             np.add.at(additions(buffer), words, 1)
 
     return step

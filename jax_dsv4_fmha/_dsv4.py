@@ -30,6 +30,7 @@ def dsv4_attention(
     scale: float | None = None,
     method: _check.Method | None = None,
     implementation: _check.Implementation | None = None,
+    deterministic: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """The attention of one DeepSeek-V4 layer: sliding window, compressed entries and sink under one softmax.
 
@@ -62,6 +63,7 @@ def dsv4_attention(
       method: "two_pass" merges a launch for the window with one for the compressed cache. "fused" is one launch, and
         rounds o once. None is "fused" where it is built for the operands. A window alone is one launch of `fmha`.
       implementation: as in `fmha`, for every launch. "reference" is the definition, whatever the method.
+      deterministic: as in `fmha`.
 
     Returns:
       o like q and lse float32 `[b, s_q, h_q]`, as in `fmha`.
@@ -125,7 +127,7 @@ def dsv4_attention(
     if method == "fused" and not is_built:
         wanted = "'two_pass', or operands that a fused kernel is built for"
         raise _check.not_built(op, "method", f"'fused' for {q.dtype.name}, d={dims['d']}", wanted)
-    run = functools.partial(attend, op, q, scale=scale, implementation=implementation)
+    run = functools.partial(attend, op, q, scale=scale, implementation=implementation, deterministic=deterministic)
     if len(sources) == 1 or (is_built and method != "two_pass"):
         return run(sources, sink=sink)
     return merged([run([source], sink=None) for source in sources], sink, op)

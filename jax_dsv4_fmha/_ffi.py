@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from . import _fixed_point
 from ._split_kv import architecture, processors, split_count
 
 _TARGETS = (
@@ -290,7 +291,8 @@ def _call(target: str, splits: int, scale: float, q: jax.Array, *operands: jax.A
 
 # Its gradient, where V is K. All take do like q, and of every row of q lse, weight and delta, float32 `[b, s_q, h_q]`,
 # as `_transforms` has them, and return dq like q and for every source float32 gradients like its keys. Rows whose lse
-# is -inf see no key; what else is said of them may be anything. Sums over queries and heads are in no fixed order.
+# is -inf see no key; what else is said of them may be anything. Sums over queries and heads are in no fixed order,
+# unless deterministic: then they are the same in any, and where dq is not finite throughout, NaN.
 
 
 def bwd(
@@ -304,9 +306,10 @@ def bwd(
     stop: jax.Array,
     *,
     scale: float,
+    deterministic: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Of `fwd` over `kv [b, s_kv, h_kv, d]`, both K and V: (dq, dkv)."""
-    return _call_backward("bwd", scale, (kv,), q, do, lse, weight, delta, kv, start, stop)
+    return _call_backward("bwd", scale, deterministic, (kv,), q, do, lse, weight, delta, kv, start, stop)
 
 
 def sparse_bwd(
@@ -320,9 +323,10 @@ def sparse_bwd(
     length: jax.Array,
     *,
     scale: float,
+    deterministic: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Of `sparse_fwd`: (dq, dkv)."""
-    return _call_backward("sparse_bwd", scale, (kv,), q, do, lse, weight, delta, kv, indices, length)
+    return _call_backward("sparse_bwd", scale, deterministic, (kv,), q, do, lse, weight, delta, kv, indices, length)
 
 
 def dsv4_sparse_bwd(
@@ -339,10 +343,12 @@ def dsv4_sparse_bwd(
     length: jax.Array,
     *,
     scale: float,
+    deterministic: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Of `dsv4_sparse_fwd`: (dq, dwindow_kv, dkv)."""
     operands = (window_kv, start, stop, kv, indices, length)
-    return _call_backward("dsv4_sparse_bwd", scale, (window_kv, kv), q, do, lse, weight, delta, *operands)
+    rows = (q, do, lse, weight, delta)
+    return _call_backward("dsv4_sparse_bwd", scale, deterministic, (window_kv, kv), *rows, *operands)
 
 
 def dsv4_dense_bwd(
@@ -359,17 +365,34 @@ def dsv4_dense_bwd(
     stop2: jax.Array,
     *,
     scale: float,
+    deterministic: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Of `dsv4_dense_fwd`: (dq, dwindow_kv, dkv)."""
     operands = (window_kv, start, stop, kv, start2, stop2)
-    return _call_backward("dsv4_dense_bwd", scale, (window_kv, kv), q, do, lse, weight, delta, *operands)
+    rows = (q, do, lse, weight, delta)
+    return _call_backward("dsv4_dense_bwd", scale, deterministic, (window_kv, kv), *rows, *operands)
 
 
 def _call_backward(
-    target: str, scale: float, keys: tuple[jax.Array, ...], q: jax.Array, *operands: jax.Array
+    target: str,
+    scale: float,
+    deterministic: bool,
+    keys: tuple[jax.Array, ...],
+    q: jax.Array,
+    do: jax.Array,
+    lse: jax.Array,
+    weight: jax.Array,
+    delta: jax.Array,
+    *seen: jax.Array,
 ) -> tuple[jax.Array, ...]:
-    results = (jax.ShapeDtypeStruct(q.shape, q.dtype), *(jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in keys))
-    return tuple(jax.ffi.ffi_call(f"dsv4_fmha_{target}", results)(q, *operands, scale=np.float32(scale)))
+    sums: list[jax.ShapeDtypeStruct] = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in keys]
+    resolution = jnp.zeros(0, jnp.float32)
+    if deterministic:
+        sums = [jax.ShapeDtypeStruct((*x.shape, 2), jnp.uint32) for x in keys]
+        resolution = _fixed_point.resolution(q, do, lse, delta, keys, scale)
+    call = jax.ffi.ffi_call(f"dsv4_fmha_{target}", (jax.ShapeDtypeStruct(q.shape, q.dtype), *sums))
+    dq, *dkv = call(q, do, lse, weight, delta, resolution, *seen, scale=np.float32(scale))
+    return dq, *(_fixed_point.to_float32(x, resolution, dq) if deterministic else x for x in dkv)
 
 
 # The lightning indexer

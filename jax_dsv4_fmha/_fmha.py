@@ -19,6 +19,7 @@ def fmha(
     sink: jax.Array | None = None,
     scale: float | None = None,
     implementation: _check.Implementation | None = None,
+    deterministic: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Fused multi-head attention with a sink; each query attends to the keys that a Span shows.
 
@@ -35,6 +36,8 @@ def fmha(
       implementation: "cubin" and "reference" insist. None takes the kernel where the platform is CUDA and the kernel is
         built for the device, and the reference elsewhere. "reference" is plain `jnp`, with derivatives of every order
         and mode; the others have reverse mode once, and keep to their devices under any mesh (docs/transforms.md).
+      deterministic: whether gradients are to have the same bits every time, which costs time where a kernel adds to
+        what keys have in memory (docs/performance.md). The forward pass always has them.
 
     Returns:
       o like q, 0 where a query sees no key; lse float32 `[b, s_q, h_q]`, natural log, without the sink, -inf there.
@@ -62,4 +65,4 @@ def fmha(
         return reference.fmha(q, k, v, span=Span(start, stop), sink=sink, scale=scale)
     names = ("k", "span.start", "span.stop") if v is None else ("k", "v", "span.start", "span.stop")
     source = SpanSource(k, start, stop, v, names)
-    return attend(op, q, [source], sink=sink, scale=scale, implementation=implementation)
+    return attend(op, q, [source], sink=sink, scale=scale, implementation=implementation, deterministic=deterministic)

@@ -163,6 +163,7 @@ def attend(
     implementation: _check.Implementation | None,
     differentiable: bool = True,
     names: tuple[str, str] = ("q", "sink"),
+    deterministic: bool = False,
 ) -> reference.Attention:
     """One softmax over the keys of all sources and the sink.
 
@@ -174,13 +175,17 @@ def attend(
       implementation: None or "cubin".
       differentiable: whether there is a gradient; without, asking for it is an error.
       names: what the caller calls q and sink.
+      deterministic: whether the gradient is the same bits every time.
 
     Returns:
       o like q, rounded once, and lse float32 `[b, s_q, h_q]`, without the sink.
 
     Raises:
-      NotImplementedError: "cubin", and no kernel is built for these sources.
+      NotImplementedError: "cubin", and no kernel is built for these sources; or a gradient that is to be deterministic
+        would be a scatter of XLA's, on a GPU.
     """
+    if not isinstance(deterministic, bool):
+        raise _check.error(TypeError, op, "deterministic", deterministic, "a bool")
     if len(sources) == 1 and isinstance(sources[0], SpanSource) and sources[0].keys.ndim == 3:
         sources = [dataclasses.replace(sources[0], keys=sources[0].keys[:, :, None])]
     leaves, tree = jax.tree.flatten(tuple(sources))
@@ -196,10 +201,15 @@ def attend(
     if not differentiable:
         o, lse = forward(Call(attention, when, params, fit), q, *leaves, sink[None])
         return o, lse
-    archs, row = _built(BACKWARD.get(kinds), q, kinds), BACKWARD.get(kinds)
+    row = BACKWARD.get(kinds)
+    archs = _built(row, q, kinds, **_same_bits(deterministic))
     when_backward = choose_backward(when, archs)
+    if deterministic and when_backward == "never" and "selection" in kinds and _ffi.local_architectures():
+        wanted = "operands that a kernel for it is built for, or 'reference' and --xla_gpu_deterministic_ops"
+        raise _check.not_built(op, "deterministic", f"True for {got}", wanted)
     fit_backward = Fit(got, row.op if row else "", archs)
-    run = Differentiable(Call(attention, when, params, fit), Call(its_gradient, when_backward, params, fit_backward))
+    backward = Call(its_gradient, when_backward, (*params, *_same_bits(deterministic).items()), fit_backward)
+    run = Differentiable(Call(attention, when, params, fit), backward)
     return run(q, *leaves, sink[None])
 
 
@@ -216,10 +226,15 @@ def _kinds(sources: Sequence[Source]) -> tuple[str, ...]:
     return tuple(source.kind for source in sources)
 
 
-def _built(kernel: "Kernel | None", q: jax.Array, kinds: tuple[str, ...]) -> tuple[str, ...]:
+def _built(kernel: "Kernel | None", q: jax.Array, kinds: tuple[str, ...], **choices: Any) -> tuple[str, ...]:
     if kernel is None:
         return ()
-    return _ffi.built_for(kernel.op, d=q.shape[-1], dtype=q.dtype.name, shared_kv="apart" not in kinds)
+    return _ffi.built_for(kernel.op, d=q.shape[-1], dtype=q.dtype.name, shared_kv="apart" not in kinds, **choices)
+
+
+def _same_bits(deterministic: bool) -> dict[str, Any]:
+    """What a kernel of the gradient is asked for."""
+    return {"deterministic": True} if deterministic else {}
 
 
 # Kernels, by kinds of sources
@@ -291,16 +306,16 @@ def _ops(op: str, names: tuple[str, str], tree: Any, axes: tuple[Axes, ...], kin
         row = FORWARD[kinds]
         return row.run(q, *row.operands(*tree.unflatten(leaves)), sink, scale=scale)
 
-    def backward(q: Any, *operands: Any, scale: float) -> Arrays:
+    def backward(q: Any, *operands: Any, scale: float, **_: Any) -> Arrays:
         *leaves, do, lse, weight, delta = operands
         parts = [x.gradient(q, do, lse, weight, delta, scale=scale) for x in tree.unflatten(leaves)]
         dq = functools.reduce(lambda x, y: x + y, [dq for dq, *_ in parts])
         return dq.astype(q.dtype), *(x for _, *of_keys in parts for x in of_keys)
 
-    def backward_kernel(q: Any, *operands: Any, scale: float) -> Arrays:
+    def backward_kernel(q: Any, *operands: Any, **params: Any) -> Arrays:
         *leaves, do, lse, weight, delta = operands
         row = BACKWARD[kinds]
-        return row.run(q, do, lse, weight, delta, *row.operands(*tree.unflatten(leaves)), scale=scale)
+        return row.run(q, do, lse, weight, delta, *row.operands(*tree.unflatten(leaves)), **params)
 
     q_axes, sink_axes = Axes(names[0], _Q.axes), Axes(names[1], SINK.axes)
     attention = Op(op, (q_axes, *axes, sink_axes), RESULTS, definition, kernel if kinds in FORWARD else None)

@@ -20,6 +20,7 @@ def sparse_fmha(
     sink: jax.Array | None = None,
     scale: float | None = None,
     implementation: _check.Implementation | None = None,
+    deterministic: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Sparse (top-k) attention: each query attends to the keys that its row of `indices` names.
 
@@ -31,7 +32,7 @@ def sparse_fmha(
       kv: `[b, s_kv, d]` in q's dtype; or `[s_kv, d]`, a pool in which every sequence has its keys.
       indices: int32 `[b, s_q, topk]`; an entry below 0 or not below s_kv is absent.
       topk_length: int32 `[b, s_q]`; entries from there on are absent too.
-      sink, scale, implementation: as in `fmha`.
+      sink, scale, implementation, deterministic: as in `fmha`.
 
     Returns:
       o like q and lse float32 `[b, s_q, h_q]`, as in `fmha`.
@@ -61,7 +62,9 @@ def sparse_fmha(
         rows, indices, topk_length = (_of_one(op, name, x) for name, x in given)
         kv = kv[None]
     source = SelectionSource(kv, indices, topk_length, ("kv", "indices", "topk_length"))
-    o, lse = attend(op, rows, [source], sink=sink, scale=scale, implementation=implementation)
+    o, lse = attend(
+        op, rows, [source], sink=sink, scale=scale, implementation=implementation, deterministic=deterministic
+    )
     return (_of_all(o, q.shape), _of_all(lse, q.shape[:-1])) if is_pool else (o, lse)
 
 

@@ -209,8 +209,9 @@ class Backward(Variant):
     """The gradient of attention: q, dout, what a row's softmax left, keys from one or more sources; dq, and dkv."""
 
     d: int
-    dtype: str  # of q, dout, dq and the keys; dkv is float32
+    dtype: str  # of q, dout, dq and the keys; dkv is float32, or 64-bit fixed point
     shared_kv: bool
+    deterministic: bool = False  # sums of dkv in fixed point, the same in any order
     max_heads: int = ANY  # of q that it takes
 
     family = "backward"
@@ -229,7 +230,7 @@ class Backward(Variant):
 
     @property
     def params(self) -> Params:
-        params = each("address", "q", "dout", "dq", "lse", "weight", "delta") + each("float32", "scale")
+        params = each("address", "q", "dout", "dq", "lse", "weight", "delta", "resolution") + each("float32", "scale")
         for i, kind in enumerate(self.sources):
             seen = ("start", "stop") if kind == "span" else ("indices", "length")
             params += each("address", "k", "dkv", *seen, source=i) + each("int32", "s_kv", "s_batch", "topk", source=i)

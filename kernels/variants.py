@@ -33,7 +33,12 @@ VARIANTS: tuple[Variant, ...] = (
         Forward("dsv4_decode_fp8", "sm_90a", LATENT, 512, "bfloat16", shared_kv=True, max_heads=heads)
         for heads in (64, ANY)
     ),
-    *(Backward(op, "sm_90a", LATENT_BACKWARD, 512, dtype, shared_kv=True) for op in BACKWARD_OPS for dtype in DTYPES),
+    *(
+        Backward(op, "sm_90a", LATENT_BACKWARD, 512, dtype, shared_kv=True, deterministic=deterministic)
+        for deterministic in (False, True)
+        for op in BACKWARD_OPS
+        for dtype in DTYPES
+    ),
     # a tile of rows has all heads of a query, and keys that no other has
     *(
         Backward(op, "sm_90a", LATENT_BACKWARD, 512, dtype, shared_kv=True, max_heads=64)

@@ -109,7 +109,7 @@ class _ShownLaunch(ctypes.Structure):
 _OF_SOURCES = tuple(f"{name}{i}" for i in range(2) for name in ("k", "v", "from", "to"))
 ADDRESSES = {
     "forward": ("q", "o", "sink", "lse", "o_parts", "lse_parts", *_OF_SOURCES),
-    "backward": ("q", "dout", "dq", "lse", "weight", "delta", *_OF_SOURCES, "dkv0", "dkv1"),
+    "backward": ("q", "dout", "dq", "lse", "weight", "delta", "resolution", *_OF_SOURCES, "dkv0", "dkv1"),
 }
 """What a launch of a family points to: from and to are start and stop of a span, indices and length of a selection"""
 

@@ -6,13 +6,14 @@ rows have so few elements that none of them is rounded by as much.
 """
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_dsv4_fmha import _ffi, _sources
+from jax_dsv4_fmha import _ffi, _sources, dsv4_attention, fmha, sparse_fmha
 from jax_dsv4_fmha._testing import cases
 from jax_dsv4_fmha._testing.cases import Case
 
@@ -102,6 +103,40 @@ def test_gradients_by_kernels(case, method, only, cuda, monkeypatch):
         assert distance.max() <= bound, (name, distance.max(), bound)
         if name != "sink":  # which is a sum over o as it was rounded, with a kernel for the gradient or without
             assert cos_diff(x, want[name]) < 1e-5, (name, cos_diff(x, want[name]))
+
+
+@pytest.mark.parametrize("op", ["fmha", "sparse_fmha", "sparse layer", "dense layer"])
+def test_deterministic_gradients_have_the_same_bits(op, cuda):
+    """20 times, of sums over many queries and heads; they are what the others are but for rounding."""
+    if not _ffi.built_for("bwd", d=512, deterministic=True):
+        pytest.skip("no deterministic kernel")
+    keys = jax.random.split(jax.random.key(0), 5)
+    q, do = (jax.random.normal(key, (1, 300, 72, 512), jnp.bfloat16) for key in keys[:2])
+    kv, window_kv = (
+        jax.random.normal(key, (1, n, 512), jnp.bfloat16) for key, n in zip(keys[2:4], (90, 300), strict=True)
+    )
+    indices = jax.random.randint(keys[4], (1, 300, 64), -5, 95, jnp.int32)
+    sink = jnp.linspace(-1, 1, 72)
+
+    def gradients(deterministic, q, kv, window_kv, sink):
+        how = {"sink": sink, "implementation": "cubin", "deterministic": deterministic}
+        calls = {
+            "fmha": lambda: fmha(q, kv[:, :, None], **how),
+            "sparse_fmha": lambda: sparse_fmha(q, kv, indices, **how),
+            "sparse layer": lambda: dsv4_attention(q, window_kv, kv, indices=indices, **how),
+            "dense layer": lambda: dsv4_attention(q, window_kv, kv, ratio=3, **how),
+        }
+        o, lse = calls[op]()
+        return jnp.sum(o.astype(jnp.float32) * do) + jnp.sum(jnp.sin(lse))
+
+    f = {x: jax.jit(jax.grad(partial(gradients, x), range(4))) for x in (True, False)}
+    first, *others = (jax.tree.map(np.asarray, f[True](q, kv, window_kv, sink)) for _ in range(20))
+    for other in others:
+        for a, b in zip(first, other, strict=True):
+            np.testing.assert_array_equal(a.view(f"u{a.itemsize}"), b.view(f"u{a.itemsize}"))
+    for a, b in zip(first, f[False](q, kv, window_kv, sink), strict=True):
+        a, b = (np.asarray(x, np.float64) for x in (a, b))
+        assert cos_diff(a, b) < 1e-5 and np.abs(a).max() < 1e3
 
 
 def test_every_kind_of_source_is_among_them():

@@ -138,3 +138,28 @@ def test_cubin_insists_on_the_backward_kernel_too():
     assert targets(lowered(backward_alone, q, k, o)) == ["bwd"]
     with pytest.raises(ValueError, match="'cubin' on platform cpu, wanted platform cuda"):
         lowered(backward_alone, q, k, o, platform="cpu")
+
+
+@BUILT
+@pytest.mark.parametrize("transform", ["grad", "vmap of a grad"])
+def test_a_deterministic_gradient_takes_a_kernel_of_its_own(transform):
+    """Which adds 64-bit integers, to all keys of the call."""
+    f = layer("fused", indices=INDICES, deterministic=True)
+    shapes = [(3, *shape) for shape in (Q, WINDOW, KV)] if transform != "grad" else (Q, WINDOW, KV)
+    text = lowered(TRANSFORMS[transform](f), *arrays(*shapes))
+    assert targets(text) == ["dsv4_sparse_bwd"]
+    (call,) = (line for line in text.splitlines() if "@dsv4_fmha_dsv4_sparse_bwd(" in line)
+    assert len(re.findall(r"x512x2xui32>", call.split("->")[1])) == 2 and "tensor<1xf32>" in call.split("->")[0]
+
+
+def test_deterministic_without_a_kernel(monkeypatch):
+    """Gradients in jnp scatter, of a selection: on a CPU in order, on a GPU not."""
+    q, kv = jnp.ones((B, S, H, 16)), jnp.ones((B, S_KV, 16))
+    f = gradient(functools.partial(sparse_fmha, indices=INDICES, deterministic=True))
+    for got, want in zip(f(q, kv), gradient(functools.partial(sparse_fmha, indices=INDICES))(q, kv), strict=True):
+        np.testing.assert_array_equal(got, want)
+    with pytest.raises(TypeError, match="deterministic: got 1, wanted a bool"):
+        sparse_fmha(q, kv, INDICES, deterministic=1)
+    monkeypatch.setattr(_ffi, "local_architectures", lambda: ("sm_90a",))
+    with pytest.raises(NotImplementedError, match="sparse_fmha: deterministic: got True for float32, d=16, wanted"):
+        sparse_fmha(q, kv, INDICES, deterministic=True)

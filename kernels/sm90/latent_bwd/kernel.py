@@ -100,6 +100,7 @@ class Config:
     chunk: int = 32  # columns of dKV that are made at a time
     under_way: int = 2  # chunks
     chunks_of_left: int = 4  # the last ones, which left makes while it waits for keys; in whole pieces
+    deterministic: bool = False  # sums of dKV in 64-bit fixed point, the same in any order
     cluster: int = 1  # CTAs with rows that have their keys in common; two add up what they make of right's chunks
 
     @property
@@ -120,6 +121,11 @@ class Config:
     def spans(self) -> int:
         """Sources of which each row may see something else of a tile of keys."""
         return 0 if self.gathers else len(self.sources)
+
+    @property
+    def sum_bytes(self) -> int:
+        """Of a number of dKV in memory."""
+        return 8 if self.deterministic else 4
 
     @property
     def slot_bytes(self) -> int:
@@ -157,6 +163,8 @@ class Config:
         at_launch = registers_at_launch(self.threads)
         if sum(self.registers) > 3 * at_launch:  # or the last to ask would wait for ever
             raise ValueError(f"a launch gives {at_launch} registers a thread, too few for {self.registers}")
+        if self.deterministic and self.cluster > 1:
+            raise ValueError("what a cluster adds up goes out by four numbers, not in fixed point")
         if self.smem_bytes > SMEM_LIMIT:
             raise ValueError(f"needs {self.smem_bytes} bytes of SMEM, {SMEM_LIMIT} fit: {self}")
 
@@ -170,6 +178,7 @@ class RowOperands(NamedTuple):
     lse: cute.Pointer
     weight: cute.Pointer
     delta: cute.Pointer
+    resolution: cute.Pointer  # float32: what 1 is in fixed point; not read where sums are in floating point
     scale: Float32
 
 
@@ -177,7 +186,7 @@ class Source(NamedTuple):
     """Some keys, who sees them, and where their gradient goes."""
 
     keys: cute.Pointer  # [b, s_kv, h_kv, d], or a pool [s_kv, d]
-    dkv: cute.Pointer  # as keys, but float32: added to
+    dkv: cute.Pointer  # as keys, but float32, or 64-bit fixed point: added to
     seen_from: cute.Pointer  # int32: start of a span, indices of a selection
     seen_to: cute.Pointer  # int32: stop of a span, lengths of a selection
     s_kv: Int32
@@ -206,6 +215,7 @@ class LatentBwdSm90:
         lse: cute.Pointer,
         weight: cute.Pointer,
         delta: cute.Pointer,
+        resolution: cute.Pointer,
         scale: Float32,
         b: Int32,
         s_q: Int32,
@@ -234,7 +244,7 @@ class LatentBwdSm90:
             Source(keys0, dkv0, from0, to0, s_kv0, s_batch0, topk0),
             Source(keys1, dkv1, from1, to1, s_kv1, s_batch1, topk1),
         )[: len(c.sources)]
-        rows = RowOperands(q, do, dq, lse, weight, delta, scale)
+        rows = RowOperands(q, do, dq, lse, weight, delta, resolution, scale)
         self.kernel(rows, sources, n).launch(
             grid=(cutlass.min(n.work, cutlass.max(ctas // c.cluster, 1)) * c.cluster, 1, 1),
             block=(c.threads, 1, 1),
@@ -419,7 +429,7 @@ class LatentBwdSm90:
         b_left = operand_b(dsk, transposed(cute.local_tile(smem.k, (c.tile_n, c.half), (0, LEFT))))
         s, dp, dq = accumulator(qk, c.tile_n), accumulator(qk, c.tile_n), accumulator(dsk, c.half)
         p, ds = (register_operand(dsk, c.tile_n, self.dtype) for _ in range(2))
-        dkv = KeyGradients.of(c, LEFT, self.dtype, smem)
+        dkv = KeyGradients.of(c, LEFT, self.dtype, smem, rows.resolution)
         numbers = cute.make_rmem_tensor((ROWS, 3), Float32)
         scale_log2 = rows.scale * LOG2_E
         blocks = c.d // c.pieces // 16
@@ -521,7 +531,8 @@ class LatentBwdSm90:
         dsk = tiled_mma(self.dtype, c.half, MN_MAJOR)
         b_right = operand_b(dsk, transposed(cute.local_tile(smem.k, (c.tile_n, c.half), (0, RIGHT))))
         a_ds = operand_a(dsk, smem.ds)
-        dq, dkv = accumulator(dsk, c.half), KeyGradients.of(c, RIGHT, self.dtype, smem)
+        dq = accumulator(dsk, c.half)
+        dkv = KeyGradients.of(c, RIGHT, self.dtype, smem, rows.resolution)
         before = Int32(0)
 
         for turn in cutlass.range(self.walk(n).turns, unroll=1):
@@ -562,7 +573,8 @@ class LatentBwdSm90:
 
     def gradient_of(self, source: Source, smem: Shared, turn: Int32, n: Extents) -> Int64:
         batch, kv_head = (cute.arch.make_warp_uniform(smem.info[i, 0, turn & 1]) for i in (1, 2))
-        return (source.dkv + (Int64(batch) * source.s_batch * n.h_kv + kv_head) * self.config.d).toint()
+        words = self.config.d * (self.config.sum_bytes // 4)
+        return (source.dkv + (Int64(batch) * source.s_batch * n.h_kv + kv_head) * words).toint()
 
     def store(self, dq: cute.Tensor, smem: Shared, rows: RowOperands, turn: Int32, n: Extents, side: int) -> None:
         """Half of dQ; where the rows are is looked up again, rather than kept in registers."""
@@ -633,12 +645,15 @@ def differentiate(p: cute.Tensor, dp: cute.Tensor, numbers: cute.Tensor, scale: 
 
 def compile(variant: Backward, out_dir: Path) -> Compiled:
     one_tile = variant.max_heads <= 64  # of rows has all heads of a query, whose keys no other has
-    config = Config(variant.d, variant.dtype, variant.sources, cluster=1 if one_tile else CLUSTER)
+    cluster = 1 if one_tile or variant.deterministic else CLUSTER
+    config = Config(variant.d, variant.dtype, variant.sources, deterministic=variant.deterministic, cluster=cluster)
+    if variant.deterministic:  # 64-bit sums are four times as many instructions, for which left has no registers
+        config = replace(config, chunks_of_left=0)
     source = (*pointers(variant.dtype, "keys", "int32", "int32", "float32"), i32(), i32(), i32())
     return compile_ahead(
         LatentBwdSm90(config),
         LatentBwdSm90.kernel,
-        *pointers(variant.dtype, "q", "do", "dq", "float32", "float32", "float32"),
+        *pointers(variant.dtype, "q", "do", "dq", "float32", "float32", "float32", "float32"),
         Float32(1.0),
         *(i32() for _ in range(4)),
         *source,

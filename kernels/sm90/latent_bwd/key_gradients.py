@@ -9,10 +9,8 @@ from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import warp as cute_warp
 from cutlass.cute.nvgpu import warpgroup
 
-from kernels.lib.launch import (
-    WARP,
-    WARPGROUP,
-)
+from kernels.lib.barriers import arrive_if
+from kernels.lib.launch import WARP, WARPGROUP
 from kernels.lib.output import BLOCK
 from kernels.lib.ptx import ptx
 from kernels.lib.rows import Extents, row_of
@@ -65,10 +63,11 @@ class KeyGradients:
     of_keys: tuple[cute.Tensor, ...]  # (weight P)' and dS', in registers
     of_rows: tuple[tuple[cute.Tensor, ...], ...]  # dO and Q, by chunk
     acc: tuple[cute.Tensor, ...]  # of chunks under way
+    resolution: cute.Pointer  # to what 1 is in fixed point, where sums are made in that
     slots: tuple[cute.Tensor, ...]  # SMEM: one to go through, or two for what the peer sends
 
     @staticmethod
-    def of(c: Any, side: int, dtype, smem: Shared) -> "KeyGradients":
+    def of(c: Any, side: int, dtype, smem: Shared, resolution: cute.Pointer) -> "KeyGradients":
         rank = cute.arch.block_idx()[0] % c.cluster
         mma = tiled_mma(dtype, c.chunk, MN_MAJOR, warpgroup.OperandSource.RMEM)
         merges = c.cluster > 1 and side == RIGHT
@@ -97,7 +96,7 @@ class KeyGradients:
         of_keys = tuple(register_operand(mma, c.tile_m, dtype) for _ in range(2))
         acc = tuple(accumulator(mma, c.chunk) for _ in range(c.under_way))
         slots = (smem.out[None, 0], smem.out[None, 1]) if merges else (smem.out[None, side],)
-        return KeyGradients(c, chunks, merges, rank, mma, of_keys, of_rows, acc, slots)
+        return KeyGradients(c, chunks, merges, rank, mma, of_keys, of_rows, acc, resolution, slots)
 
     @property
     def thread(self) -> Int32:
@@ -125,14 +124,16 @@ class KeyGradients:
     def aim(self, gradient: Int64, listed: cute.Tensor, n: Extents) -> "Target":
         """What this thread adds to, of the tile whose keys are listed."""
         c, thread = self.config, self.thread
-        if c.cluster == 1:  # four keys, and of each 16 of 128 bytes
+        if c.deterministic:  # a column of all keys of a warp
+            column = thread % WARP
+        elif c.cluster == 1:  # four keys, and of each 16 of 128 bytes
             column = thread % 8 * 4
             listed = tuple(listed[thread // WARP * 16 + i * 4 + thread % WARP // 8] for i in range(4))
         else:
             column = thread % 2 * BLOCK + thread % 4 // 2 * 4
             if self.merges:
                 column = column + self.rank * c.chunk
-        return Target(gradient + column * 4, listed, n.h_kv * (c.d * 4))
+        return Target(gradient + column * c.sum_bytes, listed, n.h_kv * (c.d * c.sum_bytes))
 
     @cute.jit
     def finish(self, bar: Barriers, target: Target, k: Int32, last: Int32):
@@ -158,7 +159,10 @@ class KeyGradients:
                 stage_rows(acc, slot)
                 if cutlass.const_expr(more):
                     self.make(i + c.under_way)
-                add_staged(slot, target, chunk.column0)
+                if cutlass.const_expr(c.deterministic):
+                    add_fixed(slot, target, chunk.column0, self.resolution)
+                else:
+                    add_staged(slot, target, chunk.column0)
             else:
                 if cutlass.const_expr(chunk.own):
                     received = self.place_of(chunk) if self.merges else None
@@ -217,6 +221,19 @@ def add_staged(slot: Int32, target: Target, column0: cutlass.Constexpr):
 
 
 @cute.jit
+def add_fixed(slot: Int32, target: Target, column0: cutlass.Constexpr, resolution: cute.Pointer):
+    """From there to memory in fixed point, whose sums are the same in any order: 32 columns of a key at a time."""
+    lane, warp = cute.arch.lane_idx(), thread_again() // WARP
+    unit = load_again(resolution)
+    for row in cutlass.range_constexpr(16):
+        value = load_one(slot + row * 128 + ((lane // 8 ^ row % 4) * 32 + lane % 8 * 4))
+        key = target.keys[warp * 16 + row]
+        place = target.first + Int64(cutlass.max(key, Int32(0))) * target.step
+        add_one(place, key, column0 * 8, value * unit)
+    cute.arch.sync_warp()
+
+
+@cute.jit
 def add_by_quads(acc: cute.Tensor, received: Int32 | None, target: Target, column0: cutlass.Constexpr):
     """As they are, 64 bytes of a key at a time: of two blocks of eight columns lanes 0 and 2 of a quad take the first
     and lanes 1 and 3 the second. What the peer has sent joins them, row by row, for registers are short."""
@@ -270,12 +287,33 @@ def thread_again() -> Int32:
     return ptx("mov.u32 $0, %tid.x;", gives=(Int32,))[0] % WARPGROUP
 
 
+def load_again(place: cute.Pointer) -> Float32:
+    """Loaded where it is wanted, for the same reason."""
+    return ptx("ld.global.nc.f32 $0, [$1];", place.toint(), gives=(Float32,))[0]
+
+
 def store_pair(address: Int32, *values: Float32) -> None:
     ptx("st.shared.v2.f32 [$0], {$1, $2};", Int32(address), *map(Float32, values))
 
 
 def load_four(address: Int32) -> tuple:
     return ptx("ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", Int32(address), gives=(Float32,) * 4)
+
+
+def load_one(address: Int32) -> Float32:
+    return ptx("ld.shared.f32 $0, [$1];", Int32(address), gives=(Float32,))[0]
+
+
+def add_one(target: Int64, there: Int32, offset: int, value: Float32) -> None:
+    """To a 64-bit integer in memory, `offset` bytes behind target, what value is nearest to, unless `there` is
+    negative."""
+    ptx(
+        "{ .reg .pred p; .reg .s64 x; setp.ge.s32 p, $1, 0; cvt.rni.s64.f32 x, $2; "
+        f"@p red.relaxed.gpu.global.add.u64 [$0+{offset}], x; }}",
+        Int64(target),
+        Int32(there),
+        Float32(value),
+    )
 
 
 def add_four(target: Int64, there: Int32, offset: int, *values: Float32) -> None:
@@ -286,13 +324,4 @@ def add_four(target: Int64, there: Int32, offset: int, *values: Float32) -> None
         Int64(target),
         Int32(there),
         *map(Float32, values),
-    )
-
-
-def arrive_if(barrier: cute.Pointer, condition: Int32) -> None:
-    """In assembly: without a branch, for products may be under way."""
-    ptx(
-        "{ .reg .pred p; setp.ne.s32 p, $1, 0; @p mbarrier.arrive.shared::cta.b64 _, [$0]; }",
-        barrier.toint(),
-        Int32(condition),
     )
