@@ -146,4 +146,41 @@ inline Plan<TopkArguments> PlanTopk(const IndexShape& shape, int64_t first, int6
                         .wants_values = I32(shape.wants_values)}};
 }
 
+// ---- scores at given entries
+
+// q [b, s_q, heads, 128] and k [b, s_c, 128]; of each query as many entries as topk says.
+struct IndexAtShape {
+  int64_t b, s_q, s_c, heads, topk;
+};
+
+struct IndexAtAddresses {
+  void *q, *k, *weights, *indices;
+  void* scores;  // f32 [b, s_q, topk]: a result, or its cotangent
+  void *dq, *dk, *dweights;
+};
+
+// Returns why it cannot be: empty if it can.
+inline std::string CheckIndexAtShape(const IndexAtShape& shape) {
+  const auto& [b, s_q, s_c, heads, topk] = shape;
+  for (auto [name, extent] : {std::pair{"b", b}, {"s_q", s_q}, {"s_c", s_c}, {"topk", topk}}) {
+    if (std::string error = OutOfRange(name, extent); !error.empty()) return error;
+  }
+  return b > kMaxExtent / s_q ? TooLarge("b * s_q", b * s_q, kMaxExtent) : "";
+}
+
+inline Plan<IndexAtArguments> PlanIndexAt(const IndexAtShape& shape, const IndexAtAddresses& at) {
+  return {.grid = U32(shape.b * shape.s_q),
+          .arguments = {.q = at.q,
+                        .k = at.k,
+                        .weights = at.weights,
+                        .indices = at.indices,
+                        .scores = at.scores,
+                        .s_q = I32(shape.s_q),
+                        .s_c = I32(shape.s_c),
+                        .topk = I32(shape.topk),
+                        .dq = at.dq,
+                        .dk = at.dk,
+                        .dweights = at.dweights}};
+}
+
 }  // namespace dsv4_fmha

@@ -129,5 +129,11 @@ int dsv4_fmha_plan_probabilities(const ProbabilitiesShape* shape, float scale, i
   return Show(kProbabilities.name, plan, reason, out, error, error_bytes);
 }
 
+// What scores at given entries are launched with, or their gradients.
+void dsv4_fmha_plan_index_at(const IndexAtShape* shape, bool gradient, const IndexAtAddresses* addresses,
+                             ShownLaunch* out) {
+  *out = ShownLaunch(gradient ? kIndexAtBwd : kIndexAt, PlanIndexAt(*shape, *addresses));
+}
+
 }  // extern "C"
 #pragma GCC visibility pop

@@ -1,6 +1,7 @@
 // The XLA custom calls, each a function that names its operands.
 #include "backward.h"
 #include "forward.h"
+#include "index_at.h"
 #include "indexer.h"
 #include "probabilities.h"
 #include "target.h"
@@ -147,6 +148,22 @@ Indexer PagedLightningIndexer(Array q, Array pool, PerQueryHead weights, PerQuer
   return call;
 }
 
+ScoresAt IndexScoresAt(Array q, Array k, PerQueryHead weights, PerQueryList indices) {
+  ScoresAt call;
+  call.op = "index_at";
+  call.q = {"q", q}, call.k = {"k", k}, call.weights = {"weights", weights}, call.indices = {"indices", indices};
+  return call;
+}
+
+ScoresAtGradient IndexScoresAtGradient(Array q, Array k, PerQueryHead weights, PerQueryList indices,
+                                       ffi::Buffer<ffi::F32, 3> dscores) {
+  ScoresAtGradient call;
+  call.op = "index_at_bwd";
+  call.q = {"q", q}, call.k = {"k", k}, call.weights = {"weights", weights}, call.indices = {"indices", indices};
+  call.scores = {"dscores", dscores};
+  return call;
+}
+
 TopK ChooseTopK(ffi::Buffer<ffi::F32, 3> scores, PerQuery start, PerQuery stop) {
   TopK call;
   call.scores = {"scores", scores}, call.start = {"start", start}, call.stop = {"stop", stop};
@@ -177,6 +194,8 @@ DSV4_FMHA_TARGET(lightning_indexer, LightningIndexer)
 DSV4_FMHA_TARGET(paged_lightning_indexer, PagedLightningIndexer)
 DSV4_FMHA_TARGET(topk, ChooseTopK)
 DSV4_FMHA_TARGET(head_summed_probabilities, Probabilities)
+DSV4_FMHA_TARGET(index_at, IndexScoresAt)
+DSV4_FMHA_TARGET(index_at_bwd, IndexScoresAtGradient)
 
 }  // extern "C"
 #pragma GCC visibility pop

@@ -7,15 +7,16 @@ what the first choice has read.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kernels.abi import IndexScores
+from kernels.abi import IndexAt, IndexScores
 from kernels.variants import VARIANTS
 from tests import native
 
 from .launch import Kernel, machine
+from .reductions import add_cleared
 from .state import Array, new_memory
 from .verdict import Wrong
 
@@ -211,3 +212,97 @@ def judge_choice(got: Run, start: Array, stop: Array) -> None:
         equal = all(row[a] == row[b] for a, b in zip(sorted(left_out, key=lambda e: row[e]),
                                                      sorted(taken, key=lambda e: row[e]), strict=True))  # fmt: skip
         raise Wrong(f"{query}: {ranks[equal]} was chosen: {taken[:4]} in place of {left_out[:4]}")
+
+
+# ---- scores at given entries
+
+
+@dataclass(frozen=True)
+class ProblemAt:
+    """Operands of scores at given entries, and a cotangent, NaN where an entry is absent."""
+
+    q: Array
+    k: Array
+    weights: Array
+    indices: Array
+    scores: Array
+
+    @staticmethod
+    def of(variant: IndexAt, b: int, s_q: int, s_c: int, topk: int) -> ProblemAt:
+        """Indices of every kind; keys that none names are NaN."""
+        rng, dtype = np.random.default_rng(0), np.dtype(variant.dtype)
+        q, k = (rng.standard_normal(s).astype(np.float32) for s in ((b, s_q, variant.heads, 128), (b, s_c, 128)))
+        weights = rng.standard_normal((b, s_q, variant.heads)).astype(np.float32) * np.float32(0.01)
+        indices = rng.integers(-3, s_c - 1, (b, s_q, topk), np.int32)
+        indices[:, -1, topk // 3 :] = -1
+        indices[0, 0, :2] = (2**31 - 1, s_c)
+        x = ProblemAt(q.astype(dtype), k.astype(dtype), weights, indices, np.empty(0))
+        cotangent = rng.standard_normal(indices.shape).astype(np.float32)
+        k[:, s_c - 1] = np.nan
+        return replace(x, k=k.astype(dtype), scores=np.where(x.there, cotangent, np.float32(np.nan)))
+
+    @property
+    def there(self) -> Array:
+        return (self.indices >= 0) & (self.indices < self.k.shape[1])
+
+    def products(self) -> tuple[Array, Array]:
+        """float64 [b, s_q, topk, heads], 0 where an entry is absent, and the keys [b, s_q, topk, 128]."""
+        where = np.where(self.there, self.indices, 0)
+        keys = np.stack([k[i] for k, i in zip(self.k.astype(np.float64), where, strict=True)])
+        keys[~self.there] = 0
+        return np.einsum("bnhd,bntd->bnth", self.q.astype(np.float64), keys), keys
+
+    def answers(self) -> dict[str, Array]:
+        """float64 scores, or dq, dk and dweights."""
+        s, keys = self.products()
+        q, weights = self.q.astype(np.float64), self.weights.astype(np.float64)
+        scores = np.einsum("bnth,bnh->bnt", np.maximum(s, 0), weights)
+        di = np.where(self.there, self.scores, 0).astype(np.float64)[..., None]
+        ds = di * weights[:, :, None] * (s > 0)
+        dk = np.zeros(self.k.shape)
+        for n, rows in enumerate(np.where(self.there, self.indices, 0)):
+            np.add.at(dk[n], rows, np.einsum("nth,nhd->ntd", ds[n], q[n]))
+        return {
+            "scores": np.where(self.there, scores, -np.inf),
+            "dq": np.einsum("bnth,bntd->bnhd", ds, keys),
+            "dk": dk,
+            "dweights": (di * np.maximum(s, 0)).sum(2),
+        }
+
+
+def run_at(variant: IndexAt, x: ProblemAt, *, edit: Edit = lambda text: text, seed: int = 0) -> dict[str, Array]:
+    """scores, or of a gradient's kernel dq, dk and dweights."""
+    kernel, memory, gradient = Kernel.of(variant), new_memory(), variant.op == "index_at_bwd"
+    (b, s_q, heads, _), (_, s_c, _), topk = x.q.shape, x.k.shape, x.indices.shape[2]
+    outputs = {"scores": np.empty((b, s_q, topk), np.float32)}
+    operands = {name: getattr(x, name) for name in ("q", "k", "weights", "indices")}
+    if gradient:
+        outputs = {"dq": x.q, "dk": np.empty(x.k.shape, np.float32), "dweights": x.weights}
+        operands["scores"] = x.scores
+    addresses = {name: memory.add(name, array) for name, array in operands.items()}
+    for name, array in outputs.items():
+        if name == "dk":
+            addresses[name] = add_cleared(memory, name, array.nbytes)
+        else:
+            addresses[name] = memory.add(name, None, array.nbytes)
+    shape = native.IndexAtShape(b, s_q, s_c, heads, topk)
+    plan = native.plan_index_at(shape, gradient=gradient, addresses=addresses)
+    machine(Kernel(variant, edit(kernel.ptx), kernel.facts), plan, memory, seed=seed).run()
+    found = {name: memory.named(name) for name in outputs}
+    return {name: found[name].bytes[: x.nbytes].view(x.dtype).reshape(x.shape) for name, x in outputs.items()}
+
+
+def judge_at(x: ProblemAt, got: dict[str, Array]) -> None:
+    """Raises Wrong unless these are right, up to what rounding to 16 bits may do to a gradient."""
+    want = x.answers()
+    for name, given in got.items():
+        tolerance = 2e-5 if name in ("scores", "dweights") else 2e-2 if x.q.dtype.name == "bfloat16" else 2e-3
+        finite = np.isfinite(want[name])
+        size = np.abs(want[name][finite]).max(initial=1e-30)
+        difference = np.abs(given.astype(np.float64) - np.where(finite, want[name], 0))
+        wrong = np.where(finite, ~(difference <= tolerance * size), given != want[name])
+        if wrong.any():
+            at = tuple(int(a) for a in np.argwhere(wrong)[0])
+            raise Wrong(
+                f"{int(wrong.sum())} of {name} are wrong, first {list(at)}: {given[at]}, wanted {want[name][at]:.6g}"
+            )

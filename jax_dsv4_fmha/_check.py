@@ -33,6 +33,8 @@ _KERNELS_OF = {
     "dsv4_decode": ("sparse_fwd", "dsv4_decode", "dsv4_decode_fp8"),
     "lightning_indexer": ("index_scores", "topk"),
     "head_summed_probabilities": ("head_summed_probabilities",),
+    "indexer_scores": ("index_at",),
+    "indexer_loss": ("index_at",),
 }
 
 

@@ -24,7 +24,7 @@ from ._split_kv import architecture, processors, split_count
 _TARGETS = (
     *("fwd", "fwd_shared_kv", "sparse_fwd", "dsv4_sparse_fwd", "dsv4_dense_fwd", "dsv4_decode"),
     *("bwd", "sparse_bwd", "dsv4_sparse_bwd", "dsv4_dense_bwd"),
-    *("lightning_indexer", "paged_lightning_indexer", "topk"),
+    *("lightning_indexer", "paged_lightning_indexer", "topk", "index_at", "index_at_bwd"),
     "head_summed_probabilities",
 )
 
@@ -508,6 +508,30 @@ def head_summed_probabilities(
         q, k, lse, indices, scale=np.float32(scale)
     )
     return p
+
+
+def index_at(q: jax.Array, k: jax.Array, weights: jax.Array, indices: jax.Array) -> tuple[jax.Array]:
+    """The indexer's scores at given entries: float32 `[b, s_q, topk]`, -inf where there is none.
+
+    Args:
+      q, k, weights: as in `lightning_indexer`, of 16 bits.
+      indices: int32 `[b, s_q, topk]`; one outside of `[0, s_c)` is absent.
+    """
+    results = (jax.ShapeDtypeStruct(indices.shape, jnp.float32),)
+    (scores,) = jax.ffi.ffi_call("dsv4_fmha_index_at", results)(q, k, weights, indices)
+    return (scores,)
+
+
+def index_at_bwd(
+    q: jax.Array, k: jax.Array, weights: jax.Array, indices: jax.Array, dscores: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Its gradients of the cotangent dscores, float32 `[b, s_q, topk]`, which does not count where an entry is absent:
+    dq like q, dk in float32, a sum in no fixed order, and dweights."""
+    results = (
+        jax.ShapeDtypeStruct(q.shape, q.dtype),
+        *(jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (k, weights)),
+    )
+    return tuple(jax.ffi.ffi_call("dsv4_fmha_index_at_bwd", results)(q, k, weights, indices, dscores))
 
 
 def _register() -> None:

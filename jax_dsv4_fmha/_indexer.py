@@ -164,7 +164,8 @@ def indexer_scores(
       indices: int32 `[b, s_q, topk]`; one below 0 or not below s_c is absent.
 
     Returns:
-      float32 `[b, s_q, topk]`, -inf where an index is absent; no gradient comes from there.
+      float32 `[b, s_q, topk]`, -inf where an index is absent; no gradient comes from there. Kernels round to 16 bits
+      what gradients are made of, as attention's do, and add up that of k in no fixed order.
 
     Raises:
       ValueError, TypeError: operands that are not as said above.
@@ -417,12 +418,13 @@ _OF_PAGES = {
     )
     for packed, width in ((False, "page d"), (True, "page_bytes"))
 }
-_SCORES = Op("indexer_scores", (*_TRAINED, _INDICES), (_SCORES_THERE,), _indexer_reference.scores_at)
+_SCORES = Op("indexer_scores", (*_TRAINED, _INDICES), (_SCORES_THERE,), _indexer_reference.scores_at, _ffi.index_at)
 _SCORES_GRADIENT = Op(
     "indexer_scores",
     (*_TRAINED, _INDICES, Axes("dscores", "b s_q topk")),
     _GRADIENTS,
     _indexer_reference.scores_at_gradient,
+    _ffi.index_at_bwd,
     part="gradient",
 )
 _LOSS = (*_TRAINED, *_ATTENTION, *_SPAN)

@@ -296,6 +296,28 @@ class IndexScores(Variant):
 
 
 @dataclass(frozen=True)
+class IndexAt(Variant):
+    """Those scores at given entries, or in "index_at_bwd" their gradients in q, k and weights."""
+
+    heads: int  # of q
+    dtype: str  # of q, k and dq
+
+    family = "index_at"
+
+    @property
+    def layout(self) -> str:
+        return self.op
+
+    @property
+    def params(self) -> Params:
+        gradients = ("dq", "dk", "dweights") if self.op == "index_at_bwd" else ()
+        return (
+            *each("address", "q", "k", "weights", "indices", "scores", *gradients),
+            *each("int32", "s_q", "s_c", "topk"),
+        )
+
+
+@dataclass(frozen=True)
 class TopK(Variant):
     """The greatest scores of every row, and where they are."""
 
@@ -329,7 +351,7 @@ class Probabilities(Variant):
         )
 
 
-FAMILIES: tuple[type[Variant], ...] = (Forward, Backward, Combine, IndexScores, TopK, Probabilities)
+FAMILIES: tuple[type[Variant], ...] = (Forward, Backward, Combine, IndexScores, IndexAt, TopK, Probabilities)
 
 
 def layouts(variants: Iterable[Variant]) -> dict[str, Variant]:

@@ -1,6 +1,6 @@
 """Everything that is shipped, as data.  The build, the C++ table and the tests read this list; nothing restates it."""
 
-from .abi import ANY, BACKWARD_OPS, Backward, Combine, Forward, IndexScores, Probabilities, TopK, Variant
+from .abi import ANY, BACKWARD_OPS, Backward, Combine, Forward, IndexAt, IndexScores, Probabilities, TopK, Variant
 
 DTYPES = ("bfloat16", "float16")
 DENSE, LATENT, FEW_HEADS = (f"kernels.sm90.{name}" for name in ("fwd", "latent.kernel", "few_heads.kernel"))
@@ -51,6 +51,12 @@ VARIANTS: tuple[Variant, ...] = (
         for paged in (False, True)
         for heads in (16, 32, 64)
         for dtype in (*DTYPES, "float8_e4m3fn")
+    ),
+    *(
+        IndexAt(op, "sm_90a", "kernels.sm90.index_at", heads, dtype)
+        for op in ("index_at", "index_at_bwd")
+        for heads in (16, 32, 64)
+        for dtype in DTYPES
     ),
     TopK("topk", "sm_90a", "kernels.sm90.topk", max_topk=2048),
     *(

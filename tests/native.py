@@ -126,6 +126,11 @@ class ProbabilitiesShape(ctypes.Structure):
 PROBABILITIES_ADDRESSES = ("q", "k", "lse", "indices", "p")
 
 
+class IndexAtShape(ctypes.Structure):
+    _fields_ = _int64s("b", "s_q", "s_c", "heads", "topk")
+
+
+INDEX_AT_ADDRESSES = ("q", "k", "weights", "indices", "scores", "dq", "dk", "dweights")
 INDEX_ADDRESSES = ("q", "k", "weights", "k_scale", "table", "start", "stop", "scores", "indices", "values")
 
 
@@ -242,6 +247,14 @@ def plan_probabilities(
     )
     if status != 0:
         raise ValueError(error.value.decode())
+    return _shown(out)
+
+
+def plan_index_at(shape: IndexAtShape, *, gradient: bool, addresses: dict[str, int] | None = None) -> Plan:
+    """What scores at given entries are launched with, or their gradients."""
+    out = _ShownLaunch()
+    at = (ctypes.c_void_p * len(INDEX_AT_ADDRESSES))(*((addresses or {}).get(name) for name in INDEX_AT_ADDRESSES))
+    library().dsv4_fmha_plan_index_at(ctypes.byref(shape), ctypes.c_bool(gradient), at, ctypes.byref(out))
     return _shown(out)
 
 

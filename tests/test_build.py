@@ -12,11 +12,12 @@ import pytest
 
 from jax_dsv4_fmha import _ffi
 from kernels import build
-from kernels.abi import Combine, IndexScores, Probabilities, TopK
+from kernels.abi import Combine, IndexAt, IndexScores, Probabilities, TopK
 from kernels.cubin import KernelInfo, read_kernel
 from kernels.variants import FEW_HEADS, LATENT, VARIANTS
 from tests.native import (
     TYPES,
+    IndexAtShape,
     IndexShape,
     ProbabilitiesShape,
     Shape,
@@ -24,6 +25,7 @@ from tests.native import (
     library,
     plan,
     plan_combine,
+    plan_index_at,
     plan_indexer,
     plan_probabilities,
     variant_of,
@@ -86,6 +88,8 @@ def test_the_launcher_hands_over_what_the_table_says(variant):
         paging = (9, 50, 3) if "paged" in variant.layout else (0, 0, 0)
         kind = TYPES[variant.dtype] if isinstance(variant, IndexScores) else 9
         launch = plan_indexer(IndexShape(2, 70, 150, 64, 100, kind, 4, 256, 1, *paging))[isinstance(variant, TopK)]
+    elif isinstance(variant, IndexAt):
+        launch = plan_index_at(IndexAtShape(2, 70, 150, 64, 100), gradient=variant.op == "index_at_bwd")
     elif isinstance(variant, Probabilities):
         launch = plan_probabilities(ProbabilitiesShape(2, 70, 8, 150, 100))
     else:

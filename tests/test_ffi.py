@@ -89,7 +89,13 @@ def test_architecture(capability, arch):
 
 def test_every_op_has_a_function_and_a_target():
     gradients = {name for name in _ffi._TARGETS if name.endswith("bwd")}
-    chosen = (_ffi.lightning_indexer, _ffi.paged_lightning_indexer, _ffi.topk, _ffi.head_summed_probabilities)
+    chosen = (
+        _ffi.lightning_indexer,
+        _ffi.paged_lightning_indexer,
+        _ffi.topk,
+        _ffi.head_summed_probabilities,
+        _ffi.index_at,
+    )
     indexer = {f.__name__ for f in chosen}
     assert {f.__name__ for f in OPS.values()} | {"fwd_shared_kv"} | gradients | indexer == set(_ffi._TARGETS)
 

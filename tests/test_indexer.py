@@ -515,7 +515,54 @@ def test_a_workspace_is_bounded(monkeypatch):
     assert scores.size * 4 <= 2**29 and scores.shape == (8192, 16384)
 
 
+@pytest.mark.parametrize("b", [2, "b"])
+def test_scores_are_exported_for_cuda(b, monkeypatch):
+    """One custom call, and one of their gradients."""
+    monkeypatch.setattr(_ffi, "local_architectures", lambda: ())
+    if not _ffi.built_for("index_at"):
+        pytest.skip("not built")
+    x, _ = kernel_operands(s_q=5, s_c=60)
+    (n,) = jax.export.symbolic_shape("b") if b == "b" else (2,)
+    shapes = [jax.ShapeDtypeStruct((n, *a.shape[1:]), a.dtype) for a in x]
+
+    def loss(q, k, weights, indices):
+        scores = indexer_scores(q, k, weights, indices, implementation="cubin")
+        return jnp.sum(jnp.where(indices < 0, 0, scores))
+
+    exported = jax.export.export(
+        jax.jit(jax.grad(loss, (0, 1, 2))), platforms=["cuda"], disabled_checks=lib.EXPORT_CHECKS
+    )(*shapes, jax.ShapeDtypeStruct((n, 5, 7), jnp.int32))
+    text = exported.mlir_module()
+    assert text.count("custom_call @dsv4_fmha_index_at_bwd(") == 1
+    assert [x.dtype for x in exported.out_avals] == [jnp.bfloat16, jnp.bfloat16, jnp.float32]
+
+
 # On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("h", [16, 32, 64])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_scores_at_entries_by_kernels(cuda, h, dtype):
+    """They and their gradients, as the reference's up to what rounding to 16 bits does."""
+    with jax.default_device(cuda):
+        (q, k, weights), _ = kernel_operands(dtype, s_q=65, s_c=700, h=h)
+        rng = np.random.default_rng(6)
+        indices = jnp.asarray(rng.integers(-20, 720, (2, 65, 130)), jnp.int32)
+        cotangent = jnp.asarray(rng.standard_normal(indices.shape), jnp.float32)
+        there = (indices >= 0) & (indices < 700)
+
+        def run(implementation):
+            def f(*x):
+                return indexer_scores(*x, indices, implementation=implementation)
+
+            scores, back = jax.vjp(f, q, k, weights)
+            return jnp.where(there, scores, 0), *back(cotangent)
+
+        limits = {"scores": 1e-5, "dq": 6e-3, "dk": 6e-3, "dweights": 1e-4}
+        for (name, limit), got, want in zip(limits.items(), run("cubin"), run("reference"), strict=True):
+            got, want = f64(got, want)
+            assert np.linalg.norm(got - want) <= limit * np.linalg.norm(want), name
 
 
 @pytest.mark.gpu

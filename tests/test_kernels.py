@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jax_dsv4_fmha import _ffi
-from kernels.abi import ANY, Backward, Combine, IndexScores, Probabilities, TopK
+from kernels.abi import ANY, Backward, Combine, IndexAt, IndexScores, Probabilities, TopK
 from kernels.variants import DENSE, FEW_HEADS
 from tests.native import cubin, variant_of
 
@@ -32,6 +32,11 @@ def test_sass(key, tmp_path):
         assert len(products) == 128 * in_bytes // 32 and count["WARPGROUP.ARRIVE"] == 1, (products, count)
         of_scales = variant.scaled_pages
         assert count["UTMALDG"] == 2 * in_bytes + of_scales and count["USETMAXREG"] == 2, count
+        return
+    if isinstance(variant, IndexAt):
+        of_gradients = (variant.heads // 16 + 2 * 64 // 16) * variant.op.endswith("_bwd")  # dk; dq, 64 columns each
+        assert count["HGMMA"] == 128 // 16 + of_gradients, count
+        assert (count["REDG"] * 2 >= 64) == variant.op.endswith("_bwd") and count["LDGSTS"] > 0, count
         return
     if isinstance(variant, Probabilities):
         assert count["HGMMA"] == variant.d // 16 and count["WARPGROUP.ARRIVE"] == 4, count  # a piece is one group

@@ -7,7 +7,7 @@ import pytest
 
 from interpreter import edits
 from interpreter.hazards import Deadlock, Fault, OutOfBounds, Race
-from interpreter.indexer import Problem, choose, judge_choice, judge_scores, run
+from interpreter.indexer import Problem, ProblemAt, choose, judge_at, judge_choice, judge_scores, run, run_at
 from interpreter.verdict import Wrong
 from tests import native
 
@@ -209,3 +209,49 @@ def test_a_buckets_count_lost():
     for seed in SEEDS:
         with pytest.raises(OutOfBounds, match="indices"):
             choose(scores, start, stop, 33, edit=lost_count, seed=seed)
+
+
+# ---- scores at given entries, and their gradients
+
+
+AT_KEYS = ("at_sm_90a_heads64_bfloat16", "at_bwd_sm_90a_heads64_bfloat16", "at_bwd_sm_90a_heads16_float16")
+
+
+@pytest.mark.parametrize("key", AT_KEYS)
+def test_scores_at_entries(key):
+    x = ProblemAt.of(variant(f"index_{key}"), 2, 2, 90, 150)
+    judge_at(x, run_at(variant(f"index_{key}"), x, seed=1))
+
+
+def never_waits_for_keys(text):
+    return edits.replace(text, r"cp\.async\.wait_group\s+\d+;", "", slice(None))
+
+
+def barriers_of_ds(text):
+    """The barrier between what is written of dS and the product that reads it."""
+    return edits.replace(text, r"bar\.sync\s+0;", "", slice(2, 3))
+
+
+def other_sign(text):
+    """What is not positive has a gradient, what is has none."""
+    return edits.replace(
+        text, r"setp\.gt\.f32(\s+%p\d+, %f?r?\d+, 0f00000000;)", lambda m: f"setp.le.f32{m[1]}", slice(None)
+    )
+
+
+AT_FAULTS = {
+    "keys read before they are there": (never_waits_for_keys, Race, "wgmma"),
+    "dS multiplied before all have written it": (barriers_of_ds, Race, "wgmma"),
+    "the gradient of what ReLU cut": (other_sign, Wrong, "of dq are wrong"),
+}
+
+
+@pytest.mark.parametrize("name", AT_FAULTS)
+def test_fault_of_gradients(name):
+    edit, fault, says = AT_FAULTS[name]
+    v = variant("index_at_bwd_sm_90a_heads16_float16")
+    x = ProblemAt.of(v, 1, 1, 90, 150)
+    for seed in SEEDS:
+        with pytest.raises(Fault, match=says) as found:
+            judge_at(x, run_at(v, x, edit=edit, seed=seed))
+        assert type(found.value) is fault

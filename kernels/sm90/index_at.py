@@ -1,0 +1,505 @@
+"""The lightning indexer's scores at given entries, and their gradients, for Hopper; one CTA a query.
+
+    s = K Q'                               64 keys x heads, of the keys that the query's row of indices names
+    scores = sum over heads of weights * max(s, 0)
+
+    dweights = sum over keys of dscores * max(s, 0)
+    dk       = dscores * (weights where s > 0) Q                added to memory, key by key
+    dq       = weights * (dscores where s > 0)' K               transposed: 128 columns of q x heads
+
+A CTA is one warpgroup, which gathers a tile of keys by cp.async while it works on the one before, and several are on an
+SM, so that the others' products run under one's sums. What is rounded to 16 bits are the weights and dscores, each
+divided by a power of two so that a query's greatest is in [1, 2), and multiplied back in float32.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint32
+from cutlass.cute.nvgpu import warpgroup
+from cutlass.cute.runtime import make_ptr
+from cutlass.memory import SmemAllocator
+
+from kernels.abi import IndexAt
+from kernels.aot import Compiled, compile_ahead
+from kernels.lib.launch import WARP, WARPGROUP, element_type, i32, launch_facts
+from kernels.lib.ptx import ptx
+from kernels.lib.rows import load, store
+from kernels.lib.selections import CHUNK, LANES_A_ROW, Selection, SelectionOperands
+from kernels.lib.wgmma import (
+    K_MAJOR,
+    MN_MAJOR,
+    SLAB,
+    accumulator,
+    multiply,
+    operand_a,
+    operand_b,
+    register_operand,
+    round_pair,
+    slab_layout,
+    store_columns,
+    tiled_mma,
+    transposed,
+)
+
+D = 128  # of queries and keys
+TILE = 64  # keys
+THREADS = WARPGROUP
+WARPS = THREADS // WARP
+BLOCK = 8  # columns of an accumulator of which a quad's lanes hold two each
+COPIES = TILE * LANES_A_ROW // THREADS  # keys that a thread copies of a tile
+
+
+@dataclass(frozen=True)
+class Config:
+    """Compile-time choices; every size follows from them."""
+
+    heads: int
+    dtype: str
+    gradient: bool
+    stages: int = 3
+
+    @property
+    def ctas(self) -> int:
+        """Of an SM: what its registers hold."""
+        return 2 if self.gradient else 3
+
+    @property
+    def tile_m(self) -> int:
+        return self.heads
+
+    @property
+    def tile_n(self) -> int:
+        return TILE
+
+    @property
+    def threads(self) -> int:
+        return THREADS
+
+    @property
+    def smem_bytes(self) -> int:
+        masks = 2 * TILE * self.heads + 4 * WARPS * self.heads if self.gradient else 0
+        return 1024 + 2 * D * (self.heads + self.stages * TILE) + masks
+
+    def __post_init__(self):
+        if self.heads not in (16, 32, 64):
+            raise ValueError(f"heads must be 16, 32 or 64, got {self.heads}")
+
+
+class Extents(NamedTuple):
+    """The scalars of a launch, in the order of the kernel's parameters."""
+
+    s_q: Int32
+    s_c: Int32
+    topk: Int32
+
+
+class Arrays(NamedTuple):
+    q: cute.Pointer  # [b, s_q, heads, D]
+    k: cute.Pointer  # [b, s_c, D]
+    weights: cute.Pointer  # float32 [b, s_q, heads]
+    indices: cute.Pointer  # int32 [b, s_q, topk]
+    scores: cute.Pointer  # float32 [b, s_q, topk]: a result, or its cotangent
+
+
+class Gradients(NamedTuple):
+    dq: cute.Pointer  # like q
+    dk: cute.Pointer  # float32 [b, s_c, D], added to
+    dweights: cute.Pointer  # float32 [b, s_q, heads]
+
+
+@dataclass(frozen=True)
+class Shared:
+    q: cute.Tensor  # (heads, D)
+    k: cute.Tensor  # (TILE, D, stage)
+    ds: cute.Tensor | None  # (heads, TILE)
+    sums: cute.Tensor | None  # float32 (heads, warp)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A power of two, and what it is multiplied by to be 1."""
+
+    by: Float32
+    back: Float32
+
+    @staticmethod
+    def of(greatest: Float32) -> "Scale":
+        """That makes this number, which is not negative, one in [1, 2)."""
+        exponent = ptx("mov.b32 $0, $1;", Float32(greatest), gives=(Int32,), pure=True)[0] >> 23
+        exponent = cutlass.max(cutlass.min(exponent, Int32(253)), Int32(1))
+        text = "{ .reg .b32 x; shl.b32 x, $1, 23; mov.b32 $0, x; }"
+        back = ptx(text, Int32(exponent), gives=(Float32,), pure=True)[0]
+        return Scale(ptx(text, Int32(254 - exponent), gives=(Float32,), pure=True)[0], back)
+
+
+class IndexAtSm90:
+    def __init__(self, config: Config):
+        self.config = config
+        self.dtype = element_type(config.dtype)
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Pointer,
+        k: cute.Pointer,
+        weights: cute.Pointer,
+        indices: cute.Pointer,
+        scores: cute.Pointer,
+        b: Int32,
+        s_q: Int32,
+        s_c: Int32,
+        topk: Int32,
+        stream: cuda.CUstream,
+    ):
+        self.launch(Arrays(q, k, weights, indices, scores), None, b, Extents(s_q, s_c, topk), stream)
+
+    @cute.jit
+    def launch(self, arrays: Arrays, to: Gradients | None, b: Int32, n: Extents, stream: cuda.CUstream):
+        self.kernel(arrays, to, n).launch(
+            grid=(b * n.s_q, 1, 1),
+            block=(THREADS, 1, 1),
+            smem=self.config.smem_bytes,
+            stream=stream,
+            min_blocks_per_mp=self.config.ctas,
+            preferred_smem_carveout=100,  # or the DSL asks a driver what there is
+        )
+
+    @cute.kernel
+    def kernel(self, arrays: Arrays, to: Gradients | None, n: Extents):
+        c, smem = self.config, self.allocate()
+        thread = cute.arch.thread_idx()[0]
+        row = Int64(cute.arch.block_idx()[0])
+        entry = Int32(cute.arch.block_idx()[0] // n.s_q)
+        self.copy_q(arrays.q + row * (c.heads * D), smem.q, thread)
+        operands = SelectionOperands(arrays.k, arrays.indices, arrays.indices, n.s_c, n.s_c, n.topk)
+        keys = arrays.k + Int64(entry) * n.s_c * D
+        named = Selection(operands, TILE, D, keys, arrays.indices + row * n.topk, Int32(0), n.topk)
+        weights = self.take_weights(arrays.weights + row * c.heads, thread)
+        scores = arrays.scores + row * n.topk
+        if cutlass.const_expr(to is None):
+            self.score(smem, named, weights, scores, thread)
+        else:
+            dk = to.dk + Int64(entry) * n.s_c * D
+            self.differentiate(smem, named, weights, scores, to.dq + row * (c.heads * D), dk,
+                               to.dweights + row * c.heads, thread)  # fmt: skip
+
+    def allocate(self) -> Shared:
+        c, smem = self.config, SmemAllocator()
+
+        def tile(*shape: int) -> cute.Tensor:
+            layout = slab_layout(self.dtype, *shape)
+            return smem.allocate_tensor(self.dtype, layout.outer, 1024, swizzle=layout.inner)
+
+        q, k = tile(c.heads, D), tile(TILE, D, c.stages)
+        if not c.gradient:
+            return Shared(q, k, None, None)
+        ds = tile(c.heads, TILE)
+        return Shared(q, k, ds, smem.allocate_tensor(Float32, cute.make_layout((c.heads, WARPS)), 16))
+
+    # ---- what is loaded
+
+    @cute.jit
+    def copy_q(self, q: cute.Pointer, tile: cute.Tensor, thread: Int32):
+        """A query's heads, which are as keys that stand side by side."""
+        heads = self.config.heads
+        all_of_them = SelectionOperands(q, q, q, Int32(heads), Int32(heads), Int32(heads))
+        rows = Selection(all_of_them, heads, D, q, Int32(0), Int32(0), Int32(heads))
+        wanted = cute.make_rmem_tensor(heads * LANES_A_ROW // THREADS, Int32)
+        for i in cutlass.range_constexpr(cute.size(wanted)):
+            wanted[i] = rows.position(Int32(0), i, thread, THREADS)
+        rows.gather(tile, wanted, thread, range(D // SLAB), THREADS)
+
+    @cute.jit
+    def take_weights(self, weights: cute.Pointer, thread: Int32) -> cute.Tensor:
+        """(c, j): of column 8 j + 2 (lane % 4) + c."""
+        taken = cute.make_rmem_tensor((2, self.config.heads // BLOCK), Float32)
+        for j in cutlass.range_constexpr(self.config.heads // BLOCK):
+            pair = cute.make_tensor((weights + (thread % 4 * 2 + j * BLOCK)).align(8), cute.make_layout(2))
+            cute.autovec_copy(pair, taken[None, j])
+        return taken
+
+    @cute.jit
+    def gather(self, smem: Shared, named: Selection, t: Int32, wanted: cute.Tensor, thread: Int32):
+        """Tile t, whose entries were looked up, comes as one group; then those of the next are looked up."""
+        if t < named.tiles:
+            named.settle(t, wanted, thread, THREADS)
+            tile = smem.k[None, None, t % self.config.stages]
+            named.gather(tile, wanted, thread, range(D // SLAB), THREADS)
+            named.look_up(t + 1, wanted, thread, THREADS)
+        cute.arch.cp_async_commit_group()
+
+    @cute.jit
+    def begin(self, smem: Shared, named: Selection, thread: Int32) -> cute.Tensor:
+        """All tiles but the last that there is room for are on their way."""
+        wanted = cute.make_rmem_tensor(COPIES, Int32)
+        named.look_up(Int32(0), wanted, thread, THREADS)
+        for t in cutlass.range_constexpr(self.config.stages - 1):
+            self.gather(smem, named, Int32(t), wanted, thread)
+        return wanted
+
+    @cute.jit
+    def await_tile(self, smem: Shared, named: Selection, t: Int32, wanted: cute.Tensor, thread: Int32):
+        """Tile t is there for all to multiply; the place of the one before it is taken by another."""
+        cute.arch.cp_async_wait_group(self.config.stages - 2)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_threads()
+        self.gather(smem, named, t + self.config.stages - 1, wanted, thread)
+
+    # ---- the two kernels
+
+    @cute.jit
+    def score(self, smem: Shared, named: Selection, weights: cute.Tensor, scores: cute.Pointer, thread: Int32):
+        c, mma = self.config, tiled_mma(self.dtype, self.config.heads, K_MAJOR)
+        a, b, acc = operand_a(mma, smem.k), operand_b(mma, smem.q), accumulator(mma, self.config.heads)
+        s = columns_of(acc, c.heads)
+        wanted = self.begin(smem, named, thread)
+        for t in cutlass.range(named.tiles, unroll=1):
+            position = t * TILE + row_of(thread) + thread % 2 * 8
+            index = named.read(position)
+            self.await_tile(smem, named, t, wanted, thread)
+            multiply(mma, acc, a[None, None, None, t % c.stages], b, fresh=True)
+            warpgroup.wait_group(0)
+            sums = cute.make_rmem_tensor(2, Float32)
+            for r in cutlass.range_constexpr(2):
+                total = Float32(0.0)
+                for j in cutlass.range_constexpr(c.heads // BLOCK):
+                    for i in cutlass.range_constexpr(2):
+                        total += weights[i, j] * relu(s[i, r, j])
+                total += cute.arch.shuffle_sync_bfly(total, 1)
+                sums[r] = total + cute.arch.shuffle_sync_bfly(total, 2)
+            if (thread % 4 < 2) & (position < named.length):
+                value = sums[1] if thread % 2 == 1 else sums[0]
+                store(scores + position, value if named.is_present(position, index) else -Float32.inf)
+
+    @cute.jit
+    def differentiate(
+        self,
+        smem: Shared,
+        named: Selection,
+        weights: cute.Tensor,
+        cotangent: cute.Pointer,
+        dq: cute.Pointer,
+        dk: cute.Pointer,
+        dweights: cute.Pointer,
+        thread: Int32,
+    ):
+        c, heads = self.config, self.config.heads
+        of_s = tiled_mma(self.dtype, heads, K_MAJOR)
+        of_k = tiled_mma(self.dtype, D, MN_MAJOR, warpgroup.OperandSource.RMEM)
+        of_q = tiled_mma(self.dtype, heads, K_MAJOR, a_major=MN_MAJOR)
+        a, b = operand_a(of_s, smem.k), operand_b(of_s, smem.q)
+        k_columns = tuple(
+            operand_a(of_q, transposed(cute.local_tile(smem.k, (TILE, SLAB), (0, i, None)))) for i in range(D // SLAB)
+        )
+        ds, q_rows = operand_b(of_q, smem.ds), operand_b(of_k, transposed(smem.q))
+        signs = register_operand(of_k, heads, self.dtype)
+        acc, acc_k = accumulator(of_s, heads), accumulator(of_k, D)
+        acc_q = tuple(accumulator(of_q, heads) for _ in k_columns)
+        s = columns_of(acc, heads)
+        sums = cute.make_rmem_tensor((2, heads // BLOCK), Float32)
+        sums.fill(0.0)
+        for x in acc_q:
+            x.fill(0.0)
+        w = Scale.of(self.greatest_weight(weights))
+        scaled = weights
+        for i in cutlass.range_constexpr(cute.size(weights)):
+            scaled[i] = weights[i] * w.by
+        wanted = self.begin(smem, named, thread)
+        di = Scale.of(self.greatest_cotangent(smem, named, cotangent, thread))
+        first_lane = dk + thread % 4 * 2
+        for t in cutlass.range(named.tiles, unroll=1):
+            keys, given = cute.make_rmem_tensor(2, Int32), cute.make_rmem_tensor(2, Float32)
+            for r in cutlass.range_constexpr(2):
+                position = t * TILE + row_of(thread) + r * 8
+                keys[r] = named.read(position)
+                given[r] = load(cotangent + cutlass.min(position, named.length - 1))
+                if named.is_present(position, keys[r]) == Boolean(False):
+                    keys[r], given[r] = Int32(-1), Float32(0.0)
+            self.await_tile(smem, named, t, wanted, thread)
+            multiply(of_s, acc, a[None, None, None, t % c.stages], b, fresh=True)
+            warpgroup.wait_group(0)
+            for j in cutlass.range_constexpr(heads // BLOCK):
+                for i in cutlass.range_constexpr(2):
+                    for r in cutlass.range_constexpr(2):
+                        sums[i, j] += given[r] * relu(s[i, r, j])
+            pairs = cute.make_tensor(
+                cute.recast_ptr(signs.iterator, dtype=Uint32), cute.make_layout((2, heads // BLOCK))
+            )
+            for j in cutlass.range_constexpr(heads // BLOCK):
+                for r in cutlass.range_constexpr(2):
+                    positive = tuple(s[i, r, j] > 0.0 for i in range(2))
+                    two = tuple(scaled[i, j] if positive[i] else Float32(0.0) for i in range(2))
+                    pairs[r, j] = round_pair(*two, self.dtype)
+                    for i in cutlass.range_constexpr(2):
+                        s[i, r, j] = given[r] * di.by if positive[i] else Float32(0.0)
+            store_columns(of_s, acc, smem.ds, thread)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.sync_threads()
+            multiply(of_k, acc_k, signs, q_rows, fresh=True)
+            for i in cutlass.range_constexpr(len(k_columns)):
+                multiply(of_q, acc_q[i], k_columns[i][None, None, None, t % c.stages], ds)
+            warpgroup.wait_group(len(k_columns))
+            out = columns_of(acc_k, D)
+            for r in cutlass.range_constexpr(2):
+                to, factor = first_lane + Int64(cutlass.max(keys[r], Int32(0))) * D, given[r] * w.back
+                for j in cutlass.range_constexpr(D // BLOCK):
+                    add_pair(to.toint(), keys[r], j * BLOCK * 4, out[0, r, j] * factor, out[1, r, j] * factor)
+            warpgroup.wait_group(0)
+        self.give_dweights(smem, sums, dweights, thread)
+        self.give_dq(of_q, acc_q, smem, scaled, w.back * di.back, dq, thread)
+
+    # ---- numbers of a query
+
+    @cute.jit
+    def greatest_weight(self, weights: cute.Tensor) -> Float32:
+        """Of a query's weights, of which every quad has all."""
+        greatest = Float32(0.0)
+        for i in cutlass.range_constexpr(cute.size(weights)):
+            greatest = greater(greatest, weights[i])
+        for lanes in (1, 2):
+            greatest = greater(greatest, cute.arch.shuffle_sync_bfly(greatest, lanes))
+        return greatest
+
+    @cute.jit
+    def greatest_cotangent(self, smem: Shared, named: Selection, cotangent: cute.Pointer, thread: Int32) -> Float32:
+        """Of those whose entries are there."""
+        greatest = Float32(0.0)
+        for position in cutlass.range(thread, named.length, THREADS):
+            x = load(cotangent + position)
+            greatest = greater(greatest, x if named.is_present(position, named.read(position)) else Float32(0.0))
+        for lanes in (1, 2, 4, 8, 16):
+            greatest = greater(greatest, cute.arch.shuffle_sync_bfly(greatest, lanes))
+        if thread % WARP == 0:
+            smem.sums[0, thread // WARP] = greatest
+        cute.arch.sync_threads()
+        for i in cutlass.range_constexpr(WARPS):
+            greatest = greater(greatest, smem.sums[0, i])
+        return greatest
+
+    @cute.jit
+    def give_dweights(self, smem: Shared, sums: cute.Tensor, dweights: cute.Pointer, thread: Int32):
+        """The sums over a thread's keys, over all keys."""
+        cute.arch.sync_threads()
+        for j in cutlass.range_constexpr(self.config.heads // BLOCK):
+            for i in cutlass.range_constexpr(2):
+                total = sums[i, j]
+                for lanes in (4, 8, 16):
+                    total += cute.arch.shuffle_sync_bfly(total, lanes)
+                if thread % WARP < 4:
+                    smem.sums[thread % 4 * 2 + (j * BLOCK + i), thread // WARP] = total
+        cute.arch.sync_threads()
+        if thread < self.config.heads:
+            total = Float32(0.0)
+            for i in cutlass.range_constexpr(WARPS):
+                total += smem.sums[thread, i]
+            store(dweights + thread, total)
+
+    @cute.jit
+    def give_dq(
+        self,
+        mma: cute.TiledMma,
+        acc: tuple[cute.Tensor, ...],
+        smem: Shared,
+        weights: cute.Tensor,
+        factor: Float32,
+        dq: cute.Pointer,
+        thread: Int32,
+    ):
+        """By way of Q's place in SMEM, whose rows are heads."""
+        heads = self.config.heads
+        for part in cutlass.range_constexpr(len(acc)):
+            x = columns_of(acc[part], heads)
+            for j in cutlass.range_constexpr(heads // BLOCK):
+                for i in cutlass.range_constexpr(2):
+                    for r in cutlass.range_constexpr(2):
+                        x[i, r, j] = x[i, r, j] * (weights[i, j] * factor)
+            store_columns(mma, acc[part], cute.local_tile(smem.q, (heads, SLAB), (0, part)), thread)
+        cute.arch.sync_threads()
+        chunks = D // CHUNK
+        for i in cutlass.range(thread, heads * chunks, THREADS, unroll=1):
+            head, chunk = i // chunks, i % chunks
+            slab, place = chunk // LANES_A_ROW, chunk % LANES_A_ROW ^ head % 8
+            words = cute.recast_ptr(smem.q.iterator, dtype=Uint32) + ((slab * heads + head) * LANES_A_ROW + place) * 4
+            to = cute.make_tensor(cute.recast_ptr(dq + i * CHUNK, dtype=Uint32).align(16), cute.make_layout(4))
+            cute.autovec_copy(cute.make_tensor(words.align(16), cute.make_layout(4)), to)
+
+
+class IndexAtGradientSm90(IndexAtSm90):
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Pointer,
+        k: cute.Pointer,
+        weights: cute.Pointer,
+        indices: cute.Pointer,
+        scores: cute.Pointer,
+        dq: cute.Pointer,
+        dk: cute.Pointer,
+        dweights: cute.Pointer,
+        b: Int32,
+        s_q: Int32,
+        s_c: Int32,
+        topk: Int32,
+        stream: cuda.CUstream,
+    ):
+        arrays = Arrays(q, k, weights, indices, scores)
+        self.launch(arrays, Gradients(dq, dk, dweights), b, Extents(s_q, s_c, topk), stream)
+
+
+def columns_of(acc: cute.Tensor, columns: int) -> cute.Tensor:
+    """An accumulator as (c, r, j): column 8 j + 2 (lane % 4) + c, row r of a thread's two."""
+    return cute.make_tensor(acc.iterator, cute.make_layout((2, 2, columns // BLOCK)))
+
+
+def row_of(thread: Int32) -> Int32:
+    """The first of a thread's two rows of an accumulator."""
+    return thread // WARP * 16 + thread % WARP // 4
+
+
+def relu(x: Float32) -> Float32:
+    """NaN stays NaN."""
+    return ptx("max.NaN.f32 $0, $1, 0f00000000;", Float32(x), gives=(Float32,), pure=True)[0]
+
+
+def greater(a: Float32, b: Float32) -> Float32:
+    """The greater of a, which is not negative, and |b|."""
+    text = "{ .reg .f32 x; abs.f32 x, $2; max.f32 $0, $1, x; }"
+    return ptx(text, Float32(a), Float32(b), gives=(Float32,), pure=True)[0]
+
+
+def add_pair(to: Int64, there: Int32, offset: int, x: Float32, y: Float32) -> None:
+    """To two numbers in memory, `offset` bytes behind `to`, unless `there` is negative: without a branch, for products
+    are under way."""
+    ptx(
+        f"{{ .reg .pred p; setp.ge.s32 p, $1, 0; @p red.relaxed.gpu.global.add.v2.f32 [$0+{offset}], {{$2, $3}}; }}",
+        Int64(to),
+        Int32(there),
+        Float32(x),
+        Float32(y),
+    )
+
+
+def compile(variant: IndexAt, out_dir: Path) -> Compiled:
+    config = Config(variant.heads, variant.dtype, variant.op.endswith("_bwd"))
+    kernel = (IndexAtGradientSm90 if config.gradient else IndexAtSm90)(config)
+    element = element_type(variant.dtype)
+    of_gradients = (element, Float32, Float32) if config.gradient else ()
+    return compile_ahead(
+        kernel,
+        IndexAtSm90.kernel,
+        *map(array, (element, element, Float32, Int32, Float32, *of_gradients)),
+        *(i32() for _ in range(4)),
+        name="index_at_sm90",
+        arch=variant.arch,
+        out_dir=out_dir,
+        facts=launch_facts(config, ctas=config.ctas),
+    )
+
+
+def array(dtype) -> cute.Pointer:
+    return make_ptr(dtype, 16, cute.AddressSpace.gmem, assumed_align=16 if dtype.width < 32 else 4)
