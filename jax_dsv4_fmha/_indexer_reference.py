@@ -8,6 +8,7 @@ included. The gradients are written out, for they keep no score: both ways a blo
 
 import functools
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ._packed import LAYOUTS, index_keys
+from ._span import Span
 
 Arrays = tuple[jax.Array, ...]
 
@@ -25,6 +27,46 @@ _INF = float("inf")
 _NEVER = -(2**31)  # the rank of an entry that a query does not see
 _NAN = _NEVER + 1  # of a NaN
 _NEWEST = 2**31 - 1  # greater than that of any number
+
+
+# What has the names of the package's ops
+
+
+def lightning_indexer(
+    q: jax.Array, k: jax.Array, weights: jax.Array, *, topk: int, k_scale: jax.Array | None = None,
+    return_scores: bool = False, **seen: Any,
+) -> Any:  # fmt: skip
+    """`jax_dsv4_fmha.lightning_indexer` over keys that are an array; `seen` is ratio, q_offset, lengths and span."""
+    scale = jnp.ones(k.shape[:2], _FP32) if k_scale is None else k_scale
+    results = select(q, weights, k, scale, *_bounds(q, k, **seen), topk=topk)
+    return results if return_scores else results[0]
+
+
+def indexer_scores(q: jax.Array, k: jax.Array, weights: jax.Array, indices: jax.Array) -> jax.Array:
+    """`jax_dsv4_fmha.indexer_scores`; JAX differentiates it."""
+    (scores,) = scores_at(q, k, weights, indices)
+    return scores
+
+
+def indexer_blocks(
+    q: jax.Array, k: jax.Array, weights: jax.Array, *, count: int, block: int = 8, k_scale: jax.Array | None = None,
+    **seen: Any,
+) -> jax.Array:  # fmt: skip
+    """`jax_dsv4_fmha.indexer_blocks`."""
+    scale = jnp.ones(k.shape[:2], _FP32) if k_scale is None else k_scale
+    (blocks,) = greatest_blocks(q, weights, k, scale, *_bounds(q, k, **seen), count=count, block=block)
+    return blocks
+
+
+def _bounds(
+    q: jax.Array, k: jax.Array, *, ratio: int | None = None, q_offset: Any = 0, lengths: Any = None, span: Any = None
+) -> Arrays:
+    rules = [] if span is None else [span]
+    if ratio is not None:
+        rules.append(Span.compressed(q.shape[1], ratio, q_offset))
+    if lengths is not None:
+        rules.append(Span.lengths(lengths))
+    return functools.reduce(operator.and_, rules).bounds(q.shape[0], q.shape[1], k.shape[1])
 
 
 # Choosing entries

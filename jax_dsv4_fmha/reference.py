@@ -22,8 +22,20 @@ from jax import lax
 
 from ._cache import Cache
 from ._ends import finite, logsumexp, sigmoid
+from ._indexer_reference import indexer_blocks, indexer_scores, lightning_indexer
 from ._packed import dequantize_cache
 from ._span import Span
+
+__all__ = [
+    "dsv4_attention",
+    "dsv4_decode",
+    "fmha",
+    "indexer_blocks",
+    "indexer_scores",
+    "lightning_indexer",
+    "merge",
+    "sparse_fmha",
+]
 
 Attention = tuple[jax.Array, jax.Array]
 """(o [b, s_q, h_q, d], lse [b, s_q, h_q] fp32)"""

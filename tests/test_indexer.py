@@ -24,6 +24,7 @@ from jax_dsv4_fmha import (
     lightning_indexer,
     quantize_indexer,
 )
+from jax_dsv4_fmha._testing import indexer as cases
 from tests.helpers import normal
 
 B, S_Q, S_C, H, D = 2, 6, 23, 4, 16
@@ -139,6 +140,23 @@ def test_blocks_of_queries_are_the_whole(monkeypatch):
     jax.clear_caches()
     np.testing.assert_array_equal(lightning_indexer(q, k, weights, topk=5, ratio=1, q_offset=9), whole)
     jax.clear_caches()
+
+
+def test_reference_has_namesakes():
+    """They take what the ops take, and give what the ops give here; JAX's own gradient is the one written out."""
+    q, k, weights = operands()
+    seen = {"ratio": 2, "q_offset": jnp.array([9, 60], jnp.int32), "lengths": jnp.array([20, 23], jnp.int32)}
+    for name, how in (("lightning_indexer", {"topk": 5}), ("indexer_blocks", {"count": 3, "block": 4})):
+        got, want = (getattr(of, name)(q, k, weights, **how, **seen) for of in (lib.reference, lib))
+        np.testing.assert_array_equal(got, want)
+
+    def loss(f, *x):
+        return jnp.sum(jnp.sin(jnp.where(jnp.isfinite(s := f(*x, named())), s, 0)))
+
+    by_jax, ours = (
+        jax.grad(functools.partial(loss, of.indexer_scores), (0, 1, 2))(q, k, weights) for of in (lib.reference, lib)
+    )
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), by_jax, ours)
 
 
 @pytest.mark.parametrize("count", [1, 3, 9])
@@ -537,6 +555,27 @@ def test_scores_are_exported_for_cuda(b, monkeypatch):
     assert [x.dtype for x in exported.out_avals] == [jnp.bfloat16, jnp.bfloat16, jnp.float32]
 
 
+@pytest.mark.parametrize("case", [cases.CASES[i] for i in (8, 15, 18, -4)], ids=lambda c: c.name)
+def test_reference_against_float64(case):
+    assert cases.complaints(case, "reference") == []
+
+
+def test_complaints_are_found(monkeypatch):
+    """An entry that was swapped for a worse one, a gradient that lacks a factor."""
+    case, right = cases.CASES[0], cases._chosen
+
+    def worst(*x):
+        indices, scores = map(np.copy, right(*x))
+        entries = np.setdiff1d(np.flatnonzero(cases.visible(case)[1, 0]), indices[1, 0])
+        indices[1, 0, -1] = max(entries[-1], indices[1, 0, -2] + 1)
+        return indices, scores
+
+    monkeypatch.setattr(cases, "_chosen", worst)
+    assert any("query 0 of batch entry 1" in x for x in cases.complaints(case, "reference"))
+    monkeypatch.setattr(cases, "_scored", lambda x, _: {k: 2 * v for k, v in cases.scored_float64(x).items()})
+    assert len(cases.complaints(cases.CASES[-1], "reference")) == 4
+
+
 # On a GPU
 
 
@@ -593,3 +632,10 @@ def test_kernel(cuda, h, dtype, s_q, s_c, topk):
         least = np.where(np.asarray(indices) >= 0, values, np.inf).min(-1)
         greater = (np.where(np.isfinite(want), want, -np.inf) > least[..., None] + 2 * limit).sum(-1)
         assert (greater <= topk).all()  # nobody who scores clearly more was left out
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", cases.CASES, ids=lambda c: c.name)
+def test_case(cuda, case):
+    with jax.default_device(cuda):
+        assert cases.complaints(case, "cubin") == []
