@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "forward.h"
+#include "index_at.h"
 
 extern "C" {
 void stand_in_fail(const char* name, int times);
@@ -125,6 +126,37 @@ void Refusals() {
   EXPECT(arrays.Call(/*offset_of_k=*/16).Execute(nullptr, 0).success());
 }
 
+// Scores at given entries, and their gradients, whose dk is cleared before the one launch.
+void Entries() {
+  alignas(64) static char data[4096];
+  const std::vector<int64_t> q{2, 3, 16, 128}, k{2, 5, 128}, weights{2, 3, 16}, indices{2, 3, 7};
+  auto of = [](const char* name, const std::vector<int64_t>& shape, ffi::DataType dtype) {
+    Operand x;
+    x.name = name, x.data = data, x.dimensions = Ints(shape.data(), shape.size()), x.dtype = dtype;
+    return x;
+  };
+  auto fill = [&](auto& call, const char* op) {
+    call.op = op, call.q = of("q", q, ffi::BF16), call.k = of("k", k, ffi::BF16);
+    call.weights = of("weights", weights, ffi::F32), call.indices = of("indices", indices, ffi::S32);
+    call.scores = of("scores", indices, ffi::F32);
+  };
+  ScoresAt scores;
+  fill(scores, "index_at");
+  EXPECT(scores.Initialize(0).success() && scores.Execute(nullptr, 0).success());
+  EXPECT(stand_in_calls("cuLaunchKernelEx 3") == 1 && stand_in_calls("cuMemsetD32Async") == 0);
+  ScoresAtGradient gradient;
+  fill(gradient, "index_at_bwd");
+  gradient.dq = of("dq", q, ffi::BF16), gradient.dk = of("dk", k, ffi::F32);
+  gradient.dweights = of("dweights", weights, ffi::F32);
+  EXPECT(gradient.Initialize(0).success() && gradient.Execute(nullptr, 0).success());
+  EXPECT(stand_in_calls("cuLaunchKernelEx 4") == 1 && stand_in_calls("cuMemsetD32Async") == 1);
+  gradient.dq.dtype = ffi::F32;
+  EXPECT(gradient.Execute(nullptr, 0).message() == "dq: got F32, wanted BF16 like q");
+  scores.k.dtype = ffi::F16;
+  EXPECT(scores.Initialize(0).message() == "k: got F16, wanted BF16 like q");
+  EXPECT(scores.Initialize(5).message().find("k: got") == 0);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -132,6 +164,7 @@ int main(int argc, char** argv) {
   if (scenario == "threads") Threads();
   if (scenario == "fails for some") FailsForSome();
   if (scenario == "refusals") Refusals();
+  if (scenario == "entries") Entries();
   if (scenario == "fails") {
     EXPECT(argc == 4);
     Fails(argv[2], atoi(argv[3]));

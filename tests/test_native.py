@@ -19,12 +19,15 @@ FUNCTIONS = (
     *("cuLibraryGetKernel", "cuKernelSetAttribute", "cuCtxPushCurrent", "cuKernelGetFunction"),
     *("cuTensorMapEncodeTiled", "cuLaunchKernelEx"),
 )
-KERNELS = ("fwd_sm_90a_d64_bfloat16", "fwd_sm_100a_d64_bfloat16", "combine_sm_90a_bfloat16")
+KERNELS = (
+    *("fwd_sm_90a_d64_bfloat16", "fwd_sm_100a_d64_bfloat16", "combine_sm_90a_bfloat16"),
+    *("index_at_sm_90a_heads16_bfloat16", "index_at_bwd_sm_90a_heads16_bfloat16"),
+)
 
 
 @pytest.fixture(scope="module", params=["address,undefined", "thread"])
 def program(request, tmp_path_factory):
-    """ffi_test, with three kernels, whose cubins are their numbers."""
+    """ffi_test, with a few kernels, whose cubins are their numbers."""
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
     out = tmp_path_factory.mktemp("native")
@@ -62,6 +65,7 @@ def program(request, tmp_path_factory):
         ("threads",),
         ("fails for some",),
         ("refusals",),
+        ("entries",),
         *(("fails", function, times) for function in FUNCTIONS for times in ("1", "3")),
     ],
     ids="-".join,
