@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from . import _check
-from ._packed import LAYOUTS, V4_FP8, D, Layout, layout_of
+from ._packed import LAYOUTS, V4_FP8, D, Layout, layout_of, read_pages
 
 
 @jax.tree_util.register_dataclass
@@ -172,9 +172,8 @@ class Cache:
             pages = jnp.where(slots < 0, -1, jnp.arange(dims["b"], dtype=jnp.int32)[:, None])
         whole = self.entries.reshape(self.entries.shape[0], -1)
         if not self.is_packed:
-            return _read(whole, pages, at * self.entries.shape[2], self.entries.shape[2])
-        places = zip(self.packing.starts(at, self.page), self.packing.parts, strict=True)
-        return self.packing.decode(*(_read(whole, pages, start, width) for start, width in places))
+            return read_pages(whole, pages, at * self.entries.shape[2], self.entries.shape[2])
+        return self.packing.take(whole, pages, at)
 
     def as_held(self, entries: jax.Array) -> jax.Array:
         """These entries `[…, d]` as a cache like this gives them back: bfloat16 if it is packed, else as they are."""
@@ -215,10 +214,3 @@ def _write(pages: jax.Array, page: jax.Array, start: jax.Array, rows: jax.Array)
         update_window_dims=(1,), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0, 1)
     )
     return lax.scatter(pages, jnp.stack([page, start], -1), rows, windows, mode="drop")
-
-
-def _read(pages: jax.Array, page: jax.Array, start: jax.Array, width: int) -> jax.Array:
-    """Of pages [pages, width], what stands from `start` […] of page […] on: […, width]; 0 of a page below 0."""
-    windows = lax.GatherDimensionNumbers(offset_dims=(page.ndim,), collapsed_slice_dims=(0,), start_index_map=(0, 1))
-    where = jnp.stack([page, start], -1)
-    return lax.gather(pages, where, windows, (1, width), mode="fill", fill_value=0)

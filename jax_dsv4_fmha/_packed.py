@@ -117,6 +117,19 @@ class Layout:
         others = lax.bitcast_convert_type(others[..., 0] | others[..., 1] << 8, jnp.bfloat16)
         return jnp.concatenate([values, others], -1)
 
+    def take(self, pages: jax.Array, page: jax.Array, at: jax.Array) -> jax.Array:
+        """Of pages `[pages, page_bytes]`, the entries `at` […] of the pages `page` […]: […, d], 0 of a page below 0."""
+        starts = self.starts(at, self.page_entries(pages.shape[1]))
+        parts = zip(starts, self.parts, strict=True)
+        return self.decode(*(read_pages(pages, page, start, width) for start, width in parts))
+
+
+def read_pages(pages: jax.Array, page: jax.Array, start: jax.Array, width: int) -> jax.Array:
+    """Of pages [pages, width], what stands from `start` […] of page […] on: […, width]; 0 of a page below 0."""
+    windows = lax.GatherDimensionNumbers(offset_dims=(page.ndim,), collapsed_slice_dims=(0,), start_index_map=(0, 1))
+    where = jnp.stack([page, start], -1)
+    return lax.gather(pages, where, windows, (1, width), mode="fill", fill_value=0)
+
 
 def _cut(x: jax.Array, widths: tuple[int, ...]) -> list[jax.Array]:
     ends = [sum(widths[: i + 1]) for i in range(len(widths))]

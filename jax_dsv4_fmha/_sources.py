@@ -149,6 +149,16 @@ class SelectionSource:
             indices = jnp.where(indices < 0, indices, first + indices)
         return dataclasses.replace(self, keys=self.keys.reshape(-1, self.keys.shape[2]), indices=indices)
 
+    def unpacked(self) -> "SelectionSource":
+        """Of packed keys those that are named, in bfloat16, as a pool in which each is named once."""
+        pool = self.flat()
+        page = LAYOUTS[self.layout].page_entries(pool.keys.shape[1])
+        there = (pool.indices >= 0) & (pool.indices < pool.keys.shape[0] * page)
+        slots = jnp.where(there, pool.indices, -1).reshape(-1)
+        keys = LAYOUTS[self.layout].take(pool.keys, slots // page, slots % page)
+        own = jnp.arange(slots.shape[0], dtype=jnp.int32).reshape(there.shape)
+        return dataclasses.replace(self, keys=keys, indices=jnp.where(there, own, -1))
+
 
 Source = SpanSource | SelectionSource
 
@@ -264,7 +274,17 @@ def _pools(*sources: SelectionSource) -> Sequence[Any]:
 
 def _pools_of_one(source: SelectionSource) -> Sequence[Any]:
     """Of two, of which nothing is seen of the other."""
-    pool, nothing = source.flat(), jnp.zeros_like(source.length)
+    return _and_nothing(source.flat())
+
+
+def _unpacked_pools(*sources: SelectionSource) -> Sequence[Any]:
+    """What is named of packed keys, unpacked before, for the kernel of keys in 16 bits."""
+    pools = [source.unpacked() for source in sources]
+    return jax.tree.leaves(pools) if len(pools) == 2 else _and_nothing(pools[0])
+
+
+def _and_nothing(pool: SelectionSource) -> Sequence[Any]:
+    nothing = jnp.zeros_like(pool.length)
     return jax.tree.leaves([pool, dataclasses.replace(pool, indices=nothing[..., None], length=nothing)])
 
 
@@ -277,6 +297,10 @@ FORWARD: dict[tuple[str, ...], Kernel] = {
     ("selection", "selection"): Kernel("dsv4_decode", _ffi.dsv4_decode, _pools),
     ("v4_fp8", "v4_fp8"): Kernel("dsv4_decode_fp8", _ffi.dsv4_decode, _pools),
     ("v4_fp8",): Kernel("dsv4_decode_fp8", _ffi.dsv4_decode, _pools_of_one),
+    **dict.fromkeys(
+        (("v41_fp8",), ("v41_fp8", "v41_fp8"), ("v41_fp8", "v41_fp4")),
+        Kernel("dsv4_decode", _ffi.dsv4_decode, _unpacked_pools),
+    ),
 }
 
 BACKWARD: dict[tuple[str, ...], Kernel] = {

@@ -1,5 +1,6 @@
 """dsv4_decode and its caches; its values against float64 stand in test_reference.py, for every case of the table."""
 
+import dataclasses
 import functools
 import math
 import re
@@ -14,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_dsv4_fmha import Cache, dequantize_cache, dsv4_attention, dsv4_decode, quantize_cache, sparse_fmha
+from jax_dsv4_fmha._decode import seen_slots
 from jax_dsv4_fmha._packed import LAYOUTS
 from jax_dsv4_fmha._testing import float64
 from jax_dsv4_fmha._testing.cases import CASES, LAYOUTS_OF, operands, run, run_into, run_reference
@@ -103,7 +105,7 @@ def test_scales_of_e2m1_are_rounded_like_ml_dtypes():
     np.testing.assert_array_equal(got.view(np.uint8), want.view(np.uint8))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", IN_NUMPY)
 def test_every_code_is_read(layout):
     """All codes, under scales of all sizes."""
     how, rng = LAYOUTS[layout], np.random.default_rng(0)
@@ -123,7 +125,7 @@ def test_v4_fp8_takes_584_bytes_an_entry():
     assert all(page_bytes(n) - 584 * n < 576 for n in range(1, 600))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", IN_NUMPY)
 def test_round_trip(layout):
     """Within half a step of the codes; what is bfloat16 is exact; and once only."""
     entries = (normal(0, 3, 5, 512) * 10.0 ** (normal(1, 3, 5, 1) / 2)).astype(jnp.bfloat16)
@@ -144,7 +146,7 @@ def test_round_trip(layout):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", IN_NUMPY)
 def test_packed_entries_are_rounded_where_they_are_read_at_once(cuda, layout):
     """XLA may leave out a conversion to a narrower type and back, within one computation."""
     entries = jax.device_put(normal(0, 64, 512), cuda)
@@ -156,7 +158,7 @@ def test_packed_entries_are_rounded_where_they_are_read_at_once(cuda, layout):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", IN_NUMPY)
 def test_what_is_not_finite_keeps_to_its_group(layout, bad):
     entries = normal(0, 4, 512).at[2, 70].set(bad)
     back = dequantize_cache(quantize_cache(entries, layout), layout)
@@ -167,7 +169,7 @@ def test_what_is_not_finite_keeps_to_its_group(layout, bad):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=lambda x: x.__name__)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", IN_NUMPY)
 def test_the_greatest_values_are_finite(layout, dtype):
     """What would be rounded up to 2^128 is rounded down, 2688 is the greatest of v41_fp4; only NaN and inf give NaN."""
     entries = jnp.full((1, 512), jnp.finfo(dtype).max, dtype).at[0, 1].set(-jnp.finfo(dtype).max).at[0, 2].set(3e38)
@@ -195,7 +197,7 @@ CACHES = {
     "contiguous": lambda *args, **kwargs: zeros(2, 9, *args, **kwargs),
     "paged": lambda *args, **kwargs: zeros(7, 3, *args, **kwargs, block_table=jnp.array(TABLE)),
 }
-KEPT = [("contiguous", "v4_fp8"), *(("paged", layout) for layout in LAYOUTS)]
+KEPT = [("contiguous", "v4_fp8"), *(("paged", layout) for layout in IN_NUMPY)]
 KEPT += [(kind, dtype) for kind in CACHES for dtype in (jnp.bfloat16, jnp.float32)]
 """Caches, and what entries are kept in: a dtype, or a layout."""
 
@@ -366,6 +368,57 @@ def test_idle_sequences_and_absent_rows():
     assert (o == 0).all() and (lse == -jnp.inf).all()
 
 
+@pytest.mark.parametrize("far", ["dense", "topk"])
+def test_a_chunk_of_a_prompt_over_pages_that_are_shared(far):
+    """64 new queries at once, of sequences whose first 40 tokens are the same pages; one place is idle. No page that is
+    nobody's is read."""
+    b, s, s_q, d, ratio, page, shared = 3, 100, 64, 16, 4, 10, 4
+    q, latent, sink = normal(0, b, s, 3, d), normal(1, b, s, d), normal(2, 3)
+    latent = latent.at[1, : shared * page].set(latent[0, : shared * page])
+    compressed = latent.reshape(b, s // ratio, ratio, d).mean(2)
+    lengths = jnp.array([100, 87, 0], jnp.int32)
+
+    def paged(entries, page, shared):
+        n = entries.shape[1] // page
+        table = np.random.default_rng(3).permutation(2 * n + 4)[: 2 * n].reshape(2, n)
+        table[1, :shared] = table[0, :shared]
+        pool = jnp.full((2 * n + 4, page, d), jnp.nan).at[table].set(entries[:2].reshape(2, n, page, d))
+        return Cache(pool, jnp.asarray(np.concatenate([table, np.full((1, n), -1)]), jnp.int32))
+
+    near, entries = paged(latent, page, shared), paged(compressed, page // 2, shared // 2)
+    position = np.asarray(lengths)[:, None] - s_q + np.arange(s_q)
+    past = np.maximum((position + 1) // ratio, 1)[..., None]
+    indices = jnp.asarray(np.random.default_rng(4).integers(0, past, (b, s_q, 6)), jnp.int32)
+    chosen = {"dense": {}, "topk": {"indices": indices}}[far]
+    rows = jnp.asarray(np.maximum(position, 0))
+    now = jax.vmap(lambda q, rows: q[rows])(q, rows)
+    how = {"sink": sink, "window": 7, "ratio": ratio, **chosen}
+    got = dsv4_decode(now, near, entries, lengths=lengths, **how)
+    want = dsv4_attention(now, latent, compressed, q_offset=lengths - s_q, **how)
+    assert_close([x[:2] for x in got], [x[:2] for x in want])
+    assert (got[0][2] == 0).all() and (got[1][2] == -jnp.inf).all()
+
+
+def test_lengths_from_none_to_a_million():
+    """In one batch: sequences of all lengths, in rings for windows and pages for compressed entries."""
+    lengths, ratio, d, page = np.array([0, 1, 1_000_000, 129, 65_536, 3], np.int32), 128, 16, 64
+    b, n = len(lengths), -(-1_000_000 // ratio // page)
+    rng = np.random.default_rng(0)
+    table = np.full((b, n), -1, np.int32)
+    used = -(-(lengths // ratio) // page)  # pages of each
+    free = iter(rng.permutation(used.sum() + 2))
+    for row, count in zip(table, used, strict=True):
+        row[:count] = [next(free) for _ in range(count)]
+    pool = normal(1, used.sum() + 2, page, d).at[np.array(list(free))].set(jnp.nan)
+    near, far = Cache(normal(2, b, 130, d)), Cache(pool, jnp.asarray(table))
+    indices = rng.integers(0, np.maximum(lengths // ratio, 1)[:, None, None], (b, 2, 9), np.int32)
+    q = normal(3, b, 2, 3, d)
+    step = functools.partial(dsv4_decode, q, near, far, lengths=jnp.asarray(lengths), indices=indices, ratio=ratio)
+    got, want = step(), step(implementation="reference")
+    assert_close(got, want)
+    assert jnp.isfinite(got[0]).all() and (got[1][0] == -jnp.inf).all() and jnp.isfinite(got[1][2]).all()
+
+
 @pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize("implementation", [None, "reference"])
 def test_a_compressed_cache_that_has_run_over_shows_no_future(kind, implementation):
@@ -524,6 +577,30 @@ def test_launches(caches, is_fp8, target, kind):
     for found in re.findall(rf"stablehlo.(?:{kinds})\"?.*: \(tensor<([\dx]+)x.*-> tensor<([\dx]+)x(?:bf16|ui8)>", text):
         read, written = (math.prod(map(int, x.split("x"))) for x in found)
         assert read == written, found  # no more than a name for the same bytes
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("far", [None, "v41_fp8", "v41_fp4"])
+def test_keys_are_unpacked_for_a_kernel_in_16_bits(far):
+    """Those that are named, and the sources that the kernel is handed say the same as the packed ones."""
+    table = jnp.array([[4, 0], [2, 7]], jnp.int32)  # one page is none
+    caches = [Cache(quantize_cache(normal(1, 6, 70, 512), "v41_fp8"), table, "v41_fp8")]
+    if far is not None:
+        caches.append(Cache(quantize_cache(normal(2, 2, 50, 512), far), None, far))
+    q, lengths = normal(3, 2, 2, 3, 512, dtype=jnp.bfloat16), jnp.array([120, 30], jnp.int32)
+    indices = jnp.asarray(np.random.default_rng(4).integers(-3, 55, (2, 2, 9)), jnp.int32)
+    sources = seen_slots(2, caches[0], caches[1] if far else None, lengths, indices, None, None, 60)
+    for source in sources:
+        pool = source.unpacked()
+        assert pool.keys.shape == (source.indices.size, 512) and pool.keys.dtype == jnp.bfloat16
+        pool = dataclasses.replace(pool, keys=pool.keys[None])
+        assert_close(pool.reference(q, None, 0.1), source.reference(q, None, 0.1))
+    f = jax.jit(functools.partial(dsv4_decode, lengths=9, ratio=far and 1, implementation="cubin", window=60))
+    text = f.trace(q, *caches).lower(lowering_platforms=("cuda",)).as_text()
+    assert re.findall(r"custom_call @dsv4_fmha_(\w+)", text) == ["dsv4_decode"]
+    alone = dataclasses.replace(caches[0], entries=jnp.zeros((6, 70 * 288), jnp.uint8), layout="v41_fp4")
+    with pytest.raises(NotImplementedError, match="dsv4_decode: implementation: got 'cubin'"):
+        dsv4_decode(q, alone, lengths=9, implementation="cubin", window=60)
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "paged", "fp8"])
