@@ -464,6 +464,12 @@ def test_errors():
         layer(p, hidden(2, 6)[..., :23])
     with pytest.raises(ValueError, match="start: got 3, wanted 0, and no lengths, without a cache"):
         layer(p, hidden(2, 6), start=3)
+    ids = jnp.zeros((2, 6), jnp.int32)
+    with pytest.raises(ValueError, match=r"segment_ids: got int32\[2, 6\], wanted None with a cache"):
+        layer(p, hidden(2, 6), layer.cache(2, 8, jnp.float32), segment_ids=ids)
+    in_two_levels, its = (x[5] for x in model("v4.1"))
+    with pytest.raises(NotImplementedError, match=r"segment_ids: got int32\[2, 6\], wanted None, with two levels"):
+        in_two_levels(its, hidden(2, 6), segment_ids=ids)
     with pytest.raises(TypeError, match=r"cache: got .*, wanted a LayerCache"):
         layer(p, hidden(2, 6), Cache.zeros(2, 6, 16, jnp.float32))
     with pytest.raises(
