@@ -234,7 +234,7 @@ def indexer_loss(
         attention_q, kv, lse = map(lax.stop_gradient, (attention_q, kv, denominator(lse, sink)))
         start, stop = _visible(op, dims, ratio, q_offset, lengths, span)
         calls = tuple(Call(x, "never", (("scale", scale),)) for x in (_DENSE_LOSS, _DENSE_LOSS_GRADIENT))
-        return _learned(calls, *aligned(calls[0], (q, k, weights, attention_q, kv, lse, start, stop)))
+        return _learn(calls, q, k, weights, attention_q, kv, lse, start, stop)
     for name, x in (("ratio", ratio), ("lengths", lengths), ("span", span)):
         if x is not None:
             raise _check.error(ValueError, op, name, x, "None with indices")
@@ -452,7 +452,7 @@ def _scores_at(op: str, implementation: Any, q: jax.Array, *others: jax.Array) -
         when = choose(op, implementation, archs, got)
         fits = Fit(got, "index_at", archs), Fit(got, "index_at_bwd", archs)
     calls = tuple(Call(x, when, (), fit) for x, fit in zip((_SCORES, _SCORES_GRADIENT), fits, strict=True))
-    return _learned(calls, *aligned(calls[0], (q, *others)))
+    return _learn(calls, q, *others)
 
 
 @jax.custom_vjp
@@ -469,6 +469,11 @@ def _divergence_bwd(operands: Any, cotangent: jax.Array) -> Any:
 
 
 _divergence.defvjp(_divergence_fwd, _divergence_bwd)
+
+
+@functools.partial(jax.jit, static_argnums=0)  # so that a call outside of jit compiles but once
+def _learn(calls: tuple[Call, ...], *operands: jax.Array) -> jax.Array:
+    return _learned(calls, *aligned(calls[0], operands))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -34,7 +34,7 @@ class Span:
     def causal(cls, s_q: int, offset: Any = 0) -> "Span":
         """Keys up to and with the query's own position."""
         p = _positions("Span.causal", s_q, offset)
-        return cls(jnp.zeros_like(p), p + 1)
+        return cls(_front(), p + 1)
 
     @classmethod
     def sliding_window(cls, s_q: int, window: int, offset: Any = 0) -> "Span":
@@ -51,13 +51,13 @@ class Span:
         """
         ratio = _check.positive("Span.compressed", "ratio", ratio)
         p = _positions("Span.compressed", s_q, offset)
-        return cls(jnp.zeros_like(p), (p + 1) // ratio, frozenset({"compressed"}))
+        return cls(_front(), (p + 1) // ratio, frozenset({"compressed"}))
 
     @classmethod
     def lengths(cls, lengths: Any) -> "Span":
         """The first `lengths[n]` keys of batch entry n; int32 `[b]`."""
         stop = _check.operand("Span.lengths", "lengths", lengths, "b", {}, _check.INT)[:, None]
-        return cls(jnp.zeros_like(stop), stop)
+        return cls(_front(), stop)
 
     @classmethod
     def segments(cls, q_ids: Any, kv_ids: Any = None) -> "Span":
@@ -145,6 +145,11 @@ def _bound(op: str, name: str, x: Any, b: Any, s_q: Any, s_kv: Any) -> jax.Array
     if x.dtype not in _check.INT or not fits:
         raise _check.error(ValueError, op, name, x, wanted)
     return jnp.broadcast_to(jnp.clip(jnp.asarray(x), 0, s_kv), (b, s_q))
+
+
+def _front() -> jax.Array:
+    """Where the first key is; not like an array that may be sharded, which outside of jit takes a mesh that is set."""
+    return jnp.zeros((1, 1), jnp.int32)
 
 
 def _in_32_bits(x: Any) -> Any:

@@ -354,12 +354,13 @@ def cases(draw: st.DrawFn, op: str) -> Case:
         how["ratio"] = how["ratio"] if how["compressed"] else None
     if op == "dsv4_attention" and not how["compressed"]:
         how["ratio"] = None
-    # Not tried: the indexer on Explicit axes, where `indexer_scores` raises what JAX raises.
     is_indexer = "index" in op
-    kinds = draw(st.just(()) | st.tuples(*[st.sampled_from(["Auto"] if is_indexer else ["Auto", "Explicit"])] * 2))
+    kinds = draw(st.just(()) | st.tuples(*[st.sampled_from(["Auto", "Explicit"])] * 2))
     symbolic = "" if kinds else draw(st.sampled_from(["", "", "b", "bs", "bst", "bstc"]))
     set_mesh = bool(kinds) and draw(st.booleans())
-    needs_jit = bool(symbolic) or ("Explicit" in kinds and not set_mesh)  # outside of it JAX wants a mesh that is set
+    gradient = op not in ("dsv4_decode", "lightning_indexer") and draw(st.booleans())
+    # outside of jit JAX wants a mesh that is set, where its own code makes numbers: in `loss` and around `jax.lax.scan`
+    needs_jit = bool(symbolic) or ("Explicit" in kinds and not set_mesh and gradient)
     even = st.sampled_from([2, 4])
     sizes = {a: draw(even) for a in "bs"} if kinds else {a: draw(st.integers(1, 5)) for a in "bs"}
     sizes |= {"k": draw(st.sampled_from([1, 2])), "d": draw(st.sampled_from([4, 8])), "t": draw(st.integers(7, 9))}
@@ -373,7 +374,8 @@ def cases(draw: st.DrawFn, op: str) -> Case:
     layout = []
     if kinds:
         free = draw(st.permutations(["data", "model"]))
-        splits = draw(st.permutations([a for a in "bsh" if not how.get("pool") or a != "s"]))
+        whole = "s" if how.get("pool") else "h" if is_indexer and "Explicit" in kinds else ""  # or it is refused
+        splits = draw(st.permutations([a for a in "bsh" if a != whole]))
         layout = list(zip(splits, free[: draw(st.integers(0, 2))], strict=False))
         layout += [("k", axis) for a, axis in layout if a == "h" and sizes["k"] == 2]
     return Case(
@@ -381,7 +383,7 @@ def cases(draw: st.DrawFn, op: str) -> Case:
         sizes,
         how,
         tuple(transforms),
-        gradient=op not in ("dsv4_decode", "lightning_indexer") and draw(st.booleans()),
+        gradient=gradient,
         jit=needs_jit or draw(st.sampled_from([True, True, False])),
         kinds=kinds,
         layout=tuple(layout),
@@ -453,6 +455,28 @@ KEPT = [
         dtype="bfloat16",
     ),
     Case("lightning_indexer", SIZES, {"topk": 5, "lengths": True}, ("vmap q", "scan k"), x64=True),
+    Case(  # zeros like what is sharded, outside of jit
+        "dsv4_attention",
+        SIZES,
+        {"compressed": True, "ratio": 4, "window": 3, "method": None, "offset": True},
+        ("checkpoint",),
+        jit=False,
+        kinds=("Explicit", "Auto"),
+        layout=(("b", "data"),),
+        seed=17628,
+    ),
+    Case(  # a jax.shard_map outside of jit, over one of two axes, under vmap
+        "indexer_scores",
+        SIZES,
+        {},
+        ("checkpoint", "vmap q"),
+        jit=False,
+        kinds=("Explicit", "Auto"),
+        layout=(("b", "data"),),
+        replicated=("q",),
+        set_mesh=True,
+        seed=28055,
+    ),
 ]
 
 
