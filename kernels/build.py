@@ -9,6 +9,7 @@ of them: manifest.json (what is shipped), and abi.h and cubins.cc (the same for 
 
 import argparse
 import ast
+import contextlib
 import fnmatch
 import functools
 import hashlib
@@ -18,6 +19,7 @@ import os
 import platform
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -109,13 +111,41 @@ def cached(variant: Variant, out: Path) -> Record | None:
     return record
 
 
-def compile_one(variant: Variant, out: Path) -> Record:
-    """Compile in a fresh process, check the cubin, and leave its record beside it."""
+class Compiler:
+    """A process of `kernels.forge`, for variants of one architecture after the other, from the sources below `root`."""
+
+    def __init__(self) -> None:
+        self.arch = ""
+        self.process: subprocess.Popen[str] | None = None
+
+    def __call__(self, variant: Variant, out: Path, root: Path = ROOT) -> None:
+        if self.process is None or self.arch != variant.arch:
+            self.close()
+            self.arch, command = variant.arch, [sys.executable, "-m", "kernels.forge", variant.arch]
+            self.process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdin is not None and self.process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            print(variant.key, out.resolve(), root.resolve(), sep="\t", file=self.process.stdin, flush=True)
+        answer, log = self.process.stdout.readline().strip(), out / f"{variant.key}.log"
+        said = log.read_text(errors="replace") if log.exists() else ""
+        log.unlink(missing_ok=True)
+        if answer != "0":
+            raise Refused(f"{variant.key}: did not compile\n{said}")
+
+    def close(self) -> None:
+        process, self.process = self.process, None
+        if process is not None:
+            process.communicate()
+
+
+def compile_one(variant: Variant, out: Path, compiler: Compiler | None = None) -> Record:
+    """Compile in a fresh process, check the cubin, and leave its record and its host stub beside it."""
     (out / f"{variant.key}.json").unlink(missing_ok=True)
-    command = [sys.executable, "-m", "kernels.aot", variant.key, "--out", str(out.resolve())]
-    run = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if run.returncode != 0:
-        raise Refused(f"{variant.key}: did not compile\n{run.stdout}")
+    if compiler is None:
+        with contextlib.closing(Compiler()) as compiler:
+            compiler(variant, out)
+    else:
+        compiler(variant, out)
     cubin = (out / f"{variant.key}.cubin").read_bytes()
     launch = out / f"{variant.key}.launch.json"
     facts = json.loads(launch.read_text())
@@ -142,12 +172,17 @@ def build(variants: Sequence[Variant], out: Path, jobs: int) -> dict[str, Record
     stale = [v for v in variants if v.key not in records]
     print(f"kernels: {len(records)} up to date, {len(stale)} to compile ({toolchain()})", flush=True)
 
+    here = threading.local()
+
+    def start() -> None:
+        here.compiler = closing.enter_context(contextlib.closing(Compiler()))
+
     def timed(variant: Variant) -> tuple[Record, float]:
         start = time.monotonic()
-        return compile_one(variant, out), time.monotonic() - start
+        return compile_one(variant, out, here.compiler), time.monotonic() - start
 
-    with ThreadPoolExecutor(jobs) as pool:
-        futures = [pool.submit(timed, v) for v in stale]
+    with contextlib.ExitStack() as closing, ThreadPoolExecutor(jobs, initializer=start) as pool:
+        futures = [pool.submit(timed, v) for v in sorted(stale, key=lambda v: v.arch)]
         try:
             for done, future in enumerate(as_completed(futures), 1):
                 record, seconds = future.result()

@@ -1,15 +1,12 @@
 """The Blackwell kernels, which no test has run on hardware: their PTX, interpreted, and faults planted in them."""
 
+import contextlib
 import dataclasses
-import os
 import re
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import util
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +14,7 @@ import pytest
 from interpreter import cases
 from interpreter.hazards import Deadlock, Fault, Leak, Misuse, Race
 from interpreter.launch import Kernel, launch
+from kernels import build
 from kernels.abi import Forward
 from kernels.variants import VARIANTS
 from tests import native
@@ -363,7 +361,13 @@ FAULTS = [
 ]
 
 
-def mutant(fault: Planted, directory: Path) -> Kernel:
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[build.Compiler]:
+    with contextlib.closing(build.Compiler()) as process:
+        yield process
+
+
+def mutant(fault: Planted, directory: Path, compiler: build.Compiler) -> Kernel:
     kernel = Kernel.of(SM100[fault.key])
     if fault.ptx is not None:
         ptx = fault.ptx(kernel.ptx)
@@ -376,16 +380,14 @@ def mutant(fault: Planted, directory: Path) -> Kernel:
         assert sum(file.read_text().count(old) for file in files) == 1, old
         for file in files:
             file.write_text(file.read_text().replace(old, new))
-    command: list[Any] = [sys.executable, "-m", "kernels.aot", fault.key, "--out", directory]
-    run = subprocess.run(command, cwd=directory, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ""})
-    assert run.returncode == 0, run.stdout + run.stderr
+    compiler(kernel.variant, directory, root=directory)
     return dataclasses.replace(kernel, ptx=(directory / f"{fault.key}.ptx").read_text())
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda x: x.name)
-def test_finds(fault, tmp_path):
+def test_finds(fault, tmp_path, compiler):
     """A planted fault is found, whatever the order of events."""
-    kernel = mutant(fault, tmp_path)
+    kernel = mutant(fault, tmp_path, compiler)
     for seed in range(2):
         with pytest.raises(fault.raises, match=fault.says) as caught:
             interpret(kernel, fault.case, seed)

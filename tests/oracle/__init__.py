@@ -1,7 +1,7 @@
 """What the DSL's own host stub would launch, found out by running it without a GPU.
 
-`kernels.aot --export` writes the stub as an object file.  Linked against `recorder.c` it runs anywhere, and leaves the
-launch configuration and the bytes of every parameter behind.
+The build leaves the stub of every variant beside its cubin, as an object file.  Linked against `recorder.c` it runs
+anywhere, and leaves the launch configuration and the bytes of every parameter behind.
 """
 
 import ctypes
@@ -9,11 +9,11 @@ import json
 import re
 import struct
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kernels import build
 from kernels.abi import Variant
 from kernels.cubin import read_kernel
 
@@ -30,6 +30,15 @@ class Launch:
     params: tuple[bytes, ...]
 
 
+def build_of(variant: Variant, directory: Path) -> Path:
+    """Where a variant's cubin and stub are: a build that is up to date, else `directory`, where they are made."""
+    for built in sorted(ROOT.glob("build/*/kernels")):
+        if (built / f"{variant.key}.o").exists() and build.cached(variant, built):
+            return built
+    build.compile_one(variant, directory)
+    return directory
+
+
 class LaunchConfig(ctypes.Structure):
     _fields_ = (
         ("grid", ctypes.c_uint * 3),
@@ -42,19 +51,18 @@ class LaunchConfig(ctypes.Structure):
 
 
 class HostStub:
-    """The host side of one variant's kernel, compiled into `directory`."""
+    """The host side of one variant's kernel, linked in `directory`."""
 
     def __init__(self, variant: Variant, directory: Path) -> None:
         key = variant.key
-        command = [sys.executable, "-m", "kernels.aot", key, "--out", str(directory), "--export"]
-        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        self.kernel = read_kernel((directory / f"{key}.cubin").read_bytes())
-        stub, library = directory / f"{key}.o", directory / f"{key}.oracle.so"
+        built = build_of(variant, directory)
+        self.kernel = read_kernel((built / f"{key}.cubin").read_bytes())
+        stub, library = built / f"{key}.o", directory / f"{key}.oracle.so"
         subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(library), str(HERE / "recorder.c"), str(stub)], check=True)
         symbols = subprocess.run(["nm", str(stub)], check=True, capture_output=True, text=True).stdout
         entry = re.search(rf"T (_mlir_{key}__mlir_ciface_\S+)", symbols)
         assert entry is not None, symbols
-        self.arguments: list[str] = json.loads((directory / f"{key}.host.json").read_text())
+        self.arguments: list[str] = json.loads((built / f"{key}.host.json").read_text())
         self.library = ctypes.CDLL(str(library))
         self.entry = self.library[entry[1]]
         self._load(key)
