@@ -21,7 +21,7 @@ from interpreter.state import SMEM_BASE
 from interpreter.verdict import Wrong, judge
 from tests import native, wrong_answers
 
-SEEDS = (0, 1, 2)
+SEEDS = (0, 1)
 DENSE, LATENT = "fwd_sm_90a_d128_bfloat16", "fwd_sm_90a_d512_bfloat16_shared_kv"
 LONG_ODD = LATENT + "_h63"  # whose odd tiles have 16 keys more
 GATHERED = "sparse_fwd_sm_90a_d512_bfloat16_shared_kv"
