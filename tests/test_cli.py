@@ -58,7 +58,7 @@ def test_quick_has_everything_in_a_few_small_cases(checks):
         assert {what(x.case) for x in few} == {what(x.case) for x in checks}
     assert {f for x in few for f in x.case.features} == {f for x in checks for f in x.case.features}
     assert {x.method for x in few} == {x.method for x in checks}
-    assert len(few) < 20 and max(x.case.work for x in few) < 2**28
+    assert len(few) < 20 and max(x.case.work for x in few) < 2**29  # that of an indexer that chooses 512 in 8 bits
 
 
 def test_the_bar_estimates_what_is_left(capsys, monkeypatch):
