@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "backward_plan.h"
+#include "dense_backward_plan.h"
 #include "forward_plan.h"
 #include "indexer_plan.h"
 #include "probabilities_plan.h"
@@ -104,7 +105,26 @@ int dsv4_fmha_plan_backward(const char* layout, const AttentionShape* shape, flo
   return Show(layout, plan, reason, out, error, error_bytes);
 }
 
-// What it launches after that where keys are split, with this many threads of which each merges `columns` of a row.
+// The same where K and V are apart, of the gradients of keys, or else of rows.
+int dsv4_fmha_plan_dense_backward(const char* layout, const AttentionShape* shape, float scale, bool of_keys,
+                                  const Tiles* tiles, const DenseBackwardAddresses* addresses, ShownLaunch* out,
+                                  char* error, size_t error_bytes) {
+  Plan<DenseBackwardArguments> plan;
+  const std::string reason =
+      PlanDenseBackward(shape->rows, shape->sources[0].s_kv, scale, of_keys, *tiles, *addresses, &plan);
+  return Show(layout, plan, reason, out, error, error_bytes);
+}
+
+// What it launches before that.
+int dsv4_fmha_plan_row_spans(const RowShape* shape, int32_t tile_m, int32_t tiles_of_cta,
+                             const DenseBackwardAddresses* addresses, ShownLaunch* out, char* error,
+                             size_t error_bytes) {
+  Plan<RowSpansArguments> plan;
+  const std::string reason = PlanRowSpans(*shape, tile_m, tiles_of_cta, *addresses, &plan);
+  return Show("row_spans", plan, reason, out, error, error_bytes);
+}
+
+// What attention launches after it where keys are split, with this many threads of which each merges `columns` of a row.
 void dsv4_fmha_plan_combine(const RowShape* shape, int32_t threads, int32_t columns, const ForwardAddresses* addresses,
                             ShownLaunch* out) {
   *out = ShownLaunch(kCombine, PlanCombine(*shape, threads, columns, *addresses));

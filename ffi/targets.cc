@@ -1,5 +1,6 @@
 // The XLA custom calls, each a function that names its operands.
 #include "backward.h"
+#include "dense_backward.h"
 #include "forward.h"
 #include "index_at.h"
 #include "indexer.h"
@@ -128,6 +129,32 @@ Backward<2> Dsv4DenseBwd(Array q, Array dout, PerRow lse, PerRow weight, PerRow 
   return OfLatents("dsv4_dense_bwd", /*kv_heads=*/false, q, dout, lse, weight, delta, resolution, {window, keys}, scale);
 }
 
+// ---- gradients where K and V are apart, or one array that the same kernels read as both
+
+DenseBackward<false> DenseBwd(Array q, Array dout, PerRow lse, PerRow weight, PerRow delta, Array k, Array v,
+                              PerQuery start, PerQuery stop, Scale scale) {
+  return {.op = "dense_bwd",
+          .q = {"q", q},
+          .dout = {"do", dout},
+          .lse = {"lse", lse},
+          .weight = {"weight", weight},
+          .delta = {"delta", delta},
+          .sources = {{.kind = kSpan, .k = {"k", k}, .v = {"v", v}, .from = {"start", start}, .to = {"stop", stop}}},
+          .scale = *scale};
+}
+
+DenseBackward<true> DenseBwdSharedKv(Array q, Array dout, PerRow lse, PerRow weight, PerRow delta, Array kv,
+                                     PerQuery start, PerQuery stop, Scale scale) {
+  return {.op = "dense_bwd",
+          .q = {"q", q},
+          .dout = {"do", dout},
+          .lse = {"lse", lse},
+          .weight = {"weight", weight},
+          .delta = {"delta", delta},
+          .sources = {LatentSpan({"kv", kv}, {"start", start}, {"stop", stop})},
+          .scale = *scale};
+}
+
 // ---- the lightning indexer
 
 using PerKey = ffi::Buffer<ffi::F32, 2>;
@@ -190,6 +217,8 @@ DSV4_FMHA_TARGET(bwd, Bwd)
 DSV4_FMHA_TARGET(sparse_bwd, SparseBwd)
 DSV4_FMHA_TARGET(dsv4_sparse_bwd, Dsv4SparseBwd)
 DSV4_FMHA_TARGET(dsv4_dense_bwd, Dsv4DenseBwd)
+DSV4_FMHA_TARGET(dense_bwd, DenseBwd)
+DSV4_FMHA_TARGET(dense_bwd_shared_kv, DenseBwdSharedKv)
 DSV4_FMHA_TARGET(lightning_indexer, LightningIndexer)
 DSV4_FMHA_TARGET(paged_lightning_indexer, PagedLightningIndexer)
 DSV4_FMHA_TARGET(topk, ChooseTopK)

@@ -23,7 +23,7 @@ from ._split_kv import architecture, processors, split_count
 
 _TARGETS = (
     *("fwd", "fwd_shared_kv", "sparse_fwd", "dsv4_sparse_fwd", "dsv4_dense_fwd", "dsv4_decode"),
-    *("bwd", "sparse_bwd", "dsv4_sparse_bwd", "dsv4_dense_bwd"),
+    *("bwd", "sparse_bwd", "dsv4_sparse_bwd", "dsv4_dense_bwd", "dense_bwd", "dense_bwd_shared_kv"),
     *("lightning_indexer", "paged_lightning_indexer", "topk", "index_at", "index_at_bwd"),
     "head_summed_probabilities",
 )
@@ -371,6 +371,31 @@ def dsv4_dense_bwd(
     operands = (window_kv, start, stop, kv, start2, stop2)
     rows = (q, do, lse, weight, delta)
     return _call_backward("dsv4_dense_bwd", scale, deterministic, (window_kv, kv), *rows, *operands)
+
+
+def dense_bwd(
+    q: jax.Array,
+    do: jax.Array,
+    lse: jax.Array,
+    weight: jax.Array,
+    delta: jax.Array,
+    k: jax.Array,
+    v: jax.Array | None,
+    start: jax.Array,
+    stop: jax.Array,
+    *,
+    scale: float,
+) -> tuple[jax.Array, ...]:
+    """Of `fwd` over `k` and `v [b, s_kv, h_kv, d]`: (dq, dk, dv), or (dq, dk + dv) if v is None, all in q's dtype.
+
+    The same bits on every run.
+    """
+    keys = (k,) if v is None else (k, v)
+    seen = jax.ShapeDtypeStruct((q.shape[0], q.shape[1] * (q.shape[2] // k.shape[2]), 4), jnp.int32)
+    results = (*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, *keys)), seen)
+    target = "dsv4_fmha_dense_bwd" + "_shared_kv" * (v is None)
+    call = jax.ffi.ffi_call(target, results)
+    return tuple(call(q, do, lse, weight, delta, *keys, start, stop, scale=np.float32(scale)))[:-1]
 
 
 def _call_backward(

@@ -211,13 +211,12 @@ def attend(
     if not differentiable:
         o, lse = forward(Call(attention, when, params, fit), q, *leaves, sink[None])
         return o, lse
-    row = BACKWARD.get(kinds)
-    archs = _built(row, q, kinds, **_same_bits(deterministic))
+    its_op, archs = _built_backward(q, kinds, **_same_bits(deterministic))
     when_backward = choose_backward(when, archs)
     if deterministic and when_backward == "never" and "selection" in kinds and _ffi.local_architectures():
         wanted = "operands that a kernel for it is built for, or 'reference' and --xla_gpu_deterministic_ops"
         raise _check.not_built(op, "deterministic", f"True for {got}", wanted)
-    fit_backward = Fit(got, row.op if row else "", archs)
+    fit_backward = Fit(got, its_op, archs)
     backward = Call(its_gradient, when_backward, (*params, *_same_bits(deterministic).items()), fit_backward)
     run = Differentiable(Call(attention, when, params, fit), backward)
     return run(q, *leaves, sink[None])
@@ -230,6 +229,15 @@ def built(q: jax.Array, sources: Sequence[Source]) -> tuple[str, ...]:
     if not found and kinds == ("span",):  # a kernel that reads K and V apart serves where they are one
         found = _built(FORWARD["apart",], q, ("apart",))
     return found
+
+
+def _built_backward(q: jax.Array, kinds: tuple[str, ...], **choices: Any) -> tuple[str, tuple[str, ...]]:
+    """The op of the gradient's kernel, and the architectures that it is built for."""
+    row = BACKWARD.get(kinds)
+    found = _built(row, q, kinds, **choices)
+    if not found and kinds in (("span",), ("apart",)):
+        return "row_gradients", _ffi.built_for("row_gradients", d=q.shape[-1], dtype=q.dtype.name)
+    return row.op if row else "", found
 
 
 def _kinds(sources: Sequence[Source]) -> tuple[str, ...]:
@@ -303,8 +311,24 @@ FORWARD: dict[tuple[str, ...], Kernel] = {
     ),
 }
 
+
+def _dense_bwd(*operands: Any, scale: float, deterministic: bool = False) -> Arrays:
+    """Deterministic or not: the same bits always."""
+    dq, *of_keys = _ffi.dense_bwd(*operands, scale=scale)
+    return dq, *(x.astype(jnp.float32) for x in of_keys)
+
+
+def _span_bwd(q: Any, do: Any, lse: Any, weight: Any, delta: Any, kv: Any, *span: Any, **params: Any) -> Arrays:
+    """The kernels for K and V apart serve where that for V is K is not built."""
+    rows = (q, do, lse, weight, delta)
+    if _ffi.built_for("bwd", d=q.shape[-1], dtype=q.dtype.name, shared_kv=True):
+        return _ffi.bwd(*rows, kv, *span, **params)
+    return _dense_bwd(*rows, kv, None, *span, **params)
+
+
 BACKWARD: dict[tuple[str, ...], Kernel] = {
-    ("span",): Kernel("bwd", _ffi.bwd),
+    ("apart",): Kernel("dense_bwd", _dense_bwd, lambda x: (x.keys, x.values, x.start, x.stop)),
+    ("span",): Kernel("bwd", _span_bwd),
     ("selection",): Kernel("sparse_bwd", _ffi.sparse_bwd),
     ("span", "selection"): Kernel("dsv4_sparse_bwd", _ffi.dsv4_sparse_bwd),
     ("span", "span"): Kernel("dsv4_dense_bwd", _ffi.dsv4_dense_bwd),

@@ -246,6 +246,49 @@ BACKWARD_OPS = {  # the sources of keys of each op, as those of `FORWARD_OPS`
 
 
 @dataclass(frozen=True)
+class RowSpans(Variant):
+    """Which keys each tile of rows sees, for `DenseBackward`'s kernel of keys."""
+
+    family, layout = "row_spans", "row_spans"
+
+    @property
+    def params(self) -> Params:
+        return (*each("address", "start", "stop", "seen"), *TILING)
+
+
+@dataclass(frozen=True)
+class DenseBackward(Variant):
+    """The gradient of attention over one span, K and V apart or one array: an op for keys, and one for rows."""
+
+    d: int
+    dtype: str  # of q, dout, k, v and all gradients
+
+    family = "dense_backward"
+
+    @property
+    def layout(self) -> str:
+        return self.op
+
+    @property
+    def params(self) -> Params:
+        return (
+            *rows("q", "dout"),
+            *(Param(name, kind) for name in ("k", "v") for kind in ("map", "extents3")),
+            *each("address", "lse", "weight", "delta", "start", "stop"),
+            *DENSE_BACKWARD_OPS[self.op],
+            *each("int32", "s_kv"),
+            *each("float32", "scale"),
+            *TILING,
+        )
+
+
+DENSE_BACKWARD_OPS: dict[str, Params] = {  # what each is handed that the other is not
+    "key_gradients": (*each("address", "seen", "dk", "dv"), *each("int32", "shared_kv")),
+    "row_gradients": each("address", "dq"),
+}
+
+
+@dataclass(frozen=True)
 class Combine(Variant):
     """What the splits of a forward kernel leave, merged with the sink: o and lse."""
 
@@ -351,7 +394,9 @@ class Probabilities(Variant):
         )
 
 
-FAMILIES: tuple[type[Variant], ...] = (Forward, Backward, Combine, IndexScores, IndexAt, TopK, Probabilities)
+FAMILIES: tuple[type[Variant], ...] = (
+    *(Forward, Backward, RowSpans, DenseBackward, Combine, IndexScores, IndexAt, TopK, Probabilities),
+)
 
 
 def layouts(variants: Iterable[Variant]) -> dict[str, Variant]:

@@ -116,9 +116,9 @@ def _choices(family: type[Variant]) -> str:
         [
             f"struct {name} {{",
             *(f"  {kind} {name};" for name, kind in choices),
-            f"  bool Takes(const {name}& call) const {{ return {' && '.join(takes)}; }}",
+            f"  bool Takes([[maybe_unused]] const {name}& call) const {{ return {' && '.join(takes) or 'true'}; }}",
             f"  bool IsTighterThan([[maybe_unused]] const {name}& other) const {{ return {tighter}; }}",
-            "  std::string Text() const { return " + ' + ", " + '.join(shown) + "; }",
+            "  std::string Text() const { return " + (' + ", " + '.join(shown) or '""') + "; }",
             "};",
         ]
     )

@@ -1,9 +1,24 @@
 """Everything that is shipped, as data.  The build, the C++ table and the tests read this list; nothing restates it."""
 
-from .abi import ANY, BACKWARD_OPS, Backward, Combine, Forward, IndexAt, IndexScores, Probabilities, TopK, Variant
+from .abi import (
+    ANY,
+    BACKWARD_OPS,
+    DENSE_BACKWARD_OPS,
+    Backward,
+    Combine,
+    DenseBackward,
+    Forward,
+    IndexAt,
+    IndexScores,
+    Probabilities,
+    RowSpans,
+    TopK,
+    Variant,
+)
 
 DTYPES = ("bfloat16", "float16")
 DENSE, LATENT, FEW_HEADS = (f"kernels.sm90.{name}" for name in ("fwd", "latent.kernel", "few_heads.kernel"))
+DENSE_BACKWARD = "kernels.sm90.bwd"
 LATENT_BACKWARD = "kernels.sm90.latent_bwd.kernel"
 BLACKWELL = "kernels.sm100.fwd.kernel"
 LATENT_OPS = ("fwd", "sparse_fwd", "dsv4_sparse_fwd", "dsv4_dense_fwd", "dsv4_decode")  # d 512, where K is V
@@ -43,6 +58,13 @@ VARIANTS: tuple[Variant, ...] = (
     *(
         Backward(op, "sm_90a", LATENT_BACKWARD, 512, dtype, shared_kv=True, max_heads=64)
         for op in ("sparse_bwd", "dsv4_sparse_bwd")
+        for dtype in DTYPES
+    ),
+    RowSpans("row_spans", "sm_90a", f"{DENSE_BACKWARD}.row_spans"),
+    *(
+        DenseBackward(op, "sm_90a", f"{DENSE_BACKWARD}.{op}", d, dtype)
+        for op in DENSE_BACKWARD_OPS
+        for d in (64, 128, 256)
         for dtype in DTYPES
     ),
     *(Combine("combine", "sm_90a", "kernels.sm90.combine", dtype) for dtype in DTYPES),  # of split keys

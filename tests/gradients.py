@@ -28,6 +28,10 @@ class Operands:
         """As the function of `_ffi` that is called like the op takes them."""
         a = self.attention
         several = a.op == "bwd"  # heads of keys
+        if a.op == "fwd":
+            (x,) = a.sources
+            values = None if x.v is x.k else x.v
+            return a.q, self.do, self.lse, self.weight, self.delta, x.k, values, x.seen_from, x.seen_to
         keys = ((x.k if several else x.k[:, :, 0], x.seen_from, x.seen_to) for x in a.sources)
         return a.q, self.do, self.lse, self.weight, self.delta, *(x for source in keys for x in source)
 
@@ -52,7 +56,8 @@ def of_attention(a: native.Operands, scale: float) -> Operands:
 
 
 def gradient(x: Operands, scale: float) -> tuple[Array, ...]:
-    """dq, and for every source dkv like its keys, in float64, from how often each query sees each key."""
+    """dq, and for every source dkv like its keys, or dk and dv of the only one, in float64, from how often each query
+    sees each key."""
     return _gradient(x, scale)[0]
 
 
@@ -62,9 +67,13 @@ def _gradient(x: Operands, scale: float) -> tuple[tuple[Array, ...], tuple[Array
     b, s_q, h_q, d = a.q.shape
     counts = np.concatenate([keys.counts for keys in a.sources], axis=-1)
     seen = counts.any(1)[..., None, None]
-    k = np.where(seen, np.concatenate([keys.k for keys in a.sources], axis=1), 0).astype(np.float64)
-    h_kv, sees = k.shape[2], counts.any(-1)
-    k = k.transpose(0, 2, 1, 3)  # [b, h_kv, s_kv, d]
+    h_kv, sees = a.sources[0].k.shape[2], counts.any(-1)
+    k, v = (  # [b, h_kv, s_kv, d]
+        np.where(seen, np.concatenate([getattr(x, name) for x in a.sources], axis=1), 0)
+        .astype(np.float64)
+        .transpose(0, 2, 1, 3)
+        for name in ("k", "v")
+    )
 
     def rows(y: Array) -> Array:  # [b, h_kv, s_q * group, d or 1]
         y = np.where(sees.reshape(b, s_q, *[1] * (y.ndim - 2)), y, 0).astype(np.float64)
@@ -74,17 +83,20 @@ def _gradient(x: Operands, scale: float) -> tuple[tuple[Array, ...], tuple[Array
     q, do, lse, weight, delta = map(rows, (a.q, x.do, x.lse, x.weight, x.delta))
     often = np.repeat(counts[:, None], h_q // h_kv, axis=2).reshape(b, 1, -1, counts.shape[-1])
     p = often * np.exp(np.where(often > 0, scale * q @ k.swapaxes(-1, -2) - lse, -np.inf))
-    ds = scale * p * (weight * (do @ k.swapaxes(-1, -2)) - delta)
+    ds = scale * p * (weight * (do @ v.swapaxes(-1, -2)) - delta)
     p = weight * p
+    apart = a.sources[0].k is not a.sources[0].v
 
-    def split(dq: Array, dk: Array) -> tuple[Array, ...]:
+    def split(dq: Array, dk: Array, dv: Array) -> tuple[Array, ...]:
         dq = dq.reshape(b, h_kv, s_q, -1, d).swapaxes(1, 2).reshape(a.q.shape)
+        if apart:
+            return dq, dk.swapaxes(1, 2), dv.swapaxes(1, 2)
         ends = np.cumsum([keys.k.shape[1] for keys in a.sources])[:-1]
-        return dq, *np.split(dk.swapaxes(1, 2), ends, axis=1)
+        return dq, *np.split((dk + dv).swapaxes(1, 2), ends, axis=1)
 
     with np.errstate(under="ignore"):
-        terms = (np.square(ds) @ np.square(k), _t(np.square(ds)) @ np.square(q) + _t(np.square(p)) @ np.square(do))
-    return split(ds @ k, _t(ds) @ q + _t(p) @ do), split(*map(np.sqrt, terms))
+        squares = np.square(ds) @ np.square(k), _t(np.square(ds)) @ np.square(q), _t(np.square(p)) @ np.square(do)
+    return split(ds @ k, _t(ds) @ q, _t(p) @ do), tuple(map(np.sqrt, split(*squares)))
 
 
 def row_of(x: Operands, row: tuple[int, int, int]) -> Operands:
@@ -94,11 +106,11 @@ def row_of(x: Operands, row: tuple[int, int, int]) -> Operands:
     of_keys = head // (a.shape.h_q // a.shape.h_kv)
     sources = []
     for keys in a.sources:
-        k = keys.k[b : b + 1, :, of_keys : of_keys + 1]
+        k, v = (y[b : b + 1, :, of_keys : of_keys + 1] for y in (keys.k, keys.v))
         seen_from, seen_to, counts = (
             y[b : b + 1, query : query + 1] for y in (keys.seen_from, keys.seen_to, keys.counts)
         )
-        sources.append(native.Keys(k, k, seen_from, seen_to, counts))
+        sources.append(native.Keys(k, k if keys.v is keys.k else v, seen_from, seen_to, counts))
     at = (slice(b, b + 1), slice(query, query + 1), slice(head, head + 1))
     shape = a.shape._replace(b=1, s_q=1, h_q=1, h_kv=1)
     alone = native.Operands(a.op, shape, a.q[at], tuple(sources), a.sink[at[2]])
@@ -118,10 +130,12 @@ def wrong(got: tuple[Any, ...], x: Operands, scale: float) -> list[tuple[str, Ar
     """
     unit, least = {"bfloat16": (2.0**-8, 1e-30), "float16": (2.0**-11, 2.0**-25)}[x.attention.q.dtype.name]
     results, (wanted, terms) = [], _gradient(x, scale)
-    names = ("dq", *(f"dkv{i}" for i in range(len(wanted) - 1)))
+    apart = x.attention.sources[0].k is not x.attention.sources[0].v
+    names = ("dq", "dk", "dv") if apart else ("dq", *(f"dkv{i}" for i in range(len(wanted) - 1)))
     for name, g, want, noise in zip(names, got, wanted, terms, strict=True):
+        rounded = np.asarray(g).dtype == x.attention.q.dtype
         g = np.asarray(g).astype(np.float64).reshape(want.shape)
-        bound = 3 * unit * noise + 1.01 * unit * np.abs(want) * (name == "dq")
+        bound = 3 * unit * noise + 1.01 * unit * np.abs(want) * rounded
         bound += (
             2e-6 * np.abs(want) + least * 64 + 1e-6 * noise
         )  # float32's own, and float16's below its normal numbers

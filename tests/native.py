@@ -9,7 +9,7 @@ import pytest
 
 from jax_dsv4_fmha import _ffi
 from jax_dsv4_fmha._testing.compare import compare
-from kernels.abi import FORWARD_OPS, Backward, Forward, Variant
+from kernels.abi import FORWARD_OPS, Backward, DenseBackward, Forward, Variant
 from kernels.variants import VARIANTS
 
 SOURCES = FORWARD_OPS
@@ -110,6 +110,7 @@ _OF_SOURCES = tuple(f"{name}{i}" for i in range(2) for name in ("k", "v", "from"
 ADDRESSES = {
     "forward": ("q", "o", "sink", "lse", "o_parts", "lse_parts", *_OF_SOURCES),
     "backward": ("q", "dout", "dq", "lse", "weight", "delta", "resolution", *_OF_SOURCES, "dkv0", "dkv1"),
+    "dense_backward": (*("q", "dout", "k", "v", "lse", "weight", "delta", "start", "stop", "seen", "dq", "dk", "dv"),),
 }
 """What a launch of a family points to: from and to are start and stop of a span, indices and length of a selection"""
 
@@ -202,6 +203,53 @@ def plan_combine(shape: Shape, *, threads: int = 128, tile_n: int = 4, addresses
         _addresses(addresses),
         ctypes.byref(out),
     )
+    return _shown(out)
+
+
+def plan_dense_backward(
+    variant: DenseBackward,
+    shape: Shape,
+    scale: float = 1.0,
+    *,
+    tile_m: int = 64,
+    tile_n: int = 64,
+    processors: int = 132,
+    addresses: dict[str, int] | None = None,
+) -> Plan:
+    """What it launches; without dv K is V."""
+    out, error = _ShownLaunch(), ctypes.create_string_buffer(512)
+    source = _SourceShape(KINDS.index("span"), shape.s_kv, shape.s_kv, 0)
+    given = _AttentionShape(_row_shape(shape, TYPES[variant.dtype]), 1, (_SourceShape * 2)(source))
+    status = library().dsv4_fmha_plan_dense_backward(
+        variant.layout.encode(),
+        ctypes.byref(given),
+        ctypes.c_float(scale),
+        ctypes.c_bool(variant.op == "key_gradients"),
+        ctypes.byref(_Tiles(tile_m, tile_n, processors, 1, False)),
+        _addresses(addresses, "dense_backward"),
+        ctypes.byref(out),
+        error,
+        ctypes.c_size_t(len(error)),
+    )
+    if status != 0:
+        raise ValueError(error.value.decode())
+    return _shown(out)
+
+
+def plan_row_spans(shape: Shape, *, tile_m: int = 64, tile_n: int = 4, addresses: dict[str, int] | None = None) -> Plan:
+    """What it launches before: for tiles of tile_m rows, of which a CTA takes tile_n."""
+    out, error = _ShownLaunch(), ctypes.create_string_buffer(512)
+    status = library().dsv4_fmha_plan_row_spans(
+        ctypes.byref(_row_shape(shape, 0)),
+        ctypes.c_int32(tile_m),
+        ctypes.c_int32(tile_n),
+        _addresses(addresses, "dense_backward"),
+        ctypes.byref(out),
+        error,
+        ctypes.c_size_t(len(error)),
+    )
+    if status != 0:
+        raise ValueError(error.value.decode())
     return _shown(out)
 
 

@@ -22,7 +22,7 @@ SPARSE = Case("sparse_fmha", d=512, s_kv=300, s_q=20, h_q=16, topk=64, shared_kv
 TABLE = [
     case
     for case in cases.CASES
-    if case.d == 512 and case.op != "dsv4_decode" and case.is_small and case.s_q > 1
+    if case.op != "dsv4_decode" and case.is_small and case.s_q > 1
     if case.features or case.sink not in ("none", "normal") or case.h_q in (7, 128) or case.h_kv > 1 or case.topk
 ] + [
     dataclasses.replace(SPARSE, sink="20", features=("absent", "lengths", "nan")),  # as large as lse
@@ -87,7 +87,8 @@ def gradients(case, only, dtype=None, **choices):
 def test_gradients_by_kernels(case, method, only, cuda, monkeypatch):
     if only == "lse" and case.sink != "20" and "nan" not in case.features:
         pytest.skip("lse's cotangent alone: of some cases")
-    if not all(a in _ffi.built_for("bwd", d=512) for a in _ffi.local_architectures()):
+    op = "bwd" if case.d == 512 else "row_gradients"
+    if not all(a in _ffi.built_for(op, d=case.d) for a in _ffi.local_architectures()):
         pytest.skip("no backward kernel for this GPU")
     choices = {} if method is None else {"method": method}
     got = gradients(case, only, implementation="cubin", **choices)

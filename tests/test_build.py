@@ -12,7 +12,7 @@ import pytest
 
 from jax_dsv4_fmha import _ffi
 from kernels import build
-from kernels.abi import Combine, IndexAt, IndexScores, Probabilities, TopK
+from kernels.abi import Combine, DenseBackward, IndexAt, IndexScores, Probabilities, RowSpans, TopK
 from kernels.cubin import KernelInfo, read_kernel
 from kernels.variants import FEW_HEADS, LATENT, VARIANTS
 from tests.native import (
@@ -25,9 +25,11 @@ from tests.native import (
     library,
     plan,
     plan_combine,
+    plan_dense_backward,
     plan_index_at,
     plan_indexer,
     plan_probabilities,
+    plan_row_spans,
     variant_of,
 )
 
@@ -92,6 +94,10 @@ def test_the_launcher_hands_over_what_the_table_says(variant):
         launch = plan_index_at(IndexAtShape(2, 70, 150, 64, 100), gradient=variant.op == "index_at_bwd")
     elif isinstance(variant, Probabilities):
         launch = plan_probabilities(ProbabilitiesShape(2, 70, 8, 150, 100))
+    elif isinstance(variant, DenseBackward):
+        launch = plan_dense_backward(variant, shape)
+    elif isinstance(variant, RowSpans):
+        launch = plan_row_spans(shape)
     else:
         launch = plan_combine(shape._replace(splits=3)) if isinstance(variant, Combine) else plan(variant, shape)
     assert {name: len(blob) for name, blob in launch.params.items()} == {p.name: p.bytes for p in variant.params}

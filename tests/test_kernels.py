@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jax_dsv4_fmha import _ffi
-from kernels.abi import ANY, Backward, Combine, IndexAt, IndexScores, Probabilities, TopK
+from kernels.abi import ANY, Backward, Combine, DenseBackward, IndexAt, IndexScores, Probabilities, RowSpans, TopK
 from kernels.variants import DENSE, FEW_HEADS
 from tests.native import cubin, variant_of
 
@@ -24,7 +24,7 @@ def test_sass(key, tmp_path):
     count = {name: sum(f"{opcode}.".startswith(f"{name}.") for opcode in opcodes) for name in names}
     variant = variant_of(key)
     assert count["LDL"] == count["STL"] == 0, count
-    if isinstance(variant, Combine | TopK):
+    if isinstance(variant, Combine | RowSpans | TopK):
         return
     if isinstance(variant, IndexScores):
         in_bytes = 1 if variant.dtype == "float8_e4m3fn" else 2  # a box of TMA has 128 of a row, an MMA's k is 32
@@ -52,6 +52,14 @@ def test_sass(key, tmp_path):
         assert count["REDG"] * 128 * at_once + merged >= 64 * variant.d, count  # a tile of dKV
         assert count["LDGSTS"] > 0 and count["UTMALDG"] == 0, count
         assert count["USETMAXREG"] >= 2 and 4 * count["WARPGROUP.ARRIVE"] < count["HGMMA"], count
+        return
+    if isinstance(variant, DenseBackward):
+        row = next(row for row in _ffi.manifest()["variants"] if row["key"] == key)
+        of_keys = variant.op == "key_gradients"
+        depth = row["tile_m"] if of_keys else row["tile_n"]  # of S and dP, then of one sum or two
+        assert count["HGMMA"] == 2 * variant.d // 16 + (1 + of_keys) * depth // 16, count
+        assert 4 * count["WARPGROUP.ARRIVE"] <= count["HGMMA"] and count["REDG"] == 0, count
+        assert count["UTMALDG"] == 4 * variant.d // 64 and count["USETMAXREG"] >= 2, count
         return
     of_q = variant.d // 64  # a box of TMA has 128 bytes of a row
     assert (count["UTMALDG"] == of_q) if variant.gathers else (count["UTMALDG"] > of_q), count

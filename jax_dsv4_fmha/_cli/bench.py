@@ -127,6 +127,17 @@ ROWS = (
             (_layer(128, ratio=128, s_c=512), ()),
             *((_dense(512, "window", 1, 4096, h, 1, sink="normal"), ("xla",)) for h in (128, 64)),
             (_dense(512, "causal", 1, 4096, 128, 1), ("xla",)),
+            *(
+                (row, ("cudnn",))
+                for row in (
+                    _dense(64, "causal", 4, 8192, 16, 16),
+                    _dense(128, "causal", 2, 8192, 16, 16),
+                    _dense(256, "causal", 2, 8192, 8, 1),
+                    _dense(128, "window", 2, 8192, 16, 1),
+                    _dense(64, "window", 2, 8192, 64, 8, sink="normal"),
+                    _dense(128, "causal", 64, 128, 16, 16),
+                )
+            ),
         )
     ),
     *(Row("indexer", bench_indexer.prompt(s_c, "float8_e4m3fn")) for s_c in (8192, 16384)),

@@ -1,0 +1,65 @@
+// The launches of the gradient of attention over one span, K and V apart, as functions of shapes: no driver, no device.
+#pragma once
+
+#include <string>
+
+#include "abi.h"
+#include "rows.h"
+
+namespace dsv4_fmha {
+
+// Where the arrays of a call are.
+struct DenseBackwardAddresses {
+  void *q, *dout, *k, *v;
+  void *lse, *weight, *delta;  // f32 [b, s_q, h_q]
+  void *start, *stop;          // i32 [b, s_q]
+  void* seen;                  // i32 [b, tiles of rows, 4]
+  void *dq, *dk, *dv;          // dv is nullptr where K is V
+};
+
+// How rows are cut into tiles of tile_m: on one processor, as it were, for the tiles are to be full.
+inline std::string CutDenseRows(const RowShape& shape, int32_t tile_m, Tiling* n) {
+  return CutRows(shape, {.tile_m = tile_m, .tile_n = 0, .processors = 1, .cluster = 1, .gathers = 0}, n);
+}
+
+// Which keys the tiles of tile_m rows see; a CTA finds it out of `tiles_of_cta`.  Returns why it cannot: empty on success.
+inline std::string PlanRowSpans(const RowShape& shape, int32_t tile_m, int32_t tiles_of_cta,
+                                const DenseBackwardAddresses& at, Plan<RowSpansArguments>* plan) {
+  Tiling n;
+  RowSpansArguments& x = plan->arguments;
+  if (std::string error = CutDenseRows(shape, tile_m, &n); !error.empty()) return error;
+  plan->grid = U32(CeilDiv(shape.b * n.tiles_inner * n.tiles_outer, tiles_of_cta));
+  SetTiling(shape, n, &x);
+  x.start = at.start, x.stop = at.stop, x.seen = at.seen;
+  return "";
+}
+
+// The gradients of keys, or else those of rows, by a kernel with these tiles.  Returns why it cannot: empty on success.
+inline std::string PlanDenseBackward(const RowShape& shape, int64_t s_kv, float scale, bool of_keys, const Tiles& tiles,
+                                     const DenseBackwardAddresses& at, Plan<DenseBackwardArguments>* plan) {
+  Tiling n;
+  DenseBackwardArguments& x = plan->arguments;
+  if (std::string error = CutDenseRows(shape, tiles.tile_m, &n); !error.empty()) return error;
+  if (std::string error = BadScale(scale); !error.empty()) return error;
+  if (std::string error = OutOfRange("s_kv", s_kv); !error.empty()) return error;
+  const int64_t max_heads = kMaxStrideBytes / (shape.d * ElementBytes(shape.type));
+  if (shape.h_kv > max_heads / s_kv) return TooLarge("s_kv * h_kv", s_kv * shape.h_kv, max_heads);
+  const int64_t of_pair = of_keys ? CeilDiv(s_kv, tiles.tile_n) : n.tiles_inner * n.tiles_outer;
+  if (of_pair > kMaxExtent / (shape.b * shape.h_kv)) {
+    return TooLarge("the number of tiles", of_pair * shape.b * shape.h_kv, kMaxExtent);
+  }
+  const int64_t work = of_pair * shape.b * shape.h_kv;
+  plan->grid = U32(of_keys ? work : std::min<int64_t>(work, tiles.processors));
+  SetTiling(shape, n, &x);
+  x.q = Rows(shape, n, at.q), x.dout = Rows(shape, n, at.dout);
+  x.k = Keys(shape, s_kv, tiles.tile_n, at.k), x.v = Keys(shape, s_kv, tiles.tile_n, at.v);
+  x.lse = at.lse, x.weight = at.weight, x.delta = at.delta;
+  x.start = at.start, x.stop = at.stop, x.seen = at.seen;
+  x.dq = at.dq, x.dk = at.dk, x.dv = at.dv;
+  x.shared_kv = at.dv == nullptr;
+  x.s_kv = I32(s_kv);
+  x.scale = scale;
+  return "";
+}
+
+}  // namespace dsv4_fmha

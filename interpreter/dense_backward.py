@@ -1,0 +1,66 @@
+"""The backward kernels for K and V apart on the interpreter: three launches one after the other, as ffi/ plans them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from tests import gradients, native
+
+from .launch import Kernel, machine
+from .state import Array, Machine, new_memory
+
+
+def run(
+    kernels: Mapping[str, Kernel], x: gradients.Operands, scale: float, *, seed: int = 0, **how: Any
+) -> tuple[Array, ...]:
+    """dq, dk and dv, or where one array is K and V dq and the sum of both; the kernels are by op."""
+    keys, seen = x.attention.sources[0], tiles_seen(kernels, x, scale, seed=seed)
+    dk, *dv = run_step(kernels["key_gradients"], x, scale, seen, seed=seed, **how)
+    (dq,) = run_step(kernels["row_gradients"], x, scale, seen, seed=seed, **how)
+    return dq, *(part.reshape(keys.k.shape) for part in (dk, *dv))
+
+
+def tiles_seen(kernels: Mapping[str, Kernel], x: gradients.Operands, scale: float, *, seed: int = 0) -> Array:
+    """What `row_spans` leaves for `key_gradients`."""
+    tile_m = kernels["key_gradients"].facts["tile_m"]
+    (seen,) = run_step(kernels["row_spans"], x, scale, None, seed=seed, tile_m=tile_m)
+    return seen
+
+
+def run_step(
+    kernel: Kernel, x: gradients.Operands, scale: float, seen: Array | None, *, tile_m: int | None = None, **how: Any
+) -> tuple[Array, ...]:
+    """The results of one launch."""
+    step, results = launch(kernel, x, scale, seen, tile_m=tile_m, **how)
+    step.run()
+    found = {name: step.memory.named(name) for name in results}
+    return tuple(
+        found[name].bytes[: found[name].size].view(like.dtype).reshape(like.shape) for name, like in results.items()
+    )
+
+
+def launch(
+    kernel: Kernel, x: gradients.Operands, scale: float, seen: Array | None, *, tile_m: int | None = None, **how: Any
+) -> tuple[Machine, dict[str, Array]]:
+    """A machine that is about to run it, and like what its results are."""
+    a, memory = x.attention, new_memory()
+    (keys,) = a.sources
+    given = {"q": a.q, "dout": x.do, "k": keys.k, "v": keys.v, "lse": x.lse, "weight": x.weight, "delta": x.delta}
+    given |= {"start": keys.seen_from, "stop": keys.seen_to} | ({} if seen is None else {"seen": seen})
+    shape = a.shape
+    results: dict[str, Array] = {
+        "row_spans": {"seen": np.empty((shape.b, shape.s_q * (shape.h_q // shape.h_kv), 4), np.int32)},
+        "key_gradients": {"dk": keys.k} | ({} if keys.v is keys.k else {"dv": keys.k}),
+        "row_gradients": {"dq": a.q},
+    }[kernel.variant.op]
+    addresses = {name: memory.add(name, array) for name, array in given.items()}
+    addresses |= {name: memory.add(name, None, like.nbytes) for name, like in results.items()}
+    tiles = {"tile_m": tile_m or kernel.facts["tile_m"], "tile_n": kernel.facts["tile_n"], "addresses": addresses}
+    if kernel.variant.op == "row_spans":
+        plan = native.plan_row_spans(shape, **tiles)
+    else:
+        plan = native.plan_dense_backward(kernel.variant, shape, scale, processors=2, **tiles)
+    return machine(kernel, plan, memory, **how), results

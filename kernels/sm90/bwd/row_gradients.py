@@ -1,0 +1,417 @@
+"""The gradient of Q for Hopper, head dimensions up to 256, K and V apart.
+
+With P = exp(S - lse), and a weight and a delta for each row (query, head):
+
+    dQ = scale dS K        dS = P * (weight dO V' - delta)
+
+A tile of rows walks over the keys that they see, as in the forward pass: dQ stays in registers, and is the same bits
+every time. CTAs are persistent, and the producer runs ahead into the next tile of rows: Q and dO have two stages where
+they fit, and dQ goes from registers to memory.
+
+    producer warp     Q dO   K0 V0   K1 V1 ...                             TMA, into rings
+    clearing warps           K0      K1    ...                             keys that no row sees become 0
+    consumer WG 0     S0 dP0 | dS0 | S1 dP1, dQ += dS0 K0 | dS1 | ...      rows  0 ..  63
+    consumer WG 1     S0 dP0 | dS0 | S1 dP1, dQ += dS0 K0 | dS1 | ...      rows 64 .. 127
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.memory import SmemAllocator
+
+from kernels.abi import DenseBackward
+from kernels.aot import Compiled, compile_ahead
+from kernels.lib.launch import (
+    SMEM_LIMIT,
+    WARP,
+    WARPGROUP,
+    Shapes,
+    element_type,
+    i32,
+    launch_facts,
+    pointers,
+)
+from kernels.lib.output import store_output
+from kernels.lib.rows import PUBLISHED, ROWS, BoxedRows, Extents, PlacedTile, RowTile, Walk, extents, load
+from kernels.lib.softmax import LOG2_E, by_row, exp2
+from kernels.lib.spans import Span, SpanOperands, ask_span, open_span, read_span
+from kernels.lib.wgmma import (
+    K_MAJOR,
+    MN_MAJOR,
+    accumulator,
+    multiply,
+    operand_a,
+    operand_b,
+    register_operand,
+    round_to,
+    slab_layout,
+    tiled_mma,
+    tma_atom,
+    tma_tiles,
+    transposed,
+    zero_rows,
+)
+
+CLEARERS = WARPGROUP - WARP  # threads beside the producer's warp
+L2_KEYS = 32 * 1024 * 1024  # bytes of K and V that stay in L2 while others pass
+LSE, WEIGHT, DELTA = range(3)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Compile-time choices; every tile, count and size follows from them."""
+
+    d: int
+    dtype: str
+    consumers: int = 2  # warpgroups, of 64 rows each
+    stages: int = 2  # of K and of V
+
+    @property
+    def tile_m(self) -> int:
+        return 64 * self.consumers
+
+    @property
+    def tile_n(self) -> int:
+        return {64: 128, 128: 96, 256: 48}[self.d]
+
+    @property
+    def threads(self) -> int:
+        return WARPGROUP * (1 + self.consumers)
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """(producer, consumer) registers a thread."""
+        return 24, 240
+
+    @property
+    def key_tile_bytes(self) -> int:
+        return 2 * self.d * self.tile_n
+
+    @property
+    def stages_q(self) -> int:
+        """Of Q and dO."""
+        return 2 if self.smem_with(2) <= SMEM_LIMIT else 1
+
+    @property
+    def slots(self) -> int:
+        """For what the producer finds out of a tile of rows, which is read until its end, when Q is long gone."""
+        return 2 * self.stages_q
+
+    @property
+    def smem_bytes(self) -> int:
+        return self.smem_with(self.stages_q)
+
+    def smem_with(self, stages_q: int) -> int:
+        """Bytes, for so many stages of Q and dO."""
+        tiles = stages_q * 2 * 2 * self.d * self.tile_m + 2 * self.stages * self.key_tile_bytes
+        return 1024 + tiles + 4 * PUBLISHED * 2 * 2 * stages_q + 8 * (2 * stages_q + 5 * self.stages)
+
+    def __post_init__(self):
+        if self.smem_bytes > SMEM_LIMIT:
+            raise ValueError(f"needs {self.smem_bytes} bytes of SMEM, {SMEM_LIMIT} fit: {self}")
+
+
+class RowOperands(NamedTuple):
+    """What belongs to rows: float32 [b, s_q, h_q]."""
+
+    lse: cute.Pointer
+    weight: cute.Pointer
+    delta: cute.Pointer
+
+
+@dataclass(frozen=True)
+class Barriers:
+    """mbarriers in SMEM, one for each stage."""
+
+    rows_full: cute.Pointer  # Q and dO landed, and what there is to see is known
+    rows_empty: cute.Pointer
+    k_landed: cute.Pointer
+    k_full: cute.Pointer  # and cleared
+    k_empty: cute.Pointer
+    v_full: cute.Pointer
+    v_empty: cute.Pointer
+
+
+@dataclass(frozen=True)
+class Shared:
+    """SMEM beside the barriers."""
+
+    q: cute.Tensor  # (tile_m, d, stage)
+    do: cute.Tensor
+    k: cute.Tensor  # (tile_n, d, stage)
+    v: cute.Tensor
+    info: cute.Tensor  # (PUBLISHED, row tile and span, slot): what the producer found out
+
+
+class RowGradientsSm90:
+    def __init__(self, config: Config):
+        self.config = config
+        self.dtype = element_type(config.dtype)
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Pointer,
+        dout: cute.Pointer,
+        k: cute.Pointer,
+        v: cute.Pointer,
+        lse: cute.Pointer,
+        weight: cute.Pointer,
+        delta: cute.Pointer,
+        start: cute.Pointer,
+        stop: cute.Pointer,
+        dq: cute.Pointer,
+        s_kv: Int32,
+        scale: Float32,
+        b: Int32,
+        s_q: Int32,
+        h_q: Int32,
+        h_kv: Int32,
+        ctas: Int32,  # at most, that is how many run at a time
+        stream: cuda.CUstream,
+    ):
+        c = self.config
+        n = extents(c.tile_m, False, b, s_q, h_q, h_kv, Int32(1), Int32(1))
+        shapes = Shapes(c.d, b, n)
+        op = cpasync.CopyBulkTensorTileG2SOp()
+        rows = tuple(tma_atom(op, shapes.rows(x), c.tile_m, c.d) for x in (q, dout))
+        keys = tuple(tma_atom(op, shapes.keys(x, s_kv), c.tile_n, c.d) for x in (k, v))
+        of_rows = RowOperands(lse, weight, delta)
+        self.kernel(rows, keys, of_rows, start, stop, dq, s_kv, scale, n).launch(
+            grid=(cutlass.min(n.work, ctas), 1, 1),
+            block=(c.threads, 1, 1),
+            smem=c.smem_bytes,
+            stream=stream,
+            min_blocks_per_mp=1,  # without it ptxas silently drops setmaxnreg
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        rows: tuple,
+        keys: tuple,
+        of_rows: RowOperands,
+        start: cute.Pointer,
+        stop: cute.Pointer,
+        dq: cute.Pointer,
+        s_kv: Int32,
+        scale: Float32,
+        n: Extents,
+    ):
+        c = self.config
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        bar, smem = self.allocate()
+        spans = SpanOperands(start, stop, s_kv)
+        if warp == 0:
+            for atom, _ in (*rows, *keys):
+                cpasync.prefetch_descriptor(atom)
+            with cute.arch.elect_one():
+                for s in cutlass.range_constexpr(c.stages_q):
+                    cute.arch.mbarrier_init(bar.rows_full + s, 1)
+                    cute.arch.mbarrier_init(bar.rows_empty + s, c.consumers * WARPGROUP + CLEARERS)
+                for s in cutlass.range_constexpr(c.stages):
+                    cute.arch.mbarrier_init(bar.k_landed + s, 1)
+                    cute.arch.mbarrier_init(bar.k_full + s, CLEARERS)
+                    cute.arch.mbarrier_init(bar.k_empty + s, c.consumers * WARPGROUP)
+                    cute.arch.mbarrier_init(bar.v_full + s, 1)
+                    cute.arch.mbarrier_init(bar.v_empty + s, c.consumers * WARPGROUP)
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(c.registers[0])
+            if warp == 0:
+                self.produce(bar, smem, rows, keys, spans, n)
+            else:
+                self.clear(bar, smem, spans, n)
+        else:
+            cute.arch.setmaxregister_increase(c.registers[1])
+            self.consume(bar, smem, of_rows, spans, dq, scale, n)
+
+    def allocate(self) -> tuple[Barriers, Shared]:
+        c = self.config
+        smem = SmemAllocator()
+
+        def tiles(*shape: int) -> cute.Tensor:
+            layout = slab_layout(self.dtype, *shape)
+            return smem.allocate_tensor(self.dtype, layout.outer, 1024, swizzle=layout.inner)
+
+        q, do = (tiles(c.tile_m, c.d, c.stages_q) for _ in range(2))
+        k, v = (tiles(c.tile_n, c.d, c.stages) for _ in range(2))
+        info = smem.allocate_tensor(Int32, cute.make_layout((PUBLISHED, 2, c.slots)), 16)
+        bars = (smem.allocate_array(Int64, count) for count in (*2 * [c.stages_q], *5 * [c.stages]))
+        return Barriers(*bars), Shared(q, do, k, v, info)
+
+    @cute.jit
+    def produce(self, bar: Barriers, smem: Shared, rows: tuple, keys: tuple, spans: SpanOperands, n: Extents):
+        """One warp: Q and dO, what there is to see, and the tiles of K and V."""
+        c = self.config
+        walk, fills0 = self.walk(spans, n), Int32(0)
+        for turn in cutlass.range(walk.turns, unroll=1):
+            tile = walk.tile(turn)
+            stage_q, full_q, slot = turn % c.stages_q, bar.rows_full + turn % c.stages_q, turn % c.slots
+            cute.arch.mbarrier_wait(bar.rows_empty + stage_q, (turn // c.stages_q & 1) ^ 1)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_expect_tx(full_q, 2 * 2 * c.d * n.box_inner * n.box_outer)
+            for (atom, m), s in zip(rows, (smem.q, smem.do), strict=True):
+                g, to = tma_tiles(atom, tile.of(m, c.tile_m, c.d)[None, None, 0], s)
+                cute.copy(atom, g, to[None, stage_q], tma_bar_ptr=full_q)
+            span = open_span(spans, tile, c.tile_n, ask_span(spans, tile, c.tile_m))
+            with cute.arch.elect_one():
+                tile.publish(smem.info[None, 0, slot])
+                span.publish(smem.info[None, 1, slot])
+                cute.arch.mbarrier_arrive(full_q)
+            rings = tuple(
+                (atom, *tma_tiles(atom, tile.keys(m, span.lo, c.tile_n, c.d)[None, None, None, 0], s), full, empty)
+                for (atom, m), s, full, empty in zip(
+                    keys, (smem.k, smem.v), (bar.k_landed, bar.v_full), (bar.k_empty, bar.v_empty), strict=True
+                )
+            )
+            for t in cutlass.range(span.tiles, unroll=1):
+                stage, parity = (fills0 + t) % c.stages, (fills0 + t) // c.stages & 1
+                for atom, gmem, ring, full, empty in rings:
+                    cute.arch.mbarrier_wait(empty + stage, parity ^ 1)
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive_and_expect_tx(full + stage, c.key_tile_bytes)
+                    cute.copy(atom, gmem[None, t], ring[None, stage], tma_bar_ptr=full + stage)
+            fills0 = fills0 + span.tiles
+
+    @cute.jit
+    def clear(self, bar: Barriers, smem: Shared, spans: SpanOperands, n: Extents):
+        """Three warps: they hand K on, with zeros where no row sees it, for dS K would be 0 * NaN."""
+        c, thread, fills0 = self.config, cute.arch.thread_idx()[0] - WARP, Int32(0)
+        for turn in cutlass.range(self.walk(spans, n).turns, unroll=1):
+            _, span = self.receive(bar, smem, spans, n, turn)
+            cute.arch.mbarrier_arrive(bar.rows_empty + turn % c.stages_q)
+            for t in cutlass.range(span.tiles, unroll=1):
+                stage, parity = (fills0 + t) % c.stages, (fills0 + t) // c.stages & 1
+                cute.arch.mbarrier_wait(bar.k_landed + stage, parity)
+                if span.needs_clearing(t):
+                    zero_rows(smem.k[None, None, stage], span.unseen_from(t), thread, CLEARERS)
+                cute.arch.mbarrier_arrive(bar.k_full + stage)
+            fills0 = fills0 + span.tiles
+
+    def walk(self, spans: SpanOperands, n: Extents) -> Walk:
+        """With as many pairs of (batch, KV head) at a time as L2 holds."""
+        return Walk.of(n, spans.s_kv, L2_KEYS // (2 * 2 * self.config.d))
+
+    def receive(
+        self, bar: Barriers, smem: Shared, spans: SpanOperands, n: Extents, turn: Int32
+    ) -> tuple[PlacedTile, Span]:
+        """The next row tile, whose Q and dO are there, and what there is to see."""
+        c, slot = self.config, turn % self.config.slots
+        cute.arch.mbarrier_wait(bar.rows_full + turn % c.stages_q, turn // c.stages_q & 1)
+        tile = RowTile.read(smem.info[None, 0, slot], n)
+        return tile, read_span(spans, tile, c.tile_n, smem.info[None, 1, slot])
+
+    @cute.jit
+    def consume(
+        self,
+        bar: Barriers,
+        smem: Shared,
+        of_rows: RowOperands,
+        spans: SpanOperands,
+        dq: cute.Pointer,
+        scale: Float32,
+        n: Extents,
+    ):
+        """One warpgroup: the gradient of its 64 rows."""
+        c = self.config
+        thread = cute.arch.thread_idx()[0] % WARPGROUP
+        group = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4 - 1)
+        boxed = BoxedRows.of(n, group * 64, thread)
+        scores = tiled_mma(self.dtype, c.tile_n, K_MAJOR)
+        sums = tiled_mma(self.dtype, c.d, MN_MAJOR, warpgroup.OperandSource.RMEM)
+        a_q, a_do = (operand_a(scores, cute.local_tile(x, (64, c.d), (group, 0, None))) for x in (smem.q, smem.do))
+        b_k, b_v = (operand_b(scores, x) for x in (smem.k, smem.v))
+        b_kt = operand_b(sums, transposed(smem.k))
+        s, dp = (accumulator(scores, c.tile_n) for _ in range(2))
+        out, ds = accumulator(sums, c.d), register_operand(sums, c.tile_n, self.dtype)
+        numbers = cute.make_rmem_tensor((ROWS, 3), Float32)
+        scale_log2 = scale * LOG2_E
+
+        factor = cute.make_rmem_tensor(ROWS, Float32)
+        factor.fill(scale)
+        fills0 = Int32(0)
+        for turn in cutlass.range(self.walk(spans, n).turns, unroll=1):
+            tile, span = self.receive(bar, smem, spans, n, turn)
+            stage_q = turn % c.stages_q
+            read_numbers(numbers, of_rows, tile, boxed)
+            rows = span.of_rows(boxed)
+            out.fill(0.0)
+            for t in cutlass.range(span.tiles, unroll=1):
+                stage, parity = (fills0 + t) % c.stages, (fills0 + t) // c.stages & 1
+                cute.arch.mbarrier_wait(bar.k_full + stage, parity)
+                multiply(scores, s, a_q[None, None, None, stage_q], b_k[None, None, None, stage], fresh=True)
+                cute.arch.mbarrier_wait(bar.v_full + stage, parity)
+                multiply(scores, dp, a_do[None, None, None, stage_q], b_v[None, None, None, stage], fresh=True)
+                warpgroup.wait_group(1)
+                if t > 0:
+                    cute.arch.mbarrier_arrive(bar.k_empty + (fills0 + t - 1) % c.stages)
+                rows.mask(s, t)
+                exponentiate(s, numbers, scale_log2)
+                warpgroup.wait_group(0)
+                cute.arch.mbarrier_arrive(bar.v_empty + stage)
+                differentiate(ds, s, dp, numbers)
+                multiply(sums, out, ds, b_kt[None, None, None, stage])
+            cute.arch.mbarrier_arrive(bar.rows_empty + stage_q)
+            warpgroup.wait_group(0)
+            if span.tiles > 0:
+                cute.arch.mbarrier_arrive(bar.k_empty + (fills0 + span.tiles - 1) % c.stages)
+            fills0 = fills0 + span.tiles
+            tile = RowTile.read(smem.info[None, 0, turn % c.slots], n)  # again: it is not kept meanwhile
+            store_output(out, factor, dq, tile, boxed, 0, thread, c.d)
+
+
+@cute.jit
+def read_numbers(numbers: cute.Tensor, of_rows: RowOperands, tile: PlacedTile, boxed: BoxedRows):
+    """Of a thread's rows lse in units of log2, weight and delta; of one that sees nothing what makes P and dS 0."""
+    for r in cutlass.range_constexpr(ROWS):
+        exists, query, head = tile.place(boxed, r)
+        row = tile.row_index(query, head) * Int64(exists)
+        lse, weight, delta = (load(x + row) for x in of_rows)
+        sees = exists & (lse != -Float32.inf)
+        numbers[r, LSE] = lse * LOG2_E if sees else Float32.inf
+        numbers[r, WEIGHT] = weight if sees else Float32(0.0)
+        numbers[r, DELTA] = delta if sees else Float32(0.0)
+
+
+@cute.jit
+def exponentiate(scores: cute.Tensor, numbers: cute.Tensor, scale_log2: Float32):
+    """P <- exp(scale S - lse)."""
+    s = by_row(scores)
+    for r in cutlass.range_constexpr(ROWS):
+        for i in cutlass.range_constexpr(cute.size(s, mode=[1])):
+            s[r, i] = exp2(s[r, i] * scale_log2 - numbers[r, LSE])
+
+
+@cute.jit
+def differentiate(operand: cute.Tensor, p: cute.Tensor, dp: cute.Tensor, numbers: cute.Tensor):
+    """operand <- P (weight dP - delta), rounded; 0 where P is, for what a key that is not seen holds may be NaN."""
+    x, y = by_row(p), by_row(dp)
+    for r in cutlass.range_constexpr(ROWS):
+        for i in cutlass.range_constexpr(cute.size(x, mode=[1])):
+            y[r, i] = x[r, i] * (y[r, i] * numbers[r, WEIGHT] - numbers[r, DELTA]) if x[r, i] != 0.0 else Float32(0.0)
+    round_to(operand, dp)
+
+
+def compile(variant: DenseBackward, out_dir: Path) -> Compiled:
+    config = Config(variant.d, variant.dtype)
+    return compile_ahead(
+        RowGradientsSm90(config),
+        RowGradientsSm90.kernel,
+        *pointers(variant.dtype, "q", "do", "k", "v", "float32", "float32", "float32", "int32", "int32", "dq"),
+        i32(),
+        Float32(1.0),
+        *(i32() for _ in range(5)),
+        name="row_gradients_sm90",
+        arch=variant.arch,
+        out_dir=out_dir,
+        facts=launch_facts(config),
+    )

@@ -1,0 +1,95 @@
+"""Which keys every tile of rows sees, found out once, for the CTAs of `key_gradients`, each of which asks about all.
+
+A warp takes a tile of rows of one batch entry. It is the same for all KV heads.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import cuda.bindings.driver as cuda
+import cutlass.cute as cute
+from cutlass import Int32
+
+from kernels.abi import RowSpans as Variant
+from kernels.aot import Compiled, compile_ahead
+from kernels.lib.launch import i32, launch_facts, pointers
+from kernels.lib.rows import WARP, Extents, RowTile, ceil_div, divide, extents
+from kernels.lib.spans import SpanOperands, ask_span, open_span
+
+NUMBERS = 4  # of a tile: lo and hi of the union of its rows' spans, and of what all of them see
+
+
+@dataclass(frozen=True)
+class Config:
+    """Compile-time choices."""
+
+    tile_m: int = 128  # rows of a tile, at most
+    tile_n: int = 4  # tiles that a CTA takes
+    smem_bytes: int = 0
+
+    @property
+    def threads(self) -> int:
+        return WARP * self.tile_n
+
+
+class RowSpans:
+    def __init__(self, config: Config):
+        self.config = config
+
+    @cute.jit
+    def __call__(
+        self,
+        start: cute.Pointer,
+        stop: cute.Pointer,
+        seen: cute.Pointer,  # int32 [b, row tile, NUMBERS]
+        b: Int32,
+        s_q: Int32,
+        h_q: Int32,
+        h_kv: Int32,
+        stream: cuda.CUstream,
+    ):
+        c = self.config
+        n = extents(c.tile_m, False, b, s_q, h_q, h_kv, Int32(1), Int32(1))
+        self.kernel(start, stop, seen, n).launch(
+            grid=(ceil_div(n.tiles_of_pair * b, c.tile_n), 1, 1), block=(c.threads, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, start: cute.Pointer, stop: cute.Pointer, seen: cute.Pointer, n: Extents):
+        c = self.config
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        i = cute.arch.block_idx()[0] * c.tile_n + warp
+        if i < n.tiles_of_pair * divide(n.pairs, n.h_kv)[0]:
+            batch, tile = divide(i, n.tiles_of_pair)
+            outer, inner = divide(tile, n.tiles_inner)
+            rows = RowTile(n, Int32(0), batch, Int32(0), inner * n.box_inner, outer * n.box_outer)
+            operands = SpanOperands(start, stop, Int32(2**31 - 1))  # who reads this has keys of their own
+            span = open_span(operands, rows, WARP, ask_span(operands, rows, c.tile_m))
+            if cute.arch.lane_idx() == 0:
+                values = cute.make_rmem_tensor(NUMBERS, Int32)
+                for j, x in enumerate((span.lo, span.hi, span.lo_all, span.hi_all)):
+                    values[j] = x
+                target = (seen + i * NUMBERS).align(16)
+                cute.autovec_copy(values, cute.make_tensor(target, cute.make_layout(NUMBERS)))
+
+
+@cute.jit
+def read_seen(seen: cute.Pointer, tile: Int32) -> tuple[Int32, Int32, Int32, Int32]:
+    """(lo, hi, lo_all, hi_all) of a tile of rows."""
+    values = cute.make_rmem_tensor(NUMBERS, Int32)
+    cute.autovec_copy(cute.make_tensor((seen + tile * NUMBERS).align(16), cute.make_layout(NUMBERS)), values)
+    return values[0], values[1], values[2], values[3]
+
+
+def compile(variant: Variant, out_dir: Path) -> Compiled:
+    config = Config()
+    return compile_ahead(
+        RowSpans(config),
+        RowSpans.kernel,
+        *pointers("bfloat16", "int32", "int32", "int32"),
+        *(i32() for _ in range(4)),
+        name="row_spans",
+        arch=variant.arch,
+        out_dir=out_dir,
+        facts=launch_facts(config),
+    )
