@@ -26,7 +26,7 @@ def _table() -> tuple[Case, ...]:
     choose, at, fp8 = "lightning_indexer", "indexer_scores", "float8_e4m3fn"
     return (
         *(_case(choose, 9, 300, 40, h_q=h, dtype=t) for h in (16, 32, 64) for t in ("bfloat16", "float16", fp8)),
-        *(_case(choose, 37, 5000, 512, ratio=4, dtype=t) for t in ("bfloat16", fp8)),
+        *(_case(choose, 29, 5000, 512, ratio=4, dtype=t) for t in ("bfloat16", fp8)),
         _case(choose, 5, 9000, 2048),
         *(_case(choose, s_q, 640, 64, dtype=t, page=64) for s_q in (2, 8) for t in ("bfloat16", "float16", fp8)),
         _case(choose, 3, 320, 700, h_q=16, dtype=fp8, page=32),
