@@ -150,7 +150,7 @@ def greatest_blocks(
         seen = (start[..., None] <= j) & (j < stop[..., None])
         s = jnp.pad(scores(q, k32, weights) * k_scale[:, None], ((0, 0), (0, 0), (0, blocks * block - s_c)))
         rank = jnp.where(seen, rank_of(s), _NEVER).reshape(*s.shape[:2], blocks, block)
-        newest = jnp.arange(blocks, dtype=jnp.int32) == (stop[..., None] - 1) // block
+        newest = jnp.arange(blocks, dtype=jnp.int32)[None, None] == (stop[..., None] - 1) // block
         greatest = jnp.where(newest, _NEWEST, rank.max(-1))
         return (chosen(greatest, rank.max(-1) != _NEVER, count),)
 
