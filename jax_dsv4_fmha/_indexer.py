@@ -13,7 +13,7 @@ from ._cache import Cache
 from ._packed import quantize_rows
 from ._probabilities import denominator, head_summed_probabilities
 from ._span import Span, shown_by_all
-from ._transforms import ONE_OR_B, Arrays, Axes, Call, Fit, Op, _once, aligned, choose, forward
+from ._transforms import ONE_OR_B, Arrays, Axes, Call, Fit, Op, _once, choose, forward, in_reverse
 
 E4M3 = jnp.dtype(jnp.float8_e4m3fn)
 
@@ -473,7 +473,7 @@ _divergence.defvjp(_divergence_fwd, _divergence_bwd)
 
 @functools.partial(jax.jit, static_argnums=0)  # so that a call outside of jit compiles but once
 def _learn(calls: tuple[Call, ...], *operands: jax.Array) -> jax.Array:
-    return _learned(calls, *aligned(calls[0], operands))
+    return _learned(calls, *in_reverse(calls[0], operands))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

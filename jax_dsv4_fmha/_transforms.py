@@ -490,10 +490,17 @@ def aligned(call: Call, operands: Arrays) -> Arrays:
     mesh = _mesh(operands)
     if _explicit_axes(mesh):
         operands = _explicit_layout(call, operands, mesh).reshard(operands, mesh)
-    return tuple(_in_reverse.bind(x, op=call.op.name) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in operands)
+    return operands
 
 
 # Forward-mode derivatives, which a custom_vjp has none of
+
+
+def in_reverse(call: Call, operands: Arrays) -> Arrays:
+    """The operands, `aligned`, for an op that is differentiated in reverse mode only."""
+    floats = (jnp.issubdtype(x.dtype, jnp.floating) for x in operands)
+    placed = zip(aligned(call, operands), floats, strict=True)
+    return tuple(_in_reverse.bind(x, op=call.op.name) if is_float else x for x, is_float in placed)
 
 
 def _no_tangent(*_: Any, op: str, **__: Any) -> Any:
@@ -534,7 +541,7 @@ def no_derivative(op: str) -> Exception:
 @functools.partial(jax.jit, static_argnums=0)  # so that a call outside of jit compiles but once
 def forward(call: Call, *operands: jax.Array) -> Arrays:
     """The results of an op that has no gradient, which is said where one is asked for."""
-    return _opaque(call, *aligned(call, operands))
+    return _opaque(call, *in_reverse(call, operands))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -586,7 +593,7 @@ class Differentiable(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=0)  # so that a call outside of jit compiles but once
 def _call(calls: Differentiable, *operands: jax.Array) -> Arrays:
-    return _differentiable(calls, *aligned(calls.forward, operands))
+    return _differentiable(calls, *in_reverse(calls.forward, operands))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

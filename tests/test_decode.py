@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_dsv4_fmha import Cache, dequantize_cache, dsv4_attention, dsv4_decode, quantize_cache, sparse_fmha
+from jax_dsv4_fmha import Cache, _ffi, dequantize_cache, dsv4_attention, dsv4_decode, quantize_cache, sparse_fmha
 from jax_dsv4_fmha._decode import seen_slots
 from jax_dsv4_fmha._packed import LAYOUTS
 from jax_dsv4_fmha._testing import float64
@@ -440,6 +440,24 @@ def test_a_compressed_cache_that_has_run_over_shows_no_future(kind, implementati
     indices = np.where(left, w % 9, -1).astype(np.int32)
     assert (left.sum(-1) == [[7, 8, 9], [7, 8, 9]]).all()
     assert_close(got, step(q, near, far, indices=jnp.asarray(indices)), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(not _ffi.built_for("dsv4_decode_fp8"), reason="needs kernels to be built")
+@pytest.mark.parametrize("here", ["sm_100a", "sm_90a"])
+def test_packed_caches_on_a_device_that_no_kernel_unpacks_them_on(here, monkeypatch):
+    """The kernels that read packed entries are for Hopper: elsewhere "cubin" is an error, as soon as it is lowered."""
+    monkeypatch.setattr(_ffi, "local_architectures", lambda: (here,))
+    near, far = (Cache.zeros(2, n, layout="v4_fp8", block_table=jnp.zeros((1, 2), jnp.int32)) for n in (64, 32))
+    q, lengths = jnp.zeros((1, 1, 64, 512), jnp.bfloat16), jnp.array([90], jnp.int32)
+    step = functools.partial(dsv4_decode, window=64, ratio=4, implementation="cubin")
+    traced = jax.jit(step).trace(q, near, far, lengths=lengths)
+    if here == "sm_90a":
+        assert "custom_call @dsv4_fmha_dsv4_decode" in traced.lower(lowering_platforms=("cuda",)).as_text()
+        return
+    with pytest.raises(
+        NotImplementedError, match="dsv4_decode: implementation: got 'cubin' on sm_100a, wanted what is"
+    ):
+        traced.lower(lowering_platforms=("cuda",))
 
 
 @pytest.mark.parametrize("lengths", [0, -1, -(2**31) + 1, -(2**31)])
