@@ -16,6 +16,7 @@ A value is its code times its scale, which bfloat16 holds exactly; of index_fp8 
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -97,10 +98,10 @@ class Layout:
         """The parts, uint8 `[…, width]`, of entries `[…, d]`."""
         batch = entries.shape[:-1]
         values = entries[..., : self.packed].astype(jnp.float32)
-        codes, scales = self.encode_groups(values.reshape(*batch, -1, self.group))
+        codes, scales = self.encode_groups(values.reshape(*batch, self.packed // self.group, self.group))
         rest = lax.bitcast_convert_type(entries[..., self.packed :].astype(jnp.bfloat16), jnp.uint16)
         rest = jnp.stack([rest & 255, rest >> 8], -1).astype(jnp.uint8)  # a bitcast keeps its shape, for jax.export
-        whole = [codes.reshape(*batch, -1), rest.reshape(*batch, -1), scales]
+        whole = [*(x.reshape(*batch, math.prod(x.shape[len(batch) :])) for x in (codes, rest)), scales]
         padding = self.entry - sum(x.shape[-1] for x in whole)
         whole.append(jnp.zeros((*batch, padding), jnp.uint8))
         return tuple(_cut(jnp.concatenate(whole, -1), self.parts))
@@ -113,7 +114,7 @@ class Layout:
         values = self.decode_groups(codes, scales).reshape(*batch, self.packed).astype(self.decoded)
         if rest == 0:
             return values
-        others = others.reshape(*batch, -1, 2).astype(jnp.uint16)
+        others = others.reshape(*batch, rest // 2, 2).astype(jnp.uint16)
         others = lax.bitcast_convert_type(others[..., 0] | others[..., 1] << 8, jnp.bfloat16)
         return jnp.concatenate([values, others], -1)
 
@@ -152,7 +153,7 @@ def _encode_e4m3(values: jax.Array, least: int) -> Parts:
 def _decode_e4m3(codes: jax.Array, scales: jax.Array) -> jax.Array:
     values = lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
     scales = scales[..., None].astype(jnp.int32)
-    values = jnp.ldexp(values.reshape(*scales.shape[:-1], -1), scales - _BIAS)
+    values = jnp.ldexp(values.reshape(*scales.shape[:-1], codes.shape[-1] // scales.shape[-2]), scales - _BIAS)
     return jnp.where(scales == _NAN, jnp.nan, values)
 
 
@@ -193,7 +194,7 @@ def _encode_e2m1(values: jax.Array) -> Parts:
     for i, middle in enumerate(_E2M1_MIDDLES):  # exact, where a quotient would be rounded
         limit = middle * scale[..., None]
         codes += (magnitudes >= limit if i % 2 else magnitudes > limit).astype(jnp.uint8)
-    codes = codes.reshape(*values.shape[:-2], -1, 2)
+    codes = codes.reshape(*values.shape[:-2], math.prod(values.shape[-2:]) // 2, 2)
     scales = lax.bitcast_convert_type(scale.astype(jnp.float8_e4m3fn), jnp.uint8)
     return codes[..., 0] | codes[..., 1] << 4, jnp.where(finite, scales, _E4M3_NAN).astype(jnp.uint8)
 
@@ -214,7 +215,8 @@ def _sixth_in_e4m3(x: jax.Array) -> jax.Array:
 
 
 def _decode_e2m1(codes: jax.Array, scales: jax.Array) -> jax.Array:
-    codes = jnp.stack([codes & 15, codes >> 4], -1).astype(jnp.float32).reshape(*scales.shape, -1)
+    group = 2 * codes.shape[-1] // scales.shape[-1]
+    codes = jnp.stack([codes & 15, codes >> 4], -1).astype(jnp.float32).reshape(*scales.shape, group)
     size = jnp.where(codes < 8, codes, codes - 8)
     size = jnp.where(size < 4, size / 2, jnp.where(size < 6, size - 2, 2 * size - 8))
     scale = lax.bitcast_convert_type(scales, jnp.float8_e4m3fn).astype(jnp.float32)[..., None]
@@ -264,7 +266,7 @@ def quantize_cache(entries: jax.Array, layout: str = V4_FP8) -> jax.Array:
     wanted = f"bfloat16, float16 or float32[..., n, {how.d}], n >= 1"
     entries = _check.array("quantize_cache", "entries", entries, wanted, fits)
     *batch, n, _ = entries.shape
-    parts = [x.reshape(*batch, -1) for x in how.encode(entries)]
+    parts = [x.reshape(*batch, n * x.shape[-1]) for x in how.encode(entries)]
     padding = jnp.zeros((*batch, how.page_bytes(n) - n * how.entry), jnp.uint8)
     return jnp.concatenate([*parts, padding], -1)
 

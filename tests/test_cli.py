@@ -196,6 +196,7 @@ class TestCheckKernels:
             Case("fmha", s_q=2**20, h_q=64),
         )
         monkeypatch.setattr(check, "CASES", cases)
+        monkeypatch.setattr(check.indexer, "CASES", ())
 
     def run(self, monkeypatch, change=lambda results: results):
         def run_into(case, fills, *, implementation, method=None):

@@ -81,7 +81,7 @@ def test_the_calls_below_are_right_but_for_one_operand(op):
         ("fmha", {"sink": SINK[:3]}, ValueError, r"sink: got float32\[3\], wanted float32\[h_q=4\]"),
         ("fmha", {"sink": SINK.astype(jnp.bfloat16)}, ValueError, r"sink: got bfloat16\[4\], wanted float32"),
         ("fmha", {"sink": [0.0] * H_Q}, TypeError, r"sink: got \[0.0"),
-        ("fmha", {"span": Span.causal(S_Q + 1)}, ValueError, r"span.start: got int32\[1, 4\], wanted int32 that"),
+        ("fmha", {"span": Span.causal(S_Q + 1)}, ValueError, r"span.stop: got int32\[1, 4\], wanted int32 that"),
         ("fmha", {"span": Span(0, jnp.zeros((3, 1), jnp.int32))}, ValueError, r"span.stop: got int32\[3, 1\]"),
         ("fmha", {"span": Span(0, jnp.zeros(()))}, ValueError, r"span.stop: got float32\[\]"),
         ("fmha", {"span": (0, 3)}, TypeError, r"span: got \(0, 3\), wanted a Span or None"),

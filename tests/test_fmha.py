@@ -134,7 +134,7 @@ class TestSeam:
 
 
 def test_shared_kv_runs_on_the_separate_kernel(monkeypatch):
-    monkeypatch.setattr(_ffi, "built_for", lambda op, *, shared_kv, **_: () if shared_kv else ("sm_90a",))
+    monkeypatch.setattr(_ffi, "built_for", lambda op, *, shared_kv=False, **_: () if shared_kv else ("sm_90a",))
     monkeypatch.setattr(_ffi, "local_architectures", lambda: ())
     text = str(jax.make_jaxpr(lambda q, k: fmha(q, k))(*small()[:2]))
     assert "dsv4_fmha_fwd" in text and "dsv4_fmha_fwd_shared_kv" not in text
