@@ -49,7 +49,7 @@ def kept(x: Array) -> Array:
 
 
 def digest_of(variant: Backward, got: tuple[Array, ...]) -> str:
-    """Of what is the same on every run."""
+    """A digest of those results that are the same on every run."""
     return digest(*(got if variant.deterministic else got[:1]))
 
 

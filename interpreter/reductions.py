@@ -33,7 +33,7 @@ def additions(buffer: Buffer) -> Array:
 
 @instruction("red.relaxed.gpu.global.add")
 def reduce(i: Instruction, d: Decoder) -> Step:
-    """Of one, two or four float32 a lane, or a 64-bit integer. The lanes go in any order."""
+    """A reduction into memory of one, two or four float32 a lane, or of a 64-bit integer. The lanes go in any order."""
     i.only("v2", "v4", "f32", "u64")
     count = next((int(m[1:]) for m in i.mods if m in ("v2", "v4")), 1)
     kind, dtype = i.mods[-1], {"f32": np.float32, "u64": np.uint64}.get(i.mods[-1])

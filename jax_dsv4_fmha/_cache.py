@@ -75,7 +75,7 @@ class Cache:
 
     @property
     def packing(self) -> Layout:
-        """Of a packed cache."""
+        """The layout of a packed cache."""
         return LAYOUTS[self.layout]
 
     @property

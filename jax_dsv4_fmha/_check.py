@@ -61,7 +61,7 @@ def _shape(choices: Mapping[str, Any]) -> str:
 
 
 def _places(where: set[tuple[str, str]]) -> str:
-    """Of pairs of architecture and dtype: "bfloat16 or float16 on sm_90a"."""
+    """Pairs of architecture and dtype in words: "bfloat16 or float16 on sm_90a"."""
     dtypes: dict[str, list[str]] = {}
     for arch in sorted({arch for arch, _ in where}):
         dtypes.setdefault(" or ".join(sorted(dtype for a, dtype in where if a == arch)), []).append(arch)

@@ -259,7 +259,7 @@ def dsv4_decode(
 
 
 def _splits_of_queries(op: str, q: jax.Array, keys: int) -> int:
-    """Of an op whose keys differ from query to query, so that a tile of rows has heads of one alone."""
+    """`_splits` of an op whose keys differ from query to query, so that a tile of rows has heads of one query alone."""
     b, s_q, h_q, _ = q.shape
     return _splits(op, q, True, b * s_q, h_q, keys)
 
@@ -308,7 +308,7 @@ def bwd(
     scale: float,
     deterministic: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """Of `fwd` over `kv [b, s_kv, h_kv, d]`, both K and V: (dq, dkv)."""
+    """The gradient of `fwd` over `kv [b, s_kv, h_kv, d]`, both K and V: (dq, dkv)."""
     return _call_backward("bwd", scale, deterministic, (kv,), q, do, lse, weight, delta, kv, start, stop)
 
 
@@ -325,7 +325,7 @@ def sparse_bwd(
     scale: float,
     deterministic: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """Of `sparse_fwd`: (dq, dkv)."""
+    """The gradient of `sparse_fwd`: (dq, dkv)."""
     return _call_backward("sparse_bwd", scale, deterministic, (kv,), q, do, lse, weight, delta, kv, indices, length)
 
 
@@ -345,7 +345,7 @@ def dsv4_sparse_bwd(
     scale: float,
     deterministic: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """Of `dsv4_sparse_fwd`: (dq, dwindow_kv, dkv)."""
+    """The gradient of `dsv4_sparse_fwd`: (dq, dwindow_kv, dkv)."""
     operands = (window_kv, start, stop, kv, indices, length)
     rows = (q, do, lse, weight, delta)
     return _call_backward("dsv4_sparse_bwd", scale, deterministic, (window_kv, kv), *rows, *operands)
@@ -367,7 +367,7 @@ def dsv4_dense_bwd(
     scale: float,
     deterministic: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """Of `dsv4_dense_fwd`: (dq, dwindow_kv, dkv)."""
+    """The gradient of `dsv4_dense_fwd`: (dq, dwindow_kv, dkv)."""
     operands = (window_kv, start, stop, kv, start2, stop2)
     rows = (q, do, lse, weight, delta)
     return _call_backward("dsv4_dense_bwd", scale, deterministic, (window_kv, kv), *rows, *operands)
@@ -386,7 +386,7 @@ def dense_bwd(
     *,
     scale: float,
 ) -> tuple[jax.Array, ...]:
-    """Of `fwd` over `k` and `v [b, s_kv, h_kv, d]`: (dq, dk, dv), or (dq, dk + dv) if v is None, all in q's dtype.
+    """The gradient of `fwd` over `k` and `v [b, s_kv, h_kv, d]`: (dq, dk, dv), in q's dtype; (dq, dk + dv) without v.
 
     The same bits on every run.
     """

@@ -379,7 +379,7 @@ _INDEX_FP8 = "index_fp8"
 
 
 def _choosing(keys: tuple[Axes, ...], reference: Callable[..., Arrays], kernel: Callable[..., Arrays]) -> tuple[Op, Op]:
-    """Of (q, weights, *keys, start, stop): the op that chooses entries, and that which gives their scores too."""
+    """Two ops of (q, weights, *keys, start, stop): one chooses entries, the other gives their scores too."""
     operands = (_TRAINED[0], _TRAINED[2], *keys, *_SPAN)
 
     def choose(*operands: jax.Array, topk: int) -> Arrays:

@@ -119,14 +119,14 @@ class Layout:
         return jnp.concatenate([values, others], -1)
 
     def take(self, pages: jax.Array, page: jax.Array, at: jax.Array) -> jax.Array:
-        """Of pages `[pages, page_bytes]`, the entries `at` […] of the pages `page` […]: […, d], 0 of a page below 0."""
+        """The entries `at` […] of pages number `page` […], in `pages [pages, page_bytes]`: […, d], 0 where page < 0."""
         starts = self.starts(at, self.page_entries(pages.shape[1]))
         parts = zip(starts, self.parts, strict=True)
         return self.decode(*(read_pages(pages, page, start, width) for start, width in parts))
 
 
 def read_pages(pages: jax.Array, page: jax.Array, start: jax.Array, width: int) -> jax.Array:
-    """Of pages [pages, width], what stands from `start` […] of page […] on: […, width]; 0 of a page below 0."""
+    """`width` bytes from `start` […] of page […] on, in `pages [pages, page_bytes]`: […, width]; 0 where page < 0."""
     windows = lax.GatherDimensionNumbers(offset_dims=(page.ndim,), collapsed_slice_dims=(0,), start_index_map=(0, 1))
     where = jnp.stack([page, start], -1)
     return lax.gather(pages, where, windows, (1, width), mode="fill", fill_value=0)
@@ -172,7 +172,7 @@ def index_keys(codes: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Arra
 
 
 def _encode_index(values: jax.Array) -> Parts:
-    """Of one group, with a float32 scale."""
+    """The codes of one group, with a float32 scale."""
     codes, scale = quantize_rows(values)
     codes = lax.optimization_barrier(lax.bitcast_convert_type(codes, jnp.uint8))  # or XLA may undo the rounding
     word = lax.bitcast_convert_type(scale[..., 0], jnp.uint32)
@@ -229,7 +229,7 @@ LAYOUTS = {
     "v41_fp4": Layout(D, 512, 4, 16, (288,), 1, _encode_e2m1, _decode_e2m1),
     "index_fp8": Layout(128, 128, 8, 128, (128, 4), 1, _encode_index, _decode_index, 4, jnp.float32),
 }
-"""Of V4, the least scale is 1e-4 rounded up; of V4.1, 1e-4 / 448 is."""
+"""The least scale of V4 is 1e-4 rounded up, that of V4.1 is 1e-4 / 448 rounded up."""
 
 V4_FP8 = "v4_fp8"
 

@@ -114,7 +114,7 @@ class SelectionSource:
 
     @property
     def kind(self) -> str:
-        """Of packed keys, their layout."""
+        """The layout of packed keys."""
         return self.layout if self.is_packed else "selection"
 
     @property
@@ -150,7 +150,7 @@ class SelectionSource:
         return dataclasses.replace(self, keys=self.keys.reshape(-1, self.keys.shape[2]), indices=indices)
 
     def unpacked(self) -> "SelectionSource":
-        """Of packed keys those that are named, in bfloat16, as a pool in which each is named once."""
+        """The packed keys that are named, in bfloat16, as a pool in which each is named once."""
         pool = self.flat()
         page = LAYOUTS[self.layout].page_entries(pool.keys.shape[1])
         there = (pool.indices >= 0) & (pool.indices < pool.keys.shape[0] * page)
@@ -281,7 +281,7 @@ def _pools(*sources: SelectionSource) -> Sequence[Any]:
 
 
 def _pools_of_one(source: SelectionSource) -> Sequence[Any]:
-    """Of two, of which nothing is seen of the other."""
+    """One of two sources, where nothing is seen of the other."""
     return _and_nothing(source.flat())
 
 

@@ -20,7 +20,7 @@ def processors(arch: str) -> int:
 
 
 def architecture(compute_capability: str) -> str:
-    """Of "9.0", "sm_90a"."""
+    """The architecture of a compute capability: "sm_90a" for "9.0"."""
     major, minor = compute_capability.split(".")
     return f"sm_{major}{minor}" + ("a" if int(major) >= 9 else "")
 

@@ -221,7 +221,7 @@ def dsv4_decode(
     position = lengths - s_q + jnp.arange(s_q, dtype=jnp.int32)[None]
 
     def over(cache: Cache, seen: jax.Array, ring: bool) -> Attention:
-        """Of each sequence the entries `seen` [b, s_q, n], absent where they are below 0."""
+        """The entries `seen` [b, s_q, n] of each sequence, absent where they are below 0."""
         entries, held = _entries(cache)
         room = held.shape[1]
         at = jnp.where(seen < 0, -1, seen % room) if ring else seen

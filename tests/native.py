@@ -1,6 +1,7 @@
 """The native library's plain C functions (ffi/introspect.cc), and operands and results of its kernels in NumPy."""
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -172,25 +173,19 @@ def plan(
     """
     if isinstance(variant, str):
         variant = next(v for v in VARIANTS if isinstance(v, Forward | Backward) and v.op == variant and v.d == 512)
-    out, error = _ShownLaunch(), ctypes.create_string_buffer(512)
     sources = [
         _SourceShape(KINDS.index(kind), s_kv, shape.page if kind == "packed" else s_kv, shape.topk)
         for kind, s_kv in zip(variant.sources, (shape.s_kv, shape.s_kv1), strict=False)
     ]
     given = _AttentionShape(_row_shape(shape, TYPES[variant.dtype]), len(sources), (_SourceShape * 2)(*sources))
-    status = library()[f"dsv4_fmha_plan_{variant.family}"](
+    return _planned(
+        variant.family,
         variant.layout.encode(),
         ctypes.byref(given),
         ctypes.c_float(scale),
         ctypes.byref(_Tiles(tile_m, tile_n, processors, cluster, variant.gathers)),
         _addresses(addresses, variant.family),
-        ctypes.byref(out),
-        error,
-        ctypes.c_size_t(len(error)),
     )
-    if status != 0:
-        raise ValueError(error.value.decode())
-    return _shown(out)
 
 
 def plan_combine(shape: Shape, *, threads: int = 128, tile_n: int = 4, addresses: dict[str, int] | None = None) -> Plan:
@@ -217,40 +212,28 @@ def plan_dense_backward(
     addresses: dict[str, int] | None = None,
 ) -> Plan:
     """What it launches; without dv K is V."""
-    out, error = _ShownLaunch(), ctypes.create_string_buffer(512)
     source = _SourceShape(KINDS.index("span"), shape.s_kv, shape.s_kv, 0)
     given = _AttentionShape(_row_shape(shape, TYPES[variant.dtype]), 1, (_SourceShape * 2)(source))
-    status = library().dsv4_fmha_plan_dense_backward(
+    return _planned(
+        "dense_backward",
         variant.layout.encode(),
         ctypes.byref(given),
         ctypes.c_float(scale),
         ctypes.c_bool(variant.op == "key_gradients"),
         ctypes.byref(_Tiles(tile_m, tile_n, processors, 1, False)),
         _addresses(addresses, "dense_backward"),
-        ctypes.byref(out),
-        error,
-        ctypes.c_size_t(len(error)),
     )
-    if status != 0:
-        raise ValueError(error.value.decode())
-    return _shown(out)
 
 
 def plan_row_spans(shape: Shape, *, tile_m: int = 64, tile_n: int = 4, addresses: dict[str, int] | None = None) -> Plan:
     """What it launches before: for tiles of tile_m rows, of which a CTA takes tile_n."""
-    out, error = _ShownLaunch(), ctypes.create_string_buffer(512)
-    status = library().dsv4_fmha_plan_row_spans(
+    return _planned(
+        "row_spans",
         ctypes.byref(_row_shape(shape, 0)),
         ctypes.c_int32(tile_m),
         ctypes.c_int32(tile_n),
         _addresses(addresses, "dense_backward"),
-        ctypes.byref(out),
-        error,
-        ctypes.c_size_t(len(error)),
     )
-    if status != 0:
-        raise ValueError(error.value.decode())
-    return _shown(out)
 
 
 def plan_indexer(
@@ -265,13 +248,12 @@ def plan_indexer(
 ) -> tuple[Plan, Plan]:
     """What the lightning indexer launches for `count` blocks of queries from `first` on: scores, then their choice."""
     scores, choice = _ShownLaunch(), _ShownLaunch()
-    at = (ctypes.c_void_p * len(INDEX_ADDRESSES))(*((addresses or {}).get(name) for name in INDEX_ADDRESSES))
     library().dsv4_fmha_plan_indexer(
         ctypes.byref(shape),
         ctypes.byref(_Tiles(tile_m, tile_n, processors, 1, 0)),
         ctypes.c_int64(first),
         ctypes.c_int64(count),
-        at,
+        _at(addresses, INDEX_ADDRESSES),
         ctypes.byref(scores),
         ctypes.byref(choice),
     )
@@ -282,26 +264,19 @@ def plan_probabilities(
     shape: ProbabilitiesShape, scale: float = 1.0, *, processors: int = 132, addresses: dict[str, int] | None = None
 ) -> Plan:
     """What head-summed probabilities launch; ValueError where they are refused."""
-    out, error = _ShownLaunch(), ctypes.create_string_buffer(512)
-    names = PROBABILITIES_ADDRESSES
-    status = library().dsv4_fmha_plan_probabilities(
+    return _planned(
+        "probabilities",
         ctypes.byref(shape),
         ctypes.c_float(scale),
         ctypes.c_int64(processors),
-        (ctypes.c_void_p * len(names))(*((addresses or {}).get(name) for name in names)),
-        ctypes.byref(out),
-        error,
-        ctypes.c_size_t(len(error)),
+        _at(addresses, PROBABILITIES_ADDRESSES),
     )
-    if status != 0:
-        raise ValueError(error.value.decode())
-    return _shown(out)
 
 
 def plan_index_at(shape: IndexAtShape, *, gradient: bool, addresses: dict[str, int] | None = None) -> Plan:
     """What scores at given entries are launched with, or their gradients."""
     out = _ShownLaunch()
-    at = (ctypes.c_void_p * len(INDEX_AT_ADDRESSES))(*((addresses or {}).get(name) for name in INDEX_AT_ADDRESSES))
+    at = _at(addresses, INDEX_AT_ADDRESSES)
     library().dsv4_fmha_plan_index_at(ctypes.byref(shape), ctypes.c_bool(gradient), at, ctypes.byref(out))
     return _shown(out)
 
@@ -311,8 +286,21 @@ def _row_shape(shape: Shape, of_type: int) -> _RowShape:
 
 
 def _addresses(at: dict[str, int] | None, family: str = "forward") -> ctypes.Array[ctypes.c_void_p]:
-    names = ADDRESSES[family]
-    return (ctypes.c_void_p * len(names))(*((at or {}).get(name) for name in names))
+    return _at(at, ADDRESSES[family])
+
+
+def _at(addresses: dict[str, int] | None, names: Sequence[str]) -> ctypes.Array[ctypes.c_void_p]:
+    """The addresses by these names, in this order; null where there is none."""
+    return (ctypes.c_void_p * len(names))(*((addresses or {}).get(name) for name in names))
+
+
+def _planned(what: str, *arguments: Any) -> Plan:
+    """What the library's plan of this name shows; ValueError where it refuses."""
+    out, error = _ShownLaunch(), ctypes.create_string_buffer(512)
+    status = library()[f"dsv4_fmha_plan_{what}"](*arguments, ctypes.byref(out), error, ctypes.c_size_t(len(error)))
+    if status != 0:
+        raise ValueError(error.value.decode())
+    return _shown(out)
 
 
 def _shown(out: _ShownLaunch) -> Plan:

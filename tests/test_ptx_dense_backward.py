@@ -107,7 +107,7 @@ def without_waiting(*names: str, of: list[str] = BARRIERS) -> Callable[[str], st
 
 
 def seen_too_little(text: str) -> str:
-    """Of a tile of rows the least stop is taken for the greatest."""
+    """The least stop of a tile of rows is taken for its greatest."""
     return edits.replace(text, r"redux\.sync\.max\.s32", "redux.sync.min.s32")
 
 

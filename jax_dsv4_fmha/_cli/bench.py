@@ -541,6 +541,6 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def spread(rounds: Sequence[float]) -> float:
-    """Of the middle half of the rounds, as a part of their median."""
+    """How far the middle half of the rounds spreads, as a part of their median."""
     low, median, high = statistics.quantiles(rounds, n=4) if len(rounds) > 1 else [rounds[0]] * 3
     return (high - low) / median

@@ -39,7 +39,7 @@ def contestants(name: str, attention: Callable[..., Any]) -> dict[str, Callable[
 
 
 def backward_alone(times: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Of what both passes and the forward one took, round by round; both passes of ours as "both"."""
+    """A row's times, from what both passes and the forward one took, by rounds; both passes of ours as "both"."""
     alone = {}
     for name, both in times.items():
         if (forward := times.get(name + FORWARD)) is None:

@@ -24,12 +24,12 @@ def prompt(s_c: int, dtype: str, topk: int = 512, s_q: int = 4096, ratio: int = 
 
 
 def step(dtype: str, b: int = 64, s_q: int = 2, s_c: int = 16384) -> Case:
-    """Of generation: the last queries of every sequence, over all entries, in pages of 64."""
+    """A row of generation: the last queries of every sequence, over all entries, in pages of 64."""
     return Case("lightning_indexer", b, s_q, 0, 64, 1, _D, dtype, topk=512, s_c=s_c, decode=True, page=64)
 
 
 def choice(s_c: int, topk: int) -> Case:
-    """Of scores that are there."""
+    """A row of top-k alone, of scores that are there."""
     return Case("topk", 1, 4096, 0, 1, 1, 1, "float32", topk=topk, s_c=s_c)
 
 

@@ -30,7 +30,7 @@ _Q_STD = 8.0
 _LARGE = 64.0
 
 LAYOUTS_OF = {"fp8": ("v4_fp8", "v4_fp8"), "v41_fp8": ("v41_fp8", "v41_fp8"), "v41_fp4": ("v41_fp8", "v41_fp4")}
-"""Of a decode case's window cache and compressed cache, by its feature; no others are packed."""
+"""The layouts of a decode case's window cache and compressed cache, by its feature; no others are packed."""
 
 
 @dataclass(frozen=True)

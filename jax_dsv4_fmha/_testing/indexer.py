@@ -15,7 +15,7 @@ from .cases import Case
 OPS = ("lightning_indexer", "indexer_scores")
 _D = 128
 _LIMITS = {"scores": 1e-5, "dq": 6e-3, "dk": 6e-3, "dweights": 1e-4}
-"""Of kernels, as a part of the norm of what is right; gradients are made of operands that are rounded to 16 bits."""
+"""What kernels may err by, as a part of the norm of what is right; gradients round their operands to 16 bits."""
 
 
 def _case(op: str, s_q: int, s_c: int, topk: int, **others: Any) -> Case:
@@ -55,7 +55,7 @@ def operands(c: Case) -> dict[str, Any]:
 
 
 def position(c: Case) -> np.ndarray[Any, Any]:
-    """Of each batch entry's first query: the first sees few entries, the second nearly all."""
+    """The position of each batch entry's first query: the first sees few entries, the second nearly all."""
     ratio = c.ratio or 1
     return np.array([3 * ratio, c.s_c * ratio - c.s_q - 2])
 

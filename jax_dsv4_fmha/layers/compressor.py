@@ -61,7 +61,7 @@ class Compressor:
 
     @property
     def channels(self) -> int:
-        """Of kv, and as many of scores."""
+        """How many columns kv has; scores have as many."""
         return self.blocks * self.d
 
     @property
@@ -197,7 +197,7 @@ class Compressor:
         return self._latents(params, parts, dtype)
 
     def _latents(self, params: Any, parts: Sequence[Sequence[jax.Array]], dtype: Any) -> jax.Array:
-        """Of one block or two: of each its greatest score, its sum of weights, and that of weights times kv."""
+        """The greatest score, the sum of weights and the sum of weights times kv of each block, one or two."""
         most = functools.reduce(jnp.maximum, (part[0] for part in parts))
         scaled = [[jnp.exp(m - most) * x for x in sums] for m, *sums in parts]
         weights, pooled = (functools.reduce(jnp.add, sums) for sums in zip(*scaled, strict=True))

@@ -139,7 +139,7 @@ class _Reader:
         }
 
     def rope(self, compressed: bool) -> Rope:
-        """Of layers with a compressed cache, or of those with a window alone."""
+        """The Rope of layers with a compressed cache, or of those with a window alone."""
         kinds = self.entries.get("rope_parameters") or {}
         own = kinds.get("compress" if compressed else "main", {})
         if "qk_rope_head_dim" in self.entries or "rope_head_dim" in self.entries:
