@@ -29,8 +29,8 @@ test: build ## set up, build, and run the tests
 test-hf: .venv-hf/.tools ## compare layers with Hugging Face transformers, in an environment of its own
 	PYTHONPATH=. .venv-hf/bin/python -m pytest -W ignore tests/test_hf.py
 
-docs: .venv-docs/.tools ## build the pages into build/site; a warning, as of a link that leads nowhere, is an error
-	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
+docs: .venv-docs/.tools ## build the pages into build/site; a warning, such as a link that leads nowhere, is an error
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict  # not --quiet, which drops warnings before they count
 	@echo "build/site/index.html"
 
 pictures: build ## write tables and draw pictures of the pages anew, from docs/*.json
