@@ -29,7 +29,9 @@ hardware.py tie it to them:
     fusion.py      runs of instructions on lanes alone -> one Python function each
     alu.py control.py memory.py barriers.py clusters.py copies.py lanes.py wgmma.py tmem.py tcgen05.py
                    one family of instructions each
-    launch.py      a launch as our own launcher plans it (ffi/introspect.cc), for a variant and operands
+    native.py      launches as our own launcher plans them (ffi/introspect.cc)
+    attention.py gradients.py   operands in NumPy, and in float64 what is to come out
+    launch.py      a launch of a variant on operands
     handwritten.py programs written by hand, run here or on a chip
     indexer.py     the same for the lightning indexer, whose two kernels follow one another
     backward.py probabilities.py   the same for gradients, and for head-summed probabilities

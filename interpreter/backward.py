@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from jax_dsv4_fmha import _fixed_point
-from tests import gradients, native
 
+from . import gradients, native
 from .launch import Kernel, machine
 from .reductions import add_cleared, additions
 from .state import Array, Machine, new_memory

@@ -1,7 +1,7 @@
 """What interpreted kernels are run on: small, and with everything that has gone wrong before.
 
 All have a query that sees nothing, absent indices of every kind, infinite sinks, and NaN in keys that no query sees
-(`native.operands`).
+(`attention.operands`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import dataclasses
 import numpy as np
 
 from kernels.abi import Forward
-from tests import native
+
+from . import attention, native
 
 EVERYTHING = 1 << 30  # a width: all keys so far
 
@@ -76,15 +77,15 @@ PROCESSORS = {
 CASES = tuple(PROCESSORS)
 
 
-def operands(variant: Forward, tile_n: int, case: str) -> native.Operands | None:
+def operands(variant: Forward, tile_n: int, case: str) -> attention.Operands | None:
     given = extents(variant, tile_n, case)
     if given is None or (case == "mixed" and "packed" in variant.sources):  # whose keys `mixed` cannot make
         return None
-    x = native.operands(variant, **given)
+    x = attention.operands(variant, **given)
     return mixed(x, variant, tile_n) if case == "mixed" else x
 
 
-def mixed(x: native.Operands, variant: Forward, tile_n: int) -> native.Operands:
+def mixed(x: attention.Operands, variant: Forward, tile_n: int) -> attention.Operands:
     """Every query sees of every source as many keys as chance says; the later ones are larger."""
     rng, n = np.random.default_rng(2), tile_n
     _, s_q, *_ = x.shape
@@ -110,5 +111,5 @@ def mixed(x: native.Operands, variant: Forward, tile_n: int) -> native.Operands:
         v = k if keys.v is keys.k else (0.125 * rng.standard_normal(k.shape)).astype(k.dtype)
         for array in (k, v):
             array[~counts.any(1)] = np.nan
-        sources.append(native.Keys(k, v, seen_from, seen_to, counts))
+        sources.append(attention.Keys(k, v, seen_from, seen_to, counts))
     return dataclasses.replace(x, sources=tuple(sources))

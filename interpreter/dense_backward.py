@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tests import gradients, native
-
+from . import gradients, native
 from .launch import Kernel, machine
 from .state import Array, Machine, new_memory
 

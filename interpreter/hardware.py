@@ -23,9 +23,8 @@ import numpy as np
 from jax_dsv4_fmha import _ffi
 from kernels.abi import Forward
 from kernels.variants import VARIANTS
-from tests import native
 
-from . import cases
+from . import attention, cases, native
 
 RECORDED = Path(__file__).parent.parent / "tests" / "data" / "h200.npz"
 ARCH, CASE = "sm_90a", "tiles"
@@ -64,14 +63,14 @@ def record_of(o: np.ndarray[Any, Any], lse: np.ndarray[Any, Any]) -> dict[str, A
     return {"o": kept(o).view(np.uint16), "o.digest": digest(o), "lse": lse}
 
 
-def operands(variant: Forward) -> native.Operands:
+def operands(variant: Forward) -> attention.Operands:
     (tile_n,) = {row.tile_n for row in _ffi.variants() if row.key == variant.key}
     x = cases.operands(variant, tile_n, CASE)
     assert x is not None
     return x
 
 
-def on_gpu(variant: Forward, splits: int, x: native.Operands) -> tuple[np.ndarray[Any, Any], ...]:
+def on_gpu(variant: Forward, splits: int, x: attention.Operands) -> tuple[np.ndarray[Any, Any], ...]:
     """(o, lse), with keys split into so many parts whatever the shapes say."""
     import jax
 
@@ -90,7 +89,7 @@ def record(out: Path) -> None:
         x = operands(variant)
         o, lse = (first := on_gpu(variant, splits, x))
         assert [y.tobytes() for y in first] == [y.tobytes() for y in on_gpu(variant, splits, x)], name
-        native.assert_right((o, lse), x, variant.d**-0.5)
+        attention.assert_right((o, lse), x, variant.d**-0.5)
         results |= {f"{name}.{what}": value for what, value in record_of(o, lse).items()}
         results[f"{name}.operands"] = digest(*x.arguments())
         print(f"{name}: recorded, and right", flush=True)
@@ -101,7 +100,7 @@ def record(out: Path) -> None:
     print(f"wrote {out}, {out.stat().st_size} bytes, from {device.device_kind}")
 
 
-def recorded(name: str, x: native.Operands) -> dict[str, Any]:
+def recorded(name: str, x: attention.Operands) -> dict[str, Any]:
     """What `record_of` made of a run's answer. ValueError if there is no record, or one of other operands."""
     with np.load(RECORDED) as data:
         if f"{name}.operands" not in data or str(data[f"{name}.operands"]) != digest(*x.arguments()):

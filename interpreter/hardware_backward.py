@@ -19,8 +19,8 @@ import numpy as np
 
 from kernels.abi import Backward
 from kernels.variants import VARIANTS
-from tests import gradients, native
 
+from . import gradients, native
 from .hardware import digest
 from .state import Array
 

@@ -13,8 +13,8 @@ import numpy as np
 
 from kernels.abi import IndexAt, IndexScores
 from kernels.variants import VARIANTS
-from tests import native
 
+from . import native
 from .launch import Kernel, machine
 from .reductions import add_cleared
 from .state import Array, new_memory
@@ -103,15 +103,16 @@ def run(
     queries = tile_m // heads
     blocks, stride = b * -(-s_q // queries), -(-s_c // tile_n) * tile_n
     at_a_time = at_a_time or blocks
-    kind, paging = native.TYPES[variant.dtype], (0, 0, 0)
+    kind, paging = native.TYPES[variant.dtype], dict.fromkeys(("pages", "page", "width"), 0)
     operands = {name: getattr(x, name) for name in ("q", "k", "weights", "k_scale", "start", "stop")}
     if variant.paged:
         operands["k"], operands["table"] = x.pages()
         del operands["k_scale"]
-        paging = len(operands["k"]), x.page, operands["table"].shape[1]
-        s_c = x.page * paging[2]
+        paging = {"pages": len(operands["k"]), "page": x.page, "width": operands["table"].shape[1]}
+        s_c = x.page * paging["width"]
         stride = -(-s_c // tile_n) * tile_n
-    shape = native.IndexShape(b, s_q, s_c, heads, x.topk, kind, queries, stride, int(wants_values), *paging)
+    shape = {"b": b, "s_q": s_q, "s_c": s_c, "heads": heads, "topk": x.topk, "type": kind, "queries": queries}
+    shape |= {"stride": stride, "wants_values": int(wants_values), **paging}
     out = Run(
         np.full((b, s_q, x.topk), -7, np.int32),
         np.full((b, s_q, x.topk), np.nan, np.float32),
@@ -157,7 +158,9 @@ def choose(
     addresses = {name: memory.add(name, x) for name, x in (("scores", scores), ("start", start), ("stop", stop))}
     for name in ("indices", "values"):
         addresses[name] = memory.add(name, None, rows * topk * 4)
-    shape = native.IndexShape(1, rows, scores.shape[1], 1, topk, 7, 1, scores.shape[1], 1, 0, 0, 0)
+    s_c = scores.shape[1]
+    shape = {"b": 1, "s_q": rows, "s_c": s_c, "heads": 1, "topk": topk, "type": native.FLOAT32, "queries": 1}
+    shape |= {"stride": s_c, "wants_values": 1, "pages": 0, "page": 0, "width": 0}
     _, choice = native.plan_indexer(shape, count=rows, addresses=addresses)
     machine(Kernel(kernel.variant, edit(kernel.ptx), kernel.facts), choice, memory, seed=seed).run()
     indices, values = (
@@ -285,7 +288,7 @@ def run_at(variant: IndexAt, x: ProblemAt, *, edit: Edit = lambda text: text, se
             addresses[name] = add_cleared(memory, name, array.nbytes)
         else:
             addresses[name] = memory.add(name, None, array.nbytes)
-    shape = native.IndexAtShape(b, s_q, s_c, heads, topk)
+    shape = {"b": b, "s_q": s_q, "s_c": s_c, "heads": heads, "topk": topk}
     plan = native.plan_index_at(shape, gradient=gradient, addresses=addresses)
     machine(Kernel(variant, edit(kernel.ptx), kernel.facts), plan, memory, seed=seed).run()
     found = {name: memory.named(name) for name in outputs}

@@ -13,8 +13,8 @@ import numpy as np
 
 from kernels import build
 from kernels.abi import Variant
-from tests import native
 
+from . import attention, native
 from .copies import TensorMap
 from .parser import parse
 from .state import GENERIC_PARAM_BASE, Array, GlobalMemory, Machine, new_memory
@@ -50,7 +50,7 @@ class Launch:
     """A machine that is about to run a kernel on operands."""
 
     machine: Machine
-    operands: native.Operands
+    operands: attention.Operands
     scale: float
     outputs: dict[str, Array]  # like them, in shape and dtype, the results are
 
@@ -69,7 +69,7 @@ class Launch:
 
 def launch(
     kernel: Kernel,
-    x: native.Operands,
+    x: attention.Operands,
     *,
     processors: int = 2,
     splits: int = 1,
@@ -133,13 +133,13 @@ def machine(
     )
 
 
-def parts_of(x: native.Operands) -> dict[str, int]:
+def parts_of(x: attention.Operands) -> dict[str, int]:
     """How many numbers all splits leave of a row."""
     splits = x.shape.splits
     return {"o_parts": splits * x.shape.d, "lse_parts": splits} if splits > 1 else {}
 
 
-def outputs_of(x: native.Operands) -> dict[str, Array]:
+def outputs_of(x: attention.Operands) -> dict[str, Array]:
     """Of attention."""
     return {"o": x.q, "lse": x.q[..., 0].astype(np.float32)}
 
@@ -158,7 +158,7 @@ def combine(kernel: Kernel, forward: Launch, *, seed: int = 0) -> Launch:
     return Launch(machine(kernel, plan, memory, seed=seed), x, forward.scale, forward.outputs)
 
 
-def tensor_map(spec: native.TensorMapSpec, address: int) -> TensorMap:
+def tensor_map(spec: Any, address: int) -> TensorMap:
     """What ffi/tensor_map.h encodes."""
     rank = spec.rank
     return TensorMap(

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from kernels.abi import Probabilities
-from tests import native
 
+from . import native
 from .launch import Kernel, machine
 from .state import Array, new_memory
 from .verdict import Wrong
@@ -64,7 +64,7 @@ def run(
     (b, s_q, h_q, _), s_kv, topk = x.q.shape, x.k.shape[1], x.indices.shape[2]
     addresses = {name: memory.add(name, getattr(x, name)) for name in ("q", "k", "lse", "indices")}
     addresses["p"] = memory.add("p", None, x.indices.nbytes)
-    shape = native.ProbabilitiesShape(b, s_q, h_q, s_kv, topk)
+    shape = {"b": b, "s_q": s_q, "h_q": h_q, "s_kv": s_kv, "topk": topk}
     plan = native.plan_probabilities(shape, x.scale, processors=processors, addresses=addresses)
     machine(Kernel(variant, edit(kernel.ptx), kernel.facts), plan, memory, seed=seed).run()
     found = memory.named("p")

@@ -5,6 +5,7 @@ import jax
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
+from interpreter.native import NoLibrary
 from jax_dsv4_fmha import _ffi
 
 jax.config.update("jax_num_cpu_devices", 8)  # for meshes; whatever names no device runs on the first
@@ -49,6 +50,15 @@ def pytest_configure(config: pytest.Config) -> None:
         deadline=None,
         suppress_health_check=list(HealthCheck),
     )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call() -> Any:
+    """A test that asks for the native library is skipped without it."""
+    try:
+        return (yield)
+    except NoLibrary as e:
+        pytest.skip(str(e))
 
 
 @pytest.fixture

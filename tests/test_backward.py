@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from interpreter import native
+from interpreter.gradients import FUNCTIONS, assert_right, gradient, operands
+from interpreter.native import Shape, addresses_of, plan
 from jax_dsv4_fmha import _backward, _ffi
 from kernels.abi import Backward
 from kernels.variants import VARIANTS
-from tests import native
-from tests.gradients import FUNCTIONS, assert_right, gradient, operands
-from tests.native import ADDRESSES, Shape, plan
 from tests.oracle import HostStub
 
 ALL = [v for v in VARIANTS if isinstance(v, Backward)]
@@ -65,7 +65,7 @@ def test_launch_is_what_the_host_stub_launches(op, tmp_path):
     if variant is None:
         pytest.skip("not built")
     row = next(row for row in _ffi.manifest()["variants"] if row["key"] == variant.key)
-    addresses = {name: 0x7F00_0000_0000 + i * 0x1000_0000 for i, name in enumerate(ADDRESSES["backward"])}
+    addresses = {name: 0x7F00_0000_0000 + i * 0x1000_0000 for i, name in enumerate(addresses_of("Backward"))}
     pointers = {name: ctypes.c_void_p(x) for name, x in addresses.items()}
     aliases = {"do": pointers["dout"], "keys0": pointers["k0"], "keys1": pointers["k1"]}
     stub = HostStub(variant, tmp_path)

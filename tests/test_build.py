@@ -10,16 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from jax_dsv4_fmha import _ffi
-from kernels import build
-from kernels.abi import Combine, DenseBackward, IndexAt, IndexScores, Probabilities, RowSpans, TopK
-from kernels.cubin import KernelInfo, read_kernel
-from kernels.variants import FEW_HEADS, LATENT, VARIANTS
-from tests.native import (
+from interpreter.native import (
     TYPES,
-    IndexAtShape,
-    IndexShape,
-    ProbabilitiesShape,
     Shape,
     cubin,
     library,
@@ -32,12 +24,18 @@ from tests.native import (
     plan_row_spans,
     variant_of,
 )
+from jax_dsv4_fmha import _ffi
+from kernels import build
+from kernels.abi import Combine, DenseBackward, IndexAt, IndexScores, Probabilities, RowSpans, TopK
+from kernels.cubin import KernelInfo, read_kernel
+from kernels.variants import FEW_HEADS, LATENT, VARIANTS
 
 ROOT = Path(__file__).parent.parent
 HAS_DSL = util.find_spec("cutlass") is not None
 needs_dsl = pytest.mark.skipif(not HAS_DSL, reason="needs nvidia-cutlass-dsl")
 every_built_variant = pytest.mark.parametrize("key", [v.key for v in _ffi.variants()])
 GOOD = KernelInfo("fwd", 168, 384, 0, tuple(p.bytes for p in VARIANTS[0].params))
+INDEX_SHAPE = {"b": 2, "s_q": 70, "s_c": 150, "heads": 64, "topk": 100}
 FACTS = {"threads": 384, "smem_bytes": 1 << 17, "tile_m": 128, "tile_n": 128, "ctas": 1, "cluster": 1, "unit": 1}
 
 
@@ -88,12 +86,14 @@ def test_the_launcher_hands_over_what_the_table_says(variant):
     shape = Shape(2, 70, 150, 8, 1, 512, s_kv1=200, topk=100)
     if isinstance(variant, IndexScores | TopK):
         paging = (9, 50, 3) if "paged" in variant.layout else (0, 0, 0)
+        extents = {**INDEX_SHAPE, **dict(zip(("pages", "page", "width"), paging, strict=True))}
         kind = TYPES[variant.dtype] if isinstance(variant, IndexScores) else 9
-        launch = plan_indexer(IndexShape(2, 70, 150, 64, 100, kind, 4, 256, 1, *paging))[isinstance(variant, TopK)]
+        extents |= {"type": kind, "queries": 4, "stride": 256, "wants_values": 1}
+        launch = plan_indexer(extents)[isinstance(variant, TopK)]
     elif isinstance(variant, IndexAt):
-        launch = plan_index_at(IndexAtShape(2, 70, 150, 64, 100), gradient=variant.op == "index_at_bwd")
+        launch = plan_index_at(INDEX_SHAPE, gradient=variant.op == "index_at_bwd")
     elif isinstance(variant, Probabilities):
-        launch = plan_probabilities(ProbabilitiesShape(2, 70, 8, 150, 100))
+        launch = plan_probabilities({"b": 2, "s_q": 70, "h_q": 8, "s_kv": 150, "topk": 100})
     elif isinstance(variant, DenseBackward):
         launch = plan_dense_backward(variant, shape)
     elif isinstance(variant, RowSpans):

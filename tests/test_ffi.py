@@ -18,22 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from interpreter import native
+from interpreter.attention import assert_right, operands
+from interpreter.native import SOURCES, Shape, addresses_of, called, function, heads_for, plan, plan_combine
 from jax_dsv4_fmha import _ffi
 from kernels.abi import ANY, TILING, Combine, Forward, gathers
 from kernels.variants import VARIANTS
-from tests import native
-from tests.native import (
-    ADDRESSES,
-    SOURCES,
-    Shape,
-    assert_right,
-    called,
-    function,
-    heads_for,
-    operands,
-    plan,
-    plan_combine,
-)
 from tests.oracle import HostStub, TensorMap
 
 SHAPES = [
@@ -186,7 +176,7 @@ def test_launch_is_what_the_host_stub_launches(stub):
     if row is None:
         pytest.skip("not built")
     scale = 0.1
-    addresses = {name: 0x7F00_0000_0000 + i * 0x1000_0000 for i, name in enumerate(ADDRESSES["forward"])}
+    addresses = {name: 0x7F00_0000_0000 + i * 0x1000_0000 for i, name in enumerate(addresses_of("Forward"))}
     tiles = {name: row[name] for name in ("tile_m", "tile_n", "cluster")}
     for shape, processors, splits in itertools.product(shapes(variant.op), (1, 132), (1, 3)):
         if splits > 1 and not variant.splits:
@@ -225,7 +215,7 @@ def test_launch_is_what_the_host_stub_launches(stub):
 def test_merging_is_what_the_host_stub_launches(shape, combine_stub):
     if (row := next((v for v in _ffi.variants() if v.family == "combine"), None)) is None:
         pytest.skip("not built")
-    addresses = {name: 0x7F00_0000_0000 + i * 0x1000_0000 for i, name in enumerate(ADDRESSES["forward"])}
+    addresses = {name: 0x7F00_0000_0000 + i * 0x1000_0000 for i, name in enumerate(addresses_of("Forward"))}
     shape = shape._replace(splits=5)
     theirs = combine_stub.run(host_values(shape, 1.0, 132, addresses))
     ours = plan_combine(shape, threads=row.threads, tile_n=row.tile_n, addresses=addresses)

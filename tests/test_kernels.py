@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from interpreter.native import cubin, variant_of
 from jax_dsv4_fmha import _ffi
 from kernels.abi import ANY, Backward, Combine, DenseBackward, IndexAt, IndexScores, Probabilities, RowSpans, TopK
 from kernels.variants import DENSE, FEW_HEADS
-from tests.native import cubin, variant_of
 
 
 @pytest.mark.parametrize("key", [v.key for v in _ffi.variants()])

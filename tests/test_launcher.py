@@ -5,8 +5,9 @@ import ctypes
 import numpy as np
 import pytest
 
+from interpreter.attention import assert_right, operands
+from interpreter.native import cubin, plan, variant_of
 from jax_dsv4_fmha import _ffi
-from tests.native import TensorMapSpec, assert_right, cubin, operands, plan, variant_of
 
 driver = pytest.importorskip("cuda.bindings.driver")
 pytestmark = pytest.mark.gpu
@@ -42,7 +43,7 @@ def download(address: int, shape, dtype):
     return array
 
 
-def encode(spec: TensorMapSpec, address: int) -> bytes:
+def encode(spec: ctypes.Structure, address: int) -> bytes:
     rank = spec.rank
     tensor_map = call(
         driver.cuTensorMapEncodeTiled,

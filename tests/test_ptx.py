@@ -7,13 +7,12 @@ import re
 import numpy as np
 import pytest
 
-from interpreter import __main__, cases, edits, hardware
+from interpreter import __main__, attention, cases, edits, hardware, native
 from interpreter.cases import EVERYTHING
 from interpreter.launch import Kernel, combine, launch
 from interpreter.verdict import judge
 from kernels.abi import ANY, Combine, Forward
 from kernels.variants import VARIANTS
-from tests import native
 
 BUILT = [v.key for v in native.built(Forward) if v.arch == "sm_90a"]
 COMBINE = {v.dtype: v.key for v in native.built(Combine)}
@@ -31,7 +30,7 @@ def kernel(key: str) -> Kernel:
     return Kernel.of(native.variant_of(key))
 
 
-def operands(key: str, case: str) -> native.Operands:
+def operands(key: str, case: str) -> attention.Operands:
     k = kernel(key)
     x = cases.operands(k.variant, k.facts["tile_n"], case)
     if x is None:
@@ -74,7 +73,9 @@ def test_splits_are_merged_right(key, case):
 def test_a_nan_reaches_those_alone_who_see_it(key):
     """Of a window beside selected keys: the tiles of rows hold one query each."""
     k = kernel(key)
-    x = native.operands(k.variant, b=1, s_q=4, s_kv=75, h_q=native.heads_for(k.variant, 8), s_kv1=9, topk=5, width=70)
+    x = attention.operands(
+        k.variant, b=1, s_q=4, s_kv=75, h_q=native.heads_for(k.variant, 8), s_kv1=9, topk=5, width=70
+    )
     window, entries = x.sources
     bad = 4  # the first two queries see it; the third, nothing of the window; the last begins with the next key
     sees = window.counts[0, :, bad] > 0
@@ -94,8 +95,8 @@ def test_a_span_ends_where_its_keys_do(key):
     if key not in BUILT:
         pytest.skip(f"{key} is not built")
     k = kernel(key)
-    x = native.operands(k.variant, b=2, s_q=9, s_kv=k.facts["tile_n"] + 70, h_q=8, width=EVERYTHING)
-    run = launch(k, native.beyond(x))
+    x = attention.operands(k.variant, b=2, s_q=9, s_kv=k.facts["tile_n"] + 70, h_q=8, width=EVERYTHING)
+    run = launch(k, attention.beyond(x))
     judge(run.run(), x, run.scale)
 
 

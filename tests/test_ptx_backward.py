@@ -11,12 +11,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from interpreter import backward, edits, hardware_backward
+from interpreter import attention, backward, edits, gradients, hardware_backward, native
 from interpreter.hazards import Deadlock, Fault, Race, Undefined
 from interpreter.launch import Kernel
 from interpreter.verdict import Wrong
 from kernels.abi import Backward
-from tests import gradients, native
 
 BUILT = [v.key for v in native.built(Backward)]
 ALL_KEYS = 1 << 30  # a width
@@ -73,7 +72,7 @@ def test_a_span_ends_where_its_keys_do():
     """Nothing is added to what lies before the first key's gradient, and behind the last one's."""
     k = kernel("bwd_sm_90a_d512_bfloat16_shared_kv")
     x = gradients.operands(k.variant, **SHAPES["few"] | {"s_kv": 70, "width": ALL_KEYS})
-    run = backward.launch(k, dataclasses.replace(x, attention=native.beyond(x.attention)))
+    run = backward.launch(k, dataclasses.replace(x, attention=attention.beyond(x.attention)))
     run.operands = x
     backward.judge(run, run.run())
 

@@ -10,11 +10,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from interpreter import dense_backward, edits
+from interpreter import dense_backward, edits, gradients, native
 from interpreter.hazards import Deadlock, Fault, Misuse, Race, Undefined
 from interpreter.launch import Kernel
 from kernels.abi import DenseBackward
-from tests import gradients, native
 
 BUILT = [v for v in native.built(DenseBackward) if v.op == "key_gradients"]
 ALL_KEYS = 1 << 30  # a width

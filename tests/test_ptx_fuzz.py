@@ -12,11 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from interpreter import backward
+from interpreter import attention, backward, gradients, native
 from interpreter.launch import Kernel, combine, launch
 from interpreter.verdict import judge
 from kernels.abi import Backward, Combine, Forward
-from tests import gradients, native
 
 ATTENTION = [v.key for family in (Forward, Backward) for v in native.built(family) if v.arch == "sm_90a"]
 COMBINE = {v.dtype: v.key for v in native.built(Combine)}
@@ -24,7 +23,7 @@ COMBINE = {v.dtype: v.key for v in native.built(Combine)}
 
 @dataclass(frozen=True)
 class Case:
-    """A launch. `width` as of `native.operands`; `seed` is that of the operands and of the order of things."""
+    """A launch. `width` as of `attention.operands`; `seed` is that of the operands and of the order of things."""
 
     key: str
     b: int = 1
@@ -73,7 +72,7 @@ def check(case: Case) -> None:
         )
         backward.judge(gradient, gradient.run())
         return
-    x = native.operands(k.variant, **extents)
+    x = attention.operands(k.variant, **extents)
     run = launch(k, x, splits=case.splits, processors=case.processors, seed=case.seed)
     run.machine.run()
     if case.splits > 1:

@@ -5,11 +5,10 @@ import functools
 import numpy as np
 import pytest
 
-from interpreter import edits
+from interpreter import edits, native
 from interpreter.hazards import Deadlock, Fault, OutOfBounds, Race
 from interpreter.indexer import Problem, ProblemAt, choose, judge_at, judge_choice, judge_scores, run, run_at
 from interpreter.verdict import Wrong
-from tests import native
 
 KEYS = tuple(
     f"index_scores_sm_90a_heads{heads}_{dtype}"

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from interpreter import edits
+from interpreter import attention, edits, native
 from interpreter.copies import TensorMap
 from interpreter.hazards import Deadlock, Fault, Leak, Misuse, OutOfBounds, Race, Undefined
 from interpreter.launch import Kernel, launch
 from interpreter.state import SMEM_BASE
 from interpreter.verdict import Wrong, judge
-from tests import native, wrong_answers
+from tests import wrong_answers
 
 SEEDS = (0, 1)
 DENSE, LATENT = "fwd_sm_90a_d128_bfloat16", "fwd_sm_90a_d512_bfloat16_shared_kv"
@@ -650,7 +650,7 @@ FATES = [
 def test_is_found(fate):
     k = kernel(fate.key)
     k = dataclasses.replace(k, ptx=fate.edit(k.ptx))
-    x = native.operands(k.variant, **{**SHAPES[fate.key], **fate.shape})
+    x = attention.operands(k.variant, **{**SHAPES[fate.key], **fate.shape})
     for seed in SEEDS:
         run = launch(k, x, seed=seed, processors=1, edits=fate.launched)
         with pytest.raises(fate.fault) as found:
@@ -665,7 +665,7 @@ def test_is_found(fate):
 def test_nothing_is_found_without_a_fault(key):
     """The same launches, as they are."""
     k = kernel(key)
-    x = native.operands(k.variant, **SHAPES[key])
+    x = attention.operands(k.variant, **SHAPES[key])
     for seed in SEEDS:
         run = launch(k, x, seed=seed, processors=1)
         judge(run.run(), x, run.scale)

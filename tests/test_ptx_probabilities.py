@@ -4,12 +4,11 @@ import functools
 
 import pytest
 
-from interpreter import edits
+from interpreter import edits, native
 from interpreter.hazards import Deadlock, Fault, Race
 from interpreter.probabilities import Problem, judge, run
 from interpreter.verdict import Wrong
 from kernels.abi import Probabilities
-from tests import native
 
 BUILT = {v.key: v for v in native.built(Probabilities)}
 KEY = "head_summed_probabilities_sm_90a_d512_bfloat16"

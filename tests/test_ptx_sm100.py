@@ -11,13 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from interpreter import cases
+from interpreter import attention, cases, native
 from interpreter.hazards import Deadlock, Fault, Leak, Misuse, Race
 from interpreter.launch import Kernel, launch
 from kernels import build
 from kernels.abi import Forward
 from kernels.variants import VARIANTS
-from tests import native
 
 pytestmark = [
     pytest.mark.skipif(util.find_spec("cutlass") is None, reason="needs nvidia-cutlass-dsl"),
@@ -45,9 +44,9 @@ def seen(case: str, b: int, s_q: int, s_kv: int) -> tuple[native.Array, native.A
     return start, stop
 
 
-def operands(variant: Forward, case: str, **extents: int) -> native.Operands:
+def operands(variant: Forward, case: str, **extents: int) -> attention.Operands:
     """Random, with NaN in keys that nobody sees behind those that somebody sees."""
-    x = native.operands(variant, **extents)
+    x = attention.operands(variant, **extents)
     b, s_q, s_kv, _, h_kv, d, *_ = x.shape
     start, stop = seen(case, b, s_q, s_kv)
     j = np.arange(s_kv)
@@ -57,7 +56,7 @@ def operands(variant: Forward, case: str, **extents: int) -> native.Operands:
     v = k if variant.shared_kv else (0.125 * rng.standard_normal(k.shape)).astype(x.q.dtype)
     for array in (k, v):
         array[j >= stop.max(1)[:, None]] = np.nan
-    return dataclasses.replace(x, sources=(native.Keys(k, v, start, stop, counts),))
+    return dataclasses.replace(x, sources=(attention.Keys(k, v, start, stop, counts),))
 
 
 CASES: dict[str, tuple[str, dict[str, int]]] = {
@@ -88,7 +87,7 @@ def interpret(kernel: Kernel, case: str, seed: int = 0, processors: int = 1) -> 
         assert x is not None
     run = launch(kernel, x, processors=processors, seed=seed)
     results = run.run()
-    native.assert_right(results, x, run.scale)
+    attention.assert_right(results, x, run.scale)
     return results
 
 

@@ -5,9 +5,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from interpreter import attention
+from interpreter.attention import Operands
+from interpreter.state import Array
 from jax_dsv4_fmha._testing.compare import KERNEL, compare
-from tests import native
-from tests.native import Array, Operands
 
 Answer = Callable[[Operands, float], tuple[Array | None, Array]]
 """(o, lse) for operands and a scale; no o where only lse is foretold"""
@@ -22,7 +23,7 @@ def assert_given(got: Sequence[Array], answer: tuple[Array | None, Array]) -> No
 
 
 def at_scale(change: Callable[[float], float]) -> Answer:
-    return lambda x, scale: native.attention(x, change(scale))
+    return lambda x, scale: attention.answer(x, change(scale))
 
 
 def with_keys_at(where: Callable[[Array], Array]) -> Answer:
@@ -33,12 +34,12 @@ def with_keys_at(where: Callable[[Array], Array]) -> Answer:
         j = where(np.arange(s_kv))
         return np.where((j < s_kv)[:, None, None], array[:, np.minimum(j, s_kv - 1)], 0).astype(array.dtype)
 
-    return lambda x, scale: native.attention(replace_keys(x, moved, moved), scale)
+    return lambda x, scale: attention.answer(replace_keys(x, moved, moved), scale)
 
 
 def with_k(change: Callable[[Array], Array]) -> Answer:
     """As if K were another; V is not."""
-    return lambda x, scale: native.attention(replace_keys(x, change, lambda v: v), scale)
+    return lambda x, scale: attention.answer(replace_keys(x, change, lambda v: v), scale)
 
 
 def replace_keys(x: Operands, k: Callable[[Array], Array], v: Callable[[Array], Array]) -> Operands:

@@ -1,5 +1,7 @@
 """Operands of the backward kernels in NumPy, and in float64 what they should answer."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -7,9 +9,11 @@ import numpy as np
 
 from jax_dsv4_fmha import _ffi
 from kernels.abi import Backward
-from tests import native
 
-Array = np.ndarray[Any, Any]
+from .attention import Keys, answer
+from .attention import Operands as Attention
+from .attention import operands as operands_of_attention
+from .state import Array
 
 FUNCTIONS = {op: getattr(_ffi, op) for op in ("bwd", "sparse_bwd", "dsv4_sparse_bwd", "dsv4_dense_bwd")}
 
@@ -18,7 +22,7 @@ FUNCTIONS = {op: getattr(_ffi, op) for op in ("bwd", "sparse_bwd", "dsv4_sparse_
 class Operands:
     """Attention, a cotangent of o, and what belongs to a row: float32 `[b, s_q, h_q]`."""
 
-    attention: native.Operands
+    attention: Attention
     do: Array
     lse: Array
     weight: Array
@@ -37,13 +41,13 @@ class Operands:
 
 
 def operands(variant: Backward, **extents: int | None) -> Operands:
-    """As `native.operands`, whose attention these are of, with cotangents of o and of lse; NaN where no key is seen."""
-    return of_attention(native.operands(variant, **extents), variant.d**-0.5)
+    """Those of `attention.operands`, with cotangents of o and of lse; NaN where no key is seen."""
+    return of_attention(operands_of_attention(variant, **extents), variant.d**-0.5)
 
 
-def of_attention(a: native.Operands, scale: float) -> Operands:
+def of_attention(a: Attention, scale: float) -> Operands:
     rng = np.random.default_rng(1)
-    o, lse = native.attention(a, scale)
+    o, lse = answer(a, scale)
     do, dlse = rng.standard_normal(o.shape).astype(a.q.dtype), rng.standard_normal(lse.shape)
     with np.errstate(invalid="ignore"):  # no key, and no sink either
         weight = np.exp(lse - np.logaddexp(lse, a.sink.astype(np.float64)))
@@ -110,10 +114,10 @@ def row_of(x: Operands, row: tuple[int, int, int]) -> Operands:
         seen_from, seen_to, counts = (
             y[b : b + 1, query : query + 1] for y in (keys.seen_from, keys.seen_to, keys.counts)
         )
-        sources.append(native.Keys(k, k if keys.v is keys.k else v, seen_from, seen_to, counts))
+        sources.append(Keys(k, k if keys.v is keys.k else v, seen_from, seen_to, counts))
     at = (slice(b, b + 1), slice(query, query + 1), slice(head, head + 1))
     shape = a.shape._replace(b=1, s_q=1, h_q=1, h_kv=1)
-    alone = native.Operands(a.op, shape, a.q[at], tuple(sources), a.sink[at[2]])
+    alone = Attention(a.op, shape, a.q[at], tuple(sources), a.sink[at[2]])
     return Operands(alone, *(y[at].copy() for y in (x.do, x.lse, x.weight, x.delta)))
 
 

@@ -1,0 +1,178 @@
+"""Operands of attention in NumPy, with everything that has gone wrong before, and in float64 what it should answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from jax_dsv4_fmha._testing.compare import compare
+from kernels.abi import Forward
+
+from .native import Shape
+from .state import Array
+
+
+@dataclass(frozen=True)
+class Keys:
+    """One source of keys."""
+
+    k: Array  # [b, s_kv, h_kv, d]
+    v: Array  # is k where they are one array
+    seen_from: Array  # start of a span, indices of a selection
+    seen_to: Array  # stop of a span, length of a selection
+    counts: Array  # [b, s_q, s_kv]: how often a query sees a key
+    pool: Array | None = None  # of packed keys [pages, bytes], of which k are the values; then indices are places in it
+
+    @property
+    def given(self) -> Array:
+        """What a kernel is given as k."""
+        return self.k if self.pool is None else self.pool
+
+
+@dataclass(frozen=True)
+class Operands:
+    op: str
+    shape: Shape
+    q: Array
+    sources: tuple[Keys, ...]
+    sink: Array
+
+    def arguments(self) -> tuple[Array | None, ...]:
+        """As the function of `_ffi` that is called like the op takes them."""
+        if self.op == "fwd":
+            (x,) = self.sources
+            return self.q, x.k, None if x.v is x.k else x.v, x.seen_from, x.seen_to, self.sink
+        keys = ((x.k[:, :, 0] if x.pool is None else x.pool, x.seen_from, x.seen_to) for x in self.sources)
+        return self.q, *(x for source in keys for x in source), self.sink
+
+
+def operands(variant: Forward, *, width: int | None = 90, seed: int = 0, **extents: int) -> Operands:
+    """Operands of every kind for a variant: a query that sees nothing, absent entries, NaN where no query looks.
+
+    `width` is how many keys a query sees at most of the first source, where that is a span; None: every span begins and
+    ends where chance says, often where a tile does, and those that end before they begin show nothing.
+    """
+    given = {"b": 2, "s_q": 70, "s_kv": 150, "h_q": 8, "h_kv": 1, "s_kv1": 200, "topk": 100, **extents}
+    shape, rng = Shape(d=variant.d, **given), np.random.default_rng(seed)
+    b, s_q, _, h_q, h_kv, d, *_ = shape
+
+    def normal(std: float, *shape: int) -> Array:
+        return (std * rng.standard_normal(shape)).astype(np.dtype(variant.dtype))
+
+    def span(s_kv: int, ratio: int, width: int | None) -> tuple[Array, Array, Array]:
+        """The last `width` of one key for every `ratio` queries; the last query sees the last key."""
+        if width is None:
+            ends = rng.integers(0, s_kv + 1, (2, b, s_q), dtype=np.int32)
+            start, stop = np.where(rng.random(ends.shape) < 0.3, ends // 64 * 64, ends)
+        else:
+            stop = np.clip(s_kv - (s_q - 1 - np.arange(s_q)) // ratio, 0, s_kv)
+            stop = np.tile(stop.astype(np.int32), (b, 1))
+            start = np.maximum(stop - width, 0)
+        start[0, s_q // 2] = stop[0, s_q // 2]
+        j = np.arange(s_kv)
+        return start, stop, ((j >= start[..., None]) & (j < stop[..., None])).astype(np.int64)
+
+    def selection(s_kv: int) -> tuple[Array, Array, Array]:
+        absent = np.array([-1, s_kv, np.iinfo(np.int32).min, np.iinfo(np.int32).max])
+        indices = rng.integers(0, s_kv, (b, s_q, shape.topk))
+        indices = np.where(rng.random(indices.shape) < 0.1, rng.choice(absent, indices.shape), indices)
+        length = rng.integers(shape.topk // 2, shape.topk + 9, (b, s_q))
+        length[0, s_q // 2] = -5
+        present = (np.arange(shape.topk) < length[..., None]) & (indices >= 0) & (indices < s_kv)
+        counts = np.zeros((b, s_q, s_kv), np.int64)
+        n, i, p = np.nonzero(present)
+        np.add.at(counts, (n, i, indices[n, i, p]), 1)
+        return indices.astype(np.int32), length.astype(np.int32), counts
+
+    sources = []
+    for which, kind in enumerate(variant.sources):
+        s_kv = (shape.s_kv, shape.s_kv1)[which]
+        seen = span(s_kv, *((1, width), (4, width and s_kv))[which]) if kind == "span" else selection(s_kv)
+        if kind == "packed":
+            sources.append(packed(rng, s_kv, shape.page, *seen))
+            continue
+        k = normal(0.125, b, s_kv, h_kv, d)
+        v = k if variant.shared_kv else normal(0.125, b, s_kv, h_kv, d)
+        looked_at = seen[-1].any(1)
+        if kind == "span":  # a tile of rows loads what is between them too (docs/semantics.md)
+            looked_at = np.maximum.accumulate(looked_at, 1) & np.maximum.accumulate(looked_at[:, ::-1], 1)[:, ::-1]
+        for array in (k, v):
+            array[~looked_at] = np.nan
+        sources.append(Keys(k, v, *seen))
+    sink = rng.standard_normal(h_q).astype(np.float32)
+    sink[0], sink[h_q // 2] = np.inf, -np.inf
+    slots = {
+        name: x.pool.shape[0] * shape.page
+        for name, x in zip(("s_kv", "s_kv1"), sources, strict=False)
+        if x.pool is not None
+    }
+    return Operands(variant.op, shape._replace(**slots), normal(8, b, s_q, h_q, d), tuple(sources), sink)
+
+
+def beyond(x: Operands) -> Operands:
+    """The same, with spans that begin before the first key, and end behind the last, where they did with these."""
+    sources = []
+    for keys in x.sources:
+        start, stop, s_kv = keys.seen_from, keys.seen_to, keys.k.shape[1]
+        far = (np.where(start == 0, -1000, start), np.where(stop == s_kv, s_kv + 1000, stop))
+        sources.append(replace(keys, seen_from=far[0].astype(np.int32), seen_to=far[1].astype(np.int32)))
+    return replace(x, sources=tuple(sources))
+
+
+def packed(rng: np.random.Generator, s_kv: int, page: int, indices: Array, length: Array, counts: Array) -> Keys:
+    """Keys in pages of a pool, in any order: every number that e4m3 has; all NaN where no query looks."""
+    b, bf16 = len(indices), np.dtype("bfloat16")
+    page_bytes = -(-584 * page // 576) * 576
+    pages = -(-b * s_kv // page) + 1
+    pool = np.full((pages, page_bytes), 0xFF, np.uint8)
+    entries = pool[:, : page * 576].reshape(pages, page, 576)
+    scales = pool[:, page * 576 : page * 584].reshape(pages, page, 8)
+    codes = rng.permutation(np.arange(b * s_kv * 448, dtype=np.uint64) % 254).astype(np.uint8)
+    codes = (codes + (codes >= 0x7F)).reshape(b, s_kv, 448)
+    exponents = rng.integers(115, 119, (b, s_kv, 7)).astype(np.uint8)
+    rope = (0.125 * rng.standard_normal((b, s_kv, 64))).astype(bf16)
+    numbers = codes.view(np.dtype("float8_e4m3fn")).astype(np.float32).reshape(b, s_kv, 7, 64)
+    numbers = numbers * np.exp2(exponents.astype(np.float32) - 127)[..., None]
+    k = np.concatenate([numbers.reshape(b, s_kv, 448).astype(bf16), rope], axis=-1)
+    place = rng.permutation(pages * page)[: b * s_kv].reshape(b, s_kv)
+    seen = counts.any(1)
+    k[~seen] = np.nan
+    at = np.divmod(place[seen], page)
+    entries[*at, :448], entries[*at, 448:] = codes[seen], rope[seen].view(np.uint8)
+    scales[*at, :7] = exponents[seen]
+    there = (indices >= 0) & (indices < s_kv)
+    of_query = np.broadcast_to(place[:, None], (*indices.shape[:2], s_kv))
+    places = np.take_along_axis(of_query, np.where(there, indices, 0), axis=-1)
+    absent = np.where(indices == s_kv, pages * page, indices)
+    k = k[:, :, None]
+    return Keys(k, k, np.where(there, places, absent).astype(np.int32), length, counts, pool)
+
+
+def answer(x: Operands, scale: float) -> tuple[Array, Array]:
+    """o and lse in float64, from how often each query sees each key."""
+    b, s_q, h_q, d = x.q.shape
+    counts = np.concatenate([keys.counts for keys in x.sources], axis=-1)
+    seen = counts.any(1)[..., None, None]
+    k, v = (
+        np.where(seen, np.concatenate([getattr(keys, name) for keys in x.sources], axis=1), 0).astype(np.float64)
+        for name in ("k", "v")
+    )
+    h_kv = k.shape[2]
+    q = x.q.astype(np.float64).reshape(b, s_q, h_kv, -1, d).transpose(0, 2, 1, 3, 4)  # [b, h_kv, s_q, group, d]
+    logits = scale * q @ k.transpose(0, 2, 3, 1)[:, :, None]
+    counts = counts[:, None, :, None]
+    least = -1e300
+    top = np.max(logits, axis=-1, where=counts > 0, initial=least)
+    weights = counts * np.exp(np.minimum(logits - top[..., None], 0))
+    with np.errstate(divide="ignore"):
+        lse = top + np.log(weights.sum(-1))
+    denominator = np.maximum(np.logaddexp(lse, x.sink.astype(np.float64).reshape(h_kv, 1, -1)), least)
+    o = np.exp(top - denominator)[..., None] * (weights @ v.transpose(0, 2, 1, 3)[:, :, None])
+    return o.transpose(0, 2, 1, 3, 4).reshape(x.q.shape), lse.transpose(0, 2, 1, 3).reshape(b, s_q, h_q)
+
+
+def assert_right(got: tuple[Any, Any], x: Operands, scale: float) -> None:
+    for verdict in compare(got, answer(x, scale)):
+        assert verdict.passed, verdict
