@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from interpreter import attention, cases, native
+from interpreter import attention, cases
 from interpreter.hazards import Deadlock, Fault, Leak, Misuse, Race
 from interpreter.launch import Kernel, launch
+from interpreter.state import Array
 from kernels import build
 from kernels.abi import Forward
 from kernels.variants import VARIANTS
@@ -27,7 +28,7 @@ ROOT = Path(__file__).parent.parent
 SM100 = {v.key: v for v in VARIANTS if v.arch == "sm_100a"}
 
 
-def seen(case: str, b: int, s_q: int, s_kv: int) -> tuple[native.Array, native.Array]:
+def seen(case: str, b: int, s_q: int, s_kv: int) -> tuple[Array, Array]:
     """start and stop of every query."""
     i, zero = np.arange(s_q), np.zeros(s_q, np.int64)
     position = i + s_kv - s_q  # the last query is at the last key
@@ -77,7 +78,7 @@ RUNS = [  # float16 is the same code but for roundings; `cases` has the ops of a
 ]
 
 
-def interpret(kernel: Kernel, case: str, seed: int = 0, processors: int = 1) -> tuple[native.Array, native.Array]:
+def interpret(kernel: Kernel, case: str, seed: int = 0, processors: int = 1) -> tuple[Array, Array]:
     """(o, lse); raises what is wrong with them, or with how they came about."""
     if case in CASES:
         name, extents = CASES[case]
