@@ -21,18 +21,19 @@ class Cache:
       paged       entries `[pages, page, d]`, a pool of all sequences; page i of sequence n is `block_table[n, i]`
 
     Entries are bfloat16, float16 or float32; or packed: uint8 `[b or pages, page_bytes]` in one of the layouts of
-    `quantize_cache`, with its d. Index keys are entries too, of which `lightning_indexer` takes a cache.
+    `quantize_cache`, with its d. Index keys are entries too: `lightning_indexer` takes a cache of them.
 
     Entry p of a sequence lies in slot `p % capacity`. A cache with less room than the sequence is long is therefore a
     ring of its last entries, which is how to keep a sliding window.
 
-    It is a pytree, so that it may be an argument or a result of a jitted function, be donated, or be the carry of a
+    A cache is a pytree. It may be an argument or a result of a jitted function, be donated, or be the carry of a
     scan. Caches that share a block_table cannot each donate it: donate their entries, and make the caches inside.
 
     Attributes:
-      entries: as said.
-      block_table: int32 `[b, n]`, or None. A page outside of the pool is no page: nothing is read there, nothing kept.
-      layout: of entries that are packed, as in `quantize_cache`.
+      entries: as above.
+      block_table: int32 `[b, n]`, or None. A number outside of the pool means that there is no
+        page: nothing is read or kept there.
+      layout: the layout of packed entries, as in `quantize_cache`.
     """
 
     entries: Any
@@ -53,12 +54,12 @@ class Cache:
         """An empty cache of `pages` pages (a contiguous one: sequences) of `page` entries.
 
         Args:
-          d: of an entry; 512, or what the layout has, if left out.
-          dtype: of the entries, unless they are packed; float8_e4m3fn stands for the layout "v4_fp8".
-          layout: of packed entries; None for such that are not packed.
+          d: dimensions of an entry; by default 512, or the layout's.
+          dtype: dtype of entries that are not packed; float8_e4m3fn stands for the layout "v4_fp8".
+          layout: layout of packed entries; None for entries that are not packed.
 
         Raises:
-          ValueError: a layout that there is not, or another d.
+          ValueError: an unknown layout, or a d that it does not have.
         """
         if jnp.dtype(dtype) == jnp.float8_e4m3fn:
             layout = layout or V4_FP8
@@ -80,26 +81,26 @@ class Cache:
 
     @property
     def page(self) -> Any:
-        """Entries of a page, or of a sequence where there are no pages."""
+        """Entries in a page; without pages, entries of a sequence."""
         return self.packing.page_entries(self.entries.shape[1]) if self.is_packed else self.entries.shape[1]
 
     @property
     def capacity(self) -> Any:
-        """Entries of one sequence that there is room for."""
+        """How many entries of one sequence there is room for."""
         return self.page if self.block_table is None else self.page * self.block_table.shape[1]
 
     def pool(self) -> jax.Array:
-        """What the kernels read: `[b or 1, slots, d]`, or packed `[b or 1, pages, page_bytes]`.
+        """The array that kernels read: `[b or 1, slots, d]`, or packed `[b or 1, pages, page_bytes]`.
 
-        With no block table, each sequence has a pool of its own, of one page.
+        Without a block table, each sequence has its own pool of one page.
         """
         if self.is_packed:
             return self.entries[:, None] if self.block_table is None else self.entries[None]
         return self.entries if self.block_table is None else self.entries[None].reshape(1, -1, self.entries.shape[2])
 
     def slots(self, entries: jax.Array) -> jax.Array:
-        """Where in its pool each of these entries `[b or 1, …]` of a sequence is; -1 for one that is not there."""
-        if self.block_table is not None:  # for every sequence, on whichever devices its table is
+        """The slots in its pool of these entries `[b or 1, …]` of a sequence; -1 for an entry that does not exist."""
+        if self.block_table is not None:  # one row for every sequence, on the devices that hold its table
             entries += (0 * self.block_table[:, 0]).reshape(-1, *[1] * (entries.ndim - 1))
         there = (entries >= 0) & (entries < self.capacity)
         if self.block_table is None:
@@ -116,11 +117,11 @@ class Cache:
 
         Args:
           entries: `[b, n, d]`, n may be 0, in the cache's type; bfloat16, float16 or float32 for a packed cache.
-          positions: int32 `[b, n]`, each entry's position in its sequence, none twice. An entry at a position below 0
-            is dropped, as is one that is `capacity` or more below the greatest here: a ring has no room for it.
+          positions: int32 `[b, n]`, each entry's position in its sequence, all different. An entry at a position below
+            0 is dropped. So is one that is `capacity` or more below the greatest here: a ring has no room for it.
 
         Raises:
-          ValueError, TypeError: operands that are not as said above.
+          ValueError, TypeError: operands that differ from the above.
         """
         op = "Cache.append"
         if getattr(entries, "shape", ())[1:2] == (0,) and getattr(positions, "shape", ())[1:] == (0,):
@@ -147,15 +148,15 @@ class Cache:
         return dataclasses.replace(self, entries=whole.reshape(self.entries.shape))
 
     def take(self, positions: jax.Array | None = None) -> jax.Array:
-        """What is kept of these entries: `[b, n, d]`, in the cache's type; packed, bfloat16, or float32 of "index_fp8".
+        """Reads entries `[b, n, d]`, in the cache's dtype; packed ones as bfloat16, "index_fp8" as float32.
 
         Args:
-          positions: int32 `[b, n]`, which entries of each sequence to read. A position below 0 or without a page reads
-            as 0. In a ring, a position reads what its slot holds, from whichever round. None is
-            all slots in order, `[b, capacity, d]`, which copies nothing where the cache is contiguous and not packed.
+          positions: int32 `[b, n]`, the entries of each sequence to read. A position below 0 or without a page reads as
+            0. In a ring, a position reads what its slot holds, from any round. None reads all slots in order,
+            `[b, capacity, d]`, which copies nothing where the cache is contiguous and not packed.
 
         Raises:
-          ValueError, TypeError: positions that are not as said above.
+          ValueError, TypeError: positions that differ from the above.
         """
         if positions is None:
             if self.block_table is None and not self.is_packed:
@@ -176,11 +177,11 @@ class Cache:
         return self.packing.take(whole, pages, at)
 
     def as_held(self, entries: jax.Array) -> jax.Array:
-        """These entries `[…, d]` as a cache like this gives them back: bfloat16 if it is packed, else as they are."""
+        """These entries `[…, d]` as a cache like this returns them: bfloat16 if it is packed, else unchanged."""
         return self.packing.decode(*self.packing.encode(entries)) if self.is_packed else entries
 
     def check(self, op: str, name: str, dims: dict[str, Any], dtypes: tuple[Any, ...]) -> None:
-        """Raises unless this is a cache of entries of one of these types, or packed, for b sequences of `dims`."""
+        """Raises unless this is a cache for b sequences of `dims`, packed or with entries of one of these dtypes."""
         sizes, pages = {"d": dims["d"]}, "pages"
         if self.block_table is None:
             pages, sizes["b"] = "b", dims["b"]
@@ -201,7 +202,7 @@ class Cache:
             raise _check.error(ValueError, op, f"{name}.entries", self.entries, wanted)
 
     def paged(self) -> "Cache":
-        """The same cache with a block table; contiguous sequences are pages of their own."""
+        """The same cache with a block table; contiguous sequences become pages."""
         if self.block_table is not None:
             return self
         table = jnp.arange(self.entries.shape[0], dtype=jnp.int32)[:, None]
@@ -209,7 +210,9 @@ class Cache:
 
 
 def _write(pages: jax.Array, page: jax.Array, start: jax.Array, rows: jax.Array) -> jax.Array:
-    """pages [pages, width] with rows [n, w] in them, each from `start` [n] of its page [n] on, if there is such."""
+    """Writes rows [n, w] into pages [pages, width], each from `start` [n] of its page [n] on; drops rows without a
+    page.
+    """
     windows = lax.ScatterDimensionNumbers(
         update_window_dims=(1,), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0, 1)
     )

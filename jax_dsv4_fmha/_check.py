@@ -39,7 +39,7 @@ _KERNELS_OF = {
 
 
 def built(op: str) -> str:
-    """The kernels of this library that `op` can run on, in words, those of the same sizes and dtypes as one."""
+    """The built kernels that `op` can run on, in words; kernels of the same sizes and dtypes are listed once."""
     shapes: dict[tuple[str, str], set[tuple[str, str]]] = {}
     for v in _ffi.variants():
         if v.op in _KERNELS_OF.get(op, ()):
@@ -69,12 +69,12 @@ def _places(where: set[tuple[str, str]]) -> str:
 
 
 def error(kind: type[Exception], op: str, name: str, got: Any, wanted: str) -> Exception:
-    """The one form of error; the caller raises it."""
+    """Makes an error in the one form; the caller raises it."""
     return kind(f"{op}: {name}: got {describe(got)}, wanted {wanted}")
 
 
 def not_built(op: str, name: str, got: Any, wanted: str) -> Exception:
-    """The error where a kernel is what is missing, which says those that there are; the caller raises it."""
+    """Makes the error for a missing kernel, which lists the built ones; the caller raises it."""
     return NotImplementedError(f"{error(NotImplementedError, op, name, got, wanted)}, built {built(op)}")
 
 
@@ -90,12 +90,12 @@ def describe(x: Any) -> str:
 def operand(op: str, name: str, x: Any, shape: str, dims: dict[str, Any], dtypes: tuple[Any, ...]) -> jax.Array:
     """`x` as an array of `shape`, as in "b s_q h_q d".
 
-    A dimension that `dims` knows must agree with it, any other is entered there; none may be 0.
+    A dimension in `dims` must agree with it; any other is entered there. None may be 0.
     """
     names = shape.split()
     wanted = _wanted(names, dims, dtypes)
     _an_array(op, name, x, wanted)
-    if getattr(x, "dtype", None) not in dtypes:  # before JAX sees it: it would narrow a 64-bit type without a word
+    if getattr(x, "dtype", None) not in dtypes:  # before JAX sees it: JAX would narrow a 64-bit type silently
         raise error(ValueError, op, name, x, wanted)
     array = jnp.asarray(x)
     if not _fits(array.shape, names, dims):
@@ -115,7 +115,7 @@ _HEADS_FIRST = "; it would fit if q were [b, h_q, s_q, d], and q is to be [b, s_
 
 
 def array(op: str, name: str, x: Any, wanted: str, fits: Callable[[Any], bool]) -> jax.Array:
-    """`x` as an array that is as `wanted`, which is what `fits` says of its shape and dtype."""
+    """`x` as an array; `fits` judges its shape and dtype, and `wanted` says in words what it accepts."""
     _an_array(op, name, x, wanted)
     if not fits(x):
         raise error(ValueError, op, name, x, wanted)
@@ -133,7 +133,7 @@ def _wanted(names: list[str], dims: Mapping[str, Any], dtypes: tuple[Any, ...]) 
 
 
 def heads(op: str, h_q: Any, h_kv: Any, s_q: Any, s_kv: Any, names: tuple[str, str] = ("q", "k")) -> None:
-    """`names` are what the caller calls q and k."""
+    """Checks that q's heads are a multiple of k's; `names` are the caller's names of q and k."""
     if h_q % h_kv != 0:
         heads_first = h_q > s_q and (s_q % s_kv == 0 or s_q % h_kv == 0)
         wanted = (
@@ -162,9 +162,10 @@ def selection(op: str, indices: Any, topk_length: Any, dims: dict[str, Any]) -> 
 
 
 def visible_of(op: str, name: str, keys: Any, indices: Any, ratio: Any, span: Any = None) -> Any:
-    """The ratio, or None. Compressed keys need what says which of them are seen; without keys there is nothing to say.
+    """The ratio, or None. Compressed keys need a rule that says which of them are seen; without keys there is no rule
+    to check.
 
-    Without keys a ratio of 0 is None: a config's word for a layer with a window alone.
+    Without keys a ratio of 0 means None: configs write it for a layer with a window alone.
     """
     if keys is None:
         ratio = None if type(ratio) is int and ratio == 0 else ratio
@@ -219,8 +220,9 @@ def offset(op: str, name: str, x: Any, dims: dict[str, Any]) -> jax.Array:
 
 
 def narrow(x: Any) -> Any:
-    """What stands for an int, if it is a dimension that `jax.export` leaves open or has been made 64 bits wide by
-    `jax.jit`, as int32; any other as it is."""
+    """As int32 a value that stands for an int: a dimension that `jax.export` leaves open, or one that `jax.jit` made 64
+    bits wide. Any other value unchanged.
+    """
     if jax.export.is_symbolic_dim(x) or (getattr(x, "weak_type", False) and x.dtype == jnp.int64):
         return jnp.clip(x, -(2**31), 2**31 - 1).astype(jnp.int32)
     return x

@@ -29,27 +29,26 @@ def dsv4_decode(
     Sequence n has `lengths[n]` tokens. These include the s_q new ones, whose entries are in the caches already. Query i
     has position `p = lengths[n] - s_q + i`. It sees
 
-      - the window entries at positions `(p - window, p]`; new tokens after it are not among them,
+      - the window entries at positions `(p - window, p]`, and so no token after it,
       - the entries of the compressed cache that `indices` names; without indices, those with
         `w < (p + 1) // ratio`.
 
     A query with p < 0 sees nothing, so `lengths[n] <= 0` marks an idle place in the batch.
 
     Args:
-      q: `[b, s_q, h_q, d]`, bfloat16 or float16; on packed caches bfloat16 alone, and d = 512; on the reference float32
-        too.
+      q: `[b, s_q, h_q, d]`, bfloat16 or float16; with packed caches only bfloat16 and d = 512; on the reference
+        also float32.
       window_cache: a `Cache` of entries in q's dtype, or packed; entry p is position p. It may be a ring, with room for
         `window + s_q - 1` entries at least.
-      compressed_cache: a `Cache`, packed if window_cache is, in whatever layout; entry w stands for positions `w ratio`
-        to `w ratio + ratio - 1`. If it has run over, its last `capacity` entries of `lengths // ratio` are those that a
-        query may see.
+      compressed_cache: a `Cache`, packed if window_cache is, in any layout; entry w stands for positions `w ratio`
+        to `w ratio + ratio - 1`. If it has run over, a query may see its last `capacity` entries of `lengths // ratio`.
       lengths: an int, or int32 `[b]`.
       sink: float32 `[h_q]`, as in `fmha`.
       indices: int32 `[b, s_q, topk]`, entries of the compressed cache as the sequence counts them, not slots of a pool.
-        One that is not past yet, is below 0, or that the cache has no room or no page for, is absent; without ratio
-        they are taken as they stand. topk may be 0.
+        An entry that is not past yet, is below 0, or has no room or no page in the cache, is absent; without ratio all
+        indices count as they are. topk may be 0.
       topk_length: int32 `[b, s_q]`; indices from there on are absent too.
-      ratio: an int >= 1, needed with compressed_cache and without indices; 0 is None, a layer with a window alone.
+      ratio: an int >= 1, needed with compressed_cache and without indices; 0 means None, a layer with a window alone.
       window: an int >= 1, the query's own position included.
       scale: a float > 0, `d**-0.5` if left out.
       implementation: as in `fmha`. Only "reference" has a gradient.
@@ -58,8 +57,8 @@ def dsv4_decode(
       o like q and lse float32 `[b, s_q, h_q]`, as in `fmha`.
 
     Raises:
-      ValueError, TypeError: operands that are not as said above.
-      NotImplementedError: "cubin", and it is not built for these operands.
+      ValueError, TypeError: operands that differ from the above.
+      NotImplementedError: "cubin", and no kernel is built for these operands.
     """
     op = "dsv4_decode"
     dims: dict[str, Any] = {}
@@ -109,9 +108,9 @@ def seen_slots(
     ratio: int | None,
     window: int,
 ) -> list[SelectionSource]:
-    """What the queries of `dsv4_decode` see of each cache, as slots of its pool."""
+    """The entries that the queries of `dsv4_decode` see of each cache, as slots of its pool."""
     caches = [window_cache] if compressed_cache is None else [window_cache, compressed_cache]
-    lengths = jnp.maximum(lengths, 0)  # or what is subtracted might wrap around
+    lengths = jnp.maximum(lengths, 0)  # otherwise the subtraction might wrap around
     position = jnp.arange(s_q, dtype=jnp.int32)[None] + (lengths[:, None] - s_q)
     past = position[..., None] - jnp.arange(window, dtype=jnp.int32)[None, None]
     near = caches[0].slots(jnp.where(past >= 0, past % caches[0].capacity, -1))
@@ -121,7 +120,7 @@ def seen_slots(
     if indices is None:
         assert ratio is not None
         room = caches[1].capacity
-        oldest = jnp.maximum(lengths // ratio - room, 0)  # of the entries that are left, of a cache that has run over
+        oldest = jnp.maximum(lengths // ratio - room, 0)  # of a cache that has run over, what is left
         entries = oldest[:, None] + jnp.arange(room, dtype=jnp.int32)[None]
         slots = jnp.broadcast_to(caches[1].slots(entries % room)[:, None], (*position.shape, room))
         seen = (position + 1) // ratio - oldest[:, None]

@@ -11,7 +11,7 @@ from ._sources import SpanSource, attend
 from ._span import Span
 
 _OP = "dot_product_attention"
-_MOST = 2**31 - 2  # keys to a side
+_MOST = 2**31 - 2  # the greatest number of keys on either side
 
 
 def dot_product_attention(
@@ -30,19 +30,19 @@ def dot_product_attention(
     implementation: _check.Implementation | None = None,
     return_residual: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Takes what `jax.nn.dot_product_attention` takes, and sinks.
+    """Takes the arguments of `jax.nn.dot_product_attention`, and sinks.
 
-    It differs where a query sees no key: this gives 0, `jax.nn` the mean of all values; and in the residual, which is
-    float32, differentiable, and -inf for such a query.
+    It differs where a query sees no key: this gives 0, `jax.nn` the mean of all values. Its residual is float32,
+    differentiable, and -inf for such a query.
 
     Args (B batch, T queries, S keys, N query heads, K key heads, H head_dim):
-      query: `[B, T, N, H]` or `[T, N, H]`, bfloat16 or float16; float32 on the reference alone.
+      query: `[B, T, N, H]` or `[T, N, H]`, bfloat16 or float16; float32 only on the reference.
       key: `[B, S, K, H]` or `[S, K, H]`; N is a multiple of K.
-      value: like key. Pass the very same array as key and value where V is K: so head_dim 512 runs on a kernel.
+      value: like key. Where V is K, pass the very same array as key and value: then head_dim 512 runs on a kernel.
       bias: must be None.
-      mask: bool, 4-D, broadcasts to `[B, N, T, S]`, the same for every head. One that hides keys from all queries
-        alike, `[B or 1, 1, 1, S]` as for padding, may hide any of them and may be traced, and so may one that hides
-        whole queries, `[B or 1, 1, T, 1]`. Any other must show each query one interval of keys, and be known while
+      mask: bool, 4-D, broadcasts to `[B, N, T, S]`, the same for every head. A mask that hides keys from all queries
+        alike (`[B or 1, 1, 1, S]`, as for padding) may hide any keys and may be traced. So may a mask that hides whole
+        queries (`[B or 1, 1, T, 1]`). Any other mask must show each query one interval of keys, and be known while
         tracing.
       scale: a float > 0, `H**-0.5` if left out.
       is_causal: query i sees the keys up to i, whatever T and S are.
@@ -53,8 +53,9 @@ def dot_product_attention(
       return_residual: also return the log-sum-exp, float32 `[B, T, N]` or `[T, N]`, natural log, without sinks.
 
     Raises:
-      ValueError, TypeError: operands that are not as said above.
-      NotImplementedError: a bias; a mask that is not such an interval; "cubin", and it is not built for these operands.
+      ValueError, TypeError: operands that differ from the above.
+      NotImplementedError: a bias; a mask that is not such an interval; "cubin", and no kernel is built for these
+        operands.
     """
     dims: dict[str, Any] = {}
     batched = getattr(query, "ndim", 4) != 3
@@ -80,7 +81,7 @@ def dot_product_attention(
     if local_window_size is not None:
         left, right = _window(local_window_size)
         i = jnp.arange(t, dtype=jnp.int32)[None]
-        last = jnp.minimum(i, _MOST - right) + right  # so written that nothing wraps around
+        last = jnp.minimum(i, _MOST - right) + right  # written so that nothing wraps around
         span &= Span(i - left, last + 1)
     if query_seq_lengths is not None:
         lengths = _check.operand(_OP, "query_seq_lengths", query_seq_lengths, "b", dims, _check.INT)
@@ -122,7 +123,9 @@ def _window(size: Any) -> tuple[int, int]:
 
 
 def _mask(mask: Any, b: Any, n: Any, t: int, s: int) -> tuple[Span, jax.Array | None]:
-    """What a mask [b or 1, 1, t or 1, s or 1] shows: the Span of its rows, or bool [b or 1, s] for all of them."""
+    """The Span of the rows of a mask [b or 1, 1, t or 1, s or 1], or bool [b or 1, s] if it hides keys from all rows
+    alike.
+    """
     everything = Span(0, jnp.int32(s))
     wanted = f"a 4-D bool array that broadcasts to [b={b}, n={n}, t={t}, s={s}]"
     if not isinstance(mask, jax.Array | np.ndarray):
@@ -154,9 +157,10 @@ def _mask(mask: Any, b: Any, n: Any, t: int, s: int) -> tuple[Span, jax.Array | 
 def _shown_first(
     shown: jax.Array, k: jax.Array, v: jax.Array | None, start: jax.Array, stop: jax.Array
 ) -> tuple[jax.Array, jax.Array | None, jax.Array, jax.Array]:
-    """Keys and values with those in front that are shown, bool `[b or 1, s]`, and the queries' bounds among these.
+    """Moves the shown keys and values (shown: bool `[b or 1, s]`) to the front, and gives the queries' bounds among
+    them.
 
-    Attention does not depend on the order of keys, so an interval of the keys is one of those that are shown too.
+    Attention does not depend on the order of keys, so an interval of all keys is an interval of the shown keys too.
     """
     order = jnp.argsort(~shown, axis=1, stable=True)[..., None, None]
     k, v = jnp.take_along_axis(k, order, 1), None if v is None else jnp.take_along_axis(v, order, 1)

@@ -38,30 +38,30 @@ def dsv4_attention(
     `p = q_offset + i`, entry j of the window `kv_offset + j`. Query i sees
 
       - the window entries whose positions are in `(p - window, p]` and not below 0,
-      - and of the compressed cache, whose entry w stands for `ratio` positions, the entries with
-        `w < (p + 1) // ratio`; with indices, of these the ones that they name.
+      - and the compressed entries `w < (p + 1) // ratio`, where entry w stands for `ratio` positions; with indices,
+        only those that they name.
 
     An entry that is seen both in the window and compressed counts twice, as in the model.
 
     Args:
-      q: `[b, s_q, h_q, d]`, bfloat16 or float16; float32 on the reference alone.
+      q: `[b, s_q, h_q, d]`, bfloat16 or float16; float32 only on the reference.
       window_kv: `[b, s_w, d]` in q's dtype.
-      compressed_kv: `[b, s_c, d]` in q's dtype; None, or s_c = 0, is a layer with a window alone.
+      compressed_kv: `[b, s_c, d]` in q's dtype; None, or s_c = 0, makes a layer with a window alone.
       sink: float32 `[h_q]`, as in `fmha`.
-      indices: int32 `[b, s_q, topk]` into compressed_kv, for the layers of ratio 4; topk may be 0. One that is not past
-        is absent; without ratio they are taken as they stand. Absent entries as in `sparse_fmha`.
+      indices: int32 `[b, s_q, topk]` into compressed_kv, for the layers of ratio 4; topk may be 0. An entry that is not
+        past is absent; without ratio all indices count as they are. Absent entries are as in `sparse_fmha`.
       topk_length: int32 `[b, s_q]`, as in `sparse_fmha`.
-      ratio: an int >= 1, needed with compressed_kv, unless there are indices or a compressed_span; 0 is None, a layer
-        with a window alone.
+      ratio: an int >= 1, needed with compressed_kv, unless there are indices or a compressed_span; 0 means None, a
+        layer with a window alone.
       window: an int >= 1, the query's own position included.
       q_offset, kv_offset: int, or int32 `[b]`, traced or not.
       swa_lens: int32 `[b]`; window entries from there on are not seen.
-      span, compressed_span: of the window entries and the compressed ones, those that a row may see by the rules above
-        and by these. Packed documents are `span=Span.segments(ids)` and, without ratio,
+      span, compressed_span: further limits on the window entries and the compressed entries that a row sees. For packed
+        documents pass `span=Span.segments(ids)` and, without ratio,
         `compressed_span=Span.compressed_segments(ids, ratio)`.
       scale: a float > 0, `d**-0.5` if left out.
       method: "two_pass" merges a launch for the window with one for the compressed cache. "fused" is one launch, and
-        rounds o once. None is "fused" where it is built for the operands. A window alone is one launch of `fmha`.
+        rounds o once. None takes "fused" where it is built for the operands. A window alone is one launch of `fmha`.
       implementation: as in `fmha`, for every launch. "reference" is the definition, whatever the method.
       deterministic: as in `fmha`.
 
@@ -69,7 +69,7 @@ def dsv4_attention(
       o like q and lse float32 `[b, s_q, h_q]`, as in `fmha`.
 
     Raises:
-      ValueError, TypeError: operands that are not as said above.
+      ValueError, TypeError: operands that differ from the above.
       NotImplementedError: "fused" or "cubin", and no kernel is built for these operands.
     """
     op = "dsv4_attention"
@@ -134,7 +134,7 @@ def dsv4_attention(
 
 
 def window_span(s_q: int, window: int, q_offset: Any, kv_offset: Any, swa_lens: jax.Array | None) -> Span:
-    """What the queries see of the window cache: nothing at positions below 0."""
+    """The window entries that queries see: none at positions below 0."""
     front = -jnp.maximum(jnp.asarray(kv_offset, jnp.int32), -(2**31 - 1)).reshape(-1, 1)
     span = Span.sliding_window(s_q, window, jnp.int32(q_offset) - jnp.int32(kv_offset)) & Span(front, 2**31 - 1)
     return span if swa_lens is None else span & Span.lengths(swa_lens)

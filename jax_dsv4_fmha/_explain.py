@@ -1,5 +1,5 @@
-"""Which implementation runs, and why: `explain` for who asks, and one line in the log for who did not expect it; a
-warning where that is exported.
+"""Which implementation runs, and why: `explain` answers the question, and a log line reports a fallback that nobody
+asked for; an exported fallback is a warning.
 
 Every op leaves a mark where its kernel and its reference part: `chosen`, an identity that lowers to nothing and holds
 the `Call`. `explain` traces a function and reads the marks from its jaxpr, so that it sees what will be compiled.
@@ -41,19 +41,19 @@ mlir.register_lowering(chosen, _lower_chosen)
 
 
 class Decision(NamedTuple):
-    """What runs one op of a program, as `explain` finds it."""
+    """How one op of a program runs, as `explain` finds it."""
 
     op: str
     """the function that was called, for example "fmha", by its name"""
     part: str
-    """"forward" or "gradient": which pass this is"""
+    """"forward" or "gradient", the pass"""
     implementation: str
-    """"kernel" or "reference": what runs it"""
+    """"kernel" or "reference", the implementation"""
     variant: str
-    """the kernel's key in `info --json`; "" for the reference, and for a call of several kernels"""
+    """the kernel's key in `info --json`; "" for the reference, and for a call with several kernels"""
     reason: str
     times: int
-    """how often the program has it; the body of a loop counts once"""
+    """how often the program has it; a loop's body counts once"""
 
     def __str__(self) -> str:
         times = f" ({self.times} times)" if self.times > 1 else ""
@@ -61,7 +61,7 @@ class Decision(NamedTuple):
 
 
 def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Decision]:
-    """Says for every op that `f(*args, **kwargs)` calls whether a kernel or the reference runs it here, and why.
+    """Says, for every op in `f(*args, **kwargs)`, whether a kernel or the reference runs it here, and why.
 
         print(*explain(layer, q, kv), sep="\\n")
         print(*explain(jax.grad(loss), parameters, batch), sep="\\n")   # gradients too
@@ -71,9 +71,9 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Decision]:
     fewer heads. Calls with implementation="reference" leave no mark and are not listed.
 
     Args:
-      f: any function that JAX can trace, jitted or not. What jax.jit must know of a function that is not jitted, as a
-        string, close over.
-      *args, **kwargs: what f is called with.
+      f: any function that JAX can trace, jitted or not. A function that is not jitted must close over arguments that
+        are not arrays, such as a string.
+      *args, **kwargs: the arguments of f.
 
     Returns:
       A `Decision` for each op, part and reason, in the order of the program.
@@ -84,7 +84,7 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Decision]:
 
 
 def log_fallback(call: "Call") -> None:
-    """One line for each reason for which a process with CUDA devices is given the reference it did not ask for."""
+    """Logs once, for each reason, that a process with CUDA devices runs the reference without having asked for it."""
     if call.fit is not None and call.when in ("never", "in exports") and _ffi.local_architectures():
         _warn(f"{call.op.name}, {call.op.part}: runs on the reference, in jnp: {_why_reference(call)}")
 
@@ -109,7 +109,7 @@ def _decided(call: "Call", q: Any) -> Decision:
 
 
 def _variant(call: "Call", q: Any) -> str:
-    """The key of the one variant that takes q `[b, s_q, h_q, d]` here, as the library will find it."""
+    """The key of the one variant that takes q `[b, s_q, h_q, d]` here; the library looks it up in the same way."""
     arch = next(iter(_ffi.local_architectures()), None)
     wanted = {"d": q.shape[-1], "dtype": q.dtype.name}
     fits = [v for v in _ffi.variants() if call.fit and v.op == call.fit.kernel and v.arch == arch]
@@ -139,7 +139,7 @@ def _why_reference(call: "Call") -> str:
 
 
 def _marks(jaxpr: Any) -> Iterator[tuple["Call", Any]]:
-    """The calls in a jaxpr, each with the shape of its first operand, in order, those of inner jaxprs included."""
+    """The calls in a jaxpr and its inner jaxprs, in order, each with the shape of its first operand."""
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         if equation.primitive is chosen:
             yield equation.params["call"], equation.invars[0].aval

@@ -1,7 +1,7 @@
 """The only loader of the native library: what it holds, and the raw calls into it.
 
 Importing this module loads the library and registers its XLA custom calls.  It needs no GPU, initialises no backend,
-and without a library there is simply nothing built.
+and without a library it reports no kernels.
 """
 
 import ctypes
@@ -29,40 +29,42 @@ _TARGETS = (
 )
 
 EXPORT_CHECKS = [jax.export.DisabledSafetyCheck.custom_call(f"dsv4_fmha_{target}") for target in _TARGETS]
-"""`disabled_checks` of `jax.export.export` for what calls this package: that its custom calls may be in an artefact."""
+"""`disabled_checks` of `jax.export.export` for programs with this package's ops: an artefact may contain its custom
+calls.
+"""
 
 ANY = 2**31 - 1
-"""A limit among `Variant.choices` that is none"""
+"""The value of a limit in `Variant.choices` that does not limit"""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One kernel that is built in.  What it was compiled for, and what the compiler made of it."""
+    """A kernel in the library: what it was compiled for, and what the compiler made of it."""
 
     key: str
     op: str
     family: str
-    """ops whose kernels are handed the same arguments and told apart by the same choices"""
+    """ops whose kernels take the same arguments and differ by the same choices"""
     arch: str
     choices: dict[str, Any]
-    """What a call must match, by name. One that begins with `max_` is a limit instead: of the variants whose limit a
-    call keeps, it gets the one with the lowest."""
+    """Compile-time choices that a call must match, by name. A choice that begins with `max_` is a limit: a call gets
+    the variant with the lowest limit that it keeps."""
     tile_m: int
     """rows of a tile: (query, head) pairs"""
     tile_n: int
     """keys of a tile"""
     unit: int
-    """key tiles that splits share out together"""
+    """key tiles that split-KV shares out as one unit"""
     splits: bool
     """whether the keys of a tile of rows may be split over CTAs"""
     threads: int
     registers: int
-    """per thread, at launch"""
+    """registers per thread, at launch"""
     smem_bytes: int
     spill_bytes: int
     cubin_bytes: int
     evidence: str
-    """how it is known to be right, in words"""
+    """how we know that it is right, in words"""
 
 
 def library_path() -> Path | None:
@@ -73,7 +75,7 @@ def library_path() -> Path | None:
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The native library, or None where there is none, or none that is of use, which a RuntimeWarning tells."""
+    """The native library. None where there is none, or only a damaged one, which a RuntimeWarning reports."""
     path = library_path()
     if path is None:
         return None
@@ -86,7 +88,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def _load(path: Path) -> ctypes.CDLL:
-    if not _is_whole(path):  # which loading it would be killed for
+    if not _is_whole(path):  # loading it would kill the process
         raise OSError("its end is missing")
     native = ctypes.CDLL(str(path))
     functions = ("manifest", *_TARGETS, *(f"{target}_initialize" for target in _TARGETS))
@@ -105,7 +107,7 @@ def _read_manifest(native: ctypes.CDLL) -> dict[str, Any]:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether an ELF file of 64 bits reaches to its table of sections, which is at the end; any other file does."""
+    """Whether a 64-bit ELF file reaches to its section table, which is at the end; True for any other file."""
     with open(path, "rb") as file:
         head = file.read(64)
     if len(head) < 64 or head[:5] != b"\x7fELF\x02":
@@ -136,7 +138,7 @@ def built_for(op: str, **choices: Any) -> tuple[str, ...]:
 
 
 def variants_for(op: str, **choices: Any) -> list[Variant]:
-    """The kernels of `op` with these compile-time choices, whatever their limits are."""
+    """The kernels of `op` with these compile-time choices, with any limits."""
     return [v for v in variants() if v.op == op and choices.items() <= v.choices.items()]
 
 
@@ -149,8 +151,8 @@ def local_architectures() -> tuple[str, ...]:
     return tuple(dict.fromkeys(architecture(device.compute_capability) for device in devices))
 
 
-# The kernels as they are: one CUDA device, no checks, no gradient, no batching or sharding rule. For operands that do
-# not fit together, and for what is not built, a call raises jax.errors.JaxRuntimeError when it runs.
+# The raw calls: one CUDA device, no checks, no gradient, no batching or sharding rule. If operands do not fit together,
+# or no kernel is built for them, a call raises jax.errors.JaxRuntimeError when it runs.
 
 # Attention. All return o like q, with the sink in its denominator, and lse float32 `[b, s_q, h_q]` without it.
 
@@ -165,7 +167,7 @@ def fwd(
     *,
     scale: float,
 ) -> tuple[jax.Array, jax.Array]:
-    """Over one interval of keys per query.
+    """Attention over one interval of keys per query.
 
     Args:
       q: `[b, s_q, h_q, d]`, bfloat16 or float16.
@@ -186,10 +188,10 @@ def fwd(
 def sparse_fwd(
     q: jax.Array, kv: jax.Array, indices: jax.Array, length: jax.Array, sink: jax.Array, *, scale: float
 ) -> tuple[jax.Array, jax.Array]:
-    """Over the keys that a query's row of indices names.
+    """Attention over the keys that a query's row of indices names.
 
     Args:
-      kv: `[b, s_kv, d]`, both K and V; or a pool `[s_kv, d]` that all batch entries select from.
+      kv: `[b, s_kv, d]`, both K and V; or a pool `[s_kv, d]` that all batch entries share.
       indices: int32 `[b, s_q, topk]`, topk >= 1; an entry outside of `[0, s_kv)` is absent.
       length: int32 `[b, s_q]`, any value: entries from there on are absent too.
       q, sink, scale: as in `fwd`.
@@ -211,7 +213,9 @@ def dsv4_sparse_fwd(
     *,
     scale: float,
 ) -> tuple[jax.Array, jax.Array]:
-    """Over an interval of `window_kv [b, s_w, d]` as in `fwd`, and keys of `kv [b, s_c, d]` as in `sparse_fwd`."""
+    """Attention over an interval of `window_kv [b, s_w, d]`, as in `fwd`, and keys of `kv [b, s_c, d]`, as in
+    `sparse_fwd`.
+    """
     splits = _splits_of_queries("dsv4_sparse_fwd", q, window_kv.shape[1] + indices.shape[2])
     return _call("dsv4_sparse_fwd", splits, scale, q, window_kv, start, stop, kv, indices, length, sink)
 
@@ -228,7 +232,7 @@ def dsv4_dense_fwd(
     *,
     scale: float,
 ) -> tuple[jax.Array, jax.Array]:
-    """Over two intervals, as in `fwd`: one of `window_kv [b, s_w, d]` and one of `kv [b, s_c, d]`."""
+    """Attention over two intervals, as in `fwd`: one of `window_kv [b, s_w, d]` and one of `kv [b, s_c, d]`."""
     b, s_q, h_q, _ = q.shape
     splits = _splits("dsv4_dense_fwd", q, True, b, s_q * h_q, window_kv.shape[1] + kv.shape[1])
     return _call("dsv4_dense_fwd", splits, scale, q, window_kv, start, stop, kv, start2, stop2, sink)
@@ -246,11 +250,11 @@ def dsv4_decode(
     *,
     scale: float,
 ) -> tuple[jax.Array, jax.Array]:
-    """Over keys of two pools, both as in `sparse_fwd`: the window's and the compressed cache's.
+    """Attention over keys of two pools, both as in `sparse_fwd`: the window's and the compressed cache's.
 
-    Both are `[slots, d]` like q; or q is bfloat16 and both are uint8 `[pages, bytes]` in DSV4's layout, of which
-    index i is entry i % n of page i // n. A page of n entries is n * 576 bytes, each 448 e4m3 numbers and 64 bfloat16,
-    then n * 8 bytes, each 7 ue8m0 scales and one of padding, padded up to a multiple of 576. Scale 255 is NaN.
+    Both are `[slots, d]` like q; or q is bfloat16 and both are uint8 `[pages, bytes]` in DSV4's layout, where index i
+    means entry i % n of page i // n. A page of n entries is n * 576 bytes, each 448 e4m3 numbers and 64 bfloat16, then
+    n * 8 bytes, each 7 ue8m0 scales and one of padding, padded up to a multiple of 576. Scale 255 is NaN.
     """
     op = "dsv4_decode_fp8" if pool.dtype == jnp.uint8 else "dsv4_decode"
     splits = _splits_of_queries(op, q, window_indices.shape[2] + indices.shape[2])
@@ -259,13 +263,15 @@ def dsv4_decode(
 
 
 def _splits_of_queries(op: str, q: jax.Array, keys: int) -> int:
-    """`_splits` of an op whose keys differ from query to query, so that a tile of rows has heads of one query alone."""
+    """`_splits` of an op whose keys differ from query to query, so a tile of rows has heads of one query."""
     b, s_q, h_q, _ = q.shape
     return _splits(op, q, True, b * s_q, h_q, keys)
 
 
 def _splits(op: str, q: jax.Array, shared_kv: bool, groups: int, rows: int, keys: int) -> int:
-    """`split_count` for groups of rows that share no tile, and the keys of one; 1 where an extent is not known."""
+    """`split_count` for groups of rows that share no tile, with the keys of one group; 1 where an extent is not
+    known.
+    """
     if not all(isinstance(x, int) for x in (groups, rows, keys)):
         return 1
     built = [
@@ -280,7 +286,7 @@ def _splits(op: str, q: jax.Array, shared_kv: bool, groups: int, rows: int, keys
 
 
 def _call(target: str, splits: int, scale: float, q: jax.Array, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
-    parts = (*q.shape[:-1], splits if splits > 1 else 0)  # where these are left, to be merged in the same call
+    parts = (*q.shape[:-1], splits if splits > 1 else 0)  # scratch results for the parts, which the same call merges
     results = (
         jax.ShapeDtypeStruct(q.shape, q.dtype),
         *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (q.shape[:-1], (*parts, q.shape[-1]), parts)),
@@ -289,10 +295,10 @@ def _call(target: str, splits: int, scale: float, q: jax.Array, *operands: jax.A
     return o, lse
 
 
-# Its gradient, where V is K. All take do like q, and of every row of q lse, weight and delta, float32 `[b, s_q, h_q]`,
-# as `_transforms` has them, and return dq like q and for every source float32 gradients like its keys. Rows whose lse
-# is -inf see no key; what else is said of them may be anything. Sums over queries and heads are in no fixed order,
-# unless deterministic: then they are the same in any, and where dq is not finite throughout, NaN.
+# Gradients of attention, where V is K. All take do like q, and lse, weight and delta of every row of q, float32
+# `[b, s_q, h_q]`, as `_transforms` defines them. They return dq like q, and a float32 gradient like each source's keys.
+# Rows whose lse is -inf see no key; their other numbers may be anything. Sums over queries and heads are in no fixed
+# order. With deterministic their result does not depend on the order, and is NaN where any dq is not finite.
 
 
 def bwd(
@@ -388,7 +394,7 @@ def dense_bwd(
 ) -> tuple[jax.Array, ...]:
     """The gradient of `fwd` over `k` and `v [b, s_kv, h_kv, d]`: (dq, dk, dv), in q's dtype; (dq, dk + dv) without v.
 
-    The same bits on every run.
+    The results have the same bits on every run.
     """
     keys = (k,) if v is None else (k, v)
     seen = jax.ShapeDtypeStruct((q.shape[0], q.shape[1] * (q.shape[2] // k.shape[2]), 4), jnp.int32)
@@ -424,7 +430,7 @@ def _call_backward(
 
 
 _WORKSPACE = 2**29
-"""bytes of scores that exist at a time, unless a block of queries has more"""
+"""bytes of scores that exist at a time; more only if one block of queries needs them"""
 
 
 def lightning_indexer(
@@ -438,15 +444,15 @@ def lightning_indexer(
     topk: int,
     return_scores: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """The `topk` entries with the greatest scores, ascending, then -1; and these scores, -inf where there are none.
+    """The `topk` entries with the greatest scores, ascending, then -1; and their scores, -inf at -1.
 
     Args:
       q: `[b, s_q, h, 128]`, bfloat16, float16 or float8_e4m3fn; k: `[b, s_c, 128]`, like q.
-      weights: float32 `[b, s_q, h]`; k_scale: float32 `[b, s_c]`, read with float8_e4m3fn alone.
+      weights: float32 `[b, s_q, h]`; k_scale: float32 `[b, s_c]`, read only with float8_e4m3fn.
       start, stop: int32 `[b, s_q]` within `[0, s_c]`: query i sees the entries `start <= j < stop`.
 
     Returns:
-      int32 and float32 `[b, s_q, topk]`; of the second `[b, s_q, 0]`, unless return_scores.
+      int32 and float32 `[b, s_q, topk]`; without return_scores the second is `[b, s_q, 0]`.
     """
     results = _chosen(q, k.shape[1], False, topk, return_scores)
     call = jax.ffi.ffi_call("dsv4_fmha_lightning_indexer", results)
@@ -465,13 +471,13 @@ def paged_lightning_indexer(
     topk: int,
     return_scores: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """As `lightning_indexer`, of keys in pages: entry j of a batch entry is the (j % page)-th of page table[j // page].
+    """`lightning_indexer` with keys in pages: entry j of a batch entry is number j % page of page table[j // page].
 
     Args:
       pool: `[1, pages, page, 128]`, like q; or with float8_e4m3fn uint8 `[1, pages, page * 132]`: the page's keys, then
         their scales, float32. Where sequences have several pages, page is a multiple of 8, with scales of 32; where
-        they have one, with scales of 4. Or `[b, …]`: of each batch entry its own.
-      table: int32 `[b, width]`. What is on no page of the pool counts as a key of zeros.
+        they have one, with scales of 4. Or `[b, …]`, a pool for each batch entry.
+      table: int32 `[b, width]`. An entry on no page of the pool counts as a key of zeros.
       start, stop: within `[0, width * page]`.
     """
     each, pages, width, *_ = pool.shape
@@ -489,7 +495,7 @@ def paged_lightning_indexer(
 def _chosen(q: jax.Array, s_c: Any, paged: bool, topk: int, return_scores: bool) -> tuple[jax.ShapeDtypeStruct, ...]:
     """The results of an indexer's call, and its workspace of scores."""
     b, s_q, h, _ = q.shape
-    queries, tile = 1, 1  # without a kernel the call says so when it runs
+    queries, tile = 1, 1  # without a kernel the call raises when it runs
     for v in variants_for("index_scores", heads=h, dtype=q.dtype.name, paged=paged):
         queries, tile = v.tile_m // h, v.tile_n
     stride, blocks = -(-s_c // tile) * tile, 256
@@ -497,7 +503,7 @@ def _chosen(q: jax.Array, s_c: Any, paged: bool, topk: int, return_scores: bool)
         blocks = max(1, _WORKSPACE // (4 * stride * queries))
     if isinstance(b, int) and isinstance(s_q, int):
         wanted = b * -(-s_q // queries)
-        blocks = -(-wanted // -(-wanted // blocks))  # as many at a time, each time
+        blocks = -(-wanted // -(-wanted // blocks))  # the same number of queries each time
     return (
         jax.ShapeDtypeStruct((b, s_q, topk), jnp.int32),
         jax.ShapeDtypeStruct((b, s_q, topk if return_scores else 0), jnp.float32),
@@ -508,7 +514,7 @@ def _chosen(q: jax.Array, s_c: Any, paged: bool, topk: int, return_scores: bool)
 def topk(
     scores: jax.Array, start: jax.Array, stop: jax.Array, *, topk: int, return_scores: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """As `lightning_indexer`, of given scores float32 `[b, s_q, s]`, s in fours."""
+    """The choice of `lightning_indexer` from given scores float32 `[b, s_q, s]`, where s is a multiple of 4."""
     shape = scores.shape[:2]
     results = (
         jax.ShapeDtypeStruct((*shape, topk), jnp.int32),
@@ -526,7 +532,7 @@ def head_summed_probabilities(
     Args:
       q: `[b, s_q, h_q, 512]`, bfloat16 or float16; k: `[b, s_kv, 512]`, like q.
       lse: float32 `[b, s_q, h_q]`, with the sink; a head with ±inf adds nothing.
-      indices: int32 `[b, s_q, topk]`; at one outside of `[0, s_kv)` there is 0.
+      indices: int32 `[b, s_q, topk]`; the result is 0 at an index outside of `[0, s_kv)`.
     """
     result = jax.ShapeDtypeStruct(indices.shape, jnp.float32)
     p: jax.Array = jax.ffi.ffi_call("dsv4_fmha_head_summed_probabilities", result)(
@@ -536,11 +542,11 @@ def head_summed_probabilities(
 
 
 def index_at(q: jax.Array, k: jax.Array, weights: jax.Array, indices: jax.Array) -> tuple[jax.Array]:
-    """The indexer's scores at given entries: float32 `[b, s_q, topk]`, -inf where there is none.
+    """The indexer's scores at given entries: float32 `[b, s_q, topk]`, -inf at absent ones.
 
     Args:
       q, k, weights: as in `lightning_indexer`, of 16 bits.
-      indices: int32 `[b, s_q, topk]`; one outside of `[0, s_c)` is absent.
+      indices: int32 `[b, s_q, topk]`; an index outside of `[0, s_c)` is absent.
     """
     results = (jax.ShapeDtypeStruct(indices.shape, jnp.float32),)
     (scores,) = jax.ffi.ffi_call("dsv4_fmha_index_at", results)(q, k, weights, indices)
@@ -550,8 +556,9 @@ def index_at(q: jax.Array, k: jax.Array, weights: jax.Array, indices: jax.Array)
 def index_at_bwd(
     q: jax.Array, k: jax.Array, weights: jax.Array, indices: jax.Array, dscores: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """Its gradients of the cotangent dscores, float32 `[b, s_q, topk]`, which does not count where an entry is absent:
-    dq like q, dk in float32, a sum in no fixed order, and dweights."""
+    """Gradients of `index_at` for the cotangent dscores, float32 `[b, s_q, topk]`, which is ignored at absent entries:
+    dq like q, dk in float32, a sum in no fixed order, and dweights.
+    """
     results = (
         jax.ShapeDtypeStruct(q.shape, q.dtype),
         *(jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (k, weights)),

@@ -26,7 +26,7 @@ def fmha(
         S = scale * q·k;  lse = log Σ exp(S);  o = Σ exp(S - logaddexp(lse, sink)) v
 
     Args:
-      q: `[b, s_q, h_q, d]`, bfloat16 or float16; float32 on the reference alone.
+      q: `[b, s_q, h_q, d]`, bfloat16 or float16; float32 only on the reference.
       k: `[b, s_kv, h_kv, d]` in q's dtype; h_q is a multiple of h_kv.
       v: like k; None means that V is K, as in DeepSeek-V4's latent attention.
       span: which keys a query sees; None means all.
@@ -37,14 +37,14 @@ def fmha(
         built for the device, and the reference elsewhere. "reference" is plain `jnp`, with derivatives of every order
         and mode; the others have reverse mode once, and keep to their devices under any mesh (docs/transforms.md).
       deterministic: whether gradients are to have the same bits every time, which costs time where a kernel adds to
-        what keys have in memory (docs/performance.md). The forward pass always has them.
+        gradients of keys in memory (docs/performance.md). The forward pass always has them.
 
     Returns:
       o like q, 0 where a query sees no key; lse float32 `[b, s_q, h_q]`, natural log, without the sink, -inf there.
 
     Raises:
-      ValueError, TypeError: operands that are not as said above.
-      NotImplementedError: "cubin", and it is not built for these operands.
+      ValueError, TypeError: operands that differ from the above.
+      NotImplementedError: "cubin", and no kernel is built for these operands.
     """
     op = "fmha"
     dims: dict[str, Any] = {}

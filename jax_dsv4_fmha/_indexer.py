@@ -1,4 +1,4 @@
-"""The lightning indexer: which compressed entries a query attends to, and how that is learned."""
+"""The lightning indexer: the choice of the compressed entries that a query attends to, and its training."""
 
 import functools
 from collections.abc import Callable
@@ -38,40 +38,41 @@ def lightning_indexer(
 
         I[t, s] = k_scale[s] · Σ_h weights[t, h] · ReLU(q[t, h] · k[s])    fp32 (DeepSeek-V3.2's report, §2.1)
 
-    Query i has position `t = q_offset + i`. It may see the entries `s < (t + 1) // ratio`, among these the first
-    `lengths`, and among these what `span` shows. The choice is exact for the scores as the implementation computes
-    them: the greatest win, the lower entry wins a tie, NaN comes last. Indices are in ascending order, then -1, and the
-    same on every run. `dsv4_attention` and `sparse_fmha` take them as `indices`.
+    Query i has position `t = q_offset + i`. It may see entry s if `s < (t + 1) // ratio`, `s < lengths`, and `span`
+    shows it. The choice is exact for the scores as the implementation computes them: the greatest win, the lower entry
+    wins a tie, NaN comes last. Indices are in ascending order, then -1, and the same on every run. `dsv4_attention` and
+    `sparse_fmha` take them as `indices`.
 
     The result has no gradient; `indexer_scores` has.
 
-    In generation, k is a `Cache` that the new entries are in, and the s_q new queries of a sequence of n tokens stand
-    from `q_offset = n - s_q` on; one at a position below 0 sees nothing. So may a chunk of a prompt.
+    In generation, k is a `Cache` that already holds the new entries, and the s_q new queries of a sequence of n tokens
+    begin at `q_offset = n - s_q`. A query at a position below 0 sees nothing. A chunk of a prompt may be given in the
+    same way.
 
     Args:
-      q: `[b, s_q, h, d]`, bfloat16, float16 or float8_e4m3fn; float32 on the reference alone.
-      k: `[b, s_c, d]` in q's dtype. Zero entries are legal: then every index is -1. Or a `Cache` of as many entries as
-        it has room for, in q's dtype, or in the layout "index_fp8" where q is float8_e4m3fn; it must not have run over,
-        and an entry that it has no page for counts as zeros.
-      weights: float32 `[b, s_q, h]`, of any sign; what q was divided by, too (see `quantize_indexer`).
+      q: `[b, s_q, h, d]`, bfloat16, float16 or float8_e4m3fn; float32 only on the reference.
+      k: `[b, s_c, d]` in q's dtype. With s_c = 0 every index is -1. Or a `Cache` in q's dtype, or in the layout
+        "index_fp8" where q is float8_e4m3fn; s_c is then its capacity. It must not have run over, and an entry without
+        a page counts as zeros.
+      weights: float32 `[b, s_q, h]`, of any sign; they include the scales of a quantized q (see `quantize_indexer`).
       topk: an int >= 1; it may exceed s_c.
       ratio: tokens of an entry, an int >= 1; None where `span` alone says what is visible.
       q_offset: the position of the first query: an int, an int32 scalar or int32 `[b]`.
-      lengths: int32 `[b]`: how many entries there are.
-      span: entries that a query sees, of its own segment in packed sequences, say.
+      lengths: int32 `[b]`, the number of entries.
+      span: the entries that a query may see, for example those of its own segment in packed sequences.
       k_scale: float32 `[b, s_c]`, not negative; with float8_e4m3fn, and only then. A cache has its own.
       blocks: int32 `[b, s_q, n]`, as `indexer_blocks` returns them: only entries in these blocks of `block` entries are
-        chosen; one that is no block is absent. With keys that are an array.
+        chosen; a number that is no block is absent. Only where k is an array.
       return_scores: whether the scores at the indices are returned too.
-      implementation: None: the kernel where there is one, else the reference; "cubin" or "reference" insist.
+      implementation: None takes the kernel where there is one, else the reference; "cubin" or "reference" insist.
 
     Returns:
       indices int32 `[b, s_q, topk]`; with return_scores, also float32 scores `[b, s_q, topk]`, -inf where the index
       is -1.
 
     Raises:
-      ValueError, TypeError: operands that are not as said above.
-      NotImplementedError: "cubin", and it is not built for these operands.
+      ValueError, TypeError: operands that differ from the above.
+      NotImplementedError: "cubin", and no kernel is built for these operands.
     """
     op = "lightning_indexer"
     dims: dict[str, Any] = {}
@@ -120,9 +121,9 @@ def indexer_blocks(
 ) -> jax.Array:
     """The first of two levels of choice: blocks of entries that later indexers choose within (DeepSeek-V4.1).
 
-    Block i has the entries from `i block` to `i block + block - 1`. A block is as great as the greatest score of those
-    of its entries that a query may see, by which `lightning_indexer` would choose; the newest, that of the last entry
-    that a query may see, is taken in any case. The lower one wins a tie. The result has no gradient.
+    Block i has the entries from `i block` to `i block + block - 1`. The score of a block is the greatest score, as in
+    `lightning_indexer`, of those of its entries that a query may see. The newest block, with the last entry that a
+    query may see, is always chosen. The lower block wins a tie. The result has no gradient.
 
     Args:
       q, k, weights, ratio, q_offset, lengths, span, k_scale: as in `lightning_indexer`; no `Cache`.
@@ -133,7 +134,7 @@ def indexer_blocks(
       int32 `[b, s_q, count]`, ascending, then -1 where a query sees fewer blocks.
 
     Raises:
-      ValueError, TypeError: operands that are not as said above.
+      ValueError, TypeError: operands that differ from the above.
     """
     op = "indexer_blocks"
     dims: dict[str, Any] = {}
@@ -164,12 +165,12 @@ def indexer_scores(
       indices: int32 `[b, s_q, topk]`; one below 0 or not below s_c is absent.
 
     Returns:
-      float32 `[b, s_q, topk]`, -inf where an index is absent; no gradient comes from there. Kernels round to 16 bits
-      what gradients are made of, as attention's do, and add up that of k in no fixed order.
+      float32 `[b, s_q, topk]`, -inf where an index is absent, with gradient 0 there. Kernels round the operands of
+      gradients to 16 bits, as attention's do, and add up the gradient of k in no fixed order.
 
     Raises:
-      ValueError, TypeError: operands that are not as said above.
-      NotImplementedError: "cubin", and it is not built for these operands.
+      ValueError, TypeError: operands that differ from the above.
+      NotImplementedError: "cubin", and no kernel is built for these operands.
     """
     op = "indexer_scores"
     dims: dict[str, Any] = {}
@@ -198,10 +199,10 @@ def indexer_loss(
 ) -> jax.Array:
     """The loss that trains the indexer: KL(teacher ‖ student) for every query (DeepSeek-V3.2's report, §2.1).
 
-    The teacher is attention itself: Σ_h exp(scale · attention_q · kv - logaddexp(lse, sink)) at each entry, with what
-    else lse counts, a window, say, in the denominator, made to sum to 1 over the entries. The student is the softmax
-    of the indexer's scores over the same entries. These are the entries that `indices` names, no entry twice, or
-    without `indices`, as in the warm-up, all that are visible. Gradients go to q, k and weights alone.
+    The teacher is attention itself: Σ_h exp(scale · attention_q · kv - logaddexp(lse, sink)) at each entry, normalised
+    to sum to 1 over the entries. lse may count more than these entries, such as a window. The student is the softmax of
+    the indexer's scores over the same entries. These are the entries that `indices` names, each once, or without
+    `indices`, as in the warm-up, all visible entries. Only q, k and weights get gradients.
 
     Args:
       q, k, weights: the indexer's, as in `indexer_scores`.
@@ -216,8 +217,8 @@ def indexer_loss(
       float32 `[b, s_q]`; 0 for a query that has no entry, or whose heads attend to none of them.
 
     Raises:
-      ValueError, TypeError: operands that are not as said above.
-      NotImplementedError: "cubin", and it is not built for these operands, as it never is without indices.
+      ValueError, TypeError: operands that differ from the above.
+      NotImplementedError: "cubin", and no kernel is built for these operands; without indices there never is one.
     """
     op = "indexer_loss"
     dims: dict[str, Any] = {}
@@ -249,10 +250,10 @@ def indexer_loss(
 def quantize_indexer(
     q: jax.Array, k: jax.Array | None, weights: jax.Array
 ) -> tuple[jax.Array, jax.Array | None, jax.Array, jax.Array | None]:
-    """Operands of `lightning_indexer` in 8 bits: (q, k, weights, k_scale), so that I means the same.
+    """Quantizes operands of `lightning_indexer` to 8 bits: (q, k, weights, k_scale) with the same scores I.
 
     Each row is divided by scale = max(max |row|, 1e-4) / 448 and rounded to float8_e4m3fn. The scales of q, one for
-    each query and head, are multiplied into weights, which ReLU allows because they are positive; those of k are
+    each query and head, are multiplied into weights; they are positive, so they pass through ReLU. The scales of k are
     k_scale. Multiply the rows of q and k by a Hadamard matrix first, as DeepSeek-V4 does: it spreads outliers over all
     of d.
 
@@ -265,7 +266,7 @@ def quantize_indexer(
       q and k as float8_e4m3fn, weights float32 `[b, s_q, h]`, k_scale float32 `[b, s_c]`; k and k_scale None without k.
 
     Raises:
-      ValueError, TypeError: operands that are not as said above.
+      ValueError, TypeError: operands that differ from the above.
     """
     op = "quantize_indexer"
     dims: dict[str, Any] = {}
@@ -288,7 +289,7 @@ def _trained(op: str, q: Any, k: Any, weights: Any, dims: dict[str, Any]) -> tup
 
 
 class _Keys(NamedTuple):
-    """What entries are chosen from: operands of an op, after q and weights, and the op with and without scores."""
+    """Where entries are chosen from: an op's operands after q and weights, and the op with and without scores."""
 
     choose: Op
     choose_and_score: Op
@@ -332,7 +333,7 @@ def _cached_keys(op: str, cache: Cache, k_scale: Any, dtype: Any, dims: dict[str
 
 
 def _page_fits(page: Any, several: bool, packed: bool) -> bool:
-    """Whether kernels take such pages, of which a sequence has several, or one: as `IndexPageUnit` in C++ says."""
+    """Whether kernels take pages of this size, one or several to a sequence, by the rule of `IndexPageUnit` in C++."""
     unit = (32 if packed else 8) if several else (4 if packed else 1)
     return isinstance(page, int) and page % unit == 0
 
@@ -367,7 +368,7 @@ _SCORES_THERE = Axes("scores", "b s_q topk")
 
 
 def _built_for(keys: _Keys, h: Any, d: Any, dtype: str, topk: int) -> tuple[str, ...]:
-    """The architectures whose kernels both score such operands and choose so many."""
+    """The architectures whose kernels both score such operands and choose that many."""
     if d != _D or not keys.fits:
         return ()
     chooses = {v.arch for v in _ffi.variants_for("topk") if topk <= v.choices["max_topk"]}
@@ -379,7 +380,7 @@ _INDEX_FP8 = "index_fp8"
 
 
 def _choosing(keys: tuple[Axes, ...], reference: Callable[..., Arrays], kernel: Callable[..., Arrays]) -> tuple[Op, Op]:
-    """Two ops of (q, weights, *keys, start, stop): one chooses entries, the other gives their scores too."""
+    """Two ops of (q, weights, *keys, start, stop): one chooses entries, the other also gives their scores."""
     operands = (_TRAINED[0], _TRAINED[2], *keys, *_SPAN)
 
     def choose(*operands: jax.Array, topk: int) -> Arrays:
@@ -442,7 +443,7 @@ _DENSE_LOSS_GRADIENT = Op(
 
 
 def _scores_at(op: str, implementation: Any, q: jax.Array, *others: jax.Array) -> jax.Array:
-    """`indexer_scores` of operands that were checked, for `op`."""
+    """`indexer_scores` of checked operands, for `op`."""
     h, d = q.shape[2:]
     when = "never"
     fits: tuple[Fit | None, Fit | None] = None, None
@@ -471,14 +472,16 @@ def _divergence_bwd(operands: Any, cotangent: jax.Array) -> Any:
 _divergence.defvjp(_divergence_fwd, _divergence_bwd)
 
 
-@functools.partial(jax.jit, static_argnums=0)  # so that a call outside of jit compiles but once
+@functools.partial(jax.jit, static_argnums=0)  # so that a call outside of jit compiles only once
 def _learn(calls: tuple[Call, ...], *operands: jax.Array) -> jax.Array:
     return _learned(calls, *in_reverse(calls[0], operands))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _learned(calls: tuple[Call, ...], *operands: jax.Array) -> jax.Array:
-    """The result of an op of q, k, weights and others, by the first call; gradients of these three, by the second."""
+    """An op of q, k, weights and more, whose result the first call gives and whose gradients in those three the
+    second.
+    """
     (result,) = _once(calls[0], *operands)
     return result
 

@@ -16,8 +16,8 @@ def merge(parts: Sequence[tuple[jax.Array, jax.Array]], sink: jax.Array | None =
 
         lse = log Σᵢ exp(lseᵢ);  o = Σᵢ exp(lseᵢ - logaddexp(lse, sink)) oᵢ
 
-    Associative, differentiable in everything, and never NaN for ±inf sinks or empty parts: a part with `lse = -inf`
-    adds nothing, whatever its `o` holds.
+    Merging is associative, differentiable in everything, and never NaN for ±inf sinks or empty parts: a part with
+    `lse = -inf` adds nothing, whatever its `o` holds.
 
     Args:
       parts: one or more `(o [b, s_q, h_q, d], lse float32 [b, s_q, h_q])`, of one dtype, each made without a sink.
@@ -27,7 +27,7 @@ def merge(parts: Sequence[tuple[jax.Array, jax.Array]], sink: jax.Array | None =
       o and lse like a part's; lse without the sink.
 
     Raises:
-      ValueError, TypeError: operands that are not as said above.
+      ValueError, TypeError: operands that differ from the above.
     """
     op = "merge"
     wanted = "one or more pairs (o, lse)"
@@ -51,7 +51,7 @@ def merge(parts: Sequence[tuple[jax.Array, jax.Array]], sink: jax.Array | None =
 def merged(
     parts: Sequence[tuple[jax.Array, jax.Array]], sink: jax.Array | None = None, op: str = "merge"
 ) -> tuple[jax.Array, jax.Array]:
-    """`merge` of operands that are right, on whichever devices they are; `op` is who asks, for errors."""
+    """`merge` of checked operands, on any devices; `op` is the caller's name, for errors."""
     parts, sink = _side_by_side(parts, sink, op)
     o_parts = jnp.stack([o.astype(jnp.float32) for o, _ in parts])
     lse_parts = jnp.stack([lse for _, lse in parts])
@@ -66,7 +66,7 @@ def merged(
 def _side_by_side(
     parts: Sequence[tuple[jax.Array, jax.Array]], sink: jax.Array | None, op: str
 ) -> tuple[Sequence[tuple[jax.Array, jax.Array]], jax.Array | None]:
-    """The operands, those that an Explicit mesh shards placed alike."""
+    """The operands, with those that an Explicit mesh shards placed alike."""
     axes = [Axes(f"parts[{i}] {x.name}", x.axes) for i in range(len(parts)) for x in RESULTS]
     operands = [x for part in parts for x in part]
     if sink is not None:

@@ -1,5 +1,5 @@
 """The packed caches of DeepSeek's models: 512 values an entry, in pages of bytes; docs/semantics.md draws each layout.
-And those of an indexer's keys, 128 values an entry.
+Also the caches of an indexer's keys, with 128 values an entry.
 
 layout    an entry has                                        scales                   bytes, in a page of n entries
 v4_fp8    448 e4m3, 64 bfloat16 (the dimensions of RoPE)      7 ue8m0, for 64; one 0   n × 576, then n × 8, then padding
@@ -7,11 +7,11 @@ v41_fp8   512 e4m3                                            16 ue8m0, for 32  
 v41_fp4   512 e2m1, the even one of a pair in the low nibble  32 e4m3, for 16          n × 288
 index_fp8 128 e4m3                                            1 float32                n × 128, then n × 4
 
-ue8m0   2^ceil(log2(amax / 448)) as its biased exponent, and not below the least that the layout has
+ue8m0   2^ceil(log2(amax / 448)) as its biased exponent, and not below the layout's minimum
 e4m3    amax / 6, rounded to the nearest, and not below 2^-9, the least above 0 that e4m3 has
 float32 max(amax, 1e-4) / 448
 
-A value is its code times its scale, which bfloat16 holds exactly; of index_fp8 it is rounded to float32.
+A value is its code times its scale, which bfloat16 holds exactly; in index_fp8 it is rounded to float32.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ D = 512
 _E4M3_MAX, _E4M3_NAN = 448.0, 0x7F  # 7/8 of a power of two
 _E4M3_LEAST = 2.0**-9
 _BIAS, _NAN = 127, 255  # of ue8m0
-_INDEX_LEAST = 1e-4  # amax, at least: what a row of zeros is scaled by
+_INDEX_LEAST = 1e-4  # the least amax, which scales a row of zeros
 _E2M1_MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 """between the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6; a value in the middle goes to the even code"""
 
@@ -40,19 +40,20 @@ Parts = tuple[jax.Array, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How an entry becomes bytes, and where these are in a page. An entry has codes, bfloat16, scales and padding.
+    """How an entry becomes bytes, and where they are in a page. An entry has codes, bfloat16 values, scales and
+    padding.
 
     Attributes:
       d: dimensions.
       packed: dimensions that are codes; the others, after them, are bfloat16.
-      bits: of a code.
+      bits: bits of a code.
       group: dimensions that share a scale.
-      parts: widths in bytes that an entry is cut into. A page has the first part of all its entries, then the second.
-      multiple: the size of a page is a multiple of so many bytes.
+      parts: widths in bytes of the parts of an entry. A page has the first part of all its entries, then the second.
+      multiple: the size of a page is a multiple of this many bytes.
       encode_groups: float32 `[…, groups, group]` -> uint8 codes `[…, bytes]` and scales `[…, groups * scale_bytes]`.
-      decode_groups: and back.
-      scale_bytes: of a scale.
-      decoded: the dtype that holds what is decoded.
+      decode_groups: the inverse.
+      scale_bytes: bytes of a scale.
+      decoded: the dtype of decoded values.
     """
 
     d: int
@@ -82,7 +83,7 @@ class Layout:
         return -(-entries * self.entry // self.multiple) * self.multiple
 
     def page_entries(self, size: Any) -> Any:
-        """How many entries a page of this size has; what it is padded with is less than one."""
+        """How many entries a page of this size has; its padding is shorter than an entry."""
         return size // self.entry
 
     def is_page(self, size: Any) -> bool:
@@ -90,7 +91,7 @@ class Layout:
         return bool(size >= self.entry and size == self.page_bytes(self.page_entries(size)))
 
     def starts(self, at: Any, page: Any) -> tuple[Any, ...]:
-        """Where the parts of the entries `at` of a page begin, which has so many entries."""
+        """Where the parts of the entries `at` begin, in a page that has `entries` entries."""
         before = (page * sum(self.parts[:i]) for i in range(len(self.parts)))
         return tuple(first + at * width for first, width in zip(before, self.parts, strict=True))
 
@@ -107,7 +108,7 @@ class Layout:
         return tuple(_cut(jnp.concatenate(whole, -1), self.parts))
 
     def decode(self, *parts: jax.Array) -> jax.Array:
-        """Entries `[…, d]` of their parts."""
+        """The entries `[…, d]` that these parts encode."""
         batch, rest = parts[0].shape[:-1], 2 * (self.d - self.packed)
         widths = (self.packed * self.bits // 8, rest, self.packed // self.group * self.scale_bytes)
         codes, others, scales = _cut(jnp.concatenate(parts, -1), widths)
@@ -119,14 +120,18 @@ class Layout:
         return jnp.concatenate([values, others], -1)
 
     def take(self, pages: jax.Array, page: jax.Array, at: jax.Array) -> jax.Array:
-        """The entries `at` […] of pages number `page` […], in `pages [pages, page_bytes]`: […, d], 0 where page < 0."""
+        """Reads the entries `at` […] of pages number `page` […], from `pages [pages, page_bytes]`: […, d], 0 where page
+        < 0.
+        """
         starts = self.starts(at, self.page_entries(pages.shape[1]))
         parts = zip(starts, self.parts, strict=True)
         return self.decode(*(read_pages(pages, page, start, width) for start, width in parts))
 
 
 def read_pages(pages: jax.Array, page: jax.Array, start: jax.Array, width: int) -> jax.Array:
-    """`width` bytes from `start` […] of page […] on, in `pages [pages, page_bytes]`: […, width]; 0 where page < 0."""
+    """Reads `width` bytes from `start` […] of page […] on, from `pages [pages, page_bytes]`: […, width]; 0 where page <
+    0.
+    """
     windows = lax.GatherDimensionNumbers(offset_dims=(page.ndim,), collapsed_slice_dims=(0,), start_index_map=(0, 1))
     where = jnp.stack([page, start], -1)
     return lax.gather(pages, where, windows, (1, width), mode="fill", fill_value=0)
@@ -138,13 +143,13 @@ def _cut(x: jax.Array, widths: tuple[int, ...]) -> list[jax.Array]:
 
 
 def _encode_e4m3(values: jax.Array, least: int) -> Parts:
-    """With ue8m0 scales, 2^least at least."""
+    """e4m3 codes with ue8m0 scales of at least 2^least."""
     finite = jnp.isfinite(values).all(-1)
     amax = jnp.where(finite, jnp.max(jnp.abs(values), -1), 0)
     part, exponent = jnp.frexp(jnp.maximum(amax, _E4M3_MAX * 2.0**least))  # part in [1/2, 1)
     exponent = exponent - jnp.where(part > 7 / 8, 8, 9)  # exact, where a quotient and a logarithm would be rounded
     values = jnp.where(finite[..., None], jnp.ldexp(values, -exponent[..., None]), 0)
-    most = jnp.where(exponent < 120, _E4M3_MAX, 240)[..., None]  # or 2^128 is what the greatest are rounded to
+    most = jnp.where(exponent < 120, _E4M3_MAX, 240)[..., None]  # or the greatest would round to 2^128
     values = jnp.clip(values, -most, most).astype(jnp.float8_e4m3fn)
     codes = lax.optimization_barrier(lax.bitcast_convert_type(values, jnp.uint8))  # or XLA may undo the rounding
     return codes, jnp.where(finite, exponent + _BIAS, _NAN).astype(jnp.uint8)
@@ -161,12 +166,12 @@ def quantize_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """float8_e4m3fn like x, and a float32 scale for each row: max(max |row|, 1e-4) / 448."""
     x = x.astype(jnp.float32)
     scale = jnp.maximum(jnp.max(jnp.abs(x), -1), _INDEX_LEAST) / _E4M3_MAX
-    codes = jnp.clip(x / scale[..., None], -_E4M3_MAX, _E4M3_MAX)  # a quotient may be rounded to more than the greatest
+    codes = jnp.clip(x / scale[..., None], -_E4M3_MAX, _E4M3_MAX)  # or rounding may take a quotient above the greatest
     return codes.astype(jnp.float8_e4m3fn), scale
 
 
 def index_keys(codes: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """float8_e4m3fn like codes and float32 `[…]` of what "index_fp8" holds, uint8 `[…, 128]` and `[…, 4]`."""
+    """Reads "index_fp8", uint8 `[…, 128]` and `[…, 4]`: float8_e4m3fn codes and float32 `[…]` scales."""
     word = functools.reduce(jnp.bitwise_or, (scales[..., i].astype(jnp.uint32) << 8 * i for i in range(4)))
     return lax.bitcast_convert_type(codes, jnp.float8_e4m3fn), lax.bitcast_convert_type(word, jnp.float32)
 
@@ -185,7 +190,7 @@ def _decode_index(codes: jax.Array, scales: jax.Array) -> jax.Array:
 
 
 def _encode_e2m1(values: jax.Array) -> Parts:
-    """With e4m3 scales."""
+    """e2m1 codes with e4m3 scales."""
     finite = jnp.isfinite(values).all(-1)
     amax = jnp.where(finite, jnp.max(jnp.abs(values), -1), 0)
     scale = _sixth_in_e4m3(jnp.maximum(amax, 6 * _E4M3_LEAST))
@@ -200,9 +205,9 @@ def _encode_e2m1(values: jax.Array) -> Parts:
 
 
 def _sixth_in_e4m3(x: jax.Array) -> jax.Array:
-    """x / 6 to the nearest of e4m3's numbers, in the middle to the even one, at most 448: float32; x is 6·2^-9 or more.
+    """x / 6 rounded to the nearest e4m3 number, ties to even, at most 448: float32; x is 6·2^-9 or more.
 
-    By e4m3's steps, with a remainder that is exact, where a quotient's rounding would depend on the device.
+    It finds e4m3's step and an exact remainder, because the rounding of a quotient would depend on the device.
     """
     part, exponent = jnp.frexp(x)
     step = jnp.maximum(exponent - jnp.where(part >= 0.75, 3, 4), -6) - 3  # of x / 6 in [8, 16) 2^step, or less
@@ -248,15 +253,15 @@ def quantize_cache(entries: jax.Array, layout: str = V4_FP8) -> jax.Array:
     """Pages of packed entries.
 
     Args:
-      entries: `[…, n, d]`, bfloat16, float16 or float32; d is 512, or 128 of "index_fp8". n is the size of a page.
-      layout: "v4_fp8", of DeepSeek-V4: 584 bytes an entry, of which the last 64 dimensions are kept as bfloat16.
-        "v41_fp8" and "v41_fp4", of DeepSeek-V4.1: 528 and 288 bytes. "index_fp8", of the lightning indexer's keys: 132.
+      entries: `[…, n, d]`, bfloat16, float16 or float32; d is 512, in "index_fp8" 128. A page has n entries.
+      layout: "v4_fp8", DeepSeek-V4's: 584 bytes an entry, with the last 64 dimensions in bfloat16. "v41_fp8" and
+        "v41_fp4", DeepSeek-V4.1's: 528 and 288 bytes. "index_fp8", for the lightning indexer's keys: 132.
 
     Returns:
-      uint8 `[…, page_bytes]`. NaN or inf among values that share a scale makes them all NaN, by the scale.
+      uint8 `[…, page_bytes]`. NaN or inf among values that share a scale makes all of them NaN.
 
     Raises:
-      ValueError, TypeError: entries or a layout that are not as said above.
+      ValueError, TypeError: entries or a layout that differ from the above.
     """
     how = layout_of("quantize_cache", layout)
 
@@ -272,14 +277,15 @@ def quantize_cache(entries: jax.Array, layout: str = V4_FP8) -> jax.Array:
 
 
 def dequantize_cache(pages: jax.Array, layout: str = V4_FP8) -> jax.Array:
-    """bfloat16 entries `[…, n, 512]` of packed pages, uint8 `[…, page_bytes]`; exact, what is padding is not read.
-    Of "index_fp8", float32 `[…, n, 128]`, rounded.
+    """Unpacks pages, uint8 `[…, page_bytes]`, into bfloat16 entries `[…, n, 512]`, exactly; it does not read padding.
+
+    "index_fp8" gives float32 `[…, n, 128]`, rounded.
 
     Args:
       layout: as in `quantize_cache`.
 
     Raises:
-      ValueError, TypeError: pages or a layout that are not as said above.
+      ValueError, TypeError: pages or a layout that differ from the above.
     """
     how = layout_of("dequantize_cache", layout)
 

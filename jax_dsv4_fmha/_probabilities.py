@@ -1,4 +1,4 @@
-"""Attention's probabilities at given entries, summed over heads: what an indexer learns from."""
+"""Attention's probabilities at given entries, summed over heads: the teacher of an indexer."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def head_summed_probabilities(
     scale: float | None = None,
     implementation: _check.Implementation | None = None,
 ) -> jax.Array:
-    """How much the heads of a query attend to each of the entries that its row of `indices` names, all together.
+    """Attention's probabilities at the entries that a query's row of `indices` names, summed over its heads.
 
         p[t, j] = Σ_h exp(scale · q[t, h] · kv[indices[t, j]] - logaddexp(lse[t, h], sink[h]))
 
@@ -33,7 +33,7 @@ def head_summed_probabilities(
       q: `[b, s_q, h_q, d]`, bfloat16, float16 or float32: the queries of attention.
       kv: `[b, s_c, d]` in q's dtype: the entries that attention reads.
       lse: float32 `[b, s_q, h_q]`, as `dsv4_attention` and `sparse_fmha` return it. A head with ±inf adds nothing.
-      indices: int32 `[b, s_q, topk]`; one below 0 or not below s_c is absent.
+      indices: int32 `[b, s_q, topk]`; an entry below 0 or not below s_c is absent.
       topk_length: int32 `[b, s_q]`; entries from there on are absent too.
       sink: float32 `[h_q]`, scale, implementation: as in `dsv4_attention`.
 
@@ -41,8 +41,8 @@ def head_summed_probabilities(
       float32 `[b, s_q, topk]`, 0 where an entry is absent.
 
     Raises:
-      ValueError, TypeError: operands that are not as said above.
-      NotImplementedError: "cubin", and it is not built for these operands.
+      ValueError, TypeError: operands that differ from the above.
+      NotImplementedError: "cubin", and no kernel is built for these operands.
     """
     op = "head_summed_probabilities"
     dims: dict[str, Any] = {}
@@ -66,7 +66,7 @@ def head_summed_probabilities(
 
 
 def denominator(lse: jax.Array, sink: jax.Array | None) -> jax.Array:
-    """logaddexp(lse, sink); ±inf where a head saw no key, or nothing but its sink."""
+    """logaddexp(lse, sink); ±inf where a head saw no key, or nothing except its sink."""
     if sink is None:
         return lse
     return jnp.where(lse == -jnp.inf, jnp.inf, jnp.logaddexp(lse, sink[None, None]))

@@ -18,17 +18,17 @@ from . import _check
 class Span:
     """A mask: query i of batch entry n sees the keys `start[n, i] <= j < stop[n, i]`, one interval.
 
-    start and stop are ints, or int32 arrays that broadcast to `[b, s_q]`. The op that is given a Span clips them to
-    `[0, s_kv]`. A query with `start >= stop` sees nothing. `a & b` shows the keys that both show.
+    start and stop are ints, or int32 arrays that broadcast to `[b, s_q]`. An op clips them to `[0, s_kv]`. A query with
+    `start >= stop` sees nothing. `a & b` shows the keys that both show.
 
     In the constructors, `offset` is an int or int32 `[b]`, traced or not: query i has position `i + offset`, and the
-    first key has position 0. Greater positions than 2**31 - 2 count as that.
+    first key has position 0. Positions above 2**31 - 2 count as 2**31 - 2.
     """
 
     start: Any
     stop: Any
     rules: frozenset[str] = frozenset()
-    """which of `segments` and `compressed` it keeps to: `&` refuses both"""
+    """`segments` or `compressed`, whichever made it: `&` refuses to combine the two"""
 
     @classmethod
     def causal(cls, s_q: int, offset: Any = 0) -> "Span":
@@ -41,11 +41,11 @@ class Span:
         """The last `window` keys, the query's own position included."""
         window = _check.positive("Span.sliding_window", "window", window)
         p = _positions("Span.sliding_window", s_q, offset)
-        return cls(jnp.maximum(p, window - 1) - (window - 1), p + 1)  # so written that nothing wraps around
+        return cls(jnp.maximum(p, window - 1) - (window - 1), p + 1)  # written so that nothing wraps around
 
     @classmethod
     def compressed(cls, s_q: int, ratio: int, offset: Any = 0) -> "Span":
-        """Entries of a cache that holds one entry for `ratio` positions: those whose positions are all past.
+        """Entries of a cache with one entry for `ratio` positions: those whose positions are all past.
 
         For packed sequences see `compressed_segments`.
         """
@@ -61,13 +61,13 @@ class Span:
 
     @classmethod
     def segments(cls, q_ids: Any, kv_ids: Any = None) -> "Span":
-        """Packed sequences: a query sees the keys that bear its segment id.
+        """Packed sequences: a query sees the keys with its segment id.
 
         q_ids int32 `[b, s_q]`; kv_ids int32 `[b, s_kv]`, the same array if left out. The keys of a segment stand side
-        by side; the segments may come in any order. A query whose id no key bears sees nothing, nor does one whose keys
-        stand in several places: ValueError where kv_ids is known while tracing. Packed causal self-attention is
-        `Span.segments(ids) & Span.causal(s)`; from cumulative lengths,
-        `ids = searchsorted(cu_seqlens, arange(s), "right")`.
+        by side; the segments may come in any order. A query whose id no key has sees nothing. Nor does one whose keys
+        stand in several places, which is a ValueError where kv_ids is known while tracing. Packed causal self-attention
+        is `Span.segments(ids) & Span.causal(s)`; from cumulative lengths, `ids = searchsorted(cu_seqlens, arange(s),
+        "right")`.
         """
         dims: dict[str, Any] = {}
         q_ids = _check.operand("Span.segments", "q_ids", q_ids, "b s_q", dims, _check.INT)
@@ -83,12 +83,12 @@ class Span:
 
     @classmethod
     def compressed_segments(cls, ids: Any, ratio: int) -> "Span":
-        """Entries of packed sequences, one for `ratio` tokens of a sequence: those of a query's own that are past.
+        """Entries of packed sequences, one for `ratio` tokens: a query sees the past entries of its own sequence.
 
-        ids int32 `[b, s]`, of the tokens; each of its runs of equal ids is a sequence, and begins with a block of its
-        own. The entries stand one sequence after the other: of n tokens there are `n // ratio`. `Span.compressed`
-        counts from the row's first token, which is right for no sequence that begins elsewhere than at a multiple of
-        ratio: it is refused beside `Span.segments`.
+        ids int32 `[b, s]`, of the tokens. Each run of equal ids is a sequence, whose blocks begin with its first token.
+        A sequence of n tokens has `n // ratio` entries, and the entries stand one sequence after the other.
+        `Span.compressed` counts from the row's first token, which is wrong for a sequence that begins elsewhere than at
+        a multiple of ratio, so combining it with `Span.segments` is an error.
         """
         op = "Span.compressed_segments"
         ids = _check.operand(op, "ids", ids, "b s", {}, _check.INT)
@@ -117,13 +117,13 @@ class Span:
         return f"Span({_check.describe(self.start)}, {_check.describe(self.stop)})"
 
     def bounds(self, b: Any, s_q: Any, s_kv: Any, op: str = "Span") -> tuple[jax.Array, jax.Array]:
-        """start and stop, each int32 `[b, s_q]` within `[0, s_kv]`. `op` is who asks, for the error's text."""
+        """start and stop, each int32 `[b, s_q]` within `[0, s_kv]`. `op` is the caller's name, for errors."""
         start = _bound(op, "span.start", self.start, b, s_q, s_kv)
         return start, _bound(op, "span.stop", self.stop, b, s_q, s_kv)
 
 
 def shown_by_all(op: str, spans: Sequence[Span], b: Any, s_q: Any, s_kv: Any) -> tuple[jax.Array, jax.Array]:
-    """start and stop, as `Span.bounds` gives them, of the keys that every one of the spans shows."""
+    """start and stop, as `Span.bounds` gives them, of the keys that all of the spans show."""
     each = [Span(*span.bounds(b, s_q, s_kv, op), span.rules) for span in spans]
     return functools.reduce(operator.and_, each).bounds(b, s_q, s_kv, op)
 
@@ -148,12 +148,12 @@ def _bound(op: str, name: str, x: Any, b: Any, s_q: Any, s_kv: Any) -> jax.Array
 
 
 def _front() -> jax.Array:
-    """Where the first key is; not like an array that may be sharded, which outside of jit takes a mesh that is set."""
+    """Where the first key is; unlike an array that may be sharded, it needs no mesh to be set outside of jit."""
     return jnp.zeros((1, 1), jnp.int32)
 
 
 def _in_32_bits(x: Any) -> Any:
-    """A bound that is an int as int32; any other as it is."""
+    """An int bound as int32; any other bound unchanged."""
     if isinstance(x, int) and not isinstance(x, bool):
         return jnp.int32(min(max(x, -(2**31)), 2**31 - 1))
     return _check.narrow(x)
@@ -166,7 +166,7 @@ def _positions(op: str, s_q: Any, offset: Any) -> jax.Array:
 
 
 def _search(ids: jax.Array, x: jax.Array, side: str) -> jax.Array:
-    """As `jnp.searchsorted`, row by row, for any number of ids that int32 counts, known while tracing or not."""
+    """`jnp.searchsorted`, row by row, for any number of ids that int32 counts, known while tracing or not."""
 
     def step(count: jax.Array, bit: jax.Array) -> tuple[jax.Array, None]:
         more = count + bit
@@ -177,7 +177,7 @@ def _search(ids: jax.Array, x: jax.Array, side: str) -> jax.Array:
 
 
 def _side_by_side(ids: jax.Array) -> None:
-    """Raises where ids are known, and equal ones of a row are not neighbours."""
+    """Raises where ids are known and equal ids of a row are not neighbours."""
     if isinstance(ids, jax.core.Tracer) or not ids.is_fully_addressable:
         return
     for i, row in enumerate(np.asarray(ids)):

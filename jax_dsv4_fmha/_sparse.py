@@ -28,8 +28,8 @@ def sparse_fmha(
     name has no influence on it, not even as NaN.
 
     Args:
-      q: `[b, s_q, h_q, d]`, bfloat16 or float16; float32 on the reference alone.
-      kv: `[b, s_kv, d]` in q's dtype; or `[s_kv, d]`, a pool in which every sequence has its keys.
+      q: `[b, s_q, h_q, d]`, bfloat16 or float16; float32 only on the reference.
+      kv: `[b, s_kv, d]` in q's dtype; or `[s_kv, d]`, a pool that all sequences share.
       indices: int32 `[b, s_q, topk]`; an entry below 0 or not below s_kv is absent.
       topk_length: int32 `[b, s_q]`; entries from there on are absent too.
       sink, scale, implementation, deterministic: as in `fmha`.
@@ -38,8 +38,8 @@ def sparse_fmha(
       o like q and lse float32 `[b, s_q, h_q]`, as in `fmha`.
 
     Raises:
-      ValueError, TypeError: operands that are not as said above.
-      NotImplementedError: "cubin", and it is not built for these operands.
+      ValueError, TypeError: operands that differ from the above.
+      NotImplementedError: "cubin", and no kernel is built for these operands.
     """
     op = "sparse_fmha"
     dims: dict[str, Any] = {}
@@ -57,7 +57,7 @@ def sparse_fmha(
     if topk_length is None:
         topk_length = jnp.full(indices.shape[:2], indices.shape[2], jnp.int32)
     rows = q
-    if is_pool:  # the queries of all sequences are those of one
+    if is_pool:  # treat the queries of all sequences as those of one
         given = (("q", q), ("indices", indices), ("topk_length", topk_length))
         rows, indices, topk_length = (_of_one(op, name, x) for name, x in given)
         kv = kv[None]
@@ -69,7 +69,7 @@ def sparse_fmha(
 
 
 def _of_one(op: str, name: str, x: jax.Array) -> jax.Array:
-    """[b, s_q, …] as [1, b s_q, …], each part on the device where it is."""
+    """[b, s_q, …] as [1, b s_q, …], without moving a part to another device."""
     batch, queries, *rest = _spec(x)
     if queries is not None:
         wanted = "s_q whole, of a pool; split the batch, or give each device a pool"
@@ -88,5 +88,5 @@ def _spec(x: jax.Array) -> tuple[Any, ...]:
 
 
 def _sharding(x: jax.Array, spec: P) -> NamedSharding | None:
-    """None where types know of no sharding."""
+    """The array's sharding, or None where JAX's types carry none."""
     return NamedSharding(jax.typeof(x).sharding.mesh, spec) if any(_spec(x)) else None
