@@ -1,9 +1,9 @@
-"""The gradients in plain `jnp`, for wherever no backward kernel runs: of each kind of source, as `_transforms.gradient`
-has them.
+"""Gradients in plain `jnp`, for each kind of source, where no backward kernel runs; `_transforms.gradient` has the
+formulas.
 
-Queries are taken in blocks and keys in tiles, and the tiles that no row of a block sees are not visited, so that memory
-is that of the operands and a few blocks of logits. 16-bit operands are multiplied as the platform multiplies float32
-by default (on a GPU with 11 bits, which hold them exactly), float32 operands in full.
+They take queries in blocks and keys in tiles, and skip tiles that no row of a block sees, so memory is that of the
+operands and a few blocks of logits. 16-bit operands are multiplied as the platform multiplies float32 by default (on a
+GPU with 11 bits, which hold them exactly), float32 operands in full precision.
 """
 
 import math
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 _ROWS = 8192  # (batch entry, query, head) rows of a block
-_QUERIES = 256  # at most so many queries in a block, or a block would see much that each of its rows does not
+_QUERIES = 256  # at most this many queries in a block, or a block would see too much that each of its rows does not
 _KEYS = 256  # keys of a tile
 _GATHERED = 2**24  # gathered elements of a block, sparse
 
@@ -32,7 +32,7 @@ def fmha(
     tiles = -(-s_kv // tile)
     einsum = _einsum_for(q.dtype)
 
-    def keys(x: jax.Array) -> jax.Array:  # [b, h_kv, keys, d]; what no row sees may be anything
+    def keys(x: jax.Array) -> jax.Array:  # [b, h_kv, keys, d]; keys that no row sees may hold anything
         x = jnp.pad(x.swapaxes(1, 2), ((0, 0), (0, 0), (0, tiles * tile - s_kv), (0, 0)))
         return jnp.where(jnp.isfinite(x), x, 0)
 
@@ -120,7 +120,9 @@ def _einsum_for(dtype: Any) -> Callable[[str, jax.Array, jax.Array], jax.Array]:
 
 
 def _over_queries(block: Any, size: int, carry: Any, *operands: jax.Array) -> tuple[Any, jax.Array]:
-    """Scans block(carry, operands) over operands [b, s_q, …], `size` queries at a time, the last filled up with 0."""
+    """Scans block(carry, operands) over operands [b, s_q, …], `size` queries at a time; zeros fill up the last
+    block.
+    """
     s_q = operands[0].shape[1]
     if isinstance(s_q, int):
         size = min(size, s_q)

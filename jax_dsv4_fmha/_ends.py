@@ -1,4 +1,4 @@
-"""Functions of numbers that may be ±inf, never NaN and with derivatives that are not either."""
+"""Functions of numbers that may be ±inf; they and their derivatives are never NaN."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ from jax import lax
 
 
 def logsumexp(x: jax.Array, axis: int) -> jax.Array:
-    """log Σ exp(x), -inf where every x is, with gradients that are 0 there and not NaN."""
+    """log Σ exp(x), -inf where every x is, with gradients that are 0 there instead of NaN."""
     top = finite(lax.stop_gradient(jnp.max(x, axis, keepdims=True)))
     total = jnp.sum(jnp.exp(x - top), axis)
     nothing = total == 0
@@ -20,12 +20,12 @@ def sigmoid(x: jax.Array) -> jax.Array:
 
 @sigmoid.defjvp
 def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """With sigmoid(-x) for 1 - sigmoid(x), of which no digits are left where x is 17 or more."""
+    """Uses sigmoid(-x) for 1 - sigmoid(x), which has no digits left where x is 17 or more."""
     (x,), (dx,) = primals, tangents
     y = sigmoid(x)
     return y, y * sigmoid(-x) * dx
 
 
 def finite(x: jax.Array) -> jax.Array:
-    """x with 0 for ±inf: what may be subtracted from -inf."""
+    """x with 0 for ±inf, which may be subtracted from -inf."""
     return jnp.where(jnp.isinf(x), 0, x)

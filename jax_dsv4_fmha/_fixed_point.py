@@ -1,7 +1,7 @@
-"""Sums that are the same in any order: 64-bit integers, of which a power of two is 1.
+"""Sums that are the same in any order: 64-bit fixed point, in which a power of two is 1.
 
-No sum of a call can leave them: what 1 is follows from a bound of all its sums, of maxima alone, which are the same in
-any order themselves. A sum keeps what is 2^-61 of that bound.
+No sum of a call can overflow. The unit follows from a bound of all sums of the call, and the bound from maxima, which
+are the same in any order themselves. A sum keeps 2^-61 of that bound.
 """
 
 import math
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-_BITS = 61  # of a sum, less what rounding may add
+_BITS = 61  # the bits of a sum, less room for rounding
 _BIAS, _MANTISSA = 127, 23  # of float32
 
 
@@ -21,8 +21,8 @@ def resolution(
     """How many units are 1, for gradients of keys: float32 [1].
 
     With P <= 1, weight <= 1 and R rows in all, dkv = Σ_rows dS q + weight P do, dS = scale P (weight do·k - delta), is
-    R (scale (d max|do| max|k| + max|delta|) max|q| + max|do|) at most. Keys that are not finite are not counted: those
-    that no query sees may hold anything, and what comes of others is told by dq.
+    at most R (scale (d max|do| max|k| + max|delta|) max|q| + max|do|). The bound leaves out keys that are not finite:
+    keys that no query sees may hold anything, and dq shows the effect of the others.
     """
     sees = lse != -jnp.inf
 
@@ -42,10 +42,10 @@ def resolution(
 
 
 def to_float32(sums: jax.Array, resolution: jax.Array, dq: jax.Array) -> jax.Array:
-    """What sums, uint32 `[..., 2]`, low words first, stand for; NaN all of it where dq is not finite throughout."""
+    """The float32 values of sums, uint32 `[..., 2]`, low words first; all NaN where any dq is not finite."""
     low, high = sums[..., 0], sums[..., 1]
     negative = high >> 31 != 0
-    low, high = (jnp.where(negative, ~x, x) for x in (low, high))  # less 1 of a negative one, which is a unit
+    low, high = (jnp.where(negative, ~x, x) for x in (low, high))  # a negative one is 1 too small, which is a unit
     magnitude = high.astype(jnp.float32) * 2.0**32 + low.astype(jnp.float32)
     unit = 1 / resolution[0]  # a power of two
     finite = jnp.where(jnp.all(jnp.isfinite(dq)), unit, jnp.nan)

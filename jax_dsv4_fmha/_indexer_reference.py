@@ -1,9 +1,9 @@
-"""The lightning indexer in plain `jnp`: what defines its ops, fp32 inside, a block of queries at a time.
+"""The lightning indexer in plain `jnp`: the definition of its ops, fp32 inside, a block of queries at a time.
 
     I[t, s] = Σ_h w[t, h] · ReLU(q[t, h] · k[s])      fp32; times k_scale[s] where keys are e4m3
 
-Operands are taken as they are: the ops of the package check them first. What a query does not see cannot reach it, NaN
-included. The gradients are written out, for they keep no score: both ways a block is computed anew.
+The ops of the package check the operands first. A key that a query does not see cannot reach it, not even as NaN. The
+gradients are written out so that they keep no scores: both passes compute a block anew.
 """
 
 import functools
@@ -21,7 +21,7 @@ from ._span import Span
 
 Arrays = tuple[jax.Array, ...]
 
-_BLOCK = 2**24  # products of a query and a key, by head, that are alive at a time
+_BLOCK = 2**24  # products of a query and a key, by head, that exist at a time
 _FP32 = jnp.float32
 _INF = float("inf")
 _NEVER = -(2**31)  # the rank of an entry that a query does not see
@@ -29,7 +29,7 @@ _NAN = _NEVER + 1  # of a NaN
 _NEWEST = 2**31 - 1  # greater than that of any number
 
 
-# What has the names of the package's ops
+# Functions with the names of the package's ops
 
 
 def lightning_indexer(
@@ -83,7 +83,9 @@ def select(
     *,
     topk: int,
 ) -> Arrays:
-    """indices int32 and their scores, `[b, s_q, topk]`, of the entries start <= s < stop; both int32 `[b, s_q]`."""
+    """Chooses among the entries start <= s < stop (both int32 `[b, s_q]`): indices int32 and their scores,
+    `[b, s_q, topk]`.
+    """
     s_c = k.shape[1]
     k32 = k.astype(_FP32)
 
@@ -111,7 +113,7 @@ def select_within(
     topk: int,
     block: int,
 ) -> Arrays:
-    """`select` of the entries that are in one of the blocks `[b, s_q, n]` of `block` entries."""
+    """`select` among the entries that are in one of the blocks `[b, s_q, n]` of `block` entries."""
     s_c = k.shape[1]
     k32, count = k.astype(_FP32), -(-s_c // block)
 
@@ -140,8 +142,9 @@ def greatest_blocks(
     count: int,
     block: int,
 ) -> Arrays:
-    """(int32 `[b, s_q, count]`,): the blocks of `block` entries whose greatest scores of entries start <= s < stop are
-    the greatest, the last of these blocks in any case."""
+    """(int32 `[b, s_q, count]`,): the blocks of `block` entries with the greatest scores of entries start <= s < stop;
+    the last of these blocks is always among them.
+    """
     s_c = k.shape[1]
     k32, blocks = k.astype(_FP32), -(-s_c // block)
 
@@ -169,8 +172,9 @@ def select_of_pages(
     *,
     topk: int,
 ) -> Arrays:
-    """`select` of keys in pages of a pool, `[1 or b, pages, page, d]` or packed `[1 or b, pages, page_bytes]`, which
-    the table `[b, n]` names; of what is on none, zeros."""
+    """`select` among keys in pages of a pool, `[1 or b, pages, page, d]` or packed `[1 or b, pages, page_bytes]`, which
+    the table `[b, n]` names; an entry without a page counts as zeros.
+    """
 
     def of_sequence(x: Arrays) -> Arrays:
         q, weights, which, table, start, stop = x
@@ -199,14 +203,14 @@ def select_of_pages(
 
 
 def scores(q: jax.Array, k: jax.Array, weights: jax.Array) -> jax.Array:
-    """I, fp32 `[b, n, s]`, of q `[b, n, h, d]`, k `[b, s, d]` and weights `[b, n, h]`."""
+    """I, fp32 `[b, n, s]`, from q `[b, n, h, d]`, k `[b, s, d]` and weights `[b, n, h]`."""
     return _weighted(_relu(_einsum("bnhd,bsd->bnhs", q.astype(_FP32), k.astype(_FP32))), weights)
 
 
 def best(scores: jax.Array, visible: jax.Array, topk: int) -> Arrays:
     """The entries with the `topk` greatest scores, ascending, and these scores; -1 and -inf where fewer are visible.
 
-    Of equal scores that of the lower entry wins; -0 equals 0. NaN is less than any number.
+    Among equal scores the lower entry wins; -0 equals 0. NaN is less than any number.
     """
     indices = chosen(rank_of(scores), visible, topk)
     there = indices >= 0
@@ -215,9 +219,9 @@ def best(scores: jax.Array, visible: jax.Array, topk: int) -> Arrays:
 
 
 def chosen(rank: jax.Array, visible: jax.Array, topk: int) -> jax.Array:
-    """Where the `topk` greatest of the int32 ranks are, ascending, and of equal ones the lower; then -1."""
+    """Where the `topk` greatest int32 ranks are, ascending, then -1; among equal ranks the lower entry wins."""
     n = rank.shape[-1]
-    short = max(topk - n, 0) if isinstance(n, int) else topk  # entries to choose from, at most
+    short = max(topk - n, 0) if isinstance(n, int) else topk  # the greatest number of entries to choose from
     padding = [(0, 0)] * (rank.ndim - 1) + [(0, short)]
     greatest, where = lax.top_k(jnp.pad(jnp.where(visible, rank, _NEVER), padding, constant_values=_NEVER), topk)
     indices = jnp.sort(jnp.where(greatest == _NEVER, n, where).astype(jnp.int32), -1)
@@ -225,7 +229,7 @@ def chosen(rank: jax.Array, visible: jax.Array, topk: int) -> jax.Array:
 
 
 def rank_of(x: jax.Array) -> jax.Array:
-    """int32 that are ordered as the fp32 numbers x: -0 equals 0, NaN comes before -inf; none is the least int32."""
+    """int32 in the order of the fp32 numbers x: -0 equals 0, NaN comes before -inf; no rank is the least int32."""
     bits = lax.bitcast_convert_type(jnp.where(x == 0, 0, x), jnp.int32)
     return jnp.where(jnp.isnan(x), _NAN, bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
@@ -248,7 +252,7 @@ def scores_at(q: jax.Array, k: jax.Array, weights: jax.Array, indices: jax.Array
 
 @jax.jit
 def scores_at_gradient(q: jax.Array, k: jax.Array, weights: jax.Array, indices: jax.Array, di: jax.Array) -> Arrays:
-    """(dq like q, dk and dweights in fp32) of the cotangent di `[b, s_q, topk]`, where entries are there."""
+    """(dq like q, dk and dweights in fp32) for the cotangent di `[b, s_q, topk]`, where entries exist."""
     k32 = k.astype(_FP32)
 
     def block(dk: jax.Array, q: jax.Array, weights: jax.Array, indices: jax.Array, di: jax.Array) -> Any:
@@ -294,7 +298,7 @@ def dense_loss(
     *,
     scale: float,
 ) -> Arrays:
-    """(KL(teacher ‖ student) over the entries start <= s < stop `[b, s_q]`,); lse `[b, s_q, h]` counts the sink."""
+    """(KL(teacher ‖ student) over the entries start <= s < stop `[b, s_q]`,); lse `[b, s_q, h]` includes the sink."""
     both = _Both(q, k, kv, scale)
 
     def block(*rows: jax.Array) -> Arrays:
@@ -318,7 +322,7 @@ def dense_loss_gradient(
     *,
     scale: float,
 ) -> Arrays:
-    """(dq, dk, dweights), fp32, of the cotangent of `dense_loss`, `[b, s_q]`."""
+    """(dq, dk, dweights), fp32, for the cotangent of `dense_loss`, `[b, s_q]`."""
     both = _Both(q, k, kv, scale)
 
     def block(dk: jax.Array, cotangent: jax.Array, *rows: jax.Array) -> Any:
@@ -341,7 +345,7 @@ class _Both:
 
     def __init__(self, q: jax.Array, k: jax.Array, kv: jax.Array, scale: float) -> None:
         self.k, self.kv, self.scale, self.heads = k.astype(_FP32), kv.astype(_FP32), scale, q.shape[2]
-        self.finite_k = jnp.where(jnp.isfinite(self.k), self.k, 0)  # for an entry that nobody sees times 0
+        self.finite_k = jnp.where(jnp.isfinite(self.k), self.k, 0)  # or 0 times NaN would be NaN
 
     def size(self, attention_q: jax.Array) -> int:
         b, _, h, _ = attention_q.shape
@@ -364,7 +368,7 @@ def divergence(scores: jax.Array, target: jax.Array, there: jax.Array) -> jax.Ar
 
 
 def divergence_gradient(scores: jax.Array, target: jax.Array, there: jax.Array) -> jax.Array:
-    """That of `divergence` in the scores: softmax(scores) - p."""
+    """The gradient of `divergence` in the scores: softmax(scores) - p."""
     p = _normalised(target, there)
     student = jnp.where(there, jnp.exp(_log_softmax(scores, there)), 0)
     return jnp.where(jnp.any(p > 0, -1, keepdims=True), student - p, 0)
@@ -377,7 +381,7 @@ def _normalised(target: jax.Array, there: jax.Array) -> jax.Array:
 
 
 def _log_softmax(scores: jax.Array, there: jax.Array) -> jax.Array:
-    """0 where there is nothing."""
+    """The log-softmax over the last axis where `there`, 0 elsewhere."""
     kept = jnp.where(there, scores, -_INF)
     top = jnp.max(kept, -1, keepdims=True)
     shifted = jnp.where(there, scores - jnp.where(there.any(-1, keepdims=True), top, 0), -_INF)
@@ -386,7 +390,7 @@ def _log_softmax(scores: jax.Array, there: jax.Array) -> jax.Array:
 
 
 def _probabilities(logits: jax.Array, lse: jax.Array, scale: float) -> jax.Array:
-    """Σ_h exp(scale · logits - lse), of logits `[b, n, h, s]`; a head that saw nothing but its sink adds nothing."""
+    """Σ_h exp(scale · logits - lse), from logits `[b, n, h, s]`; a head that saw only its sink adds nothing."""
     lse = lse[..., None]
     return jnp.sum(jnp.where(jnp.isinf(lse), 0, jnp.exp(scale * logits - lse)), 2)
 
@@ -404,7 +408,9 @@ def _einsum(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def _named(keys: jax.Array, indices: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The rows `[b, n, t, d]` of keys `[b, s, d]` that indices `[b, n, t]` name, 0 for none; where they name one."""
+    """The rows `[b, n, t, d]` of keys `[b, s, d]` that indices `[b, n, t]` name, 0 for absent ones; and which are
+    there.
+    """
     there = (indices >= 0) & (indices < keys.shape[1])
     rows = jax.vmap(lambda keys, indices: keys[indices])(keys, jnp.where(there, indices, 0))
     return jnp.where(there[..., None], rows, 0), there
@@ -424,7 +430,7 @@ def _gathered(q: jax.Array, indices: jax.Array) -> int:
 
 
 def over_queries(block: Callable[..., Arrays], size: int, *rows: jax.Array) -> Arrays:
-    """block(*rows) over rows `[b, s_q, …]`, `size` queries at a time; the last block is filled up with 0."""
+    """block(*rows) over rows `[b, s_q, …]`, `size` queries at a time; zeros fill up the last block."""
     _, results = scan_queries(lambda nothing, *rows: (nothing, block(*rows)), None, size, *rows)
     return results
 

@@ -1,9 +1,8 @@
-"""What queries attend to: sources of keys, one or two, under one softmax.
+"""Sources of keys: one or two, which queries attend to under one softmax.
 
-A source says which keys every query sees. Its kind says which axes its operands have, what it means and what its
-gradient is; a tuple of kinds says which kernel takes it. All attention of the package is `attend`: its gradient is the
-sum of the sources' gradients under the lse of all of them, so that backward kernels are for kinds of sources, as
-forward ones are.
+A source says which keys every query sees. Its kind determines the axes of its operands, its meaning and its gradient;
+a tuple of kinds determines which kernel runs. All attention of the package is `attend`. Its gradient is the sum of the
+sources' gradients under the lse of all of them, so backward kernels serve kinds of sources, as forward kernels do.
 """
 
 import dataclasses
@@ -41,14 +40,14 @@ _Q, _ROWS = Axes("q", "b s_q h_q d"), "b s_q"
 )
 @dataclasses.dataclass(frozen=True)
 class SpanSource:
-    """For every query one interval of keys.
+    """One interval of keys for every query.
 
     Attributes:
-      keys: `[b, s, h_kv, d]`, or of a single head `[b, s, d]`, as a source beside another has it.
+      keys: `[b, s, h_kv, d]`, or `[b, s, d]` for a single head, the form that a source beside another has.
       start, stop: int32 `[b, s_q]` within `[0, s]`: query i sees the keys `start <= j < stop`.
       values: like keys; None where V is K.
-      names: what the caller calls keys, values if any, start and stop.
-      axis: what the caller calls s.
+      names: the caller's names of keys, values if any, start and stop.
+      axis: the caller's name of s.
     """
 
     keys: jax.Array
@@ -64,7 +63,7 @@ class SpanSource:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """What an error says of it, besides dtype and d."""
+        """How an error describes the source, besides dtype and d."""
         return () if self.keys.ndim == 3 else ("V=K" if self.values is None else "V apart from K",)
 
     @property
@@ -89,16 +88,17 @@ class SpanSource:
 )
 @dataclasses.dataclass(frozen=True)
 class SelectionSource:
-    """For every query the keys that a row of indices names; each of them is K and V, each as often as it is named.
+    """The keys that a row of indices names, for every query. Each key is both K and V, and counts as often as it is
+    named.
 
     Attributes:
-      keys: `[b, s, d]`; b = 1 is a pool in which all batch entries have their keys. Or packed: uint8
-        `[b, pages, page_bytes]`, of which index i is entry i % n of page i // n, with n in a page.
-      indices: int32 `[b, s_q, n]`; one outside of `[0, s)` is absent.
+      keys: `[b, s, d]`; with b = 1 a pool that all batch entries share. Or packed: uint8 `[b, pages, page_bytes]`,
+        where index i means entry i % n of page i // n, and n entries make a page.
+      indices: int32 `[b, s_q, n]`; an index outside of `[0, s)` is absent.
       length: int32 `[b, s_q]`, any value: indices from there on are absent too.
-      names: what the caller calls keys, indices and length.
-      axis: what the caller calls s.
-      layout: of packed keys.
+      names: the caller's names of keys, indices and length.
+      axis: the caller's name of s.
+      layout: the layout of packed keys.
     """
 
     keys: jax.Array
@@ -139,7 +139,7 @@ class SelectionSource:
         return _backward.sparse_fmha(q, self.keys, self.indices, self.length, *rows, scale=scale)
 
     def flat(self) -> "SelectionSource":
-        """All keys as one pool, `[s, d]` or `[pages, page_bytes]`, as the kernels of caches take them."""
+        """All keys as one pool, `[s, d]` or `[pages, page_bytes]`, as cache kernels take them."""
         each = self.keys.shape[1]
         if self.is_packed:
             each *= LAYOUTS[self.layout].page_entries(self.keys.shape[2])
@@ -150,7 +150,7 @@ class SelectionSource:
         return dataclasses.replace(self, keys=self.keys.reshape(-1, self.keys.shape[2]), indices=indices)
 
     def unpacked(self) -> "SelectionSource":
-        """The packed keys that are named, in bfloat16, as a pool in which each is named once."""
+        """The packed keys that are named, in bfloat16, as a pool that holds each once."""
         pool = self.flat()
         page = LAYOUTS[self.layout].page_entries(pool.keys.shape[1])
         there = (pool.indices >= 0) & (pool.indices < pool.keys.shape[0] * page)
@@ -178,21 +178,21 @@ def attend(
     """One softmax over the keys of all sources and the sink.
 
     Args:
-      op: who asks, for errors.
+      op: the caller's name, for errors.
       q: `[b, s_q, h_q, d]`.
-      sources: one or two, of one dtype with q, or packed with q in bfloat16.
+      sources: one or two, in q's dtype, or packed with q in bfloat16.
       sink: float32 `[h_q]`, or None.
       implementation: None or "cubin".
-      differentiable: whether there is a gradient; without, asking for it is an error.
-      names: what the caller calls q and sink.
-      deterministic: whether the gradient is the same bits every time.
+      differentiable: whether there is a gradient; if not, asking for one is an error.
+      names: the caller's names of q and sink.
+      deterministic: whether the gradient must have the same bits every time.
 
     Returns:
       o like q, rounded once, and lse float32 `[b, s_q, h_q]`, without the sink.
 
     Raises:
-      NotImplementedError: "cubin", and no kernel is built for these sources; or a gradient that is to be deterministic
-        would be a scatter of XLA's, on a GPU.
+      NotImplementedError: "cubin", and no kernel is built for these sources; or `deterministic` where XLA's scatter
+        would compute the gradient on a GPU.
     """
     if not isinstance(deterministic, bool):
         raise _check.error(TypeError, op, "deterministic", deterministic, "a bool")
@@ -251,7 +251,7 @@ def _built(kernel: "Kernel | None", q: jax.Array, kinds: tuple[str, ...], **choi
 
 
 def _same_bits(deterministic: bool) -> dict[str, Any]:
-    """What a kernel of the gradient is asked for."""
+    """The choices that a gradient's kernel must match."""
     return {"deterministic": True} if deterministic else {}
 
 
@@ -262,15 +262,15 @@ class Kernel(NamedTuple):
     """A raw call of `_ffi` for a tuple of kinds of sources."""
 
     op: str
-    """its name among what is built"""
+    """its name in the manifest"""
     run: Callable[..., Arrays]
-    """a forward kernel takes (q, *operands, sink), one of a gradient (q, do, lse, weight, delta, *operands)"""
+    """a forward kernel takes (q, *operands, sink), a gradient's kernel (q, do, lse, weight, delta, *operands)"""
     operands: Callable[..., Sequence[Any]] = lambda *sources: jax.tree.leaves(sources)
-    """of the sources, as `run` takes them"""
+    """makes `run`'s operands from the sources"""
 
 
 def _with_values(source: SpanSource) -> Sequence[Any]:
-    """The kernel for K and V apart serves where that for V is K is not built."""
+    """Where no kernel for V = K is built, the kernel for K and V apart takes the keys twice."""
     keys = source.keys
     is_built = _ffi.built_for("fwd", d=keys.shape[-1], dtype=keys.dtype.name, shared_kv=True)
     return keys, None if is_built else keys, source.start, source.stop
@@ -281,12 +281,12 @@ def _pools(*sources: SelectionSource) -> Sequence[Any]:
 
 
 def _pools_of_one(source: SelectionSource) -> Sequence[Any]:
-    """One of two sources, where nothing is seen of the other."""
+    """The given source as one of two; queries see nothing of the other."""
     return _and_nothing(source.flat())
 
 
 def _unpacked_pools(*sources: SelectionSource) -> Sequence[Any]:
-    """What is named of packed keys, unpacked before, for the kernel of keys in 16 bits."""
+    """The named keys of packed pools, unpacked beforehand, for the kernel of 16-bit keys."""
     pools = [source.unpacked() for source in sources]
     return jax.tree.leaves(pools) if len(pools) == 2 else _and_nothing(pools[0])
 
@@ -313,13 +313,13 @@ FORWARD: dict[tuple[str, ...], Kernel] = {
 
 
 def _dense_bwd(*operands: Any, scale: float, deterministic: bool = False) -> Arrays:
-    """Deterministic or not: the same bits always."""
+    """The results have the same bits with `deterministic` and without."""
     dq, *of_keys = _ffi.dense_bwd(*operands, scale=scale)
     return dq, *(x.astype(jnp.float32) for x in of_keys)
 
 
 def _span_bwd(q: Any, do: Any, lse: Any, weight: Any, delta: Any, kv: Any, *span: Any, **params: Any) -> Arrays:
-    """The kernels for K and V apart serve where that for V is K is not built."""
+    """Where no kernel for V = K is built, the kernels for K and V apart take the keys twice."""
     rows = (q, do, lse, weight, delta)
     if _ffi.built_for("bwd", d=q.shape[-1], dtype=q.dtype.name, shared_kv=True):
         return _ffi.bwd(*rows, kv, *span, **params)
@@ -333,7 +333,7 @@ BACKWARD: dict[tuple[str, ...], Kernel] = {
     ("span", "selection"): Kernel("dsv4_sparse_bwd", _ffi.dsv4_sparse_bwd),
     ("span", "span"): Kernel("dsv4_dense_bwd", _ffi.dsv4_dense_bwd),
 }
-"""Gives dq in q's dtype, and in float32 the gradient of every source's keys, and values, in order."""
+"""A kernel gives dq in q's dtype, and in float32 the gradient of every source's keys, and values, in order."""
 
 
 @functools.cache

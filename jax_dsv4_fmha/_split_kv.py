@@ -1,4 +1,6 @@
-"""Split-KV: into how many parts the keys of few queries are split, so that the whole chip attends to them."""
+"""Split-KV: the number of parts into which the keys of few queries are split, so that the whole chip attends to
+them.
+"""
 
 import jax
 
@@ -7,7 +9,7 @@ _LARGEST = {"sm_90a": 132}
 
 
 def processors(arch: str) -> int:
-    """How many SMs this process's devices of an architecture have, the fewest of them; without any, the most there are.
+    """The fewest SMs that a device of this architecture in this process has; without such a device, the most there are.
 
     So a program that is exported, or compiled beside the device, is made for the largest one.
     """
@@ -26,14 +28,16 @@ def architecture(compute_capability: str) -> str:
 
 
 def split_count(row_tiles: int, key_tiles: int, unit: int, processors: int) -> int:
-    """Into how many parts the keys of every tile of rows are split, of which each is a CTA's.
+    """The number of parts into which the keys of every tile of rows are split; each part is a CTA's.
 
-    From shapes and the chip alone, so that a call is always the same launches: key_tiles is how many a tile of rows can
-    have to see, and a CTA takes whole units of so many. How many it does see is divided evenly on the device.
+    It follows from shapes and the chip alone, so that a call always makes the same launches. key_tiles is the greatest
+    number of tiles that a tile of rows may see, and a CTA takes whole units of key tiles. The kernel divides the tiles
+    that are seen evenly on the device.
 
-    1 where the tiles of rows alone fill the chip. Else the count for which this is least, a fit to times on an H200 at
-    d = 512, in units of 1.4 us: for each wave of CTAs the part of one, by the tile, which takes longer where more CTAs
-    read from memory, and what a CTA's begin and end take; to merge, another launch, and the parts written and read.
+    The result is 1 where the tiles of rows alone fill the chip. Otherwise it minimises a model, fitted to times on an
+    H200 at d = 512, in units of 1.4 us. For each wave of CTAs the model adds the time of one part, by the tile, which
+    grows with the number of CTAs that read from memory, and the time of a CTA's begin and end. For the merge it adds
+    another launch, and the parts written and read.
     """
     if row_tiles >= processors:
         return 1

@@ -1,16 +1,19 @@
-"""What jax.jit, vmap, grad and meshes ask of an op that ends in a kernel; one mechanism for all of them.
+"""Makes an op that ends in a kernel work under jax.jit, vmap, grad and meshes: one mechanism for all ops.
 
-An op is data: the axes of its operands and results, a kernel and a reference. From that follow, outermost first,
+An op is data: the axes of its operands and results, a kernel and a reference. The layers that follow from that,
+outermost first:
 
-    Differentiable   custom_vjp: the gradient, from the op's residuals, is another op, with a kernel or without
+    Differentiable   custom_vjp: another op, with a kernel or without, computes the gradient from the residuals
     _batched         custom_vmap: a mapped axis becomes one more leading batch axis, of size 1 where nothing is mapped
-    _sharded         which devices compute what: every axis manual: this one does; Explicit: jax.shard_map; Auto, or no
-                     mesh: custom_partitioning, which compiles to nothing on a single device
+    _sharded         which devices compute what. All axes manual: this device computes all; Explicit: jax.shard_map;
+    Auto, or
+                     no mesh: custom_partitioning, which compiles to nothing on a single device
     _folded          all batch axes become the one that a kernel has, on one device, where that moves no data
-    _implementation  kernel or reference, by the platform that is compiled for
+    _implementation  kernel or reference, by the platform that XLA compiles for
 
 Batch, s_q and h_q may be sharded, and h_kv with h_q. A row needs all its keys, all of d and all its indices, so no
-other axis may be. A forward op has no collective; a result that lacks a sharded axis, as dk lacks s_q, is summed.
+other axis may be sharded. A forward op has no collective; a result that lacks a sharded axis, as dk lacks s_q, is
+summed.
 """
 
 import functools
@@ -36,14 +39,14 @@ Arrays = tuple[jax.Array, ...]
 
 
 O, LSE = "dsv4_fmha_o", "dsv4_fmha_lse"
-"""The names of a forward op's results under jax.checkpoint: where a policy saves both, nothing runs twice."""
+"""The names of a forward op's results under jax.checkpoint: with a policy that saves both, nothing runs twice."""
 
 Params = tuple[tuple[str, Any], ...]
-"""What an op is told while it is traced, by name, as (("scale", 0.1),)."""
+"""Parameters that an op gets at trace time, by name, as (("scale", 0.1),)."""
 
 
 class Axes(NamedTuple):
-    """An operand or a result: its name, for errors, and its axes, as in "b s_q h_q d"."""
+    """An operand or a result: its name, for errors, and its axes, for example "b s_q h_q d"."""
 
     name: str
     axes: str
@@ -51,8 +54,8 @@ class Axes(NamedTuple):
 
 @dataclass(frozen=True)
 class Op:
-    """A kernel, and what it means. Both take the operands, with one batch axis, and the call's `Params` as keywords,
-    and give results of the same shapes and dtypes.
+    """A kernel and its reference. Both take the operands, with one batch axis, and the call's `Params` as keywords, and
+    give results of the same shapes and dtypes.
 
     An axis of a result that no operand has is as long as the parameter of that name says.
     """
@@ -63,21 +66,21 @@ class Op:
     reference: Callable[..., Arrays]
     kernel: Callable[..., Arrays] | None = None
     part: str = "forward"
-    """"forward" or "gradient": which pass this is"""
+    """"forward" or "gradient", the pass"""
 
 
 ONE_OR_B = "b*"
-"""As the batch axis of an operand: it may be 1 where it is b for others, and then belongs to every batch entry."""
+"""The batch axis of an operand that may have size 1 there, and then belongs to every batch entry."""
 
 SINK = Axes("sink", "b h_q")
-"""As an operand of an op a sink has batch axes too, of size 1 except where vmap maps it."""
+"""A sink as an operand of an op: it has batch axes too, of size 1 except where vmap maps it."""
 
 RESULTS = (Axes("o", "b s_q h_q d"), Axes("lse", "b s_q h_q"))
-"""What attention gives."""
+"""The results of attention."""
 
 
 class Fit(NamedTuple):
-    """What is known of kernels for a call's operands, so that it can be said why the kernel or the reference runs."""
+    """The kernels that fit a call's operands, for saying why the kernel or the reference runs."""
 
     got: str
     """the operands, in words"""
@@ -88,12 +91,13 @@ class Fit(NamedTuple):
 
 
 class Call(NamedTuple):
-    """An op and what is known of the call while it is traced."""
+    """An op, and what is known at trace time about the call."""
 
     op: Op
     when: str
-    """The kernel runs "never", "on cuda", or "always": elsewhere that is an error. "in exports" and "always in exports"
-    are the same of what jax.export makes, for the devices that are here have no kernel."""
+    """When the kernel runs: "never", "on cuda", or "always" (an error elsewhere). "in exports" and "always in exports"
+    are the same for programs that jax.export makes, because the devices here have no kernel.
+    """
     params: Params = ()
     fit: Fit | None = None
     """None where the op has no kernel at all"""
@@ -103,7 +107,7 @@ class Call(NamedTuple):
 
 
 def choose(op: str, implementation: _check.Implementation | None, built: Sequence[str], got: str) -> str:
-    """Call.when, for kernels that are `built` for these architectures; `got` says for which operands, in errors."""
+    """Call.when, for kernels that are `built` for these architectures; `got` describes the operands, for errors."""
     if implementation == "cubin":
         if not built:
             wanted = "operands that a kernel is built for"
@@ -116,7 +120,9 @@ def choose(op: str, implementation: _check.Implementation | None, built: Sequenc
 
 
 def choose_backward(forward: str, built: Sequence[str]) -> str:
-    """Call.when of a gradient's op, whose kernels are `built` for these architectures: as the forward op's, if any."""
+    """Call.when of a gradient's op, whose kernels are `built` for these architectures: the forward op's, if there is a
+    kernel.
+    """
     return forward if _serves(built) else "never"
 
 
@@ -152,8 +158,8 @@ def _implementation(call: Call, *operands: jax.Array) -> Arrays:
     return results
 
 
-# For which platform a call is lowered is known only then: jax.export lowers for CUDA on a machine without it. So what
-# stands for the kernel on other platforms is a primitive that raises when it is lowered.
+# Only lowering knows the platform of a call: jax.export lowers for CUDA on a machine without it. So on other platforms
+# a primitive stands for the kernel, and raises when it is lowered.
 _not_cuda = Primitive("dsv4_fmha_not_cuda")
 _not_cuda.multiple_results = True
 _not_cuda.def_abstract_eval(
@@ -169,7 +175,7 @@ def _lower_refusal(ctx: Any, *_: Any, op: str, **__: Any) -> Any:
 mlir.register_lowering(_not_cuda, _lower_refusal)
 
 
-# Nor is it known before whether a call is lowered for the devices that are here, or exported for others.
+# Only lowering knows, too, whether a call is lowered for the devices that are here or exported for others.
 _exported = Primitive("dsv4_fmha_exported")
 _exported.multiple_results = True
 
@@ -196,7 +202,7 @@ mlir.register_lowering(_exported, _lower_exported)
 
 
 def _names(x: Axes, ndim: int) -> tuple[str, ...]:
-    """A name for each of ndim axes; of several batch axes, b0, b1, …"""
+    """A name for each of ndim axes; several batch axes are b0, b1, …"""
     _, *rest = x.axes.split()
     return (*(f"b{i}" for i in range(ndim - len(rest))), *rest)
 
@@ -220,7 +226,7 @@ def _batched(call: Call, *operands: jax.Array) -> Arrays:
 
 
 def _batch_shape(op: Op, operands: Sequence[jax.Array]) -> tuple[Any, ...]:
-    """The sizes of the batch axes: what those of the operands, 1 or the size, broadcast to."""
+    """The sizes of the batch axes, to which those of the operands (1 or the size) broadcast."""
     shapes = [x.shape[: x.ndim - len(axes.axes.split()) + 1] for axes, x in zip(op.operands, operands, strict=True)]
     return tuple(next((n for n in sizes if n != 1), 1) for sizes in zip(*shapes, strict=True))
 
@@ -228,8 +234,8 @@ def _batch_shape(op: Op, operands: Sequence[jax.Array]) -> tuple[Any, ...]:
 def _folded(call: Call, *operands: jax.Array) -> Arrays:
     """The op on one device, all batch axes made one.
 
-    The last of them become queries instead, where no key is mapped: then keys need not be copied. A sink for every
-    batch entry is no operand of a kernel; it weights o afterwards, as its definition in terms of lse allows.
+    The last batch axes become queries instead where no key has them, so that keys need not be copied. A kernel does not
+    take a sink for every batch entry; such a sink weights o afterwards, as its definition in terms of lse allows.
     """
     op = call.op
     batch = _batch_shape(op, operands)
@@ -281,7 +287,7 @@ def _folded(call: Call, *operands: jax.Array) -> Arrays:
 
 
 def sink_weight(lse: jax.Array, sink: jax.Array) -> jax.Array:
-    """exp(lse - logaddexp(lse, sink)): what is left for the keys beside the sink; never NaN."""
+    """exp(lse - logaddexp(lse, sink)), the part of the softmax that the keys get beside the sink; never NaN."""
     return jax.nn.sigmoid(jnp.where(jnp.isinf(lse), 0, lse) - sink)
 
 
@@ -306,7 +312,7 @@ def _sharded(call: Call, *operands: jax.Array) -> Arrays:
     if AxisType.Explicit not in kinds:
         return _partitioned(call, *operands)
     layout = _explicit_layout(call, operands, mesh)
-    # Without jax.set_mesh XLA's partitioner cannot be asked inside of a shard_map: what is Auto there is gathered.
+    # Without jax.set_mesh, a shard_map cannot ask XLA's partitioner: an operand with Auto axes is gathered.
     leaves_auto = AxisType.Auto in kinds and _explicit_axes(mesh) <= set(jax.sharding.get_abstract_mesh().axis_names)
     run = jax.shard_map(
         functools.partial(layout.run, functools.partial(_sharded if leaves_auto else _folded, call)),
@@ -321,10 +327,10 @@ def _sharded(call: Call, *operands: jax.Array) -> Arrays:
 
 
 class _Layout:
-    """Which mesh axes split which axes of an op, and so what one device computes, and which results are summed.
+    """Which mesh axes split which axes of an op, and from that what one device computes and which results are summed.
 
-    The first operand that splits an axis decides for all. What cannot be is refused if strict, and otherwise dropped:
-    the partitioner then gathers it.
+    The first operand that splits an axis decides for all. A split that cannot be is an error if strict. Otherwise it is
+    dropped, and the partitioner gathers the operand.
     """
 
     def __init__(self, call: Call, shapes: Sequence[tuple[Any, ...]], specs: Sequence[P], mesh: Mapping[str, int],
@@ -353,7 +359,7 @@ class _Layout:
         return name in ("s_q", "h_q", "h_kv") or name[1:].isdigit()
 
     def _add(self, name: str, axes: tuple[str, ...], size: Any) -> str | None:
-        """Enters a split, or says what was wanted instead."""
+        """Enters a split, or says what it had to be instead."""
         if name == "h_kv":
             name, size = "h_q", self.h_q
         if not self.may_split(name):
@@ -372,7 +378,9 @@ class _Layout:
 
     @property
     def _one_of_h_kv(self) -> bool:
-        """Whether there are more shards of heads than key heads, so that each device takes one of all of these."""
+        """Whether there are more shards of heads than key heads, so that each device takes one of the key heads, all of
+        which it has.
+        """
         return self.h_kv % math.prod(self.mesh[a] for a in self.split.get("h_q", ())) != 0
 
     def _spec(self, names: Sequence[str], shape: Sequence[Any]) -> P:
@@ -384,10 +392,11 @@ class _Layout:
         return P(*map(entry, names, shape))
 
     def passes(self, arguments: Sequence[Any], results: Sequence[Any]) -> bool:
-        """Whether these shardings, of which nothing is known but the shards' sizes, may stay as they are.
+        """Whether these shardings may stay as they are; only the sizes of the shards are known.
 
-        So they come from inside of a jax.shard_map over some of the axes, where the partitioner sees the rest. It gives
-        an axis the same shards everywhere, but how query heads and key heads would meet, or whom to sum over, is lost.
+        Such shardings come from inside of a jax.shard_map over some of the axes, where the partitioner sees the rest.
+        It gives an axis the same shards everywhere. It does not say how query heads and key heads would meet, or over
+        which devices to sum.
         """
         everywhere = set.intersection(*map(set, self.result_names))
         for x, names in zip((*arguments, *results), (*self.names, *self.result_names), strict=True):
@@ -401,7 +410,7 @@ class _Layout:
         return tuple(jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in specs)
 
     def run(self, op: Callable[..., Arrays], *operands: jax.Array) -> Arrays:
-        """What one device computes, where `op` computes on what it is given."""
+        """The function that one device computes, with `op` on its operands."""
         heads = self.split.get("h_q", ())
         picks = self._one_of_h_kv and self.h_kv != 1
         if picks:
@@ -429,7 +438,7 @@ def _explicit_layout(call: Call, operands: Sequence[jax.Array], mesh: Any) -> _L
 
 
 def _partitioned(call: Call, *operands: jax.Array) -> Arrays:
-    """The op where XLA's partitioner decides, and asks what a device computes then."""
+    """The op where XLA's partitioner decides, and then asks what a device computes."""
     shapes = [x.shape for x in operands]
 
     def partition(mesh: Any, arguments: Any, results: Any) -> Any:
@@ -453,7 +462,9 @@ def _partitioned(call: Call, *operands: jax.Array) -> Arrays:
 
 
 def _sharding_rule(layout: _Layout, shapes: Sequence[tuple[Any, ...]]) -> tuple[str, tuple[str, ...]]:
-    """The op for Shardy, and which axes it may not shard. How key heads follow query heads is no matter of Shardy's."""
+    """The op for Shardy, with the axes that it may not shard. Shardy does not learn how key heads follow query
+    heads.
+    """
     whole: dict[str, None] = {}
 
     def factor(name: str, n: Any) -> str:
@@ -480,12 +491,12 @@ def _varying(operands: Sequence[jax.Array]) -> frozenset[str]:
 
 
 def _vary(xs: Sequence[jax.Array], axes: frozenset[str]) -> Arrays:
-    """xs, as varying along these manual axes; the transpose sums over those that are new to an x."""
+    """xs as varying along these manual axes; the transpose sums over axes that are new to an x."""
     return tuple(lax.pcast(x, tuple(sorted(axes - _varying([x]))), to="varying") for x in xs)
 
 
 def aligned(call: Call, operands: Arrays) -> Arrays:
-    """The operands, all placed as the op will have them, so that autodiff sees, and transposes, how they got there."""
+    """The operands, placed as the op needs them, so that autodiff sees how they got there and transposes it."""
     operands = _vary(operands, _varying(operands))
     mesh = _mesh(operands)
     if _explicit_axes(mesh):
@@ -493,7 +504,7 @@ def aligned(call: Call, operands: Arrays) -> Arrays:
     return operands
 
 
-# Forward-mode derivatives, which a custom_vjp has none of
+# Forward-mode derivatives, which a custom_vjp does not have
 
 
 def in_reverse(call: Call, operands: Arrays) -> Arrays:
@@ -512,7 +523,7 @@ def _jvp_in_reverse(primals: tuple[jax.Array], tangents: tuple[Any], *, op: str)
     return x, t if isinstance(t, ad.Zero) else _tangent.bind(t, op=op)
 
 
-# x, of which tangents are an error of ours, where they are asked for before JAX's own; cotangents pass
+# x, whose tangents raise our error where somebody asks for them, before JAX's own; cotangents pass
 _in_reverse = Primitive("dsv4_fmha_in_reverse")
 _in_reverse.def_abstract_eval(lambda x, **_: x)
 _in_reverse.def_impl(lambda x, **_: x)
@@ -520,7 +531,7 @@ ad.primitive_jvps[_in_reverse] = _jvp_in_reverse
 batching.primitive_batchers[_in_reverse] = lambda xs, axes, **of: (_in_reverse.bind(*xs, **of), *axes)
 mlir.register_lowering(_in_reverse, lambda _, x, **__: [x])
 
-# its tangent: reverse mode transposes it, and nothing else may happen to it
+# its tangent: reverse mode transposes it, and nothing else may use it
 _tangent = Primitive("dsv4_fmha_tangent")
 _tangent.def_abstract_eval(lambda x, **_: x)
 _tangent.def_impl(_no_tangent)
@@ -530,7 +541,7 @@ mlir.register_lowering(_tangent, _no_tangent, cacheable=False)
 
 
 def no_derivative(op: str) -> Exception:
-    """What is raised where a derivative is asked for that is none in reverse mode, once."""
+    """The error for a derivative that is not a first one in reverse mode."""
     wanted = "jax.grad or jax.vjp, once, or attention with implementation='reference', which has all of them"
     return _check.error(NotImplementedError, op, "gradient", "a second derivative, or one forward", wanted)
 
@@ -538,9 +549,9 @@ def no_derivative(op: str) -> Exception:
 # Without a gradient
 
 
-@functools.partial(jax.jit, static_argnums=0)  # so that a call outside of jit compiles but once
+@functools.partial(jax.jit, static_argnums=0)  # so that a call outside of jit compiles only once
 def forward(call: Call, *operands: jax.Array) -> Arrays:
-    """The results of an op that has no gradient, which is said where one is asked for."""
+    """The results of an op without a gradient; asking for one raises an error."""
     return _opaque(call, *in_reverse(call, operands))
 
 
@@ -570,9 +581,8 @@ def gradient(op: Op, reference: Callable[..., Arrays], kernel: Callable[..., Arr
 
         dS = P∘(weight · do·v - delta);  dq = scale·dS k;  dk = scale·dSᵀ q;  dv = Pᵀ (weight · do)
 
-    All that a sink does there is weight = exp(lse - logaddexp(lse, sink)), and all that a cotangent of lse does is
-    delta = weight·D - dlse, with D = rowsum(o∘do). What belongs to keys comes in float32, to be summed over devices as
-    it is.
+    A sink enters only as weight = exp(lse - logaddexp(lse, sink)), and a cotangent of lse only as delta = weight·D -
+    dlse, with D = rowsum(o∘do). Gradients of keys come in float32, so that devices can sum them.
     """
     rows = (Axes("do", "b s_q h_q d"), *(Axes(name, "b s_q h_q") for name in ("lse", "weight", "delta")))
     gradients = tuple(Axes(f"d{name}", axes) for name, axes in op.operands if axes.endswith(" d"))
@@ -580,7 +590,7 @@ def gradient(op: Op, reference: Callable[..., Arrays], kernel: Callable[..., Arr
 
 
 class Differentiable(NamedTuple):
-    """Attention, and its `gradient`: two calls, each with a kernel or without."""
+    """Attention and its `gradient`: two calls, each with a kernel or without."""
 
     forward: Call
     backward: Call
@@ -591,7 +601,7 @@ class Differentiable(NamedTuple):
         return o, lse
 
 
-@functools.partial(jax.jit, static_argnums=0)  # so that a call outside of jit compiles but once
+@functools.partial(jax.jit, static_argnums=0)  # so that a call outside of jit compiles only once
 def _call(calls: Differentiable, *operands: jax.Array) -> Arrays:
     return _differentiable(calls, *in_reverse(calls.forward, operands))
 

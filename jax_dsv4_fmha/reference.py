@@ -1,14 +1,14 @@
 """The definition of every op, in plain `jnp`: fp32 inside, differentiable both ways, and bounded in memory.
 
-It says by itself what each query sees: nothing of what prepares a call for a kernel runs here.
+It decides by itself what each query sees: no code that prepares a call for a kernel runs here.
 
     S   = scale * q·k             over the keys that the query may see
     lse = log Σ exp(S)            natural log, without the sink; -inf where the query sees no key
     o   = Σ exp(S - lse) v        0 where the query sees no key; then times exp(lse - logaddexp(lse, sink))
 
-Queries are taken in blocks, and dense keys in tiles, so that no more than a few blocks of logits are alive at a time,
-in the gradient too. A tile that no row of a block sees is skipped. What a row does not see cannot reach it, NaN
-included. Operands are taken as they are: the ops of the package check them first.
+The reference takes queries in blocks, and dense keys in tiles, so that only a few blocks of logits exist at a time, in
+the gradient too. It skips a tile that no row of a block sees. A key that a row does not see cannot reach it, not even
+as NaN. The ops of the package check the operands first.
 """
 
 import functools
@@ -41,7 +41,7 @@ Attention = tuple[jax.Array, jax.Array]
 """(o [b, s_q, h_q, d], lse [b, s_q, h_q] fp32)"""
 
 _ROWS = 8192  # (batch entry, query, head) rows of a block
-_QUERIES = 256  # at most so many queries in a block, or few heads would make skipping coarse
+_QUERIES = 256  # at most this many queries in a block, or few heads would make skipping coarse
 _KEYS = 256  # keys of a tile
 _GATHERED = 2**24  # gathered elements of a block, sparse
 
@@ -121,7 +121,7 @@ def sparse_fmha(
     scale: float | None = None,
 ) -> Attention:
     """Attention over the keys that `indices` names, each as often as it is named; see `jax_dsv4_fmha.sparse_fmha`."""
-    if kv.ndim == 2:  # no sequence has keys of its own: the queries of all are those of one
+    if kv.ndim == 2:  # sequences share the pool, so the queries of all are those of one
         flat = [None if x is None else x.reshape(1, -1, *x.shape[2:]) for x in (q, indices, topk_length)]
         o, lse = sparse_fmha(flat[0], kv[None], flat[1], topk_length=flat[2], sink=sink, scale=scale)
         return o.reshape(q.shape), lse.reshape(q.shape[:-1])
@@ -197,7 +197,7 @@ def dsv4_attention(
 
 
 def _front(kv_offset: Any) -> jax.Array:
-    """int32 [1 or b, 1]: where position 0 is among entries that begin at kv_offset."""
+    """int32 [1 or b, 1]: the index of position 0 among entries that begin at kv_offset."""
     return -jnp.maximum(jnp.asarray(kv_offset, jnp.int32), -(2**31 - 1)).reshape(-1, 1)
 
 
@@ -221,7 +221,7 @@ def dsv4_decode(
     position = lengths - s_q + jnp.arange(s_q, dtype=jnp.int32)[None]
 
     def over(cache: Cache, seen: jax.Array, ring: bool) -> Attention:
-        """The entries `seen` [b, s_q, n] of each sequence, absent where they are below 0."""
+        """Attention over the entries `seen` [b, s_q, n] of each sequence, absent where they are below 0."""
         entries, held = _entries(cache)
         room = held.shape[1]
         at = jnp.where(seen < 0, -1, seen % room) if ring else seen
@@ -234,7 +234,7 @@ def dsv4_decode(
         if indices is None:
             assert ratio is not None
             room = compressed_cache.capacity
-            entry = jnp.maximum(lengths // ratio - room, 0) + jnp.arange(room, dtype=jnp.int32)[None]  # what is kept
+            entry = jnp.maximum(lengths // ratio - room, 0) + jnp.arange(room, dtype=jnp.int32)[None]  # still held
             seen = jnp.where(entry[:, None] < (position[..., None] + 1) // ratio, entry[:, None], -1)
         else:
             listed = position[..., None] >= 0
@@ -249,7 +249,7 @@ def dsv4_decode(
 
 
 def _entries(cache: Cache) -> tuple[jax.Array, jax.Array]:
-    """What each sequence has, [b, room, d], one entry after the other; and whether it is there, [b, room]."""
+    """The entries of each sequence, [b, room, d], one after the other; and whether each exists, [b, room]."""
     pages = dequantize_cache(cache.entries, cache.layout) if cache.is_packed else cache.entries
     if cache.block_table is None:
         return pages, jnp.ones(pages.shape[:2], bool)
@@ -260,7 +260,7 @@ def _entries(cache: Cache) -> tuple[jax.Array, jax.Array]:
 
 
 def _positions(s_q: Any, offset: jax.Array) -> jax.Array:
-    """Where the queries stand, [1, s_q] or [b, s_q], of which the first stands at `offset`; at most 2**31 - 2."""
+    """The positions of the queries, [1, s_q] or [b, s_q], from `offset` on; at most 2**31 - 2."""
     i = jnp.arange(s_q, dtype=jnp.int32)[None]
     return i + jnp.minimum(jnp.reshape(offset, (-1, 1)), 2**31 - 2 - i)
 
@@ -270,10 +270,11 @@ def _einsum(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def _contract(x: jax.Array, y: jax.Array, axis: int, visible: jax.Array) -> jax.Array:
-    """The last axis of rows x [b, h, n, g, …] with `axis` of keys y [b, h, k, d], where no row may be touched by a key
-    that it does not see (visible [b, 1, n, 1, k]).
+    """Contracts the last axis of rows x [b, h, n, g, …] with `axis` of keys y [b, h, k, d]. No key touches a row that
+    does not see it (visible [b, 1, n, 1, k]).
 
-    A weight of 0 does that, unless the key holds NaN or inf (0·NaN is NaN). Only then each row gets keys of its own.
+    A weight of 0 ensures that, unless the key holds NaN or inf (0·NaN is NaN). Only then does each row get its own
+    keys.
     """
 
     def dot(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -297,7 +298,7 @@ def _add_sink(o: jax.Array, lse: jax.Array, sink: jax.Array | None) -> jax.Array
 
 
 def _tiles(x: jax.Array, tile: int) -> jax.Array:
-    """[b, s_kv, h, d] -> fp32 [tiles, b, h, tile, d], the last tile filled up with 0"""
+    """[b, s_kv, h, d] -> fp32 [tiles, b, h, tile, d]; zeros fill up the last tile"""
     b, s_kv, h, d = x.shape
     n = -(-s_kv // tile)
     x = jnp.pad(x.astype(_FP32), ((0, 0), (0, n * tile - s_kv), (0, 0), (0, 0)))
@@ -305,7 +306,7 @@ def _tiles(x: jax.Array, tile: int) -> jax.Array:
 
 
 def _over_queries(block: Callable[..., Attention], size: int, *operands: jax.Array) -> Attention:
-    """block(*operands) over operands [b, s_q, …], `size` queries at a time; the last block is filled up with 0."""
+    """block(*operands) over operands [b, s_q, …], `size` queries at a time; zeros fill up the last block."""
     s_q = operands[0].shape[1]
     rematerialized: Callable[..., Attention] = jax.checkpoint(block)
     if isinstance(s_q, int) and s_q <= size:

@@ -15,7 +15,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         for path in (args.json, getattr(args, "plot", None)):
-            if path not in (None, "-"):  # before there is anything to lose
+            if path not in (None, "-"):  # before any work is done
                 open(path, "ab").close()
         status = _run(args)
         sys.stdout.flush()
@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # nobody reads on, nor what Python would flush at its end
+    except BrokenPipeError:  # nobody reads on, not even what Python would flush at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as e:

@@ -1,9 +1,9 @@
-"""`python -m jax_dsv4_fmha bench`: device times beside the peers' and beside what the machine can do.
+"""`python -m jax_dsv4_fmha bench`: device times beside those of peers and of the machine's roofline.
 
 A row's contestants (ours, its peers, a matrix product, a copy) take turns in rounds of short bursts, because a GPU's
-clock drifts by some percent. Each takes its inputs from several sets in turn, so that none is found in the cache. A
-call's time is the sum of its kernels' durations by the profiler, time under two kernels counted once; a round gives
-the median of its calls, a contestant the median of its rounds; the spread is that of the middle half of the rounds.
+clock drifts by some percent. Each takes its inputs from several sets in turn, so that L2 holds none of them. A
+call's time is the sum of its kernels' durations by the profiler; time under two kernels counts once. A round gives the
+median of its calls, a contestant the median of its rounds. The spread is that of the middle half of the rounds.
 """
 
 import datetime
@@ -36,16 +36,16 @@ _MATMUL = 8192
 _COPY_BYTES = 2**30
 _BURST_SECONDS = 0.008
 _SLOWEST_PEER = 0.05  # seconds a call
-_CACHE_BYTES = 2**28  # of inputs altogether, so that the cache does not hold them
+_CACHE_BYTES = 2**28  # bytes of inputs altogether, so that the cache does not hold them
 _KERNEL_BY_KERNEL: dict[str, str | bool] = {"xla_gpu_graph_min_graph_size": "10000"}  # no CUDA graphs
 
 
 @dataclass(frozen=True)
 class Row:
-    """One call, and who else is timed on it. For a whole layer `method` is ours and "two_pass" may be a peer.
+    """One call, and the peers that are timed on it. For a whole layer `method` is ours and "two_pass" may be a peer.
 
-    Of several layers, called one after the other, the peer "graph" is ours too: the whole step by the host's clock,
-    under CUDA graphs, many steps in a row. So its ratio is what lies between kernels.
+    For several layers in a row the peer "graph" is ours too: the whole step by the host's clock, under CUDA graphs,
+    many steps in a row. So its ratio shows the gaps between kernels.
     """
 
     suite: str
@@ -222,7 +222,7 @@ def _measure_row(row: Row, yardsticks: dict[str, Contestant], rounds: int) -> di
         try:
             for each, f in _runs(row, name).items():
                 contestants[each] = (_compiled(each, f, operands), operands)
-        except Exception as e:  # that a peer refuses, or that ours is not built, is a result
+        except Exception as e:  # a refusal, by a peer or because ours is not built, is a result
             skipped[name] = reason(e)
     times = _interleaved(contestants, rounds)
     if row.suite == "grad":
@@ -333,7 +333,7 @@ def _operands(c: Case, key: jax.Array) -> dict[str, jax.Array]:
 
 
 def _call(row: Row, name: str, **operands: Any) -> Any:
-    """What the contestant of this name makes of a row's operands."""
+    """The function that the contestant of this name runs on a row's operands."""
     c = row.case
     if c.op == "dsv4_decode":
         run = bench_decode.xla if name == "xla" else bench_decode.layers if row.layers > 1 else bench_decode.call
@@ -352,13 +352,13 @@ def _call(row: Row, name: str, **operands: Any) -> Any:
 
 
 def _runs(row: Row, name: str) -> dict[str, Callable[..., Any]]:
-    """What is timed of a contestant, by the names that the profiler is told."""
+    """The functions that are timed for a contestant, by the names that the profiler gets."""
     run = functools.partial(_call, row, name)
     return bench_grad.contestants(name, run) if row.suite == "grad" else {name: run}
 
 
 def _jax_nn(c: Case, implementation: Any, *, q: Any, k: Any, v: Any = None, sink: Any = None) -> Any:
-    """jax.nn knows no sinks: it does without."""
+    """jax.nn has no sinks, so it runs without."""
     logits = 4 * c.b * c.h_q * c.s_q * c.s_kv
     if implementation == "xla" and logits > _memory() // 4:
         raise MemoryError(f"{logits / 2**30:.0f} GiB of logits")
@@ -378,7 +378,7 @@ def _memory() -> int:
 
 
 def _compiled(name: str, f: Callable[..., Any], operands: Sequence[Any]) -> Callable[..., Any]:
-    """`f` as an executable that the profiler calls jit_NAME, of kernels that it sees one by one."""
+    """`f` as an executable that the profiler calls jit_NAME, without CUDA graphs, so that it sees each kernel."""
 
     def named(operands: Any) -> Any:
         return f(**operands)
@@ -407,7 +407,7 @@ def _yardsticks() -> dict[str, Contestant]:
 def _interleaved(
     contestants: dict[str, Contestant], rounds: int, named_by: str | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Every contestant's times, from one trace; kernels are named as in `kernels`."""
+    """The times of every contestant, from one trace; the names of kernels are those of `kernels`."""
     bursts = {name: _burst(*contestant) for name, contestant in contestants.items()}
     options = jax.profiler.ProfileOptions()
     options.host_tracer_level = options.python_tracer_level = 0
@@ -423,10 +423,10 @@ def _interleaved(
 
 
 def _under_graphs(f: Callable[..., Any], operands: dict[str, Any], rounds: int) -> dict[str, Any]:
-    """A step's time by the host's clock, many in a row, compiled as XLA does unless told otherwise.
+    """A step's time by the host's clock, many in a row, compiled with XLA's defaults.
 
-    Each is given the o of the one before as its q, donated: so, as with caches that are donated, no address changes
-    from step to step, and CUDA graphs stay as they are.
+    Each step gets the previous one's o as its q, donated. As with donated caches, no address changes from step to step,
+    so CUDA graphs stay as they are.
     """
     q, rest = operands["q"].copy(), {name: x for name, x in operands.items() if name != "q"}
     run = jax.jit(lambda q, rest: f(q=q, **rest), donate_argnums=0).lower(q, rest).compile()
@@ -438,7 +438,7 @@ def _under_graphs(f: Callable[..., Any], operands: dict[str, Any], rounds: int) 
         jax.block_until_ready(q)
         each.append((time.monotonic() - began) / steps)
         steps = max(3, min(100, int(20 * _BURST_SECONDS / each[-1])))
-    each = each[1:]  # the first makes the graphs
+    each = each[1:]  # the first call makes the graphs
     return {"seconds": statistics.median(each), "rounds": each, "kernels": {}}
 
 
@@ -454,13 +454,15 @@ Event = tuple[float, float, str]
 
 
 def kernels(profile: Any, named_by: str | None = None) -> dict[str, list[Event]]:
-    """What ran on the GPU for every HLO module, in order; named as it is, or by what the profile says of it."""
+    """The kernels that ran on the GPU for every HLO module, in order, by their names or by what the profile says of
+    them.
+    """
     events: dict[str, list[Event]] = defaultdict(list)
     for plane in profile.planes:
         if not plane.name.startswith("/device:GPU"):
             continue
         for line in plane.lines:
-            if not line.name.startswith("Stream"):  # the other lines are made from these
+            if not line.name.startswith("Stream"):  # the other lines are derived from these
                 continue
             for event in line.events:
                 stats = dict(event.stats)
@@ -470,7 +472,9 @@ def kernels(profile: Any, named_by: str | None = None) -> dict[str, list[Event]]
 
 
 def in_turn(events: Sequence[Event]) -> list[tuple[float, str]]:
-    """Durations and names; of what begins before another kernel ends, as `combine` does, what comes after that."""
+    """Durations and names. Of a kernel that begins before another ends, as `combine` does, only the time after that
+    counts.
+    """
     alone, end = [], 0.0
     for start, ns, kernel in events:
         alone.append((max(0.0, start + ns - max(start, end)), kernel))
@@ -479,7 +483,7 @@ def in_turn(events: Sequence[Event]) -> list[tuple[float, str]]:
 
 
 def summary(name: str, events: Sequence[Event], burst: int, rounds: int) -> dict[str, Any]:
-    """The time of a call: the median over the rounds, every round's, and what each kernel has of it."""
+    """The time of a call: the median over the rounds, every round's, and the share of each kernel."""
     each, left = divmod(len(events), burst * rounds)
     if each == 0 or left:
         raise RuntimeError(f"{name}: the profiler saw {len(events)} kernels in {burst * rounds} calls")

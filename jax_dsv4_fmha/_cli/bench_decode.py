@@ -1,4 +1,4 @@
-"""The decode suite of `bench`: which steps are timed, on what operands, and how XLA alone would take them."""
+"""The decode suite of `bench`: which steps it times, on which operands, and how XLA alone would compute them."""
 
 import dataclasses
 from typing import Any
@@ -71,7 +71,7 @@ def operands(c: Case, key: jax.Array) -> dict[str, Any]:
 
 
 def _permutations(key: jax.Array, rows: int, n: int, some: int) -> jax.Array:
-    """int32 [rows, some]: of each row another permutation of n, a power of two, by a hash that is one to one."""
+    """int32 [rows, some]: in each row another permutation of n, a power of two, by a hash that is one to one."""
     bits = n.bit_length() - 1
     x = jnp.arange(some, dtype=jnp.uint32)
     for factor in jax.random.bits(key, (4, rows, 1)) | 1:
@@ -85,7 +85,7 @@ def call(c: Case, **operands: Any) -> Any:
 
 
 def layers(c: Case, q: jax.Array, layers: list[dict[str, Any]]) -> jax.Array:
-    """One call after the other, each with the o of the one before as its q; pages are where they are in the first."""
+    """One call after the other, each with the previous one's o as its q; all read pages at the places of the first."""
     first = layers[0]
     for layer in layers:
         caches = {
@@ -99,7 +99,7 @@ def layers(c: Case, q: jax.Array, layers: list[dict[str, Any]]) -> jax.Array:
 def xla(
     c: Case, *, q: Any, window_cache: Cache, compressed_cache: Cache, lengths: Any, sink: Any, indices: Any = None
 ) -> Any:
-    """As one would write it in jnp: gather the entries, two products and a softmax between them."""
+    """The usual way in jnp: gather the entries, two products and a softmax between them."""
     sources = seen_slots(c.s_q, window_cache, compressed_cache, lengths, indices, None, c.ratio, c.window)
     keys = jnp.concatenate([_gather(x) for x in sources], 2)
     there = [(x.indices >= 0) & (jnp.arange(x.indices.shape[2]) < x.length[..., None]) for x in sources]

@@ -1,4 +1,6 @@
-"""The grad suite of `bench`: the backward pass alone, which is both passes less the forward one in the same rounds."""
+"""The grad suite of `bench`: the backward pass alone, which is the time of both passes less the forward one of the same
+round.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,11 +11,11 @@ import jax.numpy as jnp
 from .._testing.cases import Case
 
 FORWARD = "_forward"
-"""what the name of a contestant ends with that does the forward pass alone"""
+"""the end of the name of a contestant that runs the forward pass alone"""
 
 
 def work(c: Case, flops: float, moved: float) -> tuple[float, float]:
-    """As `bench.work`, of which the arguments are: five products in place of two; o, do and dq, and what keys get."""
+    """`bench.work` of the same arguments: five products in place of two; o, do and dq, and the gradients of keys."""
     rows, keys = c.b * c.s_q * c.h_q, c.b * c.h_kv * (c.s_kv + c.s_c)
     return 2.5 * flops, moved + rows * 4.0 * c.d + keys * 4.0 * c.d
 
@@ -39,7 +41,9 @@ def contestants(name: str, attention: Callable[..., Any]) -> dict[str, Callable[
 
 
 def backward_alone(times: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """A row's times, from what both passes and the forward one took, by rounds; both passes of ours as "both"."""
+    """A row's times by rounds, from those of both passes and of the forward one; the times of our two passes as
+    "both".
+    """
     alone = {}
     for name, both in times.items():
         if (forward := times.get(name + FORWARD)) is None:

@@ -1,5 +1,6 @@
-"""The indexer suite of `bench`: scores and top-k of a prompt, and of a step of generation over pages, top-k of given
-scores, and XLA's way to what a prompt asks for."""
+"""The indexer suite of `bench`: scores and top-k for a prompt, and for a step of generation over pages, top-k of given
+scores, and XLA's way for a prompt.
+"""
 
 from typing import Any
 
@@ -19,7 +20,7 @@ _AT_A_TIME = 256  # queries that XLA scores at a time
 
 
 def prompt(s_c: int, dtype: str, topk: int = 512, s_q: int = 4096, ratio: int = 0) -> Case:
-    """All entries are visible to all queries, or with a ratio what is past."""
+    """All queries see all entries, or with a ratio the past ones."""
     return Case("lightning_indexer", 1, s_q, 0, 64, 1, _D, dtype, ratio=ratio, topk=topk, s_c=s_c)
 
 
@@ -29,7 +30,7 @@ def step(dtype: str, b: int = 64, s_q: int = 2, s_c: int = 16384) -> Case:
 
 
 def choice(s_c: int, topk: int) -> Case:
-    """A row of top-k alone, of scores that are there."""
+    """A row of top-k alone, from given scores."""
     return Case("topk", 1, 4096, 0, 1, 1, 1, "float32", topk=topk, s_c=s_c)
 
 
@@ -40,7 +41,7 @@ def name(c: Case) -> str:
 
 
 def work(c: Case) -> tuple[float, float]:
-    """As `bench.work`: the products of q and k; to choose alone is to read."""
+    """`bench.work`: the products of q and k; a choice alone only reads."""
     rows, chosen = c.b * c.s_q, 4.0 * c.b * c.s_q * c.topk
     if c.op == "topk":
         return 0.0, 4.0 * rows * c.s_c + chosen
@@ -92,7 +93,7 @@ def call(c: Case, **operands: Any) -> Any:
 
 
 def xla(c: Case, **operands: Any) -> Any:
-    """As one would write it in jnp: products, ReLU and the sum in blocks of queries, then lax.top_k."""
+    """The usual way in jnp: products, ReLU and the sum in blocks of queries, then lax.top_k."""
     if c.op == "topk":
         return lax.top_k(operands["scores"], c.topk)[1]
     k = operands["k"][0]

@@ -1,8 +1,8 @@
-"""The layer suite of `bench`: whole layers of DeepSeek-V4-Flash, and which of their parts takes how long.
+"""The layer suite of `bench`: whole layers of DeepSeek-V4-Flash, and the time of each of their parts.
 
-What a kernel is for is read in the compiled program: a matrix product is what XLA gives to cuBLAS or Triton, with the
-sum of its splits; all else bears the name that `jax_dsv4_fmha.layers` says with `jax.named_scope`, a fusion that of its
-last operation.
+The compiled program tells which part a kernel belongs to. A matrix product is what XLA gives to cuBLAS or Triton, with
+the sum of its splits. Every other kernel has the name that `jax_dsv4_fmha.layers` gives with `jax.named_scope`; a
+fusion has the name of its last operation.
 """
 
 import re
@@ -51,7 +51,7 @@ def layer_of(c: Case) -> DSV4Attention:
 
 
 def work(c: Case) -> tuple[float, float]:
-    """As `bench.work`: products with all matrices and with the keys that are seen; matrices, x, y and cached keys."""
+    """`bench.work`: products with all matrices and with the visible keys; bytes of matrices, x, y and cached keys."""
     layer = layer_of(c)
     matrices = [x.size for x in jax.tree.leaves(jax.eval_shape(layer.init, jax.random.key(0))) if x.ndim > 1]
     first = c.s_kv - c.s_q
@@ -67,7 +67,9 @@ def work(c: Case) -> tuple[float, float]:
 
 
 def contestant(c: Case, options: Mapping[str, Any]) -> tuple[Callable[..., Any], dict[str, Any], str]:
-    """What runs a layer, on which operands, and the program's text. A step updates its cache in place, and keeps it."""
+    """A function that runs a layer, its operands, and the program's text. A step updates its cache in place, and keeps
+    it.
+    """
     layer = layer_of(c)
 
     def params(key: jax.Array) -> Any:
@@ -101,7 +103,7 @@ def contestant(c: Case, options: Mapping[str, Any]) -> tuple[Callable[..., Any],
 
 
 def parts(text: str, seconds: Mapping[str, float]) -> dict[str, float]:
-    """The time of each part, of instructions' times and the program's text."""
+    """The time of each part, from instructions' times and the program's text."""
     bodies = dict(re.findall(r"^%?([\w.-]+) \([^\n]*\{\n(.*?)^\}", text, re.M | re.S))
     lines = dict(re.findall(r"^ *(?:ROOT )?%?([\w.-]+) = (.*)$", text, re.M))
     found: dict[str, float] = defaultdict(float)
@@ -124,7 +126,7 @@ def _part(line: str, body: str) -> str:
 
 
 def rest(parts: Mapping[str, float]) -> float:
-    """What is neither products nor attention, as a part of all."""
+    """The share of time that is neither products nor attention."""
     return 1 - (parts.get(PRODUCTS, 0) + parts.get("attention", 0)) / sum(parts.values())
 
 

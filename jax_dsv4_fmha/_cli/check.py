@@ -1,7 +1,7 @@
 """`python -m jax_dsv4_fmha check`: the table of cases on this machine.
 
-With a GPU that kernels are built for: every kernel against the reference in float32, run twice into buffers of other
-content, with bitwise equal results. Without: the reference against loops in float64, for the small cases.
+With a GPU that kernels are built for: every kernel against the reference in float32. Each runs twice, into buffers with
+different contents, and must give the same bits. Without: the reference against loops in float64, for the small cases.
 """
 
 import fnmatch
@@ -30,7 +30,7 @@ _BYTES_PER_ELEMENT = 32  # of q, at the peak: q and two results in 16 bits, the 
 
 @dataclass(frozen=True)
 class Check:
-    """A case; of a whole layer, by one of the methods."""
+    """A case; for a whole layer, with one of the methods."""
 
     case: Case
     method: Method | None = None
@@ -90,7 +90,7 @@ def check(pattern: str | None, json_path: str | None, progress: bool | None, is_
 
 
 def matches(name: str, pattern: str | None) -> bool:
-    """A shell pattern for the whole name, or a part of it."""
+    """Whether a shell pattern fits the whole name, or is a part of it."""
     return pattern is None or pattern in name or fnmatch.fnmatchcase(name, pattern)
 
 
@@ -107,7 +107,7 @@ def reference_checks() -> list[Check]:
 
 
 def quick(checks: Sequence[Check]) -> list[Check]:
-    """Few and small checks in which whatever a case may have occurs at least once."""
+    """A few small checks in which every feature of a case occurs at least once."""
 
     def has(x: Check) -> set[tuple[Any, ...]]:
         c = x.case
@@ -124,7 +124,7 @@ def quick(checks: Sequence[Check]) -> list[Check]:
 
 
 def _mode() -> tuple[bool, str]:
-    """Whether kernels can be checked here, and what to say about it."""
+    """Whether kernels can be checked here, and the message about it."""
     local, built = _ffi.local_architectures(), {v.arch for v in _ffi.variants()}
     if built.intersection(local):
         return True, "Kernels against the reference in float32, each run twice into buffers of other content."
@@ -187,6 +187,6 @@ def _differing(x: Any, y: Any) -> jax.Array:
 
 
 def reason(e: Exception) -> str:
-    """What an error says, on one line; what is built stands in `info`."""
+    """An error in one line, without the list of kernels that `info` shows."""
     first = (str(e).strip().splitlines() or ["no reason given"])[0]
     return f"{type(e).__name__}: {first.split(', built ')[0][:300]}"

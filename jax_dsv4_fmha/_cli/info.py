@@ -27,11 +27,11 @@ def machine() -> dict[str, Any]:
 
 
 def no_devices() -> str | None:
-    """Why JAX has none, not even a CPU, as where JAX_PLATFORMS asks for what is not there; None where it has some."""
+    """Why JAX has no devices, not even a CPU, for example because of JAX_PLATFORMS; None where it has some."""
     try:
         jax.local_devices()
     except (RuntimeError, AssertionError) as e:
-        platforms = getattr(jax.config, "jax_platforms", None)  # of which JAX's annotations do not know
+        platforms = getattr(jax.config, "jax_platforms", None)  # JAX's annotations do not know this
         return f"JAX finds no device (jax_platforms is {platforms!r}): {(str(e).splitlines() or [type(e).__name__])[0]}"
     return None
 
@@ -134,7 +134,7 @@ def _device(device: Any, driver: "_Driver") -> dict[str, Any]:
 
 
 class _Driver:
-    """What cuda-python knows, where it is installed and finds a driver; None where not."""
+    """What cuda-python knows of the devices; None unless it is installed and finds a driver."""
 
     def __init__(self) -> None:
         self.version: str | None = None

@@ -1,4 +1,4 @@
-"""Pictures: of a bench, what the machine allows and how near to it each row comes; and which kernels are built."""
+"""Pictures: a bench's rows beside the machine's roofline, and which kernels are built."""
 
 import math
 import statistics
@@ -82,7 +82,7 @@ def draw_built(variants: Sequence[_ffi.Variant], path: str) -> None:
 
 
 def _size(v: _ffi.Variant) -> tuple[int, int, str]:
-    """What a variant is for, so that it sorts: its head dimension and most heads, and both in words."""
+    """A variant's head dimension and most heads, as a sort key and in words."""
     c = v.choices
     d, heads = c.get("d", 0), c.get("heads", c.get("max_heads", _ffi.ANY))
     words = [f"d {d}"] if d else []
@@ -92,7 +92,7 @@ def _size(v: _ffi.Variant) -> tuple[int, int, str]:
 
 
 def save(figure: Any, path: str) -> None:
-    """Into a .png or .svg; an SVG has its text as text, and the same bytes for the same figure."""
+    """Saves a .png or .svg; an SVG has its text as text, and the same bytes for the same figure."""
     import matplotlib
 
     metadata = {"Date": None} if path.endswith(".svg") else {}
@@ -106,7 +106,7 @@ def _roof(row: dict[str, Any]) -> float:
 
 
 def _roofline(axes: Any, rows: Rows) -> None:
-    rows = [row for row in rows if row["flops"]]  # a top-k of given scores has none, and no place on a logarithm
+    rows = [row for row in rows if row["flops"]]  # a top-k of given scores has no FLOP, and no place on a logarithm
     if not rows:
         axes.set_axis_off()
         return

@@ -1,4 +1,4 @@
-"""What a person sees: tables, a bar that shows progress, and JSON."""
+"""Output for people: tables, a progress bar, and JSON."""
 
 import json
 import sys
@@ -10,7 +10,9 @@ _BAR = 24
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Columns as wide as they must be; the first `left` are aligned to the left, the others to the right."""
+    """A table whose columns are as wide as needed; the first `left` are aligned to the left, the others to the
+    right.
+    """
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
 
     def line(row: Sequence[str]) -> str:
@@ -21,7 +23,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -
 
 
 def output(json_path: str | None) -> TextIO:
-    """Where the text for people goes: stdout, unless that is where the JSON goes."""
+    """Where the text for people goes: stdout, unless the JSON goes there."""
     return sys.stderr if json_path == "-" else sys.stdout
 
 
@@ -39,13 +41,13 @@ class Progress:
     """A bar on stderr, below the lines that are printed meanwhile."""
 
     def __init__(self, total: int, shown: bool | None, out: TextIO):
-        """shown=None is only where stderr is a terminal; `out` is where lines are printed."""
+        """shown=None shows it only where stderr is a terminal; `out` is where lines are printed."""
         self.total, self.done, self.out = total, 0, out
         self.shown = sys.stderr.isatty() if shown is None else shown
         self.began = time.monotonic()
 
     def begin(self, label: str) -> None:
-        """The next one of `total` begins."""
+        """The next of `total` begins."""
         if not self.shown:
             return
         full = _BAR * self.done // self.total

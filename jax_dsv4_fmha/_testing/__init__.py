@@ -1,1 +1,1 @@
-"""What says whether results are right: one table of cases, loops in float64, one comparison; for tests and `check`."""
+"""The judges of results: one table of cases, loops in float64, one comparison; for tests and `check`."""

@@ -1,7 +1,7 @@
 """One table of cases, for the tests, `python -m jax_dsv4_fmha check` and `bench`.
 
-It lies in the package and not under tests/ because `check` runs from an installed wheel too. A case says everything:
-its operands follow from it alone, on every machine.
+The table is in the package and not under tests/, because `check` also runs from an installed wheel. A case determines
+its operands, on every machine.
 """
 
 import functools
@@ -24,19 +24,24 @@ from . import float64
 _INT32 = np.iinfo(np.int32)
 ABSENT = (_INT32.min, -1, "s_kv", _INT32.max)  # every kind of index that names no key
 
-# |v| < 1 is what the absolute tolerance of a kernel is made for; q makes up for it, so that logits are about normal
+# the absolute tolerance of a kernel is made for |v| < 1; a larger q makes up for it, so logits are about normal
 _KV_STD = 0.125
 _Q_STD = 8.0
 _LARGE = 64.0
 
 LAYOUTS_OF = {"fp8": ("v4_fp8", "v4_fp8"), "v41_fp8": ("v41_fp8", "v41_fp8"), "v41_fp4": ("v41_fp8", "v41_fp4")}
-"""The layouts of a decode case's window cache and compressed cache, by its feature; no others are packed."""
+"""The layouts of a decode case's window cache and compressed cache, by its feature; other features have no packed
+caches.
+"""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call of one op. dsv4_attention reads s_kv as the window cache's length and s_c as the compressed one's,
-    dsv4_decode s_kv as the tokens of the longest sequence."""
+    """One call of one op.
+
+    For dsv4_attention s_kv is the window cache's length and s_c the compressed one's. For dsv4_decode s_kv is the
+    number of tokens of the longest sequence.
+    """
 
     op: str  # "fmha", "sparse_fmha", "dsv4_attention", "dsv4_decode"
     b: int = 1
@@ -46,28 +51,26 @@ class Case:
     h_kv: int = 1
     d: int = 64
     dtype: str = "bfloat16"
-    shared_kv: bool = False  # V is K; always, but in fmha
+    shared_kv: bool = False  # V is K; always true, except in fmha
     span: str = "full"  # a key of SPANS; fmha only
     sink: str = "none"  # "none", "normal", "-inf", "+inf", or "mixed": all of these
     window: int = 128
     ratio: int = 0
     topk: int = 0
     s_c: int = 0
-    decode: bool = (
-        False  # dsv4_attention: the queries stand at the end of a context, at other offsets in each batch entry
-    )
-    page: int = 0  # dsv4_decode: entries of a page; 0 is a contiguous cache
+    decode: bool = False  # dsv4_attention: queries at the end of a context, at other offsets in each batch entry
+    page: int = 0  # dsv4_decode: entries of a page; 0 means a contiguous cache
     features: tuple[str, ...] = ()
-    # "nan": keys that nobody can see hold NaN: fmha beyond every row's stop, sparse wherever no row points
+    # "nan": keys that nobody can see hold NaN: in fmha beyond every row's stop, in sparse ops where no row points
     # "large": logits of some hundreds
-    # "absent": indices that name no key, of every kind, and rows of nothing else
+    # "absent": indices that name no key, of every kind, and rows with nothing else
     # "lengths": topk_length, swa_lens; dsv4_decode: idle sequences
     # "fp8", "v41_fp8", "v41_fp4": dsv4_decode: packed caches, as `LAYOUTS_OF` has them
     # "pages": dsv4_decode: the window's pages have another size
 
     @property
     def name(self) -> str:
-        """Unique and readable: the op, and whatever is not the default."""
+        """Unique and readable: the op, and everything that is not the default."""
         words = [self.op]
         for field in fields(self)[1:]:
             value = getattr(self, field.name)
@@ -84,22 +87,22 @@ class Case:
 
     @property
     def layouts(self) -> tuple[str | None, str | None]:
-        """dsv4_decode: of the window cache and of the compressed one, where they are packed."""
+        """dsv4_decode: the layouts of the window cache and of the compressed one, where they are packed."""
         return next((LAYOUTS_OF[x] for x in self.features if x in LAYOUTS_OF), (None, None))
 
     @property
     def has_kernel(self) -> bool:
-        """Whether every pass of the op can run on a kernel, so that it may be insisted on."""
+        """Whether every pass of the op can run on a kernel, so that a test may insist on it."""
         return self.topk == 0 or self.d == 512
 
     @property
     def is_small(self) -> bool:
-        """Quick enough for a CPU, float64 loop included."""
+        """Quick enough for a CPU, including the float64 loop."""
         return self.b * self.s_q * self.h_q <= 80_000 and self.work <= 2**31
 
     @property
     def work(self) -> int:
-        """Products of numbers in the scores of what is visible, about."""
+        """About how many products of numbers the visible scores take."""
         keys = self.topk or min(self.s_kv, self.window * 2 if self.span == "window" else self.s_kv)
         if self.op == "dsv4_decode":
             keys = self.window + (self.topk or (self.s_kv // self.ratio if self.ratio else 0))
@@ -193,14 +196,14 @@ def _decode(rng: np.random.Generator, c: Case, kwargs: dict[str, Any]) -> list[C
 
 
 def _room(page: int, entries: int) -> int:
-    """For how many entries there is room where these are asked for."""
+    """How many entries there must be room for."""
     return -(-entries // page) * page if page else entries
 
 
 def _cache(
     rng: np.random.Generator, c: Case, in_page: int, layout: str | None, entries: int, seen: Sequence[Any]
 ) -> Cache:
-    """A cache with room for so many entries of a sequence, of which these are `seen`."""
+    """A cache with that much room for a sequence's entries, of which these are `seen`."""
     room, page = _room(in_page, entries), in_page or entries
     pages = c.b * room // page + (3 if in_page else 0)
     order = rng.permutation(pages) if in_page else np.arange(pages)
@@ -211,7 +214,7 @@ def _cache(
         unseen[row[named % room // page], named % page] = False
     if layout is not None:
         pool, how = np.array(quantize_cache(pool, layout)), LAYOUTS[layout]
-        if "nan" in c.features:  # whatever these bytes are read as
+        if "nan" in c.features:  # whatever the bytes are read as
             for start, size in zip(how.starts(0, page), how.parts, strict=True):
                 pool[:, start : start + page * size].reshape(pages, page, size)[unseen] = 255
             pool[:, page * how.entry :] = 255
@@ -238,7 +241,7 @@ def _indices(rng: np.random.Generator, c: Case, kv: Any, kwargs: dict[str, Any])
 
 
 def _with_absent(rng: np.random.Generator, indices: Any, s_kv: int) -> Any:
-    """These indices, a third of them and the last row of every batch entry absent."""
+    """These indices, with a third of them and the last row of every batch entry absent."""
     kinds = np.array([s_kv if x == "s_kv" else x for x in ABSENT], np.int32)
     absent = rng.random(indices.shape) < 0.3
     absent[:, -1] = True
@@ -255,7 +258,7 @@ def _sink(rng: np.random.Generator, c: Case) -> Any:
 
 
 def _normal(rng: np.random.Generator, shape: tuple[int, ...], std: float, dtype: str) -> Any:
-    """Normal values; of large arrays, repeated with a prime period, which no row length divides."""
+    """Normal values; a large array repeats with a prime period, which divides no row length."""
     size = min(int(np.prod(shape)), 4_194_301)
     x = (std * rng.standard_normal(size, np.float32)).astype(getattr(ml_dtypes, dtype, dtype))
     return np.resize(x, shape)
@@ -306,8 +309,8 @@ def run(case: Case, implementation: _check.Implementation | None = None) -> tupl
 def run_into(case: Case, fills: Sequence[float], **choices: Any) -> list[tuple[Any, Any]]:
     """(o, lse) of the op with its `choices` (implementation, method), once for each of `fills`.
 
-    The results go into buffers that hold it, where the platform can donate them: an element that is never written
-    shows. Operands and compiled op are the same every time.
+    The results go into buffers that hold the fill, where the platform can donate them, so an element that is never
+    written shows. Operands and compiled op are the same every time.
     """
     args, kwargs = operands(case)
     numbers, arrays = _split(kwargs)
@@ -323,7 +326,7 @@ def run_reference(case: Case) -> tuple[Any, Any]:
     (q, *args), kwargs = operands(case)
     op = getattr(reference, case.op)
     fp32 = lambda q, *args, **kwargs: op(q.astype(jnp.float32), *args, **kwargs)  # noqa: E731
-    # called but once, it had better compile fast than be fast
+    # called only once, so it should compile fast rather than run fast
     return _call(fp32, (q, *args), kwargs, compiler_options={"xla_gpu_autotune_level": "0"})
 
 
@@ -334,7 +337,7 @@ def _call(op: Any, args: Any, kwargs: dict[str, Any], **options: Any) -> tuple[A
 
 
 def _split(kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Those that are known while tracing, and the others."""
+    """The operands that are known while tracing, and the others."""
     numbers = {name: x for name, x in kwargs.items() if isinstance(x, int)}
     return numbers, {name: x for name, x in kwargs.items() if name not in numbers}
 
@@ -401,10 +404,10 @@ def _table() -> tuple[Case, ...]:
         # 16-bit and 31-bit counts of rows and of elements
         separate(64, s_q=70_000, s_kv=70_000, span="window"),
         separate(128, b=2, s_q=2048, s_kv=2048, h_q=16, h_kv=4, span="causal", sink="normal"),
-        separate(128, b=2, s_q=2048, s_kv=2048, h_q=16, span="window", sink="normal"),  # few keys, tile after tile
+        separate(128, b=2, s_q=2048, s_kv=2048, h_q=16, span="window", sink="normal"),  # few keys, many tiles of them
         latent(8, s_q=70_000, s_kv=70_000, span="window", sink="normal"),
         latent(64, s_q=70_000, s_kv=70_000, span="window", sink="normal"),  # 2**31 elements and more
-        # one latent head: every number of query heads a rank may have
+        # one latent head, with every number of query heads that a rank may have
         latent(1, s_q=150, s_kv=150, span="causal"),
         latent(7, s_q=50, s_kv=200, span="window", sink="normal"),
         latent(8, b=2, s_q=33, s_kv=130, sink="mixed"),
@@ -421,7 +424,7 @@ def _table() -> tuple[Case, ...]:
         latent(16, b=3, s_q=40, s_kv=140, span="window+lengths", sink="normal", features=("nan",)),
         latent(8, b=2, s_q=120, s_kv=120, span="causal+segments"),
         latent(8, s_q=300, s_kv=75, span="compressed", ratio=4, sink="normal"),
-        latent(64, s_q=160, s_kv=4, span="compressed", ratio=128),  # entries that nobody sees, and rows without any
+        latent(64, s_q=160, s_kv=4, span="compressed", ratio=128),  # entries that nobody sees, and rows without entries
         latent(32, s_q=50, s_kv=110, span="causal", sink="normal", features=("large",)),
         latent(16, s_q=64, s_kv=150, span="causal", dtype="float16", sink="normal"),
         latent(128, s_q=16, s_kv=140, span="window", dtype="float16", features=("large",)),
@@ -437,7 +440,7 @@ def _table() -> tuple[Case, ...]:
         sparse(16, s_q=20, topk=400, sink="+inf"),
         sparse(16, s_q=20, topk=48, sink="-inf", features=("large", "absent")),
         sparse(64, s_q=256, s_kv=4096, topk=1152, sink="normal"),
-        # whole layers; a prefill sees positions in the window and compressed at once
+        # whole layers; a prefill sees some positions both in the window and compressed
         dsv4(8, b=2, s_q=150, s_kv=150, sink="normal"),
         dsv4(64, s_q=24, s_kv=24, sink="mixed", window=8),
         dsv4(16, b=3, s_q=40, s_kv=140, decode=True, sink="normal", features=("lengths", "nan")),

@@ -1,4 +1,4 @@
-"""The one comparison of results with what they should be, for tests and for `python -m jax_dsv4_fmha check`."""
+"""The one comparison of results with expected results, for tests and for `python -m jax_dsv4_fmha check`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,8 +19,9 @@ class Tolerance:
 
 
 KERNEL = {"o": Tolerance(8e-4, 3.01 / 128, 7e-6), "lse": Tolerance(4e-6, 2.01 / 65536, 1e-9)}
-"""a kernel against the reference in fp32 from the same 16-bit operands; an lse near 0 is what is left of logits of some
-units, and has their rounding"""
+"""a kernel against the reference in fp32 from the same 16-bit operands; an lse near 0 is the difference of logits of
+some units, and has their rounding
+"""
 
 FP32 = {"o": Tolerance(1e-6, 1e-3, 1e-10), "lse": Tolerance(3e-6, 1e-6, 1e-12)}
 """the reference in fp32 against float64"""
@@ -31,13 +32,13 @@ FP32_LARGE = {"o": Tolerance(3e-5, 1e-3, 1e-10), "lse": Tolerance(3e-4, 1e-6, 1e
 
 @dataclass(frozen=True)
 class Verdict:
-    """How far one result is from what it should be, over the elements that are finite."""
+    """How far one result is from the expected one, over the elements that are finite."""
 
     name: str
     tolerance: Tolerance
     elements: int
     misplaced: int
-    """elements that are NaN, inf or -inf in one of the two only"""
+    """elements that are NaN, inf or -inf in only one of the two"""
     wrong: int
     """elements that break both bounds"""
     max_abs: float
@@ -59,9 +60,9 @@ class Verdict:
 def compare(
     got: Sequence[Any], want: Sequence[Any], tolerances: Mapping[str, Tolerance] = KERNEL
 ) -> tuple[Verdict, ...]:
-    """The verdicts on results, of which the tolerances say how they are called and what bounds them, in order.
+    """The verdicts on results, in order; the tolerances give their names and bounds.
 
-    `want` is in float32, on whose device this is done, or in NumPy's float64.
+    `want` is in float32, on whose device the comparison runs, or in NumPy's float64.
     """
     results = zip(tolerances.items(), got, want, strict=True)
     return tuple(_verdict(name, x, y, tolerance) for (name, tolerance), x, y in results)
@@ -86,6 +87,6 @@ def _measure(xp: Any, got: Any, want: Any, tolerance: Tolerance) -> tuple[Any, .
     distance = xp.abs(got - want)
     wrong = (distance > tolerance.abs) & (distance > tolerance.rel * xp.abs(want))
     norms = xp.sum(got * got) + xp.sum(want * want)
-    # 1 - 2<a,b> / (|a|² + |b|²), in the form that does not cancel
+    # 1 - 2<a,b> / (|a|² + |b|²), in a form without cancellation
     cos_diff = xp.sum(distance * distance) / xp.where(norms == 0, 1, norms)
     return xp.sum(misplaced), xp.sum(wrong), xp.max(distance), cos_diff

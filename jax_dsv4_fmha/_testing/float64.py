@@ -1,6 +1,6 @@
-"""The ops once more, as loops over rows in float64 NumPy: what the reference is checked against.
+"""The ops once more, as loops over rows in float64 NumPy: the reference is checked against these.
 
-It shares nothing with the reference but the meaning. Operands are NumPy arrays; a mask is written out as positions.
+They share only the meaning with the reference. Operands are NumPy arrays; a mask is written out as positions.
 """
 
 import functools
@@ -119,7 +119,7 @@ def dsv4_decode(
 
 
 def _entry(cache: Any, n: int, at: int, ring: bool) -> Array | None:
-    """An entry of sequence n in float64, or None; of packed pages, read byte by byte."""
+    """An entry of sequence n in float64, or None; in packed pages, read byte by byte."""
     held = cache.entries
     packed = held.dtype == np.uint8
     page = held.shape[1] // _BYTES[cache.layout] if packed else held.shape[1]

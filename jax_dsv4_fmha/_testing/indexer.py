@@ -15,7 +15,9 @@ from .cases import Case
 OPS = ("lightning_indexer", "indexer_scores")
 _D = 128
 _LIMITS = {"scores": 1e-5, "dq": 6e-3, "dk": 6e-3, "dweights": 1e-4}
-"""What kernels may err by, as a part of the norm of what is right; gradients round their operands to 16 bits."""
+"""The error that kernels may have, relative to the norm of the right result; gradients round their operands to 16
+bits.
+"""
 
 
 def _case(op: str, s_q: int, s_c: int, topk: int, **others: Any) -> Case:
@@ -38,7 +40,7 @@ CASES = _table()
 
 
 def operands(c: Case) -> dict[str, Any]:
-    """q, k, weights in what the case computes with, and k_scale or indices and a cotangent."""
+    """q, k, weights in the case's dtypes, and k_scale or indices and a cotangent."""
     rng = np.random.default_rng(0)
 
     def normal(*shape: int) -> Any:
@@ -93,7 +95,7 @@ def _scored(x: dict[str, Any], implementation: Any) -> dict[str, Any]:
 
 
 def complaints(c: Case, implementation: str) -> list[str]:
-    """What is wrong with an implementation: the kernels beside the reference, that beside NumPy in float64."""
+    """The errors of an implementation: kernels beside the reference, the reference beside NumPy in float64."""
     x, exact = operands(c), implementation == "reference"
     if c.op == "indexer_scores":
         got, second = _scored(x, implementation), _scored(x, implementation)
@@ -144,7 +146,7 @@ def scores_float64(x: dict[str, Any]) -> np.ndarray[Any, Any]:
 
 
 def scored_float64(x: dict[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
-    """I at the entries, 0 where there is none, and the gradients of their sum with the cotangent."""
+    """I at the entries, 0 at absent ones, and the gradients of their sum with the cotangent."""
     q, k, weights, di = (np.asarray(x[name], np.float64) for name in ("q", "k", "weights", "cotangent"))
     indices = np.asarray(x["indices"])
     out = {"scores": np.zeros(indices.shape), "dq": np.zeros(q.shape), "dk": np.zeros(k.shape),

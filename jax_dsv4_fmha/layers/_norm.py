@@ -1,4 +1,4 @@
-"""The norm that all of a layer's parts share."""
+"""The norm that all parts of a layer use."""
 
 import functools
 
@@ -21,11 +21,11 @@ def _normalized(x: jax.Array, eps: float) -> jax.Array:
 
 
 def _forward(x: jax.Array, eps: float) -> tuple[jax.Array, jax.Array]:
-    return _normalized(x, eps), x  # x alone: with 1 / norm kept, XLA needs two passes for what it does in one
+    return _normalized(x, eps), x  # x alone: if 1 / norm were kept, XLA would need two passes instead of one
 
 
 def _backward(eps: float, given: jax.Array, dy: jax.Array) -> tuple[jax.Array]:
-    """dx = r (dy - r² mean(dy x) x), of which x's and dy's sums are one pass."""
+    """dx = r (dy - r² mean(dy x) x); one pass computes the sums over x and dy."""
     x = given.astype(jnp.float32)
     r = jax.lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + eps)
     return ((r * dy - r**3 * jnp.mean(dy * x, -1, keepdims=True) * x).astype(given.dtype),)

@@ -4,11 +4,12 @@
     o  = attention(q; kv of the window, entries of the compressor, sink)
     y  = wo_b(wo_a(inverse_rope(o)))                                                        wo_a group by group of heads
 
-The kinds of layers: a window alone (ratio 0); a window and all past entries of ratio 128; a window and the entries that
-an indexer chooses (ratio 4; 1 and 2 in V4.1, where most layers read the entries, and choices, of an earlier one).
+There are three kinds of layers: a window alone (ratio 0); a window and all past entries of ratio 128; a window and the
+entries that an indexer chooses (ratio 4; 1 and 2 in V4.1, where most layers use an earlier layer's entries and
+choices).
 
-All is a function of arrays and pytrees: parameters are a dict, caches a NamedTuple of `Cache`. What is static is
-`DSV4Attention`, a frozen dataclass that `from_config` makes of a model's config.json.
+A layer is a function of arrays and pytrees: parameters are a dict, caches a NamedTuple of `Cache`. The static part is
+`DSV4Attention`, a frozen dataclass that `from_config` makes from a model's config.json.
 """
 
 import dataclasses
@@ -29,22 +30,22 @@ from .rope import Rope, inverse_rope, rope
 
 
 class LayerCache(NamedTuple):
-    """What a layer keeps of the tokens so far; None where the kind of layer has no such thing."""
+    """The caches of a layer; None where the kind of layer does not have them."""
 
     window: Cache
     """the last latents, a ring"""
     compressed: Cache | None = None
     """the compressor's entries"""
     tokens: Cache | None = None
-    """what the compressor will pool, a ring"""
+    """tokens that the compressor has not pooled yet, a ring"""
     keys: Cache | None = None
     """the indexer's keys, one for each entry"""
     key_tokens: Cache | None = None
-    """what the indexer's compressor will pool, a ring"""
+    """tokens that the indexer's compressor has not pooled yet, a ring"""
 
 
 class Shared(NamedTuple):
-    """What a layer of V4.1 leaves to those after it in the same pass over the model."""
+    """What a V4.1 layer hands to later layers in the same pass over the model."""
 
     compressed: Any = None
     """entries, an array `[b, n, d]` or a Cache"""
@@ -57,7 +58,7 @@ class Shared(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """How a layer's indexer chose, and what attention made of it, by the names that `indexer_loss` takes.
+    """The choice of a layer's indexer, and what attention made of it, by the names that `indexer_loss` takes.
 
     `indexer_loss(**choice._asdict(), sink=params["sink"])` is the loss `[b, s]`.
     """
@@ -73,13 +74,13 @@ class Choice(NamedTuple):
     kv: jax.Array
     """the entries `[b, n, d]`"""
     lse: jax.Array
-    """float32 `[b, s, h]`, of the window and the chosen entries"""
+    """float32 `[b, s, h]`, over the window and the chosen entries"""
     indices: jax.Array
     """int32 `[b, s, topk]`"""
 
 
 class Output(NamedTuple):
-    """What a layer returns."""
+    """The results of a layer."""
 
     y: jax.Array
     """`[b, s, hidden]`, in x's dtype"""
@@ -88,24 +89,24 @@ class Output(NamedTuple):
     shared: Shared
     """for the layers after this one"""
     choice: Choice | None
-    """of a layer with an indexer, if there were entries to choose from and there is no cache"""
+    """only from a layer with an indexer, with entries to choose from and without a cache"""
 
 
 @dataclasses.dataclass(frozen=True)
 class DSV4Attention:
-    """The shape of a layer; `layers.from_config` makes those of a model.
+    """The shape of a layer; `layers.from_config` makes the layers of a model.
 
     Attributes:
-      hidden, heads, d: of x and of the queries; d is 512 in the models.
-      q_rank, o_groups, o_rank: of the low-rank projections.
+      hidden, heads, d: channels of x, and heads and dimensions of the queries; d is 512 in the models.
+      q_rank, o_groups, o_rank: sizes of the low-rank projections.
       window: tokens, the query's own included.
-      rope: of queries, latents and entries.
-      ratio: tokens of an entry; 0 is a window alone.
-      compressor: makes the entries. With a ratio and no compressor they are an earlier layer's.
-      sparse: whether queries see the entries that an indexer chose; else all that are past.
-      indexer: chooses. If `sparse` and no indexer, the choice is an earlier layer's.
+      rope: the rotation of queries, latents and entries.
+      ratio: tokens of an entry; 0 means a window alone.
+      compressor: makes the entries. With a ratio and no compressor the layer reads an earlier layer's entries.
+      sparse: whether queries see only the entries that an indexer chose, or all past entries.
+      indexer: chooses entries. If `sparse` and no indexer, the layer uses an earlier layer's choice.
       norm_heads: whether each query head is normalised (V4).
-      eps: of the norms.
+      eps: epsilon of the norms.
     """
 
     hidden: int
@@ -148,9 +149,10 @@ class DSV4Attention:
         return params
 
     def partition(self, heads: str | None = None) -> dict[str, Any]:
-        """How the parameters lie on a mesh with the query heads over its axis `heads`: a PartitionSpec for each.
+        """The PartitionSpec of each parameter on a mesh whose axis `heads` shards the query heads.
 
-        All else is whole on each device; so is the indexer. The sum over groups of heads is the one collective.
+        All other parameters, and the indexer's, are whole on each device. The one collective is the sum over groups of
+        heads.
         """
         specs = jax.tree.map(lambda _: PartitionSpec(), jax.eval_shape(self.init, jax.random.key(0)))
         split = {name: PartitionSpec(heads) for name in ("sink", "wo_a", "wo_b")}
@@ -163,10 +165,10 @@ class DSV4Attention:
 
         Args:
           b, room: ints >= 1.
-          dtype: of x; or float8_e4m3fn, for latents and entries in DeepSeek-V4's FP8 layout (d 512, x bfloat16).
-          steps: tokens that one call of `step` may bring, and take back.
-          block_table: int32 `[b, n]`, for compressed entries in a pool of `b n` pages or more that all sequences share;
-            a page has room for `ceil(ceil(room / ratio) / n)` entries. None is contiguous.
+          dtype: x's; or float8_e4m3fn, for latents and entries in DeepSeek-V4's FP8 layout (d 512, x bfloat16).
+          steps: the greatest number of tokens that one call of `step` may add, or take back.
+          block_table: int32 `[b, n]`, for compressed entries in a pool of at least `b n` pages that all sequences
+            share; a page has room for `ceil(ceil(room / ratio) / n)` entries. None makes a contiguous cache.
         """
         window = Cache.zeros(b, self.window + steps - 1, self.d, dtype)
         if self.compressor is None:
@@ -207,16 +209,17 @@ class DSV4Attention:
           x: `[b, s, hidden]`. Without a cache token i has position i. Padding goes after a sequence's end, where
             no token of the sequence sees it.
           cache: as `cache` makes it or this layer returned it; donate it.
-          shared: what the layer before returned in this pass; V4.1 alone needs it.
-          start: with a cache: int, or int32 `[b]`: token i stands at `start + i`, those before are cached.
-          lengths: with a cache: int32 `[b]`, tokens of each sequence, these included; what stands further on, or below
-            0, is padding and not kept. None is `start + s`.
-          segment_ids: without a cache: int32 `[b, s]`, the document of each token, whose own stand side by side. Every
-            document is as alone: its positions begin at 0, and its blocks of entries with its first token.
+          shared: what the previous layer returned in this pass; only V4.1 needs it.
+          start: with a cache: int, or int32 `[b]`: token i has position `start + i`; earlier tokens are cached.
+          lengths: with a cache: int32 `[b]`, tokens of each sequence, including these. Tokens at later positions, or
+            below 0, are padding and not kept. None means `start + s`.
+          segment_ids: without a cache: int32 `[b, s]`, the document of each token; tokens of a document stand side by
+            side. A document gives the same result as alone: its positions begin at 0, and its blocks with its first
+            token.
           implementation: as in `dsv4_attention`.
 
         Raises:
-          ValueError, TypeError: operands that are not as said above.
+          ValueError, TypeError: operands that differ from the above.
           NotImplementedError: documents, where an indexer chooses in two levels.
         """
         b, s = self._operands(x, cache)
@@ -269,17 +272,17 @@ class DSV4Attention:
     ) -> Output:
         """A step of generation for the last s tokens of every sequence, by `dsv4_decode`.
 
-        Only "reference" has a gradient.
+        Only implementation="reference" has a gradient.
 
         Args:
-          params, shared, implementation: as in a call.
+          params, shared, implementation: as in `__call__`.
           x: `[b, s, hidden]`, s up to the `steps` that the cache was made for.
-          cache: of all tokens before; donate it.
-          lengths: an int, or int32 `[b]`: tokens of each sequence, the s new ones included. 0 is an idle place in the
-            batch. To take tokens back, say a lesser length in the next step.
+          cache: the cache of all earlier tokens; donate it.
+          lengths: an int, or int32 `[b]`: tokens of each sequence, including the s new ones. 0 marks an idle place in
+            the batch. To take tokens back, pass a smaller length in the next step.
 
         Raises:
-          ValueError, TypeError: operands that are not as said above.
+          ValueError, TypeError: operands that differ from the above.
         """
         b, s = self._operands(x, cache)
         lengths = jnp.broadcast_to(_check.offset(_OP, "lengths", lengths, {"b": b}), (b,))
@@ -308,7 +311,7 @@ class DSV4Attention:
         shared: Shared,
         implementation: _check.Implementation | None,
     ) -> Output:
-        """Sequences from their first token on, or documents that ids tell apart, and no cache."""
+        """Sequences from their first token on, or documents that ids tell apart, without a cache."""
         positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None] if ids is None else positions_of(ids)
         c, q, kv = self._projected(params, x, positions)
         chosen = None
@@ -360,7 +363,7 @@ class DSV4Attention:
         shared: Shared,
         lengths: jax.Array,
     ) -> tuple[LayerCache, Shared]:
-        """The cache with the entries and keys that new tokens complete, and what the queries see of them."""
+        """The cache with the entries and keys that new tokens complete, and the entries that the queries see."""
         first = positions[:, 0]
         if self.compressor is not None:
             assert cache.compressed is not None
@@ -388,7 +391,7 @@ class DSV4Attention:
     def _choose(
         self, params: Any, x: jax.Array, c: jax.Array, positions: jax.Array, shared: Shared, past: Mapping[str, Any]
     ) -> tuple[Shared, tuple[jax.Array, jax.Array]]:
-        """The entries that each query will see, of those that are past, and the indexer's queries and weights."""
+        """The entries that each query sees among the past ones, and the indexer's queries and weights."""
         assert self.indexer is not None
         q, weights = self.indexer.queries(params["indexer"], x, c, positions, self.rope)
         keys = shared.keys
@@ -397,7 +400,7 @@ class DSV4Attention:
         how: dict[str, Any] = {"topk": min(self.indexer.topk, n), "q_offset": first, **past}
         if not self.indexer.in_two_levels:
             indices = lightning_indexer(q, keys, weights, **how)
-            assert isinstance(indices, jax.Array)  # for no scores are asked for
+            assert isinstance(indices, jax.Array)  # because no scores are asked for
             return shared._replace(indices=indices), (q, weights)
         within = shared.blocks if self.indexer.within else None
         how |= {"block": self.indexer.block, "makes": self.indexer.makes, "within": within}
@@ -407,7 +410,7 @@ class DSV4Attention:
         return shared._replace(indices=indices), (q, weights)
 
     def _seen(self, shared: Shared, own: Span | None = None) -> dict[str, Any]:
-        """What says which entries are seen, for an op; own: those of a token's document."""
+        """The operands that tell an op which entries are seen; own: the entries of a token's document."""
         if not self.ratio:
             return {}
         past = {"ratio": self.ratio} if own is None else {"compressed_span": own}
@@ -428,7 +431,7 @@ class DSV4Attention:
         o = o.reshape(*o.shape[:2], self.o_groups, -1, self.d)
         low_rank = jnp.einsum("bsghd,ghdr->bsgr", o, params["wo_a"].astype(o.dtype))
         b, s, g, _ = jax.typeof(low_rank).sharding.spec
-        summed = None if g is None else PartitionSpec(b, s, None)  # over an Explicit axis, what to do must be said
+        summed = None if g is None else PartitionSpec(b, s, None)  # an Explicit axis needs an out_sharding
         return jnp.einsum("bsgr,grm->bsm", low_rank, params["wo_b"].astype(o.dtype), out_sharding=summed)
 
     def _operands(self, x: Any, cache: Any) -> tuple[Any, Any]:

@@ -3,12 +3,13 @@
     kv = wkv x;   score = wgate x + ape[t % ratio]                                  float32
     latent[w] = norm(Σ_t kv[t] · softmax_t(score[t]))         t over block w: w ratio to w ratio + ratio - 1
 
-With `overlap` (ratio 4), wkv and wgate have 2 d channels, and an entry pools two blocks: of the block before, the first
-d channels, of its own, the last d. Before the first block there is nothing. A block without its last token is no entry.
+With `overlap` (ratio 4), wkv and wgate have 2 d channels, and an entry pools two blocks: the first d channels of the
+previous block and the last d of its own. There is no block before the first. A block without its last token gives no
+entry.
 
 Ratio 128 has no overlap; DeepSeek-V4.1's ratio 2 has neither overlap nor `ape`; its ratio 1 is `norm(wkv x)`.
 
-A latent becomes an entry of the cache when RoPE turns it to the position of its block's *first* token, `w ratio`.
+A latent becomes an entry of the cache when RoPE rotates it to the position of its block's *first* token, `w ratio`.
 """
 
 import dataclasses
@@ -30,7 +31,7 @@ from ._norm import rms_norm
 class Compressor:
     """The shape of a compressor.
 
-    Its parameters are a dict of arrays: `w [hidden, 2 channels]`, which is wkv and wgate side by side,
+    Its parameters are a dict of arrays: `w [hidden, 2 channels]`, with wkv and wgate side by side,
     `ape [ratio, channels]` and `norm [d]`. Ratio 1 has no wgate and no ape.
 
     Attributes:
@@ -39,7 +40,7 @@ class Compressor:
       ratio: tokens of a block.
       overlap: whether an entry pools the block before too.
       has_ape: whether scores depend on the place in a block.
-      eps: of the norm.
+      eps: epsilon of the norm.
     """
 
     hidden: int
@@ -61,12 +62,12 @@ class Compressor:
 
     @property
     def channels(self) -> int:
-        """How many columns kv has; scores have as many."""
+        """How many columns kv has; scores have the same number."""
         return self.blocks * self.d
 
     @property
     def width(self) -> int:
-        """Channels of what is pooled of a token."""
+        """Channels of a token that are pooled."""
         return self.channels if self.ratio == 1 else 2 * self.channels
 
     def init(self, key: jax.Array) -> dict[str, jax.Array]:
@@ -79,11 +80,11 @@ class Compressor:
 
     @jax.named_scope("compressor")
     def __call__(self, params: Any, x: jax.Array, first: jax.Array | None = None) -> jax.Array:
-        """Latents `[b, s // ratio, d]`, in x's dtype, of x `[b, s, hidden]`, which is block after block.
+        """Latents `[b, s // ratio, d]`, in x's dtype, from x `[b, s, hidden]`, which consists of whole blocks.
 
-        first: int32 `[b or 1, s // ratio]`, where in its sequence the first token of each block stands, as
-        `packed_blocks` gives it; a block that is not the first of its sequence is next to the one before it. None is
-        one sequence, from position 0 on.
+        first: int32 `[b or 1, s // ratio]`, the position in its sequence of the first token of each block, as
+        `packed_blocks` gives it. A block that is not the first of its sequence stands next to the previous one. None
+        means one sequence, from position 0 on.
         """
         n = x.shape[1] // self.ratio
         tokens = whole_sequences(self.tokens(params, x))[:, : n * self.ratio]
@@ -94,9 +95,9 @@ class Compressor:
         return self._pool(params, tokens, first >= self.ratio, x.dtype)
 
     def tokens(self, params: Any, x: jax.Array, positions: jax.Array | None = None) -> jax.Array:
-        """What is pooled of each token, float32 `[b, s, width]`: kv, and the score if there is one.
+        """The pooled channels of each token, float32 `[b, s, width]`: kv, and the score if there is one.
 
-        positions: int32 `[b or 1, s]`; None where x is block after block.
+        positions: int32 `[b or 1, s]`; None where x consists of whole blocks.
         """
         s = x.shape[1]
         rows = product(x, params["w"])
@@ -108,10 +109,10 @@ class Compressor:
         return rows + ape[positions % self.ratio]
 
     def state(self, b: int, steps: int = 1) -> Cache | None:
-        """What generation keeps of the last tokens of b sequences; None for ratio 1, which keeps nothing.
+        """The state that generation keeps of the last tokens of b sequences; None for ratio 1, which needs none.
 
-        A ring of `tokens`. As many as `steps` may come at once, and any of these be taken back: the next call then
-        says an earlier position, and their place is taken again.
+        A ring of `tokens`. A call may add up to `steps` tokens, and a later call may take them back: it passes an
+        earlier position, and new tokens overwrite them.
         """
         if self.ratio == 1:
             return None
@@ -128,12 +129,12 @@ class Compressor:
           x: `[b, s, hidden]`; token i of sequence n stands at position `start[n] + i`.
           state: as `state` makes it, or returned by this function.
           start: int32 `[b]`.
-          lengths: int32 `[b]`, tokens of each sequence with the new ones: what stands at `lengths[n]` or further on, or
-            below 0, is padding.
+          lengths: int32 `[b]`, tokens of each sequence, including the new ones. Tokens at `lengths[n]` or later, or
+            below 0, are padding.
 
         Returns:
-          latents `[b, n, d]` in x's dtype, n = ceil(s / ratio); int32 `[b, n]`, which entry each is, -1 for one whose
-          block has not come to its end; and the new state.
+          latents `[b, n, d]` in x's dtype, n = ceil(s / ratio); int32 `[b, n]`, the entry of each, -1 where its block
+          is not complete; and the new state.
         """
         s = x.shape[1]
         r = self.ratio
@@ -152,16 +153,16 @@ class Compressor:
         before = state.take(start[:, None] + jnp.arange(-self.reach, 0, dtype=jnp.int32))
         both = jnp.concatenate([before, new], 1)
         both = jnp.pad(both, ((0, 0), (0, (n + self.blocks) * r - both.shape[1]), (0, 0)))
-        # the first block starts somewhere in the first r rows, and what comes before it is in front of that
+        # the first block starts somewhere in the first r rows; earlier rows come before it
         aligned = jax.vmap(lambda rows, at: jax.lax.dynamic_slice_in_dim(rows, at, (n + self.blocks - 1) * r))(
             both, r - start % r
         )
         return self._pool(params, aligned, entry > 0, x.dtype), entry, kept
 
     def _pool(self, params: Any, tokens: jax.Array, has_before: jax.Array, dtype: Any) -> jax.Array:
-        """Latents `[b, n, d]` of tokens `[b, (n + blocks - 1) ratio, …]`.
+        """Pools tokens `[b, (n + blocks - 1) ratio, …]` into latents `[b, n, d]`.
 
-        has_before `[b or 1, n]`: with overlap, whether there is a block before.
+        has_before `[b or 1, n]`: with overlap, whether there is a previous block.
         """
         if self.ratio == 1:
             return rms_norm(tokens.astype(dtype), params["norm"], self.eps)
@@ -176,10 +177,10 @@ class Compressor:
         return self._latents(params, [before, [x[:, 1:, self.d :] for x in own]], dtype)
 
     def _pool_ring(self, params: Any, ring: jax.Array, entry: jax.Array, dtype: Any) -> jax.Array:
-        """The latents of these entries `[b, n]` from a ring `[b, capacity, …]` that holds all tokens they pool.
+        """The latents of these entries `[b, n]`, from a ring `[b, capacity, …]` that holds all tokens they pool.
 
-        By the age of what each slot holds, seen from the entry's last token, for the order of what is pooled is of no
-        account: nothing is moved.
+        It takes the ring in place, by the age of each slot's token relative to the entry's last token. The order of
+        pooled tokens does not matter, so nothing is moved.
         """
         slots, r = jnp.arange(ring.shape[1], dtype=jnp.int32), self.ratio
         age = (((entry + 1) * r - 1)[..., None] - slots) % ring.shape[1]
@@ -197,7 +198,9 @@ class Compressor:
         return self._latents(params, parts, dtype)
 
     def _latents(self, params: Any, parts: Sequence[Sequence[jax.Array]], dtype: Any) -> jax.Array:
-        """The greatest score, the sum of weights and the sum of weights times kv of each block, one or two."""
+        """For each block: the greatest score, the sum of weights and the sum of weights times kv; of one or two
+        blocks.
+        """
         most = functools.reduce(jnp.maximum, (part[0] for part in parts))
         scaled = [[jnp.exp(m - most) * x for x in sums] for m, *sums in parts]
         weights, pooled = (functools.reduce(jnp.add, sums) for sums in zip(*scaled, strict=True))
@@ -206,9 +209,10 @@ class Compressor:
 
 @jax.custom_vjp
 def product(x: jax.Array, w: jax.Array) -> jax.Array:
-    """x @ w in float32, w in x's dtype; its gradient is made of the cotangent in x's dtype, as other products' are.
+    """x @ w in float32, w in x's dtype. The cotangent is rounded to x's dtype, as for other products.
 
-    A product by itself: XLA merges those of one x, for which it copies their weights side by side in every call.
+    It is a product of its own, because XLA merges products of one x, and then copies their weights side by side in
+    every call.
     """
     x, w = jax.lax.optimization_barrier((x, w.astype(x.dtype)))
     return jnp.matmul(x, w, preferred_element_type=jnp.float32)
@@ -227,17 +231,17 @@ product.defvjp(_product_forward, _product_backward)
 
 
 def whole_sequences(x: jax.Array) -> jax.Array:
-    """x `[b, s, …]` with all of s on every device, where axes of a mesh are Explicit; XLA gathers over Auto ones."""
+    """x `[b, s, …]` with all of s on every device, where mesh axes are Explicit; over Auto axes XLA gathers it."""
     spec = jax.typeof(x).sharding.spec
     return x if spec[1] is None else jax.sharding.reshard(x, PartitionSpec(spec[0], None, *spec[2:]))
 
 
 def packed_blocks(ids: jax.Array, ratio: int) -> tuple[jax.Array, jax.Array]:
-    """Which tokens are the blocks of packed documents, of ids int32 `[b, s]`, as `Span.compressed_segments` counts.
+    """The tokens in the blocks of packed documents with ids int32 `[b, s]`, as `Span.compressed_segments` counts them.
 
     Returns:
-      int32 `[b, n ratio]`, n = s // ratio: the tokens, block after block; and int32 `[b, n]`: where in its document the
-      first token of each stands. The last blocks of a row may be none; what tokens they have is of no account.
+      int32 `[b, n ratio]`, n = s // ratio: the tokens, block after block; and int32 `[b, n]`: the position in its
+      document of the first token of each. The last blocks of a row may be unused; their tokens do not matter.
     """
     at, n = positions_of(ids), ids.shape[1] // ratio
     last = jnp.argsort((at + 1) % ratio != 0, axis=1, stable=True)[:, :n].astype(jnp.int32)

@@ -18,20 +18,20 @@ _NAMES = {
     "sliding_window": "window_size",
     "rms_norm_eps": "norm_eps",
 }
-"""What DeepSeek's own inference code calls an entry of Hugging Face's config.json"""
+"""Names in DeepSeek's own inference code for entries of Hugging Face's config.json"""
 
 _RATIO = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
 
 
 def from_config(config: Mapping[str, Any] | str | Path) -> tuple[DSV4Attention, ...]:
-    """The layers that a config.json describes, in the model's order; what follows them (MTP) is left out.
+    """The layers that a config.json describes, in the model's order, without the MTP layers after them.
 
     Args:
-      config: the path of a config.json, or what it holds: as published with the weights, as `transformers` saves it, or
+      config: the path of a config.json, or its contents: as published with the weights, as `transformers` saves it, or
         as DeepSeek's inference code reads it.
 
     Raises:
-      ValueError: an entry is missing, or says what these layers do not do.
+      ValueError: an entry is missing, or has a value that these layers do not support.
     """
     entries = config if isinstance(config, Mapping) else json.loads(Path(config).read_text())
     read = _Reader(entries.get("text_config", entries))
@@ -139,7 +139,7 @@ class _Reader:
         }
 
     def rope(self, compressed: bool) -> Rope:
-        """The Rope of layers with a compressed cache, or of those with a window alone."""
+        """The Rope of layers with a compressed cache, or of layers with a window alone."""
         kinds = self.entries.get("rope_parameters") or {}
         own = kinds.get("compress" if compressed else "main", {})
         if "qk_rope_head_dim" in self.entries or "rope_head_dim" in self.entries:

@@ -1,4 +1,4 @@
-"""A layer as a module of flax, which the package does not need otherwise: `Linen` and `NNX`."""
+"""A layer as a flax module: `Linen` and `NNX`. The rest of the package does not need flax."""
 
 from typing import Any
 

@@ -1,11 +1,11 @@
-"""DeepSeek-V4's indexer: which entries of a compressed cache each query attends to.
+"""DeepSeek-V4's indexer: it chooses the entries of a compressed cache that each query attends to.
 
-    I[t, s] = Σ_h w[t, h] · ReLU(q[t, h] · k[s])                     float32; the topk greatest of what is past
+    I[t, s] = Σ_h w[t, h] · ReLU(q[t, h] · k[s])                     float32; the topk greatest past entries
     q = rope(wq_b c);   w = (weights_proj x) · d^-½ · heads^-½       c the attention's low-rank query
 
-The keys come from a compressor of their own (V4), `rope(compressor x)`, or from the latents of the layer's compressor
-(V4.1), `rope(k_norm(wk latent))`. V4 turns queries and keys by a Hadamard matrix too: products stay as they are, but
-the values of a row become alike in size, for the 8 bits in which they are kept.
+The keys come from a separate compressor (V4), `rope(compressor x)`, or from the latents of the layer's compressor
+(V4.1), `rope(k_norm(wk latent))`. V4 also multiplies queries and keys by a Hadamard matrix: products stay the same, but
+the values of a row become similar in size, which suits the 8 bits in which they are kept.
 """
 
 import dataclasses
@@ -26,18 +26,18 @@ class Indexer:
     """The shape of an indexer.
 
     Its parameters are a dict: `wq_b [q_rank, heads, d]`, `weights_proj [hidden, heads]`, and `compressor`, or
-    `wk [latent, d]` and `k_norm [d]`, or neither, where the keys are another layer's.
+    `wk [latent, d]` and `k_norm [d]`, or neither, where the layer uses another layer's keys.
 
     Attributes:
       hidden, q_rank: channels of x and of the low-rank query.
-      heads, d: of the indexer.
+      heads, d: the indexer's heads and head dimension.
       topk: entries that a query attends to.
-      compressor: of the keys, or None.
-      latent: channels of the latents that the keys are made of, or 0.
-      block: entries of a block, where choosing is in two levels (V4.1).
-      makes: this layer chooses so many blocks for later layers, too; 0 is none.
-      within: whether this layer chooses within such blocks alone.
-      eps: of the norm.
+      compressor: the compressor of the keys, or None.
+      latent: channels of the latents from which the keys are made, or 0.
+      block: entries of a block, for a choice in two levels (V4.1).
+      makes: how many blocks this layer also chooses for later layers.
+      within: whether this layer chooses only within such blocks.
+      eps: epsilon of the norm.
     """
 
     hidden: int
@@ -77,14 +77,16 @@ class Indexer:
     def queries(
         self, params: Any, x: jax.Array, low_rank: jax.Array, positions: jax.Array, how: Rope
     ) -> tuple[jax.Array, jax.Array]:
-        """q `[b, s, heads, d]` and weights float32 `[b, s, heads]` of x `[b, s, hidden]`, low_rank `[b, s, q_rank]`."""
+        """q `[b, s, heads, d]` and weights float32 `[b, s, heads]`, from x `[b, s, hidden]` and low_rank
+        `[b, s, q_rank]`.
+        """
         q = rope(jnp.einsum("bsr,rhd->bshd", low_rank, params["wq_b"].astype(x.dtype)), positions, how)
         weights = product(x, params["weights_proj"])
         return self._spread(q), weights * (self.d**-0.5 * self.heads**-0.5)
 
     @jax.named_scope("indexer")
     def keys(self, params: Any, latents: jax.Array, positions: jax.Array, how: Rope) -> jax.Array:
-        """k `[b, n, d]` of latents, those of `compressor` or the layer's own; positions `[b or 1, n]`."""
+        """k `[b, n, d]` from latents, those of `compressor` or the layer's own; positions `[b or 1, n]`."""
         if self.latent:
             latents = rms_norm(jnp.matmul(latents, params["wk"].astype(latents.dtype)), params["k_norm"], self.eps)
         return self._spread(rope(latents, positions, how))
@@ -94,7 +96,8 @@ class Indexer:
 
 
 def hadamard(x: jax.Array) -> jax.Array:
-    """x `[…, d]` times Sylvester's matrix over √d, which is orthogonal; d a power of two. In x's dtype, by float32.
+    """x `[…, d]` times Sylvester's matrix over √d, which is orthogonal; d is a power of two. Computed in float32,
+    returned in x's dtype.
 
     Entry (i, j) of the matrix is `(-1)^popcount(i & j)`.
     """

@@ -1,11 +1,11 @@
-"""Rotary position embedding as DeepSeek-V4 has it: on the last dimensions of a head, in neighbouring pairs.
+"""Rotary position embedding (RoPE) as in DeepSeek-V4: on the last dimensions of a head, in neighbouring pairs.
 
     angle = p · f[i];    (x[2i], x[2i+1]) -> (x[2i] cos - x[2i+1] sin, x[2i] sin + x[2i+1] cos)
-    f[i] = theta^(-2i / dims)                                     plain: the layers that have a window alone
+    f[i] = theta^(-2i / dims)                                     plain: layers with a window alone
     f[i] = theta^(-2i / dims) · ((1 - u[i]) + u[i] / factor)      YaRN: all other layers; u rises from 0 to 1
 
-V is K in these models, so what attention returns is rotated like a value: `inverse_rope` at the query's position makes
-it a function of distances again.
+V is K in these models, so attention returns rotated values: `inverse_rope` at the query's position makes them a
+function of distances again.
 """
 
 import dataclasses
@@ -26,12 +26,12 @@ class Rope:
     """The frequencies of one kind of layer.
 
     Attributes:
-      dims: how many of a head's last dimensions are turned, even.
-      theta: 10000 in the layers of DeepSeek-V4 that have a window alone, 160000 in the others.
-      factor: YaRN's; 1 is none.
-      original: the context that the model was trained on before it was extended, in tokens, for YaRN.
-      beta_fast, beta_slow: dimensions that turn more often than beta_fast within `original` keep their frequency,
-        those that turn less often than beta_slow are slowed down by `factor`, and a ramp leads from one to the other.
+      dims: how many of a head's last dimensions are rotated, even.
+      theta: in DeepSeek-V4 10000 for layers with a window alone, 160000 for the others.
+      factor: YaRN's factor; 1 means no YaRN.
+      original: the context in tokens that the model was trained on before its extension, for YaRN.
+      beta_fast, beta_slow: dimensions that turn more often than beta_fast within `original` keep their frequency.
+        Those that turn less often than beta_slow are slowed down by `factor`. A ramp joins the two.
     """
 
     dims: int = 64
@@ -48,7 +48,7 @@ class Rope:
             return plain
 
         def turns_so_often(turns: float) -> float:
-            """The dimension, counted in pairs, that turns that often within `original` tokens."""
+            """The dimension, counted in pairs, that makes this many turns within `original` tokens."""
             return self.dims * math.log(self.original / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
 
         first = max(math.floor(turns_so_often(self.beta_fast)), 0)
@@ -59,20 +59,20 @@ class Rope:
 
 
 def rope(x: jax.Array, positions: jax.Array, how: Rope) -> jax.Array:
-    """x with its last `how.dims` dimensions turned to `positions`.
+    """x with its last `how.dims` dimensions rotated to `positions`.
 
     Args:
       x: `[b, s, d]` or `[b, s, h, d]`, d >= how.dims; computed in float32, returned in x's dtype.
       positions: int32 `[b, s]` or `[1, s]`.
 
     Raises:
-      ValueError, TypeError: operands that are not as said above.
+      ValueError, TypeError: operands that differ from the above.
     """
     return _turn("rope", x, positions, how, 1)
 
 
 def inverse_rope(x: jax.Array, positions: jax.Array, how: Rope) -> jax.Array:
-    """What `rope` undoes: x turned back by as much; its operands."""
+    """Undoes `rope`: x rotated back by as much; it takes the same operands."""
     return _turn("inverse_rope", x, positions, how, -1)
 
 
@@ -101,13 +101,14 @@ def _turned(x: jax.Array, positions: jax.Array, how: Rope, direction: int) -> ja
 
 
 def _put(x: jax.Array, turned: jax.Array) -> jax.Array:
-    """In place, so that the dimensions in front of it need not be moved. A kernel of its own turns: one that turned and
-    put back at once could not be in place, for a number that it writes is read for two."""
+    """Writes in place, so that the dimensions before it need not be moved. A separate kernel rotates: one that also
+    wrote in place would overwrite numbers that it reads for two results.
+    """
     return lax.dynamic_update_slice_in_dim(x, lax.optimization_barrier(turned), x.shape[-1] - turned.shape[-1], -1)
 
 
 def _beside(x: jax.Array, turned: jax.Array) -> jax.Array:
-    """XLA's CPU compiler fuses the other way nonetheless, and returns wrong numbers (seen with jaxlib 0.10.2)."""
+    """XLA's CPU compiler fuses the other form all the same, and returns wrong numbers (seen with jaxlib 0.10.2)."""
     return jnp.concatenate([x[..., : -turned.shape[-1]], turned], -1)
 
 

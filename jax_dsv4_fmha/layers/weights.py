@@ -30,7 +30,7 @@ _DEEPSEEK: dict[str, Any] = {
     "indexer.compressor.ape": "indexer.compressor.ape",
     "indexer.compressor.norm": "indexer.compressor.norm.weight",
 }
-"""what DeepSeek's checkpoints call a parameter, or those that it is made of; Hugging Face's V4.1 does as well"""
+"""Names in DeepSeek's checkpoints for a parameter, or for its parts; Hugging Face's V4.1 uses them too"""
 
 _HUGGING_FACE: dict[str, Any] = {
     "wq_a": "q_a_proj.weight",
@@ -52,7 +52,7 @@ _HUGGING_FACE: dict[str, Any] = {
 }
 
 _SCALES = (".scale", ".weight_scale_inv", "_scale_inv")
-"""what stands for `.weight` in the name of an FP8 matrix's scales, or after it"""
+"""Names of an FP8 matrix's scales, in place of `.weight` or after it"""
 
 _FP32 = ("norm", "sink", "ape", "k_norm", "q_norm", "kv_norm")
 """parameters that stay in float32"""
@@ -64,15 +64,16 @@ def from_state_dict(
     """The parameters of a layer, as `layer.init` lays them out, from a checkpoint's tensors.
 
     Args:
-      layer: one of what `from_config` returns.
-      tensors: arrays by name, of NumPy, JAX or torch, `[out, in]` as linear layers have them: those of a state dict or
-        of a safetensors file, whatever else it may hold.
-      prefix: in front of the layer's names, such as "layers.2.attn." (DeepSeek) or "model.layers.2.self_attn."
-        (Hugging Face). Matrices in e4m3 come with scales for square blocks of 128 or 32, which are multiplied in.
-      dtype: of the matrices. Norms, sinks and `ape` are float32.
+      layer: one of the layers that `from_config` returns.
+      tensors: arrays by name, of NumPy, JAX or torch, `[out, in]` as linear layers have them: from a state dict or a
+        safetensors file, which may hold other tensors too.
+      prefix: the prefix of the layer's names, such as "layers.2.attn." (DeepSeek) or "model.layers.2.self_attn."
+        (Hugging Face). Matrices in e4m3 come with scales for square blocks of 128 or 32; the function multiplies these
+        in.
+      dtype: dtype of the matrices. Norms, sinks and `ape` are float32.
 
     Raises:
-      ValueError: a tensor is missing, has another shape, or is one that the layer has no use for.
+      ValueError: a tensor is missing, has another shape, or has no use in the layer.
     """
     own = {name[len(prefix) :]: x for name, x in tensors.items() if name.startswith(prefix)}
     names = next((names for names in (_DEEPSEEK, _HUGGING_FACE) if names["wq_a"] in own), None)
@@ -118,14 +119,14 @@ def from_state_dict(
 
 
 def _to_numpy(x: Any) -> np.ndarray:
-    """float32, of any library's array."""
+    """float32, from any library's array."""
     if hasattr(x, "detach"):  # torch's: NumPy does not know its 8 and 16 bits
         x = x.detach().float().cpu().numpy()
     return np.asarray(x).astype(np.float32)
 
 
 def _scaled(name: str, x: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """x times the scale of its block."""
+    """x times the scales of its blocks."""
     for block in (128, 32):
         if scale.shape == tuple(-(-n // block) for n in x.shape):
             whole = np.repeat(np.repeat(scale, block, 0), block, 1)
