@@ -1,12 +1,13 @@
 // Every call of attention's gradient: check the operands, look its kernel up, clear what it adds to, launch it.
 //
 // q and dout [b, s_q, h_q, d], lse, weight and delta f32 [b, s_q, h_q], over the keys of `count` sources (operands.h)
-// -> dq like q, and for each source dkv, f32 like its keys. Where resolution, f32 [n], has a number, sums of dkv are the
-// same in any order: 64-bit integers, u32 [..., 2] like the keys, of which so many are 1. With P = exp(S - lse),
+// -> dq like q, and for each source dkv, f32 like its keys. Where resolution, f32 [n], has a number, the sums of dkv
+// are in fixed point, u32 [..., 2] like the keys, with `resolution` units to 1, and do not depend on order. With P =
+// exp(S - lse),
 //
 //   dS = scale P * (weight dout K' - delta)        dq = dS K        dkv = dS' Q + (weight P)' dout
 //
-// A row whose lse is -inf sees no key, and what else is said of it is not read.
+// A row whose lse is -inf sees no key, and its other numbers are not read.
 #pragma once
 
 #include <vector>
@@ -46,8 +47,7 @@ struct Backward {
 
   bool deterministic() const { return resolution.dimensions[0] != 0; }
 
-  // Ranks and dtypes of start, stop, indices, length, lse, weight, delta and resolution were checked where they were
-  // decoded.
+  // Decoding has checked the ranks and dtypes of start, stop, indices, length, lse, weight, delta and resolution.
   ffi::Error Check(AttentionShape* shape) const {
     ffi::Error error = CheckAttention(q, sources, kv_heads, /*splits=*/1, shape);
     if (error.failure()) return error;

@@ -14,10 +14,10 @@ struct BackwardAddresses {
   void *lse, *weight, *delta;  // f32 [b, s_q, h_q]
   void* resolution;            // f32 [1] where sums are in fixed point
   SourceAddresses sources[kMaxSources];
-  void* dkv[kMaxSources];  // like the keys: added to
+  void* dkv[kMaxSources];  // like the keys: the kernel adds to it
 };
 
-// Returns why it cannot: empty on success.
+// Returns why it cannot plan the launch: empty on success.
 inline std::string PlanBackward(const AttentionShape& shape, float scale, const Tiles& tiles,
                                 const BackwardAddresses& at, Plan<BackwardArguments>* plan) {
   Tiling n;

@@ -6,10 +6,10 @@
 //
 //   dS = P * (weight dout V' - delta)        dq = scale dS K        dk = scale dS' Q        dv = (weight P)' dout
 //
-// Where K is V, k is both, dk is the sum of both gradients, and there is neither v nor dv. Another result, seen i32
-// [b, s_q * h_q / h_kv, 4], is where the first launch leaves what every tile of rows sees for the second.
+// Where K is V, k is both, dk is the sum of both gradients, and v and dv do not exist. In another result, seen i32
+// [b, s_q * h_q / h_kv, 4], the first launch tells the second what every tile of rows sees.
 //
-// A row whose lse is -inf sees no key, and what else is said of it is not read.
+// A row whose lse is -inf sees no key, and its other numbers are not read.
 #pragma once
 
 #include <type_traits>
@@ -48,7 +48,7 @@ struct DenseBackward {
     seen = {"seen", *to_seen};
   }
 
-  // Ranks and dtypes of start, stop, lse, weight, delta and seen were checked where they were decoded.
+  // Decoding has checked the ranks and dtypes of start, stop, lse, weight, delta and seen.
   ffi::Error Check(AttentionShape* shape) const {
     ffi::Error error = CheckAttention(q, sources, /*kv_heads=*/true, /*splits=*/1, shape);
     if (error.failure()) return error;

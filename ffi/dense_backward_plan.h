@@ -17,12 +17,13 @@ struct DenseBackwardAddresses {
   void *dq, *dk, *dv;          // dv is nullptr where K is V
 };
 
-// How rows are cut into tiles of tile_m: on one processor, as it were, for the tiles are to be full.
+// How rows are cut into tiles of tile_m. It plans for one processor, so that tiles are full.
 inline std::string CutDenseRows(const RowShape& shape, int32_t tile_m, Tiling* n) {
   return CutRows(shape, {.tile_m = tile_m, .tile_n = 0, .processors = 1, .cluster = 1, .gathers = 0}, n);
 }
 
-// Which keys the tiles of tile_m rows see; a CTA finds it out of `tiles_of_cta`.  Returns why it cannot: empty on success.
+// Which keys the tiles of tile_m rows see; a CTA finds it for `tiles_of_cta` of them.  Returns why it cannot: empty on
+// success.
 inline std::string PlanRowSpans(const RowShape& shape, int32_t tile_m, int32_t tiles_of_cta,
                                 const DenseBackwardAddresses& at, Plan<RowSpansArguments>* plan) {
   Tiling n;
@@ -34,7 +35,7 @@ inline std::string PlanRowSpans(const RowShape& shape, int32_t tile_m, int32_t t
   return "";
 }
 
-// The gradients of keys, or else those of rows, by a kernel with these tiles.  Returns why it cannot: empty on success.
+// The gradients of keys, or those of rows, by a kernel with these tiles.  Returns why it cannot: empty on success.
 inline std::string PlanDenseBackward(const RowShape& shape, int64_t s_kv, float scale, bool of_keys, const Tiles& tiles,
                                      const DenseBackwardAddresses& at, Plan<DenseBackwardArguments>* plan) {
   Tiling n;

@@ -88,7 +88,7 @@ struct Driver {
     return missing.empty() ? Failure("cuInit", Init(0)) : missing;
   }
 
-  // What to say about `result`: empty on success.
+  // The message about `result`: empty on success.
   std::string Failure(const char* function, CUresult result) const {
     if (result == 0) return "";
     const char* name = nullptr;
@@ -102,12 +102,12 @@ inline Kept<Driver>& TheDriver() {
   return driver;
 }
 
-// Why there is none; empty when there is.
+// Why there is no driver; empty when there is one.
 inline std::string LoadDriver() {
   return TheDriver().Get([](Driver& driver) { return driver.Load(); });
 }
 
-// Only after `LoadDriver` has found one, which `GetDevice` asks for.
+// Only after `LoadDriver` has succeeded, which `GetDevice` calls.
 inline const Driver& GetDriver() { return *TheDriver(); }
 
 }  // namespace dsv4_fmha

@@ -3,9 +3,9 @@
 // q [b, s_q, h_q, d], sink f32 [h_q] -> o like q, lse f32 [b, s_q, h_q], over the keys of one or more sources
 // (operands.h). The sink is part of o, never of lse.
 //
-// Two more results say whether the keys of a row are worked on in parts: o_parts f32 [b, s_q, h_q, splits, d] and
-// lse_parts f32 [b, s_q, h_q, splits] are where they are left, for a second kernel to merge.  Of 0 or 1 splits, there are
-// no parts.
+// Two more results say whether the keys of a row are split: o_parts f32 [b, s_q, h_q, splits, d] and lse_parts f32
+// [b, s_q, h_q, splits] hold the partial results, which a second kernel merges.  With 0 or 1 splits there are no
+// partial results.
 #pragma once
 
 #include "forward_plan.h"
@@ -33,7 +33,7 @@ struct Forward {
     o_parts = {"o_parts", *to_o_parts}, lse_parts = {"lse_parts", *to_lse_parts};
   }
 
-  // Ranks and dtypes of start, stop, indices, length, sink and lse were checked where they were decoded.
+  // Decoding has checked the ranks and dtypes of start, stop, indices, length, sink and lse.
   ffi::Error Check(AttentionShape* shape) const {
     const int64_t parts = lse_parts.dimensions[3];
     ffi::Error error = CheckAttention(q, sources, kv_heads, std::max<int64_t>(parts, 1), shape);
@@ -56,7 +56,7 @@ struct Forward {
     Launcher* combine = nullptr;  // where keys are split
   };
 
-  // A kernel that splits no keys gets them whole.
+  // A kernel that does not split keys gets all of them.
   ffi::Error Find(const Device& device, AttentionShape* shape, Kernels* kernels) const {
     RowShape& rows = shape->rows;
     const ForwardChoices call{.d = rows.d, .dtype = q.dtype, .shared_kv = shared_kv, .max_heads = rows.h_q};

@@ -15,7 +15,7 @@ struct ForwardAddresses {
   SourceAddresses sources[kMaxSources];
 };
 
-// Returns why it cannot: empty on success.
+// Returns why it cannot plan the launch: empty on success.
 inline std::string PlanForward(const AttentionShape& shape, float scale, const Tiles& tiles, const ForwardAddresses& at,
                                Plan<ForwardArguments>* plan) {
   Tiling n;
@@ -37,7 +37,7 @@ inline std::string PlanForward(const AttentionShape& shape, float scale, const T
   return "";
 }
 
-// The launch that merges what the splits of a forward launch left behind.  A thread merges `columns` of a row.
+// The launch that merges the partial results of a forward launch's splits.  A thread merges `columns` of a row.
 inline Plan<CombineArguments> PlanCombine(const RowShape& shape, int32_t threads, int32_t columns,
                                           const ForwardAddresses& at) {
   const int64_t rows = shape.b * shape.s_q * shape.h_q;

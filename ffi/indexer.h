@@ -2,8 +2,8 @@
 //
 // q [b, s_q, heads, 128] and k [b, s_c, 128] of one dtype, weights f32 [b, s_q, heads], k_scale f32 [b, s_c], start and
 // stop i32 [b, s_q]; or k in pages, [pages, page, 128], or u8 [pages, page * 132] where q has 8 bits, and in place of
-// k_scale a table i32 [b, width] -> indices i32 [b, s_q, topk], values f32 [b, s_q, topk] or [b, s_q, 0], and a workspace of scores f32
-// [rows, stride].  `topk` chooses from scores f32 [b, s_q, s_c] that are given.
+// k_scale a table i32 [b, width] -> indices i32 [b, s_q, topk], values f32 [b, s_q, topk] or [b, s_q, 0], and a
+// workspace of scores f32 [rows, stride].  `topk` takes given scores f32 [b, s_q, s_c] instead.
 #pragma once
 
 #include "indexer_plan.h"
@@ -24,7 +24,7 @@ struct Chosen {
 
 struct Indexer : Chosen {
   Operand q, k, weights, start, stop;
-  Operand k_scale{}, table{};  // one of them is there
+  Operand k_scale{}, table{};  // exactly one of them is given
   Operand scores{};
 
   using Results = TypeList<ffi::Result<ffi::Buffer<ffi::S32, 3>>, ffi::Result<ffi::Buffer<ffi::F32, 3>>,
@@ -129,8 +129,8 @@ struct Indexer : Chosen {
       ffi::Error error = Launch(kernels.scores, stream, ordinal, score, /*overlaps=*/first != 0);
       if (error.failure()) return error;
       auto choose = PlanTopk(shape, first, count, at);
-      // Fewer rows than places begin together, one on each processor: of those that begin early, the first processors
-      // that become free would take several.
+      // If there are fewer rows than places, the CTAs begin together, one on each processor. If some began early, the
+      // first processors to become free would take several.
       const bool fills = choose.grid >= U32(kernels.topk->TilesOn(GetDevice(ordinal)).processors);
       error = Launch(kernels.topk, stream, ordinal, choose, /*overlaps=*/fills);
       if (error.failure()) return error;
@@ -150,7 +150,7 @@ struct TopK : Chosen {
   }
 
   ffi::Error Find(int ordinal, IndexShape* shape, Launcher** kernel) const {
-    static constexpr int64_t kVector = 4;  // scores that are loaded at a time
+    static constexpr int64_t kVector = 4;  // scores of one load
     const int64_t b = scores.dimensions[0], s_q = scores.dimensions[1], s_c = scores.dimensions[2];
     Expectations expect;
     expect.Shape(start, {b, s_q});

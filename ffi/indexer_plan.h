@@ -1,7 +1,7 @@
 // The launches of the lightning indexer as functions of shapes: no driver, no device.
 //
-// Queries are taken in blocks, of one batch entry each, and of a call so many blocks at a time as its workspace of scores
-// has room for: first they are scored, then their entries are chosen.
+// A block holds queries of one batch entry. A launch takes as many blocks as the workspace of scores has room for: it
+// scores them, and then chooses their entries.
 #pragma once
 
 #include <algorithm>
@@ -13,14 +13,14 @@
 
 namespace dsv4_fmha {
 
-// q [b, s_q, heads, 128] and k [b, s_c, 128] of a TensorMapDataType; or, of 8 bits with their scales, pages of keys
-// [pages, page * 132 bytes], of others [pages, page, 128], and a table [b, width], s_c being width * page.
+// q [b, s_q, heads, 128] and k [b, s_c, 128] of a TensorMapDataType; or keys in pages with a table [b, width], where
+// s_c is width * page: 8-bit keys with their scales [pages, page * 132 bytes], other keys [pages, page, 128].
 struct IndexShape {
   int64_t b, s_q, s_c, heads, topk, type;
   int64_t queries;  // of a block
-  int64_t stride;   // from query to query of scores
+  int64_t stride;   // between the scores of two queries
   int64_t wants_values;
-  int64_t pages, page, width;  // a width of 0: keys are not in pages
+  int64_t pages, page, width;  // width is 0 where keys are not in pages
 
   bool paged() const { return width != 0; }
   int64_t blocks_of_entry() const { return CeilDiv(s_q, queries); }
@@ -36,16 +36,16 @@ struct IndexAddresses {
 constexpr int64_t kIndexDim = 128;
 constexpr int64_t kScaleBytes = 4;  // of a key of 8 bits
 
-// What divides the keys of a page: TMA wants strides of 16 bytes, and of a part of a page 128 bytes of scales, or 8 keys,
-// which are swizzled alike.
+// Keys of a page come in multiples of this: TMA wants strides of 16 bytes, and a box on part of a page needs 128 bytes
+// of scales, or 8 keys, which are swizzled alike.
 inline int64_t IndexPageUnit(int64_t width, bool scaled) { return width > 1 ? (scaled ? 32 : 8) : (scaled ? 4 : 1); }
 
-// Keys of a page that are loaded at a time: some of a tile and of a page, or where a sequence has but one, a tile.
+// Keys of a page in one load: they divide a tile and a page; if a sequence has only one page, a tile.
 inline int64_t IndexBox(int64_t page, int64_t width, int64_t tile_n) {
   return width > 1 ? std::gcd(page, tile_n) : tile_n;
 }
 
-// Returns why it cannot be: empty if it can.
+// Returns why there is no such call: empty if there is.
 inline std::string CheckIndexShape(const IndexShape& shape) {
   const auto& [b, s_q, s_c, heads, topk, type, queries, stride, wants_values, pages, page, width] = shape;
   for (auto [name, extent] : {std::pair{"b", b}, {"s_q", s_q}, {"s_c", s_c}, {"topk", topk}}) {
@@ -64,8 +64,8 @@ inline std::string CheckIndexShape(const IndexShape& shape) {
   return b > limit ? TooLarge("b * s_q * heads", b * s_q * heads, kMaxExtent) : "";
 }
 
-// How many parts the key tiles of each block are shared out in, so that all CTAs have about the same to do.  A part costs
-// some tiles more, for its queries and weights.
+// How many parts share the key tiles of each block, so that all CTAs have about the same work.  A part costs some tiles
+// more, for its queries and weights.
 inline int64_t IndexSplits(int64_t blocks, int64_t tiles, int64_t processors) {
   static constexpr int64_t kMost = 64, kBegin = 3;
   int64_t best = 1, least = INT64_MAX;
@@ -76,7 +76,7 @@ inline int64_t IndexSplits(int64_t blocks, int64_t tiles, int64_t processors) {
   return best;
 }
 
-// Scores of `count` blocks from `first` on.
+// The launch that scores `count` blocks from `first` on.
 inline Plan<IndexScoresArguments> PlanIndexScores(const IndexShape& shape, const Tiles& tiles, int64_t first,
                                                   int64_t count, const IndexAddresses& at) {
   const int64_t row = kIndexDim * ElementBytes(shape.type), columns = U32(128 / ElementBytes(shape.type));
@@ -129,7 +129,7 @@ inline Plan<IndexScoresArguments> PlanIndexScores(const IndexShape& shape, const
                         .box = I32(box)}};
 }
 
-// Their entries.
+// The launch that chooses their entries.
 inline Plan<TopkArguments> PlanTopk(const IndexShape& shape, int64_t first, int64_t count, const IndexAddresses& at) {
   return {.grid = U32(count * shape.queries),
           .arguments = {.scores = at.scores,
@@ -148,7 +148,7 @@ inline Plan<TopkArguments> PlanTopk(const IndexShape& shape, int64_t first, int6
 
 // ---- scores at given entries
 
-// q [b, s_q, heads, 128] and k [b, s_c, 128]; of each query as many entries as topk says.
+// q [b, s_q, heads, 128] and k [b, s_c, 128]; each query has topk entries.
 struct IndexAtShape {
   int64_t b, s_q, s_c, heads, topk;
 };
@@ -159,7 +159,7 @@ struct IndexAtAddresses {
   void *dq, *dk, *dweights;
 };
 
-// Returns why it cannot be: empty if it can.
+// Returns why there is no such call: empty if there is.
 inline std::string CheckIndexAtShape(const IndexAtShape& shape) {
   const auto& [b, s_q, s_c, heads, topk] = shape;
   for (auto [name, extent] : {std::pair{"b", b}, {"s_q", s_q}, {"s_c", s_c}, {"topk", topk}}) {

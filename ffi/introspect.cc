@@ -1,4 +1,4 @@
-// What this library holds and what it would launch, for Python and for the tests.  Plain C, no device needed.
+// What this library holds and would launch, for Python and for the tests.  Plain C, no device needed.
 #include <cstdio>
 #include <cstring>
 
@@ -13,13 +13,13 @@ using namespace dsv4_fmha;
 
 namespace {
 
-// What a kernel receives, in order, by name.  A tensor map is shown as its address, and what else it says is in `maps`.
+// What a kernel receives, in order, by name.  A tensor map shows its address here, and its other fields in `maps`.
 struct ShownLaunch {
   uint32_t grid, count;
   const char* names[kMaxParams];
   uint32_t sizes[kMaxParams];
   unsigned char bytes[kMaxParams][sizeof(CUtensorMap)];
-  TensorMapSpec maps[kMaxParams];  // of rank 0 where the parameter is none
+  TensorMapSpec maps[kMaxParams];  // rank 0 where the parameter is not a map
 
   template <typename FamilyArguments>
   ShownLaunch(const Layout& layout, const Plan<FamilyArguments>& plan)
@@ -77,7 +77,8 @@ const unsigned char* dsv4_fmha_cubin(const char* key, size_t* bytes) {
   return nullptr;
 }
 
-// The key of the variant that attention with so many heads gets, where all else is as in this one; nullptr for none.
+// The key of the variant that attention with this many heads gets, with all other choices as in this one; nullptr for
+// none.
 const char* dsv4_fmha_called(const char* key, int64_t heads) {
   for (const Launcher& launcher : Launchers()) {
     if (std::string_view(launcher.name) != key) continue;
@@ -97,7 +98,7 @@ int dsv4_fmha_plan_forward(const char* layout, const AttentionShape* shape, floa
   return Show(layout, plan, reason, out, error, error_bytes);
 }
 
-// The same of its gradient.
+// The same for its gradient.
 int dsv4_fmha_plan_backward(const char* layout, const AttentionShape* shape, float scale, const Tiles* tiles,
                             const BackwardAddresses* addresses, ShownLaunch* out, char* error, size_t error_bytes) {
   Plan<BackwardArguments> plan;
@@ -105,7 +106,7 @@ int dsv4_fmha_plan_backward(const char* layout, const AttentionShape* shape, flo
   return Show(layout, plan, reason, out, error, error_bytes);
 }
 
-// The same where K and V are apart, of the gradients of keys, or else of rows.
+// The same where K and V are apart, for the gradients of keys or those of rows.
 int dsv4_fmha_plan_dense_backward(const char* layout, const AttentionShape* shape, float scale, bool of_keys,
                                   const Tiles* tiles, const DenseBackwardAddresses* addresses, ShownLaunch* out,
                                   char* error, size_t error_bytes) {
@@ -115,7 +116,7 @@ int dsv4_fmha_plan_dense_backward(const char* layout, const AttentionShape* shap
   return Show(layout, plan, reason, out, error, error_bytes);
 }
 
-// What it launches before that.
+// The launch before that one.
 int dsv4_fmha_plan_row_spans(const RowShape* shape, int32_t tile_m, int32_t tiles_of_cta,
                              const DenseBackwardAddresses* addresses, ShownLaunch* out, char* error,
                              size_t error_bytes) {
@@ -124,13 +125,13 @@ int dsv4_fmha_plan_row_spans(const RowShape* shape, int32_t tile_m, int32_t tile
   return Show("row_spans", plan, reason, out, error, error_bytes);
 }
 
-// What attention launches after it where keys are split, with this many threads of which each merges `columns` of a row.
+// The launch after attention where keys are split: each of this many threads merges `columns` of a row.
 void dsv4_fmha_plan_combine(const RowShape* shape, int32_t threads, int32_t columns, const ForwardAddresses* addresses,
                             ShownLaunch* out) {
   *out = ShownLaunch(kCombine, PlanCombine(*shape, threads, columns, *addresses));
 }
 
-// What the lightning indexer launches for `count` blocks of queries from `first` on: scores, then their choice.
+// The launches of the lightning indexer for `count` blocks of queries from `first` on: scores, then their choice.
 void dsv4_fmha_plan_indexer(const IndexShape* shape, const Tiles* tiles, int64_t first, int64_t count,
                             const IndexAddresses* addresses, ShownLaunch* scores, ShownLaunch* choice) {
   const Layout& layout = !shape->paged()                    ? kIndexScores
@@ -140,7 +141,7 @@ void dsv4_fmha_plan_indexer(const IndexShape* shape, const Tiles* tiles, int64_t
   *choice = ShownLaunch(kTopk, PlanTopk(*shape, first, count, *addresses));
 }
 
-// What head-summed probabilities launch: 0, or -1 with the reason in `error`.
+// The launch of head-summed probabilities: 0, or -1 with the reason in `error`.
 int dsv4_fmha_plan_probabilities(const ProbabilitiesShape* shape, float scale, int64_t processors,
                                  const ProbabilitiesAddresses* addresses, ShownLaunch* out, char* error,
                                  size_t error_bytes) {
@@ -149,7 +150,7 @@ int dsv4_fmha_plan_probabilities(const ProbabilitiesShape* shape, float scale, i
   return Show(kProbabilities.name, plan, reason, out, error, error_bytes);
 }
 
-// What scores at given entries are launched with, or their gradients.
+// The launch of scores at given entries, or of their gradients.
 void dsv4_fmha_plan_index_at(const IndexAtShape* shape, bool gradient, const IndexAtAddresses* addresses,
                              ShownLaunch* out) {
   *out = ShownLaunch(gradient ? kIndexAtBwd : kIndexAt, PlanIndexAt(*shape, *addresses));

@@ -1,4 +1,4 @@
-// What is made once, by whichever thread asks first, and again where that failed.
+// A value that the first thread to ask makes once; after a failure the next thread tries again.
 #pragma once
 
 #include <atomic>
@@ -7,12 +7,12 @@
 
 namespace dsv4_fmha {
 
-// A failure is told to who asked and then forgotten: the next one tries again, for memory may have been short, or a
-// device busy.  A success is kept, and costs the next one a load.
+// The caller gets a failure, and nothing else remembers it: the next call tries again, for memory may have been short,
+// or a device busy.  A success is kept, and costs the next caller a load.
 template <typename T>
 class Kept {
  public:
-  // Makes the value by `make(T&)`, unless it is there.  What `make` says: why it failed, or nothing on success.
+  // Makes the value by `make(T&)`, unless it exists.  `make` returns why it failed, or nothing on success.
   template <typename Make>
   std::string Get(const Make& make) {
     if (made_.load(std::memory_order_acquire)) return "";

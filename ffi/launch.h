@@ -18,7 +18,7 @@ ffi::Error LookUp(std::string_view op, const Device& device, const FamilyChoices
                                                         device.arch + "; built: " + Built(op));
 }
 
-// Loads the kernels that a call will launch; those that are nullptr it will not.
+// Loads the kernels that a call will launch; it skips nullptr.
 inline ffi::Error Load(int ordinal, std::initializer_list<Launcher*> launchers) {
   for (Launcher* launcher : launchers) {
     if (launcher == nullptr) continue;
@@ -36,7 +36,7 @@ inline ffi::Error Zero(void* array, size_t elements, CUstream stream) {
   return error.empty() ? ffi::Error::Success() : ffi::Error::Internal(error);
 }
 
-// `overlaps`: the kernel may begin before the one in front of it has ended, for which it waits by itself.
+// `overlaps`: the kernel may begin before the previous one has ended, and waits for that itself.
 template <typename FamilyArguments>
 ffi::Error Launch(Launcher* launcher, CUstream stream, int ordinal, Plan<FamilyArguments>& plan,
                   bool overlaps = false) {

@@ -1,4 +1,4 @@
-// What a kernel is handed: arguments by name, and the order in which a kernel takes them.  abi.h, generated from
+// What a kernel receives: arguments by name, and the order in which it takes them.  abi.h, generated from
 // kernels/abi.py, has the arguments of each family of kernels and their orders.
 #pragma once
 
@@ -13,7 +13,7 @@ namespace dsv4_fmha {
 
 namespace ffi = xla::ffi;
 
-// An array that kernels are handed by a tensor map and the extents that are not constant, by its address, or by both.
+// An array that kernels receive as a tensor map and the extents that are not constant, as an address, or as both.
 struct TensorArgument {
   TensorMapSpec map;
   int32_t extents[4];
@@ -32,7 +32,7 @@ struct Layout {
   const char* name;
   const Param* params;
   int count;
-  bool gathers;  // keys differ from query to query: then a tile of rows has one query's heads, and all are gathered
+  bool gathers;  // keys differ from query to query: a tile of rows has one query's heads, and all keys are gathered
 
   const Param* begin() const { return params; }
   const Param* end() const { return params + count; }
@@ -41,7 +41,7 @@ struct Layout {
 template <typename...>
 struct TypeList {};
 
-// One launch, planned: how many CTAs, and what its kernel is handed.
+// One planned launch: how many CTAs, and what its kernel receives.
 template <typename FamilyArguments>
 struct Plan {
   uint32_t grid;

@@ -1,4 +1,4 @@
-// The operands and results of a call, as they were decoded, and what is checked of them alike for all ops.
+// The decoded operands and results of a call, and the checks that all ops share.
 #pragma once
 
 #include <algorithm>
@@ -40,7 +40,7 @@ inline ffi::Error Refuse(const Operand& operand, const std::string& got, const s
   return ffi::Error::InvalidArgument(std::string(operand.name) + ": got " + got + ", wanted " + wanted);
 }
 
-// Keeps the first refusal.
+// Keeps the first error.
 class Expectations {
  public:
   void Shape(const Operand& operand, Ints wanted) {
@@ -95,9 +95,9 @@ inline int64_t MapType(ffi::DataType dtype) {
 // ---- sources of keys:
 //   span       k and v [b, s_kv, h_kv, d], start and stop i32 [b, s_q]: query i sees start <= j < stop
 //   selection  k and v [b, s_kv, h_kv, d], indices i32 [b, s_q, topk], length i32 [b, s_q]: it sees indices[:length]
-//   packed     the same, of a pool of pages u8 [pages, bytes] as kernels/sm90/latent/packed.py describes them, with d = 512
-// An op whose keys have one head by definition takes them as [b, s_kv, d]; those of a selection may be a pool of all
-// sequences, [slots, d].
+//   packed     a selection from a pool of pages u8 [pages, bytes], as kernels/sm90/latent/packed.py describes; d = 512
+// An op whose keys have one head by definition takes them as [b, s_kv, d]. The keys of a selection may be a pool
+// [slots, d] that all sequences share.
 
 struct Source {
   SourceKind kind;
@@ -131,7 +131,7 @@ struct Sources {
   const Source* end() const { return items + count; }
 };
 
-// Entries of a page of so many bytes, or 0 where no page has as many.
+// Entries of a page of this many bytes, or 0 if no page has this size.
 inline int64_t PackedEntries(int64_t page_bytes) {
   static constexpr int64_t kEntry = 576, kScales = 8;
   const int64_t entries = page_bytes / (kEntry + kScales);
@@ -139,7 +139,7 @@ inline int64_t PackedEntries(int64_t page_bytes) {
   return needed == page_bytes ? entries : 0;
 }
 
-// Whether the keys have the rank and, packed, the layout that their kind wants.
+// Whether the keys have the rank and, if packed, the layout of their kind.
 inline ffi::Error CheckKeys(const Source& source, bool kv_heads) {
   const Operand& k = source.k;
   const Ints got = k.dimensions;
@@ -159,7 +159,7 @@ inline SourceShape CheckSource(const Source& source, const Operand& q, const Row
                                Expectations* expect) {
   const auto& [b, s_q, h_q, h_kv, d, splits, type] = rows;
   const Ints k = source.k.dimensions;
-  const bool is_pool = k.size() == 2;  // of all sequences
+  const bool is_pool = k.size() == 2;  // that all sequences share
   SourceShape shape{.kind = source.kind, .s_kv = k[is_pool ? 0 : 1], .s_batch = is_pool ? 0 : k[1], .topk = 0};
   if (source.kind == kPacked) {
     shape.s_batch = PackedEntries(k[1]);
@@ -187,7 +187,7 @@ inline SourceShape CheckSource(const Source& source, const Operand& q, const Row
   return shape;
 }
 
-// q's and all sources' shapes.
+// The shapes of q and of all sources.
 inline ffi::Error CheckAttention(const Operand& q, const Sources& sources, bool kv_heads, int64_t splits,
                                  AttentionShape* shape) {
   const Ints rows = q.dimensions;

@@ -17,7 +17,7 @@ struct ProbabilitiesAddresses {
   void *q, *k, *lse, *indices, *p;
 };
 
-// Returns why it cannot: empty on success.
+// Returns why it cannot plan the launch: empty on success.
 inline std::string PlanProbabilities(const ProbabilitiesShape& shape, float scale, int64_t processors,
                                      const ProbabilitiesAddresses& at, Plan<ProbabilitiesArguments>* plan) {
   const auto& [b, s_q, h_q, s_kv, topk] = shape;

@@ -22,9 +22,9 @@ namespace dsv4_fmha {
 
 constexpr int kMaxDevices = 64;
 
-// A device, as far as it matters to a launch.
+// The properties of a device that matter to a launch.
 struct Device {
-  std::string error{};  // why the rest is not known; empty when it is
+  std::string error{};  // why the rest is not known; else empty
   std::string arch{};   // "sm_90a"
   int processors = 0;
 };
@@ -56,7 +56,7 @@ inline Device GetDevice(int ordinal) {
   return error.empty() ? *devices[ordinal] : Device{.error = error};
 }
 
-// One variant.  Constant but for what `Load` keeps; safe to share between threads.
+// One variant.  Constant except for what `Load` keeps; safe to share between threads.
 struct Launcher {
   std::string_view op, arch;
   Choices choices;
@@ -66,8 +66,8 @@ struct Launcher {
   const unsigned char* cubin;
   size_t cubin_bytes;
   int32_t threads, smem_bytes, tile_m, tile_n;
-  int32_t ctas;     // that a processor runs at a time
-  int32_t cluster;  // CTAs of one
+  int32_t ctas;     // CTAs that a processor runs at a time
+  int32_t cluster;  // CTAs of a cluster
   bool splits;      // whether the keys of a tile of rows may be split over CTAs
 
   Tiles TilesOn(const Device& device) const {
@@ -86,7 +86,7 @@ struct Launcher {
   Kept<CUkernel> kernel{};
   std::array<Kept<CUfunction>, kMaxDevices> functions{};
 
-  // The function to launch on `device`, which `GetDevice` knows, ready to run: nothing is left for the driver to load
+  // The function to launch on `device`, which `GetDevice` knows, ready to run: the driver has nothing left to load
   // during a launch.
   Loaded Load(int device) {
     const Driver& driver = GetDriver();
@@ -108,7 +108,7 @@ struct Launcher {
       step("cuDevicePrimaryCtxRetain", [&] { return driver.DevicePrimaryCtxRetain(&context, id); });
       step("cuKernelSetAttribute",
            [&] { return driver.KernelSetAttribute(kMaxDynamicSharedMemory, smem_bytes, *kernel, id); });
-      if (ctas > 1) {  // or there may be shared memory for one only
+      if (ctas > 1) {  // otherwise there may be shared memory for only one
         step("cuKernelSetAttribute",
              [&] { return driver.KernelSetAttribute(kPreferredSharedMemoryCarveout, 100, *kernel, id); });
       }
@@ -133,7 +133,7 @@ struct LauncherTable {
 LauncherTable Launchers();
 const char* Manifest();
 
-// The keys of what is built for `op`.
+// The keys of the variants that are built for `op`.
 inline std::string Built(std::string_view op) {
   std::string list;
   for (const Launcher& launcher : Launchers()) {
@@ -144,7 +144,7 @@ inline std::string Built(std::string_view op) {
   return list.empty() ? "nothing (this package was built without CUDA kernels)" : list;
 }
 
-// Of the variants of an op that take a call, the one that is made for the least.
+// Among the variants of an op that take a call, the one with the lowest limit.
 template <typename FamilyChoices>
 Launcher* Find(std::string_view op, std::string_view arch, const FamilyChoices& call) {
   Launcher* found = nullptr;

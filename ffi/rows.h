@@ -1,5 +1,5 @@
-// How the rows of q are cut into tiles, and the keys of a source are found, as functions of shapes: no driver, no
-// device, so that they can be tested without either.  What kernels of every family of attention are handed alike.
+// How the rows of q are cut into tiles, and where the keys of a source are, as functions of shapes: no driver, no
+// device, so tests need neither.  The arguments that kernels of all attention families share.
 #pragma once
 
 #include <algorithm>
@@ -11,41 +11,41 @@
 
 namespace dsv4_fmha {
 
-// q [b, s_q, h_q, d] of a TensorMapDataType.  The keys of a tile of rows are worked on in `splits` parts.
+// q [b, s_q, h_q, d] of a TensorMapDataType.  The keys of a tile of rows are split into `splits` parts.
 struct RowShape {
   int64_t b, s_q, h_q, h_kv, d, splits, type;
 };
 
-// What the variant and the device add to it.
+// What the variant and the device add to these.
 struct Tiles {
   int32_t tile_m, tile_n;
-  int32_t processors;  // or CTAs that run at a time: as many tiles of rows are worked on
+  int32_t processors;  // or CTAs that run at a time: the number of tiles of rows in work
   int32_t cluster;     // CTAs that take tiles with heads of the same queries
   int32_t gathers;     // a tile of rows has heads of one query
 };
 
-// A row is a (query, head of one KV head's group) pair; the rows of one KV head form an `outer` x `inner` grid, of which
-// a tile takes a box.  Row (o, i) is query o + i / group and head i % group of the group.
+// A row is a (query, head of one KV head's group) pair; the rows of one KV head form an `outer` x `inner` grid, of
+// which a tile takes a box.  Row (o, i) is query o + i / group and head i % group of the group.
 struct Tiling {
   int64_t inner, outer, box_inner, box_outer, tiles_inner, tiles_outer;
   uint32_t grid;
 };
 
-// Where keys come from.  A span is one interval of keys per query; a selection is a list of keys per query, gathered by
-// index; packed, a selection of keys that are kept in FP8.  A span is loaded by TMA where there is nothing but spans, and
-// gathered too where anything is.
+// Where keys come from.  A span is one interval of keys per query.  A selection is a list of keys per query, gathered
+// by index.  A packed source is a selection of keys that are kept in FP8.  TMA loads a span if all sources are spans;
+// otherwise the kernel gathers it too.
 enum SourceKind : int64_t { kSpan, kSelection, kPacked };
 
 constexpr int kMaxSources = 2;
 
 struct SourceShape {
   int64_t kind, s_kv;
-  // Keys from one batch entry's to the next's, which is s_kv, or 0 of a pool; of packed keys, from page to page.
+  // Distance in keys between batch entries: s_kv, or 0 for a pool; for packed keys, between pages.
   int64_t s_batch;
-  int64_t topk;  // of a selection
+  int64_t topk;  // entries of a selection
 };
 
-// What attention is over: the keys of each source are [b, s_kv, h_kv, d] like q.
+// What attention is over: the keys of each source are [b, s_kv, h_kv, d], like q.
 struct AttentionShape {
   RowShape rows;
   int64_t source_count;
@@ -74,21 +74,21 @@ inline std::string TooLarge(const std::string& what, int64_t got, int64_t limit)
   return what + " is " + std::to_string(got) + ", the limit is " + std::to_string(limit);
 }
 
-// Empty if an extent can be one.
+// Empty if it can be an extent, else why not.
 inline std::string OutOfRange(const std::string& what, int64_t got) {
   if (got < 1) return what + " is " + std::to_string(got) + ", wanted at least 1";
   return got > kMaxExtent ? TooLarge(what, got, kMaxExtent) : "";
 }
 
-// Empty if it can be a scale of logits.
+// Empty if it can be a scale of logits, else why not.
 inline std::string BadScale(float scale) {
   if (std::isfinite(scale) && scale > 0) return "";
   return "scale is " + std::to_string(scale) + ", wanted a finite number > 0";
 }
 
-// Returns why it cannot: empty on success.
+// Returns why it cannot cut the rows: empty on success.
 inline std::string CutRows(const RowShape& shape, const Tiles& tiles, Tiling* tiling) {
-  static constexpr int64_t kWarpgroupRows = 64;  // of a WGMMA
+  static constexpr int64_t kWarpgroupRows = 64;  // rows of a WGMMA
   const auto& [b, s_q, h_q, h_kv, d, splits, type] = shape;
   for (auto [name, extent] :
        {std::pair{"b", b}, {"s_q", s_q}, {"h_q", h_q}, {"h_kv", h_kv}, {"d", d}, {"splits", splits}}) {
@@ -97,8 +97,8 @@ inline std::string CutRows(const RowShape& shape, const Tiles& tiles, Tiling* ti
   if (h_q % h_kv != 0) {
     return "h_q is " + std::to_string(h_q) + ", wanted a multiple of h_kv = " + std::to_string(h_kv);
   }
-  // One KV head: its rows are contiguous, so tiles may span queries freely.  Several: a tile is a block of queries by
-  // (a part of) the group's heads.  Keys gathered for each query: a tile has heads of one query.
+  // One KV head: its rows are contiguous, so tiles may span queries freely.  Several KV heads: a tile is a block of
+  // queries by (a part of) the group's heads.  Keys gathered for each query: a tile has heads of one query.
   const bool contiguous = h_kv == 1 && !tiles.gathers;
   const int64_t group = h_q / h_kv;
   const int64_t inner = contiguous ? s_q * group : group;
@@ -106,7 +106,7 @@ inline std::string CutRows(const RowShape& shape, const Tiles& tiles, Tiling* ti
   if (std::string error = OutOfRange("s_q * h_q", inner); !error.empty()) return error;
   const int64_t clusters = std::max(tiles.processors / tiles.cluster, 1);
   int64_t box_inner = 0, box_outer = 0, tiles_inner = 0, tiles_outer = 0, head_tiles = 0;
-  for (int64_t rows = kWarpgroupRows;; rows += kWarpgroupRows) {  // as few as give no processor a second tile
+  for (int64_t rows = kWarpgroupRows;; rows += kWarpgroupRows) {  // the fewest that give no processor a second tile
     const int64_t at_most = std::min<int64_t>(rows, tiles.tile_m);
     box_inner =
         contiguous ? std::min(at_most, inner) : CeilDiv(group, CeilDiv(group, at_most * tiles.cluster) * tiles.cluster);
@@ -178,7 +178,7 @@ inline TensorArgument Keys(const RowShape& shape, int64_t s_kv, int64_t tile_n, 
           .address = address};
 }
 
-// abi.source_blocks, or a source of abi.Backward: one of several.  Returns why it cannot: empty on success.
+// abi.source_blocks, or a source of abi.Backward: one of several sources.  Returns why it cannot: empty on success.
 template <typename Source>
 std::string SetSource(const RowShape& shape, const Tiles& tiles, const SourceShape& source, const SourceAddresses& at,
                       bool first, Source* x) {
@@ -196,7 +196,7 @@ std::string SetSource(const RowShape& shape, const Tiles& tiles, const SourceSha
   } else {
     x->k = at.k;
   }
-  x->start = x->indices = at.from;  // whichever of them a kernel is handed
+  x->start = x->indices = at.from;  // a kernel takes one of them
   x->stop = x->length = at.to;
   x->s_batch = I32(source.s_batch), x->topk = I32(source.topk);
   x->s_kv = I32(source.s_kv);

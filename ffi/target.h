@@ -1,9 +1,9 @@
-// A custom call of XLA, made of a function that names its operands; their types say what is decoded.
+// Makes an XLA custom call from a function that names its operands; their types say how to decode them.
 //
-// What the function returns is the call of an op of some family:
+// The function returns the call of an op of some family:
 //   Results                        the types of its results, in order, as TypeList<ffi::Result<...>, ...>
 //   Give(results...)               takes where they are
-//   Initialize(device)             loads what the call will launch
+//   Initialize(device)             loads the kernels that the call will launch
 //   Execute(stream, device)        launches it
 #pragma once
 
@@ -34,7 +34,7 @@ struct CtxBinding<dsv4_fmha::DeviceNumber> {
 
 namespace dsv4_fmha {
 
-// Its two stages, of one and the same operands and results.
+// The two stages of a target, with the same operands and results.
 template <typename Call, typename Results, auto name_operands>
 struct Stages;
 

@@ -1,4 +1,4 @@
-// The XLA custom calls, each a function that names its operands.
+// The XLA custom calls: each is a function that names its operands.
 #include "backward.h"
 #include "dense_backward.h"
 #include "forward.h"
@@ -40,7 +40,7 @@ Forward FwdSharedKv(Array q, Array kv, PerQuery start, PerQuery stop, PerHead si
           .scale = *scale};
 }
 
-// Of keys of one head that are V too.
+// Keys of one head that are V too.
 Forward OverLatents(const char* op, Array& q, Sources sources, PerHead& sink, Scale& scale) {
   return {.op = op,
           .shared_kv = true,
@@ -129,7 +129,7 @@ Backward<2> Dsv4DenseBwd(Array q, Array dout, PerRow lse, PerRow weight, PerRow 
   return OfLatents("dsv4_dense_bwd", /*kv_heads=*/false, q, dout, lse, weight, delta, resolution, {window, keys}, scale);
 }
 
-// ---- gradients where K and V are apart, or one array that the same kernels read as both
+// ---- gradients where K and V are apart, or one array that the same kernels read twice
 
 DenseBackward<false> DenseBwd(Array q, Array dout, PerRow lse, PerRow weight, PerRow delta, Array k, Array v,
                               PerQuery start, PerQuery stop, Scale scale) {

@@ -1,4 +1,4 @@
-// TMA descriptors: what a tensor map says, and its encoding by the driver.
+// TMA descriptors: the contents of a tensor map, and its encoding by the driver.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ struct TensorMapSpec {
   uint64_t strides[4];  // bytes, of modes 1 .. rank - 1
 };
 
-// Empty on success, else what the driver said.
+// Empty on success, else the driver's error.
 inline std::string Encode(const TensorMapSpec& spec, void* data, CUtensorMap* map) {
   static constexpr uint32_t kElementStrides[5] = {1, 1, 1, 1, 1};
   const Driver& driver = GetDriver();
