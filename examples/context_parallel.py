@@ -1,9 +1,9 @@
 """Context parallelism: queries and keys sharded along the sequence, keys passed around a ring of devices.
 
-Every device attends from its own queries to the keys that it holds, hands these to its neighbour, and merges: after as
-many steps as there are devices it has seen all keys. The merge is exact, so the result is that of one device, and so
-are the gradients: autodiff passes the keys' gradients around the ring the other way. Without GPUs the ring is of four
-virtual CPU devices.
+Every device attends from its own queries to the keys that it holds, merges the result, and hands the keys to its
+neighbour. After as many steps as there are devices it has seen all keys. The merge is exact, so results and gradients
+equal those of one device; autodiff passes the keys' gradients around the ring the other way. Without GPUs the ring has
+four virtual CPU devices.
 """
 
 import functools
@@ -28,9 +28,9 @@ def attention(q, k, mesh, sink=None):
     def local(q, k, sink):
         me, s = jax.lax.axis_index(ring), q.shape[1]
 
-        @jax.checkpoint  # keeps what a step was given for the gradient, and not what it made
+        @jax.checkpoint  # for the gradient it keeps each step's inputs, not its results
         def step(o, lse, k, i):
-            holder = (me - i) % n  # whose keys these are: they begin at position holder * s, these queries at me * s
+            holder = (me - i) % n  # the keys of this holder begin at position holder * s, these queries at me * s
             part = fmha(q, k, span=Span.causal(s, jnp.int32((me - holder) * s)))
             return merge([(o, lse), part])
 

@@ -4,9 +4,9 @@
   hca   a window, and every past entry of a cache that holds one entry for 128 positions
   csa   a window, and the top-k past entries of a cache that holds one for 4
 
-Each runs on this machine's best implementation and, in float32, on the reference, and the two are compared. The
-compressors are means of blocks that do not overlap, and the indexer is a product: a model's own are learned, stand in
-the same places, and are in `jax_dsv4_fmha.layers`.
+Each runs on this machine's best implementation and, in float32, on the reference, and the program compares the two. To
+be short, compressors are means of blocks without overlap, and the indexer is a product. `jax_dsv4_fmha.layers` has the
+learned ones of a model.
 """
 
 import functools
@@ -21,7 +21,7 @@ RATIO = {"swa": None, "hca": 128, "csa": 4}
 
 
 def rope(x, positions, kind):
-    """Rotates the last ROPE dimensions of x [b, s, …, D], pair by pair, as layers of this kind do; positions [s]."""
+    """Rotates the last ROPE dimensions of x [b, s, …, D], pair by pair, to positions [s]."""
     theta = 10_000.0 if RATIO[kind] is None else 160_000.0
     x, turned = x[..., :-ROPE], x[..., -ROPE:].astype(jnp.float32)
     angle = positions[:, None] * theta ** -jnp.linspace(0, 1, ROPE // 2, endpoint=False)
@@ -32,7 +32,7 @@ def rope(x, positions, kind):
 
 
 def compress(latent, kind):
-    """One entry for `ratio` positions [b, s // ratio, D], rotated to where the first of them stands."""
+    """One entry for `ratio` positions [b, s // ratio, D], rotated to the position of the first of them."""
     ratio = RATIO[kind]
     b, s, d = latent.shape
     entries = latent[:, : s // ratio * ratio].reshape(b, s // ratio, ratio, d)
@@ -41,7 +41,7 @@ def compress(latent, kind):
 
 
 def choose(hidden, compressed_kv, ratio):
-    """The past entries [b, s, TOPK] that an indexer likes best, and -1 where there are not so many."""
+    """The past entries [b, s, TOPK] with the greatest scores, and -1 where there are fewer."""
     scores = jnp.einsum("bsh,bwh->bsw", hidden, compressed_kv[..., :HIDDEN], preferred_element_type=jnp.float32)
     past = jnp.arange(scores.shape[2]) < (jnp.arange(scores.shape[1])[:, None] + 1) // ratio
     best, indices = jax.lax.top_k(jnp.where(past, scores, -jnp.inf), TOPK)
@@ -57,7 +57,7 @@ def layer(parameters, hidden, kind, attention):
     if kind == "csa":
         caches["indices"] = choose(hidden, caches["compressed_kv"], ratio)
     o, _ = attention(q, rope(latent, positions, kind), sink=parameters["sink"], window=WINDOW, **caches)
-    return jnp.einsum("bshd,hdm->bsm", rope(o, -positions, kind), parameters["o"])  # V was rotated with K: turn it back
+    return jnp.einsum("bshd,hdm->bsm", rope(o, -positions, kind), parameters["o"])  # V was rotated with K: undo it
 
 
 def in_float32(q, *caches, **kwargs):

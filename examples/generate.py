@@ -1,13 +1,14 @@
 """Generates with a tiny DeepSeek-V4-style model: one scan of steps over donated caches, compared with prefill.
 
-Four layers: a window alone; twice a window and the top-k entries, by an indexer, of a cache with one entry for 4
-positions; and a window and all of a cache with one entry for 128. Each has one latent head that is K and V, RoPE on its
-last 64 dimensions, and a sink for every query head. The sequences of a batch have prompts of different lengths.
+It has four layers. One sees a window alone. Two see a window and the top-k entries, chosen by an indexer, of a cache
+with one entry for 4 positions. One sees a window and a whole cache with one entry for 128. Each has one latent head
+that is K and V, RoPE on its last 64 dimensions, and a sink for every query head. The sequences of a batch have prompts
+of different lengths.
 
-The prompts are read at once (dsv4_attention), which fills the caches. Then each step appends to the caches what the new
-token gives, and attends to them (dsv4_decode). At the end all tokens are read at once: the same logits must come out.
-The weights are random, so what is said makes no sense. Compressors are means here, and blocks do not overlap: a model's
-own are in `jax_dsv4_fmha.layers`, which `examples/serve.py` generates with.
+The program reads the prompts at once (dsv4_attention), which fills the caches. Then each step appends the new token's
+entries to the caches and attends to them (dsv4_decode). At the end the program reads all tokens at once: the same
+logits must come out. The weights are random, so the text makes no sense. To be short, compressors are means of blocks
+without overlap; `examples/serve.py` generates with a model's own, from `jax_dsv4_fmha.layers`.
 """
 
 import argparse
@@ -25,23 +26,23 @@ from jax_dsv4_fmha import Cache, dsv4_attention, dsv4_decode
 LETTERS = string.ascii_lowercase + string.ascii_uppercase + string.digits + " ."
 WIDTH, HEADS, ROPE, WINDOW, TOPK, KEY = 128, 16, 64, 24, 8, 32
 LAYERS = ((None, None), (4, TOPK), (128, None), (4, TOPK))
-"""(ratio, topk) of each"""
+"""(ratio, topk) of each layer"""
 
 
 class State(NamedTuple):
-    """What a layer keeps between steps."""
+    """The state that a layer keeps between steps."""
 
     window: Cache
-    """a ring, whatever the length of a sequence is"""
+    """a ring, for sequences of any length"""
     compressed: Any = None
     keys: Any = None
-    """the indexer's, one for each compressed entry"""
+    """the indexer's keys, one for each compressed entry"""
     total: Any = None
-    """[b, d + KEY], of the positions that the next compressed entry will stand for"""
+    """[b, d + KEY], sums over the positions of the next compressed entry"""
 
 
 def rope(x, positions, ratio):
-    """Rotates the last ROPE dimensions of x [b, s, …, d], pair by pair; positions [b or 1, s]."""
+    """Rotates the last ROPE dimensions of x [b, s, …, d], pair by pair, to positions [b or 1, s]."""
     theta = 10_000.0 if ratio is None else 160_000.0
     still, turned = x[..., :-ROPE], x[..., -ROPE:]
     angle = positions[..., None] * theta ** -jnp.linspace(0, 1, ROPE // 2, endpoint=False)
@@ -56,7 +57,9 @@ def norm(x):
 
 
 def choose(query, keys, past, topk):
-    """The entries [b, s, topk], of the first `past` [b or 1, s], that an indexer likes best; -1: there are no more."""
+    """The entries [b, s, topk] with the greatest scores among the first `past` [b or 1, s]; -1 where there are no
+    more.
+    """
     scores = jnp.einsum("bsk,bwk->bsw", query, keys)
     there = jnp.arange(keys.shape[1]) < past[..., None]
     best, indices = jax.lax.top_k(jnp.where(there, scores, -jnp.inf), min(topk, keys.shape[1]))
@@ -67,7 +70,7 @@ def attention(weights, x, positions, ratio, dtype, attend):
     """x [b, s, WIDTH] -> the same, with attend(q, latent) -> o in a cache's dtype."""
     q = rope(norm(jnp.einsum("bsm,mhd->bshd", x, weights["q"])), positions, ratio)
     o = attend(q.astype(dtype), rope(norm(x @ weights["kv"]), positions, ratio).astype(dtype)).astype(x.dtype)
-    return jnp.einsum("bshd,hdm->bsm", rope(o, -positions, ratio), weights["o"])  # V was rotated with K: turn it back
+    return jnp.einsum("bshd,hdm->bsm", rope(o, -positions, ratio), weights["o"])  # V was rotated with K: rotate it back
 
 
 def model(parameters, tokens, attend):
@@ -80,9 +83,9 @@ def model(parameters, tokens, attend):
 
 
 def read(parameters, tokens, lengths, empty):
-    """Reads tokens [b, s], of which the first `lengths` [b] count: logits, and the state of every layer.
+    """Reads tokens [b, s], of which the first `lengths` [b] count; returns logits, and the state of every layer.
 
-    `empty` are states as they are before the first token.
+    `empty` are the states before the first token.
     """
     b, s = tokens.shape
     positions = jnp.arange(s, dtype=jnp.int32)[None]
@@ -101,7 +104,7 @@ def read(parameters, tokens, lengths, empty):
                 parts = x @ weights["compress"]
                 whole = parts[:, : n * ratio].reshape(b, n, ratio, d + KEY).mean(2)
                 last = jnp.arange(1, n + 1, dtype=jnp.int32)[None] * ratio - 1
-                first = last - (ratio - 1)  # where an entry stands
+                first = last - (ratio - 1)  # the position of an entry
                 entries, keys = rope(norm(whole[..., :d]), first, ratio).astype(latent.dtype), whole[..., d:]
                 begun = (positions >= lengths[:, None] // ratio * ratio) & (positions < lengths[:, None])
                 number = jnp.where(last < lengths[:, None], last // ratio, -1)
@@ -122,12 +125,12 @@ def read(parameters, tokens, lengths, empty):
 
 
 def dtype_of(cache):
-    """Of queries for this cache, and of what it gives back."""
+    """The dtype of queries for this cache, and of its results."""
     return jnp.bfloat16 if cache.is_packed else cache.entries.dtype
 
 
 def step(parameters, states, token, lengths):
-    """The token [b] that follows on `lengths` [b] others: logits [b, letters], and the states after it."""
+    """The token [b] that follows `lengths` [b] others; returns logits [b, letters], and the states after it."""
     after = list(states)
     position = lengths[:, None]
 
@@ -144,7 +147,7 @@ def step(parameters, states, token, lengths):
                 part = (x @ weights["compress"])[:, 0]
                 total = jnp.where(position % ratio == 0, part, state.total + part)
                 whole = total[:, None] / ratio
-                number = jnp.where((position + 1) % ratio == 0, position // ratio, -1)  # unless it is complete: nowhere
+                number = jnp.where((position + 1) % ratio == 0, position // ratio, -1)  # only complete ones
                 entry = rope(norm(whole[..., :d]), position // ratio * ratio, ratio).astype(latent.dtype)
                 compressed = state.compressed.append(entry, number)
                 keys = state.keys.append(whole[..., d:], number)
@@ -175,7 +178,7 @@ def generate(parameters, states, token, lengths, steps):
 
 
 def empty_states(b, s, d, page, dtype):
-    """Room for b sequences of s tokens, in pages of this size, in an order as it may come about; for 0, contiguous."""
+    """Room for b sequences of s tokens, in pages of this size and in random order; contiguous for 0."""
     random = np.random.default_rng(0)
 
     def cache(entries):
@@ -215,7 +218,7 @@ def initialize(key, d):
 
 
 def main(batch=4, prompt=120, steps=40, page=16, fp8=False):
-    """Prints what was generated and returns how far each step's logits are from prefill's: relative, [batch, steps]."""
+    """Prints the text, and returns the relative difference of each step's logits from prefill's, [batch, steps]."""
     small = jax.default_backend() == "cpu" and not fp8
     d, dtype = (128, jnp.float32) if small else (512, jnp.float8_e4m3fn if fp8 else jnp.bfloat16)
     parameters = initialize(jax.random.key(0), d)
@@ -249,7 +252,7 @@ def main(batch=4, prompt=120, steps=40, page=16, fp8=False):
     print(f"caches of {size / 2**10:.0f} KiB, {in_place / 2**10:.0f} KiB updated in place")
     rate = f"{seconds / steps * 1e6:.0f} us a step, {steps * batch / seconds:.0f} tokens/s"
     print(f"{steps} steps of {batch} sequences, {rate}")
-    far = f"median {jnp.median(error):.1e}, at most {error.max():.1e}"  # one more where 16 bits decide a tie of top-k
+    far = f"median {jnp.median(error):.1e}, at most {error.max():.1e}"  # larger where 16 bits decide a tie of top-k
     print(f"logits of a step against those of prefill, relative difference: {far}")
     return error
 

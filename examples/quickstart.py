@@ -8,8 +8,8 @@ from jax_dsv4_fmha import dsv4_attention, explain, reference
 b, s, h, d = 1, 512, 16, 512  # one latent head serves all query heads, as K and as V
 keys = jax.random.split(jax.random.key(0), 4)
 q = jax.random.normal(keys[0], (b, s, h, d), jnp.bfloat16)
-window_kv = jax.random.normal(keys[1], (b, s, d), jnp.bfloat16)  # the last 128 of these
-compressed_kv = jax.random.normal(keys[2], (b, s // 128, d), jnp.bfloat16)  # and one entry for every 128 past
+window_kv = jax.random.normal(keys[1], (b, s, d), jnp.bfloat16)  # a query sees the last 128 of these
+compressed_kv = jax.random.normal(keys[2], (b, s // 128, d), jnp.bfloat16)  # one entry for every 128 positions
 sink = jax.random.normal(keys[3], (h,))
 
 

@@ -1,11 +1,11 @@
 """Serves requests that come and go, with a small DeepSeek-V4-style model: all kinds of layers, random weights.
 
-A batch has places. A request that gets one is read in chunks, all places that have something to read at once; then it
-says a token in each step, greedily or by chance, until it has said enough, and its place goes to the next. Caches are
-updated in place and never cleared: what a former request left is at positions that the new one does not see.
+A batch has places. The server reads a new request in chunks, for all places at once that have something to read. Then a
+place says a token in each step, greedily or by chance, until it has said enough, and goes to the next request. Caches
+are updated in place and never cleared: the entries of a former request are at positions that the new one does not see.
 
-Two jitted functions do it all: `read`, a chunk of prompts, and `say`, a step. At the end some greedy requests are read
-alone and whole, and must have said the same.
+There are two jitted functions: `read` takes a chunk of prompts, `say` a step. At the end the program reads some greedy
+requests alone and whole, which must have said the same.
 """
 
 import argparse
@@ -24,7 +24,7 @@ VOCABULARY, WIDTH = 128, 64
 
 
 def layers_of(d):
-    """What a model's config.json says, small."""
+    """The entries of a config.json, small."""
     return from_config(
         {
             "hidden_size": WIDTH, "num_hidden_layers": 4, "num_attention_heads": 16, "head_dim": d,
@@ -62,7 +62,9 @@ def forward(layers, parameters, tokens, caches, attend):
 
 
 def choose(logits, temperature, key):
-    """A token for each row of logits `[b, VOCABULARY]`: the likeliest where temperature `[b]` is 0, else by chance."""
+    """A token for each row of logits `[b, VOCABULARY]`: the likeliest where temperature `[b]` is 0, else a random
+    one.
+    """
     by_chance = jax.random.categorical(key, logits / jnp.maximum(temperature, 1e-6)[:, None])
     return jnp.where(temperature > 0, by_chance, logits.argmax(-1)).astype(jnp.int32)
 
@@ -83,7 +85,7 @@ class Server:
         on_gpu = jax.default_backend() == "gpu"
         d, dtype = (
             (512, jnp.bfloat16) if on_gpu else (64, jnp.float32)
-        )  # what is built for a GPU; what is quick without
+        )  # a size with kernels on a GPU; a quick one without
         self.layers, self.chunk, self.key = layers_of(d), chunk, jax.random.key(seed + 1)
         layers = self.layers
         self.parameters = jax.jit(
@@ -128,7 +130,7 @@ class Server:
         tokens, start = np.zeros((n, self.chunk), np.int32), np.zeros(n, np.int32)
         for i, request in enumerate(self.places):
             if request is None or reading[i] != any(reading):
-                continue  # its lengths are 0: it does not take part
+                continue  # its lengths are 0, so it does not take part
             temperature[i] = request.temperature
             if reading[i]:
                 part = request.prompt[request.read : request.read + self.chunk]
@@ -151,7 +153,7 @@ class Server:
         return done
 
     def alone(self, request):
-        """The likeliest tokens after each that was said, of the request read whole, and no cache."""
+        """The likeliest token after each said one, with the request read whole and without a cache."""
         whole = np.zeros((1, len(request.prompt) + request.wanted), np.int32)
         whole[0] = [*request.prompt, *request.said]
         nothing = [None] * len(self.layers)
@@ -162,7 +164,7 @@ class Server:
 
 
 def main(requests=10, places=4, chunk=32, longest=150, wanted=24, progress=True):
-    """Serves random requests and returns them, finished, with the server."""
+    """Serves random requests; returns the finished requests and the server."""
     rng = np.random.default_rng(0)
     server = Server(places, longest + wanted, chunk)
     for i in range(requests):

@@ -1,8 +1,8 @@
 """A DeepSeek-V4 layer on a (data, tensor) mesh: batch over one axis, query heads over the other.
 
-The one latent head is on every device of a row. Nothing is communicated in the forward pass; in the gradient, that of
-the latent is summed over the heads' devices and that of the sink over the batch's. Without GPUs the mesh is of virtual
-CPU devices.
+Every device of a row has the one latent head. The forward pass communicates nothing. In the backward pass, the latent's
+gradient is summed over the heads' devices, and the sink's over the batch's. Without GPUs the mesh has virtual CPU
+devices.
 """
 
 import re

@@ -1,9 +1,9 @@
 """Trains a tiny DeepSeek-V4-like stack for 50 steps with optax, on whatever devices there are.
 
-Three attention layers, one of each kind, from `jax_dsv4_fmha.layers`: a window alone; a window and the entries that an
-indexer chooses of a cache with one for 4 tokens; a window and all of a cache with one for 16 (128 in the models). The
-indexer learns from what attention makes of its choice (`indexer_loss`), everything else from the next token. Several
-devices make a (data, tensor) mesh, over which the batch and the heads are sharded by annotation alone.
+It has three attention layers from `jax_dsv4_fmha.layers`, one of each kind: a window alone; a window and the entries
+that an indexer chooses from a cache with one for 4 tokens; a window and a whole cache with one for 16 (128 in the
+models). The indexer learns from attention to the entries it chose (`indexer_loss`), everything else from the next
+token. Several devices make a (data, tensor) mesh; annotations alone shard the batch and the heads over it.
 """
 
 import functools
@@ -21,7 +21,7 @@ VOCABULARY, WIDTH = 64, 128
 
 
 def layers_of(d):
-    """What a model's config.json says, small."""
+    """The entries of a config.json, small."""
     kinds = ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]
     return from_config(
         {
@@ -38,7 +38,7 @@ def norm(x):
 
 
 def loss(parameters, tokens, layers, dtype):
-    """The next token's, with the indexer's added; and both apart."""
+    """The loss of the next token plus the indexer's; and each of them."""
     hidden = parameters["embed"].astype(dtype)[tokens]
     of_indexers = 0.0
 
@@ -78,9 +78,9 @@ def batches(key, b, s):
 
 
 def main(steps=50, b=8, s=64):
-    """Prints the losses as they fall, and returns them: (of tokens, of the indexer) for each step."""
+    """Prints the losses as they fall, and returns them: (tokens', indexer's) for each step."""
     on_gpu = jax.default_backend() == "gpu"
-    d, dtype = (512, jnp.bfloat16) if on_gpu else (64, jnp.float32)  # what is built for a GPU; what is quick without
+    d, dtype = (512, jnp.bfloat16) if on_gpu else (64, jnp.float32)  # a size with kernels on a GPU; a quick one without
     layers = layers_of(d)
     n = jax.device_count()
     data = 2 if n % 4 == 0 else 1

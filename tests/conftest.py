@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, Phase, settings
 from interpreter.native import NoLibrary
 from jax_dsv4_fmha import _ffi
 
-jax.config.update("jax_num_cpu_devices", 8)  # for meshes; whatever names no device runs on the first
+jax.config.update("jax_num_cpu_devices", 8)  # for meshes; a program that names no device runs on the first
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -19,7 +19,7 @@ COMPILED = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 
 
 def share_compilations(directory: str) -> None:
-    """What one test has had compiled no other compiles again: sinks of other values, implementations that are one."""
+    """Tests share XLA compilations: of sinks with other values, and of implementations that are the same program."""
     jax.config.update("jax_compilation_cache_dir", directory)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -36,7 +36,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The profile of the tests marked fuzz: what fails is small as it is, and not made smaller for minutes."""
+    """The profile of tests marked fuzz: a failing case is small already, so it is not shrunk for minutes."""
     if hasattr(config, "workerinput"):
         share_compilations(config.workerinput["compiled"])
     else:
@@ -54,7 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call() -> Any:
-    """A test that asks for the native library is skipped without it."""
+    """Skips a test that asks for the native library if there is none."""
     try:
         return (yield)
     except NoLibrary as e:
@@ -72,7 +72,7 @@ def cuda() -> jax.Device:
 
 @pytest.fixture
 def built(monkeypatch):
-    """As if every kernel were built, for an architecture that is not here."""
+    """As if every kernel were built, for an architecture that this machine does not have."""
     monkeypatch.setattr(_ffi, "built_for", lambda op, **_: ("sm_90a",))
     monkeypatch.setattr(_ffi, "local_architectures", lambda: ())
     with jax.default_device(jax.local_devices(backend="cpu")[0]):

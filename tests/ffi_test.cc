@@ -23,7 +23,8 @@ using namespace dsv4_fmha;
 
 namespace {
 
-// Of keys that are split in two, so that there are two launches; on Blackwell, which has no kernel to merge, of whole ones.
+// Operands whose keys are split in two, so there are two launches; Blackwell has no kernel to merge, and gets whole
+// keys.
 struct Arrays {
   alignas(64) char data[4096];
   std::vector<int64_t> q{2, 3, 8, 64}, k{2, 5, 1, 64}, rows{2, 3}, heads{8}, lse{2, 3, 8}, parts, o_parts;
@@ -54,7 +55,7 @@ struct Arrays {
 
 bool Hopper(int ordinal) { return ordinal < 4; }
 
-// What XLA does for one call: empty on success.
+// The steps that XLA takes for one call: empty on success.
 std::string Run(int ordinal) {
   Arrays arrays(Hopper(ordinal) ? 2 : 0);
   const Forward call = arrays.Call();
@@ -63,7 +64,7 @@ std::string Run(int ordinal) {
   return error.failure() ? error.message() : "";
 }
 
-// First calls on every device, from many threads: each thing is loaded once.
+// First calls on every device, from many threads: each kernel is loaded once.
 void Threads() {
   constexpr int kThreads = 16, kCalls = 8;
   std::vector<std::thread> threads;
@@ -77,12 +78,12 @@ void Threads() {
   EXPECT(stand_in_calls("cuLibraryLoadData") == 3);  // a kernel for either architecture, and one that merges
   EXPECT(stand_in_calls("cuLibraryGetKernel") == 3);
   EXPECT(stand_in_calls("cuKernelGetFunction") == 4 * 2 + 4);
-  EXPECT(stand_in_calls("cuLaunchKernelEx 0") == kThreads * kCalls / 2);  // of Hopper
-  EXPECT(stand_in_calls("cuLaunchKernelEx 1") == kThreads * kCalls / 2);  // of Blackwell
-  EXPECT(stand_in_calls("cuLaunchKernelEx 2") == kThreads * kCalls / 2);  // to merge
+  EXPECT(stand_in_calls("cuLaunchKernelEx 0") == kThreads * kCalls / 2);  // Hopper's
+  EXPECT(stand_in_calls("cuLaunchKernelEx 1") == kThreads * kCalls / 2);  // Blackwell's
+  EXPECT(stand_in_calls("cuLaunchKernelEx 2") == kThreads * kCalls / 2);  // the merges
 }
 
-// A function that fails is named, and the next call tries again; what has been loaded stays.
+// An error names the function that failed, and the next call tries again; what has been loaded stays.
 void Fails(const char* function, int times) {
   stand_in_fail(function, times);
   for (int i = 0; i < times; ++i) {
@@ -94,7 +95,7 @@ void Fails(const char* function, int times) {
   EXPECT(Run(1) == "");
   EXPECT(stand_in_calls("cuLibraryLoadData") == 2 + (function == std::string("cuLibraryLoadData") ? times : 0));
   EXPECT(Run(5) == "");
-  // what fails late, on another device, spoils no device that works
+  // a late failure on another device does not spoil a device that works
   stand_in_fail(function, times);
   const std::string error = Run(2);
   EXPECT(error.empty() || error == std::string(function) + ": CUDA_ERROR_OUT_OF_MEMORY");
@@ -103,7 +104,7 @@ void Fails(const char* function, int times) {
   EXPECT(stand_in_pushed() == 0);
 }
 
-// Threads that come while the first one fails.
+// Threads that arrive while the first one fails.
 void FailsForSome() {
   stand_in_fail("cuLibraryLoadData", 3);
   std::atomic<int> failed = 0;
@@ -126,7 +127,7 @@ void Refusals() {
   EXPECT(arrays.Call(/*offset_of_k=*/16).Execute(nullptr, 0).success());
 }
 
-// Scores at given entries, and their gradients, whose dk is cleared before the one launch.
+// Scores at given entries, and their gradients, whose dk is cleared before the single launch.
 void Entries() {
   alignas(64) static char data[4096];
   const std::vector<int64_t> q{2, 3, 16, 128}, k{2, 5, 128}, weights{2, 3, 16}, indices{2, 3, 7};

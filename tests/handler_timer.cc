@@ -1,4 +1,4 @@
-// A custom call that does what another one does, and keeps how long each call took. For test_host_time.py.
+// A custom call that calls another one and records how long each call took. For test_host_time.py.
 #include <chrono>
 
 using Handler = void* (*)(void* frame);

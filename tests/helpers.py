@@ -1,4 +1,4 @@
-"""What several tests use: operands, the comparison that the table of cases is judged by, collectives of a program."""
+"""Helpers of several tests: operands, the comparison with the table's tolerances, collectives of a program."""
 
 import math
 import re
@@ -16,7 +16,7 @@ def normal(seed: int, *shape: int, dtype: Any = jnp.float32) -> jax.Array:
 
 
 def assert_right(got: Any, want: Any, tolerances: Any = KERNEL) -> None:
-    """Results are as `want`, within what `compare` allows."""
+    """Results equal `want`, within the tolerances of `compare`."""
     for verdict in compare(got, want, tolerances):
         assert verdict.passed, verdict
 
@@ -27,6 +27,6 @@ def collectives(compiled: Any) -> dict[str, int]:
     found: dict[str, int] = {}
     for types, kind in re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", compiled.as_text()):
         elements = sum(math.prod(map(int, n.split(","))) if n else 1 for n in re.findall(r"\[([\d,]*)\]", types))
-        both = types.startswith("((")  # (operands, results), as some are printed that start several at once
+        both = types.startswith("((")  # (operands, results), which are printed where several start at once
         found[kind] = found.get(kind, 0) + elements // (1 + both)
     return found

@@ -1,4 +1,6 @@
-"""DeepSeek-V4's and V4.1's attention layers in float64, a token and an entry at a time: what tests compare with."""
+"""DeepSeek-V4's and V4.1's attention layers in float64, one token and one entry at a time, for tests to compare
+with.
+"""
 
 import cmath
 import math
@@ -72,7 +74,7 @@ def choose(ix, p, x, c, keys, ratio, how, shared):
 
 
 def layer(one, p, x, shared):
-    """One sequence x [s, hidden] -> [s, hidden]; `shared` is what layers of V4.1 leave to one another, and changes."""
+    """One sequence x [s, hidden] -> [s, hidden]; `shared` is what layers of V4.1 hand to later ones, and changes."""
     s, how = len(x), one.rope
     c = np.stack([norm(x[t] @ p["wq_a"], p["q_norm"], one.eps) for t in range(s)])
     kv = np.stack([turn(norm(x[t] @ p["wkv"], p["kv_norm"], one.eps), t, how) for t in range(s)])

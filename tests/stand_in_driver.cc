@@ -15,7 +15,7 @@ constexpr int kDevices = 8, kOutOfMemory = 2, kInvalidValue = 1, kInvalidContext
 constexpr intptr_t kContexts = 100, kLibraries = 200, kKernels = 300;  // handles count from here on
 
 std::mutex mutex;
-std::map<std::string, int> calls, failures;  // of each function: how often it was called, and how often it is to fail
+std::map<std::string, int> calls, failures;  // for each function: how often it was called, and how often it must fail
 thread_local int pushed = 0;                 // contexts on this thread's stack
 
 int Call(const char* name, bool valid = true) {
@@ -122,7 +122,7 @@ int cuMemsetD32Async(void* array, unsigned, size_t elements, void*) {
 }
 
 int cuLaunchKernelEx(const void*, void* function, void** parameters, void**) {
-  // the stream, which is what a test launches on, is the device's number
+  // the stream on which a test launches is the device's number
   const bool valid = Is(function, kKernels, 8) && parameters[0] != nullptr;
   return Call(("cuLaunchKernelEx " + std::to_string(reinterpret_cast<intptr_t>(function) - kKernels)).c_str()) |
          Call("cuLaunchKernelEx", valid);

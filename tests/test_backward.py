@@ -57,7 +57,7 @@ def test_lowers_for_cuda_without_a_gpu(variant):
     assert re.search(r"-> \(" + ", ".join(wanted) + r"\)", call), call
 
 
-@pytest.mark.parametrize("op", ["bwd", "dsv4_sparse_bwd"])  # both kinds of sources, and both ways to cut rows
+@pytest.mark.parametrize("op", ["bwd", "dsv4_sparse_bwd"])  # both kinds of sources, and both ways of cutting rows
 def test_launch_is_what_the_host_stub_launches(op, tmp_path):
     if util.find_spec("cutlass") is None or shutil.which("gcc") is None:
         pytest.skip("needs nvidia-cutlass-dsl and gcc")
@@ -95,7 +95,7 @@ def on_gpu(test):
 
 
 def run(variant, x, scale):
-    """Into results that hold NaN, where an element that is not written shows."""
+    """Runs into results that hold NaN, so an element that is not written shows."""
     results = (x.attention.q, *(keys.astype(jnp.float32) for keys in x.arguments()[5::3]))
     call = functools.partial(FUNCTIONS[variant.op], scale=scale, deterministic=variant.deterministic)
     f = jax.jit(lambda into, args: call(*args), donate_argnums=0, keep_unused=True)
@@ -136,7 +136,7 @@ def test_runs_on_a_pool_of_all_sequences(variant):
 @on_gpu
 @every_built
 def test_dq_is_the_same_every_time(variant):
-    """And dkv nearly: what is added in no fixed order is rounded otherwise, unless in fixed point."""
+    """dkv is only nearly the same: sums in no fixed order round differently, except in fixed point."""
     if variant.arch not in _ffi.local_architectures():
         pytest.skip(f"is for {variant.arch}")
     x, scale = operands(variant, h_q=native.heads_for(variant, 64), s_q=100), variant.d**-0.5
@@ -151,7 +151,7 @@ def test_dq_is_the_same_every_time(variant):
 
 @on_gpu
 def test_runs_inside_cuda_graphs():
-    """In a process of its own, where all that may go into a command buffer does. Sums are cleared every time."""
+    """Runs in a process of its own, with every op that can go into a command buffer. Sums are cleared every time."""
     code = """
 import functools, jax, numpy as np
 from jax_dsv4_fmha import _backward, _ffi
@@ -201,7 +201,7 @@ def test_handler_refuses_operands(op, operand, change, says):
 
 @pytest.mark.parametrize("variant", {v.op: v for v in ALL if v.dtype == "bfloat16"}.values(), ids=lambda v: v.key)
 def test_the_float64_gradient_is_that_of_the_package(variant):
-    """Of the sources' gradients in jnp, in float32 from the same operands."""
+    """Compares it with the sources' gradients in jnp, in float32 from the same operands."""
     x, scale = operands(variant, b=2, s_q=7, h_q=4, s_kv=20, s_kv1=9, topk=6), variant.d**-0.5
     a, dq, dkv = x.attention, jnp.zeros(()), []
     q, do = a.q.astype(np.float32), x.do.astype(np.float32)

@@ -1,8 +1,8 @@
 """Gradients by kernels, on a GPU, over the adversarial rows of the case table.
 
-What is wanted is the gradient in float32 from the same 16-bit operands, in `jnp`. No element may be further from
-it than twice what the 16-bit gradients in `jnp` are at most, or half a unit in the last place of the largest is: some
-rows have so few elements that none of them is rounded by as much.
+The expected gradient is computed in `jnp` in float32 from the same 16-bit operands. No element may differ from it by
+more than twice the greatest error of the 16-bit gradients in `jnp`, or half a unit in the last place of the largest
+element: in some rows there are so few elements that none of them is rounded by that much.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ TABLE = [
 ]
 
 
-BITS = {"bfloat16": 8, "float16": 11}  # of a number, its first included
+BITS = {"bfloat16": 8, "float16": 11}  # elements of a number, the first included
 
 
 def cos_diff(x, y):
@@ -38,7 +38,7 @@ def cos_diff(x, y):
 
 
 def split(case):
-    """(what is differentiated, what else is an array, f of both)"""
+    """(the differentiated operands, the other arrays, f of both)"""
     args, kwargs = cases.operands(case)
     numbers, arrays = cases._split(kwargs)
     op = cases.OPS[case.op]
@@ -102,13 +102,13 @@ def test_gradients_by_kernels(case, method, only, cuda, monkeypatch):
         bound = 2 * max(np.abs(plain[name] - want[name]).max(), half_unit) + 1e-6 * largest
         distance = np.abs(x - want[name])
         assert distance.max() <= bound, (name, distance.max(), bound)
-        if name != "sink":  # which is a sum over o as it was rounded, with a kernel for the gradient or without
+        if name != "sink":  # D is a sum over the rounded o, with a kernel for the gradient or without
             assert cos_diff(x, want[name]) < 1e-5, (name, cos_diff(x, want[name]))
 
 
 @pytest.mark.parametrize("op", ["fmha", "sparse_fmha", "sparse layer", "dense layer"])
 def test_deterministic_gradients_have_the_same_bits(op, cuda):
-    """20 times, of sums over many queries and heads; they are what the others are but for rounding."""
+    """20 times, with sums over many queries and heads; they equal the default gradients up to rounding."""
     if not _ffi.built_for("bwd", d=512, deterministic=True):
         pytest.skip("no deterministic kernel")
     keys = jax.random.split(jax.random.key(0), 5)

@@ -1,4 +1,4 @@
-"""Where a gradient takes a backward kernel: lowered for cuda without a GPU, under every transform."""
+"""Which gradients use a backward kernel: programs lowered for cuda without a GPU, under every transform."""
 
 import functools
 import re
@@ -90,7 +90,7 @@ def test_every_target_is_taken():
 @BUILT
 @pytest.mark.parametrize("op", OPS)
 def test_inside_shard_map(op):
-    """Over batch: each device has a kernel for its own, and nothing is sent."""
+    """Over batch: each device runs a kernel on its own entries, and sends nothing."""
     f, shapes, wanted = OPS[op]
     if op in ("pool", "sparse", "fused top-k", "two-pass top-k"):
         pytest.skip("its indices are of the whole batch here")
@@ -112,7 +112,7 @@ def test_an_export_has_the_kernel():
 
 @BUILT
 def test_without_a_backward_kernel_the_gradient_is_jnp():
-    """Here of float32, for which there is no forward kernel either."""
+    """Here in float32, for which there is no forward kernel either."""
     shapes = (B, S, H, D), (B, S_KV, 1, D), (B, S_KV, 1, D)
     text = lowered(gradient(fmha), *arrays(*shapes, dtype=jnp.float32))
     assert targets(text) == targets(text, "fwd") == []
@@ -140,7 +140,7 @@ def test_cubin_insists_on_the_backward_kernel_too():
 @BUILT
 @pytest.mark.parametrize("transform", ["grad", "vmap of a grad"])
 def test_a_deterministic_gradient_takes_a_kernel_of_its_own(transform):
-    """Which adds 64-bit integers, to all keys of the call."""
+    """That kernel adds 64-bit integers, for all keys of the call."""
     f = layer("fused", indices=INDICES, deterministic=True)
     shapes = [(3, *shape) for shape in (Q, WINDOW, KV)] if transform != "grad" else (Q, WINDOW, KV)
     text = lowered(TRANSFORMS[transform](f), *arrays(*shapes))
@@ -150,7 +150,7 @@ def test_a_deterministic_gradient_takes_a_kernel_of_its_own(transform):
 
 
 def test_deterministic_without_a_kernel(monkeypatch):
-    """Gradients in jnp scatter, of a selection: on a CPU in order, on a GPU not."""
+    """Gradients in jnp scatter for a selection: in order on a CPU, but not on a GPU."""
     q, kv = jnp.ones((B, S, H, 16)), jnp.ones((B, S_KV, 16))
     f = gradient(functools.partial(sparse_fmha, indices=INDICES, deterministic=True))
     for got, want in zip(f(q, kv), gradient(functools.partial(sparse_fmha, indices=INDICES))(q, kv), strict=True):

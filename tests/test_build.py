@@ -136,7 +136,7 @@ def test_digest_covers_sources_and_variant(tmp_path, monkeypatch):
     assert before == build.digest(first) != build.digest(other)
     (tmp_path / "kernels/build.py").write_text("# does not matter to a cubin")
     assert build.digest(first) == before
-    with open(tmp_path / "kernels/lib/rows.py", "a") as module:  # which a module that it imports does
+    with open(tmp_path / "kernels/lib/rows.py", "a") as module:  # a module that it imports changed
         module.write("# changed")
     assert build.digest(first) != before
 
@@ -175,7 +175,7 @@ def test_rebuild_is_cached_and_byte_identical(tmp_path):
     assert a == b
     if _ffi.variants():
         assert a == cubin(key)
-    (tmp_path / f"a/{key}.cubin").write_bytes(a[:-1])  # a damaged cubin is made again
+    (tmp_path / f"a/{key}.cubin").write_bytes(a[:-1])  # a damaged cubin is compiled again
     assert "1 to compile" in python(*command, str(tmp_path / "a")).stdout
 
 
@@ -200,7 +200,7 @@ def test_no_kernels_are_built_where_none_are_wanted(tmp_path, without_dsl):
 
 @pytest.mark.slow
 def test_library_without_the_dsl(tmp_path, without_dsl):
-    """The whole build succeeds, says so, and gives a library that holds nothing."""
+    """The whole build succeeds, says so, and gives a library without kernels."""
     cmake, ninja = shutil.which("cmake"), shutil.which("ninja", path=str(Path(sys.executable).parent))
     if cmake is None or ninja is None:
         pytest.skip("needs cmake and ninja")
@@ -219,7 +219,7 @@ def test_library_without_the_dsl(tmp_path, without_dsl):
 
 
 def test_library_is_self_contained():
-    """It needs the C++ run time and nothing of NVIDIA's, and shows nothing but its own C functions."""
+    """It needs the C++ run time and no library of NVIDIA's, and exports only its own C functions."""
     path = str(library()._name)
     needed = subprocess.run(["readelf", "-d", path], check=True, capture_output=True, text=True).stdout
     libraries = {name.split(".so")[0] for name in re.findall(r"NEEDED.*\[(.*)\]", needed)}

@@ -39,7 +39,7 @@ def built(monkeypatch):
 
 @pytest.fixture
 def gpu(monkeypatch, built):
-    """As if there were a GPU with memory enough; ops then run on the CPU."""
+    """As if there were a GPU with enough memory; the ops then run on the CPU."""
     monkeypatch.setattr(_ffi, "local_architectures", lambda: ("sm_90a",))
     device = types.SimpleNamespace(memory_stats=lambda: {"bytes_limit": 2**30})
     monkeypatch.setattr(check, "_device", lambda: device)
@@ -58,7 +58,7 @@ def test_quick_has_everything_in_a_few_small_cases(checks):
         assert {what(x.case) for x in few} == {what(x.case) for x in checks}
     assert {f for x in few for f in x.case.features} == {f for x in checks for f in x.case.features}
     assert {x.method for x in few} == {x.method for x in checks}
-    assert len(few) < 20 and max(x.case.work for x in few) < 2**29  # that of an indexer that chooses 512 in 8 bits
+    assert len(few) < 20 and max(x.case.work for x in few) < 2**29  # the case of an indexer that chooses 512 in 8 bits
 
 
 def test_the_bar_estimates_what_is_left(capsys, monkeypatch):
@@ -166,7 +166,7 @@ class TestCheckTheReference:
         assert capsys.readouterr().out.splitlines()[-1] == says
 
     def test_interrupted(self, capsys, monkeypatch):
-        """One line, with what has passed."""
+        """One line, with what has passed so far."""
 
         def run(case):
             if case.d == 8:
@@ -185,7 +185,7 @@ class TestCheckTheReference:
 
 @pytest.mark.usefixtures("gpu")
 class TestCheckKernels:
-    """The kernels' place is taken by the reference."""
+    """The reference takes the kernels' place."""
 
     @pytest.fixture(autouse=True)
     def table(self, monkeypatch):
@@ -245,7 +245,7 @@ class TestBench:
         if c.op == "topk":
             assert flops == 0 and moved == 4 * c.s_q * (c.s_c + c.topk)
             return
-        entries = c.s_c / 2 if c.ratio else c.s_c  # of a triangle, and some that are not whole
+        entries = c.s_c / 2 if c.ratio else c.s_c  # key tiles of a triangle, and some that are not whole
         assert flops == pytest.approx(2 * 128 * 64 * c.b * c.s_q * entries, rel=1e-3)
         assert moved > 128 * 64 * c.s_q * jnp.dtype(c.dtype).itemsize
 
@@ -253,7 +253,7 @@ class TestBench:
         "row", [r for r in bench.ROWS if r.suite not in ("indexer", "layer")], ids=lambda row: row.name
     )
     def test_work(self, row):
-        """Known by a formula, where there is one."""
+        """Against a formula, where there is one."""
         c = row.case
         flops, moved = bench.work(c)
         keys = {
@@ -273,7 +273,7 @@ class TestBench:
 
     @pytest.mark.parametrize("row", [r for r in bench.ROWS if r.suite == "layer"], ids=lambda row: row.name)
     def test_work_of_a_layer(self, row):
-        """Three matrices of a layer are large: 1024 by 64 heads of 512, 64 heads of 512 by 1024, 8192 by 4096."""
+        """A layer has three large matrices: 1024 by 64 heads of 512, 64 heads of 512 by 1024, 8192 by 4096."""
         flops, moved = bench.work(row.case)
         passes, matrices = 3 if row.case.features else 1, 3 * 2**25
         assert 1 < flops / (2 * passes * row.case.b * row.case.s_q * matrices) < 1.9
@@ -294,7 +294,7 @@ class TestBench:
         assert 0 < bench_layer.rest(found) < 1
 
     def test_parts_of_a_layer(self):
-        """As XLA writes a program for a GPU."""
+        """From text as XLA writes it for a GPU."""
         text = """
 %gemm_fusion_dot.3_computation (p.1: bf16[64,32], p.2: bf16[32,8]) -> bf16[64,8] {
   ROOT %dot.1 = bf16[64,8]{1,0} dot(%p.1, %p.2), lhs_contracting_dims={1}
@@ -346,7 +346,7 @@ ENTRY %main (x: bf16[64,32]) -> bf16[64,8] {
     @pytest.mark.parametrize("kind", [(), ("fp8",)])
     @pytest.mark.parametrize("topk", [0, 7])
     def test_a_step_of_decode(self, topk, kind):
-        """Its operands are what the op takes, a copy of them in jnp gives the same, and layers follow on each other."""
+        """The op takes its operands, a copy of them in jnp gives the same, and layers follow on each other."""
         case = dataclasses.replace(
             bench_decode.step(4, 7, 2, *kind), s_kv=256, topk=topk, window=20, page=16, dtype="bfloat16"
         )
@@ -359,7 +359,7 @@ ENTRY %main (x: bf16[64,32]) -> bf16[64,8] {
             jax.eval_shape(functools.partial(bench_decode.call, case), **operands)
 
     def test_layers_follow_on_each_other(self, monkeypatch):
-        """Each has the o of the one before as its q, and its pages where they are in the first."""
+        """Each layer gets the previous one's o as its q, and reads pages at the places of the first."""
 
         def call(c, **operands):
             return dsv4_decode(**operands, ratio=c.ratio, window=c.window, implementation="reference")
@@ -379,7 +379,7 @@ ENTRY %main (x: bf16[64,32]) -> bf16[64,8] {
         np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (got, q)), rtol=0.02, atol=0.02)
 
     def test_steps_under_graphs(self):
-        """Each step is given what the one before gave."""
+        """Each step gets the previous one's results."""
 
         def step(q, by):
             return q + by
@@ -420,7 +420,7 @@ def run(*arguments, **environment):
 
 
 def test_no_platform():
-    """Where the one that is asked for is not there, `info` says so, and what is built."""
+    """If the platform that JAX_PLATFORMS asks for is missing, `info` says so, and lists what is built."""
     process = run("info", JAX_PLATFORMS="rocm")
     text, errors = process.communicate(timeout=120)
     assert (process.returncode, errors) == (0, "")
@@ -451,7 +451,7 @@ def test_bench_from_nothing(capsys, results):
 
 @pytest.fixture
 def results(tmp_path):
-    """What a bench might have written."""
+    """A file that a bench might have written."""
 
     def times(us):
         return {"seconds": us * 1e-6, "rounds": [us * x * 1e-6 for x in (0.99, 1, 1.01)], "kernels": {}}

@@ -41,7 +41,7 @@ LAYER = {"window": 3, "q_offset": LENGTHS, "kv_offset": 1, "swa_lens": LENGTHS, 
 STEP = {"window": 3, "sink": SINK}
 DROP_IN = {"is_causal": True, "local_window_size": (2, 3), "query_seq_lengths": LENGTHS}
 
-# of an implementation and q; an int is given at a jit boundary too
+# calls of an implementation and q; an int is also passed at a jit boundary
 CALLS = {
     "fmha": lambda i, q: fmha(q, K, sink=SINK, implementation=i),
     "bounds": lambda i, q: fmha(q, K, span=Span(0, 5) & Span(1, 2**40) & Span.causal(S_Q), implementation=i),
@@ -74,7 +74,7 @@ CALLS = {
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_and_its_gradient_trace(name, mode):
-    f, implementation = CALLS[name], None  # whose shapes are found by tracing the reference
+    f, implementation = CALLS[name], None  # tracing the reference gives their shapes
     with MODES[mode]():
         got = jax.eval_shape(lambda q: f(implementation, q), Q)
         assert all(x.dtype.itemsize <= 4 for x in jax.tree.leaves(got))
@@ -100,7 +100,7 @@ def test_16_bit_gradients_heed_the_default_precision(precision):
     with jax.default_matmul_precision(precision) if precision else contextlib.nullcontext():
         for f in (lambda q: fmha(q, k), lambda q: sparse_fmha(q, k[:, :, 0], INDICES)):
             text = str(jax.make_jaxpr(jax.grad(lambda q, f=f: f(q)[0].astype(jnp.float32).sum()))(q))
-            assert "precision=(Precision.HIGHEST" in text  # of the reference, always
+            assert "precision=(Precision.HIGHEST" in text  # always the reference's
             rest = text.count("dot_general[") - text.count("precision=(Precision.HIGHEST, Precision.HIGHEST)")
             assert (rest == 0) == (precision == "highest")
 

@@ -35,7 +35,7 @@ BF16, E4M3, E2M1 = (np.dtype(getattr(ml_dtypes, name)) for name in ("bfloat16", 
 
 
 def power_above(x, least):
-    """The exponent of the least power of two that is not below x, nor below `least`."""
+    """The exponent of the least power of two that is at least x and `least`."""
     return int(np.ceil(np.log2(max(x, least))))
 
 
@@ -81,7 +81,7 @@ IN_NUMPY = {"v4_fp8": v4_fp8_in_numpy, "v41_fp8": v41_fp8_in_numpy, "v41_fp4": v
 @pytest.mark.parametrize("layout", IN_NUMPY)
 @pytest.mark.parametrize("n", [1, 73])
 def test_layout_byte_by_byte(layout, n):
-    """Groups of all sizes, of zeros, at the least scale and below, and with values in the middle of two codes."""
+    """Groups of all sizes: of zeros, at the least scale and below, and with values half-way between two codes."""
     entries = normal(n, 2, n, 512) * 10.0 ** normal(1, 2, n, 1)
     entries = entries.at[0, 0, :64].set(0).at[1, 0, :64].set(448 * 2.0**-13).at[1, -1, 64:128].set(448.0)
     entries = entries.at[0, -1, 128:160].set(jnp.linspace(-8, 8, 32) * 2.0**-10).at[1, 0, 160:192].set(1.0)
@@ -98,7 +98,7 @@ def test_layout_byte_by_byte(layout, n):
 def test_scales_of_e2m1_are_rounded_like_ml_dtypes():
     """amax / 6 for every bfloat16 between the least scale and the greatest, ties included."""
     amax = np.arange(0x3C00, 0x4600, dtype=np.uint16).view(BF16)
-    entries = np.repeat(amax.reshape(-1, 32), 16, -1)  # of a group, all the same
+    entries = np.repeat(amax.reshape(-1, 32), 16, -1)  # values of a group, all the same
     got = jax.jit(quantize_cache, static_argnums=1)(entries, "v41_fp4")
     got = np.asarray(got).reshape(-1, 288)[:, 256:].view(E4M3).ravel()
     want = np.clip(amax.astype(np.float64) / 6, 2.0**-9, 448).astype(E4M3)
@@ -112,10 +112,10 @@ def test_every_code_is_read(layout):
     page = rng.integers(0, 256, (16, how.page_bytes(9)), np.uint8)
     got = np.asarray(dequantize_cache(jnp.asarray(page), layout), np.float64)
     entry = functools.partial(float64._entry, Cache(page, None, layout), ring=False)
-    with np.errstate(invalid="ignore"):  # of NaN
+    with np.errstate(invalid="ignore"):  # codes of NaN
         want = np.array([[entry(n, j) for j in range(9)] for n in range(16)])
     want[want >= 2.0**128], want[want <= -(2.0**128)] = np.inf, -np.inf
-    normal = ~(np.abs(want) < 2.0**-126)  # what is less, XLA may take for 0
+    normal = ~(np.abs(want) < 2.0**-126)  # XLA may flush less to 0
     np.testing.assert_array_equal(got[normal], want[normal])
 
 
@@ -127,7 +127,7 @@ def test_v4_fp8_takes_584_bytes_an_entry():
 
 @pytest.mark.parametrize("layout", IN_NUMPY)
 def test_round_trip(layout):
-    """Within half a step of the codes; what is bfloat16 is exact; and once only."""
+    """Within half a step of the codes; bfloat16 values are exact; a second round changes nothing."""
     entries = (normal(0, 3, 5, 512) * 10.0 ** (normal(1, 3, 5, 1) / 2)).astype(jnp.bfloat16)
     back = dequantize_cache(quantize_cache(entries, layout), layout)
     assert back.dtype == jnp.bfloat16 and back.shape == entries.shape
@@ -171,7 +171,9 @@ def test_what_is_not_finite_keeps_to_its_group(layout, bad):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=lambda x: x.__name__)
 @pytest.mark.parametrize("layout", IN_NUMPY)
 def test_the_greatest_values_are_finite(layout, dtype):
-    """What would be rounded up to 2^128 is rounded down, 2688 is the greatest of v41_fp4; only NaN and inf give NaN."""
+    """A value that would round up to 2^128 is rounded down, 2688 is the greatest of v41_fp4; only NaN and inf give
+    NaN.
+    """
     entries = jnp.full((1, 512), jnp.finfo(dtype).max, dtype).at[0, 1].set(-jnp.finfo(dtype).max).at[0, 2].set(3e38)
     entries = entries.at[0, 448:].set(0)
     back = np.asarray(dequantize_cache(quantize_cache(entries, layout), layout), np.float64)
@@ -185,7 +187,7 @@ def test_the_greatest_values_are_finite(layout, dtype):
 
 
 def contents(cache):
-    """What each sequence holds: [b, capacity, d]."""
+    """The entries of each sequence: [b, capacity, d]."""
     held = dequantize_cache(cache.entries, cache.layout) if cache.is_packed else cache.entries
     entries = np.asarray(held, np.float32)
     table = np.arange(len(entries))[:, None] if cache.block_table is None else np.asarray(cache.block_table)
@@ -199,7 +201,7 @@ CACHES = {
 }
 KEPT = [("contiguous", "v4_fp8"), *(("paged", layout) for layout in IN_NUMPY)]
 KEPT += [(kind, dtype) for kind in CACHES for dtype in (jnp.bfloat16, jnp.float32)]
-"""Caches, and what entries are kept in: a dtype, or a layout."""
+"""Caches, and how their entries are kept: a dtype, or a layout."""
 
 
 def zeros(pages, page, kept, block_table=None):
@@ -213,7 +215,7 @@ def name_of(x):
 
 @pytest.mark.parametrize("kind, kept", KEPT, ids=name_of)
 def test_append(kind, kept):
-    """Steps of 1 to 3 entries from other positions in each sequence on, around a ring of 9; nothing else changes."""
+    """Steps of 1 to 3 entries, from a different position in each sequence, around a ring of 9; nothing else changes."""
     cache = CACHES[kind](kept)
     assert cache.capacity == 9
     append = jax.jit(Cache.append, donate_argnums=0)
@@ -233,7 +235,7 @@ def test_append(kind, kept):
 
 
 def test_append_leaves_out():
-    """Positions below 0, pages that are not there, and what would be overwritten at once."""
+    """Positions below 0, missing pages, and entries that would be overwritten at once."""
     cache = Cache(jnp.full((2, 2, 1), -1.0), jnp.array([[0, -1], [7, 1]], jnp.int32))
     new = jnp.arange(14.0).reshape(2, 7, 1)
     got = cache.append(new, jnp.array([[-5, -4, -3, -2, -1, 0, 2], [0, 1, 2, 3, 4, 5, 6]], jnp.int32))
@@ -242,7 +244,7 @@ def test_append_leaves_out():
 
 @pytest.mark.parametrize("kind, kept", [x for x in KEPT if x[1] != jnp.bfloat16], ids=name_of)
 def test_take(kind, kept):
-    """What was appended comes back, around a ring of 9; nothing of what is not there."""
+    """What was appended comes back, around a ring of 9; an entry that does not exist reads as 0."""
     cache = CACHES[kind](kept)
     new = normal(0, 2, 11, 512, dtype=jnp.bfloat16).astype(jnp.bfloat16 if cache.is_packed else kept)
     positions = jnp.arange(11, dtype=jnp.int32) + jnp.array([[0], [4]], jnp.int32)
@@ -293,7 +295,7 @@ def test_slots():
 @pytest.mark.parametrize("kind", ["contiguous", "paged", "ring"])
 @pytest.mark.parametrize("far", ["window", "dense", "topk"])
 def test_steps_equal_the_whole_sequence(far, kind, s_q):
-    """Row by row dsv4_attention over all positions, from caches that are filled while steps go on."""
+    """Row by row they equal dsv4_attention over all positions, from caches that fill while steps go on."""
     b, s, h, d, ratio, window = 2, 24, 3, 16, 4, 5
     q, latent, sink = normal(0, b, s, h, d), normal(1, b, s, d), normal(2, h)
     compressed = latent.reshape(b, s // ratio, ratio, d).mean(2)
@@ -354,13 +356,13 @@ def small(b=2, s_q=2, d=16, **kwargs):
 
 
 def test_idle_sequences_and_absent_rows():
-    """They see nothing, whatever indices say, and nothing of them reaches the others."""
+    """They see nothing, whatever indices say, and do not affect the others."""
     q, near, far, kwargs = small(lengths=jnp.array([0, 20], jnp.int32), indices=jnp.zeros((2, 2, 3), jnp.int32))
     near, far = (Cache(x.entries.at[0].set(jnp.nan)) for x in (near, far))
     o, lse = dsv4_decode(q, near, far, **kwargs)
     assert (o[0] == 0).all() and (lse[0] == -jnp.inf).all()
     assert jnp.isfinite(o[1]).all() and jnp.isfinite(lse[1]).all()
-    # a step of two tokens of which one is the first of its sequence
+    # a step of two tokens, the first of which begins its sequence
     o, lse = dsv4_decode(q, near, far, **{**kwargs, "lengths": jnp.array([20, 1], jnp.int32)})
     assert (lse[1, 0] == -jnp.inf).all() and jnp.isfinite(lse[1, 1]).all()
     holes = Cache(normal(2, 3, 3, 16), jnp.full((2, 3), -1, jnp.int32))
@@ -370,8 +372,9 @@ def test_idle_sequences_and_absent_rows():
 
 @pytest.mark.parametrize("far", ["dense", "topk"])
 def test_a_chunk_of_a_prompt_over_pages_that_are_shared(far):
-    """64 new queries at once, of sequences whose first 40 tokens are the same pages; one place is idle. No page that is
-    nobody's is read."""
+    """64 new queries at once, for sequences whose first 40 tokens share pages; one place is idle. A page that belongs
+    to nobody is not read.
+    """
     b, s, s_q, d, ratio, page, shared = 3, 100, 64, 16, 4, 10, 4
     q, latent, sink = normal(0, b, s, 3, d), normal(1, b, s, d), normal(2, 3)
     latent = latent.at[1, : shared * page].set(latent[0, : shared * page])
@@ -400,12 +403,12 @@ def test_a_chunk_of_a_prompt_over_pages_that_are_shared(far):
 
 
 def test_lengths_from_none_to_a_million():
-    """In one batch: sequences of all lengths, in rings for windows and pages for compressed entries."""
+    """In one batch: sequences of all lengths, with rings for windows and pages for compressed entries."""
     lengths, ratio, d, page = np.array([0, 1, 1_000_000, 129, 65_536, 3], np.int32), 128, 16, 64
     b, n = len(lengths), -(-1_000_000 // ratio // page)
     rng = np.random.default_rng(0)
     table = np.full((b, n), -1, np.int32)
-    used = -(-(lengths // ratio) // page)  # pages of each
+    used = -(-(lengths // ratio) // page)  # pages of each sequence
     free = iter(rng.permutation(used.sum() + 2))
     for row, count in zip(table, used, strict=True):
         row[:count] = [next(free) for _ in range(count)]
@@ -422,7 +425,7 @@ def test_lengths_from_none_to_a_million():
 @pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize("implementation", [None, "reference"])
 def test_a_compressed_cache_that_has_run_over_shows_no_future(kind, implementation):
-    """Several new tokens, more entries than there is room for: each sees those before it that are left."""
+    """Several new tokens, and more entries than there is room for: each token sees the remaining entries before it."""
     s_q, lengths, ratio, d = 3, np.array([15, 9], np.int32), 1, 512  # room for 9 entries
     compressed, q = normal(0, 2, 15, d), normal(1, 2, s_q, 2, d)
     near = Cache(normal(2, 2, 9, d))
@@ -445,7 +448,7 @@ def test_a_compressed_cache_that_has_run_over_shows_no_future(kind, implementati
 @pytest.mark.skipif(not _ffi.built_for("dsv4_decode_fp8"), reason="needs kernels to be built")
 @pytest.mark.parametrize("here", ["sm_100a", "sm_90a"])
 def test_packed_caches_on_a_device_that_no_kernel_unpacks_them_on(here, monkeypatch):
-    """The kernels that read packed entries are for Hopper: elsewhere "cubin" is an error, as soon as it is lowered."""
+    """Only Hopper has kernels that read packed entries: elsewhere "cubin" is an error, as soon as it is lowered."""
     monkeypatch.setattr(_ffi, "local_architectures", lambda: (here,))
     near, far = (Cache.zeros(2, n, layout="v4_fp8", block_table=jnp.zeros((1, 2), jnp.int32)) for n in (64, 32))
     q, lengths = jnp.zeros((1, 1, 64, 512), jnp.bfloat16), jnp.array([90], jnp.int32)
@@ -490,7 +493,7 @@ def placed(mesh, x, *spec):
 @pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 class TestMeshes:
-    """No collective in a step, of batch over one axis of a mesh and heads over the other; append among it."""
+    """A step, with its append, has no collective, with batch over one axis of a mesh and heads over the other."""
 
     def mesh(self, kind):
         return jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind,) * 2, devices=jax.devices("cpu")[:8])
@@ -521,7 +524,7 @@ class TestMeshes:
         self.check(step, tuple(xs), want)
 
     def pools(self):
-        """Two shards, each with its pool, its pages and its sequences."""
+        """Two shards, each with its own pool, pages and sequences."""
         q, _, _, kwargs = small(b=4)
         caches = [Cache(normal(seed, 2, 7, 3, 16), jnp.stack([TABLE, TABLE[::-1]])) for seed in (5, 6)]
         q, lengths = q.reshape(2, 2, *q.shape[1:]), jnp.array([[20, 0], [3, 11]], jnp.int32)
@@ -547,7 +550,7 @@ class TestMeshes:
         self.check(local, jax.tree.map(lambda x: placed(mesh, x, "data"), xs), want)
 
     def test_a_ring_and_a_pool(self, kind):
-        """README's own caches: of the window each sequence's own, of the compressed entries pages that all share."""
+        """README's caches: a window ring for each sequence, and compressed entries in shared pages."""
         q, ring, _, kwargs = small()
         cache, lengths = Cache(normal(5, 7, 3, 16), TABLE), kwargs.pop("lengths")
 
@@ -594,14 +597,14 @@ def test_launches(caches, is_fp8, target, kind):
     kinds = "broadcast_in_dim|gather|concatenate|pad|select|dynamic_slice"
     for found in re.findall(rf"stablehlo.(?:{kinds})\"?.*: \(tensor<([\dx]+)x.*-> tensor<([\dx]+)x(?:bf16|ui8)>", text):
         read, written = (math.prod(map(int, x.split("x"))) for x in found)
-        assert read == written, found  # no more than a name for the same bytes
+        assert read == written, found  # only another name for the same bytes
 
 
 @pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("far", [None, "v41_fp8", "v41_fp4"])
 def test_keys_are_unpacked_for_a_kernel_in_16_bits(far):
-    """Those that are named, and the sources that the kernel is handed say the same as the packed ones."""
-    table = jnp.array([[4, 0], [2, 7]], jnp.int32)  # one page is none
+    """Only the named keys; the kernel's sources say the same as the packed ones."""
+    table = jnp.array([[4, 0], [2, 7]], jnp.int32)  # a block table without pages
     caches = [Cache(quantize_cache(normal(1, 6, 70, 512), "v41_fp8"), table, "v41_fp8")]
     if far is not None:
         caches.append(Cache(quantize_cache(normal(2, 2, 50, 512), far), None, far))
@@ -623,7 +626,7 @@ def test_keys_are_unpacked_for_a_kernel_in_16_bits(far):
 
 @pytest.mark.parametrize("kind", ["contiguous", "paged", "fp8"])
 def test_export_of_any_batch_and_cache(kind):
-    """From one program: batch, and pages of the pool or room for a sequence."""
+    """One program for any batch, any number of pages and any room for a sequence."""
     b, s = jax.export.symbolic_shape("b, s")
     table = jnp.asarray(np.random.default_rng(1).permutation(14)[:12].reshape(3, 4), jnp.int32)
     cache = Cache(normal(2, 14, 8, 512, dtype=jnp.bfloat16), table)
@@ -649,7 +652,7 @@ def test_export_of_any_batch_and_cache(kind):
 
 
 def test_gradients():
-    """None, which is said, but of the reference."""
+    """There is none, and the error says so, except on the reference."""
     q, near, far, kwargs = small(ratio=4)
 
     def loss(q, near, implementation):
@@ -662,7 +665,7 @@ def test_gradients():
 
 
 def test_a_pool_of_sparse_fmha():
-    """The caches of other libraries: a flat pool and physical indices."""
+    """Caches of other libraries: a flat pool and physical indices."""
     q, sink = normal(0, 3, 2, 4, 16), normal(1, 4)
     pool, indices = normal(2, 50, 16), jnp.asarray(np.random.default_rng(3).integers(-5, 55, (3, 2, 9)), jnp.int32)
     length = jnp.array([[9, 4], [0, 3], [20, 1]], jnp.int32)
@@ -676,7 +679,7 @@ def test_a_pool_of_sparse_fmha():
 
 
 def test_the_recipe_for_pages_of_others():
-    """As docs/semantics.md has it."""
+    """From docs/semantics.md."""
     q, cache = normal(0, 2, 3, 4, 16), Cache(normal(1, 7, 3, 16), TABLE.at[0, 1].set(-1))
     entries = jnp.asarray(np.random.default_rng(2).integers(-2, 12, (2, 3, 8)), jnp.int32)
     text = (Path(__file__).parents[1] / "docs/semantics.md").read_text(encoding="utf-8")

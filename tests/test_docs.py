@@ -1,4 +1,6 @@
-"""The programs in README and docs run, and print what their comments say; generated parts are what generates them."""
+"""The programs in README and docs run, and print what their comments say; generated parts are what docs/generate.py
+writes.
+"""
 
 import re
 import runpy
@@ -57,13 +59,13 @@ def test_a_trial_is_a_line(page):
 
 
 def anchors(page):
-    """What a heading is linked as."""
+    """The anchors of a page's headings."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
 def test_links_lead_somewhere():
-    """Those between files; `make docs` checks the site's."""
+    """Links between files; `make docs` checks the site's."""
     for page in (*PAGES, *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"))):
         for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
             if "://" in link:

@@ -84,7 +84,7 @@ def test_a_mask_of_keys_may_be_traced_and_hide_any():
     q, k, v = operands()
     how = {"is_causal": True, "local_window_size": (5, 0)}
     mask = np.random.default_rng(1).random((B, 1, 1, S)) < 0.6
-    mask[:, :, :, 0] = True  # so that every query sees a key: jax.nn gives the mean of all where it sees none
+    mask[:, :, :, 0] = True  # so that every query sees a key: if it sees none, jax.nn gives the mean of all
 
     def total(op):
         return jax.jit(jax.value_and_grad(lambda x, mask: (op(*x, mask=mask, **how) ** 2).sum()))((q, k, v), mask)
@@ -93,7 +93,7 @@ def test_a_mask_of_keys_may_be_traced_and_hide_any():
         *map(jax.tree.leaves, map(total, (dot_product_attention, jax.nn.dot_product_attention))), strict=True
     ):
         np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-4)
-    np.testing.assert_allclose(  # known, and the same for all of the batch
+    np.testing.assert_allclose(  # known, and the same for the whole batch
         dot_product_attention(q, k, k, mask=mask[:1]),
         jax.nn.dot_product_attention(q, k, k, mask=mask[:1]),
         rtol=2e-4,

@@ -90,7 +90,7 @@ def test_kernel(case):
 @pytest.mark.parametrize("h_q, dtype", [(16, "float16"), (128, "bfloat16")])
 @pytest.mark.parametrize("chosen", [False, True], ids=["dense", "topk"])
 def test_packed_documents_by_kernels(chosen, dtype, h_q):
-    """Packing is one fused launch, forward and backward, and each document is as alone in float32."""
+    """Packing is one fused launch, forward and backward, and each document gives its own result, as in float32."""
     rng, ratio, lengths = np.random.default_rng(0), 4, (130, 1, 3, 77, 301)
     s, n = sum(lengths), sum(length // ratio for length in lengths)
     shapes = ((1, s, h_q, 512), (1, s, 512), (1, n, 512), (h_q,))
@@ -139,7 +139,7 @@ def test_traced_offsets_equal_ints():
 @pytest.mark.parametrize("kv_offset", [-5, jnp.array([-5, -2], jnp.int32)])
 @pytest.mark.parametrize("compressed", [{}, {"ratio": 4}])
 def test_positions_below_0_are_not_seen(kv_offset, compressed):
-    """A chunk at the front of a prompt, with a carry of nothing: what the carry holds is of no account."""
+    """A chunk at the front of a prompt, with an empty carry, whose contents do not matter."""
     q, w, c, sink = operands()
     first = np.broadcast_to(-np.asarray(kv_offset), 2)
     f = jax.jit(
@@ -172,7 +172,7 @@ def test_ratio_hides_indices_that_are_not_past(implementation):
 
 
 def test_nothing_to_choose_from():
-    """What an indexer over nothing returns, and a config's ratio of 0, are a window alone."""
+    """An indexer's result over no entries, and a config's ratio of 0, make a window alone."""
     q, w, c, sink = operands()
     nothing, no_index = c[:, :0], jnp.zeros((2, 6, 0), jnp.int32)
     want = dsv4_attention(q, w, sink=sink)
@@ -195,7 +195,7 @@ def test_nothing_to_choose_from():
 @pytest.mark.parametrize("implementation", [None, "reference"])
 @pytest.mark.parametrize("chosen", [False, True])
 def test_packed_documents(implementation, chosen):
-    """Each document is as alone, wherever it begins, in one call."""
+    """In one call each document gives the result that it gives alone, wherever it begins."""
     lengths, ratio, rng = (5, 1, 7, 6), 2, np.random.default_rng(0)
     s, n = sum(lengths), sum(length // ratio for length in lengths)
     q, w, c = (jnp.asarray(rng.standard_normal(x), jnp.float32) for x in ((1, s, 2, 8), (1, s, 8), (1, n, 8)))
@@ -223,7 +223,7 @@ def test_no_compressed_entries_is_the_window_alone():
 
 
 def test_the_sink_enters_once():
-    """Where the window is everything and the compressed cache repeats it, every key counts twice, the sink once."""
+    """The window is everything and the compressed cache repeats it: every key counts twice, the sink once."""
     q, w, _, sink = operands(s_q=1)
     o, lse = dsv4_attention(q, w, w, sink=sink, ratio=1, q_offset=8)
     alone, lse_alone = fmha(q, w[:, :, None])

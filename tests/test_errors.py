@@ -1,4 +1,6 @@
-"""Malformed operands: always one of three errors, while the call is traced: what was given, wanted, or is built."""
+"""Malformed operands always raise one of three errors while the call is traced: what was given, what is wanted, what is
+built.
+"""
 
 from typing import Any
 
@@ -30,7 +32,7 @@ CACHE = Cache(array(4, S_KV, D), array(B, 2, dtype=jnp.int32))
 FP8 = Cache.zeros(B, S_KV, dtype=jnp.float8_e4m3fn)
 PART = (Q, array(B, S_Q, H_Q, dtype=jnp.float32))
 
-# for every op: operands that are right
+# for every op: valid operands
 CALLS: dict[str, dict[str, Any]] = {
     "fmha": {"q": Q, "k": K, "v": K, "span": Span.causal(S_Q), "sink": SINK, "scale": 0.5, "implementation": None},
     "sparse_fmha": {
@@ -130,7 +132,7 @@ def test_error(op, wrong, error, message):
     with pytest.raises(error, match=f"^{op}: .*{message}") as raised:
         call(op, **{**CALLS[op], **wrong})
     assert type(raised.value) is error
-    assert (", built " in str(raised.value)) == isinstance(raised.value, NotImplementedError)  # here all of a kernel
+    assert (", built " in str(raised.value)) == isinstance(raised.value, NotImplementedError)  # all of one kernel here
 
 
 @pytest.mark.parametrize(
@@ -241,7 +243,7 @@ def test_any_operand_may_be_anything(op, data):
         got = call(op, **operands)
     except ERRORS as e:
         assert type(e) in ERRORS, e
-        assert str(e).split(":")[0] in CALLS, e  # op, or the one that it is made of
+        assert str(e).split(":")[0] in CALLS, e  # op, or the op that it calls
         assert all(word in str(e) for word in (": got ", ", wanted ")), e
         assert (", built " in str(e)) == (": got 'cubin' " in str(e) or ": got 'fused' " in str(e)), e
     else:

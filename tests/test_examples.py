@@ -1,4 +1,4 @@
-"""The examples run, and say what they say; and an attention function drops into flax."""
+"""The examples run, and print what they say they do; and an attention function drops into flax."""
 
 import ast
 import importlib.util
@@ -28,7 +28,7 @@ def example(name):
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_context_parallel_gradients(kind):
-    """Of q, k and sink, around a ring of 4, as on one device."""
+    """Gradients of q, k and sink around a ring of 4 equal those on one device."""
     attention = example("context_parallel").attention
     mesh = jax.make_mesh((4,), ("ring",), axis_types=(kind,), devices=jax.devices("cpu")[:4])
     rng = np.random.default_rng(0)
@@ -60,7 +60,7 @@ def test_sharded(capsys):
 
 @pytest.mark.gpu
 def test_training_by_kernels_learns_what_it_does_by_the_reference(cuda, monkeypatch):
-    """200 steps from the same weights over the same batches: the same curve but for noise."""
+    """200 steps from the same weights over the same batches give the same curve, up to noise."""
     pytest.importorskip("optax")
     main = example("train_step").main
     by_kernels = np.asarray(main(steps=200))
@@ -75,11 +75,11 @@ def test_training_by_kernels_learns_what_it_does_by_the_reference(cuda, monkeypa
 def test_train_step():
     pytest.importorskip("optax")
     losses = example("train_step").main(steps=15, b=4)
-    assert losses[-1][0] < losses[0][0] - 1 and losses[-1][1] < 0.8 * losses[0][1]  # of tokens; of the indexer
+    assert losses[-1][0] < losses[0][0] - 1 and losses[-1][1] < 0.8 * losses[0][1]  # losses of tokens; of the indexer
 
 
 def test_serve(capsys):
-    """Requests come and go in two places; what a greedy one says is what it says alone."""
+    """Requests come and go in two places; a greedy one says what it says alone."""
     with jax.default_matmul_precision("float32"):
         done, server = example("serve").main(requests=5, places=2, chunk=16, longest=40, wanted=6)
         one = max((r for r in done if not r.temperature), key=lambda r: len(r.prompt) + r.wanted)

@@ -13,7 +13,7 @@ needs_kernels = pytest.mark.skipif(not _ffi.variants(), reason="needs kernels to
 
 @pytest.fixture(autouse=True)
 def again():
-    """What is traced under one pretence must not serve another."""
+    """Clears caches: what is traced under one pretence must not serve another."""
     jax.clear_caches()
     _explain._warn.cache_clear()
     yield

@@ -1,4 +1,4 @@
-"""jax.export: every way of saying who sees what, with shapes that are left open."""
+"""jax.export: every way of saying who sees what, with symbolic shapes."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ import pytest
 from jax_dsv4_fmha import Cache, Span, _ffi, dot_product_attention, dsv4_attention, dsv4_decode, fmha, sparse_fmha
 
 SIZES = {"b": 2, "s": 5, "t": 11, "c": 3, "x": 4, "h": 4, "k": 2, "d": 16, "1": 1, "2": 2}
-"""of an axis; which are left open, is said by a case"""
+"""sizes of the axes; a case says which stay symbolic"""
 
 
 def spans(q, k, n):
@@ -35,7 +35,7 @@ def drop_in(q, k, n, m):
     return dot_product_attention(q, k, k, mask=mask, return_residual=True, **sees)
 
 
-# what is called, the axes of its operands, and those that are left open
+# the function, the axes of its operands, and the symbolic ones
 CASES = {
     "spans": (spans, "bshd bt1d b", "bst"),
     "segments": (segments, "bshd bt1d bs bt", "bst"),
@@ -68,7 +68,7 @@ def quick_to_compile():
 
 @pytest.mark.parametrize("name", CASES)
 def test_symbolic_shapes(name):
-    """One program for all sizes; and right for one of them, where what is seen is a matter of shapes."""
+    """One program for all sizes; and its answer is right for one of them, where shapes decide what is seen."""
     f, axes, left_open = CASES[name]
     operands = [operand(a, i) for i, a in enumerate(axes.split())]
     symbols = dict(zip(left_open, jax.export.symbolic_shape(", ".join(left_open)), strict=True))
@@ -87,7 +87,7 @@ def test_symbolic_shapes(name):
 
 
 def test_without_kernels(monkeypatch):
-    """What would run on another machine, and slowly, is not exported without a word."""
+    """A program that would run slowly on another machine is not exported without a warning."""
     monkeypatch.setattr(_ffi, "variants", tuple)
     x = jnp.ones((1, 4, 2, 64), jnp.bfloat16)
     with pytest.warns(RuntimeWarning, match="fmha, forward, is exported for cuda without a kernel: no kernels are bu"):

@@ -107,7 +107,8 @@ def test_lowers_for_cuda_without_a_gpu(variant):
 @pytest.mark.parametrize(
     ("row_tiles", "key_tiles", "unit", "wanted"),
     [
-        # the fastest on an H200: two, one, eight and sixteen sequences of two queries with 128 heads, 128 + 1024 keys
+        # the fastest splits on an H200: two, one, eight and sixteen sequences of two queries with 128 heads, 128 + 1024
+        # keys
         (8, 18, 2, 9),
         (4, 18, 2, 9),
         (32, 18, 2, 3),
@@ -135,7 +136,7 @@ def test_no_more_splits_than_units_of_keys_and_one_where_the_chip_is_full():
 
 
 def test_splits_by_what_is_built(monkeypatch):
-    """Of one kernel's tiles; an extent that is not known, as in an exported batch, splits nothing."""
+    """By the tiles of one kernel; an extent that is not known, as in an exported batch, splits nothing."""
     extents = {"tile_m": 64, "tile_n": 64, "unit": 2, "threads": 1, "registers": 1, "smem_bytes": 1, "spill_bytes": 0}
     facts = {"splits": True, "cubin_bytes": 1, "evidence": "", **extents}
     choices = {"d": 512, "dtype": "bfloat16", "shared_kv": True, "max_heads": ANY}
@@ -200,12 +201,12 @@ def test_launch_is_what_the_host_stub_launches(stub):
                 assert its_map.strides == tuple(spec.strides[: spec.rank - 1])
                 assert its_map.swizzle == spec.swizzle == 3
                 box = tuple(spec.box[: spec.rank])
-                if spec.rank == 5:  # q and o: the stub's is a constant; ours shrinks with a small shape
+                if spec.rank == 5:  # q and o: the stub's box is a constant; ours shrinks with a small shape
                     assert its_map.box[0] == box[0] == 64
                     assert math.prod(box[1:]) <= math.prod(its_map.box[1:])
                 else:
                     assert its_map.box == box
-            elif name == "scale_log2":  # in whose product the last bit may be rounded otherwise
+            elif name == "scale_log2":  # whose product may be rounded differently in the last bit
                 assert struct.unpack("<f", mine) == pytest.approx(struct.unpack("<f", its), rel=2e-7)
             else:
                 assert mine == its, (name, shape)
@@ -231,7 +232,7 @@ def combine_stub(tmp_path_factory):
 
 
 def host_values(shape, scale, processors, addresses, packed=False):
-    """Whatever a kernel's host side may ask for, by the names that it has there."""
+    """The values that a kernel's host side may ask for, by the names that they have there."""
     pointers = {name: ctypes.c_void_p(x) for name, x in addresses.items()}
     ints = {name: ctypes.c_int32(x) for name, x in shape._asdict().items()}
     return {
@@ -250,7 +251,9 @@ def host_values(shape, scale, processors, addresses, packed=False):
 @pytest.mark.parametrize("op", SOURCES)
 @pytest.mark.parametrize(("tile_m", "cluster"), [(64, 1), (128, 1), (64, 2)])
 def test_tiles_cover_every_row_once(op, tile_m, cluster):
-    """By the definition of a tile alone: its box of rows, cut at the extents. The CTAs of a cluster have neighbours."""
+    """By the definition of a tile: its box of rows, cut at the extents. The CTAs of a cluster have neighbouring
+    tiles.
+    """
     if cluster > 1 and not gathers(SOURCES[op]):
         pytest.skip("tiles hold heads of several queries")
     for shape in shapes(op):
@@ -275,7 +278,7 @@ def test_tiles_cover_every_row_once(op, tile_m, cluster):
     [(9, 1, 9), (1024, 1, 64), (1025, 1, 128), (2048, 1, 128), (2049, 1, 192), (512, 2, 64), (513, 2, 128)],
 )
 def test_few_rows_are_cut_into_small_tiles(s_q, splits, rows):
-    """Of 8 heads, 132 processors have 16 tiles each."""
+    """With 8 heads, 132 processors have 16 tiles each."""
     launch = plan("fwd", Shape(1, s_q, 4096, 8, 8, 128, splits=splits), tile_m=192)
     assert (launch["box_inner"], launch["box_outer"]) == (1, rows)
 
@@ -314,7 +317,7 @@ def test_plan_takes_shapes_beyond_32_bit_addresses():
     maps = plan("dsv4_dense_fwd", shape).maps
     assert maps["q.map"].strides[3] == maps["o.map"].strides[3] == 70_000 * 128 * 512 * 2
     assert [maps[f"k{i}.map"].strides[2] for i in range(2)] == [1_000_000 * 512 * 2, 10_000_000 * 512 * 2]
-    gathered = plan("dsv4_sparse_fwd", shape)  # so that none of its keys has a map
+    gathered = plan("dsv4_sparse_fwd", shape)  # so none of its keys has a map
     assert list(gathered.maps) == ["q.map", "o.map"]
 
 
@@ -326,7 +329,7 @@ def on_gpu(test):
 
 
 def check(variant, device=None, *, h_q=8, **extents):
-    """With h_q heads, or as near to that as the variant is called for. Skips where it is for another architecture."""
+    """With h_q heads, or the nearest number that the variant takes. Skips a variant for another architecture."""
     if variant.arch not in (local := _ffi.local_architectures()):
         pytest.skip(f"is for {variant.arch}, here is {', '.join(local)}")
     x, scale = operands(variant, h_q=heads_for(variant, h_q), **extents), variant.d**-0.5
@@ -394,7 +397,7 @@ def test_runs_from_eight_threads(variant):
 
 @on_gpu
 def test_runs_inside_cuda_graphs():
-    """In a process of its own, where all that may go into a command buffer does."""
+    """Runs in a process of its own, with every op that can go into a command buffer."""
     code = """
 import functools, jax, numpy as np
 from tests import test_ffi
@@ -453,7 +456,7 @@ def test_unknown_variant_lists_what_is_built(variant):
     ],
 )
 def test_handler_refuses_operands(op, operand, change, says):
-    """Of a call as it is, below what counts splits from shapes that are right."""
+    """A call that bypasses the code that counts splits from valid shapes."""
     variant = next(v for v in FORWARD if (v.op, v.dtype) == (op, "bfloat16"))
     names = list(inspect.signature(OPS[op]).parameters)
     x = list(operands(variant).arguments())

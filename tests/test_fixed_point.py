@@ -1,4 +1,4 @@
-"""Sums in fixed point: what they stand for, that none leaves them, and what is not counted."""
+"""Sums in fixed point: their values, that none overflows, and what they leave out."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +18,7 @@ def test_what_sums_stand_for():
 
 @pytest.mark.parametrize("size", [1e-12, 1, 1e4])
 def test_no_sum_leaves_them(size):
-    """Where all rows pull the same way, as hard as they can."""
+    """All rows add in the same direction, as much as they can."""
     b, s_q, h, d = 1, 40, 4, 512
     q, do, k = np.full((b, s_q, h, d), 3.0), np.full((b, s_q, h, d), size), np.full((b, 9, d), 2.0)
     delta, lse = np.full((b, s_q, h), -size), np.zeros((b, s_q, h))

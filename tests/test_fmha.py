@@ -103,7 +103,7 @@ class TestSeam:
             ValueError, match="fmha: implementation: got 'cubin' on platform cpu, wanted platform cuda"
         ) as e:
             call(lambda *x: fmha(*x, implementation="cubin"), *small()[:3])
-        assert "built" not in str(e.value).splitlines()[0]  # it is not a kernel that is missing
+        assert "built" not in str(e.value).splitlines()[0]  # what is missing is not a kernel
 
     @pytest.mark.parametrize("implementation", [None, "cubin"])
     def test_export_for_cuda(self, implementation):
@@ -198,7 +198,7 @@ class TestKernel:
         for i in range(2):
             want = f(q[i], k[i], v[i], sink[i])
             np.testing.assert_array_equal(got[1][i], want[1])
-            # a sink for every batch entry is applied behind the kernel, to an o that is rounded once already
+            # a sink for every batch entry applies after the kernel, to an o that is rounded once already
             np.testing.assert_allclose(got[0][i].astype(np.float32), want[0].astype(np.float32), rtol=2**-7, atol=1e-6)
 
     def test_separate_v_at_512_is_refused(self):

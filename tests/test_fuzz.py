@@ -1,7 +1,7 @@
 """Every public op under random transforms, meshes, x64 and symbolic shapes, against the reference on one device.
 
-`pytest -m fuzz` looks for what fails (docs/verification.md); what is found stands in KEPT, which every run of the tests
-tries. The reference is asked for every slice of a mapped axis by itself, outside of jit, vmap, scan and meshes.
+`pytest -m fuzz` looks for failures (docs/verification.md). KEPT holds the ones it found, and every test run tries them.
+The reference runs on each slice of a mapped axis separately, outside of jit, vmap, scan and meshes.
 """
 
 import contextlib
@@ -33,13 +33,13 @@ from jax_dsv4_fmha import (
     sparse_fmha,
 )
 
-N = 2  # of an axis that vmap or scan maps
+N = 2  # sizes of an axis that vmap or scan maps
 INTEGERS = ("start", "stop", "indices", "topk_length", "lengths", "offset", "table")
 
 
 @dataclass(frozen=True)
 class Case:
-    """A call. `how` are the choices of its op; `sizes` those of its axes, by letters."""
+    """A call. `how` has the choices of its op; `sizes` those of its axes, by letters."""
 
     op: str
     sizes: Mapping[str, int]
@@ -47,12 +47,12 @@ class Case:
     transforms: tuple[str, ...] = ()  # from the inside out: "checkpoint", and "vmap" and "scan" with what they map
     gradient: bool = False
     jit: bool = True
-    kinds: tuple[str, ...] = ()  # of the mesh's two axes; none: no mesh
-    layout: tuple[tuple[str, str], ...] = ()  # the mesh axes of axes
+    kinds: tuple[str, ...] = ()  # sizes of the mesh's two axes; none: no mesh
+    layout: tuple[tuple[str, str], ...] = ()  # the mesh axes of each axis
     replicated: tuple[str, ...] = ()  # operands that the layout leaves alone
     set_mesh: bool = False
     x64: bool = False
-    symbolic: str = ""  # axes that jax.export leaves open
+    symbolic: str = ""  # symbolic axes of jax.export
     dtype: str = "float32"
     seed: int = 0
 
@@ -201,7 +201,7 @@ def hows(op: str) -> st.SearchStrategy[dict[str, Any]]:
 
 
 def operands(case: Case) -> Operands:
-    """Of one call, with an axis in front for every transform that maps one, the outermost first."""
+    """The operands of one call, with an axis in front for every transform that maps one, the outermost first."""
     rng, sizes = np.random.default_rng(case.seed), {**case.sizes, "1": 1}
     ends = {
         "start": (-2, 4),
@@ -264,7 +264,7 @@ def transformed(f: Callable[..., Any], transform: str, names: tuple[str, ...]) -
 
 
 def one_by_one(f: Callable[..., Any], transform: str, names: tuple[str, ...]) -> Callable[..., Any]:
-    """What the transform means, without it."""
+    """The meaning of the transform, without it."""
     if not mapped_by(transform):
         return f
 
@@ -276,7 +276,7 @@ def one_by_one(f: Callable[..., Any], transform: str, names: tuple[str, ...]) ->
 
 
 def with_gradient(case: Case, f: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
-    """The results; of a gradient, those of a number that every result enters with other weights everywhere."""
+    """The results, or the gradient of a number that every element of the results enters with a different weight."""
 
     def loss(*xs: Any) -> jax.Array:
         total = jnp.float32(0)
@@ -359,7 +359,7 @@ def cases(draw: st.DrawFn, op: str) -> Case:
     symbolic = "" if kinds else draw(st.sampled_from(["", "", "b", "bs", "bst", "bstc"]))
     set_mesh = bool(kinds) and draw(st.booleans())
     gradient = op not in ("dsv4_decode", "lightning_indexer") and draw(st.booleans())
-    # outside of jit JAX wants a mesh that is set, where its own code makes numbers: in `loss` and around `jax.lax.scan`
+    # outside of jit, JAX's own code that makes numbers wants a set mesh: in `loss` and around `jax.lax.scan`
     needs_jit = bool(symbolic) or ("Explicit" in kinds and not set_mesh and gradient)
     even = st.sampled_from([2, 4])
     sizes = {a: draw(even) for a in "bs"} if kinds else {a: draw(st.integers(1, 5)) for a in "bs"}
@@ -374,7 +374,7 @@ def cases(draw: st.DrawFn, op: str) -> Case:
     layout = []
     if kinds:
         free = draw(st.permutations(["data", "model"]))
-        whole = "s" if how.get("pool") else "h" if is_indexer and "Explicit" in kinds else ""  # or it is refused
+        whole = "s" if how.get("pool") else "h" if is_indexer and "Explicit" in kinds else ""  # otherwise it is refused
         splits = draw(st.permutations([a for a in "bsh" if a != whole]))
         layout = list(zip(splits, free[: draw(st.integers(0, 2))], strict=False))
         layout += [("k", axis) for a, axis in layout if a == "h" and sizes["k"] == 2]
@@ -398,7 +398,7 @@ def cases(draw: st.DrawFn, op: str) -> Case:
 
 @pytest.fixture(autouse=True)
 def quick_to_compile():
-    """Each program is compiled for one run, and not kept for others."""
+    """Each program is compiled for one run, and not kept."""
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
@@ -455,7 +455,7 @@ KEPT = [
         dtype="bfloat16",
     ),
     Case("lightning_indexer", SIZES, {"topk": 5, "lengths": True}, ("vmap q", "scan k"), x64=True),
-    Case(  # zeros like what is sharded, outside of jit
+    Case(  # zeros like a sharded array, outside of jit
         "dsv4_attention",
         SIZES,
         {"compressed": True, "ratio": 4, "window": 3, "method": None, "offset": True},

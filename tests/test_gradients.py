@@ -1,6 +1,6 @@
-"""Gradients in q, k, v and sink, with cotangents of o and of lse: against differences in float64, and autodiff.
+"""Gradients in q, k, v and sink, with cotangents of o and of lse: against finite differences in float64, and autodiff.
 
-The reference is differentiated by JAX; what is tested is the backward op of `_transforms.Differentiable`.
+JAX differentiates the reference; the tests check the backward op of `_transforms.Differentiable`.
 """
 
 import functools
@@ -16,7 +16,7 @@ from jax_dsv4_fmha._testing import float64
 B, S, S_KV, H, D = 2, 5, 9, 4, 8
 SINKS = {
     "small": np.linspace(-1, 1, H),
-    "twenty": np.linspace(18, 22, H),  # of a softmax whose logits reach as far: what drops the sink is far off
+    "twenty": np.linspace(18, 22, H),  # as large as logits: an implementation without the sink is far off
     "infinite": np.array([0.5, -np.inf, np.inf, -2.0]),
 }
 
@@ -37,7 +37,7 @@ def normal(seed, *shape, scale=1.0):
 
 
 def problem(op, sink, method="two_pass"):
-    """(f of the library, the same in float64, operands): row 1 sees nothing, of the first batch entry."""
+    """(f of the library, the same in float64, operands): row 1 of the first batch entry sees nothing."""
     rng = np.random.default_rng(7)
     q, sink = normal(0, B, S, H, D, scale=3), sink.astype(np.float32)
     start, stop = (rng.integers(low, high, (B, S), np.int32) for low, high in ((-2, 4), (5, 12)))
@@ -74,7 +74,7 @@ def problem(op, sink, method="two_pass"):
 
 
 def weighted(xp, attention):
-    """A number that every element of o and lse enters with a weight of its own; nothing for an lse of -inf."""
+    """A number that every element of o and lse enters with a weight of its own; an lse of -inf has no weight."""
     o, lse = attention
     weights = np.random.default_rng(9).standard_normal((*o.shape[:-1], D + 1)).astype(np.float32)
     return (o * weights[..., :-1]).sum() + (xp.where(xp.isinf(lse), 0, lse) * weights[..., -1]).sum()
@@ -113,7 +113,7 @@ def test_a_sink_that_is_dropped_is_noticed():
 @pytest.mark.parametrize("op", ["fmha", "sparse", "merge"])
 @pytest.mark.parametrize("implementation", [None, "reference"])
 def test_a_sink_far_below_lse_keeps_its_gradient(op, implementation):
-    """dsink = -Σ exp(sink - Ls) D to all digits, not what 1 - sigmoid(lse - sink) leaves of it."""
+    """dsink = -Σ exp(sink - Ls) D to all digits; 1 - sigmoid(lse - sink) would lose them."""
     q, kv, do = normal(0, 1, 1, H, D), normal(1, 1, S_KV, D), normal(2, 1, 1, H, D)
     indices = np.arange(S_KV, dtype=np.int32)[None, None]
     o, lse = float64.sparse_fmha(q.astype(np.float64), kv.astype(np.float64), indices, scale=1.0)
@@ -134,7 +134,7 @@ def test_a_sink_far_below_lse_keeps_its_gradient(op, implementation):
 
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
 def test_a_cotangent_of_nothing_reaches_no_sink(bad):
-    """Of a row that sees no key, and of a head whose sink takes everything: o is 0 whatever sink is."""
+    """A row that sees no key, and a head whose sink takes everything: o is 0 whatever the sink is."""
     q, kv, sink = normal(0, 1, S, H, D), normal(1, 1, S_KV, 1, D), np.array([0.5, np.inf, -np.inf, 1], np.float32)
     stop = np.array([[4, 0, 8, 6, 7]], np.int32)
     do = normal(2, 1, S, H, D)

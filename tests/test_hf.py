@@ -1,6 +1,6 @@
 """Layers against Hugging Face's `deepseek_v4` in float32: same weights, same numbers. `make test-hf` runs this.
 
-What is compared was written by others, for torch; it is run as it is.
+Others wrote the compared modules, for torch; they run unchanged.
 """
 
 import functools
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.hf, pytest.mark.filterwarnings("ignore")]
 
 KINDS = ("sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention")
 TOLERANCE = 2e-5
-"""of float32 sums in another order, relative to the greatest number"""
+"""the error of float32 sums in another order, relative to the greatest number"""
 
 
 def hf_config(**changes):
@@ -44,7 +44,7 @@ def numpy_of(x):
 
 
 def random_weights(module, seed=0):
-    """Everything random, for zeros and ones would hide a mistake."""
+    """Everything random, because zeros and ones would hide a mistake."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, p in module.named_parameters():
@@ -98,7 +98,7 @@ def test_prompt(kind, s):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_chunks_and_generation(kind):
-    """A prompt in chunks that end anywhere, then 40 steps, over every boundary of blocks and around the rings."""
+    """A prompt in chunks of any length, then 40 steps, over every boundary of blocks and around the rings."""
     config, theirs, ours, params = pair(kind)
     x = hidden(2, 83)
     cache = ours.cache(2, 96, jnp.float32)
@@ -122,7 +122,7 @@ def test_chunks_and_generation(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_ragged_batch(kind):
-    """Prompts of unlike lengths in one call, then steps; each sequence is as alone."""
+    """Prompts of different lengths in one call, then steps; each sequence gives the result that it gives alone."""
     config, theirs, ours, params = pair(kind)
     lengths = np.array([41, 5, 32], np.int32)
     x = hidden(3, 60)
@@ -154,7 +154,7 @@ def test_gradients_of_every_parameter(kind):
     unseen = 0
     for path, g in jax.tree_util.tree_leaves_with_path(got):
         w = functools.reduce(lambda tree, key: tree[key.key], path, want)
-        if path[0].key == "indexer":  # choosing has no gradient, there and here
+        if path[0].key == "indexer":  # choosing has no gradient, in theirs and in ours
             assert not np.any(w) and not np.any(g)
             unseen += 1
         else:

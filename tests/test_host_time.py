@@ -1,4 +1,4 @@
-"""What a call costs the host, on a GPU: within our handler, and from Python to return."""
+"""The host's time of a call, on a GPU: within our handler, and from Python to return."""
 
 import ctypes
 import shutil
@@ -50,7 +50,7 @@ def test_handler(cuda, timer):
     jax.ffi.register_ffi_target("handler_timer", stages, platform="CUDA")
     x = jax.device_put(operands(512, 64), cuda)
     rows = x[0].shape[:-1]
-    shapes = (rows, (*rows, 0, 512), (*rows, 0))  # of lse, and of the parts where keys are split
+    shapes = (rows, (*rows, 0, 512), (*rows, 0))  # elements of lse, and of the parts where keys are split
     results = (jax.ShapeDtypeStruct(x[0].shape, x[0].dtype), *(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes))
     call = jax.jit(lambda *x: jax.ffi.ffi_call("handler_timer", results)(*x, scale=np.float32(0.1)))
     for _ in range(CALLS):

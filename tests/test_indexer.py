@@ -1,4 +1,4 @@
-"""The lightning indexer: what it chooses and what it learns from, against loops in float64 and differences."""
+"""The lightning indexer: its choice and its training, against loops in float64 and finite differences."""
 
 import functools
 import re
@@ -84,7 +84,7 @@ def test_ties_go_to_the_lower_entry_and_nan_loses():
         (1, 2, [1, 2]),  # the first two of three 2s
         (1, 4, [0, 1, 2, 5]),
         (1, 8, [0, 1, 2, 4, 5, 6, 7, 8]),  # NaN after the zeros
-        (-1, 2, [4, 6]),  # -0 for what ReLU cut, which equals 0
+        (-1, 2, [4, 6]),  # -0 where ReLU cut, which equals 0
         (-1, 9, list(range(9))),
     ):
         got = lightning_indexer(q, k, jnp.full((1, 1, 1), float(sign)), topk=topk, ratio=1, q_offset=8)
@@ -143,7 +143,9 @@ def test_blocks_of_queries_are_the_whole(monkeypatch):
 
 
 def test_reference_has_namesakes():
-    """They take what the ops take, and give what the ops give here; JAX's own gradient is the one written out."""
+    """They take what the ops take, and return what the ops return here; JAX's own gradient equals the written-out
+    one.
+    """
     q, k, weights = operands()
     seen = {"ratio": 2, "q_offset": jnp.array([9, 60], jnp.int32), "lengths": jnp.array([20, 23], jnp.int32)}
     for name, how in (("lightning_indexer", {"topk": 5}), ("indexer_blocks", {"count": 3, "block": 4})):
@@ -161,7 +163,7 @@ def test_reference_has_namesakes():
 
 @pytest.mark.parametrize("count", [1, 3, 9])
 def test_two_levels_choose_what_a_loop_chooses(count):
-    """Blocks of 4 by their greatest entry, the newest in any case; entries within them."""
+    """Blocks of 4 by their greatest entry, always with the newest; entries within them."""
     q, k, weights = operands()
     offset, block = jnp.array([2, 60], jnp.int32), 4
     visible, s = past(2, offset), scores_by_loop(q, k, weights)
@@ -232,7 +234,7 @@ def test_scores_and_their_gradients():
 
 
 def teacher():
-    """attention_q, kv, lse over the entries and others, and a sink."""
+    """attention_q, kv, lse over the entries and more keys, and a sink."""
     q, kv = normal(6, B, S_Q, H_A, D_A), normal(7, B, S_C, D_A)
     logits = np.einsum("bnhd,bsd->bnhs", *f64(q, kv)) * D_A**-0.5
     lse = np.logaddexp(np.log(np.exp(logits).sum(-1)), 0.7)
@@ -240,7 +242,7 @@ def teacher():
 
 
 def loss_by_loop(x, taught, entries):
-    """Σ over queries of (1 + query) · KL, float64; entries(n, i): of a query."""
+    """Σ over queries of (1 + query) · KL, float64; entries(n, i) gives a query's entries."""
     attention_q, kv, lse, sink = taught
     scores, logits = scores_by_loop(*x), np.einsum("bnhd,bsd->bnhs", *f64(attention_q, kv)) * D_A**-0.5
     p = np.exp(logits - np.logaddexp(*np.broadcast_arrays(*f64(lse, sink)))[..., None]).sum(2)
@@ -301,7 +303,7 @@ def call(op, **operands):
 
 
 def right(op):
-    """Operands that are right."""
+    """Valid operands."""
     q, k, weights = operands(jnp.bfloat16)
     attention_q, kv, lse, sink = teacher()
     offset, lengths = jnp.zeros(B, jnp.int32), jnp.full(B, 9, jnp.int32)
@@ -401,7 +403,7 @@ def test_under_other_settings(setting):
 
 
 def of_op(op, q, k, weights, indices, attention_q, kv, lse):
-    """An op of all that may be mapped or sharded."""
+    """An op as a function of everything that may be mapped or sharded."""
     if op == "lightning_indexer":
         return lightning_indexer(q, k, weights, topk=5, ratio=4, q_offset=S_C, return_scores=True)
     if op == "two levels":
@@ -429,7 +431,7 @@ def all_operands():
 @pytest.mark.parametrize("op", TRANSFORMED)
 @pytest.mark.parametrize("mapped", ["all", "queries"])
 def test_vmap(op, mapped):
-    """With keys or without: these are not copied then."""
+    """With keys mapped, or not: then they are not copied."""
     of_keys = (1, 5)
     axes = [None if mapped == "queries" and i in of_keys else 0 for i in range(7)]
     x = [jnp.stack([a, -a]) if axis == 0 and i < 3 else jnp.stack([a, a]) if axis == 0 else a
@@ -443,7 +445,7 @@ def test_vmap(op, mapped):
 @pytest.mark.parametrize("op", TRANSFORMED)
 @pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
 def test_meshes(op, kind):
-    """Batch and queries are sharded and nothing is gathered; the gradient of k alone is summed over queries' shards."""
+    """Sharding batch and queries gathers nothing; only the gradient of k is summed over the queries' shards."""
     x, f = all_operands(), functools.partial(of_op, op)
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2, devices=jax.devices("cpu")[:4])
     placed = [
@@ -485,7 +487,7 @@ def kernel_operands(dtype=jnp.bfloat16, b=2, s_q=37, s_c=600, h=64):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn])
 @pytest.mark.parametrize("b", [2, "b"])
 def test_export_for_cuda(dtype, b, monkeypatch):
-    """One custom call, also with a batch that is left open."""
+    """One custom call, also with a symbolic batch."""
     monkeypatch.setattr(_ffi, "local_architectures", lambda: ())
     if not _ffi.built_for("index_scores"):
         pytest.skip("not built")
@@ -508,7 +510,7 @@ def test_export_for_cuda(dtype, b, monkeypatch):
 
 
 def test_export_with_entries_left_open():
-    """Fewer of them than topk, and more, by one program."""
+    """One program for fewer entries than topk, and for more."""
     (n,) = jax.export.symbolic_shape("n")
     f = jax.jit(lambda q, k, weights: lightning_indexer(q, k, weights, topk=9, ratio=1, return_scores=True))
     shapes = ((2, 7, 16, 128), (2, n, 128), (2, 7, 16))
@@ -561,7 +563,7 @@ def test_reference_against_float64(case):
 
 
 def test_complaints_are_found(monkeypatch):
-    """An entry that was swapped for a worse one, a gradient that lacks a factor."""
+    """An entry swapped for a worse one, a gradient without a factor."""
     case, right = cases.CASES[0], cases._chosen
 
     def worst(*x):
@@ -583,7 +585,7 @@ def test_complaints_are_found(monkeypatch):
 @pytest.mark.parametrize("h", [16, 32, 64])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_scores_at_entries_by_kernels(cuda, h, dtype):
-    """They and their gradients, as the reference's up to what rounding to 16 bits does."""
+    """Scores and gradients equal the reference's, up to rounding to 16 bits."""
     with jax.default_device(cuda):
         (q, k, weights), _ = kernel_operands(dtype, s_q=65, s_c=700, h=h)
         rng = np.random.default_rng(6)
@@ -609,7 +611,7 @@ def test_scores_at_entries_by_kernels(cuda, h, dtype):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn])
 @pytest.mark.parametrize(("s_q", "s_c", "topk"), [(37, 600, 64), (129, 5000, 512), (3, 9000, 2048)])
 def test_kernel(cuda, h, dtype, s_q, s_c, topk):
-    """Its scores are the reference's, up to rounding; what it chooses is exact by its own scores of all entries."""
+    """Its scores equal the reference's, up to rounding; its choice is exact for its own scores of all entries."""
     with jax.default_device(cuda):
         x, kwargs = kernel_operands(dtype, s_q=s_q, s_c=s_c, h=h)
         call = functools.partial(lightning_indexer, *x, ratio=1, q_offset=s_c - s_q - 3, return_scores=True, **kwargs)
@@ -631,7 +633,7 @@ def test_kernel(cuda, h, dtype, s_q, s_c, topk):
             np.testing.assert_array_equal(indices, chosen_by_loop(dense, seen, topk))
         least = np.where(np.asarray(indices) >= 0, values, np.inf).min(-1)
         greater = (np.where(np.isfinite(want), want, -np.inf) > least[..., None] + 2 * limit).sum(-1)
-        assert (greater <= topk).all()  # nobody who scores clearly more was left out
+        assert (greater <= topk).all()  # no entry with a clearly greater score was left out
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""The lightning indexer over caches: the same as over keys that stand side by side."""
+"""The lightning indexer over caches gives the same as over contiguous keys."""
 
 import re
 
@@ -22,7 +22,7 @@ def table(b=B, width=WIDTH):
 
 
 def filled(k, kind, page=PAGE):
-    """A cache that k was appended to, in two goes, the rest of it NaN."""
+    """A cache to which k was appended in two parts; the rest of it holds NaN."""
     b, n, d = k.shape
     width = n // page
     how = {"layout": "index_fp8"} if "packed" in kind else {"dtype": k.dtype}
@@ -40,7 +40,7 @@ KINDS = ("contiguous", "paged", "contiguous packed", "paged packed")
 
 
 def operands(kind, b=B):
-    """q, k, weights and k_scale; the cache of k, and what keys stand for in it."""
+    """q, k, weights and k_scale; the cache of k, and the values of its keys."""
     d = 128 if "packed" in kind else 16
     q, k, weights = normal(0, b, S_Q, H, d), normal(1, b, PAGE * WIDTH, d), normal(2, b, S_Q, H)
     cache = filled(k, kind)
@@ -56,7 +56,7 @@ def over(q, k, weights, lengths=LENGTHS, **kwargs):
 
 
 def check(got, want):
-    """The same entries, and their scores but for the order of sums."""
+    """The same entries, and the same scores up to the order of sums."""
     np.testing.assert_array_equal(got[0], want[0])
     np.testing.assert_allclose(got[1], want[1], rtol=1e-5, atol=1e-5)
 
@@ -77,7 +77,9 @@ def test_what_has_no_page_counts_as_zeros():
 
 @pytest.mark.parametrize("kind", ["paged packed", "contiguous"])
 def test_steps_of_generation(kind):
-    """Append and choose in one jitted step whose cache is donated, under scan; each as over all keys so far."""
+    """Append and choose in one jitted step with a donated cache, under scan; each step equals the choice over all keys
+    so far.
+    """
     q, k, weights, _, _ = operands(kind)
     raw, full = normal(1, *k.shape), operands(kind)[-1]
     empty = jax.tree.map(lambda x: jnp.zeros_like(x) if x.ndim > 2 or x.dtype == jnp.uint8 else x, full)
@@ -103,7 +105,7 @@ def test_steps_of_generation(kind):
 
 @pytest.mark.parametrize("kind", ["paged packed", "contiguous"])
 def test_vmap(kind):
-    """Over queries alone, which share pages, and over caches."""
+    """Over queries alone, with shared pages, and over caches."""
     q, _, weights, _, cache = operands(kind)
     q2, w2 = jnp.stack([q, -q.astype(jnp.float32).astype(q.dtype)]), jnp.stack([weights, weights[::-1]])
     rolled = Cache(jnp.roll(cache.entries, 1, 0), cache.block_table, cache.layout)
@@ -155,7 +157,7 @@ def test_errors():
      ("float8_e4m3fn", 98, 0, False), ("bfloat16", 8, 5, True), ("bfloat16", 12, 5, False), ("float16", 99, 0, True)],
 )  # fmt: skip
 def test_which_pages_kernels_take(dtype, page, width, takes, monkeypatch):
-    """One custom call in what is exported for CUDA, or the reference."""
+    """One custom call in an export for CUDA, or the reference."""
     monkeypatch.setattr(_ffi, "local_architectures", lambda: ())
     if not _ffi.built_for("index_scores", paged=True):
         pytest.skip("not built")
@@ -180,7 +182,7 @@ def test_which_pages_kernels_take(dtype, page, width, takes, monkeypatch):
 )
 @pytest.mark.parametrize(("s_q", "n", "topk"), [(2, 1600, 64), (8, 9600, 512), (1, 5120, 2048)])
 def test_kernel(cuda, h, dtype, page, s_q, n, topk):
-    """Bit by bit what the kernel for keys side by side chooses, whose scores are summed up in the same order."""
+    """It chooses bit by bit what the kernel for contiguous keys chooses, which sums in the same order."""
     with jax.default_device(cuda):
         q, k, weights = normal(0, 3, s_q, h, 128), normal(1, 3, n, 128), normal(2, 3, s_q, h)
         packed = dtype == "float8_e4m3fn"

@@ -1,4 +1,4 @@
-"""What ptxas made of the kernels that are built in."""
+"""The SASS that ptxas made of the built kernels."""
 
 import re
 import subprocess
@@ -15,7 +15,7 @@ from kernels.variants import DENSE, FEW_HEADS
 
 @pytest.mark.parametrize("key", [v.key for v in _ffi.variants()])
 def test_sass(key, tmp_path):
-    """The instructions that a kernel was written for are there, as often as it takes, and nothing is spilled."""
+    """The instructions that a kernel was written for are there, in the expected number, and nothing is spilled."""
     (tmp_path / "cubin").write_bytes(cubin(key))
     run = subprocess.run([nvdisasm(), tmp_path / "cubin"], check=True, capture_output=True, text=True)
     opcodes = re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9.]+)", run.stdout, re.MULTILINE)
@@ -46,9 +46,9 @@ def test_sass(key, tmp_path):
         of_tiles = 2 * variant.d // 16 + 2 * 64 // 16  # S and dP, and both halves of dQ
         of_keys = 2 * variant.d // 32 * 64 // 16  # dS' Q and P' dO, 32 columns at a time
         assert of_tiles + of_keys <= count["HGMMA"] <= 2 * (of_tiles + of_keys), count
-        merged = count["STAS"] * 128 * 4  # numbers of dKV that go to the other CTA of a cluster, to be added there
+        merged = count["STAS"] * 128 * 4  # numbers of dKV that go to the other CTA of a cluster
         assert (count["STAS"] > 0) == (variant.max_heads == ANY and not variant.deterministic), count
-        at_once = 1 if variant.deterministic else 4  # numbers of a thread's
+        at_once = 1 if variant.deterministic else 4  # numbers of a thread
         assert count["REDG"] * 128 * at_once + merged >= 64 * variant.d, count  # a tile of dKV
         assert count["LDGSTS"] > 0 and count["UTMALDG"] == 0, count
         assert count["USETMAXREG"] >= 2 and 4 * count["WARPGROUP.ARRIVE"] < count["HGMMA"], count
@@ -56,7 +56,7 @@ def test_sass(key, tmp_path):
     if isinstance(variant, DenseBackward):
         row = next(row for row in _ffi.manifest()["variants"] if row["key"] == key)
         of_keys = variant.op == "key_gradients"
-        depth = row["tile_m"] if of_keys else row["tile_n"]  # of S and dP, then of one sum or two
+        depth = row["tile_m"] if of_keys else row["tile_n"]  # products of S and dP, then of one sum or two
         assert count["HGMMA"] == 2 * variant.d // 16 + (1 + of_keys) * depth // 16, count
         assert 4 * count["WARPGROUP.ARRIVE"] <= count["HGMMA"] and count["REDG"] == 0, count
         assert count["UTMALDG"] == 4 * variant.d // 64 and count["USETMAXREG"] >= 2, count
@@ -65,7 +65,7 @@ def test_sass(key, tmp_path):
     assert (count["UTMALDG"] == of_q) if variant.gathers else (count["UTMALDG"] > of_q), count
     long_odd = variant.op == "fwd" and variant.max_heads < ANY
     row = next(row for row in _ffi.manifest()["variants"] if row["key"] == key)
-    paired = row["cluster"] > 1  # what is gathered goes by way of registers, to the other CTA as well
+    paired = row["cluster"] > 1  # gathered keys go through registers, to the other CTA as well
     assert (count["LDGSTS"] > 0) == ((variant.gathers and not paired) or long_odd), count
     assert (count["STAS"] > 0) == paired, count
     a_tile = (variant.d + row["tile_n"]) // 16  # an MMA has k = 16: those of Q K', and those of P V
@@ -80,9 +80,9 @@ def test_sass(key, tmp_path):
         assert count["HGMMA"] == variant.d // 16 + variant.d // 64 * row["tile_n"] // 16, count
     else:
         assert 2 * a_tile <= count["HGMMA"] <= 8 * a_tile, count
-    assert 4 * count["WARPGROUP.ARRIVE"] < count["HGMMA"], count  # one for each is what serialised ones have
+    assert 4 * count["WARPGROUP.ARRIVE"] < count["HGMMA"], count  # serialised products would have one for each
     if variant.module == DENSE:
-        softmax = opcodes[: opcodes.index("NANOSLEEP")]  # of wait_behind, whose wait must not be in front of this
+        softmax = opcodes[: opcodes.index("NANOSLEEP")]  # of wait_behind, whose wait must not come before this one
         waits = [i for i, opcode in enumerate(softmax) if opcode.startswith("WARPGROUP.DEPBAR")]
         assert softmax[waits[-1] :].count("MUFU.EX2") >= row["tile_n"] // 2  # a thread's scores of a tile
 

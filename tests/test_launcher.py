@@ -1,4 +1,4 @@
-"""Launch a cubin by the driver alone, without XLA: tells a kernel's fault from the custom call's."""
+"""Launches a cubin by the driver alone, without XLA, to tell a kernel's fault from the custom call's."""
 
 import ctypes
 

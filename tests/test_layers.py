@@ -32,7 +32,7 @@ MODELS = {
 
 
 def random_params(layer, seed):
-    """Nothing in them is 0 or 1: that would hide a mistake."""
+    """None of them is 0 or 1, which would hide a mistake."""
     rng = np.random.default_rng(seed)
 
     def leaf(path, x):
@@ -56,7 +56,7 @@ def model(name):
 
 
 def stack(name, run):
-    """A pass over a model's layers, each added to what it was given: run(layer, params, x, shared, i) -> Output."""
+    """A pass over a model's layers, each added to its input: run(layer, params, x, shared, i) -> Output."""
     layers, params = model(name)
 
     def f(x, caches=None, **at):
@@ -72,14 +72,14 @@ def stack(name, run):
 
 @functools.cache
 def whole(name):
-    """Three sequences, and what a model makes of them at once."""
+    """Three sequences, and a model's result for them at once."""
     x = hidden(3, 40)
     return x, jax.jit(stack(name, lambda layer, p, x, shared, _: layer(p, x, shared=shared)))(x)[0]
 
 
 @functools.cache
 def alone():
-    """A layer with an indexer, its parameters, sequences and what it makes of them."""
+    """A layer with an indexer, its parameters, sequences and its result for them."""
     layers, params = model("v4")
     x = hidden(4, 24)
     return layers[1], params[1], x, jax.jit(lambda p, x: layers[1](p, x).y)(params[1], x)
@@ -101,7 +101,7 @@ def test_whole_sequences_against_float64(name):
 
 @pytest.mark.parametrize("name, paged", [("v4", True), ("v4.1", False)])
 def test_ragged_chunks_and_steps_equal_whole_sequences(name, paged):
-    """Three chunks of prompts of unlike lengths, then steps of two tokens, one of which is taken back every time."""
+    """Three chunks of prompts of different lengths, then steps of two tokens, one of which is taken back every time."""
     layers, _ = model(name)
     b, room, steps = 3, 40, 2
     x, want = whole(name)
@@ -135,7 +135,9 @@ def test_ragged_chunks_and_steps_equal_whole_sequences(name, paged):
 
 
 def test_packed_documents():
-    """Each document is as alone, wherever it begins, to the last of three layers; so are the gradients."""
+    """In one call each document gives the result that it gives alone, to the last of three layers; so do the
+    gradients.
+    """
     lengths = ((13, 3, 17, 7), (1, 22, 9, 8))
     ids = jnp.asarray([np.repeat([5, 2, 9, 0], n) for n in lengths], jnp.int32)
     rows = [(n, at, of) for n, row in enumerate(lengths) for at, of in zip(np.cumsum((0, *row)), row, strict=False)]
@@ -196,7 +198,7 @@ def test_steps_by_kernels(kind):
 
 
 def of_kernels(kind):
-    """A layer that there are kernels for, its parameters, and sequences."""
+    """A layer that kernels run, its parameters, and sequences."""
     sizes = {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "index_n_heads": 16, "index_topk": 64}
     layer = from_config(MODELS["v4"] | sizes | {"num_attention_heads": 16})[kind]
     return layer, random_params(layer, kind), hidden(2, 90).astype(jnp.bfloat16)
@@ -211,7 +213,7 @@ def near(got, want, most):
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cuda")
 def test_rope_in_place():
-    """On a GPU what is turned is put back in place, by a kernel that does not turn."""
+    """On a GPU, RoPE writes back in place, in another kernel than the one that rotates."""
     rng, how = np.random.default_rng(0), Rope(64)
     w, x = (jnp.asarray(rng.standard_normal(s), jnp.bfloat16) for s in ((512, 512), (2, 600, 16, 512)))
     at = jnp.arange(600, dtype=jnp.int32)[None]
@@ -243,7 +245,7 @@ def test_caches_are_updated_in_place_in_a_scan():
 
 
 def test_fp8_caches():
-    """Steps over FP8 caches give what a chunk over them gives, which rounds its own latents as the cache does."""
+    """Steps over FP8 caches equal a chunk over them, which rounds its own latents as the cache does."""
     layer = from_config(MODELS["v4"] | {"head_dim": 512})[1]
     p, x = random_params(layer, 0), hidden(2, 21).astype(jnp.bfloat16)
     step = jax.jit(lambda x, c, n: layer.step(p, x, c, lengths=n)[:2], donate_argnums=1)
@@ -270,7 +272,7 @@ def test_fp8_caches():
     ],
 )
 def test_shardings_alone_make_it_parallel(axes, kind):
-    """Over the batch no collective, over heads a sum, over the sequence keys are gathered; and the same numbers."""
+    """Batch needs no collective, heads one sum, the sequence a gather of keys; and all give the same numbers."""
     layer, p, x, want = alone()
     mesh = jax.make_mesh(
         (2,) * len(axes), axes, axis_types=(kind,) * len(axes), devices=jax.devices("cpu")[: 2 ** len(axes)]
@@ -287,7 +289,7 @@ def test_shardings_alone_make_it_parallel(axes, kind):
 
 
 def published(name):
-    """The entries of a published config.json that attention is made of."""
+    """The entries of a published config.json about attention."""
     yarn = {"type": "yarn", "factor": 16, "original_max_position_embeddings": 65536, "beta_fast": 32, "beta_slow": 1}
     both = {
         "head_dim": 512, "qk_rope_head_dim": 64, "o_lora_rank": 1024, "sliding_window": 128, "index_head_dim": 128,
@@ -450,7 +452,7 @@ def test_hadamard():
 
 
 def test_init():
-    """What comes out is about as large as what goes in."""
+    """The result is about as large as the input."""
     layer = model("v4")[0][1]
     params = jax.jit(layer.init)(jax.random.key(0))
     y = jax.jit(lambda p, x: layer(p, x).y)(params, hidden(4, 24))
@@ -480,7 +482,7 @@ def test_errors():
 
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
 def test_flax_modules_train(kind):
-    """Ten steps of Adam towards a target; the loss falls, and the first outcome is that of the layer."""
+    """Ten steps of Adam towards a target; the loss falls, and the first result is the layer's."""
     optax, flax = pytest.importorskip("optax"), pytest.importorskip("jax_dsv4_fmha.layers.flax")
     layer, x = model("v4")[0][1], hidden(2, 12)
     target = hidden(2, 12, seed=1)

@@ -1,4 +1,4 @@
-"""The reference is bounded in memory: measured in a process of its own, as the most that was ever resident."""
+"""The reference's memory is bounded: measured in a separate process, as the greatest resident size."""
 
 import os
 import subprocess

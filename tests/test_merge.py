@@ -1,4 +1,4 @@
-"""merge: one softmax from parts, safe at every end."""
+"""merge: one softmax from parts, safe at all infinities."""
 
 import itertools
 
@@ -21,7 +21,7 @@ def part(seed, dtype=jnp.float32):
 
 
 def formula(parts, sink):
-    """float64, as the docstring says it"""
+    """float64, from the docstring's formula"""
     lse = np.logaddexp.reduce([np.asarray(lse, np.float64) for _, lse in parts])
     with_sink = lse if sink is None else np.logaddexp(lse, np.asarray(sink, np.float64))
     return sum(np.exp(x - with_sink)[..., None] * np.asarray(o, np.float64) for o, x in parts), lse
@@ -55,7 +55,7 @@ def test_is_attention_over_the_union():
 
 @pytest.mark.parametrize("ends", list(itertools.product([False, True], [False, True], [0.2, -INF, INF])), ids=str)
 def test_empty_sides_and_infinite_sinks(ends):
-    """Never NaN, gradients included, even where the empty part's o is."""
+    """Never NaN, gradients included, even where the empty part's o is NaN."""
     *empty, end = ends
     parts = [part(0), part(1)]
     parts = [

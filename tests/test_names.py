@@ -1,4 +1,4 @@
-"""The public names, and nothing beside them."""
+"""The public names, and no others."""
 
 import os
 import subprocess
@@ -31,7 +31,7 @@ PUBLIC = [
 
 
 def test_public_names():
-    """In a process of its own, for whoever imports a module adds its name to the package."""
+    """In a separate process, because importing a module adds its name to the package."""
     code = "import jax_dsv4_fmha as x; print(sorted(x.__all__)); print([n for n in dir(x) if not n.startswith('_')])"
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)

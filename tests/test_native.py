@@ -77,7 +77,7 @@ def test_against_a_stand_in_driver(program, scenario):
 
 @pytest.mark.skipif(shutil.which("readelf") is None, reason="needs readelf")
 def test_the_library_is_hardened():
-    """Nothing that a stray write could redirect is writable once the library is loaded; the stack has guards."""
+    """Once the library is loaded, nothing that a stray write could redirect is writable; the stack has guards."""
     if (path := _ffi.library_path()) is None:
         pytest.skip("no native library")
     text = subprocess.run(["readelf", "-W", "-l", "-d", "--dyn-syms", path], capture_output=True, text=True).stdout
@@ -99,7 +99,7 @@ def test_the_library_is_hardened():
     ids=["no library", "half of it", "another"],
 )
 def test_a_damaged_library_leaves_the_reference(damage, says, tmp_path):
-    """Import says what is wrong and where, and ops run on the reference."""
+    """The import says what is wrong and where, and ops run on the reference."""
     if (path := _ffi.library_path()) is None:
         pytest.skip("no native library")
     package = tmp_path / "jax_dsv4_fmha"
@@ -126,4 +126,4 @@ assert _ffi.variants() == () and fmha(q, q)[0].shape == q.shape
 
 
 _SITE = f"import sys; sys.path += {[p for p in sys.path if p.endswith('site-packages')]}\n"
-"""Packages without what an editable install puts before all paths"""
+"""Packages without the paths that an editable install puts first"""

@@ -16,7 +16,7 @@ SINK = np.array([0.3, -np.inf, 2.0, np.inf], np.float32)
 
 
 def operands(dtype=jnp.float32):
-    """With NaN in an entry that nobody names, entries that are absent or named twice, heads that saw nothing."""
+    """Operands with NaN in an entry that nobody names, absent and repeated entries, and heads that saw nothing."""
     rng = np.random.default_rng(0)
     q, kv = rng.standard_normal((B, S_Q, H, D)), rng.standard_normal((B, S_C, D))
     kv[:, 5] = np.nan

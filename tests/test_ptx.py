@@ -1,4 +1,4 @@
-"""Hopper's kernels, run by the interpreter: right answers, and nothing that depends on who is faster."""
+"""Hopper's kernels in the interpreter: right answers, which do not depend on who is faster."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ from kernels.variants import VARIANTS
 
 BUILT = [v.key for v in native.built(Forward) if v.arch == "sm_90a"]
 COMBINE = {v.dtype: v.key for v in native.built(Combine)}
-RUNS = [  # float16, and of few heads 8 and 32, are code of the same form: one case, which may be of COMPARED
+RUNS = [  # float16, and 8 and 32 heads of the few-heads kernels, have the same code: one case, which may be of COMPARED
     (v.key, case)
     for v in map(native.variant_of, BUILT)
     for case in cases.CASES
@@ -39,7 +39,7 @@ def operands(key: str, case: str) -> attention.Operands:
 
 
 def seeds(key: str, case: str) -> tuple[int, ...]:
-    """All different: an order of its own for every case, and two where we see that no bit of the answer differs."""
+    """All different: an order for every case, and two where we check that no bit of the answer differs."""
     first = 2 * RUNS.index((key, case))
     return (first, first + 1) if case in (hardware.CASE, "turns") else (first,)
 
@@ -59,8 +59,8 @@ def test_is_right_in_any_order(key, case):
 
 @pytest.mark.parametrize(("key", "case"), [x for x in RUNS if x[1] == "turns" and "_bfloat16" in x[0]])
 def test_splits_are_merged_right(key, case):
-    """More splits than some rows have key tiles, and what they leave of rows that see nothing. The case "tiles" is
-    among what hardware has answered.
+    """With more splits than some rows have key tiles, and with rows that see nothing. The case "tiles" is among what
+    the hardware has answered.
     """
     x, (seed, *_) = operands(key, case), seeds(key, case)
     forward = launch(kernel(key), x, splits=3, seed=seed, processors=cases.PROCESSORS[case])
@@ -71,13 +71,13 @@ def test_splits_are_merged_right(key, case):
 
 @pytest.mark.parametrize("key", [key for key in BUILT if key.startswith("dsv4_sparse_fwd") and "_bfloat16" in key])
 def test_a_nan_reaches_those_alone_who_see_it(key):
-    """Of a window beside selected keys: the tiles of rows hold one query each."""
+    """For a window beside selected keys: there, the tiles of rows hold one query each."""
     k = kernel(key)
     x = attention.operands(
         k.variant, b=1, s_q=4, s_kv=75, h_q=native.heads_for(k.variant, 8), s_kv1=9, topk=5, width=70
     )
     window, entries = x.sources
-    bad = 4  # the first two queries see it; the third, nothing of the window; the last begins with the next key
+    bad = 4  # the first two queries see it; the third sees nothing of the window; the last begins with the next key
     sees = window.counts[0, :, bad] > 0
     assert sees.tolist() == [True, True, False, False]
     poisoned = window.k.copy()
@@ -91,7 +91,7 @@ def test_a_nan_reaches_those_alone_who_see_it(key):
 
 @pytest.mark.parametrize("key", [f"fwd_sm_90a_{d}" for d in ("d64_bfloat16", "d512_bfloat16_shared_kv_h63")])
 def test_a_span_ends_where_its_keys_do(key):
-    """Whatever a raw call says of keys before the first and behind the last."""
+    """Whatever a raw call says of keys before the first and after the last."""
     if key not in BUILT:
         pytest.skip(f"{key} is not built")
     k = kernel(key)
@@ -106,7 +106,7 @@ def test_hardware_has_answered_for_every_kernel():
     assert hardware.missing() == [], f"record them: python -m interpreter.hardware --out {hardware.RECORDED}, on a GPU"
 
 
-COMPARED = [  # beside what runs in any order; for few heads, float16 differs in conversions alone
+COMPARED = [  # beside the cases that run in any order; for few heads, float16 differs only in conversions
     name
     for name, (v, splits) in hardware.RUNS.items()
     if v.key in BUILT and (v.max_heads == ANY or v.dtype == "bfloat16")
@@ -126,7 +126,7 @@ def test_agrees_with_hardware(name):
 
 
 def assert_as_on_hardware(got, name, x):
-    """lse to 1e-6, o to a unit in the last place: what is left is the order of sums, and how the chip rounds exp2."""
+    """lse to 1e-6, o to a unit in the last place; the rest is the order of sums, and how the chip rounds exp2."""
     record = hardware.recorded(name, x)
     o, lse = record["o"], record["lse"]
     got_o, got_lse = hardware.kept(got[0]), got[1]
@@ -141,7 +141,7 @@ def assert_as_on_hardware(got, name, x):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", hardware.RUNS)
 def test_hardware_answers_as_it_did(name, cuda):
-    """Bit by bit: a kernel whose sums have another order now is recorded anew."""
+    """Bit by bit: a kernel that now sums in another order must be recorded anew."""
     variant, splits = hardware.RUNS[name]
     if variant.key not in BUILT:
         pytest.skip(f"{variant.key} is not built")
@@ -155,7 +155,7 @@ def test_hardware_answers_as_it_did(name, cuda):
 
 
 def unit(o: np.ndarray) -> np.ndarray:
-    """What the last place of an element is worth; of the row's mean, where the element is a sum that cancels."""
+    """A unit in the last place of an element; of the row's mean, where the element is a sum that cancels."""
     x = o.astype(np.float64)
     mean = np.sqrt(np.mean(x * x, axis=-1, keepdims=True))
     digits = 7 if o.dtype == "bfloat16" else 10

@@ -1,6 +1,6 @@
-"""The backward kernels, run by the interpreter: right gradients in any order of things, and faults that are planted.
+"""The backward kernels in the interpreter: right gradients in any order of events, and planted faults.
 
-A fault of theirs must be found by a symptom that only it has.
+The interpreter must find each fault by a symptom that only this fault has.
 """
 
 import dataclasses
@@ -51,9 +51,9 @@ def kernel(key: str) -> Kernel:
 
 @pytest.mark.parametrize(("key", "case"), RUNS)
 def test_is_right_in_any_order(key, case):
-    """dq is the same bits in every order, dkv what sums in another order are, or the same bits too."""
+    """dq has the same bits in every order; dkv differs as sums in another order do, or not at all."""
     variant, extents = kernel(key).variant, SHAPES[case]
-    if variant.gathers:  # of whose queries each has a tile of rows of its own
+    if variant.gathers:  # each query has its own tile of rows
         extents = {**extents, "s_q": min(extents["s_q"], 2)}
     x, results = gradients.operands(variant, **extents), []
     for seed in range(1 if case == "window" else 2):  # the largest
@@ -69,7 +69,7 @@ def test_is_right_in_any_order(key, case):
 
 
 def test_a_span_ends_where_its_keys_do():
-    """Nothing is added to what lies before the first key's gradient, and behind the last one's."""
+    """Nothing is added before the first key's gradient or after the last one's."""
     k = kernel("bwd_sm_90a_d512_bfloat16_shared_kv")
     x = gradients.operands(k.variant, **SHAPES["few"] | {"s_kv": 70, "width": ALL_KEYS})
     run = backward.launch(k, dataclasses.replace(x, attention=attention.beyond(x.attention)))
@@ -89,7 +89,7 @@ def test_hardware_has_answered_for_every_kernel():
 
 @pytest.mark.parametrize("key", COMPARED)
 def test_agrees_with_hardware(key):
-    """But for the order of sums, and how the chip rounds exp2, which now and then round P or dS another way."""
+    """Up to the order of sums, and how the chip rounds exp2, which sometimes rounds P or dS another way."""
     variant = kernel(key).variant
     x = hardware_backward.operands(variant)
     record = hardware_backward.recorded(variant, x)
@@ -155,14 +155,14 @@ def lost(text: str) -> str:
 
 
 def scaled_twice(text: str) -> str:
-    """What dS is multiplied by: scale and weight, scale and delta."""
+    """The factors of dS: scale and weight, scale and delta."""
     scale = "|".join(re.findall(r"ld\.param\.b32\s+(%r\d+), \[\w+_param_7\];", text))
     again = rf"mul\.f32\s+(%r\d+), ({scale}), %r\d+;"
     return edits.replace(text, again, lambda m: f"{m[0]} mul.f32 {m[1]}, {m[1]}, {m[2]};")
 
 
 def kept_over(text: str) -> str:
-    """The first columns are added to what stands in right's registers, but for the first tile of keys."""
+    """The first columns are added to the contents of right's registers, except for the first tile of keys."""
     of_left = text[: text.rindex("m64n256k16")].count("m64n32k16")
     of_right = slice(of_left, of_left + 1)
     not_first = re.findall(PRODUCT.format(256) + r"[^;]*\}, %rd\d+, %rd\d+, p", text)[0]
@@ -172,12 +172,12 @@ def kept_over(text: str) -> str:
 def delta_of_another_row(text: str) -> str:
     """A thread's second row has the delta of its first."""
     subtracted = re.findall(r"sub\.f32\s+%r\d+, %r\d+, (%r\d+);", text)
-    (first, second) = list(dict.fromkeys(subtracted))[2:]  # the others are what exponents are shifted by
+    (first, second) = list(dict.fromkeys(subtracted))[2:]  # the others shift exponents
     return edits.replace(text, rf"(sub\.f32\s+%r\d+, %r\d+, ){second};", lambda m: f"{m[1]}{first};")
 
 
 def too_soon(text: str) -> str:
-    """A chunk goes out when the one before is complete."""
+    """A chunk goes out when the previous one is complete."""
     return edits.replace(
         text, r"wgmma\.wait_group\.sync\.aligned\s+2;", "wgmma.wait_group.sync.aligned 4;", slice(3, 4)
     )
@@ -188,7 +188,7 @@ def stored(text: str) -> str:
 
 
 def late(writer: str, place: str) -> str:
-    """What is written over is still read, or may be: seen by whichever comes second."""
+    """Written over while still read, or perhaps: whichever access comes second sees it."""
     return (
         rf"(?s){writer}.*overwrites SMEM[^\n]* bytes {place}\.\.\d+ while nothing orders this and the"
         rf"|reads SMEM[^\n]* bytes {place}\.\.\d+ while nothing orders this and the write by [^\n]*{writer}"

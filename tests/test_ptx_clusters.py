@@ -1,7 +1,7 @@
-"""Clusters of CTAs in the interpreter, on programs written by hand, and faults planted in them.
+"""Clusters of CTAs in the interpreter, on programs written by hand, with planted faults.
 
-One kernel of ours has clusters, and needs little of them: the rest is shown by these programs. On a Hopper chip they
-run too, and must give the same there. Pairs of CTAs on Blackwell are in test_ptx_pairs.py.
+Our kernels with clusters use only some of these instructions; the programs show the rest. They also run on a Hopper
+chip and must give the same there. Pairs of CTAs on Blackwell are in test_ptx_pairs.py.
 """
 
 import re
@@ -198,7 +198,7 @@ END:
   {STORE}
 """
 
-ROWS = np.random.default_rng(0).integers(0, 2**32, (32, 32), dtype=np.uint32)  # of 128 bytes
+ROWS = np.random.default_rng(0).integers(0, 2**32, (32, 32), dtype=np.uint32)  # words of 128 bytes
 
 
 def tensor(address):
@@ -210,7 +210,7 @@ def pair(body, **given):
 
 
 def sums():
-    """Of MULTICAST: both rounds' rows, a column a lane."""
+    """The result of MULTICAST: both rounds' rows, a column for each lane."""
     total = np.zeros(32, np.uint32)
     for rows in (ROWS[:16], ROWS[16:]):
         for row in rows:
@@ -245,7 +245,7 @@ def test_interpreted(name):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_on_hardware(name, cuda):
-    """What the interpreter says of a program is what a Hopper chip does."""
+    """The interpreter's result for a program is a Hopper chip's."""
     if (capability := cuda.compute_capability) != "9.0":
         pytest.skip(f"needs a device of compute capability 9.0, here is {capability}")
     program, want = PROGRAMS[name]

@@ -1,6 +1,6 @@
-"""The backward kernels for K and V apart, run by the interpreter: right gradients, and faults that are planted.
+"""The backward kernels for K and V apart in the interpreter: right gradients, and planted faults.
 
-A fault of theirs must be found by a symptom that only it has.
+The interpreter must find each fault by a symptom that only this fault has.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from kernels.abi import DenseBackward
 BUILT = [v for v in native.built(DenseBackward) if v.op == "key_gradients"]
 ALL_KEYS = 1 << 30  # a width
 SHAPES: dict[str, dict[str, int | None]] = {
-    # several heads of keys, boxes that fill no tile of rows; the last tile of keys is no whole one
+    # several heads of keys, boxes that fill no tile of rows; the last tile of keys is not whole
     "groups": {"b": 1, "s_q": 18, "s_kv": 150, "h_q": 14, "h_kv": 2, "width": ALL_KEYS},
     # a window, two batch entries, tiles of rows that see nothing of a tile of keys
     "window": {"b": 2, "s_q": 40, "s_kv": 150, "h_q": 4, "width": 20},
@@ -132,7 +132,7 @@ FATES = [
     ),
     Fate(
         "Q comes in while products read the one before",
-        (Race, Misuse),  # or its arrival while those of the one before are awaited
+        (Race, Misuse),  # or its arrival while the previous ones are awaited
         r"(?s)(cp\.async\.bulk|st\.shared).*overwrites SMEM.*nothing orders this and the|an arrival too many",
         without_waiting("empty0", "empty1", "empty2"),
         case="turns",

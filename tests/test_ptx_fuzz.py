@@ -1,7 +1,6 @@
 """Random shapes, spans, absent indices and splits for Hopper's kernels, run by the interpreter.
 
-`pytest -m fuzz` looks for what fails (docs/verification.md); what is found stands in KEPT, which every run of the tests
-tries.
+`pytest -m fuzz` looks for failures (docs/verification.md). KEPT holds the ones it found, and every test run tries them.
 """
 
 import functools
@@ -23,7 +22,7 @@ COMBINE = {v.dtype: v.key for v in native.built(Combine)}
 
 @dataclass(frozen=True)
 class Case:
-    """A launch. `width` as of `attention.operands`; `seed` is that of the operands and of the order of things."""
+    """A launch. `width` is that of `attention.operands`; `seed` decides the operands and the order of events."""
 
     key: str
     b: int = 1
@@ -46,12 +45,12 @@ class Case:
 
 
 KEPT = [
-    # whole tiles and a part of one, in four splits of which some are empty
+    # whole tiles and a part of one, in four splits, some of which are empty
     Case("fwd_sm_90a_d64_bfloat16", b=2, s_q=5, s_kv=290, h_q=6, h_kv=2, splits=4, processors=2, seed=1),
     Case("sparse_fwd_sm_90a_d512_bfloat16_shared_kv_h8", s_q=3, s_kv=70, h_q=3, topk=131, splits=2, seed=2),
     Case("bwd_sm_90a_d512_bfloat16_shared_kv", b=2, s_q=5, s_kv=70, h_q=3, processors=2, seed=3),
     Case("dsv4_sparse_bwd_sm_90a_d512_bfloat16_shared_kv", s_q=2, s_kv=66, h_q=3, s_kv1=9, topk=67, seed=4),
-    # few rows that see whole tiles, whose scores are not masked: those of rows that no query has were not defined
+    # few rows that see whole tiles, whose scores are not masked: scores of rows that no query has were undefined
     Case("fwd_sm_90a_d64_bfloat16", b=2, s_q=1, s_kv=217, h_q=4, seed=7),
     Case("fwd_sm_90a_d256_bfloat16", s_q=4, s_kv=168, h_q=42, h_kv=3, seed=557),
 ]

@@ -1,4 +1,4 @@
-"""The lightning indexer's kernels, interpreted: right answers, and planted faults, each found as what it is."""
+"""The lightning indexer's kernels in the interpreter: right answers, and planted faults, each found and named."""
 
 import functools
 
@@ -42,7 +42,7 @@ def test_scores_and_choice(key):
     ids=["several boxes a tile", "many", "one page"],
 )
 def test_scores_of_pages(key, page, s_c):
-    """In any order, among pages of NaN; of a page that is not a multiple of a tile, in a table of one."""
+    """In any order, among pages of NaN; with a page that is not a multiple of a tile, in a table of one page."""
     key = f"index_scores_sm_90a_{key}_paged"
     x = Problem.of(variant(key), 2, 3, s_c, 40, page)
     got = run(variant(key), x, processors=3)
@@ -51,7 +51,7 @@ def test_scores_of_pages(key, page, s_c):
 
 
 def page_of_another(text):
-    """Every page is the one beside it."""
+    """Every page is its neighbour."""
     pattern = r"ld\.global\.b32\s+(%r\d+), (\[%rd\d+\]);"
     return edits.replace(text, pattern, lambda m: f"{m[0]} xor.b32 {m[1]}, {m[1]}, 1;", slice(2, 3))
 
@@ -65,7 +65,7 @@ def test_fault_of_pages():
 
 
 def test_a_workspace_that_is_used_again():
-    """Two blocks at a time of six, each split over CTAs; without scores as a result, queries that take all get none."""
+    """Two of six blocks at a time, each split over CTAs; without scores as a result, queries that take all get none."""
     key = KEYS[0]
     x = problem(key)
     got = run(variant(key), x, at_a_time=2, processors=5, wants_values=False, seed=1)
@@ -79,7 +79,7 @@ def test_a_workspace_that_is_used_again():
 
 
 def rows(s):
-    """Rows of scores that are hard to choose from, and what is seen of them."""
+    """Rows of scores that are hard to choose from, and the spans that see them."""
     rng = np.random.default_rng(1)
     x = rng.standard_normal((9, s)).astype(np.float32)
     x[1] = np.maximum(x[1], 0)  # half of them are 0
@@ -104,7 +104,7 @@ def test_choice(s, topk):
 
 
 def weight_of_another_query(text):
-    """Of the two queries of a consumer, the second's weights are the first's."""
+    """The second of a consumer's two queries has the first's weights."""
     pattern = r"min\.s32\s+(%r\d+), (%r\d+), (%r\d+);(.*?)min\.s32\s+(%r\d+), %r\d+, \3;"
     return edits.replace(
         text, pattern, lambda m: f"min.s32 {m[1]}, {m[2]}, {m[3]};{m[4]}mov.b32 {m[5]}, {m[1]};", slice(-1, None)
@@ -127,7 +127,7 @@ def without_waiting_for(name):
 
 
 def never_handed_back(text):
-    """A tile of keys, by those who have read it."""
+    """Those who have read a tile of keys do not hand it back."""
     return edits.replace(text, r"mbarrier\.arrive\.shared\.b64 [^;]*;", "", slice(1, 2))
 
 
@@ -154,7 +154,7 @@ def test_fault_of_scores(name):
 
 
 def past_the_last(text):
-    """A query sees one entry more than it does."""
+    """A query sees one entry too many."""
     pattern = r"ld\.global\.b32\s+(%r\d+), (\[%rd\d+\]);"
     return edits.replace(text, pattern, lambda m: f"{m[0]} add.s32 {m[1]}, {m[1]}, 1;", slice(1, 2))
 
@@ -175,12 +175,12 @@ def minus_zero(text):
 
 
 def nan_first(text):
-    """NaN is what its bits say."""
+    """NaN is ordered by its bits."""
     return edits.replace(text, r"selp\.b32 (%r\d+), 1, s, p; }", lambda m: f"mov.b32 {m[1]}, s; }}")
 
 
 def window_forgotten(text):
-    """What is above the bucket that was found counts again."""
+    """Entries above the bucket that was found count again."""
     return edits.replace(text, r"setp\.gt\.u32\s+(%p\d+), (%r\d+), (%r\d+);", lambda m: m[0], slice(0, 1))
 
 
@@ -195,7 +195,7 @@ CHOICE_FAULTS = {
 def test_fault_of_choice(name):
     edit, says = CHOICE_FAULTS[name]
     scores, start, stop = rows(640)
-    scores[np.arange(len(scores))[:-1], np.minimum(stop[0, :-1], 639)] = 1e38  # what is not seen would be chosen
+    scores[np.arange(len(scores))[:-1], np.minimum(stop[0, :-1], 639)] = 1e38  # an unseen entry would be chosen
     judge_choice(choose(scores, start, stop, 33), start, stop)
     for seed in SEEDS:
         with pytest.raises(Wrong, match=says):
@@ -203,7 +203,7 @@ def test_fault_of_choice(name):
 
 
 def test_a_buckets_count_lost():
-    """Fewer seem to be chosen than are: there is no room for them all."""
+    """Fewer entries seem to be chosen than are: there is no room for all of them."""
     scores, start, stop = (x[..., :1, :] if x.ndim == 2 and len(x) > 1 else x[:, :1] for x in rows(640))
     for seed in SEEDS:
         with pytest.raises(OutOfBounds, match="indices"):
@@ -227,12 +227,12 @@ def never_waits_for_keys(text):
 
 
 def barriers_of_ds(text):
-    """The barrier between what is written of dS and the product that reads it."""
+    """The barrier between the writes of dS and the product that reads it."""
     return edits.replace(text, r"bar\.sync\s+0;", "", slice(2, 3))
 
 
 def other_sign(text):
-    """What is not positive has a gradient, what is has none."""
+    """Positive logits have no gradient, the others have one."""
     return edits.replace(
         text, r"setp\.gt\.f32(\s+%p\d+, %f?r?\d+, 0f00000000;)", lambda m: f"setp.le.f32{m[1]}", slice(None)
     )

@@ -16,7 +16,7 @@ from kernels import build
 
 
 def test_the_machine_knows_nothing_of_kernels():
-    """What it imports, and what that imports, is its own."""
+    """What it imports, directly or not, is its own."""
     folder = Path(interpreter.__file__).parent
     for name in ("state", "handwritten", "timeline", "edits", *decode.FAMILIES):
         assert {path.parent for path in build.modules(f"interpreter.{name}", folder.parent)} == {folder}, name
@@ -24,13 +24,13 @@ def test_the_machine_knows_nothing_of_kernels():
 
 @pytest.fixture(autouse=True, params=[1, 1 << 40], ids=["fused", "one by one"])
 def however_it_runs(request, monkeypatch):
-    """Lane-wise instructions as compiled runs, and each by itself."""
+    """Lane-wise instructions as compiled runs, and one by one."""
     monkeypatch.setattr(fusion, "HOT", request.param)
     decode.Code.of.cache_clear()
 
 
 def run(body, source=None, *, threads=32, seed=0, tensor=None):
-    """The words of `result`, a word a thread."""
+    """The words of `result`, one for each thread."""
     return Handwritten(body, source, threads, tensor=tensor).interpret(seed)
 
 
@@ -80,7 +80,7 @@ def test_integers(instruction, expected):
     ("instruction", "expected"),
     [
         ("fma.rn.f32 %r9, %r8, %r8, 0f3F800000;", lambda x: np.float32(np.float64(x) * np.float64(x) + 1)),
-        ("max.f32 %r9, %r8, 0f7FC00000;", lambda x: x),  # the operand that is no NaN
+        ("max.f32 %r9, %r8, 0f7FC00000;", lambda x: x),  # the operand that is not NaN
         ("add.ftz.f32 %r9, %r8, 0f00000001;", lambda x: x),
         ("setp.neu.f32 %p1, %r8, 0f7FC00000; selp.b32 %r9, 0f3F800000, 0f00000000, %p1;", lambda x: np.float32(1)),
         ("setp.eq.f32 %p1, %r8, 0f7FC00000; selp.b32 %r9, 0f3F800000, 0f00000000, %p1;", lambda x: np.float32(0)),
@@ -109,7 +109,7 @@ def test_shuffles(mode, by, clamp, source):
 
 
 def test_lanes_part_and_meet_again():
-    """A loop that every lane leaves at another time, with an if in it; behind it all vote together."""
+    """A loop that every lane leaves at another time, with an if in it; after it all lanes vote together."""
     body = f"""
       mov.b32 %r8, 0; mov.b32 %r9, 0;
     LOOP:

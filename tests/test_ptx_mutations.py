@@ -1,8 +1,8 @@
-"""Faults that this project has lived through, or could, planted on purpose: each must be found, with what it is.
+"""Planted faults that this project has lived through, or could have: the interpreter must find and name each.
 
-A fault is an edit of a kernel's PTX (interpreter/edits.py) or of its launch. It must be found whatever the scheduler
-does: every fault is run with several seeds. Those of Blackwell's kernels are in test_ptx_sm100.py, those in programs
-written by hand, for all else that the interpreter knows of clusters, in test_ptx_clusters.py and test_ptx_pairs.py.
+A fault is an edit of a kernel's PTX (interpreter/edits.py) or of its launch. Every fault runs with several seeds, and
+must be found whatever the scheduler does. Faults of Blackwell's kernels are in test_ptx_sm100.py, faults in programs
+written by hand, for everything else about clusters, in test_ptx_clusters.py and test_ptx_pairs.py.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ BARRIERS = {  # the mbarriers of a kernel, in the order of their addresses
 }
 BARRIERS |= dict.fromkeys((LONG_ODD, GATHERED, PACKED, PAIRED), BARRIERS[LATENT])
 KIB = 1024
-REGIONS = {  # of its shared memory in front of them, and their bytes
+REGIONS = {  # its shared memory before them, in bytes
     DENSE: {"q": 2 * 32 * KIB, "k": 2 * 40 * KIB, "v": 2 * 40 * KIB},
     LATENT: {"q": 64 * KIB, "k": 2 * 64 * KIB, "p": 2 * 8 * KIB, "o": 2 * 8 * KIB, "max": 512},
     LONG_ODD: {"q": 64 * KIB, "k": 144 * KIB, "p": 18 * KIB, "max": 512},
@@ -72,7 +72,7 @@ def barrier(text: str, key: str, name: str) -> int:
 
 
 def by_name(message: str, key: str) -> str:
-    """What the interpreter says, with places in shared memory and mbarriers called by their names."""
+    """The interpreter's message, with names for places in shared memory and mbarriers."""
 
     def region(m: re.Match[str]) -> str:
         first, name = int(m[2]) - SMEM_BASE, "the rest"
@@ -88,11 +88,11 @@ def by_name(message: str, key: str) -> str:
     return re.sub(r"SMEM(| of CTA \d) bytes (\d+)\.\.\d+", region, message)
 
 
-# ---- what the interpreter says: the same in whatever order two things happen that nothing orders
+# ---- the interpreter's message: the same in whatever order two unordered events happen
 
 
 def early(reader: str, region: str, writer: str) -> str:
-    """What is read is not there yet, or nothing orders its write."""
+    """The data that is read is not there yet, or nothing orders its write."""
     return (
         rf"{reader}[^\n]*\n\s+reads SMEM of {region}\b[^\n]*"
         rf"(which nobody wrote|nothing orders this and the write by [^\n]*{writer})"
@@ -100,7 +100,7 @@ def early(reader: str, region: str, writer: str) -> str:
 
 
 def late(writer: str, region: str, reader: str) -> str:
-    """What is written over is still read, or may be."""
+    """Data is written over that is still read, or may be."""
     return (
         rf"{writer}[^\n]*\n\s+overwrites SMEM of {region}\b[^\n]*nothing orders this and the read by [^\n]*{reader}"
         rf"|{reader}[^\n]*\n\s+reads SMEM of {region}\b[^\n]*nothing orders this and the write by [^\n]*{writer}"
@@ -108,7 +108,7 @@ def late(writer: str, region: str, reader: str) -> str:
 
 
 def unfenced(region: str, writer: str) -> str:
-    """Products read what was written through the generic proxy."""
+    """Products read data that was written through the generic proxy."""
     after = rf"no fence\.proxy\.async after the generic write by [^\n]*{writer}"
     return rf"wgmma[^\n]*\n\s+reads SMEM of {region}\b[^\n]*{after}"
 
@@ -154,7 +154,7 @@ def key_extent_64(text: str) -> str:
 
 
 def tile_coordinate(step: int) -> Callable[[str], str]:
-    """What the producer adds to the coordinate of a key tile."""
+    """The producer's step in the coordinate of a key tile."""
     return lambda text: edits.replace(
         text, r"add\.s32\s+(%r\d+), \1, 160;", lambda m: f"add.s32 {m[1]}, {m[1]}, {step};"
     )
@@ -208,13 +208,13 @@ def without(pattern: str, which: slice = slice(None)) -> Callable[[str], str]:
 
 
 def early_release(stages: int) -> Callable[[str], str]:
-    """So many stages are given back before the products that read them are waited for."""
+    """This many stages are given back before the wait for the products that read them."""
     place = rf"(wgmma\.wait_group\.sync\.aligned\s+[01];)((\s*mbarrier\.arrive\.shared\.b64[^;]*;){{{stages}}})"
     return lambda text: edits.replace(text, place, lambda m: m[2] + "\n\t" + m[1], slice(0, 1))
 
 
 def arrive_at_once(text: str) -> str:
-    """The gatherer says that its copies are there when it has issued them."""
+    """The gatherer signals its copies as soon as it has issued them."""
     return edits.replace(
         text,
         r"cp\.async\.mbarrier\.arrive\.noinc\.shared\.b64\s+(\[[^\]]*\]);",
@@ -223,17 +223,17 @@ def arrive_at_once(text: str) -> str:
 
 
 def wait_for_none(text: str) -> str:
-    """Of the four groups of copies that are under way."""
+    """One of the four groups of copies under way is not awaited."""
     return edits.replace(text, r"cp\.async\.wait_group\s+[0-3];", "cp.async.wait_group 4;")
 
 
 def keys_unfenced(text: str) -> str:
-    """None of the fences in front of products whose operands other threads wrote."""
+    """No fences before products whose operands other threads wrote."""
     return edits.replace(text, r"fence\.proxy\.async\.shared::cta;(\s+wgmma\.fence)", lambda m: m[1])
 
 
 def weights_unfenced(text: str) -> str:
-    """Of the fences in front of where a consumer's warps meet, the first."""
+    """The first fence before a meeting of a consumer's warps is missing."""
     met = r"fence\.proxy\.async\.shared::cta;(\s+bar\.sync\s+1, 128;)"
     return edits.replace(text, met, lambda m: m[1], slice(0, 1))
 
@@ -243,18 +243,18 @@ def telling_nobody(text: str) -> str:
 
 
 def awaits_own_cta(text: str) -> str:
-    """The producer waits for the warps of its own CTA alone."""
+    """The producer waits only for the warps of its own CTA."""
     return edits.replace(text, r"barrier\.cluster\.wait;", "bar.sync 3, 128;", slice(0, 1))
 
 
 def expecting_nothing(text: str) -> str:
-    """Of the peer, but of Q."""
+    """No bytes are expected from the peer, except those of Q."""
     sent = r"mbarrier\.arrive\.expect_tx\.shared\.b64\s+%rd\d+, (\[[^\]]*\]), %r\d+;"
     return edits.replace(text, sent, lambda m: f"mbarrier.arrive.shared.b64 _, {m[1]}, 1;", slice(1, None))
 
 
 def descriptor_swizzle(text: str) -> str:
-    """WGMMA reads 64-byte swizzled rows: the upper two bits of a descriptor's high word are 2 in place of 1."""
+    """WGMMA reads 64-byte swizzled rows: the upper two bits of a descriptor's high word are 2 instead of 1."""
     return edits.replace(text, r"1073741888", str(1073741888 + (1 << 30)))
 
 
@@ -267,7 +267,7 @@ def unswizzled(tensor: TensorMap) -> TensorMap:
 
 
 def short_tensor(tensor: TensorMap) -> TensorMap:
-    """The map says that there are more keys than there are."""
+    """The map claims more keys than there are."""
     extents = (tensor.extents[0], tensor.extents[1] + 4096, *tensor.extents[2:])
     return dataclasses.replace(tensor, extents=extents)
 
@@ -336,7 +336,7 @@ FATES = [
         r"lse is wrong in 161 of 192 rows, first in batch entry 0, query 0, head 1 ",
         descriptor_swizzle,
     ),
-    # nothing can go on, or something is left over
+    # nothing can proceed, or something is left over
     Fate(
         "too many transaction bytes", DENSE, Deadlock, r"1024 transaction bytes outstanding", transaction_bytes(1.025)
     ),
@@ -365,7 +365,7 @@ FATES = [
         "rows of Q that no query has are left as they are",
         DENSE,
         Undefined,
-        r"nanosleep",  # of a guard that their sum decides
+        r"nanosleep",  # registers of a guard that their sum decides
         without(r"st\.shared\.v4\.b32\s+\[[^\]]*\], \{0, 0, 0, 0\}", slice(0, 2)),
         shape={"b": 2, "s_q": 1, "width": 1000},
     ),
@@ -663,7 +663,7 @@ def test_is_found(fate):
 
 @pytest.mark.parametrize("key", SHAPES)
 def test_nothing_is_found_without_a_fault(key):
-    """The same launches, as they are."""
+    """The same launches, unchanged."""
     k = kernel(key)
     x = attention.operands(k.variant, **SHAPES[key])
     for seed in SEEDS:

@@ -1,6 +1,6 @@
-"""Products of a pair of CTAs, on Blackwell, in the interpreter: programs written by hand, and faults planted in them.
+"""Products of a pair of CTAs, on Blackwell, in the interpreter: programs written by hand, with planted faults.
 
-No kernel of ours has them, and no chip has run these programs.
+None of our kernels uses them, and no chip has run these programs.
 """
 
 import re
@@ -14,15 +14,16 @@ from interpreter.handwritten import SYNC, Handwritten, Planted, wait
 from interpreter.hazards import Deadlock, Fault, Leak, Misuse, Race
 
 SEEDS = range(4)
-N, K = 64, 16  # of D = 2 A B', bf16 in, fp32 out
+N, K = 64, 16  # products D = 2 A B', bf16 in, fp32 out
 MASK = "mov.b16 %rs1, 3;"
 
 
 def product(m, multicast=False):
-    """Each CTA loads its rows of A and of B, and the leader's barrier hears of both; both are told when D is there.
+    """Each CTA loads its rows of A and of B, and signals the leader's barrier; the leader signals both when D is
+    complete.
 
-    Shared memory of each: A, behind it B, in groups of 8 rows and 8 columns; from + 16384 on two mbarriers, and where
-    TMEM is. `multicast`: the leader loads the same for both.
+    Shared memory of each CTA: A, then B, in groups of 8 rows and 8 columns; from + 16384 two mbarriers, and TMEM's
+    address. `multicast`: the leader loads the same for both.
     """
     rows, columns = m // 2, N if m == 256 else N // 2
     descriptor = 1 << 4 | 1 << 7 | 1 << 10 | N >> 3 << 17 | m >> 4 << 24

@@ -1,4 +1,4 @@
-"""Head-summed probabilities, interpreted: right answers, and planted faults, each found as what it is."""
+"""Head-summed probabilities in the interpreter: right answers, and planted faults, each found and named."""
 
 import functools
 
@@ -42,13 +42,13 @@ def without_waiting_for(name):
 
 
 def never_handed_back(text):
-    """A piece of keys."""
+    """A piece of keys is not handed back."""
     (first, *_) = sorted(barriers(text)["k_empty"])
     return edits.replace(text, rf"mbarrier\.arrive\.shared\.b64 %rd\d+, \[%r\d+\+{first}\][^;]*;", "", slice(1, 2))
 
 
 def handed_back_too_early(text):
-    """Pieces of keys, while products still read them."""
+    """Pieces of keys are handed back while products still read them."""
     return edits.replace(text, r"wgmma\.wait_group\.sync\.aligned\s+1;", "wgmma.wait_group.sync.aligned 4;")
 
 
@@ -58,12 +58,12 @@ def lse_of_another_head(text):
 
 
 def lse_read_too_early(text):
-    """Before the whole warpgroup has written its heads'."""
+    """It is read before the whole warpgroup has written its heads'."""
     return edits.replace(text, r"^\s*(bar\.sync|barrier\.sync)\s+%r\d+, \d+;", "", slice(-1, None))
 
 
 def half_a_sum(text):
-    """What two of four lanes have is lost."""
+    """The sums of two of four lanes are lost."""
     pattern = r"shfl\.sync\.bfly\.b32\s+(%r\d+)(?:\|%p\d+)?, (%r\d+), 2,[^;]*;"
     return edits.replace(text, pattern, lambda m: f"mov.b32 {m[1]}, 0;", slice(0, 1))
 

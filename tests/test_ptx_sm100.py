@@ -1,4 +1,4 @@
-"""The Blackwell kernels, which no test has run on hardware: their PTX, interpreted, and faults planted in them."""
+"""The Blackwell kernels, which no test has run on hardware: their PTX in the interpreter, with planted faults."""
 
 import contextlib
 import dataclasses
@@ -21,7 +21,7 @@ from kernels.variants import VARIANTS
 
 pytestmark = [
     pytest.mark.skipif(util.find_spec("cutlass") is None, reason="needs nvidia-cutlass-dsl"),
-    pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow)"),  # what NaN and inf do in NumPy
+    pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow)"),  # NumPy's warnings about NaN and inf
 ]
 
 ROOT = Path(__file__).parent.parent
@@ -37,7 +37,7 @@ def seen(case: str, b: int, s_q: int, s_kv: int) -> tuple[Array, Array]:
         "causal": (zero, position + 1),
         "window": (position - 40, position + 1),
         "compressed": (zero, (position + 1) // 4),
-        "empty rows": (zero + 3, np.where(i % 3 == 1, 3, s_kv - 2)),  # and keys behind that nobody sees
+        "empty rows": (zero + 3, np.where(i % 3 == 1, 3, s_kv - 2)),  # and later keys that nobody sees
     }[case]
     start, stop = (np.tile(np.clip(x, 0, s_kv).astype(np.int32), (b, 1)) for x in (start, stop))
     if case == "empty rows" and b > 1:
@@ -46,7 +46,7 @@ def seen(case: str, b: int, s_q: int, s_kv: int) -> tuple[Array, Array]:
 
 
 def operands(variant: Forward, case: str, **extents: int) -> attention.Operands:
-    """Random, with NaN in keys that nobody sees behind those that somebody sees."""
+    """Random, with NaN in keys that nobody sees after the last that somebody sees."""
     x = attention.operands(variant, **extents)
     b, s_q, s_kv, _, h_kv, d, *_ = x.shape
     start, stop = seen(case, b, s_q, s_kv)
@@ -70,7 +70,7 @@ CASES: dict[str, tuple[str, dict[str, int]]] = {
 }
 
 
-RUNS = [  # float16 is the same code but for roundings; `cases` has the ops of a layer, where CASES has more for fmha
+RUNS = [  # float16 is the same code up to conversions; `cases` has the ops of a layer, where CASES has more for fmha
     (key, case)
     for key, v in SM100.items()
     for case in (CASES if v.op == "fwd" else ("tiles", "few", "turns"))
@@ -79,7 +79,7 @@ RUNS = [  # float16 is the same code but for roundings; `cases` has the ops of a
 
 
 def interpret(kernel: Kernel, case: str, seed: int = 0, processors: int = 1) -> tuple[Array, Array]:
-    """(o, lse); raises what is wrong with them, or with how they came about."""
+    """(o, lse); raises if they are wrong, or came about in a wrong way."""
     if case in CASES:
         name, extents = CASES[case]
         x = operands(kernel.variant, name, **extents)
@@ -94,7 +94,7 @@ def interpret(kernel: Kernel, case: str, seed: int = 0, processors: int = 1) -> 
 
 @pytest.mark.parametrize(("key", "case"), RUNS)
 def test_is_right(key, case):
-    """With the same bits, whatever the order of events, on one and on two CTAs."""
+    """With the same bits in any order of events, on one and on two CTAs."""
     kernel = Kernel.of(SM100[key])
     results = [interpret(kernel, case, seed, processors=1 + seed) for seed in range(2)]
     for first, again in zip(results[0], results[-1], strict=True):
@@ -118,7 +118,7 @@ def test_config_refuses_what_does_not_fit():
             config(**{"dtype": "bfloat16", "sources": ("span",), "shared_kv": False, **arguments})
 
 
-# Faults, planted on purpose. By an edit of the source, which is compiled, or of the PTX.
+# Planted faults: an edit of the source, which is compiled, or of the PTX.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Planted:
     name: str
     raises: type[Exception]
     says: str
-    source: tuple[tuple[str, str], ...] = ()  # what stands once in the kernel, and what then stands there
+    source: tuple[tuple[str, str], ...] = ()  # text that occurs once in the kernel, and its replacement
     ptx: Callable[[str], str] | None = None
     key: str = "fwd_sm_100a_d128_bfloat16"
     case: str = "three tiles, ragged"
@@ -386,7 +386,7 @@ def mutant(fault: Planted, directory: Path, compiler: build.Compiler) -> Kernel:
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda x: x.name)
 def test_finds(fault, tmp_path, compiler):
-    """A planted fault is found, whatever the order of events."""
+    """The interpreter finds a planted fault in any order of events."""
     kernel = mutant(fault, tmp_path, compiler)
     for seed in range(2):
         with pytest.raises(fault.raises, match=fault.says) as caught:

@@ -1,4 +1,4 @@
-"""The definition: against loops in float64, in its gradients, and in what must not reach a result."""
+"""The definition: against loops in float64, its gradients, and keys that must not reach a result."""
 
 import dataclasses
 import functools
@@ -14,7 +14,7 @@ from jax_dsv4_fmha._testing.cases import CASES, run_float64, run_reference
 from jax_dsv4_fmha._testing.compare import FP32, FP32_LARGE
 from tests.helpers import assert_right
 
-# the reference knows nothing of d and of 16-bit types, which is what many cases differ in only
+# the reference does not depend on d or on 16-bit types, and many cases differ only in these
 SMALL = {dataclasses.replace(case, d=0, dtype=""): case for case in CASES if case.is_small}.values()
 
 
@@ -133,7 +133,7 @@ def test_empty_rows():
 
 @pytest.mark.usefixtures("small_blocks")
 def test_no_unseen_key_reaches_a_row():
-    """Key 9 is seen by some rows and not by others: these stay what they were."""
+    """Some rows see key 9, others do not: these stay the same."""
     q, k, v, sink = operands()
     sees = np.array([0, 6])
     rest = np.setdiff1d(np.arange(S_Q), sees)

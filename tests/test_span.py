@@ -61,7 +61,7 @@ def test_segments_from_cumulative_lengths():
 
 
 def test_segments_in_any_order():
-    """Ids need not ascend: padding with 0, behind, belongs to no segment before it."""
+    """Ids need not ascend: padding with 0 at the end belongs to no earlier segment."""
     rng = np.random.default_rng(0)
     lengths = np.array([[5, 9, 0, 8], [4, 1, 20, 2]])
     kv_ids = np.stack([np.repeat([7, -3, 5, 2, 0], [*n, S_KV - n.sum()]) for n in lengths]).astype(np.int32)
@@ -72,7 +72,7 @@ def test_segments_in_any_order():
 
 
 def test_a_segment_in_two_places():
-    """No interval: an error where the ids are known, and nothing is seen by it where they are not."""
+    """It is no interval: an error where the ids are known; otherwise nobody sees it."""
     ids = np.array([[1, 1, 2, 2, 1]], np.int32)
     says = r"Span.segments: kv_ids: got 1 in several places of row 0, wanted the keys of a segment side by side"
     with pytest.raises(ValueError, match=says):
@@ -83,7 +83,9 @@ def test_a_segment_in_two_places():
 
 
 def test_blocks_of_a_row_are_not_those_of_its_segments():
-    """Span.compressed counts from the row's first token: refused beside segments, also after a jit, and in the ops."""
+    """Span.compressed counts from the row's first token: combining it with segments is an error, also after a jit and
+    in ops.
+    """
     ids = np.array([[1] * 7 + [2] * 5], np.int32)
     entry_ids = np.array([[1, 2]], np.int32)
     segments = jax.jit(lambda: Span.segments(ids, entry_ids) & Span(0, 2))()
@@ -103,7 +105,7 @@ def test_blocks_of_a_row_are_not_those_of_its_segments():
 @pytest.mark.parametrize("window", [1, 6, 2**31 - 1])
 @pytest.mark.parametrize("offset", [2**31 - 1, 2**31 - 24, -(2**31), -(2**31) + 9])
 def test_positions_do_not_wrap_around(offset, window):
-    """Beyond 2**31 - 2 a query stands at 2**31 - 2, behind any key that there can be."""
+    """Beyond 2**31 - 2 a query has position 2**31 - 2, after any possible key."""
     p = np.minimum(np.arange(S_Q, dtype=np.int64) + offset, 2**31 - 2)
     np.testing.assert_array_equal(visible(Span.causal(S_Q, offset)), rule(lambda n, i, j: j <= p[i]))
     np.testing.assert_array_equal(visible(Span.compressed(S_Q, 3, offset)), rule(lambda n, i, j: j < (p[i] + 1) // 3))

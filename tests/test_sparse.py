@@ -39,7 +39,9 @@ def test_kernel(case):
     ("s_q", "s_kv", "h_q", "topk"), [(1_000_000, 5000, 16, 40), (300, 10_000_000, 64, 1000)], ids=["s_q", "s_kv"]
 )
 def test_a_million_queries_and_ten_million_keys(cuda, s_q, s_kv, h_q, topk):
-    """16 GiB of queries, then 10 GiB of keys: some rows, the last among them, equal the reference of these alone."""
+    """16 GiB of queries, then 10 GiB of keys: some rows, including the last, equal the reference of these rows
+    alone.
+    """
     with jax.default_device(cuda):
         key_q, key_kv, key_i = jax.random.split(jax.random.key(0), 3)
         q = jax.random.normal(key_q, (1, s_q, h_q, 512), jnp.bfloat16)
@@ -78,7 +80,9 @@ def test_topk_length_cuts_like_absent_indices():
 
 
 def test_gradients():
-    """Those of the dense softmax over gathered keys; none for a key nobody names, which may even be NaN."""
+    """They equal those of the dense softmax over gathered keys; a key that nobody names has none, and may even be
+    NaN.
+    """
     q, kv, indices, sink = operands()
     indices = indices.at[0, 0].set(-1)
 
@@ -95,7 +99,7 @@ def test_gradients():
 
     want = jax.jit(jax.grad(lambda *x: loss(dense, *x), (0, 1, 2)))(q, kv, sink)
     sparse = jax.jit(jax.grad(lambda *x: loss(lambda q, kv, s: sparse_fmha(q, kv, indices, sink=s), *x), (0, 1, 2)))
-    for x in (kv, kv.at[:, S_KV - 1].set(jnp.nan)):  # the last is named by nobody
+    for x in (kv, kv.at[:, S_KV - 1].set(jnp.nan)):  # nobody names the last
         for got, y in zip(sparse(q, x, sink), want, strict=True):
             np.testing.assert_allclose(got, y, rtol=1e-4, atol=1e-5)
 

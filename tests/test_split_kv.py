@@ -1,4 +1,4 @@
-"""The number of SMs that keys are split for."""
+"""The number of SMs for which keys are split."""
 
 import types
 
@@ -25,7 +25,7 @@ def device(capability, **attributes):
     ids=["none", "H20", "the fewest", "another architecture", "not said"],
 )
 def test_the_devices_own_number_of_sms(monkeypatch, devices, sms):
-    """Also in what a call is: one query of 64 heads and 8192 keys is split for as many."""
+    """Also in the call itself: one query of 64 heads and 8192 keys is split for that many."""
     monkeypatch.setattr(jax, "local_devices", lambda **_: devices)
     assert _split_kv.processors("sm_90a") == sms
     facts = {"threads": 1, "registers": 1, "smem_bytes": 1, "spill_bytes": 0, "cubin_bytes": 1, "evidence": ""}

@@ -1,7 +1,7 @@
-"""Every op under every transform, on meshes of 8 virtual CPU devices and, where there are GPUs, of these.
+"""Every op under every transform, on meshes of 8 virtual CPU devices and, where there are GPUs, on meshes of GPUs.
 
-No kernel runs on a CPU: the tests claim that all are built. Then a call traces the way to the kernel, types and shapes
-included, and lowers the reference on the same operands, those that one device has.
+No kernel runs on a CPU: the tests claim that all are built. Then a call traces the path to the kernel, with types and
+shapes, and lowers the reference on the same operands of one device.
 """
 
 import functools
@@ -43,7 +43,7 @@ KINDS = {"Auto": AxisType.Auto, "Explicit": AxisType.Explicit}
 
 @pytest.fixture(autouse=True, scope="module")
 def quick_to_compile():
-    """Hundreds of small programs are compiled here, and each runs once."""
+    """Each of these hundreds of small programs is compiled for one run."""
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
@@ -123,7 +123,7 @@ LAYOUTS = {
 
 
 def loss(f: Callable[..., Any]) -> Callable[..., jax.Array]:
-    """A number that o and lse enter with different weights everywhere; rows without a key have an lse of no weight."""
+    """A number that o and lse enter with different weights everywhere; the lse of rows without a key has no weight."""
 
     def total(*operands: Any) -> jax.Array:
         o, lse = f(*operands)
@@ -142,7 +142,7 @@ def assert_close(got: Any, want: Any, tolerance: float = 2e-5) -> None:
 
 
 def run(f: Callable[..., Any], *operands: Any) -> tuple[Any, dict[str, int]]:
-    """What the compiled program gives, and its collectives: how many elements each kind moves."""
+    """The results of the compiled program, and its collectives: how many elements each kind moves."""
     program = jax.jit(f).lower(*operands).compile()
     return program(*operands), collectives(program)
 
@@ -183,7 +183,9 @@ def expected(name: str) -> tuple[Any, Any]:
 
 
 def reduced_elements(case: Case, operands: dict[str, jax.Array], layout: dict[str, Any], mesh: Any) -> int:
-    """What mathematics asks to be summed over devices, in elements on one: gradients of what is not sharded."""
+    """The elements on one device that mathematics requires to be summed over devices: gradients of unsharded
+    operands.
+    """
     total = 0
     specs = specs_of(case, layout, mesh)
     sizes = {name: x.shape for name, x in operands.items()}
@@ -231,7 +233,7 @@ def check_sharded(name: str, layout: dict[str, Any], mesh: Any, tolerance: float
 
 
 def _vmapped(f):
-    """Every batch entry by itself, sink shared."""
+    """Every batch entry separately, with a shared sink."""
 
     def one(q, k, start, stop, sink):
         return jax.tree.map(lambda x: x[0], f(q[None], k[None], start[None], stop[None], sink))
@@ -315,7 +317,7 @@ class TestTransformsOnMeshes:
             check_sharded("few_kv_heads", LAYOUTS["batch_heads"], mesh_of(kind))
 
     def test_sharded_keys(self, kind):
-        """An error where types know of it, a gather where they do not."""
+        """An error where types know of the sharding, a gather where they do not."""
         case, mesh = OPS["latent"], mesh_of(kind)
         f, _, _ = functions(case, case.operands())
         xs = place(case, case.operands(), {"t": "data"}, mesh).values()
@@ -347,7 +349,7 @@ def test_a_mesh_that_does_not_fit_heads_is_refused():
 
 
 def loops(jaxpr: Any, target: str, inside: bool = False) -> tuple[int, int]:
-    """How often a primitive stands in a jaxpr, and how often in a loop of it."""
+    """How often a primitive occurs in a jaxpr, and how often in a loop of it."""
     total = looped = 0
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == target:
@@ -381,7 +383,7 @@ MAPPED = {
 @pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("name, mapped", [(name, m) for name, ms in MAPPED.items() for m in ms])
 def test_vmap(name, mapped):
-    """Any operands, at any axis: as one at a time, in one launch, and the gradient with it."""
+    """Any operands, at any axis: the same as one at a time, in one launch, with the gradient."""
     case = OPS[name]
     operands = case.operands()
     f, g, wrt = functions(case, operands)
@@ -429,14 +431,14 @@ def test_keys_that_are_not_mapped_are_not_copied():
     assert f"tensor<1x{N * S}x{H}x16xf32>" in call and f"tensor<1x{S_KV}x1x16xf32>" in call
 
 
-# Kinds of meshes, pools, and operands that are sharded unlike each other
+# Kinds of meshes, pools, and operands with different shardings
 
 
 @pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("kinds", [("Explicit", "Auto"), ("Auto", "Explicit")], ids="-".join)
 @pytest.mark.parametrize("transform", ["", "gradient", "vmap"])
 def test_a_mesh_of_two_kinds(kinds, transform):
-    """Right with and without jax.set_mesh, which saves what is Auto from being gathered."""
+    """Right with and without jax.set_mesh, which saves Auto operands from being gathered."""
     devices = jax.devices("cpu")[:8]
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=tuple(KINDS[k] for k in kinds), devices=devices)
     rng = np.random.default_rng(0)
@@ -483,7 +485,7 @@ def test_two_passes_with_one_cache_sharded(sharded):
     got, moved = run(f, *xs.values())
     assert_close(got, expected("two_pass")[0])
     assert moved == {}
-    # a sink that is sharded unlike the heads is this package's error, not JAX's
+    # a sink with another sharding than the heads is this package's error, not JAX's
     xs = {"q": jax.device_put(xs["q"], NamedSharding(mesh, P(None, None, "model")))} | {
         "sink": jax.device_put(xs["sink"], NamedSharding(mesh, P("data")))
     }
@@ -508,7 +510,7 @@ def test_vmap_over_nothing(name):
 
 @pytest.mark.usefixtures("built")
 def test_vmap_of_queries_over_the_keys_of_one_sequence():
-    """Each has a gradient of the keys of its own."""
+    """Each query has its own gradient of the keys."""
     rng = np.random.default_rng(0)
     q, kv = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((N, 1, 4, 2, 8), (1, 9, 8)))
     indices = jnp.asarray(rng.integers(-1, 9, (1, 4, 3)), jnp.int32)
@@ -536,7 +538,7 @@ def test_a_second_derivative_is_refused(name):
 @pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("where", ["plain", "jit", "vmap", "scan", "checkpoint", "shard_map", "within shard_map"])
 def test_a_derivative_forward_is_refused(where):
-    """By an error of ours, wherever jax.jvp stands; not so what transposes it."""
+    """Our error refuses it, wherever jax.jvp stands; a function that is only transposed works."""
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:2])
     q, k = (OPS["latent"].operands()[name] for name in ("q", "k"))
     f, push = (lambda q: fmha(q, k[: len(q)])[0]), (lambda f: lambda q: jax.jvp(f, (q,), (q,)))
@@ -585,7 +587,7 @@ def test_a_linear_function_is_transposed():
 
 @pytest.mark.parametrize("here", [("sm_80",), ("sm_80", "sm_90a")], ids="-".join)
 def test_what_is_exported_does_not_depend_on_this_machine(here, built, monkeypatch):
-    """The kernel, for the device that it is exported for; what runs here gets the reference, or an error if asked."""
+    """It has the kernel, for the target device; a call here gets the reference, or an error if it insists."""
     monkeypatch.setattr(_ffi, "local_architectures", lambda: here)
     q = jax.ShapeDtypeStruct((1, 2, 4, 16), jnp.float32)
     exported = jax.export.export(jax.jit(fmha), platforms=["cuda"], disabled_checks=EXPORT_CHECKS)(q, q)

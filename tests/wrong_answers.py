@@ -1,4 +1,4 @@
-"""What a kernel with a planted fault computes in place of attention, so that the fault is told from all others."""
+"""The results of kernels with planted faults, so that a test can tell each fault from all others."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -11,11 +11,11 @@ from interpreter.state import Array
 from jax_dsv4_fmha._testing.compare import KERNEL, compare
 
 Answer = Callable[[Operands, float], tuple[Array | None, Array]]
-"""(o, lse) for operands and a scale; no o where only lse is foretold"""
+"""(o, lse) for operands and a scale; no o where only lse is predicted"""
 
 
 def assert_given(got: Sequence[Array], answer: tuple[Array | None, Array]) -> None:
-    """By the tolerances of a right answer."""
+    """Compares with the tolerances of a right answer."""
     foretold = [(name, g, a) for name, g, a in zip(KERNEL, got, answer, strict=True) if a is not None]
     names, results, answers = zip(*foretold, strict=True)
     for verdict in compare(results, answers, {name: KERNEL[name] for name in names}):
@@ -27,7 +27,7 @@ def at_scale(change: Callable[[float], float]) -> Answer:
 
 
 def with_keys_at(where: Callable[[Array], Array]) -> Answer:
-    """As if key j were the one at `where(j)`, and zeros behind the last one."""
+    """The result if key j were the one at `where(j)`, with zeros after the last one."""
 
     def moved(array: Array) -> Array:
         s_kv = array.shape[1]
@@ -38,7 +38,7 @@ def with_keys_at(where: Callable[[Array], Array]) -> Answer:
 
 
 def with_k(change: Callable[[Array], Array]) -> Answer:
-    """As if K were another; V is not."""
+    """The result with another K; V stays."""
     return lambda x, scale: attention.answer(replace_keys(x, change, lambda v: v), scale)
 
 
@@ -52,7 +52,9 @@ def first_64_columns(k: Array) -> Array:
 
 
 def swizzled_once(k: Array) -> Array:
-    """Read with a swizzle of 128 bytes that nobody wrote with: of the 8 chunks of a slab of row r, c is c ^ r % 8."""
+    """The result of reading with a 128-byte swizzle what was written without: of the 8 chunks of a slab of row r, c is
+    c ^ r % 8.
+    """
     slabs = k.reshape(*k.shape[:-1], -1, 8, 8)
     row = np.arange(k.shape[1]) % 8
     where = (np.arange(8) ^ row[:, None])[None, :, None, None, :, None]
@@ -60,7 +62,9 @@ def swizzled_once(k: Array) -> Array:
 
 
 def maximum_of_a_lane(x: Operands, scale: float) -> tuple[None, Array]:
-    """Four lanes share a row, two columns of eight each; each weighs by its own maximum, and lane 0 writes lse."""
+    """The result where four lanes share a row, two columns of eight each, and each weighs by its own maximum; lane 0
+    writes lse.
+    """
     (keys,) = x.sources
     logits = scale * np.einsum("bqhd,bkd->bqhk", x.q.astype(np.float64), keys.k[:, :, 0].astype(np.float64))
     seen = keys.counts[:, :, None] > 0
