@@ -99,10 +99,12 @@ def test_agrees_with_hardware(key):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("key", hardware_backward.RUNS)
-def test_hardware_answers_as_it_did(key, cuda):
-    """dq bit by bit, and dkv where a kernel is deterministic."""
-    variant = kernel(key).variant
+@pytest.mark.parametrize("name", hardware_backward.RUNS)
+def test_hardware_answers_as_it_did(name, cuda):
+    """dq bit by bit, and the gradients of keys where a kernel is deterministic."""
+    variant = hardware_backward.RUNS[name]
+    if variant not in native.built(type(variant)):
+        pytest.skip(f"{name} is not built")
     x = hardware_backward.operands(variant)
     record = hardware_backward.recorded(variant, x)
     if cuda.device_kind != record["device"]:
