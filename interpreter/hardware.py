@@ -1,48 +1,138 @@
-"""What a GPU computes for the case "tiles" of every Hopper kernel, recorded once and compared with since.
+"""What a GPU computes in a small call of every Hopper kernel of attention, recorded once and compared with since.
 
-    python -m interpreter.hardware --out tests/data/h200.npz        on a machine with such a GPU; needs a built library
+    python -m interpreter.hardware          on a machine with such a GPU; needs a built library
+    python -m interpreter.hardware --only 'dense_bwd*'         the others' records stay as they are
 
-A kernel that splits keys is recorded with these whole, and split, where `combine` merges what it leaves. The record
-keeps lse whole, every 11th row of o, and a digest of all of o, which a GPU test compares: 11 shares no factor with a
-tile's rows or a group's heads, so every lane's rows are among those kept. The operands are made from a seed; the record
-has a digest of them, for a comparison with results of other operands would be none.
+A forward kernel runs the case "tiles", with keys whole, and split, where `combine` merges what it leaves; the kernels
+of a gradient run a case of their own. The record keeps lse whole, every 11th row of o, every 97th number of a gradient,
+and a digest of all of those results that are the same bits on every run, which a GPU test compares. 11 and 97 share no
+factor with a tile's rows, keys, heads or columns, so every lane's are among those kept. The operands are made from a
+seed; the record has a digest of them, for a comparison with results of other operands would be none.
 """
 
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import functools
 import hashlib
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
 
 from jax_dsv4_fmha import _ffi
-from kernels.abi import Forward
+from kernels.abi import Backward, DenseBackward, Forward
 from kernels.variants import VARIANTS
 
-from . import attention, cases, native
+from . import attention, cases, gradients, native
+from .state import Array
 
 RECORDED = Path(__file__).parent.parent / "tests" / "data" / "h200.npz"
 ARCH, CASE = "sm_90a", "tiles"
-EVERY = 11  # rows of o, one of which is kept
-
-RUNS = {
-    f"{v.key}{'.split' * (splits > 1)}": (v, splits)
-    for v in VARIANTS
-    if v.arch == ARCH and isinstance(v, Forward)
-    for splits in ((1, 3) if v.splits else (1,))
-}
-"""What is recorded, by its name: (variant, splits)."""
+ROWS, NUMBERS = 11, 97  # of which one is kept: rows of o, numbers of a gradient
+SHAPE = {"b": 1, "s_q": 3, "s_kv": 94, "h_q": 8, "s_kv1": 41, "topk": 70, "width": 1 << 30}
+DENSE_SHAPE = {"b": 1, "s_q": 18, "s_kv": 150, "h_q": 14, "h_kv": 2, "width": 1 << 30}
+TRACING = threading.Lock()
 
 
-def missing() -> list[str]:
-    """The runs of which there is no record."""
-    with np.load(RECORDED) as data:
-        return [name for name in RUNS if f"{name}.operands" not in data]
+class Record(NamedTuple):
+    results: list[Array]  # what is kept of each, float32
+    digest: str  # of those that are the same bits on every run, whole
+    device: str
+
+
+@dataclass(frozen=True)
+class AttentionRun:
+    """o and lse of a forward kernel."""
+
+    variant: Forward
+    splits: int
+
+    same = 1  # result that is the same bits on every run, besides what is kept whole
+
+    @property
+    def name(self) -> str:
+        return f"{self.variant.key}{'.split' * (self.splits > 1)}"
+
+    def operands(self) -> attention.Operands:
+        (tile_n,) = {row.tile_n for row in _ffi.variants() if row.key == self.variant.key}
+        x = cases.operands(self.variant, tile_n, CASE)
+        assert x is not None
+        return x
+
+    def on_gpu(self, x: attention.Operands) -> tuple[Array, ...]:
+        """With keys split into so many parts whatever the shapes say."""
+        import jax
+
+        variant, heads = self.variant, x.shape.h_q
+        if (called := native.called(variant.key, heads)) != variant.key:
+            raise ValueError(f"{variant.key}: a call with {heads} heads gets {called}, so there is no recording it")
+        call = jax.jit(functools.partial(native.function(variant.op), scale=variant.d**-0.5))
+        with TRACING, mock.patch.object(_ffi, "split_count", lambda *_: self.splits):
+            lowered = call.lower(*x.arguments())
+        return tuple(np.asarray(y) for y in lowered.compile()(*x.arguments()))
+
+    def assert_right(self, got: tuple[Any, ...], x: attention.Operands) -> None:
+        o, lse = got
+        attention.assert_right((o, lse), x, self.variant.d**-0.5)
+
+    def kept(self, got: tuple[Array, ...]) -> list[Array]:
+        o, lse = got
+        return [o.reshape(-1, o.shape[-1])[::ROWS].astype(np.float32), lse]
+
+
+@dataclass(frozen=True)
+class GradientRun:
+    """dq, and for every source dkv, of a backward kernel; or dq, dk and dv of the kernels for K and V apart."""
+
+    variant: Backward | DenseBackward
+
+    @property
+    def is_dense(self) -> bool:
+        return isinstance(self.variant, DenseBackward)
+
+    @property
+    def name(self) -> str:
+        return self.variant.key.replace("row_gradients", "dense_bwd")
+
+    @property
+    def same(self) -> int | None:
+        return None if self.is_dense or self.variant.choices["deterministic"] else 1
+
+    def operands(self) -> gradients.Operands:
+        v = self.variant
+        if isinstance(v, DenseBackward):
+            return gradients.operands(native.variant_of(f"fwd_{v.arch}_d{v.d}_{v.dtype}"), **DENSE_SHAPE)
+        return gradients.operands(v, **{**SHAPE, "h_q": native.heads_for(v, SHAPE["h_q"])})
+
+    def on_gpu(self, x: gradients.Operands) -> tuple[Array, ...]:
+        import jax
+
+        v, how = self.variant, {"scale": self.variant.d**-0.5}
+        if isinstance(v, Backward):
+            how["deterministic"] = v.deterministic
+        call = jax.jit(functools.partial(_ffi.dense_bwd if self.is_dense else gradients.FUNCTIONS[v.op], **how))
+        return tuple(np.asarray(y) for y in call(*x.arguments()))
+
+    def assert_right(self, got: tuple[Any, ...], x: gradients.Operands) -> None:
+        gradients.assert_right(got, x, self.variant.d**-0.5)
+
+    def kept(self, got: tuple[Array, ...]) -> list[Array]:
+        return [y.reshape(-1)[::NUMBERS].astype(np.float32) for y in got]
+
+
+Run = AttentionRun | GradientRun
+HOPPER = [v for v in VARIANTS if v.arch == ARCH]
+ATTENTION = [AttentionRun(v, n) for v in HOPPER if isinstance(v, Forward) for n in ((1, 3) if v.splits else (1,))]
+GRADIENTS = [GradientRun(v) for v in HOPPER if isinstance(v, Backward) or v.op == "row_gradients"]
+RUNS: dict[str, Run] = {run.name: run for run in (*ATTENTION, *GRADIENTS)}
+"""What is recorded."""
 
 
 def digest(*arrays: Any) -> str:
@@ -53,72 +143,60 @@ def digest(*arrays: Any) -> str:
     return content.hexdigest()
 
 
-def kept(o: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The rows of o that a record keeps: [n, d]."""
-    return o.reshape(-1, o.shape[-1])[::EVERY]
+def digest_of(run: Run, got: tuple[Array, ...]) -> str:
+    """A digest of those results that are the same bits on every run."""
+    return digest(*got[: run.same])
 
 
-def record_of(o: np.ndarray[Any, Any], lse: np.ndarray[Any, Any]) -> dict[str, Any]:
-    """What is kept of an answer."""
-    return {"o": kept(o).view(np.uint16), "o.digest": digest(o), "lse": lse}
-
-
-def operands(variant: Forward) -> attention.Operands:
-    (tile_n,) = {row.tile_n for row in _ffi.variants() if row.key == variant.key}
-    x = cases.operands(variant, tile_n, CASE)
-    assert x is not None
-    return x
-
-
-def on_gpu(variant: Forward, splits: int, x: attention.Operands) -> tuple[np.ndarray[Any, Any], ...]:
-    """(o, lse), with keys split into so many parts whatever the shapes say."""
-    import jax
-
-    if (called := native.called(variant.key, x.shape.h_q)) != variant.key:
-        raise ValueError(f"{variant.key}: a call with {x.shape.h_q} heads gets {called}, so there is no recording it")
-    with mock.patch.object(_ffi, "split_count", lambda *_: splits):
-        call = jax.jit(functools.partial(native.function(variant.op), scale=variant.d**-0.5))
-        return tuple(np.asarray(y) for y in call(*x.arguments()))
-
-
-def record(out: Path) -> None:
-    import jax
-
-    results: dict[str, Any] = {}
-    for name, (variant, splits) in RUNS.items():
-        x = operands(variant)
-        o, lse = (first := on_gpu(variant, splits, x))
-        assert [y.tobytes() for y in first] == [y.tobytes() for y in on_gpu(variant, splits, x)], name
-        attention.assert_right((o, lse), x, variant.d**-0.5)
-        results |= {f"{name}.{what}": value for what, value in record_of(o, lse).items()}
-        results[f"{name}.operands"] = digest(*x.arguments())
-        print(f"{name}: recorded, and right", flush=True)
-    device = jax.devices()[0]
-    results["device"] = device.device_kind
-    out.parent.mkdir(parents=True, exist_ok=True)
-    np.savez_compressed(out, **results)
-    print(f"wrote {out}, {out.stat().st_size} bytes, from {device.device_kind}")
-
-
-def recorded(name: str, x: attention.Operands) -> dict[str, Any]:
-    """What `record_of` made of a run's answer. ValueError if there is no record, or one of other operands."""
+def missing() -> list[str]:
+    """The runs of which there is no record."""
     with np.load(RECORDED) as data:
-        if f"{name}.operands" not in data or str(data[f"{name}.operands"]) != digest(*x.arguments()):
-            raise ValueError(f"{RECORDED.name} has no record of {name} on these operands: make it anew, on a GPU")
-        return {
-            "o": data[f"{name}.o"].view(x.q.dtype),
-            "o.digest": str(data[f"{name}.o.digest"]),
-            "lse": data[f"{name}.lse"],
-            "device": str(data["device"]),
-        }
+        return [name for name in RUNS if f"{name}.digest" not in data]
+
+
+def recorded(run: Run, x: Any) -> Record:
+    """ValueError if there is no record, or one of other operands."""
+    with np.load(RECORDED) as data:
+        if f"{run.name}.operands" not in data or str(data[f"{run.name}.operands"]) != digest(*x.arguments()):
+            raise ValueError(f"{RECORDED.name} has no record of {run.name} on these operands: make it anew, on a GPU")
+        results: list[Array] = []
+        while (name := f"{run.name}.{len(results)}") in data:
+            results.append(data[name])
+        return Record(results, str(data[f"{run.name}.digest"]), str(data["device"]))
+
+
+def record(run: Run) -> dict[str, Any]:
+    """A run's part of the record, of an answer that is right, and the same again."""
+    x = run.operands()
+    first, again = run.on_gpu(x), run.on_gpu(x)
+    assert digest_of(run, first) == digest_of(run, again), run.name
+    run.assert_right(first, x)
+    print(f"{run.name}: recorded, and right", flush=True)
+    of_results = {f"{run.name}.{i}": y for i, y in enumerate(run.kept(first))}
+    return {f"{run.name}.operands": digest(*x.arguments()), f"{run.name}.digest": digest_of(run, first), **of_results}
 
 
 def main(argv: list[str] | None = None) -> int:
+    import jax
+
     parser = argparse.ArgumentParser(
         prog="python -m interpreter.hardware", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=RECORDED, help="(default: %(default)s)")
-    record(parser.parse_args(argv).out)
+    parser.add_argument("--only", default="*", help="names of runs, with wildcards")
+    args = parser.parse_args(argv)
+    chosen = {name: run for name, run in RUNS.items() if fnmatch.fnmatchcase(name, args.only)}
+    results: dict[str, Any] = {}
+    if args.out.exists():
+        with np.load(args.out) as data:
+            results = {key: data[key] for key in data if key.rpartition(".")[0] in RUNS.keys() - chosen.keys()}
+            if results and str(data["device"]) != jax.devices()[0].device_kind:
+                parser.error(f"{args.out} is of {data['device']}, this is {jax.devices()[0].device_kind}")
+    with ThreadPoolExecutor(8) as pool:
+        for found in pool.map(record, chosen.values()):
+            results |= found
+    np.savez_compressed(args.out, device=jax.devices()[0].device_kind, **results)
+    print(f"wrote {args.out}, {args.out.stat().st_size} bytes, from {jax.devices()[0].device_kind}")
     return 0
 
 

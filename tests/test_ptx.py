@@ -12,7 +12,6 @@ from interpreter.cases import EVERYTHING
 from interpreter.launch import Kernel, combine, launch
 from interpreter.verdict import judge
 from kernels.abi import ANY, Combine, Forward
-from kernels.variants import VARIANTS
 
 BUILT = [v.key for v in native.built(Forward) if v.arch == "sm_90a"]
 COMBINE = {v.dtype: v.key for v in native.built(Combine)}
@@ -54,7 +53,7 @@ def test_is_right_in_any_order(key, case):
     for a, b in zip(results[0], results[-1], strict=True):
         assert (a.view(np.uint8) == b.view(np.uint8)).all(), "the answer depends on the order of things"
     if case == hardware.CASE:
-        assert_as_on_hardware(results[0], key, x)
+        assert_as_on_hardware(results[0], hardware.RUNS[key], x)
 
 
 @pytest.mark.parametrize(("key", "case"), [x for x in RUNS if x[1] == "turns" and "_bfloat16" in x[0]])
@@ -100,65 +99,41 @@ def test_a_span_ends_where_its_keys_do(key):
     judge(run.run(), x, run.scale)
 
 
-def test_hardware_has_answered_for_every_kernel():
-    merged = {v.dtype for v, splits in hardware.RUNS.values() if splits > 1}
-    assert merged == {v.dtype for v in VARIANTS if isinstance(v, Combine)}
-    assert hardware.missing() == [], f"record them: python -m interpreter.hardware --out {hardware.RECORDED}, on a GPU"
-
-
 COMPARED = [  # beside the cases that run in any order; for few heads, float16 differs only in conversions
-    name
-    for name, (v, splits) in hardware.RUNS.items()
-    if v.key in BUILT and (v.max_heads == ANY or v.dtype == "bfloat16")
-    if splits > 1 or (v.key, hardware.CASE) not in RUNS
+    run
+    for run in hardware.ATTENTION
+    if run.variant.key in BUILT and (run.variant.max_heads == ANY or run.variant.dtype == "bfloat16")
+    if run.splits > 1 or (run.variant.key, hardware.CASE) not in RUNS
 ]
 
 
-@pytest.mark.parametrize("name", COMPARED)
-def test_agrees_with_hardware(name):
-    variant, splits = hardware.RUNS[name]
+@pytest.mark.parametrize("recorded", COMPARED, ids=lambda run: run.name)
+def test_agrees_with_hardware(recorded):
+    variant, splits = recorded.variant, recorded.splits
     x = operands(variant.key, hardware.CASE)
     run = launch(kernel(variant.key), x, splits=splits, processors=1)
     if splits > 1:
         run.machine.run()
         run = combine(kernel(COMBINE[variant.dtype]), run)
-    assert_as_on_hardware(run.run(), name, x)
+    assert_as_on_hardware(run.run(), recorded, x)
 
 
-def assert_as_on_hardware(got, name, x):
+def assert_as_on_hardware(got, recorded, x):
     """lse to 1e-6, o to a unit in the last place; the rest is the order of sums, and how the chip rounds exp2."""
-    record = hardware.recorded(name, x)
-    o, lse = record["o"], record["lse"]
-    got_o, got_lse = hardware.kept(got[0]), got[1]
+    (o, lse), (got_o, got_lse) = hardware.recorded(recorded, x).results, recorded.kept(got)
     finite = np.isfinite(lse)
     assert (got_lse[~finite] == lse[~finite]).all() and (~finite).any()
     np.testing.assert_allclose(got_lse[finite], lse[finite], rtol=1e-6)
     distance = np.abs(got_o.astype(np.float64) - o.astype(np.float64))
-    assert np.max(distance / unit(o)) <= 1
-    assert np.mean(got_o.view(np.uint16) != o.view(np.uint16)) < 0.05
+    assert np.max(distance / unit(o, x.q.dtype)) <= 1
+    assert np.mean(got_o != o) < 0.05
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", hardware.RUNS)
-def test_hardware_answers_as_it_did(name, cuda):
-    """Bit by bit: a kernel that now sums in another order must be recorded anew."""
-    variant, splits = hardware.RUNS[name]
-    if variant.key not in BUILT:
-        pytest.skip(f"{variant.key} is not built")
-    x = hardware.operands(variant)
-    record = hardware.recorded(name, x)
-    if cuda.device_kind != record["device"]:
-        pytest.skip(f"recorded on {record['device']}, this is {cuda.device_kind}")
-    o, lse = hardware.on_gpu(variant, splits, x)
-    assert hardware.digest(o) == record["o.digest"]
-    np.testing.assert_array_equal(lse, record["lse"])
-
-
-def unit(o: np.ndarray) -> np.ndarray:
+def unit(o: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """A unit in the last place of an element; of the row's mean, where the element is a sum that cancels."""
     x = o.astype(np.float64)
     mean = np.sqrt(np.mean(x * x, axis=-1, keepdims=True))
-    digits = 7 if o.dtype == "bfloat16" else 10
+    digits = 7 if dtype == "bfloat16" else 10
     return 2.0 ** (np.floor(np.log2(np.maximum(np.maximum(np.abs(x), mean), 2.0**-14))) - digits)
 
 

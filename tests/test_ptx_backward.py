@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from interpreter import attention, backward, edits, gradients, hardware_backward, native
+from interpreter import attention, backward, edits, gradients, hardware, native
 from interpreter.hazards import Deadlock, Fault, Race, Undefined
 from interpreter.launch import Kernel
 from interpreter.verdict import Wrong
@@ -82,37 +82,14 @@ def test_a_span_ends_where_its_keys_do():
 COMPARED = ("bwd_sm_90a_d512_bfloat16_shared_kv", "dsv4_sparse_bwd_sm_90a_d512_float16_shared_kv_deterministic")
 
 
-def test_hardware_has_answered_for_every_kernel():
-    with np.load(hardware_backward.RECORDED) as data:
-        assert all(f"{name}.operands" in data for name in hardware_backward.RUNS)
-
-
 @pytest.mark.parametrize("key", COMPARED)
 def test_agrees_with_hardware(key):
     """Up to the order of sums, and how the chip rounds exp2, which sometimes rounds P or dS another way."""
-    variant = kernel(key).variant
-    x = hardware_backward.operands(variant)
-    record = hardware_backward.recorded(variant, x)
+    recorded = hardware.RUNS[key]
+    x = recorded.operands()
     run = backward.launch(kernel(key), x, processors=1)
-    for got, want in zip(map(hardware_backward.kept, run.run()), record["results"], strict=True):
+    for got, want in zip(recorded.kept(run.run()), hardware.recorded(recorded, x).results, strict=True):
         assert np.sum((got - want) ** 2) <= 1e-6 * np.sum(want**2)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", hardware_backward.RUNS)
-def test_hardware_answers_as_it_did(name, cuda):
-    """dq bit by bit, and the gradients of keys where a kernel is deterministic."""
-    variant = hardware_backward.RUNS[name]
-    if variant not in native.built(type(variant)):
-        pytest.skip(f"{name} is not built")
-    x = hardware_backward.operands(variant)
-    record = hardware_backward.recorded(variant, x)
-    if cuda.device_kind != record["device"]:
-        pytest.skip(f"recorded on {record['device']}, this is {cuda.device_kind}")
-    got = hardware_backward.on_gpu(variant, x)
-    assert hardware_backward.digest_of(variant, got) == record["digest"]
-    for g, want in zip(map(hardware_backward.kept, got), record["results"], strict=True):
-        np.testing.assert_allclose(g, want, rtol=1e-4, atol=1e-5)
 
 
 # ---- faults
