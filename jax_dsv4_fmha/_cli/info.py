@@ -20,7 +20,7 @@ def machine() -> dict[str, Any]:
         **{name: _version(name) for name in ("jax", "jaxlib", "numpy")},
         "python": platform.python_version(),
         "cuda_driver": driver.version,
-        "kernels": _ffi.manifest()["toolchain"] or None,
+        "kernels": _ffi.manifest()["toolchain"] if _ffi.variants() else "none built",
     }
     devices = [] if no_devices() else [_device(device, driver) for device in jax.local_devices()]
     return {"versions": versions, "devices": devices}
