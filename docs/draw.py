@@ -110,24 +110,25 @@ def layer() -> str:
 
 # Who works when
 
-LANE, LEFT, UNIT = 34, 130, 62
+LANE, LEFT, UNIT, LETTER = 34, 130, 62, 6.4
 KINDS = {"load": "#8a8a8a", "scores": SEEN, "softmax": SECOND, "out": THIRD, "store": "#a05a9c", "wait": IDLE}
 
 
 def timeline(title: str, lanes: Sequence[tuple[str, Sequence[tuple[str, float, str]]]], note: str = "") -> str:
-    """Lanes of (kind, length, words), one after the other; time runs to the right, not to scale."""
+    """Lanes of (kind, length, words), one after the other; time runs to the right, not to scale. Words fit into their box."""
+    unit = max(UNIT, *((LETTER * len(words) + 8) / length for _, work in lanes for _, length, words in work))
     longest = max(sum(length for _, length, _ in work) for _, work in lanes)
-    width = LEFT + longest * UNIT + 20
+    width = LEFT + longest * unit + 20
     body = [text(12, 22, title, 14)]
     for i, (who, work) in enumerate(lanes):
         x, y = float(LEFT), 36 + i * LANE
         body.append(text(12, y + 18, who))
         for kind, length, words in work:
-            body.append(box(x, y, length * UNIT, LANE - 8, KINDS[kind]))
+            body.append(box(x, y, length * unit, LANE - 8, KINDS[kind]))
             dark = kind not in ("wait", "softmax")
             color = "white" if dark else INK
-            body.append(text(x + length * UNIT / 2, y + 17, words, 11, "middle", color))
-            x += length * UNIT
+            body.append(text(x + length * unit / 2, y + 17, words, 11, "middle", color))
+            x += length * unit
     y = 36 + len(lanes) * LANE + 14
     body.append(text(12, y, note or "time runs to the right; lengths are not to scale", 11, color="#606060"))
     return svg(width, y + 14, body, title)
@@ -232,13 +233,29 @@ def backward() -> str:
     load = [("load", 2, "K0"), ("wait", 1, ""), ("load", 2, "K1"), ("wait", 1.5, ""), ("load", 2, "K2")]
     left = [("wait", 1, ""), ("scores", 2, "S, dP"), ("softmax", 1, "P, dS"), ("out", 1.2, "dq left"), ("store", 1.2, "dkv, 4 chunks"),
             ("scores", 2, "S, dP of the next")]  # fmt: skip
-    right = [("wait", 4, ""), ("out", 1.2, "dq right"), ("store", 3.2, "dkv, 12 chunks: products, then reductions")]
+    right = [("wait", 4, ""), ("out", 1.2, "dq right"), ("store", 3.2, "dkv, 12 chunks, and reductions")]
     return timeline("latent_bwd_sm90: rows stay, keys pass", [("producers", load), ("left", left), ("right", right)])
+
+
+def dense_backward() -> str:
+    def consumer(first: float) -> list[tuple[str, float, str]]:
+        work: list[tuple[str, float, str]] = [("wait", first, "")]
+        for t in range(2):
+            work += [
+                ("scores", 1.5, f"K Q{t}', V dO{t}'"),
+                ("softmax", 1.2, "P', dS'"),
+                ("out", 2, f"dV += P' dO{t}, dK += dS' Q{t}"),
+            ]
+        return [*work, ("store", 1, "dK, dV")]
+
+    load = [("load", 1, "K V"), *(("load", 2, f"Q{t} dO{t}") for t in range(3))]
+    lanes = [("producer warp", load), ("64 keys", consumer(2)), ("64 keys more", consumer(2.8))]
+    return timeline("key_gradients_sm90: keys are rows and stay, tiles of Q and dO pass", lanes)
 
 
 DRAWN: dict[str, Callable[[], str]] = {
     f.__name__.replace("_", "-"): f
-    for f in (masks, layer, forward, latent, few_heads, decode, indexer, blackwell, backward)
+    for f in (masks, layer, forward, latent, few_heads, decode, indexer, blackwell, backward, dense_backward)
 }
 
 
