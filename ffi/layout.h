@@ -11,6 +11,18 @@
 
 namespace dsv4_fmha {
 
+// Of packed keys: the bytes of an entry, and what the size of a page is a multiple of.
+struct Packing {
+  const char* name;
+  int64_t entry, multiple;
+};
+
+// An op over two pools of packed keys.
+struct PackedOp {
+  const char* op;
+  Packing sources[2];
+};
+
 namespace ffi = xla::ffi;
 
 // An array that kernels receive as a tensor map and the extents that are not constant, as an address, or as both.

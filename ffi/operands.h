@@ -95,7 +95,7 @@ inline int64_t MapType(ffi::DataType dtype) {
 // ---- sources of keys:
 //   span       k and v [b, s_kv, h_kv, d], start and stop i32 [b, s_q]: query i sees start <= j < stop
 //   selection  k and v [b, s_kv, h_kv, d], indices i32 [b, s_q, topk], length i32 [b, s_q]: it sees indices[:length]
-//   packed     a selection from a pool of pages u8 [pages, bytes], as kernels/sm90/latent/packed.py describes; d = 512
+//   packed     a selection from a pool of pages u8 [pages, bytes], as kernels/packings.py describes; d = 512
 // An op whose keys have one head by definition takes them as [b, s_kv, d]. The keys of a selection may be a pool
 // [slots, d] that all sequences share.
 
@@ -103,6 +103,7 @@ struct Source {
   SourceKind kind;
   Operand k, v;      // v is k where they are one array
   Operand from, to;  // start and stop of a span, indices and length of a selection
+  const Packing* packing = nullptr;
 
   SourceAddresses at() const { return {.k = k.data, .v = v.data, .from = from.data, .to = to.data}; }
 };
@@ -115,8 +116,8 @@ inline Source LatentSelection(Operand kv, Operand indices, Operand length) {
   return {.kind = kSelection, .k = kv, .v = kv, .from = indices, .to = length};
 }
 
-inline Source PackedSelection(Operand kv, Operand indices, Operand length) {
-  return {.kind = kPacked, .k = kv, .v = kv, .from = indices, .to = length};
+inline Source PackedSelection(Operand kv, Operand indices, Operand length, const Packing& packing) {
+  return {.kind = kPacked, .k = kv, .v = kv, .from = indices, .to = length, .packing = &packing};
 }
 
 struct Sources {
@@ -132,11 +133,16 @@ struct Sources {
 };
 
 // Entries of a page of this many bytes, or 0 if no page has this size.
-inline int64_t PackedEntries(int64_t page_bytes) {
-  static constexpr int64_t kEntry = 576, kScales = 8;
-  const int64_t entries = page_bytes / (kEntry + kScales);
-  const int64_t needed = (entries * (kEntry + kScales) + kEntry - 1) / kEntry * kEntry;
+inline int64_t PackedEntries(const Packing& packing, int64_t page_bytes) {
+  const int64_t entries = page_bytes / packing.entry;
+  const int64_t needed = (entries * packing.entry + packing.multiple - 1) / packing.multiple * packing.multiple;
   return needed == page_bytes ? entries : 0;
+}
+
+inline std::string Show(const Packing& packing) {
+  std::string page = "U8[pages, " + std::to_string(packing.entry) + " bytes an entry";
+  if (packing.multiple > 1) page += ", padded up to a multiple of " + std::to_string(packing.multiple);
+  return page + "], as " + packing.name + " has them";
 }
 
 // Whether the keys have the rank and, if packed, the layout of their kind.
@@ -144,8 +150,9 @@ inline ffi::Error CheckKeys(const Source& source, bool kv_heads) {
   const Operand& k = source.k;
   const Ints got = k.dimensions;
   if (source.kind == kPacked) {
-    if (got.size() == 2 && PackedEntries(got[1]) > 0 && k.dtype == ffi::U8) return ffi::Error::Success();
-    return Refuse(k, Show(k.dtype) + Show(got), "U8[pages, 584 bytes an entry, padded up to a multiple of 576]");
+    const bool is_page = got.size() == 2 && PackedEntries(*source.packing, got[1]) > 0;
+    if (is_page && k.dtype == ffi::U8) return ffi::Error::Success();
+    return Refuse(k, Show(k.dtype) + Show(got), Show(*source.packing));
   }
   if (got.size() == (kv_heads ? 4 : 3) || (source.kind == kSelection && got.size() == 2)) return ffi::Error::Success();
   return Refuse(k, "shape " + Show(got),
@@ -162,7 +169,7 @@ inline SourceShape CheckSource(const Source& source, const Operand& q, const Row
   const bool is_pool = k.size() == 2;  // that all sequences share
   SourceShape shape{.kind = source.kind, .s_kv = k[is_pool ? 0 : 1], .s_batch = is_pool ? 0 : k[1], .topk = 0};
   if (source.kind == kPacked) {
-    shape.s_batch = PackedEntries(k[1]);
+    shape.s_batch = PackedEntries(*source.packing, k[1]);
     shape.s_kv = k[0] * shape.s_batch;
   }
   for (const Operand* keys : {&source.k, &source.v}) {

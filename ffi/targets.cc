@@ -7,10 +7,12 @@
 #include "probabilities.h"
 #include "target.h"
 
+#include <string_view>
+
 namespace dsv4_fmha {
 namespace {
 
-constexpr char kScale[] = "scale";
+constexpr char kScale[] = "scale", kOp[] = "op";
 
 using Array = ffi::AnyBuffer;
 using PerQuery = ffi::Buffer<ffi::S32, 2>;
@@ -19,6 +21,7 @@ using PerHead = ffi::Buffer<ffi::F32, 1>;
 using PerRow = ffi::Buffer<ffi::F32, 3>;
 using Numbers = ffi::Buffer<ffi::F32, 1>;
 using Scale = ffi::Attr<float, kScale>;
+using Op = ffi::Attr<std::string_view, kOp>;
 
 Forward Fwd(Array q, Array k, Array v, PerQuery start, PerQuery stop, PerHead sink, Scale scale) {
   return {.op = "fwd",
@@ -70,15 +73,19 @@ Forward Dsv4DenseFwd(Array q, Array window_kv, PerQuery start, PerQuery stop, Ar
   return OverLatents("dsv4_dense_fwd", q, {window, keys}, sink, scale);
 }
 
-// Both pools are like q, or both are bytes, which are packed keys.
+// Both pools are like q, unless the op is one over packed keys.
 Forward Dsv4Decode(Array q, Array window_kv, PerQueryList window_indices, PerQuery window_length, Array kv,
-                   PerQueryList indices, PerQuery length, PerHead sink, Scale scale) {
-  const bool packed = window_kv.element_type() == ffi::U8;
-  const auto selection = packed ? PackedSelection : LatentSelection;
-  const Source window =
-      selection({"window_kv", window_kv}, {"window_indices", window_indices}, {"window_length", window_length});
-  const Source keys = selection({"kv", kv}, {"indices", indices}, {"length", length});
-  return OverLatents(packed ? "dsv4_decode_fp8" : "dsv4_decode", q, {window, keys}, sink, scale);
+                   PerQueryList indices, PerQuery length, PerHead sink, Scale scale, Op op) {
+  Source window =
+      LatentSelection({"window_kv", window_kv}, {"window_indices", window_indices}, {"window_length", window_length});
+  Source keys = LatentSelection({"kv", kv}, {"indices", indices}, {"length", length});
+  for (const PackedOp& packed : kPackedOps) {
+    if (*op != packed.op) continue;
+    window = PackedSelection(window.k, window.from, window.to, packed.sources[0]);
+    keys = PackedSelection(keys.k, keys.from, keys.to, packed.sources[1]);
+    return OverLatents(packed.op, q, {window, keys}, sink, scale);
+  }
+  return OverLatents("dsv4_decode", q, {window, keys}, sink, scale);
 }
 
 // ---- gradients, over latents

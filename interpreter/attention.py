@@ -9,6 +9,7 @@ import numpy as np
 
 from jax_dsv4_fmha._testing.compare import compare
 from kernels.abi import Forward
+from kernels.packings import PACKED
 
 from .native import Shape
 from .state import Array
@@ -90,8 +91,8 @@ def operands(variant: Forward, *, width: int | None = 90, seed: int = 0, **exten
     for which, kind in enumerate(variant.sources):
         s_kv = (shape.s_kv, shape.s_kv1)[which]
         seen = span(s_kv, *((1, width), (4, width and s_kv))[which]) if kind == "span" else selection(s_kv)
-        if kind == "packed":
-            sources.append(packed(rng, s_kv, shape.page, *seen))
+        if kind in PACKED:
+            sources.append(packed(rng, kind, s_kv, shape.page, *seen))
             continue
         k = normal(0.125, b, s_kv, h_kv, d)
         v = k if variant.shared_kv else normal(0.125, b, s_kv, h_kv, d)
@@ -121,27 +122,44 @@ def beyond(x: Operands) -> Operands:
     return replace(x, sources=tuple(sources))
 
 
-def packed(rng: np.random.Generator, s_kv: int, page: int, indices: Array, length: Array, counts: Array) -> Keys:
-    """Keys in pages of a pool, in any order: every number that e4m3 has; all NaN where no query looks."""
-    b, bf16 = len(indices), np.dtype("bfloat16")
-    page_bytes = -(-584 * page // 576) * 576
+def packed(
+    rng: np.random.Generator, kind: str, s_kv: int, page: int, indices: Array, length: Array, counts: Array
+) -> Keys:
+    """Keys in pages of a pool, in any order: every number that their format has; all NaN where no query looks."""
+    b, packing, bf16 = len(indices), PACKED[kind], np.dtype("bfloat16")
     pages = -(-b * s_kv // page) + 1
-    pool = np.full((pages, page_bytes), 0xFF, np.uint8)
-    entries = pool[:, : page * 576].reshape(pages, page, 576)
-    scales = pool[:, page * 576 : page * 584].reshape(pages, page, 8)
-    codes = rng.permutation(np.arange(b * s_kv * 448, dtype=np.uint64) % 254).astype(np.uint8)
-    codes = (codes + (codes >= 0x7F)).reshape(b, s_kv, 448)
-    exponents = rng.integers(115, 119, (b, s_kv, 7)).astype(np.uint8)
-    rope = (0.125 * rng.standard_normal((b, s_kv, 64))).astype(bf16)
-    numbers = codes.view(np.dtype("float8_e4m3fn")).astype(np.float32).reshape(b, s_kv, 7, 64)
-    numbers = numbers * np.exp2(exponents.astype(np.float32) - 127)[..., None]
-    k = np.concatenate([numbers.reshape(b, s_kv, 448).astype(bf16), rope], axis=-1)
+    pool = np.full((pages, -(-packing.entry * page // packing.multiple) * packing.multiple), 0xFF, np.uint8)
+    if packing.apart:
+        entries = pool[:, : page * packing.values].reshape(pages, page, packing.values)
+        scales = pool[:, page * packing.values : page * packing.entry].reshape(pages, page, packing.scales)
+    else:
+        whole = pool.reshape(pages, page, packing.entry)
+        entries, scales = whole[..., : packing.values], whole[..., packing.values :]
+    groups = {"v4_fp8": 7, "v41_fp8": 16, "v41_fp4": 32}[kind]
+    unpacked = 64 * (kind == "v4_fp8")
+    data = packing.values - 2 * unpacked
+    if kind == "v41_fp4":
+        codes = rng.permutation(np.arange(b * s_kv * data, dtype=np.uint64) % 256).astype(np.uint8)
+        codes = codes.reshape(b, s_kv, data)
+        nibbles = np.stack([codes & 15, codes >> 4], -1).reshape(b, s_kv, groups, -1)
+        numbers = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])[nibbles & 7] * np.where(nibbles & 8, -1, 1)
+        exponents = rng.integers(0x01, 0x21, (b, s_kv, groups)).astype(np.uint8)  # e4m3, from 2^-9 to 0.125
+        sizes = exponents.view(np.dtype("float8_e4m3fn")).astype(np.float32)
+    else:
+        codes = rng.permutation(np.arange(b * s_kv * data, dtype=np.uint64) % 254).astype(np.uint8)
+        codes = (codes + (codes >= 0x7F)).reshape(b, s_kv, data)
+        numbers = codes.view(np.dtype("float8_e4m3fn")).astype(np.float32).reshape(b, s_kv, groups, -1)
+        exponents = rng.integers(115, 119, (b, s_kv, groups)).astype(np.uint8)
+        sizes = np.exp2(exponents.astype(np.float32) - 127)
+    rope = (0.125 * rng.standard_normal((b, s_kv, unpacked))).astype(bf16)
+    numbers = (numbers * sizes[..., None]).reshape(b, s_kv, -1).astype(bf16)
+    k = np.concatenate([numbers, rope], axis=-1)
     place = rng.permutation(pages * page)[: b * s_kv].reshape(b, s_kv)
     seen = counts.any(1)
     k[~seen] = np.nan
     at = np.divmod(place[seen], page)
-    entries[*at, :448], entries[*at, 448:] = codes[seen], rope[seen].view(np.uint8)
-    scales[*at, :7] = exponents[seen]
+    entries[*at] = np.concatenate([codes[seen], rope[seen].view(np.uint8)], -1)
+    scales[*at, :groups] = exponents[seen]
     there = (indices >= 0) & (indices < s_kv)
     of_query = np.broadcast_to(place[:, None], (*indices.shape[:2], s_kv))
     places = np.take_along_axis(of_query, np.where(there, indices, 0), axis=-1)

@@ -11,6 +11,7 @@ import dataclasses
 import numpy as np
 
 from kernels.abi import Forward
+from kernels.packings import PACKED
 
 from . import attention, native
 
@@ -79,7 +80,7 @@ CASES = tuple(PROCESSORS)
 
 def operands(variant: Forward, tile_n: int, case: str) -> attention.Operands | None:
     given = extents(variant, tile_n, case)
-    if given is None or (case == "mixed" and "packed" in variant.sources):  # whose keys `mixed` cannot make
+    if given is None or (case == "mixed" and variant.sources[0] in PACKED):  # whose keys `mixed` cannot make
         return None
     x = attention.operands(variant, **given)
     return mixed(x, variant, tile_n) if case == "mixed" else x

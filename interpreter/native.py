@@ -13,18 +13,19 @@ from typing import Any, NamedTuple, TypeVar
 from jax_dsv4_fmha import _ffi
 from kernels.abi import FORWARD_OPS, Backward, DenseBackward, Forward, Variant
 from kernels.abi import KINDS as KIND_BYTES
+from kernels.packings import PACKED
 from kernels.variants import VARIANTS
 
 SOURCES = FORWARD_OPS
-KINDS = ("span", "selection", "packed")  # as ffi/rows.h counts them
+KINDS = {"span": 0, "selection": 1, **dict.fromkeys(PACKED, 2)}  # as ffi/rows.h counts them
 FLOAT32 = 7  # an element of a tensor map, as the driver counts them
 TYPES = {"float8_e4m3fn": 0, "float16": 6, "bfloat16": 9}  # the same of what is attended to
 T = TypeVar("T", bound=Variant)
 
 
 def function(op: str) -> Any:
-    """The raw call that runs an op's kernels: keys of either kind are decoded by one."""
-    return getattr(_ffi, op.removesuffix("_fp8"))
+    """The raw call that runs an op's kernels: keys of all kinds are decoded by one."""
+    return functools.partial(_ffi.dsv4_decode, op=op) if "decode" in op else getattr(_ffi, op)
 
 
 def variant_of(key: str) -> Any:
@@ -298,8 +299,8 @@ def _row_shape(shape: Shape, of_type: int) -> ctypes.Structure:
 def _attention_shape(shape: Shape, kinds: Sequence[str], dtype: str) -> Any:
     given = structure("AttentionShape")(rows=_row_shape(shape, TYPES[dtype]), source_count=len(kinds))
     for i, (kind, s_kv) in enumerate(zip(kinds, (shape.s_kv, shape.s_kv1), strict=False)):
-        s_batch = shape.page if kind == "packed" else s_kv
-        given.sources[i] = filled("SourceShape", kind=KINDS.index(kind), s_kv=s_kv, s_batch=s_batch, topk=shape.topk)
+        s_batch = shape.page if kind in PACKED else s_kv
+        given.sources[i] = filled("SourceShape", kind=KINDS[kind], s_kv=s_kv, s_batch=s_batch, topk=shape.topk)
     return ctypes.byref(given)
 
 

@@ -30,7 +30,7 @@ _KERNELS_OF = {
     "dot_product_attention": ("fwd",),
     "sparse_fmha": ("sparse_fwd",),
     "dsv4_attention": ("fwd", "sparse_fwd", "dsv4_sparse_fwd", "dsv4_dense_fwd"),
-    "dsv4_decode": ("sparse_fwd", "dsv4_decode", "dsv4_decode_fp8"),
+    "dsv4_decode": ("sparse_fwd", "dsv4_decode", "dsv4_decode_fp8", "dsv4_decode_v41_fp8", "dsv4_decode_v41_fp4"),
     "lightning_indexer": ("index_scores", "topk"),
     "head_summed_probabilities": ("head_summed_probabilities",),
     "indexer_scores": ("index_at",),

@@ -249,17 +249,17 @@ def dsv4_decode(
     sink: jax.Array,
     *,
     scale: float,
+    op: str = "dsv4_decode",
 ) -> tuple[jax.Array, jax.Array]:
     """Attention over keys of two pools, both as in `sparse_fwd`: the window's and the compressed cache's.
 
-    Both are `[slots, d]` like q; or q is bfloat16 and both are uint8 `[pages, bytes]` in DSV4's layout, where index i
-    means entry i % n of page i // n. A page of n entries is n * 576 bytes, each 448 e4m3 numbers and 64 bfloat16, then
-    n * 8 bytes, each 7 ue8m0 scales and one of padding, padded up to a multiple of 576. Scale 255 is NaN.
+    Both are `[slots, d]` like q. In the ops "dsv4_decode_fp8", "dsv4_decode_v41_fp8" and "dsv4_decode_v41_fp4", q is
+    bfloat16 and both are uint8 `[pages, bytes]`, where index i means entry i % n of page i // n, in the layouts v4_fp8,
+    v41_fp8 and, for the second pool of the last, v41_fp4 (`_packed.py`).
     """
-    op = "dsv4_decode_fp8" if pool.dtype == jnp.uint8 else "dsv4_decode"
     splits = _splits_of_queries(op, q, window_indices.shape[2] + indices.shape[2])
     selections = (window_pool, window_indices, window_length, pool, indices, length)
-    return _call("dsv4_decode", splits, scale, q, *selections, sink)
+    return _call("dsv4_decode", splits, scale, q, *selections, sink, op=op)
 
 
 def _splits_of_queries(op: str, q: jax.Array, keys: int) -> int:
@@ -285,13 +285,15 @@ def _splits(op: str, q: jax.Array, shared_kv: bool, groups: int, rows: int, keys
     return 1
 
 
-def _call(target: str, splits: int, scale: float, q: jax.Array, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _call(
+    target: str, splits: int, scale: float, q: jax.Array, *operands: jax.Array, **attributes: str
+) -> tuple[jax.Array, jax.Array]:
     parts = (*q.shape[:-1], splits if splits > 1 else 0)  # scratch results for the parts, which the same call merges
     results = (
         jax.ShapeDtypeStruct(q.shape, q.dtype),
         *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (q.shape[:-1], (*parts, q.shape[-1]), parts)),
     )
-    o, lse, *_ = jax.ffi.ffi_call(f"dsv4_fmha_{target}", results)(q, *operands, scale=np.float32(scale))
+    o, lse, *_ = jax.ffi.ffi_call(f"dsv4_fmha_{target}", results)(q, *operands, scale=np.float32(scale), **attributes)
     return o, lse
 
 

@@ -149,16 +149,6 @@ class SelectionSource:
             indices = jnp.where(indices < 0, indices, first + indices)
         return dataclasses.replace(self, keys=self.keys.reshape(-1, self.keys.shape[2]), indices=indices)
 
-    def unpacked(self) -> "SelectionSource":
-        """The packed keys that are named, in bfloat16, as a pool that holds each once."""
-        pool = self.flat()
-        page = LAYOUTS[self.layout].page_entries(pool.keys.shape[1])
-        there = (pool.indices >= 0) & (pool.indices < pool.keys.shape[0] * page)
-        slots = jnp.where(there, pool.indices, -1).reshape(-1)
-        keys = LAYOUTS[self.layout].take(pool.keys, slots // page, slots % page)
-        own = jnp.arange(slots.shape[0], dtype=jnp.int32).reshape(there.shape)
-        return dataclasses.replace(self, keys=keys, indices=jnp.where(there, own, -1))
-
 
 Source = SpanSource | SelectionSource
 
@@ -282,18 +272,13 @@ def _pools(*sources: SelectionSource) -> Sequence[Any]:
 
 def _pools_of_one(source: SelectionSource) -> Sequence[Any]:
     """The given source as one of two; queries see nothing of the other."""
-    return _and_nothing(source.flat())
-
-
-def _unpacked_pools(*sources: SelectionSource) -> Sequence[Any]:
-    """The named keys of packed pools, unpacked beforehand, for the kernel of 16-bit keys."""
-    pools = [source.unpacked() for source in sources]
-    return jax.tree.leaves(pools) if len(pools) == 2 else _and_nothing(pools[0])
-
-
-def _and_nothing(pool: SelectionSource) -> Sequence[Any]:
+    pool = source.flat()
     nothing = jnp.zeros_like(pool.length)
     return jax.tree.leaves([pool, dataclasses.replace(pool, indices=nothing[..., None], length=nothing)])
+
+
+def _over_packed(op: str, operands: Callable[..., Sequence[Any]] = _pools) -> Kernel:
+    return Kernel(op, functools.partial(_ffi.dsv4_decode, op=op), operands)
 
 
 FORWARD: dict[tuple[str, ...], Kernel] = {
@@ -303,12 +288,11 @@ FORWARD: dict[tuple[str, ...], Kernel] = {
     ("span", "selection"): Kernel("dsv4_sparse_fwd", _ffi.dsv4_sparse_fwd),
     ("span", "span"): Kernel("dsv4_dense_fwd", _ffi.dsv4_dense_fwd),
     ("selection", "selection"): Kernel("dsv4_decode", _ffi.dsv4_decode, _pools),
-    ("v4_fp8", "v4_fp8"): Kernel("dsv4_decode_fp8", _ffi.dsv4_decode, _pools),
-    ("v4_fp8",): Kernel("dsv4_decode_fp8", _ffi.dsv4_decode, _pools_of_one),
-    **dict.fromkeys(
-        (("v41_fp8",), ("v41_fp8", "v41_fp8"), ("v41_fp8", "v41_fp4")),
-        Kernel("dsv4_decode", _ffi.dsv4_decode, _unpacked_pools),
-    ),
+    ("v4_fp8", "v4_fp8"): _over_packed("dsv4_decode_fp8"),
+    ("v4_fp8",): _over_packed("dsv4_decode_fp8", _pools_of_one),
+    ("v41_fp8", "v41_fp8"): _over_packed("dsv4_decode_v41_fp8"),
+    ("v41_fp8",): _over_packed("dsv4_decode_v41_fp8", _pools_of_one),
+    ("v41_fp8", "v41_fp4"): _over_packed("dsv4_decode_v41_fp4"),
 }
 
 

@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
+from .packings import PACKED
+
 ANY = 2**31 - 1  # a limit that is none
 
 KINDS = {  # of a parameter: its bytes
@@ -179,7 +181,8 @@ class Forward(Variant):
 
     @property
     def layout(self) -> str:
-        return "_".join([self.family, *self.sources, *["shared_kv"] * self.shared_kv])
+        kinds = ("packed" if kind in PACKED else kind for kind in self.sources)
+        return "_".join([self.family, *kinds, *["shared_kv"] * self.shared_kv])
 
     @property
     def params(self) -> Params:
@@ -194,13 +197,15 @@ class Forward(Variant):
 
 
 FORWARD_OPS = {  # the sources of keys of each op, in the order in which they are walked:
-    # "span" (an interval per query), "selection" (a list of indices per query) or "packed" (a selection of keys in FP8)
+    # "span" (an interval per query), "selection" (a list of indices per query) or one of `PACKED` (a selection of such)
     "fwd": ("span",),
     "sparse_fwd": ("selection",),
     "dsv4_sparse_fwd": ("span", "selection"),  # CSA layers: the window, then the top-k
     "dsv4_dense_fwd": ("span", "span"),  # HCA layers: the window, then all compressed entries that are visible
     "dsv4_decode": ("selection", "selection"),  # the window's and the top-k's entries of pools
-    "dsv4_decode_fp8": ("packed", "packed"),
+    "dsv4_decode_fp8": ("v4_fp8", "v4_fp8"),
+    "dsv4_decode_v41_fp8": ("v41_fp8", "v41_fp8"),
+    "dsv4_decode_v41_fp4": ("v41_fp8", "v41_fp4"),
 }
 
 

@@ -1,8 +1,8 @@
 """What the build writes beside the cubins: manifest.json for Python, and the same for the C++ compiler.
 
 abi.h has, for every family of ops, a struct of the arguments that its kernels may be handed, one of the choices that a
-call makes among them, and each order in which there is a kernel that is handed these arguments. cubins.cc has the
-cubins. All of it follows from `kernels/abi.py` and the variants.
+call makes among them, and each order in which there is a kernel that is handed these arguments; and how the keys of ops
+are packed. cubins.cc has the cubins. All of it follows from `kernels/abi.py` and the variants.
 """
 
 import json
@@ -11,7 +11,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from .abi import FAMILIES, Param, Variant, layouts
+from .abi import FAMILIES, FORWARD_OPS, Param, Variant, layouts
+from .packings import PACKED
 
 Record = dict[str, Any]
 
@@ -71,7 +72,16 @@ def header(variants: Sequence[Variant]) -> str:
         max_maps=max(sum(p.kind == "map" for p in v.params) for v in found),
         layouts=", ".join(f"&{_layout_name(v)}" for v in found),
         choices=", ".join(f"{_struct(family)}Choices" for family in FAMILIES),
+        packed_ops=",\n".join(f'    {{"{op}", {{{", ".join(map(_packing, kinds))}}}}}' for op, kinds in _packed_ops()),
     )
+
+
+def _packed_ops() -> list[tuple[str, tuple[str, ...]]]:
+    return [(op, kinds) for op, kinds in FORWARD_OPS.items() if all(kind in PACKED for kind in kinds)]
+
+
+def _packing(kind: str) -> str:
+    return f'{{"{kind}", {PACKED[kind].entry}, {PACKED[kind].multiple}}}'
 
 
 def _struct(family: type[Variant] | Variant) -> str:
@@ -156,6 +166,10 @@ inline constexpr const Layout* kLayouts[] = {{{layouts}}};
 inline constexpr int kMaxParams = {max_params}, kMaxMaps = {max_maps};
 
 using Choices = std::variant<{choices}>;
+
+inline constexpr PackedOp kPackedOps[] = {{
+{packed_ops},
+}};
 
 }}  // namespace dsv4_fmha
 """

@@ -4,6 +4,7 @@ from .abi import (
     ANY,
     BACKWARD_OPS,
     DENSE_BACKWARD_OPS,
+    FORWARD_OPS,
     Backward,
     Combine,
     DenseBackward,
@@ -15,12 +16,14 @@ from .abi import (
     TopK,
     Variant,
 )
+from .packings import PACKED
 
 DTYPES = ("bfloat16", "float16")
 DENSE, LATENT, FEW_HEADS = (f"kernels.sm90.{name}" for name in ("fwd", "latent.kernel", "few_heads.kernel"))
 DENSE_BACKWARD = "kernels.sm90.bwd"
 LATENT_BACKWARD = "kernels.sm90.latent_bwd.kernel"
 BLACKWELL = "kernels.sm100.fwd.kernel"
+PACKED_OPS = tuple(op for op, kinds in FORWARD_OPS.items() if kinds[0] in PACKED)
 LATENT_OPS = ("fwd", "sparse_fwd", "dsv4_sparse_fwd", "dsv4_dense_fwd", "dsv4_decode")  # d 512, where K is V
 
 VARIANTS: tuple[Variant, ...] = (
@@ -45,7 +48,8 @@ VARIANTS: tuple[Variant, ...] = (
         for heads in (8, 16, 32)
     ),
     *(
-        Forward("dsv4_decode_fp8", "sm_90a", LATENT, 512, "bfloat16", shared_kv=True, max_heads=heads)
+        Forward(op, "sm_90a", LATENT, 512, "bfloat16", shared_kv=True, max_heads=heads)
+        for op in PACKED_OPS
         for heads in (64, ANY)
     ),
     *(

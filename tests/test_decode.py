@@ -1,6 +1,5 @@
 """dsv4_decode and its caches; its values against float64 stand in test_reference.py, for every case of the table."""
 
-import dataclasses
 import functools
 import math
 import re
@@ -15,10 +14,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_dsv4_fmha import Cache, _ffi, dequantize_cache, dsv4_attention, dsv4_decode, quantize_cache, sparse_fmha
-from jax_dsv4_fmha._decode import seen_slots
 from jax_dsv4_fmha._packed import LAYOUTS
 from jax_dsv4_fmha._testing import float64
 from jax_dsv4_fmha._testing.cases import CASES, LAYOUTS_OF, operands, run, run_into, run_reference
+from kernels.packings import PACKED
 from tests.helpers import assert_right, collectives, normal
 
 STEPS = [case for case in CASES if case.op == "dsv4_decode"]
@@ -117,6 +116,13 @@ def test_every_code_is_read(layout):
     want[want >= 2.0**128], want[want <= -(2.0**128)] = np.inf, -np.inf
     normal = ~(np.abs(want) < 2.0**-126)  # XLA may flush less to 0
     np.testing.assert_array_equal(got[normal], want[normal])
+
+
+def test_kernels_know_the_same_layouts():
+    for name, packing in PACKED.items():
+        parts = (packing.values, packing.scales) if packing.apart else (packing.entry,)
+        assert (LAYOUTS[name].parts, LAYOUTS[name].multiple) == (parts, packing.multiple)
+    assert PACKED.keys() == {name for name, layout in LAYOUTS.items() if layout.d == 512}
 
 
 def test_v4_fp8_takes_584_bytes_an_entry():
@@ -580,48 +586,46 @@ class TestMeshes:
 
 @pytest.mark.usefixtures("built")
 @pytest.mark.parametrize(
-    "caches, is_fp8, target",
-    [(1, False, "sparse_fwd"), (2, False, "dsv4_decode"), (1, True, "dsv4_decode"), (2, True, "dsv4_decode")],
+    "layouts, op",
+    [
+        ((None,), None),
+        ((None, None), "dsv4_decode"),
+        (("v4_fp8",), "dsv4_decode_fp8"),
+        (("v4_fp8", "v4_fp8"), "dsv4_decode_fp8"),
+        (("v41_fp8",), "dsv4_decode_v41_fp8"),
+        (("v41_fp8", "v41_fp8"), "dsv4_decode_v41_fp8"),
+        (("v41_fp8", "v41_fp4"), "dsv4_decode_v41_fp4"),
+    ],
 )
 @pytest.mark.parametrize("kind", ["contiguous", "paged", "mixed"])
-def test_launches(caches, is_fp8, target, kind):
+def test_launches(layouts, op, kind):
     """One kernel a layer, and no copy of a cache."""
-    q, b, dtype = jnp.zeros((3, 2, 8, 512), jnp.bfloat16), 3, jnp.float8_e4m3fn if is_fp8 else jnp.bfloat16
-    contiguous = Cache.zeros(b, 1000, dtype=dtype)
-    paged = Cache.zeros(50, 64, dtype=dtype, block_table=jnp.zeros((b, 16), jnp.int32))
-    near, far = {"contiguous": (contiguous,) * 2, "paged": (paged,) * 2, "mixed": (contiguous, paged)}[kind]
-    caches = (near, far) if caches == 2 else (near,)
+    q, b = jnp.zeros((3, 2, 8, 512), jnp.bfloat16), 3
+    paged = {"contiguous": (False, False), "paged": (True, True), "mixed": (False, True)}[kind]
+    table = jnp.zeros((b, 16), jnp.int32)
+    caches = tuple(
+        Cache.zeros(50, 64, block_table=table, layout=layout) if pages else Cache.zeros(b, 1000, layout=layout)
+        for layout, pages in zip(layouts, paged, strict=False)
+    )
     f = jax.jit(functools.partial(dsv4_decode, lengths=700, ratio=len(caches) * 4 - 4 or None, implementation="cubin"))
     text = f.trace(q, *caches).lower(lowering_platforms=("cuda",)).as_text()
-    assert re.findall(r"custom_call @dsv4_fmha_(\w+)", text) == [target]
+    assert re.findall(r"custom_call @dsv4_fmha_(\w+)", text) == ["dsv4_decode" if op else "sparse_fwd"]
+    assert re.findall(r'op = "(\w+)"', text) == ([op] if op else [])
     kinds = "broadcast_in_dim|gather|concatenate|pad|select|dynamic_slice"
     for found in re.findall(rf"stablehlo.(?:{kinds})\"?.*: \(tensor<([\dx]+)x.*-> tensor<([\dx]+)x(?:bf16|ui8)>", text):
         read, written = (math.prod(map(int, x.split("x"))) for x in found)
         assert read == written, found  # only another name for the same bytes
 
 
-@pytest.mark.usefixtures("built")
-@pytest.mark.parametrize("far", [None, "v41_fp8", "v41_fp4"])
-def test_keys_are_unpacked_for_a_kernel_in_16_bits(far):
-    """Only the named keys; the kernel's sources say the same as the packed ones."""
-    table = jnp.array([[4, 0], [2, 7]], jnp.int32)  # a block table without pages
-    caches = [Cache(quantize_cache(normal(1, 6, 70, 512), "v41_fp8"), table, "v41_fp8")]
-    if far is not None:
-        caches.append(Cache(quantize_cache(normal(2, 2, 50, 512), far), None, far))
-    q, lengths = normal(3, 2, 2, 3, 512, dtype=jnp.bfloat16), jnp.array([120, 30], jnp.int32)
-    indices = jnp.asarray(np.random.default_rng(4).integers(-3, 55, (2, 2, 9)), jnp.int32)
-    sources = seen_slots(2, caches[0], caches[1] if far else None, lengths, indices, None, None, 60)
-    for source in sources:
-        pool = source.unpacked()
-        assert pool.keys.shape == (source.indices.size, 512) and pool.keys.dtype == jnp.bfloat16
-        pool = dataclasses.replace(pool, keys=pool.keys[None])
-        assert_close(pool.reference(q, None, 0.1), source.reference(q, None, 0.1))
-    f = jax.jit(functools.partial(dsv4_decode, lengths=9, ratio=far and 1, implementation="cubin", window=60))
-    text = f.trace(q, *caches).lower(lowering_platforms=("cuda",)).as_text()
-    assert re.findall(r"custom_call @dsv4_fmha_(\w+)", text) == ["dsv4_decode"]
-    alone = dataclasses.replace(caches[0], entries=jnp.zeros((6, 70 * 288), jnp.uint8), layout="v41_fp4")
-    with pytest.raises(NotImplementedError, match="dsv4_decode: implementation: got 'cubin'"):
-        dsv4_decode(q, alone, lengths=9, implementation="cubin", window=60)
+def test_a_pair_of_layouts_without_a_kernel():
+    """It has a meaning, and the reference."""
+    near, far = (Cache.zeros(1, 129, layout=layout) for layout in ("v41_fp4", "v4_fp8"))
+    step = functools.partial(dsv4_decode, jnp.ones((1, 1, 8, 512), jnp.bfloat16), near, far, lengths=5, ratio=4)
+    with pytest.raises(
+        NotImplementedError, match=r"dsv4_decode: implementation: got 'cubin'.*v41_fp4 caches, v4_fp8 c"
+    ):
+        step(implementation="cubin")
+    assert (step()[0] == 0).all()
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "paged", "fp8"])

@@ -23,6 +23,7 @@ from interpreter.attention import assert_right, operands
 from interpreter.native import SOURCES, Shape, addresses_of, called, function, heads_for, plan, plan_combine
 from jax_dsv4_fmha import _ffi
 from kernels.abi import ANY, TILING, Combine, Forward, gathers
+from kernels.packings import PACKED
 from kernels.variants import VARIANTS
 from tests.oracle import HostStub, TensorMap
 
@@ -96,7 +97,8 @@ def test_lowers_for_cuda_without_a_gpu(variant):
     arguments = operands(variant, s_q=70, h_q=8).arguments()
     lowered = f.trace(*arguments).lower(lowering_platforms=("cuda",))
     (call,) = (line for line in lowered.as_text().splitlines() if "custom_call" in line)
-    target = OPS[variant.op].__name__ + "_shared_kv" * (variant.shared_kv and variant.op == "fwd")
+    call_of = OPS[variant.op]
+    target = getattr(call_of, "func", call_of).__name__ + "_shared_kv" * (variant.shared_kv and variant.op == "fwd")
     assert f"@dsv4_fmha_{target}(" in call
     assert "scale = 1.250000e-01 : f32" in call
     dtype, row = {"float16": "f16", "bfloat16": "bf16"}[variant.dtype], "tensor<2x70x8x"
@@ -183,7 +185,7 @@ def test_launch_is_what_the_host_stub_launches(stub):
         if splits > 1 and not variant.splits:
             continue
         shape = shape._replace(d=variant.d, splits=splits)
-        values = host_values(shape, scale, processors, addresses, "packed" in variant.sources)
+        values = host_values(shape, scale, processors, addresses, variant.sources[0] in PACKED)
         if splits > 1:
             values["lse"] = values["lse_parts"]
         theirs = host.run(values)

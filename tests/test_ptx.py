@@ -15,11 +15,14 @@ from kernels.abi import ANY, Combine, Forward
 
 BUILT = [v.key for v in native.built(Forward) if v.arch == "sm_90a"]
 COMBINE = {v.dtype: v.key for v in native.built(Combine)}
-RUNS = [  # float16, and 8 and 32 heads of the few-heads kernels, have the same code: one case, which may be of COMPARED
+ALIKE = {
+    v.key for v in map(native.variant_of, BUILT) if v.dtype == "float16" or v.max_heads in (8, 32) or "_v41_" in v.op
+}
+RUNS = [  # those have the same code as others: one case, which may be of COMPARED
     (v.key, case)
     for v in map(native.variant_of, BUILT)
     for case in cases.CASES
-    if (v.dtype == "bfloat16" and v.max_heads not in (8, 32)) or (case == "tiles" and v.max_heads < ANY)
+    if v.key not in ALIKE or (case == "tiles" and (v.max_heads < ANY or "_v41_" in v.op))
     if case != "groups" or v.op == "fwd"
 ]
 
@@ -103,6 +106,7 @@ COMPARED = [  # beside the cases that run in any order; for few heads, float16 d
     run
     for run in hardware.ATTENTION
     if run.variant.key in BUILT and (run.variant.max_heads == ANY or run.variant.dtype == "bfloat16")
+    if "_v41_" not in run.variant.op or (run.variant.op.endswith("fp4") and run.variant.max_heads < ANY)
     if run.splits > 1 or (run.variant.key, hardware.CASE) not in RUNS
 ]
 

@@ -15,6 +15,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from kernels.abi import Forward
 from kernels.aot import Compiled, compile_ahead
+from kernels.packings import PACKED
 
 from .launch import Shapes, element_type, i32, launch_facts, pointers
 from .rows import extents
@@ -123,7 +124,7 @@ def compile_forward(kernel: ForwardKernel, variant: Forward, out_dir: Path, *, n
     sources = [
         (*pointers(variant.dtype, keys, keys, "int32", "int32"), i32(), i32(), i32())
         for kind in (variant.sources[0], variant.sources[-1])
-        for keys in ("bytes" if kind == "packed" else "keys",)
+        for keys in ("bytes" if kind in PACKED else "keys",)
     ]
     return compile_ahead(
         kernel,

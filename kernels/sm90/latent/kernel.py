@@ -66,13 +66,14 @@ from kernels.lib.wgmma import (
     transposed,
     zero_rows,
 )
+from kernels.packings import PACKED
 
 from .cluster import CLUSTER, arrive, await_others
 from .key_tiles import EVEN, LEFT, ODD, RIGHT, Barriers, KeyTiles, Work
-from .packed import PackedOperands
+from .packed import packed_operands
 from .packed_tiles import load_packed
 
-SELECTIONS = {**GATHERED, "packed": PackedOperands}  # by the kind of a source
+SELECTIONS = {**GATHERED, **{kind: packed_operands(kind) for kind in PACKED}}  # by the kind of a source
 
 MORE = 16  # keys: a step of K in a WGMMA
 
@@ -85,7 +86,7 @@ class Config:
 
     d: int
     dtype: str
-    sources: tuple[str, ...]  # of keys, in the order in which they are walked: "span", "selection" or "packed"
+    sources: tuple[str, ...]  # of keys, in the order in which they are walked: "span", "selection" or one of PACKED
     more: int = 0  # keys that odd tiles have beyond tile_n, copied by a warp of its own
     cluster: int = 1  # CTAs with heads of the same query; two unpack keys for one another
     tile_m: int = 64
@@ -105,7 +106,7 @@ class Config:
     @property
     def unpacks(self) -> bool:
         """Whether the producer unpacks what it gathers; then all keys are packed."""
-        return "packed" in self.sources
+        return self.sources[0] in PACKED
 
     @property
     def tile_keys(self) -> tuple[int, int]:
@@ -669,7 +670,7 @@ def take_over(shared: cute.Tensor, side: cutlass.Constexpr, state: cute.Tensor, 
 
 
 def compile(variant: Forward, out_dir: Path) -> Compiled:
-    few, packed = variant.max_heads < ANY, "packed" in variant.sources
+    few, packed = variant.max_heads < ANY, variant.sources[0] in PACKED
     choice = {"cluster": 1 if few else CLUSTER} if packed else {"more": MORE if few else 0}
     config = Config(variant.d, variant.dtype, variant.sources, **choice)
     facts = {"cluster": config.cluster, "unit": config.unit}

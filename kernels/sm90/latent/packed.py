@@ -1,16 +1,18 @@
-"""Selected keys that are kept packed, in FP8, in pages of a pool: gathered into a key tile and unpacked there.
+"""Selected keys that are kept packed, in pages of a pool: gathered into a key tile and unpacked there.
 
-A page of n entries is n * 576 bytes, each 448 e4m3 numbers and 64 of bf16, then n * 8 bytes, each seven scales and one
-of padding; it is padded up to a multiple of 576. Scale s is 2^(s - 127), one for 64 e4m3 numbers; 255 is NaN.
+How an entry is packed is a `Format`; `kernels.packings` says where its bytes are. Numbers of 8 bits are e4m3, numbers
+of 4 are e2m1. Numbers that share a scale are a group. A scale is a byte: ue8m0, 2^(byte - 127), of which 255 is NaN; of
+e2m1 it is e4m3.
 
-Four lanes have a key. Sixteen e4m3 numbers become two 16-byte chunks of a row of a slab, by way of registers, or of the
-place itself: then they are copied to where the first of the two belongs, by `cp.async`, and the lane that writes the
-two reads them there before it does. So what is packed needs no SMEM of its own, and no lane waits for another. Numbers
-of bf16 are copied to where they belong.
+Four lanes have a key. A lane has a part of each slab, sixteen numbers, which become two 16-byte chunks of a row of the
+slab, by way of registers, or of the place itself: then they are copied to where the first of the two belongs, by
+`cp.async`, and the lane that writes the two reads them there before it does. So what is packed needs no SMEM of its
+own, and no lane waits for another. Slabs of bf16 are copied to where they belong. The scales of a half of the slabs
+come with it: in registers too, or to where a lane's second chunk of the first of these slabs belongs.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -18,15 +20,70 @@ from cutlass import Int32, Int64, Uint32
 
 from kernels.lib.ptx import ptx
 from kernels.lib.rows import RowTile, ceil_div
-from kernels.lib.selections import Selection, copy_or_zero
+from kernels.lib.selections import Selection
 from kernels.lib.wgmma import SLAB
+from kernels.packings import PACKED, Packing
 
 from .cluster import Peer
 
 D = 512
-PACKED_SLABS = 7
-ENTRY, ENTRY_SCALES = PACKED_SLABS * SLAB + 2 * SLAB, 8  # bytes
 LANES_A_KEY = 4
+PART = SLAB // LANES_A_KEY  # numbers
+WORD, UNIT = 4, 16  # bytes; entries begin at multiples of a unit
+ABSENT = 0xFFFFFFFF  # units that no pool has
+
+
+@dataclass(frozen=True)
+class Format:
+    """How an entry is packed, as a lane sees it that has a part of each slab."""
+
+    packing: Packing
+    bits: int  # of a number
+    slabs: int  # that are packed; those behind them are bf16
+    group: int  # numbers that share a scale
+
+    @property
+    def slab_bytes(self) -> int:
+        return SLAB * self.bits // 8
+
+    @property
+    def part_bytes(self) -> int:
+        return PART * self.bits // 8
+
+    @property
+    def part_words(self) -> int:
+        return self.part_bytes // WORD
+
+    @property
+    def scales_a_slab(self) -> int:
+        """Bytes."""
+        return SLAB // self.group
+
+    def scale_words(self, slabs: range) -> int:
+        """Of so many slabs."""
+        return len(slabs) * self.scales_a_slab // WORD
+
+    def pieces(self, slabs: range) -> list[tuple[int, int]]:
+        """(slab, which of a lane's): what it has of a packed slab is in one piece, of bf16 in two."""
+        return [(slab, i) for slab in slabs for i in range(1 if slab < self.slabs else 2)]
+
+    def piece_words(self, slab: int) -> int:
+        return self.part_words if slab < self.slabs else 4
+
+    def words(self, slabs: range) -> int:
+        """That a lane has of so many slabs."""
+        return self.scale_words(slabs) + sum(self.piece_words(slab) for slab, _ in self.pieces(slabs))
+
+    def offset(self, slab: int, chunk: int) -> int:
+        """Of such a piece, in bytes from a lane's first."""
+        return slab * self.slab_bytes + chunk * SLAB
+
+
+FORMATS = {
+    "v4_fp8": Format(PACKED["v4_fp8"], bits=8, slabs=7, group=64),
+    "v41_fp8": Format(PACKED["v41_fp8"], bits=8, slabs=8, group=32),
+    "v41_fp4": Format(PACKED["v41_fp4"], bits=4, slabs=8, group=16),
+}
 
 
 class PackedOperands(NamedTuple):
@@ -44,43 +101,171 @@ class PackedOperands(NamedTuple):
         return PackedSelection(self, tile_n, d, self.keys, indices, skipped, length)
 
 
+def packed_operands(kind: str) -> type:
+    """PackedOperands that know their format."""
+    return type(kind, (PackedOperands,), {"__slots__": (), "format": FORMATS[kind]})
+
+
 @dataclass(frozen=True)
 class Places:
     """What a thread knows of the keys that it copies of one tile."""
 
-    address: cute.Tensor  # int64 [keys]: of this lane's first part
-    size: cute.Tensor  # int32 [keys]: 16 bytes of a part, or none where the key is absent
-    scales: cute.Tensor  # uint32 [2, keys]: seven bytes
+    units: cute.Tensor  # uint32 [keys]: where an entry begins in the pool, by `UNIT`; ABSENT where the key is
+    scales: cute.Tensor  # int32 [keys]: from there to the entry's scales, in bytes, where these are apart
 
     @staticmethod
     def of(keys: int) -> "Places":
-        return Places(*(cute.make_rmem_tensor(*x) for x in ((keys, Int64), (keys, Int32), ((2, keys), Uint32))))
+        return Places(*(cute.make_rmem_tensor((keys,), t) for t in (Uint32, Int32)))
+
+
+@dataclass(frozen=True)
+class Held:
+    """Registers for what a thread has of some slabs, in any of these formats: of a key the scales, then the pieces."""
+
+    words: cute.Tensor  # uint32 [word, key]
+
+    @staticmethod
+    def of(formats: tuple[Format, ...], slabs: range, keys: int) -> "Held":
+        return Held(cute.make_rmem_tensor((max(x.words(slabs) for x in formats), keys), Uint32))
+
+    def put(self, key: int, first: int, words: tuple[Uint32, ...]) -> int:
+        """From a place on; returns the next one."""
+        for i, word in enumerate(words):
+            self.words[first + i, key] = word
+        return first + len(words)
+
+    def get(self, key: int, first: int, count: int) -> tuple[Uint32, ...]:
+        return tuple(self.words[first + i, key] for i in range(count))
 
 
 @dataclass(frozen=True)
 class PackedSelection(Selection):
     """The selected keys of one query. Neighbouring quads of lanes copy neighbouring keys."""
 
+    lanes_a_key: ClassVar[int] = LANES_A_KEY
+
     @property
-    def lanes_a_key(self) -> int:
-        return LANES_A_KEY
+    def format(self) -> Format:
+        return self.operands.format
 
     @cute.jit
     def locate(self, t: Int32, places: Places, wanted: cute.Tensor, thread: Int32, threads: cutlass.Constexpr):
-        """places <- where the keys of tile t are that were looked up, and their scales. Of an absent one nothing is
-        copied, and the scales are those of the pool's first."""
-        n = self.operands.page
-        page_bytes = ceil_div(n * (ENTRY + ENTRY_SCALES), Int32(ENTRY)) * ENTRY
+        """places <- where the keys of tile t are that were looked up. Of an absent one nothing is read."""
+        packing, n = self.format.packing, self.operands.page
+        step = packing.values if packing.apart else packing.entry
+        page_units = ceil_div(n * packing.entry, Int32(packing.multiple)) * packing.multiple // UNIT
         for i in cutlass.range_constexpr(cute.size(wanted)):
             here = self.is_present(self.position(t, i, thread, threads), wanted[i])
             index = wanted[i] if here else Int32(0)
-            entry = index % n
-            page = self.keys.toint() + Int64(index // n) * page_bytes
-            places.address[i] = page + (entry * ENTRY + thread % LANES_A_KEY * 16)
-            places.size[i] = Int32(16) if here else Int32(0)
-            places.scales[0, i], places.scales[1, i] = load_words(
-                "global.nc.L1::no_allocate", page + (n * ENTRY + entry * ENTRY_SCALES), 2
-            )
+            entry, page = index % n, index // n
+            units = Uint32(page) * Uint32(page_units) + Uint32(entry * (step // UNIT))
+            places.units[i] = units if here else Uint32(ABSENT)
+            if cutlass.const_expr(packing.apart):
+                places.scales[i] = n * packing.values + entry * (packing.scales - packing.values)
+
+    def entry_at(self, places: Places, key: int) -> Int64:
+        return self.keys.toint() + Int64(places.units[key]) * UNIT
+
+    def scales_at(self, places: Places, key: int, slab: int) -> Int64:
+        """Where the scales of a slab begin."""
+        form = self.format
+        to_scales = places.scales[key] if form.packing.apart else form.packing.values
+        return self.entry_at(places, key) + (to_scales + slab * form.scales_a_slab)
+
+    @cute.jit
+    def gather(
+        self,
+        t: Int32,
+        places: Places,
+        slabs: cutlass.Constexpr,
+        tile: cute.Tensor,
+        thread: Int32,
+        threads: cutlass.Constexpr,
+    ):
+        """Issue the copies of some slabs into a (tile_n, d) slab tile, as they are; of absent keys, zeros."""
+        form, mine = self.format, Part.of(tile, thread, threads)
+        scale_bytes = form.scale_words(slabs) * WORD
+        for key in cutlass.range_constexpr(cute.size(places.units)):
+            first, is_there = self.entry_at(places, key) + mine.part * form.part_bytes, places.units[key] != ABSENT
+            size = Int32(scale_bytes) if is_there else Int32(0)
+            source = self.scales_at(places, key, slabs[0])
+            copy_or_zero(mine.at(slabs[0], key, 2 * mine.part + 1), source, size, scale_bytes)
+            for slab, piece in form.pieces(slabs):
+                packed = slab < form.slabs
+                chunk = 2 * mine.part if packed else LANES_A_KEY * piece + mine.part
+                count = form.piece_words(slab) * WORD
+                size = Int32(count) if is_there else Int32(0)
+                copy_or_zero(mine.at(slab, key, chunk), first + form.offset(slab, piece), size, count)
+
+    @cute.jit
+    def unpack(
+        self,
+        t: Int32,
+        slabs: cutlass.Constexpr,
+        tile: cute.Tensor,
+        thread: Int32,
+        threads: cutlass.Constexpr,
+        registers: cutlass.Constexpr,
+    ):
+        """What this thread gathered, some slabs of a (tile_n, d) slab tile, becomes bf16.
+
+        As much of it as so many registers hold is read before any is written: else each read waits for the writes
+        before it, for all that is known of where they go.
+        """
+        form, mine = self.format, Part.of(tile, thread, threads)
+        keys = range(cute.size(tile, mode=[0]) // mine.step)
+        parts = [(slab, key) for key in keys for slab in slabs if slab < form.slabs]
+        count, place = form.scale_words(slabs), 2 * mine.part + 1
+        scales = [load_words("shared", mine.at(slabs[0], key, place), count) for key in keys]
+        at_once = registers // form.part_words
+        for first in cutlass.range_constexpr(0, len(parts), at_once):
+            some = parts[first : first + at_once]
+            packed = [load_words("shared", mine.at(slab, key, 2 * mine.part), form.part_words) for slab, key in some]
+            for (slab, key), words in zip(some, packed, strict=True):
+                scale = scale_of(form, scales[key], slab - slabs[0], mine.part)
+                for chunk, eight in enumerate(unpacked(form, words, scale)):
+                    store_words(mine.at(slab, key, 2 * mine.part + chunk), eight)
+
+    @cute.jit
+    def fetch(self, t: Int32, held: Held, places: Places, slabs: cutlass.Constexpr, thread: Int32):
+        """Ask for some slabs of this thread's keys, and their scales; of absent ones, zeros."""
+        form, part = self.format, thread % LANES_A_KEY
+        for key in cutlass.range_constexpr(cute.size(places.units)):
+            units, first = places.units[key], self.entry_at(places, key) + part * form.part_bytes
+            scales = load_or_zero(self.scales_at(places, key, slabs[0]), units, form.scale_words(slabs))
+            at = held.put(key, 0, scales)
+            for slab, piece in form.pieces(slabs):
+                words = load_or_zero(first + form.offset(slab, piece), units, form.piece_words(slab))
+                at = held.put(key, at, words)
+
+    @cute.jit
+    def pass_on(
+        self,
+        t: Int32,
+        held: Held,
+        slabs: cutlass.Constexpr,
+        tile: cute.Tensor,
+        thread: Int32,
+        threads: cutlass.Constexpr,
+        full: cute.Pointer,
+        peer: Peer | None,
+    ):
+        """What was fetched becomes bf16 in a (tile_n, d) slab tile, and in the peer's, which counts it on `full`."""
+        form, mine = self.format, Part.of(tile, thread, threads)
+        for key in cutlass.range_constexpr(cute.size(held.words, mode=[1])):
+            at = form.scale_words(slabs)
+            scales = held.get(key, 0, at)
+            for slab, piece in form.pieces(slabs):
+                words = held.get(key, at, form.piece_words(slab))
+                at = at + len(words)
+                chunks = [(LANES_A_KEY * piece + mine.part, words)]
+                if cutlass.const_expr(slab < form.slabs):
+                    eights = unpacked(form, words, scale_of(form, scales, slab - slabs[0], mine.part))
+                    chunks = [(2 * mine.part + half, eight) for half, eight in enumerate(eights)]
+                for place, eight in chunks:
+                    store_words(mine.at(slab, key, place), eight)
+                    if cutlass.const_expr(peer is not None):
+                        peer.send(mine.at(slab, key, place), eight, full)
 
 
 @dataclass(frozen=True)
@@ -102,101 +287,55 @@ class Part:
         return self.tile.iterator.toint() + row * (SLAB * 2) + (chunk ^ self.row0 % 8) * 16
 
 
-@cute.jit
-def gather(tile: cute.Tensor, places: Places, slabs: cutlass.Constexpr, thread: Int32, threads: cutlass.Constexpr):
-    """Issue the copies of some slabs into a (tile_n, d) slab tile; of absent keys, zeros."""
-    mine = Part.of(tile, thread, threads)
-    for key in cutlass.range_constexpr(cute.size(places.size)):
-        for slab in slabs:
-            source, size = places.address[key] + slab * SLAB, places.size[key]
-            if cutlass.const_expr(slab < PACKED_SLABS):
-                copy_or_zero(mine.at(slab, key, 2 * mine.part), source, size)
-            else:
-                for half in cutlass.range_constexpr(2):
-                    copy_or_zero(mine.at(slab, key, LANES_A_KEY * half + mine.part), source + half * SLAB, size)
+def scale_of(form: Format, scales: tuple[Uint32, ...], slab: int, part: Int32) -> Uint32:
+    """A pair of bf16, of a part of the slab-th of those that these words are for."""
+    byte = slab * form.scales_a_slab
+    shift = Uint32(byte % WORD * 8)
+    if form.scales_a_slab > 1:
+        shift = shift + Uint32(part * form.scales_a_slab // LANES_A_KEY) * Uint32(8)
+    code = scales[byte // WORD] >> shift & Uint32(0xFF)
+    return power_of_two(code) if form.bits == 8 else scale_of_e2m1(code)
 
 
 @cute.jit
-def unpack(tile: cute.Tensor, places: Places, slabs: cutlass.Constexpr, thread: Int32, threads: cutlass.Constexpr):
-    """What this thread gathered packed, some slabs of a (tile_n, d) slab tile, becomes bf16.
-
-    All of it is read before any is written: else each read waits for the writes before it, for all that is known of
-    where they go.
-    """
-    mine = Part.of(tile, thread, threads)
-    parts = [(slab, key) for key in range(cute.size(places.size)) for slab in slabs if slab < PACKED_SLABS]
-    packed = [load_words("shared", mine.at(slab, key, 2 * mine.part), 4) for slab, key in parts]
-    for (slab, key), words in zip(parts, packed, strict=True):
-        for chunk, eight in enumerate(unpacked(words, scale_of(places, slab, key))):
-            store_words(mine.at(slab, key, 2 * mine.part + chunk), eight)
-
-
-@dataclass(frozen=True)
-class Held:
-    """Registers for what a thread has of some slabs: its part of a packed one, or two chunks of bf16."""
-
-    words: cute.Tensor  # uint32 [4, chunk, key]
-
-    @staticmethod
-    def chunks(slabs: range) -> list[tuple[int, int]]:
-        """(slab, chunk of this thread's in it)"""
-        return [(slab, chunk) for slab in slabs for chunk in range(1 if slab < PACKED_SLABS else 2)]
-
-    @staticmethod
-    def of(slabs: range, keys: int) -> "Held":
-        return Held(cute.make_rmem_tensor((4, len(Held.chunks(slabs)), keys), Uint32))
-
-
-@cute.jit
-def fetch(held: Held, places: Places, slabs: cutlass.Constexpr):
-    """Ask for some slabs of this thread's keys; of absent ones, zeros."""
-    for key in cutlass.range_constexpr(cute.size(places.size)):
-        for i, (slab, chunk) in enumerate(Held.chunks(slabs)):
-            source = places.address[key] + (slab + chunk) * SLAB
-            for word, value in enumerate(load_or_zero(source, places.size[key])):
-                held.words[word, i, key] = value
-
-
-@cute.jit
-def pass_on(
-    held: Held,
-    tile: cute.Tensor,
-    places: Places,
-    slabs: cutlass.Constexpr,
-    thread: Int32,
-    threads: cutlass.Constexpr,
-    full: cute.Pointer,
-    peer: Peer | None,
-):
-    """What was fetched becomes bf16 in a (tile_n, d) slab tile, and in the peer's, where it is counted on `full`."""
-    mine = Part.of(tile, thread, threads)
-    for key in cutlass.range_constexpr(cute.size(places.size)):
-        for i, (slab, chunk) in enumerate(Held.chunks(slabs)):
-            words = tuple(held.words[word, i, key] for word in range(4))
-            if cutlass.const_expr(slab < PACKED_SLABS):
-                eights = enumerate(unpacked(words, scale_of(places, slab, key)))
-                chunks = [(2 * mine.part + half, eight) for half, eight in eights]
-            else:
-                chunks = [(LANES_A_KEY * chunk + mine.part, words)]
-            for place, eight in chunks:
-                store_words(mine.at(slab, key, place), eight)
-                if cutlass.const_expr(peer is not None):
-                    peer.send(mine.at(slab, key, place), eight, full)
-
-
-@cute.jit
-def scale_of(places: Places, slab: cutlass.Constexpr, key: cutlass.Constexpr) -> Uint32:
-    """A pair of bf16."""
-    four = places.scales[slab // 4, key] if places.size[key] != 0 else Uint32(0)
-    byte = four >> Uint32(slab % 4 * 8) & Uint32(0xFF)
-    scale = byte << Uint32(7) if byte != Uint32(0xFF) else Uint32(0x7FC0)
+def power_of_two(code: Uint32) -> Uint32:
+    """ue8m0 as a pair of bf16; 0 is 0, for absent keys."""
+    scale = code << Uint32(7) if code != Uint32(0xFF) else Uint32(0x7FC0)
     return scale | scale << Uint32(16)
 
 
-def unpacked(words: tuple[Uint32, ...], scale: Uint32) -> list[tuple[Uint32, ...]]:
+def scale_of_e2m1(code: Uint32) -> Uint32:
+    """e4m3 as a pair of bf16, times 2^6, which `e2m1_to_e4m3` leaves out."""
+    text = """{ .reg .b16 pair, low, high;
+        .reg .b32 x;
+        .reg .f32 f;
+        cvt.u16.u32 pair, $1;
+        cvt.rn.f16x2.e4m3x2 x, pair;
+        mov.b32 {low, high}, x;
+        cvt.f32.f16 f, low;
+        mul.rn.f32 f, f, 0f42800000;
+        cvt.rn.bf16x2.f32 $0, f, f;\n}"""
+    return ptx(text, code, gives=(Uint32,), pure=True)[0]
+
+
+def unpacked(form: Format, words: tuple[Uint32, ...], scale: Uint32) -> list[tuple[Uint32, ...]]:
     """Sixteen numbers: two chunks of a row."""
+    if form.bits == 4:
+        words = tuple(x for word in words for x in e2m1_to_e4m3(word))
     pairs = [e4m3_to_bf16(word, scale) for word in words]
     return [(*pairs[i], *pairs[i + 1]) for i in (0, 2)]
+
+
+def e2m1_to_e4m3(word: Uint32) -> tuple[Uint32, Uint32]:
+    """Eight numbers, times 2^-6: e2m1 is e4m3 with two bits of exponent and one of fraction, and so are subnormals."""
+    even = word << Uint32(4) & Uint32(0x80808080) | word << Uint32(2) & Uint32(0x1C1C1C1C)
+    odd = word & Uint32(0x80808080) | word >> Uint32(2) & Uint32(0x1C1C1C1C)
+    return tuple(permuted(even, odd, order) for order in (0x5140, 0x7362))
+
+
+def permuted(low: Uint32, high: Uint32, order: int) -> Uint32:
+    """Four of eight bytes."""
+    return ptx(f"prmt.b32 $0, $1, $2, {order};", low, high, gives=(Uint32,), pure=True)[0]
 
 
 def e4m3_to_bf16(packed: Uint32, scale: Uint32) -> tuple[Uint32, Uint32]:
@@ -222,22 +361,34 @@ def e4m3_to_bf16(packed: Uint32, scale: Uint32) -> tuple[Uint32, Uint32]:
     )
 
 
+def copy_or_zero(smem: Int32, gmem: Int64, present: Int32, size: int) -> None:
+    """cp.async of 4, 8 or 16 bytes; `present` of them are read, the rest are zeros."""
+    cache = "cg" if size == 16 else "ca"  # through L2 only, where that is possible
+    text = f"cp.async.{cache}.shared.global.L2::256B [$0], [$1], {size}, $2;"
+    ptx(text, Int32(smem), Int64(gmem), Int32(present))
+
+
 def load_words(space: str, address: Int32 | Int64, count: int) -> tuple[Uint32, ...]:
-    """2 or 4 words of memory, read here: not where they are first used."""
-    words = ", ".join(f"${i}" for i in range(count))
-    return ptx(f"ld.{space}.v{count}.b32 {{{words}}}, [${count}];", address, gives=(Uint32,) * count)
+    """1, 2 or 4 words of memory, read here: not where they are first used."""
+    return ptx(f"ld.{space}.{vector(count)}, [${count}];", address, gives=(Uint32,) * count)
 
 
-def load_or_zero(address: Int64, present: Int32) -> tuple[Uint32, ...]:
-    """16 bytes of global memory, asked for here, or zeros."""
+def load_or_zero(address: Int64, units: Uint32, count: int) -> tuple[Uint32, ...]:
+    """1, 2 or 4 words of global memory, asked for here, or zeros of a key that is absent."""
+    zeros = " ".join(f"mov.b32 ${i}, 0;" for i in range(count))
     return ptx(
-        "{ .reg .pred p; setp.ne.s32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;"
-        " @p ld.global.nc.L1::no_allocate.L2::256B.v4.b32 {$0, $1, $2, $3}, [$4]; }",
+        f"{{ .reg .pred p; setp.ne.u32 p, ${count + 1}, {ABSENT}; {zeros}"
+        f" @p ld.global.nc.L1::no_allocate.L2::256B.{vector(count)}, [${count}]; }}",
         Int64(address),
-        Int32(present),
-        gives=(Uint32,) * 4,
+        units,
+        gives=(Uint32,) * count,
         early=True,
     )
+
+
+def vector(count: int) -> str:
+    """The type and the registers of the first so many words."""
+    return f"v{count}.b32 {{{', '.join(f'${i}' for i in range(count))}}}" if count > 1 else "b32 $0"
 
 
 def store_words(address: Int32, words: tuple[Uint32, ...]) -> None:

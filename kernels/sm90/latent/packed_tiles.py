@@ -11,6 +11,7 @@ for itself and for its peer (FlashMLA's crossover), and has registers for the tw
 must be free in both CTAs; what a peer sends is counted in bytes where a CTA's own keys are announced.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,13 +20,15 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from kernels.lib.launch import WARPGROUP
+from kernels.lib.selections import with_keys
 from kernels.lib.splits import on_source, total_tiles
 
 from .cluster import CLUSTER
 from .key_tiles import REFILL_ORDER, Barriers, KeyTiles, Work
-from .packed import LANES_A_KEY, Held, PackedSelection, Places, fetch, gather, pass_on, unpack
+from .packed import LANES_A_KEY, Format, Held, PackedSelection, Places
 
 *EARLY, LATE, HELD = REFILL_ORDER
+MOST, FEWER = 32, 24  # registers to unpack in place with: all of a half; what is left while one is held
 AHEAD = 2  # halves of tiles that a CTA of a cluster has in registers
 
 
@@ -59,43 +62,76 @@ class PackedTiles:
         wanted = self.wanted[None, which]
         on_source(self.work.sources, 2 * pair + which, PackedSelection.look_up, wanted, self.thread, self.threads)
 
+    def look_up_both(self, pair: Int32) -> None:
+        for which in range(2):
+            self.look_up(which, pair)
+
     def locate(self, which: int, pair: Int32) -> None:
         """Find out where the keys are that were looked up."""
         found = (self.places[which], self.wanted[None, which])
         on_source(self.work.sources, 2 * pair + which, PackedSelection.locate, *found, self.thread, self.threads)
 
+    @property
+    def formats(self) -> tuple[Format, ...]:
+        """Of the sources, each once."""
+        return tuple(dict.fromkeys(source.format for source in self.work.sources))
+
+    def on_format(self, which: int, pair: Int32, action: Callable, *arguments: Any) -> None:
+        """`action` of the source of a tile's keys: a branch only where formats differ."""
+        t = 2 * pair + which
+        if len(self.formats) > 1:
+            on_source(self.work.sources, t, action, *arguments)
+        else:
+            action(with_keys(self.work.sources, t), t, *arguments)
+
     def is_there(self, which: int, pair: Int32) -> cutlass.Boolean:
         return 2 * pair + which < total_tiles(self.work.sources)
 
-    def half_of(self, which: int, half: int) -> tuple[cute.Tensor, Places, range]:
-        return self.tiles[which], self.places[which], KeyTiles(self.config).slabs(half)
+    def slabs(self, half: int) -> range:
+        return KeyTiles(self.config).slabs(half)
+
+    def target(self, which: int) -> tuple:
+        """Where a thread of how many puts its keys."""
+        return self.tiles[which], self.thread, self.threads
 
     def await_place(self, which: int, half: int, pair: Int32) -> None:
         fills = pair + (self.work.evens0, self.work.odds0)[which]
         cute.arch.mbarrier_wait(self.bar.empty + 2 * which + half, (fills & 1) ^ 1)
 
-    def held(self, which: int, half: int) -> Held:
-        """Registers for what this thread has of a half."""
-        _, places, slabs = self.half_of(which, half)
-        return Held.of(slabs, cute.size(places.size))
+    @property
+    def keys(self) -> int:
+        """Of a tile, that a thread copies."""
+        return cute.size(self.wanted, mode=[0])
 
-    def fetch(self, held: Held, which: int, half: int) -> None:
-        fetch(held, *self.half_of(which, half)[1:])
+    def held(self, half: int) -> Held:
+        """Registers for what this thread has of a half."""
+        return Held.of(self.formats, self.slabs(half), self.keys)
+
+    def fetch(self, held: Held, which: int, half: int, pair: Int32) -> None:
+        self.on_format(which, pair, PackedSelection.fetch, held, self.places[which], self.slabs(half), self.thread)
 
     @cute.jit
     def gather(self, which: cutlass.Constexpr, half: cutlass.Constexpr, pair: Int32):
         """Into its place, as it is."""
         if self.is_there(which, pair):
             self.await_place(which, half, pair)
-            gather(*self.half_of(which, half), self.thread, self.threads)
+            found = (self.places[which], self.slabs(half), *self.target(which))
+            self.on_format(which, pair, PackedSelection.gather, *found)
         cute.arch.cp_async_commit_group()
 
     @cute.jit
-    def unpack(self, which: cutlass.Constexpr, half: cutlass.Constexpr, pair: Int32, under_way: cutlass.Constexpr):
+    def unpack(
+        self,
+        which: cutlass.Constexpr,
+        half: cutlass.Constexpr,
+        pair: Int32,
+        under_way: cutlass.Constexpr,
+        registers: cutlass.Constexpr,
+    ):
         """What was gathered, when no more than so many halves are still under way."""
         cute.arch.cp_async_wait_group(under_way)
         if self.is_there(which, pair):
-            unpack(*self.half_of(which, half), self.thread, self.threads)
+            self.on_format(which, pair, PackedSelection.unpack, self.slabs(half), *self.target(which), registers)
             cute.arch.mbarrier_arrive(self.bar.full + 2 * which + half)
 
     @cute.jit
@@ -104,7 +140,8 @@ class PackedTiles:
         full, peer = self.bar.full + 2 * which + half, self.bar.peer
         if self.is_there(which, pair):
             self.await_place(which, half, pair)
-            pass_on(held, *self.half_of(which, half), self.thread, self.threads, full, peer)
+            whole = (held, self.slabs(half), *self.target(which), full, peer)
+            self.on_format(which, pair, PackedSelection.pass_on, *whole)
             if cutlass.const_expr(peer is None):
                 cute.arch.mbarrier_arrive(full)
             else:  # each thread has as much to send as one of the peer's has to send here
@@ -113,43 +150,46 @@ class PackedTiles:
     @cute.jit
     def load_alone(self):
         """Who reads them issues the proxy fence, for it waits for all loads that a thread has under way."""
-        held = self.held(*HELD)
-        for which in cutlass.range_constexpr(2):
-            self.look_up(which, 0)
+        held = self.held(HELD[1])
+        apart = any(form.packing.apart for form in self.formats)  # then there is a register less
+        self.look_up_both(0)
         for pair in cutlass.range(self.work.evens, unroll=1):
             for which in cutlass.range_constexpr(2):
                 self.locate(which, pair)
             for which, half in EARLY:
                 self.gather(which, half, pair)
-            for which in cutlass.range_constexpr(2):
-                self.look_up(which, pair + 1)
+            if cutlass.const_expr(not apart):
+                self.look_up_both(pair + 1)
             for i, (which, half) in enumerate(EARLY):
-                self.unpack(which, half, pair, len(EARLY) - 1 - i)
+                self.unpack(which, half, pair, len(EARLY) - 1 - i, (MOST, FEWER)[i])
                 if cutlass.const_expr(i == 0):  # later, for want of registers
-                    self.fetch(held, *HELD)
+                    self.fetch(held, *HELD, pair)
             self.gather(*LATE, pair)
             self.pass_on(held, *HELD, pair)
-            self.unpack(*LATE, pair, 0)
+            if cutlass.const_expr(apart):
+                self.look_up_both(pair + 1)
+            self.unpack(*LATE, pair, 0, MOST)
 
     @cute.jit
     def load_paired(self):
-        held = tuple(self.held(*x) for x in REFILL_ORDER)
+        held = tuple(self.held(half) for _, half in REFILL_ORDER)
         for which in cutlass.range_constexpr(2):
             self.look_up(which, 0)
         for which in cutlass.range_constexpr(2):
             self.locate(which, 0)
             self.look_up(which, 1)
         for i, (which, half) in enumerate(REFILL_ORDER[:AHEAD]):
-            self.fetch(held[i], which, half)
+            self.fetch(held[i], which, half, 0)
         for pair in cutlass.range(self.work.evens, unroll=1):
             for i, (which, half) in enumerate(REFILL_ORDER):
                 self.pass_on(held[i], which, half, pair)
-                after = (i + AHEAD) % len(REFILL_ORDER)
+                after, its_pair = (i + AHEAD) % len(REFILL_ORDER), pair
                 which, half = REFILL_ORDER[after]
                 if cutlass.const_expr(after < AHEAD):  # the first of the next pair, and this tile has no other to come
-                    self.locate(which, pair + 1)
+                    its_pair = pair + 1
+                    self.locate(which, its_pair)
                     self.look_up(which, pair + 2)
-                self.fetch(held[after], which, half)
+                self.fetch(held[after], which, half, its_pair)
 
 
 def load_packed(config: Any, bar: Barriers, tiles: tuple, work: Work) -> None:

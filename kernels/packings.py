@@ -1,0 +1,29 @@
+"""How keys are packed, by the kind of their source: data that the kernels, the C++ launcher and the tests read."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Where the bytes of packed entries of 512 numbers are in a page of n."""
+
+    values: int  # bytes of an entry's numbers
+    scales: int  # bytes of their scales
+    apart: bool  # a page has all numbers before all scales; else each entry has its scales behind its numbers
+
+    @property
+    def entry(self) -> int:
+        """Bytes."""
+        return self.values + self.scales
+
+    @property
+    def multiple(self) -> int:
+        """Bytes that the size of a page is rounded up to a multiple of."""
+        return self.values if self.apart else 1
+
+
+PACKED = {
+    "v4_fp8": Packing(448 + 2 * 64, 8, apart=True),  # 448 e4m3, 64 bf16; a scale of ue8m0 for 64 e4m3
+    "v41_fp8": Packing(512, 16, apart=False),  # e4m3; a scale of ue8m0 for 32
+    "v41_fp4": Packing(256, 32, apart=False),  # e2m1; a scale of e4m3 for 16
+}
