@@ -62,7 +62,7 @@ def _wide(dtype: Any) -> Any:
 
 
 def _divide(a: Array, b: Array) -> Array:
-    """Truncates towards zero; a division by zero gives what the machine gives: some value."""
+    """Truncates towards zero; a division by zero gives some value, as on the machine."""
     b = np.where(b == 0, 1, b)
     wide = a.astype(np.int64 if a.dtype.itemsize < 8 else np.float64)
     return (np.sign(wide) * (np.abs(wide) // np.abs(b)) * np.sign(b)).astype(a.dtype)
@@ -125,7 +125,7 @@ def arithmetic(i: Instruction, d: Decoder) -> Step:
 
 @instruction("mul")
 def multiply(i: Instruction, d: Decoder) -> Step:
-    if i.has("bf16x2"):  # exact in fp32, but for what it holds as a subnormal of its own
+    if i.has("bf16x2"):  # exact in fp32, except where the value is subnormal
         i.only("rn", "bf16x2")
         return elementwise(d, i, "b32", ["u32"] * 2, lambda a, b: (a.view(BF16) * b.view(BF16)).view(np.uint32))
     kind = kind_of(i, d)
@@ -323,7 +323,7 @@ COMPARE: dict[str, Callable[[Array, Array], Array]] = {
 
 
 def comparison(name: str, kind: str, d: Decoder) -> Callable[[Array, Array], Array]:
-    """Of floats, the ordered ones are false and the `u` ones true where there is a NaN."""
+    """With a NaN, the ordered comparisons of floats are false and the `u` ones true."""
     if kind not in ("f32", "f64"):
         return COMPARE[name]
     if name == "num":
@@ -356,7 +356,7 @@ def set_predicate(i: Instruction, d: Decoder) -> Step:
 
 @instruction("selp")
 def select(i: Instruction, d: Decoder) -> Step:
-    """Defined where the operand is that was taken."""
+    """Defined where the selected operand is."""
     kind = kind_of(i, d)
     i.only(kind)
     target, a, b = d.sink(i.args[0], kind), d.slot(i.args[1], kind), d.slot(i.args[2], kind)

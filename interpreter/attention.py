@@ -1,4 +1,4 @@
-"""Operands of attention in NumPy, with everything that has gone wrong before, and in float64 what it should answer."""
+"""Operands of attention in NumPy, with everything that has gone wrong before, and the right answers in float64."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Keys:
     seen_from: Array  # start of a span, indices of a selection
     seen_to: Array  # stop of a span, length of a selection
     counts: Array  # [b, s_q, s_kv]: how often a query sees a key
-    pool: Array | None = None  # of packed keys [pages, bytes], of which k are the values; then indices are places in it
+    pool: Array | None = None  # packed keys [pages, bytes], with k as their values; indices are then places in it
 
     @property
     def given(self) -> Array:
-        """What a kernel is given as k."""
+        """The array that a kernel gets as k."""
         return self.k if self.pool is None else self.pool
 
 
@@ -41,7 +41,7 @@ class Operands:
     sink: Array
 
     def arguments(self) -> tuple[Array | None, ...]:
-        """As the function of `_ffi` that is called like the op takes them."""
+        """The arguments as the `_ffi` function of the op takes them."""
         if self.op == "fwd":
             (x,) = self.sources
             return self.q, x.k, None if x.v is x.k else x.v, x.seen_from, x.seen_to, self.sink
@@ -113,7 +113,7 @@ def operands(variant: Forward, *, width: int | None = 90, seed: int = 0, **exten
 
 
 def beyond(x: Operands) -> Operands:
-    """The same, with spans that begin before the first key, and end behind the last, where they did with these."""
+    """The same, with spans that begin before the first key or end after the last where the given ones touch these."""
     sources = []
     for keys in x.sources:
         start, stop, s_kv = keys.seen_from, keys.seen_to, keys.k.shape[1]

@@ -1,4 +1,4 @@
-"""Backward kernels on the interpreter: a launch, and what is wrong with its gradients."""
+"""Backward kernels in the interpreter: a launch, and the errors of its gradients."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Launch:
 
 
 def launch(kernel: Kernel, x: gradients.Operands, *, processors: int = 2, seed: int = 0, **how: Any) -> Launch:
-    """On so many processors; `how` as in `launch.machine`."""
+    """A launch on this many processors; `how` as in `launch.machine`."""
     a, memory, scale = x.attention, new_memory(), kernel.variant.d**-0.5
     given = {"q": a.q, "dout": x.do, "lse": x.lse, "weight": x.weight, "delta": x.delta}
     resolution = np.zeros(0, np.float32)
@@ -72,7 +72,7 @@ def launch(kernel: Kernel, x: gradients.Operands, *, processors: int = 2, seed: 
 
 
 def judge(run: Launch, got: tuple[Array, ...]) -> None:
-    """Raises Wrong unless all gradients are right and what was added to a key was added to all of it."""
+    """Raises Wrong unless all gradients are right and every number of a key was added to equally often."""
     faults = [text for i, added in enumerate(run.added()) for text in uneven(f"dkv{i}", added)]
     x = run.operands
     for name, wrong, g, want in gradients.wrong(got, x, run.scale):
@@ -126,7 +126,7 @@ def of_keys(name: str, wrong: Array, got: Array, want: Array, x: gradients.Opera
     text = f"{name} is wrong in {int(keys.sum())} of {keys.size} keys, {first}..{last}"
     text += f", columns {columns[0]}..{columns[-1]}"
     excess, width = (got - want)[..., columns[0] : columns[-1] + 1], columns[-1] + 1 - columns[0]
-    for tile in range(KEYS_OF_TILE, want.shape[1], KEYS_OF_TILE):  # what one has of the tile of keys before
+    for tile in range(KEYS_OF_TILE, want.shape[1], KEYS_OF_TILE):  # added to the tile of keys before
         here, there = excess[:, tile : tile + KEYS_OF_TILE], want[:, tile - KEYS_OF_TILE : tile]
         if here.shape[1] < KEYS_OF_TILE:
             break
@@ -140,14 +140,14 @@ def of_keys(name: str, wrong: Array, got: Array, want: Array, x: gradients.Opera
 
 
 def of_quads(x: Array) -> Array:
-    """Sums over what lanes exchange before it goes out: four columns of a key and of the one 8 behind it."""
+    """Sums over the numbers that lanes exchange before they go out: four columns of a key and of the key 8 after it."""
     whole = np.zeros((x.shape[0], KEYS_OF_TILE, *x.shape[2:]))
     whole[:, : x.shape[1]] = x
     return whole.reshape(x.shape[0], -1, 2, 8, x.shape[2], x.shape[3] // 4, 4).sum((2, -1))
 
 
 def factor_of(got: Array, want: Array) -> float | None:
-    """By what number all of it is multiplied, if by one."""
+    """The factor by which all of it is multiplied, if there is one."""
     factor = float(np.sum(got * want) / max(np.sum(want * want), 1e-300))
     return factor if agrees(got, factor * want) and not 0.9 < factor < 1.1 else None
 

@@ -1,7 +1,7 @@
 """mbarriers, named barriers and fences (PTX ISA 9.7.14.16 mbarrier, 9.7.14.1 bar, 9.7.14.5 membar and fence).
 
 A phase of an mbarrier completes when no arrival is pending and no transaction byte outstanding; then the next begins.
-Whoever waits for it learns what all who arrived in it knew.
+A warp that waits for a phase learns what all who arrived in it knew.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ class MBarrier:
     cta: Cta
     offset: int
     count: int
-    clock: Clock  # what those who arrived in this phase knew
-    init: tuple[Warp, int, int]  # who made it, at which epoch, in which line
+    clock: Clock  # the knowledge of those who arrived in this phase
+    init: tuple[Warp, int, int]  # its maker, the maker's epoch, and the line
     pending: int = 0
     tx: int = 0
     phase: int = 0
-    done: Clock | None = None  # of the phase before
+    done: Clock | None = None  # the knowledge of the phase before
     init_fenced: bool = False
     arrived: list[str] = field(default_factory=list)  # in this phase
-    known: dict[str, None] = field(default_factory=dict)  # who ever arrived
+    known: dict[str, None] = field(default_factory=dict)  # everybody who ever arrived
 
     def __str__(self) -> str:
         where = f" of CTA {self.cta.number}" if len(self.cta.cluster) > 1 else ""
@@ -104,7 +104,7 @@ def expect_tx(bar: MBarrier, size: int) -> None:
 
 
 def complete_tx(bar: MBarrier, size: int, clock: Clock) -> None:
-    """`size` bytes have come, of which who waits is to know `clock`."""
+    """`size` bytes have arrived; whoever waits learns `clock`."""
     bar.clock.join(clock)
     bar.tx -= size
     if abs(bar.tx) > MAX_COUNT:
@@ -134,7 +134,7 @@ def the_lanes(w: Warp, slot: int, offset: int) -> Array:
     return w.read(slot, np.uint32).astype(np.int64)[w.lanes] + offset
 
 
-STATE_SPACES = ("shared", "shared::cta", "b64")  # of the executing CTA; with shared::cluster, of any of its cluster
+STATE_SPACES = ("shared", "shared::cta", "b64")  # the executing CTA's; with shared::cluster, any CTA's of its cluster
 SCOPES = ("release", "acquire", "relaxed", "cta", "cluster")
 
 
@@ -177,7 +177,9 @@ def invalidate(i: Instruction, d: Decoder) -> Step:
 
 @instruction("mbarrier.arrive", "mbarrier.arrive.expect_tx")
 def arrival(i: Instruction, d: Decoder) -> Step:
-    """Every active lane arrives. What the warp knows is released; where .relaxed, what it did before its last fence."""
+    """Every active lane arrives. The arrival releases what the warp knows; with .relaxed, what it did before its last
+    fence.
+    """
     i.only(*STATE_SPACES, "shared::cluster", *SCOPES)
     expects, remote = "expect_tx" in i.opcode, i.has("shared::cluster")
     target = d.sink(i.args[0], "b64") if len(i.args) and isinstance(i.args[0], str) else None
@@ -229,7 +231,7 @@ def transactions(i: Instruction, d: Decoder) -> Step:
 
 @instruction("mbarrier.try_wait", "mbarrier.test_wait")
 def wait(i: Instruction, d: Decoder) -> Step:
-    """Of a parity: true once the phase of that parity is complete. try_wait may sleep, and may give up."""
+    """Waits for a parity: true once the phase of that parity is complete. try_wait may sleep, and may give up."""
     i.only("parity", *STATE_SPACES, *SCOPES)
     if not i.has("parity"):
         raise d.fail("without .parity")
@@ -370,6 +372,6 @@ def init_fence(i: Instruction, d: Decoder) -> Step:
 
 @instruction("fence", "membar", "fence.proxy.tensormap")
 def fence(i: Instruction, d: Decoder) -> Step:
-    """Orders nothing here beyond what barriers order, but for relaxed ones."""
+    """Orders nothing here beyond what barriers order, except relaxed accesses."""
     i.only("acq_rel", "sc", "acquire", "release", "cta", "cluster", "gpu", "sys", "gl")
     return lambda w: w.fence()

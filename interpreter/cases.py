@@ -1,4 +1,4 @@
-"""What interpreted kernels are run on: small, and with everything that has gone wrong before.
+"""The operands of interpreted kernels: small, with everything that has gone wrong before.
 
 All have a query that sees nothing, absent indices of every kind, infinite sinks, and NaN in keys that no query sees
 (`attention.operands`).
@@ -19,7 +19,7 @@ EVERYTHING = 1 << 30  # a width: all keys so far
 
 
 def extents(variant: Forward, tile_n: int, case: str) -> dict[str, int] | None:
-    """Of a case, in tiles of `tile_n` keys; None where it makes no sense."""
+    """The extents of a case, in tiles of `tile_n` keys; None where it makes no sense."""
     n, sparse = tile_n, variant.gathers
     table: dict[str, dict[str, int]] = {
         # two whole tiles of keys and a part of one, heads of neighbouring queries in one tile of rows
@@ -49,7 +49,7 @@ def extents(variant: Forward, tile_n: int, case: str) -> dict[str, int] | None:
         },
     }
     if variant.op == "fwd" and variant.shared_kv:
-        # a few keys behind a pair of tiles, or behind two; of the last tiles of rows more than that
+        # a few keys after a pair of tiles, or after two; the last tiles of rows see more
         table["behind a pair"] = {"b": 2, "s_q": 19, "s_kv": 2 * n + 22, "h_q": 8, "width": 2 * n}
         table["behind two pairs"] = {"b": 1, "s_q": 20, "s_kv": 4 * n + 19, "h_q": 16, "width": EVERYTHING}
         # two tiles of rows a query: the second finds its keys where they are
@@ -59,7 +59,7 @@ def extents(variant: Forward, tile_n: int, case: str) -> dict[str, int] | None:
         table["groups"] = {"b": 1, "s_q": 7, "s_kv": n + 40, "h_q": 12, "h_kv": 2, "width": EVERYTHING}
     if case in table:
         table[case]["h_q"] = min(table[case]["h_q"], variant.max_heads)
-    if case == "tiles":  # which a GPU runs too: enough heads that a call gets this variant
+    if case == "tiles":  # a GPU runs this too: enough heads that a call gets this variant
         table[case]["h_q"] = max(table[case]["h_q"], native.fewer_heads(variant) + 1)
     return table.get(case)
 
@@ -80,14 +80,14 @@ CASES = tuple(PROCESSORS)
 
 def operands(variant: Forward, tile_n: int, case: str) -> attention.Operands | None:
     given = extents(variant, tile_n, case)
-    if given is None or (case == "mixed" and variant.sources[0] in PACKED):  # whose keys `mixed` cannot make
+    if given is None or (case == "mixed" and variant.sources[0] in PACKED):  # kernels whose keys `mixed` cannot make
         return None
     x = attention.operands(variant, **given)
     return mixed(x, variant, tile_n) if case == "mixed" else x
 
 
 def mixed(x: attention.Operands, variant: Forward, tile_n: int) -> attention.Operands:
-    """Every query sees of every source as many keys as chance says; the later ones are larger."""
+    """Every query sees a random number of keys of every source; later keys are larger."""
     rng, n = np.random.default_rng(2), tile_n
     _, s_q, *_ = x.shape
     sources = []

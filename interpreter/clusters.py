@@ -2,8 +2,8 @@
 barrier.cluster and st.async).
 
 Shared memory of the cluster is one window, in which every CTA has its own part; `.shared::cluster` reaches all of it,
-`.shared` and `.shared::cta` only the CTA's own. Whoever reaches into another CTA must know that it has begun, and the
-other must not end before it knows that all who did are done: `Cta.visit`.
+`.shared` and `.shared::cta` only the CTA's own. A warp that accesses another CTA's memory must know that the CTA has
+begun, and the other must not end before it knows that all who did are done: `Cta.visit`.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def wait(i: Instruction, d: Decoder) -> Step:
 
 @instruction("st.async")
 def store(i: Instruction, d: Decoder) -> Step:
-    """Every lane stores, and counts its bytes on an mbarrier of the CTA that it stores to. Release, of these alone."""
+    """Every lane stores, and counts its bytes on an mbarrier of the target CTA. It releases only these stores."""
     kind = i.mods[-1]
     i.only("weak", "shared::cluster", "mbarrier::complete_tx::bytes", "v2", "v4", kind)
     count = next((int(m[1:]) for m in i.mods if m in ("v2", "v4")), 1)

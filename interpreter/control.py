@@ -48,7 +48,7 @@ def trap(i: Instruction, d: Decoder) -> Step:
 
 @instruction("setmaxnreg")
 def registers(i: Instruction, d: Decoder) -> Step:
-    """What a CTA's warps ask for must fit the register file, 64 Ki registers."""
+    """The registers that a CTA's warps ask for must fit the register file, 64 Ki registers."""
     i.only("inc", "dec", "sync", "aligned", "u32")
     count = d.immediate(i.args[0])
     if count % 8 or not 24 <= count <= 256:

@@ -35,7 +35,7 @@ class TensorMap:
     element: int  # bytes
     box: tuple[int, ...]  # elements
     extents: tuple[int, ...]  # elements
-    strides: tuple[int, ...]  # bytes, of all modes but the first
+    strides: tuple[int, ...]  # bytes, of all modes except the first
     swizzle: int = 128  # bytes: 0, 32, 64 or 128
 
     def __post_init__(self) -> None:
@@ -55,7 +55,7 @@ class TensorMap:
         return math.prod(self.box) * self.element
 
     def rows(self, at: tuple[int, ...]) -> tuple[Array, Array]:
-        """Of the box at these coordinates: where each row begins in memory, and whether it is inside."""
+        """For the box at these coordinates: where each row begins in memory, and whether it is inside."""
         address, inside = np.zeros((), np.int64), np.ones((), bool)
         for mode in range(len(self.box) - 1, 0, -1):
             x = at[mode] + np.arange(self.box[mode])
@@ -98,7 +98,7 @@ def place(size: int, swizzle: int, offset: int) -> tuple[Array, Array]:
 
 
 def coordinates(d: Decoder, arg: Any) -> tuple[int, list[int]]:
-    """Of [map, {x, y, ...}]: slots."""
+    """The slots of [map, {x, y, ...}]."""
     if not isinstance(arg, Address) or not arg.coordinates or arg.offset:
         raise d.fail(f"operand {arg}, wanted a tensor map with coordinates")
     return d.slot(arg.base, "b64"), [d.slot(x, "s32") for x in arg.coordinates]
@@ -132,7 +132,8 @@ class Target:
 
 
 def targets(i: Instruction, d: Decoder, bar_arg: Any, mask_arg: Any) -> Callable[[Warp, Cta, int], list[Target]]:
-    """Of a copy by one thread to a CTA's shared memory, or to all of a mask's; the mbarrier is the same CTA's.
+    """The targets of one thread's copy: a CTA's shared memory, or that of all CTAs in a mask; the mbarrier is in the
+    same CTA.
 
     With .cta_group::2 it may be its pair's other CTA's: of every pair the one of the rank, even or odd, that the
     mbarrier's address is of.

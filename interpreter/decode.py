@@ -76,7 +76,7 @@ class Decoder:
         self.constants: dict[int, Array] = {}  # slots that are the same for all warps
         self.fenced: set[int] = set()  # slots that products take or give
         self.here: Instruction = program.code[0]
-        self.index = 0  # of the instruction that is decoded now
+        self.index = 0  # the instruction that is decoded now
 
     def fail(self, why: str) -> Unsupported:
         fault = Unsupported(why)
@@ -84,7 +84,7 @@ class Decoder:
         return fault
 
     def slot(self, arg: Arg, kind: str) -> int:
-        """Of a register, a special register, an immediate or a symbol, as an operand of type `kind`."""
+        """The slot of a register, a special register, an immediate or a symbol, as an operand of type `kind`."""
         if not isinstance(arg, str):
             raise self.fail(f"operand {arg}, wanted a register or a number")
         declared = self.program.register_type(arg)
@@ -106,7 +106,7 @@ class Decoder:
         return self.slots[key]
 
     def sink(self, arg: Arg, kind: str) -> int:
-        """Of a destination, which may be `_`."""
+        """The slot of a destination, which may be `_`."""
         if arg == "_":
             key = ("_", bits_of(kind))
             if key not in self.slots:
@@ -118,17 +118,17 @@ class Decoder:
         return self.slot(arg, kind)
 
     def vector(self, arg: Arg, kind: str, sink: bool = False) -> list[int]:
-        """Of {a, b, ...}, or of one."""
+        """The slots of {a, b, ...}, or of a single operand."""
         return [(self.sink if sink else self.slot)(x, kind) for x in (arg if isinstance(arg, tuple) else (arg,))]
 
     def predicate(self, arg: Arg) -> tuple[int, bool]:
-        """Of p or !p: (slot, negated)."""
+        """(slot, negated) of p or !p."""
         if not isinstance(arg, str):
             raise self.fail(f"operand {arg}, wanted a predicate")
         return self.slot(arg.removeprefix("!"), "pred"), arg.startswith("!")
 
     def address(self, arg: Arg) -> tuple[int, int]:
-        """Of [base + offset]: (slot, offset). The base keeps its width: 32 or 64 bits."""
+        """(slot, offset) of [base + offset]. The base keeps its width: 32 or 64 bits."""
         if not isinstance(arg, Address) or arg.coordinates:
             raise self.fail(f"operand {arg}, wanted an address")
         return self.slot(arg.base, self.base_kind(arg.base)), arg.offset
@@ -140,7 +140,7 @@ class Decoder:
         return "b64" if base in self.program.params else "b32"
 
     def immediate(self, arg: Arg) -> int:
-        """Of a number that must be known now."""
+        """A number that must be known now."""
         try:
             return int(str(arg), 0)
         except ValueError:
@@ -219,7 +219,7 @@ class Code:
             importlib.import_module(f"{__package__}.{family}")
         self.program = program
         self.decoder = d = Decoder(program)
-        self.steps: list[Step] = []  # of every instruction; in `fused` some stand for several
+        self.steps: list[Step] = []  # a step for every instruction; in `fused` some stand for several
         for d.index, d.here in enumerate(program.code):
             i = d.here
             self.steps.append(self.decode(i, d))

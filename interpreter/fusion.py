@@ -1,6 +1,6 @@
 """Runs of instructions that do something to each lane alone, as one Python function each.
 
-Nobody but the warp itself sees what happens between them, so that a run is one step. The function is for the case where
+Only the warp itself sees what happens between them, so that a run is one step. The function is for the case where
 all that is read is defined and no asynchronous operation has a hand on it; else its instructions go one by one.
 """
 
@@ -26,7 +26,7 @@ class Lanewise:
         targets: tuple[int, ...],
         sources: tuple[int, ...],
         dtypes: tuple[Any, ...],
-        compute: Callable[..., Any],  # of more than one target: a tuple
+        compute: Callable[..., Any],  # with more than one target: a tuple
         defined: Callable[[Warp], int] | None = None,  # without: the lanes where all sources are
     ):
         self.targets, self.sources, self.compute, self.defined = targets, sources, compute, defined

@@ -29,7 +29,7 @@ class Operands:
     delta: Array
 
     def arguments(self) -> tuple[Array, ...]:
-        """As the function of `_ffi` that is called like the op takes them."""
+        """The arguments as the `_ffi` function of the op takes them."""
         a = self.attention
         several = a.op == "bwd"  # heads of keys
         if a.op == "fwd":
@@ -126,7 +126,7 @@ def _t(x: Array) -> Array:
 
 
 def wrong(got: tuple[Any, ...], x: Operands, scale: float) -> list[tuple[str, Array, Array, Array]]:
-    """Of every result (its name, what is wrong, itself, what is wanted), in float64.
+    """For every result (its name, its error, the result, the expected one), in float64.
 
     P and dS are rounded to q's dtype before they are multiplied, and dq is rounded in the end: each term of a sum
     is off by half a unit in its last place at most, by chance this way or that. Three times what they come to is

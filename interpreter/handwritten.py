@@ -71,7 +71,7 @@ class Handwritten:
     ctas: int = 1
     cluster: int = 1
     outputs: int = 1  # words a thread of the result: output n of thread t at word n * all threads + t
-    tensor: Callable[[int], TensorMap] | None = None  # of the source's address
+    tensor: Callable[[int], TensorMap] | None = None  # made from the source's address
     target: str = "sm_90a"
 
     @property
@@ -132,7 +132,7 @@ class Planted:
     program: Handwritten
     fault: type[Fault]
     says: str
-    edits: tuple[tuple[str, str], ...]  # what stands there, every time, and what then stands there
+    edits: tuple[tuple[str, str], ...]  # the text to replace, everywhere, and its replacement
     changes: dict[str, Any] = field(default_factory=dict)
 
     def planted(self) -> Handwritten:

@@ -47,7 +47,7 @@ class Race(Fault):
 
 
 class Undefined(Fault):
-    """What nobody wrote decides about something."""
+    """A value that nobody wrote decides about something."""
 
 
 class OutOfBounds(Fault):
@@ -97,7 +97,7 @@ class Clock:
         self.fenced_ops &= other.fenced_ops
 
     def forget(self, warp: int) -> None:
-        """What a warp has done itself, but not what it was told, nor that it runs."""
+        """Its own actions, without what it was told, nor that it runs."""
         self.seen[:, warp] = 0, 0, 1
 
     def fence_proxy(self) -> None:
@@ -112,8 +112,8 @@ class Clock:
 
 @dataclass(frozen=True)
 class Event:
-    warp: int  # who issued it
-    epoch: int  # of the warp, where it is its own access
+    warp: int  # the issuer
+    epoch: int  # the warp's epoch, for its own access
     op: int | None  # number of the asynchronous operation
     proxy: str  # "generic" or "async"
     who: str
@@ -200,7 +200,7 @@ class Shadow:
 
 
 def distinct(numbers: np.ndarray[Any, Any]) -> list[int]:
-    """The different numbers, but for 0. Most often there are few."""
+    """The different numbers, except 0. Most often there are few."""
     rest, found = numbers[numbers != 0], []
     while rest.size:
         if len(found) == FEW:

@@ -79,7 +79,7 @@ class Problem:
 
 @dataclass
 class Run:
-    """What came out, and the scores that the choice was made of."""
+    """The results, and the scores from which the entries were chosen."""
 
     indices: Array
     values: Array
@@ -153,7 +153,7 @@ def run(
 def choose(
     scores: Array, start: Array, stop: Array, topk: int, *, edit: Edit = lambda text: text, seed: int = 0
 ) -> Run:
-    """The second kernel alone, of given scores [rows, s]."""
+    """Runs the second kernel alone, on given scores [rows, s]."""
     kernel, memory, rows = Kernel.of(TOPK), new_memory(), len(scores)
     addresses = {name: memory.add(name, x) for name, x in (("scores", scores), ("start", start), ("stop", stop))}
     for name in ("indices", "values"):

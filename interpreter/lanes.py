@@ -37,7 +37,7 @@ def shuffle(i: Instruction, d: Decoder) -> Step:
 
     @functools.lru_cache(maxsize=64)
     def ways(by: bytes, clamp: bytes) -> tuple[Array, Array]:
-        """From which lane each has its value, and whether that is another's."""
+        """The lane from which each gets its value, and whether that is another lane."""
         b, c = (np.frombuffer(x, np.uint32).astype(np.int64) for x in (by, clamp))
         b, segment = b & 31, c >> 8 & 31
         low, high = ME & segment, ME & segment | c & 31 & ~segment

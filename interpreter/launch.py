@@ -20,21 +20,21 @@ from .parser import parse
 from .state import GENERIC_PARAM_BASE, Array, GlobalMemory, Machine, new_memory
 
 BUILD = Path(__file__).parents[1] / "build"
-ELEMENT_BYTES = {0: 1, 6: 2, 7: 4, 9: 2}  # by the number that the driver has for a type
+ELEMENT_BYTES = {0: 1, 6: 2, 7: 4, 9: 2}  # by the driver's number of a type
 SWIZZLES = {0: 0, 1: 32, 2: 64, 3: 128}  # bytes, by the number that the driver has for one
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """What the build made of a variant."""
+    """The build's result for a variant."""
 
-    variant: Any  # of whatever family
+    variant: Any  # a variant of any family
     ptx: str
     facts: dict[str, Any]  # tile_m, tile_n, threads, smem_bytes
 
     @staticmethod
     def of(variant: Variant) -> Kernel:
-        """From a build that is there and up to date; else it is compiled, once, into build/ptx."""
+        """Takes an up-to-date build, or else compiles the kernel once, into build/ptx."""
         for directory in (*sorted(BUILD.glob("*/kernels")), BUILD / "ptx"):
             if (record := build.cached(variant, directory)) and (ptx := directory / f"{variant.key}.ptx").exists():
                 return Kernel(variant, ptx.read_text(), record)
@@ -140,7 +140,7 @@ def parts_of(x: attention.Operands) -> dict[str, int]:
 
 
 def outputs_of(x: attention.Operands) -> dict[str, Array]:
-    """Of attention."""
+    """The outputs of attention."""
     return {"o": x.q, "lse": x.q[..., 0].astype(np.float32)}
 
 
@@ -149,7 +149,7 @@ def add_outputs(memory: GlobalMemory, outputs: dict[str, Array]) -> dict[str, in
 
 
 def combine(kernel: Kernel, forward: Launch, *, seed: int = 0) -> Launch:
-    """The launch that merges what `forward`, which has run, left behind; between them is a kernel's end."""
+    """The launch that merges the partial results of `forward`, which has run; a kernel's end lies between them."""
     x, memory, left = forward.operands, new_memory(), forward.machine.memory
     given = {name: (b := left.named(name)).bytes[: b.size].view(np.float32) for name in parts_of(x)} | {"sink": x.sink}
     addresses = {name: memory.add(name, array) for name, array in given.items()} | add_outputs(memory, forward.outputs)
@@ -159,7 +159,7 @@ def combine(kernel: Kernel, forward: Launch, *, seed: int = 0) -> Launch:
 
 
 def tensor_map(spec: Any, address: int) -> TensorMap:
-    """What ffi/tensor_map.h encodes."""
+    """The tensor map that ffi/tensor_map.h would encode."""
     rank = spec.rank
     return TensorMap(
         address,

@@ -41,7 +41,7 @@ def size_of(kind: str) -> int:
 
 
 def addresses(w: Warp, slot: int, offset: int, what: str) -> Array:
-    """int64, of the active lanes."""
+    """int64 addresses of the active lanes."""
     if w.active & ~w.D[slot]:
         w.demand(slot, what)
     x = w.R[slot]
@@ -50,7 +50,7 @@ def addresses(w: Warp, slot: int, offset: int, what: str) -> Array:
 
 
 def shared_words(w: Warp, at: Array, size: int, what: str, own: bool = False) -> tuple[Cta, Array]:
-    """Of `size` bytes at each address, in one CTA's shared memory: word numbers [lanes, words].
+    """The words of `size` bytes at each address in one CTA's shared memory: numbers [lanes, words].
 
     `own`: it must be the executing CTA's, for .shared and .shared::cta.
     """
@@ -193,7 +193,9 @@ ATOMIC: dict[str, Callable[[Any, Any], Any]] = {
 
 @instruction("atom", "red")
 def atomic(i: Instruction, d: Decoder) -> Step:
-    """Of 32-bit integers in shared memory, relaxed: they tell nobody anything. The lanes go in any order."""
+    """An atomic on 32-bit integers in shared memory; relaxed, so it tells nobody anything. The lanes go in any
+    order.
+    """
     kind, name = i.mods[-1], i.mods[-2]
     i.only("shared", "shared::cta", "shared::cluster", "relaxed", "cta", "cluster", "gpu", name, kind)
     if kind not in ("u32", "s32", "b32") or not (name in ATOMIC or name == "cas"):
@@ -241,7 +243,7 @@ def copies_of(w: Warp) -> dict[str, Any]:
 
 @instruction("cp.async.ca", "cp.async.cg")
 def copy(i: Instruction, d: Decoder) -> Step:
-    """16 bytes (or 4, 8) a lane; what is behind the source's size is filled with zeros."""
+    """16 bytes (or 4, 8) a lane; zeros replace bytes after the source's size."""
     i.only("shared", "shared::cta", "global", "L2::64B", "L2::128B", "L2::256B")
     to, to_offset = d.address(i.args[0])
     source, source_offset = d.address(i.args[1])

@@ -29,7 +29,7 @@ def function(op: str) -> Any:
 
 
 def variant_of(key: str) -> Any:
-    """Of whatever family."""
+    """Any family's variant of this key."""
     return next(v for v in VARIANTS if v.key == key)
 
 
@@ -64,7 +64,7 @@ class Shape(NamedTuple):
     s_kv1: int = 0
     topk: int = 0
     splits: int = 1
-    page: int = 64  # entries, of packed keys
+    page: int = 64  # entries of packed keys
 
 
 # ---- C++ structs
@@ -111,8 +111,8 @@ def filled(name: str, **values: Any) -> ctypes.Structure:
 
 
 def addresses_of(call: str) -> tuple[str, ...]:
-    """What the launches of a call point to, by name: from and to are start and stop of a span, indices and length of a
-    selection; `call` is "Forward", "Backward", "DenseBackward", "Index", "IndexAt" or "Probabilities"."""
+    """The addresses that a call's launches get, by name: from and to are start and stop of a span, indices and length
+    of a selection; `call` is "Forward", "Backward", "DenseBackward", "Index", "IndexAt" or "Probabilities"."""
 
     def names(of_type: type[ctypes.Structure], after: str = "") -> Iterator[str]:
         for member, kind in of_type._fields_:
@@ -154,8 +154,8 @@ class Plan:
     """A launch, as our own launcher plans it."""
 
     grid: int
-    params: dict[str, bytes]  # by name, in order, as the kernel receives them; of a tensor map, the address
-    maps: dict[str, Any]  # what else a tensor map says
+    params: dict[str, bytes]  # by name, in the order in which the kernel gets them; a tensor map's is its address
+    maps: dict[str, Any]  # the other fields of a tensor map
 
     def __getitem__(self, name: str) -> int:
         """The value of a parameter that is an integer or an address."""
@@ -184,7 +184,7 @@ def plan(
     cluster: int = 1,
     addresses: dict[str, int] | None = None,
 ) -> Plan:
-    """What a variant's family launches for `shape`, or any variant of an op; ValueError where it refuses.
+    """The launch of a variant, or of any variant of an op, for `shape`; ValueError where the library refuses it.
 
     The variant is asked for the order of its parameters alone, for what is tested of tiles has nothing to do with it.
     """
@@ -201,7 +201,7 @@ def plan(
 
 
 def plan_combine(shape: Shape, *, threads: int = 128, tile_n: int = 4, addresses: dict[str, int] | None = None) -> Plan:
-    """What it launches after that where keys are split."""
+    """The launch after it where keys are split."""
     out = structure("ShownLaunch")()
     library().dsv4_fmha_plan_combine(
         ctypes.byref(_row_shape(shape, 0)),
@@ -223,7 +223,7 @@ def plan_dense_backward(
     processors: int = 132,
     addresses: dict[str, int] | None = None,
 ) -> Plan:
-    """What it launches; without dv K is V."""
+    """The launch; without dv K is V."""
     return _planned(
         "dense_backward",
         variant.layout.encode(),
@@ -236,7 +236,7 @@ def plan_dense_backward(
 
 
 def plan_row_spans(shape: Shape, *, tile_m: int = 64, tile_n: int = 4, addresses: dict[str, int] | None = None) -> Plan:
-    """What it launches before: for tiles of tile_m rows, of which a CTA takes tile_n."""
+    """The launch before it, for tiles of tile_m rows; a CTA takes tile_n of them."""
     return _planned(
         "row_spans",
         ctypes.byref(_row_shape(shape, 0)),
@@ -256,7 +256,9 @@ def plan_indexer(
     count: int = 1,
     addresses: dict[str, int] | None = None,
 ) -> tuple[Plan, Plan]:
-    """What the lightning indexer launches for `count` blocks of queries from `first` on: scores, then their choice."""
+    """The launches of the lightning indexer for `count` blocks of queries from `first` on: scores, then their
+    choice.
+    """
     scores, choice = structure("ShownLaunch")(), structure("ShownLaunch")()
     library().dsv4_fmha_plan_indexer(
         ctypes.byref(filled("IndexShape", **shape)),
@@ -273,7 +275,7 @@ def plan_indexer(
 def plan_probabilities(
     shape: dict[str, int], scale: float = 1.0, *, processors: int = 132, addresses: dict[str, int] | None = None
 ) -> Plan:
-    """What head-summed probabilities launch; ValueError where they are refused."""
+    """The launch of head-summed probabilities; ValueError where the library refuses it."""
     return _planned(
         "probabilities",
         ctypes.byref(filled("ProbabilitiesShape", **shape)),
@@ -284,7 +286,7 @@ def plan_probabilities(
 
 
 def plan_index_at(shape: dict[str, int], *, gradient: bool, addresses: dict[str, int] | None = None) -> Plan:
-    """What scores at given entries are launched with, or their gradients."""
+    """The launch of scores at given entries, or of their gradients."""
     out = structure("ShownLaunch")()
     given, at = ctypes.byref(filled("IndexAtShape", **shape)), addressed("IndexAt", addresses)
     library().dsv4_fmha_plan_index_at(given, ctypes.c_bool(gradient), at, ctypes.byref(out))
@@ -310,7 +312,7 @@ def _tiles(tile_m: int, tile_n: int, processors: int, cluster: int = 1, gathers:
 
 
 def _planned(what: str, *arguments: Any) -> Plan:
-    """What the library's plan of this name shows; ValueError where it refuses."""
+    """The library's plan of this name; ValueError where it refuses."""
     out, error = structure("ShownLaunch")(), ctypes.create_string_buffer(512)
     status = library()[f"dsv4_fmha_plan_{what}"](*arguments, ctypes.byref(out), error, ctypes.c_size_t(len(error)))
     if status != 0:

@@ -30,9 +30,9 @@ class Instruction:
     args: tuple[Arg, ...]
     line: int
     text: str
-    guard: str | None = None  # of @p or @!p
+    guard: str | None = None  # the predicate of @p or @!p
     guard_negated: bool = False
-    mods: tuple[str, ...] = ()  # of the opcode, behind the name under which a family registered it
+    mods: tuple[str, ...] = ()  # the rest of the opcode, after the name under which a family registered it
 
     def only(self, *allowed: str) -> None:
         """Unsupported if the opcode has another modifier than these."""
@@ -118,7 +118,7 @@ def parse(text: str) -> Program:
 
 
 def extent(directives: str, name: str) -> int | None:
-    """What a directive says, x * y * z."""
+    """A directive's extent, x * y * z."""
     m = re.search(rf"\.{name}\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d+))?", directives)
     return None if m is None else int(m[1]) * int(m[2] or 1) * int(m[3] or 1)
 
@@ -211,7 +211,7 @@ class _Body:
 
 
 def split(text: str) -> list[str]:
-    """At commas outside of brackets."""
+    """Splits at commas outside of brackets."""
     parts, depth, start = [], 0, 0
     for n, c in enumerate(text):
         depth += (c in "[{(") - (c in "]})")

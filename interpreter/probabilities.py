@@ -14,7 +14,7 @@ from .launch import Kernel, machine
 from .state import Array, new_memory
 from .verdict import Wrong
 
-TOLERANCE = 2e-5  # of a probability, and of the greatest one
+TOLERANCE = 2e-5  # bounds for a probability, relative to it and to the greatest one
 
 
 @dataclass(frozen=True)

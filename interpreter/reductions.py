@@ -1,7 +1,7 @@
 """Reductions into global memory (PTX ISA 9.7.13.6 red): sums that are added to by everybody, in any order.
 
-Relaxed: they tell nobody anything, and nobody may read or write what they add to without an order of its own. A buffer
-counts how often each of its numbers was added to.
+They are relaxed: they order nothing, and nobody may read or write their targets without another order. A buffer counts
+how often each of its numbers was added to.
 """
 
 from __future__ import annotations

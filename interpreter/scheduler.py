@@ -1,4 +1,4 @@
-"""What happens next, by a seed: steps of one warp, or one asynchronous operation.
+"""The scheduler, driven by a seed: it picks steps of one warp, or one asynchronous operation.
 
 Nothing here knows about time. A seed also picks a temper: how long a warp runs before another may, how soon what was
 issued happens (at once, at any time, or only when no warp can go on), and whether some warps are slower than others.
@@ -19,7 +19,7 @@ MAX_STEPS = 50_000_000
 class Temper:
     quantum: int
     eagerness: float  # how likely an operation goes first where a warp could
-    pace: list[float]  # of each warp: how likely it takes a turn that falls to it
+    pace: list[float]  # for each warp, how likely it takes its turn
 
     @staticmethod
     def even(m: Machine) -> Temper:

@@ -24,7 +24,7 @@ Array = np.ndarray[Any, Any]
 LANES = 32
 FULL = 0xFFFFFFFF
 RANK_SHIFT = 24  # an address of shared memory carries its CTA's rank in the cluster from this bit on
-SMEM_BASE = 1024  # what is below belongs to the system
+SMEM_BASE = 1024  # addresses below belong to the system
 PARAM_BASE, GENERIC_PARAM_BASE = 1 << 56, 1 << 57  # in their own space, and in the generic one
 GLOBAL_BASE = 0x7000_0000_0000
 READ_STREAMS = 4  # readers of SMEM beside the warps: a CTA's warpgroups' WGMMA; others share the last of them
@@ -148,14 +148,14 @@ class AsyncOp:
     what: str
     warp: Warp
     instruction: Instruction
-    clock: Clock  # what its issuer knew
+    clock: Clock  # the issuer's knowledge
     run: Callable[[AsyncOp], None]
     after: tuple[AsyncOp, ...]
     proxy: str
     reader: int
     issued: int  # time
     atomic = False
-    ctas: tuple[Cta, ...] = ()  # that must not end before it is done
+    ctas: tuple[Cta, ...] = ()  # CTAs that must not end before it is done
     done: bool = False
     _event: int = -1
 
@@ -176,7 +176,7 @@ class AsyncOp:
         return self._event
 
     def completed(self) -> Clock:
-        """What is known to whoever learns that it is complete."""
+        """The knowledge of somebody who learns that it is complete."""
         clock = self.clock.copy()
         for op in (*self.after, self):
             learn(clock, op)
@@ -202,7 +202,7 @@ class Warp:
     """32 lanes, and all that they hold."""
 
     proxy = "generic"
-    atomic = False  # but during an atomic instruction
+    atomic = False  # True during an atomic instruction
 
     def __init__(self, cta: Cta, number: int, index: int, code: Code):
         machine = cta.machine
@@ -222,7 +222,7 @@ class Warp:
         self.exited, self.waiting = False, None  # or a Wait
         self.clock, self.released, self.unfenced = (Clock(machine.warp_count) for _ in range(3))
         self.clock.seen[:, index] = 2, 0, 1
-        self.released.seen[2, index] = 1  # what a relaxed arrival tells: all before the last fence
+        self.released.seen[2, index] = 1  # what a relaxed arrival releases: all before the last fence
         # unfenced: what a relaxed wait was told, and is known from the next fence on
         self.held: dict[int, tuple[AsyncOp | Any, bool]] = {}  # slot -> (operation, whether it writes it)
         self.extra: dict[str, Any] = {}
@@ -279,7 +279,7 @@ class Warp:
         return one
 
     def hold(self, slots: Iterable[int], op: Any, writes: bool = True) -> None:
-        """From now on `op` may write (or, where not `writes`, read) these registers at any time."""
+        """From now until the wait `op` may write (or, where not `writes`, read) these registers at any time."""
         for slot in slots:
             self.held[slot] = (op, writes)
             if writes:
@@ -315,7 +315,7 @@ class Warp:
         self.clock.seen[0, self.index] += 1
 
     def fence(self) -> None:
-        """8, release and acquire patterns: relaxed operations before it acquire, those behind it release."""
+        """8, release and acquire patterns: relaxed operations before it acquire, later ones release."""
         self.clock.join(self.unfenced)
         self.released = self.tell()
 
@@ -419,7 +419,7 @@ class Cta:
         self.named: dict[int, NamedBarrier] = {}
         self.extra: dict[str, Any] = {}
         self.warps: list[Warp] = []
-        self.visits: dict[int, str] = {}  # what others of its cluster did to its memory: event -> "reads", ...
+        self.visits: dict[int, str] = {}  # accesses of other CTAs of the cluster to its memory: event -> "reads", ...
 
     @property
     def ended(self) -> bool:
@@ -442,7 +442,7 @@ class Cta:
         return self.rank << RANK_SHIFT
 
     def at(self, address: int) -> tuple[Cta, int]:
-        """Whose shared memory an address is in, and where there."""
+        """The CTA of a shared-memory address, and the offset there."""
         rank, offset = address >> RANK_SHIFT, address & ((1 << RANK_SHIFT) - 1)
         if rank >= len(self.cluster):
             raise OutOfBounds(f"shared memory address 0x{address:x} of CTA {rank} in a cluster of {len(self.cluster)}")
@@ -504,14 +504,14 @@ class Machine:
         self.grid_size, self.cluster_size, self.smem_bytes, self.threads = grid, cluster_size, smem_bytes, threads
         self.events = events
         self.rng = random.Random(seed)
-        self.temper: Temper | None = None  # of the scheduler; None: as the seed says
+        self.temper: Temper | None = None  # the scheduler's temper; None: by the seed
         self.elected = self.rng.randrange(LANES)  # whom elect.sync prefers; any lane may be
         self.time = 0
         self.ops_log: list[AsyncOp] = []
         self.pending: list[AsyncOp] = []
         self.news = False  # something has happened that a warp may wait for
         self.moments: list[Moment] | None = [] if record else None
-        self.executed: set[int] = set()  # which instructions, where a record is kept
+        self.executed: set[int] = set()  # the instructions that ran, where a record is kept
         self.exit_checks: list[Callable[[], None]] = []
         per_cta = -(-threads // LANES)
         self.warp_count = per_cta * grid

@@ -30,7 +30,7 @@ from .tmem import COLUMNS, Access, Tmem, group_of, issuer, members, tmem_of
 from .wgmma import DTYPES, Descriptor, chunks_of, fetch, widen
 
 SWIZZLES = {0: 0, 2: 128, 4: 64, 6: 32}
-K = 16  # of a product of 16-bit elements
+K = 16  # depth of a product of 16-bit elements
 
 
 # ---- order (9.7.16.6, 9.7.16.11, 9.7.16.12)

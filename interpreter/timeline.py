@@ -1,4 +1,4 @@
-"""Who did what when, as text and as a picture. When is counted in steps, of all warps together: it is no time."""
+"""Who did what when, as text and as a picture. Time is counted in steps of all warps together, which are not cycles."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VERBS = {
 
 
 def lines(moments: list[Moment]) -> Iterator[str]:
-    """One for every run of moments that differ in nothing but the warp."""
+    """One line for every run of moments that differ only in the warp."""
     yield f"{'step':>8}  {'who':<16}{'line':>6}  what"
     shown = [m for m in moments if m.kind != "go"]
     for (kind, _, text), alike in groupby(shown, key=lambda m: (m.kind, m.line if m.kind != "issue" else 0, m.text)):
@@ -41,7 +41,7 @@ def brief(why: str) -> str:
 
 
 def barrier_of(why: str) -> str:
-    """What a wait is for, in short."""
+    """The barrier or event that a wait is for, in short."""
     if m := re.search(r"mbarrier (\+\d+)", why):
         return f"mbarrier {m[1]}"
     if m := re.search(r"named barrier \d+", why):

@@ -1,7 +1,6 @@
 """Blackwell's tensor memory (PTX ISA 9.7.16.2, 9.7.16.7): who has which columns, and who knows what of them.
 
-TMEM has 128 lanes x 512 columns of 32 bits, for each CTA its own. Nothing but these orders what is done to it
-(9.7.16.6):
+TMEM has 128 lanes x 512 columns of 32 bits, for each CTA its own. Only these order accesses to it (9.7.16.6):
 
     products of one thread on the same accumulator happen in order
     tcgen05.wait::ld, ::st       what the warp loaded or stored is done, for the warp itself
@@ -43,7 +42,7 @@ class TmemShadow(Shadow):
 
 @dataclass(eq=False)
 class Tmem:
-    """Of one CTA: the only one on its SM."""
+    """A CTA's TMEM; the CTA is the only one on its SM."""
 
     name: str
     words: Array  # uint32 [lanes * columns]
@@ -74,7 +73,7 @@ def check_freed(tmem: Tmem) -> None:
 
 @dataclass(eq=False)
 class Issuer:
-    """Of one warp."""
+    """The TMEM operations of one warp."""
 
     known: Clock  # for what it does to TMEM
     own: int = 0  # bits of its operations that it has waited for
@@ -135,7 +134,7 @@ def members(cta: Cta, group: int) -> list[Cta]:
 
 @dataclass(eq=False)
 class Meeting:
-    """Of two warps, one of each CTA of a pair, for something that they do together."""
+    """Two warps, one of each CTA of a pair, that do something together."""
 
     first: Warp
     wanted: int
@@ -146,7 +145,7 @@ class Meeting:
 def together(
     w: Warp, group: int, what: str, wanted: int, possible: Callable[[], bool], act: Callable[[], int]
 ) -> int | Wait:
-    """What act() gives, once it is possible and, in a group of 2, a warp of the peer CTA has come for the same.
+    """The result of act(), once it is possible and, in a group of 2, a warp of the peer CTA has arrived for the same.
 
     The manual says that the first to come may be blocked; here it always is.
     """

@@ -21,7 +21,7 @@ ROWS = ("batch entry", "query", "head")
 
 
 def judge(got: Sequence[Array], x: attention.Operands, scale: float) -> None:
-    """Raises Wrong unless o and lse are what they should be, by the tolerances of the tests on hardware."""
+    """Raises Wrong unless o and lse are right, by the tolerances of the tests on hardware."""
     keys = sum(source.counts.sum(-1) for source in x.sources)[..., None]  # [b, s_q, 1]
     judge_results(got, attention.answer(x, scale), KERNEL, {"o": ROWS, "lse": ROWS}, keys)
 
@@ -33,10 +33,10 @@ def judge_results(
     axes: Mapping[str, tuple[str, ...]],
     keys: Array | None = None,
 ) -> None:
-    """Raises Wrong unless results of any kind are what they should be.
+    """Raises Wrong unless results of any kind are right.
 
-    The tolerances and the axes are by the results' names, in order. The axes that have one are rows, what is behind
-    them columns. `keys` says how many keys a row sees, of results whose rows are those of q.
+    The tolerances and the axes are by the results' names, in order. Named axes are rows, the axes after them columns.
+    `keys` says how many keys a row sees, for results whose rows are q's.
     """
     verdicts = compare(got, want, tolerances)
     if all(v.passed for v in verdicts):
@@ -61,7 +61,7 @@ def wrong_elements(got: Array, want: Array, t: Tolerance) -> Array:
 
 
 def describe(name: str, wrong: Array, got: Array, want: Array, axes: tuple[str, ...], keys: Array | None) -> str:
-    """wrong: by row."""
+    """Describes wrong elements by row."""
     if not wrong.any():
         return f"{name} is right"
     where = tuple(int(i) for i in np.argwhere(wrong)[0])

@@ -117,7 +117,7 @@ class Product:
 
     line: int
     place: int  # among those of its warpgroup
-    key: tuple[Any, ...]  # what all warps must agree on
+    key: tuple[Any, ...]  # operands on which all warps must agree
     n: int
     d: tuple[int, ...]  # slots of the accumulator
     a: tuple[int, ...]  # slots of A, where it is in registers
@@ -161,7 +161,7 @@ class Warpgroup:
 
 @dataclass(eq=False)
 class Issued:
-    """Of one warp."""
+    """The products that one warp has issued."""
 
     group: Warpgroup
     count: int = 0
