@@ -24,7 +24,7 @@ def load(name: str) -> dict[str, Any]:
     return data
 
 
-FORWARD, GRAD, INDEXER, PEERS = map(load, ("h200", "h200_grad", "h200_indexer", "h200_peers"))
+FORWARD, GRAD, INDEXER, LAYER, PEERS = map(load, ("h200", "h200_grad", "h200_indexer", "h200_layer", "h200_peers"))
 
 
 def table(header: str, rows: Iterable[Iterable[str]]) -> str:
@@ -126,6 +126,18 @@ def indexer() -> str:
     return table("indexer | µs | TFLOP/s | of the roofline | XLA / ours", rows_of(INDEXER, "indexer", "xla"))
 
 
+def layer() -> str:
+    """A row for each kind of layer, and what each of its parts takes."""
+    parts = ("products", "attention", "indexer", "compressor", "append", "rope", "norm", "other")
+    rows = []
+    for row in suite(LAYER, "layer"):
+        times = row["times"]["ours"]["parts"]
+        rest = 1 - (times["products"] + times["attention"]) / sum(times.values())
+        each = (micro(times[part]) if part in times else "" for part in parts)
+        rows.append([row["name"].removeprefix("layer "), micro(ours(row)), *each, f"{100 * rest:.1f} %"])
+    return table(" | ".join(["layer", "all", *parts, "rest"]), rows)
+
+
 def flashmla() -> str:
     first = table(
         "s_q 4096, sink, bfloat16 | FlashMLA, µs | ours, µs | FlashMLA / ours",
@@ -150,7 +162,7 @@ def flashmla() -> str:
 def machine() -> str:
     """Of which machine the numbers are."""
     lines = []
-    for name, data in (("forward", FORWARD), ("gradients", GRAD), ("indexer", INDEXER)):
+    for name, data in (("forward", FORWARD), ("gradients", GRAD), ("indexer", INDEXER), ("layers", LAYER)):
         matmul, copy = (
             sorted(row[key] for row in data["rows"])[len(data["rows"]) // 2]
             for key in ("matmul_flops_per_s", "copy_bytes_per_s")
@@ -200,7 +212,7 @@ def losses() -> str:
 
 
 GENERATED: dict[str, Callable[[], str]] = {
-    f.__name__: f for f in (dsv4, dense, decode, grad, indexer, flashmla, machine, readme, losses)
+    f.__name__: f for f in (dsv4, dense, decode, grad, indexer, layer, flashmla, machine, readme, losses)
 }
 
 

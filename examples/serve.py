@@ -28,8 +28,8 @@ def layers_of(d):
     return from_config(
         {
             "hidden_size": WIDTH, "num_hidden_layers": 4, "num_attention_heads": 16, "head_dim": d,
-            "qk_rope_head_dim": 16, "q_lora_rank": 32, "o_groups": 4, "o_lora_rank": 16, "sliding_window": 16,
-            "compress_ratios": [0, 4, 128, 4], "index_n_heads": 8, "index_head_dim": 16, "index_topk": 8,
+            "qk_rope_head_dim": d // 8, "q_lora_rank": 32, "o_groups": 4, "o_lora_rank": 16, "sliding_window": 16,
+            "compress_ratios": [0, 4, 128, 4], "index_n_heads": 16, "index_head_dim": d // 4, "index_topk": 8,
             "rope_theta": 10000, "compress_rope_theta": 160000,
         }
     )  # fmt: skip

@@ -26,8 +26,8 @@ def layers_of(d):
     return from_config(
         {
             "hidden_size": WIDTH, "num_hidden_layers": 3, "num_attention_heads": 8, "head_dim": d,
-            "qk_rope_head_dim": 64, "q_lora_rank": 64, "o_groups": 4, "o_lora_rank": 32, "sliding_window": 16,
-            "layer_types": kinds, "compress_rates": {kinds[2]: 16}, "index_n_heads": 8, "index_head_dim": 64,
+            "qk_rope_head_dim": d // 8, "q_lora_rank": 64, "o_groups": 4, "o_lora_rank": 32, "sliding_window": 16,
+            "layer_types": kinds, "compress_rates": {kinds[2]: 16}, "index_n_heads": 16, "index_head_dim": d // 4,
             "index_topk": 8, "rope_theta": 10000, "compress_rope_theta": 160000,
         }
     )  # fmt: skip

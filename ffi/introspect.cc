@@ -8,6 +8,7 @@
 #include "indexer_plan.h"
 #include "probabilities_plan.h"
 #include "registry.h"
+#include "rope_plan.h"
 
 using namespace dsv4_fmha;
 
@@ -154,6 +155,17 @@ int dsv4_fmha_plan_probabilities(const ProbabilitiesShape* shape, float scale, i
 void dsv4_fmha_plan_index_at(const IndexAtShape* shape, bool gradient, const IndexAtAddresses* addresses,
                              ShownLaunch* out) {
   *out = ShownLaunch(gradient ? kIndexAtBwd : kIndexAt, PlanIndexAt(*shape, *addresses));
+}
+
+// What RoPE is launched with, by CTAs of tile_m rows: in place, or with a norm in front of it, or their gradient.
+void dsv4_fmha_plan_rope(const RopeShape* shape, float direction, int32_t tile_m, const RopeAddresses* addresses,
+                         ShownLaunch* out) {
+  *out = ShownLaunch(kRope, PlanRope(*shape, direction, tile_m, *addresses));
+}
+
+void dsv4_fmha_plan_norm_rope(const RopeShape* shape, float eps, int32_t tile_m, const RopeAddresses* addresses,
+                              ShownLaunch* out) {
+  *out = ShownLaunch(kNormRope, PlanNormRope(*shape, eps, tile_m, *addresses));
 }
 
 }  // extern "C"

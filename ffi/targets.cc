@@ -5,6 +5,7 @@
 #include "index_at.h"
 #include "indexer.h"
 #include "probabilities.h"
+#include "rope.h"
 #include "target.h"
 
 #include <string_view>
@@ -12,7 +13,7 @@
 namespace dsv4_fmha {
 namespace {
 
-constexpr char kScale[] = "scale", kOp[] = "op";
+constexpr char kScale[] = "scale", kOp[] = "op", kDirection[] = "direction", kEps[] = "eps";
 
 using Array = ffi::AnyBuffer;
 using PerQuery = ffi::Buffer<ffi::S32, 2>;
@@ -208,6 +209,25 @@ HeadSummedProbabilities Probabilities(Array q, Array k, PerRow lse, PerQueryList
   return {.q = {"q", q}, .k = {"k", k}, .lse = {"lse", lse}, .indices = {"indices", indices}, .scale = *scale};
 }
 
+// ---- RoPE
+
+template <typename Call>
+Call Turned(const char* op, Array& x, PerRow& table, Array& dy, float number) {
+  return {{.op = op, .x = {"x", x}, .table = {"table", table}, .dy = {"dy", dy}}, number};
+}
+
+RopeInPlace Rope(Array x, PerRow table, ffi::Attr<float, kDirection> direction) {
+  return Turned<RopeInPlace>("rope", x, table, x, *direction);
+}
+
+RopeAfterNorm NormRope(Array x, PerRow table, ffi::Attr<float, kEps> eps) {
+  return Turned<RopeAfterNorm>("norm_rope", x, table, x, *eps);
+}
+
+RopeAfterNorm NormRopeGradient(Array x, PerRow table, Array dy, ffi::Attr<float, kEps> eps) {
+  return Turned<RopeAfterNorm>("norm_rope_bwd", x, table, dy, *eps);
+}
+
 }  // namespace
 }  // namespace dsv4_fmha
 
@@ -232,6 +252,9 @@ DSV4_FMHA_TARGET(topk, ChooseTopK)
 DSV4_FMHA_TARGET(head_summed_probabilities, Probabilities)
 DSV4_FMHA_TARGET(index_at, IndexScoresAt)
 DSV4_FMHA_TARGET(index_at_bwd, IndexScoresAtGradient)
+DSV4_FMHA_TARGET(rope, Rope)
+DSV4_FMHA_TARGET(norm_rope, NormRope)
+DSV4_FMHA_TARGET(norm_rope_bwd, NormRopeGradient)
 
 }  // extern "C"
 #pragma GCC visibility pop

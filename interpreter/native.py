@@ -112,7 +112,7 @@ def filled(name: str, **values: Any) -> ctypes.Structure:
 
 def addresses_of(call: str) -> tuple[str, ...]:
     """The addresses that a call's launches get, by name: from and to are start and stop of a span, indices and length
-    of a selection; `call` is "Forward", "Backward", "DenseBackward", "Index", "IndexAt" or "Probabilities"."""
+    of a selection; `call` is "Forward", "Backward", "DenseBackward", "Index", "IndexAt", "Probabilities" or "Rope"."""
 
     def names(of_type: type[ctypes.Structure], after: str = "") -> Iterator[str]:
         for member, kind in of_type._fields_:
@@ -290,6 +290,17 @@ def plan_index_at(shape: dict[str, int], *, gradient: bool, addresses: dict[str,
     out = structure("ShownLaunch")()
     given, at = ctypes.byref(filled("IndexAtShape", **shape)), addressed("IndexAt", addresses)
     library().dsv4_fmha_plan_index_at(given, ctypes.c_bool(gradient), at, ctypes.byref(out))
+    return _shown(out)
+
+
+def plan_rope(
+    family: str, shape: dict[str, int], number: float, *, tile_m: int, addresses: dict[str, int] | None = None
+) -> Plan:
+    """What "rope" is launched with, the number its direction, or "norm_rope", the number its eps."""
+    out = structure("ShownLaunch")()
+    given, at = ctypes.byref(filled("RopeShape", **shape)), addressed("Rope", addresses)
+    plan_of = library()[f"dsv4_fmha_plan_{family}"]
+    plan_of(given, ctypes.c_float(number), ctypes.c_int32(tile_m), at, ctypes.byref(out))
     return _shown(out)
 
 

@@ -25,7 +25,7 @@ _TARGETS = (
     *("fwd", "fwd_shared_kv", "sparse_fwd", "dsv4_sparse_fwd", "dsv4_dense_fwd", "dsv4_decode"),
     *("bwd", "sparse_bwd", "dsv4_sparse_bwd", "dsv4_dense_bwd", "dense_bwd", "dense_bwd_shared_kv"),
     *("lightning_indexer", "paged_lightning_indexer", "topk", "index_at", "index_at_bwd"),
-    "head_summed_probabilities",
+    *("head_summed_probabilities", "rope", "norm_rope", "norm_rope_bwd"),
 )
 
 EXPORT_CHECKS = [jax.export.DisabledSafetyCheck.custom_call(f"dsv4_fmha_{target}") for target in _TARGETS]
@@ -566,6 +566,32 @@ def index_at_bwd(
         *(jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (k, weights)),
     )
     return tuple(jax.ffi.ffi_call("dsv4_fmha_index_at_bwd", results)(q, k, weights, indices, dscores))
+
+
+def rope(x: jax.Array, table: jax.Array, *, direction: int) -> tuple[jax.Array]:
+    """x `[b, s, h, d]`, bfloat16 or float16, with its last 64 numbers turned, in pairs; in place, where XLA need not
+    keep x.
+
+    Args:
+      table: float32 `[b, s, 64]`: cos and sin of each pair, by turns; direction: 1, or -1 to turn back.
+    """
+    call = jax.ffi.ffi_call("dsv4_fmha_rope", (jax.ShapeDtypeStruct(x.shape, x.dtype),), input_output_aliases={0: 0})
+    (y,) = call(x, table, direction=np.float32(direction))
+    return (y,)
+
+
+def norm_rope(x: jax.Array, table: jax.Array, *, eps: float) -> tuple[jax.Array]:
+    """The same of x `[b, s, h, 512]` / sqrt(mean(x²) + eps), which is not in place."""
+    call = jax.ffi.ffi_call("dsv4_fmha_norm_rope", (jax.ShapeDtypeStruct(x.shape, x.dtype),))
+    (y,) = call(x, table, eps=np.float32(eps))
+    return (y,)
+
+
+def norm_rope_bwd(x: jax.Array, table: jax.Array, dy: jax.Array, *, eps: float) -> tuple[jax.Array]:
+    """Its gradient in x, of the cotangent dy like x."""
+    call = jax.ffi.ffi_call("dsv4_fmha_norm_rope_bwd", (jax.ShapeDtypeStruct(x.shape, x.dtype),))
+    (dx,) = call(x, table, dy, eps=np.float32(eps))
+    return (dx,)
 
 
 def _register() -> None:

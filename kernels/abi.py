@@ -399,8 +399,37 @@ class Probabilities(Variant):
         )
 
 
+@dataclass(frozen=True)
+class Rope(Variant):
+    """RoPE of the last numbers of rows, in place, by a table of cos and sin for each token."""
+
+    dims: int  # that are turned
+    dtype: str  # of the rows
+
+    family, layout = "rope", "rope"
+
+    @property
+    def params(self) -> Params:
+        return (*each("address", "x", "table"), *each("int32", "rows", "heads", "d"), *each("float32", "direction"))
+
+
+@dataclass(frozen=True)
+class NormRope(Variant):
+    """The norm of rows and then their RoPE, or in "norm_rope_bwd" the gradient of both."""
+
+    d: int  # numbers of a row
+    dims: int  # the last of them, which are turned
+    dtype: str  # of the rows
+
+    family, layout = "norm_rope", "norm_rope"
+
+    @property
+    def params(self) -> Params:
+        return (*each("address", "x", "table", "dy", "y"), *each("int32", "rows", "heads"), *each("float32", "eps"))
+
+
 FAMILIES: tuple[type[Variant], ...] = (
-    *(Forward, Backward, RowSpans, DenseBackward, Combine, IndexScores, IndexAt, TopK, Probabilities),
+    *(Forward, Backward, RowSpans, DenseBackward, Combine, IndexScores, IndexAt, TopK, Probabilities, Rope, NormRope),
 )
 
 

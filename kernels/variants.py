@@ -11,7 +11,9 @@ from .abi import (
     Forward,
     IndexAt,
     IndexScores,
+    NormRope,
     Probabilities,
+    Rope,
     RowSpans,
     TopK,
     Variant,
@@ -87,6 +89,12 @@ VARIANTS: tuple[Variant, ...] = (
     TopK("topk", "sm_90a", "kernels.sm90.topk", max_topk=2048),
     *(
         Probabilities("head_summed_probabilities", "sm_90a", "kernels.sm90.probabilities", 512, dtype)
+        for dtype in DTYPES
+    ),
+    *(Rope("rope", "sm_90a", "kernels.sm90.rope", 64, dtype) for dtype in DTYPES),
+    *(
+        NormRope(op, "sm_90a", "kernels.sm90.rope", 512, 64, dtype)
+        for op in ("norm_rope", "norm_rope_bwd")
         for dtype in DTYPES
     ),
 )

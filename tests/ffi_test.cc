@@ -6,6 +6,7 @@
 
 #include "forward.h"
 #include "index_at.h"
+#include "rope.h"
 
 extern "C" {
 void stand_in_fail(const char* name, int times);
@@ -158,6 +159,36 @@ void Entries() {
   EXPECT(scores.Initialize(5).message().find("k: got") == 0);
 }
 
+// RoPE in place, which refuses another place than x's, and after a norm; a call of no rows launches nothing.
+void Rows() {
+  alignas(64) static char data[2][4096];
+  const std::vector<int64_t> rows{1, 2, 1, 512}, table{1, 2, 64}, none{0, 2, 1, 512}, no_table{0, 2, 64};
+  auto of = [](const char* name, char* at, const std::vector<int64_t>& shape, ffi::DataType dtype) {
+    Operand x;
+    x.name = name, x.data = at, x.dimensions = Ints(shape.data(), shape.size()), x.dtype = dtype;
+    return x;
+  };
+  auto fill = [&](auto& call, const char* op, char* y) {
+    call.op = op, call.x = of("x", data[0], rows, ffi::BF16), call.table = of("table", data[1], table, ffi::F32);
+    call.dy = call.x, call.y = of("y", y, rows, ffi::BF16);
+  };
+  RopeInPlace in_place;
+  fill(in_place, "rope", data[0]);
+  EXPECT(in_place.Initialize(0).success() && in_place.Execute(nullptr, 0).success());
+  EXPECT(stand_in_calls("cuLaunchKernelEx 5") == 1);
+  in_place.y.data = data[1];
+  EXPECT(in_place.Execute(nullptr, 0).message() == "rope: y is not where x is");
+  RopeAfterNorm after_norm;
+  fill(after_norm, "norm_rope", data[1]);
+  EXPECT(after_norm.Initialize(0).success() && after_norm.Execute(nullptr, 0).success());
+  EXPECT(stand_in_calls("cuLaunchKernelEx 6") == 1);
+  after_norm.y.dtype = ffi::F16;
+  EXPECT(after_norm.Execute(nullptr, 0).message() == "y: got F16, wanted BF16 like x");
+  for (Operand* x : {&after_norm.x, &after_norm.dy, &after_norm.y}) x->dimensions = Ints(none.data(), none.size());
+  after_norm.y.dtype = ffi::BF16, after_norm.table.dimensions = Ints(no_table.data(), no_table.size());
+  EXPECT(after_norm.Execute(nullptr, 0).success() && stand_in_calls("cuLaunchKernelEx 6") == 1);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -166,6 +197,7 @@ int main(int argc, char** argv) {
   if (scenario == "fails for some") FailsForSome();
   if (scenario == "refusals") Refusals();
   if (scenario == "entries") Entries();
+  if (scenario == "rows") Rows();
   if (scenario == "fails") {
     EXPECT(argc == 4);
     Fails(argv[2], atoi(argv[3]));

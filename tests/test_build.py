@@ -21,12 +21,13 @@ from interpreter.native import (
     plan_index_at,
     plan_indexer,
     plan_probabilities,
+    plan_rope,
     plan_row_spans,
     variant_of,
 )
 from jax_dsv4_fmha import _ffi
 from kernels import build
-from kernels.abi import Combine, DenseBackward, IndexAt, IndexScores, Probabilities, RowSpans, TopK
+from kernels.abi import Combine, DenseBackward, IndexAt, IndexScores, NormRope, Probabilities, Rope, RowSpans, TopK
 from kernels.cubin import KernelInfo, read_kernel
 from kernels.variants import FEW_HEADS, LATENT, VARIANTS
 
@@ -94,6 +95,8 @@ def test_the_launcher_hands_over_what_the_table_says(variant):
         launch = plan_index_at(INDEX_SHAPE, gradient=variant.op == "index_at_bwd")
     elif isinstance(variant, Probabilities):
         launch = plan_probabilities({"b": 2, "s_q": 70, "h_q": 8, "s_kv": 150, "topk": 100})
+    elif isinstance(variant, Rope | NormRope):
+        launch = plan_rope(variant.family, {"b": 2, "s": 70, "heads": 8, "d": 512}, 1.0, tile_m=32)
     elif isinstance(variant, DenseBackward):
         launch = plan_dense_backward(variant, shape)
     elif isinstance(variant, RowSpans):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jax_dsv4_fmha import Cache, Span, dsv4_attention, dsv4_decode, fmha, reference
-from jax_dsv4_fmha._testing.cases import CASES, run, run_reference
+from jax_dsv4_fmha._testing.cases import CASES, KV_STD, Q_STD, run, run_reference
 from jax_dsv4_fmha._testing.cases import operands as operands_of
 from tests.helpers import assert_right
 
@@ -93,8 +93,8 @@ def test_packed_documents_by_kernels(chosen, dtype, h_q):
     """Packing is one fused launch, forward and backward, and each document gives its own result, as in float32."""
     rng, ratio, lengths = np.random.default_rng(0), 4, (130, 1, 3, 77, 301)
     s, n = sum(lengths), sum(length // ratio for length in lengths)
-    shapes = ((1, s, h_q, 512), (1, s, 512), (1, n, 512), (h_q,))
-    q, w, c, sink = (jnp.asarray(rng.standard_normal(x), jnp.float32) for x in shapes)
+    shapes = {(1, s, h_q, 512): Q_STD, (1, s, 512): KV_STD, (1, n, 512): KV_STD, (h_q,): 1}  # as the cases have them
+    q, w, c, sink = (jnp.asarray(std * rng.standard_normal(x), jnp.float32) for x, std in shapes.items())
     q, w, c = (x.astype(dtype) for x in (q, w, c))
     ids = jnp.repeat(jnp.arange(5, dtype=jnp.int32), jnp.array(lengths), total_repeat_length=s)[None]
     how = {"span": Span.segments(ids), "compressed_span": Span.compressed_segments(ids, ratio), "sink": sink}

@@ -60,16 +60,17 @@ def test_sharded(capsys):
 
 @pytest.mark.gpu
 def test_training_by_kernels_learns_what_it_does_by_the_reference(cuda, monkeypatch):
-    """200 steps from the same weights over the same batches give the same curve, up to noise."""
+    """200 steps from the same weights over the same batches give the same curves, of both losses, up to noise."""
     pytest.importorskip("optax")
     main = example("train_step").main
     by_kernels = np.asarray(main(steps=200))
     monkeypatch.setattr(_ffi, "built_for", lambda *_, **__: ())
     by_reference = np.asarray(main(steps=200))
-    assert by_kernels[-1] < by_kernels[0] - 2
-    a, b = (x.reshape(-1, 10).mean(1) for x in (by_kernels, by_reference))
-    print("largest difference of ten steps' mean loss:", np.abs(a - b).max())
-    assert np.abs(a - b).max() < 0.05
+    assert by_kernels.shape == (200, 2)  # of tokens; of the indexer
+    assert by_kernels[-1, 0] < by_kernels[0, 0] - 2 and by_kernels[-1, 1] < 0.5 * by_kernels[0, 1]
+    a, b = (x.reshape(-1, 10, 2).mean(1) for x in (by_kernels, by_reference))
+    print("largest differences of ten steps' mean losses:", np.abs(a - b).max(0))
+    assert (np.abs(a - b).max(0) < (0.05, 0.05 * by_reference[0, 1])).all()
 
 
 def test_train_step():

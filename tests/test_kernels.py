@@ -9,7 +9,19 @@ import pytest
 
 from interpreter.native import cubin, variant_of
 from jax_dsv4_fmha import _ffi
-from kernels.abi import ANY, Backward, Combine, DenseBackward, IndexAt, IndexScores, Probabilities, RowSpans, TopK
+from kernels.abi import (
+    ANY,
+    Backward,
+    Combine,
+    DenseBackward,
+    IndexAt,
+    IndexScores,
+    NormRope,
+    Probabilities,
+    Rope,
+    RowSpans,
+    TopK,
+)
 from kernels.variants import DENSE, FEW_HEADS
 
 
@@ -25,6 +37,13 @@ def test_sass(key, tmp_path):
     variant = variant_of(key)
     assert count["LDL"] == count["STL"] == 0, count
     if isinstance(variant, Combine | RowSpans | TopK):
+        return
+    if isinstance(variant, Rope | NormRope):  # every number is read once and written once, 16 bytes at a time
+        stores, loads = (sum(o == f"{x}.E.128" for o in opcodes) for x in ("STG", "LDG"))
+        rows, arrays = 2 if variant.op == "norm_rope_bwd" else 4, 2 if variant.op == "norm_rope_bwd" else 1
+        chunks = 1 if isinstance(variant, Rope) else variant.d // 256
+        assert stores == rows * chunks and loads == rows * (arrays * chunks + 2), (stores, loads)
+        assert not any(o.startswith(("LDG", "STG")) and not o.endswith(".E.128") for o in opcodes)
         return
     if isinstance(variant, IndexScores):
         in_bytes = 1 if variant.dtype == "float8_e4m3fn" else 2  # a box of TMA has 128 of a row, an MMA's k is 32

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_dsv4_fmha import Cache
 from jax_dsv4_fmha.layers import Rope, from_config, from_state_dict, hadamard, inverse_rope, rope
+from jax_dsv4_fmha.layers.rope import rope_of_normed
 from tests import layers_float64
 from tests.helpers import collectives
 
@@ -212,17 +213,44 @@ def near(got, want, most):
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cuda")
-def test_rope_in_place():
-    """On a GPU, RoPE writes back in place, in another kernel than the one that rotates."""
+@pytest.mark.parametrize("shape", [(2, 600, 16, 512), (1, 7, 3, 128), (3, 5, 1, 64)], ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_rope_in_place_by_a_kernel(dtype, shape):
+    """Of what nothing else needs; what something needs stays as it is."""
     rng, how = np.random.default_rng(0), Rope(64)
-    w, x = (jnp.asarray(rng.standard_normal(s), jnp.bfloat16) for s in ((512, 512), (2, 600, 16, 512)))
-    at = jnp.arange(600, dtype=jnp.int32)[None]
-    product = np.asarray(jax.jit(lambda x: x @ w)(x))
+    w, x = (jnp.asarray(rng.standard_normal(s), dtype) for s in ((shape[-1],) * 2, shape))
+    at = jnp.asarray(rng.integers(0, 5000, shape[:2]), jnp.int32)
+    product = jax.jit(lambda x: x @ w)(x)
     for turn in (rope, inverse_rope):
-        got = jax.jit(lambda x, turn=turn: turn(x @ w, at, how))(x)
-        with jax.default_device(jax.devices("cpu")[0]):
-            want = turn(jnp.asarray(product), np.asarray(at), how)
-        np.testing.assert_allclose(got.astype(np.float32), want.astype(np.float32), rtol=1e-2, atol=1e-2)
+        run = jax.jit(lambda x, turn=turn: turn(x @ w, at, how))
+        program = run.lower(x).compile().as_text()
+        assert program.count('custom_call_target="dsv4_fmha_rope"') == 1 and " copy(" not in program
+        want = turn(product.astype(jnp.float32), at, how)
+        np.testing.assert_allclose(run(x).astype(jnp.float32), want, rtol=1e-2, atol=1e-2)
+        both = jax.jit(lambda x, turn=turn: (turn(x, at, how), x))(product)
+        np.testing.assert_array_equal(*(y.astype(jnp.float32) for y in (both[1], product)))
+        np.testing.assert_allclose(both[0].astype(jnp.float32), want, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("shape", [(2, 60, 16, 512), (1, 7, 3, 512)], ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_rope_of_normed_by_a_kernel(dtype, shape):
+    """And its gradient: each is one kernel, and as in float32."""
+    rng, how = np.random.default_rng(0), Rope(64, 160000, 16, 4096)
+    x, dy = (jnp.asarray(3 * rng.standard_normal(shape), dtype) for _ in range(2))
+    at = jnp.asarray(rng.integers(0, 5000, shape[:2]), jnp.int32)
+
+    def pull(x, dy):
+        y, vjp = jax.vjp(lambda x: rope_of_normed(x, at, how, 1e-3), x)
+        return y, *vjp(dy)
+
+    program = jax.jit(pull).lower(x, dy).compile()
+    assert all(f'"dsv4_fmha_{op}"' in program.as_text() for op in ("norm_rope", "norm_rope_bwd"))
+    want = jax.jit(pull)(*(x.astype(jnp.float32) for x in (x, dy)))
+    for got, exactly in zip(program(x, dy), want, strict=True):
+        np.testing.assert_allclose(got.astype(jnp.float32), exactly, rtol=8e-3, atol=2e-3)
 
 
 def test_caches_are_updated_in_place_in_a_scan():
@@ -436,6 +464,29 @@ def test_rope(how):
         np.testing.assert_allclose(got[:, i], want, atol=2e-7 * max(p, 20))  # an angle is a product in float32
     np.testing.assert_allclose(inverse_rope(got, positions, how), x, atol=1e-6)
     assert rope(x.astype(jnp.bfloat16), positions, how).dtype == jnp.bfloat16
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_rope_of_normed_on_a_mesh(kind):
+    """Where there is a kernel, every device turns the heads and queries that it has; the same under vmap."""
+    how, x = Rope(64), hidden(4, 6)[..., None, :1] * jnp.ones((4, 6, 4, 512), jnp.bfloat16)
+    x = x + hidden(1, 6, seed=3)[0, :, None, :1].astype(jnp.bfloat16) * jnp.arange(512, dtype=jnp.bfloat16)
+    at = jnp.arange(6, dtype=jnp.int32)[None]
+
+    def pull(x):
+        y, vjp = jax.vjp(lambda x: inverse_rope(rope_of_normed(x, at, how, 1e-6) * 2, at + 3, how), x)
+        return y, *vjp(y)
+
+    want = jax.jit(pull)(x)
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(kind,) * 2, devices=jax.devices("cpu")[:4])
+    put = jax.device_put(x, NamedSharding(mesh, P("data", None, "tensor")))
+    program = jax.jit(pull).lower(put).compile()
+    assert not collectives(program)
+    mapped = jax.jit(jax.vmap(pull))(x[:, None])
+    for got, one, exactly in zip(program(put), mapped, want, strict=True):
+        np.testing.assert_array_equal(got.astype(jnp.float32), exactly.astype(jnp.float32))
+        np.testing.assert_array_equal(one[:, 0].astype(jnp.float32), exactly.astype(jnp.float32))
 
 
 @pytest.mark.parametrize("positions", [jnp.zeros((1, 5), jnp.int32), jnp.zeros((1, 6)), jnp.zeros(6, jnp.int32)])

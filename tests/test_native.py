@@ -22,6 +22,7 @@ FUNCTIONS = (
 KERNELS = (
     *("fwd_sm_90a_d64_bfloat16", "fwd_sm_100a_d64_bfloat16", "combine_sm_90a_bfloat16"),
     *("index_at_sm_90a_heads16_bfloat16", "index_at_bwd_sm_90a_heads16_bfloat16"),
+    *("rope_sm_90a_dims64_bfloat16", "norm_rope_sm_90a_d512_dims64_bfloat16"),
 )
 
 
@@ -66,6 +67,7 @@ def program(request, tmp_path_factory):
         ("fails for some",),
         ("refusals",),
         ("entries",),
+        ("rows",),
         *(("fails", function, times) for function in FUNCTIONS for times in ("1", "3")),
     ],
     ids="-".join,

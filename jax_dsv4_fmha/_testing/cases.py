@@ -25,8 +25,8 @@ _INT32 = np.iinfo(np.int32)
 ABSENT = (_INT32.min, -1, "s_kv", _INT32.max)  # every kind of index that names no key
 
 # the absolute tolerance of a kernel is made for |v| < 1; a larger q makes up for it, so logits are about normal
-_KV_STD = 0.125
-_Q_STD = 8.0
+KV_STD = 0.125
+Q_STD = 8.0
 _LARGE = 64.0
 
 LAYOUTS_OF = {"fp8": ("v4_fp8", "v4_fp8"), "v41_fp8": ("v41_fp8", "v41_fp8"), "v41_fp4": ("v41_fp8", "v41_fp4")}
@@ -113,7 +113,7 @@ def operands(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The positional and keyword operands of the op, as NumPy arrays."""
     rng = np.random.default_rng(zlib.crc32(case.name.encode()))
     c = case
-    q = _normal(rng, (c.b, c.s_q, c.h_q, c.d), _Q_STD, c.dtype)
+    q = _normal(rng, (c.b, c.s_q, c.h_q, c.d), Q_STD, c.dtype)
     kwargs: dict[str, Any] = {}
     if c.sink != "none":
         kwargs["sink"] = _sink(rng, c)
@@ -123,10 +123,10 @@ def operands(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
         k = _normal(
             rng,
             (c.b, c.s_kv, c.h_kv, c.d),
-            _KV_STD * (_LARGE if "large" in c.features and not c.shared_kv else 1),
+            KV_STD * (_LARGE if "large" in c.features and not c.shared_kv else 1),
             c.dtype,
         )
-        v = None if c.shared_kv else _normal(rng, k.shape, _KV_STD, c.dtype)
+        v = None if c.shared_kv else _normal(rng, k.shape, KV_STD, c.dtype)
         span = SPANS[c.span](rng, c)
         if span is not None:
             kwargs["span"] = span
@@ -137,7 +137,7 @@ def operands(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (q, k, v), kwargs
     if c.op == "dsv4_decode":
         return (q, *_decode(rng, c, kwargs)), kwargs
-    kv = _normal(rng, (c.b, c.s_kv, c.d), _KV_STD, c.dtype)
+    kv = _normal(rng, (c.b, c.s_kv, c.d), KV_STD, c.dtype)
     if c.op == "sparse_fmha":
         return (q, kv, _indices(rng, c, kv, kwargs)), kwargs
     return (q, kv, *_dsv4(rng, c, kv, kwargs)), kwargs
@@ -155,7 +155,7 @@ def _dsv4(rng: np.random.Generator, c: Case, window_kv: Any, kwargs: dict[str, A
             _poison(window_kv, np.arange(c.s_kv) >= kwargs["swa_lens"][:, None])
     if not c.s_c:
         return ()
-    compressed_kv = _normal(rng, (c.b, c.s_c, c.d), _KV_STD, c.dtype)
+    compressed_kv = _normal(rng, (c.b, c.s_c, c.d), KV_STD, c.dtype)
     kwargs["ratio"] = c.ratio
     if c.topk:
         kwargs["indices"] = _indices(rng, c, compressed_kv, kwargs)
@@ -208,7 +208,7 @@ def _cache(
     pages = c.b * room // page + (3 if in_page else 0)
     order = rng.permutation(pages) if in_page else np.arange(pages)
     table = order[: c.b * room // page].reshape(c.b, -1).astype(np.int32)
-    pool = _normal(rng, (pages, page, c.d), _KV_STD, c.dtype)
+    pool = _normal(rng, (pages, page, c.d), KV_STD, c.dtype)
     unseen = np.ones((pages, page), bool)
     for row, named in zip(table, seen, strict=True):
         unseen[row[named % room // page], named % page] = False

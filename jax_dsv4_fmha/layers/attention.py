@@ -26,7 +26,7 @@ from ._norm import rms_norm
 from ._two_levels import two_levels
 from .compressor import Compressor, packed_blocks, whole_sequences
 from .indexer import Indexer
-from .rope import Rope, inverse_rope, rope
+from .rope import Rope, inverse_rope, rope, rope_of_normed
 
 
 class LayerCache(NamedTuple):
@@ -421,10 +421,9 @@ class DSV4Attention:
         w = {name: params[name].astype(x.dtype) for name in ("wq_a", "wq_b", "wkv")}
         c = rms_norm(x @ w["wq_a"], params["q_norm"], self.eps)
         q = jnp.einsum("bsr,rhd->bshd", c, w["wq_b"])
-        if self.norm_heads:
-            q = rms_norm(q, None, self.eps)
+        q = rope_of_normed(q, positions, self.rope, self.eps) if self.norm_heads else rope(q, positions, self.rope)
         kv = rms_norm(x @ w["wkv"], params["kv_norm"], self.eps)
-        return c, rope(q, positions, self.rope), rope(kv, positions, self.rope)
+        return c, q, rope(kv, positions, self.rope)
 
     def _projected_back(self, params: Any, o: jax.Array, positions: jax.Array) -> jax.Array:
         o = inverse_rope(o, positions, self.rope)

@@ -18,7 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .. import _check
+from .. import _check, _ffi
+from .._transforms import ONE_OR_B, Arrays, Axes, Call, Fit, Op, _once, choose
+from ._norm import rms_norm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +59,11 @@ class Rope:
         slowed = np.clip((np.arange(self.dims // 2, dtype=np.float32) - first) / np.float32(width), 0, 1)
         return (plain / np.float32(self.factor) * slowed + plain * (1 - slowed)).astype(np.float32)
 
+    def table(self, positions: jax.Array) -> jax.Array:
+        """float32 `[b, s, dims]` of positions int32 `[b, s]`: cos and sin of each pair's angle, by turns."""
+        angle = positions[..., None].astype(jnp.float32) * self.frequencies()
+        return jnp.stack([jnp.cos(angle), jnp.sin(angle)], -1).reshape(*positions.shape, self.dims)
+
 
 def rope(x: jax.Array, positions: jax.Array, how: Rope) -> jax.Array:
     """x with its last `how.dims` dimensions rotated to `positions`.
@@ -76,7 +83,16 @@ def inverse_rope(x: jax.Array, positions: jax.Array, how: Rope) -> jax.Array:
     return _turn("inverse_rope", x, positions, how, -1)
 
 
-@jax.named_scope("rope")
+def rope_of_normed(x: jax.Array, positions: jax.Array, how: Rope, eps: float) -> jax.Array:
+    """`rope(rms_norm(x))`, no weight; where there is a kernel, in one pass over x `[b, s, h, d]`."""
+    calls = _calls("norm_rope", x, how, d=x.shape[-1])
+    if calls is None:
+        return rope(rms_norm(x, None, eps), positions, how)
+    with jax.named_scope("norm"):
+        calls = tuple(call._replace(params=(("eps", eps),)) for call in calls)
+        return jax.jit(_after_norm, static_argnums=0)(calls, x, how.table(positions))
+
+
 def _turn(op: str, x: Any, positions: Any, how: Rope, direction: int) -> jax.Array:
     n = how.dims
     wanted = f"[b, s, d] or [b, s, h, d] of floats, d >= {n}"
@@ -86,23 +102,28 @@ def _turn(op: str, x: Any, positions: Any, how: Rope, direction: int) -> jax.Arr
     positions = _check.array(
         op, "positions", positions, wanted, lambda p: p.dtype in _check.INT and p.ndim == 2 and p.shape[1] == s
     )
-    return _turned(x, positions, how, direction)
+    calls = _calls("rope", x, how) if x.shape[-1] % _VECTOR == 0 else None
+    with jax.named_scope("rope"):
+        rows = x if x.ndim == 4 else x[:, :, None]
+        return _jitted(calls, rows, how.table(positions), direction).reshape(x.shape)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _turned(x: jax.Array, positions: jax.Array, how: Rope, direction: int) -> jax.Array:
-    n = how.dims
-    angle = positions[..., None].astype(jnp.float32) * how.frequencies()
-    angle = angle.reshape(*angle.shape[:2], *[1] * (x.ndim - 3), n // 2, 1)
+# The ops. Their kernels are handed rows, which are (token, head), and a table of each token's cos and sin.
+
+
+def _pairs_turned(x: jax.Array, table: jax.Array, *, direction: int) -> Arrays:
+    n = table.shape[-1]
     pairs = x[..., -n:].astype(jnp.float32).reshape(*x.shape[:-1], n // 2, 2)
-    sides = jnp.array([-direction, direction], jnp.float32)
-    turned = pairs * jnp.cos(angle) + pairs[..., ::-1] * (sides * jnp.sin(angle))
-    return lax.platform_dependent(x, turned.reshape(*x.shape[:-1], n).astype(x.dtype), cuda=_put, default=_beside)
+    turns = table.reshape(*table.shape[:2], 1, n // 2, 2)
+    sides = direction * (2 * jnp.arange(2, dtype=jnp.float32) - 1)
+    turned = pairs * turns[..., :1] + pairs[..., ::-1] * (sides * turns[..., 1:])
+    turned = turned.reshape(*x.shape[:-1], n).astype(x.dtype)
+    return (lax.platform_dependent(x, turned, cuda=_put, default=_beside),)
 
 
 def _put(x: jax.Array, turned: jax.Array) -> jax.Array:
-    """Writes in place, so that the dimensions before it need not be moved. A separate kernel rotates: one that also
-    wrote in place would overwrite numbers that it reads for two results.
+    """Writes in place, so that the dimensions before it need not be moved. A separate kernel rotates: one of XLA's that
+    also wrote in place would overwrite numbers that it reads for two results.
     """
     return lax.dynamic_update_slice_in_dim(x, lax.optimization_barrier(turned), x.shape[-1] - turned.shape[-1], -1)
 
@@ -112,12 +133,73 @@ def _beside(x: jax.Array, turned: jax.Array) -> jax.Array:
     return jnp.concatenate([x[..., : -turned.shape[-1]], turned], -1)
 
 
-def _turned_forward(x: jax.Array, positions: jax.Array, how: Rope, direction: int) -> tuple[jax.Array, jax.Array]:
-    return _turned(x, positions, how, direction), positions
+def _normed_and_turned(x: jax.Array, table: jax.Array, *, eps: float) -> Arrays:
+    return _pairs_turned(rms_norm(x, None, eps), table, direction=1)
 
 
-def _turned_backward(how: Rope, direction: int, positions: jax.Array, dy: jax.Array) -> tuple[jax.Array, None]:
-    return _turned(dy, positions, how, -direction), None
+def _normed_and_turned_gradient(x: jax.Array, table: jax.Array, dy: jax.Array, *, eps: float) -> Arrays:
+    _, vjp = jax.vjp(lambda x: _pairs_turned(rms_norm(x, None, eps), table, direction=1)[0], x)
+    return vjp(dy)
+
+
+_X, _TABLE, _Y = Axes("x", "b s_q h_q d"), Axes("table", f"{ONE_OR_B} s_q n"), Axes("y", "b s_q h_q d")
+_VECTOR = 8  # numbers of 16 bits that a kernel loads at once
+_ROPE = Op("rope", (_X, _TABLE), (_Y,), _pairs_turned, _ffi.rope)
+_OPS = {
+    "rope": (_ROPE, _ROPE),
+    "norm_rope": (
+        Op("norm_rope", (_X, _TABLE), (_Y,), _normed_and_turned, _ffi.norm_rope),
+        Op(
+            "norm_rope",
+            (_X, _TABLE, Axes("dy", "b s_q h_q d")),
+            (Axes("dx", "b s_q h_q d"),),
+            _normed_and_turned_gradient,
+            _ffi.norm_rope_bwd,
+            part="gradient",
+        ),
+    ),
+}
+
+
+def _calls(op: str, x: jax.Array, how: Rope, **sizes: int) -> tuple[Call, ...] | None:
+    """The call of an op and that of its gradient; None where there is no kernel for these rows."""
+    sizes |= {"dims": how.dims}
+    archs = _ffi.built_for(op, dtype=x.dtype.name, **sizes)
+    got = f"{x.dtype.name}, " + ", ".join(f"{name}={n}" for name, n in sizes.items())
+    when = choose(op, None, archs, got)
+    return None if when == "never" else tuple(Call(o, when, (), Fit(got, op, archs)) for o in _OPS[op])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
+def _turned(calls: tuple[Call, ...] | None, x: jax.Array, table: jax.Array, direction: int) -> jax.Array:
+    if calls is None:
+        return _pairs_turned(x, table, direction=direction)[0]
+    return _once(calls[0]._replace(params=(("direction", direction),)), x, table)[0]
+
+
+def _turned_forward(calls: Any, x: jax.Array, table: jax.Array, direction: int) -> tuple[jax.Array, jax.Array]:
+    return _turned(calls, x, table, direction), table
+
+
+def _turned_backward(calls: Any, direction: int, table: jax.Array, dy: jax.Array) -> tuple[jax.Array, None]:
+    return _turned(calls, dy, table, -direction), None
 
 
 _turned.defvjp(_turned_forward, _turned_backward)
+_jitted = jax.jit(_turned, static_argnums=(0, 3))  # so that a call outside of jit compiles but once
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _after_norm(calls: tuple[Call, ...], x: jax.Array, table: jax.Array) -> jax.Array:
+    return _once(calls[0], x, table)[0]
+
+
+def _after_norm_forward(calls: Any, x: jax.Array, table: jax.Array) -> tuple[jax.Array, Any]:
+    return _after_norm(calls, x, table), (x, table)
+
+
+def _after_norm_backward(calls: Any, given: Any, dy: jax.Array) -> tuple[jax.Array, None]:
+    return _once(calls[1], *given, dy)[0], None
+
+
+_after_norm.defvjp(_after_norm_forward, _after_norm_backward)

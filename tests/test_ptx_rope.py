@@ -1,0 +1,65 @@
+"""RoPE in place, after a norm, and their gradient, interpreted: right answers, and planted faults."""
+
+import pytest
+
+from interpreter import edits, native
+from interpreter.hazards import Fault, OutOfBounds
+from interpreter.rope import Problem, judge, run
+from interpreter.verdict import Wrong
+from kernels.abi import NormRope, Rope
+
+BUILT = {v.key: v for family in (Rope, NormRope) for v in native.built(family)}
+OPS = {op: next((v for v in BUILT.values() if v.op == op), None) for op in ("rope", "norm_rope", "norm_rope_bwd")}
+SHAPE = (2, 3, 7)  # rows that fill no CTA
+
+
+@pytest.mark.parametrize("key", BUILT)
+def test_is_right(key):
+    x = Problem.of(BUILT[key], *SHAPE)
+    judge(x, run(x))
+    if BUILT[key].op == "rope":
+        x = Problem.of(BUILT[key], 1, 45, 3, 128)  # more than one CTA, shorter rows, turned back
+        judge(x, run(x, direction=-1), direction=-1)
+
+
+def a_lane_s_own_sum(text):
+    """What a lane gets from one 16 lanes away is lost."""
+    pattern = r"shfl\.sync\.bfly\.b32\s+(%r\d+)(?:\|%p\d+)?, (%r\d+), 16,[^;]*;"
+    return edits.replace(text, pattern, lambda m: f"mov.b32 {m[1]}, 0;", slice(0, 1))
+
+
+def one_row_too_many(text):
+    """A row counts as there that is not."""
+    rows = 4 if "norm_rope" in text else 2  # which parameter says how many there are
+    pattern = rf"(ld\.param\.b32\s+(%r\d+), \[\w+_param_{rows}\];)"
+    return edits.replace(text, pattern, lambda m: f"{m[1]}\nadd.s32 {m[2]}, {m[2]}, 1;")
+
+
+def stored_at_another_lane_s_place(text):
+    """The first store of a thread goes 16 bytes further."""
+    pattern = r"st\.global\.v4\.b32\s+\[(%rd\d+)(?:\+(\d+))?\]"
+    return edits.replace(text, pattern, lambda m: f"st.global.v4.b32 [{m[1]}+{int(m[2] or 0) + 16}]", slice(0, 1))
+
+
+FAULTS = [
+    *((op, a_lane_s_own_sum, Wrong, "numbers are wrong") for op in ("norm_rope", "norm_rope_bwd")),
+    *((op, one_row_too_many, OutOfBounds, "outside of every allocation") for op in OPS),
+    *((op, stored_at_another_lane_s_place, Wrong, "numbers are wrong") for op in OPS),
+]
+
+
+@pytest.mark.parametrize(("op", "edit", "fault", "says"), FAULTS, ids=lambda x: getattr(x, "__name__", str(x)))
+def test_fault(op, edit, fault, says):
+    if OPS[op] is None:
+        pytest.skip("not built")
+    x = Problem.of(OPS[op], *SHAPE)
+    with pytest.raises(Fault, match=says) as found:
+        judge(x, run(x, edit=edit))
+    assert type(found.value) is fault
+
+
+def test_the_other_way_is_found():
+    """For it is told by a number, and no edit of the kernel's."""
+    x = Problem.of(OPS["rope"] or pytest.skip("not built"), *SHAPE)
+    with pytest.raises(Wrong, match="numbers are wrong"):
+        judge(x, run(x, direction=-1))
