@@ -90,7 +90,9 @@ def test_every_op_has_a_function_and_a_target():
         _ffi.norm_rope,
     )
     others = {f.__name__ for f in chosen}
-    assert {f.__name__ for f in OPS.values()} | {"fwd_shared_kv"} | gradients | others == set(_ffi._TARGETS)
+    assert {getattr(f, "func", f).__name__ for f in OPS.values()} | {"fwd_shared_kv"} | gradients | others == set(
+        _ffi._TARGETS
+    )
 
 
 @pytest.mark.parametrize("variant", {(v.op, v.shared_kv): v for v in FORWARD}.values(), ids=lambda v: v.key)
