@@ -123,7 +123,9 @@ def grad() -> str:
 
 
 def indexer() -> str:
-    return table("indexer | µs | TFLOP/s | of the roofline | XLA / ours", rows_of(INDEXER, "indexer", "xla"))
+    theirs = {row["name"]: f"{row['us']:g}" for row in PEERS["cudnn_frontend"]}
+    rows = [[*row, theirs.get(row[0], "–")] for row in rows_of(INDEXER, "indexer", "xla")]
+    return table("indexer | µs | TFLOP/s | of the roofline | XLA / ours | cuDNN frontend, µs", rows)
 
 
 def layer() -> str:

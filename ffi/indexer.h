@@ -3,7 +3,8 @@
 // q [b, s_q, heads, 128] and k [b, s_c, 128] of one dtype, weights f32 [b, s_q, heads], k_scale f32 [b, s_c], start and
 // stop i32 [b, s_q]; or k in pages, [pages, page, 128], or u8 [pages, page * 132] where q has 8 bits, and in place of
 // k_scale a table i32 [b, width] -> indices i32 [b, s_q, topk], values f32 [b, s_q, topk] or [b, s_q, 0], and a
-// workspace of scores f32 [rows, stride].  `topk` takes given scores f32 [b, s_q, s_c] instead.
+// workspace of scores f32 [rows, stride].  `index_scores` gives all scores and chooses nothing: f32 [b * blocks * queries
+// of a block, stride].  `topk` takes given scores f32 [b, s_q, s_c] instead.
 #pragma once
 
 #include "indexer_plan.h"
@@ -22,25 +23,14 @@ struct Chosen {
   }
 };
 
-struct Indexer : Chosen {
+// What is scored.
+struct Scored {
   Operand q, k, weights, start, stop;
   Operand k_scale{}, table{};  // exactly one of them is given
   Operand scores{};
 
-  using Results = TypeList<ffi::Result<ffi::Buffer<ffi::S32, 3>>, ffi::Result<ffi::Buffer<ffi::F32, 3>>,
-                           ffi::Result<ffi::Buffer<ffi::F32, 2>>>;
-
-  template <typename Indices, typename Values, typename Scores>
-  void Give(Indices& to_indices, Values& to_values, Scores& to_scores) {
-    indices = {"indices", *to_indices}, values = {"values", *to_values}, scores = {"scores", *to_scores};
-  }
-
-  struct Kernels {
-    Launcher* scores = nullptr;
-    Launcher* topk = nullptr;
-  };
-
-  ffi::Error Find(int ordinal, IndexShape* shape, Kernels* kernels) const {
+  // All of the shape but what is chosen.
+  ffi::Error FindScores(int ordinal, IndexShape* shape, Launcher** kernel) const {
     const Ints rows = q.dimensions, keys = k.dimensions;
     const bool paged = table.name != nullptr, packed = paged && q.dtype == ffi::F8E4M3FN;
     if (rows.size() != 4) return Refuse(q, "shape " + Show(rows), "[b, s_q, heads, 128]");
@@ -69,33 +59,101 @@ struct Indexer : Chosen {
     expect.Shape(weights, {b, s_q, heads});
     expect.Shape(start, {b, s_q});
     expect.Shape(stop, {b, s_q});
-    Expect(b, s_q, &expect);
     if (expect.error().failure()) return expect.error();
-    const Device& device = GetDevice(ordinal);
-    const int64_t topk = indices.dimensions[2];
     const IndexScoresChoices call{.heads = heads, .dtype = q.dtype, .paged = paged};
-    if (ffi::Error error = LookUp("index_scores", device, call, &kernels->scores); error.failure()) return error;
-    if (ffi::Error error = LookUp("topk", device, TopkChoices{.max_topk = topk}, &kernels->topk); error.failure()) {
-      return error;
-    }
+    if (ffi::Error error = LookUp("index_scores", GetDevice(ordinal), call, kernel); error.failure()) return error;
     *shape = {.b = b,
               .s_q = s_q,
               .s_c = s_c,
               .heads = heads,
-              .topk = topk,
+              .topk = 0,
               .type = MapType(q.dtype),
-              .queries = kernels->scores->tile_m / heads,
+              .queries = (*kernel)->tile_m / heads,
               .stride = scores.dimensions[1],
-              .wants_values = values.dimensions[2] != 0,
+              .wants_values = 0,
               .pages = keys[0],
               .page = page,
               .width = width};
-    const int64_t tile = kernels->scores->tile_n, wanted = CeilDiv(s_c, tile) * tile;
+    const int64_t tile = (*kernel)->tile_n, wanted = CeilDiv(s_c, tile) * tile;
     if (scores.dimensions[0] < shape->queries || shape->stride != wanted) {
       return Refuse(scores, "shape " + Show(scores.dimensions),
                     Show(wanted) + " columns, and " + Show(shape->queries) + " rows or more");
     }
     return ffi::Error::Success();
+  }
+
+  IndexAddresses Addresses() const {
+    return {.q = q.data,
+            .k = k.data,
+            .weights = weights.data,
+            .k_scale = k_scale.data,
+            .table = table.data,
+            .start = start.data,
+            .stop = stop.data,
+            .scores = scores.data,
+            .indices = nullptr,
+            .values = nullptr};
+  }
+};
+
+// Scores of all entries that a query sees, unless it sees `skip` or fewer; what it does not see is whatever it is.
+struct AllScores : Scored {
+  int64_t skip = 0;
+
+  using Results = TypeList<ffi::Result<ffi::Buffer<ffi::F32, 2>>>;
+
+  template <typename Scores>
+  void Give(Scores& to_scores) {
+    scores = {"scores", *to_scores};
+  }
+
+  ffi::Error Find(int ordinal, IndexShape* shape, Launcher** kernel) const {
+    if (ffi::Error error = FindScores(ordinal, shape, kernel); error.failure()) return error;
+    shape->topk = skip;
+    const int64_t rows = shape->blocks() * shape->queries;
+    return scores.dimensions[0] == rows ? ffi::Error::Success()
+                                        : Refuse(scores, "shape " + Show(scores.dimensions), Show(rows) + " rows");
+  }
+
+  ffi::Error Initialize(int ordinal) const {
+    IndexShape shape;
+    Launcher* kernel = nullptr;
+    if (ffi::Error error = Find(ordinal, &shape, &kernel); error.failure()) return error;
+    return Load(ordinal, {kernel});
+  }
+
+  ffi::Error Execute(CUstream stream, int ordinal) const {
+    IndexShape shape;
+    Launcher* kernel = nullptr;
+    if (ffi::Error error = Find(ordinal, &shape, &kernel); error.failure()) return error;
+    if (shape.b == 0 || shape.s_q == 0) return ffi::Error::Success();
+    if (std::string error = CheckIndexShape(shape); !error.empty()) return ffi::Error::InvalidArgument(error);
+    auto plan = PlanIndexScores(shape, kernel->TilesOn(GetDevice(ordinal)), 0, shape.blocks(), Addresses());
+    return Launch(kernel, stream, ordinal, plan);
+  }
+};
+
+struct Indexer : Scored, Chosen {
+  using Results = TypeList<ffi::Result<ffi::Buffer<ffi::S32, 3>>, ffi::Result<ffi::Buffer<ffi::F32, 3>>,
+                           ffi::Result<ffi::Buffer<ffi::F32, 2>>>;
+
+  template <typename Indices, typename Values, typename Scores>
+  void Give(Indices& to_indices, Values& to_values, Scores& to_scores) {
+    indices = {"indices", *to_indices}, values = {"values", *to_values}, scores = {"scores", *to_scores};
+  }
+
+  struct Kernels {
+    Launcher* scores = nullptr;
+    Launcher* topk = nullptr;
+  };
+
+  ffi::Error Find(int ordinal, IndexShape* shape, Kernels* kernels) const {
+    if (ffi::Error error = FindScores(ordinal, shape, &kernels->scores); error.failure()) return error;
+    Expectations expect;
+    Expect(shape->b, shape->s_q, &expect);
+    if (expect.error().failure()) return expect.error();
+    shape->topk = indices.dimensions[2], shape->wants_values = values.dimensions[2] != 0;
+    return LookUp("topk", GetDevice(ordinal), TopkChoices{.max_topk = shape->topk}, &kernels->topk);
   }
 
   ffi::Error Initialize(int ordinal) const {
@@ -112,16 +170,8 @@ struct Indexer : Chosen {
     if (shape.b == 0 || shape.s_q == 0) return ffi::Error::Success();
     if (std::string error = CheckIndexShape(shape); !error.empty()) return ffi::Error::InvalidArgument(error);
     const Tiles tiles = kernels.scores->TilesOn(GetDevice(ordinal));
-    const IndexAddresses at{.q = q.data,
-                            .k = k.data,
-                            .weights = weights.data,
-                            .k_scale = k_scale.data,
-                            .table = table.data,
-                            .start = start.data,
-                            .stop = stop.data,
-                            .scores = scores.data,
-                            .indices = indices.data,
-                            .values = values.data};
+    IndexAddresses at = Addresses();
+    at.indices = indices.data, at.values = values.data;
     const int64_t blocks = shape.blocks(), at_a_time = scores.dimensions[0] / shape.queries;
     for (int64_t first = 0; first < blocks; first += at_a_time) {
       const int64_t count = std::min(at_a_time, blocks - first);

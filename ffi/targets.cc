@@ -13,7 +13,7 @@
 namespace dsv4_fmha {
 namespace {
 
-constexpr char kScale[] = "scale", kOp[] = "op", kDirection[] = "direction", kEps[] = "eps";
+constexpr char kScale[] = "scale", kOp[] = "op", kDirection[] = "direction", kEps[] = "eps", kSkip[] = "skip";
 
 using Array = ffi::AnyBuffer;
 using PerQuery = ffi::Buffer<ffi::S32, 2>;
@@ -168,10 +168,22 @@ DenseBackward<true> DenseBwdSharedKv(Array q, Array dout, PerRow lse, PerRow wei
 using PerKey = ffi::Buffer<ffi::F32, 2>;
 using PerQueryHead = ffi::Buffer<ffi::F32, 3>;
 
-Indexer LightningIndexer(Array q, Array k, PerQueryHead weights, PerKey k_scale, PerQuery start, PerQuery stop) {
-  Indexer call;
+template <typename Call>
+Call OverKeys(Array& q, Array& k, PerQueryHead& weights, PerKey& k_scale, PerQuery& start, PerQuery& stop) {
+  Call call;
   call.q = {"q", q}, call.k = {"k", k}, call.weights = {"weights", weights}, call.k_scale = {"k_scale", k_scale};
   call.start = {"start", start}, call.stop = {"stop", stop};
+  return call;
+}
+
+Indexer LightningIndexer(Array q, Array k, PerQueryHead weights, PerKey k_scale, PerQuery start, PerQuery stop) {
+  return OverKeys<Indexer>(q, k, weights, k_scale, start, stop);
+}
+
+AllScores IndexScores(Array q, Array k, PerQueryHead weights, PerKey k_scale, PerQuery start, PerQuery stop,
+                      ffi::Attr<int64_t, kSkip> skip) {
+  AllScores call = OverKeys<AllScores>(q, k, weights, k_scale, start, stop);
+  call.skip = *skip;
   return call;
 }
 
@@ -248,6 +260,7 @@ DSV4_FMHA_TARGET(dense_bwd, DenseBwd)
 DSV4_FMHA_TARGET(dense_bwd_shared_kv, DenseBwdSharedKv)
 DSV4_FMHA_TARGET(lightning_indexer, LightningIndexer)
 DSV4_FMHA_TARGET(paged_lightning_indexer, PagedLightningIndexer)
+DSV4_FMHA_TARGET(index_scores, IndexScores)
 DSV4_FMHA_TARGET(topk, ChooseTopK)
 DSV4_FMHA_TARGET(head_summed_probabilities, Probabilities)
 DSV4_FMHA_TARGET(index_at, IndexScoresAt)

@@ -24,7 +24,7 @@ from ._split_kv import architecture, processors, split_count
 _TARGETS = (
     *("fwd", "fwd_shared_kv", "sparse_fwd", "dsv4_sparse_fwd", "dsv4_dense_fwd", "dsv4_decode"),
     *("bwd", "sparse_bwd", "dsv4_sparse_bwd", "dsv4_dense_bwd", "dense_bwd", "dense_bwd_shared_kv"),
-    *("lightning_indexer", "paged_lightning_indexer", "topk", "index_at", "index_at_bwd"),
+    *("lightning_indexer", "paged_lightning_indexer", "index_scores", "topk", "index_at", "index_at_bwd"),
     *("head_summed_probabilities", "rope", "norm_rope", "norm_rope_bwd"),
 )
 
@@ -431,8 +431,8 @@ def _call_backward(
 # The lightning indexer
 
 
-_WORKSPACE = 2**29
-"""bytes of scores that exist at a time; more only if one block of queries needs them"""
+WORKSPACE = 2**29
+"""bytes of scores that exist at a time, unless a block of queries has more"""
 
 
 def lightning_indexer(
@@ -497,12 +497,10 @@ def paged_lightning_indexer(
 def _chosen(q: jax.Array, s_c: Any, paged: bool, topk: int, return_scores: bool) -> tuple[jax.ShapeDtypeStruct, ...]:
     """The results of an indexer's call, and its workspace of scores."""
     b, s_q, h, _ = q.shape
-    queries, tile = 1, 1  # without a kernel the call raises when it runs
-    for v in variants_for("index_scores", heads=h, dtype=q.dtype.name, paged=paged):
-        queries, tile = v.tile_m // h, v.tile_n
+    queries, tile = _score_block(h, q.dtype, paged)
     stride, blocks = -(-s_c // tile) * tile, 256
     if isinstance(s_c, int):
-        blocks = max(1, _WORKSPACE // (4 * stride * queries))
+        blocks = max(1, WORKSPACE // (4 * stride * queries))
     if isinstance(b, int) and isinstance(s_q, int):
         wanted = b * -(-s_q // queries)
         blocks = -(-wanted // -(-wanted // blocks))  # the same number of queries each time
@@ -511,6 +509,36 @@ def _chosen(q: jax.Array, s_c: Any, paged: bool, topk: int, return_scores: bool)
         jax.ShapeDtypeStruct((b, s_q, topk if return_scores else 0), jnp.float32),
         jax.ShapeDtypeStruct((blocks * queries, stride), jnp.float32),
     )
+
+
+def _score_block(h: int, dtype: Any, paged: bool) -> tuple[int, int]:
+    """The queries that a CTA scores at a time, and the entries; without a kernel the call says so when it runs."""
+    for v in variants_for("index_scores", heads=h, dtype=dtype.name, paged=paged):
+        return v.tile_m // h, v.tile_n
+    return 1, 1
+
+
+def index_scores(
+    q: jax.Array,
+    weights: jax.Array,
+    k: jax.Array,
+    k_scale: jax.Array,
+    start: jax.Array,
+    stop: jax.Array,
+    *,
+    skip: int,
+) -> jax.Array:
+    """The scores that `lightning_indexer` chooses by: float32 `[b, s_q, s]`, s_c made up to whole tiles of 128.
+
+    What a query does not see has a score of any kind; of a query that sees `skip` entries or fewer, skip >= 1, all do.
+    """
+    b, s_q, h, _ = q.shape
+    queries, tile = _score_block(h, q.dtype, False)
+    rows, stride = -(-s_q // queries) * queries, -(-k.shape[1] // tile) * tile
+    result = jax.ShapeDtypeStruct((b * rows, stride), jnp.float32)
+    call = jax.ffi.ffi_call("dsv4_fmha_index_scores", result)
+    scores: jax.Array = call(q, k, weights, k_scale, start, stop, skip=np.int64(skip))
+    return scores.reshape(b, rows, stride)[:, :s_q]
 
 
 def topk(

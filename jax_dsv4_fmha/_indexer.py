@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import _check, _ffi, _indexer_reference
+from . import _check, _ffi, _indexer_reference, _two_levels
 from ._cache import Cache
+from ._indexer_reference import denominator
 from ._packed import quantize_rows
-from ._probabilities import denominator, head_summed_probabilities
+from ._probabilities import head_summed_probabilities
 from ._span import Span, shown_by_all
 from ._transforms import ONE_OR_B, Arrays, Axes, Call, Fit, Op, _once, choose, forward, in_reverse
 
@@ -61,8 +62,9 @@ def lightning_indexer(
       lengths: int32 `[b]`, the number of entries.
       span: the entries that a query may see, for example those of its own segment in packed sequences.
       k_scale: float32 `[b, s_c]`, not negative; with float8_e4m3fn, and only then. A cache has its own.
-      blocks: int32 `[b, s_q, n]`, as `indexer_blocks` returns them: only entries in these blocks of `block` entries are
-        chosen; a number that is no block is absent. Only where k is an array.
+      blocks: int32 `[b, s_q, n]`, as `indexer_blocks` returns them, ascending and none twice: only entries in these
+        blocks of `block` entries are chosen; one that is no block, -1 at the end, is absent. With keys that are an
+        array; kernels compute scores of these entries alone, those of float8_e4m3fn in bfloat16, which holds them.
       return_scores: whether the scores at the indices are returned too.
       implementation: None takes the kernel where there is one, else the reference; "cubin" or "reference" insist.
 
@@ -91,17 +93,16 @@ def lightning_indexer(
         if keys.paged:
             raise _check.error(ValueError, op, "blocks", blocks, "None with a Cache: take() its keys")
         blocks = _check.operand(op, "blocks", blocks, "b s_q n", dims, _check.INT)
-        if implementation == "cubin":
-            raise _check.not_built(op, "implementation", "'cubin' with blocks", "None or 'reference'")
-        call = Call(_CHOOSE_WITHIN, "never", (("topk", topk), ("block", _check.positive(op, "block", block))))
+        block = _check.positive(op, "block", block)
+        of_scores = "bfloat16" if q.dtype == E4M3 else q.dtype.name
+        archs = _built_for_both("index_at", topk, dims, heads=dims["h"], dtype=of_scores)
+        call = _call(op, _CHOOSE_WITHIN, implementation, archs, q, dims, topk=topk, block=block)
         results = forward(call, *map(lax.stop_gradient, (q, weights, *keys.operands)), blocks, start, stop)
         return results if return_scores else results[0]
-    when, fit = "never", None
-    if implementation != "reference":
-        got = ", ".join([f"{q.dtype.name}, h={dims['h']}, d={dims['d']}, topk={topk}", *keys.words])
-        archs = _built_for(keys, dims["h"], dims["d"], q.dtype.name, topk)
-        when, fit = choose(op, implementation, archs, got), Fit(got, op, archs)
-    call = Call(keys.choose_and_score if return_scores else keys.choose, when, (("topk", topk),), fit)
+    of_keys = {"heads": dims["h"], "dtype": q.dtype.name, "paged": keys.paged}
+    archs = _built_for_both("index_scores", topk, dims, **of_keys) if keys.fits else ()
+    choose = keys.choose_and_score if return_scores else keys.choose
+    call = _call(op, choose, implementation, archs, q, dims, *keys.words, topk=topk)
     results = forward(call, *map(lax.stop_gradient, (q, weights, *keys.operands)), start, stop)
     return results if return_scores else results[0]
 
@@ -118,6 +119,7 @@ def indexer_blocks(
     lengths: jax.Array | None = None,
     span: Span | None = None,
     k_scale: jax.Array | None = None,
+    implementation: _check.Implementation | None = None,
 ) -> jax.Array:
     """The first of two levels of choice: blocks of entries that later indexers choose within (DeepSeek-V4.1).
 
@@ -128,13 +130,15 @@ def indexer_blocks(
     Args:
       q, k, weights, ratio, q_offset, lengths, span, k_scale: as in `lightning_indexer`; no `Cache`.
       count: an int >= 1: how many blocks to choose; DeepSeek-V4.1 takes 2048.
-      block: an int >= 1.
+      block: an int >= 1; kernels take powers of two up to 32.
+      implementation: None: the kernels where there are some, else the reference; "cubin" or "reference" insist.
 
     Returns:
       int32 `[b, s_q, count]`, ascending, then -1 where a query sees fewer blocks.
 
     Raises:
       ValueError, TypeError: operands that differ from the above.
+      NotImplementedError: "cubin", and it is not built for these operands.
     """
     op = "indexer_blocks"
     dims: dict[str, Any] = {}
@@ -144,8 +148,11 @@ def indexer_blocks(
     if isinstance(k, Cache):
         raise _check.error(TypeError, op, "k", "a Cache", "an array: take() its keys")
     keys = _keys(op, k, k_scale, q.dtype, dims)
+    _check.implementation(op, implementation)
     start, stop = _visible(op, dims, ratio, q_offset, lengths, span)
-    call = Call(_BLOCKS, "never", (("count", count), ("block", block)))
+    archs = _built_for_both("index_scores", count - 1, dims, heads=dims["h"], dtype=q.dtype.name, paged=False)
+    archs = archs if block in _two_levels.BLOCKS else ()
+    call = _call(op, _BLOCKS, implementation, archs, q, dims, f"blocks of {block}", count=count, block=block)
     (blocks,) = forward(call, *map(lax.stop_gradient, (q, weights, *keys.operands)), start, stop)
     return blocks
 
@@ -367,12 +374,31 @@ _GRADIENTS = tuple(Axes(f"d{name}", axes) for name, axes in _TRAINED)
 _SCORES_THERE = Axes("scores", "b s_q topk")
 
 
-def _built_for(keys: _Keys, h: Any, d: Any, dtype: str, topk: int) -> tuple[str, ...]:
-    """The architectures whose kernels both score such operands and choose that many."""
-    if d != _D or not keys.fits:
+def _built_for_both(scores: str, topk: int, dims: dict[str, Any], **choices: Any) -> tuple[str, ...]:
+    """The architectures that have a kernel of `scores` with these choices, and one that chooses so many."""
+    if dims["d"] != _D:
         return ()
     chooses = {v.arch for v in _ffi.variants_for("topk") if topk <= v.choices["max_topk"]}
-    return tuple(a for a in _ffi.built_for("index_scores", heads=h, dtype=dtype, paged=keys.paged) if a in chooses)
+    return tuple(arch for arch in _ffi.built_for(scores, **choices) if arch in chooses)
+
+
+def _call(
+    op: str,
+    of: Op,
+    implementation: _check.Implementation | None,
+    archs: tuple[str, ...],
+    q: jax.Array,
+    dims: dict[str, Any],
+    *words: str,
+    **params: int,
+) -> Call:
+    """Of an op that chooses, whose kernels are built for these architectures; words are for errors."""
+    when, fit = "never", None
+    if implementation != "reference":
+        sizes = [f"{name}={params[name]}" for name in ("topk", "count") if name in params]
+        got = ", ".join([f"{q.dtype.name}, h={dims['h']}, d={dims['d']}", *sizes, *words])
+        when, fit = choose(op, implementation, archs, got), Fit(got, op, archs)
+    return Call(of, when, tuple(params.items()), fit)
 
 
 _D = 128  # of a kernel
@@ -407,9 +433,14 @@ _CHOOSE_WITHIN = Op(
     (*_OF_KEYS, Axes("blocks", "b s_q n"), *_SPAN),
     (_INDICES, _SCORES_THERE),
     _indexer_reference.select_within,
+    _two_levels.choose_within,
 )
 _BLOCKS = Op(
-    "indexer_blocks", (*_OF_KEYS, *_SPAN), (Axes("blocks", "b s_q count"),), _indexer_reference.greatest_blocks
+    "indexer_blocks",
+    (*_OF_KEYS, *_SPAN),
+    (Axes("blocks", "b s_q count"),),
+    _indexer_reference.greatest_blocks,
+    _two_levels.greatest_blocks,
 )
 _OF_PAGES = {
     packed: _choosing(

@@ -58,6 +58,21 @@ def indexer_blocks(
     return blocks
 
 
+def indexer_loss(
+    q: jax.Array, k: jax.Array, weights: jax.Array, attention_q: jax.Array, kv: jax.Array, lse: jax.Array, *,
+    indices: jax.Array | None = None, sink: jax.Array | None = None, scale: float | None = None, **seen: Any,
+) -> jax.Array:  # fmt: skip
+    """`jax_dsv4_fmha.indexer_loss`; JAX differentiates it, for which it keeps what a block of queries computes."""
+    attention_q, kv, lse = map(lax.stop_gradient, (attention_q, kv, denominator(lse, sink)))
+    scale = attention_q.shape[-1] ** -0.5 if scale is None else scale
+    if indices is None:
+        (loss,) = dense_loss(q, k, weights, attention_q, kv, lse, *_bounds(q, k, **seen), scale=scale)
+        return loss
+    (target,) = attention_at(attention_q, kv, lse, indices, scale=scale)
+    (scores,) = scores_at(q, k, weights, indices)
+    return divergence(scores, target, (indices >= 0) & (indices < k.shape[1]))
+
+
 def _bounds(
     q: jax.Array, k: jax.Array, *, ratio: int | None = None, q_offset: Any = 0, lengths: Any = None, span: Any = None
 ) -> Arrays:
@@ -387,6 +402,13 @@ def _log_softmax(scores: jax.Array, there: jax.Array) -> jax.Array:
     shifted = jnp.where(there, scores - jnp.where(there.any(-1, keepdims=True), top, 0), -_INF)
     total = jnp.sum(jnp.exp(shifted), -1, keepdims=True)
     return jnp.where(there, shifted - jnp.log(jnp.where(total > 0, total, 1)), 0)
+
+
+def denominator(lse: jax.Array, sink: jax.Array | None) -> jax.Array:
+    """logaddexp(lse, sink); ±inf where a head saw no key, or nothing but its sink."""
+    if sink is None:
+        return lse
+    return jnp.where(lse == -jnp.inf, jnp.inf, jnp.logaddexp(lse, sink[None, None]))
 
 
 def _probabilities(logits: jax.Array, lse: jax.Array, scale: float) -> jax.Array:

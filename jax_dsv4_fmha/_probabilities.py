@@ -60,16 +60,9 @@ def head_summed_probabilities(
     if implementation != "reference":
         got, archs = f"{q.dtype.name}, d={dims['d']}", _ffi.built_for(op, d=dims["d"], dtype=q.dtype.name)
         when, fit = choose(op, implementation, archs, got), Fit(got, op, archs)
-    operands = map(lax.stop_gradient, (q, kv, denominator(lse, sink), indices))
+    operands = map(lax.stop_gradient, (q, kv, _indexer_reference.denominator(lse, sink), indices))
     (p,) = forward(Call(_PROBABILITIES, when, (("scale", scale),), fit), *operands)
     return p
-
-
-def denominator(lse: jax.Array, sink: jax.Array | None) -> jax.Array:
-    """logaddexp(lse, sink); ±inf where a head saw no key, or nothing except its sink."""
-    if sink is None:
-        return lse
-    return jnp.where(lse == -jnp.inf, jnp.inf, jnp.logaddexp(lse, sink[None, None]))
 
 
 def _kernel(*operands: jax.Array, scale: float) -> Arrays:

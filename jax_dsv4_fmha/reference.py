@@ -22,7 +22,7 @@ from jax import lax
 
 from ._cache import Cache
 from ._ends import finite, logsumexp, sigmoid
-from ._indexer_reference import indexer_blocks, indexer_scores, lightning_indexer
+from ._indexer_reference import indexer_blocks, indexer_loss, indexer_scores, lightning_indexer
 from ._packed import dequantize_cache
 from ._span import Span
 
@@ -31,6 +31,7 @@ __all__ = [
     "dsv4_decode",
     "fmha",
     "indexer_blocks",
+    "indexer_loss",
     "indexer_scores",
     "lightning_indexer",
     "merge",

@@ -243,11 +243,15 @@ class TestBench:
         c = row.case
         flops, moved = bench.work(c)
         if c.op == "topk":
-            assert flops == 0 and moved == 4 * c.s_q * (c.s_c + c.topk)
+            assert flops == 0 and moved == 4 * c.b * c.s_q * (c.s_c + c.topk)
             return
-        entries = c.s_c / 2 if c.ratio else c.s_c  # key tiles of a triangle, and some that are not whole
-        assert flops == pytest.approx(2 * 128 * 64 * c.b * c.s_q * entries, rel=1e-3)
-        assert moved > 128 * 64 * c.s_q * jnp.dtype(c.dtype).itemsize
+        entries = c.s_c / 2 if c.ratio else c.s_c  # of a triangle, and some that are not whole
+        if c.op == "attended":
+            entries += 2 * 512 / 128 * (128 + c.topk)
+        if c.op in ("indexer_scores", "within"):
+            entries = 4 * c.topk if c.op == "indexer_scores" else 2048 * 8
+        assert flops == pytest.approx(2 * 128 * c.h_q * c.b * c.s_q * entries, rel=1e-3)
+        assert moved > 128 * c.h_q * c.s_q * jnp.dtype(c.dtype).itemsize
 
     @pytest.mark.parametrize(
         "row", [r for r in bench.ROWS if r.suite not in ("indexer", "layer")], ids=lambda row: row.name

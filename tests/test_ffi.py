@@ -83,6 +83,7 @@ def test_every_op_has_a_function_and_a_target():
     chosen = (
         _ffi.lightning_indexer,
         _ffi.paged_lightning_indexer,
+        _ffi.index_scores,
         _ffi.topk,
         _ffi.head_summed_probabilities,
         _ffi.index_at,

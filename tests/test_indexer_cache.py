@@ -1,6 +1,9 @@
 """The lightning indexer over caches gives the same as over contiguous keys."""
 
+import os
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -198,3 +201,35 @@ def test_kernel(cuda, h, dtype, page, s_q, n, topk):
         got, want = lightning_indexer(q, cache, weights, **how), lightning_indexer(q, k, weights, **how, **k_scale)
         for x, y in zip(got, want, strict=True):
             np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.gpu
+def test_kernel_under_cuda_graphs(cuda):
+    """In a process of its own, where all that may go into a command buffer does: what plain launches choose, of caches
+    that moved in memory too."""
+    code = """
+import jax, jax.numpy as jnp, numpy as np
+from tests import test_indexer_cache as t
+for dtype in ("bfloat16", "float8_e4m3fn"):
+    q, k, weights = t.normal(0, 3, 2, 64, 128), t.normal(1, 3, 9600, 128), t.normal(2, 3, 2, 64)
+    cache = t.filled(k if dtype == "float8_e4m3fn" else k.astype(dtype), *{
+        "float8_e4m3fn": ("paged packed", 64)}.get(dtype, ("paged", 64)))
+    if dtype == "float8_e4m3fn":
+        q, _, weights, _ = t.quantize_indexer(q, None, weights)
+    lengths = jnp.array([9600, 4800, 3], jnp.int32)
+    x = q.astype(dtype), cache, weights, lengths
+    def f(q, cache, weights, lengths):
+        how = {"topk": 512, "ratio": 1, "q_offset": lengths - 2, "implementation": "cubin"}
+        return t.lightning_indexer(q, cache, weights, **how) + 0
+    alone = jax.jit(f).lower(*x).compile(compiler_options={"xla_gpu_enable_command_buffer": ""})
+    graph = jax.jit(f)
+    assert (np.asarray(graph(*x)) >= 0).any()
+    for i in range(4):
+        y = jax.tree.map(jnp.copy, (x[0][:, :, ::-1] if i % 2 else x[0], *x[1:]))
+        np.testing.assert_array_equal(graph(*y), alone(*y))
+"""
+    flags = "--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUSTOM_CALL --xla_gpu_graph_min_graph_size=1"
+    here = os.path.dirname(__file__)
+    path = os.pathsep.join([os.path.dirname(here), here, os.getcwd()])
+    env = {**os.environ, "XLA_FLAGS": flags, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONPATH": path}
+    subprocess.run([sys.executable, "-c", code], check=True, env=env)

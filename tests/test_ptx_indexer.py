@@ -179,14 +179,18 @@ def nan_first(text):
     return edits.replace(text, r"selp\.b32 (%r\d+), 1, s, p; }", lambda m: f"mov.b32 {m[1]}, s; }}")
 
 
-def window_forgotten(text):
-    """Entries above the bucket that was found count again."""
-    return edits.replace(text, r"setp\.gt\.u32\s+(%p\d+), (%r\d+), (%r\d+);", lambda m: m[0], slice(0, 1))
+def later_ties_first(text):
+    """Of equal scores that a warp looks at together, those to the right count as the ones before."""
+    pattern = r"(vote\.sync\.ballot\.b32\s+%r\d+, %p\d+, -1;\s+vote\.sync\.ballot\.b32\s+(%r\d+), %p\d+, -1;\s+)"
+    pattern += r"and\.b32\s+(%r\d+), \2, (%r\d+);"
+    above = "{{ .reg .b32 m; shl.b32 m, {0}, 1; or.b32 m, m, 1; not.b32 m, m; and.b32 {1}, {2}, m; }}"
+    return edits.replace(text, pattern, lambda m: m[1] + above.format(m[4], m[3], m[2]), slice(None))
 
 
 CHOICE_FAULTS = {
     "an entry past the visible one": (past_the_last, r"entries that it does not see"),
-    "a tie broken the other way": (minus_zero, "of equal scores a higher entry was chosen"),
+    "a tie broken the other way": (later_ties_first, "of equal scores a higher entry was chosen"),
+    "-0 is less than 0": (minus_zero, "of equal scores a higher entry was chosen"),
     "NaN wins": (nan_first, "an entry with a lesser score|of equal scores"),
 }
 
@@ -195,11 +199,11 @@ CHOICE_FAULTS = {
 def test_fault_of_choice(name):
     edit, says = CHOICE_FAULTS[name]
     scores, start, stop = rows(640)
-    scores[np.arange(len(scores))[:-1], np.minimum(stop[0, :-1], 639)] = 1e38  # an unseen entry would be chosen
-    judge_choice(choose(scores, start, stop, 33), start, stop)
+    scores[np.arange(len(scores))[:-1], np.minimum(stop[0, :-1], 639)] = 1e38  # what is not seen would be chosen
+    judge_choice(choose(scores, start, stop, 21), start, stop)
     for seed in SEEDS:
         with pytest.raises(Wrong, match=says):
-            judge_choice(choose(scores, start, stop, 33, edit=edit, seed=seed), start, stop)
+            judge_choice(choose(scores, start, stop, 21, edit=edit, seed=seed), start, stop)
 
 
 def test_a_buckets_count_lost():

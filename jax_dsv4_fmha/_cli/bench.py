@@ -144,7 +144,19 @@ ROWS = (
     *(Row("indexer", bench_indexer.prompt(s_c, "bfloat16"), ("xla",)) for s_c in (8192, 16384)),
     *(Row("indexer", bench_indexer.step(t)) for t in ("float8_e4m3fn", "bfloat16")),
     *(Row("indexer", bench_indexer.choice(s_c, k), ("xla",)) for k in (512, 1024) for s_c in (8192, 16384)),
-    *(Row("indexer", bench_indexer.prompt(8192, t, 512, 32768, 4)) for t in ("float8_e4m3fn", "bfloat16")),
+    Row("indexer", bench_indexer.choice(16384, 512, 64, 2), ("xla",)),
+    *(
+        Row("indexer", bench_indexer.prompt(8192, t, 512, 32768, ratio))
+        for t in ("float8_e4m3fn", "bfloat16")
+        for ratio in (4, 0)
+    ),
+    *(
+        Row("indexer", bench_indexer.prompt(65536, t, topk, h=32, op=op))
+        for t in ("float8_e4m3fn", "bfloat16")
+        for op, topk in (("lightning_indexer", 512), ("indexer_blocks", 2048), ("within", 512))
+    ),
+    Row("indexer", bench_indexer.prompt(8192, "bfloat16", op="indexer_scores"), ("xla",)),
+    *(Row("indexer", bench_indexer.prompt(s_c, "bfloat16", op="attended"), ("xla",)) for s_c in (8192, 16384)),
     *(Row("layer", case) for case in bench_layer.cases()),
 )
 

@@ -1,7 +1,10 @@
-"""The indexer suite of `bench`: scores and top-k for a prompt, and for a step of generation over pages, top-k of given
-scores, and XLA's way for a prompt.
-"""
+"""The indexer suite of `bench`: scores and top-k of a prompt, and of a step of generation over pages, top-k of given
+scores, scores at given entries with their gradients, the choice in two levels, a choice and the attention to what was
+chosen, and XLA's way to each."""
 
+import functools
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -10,18 +13,23 @@ from jax import lax
 
 from .. import _ffi
 from .._cache import Cache
-from .._indexer import E4M3, lightning_indexer, quantize_indexer
+from .._dsv4 import dsv4_attention
+from .._indexer import E4M3, indexer_blocks, indexer_scores, lightning_indexer, quantize_indexer
 from .._packed import quantize_cache
 from .._testing.cases import Case
 
-OPS = ("lightning_indexer", "topk")
+OPS = ("lightning_indexer", "topk", "indexer_scores", "indexer_blocks", "within", "attended")
 _D = 128
 _AT_A_TIME = 256  # queries that XLA scores at a time
+_BLOCK, _CANDIDATES = 8, 2048  # of DeepSeek-V4.1's choice in two levels
+_WINDOW, _ATTENTION_D = 128, 512  # of the attention to what is chosen
 
 
-def prompt(s_c: int, dtype: str, topk: int = 512, s_q: int = 4096, ratio: int = 0) -> Case:
-    """All queries see all entries, or with a ratio the past ones."""
-    return Case("lightning_indexer", 1, s_q, 0, 64, 1, _D, dtype, ratio=ratio, topk=topk, s_c=s_c)
+def prompt(
+    s_c: int, dtype: str, topk: int = 512, s_q: int = 4096, ratio: int = 0, h: int = 64, op: str = OPS[0]
+) -> Case:
+    """All entries are visible to all queries, or with a ratio what is past."""
+    return Case(op, 1, s_q, 0, h, 1, _D, dtype, ratio=ratio, topk=topk, s_c=s_c)
 
 
 def step(dtype: str, b: int = 64, s_q: int = 2, s_c: int = 16384) -> Case:
@@ -29,15 +37,21 @@ def step(dtype: str, b: int = 64, s_q: int = 2, s_c: int = 16384) -> Case:
     return Case("lightning_indexer", b, s_q, 0, 64, 1, _D, dtype, topk=512, s_c=s_c, decode=True, page=64)
 
 
-def choice(s_c: int, topk: int) -> Case:
-    """A row of top-k alone, from given scores."""
-    return Case("topk", 1, 4096, 0, 1, 1, 1, "float32", topk=topk, s_c=s_c)
+def choice(s_c: int, topk: int, b: int = 1, s_q: int = 4096) -> Case:
+    """A row of top-k alone, of scores that are there."""
+    return Case("topk", b, s_q, 0, 1, 1, 1, "float32", topk=topk, s_c=s_c)
 
 
 def name(c: Case) -> str:
     what = "given scores" if c.op == "topk" else f"{c.dtype} h{c.h_q}"
     of = f"{c.s_c}{f' of ratio {c.ratio}' if c.ratio else ''}{' in pages' if c.page else ''}"
-    return f"top-k {c.topk} of {of}, {what}, b{c.b} s{c.s_q}"
+    chosen = {
+        "indexer_scores": f"scores at {c.topk} of {of} and their gradients",
+        "indexer_blocks": f"{c.topk} blocks of {_BLOCK} of {of}",
+        "within": f"top-k {c.topk} within {_CANDIDATES} blocks of {_BLOCK} of {of}",
+        "attended": f"top-k {c.topk} of {of}, and attention to a window of {_WINDOW} and these",
+    }
+    return f"{chosen.get(c.op, f'top-k {c.topk} of {of}')}, {what}, b{c.b} s{c.s_q}"
 
 
 def work(c: Case) -> tuple[float, float]:
@@ -45,6 +59,15 @@ def work(c: Case) -> tuple[float, float]:
     rows, chosen = c.b * c.s_q, 4.0 * c.b * c.s_q * c.topk
     if c.op == "topk":
         return 0.0, 4.0 * rows * c.s_c + chosen
+    if c.op == "indexer_scores":  # that of scores, those of dq, dk and dweights' scores again
+        return 4 * 2.0 * _D * c.h_q * rows * c.topk, 2.0 * _D * (3 * rows * c.h_q + 4 * c.b * c.s_c) + 3 * chosen
+    if c.op == "within":
+        size = _CANDIDATES * _BLOCK
+        return 2.0 * _D * c.h_q * rows * size, rows * (2.0 * c.h_q * _D + 4 * _CANDIDATES) + chosen
+    if c.op == "attended":
+        flops, moved = work(replace(c, op=OPS[0]))
+        read = rows * c.h_q * 2 + c.b * (c.s_q + _WINDOW - 1 + c.s_c)  # rows of queries and o, and of keys
+        return flops + 4.0 * _ATTENTION_D * c.h_q * rows * (c.topk + _WINDOW), moved + 2.0 * _ATTENTION_D * read
     seen = sum(min((t + 1) // c.ratio, c.s_c) for t in range(c.s_q)) if c.ratio else c.s_q * c.s_c
     size = jnp.dtype(c.dtype).itemsize
     scales = 4.0 * c.b * c.s_c * (size == 1)
@@ -60,9 +83,29 @@ def operands(c: Case, key: jax.Array) -> dict[str, Any]:
     weights = jax.random.normal(keys[2], (c.b, c.s_q, c.h_q)) * (_D * c.h_q) ** -0.5
     if c.page:
         return {"k": _cache(c, k), **dict(zip(("q", "weights"), _of_step(c, q, weights), strict=True))}
+    x: dict[str, Any] = {"q": q, "k": k, "weights": weights}
     if jnp.dtype(c.dtype) == E4M3:
-        return dict(zip(("q", "k", "weights", "k_scale"), quantize_indexer(q, k, weights), strict=True))
-    return {"q": q, "k": k, "weights": weights}
+        x = dict(zip((*x, "k_scale"), quantize_indexer(q, k, weights), strict=True))
+    if c.op == "indexer_scores":
+        x |= {"indices": _some(c, keys[0], c.topk, c.s_c), "cotangent": jax.random.normal(key, (c.b, c.s_q, c.topk))}
+    if c.op == "within":
+        x |= {"blocks": _some(c, keys[0], _CANDIDATES, c.s_c // _BLOCK)}
+    if c.op == "attended":
+        shapes = {"attention_q": (c.s_q, c.h_q), "window_kv": (c.s_q + _WINDOW - 1,), "compressed_kv": (c.s_c,)}
+        for (what, shape), its in zip(shapes.items(), jax.random.split(key, 3), strict=True):
+            x[what] = jax.random.normal(its, (c.b, *shape, _ATTENTION_D), jnp.bfloat16)
+        x["sink"] = jnp.linspace(-1, 1, c.h_q, dtype=jnp.float32)
+    return x
+
+
+def _some(c: Case, key: jax.Array, count: int, of: int) -> jax.Array:
+    """int32 `[b, s_q, count]`: for every query others, ascending."""
+
+    def row(key: jax.Array) -> jax.Array:
+        return jnp.sort(jnp.argsort(jax.random.bits(key, (of,)))[:count]).astype(jnp.int32)
+
+    rows = lax.map(row, jax.random.split(key, c.b * c.s_q), batch_size=256)
+    return rows.reshape(c.b, c.s_q, count)
 
 
 def _of_step(c: Case, q: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -88,24 +131,78 @@ def call(c: Case, **operands: Any) -> Any:
     if c.op == "topk":
         start = jnp.zeros((c.b, c.s_q), jnp.int32)
         return _ffi.topk(operands["scores"], start, start + c.s_c, topk=c.topk)[0]
+    if c.op == "indexer_scores":
+        return _there_and_back(functools.partial(indexer_scores, implementation="cubin"), **operands)
+    if c.op == "attended":
+        names = ("attention_q", "window_kv", "compressed_kv", "sink")
+        q, window_kv, compressed_kv, sink = (operands.pop(name) for name in names)
+        indices = call(replace(c, op=OPS[0]), **operands)
+        how: dict[str, Any] = {"ratio": _RATIO, "window": _WINDOW, "implementation": "cubin", "method": "fused"}
+        return dsv4_attention(q, window_kv, compressed_kv, indices=indices, sink=sink, **_at_the_end(c), **how)
     visible: dict[str, Any] = {"ratio": c.ratio} if c.ratio else {"ratio": 1, "q_offset": c.s_c}
-    return lightning_indexer(**operands, **visible, topk=c.topk, implementation="cubin")
+    visible["implementation"] = "cubin"
+    if c.op == "indexer_blocks":
+        return indexer_blocks(**operands, **visible, count=c.topk, block=_BLOCK)
+    return lightning_indexer(**operands, **visible, topk=c.topk, block=_BLOCK)
+
+
+def _there_and_back(f: Callable[..., jax.Array], *, indices: jax.Array, cotangent: jax.Array, **x: jax.Array) -> Any:
+    scores, back = jax.vjp(lambda q, k, weights: f(q, k, weights, indices), x["q"], x["k"], x["weights"])
+    return scores, back(cotangent)
+
+
+_RATIO = 4
+
+
+def _at_the_end(c: Case) -> dict[str, Any]:
+    """Where the queries and the window's first key are, so that all entries are visible."""
+    return {"q_offset": c.s_c * _RATIO, "kv_offset": c.s_c * _RATIO - (_WINDOW - 1)}
 
 
 def xla(c: Case, **operands: Any) -> Any:
     """The usual way in jnp: products, ReLU and the sum in blocks of queries, then lax.top_k."""
     if c.op == "topk":
         return lax.top_k(operands["scores"], c.topk)[1]
+    if c.op == "indexer_scores":
+        return _there_and_back(_xla_scores, **operands)
     k = operands["k"][0]
 
     def block(rows: Any) -> Any:
-        q, weights, position = rows
+        q, weights, position, *attended = rows
         products = jnp.einsum("nhd,sd->nhs", q, k, preferred_element_type=jnp.float32)
         scores = jnp.einsum("nhs,nh->ns", jax.nn.relu(products), weights)
         if c.ratio:
             scores = jnp.where(jnp.arange(c.s_c) < ((position + 1) // c.ratio)[:, None], scores, -jnp.inf)
-        return lax.top_k(scores, c.topk)[1]
+        indices = lax.top_k(scores, c.topk)[1]
+        return _xla_attention(indices, position, *attended, *keys) if attended else indices
 
-    rows = (operands["q"][0], operands["weights"][0], jnp.arange(c.s_q, dtype=jnp.int32))
-    blocks = [x.reshape(-1, _AT_A_TIME, *x.shape[1:]) for x in rows]
-    return lax.map(block, tuple(blocks)).reshape(1, c.s_q, c.topk)
+    rows = [operands["q"][0], operands["weights"][0], jnp.arange(c.s_q, dtype=jnp.int32)]
+    keys = [operands[name] for name in ("window_kv", "compressed_kv", "sink") if name in operands]
+    if c.op == "attended":
+        rows.append(operands["attention_q"][0])
+    blocks = tuple(x.reshape(-1, _AT_A_TIME, *x.shape[1:]) for x in rows)
+    results = lax.map(block, blocks)
+    return results.reshape(1, c.s_q, *results.shape[2:])
+
+
+def _xla_scores(q: jax.Array, k: jax.Array, weights: jax.Array, indices: jax.Array) -> jax.Array:
+    keys = jax.vmap(lambda k, i: k[i])(k, indices)
+    products = jnp.einsum("bnhd,bntd->bnht", q, keys, preferred_element_type=jnp.float32)
+    return jnp.einsum("bnht,bnh->bnt", jax.nn.relu(products), weights)
+
+
+def _xla_attention(
+    indices: jax.Array,
+    position: jax.Array,
+    q: jax.Array,
+    window_kv: jax.Array,
+    compressed_kv: jax.Array,
+    sink: jax.Array,
+) -> jax.Array:
+    """o `[n, h, d]` of a block of queries, each with a softmax over its window, the entries and a sink."""
+    near = window_kv[0][position[:, None] + jnp.arange(_WINDOW)]
+    keys = jnp.concatenate([near, compressed_kv[0][indices]], 1)
+    logits = jnp.einsum("nhd,ntd->nht", q, keys, preferred_element_type=jnp.float32) * _ATTENTION_D**-0.5
+    sinks = jnp.broadcast_to(sink[:, None], (*logits.shape[:2], 1))
+    p = jax.nn.softmax(jnp.concatenate([logits, sinks], -1))[..., :-1]
+    return jnp.einsum("nht,ntd->nhd", p.astype(q.dtype), keys, preferred_element_type=jnp.float32).astype(q.dtype)

@@ -8,12 +8,13 @@ import numpy as np
 
 from .. import _indexer_reference
 from .._cache import Cache
-from .._indexer import E4M3, indexer_scores, lightning_indexer, quantize_indexer
+from .._indexer import E4M3, indexer_blocks, indexer_scores, lightning_indexer, quantize_indexer
 from .._packed import quantize_cache
 from .cases import Case
 
-OPS = ("lightning_indexer", "indexer_scores")
+OPS = ("lightning_indexer", "indexer_scores", "indexer_blocks")
 _D = 128
+_BLOCK, _BLOCKS = 8, 12  # of a choice in two levels
 _LIMITS = {"scores": 1e-5, "dq": 6e-3, "dk": 6e-3, "dweights": 1e-4}
 """The error that kernels may have, relative to the norm of the right result; gradients round their operands to 16
 bits.
@@ -32,6 +33,7 @@ def _table() -> tuple[Case, ...]:
         _case(choose, 5, 9000, 2048),
         *(_case(choose, s_q, 640, 64, dtype=t, page=64) for s_q in (2, 8) for t in ("bfloat16", "float16", fp8)),
         _case(choose, 3, 320, 700, h_q=16, dtype=fp8, page=32),
+        *(_case("indexer_blocks", 9, 300, 40, h_q=32, dtype=t) for t in ("bfloat16", fp8)),
         *(_case(at, 9, 90, 130, h_q=h, dtype=t) for h in (16, 32, 64) for t in ("bfloat16", "float16")),
     )
 
@@ -79,9 +81,32 @@ def _chosen(c: Case, x: dict[str, Any], implementation: Any) -> tuple[np.ndarray
         keys, k_scale = Cache(where, pages.reshape(c.b, -1), "index_fp8"), None
     indices, scores = lightning_indexer(
         x["q"], keys, x["weights"], topk=c.topk, ratio=c.ratio or 1, q_offset=jnp.asarray(position(c), jnp.int32),
-        k_scale=k_scale, return_scores=True, implementation=implementation,
+        k_scale=k_scale, blocks=x.get("blocks"), block=_BLOCK, return_scores=True, implementation=implementation,
     )  # fmt: skip
     return np.asarray(indices), np.asarray(scores)
+
+
+def _blocks(c: Case, x: dict[str, Any], implementation: Any) -> np.ndarray[Any, Any]:
+    blocks = indexer_blocks(
+        x["q"], x["k"], x["weights"], count=_BLOCKS, block=_BLOCK, ratio=c.ratio or 1, k_scale=x["k_scale"],
+        q_offset=jnp.asarray(position(c), jnp.int32), implementation=implementation,
+    )  # fmt: skip
+    return np.asarray(blocks)
+
+
+def _complaints_of_blocks(blocks: Any, seen: Any, scores: Any, limit: float) -> list[str]:
+    wrong = []
+    for n, i in np.ndindex(*blocks.shape[:2]):
+        row = np.where(seen[n, i], scores[n, i], -np.inf)
+        greatest = np.pad(row, (0, -len(row) % _BLOCK), constant_values=-np.inf).reshape(-1, _BLOCK).max(1)
+        there = int(np.isfinite(greatest).sum())
+        greatest[max(there - 1, 0)] = np.inf  # the newest
+        chosen, count = blocks[n, i][blocks[n, i] >= 0], min(there, blocks.shape[2])
+        if len(chosen) != count or (np.diff(chosen) <= 0).any() or not (chosen < there).all():
+            wrong.append(f"query {i} of batch entry {n} chose {len(chosen)} blocks, not {count} that it sees, in order")
+        elif count and (np.sort(greatest)[::-1][:count] > greatest[chosen].min() + 2 * limit).sum() > count - 1:
+            wrong.append(f"query {i} of batch entry {n} left out a block with a greater score, or the newest")
+    return wrong
 
 
 def _scored(x: dict[str, Any], implementation: Any) -> dict[str, Any]:
@@ -105,10 +130,15 @@ def complaints(c: Case, implementation: str) -> list[str]:
         wrong = [f"{name} off by {part:.1e}" for name, part in off.items() if not part <= limits[name]]
         same = all(np.array_equal(got[n], second[n]) for n in ("scores", "dq", "dweights"))
         return wrong + ([] if same else ["other bits in the second run"])
-    (indices, values), again = _chosen(c, x, implementation), _chosen(c, x, implementation)
     seen, scores = visible(c), scores_float64(x) if exact else _all_scores(x)
     limit = np.abs(scores).max() * (1e-5 if exact or jnp.dtype(c.dtype) != E4M3 else 1e-3)
-    wrong = [] if np.array_equal(indices, again[0]) else ["other entries in the second run"]
+    found: list[str] = []
+    if c.op == "indexer_blocks":
+        x["blocks"] = _blocks(c, x, implementation)
+        found = _complaints_of_blocks(x["blocks"], seen, scores, limit)
+        seen &= (x["blocks"][..., None] == np.arange(c.s_c) // _BLOCK).any(2)
+    (indices, values), again = _chosen(c, x, implementation), _chosen(c, x, implementation)
+    wrong = found + ([] if np.array_equal(indices, again[0]) else ["other entries in the second run"])
     for n, i in np.ndindex(*indices.shape[:2]):
         entries = indices[n, i][indices[n, i] >= 0]
         row, count = np.where(seen[n, i], scores[n, i], -np.inf), int(min(seen[n, i].sum(), c.topk))
