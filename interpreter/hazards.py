@@ -169,6 +169,7 @@ class Shadow:
                     where = (readers == number).any(-1)
                     raise Race(
                         f"overwrites {self.describe(words, where)} while nothing orders this and the read by {event}"
+                        f"{self.missing(actor, event)}"
                     )
         self.writer[words] = actor.event()
         self.defined[words] = defined
@@ -183,7 +184,7 @@ class Shadow:
             if not actor.clock.knows(event):
                 raise Race(
                     f"{does} {self.describe(words, writers == number)} while nothing orders this and the write by "
-                    f"{event}"
+                    f"{event}{self.missing(actor, event)}"
                 )
             if actor.proxy == "async" and event.proxy == "generic" and not actor.clock.knows(event, fenced=True):
                 raise Race(
@@ -191,6 +192,10 @@ class Shadow:
                     f"after the generic write by {event}"
                 )
         return writers
+
+    def missing(self, actor: Any, event: Event) -> str:
+        """What would have ordered them, where that is known."""
+        return ""
 
     def describe(self, words: Words, where: np.ndarray[Any, Any]) -> str:
         """The bytes meant, as a range."""

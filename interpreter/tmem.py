@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 
 from .decode import Decoder, Step, instruction
-from .hazards import Clock, Leak, Misuse, Shadow, Words
+from .hazards import Clock, Event, Leak, Misuse, Shadow, Words
 from .parser import Instruction
-from .state import Array, AsyncOp, Cta, Wait, Warp
+from .state import Array, AsyncOp, Cta, Machine, Wait, Warp
 
 GROUP = re.compile(r"cta_group::(\d)")
 
@@ -38,6 +38,23 @@ class TmemShadow(Shadow):
         assert not isinstance(words, slice)
         lanes, columns = np.divmod(words[where], COLUMNS)
         return f"{self.name} lanes {lanes.min()}..{lanes.max()}, columns {columns.min()}..{columns.max()}"
+
+    def missing(self, actor: Access, event: Event) -> str:
+        """Of somebody who was told, by the other's warp, after the other's access was issued."""
+        if event.op is None:
+            return ""
+        told, other = actor.by.clock, actor.machine.ops_log[event.op]
+        if told.knows(event):
+            return ", of which it was told: no tcgen05.fence::after_thread_sync"
+        if (
+            other.kind not in ("tcgen05.ld", "tcgen05.st")
+            or told.seen[0, event.warp] <= other.clock.seen[0, event.warp]
+        ):
+            return ""
+        waited = issuer(other.warp).own >> event.op & 1
+        return (
+            f", whose warp told it: no tcgen05.{'fence::before_thread_sync' if waited else f'wait::{other.kind[-2:]}'}"
+        )
 
 
 @dataclass(eq=False)
@@ -106,6 +123,10 @@ class Access:
     by: AsyncOp | Warp
     proxy: str = "async"
     atomic: bool = False
+
+    @property
+    def machine(self) -> Machine:
+        return (self.by.warp if isinstance(self.by, AsyncOp) else self.by).machine
 
     def event(self) -> int:
         return self.by.event()

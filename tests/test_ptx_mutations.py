@@ -280,7 +280,9 @@ FATES = [
         Wrong,
         r"lse is wrong",
         fragment_maximum,
-        answers=wrong_answers.maximum_of_a_lane,
+        answers=wrong_answers.maximum_of_a_part(
+            4, lambda j: j % 8 // 2
+        ),  # four lanes share a row, two columns of eight each
     ),
     Fate(
         "O not rescaled on the second tile",
@@ -288,6 +290,7 @@ FATES = [
         Wrong,
         r"^o is wrong in \d+ of .*columns 0\.\.127 of o; lse is right",
         no_rescaling,
+        answers=wrong_answers.without_rescaling(DENSE_TILE),
     ),
     Fate(
         "scale applied twice",

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -12,12 +13,14 @@ import numpy as np
 import pytest
 
 from interpreter import attention, cases
-from interpreter.hazards import Deadlock, Fault, Leak, Misuse, Race
-from interpreter.launch import Kernel, launch
-from interpreter.state import Array
+from interpreter.hazards import Deadlock, Fault, Leak, Misuse, Race, Undefined
+from interpreter.launch import Kernel, Launch, launch
+from interpreter.state import SMEM_BASE, Array
+from interpreter.verdict import Wrong, judge
 from kernels import build
 from kernels.abi import Forward
 from kernels.variants import VARIANTS
+from tests import wrong_answers
 
 pytestmark = [
     pytest.mark.skipif(util.find_spec("cutlass") is None, reason="needs nvidia-cutlass-dsl"),
@@ -78,17 +81,21 @@ RUNS = [  # float16 is the same code up to conversions; `cases` has the ops of a
 ]
 
 
-def interpret(kernel: Kernel, case: str, seed: int = 0, processors: int = 1) -> tuple[Array, Array]:
-    """(o, lse); raises if they are wrong, or came about in a wrong way."""
+def started(kernel: Kernel, case: str, seed: int = 0, processors: int = 1) -> Launch:
     if case in CASES:
         name, extents = CASES[case]
         x = operands(kernel.variant, name, **extents)
     else:
         x = cases.operands(kernel.variant, kernel.facts["tile_n"], case)
         assert x is not None
-    run = launch(kernel, x, processors=processors, seed=seed)
+    return launch(kernel, x, processors=processors, seed=seed)
+
+
+def interpret(kernel: Kernel, case: str, seed: int = 0, processors: int = 1) -> tuple[Array, ...]:
+    """(o, lse); raises what is wrong with them, or with how they came about."""
+    run = started(kernel, case, seed, processors)
     results = run.run()
-    attention.assert_right(results, x, run.scale)
+    attention.assert_right(results, run.operands, run.scale)
     return results
 
 
@@ -124,17 +131,67 @@ def test_config_refuses_what_does_not_fit():
 @dataclasses.dataclass(frozen=True)
 class Planted:
     name: str
-    raises: type[Exception]
-    says: str
-    source: tuple[tuple[str, str], ...] = ()  # text that occurs once in the kernel, and its replacement
+    raises: type[Fault] | tuple[type[Fault], ...]
+    says: str  # with places in memory by their names
+    source: tuple[tuple[str, str], ...] = ()  # what stands once in the kernel, and what then stands there
     ptx: Callable[[str], str] | None = None
     key: str = "fwd_sm_100a_d128_bfloat16"
     case: str = "three tiles, ragged"
+    answers: wrong_answers.Answer | None = None  # the very answer that it gives
 
 
+DENSE = "fwd_sm_100a_d128_bfloat16"
 LATENT = "fwd_sm_100a_d512_bfloat16_shared_kv"
 FUSED = "dsv4_sparse_fwd_sm_100a_d512_bfloat16_shared_kv"
-WRONG = {"raises": AssertionError, "says": "o: FAILED"}
+DENSE_TILE, LATENT_TILE = 128, 64  # keys
+KIB = 1024
+SMEM = {  # what lies in shared memory, in order
+    DENSE: {"q": 32 * KIB, "keys": 128 * KIB},
+    LATENT: {"q": 64 * KIB, "keys": 128 * KIB, "p": 8 * KIB, "o": 16 * KIB},
+    FUSED: {"q": 64 * KIB, "keys": 128 * KIB, "p": 8 * KIB, "o": 16 * KIB},
+}
+TMEM = {DENSE: {"o": 128, "scores": 256, "p": 64}, LATENT: {}, FUSED: {}}  # columns
+
+
+def by_name(message: str, kernel: Kernel) -> str:
+    """What the interpreter says, with places in memory by their names; what loads from TMEM behind the last store to
+    it is called final."""
+
+    def named(regions: dict[str, int], place: int) -> str:
+        for name, size in regions.items():
+            if 0 <= place < size:
+                return name
+            place -= size
+        return "the rest"
+
+    key, lines = kernel.variant.key, kernel.ptx.splitlines()
+    last = max(n for n, line in enumerate(lines, 1) if line.strip().startswith("tcgen05.st"))
+    message = re.sub(r"line (\d+): (?=tcgen05\.ld)", lambda m: "final " * (int(m[1]) > last), message)
+    message = re.sub(
+        r"SMEM bytes (\d+)\.\.\d+", lambda m: "SMEM of " + named(SMEM[key], int(m[1]) - SMEM_BASE), message
+    )
+    return re.sub(r"TMEM lanes \S+ columns (\d+)", lambda m: "TMEM of " + named(TMEM[key], int(m[1])), message)
+
+
+def unordered(one: str, other: str, region: str, says: str = "") -> str:
+    """Two accesses to a region of memory, whichever comes first."""
+
+    def then(a: str, b: str) -> str:
+        access = rf"{a}[^\n]*\n\s+(reads|overwrites) {region}\b[^\n]*"
+        return rf"{access}nothing orders this and the (read|write) by [^\n]*{b}[^\n]*{says}"
+
+    return f"{then(one, other)}|{then(other, one)}"
+
+
+def unfenced(reader: str, region: str, writer: str) -> str:
+    after = rf"no fence\.proxy\.async after the generic write by [^\n]*{writer}"
+    return rf"{reader}[^\n]*\n\s+reads {region}\b[^\n]*{after}"
+
+
+MMA, LD, ST = r"tcgen05\.mma", r"(?<!final )tcgen05\.ld\.sync", r"tcgen05\.st\.sync"
+UNTOLD = r"(?<!thread_sync)(?<!wait::[ls][dt])$"  # nor would a fence or a wait have been enough
+WRONG = {"raises": Wrong, "says": r"^o is wrong in .*; lse is wrong in "}
+WRONG_O = {"raises": Wrong, "says": r"^o is wrong in .*; lse is right"}
 
 
 def without(instruction: str) -> Callable[[str], str]:
@@ -153,68 +210,90 @@ def unelected(ptx: str) -> str:
 FAULTS = [
     Planted(
         "O is not rescaled when a maximum rises",
-        **WRONG,
+        **WRONG_O,
+        answers=wrong_answers.without_rescaling(DENSE_TILE),
         source=(("scale_lanes(cta.tmem, c.outputs_per_thread, factor, w.thread)", "pass"),),
     ),
     Planted(
         "the maximum of a thread's part, not of its row",
         **WRONG,
+        answers=wrong_answers.maximum_of_a_part(2, lambda j: j % LATENT_TILE // 32),
         source=(("a = cute.arch.fmax(a, cute.arch.shuffle_sync_bfly(a, offset=16))", "pass"),),
         key=LATENT,
     ),
     Planted(
         "the scale is applied twice",
         **WRONG,
+        answers=wrong_answers.at_scale(lambda scale: scale * scale * math.log2(math.e)),
         source=(("exp2(scores[2 * i + j] * scale_log2", "exp2(scores[2 * i + j] * scale_log2 * scale_log2"),),
     ),
-    Planted("TMA loads the first tile again and again", **WRONG, source=(("gmem[None, t]", "gmem[None, 0]"),)),
+    Planted(
+        "TMA loads the first tile again and again",
+        **WRONG,
+        answers=wrong_answers.with_keys_at(lambda j: j % DENSE_TILE),
+        source=(("gmem[None, t]", "gmem[None, 0]"),),
+    ),
     Planted(
         "TMA counts tiles by the ring's fills",
-        **WRONG,
+        **WRONG,  # the last queries have two tiles of keys and come first
+        answers=wrong_answers.with_keys_for(lambda i: i < 64, lambda j: j + 2 * DENSE_TILE),
         source=(("gmem[None, t]", "gmem[None, fill]"),),
         case="causal, several row tiles a CTA",
     ),
-    Planted("K's extent restates 64", **WRONG, source=(("blocks = c.ring_d // 16", "blocks = 64 // 16"),)),
+    Planted(
+        "K's extent restates 64",
+        **WRONG,
+        answers=wrong_answers.with_k(wrong_answers.first_64_columns),
+        source=(("blocks = c.ring_d // 16", "blocks = 64 // 16"),),
+    ),
     Planted(
         "keys that nobody sees are not cleared",
-        **WRONG,
+        Wrong,
+        r"^o is wrong in 35 of 70 rows, first in batch entry 0, query 0, head 0 \(nan, wanted 0\).*; lse is right",
         source=(("if seen.source.needs_clearing(t):", "if seen.source.needs_clearing(t) & (t < 0):"),),
         case="empty rows and an empty sequence",
     ),
     Planted(
         "the swizzle of a descriptor is that of 64 bytes",
         **WRONG,
+        answers=wrong_answers.with_descriptors_of_64,
         ptx=lambda ptx: ptx.replace(str(0x4000404000010000), str(0x8000404000010000)),
     ),
-    Planted("what threads write to SMEM is not swizzled", **WRONG, source=((" ^ (row % 8)", ""),), key=LATENT),
+    Planted(
+        "what threads write to SMEM is not swizzled",
+        **WRONG_O,
+        answers=wrong_answers.with_unswizzled_rows,
+        source=((" ^ (row % 8)", ""),),
+        key=LATENT,
+    ),
     Planted(
         "O is read before the last products are done",
         Race,
-        "TMEM .* tcgen05.(mma|ld)",
+        unordered(r"final tcgen05\.ld", MMA, "TMEM of o"),
         source=(("cute.arch.mbarrier_wait(bar.o_full, (fills0 + tiles - 1) & 1)", "pass"),),
     ),
     Planted(
         "O is rescaled while products add to it",
         Race,
-        "(reads|overwrites) TMEM .* nothing orders",
+        unordered(f"({LD}|{ST})", MMA, "TMEM of o"),
         source=(("cute.arch.mbarrier_wait(bar.o_full, (fill - 1) & 1)", "pass"),),
     ),
     Planted(
         "products read P before the softmax gives it",
         Race,
-        "reads TMEM|overwrites TMEM|reads .* nobody wrote",
+        unordered(f"({LD}|{ST})", MMA, "TMEM of (scores|p)", UNTOLD),
         source=(("cute.arch.mbarrier_wait(bar.p_full, fill & 1)", "pass"),),
     ),
     Planted(
         "P is stored without a wait",
         Race,
-        "TMEM .* the write by tcgen05.st",
+        unordered(MMA, ST, "TMEM of p", r"no tcgen05\.wait::st$"),
         source=(("    cute.arch.fence_view_async_tmem_store()\n", ""),),
     ),
     Planted(
         "P is stored without a fence",
         Race,
-        "TMEM .* tcgen05.(st|ld)",
+        unordered(MMA, f"({LD}|{ST})", "TMEM of (scores|p)", r"no tcgen05\.fence::before_thread_sync$"),
         source=(
             (
                 "before_thread_sync()\n                cute.arch.mbarrier_arrive(bar.p_full)",
@@ -225,7 +304,7 @@ FAULTS = [
     Planted(
         "P in SMEM without a proxy fence",
         Race,
-        "no fence.proxy.async",
+        unfenced(MMA, "SMEM of p", r"st\.shared"),
         source=(
             (
                 'weights)\n            cute.arch.fence_proxy("async.shared", space="cta")',
@@ -237,14 +316,14 @@ FAULTS = [
     Planted(
         "O leaves SMEM without a proxy fence",
         Race,
-        "no fence.proxy.async",
+        unfenced("tma", "SMEM of o", r"st\.shared"),
         source=(('packed)\n        cute.arch.fence_proxy("async.shared", space="cta")', "packed)"),),
         key=LATENT,
     ),
     Planted(
         "O is staged where TMA still reads the slab before",
         Race,
-        "(overwrites SMEM .* the read by|reads SMEM .* nothing orders)",
+        unordered(r"st\.shared", "tma", "SMEM of o"),
         source=(
             (
                 "            cute.arch.cp_async_bulk_wait_group(0, read=True)\n        cute.arch.barrier",
@@ -256,13 +335,13 @@ FAULTS = [
     Planted(
         "products are issued without a fence after the wait",
         Race,
-        "TMEM .* nothing orders",
+        unordered(MMA, f"({LD}|{ST})", "TMEM of (scores|p)", r"no tcgen05\.fence::after_thread_sync$"),
         source=(("bar.p_full, fill & 1)\n        after_thread_sync()", "bar.p_full, fill & 1)"),),
     ),
     Planted(
         "scores are used before they are there",
         Race,
-        "reads register .* may still write it",
+        r"reads register %r\d+ while the tcgen05\.ld of line \d+ may still write it",
         source=(
             (
                 "lanes(base, count), values, thread)\n    cute.arch.fence_view_async_tmem_load()",
@@ -272,26 +351,26 @@ FAULTS = [
     ),
     Planted(
         "TMA does not wait for an empty ring",
-        Fault,
-        "overwrites SMEM|an arrival too many",
+        (Race, Misuse),
+        r"expect_tx[^\n]*\n\s+an arrival too many|tma[^\n]*\n\s+overwrites SMEM of keys\b[^\n]*nothing orders",
         source=(("cute.arch.mbarrier_wait(bar_empty + ring * c.stages + stage, parity ^ 1)", "pass"),),
     ),
     Planted(
         "a barrier counts the CTA's threads",
         Deadlock,
-        "of 192 arrivals pending",
+        r"count 192, [^\n]* 64 of 192 arrivals pending",
         source=(("(1, WARPGROUP),  # p_full", "(1, self.threads),  # p_full"),),
     ),
     Planted(
         "a barrier counts three warps of four",
         Race,
-        "TMEM .* nothing orders",
+        unordered(f"({LD}|{ST})", MMA, "TMEM of (scores|p)", UNTOLD),
         source=(("(1, WARPGROUP),  # p_full", "(1, 96),  # p_full"),),
     ),
     Planted(
         "too few bytes are expected",
-        Fault,
-        "reads SMEM",
+        (Race, Undefined),
+        rf"{MMA}[^\n]*\n\s+reads SMEM of keys\b[^\n]*(which nobody wrote|the write by tma)",
         source=(
             ("mbarrier_arrive_and_expect_tx(full, c.ring_tile_bytes)", "mbarrier_arrive_and_expect_tx(full, 16384)"),
         ),
@@ -299,7 +378,7 @@ FAULTS = [
     Planted(
         "too many bytes are expected",
         Deadlock,
-        "transaction bytes outstanding",
+        r" 16 transaction bytes outstanding",
         source=(
             ("mbarrier_arrive_and_expect_tx(full, c.ring_tile_bytes)", "mbarrier_arrive_and_expect_tx(full, 32784)"),
         ),
@@ -307,6 +386,7 @@ FAULTS = [
     Planted(
         "absent keys are not masked",
         **WRONG,
+        answers=wrong_answers.absent_as_zeros(LATENT_TILE),
         source=(("if bits != Uint32(0):", "if bits == Uint32(1):"),),
         key=FUSED,
         case="few",
@@ -314,6 +394,7 @@ FAULTS = [
     Planted(
         "the second source's tiles are counted from the first's",
         **WRONG,
+        answers=wrong_answers.without_the_second,
         source=(("action(sources[1], t - first, *arguments)", "action(sources[1], t, *arguments)"),),
         key=FUSED,
         case="few",
@@ -321,24 +402,24 @@ FAULTS = [
     Planted(
         "gathered keys are read without a proxy fence",
         Race,
-        "no fence.proxy.async",
+        unfenced(MMA, "SMEM of keys", r"cp\.async"),
         source=(('cute.arch.fence_proxy("async.shared", space="cta")  # cp.async', "pass  # cp.async"),),
         key=FUSED,
         case="few",
     ),
     Planted(
         "gathered keys are announced before they are there",
-        Fault,
-        "reads SMEM",
+        (Race, Undefined),
+        rf"{MMA}[^\n]*\n\s+reads SMEM of keys\b[^\n]*(which nobody wrote|the write by cp\.async)",
         source=(("cute.arch.cp_async_mbarrier_arrive_noinc(full)", "cute.arch.mbarrier_arrive(full)"),),
         key=FUSED,
         case="few",
     ),
-    Planted("TMEM is not freed", Leak, "columns 0..511, .* never freed", ptx=without("tcgen05.dealloc")),
+    Planted("TMEM is not freed", Leak, r"TMEM columns 0\.\.511, .* never freed", ptx=without("tcgen05.dealloc")),
     Planted(
         "TMEM is freed while the others read it",
         Race,
-        "overwrites TMEM",
+        r"tcgen05\.dealloc[^\n]*\n\s+overwrites TMEM of o\b[^\n]*the read by [^\n]*final tcgen05\.ld",
         source=(
             (
                 "        sync_with_tmem()\n        if warp == 0:\n            cute.arch.dealloc",
@@ -349,7 +430,7 @@ FAULTS = [
     Planted(
         "too few columns are allocated",
         Misuse,
-        "not allocated",
+        r"has D in TMEM columns 256\.\.383, which are not allocated",
         ptx=lambda ptx: re.sub(r"(mov\.b32\s+%r\d+, )512;", r"\g<1>256;", ptx),
     ),
     Planted(
@@ -389,6 +470,10 @@ def test_finds(fault, tmp_path, compiler):
     """The interpreter finds a planted fault in any order of events."""
     kernel = mutant(fault, tmp_path, compiler)
     for seed in range(2):
-        with pytest.raises(fault.raises, match=fault.says) as caught:
-            interpret(kernel, fault.case, seed)
-        print(caught.value)
+        run = started(kernel, fault.case, seed)
+        with pytest.raises(fault.raises) as found:
+            judge(run.run(), run.operands, run.scale)
+        said = by_name(str(found.value), kernel)
+        assert re.search(fault.says, said), said
+        if fault.answers is not None:
+            wrong_answers.assert_given(run.results(), fault.answers(run.operands, run.scale))

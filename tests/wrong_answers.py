@@ -61,17 +61,113 @@ def swizzled_once(k: Array) -> Array:
     return np.take_along_axis(slabs, np.broadcast_to(where, slabs.shape), axis=-2).reshape(k.shape)
 
 
-def maximum_of_a_lane(x: Operands, scale: float) -> tuple[None, Array]:
-    """The result where four lanes share a row, two columns of eight each, and each weighs by its own maximum; lane 0
-    writes lse.
-    """
+def swizzled_as_64(array: Array) -> Array:
+    """Rows of 128 bytes that were written with a swizzle of 128 bytes, read as rows of 64 bytes with one of 64."""
+    n, rows, *rest = array.shape
+    slabs = np.pad(array, ((0, 0), (0, -rows % 8), (0, 0), (0, 0))).reshape(n, -1, 8, rest[0], rest[1] // 64, 8, 8)
+    row, chunk = np.indices((8, 8))
+    place = 64 * row + 16 * chunk
+    place ^= (place >> 7 & 3) << 4
+    row, chunk = place // 128, place // 16 % 8
+    found = np.moveaxis(slabs, (2, 5), (0, 1))[row, chunk ^ row]
+    return np.moveaxis(found, (0, 1), (2, 5)).reshape(n, -1, *rest)[:, :rows]
+
+
+def with_descriptors_of_64(x: Operands, scale: float) -> tuple[Array, Array]:
+    """Products read Q and K so; a tile has rows of Q as they lie in memory."""
+    rows = swizzled_as_64(x.q.reshape(x.q.shape[0], -1, 1, x.q.shape[-1]))
+    x = replace_keys(x, swizzled_as_64, lambda v: v)
+    return attention.answer(dataclasses.replace(x, q=rows.reshape(x.q.shape)), scale)
+
+
+def with_unswizzled_rows(x: Operands, scale: float) -> tuple[Array, Array]:
+    """Rows of P, and of O on its way out, are written without a swizzle of 128 bytes and read with one: of the 8 chunks
+    of a slab of row r, which is head r % 8's, c is c ^ r % 8."""
+    assert x.shape.h_q == 8
+    o, lse = attention.answer(x, scale)
+    for head in range(8):
+        swap = np.arange(8) ^ head
+
+        def moved(v: Array, swap: Array = swap) -> Array:
+            s_kv = v.shape[1]
+            whole = np.pad(v, ((0, 0), (0, -s_kv % 64), (0, 0), (0, 0)))
+            return whole[:, np.arange(whole.shape[1]).reshape(-1, 8, 8)[:, swap].reshape(-1)][:, :s_kv]
+
+        mine = attention.answer(replace_keys(x, lambda k: k, moved), scale)[0][:, :, head]
+        o[:, :, head] = mine.reshape(*mine.shape[:-1], -1, 8, 8)[..., swap, :].reshape(mine.shape)
+    return o, lse
+
+
+def logits(x: Operands, scale: float) -> Array:
+    """float64 [b, s_q, h_q, s_kv], -inf where a query does not see the key; for one head of keys."""
     (keys,) = x.sources
-    logits = scale * np.einsum("bqhd,bkd->bqhk", x.q.astype(np.float64), keys.k[:, :, 0].astype(np.float64))
-    seen = keys.counts[:, :, None] > 0
-    lanes = [seen & (np.arange(x.shape.s_kv) % 8 // 2 == lane) for lane in range(4)]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        tops = [np.max(logits, -1, where=mine, initial=-np.inf) for mine in lanes]
-        weights = (
-            np.exp(np.where(mine, logits - top[..., None], -np.inf)) for mine, top in zip(lanes, tops, strict=True)
-        )
-        return None, tops[0] + np.log(sum(w.sum(-1) for w in weights))
+    products = scale * np.einsum("bqhd,bkd->bqhk", x.q.astype(np.float64), keys.k[:, :, 0].astype(np.float64))
+    return np.where(keys.counts[:, :, None] > 0, products, -np.inf)
+
+
+def without_rescaling(tile: int) -> Answer:
+    """O of each tile of keys stays as it was for the maximum of the tiles until then; the sum of a row does not."""
+
+    def answer(x: Operands, scale: float) -> tuple[Array, Array]:
+        s = logits(x, scale)
+        ends = np.minimum((np.arange(s.shape[-1]) // tile + 1) * tile, s.shape[-1]) - 1
+        tops = np.maximum.accumulate(s, -1)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            top = tops[..., -1]
+            lse = top + np.log(np.exp(s - top[..., None]).sum(-1))
+            total = np.exp(np.logaddexp(lse, x.sink.astype(np.float64)) - top)
+            weights = np.nan_to_num(np.exp(s - tops[..., ends]) / total[..., None])
+        v = np.nan_to_num(x.sources[0].v[:, :, 0].astype(np.float64))
+        return np.einsum("bqhk,bkd->bqhd", weights, v), np.where(np.isneginf(top), -np.inf, lse)
+
+    return answer
+
+
+def maximum_of_a_part(parts: int, part_of: Callable[[Array], Array]) -> Answer:
+    """As many threads share a row, each the keys j with part_of(j) its number; each weighs by its own maximum, and the
+    first writes lse."""
+
+    def answer(x: Operands, scale: float) -> tuple[None, Array]:
+        s = logits(x, scale)
+        of = part_of(np.arange(s.shape[-1]))
+        mine = [np.where(of == part, s, -np.inf) for part in range(parts)]
+        tops = [y.max(-1) for y in mine]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            sums = (np.exp(y - top[..., None]).sum(-1) for y, top in zip(mine, tops, strict=True))
+            return None, tops[0] + np.log(sum(np.nan_to_num(x) for x in sums))
+
+    return answer
+
+
+def with_keys_for(queries: Callable[[Array], Array], where: Callable[[Array], Array]) -> Answer:
+    """As `with_keys_at`, for some queries."""
+
+    def answer(x: Operands, scale: float) -> tuple[Array, Array]:
+        chosen = queries(np.arange(x.shape.s_q))[None, :, None]
+        (o, lse), (other_o, other_lse) = with_keys_at(where)(x, scale), attention.answer(x, scale)
+        return np.where(chosen[..., None], o, other_o), np.where(chosen, lse, other_lse)
+
+    return answer
+
+
+def absent_as_zeros(tile: int) -> Answer:
+    """All of a tile of selected keys is seen, and what is absent is zeros; a source without keys is not visited."""
+
+    def answer(x: Operands, scale: float) -> tuple[Array, Array]:
+        sources = []
+        for keys in x.sources:
+            many = keys.counts.sum(-1)
+            counts = np.concatenate([keys.counts, np.where(many > 0, -many % tile, 0)[..., None]], -1)
+            last = np.zeros_like(keys.k[:, :1])
+            k, v = (np.concatenate([y, last], 1) for y in (keys.k, keys.v))
+            sources.append(dataclasses.replace(keys, k=k, v=v, counts=counts))
+        return attention.answer(dataclasses.replace(x, sources=tuple(sources)), scale)
+
+    return answer
+
+
+def without_the_second(x: Operands, scale: float) -> tuple[Array, Array]:
+    """A query that sees keys of the first source sees none of the second."""
+    first, second = x.sources
+    counts = np.where(first.counts.any(-1)[..., None], 0, second.counts)
+    return attention.answer(dataclasses.replace(x, sources=(first, dataclasses.replace(second, counts=counts))), scale)
