@@ -40,13 +40,74 @@ def test_equals_jax_nn(kwargs):
     assert (lse[~seen] == -jnp.inf).all() and (got[~seen] == 0).all()
 
 
-def test_gradients_equal_jax_nn():
+@pytest.mark.parametrize("name", ["causal", "causal_window", "lengths"])
+def test_gradients_equal_jax_nn(name):
+    how = ARGUMENTS[name]
     grads = [
-        jax.jit(jax.grad(lambda *x, op=op: (op(*x, is_causal=True) ** 2).sum(), (0, 1, 2)))(*operands())
+        jax.jit(jax.grad(lambda *x, op=op: (op(*x, **how) ** 2).sum(), (0, 1, 2)))(*operands())
         for op in (dot_product_attention, jax.nn.dot_product_attention)
     ]
     for x, y in zip(*grads, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-5)
+
+
+MODELS = {  # tokens, width, heads of q and of keys, head dimension, window, steps
+    "small": (24, 16, 8, 2, 8, 6, 10),
+    "gpt-oss": (384, 256, 64, 8, 64, 128, 20),
+}
+
+
+@pytest.mark.parametrize("name", ["small", pytest.param("gpt-oss", marks=pytest.mark.gpu)])
+def test_a_model_with_sinks_and_windows_trains_to_the_same_losses(name, request):
+    """Two layers: a window in the first, all that came before in the other; beside it the same model with attention in
+    plain jnp, in float32."""
+    s, width, heads, of_keys, d, window, steps = MODELS[name]
+    dtype, implementation = jnp.float32, None
+    if name == "gpt-oss":
+        request.getfixturevalue("cuda")
+        dtype, implementation = jnp.bfloat16, "cubin"
+    rng = np.random.default_rng(0)
+
+    def matrix(*shape):
+        return jnp.asarray(rng.standard_normal(shape) * shape[0] ** -0.5, jnp.float32)
+
+    def layer():
+        projections = {"q": matrix(width, heads * d), "k": matrix(width, of_keys * d), "v": matrix(width, of_keys * d)}
+        return projections | {"o": matrix(heads * d, width), "sink": matrix(heads)}
+
+    params = [layer(), layer()]
+    x, target = (jnp.asarray(rng.standard_normal((2, s, width)), jnp.float32) for _ in range(2))
+
+    def ours(q, k, v, sink, local):
+        how = {"is_causal": True, "local_window_size": local and (local - 1, 0), "implementation": implementation}
+        return dot_product_attention(q, k, v, sinks=sink, **how)
+
+    def plain(q, k, v, sink, local):
+        q, k, v = (y.astype(jnp.float32) for y in (q, k, v))
+        k, v = (jnp.repeat(y, heads // of_keys, axis=2) for y in (k, v))
+        logits = jnp.einsum("bqhd,bkhd->bhqk", q, k) * d**-0.5
+        i, j = jnp.arange(s)[:, None], jnp.arange(s)[None]
+        logits = jnp.where((j <= i) & (i - j < (local or s)), logits, -jnp.inf)
+        logits = jnp.concatenate([logits, jnp.broadcast_to(sink[None, :, None, None], (*logits.shape[:3], 1))], -1)
+        return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(logits)[..., :-1], v)
+
+    def losses(attention):
+        def loss(params):
+            y = x
+            for p, local in zip(params, (window, None), strict=True):
+                q, k, v = ((y @ p[name]).reshape(2, s, -1, d).astype(dtype) for name in "qkv")
+                y = y + attention(q, k, v, p["sink"], local).astype(jnp.float32).reshape(2, s, -1) @ p["o"]
+            return jnp.mean((y - target) ** 2)
+
+        def step(params, _):
+            value, slopes = jax.value_and_grad(loss)(params)
+            return jax.tree.map(lambda p, g: p - 0.5 * g, params, slopes), value
+
+        return np.asarray(jax.jit(lambda params: jax.lax.scan(step, params, length=steps)[1])(params))
+
+    got, want = losses(ours), losses(plain)
+    assert (np.diff(want) < 0).all() and want[-1] < 0.95 * want[0], want
+    np.testing.assert_allclose(got, want, rtol=1e-4 if dtype == jnp.float32 else 4e-3)
 
 
 def test_three_dimensions():

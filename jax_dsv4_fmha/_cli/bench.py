@@ -31,7 +31,7 @@ from .check import matches, reason
 from .info import machine, no_devices
 from .report import Progress, output, table, write_json
 
-_PEERS = ("two_pass", "cudnn", "xla", "graph", "both")
+_PEERS = ("two_pass", "cudnn", "xla", "graph")
 _MATMUL = 8192
 _COPY_BYTES = 2**30
 _BURST_SECONDS = 0.008
@@ -527,6 +527,9 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
     header = ["row", "us", "spread", "TFLOP/s", "of M", "GB/s", "of C"]
     for peer in peers:
         header += [f"{peer} us", "ratio"]
+    both = bench_grad.names_of_both(row["times"] for row in rows)
+    for name in both:
+        header += [f"{name} us", *["ratio"] * (name != both[0])]
     lines: list[list[str]] = []
     notes: dict[tuple[str, str], int] = defaultdict(int)
     for row in rows:
@@ -546,12 +549,18 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
             theirs = row["times"].get(peer)
             line.append(f"{theirs['seconds'] * 1e6:.1f}" if theirs else "-")
             line.append(f"{theirs['seconds'] / ours['seconds']:.2f}" if theirs and ours else "-")
+        for name in both:
+            found, first = (row["times"].get(x) for x in (name, both[0]))
+            line.append(f"{found['seconds'] * 1e6:.1f}" if found else "-")
+            if name != both[0]:
+                line.append(f"{found['seconds'] / first['seconds']:.2f}" if found and first else "-")
         lines.append(line)
         for skipped in row["skipped"].items():
             notes[skipped] += 1
     matmul = statistics.median(row["matmul_flops_per_s"] for row in rows) / 1e12
     copy = statistics.median(row["copy_bytes_per_s"] for row in rows) / 1e9
     foot = f"M {matmul:.0f} TFLOP/s, C {copy:.0f} GB/s; ratio: the peer's time over ours"
+    foot += "; us: the backward pass alone, both: the forward one too" if both else ""
     why = [f"- {name}, {n} row{'s' * (n > 1)}: {text}" for (name, text), n in notes.items()]
     return "\n".join([table(header, lines), foot, *why])
 

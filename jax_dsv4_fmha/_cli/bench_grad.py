@@ -2,7 +2,7 @@
 round.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -41,15 +41,28 @@ def contestants(name: str, attention: Callable[..., Any]) -> dict[str, Callable[
 
 
 def backward_alone(times: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """A row's times by rounds, from those of both passes and of the forward one; the times of our two passes as
-    "both".
+    """A row's times by rounds, from those of both passes and of the forward one; the times of both passes as `both`
+    names them.
     """
-    alone = {}
-    for name, both in times.items():
+    alone: dict[str, dict[str, Any]] = {}
+    together: dict[str, dict[str, Any]] = {}
+    for name, passes in times.items():
         if (forward := times.get(name + FORWARD)) is None:
             continue
-        rounds = [x - y for x, y in zip(both["rounds"], forward["rounds"], strict=True)]
+        rounds = [x - y for x, y in zip(passes["rounds"], forward["rounds"], strict=True)]
         middle = sorted(rounds)[len(rounds) // 2]
-        kernels = {k: t for k, t in both["kernels"].items() if k not in forward["kernels"]}
+        kernels = {k: t for k, t in passes["kernels"].items() if k not in forward["kernels"]}
         alone[name] = {"seconds": middle, "rounds": rounds, "kernels": kernels}
-    return alone | ({"both": times["ours"]} if "ours" in alone else {})
+        together[both(name)] = passes
+    return alone | together
+
+
+def both(name: str) -> str:
+    """What the time of both passes is called: "both" of ours, "both by PEER" of a peer."""
+    return "both" if name == "ours" else f"both by {name}"
+
+
+def names_of_both(rows: Iterable[dict[str, Any]]) -> list[str]:
+    """Those among rows' times, ours first."""
+    found = dict.fromkeys(name for times in rows for name in times if name.split(" ")[0] == both("ours"))
+    return sorted(found)
