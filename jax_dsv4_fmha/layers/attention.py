@@ -427,8 +427,10 @@ class DSV4Attention:
 
     def _projected_back(self, params: Any, o: jax.Array, positions: jax.Array) -> jax.Array:
         o = inverse_rope(o, positions, self.rope)
-        o = o.reshape(*o.shape[:2], self.o_groups, -1, self.d)
-        low_rank = jnp.einsum("bsghd,ghdr->bsgr", o, params["wo_a"].astype(o.dtype))
+        # one axis for the heads of a group: of two, XLA transposes the weights for the gradient
+        o = o.reshape(*o.shape[:2], self.o_groups, -1, self.d).reshape(*o.shape[:2], self.o_groups, -1)
+        w = params["wo_a"].astype(o.dtype).reshape(self.o_groups, o.shape[-1], -1)
+        low_rank = jnp.einsum("bsgk,gkr->bsgr", o, w)
         b, s, g, _ = jax.typeof(low_rank).sharding.spec
         summed = None if g is None else PartitionSpec(b, s, None)  # an Explicit axis needs an out_sharding
         return jnp.einsum("bsgr,grm->bsm", low_rank, params["wo_b"].astype(o.dtype), out_sharding=summed)
