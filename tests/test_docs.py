@@ -76,6 +76,11 @@ def test_links_lead_somewhere():
             assert not anchor or anchor in anchors(target), f"{page.relative_to(ROOT)}: {link}"
 
 
+def test_the_site_lists_every_page():
+    listed = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text()))
+    assert {str(page.relative_to(ROOT / "docs")) for page in PAGES[1:]} == listed
+
+
 def test_the_api_page_has_every_public_name():
     page = (ROOT / "docs/api.md").read_text()
     assert [name for name in jax_dsv4_fmha.__all__ if f"jax_dsv4_fmha.{name}" not in page] == []
