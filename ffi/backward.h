@@ -72,11 +72,8 @@ struct Backward {
 
   ffi::Error Find(const Device& device, const AttentionShape& shape, Launcher** launcher) const {
     const RowShape& rows = shape.rows;
-    const BackwardChoices call{.d = rows.d,
-                               .dtype = q.dtype,
-                               .shared_kv = shared_kv,
-                               .deterministic = deterministic(),
-                               .max_heads = rows.h_q};
+    const BackwardChoices call{
+        .d = rows.d, .dtype = q.dtype, .shared_kv = shared_kv, .deterministic = deterministic(), .max_heads = rows.h_q};
     return LookUp(op, device, call, launcher);
   }
 

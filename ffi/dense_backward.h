@@ -30,8 +30,8 @@ struct DenseBackward {
 
   using Gradient = ffi::Result<ffi::AnyBuffer>;
   using Seen = ffi::Result<ffi::Buffer<ffi::S32, 3>>;
-  using Results = std::conditional_t<shared_kv, TypeList<Gradient, Gradient, Seen>,
-                                     TypeList<Gradient, Gradient, Gradient, Seen>>;
+  using Results =
+      std::conditional_t<shared_kv, TypeList<Gradient, Gradient, Seen>, TypeList<Gradient, Gradient, Gradient, Seen>>;
 
   template <typename Dq, typename Dk, typename... Rest>
   void Give(Dq& to_dq, Dk& to_dk, Rest&... rest) {

@@ -105,28 +105,28 @@ inline Plan<IndexScoresArguments> PlanIndexScores(const IndexShape& shape, const
                               .extents = {U64(keys), U64(pages)},
                               .strides = {U64(page_bytes)}};
   void* behind_keys = static_cast<char*>(at.k) + keys * row;
-  return {.grid = U32(std::min<int64_t>(count * splits, tiles.processors)),
-          .arguments = {.q = {.map = q, .extents = {I32(rows)}, .address = at.q},
-                        .k = {.map = k, .extents = {I32(keys), I32(pages)}, .address = at.k},
-                        .weights = at.weights,
-                        .k_scale = {.map = k_scale,
-                                    .extents = {I32(keys), I32(pages)},
-                                    .address = scaled ? behind_keys : at.k_scale},
-                        .start = at.start,
-                        .stop = at.stop,
-                        .scores = at.scores,
-                        .s_q = I32(shape.s_q),
-                        .s_c = I32(shape.s_c),
-                        .blocks_of_entry = I32(shape.blocks_of_entry()),
-                        .first_block = I32(first),
-                        .blocks = I32(count),
-                        .splits = I32(splits),
-                        .stride = I32(shape.stride),
-                        .skip = shape.wants_values ? 0 : I32(shape.topk),
-                        .table = at.table,
-                        .width = I32(shape.width),
-                        .page = I32(shape.page),
-                        .box = I32(box)}};
+  return {
+      .grid = U32(std::min<int64_t>(count * splits, tiles.processors)),
+      .arguments = {
+          .q = {.map = q, .extents = {I32(rows)}, .address = at.q},
+          .k = {.map = k, .extents = {I32(keys), I32(pages)}, .address = at.k},
+          .weights = at.weights,
+          .k_scale = {.map = k_scale, .extents = {I32(keys), I32(pages)}, .address = scaled ? behind_keys : at.k_scale},
+          .start = at.start,
+          .stop = at.stop,
+          .scores = at.scores,
+          .s_q = I32(shape.s_q),
+          .s_c = I32(shape.s_c),
+          .blocks_of_entry = I32(shape.blocks_of_entry()),
+          .first_block = I32(first),
+          .blocks = I32(count),
+          .splits = I32(splits),
+          .stride = I32(shape.stride),
+          .skip = shape.wants_values ? 0 : I32(shape.topk),
+          .table = at.table,
+          .width = I32(shape.width),
+          .page = I32(shape.page),
+          .box = I32(box)}};
 }
 
 // The launch that chooses their entries.

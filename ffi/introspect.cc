@@ -135,7 +135,7 @@ void dsv4_fmha_plan_combine(const RowShape* shape, int32_t threads, int32_t colu
 // The launches of the lightning indexer for `count` blocks of queries from `first` on: scores, then their choice.
 void dsv4_fmha_plan_indexer(const IndexShape* shape, const Tiles* tiles, int64_t first, int64_t count,
                             const IndexAddresses* addresses, ShownLaunch* scores, ShownLaunch* choice) {
-  const Layout& layout = !shape->paged()                    ? kIndexScores
+  const Layout& layout = !shape->paged()                  ? kIndexScores
                          : ElementBytes(shape->type) == 1 ? kIndexScoresPagedScaled
                                                           : kIndexScoresPaged;
   *scores = ShownLaunch(layout, PlanIndexScores(*shape, *tiles, first, count, *addresses));

@@ -80,9 +80,7 @@ struct RopeInPlace : OfRows {
 struct RopeAfterNorm : OfRows {
   float eps = 0;
 
-  NormRopeChoices Choices() const {
-    return {.d = x.dimensions[3], .dims = table.dimensions[2], .dtype = x.dtype};
-  }
+  NormRopeChoices Choices() const { return {.d = x.dimensions[3], .dims = table.dimensions[2], .dtype = x.dtype}; }
 
   ffi::Error Initialize(int ordinal) const { return LoadFor(ordinal, Choices()); }
 

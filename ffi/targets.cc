@@ -1,4 +1,6 @@
 // The XLA custom calls: each is a function that names its operands.
+#include <string_view>
+
 #include "backward.h"
 #include "dense_backward.h"
 #include "forward.h"
@@ -7,8 +9,6 @@
 #include "probabilities.h"
 #include "rope.h"
 #include "target.h"
-
-#include <string_view>
 
 namespace dsv4_fmha {
 namespace {
@@ -126,7 +126,8 @@ Backward<2> Dsv4SparseBwd(Array q, Array dout, PerRow lse, PerRow weight, PerRow
                           PerQuery length, Scale scale) {
   const Source window = LatentSpan({"window_kv", window_kv}, {"start", start}, {"stop", stop});
   const Source keys = LatentSelection({"kv", kv}, {"indices", indices}, {"length", length});
-  return OfLatents("dsv4_sparse_bwd", /*kv_heads=*/false, q, dout, lse, weight, delta, resolution, {window, keys}, scale);
+  return OfLatents("dsv4_sparse_bwd", /*kv_heads=*/false, q, dout, lse, weight, delta, resolution, {window, keys},
+                   scale);
 }
 
 Backward<2> Dsv4DenseBwd(Array q, Array dout, PerRow lse, PerRow weight, PerRow delta, Numbers resolution,
@@ -134,7 +135,8 @@ Backward<2> Dsv4DenseBwd(Array q, Array dout, PerRow lse, PerRow weight, PerRow 
                          Scale scale) {
   const Source window = LatentSpan({"window_kv", window_kv}, {"start", start}, {"stop", stop});
   const Source keys = LatentSpan({"kv", kv}, {"start2", start2}, {"stop2", stop2});
-  return OfLatents("dsv4_dense_bwd", /*kv_heads=*/false, q, dout, lse, weight, delta, resolution, {window, keys}, scale);
+  return OfLatents("dsv4_dense_bwd", /*kv_heads=*/false, q, dout, lse, weight, delta, resolution, {window, keys},
+                   scale);
 }
 
 // ---- gradients where K and V are apart, or one array that the same kernels read twice
