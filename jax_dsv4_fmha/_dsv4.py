@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from . import _check, reference
+from ._cache import Cache
 from ._merge import merged
 from ._sources import SelectionSource, Source, SpanSource, attend, built
 from ._span import Span, shown_by_all
@@ -15,7 +16,7 @@ from ._span import Span, shown_by_all
 def dsv4_attention(
     q: jax.Array,
     window_kv: jax.Array,
-    compressed_kv: jax.Array | None = None,
+    compressed_kv: jax.Array | Cache | None = None,
     *,
     sink: jax.Array | None = None,
     indices: jax.Array | None = None,
@@ -46,7 +47,9 @@ def dsv4_attention(
     Args:
       q: `[b, s_q, h_q, d]`, bfloat16 or float16; float32 only on the reference.
       window_kv: `[b, s_w, d]` in q's dtype.
-      compressed_kv: `[b, s_c, d]` in q's dtype; None, or s_c = 0, makes a layer with a window alone.
+      compressed_kv: `[b, s_c, d]` in q's dtype; None, or s_c = 0, makes a layer with a window alone. Or a `Cache`,
+        paged or not, for a chunk of a prompt: s_c is its capacity, and an entry that it has no page for is absent. A
+        packed Cache takes q in bfloat16 and "two_pass". There is no gradient over a Cache.
       sink: float32 `[h_q]`, as in `fmha`.
       indices: int32 `[b, s_q, topk]` into compressed_kv, for the layers of ratio 4; topk may be 0. An entry that is not
         past is absent; without ratio all indices count as they are. Absent entries are as in `sparse_fmha`.
@@ -76,8 +79,14 @@ def dsv4_attention(
     dims: dict[str, Any] = {}
     q = _check.operand(op, "q", q, "b s_q h_q d", dims, _check.FLOAT)
     window_kv = _check.operand(op, "window_kv", window_kv, "b s_w d", dims, (q.dtype,))
+    cache = compressed_kv if isinstance(compressed_kv, Cache) else None
     if getattr(compressed_kv, "shape", None) != (dims["b"], 0, dims["d"]):
-        if compressed_kv is not None:
+        if cache is not None:
+            cache.check(op, "compressed_kv", dims, (q.dtype,))
+            if cache.is_packed and q.dtype != jnp.bfloat16:
+                raise _check.error(ValueError, op, "q", q, "bfloat16, with a packed Cache")
+            dims["s_c"] = cache.capacity
+        elif compressed_kv is not None:
             compressed_kv = _check.operand(op, "compressed_kv", compressed_kv, "b s_c d", dims, (q.dtype,))
         ratio = _check.visible_of(op, "compressed_kv", compressed_kv, indices, ratio, compressed_span)
     else:  # a prompt that is shorter than a block
@@ -109,6 +118,15 @@ def dsv4_attention(
     rules += [] if compressed_span is None else [compressed_span]
     if compressed_kv is not None and rules:
         start, stop = shown_by_all(op, rules, b, s_q, dims["s_c"])
+    if cache is not None and compressed_kv is not None:
+        if indices is None:
+            dims["topk"] = dims["s_c"]
+            indices = jnp.broadcast_to(jnp.arange(dims["s_c"], dtype=jnp.int32), (b, s_q, dims["s_c"]))
+        slots = cache.slots(indices)
+        compressed_kv = cache.pool()
+        if implementation == "reference":
+            compressed_kv, indices = cache.take(), jnp.where(slots < 0, -1, indices)
+    assert not isinstance(compressed_kv, Cache)
     if implementation == "reference":
         selected: dict[str, Any] = {"indices": indices, "topk_length": topk_length, "ratio": ratio}
         spans: dict[str, Any] = {"span": span, "compressed_span": compressed_span}
@@ -116,18 +134,23 @@ def dsv4_attention(
         return reference.dsv4_attention(q, window_kv, compressed_kv, **how)
     sources: list[Source] = [SpanSource(window_kv, *near_bounds, names=_WINDOW, axis="s_w")]
     if compressed_kv is not None and indices is not None:
+        named = indices if cache is None else slots
         if rules:
-            indices = jnp.where((start[..., None] <= indices) & (indices < stop[..., None]), indices, -1)
+            named = jnp.where((start[..., None] <= indices) & (indices < stop[..., None]), named, -1)
         if topk_length is None:
             topk_length = jnp.full((b, s_q), dims["topk"], jnp.int32)
-        sources.append(SelectionSource(compressed_kv, indices, topk_length, _SELECTED, "s_c"))
+        layout = {} if cache is None else {"layout": cache.layout}
+        sources.append(SelectionSource(compressed_kv, named, topk_length, _SELECTED, "s_c", **layout))
     elif compressed_kv is not None:
         sources.append(SpanSource(compressed_kv, start, stop, names=_COMPRESSED, axis="s_c"))
     is_built = bool(built(q, sources))
     if method == "fused" and not is_built:
         wanted = "'two_pass', or operands that a fused kernel is built for"
         raise _check.not_built(op, "method", f"'fused' for {q.dtype.name}, d={dims['d']}", wanted)
-    run = functools.partial(attend, op, q, scale=scale, implementation=implementation, deterministic=deterministic)
+    run = functools.partial(
+        attend, op, q, scale=scale, implementation=implementation, differentiable=cache is None,
+        deterministic=deterministic,
+    )  # fmt: skip
     if len(sources) == 1 or (is_built and method != "two_pass"):
         return run(sources, sink=sink)
     return merged([run([source], sink=None) for source in sources], sink, op)

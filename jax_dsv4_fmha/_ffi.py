@@ -213,8 +213,8 @@ def dsv4_sparse_fwd(
     *,
     scale: float,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention over an interval of `window_kv [b, s_w, d]`, as in `fwd`, and keys of `kv [b, s_c, d]`, as in
-    `sparse_fwd`.
+    """Attention over an interval of `window_kv [b, s_w, d]`, as in `fwd`, and keys of `kv [b, s_c, d]`, or of a pool
+    `[slots, d]`, as in `sparse_fwd`.
     """
     splits = _splits_of_queries("dsv4_sparse_fwd", q, window_kv.shape[1] + indices.shape[2])
     return _call("dsv4_sparse_fwd", splits, scale, q, window_kv, start, stop, kv, indices, length, sink)

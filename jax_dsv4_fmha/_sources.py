@@ -270,6 +270,11 @@ def _pools(*sources: SelectionSource) -> Sequence[Any]:
     return jax.tree.leaves([source.flat() for source in sources])
 
 
+def _span_and_pool(window: SpanSource, source: SelectionSource) -> Sequence[Any]:
+    """A pool of all sequences has no batch axis, as the kernel takes it."""
+    return jax.tree.leaves((window, source if source.keys.shape[0] == window.keys.shape[0] else source.flat()))
+
+
 def _pools_of_one(source: SelectionSource) -> Sequence[Any]:
     """The given source as one of two; queries see nothing of the other."""
     pool = source.flat()
@@ -285,7 +290,7 @@ FORWARD: dict[tuple[str, ...], Kernel] = {
     ("apart",): Kernel("fwd", _ffi.fwd),
     ("span",): Kernel("fwd", _ffi.fwd, _with_values),
     ("selection",): Kernel("sparse_fwd", _ffi.sparse_fwd),
-    ("span", "selection"): Kernel("dsv4_sparse_fwd", _ffi.dsv4_sparse_fwd),
+    ("span", "selection"): Kernel("dsv4_sparse_fwd", _ffi.dsv4_sparse_fwd, _span_and_pool),
     ("span", "span"): Kernel("dsv4_dense_fwd", _ffi.dsv4_dense_fwd),
     ("selection", "selection"): Kernel("dsv4_decode", _ffi.dsv4_decode, _pools),
     ("v4_fp8", "v4_fp8"): _over_packed("dsv4_decode_fp8"),

@@ -11,7 +11,7 @@ import pytest
 from jax_dsv4_fmha import Cache, Span, dsv4_attention, dsv4_decode, fmha, reference
 from jax_dsv4_fmha._testing.cases import CASES, KV_STD, Q_STD, run, run_reference
 from jax_dsv4_fmha._testing.cases import operands as operands_of
-from tests.helpers import assert_right
+from tests.helpers import assert_right, normal
 
 LAYERS = [case for case in CASES if case.op == "dsv4_attention"]
 SOME = [
@@ -213,6 +213,46 @@ def test_packed_documents(implementation, chosen):
         for x, y in zip(got, want, strict=True):
             np.testing.assert_allclose(x[:, mine], y, rtol=1e-5, atol=1e-6)
         at, entry = at + length, entry + length // ratio
+
+
+@pytest.mark.parametrize("implementation", [None, "reference"])
+@pytest.mark.parametrize("chosen", [False, True])
+def test_a_chunk_over_pages(implementation, chosen):
+    """The same as over entries in a row. Two sequences share a page; entries without one are absent, and no other is
+    read."""
+    b, s_q, s_c, d, page, ratio = 2, 9, 12, 16, 4, 2
+    q, window, entries = normal(0, b, s_q, 3, d), normal(1, b, s_q + 4, d), normal(2, b, s_c, d)
+    entries = entries.at[1, :page].set(entries[0, :page])
+    table = jnp.array([[5, 0, 2], [5, 7, -1]], jnp.int32)
+    pool = jnp.full((9, page, d), jnp.nan).at[table].set(entries.reshape(b, -1, page, d), mode="drop")
+    how = {"ratio": ratio, "window": 5, "q_offset": jnp.array([20, 13]), "kv_offset": jnp.array([16, 9])}
+    indices = jnp.asarray(np.random.default_rng(3).integers(-1, s_c + 1, (b, s_q, 7)), jnp.int32)
+    there = jnp.arange(s_c) < jnp.array([[s_c], [2 * page]])
+    if chosen:
+        how |= {"indices": indices, "topk_length": jnp.full((b, s_q), 6, jnp.int32)}
+        listed = jnp.where(jnp.take_along_axis(there[:, None], indices.clip(0, s_c - 1), 2), indices, -1)
+    else:
+        listed = jnp.broadcast_to(jnp.where(there, jnp.arange(s_c), -1)[:, None], (b, s_q, s_c))
+    got = dsv4_attention(q, window, Cache(pool, table), implementation=implementation, **how)
+    want = dsv4_attention(q, window, entries, **how | {"indices": listed})
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+    with pytest.raises(NotImplementedError, match="dsv4_attention"):
+        jax.grad(lambda q: dsv4_attention(q, window, Cache(pool, table), **how)[0].sum())(q)
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("layout", [None, "v41_fp8"])
+def test_a_chunk_over_pages_launches(layout):
+    """One kernel that is handed the pool as it is; of packed pages a kernel for each source."""
+    q, window = jnp.zeros((2, 6, 64, 512), jnp.bfloat16), jnp.zeros((2, 133, 512), jnp.bfloat16)
+    cache = Cache.zeros(50, 64, block_table=jnp.zeros((2, 16), jnp.int32), layout=layout)
+    f = jax.jit(functools.partial(dsv4_attention, ratio=4, q_offset=900, kv_offset=773, implementation="cubin"))
+    indices = jnp.zeros((2, 6, 9), jnp.int32)
+    text = f.trace(q, window, cache, indices=indices).lower(lowering_platforms=("cuda",)).as_text()
+    targets = ["dsv4_sparse_fwd"] if layout is None else ["fwd_shared_kv", "dsv4_decode"]
+    assert re.findall(r"custom_call @dsv4_fmha_(\w+)", text) == targets
+    assert not re.search(r"stablehlo.(gather|concatenate|pad|slice)[^\n]*x(bf16|ui8)>\n", text)
 
 
 def test_no_compressed_entries_is_the_window_alone():
