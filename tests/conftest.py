@@ -1,4 +1,5 @@
 import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -59,6 +60,14 @@ def pytest_pyfunc_call() -> Any:
         return (yield)
     except NoLibrary as e:
         pytest.skip(str(e))
+
+
+@pytest.fixture(scope="module")
+def quick_to_compile() -> Iterator[None]:
+    """For modules of many small programs, each of which is compiled for one run."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture
