@@ -299,7 +299,15 @@ def judge_at(x: ProblemAt, got: dict[str, Array]) -> None:
     """Raises Wrong unless these are right, up to what rounding to 16 bits may do to a gradient."""
     want = x.answers()
     for name, given in got.items():
-        tolerance = 2e-5 if name in ("scores", "dweights") else 2e-2 if x.q.dtype.name == "bfloat16" else 2e-3
+        tolerance = (
+            2e-3
+            if x.q.dtype.itemsize == 1
+            else 2e-5
+            if name in ("scores", "dweights")
+            else 2e-2
+            if x.q.dtype.name == "bfloat16"
+            else 2e-3
+        )
         finite = np.isfinite(want[name])
         size = np.abs(want[name][finite]).max(initial=1e-30)
         difference = np.abs(given.astype(np.float64) - np.where(finite, want[name], 0))

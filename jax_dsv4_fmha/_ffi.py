@@ -575,7 +575,7 @@ def index_at(q: jax.Array, k: jax.Array, weights: jax.Array, indices: jax.Array)
     """The indexer's scores at given entries: float32 `[b, s_q, topk]`, -inf at absent ones.
 
     Args:
-      q, k, weights: as in `lightning_indexer`, of 16 bits.
+      q, k, weights: as in `lightning_indexer`; the scores of float8_e4m3fn are without k's scales.
       indices: int32 `[b, s_q, topk]`; an index outside of `[0, s_c)` is absent.
     """
     results = (jax.ShapeDtypeStruct(indices.shape, jnp.float32),)

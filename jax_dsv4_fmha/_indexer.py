@@ -64,7 +64,7 @@ def lightning_indexer(
       k_scale: float32 `[b, s_c]`, not negative; with float8_e4m3fn, and only then. A cache has its own.
       blocks: int32 `[b, s_q, n]`, as `indexer_blocks` returns them, ascending and none twice: only entries in these
         blocks of `block` entries are chosen; one that is no block, -1 at the end, is absent. With keys that are an
-        array; kernels compute scores of these entries alone, those of float8_e4m3fn in bfloat16, which holds them.
+        array; kernels compute scores of these entries alone.
       return_scores: whether the scores at the indices are returned too.
       implementation: None takes the kernel where there is one, else the reference; "cubin" or "reference" insist.
 
@@ -94,8 +94,7 @@ def lightning_indexer(
             raise _check.error(ValueError, op, "blocks", blocks, "None with a Cache: take() its keys")
         blocks = _check.operand(op, "blocks", blocks, "b s_q n", dims, _check.INT)
         block = _check.positive(op, "block", block)
-        of_scores = "bfloat16" if q.dtype == E4M3 else q.dtype.name
-        archs = _built_for_both("index_at", topk, dims, heads=dims["h"], dtype=of_scores)
+        archs = _built_for_both("index_at", topk, dims, heads=dims["h"], dtype=q.dtype.name)
         call = _call(op, _CHOOSE_WITHIN, implementation, archs, q, dims, topk=topk, block=block)
         results = forward(call, *map(lax.stop_gradient, (q, weights, *keys.operands)), blocks, start, stop)
         return results if return_scores else results[0]

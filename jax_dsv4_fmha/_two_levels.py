@@ -60,9 +60,6 @@ def choose_within(
     block: int,
 ) -> Arrays:
     """As `_indexer_reference.select_within`, of blocks that ascend: what a query sees of them is in a row, then."""
-    scaled = q.dtype == jnp.float8_e4m3fn
-    if scaled:
-        q, k = q.astype(jnp.bfloat16), k.astype(jnp.bfloat16)
     b, s_c = k.shape[:2]
     fill = -blocks.shape[2] % 4  # top-k wants columns in fours
     blocks = jnp.pad(blocks, ((0, 0), (0, 0), (0, fill)), constant_values=-1)
@@ -76,7 +73,7 @@ def choose_within(
         last = first + jnp.sum(seen, (2, 3), dtype=jnp.int32)
         named = jnp.where(seen, entries, -1).reshape(*start.shape, -1)
         (scores,) = _ffi.index_at(q, k, weights, named)
-        if scaled:
+        if q.dtype == jnp.float8_e4m3fn:
             scores = scores * jax.vmap(lambda scale, i: scale[i])(k_scale, jnp.maximum(named, 0))
         where, values = _ffi.topk(scores, first, last, topk=topk, return_scores=True)
         indices = jnp.take_along_axis(named, jnp.maximum(where, 0), -1)

@@ -348,7 +348,7 @@ class IndexAt(Variant):
     """Those scores at given entries, or in "index_at_bwd" their gradients in q, k and weights."""
 
     heads: int  # of q
-    dtype: str  # of q, k and dq
+    dtype: str  # of q, k and dq; of 8 bits there is no gradient
 
     family = "index_at"
 

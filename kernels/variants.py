@@ -82,9 +82,9 @@ VARIANTS: tuple[Variant, ...] = (
     ),
     *(
         IndexAt(op, "sm_90a", "kernels.sm90.index_at", heads, dtype)
-        for op in ("index_at", "index_at_bwd")
+        for op, dtypes in (("index_at", (*DTYPES, "float8_e4m3fn")), ("index_at_bwd", DTYPES))
         for heads in (16, 32, 64)
-        for dtype in DTYPES
+        for dtype in dtypes
     ),
     TopK("topk", "sm_90a", "kernels.sm90.topk", max_topk=2048),
     *(

@@ -217,7 +217,12 @@ def test_a_buckets_count_lost():
 # ---- scores at given entries, and their gradients
 
 
-AT_KEYS = ("at_sm_90a_heads64_bfloat16", "at_bwd_sm_90a_heads64_bfloat16", "at_bwd_sm_90a_heads16_float16")
+AT_KEYS = (
+    "at_sm_90a_heads64_bfloat16",
+    "at_sm_90a_heads32_float8_e4m3fn",
+    "at_bwd_sm_90a_heads64_bfloat16",
+    "at_bwd_sm_90a_heads16_float16",
+)
 
 
 @pytest.mark.parametrize("key", AT_KEYS)

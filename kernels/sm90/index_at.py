@@ -19,14 +19,14 @@ from typing import NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, Uint32
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.runtime import make_ptr
 from cutlass.memory import SmemAllocator
 
 from kernels.abi import IndexAt
 from kernels.aot import Compiled, compile_ahead
-from kernels.lib.launch import WARP, WARPGROUP, element_type, i32, launch_facts
+from kernels.lib.launch import WARP, WARPGROUP, i32, launch_facts
 from kernels.lib.ptx import ptx
 from kernels.lib.rows import load, store
 from kernels.lib.selections import CHUNK, LANES_A_ROW, Selection, SelectionOperands
@@ -45,6 +45,7 @@ from kernels.lib.wgmma import (
     tiled_mma,
     transposed,
 )
+from kernels.sm90.index_scores import ELEMENT
 
 D = 128  # of queries and keys
 TILE = 64  # keys
@@ -62,6 +63,15 @@ class Config:
     dtype: str
     gradient: bool
     stages: int = 3
+
+    @property
+    def element_bytes(self) -> int:
+        return ELEMENT[self.dtype].width // 8
+
+    @property
+    def slabs(self) -> int:
+        """Of a row of q or of keys: 128 bytes, which are copied as 64 numbers of 16 bits, whatever they are."""
+        return D * self.element_bytes // (2 * SLAB)
 
     @property
     def ctas(self) -> int:
@@ -83,11 +93,13 @@ class Config:
     @property
     def smem_bytes(self) -> int:
         masks = 2 * TILE * self.heads + 4 * WARPS * self.heads if self.gradient else 0
-        return 1024 + 2 * D * (self.heads + self.stages * TILE) + masks
+        return 1024 + self.element_bytes * D * (self.heads + self.stages * TILE) + masks
 
     def __post_init__(self):
         if self.heads not in (16, 32, 64):
             raise ValueError(f"heads must be 16, 32 or 64, got {self.heads}")
+        if self.gradient and self.element_bytes == 1:
+            raise ValueError("gradients are of 16 bits")
 
 
 class Extents(NamedTuple):
@@ -140,7 +152,7 @@ class Scale:
 class IndexAtSm90:
     def __init__(self, config: Config):
         self.config = config
-        self.dtype = element_type(config.dtype)
+        self.dtype = ELEMENT[config.dtype]
 
     @cute.jit
     def __call__(
@@ -175,10 +187,11 @@ class IndexAtSm90:
         thread = cute.arch.thread_idx()[0]
         row = Int64(cute.arch.block_idx()[0])
         entry = Int32(cute.arch.block_idx()[0] // n.s_q)
-        self.copy_q(arrays.q + row * (c.heads * D), smem.q, thread)
-        operands = SelectionOperands(arrays.k, arrays.indices, arrays.indices, n.s_c, n.s_c, n.topk)
-        keys = arrays.k + Int64(entry) * n.s_c * D
-        named = Selection(operands, TILE, D, keys, arrays.indices + row * n.topk, Int32(0), n.topk)
+        d, q, k = c.slabs * SLAB, copied(arrays.q), copied(arrays.k)
+        self.copy_q(q + row * (c.heads * d), smem.q, thread)
+        operands = SelectionOperands(k, arrays.indices, arrays.indices, n.s_c, n.s_c, n.topk)
+        keys = k + Int64(entry) * n.s_c * d
+        named = Selection(operands, TILE, d, keys, arrays.indices + row * n.topk, Int32(0), n.topk)
         weights = self.take_weights(arrays.weights + row * c.heads, thread)
         scores = arrays.scores + row * n.topk
         if cutlass.const_expr(to is None):
@@ -208,11 +221,11 @@ class IndexAtSm90:
         """A query's heads, which are as keys that stand side by side."""
         heads = self.config.heads
         all_of_them = SelectionOperands(q, q, q, Int32(heads), Int32(heads), Int32(heads))
-        rows = Selection(all_of_them, heads, D, q, Int32(0), Int32(0), Int32(heads))
+        rows = Selection(all_of_them, heads, self.config.slabs * SLAB, q, Int32(0), Int32(0), Int32(heads))
         wanted = cute.make_rmem_tensor(heads * LANES_A_ROW // THREADS, Int32)
         for i in cutlass.range_constexpr(cute.size(wanted)):
             wanted[i] = rows.position(Int32(0), i, thread, THREADS)
-        rows.gather(tile, wanted, thread, range(D // SLAB), THREADS)
+        rows.gather(tile, wanted, thread, range(self.config.slabs), THREADS)
 
     @cute.jit
     def take_weights(self, weights: cute.Pointer, thread: Int32) -> cute.Tensor:
@@ -229,7 +242,7 @@ class IndexAtSm90:
         if t < named.tiles:
             named.settle(t, wanted, thread, THREADS)
             tile = smem.k[None, None, t % self.config.stages]
-            named.gather(tile, wanted, thread, range(D // SLAB), THREADS)
+            named.gather(tile, wanted, thread, range(self.config.slabs), THREADS)
             named.look_up(t + 1, wanted, thread, THREADS)
         cute.arch.cp_async_commit_group()
 
@@ -254,7 +267,7 @@ class IndexAtSm90:
 
     @cute.jit
     def score(self, smem: Shared, named: Selection, weights: cute.Tensor, scores: cute.Pointer, thread: Int32):
-        c, mma = self.config, tiled_mma(self.dtype, self.config.heads, K_MAJOR)
+        c, mma = self.config, product(self.dtype, self.config.heads)
         a, b, acc = operand_a(mma, smem.k), operand_b(mma, smem.q), accumulator(mma, self.config.heads)
         s = columns_of(acc, c.heads)
         wanted = self.begin(smem, named, thread)
@@ -451,6 +464,20 @@ class IndexAtGradientSm90(IndexAtSm90):
         self.launch(arrays, Gradients(dq, dk, dweights), b, Extents(s_q, s_c, topk), stream)
 
 
+def product(dtype, heads: int) -> cute.TiledMma:
+    """64 keys by the heads of a query."""
+    if dtype.width == 16:
+        return tiled_mma(dtype, heads, K_MAJOR)
+    source = warpgroup.OperandSource.SMEM
+    op = warpgroup.MmaF8Op(dtype, dtype, Float32, (TILE, heads, 32), source, K_MAJOR, K_MAJOR)
+    return cute.make_tiled_mma(cute.make_mma_atom(op))
+
+
+def copied(p: cute.Pointer) -> cute.Pointer:
+    """As what numbers of 8 bits are copied as."""
+    return p if p.dtype.width == 16 else cute.recast_ptr(p, dtype=BFloat16)
+
+
 def columns_of(acc: cute.Tensor, columns: int) -> cute.Tensor:
     """An accumulator as (c, r, j): column 8 j + 2 (lane % 4) + c, row r of a thread's two."""
     return cute.make_tensor(acc.iterator, cute.make_layout((2, 2, columns // BLOCK)))
@@ -487,7 +514,7 @@ def add_pair(to: Int64, there: Int32, offset: int, x: Float32, y: Float32) -> No
 def compile(variant: IndexAt, out_dir: Path) -> Compiled:
     config = Config(variant.heads, variant.dtype, variant.op.endswith("_bwd"))
     kernel = (IndexAtGradientSm90 if config.gradient else IndexAtSm90)(config)
-    element = element_type(variant.dtype)
+    element = ELEMENT[variant.dtype]
     of_gradients = (element, Float32, Float32) if config.gradient else ()
     return compile_ahead(
         kernel,
