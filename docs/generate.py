@@ -4,8 +4,9 @@
     …
     <!-- end -->
 
-`python docs/generate.py` does so for every page; `tests/test_docs.py` asserts that it would change nothing. `make pictures`
-runs it, and draws the pictures from the same files. A new measurement is a new JSON file, and that run again.
+`python docs/generate.py` does so for every page; `tests/test_docs.py` asserts that it would change nothing.
+`make pictures` runs it, and draws the pictures from the same files. A new measurement is a new JSON file, and that run
+again.
 """
 
 import json
@@ -52,7 +53,7 @@ def of_peer(row: dict[str, Any], peer: str) -> str:
 
 
 def share(row: dict[str, Any]) -> str:
-    """Of the time that the machine's matrix rate and copy rate allow."""
+    """The share of the roofline, which the machine's matrix rate and copy rate give."""
     least = max(row["flops"] / row["matmul_flops_per_s"], row["bytes"] / row["copy_bytes_per_s"])
     return f"{100 * least / ours(row):.0f} %"
 
@@ -162,7 +163,7 @@ def flashmla() -> str:
 
 
 def machine() -> str:
-    """Of which machine the numbers are."""
+    """The machines on which the numbers were measured."""
     lines = []
     for name, data in (("forward", FORWARD), ("gradients", GRAD), ("indexer", INDEXER), ("layers", LAYER)):
         matmul, copy = (

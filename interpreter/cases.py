@@ -50,8 +50,8 @@ def extents(variant: Forward, tile_n: int, case: str) -> dict[str, int] | None:
     }
     if variant.op == "fwd" and variant.shared_kv:
         # a few keys after a pair of tiles, or after two; the last tiles of rows see more
-        table["behind a pair"] = {"b": 2, "s_q": 19, "s_kv": 2 * n + 22, "h_q": 8, "width": 2 * n}
-        table["behind two pairs"] = {"b": 1, "s_q": 20, "s_kv": 4 * n + 19, "h_q": 16, "width": EVERYTHING}
+        table["after a pair"] = {"b": 2, "s_q": 19, "s_kv": 2 * n + 22, "h_q": 8, "width": 2 * n}
+        table["after two pairs"] = {"b": 1, "s_q": 20, "s_kv": 4 * n + 19, "h_q": 16, "width": EVERYTHING}
         # two tiles of rows a query: the second finds its keys where they are
         table["again"] = {"b": 1, "s_q": 4, "s_kv": 2 * n + 3, "h_q": 128, "width": n + 30}
     if variant.op == "fwd":
@@ -71,8 +71,8 @@ PROCESSORS = {
     "turns": 1,
     "mixed": 1,
     "groups": 2,
-    "behind a pair": 1,
-    "behind two pairs": 2,
+    "after a pair": 1,
+    "after two pairs": 2,
     "again": 1,
 }
 CASES = tuple(PROCESSORS)

@@ -77,7 +77,7 @@ class TensorMap:
             wanted = rows[inside] + column
             buffer, _ = memory.find(int(wanted.min()), size, "a tensor map reads")
             if int(wanted.max()) + size > buffer.base + buffer.size:
-                raise OutOfBounds(f"a tensor map reads behind the end of {buffer.name}: {self}")
+                raise OutOfBounds(f"a tensor map reads past the end of {buffer.name}: {self}")
             data[np.flatnonzero(inside)[:, None], skip + np.arange(size)] = buffer.read(
                 actor, wanted - buffer.base, size
             )
@@ -285,7 +285,7 @@ def tensor_store(i: Instruction, d: Decoder, rank: int) -> Step:
                 wanted = rows[inside] + column
                 for buffer, which, offsets in w.machine.memory.find_all(wanted, 16, "a tensor map writes"):
                     if int(offsets.max()) + size > buffer.size:
-                        raise OutOfBounds(f"a tensor map writes behind the end of {buffer.name}: {tensor}")
+                        raise OutOfBounds(f"a tensor map writes past the end of {buffer.name}: {tensor}")
                     buffer.write(op, offsets, data[which])
 
         op = w.issue(

@@ -1,4 +1,4 @@
-"""What a GPU computes in a small call of every Hopper kernel of attention, recorded once and compared with since.
+"""A GPU's answers to a small call of every Hopper kernel of attention, recorded once and compared with since.
 
     python -m interpreter.hardware          on a machine with such a GPU; needs a built library
     python -m interpreter.hardware --only 'dense_bwd*'         the others' records stay as they are
@@ -132,7 +132,7 @@ HOPPER = [v for v in VARIANTS if v.arch == ARCH]
 ATTENTION = [AttentionRun(v, n) for v in HOPPER if isinstance(v, Forward) for n in ((1, 3) if v.splits else (1,))]
 GRADIENTS = [GradientRun(v) for v in HOPPER if isinstance(v, Backward) or v.op == "row_gradients"]
 RUNS: dict[str, Run] = {run.name: run for run in (*ATTENTION, *GRADIENTS)}
-"""What is recorded."""
+"""The recorded runs."""
 
 
 def digest(*arrays: Any) -> str:

@@ -1,4 +1,4 @@
-"""What happened before what (PTX ISA 8, Memory consistency model; 8.4 and 9.7.9.25 on proxies), and what can go wrong.
+"""Happens-before (PTX ISA 8, Memory consistency model; 8.4 and 9.7.9.25 on proxies), and the faults that break it.
 
 An *event* is an access of memory by an actor: a warp at some epoch of its own, or an asynchronous operation. A clock
 says which events an actor knows to have happened before: of every warp up to which epoch, and which operations. A warp
@@ -67,7 +67,8 @@ def shorten(text: str, limit: int = 150) -> str:
 
 
 class Clock:
-    """What is known. Row 0: to have happened; row 1: to be visible to the async proxy as well.
+    """The knowledge of a warp or an operation. Row 0: to have happened; row 1: to be visible to the async proxy as
+    well.
 
     Row 2: mbarriers that were made before a fence.mbarrier_init, which a relaxed arrival tells of too. A warp begins
     with epoch 2, and with 1 there: whoever has that of it knows that it runs.
@@ -194,7 +195,7 @@ class Shadow:
         return writers
 
     def missing(self, actor: Any, event: Event) -> str:
-        """What would have ordered them, where that is known."""
+        """The missing order between them, where it is known."""
         return ""
 
     def describe(self, words: Words, where: np.ndarray[Any, Any]) -> str:

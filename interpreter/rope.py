@@ -61,7 +61,7 @@ class Problem:
 
 
 def run(x: Problem, *, direction: int = 1, seed: int = 0, edit: Callable[[str], str] = lambda text: text) -> Array:
-    """What the kernel leaves, which of "rope" is where x was."""
+    """The kernel's result, which "rope" writes where x was."""
     kernel, memory = Kernel.of(x.variant), new_memory()
     in_place = x.variant.op == "rope"
     addresses = {name: memory.add(name, getattr(x, name)) for name in ("table", "dy")}

@@ -119,7 +119,7 @@ class GlobalMemory:
         near = ""
         if n >= 0:
             b = self.buffers[n]
-            near = f", {address - b.base} bytes behind the start of {b.name} of {b.size}"
+            near = f", {address - b.base} bytes after the start of {b.name} of {b.size}"
         raise OutOfBounds(f"{what} {size} bytes at 0x{address:x}, outside of every allocation{near}")
 
     def find_all(self, addresses: Array, size: int, what: str) -> list[tuple[Buffer, Array, Array]]:

@@ -40,7 +40,7 @@ class TmemShadow(Shadow):
         return f"{self.name} lanes {lanes.min()}..{lanes.max()}, columns {columns.min()}..{columns.max()}"
 
     def missing(self, actor: Access, event: Event) -> str:
-        """Of somebody who was told, by the other's warp, after the other's access was issued."""
+        """The missing order, for an actor whom the other's warp told something after the other's access was issued."""
         if event.op is None:
             return ""
         told, other = actor.by.clock, actor.machine.ops_log[event.op]

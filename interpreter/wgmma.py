@@ -70,7 +70,7 @@ def fetch(smem: Memory, x: Descriptor, rows: int, depth: int, mn_major: bool, dt
     """fp32 [rows, elements in `depth` pairs of bytes]."""
     chunks, _ = chunks_of(x, rows, depth, mn_major)
     if int(chunks.max()) >= len(smem.chunks):
-        raise OutOfBounds(f"an operand reaches behind shared memory: {x}")
+        raise OutOfBounds(f"an operand reaches past shared memory: {x}")
     values = widen(smem.chunks[chunks], dtype)
     return values.reshape(depth, rows).T if mn_major else values.reshape(rows, -1)
 

@@ -391,7 +391,7 @@ def _call(
     *words: str,
     **params: int,
 ) -> Call:
-    """Of an op that chooses, whose kernels are built for these architectures; words are for errors."""
+    """The call of an op that chooses, with kernels built for these architectures; words are for errors."""
     when, fit = "never", None
     if implementation != "reference":
         sizes = [f"{name}={params[name]}" for name in ("topk", "count") if name in params]

@@ -1,4 +1,4 @@
-"""What a GPU has answered: there is a record of every run, and a GPU answers the same bits today."""
+"""Records of a GPU's answers: every run has one, and a GPU answers the same bits today."""
 
 import numpy as np
 import pytest

@@ -216,7 +216,7 @@ def near(got, want, most):
 @pytest.mark.parametrize("shape", [(2, 600, 16, 512), (1, 7, 3, 128), (3, 5, 1, 64)], ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_rope_in_place_by_a_kernel(dtype, shape):
-    """Of what nothing else needs; what something needs stays as it is."""
+    """It overwrites an array that nothing else needs; any other array stays as it is."""
     rng, how = np.random.default_rng(0), Rope(64)
     w, x = (jnp.asarray(rng.standard_normal(s), dtype) for s in ((shape[-1],) * 2, shape))
     at = jnp.asarray(rng.integers(0, 5000, shape[:2]), jnp.int32)

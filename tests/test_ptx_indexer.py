@@ -180,7 +180,7 @@ def nan_first(text):
 
 
 def later_ties_first(text):
-    """Of equal scores that a warp looks at together, those to the right count as the ones before."""
+    """Among equal scores that a warp looks at together, later ones count as earlier."""
     pattern = r"(vote\.sync\.ballot\.b32\s+%r\d+, %p\d+, -1;\s+vote\.sync\.ballot\.b32\s+(%r\d+), %p\d+, -1;\s+)"
     pattern += r"and\.b32\s+(%r\d+), \2, (%r\d+);"
     above = "{{ .reg .b32 m; shl.b32 m, {0}, 1; or.b32 m, m, 1; not.b32 m, m; and.b32 {1}, {2}, m; }}"

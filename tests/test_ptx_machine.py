@@ -150,7 +150,7 @@ WAIT = "AGAIN: mbarrier.try_wait.parity.shared.b64 %p1, [%r3], 0; @%p1 bra END; 
         (Undefined, r"reads SMEM bytes 1024\.\.1151, which nobody wrote", "ld.shared.b32 %r9, [%r4];"),
         (
             OutOfBounds,
-            r"loads 4 bytes at 0x\w+, outside .* 128 bytes behind the start of source",
+            r"loads 4 bytes at 0x\w+, outside .* 128 bytes after the start of source",
             "ld.global.b32 %r9, [%rd3+4];",
         ),
         (OutOfBounds, r"not aligned", "ld.global.b32 %r9, [%rd3+2];"),

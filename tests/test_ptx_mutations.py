@@ -478,7 +478,7 @@ FATES = [
     ),
     Fate("unpacks what is still on its way", PACKED, Fault, early(r"ld\.shared", "k", r"cp\.async"), wait_for_none),
     Fate(
-        "no proxy fence behind what is unpacked",
+        "no proxy fence after the unpacking",
         PACKED,
         Race,
         unfenced("k", r"(st\.shared|cp\.async)"),
@@ -571,7 +571,7 @@ FATES = [
         r"reads register %r\d+ while the wgmma",
         without(r"wgmma\.commit_group", slice(0, 1)),
     ),
-    Fate("no wgmma.fence behind the registers", DENSE, Race, r"written with no wgmma\.fence", without(r"wgmma\.fence")),
+    Fate("no wgmma.fence after the registers", DENSE, Race, r"written with no wgmma\.fence", without(r"wgmma\.fence")),
     Fate(
         "barriers used before they are made",
         DENSE,
@@ -629,7 +629,7 @@ FATES = [
         "a tensor map larger than its array",
         DENSE,
         OutOfBounds,
-        r"a tensor map reads behind the end of k0",
+        r"a tensor map reads past the end of k0",
         launched={"k0.map": short_tensor},
     ),
     Fate(

@@ -23,7 +23,7 @@ def test_is_right(key):
 
 
 def a_lane_s_own_sum(text):
-    """What a lane gets from one 16 lanes away is lost."""
+    """Numbers from the lane 16 lanes away are lost."""
     pattern = r"shfl\.sync\.bfly\.b32\s+(%r\d+)(?:\|%p\d+)?, (%r\d+), 16,[^;]*;"
     return edits.replace(text, pattern, lambda m: f"mov.b32 {m[1]}, 0;", slice(0, 1))
 

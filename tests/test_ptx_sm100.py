@@ -154,8 +154,8 @@ TMEM = {DENSE: {"o": 128, "scores": 256, "p": 64}, LATENT: {}, FUSED: {}}  # col
 
 
 def by_name(message: str, kernel: Kernel) -> str:
-    """What the interpreter says, with places in memory by their names; what loads from TMEM behind the last store to
-    it is called final."""
+    """The interpreter's message, with names for places in memory; a load from TMEM after the last store to it is
+    called final."""
 
     def named(regions: dict[str, int], place: int) -> str:
         for name, size in regions.items():

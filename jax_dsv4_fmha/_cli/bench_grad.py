@@ -58,7 +58,7 @@ def backward_alone(times: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]
 
 
 def both(name: str) -> str:
-    """What the time of both passes is called: "both" of ours, "both by PEER" of a peer."""
+    """The name of the time of both passes: "both" for ours, "both by PEER" for a peer."""
     return "both" if name == "ours" else f"both by {name}"
 
 

@@ -1,7 +1,7 @@
-"""What the DSL's own host stub would launch, found out by running it without a GPU.
+"""The launch of the DSL's own host stub, recorded by running the stub without a GPU.
 
 The build leaves the stub of every variant beside its cubin, as an object file.  Linked against `recorder.c` it runs
-anywhere, and leaves the launch configuration and the bytes of every parameter behind.
+anywhere, and records the launch configuration and the bytes of every parameter.
 """
 
 import ctypes
