@@ -2,7 +2,8 @@
 // them.
 //
 // q and dout [b, s_q, h_q, d], lse, weight and delta f32 [b, s_q, h_q], k and v [b, s_kv, h_kv, d], start and stop i32
-// [b, s_q] -> dq like q, dk and dv like k. With P = exp(S - lse),
+// [b, s_q] -> dq like q, dk and dv like k. One kernel makes the gradients of keys and another those of rows, the same
+// bits on every run; or where dq is f32, one makes all, and adds to dq / scale in no fixed order. With P = exp(S - lse),
 //
 //   dS = P * (weight dout V' - delta)        dq = scale dS K        dk = scale dS' Q        dv = (weight P)' dout
 //
@@ -61,7 +62,9 @@ struct DenseBackward {
       expect.DtypeOf(q, x);
     };
     like(dout, q);
-    like(dq, q);
+    expect.Aligned(dq);
+    expect.Shape(dq, q.dimensions);
+    if (!Adds()) expect.DtypeOf(q, dq);
     like(dk, sources.items[0].k);
     if (!shared_kv) like(dv, sources.items[0].k);
     for (const Operand& x : {lse, weight, delta}) expect.Shape(x, {b, s_q, h_q});
@@ -70,17 +73,20 @@ struct DenseBackward {
     return expect.error();
   }
 
+  bool Adds() const { return dq.dtype == ffi::DataType::F32; }
+
   struct Kernels {
     Launcher* row_spans = nullptr;
     Launcher* keys = nullptr;
-    Launcher* rows = nullptr;
+    Launcher* rows = nullptr;  // none where that of keys makes all
   };
 
   ffi::Error Find(const Device& device, const AttentionShape& shape, Kernels* kernels) const {
     const DenseBackwardChoices call{.d = shape.rows.d, .dtype = q.dtype};
     ffi::Error error = LookUp("row_spans", device, RowSpansChoices{}, &kernels->row_spans);
     if (error.failure()) return error;
-    if (ffi::Error error = LookUp("key_gradients", device, call, &kernels->keys); error.failure()) return error;
+    error = LookUp(Adds() ? "all_gradients" : "key_gradients", device, call, &kernels->keys);
+    if (error.failure() || Adds()) return error;
     return LookUp("row_gradients", device, call, &kernels->rows);
   }
 
@@ -89,6 +95,7 @@ struct DenseBackward {
     Kernels kernels;
     if (ffi::Error error = Check(&shape); error.failure()) return error;
     if (ffi::Error error = Find(GetDevice(ordinal), shape, &kernels); error.failure()) return error;
+    if (Adds()) return Load(ordinal, {kernels.row_spans, kernels.keys});
     return Load(ordinal, {kernels.row_spans, kernels.keys, kernels.rows});
   }
 
@@ -119,13 +126,18 @@ struct DenseBackward {
                                     .seen = seen.data,
                                     .dq = dq.data,
                                     .dk = dk.data,
-                                    .dv = shared_kv ? nullptr : dv.data};
+                                    .dv = shared_kv ? nullptr : dv.data,
+                                    .sums = Adds() ? dq.data : nullptr};
     auto refused = [&](const std::string& why) { return ffi::Error::InvalidArgument(std::string(op) + ": " + why); };
     Plan<RowSpansArguments> spans;
     std::string error = PlanRowSpans(shape.rows, kernels.keys->tile_m, kernels.row_spans->tile_n, at, &spans);
     if (!error.empty()) return refused(error);
     if (ffi::Error failed = Launch(kernels.row_spans, stream, ordinal, spans); failed.failure()) return failed;
+    if (Adds()) {
+      if (ffi::Error error = Zero(dq.data, Elements(dq.dimensions), stream); error.failure()) return error;
+    }
     for (Launcher* launcher : {kernels.keys, kernels.rows}) {
+      if (launcher == nullptr) continue;
       Plan<DenseBackwardArguments> plan;
       error = PlanDenseBackward(shape.rows, shape.sources[0].s_kv, scale, launcher == kernels.keys,
                                 launcher->TilesOn(device), at, &plan);

@@ -15,6 +15,7 @@ struct DenseBackwardAddresses {
   void *start, *stop;          // i32 [b, s_q]
   void* seen;                  // i32 [b, tiles of rows, 4]
   void *dq, *dk, *dv;          // dv is nullptr where K is V
+  void* sums;                  // f32 [b, s_q, h_q, d], where one kernel makes all gradients
 };
 
 // How rows are cut into tiles of tile_m. It plans for one processor, so that tiles are full.
@@ -35,7 +36,8 @@ inline std::string PlanRowSpans(const RowShape& shape, int32_t tile_m, int32_t t
   return "";
 }
 
-// The gradients of keys, or those of rows, by a kernel with these tiles.  Returns why it cannot: empty on success.
+// The gradients of keys, of all, or those of rows, by a kernel with these tiles.  Returns why it cannot: empty on
+// success.
 inline std::string PlanDenseBackward(const RowShape& shape, int64_t s_kv, float scale, bool of_keys, const Tiles& tiles,
                                      const DenseBackwardAddresses& at, Plan<DenseBackwardArguments>* plan) {
   Tiling n;
@@ -56,7 +58,7 @@ inline std::string PlanDenseBackward(const RowShape& shape, int64_t s_kv, float 
   x.k = Keys(shape, s_kv, tiles.tile_n, at.k), x.v = Keys(shape, s_kv, tiles.tile_n, at.v);
   x.lse = at.lse, x.weight = at.weight, x.delta = at.delta;
   x.start = at.start, x.stop = at.stop, x.seen = at.seen;
-  x.dq = at.dq, x.dk = at.dk, x.dv = at.dv;
+  x.dq = at.dq, x.dk = at.dk, x.dv = at.dv, x.sums = at.sums;
   x.shared_kv = at.dv == nullptr;
   x.s_kv = I32(s_kv);
   x.scale = scale;

@@ -9,6 +9,7 @@ import numpy as np
 
 from . import gradients, native
 from .launch import Kernel, machine
+from .reductions import add_cleared
 from .state import Array, Machine, new_memory
 
 
@@ -17,14 +18,22 @@ def run(
 ) -> tuple[Array, ...]:
     """dq, dk and dv, or where one array is K and V dq and the sum of both; the kernels are by op."""
     keys, seen = x.attention.sources[0], tiles_seen(kernels, x, scale, seed=seed)
+    if "all_gradients" in kernels:
+        sums, dk, *dv = run_step(kernels["all_gradients"], x, scale, seen, seed=seed, **how)
+        return in_order(sums, scale).astype(x.attention.q.dtype), *(y.reshape(keys.k.shape) for y in (dk, *dv))
     dk, *dv = run_step(kernels["key_gradients"], x, scale, seen, seed=seed, **how)
     (dq,) = run_step(kernels["row_gradients"], x, scale, seen, seed=seed, **how)
     return dq, *(part.reshape(keys.k.shape) for part in (dk, *dv))
 
 
+def in_order(sums: Array, scale: float) -> Array:
+    """dq of what `all_gradients` leaves."""
+    return np.float32(scale) * sums.reshape(*sums.shape[:-1], -1, 4, 2, 2).swapaxes(-3, -2).reshape(sums.shape)
+
+
 def tiles_seen(kernels: Mapping[str, Kernel], x: gradients.Operands, scale: float, *, seed: int = 0) -> Array:
-    """What `row_spans` leaves for `key_gradients`."""
-    tile_m = kernels["key_gradients"].facts["tile_m"]
+    """What `row_spans` leaves for the kernel of keys."""
+    (tile_m,) = {kernels[op].facts["tile_m"] for op in ("all_gradients", "key_gradients") if op in kernels}
     (seen,) = run_step(kernels["row_spans"], x, scale, None, seed=seed, tile_m=tile_m)
     return seen
 
@@ -50,13 +59,18 @@ def launch(
     given = {"q": a.q, "dout": x.do, "k": keys.k, "v": keys.v, "lse": x.lse, "weight": x.weight, "delta": x.delta}
     given |= {"start": keys.seen_from, "stop": keys.seen_to} | ({} if seen is None else {"seen": seen})
     shape = a.shape
+    of_keys = {"dk": keys.k} | ({} if keys.v is keys.k else {"dv": keys.k})
     results: dict[str, Array] = {
         "row_spans": {"seen": np.empty((shape.b, shape.s_q * (shape.h_q // shape.h_kv), 4), np.int32)},
-        "key_gradients": {"dk": keys.k} | ({} if keys.v is keys.k else {"dv": keys.k}),
+        "key_gradients": of_keys,
+        "all_gradients": {"sums": np.empty(a.q.shape, np.float32)} | of_keys,
         "row_gradients": {"dq": a.q},
     }[kernel.variant.op]
     addresses = {name: memory.add(name, array) for name, array in given.items()}
-    addresses |= {name: memory.add(name, None, like.nbytes) for name, like in results.items()}
+    for name, like in results.items():
+        addresses[name] = (
+            add_cleared(memory, name, like.nbytes) if name == "sums" else memory.add(name, None, like.nbytes)
+        )
     tiles = {"tile_m": tile_m or kernel.facts["tile_m"], "tile_n": kernel.facts["tile_n"], "addresses": addresses}
     if kernel.variant.op == "row_spans":
         plan = native.plan_row_spans(shape, **tiles)

@@ -54,7 +54,7 @@ class AttentionRun:
     variant: Forward
     splits: int
 
-    same = 1  # result that is the same bits on every run, besides what is kept whole
+    same = slice(1)  # of the results are the same bits on every run, besides what is kept whole
 
     @property
     def name(self) -> str:
@@ -102,8 +102,15 @@ class GradientRun:
         return self.variant.key.replace("row_gradients", "dense_bwd")
 
     @property
-    def same(self) -> int | None:
-        return None if self.is_dense or self.variant.choices["deterministic"] else 1
+    def sums_rows(self) -> bool:
+        """Whether dq is a sum in any order, not the gradients of keys."""
+        return self.variant.op == "all_gradients"
+
+    @property
+    def same(self) -> slice:
+        if self.sums_rows:
+            return slice(1, None)
+        return slice(None) if self.is_dense or self.variant.choices["deterministic"] else slice(1)
 
     def operands(self) -> gradients.Operands:
         v = self.variant
@@ -115,8 +122,7 @@ class GradientRun:
         import jax
 
         v, how = self.variant, {"scale": self.variant.d**-0.5}
-        if isinstance(v, Backward):
-            how["deterministic"] = v.deterministic
+        how["deterministic"] = v.deterministic if isinstance(v, Backward) else not self.sums_rows
         call = jax.jit(functools.partial(_ffi.dense_bwd if self.is_dense else gradients.FUNCTIONS[v.op], **how))
         return tuple(np.asarray(y) for y in call(*x.arguments()))
 
@@ -130,7 +136,7 @@ class GradientRun:
 Run = AttentionRun | GradientRun
 HOPPER = [v for v in VARIANTS if v.arch == ARCH]
 ATTENTION = [AttentionRun(v, n) for v in HOPPER if isinstance(v, Forward) for n in ((1, 3) if v.splits else (1,))]
-GRADIENTS = [GradientRun(v) for v in HOPPER if isinstance(v, Backward) or v.op == "row_gradients"]
+GRADIENTS = [GradientRun(v) for v in HOPPER if isinstance(v, Backward) or v.op in ("row_gradients", "all_gradients")]
 RUNS: dict[str, Run] = {run.name: run for run in (*ATTENTION, *GRADIENTS)}
 """The recorded runs."""
 
@@ -145,7 +151,7 @@ def digest(*arrays: Any) -> str:
 
 def digest_of(run: Run, got: tuple[Array, ...]) -> str:
     """A digest of those results that are the same bits on every run."""
-    return digest(*got[: run.same])
+    return digest(*got[run.same])
 
 
 def missing() -> list[str]:

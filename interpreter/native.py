@@ -229,7 +229,7 @@ def plan_dense_backward(
         variant.layout.encode(),
         _attention_shape(shape, ("span",), variant.dtype),
         ctypes.c_float(scale),
-        ctypes.c_bool(variant.op == "key_gradients"),
+        ctypes.c_bool(variant.op != "row_gradients"),
         _tiles(tile_m, tile_n, processors),
         addressed("DenseBackward", addresses),
     )

@@ -29,6 +29,7 @@ def dot_product_attention(
     sinks: jax.Array | None = None,
     implementation: _check.Implementation | None = None,
     return_residual: bool = False,
+    deterministic: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Takes the arguments of `jax.nn.dot_product_attention`, and sinks.
 
@@ -51,6 +52,7 @@ def dot_product_attention(
       sinks: float32 `[N]`, as in `fmha`.
       implementation: as in `fmha`.
       return_residual: also return the log-sum-exp, float32 `[B, T, N]` or `[T, N]`, natural log, without sinks.
+      deterministic: as in `fmha`.
 
     Raises:
       ValueError, TypeError: operands that differ from the above.
@@ -82,7 +84,7 @@ def dot_product_attention(
         left, right = _window(local_window_size)
         i = jnp.arange(t, dtype=jnp.int32)[None]
         last = jnp.minimum(i, _MOST - right) + right  # written so that nothing wraps around
-        span &= Span(i - left, last + 1)
+        span &= Span(i - left, last + 1, width=left + 1 + (0 if is_causal else right))
     if query_seq_lengths is not None:
         lengths = _check.operand(_OP, "query_seq_lengths", query_seq_lengths, "b", dims, _check.INT)
         span &= Span(0, jnp.where(jnp.arange(t, dtype=jnp.int32)[None] < lengths[:, None], jnp.int32(s), 0))
@@ -105,9 +107,9 @@ def dot_product_attention(
         o, lse = reference.fmha(q, k, values, span=Span(start, stop), sink=sinks, scale=scale)
     else:
         names = ("key", "mask start", "mask stop") if values is None else ("key", "value", "mask start", "mask stop")
-        source = SpanSource(k, start, stop, values, names)
-        called = ("query", "sinks")
-        o, lse = attend(_OP, q, [source], sink=sinks, scale=scale, implementation=implementation, names=called)
+        source = SpanSource(k, start, stop, values, names, width=span.width)
+        how: dict[str, Any] = {"implementation": implementation, "deterministic": deterministic}
+        o, lse = attend(_OP, q, [source], sink=sinks, scale=scale, names=("query", "sinks"), **how)
     o, lse = (x if batched else x[0] for x in (o, lse))
     return (o, lse) if return_residual else o
 

@@ -393,17 +393,23 @@ def dense_bwd(
     stop: jax.Array,
     *,
     scale: float,
+    deterministic: bool = True,
 ) -> tuple[jax.Array, ...]:
     """The gradient of `fwd` over `k` and `v [b, s_kv, h_kv, d]`: (dq, dk, dv), in q's dtype; (dq, dk + dv) without v.
 
-    The results have the same bits on every run.
+    If deterministic, the results have the same bits on every run; else one kernel sums dq up in no fixed order.
     """
     keys = (k,) if v is None else (k, v)
     seen = jax.ShapeDtypeStruct((q.shape[0], q.shape[1] * (q.shape[2] // k.shape[2]), 4), jnp.int32)
-    results = (*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, *keys)), seen)
+    of_rows = jax.ShapeDtypeStruct(q.shape, q.dtype if deterministic else jnp.float32)
+    results = (of_rows, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in keys), seen)
     target = "dsv4_fmha_dense_bwd" + "_shared_kv" * (v is None)
     call = jax.ffi.ffi_call(target, results)
-    return tuple(call(q, do, lse, weight, delta, *keys, start, stop, scale=np.float32(scale)))[:-1]
+    dq, *of_keys, _ = call(q, do, lse, weight, delta, *keys, start, stop, scale=np.float32(scale))
+    if not deterministic:  # columns as kernels/sm90/bwd/all_gradients.py leaves them
+        sums = dq.reshape(*q.shape[:-1], -1, 4, 2, 2).swapaxes(-3, -2).reshape(q.shape)
+        dq = (np.float32(scale) * sums).astype(q.dtype)
+    return dq, *of_keys
 
 
 def _call_backward(

@@ -37,7 +37,8 @@ def fmha(
         built for the device, and the reference elsewhere. "reference" is plain `jnp`, with derivatives of every order
         and mode; the others have reverse mode once, and keep to their devices under any mesh (docs/transforms.md).
       deterministic: whether gradients are to have the same bits every time, which costs time where a kernel adds to
-        gradients of keys in memory (docs/performance.md). The forward pass always has them.
+        memory: at d 512 to the gradients of keys, at d 64 and 128 to those of q where queries may see more than 512
+        keys (docs/performance.md). The forward pass always has them.
 
     Returns:
       o like q, 0 where a query sees no key; lse float32 `[b, s_q, h_q]`, natural log, without the sink, -inf there.
@@ -64,5 +65,5 @@ def fmha(
     if implementation == "reference":
         return reference.fmha(q, k, v, span=Span(start, stop), sink=sink, scale=scale)
     names = ("k", "span.start", "span.stop") if v is None else ("k", "v", "span.start", "span.stop")
-    source = SpanSource(k, start, stop, v, names)
+    source = SpanSource(k, start, stop, v, names, width=span.width)
     return attend(op, q, [source], sink=sink, scale=scale, implementation=implementation, deterministic=deterministic)

@@ -36,7 +36,9 @@ _Q, _ROWS = Axes("q", "b s_q h_q d"), "b s_q"
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("keys", "values", "start", "stop"), meta_fields=("names", "axis")
+    jax.tree_util.register_dataclass,
+    data_fields=("keys", "values", "start", "stop"),
+    meta_fields=("names", "axis", "width"),
 )
 @dataclasses.dataclass(frozen=True)
 class SpanSource:
@@ -48,6 +50,7 @@ class SpanSource:
       values: like keys; None where V is K.
       names: the caller's names of keys, values if any, start and stop.
       axis: the caller's name of s.
+      width: the most keys that a query sees, as far as they are known while tracing.
     """
 
     keys: jax.Array
@@ -56,6 +59,7 @@ class SpanSource:
     values: jax.Array | None = None
     names: tuple[str, ...] = ("keys", "start", "stop")
     axis: str = "s_kv"
+    width: int | None = None
 
     @property
     def kind(self) -> str:
@@ -301,23 +305,36 @@ FORWARD: dict[tuple[str, ...], Kernel] = {
 }
 
 
-def _dense_bwd(*operands: Any, scale: float, deterministic: bool = False) -> Arrays:
-    """The results have the same bits with `deterministic` and without."""
-    dq, *of_keys = _ffi.dense_bwd(*operands, scale=scale)
+FEW_KEYS = 512
+"""the most keys of a query with which two kernels are faster than one that adds to memory"""
+
+
+def _dense_bwd(*operands: Any, width: int | None, scale: float, deterministic: bool = False) -> Arrays:
+    """One kernel makes all gradients where that is faster, unless the same bits are wanted."""
+    q, k = operands[0], operands[5]
+    known = [n for n in (width, k.shape[1]) if isinstance(n, int)]
+    few = bool(known) and min(known) <= FEW_KEYS
+    built = _ffi.built_for("all_gradients", d=q.shape[-1], dtype=q.dtype.name)
+    dq, *of_keys = _ffi.dense_bwd(*operands, scale=scale, deterministic=deterministic or few or not built)
     return dq, *(x.astype(jnp.float32) for x in of_keys)
+
+
+def _apart_bwd(*operands: Any, **params: Any) -> Arrays:
+    *arrays, width = operands
+    return _dense_bwd(*arrays, width=width, **params)
 
 
 def _span_bwd(q: Any, do: Any, lse: Any, weight: Any, delta: Any, kv: Any, *span: Any, **params: Any) -> Arrays:
     """Where no kernel for V = K is built, the kernels for K and V apart take the keys twice."""
-    rows = (q, do, lse, weight, delta)
+    rows, (start, stop, width) = (q, do, lse, weight, delta), span
     if _ffi.built_for("bwd", d=q.shape[-1], dtype=q.dtype.name, shared_kv=True):
-        return _ffi.bwd(*rows, kv, *span, **params)
-    return _dense_bwd(*rows, kv, None, *span, **params)
+        return _ffi.bwd(*rows, kv, start, stop, **params)
+    return _dense_bwd(*rows, kv, None, start, stop, width=width, **params)
 
 
 BACKWARD: dict[tuple[str, ...], Kernel] = {
-    ("apart",): Kernel("dense_bwd", _dense_bwd, lambda x: (x.keys, x.values, x.start, x.stop)),
-    ("span",): Kernel("bwd", _span_bwd),
+    ("apart",): Kernel("dense_bwd", _apart_bwd, lambda x: (x.keys, x.values, x.start, x.stop, x.width)),
+    ("span",): Kernel("bwd", _span_bwd, lambda x: (x.keys, x.start, x.stop, x.width)),
     ("selection",): Kernel("sparse_bwd", _ffi.sparse_bwd),
     ("span", "selection"): Kernel("dsv4_sparse_bwd", _ffi.dsv4_sparse_bwd),
     ("span", "span"): Kernel("dsv4_dense_bwd", _ffi.dsv4_dense_bwd),

@@ -13,7 +13,7 @@ import numpy as np
 from . import _check
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("start", "stop"), meta_fields=("rules",))
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("start", "stop"), meta_fields=("rules", "width"))
 @dataclasses.dataclass(frozen=True)
 class Span:
     """A mask: query i of batch entry n sees the keys `start[n, i] <= j < stop[n, i]`, one interval.
@@ -29,6 +29,8 @@ class Span:
     stop: Any
     rules: frozenset[str] = frozenset()
     """`segments` or `compressed`, whichever made it: `&` refuses to combine the two"""
+    width: int | None = None
+    """the most keys that a query sees, as far as they are known while tracing; kernels of gradients are chosen by it"""
 
     @classmethod
     def causal(cls, s_q: int, offset: Any = 0) -> "Span":
@@ -41,7 +43,8 @@ class Span:
         """The last `window` keys, the query's own position included."""
         window = _check.positive("Span.sliding_window", "window", window)
         p = _positions("Span.sliding_window", s_q, offset)
-        return cls(jnp.maximum(p, window - 1) - (window - 1), p + 1)  # written so that nothing wraps around
+        start = jnp.maximum(p, window - 1) - (window - 1)  # written so that nothing wraps around
+        return cls(start, p + 1, width=window)
 
     @classmethod
     def compressed(cls, s_q: int, ratio: int, offset: Any = 0) -> "Span":
@@ -111,7 +114,8 @@ class Span:
             jnp.broadcast_shapes(*map(jnp.shape, bounds))
         except ValueError as e:
             raise _check.error(ValueError, "Span", "&", f"{self} and {other}", "shapes that broadcast") from e
-        return Span(jnp.maximum(bounds[0], bounds[2]), jnp.minimum(bounds[1], bounds[3]), rules)
+        width = min((x.width for x in (self, other) if x.width is not None), default=None)
+        return Span(jnp.maximum(bounds[0], bounds[2]), jnp.minimum(bounds[1], bounds[3]), rules, width)
 
     def __str__(self) -> str:
         return f"Span({_check.describe(self.start)}, {_check.describe(self.stop)})"
@@ -124,7 +128,7 @@ class Span:
 
 def shown_by_all(op: str, spans: Sequence[Span], b: Any, s_q: Any, s_kv: Any) -> tuple[jax.Array, jax.Array]:
     """start and stop, as `Span.bounds` gives them, of the keys that all of the spans show."""
-    each = [Span(*span.bounds(b, s_q, s_kv, op), span.rules) for span in spans]
+    each = [Span(*span.bounds(b, s_q, s_kv, op), span.rules, span.width) for span in spans]
     return functools.reduce(operator.and_, each).bounds(b, s_q, s_kv, op)
 
 

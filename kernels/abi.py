@@ -263,7 +263,7 @@ class RowSpans(Variant):
 
 @dataclass(frozen=True)
 class DenseBackward(Variant):
-    """The gradient of attention over one span, K and V apart or one array: an op for keys, and one for rows."""
+    """The gradient of attention over one span, K and V apart or one array: by two ops or by one."""
 
     d: int
     dtype: str  # of q, dout, k, v and all gradients
@@ -289,6 +289,7 @@ class DenseBackward(Variant):
 
 DENSE_BACKWARD_OPS: dict[str, Params] = {  # what each is handed that the other is not
     "key_gradients": (*each("address", "seen", "dk", "dv"), *each("int32", "shared_kv")),
+    "all_gradients": (*each("address", "seen", "dk", "dv", "sums"), *each("int32", "shared_kv")),
     "row_gradients": each("address", "dq"),
 }
 

@@ -154,7 +154,7 @@ OVERLAPS = {  # with jax.nn, whose cuDNN takes them: heads of q and of keys, and
     "causal": (64, 4, 4, {"is_causal": True}),
     "groups": (128, 8, 2, {"is_causal": True}),
     "window": (128, 4, 1, {"is_causal": True, "local_window_size": (63, 0)}),
-    "lengths": (64, 4, 2, {"key_value_seq_lengths": (170, 256), "query_seq_lengths": (256, 256)}),
+    "lengths": (64, 4, 2, {"key_value_seq_lengths": (430, 640), "query_seq_lengths": (640, 640)}),
     "wide": (256, 4, 1, {"is_causal": True}),
 }
 
@@ -165,7 +165,7 @@ def test_gradients_equal_those_of_jax_nn(case, cuda):
     d, h_q, h_kv, how = OVERLAPS[case]
     how = {name: jnp.array(x) if "lengths" in name else x for name, x in how.items()}
     keys = jax.random.split(jax.random.key(0), 4)
-    shapes = ((2, 256, h_q, d), *2 * ((2, 256, h_kv, d),), (2, 256, h_q, d))
+    shapes = ((2, 640, h_q, d), *2 * ((2, 640, h_kv, d),), (2, 640, h_q, d))  # of many keys, but for the window
     *x, do = (jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True))
 
     def gradients(op, implementation, *x):

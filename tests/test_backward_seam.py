@@ -88,6 +88,25 @@ def test_every_target_is_taken():
 
 
 @BUILT
+@pytest.mark.parametrize(
+    ("d", "s", "window", "deterministic", "dtype"),
+    [
+        (64, 1024, None, False, "f32"),  # sums, by the kernel that makes all gradients
+        (64, 1024, None, True, "bf16"),
+        (64, 1024, 128, False, "bf16"),
+        (128, 512, None, False, "bf16"),
+        (256, 1024, None, False, "bf16"),
+    ],
+)
+def test_one_kernel_makes_all_gradients_where_queries_see_many_keys(d, s, window, deterministic, dtype):
+    span = Span.causal(s) if window is None else Span.causal(s) & Span.sliding_window(s, window)
+    q, k = arrays((1, s, 2, d), (1, s, 1, d))
+    text = lowered(gradient(functools.partial(fmha, span=span, deterministic=deterministic)), q, k, k)
+    (found,) = re.findall(rf"@dsv4_fmha_dense_bwd\(.*-> \(tensor<1x{s}x2x{d}x(\w+)>", text)
+    assert found == dtype
+
+
+@BUILT
 @pytest.mark.parametrize("op", OPS)
 def test_inside_shard_map(op):
     """Over batch: each device runs a kernel on its own entries, and sends nothing."""

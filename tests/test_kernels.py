@@ -75,10 +75,14 @@ def test_sass(key, tmp_path):
         return
     if isinstance(variant, DenseBackward):
         row = next(row for row in _ffi.manifest()["variants"] if row["key"] == key)
-        of_keys = variant.op == "key_gradients"
-        depth = row["tile_m"] if of_keys else row["tile_n"]  # products of S and dP, then of one sum or two
-        assert count["HGMMA"] == 2 * variant.d // 16 + (1 + of_keys) * depth // 16, count
-        assert 4 * count["WARPGROUP.ARRIVE"] <= count["HGMMA"] and count["REDG"] == 0, count
+        of_keys, of_all = variant.op != "row_gradients", variant.op == "all_gradients"
+        depth = 64 if of_keys else row["tile_n"]  # of S and dP, then of one sum or two
+        products = 2 * variant.d // 16 + (1 + of_keys) * depth // 16
+        if of_all:  # by halves of a tile of rows; and half of dQ of a tile, and of the last one
+            products = row["tile_m"] // 64 * products + 2 * row["tile_n"] // 16
+        assert count["HGMMA"] == products, count
+        sums = 2 * 64 * 64 * of_all  # that a warpgroup adds to
+        assert 4 * count["WARPGROUP.ARRIVE"] <= count["HGMMA"] and count["REDG"] * 4 * 128 == sums, count
         assert count["UTMALDG"] == 4 * variant.d // 64 and count["USETMAXREG"] >= 2, count
         return
     of_q = variant.d // 64  # a box of TMA has 128 bytes of a row

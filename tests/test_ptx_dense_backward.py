@@ -10,12 +10,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from interpreter import dense_backward, edits, gradients, native
+from interpreter import dense_backward, edits, gradients, hardware, native
 from interpreter.hazards import Deadlock, Fault, Misuse, Race, Undefined
 from interpreter.launch import Kernel
 from kernels.abi import DenseBackward
 
-BUILT = [v for v in native.built(DenseBackward) if v.op == "key_gradients"]
+BUILT = native.built(DenseBackward)
 ALL_KEYS = 1 << 30  # a width
 SHAPES: dict[str, dict[str, int | None]] = {
     # several heads of keys, boxes that fill no tile of rows; the last tile of keys is not whole
@@ -29,18 +29,22 @@ SHAPES: dict[str, dict[str, int | None]] = {
     # less than a tile of anything
     "few": {"b": 1, "s_q": 3, "s_kv": 3, "h_q": 5, "width": ALL_KEYS},
 }
+PAIR, ONE = ("key_gradients", "row_gradients"), ("all_gradients",)
 RUNS = [
-    *(("bfloat16", d, case, False) for d in (64, 128, 256) for case in ("groups", "window")),
-    *(("float16", 64, case, False) for case in ("random", "few")),
-    *(("float16", d, "few", True) for d in (128, 256)),
+    *(("bfloat16", d, case, False, PAIR) for d in (64, 128, 256) for case in ("groups", "window")),
+    *(("float16", 64, case, False, PAIR) for case in ("random", "few")),
+    *(("float16", d, "few", True, PAIR) for d in (128, 256)),
+    ("bfloat16", 128, "groups", False, ONE),
+    ("bfloat16", 64, "window", False, ONE),
+    ("float16", 64, "random", True, ONE),
 ]
 
 
 @functools.cache
-def kernels(d: int, dtype: str) -> dict[str, Kernel]:
-    found = {op: f"{op}_sm_90a_d{d}_{dtype}" for op in ("key_gradients", "row_gradients")}
-    if found["key_gradients"] not in [v.key for v in BUILT]:
-        pytest.skip(f"{found['key_gradients']} is not built")
+def kernels(d: int, dtype: str, ops: tuple[str, ...] = PAIR) -> dict[str, Kernel]:
+    found = {op: f"{op}_sm_90a_d{d}_{dtype}" for op in ops}
+    if found[ops[0]] not in [v.key for v in BUILT]:
+        pytest.skip(f"{found[ops[0]]} is not built")
     return {op: Kernel.of(native.variant_of(key)) for op, key in (found | {"row_spans": "row_spans_sm_90a"}).items()}
 
 
@@ -51,15 +55,12 @@ def operands(d: int, dtype: str, case: str, shared_kv: bool = False) -> gradient
 
 
 def test_every_kernel_is_among_them():
-    assert {(v.d, v.dtype) for v in BUILT} <= {(d, dtype) for dtype, d, _, _ in RUNS} | {
-        (128, "float16"),
-        (256, "float16"),
-    }
+    assert {(v.op, v.d) for v in BUILT} <= {(op, d) for _, d, *_, ops in RUNS for op in ops}
 
 
-@pytest.mark.parametrize(("dtype", "d", "case", "shared_kv"), RUNS)
-def test_is_right(dtype, d, case, shared_kv):
-    found, x = kernels(d, dtype), operands(d, dtype, case, shared_kv)
+@pytest.mark.parametrize(("dtype", "d", "case", "shared_kv", "ops"), RUNS)
+def test_is_right(dtype, d, case, shared_kv, ops):
+    found, x = kernels(d, dtype, ops), operands(d, dtype, case, shared_kv)
     got = dense_backward.run(found, x, d**-0.5, seed=d)
     gradients.assert_right(got, x, d**-0.5)
 
@@ -71,6 +72,16 @@ def test_is_the_same_bits_in_any_order():
         np.testing.assert_array_equal(a.view(np.uint16), b.view(np.uint16))
 
 
+@pytest.mark.parametrize("ops", [PAIR, ONE], ids=["pair", "one"])
+def test_agrees_with_hardware(ops):
+    """Sums within a product have another order, and the chip rounds exp2 in its own way."""
+    run = hardware.RUNS[f"{'dense_bwd' if ops is PAIR else ops[0]}_sm_90a_d64_bfloat16"]
+    x = run.operands()
+    got = dense_backward.run(kernels(64, "bfloat16", ops), x, 0.125)
+    for g, want in zip(run.kept(got), hardware.recorded(run, x).results, strict=True):
+        assert np.sum((g - want) ** 2) <= 1e-6 * np.sum(want**2)
+
+
 # ---- faults
 
 BARRIERS = [
@@ -79,6 +90,7 @@ BARRIERS = [
     "p_full",
     "p_empty",
 ]
+ALL_BARRIERS = [*BARRIERS, *(f"{name}{buffer}" for name in ("ds_full", "ds_empty") for buffer in range(2))]
 ROW_BARRIERS = [
     f"{name}{stage}"
     for name in ("rows_full", "rows_empty", "k_landed", "k_full", "k_empty", "v_full", "v_empty")
@@ -96,11 +108,11 @@ class Fate:
     case: str = "window"
 
 
-def without_waiting(*names: str, of: list[str] = BARRIERS) -> Callable[[str], str]:
+def without_waiting(*names: str, of: list[str] = BARRIERS, which: slice = slice(None)) -> Callable[[str], str]:
     def edit(text: str) -> str:
         made = edits.barriers(text)
         assert len(made) == len(of)
-        return edits.drop_waits(text, {made[of.index(name)] for name in names})
+        return edits.drop_waits(text, {made[of.index(name)] for name in names}, which)
 
     return edit
 
@@ -165,12 +177,47 @@ FATES = [
         without_waiting("k_full0", "k_full1", of=ROW_BARRIERS),
         op="row_gradients",
     ),
+    Fate(
+        "dS is multiplied before both warpgroups have left theirs",
+        (Race, Undefined),
+        r"(?s)wgmma.*reads SMEM.*(stmatrix|which nobody wrote)|stmatrix.*overwrites SMEM.*the read by wgmma",
+        without_waiting("ds_full0", "ds_full1", of=ALL_BARRIERS, which=slice(1, None)),  # not before the first step
+        op="all_gradients",
+        case="turns",
+    ),
+    Fate(
+        "dS is left where products still read the one before",
+        Race,
+        r"(?s)stmatrix.*overwrites SMEM.*nothing orders this and the read by wgmma",
+        without_waiting("ds_empty0", "ds_empty1", of=ALL_BARRIERS),
+        op="all_gradients",
+        case="turns",
+    ),
+    Fate(
+        "warps ask for more registers than a CTA has",
+        Misuse,
+        r"the warps of a CTA ask for 65536 registers, it was launched with 64512",
+        lambda text: edits.replace(
+            text, r"setmaxnreg\.dec\.sync\.aligned\.u32\s+24;", "setmaxnreg.dec.sync.aligned.u32 32;"
+        ),
+        op="all_gradients",
+    ),
+    Fate(
+        "keys that nobody loads are not zeroed",
+        AssertionError,
+        r"^dq: \d+ of \d+ wrong, first at .*: nan",
+        lambda text: edits.replace(
+            text, r"redux\.sync\.or\.b32\s+(%r\d+), %r\d+, %r\d+;", lambda found: f"mov.b32 {found[1]}, -1;"
+        ),
+        op="all_gradients",
+    ),
 ]
 
 
 @pytest.mark.parametrize("fate", FATES, ids=lambda fate: fate.name)
 def test_a_fault_is_found(fate):
-    found, x = dict(kernels(64, "bfloat16")), operands(64, "bfloat16", fate.case)
+    ops = ONE if fate.op in ONE else PAIR
+    found, x = dict(kernels(64, "bfloat16", ops)), operands(64, "bfloat16", fate.case)
     found[fate.op] = dataclasses.replace(found[fate.op], ptx=fate.edit(found[fate.op].ptx))
     with pytest.raises(fate.fault, match=fate.says):
         gradients.assert_right(dense_backward.run(found, x, 0.125), x, 0.125)

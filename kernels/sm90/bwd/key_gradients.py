@@ -45,8 +45,10 @@ from kernels.lib.launch import (
     i32,
     launch_facts,
     pointers,
+    registers_at_launch,
 )
 from kernels.lib.output import store_output
+from kernels.lib.ptx import ptx
 from kernels.lib.rows import (
     ROWS,
     BoxedRows,
@@ -81,6 +83,7 @@ from .row_spans import read_seen
 
 CONSUMERS = 2  # warpgroups, of 64 keys each
 LSE, WEIGHT, DELTA = range(3)
+HIDES, WEIGHS, SEES = 1, 2, 4  # facts of rows: one does not see some key; one weighs not 1; one sees some of 64 keys
 START, WIDTH = range(2)
 EVERYTHING = 0x7FFFFFFF
 
@@ -92,7 +95,17 @@ class Config:
     d: int
     dtype: str
 
-    tile_m: int = 64  # rows of a step, at most
+    adds_rows: bool = False  # whether dQ is made too
+
+    @property
+    def tile_m(self) -> int:
+        """Rows of a step, at most."""
+        return 128 if self.adds_rows and self.d == 64 else 64
+
+    @property
+    def row_warps(self) -> int:
+        """Warps of the producer's that tell what belongs to rows, 64 each."""
+        return self.tile_m // 64
 
     @property
     def by_role(self) -> bool:
@@ -120,12 +133,20 @@ class Config:
     @property
     def smem_bytes(self) -> int:
         tiles = 2 * 2 * self.d * (self.tile_n + self.stages * self.tile_m)
-        rows = 4 * self.stages * self.tile_m * 5 + 4 * self.tile_n * self.tile_m * self.by_role
-        return 1024 + tiles + rows + 4 * (self.stages + 2 * self.threads // WARP) + 8 * (3 + 3 * self.stages) + 64
+        tiles += 2 * 2 * self.tile_n * self.tile_m * self.adds_rows
+        rows = 4 * self.stages * self.tile_m * (5 + self.adds_rows) + 4 * self.tile_n * self.tile_m * self.by_role
+        rows += 4 * 4 * self.tile_m
+        small = 4 * (self.stages * self.row_warps + 2 * self.threads // WARP)
+        small += 4 * (self.tile_n // WARP * self.threads // WARP) * self.adds_rows
+        small += 8 * (3 + 4 * self.adds_rows + 3 * self.stages)
+        return 1024 + tiles + rows + small + 64
 
     def __post_init__(self):
         if self.smem_bytes > SMEM_LIMIT:
             raise ValueError(f"needs {self.smem_bytes} bytes of SMEM, {SMEM_LIMIT} fit: {self}")
+        producer, consumer = self.registers
+        if producer + CONSUMERS * consumer > (1 + CONSUMERS) * registers_at_launch(self.threads):
+            raise ValueError(f"setmaxnreg would wait for ever for registers that a CTA does not have: {self}")
 
 
 class RowOperands(NamedTuple):
@@ -144,6 +165,7 @@ class KeyResults(NamedTuple):
 
     dk: cute.Pointer
     dv: cute.Pointer
+    sums: cute.Pointer | None  # float32 [b, s_q, h_q, d]: to what dQ / scale is added, where it is made too
     shared_kv: Int32  # whether K is V: then dk has the sum of both, and dv is left alone
     s_kv: Int32
 
@@ -158,6 +180,8 @@ class Barriers:
     empty: cute.Pointer
     p_full: cute.Pointer  # P is there; single
     p_empty: cute.Pointer
+    ds_full: cute.Pointer | None  # dS is there; two, where dQ is made
+    ds_empty: cute.Pointer | None
 
 
 @dataclass(frozen=True)
@@ -171,8 +195,12 @@ class Shared:
     numbers: cute.Tensor  # (tile_m, 3, stage) float32: lse in units of log2, weight, delta
     spans: cute.Tensor  # (tile_m, 2, stage) int32: start, and how many keys from there on are seen
     p: cute.Tensor | None  # (4, thread, accumulator's elements / 4) float32, from the warpgroup of dV to that of dK
-    masked: cute.Tensor  # (stage): whether some row does not see some key
+    ds: cute.Tensor | None  # (tile_m, tile_n, 2), where dQ is made
+    places: cute.Tensor | None  # (tile_m, stage) int32: which of all rows, or -1
+    boxed: cute.Tensor  # (4, tile_m) int32: `BoxedRows` of every row of a tile
+    facts: cute.Tensor  # (warp, stage) int32: of the rows that it tells of HIDES, WEIGHS, and SEES for each 64 keys
     found: cute.Tensor  # (first tile of rows and how many, warp): of those that a warp has looked at
+    covered: cute.Tensor | None  # (32 keys, warp): a bit for each key that these tiles of rows load, where dQ is made
 
 
 @dataclass(frozen=True)
@@ -240,21 +268,40 @@ class KeyGradientsSm90:
         h_kv: Int32,
         stream: cuda.CUstream,
     ):
+        self.start(
+            (q, dout),
+            (k, v),
+            RowOperands(lse, weight, delta, start, stop, seen),
+            KeyResults(dk, dv, None, shared_kv, s_kv),
+            scale,
+            extents(self.config.tile_m, False, b, s_q, h_q, h_kv, Int32(1), Int32(1)),
+            b,
+            stream,
+        )
+
+    def start(
+        self,
+        rows: tuple[cute.Pointer, ...],
+        keys: tuple[cute.Pointer, ...],
+        operands: RowOperands,
+        results: KeyResults,
+        scale: Float32,
+        n: Extents,
+        b: Int32,
+        stream: cuda.CUstream,
+    ) -> None:
         c = self.config
-        n = extents(c.tile_m, False, b, s_q, h_q, h_kv, Int32(1), Int32(1))
         shapes = Shapes(c.d, b, n)
         op = cpasync.CopyBulkTensorTileG2SOp()
-        rows = tuple(tma_atom(op, shapes.rows(x), c.tile_m, c.d) for x in (q, dout))
-        keys = tuple(tma_atom(op, shapes.keys(x, s_kv), c.tile_n, c.d) for x in (k, v))
         self.kernel(
-            rows,
-            keys,
-            RowOperands(lse, weight, delta, start, stop, seen),
-            KeyResults(dk, dv, shared_kv, s_kv),
+            tuple(tma_atom(op, shapes.rows(x), c.tile_m, c.d) for x in rows),
+            tuple(tma_atom(op, shapes.keys(x, results.s_kv), c.tile_n, c.d) for x in keys),
+            operands,
+            results,
             scale,
             n,
         ).launch(
-            grid=(ceil_div(s_kv, Int32(c.tile_n)) * n.pairs, 1, 1),
+            grid=(ceil_div(results.s_kv, Int32(c.tile_n)) * n.pairs, 1, 1),
             block=(c.threads, 1, 1),
             smem=c.smem_bytes,
             stream=stream,
@@ -274,9 +321,12 @@ class KeyGradientsSm90:
                 cute.arch.mbarrier_init(bar.keys, 1)
                 cute.arch.mbarrier_init(bar.p_full, WARPGROUP)
                 cute.arch.mbarrier_init(bar.p_empty, WARPGROUP)
+                for s in cutlass.range_constexpr(2 * c.adds_rows):
+                    cute.arch.mbarrier_init(bar.ds_full + s, CONSUMERS * WARPGROUP)
+                    cute.arch.mbarrier_init(bar.ds_empty + s, CONSUMERS * WARPGROUP)
                 for s in cutlass.range_constexpr(c.stages):
                     cute.arch.mbarrier_init(bar.landed + s, 1)
-                    cute.arch.mbarrier_init(bar.told + s, WARP)
+                    cute.arch.mbarrier_init(bar.told + s, c.row_warps * WARP)
                     cute.arch.mbarrier_init(bar.empty + s, CONSUMERS * WARPGROUP)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
@@ -284,14 +334,15 @@ class KeyGradientsSm90:
             self.load_keys(bar, smem, tile, keys)
         self.find_rows(smem, tile, operands, n)
         self.zero_what_no_row_is(smem, n)
+        self.place_rows(smem, n)
         cute.arch.sync_threads()
 
         if warp < 4:
             cute.arch.setmaxregister_decrease(c.registers[0])
             if warp == 0:
                 self.load_rows(bar, smem, tile, rows, operands, n)
-            elif warp == 1:
-                self.tell_rows(bar, smem, tile, operands, n)
+            elif warp <= c.row_warps:
+                self.tell_rows(bar, smem, tile, operands, n, warp - 1 if c.row_warps > 1 else 0)
         else:
             cute.arch.setmaxregister_increase(c.registers[1])
             if cutlass.const_expr(not c.by_role):
@@ -316,10 +367,17 @@ class KeyGradientsSm90:
         p = None
         if c.by_role:
             p = smem.allocate_tensor(Float32, cute.make_layout((4, WARPGROUP, c.tile_m // 8)), 16)
-        masked = smem.allocate_tensor(Int32, cute.make_layout(c.stages), 16)
+        ds, places, covered = None, None, None
+        if c.adds_rows:
+            ds = tiles(c.tile_m, c.tile_n, 2)
+            places = smem.allocate_tensor(Int32, cute.make_layout((c.tile_m, c.stages)), 16)
+            covered = smem.allocate_tensor(Int32, cute.make_layout((c.tile_n // WARP, c.threads // WARP)), 16)
+        boxed = smem.allocate_tensor(Int32, cute.make_layout((4, c.tile_m)), 16)
+        facts = smem.allocate_tensor(Int32, cute.make_layout((c.row_warps, c.stages)), 16)
         found = smem.allocate_tensor(Int32, cute.make_layout((2, c.threads // WARP)), 16)
-        bars = (smem.allocate_array(Int64, count) for count in (1, c.stages, c.stages, c.stages, 1, 1))
-        return Barriers(*bars), Shared(k, v, q, do, numbers, spans, p, masked, found)
+        counts = (1, c.stages, c.stages, c.stages, 1, 1, *2 * [2 * c.adds_rows])
+        bars = (smem.allocate_array(Int64, count) if count else None for count in counts)
+        return Barriers(*bars), Shared(k, v, q, do, numbers, spans, p, ds, places, boxed, facts, found, covered)
 
     # ---- before the first step
 
@@ -337,10 +395,23 @@ class KeyGradientsSm90:
     @cute.jit
     def find_rows(self, smem: Shared, tile: KeyTile, operands: RowOperands, n: Extents):
         """By all threads: which tiles of rows see some of the keys."""
+        c = self.config
         first, count = Int32(EVERYTHING), Int32(0)
-        for i in cutlass.range(cute.arch.thread_idx()[0], n.tiles_of_pair, self.config.threads, unroll=4):
+        covered = cute.make_rmem_tensor(c.tile_n // WARP, Int32)
+        covered.fill(0)
+        for i in cutlass.range(cute.arch.thread_idx()[0], n.tiles_of_pair, c.threads, unroll=4):
             if self.sees(operands, tile, n, i)[0]:
                 first, count = cutlass.min(first, i), count + 1
+                if cutlass.const_expr(c.adds_rows):
+                    lo, hi, _, _ = read_seen(operands.seen, tile.batch * n.tiles_of_pair + i)
+                    for word in cutlass.range_constexpr(c.tile_n // WARP):
+                        key0 = tile.key0 + word * WARP
+                        covered[word] = covered[word] | (bits_below(hi - key0) & ~bits_below(lo - key0))
+        if cutlass.const_expr(c.adds_rows):
+            for word in cutlass.range_constexpr(c.tile_n // WARP):
+                bits = cute.arch.warp_redux_sync(covered[word], "or")
+                if cute.arch.lane_idx() == 0:
+                    smem.covered[word, cute.arch.warp_idx()] = bits
         first, count = cute.arch.warp_redux_sync(first, "min"), cute.arch.warp_redux_sync(count, "add")
         if cute.arch.lane_idx() == 0:
             smem.found[0, cute.arch.warp_idx()], smem.found[1, cute.arch.warp_idx()] = first, count
@@ -368,6 +439,15 @@ class KeyGradientsSm90:
             for s in cutlass.range_constexpr(c.stages):
                 for x in (smem.q, smem.do):
                     zero_rows(x[None, None, s], n.box_inner * n.box_outer, cute.arch.thread_idx()[0], c.threads)
+
+    @cute.jit
+    def place_rows(self, smem: Shared, n: Extents):
+        """By a thread for each row of a tile: where it lies in every tile's box."""
+        row = cute.arch.thread_idx()[0]
+        if row < self.config.tile_m:
+            boxed = BoxedRows.at(n, [row])
+            for i, x in enumerate((boxed.inner, boxed.outer, boxed.query, boxed.head)):
+                smem.boxed[i, row] = x[0]
 
     # ---- the producer's warps, which agree on the order of steps
 
@@ -406,12 +486,14 @@ class KeyGradientsSm90:
         return RowTile(n, Int32(0), tile.batch, tile.kv_head, inner * n.box_inner, outer * n.box_outer)
 
     @cute.jit
-    def tell_rows(self, bar: Barriers, smem: Shared, tile: KeyTile, operands: RowOperands, n: Extents):
-        """One warp: what belongs to the rows of every tile, and zeros for those that see nothing."""
+    def tell_rows(
+        self, bar: Barriers, smem: Shared, tile: KeyTile, operands: RowOperands, n: Extents, warp: Int32 | int
+    ):
+        """One warp: what belongs to 64 rows of every tile, and zeros for those that see nothing."""
         c, lane = self.config, cute.arch.lane_idx()
         end = tile.key0 + c.tile_n
-        mine = [lane + WARP * r for r in range(c.tile_m // WARP)]
-        boxed = BoxedRows.at(n, mine)
+        row0 = lane if c.row_warps == 1 else warp * 64 + lane
+        mine = [row0 + WARP * r for r in range(2)]
         first, steps = self.steps(smem)
         seeing, chunk = Int32(0), first - WARP
         for t in cutlass.range(steps, unroll=1):
@@ -419,44 +501,44 @@ class KeyGradientsSm90:
             i, seeing, chunk = self.next_row_tile(seeing, chunk, smem, tile, operands, n)
             here = self.row_tile(tile, n, i)
             placed = PlacedTile(n, here.split, here.batch, here.kv_head, here.inner0, here.outer0, here.first_query)
-            values = cute.make_rmem_tensor((len(mine), 3), Float32)
-            bounds = cute.make_rmem_tensor((len(mine), 2), Int32)
-            dead, partial = Int32(0), Int32(0)
-            for r in cutlass.range_constexpr(len(mine)):
-                exists, query, head = placed.place(boxed, r)
+            dead, facts = Int32(0), Int32(0)
+            cute.arch.mbarrier_wait(bar.empty + stage, parity ^ 1)
+            for r in cutlass.range_constexpr(len(mine)):  # one at a time, for registers are few
+                boxed = BoxedRows(*((smem.boxed[i, mine[r]],) for i in range(4)))
+                exists, query, head = placed.place(boxed, 0)
                 row = placed.row_index(query, head) * Int64(exists)
                 lse, weight, delta = (load(x + row) for x in (operands.lse, operands.weight, operands.delta))
                 query = cutlass.min(query, n.s_q - 1)
                 start, stop = (load(placed.at_query(x, query)) for x in (operands.start, operands.stop))
                 sees = exists & (lse != -Float32.inf)
-                values[r, LSE] = lse * LOG2_E if sees else Float32.inf
-                values[r, WEIGHT] = weight if sees else Float32(0.0)
-                values[r, DELTA] = delta if sees else Float32(0.0)
-                bounds[r, START], bounds[r, WIDTH] = start, cutlass.max(stop - start, 0) * Int32(sees)
+                smem.numbers[mine[r], LSE, stage] = lse * LOG2_E if sees else Float32.inf
+                smem.numbers[mine[r], WEIGHT, stage] = weight if sees else Float32(0.0)
+                smem.numbers[mine[r], DELTA, stage] = delta if sees else Float32(0.0)
+                smem.spans[mine[r], START, stage] = start
+                smem.spans[mine[r], WIDTH, stage] = cutlass.max(stop - start, 0) * Int32(sees)
+                if cutlass.const_expr(c.adds_rows):
+                    smem.places[mine[r], stage] = Int32(row) if exists else Int32(-1)
                 dead = dead | (Int32(exists & (lse == -Float32.inf)) << r)
-                partial = partial | Int32(sees & ((start > tile.key0) | (stop < end)))
-            cute.arch.mbarrier_wait(bar.empty + stage, parity ^ 1)
-            for r in cutlass.range_constexpr(len(mine)):
-                for i in cutlass.range_constexpr(3):
-                    smem.numbers[mine[r], i, stage] = values[r, i]
-                for i in cutlass.range_constexpr(2):
-                    smem.spans[mine[r], i, stage] = bounds[r, i]
-            some = cute.arch.vote_any_sync(partial != 0)
+                facts = facts | Int32(sees & ((start > tile.key0) | (stop < end))) * HIDES
+                facts = facts | Int32(sees & (weight != 1.0)) * WEIGHS
+                for g in cutlass.range_constexpr(0 if c.adds_rows else c.tile_n // 64):
+                    key0 = tile.key0 + g * 64
+                    facts = facts | Int32(sees & (start < key0 + 64) & (stop > key0)) * (SEES << g)
+            facts = cute.arch.warp_redux_sync(facts, "or")
             if lane == 0:
-                smem.masked[stage] = Int32(some)
+                smem.facts[warp, stage] = facts
             if cute.arch.vote_any_sync(dead != 0):
                 cute.arch.mbarrier_wait(bar.landed + stage, parity)
-                self.zero_dead(smem, dead, stage)
+                self.zero_dead(smem, dead, stage, row0)
             cute.arch.mbarrier_arrive(bar.told + stage)
 
     @cute.jit
-    def zero_dead(self, smem: Shared, dead: Int32, stage: Int32):
-        """Row lane + 32 r of Q and dO, where bit r is set."""
-        c, lane = self.config, cute.arch.lane_idx()
-        for r in cutlass.range_constexpr(c.tile_m // WARP):
+    def zero_dead(self, smem: Shared, dead: Int32, stage: Int32, row: Int32):
+        """Row `row` + 32 r of Q and dO, where bit r is set."""
+        for r in cutlass.range_constexpr(2):
             if (dead >> r) & 1 == 1:
                 for x in (smem.q, smem.do):
-                    zero_row(x[None, None, stage], lane + WARP * r)
+                    zero_row(x[None, None, stage], row + WARP * r)
         cute.arch.fence_proxy("async.shared", space="cta")
 
     # ---- consumers
@@ -484,21 +566,22 @@ class KeyGradientsSm90:
             stage, parity = t % c.stages, t // c.stages & 1
             cute.arch.mbarrier_wait(bar.landed + stage, parity)
             cute.arch.mbarrier_wait(bar.told + stage, parity)
-            multiply(scores, s, a_k, b_q[None, None, None, stage], fresh=True)
-            multiply(scores, dp, a_v, b_do[None, None, None, stage], fresh=True)
-            numbers, masked = smem.numbers[None, None, stage], smem.masked[stage]
-            warpgroup.wait_group(1)
-            if masked != 0:
-                mask(s, smem.spans[None, None, stage], key0, thread)
-            exponentiate(s, numbers, scale_log2)
-            weigh(p, s, numbers)
-            warpgroup.wait_group(0)
-            if masked != 0:
-                drop(dp, s)
-            multiply(sums, dv, p, b_dot[None, None, None, stage])
-            differentiate(ds, s, dp, numbers)
-            multiply(sums, dk, ds, b_qt[None, None, None, stage])
-            warpgroup.wait_group(0)
+            numbers, facts = smem.numbers[None, None, stage], smem.facts[0, stage]
+            if (facts >> group) & SEES != 0:
+                multiply(scores, s, a_k, b_q[None, None, None, stage], fresh=True)
+                multiply(scores, dp, a_v, b_do[None, None, None, stage], fresh=True)
+                warpgroup.wait_group(1)
+                if facts & HIDES != 0:
+                    mask(s, smem.spans[None, None, stage], key0, thread)
+                exponentiate(s, numbers, scale_log2)
+                weigh(p, s, numbers, facts)
+                warpgroup.wait_group(0)
+                if facts & HIDES != 0:
+                    drop(dp, s)
+                multiply(sums, dv, p, b_dot[None, None, None, stage])
+                differentiate(ds, s, dp, numbers, facts)
+                multiply(sums, dk, ds, b_qt[None, None, None, stage])
+                warpgroup.wait_group(0)
             cute.arch.mbarrier_arrive(bar.empty + stage)
         if results.shared_kv != 0:
             add_scaled(dk, scale, dv)
@@ -529,13 +612,13 @@ class KeyGradientsSm90:
             multiply(scores, s, a_k, b_q[None, None, None, stage], fresh=True)
             numbers = smem.numbers[None, None, stage]
             warpgroup.wait_group(0)
-            if smem.masked[stage] != 0:
+            if smem.facts[0, stage] & HIDES != 0:
                 mask(s, smem.spans[None, None, stage], tile.key0, thread)
             exponentiate(s, numbers, scale_log2)
             cute.arch.mbarrier_wait(bar.p_empty, (t & 1) ^ 1)
             hand_over(s, smem.p, thread)
             cute.arch.mbarrier_arrive(bar.p_full)
-            weigh(p, s, numbers)
+            weigh(p, s, numbers, Int32(WEIGHS))
             multiply(sums, dv, p, b_dot[None, None, None, stage])
             warpgroup.wait_group(0)
             cute.arch.mbarrier_arrive(bar.empty + stage)
@@ -569,7 +652,7 @@ class KeyGradientsSm90:
             cute.arch.mbarrier_arrive(bar.p_empty)
             warpgroup.wait_group(0)
             drop(dp, p)
-            differentiate(ds, p, dp, smem.numbers[None, None, stage])
+            differentiate(ds, p, dp, smem.numbers[None, None, stage], Int32(WEIGHS))
             multiply(sums, dk, ds, b_qt[None, None, None, stage])
             warpgroup.wait_group(0)
             cute.arch.mbarrier_arrive(bar.empty + stage)
@@ -598,6 +681,12 @@ class KeyGradientsSm90:
         factors = cute.make_rmem_tensor(ROWS, Float32)
         factors.fill(factor)
         store_output(acc, factors, target, keys, None, 0, thread, self.config.d)
+
+
+def bits_below(n: Int32) -> Int32:
+    """The n lowest bits of 32; none, or all, for an n beyond."""
+    n = cutlass.min(cutlass.max(n, Int32(0)), Int32(WARP))
+    return ptx("shl.b32 $0, $1, $2;", Int32(1), n, gives=(Int32,), pure=True)[0] - 1
 
 
 # An accumulator here is (c, r, j): key r, and row 8 j + 2 (lane % 4) + c.
@@ -642,16 +731,19 @@ def exponentiate(scores: cute.Tensor, numbers: cute.Tensor, scale_log2: Float32)
 
 
 @cute.jit
-def weigh(operand: cute.Tensor, p: cute.Tensor, numbers: cute.Tensor):
+def weigh(operand: cute.Tensor, p: cute.Tensor, numbers: cute.Tensor, facts: Int32):
     """operand <- weight P, rounded."""
-    weighted = cute.make_rmem_tensor_like(p)
-    x, w, column = by_row(p), by_row(weighted), own_column()
-    for j in cutlass.range_constexpr(cute.size(x, mode=[1]) // 2):
-        weight = pair_of(numbers, WEIGHT, j, column)
-        for r in cutlass.range_constexpr(ROWS):
-            for c in cutlass.range_constexpr(2):
-                w[r, 2 * j + c] = x[r, 2 * j + c] * weight[c]
-    round_to(operand, weighted)
+    if facts & WEIGHS != 0:
+        weighted = cute.make_rmem_tensor_like(p)
+        x, w, column = by_row(p), by_row(weighted), own_column()
+        for j in cutlass.range_constexpr(cute.size(x, mode=[1]) // 2):
+            weight = pair_of(numbers, WEIGHT, j, column)
+            for r in cutlass.range_constexpr(ROWS):
+                for c in cutlass.range_constexpr(2):
+                    w[r, 2 * j + c] = x[r, 2 * j + c] * weight[c]
+        round_to(operand, weighted)
+    else:
+        round_to(operand, p)
 
 
 @cute.jit
@@ -662,14 +754,20 @@ def drop(dp: cute.Tensor, p: cute.Tensor):
 
 
 @cute.jit
-def differentiate(operand: cute.Tensor, p: cute.Tensor, dp: cute.Tensor, numbers: cute.Tensor):
+def differentiate(operand: cute.Tensor, p: cute.Tensor, dp: cute.Tensor, numbers: cute.Tensor, facts: Int32):
     """operand <- P (weight dP - delta), rounded."""
     x, y, column = by_row(p), by_row(dp), own_column()
+    if facts & WEIGHS != 0:
+        for j in cutlass.range_constexpr(cute.size(x, mode=[1]) // 2):
+            weight = pair_of(numbers, WEIGHT, j, column)
+            for r in cutlass.range_constexpr(ROWS):
+                for c in cutlass.range_constexpr(2):
+                    y[r, 2 * j + c] = y[r, 2 * j + c] * weight[c]
     for j in cutlass.range_constexpr(cute.size(x, mode=[1]) // 2):
-        weight, delta = (pair_of(numbers, i, j, column) for i in (WEIGHT, DELTA))
+        delta = pair_of(numbers, DELTA, j, column)
         for r in cutlass.range_constexpr(ROWS):
             for c in cutlass.range_constexpr(2):
-                y[r, 2 * j + c] = x[r, 2 * j + c] * (y[r, 2 * j + c] * weight[c] - delta[c])
+                y[r, 2 * j + c] = x[r, 2 * j + c] * (y[r, 2 * j + c] - delta[c])
     round_to(operand, dp)
 
 
@@ -716,18 +814,21 @@ def zero_row(tile: cute.Tensor, row: Int32):
 
 
 def compile(variant: DenseBackward, out_dir: Path) -> Compiled:
-    config = Config(variant.d, variant.dtype)
+    return compile_kernel(KeyGradientsSm90(Config(variant.d, variant.dtype)), variant, out_dir, "dk", "dv")
+
+
+def compile_kernel(kernel: KeyGradientsSm90, variant: DenseBackward, out_dir: Path, *results: str) -> Compiled:
     return compile_ahead(
-        KeyGradientsSm90(config),
+        kernel,
         KeyGradientsSm90.kernel,
         *pointers(variant.dtype, "q", "do", "k", "v", "float32", "float32", "float32", "int32", "int32", "int32"),
-        *pointers(variant.dtype, "dk", "dv"),
+        *pointers(variant.dtype, *results),
         i32(),
         i32(),
         Float32(1.0),
         *(i32() for _ in range(4)),
-        name="key_gradients_sm90",
+        name=f"{variant.op}_sm90",
         arch=variant.arch,
         out_dir=out_dir,
-        facts=launch_facts(config),
+        facts=launch_facts(kernel.config),
     )
