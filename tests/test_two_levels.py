@@ -1,0 +1,114 @@
+"""The indexer's choice in two levels, of DeepSeek-V4.1: blocks of entries, then entries within them."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_dsv4_fmha as lib
+from jax_dsv4_fmha import Span, _ffi, indexer_blocks, indexer_scores, lightning_indexer
+from tests.test_indexer import S_C, S_Q, B, chosen_by_loop, kernel_operands, operands, past, scores_by_loop
+
+
+@pytest.mark.parametrize("count", [1, 3, 9])
+def test_chooses_what_a_loop_chooses(count):
+    """Blocks of 4 by their greatest entry, always with the newest; entries within them."""
+    q, k, weights = operands()
+    offset, block = jnp.array([2, 60], jnp.int32), 4
+    visible, s = past(2, offset), scores_by_loop(q, k, weights)
+    greatest, some = np.full((B, S_Q, 6), -np.inf), np.zeros((B, S_Q, 6), bool)
+    for n, i, j in zip(*np.nonzero(visible), strict=True):
+        some[n, i, j // block] = True
+        greatest[n, i, j // block] = max(greatest[n, i, j // block], s[n, i, j])
+    for n, i in np.ndindex(B, S_Q):
+        if visible[n, i].any():
+            greatest[n, i, np.flatnonzero(visible[n, i])[-1] // block] = np.inf
+    seen = {"ratio": 2, "q_offset": offset}
+    blocks = indexer_blocks(q, k, weights, count=count, block=block, **seen)
+    np.testing.assert_array_equal(blocks, chosen_by_loop(greatest, some, count))
+    within = (np.asarray(blocks)[..., None] == np.arange(S_C) // block).any(2)
+    got = lightning_indexer(q, k, weights, topk=5, blocks=blocks, block=block, **seen)
+    np.testing.assert_array_equal(got, chosen_by_loop(s, visible & within, 5))
+
+
+@pytest.mark.parametrize(("s_q", "b"), [(37, 2), (5000, 1), (37, "b")])
+def test_export_for_cuda(s_q, b, monkeypatch):
+    """Two custom calls a level, once for all blocks of queries, whose scores are half a GiB at most."""
+    monkeypatch.setattr(_ffi, "local_architectures", lambda: ())
+    if not _ffi.built_for("index_scores"):
+        pytest.skip("not built")
+
+    def f(q, k, weights):
+        seen = {"ratio": 1, "q_offset": 65536, "implementation": "cubin"}
+        blocks = indexer_blocks(q, k, weights, count=2048, **seen)
+        return lightning_indexer(q, k, weights, topk=512, blocks=blocks, **seen)
+
+    (n,) = jax.export.symbolic_shape("b") if b == "b" else (b,)
+    of = ((s_q, 32, 128), jnp.bfloat16), ((65536, 128), jnp.bfloat16), ((s_q, 32), jnp.float32)
+    shapes = [jax.ShapeDtypeStruct((n, *shape), dtype) for shape, dtype in of]
+    text = jax.export.export(jax.jit(f), platforms=["cuda"], disabled_checks=lib.EXPORT_CHECKS)(*shapes).mlir_module()
+    calls = {t: text.count(f"custom_call @dsv4_fmha_{t}(") for t in ("index_scores", "index_at", "topk")}
+    assert calls == {"index_scores": 1, "index_at": 1, "topk": 2}
+    if s_q == 5000:
+        sizes = [math.prod(map(int, x.split("x"))) for x in re.findall(r"tensor<([0-9x]+)xf32>", text)]
+        assert 2**26 < max(sizes) <= 2**27
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("h", "dtype", "count"),
+    [
+        *((h, t, 20) for h in (16, 32, 64) for t in (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn)),
+        *((32, jnp.bfloat16, count) for count in (1, 90)),
+    ],
+)
+def test_kernels(cuda, h, dtype, count, monkeypatch):
+    """Blocks and entries exactly by the kernels' own scores of all entries, which
+    `tests/test_indexer.py` compares with the reference; several blocks of queries, NaN, spans that begin
+    and end within a block."""
+    s_q, s_c, block, topk = 37, 600, 8, 24
+    with jax.default_device(cuda):
+        monkeypatch.setattr(_ffi, "WORKSPACE", 4 * 2 * 640 * 16)
+        x, kwargs = kernel_operands(dtype, s_q=s_q, s_c=s_c, h=h)
+        x = x[0], x[1].at[:, jnp.array([8, 9, 10, 11, 12, 13, 14, 15, 100])].set(jnp.nan), x[2]
+        rng = np.random.default_rng(8)
+        start = rng.integers(0, 300, (2, s_q)).astype(np.int32)
+        stop = np.minimum(start + rng.integers(-5, 500, (2, s_q)), s_c).astype(np.int32)
+        start[:, :3], stop[:, :2], stop[:, 2] = 0, s_c, 100
+        seen = {"span": Span(jnp.asarray(start), jnp.asarray(stop)), "implementation": "cubin", **kwargs}
+        visible = (start[..., None] <= np.arange(s_c)) & (np.arange(s_c) < stop[..., None])
+
+        everything, values = map(np.asarray, lightning_indexer(*x, topk=s_c, return_scores=True, **seen))
+        scores = np.full((2, s_q, s_c), -np.inf, np.float32)
+        n, i, j = np.nonzero(everything >= 0)
+        scores[n, i, everything[n, i, j]] = values[n, i, j]
+        nothing = np.where(visible & ~np.isnan(scores), scores, -np.inf)
+        greatest = np.pad(nothing, ((0, 0), (0, 0), (0, -s_c % block)), constant_values=-np.inf)
+        greatest = greatest.reshape(2, s_q, -1, block).max(-1)
+        of_block = np.arange(len(greatest[0, 0]))
+        some = (start[..., None] // block <= of_block) & (of_block * block < np.maximum(stop, start)[..., None])
+        some &= (stop > start)[..., None]
+        greatest[of_block == (stop[..., None] - 1) // block] = np.inf
+        blocks = indexer_blocks(*x, count=count, block=block, **seen)
+        np.testing.assert_array_equal(blocks, chosen_by_loop(greatest, some, count))
+
+        named = np.where(visible, np.arange(s_c), -1).astype(np.int32)
+        there = np.array(_ffi.index_at(*x, jnp.asarray(named))[0])
+        if kwargs:
+            half = x[0].astype(jnp.bfloat16), x[1].astype(jnp.bfloat16), x[2]
+            of_16_bits = np.array(indexer_scores(*half, jnp.asarray(named), implementation="cubin"))
+            number = np.isfinite(of_16_bits)
+            np.testing.assert_array_equal(np.isnan(there), np.isnan(of_16_bits))
+            off = np.linalg.norm(there[number] - of_16_bits[number]) / np.linalg.norm(of_16_bits[number])
+            assert off < 5e-4  # sums of products of 8 bits are rounded to some 14 bits
+            there = there * np.asarray(kwargs["k_scale"])[:, None]
+        within = (np.asarray(blocks)[..., None] == np.arange(s_c) // block).any(2)
+        how = {"topk": topk, "blocks": blocks, "block": block, "return_scores": True}
+        indices, values = lightning_indexer(*x, **how, **seen)
+        there = np.where(np.isnan(there), np.float32(-3e38), there)
+        np.testing.assert_array_equal(indices, chosen_by_loop(there, visible & within, topk))
+        got = np.where(np.asarray(indices) >= 0, np.take_along_axis(there, np.maximum(indices, 0), -1), -np.inf)
+        np.testing.assert_array_equal(np.where(np.isnan(values), np.float32(-3e38), values), got)
