@@ -46,7 +46,10 @@ def test_pictures_are_what_draws_them():
         assert (drawn["PICTURES"] / f"{name}.svg").read_text() == draw(), "run python docs/draw.py"
 
 
-@pytest.mark.parametrize("page", ["forward", "decode-fp8", "gathering", "backward", "indexer"])
+TRIALS = {"forward": 120, "decode-fp8": 20, "gathering": 11, "backward": 9, "indexer": 5, "layers": 6}  # at least
+
+
+@pytest.mark.parametrize("page", TRIALS)
 def test_a_trial_is_a_line(page):
     """Date, commit, trial, predicted, measured, verdict; no cell of more than 120 characters."""
     rows = [line for line in (ROOT / f"docs/lab/{page}.md").read_text().splitlines() if line.startswith("| 2")]
@@ -55,7 +58,7 @@ def test_a_trial_is_a_line(page):
         assert re.fullmatch(r"\d{4}-\d\d-\d\d", date) and re.fullmatch("[0-9a-f]{8}", commit) and len(texts) == 3, row
         assert max(map(len, texts)) <= 120, row
         assert verdict in ("kept", "dropped", "replaced", "shipped", "measured", "not recorded", "…"), row
-    assert len(rows) >= {"forward": 120, "decode-fp8": 20, "gathering": 11, "backward": 9, "indexer": 5}[page]
+    assert len(rows) >= TRIALS[page]
 
 
 def anchors(page):
