@@ -158,7 +158,7 @@ FATES = [
     Fate(
         "a tile of rows is not visited",
         AssertionError,
-        r"^dk: \d+ of \d+ wrong",
+        r"^dk: \d+ of \d+ wrong, first at \(0, 0, 0, 0\): 0\.0, not ",
         seen_too_little,
         op="row_spans",
         case="random",
@@ -166,7 +166,7 @@ FATES = [
     Fate(
         "nobody says that a stage is free",
         Deadlock,
-        r"(?s)nothing can go on.*mbarrier",
+        r"warp 0 at line \d+ waits for parity 0: mbarrier [^\n]*\(count 256, [^\n]* 256 of 256 arrivals pending",
         lambda text: edits.drop(text, r"mbarrier\.arrive\.shared\.b64", slice(-1, None)),
         case="turns",
     ),

@@ -1,6 +1,8 @@
 """The lightning indexer's kernels in the interpreter: right answers, and planted faults, each found and named."""
 
+import dataclasses
 import functools
+import re
 
 import numpy as np
 import pytest
@@ -131,23 +133,49 @@ def never_handed_back(text):
     return edits.replace(text, r"mbarrier\.arrive\.shared\.b64 [^;]*;", "", slice(1, 2))
 
 
+CLASH = (  # of keys: TMA writes them, products read them
+    r"wgmma[^\n]*\n\s+reads SMEM [^\n]*(nothing orders this and the write by tma|which nobody wrote)"
+    r"|tma[^\n]*\n\s+overwrites SMEM [^\n]*nothing orders this and the read by wgmma"
+)
+
+
+class Uncut(Problem):
+    """As if there were no ReLU."""
+
+    def __init__(self, x):
+        super().__init__(*(getattr(x, field.name) for field in dataclasses.fields(x)))
+
+    def scores(self):
+        products = np.einsum("bnhd,bsd->bnhs", self.q.astype(np.float64), self.k.astype(np.float64))
+        return np.einsum("bnhs,bnh->bns", products, self.weights.astype(np.float64))
+
+
+def others_weights(x):
+    """Every second query has the weights of the one before."""
+    weights = x.weights.copy()
+    weights[:, 1::2] = weights[:, : weights.shape[1] // 2 * 2 : 2]
+    return dataclasses.replace(x, weights=weights)
+
+
 SCORE_FAULTS = {
-    "a head's weight of another query": (weight_of_another_query, Wrong, r"scores are wrong.* of queries \[\d"),
-    "no ReLU": (no_relu, Wrong, "scores are wrong"),
-    "keys read before they are there": (without_waiting_for("k_full"), Race, "wgmma"),
-    "keys never handed back": (never_handed_back, Deadlock, "16 of 16 arrivals pending"),
+    "a head's weight of another query": (weight_of_another_query, Wrong, r"of queries \[1, 3\]$", others_weights),
+    "no ReLU": (no_relu, Wrong, r"of queries \[1, 2, 3, 4\]$", Uncut),
+    "keys read before they are there": (without_waiting_for("k_full"), Race, CLASH, None),
+    "keys never handed back": (never_handed_back, Deadlock, "count 16, [^\n]* 16 of 16 arrivals pending", None),
 }
 
 
 @pytest.mark.parametrize("name", SCORE_FAULTS)
 def test_fault_of_scores(name):
-    edit, fault, says = SCORE_FAULTS[name]
+    edit, fault, says, foretold = SCORE_FAULTS[name]
     key = KEYS[0]
     x = problem(key, b=1, s_q=5, s_c=900)
     for seed in SEEDS:
         with pytest.raises(Fault, match=says) as found:
-            judge_scores(x, run(variant(key), x, edit_scores=edit, seed=seed), x.seen)
+            judge_scores(x, got := run(variant(key), x, edit_scores=edit, seed=seed), x.seen)
         assert type(found.value) is fault
+        if foretold is not None:
+            judge_scores(foretold(x), got, x.seen)
 
 
 # ---- faults of the choice
@@ -247,10 +275,14 @@ def other_sign(text):
     )
 
 
+def read_early(writer):
+    return rf"wgmma[^\n]*\n\s+reads SMEM [^\n]*nothing orders this and the write by [^\n]*{re.escape(writer)}"
+
+
 AT_FAULTS = {
-    "keys read before they are there": (never_waits_for_keys, Race, "wgmma"),
-    "dS multiplied before all have written it": (barriers_of_ds, Race, "wgmma"),
-    "the gradient of what ReLU cut": (other_sign, Wrong, "of dq are wrong"),
+    "keys read before they are there": (never_waits_for_keys, Race, read_early("cp.async")),
+    "dS multiplied before all have written it": (barriers_of_ds, Race, read_early("stmatrix")),
+    "the gradient of what ReLU cut": (other_sign, Wrong, r"^2022 of dq are wrong, first \[0, 0, 0, 0\]: -0\.01005"),
 }
 
 
