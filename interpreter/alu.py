@@ -160,6 +160,17 @@ def multiply_add(i: Instruction, d: Decoder) -> Step:
 
 @instruction("fma")
 def fused(i: Instruction, d: Decoder) -> Step:
+    if i.has("bf16x2"):
+        i.only("rn", "bf16x2")
+
+        def pairs(a: Array, b: Array, c: Array) -> Array:  # the product of two is exact in fp32
+            a, b, c = (x.view(BF16).astype(np.float64) for x in (a, b, c))
+            exact = a * b + c
+            if ((exact.astype(np.float32) != exact) & ~np.isnan(exact)).any():
+                raise d.fail(f"{i.opcode} of what would be rounded twice here")
+            return exact.astype(np.float32).astype(BF16).view(np.uint32)
+
+        return elementwise(d, i, "b32", ["u32"] * 3, pairs)
     if kind_of(i, d) != "f32":
         raise d.fail(i.opcode)
     ftz = _rounding(i, d)

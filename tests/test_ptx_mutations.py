@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from interpreter import attention, edits, native
@@ -28,6 +29,7 @@ GATHERED = "sparse_fwd_sm_90a_d512_bfloat16_shared_kv"
 FEW_HEADS = "dsv4_sparse_fwd_sm_90a_d512_bfloat16_shared_kv_h16"
 PAIRED = "dsv4_decode_fp8_sm_90a_d512_bfloat16_shared_kv"  # two CTAs, each of which unpacks for both
 PACKED = PAIRED + "_h64"
+NIBBLES = "dsv4_decode_v41_fp4_sm_90a_d512_bfloat16_shared_kv_h64"
 SHAPES: dict[str, dict[str, int]] = {
     DENSE: {"b": 1, "s_q": 24, "s_kv": 420, "h_q": 8, "width": 1000},  # three tiles of 160 keys, two tiles of rows
     LATENT: {"b": 1, "s_q": 12, "s_kv": 230, "h_q": 8, "width": 1000},  # four tiles of 64 keys
@@ -35,6 +37,7 @@ SHAPES: dict[str, dict[str, int]] = {
     GATHERED: {"b": 1, "s_q": 3, "s_kv": 300, "h_q": 8, "topk": 200},
     FEW_HEADS: {"b": 1, "s_q": 4, "s_kv": 300, "h_q": 16, "s_kv1": 300, "topk": 200},
     PACKED: {"b": 1, "s_q": 2, "s_kv": 70, "h_q": 8, "s_kv1": 300, "topk": 200},
+    NIBBLES: {"b": 1, "s_q": 2, "s_kv": 9, "h_q": 8, "s_kv1": 90, "topk": 80},
     PAIRED: {"b": 1, "s_q": 2, "s_kv": 70, "h_q": 66, "s_kv1": 300, "topk": 200},
 }
 DENSE_TILE = 160  # keys
@@ -45,7 +48,7 @@ BARRIERS = {  # the mbarriers of a kernel, in the order of their addresses
     LATENT: "q_full q_empty full0 full1 full2 full3 empty0 empty1 empty2 empty3 max_shared0 max_shared1 "
     "weights_shared0 weights_shared1 all_read",
 }
-BARRIERS |= dict.fromkeys((LONG_ODD, GATHERED, PACKED, PAIRED), BARRIERS[LATENT])
+BARRIERS |= dict.fromkeys((LONG_ODD, GATHERED, PACKED, NIBBLES, PAIRED), BARRIERS[LATENT])
 KIB = 1024
 REGIONS = {  # its shared memory before them, in bytes
     DENSE: {"q": 2 * 32 * KIB, "k": 2 * 40 * KIB, "v": 2 * 40 * KIB},
@@ -53,7 +56,7 @@ REGIONS = {  # its shared memory before them, in bytes
     LONG_ODD: {"q": 64 * KIB, "k": 144 * KIB, "p": 18 * KIB, "max": 512},
     FEW_HEADS: {"q": 16 * KIB, "k": 80 * KIB, "p": 16 * KIB, "found": 512},
 }
-REGIONS |= dict.fromkeys((GATHERED, PACKED, PAIRED), REGIONS[LATENT])
+REGIONS |= dict.fromkeys((GATHERED, PACKED, NIBBLES, PAIRED), REGIONS[LATENT])
 
 
 @functools.cache
@@ -240,6 +243,17 @@ def weights_unfenced(text: str) -> str:
 
 def telling_nobody(text: str) -> str:
     return edits.replace(text, r"@p mbarrier\.arrive\.shared::cluster[^;]*;", "")
+
+
+def constants(**changed: int) -> Callable[[str], str]:
+    """Other numbers in place of some, which are named by `_` and their digits."""
+
+    def edit(text: str) -> str:
+        for name, value in changed.items():
+            text = edits.replace(text, rf"(mov\.b32\s+%r\d+, ){name[1:]};", lambda m, value=value: f"{m[1]}{value};")
+        return text
+
+    return edit
 
 
 def awaits_own_cta(text: str) -> str:
@@ -475,6 +489,22 @@ FATES = [
         Fault,
         early(r"wgmma", "k", r"cp\.async"),
         arrive_at_once,
+    ),
+    Fate(
+        "e2m1 without its sign",
+        NIBBLES,
+        Wrong,
+        r"lse is wrong",
+        constants(_1027489600=0x43424140, _876100156=0x4C484644),  # numbers below 0 are looked up as those above
+        answers=wrong_answers.with_the_second(np.abs),
+    ),
+    Fate(
+        "the high nibble of a byte first",
+        NIBBLES,
+        Wrong,
+        r"lse is wrong",
+        constants(_29040=0x7071, _29554=0x7273),
+        answers=wrong_answers.with_the_second(lambda k: k.reshape(*k.shape[:-1], -1, 2)[..., ::-1].reshape(k.shape)),
     ),
     Fate("unpacks what is still on its way", PACKED, Fault, early(r"ld\.shared", "k", r"cp\.async"), wait_for_none),
     Fate(

@@ -166,6 +166,19 @@ def absent_as_zeros(tile: int) -> Answer:
     return answer
 
 
+def with_the_second(change: Callable[[Array], Array]) -> Answer:
+    """The result with other keys, which are values too, of the second source."""
+
+    def answer(x: Operands, scale: float) -> tuple[Array, Array]:
+        first, second = x.sources
+        other = change(second.k)
+        return attention.answer(
+            dataclasses.replace(x, sources=(first, dataclasses.replace(second, k=other, v=other))), scale
+        )
+
+    return answer
+
+
 def without_the_second(x: Operands, scale: float) -> tuple[Array, Array]:
     """A query that sees keys of the first source sees none of the second."""
     first, second = x.sources

@@ -31,6 +31,9 @@ LANES_A_KEY = 4
 PART = SLAB // LANES_A_KEY  # numbers
 WORD, UNIT = 4, 16  # bytes; entries begin at multiples of a unit
 ABSENT = 0xFFFFFFFF  # units that no pool has
+MIDDLE_IN_BF16 = 0x4340  # 192; the byte 0x40 + n in place of its lower one makes it 192 + n
+POSITIVE = (0x43424140, 0x4C484644)  # 0x40 + n where n is twice the magnitude 0, 0.5, 1, 1.5, 2, 3, 4, 6 of e2m1
+NEGATIVE = (0x3D3E3F40, 0x34383A3C)  # 0x40 - n
 
 
 @dataclass(frozen=True)
@@ -287,14 +290,14 @@ class Part:
         return self.tile.iterator.toint() + row * (SLAB * 2) + (chunk ^ self.row0 % 8) * 16
 
 
-def scale_of(form: Format, scales: tuple[Uint32, ...], slab: int, part: Int32) -> Uint32:
-    """A pair of bf16, of a part of the slab-th of those that these words are for."""
+def scale_of(form: Format, scales: tuple[Uint32, ...], slab: int, part: Int32) -> tuple[Uint32, ...]:
+    """What `unpacked` takes for a part of the slab-th of those that these words are for."""
     byte = slab * form.scales_a_slab
     shift = Uint32(byte % WORD * 8)
     if form.scales_a_slab > 1:
         shift = shift + Uint32(part * form.scales_a_slab // LANES_A_KEY) * Uint32(8)
     code = scales[byte // WORD] >> shift & Uint32(0xFF)
-    return power_of_two(code) if form.bits == 8 else scale_of_e2m1(code)
+    return (power_of_two(code),) if form.bits == 8 else scale_of_e2m1(code)
 
 
 @cute.jit
@@ -304,38 +307,53 @@ def power_of_two(code: Uint32) -> Uint32:
     return scale | scale << Uint32(16)
 
 
-def scale_of_e2m1(code: Uint32) -> Uint32:
-    """e4m3 as a pair of bf16, times 2^6, which `e2m1_to_e4m3` leaves out."""
-    text = """{ .reg .b16 pair, low, high;
+def scale_of_e2m1(code: Uint32) -> tuple[Uint32, Uint32]:
+    """Half of an e4m3 scale, and what makes up for `MIDDLE` of it, as pairs of bf16; 0 is 0, for absent keys."""
+    text = f"""{{ .reg .b16 pair, low, high;
         .reg .b32 x;
         .reg .f32 f;
-        cvt.u16.u32 pair, $1;
+        cvt.u16.u32 pair, $2;
         cvt.rn.f16x2.e4m3x2 x, pair;
-        mov.b32 {low, high}, x;
+        mov.b32 {{low, high}}, x;
         cvt.f32.f16 f, low;
-        mul.rn.f32 f, f, 0f42800000;
-        cvt.rn.bf16x2.f32 $0, f, f;\n}"""
-    return ptx(text, code, gives=(Uint32,), pure=True)[0]
+        mul.rn.f32 f, f, 0f3F000000;
+        cvt.rn.bf16x2.f32 $0, f, f;
+        mov.b32 x, {(MIDDLE_IN_BF16 | 0x8000) * 0x10001:#x};
+        mul.rn.bf16x2 $1, $0, x;\n}}"""
+    return ptx(text, code, gives=(Uint32,) * 2, early=True, pure=True)
 
 
-def unpacked(form: Format, words: tuple[Uint32, ...], scale: Uint32) -> list[tuple[Uint32, ...]]:
+def unpacked(form: Format, words: tuple[Uint32, ...], scale: tuple[Uint32, ...]) -> list[tuple[Uint32, ...]]:
     """Sixteen numbers: two chunks of a row."""
-    if form.bits == 4:
-        words = tuple(x for word in words for x in e2m1_to_e4m3(word))
-    pairs = [e4m3_to_bf16(word, scale) for word in words]
-    return [(*pairs[i], *pairs[i + 1]) for i in (0, 2)]
+    to_bf16 = e4m3_to_bf16 if form.bits == 8 else e2m1_to_bf16
+    pairs = [pair for word in words for pair in to_bf16(word, *scale)]
+    return [tuple(pairs[:4]), tuple(pairs[4:])]
 
 
-def e2m1_to_e4m3(word: Uint32) -> tuple[Uint32, Uint32]:
-    """Eight numbers, times 2^-6: e2m1 is e4m3 with two bits of exponent and one of fraction, and so are subnormals."""
-    even = word << Uint32(4) & Uint32(0x80808080) | word << Uint32(2) & Uint32(0x1C1C1C1C)
-    odd = word & Uint32(0x80808080) | word >> Uint32(2) & Uint32(0x1C1C1C1C)
-    return tuple(permuted(even, odd, order) for order in (0x5140, 0x7362))
+def e2m1_to_bf16(word: Uint32, half_scale: Uint32, middle: Uint32) -> tuple[Uint32, ...]:
+    """Eight numbers times a scale, exactly.
+
+    The bytes 0x40 + n and 0x43 are 192 + n in bf16. A permutation of bytes looks up 0x40 + n for four numbers n / 2 at
+    a time. It has eight entries, and gives 0 for a code whose sign is set: so it is done for either sign.
+    """
+    signs = word ^ Uint32(0x88888888)
+    fours = []
+    for bits in (0, 16):
+        positive = permuted(*POSITIVE, word >> Uint32(bits))
+        negative = permuted(*NEGATIVE, signs >> Uint32(bits))
+        fours.append(positive | negative)
+    pairs = [permuted(four, POSITIVE[0], Uint32(order)) for four in fours for order in (0x7170, 0x7372)]
+    return tuple(fused_bf16(pair, half_scale, middle) for pair in pairs)
 
 
-def permuted(low: Uint32, high: Uint32, order: int) -> Uint32:
-    """Four of eight bytes."""
-    return ptx(f"prmt.b32 $0, $1, $2, {order};", low, high, gives=(Uint32,), pure=True)[0]
+def permuted(low: Uint32, high: Uint32, order: Uint32) -> Uint32:
+    """Four of eight bytes below 128, each by three bits of a nibble; 0 where the fourth is set."""
+    return ptx("prmt.b32 $0, $1, $2, $3;", Uint32(low), Uint32(high), order, gives=(Uint32,), pure=True)[0]
+
+
+def fused_bf16(a: Uint32, b: Uint32, c: Uint32) -> Uint32:
+    """a b + c of pairs of bf16."""
+    return ptx("fma.rn.bf16x2 $0, $1, $2, $3;", a, b, c, gives=(Uint32,), pure=True)[0]
 
 
 def e4m3_to_bf16(packed: Uint32, scale: Uint32) -> tuple[Uint32, Uint32]:
