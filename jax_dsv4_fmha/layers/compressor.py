@@ -180,22 +180,27 @@ class Compressor:
         """The latents of these entries `[b, n]`, from a ring `[b, capacity, …]` that holds all tokens they pool.
 
         It takes the ring in place, by the age of each slot's token relative to the entry's last token. The order of
-        pooled tokens does not matter, so nothing is moved.
+        pooled tokens does not matter, so nothing is moved. Entries come one by one: with an axis for them, XLA
+        transposes the ring for its sums.
         """
         slots, r = jnp.arange(ring.shape[1], dtype=jnp.int32), self.ratio
-        age = (((entry + 1) * r - 1)[..., None] - slots) % ring.shape[1]
-        kv, score = jnp.split(ring[:, None], 2, -1)
+        kv, score = jnp.split(ring, 2, -1)
 
         def pooled(there: jax.Array, of: slice) -> list[jax.Array]:
-            some = jnp.where(there[..., None], score[..., of], -jnp.inf)
-            most = jnp.max(some, 2)
-            weight = jnp.exp(some - jnp.maximum(most, -3e38)[:, :, None])
-            return [most, jnp.sum(weight, 2), jnp.sum(weight * kv[..., of], 2)]
+            some = score[..., of] + jnp.where(there, 0, -jnp.inf)[..., None]
+            most = jnp.max(some, 1)
+            weight = jnp.exp(some - jnp.maximum(most, -3e38)[:, None])
+            return [most, jnp.sum(weight, 1), jnp.sum(weight * kv[..., of], 1)]
 
-        parts = [pooled(age < r, slice(-self.d, None))]
-        if self.overlap:
-            parts.append(pooled((r <= age) & (age < 2 * r) & (entry > 0)[..., None], slice(self.d)))
-        return self._latents(params, parts, dtype)
+        def parts(entry: jax.Array) -> list[list[jax.Array]]:
+            age = (((entry + 1) * r - 1)[:, None] - slots) % ring.shape[1]
+            own = pooled(age < r, slice(-self.d, None))
+            if not self.overlap:
+                return [own]
+            return [own, pooled((r <= age) & (age < 2 * r) & (entry > 0)[:, None], slice(self.d))]
+
+        each = [parts(entry[:, i]) for i in range(entry.shape[1])]
+        return self._latents(params, jax.tree.map(lambda *x: jnp.stack(x, 1), *each), dtype)
 
     def _latents(self, params: Any, parts: Sequence[Sequence[jax.Array]], dtype: Any) -> jax.Array:
         """For each block: the greatest score, the sum of weights and the sum of weights times kv; of one or two

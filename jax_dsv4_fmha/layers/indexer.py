@@ -80,6 +80,7 @@ class Indexer:
         """q `[b, s, heads, d]` and weights float32 `[b, s, heads]`, from x `[b, s, hidden]` and low_rank
         `[b, s, q_rank]`.
         """
+        low_rank = lax.optimization_barrier(low_rank)  # or XLA merges this product with attention's, and cuts it apart
         q = rope(jnp.einsum("bsr,rhd->bshd", low_rank, params["wq_b"].astype(x.dtype)), positions, how)
         weights = product(x, params["weights_proj"])
         return self._spread(q), weights * (self.d**-0.5 * self.heads**-0.5)
