@@ -41,8 +41,8 @@ from kernels.lib.wgmma import (
     zero_rows,
 )
 
+from .elements import HIDES, add_scaled, differentiate, drop, exponentiate, mask, weigh, zero_row
 from .key_gradients import (
-    HIDES,
     Barriers,
     Config,
     KeyGradientsSm90,
@@ -50,14 +50,7 @@ from .key_gradients import (
     KeyTile,
     RowOperands,
     Shared,
-    add_scaled,
     compile_kernel,
-    differentiate,
-    drop,
-    exponentiate,
-    mask,
-    weigh,
-    zero_row,
 )
 
 
