@@ -253,9 +253,21 @@ def dense_backward() -> str:
     return timeline("key_gradients_sm90: keys are rows and stay, tiles of Q and dO pass", lanes)
 
 
+def rope() -> str:
+    def row(i: int) -> list[tuple[str, float, str]]:
+        ahead: list[tuple[str, float, str]] = [("wait", 0.7 * i, "")] if i else []
+        return [*ahead, ("load", 1.2, f"x, row {i}"), ("wait", 2.2 + 2.8 * i, ""), ("softmax", 1.5, "Σ x², 5 shuffles"),
+                ("out", 1.2, "x r, turn"), ("store", 0.8, "store")]  # fmt: skip
+
+    return timeline(
+        "norm_rope: one warp, four rows; it asks for all before it needs the first",
+        [(f"row {i}", row(i)) for i in range(4)],
+    )
+
+
 DRAWN: dict[str, Callable[[], str]] = {
     f.__name__.replace("_", "-"): f
-    for f in (masks, layer, forward, latent, few_heads, decode, indexer, blackwell, backward, dense_backward)
+    for f in (masks, layer, forward, latent, few_heads, decode, indexer, blackwell, backward, dense_backward, rope)
 }
 
 
