@@ -23,7 +23,7 @@ from .packings import PACKED
 DTYPES = ("bfloat16", "float16")
 DENSE, LATENT, FEW_HEADS = (f"kernels.sm90.{name}" for name in ("fwd", "latent.kernel", "few_heads.kernel"))
 DENSE_BACKWARD = "kernels.sm90.bwd"
-LATENT_BACKWARD = "kernels.sm90.latent_bwd.kernel"
+LATENT_BACKWARD, FEW_HEADS_BACKWARD = (f"kernels.sm90.{name}" for name in ("latent_bwd.kernel", "few_heads_bwd"))
 BLACKWELL = "kernels.sm100.fwd.kernel"
 PACKED_OPS = tuple(op for op, kinds in FORWARD_OPS.items() if kinds[0] in PACKED)
 LATENT_OPS = ("fwd", "sparse_fwd", "dsv4_sparse_fwd", "dsv4_dense_fwd", "dsv4_decode")  # d 512, where K is V
@@ -63,6 +63,11 @@ VARIANTS: tuple[Variant, ...] = (
     # a tile of rows has all heads of a query, and keys that no other has
     *(
         Backward(op, "sm_90a", LATENT_BACKWARD, 512, dtype, shared_kv=True, max_heads=64)
+        for op in ("sparse_bwd", "dsv4_sparse_bwd")
+        for dtype in DTYPES
+    ),
+    *(
+        Backward(op, "sm_90a", FEW_HEADS_BACKWARD, 512, dtype, shared_kv=True, max_heads=16)
         for op in ("sparse_bwd", "dsv4_sparse_bwd")
         for dtype in DTYPES
     ),

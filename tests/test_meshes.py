@@ -314,3 +314,34 @@ def test_on_gpus(name, layout, kind):
     shape = {1: (1, 1), 2: (1, 2), 3: (1, 2)}.get(count, (2, 2))
     d = 64 if name in ("gqa", "few_kv_heads", "drop_in") else 512
     check_sharded(name, LAYOUTS[layout], mesh_of(kind, shape, "cuda"), tolerance=3e-2, d=d, dtype=jnp.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("how", [*KINDS, "shard_map"])
+@pytest.mark.parametrize("axis", "bsh")
+@pytest.mark.parametrize("name", ["latent", "sparse", "fused_sparse", "fused_dense"])
+def test_gradients_on_several_gpus(name, axis, how):
+    """By kernels on a part of the batch, the queries or the heads each, they are those of one GPU by kernels; nothing
+    moves except what is summed."""
+    count = {0: 1, 1: 1, 2: 2, 3: 2}.get(len(jax.devices("cuda")), 4)
+    if count < 2:
+        pytest.skip("needs two GPUs")
+    case, layout = OPS[name], {axis: "model"}
+    plain = case.operands(d=512, dtype=jnp.bfloat16)
+    assert plain["q"].shape["bsh".index(axis)] % count == 0
+    mesh = mesh_of("Auto" if how == "shard_map" else how, (1, count), "cuda")
+    wrt = functions(case, plain)[2]
+
+    def f(*xs: Any) -> Any:
+        return case.op("cubin", **dict(zip(plain, xs, strict=True)))
+
+    want = jax.jit(jax.grad(loss(f), wrt))(*jax.device_put(tuple(plain.values()), jax.devices("cuda")[0]))
+    g, xs = f, place(case, plain, layout, mesh).values()
+    if how == "shard_map":
+        specs = specs_of(case, layout, mesh)
+        out = P(*("model" if a == axis else None for a in "bsh"))
+        g = jax.shard_map(f, mesh=mesh, in_specs=(*specs.values(),), out_specs=(out, out))
+    got, moved = run(jax.grad(loss(g), wrt), *xs)
+    assert_close(got, want, tolerance=1e-2)
+    assert set(moved) == {"all-reduce"}
