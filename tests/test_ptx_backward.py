@@ -35,10 +35,8 @@ PROCESSORS = {"tiles": 2, "window": 2, "few": 1, "turns": 1, "groups": 2}
 
 
 def is_like(variant: Backward, case: str) -> bool:
-    """Whether another variant, or another case, shows what this one could."""
-    if variant.max_heads == 16:
-        return case != "turns" or len(variant.sources) == 1
-    return variant.max_heads == 64 and not variant.gathers and case != ("groups" if variant.op == "bwd" else "turns")
+    """Whether another variant, or another case, shows what this one could: kernels for few heads have a tile a query."""
+    return variant.max_heads == 16 and (case != "turns" or len(variant.sources) == 1)
 
 
 RUNS = [
