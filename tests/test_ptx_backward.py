@@ -35,7 +35,7 @@ PROCESSORS = {"tiles": 2, "window": 2, "few": 1, "turns": 1, "groups": 2}
 
 
 def is_like(variant: Backward, case: str) -> bool:
-    """Whether another variant, or another case, shows what this one could: kernels for few heads have a tile a query."""
+    """Whether another variant, or another case, shows what this one could: of few heads, a tile has one query."""
     return variant.max_heads == 16 and (case != "turns" or len(variant.sources) == 1)
 
 
