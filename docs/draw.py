@@ -180,24 +180,19 @@ def few_heads() -> str:
 
 
 def decode() -> str:
-    def cta(mine: str) -> list[tuple[str, float, str]]:
-        return [("load", 1.5, f"{mine} half, FP8"), ("softmax", 1.5, "unpack"), ("store", 1.8, "→ own and peer's"),
-                ("load", 1.5, f"{mine} half, FP8"), ("softmax", 1.5, "unpack"), ("store", 1.8, "→ own and peer's")]  # fmt: skip
-
-    both: list[tuple[str, float, str]] = [
-        ("wait", 3, ""),
-        ("scores", 1.5, "S"),
-        ("softmax", 1, "P"),
-        ("out", 1.5, "O"),
-        ("scores", 1.5, "S"),
-    ]
+    halves = ("K0 left", "K1 right", "K0 right", "K1 left")
+    load: list[tuple[str, float, str]] = []
+    for pair in range(2):
+        load += [("wait", 1.2, "")] if pair else []
+        for half in halves:
+            load += [("load", 0.5, "FP8"), ("softmax", 1, half)]
+    work = [("scores", 1.2, "S"), ("softmax", 1, "P"), ("out", 2, "O")]
     lanes = [
-        ("CTA 0, producers", cta("first")),
-        ("CTA 0, consumers", both),
-        ("CTA 1, producers", cta("second")),
-        ("CTA 1, consumers", both),
+        ("eight producer warps", load),
+        ("left", [("wait", 4.5, ""), *work, *work]),
+        ("right", [("wait", 6, ""), *work]),
     ]
-    return timeline("latent_sm90 over FP8 pages: each CTA of a cluster unpacks half of the keys for both", lanes)
+    return timeline("latent_sm90 over FP8 pages: a half of a tile waits in registers for its place", lanes)
 
 
 def indexer() -> str:

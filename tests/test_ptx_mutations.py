@@ -27,9 +27,8 @@ DENSE, LATENT = "fwd_sm_90a_d128_bfloat16", "fwd_sm_90a_d512_bfloat16_shared_kv"
 LONG_ODD = LATENT + "_h63"  # whose odd tiles have 16 keys more
 GATHERED = "sparse_fwd_sm_90a_d512_bfloat16_shared_kv"
 FEW_HEADS = "dsv4_sparse_fwd_sm_90a_d512_bfloat16_shared_kv_h16"
-PAIRED = "dsv4_decode_fp8_sm_90a_d512_bfloat16_shared_kv"  # two CTAs, each of which unpacks for both
-PACKED = PAIRED + "_h64"
-NIBBLES = "dsv4_decode_v41_fp4_sm_90a_d512_bfloat16_shared_kv_h64"
+PACKED = "dsv4_decode_fp8_sm_90a_d512_bfloat16_shared_kv"
+NIBBLES = "dsv4_decode_v41_fp4_sm_90a_d512_bfloat16_shared_kv"
 SHAPES: dict[str, dict[str, int]] = {
     DENSE: {"b": 1, "s_q": 24, "s_kv": 420, "h_q": 8, "width": 1000},  # three tiles of 160 keys, two tiles of rows
     LATENT: {"b": 1, "s_q": 12, "s_kv": 230, "h_q": 8, "width": 1000},  # four tiles of 64 keys
@@ -38,7 +37,6 @@ SHAPES: dict[str, dict[str, int]] = {
     FEW_HEADS: {"b": 1, "s_q": 4, "s_kv": 300, "h_q": 16, "s_kv1": 300, "topk": 200},
     PACKED: {"b": 1, "s_q": 2, "s_kv": 70, "h_q": 8, "s_kv1": 300, "topk": 200},
     NIBBLES: {"b": 1, "s_q": 2, "s_kv": 9, "h_q": 8, "s_kv1": 90, "topk": 80},
-    PAIRED: {"b": 1, "s_q": 2, "s_kv": 70, "h_q": 66, "s_kv1": 300, "topk": 200},
 }
 DENSE_TILE = 160  # keys
 FEW_KEYS = {"s_q": 80, "width": 60}  # five tiles of rows that see 75 keys at most, which DENSE takes another way
@@ -48,7 +46,7 @@ BARRIERS = {  # the mbarriers of a kernel, in the order of their addresses
     LATENT: "q_full q_empty full0 full1 full2 full3 empty0 empty1 empty2 empty3 max_shared0 max_shared1 "
     "weights_shared0 weights_shared1 all_read",
 }
-BARRIERS |= dict.fromkeys((LONG_ODD, GATHERED, PACKED, NIBBLES, PAIRED), BARRIERS[LATENT])
+BARRIERS |= dict.fromkeys((LONG_ODD, GATHERED, PACKED, NIBBLES), BARRIERS[LATENT])
 KIB = 1024
 REGIONS = {  # its shared memory before them, in bytes
     DENSE: {"q": 2 * 32 * KIB, "k": 2 * 40 * KIB, "v": 2 * 40 * KIB},
@@ -56,7 +54,7 @@ REGIONS = {  # its shared memory before them, in bytes
     LONG_ODD: {"q": 64 * KIB, "k": 144 * KIB, "p": 18 * KIB, "max": 512},
     FEW_HEADS: {"q": 16 * KIB, "k": 80 * KIB, "p": 16 * KIB, "found": 512},
 }
-REGIONS |= dict.fromkeys((GATHERED, PACKED, NIBBLES, PAIRED), REGIONS[LATENT])
+REGIONS |= dict.fromkeys((GATHERED, PACKED, NIBBLES), REGIONS[LATENT])
 
 
 @functools.cache
@@ -216,6 +214,12 @@ def early_release(stages: int) -> Callable[[str], str]:
     return lambda text: edits.replace(text, place, lambda m: m[2] + "\n\t" + m[1], slice(0, 1))
 
 
+def odd_handed_back_early(text: str) -> str:
+    """Right does not wait for the products of its own tile before its half of that tile is given back."""
+    arrival = rf"\s*mbarrier\.arrive\.shared\.b64[^;]*\+{barrier(text, PACKED, 'empty3')}\][^;]*;"
+    return edits.replace(text, rf"wgmma\.wait_group\.sync\.aligned\s+0;({arrival})", lambda m: m[1])
+
+
 def arrive_at_once(text: str) -> str:
     """The gatherer signals its copies as soon as it has issued them."""
     return edits.replace(
@@ -223,11 +227,6 @@ def arrive_at_once(text: str) -> str:
         r"cp\.async\.mbarrier\.arrive\.noinc\.shared\.b64\s+(\[[^\]]*\]);",
         lambda m: f"mbarrier.arrive.shared.b64 _, {m[1]}, 1;",
     )
-
-
-def wait_for_none(text: str) -> str:
-    """One of the four groups of copies under way is not awaited."""
-    return edits.replace(text, r"cp\.async\.wait_group\s+[0-3];", "cp.async.wait_group 4;")
 
 
 def keys_unfenced(text: str) -> str:
@@ -241,10 +240,6 @@ def weights_unfenced(text: str) -> str:
     return edits.replace(text, met, lambda m: m[1], slice(0, 1))
 
 
-def telling_nobody(text: str) -> str:
-    return edits.replace(text, r"@p mbarrier\.arrive\.shared::cluster[^;]*;", "")
-
-
 def constants(**changed: int) -> Callable[[str], str]:
     """Other numbers in place of some, which are named by `_` and their digits."""
 
@@ -254,17 +249,6 @@ def constants(**changed: int) -> Callable[[str], str]:
         return text
 
     return edit
-
-
-def awaits_own_cta(text: str) -> str:
-    """The producer waits only for the warps of its own CTA."""
-    return edits.replace(text, r"barrier\.cluster\.wait;", "bar.sync 3, 128;", slice(0, 1))
-
-
-def expecting_nothing(text: str) -> str:
-    """No bytes are expected from the peer, except those of Q."""
-    sent = r"mbarrier\.arrive\.expect_tx\.shared\.b64\s+%rd\d+, (\[[^\]]*\]), %r\d+;"
-    return edits.replace(text, sent, lambda m: f"mbarrier.arrive.shared.b64 _, {m[1]}, 1;", slice(1, None))
 
 
 def descriptor_swizzle(text: str) -> str:
@@ -506,49 +490,26 @@ FATES = [
         constants(_29040=0x7071, _29554=0x7273),
         answers=wrong_answers.with_the_second(lambda k: k.reshape(*k.shape[:-1], -1, 2)[..., ::-1].reshape(k.shape)),
     ),
-    Fate("unpacks what is still on its way", PACKED, Fault, early(r"ld\.shared", "k", r"cp\.async"), wait_for_none),
     Fate(
         "no proxy fence after the unpacking",
         PACKED,
         Race,
-        unfenced("k", r"(st\.shared|cp\.async)"),
+        unfenced("k", r"st\.shared"),
         keys_unfenced,
     ),
     Fate(
-        "keys of the peer's read without a proxy fence",
-        PAIRED,
+        "unpacks over keys that are still read",
+        PACKED,
         Race,
-        unfenced("k", r"(st\.shared|st\.async)"),
-        keys_unfenced,
+        late(r"st\.shared", "k", r"wgmma"),
+        without_wait(PACKED, "empty1"),
     ),
-    Fate("the peer not told that keys were read", PAIRED, Deadlock, r"4 of 132 arrivals pending", telling_nobody),
     Fate(
-        "keys written over that are still read here or there",
-        PAIRED,
+        "the odd tile handed back before it is multiplied",
+        PACKED,
         Race,
-        late(r"st\.(shared|async)", "k", r"wgmma"),
-        without_wait(PAIRED, "empty1"),
-    ),
-    Fate(
-        "keys of the peer's not waited for",
-        PAIRED,
-        Deadlock,
-        r"mbarrier full\d of CTA \d [^\n]* -16384 transaction bytes outstanding",
-        expecting_nothing,
-    ),
-    Fate(
-        "sends to a peer that may not have begun",
-        PAIRED,
-        Fault,
-        r"CTA (\d) warp [^\n]*\n[^\n]*(no mbarrier [^\n]*)? of CTA (?!\1)\d(?(2)$|[^\n]*(begun|nothing orders))",
-        awaits_own_cta,
-    ),
-    Fate(
-        "ends while its peer may still come to it",
-        PAIRED,
-        Fault,
-        r"ends while nothing orders that after CTA \d|of CTA \d, which has ended",
-        without_wait(PAIRED, "empty2", slice(-1, None)),
+        late(r"st\.shared", "k", r"wgmma"),
+        odd_handed_back_early,
     ),
     Fate(
         "weights of a few heads without a proxy fence",

@@ -18,8 +18,7 @@ the next tile is worked on.
 
 The keys come from one or more sources, walked one after the other as one sequence of tiles under one softmax: spans
 (contiguous: a window, a dense cache) and selections (by index), which may be packed. Spans alone are loaded by TMA;
-with a selection among them all are gathered with cp.async. Packed keys are unpacked by the producer, or by those of a
-cluster of two CTAs, each of which does one half for both.
+with a selection among them all are gathered with cp.async. Packed keys are unpacked by two producer warpgroups.
 """
 
 from dataclasses import dataclass, replace
@@ -68,7 +67,6 @@ from kernels.lib.wgmma import (
 )
 from kernels.packings import PACKED
 
-from .cluster import CLUSTER, arrive, await_others
 from .key_tiles import EVEN, LEFT, ODD, RIGHT, Barriers, KeyTiles, Work
 from .packed import packed_operands
 from .packed_tiles import load_packed
@@ -88,7 +86,7 @@ class Config:
     dtype: str
     sources: tuple[str, ...]  # of keys, in the order in which they are walked: "span", "selection" or one of PACKED
     more: int = 0  # keys that odd tiles have beyond tile_n, copied by a warp of its own
-    cluster: int = 1  # CTAs with heads of the same query; two unpack keys for one another
+    cluster: int = 1
     tile_m: int = 64
     tile_n: int = 64
     shared_kv: bool = True
@@ -120,7 +118,12 @@ class Config:
 
     @property
     def threads(self) -> int:
-        return 3 * WARPGROUP
+        return (self.producers + 2) * WARPGROUP
+
+    @property
+    def producers(self) -> int:
+        """Warpgroups."""
+        return 2 if self.unpacks else 1
 
     @property
     def unit(self) -> int:
@@ -129,19 +132,25 @@ class Config:
 
     @property
     def loaders(self) -> int:
-        """Threads that fill key tiles: a lane issues TMA, a warpgroup gathers."""
-        return WARPGROUP if self.gathers else 1
+        """Threads that fill key tiles: a lane issues TMA, warpgroups gather."""
+        return self.producers * WARPGROUP if self.gathers else 1
 
     @property
     def registers(self) -> tuple[int, int]:
-        """(producer, consumer) registers a thread, out of what a launch gives to all three warpgroups alike."""
+        """(producer, consumer) registers a thread, out of what a launch gives to all warpgroups alike."""
         if self.unpacks:
-            return 88, 208
+            return 48, 208
         return (56, 224) if self.gathers else (40, 232)
 
     @property
     def half(self) -> int:
         return self.d // 2
+
+    @property
+    def columns_o(self) -> int:
+        """Of one WGMMA. Those of a half take 128 registers, all that each of four warpgroups has at launch; ptxas then
+        assembles none of them."""
+        return self.half // self.producers
 
     @property
     def columns_q(self) -> int:
@@ -176,7 +185,8 @@ class Config:
                 f"d must be a multiple of {2 * SLAB} up to 512 (half of it is one WGMMA's N), got {self.d}"
             )
         at_launch = registers_at_launch(self.threads)
-        if sum(self.registers) + self.registers[1] > 3 * at_launch:  # or the last to ask would wait for ever
+        wanted = self.producers * self.registers[0] + 2 * self.registers[1]
+        if wanted > self.threads // WARPGROUP * at_launch:  # or the last to ask would wait for ever
             raise ValueError(f"a launch gives {at_launch} registers a thread, too few for {self.registers}")
         if self.tile_n != SLAB:
             raise ValueError(f"tile_n must be {SLAB}, for O is staged where a tile's weights stand, got {self.tile_n}")
@@ -221,6 +231,7 @@ class Consumer:
     scores: cute.Tensor
     weights: cute.Tensor
     out: cute.Tensor
+    products: cute.Tensor  # the same registers, by `columns_o`
     softmax: Softmax
     stores: SlabStores
 
@@ -245,10 +256,10 @@ class LatentSm90(ForwardKernel):
             with cute.arch.elect_one():
                 bar.initialise(c.loaders, WARP if c.more else 0)
             cute.arch.mbarrier_init_fence()
-        arrive(c.cluster)
+        cute.arch.sync_threads()
         cute.arch.griddepcontrol_launch_dependents()  # `combine`, where it follows, waits for this grid by itself
 
-        if warp < 4:
+        if warp < 4 * c.producers:
             cute.arch.setmaxregister_decrease(c.registers[0])
             if warp * 32 < c.loaders:
                 self.produce(bar, smem, rows_of_q, sources, n)
@@ -257,9 +268,8 @@ class LatentSm90(ForwardKernel):
                     self.produce_more(bar, smem, sources[0], n)
         else:
             cute.arch.setmaxregister_increase(c.registers[1])
-            await_others(c.cluster)
             operands = tuple(source[-1] for source in sources)
-            if warp < 8:
+            if warp < 4 * c.producers + 4:
                 self.consume(LEFT, bar, smem, operands, output, results, scale_log2, n)
             else:
                 self.consume(RIGHT, bar, smem, operands, output, results, scale_log2, n)
@@ -278,7 +288,7 @@ class LatentSm90(ForwardKernel):
         o = tuple((*(tile(slab) for _ in range(c.slabs_of_o)), seen_as(weights, slab)) for weights in p)
         maxima = smem.allocate_tensor(Float32, cute.make_layout((c.tile_m, 2)), 16)
         info = smem.allocate_tensor(Int32, cute.make_layout((PUBLISHED, 1 + len(c.sources), 2)), 16)
-        bar = Barriers.at(smem.allocate_array(Int64, sum(Barriers.COUNTS)), c.cluster)
+        bar = Barriers.at(smem.allocate_array(Int64, sum(Barriers.COUNTS)))
         return bar, Shared(q, k, p, o, maxima, info)
 
     # ---- producer
@@ -311,8 +321,6 @@ class LatentSm90(ForwardKernel):
                     again = again & (x == y)
                 before = now
             work = Work(opened, (), evens0, odds0, again=again)
-            if turn == 0:
-                await_others(c.cluster)
             if cutlass.const_expr(c.unpacks):
                 load_packed(c, bar, smem.k, work)
             elif cutlass.const_expr(c.gathers):
@@ -320,8 +328,6 @@ class LatentSm90(ForwardKernel):
             else:
                 keys.load(bar, smem.k, work, sources, tile)
             evens0, odds0 = evens0 + work.evens, odds0 + work.odds
-        if cutlass.const_expr(c.cluster > 1):  # none ends while its peer may still come to it
-            bar.await_readers(evens0, odds0)
 
     @cute.jit
     def produce_more(self, bar: Barriers, smem: Shared, source: tuple, n: Extents):
@@ -338,7 +344,7 @@ class LatentSm90(ForwardKernel):
     def walk(self, n: Extents) -> Walk:
         """Where keys are gathered, heads of one query follow one another: they share them in L2."""
         c = self.config
-        return Walk.of(n, Int32(1), 1, cluster=c.cluster) if c.gathers else Walk.of(n, run=c.run)
+        return Walk.of(n, Int32(1), 1) if c.gathers else Walk.of(n, run=c.run)
 
     def open(self, operands: Any, tile: RowTile) -> Any:
         c = self.config
@@ -388,8 +394,9 @@ class LatentSm90(ForwardKernel):
         c, thread = self.config, cute.arch.thread_idx()[0] % WARPGROUP
         keys = c.tile_keys[side]
         qk = tiled_mma(self.dtype, keys, K_MAJOR)
-        pv = tiled_mma(self.dtype, c.half, MN_MAJOR, warpgroup.OperandSource.RMEM)
-        pv_other = tiled_mma(self.dtype, c.half, MN_MAJOR)
+        pv = tiled_mma(self.dtype, c.columns_o, MN_MAJOR, warpgroup.OperandSource.RMEM)
+        pv_other = tiled_mma(self.dtype, c.columns_o, MN_MAJOR)
+        out = accumulator(tiled_mma(self.dtype, c.half, MN_MAJOR), c.half)
         return Consumer(
             bar,
             smem,
@@ -406,7 +413,8 @@ class LatentSm90(ForwardKernel):
             a_other=operand_a(pv_other, smem.p[1 - side]),
             scores=accumulator(qk, keys),
             weights=register_operand(pv, keys, self.dtype),
-            out=accumulator(pv, c.half),
+            out=out,
+            products=cute.make_tensor(out.iterator, pv.partition_shape_C((c.tile_m, c.half))),
             softmax=Softmax.of(scale_log2),
             stores=SlabStores(tma_o, smem.o[side], WARPGROUP_MET + side, thread),
         )
@@ -579,7 +587,7 @@ class LatentSm90(ForwardKernel):
             self.share_weights(w, LEFT, True)
         fresh = first if has_odd else pair == 0
         rescale_rows(w.out, s.factor, fresh)
-        multiply(w.pv, w.out, w.weights, w.b_value[EVEN], fresh)
+        multiply(w.pv, w.products, w.weights, w.b_value[EVEN], fresh)
         if cutlass.const_expr(has_odd):
             warpgroup.wait_group(0)
             w.bar.release(EVEN, LEFT)
@@ -590,7 +598,7 @@ class LatentSm90(ForwardKernel):
             rescale_rows(w.out, s.factor)
         cute.arch.mbarrier_wait(w.bar.weights_shared + RIGHT, (work.evens0 + pair) & 1)
         if cutlass.const_expr(has_odd):
-            multiply(w.pv_other, w.out, w.a_other, w.b_value[ODD])
+            multiply(w.pv_other, w.products, w.a_other, w.b_value[ODD])
 
     @cute.jit
     def right_pair(self, w: Consumer, work: Work, pair: Int32 | int, rows: Rows, first: cutlass.Constexpr = False):
@@ -607,14 +615,18 @@ class LatentSm90(ForwardKernel):
         s.exponentiate(w.scores)
         round_to(w.weights, w.scores)
         rescale_rows(w.out, s.factor, first)
-        multiply(w.pv, w.out, w.weights, w.b_value[ODD], first)
+        multiply(w.pv, w.products, w.weights, w.b_value[ODD], first)
         self.share_weights(w, RIGHT, pair == work.evens - 1)
+        if cutlass.const_expr(self.config.unpacks):  # whose producer has keys in registers, and waits for a place
+            warpgroup.wait_group(0)
+            w.bar.release(ODD, RIGHT)
         cute.arch.mbarrier_wait(w.bar.weights_shared + LEFT, (work.evens0 + pair) & 1)
-        multiply(w.pv_other, w.out, w.a_other, w.b_value[EVEN])
+        multiply(w.pv_other, w.products, w.a_other, w.b_value[EVEN])
         if pair == work.evens - 1:
             self.finish(RIGHT, w, rows)
-        warpgroup.wait_group(1)
-        w.bar.release(ODD, RIGHT)
+        if cutlass.const_expr(not self.config.unpacks):
+            warpgroup.wait_group(1)
+            w.bar.release(ODD, RIGHT)
         warpgroup.wait_group(0)
         w.bar.release(EVEN, RIGHT)
 
@@ -627,7 +639,7 @@ class LatentSm90(ForwardKernel):
         cute.arch.mbarrier_arrive(w.bar.weights_shared + RIGHT)
         rescale_rows(w.out, w.softmax.factor)
         cute.arch.mbarrier_wait(w.bar.weights_shared + LEFT, uses & 1)
-        multiply(w.pv_other, w.out, w.a_other, w.b_value[EVEN], fresh=work.odds == 0)
+        multiply(w.pv_other, w.products, w.a_other, w.b_value[EVEN], fresh=work.odds == 0)
 
     @cute.jit
     def adopt_max(self, w: Consumer, other: cutlass.Constexpr, uses: Int32):
@@ -670,8 +682,6 @@ def take_over(shared: cute.Tensor, side: cutlass.Constexpr, state: cute.Tensor, 
 
 
 def compile(variant: Forward, out_dir: Path) -> Compiled:
-    few, packed = variant.max_heads < ANY, variant.sources[0] in PACKED
-    choice = {"cluster": 1 if few else CLUSTER} if packed else {"more": MORE if few else 0}
-    config = Config(variant.d, variant.dtype, variant.sources, **choice)
-    facts = {"cluster": config.cluster, "unit": config.unit}
-    return compile_forward(LatentSm90(config), variant, out_dir, name="latent_sm90", **facts)
+    few = variant.max_heads < ANY
+    config = Config(variant.d, variant.dtype, variant.sources, more=MORE if few else 0)
+    return compile_forward(LatentSm90(config), variant, out_dir, name="latent_sm90", unit=config.unit)

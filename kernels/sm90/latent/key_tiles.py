@@ -18,8 +18,6 @@ from kernels.lib.spans import Span
 from kernels.lib.splits import on_source, total_tiles
 from kernels.lib.wgmma import SLAB, not_, tma_tiles
 
-from .cluster import Peer
-
 EVEN, ODD = 0, 1  # the tiles of a pair
 LEFT, RIGHT = 0, 1  # a warpgroup, which computes the scores of even, of odd tiles; and its half of the columns
 REFILL_ORDER = ((EVEN, LEFT), (ODD, RIGHT), (EVEN, RIGHT), (ODD, LEFT))  # as they are read last
@@ -36,37 +34,25 @@ class Barriers:
     max_shared: cute.Pointer  # 2, by side: its running maximum stands in SMEM
     weights_shared: cute.Pointer  # 2, by side: its weights stand in SMEM, with the last ones its sum
     all_read: cute.Pointer  # nothing of a row tile's weights and sums is still to be read
-    peer: Peer | None  # the other CTA of a cluster, which fills the same key tiles
 
     COUNTS = (1, 1, 4, 4, 2, 2, 1)  # in that order
 
     @staticmethod
-    def at(first: cute.Pointer, cluster: int) -> "Barriers":
-        places = (sum(Barriers.COUNTS[:i]) for i in range(len(Barriers.COUNTS)))
-        return Barriers(*(first + place for place in places), Peer.of(first) if cluster > 1 else None)
+    def at(first: cute.Pointer) -> "Barriers":
+        return Barriers(*(first + sum(Barriers.COUNTS[:i]) for i in range(len(Barriers.COUNTS))))
 
     def initialise(self, loaders: int, more: int) -> None:
         """By one thread. So many load a tile, and some more an odd one."""
         consumers, readers = 2 * WARPGROUP, WARPGROUP  # a warpgroup reads a half as V
-        if self.peer is not None:
-            readers += WARPGROUP // WARP  # whose warps tell of it once
         arrivals = (1, consumers, loaders, readers, WARPGROUP, WARPGROUP, consumers)
         firsts = (getattr(self, field.name) for field in fields(self))
-        for first, count, arriving in zip(firsts, self.COUNTS, arrivals, strict=False):
+        for first, count, arriving in zip(firsts, self.COUNTS, arrivals, strict=True):
             for i in range(count):
                 cute.arch.mbarrier_init(first + i, arriving + (more if first is self.full and i >= 2 * ODD else 0))
 
-    def await_readers(self, evens: Int32, odds: Int32) -> None:
-        """Until all that was ever filled has been read."""
-        for which, half in REFILL_ORDER:
-            cute.arch.mbarrier_wait(self.empty + 2 * which + half, ((evens, odds)[which] & 1) ^ 1)
-
     def release(self, which: int, half: int) -> None:
         """A half of a key tile, EVEN or ODD, has been read for the last time."""
-        empty = self.empty + (2 * which + half)
-        cute.arch.mbarrier_arrive(empty)
-        if self.peer is not None:
-            self.peer.tell(empty)
+        cute.arch.mbarrier_arrive(self.empty + (2 * which + half))
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,11 @@
-"""Selected keys that are kept packed, in pages of a pool: gathered into a key tile and unpacked there.
+"""Selected keys that are kept packed, in pages of a pool: fetched into registers, and unpacked into a key tile.
 
 How an entry is packed is a `Format`; `kernels.packings` says where its bytes are. Numbers of 8 bits are e4m3, numbers
 of 4 are e2m1. Numbers that share a scale are a group. A scale is a byte: ue8m0, 2^(byte - 127), of which 255 is NaN; of
 e2m1 it is e4m3.
 
 Four lanes have a key. A lane has a part of each slab, sixteen numbers, which become two 16-byte chunks of a row of the
-slab, by way of registers, or of the place itself: then they are copied to where the first of the two belongs, by
-`cp.async`, and the lane that writes the two reads them there before it does. So what is packed needs no SMEM of its
-own, and no lane waits for another. Slabs of bf16 are copied to where they belong. The scales of a half of the slabs
-come with it: in registers too, or to where a lane's second chunk of the first of these slabs belongs.
+slab. Slabs of bf16 are copied. The scales of a half of the slabs come with it.
 """
 
 from dataclasses import dataclass
@@ -24,12 +21,11 @@ from kernels.lib.selections import Selection
 from kernels.lib.wgmma import SLAB
 from kernels.packings import PACKED, Packing
 
-from .cluster import Peer
-
 D = 512
 LANES_A_KEY = 4
 PART = SLAB // LANES_A_KEY  # numbers
 WORD, UNIT = 4, 16  # bytes; entries begin at multiples of a unit
+LINE = 128  # bytes, of L2
 ABSENT = 0xFFFFFFFF  # units that no pool has
 MIDDLE_IN_BF16 = 0x4340  # 192; the byte 0x40 + n in place of its lower one makes it 192 + n
 POSITIVE = (0x43424140, 0x4C484644)  # 0x40 + n where n is twice the magnitude 0, 0.5, 1, 1.5, 2, 3, 4, 6 of e2m1
@@ -128,8 +124,10 @@ class Held:
     words: cute.Tensor  # uint32 [word, key]
 
     @staticmethod
-    def of(formats: tuple[Format, ...], slabs: range, keys: int) -> "Held":
-        return Held(cute.make_rmem_tensor((max(x.words(slabs) for x in formats), keys), Uint32))
+    def of(formats: tuple[Format, ...], halves: list[range], keys: int) -> "Held":
+        """For the largest of these halves of the slabs."""
+        words = max(x.words(slabs) for x in formats for slabs in halves)
+        return Held(cute.make_rmem_tensor((words, keys), Uint32))
 
     def put(self, key: int, first: int, words: tuple[Uint32, ...]) -> int:
         """From a place on; returns the next one."""
@@ -176,58 +174,20 @@ class PackedSelection(Selection):
         return self.entry_at(places, key) + (to_scales + slab * form.scales_a_slab)
 
     @cute.jit
-    def gather(
-        self,
-        t: Int32,
-        places: Places,
-        slabs: cutlass.Constexpr,
-        tile: cute.Tensor,
-        thread: Int32,
-        threads: cutlass.Constexpr,
-    ):
-        """Issue the copies of some slabs into a (tile_n, d) slab tile, as they are; of absent keys, zeros."""
-        form, mine = self.format, Part.of(tile, thread, threads)
-        scale_bytes = form.scale_words(slabs) * WORD
+    def call_for(self, t: Int32, places: Places, thread: Int32):
+        """Have this thread's keys brought into L2: the lanes of a key share out its lines; that of its scales, or its
+        last one, comes after the others."""
+        packing, part = self.format.packing, thread % LANES_A_KEY
+        size = packing.values if packing.apart else packing.entry
+        lines = (size + LINE - 1) // LINE
         for key in cutlass.range_constexpr(cute.size(places.units)):
-            first, is_there = self.entry_at(places, key) + mine.part * form.part_bytes, places.units[key] != ABSENT
-            size = Int32(scale_bytes) if is_there else Int32(0)
-            source = self.scales_at(places, key, slabs[0])
-            copy_or_zero(mine.at(slabs[0], key, 2 * mine.part + 1), source, size, scale_bytes)
-            for slab, piece in form.pieces(slabs):
-                packed = slab < form.slabs
-                chunk = 2 * mine.part if packed else LANES_A_KEY * piece + mine.part
-                count = form.piece_words(slab) * WORD
-                size = Int32(count) if is_there else Int32(0)
-                copy_or_zero(mine.at(slab, key, chunk), first + form.offset(slab, piece), size, count)
-
-    @cute.jit
-    def unpack(
-        self,
-        t: Int32,
-        slabs: cutlass.Constexpr,
-        tile: cute.Tensor,
-        thread: Int32,
-        threads: cutlass.Constexpr,
-        registers: cutlass.Constexpr,
-    ):
-        """What this thread gathered, some slabs of a (tile_n, d) slab tile, becomes bf16.
-
-        As much of it as so many registers hold is read before any is written: else each read waits for the writes
-        before it, for all that is known of where they go.
-        """
-        form, mine = self.format, Part.of(tile, thread, threads)
-        keys = range(cute.size(tile, mode=[0]) // mine.step)
-        parts = [(slab, key) for key in keys for slab in slabs if slab < form.slabs]
-        count, place = form.scale_words(slabs), 2 * mine.part + 1
-        scales = [load_words("shared", mine.at(slabs[0], key, place), count) for key in keys]
-        at_once = registers // form.part_words
-        for first in cutlass.range_constexpr(0, len(parts), at_once):
-            some = parts[first : first + at_once]
-            packed = [load_words("shared", mine.at(slab, key, 2 * mine.part), form.part_words) for slab, key in some]
-            for (slab, key), words in zip(some, packed, strict=True):
-                scale = scale_of(form, scales[key], slab - slabs[0], mine.part)
-                for chunk, eight in enumerate(unpacked(form, words, scale)):
-                    store_words(mine.at(slab, key, 2 * mine.part + chunk), eight)
+            first, units = self.entry_at(places, key), places.units[key]
+            for i in cutlass.range_constexpr(0, lines + 1, LANES_A_KEY):
+                address = first + (i + part) * LINE
+                if cutlass.const_expr(i + LANES_A_KEY > lines):
+                    last = self.scales_at(places, key, 0) + (packing.scales - 1)
+                    address = address if i + part < lines else last
+                prefetch(address, units)
 
     @cute.jit
     def fetch(self, t: Int32, held: Held, places: Places, slabs: cutlass.Constexpr, thread: Int32):
@@ -242,7 +202,7 @@ class PackedSelection(Selection):
                 at = held.put(key, at, words)
 
     @cute.jit
-    def pass_on(
+    def unpack(
         self,
         t: Int32,
         held: Held,
@@ -250,10 +210,8 @@ class PackedSelection(Selection):
         tile: cute.Tensor,
         thread: Int32,
         threads: cutlass.Constexpr,
-        full: cute.Pointer,
-        peer: Peer | None,
     ):
-        """What was fetched becomes bf16 in a (tile_n, d) slab tile, and in the peer's, which counts it on `full`."""
+        """What was fetched becomes bf16 in a (tile_n, d) slab tile."""
         form, mine = self.format, Part.of(tile, thread, threads)
         for key in cutlass.range_constexpr(cute.size(held.words, mode=[1])):
             at = form.scale_words(slabs)
@@ -261,14 +219,12 @@ class PackedSelection(Selection):
             for slab, piece in form.pieces(slabs):
                 words = held.get(key, at, form.piece_words(slab))
                 at = at + len(words)
-                chunks = [(LANES_A_KEY * piece + mine.part, words)]
                 if cutlass.const_expr(slab < form.slabs):
-                    eights = unpacked(form, words, scale_of(form, scales, slab - slabs[0], mine.part))
-                    chunks = [(2 * mine.part + half, eight) for half, eight in enumerate(eights)]
-                for place, eight in chunks:
-                    store_words(mine.at(slab, key, place), eight)
-                    if cutlass.const_expr(peer is not None):
-                        peer.send(mine.at(slab, key, place), eight, full)
+                    scale = scale_of(form, scales, slab - slabs[0], mine.part)
+                    for half, eight in enumerate(unpacked(form, words, scale)):
+                        store_words(mine.at(slab, key, 2 * mine.part + half), eight)
+                else:
+                    store_words(mine.at(slab, key, LANES_A_KEY * piece + mine.part), words)
 
 
 @dataclass(frozen=True)
@@ -379,29 +335,22 @@ def e4m3_to_bf16(packed: Uint32, scale: Uint32) -> tuple[Uint32, Uint32]:
     )
 
 
-def copy_or_zero(smem: Int32, gmem: Int64, present: Int32, size: int) -> None:
-    """cp.async of 4, 8 or 16 bytes; `present` of them are read, the rest are zeros."""
-    cache = "cg" if size == 16 else "ca"  # through L2 only, where that is possible
-    text = f"cp.async.{cache}.shared.global.L2::256B [$0], [$1], {size}, $2;"
-    ptx(text, Int32(smem), Int64(gmem), Int32(present))
-
-
-def load_words(space: str, address: Int32 | Int64, count: int) -> tuple[Uint32, ...]:
-    """1, 2 or 4 words of memory, read here: not where they are first used."""
-    return ptx(f"ld.{space}.{vector(count)}, [${count}];", address, gives=(Uint32,) * count)
-
-
 def load_or_zero(address: Int64, units: Uint32, count: int) -> tuple[Uint32, ...]:
     """1, 2 or 4 words of global memory, asked for here, or zeros of a key that is absent."""
     zeros = " ".join(f"mov.b32 ${i}, 0;" for i in range(count))
     return ptx(
         f"{{ .reg .pred p; setp.ne.u32 p, ${count + 1}, {ABSENT}; {zeros}"
-        f" @p ld.global.nc.L1::no_allocate.L2::256B.{vector(count)}, [${count}]; }}",
+        f" @p ld.global.nc.L1::evict_last.L2::256B.{vector(count)}, [${count}]; }}",
         Int64(address),
         units,
         gives=(Uint32,) * count,
         early=True,
     )
+
+
+def prefetch(address: Int64, units: Uint32) -> None:
+    """The line of this address into L2, of a key that is there."""
+    ptx(f"{{ .reg .pred p; setp.ne.u32 p, $1, {ABSENT}; @p prefetch.global.L2 [$0]; }}", Int64(address), units)
 
 
 def vector(count: int) -> str:
