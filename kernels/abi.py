@@ -1,10 +1,10 @@
-"""The launch ABI, as data: what sets the variants of each family of ops apart, and what their kernels are handed.
+"""The launch ABI, as data: the choices that tell the variants of a family apart, and the parameters of their kernels.
 
 The build expects these parameters of a cubin, the C++ launcher fills them in by name (`kernels/tables.py` generates its
 structs and their order from here), and the manifest and the tests call them by name. Nothing restates them.
 
 A family is a class of variants. Its fields are the compile-time choices that a call must match; one that begins with
-`max_` is a limit instead: of the variants whose limit a call keeps, it gets the one with the lowest.
+`max_` is a limit instead: a call gets the variant with the lowest limit that it keeps.
 """
 
 from collections.abc import Iterable
@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 
 from .packings import PACKED
 
-ANY = 2**31 - 1  # a limit that is none
+ANY = 2**31 - 1  # a limit that does not limit
 
-KINDS = {  # of a parameter: its bytes
+KINDS = {  # bytes of a parameter
     "map": 128,  # a TMA descriptor of an array, then the array's dynamic extents
     "extents1": 1 * 4,
     "extents2": 2 * 4,
@@ -31,7 +31,7 @@ KINDS = {  # of a parameter: its bytes
 class Param:
     """One parameter of a kernel."""
 
-    field: str  # of the family's arguments
+    field: str  # an argument of the family
     kind: str
     source: int | None = None  # which source of keys it belongs to
 
@@ -71,15 +71,15 @@ TILING = each(
 
 
 def gathers(sources: tuple[str, ...]) -> bool:
-    """Whether keys differ from query to query: then a tile of rows has one query's heads, and all are gathered."""
+    """Whether keys differ from query to query: a tile of rows has one query's heads then, and all keys are gathered."""
     return any(kind != "span" for kind in sources)
 
 
 def source_blocks(sources: tuple[str, ...], shared_kv: bool) -> Params:
-    """What a kernel is handed of each source of keys.
+    """A kernel's parameters for each source of keys.
 
-    A source that is gathered has its keys' address, another their map; where one span of a latent is all there is, it
-    has both, for the keys that are loaded without TMA.
+    A gathered source has the address of its keys, another source their map. Where the only source is one span of a
+    latent, it has both, because some keys are loaded without TMA.
     """
     params: Params = ()
     for i, kind in enumerate(sources):
@@ -112,17 +112,17 @@ class Variant:
 
     @property
     def choices(self) -> dict[str, Any]:
-        """By what a call finds it, beside its op and the architecture."""
+        """The choices by which a call finds it, besides op and architecture."""
         return {f.name: getattr(self, f.name) for f in fields(self)[len(fields(Variant)) :]}
 
     @property
     def layout(self) -> str:
-        """A name for its parameters, which variants have in common."""
+        """A name for its parameters, which variants share."""
         raise NotImplementedError
 
     @property
     def params(self) -> Params:
-        """What its kernel is handed, in order."""
+        """The parameters of its kernel, in order."""
         raise NotImplementedError
 
     @property
@@ -136,7 +136,7 @@ class Variant:
 
     @property
     def evidence(self) -> str:
-        """How it is known to be right."""
+        """How we know that it is right."""
         return EVIDENCE[self.arch]
 
 
@@ -160,7 +160,7 @@ EVIDENCE = {
 class Forward(Variant):
     """Attention: q, keys from one or more sources, a sink, a scale; o and lse."""
 
-    d: int  # head dimension, of keys and values alike
+    d: int  # head dimension of both keys and values
     dtype: str  # "bfloat16" or "float16": q and o, and k and v unless they are packed
     shared_kv: bool  # one array is both K and V
     max_heads: int = ANY  # of q that it takes
@@ -211,12 +211,14 @@ FORWARD_OPS = {  # the sources of keys of each op, in the order in which they ar
 
 @dataclass(frozen=True)
 class Backward(Variant):
-    """The gradient of attention: q, dout, what a row's softmax left, keys from one or more sources; dq, and dkv."""
+    """The gradient of attention: q, dout, the softmax's numbers of each row, keys from one or more sources; dq, and
+    dkv.
+    """
 
     d: int
     dtype: str  # of q, dout, dq and the keys; dkv is float32, or 64-bit fixed point
     shared_kv: bool
-    deterministic: bool = False  # sums of dkv in fixed point, the same in any order
+    deterministic: bool = False  # sums of dkv in fixed point, independent of order
     max_heads: int = ANY  # of q that it takes
 
     family = "backward"
@@ -296,7 +298,7 @@ DENSE_BACKWARD_OPS: dict[str, Params] = {  # what each is handed that the other 
 
 @dataclass(frozen=True)
 class Combine(Variant):
-    """What the splits of a forward kernel leave, merged with the sink: o and lse."""
+    """Merges the partial results of a forward kernel's splits, with the sink: o and lse."""
 
     dtype: str  # of o
 
@@ -311,7 +313,7 @@ class Combine(Variant):
 
 
 BLOCKS = ("blocks_of_entry", "first_block")
-"""Of a launch that scores or chooses for some blocks of queries: how many a batch entry has, and which is the first."""
+"""A launch that scores or chooses for some blocks of queries: how many a batch entry has, and the first one."""
 
 
 @dataclass(frozen=True)
@@ -320,7 +322,7 @@ class IndexScores(Variant):
 
     heads: int  # of q
     dtype: str  # of q and k; "float8_e4m3fn" has scales
-    paged: bool = False  # keys are in pages, which a table names, with their scales behind them
+    paged: bool = False  # keys are in pages, which a table names, followed by their scales
 
     family = "index_scores"
 
@@ -346,7 +348,7 @@ class IndexScores(Variant):
 
 @dataclass(frozen=True)
 class IndexAt(Variant):
-    """Those scores at given entries, or in "index_at_bwd" their gradients in q, k and weights."""
+    """The indexer's scores at given entries, or in "index_at_bwd" their gradients in q, k and weights."""
 
     heads: int  # of q
     dtype: str  # of q, k and dq; of 8 bits there is no gradient
@@ -368,7 +370,7 @@ class IndexAt(Variant):
 
 @dataclass(frozen=True)
 class TopK(Variant):
-    """The greatest scores of every row, and where they are."""
+    """The greatest scores of every row, and their positions."""
 
     max_topk: int
 
@@ -402,7 +404,7 @@ class Probabilities(Variant):
 
 @dataclass(frozen=True)
 class Rope(Variant):
-    """RoPE of the last numbers of rows, in place, by a table of cos and sin for each token."""
+    """RoPE of rows' last numbers, in place, by a table of cos and sin for each token."""
 
     dims: int  # that are turned
     dtype: str  # of the rows
@@ -435,7 +437,7 @@ FAMILIES: tuple[type[Variant], ...] = (
 
 
 def layouts(variants: Iterable[Variant]) -> dict[str, Variant]:
-    """Of every layout one variant that has it."""
+    """For every layout one variant that has it."""
     found: dict[str, Variant] = {}
     for variant in variants:
         assert found.setdefault(variant.layout, variant).params == variant.params, variant.layout

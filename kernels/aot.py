@@ -26,8 +26,8 @@ class Compiled:
     cubin: bytes
     symbol: str  # the kernel's name inside the cubin
     ptx: str
-    facts: dict[str, int]  # what a caller must know and the cubin does not say: `build.FACTS`
-    host_arguments: tuple[str, ...]  # names of what the host stub takes, the stream last
+    facts: dict[str, int]  # facts that a caller must know and the cubin does not say: `build.FACTS`
+    host_arguments: tuple[str, ...]  # names of the host stub's parameters, the stream last
     export: Callable[[str, str, str], None]  # export(dir, file name, function prefix): the host stub as .h and .o
 
 
@@ -46,7 +46,7 @@ def compile_ahead(
             f"CUTE_DSL_ARCH is {os.environ.get('CUTE_DSL_ARCH')!r}, wanted {arch!r} before the first import"
         )
     kernel.set_name_prefix(name, remove_cutlass_symbol=True, keep_mangled_name=False)
-    out_dir.mkdir(parents=True, exist_ok=True)  # or the DSL hands back a path in place of the bytes
+    out_dir.mkdir(parents=True, exist_ok=True)  # otherwise the DSL returns a path instead of the bytes
     options = f"--gpu-arch {arch} --keep-cubin --keep-ptx --dump-dir {out_dir}"
     compiled = cute.compile(entry, *args, make_fake_stream(), options=options)
     (symbol,) = compiled.kernel_info

@@ -1,10 +1,10 @@
 """Compile the variants to cubins, and write the manifest and the C++ table that describe them.
 
-A cubin is made again only when something that it depends on has changed: its kernel's sources, the variant, the
+A cubin is compiled again only when something that it depends on has changed: its kernel's sources, the variant, the
 compiler's version, the Python that runs it.  Needs nvidia-cutlass-dsl, but no GPU and no driver.
 
-Writes into the output directory: KEY.cubin, KEY.ptx and KEY.json for every variant, and what `kernels/tables.py` makes
-of them: manifest.json (what is shipped), and abi.h and cubins.cc (the same for the C++ compiler).
+Writes into the output directory: KEY.cubin, KEY.ptx and KEY.json for every variant, and, by
+`kernels/tables.py`, manifest.json (what is shipped), and abi.h and cubins.cc (the same for the C++ compiler).
 """
 
 import argparse
@@ -32,7 +32,7 @@ from .tables import FACTS, Record
 from .variants import VARIANTS
 
 ROOT = Path(__file__).resolve().parent.parent
-DATA = ("kernels.abi", "kernels.variants")  # of these a cubin depends on its own variant alone
+DATA = ("kernels.abi", "kernels.variants")  # a cubin depends only on its own variant in these
 
 
 class Refused(Exception):
@@ -64,7 +64,9 @@ def toolchain() -> str:
 
 
 def modules(name: str, root: Path) -> set[Path]:
-    """The files of a module, and of the modules here that it imports, and so on; none is imported for that."""
+    """The files of a module, and of the modules here that it imports, recursively; it finds them without importing
+    any.
+    """
     wanted, found = {name}, set()
     while wanted:
         module = wanted.pop()
@@ -78,7 +80,7 @@ def modules(name: str, root: Path) -> set[Path]:
 
 @functools.cache
 def imports(module: str, text: str) -> frozenset[str]:
-    """What a module of this text imports, and names that may be modules."""
+    """The imports of a module with this text, and names that may be modules."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
@@ -99,7 +101,7 @@ def digest(variant: Variant) -> str:
 
 
 def cached(variant: Variant, out: Path) -> Record | None:
-    """The record of a cubin that is already there and still right."""
+    """The record of a cubin that exists and is still right."""
     try:
         record: Record = json.loads((out / f"{variant.key}.json").read_text())
         cubin = (out / f"{variant.key}.cubin").read_bytes()
@@ -208,7 +210,7 @@ _BANNER = """\
 
 
 def why_no_dsl() -> str | None:
-    """The reason why the DSL cannot be imported, tried in a process of its own; None when it can."""
+    """The reason why the DSL cannot be imported, found in a separate process; None when it can."""
     run = subprocess.run([sys.executable, "-c", "import cutlass.cute"], capture_output=True, text=True)
     return None if run.returncode == 0 else (run.stderr.strip().splitlines() or ["it crashed on import"])[-1]
 

@@ -1,4 +1,4 @@
-"""Read what a cubin says about itself, without CUDA tools.
+"""Reads the facts in a cubin, without CUDA tools.
 
 A cubin is an ELF64 file whose `.nv.info` sections hold records of (format, attribute, value), as `cuobjdump -elf`
 prints them.  Only the attributes named below are read.

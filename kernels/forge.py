@@ -17,7 +17,7 @@ HERE = Path(__file__).resolve().parent.parent
 
 
 def compile_here(key: str, out: str, root: str) -> None:
-    """As `python -m kernels.aot` with the host stub beside the cubin; what it says goes to KEY.log."""
+    """Does what `python -m kernels.aot` does, with the host stub beside the cubin; its output goes to KEY.log."""
     log = os.open(Path(out) / f"{key}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(log, stream)
@@ -39,7 +39,7 @@ def compile_here(key: str, out: str, root: str) -> None:
 
 def main(arch: str) -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # for whatever else is said
+    os.dup2(2, 1)  # for all other output
     os.environ["CUTE_DSL_ARCH"] = arch
     for module in {v.module for v in VARIANTS if v.arch == arch}:
         importlib.import_module(module)

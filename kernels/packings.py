@@ -1,24 +1,24 @@
-"""How keys are packed, by the kind of their source: data that the kernels, the C++ launcher and the tests read."""
+"""How keys are packed, by the kind of their source: data for the kernels, the C++ launcher and the tests."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Where the bytes of packed entries of 512 numbers are in a page of n."""
+    """Where the bytes of packed entries of 512 numbers are in a page of n entries."""
 
     values: int  # bytes of an entry's numbers
     scales: int  # bytes of their scales
-    apart: bool  # a page has all numbers before all scales; else each entry has its scales behind its numbers
+    apart: bool  # whether a page has all numbers before all scales; else each entry has its scales after its numbers
 
     @property
     def entry(self) -> int:
-        """Bytes."""
+        """Bytes of an entry."""
         return self.values + self.scales
 
     @property
     def multiple(self) -> int:
-        """Bytes that the size of a page is rounded up to a multiple of."""
+        """The size of a page is rounded up to a multiple of this many bytes."""
         return self.values if self.apart else 1
 
 

@@ -1,8 +1,8 @@
-"""What the build writes beside the cubins: manifest.json for Python, and the same for the C++ compiler.
+"""The tables that the build writes beside the cubins: manifest.json for Python, and the same for the C++ compiler.
 
-abi.h has, for every family of ops, a struct of the arguments that its kernels may be handed, one of the choices that a
-call makes among them, and each order in which there is a kernel that is handed these arguments; and how the keys of ops
-are packed. cubins.cc has the cubins. All of it follows from `kernels/abi.py` and the variants.
+abi.h has, for every family of ops, a struct of its kernels' arguments, a struct of the choices that a call makes
+among them, and each order in which some kernel takes these arguments; and how the keys of ops are packed. cubins.cc has
+the cubins. All of it follows from `kernels/abi.py` and the variants.
 """
 
 import json
@@ -16,18 +16,18 @@ from .packings import PACKED
 
 Record = dict[str, Any]
 
-LAUNCHED = ("threads", "smem_bytes", "tile_m", "tile_n", "ctas", "cluster")  # what the launcher needs beside the cubin
-FACTS = (*LAUNCHED, "unit")  # what a kernel's module says of it
+LAUNCHED = ("threads", "smem_bytes", "tile_m", "tile_n", "ctas", "cluster")  # what the launcher needs besides the cubin
+FACTS = (*LAUNCHED, "unit")  # facts from a kernel's module
 
 
 def described(variant: Variant) -> Record:
-    """What the manifest says of a variant, besides what the compiler made of it."""
+    """The manifest's entry of a variant, without what the compiler made of it."""
     named = ("key", "op", "family", "arch", "choices", "splits", "evidence")
     return {name: getattr(variant, name) for name in named} | {"params": [p.name for p in variant.params]}
 
 
 def write(variants: Sequence[Variant], records: Mapping[str, Record], toolchain: str, out: Path) -> None:
-    """manifest.json, abi.h and cubins.cc. What has a record, by its key, is shipped."""
+    """Writes manifest.json, abi.h and cubins.cc. It ships the variants that have a record, by their keys."""
     shipped = [v for v in variants if v.key in records]
     rows = [described(v) | {k: x for k, x in records[v.key].items() if k != "digest"} for v in shipped]
     manifest = json.dumps({"toolchain": toolchain, "variants": rows}, indent=1)
@@ -64,7 +64,7 @@ def header(variants: Sequence[Variant]) -> str:
     for family in FAMILIES:
         of_family = [v for v in found if isinstance(v, family)]
         params = [p for v in of_family for p in v.params]
-        mapped = {p.field for p in params if p.kind == "map"}  # which some kernel is handed a map of
+        mapped = {p.field for p in params if p.kind == "map"}  # arrays of which some kernel takes a map
         parts += [_arguments(family, params, mapped), _choices(family), *(_layout(v, mapped) for v in of_family)]
     return _HEADER.format(
         parts="\n\n".join(parts),

@@ -40,7 +40,7 @@ VARIANTS: tuple[Variant, ...] = (
         for op in LATENT_OPS
         for dtype in DTYPES
     ),
-    # a tile of rows holds heads of several queries, which see a window and a few keys more
+    # a tile of rows has heads of several queries, which together see a window and a few keys more
     *(Forward("fwd", "sm_90a", LATENT, 512, dtype, shared_kv=True, max_heads=63) for dtype in DTYPES),
     *(
         Forward(op, "sm_90a", FEW_HEADS, 512, dtype, shared_kv=True, max_heads=heads)
@@ -55,7 +55,7 @@ VARIANTS: tuple[Variant, ...] = (
         for op in BACKWARD_OPS
         for dtype in DTYPES
     ),
-    # a tile of rows has all heads of a query, and keys that no other has
+    # a tile of rows has all heads of one query, whose keys no other tile has
     *(
         Backward(op, "sm_90a", LATENT_BACKWARD, 512, dtype, shared_kv=True, max_heads=64)
         for op in ("sparse_bwd", "dsv4_sparse_bwd")

@@ -1,1 +1,1 @@
-"""What two kernels share. Nothing here is imported at run time."""
+"""Code that two kernels share. Nothing here is imported at run time."""

@@ -1,7 +1,7 @@
 """The host side that every forward kernel shares: its entry, and its compilation to a cubin.
 
-The entry takes plain arrays and numbers, the same for all kernels, and hands each the same bundles of them; flattened,
-these are the parameters of the family in `kernels.abi`, in their order.
+The entry takes plain arrays and numbers, the same for all kernels, and passes each kernel the same bundles of them.
+Flattened, these are the parameters of the family in `kernels.abi`, in their order.
 """
 
 from pathlib import Path
@@ -29,7 +29,7 @@ class Source(NamedTuple):
     """One source of keys, of either kind."""
 
     k: cute.Pointer
-    v: cute.Pointer  # not looked at where K is V
+    v: cute.Pointer  # unused where K is V
     first: cute.Pointer  # start of a span, indices of a selection
     second: cute.Pointer  # stop of a span, lengths of a selection
     s_kv: Int32
@@ -47,10 +47,10 @@ class ForwardKernel:
     n        Extents
 
     Its config has, besides tiles, threads and bytes: `columns_q` and `columns_k`, how many of d a TMA loads at a time;
-    `gathers`, `shared_kv`, `cluster`; and `launch_options`, what the compiler must know of the launch.
+    `gathers`, `shared_kv`, `cluster`; and `launch_options`, the launch's facts for the compiler.
     """
 
-    kinds: ClassVar[dict[str, Any]] = GATHERED  # operands of what can be gathered, by the kind of a source
+    kinds: ClassVar[dict[str, Any]] = GATHERED  # operands of gathered sources, by kind
 
     def __init__(self, config: Any):
         self.config = config
@@ -78,7 +78,7 @@ class ForwardKernel:
         s_kv0: Int32,
         s_batch0: Int32,
         topk0: Int32,
-        k1: cute.Pointer,  # of a second source, which not every kernel has
+        k1: cute.Pointer,  # operands of a second source, which not every kernel has
         v1: cute.Pointer,
         from1: cute.Pointer,
         to1: cute.Pointer,
@@ -120,7 +120,9 @@ class ForwardKernel:
 
 
 def compile_forward(kernel: ForwardKernel, variant: Forward, out_dir: Path, *, name: str, **facts: int) -> Compiled:
-    """For the sources of a variant; a second one that it has not is like the first. The facts are `launch_facts`'."""
+    """Compiles for the sources of a variant; a missing second source is like the first. The facts are
+    `launch_facts`'.
+    """
     sources = [
         (*pointers(variant.dtype, keys, keys, "int32", "int32"), i32(), i32(), i32())
         for kind in (variant.sources[0], variant.sources[-1])

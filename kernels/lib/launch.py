@@ -14,7 +14,7 @@ SMEM_LIMIT = 227 * 1024  # bytes a CTA may have on sm_90 and sm_100
 
 
 def registers_at_launch(threads: int) -> int:
-    """A thread's, of the only CTA of an SM: the file of 65536 shared evenly, in eights."""
+    """Registers of a thread of an SM's only CTA: the file of 65536 shared evenly, in eights."""
     return 65536 // threads // 8 * 8
 
 
@@ -50,7 +50,7 @@ class Shapes:
 
 
 def pointers(dtype: str, *targets: str) -> tuple:
-    """What a kernel is compiled for: pointers to int32, float32, bytes, or (any other name) rows of dtype."""
+    """Example pointers for compilation: to int32, float32, bytes, or (any other name) rows of dtype."""
     types = {"int32": Int32, "float32": Float32, "bytes": Uint8}
     return tuple(
         make_ptr(
@@ -68,7 +68,7 @@ def i32() -> Int32:
 
 
 def launch_facts(config: Any, ctas: int = 1, cluster: int = 1, unit: int = 1) -> dict[str, int]:
-    """What a caller must know of a kernel and its cubin does not say: how many CTAs run on an SM and make up a cluster,
-    and how many key tiles splits share out together, among others."""
+    """Facts that a caller must know and the cubin does not say: among others, how many CTAs run on an SM and make up a
+    cluster, and how many key tiles splits share out as a unit."""
     facts = {name: getattr(config, name) for name in ("tile_m", "tile_n", "threads", "smem_bytes")}
     return facts | {"ctas": ctas, "cluster": cluster, "unit": unit}

@@ -1,4 +1,4 @@
-"""O from the accumulator's registers to memory: slab by slab through SMEM, or without: finished, or a part."""
+"""O from the accumulator's registers to memory: slab by slab through SMEM, or directly; final or partial."""
 
 from dataclasses import dataclass
 
@@ -27,7 +27,9 @@ class SlabStores:
     def store(
         self, i: cutlass.Constexpr, mma: cute.TiledMma, acc: cute.Tensor, rounded: cute.Tensor, target: cute.Tensor
     ):
-        """Slab i: acc, rounded on the way, to `target`. Before the first, all that were stored must be awaited."""
+        """Stores slab i: acc, rounded on the way, to `target`. Before the first slab, all earlier stores must have been
+        awaited.
+        """
         if cutlass.const_expr(i >= len(self.places)):
             self.await_reads(len(self.places) - 1)
         place = self.places[i % len(self.places)]
@@ -43,7 +45,7 @@ class SlabStores:
 
     @cute.jit
     def await_reads(self, under_way: cutlass.Constexpr = 0):
-        """Until TMA has read all slabs but so many out of SMEM."""
+        """Waits until TMA has read all slabs except so many out of SMEM."""
         if self.is_issuer():
             cute.arch.cp_async_bulk_wait_group(under_way, read=True)
         cute.arch.barrier(barrier_id=self.barrier_id, number_of_threads=WARPGROUP)
@@ -100,7 +102,7 @@ def store_part(
     thread: Int32,
     d: int,
 ):
-    """As `store_output`, in fp32; nothing for a row that saw no key, whose lse says so.
+    """`store_output` in fp32; it stores nothing for a row that saw no key, whose lse says so.
 
     Of two blocks of eight columns at a time, lanes 0 and 2 of a quad take the first and lanes 1 and 3 the second.
     """

@@ -1,4 +1,4 @@
-"""Instructions that the DSL has no words for."""
+"""Instructions that the DSL does not offer."""
 
 from cutlass import Float32, Int32, Int64, Uint32
 from cutlass._mlir.dialects import llvm
@@ -9,9 +9,9 @@ REGISTERS = {Int32: "r", Uint32: "r", Int64: "l", Float32: "f"}  # as constraint
 
 @dsl_user_op
 def ptx(text: str, *operands, gives: tuple = (), early: bool = False, pure: bool = False, loc=None, ip=None) -> tuple:
-    """`text`, whose $0, $1, ... are what it gives, by these types, then its operands.
+    """Emits `text`, whose $0, $1, ... are its results, with these types, then its operands.
 
-    `early`: results may be written before the last operand is read. `pure`: it may be moved, or left out.
+    `early`: results may be written before the last operand is read. `pure`: the compiler may move it, or leave it out.
     """
     results = [t.mlir_type for t in gives]
     result = llvm.inline_asm(

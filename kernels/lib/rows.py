@@ -1,4 +1,4 @@
-"""Rows of an M tile: which query and head each is, and where its operands lie.
+"""Rows of an M tile: the query and head of each, and where its operands lie.
 
 A row is one (query, head) pair of one KV head's group. In memory q and o are the 5-D tensor
 [d, inner, outer, h_kv, b] (fastest first), and a tile is a box of box_inner x box_outer rows of it, which TMA loads
@@ -6,7 +6,7 @@ and stores, clipping what lies outside:
 
     h_kv == 1   inner = s_q * group, outer = 1      rows of neighbouring queries are contiguous: any group packs
     h_kv  > 1   inner = group,       outer = s_q    a box of heads x queries
-    one query a tile (keys gathered for each query): as h_kv > 1, with a box of heads x 1
+    one query a tile (keys gathered for each query): the same as h_kv > 1, with a box of heads x 1
 
 In each view query = outer index + inner index // group and head = inner index % group.
 """
@@ -18,9 +18,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
-PUBLISHED = 6  # numbers that the producer publishes of a row tile or a source, at most
+PUBLISHED = 6  # the most numbers that the producer publishes of a row tile or a source
 WARP = 32  # threads
-ROWS_OF_WARPGROUP, ROWS = 64, 2  # of a WGMMA's accumulator: all, and those that one thread holds
+ROWS_OF_WARPGROUP, ROWS = 64, 2  # elements of a WGMMA's accumulator: all, and those that one thread holds
 
 
 class Extents(NamedTuple):
@@ -33,10 +33,10 @@ class Extents(NamedTuple):
     outer: Int32
     box_inner: Int32
     box_outer: Int32
-    tiles_inner: Int32  # of as many boxes as a cluster has CTAs
+    tiles_inner: Int32  # a tile has as many boxes as a cluster has CTAs
     tiles_outer: Int32
-    pairs: Int32  # of batch entries and KV heads
-    splits: Int32  # of each tile's keys: as many CTAs work on a tile of rows
+    pairs: Int32  # pairs of batch entry and KV head
+    splits: Int32  # splits of each tile's keys: this many CTAs work on a tile of rows
 
     @property
     def tiles_of_pair(self) -> Int32:
@@ -48,7 +48,7 @@ class Extents(NamedTuple):
 
     @property
     def work(self) -> Int32:
-        """What CTAs share: each split of each row tile."""
+        """The work items that CTAs share: each split of each row tile."""
         return self.tiles * self.splits
 
 
@@ -58,9 +58,9 @@ def ceil_div(a: Int32, b: Int32) -> Int32:
 
 @cute.jit
 def divide(a: Int32, b: Int32) -> tuple[Int32, Int32]:
-    """Quotient and remainder of numbers that are not negative.
+    """Quotient and remainder of nonnegative numbers.
 
-    On the device, where a CTA begins with a dozen divisions one after the other, most by 1 or of something smaller.
+    For the device, where a CTA begins with a dozen divisions in a row, most of them by 1 or with quotient 0.
     """
     quotient = Int32(0)
     if a >= b:
@@ -71,7 +71,7 @@ def divide(a: Int32, b: Int32) -> tuple[Int32, Int32]:
 
 
 def count(a: Int32, b: Int32) -> Int32:
-    """How many b hold a, which is not 0."""
+    """How many b cover a, which is not 0."""
     return divide(a - 1, b)[0] + 1
 
 
@@ -89,7 +89,7 @@ def extents(
 ) -> Extents:
     """Host side: the boxes of a launch. The CTAs of a cluster take boxes of heads of the same queries.
 
-    No tile has more than tile_m rows, and as few whole warpgroups' as give no CTA a second one.
+    A tile has at most tile_m rows, and the fewest whole warpgroups that give no CTA a second tile.
     """
     n = boxes(tile_m, one_query, b, s_q, h_q, h_kv, splits, cluster)
     for rows in cutlass.range_constexpr(tile_m - ROWS_OF_WARPGROUP, 0, -ROWS_OF_WARPGROUP):
@@ -110,7 +110,7 @@ def boxes(
     splits: Int32,
     cluster: cutlass.Constexpr,
 ) -> Extents:
-    """Boxes of at most so many rows."""
+    """Boxes of at most this many rows."""
     group = h_q // h_kv
     inner, outer = s_q * group, Int32(1)
     box_inner, box_outer = cutlass.min(Int32(at_most), inner), Int32(1)
@@ -167,25 +167,25 @@ class RowTile:
         return cute.local_tile(keys[None, None, 0, 0], (tile_n, columns), (None, None))
 
     def key(self, p: cute.Pointer, s_kv: Int32, key: Int32, d: int) -> tuple[cute.Pointer, Int64]:
-        """Where this tile's KV head's key lies in an array [b, s_kv, h_kv, d], and how far it is to the next one."""
+        """The place of this tile's KV head's key in an array [b, s_kv, h_kv, d], and the distance to the next key."""
         n = self.n
         return p + ((Int64(self.batch) * s_kv + key) * n.h_kv + self.kv_head) * d, Int64(n.h_kv) * d
 
     def at_query(self, p: cute.Pointer, query: Int32, width: Int32 = 1) -> cute.Pointer:
-        """Where a query's elements begin in an array [b, s_q, width]."""
+        """The place of a query's elements in an array [b, s_q, width]."""
         return p + (Int64(self.batch) * self.n.s_q + query) * width
 
     def row_index(self, query: Int32, head: Int32) -> Int64:
-        """Of an array's [b, s_q, h_q, splits] rows."""
+        """The index of a row in an array [b, s_q, h_q, splits]."""
         row = (Int64(self.batch) * self.n.s_q + query) * (self.n.group * self.n.h_kv) + head
         return row * self.n.splits + self.split
 
 
 @dataclass(frozen=True)
 class PlacedTile(RowTile):
-    """A row tile as consumers know it."""
+    """A row tile as consumers see it."""
 
-    query0: Int32  # of its first row
+    query0: Int32  # row, query and head of its first row
 
     def place(self, rows: "BoxedRows", r: int) -> tuple[cutlass.Boolean, Int32, Int32]:
         """(exists, query, query head) of a thread's row, without a division: a thread does this for every tile."""
@@ -201,14 +201,14 @@ class PlacedTile(RowTile):
 class Walk:
     """The tile scheduler: the tiles that one CTA works on, in order. Each split of a tile of rows is one.
 
-    The last queries of all (batch, KV head) pairs come first: under a causal mask they see most keys. CTA c of g takes
-    the tiles c, 2 g - 1 - c, 2 g + c, ...: lengths that fall steadily add up to the same for all.
+    The last queries of all (batch, KV head) pairs come first, because under a causal mask they see most keys. CTA c of
+    g takes the tiles c, 2 g - 1 - c, 2 g + c, ...: if lengths fall steadily, all CTAs get the same sum.
 
     Pairs may come in sections of `together` instead, so that L2 holds the keys of a section. The last section begins
-    with the last queries of its pairs, the one before it ends with them, and so on: lengths that fall and rise add up
-    to the same too, for the tiles c, g + c, 2 g + c, ...
+    with the last queries of its pairs, the section before it ends with them, and so on. Lengths then fall and rise, and
+    with the tiles c, g + c, 2 g + c, ... all CTAs get the same sum again.
 
-    A CTA may take `run` tiles one after the other, which share keys, as long as there are as many for each.
+    A CTA may take `run` tiles in a row, which share keys, as long as every CTA gets as many.
     """
 
     n: Extents
@@ -220,17 +220,17 @@ class Walk:
 
     @staticmethod
     def of(n: Extents, s_kv: Int32 | None = None, keys: int = 0, run: int = 1, cluster: int = 1) -> "Walk":
-        """Sections of so many keys at most, where a pair has s_kv."""
+        """Sections of at most this many keys, where a pair has s_kv."""
         (together, sections), ctas = (n.pairs, Int32(1)), cute.arch.grid_dim()[0] // cluster
         if s_kv is not None:
             together, sections = sections_of(n.pairs, s_kv, keys)
-        rounds = count(n.work, ctas) - 1  # and a last one, in which not all may have something to do
+        rounds = count(n.work, ctas) - 1  # and a last one, in which some may have nothing to do
         mine = place_in_round(rounds, sections, cluster) < n.work - rounds * ctas
         return Walk(n, together, sections, rounds + Int32(mine), run, cluster)
 
     @cute.jit
     def index(self, turn: Int32) -> Int32:
-        """Of what this CTA works on, among all work."""
+        """The index of this CTA's tile among all work."""
         ctas = cute.arch.grid_dim()[0] // self.cluster
         i = turn * ctas + place_in_round(turn, self.sections, self.cluster)
         if cutlass.const_expr(self.run > 1):
@@ -264,7 +264,7 @@ def sections_of(pairs: Int32, s_kv: Int32, keys: cutlass.Constexpr) -> tuple[Int
 
 
 def place_in_round(turn: Int32, sections: Int32, cluster: int) -> Int32:
-    """Of a single section every other round goes backwards."""
+    """In a single section every other round goes backwards."""
     place, places = cute.arch.block_idx()[0] // cluster, cute.arch.grid_dim()[0] // cluster
     return mirrored(place, places, (turn % 2 == 1) & (sections == 1))
 
@@ -278,26 +278,26 @@ def mirrored(i: Int32, count: Int32, backwards: cutlass.Boolean) -> Int32:
 
 @dataclass(frozen=True)
 class BoxedRows:
-    """Where in a tile's box the rows that a thread holds lie: the same in every tile."""
+    """Where the rows that a thread holds lie in a tile's box: the same in every tile."""
 
     inner: tuple[Int32, ...]
     outer: tuple[Int32, ...]
-    query: tuple[Int32, ...]  # counted from that of the box's first row, were that one of head 0
+    query: tuple[Int32, ...]  # counted from the box's first row, as if that had head 0
     head: tuple[Int32, ...]
 
     @staticmethod
     def of(n: Extents, row0: Int32, thread: Int32, one_query: bool = False) -> "BoxedRows":
-        """Of the warpgroup whose rows begin at row0, as WGMMA has them."""
+        """The rows of the warpgroup that begins at row0, in WGMMA's order."""
         rows = [row0 + row_of(thread, r) for r in range(ROWS)]
-        if one_query:  # nothing to divide, and next to nothing to keep
+        if one_query:  # nothing to divide, and almost nothing to keep
             outer = tuple(Int32(row >= n.box_inner) for row in rows)
             return BoxedRows(tuple(rows), outer, outer, tuple(cutlass.min(row, n.box_inner - 1) for row in rows))
         return BoxedRows.at(n, rows)
 
     @staticmethod
     def at(n: Extents, rows: list[Int32]) -> "BoxedRows":
-        """Of these rows of the tile."""
-        # not by `divide`, whose branches make the latent kernel's consumers spill; once a CTA, under the first loads
+        """The places of these rows of the tile."""
+        # without `divide`, whose branches make the latent kernel's consumers spill; once a CTA, under the first loads
         inner, outer = [row % n.box_inner for row in rows], [row // n.box_inner for row in rows]
         query = (o + i // n.group for i, o in zip(inner, outer, strict=True))
         return BoxedRows(tuple(inner), tuple(outer), tuple(query), tuple(i % n.group for i in inner))

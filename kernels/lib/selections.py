@@ -1,7 +1,7 @@
 """Keys that differ from query to query, gathered row by row: a list of indices per query, or a run of keys.
 
-An index < 0 or >= s_kv is absent, and so is all behind the query's length. What is absent is filled with zeros and
-masked, so that nothing of a key that no query sees is ever read.
+An index < 0 or >= s_kv is absent, and so is every index after the query's length. Zeros replace absent keys, which are
+masked, so no part of a key that no query sees is ever read.
 """
 
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ class SelectionOperands(NamedTuple):
     indices: cute.Pointer  # int32 [b, s_q, topk]
     length: cute.Pointer  # int32 [b, s_q], any value
     s_kv: Int32
-    s_batch: Int32  # keys from one batch entry's to the next's: s_kv, or 0 where all share a pool
+    s_batch: Int32  # distance between batch entries in keys: s_kv, or 0 where all share a pool
     topk: Int32
 
     def of_query(self, tile: RowTile, tile_n: int, d: int, skipped: Int32, length: Int32) -> "Selection":
@@ -50,11 +50,11 @@ class RunOperands(NamedTuple):
         return Run(self, tile_n, d, keys, first, first, length)
 
 
-GATHERED = {"selection": SelectionOperands, "span": RunOperands}  # by the kind of a source
+GATHERED = {"selection": SelectionOperands, "span": RunOperands}  # operands by the kind of a source
 
 
 def gathered(kinds: dict, kind: str, *given: Any) -> Any:
-    """The operands of a source, of which a run has fewer than others."""
+    """The operands of a source; a run has fewer than others."""
     operands = kinds[kind]
     return operands(*given[: len(operands._fields)])
 
@@ -66,8 +66,8 @@ class Selection:
     operands: SelectionOperands
     tile_n: int
     d: int
-    keys: cute.Pointer  # of this tile's batch entry
-    indices: cute.Pointer | Int32  # of this query, of which `skipped` come before
+    keys: cute.Pointer  # keys of this tile's batch entry
+    indices: cute.Pointer | Int32  # entries of this query; `skipped` come before them
     skipped: Int32
     length: Int32
 
@@ -77,7 +77,9 @@ class Selection:
 
     @cute.jit
     def read(self, position: Int32) -> Int32:
-        """The list's entry at any position, to be judged by `is_present` where it is needed: loads stay in flight."""
+        """Reads the list's entry at any position. `is_present` judges it later, where it is needed, so loads stay in
+        flight.
+        """
         return load(self.indices + cutlass.max(cutlass.min(position, self.length - 1), Int32(0)))
 
     def is_present(self, position: Int32, index: Int32) -> cutlass.Boolean:
@@ -88,7 +90,7 @@ class Selection:
         slot[0], slot[1] = self.skipped, self.length
 
     def part(self, first: Int32, count: Int32) -> "Selection":
-        """The key tiles first .. first + count alone."""
+        """Keeps only the key tiles first .. first + count."""
         before = first * self.tile_n
         skipped = cutlass.max(cutlass.min(before, self.length - 1), Int32(0))
         length = cutlass.max(cutlass.min(self.length - before, count * self.tile_n), Int32(0))
@@ -96,13 +98,13 @@ class Selection:
 
     @cute.jit
     def foresee(self, t: Int32, entries: cute.Tensor):
-        """A warp reads the entries of tile t, one a lane and 32 keys."""
+        """A warp reads the entries of tile t ahead, one for each lane and 32 keys."""
         for word in cutlass.range_constexpr(cute.size(entries)):
             entries[word] = self.read(t * self.tile_n + word * 32 + cute.arch.lane_idx())
 
     @cute.jit
     def find_absent(self, t: Int32, entries: cute.Tensor, absent: cute.Tensor):
-        """absent <- a bit for every key of tile t, whose entries were foreseen: whether it is absent."""
+        """absent <- a bit for every key of tile t, which must be foreseen: whether it is absent."""
         for word in cutlass.range_constexpr(cute.size(entries)):
             position = t * self.tile_n + word * 32 + cute.arch.lane_idx()
             absent[word] = ~Uint32(cute.arch.vote_ballot_sync(self.is_present(position, entries[word])))
@@ -113,7 +115,7 @@ class Selection:
         return LANES_A_ROW
 
     def position(self, t: Int32, i: int, thread: Int32, threads: int) -> Int32:
-        """Of the i-th key of tile t that a thread copies."""
+        """The position of the i-th key of tile t that a thread copies."""
         return t * self.tile_n + i * (threads // self.lanes_a_key) + thread // self.lanes_a_key
 
     @cute.jit
@@ -124,7 +126,7 @@ class Selection:
 
     @cute.jit
     def settle(self, t: Int32, wanted: cute.Tensor, thread: Int32, threads: cutlass.Constexpr):
-        """What was looked up for tile t is judged: an absent key becomes -1."""
+        """Judges the entries looked up for tile t: an absent key becomes -1."""
         for i in cutlass.range_constexpr(cute.size(wanted)):
             wanted[i] = wanted[i] if self.is_present(self.position(t, i, thread, threads), wanted[i]) else Int32(-1)
 
@@ -138,8 +140,8 @@ class Selection:
         threads: cutlass.Constexpr,
         first_slab: cutlass.Constexpr = 0,
     ):
-        """Issue the copies of some slabs of keys into a slab tile of all columns, or of those from `first_slab` on; of
-        absent ones, zeros."""
+        """Issues the copies of some slabs of keys into a slab tile of all columns, or of those from `first_slab` on,
+        with zeros for absent keys."""
         chunk, row0 = thread % LANES_A_ROW, thread // LANES_A_ROW
         target0 = tile.iterator.toint() + row0 * (SLAB * 2) + (chunk ^ row0 % 8) * 16
         for i in cutlass.range_constexpr(cute.size(wanted)):
@@ -152,7 +154,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class Run(Selection):
-    """One key behind the other: `indices` is the first of them."""
+    """Consecutive keys: `indices` is the first of them."""
 
     def read(self, position: Int32) -> Int32:
         return self.indices + position
@@ -163,7 +165,7 @@ class Run(Selection):
 
 @cute.jit
 def with_keys(selections: tuple[Selection, ...], t: Int32) -> Selection:
-    """A selection from the array that the keys of tile t of all are in, to gather from without a branch."""
+    """A selection from the array that holds the keys of tile t, so gathering needs no branch."""
     keys = selections[-1].keys
     if cutlass.const_expr(len(selections) == 2):  # noqa: SIM102, at compile time
         if t < selections[0].tiles:
@@ -187,7 +189,7 @@ def present_at(row: Int32, threads: int) -> tuple[Int32, Int32]:
 
 @dataclass(frozen=True)
 class SelectedRows:
-    """What a consumer warp knows of a key tile of these selections: the list's entries, one a lane and 32 keys."""
+    """A consumer warp's view of a key tile of these selections: the list's entries, one for each lane and 32 keys."""
 
     selections: tuple[Selection, ...]
     entries: cute.Tensor  # int32 [tile_n / 32]

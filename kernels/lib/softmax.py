@@ -21,11 +21,11 @@ LN_2 = 0.6931471805599453
 
 
 class RowResults(NamedTuple):
-    """What belongs to rows beside o."""
+    """The arrays of rows besides o."""
 
     sink: cute.Pointer  # float32 [h_q]
     lse: cute.Pointer  # float32 [b, s_q, h_q], or [b, s_q, h_q, splits]
-    o_parts: cute.Pointer  # float32 [b, s_q, h_q, splits, d], where keys are split: then o and the sink are left alone
+    o_parts: cute.Pointer  # float32 [b, s_q, h_q, splits, d], where keys are split: then o and the sink are unused
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Softmax:
     row_max: cute.Tensor
     row_sum: cute.Tensor  # of this thread's columns, until `finish`
     old_max: cute.Tensor
-    factor: cute.Tensor  # what was summed before the last step, in units of now
+    factor: cute.Tensor  # the sum before the last step, in the present units
     sink: cute.Tensor
 
     @staticmethod
@@ -45,7 +45,7 @@ class Softmax:
 
     @cute.jit
     def start(self, tile: RowTile, boxed: BoxedRows, results: RowResults):
-        """For a row tile; its sinks are read now, to be there when `finish` wants them."""
+        """Starts a row tile; it reads the sinks now, so that `finish` has them."""
         self.reset()
         self.read_sinks(tile, boxed, results)
 
@@ -59,7 +59,7 @@ class Softmax:
         for r in cutlass.range_constexpr(ROWS):
             _, _, head = tile.place(boxed, r)
             sink = load(results.sink + head)
-            self.sink[r] = sink if tile.n.splits == 1 else -Float32.inf  # a part has none
+            self.sink[r] = sink if tile.n.splits == 1 else -Float32.inf  # a partial result has no sink
 
     @cute.jit
     def remember_max(self):
@@ -78,14 +78,14 @@ class Softmax:
 
     @cute.jit
     def decay(self):
-        """The maximum rose from old_max: factor and row_sum follow."""
+        """The maximum rose from old_max: updates factor and row_sum."""
         for r in cutlass.range_constexpr(ROWS):
             self.factor[r] = exp2(self.old_max[r] * self.scale_log2 - self.shift(r))
             self.row_sum[r] = self.row_sum[r] * self.factor[r]
 
     @cute.jit
     def exponentiate(self, scores: cute.Tensor):
-        """scores <- exp(scale (scores - row_max)), which row_sum takes up."""
+        """scores <- exp(scale (scores - row_max)), added to row_sum."""
         s = by_row(scores)
         for r in cutlass.range_constexpr(ROWS):
             shift = self.shift(r)
@@ -98,7 +98,7 @@ class Softmax:
 
     @cute.jit
     def shift(self, r: cutlass.Constexpr) -> Float32:
-        """What to subtract in the exponent; 0 for a row without keys, whose exponentials are exp2(-inf) = 0."""
+        """The number to subtract in the exponent; 0 for a row without keys, whose exponentials are exp2(-inf) = 0."""
         shift = self.row_max[r] * self.scale_log2
         return Float32(0.0) if self.row_max[r] == -Float32.inf else shift
 
@@ -111,10 +111,10 @@ class Softmax:
     def finish(
         self, tile: RowTile, boxed: BoxedRows, thread: Int32, results: RowResults, writes_lse: cutlass.Constexpr
     ):
-        """factor <- what normalises each row of O, the sink included; lse, which leaves it out, goes to memory.
+        """factor <- the factor that normalises each row of O, with the sink; lse, without the sink, goes to memory.
 
-        A row without keys (sum 0) gets factor 0 and lse -inf; a NaN stays a NaN. The sink enters by a difference: a
-        product of it alone LLVM would move up to its load, and wait for it there.
+        A row without keys (sum 0) gets factor 0 and lse -inf; a NaN stays a NaN. The sink enters by a difference: LLVM
+        would move a product of the sink alone up to its load, and wait for it there.
         """
         for r in cutlass.range_constexpr(ROWS):
             exists, query, head = tile.place(boxed, r)
@@ -148,9 +148,9 @@ def scale_rows(acc: cute.Tensor, factor: cute.Tensor):
 
 @cute.jit
 def rescale_rows(acc: cute.Tensor, factor: cute.Tensor, fresh: bool | cutlass.Boolean = False):
-    """scale_rows, left out where no maximum of the warp's rows rose: the factors are then exactly 1.
+    """scale_rows, skipped where no maximum of the warp's rows rose: the factors are then exactly 1.
 
-    Left out too where acc is `fresh`, about to be overwritten.
+    It is also skipped where acc is `fresh`, about to be overwritten.
     """
     if not_(fresh) & cute.arch.vote_any_sync((factor[0] != 1.0) | (factor[1] != 1.0)):
         scale_rows(acc, factor)

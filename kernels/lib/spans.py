@@ -23,9 +23,9 @@ class SpanOperands(NamedTuple):
 class Span:
     """The intervals of a tile's rows: [lo, hi) is their union, [lo_all, hi_all) what every row sees.
 
-    Key tile t begins `begin(t)` behind lo, wherever that is; every other one has tile_n + `more` keys. Of several the
-    last may be `flush` instead, and end with the last key, so that no unseen one is loaded with it, and what the one
-    before has too is masked.
+    Key tile t begins `begin(t)` keys after lo; every other tile has tile_n + `more` keys. The last of several tiles may
+    be `flush` instead: it ends with the last key, so that no unseen key is loaded with it, and keys that the previous
+    tile has too are masked.
     """
 
     operands: SpanOperands
@@ -47,16 +47,16 @@ class Span:
         return 2 * pairs + Int32(rest > 0) + Int32(rest > self.tile_n)
 
     def begin(self, t: Int32 | int) -> Int32 | int:
-        """How far behind lo key tile t begins."""
+        """The distance of key tile t from lo."""
         return t * self.tile_n + (t // 2 * self.more if self.more else 0)
 
     def first_key(self, t: Int32 | int) -> Int32:
-        """Of tile t."""
+        """The first key of tile t."""
         key = self.lo + self.begin(t)
         return cutlass.max(self.lo, cutlass.min(key, self.hi - self.tile_n)) if self.flush else key
 
     def from_tile(self, t: Int32 | int, key: Int32) -> Int32:
-        """`key`, or if that is in the tile before, the first one after that tile."""
+        """`key`, or if the tile before has it, the first key after that tile."""
         return cutlass.max(key, self.lo + self.begin(t)) if self.flush else key
 
     def unseen_from(self, t: Int32) -> Int32:
@@ -64,14 +64,14 @@ class Span:
         return self.hi - self.first_key(t)
 
     def needs_clearing(self, t: Int32) -> cutlass.Boolean:
-        """Whether keys that no query sees are loaded with tile t. As values they would count 0 * NaN if they are NaN.
+        """Whether tile t also loads keys that no query sees. As values they would add 0 * NaN if they are NaN.
 
-        Behind the last key of the array TMA fills zeros.
+        After the last key of the array TMA fills in zeros.
         """
         return (self.unseen_from(t) < self.tile_n) & (self.hi < self.operands.s_kv)
 
     def part(self, first: Int32, count: Int32) -> "Span":
-        """The key tiles first .. first + count alone."""
+        """Keeps only the key tiles first .. first + count."""
         lo = cutlass.min(self.lo + self.begin(first), self.hi)
         hi = cutlass.min(self.hi, self.lo + self.begin(first + count))
         return replace(self, lo=lo, hi=hi)
@@ -119,14 +119,14 @@ class RowSpans:
 def bits(first: Int32, last: Int32) -> Int32:
     """Bit j is set where first <= 8 j < last, j < 31.
 
-    A register that is tested bit by bit costs one instruction for seven elements, two comparisons two for each.
+    Testing a register bit by bit costs one instruction for seven elements; two comparisons cost two for each element.
     """
     low, high = (cutlass.min(cutlass.max((x + 7) >> 3, 0), 31) for x in (first, last))
     return (Int32(-1) << low) & ~(Int32(-1) << high)
 
 
 def span_of(tile: RowTile, operands: SpanOperands, query: Int32, exists: cutlass.Boolean) -> tuple[Int32, Int32]:
-    """Loaded whether the row exists or not: a branch would wait for each load in turn."""
+    """Loads whether the row exists or not: a branch would wait for each load in turn."""
     query = cutlass.min(query, tile.n.s_q - 1)
     start, stop = clip(operands, load_span(operands, tile, query))
     return start * Int32(exists), stop * Int32(exists)
@@ -134,9 +134,9 @@ def span_of(tile: RowTile, operands: SpanOperands, query: Int32, exists: cutlass
 
 @cute.jit
 def ask_span(operands: SpanOperands, tile: RowTile, at_most: cutlass.Constexpr) -> tuple:
-    """By a warp: start and stop of a tile's queries, of which there are at most so many.
+    """A warp asks for start and stop of a tile's queries, at most this many.
 
-    All loads are issued before the first is waited for. Behind the last query comes the last one again.
+    It issues all loads before it waits for the first. After the last query it repeats the last one.
     """
     first, last = tile.first_query + cute.arch.lane_idx(), tile.last_query
     return tuple(load_span(operands, tile, cutlass.min(first + i, last)) for i in range(0, at_most, WARP))
@@ -147,7 +147,7 @@ def load_span(operands: SpanOperands, tile: RowTile, query: Int32) -> tuple[Int3
 
 
 def clip(operands: SpanOperands, keys: tuple[Int32, Int32]) -> tuple[Int32, Int32]:
-    """Start and stop such that no key between them lies outside of the array."""
+    """Start and stop clipped to the keys of the array."""
     start, stop = keys
     return cutlass.max(start, 0), cutlass.min(stop, operands.s_kv)
 
@@ -161,7 +161,7 @@ def open_span(
     more: cutlass.Constexpr = 0,
     flush: cutlass.Constexpr = False,
 ) -> Span:
-    """By a warp, which has `ask_span`-ed."""
+    """A warp opens the span, after `ask_span`."""
     lo, hi = Int32(2**31 - 1), Int32(0)
     lo_all, hi_all = Int32(0), Int32(2**31 - 1)
     for keys in asked:

@@ -1,8 +1,7 @@
-"""Split-KV: the keys of one row tile spread over several CTAs, of which each gives a part of the result to
-`kernels.sm90.combine`.
+"""Split-KV: several CTAs share the keys of one row tile, and `kernels.sm90.combine` merges their partial results.
 
-Each split has an even share of the key tiles that the rows have to see, whatever that is: so lengths that differ from
-sequence to sequence cost no balance. A share may be empty.
+Each split has an even share of the key tiles that the rows see, so sequences of different lengths stay balanced. A
+share may be empty.
 """
 
 from collections.abc import Callable
@@ -20,7 +19,7 @@ def total_tiles(sources: tuple) -> Int32:
 
 @cute.jit
 def on_source(sources: tuple, t: Int32, action: cutlass.Constexpr[Callable], *arguments):
-    """action(source, its tile number, ...) for the source that tile t of all belongs to."""
+    """action(source, its tile number, ...) for the source that has tile t of all tiles."""
     if cutlass.const_expr(len(sources) == 1):
         action(sources[0], t, *arguments)
     else:
@@ -32,7 +31,7 @@ def on_source(sources: tuple, t: Int32, action: cutlass.Constexpr[Callable], *ar
 
 
 def own_part(sources: tuple, tile: RowTile, unit: int) -> tuple:
-    """What is left of the opened sources for this tile's split, in whole units of so many key tiles."""
+    """Narrows the opened sources to this tile's split, in whole units of so many key tiles."""
     each, more = divide(ceil_div(total_tiles(sources), Int32(unit)), tile.n.splits)
     begin, end = ((each * i + cutlass.min(more, i)) * unit for i in (tile.split, tile.split + 1))
     parts, before = [], Int32(0)

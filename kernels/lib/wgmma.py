@@ -26,7 +26,7 @@ def operand_layout(dtype, rows: int, columns: int) -> cute.ComposedLayout:
 
 
 def seen_as(tile: cute.Tensor, layout: cute.ComposedLayout) -> cute.Tensor:
-    """The same SMEM in another layout."""
+    """The same SMEM seen in another layout."""
     return cute.make_tensor(cute.recast_ptr(tile.iterator, layout.inner, dtype=tile.element_type), layout.outer)
 
 
@@ -72,8 +72,8 @@ def round_to(operand: cute.Tensor, acc: cute.Tensor):
 def round_pair(low: Float32, high: Float32, dtype) -> cutlass.Uint32:
     """Two numbers rounded into one register.
 
-    In assembly, for LLVM moves a plain conversion at the end of a loop through the phi to where the next iteration
-    uses it, and the wide fp32 values stay alive beside the next scores: a third more registers.
+    It is assembly, because LLVM moves a plain conversion at the end of a loop through the phi to its use in the next
+    iteration. The wide fp32 values then stay alive beside the next scores: a third more registers.
     """
     name = {cutlass.BFloat16: "bf16x2", cutlass.Float16: "f16x2"}[dtype]
     text = f"cvt.rn.{name}.f32 $0, $1, $2;"
@@ -81,10 +81,10 @@ def round_pair(low: Float32, high: Float32, dtype) -> cutlass.Uint32:
 
 
 def wait_behind(sum0: Float32, sum1: Float32) -> None:
-    """Wait for all products, but not before these sums of exponentials are known.
+    """Waits for all products, and not before these sums of exponentials are known.
 
-    ptxas sees no reason to wait late and moves the wait in front of the softmax that is meant to run under the
-    products. A sum is not negative, so the sleep, which hangs on the sums and which no wait may pass, is never run.
+    ptxas sees no reason to wait late, and moves the wait before the softmax that must run under the products. So a
+    sleep depends on the sums, and no wait may pass it. A sum is never negative, so the sleep never runs.
     """
     ptx(
         "{ .reg .pred p; setp.lt.f32 p, $0, 0f00000000; setp.lt.or.f32 p, $1, 0f00000000, p; @p nanosleep.u32 0; }",

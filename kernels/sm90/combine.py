@@ -1,7 +1,7 @@
-"""The parts of split rows merged: what the splits of a forward kernel leave behind becomes o and lse, with the sink.
+"""Merges the partial results of split-KV: from the splits of a forward kernel it makes o and lse, with the sink.
 
-One thread merges four columns of a row, whatever d is, so a row's parts are read by neighbouring threads. All splits'
-lse are read first, for their maximum. A split that saw no key of a row left no part of it, and none is read.
+One thread merges four columns of a row, for any d, so neighbouring threads read a row's parts. It first reads the lse
+of all splits, for their maximum. A split that saw no key of a row has written no part of it, and the thread reads none.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from kernels.lib.wgmma import round_pair
 
 @dataclass(frozen=True)
 class Config:
-    dtype: str  # of o
+    dtype: str  # dtype of o
     threads: int = 128
     smem_bytes: int = 0
     tile_m: int = 1  # rows and

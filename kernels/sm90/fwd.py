@@ -1,7 +1,7 @@
 """Attention for Hopper, head dimensions up to 256, K and V apart.
 
     producer warp     Q  K0 V0  K1 V1  K2 V2 ...               TMA into rings of Q, K and V tiles
-    clearing warps          V0     V1     V2 ...               values that no row sees become 0, for 0 * NaN is not
+    clearing warps          V0     V1     V2 ...               unseen values become 0, because 0 * NaN is NaN
 
     consumer WG 0     S0 | S1 + P0 V0 | S2 + P1 V1 | ... Pn Vn     rows  0 .. 63
     consumer WG 1     S0 | S1 + P0 V0 | S2 + P1 V1 | ... Pn Vn     rows 64 .. 127, ...
@@ -16,7 +16,7 @@ ahead. Its products are narrower, and WG 1 begins when WG 0 has its weights: in 
     consumer WG 1     P V   O | S0        | P0 V0   O | S0' ...
 
 CTAs are persistent, and the producer runs ahead into the next tile of rows: Q has two stages where they fit, and its
-SMEM is free after the last scores, for O goes from registers to memory.
+SMEM is free after the last scores, because O goes from registers to memory.
 """
 
 from dataclasses import dataclass
@@ -63,8 +63,8 @@ from kernels.lib.wgmma import (
     zero_rows,
 )
 
-CLEARERS = WARPGROUP - WARP  # threads beside the producer's warp
-TILE_N = {64: 128, 128: 160, 256: 80}  # by d: 160 holds a window of 128 for 33 queries; 80 is what SMEM holds
+CLEARERS = WARPGROUP - WARP  # threads besides the producer's warp
+TILE_N = {64: 128, 128: 160, 256: 80}  # keys by d: 160 holds a window of 128 for 33 queries; 80 is what fits into SMEM
 L2_KEYS = 32 * 1024 * 1024  # bytes of K and V that stay in L2 while others pass
 TURN_GIVEN = 1  # named barriers, by stage of Q: WG 0 has its weights; 0 is sync_threads'
 Q_CLEARED = 3  # named barrier: rows of Q's tiles that no box has are zeros
@@ -77,14 +77,14 @@ class Config:
     d: int
     dtype: str
     sources: tuple[str, ...] = ("span",)
-    stages: int = 2  # of K and of V
+    stages: int = 2  # stages of K and of V
     gathers: bool = False
     shared_kv: bool = False
     cluster: int = 1
 
     @property
     def consumers(self) -> int:
-        """Warpgroups, of 64 rows each."""
+        """Consumer warpgroups, of 64 rows each."""
         return 3 if self.d == 64 else 2
 
     @property
@@ -97,7 +97,7 @@ class Config:
 
     @property
     def few(self) -> int:
-        """So many keys are few: a window of 128 for 16 queries."""
+        """At most this many keys are few: a window of 128 for 16 queries."""
         return {128: 144}.get(self.d, 0)
 
     @property
@@ -123,7 +123,7 @@ class Config:
 
     @property
     def slots(self) -> int:
-        """For what the producer finds out of a tile of rows, which is read until its end, when Q is long gone."""
+        """For the producer's findings about a tile of rows, which are read until its end, long after Q is gone."""
         return 2 * self.stages_q
 
     @property
@@ -131,7 +131,7 @@ class Config:
         return self.smem_with(self.stages_q)
 
     def smem_with(self, stages_q: int) -> int:
-        """Bytes, for so many stages of Q."""
+        """Bytes of SMEM with this many stages of Q."""
         tiles = stages_q * self.tile_m * self.row_bytes + 2 * self.stages * self.key_tile_bytes
         info, barriers = 4 * PUBLISHED * 2 * 2 * stages_q, 8 * (2 * stages_q + 5 * self.stages)
         return 1024 + tiles + info + barriers
@@ -175,12 +175,12 @@ class Shared:
     q: cute.Tensor  # (tile_m, d, stage)
     k: cute.Tensor  # (tile_n, d, stage)
     v: cute.Tensor  # (tile_n, d, stage)
-    info: cute.Tensor  # (PUBLISHED, row tile and span, slot): what the producer found out
+    info: cute.Tensor  # (PUBLISHED, row tile and span, slot): numbers that the producer found
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Of a tile of keys, or of its first ones."""
+    """Scores of a tile of keys, or of its first keys."""
 
     mma: cute.TiledMma
     acc: cute.Tensor
@@ -189,7 +189,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Consumer:
-    """What a consumer thread keeps from row tile to row tile: barriers, SMEM, operands and registers."""
+    """State that a consumer thread keeps from row tile to row tile: barriers, SMEM, operands and registers."""
 
     bar: Barriers
     smem: Shared
@@ -201,7 +201,7 @@ class Consumer:
     b_k: cute.Tensor
     b_v: cute.Tensor
     scores: Scores
-    few: Scores  # of `Config.few` keys, in the same registers
+    few: Scores  # scores of `Config.few` keys, in the same registers
     weights: cute.Tensor
     out: cute.Tensor
     softmax: Softmax
@@ -223,7 +223,7 @@ class FwdSm90(ForwardKernel):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         bar, smem = self.allocate()
         rows = n.box_inner * n.box_outer
-        consumers = WARPGROUP * ceil_div(rows, ROWS_OF_WARPGROUP)  # threads; other warpgroups' have no rows
+        consumers = WARPGROUP * ceil_div(rows, ROWS_OF_WARPGROUP)  # threads of other warpgroups have no rows
         if warp == 0:
             for atom in (rows_of_q[0], tma_k, tma_v):
                 cpasync.prefetch_descriptor(atom)
@@ -239,7 +239,7 @@ class FwdSm90(ForwardKernel):
                     cute.arch.mbarrier_init(bar.v_empty + s, consumers)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        cute.arch.griddepcontrol_launch_dependents()  # `combine`, where it follows, waits for this grid by itself
+        cute.arch.griddepcontrol_launch_dependents()  # `combine`, where it follows, waits for this grid itself
 
         if warp < 4:
             cute.arch.setmaxregister_decrease(c.registers[0])
@@ -270,13 +270,13 @@ class FwdSm90(ForwardKernel):
     def produce(
         self, bar: Barriers, smem: Shared, rows: tuple, keys: tuple, values: tuple, operands: SpanOperands, n: Extents
     ):
-        """One warp, for every row tile of this CTA: Q, what there is to see, and the tiles of K and V."""
+        """One warp, for every row tile of this CTA: it loads Q, opens the span, and loads the tiles of K and V."""
         c = self.config
         tma_q, mQ = rows
         walk, fills0 = self.walk(operands, n), Int32(0)
         for turn in cutlass.range(walk.turns, unroll=1):
             tile = walk.tile(turn)
-            if cutlass.const_expr(c.stages_q == 1):  # or the keys would be waited for as long as Q
+            if cutlass.const_expr(c.stages_q == 1):  # otherwise the wait for the keys would be as long as that for Q
                 asked = ask_span(operands, tile, c.tile_m)
             stage_q, full_q, slot = turn % c.stages_q, bar.q_full + turn % c.stages_q, turn % c.slots
             cute.arch.mbarrier_wait(bar.q_empty + stage_q, (turn // c.stages_q & 1) ^ 1)
@@ -309,7 +309,9 @@ class FwdSm90(ForwardKernel):
 
     @cute.jit
     def clear_q(self, smem: Shared, rows: Int32, consumers: Int32):
-        """Three warps, once: rows that no box has but a warpgroup has, so that their scores are numbers too."""
+        """Three warps, once: they clear rows that a warpgroup has and no box has, so that their scores are numbers
+        too.
+        """
         c, thread = self.config, cute.arch.thread_idx()[0] - WARP
         if rows % ROWS_OF_WARPGROUP != 0:
             stop = ceil_div(rows, ROWS_OF_WARPGROUP) * ROWS_OF_WARPGROUP
@@ -334,13 +336,13 @@ class FwdSm90(ForwardKernel):
             fills0 = fills0 + key_tiles(span)
 
     def walk(self, operands: SpanOperands, n: Extents) -> Walk:
-        """With as many pairs of (batch, KV head) at a time as L2 holds."""
+        """Walks with as many pairs of (batch, KV head) at a time as L2 holds."""
         return Walk.of(n, operands.s_kv, L2_KEYS // (2 * self.config.row_bytes))
 
     def receive(
         self, bar: Barriers, smem: Shared, operands: SpanOperands, n: Extents, turn: Int32
     ) -> tuple[PlacedTile, Span]:
-        """The next row tile, whose Q is there, and what there is to see."""
+        """The next row tile, once its Q and its span are there."""
         c, slot = self.config, turn % self.config.slots
         cute.arch.mbarrier_wait(bar.q_full + turn % c.stages_q, turn // c.stages_q & 1)
         tile = RowTile.read(smem.info[None, 0, slot], n)
@@ -434,10 +436,10 @@ class FwdSm90(ForwardKernel):
         turn: Int32,
         fill: Int32,
     ):
-        """`attend` where one tile begins with all keys. One warpgroup works half a tile of rows behind the other."""
+        """`attend` where the first tile has all keys. One warpgroup works half a tile of rows after the other."""
         c = self.config
         stage_q, two = turn % c.stages_q, w.n.box_inner * w.n.box_outer > ROWS_OF_WARPGROUP
-        # a barrier a stage: the first to begin can be two tiles of rows ahead, but not three
+        # a barrier for each stage: the first to begin can be two tiles of rows ahead, but not three
         turn_given = {"barrier_id": TURN_GIVEN + stage_q, "number_of_threads": 2 * WARPGROUP}
         if two & (w.group == 1):
             cute.arch.barrier(**turn_given)
@@ -454,7 +456,7 @@ class FwdSm90(ForwardKernel):
     def issue_first(
         self, w: Consumer, scores: Scores, span: Span, boxed: BoxedRows, turn: Int32, fill: Int32
     ) -> RowSpans:
-        """Scores of the first key tile, and meanwhile what each row sees."""
+        """Issues the scores of the first key tile, and meanwhile finds what each row sees."""
         c = self.config
         stage, stage_q = fill % c.stages, turn % c.stages_q
         cute.arch.mbarrier_wait(w.bar.k_full + stage, fill // c.stages & 1)
@@ -500,7 +502,7 @@ class FwdSm90(ForwardKernel):
 
 
 def key_tiles(span: Span) -> Int32:
-    """At least one, which a tile of rows that see nothing masks."""
+    """At least one, which is masked for a tile of rows that see nothing."""
     return cutlass.max(span.tiles, 1)
 
 

@@ -7,9 +7,9 @@
     dk       = dscores * (weights where s > 0) Q                added to memory, key by key
     dq       = weights * (dscores where s > 0)' K               transposed: 128 columns of q x heads
 
-A CTA is one warpgroup, which gathers a tile of keys by cp.async while it works on the one before, and several are on an
-SM, so that the others' products run under one's sums. What is rounded to 16 bits are the weights and dscores, each
-divided by a power of two so that a query's greatest is in [1, 2), and multiplied back in float32.
+A CTA is one warpgroup, which gathers a tile of keys by cp.async while it works on the previous one. An SM has several
+CTAs, so that the others' products run under one's sums. The kernels round weights and dscores to 16 bits. Before that
+they divide them by a power of two, so that a query's greatest is in [1, 2); in float32 they multiply it back.
 """
 
 from dataclasses import dataclass
@@ -51,8 +51,8 @@ D = 128  # of queries and keys
 TILE = 64  # keys
 THREADS = WARPGROUP
 WARPS = THREADS // WARP
-BLOCK = 8  # columns of an accumulator of which a quad's lanes hold two each
-COPIES = TILE * LANES_A_ROW // THREADS  # keys that a thread copies of a tile
+BLOCK = 8  # columns of an accumulator; a quad's lanes hold two of each eight
+COPIES = TILE * LANES_A_ROW // THREADS  # keys of a tile that a thread copies
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Config:
 
     @property
     def ctas(self) -> int:
-        """Of an SM: what its registers hold."""
+        """CTAs of an SM, by what its registers hold."""
         return 2 if self.gradient else 3
 
     @property
@@ -120,7 +120,7 @@ class Arrays(NamedTuple):
 
 class Gradients(NamedTuple):
     dq: cute.Pointer  # like q
-    dk: cute.Pointer  # float32 [b, s_c, D], added to
+    dk: cute.Pointer  # float32 [b, s_c, D], to which the kernel adds
     dweights: cute.Pointer  # float32 [b, s_q, heads]
 
 
@@ -134,14 +134,14 @@ class Shared:
 
 @dataclass(frozen=True)
 class Scale:
-    """A power of two, and what it is multiplied by to be 1."""
+    """A power of two, and its inverse."""
 
     by: Float32
     back: Float32
 
     @staticmethod
     def of(greatest: Float32) -> "Scale":
-        """That makes this number, which is not negative, one in [1, 2)."""
+        """The scale that brings this nonnegative number into [1, 2)."""
         exponent = ptx("mov.b32 $0, $1;", Float32(greatest), gives=(Int32,), pure=True)[0] >> 23
         exponent = cutlass.max(cutlass.min(exponent, Int32(253)), Int32(1))
         text = "{ .reg .b32 x; shl.b32 x, $1, 23; mov.b32 $0, x; }"
@@ -178,7 +178,7 @@ class IndexAtSm90:
             smem=self.config.smem_bytes,
             stream=stream,
             min_blocks_per_mp=self.config.ctas,
-            preferred_smem_carveout=100,  # or the DSL asks a driver what there is
+            preferred_smem_carveout=100,  # otherwise the DSL asks a driver
         )
 
     @cute.kernel
@@ -214,11 +214,11 @@ class IndexAtSm90:
         ds = tile(c.heads, TILE)
         return Shared(q, k, ds, smem.allocate_tensor(Float32, cute.make_layout((c.heads, WARPS)), 16))
 
-    # ---- what is loaded
+    # ---- loads
 
     @cute.jit
     def copy_q(self, q: cute.Pointer, tile: cute.Tensor, thread: Int32):
-        """A query's heads, which are as keys that stand side by side."""
+        """Copies a query's heads, which are like contiguous keys."""
         heads = self.config.heads
         all_of_them = SelectionOperands(q, q, q, Int32(heads), Int32(heads), Int32(heads))
         rows = Selection(all_of_them, heads, self.config.slabs * SLAB, q, Int32(0), Int32(0), Int32(heads))
@@ -229,7 +229,7 @@ class IndexAtSm90:
 
     @cute.jit
     def take_weights(self, weights: cute.Pointer, thread: Int32) -> cute.Tensor:
-        """(c, j): of column 8 j + 2 (lane % 4) + c."""
+        """The weights (c, j) of column 8 j + 2 (lane % 4) + c."""
         taken = cute.make_rmem_tensor((2, self.config.heads // BLOCK), Float32)
         for j in cutlass.range_constexpr(self.config.heads // BLOCK):
             pair = cute.make_tensor((weights + (thread % 4 * 2 + j * BLOCK)).align(8), cute.make_layout(2))
@@ -238,7 +238,7 @@ class IndexAtSm90:
 
     @cute.jit
     def gather(self, smem: Shared, named: Selection, t: Int32, wanted: cute.Tensor, thread: Int32):
-        """Tile t, whose entries were looked up, comes as one group; then those of the next are looked up."""
+        """Gathers tile t, whose entries were looked up, as one group; then looks up the entries of the next."""
         if t < named.tiles:
             named.settle(t, wanted, thread, THREADS)
             tile = smem.k[None, None, t % self.config.stages]
@@ -248,7 +248,7 @@ class IndexAtSm90:
 
     @cute.jit
     def begin(self, smem: Shared, named: Selection, thread: Int32) -> cute.Tensor:
-        """All tiles but the last that there is room for are on their way."""
+        """Starts the copies of all tiles that there is room for, except the last."""
         wanted = cute.make_rmem_tensor(COPIES, Int32)
         named.look_up(Int32(0), wanted, thread, THREADS)
         for t in cutlass.range_constexpr(self.config.stages - 1):
@@ -257,7 +257,9 @@ class IndexAtSm90:
 
     @cute.jit
     def await_tile(self, smem: Shared, named: Selection, t: Int32, wanted: cute.Tensor, thread: Int32):
-        """Tile t is there for all to multiply; the place of the one before it is taken by another."""
+        """Waits until tile t is there for all threads to multiply; then another tile takes the place of the previous
+        one.
+        """
         cute.arch.cp_async_wait_group(self.config.stages - 2)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_threads()
@@ -370,7 +372,7 @@ class IndexAtSm90:
 
     @cute.jit
     def greatest_weight(self, weights: cute.Tensor) -> Float32:
-        """Of a query's weights, of which every quad has all."""
+        """The greatest of a query's weights, all of which every quad has."""
         greatest = Float32(0.0)
         for i in cutlass.range_constexpr(cute.size(weights)):
             greatest = greater(greatest, weights[i])
@@ -380,7 +382,7 @@ class IndexAtSm90:
 
     @cute.jit
     def greatest_cotangent(self, smem: Shared, named: Selection, cotangent: cute.Pointer, thread: Int32) -> Float32:
-        """Of those whose entries are there."""
+        """The greatest cotangent whose entry is there."""
         greatest = Float32(0.0)
         for position in cutlass.range(thread, named.length, THREADS):
             x = load(cotangent + position)
@@ -396,7 +398,7 @@ class IndexAtSm90:
 
     @cute.jit
     def give_dweights(self, smem: Shared, sums: cute.Tensor, dweights: cute.Pointer, thread: Int32):
-        """The sums over a thread's keys, over all keys."""
+        """Adds up a thread's sums over all keys, and stores them."""
         cute.arch.sync_threads()
         for j in cutlass.range_constexpr(self.config.heads // BLOCK):
             for i in cutlass.range_constexpr(2):
@@ -423,7 +425,7 @@ class IndexAtSm90:
         dq: cute.Pointer,
         thread: Int32,
     ):
-        """By way of Q's place in SMEM, whose rows are heads."""
+        """Stores dq through Q's place in SMEM, whose rows are heads."""
         heads = self.config.heads
         for part in cutlass.range_constexpr(len(acc)):
             x = columns_of(acc[part], heads)
@@ -494,14 +496,14 @@ def relu(x: Float32) -> Float32:
 
 
 def greater(a: Float32, b: Float32) -> Float32:
-    """The greater of a, which is not negative, and |b|."""
+    """The greater of a, which is nonnegative, and |b|."""
     text = "{ .reg .f32 x; abs.f32 x, $2; max.f32 $0, $1, x; }"
     return ptx(text, Float32(a), Float32(b), gives=(Float32,), pure=True)[0]
 
 
 def add_pair(to: Int64, there: Int32, offset: int, x: Float32, y: Float32) -> None:
-    """To two numbers in memory, `offset` bytes behind `to`, unless `there` is negative: without a branch, for products
-    are under way."""
+    """Adds to two numbers in memory, `offset` bytes after `to`, unless `there` is negative. It has no branch, because
+    products are under way."""
     ptx(
         f"{{ .reg .pred p; setp.ge.s32 p, $1, 0; @p red.relaxed.gpu.global.add.v2.f32 [$0+{offset}], {{$2, $3}}; }}",
         Int64(to),

@@ -1,7 +1,7 @@
 """The lightning indexer's scores for Hopper: k_scale[s] * sum over h of weights[t, h] * max(q[t, h] . k[s], 0).
 
-Swapped operands: the 64 rows of a product are keys and its columns are the heads of a few queries, so that the sum over
-heads is along a thread's own registers, whose weights it keeps, and two shuffles are left of it for every query.
+The operands are swapped: the 64 rows of a product are keys, and its columns are the heads of a few queries. So the sum
+over heads runs along a thread's own registers, whose weights it keeps, and needs two shuffles for every query.
 
     producer warp    Q of a block    K0  K1  K2 ...     TMA
     consumer WG 0    keys  0 .. 63, columns   0 .. 127   product | sum | product | sum | ...
@@ -9,18 +9,18 @@ heads is along a thread's own registers, whose weights it keeps, and two shuffle
     consumer WG 2    keys  0 .. 63, columns 128 .. 255
     consumer WG 3    keys 64 .. 127, columns 128 .. 255
 
-Accumulators of 64 x 128 and the weights of 128 columns are what 112 registers hold, and so four consumers fit: while
-some sum up, the others' products run. In 8 bits a product takes 256 clocks and its sum some 190 of every scheduler's,
-so of a tile tensor cores have 1024 clocks to do and schedulers 760.
+112 registers hold an accumulator of 64 x 128 and the weights of 128 columns, so four consumers fit: while some sum up,
+the others' products run. In 8 bits a product takes 256 clocks and its sum some 190 clocks of every scheduler, so a tile
+takes 1024 clocks of the tensor cores and 760 of the schedulers.
 
-Keys of a cache are in pages, which a table names, and queries are few: then a tile is 256 keys, 64 a consumer, by the
-128 columns of a block, so that fewer products are for nobody. A page's keys are loaded by boxes that divide a page and
-a tile, and with them, where they have 8 bits, their scales, which stand behind all keys of a page.
+With a cache, a table names the pages of keys, and queries are few. A tile is then 256 keys, 64 for each consumer, by
+the 128 columns of a block, so that fewer products are wasted. Boxes that divide a page and a tile load a page's keys,
+and in 8 bits their scales, which follow all keys of a page.
 
-Only key tiles that some query of the block sees are loaded; a query that takes all it sees needs none. Scores of a tile
-that a query does not see are whatever they are: who reads them knows what it sees. CTAs are persistent: one takes every
-gridDim-th block, forth and back, from the last on, so that of a triangle all have the same. Blocks may be split by
-their key tiles.
+The kernel loads only key tiles that some query of the block sees; a query that takes all it sees needs none. Scores
+that a query does not see may be anything: their reader knows what the query sees. CTAs are persistent: one takes every
+gridDim-th block, forth and back, from the last on, so that under a causal mask all have the same work. Blocks may be
+split by their key tiles.
 """
 
 from dataclasses import dataclass
@@ -47,8 +47,8 @@ HALF = 128  # columns of a warpgroup's product
 ROWS = 64  # keys of a warpgroup's product
 GROUPS = 4  # warpgroups that share a block's columns and a tile's keys
 CONSUMERS = GROUPS * WARPGROUP  # threads
-BLOCK = 8  # columns of an accumulator of which a quad's lanes hold two each
-BOX = 8  # keys of the least box: that many rows of 128 bytes are swizzled alike
+BLOCK = 8  # columns of an accumulator; a quad's lanes hold two of each eight
+BOX = 8  # keys of the least box: this many rows of 128 bytes are swizzled alike
 
 ELEMENT = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16, "float8_e4m3fn": cutlass.Float8E4M3FN}
 
@@ -72,12 +72,12 @@ class Config:
 
     @property
     def parts(self) -> int:
-        """Of a tile's keys, one a consumer."""
+        """Parts of a tile's keys, one for each consumer."""
         return GROUPS * HALF // self.columns
 
     @property
     def tile(self) -> int:
-        """Keys."""
+        """Keys of a tile."""
         return self.parts * ROWS
 
     @property
@@ -90,7 +90,7 @@ class Config:
 
     @property
     def queries(self) -> int:
-        """Of a block."""
+        """Queries of a block."""
         return self.columns // self.heads
 
     @property
@@ -99,7 +99,7 @@ class Config:
 
     @property
     def scale_bytes(self) -> int:
-        """Of a tile's scales that come with its keys."""
+        """Bytes of the scales that come with a tile's keys."""
         return 4 * self.tile * (self.paged and self.scaled)
 
     @property
@@ -148,26 +148,26 @@ class Extents(NamedTuple):
     s_q: Int32
     s_c: Int32
     blocks_of_entry: Int32  # blocks of queries of a batch entry
-    first_block: Int32  # of this launch, counted over all batch entries
-    blocks: Int32  # of this launch
-    splits: Int32  # of each block's key tiles
-    stride: Int32  # from query to query of scores, a multiple of a tile
-    skip: Int32  # a query that sees no more entries than that needs no scores
+    first_block: Int32  # first block of this launch, counted over all batch entries
+    blocks: Int32  # blocks of this launch
+    splits: Int32  # splits of each block's key tiles
+    stride: Int32  # between the scores of two queries, a multiple of a tile
+    skip: Int32  # a query that sees at most this many entries needs no scores
 
 
 class Pages(NamedTuple):
-    """Where the keys of a cache are, of each batch entry."""
+    """Where the keys of a cache are, for each batch entry."""
 
     width: Int32  # pages of a batch entry
-    page: Int32  # keys of one
-    box: Int32  # keys that are loaded at a time
+    page: Int32  # keys of a page
+    box: Int32  # keys of one load
 
 
 class Arrays(NamedTuple):
     weights: cute.Pointer  # float32 [b, s_q, heads]
     keys: (
         cute.Pointer
-    )  # k_scale, float32 [b, s_c], not read where keys have no scales; of pages the table, int32 [b, width]
+    )  # k_scale, float32 [b, s_c], not read where keys have no scales; for pages the table, int32 [b, width]
     start: cute.Pointer  # int32 [b, s_q]
     stop: cute.Pointer  # int32 [b, s_q]
     scores: cute.Pointer  # float32 [blocks * queries of a block, stride]
@@ -187,13 +187,13 @@ class Barriers:
 class Shared:
     q: cute.Tensor  # (columns, D, stage)
     k: cute.Tensor  # (tile, D, stage)
-    k_scale: cute.Tensor | None  # (tile, stage), of pages
+    k_scale: cute.Tensor | None  # (tile, stage), for pages
     info: cute.Tensor  # (PUBLISHED, stage of q)
 
 
 @dataclass(frozen=True)
 class Walk:
-    """What one CTA works on, in order."""
+    """The work items of one CTA, in order."""
 
     n: Extents
 
@@ -204,7 +204,7 @@ class Walk:
         return rounds + Int32(self.place(rounds) < work - rounds * ctas)
 
     def place(self, turn: Int32) -> Int32:
-        """Every other round goes backwards: lengths that fall steadily add up to the same."""
+        """Every other round goes backwards: if lengths fall steadily, all CTAs get the same sum."""
         cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         return cta + (turn % 2) * (ctas - 1 - 2 * cta)
 
@@ -290,7 +290,7 @@ class IndexScoresSm90:
                     cute.arch.mbarrier_init(bar.k_empty + s, CONSUMERS // WARP)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        cute.arch.griddepcontrol_launch_dependents()  # the choice that follows waits for this grid by itself
+        cute.arch.griddepcontrol_launch_dependents()  # the choice that follows waits for this grid itself
 
         if warp * WARP >= CONSUMERS:
             cute.arch.setmaxregister_decrease(c.registers[0])
@@ -326,11 +326,11 @@ class IndexScoresSm90:
         n: Extents,
         pages: Pages | None,
     ):
-        """One warp, for every block of this CTA: which key tiles there are to see, Q, and these tiles."""
+        """One warp, for every block of this CTA: it finds the key tiles to see, and loads Q and these tiles."""
         c, walk, fills = self.config, Walk(n), Int32(0)
         (tma_q, mQ), (tma_k, mK) = rows, keys
         lane = cute.arch.lane_idx()
-        cute.arch.griddepcontrol_wait()  # the scores of a launch before this one may still be read
+        cute.arch.griddepcontrol_wait()  # a kernel may still read the scores of the previous launch
         for turn in cutlass.range(walk.turns, unroll=1):
             block, split = walk.at(turn)
             entry, query0 = (n.first_block + block) // n.blocks_of_entry, (n.first_block + block) % n.blocks_of_entry
@@ -366,7 +366,7 @@ class IndexScoresSm90:
 
     @cute.jit
     def begin_fill(self, bar: Barriers, fills: Int32) -> Int32:
-        """The stage of this fill of the ring of keys, free again, and told of what will come."""
+        """The stage of this fill of the ring of keys, once it is free, with its bytes announced."""
         stage = fills % self.config.stages_k
         cute.arch.mbarrier_wait(bar.k_empty + stage, (fills // self.config.stages_k & 1) ^ 1)
         with cute.arch.elect_one():
@@ -386,9 +386,9 @@ class IndexScoresSm90:
         last: Int32,
         fills: Int32,
     ) -> Int32:
-        """The key tiles from first to last, box by box, and their scales; fills after them.
+        """Loads the key tiles from first to last, box by box, and their scales; returns the fills after them.
 
-        A lane knows where one of the next 32 boxes is. What is on no page, and what is behind a page's end, is 0.
+        A lane knows where one of the next 32 boxes is. Keys without a page, or after a page's end, are 0.
         """
         c, lane = self.config, cute.arch.lane_idx()
         (tma_k, mK), (tma_scale, mScale) = keys, scales
@@ -422,7 +422,7 @@ class IndexScoresSm90:
 
     @cute.jit
     def consume(self, bar: Barriers, smem: Shared, arrays: Arrays, n: Extents):
-        """One warpgroup: its keys of every tile, with its columns of every block of this CTA."""
+        """One warpgroup scores its keys of every tile with its columns of every block of this CTA."""
         c, walk = self.config, Walk(n)
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4)
         thread, mma = cute.arch.thread_idx()[0] % WARPGROUP, product(self.dtype)
@@ -464,14 +464,14 @@ class IndexScoresSm90:
 
 
 class PagedIndexScoresSm90(IndexScoresSm90):
-    """The same of keys in pages: [pages, page, D], or of 8 bits bytes [pages, page * (D + 4)], the scales last."""
+    """The same for keys in pages: [pages, page, D], or with 8 bits bytes [pages, page * (D + 4)], the scales last."""
 
     @cute.jit
     def __call__(
         self,
         q: cute.Pointer,
         k: cute.Pointer,
-        k_scale: cute.Pointer,  # the first page's, as float32
+        k_scale: cute.Pointer,  # scales of the first page, as float32
         weights: cute.Pointer,
         table: cute.Pointer,
         start: cute.Pointer,
@@ -518,12 +518,12 @@ def product(dtype) -> cute.TiledMma:
 
 
 def key_of(thread: Int32) -> Int32:
-    """The key, of a warpgroup's, whose sums a lane ends up with: an even lane of a quad has the quad's first row."""
+    """The key, among a warpgroup's, whose sums a lane ends up with: an even lane of a quad has the quad's first row."""
     return thread // WARP * 16 + thread % WARP // 4 + thread % 2 * 8
 
 
 def kept(x: Int32) -> Int32:
-    """x, which is kept in a register: LLVM would rather compute it anew in every iteration."""
+    """x, kept in a register: LLVM would otherwise compute it anew in every iteration."""
     return ptx("mov.b32 $0, $1;", Int32(x), gives=(Int32,))[0]
 
 
@@ -551,17 +551,17 @@ class Sums:
 
     @property
     def mine(self) -> int:
-        """Of these queries a lane ends up with the sums of so many: lanes 2 and 3 of a quad with the last ones."""
+        """How many of these queries' sums a lane ends up with: lanes 2 and 3 of a quad get the last ones."""
         return self.queries // 2
 
     @property
     def first(self) -> Int32:
-        """The first of them, of the block's."""
+        """The first of them, within the block."""
         return self.half * self.queries + self.lane // 2 * self.mine
 
     @cute.jit
     def take_weights(self, weights: cute.Pointer, entry: Int32, query0: Int32, n: Extents):
-        """Those of the columns that this thread has. A query that does not exist has those of the last one."""
+        """The weights of this thread's columns. A query that does not exist gets those of the last one."""
         for u in cutlass.range_constexpr(self.queries):
             query = cutlass.min(query0 + self.half * self.queries + u, n.s_q - 1)
             row = weights + ((Int64(entry) * n.s_q + query) * self.heads + self.lane * 2)
@@ -571,12 +571,12 @@ class Sums:
 
     @cute.jit
     def place(self, out: cute.Pointer, n: Extents) -> cute.Pointer:
-        """Where this lane's first query is, of a block that begins at `out`."""
+        """The place of this lane's first query, in a block that begins at `out`."""
         return out + Int64(self.first) * n.stride
 
     @cute.jit
     def store(self, out: cute.Pointer, scale: Float32, query0: Int32, n: Extents):
-        """The accumulated products, summed up, to out[query * stride] for this lane's queries."""
+        """Sums up the accumulated products, and stores them at out[query * stride] for this lane's queries."""
         acc = cute.make_tensor(self.acc.iterator, cute.make_layout((2, 2, HALF // BLOCK)))
         odd, high = self.lane % 2 == 1, self.lane >= 2
         for u in cutlass.range_constexpr(self.mine):

@@ -1,16 +1,17 @@
 """Attention's probabilities at selected keys, summed over heads, for Hopper: sum of exp(scale q[h] . k - lse[h]).
 
-Swapped operands, as for the indexer's scores: the 64 rows of a product are keys and its columns are a query's heads, so
-that the sum over heads is along a thread's own registers, and two shuffles are left of it.
+The operands are swapped, as for the indexer's scores: the 64 rows of a product are keys, and its columns are a query's
+heads. So the sum over heads runs along a thread's own registers, and needs two shuffles.
 
     producer       Q of a query, piece by piece    K0  K1  K2 ...     64 keys each, a quarter of the columns at a time
     consumer WG 0    K0 | sum | K2 | sum | ...
     consumer WG 1         K1 | sum | K3 | sum | ...
 
-A key comes from L2 once for 128 heads: 64 KiB of a tile are some 2700 clocks, its product 2048, its sum 600 of every
-scheduler's. So that keys are always under way, they come in pieces of 16 KiB, of which SMEM holds six beside Q.
+A key comes from L2 once for 128 heads. The 64 KiB of a tile take some 2700 clocks, its product 2048, and its sum 600
+clocks of every scheduler. Keys come in pieces of 16 KiB, six of which fit into SMEM beside Q, so loads never stop.
 
-CTAs are persistent: one takes every gridDim-th query. More heads are taken 128 at a time, and added to what is there.
+CTAs are persistent: one takes every gridDim-th query. It takes more heads 128 at a time, and adds
+them to the result.
 """
 
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ from kernels.lib.softmax import LOG2_E, ROWS, exp2
 from kernels.lib.wgmma import K_MAJOR, SLAB, accumulator, multiply, operand_a, operand_b, slab_layout, tiled_mma
 
 CONSUMERS = 2  # warpgroups
-BLOCK = 8  # columns of an accumulator of which a quad's lanes hold two each
+BLOCK = 8  # columns of an accumulator; a quad's lanes hold two of each eight
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Config:
     dtype: str
     tile_m: int = 128  # heads: columns of a product
     tile_n: int = 64  # keys: its rows
-    pieces: int = 4  # of the columns of Q and K
+    pieces: int = 4  # columns of a piece of Q and K
 
     @property
     def threads(self) -> int:
@@ -91,7 +92,7 @@ class Arrays(NamedTuple):
 class Extents(NamedTuple):
     """The scalars of a launch, in the order of the kernel's parameters."""
 
-    queries: Int32  # of all batch entries
+    queries: Int32  # queries of all batch entries
     s_q: Int32
     h_q: Int32
     s_kv: Int32
@@ -180,7 +181,7 @@ class ProbabilitiesSm90:
         return Barriers(*(smem.allocate_array(Int64, count) for count in rings)), Shared(q, k, shift)
 
     def turns(self, n: Extents) -> Int32:
-        """How many queries this CTA has, all heads of a query counted as often as they are taken a tile at a time."""
+        """The number of queries of this CTA; a query counts once for each tile of its heads."""
         queries = ceil_div(n.queries - cute.arch.block_idx()[0], cute.arch.grid_dim()[0])
         return queries * ceil_div(n.h_q, Int32(self.config.tile_m))
 
@@ -194,7 +195,7 @@ class ProbabilitiesSm90:
 
     @cute.jit
     def produce(self, bar: Barriers, smem: Shared, arrays: Arrays, n: Extents):
-        """For every turn: its first keys, Q, and the other keys."""
+        """For every turn: loads its first keys, Q, and the other keys."""
         c = self.config
         thread = cute.arch.thread_idx()[0]
         tiles = ceil_div(n.topk, Int32(c.tile_n))
@@ -219,7 +220,7 @@ class ProbabilitiesSm90:
 
     @cute.jit
     def gather(self, bar: Barriers, smem: Shared, keys: Selection, wanted: cute.Tensor, k: Int32, thread: Int32):
-        """The CTA's k-th tile of keys, piece by piece."""
+        """Gathers the CTA's k-th tile of keys, piece by piece."""
         c = self.config
         for piece in cutlass.range_constexpr(c.pieces):
             fill = k * c.pieces + piece
@@ -241,7 +242,7 @@ class ProbabilitiesSm90:
         turn: Int32,
         thread: Int32,
     ):
-        """Q of a query's heads, piece by piece; zeros for those that are not there."""
+        """Loads Q of a query's heads, piece by piece, with zeros for heads that do not exist."""
         c = self.config
         at_once, row0, chunk = WARPGROUP // LANES_A_ROW, thread // LANES_A_ROW, thread % LANES_A_ROW
         target0 = smem.q.iterator.toint() + row0 * (SLAB * 2) + (chunk ^ row0 % 8) * 16
@@ -261,7 +262,7 @@ class ProbabilitiesSm90:
 
     @cute.jit
     def consume(self, bar: Barriers, smem: Shared, arrays: Arrays, n: Extents, group: Int32):
-        """One warpgroup: every other tile of keys."""
+        """One warpgroup takes every other tile of keys."""
         c = self.config
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         mma = tiled_mma(self.dtype, c.tile_m, K_MAJOR)
@@ -299,13 +300,13 @@ class ProbabilitiesSm90:
                         if head0 > 0:
                             total = total + load(place)
                         store(place, total)
-            if group >= tiles:  # there is nothing for this one
+            if group >= tiles:  # this warpgroup has nothing to do
                 for piece in cutlass.range_constexpr(c.pieces):
                     cute.arch.mbarrier_wait(bar.q_full + piece, turn & 1)
                     cute.arch.mbarrier_arrive(bar.q_empty + piece)
 
     def release(self, bar: Barriers, fill: Int32, piece: int, last: Int32) -> None:
-        """A piece of keys; with the last keys that a piece of Q is for, that too."""
+        """Releases a piece of keys; with the last keys that need a piece of Q, that piece too."""
         cute.arch.mbarrier_arrive(bar.k_empty + fill % self.config.stages)
         arrive_if(bar.q_empty + piece, last)
 
@@ -313,18 +314,18 @@ class ProbabilitiesSm90:
     def read_shifts(
         self, smem: Shared, arrays: Arrays, query: Int32, head0: Int32, n: Extents, group: Int32, thread: Int32
     ):
-        """A thread has one head's."""
+        """Reads lse; a thread has one head."""
         head = head0 + thread
         lse = load(arrays.lse + (Int64(query) * n.h_q + cutlass.min(head, n.h_q - 1)))
         adds = head < n.h_q and lse != -Float32.inf
-        cute.arch.barrier(barrier_id=1 + group, number_of_threads=WARPGROUP)  # all have read those before
+        cute.arch.barrier(barrier_id=1 + group, number_of_threads=WARPGROUP)  # all threads have read the previous ones
         smem.shift[thread, group] = lse * LOG2_E if adds else Float32.inf
         cute.arch.barrier(barrier_id=1 + group, number_of_threads=WARPGROUP)
 
 
 @cute.jit
 def sum_over_heads(acc: cute.Tensor, shift: cute.Tensor, scale_log2: Float32) -> cute.Tensor:
-    """Of each of a thread's keys."""
+    """The sums over heads, for each of a thread's keys."""
     products = cute.make_tensor(acc.iterator, cute.make_layout((2, ROWS, cute.size(acc) // 2 // ROWS)))
     sums = cute.make_rmem_tensor(ROWS, Float32)
     sums.fill(0.0)
@@ -333,7 +334,7 @@ def sum_over_heads(acc: cute.Tensor, shift: cute.Tensor, scale_log2: Float32) ->
             of_head = shift[j * BLOCK + cute.arch.lane_idx() % 4 * 2 + c]
             for r in cutlass.range_constexpr(ROWS):
                 p = exp2(products[c, r, j] * scale_log2 - of_head)
-                sums[r] = sums[r] + (p if of_head != Float32.inf else Float32(0.0))  # NaN of a key, too
+                sums[r] = sums[r] + (p if of_head != Float32.inf else Float32(0.0))  # also NaN from a key
     for r in cutlass.range_constexpr(ROWS):
         for offset in (1, 2):
             sums[r] = sums[r] + cute.arch.shuffle_sync_bfly(sums[r], offset=offset)

@@ -1,4 +1,4 @@
-"""RoPE of rows, in place, and with the norm of query heads in front of it, in one pass; and that pass's gradient.
+"""RoPE of rows, in place; the norm of query heads and then RoPE, in one pass; and that pass's gradient.
 
     rope           x[-dims:] = turn(x[-dims:])                           dims / 8 lanes a row, nothing else is touched
     norm_rope      y = turn(x r),           r = rsqrt(mean(x²) + eps)    a warp a row, which registers hold
@@ -6,8 +6,8 @@
 
 turn: (x[2i], x[2i+1]) -> (x[2i] cos - x[2i+1] sin, x[2i] sin + x[2i+1] cos), by a table of cos and sin for each token.
 
-All are bound by HBM: a number is read once and written once. A lane has 16 bytes of a row at a time, of several rows,
-all of which it asks for before it needs the first. Rows are (token, head); a token's row of the table comes from L1.
+All are bound by HBM: they read a number once and write it once. A lane loads 16 bytes of each of several rows, and asks
+for all of them before it needs the first. Rows are (token, head); a token's row of the table comes from L1.
 """
 
 from dataclasses import dataclass
@@ -30,15 +30,15 @@ VECTOR = 8  # numbers of 16 bits in a load
 @dataclass(frozen=True)
 class Config:
     dtype: str
-    dims: int  # the last of a row, which are turned
-    d: int = 0  # of rows that are normalised; where none are, it is known when the kernel runs
+    dims: int  # the last numbers of a row, which are rotated
+    d: int = 0  # numbers of a normalised row; without a norm, known when the kernel runs
     gradient: bool = False
     threads: int = 256
     smem_bytes: int = 0
 
     @property
     def lanes(self) -> int:
-        """That share a row."""
+        """Lanes that share a row."""
         return WARP if self.d else self.dims // VECTOR
 
     @property
@@ -58,7 +58,7 @@ class Config:
 
     @property
     def chunks(self) -> int:
-        """Of a row that is normalised, those of a lane."""
+        """Chunks of a normalised row that a lane has."""
         return self.d // (WARP * VECTOR)
 
     def __post_init__(self):
@@ -69,7 +69,7 @@ class Config:
 
 
 class RopeSm90:
-    """In place."""
+    """RoPE in place."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -83,7 +83,7 @@ class RopeSm90:
         rows: Int32,
         heads: Int32,
         d: Int32,
-        direction: Float32,  # 1, or -1 to turn back
+        direction: Float32,  # 1, or -1 to rotate back
         stream: cuda.CUstream,
     ):
         c = self.config
@@ -113,7 +113,7 @@ class RopeSm90:
 
 
 class NormRopeSm90:
-    """A warp a row; the gradient too."""
+    """The norm and RoPE, or their gradient, with a warp a row."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -124,7 +124,7 @@ class NormRopeSm90:
         self,
         x: cute.Pointer,  # [rows, d]
         table: cute.Pointer,  # float32 [rows / heads, dims / 2, 2]: cos and sin
-        dy: cute.Pointer,  # like x, of the gradient; else not read
+        dy: cute.Pointer,  # like x, for the gradient; else not read
         y: cute.Pointer,  # like x: the result
         rows: Int32,
         heads: Int32,
@@ -150,7 +150,7 @@ class NormRopeSm90:
         c, thread = self.config, cute.arch.thread_idx()[0]
         lane = thread % WARP
         row0 = (cute.arch.block_idx()[0] * c.at_once + cute.arch.make_warp_uniform(thread // WARP)) * c.tile_n
-        first_lane = WARP - c.dims // VECTOR  # of those whose last chunk is turned
+        first_lane = WARP - c.dims // VECTOR  # lanes whose last chunk is rotated
         direction = Float32(-1.0 if c.gradient else 1.0)
         shape = (VECTOR, c.chunks, c.tile_n)
         given, cotangent = (cute.make_rmem_tensor(shape, self.dtype) for _ in range(2))
@@ -198,7 +198,7 @@ def read(source: cute.Pointer, target: cute.Tensor) -> None:
 
 
 def write(target: cute.Pointer, values: cute.Tensor) -> None:
-    """Rounded."""
+    """Writes rounded numbers."""
     packed = cute.make_rmem_tensor(VECTOR // 2, Uint32)
     for k in range(VECTOR // 2):
         packed[k] = round_pair(values[2 * k], values[2 * k + 1], target.dtype)
@@ -213,14 +213,14 @@ def as_float(x: cute.Tensor) -> cute.Tensor:
 
 
 def turn(values: cute.Tensor, turns: cute.Tensor, direction: Float32) -> None:
-    """Pair by pair; turns: cos and sin of each."""
+    """Rotates pair by pair; turns has cos and sin of each pair."""
     for k in range(VECTOR // 2):
         a, b, cos, sin = values[2 * k], values[2 * k + 1], turns[2 * k], turns[2 * k + 1] * direction
         values[2 * k], values[2 * k + 1] = a * cos - b * sin, a * sin + b * cos
 
 
 def total(products: list[tuple[cute.Tensor, cute.Tensor]]) -> Float32:
-    """Of the products of pairs of chunks, over the warp."""
+    """The sum of the products of pairs of chunks, over the warp."""
     found = Float32(0.0)
     for a, b in products:
         for k in range(VECTOR):

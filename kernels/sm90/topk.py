@@ -1,12 +1,12 @@
 """The greatest `topk` of each row of scores, exactly, in ascending order of entries; one CTA a row.
 
-    guess     every eighth score, in a histogram: a rank that some more than topk scores are expected to reach
-    collect   all scores, once: those that reach it go to SMEM, in order
-    narrow    among these, 8 bits at a time: the rank of the last to be chosen, and how many that share it are chosen
-    emit      those above it, and of those equal to it the first, in order
+    guess     a histogram of every eighth score gives a rank that somewhat more than topk scores should reach
+    collect   one pass over all scores: those that reach the rank go to SMEM, in order
+    narrow    a radix select, 8 bits at a time: the rank of the last one to choose, and how many of that rank to choose
+    emit      those above that rank, and the first of those equal to it, in order
 
-Where the guess was wrong, or too many scores are equal, `narrow` and `emit` run over the row itself: slower, and as
-exact. So what is chosen depends on the scores alone. A score's rank is an unsigned number that orders as the score
+Where the guess was wrong, or too many scores are equal, `narrow` and `emit` run over the row itself: slower, and
+equally exact. So the choice depends on the scores alone. A score's rank is an unsigned number that orders as the score
 does; -0 equals 0, NaN comes before -inf, and 0 is the rank of what the query does not see.
 """
 
@@ -28,17 +28,17 @@ from kernels.lib.ptx import ptx
 from kernels.lib.rows import ceil_div, load, store
 
 VECTOR = 4  # scores of a load
-SAMPLED = 8  # one vector of so many is looked at first
+SAMPLED = 8  # the sample takes one vector of this many
 LEAST = 1  # the rank of NaN
 
 THREADS = 256
-CTAS = 5  # of an SM: what its SMEM holds
+CTAS = 5  # CTAs of an SM, by what its SMEM holds
 WARPS = THREADS // WARP
 CAPACITY = 4096  # scores that SMEM holds
-MAX_TOPK = CAPACITY // 2  # or what is collected, some more than topk, would not fit
-BINS = 2048  # of the guess; `narrow` has one a thread
-VECTORS = 4  # that a thread loads at a time
-AT_A_TIME = WARP * VECTOR * VECTORS  # scores of a warp
+MAX_TOPK = CAPACITY // 2  # otherwise the collected scores, somewhat more than topk, would not fit
+BINS = 2048  # bins of the guess; `narrow` has one for each thread
+VECTORS = 4  # vectors that a thread loads at a time
+AT_A_TIME = WARP * VECTOR * VECTORS  # scores of a warp's load
 SMEM_BYTES = 4 * (2 * CAPACITY + BINS + 2 * WARPS + 4)
 
 
@@ -46,10 +46,10 @@ class Extents(NamedTuple):
     """The scalars of a launch, in the order of the kernel's parameters."""
 
     s_q: Int32
-    queries: Int32  # of a block
+    queries: Int32  # queries of a block
     blocks_of_entry: Int32  # blocks of queries of a batch entry
-    first_block: Int32  # of this launch, counted over all batch entries
-    stride: Int32  # from row to row of scores, a multiple of VECTOR
+    first_block: Int32  # first block of this launch, counted over all batch entries
+    stride: Int32  # between two rows of scores, a multiple of VECTOR
     topk: Int32
     wants_values: Int32
 
@@ -79,7 +79,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Listed:
-    """Those of them that were collected, in SMEM."""
+    """The scores that were collected, in SMEM."""
 
     ranks: cute.Tensor
     entries: cute.Tensor
@@ -94,13 +94,13 @@ class Listed:
 
 @dataclass(frozen=True)
 class Chooser:
-    """A thread of the CTA, and SMEM."""
+    """A thread of the CTA, with the CTA's SMEM."""
 
     ranks: cute.Tensor  # (CAPACITY,)
     entries: cute.Tensor  # (CAPACITY,)
     bins: cute.Tensor  # (BINS,): the greatest ranks first
-    notes: cute.Tensor  # (WARPS, 2): what each warp has to say, by turns
-    found: cute.Tensor  # (4,): what one thread found
+    notes: cute.Tensor  # (WARPS, 2): numbers of each warp, in two sets used in turn
+    found: cute.Tensor  # (4,): numbers that one thread found
     thread: Int32
     warp: Int32
     lane: Int32
@@ -146,7 +146,7 @@ class Chooser:
 
     @cute.jit
     def extremes(self, least: Uint32, greatest: Uint32) -> tuple[Uint32, Uint32]:
-        """Of all threads."""
+        """The extremes over all threads."""
         least, greatest = (ptx(f"redux.sync.{name}.u32 $0, $1, 0xffffffff;", x, gives=(Uint32,))[0]
                            for name, x in (("min", least), ("max", greatest)))  # fmt: skip
         if self.lane == 0:
@@ -163,7 +163,7 @@ class Chooser:
 
     @cute.jit
     def guess(self, row: Row, topk: Int32) -> Uint32:
-        """A rank that, going by a sample, a few more than topk scores of the row reach."""
+        """A rank that, by a sample, a few more than topk scores of the row reach."""
         begin = ceil_div(row.first, Int32(VECTOR)) * VECTOR
         count = row.first + row.count - begin
         groups = cutlass.min(count // (VECTOR * SAMPLED), CAPACITY // VECTOR)
@@ -202,7 +202,9 @@ class Chooser:
 
     @cute.jit
     def collect(self, row: Row, lower: Uint32) -> tuple[Int32, Uint32, Uint32]:
-        """All scores of at least this rank, to SMEM as far as it holds them: (how many, their least rank, greatest)."""
+        """Collects all scores of at least this rank, in SMEM as far as they fit: (how many, their least rank,
+        greatest).
+        """
         last = row.first + row.count
         begin = row.first // VECTOR * VECTOR
         collected, least, greatest = Int32(0), Uint32(0xFFFFFFFF), Uint32(0)
@@ -244,7 +246,7 @@ class Chooser:
 
     @cute.jit
     def narrow(self, source, low: Uint32, shift: Int32, topk: Int32) -> tuple[Uint32, Int32]:
-        """(rank, ties): the topk greatest are those above the rank, and so many of those equal to it.
+        """(rank, ties): the topk greatest are those above the rank, and the first `ties` of those equal to it.
 
         All ranks are in [low, low + (256 << shift)).
         """
@@ -276,7 +278,7 @@ class Chooser:
 
     @cute.jit
     def emit(self, source, rank: Uint32, ties: Int32, row: Row, indices: cute.Pointer, values: cute.Pointer, wants):
-        """What `narrow` found, in order: each warp looks through a part of the source, twice."""
+        """Emits what `narrow` found, in order: each warp looks through a part of the source, twice."""
         part = ceil_div(source.count, Int32(THREADS)) * WARP
         first = self.warp * part
         last = cutlass.min(first + part, source.count)
@@ -336,7 +338,7 @@ class RowTopK:
             smem=SMEM_BYTES,
             stream=stream,
             min_blocks_per_mp=CTAS,
-            preferred_smem_carveout=100,  # or the DSL asks a driver what there is
+            preferred_smem_carveout=100,  # otherwise the DSL asks a driver
         )
 
     @cute.kernel
@@ -386,7 +388,7 @@ class RowTopK:
 
 
 def rank_of(bits: Uint32) -> Uint32:
-    """Of a score, by its bits."""
+    """The rank of a score, by its bits."""
     text = (
         "{ .reg .pred p; .reg .b32 x, s; setp.eq.u32 p, $1, 0x80000000; selp.b32 x, 0, $1, p;"
         " shr.s32 s, x, 31; or.b32 s, s, 0x80000000; xor.b32 s, s, x;"
@@ -417,7 +419,7 @@ def load_vector(p: cute.Pointer, to: cute.Tensor) -> None:
 
 @dataclass(frozen=True)
 class Config:
-    """What a caller must know."""
+    """Facts that a caller must know."""
 
     tile_m: int = 1  # rows of a CTA
     tile_n: int = CAPACITY

@@ -1,1 +1,1 @@
-"""Attention of every kind that there is for Blackwell: kernel.py, and what serves it alone."""
+"""Attention of every kind for Blackwell: kernel.py, and its parts."""

@@ -15,8 +15,8 @@ halves of O's columns or the two buffers of the scores, lie side by side in the 
     lanes of warp w     0 .. 15: rows 16 w ..    O[:, :256]    S, even tiles
                        16 .. 31: the same rows   O[:, 256:]    S, odd tiles
 
-P goes to TMEM where a lane is a row. Else it goes to SMEM, for an operand in TMEM would have to lie in the lanes of the
-accumulator, and O has both halves of them.
+P goes to TMEM where a lane is a row. Otherwise it goes to SMEM, because an operand in TMEM would have to lie in the
+lanes of the accumulator, and O occupies both halves of them.
 
 Warps are specialised, and CTAs persistent: one takes every gridDim-th tile of rows, and TMA runs ahead into the next.
 """
@@ -71,7 +71,7 @@ from .tcgen05 import (
 
 SCORE_BUFFERS = 2
 SOFTMAX_WARPS = 4  # then one that issues MMA, then one or four that load
-SOFTMAX_MET = 1  # a named barrier: all softmax warps have come
+SOFTMAX_MET = 1  # a named barrier: all softmax warps have arrived
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Config:
 
     d: int
     dtype: str
-    sources: tuple[str, ...]  # of keys, in the order in which they are walked: "span" or "selection"
+    sources: tuple[str, ...]  # kinds of the sources, in the order in which the kernel walks them: "span" or "selection"
     shared_kv: bool
     stages: int = 2
     cluster: int = 1
@@ -109,7 +109,7 @@ class Config:
 
     @property
     def lanes_per_row(self) -> int:
-        """Of TMEM, and so threads that share a row of scores and of O."""
+        """Lanes of TMEM, and so threads, that share a row of scores and of O."""
         return LANES // self.tile_m
 
     @property
@@ -122,7 +122,7 @@ class Config:
 
     @property
     def ring_d(self) -> int:
-        """Columns of a ring's tiles: a ring of K and one of V, or one for each half of what is both."""
+        """Columns of a ring's tiles: one ring of K and one of V, or one for each half of an array that is both."""
         return self.d // 2 if self.shared_kv else self.d
 
     @property
@@ -153,7 +153,7 @@ class Config:
     def weights_in_tmem(self) -> bool:
         return self.lanes_per_row == 1
 
-    # First columns of what is in TMEM: O, scores, weights.
+    # First columns in TMEM of O, scores and weights.
 
     @property
     def scores_column(self) -> int:
@@ -203,11 +203,11 @@ class Barriers:
     """mbarriers in SMEM, by what they announce."""
 
     q_full: cute.Pointer  # and info
-    q_empty: cute.Pointer  # all but those who load have read info, and the last scores are computed
+    q_empty: cute.Pointer  # all warps except the loaders have read info, and the last scores are computed
     full: cute.Pointer  # (stage, ring): it is filled
     empty: cute.Pointer  # (stage, ring): the products that read it are done
     s_full: cute.Pointer  # by buffer: scores are computed
-    p_full: cute.Pointer  # of every softmax thread: scores are read, weights given, O is in units of the new maximum
+    p_full: cute.Pointer  # every softmax thread has read its scores, written its weights and rescaled O
     o_full: cute.Pointer  # P V is done, and the weights are read
 
 
@@ -219,13 +219,13 @@ class Shared:
     rings: cute.Tensor  # (tile_n, ring_d, ring, stage)
     p: cute.Tensor | None  # (tile_m, tile_n), where P is not in TMEM
     o: cute.Tensor | None  # (tile_m, SLAB, part): O on its way out, where TMA stores it
-    info: cute.Tensor  # (PUBLISHED, row tile and each source): what the loaders found out
+    info: cute.Tensor  # (PUBLISHED, row tile and each source): numbers that the loaders found
     tmem: cute.Pointer  # where TMEM was allocated
 
 
 @dataclass(frozen=True)
 class Cta:
-    """What all its warps share."""
+    """State that all warps share."""
 
     bar: Barriers
     smem: Shared
@@ -235,11 +235,11 @@ class Cta:
 
 @dataclass(frozen=True)
 class Row:
-    """The row of scores and of O that a softmax thread has, or its part of it."""
+    """The row of scores and of O that a softmax thread holds, or its part of it."""
 
     thread: Int32
     row: Int32
-    part: Int32  # 0 unless two threads share a row: then which half of the columns
+    part: Int32  # 0 unless two threads share a row: then the half of the columns
     boxed: BoxedRows
 
     @staticmethod
@@ -307,7 +307,9 @@ class FwdSm100(ForwardKernel):
 
     @cute.jit
     def load(self, cta: Cta, rows: tuple, sources: tuple):
-        """One warp, or four that gather, for every row tile of this CTA: Q, what there is to see, the tiles of keys."""
+        """One warp, or four that gather: for every row tile of this CTA it loads Q, the spans or lists, and the tiles
+        of keys.
+        """
         c, bar, smem, n = self.config, cta.bar, cta.smem, cta.n
         thread = cute.arch.thread_idx()[0] - 32 * (SOFTMAX_WARPS + 1)
         first_warp = cute.arch.make_warp_uniform(thread // 32) == 0
@@ -342,7 +344,7 @@ class FwdSm100(ForwardKernel):
 
     @cute.jit
     def load_keys(self, cta: Cta, sources: tuple, opened: tuple, tile: RowTile, fills0: Int32, thread: Int32):
-        """All key tiles of one row tile, source after source. Entries of a selection are read a tile ahead."""
+        """Loads all key tiles of one row tile, source after source. Entries of a selection are read a tile ahead."""
         c, bar, smem = self.config, cta.bar, cta.smem
         bar_full, bar_empty = bar.full, bar.empty
         wanted, copies = None, (None,) * len(opened)
@@ -396,7 +398,7 @@ class FwdSm100(ForwardKernel):
 
     @cute.jit
     def multiply(self, cta: Cta, operands: tuple):
-        """One warp, of which one lane issues: the products of every row tile of this CTA."""
+        """One warp, one lane of which issues the products of every row tile of this CTA."""
         bar, smem, n = cta.bar, cta.smem, cta.n
         fills0 = Int32(0)
         for turn in cutlass.range(Walk.of(n).turns, unroll=1):
@@ -428,7 +430,7 @@ class FwdSm100(ForwardKernel):
     def issue_scores(self, cta: Cta, fill: Int32, last: cutlass.Boolean):
         """S <- Q K' of the rings' tile number `fill`, the last of its row tile or not.
 
-        The scores that stood there, two tiles before, are read: P of that tile has been waited for.
+        The scores of two tiles before, in the same buffer, have been read: the warp has waited for P of that tile.
         """
         c, bar, smem = self.config, cta.bar, cta.smem
         stage, parity, buffer = fill % c.stages, fill // c.stages & 1, fill % SCORE_BUFFERS
@@ -497,7 +499,7 @@ class FwdSm100(ForwardKernel):
 
     @cute.jit
     def attend(self, cta: Cta, operands: tuple, output: Any, results: RowResults, scale_log2: Float32):
-        """Four warps, a thread of which has a row or half of one, of every row tile of this CTA."""
+        """Four warps, in which a thread has a row or half of one, of every row tile of this CTA."""
         c, bar, smem, n = self.config, cta.bar, cta.smem, cta.n
         w = Row.of(c, n)
         fills0 = Int32(0)
@@ -575,7 +577,7 @@ class FwdSm100(ForwardKernel):
 
     @cute.jit
     def clear_values(self, seen: Any, t: Int32, cta: Cta, w: Row, fill: Int32):
-        """Zero the rows of V's tile t that no query sees; what is gathered has none."""
+        """Zeroes the rows of V's tile t that no query sees; gathered tiles have none."""
         c = self.config
         if cutlass.const_expr(isinstance(seen, RowSpan)):  # noqa: SIM102, at compile time
             if seen.source.needs_clearing(t):
@@ -605,7 +607,7 @@ class FwdSm100(ForwardKernel):
 
     @cute.jit
     def store_slabs(self, cta: Cta, w: Row, tile: RowTile, i: Int32, packed: cute.Tensor, output: tuple):
-        """The i-th slab of every part of the rows, through SMEM. TMA leaves out rows that do not exist."""
+        """Stores the i-th slab of every part of the rows, through SMEM. TMA leaves out rows that do not exist."""
         c, smem = self.config, cta.smem
         tma_o, mO = output
         if w.thread == 0:
@@ -614,7 +616,7 @@ class FwdSm100(ForwardKernel):
         write_row(smem.o[None, None, w.part], w.row, 0, packed)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=SOFTMAX_MET, number_of_threads=WARPGROUP)
-        if w.thread == 0:  # a copy to memory is issued by every lane that comes to it
+        if w.thread == 0:  # every lane that reaches a copy to memory issues it
             for part in cutlass.range_constexpr(c.lanes_per_row):
                 slab = part * c.outputs_per_thread // SLAB + i
                 gO, sO = tma_tiles(tma_o, tile.of(mO, c.tile_m, SLAB)[None, None, slab], smem.o[None, None, part])

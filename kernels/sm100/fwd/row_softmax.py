@@ -1,4 +1,4 @@
-"""Online softmax where a thread has a row of the scores, or one of two parts of it: that of its half of the lanes.
+"""Online softmax where a thread has a row of the scores, or the part of it that its half of the lanes holds.
 
 As in lib/softmax.py the maximum is kept unscaled, and scale * log2(e) enters only in exp2.
 """
@@ -61,7 +61,7 @@ class RowSelection:
 
     @cute.jit
     def mask(self, scores: cute.Tensor, t: Int32, part: Int32):
-        """-inf for every absent key of tile t, of which there are 32 to a part."""
+        """-inf for every absent key of tile t; a part has 32 keys."""
         absent = self.rows.absent(t)
         bits = absent[0]
         if part == 1:
@@ -101,7 +101,7 @@ def raise_max(row_max: Float32, scores: cute.Tensor, parts: cutlass.Constexpr) -
 
 @cute.jit
 def shift_of(row_max: Float32, scale_log2: Float32) -> Float32:
-    """What to subtract in the exponent; 0 for a row without keys, whose exponentials are exp2(-inf) = 0."""
+    """The number to subtract in the exponent; 0 for a row without keys, whose exponentials are exp2(-inf) = 0."""
     return Float32(0.0) if row_max == -Float32.inf else row_max * scale_log2
 
 
@@ -109,7 +109,7 @@ def shift_of(row_max: Float32, scale_log2: Float32) -> Float32:
 def exponentiate(
     row_sum: Float32, shift: Float32, scale_log2: Float32, scores: cute.Tensor, weights: cute.Tensor, dtype
 ) -> Float32:
-    """weights <- exp(scale (scores - max)), rounded to pairs; the sum, which takes them up unrounded."""
+    """weights <- exp(scale (scores - max)), rounded to pairs; the sum adds them up unrounded."""
     a, b = row_sum, Float32(0.0)
     for i in cutlass.range_constexpr(cute.size(weights)):
         low, high = (exp2(scores[2 * i + j] * scale_log2 - shift) for j in range(2))

@@ -9,8 +9,8 @@ from cutlass.cutlass_dsl import dsl_user_op
 
 from kernels.lib.wgmma import K_MAJOR, SLAB
 
-LANES, COLUMNS = 128, 512  # of TMEM
-LANE = 1 << 16  # of a TMEM address; a column is 1
+LANES, COLUMNS = 128, 512  # columns of TMEM
+LANE = 1 << 16  # step of one lane in a TMEM address; a column is 1
 
 
 @cute.jit
@@ -31,12 +31,12 @@ def tiled_mma(dtype, m: int, n: int, b_major, a_source=tcgen05.OperandSource.SME
     return cute.make_tiled_mma(cute.make_mma_atom(op))
 
 
-# Between TMEM and registers. A warp has 32 of the lanes; what is here waits for its loads and stores.
+# Between TMEM and registers. A warp has 32 of the lanes; these functions wait for its loads and stores.
 
 
 @cute.jit
 def load_lanes(base: cute.Pointer, values: cute.Tensor, thread: Int32):
-    """values <- as many columns of this thread's lane, from base on."""
+    """values <- this thread's lane, as many columns from base on."""
     count = cutlass.const_expr(cute.size(values))
     copy_lanes(tcgen05.Ld32x32bOp(tcgen05.Repetition(count)), lanes(base, count), values, thread)
     cute.arch.fence_view_async_tmem_load()
@@ -44,7 +44,7 @@ def load_lanes(base: cute.Pointer, values: cute.Tensor, thread: Int32):
 
 @cute.jit
 def load_half_lanes(tile: cute.Tensor, values: cute.Tensor, thread: Int32):
-    """Of a tile in 16 lanes of each warp's 32: one half of a lane's columns to each of two threads."""
+    """For a tile in 16 lanes of each warp's 32: each of two threads gets half of a lane's columns."""
     op = tcgen05.Ld16x32bx2Op(tcgen05.Repetition(cutlass.const_expr(cute.size(values))))
     copy_lanes(op, tile, values, thread)
     cute.arch.fence_view_async_tmem_load()
@@ -52,7 +52,7 @@ def load_half_lanes(tile: cute.Tensor, values: cute.Tensor, thread: Int32):
 
 @cute.jit
 def store_lanes(base: cute.Pointer, values: cute.Tensor, thread: Int32):
-    """As many columns of this thread's lane, from base on, <- values of 32 bits."""
+    """This thread's lane, as many columns from base on, <- values of 32 bits."""
     count = cutlass.const_expr(cute.size(values))
     bits = cute.make_tensor(cute.recast_ptr(values.iterator, dtype=Float32), values.layout)
     copy_lanes(tcgen05.St32x32bOp(tcgen05.Repetition(count)), lanes(base, count), bits, thread)
@@ -94,13 +94,13 @@ def commit(barrier: cute.Pointer):
 
 @dsl_user_op
 def before_thread_sync(*, loc=None, ip=None) -> None:
-    """Order what was done to TMEM before what tells others of it."""
+    """Orders this thread's accesses to TMEM before the signal that tells others of them."""
     nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.BEFORE_THREAD_SYNC, loc=loc, ip=ip)
 
 
 @dsl_user_op
 def after_thread_sync(*, loc=None, ip=None) -> None:
-    """Order what will be done to TMEM after what others told."""
+    """Orders this thread's later accesses to TMEM after the signal that it has waited for."""
     nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.AFTER_THREAD_SYNC, loc=loc, ip=ip)
 
 

@@ -5,22 +5,22 @@ With P = exp(S - lse), and a weight and a delta for each row (query, head):
     dV = (weight P)' dO        dS = P * (weight dO V' - delta)        dK = scale dS' Q
 
 A CTA owns a tile of keys of one KV head and walks over the tiles of rows that see any of them, of all heads of the
-group: dK and dV stay in registers, and are the same bits every time. All products are of transposes, so that keys are
-the rows of every accumulator and P' and dS' go from registers into the next product:
+group. dK and dV stay in registers, and have the same bits every time. All products are of transposes: keys are the rows
+of every accumulator, and P' and dS' go from registers into the next product:
 
     producer warp     K V   Q0 dO0   Q1 dO1   Q2 dO2 ...                        TMA, into a ring
-    row warp          what belongs to the rows of each tile                     into the same stages
+    row warp          the numbers of each tile's rows                           into the same stages
     consumer WG 0     S' = K Q',  dP' = V dO' | P' | dV += P' dO | dS' | dK += dS' Q       keys  0 ..  63
     consumer WG 1     S' = K Q',  dP' = V dO' | P' | dV += P' dO | dS' | dK += dS' Q       keys 64 .. 127
 
-At d 256 dK and dV of 64 keys are all that two warpgroups can hold, so they share the work by role. P goes from one to
-the other through SMEM, in float32:
+At d 256 two warpgroups can hold dK and dV of only 64 keys, so they share the work by role. P goes from one to the other
+through SMEM, in float32:
 
     consumer WG 0     S' = K Q'  | P' |        dV += P' dO | S' of the next ...
     consumer WG 1     dP' = V dO'      | dS' | dK += dS' Q | dP' of the next ...
 
-Which tiles of rows see its keys a CTA finds out first, from what `row_spans` left: the first, and how many. A row
-that sees no key may hold anything, so its Q and dO are zeroed where they landed, for 0 * NaN is not 0.
+A CTA first finds, in `row_spans`' results, the first tile of rows that sees its keys, and how many do. A row that sees
+no key may hold anything, so its Q and dO are zeroed where they landed, because 0 * NaN is NaN.
 """
 
 from dataclasses import dataclass
@@ -125,7 +125,7 @@ class Config:
 
     @property
     def by_role(self) -> bool:
-        """Whether one warpgroup has dV and the other dK of all keys, not each both of half of them."""
+        """Whether one warpgroup has dV and the other dK of all keys, instead of both for half of the keys."""
         return self.d > 128
 
     @property
@@ -134,7 +134,7 @@ class Config:
 
     @property
     def stages(self) -> int:
-        """Of Q and dO."""
+        """Stages of Q and dO."""
         return 2 if self.by_role else 3
 
     @property
@@ -166,14 +166,14 @@ class Config:
 
 
 class RowOperands(NamedTuple):
-    """What belongs to rows: float32 [b, s_q, h_q], and int32 [b, s_q]."""
+    """The arrays of rows: float32 [b, s_q, h_q], and int32 [b, s_q]."""
 
     lse: cute.Pointer
     weight: cute.Pointer
     delta: cute.Pointer
     start: cute.Pointer
     stop: cute.Pointer
-    seen: cute.Pointer  # int32 [b, row tile, 4]: what `row_spans` found out
+    seen: cute.Pointer  # int32 [b, row tile, 4]: the results of `row_spans`
 
 
 class KeyResults(NamedTuple):
@@ -182,17 +182,17 @@ class KeyResults(NamedTuple):
     dk: cute.Pointer
     dv: cute.Pointer
     sums: cute.Pointer | None  # float32 [b, s_q, h_q, d]: to what dQ / scale is added, where it is made too
-    shared_kv: Int32  # whether K is V: then dk has the sum of both, and dv is left alone
+    shared_kv: Int32  # whether K is V: then dk gets the sum of both, and dv is unused
     s_kv: Int32
 
 
 @dataclass(frozen=True)
 class Barriers:
-    """mbarriers in SMEM; one for each stage, but the first."""
+    """mbarriers in SMEM; one for each stage, except the first."""
 
     keys: cute.Pointer  # K and V landed
     landed: cute.Pointer  # Q and dO
-    told: cute.Pointer  # what belongs to rows
+    told: cute.Pointer  # the numbers of rows
     empty: cute.Pointer
     p_full: cute.Pointer  # P is there; single
     p_empty: cute.Pointer
@@ -238,7 +238,7 @@ class KeyTile:
 
 @dataclass(frozen=True)
 class KeysOfWarpgroup:
-    """Where 64 keys lie in an array of results, as `store_output` asks for rows."""
+    """Where 64 keys lie in an array of results, in the form of rows for `store_output`."""
 
     s_kv: Int32
     h_kv: Int32
@@ -410,7 +410,7 @@ class KeyGradientsSm90:
 
     @cute.jit
     def find_rows(self, smem: Shared, tile: KeyTile, operands: RowOperands, n: Extents):
-        """By all threads: which tiles of rows see some of the keys."""
+        """All threads find which tiles of rows see some of the keys."""
         c = self.config
         first, count = Int32(EVERYTHING), Int32(0)
         covered = cute.make_rmem_tensor(c.tile_n // WARP, Int32)
@@ -449,7 +449,7 @@ class KeyGradientsSm90:
 
     @cute.jit
     def zero_what_no_row_is(self, smem: Shared, n: Extents):
-        """By all threads: the rows of every stage that no box fills."""
+        """All threads zero the rows of every stage that no box fills."""
         c = self.config
         if n.box_inner * n.box_outer < c.tile_m:
             for s in cutlass.range_constexpr(c.stages):
@@ -482,7 +482,7 @@ class KeyGradientsSm90:
 
     @cute.jit
     def load_rows(self, bar: Barriers, smem: Shared, tile: KeyTile, rows: tuple, operands: RowOperands, n: Extents):
-        """One warp: Q and dO of every tile of rows."""
+        """One warp loads Q and dO of every tile of rows."""
         c = self.config
         first, steps = self.steps(smem)
         seeing, chunk = Int32(0), first - WARP
@@ -610,7 +610,7 @@ class KeyGradientsSm90:
     def consume_values(
         self, bar: Barriers, smem: Shared, tile: KeyTile, results: KeyResults, scale: Float32, n: Extents
     ):
-        """One warpgroup: S and P, which it hands on, and dV."""
+        """One warpgroup makes S and P, which it hands on, and dV."""
         c = self.config
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         scores = tiled_mma(self.dtype, c.tile_m, K_MAJOR)
@@ -648,7 +648,7 @@ class KeyGradientsSm90:
 
     @cute.jit
     def consume_keys(self, bar: Barriers, smem: Shared, tile: KeyTile, results: KeyResults, scale: Float32, n: Extents):
-        """The other warpgroup: dP and dS, for which it is given P, and dK."""
+        """The other warpgroup makes dP, dS from P, and dK."""
         c = self.config
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         scores = tiled_mma(self.dtype, c.tile_m, K_MAJOR)
@@ -692,7 +692,7 @@ class KeyGradientsSm90:
         thread: Int32,
         n: Extents,
     ) -> None:
-        """factor * acc, of the 64 keys from key0 on."""
+        """Stores factor * acc, for the 64 keys from key0 on."""
         keys = KeysOfWarpgroup(s_kv, n.h_kv, tile.batch, tile.kv_head, key0, thread)
         factors = cute.make_rmem_tensor(ROWS, Float32)
         factors.fill(factor)

@@ -4,9 +4,9 @@ With P = exp(S - lse), and a weight and a delta for each row (query, head):
 
     dQ = scale dS K        dS = P * (weight dO V' - delta)
 
-A tile of rows walks over the keys that they see, as in the forward pass: dQ stays in registers, and is the same bits
-every time. CTAs are persistent, and the producer runs ahead into the next tile of rows: Q and dO have two stages where
-they fit, and dQ goes from registers to memory.
+A tile of rows walks over the keys that its rows see, as in the forward pass. dQ stays in registers, and has the same
+bits every time. CTAs are persistent, and the producer runs ahead into the next tile of rows: Q and dO have two stages
+where they fit, and dQ goes from registers to memory.
 
     producer warp     Q dO   K0 V0   K1 V1 ...                             TMA, into rings
     clearing warps           K0      K1    ...                             keys that no row sees become 0
@@ -95,12 +95,12 @@ class Config:
 
     @property
     def stages_q(self) -> int:
-        """Of Q and dO."""
+        """Stages of Q and dO."""
         return 2 if self.smem_with(2) <= SMEM_LIMIT else 1
 
     @property
     def slots(self) -> int:
-        """For what the producer finds out of a tile of rows, which is read until its end, when Q is long gone."""
+        """For the producer's findings about a tile of rows, which are read until its end, long after Q is gone."""
         return 2 * self.stages_q
 
     @property
@@ -108,7 +108,7 @@ class Config:
         return self.smem_with(self.stages_q)
 
     def smem_with(self, stages_q: int) -> int:
-        """Bytes, for so many stages of Q and dO."""
+        """Bytes of SMEM with this many stages of Q and dO."""
         tiles = stages_q * 2 * 2 * self.d * self.tile_m + 2 * self.stages * self.key_tile_bytes
         return 1024 + tiles + 4 * PUBLISHED * 2 * 2 * stages_q + 8 * (2 * stages_q + 5 * self.stages)
 
@@ -118,7 +118,7 @@ class Config:
 
 
 class RowOperands(NamedTuple):
-    """What belongs to rows: float32 [b, s_q, h_q]."""
+    """The arrays of rows: float32 [b, s_q, h_q]."""
 
     lse: cute.Pointer
     weight: cute.Pointer
@@ -146,7 +146,7 @@ class Shared:
     do: cute.Tensor
     k: cute.Tensor  # (tile_n, d, stage)
     v: cute.Tensor
-    info: cute.Tensor  # (PUBLISHED, row tile and span, slot): what the producer found out
+    info: cute.Tensor  # (PUBLISHED, row tile and span, slot): numbers that the producer found
 
 
 class RowGradientsSm90:
@@ -250,7 +250,7 @@ class RowGradientsSm90:
 
     @cute.jit
     def produce(self, bar: Barriers, smem: Shared, rows: tuple, keys: tuple, spans: SpanOperands, n: Extents):
-        """One warp: Q and dO, what there is to see, and the tiles of K and V."""
+        """One warp loads Q and dO, opens the span, and loads the tiles of K and V."""
         c = self.config
         walk, fills0 = self.walk(spans, n), Int32(0)
         for turn in cutlass.range(walk.turns, unroll=1):
@@ -284,7 +284,7 @@ class RowGradientsSm90:
 
     @cute.jit
     def clear(self, bar: Barriers, smem: Shared, spans: SpanOperands, n: Extents):
-        """Three warps: they hand K on, with zeros where no row sees it, for dS K would be 0 * NaN."""
+        """Three warps hand K on, with zeros where no row sees it, because dS K would add 0 * NaN."""
         c, thread, fills0 = self.config, cute.arch.thread_idx()[0] - WARP, Int32(0)
         for turn in cutlass.range(self.walk(spans, n).turns, unroll=1):
             _, span = self.receive(bar, smem, spans, n, turn)
@@ -298,13 +298,13 @@ class RowGradientsSm90:
             fills0 = fills0 + span.tiles
 
     def walk(self, spans: SpanOperands, n: Extents) -> Walk:
-        """With as many pairs of (batch, KV head) at a time as L2 holds."""
+        """Walks with as many pairs of (batch, KV head) at a time as L2 holds."""
         return Walk.of(n, spans.s_kv, L2_KEYS // (2 * 2 * self.config.d))
 
     def receive(
         self, bar: Barriers, smem: Shared, spans: SpanOperands, n: Extents, turn: Int32
     ) -> tuple[PlacedTile, Span]:
-        """The next row tile, whose Q and dO are there, and what there is to see."""
+        """The next row tile, once its Q, its dO and its span are there."""
         c, slot = self.config, turn % self.config.slots
         cute.arch.mbarrier_wait(bar.rows_full + turn % c.stages_q, turn // c.stages_q & 1)
         tile = RowTile.read(smem.info[None, 0, slot], n)
@@ -371,7 +371,9 @@ class RowGradientsSm90:
 
 @cute.jit
 def read_numbers(numbers: cute.Tensor, of_rows: RowOperands, tile: PlacedTile, boxed: BoxedRows):
-    """Of a thread's rows lse in units of log2, weight and delta; of one that sees nothing what makes P and dS 0."""
+    """For a thread's rows: lse in units of log2, weight and delta; for a row that sees nothing, values that make P and
+    dS 0.
+    """
     for r in cutlass.range_constexpr(ROWS):
         exists, query, head = tile.place(boxed, r)
         row = tile.row_index(query, head) * Int64(exists)
@@ -393,7 +395,7 @@ def exponentiate(scores: cute.Tensor, numbers: cute.Tensor, scale_log2: Float32)
 
 @cute.jit
 def differentiate(operand: cute.Tensor, p: cute.Tensor, dp: cute.Tensor, numbers: cute.Tensor):
-    """operand <- P (weight dP - delta), rounded; 0 where P is, for what a key that is not seen holds may be NaN."""
+    """operand <- P (weight dP - delta), rounded; 0 where P is 0, because an unseen key may make dP NaN."""
     x, y = by_row(p), by_row(dp)
     for r in cutlass.range_constexpr(ROWS):
         for i in cutlass.range_constexpr(cute.size(x, mode=[1])):

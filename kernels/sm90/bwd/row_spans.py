@@ -1,6 +1,6 @@
-"""Which keys every tile of rows sees, found out once, for the CTAs of `key_gradients`, each of which asks about all.
+"""Finds once which keys every tile of rows sees, because every CTA of `key_gradients` asks about all tiles.
 
-A warp takes a tile of rows of one batch entry. It is the same for all KV heads.
+A warp takes a tile of rows of one batch entry. The result is the same for all KV heads.
 """
 
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ from kernels.lib.launch import i32, launch_facts, pointers
 from kernels.lib.rows import WARP, Extents, RowTile, ceil_div, divide, extents
 from kernels.lib.spans import SpanOperands, ask_span, open_span
 
-NUMBERS = 4  # of a tile: lo and hi of the union of its rows' spans, and of what all of them see
+NUMBERS = 4  # numbers of a tile: lo and hi of the union of its rows' spans, and of the keys that all of them see
 
 
 @dataclass(frozen=True)
 class Config:
     """Compile-time choices."""
 
-    tile_m: int = 128  # rows of a tile, at most
+    tile_m: int = 128  # most rows of a tile
     tile_n: int = 4  # tiles that a CTA takes
     smem_bytes: int = 0
 
@@ -63,7 +63,7 @@ class RowSpans:
             batch, tile = divide(i, n.tiles_of_pair)
             outer, inner = divide(tile, n.tiles_inner)
             rows = RowTile(n, Int32(0), batch, Int32(0), inner * n.box_inner, outer * n.box_outer)
-            operands = SpanOperands(start, stop, Int32(2**31 - 1))  # who reads this has keys of their own
+            operands = SpanOperands(start, stop, Int32(2**31 - 1))  # the reader has its own keys
             span = open_span(operands, rows, WARP, ask_span(operands, rows, c.tile_m))
             if cute.arch.lane_idx() == 0:
                 values = cute.make_rmem_tensor(NUMBERS, Int32)

@@ -27,11 +27,11 @@ class ColumnSoftmax:
 
     scale_log2: Float32
     thread: Int32
-    barrier: int  # a named one, of the warpgroup alone
-    shared: cute.Tensor  # float32 (warp, columns): what each warp has found; all meet between two uses
+    barrier: int  # a named barrier of the warpgroup alone
+    shared: cute.Tensor  # float32 (warp, columns): each warp's result; all warps meet between two uses
     max: cute.Tensor
     sum: cute.Tensor  # of this thread's rows, until `finish`
-    factor: cute.Tensor  # what was summed before the last step, in units of now; at last, what normalises
+    factor: cute.Tensor  # the sum before the last step, in the present units; at last, the normalising factor
     sink: cute.Tensor
 
     @staticmethod
@@ -45,7 +45,7 @@ class ColumnSoftmax:
         """Once: all queries have the same heads."""
         for i in cutlass.range_constexpr(cute.size(self.sink)):
             sink = load(results.sink + cutlass.min(column_of(self.thread, i), n.inner - 1))
-            self.sink[i] = sink if n.splits == 1 else -Float32.inf  # a part has none
+            self.sink[i] = sink if n.splits == 1 else -Float32.inf  # a partial result has no sink
 
     @cute.jit
     def reset(self):
@@ -54,7 +54,7 @@ class ColumnSoftmax:
 
     @cute.jit
     def step(self, scores: cute.Tensor):
-        """scores <- exp(scale (scores - max)) under the new maxima, which sum and factor follow."""
+        """scores <- exp(scale (scores - max)) with the new maxima; updates sum and factor."""
         s = by_column(scores)
         old = cute.make_rmem_tensor_like(self.max)
         old.store(self.max.load())
@@ -70,7 +70,7 @@ class ColumnSoftmax:
 
     @cute.jit
     def finish(self, tile: RowTile, results: RowResults):
-        """factor <- what normalises O, the sink included; lse, which leaves it out, goes to memory.
+        """factor <- the factor that normalises O, with the sink; lse, without the sink, goes to memory.
 
         A query without keys (sum 0) gets factor 0 and lse -inf; a NaN stays a NaN.
         """
@@ -100,7 +100,9 @@ class ColumnSoftmax:
 
     @cute.jit
     def shift(self, i: cutlass.Constexpr) -> Float32:
-        """What to subtract in the exponent; 0 for a column without keys, whose exponentials are exp2(-inf) = 0."""
+        """The number to subtract in the exponent; 0 for a column without keys, whose exponentials are exp2(-inf) =
+        0.
+        """
         shift = self.max[i] * self.scale_log2
         return Float32(0.0) if self.max[i] == -Float32.inf else shift
 
@@ -109,9 +111,10 @@ class ColumnSoftmax:
 def over_lanes(
     x: cute.Tensor, combine: cutlass.Constexpr[Callable], thread: Int32
 ) -> tuple[Float32, Int32, cutlass.Boolean]:
-    """x of each column from the eight lanes that have it, in one of them: (what, which element, whether this is it).
+    """Combines x of each column over the eight lanes that hold it, into one of them: (result, its element, whether
+    here).
 
-    While there are several columns, lanes hand each other what the other will end with.
+    While there are several columns, two lanes exchange the columns that the other will end with.
     """
     values, i, is_first = [x[j] for j in range(cute.size(x))], Int32(0), thread >= 0
     for distance in LANES_A_COLUMN:
@@ -146,7 +149,7 @@ def exists(tile: RowTile, column: Int32) -> cutlass.Boolean:
 
 
 def by_column(acc: cute.Tensor) -> cute.Tensor:
-    """An accumulator (c, r, j) seen as ((c, j), r); of eight columns it has no j."""
+    """An accumulator (c, r, j) seen as ((c, j), r); with eight columns it has no j."""
     columns = cute.size(acc) // ROWS
     return cute.make_tensor(acc.iterator, cute.make_layout(((2, columns // 2), ROWS), stride=((1, 2 * ROWS), 2)))
 

@@ -1,6 +1,6 @@
-"""Attention for Hopper over a latent that is both K and V, of few heads whose keys differ from query to query.
+"""Attention for Hopper over a latent that is both K and V, for few heads whose keys differ from query to query.
 
-A tile of 64 rows would hold one query's heads, and most of it nothing. So the operands change sides (swap A/B): keys
+A tile of 64 rows would hold one query's heads, and be mostly empty. So the operands change sides (swap A/B): keys
 are the rows, heads the columns.
 
     S' = K Q'       64 keys x heads, K from SMEM
@@ -61,8 +61,8 @@ from kernels.lib.wgmma import (
 
 from .column_softmax import WARPS, ColumnSoftmax, by_column, column_of, exists, scale_columns
 
-CTAS_PER_SM = 2  # an SM
-CONSUMERS_MET = 1  # a named barrier: all threads of the warpgroup have come
+CTAS_PER_SM = 2  # CTAs of an SM
+CONSUMERS_MET = 1  # a named barrier: all threads of the warpgroup have arrived
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Config:
 
     d: int
     dtype: str
-    sources: tuple[str, ...]  # of keys, in the order in which they are walked: "span" or "selection"
+    sources: tuple[str, ...]  # kinds of the sources, in the order in which the kernel walks them: "span" or "selection"
     tile_m: int  # heads
     tile_n: int = 64  # keys: the rows of one WGMMA
     piece: int = 2 * SLAB  # columns of a key tile that are filled and freed together
@@ -85,12 +85,12 @@ class Config:
 
     @property
     def registers(self) -> tuple[int, int]:
-        """(producer, consumer) registers a thread, out of what a launch of two CTAs an SM gives to both alike."""
+        """(producer, consumer) registers a thread; a launch of two CTAs an SM gives both the same number at first."""
         return 56, 200
 
     @property
     def smem_limit(self) -> int:
-        """Of an SM's 228 KiB a CTA's share, of which 1 KiB is not its own."""
+        """A CTA's share of an SM's 228 KiB, 1 KiB of which the system takes."""
         return (SMEM_LIMIT + 1024) // CTAS_PER_SM - 1024
 
     @property
@@ -99,7 +99,7 @@ class Config:
 
     @property
     def launch_options(self) -> dict[str, int]:
-        return {"min_blocks_per_mp": CTAS_PER_SM, "preferred_smem_carveout": 100}  # unsaid, it is asked of the device
+        return {"min_blocks_per_mp": CTAS_PER_SM, "preferred_smem_carveout": 100}  # otherwise the DSL asks the device
 
     @property
     def pieces(self) -> int:
@@ -121,7 +121,7 @@ class Config:
 
     @property
     def key_tiles(self) -> int:
-        """Of how many tiles of keys there are pieces in SMEM, at most."""
+        """The greatest number of key tiles with pieces in SMEM."""
         return self.smem_limit // (self.tile_n * self.row_bytes) + 2
 
     @property
@@ -130,12 +130,14 @@ class Config:
 
     @property
     def slab_bytes(self) -> int:
-        """Of O, and of a tile's weights."""
+        """Bytes of a slab of O, and of a tile's weights."""
         return self.tile_m * SLAB * 2
 
     @property
     def slabs_at_a_time(self) -> int:
-        """Of O, in SMEM: the weights' place, and what fits beside the keys; as many each time."""
+        """Slabs of O in SMEM at a time: the weights' place, and what fits beside the keys; the same number each
+        time.
+        """
         slabs = self.d // SLAB
         fit = 1 + (self.smem_limit - self.bytes_with_keys) // self.slab_bytes
         return max(n for n in range(1, slabs + 1) if n <= fit and slabs % n == 0)
@@ -176,21 +178,21 @@ class Shared:
     p: cute.Tensor  # (heads, tile_n, slabs_at_a_time): the weights first; O on its way out
     found: cute.Tensor  # (warp, heads, 2): see ColumnSoftmax
     seen: cute.Tensor  # (warp of the producer, key_tiles): see `present`
-    info: cute.Tensor  # (PUBLISHED, row tile and each source): what the producer found out
+    info: cute.Tensor  # (PUBLISHED, row tile and each source): numbers that the producer found
 
 
 @dataclass(frozen=True)
 class Consumer:
-    """What a consumer thread keeps from query to query."""
+    """State that a consumer thread keeps from query to query."""
 
     bar: Barriers
     smem: Shared
     thread: Int32
     qk: cute.TiledMma
     pv: cute.TiledMma
-    keys: cute.Tensor  # as S' takes them: (.., stage)
+    keys: cute.Tensor  # keys as S' takes them: (.., stage)
     q: cute.Tensor  # (.., piece of d)
-    values: tuple[cute.Tensor, ...]  # as O' takes them, by slab of a piece: (.., stage)
+    values: tuple[cute.Tensor, ...]  # keys as O' takes them, by slab of a piece: (.., stage)
     p: cute.Tensor
     scores: cute.Tensor
     out: tuple[cute.Tensor, ...]  # by slab of d
@@ -220,10 +222,10 @@ class FewHeadsSm90(ForwardKernel):
                     cute.arch.mbarrier_init(bar.full + i, WARPGROUP + WARPS)
                     cute.arch.mbarrier_init(bar.empty + i, WARPGROUP)
             cute.arch.mbarrier_init_fence()
-        for i in cutlass.range_constexpr(c.pieces):  # heads that do not exist are computed on too
+        for i in cutlass.range_constexpr(c.pieces):  # the kernel also computes heads that do not exist
             zero_rows(smem.q[None, None, i], n.box_inner, cute.arch.thread_idx()[0], c.threads)
         cute.arch.sync_threads()
-        cute.arch.griddepcontrol_launch_dependents()  # `combine`, where it follows, waits for this grid by itself
+        cute.arch.griddepcontrol_launch_dependents()  # `combine`, where it follows, waits for this grid itself
 
         if warp < 4:
             cute.arch.setmaxregister_decrease(c.registers[0])
@@ -251,14 +253,14 @@ class FewHeadsSm90(ForwardKernel):
         return bar, Shared(q, k, p, found, seen, info)
 
     def slot(self, piece: Int32) -> tuple[Int32, Int32]:
-        """(stage, phase) of a CTA's so manieth piece."""
+        """(stage, phase) of a CTA's n-th piece."""
         return piece % self.config.stages, piece // self.config.stages & 1
 
     # ---- producer
 
     @cute.jit
     def produce(self, bar: Barriers, smem: Shared, row_source: tuple, sources: tuple, n: Extents):
-        """For every query of this CTA: Q, what there is to see, and the keys."""
+        """For every query of this CTA: loads Q, opens the sources, and gathers the keys."""
         c = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         tma_q, mQ = row_source
@@ -308,7 +310,7 @@ class FewHeadsSm90(ForwardKernel):
 
     @cute.jit
     def arrive_as_warp(self, barrier: cute.Pointer):
-        """Behind what all lanes did but copies by cp.async, which arrive by themselves."""
+        """Arrives after everything that all lanes did, except copies by cp.async, which arrive themselves."""
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(barrier)
@@ -337,7 +339,7 @@ class FewHeadsSm90(ForwardKernel):
             slots = (smem.info[None, 1 + i] for i in range(len(sources)))
             opened = (read_selection(x, tile, c.tile_n, c.d, slot) for x, slot in zip(sources, slots, strict=True))
             tiles = total_tiles(tuple(opened))
-            cute.arch.cp_async_bulk_wait_group(0, read=True)  # all warps meet before the next thing takes O's place
+            cute.arch.cp_async_bulk_wait_group(0, read=True)  # all warps meet before anything else takes O's place
             w.softmax.reset()
             if tiles == 0:
                 cute.arch.mbarrier_arrive(bar.q_empty)
@@ -383,7 +385,7 @@ class FewHeadsSm90(ForwardKernel):
 
     @cute.jit
     def multiply_keys(self, w: Consumer, k: Int32) -> list[cutlass.Boolean]:
-        """The scores of this CTA's k-th tile of keys; of a thread's rows, which are there."""
+        """The scores of this CTA's k-th tile of keys; and which keys of a thread's rows are there."""
         c = self.config
         for i in cutlass.range_constexpr(c.pieces):
             stage, phase = self.slot(k * c.pieces + i)
@@ -405,9 +407,9 @@ class FewHeadsSm90(ForwardKernel):
 
     @cute.jit
     def share_weights(self, w: Consumer, fresh: cutlass.Boolean):
-        """All warps' products of the weights before are done, for they have met in the softmax.
+        """All warps' products with the previous weights are done, because the warps have met in the softmax.
 
-        O is rescaled while the weights are on their way to SMEM, for which the fence waits.
+        O is rescaled while the weights go to SMEM; the fence waits for them.
         """
         store_columns(w.qk, w.scores, w.smem.p[None, None, 0], w.thread)
         self.rescale(w, fresh)
@@ -416,7 +418,7 @@ class FewHeadsSm90(ForwardKernel):
 
     @cute.jit
     def rescale(self, w: Consumer, fresh: cutlass.Boolean):
-        """O' in units of the new maxima. Where none of the warp's columns rose, the factors are exactly 1."""
+        """O' in units of the new maxima. Where no column of the warp rose, the factors are exactly 1."""
         factor = w.softmax.factor
         rises = factor[0] != 1.0
         for i in cutlass.range_constexpr(1, cute.size(factor)):
@@ -427,7 +429,7 @@ class FewHeadsSm90(ForwardKernel):
 
     @cute.jit
     def multiply_values(self, w: Consumer, k: Int32, fresh: cutlass.Boolean):
-        """O' += V' P', piece by piece of d, each handed back while the next is read."""
+        """O' += V' P', piece by piece of d; each piece is handed back while the next is read."""
         c = self.config
         slabs = c.piece // SLAB
         for i in cutlass.range_constexpr(c.pieces):
@@ -444,7 +446,7 @@ class FewHeadsSm90(ForwardKernel):
 
     @cute.jit
     def store(self, w: Consumer, tile: RowTile, output: tuple):
-        """O through SMEM, and by TMA to memory, which leaves out heads that do not exist."""
+        """Stores O through SMEM, and by TMA to memory, which leaves out heads that do not exist."""
         c = self.config
         tma_o, mO = output
         gO, sO = tma_tiles(tma_o, tile.of(mO, c.tile_m, SLAB), w.smem.p)
@@ -464,7 +466,7 @@ class FewHeadsSm90(ForwardKernel):
 
     @cute.jit
     def store_part(self, w: Consumer, tile: RowTile, results: RowResults):
-        """As fp32, from registers; of a query that saw no key, lse says so."""
+        """Stores O as fp32, from registers; for a query that saw no key, lse says so."""
         c = self.config
         for i in cutlass.range_constexpr(c.tile_m // 4):
             column = column_of(w.thread, i)
@@ -473,7 +475,7 @@ class FewHeadsSm90(ForwardKernel):
                 for slab, acc in enumerate(w.out):
                     for r in cutlass.range_constexpr(ROWS):
                         store(row + (slab * SLAB + row_of(w.thread, r)), by_column(acc)[i, r])
-        # as in `store`, between what the softmax finds of this query and of the next
+        # as in `store`, between the softmax's results of this query and of the next
         cute.arch.barrier(barrier_id=CONSUMERS_MET, number_of_threads=WARPGROUP)
 
 

@@ -13,16 +13,16 @@ CLUSTER = 2  # CTAs
 @dataclass(frozen=True)
 class Peer:
     rank: Int32
-    shift: Int32  # from where something of ours is to where the peer has the same
+    shift: Int32  # distance from a place of ours to the peer's same place
 
     @staticmethod
     def of(here: cute.Pointer) -> "Peer":
-        """`here`: anything in shared memory."""
+        """The peer's place of `here`, which is anything in shared memory."""
         rank = cute.arch.block_idx_in_cluster() ^ 1
         return Peer(rank, address_in(here.toint(), rank) - here.toint())
 
     def send(self, address: Int32, words: tuple[Uint32, ...], barrier: cute.Pointer) -> None:
-        """16 bytes to this place of the peer's, which are counted on its barrier when they are there."""
+        """Sends 16 bytes to this place of the peer's; its barrier counts them when they arrive."""
         send_words(address + self.shift, words, barrier.toint() + self.shift)
 
     def tell(self, barrier: cute.Pointer) -> None:
@@ -31,7 +31,7 @@ class Peer:
 
 
 def arrive(cluster: int) -> None:
-    """Where all threads meet once: of a CTA, here; of a cluster of so many, the others are waited for later."""
+    """Arrives where all threads meet once. A single CTA waits here; a cluster of so many waits for the others later."""
     if cluster > 1:
         cute.arch.sync_warp()  # a lane has initialised barriers that its warp uses before it waits
         cute.arch.cluster_arrive()
@@ -45,7 +45,7 @@ def await_others(cluster: int) -> None:
 
 
 def address_in(here: Int32, rank: Int32) -> Int32:
-    """Of what another CTA has here, in the shared memory of all of the cluster."""
+    """The address of another CTA's same place, in the shared memory of the cluster."""
     return ptx("mapa.shared::cluster.u32 $0, $1, $2;", Int32(here), Int32(rank), gives=(Int32,), pure=True)[0]
 
 
@@ -59,8 +59,8 @@ def send_words(address: Int32, words: tuple[Uint32, ...], barrier: Int32) -> Non
 
 
 def arrive_once(barrier: Int32, lane: Int32) -> None:
-    """In assembly: without a branch, for products may be under way, and without a fence of the cluster's scope, for all
-    that is told is that something has been read."""
+    """Arrives by assembly: without a branch, because products may be under way, and without a fence of the cluster's
+    scope, because the arrival tells only that something has been read."""
     ptx(
         "{ .reg .pred p; setp.eq.s32 p, $1, 0; @p mbarrier.arrive.shared::cluster.b64 _, [$0]; }",
         Int32(barrier),

@@ -3,8 +3,8 @@
 O of 64 rows is 64 x 512 in fp32, half the register file, so two warpgroups own 256 columns each and every key tile is
 read by both. Key tiles of 64 go two by two: "left" computes the scores of the even one, "right" of the odd one, and
 each multiplies the weights of both with its own half of the columns, its own weights from registers, the other's from
-SMEM. The maximum of a row is handed from left to right and back; all sums are kept under the newest. Where a tile of
-rows has heads of several queries, which see a window and a few keys more, odd tiles are longer.
+SMEM. Left and right pass the maximum of a row to and fro, and keep all sums under the newest one. Where a tile of rows
+has heads of several queries, which together see a window and a few keys more, odd tiles are longer.
 
     left    S0 = Q K0'  max0 > P0  O_l += P0 K0_l      > P0 *= f -> SMEM   O_l += P1 K1_l   S0 of the next pair
                              \\                        /              \\     /
@@ -13,8 +13,8 @@ rows has heads of several queries, which see a window and a few keys more, odd t
 So one's softmax runs under the other's products: FlashMLA's seesaw schedule. With its last weights a side hands over
 the sums of its rows. A tile is refilled by halves of its columns, each as soon as it is read for the last time. Warps
 are specialised and CTAs persistent: one takes every gridDim-th tile of rows, and the producer runs ahead into the next
-one: Q's SMEM is free after the last scores, for O goes through the weights' SMEM, slab by slab, and TMA stores it while
-the next tile is worked on.
+one. Q's SMEM is free after the last scores, because O goes through the weights' SMEM, slab by slab, and TMA stores it
+during the work on the next tile.
 
 The keys come from one or more sources, walked one after the other as one sequence of tiles under one softmax: spans
 (contiguous: a window, a dense cache) and selections (by index), which may be packed. Spans alone are loaded by TMA;
@@ -84,8 +84,8 @@ class Config:
 
     d: int
     dtype: str
-    sources: tuple[str, ...]  # of keys, in the order in which they are walked: "span", "selection" or one of PACKED
-    more: int = 0  # keys that odd tiles have beyond tile_n, copied by a warp of its own
+    sources: tuple[str, ...]  # kinds of the sources, in the order of the walk: "span", "selection" or one of PACKED
+    more: int = 0  # keys that odd tiles have beyond tile_n, which a separate warp copies
     cluster: int = 1
     tile_m: int = 64
     tile_n: int = 64
@@ -98,7 +98,7 @@ class Config:
 
     @property
     def run(self) -> int:
-        """Row tiles that a CTA takes one after the other: 128 heads of a query are two, with the same window."""
+        """Row tiles that a CTA takes in a row: 128 heads of a query are two, with the same window."""
         return 2 if self.sources == ("span",) else 1
 
     @property
@@ -108,12 +108,12 @@ class Config:
 
     @property
     def tile_keys(self) -> tuple[int, int]:
-        """Of the even and the odd tile of a pair."""
+        """Keys of the even and of the odd tile of a pair."""
         return self.tile_n, self.tile_n + self.more
 
     @property
     def slabs_of_o(self) -> int:
-        """Places of its own for each side's O on its way out, beside that of its weights."""
+        """Separate places for each side's outgoing O, besides that of its weights."""
         return 0 if self.more else 1
 
     @property
@@ -127,7 +127,9 @@ class Config:
 
     @property
     def unit(self) -> int:
-        """Key tiles that splits share out: pairs. To unpack two takes longer than to merge two splits of one."""
+        """Key tiles that splits share out as a unit: pairs. Unpacking two takes longer than merging two splits of
+        one.
+        """
         return 1 if self.unpacks else 2
 
     @property
@@ -203,11 +205,11 @@ class Shared:
     p: tuple[cute.Tensor, ...]  # (64, keys), by tile of the pair: the weights
     o: tuple[tuple[cute.Tensor, ...], ...]  # (64, SLAB), by warpgroup: O on its way out, in the end where p is
     max: cute.Tensor  # (64, warpgroup): the running maximum that each hands over; then what the other's sum ends with
-    info: cute.Tensor  # (PUBLISHED, row tile and each source, row tile & 1): what the producer found out
+    info: cute.Tensor  # (PUBLISHED, row tile and each source, row tile & 1): numbers that the producer found
 
 
 class Rows(NamedTuple):
-    """The rows of a tile that a thread holds, and what belongs to them."""
+    """The rows of a tile that a thread holds, with their numbers."""
 
     tile: RowTile
     boxed: BoxedRows
@@ -216,7 +218,7 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class Consumer:
-    """What a consumer thread keeps from row tile to row tile: barriers, SMEM, operands and registers."""
+    """State that a consumer thread keeps from row tile to row tile: barriers, SMEM, operands and registers."""
 
     bar: Barriers
     smem: Shared
@@ -257,7 +259,7 @@ class LatentSm90(ForwardKernel):
                 bar.initialise(c.loaders, WARP if c.more else 0)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        cute.arch.griddepcontrol_launch_dependents()  # `combine`, where it follows, waits for this grid by itself
+        cute.arch.griddepcontrol_launch_dependents()  # `combine`, where it follows, waits for this grid itself
 
         if warp < 4 * c.producers:
             cute.arch.setmaxregister_decrease(c.registers[0])
@@ -295,7 +297,7 @@ class LatentSm90(ForwardKernel):
 
     @cute.jit
     def produce(self, bar: Barriers, smem: Shared, row_source: tuple, sources: tuple, n: Extents):
-        """For every row tile of this CTA: Q, what there is to see, and the keys."""
+        """For every row tile of this CTA: loads Q, opens the sources, and loads the keys."""
         c = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         tma_q, mQ = row_source
@@ -331,7 +333,7 @@ class LatentSm90(ForwardKernel):
 
     @cute.jit
     def produce_more(self, bar: Barriers, smem: Shared, source: tuple, n: Extents):
-        """By a warp of its own: the last keys of odd tiles."""
+        """A separate warp loads the last keys of odd tiles."""
         c = self.config
         walk, odds0 = self.walk(n), Int32(0)
         for turn in cutlass.range(walk.turns, unroll=1):
@@ -342,7 +344,7 @@ class LatentSm90(ForwardKernel):
             odds0 = odds0 + span.tiles // 2
 
     def walk(self, n: Extents) -> Walk:
-        """Where keys are gathered, heads of one query follow one another: they share them in L2."""
+        """Where keys are gathered, heads of one query follow one another, so that they share the keys in L2."""
         c = self.config
         return Walk.of(n, Int32(1), 1) if c.gathers else Walk.of(n, run=c.run)
 
@@ -427,7 +429,7 @@ class LatentSm90(ForwardKernel):
 
     @cute.jit
     def attend(self, side: cutlass.Constexpr, w: Consumer, work: Work, rows: Rows):
-        """All key tiles of one row tile, and what normalises its output; lse."""
+        """Takes all key tiles of one row tile; returns the normalising factors of its output, and stores lse."""
         if work.evens == 0:
             self.prepare(side, w, work, rows)
             cute.arch.mbarrier_arrive(w.bar.q_empty)
@@ -439,7 +441,7 @@ class LatentSm90(ForwardKernel):
             self.attend_right(w, work, rows)
 
     def prepare(self, side: int, w: Consumer, work: Work, rows: Rows) -> Work:
-        """What is not needed before the first scores are there."""
+        """Prepares what is not needed before the first scores."""
         w.softmax.start(*rows)
         if self.config.gathers:
             seen = (SelectedRows.of(work.sources),)
@@ -497,7 +499,7 @@ class LatentSm90(ForwardKernel):
             w.bar.release(EVEN, RIGHT)
 
     def finish(self, side: int, w: Consumer, rows: Rows) -> None:
-        """What normalises the output; lse."""
+        """The normalising factors of the output; stores lse."""
         s = w.softmax
         take_over(w.smem.max, side, s.factor, w.thread)
         s.row_sum.store(s.row_sum.load() + s.factor.load())
@@ -505,12 +507,12 @@ class LatentSm90(ForwardKernel):
 
     @cute.jit
     def store(self, side: cutlass.Constexpr, w: Consumer, turn: Int32, target: cute.Tensor):
-        """This side's half of O, normalised, slab by slab."""
+        """Stores this side's half of O, normalised, slab by slab."""
         c, mma = self.config, tiled_mma(self.dtype, SLAB, K_MAJOR)
         slabs, slab = c.half // SLAB, cute.make_tensor(w.scores.iterator, mma.partition_shape_C((c.tile_m, SLAB)))
         for i in cutlass.range_constexpr(slabs):
             if cutlass.const_expr(i == c.slabs_of_o):
-                cute.arch.mbarrier_wait(w.bar.all_read, turn & 1)  # the other side reads this one's weights no more
+                cute.arch.mbarrier_wait(w.bar.all_read, turn & 1)  # the other side no longer reads this one's weights
             for x in cutlass.range_constexpr(cute.size(slab)):
                 slab[x] = w.out[i * cute.size(slab) + x] * w.softmax.factor[x // 2 % ROWS]
             w.stores.store(i, mma, slab, w.weights, target[None, None, side * slabs + i])
@@ -525,7 +527,7 @@ class LatentSm90(ForwardKernel):
         half: cutlass.Constexpr,
         fresh: cutlass.Constexpr,
     ):
-        """Q K' of this side's tile over one half of d. Keys of the tile that no row sees are cleared first."""
+        """Issues Q K' of this side's tile over one half of d. It first clears keys of the tile that no row sees."""
         c = self.config
         full, parity = w.bar.full + 2 * side, (pair + (work.evens0, work.odds0)[side]) & 1
         cute.arch.mbarrier_wait(full + half, parity)
@@ -552,7 +554,7 @@ class LatentSm90(ForwardKernel):
 
     @cute.jit
     def next_scores(self, w: Consumer, work: Work, pair: Int32):
-        """The scores of the next even tile, the first half of them under the products of the pair before."""
+        """Issues the scores of the next even tile, the first half of them under the products of the previous pair."""
         self.issue_scores(LEFT, w, work, pair, LEFT, fresh=True)
         warpgroup.wait_group(1)
         w.bar.release(ODD, LEFT)
@@ -602,7 +604,7 @@ class LatentSm90(ForwardKernel):
 
     @cute.jit
     def right_pair(self, w: Consumer, work: Work, pair: Int32 | int, rows: Rows, first: cutlass.Constexpr = False):
-        """As `left_pair`, of the odd tile, and until the products are there."""
+        """`left_pair` for the odd tile, until the products are complete."""
         s = w.softmax
         self.mask(w, work, 2 * pair + 1)
         s.remember_max()
@@ -632,7 +634,7 @@ class LatentSm90(ForwardKernel):
 
     @cute.jit
     def right_without_odd(self, w: Consumer, work: Work):
-        """The last pair has an even tile only: its product, still in flight. Left is given this side's sum."""
+        """The last pair has only an even tile: its product stays in flight. Left gets this side's sum."""
         uses = work.evens0 + work.odds
         self.adopt_max(w, LEFT, uses)
         self.share_sum(w, RIGHT)
@@ -658,7 +660,7 @@ class LatentSm90(ForwardKernel):
         cute.arch.mbarrier_arrive(w.bar.weights_shared + side)
 
     def share_sum(self, w: Consumer, side: int) -> None:
-        """To the other side, where it put its maximum for this one."""
+        """Writes the sum for the other side, where that put its maximum for this one."""
         w.softmax.sum_columns()
         cute.arch.sync_warp()  # a lane of a quad writes what all four have read
         hand_over(w.smem.max, 1 - side, w.softmax.row_sum, w.thread)

@@ -1,7 +1,7 @@
-"""How the producer of `latent_sm90` fills its key tiles: by TMA, or by `cp.async`; packed keys are `packed_tiles`'.
+"""How the producer of `latent_sm90` fills its key tiles: by TMA, or by `cp.async`; `packed_tiles` has packed keys.
 
-Two tiles of keys stand in SMEM, the even and the odd one of a pair. A tile is refilled by halves of its columns, each
-as soon as it is read for the last time. The odd tile may be longer, by keys that a warp of its own copies.
+SMEM holds two tiles of keys, the even and the odd one of a pair. The producer refills a tile by halves of its columns,
+each as soon as it has been read for the last time. The odd tile may be longer, by keys that a separate warp copies.
 """
 
 from dataclasses import dataclass, fields
@@ -31,8 +31,8 @@ class Barriers:
     q_empty: cute.Pointer
     full: cute.Pointer  # 4, indexed by 2 * (EVEN or ODD) + half, and so is
     empty: cute.Pointer
-    max_shared: cute.Pointer  # 2, by side: its running maximum stands in SMEM
-    weights_shared: cute.Pointer  # 2, by side: its weights stand in SMEM, with the last ones its sum
+    max_shared: cute.Pointer  # 2, by side: its running maximum is in SMEM
+    weights_shared: cute.Pointer  # 2, by side: its weights are in SMEM, with the last ones its sum
     all_read: cute.Pointer  # nothing of a row tile's weights and sums is still to be read
 
     COUNTS = (1, 1, 4, 4, 2, 2, 1)  # in that order
@@ -42,7 +42,7 @@ class Barriers:
         return Barriers(*(first + sum(Barriers.COUNTS[:i]) for i in range(len(Barriers.COUNTS))))
 
     def initialise(self, loaders: int, more: int) -> None:
-        """By one thread. So many load a tile, and some more an odd one."""
+        """One thread initialises them, for the numbers of threads that load a tile, and an odd one."""
         consumers, readers = 2 * WARPGROUP, WARPGROUP  # a warpgroup reads a half as V
         arrivals = (1, consumers, loaders, readers, WARPGROUP, WARPGROUP, consumers)
         firsts = (getattr(self, field.name) for field in fields(self))
@@ -60,7 +60,7 @@ class Work:
     """One row tile."""
 
     sources: tuple
-    rows: tuple  # per source: what this thread's rows see of it
+    rows: tuple  # per source: the keys that this thread's rows see
     evens0: Int32  # pairs whose even, odd tile came before: the fill counts of the two key buffers
     odds0: Int32
     again: cutlass.Boolean | bool = False  # its keys, one pair of tiles, are those of the row tile before
@@ -76,13 +76,13 @@ class Work:
 
 @dataclass(frozen=True)
 class KeyTiles:
-    """The key tiles of a kernel, as its producer knows them."""
+    """The key tiles of a kernel, as its producer sees them."""
 
     config: Any
 
     @cute.jit
     def load(self, bar: Barriers, sK: tuple, work: Work, sources: tuple, tile: RowTile):
-        """Fill the halves of all key tiles, in the order in which they come free."""
+        """Fills the halves of all key tiles, in the order in which they come free."""
         c = self.config
         tiles, full, empty = total_tiles(work.sources), bar.full, bar.empty
         for pair in cutlass.range(work.evens, unroll=1):
@@ -100,7 +100,7 @@ class KeyTiles:
 
     @cute.jit
     def gather(self, bar: Barriers, sK: tuple, work: Work):
-        """As `load`, of keys that differ from query to query."""
+        """`load` for keys that differ from query to query."""
         c = self.config
         thread = cute.arch.thread_idx()[0]
         tiles, full, empty = total_tiles(work.sources), bar.full, bar.empty
@@ -122,15 +122,15 @@ class KeyTiles:
                 self.look_up(work.sources, wanted[None, which], 2 * pair + 2 + which, thread)
 
     def look_up(self, sources: tuple, wanted: cute.Tensor, t: Int32, thread: Int32) -> None:
-        """Read which keys of tile t this thread will copy."""
+        """Reads which keys of tile t this thread will copy."""
         on_source(sources, t, Selection.look_up, wanted, thread, WARPGROUP)
 
     def settle(self, sources: tuple, wanted: cute.Tensor, t: Int32, thread: Int32) -> None:
-        """Judge which of them are there."""
+        """Judges which of them exist."""
         on_source(sources, t, Selection.settle, wanted, thread, WARPGROUP)
 
     def slabs(self, half: int) -> range:
-        """Of a half of the columns."""
+        """Slabs of a half of the columns."""
         slabs = self.config.half // SLAB
         return range(half * slabs, (half + 1) * slabs)
 
@@ -144,7 +144,7 @@ class KeyTiles:
         full: cute.Pointer,
         again: cutlass.Boolean,
     ):
-        """tile_n keys from gmem's first one on. `again`: they stand there already."""
+        """Loads tile_n keys from gmem's first one on. `again`: SMEM has them already."""
         c = self.config
         gK, sK = tma_tiles(atom, gmem, cute.local_tile(sK, (c.tile_n, c.half), (0, None)))
         if not_(again):
@@ -156,7 +156,7 @@ class KeyTiles:
 
     @cute.jit
     def load_more(self, bar: Barriers, sK: cute.Tensor, span: Span, odds0: Int32, place: tuple):
-        """By a warp: the keys of odd tiles behind those that `load` loads; zeros for what no query sees.
+        """A warp loads the keys of odd tiles after those that `load` loads, with zeros for keys that no query sees.
 
         `place` is that of the span's first key.
         """

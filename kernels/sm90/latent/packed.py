@@ -107,7 +107,7 @@ def packed_operands(kind: str) -> type:
 
 @dataclass(frozen=True)
 class Places:
-    """What a thread knows of the keys that it copies of one tile."""
+    """A thread's view of the keys that it copies of one tile."""
 
     units: cute.Tensor  # uint32 [keys]: where an entry begins in the pool, by `UNIT`; ABSENT where the key is
     scales: cute.Tensor  # int32 [keys]: from there to the entry's scales, in bytes, where these are apart
@@ -151,7 +151,7 @@ class PackedSelection(Selection):
 
     @cute.jit
     def locate(self, t: Int32, places: Places, wanted: cute.Tensor, thread: Int32, threads: cutlass.Constexpr):
-        """places <- where the keys of tile t are that were looked up. Of an absent one nothing is read."""
+        """places <- the places of the keys of tile t that were looked up. Nothing is read of an absent one."""
         packing, n = self.format.packing, self.operands.page
         step = packing.values if packing.apart else packing.entry
         page_units = ceil_div(n * packing.entry, Int32(packing.multiple)) * packing.multiple // UNIT
@@ -191,7 +191,7 @@ class PackedSelection(Selection):
 
     @cute.jit
     def fetch(self, t: Int32, held: Held, places: Places, slabs: cutlass.Constexpr, thread: Int32):
-        """Ask for some slabs of this thread's keys, and their scales; of absent ones, zeros."""
+        """Loads some slabs of this thread's keys, and their scales, with zeros for absent keys."""
         form, part = self.format, thread % LANES_A_KEY
         for key in cutlass.range_constexpr(cute.size(places.units)):
             units, first = places.units[key], self.entry_at(places, key) + part * form.part_bytes
@@ -229,7 +229,7 @@ class PackedSelection(Selection):
 
 @dataclass(frozen=True)
 class Part:
-    """What a thread has of every key: sixteen numbers in a row of each slab."""
+    """A thread's part of every key: sixteen numbers in a row of each slab."""
 
     tile: cute.Tensor  # (tile_n, d) in slabs
     part: Int32

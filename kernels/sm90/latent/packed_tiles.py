@@ -22,7 +22,7 @@ from .packed import LANES_A_KEY, Format, Held, PackedSelection, Places
 
 @dataclass(frozen=True)
 class PackedTiles:
-    """What a thread knows while it fills the key tiles of one row tile."""
+    """A thread's state while it fills the key tiles of one row tile."""
 
     config: Any
     bar: Barriers
@@ -43,22 +43,22 @@ class PackedTiles:
         return self.config.loaders
 
     def look_up(self, which: int, pair: Int32) -> None:
-        """Read which keys of a tile this thread will copy."""
+        """Reads which keys of a tile this thread will copy."""
         wanted = self.wanted[None, which]
         on_source(self.work.sources, 2 * pair + which, PackedSelection.look_up, wanted, self.thread, self.threads)
 
     def locate(self, which: int, pair: Int32) -> None:
-        """Find out where the keys are that were looked up."""
+        """Finds the places of the keys that were looked up."""
         found = (self.places[which], self.wanted[None, which])
         on_source(self.work.sources, 2 * pair + which, PackedSelection.locate, *found, self.thread, self.threads)
 
     @property
     def formats(self) -> tuple[Format, ...]:
-        """Of the sources, each once."""
+        """The sources' formats, each once."""
         return tuple(dict.fromkeys(source.format for source in self.work.sources))
 
     def on_format(self, which: int, pair: Int32, action: Callable, *arguments: Any) -> None:
-        """`action` of the source of a tile's keys: a branch only where formats differ."""
+        """Runs `action` for the source of a tile's keys, with a branch only where formats differ."""
         t = 2 * pair + which
         if len(self.formats) > 1:
             on_source(self.work.sources, t, action, *arguments)
@@ -76,7 +76,7 @@ class PackedTiles:
         cute.arch.mbarrier_wait(self.bar.empty + 2 * which + half, (fills & 1) ^ 1)
 
     def held(self) -> Held:
-        """Registers for what this thread has of a half."""
+        """Registers for this thread's part of a half."""
         keys = cute.size(self.wanted, mode=[0])
         return Held.of(self.formats, [self.slabs(half) for _, half in REFILL_ORDER], keys)
 
@@ -100,7 +100,7 @@ class PackedTiles:
 
     @cute.jit
     def load(self):
-        """Who reads them issues the proxy fence, for it waits for all loads that a thread has under way."""
+        """The readers issue the proxy fence, because it waits for all loads that a thread has under way."""
         held = self.held()
         for which in (EVEN, ODD):
             self.look_up(which, 0)
@@ -118,5 +118,5 @@ class PackedTiles:
 
 
 def load_packed(config: Any, bar: Barriers, tiles: tuple, work: Work) -> None:
-    """Fill the halves of all key tiles, in the order in which they come free."""
+    """Fills the halves of all key tiles, in the order in which they come free."""
     PackedTiles.of(config, bar, tiles, work).load()

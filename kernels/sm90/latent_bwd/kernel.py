@@ -5,26 +5,26 @@ With P = exp(S - lse), and a weight and a delta for each row (query, head):
     dS = scale P * (weight dO K' - delta)        dQ = dS K        dKV += dS' Q + (weight P)' dO
 
 A CTA keeps 64 rows of Q and dO in SMEM and walks over the keys of the sources, 64 at a time, as the forward pass does.
-dQ, 64 x 512 in fp32, stays in the registers of two warpgroups, 256 columns each. What a tile of keys adds to dKV does
-not: it goes out to memory by reductions, 32 columns at a time (key_gradients.py). The products are shared out:
+dQ, 64 x 512 in fp32, stays in the registers of two warpgroups, 256 columns each. A tile's contribution to dKV goes out
+to memory by reductions, 32 columns at a time (key_gradients.py). The roles share the products:
 
     producer    K of the next tile, gathered with cp.async as soon as both halves of dQ have read this one's;
                 Q and dO of the next rows, as the last chunks of dKV free them
                     | full[piece of columns]                         ^ empty[half]
     left        S = Q K',  dP = dO K',  P and dS to SMEM,  dQ_l += dS K_l,  the last quarter of dKV while K comes in
                     | shared                                         ^ taken
-    right       dQ_r += dS K_r,  the rest of dKV: two chunks under way while the one before goes out
+    right       dQ_r += dS K_r,  the rest of dKV: two chunks under way while the previous one goes out
 
-So right's products and reductions of one tile run while left makes the P and dS of the next one. Both take P' and dS'
-out of SMEM into registers at once, as the first operand of all their chunks, so that one stage of them is enough.
+So right's products and reductions of one tile run while left makes the P and dS of the next one. Both copy P' and dS'
+from SMEM into registers at once, as the first operand of all their chunks, so one stage of them is enough.
 
 A tile adds 128 KiB to dKV, some 4.6 us at the 28 bytes a ns and SM that reductions reach, and twice that where dKV does
-not fit into L2; the tensor cores have 2.9 us of work. So where two tiles of rows have the same keys (heads of one
-query, or neighbouring rows of a span), a cluster of two CTAs takes them: of each pair of right's chunks a CTA keeps
-one, to which it adds what its peer sends of it through distributed shared memory, and sends the other.
+not fit into L2; the tensor cores have 2.9 us of work. Where two tiles of rows have the same keys (heads of one query,
+or neighbouring rows of a span), a cluster of two CTAs takes them. From each pair of right's chunks a CTA keeps one and
+sends the other to its peer through distributed shared memory; to the one it keeps it adds what the peer sends.
 
-Every tile of keys is listed in SMEM by its producer: where each key is, or that it is absent. An absent key is filled
-with zeros, its P is 0, and nothing is added for it. Rows that do not exist, or that see no key, are filled with zeros.
+The producer lists every tile of keys in SMEM: where each key is, or that it is absent. Zeros replace an absent key, its
+P is 0, and nothing is added for it. Zeros also replace rows that do not exist, or that see no key.
 """
 
 from dataclasses import dataclass, replace
@@ -93,15 +93,15 @@ class Config:
 
     d: int
     dtype: str
-    sources: tuple[str, ...]  # of keys, in the order in which they are walked: "span" or "selection"
+    sources: tuple[str, ...]  # kinds of the sources, in the order in which the kernel walks them: "span" or "selection"
     tile_m: int = 64
     tile_n: int = 64
-    pieces: int = 4  # of the columns, in which Q, dO and K arrive
-    chunk: int = 32  # columns of dKV that are made at a time
+    pieces: int = 4  # pieces of the columns, in which Q, dO and K arrive
+    chunk: int = 32  # columns of dKV in one chunk
     under_way: int = 2  # chunks
-    chunks_of_left: int = 4  # the last ones, which left makes while it waits for keys; in whole pieces
-    deterministic: bool = False  # sums of dKV in 64-bit fixed point, the same in any order
-    cluster: int = 1  # CTAs with rows that have their keys in common; two add up what they make of right's chunks
+    chunks_of_left: int = 4  # the last chunks, which left makes while it waits for keys; in whole pieces
+    deterministic: bool = False  # sums of dKV in 64-bit fixed point, independent of order
+    cluster: int = 1  # CTAs whose rows have the same keys; two add up their results for right's chunks
 
     @property
     def gathers(self) -> bool:
@@ -114,22 +114,22 @@ class Config:
 
     @property
     def registers(self) -> tuple[int, int, int]:
-        """(producer, left, right) registers a thread, out of what a launch gives to all three warpgroups alike."""
+        """(producer, left, right) registers a thread; a launch gives all three warpgroups the same number at first."""
         return 56, 224, 224
 
     @property
     def spans(self) -> int:
-        """Sources of which each row may see something else of a tile of keys."""
+        """Sources in which rows may see different keys of a tile."""
         return 0 if self.gathers else len(self.sources)
 
     @property
     def sum_bytes(self) -> int:
-        """Of a number of dKV in memory."""
+        """Bytes of a number of dKV in memory."""
         return 8 if self.deterministic else 4
 
     @property
     def slot_bytes(self) -> int:
-        """Of a chunk of dKV in SMEM."""
+        """Bytes of a chunk of dKV in SMEM."""
         return 4 * self.tile_n * self.chunk
 
     @property
@@ -137,7 +137,7 @@ class Config:
         return self.d // 2
 
     def chunks(self, side: int) -> range:
-        """Which chunks of dKV a side makes."""
+        """The chunks of dKV that a side makes."""
         chunks = self.d // self.chunk
         border = chunks - self.chunks_of_left
         return range(border, chunks) if side == LEFT else range(border)
@@ -170,7 +170,7 @@ class Config:
 
 
 class RowOperands(NamedTuple):
-    """What belongs to rows: [b, s_q, h_q, d], and float32 [b, s_q, h_q]."""
+    """The arrays of rows: [b, s_q, h_q, d], and float32 [b, s_q, h_q]."""
 
     q: cute.Pointer
     do: cute.Pointer
@@ -178,7 +178,7 @@ class RowOperands(NamedTuple):
     lse: cute.Pointer
     weight: cute.Pointer
     delta: cute.Pointer
-    resolution: cute.Pointer  # float32: what 1 is in fixed point; not read where sums are in floating point
+    resolution: cute.Pointer  # float32: the unit of fixed point; not read where sums are in floating point
     scale: Float32
 
 
@@ -186,12 +186,12 @@ class Source(NamedTuple):
     """Some keys, who sees them, and where their gradient goes."""
 
     keys: cute.Pointer  # [b, s_kv, h_kv, d], or a pool [s_kv, d]
-    dkv: cute.Pointer  # as keys, but float32, or 64-bit fixed point: added to
+    dkv: cute.Pointer  # like keys, but float32 or 64-bit fixed point: the kernel adds to it
     seen_from: cute.Pointer  # int32: start of a span, indices of a selection
     seen_to: cute.Pointer  # int32: stop of a span, lengths of a selection
     s_kv: Int32
-    s_batch: Int32  # keys from one batch entry's to the next's: s_kv, or 0 where all share a pool
-    topk: Int32  # of a selection
+    s_batch: Int32  # distance between batch entries in keys: s_kv, or 0 where all share a pool
+    topk: Int32  # entries of a selection
 
     def operands(self, kind: str, gathers: bool) -> Any:
         if kind == "selection":
@@ -276,7 +276,7 @@ class LatentBwdSm90:
             else:
                 cute.arch.setmaxregister_increase(c.registers[2])
                 self.right(bar, smem, rows, sources, n)
-        if cutlass.const_expr(c.cluster > 1):  # none ends while its peer may still come to it
+        if cutlass.const_expr(c.cluster > 1):  # no CTA ends while its peer may still access it
             arrive(c.cluster)
             await_others(c.cluster)
 
@@ -299,7 +299,7 @@ class LatentBwdSm90:
         return bar, Shared(q, do, k, p, ds, out, keys, numbers, spans, info)
 
     def walk(self, n: Extents) -> Walk:
-        """Where keys are gathered, heads of one query follow one another: they share them in L2."""
+        """Where keys are gathered, heads of one query follow one another, so that they share the keys in L2."""
         c = self.config
         return Walk.of(n, Int32(1), 1, cluster=c.cluster) if c.gathers else Walk.of(n, cluster=c.cluster)
 
@@ -307,7 +307,9 @@ class LatentBwdSm90:
 
     @cute.jit
     def produce(self, bar: Barriers, smem: Shared, rows: RowOperands, sources: tuple, n: Extents):
-        """For every row tile of this CTA: its first keys, what there is to see, Q and dO, and the other keys."""
+        """For every row tile of this CTA: loads its first keys, opens the sources, loads Q and dO, and the other
+        keys.
+        """
         c = self.config
         thread = cute.arch.thread_idx()[0]
         walk, before = self.walk(n), Int32(0)
@@ -336,7 +338,7 @@ class LatentBwdSm90:
         return open_selection(operands, tile, c.tile_n, c.d)
 
     def of_cluster(self, tile: RowTile) -> RowTile:
-        """The rows of all its CTAs, which walk over the same keys."""
+        """The rows of all CTAs of the cluster, which walk over the same keys."""
         cluster = self.config.cluster
         if cluster == 1:
             return tile
@@ -344,7 +346,7 @@ class LatentBwdSm90:
         return replace(tile, n=n, inner0=tile.inner0 - cute.arch.block_idx()[0] % cluster * tile.n.box_inner)
 
     def listed_keys(self, opened: Any, source: Source, tile: RowTile) -> Selection:
-        """What is opened as something to gather from: of a span the union of its rows' intervals."""
+        """An opened source as something to gather from: for a span the union of its rows' intervals."""
         if isinstance(opened, Selection):
             return opened
         place, step = tile.key(source.keys, opened.operands.s_kv, Int32(0), self.config.d)
@@ -352,7 +354,7 @@ class LatentBwdSm90:
 
     @cute.jit
     def gather(self, bar: Barriers, smem: Shared, keys: Selection, wanted: cute.Tensor, k: Int32, thread: Int32):
-        """The CTA's k-th tile of keys, piece by piece, and where its keys are."""
+        """Gathers the CTA's k-th tile of keys, piece by piece, and lists where its keys are."""
         c = self.config
         for piece in cutlass.range_constexpr(c.pieces):
             if cutlass.const_expr(piece % (c.pieces // 2) == 0):
@@ -377,7 +379,7 @@ class LatentBwdSm90:
         turn: Int32,
         thread: Int32,
     ):
-        """What was found out of a row tile, and its Q and dO, piece by piece; zeros for a row that sees nothing."""
+        """Publishes a row tile, and loads its Q and dO, piece by piece, with zeros for a row that sees nothing."""
         c = self.config
         at_once, row0, chunk = WARPGROUP // LANES_A_ROW, thread // LANES_A_ROW, thread % LANES_A_ROW
         count = c.tile_m // at_once
@@ -413,14 +415,14 @@ class LatentBwdSm90:
     # ---- consumers
 
     def counts(self, smem: Shared, turn: Int32) -> tuple[Int32, ...]:
-        """How many tiles of keys a row tile has of each source."""
+        """How many tiles of keys of each source a row tile has."""
         return tuple(
             cute.arch.make_warp_uniform(smem.info[0, 1 + i, turn & 1]) for i in range(len(self.config.sources))
         )
 
     @cute.jit
     def left(self, bar: Barriers, smem: Shared, rows: RowOperands, sources: tuple, n: Extents):
-        """P and dS, and the left half of dQ."""
+        """Makes P and dS, and the left half of dQ."""
         c = self.config
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         qk = tiled_mma(self.dtype, c.tile_n, K_MAJOR)
@@ -441,7 +443,7 @@ class LatentBwdSm90:
             self.read_rows(smem, rows, sources, RowTile.read(smem.info[None, 0, turn & 1], n), thread)
             for t in cutlass.range(tiles, unroll=1):
                 k, last = before + t, Int32(t == tiles - 1)
-                for r in cutlass.range_constexpr(ROWS):  # now, for they queue up with what right adds to memory
+                for r in cutlass.range_constexpr(ROWS):  # now, because loads queue up with right's additions to memory
                     for i in cutlass.range_constexpr(3):
                         numbers[r, i] = smem.numbers[row_of(thread, r), i]
                 for piece in cutlass.range_constexpr(c.pieces):
@@ -497,9 +499,9 @@ class LatentBwdSm90:
 
     @cute.jit
     def read_rows(self, smem: Shared, rows: RowOperands, sources: tuple, tile: PlacedTile, thread: Int32):
-        """The numbers of the tile's rows to SMEM; a row that sees nothing gets P = 0 and dS = 0."""
+        """Writes the numbers of the tile's rows to SMEM; a row that sees nothing gets P = 0 and dS = 0."""
         boxed = BoxedRows.of(tile.n, 0, thread, self.config.gathers)
-        cute.arch.sync_warp()  # a warp has rows of its own
+        cute.arch.sync_warp()  # a warp has its own rows
         for r in cutlass.range_constexpr(ROWS):
             exists, query, head = tile.place(boxed, r)
             row = tile.row_index(query, head) * Int64(exists)
@@ -518,7 +520,7 @@ class LatentBwdSm90:
 
     @cute.jit
     def skip_rows(self, bar: Barriers, turn: Int32, dq: cute.Tensor):
-        """No row of this tile sees a key."""
+        """Skips a tile in which no row sees a key: its dQ is 0."""
         for piece in cutlass.range_constexpr(self.config.pieces):
             cute.arch.mbarrier_wait(bar.q_full + piece, turn & 1)
             cute.arch.mbarrier_arrive(bar.q_empty + piece)
@@ -526,7 +528,7 @@ class LatentBwdSm90:
 
     @cute.jit
     def right(self, bar: Barriers, smem: Shared, rows: RowOperands, sources: tuple, n: Extents):
-        """The right half of dQ, and dKV."""
+        """Makes the right half of dQ, and dKV."""
         c = self.config
         dsk = tiled_mma(self.dtype, c.half, MN_MAJOR)
         b_right = operand_b(dsk, transposed(cute.local_tile(smem.k, (c.tile_n, c.half), (0, RIGHT))))
@@ -564,7 +566,7 @@ class LatentBwdSm90:
 
     @cute.jit
     def find_gradient(self, smem: Shared, of_first: cutlass.Boolean, sources: tuple, turn: Int32, n: Extents) -> Int64:
-        """Where the gradient of the keys of this batch entry and KV head begins, in the source that a tile is of."""
+        """Where the gradient of this batch entry's and KV head's keys begins, in the source of a tile."""
         base = self.gradient_of(sources[-1], smem, turn, n)
         if cutlass.const_expr(len(sources) == 2):  # noqa: SIM102, at compile time
             if of_first:
@@ -577,7 +579,7 @@ class LatentBwdSm90:
         return (source.dkv + (Int64(batch) * source.s_batch * n.h_kv + kv_head) * words).toint()
 
     def store(self, dq: cute.Tensor, smem: Shared, rows: RowOperands, turn: Int32, n: Extents, side: int) -> None:
-        """Half of dQ; where the rows are is looked up again, rather than kept in registers."""
+        """Stores half of dQ; it looks up again where the rows are, instead of keeping that in registers."""
         tile = RowTile.read(smem.info[None, 0, turn & 1], n)
         thread = thread_again()
         boxed = BoxedRows.of(n, 0, thread, self.config.gathers)
@@ -588,7 +590,7 @@ class LatentBwdSm90:
 
 @cute.jit
 def mask_span(scores: cute.Tensor, spans: cute.Tensor, slot: cute.Tensor, key0: Int32, thread: Int32):
-    """-inf for every key that its row does not see, of the tile that begins with key0."""
+    """-inf for every key that its row does not see, in the tile that begins with key0."""
     s = by_row(scores)
     keys = 4 * cute.size(s, mode=[1])
     if key0 < slot[1] or key0 + keys > slot[2]:
@@ -633,7 +635,7 @@ def exponentiate(scores: cute.Tensor, numbers: cute.Tensor, scale_log2: Float32)
 
 @cute.jit
 def differentiate(p: cute.Tensor, dp: cute.Tensor, numbers: cute.Tensor, scale: Float32):
-    """dP <- scale P (weight dP - delta), delta being scaled already; P <- weight P."""
+    """dP <- scale P (weight dP - delta), with delta scaled already; P <- weight P."""
     p, dp = by_row(p), by_row(dp)
     for r in cutlass.range_constexpr(ROWS):
         weight, delta = numbers[r, 1], numbers[r, 2]
@@ -644,10 +646,10 @@ def differentiate(p: cute.Tensor, dp: cute.Tensor, numbers: cute.Tensor, scale: 
 
 
 def compile(variant: Backward, out_dir: Path) -> Compiled:
-    one_tile = variant.max_heads <= 64  # of rows has all heads of a query, whose keys no other has
+    one_tile = variant.max_heads <= 64  # a tile of rows has all heads of one query, whose keys no other tile has
     cluster = 1 if one_tile or variant.deterministic else CLUSTER
     config = Config(variant.d, variant.dtype, variant.sources, deterministic=variant.deterministic, cluster=cluster)
-    if variant.deterministic:  # 64-bit sums are four times as many instructions, for which left has no registers
+    if variant.deterministic:  # 64-bit sums take four times as many instructions, for which left has no registers
         config = replace(config, chunks_of_left=0)
     source = (*pointers(variant.dtype, "keys", "int32", "int32", "float32"), i32(), i32(), i32())
     return compile_ahead(

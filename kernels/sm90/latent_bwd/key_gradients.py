@@ -1,4 +1,4 @@
-"""How `latent_bwd` makes the gradient of a tile of keys, and adds it to what is in memory."""
+"""How `latent_bwd` makes the gradient of a tile of keys, and adds it to memory."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -33,8 +33,8 @@ from .smem import RIGHT, Barriers, Shared
 class Target:
     """Where a thread adds to dKV."""
 
-    first: Int64  # of key 0, the thread's column of a chunk
-    keys: tuple[Int32, ...] | cute.Tensor  # negative where there is none: the thread's, or the tile's in SMEM
+    first: Int64  # address of key 0, in the thread's column of a chunk
+    keys: tuple[Int32, ...] | cute.Tensor  # negative where there is no key: the thread's numbers, or the tile's in SMEM
     step: Int32  # bytes from a key to the next
 
     def of_key(self, i: int) -> tuple[Int64, Int32]:
@@ -43,28 +43,28 @@ class Target:
 
 
 class Chunk(NamedTuple):
-    """Some columns of a tile's dKV. Of a cluster, chunks come in pairs: of each a CTA has one of its `own`, to which it
-    adds what its peer makes of it, and one that it sends to the peer."""
+    """Some columns of a tile's dKV. In a cluster chunks come in pairs: in each a CTA has its `own` one, to which it
+    adds its peer's result, and one that it sends to the peer."""
 
-    column0: int  # of the chunk, or of the pair
+    column0: int  # number of the chunk, or of the pair
     own: bool = True
-    pair: int = 0  # of those of a tile
+    pair: int = 0  # one of those of a tile
 
 
 @dataclass(frozen=True)
 class KeyGradients:
-    """What one side makes of a tile of keys' dKV, chunk by chunk, and how it gets into memory."""
+    """One side's part of a tile's dKV, chunk by chunk, and the way into memory."""
 
     config: Any  # kernel.Config
     chunks: tuple[Chunk, ...]
     merges: bool  # whether the chunks are those of a cluster
-    rank: Int32  # of the CTA
+    rank: Int32  # rank of the CTA
     mma: cute.TiledMma
     of_keys: tuple[cute.Tensor, ...]  # (weight P)' and dS', in registers
     of_rows: tuple[tuple[cute.Tensor, ...], ...]  # dO and Q, by chunk
-    acc: tuple[cute.Tensor, ...]  # of chunks under way
-    resolution: cute.Pointer  # to what 1 is in fixed point, where sums are made in that
-    slots: tuple[cute.Tensor, ...]  # SMEM: one to go through, or two for what the peer sends
+    acc: tuple[cute.Tensor, ...]  # accumulators of chunks under way
+    resolution: cute.Pointer  # the unit of fixed point, where sums are made in that
+    slots: tuple[cute.Tensor, ...]  # SMEM: one slot to go through, or two for the peer's numbers
 
     @staticmethod
     def of(c: Any, side: int, dtype, smem: Shared, resolution: cute.Pointer) -> "KeyGradients":
@@ -73,7 +73,7 @@ class KeyGradients:
         merges = c.cluster > 1 and side == RIGHT
         columns = [i * c.chunk for i in c.chunks(side)]
         chunks = tuple(map(Chunk, columns))
-        if merges:  # two are sent before the first is waited for
+        if merges:  # two are sent before the wait for the first
             pairs = range(len(columns) // 2)
             chunks = tuple(
                 Chunk(columns[2 * pair], own, pair)
@@ -104,7 +104,7 @@ class KeyGradients:
 
     @cute.jit
     def load(self, smem: Shared):
-        """P and dS of a tile out of SMEM, where they are rows x keys."""
+        """Loads P and dS of a tile from SMEM, where they are rows x keys."""
         atom = cute.make_copy_atom(cute_warp.LdMatrix8x8x16bOp(True, 4), smem.p.element_type)
         copy = cute.make_tiled_copy_A(atom, self.mma).get_slice(thread_again())
         for tile, operand in zip((smem.p, smem.ds), self.of_keys, strict=True):
@@ -112,7 +112,7 @@ class KeyGradients:
 
     @cute.jit
     def make(self, i: cutlass.Constexpr):
-        """The i-th chunk, two groups of products."""
+        """Makes the i-th chunk, by two groups of products."""
         for j in cutlass.range_constexpr(2):
             multiply(self.mma, self.acc[i % self.config.under_way], self.of_keys[j], self.of_rows[i][j], fresh=j == 0)
 
@@ -122,11 +122,11 @@ class KeyGradients:
             self.make(i)
 
     def aim(self, gradient: Int64, listed: cute.Tensor, n: Extents) -> "Target":
-        """What this thread adds to, of the tile whose keys are listed."""
+        """The places to which this thread adds, for the tile whose keys are listed."""
         c, thread = self.config, self.thread
         if c.deterministic:  # a column of all keys of a warp
             column = thread % WARP
-        elif c.cluster == 1:  # four keys, and of each 16 of 128 bytes
+        elif c.cluster == 1:  # four keys, 16 of 128 bytes of each
             column = thread % 8 * 4
             listed = tuple(listed[thread // WARP * 16 + i * 4 + thread % WARP // 8] for i in range(4))
         else:
@@ -137,8 +137,8 @@ class KeyGradients:
 
     @cute.jit
     def finish(self, bar: Barriers, target: Target, k: Int32, last: Int32):
-        """All chunks of the CTA's k-th tile of keys, of which the first are under way already, go out. With the last
-        tile of a row tile Q and dO are free."""
+        """Sends out all chunks of the CTA's k-th tile of keys; the first are under way already. With the last tile of a
+        row tile it frees Q and dO."""
         c, of_piece = self.config, self.config.d // self.config.chunk // self.config.pieces
         for i in cutlass.range_constexpr(len(self.chunks)):
             chunk, acc = self.chunks[i], self.acc[i % c.under_way]
@@ -173,24 +173,24 @@ class KeyGradients:
                     self.make(i + c.under_way)
 
     def peer(self, bar: Barriers) -> Peer:
-        """The other CTA of the cluster; where it is, is asked again too."""
+        """The other CTA of the cluster; it asks again where that is."""
         here, rank = bar.first.toint(), 1 - self.rank
         there = ptx("mapa.shared::cluster.u32 $0, $1, $2;", Int32(here), Int32(rank), gives=(Int32,))[0]
         return Peer(rank, there - here)
 
     def place_of(self, chunk: Chunk) -> Int32:
-        """This thread's part of what the peer sends. No two chunks of a tile have the same, or ptxas keeps the
-        addresses from one to the next, in registers that are not there."""
+        """The place of this thread's part of the peer's numbers. No two chunks of a tile have the same place; otherwise
+        ptxas keeps the addresses from one to the next, and there are no registers for them."""
         return self.slots[chunk.pair % 2].iterator.toint() + (self.thread ^ chunk.pair // 2) * 16
 
     @property
     def pieces(self) -> set[int]:
-        """Of Q and dO that are read."""
+        """The pieces of Q and dO that are read."""
         return {chunk.column0 * self.config.pieces // self.config.d for chunk in self.chunks}
 
     @cute.jit
     def leave_others(self, bar: Barriers, last: Int32):
-        """The other pieces of Q and dO are free on this side, with the last tile of keys."""
+        """Frees the other pieces of Q and dO on this side, with the last tile of keys."""
         for piece in cutlass.range_constexpr(self.config.pieces):
             if cutlass.const_expr(piece not in self.pieces):
                 arrive_if(bar.q_empty + piece, last)
@@ -198,7 +198,7 @@ class KeyGradients:
 
 @cute.jit
 def stage_rows(acc: cute.Tensor, slot: Int32):
-    """32 columns of a warp's 16 keys to 2 KiB of SMEM of its own, row by row, blocks of 32 bytes swizzled."""
+    """Writes 32 columns of a warp's 16 keys to its own 2 KiB of SMEM, row by row, with blocks of 32 bytes swizzled."""
     lane = cute.arch.lane_idx()
     rows = by_row(acc)
     row0 = slot + lane // 4 * 128 + lane // 4 % 4 * 32 + lane % 4 * 8
@@ -210,7 +210,9 @@ def stage_rows(acc: cute.Tensor, slot: Int32):
 
 @cute.jit
 def add_staged(slot: Int32, target: Target, column0: cutlass.Constexpr):
-    """From there to memory, 128 bytes of a key at a time, for L2 takes as many requests a second whatever they hold."""
+    """Adds from there to memory, 128 bytes of a key at a time, because L2 takes the same number of requests a second
+    whatever their size.
+    """
     lane = cute.arch.lane_idx()
     of_lane = slot + lane // 8 * 128 + (lane % 8 ^ lane // 8 * 2) * 16
     for first in cutlass.range_constexpr(0, 4, 2):
@@ -222,7 +224,7 @@ def add_staged(slot: Int32, target: Target, column0: cutlass.Constexpr):
 
 @cute.jit
 def add_fixed(slot: Int32, target: Target, column0: cutlass.Constexpr, resolution: cute.Pointer):
-    """From there to memory in fixed point, whose sums are the same in any order: 32 columns of a key at a time."""
+    """Adds from there to memory in fixed point, in which sums do not depend on order: 32 columns of a key at a time."""
     lane, warp = cute.arch.lane_idx(), thread_again() // WARP
     unit = load_again(resolution)
     for row in cutlass.range_constexpr(16):
@@ -235,8 +237,8 @@ def add_fixed(slot: Int32, target: Target, column0: cutlass.Constexpr, resolutio
 
 @cute.jit
 def add_by_quads(acc: cute.Tensor, received: Int32 | None, target: Target, column0: cutlass.Constexpr):
-    """As they are, 64 bytes of a key at a time: of two blocks of eight columns lanes 0 and 2 of a quad take the first
-    and lanes 1 and 3 the second. What the peer has sent joins them, row by row, for registers are short."""
+    """Adds the numbers directly, 64 bytes of a key at a time. From two blocks of eight columns lanes 0 and 2 of a quad
+    take the first, lanes 1 and 3 the second. It adds the peer's numbers row by row, because registers are short."""
     odd = cute.arch.lane_idx() % 2 == 1
     rows = by_row(acc)
     pairs = cute.size(rows, mode=[1]) // 4
@@ -263,7 +265,7 @@ def add_by_quads(acc: cute.Tensor, received: Int32 | None, target: Target, colum
 
 @cute.jit
 def send(peer: Peer, acc: cute.Tensor, slot: Int32, arrived: cute.Pointer):
-    """To where the peer's same thread has the same slot, a row of the accumulator after the other."""
+    """Sends to where the peer's same thread has the same slot, one row of the accumulator after the other."""
     rows = by_row(cute.make_tensor(cute.recast_ptr(acc.iterator, dtype=Uint32), acc.layout))
     pairs = cute.size(rows, mode=[1]) // 4
     for r in cutlass.range_constexpr(ROWS):
@@ -273,7 +275,7 @@ def send(peer: Peer, acc: cute.Tensor, slot: Int32, arrived: cute.Pointer):
 
 
 def send_four(address: Int32, offset: int, words: tuple[Uint32, ...], barrier: Int32) -> None:
-    """To the peer's place, `offset` bytes behind address, counted on its barrier when they are there."""
+    """Sends to the peer's place, `offset` bytes after address; the peer's barrier counts the bytes when they arrive."""
     ptx(
         f"st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [$0+{offset}], {{$2, $3, $4, $5}}, [$1];",
         Int32(address),
@@ -283,12 +285,14 @@ def send_four(address: Int32, offset: int, words: tuple[Uint32, ...], barrier: I
 
 
 def thread_again() -> Int32:
-    """This thread of its warpgroup, asked for where it is wanted: what follows from it isn't kept in registers."""
+    """This thread of its warpgroup, asked for where it is needed, so that nothing derived from it stays in
+    registers.
+    """
     return ptx("mov.u32 $0, %tid.x;", gives=(Int32,))[0] % WARPGROUP
 
 
 def load_again(place: cute.Pointer) -> Float32:
-    """Loaded where it is wanted, for the same reason."""
+    """Loads a value where it is needed, for the same reason."""
     return ptx("ld.global.nc.f32 $0, [$1];", place.toint(), gives=(Float32,))[0]
 
 
@@ -305,7 +309,7 @@ def load_one(address: Int32) -> Float32:
 
 
 def add_one(target: Int64, there: Int32, offset: int, value: Float32) -> None:
-    """To a 64-bit integer in memory, `offset` bytes behind target, what value is nearest to, unless `there` is
+    """Adds the integer nearest to value to a 64-bit integer in memory, `offset` bytes after target, unless `there` is
     negative."""
     ptx(
         "{ .reg .pred p; .reg .s64 x; setp.ge.s32 p, $1, 0; cvt.rni.s64.f32 x, $2; "
@@ -317,7 +321,7 @@ def add_one(target: Int64, there: Int32, offset: int, value: Float32) -> None:
 
 
 def add_four(target: Int64, there: Int32, offset: int, *values: Float32) -> None:
-    """To four numbers in memory, `offset` bytes behind target, unless `there` is negative."""
+    """Adds to four numbers in memory, `offset` bytes after target, unless `there` is negative."""
     ptx(
         "{ .reg .pred p; setp.ge.s32 p, $1, 0; "
         f"@p red.relaxed.gpu.global.add.v4.f32 [$0+{offset}], {{$2, $3, $4, $5}}; }}",

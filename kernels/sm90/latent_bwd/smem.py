@@ -1,4 +1,4 @@
-"""What the roles of `latent_bwd` share: barriers and SMEM."""
+"""Barriers and SMEM, which the roles of `latent_bwd` share."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from kernels.lib.launch import WARP, WARPGROUP
 
 LEFT, RIGHT = 0, 1  # a warpgroup, and its half of dQ's columns
-STAGES = 2  # of what is listed of a tile of keys
+STAGES = 2  # numbers in the list of a tile of keys
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Barriers:
     COUNT = 22
 
     def initialise(self, takers: int) -> None:
-        """By one thread. So many sides take P and dS out of SMEM. Producers and consumers arrive thread by thread."""
+        """One thread initialises them; `takers` sides read P and dS. All others arrive thread by thread."""
         for barriers, count, arrivals in (
             (self.q_full, 4, WARPGROUP),
             (self.q_empty, 4, 2 * WARPGROUP),
@@ -37,7 +37,7 @@ class Barriers:
 
     @property
     def q_full(self) -> cute.Pointer:
-        """By piece of the columns: of Q and dO."""
+        """By piece of the columns: Q and dO are in SMEM."""
         return self.first
 
     @property
@@ -46,22 +46,22 @@ class Barriers:
 
     @property
     def full(self) -> cute.Pointer:
-        """By piece of the columns: of a tile of keys."""
+        """By piece of the columns: a tile of keys is in SMEM."""
         return self.first + 8
 
     @property
     def empty(self) -> cute.Pointer:
-        """By half of the columns, which one side reads last."""
+        """By half of the columns: the side that reads it last is done."""
         return self.first + 12
 
     @property
     def listed(self) -> cute.Pointer:
-        """Where a tile's keys are stands in SMEM."""
+        """The list of a tile's keys is in SMEM."""
         return self.first + 14
 
     @property
     def shared(self) -> cute.Pointer:
-        """P and dS stand in SMEM."""
+        """P and dS are in SMEM."""
         return self.first + 15
 
     @property
@@ -70,17 +70,17 @@ class Barriers:
 
     @property
     def opened(self) -> cute.Pointer:
-        """What the producer found out of a row tile stands in SMEM."""
+        """The producer's findings about a row tile are in SMEM."""
         return self.first + 17
 
     @property
     def arrived(self) -> cute.Pointer:
-        """By slot: the peer's part of a chunk stands in SMEM."""
+        """By slot: the peer's part of a chunk is in SMEM."""
         return self.first + 18
 
     @property
     def read(self) -> cute.Pointer:
-        """By slot: the peer has read what was sent to it."""
+        """By slot: the peer has read the numbers that it got."""
         return self.first + 20
 
 
@@ -93,8 +93,8 @@ class Shared:
     k: cute.Tensor  # (64, d)
     p: cute.Tensor  # (64, keys): weight P
     ds: cute.Tensor  # (64, keys)
-    out: cute.Tensor  # (float32, 2): a chunk of dKV on its way out of either side, or two that the peer has sent
-    keys: cute.Tensor  # (keys, stage): where each is in its source, or -1
-    numbers: cute.Tensor  # (64, 3): of each row lse in units of log2, weight, and scaled delta
+    out: cute.Tensor  # (float32, 2): a chunk of dKV on its way out of either side, or two from the peer
+    keys: cute.Tensor  # (keys, stage): the place of each key in its source, or -1
+    numbers: cute.Tensor  # (64, 3): for each row lse in units of log2, weight, and scaled delta
     spans: cute.Tensor | None  # (64, 2, source): start and stop, where rows differ
-    info: cute.Tensor  # (PUBLISHED, row tile and each source, row tile & 1): what the producer found out
+    info: cute.Tensor  # (PUBLISHED, row tile and each source, row tile & 1): numbers that the producer found
