@@ -1,16 +1,16 @@
 """All gradients of attention for Hopper in one kernel, head dimensions 64 and 128, K and V apart.
 
-`key_gradients`, which makes dQ too: five products in place of the seven of two kernels. dS leaves registers as it is
-rounded for dK, through SMEM; dQ of a tile of rows from a tile of keys is added to float32 in memory, in no fixed order.
+This is `key_gradients` with dQ: five products instead of the seven of two kernels. dS goes through SMEM, rounded as for
+dK. The kernel adds each tile of keys' part of dQ to float32 in memory, in no fixed order.
 
     consumer WG 0     S'0 dP'0 | dV += P'0 dO | dS'0 | dK += dS'0 Q, dQ of the tile before | S'1 dP'1 | ...
     consumer WG 1     S'0 dP'0 | dV += P'0 dO | dS'0 | dK += dS'0 Q, dQ of the tile before | S'1 dP'1 | ...
 
-dQ of all 128 keys needs what both warpgroups have of dS, so it is made a step later: neither waits for the other as
-long as they are less than a step apart. At d 128 each makes half of its columns, at d 64 half of 128 rows.
+dQ from all 128 keys needs dS of both warpgroups, so they make it a step later: neither waits for the other as long as
+they are less than a step apart. At d 128 each makes half of its columns, at d 64 half of 128 rows.
 
-Four neighbouring numbers of a row in memory are one thread's: columns 2 i, 2 i + 1, 2 i + 8 and 2 i + 9 of sixteen lie
-at 4 i. Whoever reads the sums puts columns in order (`_ffi.dense_bwd`).
+Four neighbouring numbers of a row in memory belong to one thread: columns 2 i, 2 i + 1, 2 i + 8 and 2 i + 9 of sixteen
+lie at 4 i. The reader of the sums puts columns in order (`_ffi.dense_bwd`).
 """
 
 from pathlib import Path
@@ -200,7 +200,7 @@ class AllGradientsSm90(KeyGradientsSm90):
 
 @cute.jit
 def add_rows(acc: cute.Tensor, sums: cute.Pointer, places: cute.Tensor, column0: Int32, d: cutlass.Constexpr):
-    """To the rows in memory that these are, if any, from column0 on: 64 bytes a quad of lanes."""
+    """Adds to these rows in memory, if they exist, from column0 on: 64 bytes a quad of lanes."""
     rows = by_row(acc)
     for r in cutlass.range_constexpr(ROWS):
         place = Int64(cutlass.max(places[r], Int32(0))) * d + column0 + cute.arch.lane_idx() % 4 * 4
@@ -210,7 +210,7 @@ def add_rows(acc: cute.Tensor, sums: cute.Pointer, places: cute.Tensor, column0:
 
 
 def add_four(target: Int64, there: Int32, offset: int, *values: Float32) -> None:
-    """To four numbers in memory, `offset` bytes behind target, unless `there` is negative."""
+    """Adds to four numbers in memory, `offset` bytes after target, unless `there` is negative."""
     ptx(
         "{ .reg .pred p; setp.ge.s32 p, $1, 0; "
         f"@p red.relaxed.gpu.global.add.v4.f32 [$0+{offset}], {{$2, $3, $4, $5}}; }}",
