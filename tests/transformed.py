@@ -66,10 +66,12 @@ def _sparse(i, q, kv, indices, length, sink):
     return sparse_fmha(q, kv, indices, topk_length=length, sink=sink, implementation=i)
 
 
-def _layer(i, q, window, kv=None, sink=None, indices=None, length=None, method=None):
+def _layer(i, q, window, kv=None, sink=None, indices=None, length=None, method=None, q_offset=8):
     kwargs = {} if kv is None else {"ratio": 4} if indices is None else {"indices": indices, "topk_length": length}
     method = None if i == "reference" else method
-    return dsv4_attention(q, window, kv, sink=sink, window=5, q_offset=8, method=method, implementation=i, **kwargs)
+    return dsv4_attention(
+        q, window, kv, sink=sink, window=5, q_offset=q_offset, method=method, implementation=i, **kwargs
+    )
 
 
 def _merge(i, q, lse, q2, lse2, sink):
