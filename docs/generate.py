@@ -109,7 +109,7 @@ def decode() -> str:
 def grad() -> str:
     rows = []
     for row in suite(GRAD, "grad"):
-        both = row["times"].get("both")
+        both, theirs = row["times"].get("both"), row["times"].get("both by cudnn")
         rows.append(
             [
                 row["name"].removeprefix("gradient of "),
@@ -117,10 +117,11 @@ def grad() -> str:
                 rate(row),
                 share(row),
                 micro(both["seconds"]) if both else "–",
+                f"{theirs['seconds'] / both['seconds']:.2f}" if both and theirs else "–",
                 of_peer(row, "xla"),
             ]
         )
-    return table("gradient | µs | TFLOP/s | of the roofline | both passes, µs | XLA / ours", rows)
+    return table("gradient | µs | TFLOP/s | of the roofline | both passes, µs | cuDNN / ours, both | XLA / ours", rows)
 
 
 def indexer() -> str:
@@ -146,14 +147,17 @@ def flashmla() -> str:
         "s_q 4096, sink, bfloat16 | FlashMLA, µs | ours, µs | FlashMLA / ours",
         ([r["name"], f"{r['flashmla_us']:g}", f"{r['ours_us']:g}", f"{r['ratio']:g}"] for r in PEERS["forward"]),
     )
+    since = {(r["heads"], r["b"]): f"{r['now_us'] / r['then_us']:.2f}" for r in PEERS["decode_since"]["kernels"]}
     second = table(
-        "a step, two queries | FlashMLA (FP8), µs | ours, FP8, µs | FlashMLA / ours | ours, bfloat16, µs",
+        "a step, two queries | FlashMLA (FP8), µs | ours, FP8, µs | FlashMLA / ours | FP8 kernel now / then |"
+        " ours, bfloat16, µs",
         (
             [
                 f"{r['heads']} heads, top-k {r['topk']}, b {r['b']}",
                 f"{r['flashmla_us']:g}",
                 f"{r['fp8_us']:g}",
                 f"{r['ratio_fp8']:.2f}",
+                since.get((r["heads"], r["b"]), "–"),
                 f"{r['bf16_us']:g}",
             ]
             for r in PEERS["decode"]
@@ -208,7 +212,8 @@ def losses() -> str:
     few = _of(FORWARD, "d 512 window 128 + top-k 512 of 8192 b1 s4096 h16")
     far = _of(GRAD, "gradient of d 512 window 128 + top-k 512 of 65536 b1 s4096 h64")
     torch = min(PEERS["torch_cudnn"], key=lambda row: row["ratio"])
-    return f"""- **FP8 caches at 128 heads**: a step is {_ratios(128, "fp8")} times as fast as FlashMLA's (at 64 heads {_ratios(64, "fp8")}).
+    since = [r["now_us"] / r["then_us"] for r in PEERS["decode_since"]["kernels"] if r["heads"] == 128]
+    return f"""- **FP8 caches at 128 heads**: a step was {_ratios(128, "fp8")} times as fast as FlashMLA's (at 64 heads {_ratios(64, "fp8")}); the kernel since then takes {min(since):.2f} to {max(since):.2f} of that one's time, and has not been timed beside FlashMLA.
 - **Few heads**: a prefill layer of 16 heads over selected keys reaches {share(few)} of the roofline.
 - **Backward over far keys**: 512 of 65536 keys at 64 heads reach {share(far)} of the roofline.
 - **Small dense calls**: cuDNN as torch 2.11 calls it takes {torch["ratio"]:.2f} times our time for {torch["name"]}."""
