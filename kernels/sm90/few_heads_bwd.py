@@ -32,6 +32,7 @@ from cutlass.memory import SmemAllocator
 from kernels.abi import Backward
 from kernels.aot import Compiled, compile_ahead
 from kernels.lib.barriers import arrive_if
+from kernels.lib.columns import by_column, column_of
 from kernels.lib.launch import SMEM_LIMIT, WARP, WARPGROUP, element_type, i32, launch_facts, pointers
 from kernels.lib.ptx import ptx
 from kernels.lib.rows import PUBLISHED, ROWS, Extents, RowTile, Walk, extents, load, row_of
@@ -54,11 +55,11 @@ from kernels.lib.wgmma import (
     transposed,
 )
 
-from .few_heads.column_softmax import by_column, column_of
-from .few_heads.kernel import CONSUMERS_MET, CTAS_PER_SM
 from .latent_bwd.kernel import RowOperands, Source
 from .latent_bwd.key_gradients import Target, add_staged, stage_rows
 
+CTAS_PER_SM = 2  # CTAs of an SM
+CONSUMERS_MET = 1  # a named barrier: all threads of the warpgroup have arrived
 STAGES = 2  # of what is listed of a tile of keys, and published of a query
 
 

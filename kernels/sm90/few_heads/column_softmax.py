@@ -1,7 +1,7 @@
 """Online softmax over the columns of a 64-row WGMMA accumulator: a row is a key, a column a head.
 
-A thread of the warpgroup holds the rows r = 0 and 1 (`row_of`) of the columns 8 j + 2 (lane % 4) + c: an accumulator is
-indexed (c, r, j). A column lives in eight lanes of each of the four warps, which put together what they have in SMEM.
+A column lives in eight lanes of each of the four warps (`kernels/lib/columns.py`), which put together what they have
+in SMEM.
 
 As in `softmax`, the maximum is kept unscaled, and a column without keys has maximum -inf and sum 0.
 """
@@ -13,6 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from kernels.lib.columns import by_column, column_of
 from kernels.lib.launch import WARPGROUP
 from kernels.lib.rows import ROWS, Extents, RowTile, load, store
 from kernels.lib.softmax import LN_2, LOG2_E, RowResults, exp2
@@ -138,20 +139,9 @@ def add(a: Float32, b: Float32) -> Float32:
     return a + b
 
 
-def column_of(thread: Int32, i: int) -> Int32:
-    """The column that element i of a thread's column state belongs to."""
-    return i // 2 * 8 + thread % 4 * 2 + i % 2
-
-
 def exists(tile: RowTile, column: Int32) -> cutlass.Boolean:
     """Whether a column of a query's tile is one of its heads."""
     return (column < tile.n.box_inner) & (tile.inner0 + column < tile.n.inner)
-
-
-def by_column(acc: cute.Tensor) -> cute.Tensor:
-    """An accumulator (c, r, j) seen as ((c, j), r); with eight columns it has no j."""
-    columns = cute.size(acc) // ROWS
-    return cute.make_tensor(acc.iterator, cute.make_layout(((2, columns // 2), ROWS), stride=((1, 2 * ROWS), 2)))
 
 
 @cute.jit

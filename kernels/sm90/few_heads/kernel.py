@@ -28,6 +28,7 @@ from cutlass.memory import SmemAllocator
 
 from kernels.abi import Forward
 from kernels.aot import Compiled
+from kernels.lib.columns import by_column, column_of
 from kernels.lib.forward import ForwardKernel, compile_forward
 from kernels.lib.launch import SMEM_LIMIT, WARPGROUP
 from kernels.lib.rows import PUBLISHED, ROWS, Extents, RowTile, Walk, row_of, store
@@ -59,7 +60,7 @@ from kernels.lib.wgmma import (
     zero_rows,
 )
 
-from .column_softmax import WARPS, ColumnSoftmax, by_column, column_of, exists, scale_columns
+from .column_softmax import WARPS, ColumnSoftmax, exists, scale_columns
 
 CTAS_PER_SM = 2  # CTAs of an SM
 CONSUMERS_MET = 1  # a named barrier: all threads of the warpgroup have arrived
