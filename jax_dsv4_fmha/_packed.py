@@ -95,6 +95,7 @@ class Layout:
         before = (page * sum(self.parts[:i]) for i in range(len(self.parts)))
         return tuple(first + at * width for first, width in zip(before, self.parts, strict=True))
 
+    @functools.partial(jax.jit, static_argnums=0, inline=True)  # one program where it is called outside of any
     def encode(self, entries: jax.Array) -> Parts:
         """The parts, uint8 `[…, width]`, of entries `[…, d]`."""
         batch = entries.shape[:-1]
@@ -107,6 +108,7 @@ class Layout:
         whole.append(jnp.zeros((*batch, padding), jnp.uint8))
         return tuple(_cut(jnp.concatenate(whole, -1), self.parts))
 
+    @functools.partial(jax.jit, static_argnums=0, inline=True)
     def decode(self, *parts: jax.Array) -> jax.Array:
         """The entries `[…, d]` that these parts encode."""
         batch, rest = parts[0].shape[:-1], 2 * (self.d - self.packed)
