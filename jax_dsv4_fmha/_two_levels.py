@@ -37,7 +37,7 @@ def greatest_blocks(
         there = jnp.where(stop > start, newest + 1 - first, 0)
         chosen = jnp.full((*start.shape, 1), -1, jnp.int32)
         if count > 1:
-            # Of more than count blocks a query sees more than block * (count - 1) entries.
+            # A query that sees more than count blocks sees more than block * (count - 1) entries.
             scores = _ffi.index_scores(q, weights, k, k_scale, start, stop, skip=block * (count - 1))
             best, _ = _ffi.topk(_greatest(scores, start, block), first, newest, topk=count - 1)
             chosen = jnp.concatenate([best, chosen], -1)

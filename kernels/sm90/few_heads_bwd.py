@@ -87,12 +87,12 @@ class Config:
 
     @property
     def sum_bytes(self) -> int:
-        """Of a number of dKV in memory."""
+        """The bytes of a number of dKV in memory."""
         return 4
 
     @property
     def slot_bytes(self) -> int:
-        """Of a chunk of dKV in SMEM."""
+        """The bytes of a chunk of dKV in SMEM."""
         return self.sum_bytes * self.tile_n * self.chunk
 
     @property
@@ -101,12 +101,12 @@ class Config:
 
     @property
     def slabs_at_a_time(self) -> int:
-        """Of dQ, in the place of a chunk of dKV."""
+        """How many slabs of dQ fit in the place of a chunk of dKV."""
         return self.slot_bytes // (self.tile_m * SLAB * 2)
 
     @property
     def smem_limit(self) -> int:
-        """Of an SM's 228 KiB a CTA's share, of which 1 KiB is not its own."""
+        """A CTA's share of an SM's 228 KiB, less the 1 KiB that the system keeps."""
         return (SMEM_LIMIT + 1024) // CTAS_PER_SM - 1024
 
     @property

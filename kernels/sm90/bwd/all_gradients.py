@@ -24,7 +24,7 @@ from cutlass.cute.nvgpu import warpgroup
 from kernels.abi import DenseBackward
 from kernels.aot import Compiled
 from kernels.lib.launch import WARP, WARPGROUP
-from kernels.lib.ptx import ptx
+from kernels.lib.reductions import add_four
 from kernels.lib.rows import ROWS, Extents, extents, row_of
 from kernels.lib.softmax import LOG2_E, by_row
 from kernels.lib.wgmma import (
@@ -207,17 +207,6 @@ def add_rows(acc: cute.Tensor, sums: cute.Pointer, places: cute.Tensor, column0:
         target = sums.toint() + place * 4
         for i in cutlass.range_constexpr(cute.size(rows, mode=[1]) // 4):
             add_four(target, places[r], i * 64, *(rows[r, 4 * i + j] for j in range(4)))
-
-
-def add_four(target: Int64, there: Int32, offset: int, *values: Float32) -> None:
-    """Adds to four numbers in memory, `offset` bytes after target, unless `there` is negative."""
-    ptx(
-        "{ .reg .pred p; setp.ge.s32 p, $1, 0; "
-        f"@p red.relaxed.gpu.global.add.v4.f32 [$0+{offset}], {{$2, $3, $4, $5}}; }}",
-        Int64(target),
-        Int32(there),
-        *map(Float32, values),
-    )
 
 
 def compile(variant: DenseBackward, out_dir: Path) -> Compiled:

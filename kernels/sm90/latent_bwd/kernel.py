@@ -81,8 +81,8 @@ from kernels.lib.wgmma import (
     tiled_mma,
     transposed,
 )
-from kernels.sm90.latent.cluster import CLUSTER, arrive, await_others
 
+from .cluster import CLUSTER, arrive, await_others
 from .key_gradients import KeyGradients, thread_again
 from .smem import LEFT, RIGHT, STAGES, Barriers, Shared
 

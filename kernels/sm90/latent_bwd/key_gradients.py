@@ -13,6 +13,7 @@ from kernels.lib.barriers import arrive_if
 from kernels.lib.launch import WARP, WARPGROUP
 from kernels.lib.output import BLOCK
 from kernels.lib.ptx import ptx
+from kernels.lib.reductions import add_four
 from kernels.lib.rows import Extents, row_of
 from kernels.lib.softmax import ROWS, by_row
 from kernels.lib.wgmma import (
@@ -24,8 +25,8 @@ from kernels.lib.wgmma import (
     tiled_mma,
     transposed,
 )
-from kernels.sm90.latent.cluster import Peer
 
+from .cluster import Peer
 from .smem import RIGHT, Barriers, Shared
 
 
@@ -317,15 +318,4 @@ def add_one(target: Int64, there: Int32, offset: int, value: Float32) -> None:
         Int64(target),
         Int32(there),
         Float32(value),
-    )
-
-
-def add_four(target: Int64, there: Int32, offset: int, *values: Float32) -> None:
-    """Adds to four numbers in memory, `offset` bytes after target, unless `there` is negative."""
-    ptx(
-        "{ .reg .pred p; setp.ge.s32 p, $1, 0; "
-        f"@p red.relaxed.gpu.global.add.v4.f32 [$0+{offset}], {{$2, $3, $4, $5}}; }}",
-        Int64(target),
-        Int32(there),
-        *map(Float32, values),
     )
