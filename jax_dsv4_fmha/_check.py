@@ -7,7 +7,7 @@ or no implementation. TypeError: not an array, a number or a Span at all.
 import math
 import numbers
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, get_args
 
 import jax
@@ -25,33 +25,20 @@ Method = Literal["two_pass", "fused"]
 
 _TINY, _MAX = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
-_KERNELS_OF = {
-    "fmha": ("fwd",),
-    "dot_product_attention": ("fwd",),
-    "sparse_fmha": ("sparse_fwd",),
-    "dsv4_attention": ("fwd", "sparse_fwd", "dsv4_sparse_fwd", "dsv4_dense_fwd"),
-    "dsv4_decode": ("sparse_fwd", "dsv4_decode", "dsv4_decode_fp8", "dsv4_decode_v41_fp8", "dsv4_decode_v41_fp4"),
-    "lightning_indexer": ("index_scores", "index_at", "topk"),
-    "indexer_blocks": ("index_scores", "topk"),
-    "head_summed_probabilities": ("head_summed_probabilities",),
-    "indexer_scores": ("index_at",),
-    "indexer_loss": ("index_at",),
-}
 
-
-def built(op: str) -> str:
-    """The built kernels that `op` can run on, in words; kernels of the same sizes and dtypes are listed once."""
+def built(kernels: Collection[str]) -> str:
+    """The built variants of these kernels, in words; kernels of the same sizes and dtypes are listed once."""
     shapes: dict[tuple[str, str], set[tuple[str, str]]] = {}
     for v in _ffi.variants():
-        if v.op in _KERNELS_OF.get(op, ()):
+        if v.op in kernels:
             shapes.setdefault((v.op, _shape(v.choices)), set()).add((v.arch, v.choices.get("dtype", "float32")))
     sizes: dict[tuple[str, str], list[str]] = {}
     for (kernel, shape), places in shapes.items():
         sizes.setdefault((kernel, _places(places)), []).append(shape)
-    kernels: dict[str, list[str]] = {}
+    named: dict[str, list[str]] = {}
     for (kernel, where), ofs in sizes.items():
-        kernels.setdefault(f"{' or '.join(filter(None, ofs))}, {where}", []).append(kernel)
-    rows = [f"{', '.join(names)} ({what})" for what, names in kernels.items()]
+        named.setdefault(f"{' or '.join(filter(None, ofs))}, {where}", []).append(kernel)
+    rows = [f"{', '.join(names)} ({what})" for what, names in named.items()]
     return "; ".join(rows) or "no kernel of this op, only the reference"
 
 
@@ -74,9 +61,9 @@ def error(kind: type[Exception], op: str, name: str, got: Any, wanted: str) -> E
     return kind(f"{op}: {name}: got {describe(got)}, wanted {wanted}")
 
 
-def not_built(op: str, name: str, got: Any, wanted: str) -> Exception:
-    """Makes the error for a missing kernel, which lists the built ones; the caller raises it."""
-    return NotImplementedError(f"{error(NotImplementedError, op, name, got, wanted)}, built {built(op)}")
+def not_built(op: str, name: str, got: Any, wanted: str, kernels: Collection[str]) -> Exception:
+    """Makes the error for a missing kernel, which lists what is built of `kernels`; the caller raises it."""
+    return NotImplementedError(f"{error(NotImplementedError, op, name, got, wanted)}, built {built(kernels)}")
 
 
 def describe(x: Any) -> str:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from . import _check, reference
 from ._cache import Cache
 from ._merge import merged
-from ._sources import SelectionSource, Source, SpanSource, attend, built
+from ._sources import SelectionSource, Source, SpanSource, attend, fitting
 from ._span import Span, shown_by_all
 
 
@@ -143,15 +143,15 @@ def dsv4_attention(
         sources.append(SelectionSource(compressed_kv, named, topk_length, _SELECTED, "s_c", **layout))
     elif compressed_kv is not None:
         sources.append(SpanSource(compressed_kv, start, stop, names=_COMPRESSED, axis="s_c"))
-    is_built = bool(built(q, sources))
-    if method == "fused" and not is_built:
+    fit = fitting(q, sources)
+    if method == "fused" and not fit.built:
         wanted = "'two_pass', or operands that a fused kernel is built for"
-        raise _check.not_built(op, "method", f"'fused' for {q.dtype.name}, d={dims['d']}", wanted)
+        raise _check.not_built(op, "method", f"'fused' for {fit.got}", wanted, fit.kernels)
     run = functools.partial(
         attend, op, q, scale=scale, implementation=implementation, differentiable=cache is None,
         deterministic=deterministic,
     )  # fmt: skip
-    if len(sources) == 1 or (is_built and method != "two_pass"):
+    if len(sources) == 1 or (fit.built and method != "two_pass"):
         return run(sources, sink=sink)
     return merged([run([source], sink=None) for source in sources], sink, op)
 

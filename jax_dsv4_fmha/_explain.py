@@ -103,7 +103,7 @@ def _decided(call: "Call", q: Any) -> Decision:
         reason = f"'cubin' was asked for; compiling it for {platform} is an error, exporting it for cuda is not"
     else:
         assert call.fit is not None
-        reason = f"{call.fit.kernel}, built for {' and '.join(call.fit.built)}, takes {call.fit.got}"
+        reason = f"{' and '.join(call.fit.kernels)}, built for {' and '.join(call.fit.built)}: {call.fit.got}"
     variant = _variant(call, q) if is_kernel else ""
     return Decision(call.op.name, call.op.part, "kernel" if is_kernel else "reference", variant, reason, 1)
 
@@ -112,7 +112,7 @@ def _variant(call: "Call", q: Any) -> str:
     """The key of the one variant that takes q `[b, s_q, h_q, d]` here; the library looks it up in the same way."""
     arch = next(iter(_ffi.local_architectures()), None)
     wanted = {"d": q.shape[-1], "dtype": q.dtype.name}
-    fits = [v for v in _ffi.variants() if call.fit and v.op == call.fit.kernel and v.arch == arch]
+    fits = [v for v in _ffi.variants() if call.fit and v.op in call.fit.kernels and v.arch == arch]
     fits = [v for v in fits if wanted.items() <= v.choices.items() and v.choices.get("max_heads", 0) >= q.shape[-2]]
     least = min((v.choices["max_heads"] for v in fits), default=0)
     keys = [v.key for v in fits if v.choices["max_heads"] == least]
@@ -127,15 +127,15 @@ def _why_reference(call: "Call") -> str:
         return "no kernels are built in (`python -m jax_dsv4_fmha info`)"
     if not fit.built:
         what = "no kernel of a gradient takes" if is_gradient else "no kernel takes"
-        return f"{what} {fit.got}" + ("" if is_gradient else f"; built {_check.built(call.op.name)}")
-    here = _ffi.local_architectures()
+        return f"{what} {fit.got}" + ("" if is_gradient else f"; built {_check.built(fit.kernels)}")
+    here, kernels, built = _ffi.local_architectures(), " and ".join(fit.kernels), " and ".join(fit.built)
     if here and not set(here) & set(fit.built):
-        return f"{fit.kernel} is built for {' and '.join(fit.built)}, and this process has {' and '.join(here)}"
+        return f"{kernels}: built for {built}, and this process has {' and '.join(here)}"
     if here and not set(here) <= set(fit.built):
-        return f"{fit.kernel} is built for {' and '.join(fit.built)}, and not for all of {' and '.join(here)}"
+        return f"{kernels}: built for {built}, and not for all of {' and '.join(here)}"
     if call.when == "never":
         return f"the forward pass has no kernel here, so neither has the gradient ({fit.got})"
-    return f"JAX compiles for {jax.default_backend()} here; on {' and '.join(fit.built)} {fit.kernel} takes {fit.got}"
+    return f"JAX compiles for {jax.default_backend()} here; on {built} it would be {kernels}: {fit.got}"
 
 
 def _marks(jaxpr: Any) -> Iterator[tuple["Call", Any]]:

@@ -95,13 +95,13 @@ def lightning_indexer(
         blocks = _check.operand(op, "blocks", blocks, "b s_q n", dims, _check.INT)
         block = _check.positive(op, "block", block)
         archs = _built_for_both("index_at", topk, dims, heads=dims["h"], dtype=q.dtype.name)
-        call = _call(op, _CHOOSE_WITHIN, implementation, archs, q, dims, topk=topk, block=block)
+        call = _call(op, _CHOOSE_WITHIN, implementation, "index_at", archs, q, dims, topk=topk, block=block)
         results = forward(call, *map(lax.stop_gradient, (q, weights, *keys.operands)), blocks, start, stop)
         return results if return_scores else results[0]
     of_keys = {"heads": dims["h"], "dtype": q.dtype.name, "paged": keys.paged}
     archs = _built_for_both("index_scores", topk, dims, **of_keys) if keys.fits else ()
     choose = keys.choose_and_score if return_scores else keys.choose
-    call = _call(op, choose, implementation, archs, q, dims, *keys.words, topk=topk)
+    call = _call(op, choose, implementation, "index_scores", archs, q, dims, *keys.words, topk=topk)
     results = forward(call, *map(lax.stop_gradient, (q, weights, *keys.operands)), start, stop)
     return results if return_scores else results[0]
 
@@ -151,7 +151,8 @@ def indexer_blocks(
     start, stop = _visible(op, dims, ratio, q_offset, lengths, span)
     archs = _built_for_both("index_scores", count - 1, dims, heads=dims["h"], dtype=q.dtype.name, paged=False)
     archs = archs if block in _two_levels.BLOCKS else ()
-    call = _call(op, _BLOCKS, implementation, archs, q, dims, f"blocks of {block}", count=count, block=block)
+    words = f"blocks of {block}"
+    call = _call(op, _BLOCKS, implementation, "index_scores", archs, q, dims, words, count=count, block=block)
     (blocks,) = forward(call, *map(lax.stop_gradient, (q, weights, *keys.operands)), start, stop)
     return blocks
 
@@ -237,7 +238,8 @@ def indexer_loss(
     _check.implementation(op, implementation)
     if indices is None:
         if implementation == "cubin":
-            raise _check.not_built(op, "implementation", "'cubin' without indices", "None or 'reference'")
+            got, kernels = "'cubin' without indices", ("head_summed_probabilities", "index_at")
+            raise _check.not_built(op, "implementation", got, "indices, or None or 'reference'", kernels)
         attention_q, kv, lse = map(lax.stop_gradient, (attention_q, kv, denominator(lse, sink)))
         start, stop = _visible(op, dims, ratio, q_offset, lengths, span)
         calls = tuple(Call(x, "never", (("scale", scale),)) for x in (_DENSE_LOSS, _DENSE_LOSS_GRADIENT))
@@ -385,22 +387,26 @@ def _call(
     op: str,
     of: Op,
     implementation: _check.Implementation | None,
+    scores: str,
     archs: tuple[str, ...],
     q: jax.Array,
     dims: dict[str, Any],
     *words: str,
     **params: int,
 ) -> Call:
-    """The call of an op that chooses, with kernels built for these architectures; words are for errors."""
+    """The call of an op that chooses by the kernels of `scores` and of top-k, built for these architectures; words are
+    for errors."""
     when, fit = "never", None
     if implementation != "reference":
         sizes = [f"{name}={params[name]}" for name in ("topk", "count") if name in params]
         got = ", ".join([f"{q.dtype.name}, h={dims['h']}, d={dims['d']}", *sizes, *words])
-        when, fit = choose(op, implementation, archs, got), Fit(got, op, archs)
+        fit = Fit(got, (scores, "topk"), archs, _WANTED)
+        when = choose(op, implementation, fit)
     return Call(of, when, tuple(params.items()), fit)
 
 
 _D = 128  # of a kernel
+_WANTED = f"d={_D}, and operands that a kernel is built for"
 _INDEX_FP8 = "index_fp8"
 
 
@@ -476,12 +482,12 @@ def _scores_at(op: str, implementation: Any, q: jax.Array, *others: jax.Array) -
     """`indexer_scores` of checked operands, for `op`."""
     h, d = q.shape[2:]
     when = "never"
-    fits: tuple[Fit | None, Fit | None] = None, None
+    fits: tuple[Fit | None, ...] = (None, None)
     if implementation != "reference":
         got = f"{q.dtype.name}, h={h}, d={d}"
         archs = _ffi.built_for("index_at", heads=h, dtype=q.dtype.name) if d == _D else ()
-        when = choose(op, implementation, archs, got)
-        fits = Fit(got, "index_at", archs), Fit(got, "index_at_bwd", archs)
+        fit = Fit(got, ("index_at",), archs, _WANTED)
+        when, fits = choose(op, implementation, fit), (fit, fit._replace(kernels=("index_at_bwd",)))
     calls = tuple(Call(x, when, (), fit) for x, fit in zip((_SCORES, _SCORES_GRADIENT), fits, strict=True))
     return _learn(calls, q, *others)
 

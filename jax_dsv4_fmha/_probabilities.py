@@ -58,8 +58,8 @@ def head_summed_probabilities(
     _check.implementation(op, implementation)
     when, fit = "never", None
     if implementation != "reference":
-        got, archs = f"{q.dtype.name}, d={dims['d']}", _ffi.built_for(op, d=dims["d"], dtype=q.dtype.name)
-        when, fit = choose(op, implementation, archs, got), Fit(got, op, archs)
+        fit = Fit(f"{q.dtype.name}, d={dims['d']}", (op,), _ffi.built_for(op, d=dims["d"], dtype=q.dtype.name))
+        when = choose(op, implementation, fit)
     operands = map(lax.stop_gradient, (q, kv, _indexer_reference.denominator(lse, sink), indices))
     (p,) = forward(Call(_PROBABILITIES, when, (("scale", scale),), fit), *operands)
     return p

@@ -7,7 +7,7 @@ sources' gradients under the lse of all of them, so backward kernels serve kinds
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -194,10 +194,8 @@ def attend(
         sources = [dataclasses.replace(sources[0], keys=sources[0].keys[:, :, None])]
     leaves, tree = jax.tree.flatten(tuple(sources))
     axes, kinds = tuple(x for source in sources for x in source.axes), _kinds(sources)
-    got = ", ".join([q.dtype.name, f"d={q.shape[-1]}", *dict.fromkeys(x for source in sources for x in source.words)])
-    archs, row = built(q, sources), FORWARD.get(kinds)
-    when = choose(op, implementation, archs, got)
-    fit = Fit(got, row.op if row else "", archs)
+    fit = fitting(q, sources)
+    when = choose(op, implementation, fit)
     if sink is None:
         sink = jnp.full(q.shape[2:3], -jnp.inf, jnp.float32)
     params = (("scale", scale),)
@@ -205,33 +203,39 @@ def attend(
     if not differentiable:
         o, lse = forward(Call(attention, when, params, fit), q, *leaves, sink[None])
         return o, lse
-    its_op, archs = _built_backward(q, kinds, **_same_bits(deterministic))
-    when_backward = choose_backward(when, archs)
+    its_fit = _fitting_gradient(q, kinds, fit.got, **_same_bits(deterministic))
+    when_backward = choose_backward(when, its_fit.built)
     if deterministic and when_backward == "never" and "selection" in kinds and _ffi.local_architectures():
         wanted = "operands that a kernel for it is built for, or 'reference' and --xla_gpu_deterministic_ops"
-        raise _check.not_built(op, "deterministic", f"True for {got}", wanted)
-    fit_backward = Fit(got, its_op, archs)
-    backward = Call(its_gradient, when_backward, (*params, *_same_bits(deterministic).items()), fit_backward)
+        raise _check.not_built(op, "deterministic", f"True for {fit.got}", wanted, its_fit.kernels)
+    backward = Call(its_gradient, when_backward, (*params, *_same_bits(deterministic).items()), its_fit)
     run = Differentiable(Call(attention, when, params, fit), backward)
     return run(q, *leaves, sink[None])
 
 
-def built(q: jax.Array, sources: Sequence[Source]) -> tuple[str, ...]:
-    """The architectures that a kernel for all of these sources in one launch is built for."""
+def fitting(q: jax.Array, sources: Sequence[Source]) -> Fit:
+    """The kernel for all of these sources in one launch."""
     kinds = _kinds(sources)
+    got = ", ".join([q.dtype.name, f"d={q.shape[-1]}", *dict.fromkeys(x for source in sources for x in source.words)])
     found = _built(FORWARD.get(kinds), q, kinds)
     if not found and kinds == ("span",):  # a kernel that reads K and V apart serves where they are one
         found = _built(FORWARD["apart",], q, ("apart",))
-    return found
+    return Fit(got, _names(FORWARD, kinds), found)
 
 
-def _built_backward(q: jax.Array, kinds: tuple[str, ...], **choices: Any) -> tuple[str, tuple[str, ...]]:
-    """The op of the gradient's kernel, and the architectures that it is built for."""
-    row = BACKWARD.get(kinds)
-    found = _built(row, q, kinds, **choices)
+def _fitting_gradient(q: jax.Array, kinds: tuple[str, ...], got: str, **choices: Any) -> Fit:
+    """The kernel of the gradient."""
+    found = _built(BACKWARD.get(kinds), q, kinds, **choices)
     if not found and kinds in (("span",), ("apart",)):
-        return "row_gradients", _ffi.built_for("row_gradients", d=q.shape[-1], dtype=q.dtype.name)
-    return row.op if row else "", found
+        apart = BACKWARD["apart",].op
+        return Fit(got, (apart,), _ffi.built_for(apart, d=q.shape[-1], dtype=q.dtype.name))
+    return Fit(got, _names(BACKWARD, kinds), found)
+
+
+def _names(kernels: "Mapping[tuple[str, ...], Kernel]", kinds: tuple[str, ...]) -> tuple[str, ...]:
+    """The kernel for sources of these kinds; where there is none, those for one of the kinds."""
+    alike = [kinds] if kinds in kernels else [other for other in kernels if set(other) & set(kinds)]
+    return tuple(dict.fromkeys(kernels[x].op for x in alike))
 
 
 def _kinds(sources: Sequence[Source]) -> tuple[str, ...]:
@@ -333,7 +337,7 @@ def _span_bwd(q: Any, do: Any, lse: Any, weight: Any, delta: Any, kv: Any, *span
 
 
 BACKWARD: dict[tuple[str, ...], Kernel] = {
-    ("apart",): Kernel("dense_bwd", _apart_bwd, lambda x: (x.keys, x.values, x.start, x.stop, x.width)),
+    ("apart",): Kernel("row_gradients", _apart_bwd, lambda x: (x.keys, x.values, x.start, x.stop, x.width)),
     ("span",): Kernel("bwd", _span_bwd, lambda x: (x.keys, x.start, x.stop, x.width)),
     ("selection",): Kernel("sparse_bwd", _ffi.sparse_bwd),
     ("span", "selection"): Kernel("dsv4_sparse_bwd", _ffi.dsv4_sparse_bwd),

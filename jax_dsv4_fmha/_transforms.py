@@ -84,10 +84,13 @@ class Fit(NamedTuple):
 
     got: str
     """the operands, in words"""
-    kernel: str
-    """the kernel that takes such operands; "" where there is none, whatever their sizes"""
+    kernels: tuple[str, ...]
+    """the kernels that such a call launches, whatever its sizes, by their names in the manifest; where there are none,
+    those for some of its operands"""
     built: tuple[str, ...]
-    """the architectures that it is built for with these sizes and dtypes"""
+    """the architectures that all are built for with these sizes and dtypes"""
+    wanted: str = "operands that a kernel is built for"
+    """what kernels take, for errors"""
 
 
 class Call(NamedTuple):
@@ -106,17 +109,16 @@ class Call(NamedTuple):
 # Which implementation
 
 
-def choose(op: str, implementation: _check.Implementation | None, built: Sequence[str], got: str) -> str:
-    """Call.when, for kernels that are `built` for these architectures; `got` describes the operands, for errors."""
+def choose(op: str, implementation: _check.Implementation | None, fit: Fit) -> str:
+    """Call.when, for the kernels that fit the operands."""
     if implementation == "cubin":
-        if not built:
-            wanted = "operands that a kernel is built for"
-            raise _check.not_built(op, "implementation", f"'cubin' for {got}", wanted)
+        if not fit.built:
+            raise _check.not_built(op, "implementation", f"'cubin' for {fit.got}", fit.wanted, fit.kernels)
         here = _ffi.local_architectures()
-        return "always" if not here or set(here) & set(built) else "always in exports"
-    if not built:
+        return "always" if not here or set(here) & set(fit.built) else "always in exports"
+    if not fit.built:
         return "never"
-    return "on cuda" if _serves(built) else "in exports"
+    return "on cuda" if _serves(fit.built) else "in exports"
 
 
 def choose_backward(forward: str, built: Sequence[str]) -> str:
@@ -149,7 +151,7 @@ def _implementation(call: Call, *operands: jax.Array) -> Arrays:
         return _vary(_not_cuda.bind(*operands, op=op.name, results=results), axes)
 
     def if_exported(*operands: jax.Array) -> Arrays:
-        return tuple(_exported.bind(*operands, op=op.name, then=on_cuda, otherwise=otherwise))
+        return tuple(_exported.bind(*operands, call=call, then=on_cuda, otherwise=otherwise))
 
     elsewhere = refuse if call.when.startswith("always") else reference
     otherwise = None if call.when.startswith("always") else reference
@@ -186,12 +188,13 @@ def _(*operands: Any, then: Callable[..., Arrays], **_: Any) -> Any:
 
 
 def _lower_exported(
-    ctx: Any, *operands: Any, op: str, then: Callable[..., Arrays], otherwise: Callable[..., Arrays] | None
+    ctx: Any, *operands: Any, call: Call, then: Callable[..., Arrays], otherwise: Callable[..., Arrays] | None
 ) -> Any:
     run = then if ctx.module_context.lowering_parameters.for_export else otherwise
     if run is None:
-        here = ", ".join(_ffi.local_architectures())
-        raise _check.not_built(op, "implementation", f"'cubin' on {here}", "what is built for it")
+        assert call.fit is not None
+        got, wanted = f"'cubin' on {', '.join(_ffi.local_architectures())}", "a kernel that is built for it"
+        raise _check.not_built(call.op.name, "implementation", got, wanted, call.fit.kernels)
     return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
 
 

@@ -164,10 +164,10 @@ _OPS = {
 def _calls(op: str, x: jax.Array, how: Rope, **sizes: int) -> tuple[Call, ...] | None:
     """The call of an op and that of its gradient; None where there is no kernel for these rows."""
     sizes |= {"dims": how.dims}
-    archs = _ffi.built_for(op, dtype=x.dtype.name, **sizes)
     got = f"{x.dtype.name}, " + ", ".join(f"{name}={n}" for name, n in sizes.items())
-    when = choose(op, None, archs, got)
-    return None if when == "never" else tuple(Call(o, when, (), Fit(got, op, archs)) for o in _OPS[op])
+    fit = Fit(got, (op,), _ffi.built_for(op, dtype=x.dtype.name, **sizes))
+    when = choose(op, None, fit)
+    return None if when == "never" else tuple(Call(o, when, (), fit) for o in _OPS[op])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
