@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -124,9 +126,13 @@ class Handwritten:
         return self.shaped(result)
 
 
-@dataclass(frozen=True)
+Finding = tuple[type[Fault], str]
+"""What a run raises, and the text of it"""
+
+
+@dataclass(frozen=True, eq=False)
 class Planted:
-    """A fault in a program, and how it must be found."""
+    """A fault in a program, and what it must be found by."""
 
     name: str
     program: Handwritten
@@ -134,6 +140,30 @@ class Planted:
     says: str
     edits: tuple[tuple[str, str], ...]  # the text to replace, everywhere, and its replacement
     changes: dict[str, Any] = field(default_factory=dict)
+    also: tuple[Finding, ...] = ()  # of the same accesses, in orders in which the other comes first
+
+    @functools.cache  # noqa: B019  (of a few faults, which live as long as their module)
+    def found(self, seeds: Sequence[int]) -> tuple[Finding, ...]:
+        """What each run raises."""
+        found = []
+        for seed in seeds:
+            try:
+                self.planted().interpret(seed)
+            except Fault as e:
+                found.append((type(e), str(e)))
+            else:
+                raise LookupError(f"{self.name}: nothing is found with seed {seed}")
+        return tuple(found)
+
+    def is_told_by(self, found: Sequence[Finding]) -> bool:
+        """Whether every run shows one of the fault's symptoms, and every symptom is shown by some run."""
+        shown = {
+            (kind, says): {
+                n for n, (raised, text) in enumerate(found) if raised is kind and re.search(says, text, re.S)
+            }
+            for kind, says in ((self.fault, self.says), *self.also)
+        }
+        return all(shown.values()) and set().union(*shown.values()) == set(range(len(found)))
 
     def planted(self) -> Handwritten:
         body = self.program.body

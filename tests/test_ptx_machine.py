@@ -9,7 +9,7 @@ import pytest
 import interpreter
 from interpreter import decode, fusion
 from interpreter.copies import TensorMap
-from interpreter.handwritten import Handwritten
+from interpreter.handwritten import Handwritten, Planted
 from interpreter.hazards import Deadlock, Leak, Misuse, OutOfBounds, Race, Undefined, Unsupported
 from interpreter.state import SMEM_BASE
 from kernels import build
@@ -193,11 +193,19 @@ def test_two_warps_exchange():
     assert got.tolist() == [*range(32, 64), *range(32)]
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_two_warps_race(seed):
+def test_two_warps_race():
     """Found in any order: where the other warp has not stored yet, its word is undefined."""
-    with pytest.raises((Race, Undefined), match=r"nothing orders this and the write by warp|which nobody wrote"):
-        run(EXCHANGE.format(barrier=""), threads=64, seed=seed)
+    early = Undefined, "reads SMEM .*, which nobody wrote"
+    fault = Planted(
+        "no barrier",
+        Handwritten(EXCHANGE.format(barrier="bar.sync 0;"), threads=64),
+        Race,
+        "nothing orders this and the write by warp",
+        (("bar.sync 0;", ""),),
+        also=(early,),
+    )
+    assert fault.is_told_by(fault.found(range(6)))
+    assert not fault.is_told_by([early, early])  # no run has seen the race itself
 
 
 LOAD = """
