@@ -211,7 +211,8 @@ def judge_choice(got: Run, start: Array, stop: Array) -> None:
         if sorted(chosen.tolist()) == sorted(want[want >= 0].tolist()):
             raise Wrong(f"{query}: the right entries in a wrong order")
         ranks = {True: "of equal scores a higher entry", False: "an entry with a lesser score"}
-        left_out, taken = (sorted(a - b) for a, b in ((set(want), set(chosen)), (set(chosen), set(want))))
+        wanted, made = set(want.tolist()), set(chosen.tolist())
+        left_out, taken = sorted(wanted - made), sorted(made - wanted)
         equal = all(row[a] == row[b] for a, b in zip(sorted(left_out, key=lambda e: row[e]),
                                                      sorted(taken, key=lambda e: row[e]), strict=True))  # fmt: skip
         raise Wrong(f"{query}: {ranks[equal]} was chosen: {taken[:4]} in place of {left_out[:4]}")

@@ -215,11 +215,14 @@ def later_ties_first(text):
     return edits.replace(text, pattern, lambda m: m[1] + above.format(m[4], m[3], m[2]), slice(None))
 
 
-CHOICE_FAULTS = {
-    "an entry past the visible one": (past_the_last, r"entries that it does not see"),
-    "a tie broken the other way": (later_ties_first, "of equal scores a higher entry was chosen"),
-    "-0 is less than 0": (minus_zero, "of equal scores a higher entry was chosen"),
-    "NaN wins": (nan_first, "an entry with a lesser score|of equal scores"),
+CHOICE_FAULTS = {  # what is said of the first row of `rows` that the fault changes
+    "an entry past the visible one": (past_the_last, r"^query 1 .*: entries that it does not see: \[639\]"),
+    "a tie broken the other way": (
+        later_ties_first,
+        r"^query 2 .*: of equal scores a higher entry .* of \[2, 3, 4, 5\]",
+    ),
+    "-0 is less than 0": (minus_zero, r"^query 5 .*: of equal scores a higher entry was chosen"),
+    "NaN wins": (nan_first, r"^query 4 .*: an entry with a lesser score was chosen: \[3, 6, 9, 12\]"),
 }
 
 
