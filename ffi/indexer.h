@@ -13,6 +13,30 @@
 
 namespace dsv4_fmha {
 
+// A call that is one launch: `Call` has Find(device, shape, kernel) and PlanOf(shape, tiles).
+template <typename Call>
+struct OneLaunch {
+  ffi::Error Initialize(int ordinal) const {
+    IndexShape shape;
+    Launcher* kernel = nullptr;
+    if (ffi::Error error = call().Find(ordinal, &shape, &kernel); error.failure()) return error;
+    return Load(ordinal, {kernel});
+  }
+
+  ffi::Error Execute(CUstream stream, int ordinal) const {
+    IndexShape shape;
+    Launcher* kernel = nullptr;
+    if (ffi::Error error = call().Find(ordinal, &shape, &kernel); error.failure()) return error;
+    if (shape.b == 0 || shape.s_q == 0) return ffi::Error::Success();
+    if (std::string error = CheckIndexShape(shape); !error.empty()) return ffi::Error::InvalidArgument(error);
+    auto plan = call().PlanOf(shape, kernel->TilesOn(GetDevice(ordinal)));
+    return Launch(kernel, stream, ordinal, plan);
+  }
+
+ private:
+  const Call& call() const { return static_cast<const Call&>(*this); }
+};
+
 struct Chosen {
   Operand indices{}, values{};
 
@@ -97,7 +121,7 @@ struct Scored {
 };
 
 // Scores of all entries that a query sees, unless it sees `skip` or fewer; what it does not see is whatever it is.
-struct AllScores : Scored {
+struct AllScores : Scored, OneLaunch<AllScores> {
   int64_t skip = 0;
 
   using Results = TypeList<ffi::Result<ffi::Buffer<ffi::F32, 2>>>;
@@ -115,21 +139,8 @@ struct AllScores : Scored {
                                         : Refuse(scores, "shape " + Show(scores.dimensions), Show(rows) + " rows");
   }
 
-  ffi::Error Initialize(int ordinal) const {
-    IndexShape shape;
-    Launcher* kernel = nullptr;
-    if (ffi::Error error = Find(ordinal, &shape, &kernel); error.failure()) return error;
-    return Load(ordinal, {kernel});
-  }
-
-  ffi::Error Execute(CUstream stream, int ordinal) const {
-    IndexShape shape;
-    Launcher* kernel = nullptr;
-    if (ffi::Error error = Find(ordinal, &shape, &kernel); error.failure()) return error;
-    if (shape.b == 0 || shape.s_q == 0) return ffi::Error::Success();
-    if (std::string error = CheckIndexShape(shape); !error.empty()) return ffi::Error::InvalidArgument(error);
-    auto plan = PlanIndexScores(shape, kernel->TilesOn(GetDevice(ordinal)), 0, shape.blocks(), Addresses());
-    return Launch(kernel, stream, ordinal, plan);
+  auto PlanOf(const IndexShape& shape, const Tiles& tiles) const {
+    return PlanIndexScores(shape, tiles, 0, shape.blocks(), Addresses());
   }
 };
 
@@ -189,7 +200,7 @@ struct Indexer : Scored, Chosen {
   }
 };
 
-struct TopK : Chosen {
+struct TopK : Chosen, OneLaunch<TopK> {
   Operand scores, start, stop;
 
   using Results = TypeList<ffi::Result<ffi::Buffer<ffi::S32, 3>>, ffi::Result<ffi::Buffer<ffi::F32, 3>>>;
@@ -220,24 +231,11 @@ struct TopK : Chosen {
     return LookUp("topk", GetDevice(ordinal), TopkChoices{.max_topk = shape->topk}, kernel);
   }
 
-  ffi::Error Initialize(int ordinal) const {
-    IndexShape shape;
-    Launcher* kernel = nullptr;
-    if (ffi::Error error = Find(ordinal, &shape, &kernel); error.failure()) return error;
-    return Load(ordinal, {kernel});
-  }
-
-  ffi::Error Execute(CUstream stream, int ordinal) const {
-    IndexShape shape;
-    Launcher* kernel = nullptr;
-    if (ffi::Error error = Find(ordinal, &shape, &kernel); error.failure()) return error;
-    if (shape.b == 0 || shape.s_q == 0) return ffi::Error::Success();
-    if (std::string error = CheckIndexShape(shape); !error.empty()) return ffi::Error::InvalidArgument(error);
+  auto PlanOf(const IndexShape& shape, const Tiles&) const {
     IndexAddresses at{};
     at.scores = scores.data, at.start = start.data, at.stop = stop.data;
     at.indices = indices.data, at.values = values.data;
-    auto choose = PlanTopk(shape, 0, shape.blocks(), at);
-    return Launch(kernel, stream, ordinal, choose);
+    return PlanTopk(shape, 0, shape.blocks(), at);
   }
 };
 

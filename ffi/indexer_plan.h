@@ -47,16 +47,16 @@ inline int64_t IndexBox(int64_t page, int64_t width, int64_t tile_n) {
 
 // Returns why there is no such call: empty if there is.
 inline std::string CheckIndexShape(const IndexShape& shape) {
-  const auto& [b, s_q, s_c, heads, topk, type, queries, stride, wants_values, pages, page, width] = shape;
-  for (auto [name, extent] : {std::pair{"b", b}, {"s_q", s_q}, {"s_c", s_c}, {"topk", topk}}) {
+  const int64_t b = shape.b, s_q = shape.s_q, heads = shape.heads, page = shape.page, width = shape.width;
+  for (auto [name, extent] : {std::pair{"b", b}, {"s_q", s_q}, {"s_c", shape.s_c}, {"topk", shape.topk}}) {
     if (std::string error = OutOfRange(name, extent); !error.empty()) return error;
   }
   if (shape.paged()) {
-    const int64_t unit = IndexPageUnit(width, ElementBytes(type) == 1);
+    const int64_t unit = IndexPageUnit(width, ElementBytes(shape.type) == 1);
     if (page % unit != 0) {
       return "page: got " + std::to_string(page) + " keys, wanted a multiple of " + std::to_string(unit);
     }
-    for (auto [name, extent] : {std::pair{"pages", pages}, {"b * width", b * width}}) {
+    for (auto [name, extent] : {std::pair{"pages", shape.pages}, {"b * width", b * width}}) {
       if (std::string error = OutOfRange(name, extent); !error.empty()) return error;
     }
   }
@@ -104,14 +104,14 @@ inline Plan<IndexScoresArguments> PlanIndexScores(const IndexShape& shape, const
                               .box = {U32(box), 1},
                               .extents = {U64(keys), U64(pages)},
                               .strides = {U64(page_bytes)}};
-  void* behind_keys = static_cast<char*>(at.k) + keys * row;
+  void* after_keys = static_cast<char*>(at.k) + keys * row;
   return {
       .grid = U32(std::min<int64_t>(count * splits, tiles.processors)),
       .arguments = {
           .q = {.map = q, .extents = {I32(rows)}, .address = at.q},
           .k = {.map = k, .extents = {I32(keys), I32(pages)}, .address = at.k},
           .weights = at.weights,
-          .k_scale = {.map = k_scale, .extents = {I32(keys), I32(pages)}, .address = scaled ? behind_keys : at.k_scale},
+          .k_scale = {.map = k_scale, .extents = {I32(keys), I32(pages)}, .address = scaled ? after_keys : at.k_scale},
           .start = at.start,
           .stop = at.stop,
           .scores = at.scores,

@@ -57,7 +57,8 @@ struct OfRows {
     if (std::string error = CheckRopeShape(shape); !error.empty()) return ffi::Error::InvalidArgument(error);
     Launcher* launcher = nullptr;
     if (ffi::Error error = LookUp(op, GetDevice(ordinal), call, &launcher); error.failure()) return error;
-    auto plan = plan_of(shape, launcher->tile_m, RopeAddresses{x.data, table.data, dy.data, y.data});
+    const RopeAddresses at{.x = x.data, .table = table.data, .dy = dy.data, .y = y.data};
+    auto plan = plan_of(shape, launcher->tile_m, at);
     return Launch(launcher, stream, ordinal, plan);
   }
 };

@@ -226,20 +226,28 @@ HeadSummedProbabilities Probabilities(Array q, Array k, PerRow lse, PerQueryList
 // ---- RoPE
 
 template <typename Call>
-Call Turned(const char* op, Array& x, PerRow& table, Array& dy, float number) {
-  return {{.op = op, .x = {"x", x}, .table = {"table", table}, .dy = {"dy", dy}}, number};
+Call Turned(const char* op, Array& x, PerRow& table, Array& dy) {
+  Call call;
+  call.op = op, call.x = {"x", x}, call.table = {"table", table}, call.dy = {"dy", dy};
+  return call;
 }
 
 RopeInPlace Rope(Array x, PerRow table, ffi::Attr<float, kDirection> direction) {
-  return Turned<RopeInPlace>("rope", x, table, x, *direction);
+  RopeInPlace call = Turned<RopeInPlace>("rope", x, table, x);
+  call.direction = *direction;
+  return call;
 }
 
 RopeAfterNorm NormRope(Array x, PerRow table, ffi::Attr<float, kEps> eps) {
-  return Turned<RopeAfterNorm>("norm_rope", x, table, x, *eps);
+  RopeAfterNorm call = Turned<RopeAfterNorm>("norm_rope", x, table, x);
+  call.eps = *eps;
+  return call;
 }
 
 RopeAfterNorm NormRopeGradient(Array x, PerRow table, Array dy, ffi::Attr<float, kEps> eps) {
-  return Turned<RopeAfterNorm>("norm_rope_bwd", x, table, dy, *eps);
+  RopeAfterNorm call = Turned<RopeAfterNorm>("norm_rope_bwd", x, table, dy);
+  call.eps = *eps;
+  return call;
 }
 
 }  // namespace

@@ -223,9 +223,10 @@ class IndexScoresSm90:
     def __call__(
         self,
         q: cute.Pointer,
-        k: cute.Pointer,
+        k: cute.Pointer,  # [b, s_c, D], or pages: [pages, page, D], with 8 bits [pages, page * (D + 4)], scales last
+        k_scale: cute.Pointer,  # of an array's keys, or of the first page's, as float32
         weights: cute.Pointer,
-        k_scale: cute.Pointer,
+        table: cute.Pointer,  # this, pages, width, page and box are read where keys are in pages
         start: cute.Pointer,
         stop: cute.Pointer,
         scores: cute.Pointer,
@@ -237,28 +238,40 @@ class IndexScoresSm90:
         splits: Int32,
         stride: Int32,
         skip: Int32,
+        pages: Int32,
+        width: Int32,
+        page: Int32,
+        box: Int32,
         ctas: Int32,  # at most, that is how many run at a time
         stream: cuda.CUstream,
     ):
         c = self.config
-        keys = cute.make_tensor(k, cute.make_layout((s_c, D, b), stride=(D, 1, Int64(s_c) * D)))
-        maps = (*self.map_of_q(q, b * s_q), *tma_atom(cpasync.CopyBulkTensorTileG2SOp(), keys, c.tile, D), None, None)
         n = Extents(s_q, s_c, ceil_div(s_q, Int32(c.queries)), first_block, blocks, splits, stride, skip)
-        self.launch(maps, Arrays(weights, k_scale, start, stop, scores), n, None, ctas, stream)
+        of_keys = (k, k_scale, page, pages) if cutlass.const_expr(c.paged) else (k, k_scale, s_c, b)
+        arrays = Arrays(weights, table if cutlass.const_expr(c.paged) else k_scale, start, stop, scores)
+        where = Pages(width, page, box) if cutlass.const_expr(c.paged) else None
+        self.kernel(*self.map_of_q(q, b * s_q), *self.maps_of_keys(*of_keys), arrays, n, where).launch(
+            grid=(cutlass.min(n.blocks * n.splits, ctas), 1, 1),
+            block=(c.threads, 1, 1),
+            smem=c.smem_bytes,
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
 
     def map_of_q(self, q: cute.Pointer, queries: Int32) -> tuple[cute.CopyAtom, cute.Tensor]:
         rows = cute.make_tensor(q, cute.make_layout((queries * self.config.heads, D), stride=(D, 1)))
         return tma_atom(cpasync.CopyBulkTensorTileG2SOp(), rows, self.config.columns, D)
 
-    @cute.jit
-    def launch(self, maps: tuple, arrays: Arrays, n: Extents, pages: Pages | None, ctas: Int32, stream: cuda.CUstream):
-        self.kernel(*maps, arrays, n, pages).launch(
-            grid=(cutlass.min(n.blocks * n.splits, ctas), 1, 1),
-            block=(self.config.threads, 1, 1),
-            smem=self.config.smem_bytes,
-            stream=stream,
-            min_blocks_per_mp=1,
-        )
+    def maps_of_keys(self, k: cute.Pointer, k_scale: cute.Pointer, each: Int32, count: Int32) -> tuple:
+        """TMA of keys [count, each, D], and of the scales that follow each page's."""
+        c, op = self.config, cpasync.CopyBulkTensorTileG2SOp()
+        step = (D + 4 * (c.paged and c.scaled)) * Int64(each)  # elements
+        keys = cute.make_tensor(k, cute.make_layout((each, D, count), stride=(D, 1, step)))
+        maps = tma_atom(op, keys, BOX if c.paged else c.tile, D)
+        if not c.scale_bytes:
+            return *maps, None, None
+        scales = cute.make_tensor(k_scale, cute.make_layout((each, count), stride=(1, step // 4)))
+        return *maps, *cpasync.make_tiled_tma_atom(op, scales, cute.make_layout((BOX, 1)), (BOX, 1))
 
     @cute.kernel
     def kernel(
@@ -463,50 +476,6 @@ class IndexScoresSm90:
         return scale
 
 
-class PagedIndexScoresSm90(IndexScoresSm90):
-    """The same for keys in pages: [pages, page, D], or with 8 bits bytes [pages, page * (D + 4)], the scales last."""
-
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Pointer,
-        k: cute.Pointer,
-        k_scale: cute.Pointer,  # scales of the first page, as float32
-        weights: cute.Pointer,
-        table: cute.Pointer,
-        start: cute.Pointer,
-        stop: cute.Pointer,
-        scores: cute.Pointer,
-        b: Int32,
-        s_q: Int32,
-        s_c: Int32,
-        first_block: Int32,
-        blocks: Int32,
-        splits: Int32,
-        stride: Int32,
-        skip: Int32,
-        pages: Int32,
-        width: Int32,
-        page: Int32,
-        box: Int32,
-        ctas: Int32,
-        stream: cuda.CUstream,
-    ):
-        c = self.config
-        load = cpasync.CopyBulkTensorTileG2SOp()
-        each = (D + 4 * c.scaled) * Int64(page)  # elements of a page
-        keys = cute.make_tensor(k, cute.make_layout((page, D, pages), stride=(D, 1, each)))
-        maps = (*self.map_of_q(q, b * s_q), *tma_atom(load, keys, BOX, D))
-        if cutlass.const_expr(c.scaled):
-            scales = cute.make_tensor(k_scale, cute.make_layout((page, pages), stride=(1, each // 4)))
-            maps = (*maps, *cpasync.make_tiled_tma_atom(load, scales, cute.make_layout((BOX, 1)), (BOX, 1)))
-        else:
-            maps = (*maps, None, None)
-        n = Extents(s_q, s_c, ceil_div(s_q, Int32(c.queries)), first_block, blocks, splits, stride, skip)
-        arrays = Arrays(weights, table, start, stop, scores)
-        self.launch(maps, arrays, n, Pages(width, page, box), ctas, stream)
-
-
 def product(dtype) -> cute.TiledMma:
     """ROWS keys by half of a block's columns."""
     shape, source = (ROWS, HALF), warpgroup.OperandSource.SMEM
@@ -605,17 +574,11 @@ def add_relu(x: Float32, weight: Float32, total: Float32) -> Float32:
 
 def compile(variant: IndexScores, out_dir: Path) -> Compiled:
     config, element = Config(variant.heads, variant.dtype, variant.paged), ELEMENT[variant.dtype]
-    if config.paged:
-        kernel, scalars = PagedIndexScoresSm90(config), 13
-        pointers = (element, element, Float32, Float32, Int32, Int32, Int32, Float32)
-    else:
-        kernel, scalars = IndexScoresSm90(config), 9
-        pointers = (element, element, Float32, Float32, Int32, Int32, Float32)
     return compile_ahead(
-        kernel,
+        IndexScoresSm90(config),
         IndexScoresSm90.kernel,
-        *map(array, pointers),
-        *(i32() for _ in range(scalars)),
+        *map(array, (element, element, Float32, Float32, Int32, Int32, Int32, Float32)),
+        *(i32() for _ in range(13)),
         name="index_scores_sm90",
         arch=variant.arch,
         out_dir=out_dir,
