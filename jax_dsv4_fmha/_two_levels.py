@@ -18,19 +18,10 @@ BLOCKS = (1, 2, 4, 8, 16, 32)
 """Sizes of a block: a tile of scores is a multiple of four blocks."""
 
 
-def greatest_blocks(
-    q: jax.Array,
-    weights: jax.Array,
-    k: jax.Array,
-    k_scale: jax.Array,
-    start: jax.Array,
-    stop: jax.Array,
-    *,
-    count: int,
-    block: int,
-) -> Arrays:
+def greatest_blocks(*operands: jax.Array, count: int, block: int) -> Arrays:
     """As `_indexer_reference.greatest_blocks`, whose last block is always that of the newest entry: `count - 1` of
     those before it are chosen by their greatest scores, for which it needs no score of its own."""
+    q, weights, k, k_scale, start, stop = operands
 
     def rows(q: jax.Array, weights: jax.Array, start: jax.Array, stop: jax.Array) -> Arrays:
         first, newest = start // block, (stop - 1) // block
@@ -47,19 +38,9 @@ def greatest_blocks(
     return over_queries(rows, _at_a_time(q.shape[0], k.shape[1]), q, weights, start, stop)
 
 
-def choose_within(
-    q: jax.Array,
-    weights: jax.Array,
-    k: jax.Array,
-    k_scale: jax.Array,
-    blocks: jax.Array,
-    start: jax.Array,
-    stop: jax.Array,
-    *,
-    topk: int,
-    block: int,
-) -> Arrays:
+def choose_within(*operands: jax.Array, topk: int, block: int) -> Arrays:
     """As `_indexer_reference.select_within`, of blocks that ascend: what a query sees of them is in a row, then."""
+    q, weights, k, k_scale, blocks, start, stop = operands
     b, s_c = k.shape[:2]
     fill = -blocks.shape[2] % 4  # top-k wants columns in fours
     blocks = jnp.pad(blocks, ((0, 0), (0, 0), (0, fill)), constant_values=-1)

@@ -29,7 +29,7 @@ from jax_dsv4_fmha import _ffi
 from kernels import build
 from kernels.abi import Combine, DenseBackward, IndexAt, IndexScores, NormRope, Probabilities, Rope, RowSpans, TopK
 from kernels.cubin import KernelInfo, read_kernel
-from kernels.variants import FEW_HEADS, LATENT, VARIANTS
+from kernels.variants import FEW_HEADS, FEW_HEADS_BACKWARD, LATENT, VARIANTS
 
 ROOT = Path(__file__).parent.parent
 HAS_DSL = util.find_spec("cutlass") is not None
@@ -162,6 +162,20 @@ def test_an_edit_of_one_kernel_s_module_makes_its_variants_stale_alone(tmp_path,
         stale = {v for v in VARIANTS if build.digest(v) != before[v]}
         path.write_text(text)
         assert stale == set(filter(wanted, VARIANTS)), module
+
+
+def test_kernels_share_modules_of_lib_alone():
+    """So an edit of any other module makes the variants of one kernel stale, except for these two."""
+    shared = {"kernels.sm90.index_at": "kernels.sm90.index_scores", FEW_HEADS_BACKWARD: "kernels.sm90.latent_bwd"}
+    for module in {v.module for v in VARIANTS}:
+        files = {path.relative_to(ROOT) for path in build.modules(module, ROOT) if path.name != "__init__.py"}
+        modules = {".".join(path.with_suffix("").parts) for path in files if path.parts[1] != "lib"}
+        folder = module.rpartition(".")[0]
+        home = module if folder.count(".") == 1 else folder  # kernels.sm90.fwd; kernels.sm90.bwd.key_gradients
+        others = {m for m in modules if m.count(".") > 1 and not f"{m}.".startswith(f"{home}.")}
+        allowed = shared.get(module, "none")
+        assert all(f"{m}.".startswith(f"{allowed}.") for m in others), (module, others)
+        assert bool(others) == (module in shared), module
 
 
 @needs_dsl
