@@ -54,20 +54,28 @@ class Cache:
         """An empty cache of `pages` pages (a contiguous one: sequences) of `page` entries.
 
         Args:
-          d: dimensions of an entry; by default 512, or the layout's.
-          dtype: dtype of entries that are not packed; float8_e4m3fn stands for the layout "v4_fp8".
+          pages, page, d: ints >= 1; d is the dimensions of an entry, by default 512, or the layout's.
+          dtype: bfloat16, float16 or float32, of entries that are not packed; float8_e4m3fn stands for the layout
+            "v4_fp8".
           layout: layout of packed entries; None for entries that are not packed.
 
         Raises:
-          ValueError: an unknown layout, or a d that it does not have.
+          ValueError, TypeError: sizes or a dtype that differ from the above, an unknown layout, or a d that it does
+            not have.
         """
+        op = "Cache.zeros"
+        pages, page = _check.positive(op, "pages", pages), _check.positive(op, "page", page)
         if jnp.dtype(dtype) == jnp.float8_e4m3fn:
             layout = layout or V4_FP8
         if layout is None:
-            return cls(jnp.zeros((pages, page, D if d is None else d), dtype), block_table)
-        how = layout_of("Cache.zeros", layout)
+            if jnp.dtype(dtype) not in _check.FLOAT:
+                wanted = "bfloat16, float16, float32, or float8_e4m3fn for the layout v4_fp8"
+                raise _check.error(ValueError, op, "dtype", jnp.dtype(dtype).name, wanted)
+            d = _check.positive(op, "d", D if d is None else d)
+            return cls(jnp.zeros((pages, page, d), dtype), block_table)
+        how = layout_of(op, layout)
         if d not in (None, how.d):
-            raise _check.error(ValueError, "Cache.zeros", "d", d, f"{how.d} for {layout}")
+            raise _check.error(ValueError, op, "d", d, f"{how.d} for {layout}")
         return cls(jnp.zeros((pages, how.page_bytes(page)), jnp.uint8), block_table, layout)
 
     @property

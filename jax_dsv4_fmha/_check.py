@@ -4,6 +4,7 @@ ValueError: a shape, a dtype or a value that the op does not mean. NotImplemente
 or no implementation. TypeError: not an array, a number or a Span at all.
 """
 
+import dataclasses
 import math
 import numbers
 import operator
@@ -71,7 +72,9 @@ def describe(x: Any) -> str:
         return x
     if hasattr(x, "dtype") and hasattr(x, "shape"):
         return f"{x.dtype}[{', '.join(map(str, x.shape))}]"
-    text = repr(x)
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):  # of arrays
+        return f"a {type(x).__name__}"
+    text = " ".join(repr(x).split())
     return text if len(text) <= 60 else f"{type(x).__name__} {text[:57]}..."
 
 
@@ -204,6 +207,8 @@ def offset(op: str, name: str, x: Any, dims: dict[str, Any]) -> jax.Array:
     x = narrow(x)
     if getattr(x, "shape", None) == () and x.dtype in INT:
         return jnp.asarray(x)[None]
+    if not hasattr(x, "shape"):
+        raise error(TypeError, op, name, x, "an int, an int32 scalar or " + _wanted(["b"], dims, INT))
     return operand(op, name, x, "b", dims, INT)
 
 

@@ -101,7 +101,7 @@ def lightning_indexer(
     of_keys = {"heads": dims["h"], "dtype": q.dtype.name, "paged": keys.paged}
     archs = _built_for_both("index_scores", topk, dims, **of_keys) if keys.fits else ()
     choose = keys.choose_and_score if return_scores else keys.choose
-    call = _call(op, choose, implementation, "index_scores", archs, q, dims, *keys.words, topk=topk)
+    call = _call(op, choose, implementation, "index_scores", archs, q, dims, keys.words, keys.limits, topk=topk)
     results = forward(call, *map(lax.stop_gradient, (q, weights, *keys.operands)), start, stop)
     return results if return_scores else results[0]
 
@@ -151,8 +151,8 @@ def indexer_blocks(
     start, stop = _visible(op, dims, ratio, q_offset, lengths, span)
     archs = _built_for_both("index_scores", count - 1, dims, heads=dims["h"], dtype=q.dtype.name, paged=False)
     archs = archs if block in _two_levels.BLOCKS else ()
-    words = f"blocks of {block}"
-    call = _call(op, _BLOCKS, implementation, "index_scores", archs, q, dims, words, count=count, block=block)
+    words, limits = f"blocks of {block}", f"blocks of {' or '.join(map(str, _two_levels.BLOCKS))}"
+    call = _call(op, _BLOCKS, implementation, "index_scores", archs, q, dims, words, limits, count=count, block=block)
     (blocks,) = forward(call, *map(lax.stop_gradient, (q, weights, *keys.operands)), start, stop)
     return blocks
 
@@ -247,6 +247,8 @@ def indexer_loss(
     for name, x in (("ratio", ratio), ("lengths", lengths), ("span", span)):
         if x is not None:
             raise _check.error(ValueError, op, name, x, "None with indices")
+    if not (isinstance(q_offset, int) and q_offset == 0):
+        raise _check.error(ValueError, op, "q_offset", q_offset, "0 with indices, which say what is visible")
     indices = _check.operand(op, "indices", indices, "b s_q topk", dims, _check.INT)
     target = head_summed_probabilities(
         attention_q, kv, lse, indices, sink=sink, scale=scale, implementation=implementation
@@ -302,8 +304,9 @@ class _Keys(NamedTuple):
     choose: Op
     choose_and_score: Op
     operands: Arrays
-    words: tuple[str, ...] = ()
-    """for errors"""
+    words: str = ""
+    limits: str = ""
+    """what is given of them, and what kernels want of them, for errors"""
     paged: bool = False
     fits: bool = True
     """whether kernels take such pages"""
@@ -334,16 +337,14 @@ def _cached_keys(op: str, cache: Cache, k_scale: Any, dtype: Any, dims: dict[str
     page, several = cache.page, cache.block_table is not None
     table = cache.block_table if several else jnp.zeros((dims["b"], 1), jnp.int32)
     pool = cache.entries[None] if several else cache.entries[:, None]
-    ops = _OF_PAGES[packed]
-    return _Keys(
-        *ops, (pool, table), (f"pages of {page}",), True, _page_fits(page, several and table.shape[1] != 1, packed)
-    )
+    unit = _page_unit(several and table.shape[1] != 1, packed)
+    fits = isinstance(page, int) and page % unit == 0
+    return _Keys(*_OF_PAGES[packed], (pool, table), f"pages of {page}", f"pages of a multiple of {unit}", True, fits)
 
 
-def _page_fits(page: Any, several: bool, packed: bool) -> bool:
-    """Whether kernels take pages of this size, one or several to a sequence, by the rule of `IndexPageUnit` in C++."""
-    unit = (32 if packed else 8) if several else (4 if packed else 1)
-    return isinstance(page, int) and page % unit == 0
+def _page_unit(several: bool, packed: bool) -> int:
+    """Kernels take pages of a multiple of this, one or several to a sequence: `IndexPageUnit` in C++."""
+    return (32 if packed else 8) if several else (4 if packed else 1)
 
 
 def _visible(
@@ -391,16 +392,17 @@ def _call(
     archs: tuple[str, ...],
     q: jax.Array,
     dims: dict[str, Any],
-    *words: str,
+    words: str = "",
+    limits: str = "",
     **params: int,
 ) -> Call:
-    """The call of an op that chooses by the kernels of `scores` and of top-k, built for these architectures; words are
-    for errors."""
+    """The call of an op that chooses by the kernels of `scores` and of top-k, built for these architectures. For
+    errors: what else is given, and what kernels want of it."""
     when, fit = "never", None
     if implementation != "reference":
         sizes = [f"{name}={params[name]}" for name in ("topk", "count") if name in params]
-        got = ", ".join([f"{q.dtype.name}, h={dims['h']}, d={dims['d']}", *sizes, *words])
-        fit = Fit(got, (scores, "topk"), archs, _WANTED)
+        got = ", ".join(filter(None, [f"{q.dtype.name}, h={dims['h']}, d={dims['d']}", *sizes, words]))
+        fit = Fit(got, (scores, "topk"), archs, ", ".join(filter(None, [limits, _WANTED])))
         when = choose(op, implementation, fit)
     return Call(of, when, tuple(params.items()), fit)
 

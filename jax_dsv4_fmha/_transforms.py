@@ -564,9 +564,8 @@ def _opaque(call: Call, *operands: jax.Array) -> Arrays:
 
 
 def _no_gradient(call: Call, *_: Any) -> Any:
-    raise _check.error(
-        NotImplementedError, call.op.name, "gradient", "a call to differentiate", "stop_gradient around it"
-    )
+    wanted = "stop_gradient around it, or implementation='reference'"
+    raise _check.error(NotImplementedError, call.op.name, "gradient", "a call to differentiate", wanted)
 
 
 _opaque.defvjp(_no_gradient, _no_gradient)
