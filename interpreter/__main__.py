@@ -2,13 +2,13 @@
 
     python -m interpreter fwd_sm_90a_d128_bfloat16                      a timeline of warps and barriers, as text
     python -m interpreter fwd_sm_90a_d128_bf --plot run.svg             the same as a picture
-    python -m interpreter sparse_fwd_sm_90a_d512_bf --case mixed       another case
+    python -m interpreter dsv4_dense_fwd_sm_90a_d512_bf --case mixed    another case
     python -m interpreter fwd_sm_90a_d128_bf --seed 3                   another order of things
     python -m interpreter fwd_sm_90a_d128_bf --ptx edited.ptx           PTX that was changed by hand
 
-The kernel is a key of kernels/variants.py or an unambiguous part of one; it is compiled if no build has it. With a
-fault (a deadlock, a race, an access out of bounds, a wrong answer, ...) the exit status is 1, and the timeline ends
-where it was found.
+The kernel is an attention's key of kernels/variants.py, or an unambiguous part of one; it is compiled if no build has
+it. With a fault (a deadlock, a race, an access out of bounds, a wrong answer, ...) the exit status is 1, and the
+timeline ends where it was found.
 """
 
 import argparse
@@ -27,28 +27,29 @@ from .timeline import lines, plot
 from .verdict import judge
 
 
-def find(name: str, parser: argparse.ArgumentParser) -> Forward:
+def find(name: str) -> Forward:
+    attention = [v for v in VARIANTS if isinstance(v, Forward)]
     found = next(
         filter(
             None,
             (
-                [v for v in VARIANTS if fits(v.key)]
+                [v for v in attention if fits(v.key)]
                 for fits in (name.__eq__, lambda key: key.startswith(name), lambda key: name in key)
             ),
         ),
         [],
     )
     if len(found) != 1:
-        keys = "\n  ".join(v.key for v in found or VARIANTS)
-        parser.error(f"{name!r} names {len(found)} kernels; there are\n  {keys}")
+        keys = "\n  ".join(v.key for v in found or attention)
+        raise LookupError(f"{name!r} names {len(found)} kernels; there are\n  {keys}")
     return found[0]
 
 
-def main(argv: list[str] | None = None) -> int:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m interpreter", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("kernel", metavar="KERNEL", help="a key of kernels/variants.py, or a part of one")
+    parser.add_argument("kernel", metavar="KERNEL", help="an attention's key of kernels/variants.py, or a part of one")
     parser.add_argument("--case", choices=cases.CASES, default="tiles", help="what to run on (default: %(default)s)")
     parser.add_argument("--seed", type=int, help="what the scheduler does; without, it gives everybody a turn")
     parser.add_argument("--processors", type=int, help="how many CTAs at most (default: as the case says)")
@@ -57,14 +58,20 @@ def main(argv: list[str] | None = None) -> int:
         "--plot", type=Path, metavar="FILE", help="draw the timeline (.svg, .png, ...) instead of printing it"
     )
     parser.add_argument("--tail", type=int, metavar="N", help="print only the last N lines of the timeline")
-    args = parser.parse_args(argv)
+    return parser
 
-    kernel = Kernel.of(find(args.kernel, parser))
+
+def main(argv: list[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    try:
+        kernel = Kernel.of(find(args.kernel))
+    except LookupError as e:
+        parser().error(str(e))
     if args.ptx is not None:
         kernel = dataclasses.replace(kernel, ptx=args.ptx.read_text())
     x = cases.operands(kernel.variant, kernel.facts["tile_n"], args.case)
     if x is None:
-        parser.error(f"there is no case {args.case!r} for {kernel.variant.key}")
+        parser().error(f"there is no case {args.case!r} for {kernel.variant.key}")
     processors = args.processors or cases.PROCESSORS[args.case]
     run = launch(kernel, x, seed=args.seed or 0, processors=processors, record=True)
     machine, found = run.machine, None

@@ -4,11 +4,14 @@ writes.
 
 import re
 import runpy
+import shlex
 from pathlib import Path
 
 import pytest
 
+import interpreter.__main__
 import jax_dsv4_fmha
+from jax_dsv4_fmha import _cli
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
@@ -26,6 +29,19 @@ def test_program_prints_what_it_says(program, capsys):
     exec(compile(program, "program", "exec"), {"__name__": "__main__"})
     printed = capsys.readouterr().out.splitlines()
     assert said and printed == said
+
+
+def test_commands_are_understood():
+    """The command lines on the pages, up to what they say about themselves, which two spaces or a # part from them."""
+    said = [page.read_text() for page in (*PAGES, ROOT / "CONTRIBUTING.md")] + [interpreter.__main__.__doc__]
+    commands = re.findall(r"python -m (jax_dsv4_fmha|interpreter) +([^`\n#)]*?)(?:  |[`\n#)])", "\n".join(said))
+    assert {program for program, _ in commands} == {"jax_dsv4_fmha", "interpreter"} and len(commands) > 9
+    for program, words in commands:
+        if program == "jax_dsv4_fmha":
+            _cli._parser().parse_args(shlex.split(words))
+        else:
+            arguments = interpreter.__main__.parser().parse_args(shlex.split(words))
+            interpreter.__main__.find(arguments.kernel)
 
 
 GENERATE = runpy.run_path(str(ROOT / "docs/generate.py"))

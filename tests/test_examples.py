@@ -26,6 +26,15 @@ def example(name):
     return module
 
 
+def test_quickstart(capsys):
+    example("quickstart")
+    device, implementation, *results = capsys.readouterr().out.splitlines()
+    assert device.startswith("device") and implementation.startswith("implementation")
+    for line in results:
+        far, size = map(float, re.search(r"reference ([\d.e+-]+), of values up to ([\d.]+)$", line).groups())
+        assert far < 0.01 * size, line
+
+
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_context_parallel_gradients(kind):
     """Gradients of q, k and sink around a ring of 4 equal those on one device."""
