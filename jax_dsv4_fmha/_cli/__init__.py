@@ -92,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
         "timings beside cuDNN and XLA",
         "Time the kernels on this machine's first GPU, beside cuDNN and XLA through jax.nn where these can run, the "
         "rate of a bfloat16 8192^3 matrix product (M) and of a device copy (C), interleaved in one run. Device time "
-        "from the profiler. Exit status 2 without a GPU.",
+        "from the profiler. FILE is written after every row. Exit status 2 without a GPU.",
         "'d 512' or '*causal*'",
     )
     bench.add_argument(

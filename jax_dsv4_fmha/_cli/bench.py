@@ -13,7 +13,7 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _ffi
+from .._cache import Cache
 from .._check import Method
 from .._span import Span
 from .._testing.cases import OPS, SPANS, Case
@@ -31,7 +32,9 @@ from .check import matches, reason
 from .info import machine, no_devices
 from .report import Progress, output, table, write_json
 
-_PEERS = ("two_pass", "cudnn", "xla", "graph")
+_PEERS = ("two_pass", "cudnn", "xla", "contiguous", "v4_fp8", "graph")
+_OURS_ON: dict[str, dict[str, Any]] = {"contiguous": {"page": 0}, "v4_fp8": {"features": ("fp8",)}}
+"""peers that are ours, on a case that differs so"""
 _MATMUL = 8192
 _COPY_BYTES = 2**30
 _BURST_SECONDS = 0.008
@@ -54,6 +57,10 @@ class Row:
     method: Method | None = None
     layers: int = 1
 
+    def of(self, name: str) -> "Row":
+        """The row that a contestant runs."""
+        return replace(self, case=replace(self.case, **_OURS_ON.get(name, {})))
+
     @property
     def name(self) -> str:
         c = self.case
@@ -69,7 +76,8 @@ class Row:
                 "fmha": f"{c.span} {c.window}" if c.span == "window" else c.span,
                 "sparse_fmha": f"top-k {c.topk} of {c.s_kv}",
                 "dsv4_attention": f"window {c.window} + "
-                + (f"top-k {c.topk} of {c.s_c}" if c.topk else f"{c.s_c} of ratio {c.ratio}"),
+                + (f"top-k {c.topk} of {c.s_c}" if c.topk else f"{c.s_c} of ratio {c.ratio}")
+                + (" in pages" if c.page else ""),
             }[c.op]
         dtype = "".join(f" {x}" for x in c.features) or (f" {c.dtype}" if c.dtype != "bfloat16" else "")
         what = "gradient of " if self.suite == "grad" else f"{self.layers} layers of " if self.layers > 1 else ""
@@ -91,6 +99,12 @@ def _layer(h_q: int, **kwargs: Any) -> Row:
 
 def _top_k(h_q: int, s_kv: int, topk: int) -> Row:
     return Row("dsv4", Case("sparse_fmha", 1, 4096, s_kv, h_q, 1, 512, shared_kv=True, sink="normal", topk=topk))
+
+
+def _chunk(s_q: int, h_q: int, topk: int) -> Row:
+    """A chunk of a prompt, whose compressed entries are in pages."""
+    row = replace(_layer(h_q, topk=topk, ratio=4, s_c=16384), suite="decode", peers=("contiguous",))
+    return replace(row, case=replace(row.case, s_q=s_q, s_kv=s_q + 127, page=64))
 
 
 _CACHES = ((), ("fp8",))
@@ -116,6 +130,8 @@ ROWS = (
         for kind in _CACHES
         for b in (2, 64, 128, 148)
     ),
+    *(Row("decode", bench_decode.step(64, 512, b, "v41_fp4"), ("v4_fp8",)) for b in (64, 128)),
+    _chunk(2048, 64, 512),
     Row("decode", Case("fmha", 16, 1, 32768, 128, 1, 512, shared_kv=True), ("cudnn", "xla")),
     *(Row("decode", bench_decode.dense(*kind), ("xla",)) for kind in _CACHES),
     *(Row("decode", bench_decode.step(128, 1024, b, "fp8"), ("graph",), layers=61) for b in (2, 64)),
@@ -199,7 +215,9 @@ def bench(
         if not rows:
             print(f"No row matches {pattern!r}.", file=out)
             return 2
-        results = _measure(rows, rounds, Progress(len(rows), progress, out))
+        for results in _measure(rows, rounds, Progress(len(rows), progress, out)):
+            if json_path not in (None, "-"):  # so that a run that is cut short keeps what it has
+                write_json(results, json_path)
     if json_path is not None:
         write_json(results, json_path)
     if plot_path is not None:
@@ -207,7 +225,8 @@ def bench(
     return 0
 
 
-def _measure(rows: Sequence[Row], rounds: int, bar: Progress) -> dict[str, Any]:
+def _measure(rows: Sequence[Row], rounds: int, bar: Progress) -> Iterator[dict[str, Any]]:
+    """The results so far, after each row."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     results: dict[str, Any] = {"date": now, **machine(), "rounds": rounds, "rows": []}
     yardsticks = _yardsticks()
@@ -216,8 +235,8 @@ def _measure(rows: Sequence[Row], rounds: int, bar: Progress) -> dict[str, Any]:
         results["rows"].append(_measure_row(row, yardsticks, rounds))
         if i + 1 == len(rows) or rows[i + 1].suite != row.suite:
             bar.print("".join(f"{text}\n" for text in tables(r for r in results["rows"] if r["suite"] == row.suite)))
+        yield results
     bar.clear()
-    return results
 
 
 def _measure_row(row: Row, yardsticks: dict[str, Contestant], rounds: int) -> dict[str, Any]:
@@ -232,8 +251,10 @@ def _measure_row(row: Row, yardsticks: dict[str, Contestant], rounds: int) -> di
     skipped: dict[str, str] = {}
     for name in ("ours", *(peer for peer in row.peers if peer != "graph")):
         try:
-            for each, f in _runs(row, name).items():
-                contestants[each] = (_compiled(each, f, operands), operands)
+            its = row.of(name)
+            sets_of = operands if its == row else _operands_of(its, sets)
+            for each, f in _runs(its, name).items():
+                contestants[each] = (_compiled(each, f, sets_of), sets_of)
         except Exception as e:  # a refusal, by a peer or because ours is not built, is a result
             skipped[name] = reason(e)
     times = _interleaved(contestants, rounds)
@@ -319,13 +340,13 @@ def _operands_of(row: Row, sets: int) -> list[dict[str, Any]]:
     return each if row.layers == 1 else [{"q": each[0]["q"], "layers": each}]
 
 
-def _operands(c: Case, key: jax.Array) -> dict[str, jax.Array]:
+def _operands(c: Case, key: jax.Array) -> dict[str, Any]:
     keys = iter(jax.random.split(key, 8))
 
     def normal(*shape: int) -> jax.Array:
         return jax.random.normal(next(keys), shape, c.dtype)
 
-    arrays = {"q": normal(c.b, c.s_q, c.h_q, c.d)}
+    arrays: dict[str, Any] = {"q": normal(c.b, c.s_q, c.h_q, c.d)}
     if c.op == "fmha":
         arrays["k"] = normal(c.b, c.s_kv, c.h_kv, c.d)
         if not c.shared_kv:
@@ -334,6 +355,10 @@ def _operands(c: Case, key: jax.Array) -> dict[str, jax.Array]:
         arrays["kv"] = normal(c.b, c.s_kv, c.d)
     else:
         arrays["window_kv"], arrays["compressed_kv"] = normal(c.b, c.s_kv, c.d), normal(c.b, c.s_c, c.d)
+        if c.page:
+            pages = arrays["compressed_kv"].reshape(-1, c.page, c.d)
+            table = jax.random.permutation(next(keys), len(pages)).astype(jnp.int32)
+            arrays["compressed_kv"] = Cache(pages, table.reshape(c.b, -1))
     if c.topk:
         entries = c.s_c or c.s_kv
         some = lambda key: jnp.argsort(jax.random.bits(key, (entries,)))[: c.topk]  # noqa: E731
@@ -358,7 +383,7 @@ def _call(row: Row, name: str, **operands: Any) -> Any:
     if c.op == "fmha":
         choices["span"] = SPANS[c.span](None, c)
     if c.op == "dsv4_attention":
-        choices |= {"method": row.method if name == "ours" else name, "window": c.window, "ratio": c.ratio}
+        choices |= {"method": name if name == "two_pass" else row.method, "window": c.window, "ratio": c.ratio}
         choices |= _positions(c)
     return OPS[c.op](**operands, **choices)
 
