@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_dsv4_fmha import Cache
+from jax_dsv4_fmha._testing import rope as cases
 from jax_dsv4_fmha.layers import Rope, from_config, from_state_dict, hadamard, inverse_rope, rope
 from jax_dsv4_fmha.layers.rope import rope_of_normed
 from tests import layers_float64
@@ -209,6 +210,13 @@ def near(got, want, most):
     got, want = np.asarray(got, np.float32), np.asarray(want, np.float32)
     error = np.linalg.norm(got - want) / np.linalg.norm(want)
     assert error < most, error
+
+
+def test_check_finds_what_is_wrong_with_rope(monkeypatch):
+    assert [cases.complaints(case, "reference") for case in (cases.CASES[2], cases.CASES[3])] == [[], []]
+    monkeypatch.setattr(cases, "rope", inverse_rope)
+    (says,) = cases.complaints(cases.CASES[2], "reference")
+    assert says.startswith("rope off by ")
 
 
 @pytest.mark.gpu

@@ -17,13 +17,16 @@ import numpy as np
 
 from .. import _ffi
 from .._check import Method
-from .._testing import indexer
+from .._testing import indexer, rope
 from .._testing.cases import CASES, Case, run_float64, run_into, run_reference
 from .._testing.compare import FP32, FP32_LARGE, Verdict, compare
 from .info import machine, no_devices
 from .report import Progress, output, write_json
 
 PASSED, FAILED, NOT_BUILT, SKIPPED = "passed", "FAILED", "not built", "skipped"
+
+_OTHERS = {op: module for module in (indexer, rope) for op in module.OPS}
+"""by op: the modules whose results are not (o, lse), so that each says what is wrong with its own"""
 
 _BYTES_PER_ELEMENT = 32  # of q, at the peak: q and two results in 16 bits, the reference and the comparison in fp32
 
@@ -99,11 +102,11 @@ def kernel_checks() -> list[Check]:
         Check(case, method)
         for case in CASES
         for method in (("two_pass", "fused") if case.op == "dsv4_attention" else (None,))
-    ] + [Check(case) for case in indexer.CASES]
+    ] + [Check(case) for case in (*indexer.CASES, *rope.CASES)]
 
 
 def reference_checks() -> list[Check]:
-    return [Check(case) for case in (*CASES, *indexer.CASES) if case.is_small]
+    return [Check(case) for case in (*CASES, *indexer.CASES, *rope.CASES) if case.is_small]
 
 
 def quick(checks: Sequence[Check]) -> list[Check]:
@@ -148,8 +151,8 @@ def _outcome(x: Check, one: Callable[[Check], tuple[str, str]]) -> Outcome:
 
 def _check_kernel(x: Check) -> tuple[str, str]:
     case = x.case
-    if case.op in indexer.OPS:
-        return _check_indexer(case, "cubin")
+    if case.op in _OTHERS:
+        return _check_other(case, "cubin")
     wanted = case.b * case.s_q * case.h_q * case.d * _BYTES_PER_ELEMENT
     limit = (_device().memory_stats() or {}).get("bytes_limit", wanted)
     if wanted > limit:
@@ -161,14 +164,14 @@ def _check_kernel(x: Check) -> tuple[str, str]:
     return _judge(compare(got, run_reference(case)), f"{changed} elements differ in the second run" if changed else "")
 
 
-def _check_indexer(case: Case, implementation: str) -> tuple[str, str]:
-    wrong = indexer.complaints(case, implementation)
-    return (FAILED, "; ".join(wrong[:3])) if wrong else (PASSED, "what is chosen, scores or gradients within limits")
+def _check_other(case: Case, implementation: str) -> tuple[str, str]:
+    wrong = _OTHERS[case.op].complaints(case, implementation)
+    return (FAILED, "; ".join(wrong[:3])) if wrong else (PASSED, _OTHERS[case.op].PASSES)
 
 
 def _check_reference(x: Check) -> tuple[str, str]:
-    if x.case.op in indexer.OPS:
-        return _check_indexer(x.case, "reference")
+    if x.case.op in _OTHERS:
+        return _check_other(x.case, "reference")
     tolerances = FP32_LARGE if "large" in x.case.features else FP32
     return _judge(compare(run_reference(x.case), run_float64(x.case), tolerances))
 

@@ -13,6 +13,7 @@ from .._packed import quantize_cache
 from .cases import Case
 
 OPS = ("lightning_indexer", "indexer_scores", "indexer_blocks")
+PASSES = "what is chosen, scores or gradients within limits"
 _D = 128
 _BLOCK, _BLOCKS = 8, 12  # of a choice in two levels
 _LIMITS = {"scores": 1e-5, "dq": 6e-3, "dk": 6e-3, "dweights": 1e-4}
