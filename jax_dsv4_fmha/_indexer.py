@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from . import _check, _ffi, _indexer_reference, _two_levels
@@ -62,9 +63,10 @@ def lightning_indexer(
       lengths: int32 `[b]`, the number of entries.
       span: the entries that a query may see, for example those of its own segment in packed sequences.
       k_scale: float32 `[b, s_c]`, not negative; with float8_e4m3fn, and only then. A cache has its own.
-      blocks: int32 `[b, s_q, n]`, as `indexer_blocks` returns them, ascending and none twice: only entries in these
-        blocks of `block` entries are chosen; one that is no block, -1 at the end, is absent. With keys that are an
-        array; kernels compute scores of these entries alone.
+      blocks: int32 `[b, s_q, n]`, as `indexer_blocks` returns them, ascending and none twice, then -1 for those that
+        are absent: only entries in these blocks of `block` entries are chosen. Blocks in another order are an error
+        where they are known, and undefined where they are traced. With keys that are an array; kernels compute scores
+        of these entries alone.
       return_scores: whether the scores at the indices are returned too.
       implementation: None takes the kernel where there is one, else the reference; "cubin" or "reference" insist.
 
@@ -94,6 +96,7 @@ def lightning_indexer(
             raise _check.error(ValueError, op, "blocks", blocks, "None with a Cache: take() its keys")
         blocks = _check.operand(op, "blocks", blocks, "b s_q n", dims, _check.INT)
         block = _check.positive(op, "block", block)
+        _ascending(op, blocks)
         archs = _built_for_both("index_at", topk, dims, heads=dims["h"], dtype=q.dtype.name)
         call = _call(op, _CHOOSE_WITHIN, implementation, "index_at", archs, q, dims, topk=topk, block=block)
         results = forward(call, *map(lax.stop_gradient, (q, weights, *keys.operands)), blocks, start, stop)
@@ -104,6 +107,19 @@ def lightning_indexer(
     call = _call(op, choose, implementation, "index_scores", archs, q, dims, keys.words, keys.limits, topk=topk)
     results = forward(call, *map(lax.stop_gradient, (q, weights, *keys.operands)), start, stop)
     return results if return_scores else results[0]
+
+
+def _ascending(op: str, blocks: jax.Array) -> None:
+    """Raises where blocks are known and those of a query are not in order."""
+    if isinstance(blocks, jax.core.Tracer) or not blocks.is_fully_addressable:
+        return
+    rows = np.asarray(blocks)
+    before, after = rows[..., :-1], rows[..., 1:]
+    wrong = np.argwhere((after >= 0) & ((before < 0) | (after <= before)))
+    if len(wrong):
+        n, i, j = wrong[0]
+        got = f"{before[n, i, j]} before {after[n, i, j]} in row ({n}, {i})"
+        raise _check.error(ValueError, op, "blocks", got, "ascending blocks, none twice, then -1")
 
 
 def indexer_blocks(

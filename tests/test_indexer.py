@@ -186,6 +186,10 @@ def named():
     return jnp.asarray(indices)
 
 
+def rows_of(*blocks):
+    return jnp.broadcast_to(jnp.array(blocks, jnp.int32), (B, S_Q, len(blocks)))
+
+
 def scores_at_by_loop(q, k, weights, indices):
     scores, indices = scores_by_loop(q, k, weights), np.asarray(indices)
     there = (indices >= 0) & (indices < S_C)
@@ -329,6 +333,8 @@ OPS = ("lightning_indexer", "indexer_blocks", "indexer_scores", "indexer_loss", 
         ("lightning_indexer", {"implementation": "xla"}, ValueError, "implementation: got 'xla'"),
         ("lightning_indexer", {"blocks": jnp.zeros((B, S_Q, 3))}, ValueError, "blocks: got float32.*wanted int32"),
         ("lightning_indexer", {"blocks": named(), "block": 0}, ValueError, "block: got 0, wanted an int >= 1"),
+        ("lightning_indexer", {"blocks": rows_of(0, 4, 4)}, ValueError, r"blocks: got 4 before 4 in row \(0, 0\), "),
+        ("lightning_indexer", {"blocks": rows_of(3, -1, 5)}, ValueError, r"blocks: got -1 before 5 in row \(0, 0\)"),
         ("indexer_blocks", {"count": 0}, ValueError, "count: got 0, wanted an int >= 1"),
         ("indexer_blocks", {"k": Cache.zeros(B, 8, D)}, TypeError, "k: got a Cache, wanted an array"),
         ("indexer_scores", {"indices": jnp.zeros((B, S_Q, 3))}, ValueError, "indices: got float32.*wanted int32"),
@@ -399,9 +405,10 @@ def of_op(op, q, k, weights, indices, attention_q, kv, lse):
         return lightning_indexer(q, k, weights, topk=5, ratio=4, q_offset=S_C, return_scores=True)
     if op == "two levels":
         seen = {"ratio": 4, "q_offset": S_C, "block": 4}
+        blocks = jnp.cumsum(indices % 2 + 1, -1)  # which ascend
         return (
             indexer_blocks(q, k, weights, count=3, **seen),
-            *lightning_indexer(q, k, weights, topk=5, blocks=indices, return_scores=True, **seen),
+            *lightning_indexer(q, k, weights, topk=5, blocks=blocks, return_scores=True, **seen),
         )
     if op == "indexer_scores":
         return jnp.maximum(indexer_scores(q, k, weights, indices), -1e30)
