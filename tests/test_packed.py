@@ -1,0 +1,173 @@
+"""Packed entries: every layout byte by byte, rounded by ml_dtypes, and back."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jax_dsv4_fmha import Cache, dequantize_cache, quantize_cache
+from jax_dsv4_fmha._packed import LAYOUTS
+from jax_dsv4_fmha._testing import float64
+from kernels.packings import PACKED
+from tests.helpers import normal
+
+BF16, E4M3, E2M1 = (np.dtype(getattr(ml_dtypes, name)) for name in ("bfloat16", "float8_e4m3fn", "float4_e2m1fn"))
+
+
+def power_above(x, least):
+    """The exponent of the least power of two that is at least x and `least`."""
+    return int(np.ceil(np.log2(max(x, least))))
+
+
+def v4_fp8_in_numpy(entries):
+    n = len(entries)
+    page = bytearray(-(-n * 584 // 576) * 576)
+    for i, entry in enumerate(entries):
+        for group in range(7):
+            values = entry[64 * group : 64 * (group + 1)]
+            exponent = power_above(np.abs(values).max() / 448, 1e-4)
+            at = 576 * i + 64 * group
+            page[at : at + 64] = (values / 2.0**exponent).astype(E4M3).tobytes()
+            page[576 * n + 8 * i + group] = 127 + exponent
+        page[576 * i + 448 : 576 * i + 576] = entry[448:].astype(BF16).tobytes()
+    return bytes(page)
+
+
+def v41_fp8_in_numpy(entries):
+    page = b""
+    for entry in entries:
+        groups = entry.reshape(16, 32)
+        exponents = [power_above(max(np.abs(x).max(), 1e-4) / 448, 0) for x in groups]
+        page += b"".join((x / 2.0**e).astype(E4M3).tobytes() for x, e in zip(groups, exponents, strict=True))
+        page += bytes(127 + e for e in exponents)
+    return page
+
+
+def v41_fp4_in_numpy(entries):
+    page = b""
+    for entry in entries:
+        groups = entry.reshape(32, 16)
+        scales = np.maximum(np.abs(groups).max(1) / 6, 2.0**-9).astype(E4M3)
+        codes = (groups / scales.astype(np.float64)[:, None]).astype(E2M1).view(np.uint8).ravel()
+        page += bytes(low | high << 4 for low, high in zip(codes[::2] & 15, codes[1::2] & 15, strict=True))
+        page += scales.tobytes()
+    return page
+
+
+IN_NUMPY = {"v4_fp8": v4_fp8_in_numpy, "v41_fp8": v41_fp8_in_numpy, "v41_fp4": v41_fp4_in_numpy}
+"""A page of each layout, entry by entry and byte by byte, rounded by ml_dtypes."""
+
+
+@pytest.mark.parametrize("layout", IN_NUMPY)
+@pytest.mark.parametrize("n", [1, 73])
+def test_layout_byte_by_byte(layout, n):
+    """Groups of all sizes: of zeros, at the least scale and below, and with values half-way between two codes."""
+    entries = normal(n, 2, n, 512) * 10.0 ** normal(1, 2, n, 1)
+    entries = entries.at[0, 0, :64].set(0).at[1, 0, :64].set(448 * 2.0**-13).at[1, -1, 64:128].set(448.0)
+    entries = entries.at[0, -1, 128:160].set(jnp.linspace(-8, 8, 32) * 2.0**-10).at[1, 0, 160:192].set(1.0)
+    entries = entries.at[0, -1, 192:448].set(jnp.arange(256) / 16 % 6.5).at[1, -1, 192:256].set(-1e-5)
+    entries = entries.astype(jnp.bfloat16)
+    got = jax.jit(quantize_cache, static_argnums=1)(entries, layout)
+    size = {"v4_fp8": -(-n * 584 // 576) * 576, "v41_fp8": 528 * n, "v41_fp4": 288 * n}[layout]
+    assert got.shape == (2, size) and got.dtype == jnp.uint8
+    assert LAYOUTS[layout].page_bytes(n) == size and LAYOUTS[layout].page_entries(size) == n
+    for page, written in zip(got, entries, strict=True):
+        np.testing.assert_array_equal(page, np.frombuffer(IN_NUMPY[layout](np.asarray(written, np.float64)), np.uint8))
+
+
+def test_scales_of_e2m1_are_rounded_like_ml_dtypes():
+    """amax / 6 for every bfloat16 between the least scale and the greatest, ties included."""
+    amax = np.arange(0x3C00, 0x4600, dtype=np.uint16).view(BF16)
+    entries = np.repeat(amax.reshape(-1, 32), 16, -1)  # values of a group, all the same
+    got = jax.jit(quantize_cache, static_argnums=1)(entries, "v41_fp4")
+    got = np.asarray(got).reshape(-1, 288)[:, 256:].view(E4M3).ravel()
+    want = np.clip(amax.astype(np.float64) / 6, 2.0**-9, 448).astype(E4M3)
+    np.testing.assert_array_equal(got.view(np.uint8), want.view(np.uint8))
+
+
+@pytest.mark.parametrize("layout", IN_NUMPY)
+def test_every_code_is_read(layout):
+    """All codes, under scales of all sizes."""
+    how, rng = LAYOUTS[layout], np.random.default_rng(0)
+    page = rng.integers(0, 256, (16, how.page_bytes(9)), np.uint8)
+    got = np.asarray(dequantize_cache(jnp.asarray(page), layout), np.float64)
+    entry = functools.partial(float64._entry, Cache(page, None, layout), ring=False)
+    with np.errstate(invalid="ignore"):  # codes of NaN
+        want = np.array([[entry(n, j) for j in range(9)] for n in range(16)])
+    want[want >= 2.0**128], want[want <= -(2.0**128)] = np.inf, -np.inf
+    normal = ~(np.abs(want) < 2.0**-126)  # XLA may flush less to 0
+    np.testing.assert_array_equal(got[normal], want[normal])
+
+
+def test_kernels_know_the_same_layouts():
+    for name, packing in PACKED.items():
+        parts = (packing.values, packing.scales) if packing.apart else (packing.entry,)
+        assert (LAYOUTS[name].parts, LAYOUTS[name].multiple) == (parts, packing.multiple)
+    assert PACKED.keys() == {name for name, layout in LAYOUTS.items() if layout.d == 512}
+
+
+def test_v4_fp8_takes_584_bytes_an_entry():
+    page_bytes = LAYOUTS["v4_fp8"].page_bytes
+    assert page_bytes(72) == 72 * 584
+    assert all(page_bytes(n) - 584 * n < 576 for n in range(1, 600))
+
+
+@pytest.mark.parametrize("layout", IN_NUMPY)
+def test_round_trip(layout):
+    """Within half a step of the codes; bfloat16 values are exact; a second round changes nothing."""
+    entries = (normal(0, 3, 5, 512) * 10.0 ** (normal(1, 3, 5, 1) / 2)).astype(jnp.bfloat16)
+    back = dequantize_cache(quantize_cache(entries, layout), layout)
+    assert back.dtype == jnp.bfloat16 and back.shape == entries.shape
+    x, y = (np.asarray(z, np.float64) for z in (entries, back))
+    how = LAYOUTS[layout]
+    np.testing.assert_array_equal(x[..., how.packed :], y[..., how.packed :])
+    x, y = x[..., : how.packed], y[..., : how.packed]
+    amax = np.abs(x.reshape(3, 5, -1, how.group)).max(-1).repeat(how.group, -1)
+    # e4m3 has 3 bits, or 2^-10 scales where it is subnormal; e2m1 has 1, and its scale may be 1/16 less than amax / 6
+    half = np.maximum(np.abs(x) / 16, amax / 448 * 2 * 2.0**-10)
+    if how.bits == 4:
+        half = np.maximum(np.abs(x), amax / 5) / 4
+    assert (np.abs(x - y) <= half).all() and np.abs(x - y).max() > 0
+    if how.bits == 8:
+        np.testing.assert_array_equal(dequantize_cache(quantize_cache(back, layout), layout), back)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", IN_NUMPY)
+def test_packed_entries_are_rounded_where_they_are_read_at_once(cuda, layout):
+    """XLA may leave out a conversion to a narrower type and back, within one computation."""
+    entries = jax.device_put(normal(0, 64, 512), cuda)
+    there, back = (jax.jit(f, static_argnums=1) for f in (quantize_cache, dequantize_cache))
+    got = jax.jit(lambda x: dequantize_cache(quantize_cache(x, layout), layout))(entries)
+    np.testing.assert_array_equal(got, back(there(entries, layout), layout))
+    page = IN_NUMPY[layout](np.asarray(entries, np.float64))
+    np.testing.assert_array_equal(there(entries, layout), np.frombuffer(page, np.uint8))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("layout", IN_NUMPY)
+def test_what_is_not_finite_keeps_to_its_group(layout, bad):
+    entries = normal(0, 4, 512).at[2, 70].set(bad)
+    back = dequantize_cache(quantize_cache(entries, layout), layout)
+    want, group = np.zeros((4, 512), bool), LAYOUTS[layout].group
+    want[2, 64 : 64 + group] = True
+    np.testing.assert_array_equal(jnp.isnan(back), want)
+    assert jnp.isfinite(back[~want]).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=lambda x: x.__name__)
+@pytest.mark.parametrize("layout", IN_NUMPY)
+def test_the_greatest_values_are_finite(layout, dtype):
+    """A value that would round up to 2^128 is rounded down, 2688 is the greatest of v41_fp4; only NaN and inf give
+    NaN.
+    """
+    entries = jnp.full((1, 512), jnp.finfo(dtype).max, dtype).at[0, 1].set(-jnp.finfo(dtype).max).at[0, 2].set(3e38)
+    entries = entries.at[0, 448:].set(0)
+    back = np.asarray(dequantize_cache(quantize_cache(entries, layout), layout), np.float64)
+    assert np.isfinite(back).all()
+    want = np.asarray(entries, np.float64)[0]
+    want = np.clip(want, -2688, 2688) if layout == "v41_fp4" else want
+    np.testing.assert_allclose(back[0, :448], want[:448], rtol=1 / 16)
