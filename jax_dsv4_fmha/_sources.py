@@ -290,6 +290,13 @@ def _pools_of_one(source: SelectionSource) -> Sequence[Any]:
     return jax.tree.leaves([pool, dataclasses.replace(pool, indices=nothing[..., None], length=nothing)])
 
 
+def _pools_after_none(source: SelectionSource) -> Sequence[Any]:
+    """The given FP4 source as the second of two; the first is an FP8 page, of which queries see nothing."""
+    nothing = jnp.zeros_like(source.length)
+    page = jnp.zeros((1, LAYOUTS["v41_fp8"].page_bytes(1)), jnp.uint8)
+    return [page, nothing[..., None], nothing, *_pools(source)]
+
+
 def _over_packed(op: str, operands: Callable[..., Sequence[Any]] = _pools) -> Kernel:
     return Kernel(op, functools.partial(_ffi.dsv4_decode, op=op), operands)
 
@@ -306,6 +313,7 @@ FORWARD: dict[tuple[str, ...], Kernel] = {
     ("v41_fp8", "v41_fp8"): _over_packed("dsv4_decode_v41_fp8"),
     ("v41_fp8",): _over_packed("dsv4_decode_v41_fp8", _pools_of_one),
     ("v41_fp8", "v41_fp4"): _over_packed("dsv4_decode_v41_fp4"),
+    ("v41_fp4",): _over_packed("dsv4_decode_v41_fp4", _pools_after_none),
 }
 
 

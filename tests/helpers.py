@@ -1,7 +1,9 @@
-"""Helpers of several tests: operands, the comparison with the table's tolerances, collectives of a program."""
+"""Helpers of several tests: operands, the comparison with the table's tolerances, what a program has and runs."""
 
 import math
 import re
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,6 +21,18 @@ def assert_right(got: Any, want: Any, tolerances: Any = KERNEL) -> None:
     """Results equal `want`, within the tolerances of `compare`."""
     for verdict in compare(got, want, tolerances):
         assert verdict.passed, verdict
+
+
+def kernels_in_graphs(run: Any, *x: Any) -> dict[str, bool]:
+    """The kernels of one call by the profiler: whether each was a node of a CUDA graph."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(run(*x))
+        (path,) = Path(folder).rglob("*.xplane.pb")
+        profile = jax.profiler.ProfileData.from_file(str(path))
+    lines = [line for plane in profile.planes if plane.name.startswith("/device:GPU") for line in plane.lines]
+    events = [event for line in lines if line.name.startswith("Stream") for event in line.events]
+    return {event.name: "cuda_graph_id" in dict(event.stats) for event in events}
 
 
 def collectives(compiled: Any) -> dict[str, int]:

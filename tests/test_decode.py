@@ -323,6 +323,7 @@ class TestMeshes:
         (("v41_fp8",), "dsv4_decode_v41_fp8"),
         (("v41_fp8", "v41_fp8"), "dsv4_decode_v41_fp8"),
         (("v41_fp8", "v41_fp4"), "dsv4_decode_v41_fp4"),
+        (("v41_fp4",), "dsv4_decode_v41_fp4"),
     ],
 )
 @pytest.mark.parametrize("kind", ["contiguous", "paged", "mixed"])

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_dsv4_fmha import Cache, Span, dsv4_attention, dsv4_decode, fmha, reference
+from jax_dsv4_fmha import Cache, Span, dsv4_attention, dsv4_decode, fmha, quantize_cache, reference
 from jax_dsv4_fmha._testing.cases import CASES, KV_STD, Q_STD, run, run_reference
 from jax_dsv4_fmha._testing.cases import operands as operands_of
 from tests.helpers import assert_right, normal
@@ -242,7 +242,7 @@ def test_a_chunk_over_pages(implementation, chosen):
 
 
 @pytest.mark.usefixtures("built")
-@pytest.mark.parametrize("layout", [None, "v41_fp8"])
+@pytest.mark.parametrize("layout", [None, "v41_fp8", "v41_fp4"])
 def test_a_chunk_over_pages_launches(layout):
     """One kernel that is handed the pool as it is; of packed pages a kernel for each source."""
     q, window = jnp.zeros((2, 6, 64, 512), jnp.bfloat16), jnp.zeros((2, 133, 512), jnp.bfloat16)
@@ -253,6 +253,25 @@ def test_a_chunk_over_pages_launches(layout):
     targets = ["dsv4_sparse_fwd"] if layout is None else ["fwd_shared_kv", "dsv4_decode"]
     assert re.findall(r"custom_call @dsv4_fmha_(\w+)", text) == targets
     assert not re.search(r"stablehlo.(gather|concatenate|pad|slice)[^\n]*x(bf16|ui8)>\n", text)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["v4_fp8", "v41_fp8", "v41_fp4"])
+def test_a_chunk_over_packed_pages_by_kernels(cuda, layout):
+    """Entries alone in each layout, some of them absent."""
+    b, s_q, s_c, page = 2, 9, 640, 64
+    rng = np.random.default_rng(0)
+    with jax.default_device(cuda):
+        shapes = (8, (b, s_q, 64, 512)), (0.125, (b, s_q + 127, 512)), (0.125, (b * s_c // page, page, 512))
+        q, window, entries = (jnp.asarray(std * rng.standard_normal(s), jnp.bfloat16) for std, s in shapes)
+        table = jnp.asarray(rng.permutation(b * s_c // page).reshape(b, -1), jnp.int32).at[1, 3].set(-1)
+        how = {"ratio": 2, "q_offset": jnp.array([1200, 900]), "kv_offset": jnp.array([1073, 773])}
+        indices = rng.integers(-3, s_c + 3, (b, s_q, 300)).astype(np.int32)
+        cache = Cache(quantize_cache(entries, layout), table, layout)
+        got = dsv4_attention(q, window, cache, indices=jnp.asarray(indices), **how, implementation="cubin")
+        indices[1][indices[1] // page == 3] = -1
+        fp32 = (x.astype(jnp.float32) for x in (q, window, cache.take()))
+        assert_right(got, dsv4_attention(*fp32, indices=jnp.asarray(indices), **how))
 
 
 def test_no_compressed_entries_is_the_window_alone():

@@ -210,6 +210,7 @@ def test_kernel_under_cuda_graphs(cuda):
     code = """
 import jax, jax.numpy as jnp, numpy as np
 from tests import test_indexer_cache as t
+from tests.helpers import kernels_in_graphs
 for dtype in ("bfloat16", "float8_e4m3fn"):
     q, k, weights = t.normal(0, 3, 2, 64, 128), t.normal(1, 3, 9600, 128), t.normal(2, 3, 2, 64)
     cache = t.filled(k if dtype == "float8_e4m3fn" else k.astype(dtype), *{
@@ -227,6 +228,9 @@ for dtype in ("bfloat16", "float8_e4m3fn"):
     for i in range(4):
         y = jax.tree.map(jnp.copy, (x[0][:, :, ::-1] if i % 2 else x[0], *x[1:]))
         np.testing.assert_array_equal(graph(*y), alone(*y))
+    for run, is_graph in ((graph, True), (alone, False)):
+        found = kernels_in_graphs(run, *y)
+        assert [found[x] for x in found if x.startswith(("index_scores", "topk"))] == [is_graph] * 2, found
 """
     flags = "--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUSTOM_CALL --xla_gpu_graph_min_graph_size=1"
     here = os.path.dirname(__file__)
