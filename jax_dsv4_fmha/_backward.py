@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ._query_blocks import scan_queries
+
 _ROWS = 8192  # (batch entry, query, head) rows of a block
 _QUERIES = 256  # at most this many queries in a block, or a block would see too much that each of its rows does not
 _KEYS = 256  # keys of a tile
@@ -38,8 +40,7 @@ def fmha(
 
     xs = (keys(k),) if v is None else (keys(k), keys(v))
 
-    def block(sums: Any, operands: Any) -> Any:
-        q, start, stop, do, lse, weight, delta = operands
+    def block(sums: Any, q: Any, start: Any, stop: Any, do: Any, lse: Any, weight: Any, delta: Any) -> Any:
         seen = start < stop
 
         def rows(x: jax.Array) -> jax.Array:  # [b, h_kv, n, g, …]
@@ -71,11 +72,11 @@ def fmha(
         first = jnp.min(jnp.where(seen, start, s_kv)) // tile
         last = (jnp.max(jnp.where(seen, stop, 0)) + tile - 1) // tile
         dq, sums = lax.fori_loop(first, last, add, (jnp.zeros_like(q), sums))
-        return sums, jnp.moveaxis(dq, 2, 1).reshape(b, -1, h_q, d)
+        return sums, (jnp.moveaxis(dq, 2, 1).reshape(b, -1, h_q, d),)
 
     sums = tuple(jnp.zeros_like(x, _FP32) for x in xs)
     size = max(1, min(_QUERIES, _ROWS // (h_q * b if isinstance(b, int) else h_q)))
-    sums, dq = _over_queries(block, size, sums, q, start, stop, do, lse, weight, delta)
+    sums, (dq,) = scan_queries(block, sums, size, q, start, stop, do, lse, weight, delta)
     return dq, *(x[:, :, :s_kv].swapaxes(1, 2) for x in sums)
 
 
@@ -88,8 +89,7 @@ def sparse_fmha(
     einsum = _einsum_for(q.dtype)
     clean = jnp.where(jnp.isfinite(kv), kv, 0)
 
-    def block(dkv: jax.Array, operands: Any) -> Any:
-        q, indices, length, do, lse, weight, delta = operands
+    def block(dkv: Any, q: Any, indices: Any, length: Any, do: Any, lse: Any, weight: Any, delta: Any) -> Any:
         there = (indices >= 0) & (indices < s_kv) & (jnp.arange(topk, dtype=jnp.int32)[None, None] < length[..., None])
         seen = there.any(-1)
 
@@ -105,33 +105,14 @@ def sparse_fmha(
         parts = scale * einsum("bnhk,bnhd->bnkd", ds, q) + einsum("bnhk,bnhd->bnkd", p * weight[..., None], do)
         indices = jnp.where(there, indices, s_kv)
         dkv = jax.vmap(lambda dkv, i, x: dkv.at[i].add(x, mode="drop"))(dkv, indices, parts)
-        return dkv, scale * einsum("bnhk,bnkd->bnhd", ds, keys)
+        return dkv, (scale * einsum("bnhk,bnkd->bnhd", ds, keys),)
 
     gathered = math.prod(n for n in (b, topk, max(h_q, d)) if isinstance(n, int))
     operands = (q, indices, length, do, lse, weight, delta)
-    size = max(1, _GATHERED // gathered)
-    dkv, dq = _over_queries(block, size, jnp.zeros_like(kv, _FP32), *operands)
+    dkv, (dq,) = scan_queries(block, jnp.zeros_like(kv, _FP32), max(1, _GATHERED // gathered), *operands)
     return dq, dkv
 
 
 def _einsum_for(dtype: Any) -> Callable[[str, jax.Array, jax.Array], jax.Array]:
     precision = lax.Precision.HIGHEST if dtype == _FP32 else None  # which is jax.default_matmul_precision
     return lambda equation, x, y: jnp.einsum(equation, x, y, precision=precision)
-
-
-def _over_queries(block: Any, size: int, carry: Any, *operands: jax.Array) -> tuple[Any, jax.Array]:
-    """Scans block(carry, operands) over operands [b, s_q, …], `size` queries at a time; zeros fill up the last
-    block.
-    """
-    s_q = operands[0].shape[1]
-    if isinstance(s_q, int):
-        size = min(size, s_q)
-    n = -(-s_q // size)
-
-    def split(x: jax.Array) -> jax.Array:
-        x = jnp.pad(x, [(0, 0), (0, n * size - s_q)] + [(0, 0)] * (x.ndim - 2))
-        return jnp.moveaxis(x.reshape(x.shape[0], n, size, *x.shape[2:]), 1, 0)
-
-    carry, dq = lax.scan(block, carry, tuple(map(split, operands)))
-    dq = jnp.moveaxis(dq, 0, 1)
-    return carry, dq.reshape(dq.shape[0], n * size, *dq.shape[3:])[:, :s_q]

@@ -9,7 +9,6 @@ gradients are written out so that they keep no scores: both passes compute a blo
 import functools
 import math
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,9 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from ._packed import LAYOUTS, index_keys
+from ._query_blocks import Arrays, over_queries, scan_queries
 from ._span import Span
-
-Arrays = tuple[jax.Array, ...]
 
 _BLOCK = 2**24  # products of a query and a key, by head, that exist at a time
 _FP32 = jnp.float32
@@ -449,28 +447,3 @@ def _queries(b: Any, heads: Any, keys: Any) -> int:
 def _gathered(q: jax.Array, indices: jax.Array) -> int:
     b, _, h, d = q.shape
     return _queries(b, max(h, d), indices.shape[2])
-
-
-def over_queries(block: Callable[..., Arrays], size: int, *rows: jax.Array) -> Arrays:
-    """block(*rows) over rows `[b, s_q, …]`, `size` queries at a time; zeros fill up the last block."""
-    _, results = scan_queries(lambda nothing, *rows: (nothing, block(*rows)), None, size, *rows)
-    return results
-
-
-def scan_queries(block: Callable[..., Any], carry: Any, size: int, *rows: jax.Array) -> Any:
-    """carry, results = block(carry, *rows), block after block."""
-    s_q = rows[0].shape[1]
-    if isinstance(s_q, int) and s_q <= size:
-        return block(carry, *rows)
-    n = -(-s_q // size)
-
-    def split(x: jax.Array) -> jax.Array:
-        x = jnp.pad(x, [(0, 0), (0, n * size - s_q)] + [(0, 0)] * (x.ndim - 2))
-        return jnp.moveaxis(x.reshape(x.shape[0], n, size, *x.shape[2:]), 1, 0)
-
-    def join(x: jax.Array) -> jax.Array:
-        x = jnp.moveaxis(x, 0, 1)
-        return x.reshape(x.shape[0], n * size, *x.shape[3:])[:, :s_q]
-
-    carry, results = lax.scan(lambda carry, rows: block(carry, *rows), carry, tuple(map(split, rows)))
-    return carry, tuple(map(join, results))

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from . import _ffi
-from ._indexer_reference import Arrays, over_queries, rank_of
+from ._indexer_reference import rank_of
+from ._query_blocks import Arrays, over_queries
 
 BLOCKS = (1, 2, 4, 8, 16, 32)
 """Sizes of a block: a tile of scores is a multiple of four blocks."""

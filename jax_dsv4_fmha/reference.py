@@ -13,7 +13,7 @@ as NaN. The ops of the package check the operands first.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -24,6 +24,7 @@ from ._cache import Cache
 from ._ends import finite, logsumexp, sigmoid
 from ._indexer_reference import indexer_blocks, indexer_loss, indexer_scores, lightning_indexer
 from ._packed import dequantize_cache
+from ._query_blocks import over_queries
 from ._span import Span
 
 __all__ = [
@@ -108,7 +109,8 @@ def fmha(
         return _add_sink(o, lse, sink).astype(q.dtype), lse
 
     rows = h_q * b if isinstance(b, int) else h_q
-    return _over_queries(block, max(1, min(_QUERIES, _ROWS // rows)), q, start, stop)
+    o, lse = over_queries(jax.checkpoint(block), max(1, min(_QUERIES, _ROWS // rows)), q, start, stop)
+    return o, lse
 
 
 @functools.partial(jax.jit, static_argnames="scale")
@@ -145,7 +147,8 @@ def sparse_fmha(
         return _add_sink(o, lse, sink).astype(q.dtype), lse
 
     gathered = math.prod(n for n in (b, topk, max(h_q, d)) if isinstance(n, int))
-    return _over_queries(block, max(1, _GATHERED // gathered), q, indices, there)
+    o, lse = over_queries(jax.checkpoint(block), max(1, _GATHERED // gathered), q, indices, there)
+    return o, lse
 
 
 def merge(parts: Sequence[Attention], sink: jax.Array | None = None) -> Attention:
@@ -304,23 +307,3 @@ def _tiles(x: jax.Array, tile: int) -> jax.Array:
     n = -(-s_kv // tile)
     x = jnp.pad(x.astype(_FP32), ((0, 0), (0, n * tile - s_kv), (0, 0), (0, 0)))
     return x.reshape(b, n, tile, h, d).transpose(1, 0, 3, 2, 4)
-
-
-def _over_queries(block: Callable[..., Attention], size: int, *operands: jax.Array) -> Attention:
-    """block(*operands) over operands [b, s_q, …], `size` queries at a time; zeros fill up the last block."""
-    s_q = operands[0].shape[1]
-    rematerialized: Callable[..., Attention] = jax.checkpoint(block)
-    if isinstance(s_q, int) and s_q <= size:
-        return rematerialized(*operands)
-    n = -(-s_q // size)
-
-    def split(x: jax.Array) -> jax.Array:
-        x = jnp.pad(x, [(0, 0), (0, n * size - s_q)] + [(0, 0)] * (x.ndim - 2))
-        return jnp.moveaxis(x.reshape(x.shape[0], n, size, *x.shape[2:]), 1, 0)
-
-    def join(x: jax.Array) -> jax.Array:
-        x = jnp.moveaxis(x, 0, 1)
-        return x.reshape(x.shape[0], n * size, *x.shape[3:])[:, :s_q]
-
-    o, lse = lax.map(lambda operands: rematerialized(*operands), tuple(map(split, operands)))
-    return join(o), join(lse)
