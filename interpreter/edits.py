@@ -6,7 +6,7 @@ Each refuses to do nothing, so that a kernel that has changed its shape breaks t
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 WAIT = re.compile(
     r"\{\s*\.reg \.pred\s+P1;\s*LAB_WAIT:\s*mbarrier\.try_wait[^;]*\[(%r\d+)(?:\+(\d+))?\].*?DONE:\s*\}", re.S
@@ -26,6 +26,12 @@ def replace(text: str, pattern: str, to: str | Callable[[re.Match[str]], str], w
 
 def drop(text: str, pattern: str, which: slice = slice(None)) -> str:
     return replace(text, r"^\s*" + pattern + r"[^;]*;", "", which)
+
+
+def parameter(text: str, params: Sequence[str], name: str) -> str:
+    """A pattern of the place of the parameter with this name; params are the kernel's, in order."""
+    (entry,) = re.findall(r"\.entry (\w+)\(", text)
+    return rf"\[{entry}_param_{params.index(name)}\]"
 
 
 def barriers(text: str) -> list[int]:

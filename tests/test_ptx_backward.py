@@ -146,7 +146,8 @@ def lost(text: str) -> str:
 
 def scaled_twice(text: str) -> str:
     """The factors of dS: scale and weight, scale and delta."""
-    scale = "|".join(re.findall(r"ld\.param\.b32\s+(%r\d+), \[\w+_param_7\];", text))
+    params = [p.name for p in native.variant_of(BOTH).params]
+    scale = "|".join(re.findall(rf"ld\.param\.b32\s+(%r\d+), {edits.parameter(text, params, 'scale')};", text))
     again = rf"mul\.f32\s+(%r\d+), ({scale}), %r\d+;"
     return edits.replace(text, again, lambda m: f"{m[0]} mul.f32 {m[1]}, {m[1]}, {m[2]};")
 

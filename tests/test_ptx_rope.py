@@ -30,8 +30,8 @@ def a_lane_s_own_sum(text):
 
 def one_row_too_many(text):
     """A row counts as there that is not."""
-    rows = 4 if "norm_rope" in text else 2  # which parameter says how many there are
-    pattern = rf"(ld\.param\.b32\s+(%r\d+), \[\w+_param_{rows}\];)"
+    params = [p.name for p in OPS["norm_rope" if "norm_rope" in text else "rope"].params]
+    pattern = rf"(ld\.param\.b32\s+(%r\d+), {edits.parameter(text, params, 'rows')};)"
     return edits.replace(text, pattern, lambda m: f"{m[1]}\nadd.s32 {m[2]}, {m[2]}, 1;")
 
 
