@@ -100,6 +100,24 @@ def test_the_site_lists_every_page():
     assert {str(page.relative_to(ROOT / "docs")) for page in PAGES[1:]} == listed
 
 
+def test_the_tree_names_every_file():
+    """docs/architecture.md names each file of the library, the kernels and the package, and no other."""
+    page = (ROOT / "docs/architecture.md").read_text()
+    named = set(re.findall(r"\w+\.(?:py|h|cc)\b", page[: page.index("## Kernels")]))
+    folders = (
+        (ROOT / "jax_dsv4_fmha", "*.py"),
+        (ROOT / "kernels", "*.py"),
+        (ROOT / "ffi", "*.h"),
+        (ROOT / "ffi", "*.cc"),
+    )
+    files = {path.name for folder, pattern in folders for path in folder.rglob(pattern)}
+    unnamed = {name for name in files - named if not name.startswith(("__", "bench_"))}
+    others = {"abi.h", "cubins.cc"} | {
+        path.name for name in ("interpreter", "docs") for path in (ROOT / name).glob("*.py")
+    }
+    assert not unnamed and named - files <= others, (unnamed, named - files)
+
+
 def test_the_api_page_has_every_public_name():
     page = (ROOT / "docs/api.md").read_text()
     assert [name for name in jax_dsv4_fmha.__all__ if f"jax_dsv4_fmha.{name}" not in page] == []
