@@ -47,13 +47,13 @@ struct Chosen {
   }
 };
 
-// What is scored.
+// The entries to score, and the queries that score them.
 struct Scored {
   Operand q, k, weights, start, stop;
   Operand k_scale{}, table{};  // exactly one of them is given
   Operand scores{};
 
-  // All of the shape but what is chosen.
+  // All of the shape, except what is chosen.
   ffi::Error FindScores(int ordinal, IndexShape* shape, Launcher** kernel) const {
     const Ints rows = q.dimensions, keys = k.dimensions;
     const bool paged = table.name != nullptr, packed = paged && q.dtype == ffi::F8E4M3FN;
@@ -120,7 +120,7 @@ struct Scored {
   }
 };
 
-// Scores of all entries that a query sees, unless it sees `skip` or fewer; what it does not see is whatever it is.
+// Scores of all entries that a query sees, unless it sees `skip` or fewer; what it does not see has a score of any kind.
 struct AllScores : Scored, OneLaunch<AllScores> {
   int64_t skip = 0;
 

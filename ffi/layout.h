@@ -11,7 +11,7 @@
 
 namespace dsv4_fmha {
 
-// Of packed keys: the bytes of an entry, and what the size of a page is a multiple of.
+// How keys are packed: the bytes of an entry, and what the size of a page is a multiple of.
 struct Packing {
   const char* name;
   int64_t entry, multiple;

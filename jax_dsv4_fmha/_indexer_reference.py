@@ -403,7 +403,7 @@ def _log_softmax(scores: jax.Array, there: jax.Array) -> jax.Array:
 
 
 def denominator(lse: jax.Array, sink: jax.Array | None) -> jax.Array:
-    """logaddexp(lse, sink); ±inf where a head saw no key, or nothing but its sink."""
+    """logaddexp(lse, sink); ±inf where a head saw no key, or only its sink."""
     if sink is None:
         return lse
     return jnp.where(lse == -jnp.inf, jnp.inf, jnp.logaddexp(lse, sink[None, None]))

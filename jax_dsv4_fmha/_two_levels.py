@@ -40,7 +40,7 @@ def greatest_blocks(*operands: jax.Array, count: int, block: int) -> Arrays:
 
 
 def choose_within(*operands: jax.Array, topk: int, block: int) -> Arrays:
-    """As `_indexer_reference.select_within`, of blocks that ascend: what a query sees of them is in a row, then."""
+    """As `_indexer_reference.select_within`, for ascending blocks, of which a query sees contiguous entries."""
     q, weights, k, k_scale, blocks, start, stop = operands
     b, s_c = k.shape[:2]
     fill = -blocks.shape[2] % 4  # top-k wants columns in fours
@@ -66,7 +66,7 @@ def choose_within(*operands: jax.Array, topk: int, block: int) -> Arrays:
 
 
 def _greatest(scores: jax.Array, start: jax.Array, block: int) -> jax.Array:
-    """float32 `[b, n, blocks]`: of every block, from `start` on; NaN of one of NaN alone."""
+    """float32 `[b, n, blocks]`: the greatest score of every block, from `start` on; NaN where a block has no other."""
     b, n, s = scores.shape
     j = jnp.arange(s, dtype=jnp.int32)
     ranks = rank_of(jnp.where(j >= start[..., None], scores, jnp.nan)).reshape(b, n, s // block, block)

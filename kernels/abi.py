@@ -351,7 +351,7 @@ class IndexAt(Variant):
     """The indexer's scores at given entries, or in "index_at_bwd" their gradients in q, k and weights."""
 
     heads: int  # of q
-    dtype: str  # of q, k and dq; of 8 bits there is no gradient
+    dtype: str  # of q, k and dq; 8-bit operands have no gradient
 
     family = "index_at"
 
@@ -406,7 +406,7 @@ class Probabilities(Variant):
 class Rope(Variant):
     """RoPE of rows' last numbers, in place, by a table of cos and sin for each token."""
 
-    dims: int  # that are turned
+    dims: int  # numbers of a row that are rotated
     dtype: str  # of the rows
 
     family, layout = "rope", "rope"
@@ -421,7 +421,7 @@ class NormRope(Variant):
     """The norm of rows and then their RoPE, or in "norm_rope_bwd" the gradient of both."""
 
     d: int  # numbers of a row
-    dims: int  # the last of them, which are turned
+    dims: int  # the last of them, which are rotated
     dtype: str  # of the rows
 
     family, layout = "norm_rope", "norm_rope"

@@ -245,7 +245,7 @@ def test_rope_in_place_by_a_kernel(dtype, shape):
 @pytest.mark.parametrize("shape", [(2, 60, 16, 512), (1, 7, 3, 512)], ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_rope_of_normed_by_a_kernel(dtype, shape):
-    """And its gradient: each is one kernel, and as in float32."""
+    """The norm with RoPE, and its gradient, are one kernel each; both as in float32."""
     rng, how = np.random.default_rng(0), Rope(64, 160000, 16, 4096)
     x, dy = (jnp.asarray(3 * rng.standard_normal(shape), dtype) for _ in range(2))
     at = jnp.asarray(rng.integers(0, 5000, shape[:2]), jnp.int32)

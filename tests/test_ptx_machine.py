@@ -260,5 +260,5 @@ def test_a_tensor_map_has_a_generic_address():
         run(body, threads=64, tensor=lambda address: TensorMap(address, 2, (64, 4, 1), (64, 1, 1), (128, 128), 128))
 
 
-def test_shared_memory_begins_behind_what_is_reserved():
+def test_shared_memory_begins_after_what_is_reserved():
     assert run(store("%r4")).tolist() == [SMEM_BASE + 4 * n for n in range(32)]

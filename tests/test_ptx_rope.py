@@ -59,7 +59,7 @@ def test_fault(op, edit, fault, says):
 
 
 def test_the_other_way_is_found():
-    """For it is told by a number, and no edit of the kernel's."""
+    """The direction is a number that the launch gives, so this fault is planted without an edit of the kernel."""
     x = Problem.of(OPS["rope"] or pytest.skip("not built"), *SHAPE)
     with pytest.raises(Wrong, match="numbers are wrong"):
         judge(x, run(x, direction=-1))

@@ -36,7 +36,7 @@ class Config:
     page: int  # entries, of either cache
     layouts: tuple[Any, Any]  # of the window cache and the compressed one; None is `dtype`
     dtype: Any = jnp.bfloat16
-    ahead: int = 2  # tokens that are said in a step, of which all but the first may turn out wrong
+    ahead: int = 2  # tokens that are said in a step, of which all except the first may turn out wrong
 
     @property
     def unit(self) -> int:

@@ -186,7 +186,7 @@ def _turned_backward(calls: Any, direction: int, table: jax.Array, dy: jax.Array
 
 
 _turned.defvjp(_turned_forward, _turned_backward)
-_jitted = jax.jit(_turned, static_argnums=(0, 3))  # so that a call outside of jit compiles but once
+_jitted = jax.jit(_turned, static_argnums=(0, 3))  # so that a call outside of jit compiles only once
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

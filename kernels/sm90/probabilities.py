@@ -35,6 +35,7 @@ from kernels.lib.softmax import LOG2_E, ROWS, exp2
 from kernels.lib.wgmma import K_MAJOR, SLAB, accumulator, multiply, operand_a, operand_b, slab_layout, tiled_mma
 
 CONSUMERS = 2  # warpgroups
+WARPGROUP_MET = 1  # named barriers, one for each of them
 BLOCK = 8  # columns of an accumulator; a quad's lanes hold two of each eight
 
 
@@ -318,9 +319,11 @@ class ProbabilitiesSm90:
         head = head0 + thread
         lse = load(arrays.lse + (Int64(query) * n.h_q + cutlass.min(head, n.h_q - 1)))
         adds = head < n.h_q and lse != -Float32.inf
-        cute.arch.barrier(barrier_id=1 + group, number_of_threads=WARPGROUP)  # all threads have read the previous ones
+        cute.arch.barrier(
+            barrier_id=WARPGROUP_MET + group, number_of_threads=WARPGROUP
+        )  # all have read the previous ones
         smem.shift[thread, group] = lse * LOG2_E if adds else Float32.inf
-        cute.arch.barrier(barrier_id=1 + group, number_of_threads=WARPGROUP)
+        cute.arch.barrier(barrier_id=WARPGROUP_MET + group, number_of_threads=WARPGROUP)
 
 
 @cute.jit
