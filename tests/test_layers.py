@@ -155,7 +155,8 @@ def test_packed_documents():
             y, vjp = jax.vjp(lambda x: run(x)[0], x)
             return y, *vjp(dy)
 
-        return jax.jit(both)(x, dy)
+        # by fused multiply-adds, since the tolerance is a few units of the largest numbers here
+        return jax.jit(both, compiler_options={"xla_backend_optimization_level": 1})(x, dy)
 
     for packed, alone in zip(pull(x, dy, segment_ids=ids), pull(apart(x), apart(dy)), strict=True):
         for i, (n, at, of) in enumerate(rows):
