@@ -17,6 +17,10 @@ def normal(seed: int, *shape: int, dtype: Any = jnp.float32) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
+def normal_in_numpy(seed: int, *shape: int, scale: float = 1.0) -> np.ndarray:
+    return (scale * np.random.default_rng(seed).standard_normal(shape)).astype(np.float32)
+
+
 def assert_right(got: Any, want: Any, tolerances: Any = KERNEL) -> None:
     """Results equal `want`, within the tolerances of `compare`."""
     for verdict in compare(got, want, tolerances):

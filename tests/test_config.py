@@ -20,6 +20,7 @@ from jax_dsv4_fmha import (
     reference,
     sparse_fmha,
 )
+from tests.helpers import normal_in_numpy as normal
 
 B, S_Q, S_KV, H, D = 2, 5, 9, 4, 16
 MODES = {
@@ -27,10 +28,6 @@ MODES = {
     "no rank promotion": lambda: jax.numpy_rank_promotion("raise"),
     "no type promotion": lambda: jax.numpy_dtype_promotion("strict"),
 }
-
-
-def normal(seed, *shape):
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
 Q, K, KV, SINK = normal(0, B, S_Q, H, D), normal(1, B, S_KV, 1, D), normal(2, B, S_KV, D), normal(3, H)

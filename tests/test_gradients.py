@@ -12,6 +12,7 @@ import pytest
 
 from jax_dsv4_fmha import Span, _backward, dsv4_attention, fmha, merge, reference, sparse_fmha
 from jax_dsv4_fmha._testing import float64
+from tests.helpers import normal_in_numpy as normal
 
 B, S, S_KV, H, D = 2, 5, 9, 4, 8
 SINKS = {
@@ -30,10 +31,6 @@ def method(request, built):
 def on_cpu():
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         yield
-
-
-def normal(seed, *shape, scale=1.0):
-    return (scale * np.random.default_rng(seed).standard_normal(shape)).astype(np.float32)
 
 
 def problem(op, sink, method="two_pass"):
