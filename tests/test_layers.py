@@ -396,6 +396,9 @@ def test_config_of_deepseeks_own_code():
         ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling: got .*linear"),
         ({"compress_ratios": None, "layer_types": ["full_attention"] * 43}, "layer_types: got full_attention"),
         ({"compress_ratios": [-1] * 43}, "compress_ratios: got -1"),
+        ({"compress_ratios": [4]}, "compress_ratios: got 1, wanted one for each layer"),
+        ({"o_groups": 3}, "o_groups: got 3, wanted a divisor of the 64 heads"),
+        ({"qk_rope_head_dim": 7}, "dims: got 7, wanted an even int"),
     ],
 )
 def test_config_errors(changes, error):

@@ -124,6 +124,10 @@ class DSV4Attention:
     norm_heads: bool = True
     eps: float = 1e-6
 
+    def __post_init__(self) -> None:
+        if self.heads % self.o_groups:
+            raise _check.error(ValueError, _OP, "o_groups", self.o_groups, f"a divisor of the {self.heads} heads")
+
     def init(self, key: jax.Array) -> dict[str, Any]:
         """Random parameters, in float32."""
         keys = iter(jax.random.split(key, 7))

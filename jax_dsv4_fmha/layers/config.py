@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from .. import _check
 from .attention import DSV4Attention
 from .compressor import Compressor
 from .indexer import Indexer
@@ -32,7 +33,10 @@ def from_config(config: Mapping[str, Any] | str | Path) -> tuple[DSV4Attention, 
 
     Raises:
       ValueError: an entry is missing, or has a value that these layers do not support.
+      TypeError: neither a path nor a mapping.
     """
+    if not isinstance(config, Mapping | str | Path):
+        raise TypeError(f"from_config: config: got {_check.describe(config)}, wanted a path or a mapping")
     entries = config if isinstance(config, Mapping) else json.loads(Path(config).read_text())
     read = _Reader(entries.get("text_config", entries))
     n = read("num_hidden_layers")
@@ -116,15 +120,21 @@ class _Reader:
         """The ratio of a layer, and whether, in V4, an indexer chooses its entries."""
         ratios, kinds = (self.entries.get(name) for name in ("compress_ratios", "layer_types"))
         if ratios is None and kinds is not None:
-            kind = kinds[layer]
+            kind = self.of_layer("layer_types", kinds, layer)
             if kind not in _RATIO:
                 raise ValueError(f"from_config: layer_types: got {kind}, wanted one of {', '.join(_RATIO)}")
             ratio = (self.entries.get("compress_rates") or {}).get(kind, _RATIO[kind])
             return int(ratio), kind == "compressed_sparse_attention"
-        ratio = int(self("compress_ratios")[layer])
-        if ratio < 0:
-            raise ValueError(f"from_config: compress_ratios: got {ratio}, wanted 0 or more")
+        ratio = self.of_layer("compress_ratios", self("compress_ratios"), layer)
+        if not isinstance(ratio, int) or ratio < 0:
+            raise ValueError(f"from_config: compress_ratios: got {ratio}, wanted ints, 0 or more")
         return ratio, ratio == 4
+
+    @staticmethod
+    def of_layer(name: str, values: Any, layer: int) -> Any:
+        if layer >= len(values):
+            raise ValueError(f"from_config: {name}: got {len(values)}, wanted one for each layer, more than {layer}")
+        return values[layer]
 
     def sizes(self) -> dict[str, Any]:
         return {

@@ -43,6 +43,10 @@ class Rope:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
 
+    def __post_init__(self) -> None:
+        if self.dims < 2 or self.dims % 2:
+            raise _check.error(ValueError, "Rope", "dims", self.dims, "an even int >= 2")
+
     def frequencies(self) -> np.ndarray:
         """float32 `[dims / 2]`, in radians a token."""
         plain = 1 / np.float32(self.theta) ** (np.arange(0, self.dims, 2, dtype=np.float32) / np.float32(self.dims))
