@@ -34,8 +34,8 @@ docs: .venv-docs/.tools ## build the pages into build/site; a warning, such as a
 	@echo "build/site/index.html"
 
 pictures: build ## write tables and draw pictures of the pages anew, from docs/*.json
-	$(BIN)/python -m jax_dsv4_fmha bench --from docs/h200.json --suite dsv4 --suite window --suite dense --plot docs/h200.svg
-	$(BIN)/python -m jax_dsv4_fmha bench --from docs/h200.json --suite decode --plot docs/h200_decode.svg
+	$(BIN)/python -m jax_dsv4_fmha bench --from docs/h200.json --plot docs/h200.svg
+	$(BIN)/python -m jax_dsv4_fmha bench --from docs/h200_decode.json --plot docs/h200_decode.svg
 	$(BIN)/python -m jax_dsv4_fmha bench --from docs/h200_grad.json --plot docs/h200_grad.svg
 	PYTHONPATH=. $(BIN)/python docs/draw.py
 	$(BIN)/python docs/generate.py

@@ -25,7 +25,8 @@ def load(name: str) -> dict[str, Any]:
     return data
 
 
-FORWARD, GRAD, INDEXER, LAYER, PEERS = map(load, ("h200", "h200_grad", "h200_indexer", "h200_layer", "h200_peers"))
+FORWARD, DECODE, GRAD = map(load, ("h200", "h200_decode", "h200_grad"))
+INDEXER, LAYER, PEERS = map(load, ("h200_indexer", "h200_layer", "h200_peers"))
 
 
 def table(header: str, rows: Iterable[Iterable[str]]) -> str:
@@ -82,19 +83,21 @@ def dense() -> str:
     return table("attention | µs | TFLOP/s | of the roofline | cuDNN / ours | XLA / ours", rows)
 
 
-STEP = re.compile(r"d 512 window 128 \+ top-k (\d+) of 16384 b(\d+) s2 h(\d+)( fp8)?$")
+STEP = re.compile(r"d 512 window 128 \+ top-k (\d+) of 16384 b(\d+) s2 h(\d+)(?: (\w+))?$")
+CACHES = {None: "bfloat16", "fp8": "FP8", "v41_fp4": "V4.1's FP8 and FP4"}
 
 
 def decode() -> str:
     """A row for each kind of cache and number of heads, a column for each batch; then what is left."""
     kinds: dict[tuple[str, ...], dict[int, str]] = {}
     others = []
-    for row in suite(FORWARD, "decode"):
+    for row in suite(DECODE, "decode"):
         if found := STEP.match(row["name"]):
-            topk, b, heads, fp8 = found.groups()
-            kinds.setdefault((heads, topk, "FP8" if fp8 else "bfloat16"), {})[int(b)] = micro(ours(row))
+            topk, b, heads, cache = found.groups()
+            kinds.setdefault((heads, topk, CACHES[cache]), {})[int(b)] = micro(ours(row))
         else:
-            others.append([row["name"], micro(ours(row)), rate(row), share(row)])
+            beside = next((peer for peer in ("contiguous", "graph") if peer in row["times"]), "")
+            others.append([row["name"], micro(ours(row)), rate(row), share(row), of_peer(row, beside)])
     batches = sorted({b for times in kinds.values() for b in times})
     first = table(
         " | ".join(["a step, cache", *(f"b {b}, µs" for b in batches)]),
@@ -103,7 +106,7 @@ def decode() -> str:
             for (heads, topk, cache), times in kinds.items()
         ),
     )
-    return first + "\n\n" + table("other steps | µs | TFLOP/s | of the roofline", others)
+    return first + "\n\n" + table("other steps | µs | TFLOP/s | of the roofline | beside it / ours", others)
 
 
 def grad() -> str:
@@ -147,29 +150,36 @@ def flashmla() -> str:
         "s_q 4096, sink, bfloat16 | FlashMLA, µs | ours, µs | FlashMLA / ours",
         ([r["name"], f"{r['flashmla_us']:g}", f"{r['ours_us']:g}", f"{r['ratio']:g}"] for r in PEERS["forward"]),
     )
-    since = {(r["heads"], r["b"]): f"{r['now_us'] / r['then_us']:.2f}" for r in PEERS["decode_since"]["kernels"]}
+    bf16 = {(r["heads"], r["b"]): f"{r['ratio']:.2f}" for r in PEERS["decode_bf16"]}
     second = table(
-        "a step, two queries | FlashMLA (FP8), µs | ours, FP8, µs | FlashMLA / ours | FP8 kernel now / then |"
-        " ours, bfloat16, µs",
+        "a step, two queries | FlashMLA (FP8), µs | ours, FP8, µs | FlashMLA / ours | FlashMLA / ours, bfloat16",
         (
             [
-                f"{r['heads']} heads, top-k {r['topk']}, b {r['b']}",
-                f"{r['flashmla_us']:g}",
-                f"{r['fp8_us']:g}",
-                f"{r['ratio_fp8']:.2f}",
-                since.get((r["heads"], r["b"]), "–"),
-                f"{r['bf16_us']:g}",
+                _step(r),
+                f"{r['flashmla_us']:.3g}",
+                f"{r['fp8_us']:.3g}",
+                f"{_beside_flashmla(r):.2f}",
+                bf16.get((r["heads"], r["b"]), "–"),
             ]
-            for r in PEERS["decode"]
+            for r in PEERS["decode"]["rows"]
         ),
     )
     return first + "\n\n" + second
 
 
+def _step(r: dict[str, Any]) -> str:
+    return f"{r['heads']} heads, top-k {r['topk']}, b {r['b']}"
+
+
+def _beside_flashmla(r: dict[str, Any]) -> float:
+    return float(r["flashmla_us"] / r["fp8_us"])
+
+
 def machine() -> str:
     """The machines on which the numbers were measured."""
     lines = []
-    for name, data in (("forward", FORWARD), ("gradients", GRAD), ("indexer", INDEXER), ("layers", LAYER)):
+    runs = {"forward": FORWARD, "steps": DECODE, "gradients": GRAD, "indexer": INDEXER, "layers": LAYER}
+    for name, data in runs.items():
         matmul, copy = (
             sorted(row[key] for row in data["rows"])[len(data["rows"]) // 2]
             for key in ("matmul_flops_per_s", "copy_bytes_per_s")
@@ -186,9 +196,9 @@ def _of(data: dict[str, Any], name: str) -> dict[str, Any]:
     return next(row for row in data["rows"] if row["name"] == name)
 
 
-def _ratios(heads: int, key: str) -> str:
-    ratios = [r[f"ratio_{key}"] for r in PEERS["decode"] if r["heads"] == heads]
-    return f"{min(ratios):.2f} to {max(ratios):.2f}"
+def _range(ratios: Iterable[float]) -> str:
+    found = sorted(ratios)
+    return f"{found[0]:.2f} to {found[-1]:.2f}"
 
 
 def readme() -> str:
@@ -197,13 +207,20 @@ def readme() -> str:
     backward = _of(GRAD, "gradient of d 512 window 128 + top-k 1024 of 8192 b1 s4096 h128")
     chosen = _of(INDEXER, "top-k 512 of 8192, bfloat16 h64, b1 s4096")
     first = PEERS["forward"][0]
+    packed, plain = (
+        {h: _range(ratio(r) for r in rows if r["heads"] == h and r["b"] >= 64) for h in (128, 64)}
+        for rows, ratio in (
+            (PEERS["decode"]["rows"], _beside_flashmla),
+            (PEERS["decode_bf16"], lambda r: float(r["ratio"])),
+        )
+    )
     return f"""On one {FORWARD["devices"][0]["name"].removeprefix("NVIDIA ")}, device time:
 
 - A layer of 128 heads over a window of 128 and 1024 selected keys takes {ours(layer) * 1e3:.2f} ms for 4096 queries,
   {rate(layer)} TFLOP/s. FlashMLA takes {first["ratio"]:.2f} times as long in the same run.
 - The same layer with a window alone takes {ours(window) * 1e3:.2f} ms; XLA takes {of_peer(window, "xla")} times as long.
-- A step of generation from a cache in bfloat16 is {_ratios(128, "bf16")} times as fast as FlashMLA's from FP8 at 128 heads,
-  {_ratios(64, "bf16")} times at 64.
+- A step of generation at b 64 to 148 from caches in FP8: FlashMLA takes {packed[128]} times as long with 128 heads,
+  {packed[64]} times with 64; beside ours from bfloat16 {plain[128]} and {plain[64]} times.
 - The first layer's backward pass takes {ours(backward) * 1e3:.2f} ms, {rate(backward)} TFLOP/s.
 - To choose 512 of 8192 entries for 4096 queries takes {ours(chosen) * 1e3:.2f} ms; XLA takes {of_peer(chosen, "xla")} times as long."""
 
@@ -212,8 +229,8 @@ def losses() -> str:
     few = _of(FORWARD, "d 512 window 128 + top-k 512 of 8192 b1 s4096 h16")
     far = _of(GRAD, "gradient of d 512 window 128 + top-k 512 of 65536 b1 s4096 h64")
     torch = min(PEERS["torch_cudnn"], key=lambda row: row["ratio"])
-    since = [r["now_us"] / r["then_us"] for r in PEERS["decode_since"]["kernels"] if r["heads"] == 128]
-    return f"""- **FP8 caches at 128 heads**: a step was {_ratios(128, "fp8")} times as fast as FlashMLA's (at 64 heads {_ratios(64, "fp8")}); the kernel since then takes {min(since):.2f} to {max(since):.2f} of that one's time, and has not been timed beside FlashMLA.
+    step = min(PEERS["decode"]["rows"], key=_beside_flashmla)
+    return f"""- **Steps over few sequences in FP8**: FlashMLA takes {_beside_flashmla(step):.2f} times our time for {_step(step)}.
 - **Few heads**: a prefill layer of 16 heads over selected keys reaches {share(few)} of the roofline.
 - **Backward over far keys**: 512 of 65536 keys at 64 heads reach {share(far)} of the roofline.
 - **Small dense calls**: cuDNN as torch 2.11 calls it takes {torch["ratio"]:.2f} times our time for {torch["name"]}."""

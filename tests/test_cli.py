@@ -247,6 +247,7 @@ class TestBench:
 
         monkeypatch.setattr(bench, "_measure_row", measure)
         monkeypatch.setattr(bench, "_yardsticks", dict)
+        monkeypatch.setattr(bench, "_maker", lambda case: None)
         path = tmp_path / "results.json"
         assert main(["bench", "--suite", bench.ROWS[0].suite, "--json", str(path)]) == 130
         assert [row["name"] for row in json.loads(path.read_text())["rows"]] == [bench.ROWS[0].name]

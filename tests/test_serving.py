@@ -17,7 +17,7 @@ import pytest
 
 from jax_dsv4_fmha import Cache, dequantize_cache, dsv4_decode, quantize_cache, reference
 from jax_dsv4_fmha._testing.compare import FP32, KERNEL, Tolerance
-from tests.helpers import assert_right
+from tests.helpers import assert_right, kernels_in_graphs
 
 PAIR = ("v41_fp8", "v41_fp4")
 GRAPHS = {"xla_gpu_graph_min_graph_size": "1"}  # CUDA graphs of whatever there is
@@ -99,7 +99,8 @@ class Engine:
         jit = functools.partial(jax.jit, compiler_options=options)
         self.poison = jit(_poisoned, donate_argnums=0)
         self.step = jit(functools.partial(_step, c, implementation), static_argnums=0, donate_argnums=1)
-        self.check = jit(functools.partial(_check, c, tolerances), donate_argnums=(0, 1))
+        check = functools.partial(_check, c, tolerances)
+        self.check = jax.jit(check, donate_argnums=(0, 1), compiler_options={"xla_gpu_autotune_level": "0"})
 
     def admit(self, place: int) -> None:
         """A new request, which may begin as another has begun."""
@@ -339,5 +340,8 @@ def test_soak(cuda, layouts):
     c = dataclasses.replace(LARGE, layouts=layouts)
     with jax.default_device(cuda):
         engine = serve(c, 2000, "cubin", KERNEL, GRAPHS)
-    assert_all_is_well(engine)
+        assert_all_is_well(engine)
+        found = kernels_in_graphs(lambda: engine.work(jax.random.key(2)) or engine.kept)
+    assert all(is_graph for name, is_graph in found.items() if name.startswith("latent_")), found
+    assert any(name.startswith("latent_") for name in found)
     assert engine.in_use[-1] <= max(engine.in_use[2:4]), engine.in_use

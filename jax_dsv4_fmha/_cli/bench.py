@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -230,6 +231,9 @@ def _measure(rows: Sequence[Row], rounds: int, bar: Progress) -> Iterator[dict[s
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     results: dict[str, Any] = {"date": now, **machine(), "rounds": rounds, "rows": []}
     yardsticks = _yardsticks()
+    made = {row.of(name).case for row in rows for name in ("ours", *row.peers) if row.suite != "layer"}
+    with ThreadPoolExecutor() as pool:  # which compiles many at once; nothing is timed yet
+        list(pool.map(_maker, made))
     for i, row in enumerate(rows):
         bar.begin(row.name)
         results["rows"].append(_measure_row(row, yardsticks, rounds))
@@ -330,10 +334,16 @@ def _positions(c: Case) -> dict[str, int]:
     return {"q_offset": end - c.s_q, "kv_offset": end - c.s_kv}
 
 
-def _operands_of(row: Row, sets: int) -> list[dict[str, Any]]:
+@functools.cache
+def _maker(c: Case) -> Callable[[jax.Array], dict[str, Any]]:
+    """The compiled program that makes a case's operands from a key."""
     of_suite = {"dsv4_decode": bench_decode.operands, **dict.fromkeys(bench_indexer.OPS, bench_indexer.operands)}
-    make = of_suite.get(row.case.op, _operands)
-    one = jax.jit(functools.partial(make, row.case))
+    make = functools.partial(of_suite.get(c.op, _operands), c)
+    return jax.jit(make).lower(jax.random.key(0)).compile()
+
+
+def _operands_of(row: Row, sets: int) -> list[dict[str, Any]]:
+    one = _maker(row.case)
     each = [one(key) for key in jax.random.split(jax.random.key(0), sets * row.layers)]
     if row.suite == "grad":
         each = [x | {"do": jnp.roll(x["q"], 1, axis=1)} for x in each]
