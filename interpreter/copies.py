@@ -20,7 +20,7 @@ from .barriers import MBarrier, complete_tx, lookup
 from .clusters import ranks
 from .decode import Decoder, Step, instruction
 from .hazards import Misuse, OutOfBounds
-from .memory import refuse_barriers
+from .memory import addresses, refuse_barriers
 from .parser import Address, Instruction
 from .state import RANK_SHIFT, READ_STREAMS, SMEM_BASE, Array, AsyncOp, Cta, GlobalMemory, Wait, Warp
 
@@ -292,6 +292,22 @@ def tensor_store(i: Instruction, d: Decoder, rank: int) -> Step:
             "tma", f"store {list(at)} from +{offset - 1024}", run, reader=w.cta.first_stream + READ_STREAMS + w.number
         )
         w.extra.setdefault("bulk open", []).append(op)
+
+    return step
+
+
+@instruction("cp.async.bulk.prefetch.L2.global")
+def bulk_prefetch(i: Instruction, d: Decoder) -> Step:
+    """Changes nothing; what it names must be there all the same."""
+    i.only()
+    base, offset = d.address(i.args[0])
+    count = d.slot(i.args[1], "u32")
+
+    def step(w: Warp) -> None:
+        size = w.uniform(count, np.uint32, "a number of bytes")
+        if size == 0 or size % 16:
+            raise Misuse(f"a prefetch of {size} bytes, wanted a multiple of 16")
+        w.machine.memory.find_all(addresses(w, base, offset, "an address"), size, "prefetches")
 
     return step
 

@@ -55,10 +55,10 @@ VARIANTS: tuple[Variant, ...] = (
         for op in BACKWARD_OPS
         for dtype in DTYPES
     ),
-    # a tile of rows has all heads of one query, whose keys no other tile has
+    # a tile of rows has all heads of a query, and may have keys that no other tile has
     *(
         Backward(op, "sm_90a", LATENT_BACKWARD, 512, dtype, shared_kv=True, max_heads=64)
-        for op in ("sparse_bwd", "dsv4_sparse_bwd")
+        for op in BACKWARD_OPS
         for dtype in DTYPES
     ),
     *(

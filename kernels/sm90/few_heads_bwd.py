@@ -30,10 +30,10 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
 from kernels.abi import Backward
-from kernels.aot import Compiled, compile_ahead
+from kernels.aot import Compiled
 from kernels.lib.barriers import arrive_if
 from kernels.lib.columns import by_column, column_of
-from kernels.lib.launch import SMEM_LIMIT, WARP, WARPGROUP, element_type, i32, launch_facts, pointers
+from kernels.lib.launch import SMEM_LIMIT, WARP, WARPGROUP, element_type
 from kernels.lib.ptx import ptx
 from kernels.lib.rows import PUBLISHED, ROWS, Extents, RowTile, Walk, extents, load, row_of
 from kernels.lib.selections import CHUNK, LANES_A_ROW, Selection, copy_or_zero, open_selection, with_keys
@@ -55,7 +55,7 @@ from kernels.lib.wgmma import (
     transposed,
 )
 
-from .latent_bwd.kernel import RowOperands, Source
+from .latent_bwd.kernel import RowOperands, Source, compile_backward
 from .latent_bwd.key_gradients import Target, add_staged, stage_rows
 
 CTAS_PER_SM = 2  # CTAs of an SM
@@ -388,7 +388,7 @@ class FewHeadsBwdSm90:
                     smem.keys[thread // WARP * 16 + i * 4 + thread % WARP // 8, k % STAGES] for i in range(4)
                 )
                 sums = self.find_sums(smem, t < counts[0], sources, stage)
-                target = Target(sums + thread % 8 * 16, listed, Int32(c.d * c.sum_bytes))
+                target = Target(sums + thread % 8 * 16, listed, Int32(c.d * c.sum_bytes), staged=True)
                 warpgroup.wait_group(0)
                 differentiate(s, dp, numbers, seen, rows.scale, scale_log2)
                 round_to(of_ds, dp)
@@ -473,18 +473,4 @@ def differentiate(
 
 def compile(variant: Backward, out_dir: Path) -> Compiled:
     config = Config(variant.d, variant.dtype, variant.sources, variant.max_heads)
-    source = (*pointers(variant.dtype, "keys", "int32", "int32", "float32"), i32(), i32(), i32())
-    return compile_ahead(
-        FewHeadsBwdSm90(config),
-        FewHeadsBwdSm90.kernel,
-        *pointers(variant.dtype, "q", "do", "dq", "float32", "float32", "float32", "float32"),
-        Float32(1.0),
-        *(i32() for _ in range(4)),
-        *source,
-        *source,
-        i32(),
-        name="few_heads_bwd_sm90",
-        arch=variant.arch,
-        out_dir=out_dir,
-        facts=launch_facts(config, ctas=CTAS_PER_SM),
-    )
+    return compile_backward(FewHeadsBwdSm90(config), variant, out_dir, name="few_heads_bwd_sm90", ctas=CTAS_PER_SM)

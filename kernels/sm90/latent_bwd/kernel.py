@@ -84,6 +84,7 @@ from kernels.lib.wgmma import (
 
 from .cluster import CLUSTER, arrive, await_others
 from .key_gradients import KeyGradients, thread_again
+from .prefetch import prefetch_sums
 from .smem import LEFT, RIGHT, STAGES, Barriers, Shared
 
 
@@ -107,6 +108,11 @@ class Config:
     def gathers(self) -> bool:
         """Whether the keys differ from query to query: then a tile holds heads of one query only."""
         return self.sources[-1] != "span"
+
+    @property
+    def prefetches(self) -> bool:
+        """Whether sums of dKV come to L2 ahead: where each CTA adds by itself, to keys all over memory."""
+        return self.gathers and self.cluster == 1 and not self.deterministic
 
     @property
     def threads(self) -> int:
@@ -324,6 +330,8 @@ class LatentBwdSm90:
                 if t < tiles:
                     on_source(lists, t, Selection.settle, wanted, thread, WARPGROUP)
                     self.gather(bar, smem, with_keys(lists, t), wanted, before + t, thread)
+                    if cutlass.const_expr(c.prefetches):
+                        prefetch_sums(sources, lists[0].tiles, tile, wanted, t, thread, c.d * c.sum_bytes)
                     on_source(lists, t + 1, Selection.look_up, wanted, thread, WARPGROUP)
                 if t == 0:
                     self.load_rows(bar, smem, rows, tile, opened, lists, turn, thread)
@@ -651,18 +659,25 @@ def compile(variant: Backward, out_dir: Path) -> Compiled:
     config = Config(variant.d, variant.dtype, variant.sources, deterministic=variant.deterministic, cluster=cluster)
     if variant.deterministic:  # 64-bit sums take four times as many instructions, for which left has no registers
         config = replace(config, chunks_of_left=0)
+    return compile_backward(LatentBwdSm90(config), variant, out_dir, name="latent_bwd_sm90", cluster=config.cluster)
+
+
+def compile_backward(kernel: Any, variant: Backward, out_dir: Path, *, name: str, **facts: int) -> Compiled:
+    """Compiles a kernel of these parameters. A second source that the variant lacks is like the first; the facts are
+    `launch_facts`'.
+    """
     source = (*pointers(variant.dtype, "keys", "int32", "int32", "float32"), i32(), i32(), i32())
     return compile_ahead(
-        LatentBwdSm90(config),
-        LatentBwdSm90.kernel,
+        kernel,
+        type(kernel).kernel,
         *pointers(variant.dtype, "q", "do", "dq", "float32", "float32", "float32", "float32"),
         Float32(1.0),
         *(i32() for _ in range(4)),
         *source,
         *source,
         i32(),
-        name="latent_bwd_sm90",
+        name=name,
         arch=variant.arch,
         out_dir=out_dir,
-        facts=launch_facts(config, cluster=config.cluster),
+        facts=launch_facts(kernel.config, **facts),
     )

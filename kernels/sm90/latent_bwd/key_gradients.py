@@ -37,9 +37,11 @@ class Target:
     first: Int64  # address of key 0, in the thread's column of a chunk
     keys: tuple[Int32, ...] | cute.Tensor  # negative where there is no key: the thread's numbers, or the tile's in SMEM
     step: Int32  # bytes from a key to the next
+    staged: bool  # whether a thread has the keys of `staged_row`, not those of its accumulator's rows
 
     def of_key(self, i: int) -> tuple[Int64, Int32]:
-        key = self.keys[i] if isinstance(self.keys, tuple) else self.keys[row_of(thread_again(), i)]
+        place = staged_row if self.staged else row_of
+        key = self.keys[i] if isinstance(self.keys, tuple) else self.keys[place(thread_again(), i)]
         return self.first + Int64(cutlass.max(key, Int32(0))) * self.step, key
 
 
@@ -129,12 +131,13 @@ class KeyGradients:
             column = thread % WARP
         elif c.cluster == 1:  # four keys, 16 of 128 bytes of each
             column = thread % 8 * 4
-            listed = tuple(listed[thread // WARP * 16 + i * 4 + thread % WARP // 8] for i in range(4))
+            if c.gathers:  # where rows are masked one by one, there are no registers for them
+                listed = tuple(listed[staged_row(thread, i)] for i in range(4))
         else:
             column = thread % 2 * BLOCK + thread % 4 // 2 * 4
             if self.merges:
                 column = column + self.rank * c.chunk
-        return Target(gradient + column * c.sum_bytes, listed, n.h_kv * (c.d * c.sum_bytes))
+        return Target(gradient + column * c.sum_bytes, listed, n.h_kv * (c.d * c.sum_bytes), c.cluster == 1)
 
     @cute.jit
     def finish(self, bar: Barriers, target: Target, k: Int32, last: Int32):
@@ -195,6 +198,11 @@ class KeyGradients:
         for piece in cutlass.range_constexpr(self.config.pieces):
             if cutlass.const_expr(piece not in self.pieces):
                 arrive_if(bar.q_empty + piece, last)
+
+
+def staged_row(thread: Int32, i: int) -> Int32:
+    """The i-th key of a tile that a thread adds to out of `stage_rows`' SMEM."""
+    return thread // WARP * 16 + i * 4 + thread % WARP // 8
 
 
 @cute.jit
