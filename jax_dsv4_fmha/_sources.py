@@ -30,6 +30,7 @@ from ._transforms import (
     choose_backward,
     forward,
     gradient,
+    rowsum,
 )
 
 _Q, _ROWS = Axes("q", "b s_q h_q d"), "b s_q"
@@ -262,7 +263,7 @@ class Kernel(NamedTuple):
     op: str
     """its name in the manifest"""
     run: Callable[..., Arrays]
-    """a forward kernel takes (q, *operands, sink), a gradient's kernel (q, do, lse, weight, delta, *operands)"""
+    """a forward kernel takes (q, *operands, sink), a gradient's kernel (q, o, do, lse, weight, dlse, *operands)"""
     operands: Callable[..., Sequence[Any]] = lambda *sources: jax.tree.leaves(sources)
     """makes `run`'s operands from the sources"""
 
@@ -344,14 +345,25 @@ def _span_bwd(q: Any, do: Any, lse: Any, weight: Any, delta: Any, kv: Any, *span
     return _dense_bwd(*rows, kv, None, start, stop, width=width, **params)
 
 
+def _of_delta(run: Callable[..., Arrays]) -> Callable[..., Arrays]:
+    """A gradient's kernel that takes delta, as one that takes o: XLA makes rowsum(o∘do)."""
+
+    def run_with(q: Any, o: Any, do: Any, lse: Any, weight: Any, dlse: Any, *operands: Any, **params: Any) -> Arrays:
+        of_rows = rowsum(o, do)
+        return *run(q, do, lse, weight, weight * of_rows - dlse, *operands, **params), of_rows
+
+    return run_with
+
+
 BACKWARD: dict[tuple[str, ...], Kernel] = {
-    ("apart",): Kernel("row_gradients", _apart_bwd, lambda x: (x.keys, x.values, x.start, x.stop, x.width)),
-    ("span",): Kernel("bwd", _span_bwd, lambda x: (x.keys, x.start, x.stop, x.width)),
-    ("selection",): Kernel("sparse_bwd", _ffi.sparse_bwd),
-    ("span", "selection"): Kernel("dsv4_sparse_bwd", _ffi.dsv4_sparse_bwd),
-    ("span", "span"): Kernel("dsv4_dense_bwd", _ffi.dsv4_dense_bwd),
+    ("apart",): Kernel("row_gradients", _of_delta(_apart_bwd), lambda x: (x.keys, x.values, x.start, x.stop, x.width)),
+    ("span",): Kernel("bwd", _of_delta(_span_bwd), lambda x: (x.keys, x.start, x.stop, x.width)),
+    ("selection",): Kernel("sparse_bwd", _of_delta(_ffi.sparse_bwd)),
+    ("span", "selection"): Kernel("dsv4_sparse_bwd", _of_delta(_ffi.dsv4_sparse_bwd)),
+    ("span", "span"): Kernel("dsv4_dense_bwd", _of_delta(_ffi.dsv4_dense_bwd)),
 }
-"""A kernel gives dq in q's dtype, and in float32 the gradient of every source's keys, and values, in order."""
+"""A kernel gives dq in q's dtype, in float32 the gradient of every source's keys, and values, in order, and
+rowsum(o∘do)."""
 
 
 @functools.cache
@@ -373,15 +385,17 @@ def _ops(op: str, names: tuple[str, str], tree: Any, axes: tuple[Axes, ...], kin
         return row.run(q, *row.operands(*tree.unflatten(leaves)), sink, scale=scale)
 
     def backward(q: Any, *operands: Any, scale: float, **_: Any) -> Arrays:
-        *leaves, do, lse, weight, delta = operands
-        parts = [x.gradient(q, do, lse, weight, delta, scale=scale) for x in tree.unflatten(leaves)]
+        *leaves, o, do, lse, weight, dlse = operands
+        of_rows = rowsum(o, do)
+        rows = (do, lse, weight, weight * of_rows - dlse)
+        parts = [x.gradient(q, *rows, scale=scale) for x in tree.unflatten(leaves)]
         dq = functools.reduce(lambda x, y: x + y, [dq for dq, *_ in parts])
-        return dq.astype(q.dtype), *(x for _, *of_keys in parts for x in of_keys)
+        return dq.astype(q.dtype), *(x for _, *of_keys in parts for x in of_keys), of_rows
 
     def backward_kernel(q: Any, *operands: Any, **params: Any) -> Arrays:
-        *leaves, do, lse, weight, delta = operands
+        *leaves, o, do, lse, weight, dlse = operands
         row = BACKWARD[kinds]
-        return row.run(q, do, lse, weight, delta, *row.operands(*tree.unflatten(leaves)), **params)
+        return row.run(q, o, do, lse, weight, dlse, *row.operands(*tree.unflatten(leaves)), **params)
 
     q_axes, sink_axes = Axes(names[0], _Q.axes), Axes(names[1], SINK.axes)
     attention = Op(op, (q_axes, *axes, sink_axes), RESULTS, definition, kernel if kinds in FORWARD else None)

@@ -577,18 +577,28 @@ _opaque.defvjp(_no_gradient, _no_gradient)
 def gradient(op: Op, reference: Callable[..., Arrays], kernel: Callable[..., Arrays] | None = None) -> Op:
     """The op of the gradient of attention `op`, (…, sink) -> (o, lse), with the sink last:
 
-        (…, do, lse, weight, delta) -> (dq, and the gradients of all other operands whose last axis is d)
+        (…, o, do, lse, weight, dlse) -> (dq, the gradients of all other operands whose last axis is d, rowsum(o∘do))
 
-    With P = exp(S - lse),
+    With P = exp(S - lse) and delta = weight·rowsum(o∘do) - dlse,
 
         dS = P∘(weight · do·v - delta);  dq = scale·dS k;  dk = scale·dSᵀ q;  dv = Pᵀ (weight · do)
 
-    A sink enters only as weight = exp(lse - logaddexp(lse, sink)), and a cotangent of lse only as delta = weight·D -
-    dlse, with D = rowsum(o∘do). Gradients of keys come in float32, so that devices can sum them.
+    A sink enters only as weight = exp(lse - logaddexp(lse, sink)), a cotangent of lse only as dlse. Gradients of keys
+    come in float32, so that devices can sum them.
     """
-    rows = (Axes("do", "b s_q h_q d"), *(Axes(name, "b s_q h_q") for name in ("lse", "weight", "delta")))
-    gradients = tuple(Axes(f"d{name}", axes) for name, axes in op.operands if axes.endswith(" d"))
-    return Op(op.name, (*op.operands[:-1], *rows), gradients, reference, kernel, "gradient")
+    rows = (*each("b s_q h_q d", "o", "do"), *each("b s_q h_q", "lse", "weight", "dlse"))
+    gradients = (Axes(f"d{name}", axes) for name, axes in op.operands if axes.endswith(" d"))
+    results = (*gradients, *each("b s_q h_q", "rowsum"))
+    return Op(op.name, (*op.operands[:-1], *rows), results, reference, kernel, "gradient")
+
+
+def each(axes: str, *names: str) -> tuple[Axes, ...]:
+    return tuple(Axes(name, axes) for name in names)
+
+
+def rowsum(o: jax.Array, do: jax.Array) -> jax.Array:
+    """rowsum(o∘do) in float32, where no kernel makes it."""
+    return jnp.sum(o.astype(jnp.float32) * do.astype(jnp.float32), -1)
 
 
 class Differentiable(NamedTuple):
@@ -632,14 +642,12 @@ def _fwd(calls: Differentiable, *operands: jax.Array) -> tuple[Arrays, tuple[Arr
 def _bwd(calls: Differentiable, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
     (*operands, sink), (o, lse) = residuals
     do, dlse = cotangents
-    d = jnp.sum(o.astype(jnp.float32) * do.astype(jnp.float32), -1)
     weight = sink_weight(lse, sink[:, None])
+    *gradients, of_rows = _once(calls.backward, *operands, o, do, lse, weight, dlse)
     of_sink = jax.nn.sigmoid(sink[:, None] - jnp.where(jnp.isinf(lse), 0, lse))  # 1 - weight, with all its digits
-    dsink = -jnp.sum(jnp.where(jnp.isinf(lse) | jnp.isinf(sink[:, None]), 0, of_sink * d), (0, 1))[None]
-    gradients = iter(_once(calls.backward, *operands, do, lse, weight, weight * d - dlse))
-    return *(
-        next(gradients).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else None for x in operands
-    ), dsink
+    dsink = -jnp.sum(jnp.where(jnp.isinf(lse) | jnp.isinf(sink[:, None]), 0, of_sink * of_rows), (0, 1))[None]
+    given = iter(gradients)
+    return *(next(given).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else None for x in operands), dsink
 
 
 _differentiable.defvjp(_fwd, _bwd)
