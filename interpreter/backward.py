@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from jax_dsv4_fmha import _fixed_point
+from jax_dsv4_fmha._ffi import in_order
 
 from . import gradients, native
 from .launch import Kernel, machine
@@ -39,14 +40,14 @@ class Launch:
             dkv = sums.bytes[: sums.size].view(np.uint32 if len(self.resolution) else np.float32)
             if len(self.resolution):
                 dkv = np.asarray(_fixed_point.to_float32(dkv.reshape(-1, 2), self.resolution, dq))
-            results.append(dkv.reshape(keys.k.shape))
+            results.append(in_order(dkv.reshape(keys.k.shape)))
         return dq, *results
 
     def added(self) -> list[Array]:
         """How often a number of each dkv was added to."""
         memory, words = self.machine.memory, 1 + len(self.resolution)
         return [
-            additions(memory.named(f"dkv{i}"))[: keys.k.size * words : words].reshape(keys.k.shape)
+            in_order(additions(memory.named(f"dkv{i}"))[: keys.k.size * words : words].reshape(keys.k.shape))
             for i, keys in enumerate(self.operands.attention.sources)
         ]
 

@@ -406,9 +406,8 @@ def dense_bwd(
     target = "dsv4_fmha_dense_bwd" + "_shared_kv" * (v is None)
     call = jax.ffi.ffi_call(target, results)
     dq, *of_keys, _ = call(q, do, lse, weight, delta, *keys, start, stop, scale=np.float32(scale))
-    if not deterministic:  # columns as kernels/sm90/bwd/all_gradients.py leaves them
-        sums = dq.reshape(*q.shape[:-1], -1, 4, 2, 2).swapaxes(-3, -2).reshape(q.shape)
-        dq = (np.float32(scale) * sums).astype(q.dtype)
+    if not deterministic:
+        dq = (np.float32(scale) * in_order(dq)).astype(q.dtype)
     return dq, *of_keys
 
 
@@ -431,7 +430,15 @@ def _call_backward(
         resolution = _fixed_point.resolution(q, do, lse, delta, keys, scale)
     call = jax.ffi.ffi_call(f"dsv4_fmha_{target}", (jax.ShapeDtypeStruct(q.shape, q.dtype), *sums))
     dq, *dkv = call(q, do, lse, weight, delta, resolution, *seen, scale=np.float32(scale))
-    return dq, *(_fixed_point.to_float32(x, resolution, dq) if deterministic else x for x in dkv)
+    return dq, *(in_order(_fixed_point.to_float32(x, resolution, dq) if deterministic else x) for x in dkv)
+
+
+def in_order(sums: Any) -> Any:
+    """The columns of sums that kernels add to as their accumulators have them: of 16 columns four lanes have two of
+    the first eight and two of the others each, and four of a lane lie together."""
+    if sums.shape[-1] % 16:  # there is no kernel: the call raises an error when it runs
+        return sums
+    return sums.reshape(*sums.shape[:-1], -1, 4, 2, 2).swapaxes(-3, -2).reshape(sums.shape)
 
 
 # The lightning indexer

@@ -58,7 +58,7 @@ VARIANTS: tuple[Variant, ...] = (
     # a tile of rows has all heads of a query, and may have keys that no other tile has
     *(
         Backward(op, "sm_90a", LATENT_BACKWARD, 512, dtype, shared_kv=True, max_heads=64)
-        for op in BACKWARD_OPS
+        for op in ("bwd", "sparse_bwd", "dsv4_sparse_bwd")
         for dtype in DTYPES
     ),
     *(

@@ -37,7 +37,7 @@ PROCESSORS = {"tiles": 2, "window": 2, "few": 1, "turns": 1, "groups": 2}
 def is_like(variant: Backward, case: str) -> bool:
     """Whether another variant, or another case, shows what this one could: of few heads, a tile has one query."""
     if variant.max_heads == 64 and not variant.gathers:  # as with a cluster, except how sums go out
-        return case != ("groups" if variant.op == "bwd" else "turns")
+        return case != "groups"
     return variant.max_heads == 16 and (case != "turns" or len(variant.sources) == 1)
 
 

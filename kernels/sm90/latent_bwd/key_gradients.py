@@ -1,4 +1,8 @@
-"""How `latent_bwd` makes the gradient of a tile of keys, and adds it to memory."""
+"""How `latent_bwd` makes the gradient of a tile of keys, and adds it to memory.
+
+Of 16 columns a lane's accumulator has four: two of the first eight and two of the others. These four lie together in
+memory, so that a lane adds 16 bytes without an exchange with others; `_ffi.in_order` puts the columns back.
+"""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,7 +15,6 @@ from cutlass.cute.nvgpu import warpgroup
 
 from kernels.lib.barriers import arrive_if
 from kernels.lib.launch import WARP, WARPGROUP
-from kernels.lib.output import BLOCK
 from kernels.lib.ptx import ptx
 from kernels.lib.reductions import add_four
 from kernels.lib.rows import Extents, row_of
@@ -127,17 +130,17 @@ class KeyGradients:
     def aim(self, gradient: Int64, listed: cute.Tensor, n: Extents) -> "Target":
         """The places to which this thread adds, for the tile whose keys are listed."""
         c, thread = self.config, self.thread
+        column = thread % 4 * 4
         if c.deterministic:  # a column of all keys of a warp
             column = thread % WARP
         elif c.cluster == 1:  # four keys, 16 of 128 bytes of each
             column = thread % 8 * 4
             if c.gathers:  # where rows are masked one by one, there are no registers for them
                 listed = tuple(listed[staged_row(thread, i)] for i in range(4))
-        else:
-            column = thread % 2 * BLOCK + thread % 4 // 2 * 4
-            if self.merges:
-                column = column + self.rank * c.chunk
-        return Target(gradient + column * c.sum_bytes, listed, n.h_kv * (c.d * c.sum_bytes), c.cluster == 1)
+        elif self.merges:
+            column = column + self.rank * c.chunk
+        step = Int32(1) if c.gathers else n.h_kv  # whose keys have one head
+        return Target(gradient + column * c.sum_bytes, listed, step * (c.d * c.sum_bytes), c.cluster == 1)
 
     @cute.jit
     def finish(self, bar: Barriers, target: Target, k: Int32, last: Int32):
@@ -207,13 +210,15 @@ def staged_row(thread: Int32, i: int) -> Int32:
 
 @cute.jit
 def stage_rows(acc: cute.Tensor, slot: Int32):
-    """Writes 32 columns of a warp's 16 keys to its own 2 KiB of SMEM, row by row, with blocks of 32 bytes swizzled."""
+    """Writes 32 columns of a warp's 16 keys to its own 2 KiB of SMEM, row by row as they lie in memory; odd rows have
+    their halves swapped, because two rows are written at once.
+    """
     lane = cute.arch.lane_idx()
     rows = by_row(acc)
-    row0 = slot + lane // 4 * 128 + lane // 4 % 4 * 32 + lane % 4 * 8
+    row0 = slot + lane // 4 * 128 + lane % 8 * 16
     for r in cutlass.range_constexpr(ROWS):
-        for j in cutlass.range_constexpr(cute.size(rows, mode=[1]) // 2):
-            store_pair((row0 ^ j * 32) + r * 8 * 128, rows[r, 2 * j], rows[r, 2 * j + 1])
+        for i in cutlass.range_constexpr(cute.size(rows, mode=[1]) // 4):
+            store_four((row0 ^ i * 64) + r * 8 * 128, *(rows[r, 4 * i + j] for j in range(4)))
     cute.arch.sync_warp()
 
 
@@ -223,7 +228,7 @@ def add_staged(slot: Int32, target: Target, column0: cutlass.Constexpr):
     whatever their size.
     """
     lane = cute.arch.lane_idx()
-    of_lane = slot + lane // 8 * 128 + (lane % 8 ^ lane // 8 * 2) * 16
+    of_lane = slot + lane // 8 * 128 + (lane % 8 ^ lane // 8 % 2 * 4) * 16
     for first in cutlass.range_constexpr(0, 4, 2):
         values = tuple(load_four(of_lane + i * 4 * 128) for i in (first, first + 1))
         for i in cutlass.range_constexpr(2):
@@ -237,7 +242,7 @@ def add_fixed(slot: Int32, target: Target, column0: cutlass.Constexpr, resolutio
     lane, warp = cute.arch.lane_idx(), thread_again() // WARP
     unit = load_again(resolution)
     for row in cutlass.range_constexpr(16):
-        value = load_one(slot + row * 128 + ((lane // 8 ^ row % 4) * 32 + lane % 8 * 4))
+        value = load_one(slot + row * 128 + (lane ^ row % 2 * 16) * 4)
         key = target.keys[warp * 16 + row]
         place = target.first + Int64(cutlass.max(key, Int32(0))) * target.step
         add_one(place, key, column0 * 8, value * unit)
@@ -246,28 +251,20 @@ def add_fixed(slot: Int32, target: Target, column0: cutlass.Constexpr, resolutio
 
 @cute.jit
 def add_by_quads(acc: cute.Tensor, received: Int32 | None, target: Target, column0: cutlass.Constexpr):
-    """Adds the numbers directly, 64 bytes of a key at a time. From two blocks of eight columns lanes 0 and 2 of a quad
-    take the first, lanes 1 and 3 the second. It adds the peer's numbers row by row, because registers are short."""
-    odd = cute.arch.lane_idx() % 2 == 1
+    """Adds the numbers directly, 64 bytes of a key at a time; the peer's numbers row by row, because registers are
+    short.
+    """
     rows = by_row(acc)
-    pairs = cute.size(rows, mode=[1]) // 4
-    values = cute.make_rmem_tensor((4, pairs), Float32)
+    quads = cute.size(rows, mode=[1]) // 4
     for r in cutlass.range_constexpr(ROWS):
         where, there = target.of_key(r)
         if cutlass.const_expr(received is not None):
-            for pair in cutlass.range_constexpr(pairs):
-                more = load_four(received + (r * pairs + pair) * WARPGROUP * 16)
-                for i in cutlass.range_constexpr(4):
-                    rows[r, 4 * pair + i] = rows[r, 4 * pair + i] + more[i]
-        for pair in cutlass.range_constexpr(pairs):
-            for i in cutlass.range_constexpr(2):
-                first, second = (rows[r, 4 * pair + 2 * block + i] for block in range(2))
-                received_now = cute.arch.shuffle_sync_bfly(first if odd else second, offset=1)
-                values[i, pair] = received_now if odd else first
-                values[2 + i, pair] = second if odd else received_now
-        for pair in cutlass.range_constexpr(pairs):
-            place = (column0 + pair * 2 * BLOCK) * 4
-            add_four(where, there, place, *(values[i, pair] for i in range(4)))
+            for i in cutlass.range_constexpr(quads):
+                more = load_four(received + (r * quads + i) * WARPGROUP * 16)
+                for j in cutlass.range_constexpr(4):
+                    rows[r, 4 * i + j] = rows[r, 4 * i + j] + more[j]
+        for i in cutlass.range_constexpr(quads):
+            add_four(where, there, (column0 + 16 * i) * 4, *(rows[r, 4 * i + j] for j in range(4)))
         if cutlass.const_expr(received is not None):
             cute.arch.sync_warp()
 
@@ -305,8 +302,8 @@ def load_again(place: cute.Pointer) -> Float32:
     return ptx("ld.global.nc.f32 $0, [$1];", place.toint(), gives=(Float32,))[0]
 
 
-def store_pair(address: Int32, *values: Float32) -> None:
-    ptx("st.shared.v2.f32 [$0], {$1, $2};", Int32(address), *map(Float32, values))
+def store_four(address: Int32, *values: Float32) -> None:
+    ptx("st.shared.v4.f32 [$0], {$1, $2, $3, $4};", Int32(address), *map(Float32, values))
 
 
 def load_four(address: Int32) -> tuple:
