@@ -192,7 +192,7 @@ FATES = [
     Fate(
         "a reduction is lost",
         Wrong,
-        r"^line|dkv0: a reduction is lost: columns \d+\.\.\d+ of key \d+ were added to",
+        r"^dkv0: a reduction is lost: columns \d+\.\.\d+ of key \d+ were added to",
         lost,
     ),
     Fate("dS is scaled twice", Wrong, r"dq is wrong in .*: everywhere 0\.044\d+ times what it should be", scaled_twice),
