@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import jax_dsv4_fmha
+from jax_dsv4_fmha import layers
 
 PUBLIC = [
     "Cache",
@@ -36,6 +37,28 @@ def test_public_names():
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
     assert done.stdout.splitlines() == [str(PUBLIC)] * 2
+
+
+LAYERS = [
+    "Choice",
+    "Compressor",
+    "DSV4Attention",
+    "Indexer",
+    "LayerCache",
+    "Output",
+    "Rope",
+    "Shared",
+    "from_config",
+    "from_state_dict",
+    "hadamard",
+    "inverse_rope",
+    "rope",
+]
+
+
+def test_public_names_of_layers():
+    assert sorted(layers.__all__) == LAYERS
+    assert all(callable(getattr(layers, name)) for name in LAYERS)
 
 
 def test_an_ops_name_is_the_function():
