@@ -527,6 +527,8 @@ def test_errors():
     layer, p = layers[1], params[1]
     with pytest.raises(ValueError, match=r"DSV4Attention: x: got float32\[2, 6, 23\], wanted .*hidden=24"):
         layer(p, hidden(2, 6)[..., :23])
+    with pytest.raises(ValueError, match="DSV4Attention: params: got no wq_b, wanted what `init` makes"):
+        layer({name: x for name, x in p.items() if name != "wq_b"}, hidden(2, 6))
     with pytest.raises(ValueError, match="start: got 3, wanted 0, and no lengths, without a cache"):
         layer(p, hidden(2, 6), start=3)
     ids = jnp.zeros((2, 6), jnp.int32)

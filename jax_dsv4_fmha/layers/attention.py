@@ -13,6 +13,7 @@ A layer is a function of arrays and pytrees: parameters are a dict, caches a Nam
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -226,7 +227,7 @@ class DSV4Attention:
           ValueError, TypeError: operands that differ from the above.
           NotImplementedError: documents, where an indexer chooses in two levels.
         """
-        b, s = self._operands(x, cache)
+        b, s = self._operands(params, x, cache)
         if segment_ids is not None:
             segment_ids = _check.operand(_OP, "segment_ids", segment_ids, "b s", {"b": b, "s": s}, _check.INT)
             if cache is not None:
@@ -288,7 +289,7 @@ class DSV4Attention:
         Raises:
           ValueError, TypeError: operands that differ from the above.
         """
-        b, s = self._operands(x, cache)
+        b, s = self._operands(params, x, cache)
         lengths = jnp.broadcast_to(_check.offset(_OP, "lengths", lengths, {"b": b}), (b,))
         positions = (lengths - s)[:, None] + jnp.arange(s, dtype=jnp.int32)
         c, q, kv = self._projected(params, x, positions)
@@ -439,12 +440,19 @@ class DSV4Attention:
         summed = None if g is None else PartitionSpec(b, s, None)  # an Explicit axis needs an out_sharding
         return jnp.einsum("bsgr,grm->bsm", low_rank, params["wo_b"].astype(o.dtype), out_sharding=summed)
 
-    def _operands(self, x: Any, cache: Any) -> tuple[Any, Any]:
+    def _operands(self, params: Any, x: Any, cache: Any) -> tuple[Any, Any]:
+        if missing := [name for name in _parameters(self) if name not in params]:
+            raise _check.error(ValueError, _OP, "params", f"no {', '.join(missing)}", "what `init` makes")
         dims: dict[str, Any] = {"hidden": self.hidden}
         _check.operand(_OP, "x", x, "b s hidden", dims, _check.FLOAT)
         if cache is not None and not isinstance(cache, LayerCache):
             raise _check.error(TypeError, _OP, "cache", cache, "a LayerCache")
         return dims["b"], dims["s"]
+
+
+@functools.cache
+def _parameters(layer: DSV4Attention) -> tuple[str, ...]:
+    return tuple(jax.eval_shape(lambda: layer.init(jax.random.key(0))))
 
 
 _OP = "DSV4Attention"
