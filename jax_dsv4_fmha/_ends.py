@@ -1,4 +1,6 @@
-"""Functions of numbers that may be ±inf; they and their derivatives are never NaN."""
+"""Functions of numbers that may be ±inf, which definitions and kernels' ops share; they and their derivatives are never
+NaN.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -29,3 +31,21 @@ def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array,
 def finite(x: jax.Array) -> jax.Array:
     """x with 0 for ±inf, which may be subtracted from -inf."""
     return jnp.where(jnp.isinf(x), 0, x)
+
+
+def denominator(lse: jax.Array, sink: jax.Array | None) -> jax.Array:
+    """logaddexp(lse, sink); ±inf where a head saw no key, or only its sink."""
+    if sink is None:
+        return lse
+    return jnp.where(lse == -jnp.inf, jnp.inf, jnp.logaddexp(lse, sink[None, None]))
+
+
+def rank_of(x: jax.Array) -> jax.Array:
+    """int32 in the order of the fp32 numbers x: -0 equals 0, NaN comes before -inf; no rank is the least int32."""
+    bits = lax.bitcast_convert_type(jnp.where(x == 0, 0, x), jnp.int32)
+    return jnp.where(jnp.isnan(x), 1 - 2**31, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+
+
+def number_of(rank: jax.Array) -> jax.Array:
+    """The number whose rank this is."""
+    return lax.bitcast_convert_type(rank ^ ((rank >> 31) & 0x7FFFFFFF), jnp.float32)

@@ -11,7 +11,7 @@ from jax import lax
 
 from . import _check, _ffi, _indexer_reference, _two_levels
 from ._cache import Cache
-from ._indexer_reference import denominator
+from ._ends import denominator
 from ._packed import quantize_rows
 from ._probabilities import head_summed_probabilities
 from ._span import Span, shown_by_all

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ._ends import denominator, rank_of
 from ._packed import LAYOUTS, index_keys
 from ._query_blocks import Arrays, over_queries, scan_queries
 from ._span import Span
@@ -23,7 +24,6 @@ _BLOCK = 2**24  # products of a query and a key, by head, that exist at a time
 _FP32 = jnp.float32
 _INF = float("inf")
 _NEVER = -(2**31)  # the rank of an entry that a query does not see
-_NAN = _NEVER + 1  # of a NaN
 _NEWEST = 2**31 - 1  # greater than that of any number
 
 
@@ -241,12 +241,6 @@ def chosen(rank: jax.Array, visible: jax.Array, topk: int) -> jax.Array:
     return jnp.where(indices < n, indices, -1)
 
 
-def rank_of(x: jax.Array) -> jax.Array:
-    """int32 in the order of the fp32 numbers x: -0 equals 0, NaN comes before -inf; no rank is the least int32."""
-    bits = lax.bitcast_convert_type(jnp.where(x == 0, 0, x), jnp.int32)
-    return jnp.where(jnp.isnan(x), _NAN, bits ^ ((bits >> 31) & 0x7FFFFFFF))
-
-
 # Scores at given entries
 
 
@@ -400,13 +394,6 @@ def _log_softmax(scores: jax.Array, there: jax.Array) -> jax.Array:
     shifted = jnp.where(there, scores - jnp.where(there.any(-1, keepdims=True), top, 0), -_INF)
     total = jnp.sum(jnp.exp(shifted), -1, keepdims=True)
     return jnp.where(there, shifted - jnp.log(jnp.where(total > 0, total, 1)), 0)
-
-
-def denominator(lse: jax.Array, sink: jax.Array | None) -> jax.Array:
-    """logaddexp(lse, sink); ±inf where a head saw no key, or only its sink."""
-    if sink is None:
-        return lse
-    return jnp.where(lse == -jnp.inf, jnp.inf, jnp.logaddexp(lse, sink[None, None]))
 
 
 def _probabilities(logits: jax.Array, lse: jax.Array, scale: float) -> jax.Array:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from . import _check, _ffi, _indexer_reference
+from ._ends import denominator
 from ._transforms import Arrays, Axes, Call, Fit, Op, choose, forward
 
 
@@ -60,7 +61,7 @@ def head_summed_probabilities(
     if implementation != "reference":
         fit = Fit(f"{q.dtype.name}, d={dims['d']}", (op,), _ffi.built_for(op, d=dims["d"], dtype=q.dtype.name))
         when = choose(op, implementation, fit)
-    operands = map(lax.stop_gradient, (q, kv, _indexer_reference.denominator(lse, sink), indices))
+    operands = map(lax.stop_gradient, (q, kv, denominator(lse, sink), indices))
     (p,) = forward(Call(_PROBABILITIES, when, (("scale", scale),), fit), *operands)
     return p
 

@@ -9,10 +9,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from . import _ffi
-from ._indexer_reference import rank_of
+from ._ends import number_of, rank_of
 from ._query_blocks import Arrays, over_queries
 
 BLOCKS = (1, 2, 4, 8, 16, 32)
@@ -71,7 +70,7 @@ def _greatest(scores: jax.Array, start: jax.Array, block: int) -> jax.Array:
     j = jnp.arange(s, dtype=jnp.int32)
     ranks = rank_of(jnp.where(j >= start[..., None], scores, jnp.nan)).reshape(b, n, s // block, block)
     rank = functools.reduce(jnp.maximum, (ranks[..., i] for i in range(block)))  # faster in XLA than its reductions
-    return lax.bitcast_convert_type(rank ^ ((rank >> 31) & 0x7FFFFFFF), jnp.float32)  # which undoes `rank_of`
+    return number_of(rank)
 
 
 def _at_a_time(*words: Any) -> int:
