@@ -388,7 +388,7 @@ class FewHeadsBwdSm90:
                     smem.keys[thread // WARP * 16 + i * 4 + thread % WARP // 8, k % STAGES] for i in range(4)
                 )
                 sums = self.find_sums(smem, t < counts[0], sources, stage)
-                target = Target(sums + thread % 8 * 16, listed, Int32(c.d * c.sum_bytes), staged=True)
+                target = Target(sums + thread % 8 * 16, listed, Int32(c.d * c.sum_bytes))
                 warpgroup.wait_group(0)
                 differentiate(s, dp, numbers, seen, rows.scale, scale_log2)
                 round_to(of_ds, dp)

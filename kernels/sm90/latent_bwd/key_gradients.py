@@ -40,11 +40,9 @@ class Target:
     first: Int64  # address of key 0, in the thread's column of a chunk
     keys: tuple[Int32, ...] | cute.Tensor  # negative where there is no key: the thread's numbers, or the tile's in SMEM
     step: Int32  # bytes from a key to the next
-    staged: bool  # whether a thread has the keys of `staged_row`, not those of its accumulator's rows
 
     def of_key(self, i: int) -> tuple[Int64, Int32]:
-        place = staged_row if self.staged else row_of
-        key = self.keys[i] if isinstance(self.keys, tuple) else self.keys[place(thread_again(), i)]
+        key = self.keys[i] if isinstance(self.keys, tuple) else self.keys[staged_row(thread_again(), i)]
         return self.first + Int64(cutlass.max(key, Int32(0))) * self.step, key
 
 
@@ -137,10 +135,12 @@ class KeyGradients:
             column = thread % 8 * 4
             if c.gathers:  # where rows are masked one by one, there are no registers for them
                 listed = tuple(listed[staged_row(thread, i)] for i in range(4))
-        elif self.merges:
-            column = column + self.rank * c.chunk
+        else:
+            listed = tuple(listed[row_of(thread, r)] for r in range(ROWS))
+            if self.merges:
+                column = column + self.rank * c.chunk
         step = Int32(1) if c.gathers else n.h_kv  # whose keys have one head
-        return Target(gradient + column * c.sum_bytes, listed, step * (c.d * c.sum_bytes), c.cluster == 1)
+        return Target(gradient + column * c.sum_bytes, listed, step * (c.d * c.sum_bytes))
 
     @cute.jit
     def finish(self, bar: Barriers, target: Target, k: Int32, last: Int32):
@@ -251,22 +251,19 @@ def add_fixed(slot: Int32, target: Target, column0: cutlass.Constexpr, resolutio
 
 @cute.jit
 def add_by_quads(acc: cute.Tensor, received: Int32 | None, target: Target, column0: cutlass.Constexpr):
-    """Adds the numbers directly, 64 bytes of a key at a time; the peer's numbers row by row, because registers are
-    short.
-    """
+    """Adds the numbers directly, 64 bytes of a key at a time, with the peer's."""
     rows = by_row(acc)
     quads = cute.size(rows, mode=[1]) // 4
+    if cutlass.const_expr(received is not None):
+        more = [load_four(received + i * WARPGROUP * 16) for i in range(ROWS * quads)]
+        for r in cutlass.range_constexpr(ROWS):
+            for i in cutlass.range_constexpr(4 * quads):
+                rows[r, i] = rows[r, i] + more[r * quads + i // 4][i % 4]
+        cute.arch.sync_warp()
     for r in cutlass.range_constexpr(ROWS):
         where, there = target.of_key(r)
-        if cutlass.const_expr(received is not None):
-            for i in cutlass.range_constexpr(quads):
-                more = load_four(received + (r * quads + i) * WARPGROUP * 16)
-                for j in cutlass.range_constexpr(4):
-                    rows[r, 4 * i + j] = rows[r, 4 * i + j] + more[j]
         for i in cutlass.range_constexpr(quads):
             add_four(where, there, (column0 + 16 * i) * 4, *(rows[r, 4 * i + j] for j in range(4)))
-        if cutlass.const_expr(received is not None):
-            cute.arch.sync_warp()
 
 
 @cute.jit
