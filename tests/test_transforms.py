@@ -125,7 +125,7 @@ def test_what_is_exported_does_not_depend_on_this_machine(here, built, monkeypat
     exported = jax.export.export(insists, platforms=["cuda"], disabled_checks=EXPORT_CHECKS)(q, q)
     assert "custom_call @dsv4_fmha_fwd" in exported.mlir_module()
     if "sm_90a" not in here:
-        with pytest.raises(NotImplementedError, match="fmha: implementation: got 'cubin' on sm_80, wanted what is bui"):
+        with pytest.raises(NotImplementedError, match="fmha: implementation: got 'cubin' on sm_80, wanted a kernel th"):
             insists.trace(q, q).lower(lowering_platforms=("cuda",))
 
 
