@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from interpreter import attention, backward, edits, gradients, hardware, native
-from interpreter.hazards import Deadlock, Fault, Race, Undefined
+from interpreter.hazards import Deadlock, Fault, OutOfBounds, Race, Undefined
 from interpreter.launch import Kernel
 from interpreter.verdict import Wrong
 from kernels.abi import Backward
@@ -169,6 +169,15 @@ def delta_of_another_row(text: str) -> str:
     return edits.replace(text, rf"(sub\.f32\s+%r\d+, %r\d+, ){second};", lambda m: f"{m[1]}{first};")
 
 
+def prefetching(text: str) -> str:
+    """Sums come to L2 ahead, however few they are."""
+    return edits.replace(text, r"(setp\.gt\.s64\s+%p\d+, %rd\d+, )33554432;", lambda m: f"{m[1]}0;")
+
+
+def too_much(text: str) -> str:
+    return edits.replace(prefetching(text), r"(prefetch\.L2\.global \[%rd\d+\], )2048;", lambda m: f"{m[1]}1048576;")
+
+
 def too_soon(text: str) -> str:
     """A chunk goes out when the previous one is complete."""
     return edits.replace(
@@ -210,6 +219,7 @@ FATES = [
         r"dq is wrong in .* first in query 1, head 0: what it is with the delta of query 0, head 0",
         delta_of_another_row,
     ),
+    Fate("sums after the last key's come to L2", OutOfBounds, r"prefetches .*dkv", too_much, key=BOTH),
     Fate(
         "a chunk goes out before its products are complete",
         Race,
@@ -306,4 +316,10 @@ def test_a_fault_is_found(fate):
 @pytest.mark.parametrize("key", OF_FAULTS)
 def test_without_a_fault_nothing_is_found(key):
     run = backward.launch(kernel(key), of_faults(key), processors=1)
+    backward.judge(run, run.run())
+
+
+def test_prefetches_sums_of_keys_that_exist():
+    k = kernel(BOTH)
+    run = backward.launch(dataclasses.replace(k, ptx=prefetching(k.ptx)), of_faults(BOTH), processors=1)
     backward.judge(run, run.run())
