@@ -8,7 +8,7 @@
 //   dS = P * (weight dout V' - delta)        dq = scale dS K        dk = scale dS' Q        dv = (weight P)' dout
 //
 // Where K is V, k is both, dk is the sum of both gradients, and v and dv do not exist. In another result, seen i32
-// [b, s_q * h_q / h_kv, 4], the first launch tells the second what every tile of rows sees.
+// [b, s_q * h_q / h_kv, 2], the first launch tells the second what every tile of rows sees.
 //
 // A row whose lse is -inf sees no key, and its other numbers are not read.
 #pragma once
@@ -69,7 +69,7 @@ struct DenseBackward {
     if (!shared_kv) like(dv, sources.items[0].k);
     for (const Operand& x : {lse, weight, delta}) expect.Shape(x, {b, s_q, h_q});
     expect.Aligned(seen);
-    expect.Shape(seen, {b, h_kv == 0 ? 0 : s_q * (h_q / h_kv), 4});
+    expect.Shape(seen, {b, h_kv == 0 ? 0 : s_q * (h_q / h_kv), 2});
     return expect.error();
   }
 

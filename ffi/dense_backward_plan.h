@@ -13,7 +13,7 @@ struct DenseBackwardAddresses {
   void *q, *dout, *k, *v;
   void *lse, *weight, *delta;  // f32 [b, s_q, h_q]
   void *start, *stop;          // i32 [b, s_q]
-  void* seen;                  // i32 [b, tiles of rows, 4]
+  void* seen;                  // i32 [b, tiles of rows, 2]
   void *dq, *dk, *dv;          // dv is nullptr where K is V
   void* sums;                  // f32 [b, s_q, h_q, d], where one kernel makes all gradients
 };

@@ -63,7 +63,7 @@ def launch(
     shape = a.shape
     of_keys = {"dk": keys.k} | ({} if keys.v is keys.k else {"dv": keys.k})
     results: dict[str, Array] = {
-        "row_spans": {"seen": np.empty((shape.b, shape.s_q * (shape.h_q // shape.h_kv), 4), np.int32)},
+        "row_spans": {"seen": np.empty((shape.b, shape.s_q * (shape.h_q // shape.h_kv), 2), np.int32)},
         "key_gradients": of_keys,
         "all_gradients": {"sums": np.empty(a.q.shape, np.float32)} | of_keys,
         "row_gradients": {"dq": a.q},

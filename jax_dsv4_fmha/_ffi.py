@@ -400,7 +400,7 @@ def dense_bwd(
     If deterministic, the results have the same bits on every run; else one kernel sums dq up in no fixed order.
     """
     keys = (k,) if v is None else (k, v)
-    seen = jax.ShapeDtypeStruct((q.shape[0], q.shape[1] * (q.shape[2] // k.shape[2]), 4), jnp.int32)
+    seen = jax.ShapeDtypeStruct((q.shape[0], q.shape[1] * (q.shape[2] // k.shape[2]), 2), jnp.int32)
     of_rows = jax.ShapeDtypeStruct(q.shape, q.dtype if deterministic else jnp.float32)
     results = (of_rows, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in keys), seen)
     target = "dsv4_fmha_dense_bwd" + "_shared_kv" * (v is None)

@@ -25,7 +25,7 @@ SHAPES: dict[str, dict[str, int | None]] = {
     # spans in no order
     "random": {"b": 1, "s_q": 70, "s_kv": 140, "h_q": 2, "h_kv": 2, "width": None},
     # more tiles of rows than stages
-    "turns": {"b": 1, "s_q": 70, "s_kv": 40, "h_q": 4, "width": ALL_KEYS},
+    "turns": {"b": 1, "s_q": 50, "s_kv": 40, "h_q": 8, "width": ALL_KEYS},
     # less than a tile of anything
     "few": {"b": 1, "s_q": 3, "s_kv": 3, "h_q": 5, "width": ALL_KEYS},
 }
@@ -84,13 +84,15 @@ def test_agrees_with_hardware(ops):
 
 # ---- faults
 
-BARRIERS = [
-    "keys",
-    *(f"{name}{stage}" for name in ("landed", "told", "empty") for stage in range(3)),
-    "p_full",
-    "p_empty",
-]
-ALL_BARRIERS = [*BARRIERS, *(f"{name}{buffer}" for name in ("ds_full", "ds_empty") for buffer in range(2))]
+
+def barriers(stages: int) -> list[str]:
+    """Of the kernels whose CTAs own keys."""
+    each = [f"{name}{stage}" for name in ("landed", "told", "empty") for stage in range(stages)]
+    return ["keys", *each, "p_full", "p_empty"]
+
+
+BARRIERS = barriers(4)
+ALL_BARRIERS = [*barriers(3), *(f"{name}{buffer}" for name in ("ds_full", "ds_empty") for buffer in range(2))]
 ROW_BARRIERS = [
     f"{name}{stage}"
     for name in ("rows_full", "rows_empty", "k_landed", "k_full", "k_empty", "v_full", "v_empty")
@@ -170,6 +172,21 @@ FATES = [
         r"warp 0 at line \d+ waits for parity 0: mbarrier [^\n]*\(count 256, [^\n]* 256 of 256 arrivals pending",
         lambda text: edits.drop(text, r"mbarrier\.arrive\.shared\.b64", slice(-1, None)),
         case="turns",
+    ),
+    Fate(
+        "a row warp does not say that it has told",
+        Deadlock,
+        r"waits for parity 0: mbarrier [^\n]*\(count 32, [^\n]* 32 of 32 arrivals pending",
+        lambda text: edits.drop(text, r"mbarrier\.arrive\.shared\.b64", slice(0, 1)),
+        case="turns",
+    ),
+    Fate(
+        "a warpgroup takes what is told of the other's keys",
+        AssertionError,
+        r"^dk: \d+ of \d+ wrong, first at \(0, 91, 0, 0\): 0\.0, ",
+        lambda text: edits.replace(
+            text, r"shr\.s32\s+(%r\d+), (%r\d+), %r\d+;", lambda found: f"mov.b32 {found[1]}, {found[2]};"
+        ),
     ),
     Fate(
         "dS is multiplied by K before it is cleared",

@@ -15,7 +15,6 @@ lie at 4 i. The reader of the sums puts columns in order (`_ffi.dense_bwd`).
 
 from pathlib import Path
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
@@ -25,7 +24,7 @@ from kernels.abi import DenseBackward
 from kernels.aot import Compiled
 from kernels.lib.launch import WARP, WARPGROUP
 from kernels.lib.reductions import add_four
-from kernels.lib.rows import ROWS, Extents, extents, row_of
+from kernels.lib.rows import ROWS, Extents, row_of
 from kernels.lib.softmax import LOG2_E, by_row
 from kernels.lib.wgmma import (
     K_MAJOR,
@@ -42,57 +41,15 @@ from kernels.lib.wgmma import (
 )
 
 from .elements import HIDES, add_scaled, differentiate, drop, exponentiate, mask, weigh, zero_row
-from .key_gradients import (
-    Barriers,
-    Config,
-    KeyGradientsSm90,
-    KeyResults,
-    KeyTile,
-    RowOperands,
-    Shared,
-    compile_kernel,
-)
+from .host import Results, compile_kernel
+from .keys import Barriers, Config, KeyKernel, KeyTile, Shared
 
 
-class AllGradientsSm90(KeyGradientsSm90):
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Pointer,
-        dout: cute.Pointer,
-        k: cute.Pointer,
-        v: cute.Pointer,
-        lse: cute.Pointer,
-        weight: cute.Pointer,
-        delta: cute.Pointer,
-        start: cute.Pointer,
-        stop: cute.Pointer,
-        seen: cute.Pointer,
-        dk: cute.Pointer,
-        dv: cute.Pointer,
-        sums: cute.Pointer,
-        shared_kv: Int32,
-        s_kv: Int32,
-        scale: Float32,
-        b: Int32,
-        s_q: Int32,
-        h_q: Int32,
-        h_kv: Int32,
-        stream: cuda.CUstream,
-    ):
-        self.start(
-            (q, dout),
-            (k, v),
-            RowOperands(lse, weight, delta, start, stop, seen),
-            KeyResults(dk, dv, sums, shared_kv, s_kv),
-            scale,
-            extents(self.config.tile_m, False, b, s_q, h_q, h_kv, Int32(1), Int32(1)),
-            b,
-            stream,
-        )
+class AllGradientsSm90(KeyKernel):
+    op = "all_gradients"
 
     @cute.jit
-    def consume(self, bar: Barriers, smem: Shared, tile: KeyTile, results: KeyResults, scale: Float32, n: Extents):
+    def consume(self, bar: Barriers, smem: Shared, tile: KeyTile, results: Results, scale: Float32, n: Extents):
         """One warpgroup: the gradients of its 64 keys, and its half of dQ."""
         c = self.config
         thread = cute.arch.thread_idx()[0] % WARPGROUP
@@ -133,6 +90,7 @@ class AllGradientsSm90(KeyGradientsSm90):
             facts = smem.facts[0, stage]
             for i in cutlass.range_constexpr(1, c.row_warps):
                 facts = facts | smem.facts[i, stage]
+            hides = facts & HIDES != 0
             multiply(scores, s, a_k, b_q[0][None, None, None, stage], fresh=True)
             multiply(scores, dp, a_v, b_do[0][None, None, None, stage], fresh=True)
             if cutlass.const_expr(c.row_warps == 2):  # registers are there while S and dP are
@@ -144,12 +102,12 @@ class AllGradientsSm90(KeyGradientsSm90):
                 if cutlass.const_expr(i == 1):
                     cute.arch.mbarrier_arrive(bar.ds_empty + (this ^ 1))
                     add_rows(dq, results.sums, places, column0, c.d)
-                if facts & HIDES != 0:
+                if hides:
                     mask(s, cute.local_tile(smem.spans, (64, 2), (i, 0, stage)), key0, thread)
                 exponentiate(s, numbers, scale_log2)
                 weigh(p, s, numbers, facts)
                 warpgroup.wait_group(1 if c.row_warps == 2 and i == 0 else 0)
-                if facts & HIDES != 0:
+                if hides:
                     drop(dp, s)
                 multiply(sums, dv, p, b_dot[i][None, None, None, stage])
                 differentiate(ds, s, dp, numbers, facts)
@@ -211,4 +169,4 @@ def add_rows(acc: cute.Tensor, sums: cute.Pointer, places: cute.Tensor, column0:
 
 def compile(variant: DenseBackward, out_dir: Path) -> Compiled:
     kernel = AllGradientsSm90(Config(variant.d, variant.dtype, adds_rows=True))
-    return compile_kernel(kernel, variant, out_dir, "dk", "dv", "float32")
+    return compile_kernel(kernel, variant, out_dir)

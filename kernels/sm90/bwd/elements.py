@@ -5,7 +5,7 @@ An accumulator here is (c, r, j): key r, and row 8 j + 2 (lane % 4) + c. What be
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Uint32
 
 from kernels.lib.ptx import ptx
 from kernels.lib.rows import ROWS, WARP, row_of
@@ -14,7 +14,8 @@ from kernels.lib.wgmma import round_to
 
 LSE, WEIGHT, DELTA = range(3)
 START, WIDTH = range(2)
-HIDES, WEIGHS, SEES = 1, 2, 4  # facts of rows: one does not see some key; one weighs not 1; one sees some of 64 keys
+# facts of rows: one weighs not 1; for each 64 keys, one sees some of them; one does not see all of them
+WEIGHS, SEES, HIDES = 1, 1 << 1, 1 << 3
 
 
 def bits_below(n: Int32) -> Int32:
@@ -45,8 +46,7 @@ def mask(scores: cute.Tensor, spans: cute.Tensor, key0: Int32, thread: Int32):
         for r in cutlass.range_constexpr(ROWS):
             key = key0 + row_of(thread, r)
             for c in cutlass.range_constexpr(2):
-                behind = key - start[c]
-                if (behind < 0) | (behind >= width[c]):
+                if Uint32(key - start[c]) >= Uint32(width[c]):  # or before it
                     s[r, 2 * j + c] = -Float32.inf
 
 
@@ -139,6 +139,6 @@ def zero_row(tile: cute.Tensor, row: Int32):
     zeros = cute.make_rmem_tensor(4, cutlass.Uint32)
     zeros.fill(0)
     for slab in cutlass.range_constexpr(columns // 64):
-        for chunk in cutlass.range_constexpr(8):
+        for chunk in cutlass.range(8, unroll=1):  # rare: not worth the registers of unrolled addresses
             place = words + ((slab * rows + row) * 8 + chunk) * 4
             cute.autovec_copy(zeros, cute.make_tensor(place.align(16), cute.make_layout(4)))

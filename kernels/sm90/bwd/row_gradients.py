@@ -16,9 +16,7 @@ where they fit, and dQ goes from registers to memory.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
@@ -26,19 +24,10 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from kernels.abi import DenseBackward
-from kernels.aot import Compiled, compile_ahead
-from kernels.lib.launch import (
-    SMEM_LIMIT,
-    WARP,
-    WARPGROUP,
-    Shapes,
-    element_type,
-    i32,
-    launch_facts,
-    pointers,
-)
+from kernels.aot import Compiled
+from kernels.lib.launch import SMEM_LIMIT, WARP, WARPGROUP
 from kernels.lib.output import store_output
-from kernels.lib.rows import PUBLISHED, ROWS, BoxedRows, Extents, PlacedTile, RowTile, Walk, extents, load
+from kernels.lib.rows import PUBLISHED, ROWS, BoxedRows, Extents, PlacedTile, RowTile, Walk, load
 from kernels.lib.softmax import LOG2_E, by_row, exp2
 from kernels.lib.spans import Span, SpanOperands, ask_span, open_span, read_span
 from kernels.lib.wgmma import (
@@ -52,11 +41,12 @@ from kernels.lib.wgmma import (
     round_to,
     slab_layout,
     tiled_mma,
-    tma_atom,
     tma_tiles,
     transposed,
     zero_rows,
 )
+
+from .host import DenseBackwardKernel, Results, RowOperands, compile_kernel
 
 CLEARERS = WARPGROUP - WARP  # threads beside the producer's warp
 L2_KEYS = 32 * 1024 * 1024  # bytes of K and V that stay in L2 while others pass
@@ -78,7 +68,7 @@ class Config:
 
     @property
     def tile_n(self) -> int:
-        return {64: 128, 128: 96, 256: 48}[self.d]
+        return {64: 144, 128: 80, 256: 48}[self.d]
 
     @property
     def threads(self) -> int:
@@ -117,14 +107,6 @@ class Config:
             raise ValueError(f"needs {self.smem_bytes} bytes of SMEM, {SMEM_LIMIT} fit: {self}")
 
 
-class RowOperands(NamedTuple):
-    """The arrays of rows: float32 [b, s_q, h_q]."""
-
-    lse: cute.Pointer
-    weight: cute.Pointer
-    delta: cute.Pointer
-
-
 @dataclass(frozen=True)
 class Barriers:
     """mbarriers in SMEM, one for each stage."""
@@ -149,65 +131,26 @@ class Shared:
     info: cute.Tensor  # (PUBLISHED, row tile and span, slot): numbers that the producer found
 
 
-class RowGradientsSm90:
-    def __init__(self, config: Config):
-        self.config = config
-        self.dtype = element_type(config.dtype)
+class RowGradientsSm90(DenseBackwardKernel):
+    op = "row_gradients"
 
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Pointer,
-        dout: cute.Pointer,
-        k: cute.Pointer,
-        v: cute.Pointer,
-        lse: cute.Pointer,
-        weight: cute.Pointer,
-        delta: cute.Pointer,
-        start: cute.Pointer,
-        stop: cute.Pointer,
-        dq: cute.Pointer,
-        s_kv: Int32,
-        scale: Float32,
-        b: Int32,
-        s_q: Int32,
-        h_q: Int32,
-        h_kv: Int32,
-        ctas: Int32,  # at most, that is how many run at a time
-        stream: cuda.CUstream,
-    ):
-        c = self.config
-        n = extents(c.tile_m, False, b, s_q, h_q, h_kv, Int32(1), Int32(1))
-        shapes = Shapes(c.d, b, n)
-        op = cpasync.CopyBulkTensorTileG2SOp()
-        rows = tuple(tma_atom(op, shapes.rows(x), c.tile_m, c.d) for x in (q, dout))
-        keys = tuple(tma_atom(op, shapes.keys(x, s_kv), c.tile_n, c.d) for x in (k, v))
-        of_rows = RowOperands(lse, weight, delta)
-        self.kernel(rows, keys, of_rows, start, stop, dq, s_kv, scale, n).launch(
-            grid=(cutlass.min(n.work, ctas), 1, 1),
-            block=(c.threads, 1, 1),
-            smem=c.smem_bytes,
-            stream=stream,
-            min_blocks_per_mp=1,  # without it ptxas silently drops setmaxnreg
-        )
+    def ctas(self, n: Extents, s_kv: Int32, at_a_time: Int32) -> Int32:
+        return cutlass.min(n.work, at_a_time)
 
     @cute.kernel
     def kernel(
         self,
         rows: tuple,
         keys: tuple,
-        of_rows: RowOperands,
-        start: cute.Pointer,
-        stop: cute.Pointer,
-        dq: cute.Pointer,
-        s_kv: Int32,
+        operands: RowOperands,
+        results: Results,
         scale: Float32,
         n: Extents,
     ):
         c = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         bar, smem = self.allocate()
-        spans = SpanOperands(start, stop, s_kv)
+        spans = SpanOperands(operands.start, operands.stop, results.s_kv)
         if warp == 0:
             for atom, _ in (*rows, *keys):
                 cpasync.prefetch_descriptor(atom)
@@ -232,7 +175,7 @@ class RowGradientsSm90:
                 self.clear(bar, smem, spans, n)
         else:
             cute.arch.setmaxregister_increase(c.registers[1])
-            self.consume(bar, smem, of_rows, spans, dq, scale, n)
+            self.consume(bar, smem, operands, spans, results.dq, scale, n)
 
     def allocate(self) -> tuple[Barriers, Shared]:
         c = self.config
@@ -315,7 +258,7 @@ class RowGradientsSm90:
         self,
         bar: Barriers,
         smem: Shared,
-        of_rows: RowOperands,
+        operands: RowOperands,
         spans: SpanOperands,
         dq: cute.Pointer,
         scale: Float32,
@@ -342,7 +285,7 @@ class RowGradientsSm90:
         for turn in cutlass.range(self.walk(spans, n).turns, unroll=1):
             tile, span = self.receive(bar, smem, spans, n, turn)
             stage_q = turn % c.stages_q
-            read_numbers(numbers, of_rows, tile, boxed)
+            read_numbers(numbers, operands, tile, boxed)
             rows = span.of_rows(boxed)
             out.fill(0.0)
             for t in cutlass.range(span.tiles, unroll=1):
@@ -370,14 +313,14 @@ class RowGradientsSm90:
 
 
 @cute.jit
-def read_numbers(numbers: cute.Tensor, of_rows: RowOperands, tile: PlacedTile, boxed: BoxedRows):
+def read_numbers(numbers: cute.Tensor, operands: RowOperands, tile: PlacedTile, boxed: BoxedRows):
     """For a thread's rows: lse in units of log2, weight and delta; for a row that sees nothing, values that make P and
     dS 0.
     """
     for r in cutlass.range_constexpr(ROWS):
         exists, query, head = tile.place(boxed, r)
         row = tile.row_index(query, head) * Int64(exists)
-        lse, weight, delta = (load(x + row) for x in of_rows)
+        lse, weight, delta = (load(x + row) for x in operands[:3])
         sees = exists & (lse != -Float32.inf)
         numbers[r, LSE] = lse * LOG2_E if sees else Float32.inf
         numbers[r, WEIGHT] = weight if sees else Float32(0.0)
@@ -404,16 +347,4 @@ def differentiate(operand: cute.Tensor, p: cute.Tensor, dp: cute.Tensor, numbers
 
 
 def compile(variant: DenseBackward, out_dir: Path) -> Compiled:
-    config = Config(variant.d, variant.dtype)
-    return compile_ahead(
-        RowGradientsSm90(config),
-        RowGradientsSm90.kernel,
-        *pointers(variant.dtype, "q", "do", "k", "v", "float32", "float32", "float32", "int32", "int32", "dq"),
-        i32(),
-        Float32(1.0),
-        *(i32() for _ in range(5)),
-        name="row_gradients_sm90",
-        arch=variant.arch,
-        out_dir=out_dir,
-        facts=launch_facts(config),
-    )
+    return compile_kernel(RowGradientsSm90(Config(variant.d, variant.dtype)), variant, out_dir)

@@ -16,7 +16,7 @@ from kernels.lib.launch import i32, launch_facts, pointers
 from kernels.lib.rows import WARP, Extents, RowTile, ceil_div, divide, extents
 from kernels.lib.spans import SpanOperands, ask_span, open_span
 
-NUMBERS = 4  # numbers of a tile: lo and hi of the union of its rows' spans, and of the keys that all of them see
+NUMBERS = 2  # numbers of a tile: lo and hi of the union of its rows' spans
 
 
 @dataclass(frozen=True)
@@ -67,18 +67,18 @@ class RowSpans:
             span = open_span(operands, rows, WARP, ask_span(operands, rows, c.tile_m))
             if cute.arch.lane_idx() == 0:
                 values = cute.make_rmem_tensor(NUMBERS, Int32)
-                for j, x in enumerate((span.lo, span.hi, span.lo_all, span.hi_all)):
+                for j, x in enumerate((span.lo, span.hi)):
                     values[j] = x
-                target = (seen + i * NUMBERS).align(16)
+                target = (seen + i * NUMBERS).align(8)
                 cute.autovec_copy(values, cute.make_tensor(target, cute.make_layout(NUMBERS)))
 
 
 @cute.jit
-def read_seen(seen: cute.Pointer, tile: Int32) -> tuple[Int32, Int32, Int32, Int32]:
-    """(lo, hi, lo_all, hi_all) of a tile of rows."""
+def read_seen(seen: cute.Pointer, tile: Int32) -> tuple[Int32, Int32]:
+    """(lo, hi) of a tile of rows."""
     values = cute.make_rmem_tensor(NUMBERS, Int32)
-    cute.autovec_copy(cute.make_tensor((seen + tile * NUMBERS).align(16), cute.make_layout(NUMBERS)), values)
-    return values[0], values[1], values[2], values[3]
+    cute.autovec_copy(cute.make_tensor((seen + tile * NUMBERS).align(8), cute.make_layout(NUMBERS)), values)
+    return values[0], values[1]
 
 
 def compile(variant: Variant, out_dir: Path) -> Compiled:

@@ -1,0 +1,128 @@
+"""The host side that the kernels of this gradient share: their entry, and their compilation to a cubin.
+
+The entry takes plain arrays and numbers, the same for all kernels, and hands a kernel those of them that `kernels.abi`
+names. Flattened, what it hands over is the kernel's parameters, in their order.
+"""
+
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import cpasync
+
+from kernels.abi import DENSE_BACKWARD_OPS, DenseBackward
+from kernels.aot import Compiled, compile_ahead
+from kernels.lib.launch import Shapes, element_type, i32, launch_facts, pointers
+from kernels.lib.rows import Extents, extents
+from kernels.lib.wgmma import tma_atom
+
+
+class RowOperands(NamedTuple):
+    """The arrays of rows: float32 [b, s_q, h_q], and int32 [b, s_q]."""
+
+    lse: cute.Pointer
+    weight: cute.Pointer
+    delta: cute.Pointer
+    start: cute.Pointer
+    stop: cute.Pointer
+    seen: cute.Pointer | None  # int32 [b, row tile, 2]: the results of `row_spans`
+
+
+class Results(NamedTuple):
+    """What a kernel writes; None is what another kernel writes."""
+
+    dk: cute.Pointer | None  # [b, s_kv, h_kv, d]
+    dv: cute.Pointer | None
+    sums: cute.Pointer | None  # float32 [b, s_q, h_q, d]: to what dQ / scale is added
+    dq: cute.Pointer | None  # [b, s_q, h_q, d]
+    shared_kv: Int32 | None  # whether K is V: then dk gets the sum of both, and dv is unused
+    s_kv: Int32
+
+
+class DenseBackwardKernel:
+    """A kernel is a class with the method `kernel(rows, keys, operands, results, scale, n)`:
+
+    rows  TMA and array, for q and dout each
+    keys  the same for k and v
+
+    and with `ctas`, how many CTAs a launch has.
+    """
+
+    op: ClassVar[str]
+
+    def __init__(self, config: Any):
+        self.config = config
+        self.dtype = element_type(config.dtype)
+
+    def ctas(self, n: Extents, s_kv: Int32, at_a_time: Int32) -> Int32:
+        raise NotImplementedError
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Pointer,
+        dout: cute.Pointer,
+        k: cute.Pointer,
+        v: cute.Pointer,
+        lse: cute.Pointer,
+        weight: cute.Pointer,
+        delta: cute.Pointer,
+        start: cute.Pointer,
+        stop: cute.Pointer,
+        seen: cute.Pointer,
+        dq: cute.Pointer,
+        dk: cute.Pointer,
+        dv: cute.Pointer,
+        sums: cute.Pointer,
+        shared_kv: Int32,
+        s_kv: Int32,
+        scale: Float32,
+        b: Int32,
+        s_q: Int32,
+        h_q: Int32,
+        h_kv: Int32,
+        at_a_time: Int32,  # CTAs, at most
+        stream: cuda.CUstream,
+    ):
+        c = self.config
+        n = extents(c.tile_m, False, b, s_q, h_q, h_kv, Int32(1), Int32(1))
+        shapes, load = Shapes(c.d, b, n), cpasync.CopyBulkTensorTileG2SOp()
+        results = self.taken(dk=dk, dv=dv, sums=sums, dq=dq, shared_kv=shared_kv)
+        self.kernel(
+            tuple(tma_atom(load, shapes.rows(x), c.tile_m, c.d) for x in (q, dout)),
+            tuple(tma_atom(load, shapes.keys(x, s_kv), c.tile_n, c.d) for x in (k, v)),
+            RowOperands(lse, weight, delta, start, stop, *self.taken(seen=seen)),
+            Results(*results, s_kv),
+            scale,
+            n,
+        ).launch(
+            grid=(self.ctas(n, s_kv, at_a_time), 1, 1),
+            block=(c.threads, 1, 1),
+            smem=c.smem_bytes,
+            stream=stream,
+            min_blocks_per_mp=1,  # without it ptxas silently drops setmaxnreg
+        )
+
+    def taken(self, **given: Any) -> tuple[Any, ...]:
+        """None in place of what the op is not handed."""
+        names = [p.name for p in DENSE_BACKWARD_OPS[self.op]]
+        return tuple(x if name in names else None for name, x in given.items())
+
+
+def compile_kernel(kernel: DenseBackwardKernel, variant: DenseBackward, out_dir: Path) -> Compiled:
+    return compile_ahead(
+        kernel,
+        type(kernel).kernel,
+        *pointers(variant.dtype, "q", "dout", "k", "v", "float32", "float32", "float32", "int32", "int32", "int32"),
+        *pointers(variant.dtype, "dq", "dk", "dv", "float32"),
+        i32(),
+        i32(),
+        Float32(1.0),
+        *(i32() for _ in range(5)),
+        name=f"{variant.op}_sm90",
+        arch=variant.arch,
+        out_dir=out_dir,
+        facts=launch_facts(kernel.config),
+    )
