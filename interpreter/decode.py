@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .fusion import fused
+from .fusion import Lanewise, Run, fused
 from .hazards import Misuse, Unsupported
 from .parser import Address, Arg, Instruction, Program, is_jump
 from .state import FULL, LANES, PARAM_BASE, SMEM_BASE, Wait, Warp, mask_of
@@ -64,16 +64,40 @@ def bits_of(kind: str) -> str:
     return "b" + kind.lstrip("bf" if kind.startswith("bf") else "busf")
 
 
-class Decoder:
-    """Operands -> slots. A slot is a register, or a constant that every warp has in the same place."""
+class Known:
+    """What programs with the same declarations share: slots, and what is made of them. Edits of a kernel do."""
 
-    def __init__(self, program: Program):
-        self.program = program
+    def __init__(self) -> None:
+        self.types: dict[str, str] = {}  # of registers
         self.slots: dict[tuple[str, str], int] = {}
         self.names: list[str] = []
         self.values: list[Callable[[Warp], Array]] = []
         self.registers: list[int] = []
         self.constants: dict[int, Array] = {}  # slots that are the same for all warps
+        self.lanewise: dict[tuple[str, tuple[Arg, ...]], Lanewise] = {}
+        self.runs: dict[tuple[Lanewise, ...], Run] = {}
+
+    @staticmethod
+    def of(program: Program) -> Known:
+        known = Known.alike(program.name, tuple(program.params.values()), tuple(program.shared.items()))
+        if any(known.types.setdefault(name, kind) != kind for name, kind in program.registers.items()):
+            known = Known()
+            known.types.update(program.registers)
+        return known
+
+    @staticmethod
+    @functools.lru_cache(maxsize=2)
+    def alike(*declarations: Any) -> Known:
+        return Known()
+
+
+class Decoder:
+    """Operands -> slots. A slot is a register, or a constant that every warp has in the same place."""
+
+    def __init__(self, program: Program):
+        self.program, self.known = program, (known := Known.of(program))
+        self.slots, self.names, self.values = known.slots, known.names, known.values
+        self.registers, self.constants = known.registers, known.constants
         self.fenced: set[int] = set()  # slots that products take or give
         self.here: Instruction = program.code[0]
         self.index = 0  # the instruction that is decoded now
@@ -206,6 +230,16 @@ SPECIAL: dict[str, Callable[[Warp], Any]] = {
 """10 Special registers. Grids here have one dimension."""
 
 
+@functools.cache
+def decoder_of(opcode: str) -> tuple[Decode | None, tuple[str, ...]]:
+    """The family's function for an opcode, and the modifiers that it is given."""
+    parts = opcode.split(".")
+    for n in range(len(parts), 0, -1):
+        if (decode := REGISTRY.get(".".join(parts[:n]))) is not None:
+            return decode, tuple(parts[n:])
+    return None, ()
+
+
 class Code:
     """A kernel, decoded: for all its launches."""
 
@@ -225,18 +259,23 @@ class Code:
             self.steps.append(self.decode(i, d))
         leaders = {*program.labels.values(), *program.join.values()}
         leaders |= {n + 1 for n, i in enumerate(program.code) if is_jump(i)}
-        self.registers, self.fused = d.registers, fused(self.steps, leaders, d.constants)
+        self.fused = fused(self.steps, leaders, d.constants, d.known.runs)
+        self.registers, self.values = tuple(d.registers), tuple(d.values)
 
     def decode(self, i: Instruction, d: Decoder) -> Step:
-        parts = i.opcode.split(".")
-        for n in range(len(parts), 0, -1):
-            if (decode := REGISTRY.get(".".join(parts[:n]))) is not None:
-                step = decode(dataclasses.replace(i, mods=tuple(parts[n:])), d)
-                return step if i.guard is None or i.opcode.startswith("bra") else guarded(step, i, d)
-        raise Unsupported(f"unknown instruction {i.opcode}").at_line(i)
+        lanewise = d.known.lanewise
+        if i.guard is None and (known := lanewise.get((i.opcode, i.args))) is not None:
+            return known
+        decode, mods = decoder_of(i.opcode)
+        if decode is None:
+            raise Unsupported(f"unknown instruction {i.opcode}").at_line(i)
+        step = decode(dataclasses.replace(i, mods=mods), d)
+        if i.guard is None and isinstance(step, Lanewise):
+            lanewise[i.opcode, i.args] = step
+        return step if i.guard is None or i.opcode.startswith("bra") else guarded(step, i, d)
 
     def constants(self, w: Warp) -> list[Array]:
-        return [value(w) for value in self.decoder.values]
+        return [value(w) for value in self.values]
 
     def name_of(self, slot: int) -> str:
         return self.decoder.names[slot]

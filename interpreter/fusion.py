@@ -6,14 +6,16 @@ all that is read is defined and no asynchronous operation has a hand on it; else
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 import numpy as np
 
 from .state import FULL, LANES, Array, Warp
 
-HOT = 6  # how often a run has been executed before it is worth compiling
+HOT = 2  # how often a run has been executed before it is worth compiling
 
 
 class Lanewise:
@@ -47,61 +49,70 @@ class Lanewise:
 
 
 class Run:
-    """The step that stands for instructions `first`, ... of a program."""
+    """The step that stands for instructions in a row, wherever they are."""
 
-    def __init__(self, first: int, steps: list[Lanewise], constants: dict[int, Array], into: list[Any]):
-        self.first, self.steps, self.constants, self.into, self.count = first, steps, constants, into, 0
+    def __init__(self, steps: tuple[Lanewise, ...], constants: dict[int, Array]):
+        self.steps, self.constants, self.count = steps, constants, 0
+        self.compiled: Callable[[Warp], int] | None = None
 
     def __call__(self, w: Warp) -> int:
         self.count += 1
-        if self.count < HOT:
-            return self.one_by_one(w)
-        self.into[self.first] = run = self.compiled()
-        return run(w)
+        if self.compiled is None:
+            if self.count < HOT:
+                return self.one_by_one(w)
+            self.compiled = self.compile()
+        w.steps[w.pc] = self.compiled
+        return self.compiled(w)
 
     def one_by_one(self, w: Warp) -> int:
-        for n, step in enumerate(self.steps, self.first):
-            w.pc = n
+        for step in self.steps:
             step(w)
-        return self.first + len(self.steps)
+            w.pc += 1
+        return w.pc
 
-    def compiled(self) -> Callable[[Warp], int]:
+    def compile(self) -> Callable[[Warp], int]:
+        """Names are by order, so that the text is the same for runs that differ in their slots alone."""
         names: dict[str, Any] = {"one_by_one": self.one_by_one, "where": np.where}
         local: dict[int, tuple[str, Any]] = {}  # slot -> (variable, its dtype if that is known)
         views: dict[tuple[str, Any], str] = {}
         body: list[str] = []
-        read: list[int] = []
-        written: dict[int, str] = {}
+        read: list[str] = []
+        written: dict[int, tuple[str, str]] = {}  # slot -> (its name, variable)
+
+        def named(slot: int) -> str:
+            names[name := f"s{len(names)}"] = slot
+            return name
 
         def value(slot: int, dtype: Any) -> str:
             if slot in self.constants:
-                names[name := f"c{slot}{dtype.name}"] = self.constants[slot].view(dtype)
+                names[name := f"c{len(names)}"] = self.constants[slot].view(dtype)
                 return name
             if slot not in local:
-                read.append(slot)
-                body.append(f"r{slot} = R[{slot}]")
-                local[slot] = f"r{slot}", None
+                name = f"r{len(read)}"
+                read.append(place := named(slot))
+                body.append(f"{name} = R[{place}]")
+                local[slot] = name, None
             name, has = local[slot]
             if has == dtype:
                 return name
             if (name, dtype) not in views:
-                names[f"t{dtype.name}"] = dtype
-                views[name, dtype] = f"{name}{dtype.name}"
-                body.append(f"{name}{dtype.name} = {name}.view(t{dtype.name})")
+                names[kind := f"t{dtype.num}"] = dtype
+                views[name, dtype] = view = f"{name}{kind}"
+                body.append(f"{view} = {name}.view({kind})")
             return views[name, dtype]
 
         for n, step in enumerate(self.steps):
             sources = [value(slot, dtype) for slot, dtype in zip(step.sources, step.dtypes, strict=True)]
-            results = step.compute(*(np.zeros(LANES, dtype) for dtype in step.dtypes))
+            results = step.compute(*(ZEROS[dtype] for dtype in step.dtypes))
             results = results if len(step.targets) > 1 else (results,)
             targets = [f"x{n}_{k}" for k in range(len(results))]
             names[f"f{n}"] = step.compute
             body.append(f"{', '.join(targets)} = f{n}({', '.join(sources)})")
             for slot, name, result in zip(step.targets, targets, results, strict=True):
                 local[slot] = name, result.dtype
-                written[slot] = name
-        names["slots"] = frozenset((*read, *written))
-        defined = " & ".join(f"D[{slot}]" for slot in read) or FULL
+                written[slot] = written[slot][0] if slot in written else named(slot), name
+        names["slots"] = frozenset((*(names[s] for s in read), *written))
+        defined = " & ".join(f"D[{s}]" for s in read) or FULL
         lines = [
             "def run(w):",
             " R, D, active, held = w.R, w.D, w.active, w.held",
@@ -109,26 +120,46 @@ class Run:
             "  return one_by_one(w)",
             *(f" {line}" for line in body),
             f" if active == {FULL}:",
-            *(f"  R[{slot}] = {name}" for slot, name in written.items()),
-            f"  {' = '.join(f'D[{slot}]' for slot in written)} = {FULL}",
+            *(f"  R[{s}] = {name}" for s, name in written.values()),
+            f"  {' = '.join(f'D[{s}]' for s, _ in written.values())} = {FULL}",
             " else:",
             "  lanes = w.lanes",
             *(
-                f"  R[{slot}] = where(lanes, {name}.view((old := R[{slot}]).dtype), old); D[{slot}] |= active"
-                for slot, name in written.items()
+                f"  R[{s}] = where(lanes, {name}.view((old := R[{s}]).dtype), old); D[{s}] |= active"
+                for s, name in written.values()
             ),
-            f" return {self.first + len(self.steps)}",
+            f" return w.pc + {len(self.steps)}",
         ]
-        exec("\n".join(lines), names)
+        exec(code_of("\n".join(lines)), names)
         return names["run"]
 
 
-def fused(steps: list[Any], leaders: set[int], constants: dict[int, Array]) -> list[Any]:
+class _Zeros(dict[Any, Array]):
+    def __missing__(self, dtype: Any) -> Array:
+        self[dtype] = zeros = np.zeros(LANES, dtype)
+        zeros.flags.writeable = False
+        return zeros
+
+
+ZEROS = _Zeros()
+
+
+@functools.lru_cache(maxsize=4096)
+def code_of(text: str) -> CodeType:
+    return compile(text, "a run of instructions", "exec")
+
+
+def fused(
+    steps: list[Any], leaders: set[int], constants: dict[int, Array], runs: dict[tuple[Lanewise, ...], Run]
+) -> list[Any]:
     """The steps, with runs in place of the first of each. Leaders are where something may jump to."""
     result, first = list(steps), 0
     for n in range(len(steps) + 1):
         if n == len(steps) or n in leaders or not isinstance(steps[n], Lanewise):
             if n > first:
-                result[first] = Run(first, steps[first:n], constants, result)
+                run = tuple(steps[first:n])
+                if run not in runs:
+                    runs[run] = Run(run, constants)
+                result[first] = runs[run]
             first = n if n < len(steps) and isinstance(steps[n], Lanewise) else n + 1
     return result

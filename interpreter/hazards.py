@@ -134,7 +134,7 @@ class Actor(Protocol):
 
     clock: Clock
     proxy: str
-    reader: int  # column of Shadow.readers
+    reader: int  # number of its column of Shadow.readers
     atomic: bool  # whether the present access is, which needs no order to others that are
 
     def event(self) -> int:
@@ -149,20 +149,31 @@ class Shadow:
         self.name, self.events = name, events
         self.writer = np.zeros(words, np.int32)
         self.defined = np.zeros(words, bool)
-        self.readers = np.zeros((words, readers), np.int32)
+        self.columns: dict[int, int] | None = {} if readers else None  # of `readers`, by an actor's number
+        self.readers = np.zeros((words, 4 if readers else 0), np.int32)
 
     def read(self, actor: Actor, words: Words, partial: bool = False) -> np.ndarray[Any, Any]:
         """Which words are defined. Undefined unless all were written, or `partial`: then only ordering is checked."""
         writers = self.after_writers(actor, words, "reads")
         if not partial and not writers.all():
             raise Undefined(f"reads {self.describe(words, writers == 0)}, which nobody wrote")
-        if self.readers.size:
-            self.readers[words, actor.reader] = actor.event()
+        if self.columns is not None:
+            if (column := self.columns.get(actor.reader)) is None:
+                column = self.new_column(actor.reader)
+            self.readers[words, column] = actor.event()
         return self.defined[words]
+
+    def new_column(self, reader: int) -> int:
+        """Few read most memories, so there are columns for those alone."""
+        assert self.columns is not None
+        column = self.columns[reader] = len(self.columns)
+        if column == self.readers.shape[1]:
+            self.readers = np.concatenate([self.readers, np.zeros_like(self.readers)], 1)
+        return column
 
     def write(self, actor: Actor, words: Words, defined: Any = True) -> None:
         self.after_writers(actor, words, "overwrites")
-        if self.readers.size:
+        if self.columns:
             readers = self.readers[words]
             for number in distinct(readers):
                 event = self.events[number]

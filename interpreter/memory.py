@@ -238,7 +238,8 @@ def atomic(i: Instruction, d: Decoder) -> Step:
 
 
 def copies_of(w: Warp) -> dict[str, Any]:
-    return w.extra.setdefault("cp.async", {"open": [], "groups": [], "all": []})
+    """Those in no group yet, in groups, and not known to be done; and a bit for each of all."""
+    return w.extra.setdefault("cp.async", {"open": [], "groups": [], "pending": [], "bits": 0})
 
 
 @instruction("cp.async.ca", "cp.async.cg")
@@ -274,7 +275,8 @@ def copy(i: Instruction, d: Decoder) -> Step:
         op = w.issue("cp.async", f"cp.async {len(at)} x {size} bytes", run, proxy="generic")
         state = copies_of(w)
         state["open"].append(op)
-        state["all"].append(op)
+        state["pending"].append(op)
+        state["bits"] |= 1 << op.number
 
     return step
 
@@ -292,14 +294,14 @@ def copy_arrive(i: Instruction, d: Decoder) -> Step:
 
     def step(w: Warp) -> None:
         groups = lookup_all(w, addresses(w, base, offset, "the address of an mbarrier"))
-        before = [op for op in copies_of(w)["all"] if not op.done]
-        everything = list(copies_of(w)["all"])
+        state = copies_of(w)
+        before = state["pending"] = [op for op in state["pending"] if not op.done]
+        everything = state["bits"]
 
         def run(op: AsyncOp) -> None:
             clock = op.clock.copy()
             clock.forget(w.index)
-            for copied in everything:
-                clock.ops |= 1 << copied.number
+            clock.ops |= everything
             for bar, lanes in groups:
                 arrive(bar, lanes, clock, op)
 

@@ -64,9 +64,12 @@ class Program:
     code: list[Instruction] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)
     join: dict[int, int] = field(default_factory=dict)  # index of a branch -> where its sides meet again
+    types: dict[str, str | None] = field(default_factory=dict)  # what register_type has answered
 
     def register_type(self, name: str) -> str | None:
-        return self.registers.get(name) or self.registers.get(name.rstrip("0123456789") + "<")
+        if name not in self.types:
+            self.types[name] = self.registers.get(name) or self.registers.get(name.rstrip("0123456789") + "<")
+        return self.types[name]
 
     def target_of(self, label: str, i: Instruction) -> int:
         if label not in self.labels:
@@ -78,8 +81,8 @@ _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\((.*?)\)(.*?)\{", re.S)
 _PARAM = re.compile(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w\d+)\s+(?:\.ptr\b[\s.\w]*?)?([\w$]+)(?:\[(\d+)\])?\s*$")
 _SHARED = re.compile(r"\.shared\s+(?:\.align\s+(\d+)\s+)?\.b8\s+([\w$]+)\[(\d*)\]")
-_SPACE = re.compile(r"\s*")
-_LABEL = re.compile(r"([\w$]+)\s*:(?!:)")
+_TOKEN = re.compile(r"\s*(?:(\{)|(\})|([\w$]+)\s*:(?!:)|([^;]*);)")
+_BRACKET = re.compile(r"[\[{(]")
 _REG = re.compile(r"\.reg\s+\.(\w+)\s+(.*)", re.S)
 
 
@@ -135,33 +138,28 @@ class _Body:
     def read(self) -> None:
         text = self.text
         while True:
-            self.skip(_SPACE.match(text, self.at).end() - self.at)
-            c = text[self.at]
-            if c == "{":
+            token = _TOKEN.match(text, self.at)
+            if token is None:
+                raise Unsupported(f"line {self.line}: no statement")
+            opening, closing, label, statement = token.groups()
+            self.line += text.count("\n", self.at, start := token.start(token.lastindex or 0))
+            self.at = start
+            if opening:
                 self.count += 1
-                inside = text[self.at + 1 : self.closing(self.at)]
+                inside = text[start + 1 : self.closing(start)]
                 names = set(re.findall(r"^\s*([\w$]+)\s*:(?!:)", inside, re.M))
                 names |= {n.strip() for r in re.findall(r"\.reg\s+\.\w+\s+([^;]*);", inside) for n in r.split(",")}
                 self.scopes.append((self.count, names))
-                self.skip(1)
-            elif c == "}":
-                self.skip(1)
+            elif closing:
                 self.scopes.pop()
                 if not self.scopes:
                     return
-            elif label := _LABEL.match(text, self.at):
-                self.program.labels[self.local(label[1])] = len(self.program.code)
-                self.skip(len(label[0]))
+            elif label:
+                self.program.labels[self.local(label)] = len(self.program.code)
             else:
-                end = text.index(";", self.at)
-                line = self.line
-                statement = " ".join(text[self.at : end].split())
-                self.skip(end + 1 - self.at)
-                self.statement(statement, line)
-
-    def skip(self, n: int) -> None:
-        self.line += self.text.count("\n", self.at, self.at + n)
-        self.at += n
+                self.statement(" ".join(statement.split()))
+            self.line += text.count("\n", start, token.end())
+            self.at = token.end()
 
     def closing(self, at: int) -> int:
         depth = 0
@@ -177,41 +175,59 @@ class _Body:
                 return f"{name}@{number}"
         return name
 
-    def statement(self, text: str, line: int) -> None:
+    def statement(self, text: str) -> None:
         if text.startswith("."):
             if m := _REG.match(text):
                 for name in (x.strip() for x in m[2].split(",")):
                     ranged = re.match(r"(.*)<\d+>$", name)
                     self.program.registers[ranged[1] + "<" if ranged else self.local(name)] = m[1]
             elif not text.startswith((".pragma", ".loc")):
-                raise Unsupported(f"line {line}: directive {text}")
+                raise Unsupported(f"line {self.line}: directive {text}")
             return
-        guard, negated = None, False
-        if m := re.match(r"@(!?)([%\w$]+)\s+", text):
-            guard, negated, body = self.local(m[2]), bool(m[1]), text[m.end() :]
-        else:
-            body = text
-        opcode, _, rest = body.partition(" ")
-        args = tuple(self.arg(a) for a in split(rest))
-        self.program.code.append(Instruction(opcode, args, line, text, guard, negated))
+        try:
+            guard, negated, opcode, args = parts(text)
+        except Unsupported as e:
+            raise Unsupported(f"line {self.line}: {e}") from None
+        if any(names for _, names in self.scopes):
+            guard, args = guard and self.local(guard), tuple(map(self.localized, args))
+        self.program.code.append(Instruction(opcode, args, self.line, text, guard, negated))
 
-    def arg(self, text: str) -> Arg:
-        if text.startswith("["):
-            base, *rest = split(text[1:-1])
-            coordinates = ()
-            if rest:
-                if not rest[0].startswith("{") or len(rest) > 1:
-                    raise Unsupported(f"line {self.line}: address {text}")
-                coordinates = tuple(self.local(x) for x in split(rest[0][1:-1]))
-            base, plus, offset = (x.strip() for x in base.partition("+"))
-            return Address(self.local(base), int(offset, 0) if plus else 0, coordinates)
-        if text.startswith("{"):
-            return tuple(self.local(x) for x in split(text[1:-1]))
-        return "|".join(self.local(x) for x in text.split("|"))
+    def localized(self, arg: Arg) -> Arg:
+        if isinstance(arg, Address):
+            return Address(self.local(arg.base), arg.offset, tuple(map(self.local, arg.coordinates)))
+        if isinstance(arg, tuple):
+            return tuple(map(self.local, arg))
+        return "|".join(map(self.local, arg.split("|")))
+
+
+@lru_cache(maxsize=1 << 16)
+def parts(text: str) -> tuple[str | None, bool, str, tuple[Arg, ...]]:
+    """Guard, whether it is negated, opcode and operands of an instruction; many kernels have the same."""
+    guard, negated, body = None, False, text
+    if m := re.match(r"@(!?)([%\w$]+)\s+", text):
+        guard, negated, body = m[2], bool(m[1]), text[m.end() :]
+    opcode, _, rest = body.partition(" ")
+    return guard, negated, opcode, tuple(map(operand, split(rest)))
+
+
+def operand(text: str) -> Arg:
+    if text.startswith("["):
+        base, *rest = split(text[1:-1])
+        coordinates: tuple[str, ...] = ()
+        if rest:
+            if not rest[0].startswith("{") or len(rest) > 1:
+                raise Unsupported(f"address {text}")
+            coordinates = tuple(split(rest[0][1:-1]))
+        base, plus, offset = (x.strip() for x in base.partition("+"))
+        return Address(base, int(offset, 0) if plus else 0, coordinates)
+    return tuple(split(text[1:-1])) if text.startswith("{") else text
 
 
 def split(text: str) -> list[str]:
     """Splits at commas outside of brackets."""
+    if not _BRACKET.search(text):
+        parts = [x.strip() for x in text.split(",")]
+        return parts if parts[-1] else parts[:-1]
     parts, depth, start = [], 0, 0
     for n, c in enumerate(text):
         depth += (c in "[{(") - (c in "]})")

@@ -19,13 +19,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from .decode import Decoder, Step, instruction
 from .hazards import Clock, Event, Leak, Misuse, Shadow, Words
-from .parser import Instruction
+from .parser import Instruction, Program
 from .state import Array, AsyncOp, Cta, Machine, Wait, Warp
 
 GROUP = re.compile(r"cta_group::(\d)")
@@ -135,10 +136,14 @@ class Access:
 # ---- allocation (9.7.16.5 Issue granularity, 9.7.16.7.1)
 
 
+@lru_cache(maxsize=2)
+def groups_in(program: Program) -> set[str]:
+    return {x for y in program.code if y.opcode.startswith("tcgen05.") for x in re.findall(GROUP, y.opcode)}
+
+
 def group_of(i: Instruction, d: Decoder) -> int:
     """1 or 2 CTAs, which must be the same in all of a kernel."""
-    groups = {x for y in d.program.code if y.opcode.startswith("tcgen05.") for x in re.findall(GROUP, y.opcode)}
-    if len(groups) > 1:
+    if len(groups_in(d.program)) > 1:
         raise Misuse("a kernel with tcgen05 instructions of .cta_group::1 and of .cta_group::2").at_line(i)
     return int(re.findall(GROUP, i.opcode)[0])
 
