@@ -10,16 +10,13 @@ from hypothesis import HealthCheck, Phase, settings
 
 from interpreter.native import NoLibrary
 from jax_dsv4_fmha import _ffi
+from tests.helpers import QUICK
 
 jax.config.update("jax_num_cpu_devices", 8)  # for meshes; a program that names no device runs on the first
-QUICK = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
 
 
 def compile_quickly() -> None:
-    """Most programs here are small and run once, so that compiling them takes far longer than what is saved.
-
-    XLA reads its flags once, here; programs that tests start as processes of their own are compiled as users' are.
-    """
+    """XLA reads its flags once, here; processes that tests start compile as users do, where they are not given them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} {QUICK}")
         jax.local_devices()

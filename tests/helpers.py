@@ -12,6 +12,9 @@ import numpy as np
 
 from jax_dsv4_fmha._testing.compare import KERNEL, compare
 
+QUICK = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+"""Flags of XLA: most programs here are small and run once, and compiling them takes far longer than what is saved."""
+
 
 def normal(seed: int, *shape: int, dtype: Any = jnp.float32) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)

@@ -22,6 +22,7 @@ from jax_dsv4_fmha import (
     reference,
     sparse_fmha,
 )
+from tests.helpers import QUICK
 from tests.transformed import (
     KINDS,
     LAYOUTS,
@@ -295,7 +296,7 @@ def test_two_processes():
         s.bind(("localhost", 0))
         port = str(s.getsockname()[1])
     examples = str(Path(__file__).parents[1] / "examples")
-    processes = [run_python(DISTRIBUTED, port, str(i), examples) for i in range(2)]
+    processes = [run_python(DISTRIBUTED, port, str(i), examples, XLA_FLAGS=QUICK) for i in range(2)]
     for process in processes:
         text = process.communicate(timeout=180)[0]
         assert process.returncode == 0 and text.splitlines()[-1] == "right", text
