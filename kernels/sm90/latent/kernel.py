@@ -150,8 +150,8 @@ class Config:
 
     @property
     def columns_o(self) -> int:
-        """Of one WGMMA. Those of a half take 128 registers, all that each of four warpgroups has at launch; ptxas then
-        assembles none of them."""
+        """Columns of one WGMMA. Those of a half take 128 registers, all that each of four warpgroups has at launch;
+        ptxas then assembles none of them."""
         return self.half // self.producers
 
     @property

@@ -38,7 +38,7 @@ class Format:
 
     packing: Packing
     bits: int  # of a number
-    slabs: int  # that are packed; those behind them are bf16
+    slabs: int  # that are packed; those after them are bf16
     group: int  # numbers that share a scale
 
     @property
@@ -59,7 +59,7 @@ class Format:
         return SLAB // self.group
 
     def scale_words(self, slabs: range) -> int:
-        """Of so many slabs."""
+        """Words that hold the scales of so many slabs."""
         return len(slabs) * self.scales_a_slab // WORD
 
     def pieces(self, slabs: range) -> list[tuple[int, int]]:
@@ -74,7 +74,7 @@ class Format:
         return self.scale_words(slabs) + sum(self.piece_words(slab) for slab, _ in self.pieces(slabs))
 
     def offset(self, slab: int, chunk: int) -> int:
-        """Of such a piece, in bytes from a lane's first."""
+        """Where such a piece begins, in bytes from a lane's first."""
         return slab * self.slab_bytes + chunk * SLAB
 
 
@@ -248,19 +248,23 @@ class Part:
 
 def scale_of(form: Format, scales: tuple[Uint32, ...], slab: int, part: Int32) -> tuple[Uint32, ...]:
     """What `unpacked` takes for a part of the slab-th of those that these words are for."""
-    byte = slab * form.scales_a_slab
-    shift = Uint32(byte % WORD * 8)
-    if form.scales_a_slab > 1:
-        shift = shift + Uint32(part * form.scales_a_slab // LANES_A_KEY) * Uint32(8)
-    code = scales[byte // WORD] >> shift & Uint32(0xFF)
-    return (power_of_two(code),) if form.bits == 8 else scale_of_e2m1(code)
+    word, byte = divmod(slab * form.scales_a_slab, WORD)
+    mine = Uint32(part * form.scales_a_slab // LANES_A_KEY) if form.scales_a_slab > 1 else Uint32(0)
+    if form.bits == 8:
+        return (power_of_two(scales[word], mine * Uint32(0x1010) + Uint32(0x0404 + byte * 0x1010)),)
+    return scale_of_e2m1(scales[word] >> (mine + Uint32(byte)) * Uint32(8) & Uint32(0xFF))
 
 
-@cute.jit
-def power_of_two(code: Uint32) -> Uint32:
-    """ue8m0 as a pair of bf16; 0 is 0, for absent keys."""
-    scale = code << Uint32(7) if code != Uint32(0xFF) else Uint32(0x7FC0)
-    return scale | scale << Uint32(16)
+def power_of_two(codes: Uint32, order: Uint32) -> Uint32:
+    """One of four ue8m0 as a pair of bf16; 0 is 0, for absent keys. `order` makes the bytes 0, code, 0, code of codes
+    and zeros. A code of 255 becomes inf, and inf 0 + inf is NaN.
+    """
+    text = """{ .reg .b32 x, zeros;
+        mov.b32 zeros, 0;
+        prmt.b32 x, $1, zeros, $2;
+        shr.u32 x, x, 1;
+        fma.rn.bf16x2 $0, x, zeros, x;\n}"""
+    return ptx(text, codes, order, gives=(Uint32,), early=True, pure=True)[0]
 
 
 def scale_of_e2m1(code: Uint32) -> tuple[Uint32, Uint32]:
@@ -313,8 +317,8 @@ def fused_bf16(a: Uint32, b: Uint32, c: Uint32) -> Uint32:
 
 
 def e4m3_to_bf16(packed: Uint32, scale: Uint32) -> tuple[Uint32, Uint32]:
-    """Four numbers times a pair of equal scales, exactly but for what bf16 cannot hold: all that e4m3 has, f16 has, and
-    bf16 too."""
+    """Four numbers times a pair of equal scales, exactly except for what bf16 cannot hold: all that e4m3 has, f16 has,
+    and bf16 too."""
     one_pair = """
         cvt.rn.f16x2.e4m3x2 x, {packed};
         mov.b32 {{low, high}}, x;

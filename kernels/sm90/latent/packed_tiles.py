@@ -3,6 +3,9 @@
 What a thread has of a half of a tile waits in registers for its place, becomes bf16 there, and makes room for the half
 that comes next. These loads find their keys in L2: as soon as all of a tile has been fetched, the keys of the tile
 after next, which will take its place, are called for.
+
+Entries of the list are read only where the producer would wait anyway, for the first place of the next pair: ptxas
+counts all loads by one scoreboard, so whoever waits for a half also waits for all that was asked for after it.
 """
 
 from collections.abc import Callable
@@ -42,10 +45,11 @@ class PackedTiles:
     def threads(self) -> int:
         return self.config.loaders
 
-    def look_up(self, which: int, pair: Int32) -> None:
-        """Reads which keys of a tile this thread will copy."""
-        wanted = self.wanted[None, which]
-        on_source(self.work.sources, 2 * pair + which, PackedSelection.look_up, wanted, self.thread, self.threads)
+    def look_up(self, pair: Int32) -> None:
+        """Reads which keys of a pair of tiles this thread will copy."""
+        for which in (EVEN, ODD):
+            wanted = self.wanted[None, which]
+            on_source(self.work.sources, 2 * pair + which, PackedSelection.look_up, wanted, self.thread, self.threads)
 
     def locate(self, which: int, pair: Int32) -> None:
         """Finds the places of the keys that were looked up."""
@@ -93,20 +97,19 @@ class PackedTiles:
             cute.arch.mbarrier_arrive(self.bar.full + 2 * which + half)
 
     def prepare(self, which: int, pair: Int32) -> None:
-        """Find the keys of a tile, which were looked up, and have them brought into L2; look up those of the next."""
+        """Find the keys of a tile, which were looked up, and have them brought into L2."""
         self.locate(which, pair)
         self.on_format(which, pair, PackedSelection.call_for, self.places[which], self.thread)
-        self.look_up(which, pair + 1)
 
     @cute.jit
     def load(self):
         """The readers issue the proxy fence, because it waits for all loads that a thread has under way."""
         held = self.held()
-        for which in (EVEN, ODD):
-            self.look_up(which, 0)
+        self.look_up(0)
         for which in (EVEN, ODD):
             self.prepare(which, 0)
         self.fetch(held, *REFILL_ORDER[0], 0)
+        self.look_up(1)
         for pair in cutlass.range(self.work.evens, unroll=1):
             for i, place in enumerate(REFILL_ORDER):
                 self.unpack(held, *place, pair)
@@ -115,6 +118,7 @@ class PackedTiles:
                 self.fetch(held, which, half, its_pair)
                 if cutlass.const_expr(after >= len(self.tiles)):  # the other half of the tile went before
                     self.prepare(which, pair + 1)
+            self.look_up(pair + 2)
 
 
 def load_packed(config: Any, bar: Barriers, tiles: tuple, work: Work) -> None:
