@@ -176,7 +176,7 @@ FATES = [
     Fate(
         "a row warp does not say that it has told",
         Deadlock,
-        r"waits for parity 0: mbarrier [^\n]*\(count 32, [^\n]* 32 of 32 arrivals pending",
+        r"warp 4-11 at line \d+ wait for parity 0: mbarrier [^\n]*\(count 32, [^\n]* 32 of 32 arrivals pending",
         lambda text: edits.drop(text, r"mbarrier\.arrive\.shared\.b64", slice(0, 1)),
         case="turns",
     ),
