@@ -65,3 +65,13 @@ def drop_waits(text: str, offsets: set[int], which: slice = slice(None)) -> str:
     for m in reversed(chosen):
         text = text[: m.start()] + text[m.end() :]
     return text
+
+
+def move_waits(text: str, offset: int, to: int) -> str:
+    """Who waits for the mbarrier at `offset` waits for the one at `to` instead."""
+    chosen = waits(text, {offset})
+    if not chosen:
+        raise LookupError(f"nothing waits for the mbarrier at {offset}")
+    for m in reversed(chosen):
+        text = f"{text[: m.start(1)]}{m[1]}+{int(m[2] or 0) + to - offset}{text[m.end(2 if m[2] else 1) :]}"
+    return text
