@@ -78,10 +78,19 @@ def describe(x: Any) -> str:
     return text if len(text) <= 60 else f"{type(x).__name__} {text[:57]}..."
 
 
-def operand(op: str, name: str, x: Any, shape: str, dims: dict[str, Any], dtypes: tuple[Any, ...]) -> jax.Array:
+def operand(
+    op: str,
+    name: str,
+    x: Any,
+    shape: str,
+    dims: dict[str, Any],
+    dtypes: tuple[Any, ...],
+    first: str = "q",
+) -> jax.Array:
     """`x` as an array of `shape`, as in "b s_q h_q d".
 
-    A dimension in `dims` must agree with it; any other is entered there. None may be 0.
+    A dimension in `dims` must agree with it; any other is entered there. None may be 0. `first` names the operand that
+    entered s_q and h_q, for the error of one that would fit if these two changed places.
     """
     names = shape.split()
     wanted = _wanted(names, dims, dtypes)
@@ -91,7 +100,7 @@ def operand(op: str, name: str, x: Any, shape: str, dims: dict[str, Any], dtypes
     array = jnp.asarray(x)
     if not _fits(array.shape, names, dims):
         turned = dims | {"s_q": dims["h_q"], "h_q": dims["s_q"]} if {"s_q", "h_q"} <= dims.keys() else dims
-        raise error(ValueError, op, name, array, wanted + (_HEADS_FIRST if _fits(array.shape, names, turned) else ""))
+        raise error(ValueError, op, name, array, wanted + _heads_first(first) * _fits(array.shape, names, turned))
     if any(isinstance(n, int) and n >= 2**31 for n in array.shape):
         raise error(ValueError, op, name, array, f"{wanted}, each < 2**31")
     dims.update(zip(names, array.shape, strict=True))
@@ -102,7 +111,8 @@ def _fits(shape: tuple[Any, ...], names: list[str], dims: Mapping[str, Any]) -> 
     return len(shape) == len(names) and all(n == dims.get(d, n) and n >= 1 for d, n in zip(names, shape, strict=True))
 
 
-_HEADS_FIRST = "; it would fit if q were [b, h_q, s_q, d], and q is to be [b, s_q, h_q, d]"
+def _heads_first(name: str) -> str:
+    return f"; it would fit if {name} were [b, h_q, s_q, d], and {name} is to be [b, s_q, h_q, d]"
 
 
 def array(op: str, name: str, x: Any, wanted: str, fits: Callable[[Any], bool]) -> jax.Array:
@@ -127,14 +137,12 @@ def heads(op: str, h_q: Any, h_kv: Any, s_q: Any, s_kv: Any, names: tuple[str, s
     """Checks that q's heads are a multiple of k's; `names` are the caller's names of q and k."""
     if h_q % h_kv != 0:
         heads_first = h_q > s_q and (s_q % s_kv == 0 or s_q % h_kv == 0)
-        wanted = (
-            f"a multiple of the {h_kv} heads of {names[1]}" + _HEADS_FIRST.replace(" q ", f" {names[0]} ") * heads_first
-        )
+        wanted = f"a multiple of the {h_kv} heads of {names[1]}" + _heads_first(names[0]) * heads_first
         raise error(ValueError, op, names[0], f"{h_q} heads of {s_q} queries", wanted)
 
 
-def sink(op: str, x: Any, dims: dict[str, Any]) -> jax.Array | None:
-    return None if x is None else operand(op, "sink", x, "h_q", dims, FP32)
+def sink(op: str, x: Any, dims: dict[str, Any], first: str = "q") -> jax.Array | None:
+    return None if x is None else operand(op, "sink", x, "h_q", dims, FP32, first)
 
 
 def selection(op: str, indices: Any, topk_length: Any, dims: dict[str, Any]) -> tuple[jax.Array | None, ...]:

@@ -248,8 +248,8 @@ def indexer_loss(
     q, k, weights = _trained(op, q, k, weights, dims)
     attention_q = _check.operand(op, "attention_q", attention_q, "b s_q h_q d_a", dims, _check.FLOAT)
     kv = _check.operand(op, "kv", kv, "b s_c d_a", dims, (attention_q.dtype,))
-    lse = _check.operand(op, "lse", lse, "b s_q h_q", dims, _check.FP32)
-    sink = _check.sink(op, sink, dims)
+    lse = _check.operand(op, "lse", lse, "b s_q h_q", dims, _check.FP32, "attention_q")
+    sink = _check.sink(op, sink, dims, "attention_q")
     scale = _check.scale(op, scale, dims["d_a"])
     _check.implementation(op, implementation)
     if indices is None:

@@ -37,15 +37,16 @@ def merge(parts: Sequence[tuple[jax.Array, jax.Array]], sink: jax.Array | None =
         raise _check.error(ValueError, op, "parts", parts, wanted)
     dims: dict[str, Any] = {}
     dtypes: tuple[Any, ...] = _check.FLOAT
+    first = "parts[0] o"
     checked = []
     for i, part in enumerate(parts):
         if not (isinstance(part, tuple | list) and len(part) == 2):
             raise _check.error(TypeError, op, f"parts[{i}]", part, "a pair (o, lse)")
-        o = _check.operand(op, f"parts[{i}] o", part[0], "b s_q h_q d", dims, dtypes)
-        lse = _check.operand(op, f"parts[{i}] lse", part[1], "b s_q h_q", dims, _check.FP32)
+        o = _check.operand(op, f"parts[{i}] o", part[0], "b s_q h_q d", dims, dtypes, first)
+        lse = _check.operand(op, f"parts[{i}] lse", part[1], "b s_q h_q", dims, _check.FP32, first)
         dtypes = (o.dtype,)
         checked.append((o, lse))
-    return merged(checked, _check.sink(op, sink, dims))
+    return merged(checked, _check.sink(op, sink, dims, first))
 
 
 def merged(

@@ -2,6 +2,7 @@
 built.
 """
 
+import re
 from typing import Any
 
 import jax
@@ -138,18 +139,23 @@ def test_error(op, wrong, error, message):
 
 
 @pytest.mark.parametrize(
-    "op, given",
+    "op, given, turned",
     [
-        ("fmha", {"q": array(B, 2, 9, D), "k": array(B, 1, 5, D), "v": None}),
-        ("fmha", {"q": array(B, 2, 9, D), "k": array(B, 5, 2, D), "v": None}),
-        ("dot_product_attention", {"query": array(B, 2, 9, D), "key": array(B, 1, 5, D), "value": array(B, 1, 5, D)}),
-        ("sparse_fmha", {"q": Q.swapaxes(1, 2), "topk_length": None}),
-        ("dsv4_attention", {"q": Q.swapaxes(1, 2), "indices": None, "topk_length": None}),
-        ("dsv4_decode", {"q": Q.swapaxes(1, 2), "indices": None, "topk_length": None}),
+        ("fmha", {"q": array(B, 2, 9, D), "k": array(B, 1, 5, D), "v": None}, "q"),
+        ("fmha", {"q": array(B, 2, 9, D), "k": array(B, 5, 2, D), "v": None}, "q"),
+        ("dot_product_attention", {"query": array(B, 2, 9, D), "key": array(B, 1, 5, D), "value": array(B, 1, 5, D)},
+         "query"),
+        ("sparse_fmha", {"q": Q.swapaxes(1, 2), "topk_length": None}, "q"),
+        ("dsv4_attention", {"q": Q.swapaxes(1, 2), "indices": None, "topk_length": None}, "q"),
+        ("dsv4_decode", {"q": Q.swapaxes(1, 2), "indices": None, "topk_length": None}, "q"),
+        ("merge", {"parts": [(Q.swapaxes(1, 2), PART[1].swapaxes(1, 2))]}, "parts[0] o"),
+        ("merge", {"parts": [(Q.swapaxes(1, 2), PART[1])]}, "parts[0] o"),
+        ("merge", {"parts": [(Q.swapaxes(1, 2), PART[1].swapaxes(1, 2)), PART]}, "parts[0] o"),
     ],
-)
-def test_heads_before_queries_are_noticed(op, given):
-    with pytest.raises(ValueError, match=f"^{op}: .*; it would fit if (q|query) were .b, h_q, s_q, d., and"):
+)  # fmt: skip
+def test_heads_before_queries_are_noticed(op, given, turned):
+    says = re.escape(f"; it would fit if {turned} were [b, h_q, s_q, d], and {turned} is to be [b, s_q, h_q, d]")
+    with pytest.raises(ValueError, match=f"^{op}: .*{says}"):
         call(op, **{**CALLS[op], **given})
 
 
