@@ -192,7 +192,7 @@ def test_packed_caches_on_a_device_that_no_kernel_unpacks_them_on(here, monkeypa
         assert "custom_call @dsv4_fmha_dsv4_decode" in traced.lower(lowering_platforms=("cuda",)).as_text()
         return
     with pytest.raises(
-        NotImplementedError, match="dsv4_decode: implementation: got 'cubin' on sm_100a, wanted what is"
+        NotImplementedError, match="dsv4_decode: implementation: got 'cubin' on sm_100a, wanted a kernel that is built"
     ):
         traced.lower(lowering_platforms=("cuda",))
 
