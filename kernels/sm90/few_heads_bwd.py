@@ -22,7 +22,6 @@ An absent key is zeros and has P = 0; nothing is added for it. A head that does 
 from dataclasses import dataclass
 from pathlib import Path
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
@@ -33,9 +32,9 @@ from kernels.abi import Backward
 from kernels.aot import Compiled
 from kernels.lib.barriers import arrive_if
 from kernels.lib.columns import by_column, column_of
-from kernels.lib.launch import SMEM_LIMIT, WARP, WARPGROUP, element_type
+from kernels.lib.launch import SMEM_LIMIT, WARP, WARPGROUP
 from kernels.lib.ptx import ptx
-from kernels.lib.rows import PUBLISHED, ROWS, Extents, RowTile, Walk, extents, load, row_of
+from kernels.lib.rows import PUBLISHED, ROWS, Extents, RowTile, Walk, load, row_of
 from kernels.lib.selections import CHUNK, LANES_A_ROW, Selection, copy_or_zero, open_selection, with_keys
 from kernels.lib.softmax import LOG2_E, exp2
 from kernels.lib.splits import on_source, total_tiles
@@ -55,7 +54,7 @@ from kernels.lib.wgmma import (
     transposed,
 )
 
-from .latent_bwd.kernel import RowOperands, Source, compile_backward
+from .latent_bwd.host import LatentBackwardKernel, RowOperands, compile_backward
 from .latent_bwd.key_gradients import Target, add_staged, stage_rows
 
 CTAS_PER_SM = 2  # CTAs of an SM
@@ -75,10 +74,16 @@ class Config:
     pieces: int = 4  # of the columns, in which keys arrive
     chunk: int = 32  # columns of dKV that are made at a time
     under_way: int = 2  # chunks
+    gathers: bool = True
+    cluster: int = 1
 
     @property
     def threads(self) -> int:
         return 2 * WARPGROUP
+
+    @property
+    def launch_options(self) -> dict[str, int]:
+        return {"min_blocks_per_mp": CTAS_PER_SM, "preferred_smem_carveout": 100}  # otherwise the DSL asks the device
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -179,59 +184,7 @@ class Shared:
     info: cute.Tensor  # (PUBLISHED, row tile and each source, stage): what the producer found out
 
 
-class FewHeadsBwdSm90:
-    def __init__(self, config: Config):
-        self.config = config
-        self.dtype = element_type(config.dtype)
-
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Pointer,
-        do: cute.Pointer,
-        dq: cute.Pointer,
-        lse: cute.Pointer,
-        weight: cute.Pointer,
-        delta: cute.Pointer,
-        resolution: cute.Pointer,
-        scale: Float32,
-        b: Int32,
-        s_q: Int32,
-        h_q: Int32,
-        h_kv: Int32,
-        keys0: cute.Pointer,
-        from0: cute.Pointer,  # start of a span, indices of a selection
-        to0: cute.Pointer,  # stop of a span, lengths of a selection
-        dkv0: cute.Pointer,
-        s_kv0: Int32,
-        s_batch0: Int32,
-        topk0: Int32,
-        keys1: cute.Pointer,
-        from1: cute.Pointer,
-        to1: cute.Pointer,
-        dkv1: cute.Pointer,
-        s_kv1: Int32,
-        s_batch1: Int32,
-        topk1: Int32,
-        ctas: Int32,  # at most, that is how many run at a time
-        stream: cuda.CUstream,
-    ):
-        c = self.config
-        n = extents(c.tile_m, True, b, s_q, h_q, h_kv, Int32(1), ctas)
-        sources = (
-            Source(keys0, dkv0, from0, to0, s_kv0, s_batch0, topk0),
-            Source(keys1, dkv1, from1, to1, s_kv1, s_batch1, topk1),
-        )[: len(c.sources)]
-        rows = RowOperands(q, do, dq, lse, weight, delta, resolution, scale)
-        self.kernel(rows, sources, n).launch(
-            grid=(cutlass.min(n.work, ctas), 1, 1),
-            block=(c.threads, 1, 1),
-            smem=c.smem_bytes,
-            stream=stream,
-            min_blocks_per_mp=CTAS_PER_SM,
-            preferred_smem_carveout=100,  # unsaid, it is asked of the device
-        )
-
+class FewHeadsBwdSm90(LatentBackwardKernel):
     @cute.kernel
     def kernel(self, rows: RowOperands, sources: tuple, n: Extents):
         c = self.config
@@ -278,7 +231,7 @@ class FewHeadsBwdSm90:
         for turn in cutlass.range(walk.turns, unroll=1):
             tile = walk.tile(turn)
             lists = tuple(
-                open_selection(source.operands(kind, True), tile, c.tile_n, c.d)
+                open_selection(source.operands(kind, c.gathers), tile, c.tile_n, c.d)
                 for kind, source in zip(c.sources, sources, strict=True)
             )
             tiles = total_tiles(lists)

@@ -29,9 +29,8 @@ P is 0, and nothing is added for it. Zeros also replace rows that do not exist, 
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
@@ -39,30 +38,11 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
 from kernels.abi import Backward
-from kernels.aot import Compiled, compile_ahead
-from kernels.lib.launch import (
-    SMEM_LIMIT,
-    WARP,
-    WARPGROUP,
-    element_type,
-    i32,
-    launch_facts,
-    pointers,
-    registers_at_launch,
-)
+from kernels.aot import Compiled
+from kernels.lib.launch import SMEM_LIMIT, WARP, WARPGROUP, registers_at_launch
 from kernels.lib.output import store_output
-from kernels.lib.rows import PUBLISHED, BoxedRows, Extents, PlacedTile, RowTile, Walk, extents, load, row_of
-from kernels.lib.selections import (
-    CHUNK,
-    LANES_A_ROW,
-    Run,
-    RunOperands,
-    Selection,
-    SelectionOperands,
-    copy_or_zero,
-    open_selection,
-    with_keys,
-)
+from kernels.lib.rows import PUBLISHED, BoxedRows, Extents, PlacedTile, RowTile, Walk, load, row_of
+from kernels.lib.selections import CHUNK, LANES_A_ROW, Run, Selection, copy_or_zero, open_selection, with_keys
 from kernels.lib.softmax import LOG2_E, ROWS, by_row, exp2
 from kernels.lib.spans import Span, SpanOperands, ask_span, bits, open_span, span_of
 from kernels.lib.splits import on_source, total_tiles
@@ -83,6 +63,7 @@ from kernels.lib.wgmma import (
 )
 
 from .cluster import CLUSTER, arrive, await_others
+from .host import LatentBackwardKernel, RowOperands, Source, compile_backward
 from .key_gradients import KeyGradients, thread_again
 from .prefetch import prefetch_sums
 from .smem import LEFT, RIGHT, STAGES, Barriers, Shared
@@ -117,6 +98,10 @@ class Config:
     @property
     def threads(self) -> int:
         return 3 * WARPGROUP
+
+    @property
+    def launch_options(self) -> dict[str, int]:
+        return {"min_blocks_per_mp": 1}  # without it ptxas silently drops setmaxnreg
 
     @property
     def registers(self) -> tuple[int, int, int]:
@@ -175,91 +160,7 @@ class Config:
             raise ValueError(f"needs {self.smem_bytes} bytes of SMEM, {SMEM_LIMIT} fit: {self}")
 
 
-class RowOperands(NamedTuple):
-    """The arrays of rows: [b, s_q, h_q, d], and float32 [b, s_q, h_q]."""
-
-    q: cute.Pointer
-    do: cute.Pointer
-    dq: cute.Pointer
-    lse: cute.Pointer
-    weight: cute.Pointer
-    delta: cute.Pointer
-    resolution: cute.Pointer  # float32: the unit of fixed point; not read where sums are in floating point
-    scale: Float32
-
-
-class Source(NamedTuple):
-    """Some keys, who sees them, and where their gradient goes."""
-
-    keys: cute.Pointer  # [b, s_kv, h_kv, d], or a pool [s_kv, d]
-    dkv: cute.Pointer  # like keys, but float32 or 64-bit fixed point: the kernel adds to it
-    seen_from: cute.Pointer  # int32: start of a span, indices of a selection
-    seen_to: cute.Pointer  # int32: stop of a span, lengths of a selection
-    s_kv: Int32
-    s_batch: Int32  # distance between batch entries in keys: s_kv, or 0 where all share a pool
-    topk: Int32  # entries of a selection
-
-    def operands(self, kind: str, gathers: bool) -> Any:
-        if kind == "selection":
-            return SelectionOperands(self.keys, self.seen_from, self.seen_to, self.s_kv, self.s_batch, self.topk)
-        if gathers:
-            return RunOperands(self.keys, self.seen_from, self.seen_to, self.s_kv)
-        return SpanOperands(self.seen_from, self.seen_to, self.s_kv)
-
-
-class LatentBwdSm90:
-    def __init__(self, config: Config):
-        self.config = config
-        self.dtype = element_type(config.dtype)
-
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Pointer,
-        do: cute.Pointer,
-        dq: cute.Pointer,
-        lse: cute.Pointer,
-        weight: cute.Pointer,
-        delta: cute.Pointer,
-        resolution: cute.Pointer,
-        scale: Float32,
-        b: Int32,
-        s_q: Int32,
-        h_q: Int32,
-        h_kv: Int32,
-        keys0: cute.Pointer,
-        from0: cute.Pointer,  # start of a span, indices of a selection
-        to0: cute.Pointer,  # stop of a span, lengths of a selection
-        dkv0: cute.Pointer,
-        s_kv0: Int32,
-        s_batch0: Int32,
-        topk0: Int32,
-        keys1: cute.Pointer,
-        from1: cute.Pointer,
-        to1: cute.Pointer,
-        dkv1: cute.Pointer,
-        s_kv1: Int32,
-        s_batch1: Int32,
-        topk1: Int32,
-        ctas: Int32,  # at most, that is how many run at a time
-        stream: cuda.CUstream,
-    ):
-        c = self.config
-        n = extents(c.tile_m, c.gathers, b, s_q, h_q, h_kv, Int32(1), ctas, c.cluster)
-        sources = (
-            Source(keys0, dkv0, from0, to0, s_kv0, s_batch0, topk0),
-            Source(keys1, dkv1, from1, to1, s_kv1, s_batch1, topk1),
-        )[: len(c.sources)]
-        rows = RowOperands(q, do, dq, lse, weight, delta, resolution, scale)
-        self.kernel(rows, sources, n).launch(
-            grid=(cutlass.min(n.work, cutlass.max(ctas // c.cluster, 1)) * c.cluster, 1, 1),
-            block=(c.threads, 1, 1),
-            cluster=(c.cluster, 1, 1) if c.cluster > 1 else None,
-            smem=c.smem_bytes,
-            stream=stream,
-            min_blocks_per_mp=1,  # without it ptxas silently drops setmaxnreg
-        )
-
+class LatentBwdSm90(LatentBackwardKernel):
     @cute.kernel
     def kernel(self, rows: RowOperands, sources: tuple, n: Extents):
         c = self.config
@@ -660,24 +561,3 @@ def compile(variant: Backward, out_dir: Path) -> Compiled:
     if variant.deterministic:  # 64-bit sums take four times as many instructions, for which left has no registers
         config = replace(config, chunks_of_left=0)
     return compile_backward(LatentBwdSm90(config), variant, out_dir, name="latent_bwd_sm90", cluster=config.cluster)
-
-
-def compile_backward(kernel: Any, variant: Backward, out_dir: Path, *, name: str, **facts: int) -> Compiled:
-    """Compiles a kernel of these parameters. A second source that the variant lacks is like the first; the facts are
-    `launch_facts`'.
-    """
-    source = (*pointers(variant.dtype, "keys", "int32", "int32", "float32"), i32(), i32(), i32())
-    return compile_ahead(
-        kernel,
-        type(kernel).kernel,
-        *pointers(variant.dtype, "q", "do", "dq", "float32", "float32", "float32", "float32"),
-        Float32(1.0),
-        *(i32() for _ in range(4)),
-        *source,
-        *source,
-        i32(),
-        name=name,
-        arch=variant.arch,
-        out_dir=out_dir,
-        facts=launch_facts(kernel.config, **facts),
-    )

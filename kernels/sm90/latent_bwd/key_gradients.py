@@ -1,6 +1,6 @@
 """How `latent_bwd` makes the gradient of a tile of keys, and adds it to memory.
 
-Of 16 columns a lane's accumulator has four: two of the first eight and two of the others. These four lie together in
+A lane's accumulator has four of 16 columns: two of the first eight and two of the others. These four lie together in
 memory, so that a lane adds 16 bytes without an exchange with others; `_ffi.in_order` puts the columns back.
 """
 
