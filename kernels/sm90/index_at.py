@@ -70,7 +70,7 @@ class Config:
 
     @property
     def slabs(self) -> int:
-        """Of a row of q or of keys: 128 bytes, which are copied as 64 numbers of 16 bits, whatever they are."""
+        """Slabs of a row of q or of keys: each is 128 bytes, copied as 64 numbers of 16 bits, whatever they are."""
         return D * self.element_bytes // (2 * SLAB)
 
     @property
@@ -162,22 +162,23 @@ class IndexAtSm90:
         weights: cute.Pointer,
         indices: cute.Pointer,
         scores: cute.Pointer,
+        dq: cute.Pointer,  # this, dk and dweights are written where gradients are wanted
+        dk: cute.Pointer,
+        dweights: cute.Pointer,
         b: Int32,
         s_q: Int32,
         s_c: Int32,
         topk: Int32,
         stream: cuda.CUstream,
     ):
-        self.launch(Arrays(q, k, weights, indices, scores), None, b, Extents(s_q, s_c, topk), stream)
-
-    @cute.jit
-    def launch(self, arrays: Arrays, to: Gradients | None, b: Int32, n: Extents, stream: cuda.CUstream):
-        self.kernel(arrays, to, n).launch(
-            grid=(b * n.s_q, 1, 1),
+        c = self.config
+        to = Gradients(dq, dk, dweights) if cutlass.const_expr(c.gradient) else None
+        self.kernel(Arrays(q, k, weights, indices, scores), to, Extents(s_q, s_c, topk)).launch(
+            grid=(b * s_q, 1, 1),
             block=(THREADS, 1, 1),
-            smem=self.config.smem_bytes,
+            smem=c.smem_bytes,
             stream=stream,
-            min_blocks_per_mp=self.config.ctas,
+            min_blocks_per_mp=c.ctas,
             preferred_smem_carveout=100,  # otherwise the DSL asks a driver
         )
 
@@ -444,28 +445,6 @@ class IndexAtSm90:
             cute.autovec_copy(cute.make_tensor(words.align(16), cute.make_layout(4)), to)
 
 
-class IndexAtGradientSm90(IndexAtSm90):
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Pointer,
-        k: cute.Pointer,
-        weights: cute.Pointer,
-        indices: cute.Pointer,
-        scores: cute.Pointer,
-        dq: cute.Pointer,
-        dk: cute.Pointer,
-        dweights: cute.Pointer,
-        b: Int32,
-        s_q: Int32,
-        s_c: Int32,
-        topk: Int32,
-        stream: cuda.CUstream,
-    ):
-        arrays = Arrays(q, k, weights, indices, scores)
-        self.launch(arrays, Gradients(dq, dk, dweights), b, Extents(s_q, s_c, topk), stream)
-
-
 def product(dtype, heads: int) -> cute.TiledMma:
     """64 keys by the heads of a query."""
     if dtype.width == 16:
@@ -515,13 +494,11 @@ def add_pair(to: Int64, there: Int32, offset: int, x: Float32, y: Float32) -> No
 
 def compile(variant: IndexAt, out_dir: Path) -> Compiled:
     config = Config(variant.heads, variant.dtype, variant.op.endswith("_bwd"))
-    kernel = (IndexAtGradientSm90 if config.gradient else IndexAtSm90)(config)
     element = ELEMENT[variant.dtype]
-    of_gradients = (element, Float32, Float32) if config.gradient else ()
     return compile_ahead(
-        kernel,
+        IndexAtSm90(config),
         IndexAtSm90.kernel,
-        *map(array, (element, element, Float32, Int32, Float32, *of_gradients)),
+        *map(array, (element, element, Float32, Int32, Float32, element, Float32, Float32)),
         *(i32() for _ in range(4)),
         name="index_at_sm90",
         arch=variant.arch,
