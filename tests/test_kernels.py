@@ -114,7 +114,7 @@ def test_sass(key, tmp_path):
         assert 2 * a_tile <= count["HGMMA"] <= 8 * a_tile, count
     assert 4 * count["WARPGROUP.ARRIVE"] < count["HGMMA"], count  # serialised products would have one for each
     if variant.module == DENSE:
-        softmax = opcodes[: opcodes.index("NANOSLEEP")]  # of wait_behind, whose wait must not come before this one
+        softmax = opcodes[: opcodes.index("NANOSLEEP")]  # of wait_after, whose wait must not come before this one
         waits = [i for i, opcode in enumerate(softmax) if opcode.startswith("WARPGROUP.DEPBAR")]
         assert softmax[waits[-1] :].count("MUFU.EX2") >= row["tile_n"] // 2  # a thread's scores of a tile
 

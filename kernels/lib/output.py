@@ -104,7 +104,7 @@ def store_part(
 ):
     """`store_output` in fp32; it stores nothing for a row that saw no key, whose lse says so.
 
-    Of two blocks of eight columns at a time, lanes 0 and 2 of a quad take the first and lanes 1 and 3 the second.
+    Columns go out two blocks of eight at a time: lanes 0 and 2 of a quad take the first, lanes 1 and 3 the second.
     """
     lane = thread % 4
     odd = lane % 2 == 1

@@ -80,7 +80,7 @@ def round_pair(low: Float32, high: Float32, dtype) -> cutlass.Uint32:
     return ptx(text, Float32(high), Float32(low), gives=(cutlass.Uint32,), pure=True)[0]
 
 
-def wait_behind(sum0: Float32, sum1: Float32) -> None:
+def wait_after(sum0: Float32, sum1: Float32) -> None:
     """Waits for all products, and not before these sums of exponentials are known.
 
     ptxas sees no reason to wait late, and moves the wait before the softmax that must run under the products. So a

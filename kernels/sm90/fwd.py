@@ -59,7 +59,7 @@ from kernels.lib.wgmma import (
     tiled_mma,
     tma_tiles,
     transposed,
-    wait_behind,
+    wait_after,
     zero_rows,
 )
 
@@ -418,7 +418,7 @@ class FwdSm90(ForwardKernel):
             s.raise_max(scores)
             s.decay()
             s.exponentiate(scores)
-            wait_behind(s.row_sum[0], s.row_sum[1])
+            wait_after(s.row_sum[0], s.row_sum[1])
             cute.arch.mbarrier_arrive(bar.v_empty + stage_v)
             round_to(w.weights, scores)
             rescale_rows(w.out, s.factor)

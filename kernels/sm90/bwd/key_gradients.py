@@ -9,7 +9,7 @@ group. dK and dV stay in registers, and have the same bits every time. All produ
 of every accumulator, and P' and dS' go from registers into the next product:
 
     producer warp     K V   Q0 dO0   Q1 dO1   Q2 dO2 ...                        TMA, into a ring
-    row warp          the numbers of each tile's rows                           into the same stages
+    row warps         the numbers of each tile's rows                           into the same stages
     consumer WG 0     S' = K Q',  dP' = V dO' | P' | dV += P' dO | dS' | dK += dS' Q       keys  0 ..  63
     consumer WG 1     S' = K Q',  dP' = V dO' | P' | dV += P' dO | dS' | dK += dS' Q       keys 64 .. 127
 
