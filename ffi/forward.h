@@ -3,9 +3,9 @@
 // q [b, s_q, h_q, d], sink f32 [h_q] -> o like q, lse f32 [b, s_q, h_q], over the keys of one or more sources
 // (operands.h). The sink is part of o, never of lse.
 //
-// Two more results say whether the keys of a row are split: o_parts f32 [b, s_q, h_q, splits, d] and lse_parts f32
-// [b, s_q, h_q, splits] hold the partial results, which a second kernel merges.  With 0 or 1 splits there are no
-// partial results.
+// Two more results say whether the keys of a row are split: o_parts f32 [n, s_q, h_q, splits, d] and lse_parts f32
+// [n, s_q, h_q, splits] hold the partial results of the last n sequences, which a second kernel merges.  The keys of the
+// sequences before them are whole, in a launch of their own.  With 0 or 1 splits there are no partial results.
 #pragma once
 
 #include "forward_plan.h"
@@ -46,8 +46,9 @@ struct Forward {
     expect.Shape(o, {b, s_q, h_q, d});
     expect.DtypeOf(q, o);
     expect.Shape(lse, {b, s_q, h_q});
-    expect.Shape(o_parts, {b, s_q, h_q, parts, d});
-    expect.Shape(lse_parts, {b, s_q, h_q, parts});
+    const int64_t split = std::min(std::max<int64_t>(lse_parts.dimensions[0], 1), b);
+    expect.Shape(o_parts, {split, s_q, h_q, parts, d});
+    expect.Shape(lse_parts, {split, s_q, h_q, parts});
     return expect.error();
   }
 
@@ -81,20 +82,32 @@ struct Forward {
     if (shape.rows.b == 0 || shape.rows.s_q == 0) return ffi::Error::Success();
     const Device device = GetDevice(ordinal);
     if (ffi::Error error = Find(device, &shape, &kernels); error.failure()) return error;
-    ForwardAddresses at{.q = q.data,
-                        .o = o.data,
+    const int64_t b = shape.rows.b, splits = shape.rows.splits, split = splits > 1 ? lse_parts.dimensions[0] : b;
+    if (split < b) {
+      shape.rows.b = b - split, shape.rows.splits = 1;
+      if (ffi::Error error = Attend(stream, ordinal, device, kernels, shape, 0); error.failure()) return error;
+      shape.rows.b = split, shape.rows.splits = splits;
+    }
+    return Attend(stream, ordinal, device, kernels, shape, b - split);
+  }
+
+  // The launches for shape.rows.b sequences from `first` on.
+  ffi::Error Attend(CUstream stream, int ordinal, const Device& device, const Kernels& kernels,
+                    const AttentionShape& shape, int64_t first) const {
+    ForwardAddresses at{.q = From(q, first),
+                        .o = From(o, first),
                         .sink = sink.data,
-                        .lse = lse.data,
+                        .lse = From(lse, first),
                         .o_parts = o_parts.data,
                         .lse_parts = lse_parts.data,
                         .sources = {}};
-    for (int i = 0; i < sources.count; ++i) at.sources[i] = sources.items[i].at();
+    for (int i = 0; i < sources.count; ++i) at.sources[i] = sources.items[i].at(first);
     Plan<ForwardArguments> plan;
     if (std::string error = PlanForward(shape, scale, kernels.forward->TilesOn(device), at, &plan); !error.empty()) {
       return ffi::Error::InvalidArgument(std::string(op) + ": " + error);
     }
     ffi::Error error = Launch(kernels.forward, stream, ordinal, plan);
-    if (error.failure() || kernels.combine == nullptr) return error;
+    if (error.failure() || shape.rows.splits == 1) return error;
     Plan<CombineArguments> merge = PlanCombine(shape.rows, kernels.combine->threads, kernels.combine->tile_n, at);
     return Launch(kernels.combine, stream, ordinal, merge, /*overlaps=*/true);
   }

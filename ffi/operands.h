@@ -92,6 +92,13 @@ inline int64_t MapType(ffi::DataType dtype) {
   }
 }
 
+// Where the entries of an operand's first axis begin, from this one on.
+inline void* From(const Operand& x, int64_t first) {
+  int64_t bytes = first * ffi::ByteWidth(x.dtype);
+  for (size_t i = 1; i < x.dimensions.size(); ++i) bytes *= x.dimensions[i];
+  return static_cast<char*>(x.data) + bytes;
+}
+
 // ---- sources of keys:
 //   span       k and v [b, s_kv, h_kv, d], start and stop i32 [b, s_q]: query i sees start <= j < stop
 //   selection  k and v [b, s_kv, h_kv, d], indices i32 [b, s_q, topk], length i32 [b, s_q]: it sees indices[:length]
@@ -105,7 +112,11 @@ struct Source {
   Operand from, to;  // start and stop of a span, indices and length of a selection
   const Packing* packing = nullptr;
 
-  SourceAddresses at() const { return {.k = k.data, .v = v.data, .from = from.data, .to = to.data}; }
+  // For sequences from `first` on, which may share a pool of keys.
+  SourceAddresses at(int64_t first = 0) const {
+    const int64_t keys = k.dimensions.size() == 2 ? 0 : first;
+    return {.k = From(k, keys), .v = From(v, keys), .from = From(from, first), .to = From(to, first)};
+  }
 };
 
 inline Source LatentSpan(Operand kv, Operand start, Operand stop) {

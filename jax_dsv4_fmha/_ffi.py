@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _fixed_point
-from ._split_kv import architecture, processors, split_count
+from ._split_kv import architecture, processors, split_count, whole_sequences
 
 _TARGETS = (
     *("fwd", "fwd_shared_kv", "sparse_fwd", "dsv4_sparse_fwd", "dsv4_dense_fwd", "dsv4_decode"),
@@ -257,38 +257,58 @@ def dsv4_decode(
     bfloat16 and both are uint8 `[pages, bytes]`, where index i means entry i % n of page i // n, in the layouts v4_fp8,
     v41_fp8 and, for the second pool of the last, v41_fp4 (`_packed.py`).
     """
-    splits = _splits_of_queries(op, q, window_indices.shape[2] + indices.shape[2])
+    keys = window_indices.shape[2] + indices.shape[2]
+    whole = _whole(op, q, keys)
+    splits = _splits_of_queries(op, q, keys, whole)
     selections = (window_pool, window_indices, window_length, pool, indices, length)
-    return _call("dsv4_decode", splits, scale, q, *selections, sink, op=op)
+    return _call("dsv4_decode", splits, scale, q, *selections, sink, whole=whole, op=op)
 
 
-def _splits_of_queries(op: str, q: jax.Array, keys: int) -> int:
-    """`_splits` of an op whose keys differ from query to query, so a tile of rows has heads of one query."""
+def _whole(op: str, q: jax.Array, keys: int) -> int:
+    """`whole_sequences` of an op whose keys differ from query to query. Its model has one CTA an SM, where the kernels
+    for few heads have two.
+    """
     b, s_q, h_q, _ = q.shape
-    return _splits(op, q, True, b * s_q, h_q, keys)
+    v = _splitting(op, q, True)
+    if v is None or v.choices["max_heads"] < ANY or not all(isinstance(x, int) for x in (b, s_q, h_q, keys)):
+        return 0
+    return whole_sequences(b, s_q * -(-h_q // v.tile_m), -(-keys // v.tile_n), v.unit, processors(v.arch))
+
+
+def _splits_of_queries(op: str, q: jax.Array, keys: int, whole: int = 0) -> int:
+    """`_splits` of an op whose keys differ from query to query, so a tile of rows has heads of one query; for all but
+    the `whole` first sequences.
+    """
+    b, s_q, h_q, _ = q.shape
+    return _splits(op, q, True, (b - whole) * s_q, h_q, keys)
 
 
 def _splits(op: str, q: jax.Array, shared_kv: bool, groups: int, rows: int, keys: int) -> int:
     """`split_count` for groups of rows that share no tile, with the keys of one group; 1 where an extent is not
     known.
     """
-    if not all(isinstance(x, int) for x in (groups, rows, keys)):
+    v = _splitting(op, q, shared_kv)
+    if v is None or not all(isinstance(x, int) for x in (groups, rows, keys)):
         return 1
+    return split_count(groups * -(-rows // v.tile_m), -(-keys // v.tile_n), v.unit, processors(v.arch))
+
+
+def _splitting(op: str, q: jax.Array, shared_kv: bool) -> Variant | None:
+    """The kernel that may split the keys of q's heads: of a device that is here, if there is one."""
     built = [
         v
         for v in variants_for(op, d=q.shape[3], dtype=q.dtype.name, shared_kv=shared_kv)
         if v.splits and v.choices["max_heads"] >= q.shape[2]
     ]
     local = local_architectures()
-    for v in sorted(built, key=lambda v: (v.arch not in local, v.choices["max_heads"]))[:1]:
-        return split_count(groups * -(-rows // v.tile_m), -(-keys // v.tile_n), v.unit, processors(v.arch))
-    return 1
+    return min(built, key=lambda v: (v.arch not in local, v.choices["max_heads"]), default=None)
 
 
 def _call(
-    target: str, splits: int, scale: float, q: jax.Array, *operands: jax.Array, **attributes: str
+    target: str, splits: int, scale: float, q: jax.Array, *operands: jax.Array, whole: int = 0, **attributes: str
 ) -> tuple[jax.Array, jax.Array]:
-    parts = (*q.shape[:-1], splits if splits > 1 else 0)  # scratch results for the parts, which the same call merges
+    # scratch results for the parts of all but the `whole` first sequences, which the same call merges
+    parts = (q.shape[0] - whole, *q.shape[1:-1], splits if splits > 1 else 0)
     results = (
         jax.ShapeDtypeStruct(q.shape, q.dtype),
         *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (q.shape[:-1], (*parts, q.shape[-1]), parts)),

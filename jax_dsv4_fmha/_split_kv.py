@@ -7,6 +7,9 @@ import jax
 _LARGEST = {"sm_90a": 132}
 """SMs of the largest device of an architecture: H100 and H200 SXM. An H100 PCIe has 114, an H20 78."""
 
+_BEGIN = 6.0
+"""What `split_count`'s model must gain, in its units, so that a launch more does not cost as much."""
+
 
 def processors(arch: str) -> int:
     """The fewest SMs that a device of this architecture in this process has; without such a device, the most there are.
@@ -41,12 +44,25 @@ def split_count(row_tiles: int, key_tiles: int, unit: int, processors: int) -> i
     """
     if row_tiles >= processors:
         return 1
-    units = -(-key_tiles // unit)
+    most = min(-(-key_tiles // unit), processors)
+    return min(range(1, most + 1), key=lambda splits: _cost(row_tiles, key_tiles, unit, processors, splits))
 
-    def cost(splits: int) -> float:
-        pieces, part = row_tiles * splits, -(-units // splits) * unit
-        waves, crowd = -(-pieces // processors), min(pieces, processors) / 240
-        merge = 1.4 + pieces / 37 if splits > 1 else 0
-        return waves * (part * (1 + crowd) + 5.7) + merge
 
-    return min(range(1, min(units, processors) + 1), key=cost)
+def whole_sequences(sequences: int, tiles: int, key_tiles: int, unit: int, processors: int) -> int:
+    """How many of the first sequences, of so many tiles of rows each, fill whole turns of all CTAs, so that splitting
+    the keys of the others alone pays: 0 where it does not, and where there is no whole turn.
+
+    The others are a launch of their own, which begins when the first one has ended.
+    """
+    whole = sequences * tiles // processors * processors // tiles
+    rest = (sequences - whole) * tiles, key_tiles, unit, processors
+    pays = 0 < whole < sequences and _cost(*rest, 1) - _cost(*rest, split_count(*rest)) > _BEGIN
+    return whole if pays else 0
+
+
+def _cost(row_tiles: int, key_tiles: int, unit: int, processors: int, splits: int) -> float:
+    """The model of `split_count`."""
+    pieces, part = row_tiles * splits, -(-key_tiles // (unit * splits)) * unit
+    waves, crowd = -(-pieces // processors), min(pieces, processors) / 240
+    merge = 1.4 + pieces / 37 if splits > 1 else 0
+    return waves * (part * (1 + crowd) + 5.7) + merge

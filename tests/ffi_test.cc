@@ -128,6 +128,22 @@ void Refusals() {
   EXPECT(arrays.Call(/*offset_of_k=*/16).Execute(nullptr, 0).success());
 }
 
+// Keys of the last sequence alone split: a launch for the others, one for the last, which a third one merges.
+void LastSplit() {
+  Arrays arrays(2);
+  arrays.parts[0] = arrays.o_parts[0] = 1;
+  const Forward call = arrays.Call();
+  EXPECT(call.Initialize(0).success() && call.Execute(nullptr, 0).success());
+  EXPECT(stand_in_calls("cuLaunchKernelEx 0") == 2 && stand_in_calls("cuLaunchKernelEx 2") == 1);
+  const SourceAddresses at = call.sources.items[0].at(1);
+  EXPECT(at.k == arrays.data + 5 * 64 * 2 && at.v == at.k && at.from == arrays.data + 3 * 4 && at.to == at.from);
+  arrays.parts[0] = arrays.o_parts[0] = 3;
+  const ffi::Error error = arrays.Call().Execute(nullptr, 0);
+  EXPECT(error.message() == "o_parts: got shape [3, 3, 8, 2, 64], wanted [2, 3, 8, 2, 64]");
+  arrays.parts[0] = 0;
+  EXPECT(arrays.Call().Execute(nullptr, 0).failure());
+}
+
 // Scores at given entries, and their gradients, whose dk is cleared before the single launch.
 void Entries() {
   alignas(64) static char data[4096];
@@ -196,6 +212,7 @@ int main(int argc, char** argv) {
   if (scenario == "threads") Threads();
   if (scenario == "fails for some") FailsForSome();
   if (scenario == "refusals") Refusals();
+  if (scenario == "last split") LastSplit();
   if (scenario == "entries") Entries();
   if (scenario == "rows") Rows();
   if (scenario == "fails") {

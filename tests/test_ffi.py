@@ -367,6 +367,16 @@ def test_runs_split(variant, splits, monkeypatch):
 
 
 @on_gpu
+@pytest.mark.parametrize("variant", [v for v in BUILT if v.op.startswith("dsv4_decode")], ids=lambda v: v.key)
+def test_runs_with_the_last_sequences_split(variant, monkeypatch):
+    if not variant.splits:
+        pytest.skip("splits no keys")
+    monkeypatch.setattr(_ffi, "_whole", lambda *_: 3)
+    monkeypatch.setattr(_ffi, "split_count", lambda *_: 3)
+    check(variant, b=5, h_q=128, s_q=2, s_kv=400, s_kv1=500, topk=300)
+
+
+@on_gpu
 @pytest.mark.parametrize("variant", [v for v in BUILT if v.op in ("sparse_fwd", "dsv4_decode")], ids=lambda v: v.key)
 def test_runs_on_a_pool_of_all_sequences(variant):
     x, scale = operands(variant, h_q=heads_for(variant, 64), s_q=3), variant.d**-0.5

@@ -66,6 +66,7 @@ def program(request, tmp_path_factory):
         ("threads",),
         ("fails for some",),
         ("refusals",),
+        ("last split",),
         ("entries",),
         ("rows",),
         *(("fails", function, times) for function in FUNCTIONS for times in ("1", "3")),

@@ -47,3 +47,21 @@ def test_without_a_backend(monkeypatch):
 
     monkeypatch.setattr(jax, "local_devices", nothing)
     assert _split_kv.processors("sm_90a") == 132 and _ffi.local_architectures() == ()
+
+
+@pytest.mark.parametrize(
+    ("sequences", "tiles", "key_tiles", "whole", "splits"),
+    [
+        (133, 4, 18, 132, 18),  # two queries of 128 heads: 4 turns of 132 tiles, and 4 tiles in 18 parts each
+        (148, 4, 18, 0, 1),  # 64 tiles in two parts each would gain less than a launch costs
+        (67, 4, 18, 66, 18),
+        (128, 4, 18, 0, 1),  # the last turn has 116 tiles
+        (132, 4, 18, 0, 1),
+        (30, 4, 18, 0, 1),  # no whole turn
+        (33, 5, 18, 26, 3),  # turns do not end where sequences do: 130 tiles, then 35
+        (1, 500, 18, 0, 1),  # one sequence is not cut
+    ],
+)
+def test_only_the_last_turn_is_split(sequences, tiles, key_tiles, whole, splits):
+    assert _split_kv.whole_sequences(sequences, tiles, key_tiles, 1, 132) == whole
+    assert _split_kv.split_count((sequences - whole) * tiles, key_tiles, 1, 132) == splits
