@@ -460,7 +460,6 @@ FAULTS = [
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda x: x.name.replace(" ", "-"))
 def test_finds(fault):
     """By the symptoms of this fault, whatever the order of events; no other fault has the same."""
-    print(*fault.found(SEEDS), sep="\n")
     assert [other.name for other in FAULTS if fault.is_told_by(other.found(SEEDS))] == [fault.name]
 
 
