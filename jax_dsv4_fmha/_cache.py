@@ -65,12 +65,11 @@ class Cache:
         """
         op = "Cache.zeros"
         pages, page = _check.positive(op, "pages", pages), _check.positive(op, "page", page)
-        if jnp.dtype(dtype) == jnp.float8_e4m3fn:
-            layout = layout or V4_FP8
+        fp8 = jnp.dtype(jnp.float8_e4m3fn)
+        wanted = "bfloat16, float16, float32, or float8_e4m3fn for the layout v4_fp8"
+        if layout is None and _check.dtype(op, "dtype", dtype, (*_check.FLOAT, fp8), wanted) == fp8:
+            layout = V4_FP8
         if layout is None:
-            if jnp.dtype(dtype) not in _check.FLOAT:
-                wanted = "bfloat16, float16, float32, or float8_e4m3fn for the layout v4_fp8"
-                raise _check.error(ValueError, op, "dtype", jnp.dtype(dtype).name, wanted)
             d = _check.positive(op, "d", D if d is None else d)
             return cls(jnp.zeros((pages, page, d), dtype), block_table)
         how = layout_of(op, layout)

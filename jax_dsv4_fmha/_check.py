@@ -180,30 +180,56 @@ def scale(op: str, x: Any, d: int) -> float:
     """A number that fp32 holds and that is above 0, known while tracing; d**-0.5 where none was given."""
     if x is None:
         return 1 / math.sqrt(d)
-    wanted = "a finite fp32 number > 0, known while tracing"
-    if isinstance(x, bool) or not isinstance(x, numbers.Real):
-        raise error(TypeError, op, "scale", x, wanted)
-    try:
-        number = float(x)
-    except OverflowError:  # an int without end
-        number = math.inf
-    if not _TINY <= number <= _MAX:
-        raise error(ValueError, op, "scale", x, wanted)
-    return number
+    return number(op, "scale", x, "a finite fp32 number > 0", lambda x: _TINY <= x <= _MAX)
 
 
 def positive(op: str, name: str, x: Any) -> Any:
     """An int >= 1, or a dimension that `jax.export` leaves open."""
-    wanted = "an int >= 1, known while tracing"
+    return integer(op, name, x, 1)
+
+
+def integer(op: str, name: str, x: Any, least: int) -> Any:
+    """An int >= least, or a dimension that `jax.export` leaves open."""
+    wanted = f"an int >= {least}, known while tracing"
     if jax.export.is_symbolic_dim(x):
         return x
     try:
         n = operator.index(x)
     except (TypeError, jax.errors.JAXTypeError) as e:
         raise error(TypeError, op, name, x, wanted) from e
-    if isinstance(x, bool) or not 1 <= n < 2**31:
+    if isinstance(x, bool) or not least <= n < 2**31:
         raise error(ValueError, op, name, x, wanted)
     return n
+
+
+def number(op: str, name: str, x: Any, wanted: str, fits: Callable[[float], bool]) -> float:
+    """A finite number that fits, known while tracing; `wanted` says in words which ones do."""
+    wanted += ", known while tracing"
+    if isinstance(x, bool) or not isinstance(x, numbers.Real):
+        raise error(TypeError, op, name, x, wanted)
+    try:
+        value = float(x)
+    except OverflowError:  # an int without end
+        value = math.inf
+    if not (math.isfinite(value) and fits(value)):
+        raise error(ValueError, op, name, x, wanted)
+    return value
+
+
+def epsilon(op: str, x: Any) -> None:
+    """Raises unless x is a norm's epsilon."""
+    number(op, "eps", x, "a finite number >= 0", lambda x: x >= 0)
+
+
+def dtype(op: str, name: str, x: Any, dtypes: Collection[Any], wanted: str) -> Any:
+    """`x` as one of these dtypes; `wanted` says in words which they are."""
+    try:
+        found = None if x is None else jnp.dtype(x)
+    except TypeError as e:
+        raise error(TypeError, op, name, x, wanted) from e
+    if found not in dtypes:
+        raise error(ValueError, op, name, x if found is None else found.name, wanted)
+    return found
 
 
 def offset(op: str, name: str, x: Any, dims: dict[str, Any]) -> jax.Array:

@@ -13,7 +13,6 @@ A layer is a function of arrays and pytrees: parameters are a dict, caches a Nam
 """
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ from jax.sharding import PartitionSpec
 
 from .. import Cache, Span, _check, dsv4_attention, dsv4_decode, lightning_indexer
 from .._span import positions_of
+from . import _operands
 from ._norm import rms_norm
 from ._two_levels import two_levels
 from .compressor import Compressor, packed_blocks, whole_sequences
@@ -108,6 +108,9 @@ class DSV4Attention:
       indexer: chooses entries. If `sparse` and no indexer, the layer uses an earlier layer's choice.
       norm_heads: whether each query head is normalised (V4).
       eps: epsilon of the norms.
+
+    Raises:
+      ValueError, TypeError: sizes out of range, or a compressor or an indexer that does not fit the layer.
     """
 
     hidden: int
@@ -126,8 +129,44 @@ class DSV4Attention:
     eps: float = 1e-6
 
     def __post_init__(self) -> None:
+        for name in ("hidden", "heads", "d", "q_rank", "o_groups", "o_rank", "window"):
+            _check.positive(_OP, name, getattr(self, name))
+        _check.integer(_OP, "ratio", self.ratio, 0)
+        _check.epsilon(_OP, self.eps)
         if self.heads % self.o_groups:
             raise _check.error(ValueError, _OP, "o_groups", self.o_groups, f"a divisor of the {self.heads} heads")
+        for name, kind in (("rope", Rope), ("compressor", Compressor | None), ("indexer", Indexer | None)):
+            if not isinstance(getattr(self, name), kind):
+                raise _check.error(TypeError, _OP, name, getattr(self, name), f"a {name.title()}")
+        if self.rope.dims > self.d:
+            raise _check.error(ValueError, _OP, "rope", f"{self.rope.dims} dims", f"at most d={self.d}")
+        own = self.compressor
+        if own is not None and (own.hidden, own.d, own.ratio) != (self.hidden, self.d, self.ratio):
+            got, wanted = (f"hidden={x.hidden}, d={x.d}, ratio={x.ratio}" for x in (own, self))
+            raise _check.error(ValueError, _OP, "compressor", got, wanted)
+        if self.sparse and not self.ratio:
+            raise _check.error(ValueError, _OP, "sparse", self.sparse, "False with ratio 0")
+        if self.indexer is not None:
+            self._fits(self.indexer)
+
+    def _fits(self, indexer: Indexer) -> None:
+        """Raises unless the indexer fits the layer."""
+        wanted = {"hidden": self.hidden, "q_rank": self.q_rank}
+        if indexer.latent:
+            wanted["latent"] = self.d
+        for name, n in wanted.items():
+            if getattr(indexer, name) != n:
+                raise _check.error(ValueError, _OP, f"indexer.{name}", getattr(indexer, name), str(n))
+        if self.rope.dims > indexer.d:
+            raise _check.error(ValueError, _OP, "indexer.d", indexer.d, f"at least the {self.rope.dims} dims of rope")
+        if not self.sparse:
+            raise _check.error(ValueError, _OP, "sparse", self.sparse, "True with an indexer")
+        if indexer.owns_keys and self.compressor is None:
+            raise _check.error(ValueError, _OP, "compressor", None, "one with an indexer that makes keys")
+        if indexer.compressor is not None and indexer.compressor.ratio != self.ratio:
+            raise _check.error(
+                ValueError, _OP, "indexer.compressor.ratio", indexer.compressor.ratio, f"the layer's {self.ratio}"
+            )
 
     def init(self, key: jax.Array) -> dict[str, Any]:
         """Random parameters, in float32."""
@@ -159,7 +198,7 @@ class DSV4Attention:
         All other parameters, and the indexer's, are whole on each device. The one collective is the sum over groups of
         heads.
         """
-        specs = jax.tree.map(lambda _: PartitionSpec(), jax.eval_shape(self.init, jax.random.key(0)))
+        specs = jax.tree.map(lambda _: PartitionSpec(), _operands.shapes(self))
         split = {name: PartitionSpec(heads) for name in ("sink", "wo_a", "wo_b")}
         return {**specs, **split, "wq_b": PartitionSpec(None, heads)}
 
@@ -174,7 +213,14 @@ class DSV4Attention:
           steps: the greatest number of tokens that one call of `step` may add, or take back.
           block_table: int32 `[b, n]`, for compressed entries in a pool of at least `b n` pages that all sequences
             share; a page has room for `ceil(ceil(room / ratio) / n)` entries. None makes a contiguous cache.
+
+        Raises:
+          ValueError, TypeError: operands that differ from the above.
         """
+        for name, n in (("b", b), ("room", room), ("steps", steps)):
+            _check.positive(_OP, name, n)
+        if block_table is not None:
+            block_table = _check.operand(_OP, "block_table", block_table, "b n", {"b": b}, _check.INT)
         window = Cache.zeros(b, self.window + steps - 1, self.d, dtype)
         if self.compressor is None:
             return LayerCache(window)
@@ -227,7 +273,7 @@ class DSV4Attention:
           ValueError, TypeError: operands that differ from the above.
           NotImplementedError: documents, where an indexer chooses in two levels.
         """
-        b, s = self._operands(params, x, cache)
+        b, s = self._checked(params, x, cache, shared)
         if segment_ids is not None:
             segment_ids = _check.operand(_OP, "segment_ids", segment_ids, "b s", {"b": b, "s": s}, _check.INT)
             if cache is not None:
@@ -289,7 +335,9 @@ class DSV4Attention:
         Raises:
           ValueError, TypeError: operands that differ from the above.
         """
-        b, s = self._operands(params, x, cache)
+        if cache is None:
+            raise _check.error(TypeError, _OP, "cache", cache, "a LayerCache")
+        b, s = self._checked(params, x, cache, shared)
         lengths = jnp.broadcast_to(_check.offset(_OP, "lengths", lengths, {"b": b}), (b,))
         positions = (lengths - s)[:, None] + jnp.arange(s, dtype=jnp.int32)
         c, q, kv = self._projected(params, x, positions)
@@ -440,19 +488,58 @@ class DSV4Attention:
         summed = None if g is None else PartitionSpec(b, s, None)  # an Explicit axis needs an out_sharding
         return jnp.einsum("bsgr,grm->bsm", low_rank, params["wo_b"].astype(o.dtype), out_sharding=summed)
 
-    def _operands(self, params: Any, x: Any, cache: Any) -> tuple[Any, Any]:
-        if missing := [name for name in _parameters(self) if name not in params]:
-            raise _check.error(ValueError, _OP, "params", f"no {', '.join(missing)}", "what `init` makes")
+    def _checked(self, params: Any, x: Any, cache: Any, shared: Any) -> tuple[Any, Any]:
+        _operands.parameters(self, params)
         dims: dict[str, Any] = {"hidden": self.hidden}
-        _check.operand(_OP, "x", x, "b s hidden", dims, _check.FLOAT)
-        if cache is not None and not isinstance(cache, LayerCache):
+        x = _check.operand(_OP, "x", x, "b s hidden", dims, _check.FLOAT)
+        b, s = dims["b"], dims["s"]
+        if cache is not None:
+            self._its_own(cache, b, x.dtype)
+        if not isinstance(shared, Shared | None):
+            raise _check.error(TypeError, _OP, "shared", shared, "a Shared or None")
+        self._an_earlier_layers(shared or Shared(), b, s, cache is not None)
+        return b, s
+
+    def _its_own(self, cache: Any, b: Any, dtype: Any) -> None:
+        """Raises unless a LayerCache has the caches of this kind of layer, for b sequences and x's dtype."""
+        if not isinstance(cache, LayerCache):
             raise _check.error(TypeError, _OP, "cache", cache, "a LayerCache")
-        return dims["b"], dims["s"]
+        channels = {"window": self.d}
+        of_keys = None if self.indexer is None else self.indexer.compressor
+        fp32 = {"tokens": self.compressor, "key_tokens": of_keys}
+        if self.compressor is not None:
+            channels["compressed"] = self.d
+        if self.indexer is not None and self.indexer.owns_keys:
+            channels["keys"] = self.indexer.d
+        channels |= {name: c.width for name, c in fp32.items() if c is not None and c.ratio > 1}
+        for name, part in cache._asdict().items():
+            if (part is None) == (name in channels) or not isinstance(part, Cache | None):
+                wanted = "a Cache" if name in channels else "None in such a layer"
+                raise _check.error(TypeError, _OP, f"cache.{name}", part, wanted)
+            if part is not None:
+                dtypes = _check.FP32 if name in fp32 else (dtype,)
+                part.check(_OP, f"cache.{name}", {"b": b, "d": channels[name]}, dtypes)
 
-
-@functools.cache
-def _parameters(layer: DSV4Attention) -> tuple[str, ...]:
-    return tuple(jax.eval_shape(lambda: layer.init(jax.random.key(0))))
+    def _an_earlier_layers(self, shared: Shared, b: Any, s: Any, cached: bool) -> None:
+        """Raises unless shared has what this layer takes from earlier ones."""
+        dims: dict[str, Any] = {"b": b, "s": s}
+        taken = {"compressed": self.d} if self.ratio and self.compressor is None else {}
+        if self.indexer is not None and not self.indexer.owns_keys:
+            taken["keys"] = self.indexer.d
+        for name, d in taken.items():
+            x = getattr(shared, name)
+            if not cached:
+                _operands.hidden(_OP, f"shared.{name}", x, d, (b, s // self.ratio))
+            elif isinstance(x, Cache):
+                x.check(_OP, f"shared.{name}", {"b": b, "d": d}, _check.FLOAT)
+            else:
+                raise _check.error(TypeError, _OP, f"shared.{name}", x, "a Cache, as an earlier layer returned it")
+        if not (self.sparse and (cached or s // self.ratio > 0)):
+            return
+        if self.indexer is None:
+            _check.operand(_OP, "shared.indices", shared.indices, "b s topk", dims, _check.INT)
+        elif self.indexer.within:
+            _check.operand(_OP, "shared.blocks", shared.blocks, "b s n", dims, _check.INT)
 
 
 _OP = "DSV4Attention"

@@ -22,8 +22,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from .. import Cache
+from .. import Cache, _check
 from .._span import positions_of
+from . import _operands
 from ._norm import rms_norm
 
 
@@ -41,6 +42,9 @@ class Compressor:
       overlap: whether an entry pools the block before too.
       has_ape: whether scores depend on the place in a block.
       eps: epsilon of the norm.
+
+    Raises:
+      ValueError, TypeError: here or in its methods: sizes, parameters or operands that differ from what is documented.
     """
 
     hidden: int
@@ -49,6 +53,13 @@ class Compressor:
     overlap: bool = False
     has_ape: bool = True
     eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "d", "ratio"):
+            _check.positive(_OP, name, getattr(self, name))
+        if self.overlap and self.ratio == 1:
+            raise _check.error(ValueError, _OP, "overlap", self.overlap, "False with ratio 1")
+        _check.epsilon(_OP, self.eps)
 
     @property
     def blocks(self) -> int:
@@ -80,18 +91,21 @@ class Compressor:
 
     @jax.named_scope("compressor")
     def __call__(self, params: Any, x: jax.Array, first: jax.Array | None = None) -> jax.Array:
-        """Latents `[b, s // ratio, d]`, in x's dtype, from x `[b, s, hidden]`, which consists of whole blocks.
+        """Latents `[b, s // ratio, d]`, in x's dtype, from x `[b, s, hidden]`. Tokens after the last whole block
+        give no latent.
 
         first: int32 `[b or 1, s // ratio]`, the position in its sequence of the first token of each block, as
         `packed_blocks` gives it. A block that is not the first of its sequence stands next to the previous one. None
         means one sequence, from position 0 on.
         """
+        tokens = self.tokens(params, x)
         n = x.shape[1] // self.ratio
-        tokens = whole_sequences(self.tokens(params, x))[:, : n * self.ratio]
+        tokens = whole_sequences(tokens)[:, : n * self.ratio]
         if self.overlap:
             tokens = jnp.pad(tokens, ((0, 0), (self.ratio, 0), (0, 0)))
         if first is None:
             first = jnp.arange(n, dtype=jnp.int32)[None] * self.ratio
+        first = _operands.positions(_OP, "first", first, x.shape[0], n)
         return self._pool(params, tokens, first >= self.ratio, x.dtype)
 
     def tokens(self, params: Any, x: jax.Array, positions: jax.Array | None = None) -> jax.Array:
@@ -99,7 +113,11 @@ class Compressor:
 
         positions: int32 `[b or 1, s]`; None where x consists of whole blocks.
         """
-        s = x.shape[1]
+        _operands.parameters(self, params)
+        x = _operands.hidden(_OP, "x", x, self.hidden)
+        b, s = x.shape[:2]
+        if positions is not None:
+            positions = _operands.positions(_OP, "positions", positions, b, s)
         rows = product(x, params["w"])
         if "ape" not in params:
             return rows
@@ -114,6 +132,7 @@ class Compressor:
         A ring of `tokens`. A call may add up to `steps` tokens, and a later call may take them back: it passes an
         earlier position, and new tokens overwrite them.
         """
+        b, steps = _check.positive(_OP, "b", b), _check.positive(_OP, "steps", steps)
         if self.ratio == 1:
             return None
         return Cache.zeros(b, self.reach + steps - 1, self.width, jnp.float32)
@@ -136,8 +155,19 @@ class Compressor:
           latents `[b, n, d]` in x's dtype, n = ceil(s / ratio); int32 `[b, n]`, the entry of each, -1 where its block
           is not complete; and the new state.
         """
-        s = x.shape[1]
-        r = self.ratio
+        dims = {"hidden": self.hidden}
+        x = _check.operand(_OP, "x", x, "b s hidden", dims, _check.FLOAT)
+        start = _check.operand(_OP, "start", start, "b", dims, _check.INT)
+        lengths = _check.operand(_OP, "lengths", lengths, "b", dims, _check.INT)
+        if (state is None) != (self.ratio == 1) or not isinstance(state, Cache | None):
+            wanted = "None with ratio 1" if self.ratio == 1 else "a Cache, as `state` makes it"
+            raise _check.error(TypeError, _OP, "state", state, wanted)
+        if state is not None:
+            state.check(_OP, "state", dims | {"d": self.width}, _check.FP32)
+            if state.capacity < self.reach:
+                got = f"room for {state.capacity} tokens"
+                raise _check.error(ValueError, _OP, "state", got, f"{self.reach} at least")
+        s, r = x.shape[1], self.ratio
         positions = start[:, None] + jnp.arange(s, dtype=jnp.int32)
         real = (positions >= 0) & (positions < lengths[:, None])
         new = self.tokens(params, x, positions)
@@ -210,6 +240,9 @@ class Compressor:
         scaled = [[jnp.exp(m - most) * x for x in sums] for m, *sums in parts]
         weights, pooled = (functools.reduce(jnp.add, sums) for sums in zip(*scaled, strict=True))
         return rms_norm((pooled / weights).astype(dtype), params["norm"], self.eps)
+
+
+_OP = "Compressor"
 
 
 @jax.custom_vjp

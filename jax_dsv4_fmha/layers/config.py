@@ -1,7 +1,7 @@
 """The attention layers of a model, from its config.json: DeepSeek-V4-Flash, V4-Pro and V4.1-Flash."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +33,13 @@ def from_config(config: Mapping[str, Any] | str | Path) -> tuple[DSV4Attention, 
 
     Raises:
       ValueError: an entry is missing, or has a value that these layers do not support.
-      TypeError: neither a path nor a mapping.
+      TypeError: neither a path nor a mapping, or an entry of another type.
     """
     if not isinstance(config, Mapping | str | Path):
-        raise TypeError(f"from_config: config: got {_check.describe(config)}, wanted a path or a mapping")
-    entries = config if isinstance(config, Mapping) else json.loads(Path(config).read_text())
-    read = _Reader(entries.get("text_config", entries))
-    n = read("num_hidden_layers")
+        raise _check.error(TypeError, _OP, "config", config, "a path or a mapping")
+    entries = _mapping("config", config if isinstance(config, Mapping) else json.loads(Path(config).read_text()))
+    read = _Reader(_mapping("text_config", entries.get("text_config") or entries))
+    n = _check.positive(_OP, "num_hidden_layers", read("num_hidden_layers"))
     make = _v41 if "kv_source_layer_ids" in read.entries else _v4
     return tuple(make(read, i) for i in range(n))
 
@@ -72,13 +72,13 @@ def _v4(read: "_Reader", layer: int) -> DSV4Attention:
 
 def _v41(read: "_Reader", layer: int) -> DSV4Attention:
     hidden, eps, (ratio, _) = read("hidden_size"), read("rms_norm_eps", 1e-6), read.kind(layer)
-    owns_entries = ratio > 0 and layer in read("kv_source_layer_ids")
-    chooses = ratio > 0 and layer in read("index_source_layer_ids")
+    owns_entries = ratio > 0 and layer in read.layers("kv_source_layer_ids")
+    chooses = ratio > 0 and layer in read.layers("index_source_layer_ids")
     compressor = indexer = None
     if owns_entries:
         compressor = Compressor(hidden, read("head_dim"), ratio, has_ape=False, eps=eps)
     if chooses:
-        source = read("candidate_source_layer_id", -1)
+        source = _check.integer(_OP, "candidate_source_layer_id", read("candidate_source_layer_id", -1), -1)
         indexer = Indexer(
             hidden,
             read("q_lora_rank"),
@@ -113,27 +113,32 @@ class _Reader:
             if self.entries.get(key) is not None:
                 return self.entries[key]
         if default is None:
-            raise ValueError(f"from_config: {name}: got none, wanted it in the config")
+            raise _check.error(ValueError, _OP, name, "none", "it in the config")
         return default
+
+    def layers(self, name: str) -> Any:
+        """An entry that lists layers, or something of each layer."""
+        values = self(name)
+        if not isinstance(values, Sequence) or isinstance(values, str):
+            raise _check.error(TypeError, _OP, name, values, "a list")
+        return values
 
     def kind(self, layer: int) -> tuple[int, bool]:
         """The ratio of a layer, and whether, in V4, an indexer chooses its entries."""
         ratios, kinds = (self.entries.get(name) for name in ("compress_ratios", "layer_types"))
         if ratios is None and kinds is not None:
-            kind = self.of_layer("layer_types", kinds, layer)
+            kind = self.of_layer("layer_types", layer)
             if kind not in _RATIO:
-                raise ValueError(f"from_config: layer_types: got {kind}, wanted one of {', '.join(_RATIO)}")
-            ratio = (self.entries.get("compress_rates") or {}).get(kind, _RATIO[kind])
-            return int(ratio), kind == "compressed_sparse_attention"
-        ratio = self.of_layer("compress_ratios", self("compress_ratios"), layer)
-        if not isinstance(ratio, int) or ratio < 0:
-            raise ValueError(f"from_config: compress_ratios: got {ratio}, wanted ints, 0 or more")
+                raise _check.error(ValueError, _OP, "layer_types", kind, f"one of {', '.join(_RATIO)}")
+            ratio = _mapping("compress_rates", self("compress_rates", {})).get(kind, _RATIO[kind])
+            return _check.integer(_OP, "compress_rates", ratio, 0), kind == "compressed_sparse_attention"
+        ratio = _check.integer(_OP, "compress_ratios", self.of_layer("compress_ratios", layer), 0)
         return ratio, ratio == 4
 
-    @staticmethod
-    def of_layer(name: str, values: Any, layer: int) -> Any:
+    def of_layer(self, name: str, layer: int) -> Any:
+        values = self.layers(name)
         if layer >= len(values):
-            raise ValueError(f"from_config: {name}: got {len(values)}, wanted one for each layer, more than {layer}")
+            raise _check.error(ValueError, _OP, name, str(len(values)), f"one for each layer, more than {layer}")
         return values[layer]
 
     def sizes(self) -> dict[str, Any]:
@@ -150,8 +155,8 @@ class _Reader:
 
     def rope(self, compressed: bool) -> Rope:
         """The Rope of layers with a compressed cache, or of layers with a window alone."""
-        kinds = self.entries.get("rope_parameters") or {}
-        own = kinds.get("compress" if compressed else "main", {})
+        kinds = _mapping("rope_parameters", self("rope_parameters", {}))
+        own = _mapping("rope_parameters", kinds.get("compress" if compressed else "main", {}))
         if "qk_rope_head_dim" in self.entries or "rope_head_dim" in self.entries:
             dims = self("qk_rope_head_dim")
         else:
@@ -159,7 +164,7 @@ class _Reader:
         theta = own.get("rope_theta") or self("compress_rope_theta" if compressed else "rope_theta")
         if not compressed:
             return Rope(dims, theta)
-        yarn = own or self.entries.get("rope_scaling") or {}
+        yarn = own or _mapping("rope_scaling", self("rope_scaling", {}))
         if "rope_factor" in self.entries:  # DeepSeek's own names
             if not self.entries.get("original_seq_len"):
                 return Rope(dims, theta)
@@ -167,16 +172,19 @@ class _Reader:
             yarn = {"type": "yarn"} | {renamed.get(k, k): v for k, v in self.entries.items()}
         kind = yarn.get("rope_type") or yarn.get("type") or "default"
         if kind not in ("default", "yarn") or yarn.get("attention_factor") not in (None, 1):
-            raise ValueError(
-                f"from_config: rope_scaling: got {dict(yarn)}, wanted yarn with attention_factor 1, or none"
-            )
+            raise _check.error(ValueError, _OP, "rope_scaling", dict(yarn), "yarn with attention_factor 1, or none")
         if kind == "default":
             return Rope(dims, theta)
-        return Rope(
-            dims,
-            theta,
-            float(yarn["factor"]),
-            int(yarn["original_max_position_embeddings"]),
-            float(yarn.get("beta_fast", 32)),
-            float(yarn.get("beta_slow", 1)),
-        )
+        if missing := [name for name in ("factor", "original_max_position_embeddings") if yarn.get(name) is None]:
+            raise _check.error(ValueError, _OP, "rope_scaling", dict(yarn), f"{' and '.join(missing)} with yarn")
+        betas = yarn.get("beta_fast", 32), yarn.get("beta_slow", 1)
+        return Rope(dims, theta, yarn["factor"], yarn["original_max_position_embeddings"], *betas)
+
+
+def _mapping(name: str, x: Any) -> Mapping[str, Any]:
+    if not isinstance(x, Mapping):
+        raise _check.error(TypeError, _OP, name, x, "a mapping")
+    return x
+
+
+_OP = "from_config"

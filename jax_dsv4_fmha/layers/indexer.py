@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .. import _check
+from . import _operands
 from ._norm import rms_norm
 from .compressor import Compressor, product
 from .rope import Rope, rope
@@ -38,6 +40,9 @@ class Indexer:
       makes: how many blocks this layer also chooses for later layers.
       within: whether this layer chooses only within such blocks.
       eps: epsilon of the norm.
+
+    Raises:
+      ValueError, TypeError: here or in its methods: sizes, parameters or operands that differ from what is documented.
     """
 
     hidden: int
@@ -51,6 +56,21 @@ class Indexer:
     makes: int = 0
     within: bool = False
     eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "q_rank", "heads", "d", "topk", "block"):
+            _check.positive(_OP, name, getattr(self, name))
+        for name in ("latent", "makes"):
+            _check.integer(_OP, name, getattr(self, name), 0)
+        own = self.compressor
+        if not isinstance(own, Compressor | None):
+            raise _check.error(TypeError, _OP, "compressor", own, "a Compressor or None")
+        if own is not None and (own.hidden, own.d, self.latent) != (self.hidden, self.d, 0):
+            got = f"hidden={own.hidden}, d={own.d} with latent={self.latent}"
+            raise _check.error(ValueError, _OP, "compressor", got, f"hidden={self.hidden}, d={self.d} with latent=0")
+        if own is not None and not _is_power(self.d):
+            raise _check.error(ValueError, _OP, "d", self.d, "a power of two with a compressor, for `hadamard`")
+        _check.epsilon(_OP, self.eps)
 
     @property
     def owns_keys(self) -> bool:
@@ -78,8 +98,11 @@ class Indexer:
         self, params: Any, x: jax.Array, low_rank: jax.Array, positions: jax.Array, how: Rope
     ) -> tuple[jax.Array, jax.Array]:
         """q `[b, s, heads, d]` and weights float32 `[b, s, heads]`, from x `[b, s, hidden]` and low_rank
-        `[b, s, q_rank]`.
+        `[b, s, q_rank]`; positions int32 `[b or 1, s]`.
         """
+        _operands.parameters(self, params)
+        x = _operands.hidden(_OP, "x", x, self.hidden)
+        low_rank = _operands.hidden(_OP, "low_rank", low_rank, self.q_rank, x.shape[:2])
         low_rank = lax.optimization_barrier(low_rank)  # or XLA merges this product with attention's, and cuts it apart
         q = rope(jnp.einsum("bsr,rhd->bshd", low_rank, params["wq_b"].astype(x.dtype)), positions, how)
         weights = product(x, params["weights_proj"])
@@ -87,7 +110,11 @@ class Indexer:
 
     @jax.named_scope("indexer")
     def keys(self, params: Any, latents: jax.Array, positions: jax.Array, how: Rope) -> jax.Array:
-        """k `[b, n, d]` from latents, those of `compressor` or the layer's own; positions `[b or 1, n]`."""
+        """k `[b, n, d]` from latents, those of `compressor` `[b, n, d]` or the layer's own `[b, n, latent]`; positions
+        int32 `[b or 1, n]`.
+        """
+        _operands.parameters(self, params)
+        latents = _operands.hidden(_OP, "latents", latents, self.latent or self.d)
         if self.latent:
             latents = rms_norm(jnp.matmul(latents, params["wk"].astype(latents.dtype)), params["k_norm"], self.eps)
         return self._spread(rope(latents, positions, how))
@@ -101,11 +128,23 @@ def hadamard(x: jax.Array) -> jax.Array:
     returned in x's dtype.
 
     Entry (i, j) of the matrix is `(-1)^popcount(i & j)`.
+
+    Raises:
+      ValueError, TypeError: x is not an array of floats, or d not a power of two.
     """
+    wanted = f"{' or '.join(map(str, _check.FLOAT))}[..., d], d a power of two"
+    x = _check.array(
+        "hadamard", "x", x, wanted, lambda x: x.dtype in _check.FLOAT and x.ndim and _is_power(x.shape[-1])
+    )
     d = x.shape[-1]
-    if d & (d - 1):
-        raise ValueError(f"hadamard: x: got {d} channels, wanted a power of two")
     i = np.arange(d)
     signs = 1 - 2 * (np.bitwise_count(i[:, None] & i).astype(np.int32) % 2)
     y = jnp.matmul(x, jnp.asarray(signs, x.dtype), preferred_element_type=jnp.float32, precision=lax.Precision.HIGHEST)
     return (y * d**-0.5).astype(x.dtype)
+
+
+def _is_power(n: int) -> bool:
+    return n > 0 and not n & (n - 1)
+
+
+_OP = "Indexer"

@@ -20,6 +20,7 @@ from jax import lax
 
 from .. import _check, _ffi
 from .._transforms import ONE_OR_B, Arrays, Axes, Call, Fit, Op, _once, choose
+from . import _operands
 from ._norm import rms_norm
 
 
@@ -34,6 +35,10 @@ class Rope:
       original: the context in tokens that the model was trained on before its extension, for YaRN.
       beta_fast, beta_slow: dimensions that turn more often than beta_fast within `original` keep their frequency.
         Those that turn less often than beta_slow are slowed down by `factor`. A ramp joins the two.
+
+    Raises:
+      ValueError, TypeError: numbers that make no frequencies: dims below 2 or odd, theta not above 1, factor below 1,
+        or, with a factor, no `original` or a beta not above 0.
     """
 
     dims: int = 64
@@ -44,8 +49,14 @@ class Rope:
     beta_slow: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.dims < 2 or self.dims % 2:
+        if _check.positive("Rope", "dims", self.dims) % 2:
             raise _check.error(ValueError, "Rope", "dims", self.dims, "an even int >= 2")
+        _check.number("Rope", "theta", self.theta, "a finite number > 1", lambda x: x > 1)
+        _check.number("Rope", "factor", self.factor, "a finite number >= 1", lambda x: x >= 1)
+        if self.factor > 1:
+            _check.positive("Rope", "original", self.original)
+            for name in ("beta_fast", "beta_slow"):
+                _check.number("Rope", name, getattr(self, name), "a finite number > 0", lambda x: x > 0)
 
     def frequencies(self) -> np.ndarray:
         """float32 `[dims / 2]`, in radians a token."""
@@ -98,14 +109,12 @@ def rope_of_normed(x: jax.Array, positions: jax.Array, how: Rope, eps: float) ->
 
 
 def _turn(op: str, x: Any, positions: Any, how: Rope, direction: int) -> jax.Array:
+    if not isinstance(how, Rope):
+        raise _check.error(TypeError, op, "how", how, "a Rope")
     n = how.dims
     wanted = f"[b, s, d] or [b, s, h, d] of floats, d >= {n}"
     x = _check.array(op, "x", x, wanted, lambda x: x.dtype in _check.FLOAT and x.ndim in (3, 4) and x.shape[-1] >= n)
-    s = x.shape[1]
-    wanted = f"int32[b or 1, s={s}]"
-    positions = _check.array(
-        op, "positions", positions, wanted, lambda p: p.dtype in _check.INT and p.ndim == 2 and p.shape[1] == s
-    )
+    positions = _operands.positions(op, "positions", positions, *x.shape[:2])
     calls = _calls("rope", x, how) if x.shape[-1] % _VECTOR == 0 else None
     with jax.named_scope("rope"):
         rows = x if x.ndim == 4 else x[:, :, None]

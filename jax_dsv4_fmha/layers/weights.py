@@ -1,13 +1,15 @@
 """Parameters from checkpoints: Hugging Face's names and DeepSeek's."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .. import _check
+from ._operands import shapes
 from .attention import DSV4Attention
 
 _DEEPSEEK: dict[str, Any] = {
@@ -73,53 +75,78 @@ def from_state_dict(
       dtype: dtype of the matrices. Norms, sinks and `ape` are float32.
 
     Raises:
-      ValueError: a tensor is missing, has another shape, or has no use in the layer.
+      ValueError: a tensor is missing, has another shape, is not of floats, is in 8 bits without scales, or has no use
+        in the layer.
+      TypeError: not a layer, not a mapping, or a tensor without values, as inside of `jax.jit`.
     """
-    own = {name[len(prefix) :]: x for name, x in tensors.items() if name.startswith(prefix)}
+    if not isinstance(layer, DSV4Attention):
+        raise _check.error(TypeError, _OP, "layer", layer, "a DSV4Attention")
+    if not isinstance(tensors, Mapping) or not isinstance(prefix, str):
+        what = ("prefix", prefix, "a str") if isinstance(tensors, Mapping) else ("tensors", tensors, "a mapping")
+        raise _check.error(TypeError, _OP, *what)
+    dtype = _check.dtype(_OP, "dtype", dtype, _check.FLOAT, " or ".join(map(str, _check.FLOAT)))
+    own = {name[len(prefix) :]: x for name, x in tensors.items() if isinstance(name, str) and name.startswith(prefix)}
     names = next((names for names in (_DEEPSEEK, _HUGGING_FACE) if names["wq_a"] in own), None)
     if names is None:
         wanted = f"{prefix}{_DEEPSEEK['wq_a']} or {prefix}{_HUGGING_FACE['wq_a']}"
-        raise ValueError(f"from_state_dict: tensors: got none that is called so, wanted {wanted}")
-    shapes = jax.eval_shape(layer.init, jax.random.key(0))
+        raise _check.error(ValueError, _OP, "tensors", "none that is called so", wanted)
     used: set[str] = set()
 
-    def tensor(name: str, leaf: str, shape: Any) -> np.ndarray:
+    def tensor(name: str, shape: Sequence[int], leaf: str) -> np.ndarray:
+        wanted = f"floats{list(shape)} for {leaf}"
         if name not in own:
-            raise ValueError(f"from_state_dict: {prefix}{name}: got none, wanted {list(shape.shape)} of {leaf}")
+            raise _check.error(ValueError, _OP, prefix + name, "none", wanted)
+        given = own[name]
+        x = _to_numpy(prefix + name, given, wanted)
+        if x.shape != tuple(shape):
+            raise _check.error(ValueError, _OP, prefix + name, given, wanted)
         used.add(name)
-        x = _to_numpy(own[name])
-        for scale in (*(name.removesuffix(".weight") + end for end in _SCALES), name + _SCALES[2]):
-            if scale in own and scale not in used:
-                used.add(scale)
-                x = _scaled(prefix + name, x, _to_numpy(own[scale]))
-        return x.T if name.endswith(".weight") and x.ndim == 2 else x
+        stem = name.removesuffix(".weight")
+        scales = [s for s in (*(stem + end for end in _SCALES), name + _SCALES[2]) if s in own]
+        if scales:
+            used.add(scales[0])
+            return _scaled(prefix + name, x, _to_numpy(prefix + scales[0], own[scales[0]], "scales of floats"))
+        if "float8" in str(given.dtype):
+            raise _check.error(ValueError, _OP, prefix + name, given, f"{stem}{_SCALES[0]}, its scales, too")
+        return x
 
-    def read(path: Any, shape: Any) -> jax.Array:
-        leaf = ".".join(p.key for p in path)
-        name, *others = [names[leaf]] if isinstance(names[leaf], str) else names[leaf]
-        x = tensor(name, leaf, shape)
-        for other in others:
-            if x.size < math.prod(shape.shape):
-                x = np.concatenate([x, tensor(other, leaf, shape)], 1)
-        if x.size != math.prod(shape.shape):
-            got = list((x.T if name.endswith(".weight") and x.ndim == 2 else x).shape)
-            raise ValueError(f"from_state_dict: {prefix}{name}: got {got}, wanted {list(shape.shape)} of {leaf}")
+    def read(path: Any, leaf_shape: Any) -> jax.Array:
+        leaf, shape = ".".join(p.key for p in path), leaf_shape.shape
+        parts = [names[leaf]] if isinstance(names[leaf], str) else names[leaf]
         if leaf == "wo_a":  # [groups · rank, heads of a group · d]
-            g, heads, d, rank = shape.shape
-            x = x.T.reshape(g, rank, heads, d).transpose(0, 2, 3, 1)
+            g, heads, d, rank = shape
+            x = tensor(parts[0], (g * rank, heads * d), leaf)
+            x = x.reshape(g, rank, heads, d).transpose(0, 2, 3, 1)
+        elif not parts[0].endswith(".weight") or len(shape) == 1:
+            x = tensor(parts[0], shape, leaf)
+        else:  # [out, in]; wo_b has two axes in, all others one
+            n = 2 if leaf == "wo_b" else 1
+            columns, rows = math.prod(shape[:n]), math.prod(shape[n:])
+            if leaf.endswith("compressor.w") and _pools_alone(layer, leaf):
+                parts = parts[:1]
+            x = np.concatenate([tensor(part, (rows // len(parts), columns), leaf) for part in parts]).T
         last = leaf.rsplit(".")[-1]
-        return jnp.asarray(x.reshape(shape.shape), jnp.float32 if last in _FP32 else dtype)
+        return jnp.asarray(x.reshape(shape), jnp.float32 if last in _FP32 else dtype)
 
-    params = jax.tree_util.tree_map_with_path(read, shapes)
+    params = jax.tree_util.tree_map_with_path(read, shapes(layer))
     unused = sorted(set(own) - used)
     if unused:
-        got = f"got {', '.join(unused)} under {prefix!r}"
-        raise ValueError(f"from_state_dict: tensors: {got}, wanted a layer's alone")
+        raise _check.error(ValueError, _OP, "tensors", f"{', '.join(unused)} under {prefix!r}", "a layer's alone")
     return params
 
 
-def _to_numpy(x: Any) -> np.ndarray:
-    """float32, from any library's array."""
+def _pools_alone(layer: DSV4Attention, leaf: str) -> bool:
+    """Whether a compressor has no gate, which is so with ratio 1."""
+    own = layer.compressor if leaf == "compressor.w" or layer.indexer is None else layer.indexer.compressor
+    return own is not None and own.ratio == 1
+
+
+def _to_numpy(name: str, x: Any, wanted: str) -> np.ndarray:
+    """float32, from any library's array of floats."""
+    if isinstance(x, jax.core.Tracer) or not hasattr(x, "dtype"):
+        raise _check.error(TypeError, _OP, name, x, f"{wanted}, with values")
+    if "float" not in getattr(x.dtype, "name", str(x.dtype)):  # torch's dtypes have no name
+        raise _check.error(ValueError, _OP, name, x, wanted)
     if hasattr(x, "detach"):  # torch's: NumPy does not know its 8 and 16 bits
         x = x.detach().float().cpu().numpy()
     return np.asarray(x).astype(np.float32)
@@ -131,4 +158,9 @@ def _scaled(name: str, x: np.ndarray, scale: np.ndarray) -> np.ndarray:
         if scale.shape == tuple(-(-n // block) for n in x.shape):
             whole = np.repeat(np.repeat(scale, block, 0), block, 1)
             return x * whole[: x.shape[0], : x.shape[1]]
-    raise ValueError(f"from_state_dict: {name}: got scales {list(scale.shape)}, wanted one for a block of 128 or of 32")
+    raise _check.error(
+        ValueError, _OP, name, f"scales {list(scale.shape)}", "one for a block of 128 or of 32, in both directions"
+    )
+
+
+_OP = "from_state_dict"

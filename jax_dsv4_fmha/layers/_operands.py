@@ -1,0 +1,61 @@
+"""Checks that a layer and its parts share: of their parameters, and of hidden states."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .. import _check
+
+
+@functools.cache
+def shapes(part: Any) -> dict[str, Any]:
+    """Shapes of the parameters that `part.init` makes."""
+    found: dict[str, Any] = jax.eval_shape(lambda: part.init(jax.random.key(0)))
+    return found
+
+
+def parameters(part: Any, params: Any) -> None:
+    """Raises unless params have the names and shapes of those that `part.init` makes, and are floats."""
+    _agree(type(part).__name__, "params", params, shapes(part))
+
+
+def _agree(op: str, name: str, got: Any, wanted: Any) -> None:
+    if not isinstance(wanted, Mapping):
+        shape = f"floats{list(wanted.shape)}"
+        _check.array(op, name, got, shape, lambda x: x.shape == wanted.shape and jnp.issubdtype(x.dtype, jnp.floating))
+        return
+    if not isinstance(got, Mapping):
+        raise _check.error(TypeError, op, name, got, f"a dict of {', '.join(wanted)}, as `init` makes it")
+    missing = [key for key in wanted if key not in got]
+    surplus = [str(key) for key in got if key not in wanted]
+    if missing or surplus:
+        found = [f"no {', '.join(missing)}"] * bool(missing) + [f"{', '.join(surplus)} too"] * bool(surplus)
+        raise _check.error(ValueError, op, name, " and ".join(found), "what `init` makes")
+    for key in wanted:
+        _agree(op, f"{name}.{key}", got[key], wanted[key])
+
+
+def hidden(op: str, name: str, x: Any, last: int, first: tuple[Any, ...] = (None, None)) -> jax.Array:
+    """x `[b, s, last]` as an array of floats; `first` has b and s where they must be some number. Both may be 0."""
+
+    def fits(x: Any) -> bool:
+        there = x.dtype in _check.FLOAT and x.ndim == 3 and x.shape[2] == last
+        return there and all(n is None or n == m for n, m in zip(first, x.shape, strict=False))
+
+    sizes = [letter if n is None else f"{letter}={n}" for letter, n in zip("bs", first, strict=True)]
+    return _check.array(op, name, x, f"{' or '.join(map(str, _check.FLOAT))}[{', '.join([*sizes, str(last)])}]", fits)
+
+
+def positions(op: str, name: str, x: Any, b: Any, s: Any) -> jax.Array:
+    """int32 `[b or 1, s]`."""
+    wanted = f"int32[b={b} or 1, s={s}]" if b != 1 else f"int32[1, s={s}]"
+    return _check.array(
+        op,
+        name,
+        x,
+        wanted,
+        lambda x: x.dtype in _check.INT and x.ndim == 2 and x.shape[0] in (1, b) and x.shape[1] == s,
+    )

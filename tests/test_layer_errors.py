@@ -1,0 +1,230 @@
+"""Layers, their parts and their weights: whatever is wrong raises a clear error before anything is computed."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_dsv4_fmha import Cache
+from jax_dsv4_fmha.layers import (
+    Compressor,
+    Indexer,
+    LayerCache,
+    Rope,
+    Shared,
+    from_config,
+    from_state_dict,
+    hadamard,
+    inverse_rope,
+    rope,
+)
+from tests.test_layers import MODELS, checkpoint, hidden, model
+
+LAYERS, PARAMS = model("v4")
+LAYER, P = LAYERS[1], PARAMS[1]  # with an indexer
+OF_V41, P_V41 = model("v4.1")
+COMPRESSOR, INDEXER = LAYER.compressor, LAYER.indexer
+PC, PI = P["compressor"], P["indexer"]
+X, LOW_RANK, START = hidden(2, 8), jnp.zeros((2, 8, 12)), jnp.zeros(2, jnp.int32)
+AT = jnp.arange(8, dtype=jnp.int32)[None]
+STATE, CACHE = COMPRESSOR.state(2, 2), LAYER.cache(2, 16, jnp.float32)
+OF_WINDOW = LAYERS[0].cache(2, 16, jnp.float32)
+
+
+def extend(x=X, state=STATE, start=START, lengths=START + 8, of=COMPRESSOR, p=PC):
+    return of.extend(p, x, state, start, lengths)
+
+
+def queries(p=PI, x=X, low_rank=LOW_RANK, positions=AT, how=LAYER.rope):
+    return INDEXER.queries(p, x, low_rank, positions, how)
+
+
+def without(params, name):
+    return {key: x for key, x in params.items() if key != name}
+
+
+def changed(**sizes):
+    return dataclasses.replace(LAYER, **sizes)
+
+
+class Foreign:
+    """An array of another library, with a shape and a dtype."""
+
+    shape, dtype = (2, 8, 24), "torch.float32"
+
+
+# a call, and what its error says
+SIZES = [
+    (lambda: Compressor(0, 4, 4), r"Compressor: hidden: got 0, wanted an int >= 1"),
+    (lambda: Compressor(24, 4, 2.5), r"Compressor: ratio: got 2.5, wanted an int >= 1"),
+    (lambda: Compressor(24, 4, 1, overlap=True), r"Compressor: overlap: got True, wanted False with ratio 1"),
+    (lambda: Compressor(24, 4, 4, eps="small"), r"Compressor: eps: got small, wanted a finite number >= 0"),
+    (lambda: COMPRESSOR.state(2, 0), r"Compressor: steps: got 0, wanted an int >= 1"),
+    (lambda: Indexer(24, 12, heads=0), r"Indexer: heads: got 0, wanted an int >= 1"),
+    (lambda: Indexer(24, 12, topk=1.5), r"Indexer: topk: got 1.5, wanted an int >= 1"),
+    (lambda: Indexer(24, 12, latent=-1), r"Indexer: latent: got -1, wanted an int >= 0"),
+    (lambda: Indexer(24, 12, compressor=3), r"Indexer: compressor: got 3, wanted a Compressor or None"),
+    (lambda: Indexer(24, 12, d=24, compressor=Compressor(24, 24, 4)), r"Indexer: d: got 24, wanted a power of two"),
+    (lambda: Indexer(24, 12, d=16, compressor=Compressor(24, 32, 4)), r"compressor: got hidden=24, d=32 .*d=16 with"),
+    (lambda: Rope("8"), r"Rope: dims: got 8, wanted an int >= 1"),
+    (lambda: Rope(8, 0), r"Rope: theta: got 0, wanted a finite number > 1"),
+    (lambda: Rope(8, factor=0.5), r"Rope: factor: got 0.5, wanted a finite number >= 1"),
+    (lambda: Rope(8, factor=4), r"Rope: original: got 0, wanted an int >= 1"),
+    (lambda: Rope(8, factor=4, original=64, beta_slow=0), r"Rope: beta_slow: got 0, wanted a finite number > 0"),
+    (lambda: changed(heads=0), r"DSV4Attention: heads: got 0, wanted an int >= 1"),
+    (lambda: changed(o_groups=0), r"DSV4Attention: o_groups: got 0, wanted an int >= 1"),
+    (lambda: changed(window=None), r"DSV4Attention: window: got None, wanted an int >= 1"),
+    (lambda: changed(ratio=-1), r"DSV4Attention: ratio: got -1, wanted an int >= 0"),
+    (lambda: changed(rope=None), r"DSV4Attention: rope: got None, wanted a Rope"),
+    (lambda: changed(rope=Rope(64)), r"DSV4Attention: rope: got 64 dims, wanted at most d=16"),
+    (lambda: changed(ratio=8), r"DSV4Attention: compressor: got hidden=24, d=16, ratio=4, wanted .*, ratio=8"),
+    (lambda: changed(compressor=None), r"compressor: got None, wanted one with an indexer that makes keys"),
+    (lambda: changed(sparse=False), r"DSV4Attention: sparse: got False, wanted True with an indexer"),
+    (lambda: changed(indexer=dataclasses.replace(INDEXER, q_rank=13)), r"indexer.q_rank: got 13, wanted 12"),
+    (lambda: changed(ratio=0, compressor=None, indexer=None), r"sparse: got True, wanted False with ratio 0"),
+    (lambda: LAYER.cache(2, "8"), r"DSV4Attention: room: got 8, wanted an int >= 1"),
+    (lambda: LAYER.cache(2, 8, steps=0), r"DSV4Attention: steps: got 0, wanted an int >= 1"),
+    (lambda: LAYER.cache(2, 8, "fp8"), r"Cache.zeros: dtype: got fp8, wanted bfloat16"),
+    (lambda: LAYER.cache(2, 8, block_table=[[0]]), r"block_table: got \[\[0\]\], wanted int32\[b=2, n\]"),
+    (lambda: LAYER.cache(2, 8, block_table=jnp.zeros((3, 1), jnp.int32)), r"block_table: got int32\[3, 1\], wanted"),
+]  # fmt: skip
+OPERANDS = [
+    (lambda: COMPRESSOR(PC, None), r"Compressor: x: got None, wanted bfloat16 or float16 or float32\[b, s, 24\]"),
+    (lambda: COMPRESSOR(PC, Foreign()), r"Compressor: x: got torch.float32\[2, 8, 24\], wanted"),
+    (lambda: COMPRESSOR(PC, X.astype(jnp.int32)), r"Compressor: x: got int32\[2, 8, 24\], wanted"),
+    (lambda: jax.vmap(lambda x: COMPRESSOR(PC, x))(X), r"Compressor: x: got float32\[8, 24\], wanted"),
+    (lambda: COMPRESSOR(None, X), r"Compressor: params: got None, wanted a dict of ape, norm, w, as `init` makes it"),
+    (lambda: COMPRESSOR(without(PC, "ape"), X), r"Compressor: params: got no ape, wanted what `init` makes"),
+    (lambda: COMPRESSOR(PC | {"bias": X}, X), r"Compressor: params: got bias too, wanted what `init` makes"),
+    (lambda: COMPRESSOR(without(PC, "w") | {"wkv": X}, X), r"params: got no w and wkv too, wanted what `init` makes"),
+    (lambda: COMPRESSOR(PC | {"ape": PC["ape"][:1]}, X), r"params.ape: got float32\[1, 32\], wanted floats\[4, 32\]"),
+    (lambda: COMPRESSOR(PC | {"norm": PC["norm"][:1]}, X), r"params.norm: got float32\[1\], wanted floats\[16\]"),
+    (lambda: COMPRESSOR(PC | {"w": PC["w"].astype(jnp.int8)}, X), r"params.w: got int8\[24, 64\], wanted floats"),
+    (lambda: COMPRESSOR(PC | {"w": [1]}, X), r"Compressor: params.w: got \[1\], wanted floats\[24, 64\]"),
+    (lambda: COMPRESSOR(PC, X, 0), r"Compressor: first: got 0, wanted int32\[b=2 or 1, s=2\]"),
+    (lambda: COMPRESSOR(PC, X, AT[:, :1]), r"Compressor: first: got int32\[1, 1\], wanted int32\[b=2 or 1, s=2\]"),
+    (lambda: COMPRESSOR.tokens(PC, X, AT[0]), r"Compressor: positions: got int32\[8\], wanted int32\[b=2 or 1, s=8\]"),
+    (lambda: extend(x=X[:, :0]), r"Compressor: x: got float32\[2, 0, 24\], wanted .*, each >= 1"),
+    (lambda: extend(start=0), r"Compressor: start: got 0, wanted int32\[b=2\]"),
+    (lambda: extend(lengths=START[:1]), r"Compressor: lengths: got int32\[1\], wanted int32\[b=2\]"),
+    (lambda: extend(state=None), r"Compressor: state: got None, wanted a Cache, as `state` makes it"),
+    (lambda: extend(state=Cache.zeros(2, 3, 64, jnp.float32)), r"state: got room for 3 tokens, wanted 8 at least"),
+    (lambda: extend(state=COMPRESSOR.state(3)), r"Compressor: state.entries: got float32\[3, .*wanted float32\[b=2"),
+    (lambda: extend(of=OF_V41[3].compressor, p=P_V41[3]["compressor"]), r"state: got a Cache, wanted None with rat"),
+    (lambda: queries(p={}), r"Indexer: params: got no compressor, weights_proj, wq_b, wanted what `init` makes"),
+    (lambda: queries(p=PI | {"weights_proj": PI["weights_proj"][:, :4]}), r"params.weights_proj: .*floats\[24, 8\]"),
+    (lambda: queries(p=PI | {"compressor": PC | {"w": X}}), r"Indexer: params.compressor.w: got float32\[2, 8, 24\]"),
+    (lambda: queries(x=X[0]), r"Indexer: x: got float32\[8, 24\], wanted"),
+    (lambda: queries(low_rank=jnp.zeros((1, 8, 12))), r"low_rank: got float32\[1, 8, 12\], wanted .*\[b=2, s=8, 12\]"),
+    (lambda: queries(how=64), r"rope: how: got 64, wanted a Rope"),
+    (lambda: INDEXER.keys(PI, X, AT, LAYER.rope), r"Indexer: latents: got float32\[2, 8, 24\], wanted .*\[b, s, 16\]"),
+    (lambda: hadamard(3.0), r"hadamard: x: got 3.0, wanted .*\[..., d\], d a power of two"),
+    (lambda: hadamard(jnp.zeros((3, 0))), r"hadamard: x: got float32\[3, 0\], wanted"),
+    (lambda: hadamard(jnp.zeros(8, jnp.int32)), r"hadamard: x: got int32\[8\], wanted"),
+    (lambda: rope(X, jnp.zeros((3, 8), jnp.int32), Rope(8)), r"rope: positions: got int32\[3, 8\], wanted int32\[b=2"),
+    (lambda: inverse_rope(X, AT, None), r"inverse_rope: how: got None, wanted a Rope"),
+]  # fmt: skip
+LAYER_CALLS = [
+    (lambda: LAYER(None, X), r"params: got None, wanted a dict of compressor, indexer, kv_norm"),
+    (lambda: LAYER(PARAMS[0], X), r"params: got no compressor, indexer, wanted what `init` makes"),
+    (lambda: LAYERS[0](P, X), r"params: got compressor, indexer too, wanted what `init` makes"),
+    (lambda: LAYER(P | {"wq_b": P["wq_b"][:, :2]}, X), r"params.wq_b: got float32\[12, 2, 16\], wanted floats\[12, 4"),
+    (lambda: LAYER(P | {"q_norm": P["q_norm"][:1]}, X), r"params.q_norm: got float32\[1\], wanted floats\[12\]"),
+    (lambda: LAYER(P | {"compressor": {}}, X), r"params.compressor: got no ape, norm, w, wanted what `init` makes"),
+    (lambda: LAYER(P, X, OF_WINDOW), r"cache.compressed: got None, wanted a Cache"),
+    (lambda: LAYERS[0](PARAMS[0], X, CACHE), r"cache.compressed: got a Cache, wanted None in such a layer"),
+    (lambda: LAYER.step(P, X, CACHE._replace(tokens=None), lengths=8), r"cache.tokens: got None, wanted a Cache"),
+    (lambda: LAYER(P, X, LayerCache(*[c.entries for c in CACHE])), r"cache.window: got float32.*, wanted a Cache"),
+    (lambda: LAYER(P, X, LAYER.cache(2, 16)), r"cache.window.entries: got bfloat16.*, wanted float32\[b=2, page, d=16"),
+    (lambda: LAYER(P, X, LAYER.cache(3, 16, jnp.float32)), r"cache.window.entries: got float32\[3, .*\[b=2, page, d"),
+    (lambda: LAYER.step(P, X[:, :1], None, lengths=1), r"cache: got None, wanted a LayerCache"),
+    (lambda: LAYER(P, X, shared=X), r"shared: got float32\[2, 8, 24\], wanted a Shared or None"),
+    (lambda: OF_V41[4](P_V41[4], X), r"shared.compressed: got None, wanted .*\[b=2, s=8, 16\]"),
+    (lambda: OF_V41[4](P_V41[4], X, shared=Shared(jnp.zeros((2, 8, 16)))), r"shared.indices: got None, wanted int32"),
+    (lambda: OF_V41[2](P_V41[2], X, shared=Shared(jnp.zeros((2, 3, 16)))), r"shared.compressed: .*wanted .*\[b=2, s=4"),
+    (lambda: OF_V41[5](P_V41[5], X, shared=Shared(jnp.zeros((2, 8, 16)))), r"shared.keys: got None, wanted"),
+    (lambda: OF_V41[5](P_V41[5], X, shared=Shared(*[jnp.zeros((2, 8, 16))] * 2)), r"shared.blocks: got None, wanted"),
+    (lambda: OF_V41[4].step(P_V41[4], X, OF_V41[4].cache(2, 9, jnp.float32), lengths=8),
+     r"shared.compressed: got None, wanted a Cache, as an earlier layer returned it"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("call, message", SIZES + OPERANDS + [(f, f"DSV4Attention: {m}") for f, m in LAYER_CALLS])
+def test_error(call, message):
+    with pytest.raises((ValueError, TypeError), match=message) as raised:
+        jax.eval_shape(lambda: (call(), None)[1])
+    assert type(raised.value) in (ValueError, TypeError)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"num_hidden_layers": "3"}, r"num_hidden_layers: got 3, wanted an int >= 1"),
+        ({"hidden_size": 24.0}, r"hidden: got 24.0, wanted an int >= 1"),
+        ({"sliding_window": 0}, r"window: got 0, wanted an int >= 1"),
+        ({"layer_types": 3}, r"from_config: layer_types: got 3, wanted a list"),
+        ({"compress_rates": [4]}, r"from_config: compress_rates: got \[4\], wanted a mapping"),
+        ({"text_config": 3}, r"from_config: text_config: got 3, wanted a mapping"),
+        ({"rope_scaling": 3}, r"from_config: rope_scaling: got 3, wanted a mapping"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4}},
+            r"rope_scaling: .*wanted original_max_position_embeddings wit",
+        ),
+        ({"rope_theta": "10000"}, r"Rope: theta: got 10000, wanted a finite number > 1"),
+        ({"kv_source_layer_ids": 1, "compress_ratios": [2] * 3}, r"kv_source_layer_ids: got 1, wanted a list"),
+    ],
+)
+def test_config_error(changes, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        from_config(MODELS["v4"] | changes)
+
+
+@functools.cache
+def good():
+    return checkpoint(LAYER, P, "a.")
+
+
+@pytest.mark.parametrize(
+    "name, change, message",
+    [
+        ("wkv.weight", np.transpose, r"got float32\[24, 16\], wanted floats\[16, 24\] for wkv"),
+        ("wo_a.weight", np.ravel, r"got float32\[384\], wanted floats\[12, 32\] for wo_a"),
+        ("wo_b.weight", np.transpose, r"got float32\[12, 24\], wanted floats\[24, 12\] for wo_b"),
+        ("attn_sink", lambda x: x[:3], r"got float32\[3\], wanted floats\[4\] for sink"),
+        ("attn_sink", lambda _: None, r"got None, wanted floats\[4\] for sink"),
+        ("compressor.ape", np.transpose, r"got float32\[32, 4\], wanted floats\[4, 32\] for compressor.ape"),
+        ("compressor.wgate.weight", lambda x: x[:1], r"got float32\[1, 24\], wanted floats\[32, 24\] for compressor.w"),
+        ("indexer.wq_b.weight", lambda x: x.tolist(), r"got list .*, wanted floats\[128, 12\] for indexer.wq_b"),
+        ("wq_a.weight", lambda x: x.astype(np.uint8), r"got uint8\[12, 24\], wanted floats\[12, 24\] for wq_a"),
+        ("wq_b.weight", lambda x: x.astype(jnp.float8_e4m3fn), r"got float8_e4m3fn\[64, 12\], wanted wq_b.scale, its"),
+    ],
+)  # fmt: skip
+def test_state_dict_error(name, change, message):
+    with pytest.raises((ValueError, TypeError), match=rf"^from_state_dict: a\.{name}: {message}"):
+        from_state_dict(LAYER, good() | {f"a.{name}": change(good()[f"a.{name}"])}, "a.")
+
+
+@pytest.mark.parametrize(
+    "operands, message",
+    [
+        ({"layer": COMPRESSOR}, r"layer: got a Compressor, wanted a DSV4Attention"),
+        ({"tensors": [1]}, r"tensors: got \[1\], wanted a mapping"),
+        ({"prefix": None}, r"prefix: got None, wanted a str"),
+        ({"dtype": "fp8"}, r"dtype: got fp8, wanted bfloat16 or float16 or float32"),
+        ({"dtype": jnp.int8}, r"dtype: got int8, wanted bfloat16 or float16 or float32"),
+    ],
+)
+def test_state_dict_operands(operands, message):
+    with pytest.raises((ValueError, TypeError), match=f"^from_state_dict: {message}"):
+        from_state_dict(**{"layer": LAYER, "tensors": good(), "prefix": "a."} | operands)
+
+
+def test_state_dict_with_scales_twice_or_without_values():
+    scales = {f"a.wq_b{end}": np.ones((1, 1), np.float32) for end in (".scale", ".weight_scale_inv")}
+    with pytest.raises(ValueError, match=r"tensors: got wq_b\.weight_scale_inv under 'a.', wanted a layer's alone"):
+        from_state_dict(LAYER, good() | scales, "a.")
+    with pytest.raises(TypeError, match=r"a.compressor.ape: got float32\[4, 32\], wanted .*, with values"):
+        jax.eval_shape(lambda tensors: from_state_dict(LAYER, tensors, "a."), good())
