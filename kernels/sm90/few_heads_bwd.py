@@ -26,7 +26,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
-from cutlass.memory import SmemAllocator
 
 from kernels.abi import Backward
 from kernels.aot import Compiled
@@ -38,6 +37,7 @@ from kernels.lib.rows import PUBLISHED, ROWS, Extents, RowTile, Walk, load, row_
 from kernels.lib.selections import CHUNK, LANES_A_ROW, Selection, copy_or_zero, open_selection, with_keys
 from kernels.lib.softmax import LOG2_E, exp2
 from kernels.lib.splits import on_source, total_tiles
+from kernels.lib.tiles import TileAllocator
 from kernels.lib.wgmma import (
     K_MAJOR,
     MN_MAJOR,
@@ -48,7 +48,6 @@ from kernels.lib.wgmma import (
     operand_b,
     register_operand,
     round_to,
-    slab_layout,
     store_columns,
     tiled_mma,
     transposed,
@@ -204,15 +203,9 @@ class FewHeadsBwdSm90(LatentBackwardKernel):
             self.consume(bar, smem, rows, sources, n)
 
     def allocate(self) -> tuple[Barriers, Shared]:
-        c = self.config
-        smem = SmemAllocator()
-
-        def tile(*shape: int) -> cute.Tensor:
-            layout = slab_layout(self.dtype, *shape)
-            return smem.allocate_tensor(self.dtype, layout.outer, 1024, swizzle=layout.inner)
-
-        rows, k, ds = tile(2 * c.tile_m, c.d), tile(c.tile_n, c.d), tile(c.tile_m, c.tile_n)
-        dq = tile(c.tile_m, SLAB, c.slabs_at_a_time)
+        c, smem = self.config, TileAllocator(self.dtype)
+        rows, k, ds = smem.tile(2 * c.tile_m, c.d), smem.tile(c.tile_n, c.d), smem.tile(c.tile_m, c.tile_n)
+        dq = smem.tile(c.tile_m, SLAB, c.slabs_at_a_time)
         out = cute.make_tensor(cute.recast_ptr(dq.iterator, dtype=Float32), cute.make_layout(c.slot_bytes // 4))
         keys = smem.allocate_tensor(Int32, cute.make_layout((c.tile_n, STAGES)), 16)
         numbers = smem.allocate_tensor(Float32, cute.make_layout((c.tile_m, 3, STAGES)), 16)

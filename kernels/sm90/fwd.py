@@ -26,7 +26,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warpgroup
-from cutlass.memory import SmemAllocator
 
 from kernels.abi import Forward
 from kernels.aot import Compiled
@@ -46,6 +45,7 @@ from kernels.lib.rows import (
 from kernels.lib.softmax import RowResults, Softmax, rescale_rows
 from kernels.lib.spans import RowSpans, Span, SpanOperands, ask_span, open_span, read_span
 from kernels.lib.splits import own_part
+from kernels.lib.tiles import TileAllocator
 from kernels.lib.wgmma import (
     K_MAJOR,
     MN_MAJOR,
@@ -55,7 +55,6 @@ from kernels.lib.wgmma import (
     operand_b,
     register_operand,
     round_to,
-    slab_layout,
     tiled_mma,
     tma_tiles,
     transposed,
@@ -255,13 +254,9 @@ class FwdSm90(ForwardKernel):
             self.consume(self.consumer(bar, smem, scale_log2, n), operands, o, results, n)
 
     def allocate(self) -> tuple[Barriers, Shared]:
-        c = self.config
-        smem = SmemAllocator()
-        key_layout = slab_layout(self.dtype, c.tile_n, c.d, c.stages)
-        q, k, v = (
-            smem.allocate_tensor(self.dtype, layout.outer, 1024, swizzle=layout.inner)
-            for layout in (slab_layout(self.dtype, c.tile_m, c.d, c.stages_q), key_layout, key_layout)
-        )
+        c, smem = self.config, TileAllocator(self.dtype)
+        q = smem.tile(c.tile_m, c.d, c.stages_q)
+        k, v = (smem.tile(c.tile_n, c.d, c.stages) for _ in range(2))
         info = smem.allocate_tensor(Int32, cute.make_layout((PUBLISHED, 2, c.slots)), 16)
         rings = 2 * [c.stages_q] + 5 * [c.stages]
         return Barriers(*(smem.allocate_array(Int64, stages) for stages in rings)), Shared(q, k, v, info)

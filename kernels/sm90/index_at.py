@@ -22,7 +22,6 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.runtime import make_ptr
-from cutlass.memory import SmemAllocator
 
 from kernels.abi import IndexAt
 from kernels.aot import Compiled, compile_ahead
@@ -30,6 +29,7 @@ from kernels.lib.launch import WARP, WARPGROUP, i32, launch_facts
 from kernels.lib.ptx import ptx
 from kernels.lib.rows import load, store
 from kernels.lib.selections import CHUNK, LANES_A_ROW, Selection, SelectionOperands
+from kernels.lib.tiles import TileAllocator
 from kernels.lib.wgmma import (
     K_MAJOR,
     MN_MAJOR,
@@ -40,7 +40,6 @@ from kernels.lib.wgmma import (
     operand_b,
     register_operand,
     round_pair,
-    slab_layout,
     store_columns,
     tiled_mma,
     transposed,
@@ -203,16 +202,11 @@ class IndexAtSm90:
                                to.dweights + row * c.heads, thread)  # fmt: skip
 
     def allocate(self) -> Shared:
-        c, smem = self.config, SmemAllocator()
-
-        def tile(*shape: int) -> cute.Tensor:
-            layout = slab_layout(self.dtype, *shape)
-            return smem.allocate_tensor(self.dtype, layout.outer, 1024, swizzle=layout.inner)
-
-        q, k = tile(c.heads, D), tile(TILE, D, c.stages)
+        c, smem = self.config, TileAllocator(self.dtype)
+        q, k = smem.tile(c.heads, D), smem.tile(TILE, D, c.stages)
         if not c.gradient:
             return Shared(q, k, None, None)
-        ds = tile(c.heads, TILE)
+        ds = smem.tile(c.heads, TILE)
         return Shared(q, k, ds, smem.allocate_tensor(Float32, cute.make_layout((c.heads, WARPS)), 16))
 
     # ---- loads

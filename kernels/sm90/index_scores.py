@@ -33,14 +33,14 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_ptr
-from cutlass.memory import SmemAllocator
 
 from kernels.abi import IndexScores
 from kernels.aot import Compiled, compile_ahead
 from kernels.lib.launch import SMEM_LIMIT, WARP, WARPGROUP, i32, launch_facts
 from kernels.lib.ptx import ptx
 from kernels.lib.rows import ceil_div, load, store
-from kernels.lib.wgmma import K_MAJOR, accumulator, multiply, operand_a, operand_b, slab_layout, tma_atom, tma_tiles
+from kernels.lib.tiles import TileAllocator
+from kernels.lib.wgmma import K_MAJOR, accumulator, multiply, operand_a, operand_b, tma_atom, tma_tiles
 
 D = 128  # of queries and keys
 HALF = 128  # columns of a warpgroup's product
@@ -314,14 +314,8 @@ class IndexScoresSm90:
             self.consume(bar, smem, arrays, n)
 
     def allocate(self) -> tuple[Barriers, Shared]:
-        c, smem = self.config, SmemAllocator()
-        q, k = (
-            smem.allocate_tensor(self.dtype, layout.outer, 1024, swizzle=layout.inner)
-            for layout in (
-                slab_layout(self.dtype, c.columns, D, c.stages_q),
-                slab_layout(self.dtype, c.tile, D, c.stages_k),
-            )
-        )
+        c, smem = self.config, TileAllocator(self.dtype)
+        q, k = smem.tile(c.columns, D, c.stages_q), smem.tile(c.tile, D, c.stages_k)
         k_scale = smem.allocate_tensor(Float32, cute.make_layout((c.tile, c.stages_k)), 128) if c.scale_bytes else None
         info = smem.allocate_tensor(Int32, cute.make_layout((PUBLISHED, c.stages_q)), 16)
         rings = (c.stages_q, c.stages_q, c.stages_k, c.stages_k)

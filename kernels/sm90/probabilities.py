@@ -23,7 +23,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
-from cutlass.memory import SmemAllocator
 
 from kernels.abi import Probabilities
 from kernels.aot import Compiled, compile_ahead
@@ -32,7 +31,8 @@ from kernels.lib.launch import SMEM_LIMIT, WARPGROUP, element_type, i32, launch_
 from kernels.lib.rows import ceil_div, load, row_of, store
 from kernels.lib.selections import CHUNK, LANES_A_ROW, Selection, SelectionOperands, copy_or_zero
 from kernels.lib.softmax import LOG2_E, ROWS, exp2
-from kernels.lib.wgmma import K_MAJOR, SLAB, accumulator, multiply, operand_a, operand_b, slab_layout, tiled_mma
+from kernels.lib.tiles import TileAllocator
+from kernels.lib.wgmma import K_MAJOR, SLAB, accumulator, multiply, operand_a, operand_b, tiled_mma
 
 CONSUMERS = 2  # warpgroups
 WARPGROUP_MET = 1  # named barriers, one for each of them
@@ -169,14 +169,8 @@ class ProbabilitiesSm90:
             self.consume(bar, smem, arrays, n, warp // 4 - 1)
 
     def allocate(self) -> tuple[Barriers, Shared]:
-        c, smem = self.config, SmemAllocator()
-        q, k = (
-            smem.allocate_tensor(self.dtype, layout.outer, 1024, swizzle=layout.inner)
-            for layout in (
-                slab_layout(self.dtype, c.tile_m, c.d),
-                slab_layout(self.dtype, c.tile_n, c.piece, c.stages),
-            )
-        )
+        c, smem = self.config, TileAllocator(self.dtype)
+        q, k = smem.tile(c.tile_m, c.d), smem.tile(c.tile_n, c.piece, c.stages)
         shift = smem.allocate_tensor(Float32, cute.make_layout((c.tile_m, CONSUMERS)), 16)
         rings = (c.pieces, c.pieces, c.stages, c.stages)
         return Barriers(*(smem.allocate_array(Int64, count) for count in rings)), Shared(q, k, shift)

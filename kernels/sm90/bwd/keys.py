@@ -18,13 +18,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
-from cutlass.memory import SmemAllocator
 
 from kernels.lib.launch import SMEM_LIMIT, WARP, WARPGROUP, registers_at_launch
 from kernels.lib.output import store_output
 from kernels.lib.rows import ROWS, BoxedRows, Extents, PlacedTile, RowTile, ceil_div, divide, load, row_of
 from kernels.lib.softmax import LOG2_E
-from kernels.lib.wgmma import slab_layout, tma_tiles, zero_rows
+from kernels.lib.tiles import TileAllocator
+from kernels.lib.wgmma import tma_tiles, zero_rows
 
 from .elements import DELTA, HIDES, LSE, SEES, START, WEIGHS, WEIGHT, WIDTH, bits_below, zero_row
 from .host import DenseBackwardKernel, Results, RowOperands
@@ -228,15 +228,9 @@ class KeyKernel(DenseBackwardKernel):
             self.consume(bar, smem, tile, results, scale, n)
 
     def allocate(self) -> tuple[Barriers, Shared]:
-        c = self.config
-        smem = SmemAllocator()
-
-        def tiles(*shape: int) -> cute.Tensor:
-            layout = slab_layout(self.dtype, *shape)
-            return smem.allocate_tensor(self.dtype, layout.outer, 1024, swizzle=layout.inner)
-
-        k, v = (tiles(c.tile_n, c.d) for _ in range(2))
-        q, do = (tiles(c.tile_m, c.d, c.stages) for _ in range(2))
+        c, smem = self.config, TileAllocator(self.dtype)
+        k, v = (smem.tile(c.tile_n, c.d) for _ in range(2))
+        q, do = (smem.tile(c.tile_m, c.d, c.stages) for _ in range(2))
         numbers = smem.allocate_tensor(Float32, cute.make_layout((c.tile_m, 3, c.stages)), 16)
         spans = smem.allocate_tensor(Int32, cute.make_layout((c.tile_m, 2, c.stages)), 16)
         p = None
@@ -244,7 +238,7 @@ class KeyKernel(DenseBackwardKernel):
             p = smem.allocate_tensor(Float32, cute.make_layout((4, WARPGROUP, c.tile_m // 8)), 16)
         ds, places, covered = None, None, None
         if c.adds_rows:
-            ds = tiles(c.tile_m, c.tile_n, 2)
+            ds = smem.tile(c.tile_m, c.tile_n, 2)
             places = smem.allocate_tensor(Int32, cute.make_layout((c.tile_m, c.stages)), 16)
             covered = smem.allocate_tensor(Int32, cute.make_layout((c.tile_n // WARP, c.threads // WARP)), 16)
         boxed = smem.allocate_tensor(Int32, cute.make_layout((4, c.tile_m)), 16)

@@ -21,7 +21,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warpgroup
-from cutlass.memory import SmemAllocator
 
 from kernels.abi import DenseBackward
 from kernels.aot import Compiled
@@ -30,6 +29,7 @@ from kernels.lib.output import store_output
 from kernels.lib.rows import PUBLISHED, ROWS, BoxedRows, Extents, PlacedTile, RowTile, Walk, load
 from kernels.lib.softmax import LOG2_E, by_row, exp2
 from kernels.lib.spans import Span, SpanOperands, ask_span, open_span, read_span
+from kernels.lib.tiles import TileAllocator
 from kernels.lib.wgmma import (
     K_MAJOR,
     MN_MAJOR,
@@ -39,7 +39,6 @@ from kernels.lib.wgmma import (
     operand_b,
     register_operand,
     round_to,
-    slab_layout,
     tiled_mma,
     tma_tiles,
     transposed,
@@ -178,15 +177,9 @@ class RowGradientsSm90(DenseBackwardKernel):
             self.consume(bar, smem, operands, spans, results.dq, scale, n)
 
     def allocate(self) -> tuple[Barriers, Shared]:
-        c = self.config
-        smem = SmemAllocator()
-
-        def tiles(*shape: int) -> cute.Tensor:
-            layout = slab_layout(self.dtype, *shape)
-            return smem.allocate_tensor(self.dtype, layout.outer, 1024, swizzle=layout.inner)
-
-        q, do = (tiles(c.tile_m, c.d, c.stages_q) for _ in range(2))
-        k, v = (tiles(c.tile_n, c.d, c.stages) for _ in range(2))
+        c, smem = self.config, TileAllocator(self.dtype)
+        q, do = (smem.tile(c.tile_m, c.d, c.stages_q) for _ in range(2))
+        k, v = (smem.tile(c.tile_n, c.d, c.stages) for _ in range(2))
         info = smem.allocate_tensor(Int32, cute.make_layout((PUBLISHED, 2, c.slots)), 16)
         bars = (smem.allocate_array(Int64, count) for count in (*2 * [c.stages_q], *5 * [c.stages]))
         return Barriers(*bars), Shared(q, do, k, v, info)
