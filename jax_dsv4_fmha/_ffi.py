@@ -21,6 +21,7 @@ import numpy as np
 from . import _fixed_point
 from ._split_kv import architecture, processors, split_count, whole_sequences
 
+# What this module calls. `_load` refuses a library of another version, which lacks some of it.
 _TARGETS = (
     *("fwd", "fwd_shared_kv", "sparse_fwd", "dsv4_sparse_fwd", "dsv4_dense_fwd", "dsv4_decode"),
     *("bwd", "sparse_bwd", "dsv4_sparse_bwd", "dsv4_dense_bwd", "dense_bwd", "dense_bwd_shared_kv"),
@@ -317,88 +318,47 @@ def _call(
     return o, lse
 
 
-# Gradients of attention, where V is K. All take do like q, and lse, weight and delta of every row of q, float32
-# `[b, s_q, h_q]`, as `_transforms` defines them. They return dq like q, and a float32 gradient like each source's keys.
-# Rows whose lse is -inf see no key; their other numbers may be anything. Sums over queries and heads are in no fixed
-# order. With deterministic their result does not depend on the order, and is NaN where any dq is not finite.
+# Gradients of attention. All take do like q, and lse, weight and delta of every row of q, float32 `[b, s_q, h_q]`, as
+# `_transforms` defines them. Rows whose lse is -inf see no key; their other numbers may be anything.
 
 
-def bwd(
+def _latent_bwd(
+    op: str,
     q: jax.Array,
     do: jax.Array,
     lse: jax.Array,
     weight: jax.Array,
     delta: jax.Array,
-    kv: jax.Array,
-    start: jax.Array,
-    stop: jax.Array,
-    *,
+    *sources: jax.Array,
     scale: float,
     deterministic: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """The gradient of `fwd` over `kv [b, s_kv, h_kv, d]`, both K and V: (dq, dkv)."""
-    return _call_backward("bwd", scale, deterministic, (kv,), q, do, lse, weight, delta, kv, start, stop)
+    """The gradient of a call over sources whose keys are values too: dq like q, and a float32 gradient like each
+    source's keys.
+
+    Sums over queries and heads are in no fixed order. With deterministic their result does not depend on the order, and
+    is NaN where any dq is not finite.
+
+    Args:
+      op: the forward call is `fwd` without v for "bwd", and `sparse_fwd`, `dsv4_sparse_fwd` or `dsv4_dense_fwd` for
+        "sparse_bwd", "dsv4_sparse_bwd" or "dsv4_dense_bwd".
+      sources: of each source three arrays, as the forward call takes them: its keys, and start and stop, or indices and
+        length.
+    """
+    keys = sources[::3]
+    sums: list[jax.ShapeDtypeStruct] = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in keys]
+    resolution = jnp.zeros(0, jnp.float32)
+    if deterministic:
+        sums = [jax.ShapeDtypeStruct((*x.shape, 2), jnp.uint32) for x in keys]
+        resolution = _fixed_point.resolution(q, do, lse, delta, keys, scale)
+    call = jax.ffi.ffi_call(f"dsv4_fmha_{op}", (jax.ShapeDtypeStruct(q.shape, q.dtype), *sums))
+    dq, *dkv = call(q, do, lse, weight, delta, resolution, *sources, scale=np.float32(scale))
+    return dq, *(in_order(_fixed_point.to_float32(x, resolution, dq) if deterministic else x) for x in dkv)
 
 
-def sparse_bwd(
-    q: jax.Array,
-    do: jax.Array,
-    lse: jax.Array,
-    weight: jax.Array,
-    delta: jax.Array,
-    kv: jax.Array,
-    indices: jax.Array,
-    length: jax.Array,
-    *,
-    scale: float,
-    deterministic: bool = False,
-) -> tuple[jax.Array, ...]:
-    """The gradient of `sparse_fwd`: (dq, dkv)."""
-    return _call_backward("sparse_bwd", scale, deterministic, (kv,), q, do, lse, weight, delta, kv, indices, length)
-
-
-def dsv4_sparse_bwd(
-    q: jax.Array,
-    do: jax.Array,
-    lse: jax.Array,
-    weight: jax.Array,
-    delta: jax.Array,
-    window_kv: jax.Array,
-    start: jax.Array,
-    stop: jax.Array,
-    kv: jax.Array,
-    indices: jax.Array,
-    length: jax.Array,
-    *,
-    scale: float,
-    deterministic: bool = False,
-) -> tuple[jax.Array, ...]:
-    """The gradient of `dsv4_sparse_fwd`: (dq, dwindow_kv, dkv)."""
-    operands = (window_kv, start, stop, kv, indices, length)
-    rows = (q, do, lse, weight, delta)
-    return _call_backward("dsv4_sparse_bwd", scale, deterministic, (window_kv, kv), *rows, *operands)
-
-
-def dsv4_dense_bwd(
-    q: jax.Array,
-    do: jax.Array,
-    lse: jax.Array,
-    weight: jax.Array,
-    delta: jax.Array,
-    window_kv: jax.Array,
-    start: jax.Array,
-    stop: jax.Array,
-    kv: jax.Array,
-    start2: jax.Array,
-    stop2: jax.Array,
-    *,
-    scale: float,
-    deterministic: bool = False,
-) -> tuple[jax.Array, ...]:
-    """The gradient of `dsv4_dense_fwd`: (dq, dwindow_kv, dkv)."""
-    operands = (window_kv, start, stop, kv, start2, stop2)
-    rows = (q, do, lse, weight, delta)
-    return _call_backward("dsv4_dense_bwd", scale, deterministic, (window_kv, kv), *rows, *operands)
+bwd, sparse_bwd, dsv4_sparse_bwd, dsv4_dense_bwd = (
+    functools.partial(_latent_bwd, op) for op in ("bwd", "sparse_bwd", "dsv4_sparse_bwd", "dsv4_dense_bwd")
+)
 
 
 def dense_bwd(
@@ -429,28 +389,6 @@ def dense_bwd(
     if not deterministic:
         dq = (np.float32(scale) * in_order(dq)).astype(q.dtype)
     return dq, *of_keys
-
-
-def _call_backward(
-    target: str,
-    scale: float,
-    deterministic: bool,
-    keys: tuple[jax.Array, ...],
-    q: jax.Array,
-    do: jax.Array,
-    lse: jax.Array,
-    weight: jax.Array,
-    delta: jax.Array,
-    *seen: jax.Array,
-) -> tuple[jax.Array, ...]:
-    sums: list[jax.ShapeDtypeStruct] = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in keys]
-    resolution = jnp.zeros(0, jnp.float32)
-    if deterministic:
-        sums = [jax.ShapeDtypeStruct((*x.shape, 2), jnp.uint32) for x in keys]
-        resolution = _fixed_point.resolution(q, do, lse, delta, keys, scale)
-    call = jax.ffi.ffi_call(f"dsv4_fmha_{target}", (jax.ShapeDtypeStruct(q.shape, q.dtype), *sums))
-    dq, *dkv = call(q, do, lse, weight, delta, resolution, *seen, scale=np.float32(scale))
-    return dq, *(in_order(_fixed_point.to_float32(x, resolution, dq) if deterministic else x) for x in dkv)
 
 
 def in_order(sums: Any) -> Any:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from importlib import util
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -94,6 +95,8 @@ def test_every_op_has_a_function_and_a_target():
     assert {getattr(f, "func", f).__name__ for f in OPS.values()} | {"fwd_shared_kv"} | gradients | others == set(
         _ffi._TARGETS
     )
+    targets = (Path(__file__).parents[1] / "ffi/targets.cc").read_text()
+    assert set(re.findall(r"^DSV4_FMHA_TARGET\((\w+), ", targets, re.MULTILINE)) == set(_ffi._TARGETS)
 
 
 @pytest.mark.parametrize("variant", {(v.op, v.shared_kv): v for v in FORWARD}.values(), ids=lambda v: v.key)
