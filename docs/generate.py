@@ -220,7 +220,7 @@ def readme() -> str:
   {rate(layer)} TFLOP/s. FlashMLA takes {first["ratio"]:.2f} times as long in the same run.
 - The same layer with a window alone takes {ours(window) * 1e3:.2f} ms; XLA takes {of_peer(window, "xla")} times as long.
 - A step of generation at b 64 to 148 from caches in FP8: FlashMLA takes {packed[128]} times as long with 128 heads,
-  {packed[64]} times with 64; beside ours from bfloat16 {plain[128]} and {plain[64]} times.
+  {packed[64]} times with 64. From FP8 it takes {plain[128]} and {plain[64]} times as long as our step from bfloat16.
 - The first layer's backward pass takes {ours(backward) * 1e3:.2f} ms, {rate(backward)} TFLOP/s.
 - To choose 512 of 8192 entries for 4096 queries takes {ours(chosen) * 1e3:.2f} ms; XLA takes {of_peer(chosen, "xla")} times as long."""
 

@@ -79,6 +79,7 @@ class Cache:
 
     @property
     def is_packed(self) -> bool:
+        """Whether entries are bytes in one of the layouts of `quantize_cache`."""
         return bool(self.entries.dtype == jnp.uint8)
 
     @property

@@ -99,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         "--suite",
         action="append",
         choices=("dsv4", "dense", "window", "decode", "grad", "indexer", "layer"),
-        help="may be repeated; all",
+        help="may be repeated (default: all)",
     )
     bench.add_argument("--rounds", type=_at_least_one, default=11, help="of interleaved bursts (default: %(default)s)")
     bench.add_argument("--plot", metavar="FILE", help="draw a roofline and bars into FILE.png or FILE.svg (matplotlib)")
