@@ -91,7 +91,8 @@ struct Forward {
     return Attend(stream, ordinal, device, kernels, shape, b - split);
   }
 
-  // The launches for shape.rows.b sequences from `first` on.
+  // The launches for shape.rows.b sequences from `first` on. Where keys are gathered, they begin while the launch for
+  // the sequences before them ends: it writes nothing that they touch, and those kernels wait for it at their end.
   ffi::Error Attend(CUstream stream, int ordinal, const Device& device, const Kernels& kernels,
                     const AttentionShape& shape, int64_t first) const {
     ForwardAddresses at{.q = From(q, first),
@@ -103,10 +104,11 @@ struct Forward {
                         .sources = {}};
     for (int i = 0; i < sources.count; ++i) at.sources[i] = sources.items[i].at(first);
     Plan<ForwardArguments> plan;
-    if (std::string error = PlanForward(shape, scale, kernels.forward->TilesOn(device), at, &plan); !error.empty()) {
+    const Tiles tiles = kernels.forward->TilesOn(device);
+    if (std::string error = PlanForward(shape, scale, tiles, at, &plan); !error.empty()) {
       return ffi::Error::InvalidArgument(std::string(op) + ": " + error);
     }
-    ffi::Error error = Launch(kernels.forward, stream, ordinal, plan);
+    ffi::Error error = Launch(kernels.forward, stream, ordinal, plan, /*overlaps=*/first > 0 && tiles.gathers);
     if (error.failure() || shape.rows.splits == 1) return error;
     Plan<CombineArguments> merge = PlanCombine(shape.rows, kernels.combine->threads, kernels.combine->tile_n, at);
     return Launch(kernels.combine, stream, ordinal, merge, /*overlaps=*/true);

@@ -7,7 +7,7 @@ import jax
 _LARGEST = {"sm_90a": 132}
 """SMs of the largest device of an architecture: H100 and H200 SXM. An H100 PCIe has 114, an H20 78."""
 
-_BEGIN = 6.0
+_BEGIN = 4.0
 """What `split_count`'s model must gain, in its units, so that a launch more does not cost as much."""
 
 
@@ -52,7 +52,7 @@ def whole_sequences(sequences: int, tiles: int, key_tiles: int, unit: int, proce
     """How many of the first sequences, of so many tiles of rows each, fill whole turns of all CTAs, so that splitting
     the keys of the others alone pays: 0 where it does not, and where there is no whole turn.
 
-    The others are a launch of their own, which begins when the first one has ended.
+    The others are a launch of their own, which begins while the first one ends.
     """
     whole = sequences * tiles // processors * processors // tiles
     rest = (sequences - whole) * tiles, key_tiles, unit, processors

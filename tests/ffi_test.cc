@@ -135,6 +135,7 @@ void LastSplit() {
   const Forward call = arrays.Call();
   EXPECT(call.Initialize(0).success() && call.Execute(nullptr, 0).success());
   EXPECT(stand_in_calls("cuLaunchKernelEx 0") == 2 && stand_in_calls("cuLaunchKernelEx 2") == 1);
+  EXPECT(stand_in_calls("cuLaunchKernelEx 0 early") == 0 && stand_in_calls("cuLaunchKernelEx 2 early") == 1);
   const SourceAddresses at = call.sources.items[0].at(1);
   EXPECT(at.k == arrays.data + 5 * 64 * 2 && at.v == at.k && at.from == arrays.data + 3 * 4 && at.to == at.from);
   arrays.parts[0] = arrays.o_parts[0] = 3;
@@ -142,6 +143,20 @@ void LastSplit() {
   EXPECT(error.message() == "o_parts: got shape [3, 3, 8, 2, 64], wanted [2, 3, 8, 2, 64]");
   arrays.parts[0] = 0;
   EXPECT(arrays.Call().Execute(nullptr, 0).failure());
+}
+
+// The same of a kernel that gathers keys, and so may begin before the launch for the others has ended.
+void LastSplitOverlaps() {
+  Arrays arrays(2);
+  arrays.q[3] = arrays.o_parts[4] = 512, arrays.k = {2, 5, 512}, arrays.parts[0] = arrays.o_parts[0] = 1;
+  const std::vector<int64_t> indices{2, 3, 7};
+  Forward call = arrays.Call();
+  call.op = "sparse_fwd", call.shared_kv = true, call.kv_heads = false;
+  call.sources = {LatentSelection(call.sources.items[0].k, arrays.Of("indices", indices, ffi::S32),
+                                  arrays.Of("length", arrays.rows, ffi::S32))};
+  EXPECT(call.Execute(nullptr, 0).success());
+  EXPECT(stand_in_calls("cuLaunchKernelEx 7") == 2 && stand_in_calls("cuLaunchKernelEx 7 early") == 1);
+  EXPECT(stand_in_calls("cuLaunchKernelEx 2") == 1 && stand_in_calls("cuLaunchKernelEx 2 early") == 1);
 }
 
 // Scores at given entries, and their gradients, whose dk is cleared before the single launch.
@@ -213,6 +228,7 @@ int main(int argc, char** argv) {
   if (scenario == "fails for some") FailsForSome();
   if (scenario == "refusals") Refusals();
   if (scenario == "last split") LastSplit();
+  if (scenario == "last split overlaps") LastSplitOverlaps();
   if (scenario == "entries") Entries();
   if (scenario == "rows") Rows();
   if (scenario == "fails") {

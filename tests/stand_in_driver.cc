@@ -9,6 +9,8 @@
 #include <string>
 #include <thread>
 
+#include "driver.h"
+
 namespace {
 
 constexpr int kDevices = 8, kOutOfMemory = 2, kInvalidValue = 1, kInvalidContext = 201;
@@ -121,11 +123,14 @@ int cuMemsetD32Async(void* array, unsigned, size_t elements, void*) {
   return Call("cuMemsetD32Async", array != nullptr && elements > 0);
 }
 
-int cuLaunchKernelEx(const void*, void* function, void** parameters, void**) {
+int cuLaunchKernelEx(const dsv4_fmha::CUlaunchConfig* config, void* function, void** parameters, void**) {
   // the stream on which a test launches is the device's number
   const bool valid = Is(function, kKernels, 8) && parameters[0] != nullptr;
-  return Call(("cuLaunchKernelEx " + std::to_string(reinterpret_cast<intptr_t>(function) - kKernels)).c_str()) |
-         Call("cuLaunchKernelEx", valid);
+  const std::string name = "cuLaunchKernelEx " + std::to_string(reinterpret_cast<intptr_t>(function) - kKernels);
+  for (unsigned i = 0; i < config->attribute_count; ++i) {
+    if (config->attributes[i].id == dsv4_fmha::kProgrammaticStreamSerialization) Call((name + " early").c_str());
+  }
+  return Call(name.c_str()) | Call("cuLaunchKernelEx", valid);
 }
 
 }  // extern "C"

@@ -23,6 +23,7 @@ KERNELS = (
     *("fwd_sm_90a_d64_bfloat16", "fwd_sm_100a_d64_bfloat16", "combine_sm_90a_bfloat16"),
     *("index_at_sm_90a_heads16_bfloat16", "index_at_bwd_sm_90a_heads16_bfloat16"),
     *("rope_sm_90a_dims64_bfloat16", "norm_rope_sm_90a_d512_dims64_bfloat16"),
+    "sparse_fwd_sm_90a_d512_bfloat16_shared_kv",
 )
 
 
@@ -67,6 +68,7 @@ def program(request, tmp_path_factory):
         ("fails for some",),
         ("refusals",),
         ("last split",),
+        ("last split overlaps",),
         ("entries",),
         ("rows",),
         *(("fails", function, times) for function in FUNCTIONS for times in ("1", "3")),

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_dsv4_fmha import Cache, dequantize_cache, dsv4_decode, quantize_cache, reference
+from jax_dsv4_fmha import Cache, _ffi, dequantize_cache, dsv4_decode, quantize_cache, reference
 from jax_dsv4_fmha._testing.compare import FP32, KERNEL, Tolerance
 from tests.helpers import assert_right, kernels_in_graphs
 
@@ -335,8 +335,12 @@ def test_lengths_from_none_to_a_million(cuda, heads, s_q, layouts):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layouts", [(None, None), ("v4_fp8", "v4_fp8"), PAIR], ids=str)
-def test_soak(cuda, layouts):
-    """2000 steps under CUDA graphs, in which no device memory is lost."""
+def test_soak(cuda, layouts, monkeypatch):
+    """2000 steps under CUDA graphs, in which no device memory is lost. Each makes every launch that a call may make:
+    for sequences with whole keys, for the last four, whose keys are split, and for the merge.
+    """
+    monkeypatch.setattr(_ffi, "_whole", lambda *_: LARGE.places - 4)
+    monkeypatch.setattr(_ffi, "split_count", lambda *_: 3)
     c = dataclasses.replace(LARGE, layouts=layouts)
     with jax.default_device(cuda):
         engine = serve(c, 2000, "cubin", KERNEL, GRAPHS)

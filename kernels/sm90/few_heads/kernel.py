@@ -231,6 +231,8 @@ class FewHeadsSm90(ForwardKernel):
         if warp < 4:
             cute.arch.setmaxregister_decrease(c.registers[0])
             self.produce(bar, smem, rows_of_q, operands, n)
+            # A grid that began early ends after the grid before it, so that what follows waits for this one alone.
+            cute.arch.griddepcontrol_wait()
         else:
             cute.arch.setmaxregister_increase(c.registers[1])
             self.consume(bar, smem, operands, output, results, scale_log2, n)

@@ -265,6 +265,8 @@ class LatentSm90(ForwardKernel):
             cute.arch.setmaxregister_decrease(c.registers[0])
             if warp * 32 < c.loaders:
                 self.produce(bar, smem, rows_of_q, sources, n)
+                # A grid that began early ends after the grid before it, so that what follows waits for this one alone.
+                cute.arch.griddepcontrol_wait()
             elif cutlass.const_expr(c.more > 0):  # noqa: SIM102, at compile time
                 if warp == 1:
                     self.produce_more(bar, smem, sources[0], n)
