@@ -78,7 +78,7 @@ def judge(run: Launch, got: tuple[Array, ...]) -> None:
     x = run.operands
     for name, wrong, g, want in gradients.wrong(got, x, run.scale):
         if wrong.any():
-            faults.append(of_rows(wrong, g, want, x) if name == "dq" else of_keys(name, wrong, g, want, x))
+            faults.append(of_rows(wrong, g, want, x) if name == "dq" else of_keys(name, wrong, g, want))
     if faults:
         raise Wrong("; ".join(faults))
 
@@ -119,7 +119,7 @@ def swapped(x: gradients.Operands, row: tuple[int, int, int], other: Any) -> Arr
     return gradients.gradient(one, x.attention.shape.d**-0.5)[0].reshape(-1)
 
 
-def of_keys(name: str, wrong: Array, got: Array, want: Array, x: gradients.Operands) -> str:
+def of_keys(name: str, wrong: Array, got: Array, want: Array) -> str:
     """dkv: which keys, and what they look like."""
     keys = wrong.any((0, 2, 3))
     first, last = np.flatnonzero(keys)[[0, -1]]

@@ -191,7 +191,7 @@ def tensor_copy(i: Instruction, d: Decoder) -> Step:
     rank = int(i.mods[0].rstrip("d"))
     spaces = [m for m in i.mods[1:] if m in ("shared::cta", "shared::cluster", "global")]
     if spaces[0] == "global":
-        return tensor_store(i, d, rank)
+        return tensor_store(i, d)
     i.only(i.mods[0], *LOAD_SPACES, "multicast::cluster", "cta_group::1", "cta_group::2")
     to, to_offset = d.address(i.args[0])
     source, where = coordinates(d, i.args[1])
@@ -263,7 +263,7 @@ def bulk_copy(i: Instruction, d: Decoder) -> Step:
     return step
 
 
-def tensor_store(i: Instruction, d: Decoder, rank: int) -> Step:
+def tensor_store(i: Instruction, d: Decoder) -> Step:
     """Every active lane stores the same box: ptxas makes one UTMASTG of them, and so is it one here."""
     i.only(i.mods[0], "global", "shared::cta", "tile", *HINTS)
     target, where = coordinates(d, i.args[0])

@@ -58,9 +58,9 @@ def chosen_by_loop(scores, visible, topk):
     return indices
 
 
-def past(ratio, q_offset=0, s_q=S_Q, s_c=S_C, b=B):
-    position = np.arange(s_q) + np.broadcast_to(np.asarray(q_offset), (b,))[:, None]
-    return np.arange(s_c) < ((position + 1) // ratio)[..., None]
+def past(ratio, q_offset=0):
+    position = np.arange(S_Q) + np.broadcast_to(np.asarray(q_offset), (B,))[:, None]
+    return np.arange(S_C) < ((position + 1) // ratio)[..., None]
 
 
 @pytest.mark.parametrize("topk", [1, 7, S_C, S_C + 5])

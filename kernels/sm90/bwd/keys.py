@@ -323,7 +323,7 @@ class KeyKernel(DenseBackwardKernel):
 
     @cute.jit
     def next_row_tile(
-        self, seeing: Int32, chunk: Int32, smem: Shared, tile: KeyTile, operands: RowOperands, n: Extents
+        self, seeing: Int32, chunk: Int32, tile: KeyTile, operands: RowOperands, n: Extents
     ) -> tuple[Int32, Int32, Int32]:
         """(row tile, and the state: which of a chunk of 32 are still to come, and the chunk's first)."""
         while seeing == 0:
@@ -342,7 +342,7 @@ class KeyKernel(DenseBackwardKernel):
         seeing, chunk = Int32(0), first - WARP
         for t in cutlass.range(steps, unroll=1):
             stage, parity = t % c.stages, t // c.stages & 1
-            i, seeing, chunk = self.next_row_tile(seeing, chunk, smem, tile, operands, n)
+            i, seeing, chunk = self.next_row_tile(seeing, chunk, tile, operands, n)
             here = self.row_tile(tile, n, i)
             cute.arch.mbarrier_wait(bar.empty + stage, parity ^ 1)
             with cute.arch.elect_one():
@@ -364,7 +364,7 @@ class KeyKernel(DenseBackwardKernel):
         first, steps = self.steps(smem)
         seeing, chunk = Int32(0), first - WARP
         for t in cutlass.range(steps, unroll=1):
-            i, seeing, chunk = self.next_row_tile(seeing, chunk, smem, tile, operands, n)
+            i, seeing, chunk = self.next_row_tile(seeing, chunk, tile, operands, n)
             if t % c.tellers == turn:
                 self.tell(bar, smem, tile, operands, self.row_tile(tile, n, i), t, part)
 
