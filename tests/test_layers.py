@@ -17,6 +17,7 @@ from jax_dsv4_fmha.layers import Rope, from_config, from_state_dict, hadamard, i
 from jax_dsv4_fmha.layers.rope import rope_of_normed
 from tests import layers_float64
 from tests.helpers import collectives
+from tests.test_config import MODES as MODES_OF_JAX
 
 SMALL = {
     "hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 16, "qk_rope_head_dim": 8,
@@ -99,6 +100,24 @@ def test_whole_sequences_against_float64(name):
     for layer, p in zip(layers, jax.tree.map(lambda p: np.asarray(p, np.float64), params), strict=True):
         want = want + layers_float64.layer(layer, p, want, shared)
     np.testing.assert_allclose(got[1], want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name, mode", [*(("v4", mode) for mode in MODES_OF_JAX), ("v4.1", "no rank promotion")])
+def test_under_jaxs_own_options(name, mode):
+    """64 bits, no promotion of ranks or of types: whole sequences, their gradient, a chunk and a step, traced."""
+    layers, params = model(name)
+    with MODES_OF_JAX[mode]():
+        x, caches = hidden(2, 8), [layer.cache(2, 20, jnp.float32) for layer in layers]
+        of_whole = stack(name, lambda layer, p, x, shared, _: layer(p, x, shared=shared))
+        of_chunk = stack(name, lambda layer, p, x, shared, cache: layer(p, x, cache, shared, start=2))
+        of_step = stack(name, lambda layer, p, x, shared, cache: layer.step(p, x, cache, shared, lengths=9))
+        given = [jax.eval_shape(lambda layer=layer: layer.init(jax.random.key(0))) for layer in layers]
+        got = (
+            jax.eval_shape(jax.grad(lambda x: of_whole(x)[0].sum()), x),
+            *(jax.eval_shape(f, x[:, :s], caches)[0] for f, s in ((of_chunk, 8), (of_step, 1))),
+        )
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), given) == jax.tree.map(lambda x: (x.shape, x.dtype), params)
+        assert [(y.shape[1], y.dtype) for y in got] == [(s, jnp.float32) for s in (8, 8, 1)]
 
 
 @pytest.mark.parametrize("name, paged", [("v4", True), ("v4.1", False)])

@@ -10,7 +10,9 @@ import jax.numpy as jnp
 def rms_norm(x: jax.Array, weight: jax.Array | None, eps: float) -> jax.Array:
     """x / sqrt(mean(x²) + eps), times the weight if there is one; computed in float32, returned in x's dtype."""
     y = _normalized(x, eps)
-    return (y if weight is None else y * weight.astype(jnp.float32)).astype(x.dtype)
+    if weight is not None:
+        y *= jnp.expand_dims(weight.astype(jnp.float32), range(y.ndim - 1))
+    return y.astype(x.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

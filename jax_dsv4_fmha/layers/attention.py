@@ -25,7 +25,7 @@ from .._span import positions_of
 from . import _operands
 from ._norm import rms_norm
 from ._two_levels import two_levels
-from .compressor import Compressor, packed_blocks, whole_sequences
+from .compressor import Compressor, counted, packed_blocks, whole_sequences
 from .indexer import Indexer
 from .rope import Rope, inverse_rope, rope, rope_of_normed
 
@@ -173,16 +173,16 @@ class DSV4Attention:
         keys = iter(jax.random.split(key, 7))
 
         def normal(fan_in: int, *shape: int) -> jax.Array:
-            return jax.random.normal(next(keys), shape) * fan_in**-0.5
+            return jax.random.normal(next(keys), shape, jnp.float32) * fan_in**-0.5
 
         m, h, d, g = self.hidden, self.heads, self.d, self.o_groups
         params: dict[str, Any] = {
             "wq_a": normal(m, m, self.q_rank),
-            "q_norm": jnp.ones(self.q_rank),
+            "q_norm": jnp.ones(self.q_rank, jnp.float32),
             "wq_b": normal(self.q_rank, self.q_rank, h, d),
             "wkv": normal(m, m, d),
-            "kv_norm": jnp.ones(d),
-            "sink": jnp.zeros(h),
+            "kv_norm": jnp.ones(d, jnp.float32),
+            "sink": jnp.zeros(h, jnp.float32),
             "wo_a": normal(h // g * d, g, h // g, d, self.o_rank),
             "wo_b": normal(g * self.o_rank, g, self.o_rank, m),
         }
@@ -289,11 +289,11 @@ class DSV4Attention:
         if lengths is None:
             lengths = first + s
         lengths = _check.operand(_OP, "lengths", lengths, "b", {"b": b}, _check.INT)
-        positions = first[:, None] + jnp.arange(s, dtype=jnp.int32)
+        positions = counted(first, 0, s)
         real = (positions >= 0) & (positions < lengths[:, None])
         c, q, kv = self._projected(params, x, positions)
         kv = cache.window.as_held(kv)
-        earlier = cache.window.take(first[:, None] + jnp.arange(1 - self.window, 0, dtype=jnp.int32))
+        earlier = cache.window.take(counted(first, 1 - self.window, 0))
         cache = cache._replace(window=cache.window.append(kv, jnp.where(real, positions, -1)))
         cache, shared = self._compressed(params, x, c, positions, cache, shared or Shared(), lengths)
         entries = shared.compressed.take() if self.ratio else None
@@ -339,7 +339,7 @@ class DSV4Attention:
             raise _check.error(TypeError, _OP, "cache", cache, "a LayerCache")
         b, s = self._checked(params, x, cache, shared)
         lengths = jnp.broadcast_to(_check.offset(_OP, "lengths", lengths, {"b": b}), (b,))
-        positions = (lengths - s)[:, None] + jnp.arange(s, dtype=jnp.int32)
+        positions = counted(lengths - s, 0, s)
         c, q, kv = self._projected(params, x, positions)
         cache = cache._replace(window=cache.window.append(kv, positions))
         cache, shared = self._compressed(params, x, c, positions, cache, shared or Shared(), lengths)

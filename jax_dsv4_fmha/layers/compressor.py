@@ -83,10 +83,10 @@ class Compressor:
 
     def init(self, key: jax.Array) -> dict[str, jax.Array]:
         """Random parameters, in float32."""
-        w = jax.random.normal(key, (self.hidden, self.width)) * self.hidden**-0.5
-        params = {"w": w, "ape": jnp.zeros((self.ratio, self.channels)), "norm": jnp.ones(self.d)}
-        if self.ratio == 1 or not self.has_ape:
-            del params["ape"]
+        w = jax.random.normal(key, (self.hidden, self.width), jnp.float32) * self.hidden**-0.5
+        params = {"w": w, "norm": jnp.ones(self.d, jnp.float32)}
+        if self.ratio > 1 and self.has_ape:
+            params["ape"] = jnp.zeros((self.ratio, self.channels), jnp.float32)
         return params
 
     @jax.named_scope("compressor")
@@ -111,7 +111,7 @@ class Compressor:
     def tokens(self, params: Any, x: jax.Array, positions: jax.Array | None = None) -> jax.Array:
         """The pooled channels of each token, float32 `[b, s, width]`: kv, and the score if there is one.
 
-        positions: int32 `[b or 1, s]`; None where x consists of whole blocks.
+        positions: int32 `[b or 1, s]`; None where x begins with a block.
         """
         _operands.parameters(self, params)
         x = _operands.hidden(_OP, "x", x, self.hidden)
@@ -123,7 +123,7 @@ class Compressor:
             return rows
         ape = jnp.pad(params["ape"].astype(jnp.float32), ((0, 0), (self.channels, 0)))
         if positions is None:
-            return rows + jnp.tile(ape, (math.ceil(s / self.ratio), 1))[:s]
+            return rows + jnp.tile(ape, (math.ceil(s / self.ratio), 1))[None, :s]
         return rows + ape[positions % self.ratio]
 
     def state(self, b: int, steps: int = 1) -> Cache | None:
@@ -168,11 +168,11 @@ class Compressor:
                 got = f"room for {state.capacity} tokens"
                 raise _check.error(ValueError, _OP, "state", got, f"{self.reach} at least")
         s, r = x.shape[1], self.ratio
-        positions = start[:, None] + jnp.arange(s, dtype=jnp.int32)
+        positions = counted(start, 0, s)
         real = (positions >= 0) & (positions < lengths[:, None])
         new = self.tokens(params, x, positions)
         n = math.ceil(s / r)
-        entry = start[:, None] // r + jnp.arange(n, dtype=jnp.int32)
+        entry = counted(start // r, 0, n)
         whole = (entry >= 0) & ((entry + 1) * r <= lengths[:, None]) & ((entry + 1) * r > start[:, None])
         entry = jnp.where(whole, entry, -1)
         if state is None:
@@ -180,7 +180,7 @@ class Compressor:
         kept = state.append(new, jnp.where(real, positions, -1))
         if state.capacity >= self.reach + s - 1:
             return self._pool_ring(params, kept.entries, entry, x.dtype), entry, kept
-        before = state.take(start[:, None] + jnp.arange(-self.reach, 0, dtype=jnp.int32))
+        before = state.take(counted(start, -self.reach, 0))
         both = jnp.concatenate([before, new], 1)
         both = jnp.pad(both, ((0, 0), (0, (n + self.blocks) * r - both.shape[1]), (0, 0)))
         # the first block starts somewhere in the first r rows; earlier rows come before it
@@ -213,7 +213,7 @@ class Compressor:
         pooled tokens does not matter, so nothing is moved. Entries come one by one: with an axis for them, XLA
         transposes the ring for its sums.
         """
-        slots, r = jnp.arange(ring.shape[1], dtype=jnp.int32), self.ratio
+        slots, r = jnp.arange(ring.shape[1], dtype=jnp.int32)[None], self.ratio
         kv, score = jnp.split(ring, 2, -1)
 
         def pooled(there: jax.Array, of: slice) -> list[jax.Array]:
@@ -272,6 +272,11 @@ def whole_sequences(x: jax.Array) -> jax.Array:
     """x `[b, s, …]` with all of s on every device, where mesh axes are Explicit; over Auto axes XLA gathers it."""
     spec = jax.typeof(x).sharding.spec
     return x if spec[1] is None else jax.sharding.reshard(x, PartitionSpec(spec[0], None, *spec[2:]))
+
+
+def counted(first: jax.Array, begin: int, end: int) -> jax.Array:
+    """int32 `[b, end - begin]`: the numbers from `first[n] + begin` to `first[n] + end - 1`, for first int32 `[b]`."""
+    return first[:, None] + jnp.arange(begin, end, dtype=jnp.int32)[None]
 
 
 def packed_blocks(ids: jax.Array, ratio: int) -> tuple[jax.Array, jax.Array]:

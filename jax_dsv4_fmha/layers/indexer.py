@@ -84,14 +84,14 @@ class Indexer:
         """Random parameters, in float32."""
         a, b, c = jax.random.split(key, 3)
         params: dict[str, Any] = {
-            "wq_b": jax.random.normal(a, (self.q_rank, self.heads, self.d)) * self.q_rank**-0.5,
-            "weights_proj": jax.random.normal(b, (self.hidden, self.heads)) * self.hidden**-0.5,
+            "wq_b": jax.random.normal(a, (self.q_rank, self.heads, self.d), jnp.float32) * self.q_rank**-0.5,
+            "weights_proj": jax.random.normal(b, (self.hidden, self.heads), jnp.float32) * self.hidden**-0.5,
         }
         if self.compressor is not None:
             params["compressor"] = self.compressor.init(c)
         if self.latent:
-            params["wk"] = jax.random.normal(c, (self.latent, self.d)) * self.latent**-0.5
-            params["k_norm"] = jnp.ones(self.d)
+            params["wk"] = jax.random.normal(c, (self.latent, self.d), jnp.float32) * self.latent**-0.5
+            params["k_norm"] = jnp.ones(self.d, jnp.float32)
         return params
 
     def queries(

@@ -76,7 +76,7 @@ class Rope:
 
     def table(self, positions: jax.Array) -> jax.Array:
         """float32 `[b, s, dims]` of positions int32 `[b, s]`: cos and sin of each pair's angle, by turns."""
-        angle = positions[..., None].astype(jnp.float32) * self.frequencies()
+        angle = positions[..., None].astype(jnp.float32) * self.frequencies()[None, None]
         return jnp.stack([jnp.cos(angle), jnp.sin(angle)], -1).reshape(*positions.shape, self.dims)
 
 
@@ -128,7 +128,7 @@ def _pairs_turned(x: jax.Array, table: jax.Array, *, direction: int) -> Arrays:
     n = table.shape[-1]
     pairs = x[..., -n:].astype(jnp.float32).reshape(*x.shape[:-1], n // 2, 2)
     turns = table.reshape(*table.shape[:2], 1, n // 2, 2)
-    sides = direction * (2 * jnp.arange(2, dtype=jnp.float32) - 1)
+    sides = direction * (2 * jnp.arange(2, dtype=jnp.float32) - 1).reshape(1, 1, 1, 1, 2)
     turned = pairs * turns[..., :1] + pairs[..., ::-1] * (sides * turns[..., 1:])
     turned = turned.reshape(*x.shape[:-1], n).astype(x.dtype)
     return (lax.platform_dependent(x, turned, cuda=_put, default=_beside),)
