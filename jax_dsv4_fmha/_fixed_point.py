@@ -38,7 +38,7 @@ def resolution(
     ds = scale * (q.shape[-1] * greatest(do) * k + greatest(delta))
     bound = rows * (ds * greatest(q) + greatest(do))
     exponent = (lax.bitcast_convert_type(bound, jnp.int32) >> _MANTISSA) - _BIAS + 1  # bound < 2^exponent
-    return _power_of_two(jnp.clip(_BITS - exponent, -_BIAS + 1, _BIAS - 1))[None]
+    return _power_of_two(jnp.minimum(_BITS - exponent, _BIAS - 1))[None]
 
 
 def to_float32(sums: jax.Array, resolution: jax.Array, dq: jax.Array) -> jax.Array:

@@ -17,18 +17,30 @@ def test_what_sums_stand_for():
 
 
 @pytest.mark.parametrize("size", [1e-12, 1, 1e4])
-def test_no_sum_leaves_them(size):
-    """All rows add in the same direction, as much as they can."""
-    b, s_q, h, d = 1, 40, 4, 512
-    q, do, k = np.full((b, s_q, h, d), 3.0), np.full((b, s_q, h, d), size), np.full((b, 9, d), 2.0)
-    delta, lse = np.full((b, s_q, h), -size), np.zeros((b, s_q, h))
-    ds = 0.1 * (d * size * 2 + size)
+@pytest.mark.parametrize("greatest", ["keys", "delta", "do"])
+def test_no_sum_leaves_them(greatest, size):
+    """All rows add in the same direction, as much as they can: one number of an array is its greatest."""
+    b, s_q, h, d, scale = 1, 40, 4, 512, 0.1
+    rng = np.random.default_rng(0)
+    most = {"q": 3.0, "do": size, "delta": 1e4 * size * (greatest == "delta"), "k": 2.0 * (greatest == "keys")}
+    shapes = {"q": (b, s_q, h, d), "do": (b, s_q, h, d), "delta": (b, s_q, h), "k": (b, 9, d)}
+    x = {name: most[name] * rng.uniform(0, 1, shape).astype(np.float32) for name, shape in shapes.items()}
+    for name, array in x.items():
+        array.flat[rng.integers(array.size)] = -most[name]
+    keys = [jnp.asarray(0.1 * x["k"][:, :5]), jnp.asarray(x["k"])]
     (unit,) = resolution(
-        *(jnp.asarray(x, jnp.float32) for x in (q, do, lse, delta)), [jnp.asarray(k, jnp.float32)], 0.1
+        *(jnp.asarray(x[name]) for name in ("q", "do")), jnp.zeros((b, s_q, h)), x["delta"], keys, scale
     )
-    most = b * s_q * h * (ds * 3 + size) * float(unit)
-    assert 2.0**59 < most < 2.0**62
+    ds = scale * (d * most["do"] * most["k"] + most["delta"])
+    bound = b * s_q * h * (ds * most["q"] + most["do"]) * float(unit)
+    assert 2.0**60 * (1 - 1e-6) < bound < 2.0**61 * (1 + 1e-6)
     assert np.frexp(float(unit))[0] == 0.5
+
+
+def test_nothing_at_all_has_a_unit():
+    x = [jnp.zeros(shape) for shape in ((1, 3, 2, 8), (1, 3, 2, 8), (1, 3, 2), (1, 3, 2), (1, 5, 8))]
+    (unit,) = resolution(*x[:4], x[4:], 0.5)
+    assert 1 < unit < jnp.inf
 
 
 def test_what_nobody_sees_is_not_counted():

@@ -70,7 +70,7 @@ SIZES = [
     (lambda: Indexer(24, 12, d=24, compressor=Compressor(24, 24, 4)), r"Indexer: d: got 24, wanted a power of two"),
     (lambda: Indexer(24, 12, d=16, compressor=Compressor(24, 32, 4)), r"compressor: got hidden=24, d=32 .*d=16 with"),
     (lambda: Rope("8"), r"Rope: dims: got 8, wanted an int >= 1"),
-    (lambda: Rope(8, 0), r"Rope: theta: got 0, wanted a finite number > 1"),
+    (lambda: Rope(8, 1), r"Rope: theta: got 1, wanted a finite number > 1"),
     (lambda: Rope(8, factor=0.5), r"Rope: factor: got 0.5, wanted a finite number >= 1"),
     (lambda: Rope(8, factor=4), r"Rope: original: got 0, wanted an int >= 1"),
     (lambda: Rope(8, factor=4, original=64, beta_slow=0), r"Rope: beta_slow: got 0, wanted a finite number > 0"),

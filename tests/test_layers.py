@@ -379,6 +379,7 @@ def test_config_of_v4(tmp_path):
     for layer in layers[2:]:
         assert layer.rope == Rope(64, 160000, 16, 65536, 32, 1) and layer.norm_heads
         assert layer.compressor.overlap == layer.sparse == (layer.indexer is not None) == (layer.ratio == 4)
+        assert layer.indexer is None or layer.indexer.compressor.overlap
     assert (layers[2].indexer.heads, layers[2].indexer.topk) == (64, 512)
     pro = from_config(published("pro"))
     assert (len(pro), pro[0].ratio, pro[2].heads, pro[2].indexer.topk, pro[0].o_groups) == (61, 128, 128, 1024, 16)
@@ -393,8 +394,23 @@ def test_config_of_v41():
     assert len(layers) == 40 and all(layer.sparse == (i > 1) for i, layer in enumerate(layers))
     assert not any(layer.norm_heads for layer in layers) and layers[0].eps == 1e-20
     assert not layers[2].compressor.has_ape and not layers[2].compressor.overlap and layers[20].ratio == 1
+    assert [layers[i].rope.theta for i in (1, 2, 20)] == [10000, 160000, 160000]
+    without = {name: x for name, x in published("v4.1")["text_config"].items() if not name.startswith("candidate")}
+    assert [layer.indexer.in_two_levels for layer in from_config(without) if layer.indexer] == [False] * 8
     names = [path[-1].key for path, _ in jax.tree_util.tree_leaves_with_path(shapes(layers[20])["compressor"])]
     assert names == ["norm", "w"] and layers[20].compressor.width == 512  # of ratio 1
+
+
+def test_config_as_transformers_saves_it():
+    """Kinds of layers by name, with their own ratios, and RoPE by kind of layer."""
+    theirs = published("flash")
+    kinds = dict(zip((0, 4, 128), MODELS["v4"]["layer_types"], strict=True))
+    rates = {"compress_rates": None, "layer_types": [kinds[ratio] for ratio in theirs.pop("compress_ratios")]}
+    yarn = {**theirs.pop("rope_scaling"), "rope_type": "yarn", "rope_theta": theirs.pop("compress_rope_theta")}
+    main = {"rope_type": "default", "rope_theta": theirs.pop("rope_theta")}
+    dims = {"partial_rotary_factor": theirs.pop("qk_rope_head_dim") / 512}
+    theirs |= rates | dims | {"rope_parameters": {"main": main, "compress": yarn}}
+    assert from_config(theirs) == from_config(published("flash"))
 
 
 def test_config_of_deepseeks_own_code():
@@ -406,6 +422,7 @@ def test_config_of_deepseeks_own_code():
     }  # fmt: skip
     flash = from_config(published("flash"))
     assert from_config(theirs) == (flash[0], flash[2], flash[3], flash[2])
+    assert from_config(theirs | {"original_seq_len": 0})[1].rope == Rope(64, 160000)  # no YaRN
 
 
 @pytest.mark.parametrize(
@@ -413,6 +430,7 @@ def test_config_of_deepseeks_own_code():
     [
         ({"q_lora_rank": None}, "q_lora_rank: got none"),
         ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling: got .*linear"),
+        ({"rope_scaling": {"type": "yarn", "attention_factor": 2}}, "wanted yarn with attention_factor 1"),
         ({"compress_ratios": None, "layer_types": ["full_attention"] * 43}, "layer_types: got full_attention"),
         ({"compress_ratios": [-1] * 43}, "compress_ratios: got -1"),
         ({"compress_ratios": [4]}, "compress_ratios: got 1, wanted one for each layer"),
@@ -472,6 +490,24 @@ def test_state_dict_in_fp8():
         from_state_dict(layer, tensors)
 
 
+@pytest.mark.parametrize("block", [128, 32])
+def test_scales_of_blocks_and_dtypes(block):
+    """A scale belongs to a square of an e4m3 matrix; matrices come in bfloat16, all else in float32."""
+    sizes = {"hidden_size": 160, "q_lora_rank": 130, "num_hidden_layers": 1, "compress_ratios": [0]}
+    (layer,) = from_config(SMALL | sizes)
+    rng, tensors = np.random.default_rng(0), checkpoint(layer, random_params(layer, 0), "")
+    scale = 2.0 ** rng.integers(-3, 3, (-(-130 // block), -(-160 // block)))
+    code = rng.integers(-8, 9, (130, 160)).astype(np.float32)
+    tensors |= {"wq_a.weight": code.astype(jnp.float8_e4m3fn), "wq_a.weight_scale_inv": scale.astype(np.float32)}
+    got = from_state_dict(layer, tensors)
+    want = [[code[i, j] * scale[i // block, j // block] for i in range(130)] for j in range(160)]
+    np.testing.assert_array_equal(got["wq_a"].astype(jnp.float32), want)
+    in_float32 = {name for name, x in got.items() if x.dtype == jnp.float32}
+    assert in_float32 == {"q_norm", "kv_norm", "sink"} and all(
+        x.dtype == jnp.bfloat16 for name, x in got.items() if name not in in_float32
+    )
+
+
 def test_state_dict_errors():
     layers, params = model("v4")
     layer, good = layers[1], checkpoint(layers[1], params[1], "a.")
@@ -485,7 +521,7 @@ def test_state_dict_errors():
         from_state_dict(layer, good | {"a.bias": np.zeros(3)}, "a.")
 
 
-@pytest.mark.parametrize("how", [Rope(8), Rope(8, 160000, 16, 64)])
+@pytest.mark.parametrize("how", [Rope(8), Rope(8, 160000, 16, 64), Rope(8, 160000, 16, 4)])
 def test_rope(how):
     x = hidden(2, 6).reshape(2, 6, 2, 12)
     positions = jnp.array([[0, 1, 7, 100, 4095, 70000]], jnp.int32)
@@ -495,6 +531,15 @@ def test_rope(how):
         np.testing.assert_allclose(got[:, i], want, atol=2e-7 * max(p, 20))  # an angle is a product in float32
     np.testing.assert_allclose(inverse_rope(got, positions, how), x, atol=1e-6)
     assert rope(x.astype(jnp.bfloat16), positions, how).dtype == jnp.bfloat16
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("d", [64, 72, 68])
+def test_a_kernel_rotates_rows_of_whole_vectors(d):
+    """Rows that do not begin at a multiple of 16 bytes are XLA's."""
+    x, at = jax.ShapeDtypeStruct((1, 4, 2, d), jnp.bfloat16), jax.ShapeDtypeStruct((1, 4), jnp.int32)
+    lowered = jax.jit(lambda x, at: rope(x, at, Rope(64))).trace(x, at).lower(lowering_platforms=("cuda",))
+    assert ("dsv4_fmha_rope" in lowered.as_text()) == (d % 8 == 0)
 
 
 @pytest.mark.usefixtures("built")
