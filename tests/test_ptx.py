@@ -71,6 +71,32 @@ def test_splits_are_merged_right(key, case):
     judge(merged.run(), x, merged.scale)
 
 
+@pytest.mark.parametrize("splits", [2, 9, 24])
+@pytest.mark.parametrize("dtype", COMBINE)
+def test_merges_any_number_of_splits(dtype, splits):
+    """By the definition, in float64. Some splits saw no key of a row, and left NaN there; one row saw none at all."""
+    if (key := f"fwd_sm_90a_d64_{dtype}") not in BUILT:
+        pytest.skip(f"{key} is not built")
+    rng, x = np.random.default_rng(splits), operands(key, "tiles")
+    forward = launch(kernel(key), x, splits=splits)  # does not run: its results are made here
+    o_parts, lse_parts = (
+        (b := forward.machine.memory.named(name)).bytes[: b.size].view(np.float32).reshape(*x.q.shape[:3], splits, n)
+        for name, n in (("o_parts", x.shape.d), ("lse_parts", 1))
+    )
+    lse_parts[:] = np.where(rng.random(lse_parts.shape) < 0.4, -np.inf, rng.normal(0, 3, lse_parts.shape))
+    lse_parts[0, 0, 0] = -np.inf
+    seen = lse_parts > -np.inf
+    o_parts[:] = np.where(seen, rng.normal(size=o_parts.shape), np.nan)
+    weights = np.exp(lse_parts.astype(np.float64))
+    total = weights.sum(axis=3)
+    o = (weights * np.where(seen, o_parts, 0)).sum(axis=3) / (total + np.exp(x.sink.astype(np.float64))[:, None])
+    merged = combine(kernel(COMBINE[dtype]), forward)
+    got_o, got_lse = merged.run()
+    with np.errstate(divide="ignore"):
+        np.testing.assert_allclose(got_lse, np.log(total[..., 0]), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(got_o.astype(np.float64), o, rtol=2**-8, atol=1e-5)
+
+
 @pytest.mark.parametrize("key", [key for key in BUILT if key.startswith("dsv4_sparse_fwd") and "_bfloat16" in key])
 def test_a_nan_reaches_those_alone_who_see_it(key):
     """For a window beside selected keys: there, the tiles of rows hold one query each."""

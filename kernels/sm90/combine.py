@@ -1,7 +1,9 @@
 """Merges the partial results of split-KV: from the splits of a forward kernel it makes o and lse, with the sink.
 
-One thread merges four columns of a row, for any d, so neighbouring threads read a row's parts. It first reads the lse
-of all splits, for their maximum. A split that saw no key of a row has written no part of it, and the thread reads none.
+One thread merges four columns of a row, for any d, so neighbouring threads read a row's parts. A small merge takes as
+long as the loads that wait for one another. So a thread asks for the parts of the first splits together with their lse,
+before it knows which of them saw a key of the row: one that saw none has written no part, and what is read there is
+dropped. Later parts are asked for where a key was seen, as many at a time; their lse has come with the splits before.
 """
 
 from dataclasses import dataclass
@@ -15,9 +17,14 @@ from cutlass import Float32, Int32, Int64
 from kernels.abi import Combine as Merged
 from kernels.aot import Compiled, compile_ahead
 from kernels.lib.launch import i32, launch_facts, pointers
+from kernels.lib.ptx import ptx
 from kernels.lib.rows import ceil_div, load, store
 from kernels.lib.softmax import LN_2, LOG2_E, exp2
 from kernels.lib.wgmma import round_pair
+
+AT_ONCE = 5  # splits whose parts a thread asks for at once
+FOR_MAXIMUM = 8  # splits whose lse it asks for at once, where there are many
+CTAS = 9  # of an SM: the registers that this leaves are enough
 
 
 @dataclass(frozen=True)
@@ -51,7 +58,11 @@ class Combine:
         c = self.config
         rows = b * s_q * h_q
         self.kernel(o_parts, lse_parts, o, sink, lse, rows, h_q, d, splits).launch(
-            grid=(ceil_div(rows * (d // c.tile_n), Int32(c.threads)), 1, 1), block=(c.threads, 1, 1), stream=stream
+            grid=(ceil_div(rows * (d // c.tile_n), Int32(c.threads)), 1, 1),
+            block=(c.threads, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=CTAS,
+            preferred_smem_carveout=100,  # otherwise the DSL asks a driver
         )
 
     @cute.kernel
@@ -70,28 +81,15 @@ class Combine:
         c = self.config
         i = cute.arch.block_idx()[0] * c.threads + cute.arch.thread_idx()[0]
         row, column = i // (d // c.tile_n), i % (d // c.tile_n) * c.tile_n
-        cute.arch.griddepcontrol_wait()
         if row < rows:
             first = Int64(row) * splits
-            top = -Float32.inf
-            for s in cutlass.range(splits, unroll=8):
-                top = cute.arch.fmax(top, load(lse_parts + (first + s)))
-            shift = Float32(0.0) if top == -Float32.inf else top
-            total = Float32(0.0)
-            acc = cute.make_rmem_tensor(c.tile_n, Float32)
-            acc.fill(0.0)
-            for s in cutlass.range(splits, unroll=4):
-                part = load(lse_parts + (first + s))
-                if part != -Float32.inf:
-                    weight = exp2((part - shift) * LOG2_E)
-                    total += weight
-                    values = cute.make_rmem_tensor(c.tile_n, Float32)
-                    source = (o_parts + ((first + s) * d + column)).align(16)
-                    cute.autovec_copy(cute.make_tensor(source, cute.make_layout(c.tile_n)), values)
-                    acc.store(acc.load() + values.load() * weight)
+            head_sink = load(sink + row % h_q)  # no kernel that is still at work writes it
+            cute.arch.griddepcontrol_wait()
+            parts = Parts((o_parts + (first * d + column)).toint(), (lse_parts + first).toint(), d, splits)
+            shift, total, acc = parts.merge()
             factor, merged = Float32(0.0), -Float32.inf
             if total != 0.0:
-                factor = 1.0 / (total + exp2((load(sink + row % h_q) - shift) * LOG2_E))
+                factor = 1.0 / (total + exp2((head_sink - shift) * LOG2_E))
                 merged = cute.math.log2(total, fastmath=True) * LN_2 + shift
             packed = cute.make_rmem_tensor(c.tile_n // 2, cutlass.Uint32)
             for j in cutlass.range_constexpr(c.tile_n // 2):
@@ -100,6 +98,80 @@ class Combine:
             cute.autovec_copy(packed, cute.make_tensor(target, cute.make_layout(c.tile_n // 2)))
             if column == 0:
                 store(lse + row, merged)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the splits of a row have left: four columns of o, from an address on, and lse."""
+
+    o: Int64
+    lse: Int64
+    d: Int32
+    splits: Int32
+
+    @cute.jit
+    def merge(self):
+        """The greatest lse, or 0 where no split saw a key; sums of weights exp(lse - it), and of weighted columns."""
+        n = AT_ONCE
+        lse, ahead = cute.make_rmem_tensor(n, Float32), cute.make_rmem_tensor(n, Float32)
+        columns = cute.make_rmem_tensor((4, n), Float32)
+        for s in cutlass.range_constexpr(n):
+            lse[s] = self.lse_of(s)
+            self.ask(columns[None, s], s, s < self.splits)
+        for s in cutlass.range_constexpr(n):
+            ahead[s] = self.lse_of(n + s)
+        top = -Float32.inf
+        for begin in cutlass.range(2 * n, self.splits, FOR_MAXIMUM, unroll=1):
+            rest = self.since(begin)
+            for x in [rest.lse_of(s) for s in range(FOR_MAXIMUM)]:
+                top = cute.arch.fmax(top, x)
+        for s in cutlass.range_constexpr(n):
+            top = cute.arch.fmax(top, cute.arch.fmax(lse[s], ahead[s]))
+        shift = Float32(0.0) if top == -Float32.inf else top
+        total, acc = Float32(0.0), (Float32(0.0),) * 4
+        for s in cutlass.range_constexpr(n):
+            total, acc = add(total, acc, lse[s], shift, columns[None, s])
+        for begin in cutlass.range(n, self.splits, n, unroll=1):
+            rest = self.since(begin)
+            for s in cutlass.range_constexpr(n):
+                lse[s] = ahead[s]
+                rest.ask(columns[None, s], s, lse[s] != -Float32.inf)
+                ahead[s] = rest.lse_of(n + s)
+            for s in cutlass.range_constexpr(n):
+                total, acc = add(total, acc, lse[s], shift, columns[None, s])
+        return shift, total, acc
+
+    def since(self, split: Int32) -> "Parts":
+        """Those of this split and the ones after it."""
+        return Parts(self.o + Int64(split) * self.d * 4, self.lse + Int64(split) * 4, self.d, self.splits - split)
+
+    def lse_of(self, split: int) -> Float32:
+        """The lse of a split, or that of no keys after the last one."""
+        text = "{ .reg .pred p; setp.lt.s32 p, %d, $2; mov.b32 $0, 0fFF800000; @p ld.global.b32 $0, [$1 + %d]; }"
+        return ptx(text % (split, 4 * split), self.lse, self.splits, gives=(Float32,), early=True)[0]
+
+    def ask(self, columns: cute.Tensor, split: int, wanted) -> None:
+        """Loads the columns of a split, if wanted; otherwise they are undefined."""
+        text = "{ .reg .pred p; setp.ne.s32 p, $5, 0; @p ld.global.v4.f32 {$0, $1, $2, $3}, [$4]; }"
+        address = self.o + Int64(self.d) * 4 * split
+        for j, x in enumerate(ptx(text, address, Int32(wanted), gives=(Float32,) * 4, early=True)):
+            columns[j] = x
+
+
+def add(total: Float32, acc: tuple, lse: Float32, shift: Float32, columns: cute.Tensor):
+    """Adds a split's weight, and its columns by that weight, unless it saw no key: then they may be anything."""
+    weight = exp2((lse - shift) * LOG2_E)
+    total, *acc = ptx(
+        "{ .reg .pred p; setp.neu.f32 p, $15, 0fFF800000;"
+        " mov.b32 $0, $5; mov.b32 $1, $6; mov.b32 $2, $7; mov.b32 $3, $8; mov.b32 $4, $9; @p add.rn.f32 $0, $0, $14;"
+        " @p fma.rn.f32 $1, $10, $14, $1; @p fma.rn.f32 $2, $11, $14, $2;"
+        " @p fma.rn.f32 $3, $12, $14, $3; @p fma.rn.f32 $4, $13, $14, $4; }",
+        *(total, *acc, *(columns[j] for j in range(4)), weight, lse),
+        gives=(Float32,) * 5,
+        early=True,
+        pure=True,
+    )
+    return total, tuple(acc)
 
 
 def compile(variant: Merged, out_dir: Path) -> Compiled:
