@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jax_dsv4_fmha import Span, _ffi, dsv4_attention, fmha, sparse_fmha
+from jax_dsv4_fmha import Span, _ffi, dot_product_attention, dsv4_attention, fmha, sparse_fmha
 from kernels.abi import BACKWARD_OPS
 
 B, S, S_KV, S_C, H, D, TOPK = 2, 4, 12, 6, 8, 512, 5
@@ -104,6 +104,15 @@ def test_one_kernel_makes_all_gradients_where_queries_see_many_keys(d, s, window
     text = lowered(gradient(functools.partial(fmha, span=span, deterministic=deterministic)), q, k, k)
     (found,) = re.findall(rf"@dsv4_fmha_dense_bwd\(.*-> \(tensor<1x{s}x2x{d}x(\w+)>", text)
     assert found == dtype
+
+
+@BUILT
+@pytest.mark.parametrize("is_causal, dtype", [(True, "bf16"), (False, "f32")])
+def test_a_window_to_the_right_counts_where_it_is_seen(is_causal, dtype):
+    q, k = arrays((1, 1024, 2, 64), (1, 1024, 1, 64))
+    window = functools.partial(dot_product_attention, local_window_size=(128, 700), return_residual=True)
+    text = lowered(gradient(functools.partial(window, is_causal=is_causal)), q, k, k)
+    assert re.findall(r"@dsv4_fmha_dense_bwd\(.*-> \(tensor<1x1024x2x64x(\w+)>", text) == [dtype]
 
 
 @BUILT

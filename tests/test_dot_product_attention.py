@@ -25,6 +25,7 @@ ARGUMENTS = {
     "lengths": {"key_value_seq_lengths": LENGTHS},
     "both_lengths": {"key_value_seq_lengths": LENGTHS, "query_seq_lengths": LENGTHS[::-1].copy(), "is_causal": True},
     "mask": {"mask": np.tril(np.ones((1, 1, T, S), bool), 2)},
+    "mask_of_a_band": {"mask": np.triu(np.tril(np.ones((1, 1, T, S), bool), 2), -1)},
     "mask_of_batches": {"mask": np.arange(S)[None, None, None] < LENGTHS[:, None, None, None]},
 }
 
@@ -180,10 +181,16 @@ def test_a_mask_of_keys_that_hides_all():
             NotImplementedError,
             "wanted one interval of keys",
         ),
+        (
+            {"mask": (np.arange(T * S) != S + 2).reshape(1, 1, T, S)},  # one row has a hole
+            NotImplementedError,
+            "wanted one interval of keys",
+        ),
         ({"mask": np.ones((T, S), bool)}, ValueError, "wanted a 4-D bool array"),
         ({"mask": np.ones((1, 1, T, S))}, ValueError, "wanted a 4-D bool array"),
         ({"local_window_size": -1}, ValueError, "local_window_size: got -1"),
         ({"local_window_size": (1, 2, 3)}, TypeError, "local_window_size"),
+        ({"local_window_size": (1, True)}, TypeError, "local_window_size"),
         ({"is_causal": 1.0}, TypeError, "is_causal: got 1.0, wanted a bool"),
         ({"sinks": np.zeros(N + 1, np.float32)}, ValueError, r"sinks: got float32\[5\], wanted float32\[n=4\]"),
         ({"query_seq_lengths": LENGTHS.astype(np.int16)}, ValueError, r"query_seq_lengths: got int16"),

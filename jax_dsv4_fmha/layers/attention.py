@@ -208,7 +208,8 @@ class DSV4Attention:
         """An empty cache for b sequences of up to `room` tokens.
 
         Args:
-          b, room: ints >= 1.
+          b, room: ints >= 1. A sequence must not become longer than `room`; nothing checks this, since lengths are
+            known only when a step runs.
           dtype: x's; or float8_e4m3fn, for latents and entries in DeepSeek-V4's FP8 layout (d 512, x bfloat16).
           steps: the greatest number of tokens that one call of `step` may add, or take back.
           block_table: int32 `[b, n]`, for compressed entries in a pool of at least `b n` pages that all sequences
