@@ -98,8 +98,9 @@ def test_sass(key, tmp_path):
     assert (count["UTMALDG"] == of_q) if variant.gathers else (count["UTMALDG"] > of_q), count
     long_odd = variant.op == "fwd" and variant.max_heads < ANY
     row = next(row for row in _ffi.manifest()["variants"] if row["key"] == key)
-    packed = variant.sources[0] in PACKED  # whose keys go through registers
+    packed = variant.sources[0] in PACKED  # whose keys go through registers, and to the other CTA of a cluster
     assert (count["LDGSTS"] > 0) == ((variant.gathers and not packed) or long_odd), count
+    assert (count["STAS"] > 0) == (row["cluster"] > 1), count
     a_tile = (variant.d + row["tile_n"]) // 16  # an MMA has k = 16: those of Q K', and those of P V
     if variant.arch == "sm_100a":
         of_v = row["tile_n"] // 16 * -(-variant.d // 256)  # an MMA has n <= 256

@@ -22,7 +22,7 @@ RUNS = [  # those have the same code as others: one case, which may be of COMPAR
     (v.key, case)
     for v in map(native.variant_of, BUILT)
     for case in cases.CASES
-    if v.key not in ALIKE or (case == "tiles" and (v.max_heads < ANY or "_v41_" in v.op))
+    if v.key not in ALIKE or (case == "tiles" and (v.max_heads < ANY or v.op.endswith("_fp4")))
     if case != "groups" or v.op == "fwd"
 ]
 

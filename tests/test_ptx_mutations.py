@@ -27,8 +27,9 @@ DENSE, LATENT = "fwd_sm_90a_d128_bfloat16", "fwd_sm_90a_d512_bfloat16_shared_kv"
 LONG_ODD = LATENT + "_h63"  # whose odd tiles have 16 keys more
 GATHERED = "sparse_fwd_sm_90a_d512_bfloat16_shared_kv"
 FEW_HEADS = "dsv4_sparse_fwd_sm_90a_d512_bfloat16_shared_kv_h16"
-PACKED = "dsv4_decode_fp8_sm_90a_d512_bfloat16_shared_kv"
-NIBBLES = "dsv4_decode_v41_fp4_sm_90a_d512_bfloat16_shared_kv"
+PAIRED = "dsv4_decode_fp8_sm_90a_d512_bfloat16_shared_kv"  # two CTAs, each of which unpacks for both
+PACKED = PAIRED + "_h64"
+NIBBLES = "dsv4_decode_v41_fp4_sm_90a_d512_bfloat16_shared_kv_h64"
 SHAPES: dict[str, dict[str, int]] = {
     DENSE: {"b": 1, "s_q": 24, "s_kv": 420, "h_q": 8, "width": 1000},  # three tiles of 160 keys, two tiles of rows
     LATENT: {"b": 1, "s_q": 12, "s_kv": 230, "h_q": 8, "width": 1000},  # four tiles of 64 keys
@@ -37,6 +38,7 @@ SHAPES: dict[str, dict[str, int]] = {
     FEW_HEADS: {"b": 1, "s_q": 4, "s_kv": 300, "h_q": 16, "s_kv1": 300, "topk": 200},
     PACKED: {"b": 1, "s_q": 2, "s_kv": 70, "h_q": 8, "s_kv1": 300, "topk": 200},
     NIBBLES: {"b": 1, "s_q": 2, "s_kv": 9, "h_q": 8, "s_kv1": 90, "topk": 80},
+    PAIRED: {"b": 1, "s_q": 2, "s_kv": 70, "h_q": 66, "s_kv1": 300, "topk": 200},
 }
 DENSE_TILE = 160  # keys
 FEW_KEYS = {"s_q": 80, "width": 60}  # five tiles of rows that see 75 keys at most, which DENSE takes another way
@@ -46,7 +48,7 @@ BARRIERS = {  # the mbarriers of a kernel, in the order of their addresses
     LATENT: "q_full q_empty full0 full1 full2 full3 empty0 empty1 empty2 empty3 max_shared0 max_shared1 "
     "weights_shared0 weights_shared1 all_read",
 }
-BARRIERS |= dict.fromkeys((LONG_ODD, GATHERED, PACKED, NIBBLES), BARRIERS[LATENT])
+BARRIERS |= dict.fromkeys((LONG_ODD, GATHERED, PACKED, NIBBLES, PAIRED), BARRIERS[LATENT])
 KIB = 1024
 REGIONS = {  # its shared memory before them, in bytes
     DENSE: {"q": 2 * 32 * KIB, "k": 2 * 40 * KIB, "v": 2 * 40 * KIB},
@@ -54,7 +56,7 @@ REGIONS = {  # its shared memory before them, in bytes
     LONG_ODD: {"q": 64 * KIB, "k": 144 * KIB, "p": 18 * KIB, "max": 512},
     FEW_HEADS: {"q": 16 * KIB, "k": 80 * KIB, "p": 16 * KIB, "found": 512},
 }
-REGIONS |= dict.fromkeys((GATHERED, PACKED, NIBBLES), REGIONS[LATENT])
+REGIONS |= dict.fromkeys((GATHERED, PACKED, NIBBLES, PAIRED), REGIONS[LATENT])
 
 
 @functools.cache
@@ -246,6 +248,21 @@ def weights_unfenced(text: str) -> str:
     """The first fence before a meeting of a consumer's warps is missing."""
     met = r"fence\.proxy\.async\.shared::cta;(\s+bar\.sync\s+1, 128;)"
     return edits.replace(text, met, lambda m: m[1], slice(0, 1))
+
+
+def telling_nobody(text: str) -> str:
+    return edits.replace(text, r"@p mbarrier\.arrive\.shared::cluster[^;]*;", "")
+
+
+def awaits_own_cta(text: str) -> str:
+    """The producers wait only for the warps of their own CTA."""
+    return edits.replace(text, r"barrier\.cluster\.wait;", "bar.sync 3, 256;", slice(0, 1))
+
+
+def expecting_nothing(text: str) -> str:
+    """No bytes are expected from the peer, except those of Q."""
+    sent = r"mbarrier\.arrive\.expect_tx\.shared\.b64\s+%rd\d+, (\[[^\]]*\]), %r\d+;"
+    return edits.replace(text, sent, lambda m: f"mbarrier.arrive.shared.b64 _, {m[1]}, 1;", slice(1, None))
 
 
 def constants(**changed: int) -> Callable[[str], str]:
@@ -518,6 +535,42 @@ FATES = [
         Race,
         late(r"st\.shared", "k", r"wgmma"),
         odd_handed_back_early,
+    ),
+    Fate(
+        "keys of the peer's read without a proxy fence",
+        PAIRED,
+        Race,
+        unfenced("k", r"(st\.shared|st\.async)"),
+        keys_unfenced,
+    ),
+    Fate("the peer not told that keys were read", PAIRED, Deadlock, r"4 of 132 arrivals pending", telling_nobody),
+    Fate(
+        "keys written over that are still read here or there",
+        PAIRED,
+        Race,
+        late(r"st\.(shared|async)", "k", r"wgmma"),
+        without_wait(PAIRED, "empty1"),
+    ),
+    Fate(
+        "keys of the peer's not waited for",
+        PAIRED,
+        EARLY,
+        early(r"wgmma", "k", r"st\.async"),
+        expecting_nothing,
+    ),
+    Fate(
+        "sends to a peer that may not have begun",
+        PAIRED,
+        Fault,
+        r"CTA (\d) warp [^\n]*\n[^\n]*(no mbarrier [^\n]*)? of CTA (?!\1)\d(?(2)$|[^\n]*(begun|nothing orders))",
+        awaits_own_cta,
+    ),
+    Fate(
+        "ends while its peer may still come to it",
+        PAIRED,
+        Fault,
+        r"ends while nothing orders that after CTA \d|of CTA \d, which has ended",
+        without_wait(PAIRED, "empty2", slice(-1, None)),
     ),
     Fate(
         "weights of a few heads without a proxy fence",

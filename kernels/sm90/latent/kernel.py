@@ -18,7 +18,8 @@ during the work on the next tile.
 
 The keys come from one or more sources, walked one after the other as one sequence of tiles under one softmax: spans
 (contiguous: a window, a dense cache) and selections (by index), which may be packed. Spans alone are loaded by TMA;
-with a selection among them all are gathered with cp.async. Packed keys are unpacked by two producer warpgroups.
+with a selection among them all are gathered with cp.async. Packed keys are unpacked by two producer warpgroups, or by
+those of a cluster of two CTAs, each of which does half of the keys for both.
 """
 
 from dataclasses import dataclass, replace
@@ -33,6 +34,7 @@ from cutlass.memory import SmemAllocator
 
 from kernels.abi import ANY, Forward, gathers
 from kernels.aot import Compiled
+from kernels.lib.cluster import CLUSTER, arrive, await_others
 from kernels.lib.forward import ForwardKernel, compile_forward
 from kernels.lib.launch import (
     SMEM_LIMIT,
@@ -70,8 +72,7 @@ from kernels.packings import PACKED
 from .key_tiles import EVEN, LEFT, ODD, RIGHT, Barriers, KeyTiles, Work
 from .packed import packed_operands
 from .packed_tiles import load_packed
-
-SELECTIONS = {**GATHERED, **{kind: packed_operands(kind) for kind in PACKED}}  # by the kind of a source
+from .paired_tiles import load_paired
 
 MORE = 16  # keys: a step of K in a WGMMA
 
@@ -86,7 +87,7 @@ class Config:
     dtype: str
     sources: tuple[str, ...]  # kinds of the sources, in the order of the walk: "span", "selection" or one of PACKED
     more: int = 0  # keys that odd tiles have beyond tile_n, which a separate warp copies
-    cluster: int = 1
+    cluster: int = 1  # CTAs with heads of the same query; two unpack keys for one another
     tile_m: int = 64
     tile_n: int = 64
     shared_kv: bool = True
@@ -136,6 +137,16 @@ class Config:
     def loaders(self) -> int:
         """Threads that fill key tiles: a lane issues TMA, warpgroups gather."""
         return self.producers * WARPGROUP if self.gathers else 1
+
+    @property
+    def fillers(self) -> int:
+        """Those of them that fill one tile: all, or in each CTA of a cluster a warpgroup."""
+        return self.loaders // self.cluster
+
+    @property
+    def lanes_a_key(self) -> int:
+        """Lanes that unpack a key: eight store a whole row of a slab, so the peer is sent whole lines of 128 bytes."""
+        return 4 * self.cluster
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -239,7 +250,10 @@ class Consumer:
 
 
 class LatentSm90(ForwardKernel):
-    kinds = SELECTIONS
+    @property
+    def kinds(self) -> dict[str, type]:
+        """Operands of selections, by the kind of a source."""
+        return {**GATHERED, **{kind: packed_operands(kind, self.config.lanes_a_key) for kind in PACKED}}
 
     @cute.kernel
     def kernel(
@@ -256,9 +270,9 @@ class LatentSm90(ForwardKernel):
         bar, smem = self.allocate()
         if warp == 0:
             with cute.arch.elect_one():
-                bar.initialise(c.loaders, WARP if c.more else 0)
+                bar.initialise(c.fillers, WARP if c.more else 0)
             cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        arrive(c.cluster)
         cute.arch.griddepcontrol_launch_dependents()  # `combine`, where it follows, waits for this grid itself
 
         if warp < 4 * c.producers:
@@ -272,6 +286,7 @@ class LatentSm90(ForwardKernel):
                     self.produce_more(bar, smem, sources[0], n)
         else:
             cute.arch.setmaxregister_increase(c.registers[1])
+            await_others(c.cluster)
             operands = tuple(source[-1] for source in sources)
             if warp < 4 * c.producers + 4:
                 self.consume(LEFT, bar, smem, operands, output, results, scale_log2, n)
@@ -292,7 +307,7 @@ class LatentSm90(ForwardKernel):
         o = tuple((*(tile(slab) for _ in range(c.slabs_of_o)), seen_as(weights, slab)) for weights in p)
         maxima = smem.allocate_tensor(Float32, cute.make_layout((c.tile_m, 2)), 16)
         info = smem.allocate_tensor(Int32, cute.make_layout((PUBLISHED, 1 + len(c.sources), 2)), 16)
-        bar = Barriers.at(smem.allocate_array(Int64, sum(Barriers.COUNTS)))
+        bar = Barriers.at(smem.allocate_array(Int64, sum(Barriers.COUNTS)), c.cluster)
         return bar, Shared(q, k, p, o, maxima, info)
 
     # ---- producer
@@ -325,13 +340,19 @@ class LatentSm90(ForwardKernel):
                     again = again & (x == y)
                 before = now
             work = Work(opened, (), evens0, odds0, again=again)
-            if cutlass.const_expr(c.unpacks):
+            if cutlass.const_expr(c.cluster > 1):
+                if turn == 0:
+                    await_others(c.cluster)
+                load_paired(c, bar, smem.k, work)
+            elif cutlass.const_expr(c.unpacks):
                 load_packed(c, bar, smem.k, work)
             elif cutlass.const_expr(c.gathers):
                 keys.gather(bar, smem.k, work)
             else:
                 keys.load(bar, smem.k, work, sources, tile)
             evens0, odds0 = evens0 + work.evens, odds0 + work.odds
+        if cutlass.const_expr(c.cluster > 1):  # no CTA ends while its peer may still access it
+            bar.await_readers(evens0, odds0)
 
     @cute.jit
     def produce_more(self, bar: Barriers, smem: Shared, source: tuple, n: Extents):
@@ -348,7 +369,7 @@ class LatentSm90(ForwardKernel):
     def walk(self, n: Extents) -> Walk:
         """Where keys are gathered, heads of one query follow one another, so that they share the keys in L2."""
         c = self.config
-        return Walk.of(n, Int32(1), 1) if c.gathers else Walk.of(n, run=c.run)
+        return Walk.of(n, Int32(1), 1, cluster=c.cluster) if c.gathers else Walk.of(n, run=c.run)
 
     def open(self, operands: Any, tile: RowTile) -> Any:
         c = self.config
@@ -687,5 +708,8 @@ def take_over(shared: cute.Tensor, side: cutlass.Constexpr, state: cute.Tensor, 
 
 def compile(variant: Forward, out_dir: Path) -> Compiled:
     few = variant.max_heads < ANY
-    config = Config(variant.d, variant.dtype, variant.sources, more=MORE if few else 0)
-    return compile_forward(LatentSm90(config), variant, out_dir, name="latent_sm90", unit=config.unit)
+    packed = variant.sources[0] in PACKED
+    choice = {"cluster": 1 if few else CLUSTER} if packed else {"more": MORE if few else 0}
+    config = Config(variant.d, variant.dtype, variant.sources, **choice)
+    facts = {"cluster": config.cluster, "unit": config.unit}
+    return compile_forward(LatentSm90(config), variant, out_dir, name="latent_sm90", **facts)

@@ -11,6 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from kernels.lib.cluster import Peer
 from kernels.lib.launch import WARP, WARPGROUP
 from kernels.lib.rows import RowTile
 from kernels.lib.selections import CHUNK, LANES_A_ROW, Selection, copy_or_zero, with_keys
@@ -34,25 +35,37 @@ class Barriers:
     max_shared: cute.Pointer  # 2, by side: its running maximum is in SMEM
     weights_shared: cute.Pointer  # 2, by side: its weights are in SMEM, with the last ones its sum
     all_read: cute.Pointer  # nothing of a row tile's weights and sums is still to be read
+    peer: Peer | None  # the other CTA of a cluster, which fills the same key tiles
 
     COUNTS = (1, 1, 4, 4, 2, 2, 1)  # in that order
 
     @staticmethod
-    def at(first: cute.Pointer) -> "Barriers":
-        return Barriers(*(first + sum(Barriers.COUNTS[:i]) for i in range(len(Barriers.COUNTS))))
+    def at(first: cute.Pointer, cluster: int) -> "Barriers":
+        places = (first + sum(Barriers.COUNTS[:i]) for i in range(len(Barriers.COUNTS)))
+        return Barriers(*places, Peer.of(first) if cluster > 1 else None)
 
     def initialise(self, loaders: int, more: int) -> None:
         """One thread initialises them, for the numbers of threads that load a tile, and an odd one."""
         consumers, readers = 2 * WARPGROUP, WARPGROUP  # a warpgroup reads a half as V
+        if self.peer is not None:
+            readers += WARPGROUP // WARP  # warps of the peer, which each arrive once
         arrivals = (1, consumers, loaders, readers, WARPGROUP, WARPGROUP, consumers)
         firsts = (getattr(self, field.name) for field in fields(self))
-        for first, count, arriving in zip(firsts, self.COUNTS, arrivals, strict=True):
+        for first, count, arriving in zip(firsts, self.COUNTS, arrivals, strict=False):
             for i in range(count):
                 cute.arch.mbarrier_init(first + i, arriving + (more if first is self.full and i >= 2 * ODD else 0))
 
     def release(self, which: int, half: int) -> None:
-        """A half of a key tile, EVEN or ODD, has been read for the last time."""
-        cute.arch.mbarrier_arrive(self.empty + (2 * which + half))
+        """A half of a key tile, EVEN or ODD, has been read for the last time; the peer, which fills it too, is told."""
+        empty = self.empty + (2 * which + half)
+        cute.arch.mbarrier_arrive(empty)
+        if self.peer is not None:
+            self.peer.tell(empty)
+
+    def await_readers(self, evens: Int32, odds: Int32) -> None:
+        """Waits until all that was ever filled has been read, here and at the peer's."""
+        for which, half in REFILL_ORDER:
+            cute.arch.mbarrier_wait(self.empty + 2 * which + half, ((evens, odds)[which] & 1) ^ 1)
 
 
 @dataclass(frozen=True)

@@ -4,26 +4,25 @@ How an entry is packed is a `Format`; `kernels.packings` says where its bytes ar
 of 4 are e2m1. Numbers that share a scale are a group. A scale is a byte: ue8m0, 2^(byte - 127), of which 255 is NaN; of
 e2m1 it is e4m3.
 
-Four lanes have a key. A lane has a part of each slab, sixteen numbers, which become two 16-byte chunks of a row of the
-slab. Slabs of bf16 are copied. The scales of a half of the slabs come with it.
+Four or eight lanes have a key. A lane has a part of each slab, sixteen or eight numbers, which become 16-byte chunks of
+a row of the slab. Slabs of bf16 are copied. The scales of a half of the slabs come with it.
 """
 
-from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
+from kernels.lib.cluster import Peer
 from kernels.lib.ptx import ptx
 from kernels.lib.rows import RowTile, ceil_div
-from kernels.lib.selections import Selection
+from kernels.lib.selections import CHUNK, Selection
 from kernels.lib.wgmma import SLAB
 from kernels.packings import PACKED, Packing
 
 D = 512
-LANES_A_KEY = 4
-PART = SLAB // LANES_A_KEY  # numbers
 WORD, UNIT = 4, 16  # bytes; entries begin at multiples of a unit
 LINE = 128  # bytes, of L2
 ABSENT = 0xFFFFFFFF  # units that no pool has
@@ -40,6 +39,7 @@ class Format:
     bits: int  # of a number
     slabs: int  # that are packed; those after them are bf16
     group: int  # numbers that share a scale
+    lanes: int = 4  # that have a key
 
     @property
     def slab_bytes(self) -> int:
@@ -47,7 +47,7 @@ class Format:
 
     @property
     def part_bytes(self) -> int:
-        return PART * self.bits // 8
+        return self.slab_bytes // self.lanes
 
     @property
     def part_words(self) -> int:
@@ -63,8 +63,13 @@ class Format:
         return len(slabs) * self.scales_a_slab // WORD
 
     def pieces(self, slabs: range) -> list[tuple[int, int]]:
-        """(slab, which of a lane's): what it has of a packed slab is in one piece, of bf16 in two."""
-        return [(slab, i) for slab in slabs for i in range(1 if slab < self.slabs else 2)]
+        """(slab, which of a lane's): what it has of a packed slab is in one piece, of bf16 in chunks."""
+        return [(slab, i) for slab in slabs for i in range(1 if slab < self.slabs else self.chunks)]
+
+    @property
+    def chunks(self) -> int:
+        """Of a row of a slab, that a lane has."""
+        return SLAB // CHUNK // self.lanes
 
     def piece_words(self, slab: int) -> int:
         return self.part_words if slab < self.slabs else 4
@@ -74,8 +79,8 @@ class Format:
         return self.scale_words(slabs) + sum(self.piece_words(slab) for slab, _ in self.pieces(slabs))
 
     def offset(self, slab: int, chunk: int) -> int:
-        """Where such a piece begins, in bytes from a lane's first."""
-        return slab * self.slab_bytes + chunk * SLAB
+        """Where the first lane's piece begins, in bytes."""
+        return slab * self.slab_bytes + chunk * self.lanes * 16
 
 
 FORMATS = {
@@ -100,9 +105,9 @@ class PackedOperands(NamedTuple):
         return PackedSelection(self, tile_n, d, self.keys, indices, skipped, length)
 
 
-def packed_operands(kind: str) -> type:
-    """PackedOperands that know their format."""
-    return type(kind, (PackedOperands,), {"__slots__": (), "format": FORMATS[kind]})
+def packed_operands(kind: str, lanes: int) -> type:
+    """PackedOperands that know their format, of which so many lanes have a key."""
+    return type(kind, (PackedOperands,), {"__slots__": (), "format": replace(FORMATS[kind], lanes=lanes)})
 
 
 @dataclass(frozen=True)
@@ -143,11 +148,13 @@ class Held:
 class PackedSelection(Selection):
     """The selected keys of one query. Neighbouring quads of lanes copy neighbouring keys."""
 
-    lanes_a_key: ClassVar[int] = LANES_A_KEY
-
     @property
     def format(self) -> Format:
         return self.operands.format
+
+    @property
+    def lanes_a_key(self) -> int:
+        return self.format.lanes
 
     @cute.jit
     def locate(self, t: Int32, places: Places, wanted: cute.Tensor, thread: Int32, threads: cutlass.Constexpr):
@@ -177,14 +184,15 @@ class PackedSelection(Selection):
     def call_for(self, t: Int32, places: Places, thread: Int32):
         """Have this thread's keys brought into L2: the lanes of a key share out its lines; that of its scales, or its
         last one, comes after the others."""
-        packing, part = self.format.packing, thread % LANES_A_KEY
+        packing, lanes = self.format.packing, self.lanes_a_key
+        part = thread % lanes
         size = packing.values if packing.apart else packing.entry
         lines = (size + LINE - 1) // LINE
         for key in cutlass.range_constexpr(cute.size(places.units)):
             first, units = self.entry_at(places, key), places.units[key]
-            for i in cutlass.range_constexpr(0, lines + 1, LANES_A_KEY):
+            for i in cutlass.range_constexpr(0, lines + 1, lanes):
                 address = first + (i + part) * LINE
-                if cutlass.const_expr(i + LANES_A_KEY > lines):
+                if cutlass.const_expr(i + lanes > lines):
                     last = self.scales_at(places, key, 0) + (packing.scales - 1)
                     address = address if i + part < lines else last
                 prefetch(address, units)
@@ -192,14 +200,16 @@ class PackedSelection(Selection):
     @cute.jit
     def fetch(self, t: Int32, held: Held, places: Places, slabs: cutlass.Constexpr, thread: Int32):
         """Loads some slabs of this thread's keys, and their scales, with zeros for absent keys."""
-        form, part = self.format, thread % LANES_A_KEY
         for key in cutlass.range_constexpr(cute.size(places.units)):
-            units, first = places.units[key], self.entry_at(places, key) + part * form.part_bytes
-            scales = load_or_zero(self.scales_at(places, key, slabs[0]), units, form.scale_words(slabs))
-            at = held.put(key, 0, scales)
-            for slab, piece in form.pieces(slabs):
-                words = load_or_zero(first + form.offset(slab, piece), units, form.piece_words(slab))
-                at = held.put(key, at, words)
+            self.fetch_key(held, places, slabs, thread % self.lanes_a_key, key)
+
+    def fetch_key(self, held: Held, places: Places, slabs: range, part: Int32, key: int) -> None:
+        form, units, first = self.format, places.units[key], self.entry_at(places, key)
+        mine = {count: first + part * (count * WORD) for count in {form.piece_words(slab) for slab in slabs}}
+        at = held.put(key, 0, load_or_zero(self.scales_at(places, key, slabs[0]), units, form.scale_words(slabs)))
+        for slab, piece in form.pieces(slabs):
+            count = form.piece_words(slab)
+            at = held.put(key, at, load_or_zero(mine[count] + form.offset(slab, piece), units, count))
 
     @cute.jit
     def unpack(
@@ -207,38 +217,50 @@ class PackedSelection(Selection):
         t: Int32,
         held: Held,
         slabs: cutlass.Constexpr,
-        tile: cute.Tensor,
-        thread: Int32,
-        threads: cutlass.Constexpr,
+        mine: "Part",
+        places: Places,
+        then: cutlass.Constexpr,
     ):
-        """What was fetched becomes bf16 in a (tile_n, d) slab tile."""
-        form, mine = self.format, Part.of(tile, thread, threads)
+        """What was fetched becomes bf16 in a key tile. A key's registers get its slabs `then`, if there are any, as
+        soon as they are free.
+        """
+        form = self.format
         for key in cutlass.range_constexpr(cute.size(held.words, mode=[1])):
             at = form.scale_words(slabs)
             scales = held.get(key, 0, at)
             for slab, piece in form.pieces(slabs):
                 words = held.get(key, at, form.piece_words(slab))
                 at = at + len(words)
+                chunks = [(form.lanes * piece + mine.part, words)]
                 if cutlass.const_expr(slab < form.slabs):
-                    scale = scale_of(form, scales, slab - slabs[0], mine.part)
-                    for half, eight in enumerate(unpacked(form, words, scale)):
-                        store_words(mine.at(slab, key, 2 * mine.part + half), eight)
-                else:
-                    store_words(mine.at(slab, key, LANES_A_KEY * piece + mine.part), words)
+                    eights = unpacked(form, words, scale_of(form, scales, slab - slabs[0], mine.part))
+                    chunks = [(form.chunks * mine.part + i, eight) for i, eight in enumerate(eights)]
+                for chunk, eight in chunks:
+                    mine.put(slab, key, chunk, eight)
+            if cutlass.const_expr(len(then) > 0):
+                self.fetch_key(held, places, then, mine.part, key)
 
 
 @dataclass(frozen=True)
 class Part:
-    """A thread's part of every key: sixteen numbers in a row of each slab."""
+    """A thread's part of every key of a tile: numbers in a row of each slab."""
 
     tile: cute.Tensor  # (tile_n, d) in slabs
     part: Int32
     row0: Int32
     step: int  # rows from key to key
+    full: cute.Pointer  # the tile's barrier
+    peer: Peer | None  # whose tile gets the same
 
     @staticmethod
-    def of(tile: cute.Tensor, thread: Int32, threads: int) -> "Part":
-        return Part(tile, thread % LANES_A_KEY, thread // LANES_A_KEY, threads // LANES_A_KEY)
+    def of(tile: cute.Tensor, lanes: int, thread: Int32, threads: int, full: cute.Pointer, peer: Peer | None) -> "Part":
+        return Part(tile, thread % lanes, thread // lanes, threads // lanes, full, peer)
+
+    def put(self, slab: int, key: int, chunk: Int32, words: tuple[Uint32, ...]) -> None:
+        """Stores 16 bytes where they belong; the peer's barrier counts those that it gets."""
+        store_words(self.at(slab, key, chunk), words)
+        if self.peer is not None:
+            self.peer.send(self.at(slab, key, chunk), words, self.full)
 
     def at(self, slab: int, key: int, chunk: Int32) -> Int32:
         """The address of a 16-byte chunk of a row, which the swizzle moves."""
@@ -249,7 +271,7 @@ class Part:
 def scale_of(form: Format, scales: tuple[Uint32, ...], slab: int, part: Int32) -> tuple[Uint32, ...]:
     """What `unpacked` takes for a part of the slab-th of those that these words are for."""
     word, byte = divmod(slab * form.scales_a_slab, WORD)
-    mine = Uint32(part * form.scales_a_slab // LANES_A_KEY) if form.scales_a_slab > 1 else Uint32(0)
+    mine = Uint32(part * form.scales_a_slab // form.lanes) if form.scales_a_slab > 1 else Uint32(0)
     if form.bits == 8:
         return (power_of_two(scales[word], mine * Uint32(0x1010) + Uint32(0x0404 + byte * 0x1010)),)
     return scale_of_e2m1(scales[word] >> (mine + Uint32(byte)) * Uint32(8) & Uint32(0xFF))
@@ -284,10 +306,10 @@ def scale_of_e2m1(code: Uint32) -> tuple[Uint32, Uint32]:
 
 
 def unpacked(form: Format, words: tuple[Uint32, ...], scale: tuple[Uint32, ...]) -> list[tuple[Uint32, ...]]:
-    """Sixteen numbers: two chunks of a row."""
+    """Chunks of a row."""
     to_bf16 = e4m3_to_bf16 if form.bits == 8 else e2m1_to_bf16
     pairs = [pair for word in words for pair in to_bf16(word, *scale)]
-    return [tuple(pairs[:4]), tuple(pairs[4:])]
+    return [tuple(pairs[i : i + CHUNK // 2]) for i in range(0, len(pairs), CHUNK // 2)]
 
 
 def e2m1_to_bf16(word: Uint32, half_scale: Uint32, middle: Uint32) -> tuple[Uint32, ...]:

@@ -10,7 +10,7 @@ counts all loads by one scoreboard, so whoever waits for a half also waits for a
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import cutlass
 import cutlass.cute as cute
@@ -20,7 +20,7 @@ from kernels.lib.selections import with_keys
 from kernels.lib.splits import on_source, total_tiles
 
 from .key_tiles import EVEN, ODD, REFILL_ORDER, Barriers, KeyTiles, Work
-from .packed import LANES_A_KEY, Format, Held, PackedSelection, Places
+from .packed import Format, Held, PackedSelection, Part, Places
 
 
 @dataclass(frozen=True)
@@ -31,15 +31,20 @@ class PackedTiles:
     bar: Barriers
     tiles: tuple  # of a pair: (tile_n, d)
     work: Work
-    thread: Int32
+    thread: Int32  # of `loaders`, which fill a tile together
     wanted: cute.Tensor  # int32 [keys, tile of the pair]: entries of the list
     places: tuple[Places, Places]
 
-    @staticmethod
-    def of(config: Any, bar: Barriers, tiles: tuple, work: Work) -> "PackedTiles":
-        keys = config.tile_n * LANES_A_KEY // config.loaders
+    @classmethod
+    def of(cls, config: Any, bar: Barriers, tiles: tuple, work: Work, thread: Int32, **more: Any) -> Self:
+        keys = config.tile_n * config.lanes_a_key // config.loaders
         places, wanted = (Places.of(keys), Places.of(keys)), cute.make_rmem_tensor((keys, 2), Int32)
-        return PackedTiles(config, bar, tiles, work, cute.arch.thread_idx()[0], wanted, places)
+        return cls(config, bar, tiles, work, thread, wanted, places, **more)
+
+    @property
+    def mine(self) -> tuple[int, ...]:
+        """The tiles of a pair that this thread fills."""
+        return EVEN, ODD
 
     @property
     def threads(self) -> int:
@@ -47,7 +52,7 @@ class PackedTiles:
 
     def look_up(self, pair: Int32) -> None:
         """Reads which keys of a pair of tiles this thread will copy."""
-        for which in (EVEN, ODD):
+        for which in self.mine:
             wanted = self.wanted[None, which]
             on_source(self.work.sources, 2 * pair + which, PackedSelection.look_up, wanted, self.thread, self.threads)
 
@@ -88,16 +93,28 @@ class PackedTiles:
         self.on_format(which, pair, PackedSelection.fetch, held, self.places[which], self.slabs(half), self.thread)
 
     @cute.jit
-    def unpack(self, held: Held, which: cutlass.Constexpr, half: cutlass.Constexpr, pair: Int32):
-        """What is held, to where it belongs."""
+    def unpack(
+        self,
+        held: Held,
+        which: cutlass.Constexpr,
+        half: cutlass.Constexpr,
+        pair: Int32,
+        then: cutlass.Constexpr = (),
+    ):
+        """Moves what is held to where it belongs; its registers get the slabs `then` of the same tile, if any."""
         if self.is_there(which, pair):
             self.await_place(which, half, pair)
-            target = (self.tiles[which], self.thread, self.threads)
-            self.on_format(which, pair, PackedSelection.unpack, held, self.slabs(half), *target)
-            cute.arch.mbarrier_arrive(self.bar.full + 2 * which + half)
+            full = self.bar.full + 2 * which + half
+            part = Part.of(self.tiles[which], self.config.lanes_a_key, self.thread, self.threads, full, self.bar.peer)
+            self.on_format(which, pair, PackedSelection.unpack, held, self.slabs(half), part, self.places[which], then)
+            self.announce(full)
+
+    def announce(self, full: cute.Pointer) -> None:
+        """Says that this thread's part of a half is there."""
+        cute.arch.mbarrier_arrive(full)
 
     def prepare(self, which: int, pair: Int32) -> None:
-        """Find the keys of a tile, which were looked up, and have them brought into L2."""
+        """Finds the keys of a tile, which were looked up, and has them brought into L2."""
         self.locate(which, pair)
         self.on_format(which, pair, PackedSelection.call_for, self.places[which], self.thread)
 
@@ -123,4 +140,4 @@ class PackedTiles:
 
 def load_packed(config: Any, bar: Barriers, tiles: tuple, work: Work) -> None:
     """Fills the halves of all key tiles, in the order in which they come free."""
-    PackedTiles.of(config, bar, tiles, work).load()
+    PackedTiles.of(config, bar, tiles, work, cute.arch.thread_idx()[0]).load()

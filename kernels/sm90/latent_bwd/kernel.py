@@ -39,6 +39,7 @@ from cutlass.memory import SmemAllocator
 
 from kernels.abi import Backward
 from kernels.aot import Compiled
+from kernels.lib.cluster import CLUSTER, arrive, await_others
 from kernels.lib.launch import SMEM_LIMIT, WARP, WARPGROUP, registers_at_launch
 from kernels.lib.output import store_output
 from kernels.lib.rows import PUBLISHED, BoxedRows, Extents, PlacedTile, RowTile, Walk, load, row_of
@@ -62,7 +63,6 @@ from kernels.lib.wgmma import (
     transposed,
 )
 
-from .cluster import CLUSTER, arrive, await_others
 from .host import LatentBackwardKernel, RowOperands, Source, compile_backward
 from .key_gradients import KeyGradients, thread_again
 from .prefetch import prefetch_sums

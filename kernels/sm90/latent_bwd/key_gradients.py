@@ -14,6 +14,7 @@ from cutlass.cute.nvgpu import warp as cute_warp
 from cutlass.cute.nvgpu import warpgroup
 
 from kernels.lib.barriers import arrive_if
+from kernels.lib.cluster import Peer
 from kernels.lib.launch import WARP, WARPGROUP
 from kernels.lib.ptx import ptx
 from kernels.lib.reductions import add_four
@@ -29,7 +30,6 @@ from kernels.lib.wgmma import (
     transposed,
 )
 
-from .cluster import Peer
 from .smem import RIGHT, Barriers, Shared
 
 

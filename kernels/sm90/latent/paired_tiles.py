@@ -1,0 +1,65 @@
+"""How the producers of a cluster of two CTAs fill their key tiles with packed keys, for one another.
+
+The CTAs have heads of the same query, so they read the same keys. Each unpacks half of the keys of every tile, for
+itself and for its peer: FlashMLA's crossover. Eight lanes have a key, so a warp sends whole lines of 128 bytes. A place
+must be free in both CTAs. What the peer sends is counted in bytes, on the barrier where a CTA announces its own part.
+
+A warpgroup fills one tile of each pair, so its loads are never behind those of the other tile: ptxas counts all loads
+of a warp by one scoreboard. A tile's first half is loaded right after its second half is written, long before it has a
+place. The second half has a place soon after the first one, so a key's registers are loaded again as soon as they are
+free, and nothing else is done in between.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+
+from kernels.lib.launch import WARP, WARPGROUP
+
+from .key_tiles import EVEN, ODD, REFILL_ORDER, Barriers, Work
+from .packed_tiles import PackedTiles
+
+
+@dataclass(frozen=True)
+class PairedTiles(PackedTiles):
+    """A thread's state while it fills one tile of each pair."""
+
+    which: int  # EVEN or ODD
+
+    @property
+    def mine(self) -> tuple[int, ...]:
+        return (self.which,)
+
+    def announce(self, full: cute.Pointer) -> None:
+        """Expects the peer's bytes too: each thread sends as much as one of the peer's sends here."""
+        cute.arch.mbarrier_arrive_and_expect_tx(full, self.config.half_tile_bytes // self.threads)
+
+    @cute.jit
+    def load(self):
+        held, which = self.held(), self.which
+        first, second = (place for place in REFILL_ORDER if place[0] == which)
+        self.look_up(0)
+        self.locate(which, 0)
+        self.fetch(held, *first, 0)
+        self.look_up(1)
+        for pair in cutlass.range(self.work.evens, unroll=1):
+            if cutlass.const_expr(len(self.formats) == 1):
+                self.unpack(held, *first, pair, then=self.slabs(second[1]))
+            else:  # each format has code of its own, and registers do not suffice for that
+                self.unpack(held, *first, pair)
+                self.fetch(held, *second, pair)
+            self.unpack(held, *second, pair)
+            self.locate(which, pair + 1)
+            self.fetch(held, *first, pair + 1)
+            self.look_up(pair + 2)
+
+
+@cute.jit
+def load_paired(config: cutlass.Constexpr, bar: Barriers, tiles: tuple, work: Work):
+    """Fills the halves of all key tiles, in the order in which they come free."""
+    thread = cute.arch.thread_idx()[0] % WARPGROUP + (1 - bar.peer.rank) * WARPGROUP
+    if cute.arch.make_warp_uniform(cute.arch.warp_idx()) < WARPGROUP // WARP:
+        PairedTiles.of(config, bar, tiles, work, thread, which=EVEN).load()
+    else:
+        PairedTiles.of(config, bar, tiles, work, thread, which=ODD).load()
