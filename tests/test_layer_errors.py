@@ -21,7 +21,7 @@ from jax_dsv4_fmha.layers import (
     inverse_rope,
     rope,
 )
-from tests.test_layers import MODELS, checkpoint, hidden, model
+from tests.test_layers import MODELS, checkpoint, hidden, model, stack
 
 LAYERS, PARAMS = model("v4")
 LAYER, P = LAYERS[1], PARAMS[1]  # with an indexer
@@ -157,6 +157,16 @@ def test_error(call, message):
     with pytest.raises((ValueError, TypeError), match=message) as raised:
         jax.eval_shape(lambda: (call(), None)[1])
     assert type(raised.value) in (ValueError, TypeError)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_prompt_shorter_than_an_entry(name):
+    """There are no entries then, and nothing to choose: no error, whole and as the first chunk."""
+    caches = [layer.cache(2, 8, jnp.float32) for layer in model(name)[0]]
+    whole = stack(name, lambda layer, p, x, shared, _: layer(p, x, shared=shared))
+    chunk = stack(name, lambda layer, p, x, shared, cache: layer(p, x, cache, shared))
+    for y in (jax.eval_shape(whole, X[:, :1])[0], jax.eval_shape(chunk, X[:, :1], caches)[0]):
+        assert y.shape == (2, 1, 24)
 
 
 @pytest.mark.parametrize(
