@@ -91,12 +91,14 @@ class Compressor:
 
     @jax.named_scope("compressor")
     def __call__(self, params: Any, x: jax.Array, first: jax.Array | None = None) -> jax.Array:
-        """Latents `[b, s // ratio, d]`, in x's dtype, from x `[b, s, hidden]`. Tokens after the last whole block
-        give no latent.
+        """Latents `[b, s // ratio, d]` in x's dtype. Tokens after the last whole block give no latent.
 
-        first: int32 `[b or 1, s // ratio]`, the position in its sequence of the first token of each block, as
-        `packed_blocks` gives it. A block that is not the first of its sequence stands next to the previous one. None
-        means one sequence, from position 0 on.
+        Args:
+          params: as `init` makes them.
+          x: `[b, s, hidden]`, bfloat16, float16 or float32.
+          first: int32 `[b or 1, s // ratio]`, the position in its sequence of the first token of each block. A block
+            that is not the first of its sequence stands next to the previous one. None means one sequence a row, from
+            position 0 on.
         """
         tokens = self.tokens(params, x)
         n = x.shape[1] // self.ratio
@@ -111,7 +113,9 @@ class Compressor:
     def tokens(self, params: Any, x: jax.Array, positions: jax.Array | None = None) -> jax.Array:
         """The pooled channels of each token, float32 `[b, s, width]`: kv, and the score if there is one.
 
-        positions: int32 `[b or 1, s]`; None where x begins with a block.
+        Args:
+          params, x: as in a call.
+          positions: int32 `[b or 1, s]`; None where x begins with a block.
         """
         _operands.parameters(self, params)
         x = _operands.hidden(_OP, "x", x, self.hidden)

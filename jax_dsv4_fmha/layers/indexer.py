@@ -97,8 +97,13 @@ class Indexer:
     def queries(
         self, params: Any, x: jax.Array, low_rank: jax.Array, positions: jax.Array, how: Rope
     ) -> tuple[jax.Array, jax.Array]:
-        """q `[b, s, heads, d]` and weights float32 `[b, s, heads]`, from x `[b, s, hidden]` and low_rank
-        `[b, s, q_rank]`; positions int32 `[b or 1, s]`.
+        """q `[b, s, heads, d]` in x's dtype, and weights float32 `[b, s, heads]`, for `lightning_indexer`.
+
+        Args:
+          params: as `init` makes them.
+          x: `[b, s, hidden]`, bfloat16, float16 or float32.
+          low_rank: `[b, s, q_rank]`, the attention's low-rank query.
+          positions: int32 `[b or 1, s]`; how: the layer's rotation.
         """
         _operands.parameters(self, params)
         x = _operands.hidden(_OP, "x", x, self.hidden)
@@ -110,8 +115,12 @@ class Indexer:
 
     @jax.named_scope("indexer")
     def keys(self, params: Any, latents: jax.Array, positions: jax.Array, how: Rope) -> jax.Array:
-        """k `[b, n, d]` from latents, those of `compressor` `[b, n, d]` or the layer's own `[b, n, latent]`; positions
-        int32 `[b or 1, n]`.
+        """k `[b, n, d]`, in the dtype of latents.
+
+        Args:
+          params: as `init` makes them.
+          latents: those of `compressor`, `[b, n, d]`, or the layer's own, `[b, n, latent]`.
+          positions: int32 `[b or 1, n]`, of each block's first token; how: the layer's rotation.
         """
         _operands.parameters(self, params)
         latents = _operands.hidden(_OP, "latents", latents, self.latent or self.d)

@@ -86,6 +86,7 @@ def rope(x: jax.Array, positions: jax.Array, how: Rope) -> jax.Array:
     Args:
       x: `[b, s, d]` or `[b, s, h, d]`, d >= how.dims; computed in float32, returned in x's dtype.
       positions: int32 `[b, s]` or `[1, s]`.
+      how: the rotation.
 
     Raises:
       ValueError, TypeError: operands that differ from the above.
