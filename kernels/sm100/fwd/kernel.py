@@ -29,7 +29,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import tcgen05
-from cutlass.memory import SmemAllocator
 
 from kernels.abi import Forward, gathers
 from kernels.aot import Compiled
@@ -40,6 +39,7 @@ from kernels.lib.selections import LANES_A_ROW, open_selection, read_selection
 from kernels.lib.softmax import LN_2, LOG2_E, RowResults, exp2
 from kernels.lib.spans import SpanOperands, ask_span, open_span, read_span
 from kernels.lib.splits import on_source, total_tiles
+from kernels.lib.tiles import TileAllocator
 from kernels.lib.wgmma import (
     K_MAJOR,
     MN_MAJOR,
@@ -47,7 +47,6 @@ from kernels.lib.wgmma import (
     operand_a,
     operand_b,
     round_pair,
-    slab_layout,
     tma_tiles,
     transposed,
     zero_rows,
@@ -287,21 +286,16 @@ class FwdSm100(ForwardKernel):
             cute.arch.dealloc_tmem(cta.tmem, COLUMNS)
 
     def allocate(self) -> tuple[Barriers, Shared]:
-        c = self.config
-        smem = SmemAllocator()
-        layouts = [
-            slab_layout(self.dtype, c.tile_m, c.d),
-            slab_layout(self.dtype, c.tile_n, c.ring_d, 2, c.stages),
-            None if c.weights_in_tmem else slab_layout(self.dtype, c.tile_m, c.tile_n),
-            slab_layout(self.dtype, c.tile_m, SLAB, c.lanes_per_row) if c.shared_kv else None,
-        ]
-        tiles = [x and smem.allocate_tensor(self.dtype, x.outer, 1024, swizzle=x.inner) for x in layouts]
+        c, smem = self.config, TileAllocator(self.dtype)
+        q, rings = smem.tile(c.tile_m, c.d), smem.tile(c.tile_n, c.ring_d, 2, c.stages)
+        p = None if c.weights_in_tmem else smem.tile(c.tile_m, c.tile_n)
+        o = smem.tile(c.tile_m, SLAB, c.lanes_per_row) if c.shared_kv else None
         info = smem.allocate_tensor(Int32, cute.make_layout((PUBLISHED, 1 + len(c.sources))), 16)
         tmem = smem.allocate_array(Int32, 1)
         counts = [count for count, _ in c.barriers]
         mbar = smem.allocate_array(Int64, sum(counts))
         bar = Barriers(*(mbar + sum(counts[:i]) for i in range(len(counts))))
-        return bar, Shared(*tiles, info, tmem)
+        return bar, Shared(q, rings, p, o, info, tmem)
 
     # ---- loading
 

@@ -35,7 +35,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import warpgroup
-from cutlass.memory import SmemAllocator
 
 from kernels.abi import Backward
 from kernels.aot import Compiled
@@ -47,6 +46,7 @@ from kernels.lib.selections import CHUNK, LANES_A_ROW, Run, Selection, copy_or_z
 from kernels.lib.softmax import LOG2_E, ROWS, by_row, exp2
 from kernels.lib.spans import Span, SpanOperands, ask_span, bits, open_span, span_of
 from kernels.lib.splits import on_source, total_tiles
+from kernels.lib.tiles import TileAllocator
 from kernels.lib.wgmma import (
     K_MAJOR,
     MN_MAJOR,
@@ -57,7 +57,6 @@ from kernels.lib.wgmma import (
     operand_b,
     register_operand,
     round_to,
-    slab_layout,
     store_rows,
     tiled_mma,
     transposed,
@@ -188,15 +187,9 @@ class LatentBwdSm90(LatentBackwardKernel):
             await_others(c.cluster)
 
     def allocate(self) -> tuple[Barriers, Shared]:
-        c = self.config
-        smem = SmemAllocator()
-
-        def tile(*shape: int) -> cute.Tensor:
-            layout = slab_layout(self.dtype, *shape)
-            return smem.allocate_tensor(self.dtype, layout.outer, 1024, swizzle=layout.inner)
-
-        q, do, k = tile(c.tile_m, c.d), tile(c.tile_m, c.d), tile(c.tile_n, c.d)
-        p, ds = (tile(c.tile_m, c.tile_n) for _ in range(2))
+        c, smem = self.config, TileAllocator(self.dtype)
+        q, do, k = smem.tile(c.tile_m, c.d), smem.tile(c.tile_m, c.d), smem.tile(c.tile_n, c.d)
+        p, ds = (smem.tile(c.tile_m, c.tile_n) for _ in range(2))
         out = smem.allocate_tensor(Float32, cute.make_layout((c.slot_bytes // 4, 2)), 1024)
         keys = smem.allocate_tensor(Int32, cute.make_layout((c.tile_n, STAGES)), 16)
         info = smem.allocate_tensor(Int32, cute.make_layout((PUBLISHED, 1 + len(c.sources), 2)), 16)
