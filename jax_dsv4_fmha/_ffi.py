@@ -56,6 +56,8 @@ class Variant:
     """keys of a tile"""
     unit: int
     """key tiles that split-KV shares out as one unit"""
+    ctas: int
+    """CTAs that run on an SM at a time"""
     splits: bool
     """whether the keys of a tile of rows may be split over CTAs"""
     threads: int
@@ -271,7 +273,7 @@ def _whole(op: str, q: jax.Array, keys: int) -> int:
     """
     b, s_q, h_q, _ = q.shape
     v = _splitting(op, q, True)
-    if v is None or v.choices["max_heads"] < ANY or not all(isinstance(x, int) for x in (b, s_q, h_q, keys)):
+    if v is None or v.ctas > 1 or not all(isinstance(x, int) for x in (b, s_q, h_q, keys)):
         return 0
     return whole_sequences(b, s_q * -(-h_q // v.tile_m), -(-keys // v.tile_n), v.unit, processors(v.arch))
 

@@ -22,7 +22,7 @@ from jax_dsv4_fmha._testing.cases import Case
 
 CHOICES = {"d": 64, "dtype": "bfloat16", "shared_kv": False, "max_heads": 16}
 VARIANT = _ffi.Variant(
-    "fwd_sm_90a_d64", "fwd", "forward", "sm_90a", CHOICES, 192, 128, 1, True, 384, 168, 83016, 0, 42488, "run"
+    "fwd_sm_90a_d64", "fwd", "forward", "sm_90a", CHOICES, 192, 128, 1, 1, True, 384, 168, 83016, 0, 42488, "run"
 )
 
 

@@ -29,7 +29,7 @@ def test_the_devices_own_number_of_sms(monkeypatch, devices, sms):
     monkeypatch.setattr(jax, "local_devices", lambda **_: devices)
     assert _split_kv.processors("sm_90a") == sms
     facts = {"threads": 1, "registers": 1, "smem_bytes": 1, "spill_bytes": 0, "cubin_bytes": 1, "evidence": ""}
-    facts |= {"tile_m": 64, "tile_n": 64, "unit": 1, "splits": True}
+    facts |= {"tile_m": 64, "tile_n": 64, "unit": 1, "ctas": 1, "splits": True}
     choices = {"d": 512, "dtype": "bfloat16", "shared_kv": True, "max_heads": _ffi.ANY}
     row = _ffi.Variant("k", "sparse_fwd", "forward", "sm_90a", choices, **facts)
     monkeypatch.setattr(_ffi, "variants", lambda: (row,))
@@ -66,3 +66,20 @@ def test_without_a_backend(monkeypatch):
 def test_only_the_last_turn_is_split(sequences, tiles, key_tiles, whole, splits):
     assert _split_kv.whole_sequences(sequences, tiles, key_tiles, 1, 132) == whole
     assert _split_kv.split_count((sequences - whole) * tiles, key_tiles, 1, 132) == splits
+
+
+@pytest.mark.skipif(not _ffi.built_for("dsv4_decode_fp8"), reason="needs kernels to be built")
+@pytest.mark.parametrize(
+    ("op", "b", "heads", "whole"),
+    [
+        ("dsv4_decode_fp8", 67, 128, 66),
+        ("dsv4_decode_fp8", 67, 64, 66),
+        ("dsv4_decode", 67, 64, 66),
+        ("dsv4_decode", 67, 32, 0),  # two CTAs run on an SM
+    ],
+)
+def test_a_call_s_last_turn(monkeypatch, op, b, heads, whole):
+    monkeypatch.setattr(_ffi, "local_architectures", lambda: ("sm_90a",))
+    monkeypatch.setattr(_ffi, "processors", lambda _: 132)
+    q = jax.ShapeDtypeStruct((b, 2, heads, 512), jnp.bfloat16)
+    assert _ffi._whole(op, q, 1152) == whole
