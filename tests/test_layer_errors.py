@@ -232,6 +232,17 @@ def test_state_dict_operands(operands, message):
         from_state_dict(**{"layer": LAYER, "tensors": good(), "prefix": "a."} | operands)
 
 
+def test_state_dict_of_v41_under_v4s_names():
+    tensors = {"q_a_proj.weight": np.zeros((12, 24), np.float32)}
+    for name in ("compressor.kv_proj.weight", "compressor.gate_proj.weight"):
+        tensors[name] = np.zeros((16, 24), np.float32)
+    tensors |= {"compressor.kv_norm.weight": np.zeros(16, np.float32)}
+    with pytest.raises(
+        ValueError, match=r"tensors: got no indexer.k_norm under these names, wanted indexer.k_norm.wei"
+    ):
+        from_state_dict(OF_V41[1], tensors)
+
+
 def test_state_dict_with_scales_twice_or_without_values():
     scales = {f"a.wq_b{end}": np.ones((1, 1), np.float32) for end in (".scale", ".weight_scale_inv")}
     with pytest.raises(ValueError, match=r"tensors: got wq_b\.weight_scale_inv under 'a.', wanted a layer's alone"):

@@ -147,9 +147,9 @@ class DSV4Attention:
         if self.sparse and not self.ratio:
             raise _check.error(ValueError, _OP, "sparse", self.sparse, "False with ratio 0")
         if self.indexer is not None:
-            self._fits(self.indexer)
+            self._check_indexer(self.indexer)
 
-    def _fits(self, indexer: Indexer) -> None:
+    def _check_indexer(self, indexer: Indexer) -> None:
         """Raises unless the indexer fits the layer."""
         wanted = {"hidden": self.hidden, "q_rank": self.q_rank}
         if indexer.latent:
@@ -274,7 +274,7 @@ class DSV4Attention:
           ValueError, TypeError: operands that differ from the above.
           NotImplementedError: documents, where an indexer chooses in two levels.
         """
-        b, s = self._checked(params, x, cache, shared)
+        b, s = self._check_operands(params, x, cache, shared)
         if segment_ids is not None:
             segment_ids = _check.operand(_OP, "segment_ids", segment_ids, "b s", {"b": b, "s": s}, _check.INT)
             if cache is not None:
@@ -338,7 +338,7 @@ class DSV4Attention:
         """
         if cache is None:
             raise _check.error(TypeError, _OP, "cache", cache, "a LayerCache")
-        b, s = self._checked(params, x, cache, shared)
+        b, s = self._check_operands(params, x, cache, shared)
         lengths = jnp.broadcast_to(_check.offset(_OP, "lengths", lengths, {"b": b}), (b,))
         positions = counted(lengths - s, 0, s)
         c, q, kv = self._projected(params, x, positions)
@@ -489,19 +489,19 @@ class DSV4Attention:
         summed = None if g is None else PartitionSpec(b, s, None)  # an Explicit axis needs an out_sharding
         return jnp.einsum("bsgr,grm->bsm", low_rank, params["wo_b"].astype(o.dtype), out_sharding=summed)
 
-    def _checked(self, params: Any, x: Any, cache: Any, shared: Any) -> tuple[Any, Any]:
+    def _check_operands(self, params: Any, x: Any, cache: Any, shared: Any) -> tuple[Any, Any]:
         _operands.parameters(self, params)
         dims: dict[str, Any] = {"hidden": self.hidden}
         x = _check.operand(_OP, "x", x, "b s hidden", dims, _check.FLOAT)
         b, s = dims["b"], dims["s"]
         if cache is not None:
-            self._its_own(cache, b, x.dtype)
+            self._check_cache(cache, b, x.dtype)
         if not isinstance(shared, Shared | None):
             raise _check.error(TypeError, _OP, "shared", shared, "a Shared or None")
-        self._an_earlier_layers(shared or Shared(), b, s, cache is not None)
+        self._check_shared(shared or Shared(), b, s, cache is not None)
         return b, s
 
-    def _its_own(self, cache: Any, b: Any, dtype: Any) -> None:
+    def _check_cache(self, cache: Any, b: Any, dtype: Any) -> None:
         """Raises unless a LayerCache has the caches of this kind of layer, for b sequences and x's dtype."""
         if not isinstance(cache, LayerCache):
             raise _check.error(TypeError, _OP, "cache", cache, "a LayerCache")
@@ -521,7 +521,7 @@ class DSV4Attention:
                 dtypes = _check.FP32 if name in fp32 else (dtype,)
                 part.check(_OP, f"cache.{name}", {"b": b, "d": channels[name]}, dtypes)
 
-    def _an_earlier_layers(self, shared: Shared, b: Any, s: Any, cached: bool) -> None:
+    def _check_shared(self, shared: Shared, b: Any, s: Any, cached: bool) -> None:
         """Raises unless shared has what this layer takes from earlier ones."""
         dims: dict[str, Any] = {"b": b, "s": s}
         taken = {"compressed": self.d} if self.ratio and self.compressor is None else {}

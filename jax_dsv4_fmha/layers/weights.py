@@ -112,6 +112,8 @@ def from_state_dict(
 
     def read(path: Any, leaf_shape: Any) -> jax.Array:
         leaf, shape = ".".join(p.key for p in path), leaf_shape.shape
+        if leaf not in names:  # V4.1's, which has DeepSeek's names at Hugging Face too
+            raise _check.error(ValueError, _OP, "tensors", f"no {leaf} under these names", prefix + _DEEPSEEK[leaf])
         parts = [names[leaf]] if isinstance(names[leaf], str) else names[leaf]
         if leaf == "wo_a":  # [groups · rank, heads of a group · d]
             g, heads, d, rank = shape
@@ -122,7 +124,7 @@ def from_state_dict(
         else:  # [out, in]; wo_b has two axes in, all others one
             n = 2 if leaf == "wo_b" else 1
             columns, rows = math.prod(shape[:n]), math.prod(shape[n:])
-            if leaf.endswith("compressor.w") and _pools_alone(layer, leaf):
+            if leaf.endswith("compressor.w") and _has_no_gate(layer, leaf):
                 parts = parts[:1]
             x = np.concatenate([tensor(part, (rows // len(parts), columns), leaf) for part in parts]).T
         last = leaf.rsplit(".")[-1]
@@ -135,8 +137,8 @@ def from_state_dict(
     return params
 
 
-def _pools_alone(layer: DSV4Attention, leaf: str) -> bool:
-    """Whether a compressor has no gate, which is so with ratio 1."""
+def _has_no_gate(layer: DSV4Attention, leaf: str) -> bool:
+    """Whether the compressor of this leaf has ratio 1, and so no gate."""
     own = layer.compressor if leaf == "compressor.w" or layer.indexer is None else layer.indexer.compressor
     return own is not None and own.ratio == 1
 
