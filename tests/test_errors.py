@@ -2,6 +2,7 @@
 built.
 """
 
+import functools
 import re
 from typing import Any
 
@@ -165,6 +166,23 @@ def test_more_keys_than_int32_counts(op, operand):
     operands = {**CALLS[op], "v": None} if op == "fmha" else CALLS[op]
     with pytest.raises(ValueError, match=rf"^{op}: {operand}: got .*2147483648.*, each < 2\*\*31"):
         jax.eval_shape(lambda keys: getattr(lib, op)(**{**operands, operand: keys}), huge)
+
+
+@pytest.mark.parametrize(
+    "shape, fits", [((2**16, 2**15, 8), False), ((2**16, 2**14, 8), True), ((1, 2**22, 512), False)]
+)
+def test_more_entries_than_int32_counts(shape, fits):
+    """In a pool, and numbers in a page."""
+    take = functools.partial(
+        jax.eval_shape,
+        lambda pool: Cache(pool, LENS[:, None]).take(LENS[:, None]),
+        jax.ShapeDtypeStruct(shape, "bfloat16"),
+    )
+    if fits:
+        assert take().shape == (B, 1, shape[-1])
+    else:
+        with pytest.raises(ValueError, match=r"^Cache.take: cache.entries: got .*, wanted fewer than 2\*\*31 entries"):
+            take()
 
 
 Q512 = array(B, S_Q, H_Q, 512)
