@@ -164,17 +164,15 @@ class Cache:
             `[b, capacity, d]`, which copies nothing where the cache is contiguous and not packed.
 
         Raises:
-          ValueError, TypeError: positions that differ from the above.
+          ValueError, TypeError: positions, or a cache, that differ from what is documented.
         """
+        op, dims = "Cache.take", self._sizes("Cache.take")
+        self.check(op, "cache", dims, _check.FLOAT)
         if positions is None:
             if self.block_table is None and not self.is_packed:
                 return self.entries
-            b = (self.entries if self.block_table is None else self.block_table).shape[0]
-            positions = jnp.broadcast_to(jnp.arange(self.capacity, dtype=jnp.int32), (b, self.capacity))
-        dims = {} if self.block_table is None else {"b": self.block_table.shape[0]}
-        if self.block_table is None:
-            dims["b"] = self.entries.shape[0]
-        positions = _check.operand("Cache.take", "positions", positions, "b n", dims, _check.INT)
+            positions = jnp.broadcast_to(jnp.arange(self.capacity, dtype=jnp.int32)[None], (dims["b"], self.capacity))
+        positions = _check.operand(op, "positions", positions, "b n", dims, _check.INT)
         slots = self.slots(jnp.where(positions < 0, -1, positions % self.capacity))
         pages, at = slots // self.page, jnp.maximum(slots, 0) % self.page
         if self.block_table is None:
@@ -183,6 +181,15 @@ class Cache:
         if not self.is_packed:
             return read_pages(whole, pages, at * self.entries.shape[2], self.entries.shape[2])
         return self.packing.take(whole, pages, at)
+
+    def _sizes(self, op: str) -> dict[str, Any]:
+        """b and d, as the arrays say."""
+        table = {} if self.block_table is None else {"block_table": self.block_table}
+        for name, x in {"entries": self.entries, **table}.items():
+            if getattr(x, "ndim", 0) < 2:
+                raise _check.error(TypeError, op, f"cache.{name}", x, "an array")
+        d = layout_of(op, self.layout).d if self.is_packed else self.entries.shape[-1]
+        return {"b": (self.entries if self.block_table is None else self.block_table).shape[0], "d": d}
 
     def as_held(self, entries: jax.Array) -> jax.Array:
         """These entries `[…, d]` as a cache like this returns them: bfloat16 if it is packed, else unchanged."""

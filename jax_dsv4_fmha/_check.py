@@ -225,7 +225,7 @@ def dtype(op: str, name: str, x: Any, dtypes: Collection[Any], wanted: str) -> A
     """`x` as one of these dtypes; `wanted` says in words which they are."""
     try:
         found = None if x is None else jnp.dtype(x)
-    except TypeError as e:
+    except (TypeError, ValueError) as e:
         raise error(TypeError, op, name, x, wanted) from e
     if found not in dtypes:
         raise error(ValueError, op, name, x if found is None else found.name, wanted)

@@ -78,6 +78,8 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Decision]:
     Returns:
       A `Decision` for each op, part and reason, in the order of the program.
     """
+    if not callable(f):
+        raise _check.error(TypeError, "explain", "f", f, "a function that JAX can trace")
     traced = (f if hasattr(f, "trace") else jax.jit(f)).trace(*args, **kwargs)
     counts = Counter(_decided(call, q) for call, q in _marks(traced.jaxpr))
     return [decision._replace(times=n) for decision, n in counts.items()]
