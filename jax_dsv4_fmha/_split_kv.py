@@ -7,7 +7,7 @@ import jax
 _LARGEST = {"sm_90a": 132}
 """SMs of the largest device of an architecture: H100 and H200 SXM. An H100 PCIe has 114, an H20 78."""
 
-_BEGIN = 4.0
+_BEGIN = 6.0
 """What `split_count`'s model must gain, in its units, so that a launch more does not cost as much."""
 
 

@@ -53,8 +53,9 @@ def test_without_a_backend(monkeypatch):
     ("sequences", "tiles", "key_tiles", "whole", "splits"),
     [
         (133, 4, 18, 132, 18),  # two queries of 128 heads: 4 turns of 132 tiles, and 4 tiles in 18 parts each
-        (148, 4, 18, 132, 2),
-        (148, 2, 10, 0, 1),  # 32 tiles in four parts each would gain less than a launch costs
+        (142, 4, 18, 132, 3),
+        (148, 4, 18, 0, 1),  # 64 tiles in two parts each would gain less than a launch costs
+        (148, 2, 10, 0, 1),  # nor would 32 in four parts
         (67, 4, 18, 66, 18),
         (128, 4, 18, 0, 1),  # the last turn has 116 tiles
         (132, 4, 18, 0, 1),
