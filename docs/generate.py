@@ -229,9 +229,7 @@ def losses() -> str:
     few = _of(FORWARD, "d 512 window 128 + top-k 512 of 8192 b1 s4096 h16")
     far = _of(GRAD, "gradient of d 512 window 128 + top-k 512 of 65536 b1 s4096 h64")
     torch = min(PEERS["torch_cudnn"], key=lambda row: row["ratio"])
-    step = min(PEERS["decode"]["rows"], key=_beside_flashmla)
-    return f"""- **Steps over few sequences in FP8**: FlashMLA takes {_beside_flashmla(step):.2f} times our time for {_step(step)}.
-- **Few heads**: a prefill layer of 16 heads over selected keys reaches {share(few)} of the roofline.
+    return f"""- **Few heads**: a prefill layer of 16 heads over selected keys reaches {share(few)} of the roofline.
 - **Backward over far keys**: 512 of 65536 keys at 64 heads reach {share(far)} of the roofline.
 - **Small dense calls**: cuDNN as torch 2.11 calls it takes {torch["ratio"]:.2f} times our time for {torch["name"]}."""
 
