@@ -110,8 +110,9 @@ struct Forward {
     }
     ffi::Error error = Launch(kernels.forward, stream, ordinal, plan, /*overlaps=*/first > 0 && tiles.gathers);
     if (error.failure() || shape.rows.splits == 1) return error;
-    Plan<CombineArguments> merge = PlanCombine(shape.rows, kernels.combine->threads, kernels.combine->tile_n, at);
-    return Launch(kernels.combine, stream, ordinal, merge, /*overlaps=*/true);
+    Launcher* combine = kernels.combine;
+    Plan<CombineArguments> merge = PlanCombine(shape.rows, combine->threads, combine->tile_n, device.processors, at);
+    return Launch(combine, stream, ordinal, merge, /*overlaps=*/true);
   }
 };
 

@@ -38,10 +38,15 @@ inline std::string PlanForward(const AttentionShape& shape, float scale, const T
 }
 
 // The launch that merges the partial results of a forward launch's splits.  A thread merges `columns` of a row.
-inline Plan<CombineArguments> PlanCombine(const RowShape& shape, int32_t threads, int32_t columns,
+//
+// Its CTAs begin before that launch ends, on processors that have no CTA of it.  Where there are two to four for each
+// processor of the chip, shared memory that nobody uses keeps those from taking more; fewer find room anyhow.
+inline Plan<CombineArguments> PlanCombine(const RowShape& shape, int32_t threads, int32_t columns, int32_t processors,
                                           const ForwardAddresses& at) {
   const int64_t rows = shape.b * shape.s_q * shape.h_q;
-  return {.grid = U32(CeilDiv(rows * (shape.d / columns), threads)),
+  const int64_t ctas = CeilDiv(rows * (shape.d / columns), threads);
+  const bool spreads = 2 * processors < ctas && ctas <= 4 * processors;
+  return {.grid = U32(ctas),
           .arguments = {.o_parts = at.o_parts,
                         .lse_parts = at.lse_parts,
                         .o = at.o,
@@ -50,7 +55,8 @@ inline Plan<CombineArguments> PlanCombine(const RowShape& shape, int32_t threads
                         .rows = I32(rows),
                         .h_q = I32(shape.h_q),
                         .d = I32(shape.d),
-                        .splits = I32(shape.splits)}};
+                        .splits = I32(shape.splits)},
+          .least_smem_bytes = spreads ? kSpreadSmemBytes : 0};
 }
 
 }  // namespace dsv4_fmha

@@ -17,6 +17,7 @@ namespace {
 // What a kernel receives, in order, by name.  A tensor map shows its address here, and its other fields in `maps`.
 struct ShownLaunch {
   uint32_t grid, count;
+  int32_t least_smem_bytes;
   const char* names[kMaxParams];
   uint32_t sizes[kMaxParams];
   unsigned char bytes[kMaxParams][sizeof(CUtensorMap)];
@@ -24,7 +25,7 @@ struct ShownLaunch {
 
   template <typename FamilyArguments>
   ShownLaunch(const Layout& layout, const Plan<FamilyArguments>& plan)
-      : grid(plan.grid), count(0), names{}, sizes{}, bytes{}, maps{} {
+      : grid(plan.grid), count(0), least_smem_bytes(plan.least_smem_bytes), names{}, sizes{}, bytes{}, maps{} {
     for (const Param& param : layout) {
       const uint32_t i = count++;
       const char* value = reinterpret_cast<const char*>(&plan.arguments) + param.offset;
@@ -127,9 +128,9 @@ int dsv4_fmha_plan_row_spans(const RowShape* shape, int32_t tile_m, int32_t tile
 }
 
 // The launch after attention where keys are split: each of this many threads merges `columns` of a row.
-void dsv4_fmha_plan_combine(const RowShape* shape, int32_t threads, int32_t columns, const ForwardAddresses* addresses,
-                            ShownLaunch* out) {
-  *out = ShownLaunch(kCombine, PlanCombine(*shape, threads, columns, *addresses));
+void dsv4_fmha_plan_combine(const RowShape* shape, int32_t threads, int32_t columns, int32_t processors,
+                            const ForwardAddresses* addresses, ShownLaunch* out) {
+  *out = ShownLaunch(kCombine, PlanCombine(*shape, threads, columns, processors, *addresses));
 }
 
 // The launches of the lightning indexer for `count` blocks of queries from `first` on: scores, then their choice.

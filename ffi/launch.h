@@ -1,6 +1,7 @@
 // From arguments by name to a kernel that runs.
 #pragma once
 
+#include <algorithm>
 #include <initializer_list>
 #include <string>
 
@@ -61,13 +62,14 @@ ffi::Error Launch(Launcher* launcher, CUstream stream, int ordinal, Plan<FamilyA
   if (launcher->cluster > 1) {
     attributes[attribute_count++] = {.id = kClusterDimension, .value = {launcher->cluster, 1, 1}};
   }
+  const int32_t smem_bytes = std::max(launcher->smem_bytes, plan.least_smem_bytes);
   const CUlaunchConfig config{.grid_x = plan.grid,
                               .grid_y = 1,
                               .grid_z = 1,
                               .block_x = static_cast<unsigned>(launcher->threads),
                               .block_y = 1,
                               .block_z = 1,
-                              .dynamic_smem_bytes = static_cast<unsigned>(launcher->smem_bytes),
+                              .dynamic_smem_bytes = static_cast<unsigned>(smem_bytes),
                               .stream = stream,
                               .attributes = attributes,
                               .attribute_count = attribute_count};

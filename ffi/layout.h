@@ -53,11 +53,15 @@ struct Layout {
 template <typename...>
 struct TypeList {};
 
+// The most shared memory that a plan asks for: of CTAs that have so much, a processor takes four.
+constexpr int32_t kSpreadSmemBytes = 48 << 10;
+
 // One planned launch: how many CTAs, and what its kernel receives.
 template <typename FamilyArguments>
 struct Plan {
   uint32_t grid;
   FamilyArguments arguments;
+  int32_t least_smem_bytes = 0;  // of shared memory, also where the kernel uses less
 };
 
 inline std::string Show(int64_t x) { return std::to_string(x); }

@@ -1,6 +1,7 @@
 // Op, architecture and choices -> Launcher: the variants that this library holds, each loaded once per device.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <string>
@@ -106,8 +107,9 @@ struct Launcher {
       CUcontext context;
       step("cuDeviceGet", [&] { return driver.DeviceGet(&id, device); });
       step("cuDevicePrimaryCtxRetain", [&] { return driver.DevicePrimaryCtxRetain(&context, id); });
+      const int32_t smem = std::max(smem_bytes, kSpreadSmemBytes);
       step("cuKernelSetAttribute",
-           [&] { return driver.KernelSetAttribute(kMaxDynamicSharedMemory, smem_bytes, *kernel, id); });
+           [&] { return driver.KernelSetAttribute(kMaxDynamicSharedMemory, smem, *kernel, id); });
       if (ctas > 1) {  // otherwise there may be shared memory for only one
         step("cuKernelSetAttribute",
              [&] { return driver.KernelSetAttribute(kPreferredSharedMemoryCarveout, 100, *kernel, id); });

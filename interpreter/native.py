@@ -154,6 +154,7 @@ class Plan:
     """A launch, as our own launcher plans it."""
 
     grid: int
+    least_smem_bytes: int
     params: dict[str, bytes]  # by name, in the order in which the kernel gets them; a tensor map's is its address
     maps: dict[str, Any]  # the other fields of a tensor map
 
@@ -200,13 +201,21 @@ def plan(
     )
 
 
-def plan_combine(shape: Shape, *, threads: int = 128, tile_n: int = 4, addresses: dict[str, int] | None = None) -> Plan:
+def plan_combine(
+    shape: Shape,
+    *,
+    threads: int = 128,
+    tile_n: int = 4,
+    processors: int = 132,
+    addresses: dict[str, int] | None = None,
+) -> Plan:
     """The launch after it where keys are split."""
     out = structure("ShownLaunch")()
     library().dsv4_fmha_plan_combine(
         ctypes.byref(_row_shape(shape, 0)),
         ctypes.c_int32(threads),
         ctypes.c_int32(tile_n),
+        ctypes.c_int32(processors),
         addressed("Forward", addresses),
         ctypes.byref(out),
     )
@@ -335,7 +344,12 @@ def _shown(out: Any) -> Plan:
     names = [name.decode() for name in out.names[: out.count]]
     params = {name: out.bytes[i].raw[: out.sizes[i]] for i, name in enumerate(names)}
     assert len(params) == out.count, names
-    return Plan(out.grid, params, {name: spec for name, spec in zip(names, out.maps, strict=False) if spec.rank})
+    return Plan(
+        out.grid,
+        out.least_smem_bytes,
+        params,
+        {name: spec for name, spec in zip(names, out.maps, strict=False) if spec.rank},
+    )
 
 
 def cubin(key: str) -> bytes:

@@ -18,6 +18,7 @@ constexpr intptr_t kContexts = 100, kLibraries = 200, kKernels = 300;  // handle
 
 std::mutex mutex;
 std::map<std::string, int> calls, failures;  // for each function: how often it was called, and how often it must fail
+std::map<const void*, int> smem_limits;      // bytes of a kernel
 thread_local int pushed = 0;                 // contexts on this thread's stack
 
 int Call(const char* name, bool valid = true) {
@@ -105,7 +106,13 @@ int cuLibraryGetKernel(void** kernel, void* library, const char* symbol) {
   return Call("cuLibraryGetKernel", Is(library, kLibraries, 8) && std::strncmp(symbol, "kernel_", 7) == 0);
 }
 
-int cuKernelSetAttribute(int, int, void* kernel, int) { return Call("cuKernelSetAttribute", Is(kernel, kKernels, 8)); }
+int cuKernelSetAttribute(int attribute, int value, void* kernel, int) {
+  if (attribute == dsv4_fmha::kMaxDynamicSharedMemory) {
+    std::lock_guard<std::mutex> lock(mutex);
+    smem_limits[kernel] = value;
+  }
+  return Call("cuKernelSetAttribute", Is(kernel, kKernels, 8));
+}
 
 int cuKernelGetFunction(void** function, void* kernel) {
   *function = kernel;
@@ -125,7 +132,11 @@ int cuMemsetD32Async(void* array, unsigned, size_t elements, void*) {
 
 int cuLaunchKernelEx(const dsv4_fmha::CUlaunchConfig* config, void* function, void** parameters, void**) {
   // the stream on which a test launches is the device's number
-  const bool valid = Is(function, kKernels, 8) && parameters[0] != nullptr;
+  bool valid = Is(function, kKernels, 8) && parameters[0] != nullptr;
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    valid = valid && config->dynamic_smem_bytes <= static_cast<unsigned>(smem_limits[function]);
+  }
   const std::string name = "cuLaunchKernelEx " + std::to_string(reinterpret_cast<intptr_t>(function) - kKernels);
   for (unsigned i = 0; i < config->attribute_count; ++i) {
     if (config->attributes[i].id == dsv4_fmha::kProgrammaticStreamSerialization) Call((name + " early").c_str());

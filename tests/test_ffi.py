@@ -234,6 +234,15 @@ def test_merging_is_what_the_host_stub_launches(shape, combine_stub):
     assert theirs.params == tuple(ours.params.values())
 
 
+@pytest.mark.parametrize(
+    ("rows", "processors", "smem"), [(264, 132, 0), (265, 132, 48 << 10), (528, 132, 48 << 10), (529, 132, 0)]
+)
+def test_few_ctas_of_a_merge_are_spread_over_the_chip(rows, processors, smem):
+    """Of 128 threads, one a row of d 512: with so much shared memory, a processor takes four of them."""
+    shape = Shape(1, 1, 64, rows, 1, 512, splits=2)
+    assert plan_combine(shape, processors=processors).least_smem_bytes == smem
+
+
 @pytest.fixture(scope="module")
 def combine_stub(tmp_path_factory):
     if util.find_spec("cutlass") is None or shutil.which("gcc") is None:
