@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _fixed_point
-from ._split_kv import architecture, processors, split_count, whole_sequences
+from ._split_kv import architecture, processors, split_count, whole_queries
 
 # What this module calls. `_load` refuses a library of another version, which lacks some of it.
 _TARGETS = (
@@ -260,30 +260,35 @@ def dsv4_decode(
     bfloat16 and both are uint8 `[pages, bytes]`, where index i means entry i % n of page i // n, in the layouts v4_fp8,
     v41_fp8 and, for the second pool of the last, v41_fp4 (`_packed.py`).
     """
-    keys = window_indices.shape[2] + indices.shape[2]
-    whole = _whole(op, q, keys)
+    keys, shape = window_indices.shape[2] + indices.shape[2], q.shape
+    whole = _whole(op, q, keys) if window_pool.ndim == pool.ndim == 2 else 0
     splits = _splits_of_queries(op, q, keys, whole)
+    if whole:  # all queries have keys of the same pools, so each may be a sequence
+        q, window_indices, window_length, indices, length = (
+            x.reshape(-1, 1, *x.shape[2:]) for x in (q, window_indices, window_length, indices, length)
+        )
     selections = (window_pool, window_indices, window_length, pool, indices, length)
-    return _call("dsv4_decode", splits, scale, q, *selections, sink, whole=whole, op=op)
+    o, lse = _call("dsv4_decode", splits, scale, q, *selections, sink, whole=whole, op=op)
+    return o.reshape(shape), lse.reshape(shape[:-1])
 
 
 def _whole(op: str, q: jax.Array, keys: int) -> int:
-    """`whole_sequences` of an op whose keys differ from query to query. Its model has one CTA an SM, where the kernels
+    """`whole_queries` of an op whose keys differ from query to query. Its model has one CTA an SM, where the kernels
     for few heads have two.
     """
     b, s_q, h_q, _ = q.shape
     v = _splitting(op, q, True)
     if v is None or v.ctas > 1 or not all(isinstance(x, int) for x in (b, s_q, h_q, keys)):
         return 0
-    return whole_sequences(b, s_q * -(-h_q // v.tile_m), -(-keys // v.tile_n), v.unit, processors(v.arch))
+    return whole_queries(b * s_q, -(-h_q // v.tile_m), -(-keys // v.tile_n), v.unit, processors(v.arch))
 
 
 def _splits_of_queries(op: str, q: jax.Array, keys: int, whole: int = 0) -> int:
     """`_splits` of an op whose keys differ from query to query, so a tile of rows has heads of one query; for all but
-    the `whole` first sequences.
+    the `whole` first queries.
     """
     b, s_q, h_q, _ = q.shape
-    return _splits(op, q, True, (b - whole) * s_q, h_q, keys)
+    return _splits(op, q, True, b * s_q - whole, h_q, keys)
 
 
 def _splits(op: str, q: jax.Array, shared_kv: bool, groups: int, rows: int, keys: int) -> int:

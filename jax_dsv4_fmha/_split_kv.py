@@ -48,15 +48,15 @@ def split_count(row_tiles: int, key_tiles: int, unit: int, processors: int) -> i
     return min(range(1, most + 1), key=lambda splits: _cost(row_tiles, key_tiles, unit, processors, splits))
 
 
-def whole_sequences(sequences: int, tiles: int, key_tiles: int, unit: int, processors: int) -> int:
-    """How many of the first sequences, of so many tiles of rows each, fill whole turns of all CTAs, so that splitting
+def whole_queries(queries: int, tiles: int, key_tiles: int, unit: int, processors: int) -> int:
+    """How many of the first queries, of so many tiles of rows each, fill whole turns of all CTAs, so that splitting
     the keys of the others alone pays: 0 where it does not, and where there is no whole turn.
 
     The others are a launch of their own, which begins while the first one ends.
     """
-    whole = sequences * tiles // processors * processors // tiles
-    rest = (sequences - whole) * tiles, key_tiles, unit, processors
-    pays = 0 < whole < sequences and _cost(*rest, 1) - _cost(*rest, split_count(*rest)) > _BEGIN
+    whole = queries * tiles // processors * processors // tiles
+    rest = (queries - whole) * tiles, key_tiles, unit, processors
+    pays = 0 < whole < queries and _cost(*rest, 1) - _cost(*rest, split_count(*rest)) > _BEGIN
     return whole if pays else 0
 
 

@@ -380,20 +380,30 @@ def test_runs_split(variant, splits, monkeypatch):
 
 @on_gpu
 @pytest.mark.parametrize("variant", [v for v in BUILT if v.op.startswith("dsv4_decode")], ids=lambda v: v.key)
-def test_runs_with_the_last_sequences_split(variant, monkeypatch):
+def test_runs_with_the_last_queries_split(variant, monkeypatch):
     if not variant.splits:
         pytest.skip("splits no keys")
-    monkeypatch.setattr(_ffi, "_whole", lambda *_: 3)
+    monkeypatch.setattr(_ffi, "_whole", lambda *_: 6)
     monkeypatch.setattr(_ffi, "split_count", lambda *_: 3)
-    check(variant, b=5, h_q=128, s_q=2, s_kv=400, s_kv1=500, topk=300)
+    h_q = heads_for(variant, 128)
+    check_pools(variant, operands(variant, b=5, h_q=h_q, s_q=2, s_kv=400, s_kv1=500, topk=300))
 
 
 @on_gpu
 @pytest.mark.parametrize("variant", [v for v in BUILT if v.op in ("sparse_fwd", "dsv4_decode")], ids=lambda v: v.key)
 def test_runs_on_a_pool_of_all_sequences(variant):
-    x, scale = operands(variant, h_q=heads_for(variant, 64), s_q=3), variant.d**-0.5
-    pools = []
+    check_pools(variant, operands(variant, h_q=heads_for(variant, 64), s_q=3))
+
+
+def check_pools(variant, x):
+    """With the keys of all sequences in a pool of each source."""
+    if variant.arch not in (local := _ffi.local_architectures()):
+        pytest.skip(f"is for {variant.arch}, here is {', '.join(local)}")
+    pools, scale = [], variant.d**-0.5
     for keys in x.sources:
+        if keys.pool is not None:
+            pools += [keys.pool, keys.seen_from, keys.seen_to]
+            continue
         b, s_kv, _, d = keys.k.shape
         there = (keys.seen_from >= 0) & (keys.seen_from < s_kv)
         slots = np.where(there, keys.seen_from + s_kv * np.arange(b)[:, None, None], -1).astype(np.int32)

@@ -337,9 +337,9 @@ def test_lengths_from_none_to_a_million(cuda, heads, s_q, layouts):
 @pytest.mark.parametrize("layouts", [(None, None), ("v4_fp8", "v4_fp8"), PAIR], ids=str)
 def test_soak(cuda, layouts, monkeypatch):
     """2000 steps under CUDA graphs, in which no device memory is lost. Each makes every launch that a call may make:
-    for sequences with whole keys, for the last four, whose keys are split, and for the merge.
+    for queries with whole keys, for the last eight, whose keys are split, and for the merge.
     """
-    monkeypatch.setattr(_ffi, "_whole", lambda _, q, __: max(q.shape[0] - 4, 0))
+    monkeypatch.setattr(_ffi, "_whole", lambda _, q, __: q.shape[0] * q.shape[1] - 8)
     monkeypatch.setattr(_ffi, "split_count", lambda *_: 3)
     c = dataclasses.replace(LARGE, layouts=layouts)
     with jax.default_device(cuda):

@@ -1,12 +1,13 @@
 """The number of SMs for which keys are split."""
 
+import functools
 import types
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_dsv4_fmha import _ffi, _split_kv
+from jax_dsv4_fmha import Cache, _ffi, _split_kv, dsv4_decode
 
 
 def device(capability, **attributes):
@@ -50,32 +51,42 @@ def test_without_a_backend(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("sequences", "tiles", "key_tiles", "whole", "splits"),
+    ("queries", "tiles", "key_tiles", "whole", "splits"),
     [
-        (133, 4, 18, 132, 18),  # two queries of 128 heads: 4 turns of 132 tiles, and 4 tiles in 18 parts each
-        (142, 4, 18, 132, 3),
-        (148, 4, 18, 0, 1),  # 64 tiles in two parts each would gain less than a launch costs
-        (148, 2, 10, 0, 1),  # nor would 32 in four parts
-        (67, 4, 18, 66, 18),
-        (128, 4, 18, 0, 1),  # the last turn has 116 tiles
-        (132, 4, 18, 0, 1),
-        (30, 4, 18, 0, 1),  # no whole turn
-        (33, 5, 18, 26, 3),  # turns do not end where sequences do: 130 tiles, then 35
-        (1, 500, 18, 0, 1),  # one sequence is not cut
+        (266, 2, 18, 264, 18),  # 128 heads: 4 turns of 132 tiles, and 4 tiles in 18 parts each
+        (284, 2, 18, 264, 3),
+        (296, 2, 18, 0, 1),  # 64 tiles in two parts each would gain less than a launch costs
+        (296, 1, 10, 0, 1),  # nor would 32 in four parts
+        (134, 2, 18, 132, 18),
+        (256, 2, 18, 0, 1),  # the last turn has 116 tiles
+        (264, 2, 18, 0, 1),
+        (60, 2, 18, 0, 1),  # no whole turn
+        (33, 5, 18, 26, 3),  # turns do not end where queries do: 130 tiles, then 35
+        (1, 500, 18, 0, 1),  # one query is not cut
     ],
 )
-def test_only_the_last_turn_is_split(sequences, tiles, key_tiles, whole, splits):
-    assert _split_kv.whole_sequences(sequences, tiles, key_tiles, 1, 132) == whole
-    assert _split_kv.split_count((sequences - whole) * tiles, key_tiles, 1, 132) == splits
+def test_only_the_last_turn_is_split(queries, tiles, key_tiles, whole, splits):
+    assert _split_kv.whole_queries(queries, tiles, key_tiles, 1, 132) == whole
+    assert _split_kv.split_count((queries - whole) * tiles, key_tiles, 1, 132) == splits
+
+
+def test_a_step_splits_its_last_turn(monkeypatch):
+    """34 sequences of two queries with 128 heads: 136 tiles, of which the last two queries' four are split."""
+    monkeypatch.setattr(_ffi, "processors", lambda _: 132)
+    cache = Cache.zeros(4, 64, 512, jnp.bfloat16, jnp.zeros((34, 16), jnp.int32), layout="v4_fp8")
+    f = functools.partial(dsv4_decode, ratio=4, window=128, implementation="cubin")
+    q, indices = jnp.zeros((34, 2, 128, 512), jnp.bfloat16), jnp.zeros((34, 2, 1024), jnp.int32)
+    call = jax.jit(f).trace(q, cache, cache, lengths=jnp.full(34, 900), indices=indices)
+    assert "tensor<2x1x128x18x512xf32>" in call.lower(lowering_platforms=("cuda",)).as_text()
 
 
 @pytest.mark.skipif(not _ffi.built_for("dsv4_decode_fp8"), reason="needs kernels to be built")
 @pytest.mark.parametrize(
     ("op", "b", "heads", "whole"),
     [
-        ("dsv4_decode_fp8", 67, 128, 66),
-        ("dsv4_decode_fp8", 67, 64, 66),
-        ("dsv4_decode", 67, 64, 66),
+        ("dsv4_decode_fp8", 67, 128, 132),
+        ("dsv4_decode_fp8", 67, 64, 132),
+        ("dsv4_decode", 67, 64, 132),
         ("dsv4_decode", 67, 32, 0),  # two CTAs run on an SM
     ],
 )
