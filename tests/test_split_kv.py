@@ -42,6 +42,23 @@ def test_fewer_sms_are_other_splits():
     assert len({_split_kv.split_count(40, 128, 1, sms) for sms in (78, 114, 132)}) > 1
 
 
+@pytest.mark.parametrize(
+    ("row_tiles", "key_tiles", "unit", "splits"),
+    [
+        (1, 1, 2, 1),  # half a unit is one
+        (1, 3, 2, 2),
+        (1, 17, 2, 9),
+        (1, 10, 2, 5),  # a unit each
+        (2, 128, 2, 64),
+        (1, 300, 2, 75),  # two units each: a merge of 150 would take longer
+        (100, 300, 1, 5),  # 500 parts in four waves take less time than 100 whole ones in one
+        (132, 300, 1, 1),
+    ],
+)
+def test_keys_are_split_by_units(row_tiles, key_tiles, unit, splits):
+    assert _split_kv.split_count(row_tiles, key_tiles, unit, 132) == splits
+
+
 def test_without_a_backend(monkeypatch):
     def nothing(**_):
         raise RuntimeError("no such backend")
