@@ -21,6 +21,7 @@ from interpreter.launch import Kernel, launch
 from interpreter.state import SMEM_BASE
 from interpreter.verdict import Wrong, judge
 from tests import wrong_answers
+from tests.symptoms import EARLY, early, late, unfenced, unordered
 
 SEEDS = (0, 1)
 DENSE, LATENT = "fwd_sm_90a_d128_bfloat16", "fwd_sm_90a_d512_bfloat16_shared_kv"
@@ -89,39 +90,6 @@ def by_name(message: str, key: str) -> str:
     for name, offset in zip(names, edits.barriers(kernel(key).ptx), strict=False):
         message = re.sub(rf"mbarrier \+{offset}\b", f"mbarrier {name}", message)
     return re.sub(r"SMEM(| of CTA \d) bytes (\d+)\.\.\d+", region, message)
-
-
-# ---- the interpreter's message: the same in whatever order two unordered events happen
-
-
-def early(reader: str, region: str, writer: str) -> str:
-    """The data that is read is not there yet, or nothing orders its write."""
-    return (
-        rf"{reader}[^\n]*\n\s+reads SMEM of {region}\b[^\n]*"
-        rf"(which nobody wrote|nothing orders this and the write by [^\n]*{writer})"
-    )
-
-
-EARLY = (Race, Undefined)
-
-
-def late(writer: str, region: str, reader: str) -> str:
-    """Data is written over that is still read, or may be."""
-    return (
-        rf"{writer}[^\n]*\n\s+overwrites SMEM of {region}\b[^\n]*nothing orders this and the read by [^\n]*{reader}"
-        rf"|{reader}[^\n]*\n\s+reads SMEM of {region}\b[^\n]*nothing orders this and the write by [^\n]*{writer}"
-    )
-
-
-def unordered(reader: str, region: str, writer: str) -> str:
-    """A place that is written again and again."""
-    return early(reader, region, writer) + "|" + late(writer, region, reader)
-
-
-def unfenced(region: str, writer: str) -> str:
-    """Products read data that was written through the generic proxy."""
-    after = rf"no fence\.proxy\.async after the generic write by [^\n]*{writer}"
-    return rf"wgmma[^\n]*\n\s+reads SMEM of {region}\b[^\n]*{after}"
 
 
 @dataclasses.dataclass

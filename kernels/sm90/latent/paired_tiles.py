@@ -4,8 +4,8 @@ The CTAs have heads of the same query, so they read the same keys. Each unpacks 
 itself and for its peer: FlashMLA's crossover. Eight lanes have a key, so a warp sends whole lines of 128 bytes. A place
 must be free in both CTAs. What the peer sends is counted in bytes, on the barrier where a CTA announces its own part.
 
-A warpgroup fills one tile of each pair, so its loads are never behind those of the other tile: ptxas counts all loads
-of a warp by one scoreboard. A tile's first half is loaded right after its second half is written, long before it has a
+A warpgroup fills one tile of each pair, so it never waits for loads of the other tile: ptxas counts all loads of a
+warp by one scoreboard. A tile's first half is loaded right after its second half is written, long before it has a
 place. The second half has a place soon after the first one, so a key's registers are loaded again as soon as they are
 free, and nothing else is done in between.
 """

@@ -1,0 +1,139 @@
+"""Compile-time choices of `latent_sm90`, and the tiles, counts and sizes that follow from them."""
+
+from dataclasses import dataclass
+
+from kernels.abi import gathers
+from kernels.lib.launch import SMEM_LIMIT, WARPGROUP, registers_at_launch
+from kernels.lib.rows import PUBLISHED
+from kernels.lib.wgmma import SLAB
+from kernels.packings import PACKED
+
+from .key_tiles import Barriers
+
+
+@dataclass(frozen=True)
+class Config:
+    """Compile-time choices; every tile, count and size follows from them."""
+
+    d: int
+    dtype: str
+    sources: tuple[str, ...]  # kinds of the sources, in the order of the walk: "span", "selection" or one of PACKED
+    more: int = 0  # keys that odd tiles have beyond tile_n, which a separate warp copies
+    cluster: int = 1  # CTAs with heads of the same query; two unpack keys for one another
+    tile_m: int = 64
+    tile_n: int = 64
+    shared_kv: bool = True
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the keys differ from query to query: then a tile holds heads of one query only."""
+        return gathers(self.sources)
+
+    @property
+    def run(self) -> int:
+        """Row tiles that a CTA takes in a row: 128 heads of a query are two, with the same window."""
+        return 2 if self.sources == ("span",) else 1
+
+    @property
+    def unpacks(self) -> bool:
+        """Whether the producer unpacks what it gathers; then all keys are packed."""
+        return self.sources[0] in PACKED
+
+    @property
+    def tile_keys(self) -> tuple[int, int]:
+        """Keys of the even and of the odd tile of a pair."""
+        return self.tile_n, self.tile_n + self.more
+
+    @property
+    def slabs_of_o(self) -> int:
+        """Separate places for each side's outgoing O, besides that of its weights."""
+        return 0 if self.more else 1
+
+    @property
+    def threads(self) -> int:
+        return (self.producers + 2) * WARPGROUP
+
+    @property
+    def producers(self) -> int:
+        """Warpgroups."""
+        return 2 if self.unpacks else 1
+
+    @property
+    def unit(self) -> int:
+        """Key tiles that splits share out as a unit: pairs. Unpacking two takes longer than merging two splits of
+        one.
+        """
+        return 1 if self.unpacks else 2
+
+    @property
+    def loaders(self) -> int:
+        """Threads that fill key tiles: a lane issues TMA, warpgroups gather."""
+        return self.producers * WARPGROUP if self.gathers else 1
+
+    @property
+    def fillers(self) -> int:
+        """Those of them that fill one tile: all, or in each CTA of a cluster a warpgroup."""
+        return self.loaders // self.cluster
+
+    @property
+    def lanes_a_key(self) -> int:
+        """Lanes that unpack a key: eight store a whole row of a slab, so the peer is sent whole lines of 128 bytes."""
+        return 4 * self.cluster
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """(producer, consumer) registers a thread, out of what a launch gives to all warpgroups alike."""
+        if self.unpacks:
+            return 48, 208
+        return (56, 224) if self.gathers else (40, 232)
+
+    @property
+    def half(self) -> int:
+        return self.d // 2
+
+    @property
+    def columns_o(self) -> int:
+        """Columns of one WGMMA. Those of a half take 128 registers, all that each of four warpgroups has at launch;
+        ptxas then assembles none of them."""
+        return self.half // self.producers
+
+    @property
+    def columns_q(self) -> int:
+        return self.d
+
+    @property
+    def columns_k(self) -> int:
+        return self.half
+
+    @property
+    def launch_options(self) -> dict[str, int]:
+        return {"min_blocks_per_mp": 1}  # without it ptxas silently drops setmaxnreg
+
+    @property
+    def half_tile_bytes(self) -> int:
+        return self.tile_n * self.half * 2
+
+    @property
+    def row_bytes(self) -> int:
+        return self.d * 2
+
+    @property
+    def smem_bytes(self) -> int:
+        barriers = 8 * sum(Barriers.COUNTS)
+        weights_and_o = 2 * self.tile_m * (sum(self.tile_keys) + 2 * self.slabs_of_o * SLAB)
+        rows, infos = 4 * self.tile_m * 2, 4 * 2 * PUBLISHED * (1 + len(self.sources))
+        return (self.tile_m + sum(self.tile_keys)) * self.row_bytes + weights_and_o + rows + infos + barriers
+
+    def __post_init__(self):
+        if self.d % (2 * SLAB) or self.half > 256:
+            raise ValueError(
+                f"d must be a multiple of {2 * SLAB} up to 512 (half of it is one WGMMA's N), got {self.d}"
+            )
+        at_launch = registers_at_launch(self.threads)
+        wanted = self.producers * self.registers[0] + 2 * self.registers[1]
+        if wanted > self.threads // WARPGROUP * at_launch:  # or the last to ask would wait for ever
+            raise ValueError(f"a launch gives {at_launch} registers a thread, too few for {self.registers}")
+        if self.tile_n != SLAB:
+            raise ValueError(f"tile_n must be {SLAB}, for O is staged where a tile's weights stand, got {self.tile_n}")
+        if self.smem_bytes > SMEM_LIMIT:
+            raise ValueError(f"needs {self.smem_bytes} bytes of SMEM, {SMEM_LIMIT} fit: {self}")
