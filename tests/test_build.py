@@ -1,6 +1,7 @@
 import hashlib
 import json
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -38,6 +39,7 @@ from kernels.abi import (
     TileSpans,
     TopK,
 )
+from kernels.cache import KernelCache
 from kernels.cubin import KernelInfo, read_kernel
 from kernels.variants import MLA, MLA_FEW_HEADS, MLA_FEW_HEADS_BACKWARD, VARIANTS
 
@@ -50,9 +52,9 @@ INDEX_SHAPE = {"b": 2, "s_q": 70, "s_c": 150, "heads": 64, "topk": 100}
 FACTS = {"threads": 384, "smem_bytes": 1 << 17, "tile_m": 128, "tile_n": 128, "ctas": 1, "cluster": 1, "unit": 1}
 
 
-def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def python(*arguments: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, **environment})
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, env={**os.environ, **environment})
 
 
 @pytest.fixture
@@ -194,18 +196,79 @@ def test_kernels_share_modules_of_lib_alone():
 @pytest.mark.slow
 def test_rebuild_is_cached_and_byte_identical(tmp_path):
     key = VARIANTS[0].key
-    command = ("-m", "kernels.build", "--only", key, "--out")
-    first, again = python(*command, str(tmp_path / "a")), python(*command, str(tmp_path / "a"))
-    fresh = python(*command, str(tmp_path / "b"))
-    assert first.returncode == again.returncode == fresh.returncode == 0, first.stderr + again.stderr + fresh.stderr
-    assert "0 up to date, 1 to compile" in first.stdout and f"[1/1] {key}: " in first.stdout
-    assert "1 up to date, 0 to compile" in again.stdout
-    a, b = ((tmp_path / out / f"{key}.cubin").read_bytes() for out in "ab")
-    assert a == b
+    clone, command = tmp_path / "clone", ("-m", "kernels.build", "--only", key, "--out")
+
+    def built(out: str, *options: str, root: Path = ROOT) -> str:
+        run = python(*command, str(tmp_path / out), *options, cwd=root, XDG_CACHE_HOME=str(tmp_path))
+        assert run.returncode == 0, run.stderr
+        return run.stdout
+
+    first = built("a")
+    assert "0 up to date, 0 from " in first and "1 to compile" in first and f"[1/1] {key}: " in first
+    assert "1 up to date, 0 from " in built("a")
+    shutil.copytree(ROOT / "kernels", clone / "kernels")
+    from_cache = built("b", root=clone)
+    assert f"0 up to date, 1 from {tmp_path}/jax_dsv4_fmha/kernels, 0 to compile" in from_cache
+    assert "0 up to date, no cache, 1 to compile" in built("c", "--no-cache")
+    a, b, c = ((tmp_path / out / f"{key}.cubin").read_bytes() for out in "abc")
+    assert a == b == c
+    assert {path.name for path in tmp_path.glob(f"a/{key}.*")} == {path.name for path in tmp_path.glob(f"b/{key}.*")}
     if _ffi.variants():
         assert a == cubin(key)
-    (tmp_path / f"a/{key}.cubin").write_bytes(a[:-1])  # a damaged cubin is compiled again
-    assert "1 to compile" in python(*command, str(tmp_path / "a")).stdout
+    (tmp_path / f"a/{key}.cubin").write_bytes(a[:-1])  # a damaged cubin is replaced
+    assert "0 up to date, 1 from " in built("a")
+    assert (tmp_path / f"a/{key}.cubin").read_bytes() == a
+
+
+def entry(folder: Path, **files: bytes) -> list[Path]:
+    folder.mkdir(exist_ok=True)
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    return [folder / name for name in files]
+
+
+def test_cache_gives_back_what_it_was_given(tmp_path):
+    cache = KernelCache(tmp_path / "cache")
+    assert not cache.take("digest", tmp_path)
+    cache.keep("digest", entry(tmp_path / "in", cubin=b"code", json=b"{}"))
+    (tmp_path / "out").mkdir()
+    assert cache.take("digest", tmp_path / "out") and not cache.take("other", tmp_path / "out")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == {"cubin": b"code", "json": b"{}"}
+    assert [path.name for path in cache.folder.iterdir()] == ["digest.zip"]
+
+
+def test_cache_ignores_a_damaged_entry(tmp_path):
+    cache = KernelCache(tmp_path / "cache")
+    cache.keep("digest", entry(tmp_path / "in", cubin=random.Random(0).randbytes(500)))
+    path = cache.folder / "digest.zip"
+    whole = path.read_bytes()
+    for damaged in (b"", whole[:10], whole[:300], whole[:-1], whole[:300] + bytes([whole[300] ^ 1]) + whole[301:]):
+        path.write_bytes(damaged)
+        assert not cache.take("digest", tmp_path / "in"), damaged
+    cache.keep("digest", entry(tmp_path / "in", cubin=b"new"))  # replaces it
+    assert cache.take("digest", tmp_path / "in")
+
+
+def test_a_wrong_cubin_in_the_cache_is_not_taken(tmp_path):
+    """An archive may be whole, and its cubin not what its record says."""
+    variant, cache = VARIANTS[0], KernelCache(tmp_path / "cache")
+    record = {"digest": build.digest(variant), "sha256": hashlib.sha256(b"right").hexdigest()}
+    files = {f"{variant.key}.cubin": b"wrong", f"{variant.key}.json": json.dumps(record).encode()}
+    cache.keep(build.digest(variant), entry(tmp_path / "in", **files))
+    (tmp_path / "out").mkdir()
+    assert build.taken(variant, tmp_path / "out", cache) is None
+    assert (tmp_path / "out" / f"{variant.key}.cubin").exists()
+
+
+def test_cache_removes_what_was_used_longest_ago(tmp_path):
+    noise = random.Random(0).randbytes(1000)
+    cache = KernelCache(tmp_path / "cache", limit=2500)
+    for n, name in enumerate(("first", "second", "third")):
+        cache.keep(name, entry(tmp_path / "in", cubin=noise))
+        os.utime(cache.folder / f"{name}.zip", (n, n))
+    assert cache.take("first", tmp_path / "in")  # it is the newest now
+    cache.evict()
+    assert {path.stem for path in cache.folder.iterdir()} == {"first", "third"}
 
 
 def test_without_the_dsl(tmp_path, without_dsl):
