@@ -30,8 +30,8 @@ from jax_dsv4_fmha import _ffi
 from kernels.abi import Backward, DenseBackward, Forward
 from kernels.variants import VARIANTS
 
-from . import attention, cases, gradients, native
-from .state import Array
+from .kernels import attention, cases, gradients, native
+from .machine.state import Array
 
 RECORDED = Path(__file__).parent.parent / "tests" / "data" / "h200.npz"
 ARCH, CASE = "sm_90a", "tiles"

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from interpreter import hardware, native
+from interpreter import hardware
+from interpreter.kernels import native
 from kernels.abi import Combine
 from kernels.variants import VARIANTS
 

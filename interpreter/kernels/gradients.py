@@ -10,10 +10,10 @@ import numpy as np
 from jax_dsv4_fmha import _ffi
 from kernels.abi import Backward
 
+from ..machine.state import Array
 from .attention import Keys, answer
 from .attention import Operands as Attention
 from .attention import operands as operands_of_attention
-from .state import Array
 
 FUNCTIONS = {op: getattr(_ffi, op) for op in ("bwd", "sparse_bwd", "dsv4_sparse_bwd", "dsv4_dense_bwd")}
 

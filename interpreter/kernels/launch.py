@@ -14,12 +14,12 @@ import numpy as np
 from kernels import build
 from kernels.abi import Variant
 
+from ..machine.copies import TensorMap
+from ..machine.parser import parse
+from ..machine.state import GENERIC_PARAM_BASE, Array, GlobalMemory, Machine, new_memory
 from . import attention, native
-from .copies import TensorMap
-from .parser import parse
-from .state import GENERIC_PARAM_BASE, Array, GlobalMemory, Machine, new_memory
 
-BUILD = Path(__file__).parents[1] / "build"
+BUILD = Path(__file__).parents[2] / "build"
 ELEMENT_BYTES = {0: 1, 6: 2, 7: 4, 9: 2}  # by the driver's number of a type
 SWIZZLES = {0: 0, 1: 32, 2: 64, 3: 128}  # bytes, by the number that the driver has for one
 

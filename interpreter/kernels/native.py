@@ -70,7 +70,7 @@ class Shape(NamedTuple):
 # ---- C++ structs
 
 
-FFI = Path(__file__).parents[1] / "ffi"
+FFI = Path(__file__).parents[2] / "ffi"
 C_TYPES = {
     **{f"{sign}int{bits}_t": getattr(ctypes, f"c_{sign}int{bits}") for bits in (32, 64) for sign in ("", "u")},
     "unsigned char": ctypes.c_char,

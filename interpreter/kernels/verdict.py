@@ -8,9 +8,9 @@ import numpy as np
 
 from jax_dsv4_fmha._testing.compare import KERNEL, Tolerance, compare
 
+from ..machine.hazards import Fault
+from ..machine.state import Array
 from . import attention
-from .hazards import Fault
-from .state import Array
 
 
 class Wrong(Fault):

@@ -9,10 +9,10 @@ import numpy as np
 
 from jax_dsv4_fmha import _ffi
 
+from ..machine.reductions import add_cleared
+from ..machine.state import Array, Machine, new_memory
 from . import gradients, native
 from .launch import Kernel, machine
-from .reductions import add_cleared
-from .state import Array, Machine, new_memory
 
 
 def run(

@@ -11,8 +11,8 @@ from jax_dsv4_fmha._testing.compare import compare
 from kernels.abi import Forward
 from kernels.packings import PACKED
 
+from ..machine.state import Array
 from .native import Shape
-from .state import Array
 
 
 @dataclass(frozen=True)

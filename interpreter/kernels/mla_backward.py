@@ -10,10 +10,10 @@ import numpy as np
 from jax_dsv4_fmha import _fixed_point
 from jax_dsv4_fmha._ffi import in_order
 
+from ..machine.reductions import add_cleared, additions
+from ..machine.state import Array, Machine, new_memory
 from . import gradients, native
 from .launch import Kernel, machine
-from .reductions import add_cleared, additions
-from .state import Array, Machine, new_memory
 from .verdict import Wrong
 
 KEYS_OF_TILE = 64

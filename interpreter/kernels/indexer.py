@@ -14,10 +14,10 @@ import numpy as np
 from kernels.abi import IndexAt, IndexScores
 from kernels.variants import VARIANTS
 
+from ..machine.reductions import add_cleared
+from ..machine.state import Array, new_memory
 from . import native
 from .launch import Kernel, machine
-from .reductions import add_cleared
-from .state import Array, new_memory
 from .verdict import Wrong
 
 Edit = Callable[[str], str]
