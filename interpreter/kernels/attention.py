@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from jax_dsv4_fmha._testing.compare import compare
-from kernels.abi import Backward, Forward
+from kernels.abi import Forward, MlaBackward
 from kernels.packings import PACKED
 
 from ..machine.state import Array
@@ -42,9 +42,10 @@ class Operands:
 
     def arguments(self) -> tuple[Array | None, ...]:
         """The arguments as the `_ffi` function of the op takes them."""
-        if self.op == "fwd":
+        if self.op in ("mha_fwd", "mla_span_fwd"):
             (x,) = self.sources
-            return self.q, x.k, None if x.v is x.k else x.v, x.seen_from, x.seen_to, self.sink
+            keys_and_values = (x.k, x.v) if self.op == "mha_fwd" else (x.k,)
+            return self.q, *keys_and_values, x.seen_from, x.seen_to, self.sink
         keys = ((x.k[:, :, 0] if x.pool is None else x.pool, x.seen_from, x.seen_to) for x in self.sources)
         return self.q, *(x for source in keys for x in source), self.sink
 
@@ -54,7 +55,7 @@ def any_query(counts: Array) -> Array:
     return np.asarray(counts.any(1))
 
 
-def operands(variant: Forward | Backward, *, width: int | None = 90, seed: int = 0, **extents: int) -> Operands:
+def operands(variant: Forward | MlaBackward, *, width: int | None = 90, seed: int = 0, **extents: int) -> Operands:
     """Operands of every kind for a variant: a query that sees nothing, absent entries, NaN where no query looks.
 
     `width` is how many keys a query sees at most of the first source, where that is a span; None: every span begins and

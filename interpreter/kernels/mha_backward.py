@@ -7,14 +7,14 @@ from collections.abc import Mapping
 import numpy as np
 
 from jax_dsv4_fmha import _ffi
-from kernels.abi import DenseBackward, RowSpans
+from kernels.abi import MhaBackward, TileSpans
 
 from ..machine.reductions import add_cleared
 from ..machine.state import Array, Machine, new_memory
 from . import gradients, native
 from .launch import Kernel, machine
 
-Step = DenseBackward | RowSpans
+Step = MhaBackward | TileSpans
 
 
 def run(
@@ -22,23 +22,23 @@ def run(
 ) -> tuple[Array, ...]:
     """dq, dk and dv, or where one array is K and V dq and the sum of both; the kernels are by op."""
     keys, seen = x.attention.sources[0], tiles_seen(kernels, x, scale, seed=seed)
-    if "all_gradients" in kernels:
-        sums, dk, *dv = run_step(kernels["all_gradients"], x, scale, seen, seed=seed)
+    if "mha_dqdkdv" in kernels:
+        sums, dk, *dv = run_step(kernels["mha_dqdkdv"], x, scale, seen, seed=seed)
         return in_order(sums, scale).astype(x.attention.q.dtype), *(y.reshape(keys.k.shape) for y in (dk, *dv))
-    dk, *dv = run_step(kernels["key_gradients"], x, scale, seen, seed=seed)
-    (dq,) = run_step(kernels["row_gradients"], x, scale, seen, seed=seed)
+    dk, *dv = run_step(kernels["mha_dkdv"], x, scale, seen, seed=seed)
+    (dq,) = run_step(kernels["mha_dq"], x, scale, seen, seed=seed)
     return dq, *(part.reshape(keys.k.shape) for part in (dk, *dv))
 
 
 def in_order(sums: Array, scale: float) -> Array:
-    """dq of what `all_gradients` leaves."""
+    """dq of what `mha_dqdkdv` leaves."""
     return np.asarray(np.float32(scale) * _ffi.in_order(sums))
 
 
 def tiles_seen(kernels: Mapping[str, Kernel[Step]], x: gradients.Operands, scale: float, *, seed: int = 0) -> Array:
-    """What `row_spans` leaves for the kernel of keys."""
-    (tile_m,) = {kernels[op].facts["tile_m"] for op in ("all_gradients", "key_gradients") if op in kernels}
-    (seen,) = run_step(kernels["row_spans"], x, scale, None, seed=seed, tile_m=tile_m)
+    """What `tile_spans` leaves for the kernel of keys."""
+    (tile_m,) = {kernels[op].facts["tile_m"] for op in ("mha_dqdkdv", "mha_dkdv") if op in kernels}
+    (seen,) = run_step(kernels["tile_spans"], x, scale, None, seed=seed, tile_m=tile_m)
     return seen
 
 
@@ -77,10 +77,10 @@ def launch(
     shape = a.shape
     of_keys = {"dk": keys.k} | ({} if keys.v is keys.k else {"dv": keys.k})
     results: dict[str, Array] = {
-        "row_spans": {"seen": np.empty((shape.b, shape.s_q * (shape.h_q // shape.h_kv), 2), np.int32)},
-        "key_gradients": of_keys,
-        "all_gradients": {"sums": np.empty(a.q.shape, np.float32)} | of_keys,
-        "row_gradients": {"dq": a.q},
+        "tile_spans": {"seen": np.empty((shape.b, shape.s_q * (shape.h_q // shape.h_kv), 2), np.int32)},
+        "mha_dkdv": of_keys,
+        "mha_dqdkdv": {"sums": np.empty(a.q.shape, np.float32)} | of_keys,
+        "mha_dq": {"dq": a.q},
     }[kernel.variant.op]
     addresses = {name: memory.add(name, array) for name, array in given.items()}
     for name, like in results.items():
@@ -88,8 +88,8 @@ def launch(
             add_cleared(memory, name, like.nbytes) if name == "sums" else memory.add(name, None, like.nbytes)
         )
     tiles = {"tile_m": tile_m or kernel.facts["tile_m"], "tile_n": kernel.facts["tile_n"], "addresses": addresses}
-    if isinstance(kernel.variant, RowSpans):
-        plan = native.plan_row_spans(shape, **tiles)
+    if isinstance(kernel.variant, TileSpans):
+        plan = native.plan_tile_spans(shape, **tiles)
     else:
         plan = native.plan_dense_backward(kernel.variant, shape, scale, processors=2, **tiles)
     return machine(kernel, plan, memory, seed=seed), results

@@ -1,4 +1,4 @@
-"""Backward kernels in the interpreter: a launch, and the errors of its gradients."""
+"""MlaBackward kernels in the interpreter: a launch, and the errors of its gradients."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from jax_dsv4_fmha import _fixed_point
 from jax_dsv4_fmha._ffi import in_order
-from kernels.abi import Backward
+from kernels.abi import MlaBackward
 
 from ..machine.reductions import add_cleared, additions
 from ..machine.state import Array, Machine, new_memory
@@ -54,7 +54,7 @@ class Launch:
         ]
 
 
-def launch(kernel: Kernel[Backward], x: gradients.Operands, *, processors: int = 2, seed: int = 0) -> Launch:
+def launch(kernel: Kernel[MlaBackward], x: gradients.Operands, *, processors: int = 2, seed: int = 0) -> Launch:
     """A launch on this many processors."""
     a, memory, scale = x.attention, new_memory(), kernel.variant.d**-0.5
     given = {"q": a.q, "dout": x.do, "lse": x.lse, "weight": x.weight, "delta": x.delta}
