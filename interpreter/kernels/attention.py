@@ -101,7 +101,7 @@ def operands(variant: Forward | MlaBackward, *, width: int | None = 90, seed: in
             sources.append(packed(rng, kind, s_kv, shape.page, *seen))
             continue
         k = normal(0.125, b, s_kv, h_kv, d)
-        v = k if variant.shared_kv else normal(0.125, b, s_kv, h_kv, d)
+        v = k if variant.op != "mha_fwd" else normal(0.125, b, s_kv, h_kv, d)
         looked_at = any_query(seen[-1])
         if kind == "span":  # a tile of rows loads what is between them too (docs/semantics.md)
             looked_at = np.maximum.accumulate(looked_at, 1) & np.maximum.accumulate(looked_at[:, ::-1], 1)[:, ::-1]

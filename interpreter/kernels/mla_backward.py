@@ -1,4 +1,4 @@
-"""MlaBackward kernels in the interpreter: a launch, and the errors of its gradients."""
+"""Backward kernels of latent attention in the interpreter: a launch, and the errors of its gradients."""
 
 from __future__ import annotations
 
