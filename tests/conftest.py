@@ -8,7 +8,7 @@ import jax
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
-from interpreter.native import NoLibrary
+from interpreter.kernels.native import NoLibrary
 from jax_dsv4_fmha._host import library
 from tests.helpers import QUICK
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from interpreter.native import (
+from interpreter.kernels.native import (
     TYPES,
     Shape,
     cubin,

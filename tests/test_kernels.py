@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from interpreter.native import cubin, variant_of
+from interpreter.kernels.native import cubin, variant_of
 from jax_dsv4_fmha._host import library
 from kernels.abi import (
     ANY,

@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any
 
 import numpy as np
 
@@ -21,7 +20,7 @@ from .clusters import ranks
 from .decode import Decoder, Step, instruction
 from .hazards import Misuse, OutOfBounds
 from .memory import addresses, refuse_barriers
-from .parser import Address, Instruction
+from .parser import Address, Arg, Instruction
 from .state import RANK_SHIFT, READ_STREAMS, SMEM_BASE, Array, AsyncOp, Cta, GlobalMemory, Wait, Warp
 
 SPANS = {0: 0, 32: 1, 64: 2, 128: 3}  # bytes of a swizzled row -> how many bits of the address are permuted
@@ -97,7 +96,7 @@ def place(size: int, swizzle: int, offset: int) -> tuple[Array, Array]:
     return chunks, (chunks[:, None] * 4 + np.arange(4)).ravel()
 
 
-def coordinates(d: Decoder, arg: Any) -> tuple[int, list[int]]:
+def coordinates(d: Decoder, arg: Arg) -> tuple[int, list[int]]:
     """The slots of [map, {x, y, ...}]."""
     if not isinstance(arg, Address) or not arg.coordinates or arg.offset:
         raise d.fail(f"operand {arg}, wanted a tensor map with coordinates")
@@ -131,7 +130,7 @@ class Target:
     bar: MBarrier
 
 
-def targets(i: Instruction, d: Decoder, bar_arg: Any, mask_arg: Any) -> Callable[[Warp, Cta, int], list[Target]]:
+def targets(i: Instruction, d: Decoder, bar_arg: Arg, mask_arg: Arg | None) -> Callable[[Warp, Cta, int], list[Target]]:
     """The targets of one thread's copy: a CTA's shared memory, or that of all CTAs in a mask; the mbarrier is in the
     same CTA.
 
@@ -139,7 +138,7 @@ def targets(i: Instruction, d: Decoder, bar_arg: Any, mask_arg: Any) -> Callable
     mbarrier's address is of.
     """
     bar_slot, bar_offset = d.address(bar_arg)
-    mask_slot = d.slot(mask_arg, "b16") if i.has("multicast::cluster") else None
+    mask_slot = d.slot(mask_arg or "", "b16") if i.has("multicast::cluster") else None
     pair, own = i.has("cta_group::2"), not i.has("shared::cluster")
 
     def of(w: Warp, cta: Cta, offset: int) -> list[Target]:

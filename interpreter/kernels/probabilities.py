@@ -9,9 +9,9 @@ import numpy as np
 
 from kernels.abi import Probabilities
 
+from ..machine.state import Array, new_memory
 from . import native
 from .launch import Kernel, machine
-from .state import Array, new_memory
 from .verdict import Wrong
 
 TOLERANCE = 2e-5  # bounds for a probability, relative to it and to the greatest one

@@ -15,7 +15,7 @@ import numpy as np
 
 from .barriers import arrive, lookup_all
 from .decode import DTYPES, Decoder, Step, bits_of, instruction
-from .hazards import Misuse, Race, Undefined
+from .hazards import Misuse, Race, Undefined, Words
 from .parser import Instruction
 from .state import FULL, LANES, PARAM_BASE, RANK_SHIFT, Array, AsyncOp, Cta, Warp, lanes_of
 
@@ -154,7 +154,7 @@ def store(i: Instruction, d: Decoder) -> Step:
             if (data != data[first[1]][first[2]]).any():
                 raise Race("two lanes store different values at the same address")
         refuse_barriers(cta, words)
-        defined = True
+        defined: Array | bool = True
         if any(w.active & ~w.D[s] for s in sources):
             lanes = [np.repeat(lanes_of(w.D[s])[w.lanes][:, None], max(size // 4, 1), 1) for s in sources]
             defined = np.concatenate(lanes, 1)
@@ -175,12 +175,12 @@ def store(i: Instruction, d: Decoder) -> Step:
     return global_ if space == "global" else shared
 
 
-def refuse_barriers(cta: Cta, words: Any) -> None:
+def refuse_barriers(cta: Cta, words: Words) -> None:
     if cta.barrier_words[words].any():
         raise Misuse("writes over an mbarrier")
 
 
-ATOMIC: dict[str, Callable[[Any, Any], Any]] = {
+ATOMIC: dict[str, Callable[[int, int], int]] = {
     "add": operator.add,
     "min": min,
     "max": max,

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
 from jax_dsv4_fmha._testing.compare import compare
-from kernels.abi import Forward
+from kernels.abi import Forward, MlaBackward
 from kernels.packings import PACKED
 
+from ..machine.state import Array
 from .native import Shape
-from .state import Array
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,12 @@ class Operands:
         return self.q, *(x for source in keys for x in source), self.sink
 
 
-def operands(variant: Forward, *, width: int | None = 90, seed: int = 0, **extents: int) -> Operands:
+def any_query(counts: Array) -> Array:
+    """[b, s_kv]: whether any query sees a key."""
+    return np.asarray(counts.any(1))
+
+
+def operands(variant: Forward | MlaBackward, *, width: int | None = 90, seed: int = 0, **extents: int) -> Operands:
     """Operands of every kind for a variant: a query that sees nothing, absent entries, NaN where no query looks.
 
     `width` is how many keys a query sees at most of the first source, where that is a span; None: every span begins and
@@ -96,8 +101,8 @@ def operands(variant: Forward, *, width: int | None = 90, seed: int = 0, **exten
             sources.append(packed(rng, kind, s_kv, shape.page, *seen))
             continue
         k = normal(0.125, b, s_kv, h_kv, d)
-        v = k if variant.shared_kv else normal(0.125, b, s_kv, h_kv, d)
-        looked_at = seen[-1].any(1)
+        v = k if variant.op != "mha_fwd" else normal(0.125, b, s_kv, h_kv, d)
+        looked_at = any_query(seen[-1])
         if kind == "span":  # a tile of rows loads what is between them too (docs/semantics.md)
             looked_at = np.maximum.accumulate(looked_at, 1) & np.maximum.accumulate(looked_at[:, ::-1], 1)[:, ::-1]
         for array in (k, v):
@@ -156,7 +161,7 @@ def packed(
     numbers = (numbers * sizes[..., None]).reshape(b, s_kv, -1).astype(bf16)
     k = np.concatenate([numbers, rope], axis=-1)
     place = rng.permutation(pages * page)[: b * s_kv].reshape(b, s_kv)
-    seen = counts.any(1)
+    seen = any_query(counts)
     k[~seen] = np.nan
     at = np.divmod(place[seen], page)
     entries[*at] = np.concatenate([codes[seen], rope[seen].view(np.uint8)], -1)
@@ -173,7 +178,7 @@ def answer(x: Operands, scale: float) -> tuple[Array, Array]:
     """o and lse in float64, from how often each query sees each key."""
     b, s_q, h_q, d = x.q.shape
     counts = np.concatenate([keys.counts for keys in x.sources], axis=-1)
-    seen = counts.any(1)[..., None, None]
+    seen = any_query(counts)[..., None, None]
     k, v = (
         np.where(seen, np.concatenate([getattr(keys, name) for keys in x.sources], axis=1), 0).astype(np.float64)
         for name in ("k", "v")
@@ -192,6 +197,6 @@ def answer(x: Operands, scale: float) -> tuple[Array, Array]:
     return o.transpose(0, 2, 1, 3, 4).reshape(x.q.shape), lse.transpose(0, 2, 1, 3).reshape(b, s_q, h_q)
 
 
-def assert_right(got: tuple[Any, Any], x: Operands, scale: float) -> None:
+def assert_right(got: Sequence[Array], x: Operands, scale: float) -> None:
     for verdict in compare(got, answer(x, scale)):
         assert verdict.passed, verdict

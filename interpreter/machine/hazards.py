@@ -171,7 +171,7 @@ class Shadow:
             self.readers = np.concatenate([self.readers, np.zeros_like(self.readers)], 1)
         return column
 
-    def write(self, actor: Actor, words: Words, defined: Any = True) -> None:
+    def write(self, actor: Actor, words: Words, defined: np.ndarray[Any, Any] | bool = True) -> None:
         self.after_writers(actor, words, "overwrites")
         if self.columns:
             readers = self.readers[words]
@@ -205,7 +205,7 @@ class Shadow:
                 )
         return writers
 
-    def missing(self, actor: Any, event: Event) -> str:
+    def missing(self, actor: Actor, event: Event) -> str:
         """The missing order between them, where it is known."""
         return ""
 
@@ -218,10 +218,11 @@ class Shadow:
 
 def distinct(numbers: np.ndarray[Any, Any]) -> list[int]:
     """The different numbers, except 0. Most often there are few."""
-    rest, found = numbers[numbers != 0], []
+    rest = numbers[numbers != 0]
+    found: list[int] = []
     while rest.size:
         if len(found) == FEW:
-            return found + np.unique(rest).tolist()
+            return [*found, *np.unique(rest).tolist()]
         found.append(int(rest[0]))
         rest = rest[rest != rest[0]]
     return found

@@ -7,13 +7,14 @@ all that is read is defined and no asynchronous operation has a hand on it; else
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import CodeType
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
-from .state import FULL, LANES, Array, Warp
+from .state import FULL, LANES, Array, DType, Step, Warp
 
 HOT = 2  # how often a run has been executed before it is worth compiling
 
@@ -27,12 +28,12 @@ class Lanewise:
         self,
         targets: tuple[int, ...],
         sources: tuple[int, ...],
-        dtypes: tuple[Any, ...],
-        compute: Callable[..., Any],  # with more than one target: a tuple
+        dtypes: tuple[DTypeLike, ...],
+        compute: Callable[..., Array | tuple[Array, ...]],  # with more than one target: a tuple
         defined: Callable[[Warp], int] | None = None,  # without: the lanes where all sources are
     ):
         self.targets, self.sources, self.compute, self.defined = targets, sources, compute, defined
-        self.dtypes = tuple(map(np.dtype, dtypes))
+        self.dtypes = tuple(np.dtype(dtype) for dtype in dtypes)
 
     def __call__(self, w: Warp) -> None:
         R, D, defined = w.R, w.D, FULL
@@ -73,8 +74,8 @@ class Run:
     def compile(self) -> Callable[[Warp], int]:
         """Names are by order, so that the text is the same for runs that differ in their slots alone."""
         names: dict[str, Any] = {"one_by_one": self.one_by_one, "where": np.where}
-        local: dict[int, tuple[str, Any]] = {}  # slot -> (variable, its dtype if that is known)
-        views: dict[tuple[str, Any], str] = {}
+        local: dict[int, tuple[str, DType | None]] = {}  # slot -> (variable, its dtype if that is known)
+        views: dict[tuple[str, DType], str] = {}
         body: list[str] = []
         read: list[str] = []
         written: dict[int, tuple[str, str]] = {}  # slot -> (its name, variable)
@@ -83,7 +84,7 @@ class Run:
             names[name := f"s{len(names)}"] = slot
             return name
 
-        def value(slot: int, dtype: Any) -> str:
+        def value(slot: int, dtype: DType) -> str:
             if slot in self.constants:
                 names[name := f"c{len(names)}"] = self.constants[slot].view(dtype)
                 return name
@@ -103,13 +104,13 @@ class Run:
 
         for n, step in enumerate(self.steps):
             sources = [value(slot, dtype) for slot, dtype in zip(step.sources, step.dtypes, strict=True)]
-            results = step.compute(*(ZEROS[dtype] for dtype in step.dtypes))
-            results = results if len(step.targets) > 1 else (results,)
+            result = step.compute(*(ZEROS[dtype] for dtype in step.dtypes))
+            results = result if isinstance(result, tuple) else (result,)
             targets = [f"x{n}_{k}" for k in range(len(results))]
             names[f"f{n}"] = step.compute
             body.append(f"{', '.join(targets)} = f{n}({', '.join(sources)})")
-            for slot, name, result in zip(step.targets, targets, results, strict=True):
-                local[slot] = name, result.dtype
+            for slot, name, value_ in zip(step.targets, targets, results, strict=True):
+                local[slot] = name, value_.dtype
                 written[slot] = written[slot][0] if slot in written else named(slot), name
         names["slots"] = frozenset((*(names[s] for s in read), *written))
         defined = " & ".join(f"D[{s}]" for s in read) or FULL
@@ -134,8 +135,8 @@ class Run:
         return names["run"]
 
 
-class _Zeros(dict[Any, Array]):
-    def __missing__(self, dtype: Any) -> Array:
+class _Zeros(dict[DType, Array]):
+    def __missing__(self, dtype: DType) -> Array:
         self[dtype] = zeros = np.zeros(LANES, dtype)
         zeros.flags.writeable = False
         return zeros
@@ -150,16 +151,22 @@ def code_of(text: str) -> CodeType:
 
 
 def fused(
-    steps: list[Any], leaders: set[int], constants: dict[int, Array], runs: dict[tuple[Lanewise, ...], Run]
-) -> list[Any]:
+    steps: Sequence[Step], leaders: set[int], constants: dict[int, Array], runs: dict[tuple[Lanewise, ...], Run]
+) -> list[Step]:
     """The steps, with runs in place of the first of each. Leaders are where something may jump to."""
-    result, first = list(steps), 0
-    for n in range(len(steps) + 1):
-        if n == len(steps) or n in leaders or not isinstance(steps[n], Lanewise):
-            if n > first:
-                run = tuple(steps[first:n])
-                if run not in runs:
-                    runs[run] = Run(run, constants)
-                result[first] = runs[run]
-            first = n if n < len(steps) and isinstance(steps[n], Lanewise) else n + 1
+    result, row = list(steps), list[Lanewise]()
+
+    def close(after: int) -> None:
+        if row:
+            if (key := tuple(row)) not in runs:
+                runs[key] = Run(key, constants)
+            result[after - len(row)] = runs[key]
+            row.clear()
+
+    for n, step in enumerate(steps):
+        if n in leaders or not isinstance(step, Lanewise):
+            close(n)
+        if isinstance(step, Lanewise):
+            row.append(step)
+    close(len(steps))
     return result

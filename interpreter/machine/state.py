@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from .hazards import HOST, Clock, Event, Misuse, OutOfBounds, Race, Shadow, Undefined
 from .parser import Instruction, Program
@@ -16,10 +17,11 @@ from .parser import Instruction, Program
 if TYPE_CHECKING:
     from .barriers import MBarrier, NamedBarrier
     from .copies import TensorMap
-    from .decode import Code, Step
+    from .decode import Code
     from .scheduler import Temper
 
-Array = np.ndarray[Any, Any]
+Array = np.ndarray[Any, Any]  # of any dtype and rank: registers and memory are viewed as they are used
+DType = np.dtype[Any]
 
 LANES = 32
 FULL = 0xFFFFFFFF
@@ -46,6 +48,10 @@ class Wait:
 
     ready: Callable[[], bool]
     why: Callable[[], str]
+
+
+Step = Callable[["Warp"], int | Wait | None]
+"""An instruction, for a warp: None: go on; a number: the next pc; a Wait: run it again later."""
 
 
 class Memory:
@@ -203,6 +209,11 @@ class Warp:
 
     proxy = "generic"
     atomic = False  # True during an atomic instruction
+    cta: Cta
+    machine: Machine
+    number: int  # in its CTA
+    index: int  # in the machine
+    code: Code
 
     def __init__(self, cta: Cta, number: int, index: int, code: Code):
         machine = cta.machine
@@ -219,12 +230,13 @@ class Warp:
         self.active, self.lanes, self.alive = FULL, np.ones(LANES, bool), FULL
         self.stack: list[Branching] = []
         self.join = -2
-        self.exited, self.waiting = False, None  # or a Wait
+        self.exited = False
+        self.waiting: Wait | None = None
         self.clock, self.released, self.unfenced = (Clock(machine.warp_count) for _ in range(3))
         self.clock.seen[:, index] = 2, 0, 1
         self.released.seen[2, index] = 1  # what a relaxed arrival releases: all before the last fence
         # unfenced: what a relaxed wait was told, and is known from the next fence on
-        self.held: dict[int, tuple[AsyncOp | Any, bool]] = {}  # slot -> (operation, whether it writes it)
+        self.held: dict[int, tuple[object, bool]] = {}  # slot -> (operation, whether it writes it)
         self.extra: dict[str, Any] = {}
         self._events: dict[tuple[int, int], int] = {}
 
@@ -235,7 +247,7 @@ class Warp:
 
     # ---- registers
 
-    def read(self, slot: int, dtype: Any) -> Array:
+    def read(self, slot: int, dtype: DTypeLike) -> Array:
         """The 32 lanes of a slot, viewed; a held one is a Race."""
         if self.held:
             self.check_read(slot)
@@ -269,7 +281,7 @@ class Warp:
                 f"{what} is register {self.code.name_of(slot)}, which is not defined in {lane_names(missing)}"
             )
 
-    def uniform(self, slot: int, dtype: Any, what: str) -> int:
+    def uniform(self, slot: int, dtype: DTypeLike, what: str) -> int:
         """A value that must be the same in all active lanes."""
         self.demand(slot, what)
         values = self.read(slot, dtype)
@@ -278,14 +290,14 @@ class Warp:
             raise Misuse(f"{what} differs from lane to lane: {[one, *others[:7]]} ...")
         return one
 
-    def hold(self, slots: Iterable[int], op: Any, writes: bool = True) -> None:
+    def hold(self, slots: Iterable[int], op: object, writes: bool = True) -> None:
         """From now until the wait `op` may write (or, where not `writes`, read) these registers at any time."""
         for slot in slots:
             self.held[slot] = (op, writes)
             if writes:
                 self.D[slot] = 0
 
-    def release(self, slots: Iterable[int], op: Any) -> list[int]:
+    def release(self, slots: Iterable[int], op: object) -> list[int]:
         """`op` was waited for. Returns the slots that no later operation holds."""
         free = [slot for slot in slots if slot in self.held and self.held[slot][0] is op]
         for slot in free:
@@ -536,7 +548,7 @@ class Machine:
             run(self)
 
     def noting(self, number: int, step: Step) -> Step:
-        def noted(w: Warp) -> Any:
+        def noted(w: Warp) -> int | Wait | None:
             self.executed.add(number)
             return step(w)
 

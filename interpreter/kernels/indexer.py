@@ -11,17 +11,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kernels.abi import IndexerScores, IndexerScoresAt
+from kernels.abi import IndexerScores, IndexerScoresAt, TopK
 from kernels.variants import VARIANTS
 
+from ..machine.reductions import add_cleared
+from ..machine.state import Array, new_memory
 from . import native
 from .launch import Kernel, machine
-from .reductions import add_cleared
-from .state import Array, new_memory
 from .verdict import Wrong
 
 Edit = Callable[[str], str]
-TOPK = next(v for v in VARIANTS if v.op == "indexer_topk")
+TOPK = next(v for v in VARIANTS if isinstance(v, TopK))
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Problem:
 
     def pages(self) -> tuple[Array, Array]:
         """The keys in pages, with their scales where they have 8 bits, in any order and among others; their table."""
-        b, s_c, page = *self.k.shape[:2], self.page
+        (b, s_c, _), page = self.k.shape, self.page
         width = -(-s_c // page)
         keys = np.full((b, width * page, 128), np.nan, self.k.dtype)
         keys[:, :s_c] = self.k
@@ -128,8 +128,8 @@ def run(
         addresses = {name: memory.add(name, array) for name, array in operands.items()}
         addresses["scores"] = memory.add("scores", None, part.nbytes)
         launch, _ = native.plan_indexer(shape, **plan, addresses=addresses)
-        edited = Kernel(scoring.variant, edit_scores(scoring.ptx), scoring.facts)
-        machine(edited, launch, memory, seed=seed).run()
+        scores = replace(scoring, ptx=edit_scores(scoring.ptx))
+        machine(scores, launch, memory, seed=seed).run()
         computed = memory.named("scores")
         part[...] = computed.bytes[: computed.size].view(np.float32).reshape(part.shape)
 
@@ -139,8 +139,8 @@ def run(
         for name, array in (("indices", out.indices), ("values", out.values)):
             addresses[name] = memory.add(name, None, array.nbytes)
         _, launch = native.plan_indexer(shape, **plan, addresses=addresses)
-        edited = Kernel(choosing.variant, edit_topk(choosing.ptx), choosing.facts)
-        machine(edited, launch, memory, seed=seed).run()
+        choice = replace(choosing, ptx=edit_topk(choosing.ptx))
+        machine(choice, launch, memory, seed=seed).run()
         of_query = np.arange(b)[:, None] * -(-s_q // queries) + np.arange(s_q) // queries
         mine = (of_query >= first) & (of_query < first + count)
         for name, array in (("indices", out.indices), ("values", out.values)):

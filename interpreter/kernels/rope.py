@@ -9,10 +9,10 @@ import numpy as np
 
 from kernels.abi import NormRope, Rope
 
+from ..machine.reductions import add_cleared
+from ..machine.state import Array, new_memory
 from . import native
 from .launch import Kernel, machine
-from .reductions import add_cleared
-from .state import Array, new_memory
 from .verdict import Wrong
 
 TOLERANCE = {

@@ -11,9 +11,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from interpreter import dense_backward, edits, gradients, hardware, native
-from interpreter.hazards import Deadlock, Fault, Misuse, Race, Undefined
-from interpreter.launch import Kernel
+from interpreter import edits, hardware
+from interpreter.kernels import gradients, mha_backward, native
+from interpreter.kernels.launch import Kernel
+from interpreter.machine.hazards import Deadlock, Fault, Misuse, Race, Undefined
 from kernels.abi import MhaBackward
 
 BUILT = native.built(MhaBackward)
@@ -63,13 +64,13 @@ def test_every_kernel_is_among_them():
 @pytest.mark.parametrize(("dtype", "d", "case", "shared_kv", "ops"), RUNS)
 def test_is_right(dtype, d, case, shared_kv, ops):
     found, x = kernels(d, dtype, ops), operands(d, dtype, case, shared_kv)
-    got = dense_backward.run(found, x, d**-0.5, seed=d)
+    got = mha_backward.run(found, x, d**-0.5, seed=d)
     gradients.assert_right(got, x, d**-0.5)
 
 
 def test_is_the_same_bits_in_any_order():
     found, x = kernels(64, "bfloat16"), operands(64, "bfloat16", "window")
-    first, second = (dense_backward.run(found, x, 0.125, seed=seed) for seed in range(2))
+    first, second = (mha_backward.run(found, x, 0.125, seed=seed) for seed in range(2))
     for a, b in zip(first, second, strict=True):
         np.testing.assert_array_equal(a.view(np.uint16), b.view(np.uint16))
 
@@ -79,7 +80,7 @@ def test_agrees_with_hardware(ops):
     """Sums within a product have another order, and the chip rounds exp2 in its own way."""
     run = hardware.RUNS[f"{'mha_bwd' if ops is PAIR else ops[0]}_sm_90a_d64_bfloat16"]
     x = run.operands()
-    got = dense_backward.run(kernels(64, "bfloat16", ops), x, 0.125)
+    got = mha_backward.run(kernels(64, "bfloat16", ops), x, 0.125)
     for g, want in zip(run.kept(got), hardware.recorded(run, x).results, strict=True):
         assert np.sum((g - want) ** 2) <= 1e-6 * np.sum(want**2)
 
@@ -128,7 +129,7 @@ class Fate:
         found, x = dict(kernels(self.d, "bfloat16", ops)), operands(self.d, "bfloat16", self.case)
         found[self.op] = dataclasses.replace(found[self.op], ptx=self.edit(found[self.op].ptx))
         with pytest.raises((Fault, AssertionError)) as raised:
-            gradients.assert_right(dense_backward.run(found, x, self.d**-0.5, seed=seed), x, self.d**-0.5)
+            gradients.assert_right(mha_backward.run(found, x, self.d**-0.5, seed=seed), x, self.d**-0.5)
         return raised.value
 
 

@@ -8,7 +8,6 @@ some value: kernels may vote on rows that do not exist, when the outcome only sa
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import numpy as np
 
@@ -84,8 +83,8 @@ def vote(i: Instruction, d: Decoder) -> Step:
 @instruction("redux.sync")
 def reduce(i: Instruction, d: Decoder) -> Step:
     name, kind = i.mods
-    dtype: Any = {"s32": np.int32, "u32": np.uint32, "b32": np.uint32}.get(kind)
-    functions: dict[str, Any] = {
+    dtype = {"s32": np.int32, "u32": np.uint32, "b32": np.uint32}.get(kind)
+    functions: dict[str, np.ufunc] = {
         "add": np.add,
         "min": np.minimum,
         "max": np.maximum,
@@ -124,7 +123,7 @@ def elect(i: Instruction, d: Decoder) -> Step:
         meet(w, members, i)
         lane = w.machine.elected if w.active >> w.machine.elected & 1 else int(np.flatnonzero(w.lanes)[0])
         w.put(target, np.full(LANES, lane, np.uint32))
-        w.put(chosen, lane == ME)
+        w.put(chosen, np.equal(ME, lane))
 
     return step
 
@@ -147,15 +146,15 @@ def store_matrix(i: Instruction, d: Decoder) -> Step:
         for s in sources:
             w.check_read(s)
         data = np.stack([w.R[s].view(np.uint32) for s in sources])  # [matrix, lane]: row lane / 4, columns 2 (lane % 4)
-        defined: Any = True
+        defined: Array | bool = True
         if any(w.D[s] != FULL for s in sources):
             defined = np.stack([lanes_of(w.D[s]) for s in sources])
         if transpose:
             square = data.view(np.uint16).reshape(count, 8, 8).transpose(0, 2, 1)
             data = np.ascontiguousarray(square).reshape(count, 64).view(np.uint32)
-            if defined is not True:
-                defined = np.broadcast_to(defined.all(1)[:, None], defined.shape)
-        if defined is not True:
+            if not isinstance(defined, bool):
+                defined = np.broadcast_to(np.all(defined, 1, keepdims=True), defined.shape)
+        if not isinstance(defined, bool):
             defined = defined.reshape(8 * count, 4)
         cta.smem.shadow.write(w, words, defined)
         cta.smem.words[words] = data.reshape(8 * count, 4)
@@ -177,7 +176,7 @@ def load_matrix(i: Instruction, d: Decoder) -> Step:
         w.converged(i.opcode)
         at = addresses(w, base, offset, "an address")[: 8 * count]
         cta, words = shared_words(w, at, 16, "loads", own=True)
-        defined = cta.smem.shadow.read(w, words).reshape(count, -1).all(1)
+        defined = np.asarray(cta.smem.shadow.read(w, words).reshape(count, -1).all(1))
         data = cta.smem.words[words].reshape(count, 32)
         if transpose:
             square = data.view(np.uint16).reshape(count, 8, 8).transpose(0, 2, 1)

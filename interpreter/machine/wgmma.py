@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
 
 import ml_dtypes
 import numpy as np
+from numpy.typing import DTypeLike
 
 from .copies import swizzled
 from .decode import Decoder, Step, instruction
@@ -24,7 +24,7 @@ from .parser import Instruction
 from .state import FULL, LANES, Array, AsyncOp, Memory, Wait, Warp, lanes_of
 
 SWIZZLES = {0: 0, 1: 128, 2: 64, 3: 32}
-DTYPES: dict[str, Any] = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "e4m3": ml_dtypes.float8_e4m3fn}
+DTYPES: dict[str, type[np.generic]] = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "e4m3": ml_dtypes.float8_e4m3fn}
 K_BYTES = 32
 
 
@@ -66,7 +66,7 @@ def chunks_of(x: Descriptor, rows: int, depth: int, mn_major: bool) -> tuple[Arr
     return chunks, (chunks[..., None] * 4 + np.arange(4)).ravel()
 
 
-def fetch(smem: Memory, x: Descriptor, rows: int, depth: int, mn_major: bool, dtype: Any) -> Array:
+def fetch(smem: Memory, x: Descriptor, rows: int, depth: int, mn_major: bool, dtype: DTypeLike) -> Array:
     """fp32 [rows, elements in `depth` pairs of bytes]."""
     chunks, _ = chunks_of(x, rows, depth, mn_major)
     if int(chunks.max()) >= len(smem.chunks):
@@ -75,7 +75,7 @@ def fetch(smem: Memory, x: Descriptor, rows: int, depth: int, mn_major: bool, dt
     return values.reshape(depth, rows).T if mn_major else values.reshape(rows, -1)
 
 
-def widen(bits: Array, dtype: Any) -> Array:
+def widen(bits: Array, dtype: DTypeLike) -> Array:
     """uint16 bits -> fp32; of 8-bit elements there are two in each."""
     if dtype is ml_dtypes.bfloat16:
         return (bits.astype(np.uint32) << 16).view(np.float32)
@@ -117,7 +117,7 @@ class Product:
 
     line: int
     place: int  # among those of its warpgroup
-    key: tuple[Any, ...]  # operands on which all warps must agree
+    key: tuple[int, bool, int, int]  # operands on which all warps must agree
     n: int
     d: tuple[int, ...]  # slots of the accumulator
     a: tuple[int, ...]  # slots of A, where it is in registers
@@ -167,7 +167,7 @@ class Issued:
     count: int = 0
     open: list[Product] = field(default_factory=list)
     groups: list[list[Product]] = field(default_factory=list)
-    fenced: dict[int, Any] = field(default_factory=dict)  # slot of a product -> as it was at the last wgmma.fence
+    fenced: dict[int, Array] = field(default_factory=dict)  # slot of a product -> as it was at the last wgmma.fence
 
 
 def issued_by(w: Warp) -> Issued:
@@ -297,7 +297,8 @@ def product(i: Instruction, d: Decoder) -> Step:
                 values += accumulator_.values
                 defined = defined & accumulator_.defined
             group.accumulators[p.d] = Accumulator(values, defined)
-            p.fragments.clear(), p.initial.clear()
+            p.fragments.clear()
+            p.initial.clear()
 
         p.op = w.issue(
             "wgmma",
@@ -314,8 +315,8 @@ def product(i: Instruction, d: Decoder) -> Step:
 def rows_known(known: Array, mn_major: bool) -> Array:
     """Which of A's 64 rows are defined, from its words."""
     if mn_major:
-        return np.repeat(known.reshape(16, 8, 4).all(0).reshape(32), 2)
-    return known.reshape(64, -1).all(1)
+        return np.repeat(np.all(known.reshape(16, 8, 4), 0).ravel(), 2)
+    return np.asarray(known.reshape(64, -1).all(1))
 
 
 @instruction("wgmma.commit_group.sync.aligned")

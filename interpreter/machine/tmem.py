@@ -20,12 +20,11 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
 from .decode import Decoder, Step, instruction
-from .hazards import Clock, Event, Leak, Misuse, Shadow, Words
+from .hazards import Actor, Clock, Event, Leak, Misuse, Shadow, Words
 from .parser import Instruction, Program
 from .state import Array, AsyncOp, Cta, Machine, Wait, Warp
 
@@ -40,9 +39,9 @@ class TmemShadow(Shadow):
         lanes, columns = np.divmod(words[where], COLUMNS)
         return f"{self.name} lanes {lanes.min()}..{lanes.max()}, columns {columns.min()}..{columns.max()}"
 
-    def missing(self, actor: Access, event: Event) -> str:
+    def missing(self, actor: Actor, event: Event) -> str:
         """The missing order, for an actor whom the other's warp told something after the other's access was issued."""
-        if event.op is None:
+        if event.op is None or not isinstance(actor, Access):
             return ""
         told, other = actor.by.clock, actor.machine.ops_log[event.op]
         if told.knows(event):
@@ -95,7 +94,7 @@ class Issuer:
 
     known: Clock  # for what it does to TMEM
     own: int = 0  # bits of its operations that it has waited for
-    loads: list[tuple[AsyncOp, list[int], Any]] = field(default_factory=list)  # not waited for: (.., registers, result)
+    loads: list[tuple[AsyncOp, list[int], dict[str, Array]]] = field(default_factory=list)  # .., registers, result
     stores: list[AsyncOp] = field(default_factory=list)
     products: dict[int, list[AsyncOp]] = field(default_factory=dict)  # by lane, not known to be done
     product_bits: dict[int, int] = field(default_factory=dict)  # by lane, of all

@@ -6,19 +6,14 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .fusion import Lanewise, Run, fused
 from .hazards import Misuse, Unsupported
 from .parser import Address, Arg, Instruction, Program, is_jump
-from .state import FULL, LANES, PARAM_BASE, SMEM_BASE, Wait, Warp, mask_of
+from .state import FULL, LANES, PARAM_BASE, SMEM_BASE, Array, Step, Wait, Warp, mask_of
 
-if TYPE_CHECKING:
-    Array = np.ndarray[Any, Any]
-
-Step = Callable[[Warp], Any]  # None: go on; int: the next pc; Wait: run it again later
 Decode = Callable[[Instruction, "Decoder"], Step]
 
 FAMILIES = (
@@ -26,7 +21,7 @@ FAMILIES = (
     *("tmem", "tcgen05"),
 )
 
-DTYPES: dict[str, Any] = {
+DTYPES: dict[str, type[np.generic]] = {
     "pred": np.bool_,
     **{
         f"{kind}{bits}": np.dtype(f"{c}{bits // 8}").type
@@ -64,6 +59,22 @@ def bits_of(kind: str) -> str:
     return "b" + kind.lstrip("bf" if kind.startswith("bf") else "busf")
 
 
+def number_of(text: str) -> int | None:
+    """An immediate's bits; None for a name."""
+    if text[:2] in ("0f", "0F", "0d", "0D"):
+        return int(text[2:], 16)
+    return int(text.rstrip("U"), 0) if text.removeprefix("-")[:1].isdigit() else None
+
+
+def lanes_with(value: int, bits: str) -> Array:
+    """The same in all lanes, for good."""
+    dtype = DTYPES[bits]
+    kept = value != 0 if bits == "pred" else value & ((1 << 8 * dtype().itemsize) - 1)
+    array = np.array([kept] * LANES, dtype)
+    array.flags.writeable = False
+    return array
+
+
 class Known:
     """What programs with the same declarations share: slots, and what is made of them. Edits of a kernel do."""
 
@@ -87,7 +98,7 @@ class Known:
 
     @staticmethod
     @functools.lru_cache(maxsize=2)
-    def alike(*declarations: Any) -> Known:
+    def alike(*declarations: object) -> Known:
         return Known()
 
 
@@ -124,9 +135,13 @@ class Decoder:
             return self.slots[key]
         key = (arg, bits_of(kind))
         if key not in self.slots:
-            self.slots[key] = self._new(arg, self._constant(arg, kind))
-            if arg[:1].isdigit() or arg[:1] == "-":
-                self.constants[self.slots[key]] = self.values[-1](None)
+            value = number_of(arg)
+            if value is None:
+                self.slots[key] = self._new(arg, self._named(arg, kind))
+            else:
+                array = lanes_with(value, bits_of(kind))
+                self.slots[key] = self._new(arg, lambda w: array)
+                self.constants[self.slots[key]] = array
         return self.slots[key]
 
     def sink(self, arg: Arg, kind: str) -> int:
@@ -175,23 +190,12 @@ class Decoder:
         self.values.append(value)
         return len(self.names) - 1
 
-    def _constant(self, text: str, kind: str) -> Callable[[Warp], Array]:
+    def _named(self, text: str, kind: str) -> Callable[[Warp], Array]:
+        """What a parameter, a variable in shared memory or a special register is to a warp."""
         dtype = DTYPES[bits_of(kind)]
-
-        def same(value: int) -> Callable[[Warp], Array]:
-            if dtype is np.bool_:
-                array = np.full(LANES, value != 0)
-            else:
-                array = np.array([value & ((1 << 8 * dtype().itemsize) - 1)] * LANES, dtype)
-            array.flags.writeable = False
-            return lambda w: array
-
-        if text[:2] in ("0f", "0F", "0d", "0D"):
-            return same(int(text[2:], 16))
-        if text.removeprefix("-")[:1].isdigit():
-            return same(int(text.rstrip("U"), 0))
         if text in self.program.params:
-            return same(PARAM_BASE + self.program.params[text].offset)
+            address = lanes_with(PARAM_BASE + self.program.params[text].offset, bits_of(kind))
+            return lambda w: address
         if text in self.program.shared:
             return lambda w: np.full(LANES, w.cta.base + self._shared_offset(text), dtype)
         if text in SPECIAL:
@@ -208,11 +212,14 @@ class Decoder:
         raise AssertionError(name)
 
 
-def _axis(axis: str, x: Callable[[Warp], Any], other: int) -> Callable[[Warp], Any]:
+Special = Callable[[Warp], Array | int]
+
+
+def _axis(axis: str, x: Special, other: int) -> Special:
     return x if axis == "x" else lambda w: other
 
 
-SPECIAL: dict[str, Callable[[Warp], Any]] = {
+SPECIAL: dict[str, Special] = {
     **{f"%tid.{a}": _axis(a, lambda w: w.number * LANES + np.arange(LANES), 0) for a in "xyz"},
     **{f"%ntid.{a}": _axis(a, lambda w: w.machine.threads, 1) for a in "xyz"},
     **{f"%ctaid.{a}": _axis(a, lambda w: w.cta.number, 0) for a in "xyz"},
@@ -286,7 +293,7 @@ def guarded(step: Step, i: Instruction, d: Decoder) -> Step:
     assert i.guard is not None
     p, negated = d.slot(i.guard, "pred"), i.guard_negated
 
-    def run(w: Warp) -> Any:
+    def run(w: Warp) -> int | Wait | None:
         w.demand(p, "a guard")
         before = w.active
         mask = mask_of(w.R[p]) ^ (FULL if negated else 0)

@@ -16,15 +16,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
-from .barriers import arrive, lookup
+from .barriers import MBarrier, arrive, lookup
 from .clusters import ranks
 from .decode import Decoder, Step, instruction
 from .hazards import Clock, Misuse, Undefined, Unsupported
-from .parser import Address, Instruction
+from .parser import Address, Arg, Instruction
 from .state import FULL, LANES, RANK_SHIFT, SMEM_BASE, Array, AsyncOp, Cta, Wait, Warp, lanes_of, mask_of
 from .tmem import COLUMNS, Access, Tmem, group_of, issuer, members, tmem_of
 from .wgmma import DTYPES, Descriptor, chunks_of, fetch, widen
@@ -121,7 +120,7 @@ def commit(i: Instruction, d: Decoder) -> Step:
             clock.fenced_ops |= bits
             pending = mine.products[lane] = [op for op in mine.products.get(lane, []) if not op.done]
 
-            def run(op: AsyncOp, bars: Any = bars, clock: Clock = clock) -> None:
+            def run(op: AsyncOp, bars: list[MBarrier] = bars, clock: Clock = clock) -> None:
                 clock.ops |= 1 << op.number
                 for bar in bars:
                     arrive(bar, 1, clock, op)
@@ -144,7 +143,7 @@ def cells(shape: str, count: int, split: int) -> tuple[Array, Array]:
     return np.broadcast_to(thread % 16, (count, LANES)), register + thread // 16 * split  # 16x32bx2
 
 
-def movement(i: Instruction, d: Decoder, registers: Any) -> tuple[list[int], Callable[[Warp, Tmem], Array]]:
+def movement(i: Instruction, d: Decoder, registers: Arg) -> tuple[list[int], Callable[[Warp, Tmem], Array]]:
     """(registers, the words that a warp's access means)"""
     shape, times, _ = i.mods
     if shape not in ("32x32b", "16x32bx2"):
@@ -211,7 +210,7 @@ def store(i: Instruction, d: Decoder) -> Step:
         tmem, mine = tmem_of(w.cta), issuer(w)
         words, clock = where(w, tmem), mine.clock()
         values = np.stack([w.read(s, np.uint32) for s in slots])
-        defined: Any = True
+        defined: Array | bool = True
         if any(w.D[s] != FULL for s in slots):
             defined = np.stack([lanes_of(w.D[s]) for s in slots]).ravel()
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
 from jax_dsv4_fmha._host import gradients as raw
-from kernels.abi import MlaBackward
+from kernels.abi import Forward, MlaBackward
 
-from .attention import Keys, answer
+from ..machine.state import Array
+from .attention import Keys, answer, any_query
 from .attention import Operands as Attention
 from .attention import operands as operands_of_attention
-from .state import Array
 
 FUNCTIONS = {op: getattr(raw, op) for op in ("mla_span_bwd", "mla_sparse_bwd", "csa_bwd", "hca_bwd")}
 
@@ -28,7 +28,7 @@ class Operands:
     weight: Array
     delta: Array
 
-    def arguments(self) -> tuple[Array, ...]:
+    def arguments(self) -> tuple[Array | None, ...]:
         """The arguments as the raw call of the op takes them."""
         a = self.attention
         several = a.op == "mla_span_bwd"  # heads of keys
@@ -40,15 +40,16 @@ class Operands:
         return a.q, self.do, self.lse, self.weight, self.delta, *(x for source in keys for x in source)
 
 
-def operands(variant: MlaBackward, **extents: int | None) -> Operands:
+def operands(variant: MlaBackward | Forward, *, width: int | None = 90, **extents: int) -> Operands:
     """Those of `attention.operands`, with cotangents of o and of lse; NaN where no key is seen."""
-    return of_attention(operands_of_attention(variant, **extents), variant.d**-0.5)
+    return of_attention(operands_of_attention(variant, width=width, **extents), variant.d**-0.5)
 
 
 def of_attention(a: Attention, scale: float) -> Operands:
     rng = np.random.default_rng(1)
     o, lse = answer(a, scale)
-    do, dlse = rng.standard_normal(o.shape).astype(a.q.dtype), rng.standard_normal(lse.shape)
+    do, dlse = (np.asarray(rng.standard_normal(like.shape)) for like in (o, lse))
+    do = do.astype(a.q.dtype)
     with np.errstate(invalid="ignore"):  # no key, and no sink either
         weight = np.exp(lse - np.logaddexp(lse, a.sink.astype(np.float64)))
     delta = weight * np.sum(o * do.astype(np.float64), -1) - dlse
@@ -70,7 +71,7 @@ def _gradient(x: Operands, scale: float) -> tuple[tuple[Array, ...], tuple[Array
     a = x.attention
     b, s_q, h_q, d = a.q.shape
     counts = np.concatenate([keys.counts for keys in a.sources], axis=-1)
-    seen = counts.any(1)[..., None, None]
+    seen = any_query(counts)[..., None, None]
     h_kv, sees = a.sources[0].k.shape[2], counts.any(-1)
     k, v = (  # [b, h_kv, s_kv, d]
         np.where(seen, np.concatenate([getattr(x, name) for x in a.sources], axis=1), 0)
@@ -103,7 +104,7 @@ def _gradient(x: Operands, scale: float) -> tuple[tuple[Array, ...], tuple[Array
     return split(ds @ k, _t(ds) @ q, _t(p) @ do), tuple(map(np.sqrt, split(*squares)))
 
 
-def row_of(x: Operands, row: tuple[int, int, int]) -> Operands:
+def row_of(x: Operands, row: tuple[int, ...]) -> Operands:
     """A row (batch entry, query, head of q) alone."""
     b, query, head = row
     a = x.attention
@@ -125,7 +126,7 @@ def _t(x: Array) -> Array:
     return x.swapaxes(-1, -2)
 
 
-def wrong(got: tuple[Any, ...], x: Operands, scale: float) -> list[tuple[str, Array, Array, Array]]:
+def wrong(got: Sequence[Array], x: Operands, scale: float) -> list[tuple[str, Array, Array, Array]]:
     """For every result (its name, its error, the result, the expected one), in float64.
 
     P and dS are rounded to q's dtype before they are multiplied, and dq is rounded in the end: each term of a sum
@@ -137,8 +138,8 @@ def wrong(got: tuple[Any, ...], x: Operands, scale: float) -> list[tuple[str, Ar
     apart = x.attention.sources[0].k is not x.attention.sources[0].v
     names = ("dq", "dk", "dv") if apart else ("dq", *(f"dkv{i}" for i in range(len(wanted) - 1)))
     for name, g, want, noise in zip(names, got, wanted, terms, strict=True):
-        rounded = np.asarray(g).dtype == x.attention.q.dtype
-        g = np.asarray(g).astype(np.float64).reshape(want.shape)
+        rounded = g.dtype == x.attention.q.dtype
+        g = g.astype(np.float64).reshape(want.shape)
         bound = 3 * unit * noise + 1.01 * unit * np.abs(want) * rounded
         bound += (
             2e-6 * np.abs(want) + least * 64 + 1e-6 * noise
@@ -148,7 +149,7 @@ def wrong(got: tuple[Any, ...], x: Operands, scale: float) -> list[tuple[str, Ar
     return results
 
 
-def assert_right(got: tuple[Any, ...], x: Operands, scale: float) -> None:
+def assert_right(got: Sequence[Array], x: Operands, scale: float) -> None:
     for name, bad, g, want in wrong(got, x, scale):
         first = tuple(int(i) for i in np.argwhere(bad)[0]) if bad.any() else ()
         assert not bad.any(), (

@@ -8,14 +8,14 @@ value, where the hardware's may be off by two units in the last place.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import ml_dtypes
 import numpy as np
+from numpy.typing import DTypeLike
 
 from .decode import DTYPES, Decoder, Step, bits_of, instruction
 from .fusion import Lanewise
-from .parser import Instruction
+from .parser import Arg, Instruction
 from .state import FULL, GENERIC_PARAM_BASE, LANES, PARAM_BASE, Array, Warp, mask_of
 
 BF16, E4M3 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
@@ -35,7 +35,7 @@ def elementwise(
     to: str,
     kinds: list[str],
     compute: Callable[..., Array],
-    args: tuple[Any, ...] | None = None,
+    args: tuple[Arg, ...] | None = None,
 ) -> Step:
     """d <- compute(operands), lane by lane."""
     args = i.args if args is None else args
@@ -45,7 +45,7 @@ def elementwise(
     return Lanewise((d.sink(args[0], to),), slots, tuple(DTYPES[k] for k in kinds), compute)
 
 
-def truncate(x: Array, dtype: Any) -> Array:
+def truncate(x: Array, dtype: DTypeLike) -> Array:
     return x.astype(dtype)
 
 
@@ -57,8 +57,12 @@ def _fmin_nan(a: Array, b: Array) -> Array:
     return np.minimum(a, b)
 
 
-def _wide(dtype: Any) -> Any:
-    return {np.int16: np.int32, np.uint16: np.uint32, np.int32: np.int64, np.uint32: np.uint64}[dtype]
+WIDER: dict[type[np.generic], type[np.generic]] = {
+    np.int16: np.int32,
+    np.uint16: np.uint32,
+    np.int32: np.int64,
+    np.uint32: np.uint64,
+}
 
 
 def _divide(a: Array, b: Array) -> Array:
@@ -135,12 +139,12 @@ def multiply(i: Instruction, d: Decoder) -> Step:
     i.only("lo", "hi", "wide", kind)
     dtype = DTYPES[kind]
     if i.has("wide"):
-        wide = _wide(dtype)
+        wide = WIDER[dtype]
         to = kind[0] + str(2 * int(kind[1:]))
         return elementwise(d, i, to, [kind, kind], lambda a, b: a.astype(wide) * b.astype(wide))
     if i.has("hi"):
         bits = 8 * dtype().itemsize
-        wide = _wide(dtype)
+        wide = WIDER[dtype]
         return elementwise(
             d, i, kind, [kind, kind], lambda a, b: (a.astype(wide) * b.astype(wide) >> bits).astype(dtype)
         )
@@ -153,7 +157,7 @@ def multiply_add(i: Instruction, d: Decoder) -> Step:
     i.only("lo", "wide", kind)
     dtype = DTYPES[kind]
     if i.has("wide"):
-        wide, to = _wide(dtype), kind[0] + str(2 * int(kind[1:]))
+        wide, to = WIDER[dtype], kind[0] + str(2 * int(kind[1:]))
         return elementwise(d, i, to, [kind, kind, to], lambda a, b, c: a.astype(wide) * b.astype(wide) + c)
     return elementwise(d, i, kind, [kind] * 3, lambda a, b, c: a * b + c)
 
@@ -188,15 +192,15 @@ def unary(i: Instruction, d: Decoder) -> Step:
     i.only("ftz", kind)
     if kind == "pred":
         return elementwise(d, i, "pred", ["pred"], np.logical_not)
-    compute = {
+    functions: dict[str, Callable[[Array], Array]] = {
         "neg": np.negative,
         "abs": np.abs,
         "not": np.invert,
         "popc": lambda a: np.bitwise_count(a).astype(np.uint32),
         "clz": lambda a: (32 - np.ceil(np.log2(a.astype(np.float64) + 1))).astype(np.uint32),
         "brev": lambda a: np.array([int(f"{x:032b}"[::-1], 2) for x in a.tolist()], np.uint32),
-    }[name]
-    return elementwise(d, i, "u32" if name in ("popc", "clz") else kind, [kind], compute)
+    }
+    return elementwise(d, i, "u32" if name in ("popc", "clz") else kind, [kind], functions[name])
 
 
 @instruction("ex2", "lg2", "rcp", "rsqrt", "sqrt", "tanh")
@@ -388,21 +392,22 @@ def move(i: Instruction, d: Decoder) -> Step:
     kind = i.mods[0]
     i.only(kind)
     to, source = i.args
-    if isinstance(source, tuple) or isinstance(to, tuple):
-        wide = bits_of(kind)
-        parts = source if isinstance(source, tuple) else to
-        narrow = f"b{int(wide[1:]) // len(parts)}"
+    wide = bits_of(kind)
+    if isinstance(source, tuple):
+        narrow = f"b{int(wide[1:]) // len(source)}"
         dtype = DTYPES[narrow]
-        if isinstance(source, tuple):
-            slots, target = tuple(d.slot(x, narrow) for x in source), d.sink(to, wide)
+        slots, target = tuple(d.slot(x, narrow) for x in source), d.sink(to, wide)
 
-            def pack(*values: Array) -> Array:
-                packed = np.empty((LANES, len(values)), dtype)
-                for n, value in enumerate(values):
-                    packed[:, n] = value
-                return packed.view(DTYPES[wide]).ravel()
+        def pack(*values: Array) -> Array:
+            packed = np.empty((LANES, len(values)), dtype)
+            for n, value in enumerate(values):
+                packed[:, n] = value
+            return packed.view(DTYPES[wide]).ravel()
 
-            return Lanewise((target,), slots, (dtype,) * len(slots), pack)
+        return Lanewise((target,), slots, (dtype,) * len(slots), pack)
+    if isinstance(to, tuple):
+        narrow = f"b{int(wide[1:]) // len(to)}"
+        dtype = DTYPES[narrow]
         slot, targets = d.slot(source, wide), tuple(d.sink(x, narrow) for x in to)
 
         def unpack(value: Array) -> tuple[Array, ...]:
@@ -425,7 +430,7 @@ def convert_address(i: Instruction, d: Decoder) -> Step:
 PACKED = {"bf16x2": BF16, "f16x2": np.float16}
 
 
-def round_bits(x: Array, dtype: Any) -> Array:
+def round_bits(x: Array, dtype: DTypeLike) -> Array:
     """fp32 -> the bits of a 16-bit float, to nearest even."""
     return x.astype(dtype).view(np.uint16)
 
@@ -467,8 +472,9 @@ def convert(i: Instruction, d: Decoder) -> Step:
         a = a.view(DTYPES[wide_from]).astype(DTYPES["u" + source[1:]]).view(source_dtype) if narrowed else a
         if source[0] == "f" and to[0] in "us":
             rounded = np.rint(a) if "rni" in rest else np.trunc(a)
-            info = np.iinfo(target_dtype)
-            a = np.clip(np.nan_to_num(rounded.astype(np.float64)), info.min, info.max)
+            bits = int(to[1:])
+            low, high = (-(1 << bits - 1), (1 << bits - 1) - 1) if to[0] == "s" else (0, (1 << bits) - 1)
+            a = np.clip(np.nan_to_num(rounded.astype(np.float64)), low, high)
         return a.astype(target_dtype).astype(register)
 
     return elementwise(d, i, wide_to, [wide_from if narrowed else source], compute)

@@ -7,33 +7,38 @@ import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from kernels import build
-from kernels.abi import Variant
+from kernels.abi import Combine, Forward, Variant
+from kernels.tables import Record
 
+from ..machine.copies import TensorMap
+from ..machine.parser import parse
+from ..machine.state import GENERIC_PARAM_BASE, Array, GlobalMemory, Machine, new_memory
 from . import attention, native
-from .copies import TensorMap
-from .parser import parse
-from .state import GENERIC_PARAM_BASE, Array, GlobalMemory, Machine, new_memory
 
-BUILD = Path(__file__).parents[1] / "build"
+BUILD = Path(__file__).parents[2] / "build"
 ELEMENT_BYTES = {0: 1, 6: 2, 7: 4, 9: 2}  # by the driver's number of a type
 SWIZZLES = {0: 0, 1: 32, 2: 64, 3: 128}  # bytes, by the number that the driver has for one
 
 
+V = TypeVar("V", bound=Variant)
+Edit = Callable[[Any], Any]  # of a TensorMap, or of a number
+
+
 @dataclass(frozen=True)
-class Kernel:
+class Kernel(Generic[V]):
     """The build's result for a variant."""
 
-    variant: Any  # a variant of any family
+    variant: V
     ptx: str
-    facts: dict[str, Any]  # tile_m, tile_n, threads, smem_bytes
+    facts: Record  # tile_m, tile_n, threads, smem_bytes
 
     @staticmethod
-    def of(variant: Variant) -> Kernel:
+    def of(variant: V) -> Kernel[V]:
         """Takes an up-to-date build, or else compiles the kernel once, into build/ptx."""
         for directory in (*sorted(BUILD.glob("*/kernels")), BUILD / "ptx"):
             if (record := build.cached(variant, directory)) and (ptx := directory / f"{variant.key}.ptx").exists():
@@ -68,14 +73,14 @@ class Launch:
 
 
 def launch(
-    kernel: Kernel,
+    kernel: Kernel[Forward],
     x: attention.Operands,
     *,
     processors: int = 2,
     splits: int = 1,
     seed: int = 0,
     record: bool = False,
-    edits: Mapping[str, Callable[[Any], Any]] | None = None,
+    edits: Mapping[str, Edit] | None = None,
 ) -> Launch:
     """On so many processors. The edits plant faults in parameters, by name: in a TensorMap, or in what a number is.
 
@@ -97,11 +102,13 @@ def launch(
 
 
 def machine(
-    kernel: Kernel,
+    kernel: Kernel[V],
     plan: native.Plan,
     memory: GlobalMemory,
-    edits: Mapping[str, Callable[[Any], Any]] | None = None,
-    **how: Any,
+    edits: Mapping[str, Edit] | None = None,
+    *,
+    seed: int = 0,
+    record: bool = False,
 ) -> Machine:
     """About to run a planned launch of a kernel of any family."""
     program, edits = parse(kernel.ptx), dict(edits or {})
@@ -129,7 +136,8 @@ def machine(
         events=memory.events,
         tensor_maps=maps,
         cluster_size=kernel.facts["cluster"],
-        **how,
+        seed=seed,
+        record=record,
     )
 
 
@@ -148,7 +156,7 @@ def add_outputs(memory: GlobalMemory, outputs: dict[str, Array]) -> dict[str, in
     return {name: memory.add(name, None, like.nbytes) for name, like in outputs.items()}
 
 
-def combine(kernel: Kernel, forward: Launch, *, seed: int = 0) -> Launch:
+def combine(kernel: Kernel[Combine], forward: Launch, *, seed: int = 0) -> Launch:
     """The launch that merges the partial results of `forward`, which has run; a kernel's end lies between them."""
     x, memory, left = forward.operands, new_memory(), forward.machine.memory
     given = {name: (b := left.named(name)).bytes[: b.size].view(np.float32) for name in parts_of(x)} | {"sink": x.sink}
@@ -158,7 +166,7 @@ def combine(kernel: Kernel, forward: Launch, *, seed: int = 0) -> Launch:
     return Launch(machine(kernel, plan, memory, seed=seed), x, forward.scale, forward.outputs)
 
 
-def tensor_map(spec: Any, address: int) -> TensorMap:
+def tensor_map(spec: native.MapSpec, address: int) -> TensorMap:
     """The tensor map that ffi/tensor_map.h would encode."""
     rank = spec.rank
     return TensorMap(

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
 from jax_dsv4_fmha._host import gradients as raw
+from kernels.abi import MhaBackward, TileSpans
 
+from ..machine.reductions import add_cleared
+from ..machine.state import Array, Machine, new_memory
 from . import gradients, native
 from .launch import Kernel, machine
-from .reductions import add_cleared
-from .state import Array, Machine, new_memory
+
+Step = MhaBackward | TileSpans
 
 
 def run(
-    kernels: Mapping[str, Kernel], x: gradients.Operands, scale: float, *, seed: int = 0, **how: Any
+    kernels: Mapping[str, Kernel[Step]], x: gradients.Operands, scale: float, *, seed: int = 0
 ) -> tuple[Array, ...]:
     """dq, dk and dv, or where one array is K and V dq and the sum of both; the kernels are by op."""
     keys, seen = x.attention.sources[0], tiles_seen(kernels, x, scale, seed=seed)
     if "mha_dqdkdv" in kernels:
-        sums, dk, *dv = run_step(kernels["mha_dqdkdv"], x, scale, seen, seed=seed, **how)
+        sums, dk, *dv = run_step(kernels["mha_dqdkdv"], x, scale, seen, seed=seed)
         return in_order(sums, scale).astype(x.attention.q.dtype), *(y.reshape(keys.k.shape) for y in (dk, *dv))
-    dk, *dv = run_step(kernels["mha_dkdv"], x, scale, seen, seed=seed, **how)
-    (dq,) = run_step(kernels["mha_dq"], x, scale, seen, seed=seed, **how)
+    dk, *dv = run_step(kernels["mha_dkdv"], x, scale, seen, seed=seed)
+    (dq,) = run_step(kernels["mha_dq"], x, scale, seen, seed=seed)
     return dq, *(part.reshape(keys.k.shape) for part in (dk, *dv))
 
 
@@ -33,7 +35,7 @@ def in_order(sums: Array, scale: float) -> Array:
     return np.asarray(np.float32(scale) * raw.in_order(sums))
 
 
-def tiles_seen(kernels: Mapping[str, Kernel], x: gradients.Operands, scale: float, *, seed: int = 0) -> Array:
+def tiles_seen(kernels: Mapping[str, Kernel[Step]], x: gradients.Operands, scale: float, *, seed: int = 0) -> Array:
     """What `tile_spans` leaves for the kernel of keys."""
     (tile_m,) = {kernels[op].facts["tile_m"] for op in ("mha_dqdkdv", "mha_dkdv") if op in kernels}
     (seen,) = run_step(kernels["tile_spans"], x, scale, None, seed=seed, tile_m=tile_m)
@@ -41,10 +43,16 @@ def tiles_seen(kernels: Mapping[str, Kernel], x: gradients.Operands, scale: floa
 
 
 def run_step(
-    kernel: Kernel, x: gradients.Operands, scale: float, seen: Array | None, *, tile_m: int | None = None, **how: Any
+    kernel: Kernel[Step],
+    x: gradients.Operands,
+    scale: float,
+    seen: Array | None,
+    *,
+    tile_m: int | None = None,
+    seed: int = 0,
 ) -> tuple[Array, ...]:
     """The results of one launch."""
-    step, results = launch(kernel, x, scale, seen, tile_m=tile_m, **how)
+    step, results = launch(kernel, x, scale, seen, tile_m=tile_m, seed=seed)
     step.run()
     found = {name: step.memory.named(name) for name in results}
     return tuple(
@@ -53,7 +61,13 @@ def run_step(
 
 
 def launch(
-    kernel: Kernel, x: gradients.Operands, scale: float, seen: Array | None, *, tile_m: int | None = None, **how: Any
+    kernel: Kernel[Step],
+    x: gradients.Operands,
+    scale: float,
+    seen: Array | None,
+    *,
+    tile_m: int | None = None,
+    seed: int = 0,
 ) -> tuple[Machine, dict[str, Array]]:
     """A machine that is about to run it, and like what its results are."""
     a, memory = x.attention, new_memory()
@@ -74,8 +88,8 @@ def launch(
             add_cleared(memory, name, like.nbytes) if name == "sums" else memory.add(name, None, like.nbytes)
         )
     tiles = {"tile_m": tile_m or kernel.facts["tile_m"], "tile_n": kernel.facts["tile_n"], "addresses": addresses}
-    if kernel.variant.op == "tile_spans":
+    if isinstance(kernel.variant, TileSpans):
         plan = native.plan_tile_spans(shape, **tiles)
     else:
         plan = native.plan_dense_backward(kernel.variant, shape, scale, processors=2, **tiles)
-    return machine(kernel, plan, memory, **how), results
+    return machine(kernel, plan, memory, seed=seed), results

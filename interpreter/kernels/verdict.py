@@ -8,9 +8,9 @@ import numpy as np
 
 from jax_dsv4_fmha._testing.compare import KERNEL, Tolerance, compare
 
+from ..machine.hazards import Fault
+from ..machine.state import Array
 from . import attention
-from .hazards import Fault
-from .state import Array
 
 
 class Wrong(Fault):
@@ -45,8 +45,8 @@ def judge_results(
     for (name, tolerance), g, w in zip(tolerances.items(), got, want, strict=True):
         wrong = wrong_elements(g.astype(np.float64), w, tolerance)
         rank = len(axes[name])
-        columns = np.flatnonzero(wrong.any(tuple(range(rank)))) if wrong.ndim > rank else []
-        rows = wrong.any(tuple(range(rank, wrong.ndim)))
+        columns = np.flatnonzero(wrong.any(tuple(range(rank)))) if wrong.ndim > rank else np.empty(0, int)
+        rows = np.asarray(wrong.any(tuple(range(rank, wrong.ndim))))
         parts.append(describe(name, rows, g, w, axes[name], keys if axes[name] == ROWS else None))
         if len(columns):
             parts.append(f"columns {columns[0]}..{columns[-1]} of {name}")

@@ -1,19 +1,20 @@
-"""Backward kernels in the interpreter: a launch, and the errors of its gradients."""
+"""Backward kernels of latent attention in the interpreter: a launch, and the errors of its gradients."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from jax_dsv4_fmha._host import fixed_point
 from jax_dsv4_fmha._host.gradients import in_order
+from kernels.abi import MlaBackward
 
+from ..machine.reductions import add_cleared, additions
+from ..machine.state import Array, Machine, new_memory
 from . import gradients, native
 from .launch import Kernel, machine
-from .reductions import add_cleared, additions
-from .state import Array, Machine, new_memory
 from .verdict import Wrong
 
 KEYS_OF_TILE = 64
@@ -39,7 +40,8 @@ class Launch:
             sums = memory.named(f"dkv{i}")
             dkv = sums.bytes[: sums.size].view(np.uint32 if len(self.resolution) else np.float32)
             if len(self.resolution):
-                dkv = np.asarray(fixed_point.to_float32(dkv.reshape(-1, 2), self.resolution, dq))
+                sums_of, resolution = jnp.asarray(dkv.reshape(-1, 2)), jnp.asarray(self.resolution)
+                dkv = np.asarray(fixed_point.to_float32(sums_of, resolution, jnp.asarray(dq)))
             results.append(in_order(dkv.reshape(keys.k.shape)))
         return dq, *results
 
@@ -52,14 +54,14 @@ class Launch:
         ]
 
 
-def launch(kernel: Kernel, x: gradients.Operands, *, processors: int = 2, seed: int = 0, **how: Any) -> Launch:
-    """A launch on this many processors; `how` as in `launch.machine`."""
+def launch(kernel: Kernel[MlaBackward], x: gradients.Operands, *, processors: int = 2, seed: int = 0) -> Launch:
+    """A launch on this many processors."""
     a, memory, scale = x.attention, new_memory(), kernel.variant.d**-0.5
     given = {"q": a.q, "dout": x.do, "lse": x.lse, "weight": x.weight, "delta": x.delta}
     resolution = np.zeros(0, np.float32)
     if kernel.variant.deterministic:
-        keys = [keys.k for keys in a.sources]
-        resolution = np.asarray(fixed_point.resolution(a.q, x.do, x.lse, x.delta, keys, scale))
+        q, do, lse, delta, *k = map(jnp.asarray, (a.q, x.do, x.lse, x.delta, *(keys.k for keys in a.sources)))
+        resolution = np.asarray(fixed_point.resolution(q, do, lse, delta, k, scale))
         given["resolution"] = resolution
     for i, keys in enumerate(a.sources):
         given |= {f"k{i}": keys.k, f"from{i}": keys.seen_from, f"to{i}": keys.seen_to}
@@ -69,7 +71,7 @@ def launch(kernel: Kernel, x: gradients.Operands, *, processors: int = 2, seed: 
         addresses[f"dkv{i}"] = add_cleared(memory, f"dkv{i}", keys.k.size * (4 + 4 * len(resolution)))
     tiles = {name: kernel.facts[name] for name in ("tile_m", "tile_n", "cluster")}
     plan = native.plan(kernel.variant, a.shape, scale, **tiles, processors=processors, addresses=addresses)
-    return Launch(machine(kernel, plan, memory, seed=seed, **how), x, scale, resolution)
+    return Launch(machine(kernel, plan, memory, seed=seed), x, scale, resolution)
 
 
 def judge(run: Launch, got: tuple[Array, ...]) -> None:
@@ -106,16 +108,16 @@ def of_rows(wrong: Array, got: Array, want: Array, x: gradients.Operands) -> str
     text = f"dq is wrong in {int(rows.sum())} of {rows.size} rows, first in query {query}, head {head}"
     if (factor := factor_of(got[rows], want[rows])) is not None:
         return f"{text}: everywhere {factor:.4g} times what it should be"
-    for other in np.argwhere(np.isfinite(x.lse)):
-        if tuple(other) != (b, query, head) and agrees(got[b, query, head], swapped(x, (b, query, head), other)):
+    for other in (tuple(at) for at in np.argwhere(np.isfinite(x.lse)).tolist()):
+        if other != (b, query, head) and agrees(got[b, query, head], swapped(x, (b, query, head), other)):
             return f"{text}: what it is with the delta of query {other[1]}, head {other[2]}"
     return text
 
 
-def swapped(x: gradients.Operands, row: tuple[int, int, int], other: Any) -> Array:
+def swapped(x: gradients.Operands, row: tuple[int, ...], other: tuple[int, ...]) -> Array:
     """dq of a row whose delta is another's."""
     one = gradients.row_of(x, row)
-    one.delta[:] = x.delta[tuple(other)]
+    one.delta[:] = x.delta[other]
     return gradients.gradient(one, x.attention.shape.d**-0.5)[0].reshape(-1)
 
 

@@ -11,10 +11,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from interpreter import attention, backward, edits, gradients, hardware, native
-from interpreter.hazards import Deadlock, Fault, OutOfBounds, Race, Undefined
-from interpreter.launch import Kernel
-from interpreter.verdict import Wrong
+from interpreter import edits, hardware
+from interpreter.kernels import attention, gradients, mla_backward, native
+from interpreter.kernels.launch import Kernel
+from interpreter.kernels.verdict import Wrong
+from interpreter.machine.hazards import Deadlock, Fault, OutOfBounds, Race, Undefined
 from kernels.abi import MlaBackward
 
 BUILT = [v.key for v in native.built(MlaBackward)]
@@ -73,9 +74,9 @@ def test_is_right_in_any_order(key, case):
         extents = {**extents, "s_q": min(extents["s_q"], 2), "h_q": min(extents["h_q"], variant.max_heads + 8)}
     x, results = gradients.operands(variant, **extents), []
     for seed in range(1 if case == "window" else 2):  # the largest
-        run = backward.launch(kernel(key), x, processors=PROCESSORS[case], seed=2 * RUNS.index((key, case)) + seed)
+        run = mla_backward.launch(kernel(key), x, processors=PROCESSORS[case], seed=2 * RUNS.index((key, case)) + seed)
         results.append(run.run())
-        backward.judge(run, results[-1])
+        mla_backward.judge(run, results[-1])
     (dq, *sums), (other_dq, *other_sums) = results[0], results[-1]
     np.testing.assert_array_equal(dq.view(np.uint16), other_dq.view(np.uint16))
     for a, b in zip(sums, other_sums, strict=True):
@@ -88,9 +89,9 @@ def test_a_span_ends_where_its_keys_do():
     """Nothing is added before the first key's gradient or after the last one's."""
     k = kernel("mla_span_bwd_sm_90a_d512_bfloat16")
     x = gradients.operands(k.variant, **SHAPES["few"] | {"s_kv": 70, "width": ALL_KEYS})
-    run = backward.launch(k, dataclasses.replace(x, attention=attention.beyond(x.attention)))
+    run = mla_backward.launch(k, dataclasses.replace(x, attention=attention.beyond(x.attention)))
     run.operands = x
-    backward.judge(run, run.run())
+    mla_backward.judge(run, run.run())
 
 
 # ---- against the chip
@@ -103,7 +104,7 @@ def test_agrees_with_hardware(key):
     """Up to the order of sums, and how the chip rounds exp2, which sometimes rounds P or dS another way."""
     recorded = hardware.RUNS[key]
     x = recorded.operands()
-    run = backward.launch(kernel(key), x, processors=1)
+    run = mla_backward.launch(kernel(key), x, processors=1)
     for got, want in zip(recorded.kept(run.run()), hardware.recorded(recorded, x).results, strict=True):
         assert np.sum((got - want) ** 2) <= 1e-6 * np.sum(want**2)
 
@@ -314,19 +315,19 @@ def test_a_fault_is_found(fate):
     k = kernel(fate.key)
     edited = dataclasses.replace(k, ptx=fate.edit(k.ptx))
     for seed in range(2):
-        run = backward.launch(edited, of_faults(fate.key), processors=fate.processors, seed=seed)
+        run = mla_backward.launch(edited, of_faults(fate.key), processors=fate.processors, seed=seed)
         with pytest.raises(fate.fault) as found:
-            backward.judge(run, run.run())
+            mla_backward.judge(run, run.run())
         assert re.search(fate.says, str(found.value)), found.value
 
 
 @pytest.mark.parametrize("key", OF_FAULTS)
 def test_without_a_fault_nothing_is_found(key):
-    run = backward.launch(kernel(key), of_faults(key), processors=1)
-    backward.judge(run, run.run())
+    run = mla_backward.launch(kernel(key), of_faults(key), processors=1)
+    mla_backward.judge(run, run.run())
 
 
 def test_prefetches_sums_of_keys_that_exist():
     k = kernel(BOTH)
-    run = backward.launch(dataclasses.replace(k, ptx=prefetching(k.ptx)), of_faults(BOTH), processors=1)
-    backward.judge(run, run.run())
+    run = mla_backward.launch(dataclasses.replace(k, ptx=prefetching(k.ptx)), of_faults(BOTH), processors=1)
+    mla_backward.judge(run, run.run())

@@ -44,7 +44,7 @@ def run(m: Machine) -> None:
         if m.news or not (able or pending):
             m.news, still = False, list[Warp]()
             for w in blocked:
-                (able if w.waiting.ready() else still).append(w)
+                (able if w.waiting is None or w.waiting.ready() else still).append(w)
             blocked = still
             if not able and not pending:
                 raise deadlock(m)
@@ -98,7 +98,7 @@ def advance(w: Warp, quantum: int) -> None:
             result = steps[pc](w)
             if result is None:
                 pc += 1
-            elif result.__class__ is int:
+            elif isinstance(result, int):
                 pc = result
                 if pc < 0 and (pc := leave(w)) < 0:
                     w.exited = True

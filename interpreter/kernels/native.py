@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from jax_dsv4_fmha._host import attention
 from jax_dsv4_fmha._host import library as host_library
@@ -71,7 +71,7 @@ class Shape(NamedTuple):
 # ---- C++ structs
 
 
-FFI = Path(__file__).parents[1] / "ffi"
+FFI = Path(__file__).parents[2] / "ffi"
 C_TYPES = {
     **{f"{sign}int{bits}_t": getattr(ctypes, f"c_{sign}int{bits}") for bits in (32, 64) for sign in ("", "u")},
     "unsigned char": ctypes.c_char,
@@ -103,10 +103,15 @@ def structure(name: str) -> type[ctypes.Structure]:
     return type(name, (ctypes.Structure,), {"_fields_": members})
 
 
+def members_of(of_type: type[ctypes.Structure]) -> list[tuple[str, Any]]:
+    """Names and ctypes of a struct's members."""
+    return [(name, kind) for name, kind, *_ in of_type._fields_]
+
+
 def filled(name: str, **values: Any) -> ctypes.Structure:
     """A struct of ffi/ whose members are these, no fewer and no others."""
     of_type = structure(name)
-    if (members := {member for member, _ in of_type._fields_}) != set(values):
+    if (members := {member for member, _ in members_of(of_type)}) != set(values):
         raise TypeError(f"{name} has {', '.join(sorted(members))}, not {', '.join(sorted(values))}")
     return of_type(**values)
 
@@ -116,7 +121,7 @@ def addresses_of(call: str) -> tuple[str, ...]:
     of a selection; `call` is "Forward", "Backward", "DenseBackward", "Index", "IndexAt", "Probabilities" or "Rope"."""
 
     def names(of_type: type[ctypes.Structure], after: str = "") -> Iterator[str]:
-        for member, kind in of_type._fields_:
+        for member, kind in members_of(of_type):
             if kind is ctypes.c_void_p:
                 yield member + after
             else:
@@ -134,7 +139,7 @@ def addressed(call: str, addresses: dict[str, int] | None) -> Any:
 
     def struct(of_type: type[ctypes.Structure], after: str = "") -> ctypes.Structure:
         result = of_type()
-        for member, kind in of_type._fields_:
+        for member, kind in members_of(of_type):
             if kind is ctypes.c_void_p:
                 setattr(result, member, at.get(member + after))
             else:
@@ -150,6 +155,17 @@ def addressed(call: str, addresses: dict[str, int] | None) -> Any:
 # ---- launches
 
 
+class MapSpec(Protocol):
+    """The fields of a tensor map, without its address."""
+
+    type: int
+    rank: int
+    extents: Sequence[int]
+    strides: Sequence[int]
+    box: Sequence[int]
+    swizzle: int
+
+
 @dataclass(frozen=True)
 class Plan:
     """A launch, as our own launcher plans it."""
@@ -157,7 +173,7 @@ class Plan:
     grid: int
     least_smem_bytes: int
     params: dict[str, bytes]  # by name, in the order in which the kernel gets them; a tensor map's is its address
-    maps: dict[str, Any]  # the other fields of a tensor map
+    maps: dict[str, MapSpec]  # the other fields of a tensor map
 
     def __getitem__(self, name: str) -> int:
         """The value of a parameter that is an integer or an address."""
