@@ -56,6 +56,50 @@ def test_what_was_measured_is_what_the_page_says(page):
         assert {found[1] for found in GENERATE["MARKED"].findall(text)} >= {"dsv4", "dense", "decode", "flashmla"}
 
 
+KERNELS = sorted((ROOT / "docs/kernels").glob("*.md"))
+BRIEF = (*KERNELS, ROOT / "docs/architecture.md")
+
+
+def prose(text):
+    """Paragraphs and items of lists, without a bold heading in front; no tables, programs, pictures, addresses of links."""
+    text = re.sub(r"^```.*?^```|^(?: {4}|#|\||!\[|<!--).*?$", "", text, flags=re.M | re.S)
+    blocks = re.split(r"\n\s*\n|\n(?=- |\d+\. )", re.sub(r"\]\([^)]*\)", "]", text))
+    return [re.sub(r"^(- )?(\*\*[^*]+[.:]\*\*)?", "", " ".join(block.split())) for block in blocks if block.strip()]
+
+
+def sentences(text):
+    """The numbers of words of a text's sentences; what has no letter and no digit is not a word."""
+    split = [sentence for block in prose(text) for sentence in re.split(r"(?<=[.?!])[)\]*]*\s+", block)]
+    return [len([word for word in sentence.split() if re.search(r"\w", word)]) for sentence in split if sentence.strip()]
+
+
+@pytest.mark.parametrize("page", BRIEF, ids=lambda page: page.stem)
+def test_a_page_is_short_and_so_are_its_sentences(page):
+    text = page.read_text()
+    words = sentences(text)
+    assert page not in KERNELS or len(text.splitlines()) <= 60
+    assert sum(words) / len(words) <= 20
+
+
+def test_what_a_sentence_is():
+    text = "# No words here\n\nOne two [three](four.md).\nHere\nare four more.\n\n- **Few.** Two words.\n- an item = 1\n- b\n\n    a = 1\n| c |\n"
+    assert sentences(text) == [3, 4, 2, 3, 1]
+
+
+MEASURED = re.compile(r"\d ?(?:[µmn]s|%|[TG]B/s|[TGM]FLOP/s|[GM]Hz|bytes a ns)(?!\w)|\d times as (?:long|fast)")
+
+
+@pytest.mark.parametrize("page", (*BRIEF, ROOT / "docs/performance.md"), ids=lambda page: page.stem)
+def test_what_was_measured_is_generated(page):
+    """Times, rates and shares stand between the marks of docs/generate.py, and so come from a record."""
+    assert MEASURED.findall(GENERATE["MARKED"].sub("", page.read_text())) == []
+
+
+@pytest.mark.parametrize("figure", ["6.8 ms", "51 % of", "3.8 TB/s", "12µs", "2.5 times as long"])
+def test_a_figure_is_found(figure):
+    assert MEASURED.search(f"It takes {figure} more.") and not MEASURED.search("128 bytes a clock, 160 keys, 5 × 1024 clocks")
+
+
 def test_pictures_are_what_draws_them():
     drawn = runpy.run_path(str(ROOT / "docs/draw.py"))
     for name, draw in drawn["DRAWN"].items():
