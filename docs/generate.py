@@ -389,7 +389,7 @@ def limits() -> str:
     ]
     rows = {row["sharded"]: NOTED["scaling"]["one device, ms"] / row["auto_ms"] for row in NOTED["scaling"]["rows"]}
     host = NOTED["host"]
-    return wrapped(f"""`deterministic=True` takes {min(ratios):.1f} to {max(ratios):.1f} times as long at d 512. Batch over four GPUs of a host is {rows["batch over four"]:.1f} times as fast as
+    return wrapped(f"""`deterministic=True` takes {min(ratios):.1f} to {max(ratios):.1f} times as long at d 512. [Four GPUs of a host](kernels/scaling.md): batch over four is {rows["batch over four"]:.1f} times as fast as
 one, heads over four {rows["heads over four"]:.1f} times. A tiny jitted call returns to Python after {host["ours_us"]} µs (cuDNN through `jax.nn`: {host["cudnn_us"]} µs).""")
 
 
@@ -449,7 +449,10 @@ def machine() -> str:
             f"- {name}: {data['devices'][0]['name']}, {data['date'][:10]}, jax {versions['jax']}, CUDA driver"
             f" {versions['cuda_driver']}; M {matmul / 1e12:.0f} TFLOP/s, C {copy / 1e12:.2f} TB/s, {data['rounds']} rounds"
         )
-    return "\n".join(lines)
+    spread, machines = NOTED["noise"]["middle half of the rounds above a millisecond"], NOTED["noise"]["machines"]
+    noise = f"""Above a millisecond the power limit acts: the rounds' middle half spreads by {percent(spread)}.
+    Machines differ by {percent(machines)}: compare within a run."""
+    return "\n".join([*lines, "", wrapped(noise)])
 
 
 def _of(data: dict[str, Any], name: str) -> dict[str, Any]:
