@@ -1,7 +1,8 @@
 """Compile the variants to cubins, and write the manifest and the C++ table that describe them.
 
 A cubin is compiled again only when something that it depends on has changed: its kernel's sources, the variant, the
-compiler's version, the Python that runs it.  Needs nvidia-cutlass-dsl, but no GPU and no driver.
+compiler's version, the Python that runs it.  What any clone on this machine has compiled is copied from a cache
+(`kernels/cache.py`).  Needs nvidia-cutlass-dsl, but no GPU and no driver.
 
 Writes into the output directory: KEY.cubin, KEY.ptx and KEY.json for every variant, and, by
 `kernels/tables.py`, manifest.json (what is shipped), and abi.h and cubins.cc (the same for the C++ compiler).
@@ -27,6 +28,7 @@ from pathlib import Path
 
 from . import tables
 from .abi import Variant
+from .cache import KernelCache, default_folder
 from .cubin import KernelInfo, read_kernel
 from .tables import FACTS, Record
 from .variants import VARIANTS
@@ -167,12 +169,32 @@ def compile_one(variant: Variant, out: Path, compiler: Compiler | None = None) -
     return record
 
 
-def build(variants: Sequence[Variant], out: Path, jobs: int) -> dict[str, Record]:
+def taken(variant: Variant, out: Path, cache: KernelCache) -> Record | None:
+    """The record of a cubin that was compiled into some other directory, and is now in `out`."""
+    return cached(variant, out) if cache.take(digest(variant), out) else None
+
+
+def keep(record: Record, out: Path, cache: KernelCache) -> None:
+    """Puts what a compilation left into the cache: the record last, without which the rest does not count."""
+    files = sorted(out.glob(f"{record['key']}.*"), key=lambda path: path.name == f"{record['key']}.json")
+    try:
+        cache.keep(record["digest"], files)
+    except OSError as error:
+        print(f"kernels: {record['key']} is not in the cache: {error}", flush=True)
+
+
+def build(variants: Sequence[Variant], out: Path, jobs: int, cache: KernelCache | None = None) -> dict[str, Record]:
     """Bring cubins up to date; their records, by key.  Raises Refused for the first variant that fails."""
     out.mkdir(parents=True, exist_ok=True)
+    digests = {v.key: digest(v) for v in variants}  # before the compilers read the sources
     records = {v.key: record for v in variants if (record := cached(v, out))}
+    up_to_date = len(records)
+    if cache is not None:
+        missing = [v for v in variants if v.key not in records]
+        records |= {v.key: record for v in missing if (record := taken(v, out, cache))}
     stale = [v for v in variants if v.key not in records]
-    print(f"kernels: {len(records)} up to date, {len(stale)} to compile ({toolchain()})", flush=True)
+    from_cache = f"{len(records) - up_to_date} from {cache.folder}" if cache is not None else "no cache"
+    print(f"kernels: {up_to_date} up to date, {from_cache}, {len(stale)} to compile ({toolchain()})", flush=True)
 
     here = threading.local()
 
@@ -189,6 +211,8 @@ def build(variants: Sequence[Variant], out: Path, jobs: int) -> dict[str, Record
             for done, future in enumerate(as_completed(futures), 1):
                 record, seconds = future.result()
                 records[record["key"]] = record
+                if cache is not None and record["digest"] == digests[record["key"]]:  # no source has changed meanwhile
+                    keep(record, out, cache)
                 print(
                     f"kernels: [{done}/{len(stale)}] {record['key']}: {seconds:.1f} s, {record['registers']} registers,"
                     f" {record['smem_bytes'] / 1024:.0f} KiB shared memory, {record['cubin_bytes'] / 1024:.0f} KiB",
@@ -197,6 +221,8 @@ def build(variants: Sequence[Variant], out: Path, jobs: int) -> dict[str, Record
         except Refused:
             pool.shutdown(cancel_futures=True)
             raise
+    if cache is not None:
+        cache.evict()
     return records
 
 
@@ -234,6 +260,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--optional", action="store_true", help="without the DSL, write empty tables instead of failing"
     )
+    parser.add_argument("--no-cache", action="store_true", help="compile what is not in --out, and keep it there alone")
     args = parser.parse_args(argv)
     variants = [v for v in VARIANTS if fnmatch.fnmatch(v.key, args.only) or args.only in v.key]
     variants = [v for v in variants if args.arch in ("all", v.arch)]
@@ -257,7 +284,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         tables.write(VARIANTS, {}, toolchain(), args.out)
         return 0
     try:
-        tables.write(VARIANTS, build(variants, args.out, args.jobs), toolchain(), args.out)
+        cache = None if args.no_cache else KernelCache(default_folder())
+        tables.write(VARIANTS, build(variants, args.out, args.jobs, cache), toolchain(), args.out)
     except Refused as refused:
         print(f"kernels: refused {refused}", file=sys.stderr)
         return 1

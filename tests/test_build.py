@@ -1,6 +1,7 @@
 import hashlib
 import json
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -22,14 +23,25 @@ from interpreter.native import (
     plan_indexer,
     plan_probabilities,
     plan_rope,
-    plan_row_spans,
+    plan_tile_spans,
     variant_of,
 )
 from jax_dsv4_fmha import _ffi
 from kernels import build
-from kernels.abi import Combine, DenseBackward, IndexAt, IndexScores, NormRope, Probabilities, Rope, RowSpans, TopK
+from kernels.abi import (
+    Combine,
+    IndexerScores,
+    IndexerScoresAt,
+    MhaBackward,
+    NormRope,
+    Probabilities,
+    Rope,
+    TileSpans,
+    TopK,
+)
+from kernels.cache import KernelCache
 from kernels.cubin import KernelInfo, read_kernel
-from kernels.variants import FEW_HEADS, FEW_HEADS_BACKWARD, LATENT, VARIANTS
+from kernels.variants import MLA, MLA_FEW_HEADS, MLA_FEW_HEADS_BACKWARD, VARIANTS
 
 ROOT = Path(__file__).parent.parent
 HAS_DSL = util.find_spec("cutlass") is not None
@@ -40,9 +52,9 @@ INDEX_SHAPE = {"b": 2, "s_q": 70, "s_c": 150, "heads": 64, "topk": 100}
 FACTS = {"threads": 384, "smem_bytes": 1 << 17, "tile_m": 128, "tile_n": 128, "ctas": 1, "cluster": 1, "unit": 1}
 
 
-def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def python(*arguments: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, **environment})
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, env={**os.environ, **environment})
 
 
 @pytest.fixture
@@ -85,22 +97,22 @@ def test_embedded_cubin_is_what_the_manifest_says(key):
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.key)
 def test_the_launcher_hands_over_what_the_table_says(variant):
     shape = Shape(2, 70, 150, 8, 1, 512, s_kv1=200, topk=100)
-    if isinstance(variant, IndexScores | TopK):
+    if isinstance(variant, IndexerScores | TopK):
         paging = (9, 50, 3) if "paged" in variant.layout else (0, 0, 0)
         extents = {**INDEX_SHAPE, **dict(zip(("pages", "page", "width"), paging, strict=True))}
-        kind = TYPES[variant.dtype] if isinstance(variant, IndexScores) else 9
+        kind = TYPES[variant.dtype] if isinstance(variant, IndexerScores) else 9
         extents |= {"type": kind, "queries": 4, "stride": 256, "wants_values": 1}
         launch = plan_indexer(extents)[isinstance(variant, TopK)]
-    elif isinstance(variant, IndexAt):
-        launch = plan_index_at(INDEX_SHAPE, gradient=variant.op == "index_at_bwd")
+    elif isinstance(variant, IndexerScoresAt):
+        launch = plan_index_at(INDEX_SHAPE, gradient=variant.op == "indexer_scores_at_bwd")
     elif isinstance(variant, Probabilities):
         launch = plan_probabilities({"b": 2, "s_q": 70, "h_q": 8, "s_kv": 150, "topk": 100})
     elif isinstance(variant, Rope | NormRope):
         launch = plan_rope(variant.family, {"b": 2, "s": 70, "heads": 8, "d": 512}, 1.0, tile_m=32)
-    elif isinstance(variant, DenseBackward):
+    elif isinstance(variant, MhaBackward):
         launch = plan_dense_backward(variant, shape)
-    elif isinstance(variant, RowSpans):
-        launch = plan_row_spans(shape)
+    elif isinstance(variant, TileSpans):
+        launch = plan_tile_spans(shape)
     else:
         launch = plan_combine(shape._replace(splits=3)) if isinstance(variant, Combine) else plan(variant, shape)
     assert {name: len(blob) for name, blob in launch.params.items()} == {p.name: p.bytes for p in variant.params}
@@ -149,10 +161,10 @@ def test_an_edit_of_one_kernel_s_module_makes_its_variants_stale_alone(tmp_path,
     monkeypatch.setattr(build, "ROOT", tmp_path)
     before = {v: build.digest(v) for v in VARIANTS}
     for module, wanted in (
-        ("sm90/few_heads/column_softmax.py", lambda v: v.module == FEW_HEADS),
-        ("sm90/latent/packed.py", lambda v: v.module == LATENT),
+        ("sm90/mla_few_heads/fwd/column_softmax.py", lambda v: v.module == MLA_FEW_HEADS),
+        ("sm90/mla/fwd/packed.py", lambda v: v.module == MLA),
         ("sm100/fwd/tcgen05.py", lambda v: v.arch == "sm_100a"),
-        ("sm90/combine.py", lambda v: isinstance(v, Combine)),
+        ("sm90/combine/kernel.py", lambda v: isinstance(v, Combine)),
         ("variants.py", lambda v: False),
         ("lib/ptx.py", lambda v: True),
     ):
@@ -166,12 +178,14 @@ def test_an_edit_of_one_kernel_s_module_makes_its_variants_stale_alone(tmp_path,
 
 def test_kernels_share_modules_of_lib_alone():
     """So an edit of any other module makes the variants of one kernel stale, except for these two."""
-    shared = {"kernels.sm90.index_at": "kernels.sm90.index_scores", FEW_HEADS_BACKWARD: "kernels.sm90.latent_bwd"}
+    shared = {
+        "kernels.sm90.indexer.scores_at.kernel": "kernels.sm90.indexer.scores",
+        MLA_FEW_HEADS_BACKWARD: "kernels.sm90.mla.bwd",
+    }
     for module in {v.module for v in VARIANTS}:
         files = {path.relative_to(ROOT) for path in build.modules(module, ROOT) if path.name != "__init__.py"}
         modules = {".".join(path.with_suffix("").parts) for path in files if path.parts[1] != "lib"}
-        folder = module.rpartition(".")[0]
-        home = module if folder.count(".") == 1 else folder  # kernels.sm90.fwd; kernels.sm90.bwd.key_gradients
+        home = module.rpartition(".")[0]
         others = {m for m in modules if m.count(".") > 1 and not f"{m}.".startswith(f"{home}.")}
         allowed = shared.get(module, "none")
         assert all(f"{m}.".startswith(f"{allowed}.") for m in others), (module, others)
@@ -182,18 +196,79 @@ def test_kernels_share_modules_of_lib_alone():
 @pytest.mark.slow
 def test_rebuild_is_cached_and_byte_identical(tmp_path):
     key = VARIANTS[0].key
-    command = ("-m", "kernels.build", "--only", key, "--out")
-    first, again = python(*command, str(tmp_path / "a")), python(*command, str(tmp_path / "a"))
-    fresh = python(*command, str(tmp_path / "b"))
-    assert first.returncode == again.returncode == fresh.returncode == 0, first.stderr + again.stderr + fresh.stderr
-    assert "0 up to date, 1 to compile" in first.stdout and f"[1/1] {key}: " in first.stdout
-    assert "1 up to date, 0 to compile" in again.stdout
-    a, b = ((tmp_path / out / f"{key}.cubin").read_bytes() for out in "ab")
-    assert a == b
+    clone, command = tmp_path / "clone", ("-m", "kernels.build", "--only", key, "--out")
+
+    def built(out: str, *options: str, root: Path = ROOT) -> str:
+        run = python(*command, str(tmp_path / out), *options, cwd=root, XDG_CACHE_HOME=str(tmp_path))
+        assert run.returncode == 0, run.stderr
+        return run.stdout
+
+    first = built("a")
+    assert "0 up to date, 0 from " in first and "1 to compile" in first and f"[1/1] {key}: " in first
+    assert "1 up to date, 0 from " in built("a")
+    shutil.copytree(ROOT / "kernels", clone / "kernels")
+    from_cache = built("b", root=clone)
+    assert f"0 up to date, 1 from {tmp_path}/jax_dsv4_fmha/kernels, 0 to compile" in from_cache
+    assert "0 up to date, no cache, 1 to compile" in built("c", "--no-cache")
+    a, b, c = ((tmp_path / out / f"{key}.cubin").read_bytes() for out in "abc")
+    assert a == b == c
+    assert {path.name for path in tmp_path.glob(f"a/{key}.*")} == {path.name for path in tmp_path.glob(f"b/{key}.*")}
     if _ffi.variants():
         assert a == cubin(key)
-    (tmp_path / f"a/{key}.cubin").write_bytes(a[:-1])  # a damaged cubin is compiled again
-    assert "1 to compile" in python(*command, str(tmp_path / "a")).stdout
+    (tmp_path / f"a/{key}.cubin").write_bytes(a[:-1])  # a damaged cubin is replaced
+    assert "0 up to date, 1 from " in built("a")
+    assert (tmp_path / f"a/{key}.cubin").read_bytes() == a
+
+
+def entry(folder: Path, **files: bytes) -> list[Path]:
+    folder.mkdir(exist_ok=True)
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    return [folder / name for name in files]
+
+
+def test_cache_gives_back_what_it_was_given(tmp_path):
+    cache = KernelCache(tmp_path / "cache")
+    assert not cache.take("digest", tmp_path)
+    cache.keep("digest", entry(tmp_path / "in", cubin=b"code", json=b"{}"))
+    (tmp_path / "out").mkdir()
+    assert cache.take("digest", tmp_path / "out") and not cache.take("other", tmp_path / "out")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == {"cubin": b"code", "json": b"{}"}
+    assert [path.name for path in cache.folder.iterdir()] == ["digest.zip"]
+
+
+def test_cache_ignores_a_damaged_entry(tmp_path):
+    cache = KernelCache(tmp_path / "cache")
+    cache.keep("digest", entry(tmp_path / "in", cubin=random.Random(0).randbytes(500)))
+    path = cache.folder / "digest.zip"
+    whole = path.read_bytes()
+    for damaged in (b"", whole[:10], whole[:300], whole[:-1], whole[:300] + bytes([whole[300] ^ 1]) + whole[301:]):
+        path.write_bytes(damaged)
+        assert not cache.take("digest", tmp_path / "in"), damaged
+    cache.keep("digest", entry(tmp_path / "in", cubin=b"new"))  # replaces it
+    assert cache.take("digest", tmp_path / "in")
+
+
+def test_a_wrong_cubin_in_the_cache_is_not_taken(tmp_path):
+    """An archive may be whole, and its cubin not what its record says."""
+    variant, cache = VARIANTS[0], KernelCache(tmp_path / "cache")
+    record = {"digest": build.digest(variant), "sha256": hashlib.sha256(b"right").hexdigest()}
+    files = {f"{variant.key}.cubin": b"wrong", f"{variant.key}.json": json.dumps(record).encode()}
+    cache.keep(build.digest(variant), entry(tmp_path / "in", **files))
+    (tmp_path / "out").mkdir()
+    assert build.taken(variant, tmp_path / "out", cache) is None
+    assert (tmp_path / "out" / f"{variant.key}.cubin").exists()
+
+
+def test_cache_removes_what_was_used_longest_ago(tmp_path):
+    noise = random.Random(0).randbytes(1000)
+    cache = KernelCache(tmp_path / "cache", limit=2500)
+    for n, name in enumerate(("first", "second", "third")):
+        cache.keep(name, entry(tmp_path / "in", cubin=noise))
+        os.utime(cache.folder / f"{name}.zip", (n, n))
+    assert cache.take("first", tmp_path / "in")  # it is the newest now
+    cache.evict()
+    assert {path.stem for path in cache.folder.iterdir()} == {"first", "third"}
 
 
 def test_without_the_dsl(tmp_path, without_dsl):
