@@ -205,7 +205,8 @@ def indexer() -> str:
     lanes = [(f"warpgroup {i}", group(0.5 * i)) for i in range(4)]
     row = [("load", 1, "guess"), ("scores", 1.5, "collect"), ("softmax", 1.5, "narrow"), ("store", 1.5, "emit")]
     return timeline(
-        "indexer_scores_sm90: sums under products; then indexer_topk_sm90, one CTA a row", [*lanes, ("top-k, one row", row)]
+        "indexer_scores_sm90: sums under products; then indexer_topk_sm90, one CTA a row",
+        [*lanes, ("top-k, one row", row)],
     )
 
 
@@ -262,7 +263,19 @@ def rope() -> str:
 
 DRAWN: dict[str, Callable[[], str]] = {
     f.__name__.replace("_", "-"): f
-    for f in (masks, layer, mha_forward, mla_forward, few_heads, decode, indexer, blackwell, mla_backward, mha_backward, rope)
+    for f in (
+        masks,
+        layer,
+        mha_forward,
+        mla_forward,
+        few_heads,
+        decode,
+        indexer,
+        blackwell,
+        mla_backward,
+        mha_backward,
+        rope,
+    )
 }
 
 

@@ -224,7 +224,11 @@ def indexer() -> str:
         " | cuDNN frontend, e4m3, µs | bf16, µs",
         rows,
     )
-    return first + "\n\n" + table("calls timed in one precision | µs | of the roofline | XLA / ours | cuDNN frontend, µs", others)
+    return (
+        first
+        + "\n\n"
+        + table("calls timed in one precision | µs | of the roofline | XLA / ours | cuDNN frontend, µs", others)
+    )
 
 
 def indexer_bound() -> str:

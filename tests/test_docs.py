@@ -70,7 +70,9 @@ def prose(text):
 def sentences(text):
     """The numbers of words of a text's sentences; what has no letter and no digit is not a word."""
     split = [sentence for block in prose(text) for sentence in re.split(r"(?<=[.?!])[)\]*]*\s+", block)]
-    return [len([word for word in sentence.split() if re.search(r"\w", word)]) for sentence in split if sentence.strip()]
+    return [
+        len([word for word in sentence.split() if re.search(r"\w", word)]) for sentence in split if sentence.strip()
+    ]
 
 
 @pytest.mark.parametrize("page", BRIEF, ids=lambda page: page.stem)
@@ -97,7 +99,9 @@ def test_what_was_measured_is_generated(page):
 
 @pytest.mark.parametrize("figure", ["6.8 ms", "51 % of", "3.8 TB/s", "12µs", "2.5 times as long"])
 def test_a_figure_is_found(figure):
-    assert MEASURED.search(f"It takes {figure} more.") and not MEASURED.search("128 bytes a clock, 160 keys, 5 × 1024 clocks")
+    assert MEASURED.search(f"It takes {figure} more.") and not MEASURED.search(
+        "128 bytes a clock, 160 keys, 5 × 1024 clocks"
+    )
 
 
 def test_pictures_are_what_draws_them():
@@ -144,22 +148,36 @@ def test_the_site_lists_every_page():
     assert {str(page.relative_to(ROOT / "docs")) for page in PAGES[1:]} == listed
 
 
-def test_the_tree_names_every_file():
-    """docs/architecture.md names each file of the library, the kernels and the package, and no other."""
-    page = (ROOT / "docs/architecture.md").read_text()
-    named = set(re.findall(r"\w+\.(?:py|h|cc)\b", page[: page.index("## Kernels")]))
-    folders = (
-        (ROOT / "jax_dsv4_fmha", "*.py"),
-        (ROOT / "kernels", "*.py"),
-        (ROOT / "ffi", "*.h"),
-        (ROOT / "ffi", "*.cc"),
-    )
-    files = {path.name for folder, pattern in folders for path in folder.rglob(pattern)}
-    unnamed = {name for name in files - named if not name.startswith(("__", "bench_"))}
-    others = {"abi.h", "cubins.cc"} | {
-        path.name for name in ("interpreter", "docs") for path in (ROOT / name).glob("*.py")
-    }
-    assert not unnamed and named - files <= others, (unnamed, named - files)
+def tree(page):
+    """The folders that the page's tree names, as paths; `{a,b}/` is two of them."""
+    block = page[page.index("## The tree") :].split("\n## ", 1)[0]
+    parents, named = {}, set()
+    for indent, path in re.findall(r"^( {4,})((?:[\w{},]+/)+)", block, re.M):
+        above = "".join(folder for column, folder in parents.items() if column < len(indent))
+        parents = {column: folder for column, folder in parents.items() if column < len(indent)} | {len(indent): path}
+        head, _, braces = (above + path).partition("{")
+        inner, _, tail = braces.partition("}")
+        named |= {f"{head}{one}{tail}".rstrip("/") for one in inner.split(",")}
+    return named
+
+
+def folders(*roots):
+    """Those with sources: with more than an `__init__.py`."""
+    sources = {path for root in roots for path in (ROOT / root).rglob("*") if path.suffix in (".py", ".h", ".cc")}
+    return {str(path.parent.relative_to(ROOT)) for path in sources if path.name != "__init__.py"}
+
+
+def test_the_tree_names_every_folder():
+    """docs/architecture.md names each folder of the library, the kernels, the package and the interpreter, and no other."""
+    named = tree((ROOT / "docs/architecture.md").read_text())
+    there = folders("jax_dsv4_fmha", "kernels", "ffi", "interpreter")
+    assert there - named == set()
+    assert [path for path in named if not (ROOT / path).is_dir()] == []
+
+
+def test_a_tree_is_paths():
+    page = "## The tree\n\n    a/    files/ of it\n      b/c/    more\n      b/{d,e}/   two\n    f/  g/\n\n## Next\n\n    h/\n"
+    assert tree(page) == {"a", "a/b/c", "a/b/d", "a/b/e", "f"}
 
 
 def test_the_api_page_has_every_public_name():
