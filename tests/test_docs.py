@@ -61,7 +61,7 @@ BRIEF = (*KERNELS, ROOT / "docs/architecture.md")
 
 
 def prose(text):
-    """Paragraphs and items of lists, without a bold heading in front; no tables, programs, pictures, addresses of links."""
+    """Paragraphs and items of lists, without a bold heading in front; no tables, programs, pictures or addresses."""
     text = re.sub(r"^```.*?^```|^(?: {4}|#|\||!\[|<!--).*?$", "", text, flags=re.M | re.S)
     blocks = re.split(r"\n\s*\n|\n(?=- |\d+\. )", re.sub(r"\]\([^)]*\)", "]", text))
     return [re.sub(r"^(- )?(\*\*[^*]+[.:]\*\*)?", "", " ".join(block.split())) for block in blocks if block.strip()]
@@ -84,8 +84,8 @@ def test_a_page_is_short_and_so_are_its_sentences(page):
 
 
 def test_what_a_sentence_is():
-    text = "# No words here\n\nOne two [three](four.md).\nHere\nare four more.\n\n- **Few.** Two words.\n- an item = 1\n- b\n\n    a = 1\n| c |\n"
-    assert sentences(text) == [3, 4, 2, 3, 1]
+    lines = ["# No words here", "", "One two [three](four.md).", "Here", "are four more.", "", "- **Few.** Two words."]
+    assert sentences("\n".join([*lines, "- an item = 1", "- b", "", "    a = 1", "| c |", ""])) == [3, 4, 2, 3, 1]
 
 
 MEASURED = re.compile(r"\d ?(?:[µmn]s|%|[TG]B/s|[TGM]FLOP/s|[GM]Hz|bytes a ns)(?!\w)|\d times as (?:long|fast)")
@@ -168,7 +168,7 @@ def folders(*roots):
 
 
 def test_the_tree_names_every_folder():
-    """docs/architecture.md names each folder of the library, the kernels, the package and the interpreter, and no other."""
+    """docs/architecture.md names each folder of package, kernels, ffi and interpreter, and none that is not there."""
     named = tree((ROOT / "docs/architecture.md").read_text())
     there = folders("jax_dsv4_fmha", "kernels", "ffi", "interpreter")
     assert there - named == set()
@@ -176,8 +176,8 @@ def test_the_tree_names_every_folder():
 
 
 def test_a_tree_is_paths():
-    page = "## The tree\n\n    a/    files/ of it\n      b/c/    more\n      b/{d,e}/   two\n    f/  g/\n\n## Next\n\n    h/\n"
-    assert tree(page) == {"a", "a/b/c", "a/b/d", "a/b/e", "f"}
+    lines = ["## The tree", "", "    a/    files/ of it", "      b/c/    more", "      b/{d,e}/   two", "    f/  g/"]
+    assert tree("\n".join([*lines, "", "## Next", "    h/"])) == {"a", "a/b/c", "a/b/d", "a/b/e", "f"}
 
 
 def test_the_api_page_has_every_public_name():
