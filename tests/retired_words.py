@@ -120,8 +120,12 @@ def cpp_identifiers(source: str) -> set[str]:
     return {word for token in code for word in (in_string(token[1:-1]) if token.startswith('"') else [token])}
 
 
-def come_back(path: Path, source: str, words: Iterable[Retired]) -> list[str]:
-    """What a file, its path relative to the repository, says with retired words."""
-    identifiers = python_identifiers(source) if path.suffix == ".py" else cpp_identifiers(source)
-    found = identifiers | {part.split(".")[0] for part in path.parts}
-    return [f"{path}: {name} is retired, say {r.new}" for name in sorted(found) for r in retired(name, path, words)]
+def identifiers(path: Path, source: str) -> set[str]:
+    """Those of a file, and of its path relative to the repository."""
+    found = python_identifiers(source) if path.suffix == ".py" else cpp_identifiers(source)
+    return found | {part.split(".")[0] for part in path.parts}
+
+
+def come_back(path: Path, names: Iterable[str], words: Iterable[Retired]) -> list[str]:
+    """Which of a file's identifiers are retired words."""
+    return [f"{path}: {name} is retired, say {r.new}" for name in sorted(names) for r in retired(name, path, words)]
