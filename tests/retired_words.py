@@ -6,7 +6,7 @@ kernels are, and in names of files and folders. Prose may use it: comments, docs
 
 import ast
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -92,10 +92,6 @@ RETIRED = (
 )
 
 
-def retired(identifier: str, path: Path, words: Iterable[Retired]) -> Iterator[Retired]:
-    return (r for r in words if fnmatchcase(identifier, r.word) and any(map(path.is_relative_to, r.folders)))
-
-
 def in_string(text: str) -> list[str]:
     return [] if re.search(r"\s", text) else re.findall(r"[A-Za-z_]\w*", text)
 
@@ -128,4 +124,6 @@ def identifiers(path: Path, source: str) -> set[str]:
 
 def come_back(path: Path, names: Iterable[str], words: Iterable[Retired]) -> list[str]:
     """Which of a file's identifiers are retired words."""
-    return [f"{path}: {name} is retired, say {r.new}" for name in sorted(names) for r in retired(name, path, words)]
+    here = [r for r in words if any(map(path.is_relative_to, r.folders))]
+    found = ((name, r) for name in sorted(names) for r in here if fnmatchcase(name, r.word))
+    return [f"{path}: {name} is retired, say {r.new}" for name, r in found]
