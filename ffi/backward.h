@@ -72,8 +72,8 @@ struct Backward {
 
   ffi::Error Find(const Device& device, const AttentionShape& shape, Launcher** launcher) const {
     const RowShape& rows = shape.rows;
-    const BackwardChoices call{
-        .d = rows.d, .dtype = q.dtype, .shared_kv = shared_kv, .deterministic = deterministic(), .max_heads = rows.h_q};
+    const MlaBackwardChoices call{
+        .d = rows.d, .dtype = q.dtype, .deterministic = deterministic(), .max_heads = rows.h_q};
     return LookUp(op, device, call, launcher);
   }
 
@@ -105,7 +105,7 @@ struct Backward {
                          .sources = {},
                          .dkv = {}};
     for (int i = 0; i < count; ++i) at.sources[i] = sources.items[i].at(), at.dkv[i] = dkv[i].data;
-    Plan<BackwardArguments> plan;
+    Plan<MlaBackwardArguments> plan;
     if (std::string error = PlanBackward(shape, scale, launcher->TilesOn(device), at, &plan); !error.empty()) {
       return ffi::Error::InvalidArgument(std::string(op) + ": " + error);
     }

@@ -19,9 +19,9 @@ struct BackwardAddresses {
 
 // Returns why it cannot plan the launch: empty on success.
 inline std::string PlanBackward(const AttentionShape& shape, float scale, const Tiles& tiles,
-                                const BackwardAddresses& at, Plan<BackwardArguments>* plan) {
+                                const BackwardAddresses& at, Plan<MlaBackwardArguments>* plan) {
   Tiling n;
-  BackwardArguments& x = plan->arguments;
+  MlaBackwardArguments& x = plan->arguments;
   if (std::string error = CutRows(shape.rows, tiles, &n); !error.empty()) return error;
   if (std::string error = BadScale(scale); !error.empty()) return error;
   for (int i = 0; i < shape.source_count; ++i) {

@@ -76,18 +76,18 @@ struct DenseBackward {
   bool Adds() const { return dq.dtype == ffi::DataType::F32; }
 
   struct Kernels {
-    Launcher* row_spans = nullptr;
+    Launcher* tile_spans = nullptr;
     Launcher* keys = nullptr;
     Launcher* rows = nullptr;  // none where that of keys makes all
   };
 
   ffi::Error Find(const Device& device, const AttentionShape& shape, Kernels* kernels) const {
-    const DenseBackwardChoices call{.d = shape.rows.d, .dtype = q.dtype};
-    ffi::Error error = LookUp("row_spans", device, RowSpansChoices{}, &kernels->row_spans);
+    const MhaBackwardChoices call{.d = shape.rows.d, .dtype = q.dtype};
+    ffi::Error error = LookUp("tile_spans", device, TileSpansChoices{}, &kernels->tile_spans);
     if (error.failure()) return error;
-    error = LookUp(Adds() ? "all_gradients" : "key_gradients", device, call, &kernels->keys);
+    error = LookUp(Adds() ? "mha_dqdkdv" : "mha_dkdv", device, call, &kernels->keys);
     if (error.failure() || Adds()) return error;
-    return LookUp("row_gradients", device, call, &kernels->rows);
+    return LookUp("mha_dq", device, call, &kernels->rows);
   }
 
   ffi::Error Initialize(int ordinal) const {
@@ -95,8 +95,8 @@ struct DenseBackward {
     Kernels kernels;
     if (ffi::Error error = Check(&shape); error.failure()) return error;
     if (ffi::Error error = Find(GetDevice(ordinal), shape, &kernels); error.failure()) return error;
-    if (Adds()) return Load(ordinal, {kernels.row_spans, kernels.keys});
-    return Load(ordinal, {kernels.row_spans, kernels.keys, kernels.rows});
+    if (Adds()) return Load(ordinal, {kernels.tile_spans, kernels.keys});
+    return Load(ordinal, {kernels.tile_spans, kernels.keys, kernels.rows});
   }
 
   ffi::Error Execute(CUstream stream, int ordinal) const {
@@ -129,16 +129,16 @@ struct DenseBackward {
                                     .dv = shared_kv ? nullptr : dv.data,
                                     .sums = Adds() ? dq.data : nullptr};
     auto refused = [&](const std::string& why) { return ffi::Error::InvalidArgument(std::string(op) + ": " + why); };
-    Plan<RowSpansArguments> spans;
-    std::string error = PlanRowSpans(shape.rows, kernels.keys->tile_m, kernels.row_spans->tile_n, at, &spans);
+    Plan<TileSpansArguments> spans;
+    std::string error = PlanTileSpans(shape.rows, kernels.keys->tile_m, kernels.tile_spans->tile_n, at, &spans);
     if (!error.empty()) return refused(error);
-    if (ffi::Error failed = Launch(kernels.row_spans, stream, ordinal, spans); failed.failure()) return failed;
+    if (ffi::Error failed = Launch(kernels.tile_spans, stream, ordinal, spans); failed.failure()) return failed;
     if (Adds()) {
       if (ffi::Error error = Zero(dq.data, Elements(dq.dimensions), stream); error.failure()) return error;
     }
     for (Launcher* launcher : {kernels.keys, kernels.rows}) {
       if (launcher == nullptr) continue;
-      Plan<DenseBackwardArguments> plan;
+      Plan<MhaBackwardArguments> plan;
       error = PlanDenseBackward(shape.rows, shape.sources[0].s_kv, scale, launcher == kernels.keys,
                                 launcher->TilesOn(device), at, &plan);
       if (!error.empty()) return refused(error);

@@ -25,10 +25,10 @@ inline std::string CutDenseRows(const RowShape& shape, int32_t tile_m, Tiling* n
 
 // Which keys the tiles of tile_m rows see; a CTA finds it for `tiles_of_cta` of them.  Returns why it cannot: empty on
 // success.
-inline std::string PlanRowSpans(const RowShape& shape, int32_t tile_m, int32_t tiles_of_cta,
-                                const DenseBackwardAddresses& at, Plan<RowSpansArguments>* plan) {
+inline std::string PlanTileSpans(const RowShape& shape, int32_t tile_m, int32_t tiles_of_cta,
+                                const DenseBackwardAddresses& at, Plan<TileSpansArguments>* plan) {
   Tiling n;
-  RowSpansArguments& x = plan->arguments;
+  TileSpansArguments& x = plan->arguments;
   if (std::string error = CutDenseRows(shape, tile_m, &n); !error.empty()) return error;
   plan->grid = U32(CeilDiv(shape.b * n.tiles_inner * n.tiles_outer, tiles_of_cta));
   SetTiling(shape, n, &x);
@@ -39,9 +39,9 @@ inline std::string PlanRowSpans(const RowShape& shape, int32_t tile_m, int32_t t
 // The gradients of keys, of all, or those of rows, by a kernel with these tiles.  Returns why it cannot: empty on
 // success.
 inline std::string PlanDenseBackward(const RowShape& shape, int64_t s_kv, float scale, bool of_keys, const Tiles& tiles,
-                                     const DenseBackwardAddresses& at, Plan<DenseBackwardArguments>* plan) {
+                                     const DenseBackwardAddresses& at, Plan<MhaBackwardArguments>* plan) {
   Tiling n;
-  DenseBackwardArguments& x = plan->arguments;
+  MhaBackwardArguments& x = plan->arguments;
   if (std::string error = CutDenseRows(shape, tiles.tile_m, &n); !error.empty()) return error;
   if (std::string error = BadScale(scale); !error.empty()) return error;
   if (std::string error = OutOfRange("s_kv", s_kv); !error.empty()) return error;

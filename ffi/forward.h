@@ -60,7 +60,7 @@ struct Forward {
   // A kernel that does not split keys gets all of them.
   ffi::Error Find(const Device& device, AttentionShape* shape, Kernels* kernels) const {
     RowShape& rows = shape->rows;
-    const ForwardChoices call{.d = rows.d, .dtype = q.dtype, .shared_kv = shared_kv, .max_heads = rows.h_q};
+    const ForwardChoices call{.d = rows.d, .dtype = q.dtype, .max_heads = rows.h_q};
     if (ffi::Error error = LookUp(op, device, call, &kernels->forward); error.failure()) return error;
     if (!kernels->forward->splits) rows.splits = 1;
     if (rows.splits == 1) return ffi::Error::Success();

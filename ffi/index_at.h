@@ -10,7 +10,7 @@
 
 namespace dsv4_fmha {
 
-struct IndexAt {
+struct IndexerScoresAt {
   const char* op;
   Operand q, k, weights, indices;
   Operand scores{};
@@ -32,7 +32,7 @@ struct IndexAt {
   }
 
   ffi::Error Find(int ordinal, Launcher** launcher) const {
-    const IndexAtChoices call{.heads = q.dimensions[2], .dtype = q.dtype};
+    const IndexerScoresAtChoices call{.heads = q.dimensions[2], .dtype = q.dtype};
     return LookUp(op, GetDevice(ordinal), call, launcher);
   }
 
@@ -54,7 +54,7 @@ struct IndexAt {
   }
 };
 
-struct ScoresAt : IndexAt {
+struct ScoresAt : IndexerScoresAt {
   using Results = TypeList<ffi::Result<ffi::Buffer<ffi::F32, 3>>>;
 
   template <typename Scores>
@@ -64,17 +64,17 @@ struct ScoresAt : IndexAt {
 
   ffi::Error Initialize(int ordinal) const {
     IndexAtShape shape;
-    return IndexAt::Initialize(ordinal, Check({}, &shape));
+    return IndexerScoresAt::Initialize(ordinal, Check({}, &shape));
   }
 
   ffi::Error Execute(CUstream stream, int ordinal) const {
     IndexAtShape shape;
     if (ffi::Error error = Check({}, &shape); error.failure()) return error;
-    return IndexAt::Execute(stream, ordinal, shape, {});
+    return IndexerScoresAt::Execute(stream, ordinal, shape, {});
   }
 };
 
-struct ScoresAtGradient : IndexAt {
+struct ScoresAtGradient : IndexerScoresAt {
   Operand dq{}, dk{}, dweights{};
 
   using Results = TypeList<ffi::Result<ffi::AnyBuffer>, ffi::Result<ffi::Buffer<ffi::F32, 3>>,
@@ -96,7 +96,7 @@ struct ScoresAtGradient : IndexAt {
 
   ffi::Error Initialize(int ordinal) const {
     IndexAtShape shape;
-    return IndexAt::Initialize(ordinal, CheckAll(&shape));
+    return IndexerScoresAt::Initialize(ordinal, CheckAll(&shape));
   }
 
   ffi::Error Execute(CUstream stream, int ordinal) const {
@@ -105,7 +105,7 @@ struct ScoresAtGradient : IndexAt {
     if (ffi::Error error = Zero(dk.data, Elements(dk.dimensions), stream); error.failure()) return error;
     IndexAtAddresses at{};
     at.dq = dq.data, at.dk = dk.data, at.dweights = dweights.data;
-    return IndexAt::Execute(stream, ordinal, shape, at);
+    return IndexerScoresAt::Execute(stream, ordinal, shape, at);
   }
 };
 

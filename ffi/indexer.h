@@ -3,7 +3,7 @@
 // q [b, s_q, heads, 128] and k [b, s_c, 128] of one dtype, weights f32 [b, s_q, heads], k_scale f32 [b, s_c], start and
 // stop i32 [b, s_q]; or k in pages, [pages, page, 128], or u8 [pages, page * 132] where q has 8 bits, and in place of
 // k_scale a table i32 [b, width] -> indices i32 [b, s_q, topk], values f32 [b, s_q, topk] or [b, s_q, 0], and a
-// workspace of scores f32 [rows, stride].  `index_scores` gives all scores and chooses nothing: f32 [b * blocks * queries
+// workspace of scores f32 [rows, stride].  `indexer_scores` gives all scores and chooses nothing: f32 [b * blocks * queries
 // of a block, stride].  `topk` takes given scores f32 [b, s_q, s_c] instead.
 #pragma once
 
@@ -84,8 +84,8 @@ struct Scored {
     expect.Shape(start, {b, s_q});
     expect.Shape(stop, {b, s_q});
     if (expect.error().failure()) return expect.error();
-    const IndexScoresChoices call{.heads = heads, .dtype = q.dtype, .paged = paged};
-    if (ffi::Error error = LookUp("index_scores", GetDevice(ordinal), call, kernel); error.failure()) return error;
+    const IndexerScoresChoices call{.heads = heads, .dtype = q.dtype, .paged = paged};
+    if (ffi::Error error = LookUp("indexer_scores", GetDevice(ordinal), call, kernel); error.failure()) return error;
     *shape = {.b = b,
               .s_q = s_q,
               .s_c = s_c,
@@ -164,7 +164,7 @@ struct Indexer : Scored, Chosen {
     Expect(shape->b, shape->s_q, &expect);
     if (expect.error().failure()) return expect.error();
     shape->topk = indices.dimensions[2], shape->wants_values = values.dimensions[2] != 0;
-    return LookUp("topk", GetDevice(ordinal), TopkChoices{.max_topk = shape->topk}, &kernels->topk);
+    return LookUp("indexer_topk", GetDevice(ordinal), TopkChoices{.max_topk = shape->topk}, &kernels->topk);
   }
 
   ffi::Error Initialize(int ordinal) const {
@@ -228,7 +228,7 @@ struct TopK : Chosen, OneLaunch<TopK> {
               .queries = 1,
               .stride = s_c,
               .wants_values = values.dimensions[2] != 0};
-    return LookUp("topk", GetDevice(ordinal), TopkChoices{.max_topk = shape->topk}, kernel);
+    return LookUp("indexer_topk", GetDevice(ordinal), TopkChoices{.max_topk = shape->topk}, kernel);
   }
 
   auto PlanOf(const IndexShape& shape, const Tiles&) const {

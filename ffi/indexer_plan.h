@@ -77,7 +77,7 @@ inline int64_t IndexSplits(int64_t blocks, int64_t tiles, int64_t processors) {
 }
 
 // The launch that scores `count` blocks from `first` on.
-inline Plan<IndexScoresArguments> PlanIndexScores(const IndexShape& shape, const Tiles& tiles, int64_t first,
+inline Plan<IndexerScoresArguments> PlanIndexScores(const IndexShape& shape, const Tiles& tiles, int64_t first,
                                                   int64_t count, const IndexAddresses& at) {
   const int64_t row = kIndexDim * ElementBytes(shape.type), columns = U32(128 / ElementBytes(shape.type));
   const int64_t rows = shape.b * shape.s_q * shape.heads;
@@ -168,7 +168,7 @@ inline std::string CheckIndexAtShape(const IndexAtShape& shape) {
   return b > kMaxExtent / s_q ? TooLarge("b * s_q", b * s_q, kMaxExtent) : "";
 }
 
-inline Plan<IndexAtArguments> PlanIndexAt(const IndexAtShape& shape, const IndexAtAddresses& at) {
+inline Plan<IndexerScoresAtArguments> PlanIndexAt(const IndexAtShape& shape, const IndexAtAddresses& at) {
   return {.grid = U32(shape.b * shape.s_q),
           .arguments = {.q = at.q,
                         .k = at.k,

@@ -103,7 +103,7 @@ int dsv4_fmha_plan_forward(const char* layout, const AttentionShape* shape, floa
 // The same for its gradient.
 int dsv4_fmha_plan_backward(const char* layout, const AttentionShape* shape, float scale, const Tiles* tiles,
                             const BackwardAddresses* addresses, ShownLaunch* out, char* error, size_t error_bytes) {
-  Plan<BackwardArguments> plan;
+  Plan<MlaBackwardArguments> plan;
   const std::string reason = PlanBackward(*shape, scale, *tiles, *addresses, &plan);
   return Show(layout, plan, reason, out, error, error_bytes);
 }
@@ -112,19 +112,19 @@ int dsv4_fmha_plan_backward(const char* layout, const AttentionShape* shape, flo
 int dsv4_fmha_plan_dense_backward(const char* layout, const AttentionShape* shape, float scale, bool of_keys,
                                   const Tiles* tiles, const DenseBackwardAddresses* addresses, ShownLaunch* out,
                                   char* error, size_t error_bytes) {
-  Plan<DenseBackwardArguments> plan;
+  Plan<MhaBackwardArguments> plan;
   const std::string reason =
       PlanDenseBackward(shape->rows, shape->sources[0].s_kv, scale, of_keys, *tiles, *addresses, &plan);
   return Show(layout, plan, reason, out, error, error_bytes);
 }
 
 // The launch before that one.
-int dsv4_fmha_plan_row_spans(const RowShape* shape, int32_t tile_m, int32_t tiles_of_cta,
+int dsv4_fmha_plan_tile_spans(const RowShape* shape, int32_t tile_m, int32_t tiles_of_cta,
                              const DenseBackwardAddresses* addresses, ShownLaunch* out, char* error,
                              size_t error_bytes) {
-  Plan<RowSpansArguments> plan;
-  const std::string reason = PlanRowSpans(*shape, tile_m, tiles_of_cta, *addresses, &plan);
-  return Show("row_spans", plan, reason, out, error, error_bytes);
+  Plan<TileSpansArguments> plan;
+  const std::string reason = PlanTileSpans(*shape, tile_m, tiles_of_cta, *addresses, &plan);
+  return Show("tile_spans", plan, reason, out, error, error_bytes);
 }
 
 // The launch after attention where keys are split: each of this many threads merges `columns` of a row.

@@ -24,8 +24,8 @@ using Numbers = ffi::Buffer<ffi::F32, 1>;
 using Scale = ffi::Attr<float, kScale>;
 using Op = ffi::Attr<std::string_view, kOp>;
 
-Forward Fwd(Array q, Array k, Array v, PerQuery start, PerQuery stop, PerHead sink, Scale scale) {
-  return {.op = "fwd",
+Forward MhaFwd(Array q, Array k, Array v, PerQuery start, PerQuery stop, PerHead sink, Scale scale) {
+  return {.op = "mha_fwd",
           .shared_kv = false,
           .kv_heads = true,
           .q = {"q", q},
@@ -34,8 +34,8 @@ Forward Fwd(Array q, Array k, Array v, PerQuery start, PerQuery stop, PerHead si
           .scale = *scale};
 }
 
-Forward FwdSharedKv(Array q, Array kv, PerQuery start, PerQuery stop, PerHead sink, Scale scale) {
-  return {.op = "fwd",
+Forward MlaSpanFwd(Array q, Array kv, PerQuery start, PerQuery stop, PerHead sink, Scale scale) {
+  return {.op = "mla_span_fwd",
           .shared_kv = true,
           .kv_heads = true,
           .q = {"q", q},
@@ -55,23 +55,23 @@ Forward OverLatents(const char* op, Array& q, Sources sources, PerHead& sink, Sc
           .scale = *scale};
 }
 
-Forward SparseFwd(Array q, Array kv, PerQueryList indices, PerQuery length, PerHead sink, Scale scale) {
+Forward MlaSparseFwd(Array q, Array kv, PerQueryList indices, PerQuery length, PerHead sink, Scale scale) {
   const Source keys = LatentSelection({"kv", kv}, {"indices", indices}, {"length", length});
-  return OverLatents("sparse_fwd", q, {keys}, sink, scale);
+  return OverLatents("mla_sparse_fwd", q, {keys}, sink, scale);
 }
 
-Forward Dsv4SparseFwd(Array q, Array window_kv, PerQuery start, PerQuery stop, Array kv, PerQueryList indices,
+Forward CsaFwd(Array q, Array window_kv, PerQuery start, PerQuery stop, Array kv, PerQueryList indices,
                       PerQuery length, PerHead sink, Scale scale) {
   const Source window = LatentSpan({"window_kv", window_kv}, {"start", start}, {"stop", stop});
   const Source keys = LatentSelection({"kv", kv}, {"indices", indices}, {"length", length});
-  return OverLatents("dsv4_sparse_fwd", q, {window, keys}, sink, scale);
+  return OverLatents("csa_fwd", q, {window, keys}, sink, scale);
 }
 
-Forward Dsv4DenseFwd(Array q, Array window_kv, PerQuery start, PerQuery stop, Array kv, PerQuery start2, PerQuery stop2,
+Forward HcaFwd(Array q, Array window_kv, PerQuery start, PerQuery stop, Array kv, PerQuery start2, PerQuery stop2,
                      PerHead sink, Scale scale) {
   const Source window = LatentSpan({"window_kv", window_kv}, {"start", start}, {"stop", stop});
   const Source keys = LatentSpan({"kv", kv}, {"start2", start2}, {"stop2", stop2});
-  return OverLatents("dsv4_dense_fwd", q, {window, keys}, sink, scale);
+  return OverLatents("hca_fwd", q, {window, keys}, sink, scale);
 }
 
 // Both pools are like q, unless the op is one over packed keys.
@@ -109,41 +109,41 @@ Backward<count> OfLatents(const char* op, bool kv_heads, Array& q, Array& dout, 
   return call;
 }
 
-Backward<1> Bwd(Array q, Array dout, PerRow lse, PerRow weight, PerRow delta, Numbers resolution, Array kv,
+Backward<1> MlaSpanBwd(Array q, Array dout, PerRow lse, PerRow weight, PerRow delta, Numbers resolution, Array kv,
                 PerQuery start, PerQuery stop, Scale scale) {
   const Source keys = LatentSpan({"kv", kv}, {"start", start}, {"stop", stop});
-  return OfLatents("bwd", /*kv_heads=*/true, q, dout, lse, weight, delta, resolution, {keys}, scale);
+  return OfLatents("mla_span_bwd", /*kv_heads=*/true, q, dout, lse, weight, delta, resolution, {keys}, scale);
 }
 
-Backward<1> SparseBwd(Array q, Array dout, PerRow lse, PerRow weight, PerRow delta, Numbers resolution, Array kv,
+Backward<1> MlaSparseBwd(Array q, Array dout, PerRow lse, PerRow weight, PerRow delta, Numbers resolution, Array kv,
                       PerQueryList indices, PerQuery length, Scale scale) {
   const Source keys = LatentSelection({"kv", kv}, {"indices", indices}, {"length", length});
-  return OfLatents("sparse_bwd", /*kv_heads=*/false, q, dout, lse, weight, delta, resolution, {keys}, scale);
+  return OfLatents("mla_sparse_bwd", /*kv_heads=*/false, q, dout, lse, weight, delta, resolution, {keys}, scale);
 }
 
-Backward<2> Dsv4SparseBwd(Array q, Array dout, PerRow lse, PerRow weight, PerRow delta, Numbers resolution,
+Backward<2> CsaBwd(Array q, Array dout, PerRow lse, PerRow weight, PerRow delta, Numbers resolution,
                           Array window_kv, PerQuery start, PerQuery stop, Array kv, PerQueryList indices,
                           PerQuery length, Scale scale) {
   const Source window = LatentSpan({"window_kv", window_kv}, {"start", start}, {"stop", stop});
   const Source keys = LatentSelection({"kv", kv}, {"indices", indices}, {"length", length});
-  return OfLatents("dsv4_sparse_bwd", /*kv_heads=*/false, q, dout, lse, weight, delta, resolution, {window, keys},
+  return OfLatents("csa_bwd", /*kv_heads=*/false, q, dout, lse, weight, delta, resolution, {window, keys},
                    scale);
 }
 
-Backward<2> Dsv4DenseBwd(Array q, Array dout, PerRow lse, PerRow weight, PerRow delta, Numbers resolution,
+Backward<2> HcaBwd(Array q, Array dout, PerRow lse, PerRow weight, PerRow delta, Numbers resolution,
                          Array window_kv, PerQuery start, PerQuery stop, Array kv, PerQuery start2, PerQuery stop2,
                          Scale scale) {
   const Source window = LatentSpan({"window_kv", window_kv}, {"start", start}, {"stop", stop});
   const Source keys = LatentSpan({"kv", kv}, {"start2", start2}, {"stop2", stop2});
-  return OfLatents("dsv4_dense_bwd", /*kv_heads=*/false, q, dout, lse, weight, delta, resolution, {window, keys},
+  return OfLatents("hca_bwd", /*kv_heads=*/false, q, dout, lse, weight, delta, resolution, {window, keys},
                    scale);
 }
 
 // ---- gradients where K and V are apart, or one array that the same kernels read twice
 
-DenseBackward<false> DenseBwd(Array q, Array dout, PerRow lse, PerRow weight, PerRow delta, Array k, Array v,
+DenseBackward<false> MhaBwd(Array q, Array dout, PerRow lse, PerRow weight, PerRow delta, Array k, Array v,
                               PerQuery start, PerQuery stop, Scale scale) {
-  return {.op = "dense_bwd",
+  return {.op = "mha_bwd",
           .q = {"q", q},
           .dout = {"do", dout},
           .lse = {"lse", lse},
@@ -153,9 +153,9 @@ DenseBackward<false> DenseBwd(Array q, Array dout, PerRow lse, PerRow weight, Pe
           .scale = *scale};
 }
 
-DenseBackward<true> DenseBwdSharedKv(Array q, Array dout, PerRow lse, PerRow weight, PerRow delta, Array kv,
+DenseBackward<true> MhaBwdSharedKv(Array q, Array dout, PerRow lse, PerRow weight, PerRow delta, Array kv,
                                      PerQuery start, PerQuery stop, Scale scale) {
-  return {.op = "dense_bwd",
+  return {.op = "mha_bwd",
           .q = {"q", q},
           .dout = {"do", dout},
           .lse = {"lse", lse},
@@ -182,7 +182,7 @@ Indexer LightningIndexer(Array q, Array k, PerQueryHead weights, PerKey k_scale,
   return OverKeys<Indexer>(q, k, weights, k_scale, start, stop);
 }
 
-AllScores IndexScores(Array q, Array k, PerQueryHead weights, PerKey k_scale, PerQuery start, PerQuery stop,
+AllScores IndexerScores(Array q, Array k, PerQueryHead weights, PerKey k_scale, PerQuery start, PerQuery stop,
                       ffi::Attr<int64_t, kSkip> skip) {
   AllScores call = OverKeys<AllScores>(q, k, weights, k_scale, start, stop);
   call.skip = *skip;
@@ -199,7 +199,7 @@ Indexer PagedLightningIndexer(Array q, Array pool, PerQueryHead weights, PerQuer
 
 ScoresAt IndexScoresAt(Array q, Array k, PerQueryHead weights, PerQueryList indices) {
   ScoresAt call;
-  call.op = "index_at";
+  call.op = "indexer_scores_at";
   call.q = {"q", q}, call.k = {"k", k}, call.weights = {"weights", weights}, call.indices = {"indices", indices};
   return call;
 }
@@ -207,7 +207,7 @@ ScoresAt IndexScoresAt(Array q, Array k, PerQueryHead weights, PerQueryList indi
 ScoresAtGradient IndexScoresAtGradient(Array q, Array k, PerQueryHead weights, PerQueryList indices,
                                        ffi::Buffer<ffi::F32, 3> dscores) {
   ScoresAtGradient call;
-  call.op = "index_at_bwd";
+  call.op = "indexer_scores_at_bwd";
   call.q = {"q", q}, call.k = {"k", k}, call.weights = {"weights", weights}, call.indices = {"indices", indices};
   call.scores = {"dscores", dscores};
   return call;
@@ -256,25 +256,25 @@ RopeAfterNorm NormRopeGradient(Array x, PerRow table, Array dy, ffi::Attr<float,
 #pragma GCC visibility push(default)
 extern "C" {
 
-DSV4_FMHA_TARGET(fwd, Fwd)
-DSV4_FMHA_TARGET(fwd_shared_kv, FwdSharedKv)
-DSV4_FMHA_TARGET(sparse_fwd, SparseFwd)
-DSV4_FMHA_TARGET(dsv4_sparse_fwd, Dsv4SparseFwd)
-DSV4_FMHA_TARGET(dsv4_dense_fwd, Dsv4DenseFwd)
+DSV4_FMHA_TARGET(mha_fwd, MhaFwd)
+DSV4_FMHA_TARGET(mla_span_fwd, MlaSpanFwd)
+DSV4_FMHA_TARGET(mla_sparse_fwd, MlaSparseFwd)
+DSV4_FMHA_TARGET(csa_fwd, CsaFwd)
+DSV4_FMHA_TARGET(hca_fwd, HcaFwd)
 DSV4_FMHA_TARGET(dsv4_decode, Dsv4Decode)
-DSV4_FMHA_TARGET(bwd, Bwd)
-DSV4_FMHA_TARGET(sparse_bwd, SparseBwd)
-DSV4_FMHA_TARGET(dsv4_sparse_bwd, Dsv4SparseBwd)
-DSV4_FMHA_TARGET(dsv4_dense_bwd, Dsv4DenseBwd)
-DSV4_FMHA_TARGET(dense_bwd, DenseBwd)
-DSV4_FMHA_TARGET(dense_bwd_shared_kv, DenseBwdSharedKv)
+DSV4_FMHA_TARGET(mla_span_bwd, MlaSpanBwd)
+DSV4_FMHA_TARGET(mla_sparse_bwd, MlaSparseBwd)
+DSV4_FMHA_TARGET(csa_bwd, CsaBwd)
+DSV4_FMHA_TARGET(hca_bwd, HcaBwd)
+DSV4_FMHA_TARGET(mha_bwd, MhaBwd)
+DSV4_FMHA_TARGET(mha_bwd_shared_kv, MhaBwdSharedKv)
 DSV4_FMHA_TARGET(lightning_indexer, LightningIndexer)
 DSV4_FMHA_TARGET(paged_lightning_indexer, PagedLightningIndexer)
-DSV4_FMHA_TARGET(index_scores, IndexScores)
-DSV4_FMHA_TARGET(topk, ChooseTopK)
+DSV4_FMHA_TARGET(indexer_scores, IndexerScores)
+DSV4_FMHA_TARGET(indexer_topk, ChooseTopK)
 DSV4_FMHA_TARGET(head_summed_probabilities, Probabilities)
-DSV4_FMHA_TARGET(index_at, IndexScoresAt)
-DSV4_FMHA_TARGET(index_at_bwd, IndexScoresAtGradient)
+DSV4_FMHA_TARGET(indexer_scores_at, IndexScoresAt)
+DSV4_FMHA_TARGET(indexer_scores_at_bwd, IndexScoresAtGradient)
 DSV4_FMHA_TARGET(rope, Rope)
 DSV4_FMHA_TARGET(norm_rope, NormRope)
 DSV4_FMHA_TARGET(norm_rope_bwd, NormRopeGradient)

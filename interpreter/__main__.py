@@ -1,10 +1,10 @@
 """Run a kernel of this build on the CPU, and show who did what when.
 
-    python -m interpreter fwd_sm_90a_d128_bfloat16                      a timeline of warps and barriers, as text
-    python -m interpreter fwd_sm_90a_d128_bf --plot run.svg             the same as a picture
-    python -m interpreter dsv4_dense_fwd_sm_90a_d512_bf --case mixed    another case
-    python -m interpreter fwd_sm_90a_d128_bf --seed 3                   another order of things
-    python -m interpreter fwd_sm_90a_d128_bf --ptx edited.ptx           PTX that was changed by hand
+    python -m interpreter mha_fwd_sm_90a_d128_bfloat16                      a timeline of warps and barriers, as text
+    python -m interpreter mha_fwd_sm_90a_d128_bf --plot run.svg             the same as a picture
+    python -m interpreter hca_fwd_sm_90a_d512_bf --case mixed    another case
+    python -m interpreter mha_fwd_sm_90a_d128_bf --seed 3                   another order of things
+    python -m interpreter mha_fwd_sm_90a_d128_bf --ptx edited.ptx           PTX that was changed by hand
 
 The kernel is an attention's key of kernels/variants.py, or an unambiguous part of one; it is compiled if no build has
 it. With a fault (a deadlock, a race, an access out of bounds, a wrong answer, ...) the exit status is 1, and the

@@ -42,9 +42,10 @@ class Operands:
 
     def arguments(self) -> tuple[Array | None, ...]:
         """The arguments as the `_ffi` function of the op takes them."""
-        if self.op == "fwd":
+        if self.op in ("mha_fwd", "mla_span_fwd"):
             (x,) = self.sources
-            return self.q, x.k, None if x.v is x.k else x.v, x.seen_from, x.seen_to, self.sink
+            keys_and_values = (x.k, x.v) if self.op == "mha_fwd" else (x.k,)
+            return self.q, *keys_and_values, x.seen_from, x.seen_to, self.sink
         keys = ((x.k[:, :, 0] if x.pool is None else x.pool, x.seen_from, x.seen_to) for x in self.sources)
         return self.q, *(x for source in keys for x in source), self.sink
 

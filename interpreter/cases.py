@@ -48,13 +48,13 @@ def extents(variant: Forward, tile_n: int, case: str) -> dict[str, int] | None:
             "topk": 3 * n + 9,
         },
     }
-    if variant.op == "fwd" and variant.shared_kv:
+    if variant.op == "mla_span_fwd":
         # a few keys after a pair of tiles, or after two; the last tiles of rows see more
         table["after a pair"] = {"b": 2, "s_q": 19, "s_kv": 2 * n + 22, "h_q": 8, "width": 2 * n}
         table["after two pairs"] = {"b": 1, "s_q": 20, "s_kv": 4 * n + 19, "h_q": 16, "width": EVERYTHING}
         # two tiles of rows a query: the second finds its keys where they are
         table["again"] = {"b": 1, "s_q": 4, "s_kv": 2 * n + 3, "h_q": 128, "width": n + 30}
-    if variant.op == "fwd":
+    if variant.sources == ("span",):
         # several heads of keys: a tile of rows is a box of heads x queries
         table["groups"] = {"b": 1, "s_q": 7, "s_kv": n + 40, "h_q": 12, "h_kv": 2, "width": EVERYTHING}
     if case in table:

@@ -20,23 +20,23 @@ def run(
 ) -> tuple[Array, ...]:
     """dq, dk and dv, or where one array is K and V dq and the sum of both; the kernels are by op."""
     keys, seen = x.attention.sources[0], tiles_seen(kernels, x, scale, seed=seed)
-    if "all_gradients" in kernels:
-        sums, dk, *dv = run_step(kernels["all_gradients"], x, scale, seen, seed=seed, **how)
+    if "mha_dqdkdv" in kernels:
+        sums, dk, *dv = run_step(kernels["mha_dqdkdv"], x, scale, seen, seed=seed, **how)
         return in_order(sums, scale).astype(x.attention.q.dtype), *(y.reshape(keys.k.shape) for y in (dk, *dv))
-    dk, *dv = run_step(kernels["key_gradients"], x, scale, seen, seed=seed, **how)
-    (dq,) = run_step(kernels["row_gradients"], x, scale, seen, seed=seed, **how)
+    dk, *dv = run_step(kernels["mha_dkdv"], x, scale, seen, seed=seed, **how)
+    (dq,) = run_step(kernels["mha_dq"], x, scale, seen, seed=seed, **how)
     return dq, *(part.reshape(keys.k.shape) for part in (dk, *dv))
 
 
 def in_order(sums: Array, scale: float) -> Array:
-    """dq of what `all_gradients` leaves."""
+    """dq of what `mha_dqdkdv` leaves."""
     return np.asarray(np.float32(scale) * _ffi.in_order(sums))
 
 
 def tiles_seen(kernels: Mapping[str, Kernel], x: gradients.Operands, scale: float, *, seed: int = 0) -> Array:
-    """What `row_spans` leaves for the kernel of keys."""
-    (tile_m,) = {kernels[op].facts["tile_m"] for op in ("all_gradients", "key_gradients") if op in kernels}
-    (seen,) = run_step(kernels["row_spans"], x, scale, None, seed=seed, tile_m=tile_m)
+    """What `tile_spans` leaves for the kernel of keys."""
+    (tile_m,) = {kernels[op].facts["tile_m"] for op in ("mha_dqdkdv", "mha_dkdv") if op in kernels}
+    (seen,) = run_step(kernels["tile_spans"], x, scale, None, seed=seed, tile_m=tile_m)
     return seen
 
 
@@ -63,10 +63,10 @@ def launch(
     shape = a.shape
     of_keys = {"dk": keys.k} | ({} if keys.v is keys.k else {"dv": keys.k})
     results: dict[str, Array] = {
-        "row_spans": {"seen": np.empty((shape.b, shape.s_q * (shape.h_q // shape.h_kv), 2), np.int32)},
-        "key_gradients": of_keys,
-        "all_gradients": {"sums": np.empty(a.q.shape, np.float32)} | of_keys,
-        "row_gradients": {"dq": a.q},
+        "tile_spans": {"seen": np.empty((shape.b, shape.s_q * (shape.h_q // shape.h_kv), 2), np.int32)},
+        "mha_dkdv": of_keys,
+        "mha_dqdkdv": {"sums": np.empty(a.q.shape, np.float32)} | of_keys,
+        "mha_dq": {"dq": a.q},
     }[kernel.variant.op]
     addresses = {name: memory.add(name, array) for name, array in given.items()}
     for name, like in results.items():
@@ -74,8 +74,8 @@ def launch(
             add_cleared(memory, name, like.nbytes) if name == "sums" else memory.add(name, None, like.nbytes)
         )
     tiles = {"tile_m": tile_m or kernel.facts["tile_m"], "tile_n": kernel.facts["tile_n"], "addresses": addresses}
-    if kernel.variant.op == "row_spans":
-        plan = native.plan_row_spans(shape, **tiles)
+    if kernel.variant.op == "tile_spans":
+        plan = native.plan_tile_spans(shape, **tiles)
     else:
         plan = native.plan_dense_backward(kernel.variant, shape, scale, processors=2, **tiles)
     return machine(kernel, plan, memory, **how), results

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 
 from jax_dsv4_fmha import _ffi
-from kernels.abi import Backward
+from kernels.abi import MlaBackward
 
 from .attention import Keys, answer
 from .attention import Operands as Attention
 from .attention import operands as operands_of_attention
 from .state import Array
 
-FUNCTIONS = {op: getattr(_ffi, op) for op in ("bwd", "sparse_bwd", "dsv4_sparse_bwd", "dsv4_dense_bwd")}
+FUNCTIONS = {op: getattr(_ffi, op) for op in ("mla_span_bwd", "mla_sparse_bwd", "csa_bwd", "hca_bwd")}
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Operands:
     def arguments(self) -> tuple[Array, ...]:
         """The arguments as the `_ffi` function of the op takes them."""
         a = self.attention
-        several = a.op == "bwd"  # heads of keys
-        if a.op == "fwd":
+        several = a.op == "mla_span_bwd"  # heads of keys
+        if a.op in ("mha_fwd", "mla_span_fwd"):
             (x,) = a.sources
             values = None if x.v is x.k else x.v
             return a.q, self.do, self.lse, self.weight, self.delta, x.k, values, x.seen_from, x.seen_to
@@ -40,7 +40,7 @@ class Operands:
         return a.q, self.do, self.lse, self.weight, self.delta, *(x for source in keys for x in source)
 
 
-def operands(variant: Backward, **extents: int | None) -> Operands:
+def operands(variant: MlaBackward, **extents: int | None) -> Operands:
     """Those of `attention.operands`, with cotangents of o and of lse; NaN where no key is seen."""
     return of_attention(operands_of_attention(variant, **extents), variant.d**-0.5)
 

@@ -1,7 +1,7 @@
 """A GPU's answers to a small call of every Hopper kernel of attention, recorded once and compared with since.
 
     python -m interpreter.hardware          on a machine with such a GPU; needs a built library
-    python -m interpreter.hardware --only 'dense_bwd*'         the others' records stay as they are
+    python -m interpreter.hardware --only 'mha_bwd*'         the others' records stay as they are
 
 A forward kernel runs the case "tiles", with keys whole, and split, where `combine` merges what it leaves; the kernels
 of a gradient run a case of their own. The record keeps lse whole, every 11th row of o, every 97th number of a gradient,
@@ -27,7 +27,7 @@ from unittest import mock
 import numpy as np
 
 from jax_dsv4_fmha import _ffi
-from kernels.abi import Backward, DenseBackward, Forward
+from kernels.abi import Forward, MhaBackward, MlaBackward
 from kernels.variants import VARIANTS
 
 from . import attention, cases, gradients, native
@@ -91,20 +91,20 @@ class AttentionRun:
 class GradientRun:
     """dq, and for every source dkv, of a backward kernel; or dq, dk and dv of the kernels for K and V apart."""
 
-    variant: Backward | DenseBackward
+    variant: MlaBackward | MhaBackward
 
     @property
     def is_dense(self) -> bool:
-        return isinstance(self.variant, DenseBackward)
+        return isinstance(self.variant, MhaBackward)
 
     @property
     def name(self) -> str:
-        return self.variant.key.replace("row_gradients", "dense_bwd")
+        return self.variant.key.replace("mha_dq", "mha_bwd")
 
     @property
     def sums_rows(self) -> bool:
         """Whether dq is a sum in any order, not the gradients of keys."""
-        return self.variant.op == "all_gradients"
+        return self.variant.op == "mha_dqdkdv"
 
     @property
     def same(self) -> slice:
@@ -114,16 +114,16 @@ class GradientRun:
 
     def operands(self) -> gradients.Operands:
         v = self.variant
-        if isinstance(v, DenseBackward):
-            return gradients.operands(native.variant_of(f"fwd_{v.arch}_d{v.d}_{v.dtype}"), **DENSE_SHAPE)
+        if isinstance(v, MhaBackward):
+            return gradients.operands(native.variant_of(f"mha_fwd_{v.arch}_d{v.d}_{v.dtype}"), **DENSE_SHAPE)
         return gradients.operands(v, **{**SHAPE, "h_q": native.heads_for(v, SHAPE["h_q"])})
 
     def on_gpu(self, x: gradients.Operands) -> tuple[Array, ...]:
         import jax
 
         v, how = self.variant, {"scale": self.variant.d**-0.5}
-        how["deterministic"] = v.deterministic if isinstance(v, Backward) else not self.sums_rows
-        call = jax.jit(functools.partial(_ffi.dense_bwd if self.is_dense else gradients.FUNCTIONS[v.op], **how))
+        how["deterministic"] = v.deterministic if isinstance(v, MlaBackward) else not self.sums_rows
+        call = jax.jit(functools.partial(_ffi.mha_bwd if self.is_dense else gradients.FUNCTIONS[v.op], **how))
         return tuple(np.asarray(y) for y in call(*x.arguments()))
 
     def assert_right(self, got: tuple[Any, ...], x: gradients.Operands) -> None:
@@ -136,7 +136,7 @@ class GradientRun:
 Run = AttentionRun | GradientRun
 HOPPER = [v for v in VARIANTS if v.arch == ARCH]
 ATTENTION = [AttentionRun(v, n) for v in HOPPER if isinstance(v, Forward) for n in ((1, 3) if v.splits else (1,))]
-GRADIENTS = [GradientRun(v) for v in HOPPER if isinstance(v, Backward) or v.op in ("row_gradients", "all_gradients")]
+GRADIENTS = [GradientRun(v) for v in HOPPER if isinstance(v, MlaBackward) or v.op in ("mha_dq", "mha_dqdkdv")]
 RUNS: dict[str, Run] = {run.name: run for run in (*ATTENTION, *GRADIENTS)}
 """The recorded runs."""
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kernels.abi import IndexAt, IndexScores
+from kernels.abi import IndexerScores, IndexerScoresAt
 from kernels.variants import VARIANTS
 
 from . import native
@@ -21,7 +21,7 @@ from .state import Array, new_memory
 from .verdict import Wrong
 
 Edit = Callable[[str], str]
-TOPK = next(v for v in VARIANTS if v.op == "topk")
+TOPK = next(v for v in VARIANTS if v.op == "indexer_topk")
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Problem:
     page: int = 0  # keys of one; 0 of keys that are in none
 
     @staticmethod
-    def of(variant: IndexScores, b: int, s_q: int, s_c: int, topk: int, page: int = 0) -> Problem:
+    def of(variant: IndexerScores, b: int, s_q: int, s_c: int, topk: int, page: int = 0) -> Problem:
         """Spans of every length, none among them; keys that no query sees are NaN."""
         rng, dtype = np.random.default_rng(0), np.dtype(variant.dtype)
         q, k = (rng.standard_normal(s).astype(np.float32) for s in ((b, s_q, variant.heads, 128), (b, s_c, 128)))
@@ -87,7 +87,7 @@ class Run:
 
 
 def run(
-    variant: IndexScores,
+    variant: IndexerScores,
     x: Problem,
     *,
     at_a_time: int | None = None,
@@ -232,7 +232,7 @@ class ProblemAt:
     scores: Array
 
     @staticmethod
-    def of(variant: IndexAt, b: int, s_q: int, s_c: int, topk: int) -> ProblemAt:
+    def of(variant: IndexerScoresAt, b: int, s_q: int, s_c: int, topk: int) -> ProblemAt:
         """Indices of every kind; keys that none names are NaN."""
         rng, dtype = np.random.default_rng(0), np.dtype(variant.dtype)
         q, k = (rng.standard_normal(s).astype(np.float32) for s in ((b, s_q, variant.heads, 128), (b, s_c, 128)))
@@ -274,9 +274,11 @@ class ProblemAt:
         }
 
 
-def run_at(variant: IndexAt, x: ProblemAt, *, edit: Edit = lambda text: text, seed: int = 0) -> dict[str, Array]:
+def run_at(
+    variant: IndexerScoresAt, x: ProblemAt, *, edit: Edit = lambda text: text, seed: int = 0
+) -> dict[str, Array]:
     """scores, or of a gradient's kernel dq, dk and dweights."""
-    kernel, memory, gradient = Kernel.of(variant), new_memory(), variant.op == "index_at_bwd"
+    kernel, memory, gradient = Kernel.of(variant), new_memory(), variant.op == "indexer_scores_at_bwd"
     (b, s_q, heads, _), (_, s_c, _), topk = x.q.shape, x.k.shape, x.indices.shape[2]
     outputs = {"scores": np.empty((b, s_q, topk), np.float32)}
     operands = {name: getattr(x, name) for name in ("q", "k", "weights", "indices")}

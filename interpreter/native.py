@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from jax_dsv4_fmha import _ffi
-from kernels.abi import FORWARD_OPS, Backward, DenseBackward, Forward, Variant
+from kernels.abi import FORWARD_OPS, Forward, MhaBackward, MlaBackward, Variant
 from kernels.abi import KINDS as KIND_BYTES
 from kernels.packings import PACKED
 from kernels.variants import VARIANTS
@@ -39,7 +39,7 @@ def built(family: type[T]) -> list[T]:
     return [v for v in VARIANTS if isinstance(v, family) and v.key in keys]
 
 
-def fewer_heads(variant: Forward | Backward) -> int:
+def fewer_heads(variant: Forward | MlaBackward) -> int:
     """The most heads with which a call like this variant's gets another one, which is made for fewer."""
     calls = {**variant.choices, "max_heads": 0}
     others = (v for v in VARIANTS if isinstance(v, type(variant)) and (v.op, v.arch) == (variant.op, variant.arch))
@@ -47,7 +47,7 @@ def fewer_heads(variant: Forward | Backward) -> int:
     return max((limit for limit in limits if limit < variant.max_heads), default=0)
 
 
-def heads_for(variant: Forward | Backward, h_q: int) -> int:
+def heads_for(variant: Forward | MlaBackward, h_q: int) -> int:
     """The number of heads nearest to h_q with which a call gets this variant, not one for more or fewer."""
     return min(max(h_q, fewer_heads(variant) + 1), variant.max_heads)
 
@@ -175,7 +175,7 @@ def library() -> ctypes.CDLL:
 
 
 def plan(
-    variant: Forward | Backward | str,
+    variant: Forward | MlaBackward | str,
     shape: Shape,
     scale: float = 1.0,
     *,
@@ -190,7 +190,7 @@ def plan(
     The variant is asked for the order of its parameters alone, for what is tested of tiles has nothing to do with it.
     """
     if isinstance(variant, str):
-        variant = next(v for v in VARIANTS if isinstance(v, Forward | Backward) and v.op == variant and v.d == 512)
+        variant = next(v for v in VARIANTS if isinstance(v, Forward | MlaBackward) and v.op == variant and v.d == 512)
     return _planned(
         variant.family,
         variant.layout.encode(),
@@ -223,7 +223,7 @@ def plan_combine(
 
 
 def plan_dense_backward(
-    variant: DenseBackward,
+    variant: MhaBackward,
     shape: Shape,
     scale: float = 1.0,
     *,
@@ -238,16 +238,18 @@ def plan_dense_backward(
         variant.layout.encode(),
         _attention_shape(shape, ("span",), variant.dtype),
         ctypes.c_float(scale),
-        ctypes.c_bool(variant.op != "row_gradients"),
+        ctypes.c_bool(variant.op != "mha_dq"),
         _tiles(tile_m, tile_n, processors),
         addressed("DenseBackward", addresses),
     )
 
 
-def plan_row_spans(shape: Shape, *, tile_m: int = 64, tile_n: int = 4, addresses: dict[str, int] | None = None) -> Plan:
+def plan_tile_spans(
+    shape: Shape, *, tile_m: int = 64, tile_n: int = 4, addresses: dict[str, int] | None = None
+) -> Plan:
     """The launch before it, for tiles of tile_m rows; a CTA takes tile_n of them."""
     return _planned(
-        "row_spans",
+        "tile_spans",
         ctypes.byref(_row_shape(shape, 0)),
         ctypes.c_int32(tile_m),
         ctypes.c_int32(tile_n),

@@ -46,7 +46,7 @@ def built(kernels: Collection[str]) -> str:
 def _shape(choices: Mapping[str, Any]) -> str:
     sizes = [f"{name}={choices[name]}" for name in ("d", "heads") if name in choices]
     topk = [f"topk<={choices['max_topk']}"] if "max_topk" in choices else []
-    return " ".join([*sizes, *["with V=K"] * choices.get("shared_kv", False), *topk])
+    return " ".join([*sizes, *topk])
 
 
 def _places(where: set[tuple[str, str]]) -> str:

@@ -23,9 +23,16 @@ from ._split_kv import architecture, processors, split_count, whole_queries
 
 # What this module calls. `_load` refuses a library of another version, which lacks some of it.
 _TARGETS = (
-    *("fwd", "fwd_shared_kv", "sparse_fwd", "dsv4_sparse_fwd", "dsv4_dense_fwd", "dsv4_decode"),
-    *("bwd", "sparse_bwd", "dsv4_sparse_bwd", "dsv4_dense_bwd", "dense_bwd", "dense_bwd_shared_kv"),
-    *("lightning_indexer", "paged_lightning_indexer", "index_scores", "topk", "index_at", "index_at_bwd"),
+    *("mha_fwd", "mla_span_fwd", "mla_sparse_fwd", "csa_fwd", "hca_fwd", "dsv4_decode"),
+    *("mla_span_bwd", "mla_sparse_bwd", "csa_bwd", "hca_bwd", "mha_bwd", "mha_bwd_shared_kv"),
+    *(
+        "lightning_indexer",
+        "paged_lightning_indexer",
+        "indexer_scores",
+        "indexer_topk",
+        "indexer_scores_at",
+        "indexer_scores_at_bwd",
+    ),
     *("head_summed_probabilities", "rope", "norm_rope", "norm_rope_bwd"),
 )
 
@@ -160,10 +167,10 @@ def local_architectures() -> tuple[str, ...]:
 # Attention. All return o like q, with the sink in its denominator, and lse float32 `[b, s_q, h_q]` without it.
 
 
-def fwd(
+def mha_fwd(
     q: jax.Array,
     k: jax.Array,
-    v: jax.Array | None,
+    v: jax.Array,
     start: jax.Array,
     stop: jax.Array,
     sink: jax.Array,
@@ -174,21 +181,22 @@ def fwd(
 
     Args:
       q: `[b, s_q, h_q, d]`, bfloat16 or float16.
-      k: `[b, s_kv, h_kv, d]`, like q.
-      v: like k; None means that V is K, which is another kernel.
+      k, v: `[b, s_kv, h_kv, d]`, like q.
       start, stop: int32 `[b, s_q]` within `[0, s_kv]`: query i sees the keys `start <= j < stop`.
       sink: float32 `[h_q]`, -inf for none.
       scale: finite and > 0.
     """
-    b, s_q, h_q, _ = q.shape
-    _, s_kv, h_kv, _ = k.shape
-    splits = _splits("fwd", q, v is None, b * h_kv, s_q * h_q // h_kv, s_kv)
-    if v is None:
-        return _call("fwd_shared_kv", splits, scale, q, k, start, stop, sink)
-    return _call("fwd", splits, scale, q, k, v, start, stop, sink)
+    return _call("mha_fwd", _splits_of_span("mha_fwd", q, k), scale, q, k, v, start, stop, sink)
 
 
-def sparse_fwd(
+def mla_span_fwd(
+    q: jax.Array, kv: jax.Array, start: jax.Array, stop: jax.Array, sink: jax.Array, *, scale: float
+) -> tuple[jax.Array, jax.Array]:
+    """`mha_fwd` where one array `kv [b, s_kv, h_kv, d]` is both K and V."""
+    return _call("mla_span_fwd", _splits_of_span("mla_span_fwd", q, kv), scale, q, kv, start, stop, sink)
+
+
+def mla_sparse_fwd(
     q: jax.Array, kv: jax.Array, indices: jax.Array, length: jax.Array, sink: jax.Array, *, scale: float
 ) -> tuple[jax.Array, jax.Array]:
     """Attention over the keys that a query's row of indices names.
@@ -197,14 +205,14 @@ def sparse_fwd(
       kv: `[b, s_kv, d]`, both K and V; or a pool `[s_kv, d]` that all batch entries share.
       indices: int32 `[b, s_q, topk]`, topk >= 1; an entry outside of `[0, s_kv)` is absent.
       length: int32 `[b, s_q]`, any value: entries from there on are absent too.
-      q, sink, scale: as in `fwd`.
+      q, sink, scale: as in `mha_fwd`.
     """
     return _call(
-        "sparse_fwd", _splits_of_queries("sparse_fwd", q, indices.shape[2]), scale, q, kv, indices, length, sink
+        "mla_sparse_fwd", _splits_of_queries("mla_sparse_fwd", q, indices.shape[2]), scale, q, kv, indices, length, sink
     )
 
 
-def dsv4_sparse_fwd(
+def csa_fwd(
     q: jax.Array,
     window_kv: jax.Array,
     start: jax.Array,
@@ -216,14 +224,14 @@ def dsv4_sparse_fwd(
     *,
     scale: float,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention over an interval of `window_kv [b, s_w, d]`, as in `fwd`, and keys of `kv [b, s_c, d]`, or of a pool
-    `[slots, d]`, as in `sparse_fwd`.
+    """Attention over an interval of `window_kv [b, s_w, d]`, as in `mha_fwd`, and keys of `kv [b, s_c, d]`, or of a
+    pool `[slots, d]`, as in `mla_sparse_fwd`.
     """
-    splits = _splits_of_queries("dsv4_sparse_fwd", q, window_kv.shape[1] + indices.shape[2])
-    return _call("dsv4_sparse_fwd", splits, scale, q, window_kv, start, stop, kv, indices, length, sink)
+    splits = _splits_of_queries("csa_fwd", q, window_kv.shape[1] + indices.shape[2])
+    return _call("csa_fwd", splits, scale, q, window_kv, start, stop, kv, indices, length, sink)
 
 
-def dsv4_dense_fwd(
+def hca_fwd(
     q: jax.Array,
     window_kv: jax.Array,
     start: jax.Array,
@@ -235,10 +243,10 @@ def dsv4_dense_fwd(
     *,
     scale: float,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention over two intervals, as in `fwd`: one of `window_kv [b, s_w, d]` and one of `kv [b, s_c, d]`."""
+    """Attention over two intervals, as in `mha_fwd`: one of `window_kv [b, s_w, d]` and one of `kv [b, s_c, d]`."""
     b, s_q, h_q, _ = q.shape
-    splits = _splits("dsv4_dense_fwd", q, True, b, s_q * h_q, window_kv.shape[1] + kv.shape[1])
-    return _call("dsv4_dense_fwd", splits, scale, q, window_kv, start, stop, kv, start2, stop2, sink)
+    splits = _splits("hca_fwd", q, b, s_q * h_q, window_kv.shape[1] + kv.shape[1])
+    return _call("hca_fwd", splits, scale, q, window_kv, start, stop, kv, start2, stop2, sink)
 
 
 def dsv4_decode(
@@ -254,7 +262,7 @@ def dsv4_decode(
     scale: float,
     op: str = "dsv4_decode",
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention over keys of two pools, both as in `sparse_fwd`: the window's and the compressed cache's.
+    """Attention over keys of two pools, both as in `mla_sparse_fwd`: the window's and the compressed cache's.
 
     Both are `[slots, d]` like q. In the ops "dsv4_decode_fp8", "dsv4_decode_v41_fp8" and "dsv4_decode_v41_fp4", q is
     bfloat16 and both are uint8 `[pages, bytes]`, where index i means entry i % n of page i // n, in the layouts v4_fp8,
@@ -277,10 +285,16 @@ def _whole(op: str, q: jax.Array, keys: int) -> int:
     for few heads have two.
     """
     b, s_q, h_q, _ = q.shape
-    v = _splitting(op, q, True)
+    v = _splitting(op, q)
     if v is None or v.ctas > 1 or not all(isinstance(x, int) for x in (b, s_q, h_q, keys)):
         return 0
     return whole_queries(b * s_q, -(-h_q // v.tile_m), -(-keys // v.tile_n), v.unit, processors(v.arch))
+
+
+def _splits_of_span(op: str, q: jax.Array, k: jax.Array) -> int:
+    """`_splits` of an op over one span of k."""
+    (b, s_q, h_q, _), (_, s_kv, h_kv, _) = q.shape, k.shape
+    return _splits(op, q, b * h_kv, s_q * h_q // h_kv, s_kv)
 
 
 def _splits_of_queries(op: str, q: jax.Array, keys: int, whole: int = 0) -> int:
@@ -288,24 +302,24 @@ def _splits_of_queries(op: str, q: jax.Array, keys: int, whole: int = 0) -> int:
     the `whole` first queries.
     """
     b, s_q, h_q, _ = q.shape
-    return _splits(op, q, True, b * s_q - whole, h_q, keys)
+    return _splits(op, q, b * s_q - whole, h_q, keys)
 
 
-def _splits(op: str, q: jax.Array, shared_kv: bool, groups: int, rows: int, keys: int) -> int:
+def _splits(op: str, q: jax.Array, groups: int, rows: int, keys: int) -> int:
     """`split_count` for groups of rows that share no tile, with the keys of one group; 1 where an extent is not
     known.
     """
-    v = _splitting(op, q, shared_kv)
+    v = _splitting(op, q)
     if v is None or not all(isinstance(x, int) for x in (groups, rows, keys)):
         return 1
     return split_count(groups * -(-rows // v.tile_m), -(-keys // v.tile_n), v.unit, processors(v.arch))
 
 
-def _splitting(op: str, q: jax.Array, shared_kv: bool) -> Variant | None:
+def _splitting(op: str, q: jax.Array) -> Variant | None:
     """The kernel that may split the keys of q's heads: of a device that is here, if there is one."""
     built = [
         v
-        for v in variants_for(op, d=q.shape[3], dtype=q.dtype.name, shared_kv=shared_kv)
+        for v in variants_for(op, d=q.shape[3], dtype=q.dtype.name)
         if v.splits and v.choices["max_heads"] >= q.shape[2]
     ]
     local = local_architectures()
@@ -347,8 +361,8 @@ def _latent_bwd(
     is NaN where any dq is not finite.
 
     Args:
-      op: the forward call is `fwd` without v for "bwd", and `sparse_fwd`, `dsv4_sparse_fwd` or `dsv4_dense_fwd` for
-        "sparse_bwd", "dsv4_sparse_bwd" or "dsv4_dense_bwd".
+      op: the forward call is `mla_span_fwd` for "mla_span_bwd", and `mla_sparse_fwd`, `csa_fwd` or `hca_fwd` for
+        "mla_sparse_bwd", "csa_bwd" or "hca_bwd".
       sources: of each source three arrays, as the forward call takes them: its keys, and start and stop, or indices and
         length.
     """
@@ -363,12 +377,12 @@ def _latent_bwd(
     return dq, *(in_order(_fixed_point.to_float32(x, resolution, dq) if deterministic else x) for x in dkv)
 
 
-bwd, sparse_bwd, dsv4_sparse_bwd, dsv4_dense_bwd = (
-    functools.partial(_latent_bwd, op) for op in ("bwd", "sparse_bwd", "dsv4_sparse_bwd", "dsv4_dense_bwd")
+mla_span_bwd, mla_sparse_bwd, csa_bwd, hca_bwd = (
+    functools.partial(_latent_bwd, op) for op in ("mla_span_bwd", "mla_sparse_bwd", "csa_bwd", "hca_bwd")
 )
 
 
-def dense_bwd(
+def mha_bwd(
     q: jax.Array,
     do: jax.Array,
     lse: jax.Array,
@@ -382,7 +396,8 @@ def dense_bwd(
     scale: float,
     deterministic: bool = True,
 ) -> tuple[jax.Array, ...]:
-    """The gradient of `fwd` over `k` and `v [b, s_kv, h_kv, d]`: (dq, dk, dv), in q's dtype; (dq, dk + dv) without v.
+    """The gradient of `mha_fwd` over `k` and `v [b, s_kv, h_kv, d]`: (dq, dk, dv), in q's dtype; (dq, dk + dv) without
+    v.
 
     If deterministic, the results have the same bits on every run; else one kernel sums dq up in no fixed order.
     """
@@ -390,7 +405,7 @@ def dense_bwd(
     seen = jax.ShapeDtypeStruct((q.shape[0], q.shape[1] * (q.shape[2] // k.shape[2]), 2), jnp.int32)
     of_rows = jax.ShapeDtypeStruct(q.shape, q.dtype if deterministic else jnp.float32)
     results = (of_rows, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in keys), seen)
-    target = "dsv4_fmha_dense_bwd" + "_shared_kv" * (v is None)
+    target = "dsv4_fmha_mha_bwd" + "_shared_kv" * (v is None)
     call = jax.ffi.ffi_call(target, results)
     dq, *of_keys, _ = call(q, do, lse, weight, delta, *keys, start, stop, scale=np.float32(scale))
     if not deterministic:
@@ -491,12 +506,12 @@ def _chosen(q: jax.Array, s_c: Any, paged: bool, topk: int, return_scores: bool)
 
 def _score_block(h: int, dtype: Any, paged: bool) -> tuple[int, int]:
     """The queries that a CTA scores at a time, and the entries; without a kernel the call says so when it runs."""
-    for v in variants_for("index_scores", heads=h, dtype=dtype.name, paged=paged):
+    for v in variants_for("indexer_scores", heads=h, dtype=dtype.name, paged=paged):
         return v.tile_m // h, v.tile_n
     return 1, 1
 
 
-def index_scores(
+def indexer_scores(
     q: jax.Array,
     weights: jax.Array,
     k: jax.Array,
@@ -514,12 +529,12 @@ def index_scores(
     queries, tile = _score_block(h, q.dtype, False)
     rows, stride = -(-s_q // queries) * queries, -(-k.shape[1] // tile) * tile
     result = jax.ShapeDtypeStruct((b * rows, stride), jnp.float32)
-    call = jax.ffi.ffi_call("dsv4_fmha_index_scores", result)
+    call = jax.ffi.ffi_call("dsv4_fmha_indexer_scores", result)
     scores: jax.Array = call(q, k, weights, k_scale, start, stop, skip=np.int64(skip))
     return scores.reshape(b, rows, stride)[:, :s_q]
 
 
-def topk(
+def indexer_topk(
     scores: jax.Array, start: jax.Array, stop: jax.Array, *, topk: int, return_scores: bool = False
 ) -> tuple[jax.Array, jax.Array]:
     """The choice of `lightning_indexer` from given scores float32 `[b, s_q, s]`, where s is a multiple of 4."""
@@ -528,7 +543,7 @@ def topk(
         jax.ShapeDtypeStruct((*shape, topk), jnp.int32),
         jax.ShapeDtypeStruct((*shape, topk if return_scores else 0), jnp.float32),
     )
-    indices, values = jax.ffi.ffi_call("dsv4_fmha_topk", results)(scores, start, stop)
+    indices, values = jax.ffi.ffi_call("dsv4_fmha_indexer_topk", results)(scores, start, stop)
     return indices, values
 
 
@@ -549,7 +564,7 @@ def head_summed_probabilities(
     return p
 
 
-def index_at(q: jax.Array, k: jax.Array, weights: jax.Array, indices: jax.Array) -> tuple[jax.Array]:
+def indexer_scores_at(q: jax.Array, k: jax.Array, weights: jax.Array, indices: jax.Array) -> tuple[jax.Array]:
     """The indexer's scores at given entries: float32 `[b, s_q, topk]`, -inf at absent ones.
 
     Args:
@@ -557,21 +572,21 @@ def index_at(q: jax.Array, k: jax.Array, weights: jax.Array, indices: jax.Array)
       indices: int32 `[b, s_q, topk]`; an index outside of `[0, s_c)` is absent.
     """
     results = (jax.ShapeDtypeStruct(indices.shape, jnp.float32),)
-    (scores,) = jax.ffi.ffi_call("dsv4_fmha_index_at", results)(q, k, weights, indices)
+    (scores,) = jax.ffi.ffi_call("dsv4_fmha_indexer_scores_at", results)(q, k, weights, indices)
     return (scores,)
 
 
-def index_at_bwd(
+def indexer_scores_at_bwd(
     q: jax.Array, k: jax.Array, weights: jax.Array, indices: jax.Array, dscores: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """Gradients of `index_at` for the cotangent dscores, float32 `[b, s_q, topk]`, which is ignored at absent entries:
-    dq like q, dk in float32, a sum in no fixed order, and dweights.
+    """Gradients of `indexer_scores_at` for the cotangent dscores, float32 `[b, s_q, topk]`, which is ignored at absent
+    entries: dq like q, dk in float32, a sum in no fixed order, and dweights.
     """
     results = (
         jax.ShapeDtypeStruct(q.shape, q.dtype),
         *(jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (k, weights)),
     )
-    return tuple(jax.ffi.ffi_call("dsv4_fmha_index_at_bwd", results)(q, k, weights, indices, dscores))
+    return tuple(jax.ffi.ffi_call("dsv4_fmha_indexer_scores_at_bwd", results)(q, k, weights, indices, dscores))
 
 
 def rope(x: jax.Array, table: jax.Array, *, direction: int) -> tuple[jax.Array]:

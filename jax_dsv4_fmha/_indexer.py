@@ -97,14 +97,14 @@ def lightning_indexer(
         blocks = _check.operand(op, "blocks", blocks, "b s_q n", dims, _check.INT)
         block = _check.positive(op, "block", block)
         _ascending(op, blocks)
-        archs = _built_for_both("index_at", topk, dims, heads=dims["h"], dtype=q.dtype.name)
-        call = _call(op, _CHOOSE_WITHIN, implementation, "index_at", archs, q, dims, topk=topk, block=block)
+        archs = _built_for_both("indexer_scores_at", topk, dims, heads=dims["h"], dtype=q.dtype.name)
+        call = _call(op, _CHOOSE_WITHIN, implementation, "indexer_scores_at", archs, q, dims, topk=topk, block=block)
         results = forward(call, *map(lax.stop_gradient, (q, weights, *keys.operands)), blocks, start, stop)
         return results if return_scores else results[0]
     of_keys = {"heads": dims["h"], "dtype": q.dtype.name, "paged": keys.paged}
-    archs = _built_for_both("index_scores", topk, dims, **of_keys) if keys.fits else ()
+    archs = _built_for_both("indexer_scores", topk, dims, **of_keys) if keys.fits else ()
     choose = keys.choose_and_score if return_scores else keys.choose
-    call = _call(op, choose, implementation, "index_scores", archs, q, dims, keys.words, keys.limits, topk=topk)
+    call = _call(op, choose, implementation, "indexer_scores", archs, q, dims, keys.words, keys.limits, topk=topk)
     results = forward(call, *map(lax.stop_gradient, (q, weights, *keys.operands)), start, stop)
     return results if return_scores else results[0]
 
@@ -165,10 +165,10 @@ def indexer_blocks(
     keys = _keys(op, k, k_scale, q.dtype, dims)
     _check.implementation(op, implementation)
     start, stop = _visible(op, dims, ratio, q_offset, lengths, span)
-    archs = _built_for_both("index_scores", count - 1, dims, heads=dims["h"], dtype=q.dtype.name, paged=False)
+    archs = _built_for_both("indexer_scores", count - 1, dims, heads=dims["h"], dtype=q.dtype.name, paged=False)
     archs = archs if block in _two_levels.BLOCKS else ()
     words, limits = f"blocks of {block}", f"blocks of {' or '.join(map(str, _two_levels.BLOCKS))}"
-    call = _call(op, _BLOCKS, implementation, "index_scores", archs, q, dims, words, limits, count=count, block=block)
+    call = _call(op, _BLOCKS, implementation, "indexer_scores", archs, q, dims, words, limits, count=count, block=block)
     (blocks,) = forward(call, *map(lax.stop_gradient, (q, weights, *keys.operands)), start, stop)
     return blocks
 
@@ -254,7 +254,7 @@ def indexer_loss(
     _check.implementation(op, implementation)
     if indices is None:
         if implementation == "cubin":
-            got, kernels = "'cubin' without indices", ("head_summed_probabilities", "index_at")
+            got, kernels = "'cubin' without indices", ("head_summed_probabilities", "indexer_scores_at")
             raise _check.not_built(op, "implementation", got, "indices, or None or 'reference'", kernels)
         attention_q, kv, lse = map(lax.stop_gradient, (attention_q, kv, denominator(lse, sink)))
         start, stop = _visible(op, dims, ratio, q_offset, lengths, span)
@@ -396,7 +396,7 @@ def _built_for_both(scores: str, topk: int, dims: dict[str, Any], **choices: Any
     """The architectures that have a kernel of `scores` with these choices, and one that chooses so many."""
     if dims["d"] != _D:
         return ()
-    chooses = {v.arch for v in _ffi.variants_for("topk") if topk <= v.choices["max_topk"]}
+    chooses = {v.arch for v in _ffi.variants_for("indexer_topk") if topk <= v.choices["max_topk"]}
     return tuple(arch for arch in _ffi.built_for(scores, **choices) if arch in chooses)
 
 
@@ -418,7 +418,7 @@ def _call(
     if implementation != "reference":
         sizes = [f"{name}={params[name]}" for name in ("topk", "count") if name in params]
         got = ", ".join(filter(None, [f"{q.dtype.name}, h={dims['h']}, d={dims['d']}", *sizes, words]))
-        fit = Fit(got, (scores, "topk"), archs, ", ".join(filter(None, [limits, _WANTED])))
+        fit = Fit(got, (scores, "indexer_topk"), archs, ", ".join(filter(None, [limits, _WANTED])))
         when = choose(op, implementation, fit)
     return Call(of, when, tuple(params.items()), fit)
 
@@ -473,13 +473,15 @@ _OF_PAGES = {
     )
     for packed, width in ((False, "page d"), (True, "page_bytes"))
 }
-_SCORES = Op("indexer_scores", (*_TRAINED, _INDICES), (_SCORES_THERE,), _indexer_reference.scores_at, _ffi.index_at)
+_SCORES = Op(
+    "indexer_scores", (*_TRAINED, _INDICES), (_SCORES_THERE,), _indexer_reference.scores_at, _ffi.indexer_scores_at
+)
 _SCORES_GRADIENT = Op(
     "indexer_scores",
     (*_TRAINED, _INDICES, Axes("dscores", "b s_q topk")),
     _GRADIENTS,
     _indexer_reference.scores_at_gradient,
-    _ffi.index_at_bwd,
+    _ffi.indexer_scores_at_bwd,
     part="gradient",
 )
 _LOSS = (*_TRAINED, *_ATTENTION, *_SPAN)
@@ -503,9 +505,9 @@ def _scores_at(op: str, implementation: Any, q: jax.Array, *others: jax.Array) -
     fits: tuple[Fit | None, ...] = (None, None)
     if implementation != "reference":
         got = f"{q.dtype.name}, h={h}, d={d}"
-        archs = _ffi.built_for("index_at", heads=h, dtype=q.dtype.name) if d == _D else ()
-        fit = Fit(got, ("index_at",), archs, _WANTED)
-        when, fits = choose(op, implementation, fit), (fit, fit._replace(kernels=("index_at_bwd",)))
+        archs = _ffi.built_for("indexer_scores_at", heads=h, dtype=q.dtype.name) if d == _D else ()
+        fit = Fit(got, ("indexer_scores_at",), archs, _WANTED)
+        when, fits = choose(op, implementation, fit), (fit, fit._replace(kernels=("indexer_scores_at_bwd",)))
     calls = tuple(Call(x, when, (), fit) for x, fit in zip((_SCORES, _SCORES_GRADIENT), fits, strict=True))
     return _learn(calls, q, *others)
 

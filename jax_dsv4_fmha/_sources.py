@@ -214,20 +214,25 @@ def attend(
     return run(q, *leaves, sink[None])
 
 
+_ONE_SPAN = (("apart",), ("span",))
+
+
 def fitting(q: jax.Array, sources: Sequence[Source]) -> Fit:
     """The kernel for all of these sources in one launch."""
     kinds = _kinds(sources)
     got = ", ".join([q.dtype.name, f"d={q.shape[-1]}", *dict.fromkeys(x for source in sources for x in source.words)])
-    found = _built(FORWARD.get(kinds), q, kinds)
-    if not found and kinds == ("span",):  # a kernel that reads K and V apart serves where they are one
-        found = _built(FORWARD["apart",], q, ("apart",))
-    return Fit(got, _names(FORWARD, kinds), found)
+    found = _built(FORWARD.get(kinds), q)
+    if kinds not in _ONE_SPAN:
+        return Fit(got, _names(FORWARD, kinds), found)
+    if kinds == ("span",):  # a kernel that reads K and V apart serves where they are one
+        found = found or _built(FORWARD["apart",], q)
+    return Fit(got, tuple(FORWARD[x].op for x in _ONE_SPAN), found)
 
 
 def _fitting_gradient(q: jax.Array, kinds: tuple[str, ...], got: str, **choices: Any) -> Fit:
     """The kernel of the gradient."""
-    found = _built(BACKWARD.get(kinds), q, kinds, **choices)
-    if not found and kinds in (("span",), ("apart",)):
+    found = _built(BACKWARD.get(kinds), q, **choices)
+    if not found and kinds in _ONE_SPAN:
         apart = BACKWARD["apart",].op
         return Fit(got, (apart,), _ffi.built_for(apart, d=q.shape[-1], dtype=q.dtype.name))
     return Fit(got, _names(BACKWARD, kinds), found)
@@ -243,10 +248,10 @@ def _kinds(sources: Sequence[Source]) -> tuple[str, ...]:
     return tuple(source.kind for source in sources)
 
 
-def _built(kernel: "Kernel | None", q: jax.Array, kinds: tuple[str, ...], **choices: Any) -> tuple[str, ...]:
+def _built(kernel: "Kernel | None", q: jax.Array, **choices: Any) -> tuple[str, ...]:
     if kernel is None:
         return ()
-    return _ffi.built_for(kernel.op, d=q.shape[-1], dtype=q.dtype.name, shared_kv="apart" not in kinds, **choices)
+    return _ffi.built_for(kernel.op, d=q.shape[-1], dtype=q.dtype.name, **choices)
 
 
 def _same_bits(deterministic: bool) -> dict[str, Any]:
@@ -268,11 +273,11 @@ class Kernel(NamedTuple):
     """makes `run`'s operands from the sources"""
 
 
-def _with_values(source: SpanSource) -> Sequence[Any]:
+def _span_fwd(q: Any, kv: Any, *others: Any, scale: float) -> Arrays:
     """Where no kernel for V = K is built, the kernel for K and V apart takes the keys twice."""
-    keys = source.keys
-    is_built = _ffi.built_for("fwd", d=keys.shape[-1], dtype=keys.dtype.name, shared_kv=True)
-    return keys, None if is_built else keys, source.start, source.stop
+    if _ffi.built_for("mla_span_fwd", d=q.shape[-1], dtype=q.dtype.name):
+        return _ffi.mla_span_fwd(q, kv, *others, scale=scale)
+    return _ffi.mha_fwd(q, kv, kv, *others, scale=scale)
 
 
 def _pools(*sources: SelectionSource) -> Sequence[Any]:
@@ -303,11 +308,11 @@ def _over_packed(op: str, operands: Callable[..., Sequence[Any]] = _pools) -> Ke
 
 
 FORWARD: dict[tuple[str, ...], Kernel] = {
-    ("apart",): Kernel("fwd", _ffi.fwd),
-    ("span",): Kernel("fwd", _ffi.fwd, _with_values),
-    ("selection",): Kernel("sparse_fwd", _ffi.sparse_fwd),
-    ("span", "selection"): Kernel("dsv4_sparse_fwd", _ffi.dsv4_sparse_fwd, _span_and_pool),
-    ("span", "span"): Kernel("dsv4_dense_fwd", _ffi.dsv4_dense_fwd),
+    ("apart",): Kernel("mha_fwd", _ffi.mha_fwd),
+    ("span",): Kernel("mla_span_fwd", _span_fwd),
+    ("selection",): Kernel("mla_sparse_fwd", _ffi.mla_sparse_fwd),
+    ("span", "selection"): Kernel("csa_fwd", _ffi.csa_fwd, _span_and_pool),
+    ("span", "span"): Kernel("hca_fwd", _ffi.hca_fwd),
     ("selection", "selection"): Kernel("dsv4_decode", _ffi.dsv4_decode, _pools),
     ("v4_fp8", "v4_fp8"): _over_packed("dsv4_decode_fp8"),
     ("v4_fp8",): _over_packed("dsv4_decode_fp8", _pools_of_one),
@@ -327,8 +332,8 @@ def _dense_bwd(*operands: Any, width: int | None, scale: float, deterministic: b
     q, k = operands[0], operands[5]
     known = [n for n in (width, k.shape[1]) if isinstance(n, int)]
     few = bool(known) and min(known) <= FEW_KEYS
-    built = _ffi.built_for("all_gradients", d=q.shape[-1], dtype=q.dtype.name)
-    dq, *of_keys = _ffi.dense_bwd(*operands, scale=scale, deterministic=deterministic or few or not built)
+    built = _ffi.built_for("mha_dqdkdv", d=q.shape[-1], dtype=q.dtype.name)
+    dq, *of_keys = _ffi.mha_bwd(*operands, scale=scale, deterministic=deterministic or few or not built)
     return dq, *(x.astype(jnp.float32) for x in of_keys)
 
 
@@ -340,8 +345,8 @@ def _apart_bwd(*operands: Any, **params: Any) -> Arrays:
 def _span_bwd(q: Any, do: Any, lse: Any, weight: Any, delta: Any, kv: Any, *span: Any, **params: Any) -> Arrays:
     """Where no kernel for V = K is built, the kernels for K and V apart take the keys twice."""
     rows, (start, stop, width) = (q, do, lse, weight, delta), span
-    if _ffi.built_for("bwd", d=q.shape[-1], dtype=q.dtype.name, shared_kv=True):
-        return _ffi.bwd(*rows, kv, start, stop, **params)
+    if _ffi.built_for("mla_span_bwd", d=q.shape[-1], dtype=q.dtype.name):
+        return _ffi.mla_span_bwd(*rows, kv, start, stop, **params)
     return _dense_bwd(*rows, kv, None, start, stop, width=width, **params)
 
 
@@ -356,11 +361,11 @@ def _of_delta(run: Callable[..., Arrays]) -> Callable[..., Arrays]:
 
 
 BACKWARD: dict[tuple[str, ...], Kernel] = {
-    ("apart",): Kernel("row_gradients", _of_delta(_apart_bwd), lambda x: (x.keys, x.values, x.start, x.stop, x.width)),
-    ("span",): Kernel("bwd", _of_delta(_span_bwd), lambda x: (x.keys, x.start, x.stop, x.width)),
-    ("selection",): Kernel("sparse_bwd", _of_delta(_ffi.sparse_bwd)),
-    ("span", "selection"): Kernel("dsv4_sparse_bwd", _of_delta(_ffi.dsv4_sparse_bwd)),
-    ("span", "span"): Kernel("dsv4_dense_bwd", _of_delta(_ffi.dsv4_dense_bwd)),
+    ("apart",): Kernel("mha_dq", _of_delta(_apart_bwd), lambda x: (x.keys, x.values, x.start, x.stop, x.width)),
+    ("span",): Kernel("mla_span_bwd", _of_delta(_span_bwd), lambda x: (x.keys, x.start, x.stop, x.width)),
+    ("selection",): Kernel("mla_sparse_bwd", _of_delta(_ffi.mla_sparse_bwd)),
+    ("span", "selection"): Kernel("csa_bwd", _of_delta(_ffi.csa_bwd)),
+    ("span", "span"): Kernel("hca_bwd", _of_delta(_ffi.hca_bwd)),
 }
 """A kernel gives dq in q's dtype, in float32 the gradient of every source's keys, and values, in order, and
 rowsum(o∘do)."""

@@ -29,8 +29,8 @@ def greatest_blocks(*operands: jax.Array, count: int, block: int) -> Arrays:
         chosen = jnp.full((*start.shape, 1), -1, jnp.int32)
         if count > 1:
             # A query that sees more than count blocks sees more than block * (count - 1) entries.
-            scores = _ffi.index_scores(q, weights, k, k_scale, start, stop, skip=block * (count - 1))
-            best, _ = _ffi.topk(_greatest(scores, start, block), first, newest, topk=count - 1)
+            scores = _ffi.indexer_scores(q, weights, k, k_scale, start, stop, skip=block * (count - 1))
+            best, _ = _ffi.indexer_topk(_greatest(scores, start, block), first, newest, topk=count - 1)
             chosen = jnp.concatenate([best, chosen], -1)
         last = jnp.minimum(there, count)[..., None] - 1
         return (jnp.where(jnp.arange(count, dtype=jnp.int32) == last, newest[..., None], chosen),)
@@ -53,10 +53,10 @@ def choose_within(*operands: jax.Array, topk: int, block: int) -> Arrays:
         first = jnp.sum(before, (2, 3), dtype=jnp.int32)
         last = first + jnp.sum(seen, (2, 3), dtype=jnp.int32)
         named = jnp.where(seen, entries, -1).reshape(*start.shape, -1)
-        (scores,) = _ffi.index_at(q, k, weights, named)
+        (scores,) = _ffi.indexer_scores_at(q, k, weights, named)
         if q.dtype == jnp.float8_e4m3fn:
             scores = scores * jax.vmap(lambda scale, i: scale[i])(k_scale, jnp.maximum(named, 0))
-        where, values = _ffi.topk(scores, first, last, topk=topk, return_scores=True)
+        where, values = _ffi.indexer_topk(scores, first, last, topk=topk, return_scores=True)
         indices = jnp.take_along_axis(named, jnp.maximum(where, 0), -1)
         return jnp.where(where < 0, -1, indices), values
 

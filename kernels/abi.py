@@ -162,7 +162,6 @@ class Forward(Variant):
 
     d: int  # head dimension of both keys and values
     dtype: str  # "bfloat16" or "float16": q and o, and k and v unless they are packed
-    shared_kv: bool  # one array is both K and V
     max_heads: int = ANY  # of q that it takes
 
     family = "forward"
@@ -170,6 +169,11 @@ class Forward(Variant):
     @property
     def sources(self) -> tuple[str, ...]:
         return FORWARD_OPS[self.op]
+
+    @property
+    def shared_kv(self) -> bool:
+        """Whether one array is both K and V."""
+        return self.op != "mha_fwd"
 
     @property
     def gathers(self) -> bool:
@@ -198,10 +202,11 @@ class Forward(Variant):
 
 FORWARD_OPS = {  # the sources of keys of each op, in the order in which they are walked:
     # "span" (an interval per query), "selection" (a list of indices per query) or one of `PACKED` (a selection of such)
-    "fwd": ("span",),
-    "sparse_fwd": ("selection",),
-    "dsv4_sparse_fwd": ("span", "selection"),  # CSA layers: the window, then the top-k
-    "dsv4_dense_fwd": ("span", "span"),  # HCA layers: the window, then all compressed entries that are visible
+    "mha_fwd": ("span",),  # K and V separate
+    "mla_span_fwd": ("span",),
+    "mla_sparse_fwd": ("selection",),
+    "csa_fwd": ("span", "selection"),  # CSA layers: the window, then the top-k
+    "hca_fwd": ("span", "span"),  # HCA layers: the window, then all compressed entries that are visible
     "dsv4_decode": ("selection", "selection"),  # the window's and the top-k's entries of pools
     "dsv4_decode_fp8": ("v4_fp8", "v4_fp8"),
     "dsv4_decode_v41_fp8": ("v41_fp8", "v41_fp8"),
@@ -210,18 +215,17 @@ FORWARD_OPS = {  # the sources of keys of each op, in the order in which they ar
 
 
 @dataclass(frozen=True)
-class Backward(Variant):
+class MlaBackward(Variant):
     """The gradient of attention: q, dout, the softmax's numbers of each row, keys from one or more sources; dq, and
     dkv.
     """
 
     d: int
     dtype: str  # of q, dout, dq and the keys; dkv is float32, or 64-bit fixed point
-    shared_kv: bool
     deterministic: bool = False  # sums of dkv in fixed point, independent of order
     max_heads: int = ANY  # of q that it takes
 
-    family = "backward"
+    family = "mla_backward"
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -245,18 +249,18 @@ class Backward(Variant):
 
 
 BACKWARD_OPS = {  # the sources of keys of each op, as those of `FORWARD_OPS`
-    "bwd": ("span",),
-    "sparse_bwd": ("selection",),
-    "dsv4_sparse_bwd": ("span", "selection"),
-    "dsv4_dense_bwd": ("span", "span"),
+    "mla_span_bwd": ("span",),
+    "mla_sparse_bwd": ("selection",),
+    "csa_bwd": ("span", "selection"),
+    "hca_bwd": ("span", "span"),
 }
 
 
 @dataclass(frozen=True)
-class RowSpans(Variant):
-    """Which keys each tile of rows sees, for `DenseBackward`'s kernel of keys."""
+class TileSpans(Variant):
+    """Which keys each tile of rows sees, for `MhaBackward`'s kernel of keys."""
 
-    family, layout = "row_spans", "row_spans"
+    family, layout = "tile_spans", "tile_spans"
 
     @property
     def params(self) -> Params:
@@ -264,13 +268,13 @@ class RowSpans(Variant):
 
 
 @dataclass(frozen=True)
-class DenseBackward(Variant):
+class MhaBackward(Variant):
     """The gradient of attention over one span, K and V apart or one array: by two ops or by one."""
 
     d: int
     dtype: str  # of q, dout, k, v and all gradients
 
-    family = "dense_backward"
+    family = "mha_backward"
 
     @property
     def layout(self) -> str:
@@ -282,17 +286,17 @@ class DenseBackward(Variant):
             *rows("q", "dout"),
             *(Param(name, kind) for name in ("k", "v") for kind in ("map", "extents3")),
             *each("address", "lse", "weight", "delta", "start", "stop"),
-            *DENSE_BACKWARD_OPS[self.op],
+            *MHA_BACKWARD_OPS[self.op],
             *each("int32", "s_kv"),
             *each("float32", "scale"),
             *TILING,
         )
 
 
-DENSE_BACKWARD_OPS: dict[str, Params] = {  # what each is handed that the other is not
-    "key_gradients": (*each("address", "seen", "dk", "dv"), *each("int32", "shared_kv")),
-    "all_gradients": (*each("address", "seen", "dk", "dv", "sums"), *each("int32", "shared_kv")),
-    "row_gradients": each("address", "dq"),
+MHA_BACKWARD_OPS: dict[str, Params] = {  # what each is handed that the other is not
+    "mha_dkdv": (*each("address", "seen", "dk", "dv"), *each("int32", "shared_kv")),
+    "mha_dqdkdv": (*each("address", "seen", "dk", "dv", "sums"), *each("int32", "shared_kv")),
+    "mha_dq": each("address", "dq"),
 }
 
 
@@ -317,14 +321,14 @@ BLOCKS = ("blocks_of_entry", "first_block")
 
 
 @dataclass(frozen=True)
-class IndexScores(Variant):
+class IndexerScores(Variant):
     """The lightning indexer's scores: q, k, weights, a scale for each key, and which keys each query sees."""
 
     heads: int  # of q
     dtype: str  # of q and k; "float8_e4m3fn" has scales
     paged: bool = False  # keys are in pages, which a table names, followed by their scales
 
-    family = "index_scores"
+    family = "indexer_scores"
 
     @property
     def scaled_pages(self) -> bool:
@@ -347,13 +351,13 @@ class IndexScores(Variant):
 
 
 @dataclass(frozen=True)
-class IndexAt(Variant):
-    """The indexer's scores at given entries, or in "index_at_bwd" their gradients in q, k and weights."""
+class IndexerScoresAt(Variant):
+    """The indexer's scores at given entries, or in "indexer_scores_at_bwd" their gradients in q, k and weights."""
 
     heads: int  # of q
     dtype: str  # of q, k and dq; 8-bit operands have no gradient
 
-    family = "index_at"
+    family = "indexer_scores_at"
 
     @property
     def layout(self) -> str:
@@ -361,7 +365,7 @@ class IndexAt(Variant):
 
     @property
     def params(self) -> Params:
-        gradients = ("dq", "dk", "dweights") if self.op == "index_at_bwd" else ()
+        gradients = ("dq", "dk", "dweights") if self.op == "indexer_scores_at_bwd" else ()
         return (
             *each("address", "q", "k", "weights", "indices", "scores", *gradients),
             *each("int32", "s_q", "s_c", "topk"),
@@ -432,7 +436,19 @@ class NormRope(Variant):
 
 
 FAMILIES: tuple[type[Variant], ...] = (
-    *(Forward, Backward, RowSpans, DenseBackward, Combine, IndexScores, IndexAt, TopK, Probabilities, Rope, NormRope),
+    *(
+        Forward,
+        MlaBackward,
+        TileSpans,
+        MhaBackward,
+        Combine,
+        IndexerScores,
+        IndexerScoresAt,
+        TopK,
+        Probabilities,
+        Rope,
+        NormRope,
+    ),
 )
 
 

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "forward.h"
-#include "index_at.h"
+#include "indexer_scores_at.h"
 #include "rope.h"
 
 extern "C" {
@@ -40,7 +40,7 @@ struct Arrays {
 
   Forward Call(int offset_of_k = 0) {
     const Operand keys = Of("k", k, ffi::BF16, offset_of_k), start = Of("start", rows, ffi::S32);
-    return {.op = "fwd",
+    return {.op = "mha_fwd",
             .shared_kv = false,
             .kv_heads = true,
             .q = Of("q", q, ffi::BF16),
@@ -151,7 +151,7 @@ void LastSplitOverlaps() {
   arrays.q[3] = arrays.o_parts[4] = 512, arrays.k = {2, 5, 512}, arrays.parts[0] = arrays.o_parts[0] = 1;
   const std::vector<int64_t> indices{2, 3, 7};
   Forward call = arrays.Call();
-  call.op = "sparse_fwd", call.shared_kv = true, call.kv_heads = false;
+  call.op = "mla_sparse_fwd", call.shared_kv = true, call.kv_heads = false;
   call.sources = {LatentSelection(call.sources.items[0].k, arrays.Of("indices", indices, ffi::S32),
                                   arrays.Of("length", arrays.rows, ffi::S32))};
   EXPECT(call.Execute(nullptr, 0).success());
@@ -174,11 +174,11 @@ void Entries() {
     call.scores = of("scores", indices, ffi::F32);
   };
   ScoresAt scores;
-  fill(scores, "index_at");
+  fill(scores, "indexer_scores_at");
   EXPECT(scores.Initialize(0).success() && scores.Execute(nullptr, 0).success());
   EXPECT(stand_in_calls("cuLaunchKernelEx 3") == 1 && stand_in_calls("cuMemsetD32Async") == 0);
   ScoresAtGradient gradient;
-  fill(gradient, "index_at_bwd");
+  fill(gradient, "indexer_scores_at_bwd");
   gradient.dq = of("dq", q, ffi::BF16), gradient.dk = of("dk", k, ffi::F32);
   gradient.dweights = of("dweights", weights, ffi::F32);
   EXPECT(gradient.Initialize(0).success() && gradient.Execute(nullptr, 0).success());

@@ -19,12 +19,12 @@ from interpreter import native
 from interpreter.gradients import FUNCTIONS, assert_right, gradient, operands
 from interpreter.native import Shape, addresses_of, plan
 from jax_dsv4_fmha import _backward, _ffi
-from kernels.abi import Backward
+from kernels.abi import MlaBackward
 from kernels.variants import VARIANTS
 from tests.oracle import HostStub
 
-ALL = [v for v in VARIANTS if isinstance(v, Backward)]
-BUILT = native.built(Backward)
+ALL = [v for v in VARIANTS if isinstance(v, MlaBackward)]
+BUILT = native.built(MlaBackward)
 every_built = pytest.mark.parametrize("variant", BUILT, ids=lambda v: v.key)
 SHAPES = [
     Shape(b, s_q, s_kv, h_q, h_kv, 512, s_kv1, topk)
@@ -51,12 +51,12 @@ def test_lowers_for_cuda_without_a_gpu(variant):
     (call,) = (line for line in text.splitlines() if "custom_call" in line)
     assert f"@dsv4_fmha_{variant.op}(" in call and "scale = 1.250000e-01 : f32" in call
     dtype = {"float16": "f16", "bfloat16": "bf16"}[variant.dtype]
-    keys = ("20x1x512",) if variant.op == "bwd" else ("20x512", "9x512")[: len(variant.sources)]
+    keys = ("20x1x512",) if variant.op == "mla_span_bwd" else ("20x512", "9x512")[: len(variant.sources)]
     wanted = [f"tensor<2x3x8x512x{dtype}>", *(f"tensor<2x{x}xf32>" for x in keys)]
     assert re.search(r"-> \(" + ", ".join(wanted) + r"\)", call), call
 
 
-@pytest.mark.parametrize("op", ["bwd", "dsv4_sparse_bwd"])  # both kinds of sources, and both ways of cutting rows
+@pytest.mark.parametrize("op", ["mla_span_bwd", "csa_bwd"])  # both kinds of sources, and both ways of cutting rows
 def test_launch_is_what_the_host_stub_launches(op, tmp_path):
     if util.find_spec("cutlass") is None or shutil.which("gcc") is None:
         pytest.skip("needs nvidia-cutlass-dsl and gcc")
@@ -69,11 +69,11 @@ def test_launch_is_what_the_host_stub_launches(op, tmp_path):
     aliases = {"do": pointers["dout"], "keys0": pointers["k0"], "keys1": pointers["k1"]}
     stub = HostStub(variant, tmp_path)
     for shape, processors in itertools.product(SHAPES, (1, 132)):
-        if shape.h_kv > 1 and op != "bwd":
+        if shape.h_kv > 1 and op != "mla_span_bwd":
             continue
         ints = {name: ctypes.c_int32(x) for name, x in shape._asdict().items()}
         keys = {"s_kv0": ints["s_kv"], "s_batch0": ints["s_kv"], "s_batch1": ints["s_kv1"]}
-        keys |= {"topk0": ctypes.c_int32(0) if op == "bwd" else ints["topk"], "topk1": ints["topk"]}
+        keys |= {"topk0": ctypes.c_int32(0) if op == "mla_span_bwd" else ints["topk"], "topk1": ints["topk"]}
         rest = {"ctas": ctypes.c_int32(processors), "scale": ctypes.c_float(0.1), "stream": ctypes.c_void_p()}
         theirs = stub.run({**pointers, **aliases, **ints, **keys, **rest})
         tiles = {name: row[name] for name in ("tile_m", "tile_n", "cluster")}
@@ -117,18 +117,18 @@ def test_runs(variant):
     check(variant, h_q=3, s_q=1, b=5, s_kv=1, s_kv1=1, topk=1)
     check(variant, h_q=65, s_q=20)
     check(variant, h_q=128, s_q=150, b=1, s_kv=400, s_kv1=300, topk=300)
-    if variant.op == "bwd":
+    if variant.op == "mla_span_bwd":
         check(variant, h_q=8, h_kv=2)
 
 
 @on_gpu
-@pytest.mark.parametrize("variant", [v for v in BUILT if v.op == "sparse_bwd"], ids=lambda v: v.key)
+@pytest.mark.parametrize("variant", [v for v in BUILT if v.op == "mla_sparse_bwd"], ids=lambda v: v.key)
 def test_runs_on_a_pool_of_all_sequences(variant):
     x, scale = operands(variant, h_q=native.heads_for(variant, 16), s_q=9), variant.d**-0.5
     q, *rows, kv, indices, length = x.arguments()
     b, s_kv, d = kv.shape
     slots = np.where((indices >= 0) & (indices < s_kv), indices + s_kv * np.arange(b)[:, None, None], -1)
-    f = jax.jit(functools.partial(_ffi.sparse_bwd, scale=scale))
+    f = jax.jit(functools.partial(_ffi.mla_sparse_bwd, scale=scale))
     dq, dkv = map(np.asarray, f(q, *rows, kv.reshape(b * s_kv, d), slots.astype(np.int32), length))
     assert_right((dq, dkv), x, scale)
 
@@ -172,10 +172,10 @@ for variant in t.BUILT:
 
 
 SOURCES = {
-    "bwd": ("kv", "start", "stop"),
-    "sparse_bwd": ("kv", "indices", "length"),
-    "dsv4_sparse_bwd": ("window_kv", "start", "stop", "kv", "indices", "length"),
-    "dsv4_dense_bwd": ("window_kv", "start", "stop", "kv", "start2", "stop2"),
+    "mla_span_bwd": ("kv", "start", "stop"),
+    "mla_sparse_bwd": ("kv", "indices", "length"),
+    "csa_bwd": ("window_kv", "start", "stop", "kv", "indices", "length"),
+    "hca_bwd": ("window_kv", "start", "stop", "kv", "start2", "stop2"),
 }
 
 
@@ -183,16 +183,16 @@ SOURCES = {
 @pytest.mark.parametrize(
     ("op", "operand", "change", "says"),
     [
-        ("bwd", "do", lambda x: x[:, 1:], r"do: got shape \[2, 69, 8, 512\], wanted \[2, 70, 8, 512\]"),
-        ("bwd", "do", lambda x: x.astype(np.float16), "do: got F16, wanted BF16 like q"),
-        ("bwd", "lse", lambda x: x[..., :3], r"lse: got shape \[2, 70, 3\], wanted \[2, 70, 8\]"),
-        ("bwd", "weight", lambda x: x.astype(jnp.bfloat16), "Wrong buffer dtype"),
-        ("bwd", "kv", lambda x: x[:, :, 0], r"kv: got .* wanted \[b, s_kv, h_kv, d\]"),
-        ("sparse_bwd", "delta", lambda x: x[:1], r"delta: got shape \[1, 70, 8\], wanted \[2, 70, 8\]"),
-        ("sparse_bwd", "indices", lambda x: x[..., :0], "topk is 0, wanted at least 1"),
-        ("dsv4_sparse_bwd", "kv", lambda x: x.astype(np.float16), "kv: got F16, wanted BF16 like q"),
-        ("dsv4_dense_bwd", "start2", lambda x: x[:1], r"start2: got shape \[1, 70\], wanted \[2, 70\]"),
-        ("bwd", "q", lambda x: x[..., :64], r"got shape \[2, 150, 1, 512\], wanted \[2, 150, 1, 64\]"),
+        ("mla_span_bwd", "do", lambda x: x[:, 1:], r"do: got shape \[2, 69, 8, 512\], wanted \[2, 70, 8, 512\]"),
+        ("mla_span_bwd", "do", lambda x: x.astype(np.float16), "do: got F16, wanted BF16 like q"),
+        ("mla_span_bwd", "lse", lambda x: x[..., :3], r"lse: got shape \[2, 70, 3\], wanted \[2, 70, 8\]"),
+        ("mla_span_bwd", "weight", lambda x: x.astype(jnp.bfloat16), "Wrong buffer dtype"),
+        ("mla_span_bwd", "kv", lambda x: x[:, :, 0], r"kv: got .* wanted \[b, s_kv, h_kv, d\]"),
+        ("mla_sparse_bwd", "delta", lambda x: x[:1], r"delta: got shape \[1, 70, 8\], wanted \[2, 70, 8\]"),
+        ("mla_sparse_bwd", "indices", lambda x: x[..., :0], "topk is 0, wanted at least 1"),
+        ("csa_bwd", "kv", lambda x: x.astype(np.float16), "kv: got F16, wanted BF16 like q"),
+        ("hca_bwd", "start2", lambda x: x[:1], r"start2: got shape \[1, 70\], wanted \[2, 70\]"),
+        ("mla_span_bwd", "q", lambda x: x[..., :64], r"got shape \[2, 150, 1, 512\], wanted \[2, 150, 1, 64\]"),
     ],
 )
 def test_handler_refuses_operands(op, operand, change, says):

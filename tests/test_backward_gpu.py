@@ -88,7 +88,7 @@ def gradients(case, only, dtype=None, **choices):
 def test_gradients_by_kernels(case, method, only, cuda, monkeypatch):
     if only == "lse" and case.sink != "20" and "nan" not in case.features:
         pytest.skip("lse's cotangent alone: of some cases")
-    op = "bwd" if case.d == 512 else "row_gradients"
+    op = "mla_span_bwd" if case.d == 512 else "mha_dq"
     if not all(a in _ffi.built_for(op, d=case.d) for a in _ffi.local_architectures()):
         pytest.skip("no backward kernel for this GPU")
     choices = {} if method is None else {"method": method}
@@ -110,7 +110,7 @@ def test_gradients_by_kernels(case, method, only, cuda, monkeypatch):
 @pytest.mark.parametrize("op", ["fmha", "sparse_fmha", "sparse layer", "dense layer"])
 def test_deterministic_gradients_have_the_same_bits(op, cuda):
     """20 times, with sums over many queries and heads; they equal the default gradients up to rounding."""
-    if not _ffi.built_for("bwd", d=512, deterministic=True):
+    if not _ffi.built_for("mla_span_bwd", d=512, deterministic=True):
         pytest.skip("no deterministic kernel")
     keys = jax.random.split(jax.random.key(0), 5)
     q, do = (jax.random.normal(key, (1, 300, 72, 512), jnp.bfloat16) for key in keys[:2])

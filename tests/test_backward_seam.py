@@ -13,7 +13,7 @@ from jax_dsv4_fmha import Span, _ffi, dot_product_attention, dsv4_attention, fmh
 from kernels.abi import BACKWARD_OPS
 
 B, S, S_KV, S_C, H, D, TOPK = 2, 4, 12, 6, 8, 512, 5
-BUILT = pytest.mark.skipif(not _ffi.variants_for("bwd"), reason="no kernels are built")
+BUILT = pytest.mark.skipif(not _ffi.variants_for("mla_span_bwd"), reason="no kernels are built")
 CUSTOM_CALLS = [jax.export.DisabledSafetyCheck.custom_call(f"dsv4_fmha_{name}") for name in _ffi._TARGETS]
 INDICES, SINK = np.zeros((B, S, TOPK), np.int32), np.zeros(H, np.float32)
 
@@ -30,17 +30,17 @@ Q, WINDOW, KV = (B, S, H, D), (B, S_KV, D), (B, S_C, D)
 SMALL, KEYS = (B, S, H, 64), (B, S_KV, 2, 64)
 # the call, its operands, and the targets of its gradient
 OPS = {
-    "latent": (lambda q, k: fmha(q, k, span=Span.causal(S), sink=SINK), (Q, (B, S_KV, 1, D)), ["bwd"]),
-    "heads of keys": (lambda q, k: fmha(q, k, span=Span(0, 7)), (Q, (B, S_KV, 2, D)), ["bwd"]),
-    "apart": (lambda q, k, v: fmha(q, k, v, span=Span.causal(S), sink=SINK), (SMALL, *2 * [KEYS]), ["dense_bwd"]),
-    "latent of d 64": (lambda q, k: fmha(q, k, sink=SINK), (SMALL, KEYS), ["dense_bwd_shared_kv"]),
-    "sparse": (lambda q, kv: sparse_fmha(q, kv, INDICES, sink=SINK), (Q, WINDOW), ["sparse_bwd"]),
-    "pool": (lambda q, kv: sparse_fmha(q, kv, INDICES), (Q, (S_KV, D)), ["sparse_bwd"]),
-    "window": (layer(None), (Q, WINDOW), ["bwd"]),
-    "fused dense": (layer("fused", ratio=4), (Q, WINDOW, KV), ["dsv4_dense_bwd"]),
-    "fused top-k": (layer("fused", indices=INDICES), (Q, WINDOW, KV), ["dsv4_sparse_bwd"]),
-    "two-pass dense": (layer("two_pass", ratio=4), (Q, WINDOW, KV), ["bwd", "bwd"]),
-    "two-pass top-k": (layer("two_pass", indices=INDICES), (Q, WINDOW, KV), ["bwd", "sparse_bwd"]),
+    "latent": (lambda q, k: fmha(q, k, span=Span.causal(S), sink=SINK), (Q, (B, S_KV, 1, D)), ["mla_span_bwd"]),
+    "heads of keys": (lambda q, k: fmha(q, k, span=Span(0, 7)), (Q, (B, S_KV, 2, D)), ["mla_span_bwd"]),
+    "apart": (lambda q, k, v: fmha(q, k, v, span=Span.causal(S), sink=SINK), (SMALL, *2 * [KEYS]), ["mha_bwd"]),
+    "latent of d 64": (lambda q, k: fmha(q, k, sink=SINK), (SMALL, KEYS), ["mha_bwd_shared_kv"]),
+    "sparse": (lambda q, kv: sparse_fmha(q, kv, INDICES, sink=SINK), (Q, WINDOW), ["mla_sparse_bwd"]),
+    "pool": (lambda q, kv: sparse_fmha(q, kv, INDICES), (Q, (S_KV, D)), ["mla_sparse_bwd"]),
+    "window": (layer(None), (Q, WINDOW), ["mla_span_bwd"]),
+    "fused dense": (layer("fused", ratio=4), (Q, WINDOW, KV), ["hca_bwd"]),
+    "fused top-k": (layer("fused", indices=INDICES), (Q, WINDOW, KV), ["csa_bwd"]),
+    "two-pass dense": (layer("two_pass", ratio=4), (Q, WINDOW, KV), ["mla_span_bwd", "mla_span_bwd"]),
+    "two-pass top-k": (layer("two_pass", indices=INDICES), (Q, WINDOW, KV), ["mla_span_bwd", "mla_sparse_bwd"]),
 }
 
 
@@ -83,7 +83,7 @@ def test_a_gradient_takes_the_kernel(op, transform):
 
 
 def test_every_target_is_taken():
-    dense = {"dense_bwd", "dense_bwd_shared_kv"}
+    dense = {"mha_bwd", "mha_bwd_shared_kv"}
     assert {name for _, _, wanted in OPS.values() for name in wanted} == {*BACKWARD_OPS, *dense}
 
 
@@ -102,7 +102,7 @@ def test_one_kernel_makes_all_gradients_where_queries_see_many_keys(d, s, window
     span = Span.causal(s) if window is None else Span.causal(s) & Span.sliding_window(s, window)
     q, k = arrays((1, s, 2, d), (1, s, 1, d))
     text = lowered(gradient(functools.partial(fmha, span=span, deterministic=deterministic)), q, k, k)
-    (found,) = re.findall(rf"@dsv4_fmha_dense_bwd\(.*-> \(tensor<1x{s}x2x{d}x(\w+)>", text)
+    (found,) = re.findall(rf"@dsv4_fmha_mha_bwd\(.*-> \(tensor<1x{s}x2x{d}x(\w+)>", text)
     assert found == dtype
 
 
@@ -112,7 +112,7 @@ def test_a_window_to_the_right_counts_where_it_is_seen(is_causal, dtype):
     q, k = arrays((1, 1024, 2, 64), (1, 1024, 1, 64))
     window = functools.partial(dot_product_attention, local_window_size=(128, 700), return_residual=True)
     text = lowered(gradient(functools.partial(window, is_causal=is_causal)), q, k, k)
-    assert re.findall(r"@dsv4_fmha_dense_bwd\(.*-> \(tensor<1x1024x2x64x(\w+)>", text) == [dtype]
+    assert re.findall(r"@dsv4_fmha_mha_bwd\(.*-> \(tensor<1x1024x2x64x(\w+)>", text) == [dtype]
 
 
 @BUILT
@@ -160,7 +160,7 @@ def test_cubin_insists_on_the_backward_kernel_too():
         _, vjp = jax.vjp(functools.partial(fmha, implementation="cubin"), q, k)
         return vjp((do, jnp.zeros(rows.shape)))
 
-    assert targets(lowered(backward_alone, q, k, o)) == ["bwd"]
+    assert targets(lowered(backward_alone, q, k, o)) == ["mla_span_bwd"]
     with pytest.raises(ValueError, match="'cubin' on platform cpu, wanted platform cuda"):
         lowered(backward_alone, q, k, o, platform="cpu")
 
@@ -172,7 +172,7 @@ def test_a_deterministic_gradient_takes_a_kernel_of_its_own(transform):
     f = layer("fused", indices=INDICES, deterministic=True)
     shapes = [(3, *shape) for shape in (Q, WINDOW, KV)] if transform != "grad" else (Q, WINDOW, KV)
     text = lowered(TRANSFORMS[transform](f), *arrays(*shapes))
-    assert targets(text) == ["dsv4_sparse_bwd"]
+    assert targets(text) == ["csa_bwd"]
     (call,) = (line for line in text.splitlines() if "@dsv4_fmha_dsv4_sparse_bwd(" in line)
     assert len(re.findall(r"x512x2xui32>", call.split("->")[1])) == 2 and "tensor<1xf32>" in call.split("->")[0]
 

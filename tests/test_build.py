@@ -23,15 +23,25 @@ from interpreter.native import (
     plan_indexer,
     plan_probabilities,
     plan_rope,
-    plan_row_spans,
+    plan_tile_spans,
     variant_of,
 )
 from jax_dsv4_fmha import _ffi
 from kernels import build
-from kernels.abi import Combine, DenseBackward, IndexAt, IndexScores, NormRope, Probabilities, Rope, RowSpans, TopK
+from kernels.abi import (
+    Combine,
+    IndexerScores,
+    IndexerScoresAt,
+    MhaBackward,
+    NormRope,
+    Probabilities,
+    Rope,
+    TileSpans,
+    TopK,
+)
 from kernels.cache import KernelCache
 from kernels.cubin import KernelInfo, read_kernel
-from kernels.variants import FEW_HEADS, FEW_HEADS_BACKWARD, LATENT, VARIANTS
+from kernels.variants import MLA, MLA_FEW_HEADS, MLA_FEW_HEADS_BACKWARD, VARIANTS
 
 ROOT = Path(__file__).parent.parent
 HAS_DSL = util.find_spec("cutlass") is not None
@@ -87,22 +97,22 @@ def test_embedded_cubin_is_what_the_manifest_says(key):
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.key)
 def test_the_launcher_hands_over_what_the_table_says(variant):
     shape = Shape(2, 70, 150, 8, 1, 512, s_kv1=200, topk=100)
-    if isinstance(variant, IndexScores | TopK):
+    if isinstance(variant, IndexerScores | TopK):
         paging = (9, 50, 3) if "paged" in variant.layout else (0, 0, 0)
         extents = {**INDEX_SHAPE, **dict(zip(("pages", "page", "width"), paging, strict=True))}
-        kind = TYPES[variant.dtype] if isinstance(variant, IndexScores) else 9
+        kind = TYPES[variant.dtype] if isinstance(variant, IndexerScores) else 9
         extents |= {"type": kind, "queries": 4, "stride": 256, "wants_values": 1}
         launch = plan_indexer(extents)[isinstance(variant, TopK)]
-    elif isinstance(variant, IndexAt):
-        launch = plan_index_at(INDEX_SHAPE, gradient=variant.op == "index_at_bwd")
+    elif isinstance(variant, IndexerScoresAt):
+        launch = plan_index_at(INDEX_SHAPE, gradient=variant.op == "indexer_scores_at_bwd")
     elif isinstance(variant, Probabilities):
         launch = plan_probabilities({"b": 2, "s_q": 70, "h_q": 8, "s_kv": 150, "topk": 100})
     elif isinstance(variant, Rope | NormRope):
         launch = plan_rope(variant.family, {"b": 2, "s": 70, "heads": 8, "d": 512}, 1.0, tile_m=32)
-    elif isinstance(variant, DenseBackward):
+    elif isinstance(variant, MhaBackward):
         launch = plan_dense_backward(variant, shape)
-    elif isinstance(variant, RowSpans):
-        launch = plan_row_spans(shape)
+    elif isinstance(variant, TileSpans):
+        launch = plan_tile_spans(shape)
     else:
         launch = plan_combine(shape._replace(splits=3)) if isinstance(variant, Combine) else plan(variant, shape)
     assert {name: len(blob) for name, blob in launch.params.items()} == {p.name: p.bytes for p in variant.params}
@@ -151,10 +161,10 @@ def test_an_edit_of_one_kernel_s_module_makes_its_variants_stale_alone(tmp_path,
     monkeypatch.setattr(build, "ROOT", tmp_path)
     before = {v: build.digest(v) for v in VARIANTS}
     for module, wanted in (
-        ("sm90/few_heads/column_softmax.py", lambda v: v.module == FEW_HEADS),
-        ("sm90/latent/packed.py", lambda v: v.module == LATENT),
+        ("sm90/mla_few_heads/fwd/column_softmax.py", lambda v: v.module == MLA_FEW_HEADS),
+        ("sm90/mla/fwd/packed.py", lambda v: v.module == MLA),
         ("sm100/fwd/tcgen05.py", lambda v: v.arch == "sm_100a"),
-        ("sm90/combine.py", lambda v: isinstance(v, Combine)),
+        ("sm90/combine/kernel.py", lambda v: isinstance(v, Combine)),
         ("variants.py", lambda v: False),
         ("lib/ptx.py", lambda v: True),
     ):
@@ -168,12 +178,14 @@ def test_an_edit_of_one_kernel_s_module_makes_its_variants_stale_alone(tmp_path,
 
 def test_kernels_share_modules_of_lib_alone():
     """So an edit of any other module makes the variants of one kernel stale, except for these two."""
-    shared = {"kernels.sm90.index_at": "kernels.sm90.index_scores", FEW_HEADS_BACKWARD: "kernels.sm90.latent_bwd"}
+    shared = {
+        "kernels.sm90.indexer.scores_at.kernel": "kernels.sm90.indexer.scores",
+        MLA_FEW_HEADS_BACKWARD: "kernels.sm90.mla.bwd",
+    }
     for module in {v.module for v in VARIANTS}:
         files = {path.relative_to(ROOT) for path in build.modules(module, ROOT) if path.name != "__init__.py"}
         modules = {".".join(path.with_suffix("").parts) for path in files if path.parts[1] != "lib"}
-        folder = module.rpartition(".")[0]
-        home = module if folder.count(".") == 1 else folder  # kernels.sm90.fwd; kernels.sm90.bwd.key_gradients
+        home = module.rpartition(".")[0]
         others = {m for m in modules if m.count(".") > 1 and not f"{m}.".startswith(f"{home}.")}
         allowed = shared.get(module, "none")
         assert all(f"{m}.".startswith(f"{allowed}.") for m in others), (module, others)

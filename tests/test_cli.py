@@ -20,9 +20,24 @@ from jax_dsv4_fmha._cli import bench, bench_decode, bench_layer, check, main, re
 from jax_dsv4_fmha._testing import cases
 from jax_dsv4_fmha._testing.cases import Case
 
-CHOICES = {"d": 64, "dtype": "bfloat16", "shared_kv": False, "max_heads": 16}
+CHOICES = {"d": 64, "dtype": "bfloat16", "max_heads": 16}
 VARIANT = _ffi.Variant(
-    "fwd_sm_90a_d64", "fwd", "forward", "sm_90a", CHOICES, 192, 128, 1, 1, True, 384, 168, 83016, 0, 42488, "run"
+    "mha_fwd_sm_90a_d64",
+    "mha_fwd",
+    "forward",
+    "sm_90a",
+    CHOICES,
+    192,
+    128,
+    1,
+    1,
+    True,
+    384,
+    168,
+    83016,
+    0,
+    42488,
+    "run",
 )
 
 
@@ -81,7 +96,7 @@ class TestInfo:
         assert jax.__version__ in text and "42488" not in text
         (line,) = (line for line in text.splitlines() if "sm_90a" in line)
         cells = re.split(r"  +", line)
-        assert cells == ["fwd", "sm_90a", "bfloat16, d 64, heads <= 16", "384", "168", "81.1", "0", "41.5", "run"]
+        assert cells == ["mha_fwd", "sm_90a", "bfloat16, d 64, heads <= 16", "384", "168", "81.1", "0", "41.5", "run"]
 
     def test_json(self, capsys, tmp_path):
         assert main(["info", "--json"]) == 0
@@ -97,7 +112,7 @@ def test_info_draws_what_is_built(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     assert main(["info", "--plot", str(tmp_path / "built.svg")]) == 0
     text = (tmp_path / "built.svg").read_text()
-    assert all(word in text for word in ("fwd", "d 64", "≤ 16 heads", "bfloat16"))
+    assert all(word in text for word in ("mha_fwd", "d 64", "≤ 16 heads", "bfloat16"))
     capsys.readouterr()
 
 
@@ -557,4 +572,4 @@ class TestOnGpu:
         assert main(["bench", "--filter", "*b1 s512*", "--rounds", "2", "--json"]) == 0
         (row,) = json.loads(capsys.readouterr().out)["rows"]
         assert row["times"].keys() == {"ours", "cudnn", "xla"}
-        assert any("fwd_sm90" in kernel for kernel in row["times"]["ours"]["kernels"])
+        assert any("mha_fwd_sm90" in kernel for kernel in row["times"]["ours"]["kernels"])

@@ -338,7 +338,7 @@ def test_launches(layouts, op, kind):
     )
     f = jax.jit(functools.partial(dsv4_decode, lengths=700, ratio=len(caches) * 4 - 4 or None, implementation="cubin"))
     text = f.trace(q, *caches).lower(lowering_platforms=("cuda",)).as_text()
-    assert re.findall(r"custom_call @dsv4_fmha_(\w+)", text) == ["dsv4_decode" if op else "sparse_fwd"]
+    assert re.findall(r"custom_call @dsv4_fmha_(\w+)", text) == ["dsv4_decode" if op else "mla_sparse_fwd"]
     assert re.findall(r'op = "(\w+)"', text) == ([op] if op else [])
     kinds = "broadcast_in_dim|gather|concatenate|pad|select|dynamic_slice"
     for found in re.findall(rf"stablehlo.(?:{kinds})\"?.*: \(tensor<([\dx]+)x.*-> tensor<([\dx]+)x(?:bf16|ui8)>", text):

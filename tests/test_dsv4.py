@@ -38,12 +38,12 @@ def test_fused_equals_the_definition(case):
 @pytest.mark.parametrize(
     "method, compressed, targets",
     [
-        (None, {}, ["fwd_shared_kv"]),
-        (None, {"ratio": 4}, ["dsv4_dense_fwd"]),
-        (None, {"indices": jnp.zeros((2, 6, 2), jnp.int32)}, ["dsv4_sparse_fwd"]),
-        ("fused", {"ratio": 4}, ["dsv4_dense_fwd"]),
-        ("two_pass", {"ratio": 4}, ["fwd_shared_kv", "fwd_shared_kv"]),
-        ("two_pass", {"indices": jnp.zeros((2, 6, 2), jnp.int32)}, ["fwd_shared_kv", "sparse_fwd"]),
+        (None, {}, ["mla_span_fwd"]),
+        (None, {"ratio": 4}, ["hca_fwd"]),
+        (None, {"indices": jnp.zeros((2, 6, 2), jnp.int32)}, ["csa_fwd"]),
+        ("fused", {"ratio": 4}, ["hca_fwd"]),
+        ("two_pass", {"ratio": 4}, ["mla_span_fwd", "mla_span_fwd"]),
+        ("two_pass", {"indices": jnp.zeros((2, 6, 2), jnp.int32)}, ["mla_span_fwd", "mla_sparse_fwd"]),
     ],
 )
 def test_launches(method, compressed, targets):
@@ -250,7 +250,7 @@ def test_a_chunk_over_pages_launches(layout):
     f = jax.jit(functools.partial(dsv4_attention, ratio=4, q_offset=900, kv_offset=773, implementation="cubin"))
     indices = jnp.zeros((2, 6, 9), jnp.int32)
     text = f.trace(q, window, cache, indices=indices).lower(lowering_platforms=("cuda",)).as_text()
-    targets = ["dsv4_sparse_fwd"] if layout is None else ["fwd_shared_kv", "dsv4_decode"]
+    targets = ["csa_fwd"] if layout is None else ["mla_span_fwd", "dsv4_decode"]
     assert re.findall(r"custom_call @dsv4_fmha_(\w+)", text) == targets
     assert not re.search(r"stablehlo.(gather|concatenate|pad|slice)[^\n]*x(bf16|ui8)>\n", text)
 

@@ -52,13 +52,13 @@ def test_kernels_of_a_layer_and_its_gradient(hopper):
     assert said(layer, *OPERANDS) == [(op, "forward", "kernel", 1)]
     assert said(jax.jit(jax.grad(loss)), *OPERANDS) == [(op, "forward", "kernel", 1), (op, "gradient", "kernel", 1)]
     (decision,) = explain(layer, *OPERANDS)
-    assert str(decision).startswith("dsv4_attention, forward: kernel: dsv4_dense_fwd, built for ")
-    assert decision.variant == "dsv4_dense_fwd_sm_90a_d512_bfloat16_shared_kv"
+    assert str(decision).startswith("dsv4_attention, forward: kernel: hca_fwd, built for ")
+    assert decision.variant == "hca_fwd_sm_90a_d512_bfloat16"
     assert decision.variant in {v.key for v in _ffi.variants()}
     few = x(1, 4, 9, 512), x(1, 8, 512), x(1, 4, 3, dtype=jnp.int32)
-    assert explain(sparse_fmha, *few)[0].variant == "sparse_fwd_sm_90a_d512_bfloat16_shared_kv_h16"
+    assert explain(sparse_fmha, *few)[0].variant == "mla_sparse_fwd_sm_90a_d512_bfloat16_h16"
     two_pass = explain(lambda q, kv: dsv4_attention(q, kv, kv, ratio=4, method="two_pass"), *OPERANDS)
-    assert [(d.times, d.reason.split(",")[0]) for d in two_pass] == [(2, "fwd")]
+    assert [(d.times, d.reason.split(",")[0]) for d in two_pass] == [(2, "mla_span_fwd")]
 
 
 @needs_kernels
@@ -68,7 +68,7 @@ def test_kernels_of_a_layer_and_its_gradient(hopper):
         (
             lambda q: fmha(q, q),
             x(1, 4, 2, 64, dtype=jnp.float32),
-            "no kernel takes float32, d=64, V=K; built fwd (d=64",
+            "no kernel takes float32, d=64, V=K; built mha_fwd (d=64",
         ),
         (lambda q: fmha(q, q), x(1, 4, 2, 96), "no kernel takes bfloat16, d=96"),
         (lambda q: fmha(q, q, q + 0), x(1, 4, 1, 512), "no kernel takes bfloat16, d=512, V apart from K; built "),

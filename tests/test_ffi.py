@@ -55,8 +55,8 @@ one_of_each_op = pytest.mark.parametrize(
 
 
 def shapes(op):
-    """Only `fwd` has more than one KV head."""
-    return [shape for shape in SHAPES if shape.h_kv == 1 or op == "fwd"]
+    """Only ops over one span have more than one KV head."""
+    return [shape for shape in SHAPES if shape.h_kv == 1 or op in ("mha_fwd", "mla_span_fwd")]
 
 
 def test_import_initialises_no_backend():
@@ -70,8 +70,8 @@ def test_import_initialises_no_backend():
 def test_built_for_agrees_with_variants():
     for v in _ffi.variants():
         assert v.arch in _ffi.built_for(v.op, **v.choices)
-    assert _ffi.built_for("fwd", d=63, dtype="bfloat16", shared_kv=False) == ()
-    assert _ffi.built_for("fwd", d=64, dtype="float32", shared_kv=False) == ()
+    assert _ffi.built_for("mha_fwd", d=63, dtype="bfloat16") == ()
+    assert _ffi.built_for("mha_fwd", d=64, dtype="float32") == ()
 
 
 @pytest.mark.parametrize(("capability", "arch"), [("8.9", "sm_89"), ("9.0", "sm_90a"), ("10.0", "sm_100a")])
@@ -84,29 +84,27 @@ def test_every_op_has_a_function_and_a_target():
     chosen = (
         _ffi.lightning_indexer,
         _ffi.paged_lightning_indexer,
-        _ffi.index_scores,
-        _ffi.topk,
+        _ffi.indexer_scores,
+        _ffi.indexer_topk,
         _ffi.head_summed_probabilities,
-        _ffi.index_at,
+        _ffi.indexer_scores_at,
         _ffi.rope,
         _ffi.norm_rope,
     )
     others = {f.__name__ for f in chosen}
-    assert {getattr(f, "func", f).__name__ for f in OPS.values()} | {"fwd_shared_kv"} | gradients | others == set(
-        _ffi._TARGETS
-    )
+    assert {getattr(f, "func", f).__name__ for f in OPS.values()} | gradients | others == set(_ffi._TARGETS)
     targets = (Path(__file__).parents[1] / "ffi/targets.cc").read_text()
     assert set(re.findall(r"^DSV4_FMHA_TARGET\((\w+), ", targets, re.MULTILINE)) == set(_ffi._TARGETS)
 
 
-@pytest.mark.parametrize("variant", {(v.op, v.shared_kv): v for v in FORWARD}.values(), ids=lambda v: v.key)
+@pytest.mark.parametrize("variant", {v.op: v for v in FORWARD}.values(), ids=lambda v: v.key)
 def test_lowers_for_cuda_without_a_gpu(variant):
     f = jax.jit(functools.partial(OPS[variant.op], scale=0.125))
     arguments = operands(variant, s_q=70, h_q=8).arguments()
     lowered = f.trace(*arguments).lower(lowering_platforms=("cuda",))
     (call,) = (line for line in lowered.as_text().splitlines() if "custom_call" in line)
     call_of = OPS[variant.op]
-    target = getattr(call_of, "func", call_of).__name__ + "_shared_kv" * (variant.shared_kv and variant.op == "fwd")
+    target = getattr(call_of, "func", call_of).__name__
     assert f"@dsv4_fmha_{target}(" in call
     assert "scale = 1.250000e-01 : f32" in call
     dtype, row = {"float16": "f16", "bfloat16": "bf16"}[variant.dtype], "tensor<2x70x8x"
@@ -149,18 +147,18 @@ def test_splits_by_what_is_built(monkeypatch):
     """By the tiles of one kernel; an extent that is not known, as in an exported batch, splits nothing."""
     extents = {"tile_m": 64, "tile_n": 64, "unit": 2, "threads": 1, "registers": 1, "smem_bytes": 1, "spill_bytes": 0}
     facts = {"ctas": 1, "splits": True, "cubin_bytes": 1, "evidence": "", **extents}
-    choices = {"d": 512, "dtype": "bfloat16", "shared_kv": True, "max_heads": ANY}
-    row = _ffi.Variant("k", "fwd", "forward", "sm_90a", choices, **facts)
+    choices = {"d": 512, "dtype": "bfloat16", "max_heads": ANY}
+    row = _ffi.Variant("k", "mla_span_fwd", "forward", "sm_90a", choices, **facts)
     q = jnp.zeros((1, 2, 64, 512), jnp.bfloat16)
     for variants, wanted in ((row,), _ffi.split_count(2, 32, 2, 132)), ((dataclasses.replace(row, splits=False),), 1):
         monkeypatch.setattr(_ffi, "variants", lambda variants=variants: variants)
-        assert _ffi._splits("fwd", q, True, 1, 128, 2048) == wanted
-        assert _ffi._splits("fwd", q, False, 1, 128, 2048) == 1
+        assert _ffi._splits("mla_span_fwd", q, 1, 128, 2048) == wanted
+        assert _ffi._splits("mha_fwd", q, 1, 128, 2048) == 1
     few_heads = dataclasses.replace(row, op="dsv4_decode", tile_m=16, unit=1, choices={**choices, "max_heads": 16})
     monkeypatch.setattr(_ffi, "variants", lambda: (row, few_heads))
-    assert _ffi._splits("dsv4_decode", q[:, :, :16], True, 64, 16, 640) == _ffi.split_count(64, 10, 1, 132) == 2
+    assert _ffi._splits("dsv4_decode", q[:, :, :16], 64, 16, 640) == _ffi.split_count(64, 10, 1, 132) == 2
     (b,) = jax.export.symbolic_shape("b")
-    assert _ffi._splits("fwd", q, True, b, 128, 2048) == 1
+    assert _ffi._splits("mla_span_fwd", q, b, 128, 2048) == 1
 
 
 @built
@@ -298,7 +296,7 @@ def test_tiles_cover_every_row_once(op, tile_m, cluster):
 )
 def test_few_rows_are_cut_into_small_tiles(s_q, splits, rows):
     """With 8 heads, 132 processors have 16 tiles each."""
-    launch = plan("fwd", Shape(1, s_q, 4096, 8, 8, 128, splits=splits), tile_m=192)
+    launch = plan("mla_span_fwd", Shape(1, s_q, 4096, 8, 8, 128, splits=splits), tile_m=192)
     assert (launch["box_inner"], launch["box_outer"]) == (1, rows)
 
 
@@ -326,17 +324,17 @@ def test_few_rows_are_cut_into_small_tiles(s_q, splits, rows):
 )
 def test_plan_refuses(change, scale, says):
     shape = Shape(1, 16, 16, 8, 1, 64, s_kv1=16, topk=4)._replace(**change)
-    op = "fwd" if shape.h_kv > 1 else "dsv4_sparse_fwd" if "topk" in change else "dsv4_dense_fwd"
+    op = "mla_span_fwd" if shape.h_kv > 1 else "csa_fwd" if "topk" in change else "hca_fwd"
     with pytest.raises(ValueError, match=says):
         plan(op, shape, scale)
 
 
 def test_plan_takes_shapes_beyond_32_bit_addresses():
     shape = Shape(2, 70_000, 1_000_000, 128, 1, 512, s_kv1=10_000_000, topk=2048)
-    maps = plan("dsv4_dense_fwd", shape).maps
+    maps = plan("hca_fwd", shape).maps
     assert maps["q.map"].strides[3] == maps["o.map"].strides[3] == 70_000 * 128 * 512 * 2
     assert [maps[f"k{i}.map"].strides[2] for i in range(2)] == [1_000_000 * 512 * 2, 10_000_000 * 512 * 2]
-    gathered = plan("dsv4_sparse_fwd", shape)  # so none of its keys has a map
+    gathered = plan("csa_fwd", shape)  # so none of its keys has a map
     assert list(gathered.maps) == ["q.map", "o.map"]
 
 
@@ -362,7 +360,7 @@ def test_runs(variant):
     check(variant)
     check(variant, h_q=3, s_q=1, b=5, s_kv=1, s_kv1=1, topk=1)
     check(variant, h_q=65, s_q=20)
-    if variant.op == "fwd":
+    if variant.sources == ("span",):
         check(variant, h_q=8, h_kv=2)
 
 
@@ -390,7 +388,9 @@ def test_runs_with_the_last_queries_split(variant, monkeypatch):
 
 
 @on_gpu
-@pytest.mark.parametrize("variant", [v for v in BUILT if v.op in ("sparse_fwd", "dsv4_decode")], ids=lambda v: v.key)
+@pytest.mark.parametrize(
+    "variant", [v for v in BUILT if v.op in ("mla_sparse_fwd", "dsv4_decode")], ids=lambda v: v.key
+)
 def test_runs_on_a_pool_of_all_sequences(variant):
     check_pools(variant, operands(variant, h_q=heads_for(variant, 64), s_q=3))
 
@@ -472,26 +472,26 @@ def test_unknown_variant_lists_what_is_built(variant):
 @pytest.mark.parametrize(
     ("op", "operand", "change", "says"),
     [
-        ("fwd", "k", lambda x: x[0], r"k: got shape \[150, 1, 64\], wanted \[b, s_kv, h_kv, d\]"),
-        ("fwd", "k", lambda x: x[:1], r"k: got shape \[1, 150, 1, 64\], wanted \[2, 150, 1, 64\]"),
-        ("fwd", "v", lambda x: x[:, :9], r"v: got shape \[2, 9, 1, 64\], wanted \[2, 150, 1, 64\]"),
-        ("fwd", "k", lambda x: x.astype(np.float16), "k: got F16, wanted BF16 like q"),
-        ("fwd", "start", lambda x: x[:, :3], r"start: got shape \[2, 3\], wanted \[2, 70\]"),
-        ("fwd", "sink", lambda x: x[:3], r"sink: got shape \[3\], wanted \[8\]"),
-        ("fwd", "sink", lambda x: x.astype(jnp.bfloat16), "Wrong buffer dtype"),
-        ("sparse_fwd", "kv", lambda x: x[:, :, None], r"kv: got .* wanted \[b, s_kv, d\]"),
-        ("sparse_fwd", "kv", lambda x: x[..., :64], r"kv: got shape \[2, 150, 64\], wanted \[2, 150, 512\]"),
-        ("sparse_fwd", "kv", lambda x: x[:, :0], "s_kv is 0, wanted at least 1"),
-        ("sparse_fwd", "indices", lambda x: x[0], "Wrong buffer rank"),
-        ("sparse_fwd", "indices", lambda x: x[..., :0], "topk is 0, wanted at least 1"),
-        ("sparse_fwd", "indices", lambda x: x[:, 1:], r"indices: got shape \[2, 69, 100\], wanted \[2, 70, 100\]"),
-        ("sparse_fwd", "length", lambda x: x[:, 1:], r"length: got shape \[2, 69\], wanted \[2, 70\]"),
-        ("dsv4_sparse_fwd", "window_kv", lambda x: x[:1], r"window_kv: got shape \[1, 150, 512\]"),
-        ("dsv4_sparse_fwd", "kv", lambda x: x.astype(np.float16), "kv: got F16, wanted BF16 like q"),
-        ("dsv4_sparse_fwd", "length", lambda x: x.astype(np.float32), "Wrong buffer dtype"),
-        ("dsv4_dense_fwd", "kv", lambda x: x[:, :0], "s_kv of the second keys is 0"),
-        ("dsv4_dense_fwd", "start2", lambda x: x[:1], r"start2: got shape \[1, 70\], wanted \[2, 70\]"),
-        ("dsv4_dense_fwd", "stop2", lambda x: x[:1], r"stop2: got shape \[1, 70\], wanted \[2, 70\]"),
+        ("mha_fwd", "k", lambda x: x[0], r"k: got shape \[150, 1, 64\], wanted \[b, s_kv, h_kv, d\]"),
+        ("mha_fwd", "k", lambda x: x[:1], r"k: got shape \[1, 150, 1, 64\], wanted \[2, 150, 1, 64\]"),
+        ("mha_fwd", "v", lambda x: x[:, :9], r"v: got shape \[2, 9, 1, 64\], wanted \[2, 150, 1, 64\]"),
+        ("mha_fwd", "k", lambda x: x.astype(np.float16), "k: got F16, wanted BF16 like q"),
+        ("mha_fwd", "start", lambda x: x[:, :3], r"start: got shape \[2, 3\], wanted \[2, 70\]"),
+        ("mha_fwd", "sink", lambda x: x[:3], r"sink: got shape \[3\], wanted \[8\]"),
+        ("mha_fwd", "sink", lambda x: x.astype(jnp.bfloat16), "Wrong buffer dtype"),
+        ("mla_sparse_fwd", "kv", lambda x: x[:, :, None], r"kv: got .* wanted \[b, s_kv, d\]"),
+        ("mla_sparse_fwd", "kv", lambda x: x[..., :64], r"kv: got shape \[2, 150, 64\], wanted \[2, 150, 512\]"),
+        ("mla_sparse_fwd", "kv", lambda x: x[:, :0], "s_kv is 0, wanted at least 1"),
+        ("mla_sparse_fwd", "indices", lambda x: x[0], "Wrong buffer rank"),
+        ("mla_sparse_fwd", "indices", lambda x: x[..., :0], "topk is 0, wanted at least 1"),
+        ("mla_sparse_fwd", "indices", lambda x: x[:, 1:], r"indices: got shape \[2, 69, 100\], wanted \[2, 70, 100\]"),
+        ("mla_sparse_fwd", "length", lambda x: x[:, 1:], r"length: got shape \[2, 69\], wanted \[2, 70\]"),
+        ("csa_fwd", "window_kv", lambda x: x[:1], r"window_kv: got shape \[1, 150, 512\]"),
+        ("csa_fwd", "kv", lambda x: x.astype(np.float16), "kv: got F16, wanted BF16 like q"),
+        ("csa_fwd", "length", lambda x: x.astype(np.float32), "Wrong buffer dtype"),
+        ("hca_fwd", "kv", lambda x: x[:, :0], "s_kv of the second keys is 0"),
+        ("hca_fwd", "start2", lambda x: x[:1], r"start2: got shape \[1, 70\], wanted \[2, 70\]"),
+        ("hca_fwd", "stop2", lambda x: x[:1], r"stop2: got shape \[1, 70\], wanted \[2, 70\]"),
     ],
 )
 def test_handler_refuses_operands(op, operand, change, says):

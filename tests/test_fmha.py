@@ -61,7 +61,7 @@ class TestSeam:
 
     def test_jaxpr_has_both_ways(self):
         text = str(jax.make_jaxpr(lambda q, k, v: fmha(q, k, v))(*small()[:3]))
-        assert "platform_index" in text and "dsv4_fmha_fwd" in text
+        assert "platform_index" in text and "dsv4_fmha_mha_fwd" in text
 
     @pytest.mark.parametrize("shared_kv", [False, True])
     def test_gradient(self, shared_kv):
@@ -109,41 +109,43 @@ class TestSeam:
     def test_export_for_cuda(self, implementation):
         q, k, v, sink = small()
         f = jax.jit(lambda q, k, v, sink: fmha(q, k, v, sink=sink, implementation=implementation))
-        allowed = [jax.export.DisabledSafetyCheck.custom_call("dsv4_fmha_fwd")]
+        allowed = [jax.export.DisabledSafetyCheck.custom_call("dsv4_fmha_mha_fwd")]
         exported = jax.export.export(f, platforms=["cuda"], disabled_checks=allowed)(q, k, v, sink)
-        assert "dsv4_fmha_fwd" in exported.mlir_module()
+        assert "dsv4_fmha_mha_fwd" in exported.mlir_module()
 
     def test_export_with_symbolic_batch(self):
         (b,) = jax.export.symbolic_shape("b")
         operands = [jax.ShapeDtypeStruct((b, *x.shape[1:]), x.dtype) for x in small()[:3]]
-        allowed = [jax.export.DisabledSafetyCheck.custom_call("dsv4_fmha_fwd")]
+        allowed = [jax.export.DisabledSafetyCheck.custom_call("dsv4_fmha_mha_fwd")]
         f = jax.jit(lambda q, k, v: fmha(q, k, v, span=self.span))
         jax.export.export(f, platforms=["cuda"], disabled_checks=allowed)(*operands)
         jax.export.export(f, platforms=["cpu"])(*operands)
 
     def test_cubin_has_a_gradient(self):
         f = jax.jit(jax.grad(lambda q: fmha(q, *small()[1:3], implementation="cubin")[1].sum()))
-        assert "dsv4_fmha_fwd" in f.trace(small()[0]).lower(lowering_platforms=("cuda",)).as_text()
+        assert "dsv4_fmha_mha_fwd" in f.trace(small()[0]).lower(lowering_platforms=("cuda",)).as_text()
 
     def test_another_local_architecture_means_the_reference(self, monkeypatch):
         monkeypatch.setattr(_ffi, "local_architectures", lambda: ("sm_80",))
-        assert "dsv4_fmha_fwd" not in str(jax.make_jaxpr(lambda *x: fmha(*x))(*small()[:3]))
+        assert "dsv4_fmha_mha_fwd" not in str(jax.make_jaxpr(lambda *x: fmha(*x))(*small()[:3]))
 
     def test_reference_means_the_reference(self):
-        assert "dsv4_fmha_fwd" not in str(jax.make_jaxpr(lambda *x: fmha(*x, implementation="reference"))(*small()[:3]))
+        assert "dsv4_fmha_mha_fwd" not in str(
+            jax.make_jaxpr(lambda *x: fmha(*x, implementation="reference"))(*small()[:3])
+        )
 
 
 def test_shared_kv_runs_on_the_separate_kernel(monkeypatch):
-    monkeypatch.setattr(_ffi, "built_for", lambda op, *, shared_kv=False, **_: () if shared_kv else ("sm_90a",))
+    monkeypatch.setattr(_ffi, "built_for", lambda op, **_: () if op == "mla_span_fwd" else ("sm_90a",))
     monkeypatch.setattr(_ffi, "local_architectures", lambda: ())
     text = str(jax.make_jaxpr(lambda q, k: fmha(q, k))(*small()[:2]))
-    assert "dsv4_fmha_fwd" in text and "dsv4_fmha_fwd_shared_kv" not in text
+    assert "dsv4_fmha_mha_fwd" in text and "dsv4_fmha_mla_span_fwd" not in text
 
 
 @pytest.mark.usefixtures("unbuilt")
 def test_nothing_built():
     q, k, v, _ = small()
-    assert "dsv4_fmha_fwd" not in str(jax.make_jaxpr(lambda *x: fmha(*x))(q, k, v))
+    assert "dsv4_fmha_mha_fwd" not in str(jax.make_jaxpr(lambda *x: fmha(*x))(q, k, v))
     with pytest.raises(
         NotImplementedError, match=r"'cubin' for bfloat16, d=64, V apart from K, wanted .*, built no kernel"
     ):
@@ -183,7 +185,7 @@ class TestKernel:
     def test_none_takes_the_kernel_and_has_a_gradient(self):
         q, k, v, sink = small()
         f = jax.jit(lambda *x: fmha(*x[:3], sink=x[3])[0])
-        assert "dsv4_fmha_fwd" in f.lower(q, k, v, sink).compile().as_text()
+        assert "dsv4_fmha_mha_fwd" in f.lower(q, k, v, sink).compile().as_text()
         loss = lambda op: lambda *x: op(*x[:3], sink=x[3])[0].astype(jnp.float32).sum()  # noqa: E731
         got = jax.jit(jax.grad(loss(fmha), (0, 1, 2, 3)))(q, k, v, sink)
         want = jax.jit(jax.grad(loss(reference.fmha), (0, 1, 2, 3)))(q, k, v, sink)
@@ -203,6 +205,8 @@ class TestKernel:
 
     def test_separate_v_at_512_is_refused(self):
         x = jnp.zeros((1, 4, 2, 512), jnp.bfloat16)
-        says = r"'cubin' for bfloat16, d=512, V apart from K, wanted .*, built fwd \(.*d=512 with V=K, .* on .*sm_90a"
+        says = (
+            r"'cubin' for bfloat16, d=512, V apart from K, wanted .*, built mha_fwd \(.*mla_span_fwd \(d=512, .*sm_90a"
+        )
         with pytest.raises(NotImplementedError, match=says):
             fmha(x, x, x, implementation="cubin")

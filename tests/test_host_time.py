@@ -42,9 +42,9 @@ def operands(d: int, h_q: int):
 def test_handler(cuda, timer):
     """Look-up, tensor maps and launch take less than 10 µs, in the tenth of calls that are least disturbed."""
     native = _ffi.library()
-    timer.handler_timer_of(native.dsv4_fmha_fwd_shared_kv)
+    timer.handler_timer_of(native.dsv4_fmha_mla_span_fwd)
     stages = {
-        "initialize": jax.ffi.pycapsule(native.dsv4_fmha_fwd_shared_kv_initialize),
+        "initialize": jax.ffi.pycapsule(native.dsv4_fmha_mla_span_fwd_initialize),
         "execute": jax.ffi.pycapsule(timer.handler_timer),
     }
     jax.ffi.register_ffi_target("handler_timer", stages, platform="CUDA")

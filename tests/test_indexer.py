@@ -488,7 +488,7 @@ def kernel_operands(dtype=jnp.bfloat16, b=2, s_q=37, s_c=600, h=64):
 def test_export_for_cuda(dtype, b, monkeypatch):
     """One custom call, also with a symbolic batch."""
     monkeypatch.setattr(_ffi, "local_architectures", lambda: ())
-    if not _ffi.built_for("index_scores"):
+    if not _ffi.built_for("indexer_scores"):
         pytest.skip("not built")
     x, kwargs = kernel_operands(dtype)
 
@@ -523,7 +523,7 @@ def test_export_with_entries_left_open():
 
 def test_a_workspace_is_bounded(monkeypatch):
     """65536 queries of 16384 entries: half a GiB of scores at a time."""
-    if not _ffi.built_for("index_scores"):
+    if not _ffi.built_for("indexer_scores"):
         pytest.skip("not built")
     seen = []
     monkeypatch.setattr(jax.ffi, "ffi_call", lambda name, results: lambda *_: seen.extend(results) or results)
@@ -538,7 +538,7 @@ def test_a_workspace_is_bounded(monkeypatch):
 def test_scores_are_exported_for_cuda(b, monkeypatch):
     """One custom call, and one of their gradients."""
     monkeypatch.setattr(_ffi, "local_architectures", lambda: ())
-    if not _ffi.built_for("index_at"):
+    if not _ffi.built_for("indexer_scores_at"):
         pytest.skip("not built")
     x, _ = kernel_operands(s_q=5, s_c=60)
     (n,) = jax.export.symbolic_shape("b") if b == "b" else (2,)
@@ -552,7 +552,7 @@ def test_scores_are_exported_for_cuda(b, monkeypatch):
         jax.jit(jax.grad(loss, (0, 1, 2))), platforms=["cuda"], disabled_checks=lib.EXPORT_CHECKS
     )(*shapes, jax.ShapeDtypeStruct((n, 5, 7), jnp.int32))
     text = exported.mlir_module()
-    assert text.count("custom_call @dsv4_fmha_index_at_bwd(") == 1
+    assert text.count("custom_call @dsv4_fmha_indexer_scores_at_bwd(") == 1
     assert [x.dtype for x in exported.out_avals] == [jnp.bfloat16, jnp.bfloat16, jnp.float32]
 
 

@@ -161,7 +161,7 @@ def test_errors():
 def test_which_pages_kernels_take(dtype, page, width, takes, monkeypatch):
     """One custom call in an export for CUDA, or the reference."""
     monkeypatch.setattr(_ffi, "local_architectures", lambda: ())
-    if not _ffi.built_for("index_scores", paged=True):
+    if not _ffi.built_for("indexer_scores", paged=True):
         pytest.skip("not built")
     how = {"layout": "index_fp8"} if dtype == "float8_e4m3fn" else {"dtype": dtype}
     tables = jax.ShapeDtypeStruct((B, width), jnp.int32) if width else None
@@ -229,7 +229,7 @@ for dtype in ("bfloat16", "float8_e4m3fn"):
         np.testing.assert_array_equal(graph(*y), alone(*y))
     for run, is_graph in ((graph, True), (alone, False)):
         found = kernels_in_graphs(run, *y)
-        assert [found[x] for x in found if x.startswith(("index_scores", "topk"))] == [is_graph] * 2, found
+        assert [found[x] for x in found if x.startswith(("indexer_scores", "topk"))] == [is_graph] * 2, found
 """
     flags = "--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUSTOM_CALL --xla_gpu_graph_min_graph_size=1"
     here = os.path.dirname(__file__)

@@ -9,20 +9,20 @@ from interpreter.native import cubin, variant_of
 from jax_dsv4_fmha import _ffi
 from kernels.abi import (
     ANY,
-    Backward,
     Combine,
-    DenseBackward,
-    IndexAt,
-    IndexScores,
+    IndexerScores,
+    IndexerScoresAt,
+    MhaBackward,
+    MlaBackward,
     NormRope,
     Probabilities,
     Rope,
-    RowSpans,
+    TileSpans,
     TopK,
 )
 from kernels.compare import nvdisasm
 from kernels.packings import PACKED
-from kernels.variants import DENSE, FEW_HEADS
+from kernels.variants import MHA, MLA_FEW_HEADS
 
 
 @pytest.mark.parametrize("key", [v.key for v in _ffi.variants()])
@@ -40,7 +40,7 @@ def test_sass(key, tmp_path):
     count = {name: sum(f"{opcode}.".startswith(f"{name}.") for opcode in opcodes) for name in names}
     variant = variant_of(key)
     assert count["LDL"] == count["STL"] == 0, count
-    if isinstance(variant, Combine | RowSpans | TopK):
+    if isinstance(variant, Combine | TileSpans | TopK):
         return
     if isinstance(variant, Rope | NormRope):  # every number is read once and written once, 16 bytes at a time
         stores, loads = (sum(o == f"{x}.E.128" for o in opcodes) for x in ("STG", "LDG"))
@@ -49,14 +49,14 @@ def test_sass(key, tmp_path):
         assert stores == rows * chunks and loads == rows * (arrays * chunks + 2), (stores, loads)
         assert not any(o.startswith(("LDG", "STG")) and not o.endswith(".E.128") for o in opcodes)
         return
-    if isinstance(variant, IndexScores):
+    if isinstance(variant, IndexerScores):
         in_bytes = 1 if variant.dtype == "float8_e4m3fn" else 2  # a box of TMA has 128 of a row, an MMA's k is 32
         products = [opcode for opcode in opcodes if opcode.startswith(("HGMMA.", "QGMMA."))]
         assert len(products) == 128 * in_bytes // 32 and count["WARPGROUP.ARRIVE"] == 1, (products, count)
         of_scales = variant.scaled_pages
         assert count["UTMALDG"] == 2 * in_bytes + of_scales and count["USETMAXREG"] == 2, count
         return
-    if isinstance(variant, IndexAt):
+    if isinstance(variant, IndexerScoresAt):
         of_gradients = (variant.heads // 16 + 2 * 64 // 16) * variant.op.endswith("_bwd")  # dk; dq, 64 columns each
         products = sum(opcode.startswith("QGMMA.") for opcode in opcodes)
         assert (count["HGMMA"], products) == ((0, 4) if "float8" in variant.dtype else (8 + of_gradients, 0)), count
@@ -66,7 +66,7 @@ def test_sass(key, tmp_path):
         assert count["HGMMA"] == variant.d // 16 and count["WARPGROUP.ARRIVE"] == 4, count  # a piece is one group
         assert count["LDGSTS"] > 0 and count["UTMALDG"] == 0, count
         return
-    if isinstance(variant, Backward):
+    if isinstance(variant, MlaBackward):
         of_tiles = 2 * variant.d // 16 + 2 * 64 // 16  # S and dP, and both halves of dQ
         of_keys = 2 * variant.d // 32 * 64 // 16  # dS' Q and P' dO, 32 columns at a time
         if variant.max_heads < 64:  # S' and dP' at once, dQ' by 64 rows of d; 16 heads are one step of a product
@@ -85,9 +85,9 @@ def test_sass(key, tmp_path):
             assert 4 * count["WARPGROUP.ARRIVE"] < count["HGMMA"], count
         assert count["USETMAXREG"] >= 2, count
         return
-    if isinstance(variant, DenseBackward):
+    if isinstance(variant, MhaBackward):
         row = next(row for row in _ffi.manifest()["variants"] if row["key"] == key)
-        of_keys, of_all = variant.op != "row_gradients", variant.op == "all_gradients"
+        of_keys, of_all = variant.op != "mha_dq", variant.op == "mha_dqdkdv"
         depth = 64 if of_keys else row["tile_n"]  # of S and dP, then of one sum or two
         products = 2 * variant.d // 16 + (1 + of_keys) * depth // 16
         if of_all:  # by halves of a tile of rows; and half of dQ of a tile, and of the last one
@@ -99,7 +99,7 @@ def test_sass(key, tmp_path):
         return
     of_q = variant.d // 64  # a box of TMA has 128 bytes of a row
     assert (count["UTMALDG"] == of_q) if variant.gathers else (count["UTMALDG"] > of_q), count
-    long_odd = variant.op == "fwd" and variant.max_heads < ANY
+    long_odd = variant.op == "mla_span_fwd" and variant.max_heads < ANY
     row = next(row for row in _ffi.manifest()["variants"] if row["key"] == key)
     packed = variant.sources[0] in PACKED  # whose keys go through registers, and to the other CTA of a cluster
     assert (count["LDGSTS"] > 0) == ((variant.gathers and not packed) or long_odd), count
@@ -112,12 +112,12 @@ def test_sass(key, tmp_path):
         assert count["UTCATOMSWS"] >= 2 and count["HGMMA"] == 0, count  # TMEM is allocated, and freed
         return
     assert count["USETMAXREG"] >= 2, count  # a producer gives registers up, consumers take them
-    if variant.module == FEW_HEADS:  # keys are rows: K Q', and V' P' by 64 rows of V'
+    if variant.module == MLA_FEW_HEADS:  # keys are rows: K Q', and V' P' by 64 rows of V'
         assert count["HGMMA"] == variant.d // 16 + variant.d // 64 * row["tile_n"] // 16, count
     else:
         assert 2 * a_tile <= count["HGMMA"] <= 8 * a_tile, count
     assert 4 * count["WARPGROUP.ARRIVE"] < count["HGMMA"], count  # serialised products would have one for each
-    if variant.module == DENSE:
+    if variant.module == MHA:
         softmax = opcodes[: opcodes.index("NANOSLEEP")]  # of wait_after, whose wait must not come before this one
         waits = [i for i, opcode in enumerate(softmax) if opcode.startswith("WARPGROUP.DEPBAR")]
         assert softmax[waits[-1] :].count("MUFU.EX2") >= row["tile_n"] // 2  # a thread's scores of a tile

@@ -77,7 +77,7 @@ CASES = [
         (8, {}),
         (128, {"s_q": 9}),
         (5, {"s_q": 2, "b": 1, "topk": 3}),
-        *([(8, {"h_kv": 2})] if row["op"] == "fwd" else []),
+        *([(8, {"h_kv": 2})] if row["op"] in ("mha_fwd", "mla_span_fwd") else []),
     )
 ]
 

@@ -23,7 +23,7 @@ RUNS = [  # those have the same code as others: one case, which may be of COMPAR
     for v in map(native.variant_of, BUILT)
     for case in cases.CASES
     if v.key not in ALIKE or (case == "tiles" and (v.max_heads < ANY or v.op.endswith("_fp4")))
-    if case != "groups" or v.op == "fwd"
+    if case != "groups" or v.sources == ("span",)
 ]
 
 
@@ -75,7 +75,7 @@ def test_splits_are_merged_right(key, case):
 @pytest.mark.parametrize("dtype", COMBINE)
 def test_merges_any_number_of_splits(dtype, splits):
     """By the definition, in float64. Some splits saw no key of a row, and left NaN there; one row saw none at all."""
-    if (key := f"fwd_sm_90a_d64_{dtype}") not in BUILT:
+    if (key := f"mha_fwd_sm_90a_d64_{dtype}") not in BUILT:
         pytest.skip(f"{key} is not built")
     rng, x = np.random.default_rng(splits), operands(key, "tiles")
     forward = launch(kernel(key), x, splits=splits)  # does not run: its results are made here
@@ -97,7 +97,7 @@ def test_merges_any_number_of_splits(dtype, splits):
     np.testing.assert_allclose(got_o.astype(np.float64), o, rtol=2**-8, atol=1e-5)
 
 
-@pytest.mark.parametrize("key", [key for key in BUILT if key.startswith("dsv4_sparse_fwd") and "_bfloat16" in key])
+@pytest.mark.parametrize("key", [key for key in BUILT if key.startswith("csa_fwd") and "_bfloat16" in key])
 def test_a_nan_reaches_those_alone_who_see_it(key):
     """For a window beside selected keys: there, the tiles of rows hold one query each."""
     k = kernel(key)
@@ -117,7 +117,7 @@ def test_a_nan_reaches_those_alone_who_see_it(key):
     np.testing.assert_array_equal(o[:, ~sees], want.astype(np.float32)[:, ~sees])
 
 
-@pytest.mark.parametrize("key", [f"fwd_sm_90a_{d}" for d in ("d64_bfloat16", "d512_bfloat16_shared_kv_h63")])
+@pytest.mark.parametrize("key", ["mha_fwd_sm_90a_d64_bfloat16", "mla_span_fwd_sm_90a_d512_bfloat16_h63"])
 def test_a_span_ends_where_its_keys_do(key):
     """Whatever a raw call says of keys before the first and after the last."""
     if key not in BUILT:
@@ -169,7 +169,7 @@ def unit(o: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 @pytest.fixture
 def one_kernel():
-    key = "fwd_sm_90a_d64_bfloat16"
+    key = "mha_fwd_sm_90a_d64_bfloat16"
     if key not in BUILT:
         pytest.skip(f"{key} is not built")
     return key

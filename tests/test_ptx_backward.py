@@ -15,9 +15,9 @@ from interpreter import attention, backward, edits, gradients, hardware, native
 from interpreter.hazards import Deadlock, Fault, OutOfBounds, Race, Undefined
 from interpreter.launch import Kernel
 from interpreter.verdict import Wrong
-from kernels.abi import Backward
+from kernels.abi import MlaBackward
 
-BUILT = [v.key for v in native.built(Backward)]
+BUILT = [v.key for v in native.built(MlaBackward)]
 ALL_KEYS = 1 << 30  # a width
 SHAPES: dict[str, dict[str, int]] = {
     # two tiles of keys and a part of one; heads of several queries in a tile of rows where they see the same keys
@@ -34,7 +34,7 @@ SHAPES: dict[str, dict[str, int]] = {
 PROCESSORS = {"tiles": 2, "window": 2, "few": 1, "turns": 1, "groups": 2}
 
 
-def is_like(variant: Backward, case: str) -> bool:
+def is_like(variant: MlaBackward, case: str) -> bool:
     """Whether another variant, or another case, shows what this one could: of few heads, a tile has one query."""
     if variant.max_heads == 64 and not variant.gathers:  # as with a cluster, except how sums go out
         return case != "groups"
@@ -45,9 +45,16 @@ RUNS = [
     (v.key, case)
     for v in map(native.variant_of, BUILT)
     for case in SHAPES
-    if (v.dtype == "bfloat16" and not v.deterministic and (case != "groups" or v.op == "bwd") and not is_like(v, case))
-    or ((v.op, case) == ("dsv4_sparse_bwd", "few") and not v.deterministic)
-    or (v.deterministic and v.dtype == "bfloat16" and (v.op, case) in (("bwd", "groups"), ("dsv4_sparse_bwd", "turns")))
+    if (
+        v.dtype == "bfloat16"
+        and not v.deterministic
+        and (case != "groups" or v.op == "mla_span_bwd")
+        and not is_like(v, case)
+    )
+    or ((v.op, case) == ("csa_bwd", "few") and not v.deterministic)
+    or (
+        v.deterministic and v.dtype == "bfloat16" and (v.op, case) in (("mla_span_bwd", "groups"), ("csa_bwd", "turns"))
+    )
 ]
 
 
@@ -79,7 +86,7 @@ def test_is_right_in_any_order(key, case):
 
 def test_a_span_ends_where_its_keys_do():
     """Nothing is added before the first key's gradient or after the last one's."""
-    k = kernel("bwd_sm_90a_d512_bfloat16_shared_kv")
+    k = kernel("mla_span_bwd_sm_90a_d512_bfloat16")
     x = gradients.operands(k.variant, **SHAPES["few"] | {"s_kv": 70, "width": ALL_KEYS})
     run = backward.launch(k, dataclasses.replace(x, attention=attention.beyond(x.attention)))
     run.operands = x
@@ -88,7 +95,7 @@ def test_a_span_ends_where_its_keys_do():
 
 # ---- against the chip
 
-COMPARED = ("bwd_sm_90a_d512_bfloat16_shared_kv", "dsv4_sparse_bwd_sm_90a_d512_float16_shared_kv_deterministic")
+COMPARED = ("mla_span_bwd_sm_90a_d512_bfloat16", "csa_bwd_sm_90a_d512_float16_deterministic")
 
 
 @pytest.mark.parametrize("key", COMPARED)
@@ -103,9 +110,9 @@ def test_agrees_with_hardware(key):
 
 # ---- faults
 
-SPAN, SELECTION = "bwd_sm_90a_d512_bfloat16_shared_kv", "sparse_bwd_sm_90a_d512_bfloat16_shared_kv_h64"
-BOTH = "dsv4_sparse_bwd_sm_90a_d512_bfloat16_shared_kv_h64"
-FEW = "sparse_bwd_sm_90a_d512_bfloat16_shared_kv_h16"
+SPAN, SELECTION = "mla_span_bwd_sm_90a_d512_bfloat16", "mla_sparse_bwd_sm_90a_d512_bfloat16_h64"
+BOTH = "csa_bwd_sm_90a_d512_bfloat16_h64"
+FEW = "mla_sparse_bwd_sm_90a_d512_bfloat16_h16"
 OF_FAULTS = {
     SPAN: {"b": 1, "s_q": 6, "s_kv": 150, "h_q": 8, "width": ALL_KEYS},  # one tile of rows, three of keys
     SELECTION: {"b": 1, "s_q": 4, "s_kv": 300, "h_q": 8, "topk": 190},

@@ -14,9 +14,9 @@ import pytest
 from interpreter import dense_backward, edits, gradients, hardware, native
 from interpreter.hazards import Deadlock, Fault, Misuse, Race, Undefined
 from interpreter.launch import Kernel
-from kernels.abi import DenseBackward
+from kernels.abi import MhaBackward
 
-BUILT = native.built(DenseBackward)
+BUILT = native.built(MhaBackward)
 ALL_KEYS = 1 << 30  # a width
 SHAPES: dict[str, dict[str, int | None]] = {
     # several heads of keys, boxes that fill no tile of rows; the last tile of keys is not whole
@@ -30,7 +30,7 @@ SHAPES: dict[str, dict[str, int | None]] = {
     # less than a tile of anything
     "few": {"b": 1, "s_q": 3, "s_kv": 3, "h_q": 5, "width": ALL_KEYS},
 }
-PAIR, ONE = ("key_gradients", "row_gradients"), ("all_gradients",)
+PAIR, ONE = ("mha_dkdv", "mha_dq"), ("mha_dqdkdv",)
 RUNS = [
     *(("bfloat16", d, case, False, PAIR) for d in (64, 128, 256) for case in ("groups", "window")),
     *(("float16", 64, case, False, PAIR) for case in ("random", "few")),
@@ -46,12 +46,13 @@ def kernels(d: int, dtype: str, ops: tuple[str, ...] = PAIR) -> dict[str, Kernel
     found = {op: f"{op}_sm_90a_d{d}_{dtype}" for op in ops}
     if found[ops[0]] not in [v.key for v in BUILT]:
         pytest.skip(f"{found[ops[0]]} is not built")
-    return {op: Kernel.of(native.variant_of(key)) for op, key in (found | {"row_spans": "row_spans_sm_90a"}).items()}
+    return {op: Kernel.of(native.variant_of(key)) for op, key in (found | {"tile_spans": "tile_spans_sm_90a"}).items()}
 
 
 @functools.cache
 def operands(d: int, dtype: str, case: str, shared_kv: bool = False) -> gradients.Operands:
-    variant = dataclasses.replace(native.variant_of(f"fwd_sm_90a_d{d}_{dtype}"), shared_kv=shared_kv)
+    op = "mla_span_fwd" if shared_kv else "mha_fwd"
+    variant = dataclasses.replace(native.variant_of(f"mha_fwd_sm_90a_d{d}_{dtype}"), op=op)
     return gradients.operands(variant, **SHAPES[case])
 
 
@@ -76,7 +77,7 @@ def test_is_the_same_bits_in_any_order():
 @pytest.mark.parametrize("ops", [PAIR, ONE], ids=["pair", "one"])
 def test_agrees_with_hardware(ops):
     """Sums within a product have another order, and the chip rounds exp2 in its own way."""
-    run = hardware.RUNS[f"{'dense_bwd' if ops is PAIR else ops[0]}_sm_90a_d64_bfloat16"]
+    run = hardware.RUNS[f"{'mha_bwd' if ops is PAIR else ops[0]}_sm_90a_d64_bfloat16"]
     x = run.operands()
     got = dense_backward.run(kernels(64, "bfloat16", ops), x, 0.125)
     for g, want in zip(run.kept(got), hardware.recorded(run, x).results, strict=True):
@@ -111,7 +112,7 @@ class Fate:
     fault: type[Fault] | type[AssertionError]
     says: str
     edit: Callable[[str], str]
-    op: str = "key_gradients"
+    op: str = "mha_dkdv"
     case: str = "window"
     d: int = 64
     also: tuple[Finding, ...] = ()  # in orders of events in which something else comes first
@@ -240,7 +241,7 @@ FATES = [
         AssertionError,
         r"^dk: \d+ of \d+ wrong, first at \(0, 0, 0, 0\): 0\.0, not ",
         seen_too_little,
-        op="row_spans",
+        op="tile_spans",
         case="random",
     ),
     Fate(
@@ -271,14 +272,14 @@ FATES = [
         Race,
         r"wgmma.*reads SMEM.*orders this and the write by CTA \d warp [1-3] \(line \d+: st\.shared\.v4\.b32",
         before_it_is_cleared,
-        op="row_gradients",
+        op="mha_dq",
     ),
     Fate(
         "dS is multiplied before both warpgroups have left theirs",
         Race,
         r"wgmma.*reads SMEM.*orders this and the write by warp \d+ \(line \d+: stmatrix",
         without_waiting("ds_full0", of=ALL_BARRIERS, which=slice(1, None)),  # not before the first step
-        op="all_gradients",
+        op="mha_dqdkdv",
         case="turns",
     ),
     Fate(
@@ -286,7 +287,7 @@ FATES = [
         Race,
         r"stmatrix.*overwrites SMEM.*nothing orders this and the read by wgmma",
         without_waiting("ds_empty0", of=ALL_BARRIERS),
-        op="all_gradients",
+        op="mha_dqdkdv",
         case="turns",
         d=128,  # at d 64 each step begins with a wait for dS of the step before, which says the same
     ),
@@ -297,7 +298,7 @@ FATES = [
         lambda text: edits.replace(
             text, r"setmaxnreg\.dec\.sync\.aligned\.u32\s+24;", "setmaxnreg.dec.sync.aligned.u32 32;"
         ),
-        op="all_gradients",
+        op="mha_dqdkdv",
     ),
     Fate(
         "keys that nobody loads are not zeroed",
@@ -306,7 +307,7 @@ FATES = [
         lambda text: edits.replace(
             text, r"redux\.sync\.or\.b32\s+(%r\d+), %r\d+, %r\d+;", lambda found: f"mov.b32 {found[1]}, -1;"
         ),
-        op="all_gradients",
+        op="mha_dqdkdv",
     ),
 ]
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from interpreter import attention, backward, gradients, native
 from interpreter.launch import Kernel, combine, launch
 from interpreter.verdict import judge
-from kernels.abi import Backward, Combine, Forward
+from kernels.abi import Combine, Forward, MlaBackward
 
-ATTENTION = [v.key for family in (Forward, Backward) for v in native.built(family) if v.arch == "sm_90a"]
+ATTENTION = [v.key for family in (Forward, MlaBackward) for v in native.built(family) if v.arch == "sm_90a"]
 COMBINE = {v.dtype: v.key for v in native.built(Combine)}
 
 
@@ -46,13 +46,13 @@ class Case:
 
 KEPT = [
     # whole tiles and a part of one, in four splits, some of which are empty
-    Case("fwd_sm_90a_d64_bfloat16", b=2, s_q=5, s_kv=290, h_q=6, h_kv=2, splits=4, processors=2, seed=1),
-    Case("sparse_fwd_sm_90a_d512_bfloat16_shared_kv_h8", s_q=3, s_kv=70, h_q=3, topk=131, splits=2, seed=2),
-    Case("bwd_sm_90a_d512_bfloat16_shared_kv", b=2, s_q=5, s_kv=70, h_q=3, processors=2, seed=3),
-    Case("dsv4_sparse_bwd_sm_90a_d512_bfloat16_shared_kv", s_q=2, s_kv=66, h_q=3, s_kv1=9, topk=67, seed=4),
+    Case("mha_fwd_sm_90a_d64_bfloat16", b=2, s_q=5, s_kv=290, h_q=6, h_kv=2, splits=4, processors=2, seed=1),
+    Case("mla_sparse_fwd_sm_90a_d512_bfloat16_h8", s_q=3, s_kv=70, h_q=3, topk=131, splits=2, seed=2),
+    Case("mla_span_bwd_sm_90a_d512_bfloat16", b=2, s_q=5, s_kv=70, h_q=3, processors=2, seed=3),
+    Case("csa_bwd_sm_90a_d512_bfloat16", s_q=2, s_kv=66, h_q=3, s_kv1=9, topk=67, seed=4),
     # few rows that see whole tiles, whose scores are not masked: scores of rows that no query has were undefined
-    Case("fwd_sm_90a_d64_bfloat16", b=2, s_q=1, s_kv=217, h_q=4, seed=7),
-    Case("fwd_sm_90a_d256_bfloat16", s_q=4, s_kv=168, h_q=42, h_kv=3, seed=557),
+    Case("mha_fwd_sm_90a_d64_bfloat16", b=2, s_q=1, s_kv=217, h_q=4, seed=7),
+    Case("mha_fwd_sm_90a_d256_bfloat16", s_q=4, s_kv=168, h_q=42, h_kv=3, seed=557),
 ]
 
 
@@ -65,7 +65,7 @@ def check(case: Case) -> None:
     if case.key not in ATTENTION:
         pytest.skip(f"{case.key} is not built")
     k, extents = kernel(case.key), case.extents()
-    if isinstance(k.variant, Backward):
+    if isinstance(k.variant, MlaBackward):
         gradient = backward.launch(
             k, gradients.operands(k.variant, **extents), processors=case.processors, seed=case.seed
         )
@@ -86,7 +86,7 @@ def cases(draw: st.DrawFn) -> Case:
     variant = kernel(key).variant
     is_forward = isinstance(variant, Forward)
     heads = draw(st.integers(1, 72))
-    h_kv = draw(st.sampled_from([1, 1, 2, 3])) if variant.op == "fwd" else 1
+    h_kv = draw(st.sampled_from([1, 1, 2, 3])) if is_forward and variant.sources == ("span",) else 1
     h_q = native.heads_for(variant, heads) if is_forward else heads
     h_q = max(h_q // h_kv, 1) * h_kv
     return Case(

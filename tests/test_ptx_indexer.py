@@ -13,7 +13,7 @@ from interpreter.indexer import Problem, ProblemAt, choose, judge_at, judge_choi
 from interpreter.verdict import Wrong
 
 KEYS = tuple(
-    f"index_scores_sm_90a_heads{heads}_{dtype}"
+    f"indexer_scores_sm_90a_heads{heads}_{dtype}"
     for heads, dtype in ((64, "bfloat16"), (64, "float8_e4m3fn"), (32, "float16"), (16, "float8_e4m3fn"))
 )
 SEEDS = (0, 1)
@@ -45,7 +45,7 @@ def test_scores_and_choice(key):
 )
 def test_scores_of_pages(key, page, s_c):
     """In any order, among pages of NaN; with a page that is not a multiple of a tile, in a table of one page."""
-    key = f"index_scores_sm_90a_{key}_paged"
+    key = f"indexer_scores_sm_90a_{key}_paged"
     x = Problem.of(variant(key), 2, 3, s_c, 40, page)
     got = run(variant(key), x, processors=3)
     judge_scores(x, got, x.seen)
@@ -59,7 +59,7 @@ def page_of_another(text):
 
 
 def test_fault_of_pages():
-    key = "index_scores_sm_90a_heads64_float8_e4m3fn_paged"
+    key = "indexer_scores_sm_90a_heads64_float8_e4m3fn_paged"
     x = Problem.of(variant(key), 2, 2, 300, 40, 64)
     for seed in SEEDS:
         with pytest.raises(Wrong, match="scores are wrong"):
@@ -292,7 +292,7 @@ AT_FAULTS = {
 @pytest.mark.parametrize("name", AT_FAULTS)
 def test_fault_of_gradients(name):
     edit, fault, says = AT_FAULTS[name]
-    v = variant("index_at_bwd_sm_90a_heads16_float16")
+    v = variant("indexer_scores_at_bwd_sm_90a_heads16_float16")
     x = ProblemAt.of(v, 1, 1, 90, 150)
     for seed in SEEDS:
         with pytest.raises(Fault, match=says) as found:

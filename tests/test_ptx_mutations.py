@@ -24,13 +24,13 @@ from tests import wrong_answers
 from tests.symptoms import EARLY, early, late, unfenced, unordered
 
 SEEDS = (0, 1)
-DENSE, LATENT = "fwd_sm_90a_d128_bfloat16", "fwd_sm_90a_d512_bfloat16_shared_kv"
+DENSE, LATENT = "mha_fwd_sm_90a_d128_bfloat16", "mla_span_fwd_sm_90a_d512_bfloat16"
 LONG_ODD = LATENT + "_h63"  # whose odd tiles have 16 keys more
-GATHERED = "sparse_fwd_sm_90a_d512_bfloat16_shared_kv"
-FEW_HEADS = "dsv4_sparse_fwd_sm_90a_d512_bfloat16_shared_kv_h16"
-PAIRED = "dsv4_decode_fp8_sm_90a_d512_bfloat16_shared_kv"  # two CTAs, each of which unpacks for both
+GATHERED = "mla_sparse_fwd_sm_90a_d512_bfloat16"
+FEW_HEADS = "csa_fwd_sm_90a_d512_bfloat16_h16"
+PAIRED = "dsv4_decode_fp8_sm_90a_d512_bfloat16"  # two CTAs, each of which unpacks for both
 PACKED = PAIRED + "_h64"
-NIBBLES = "dsv4_decode_v41_fp4_sm_90a_d512_bfloat16_shared_kv_h64"
+NIBBLES = "dsv4_decode_v41_fp4_sm_90a_d512_bfloat16_h64"
 SHAPES: dict[str, dict[str, int]] = {
     DENSE: {"b": 1, "s_q": 24, "s_kv": 420, "h_q": 8, "width": 1000},  # three tiles of 160 keys, two tiles of rows
     LATENT: {"b": 1, "s_q": 12, "s_kv": 230, "h_q": 8, "width": 1000},  # four tiles of 64 keys

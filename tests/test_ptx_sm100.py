@@ -76,7 +76,7 @@ CASES: dict[str, tuple[str, dict[str, int]]] = {
 RUNS = [  # float16 is the same code up to conversions; `cases` has the ops of a layer, where CASES has more for fmha
     (key, case)
     for key, v in SM100.items()
-    for case in (CASES if v.op == "fwd" else ("tiles", "few", "turns"))
+    for case in (CASES if v.sources == ("span",) else ("tiles", "few", "turns"))
     if v.dtype == "bfloat16" or case in ("three tiles, ragged", "few")
 ]
 
@@ -135,14 +135,14 @@ class Planted:
     says: str  # with places in memory by their names
     source: tuple[tuple[str, str], ...] = ()  # what stands once in the kernel, and what then stands there
     ptx: Callable[[str], str] | None = None
-    key: str = "fwd_sm_100a_d128_bfloat16"
+    key: str = "mha_fwd_sm_100a_d128_bfloat16"
     case: str = "three tiles, ragged"
     answers: wrong_answers.Answer | None = None  # the very answer that it gives
 
 
-DENSE = "fwd_sm_100a_d128_bfloat16"
-LATENT = "fwd_sm_100a_d512_bfloat16_shared_kv"
-FUSED = "dsv4_sparse_fwd_sm_100a_d512_bfloat16_shared_kv"
+DENSE = "mha_fwd_sm_100a_d128_bfloat16"
+LATENT = "mla_span_fwd_sm_100a_d512_bfloat16"
+FUSED = "csa_fwd_sm_100a_d512_bfloat16"
 DENSE_TILE, LATENT_TILE = 128, 64  # keys
 KIB = 1024
 SMEM = {  # what lies in shared memory, in order

@@ -31,11 +31,11 @@ def test_the_devices_own_number_of_sms(monkeypatch, devices, sms):
     assert _split_kv.processors("sm_90a") == sms
     facts = {"threads": 1, "registers": 1, "smem_bytes": 1, "spill_bytes": 0, "cubin_bytes": 1, "evidence": ""}
     facts |= {"tile_m": 64, "tile_n": 64, "unit": 1, "ctas": 1, "splits": True}
-    choices = {"d": 512, "dtype": "bfloat16", "shared_kv": True, "max_heads": _ffi.ANY}
-    row = _ffi.Variant("k", "sparse_fwd", "forward", "sm_90a", choices, **facts)
+    choices = {"d": 512, "dtype": "bfloat16", "max_heads": _ffi.ANY}
+    row = _ffi.Variant("k", "mla_sparse_fwd", "forward", "sm_90a", choices, **facts)
     monkeypatch.setattr(_ffi, "variants", lambda: (row,))
     q = jax.ShapeDtypeStruct((40, 1, 64, 512), jnp.bfloat16)
-    assert _ffi._splits_of_queries("sparse_fwd", q, 8192) == _split_kv.split_count(40, 128, 1, sms)
+    assert _ffi._splits_of_queries("mla_sparse_fwd", q, 8192) == _split_kv.split_count(40, 128, 1, sms)
 
 
 def test_fewer_sms_are_other_splits():

@@ -38,7 +38,7 @@ def test_chooses_what_a_loop_chooses(count):
 def test_export_for_cuda(s_q, b, monkeypatch):
     """Two custom calls a level, once for all blocks of queries, whose scores are half a GiB at most."""
     monkeypatch.setattr(_ffi, "local_architectures", lambda: ())
-    if not _ffi.built_for("index_scores"):
+    if not _ffi.built_for("indexer_scores"):
         pytest.skip("not built")
 
     def f(q, k, weights):
@@ -50,8 +50,8 @@ def test_export_for_cuda(s_q, b, monkeypatch):
     of = ((s_q, 32, 128), jnp.bfloat16), ((65536, 128), jnp.bfloat16), ((s_q, 32), jnp.float32)
     shapes = [jax.ShapeDtypeStruct((n, *shape), dtype) for shape, dtype in of]
     text = jax.export.export(jax.jit(f), platforms=["cuda"], disabled_checks=lib.EXPORT_CHECKS)(*shapes).mlir_module()
-    calls = {t: text.count(f"custom_call @dsv4_fmha_{t}(") for t in ("index_scores", "index_at", "topk")}
-    assert calls == {"index_scores": 1, "index_at": 1, "topk": 2}
+    calls = {t: text.count(f"custom_call @dsv4_fmha_{t}(") for t in ("indexer_scores", "indexer_scores_at", "topk")}
+    assert calls == {"indexer_scores": 1, "indexer_scores_at": 1, "topk": 2}
     if s_q == 5000:
         sizes = [math.prod(map(int, x.split("x"))) for x in re.findall(r"tensor<([0-9x]+)xf32>", text)]
         assert 2**26 < max(sizes) <= 2**27
@@ -96,7 +96,7 @@ def test_kernels(cuda, h, dtype, count, monkeypatch):
         np.testing.assert_array_equal(blocks, chosen_by_loop(greatest, some, count))
 
         named = np.where(visible, np.arange(s_c), -1).astype(np.int32)
-        there = np.array(_ffi.index_at(*x, jnp.asarray(named))[0])
+        there = np.array(_ffi.indexer_scores_at(*x, jnp.asarray(named))[0])
         if kwargs:
             half = x[0].astype(jnp.bfloat16), x[1].astype(jnp.bfloat16), x[2]
             of_16_bits = np.array(indexer_scores(*half, jnp.asarray(named), implementation="cubin"))

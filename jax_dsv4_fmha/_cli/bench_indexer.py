@@ -130,7 +130,7 @@ def _cache(c: Case, k: jax.Array) -> Cache:
 def call(c: Case, **operands: Any) -> Any:
     if c.op == "topk":
         start = jnp.zeros((c.b, c.s_q), jnp.int32)
-        return _ffi.topk(operands["scores"], start, start + c.s_c, topk=c.topk)[0]
+        return _ffi.indexer_topk(operands["scores"], start, start + c.s_c, topk=c.topk)[0]
     if c.op == "indexer_scores":
         return _there_and_back(functools.partial(indexer_scores, implementation="cubin"), **operands)
     if c.op == "attended":

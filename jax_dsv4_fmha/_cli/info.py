@@ -103,7 +103,7 @@ def _text(facts: dict[str, Any]) -> str:
 
 
 def _chosen(choices: dict[str, Any]) -> str:
-    """In words: "bfloat16, d 512, shared_kv, heads <= 63"."""
+    """In words: "bfloat16, d 512, heads <= 63"."""
     words = []
     for name, value in sorted(choices.items(), key=lambda x: not isinstance(x[1], str)):
         if isinstance(value, bool):

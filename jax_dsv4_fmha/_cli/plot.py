@@ -87,7 +87,6 @@ def _size(v: _ffi.Variant) -> tuple[int, int, str]:
     d, heads = c.get("d", 0), c.get("heads", c.get("max_heads", _ffi.ANY))
     words = [f"d {d}"] if d else []
     words += [] if heads >= _ffi.ANY else [f"{'' if 'heads' in c else '≤ '}{heads} heads"]
-    words += ["V = K"] if c.get("shared_kv") else []
     return d, heads, "\n".join(words) or "any"
 
 

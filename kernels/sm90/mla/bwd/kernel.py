@@ -36,7 +36,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import warpgroup
 
-from kernels.abi import Backward
+from kernels.abi import MlaBackward
 from kernels.aot import Compiled
 from kernels.lib.cluster import CLUSTER, arrive, await_others
 from kernels.lib.launch import SMEM_LIMIT, WARP, WARPGROUP, registers_at_launch
@@ -547,10 +547,10 @@ def differentiate(p: cute.Tensor, dp: cute.Tensor, numbers: cute.Tensor, scale: 
             p[r, i] = p[r, i] * weight
 
 
-def compile(variant: Backward, out_dir: Path) -> Compiled:
+def compile(variant: MlaBackward, out_dir: Path) -> Compiled:
     one_tile = variant.max_heads <= 64  # a tile of rows has all heads of one query, whose keys no other tile has
     cluster = 1 if one_tile or variant.deterministic else CLUSTER
     config = Config(variant.d, variant.dtype, variant.sources, deterministic=variant.deterministic, cluster=cluster)
     if variant.deterministic:  # 64-bit sums take four times as many instructions, for which left has no registers
         config = replace(config, chunks_of_left=0)
-    return compile_backward(LatentBwdSm90(config), variant, out_dir, name="latent_bwd_sm90", cluster=config.cluster)
+    return compile_backward(LatentBwdSm90(config), variant, out_dir, name="mla_bwd_sm90", cluster=config.cluster)

@@ -1,6 +1,6 @@
-"""Kernels whose CTAs own tiles of keys: what `key_gradients` and `all_gradients` share.
+"""Kernels whose CTAs own tiles of keys: what `mha_dkdv` and `mha_dqdkdv` share.
 
-A CTA first finds, in `row_spans`' results, the first tile of rows that sees its keys, and how many do. It walks over
+A CTA first finds, in `tile_spans`' results, the first tile of rows that sees its keys, and how many do. It walks over
 these tiles, of all heads of the group; `consume` is what the kernels do with one:
 
     producer warp     K V   Q0 dO0   Q1 dO1   Q2 dO2 ...            TMA, into a ring
@@ -28,7 +28,7 @@ from kernels.lib.wgmma import tma_tiles, zero_rows
 
 from .elements import DELTA, HIDES, LSE, SEES, START, WEIGHS, WEIGHT, WIDTH, bits_below, zero_row
 from .host import DenseBackwardKernel, Results, RowOperands
-from .row_spans import read_seen
+from .tile_spans import read_seen
 
 CONSUMERS = 2  # warpgroups, of 64 keys each
 EVERYTHING = 0x7FFFFFFF

@@ -12,7 +12,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 
-from kernels.abi import DENSE_BACKWARD_OPS, DenseBackward
+from kernels.abi import MHA_BACKWARD_OPS, MhaBackward
 from kernels.aot import Compiled, compile_ahead
 from kernels.lib.launch import Shapes, element_type, i32, launch_facts, pointers
 from kernels.lib.rows import Extents, extents
@@ -27,7 +27,7 @@ class RowOperands(NamedTuple):
     delta: cute.Pointer
     start: cute.Pointer
     stop: cute.Pointer
-    seen: cute.Pointer | None  # int32 [b, row tile, 2]: the results of `row_spans`
+    seen: cute.Pointer | None  # int32 [b, row tile, 2]: the results of `tile_spans`
 
 
 class Results(NamedTuple):
@@ -107,11 +107,11 @@ class DenseBackwardKernel:
 
     def taken(self, **given: Any) -> tuple[Any, ...]:
         """None in place of what the op is not handed."""
-        names = [p.name for p in DENSE_BACKWARD_OPS[self.op]]
+        names = [p.name for p in MHA_BACKWARD_OPS[self.op]]
         return tuple(x if name in names else None for name, x in given.items())
 
 
-def compile_kernel(kernel: DenseBackwardKernel, variant: DenseBackward, out_dir: Path) -> Compiled:
+def compile_kernel(kernel: DenseBackwardKernel, variant: MhaBackward, out_dir: Path) -> Compiled:
     return compile_ahead(
         kernel,
         type(kernel).kernel,

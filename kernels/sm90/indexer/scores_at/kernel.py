@@ -23,7 +23,7 @@ from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.runtime import make_ptr
 
-from kernels.abi import IndexAt
+from kernels.abi import IndexerScoresAt
 from kernels.aot import Compiled, compile_ahead
 from kernels.lib.launch import WARP, WARPGROUP, i32, launch_facts
 from kernels.lib.ptx import ptx
@@ -44,7 +44,7 @@ from kernels.lib.wgmma import (
     tiled_mma,
     transposed,
 )
-from kernels.sm90.index_scores import ELEMENT
+from kernels.sm90.indexer.scores.kernel import ELEMENT
 
 D = 128  # of queries and keys
 TILE = 64  # keys
@@ -486,7 +486,7 @@ def add_pair(to: Int64, there: Int32, offset: int, x: Float32, y: Float32) -> No
     )
 
 
-def compile(variant: IndexAt, out_dir: Path) -> Compiled:
+def compile(variant: IndexerScoresAt, out_dir: Path) -> Compiled:
     config = Config(variant.heads, variant.dtype, variant.op.endswith("_bwd"))
     element = ELEMENT[variant.dtype]
     return compile_ahead(
@@ -494,7 +494,7 @@ def compile(variant: IndexAt, out_dir: Path) -> Compiled:
         IndexAtSm90.kernel,
         *map(array, (element, element, Float32, Int32, Float32, element, Float32, Float32)),
         *(i32() for _ in range(4)),
-        name="index_at_sm90",
+        name="indexer_scores_at_sm90",
         arch=variant.arch,
         out_dir=out_dir,
         facts=launch_facts(config, ctas=config.ctas),

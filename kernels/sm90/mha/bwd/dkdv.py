@@ -27,7 +27,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
-from kernels.abi import DenseBackward
+from kernels.abi import MhaBackward
 from kernels.aot import Compiled
 from kernels.lib.launch import WARPGROUP
 from kernels.lib.rows import Extents
@@ -63,7 +63,7 @@ from .keys import Barriers, Config, KeyKernel, KeyTile, Shared
 
 
 class KeyGradientsSm90(KeyKernel):
-    op = "key_gradients"
+    op = "mha_dkdv"
 
     @cute.jit
     def consume(self, bar: Barriers, smem: Shared, tile: KeyTile, results: Results, scale: Float32, n: Extents):
@@ -115,7 +115,7 @@ class KeyGradientsSm90(KeyKernel):
 
 
 class KeyGradientsByRoleSm90(KeyKernel):
-    op = "key_gradients"
+    op = "mha_dkdv"
 
     @cute.jit
     def consume(self, bar: Barriers, smem: Shared, tile: KeyTile, results: Results, scale: Float32, n: Extents):
@@ -198,7 +198,7 @@ class KeyGradientsByRoleSm90(KeyKernel):
         self.store_sum(dk, scale, results.dk, tile, results.s_kv, tile.key0, thread, n)
 
 
-def compile(variant: DenseBackward, out_dir: Path) -> Compiled:
+def compile(variant: MhaBackward, out_dir: Path) -> Compiled:
     config = Config(variant.d, variant.dtype)
     kernel = KeyGradientsByRoleSm90 if config.by_role else KeyGradientsSm90
     return compile_kernel(kernel(config), variant, out_dir)

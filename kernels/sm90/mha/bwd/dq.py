@@ -22,7 +22,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from kernels.abi import DenseBackward
+from kernels.abi import MhaBackward
 from kernels.aot import Compiled
 from kernels.lib.launch import SMEM_LIMIT, WARP, WARPGROUP
 from kernels.lib.output import store_output
@@ -131,7 +131,7 @@ class Shared:
 
 
 class RowGradientsSm90(DenseBackwardKernel):
-    op = "row_gradients"
+    op = "mha_dq"
 
     def ctas(self, n: Extents, s_kv: Int32, at_a_time: Int32) -> Int32:
         return cutlass.min(n.work, at_a_time)
@@ -339,5 +339,5 @@ def differentiate(operand: cute.Tensor, p: cute.Tensor, dp: cute.Tensor, numbers
     round_to(operand, dp)
 
 
-def compile(variant: DenseBackward, out_dir: Path) -> Compiled:
+def compile(variant: MhaBackward, out_dir: Path) -> Compiled:
     return compile_kernel(RowGradientsSm90(Config(variant.d, variant.dtype)), variant, out_dir)

@@ -1,7 +1,7 @@
 """The host side that the kernels of this gradient share: their entry, and their compilation to a cubin.
 
 The entry takes plain arrays and numbers, the same for all kernels, and passes each kernel the same bundles of them.
-Flattened, these are the parameters of `kernels.abi.Backward`, in their order.
+Flattened, these are the parameters of `kernels.abi.MlaBackward`, in their order.
 """
 
 from pathlib import Path
@@ -12,7 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from kernels.abi import Backward
+from kernels.abi import MlaBackward
 from kernels.aot import Compiled, compile_ahead
 from kernels.lib.launch import element_type, i32, launch_facts, pointers
 from kernels.lib.rows import extents
@@ -113,7 +113,7 @@ class LatentBackwardKernel:
 
 
 def compile_backward(
-    kernel: LatentBackwardKernel, variant: Backward, out_dir: Path, *, name: str, **facts: int
+    kernel: LatentBackwardKernel, variant: MlaBackward, out_dir: Path, *, name: str, **facts: int
 ) -> Compiled:
     """Compiles a kernel of these parameters. A second source that the variant lacks is like the first; the facts are
     `launch_facts`'.

@@ -34,7 +34,7 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_ptr
 
-from kernels.abi import IndexScores
+from kernels.abi import IndexerScores
 from kernels.aot import Compiled, compile_ahead
 from kernels.lib.launch import SMEM_LIMIT, WARP, WARPGROUP, i32, launch_facts
 from kernels.lib.ptx import ptx
@@ -566,14 +566,14 @@ def add_relu(x: Float32, weight: Float32, total: Float32) -> Float32:
     return ptx(text, Float32(x), Float32(weight), Float32(total), gives=(Float32,), pure=True)[0]
 
 
-def compile(variant: IndexScores, out_dir: Path) -> Compiled:
+def compile(variant: IndexerScores, out_dir: Path) -> Compiled:
     config, element = Config(variant.heads, variant.dtype, variant.paged), ELEMENT[variant.dtype]
     return compile_ahead(
         IndexScoresSm90(config),
         IndexScoresSm90.kernel,
         *map(array, (element, element, Float32, Float32, Int32, Int32, Int32, Float32)),
         *(i32() for _ in range(13)),
-        name="index_scores_sm90",
+        name="indexer_scores_sm90",
         arch=variant.arch,
         out_dir=out_dir,
         facts=launch_facts(config),

@@ -27,7 +27,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 
-from kernels.abi import Backward
+from kernels.abi import MlaBackward
 from kernels.aot import Compiled
 from kernels.lib.barriers import arrive_if
 from kernels.lib.columns import by_column, column_of
@@ -53,8 +53,8 @@ from kernels.lib.wgmma import (
     transposed,
 )
 
-from .latent_bwd.host import LatentBackwardKernel, RowOperands, compile_backward
-from .latent_bwd.key_gradients import Target, add_staged, stage_rows
+from ...mla.bwd.host import LatentBackwardKernel, RowOperands, compile_backward
+from ...mla.bwd.key_gradients import Target, add_staged, stage_rows
 
 CTAS_PER_SM = 2  # CTAs of an SM
 CONSUMERS_MET = 1  # a named barrier: all threads of the warpgroup have arrived
@@ -417,6 +417,6 @@ def differentiate(
             s[i, r] = p * weight
 
 
-def compile(variant: Backward, out_dir: Path) -> Compiled:
+def compile(variant: MlaBackward, out_dir: Path) -> Compiled:
     config = Config(variant.d, variant.dtype, variant.sources, variant.max_heads)
-    return compile_backward(FewHeadsBwdSm90(config), variant, out_dir, name="few_heads_bwd_sm90", ctas=CTAS_PER_SM)
+    return compile_backward(FewHeadsBwdSm90(config), variant, out_dir, name="mla_few_heads_bwd_sm90", ctas=CTAS_PER_SM)

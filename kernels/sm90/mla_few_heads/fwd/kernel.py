@@ -484,4 +484,4 @@ class FewHeadsSm90(ForwardKernel):
 
 def compile(variant: Forward, out_dir: Path) -> Compiled:
     config = Config(variant.d, variant.dtype, variant.sources, variant.max_heads)
-    return compile_forward(FewHeadsSm90(config), variant, out_dir, name="few_heads_sm90", ctas=CTAS_PER_SM)
+    return compile_forward(FewHeadsSm90(config), variant, out_dir, name="mla_few_heads_fwd_sm90", ctas=CTAS_PER_SM)

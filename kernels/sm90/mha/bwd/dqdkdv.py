@@ -1,6 +1,6 @@
 """All gradients of attention for Hopper in one kernel, head dimensions 64 and 128, K and V apart.
 
-This is `key_gradients` with dQ: five products instead of the seven of two kernels. dS goes through SMEM, rounded as for
+This is `mha_dkdv` with dQ: five products instead of the seven of two kernels. dS goes through SMEM, rounded as for
 dK. The kernel adds each tile of keys' part of dQ to float32 in memory, in no fixed order.
 
     consumer WG 0     S'0 dP'0 | dV += P'0 dO | dS'0 | dK += dS'0 Q, dQ of the tile before | S'1 dP'1 | ...
@@ -10,7 +10,7 @@ dQ from all 128 keys needs dS of both warpgroups, so they make it a step later: 
 they are less than a step apart. At d 128 each makes half of its columns, at d 64 half of 128 rows.
 
 Four neighbouring numbers of a row in memory belong to one thread: columns 2 i, 2 i + 1, 2 i + 8 and 2 i + 9 of sixteen
-lie at 4 i. The reader of the sums puts columns in order (`_ffi.dense_bwd`).
+lie at 4 i. The reader of the sums puts columns in order (`_ffi.mha_bwd`).
 """
 
 from pathlib import Path
@@ -20,7 +20,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 
-from kernels.abi import DenseBackward
+from kernels.abi import MhaBackward
 from kernels.aot import Compiled
 from kernels.lib.launch import WARP, WARPGROUP
 from kernels.lib.reductions import add_four
@@ -46,7 +46,7 @@ from .keys import Barriers, Config, KeyKernel, KeyTile, Shared
 
 
 class AllGradientsSm90(KeyKernel):
-    op = "all_gradients"
+    op = "mha_dqdkdv"
 
     @cute.jit
     def consume(self, bar: Barriers, smem: Shared, tile: KeyTile, results: Results, scale: Float32, n: Extents):
@@ -167,6 +167,6 @@ def add_rows(acc: cute.Tensor, sums: cute.Pointer, places: cute.Tensor, column0:
             add_four(target, places[r], i * 64, *(rows[r, 4 * i + j] for j in range(4)))
 
 
-def compile(variant: DenseBackward, out_dir: Path) -> Compiled:
+def compile(variant: MhaBackward, out_dir: Path) -> Compiled:
     kernel = AllGradientsSm90(Config(variant.d, variant.dtype, adds_rows=True))
     return compile_kernel(kernel, variant, out_dir)

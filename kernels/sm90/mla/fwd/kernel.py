@@ -580,4 +580,4 @@ def compile(variant: Forward, out_dir: Path) -> Compiled:
     choice = {"cluster": 1 if few else CLUSTER} if packed else {"more": MORE if few else 0}
     config = Config(variant.d, variant.dtype, variant.sources, **choice)
     facts = {"cluster": config.cluster, "unit": config.unit}
-    return compile_forward(LatentSm90(config), variant, out_dir, name="latent_sm90", **facts)
+    return compile_forward(LatentSm90(config), variant, out_dir, name="mla_fwd_sm90", **facts)

@@ -435,7 +435,7 @@ def compile(variant: TopK, out_dir: Path) -> Compiled:
         RowTopK.kernel,
         *(make_ptr(t, 16, cute.AddressSpace.gmem, assumed_align=4) for t in (Uint32, Int32, Int32, Int32, Uint32)),
         *(i32() for _ in range(8)),
-        name="topk",
+        name="indexer_topk_sm90",
         arch=variant.arch,
         out_dir=out_dir,
         facts=launch_facts(Config(), ctas=CTAS),

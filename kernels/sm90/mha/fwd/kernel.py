@@ -502,4 +502,4 @@ def key_tiles(span: Span) -> Int32:
 
 
 def compile(variant: Forward, out_dir: Path) -> Compiled:
-    return compile_forward(FwdSm90(Config(variant.d, variant.dtype)), variant, out_dir, name="fwd_sm90")
+    return compile_forward(FwdSm90(Config(variant.d, variant.dtype)), variant, out_dir, name="mha_fwd_sm90")

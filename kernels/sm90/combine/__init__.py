@@ -1,0 +1,1 @@
+"""Merges the partial results of split keys."""

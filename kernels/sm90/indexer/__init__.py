@@ -1,0 +1,1 @@
+"""The lightning indexer: scores, top-k, scores at given entries with gradients, and its teacher."""

@@ -1,0 +1,1 @@
+"""The greatest scores of every row."""

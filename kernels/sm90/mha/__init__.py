@@ -1,0 +1,1 @@
+"""Attention with separate K and V, d up to 256: forward and backward."""

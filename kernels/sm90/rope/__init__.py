@@ -1,0 +1,1 @@
+"""RoPE, and the norm before it."""
