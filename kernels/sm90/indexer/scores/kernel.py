@@ -36,7 +36,7 @@ from kernels.abi import IndexerScores
 from kernels.aot import Compiled, compile_ahead
 from kernels.lib.indexer import ELEMENT, KEYS, D, pointer, product
 from kernels.lib.launch import WARP, WARPGROUP, i32, launch_facts
-from kernels.lib.rows import ceil_div, load
+from kernels.lib.rows import ceil_div, load, row_of
 from kernels.lib.wgmma import multiply, operand_a, operand_b, tma_atom, tma_tiles
 
 from .config import BOX, CONSUMERS, HALF, PUBLISHED, Config
@@ -313,7 +313,7 @@ class IndexerScoresSm90:
 
 def key_of(thread: Int32) -> Int32:
     """The key, among a warpgroup's, whose sums a lane ends up with: an even lane of a quad has the quad's first row."""
-    return thread // WARP * 16 + thread % WARP // 4 + thread % 2 * 8
+    return row_of(thread, 0) + thread % 2 * 8
 
 
 def compile(variant: IndexerScores, out_dir: Path) -> Compiled:
