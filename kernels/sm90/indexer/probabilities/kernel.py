@@ -25,8 +25,8 @@ from cutlass.cute.nvgpu import warpgroup
 
 from kernels.abi import Probabilities
 from kernels.aot import Compiled, compile_ahead
-from kernels.lib.barriers import arrive_if
 from kernels.lib.launch import WARPGROUP, element_type, i32, launch_facts, pointers
+from kernels.lib.ptx import arrive_if
 from kernels.lib.rows import ceil_div, load, row_of, store
 from kernels.lib.selections import CHUNK, LANES_A_ROW, Selection, SelectionOperands, copy_or_zero
 from kernels.lib.softmax import LOG2_E, ROWS, exp2

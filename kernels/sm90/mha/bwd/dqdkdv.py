@@ -23,7 +23,7 @@ from cutlass.cute.nvgpu import warpgroup
 from kernels.abi import MhaBackward
 from kernels.aot import Compiled
 from kernels.lib.launch import WARP, WARPGROUP
-from kernels.lib.reductions import add_four
+from kernels.lib.ptx import add_four
 from kernels.lib.rows import ROWS, Extents, row_of
 from kernels.lib.softmax import LOG2_E, by_row
 from kernels.lib.wgmma import (
