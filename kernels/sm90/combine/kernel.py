@@ -17,7 +17,7 @@ from cutlass import Float32, Int32, Int64
 from kernels.abi import Combine
 from kernels.aot import Compiled, compile_ahead
 from kernels.lib.launch import i32, launch_facts, pointers
-from kernels.lib.ptx import ptx
+from kernels.lib.ptx import add_weighted, load_four_if, load_or_minus_inf
 from kernels.lib.rows import ceil_div, load, store
 from kernels.lib.softmax import LN_2, LOG2_E, exp2
 from kernels.lib.wgmma import round_pair
@@ -136,30 +136,19 @@ class Parts:
 
     def lse_of(self, split: int) -> Float32:
         """The lse of a split, or that of no keys after the last one."""
-        text = "{ .reg .pred p; setp.lt.s32 p, %d, $2; mov.b32 $0, 0fFF800000; @p ld.global.b32 $0, [$1 + %d]; }"
-        return ptx(text % (split, 4 * split), self.lse, self.splits, gives=(Float32,), early=True)[0]
+        return load_or_minus_inf(self.lse, split, self.splits)
 
     def load_columns(self, columns: cute.Tensor, split: int, wanted) -> None:
         """Loads the columns of a split, if wanted; otherwise they are undefined."""
-        text = "{ .reg .pred p; setp.ne.s32 p, $5, 0; @p ld.global.v4.f32 {$0, $1, $2, $3}, [$4]; }"
         address = self.o + Int64(self.d) * 4 * split
-        for j, x in enumerate(ptx(text, address, Int32(wanted), gives=(Float32,) * 4, early=True)):
+        for j, x in enumerate(load_four_if(address, wanted)):
             columns[j] = x
 
 
 def add(total: Float32, acc: tuple, lse: Float32, shift: Float32, columns: cute.Tensor):
     """Adds a split's factor, and its columns by that factor, unless it saw no key: then they may be anything."""
     factor = exp2((lse - shift) * LOG2_E)
-    total, *acc = ptx(
-        "{ .reg .pred p; setp.neu.f32 p, $15, 0fFF800000;"
-        " mov.b32 $0, $5; mov.b32 $1, $6; mov.b32 $2, $7; mov.b32 $3, $8; mov.b32 $4, $9; @p add.rn.f32 $0, $0, $14;"
-        " @p fma.rn.f32 $1, $10, $14, $1; @p fma.rn.f32 $2, $11, $14, $2;"
-        " @p fma.rn.f32 $3, $12, $14, $3; @p fma.rn.f32 $4, $13, $14, $4; }",
-        *(total, *acc, *(columns[j] for j in range(4)), factor, lse),
-        gives=(Float32,) * 5,
-        early=True,
-        pure=True,
-    )
+    total, *acc = add_weighted(total, acc, tuple(columns[j] for j in range(4)), factor, lse)
     return total, tuple(acc)
 
 

@@ -36,13 +36,14 @@ from kernels.abi import IndexerScores
 from kernels.aot import Compiled, compile_ahead
 from kernels.lib.indexer import ELEMENT, KEYS, D, pointer, product
 from kernels.lib.launch import WARP, WARPGROUP, i32, launch_facts
+from kernels.lib.ptx import keep
 from kernels.lib.rows import ceil_div, load, row_of
 from kernels.lib.wgmma import multiply, operand_a, operand_b, tma_atom, tma_tiles
 
 from .config import BOX, CONSUMERS, HALF, PUBLISHED, Config
 from .operands import Arrays, Extents, Pages
 from .smem import Barriers, Shared, allocate
-from .sums import HeadSums, in_register
+from .sums import HeadSums
 
 
 @dataclass(frozen=True)
@@ -277,7 +278,7 @@ class IndexerScoresSm90:
         a = operand_a(mma, cute.local_tile(smem.k, (KEYS, D), (group % c.parts, 0, None)))
         b = operand_b(mma, cute.local_tile(smem.q, (HALF, D), (group // c.parts, 0, None)))
         sums = HeadSums.of(c, mma, group // c.parts, thread)
-        key0, stage, parity = in_register(group % c.parts * KEYS + key_of(thread)), Int32(0), Int32(0)
+        key0, stage, parity = keep(group % c.parts * KEYS + key_of(thread)), Int32(0), Int32(0)
         for turn in cutlass.range(walk.turns, unroll=1):
             stage_q = turn % c.stages_q
             cute.arch.mbarrier_wait(bar.q_full + stage_q, turn // c.stages_q & 1)

@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from kernels.lib.indexer import BLOCK
-from kernels.lib.ptx import ptx
+from kernels.lib.ptx import add_relu, keep
 from kernels.lib.rows import store
 from kernels.lib.wgmma import accumulator
 
@@ -31,7 +31,7 @@ class HeadSums:
     @staticmethod
     def of(c: Config, mma: cute.TiledMma, half: Int32, thread: Int32) -> "HeadSums":
         weights = cute.make_rmem_tensor((2, HALF // BLOCK), Float32)
-        return HeadSums(c.heads, half, in_register(thread % 4), accumulator(mma, HALF), weights)
+        return HeadSums(c.heads, half, keep(thread % 4), accumulator(mma, HALF), weights)
 
     @property
     def queries(self) -> int:
@@ -83,14 +83,3 @@ class HeadSums:
             total = (second if odd else first) + cute.arch.shuffle_sync_bfly(first if odd else second, 1)
             if query0 + self.first + u < n.s_q:
                 store(out + Int64(u) * n.stride, total * scale)
-
-
-def add_relu(x: Float32, weight: Float32, total: Float32) -> Float32:
-    """total + weight * max(x, 0), rounded once; NaN stays NaN."""
-    text = "{ .reg .f32 cut; max.NaN.f32 cut, $1, 0f00000000; fma.rn.f32 $0, cut, $2, $3; }"
-    return ptx(text, Float32(x), Float32(weight), Float32(total), gives=(Float32,), pure=True)[0]
-
-
-def in_register(x: Int32) -> Int32:
-    """x, held in a register: LLVM would otherwise compute it anew in every iteration."""
-    return ptx("mov.b32 $0, $1;", Int32(x), gives=(Int32,))[0]

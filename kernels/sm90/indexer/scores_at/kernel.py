@@ -25,6 +25,7 @@ from kernels.abi import IndexerScoresAt
 from kernels.aot import Compiled, compile_ahead
 from kernels.lib.indexer import BLOCK, ELEMENT, KEYS, D, pointer, product
 from kernels.lib.launch import WARP, i32, launch_facts
+from kernels.lib.ptx import add_pair, max_abs, relu
 from kernels.lib.rows import load, row_of, store
 from kernels.lib.selections import CHUNK, LANES_A_ROW, Selection, SelectionOperands
 from kernels.lib.wgmma import (
@@ -43,7 +44,7 @@ from kernels.lib.wgmma import (
 )
 
 from .config import THREADS, WARPS, Config
-from .elements import Scale, add_pair, columns_of, greater, relu
+from .elements import Scale, columns_of
 from .smem import Shared, allocate
 
 COPIES = KEYS * LANES_A_ROW // THREADS  # keys of a tile that a thread copies
@@ -285,9 +286,9 @@ class IndexerScoresAtSm90:
         """The greatest of a query's weights, all of which every quad has."""
         greatest = Float32(0.0)
         for i in cutlass.range_constexpr(cute.size(weights)):
-            greatest = greater(greatest, weights[i])
+            greatest = max_abs(greatest, weights[i])
         for lanes in (1, 2):
-            greatest = greater(greatest, cute.arch.shuffle_sync_bfly(greatest, lanes))
+            greatest = max_abs(greatest, cute.arch.shuffle_sync_bfly(greatest, lanes))
         return greatest
 
     @cute.jit
@@ -296,14 +297,14 @@ class IndexerScoresAtSm90:
         greatest = Float32(0.0)
         for position in cutlass.range(thread, named.length, THREADS):
             x = load(cotangent + position)
-            greatest = greater(greatest, x if named.is_present(position, named.read(position)) else Float32(0.0))
+            greatest = max_abs(greatest, x if named.is_present(position, named.read(position)) else Float32(0.0))
         for lanes in (1, 2, 4, 8, 16):
-            greatest = greater(greatest, cute.arch.shuffle_sync_bfly(greatest, lanes))
+            greatest = max_abs(greatest, cute.arch.shuffle_sync_bfly(greatest, lanes))
         if thread % WARP == 0:
             smem.sums[0, thread // WARP] = greatest
         cute.arch.sync_threads()
         for i in cutlass.range_constexpr(WARPS):
-            greatest = greater(greatest, smem.sums[0, i])
+            greatest = max_abs(greatest, smem.sums[0, i])
         return greatest
 
     @cute.jit

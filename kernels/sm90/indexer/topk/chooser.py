@@ -7,11 +7,10 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint32
 
 from kernels.lib.launch import WARP
-from kernels.lib.ptx import ptx
+from kernels.lib.ptx import count_in_shared, leading_zeros, max_u32, min_u32, rank_of, warp_max_u32, warp_min_u32
 from kernels.lib.rows import ceil_div, load, store
 
 from .config import AT_A_TIME, BINS, CAPACITY, LEAST, SAMPLED, THREADS, VECTOR, VECTORS, WARPS
-from .ranks import bit_length, count_one, greater, load_vector, rank_of, smaller
 from .smem import Shared, allocate
 
 
@@ -88,15 +87,14 @@ class Chooser:
     @cute.jit
     def extremes(self, least: Uint32, greatest: Uint32) -> tuple[Uint32, Uint32]:
         """The extremes over all threads."""
-        least, greatest = (ptx(f"redux.sync.{name}.u32 $0, $1, 0xffffffff;", x, gives=(Uint32,))[0]
-                           for name, x in (("min", least), ("max", greatest)))  # fmt: skip
+        least, greatest = warp_min_u32(least), warp_max_u32(greatest)
         if self.lane == 0:
             self.smem.of_warps[self.warp, 0] = Int32(least)
             self.smem.of_warps[self.warp, 1] = Int32(greatest)
         cute.arch.sync_threads()
         for w in cutlass.range_constexpr(WARPS):
-            least = smaller(least, Uint32(self.smem.of_warps[w, 0]))
-            greatest = greater(greatest, Uint32(self.smem.of_warps[w, 1]))
+            least = min_u32(least, Uint32(self.smem.of_warps[w, 0]))
+            greatest = max_u32(greatest, Uint32(self.smem.of_warps[w, 1]))
         cute.arch.sync_threads()
         return least, greatest
 
@@ -116,7 +114,7 @@ class Chooser:
             for e in cutlass.range_constexpr(VECTOR):
                 rank = rank_of(bits[e])
                 self.smem.ranks[VECTOR * g + e] = rank
-                least, greatest = smaller(least, rank), greater(greatest, rank)
+                least, greatest = min_u32(least, rank), max_u32(greatest, rank)
         for i in cutlass.range(self.thread, BINS, THREADS):
             self.smem.bins[i] = 0
         least, greatest = self.extremes(least, greatest)
@@ -139,7 +137,7 @@ class Chooser:
                 reached += self.smem.bins[self.thread * bins_of_thread + j]
             self.smem.found[0] = place
         cute.arch.sync_threads()
-        return greater(least + (Uint32(self.smem.found[0]) << Uint32(shift)), Uint32(LEAST))
+        return max_u32(least + (Uint32(self.smem.found[0]) << Uint32(shift)), Uint32(LEAST))
 
     @cute.jit
     def collect(self, row: Row, lower: Uint32) -> tuple[Int32, Uint32, Uint32]:
@@ -175,7 +173,7 @@ class Chooser:
                 for e in cutlass.range_constexpr(VECTOR):
                     rank = Uint32(bits[e, v])
                     if rank >= lower:
-                        least, greatest = smaller(least, rank), greater(greatest, rank)
+                        least, greatest = min_u32(least, rank), max_u32(greatest, rank)
                         if place < CAPACITY:
                             self.smem.ranks[place] = rank
                             self.smem.entries[place] = mine0 + (v * WARP * VECTOR + e)
@@ -251,3 +249,15 @@ class Chooser:
         its = source.rank(cutlass.min(i, last - 1))
         there = i < last
         return there & (its > rank), there & (its == rank)
+
+
+def bit_length(x: Uint32) -> Int32:
+    return 32 - leading_zeros(x)
+
+
+def count_one(bins: cute.Tensor, place: Int32) -> None:
+    count_in_shared(Int32((bins.iterator + place).toint()))
+
+
+def load_vector(p: cute.Pointer, to: cute.Tensor) -> None:
+    cute.autovec_copy(cute.make_tensor(p.align(4 * VECTOR), cute.make_layout(VECTOR)), to)

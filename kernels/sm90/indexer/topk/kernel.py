@@ -24,9 +24,8 @@ from kernels.aot import Compiled, compile_ahead
 from kernels.lib.launch import i32, launch_facts
 from kernels.lib.rows import load, store
 
-from .chooser import Chooser, Listed, Row
+from .chooser import Chooser, Listed, Row, bit_length
 from .config import CAPACITY, CTAS, LEAST, MAX_TOPK, SMEM_BYTES, THREADS, Config
-from .ranks import bit_length
 
 
 class Extents(NamedTuple):

@@ -7,7 +7,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-from kernels.lib.ptx import ptx
+from kernels.lib.ptx import shift_left
 from kernels.lib.rows import ROWS, WARP, row_of
 from kernels.lib.softmax import by_row, exp2
 from kernels.lib.wgmma import round_to
@@ -21,7 +21,7 @@ HAS_SINK, SEES, HIDES = 1, 1 << 1, 1 << 3
 def bits_below(n: Int32) -> Int32:
     """The n lowest bits of 32; none, or all, for an n beyond."""
     n = cutlass.min(cutlass.max(n, Int32(0)), Int32(WARP))
-    return ptx("shl.b32 $0, $1, $2;", Int32(1), n, gives=(Int32,), pure=True)[0] - 1
+    return shift_left(Int32(1), n) - 1
 
 
 @cute.jit
