@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from interpreter import native
+from interpreter.kernels import native
 from jax_dsv4_fmha import _ffi
 from kernels import compare
 from kernels.cubin import read_code, read_kernel
