@@ -156,8 +156,8 @@ def merge(parts: Sequence[Attention], sink: jax.Array | None = None) -> Attentio
     o_parts = jnp.stack([o.astype(_FP32) for o, _ in parts])
     lse_parts = jnp.stack([lse for _, lse in parts])
     lse = logsumexp(lse_parts, 0)
-    weights = jnp.exp(lse_parts - finite(lse)[None])[..., None]
-    o = jnp.sum(weights * jnp.where(lse_parts[..., None] == -_INF, 0, o_parts), axis=0)
+    shares = jnp.exp(lse_parts - finite(lse)[None])[..., None]
+    o = jnp.sum(shares * jnp.where(lse_parts[..., None] == -_INF, 0, o_parts), axis=0)
     return _add_sink(o, lse, sink).astype(parts[0][0].dtype), lse
 
 
@@ -277,7 +277,7 @@ def _contract(x: jax.Array, y: jax.Array, axis: int, visible: jax.Array) -> jax.
     """Contracts the last axis of rows x [b, h, n, g, …] with `axis` of keys y [b, h, k, d]. No key touches a row that
     does not see it (visible [b, 1, n, 1, k]).
 
-    A weight of 0 ensures that, unless the key holds NaN or inf (0·NaN is NaN). Only then does each row get its own
+    A probability of 0 ensures that, unless the key holds NaN or inf (0·NaN is NaN). Only then does each row get its own
     keys.
     """
 

@@ -24,15 +24,15 @@ def run(
     keys, seen = x.attention.sources[0], tiles_seen(kernels, x, scale, seed=seed)
     if "mha_dqdkdv" in kernels:
         sums, dk, *dv = run_step(kernels["mha_dqdkdv"], x, scale, seen, seed=seed)
-        return in_order(sums, scale).astype(x.attention.q.dtype), *(y.reshape(keys.k.shape) for y in (dk, *dv))
+        return scaled(sums, scale).astype(x.attention.q.dtype), *(y.reshape(keys.k.shape) for y in (dk, *dv))
     dk, *dv = run_step(kernels["mha_dkdv"], x, scale, seen, seed=seed)
     (dq,) = run_step(kernels["mha_dq"], x, scale, seen, seed=seed)
     return dq, *(part.reshape(keys.k.shape) for part in (dk, *dv))
 
 
-def in_order(sums: Array, scale: float) -> Array:
+def scaled(sums: Array, scale: float) -> Array:
     """dq of what `mha_dqdkdv` leaves."""
-    return np.asarray(np.float32(scale) * raw.in_order(sums))
+    return np.asarray(np.float32(scale) * raw.unshuffle_accumulator_columns(sums))
 
 
 def tiles_seen(kernels: Mapping[str, Kernel[Step]], x: gradients.Operands, scale: float, *, seed: int = 0) -> Array:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from .. import _check, reference
 from .._definitions.cache import Cache
 from .._definitions.span import Span, shown_by_all
-from .._dispatch.sources import SelectionSource, Source, SpanSource, attend, fitting
+from .._dispatch.sources import SelectionSource, Source, SpanSource, attend, support_of
 from .._dispatch.support import not_built
 from .merge import merged
 
@@ -144,15 +144,15 @@ def dsv4_attention(
         sources.append(SelectionSource(compressed_kv, named, topk_length, _SELECTED, "s_c", **layout))
     elif compressed_kv is not None:
         sources.append(SpanSource(compressed_kv, start, stop, names=_COMPRESSED, axis="s_c"))
-    fit = fitting(q, sources)
-    if method == "fused" and not fit.built:
+    support = support_of(q, sources)
+    if method == "fused" and not support.built:
         wanted = "'two_pass', or operands that a fused kernel is built for"
-        raise not_built(op, "method", f"'fused' for {fit.got}", wanted, fit.kernels)
+        raise not_built(op, "method", f"'fused' for {support.got}", wanted, support.kernels)
     run = functools.partial(
         attend, op, q, scale=scale, implementation=implementation, differentiable=cache is None,
         deterministic=deterministic,
     )  # fmt: skip
-    if len(sources) == 1 or (fit.built and method != "two_pass"):
+    if len(sources) == 1 or (support.built and method != "two_pass"):
         return run(sources, sink=sink)
     return merged([run([source], sink=None) for source in sources], sink, op)
 
