@@ -190,7 +190,7 @@ class PackedSelection(Selection):
         return self.entry_at(places, key) + (to_scales + slab * form.scales_a_slab)
 
     @cute.jit
-    def call_for(self, t: Int32, places: Places, thread: Int32):
+    def prefetch_keys(self, t: Int32, places: Places, thread: Int32):
         """Have this thread's keys brought into L2: the lanes of a key share out its lines; that of its scales, or its
         last one, comes after the others."""
         packing, lanes = self.format.packing, self.lanes_a_key
