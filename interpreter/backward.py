@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from jax_dsv4_fmha import _fixed_point
-from jax_dsv4_fmha._ffi import in_order
+from jax_dsv4_fmha._host import fixed_point
+from jax_dsv4_fmha._host.gradients import in_order
 
 from . import gradients, native
 from .launch import Kernel, machine
@@ -39,7 +39,7 @@ class Launch:
             sums = memory.named(f"dkv{i}")
             dkv = sums.bytes[: sums.size].view(np.uint32 if len(self.resolution) else np.float32)
             if len(self.resolution):
-                dkv = np.asarray(_fixed_point.to_float32(dkv.reshape(-1, 2), self.resolution, dq))
+                dkv = np.asarray(fixed_point.to_float32(dkv.reshape(-1, 2), self.resolution, dq))
             results.append(in_order(dkv.reshape(keys.k.shape)))
         return dq, *results
 
@@ -59,7 +59,7 @@ def launch(kernel: Kernel, x: gradients.Operands, *, processors: int = 2, seed: 
     resolution = np.zeros(0, np.float32)
     if kernel.variant.deterministic:
         keys = [keys.k for keys in a.sources]
-        resolution = np.asarray(_fixed_point.resolution(a.q, x.do, x.lse, x.delta, keys, scale))
+        resolution = np.asarray(fixed_point.resolution(a.q, x.do, x.lse, x.delta, keys, scale))
         given["resolution"] = resolution
     for i, keys in enumerate(a.sources):
         given |= {f"k{i}": keys.k, f"from{i}": keys.seen_from, f"to{i}": keys.seen_to}

@@ -6,9 +6,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import _check, _ffi, _indexer_reference
-from ._ends import denominator
-from ._transforms import Arrays, Axes, Call, Fit, Op, choose, forward
+from .. import _check
+from .._definitions import indexer as definition
+from .._definitions.log_space import denominator
+from .._dispatch.autodiff import forward
+from .._dispatch.lowering import choose
+from .._dispatch.op import Arrays, Axes, Call, Fit, Op
+from .._host import indexer as raw
+from .._host import library
 
 
 def head_summed_probabilities(
@@ -59,7 +64,7 @@ def head_summed_probabilities(
     _check.implementation(op, implementation)
     when, fit = "never", None
     if implementation != "reference":
-        fit = Fit(f"{q.dtype.name}, d={dims['d']}", (op,), _ffi.built_for(op, d=dims["d"], dtype=q.dtype.name))
+        fit = Fit(f"{q.dtype.name}, d={dims['d']}", (op,), library.built_for(op, d=dims["d"], dtype=q.dtype.name))
         when = choose(op, implementation, fit)
     operands = map(lax.stop_gradient, (q, kv, denominator(lse, sink), indices))
     (p,) = forward(Call(_PROBABILITIES, when, (("scale", scale),), fit), *operands)
@@ -67,13 +72,13 @@ def head_summed_probabilities(
 
 
 def _kernel(*operands: jax.Array, scale: float) -> Arrays:
-    return (_ffi.head_summed_probabilities(*operands, scale=scale),)
+    return (raw.head_summed_probabilities(*operands, scale=scale),)
 
 
 _PROBABILITIES = Op(
     "head_summed_probabilities",
     (Axes("q", "b s_q h_q d"), Axes("kv", "b s_c d"), Axes("lse", "b s_q h_q"), Axes("indices", "b s_q topk")),
     (Axes("p", "b s_q topk"),),
-    _indexer_reference.attention_at,
+    definition.attention_at,
     _kernel,
 )

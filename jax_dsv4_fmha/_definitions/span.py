@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import _check
+from .. import _check
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("start", "stop"), meta_fields=("rules", "width"))

@@ -9,13 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from . import _check, _ffi, _indexer_reference, _two_levels
-from ._cache import Cache
-from ._ends import denominator
-from ._packed import quantize_rows
-from ._probabilities import head_summed_probabilities
-from ._span import Span, shown_by_all
-from ._transforms import ONE_OR_B, Arrays, Axes, Call, Fit, Op, _once, choose, forward, in_reverse
+from .. import _check
+from .._definitions import indexer as definition
+from .._definitions.cache import Cache
+from .._definitions.log_space import denominator
+from .._definitions.packed import quantize_rows
+from .._definitions.span import Span, shown_by_all
+from .._dispatch import two_levels
+from .._dispatch.autodiff import forward, in_reverse, once
+from .._dispatch.lowering import choose
+from .._dispatch.op import ONE_OR_B, Arrays, Axes, Call, Fit, Op
+from .._dispatch.support import not_built
+from .._host import indexer as raw
+from .._host import library
+from .probabilities import head_summed_probabilities
 
 E4M3 = jnp.dtype(jnp.float8_e4m3fn)
 
@@ -166,8 +173,8 @@ def indexer_blocks(
     _check.implementation(op, implementation)
     start, stop = _visible(op, dims, ratio, q_offset, lengths, span)
     archs = _built_for_both("indexer_scores", count - 1, dims, heads=dims["h"], dtype=q.dtype.name, paged=False)
-    archs = archs if block in _two_levels.BLOCKS else ()
-    words, limits = f"blocks of {block}", f"blocks of {' or '.join(map(str, _two_levels.BLOCKS))}"
+    archs = archs if block in two_levels.BLOCKS else ()
+    words, limits = f"blocks of {block}", f"blocks of {' or '.join(map(str, two_levels.BLOCKS))}"
     call = _call(op, _BLOCKS, implementation, "indexer_scores", archs, q, dims, words, limits, count=count, block=block)
     (blocks,) = forward(call, *map(lax.stop_gradient, (q, weights, *keys.operands)), start, stop)
     return blocks
@@ -255,7 +262,7 @@ def indexer_loss(
     if indices is None:
         if implementation == "cubin":
             got, kernels = "'cubin' without indices", ("head_summed_probabilities", "indexer_scores_at")
-            raise _check.not_built(op, "implementation", got, "indices, or None or 'reference'", kernels)
+            raise not_built(op, "implementation", got, "indices, or None or 'reference'", kernels)
         attention_q, kv, lse = map(lax.stop_gradient, (attention_q, kv, denominator(lse, sink)))
         start, stop = _visible(op, dims, ratio, q_offset, lengths, span)
         calls = tuple(Call(x, "never", (("scale", scale),)) for x in (_DENSE_LOSS, _DENSE_LOSS_GRADIENT))
@@ -396,8 +403,8 @@ def _built_for_both(scores: str, topk: int, dims: dict[str, Any], **choices: Any
     """The architectures that have a kernel of `scores` with these choices, and one that chooses so many."""
     if dims["d"] != _D:
         return ()
-    chooses = {v.arch for v in _ffi.variants_for("indexer_topk") if topk <= v.choices["max_topk"]}
-    return tuple(arch for arch in _ffi.built_for(scores, **choices) if arch in chooses)
+    chooses = {v.arch for v in library.variants_for("indexer_topk") if topk <= v.choices["max_topk"]}
+    return tuple(arch for arch in library.built_for(scores, **choices) if arch in chooses)
 
 
 def _call(
@@ -448,49 +455,47 @@ def _choosing(keys: tuple[Axes, ...], reference: Callable[..., Arrays], kernel: 
 
 
 _CHOOSE, _CHOOSE_AND_SCORE = _choosing(
-    (_TRAINED[1], Axes("k_scale", "b s_c")), _indexer_reference.select, _ffi.lightning_indexer
+    (_TRAINED[1], Axes("k_scale", "b s_c")), definition.select, raw.lightning_indexer
 )
 _OF_KEYS = _CHOOSE.operands[:-2]
 _CHOOSE_WITHIN = Op(
     "lightning_indexer",
     (*_OF_KEYS, Axes("blocks", "b s_q n"), *_SPAN),
     (_INDICES, _SCORES_THERE),
-    _indexer_reference.select_within,
-    _two_levels.choose_within,
+    definition.select_within,
+    two_levels.choose_within,
 )
 _BLOCKS = Op(
     "indexer_blocks",
     (*_OF_KEYS, *_SPAN),
     (Axes("blocks", "b s_q count"),),
-    _indexer_reference.greatest_blocks,
-    _two_levels.greatest_blocks,
+    definition.greatest_blocks,
+    two_levels.greatest_blocks,
 )
 _OF_PAGES = {
     packed: _choosing(
         (Axes("k", f"{ONE_OR_B} pages {width}"), Axes("k.block_table", "b table")),
-        _indexer_reference.select_of_pages,
-        _ffi.paged_lightning_indexer,
+        definition.select_of_pages,
+        raw.paged_lightning_indexer,
     )
     for packed, width in ((False, "page d"), (True, "page_bytes"))
 }
-_SCORES = Op(
-    "indexer_scores", (*_TRAINED, _INDICES), (_SCORES_THERE,), _indexer_reference.scores_at, _ffi.indexer_scores_at
-)
+_SCORES = Op("indexer_scores", (*_TRAINED, _INDICES), (_SCORES_THERE,), definition.scores_at, raw.indexer_scores_at)
 _SCORES_GRADIENT = Op(
     "indexer_scores",
     (*_TRAINED, _INDICES, Axes("dscores", "b s_q topk")),
     _GRADIENTS,
-    _indexer_reference.scores_at_gradient,
-    _ffi.indexer_scores_at_bwd,
+    definition.scores_at_gradient,
+    raw.indexer_scores_at_bwd,
     part="gradient",
 )
 _LOSS = (*_TRAINED, *_ATTENTION, *_SPAN)
-_DENSE_LOSS = Op("indexer_loss", _LOSS, (Axes("loss", "b s_q"),), _indexer_reference.dense_loss)
+_DENSE_LOSS = Op("indexer_loss", _LOSS, (Axes("loss", "b s_q"),), definition.dense_loss)
 _DENSE_LOSS_GRADIENT = Op(
     "indexer_loss",
     (*_LOSS, Axes("dloss", "b s_q")),
     _GRADIENTS,
-    _indexer_reference.dense_loss_gradient,
+    definition.dense_loss_gradient,
     part="gradient",
 )
 
@@ -505,7 +510,7 @@ def _scores_at(op: str, implementation: Any, q: jax.Array, *others: jax.Array) -
     fits: tuple[Fit | None, ...] = (None, None)
     if implementation != "reference":
         got = f"{q.dtype.name}, h={h}, d={d}"
-        archs = _ffi.built_for("indexer_scores_at", heads=h, dtype=q.dtype.name) if d == _D else ()
+        archs = library.built_for("indexer_scores_at", heads=h, dtype=q.dtype.name) if d == _D else ()
         fit = Fit(got, ("indexer_scores_at",), archs, _WANTED)
         when, fits = choose(op, implementation, fit), (fit, fit._replace(kernels=("indexer_scores_at_bwd",)))
     calls = tuple(Call(x, when, (), fit) for x, fit in zip((_SCORES, _SCORES_GRADIENT), fits, strict=True))
@@ -514,7 +519,7 @@ def _scores_at(op: str, implementation: Any, q: jax.Array, *others: jax.Array) -
 
 @jax.custom_vjp
 def _divergence(scores: jax.Array, target: jax.Array, there: jax.Array) -> jax.Array:
-    return _indexer_reference.divergence(scores, target, there)
+    return definition.divergence(scores, target, there)
 
 
 def _divergence_fwd(*operands: jax.Array) -> Any:
@@ -522,7 +527,7 @@ def _divergence_fwd(*operands: jax.Array) -> Any:
 
 
 def _divergence_bwd(operands: Any, cotangent: jax.Array) -> Any:
-    return _indexer_reference.divergence_gradient(*operands) * cotangent[..., None], None, None
+    return definition.divergence_gradient(*operands) * cotangent[..., None], None, None
 
 
 _divergence.defvjp(_divergence_fwd, _divergence_bwd)
@@ -538,17 +543,17 @@ def _learned(calls: tuple[Call, ...], *operands: jax.Array) -> jax.Array:
     """An op of q, k, weights and more, whose result the first call gives and whose gradients in those three the
     second.
     """
-    (result,) = _once(calls[0], *operands)
+    (result,) = once(calls[0], *operands)
     return result
 
 
 def _learned_fwd(calls: tuple[Call, ...], *operands: jax.Array) -> Any:
-    (result,) = _once(calls[0], *operands)
+    (result,) = once(calls[0], *operands)
     return result, operands
 
 
 def _learned_bwd(calls: tuple[Call, ...], operands: Any, cotangent: jax.Array) -> Any:
-    trained = zip(_once(calls[1], *operands, cotangent), operands, strict=False)
+    trained = zip(once(calls[1], *operands, cotangent), operands, strict=False)
     return *(g.astype(x.dtype) for g, x in trained), *(None for _ in operands[3:])
 
 

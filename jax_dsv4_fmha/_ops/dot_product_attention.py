@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import _check, reference
-from ._sources import SpanSource, attend
-from ._span import Span
+from .. import _check, reference
+from .._definitions.span import Span
+from .._dispatch.sources import SpanSource, attend
 
 _OP = "dot_product_attention"
 _MOST = 2**31 - 2  # the greatest number of keys on either side

@@ -6,11 +6,12 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 
-from . import _check, reference
-from ._cache import Cache
-from ._merge import merged
-from ._sources import SelectionSource, Source, SpanSource, attend, fitting
-from ._span import Span, shown_by_all
+from .. import _check, reference
+from .._definitions.cache import Cache
+from .._definitions.span import Span, shown_by_all
+from .._dispatch.sources import SelectionSource, Source, SpanSource, attend, fitting
+from .._dispatch.support import not_built
+from .merge import merged
 
 
 def dsv4_attention(
@@ -146,7 +147,7 @@ def dsv4_attention(
     fit = fitting(q, sources)
     if method == "fused" and not fit.built:
         wanted = "'two_pass', or operands that a fused kernel is built for"
-        raise _check.not_built(op, "method", f"'fused' for {fit.got}", wanted, fit.kernels)
+        raise not_built(op, "method", f"'fused' for {fit.got}", wanted, fit.kernels)
     run = functools.partial(
         attend, op, q, scale=scale, implementation=implementation, differentiable=cache is None,
         deterministic=deterministic,

@@ -1,6 +1,6 @@
 """DeepSeek-V4.1's choice in two levels, by kernels: the indexer's scores or those at entries, and top-k.
 
-A block of queries at a time, so that no more than `_ffi.WORKSPACE` bytes of scores exist at once.
+A block of queries at a time, so that no more than `WORKSPACE` bytes of scores exist at once.
 """
 
 import functools
@@ -10,17 +10,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from . import _ffi
-from ._ends import number_of, rank_of
-from ._query_blocks import Arrays, over_queries
+from .._definitions.query_blocks import Arrays, over_queries
+from .._definitions.ranks import number_of, rank_of
+from .._host import indexer as raw
 
 BLOCKS = (1, 2, 4, 8, 16, 32)
 """Sizes of a block: a tile of scores is a multiple of four blocks."""
 
 
 def greatest_blocks(*operands: jax.Array, count: int, block: int) -> Arrays:
-    """As `_indexer_reference.greatest_blocks`, whose last block is always that of the newest entry: `count - 1` of
-    those before it are chosen by their greatest scores, for which it needs no score of its own."""
+    """As `_definitions.indexer.greatest_blocks`, whose last block is always that of the newest entry: `count - 1`
+    of those before it are chosen by their greatest scores, for which it needs no score of its own."""
     q, weights, k, k_scale, start, stop = operands
 
     def rows(q: jax.Array, weights: jax.Array, start: jax.Array, stop: jax.Array) -> Arrays:
@@ -29,8 +29,8 @@ def greatest_blocks(*operands: jax.Array, count: int, block: int) -> Arrays:
         chosen = jnp.full((*start.shape, 1), -1, jnp.int32)
         if count > 1:
             # A query that sees more than count blocks sees more than block * (count - 1) entries.
-            scores = _ffi.indexer_scores(q, weights, k, k_scale, start, stop, skip=block * (count - 1))
-            best, _ = _ffi.indexer_topk(_greatest(scores, start, block), first, newest, topk=count - 1)
+            scores = raw.indexer_scores(q, weights, k, k_scale, start, stop, skip=block * (count - 1))
+            best, _ = raw.indexer_topk(_greatest(scores, start, block), first, newest, topk=count - 1)
             chosen = jnp.concatenate([best, chosen], -1)
         last = jnp.minimum(there, count)[..., None] - 1
         return (jnp.where(jnp.arange(count, dtype=jnp.int32) == last, newest[..., None], chosen),)
@@ -39,7 +39,7 @@ def greatest_blocks(*operands: jax.Array, count: int, block: int) -> Arrays:
 
 
 def choose_within(*operands: jax.Array, topk: int, block: int) -> Arrays:
-    """As `_indexer_reference.select_within`, for ascending blocks, of which a query sees contiguous entries."""
+    """As `_definitions.indexer.select_within`, for ascending blocks, of which a query sees contiguous entries."""
     q, weights, k, k_scale, blocks, start, stop = operands
     b, s_c = k.shape[:2]
     fill = -blocks.shape[2] % 4  # top-k wants columns in fours
@@ -53,10 +53,10 @@ def choose_within(*operands: jax.Array, topk: int, block: int) -> Arrays:
         first = jnp.sum(before, (2, 3), dtype=jnp.int32)
         last = first + jnp.sum(seen, (2, 3), dtype=jnp.int32)
         named = jnp.where(seen, entries, -1).reshape(*start.shape, -1)
-        (scores,) = _ffi.indexer_scores_at(q, k, weights, named)
+        (scores,) = raw.indexer_scores_at(q, k, weights, named)
         if q.dtype == jnp.float8_e4m3fn:
             scores = scores * jax.vmap(lambda scale, i: scale[i])(k_scale, jnp.maximum(named, 0))
-        where, values = _ffi.indexer_topk(scores, first, last, topk=topk, return_scores=True)
+        where, values = raw.indexer_topk(scores, first, last, topk=topk, return_scores=True)
         indices = jnp.take_along_axis(named, jnp.maximum(where, 0), -1)
         return jnp.where(where < 0, -1, indices), values
 
@@ -75,4 +75,4 @@ def _greatest(scores: jax.Array, start: jax.Array, block: int) -> jax.Array:
 
 def _at_a_time(*words: Any) -> int:
     """How many queries, each with so many words of scores."""
-    return max(1, _ffi.WORKSPACE // (4 * math.prod(n for n in words if isinstance(n, int))))
+    return max(1, raw.WORKSPACE // (4 * math.prod(n for n in words if isinstance(n, int))))

@@ -5,9 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from . import _check, reference
-from ._sources import SpanSource, attend
-from ._span import Span
+from .. import _check, reference
+from .._definitions.span import Span
+from .._dispatch.sources import SpanSource, attend
 
 
 def fmha(

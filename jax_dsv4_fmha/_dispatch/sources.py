@@ -13,25 +13,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from . import _backward, _check, _ffi, reference
-from ._packed import LAYOUTS, V4_FP8, dequantize_cache
-from ._span import Span
-from ._transforms import (
-    ONE_OR_B,
-    RESULTS,
-    SINK,
-    Arrays,
-    Axes,
-    Call,
-    Differentiable,
-    Fit,
-    Op,
-    choose,
-    choose_backward,
-    forward,
-    gradient,
-    rowsum,
-)
+from .. import _check, reference
+from .._definitions import attention_gradient
+from .._definitions.packed import LAYOUTS, V4_FP8, dequantize_cache
+from .._definitions.span import Span
+from .._host import attention, gradients, library
+from .autodiff import Differentiable, forward, gradient, rowsum
+from .lowering import choose, choose_backward
+from .op import ONE_OR_B, RESULTS, SINK, Arrays, Axes, Call, Fit, Op
+from .support import not_built
 
 _Q, _ROWS = Axes("q", "b s_q h_q d"), "b s_q"
 
@@ -82,9 +72,9 @@ class SpanSource:
         return reference.fmha(q, keys, self.values, span=Span(self.start, self.stop), sink=sink, scale=scale)
 
     def gradient(self, q: jax.Array, *rows: jax.Array, scale: float) -> Arrays:
-        """float32 (dq, dkeys), or (dq, dkeys, dvalues); rows: do, lse, weight, delta, as in `_transforms.gradient`."""
+        """float32 (dq, dkeys), or (dq, dkeys, dvalues); rows: do, lse, weight, delta, as in `autodiff.gradient`."""
         keys = self.keys[:, :, None] if self.keys.ndim == 3 else self.keys
-        dq, *of_keys = _backward.fmha(q, keys, self.values, self.start, self.stop, *rows, scale=scale)
+        dq, *of_keys = attention_gradient.fmha(q, keys, self.values, self.start, self.stop, *rows, scale=scale)
         return dq, *(x[:, :, 0] if self.keys.ndim == 3 else x for x in of_keys)
 
 
@@ -141,7 +131,7 @@ class SelectionSource:
 
     def gradient(self, q: jax.Array, *rows: jax.Array, scale: float) -> Arrays:
         """float32 (dq, dkeys), as in `SpanSource`."""
-        return _backward.sparse_fmha(q, self.keys, self.indices, self.length, *rows, scale=scale)
+        return attention_gradient.sparse_fmha(q, self.keys, self.indices, self.length, *rows, scale=scale)
 
     def flat(self) -> "SelectionSource":
         """All keys as one pool, `[s, d]` or `[pages, page_bytes]`, as cache kernels take them."""
@@ -206,9 +196,9 @@ def attend(
         return o, lse
     its_fit = _fitting_gradient(q, kinds, fit.got, **_same_bits(deterministic))
     when_backward = choose_backward(when, its_fit.built)
-    if deterministic and when_backward == "never" and "selection" in kinds and _ffi.local_architectures():
+    if deterministic and when_backward == "never" and "selection" in kinds and library.local_architectures():
         wanted = "operands that a kernel for it is built for, or 'reference' and --xla_gpu_deterministic_ops"
-        raise _check.not_built(op, "deterministic", f"True for {fit.got}", wanted, its_fit.kernels)
+        raise not_built(op, "deterministic", f"True for {fit.got}", wanted, its_fit.kernels)
     backward = Call(its_gradient, when_backward, (*params, *_same_bits(deterministic).items()), its_fit)
     run = Differentiable(Call(attention, when, params, fit), backward)
     return run(q, *leaves, sink[None])
@@ -223,7 +213,7 @@ def fitting(q: jax.Array, sources: Sequence[Source]) -> Fit:
     got = ", ".join([q.dtype.name, f"d={q.shape[-1]}", *dict.fromkeys(x for source in sources for x in source.words)])
     found = _built(FORWARD.get(kinds), q)
     if kinds not in _ONE_SPAN:
-        return Fit(got, _names(FORWARD, kinds), found)
+        return Fit(got, axis_names(FORWARD, kinds), found)
     if kinds == ("span",):  # a kernel that reads K and V apart serves where they are one
         found = found or _built(FORWARD["apart",], q)
     return Fit(got, tuple(FORWARD[x].op for x in _ONE_SPAN), found)
@@ -234,11 +224,11 @@ def _fitting_gradient(q: jax.Array, kinds: tuple[str, ...], got: str, **choices:
     found = _built(BACKWARD.get(kinds), q, **choices)
     if not found and kinds in _ONE_SPAN:
         apart = BACKWARD["apart",].op
-        return Fit(got, (apart,), _ffi.built_for(apart, d=q.shape[-1], dtype=q.dtype.name))
-    return Fit(got, _names(BACKWARD, kinds), found)
+        return Fit(got, (apart,), library.built_for(apart, d=q.shape[-1], dtype=q.dtype.name))
+    return Fit(got, axis_names(BACKWARD, kinds), found)
 
 
-def _names(kernels: "Mapping[tuple[str, ...], Kernel]", kinds: tuple[str, ...]) -> tuple[str, ...]:
+def axis_names(kernels: "Mapping[tuple[str, ...], Kernel]", kinds: tuple[str, ...]) -> tuple[str, ...]:
     """The kernel for sources of these kinds; where there is none, those for one of the kinds."""
     alike = [kinds] if kinds in kernels else [other for other in kernels if set(other) & set(kinds)]
     return tuple(dict.fromkeys(kernels[x].op for x in alike))
@@ -251,7 +241,7 @@ def _kinds(sources: Sequence[Source]) -> tuple[str, ...]:
 def _built(kernel: "Kernel | None", q: jax.Array, **choices: Any) -> tuple[str, ...]:
     if kernel is None:
         return ()
-    return _ffi.built_for(kernel.op, d=q.shape[-1], dtype=q.dtype.name, **choices)
+    return library.built_for(kernel.op, d=q.shape[-1], dtype=q.dtype.name, **choices)
 
 
 def _same_bits(deterministic: bool) -> dict[str, Any]:
@@ -263,7 +253,7 @@ def _same_bits(deterministic: bool) -> dict[str, Any]:
 
 
 class Kernel(NamedTuple):
-    """A raw call of `_ffi` for a tuple of kinds of sources."""
+    """A raw call for a tuple of kinds of sources."""
 
     op: str
     """its name in the manifest"""
@@ -275,9 +265,9 @@ class Kernel(NamedTuple):
 
 def _span_fwd(q: Any, kv: Any, *others: Any, scale: float) -> Arrays:
     """Where no kernel for V = K is built, the kernel for K and V apart takes the keys twice."""
-    if _ffi.built_for("mla_span_fwd", d=q.shape[-1], dtype=q.dtype.name):
-        return _ffi.mla_span_fwd(q, kv, *others, scale=scale)
-    return _ffi.mha_fwd(q, kv, kv, *others, scale=scale)
+    if library.built_for("mla_span_fwd", d=q.shape[-1], dtype=q.dtype.name):
+        return attention.mla_span_fwd(q, kv, *others, scale=scale)
+    return attention.mha_fwd(q, kv, kv, *others, scale=scale)
 
 
 def _pools(*sources: SelectionSource) -> Sequence[Any]:
@@ -304,16 +294,16 @@ def _pools_after_none(source: SelectionSource) -> Sequence[Any]:
 
 
 def _over_packed(op: str, operands: Callable[..., Sequence[Any]] = _pools) -> Kernel:
-    return Kernel(op, functools.partial(_ffi.dsv4_decode, op=op), operands)
+    return Kernel(op, functools.partial(attention.dsv4_decode, op=op), operands)
 
 
 FORWARD: dict[tuple[str, ...], Kernel] = {
-    ("apart",): Kernel("mha_fwd", _ffi.mha_fwd),
+    ("apart",): Kernel("mha_fwd", attention.mha_fwd),
     ("span",): Kernel("mla_span_fwd", _span_fwd),
-    ("selection",): Kernel("mla_sparse_fwd", _ffi.mla_sparse_fwd),
-    ("span", "selection"): Kernel("csa_fwd", _ffi.csa_fwd, _span_and_pool),
-    ("span", "span"): Kernel("hca_fwd", _ffi.hca_fwd),
-    ("selection", "selection"): Kernel("dsv4_decode", _ffi.dsv4_decode, _pools),
+    ("selection",): Kernel("mla_sparse_fwd", attention.mla_sparse_fwd),
+    ("span", "selection"): Kernel("csa_fwd", attention.csa_fwd, _span_and_pool),
+    ("span", "span"): Kernel("hca_fwd", attention.hca_fwd),
+    ("selection", "selection"): Kernel("dsv4_decode", attention.dsv4_decode, _pools),
     ("v4_fp8", "v4_fp8"): _over_packed("dsv4_decode_fp8"),
     ("v4_fp8",): _over_packed("dsv4_decode_fp8", _pools_of_one),
     ("v41_fp8", "v41_fp8"): _over_packed("dsv4_decode_v41_fp8"),
@@ -332,8 +322,8 @@ def _dense_bwd(*operands: Any, width: int | None, scale: float, deterministic: b
     q, k = operands[0], operands[5]
     known = [n for n in (width, k.shape[1]) if isinstance(n, int)]
     few = bool(known) and min(known) <= FEW_KEYS
-    built = _ffi.built_for("mha_dqdkdv", d=q.shape[-1], dtype=q.dtype.name)
-    dq, *of_keys = _ffi.mha_bwd(*operands, scale=scale, deterministic=deterministic or few or not built)
+    built = library.built_for("mha_dqdkdv", d=q.shape[-1], dtype=q.dtype.name)
+    dq, *of_keys = gradients.mha_bwd(*operands, scale=scale, deterministic=deterministic or few or not built)
     return dq, *(x.astype(jnp.float32) for x in of_keys)
 
 
@@ -345,8 +335,8 @@ def _apart_bwd(*operands: Any, **params: Any) -> Arrays:
 def _span_bwd(q: Any, do: Any, lse: Any, weight: Any, delta: Any, kv: Any, *span: Any, **params: Any) -> Arrays:
     """Where no kernel for V = K is built, the kernels for K and V apart take the keys twice."""
     rows, (start, stop, width) = (q, do, lse, weight, delta), span
-    if _ffi.built_for("mla_span_bwd", d=q.shape[-1], dtype=q.dtype.name):
-        return _ffi.mla_span_bwd(*rows, kv, start, stop, **params)
+    if library.built_for("mla_span_bwd", d=q.shape[-1], dtype=q.dtype.name):
+        return gradients.mla_span_bwd(*rows, kv, start, stop, **params)
     return _dense_bwd(*rows, kv, None, start, stop, width=width, **params)
 
 
@@ -363,9 +353,9 @@ def _of_delta(run: Callable[..., Arrays]) -> Callable[..., Arrays]:
 BACKWARD: dict[tuple[str, ...], Kernel] = {
     ("apart",): Kernel("mha_dq", _of_delta(_apart_bwd), lambda x: (x.keys, x.values, x.start, x.stop, x.width)),
     ("span",): Kernel("mla_span_bwd", _of_delta(_span_bwd), lambda x: (x.keys, x.start, x.stop, x.width)),
-    ("selection",): Kernel("mla_sparse_bwd", _of_delta(_ffi.mla_sparse_bwd)),
-    ("span", "selection"): Kernel("csa_bwd", _of_delta(_ffi.csa_bwd)),
-    ("span", "span"): Kernel("hca_bwd", _of_delta(_ffi.hca_bwd)),
+    ("selection",): Kernel("mla_sparse_bwd", _of_delta(gradients.mla_sparse_bwd)),
+    ("span", "selection"): Kernel("csa_bwd", _of_delta(gradients.csa_bwd)),
+    ("span", "span"): Kernel("hca_bwd", _of_delta(gradients.hca_bwd)),
 }
 """A kernel gives dq in q's dtype, in float32 the gradient of every source's keys, and values, in order, and
 rowsum(o∘do)."""

@@ -10,16 +10,16 @@ import logging
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from . import _check, _ffi
-
-if TYPE_CHECKING:
-    from ._transforms import Call
+from .. import _check
+from .._host import library
+from .op import Call
+from .support import built
 
 _LOG = logging.getLogger("jax_dsv4_fmha")
 
@@ -28,10 +28,10 @@ chosen.def_impl(lambda x, **_: x)
 chosen.def_abstract_eval(lambda x, **_: x)
 
 
-def _lower_chosen(ctx: Any, x: Any, *, call: "Call") -> Any:
+def _lower_chosen(ctx: Any, x: Any, *, call: Call) -> Any:
     module = ctx.module_context
     exports = module.lowering_parameters.for_export and "cuda" in module.platforms
-    if exports and call.fit is not None and not _ffi.variants():
+    if exports and call.fit is not None and not library.variants():
         what = f"{call.op.name}, {call.op.part}, is exported for cuda without a kernel: no kernels are built in"
         warnings.warn(f"{what} (`python -m jax_dsv4_fmha info`)", RuntimeWarning, stacklevel=2)
     return [x]
@@ -85,9 +85,9 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Decision]:
     return [decision._replace(times=n) for decision, n in counts.items()]
 
 
-def log_fallback(call: "Call") -> None:
+def log_fallback(call: Call) -> None:
     """Logs once, for each reason, that a process with CUDA devices runs the reference without having asked for it."""
-    if call.fit is not None and call.when in ("never", "in exports") and _ffi.local_architectures():
+    if call.fit is not None and call.when in ("never", "in exports") and library.local_architectures():
         _warn(f"{call.op.name}, {call.op.part}: runs on the reference, in jnp: {_why_reference(call)}")
 
 
@@ -96,7 +96,7 @@ def _warn(text: str) -> None:
     _LOG.warning(text)
 
 
-def _decided(call: "Call", q: Any) -> Decision:
+def _decided(call: Call, q: Any) -> Decision:
     platform = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
     is_kernel = call.when == "always" or (call.when == "on cuda" and platform == "cuda")
     if not is_kernel:
@@ -110,37 +110,37 @@ def _decided(call: "Call", q: Any) -> Decision:
     return Decision(call.op.name, call.op.part, "kernel" if is_kernel else "reference", variant, reason, 1)
 
 
-def _variant(call: "Call", q: Any) -> str:
+def _variant(call: Call, q: Any) -> str:
     """The key of the one variant that takes q `[b, s_q, h_q, d]` here; the library looks it up in the same way."""
-    arch = next(iter(_ffi.local_architectures()), None)
+    arch = next(iter(library.local_architectures()), None)
     wanted = {"d": q.shape[-1], "dtype": q.dtype.name}
-    fits = [v for v in _ffi.variants() if call.fit and v.op in call.fit.kernels and v.arch == arch]
+    fits = [v for v in library.variants() if call.fit and v.op in call.fit.kernels and v.arch == arch]
     fits = [v for v in fits if wanted.items() <= v.choices.items() and v.choices.get("max_heads", 0) >= q.shape[-2]]
     least = min((v.choices["max_heads"] for v in fits), default=0)
     keys = [v.key for v in fits if v.choices["max_heads"] == least]
     return keys[0] if len(keys) == 1 else ""
 
 
-def _why_reference(call: "Call") -> str:
+def _why_reference(call: Call) -> str:
     fit, is_gradient = call.fit, call.op.part == "gradient"
     if fit is None:
         return "this has no kernel" if not is_gradient else "this gradient has no kernel"
-    if not _ffi.variants():
+    if not library.variants():
         return "no kernels are built in (`python -m jax_dsv4_fmha info`)"
     if not fit.built:
         what = "no kernel of a gradient takes" if is_gradient else "no kernel takes"
-        return f"{what} {fit.got}" + ("" if is_gradient else f"; built {_check.built(fit.kernels)}")
-    here, kernels, built = _ffi.local_architectures(), " and ".join(fit.kernels), " and ".join(fit.built)
+        return f"{what} {fit.got}" + ("" if is_gradient else f"; built {built(fit.kernels)}")
+    here, kernels, archs = library.local_architectures(), " and ".join(fit.kernels), " and ".join(fit.built)
     if here and not set(here) & set(fit.built):
-        return f"{kernels}: built for {built}, and this process has {' and '.join(here)}"
+        return f"{kernels}: built for {archs}, and this process has {' and '.join(here)}"
     if here and not set(here) <= set(fit.built):
-        return f"{kernels}: built for {built}, and not for all of {' and '.join(here)}"
+        return f"{kernels}: built for {archs}, and not for all of {' and '.join(here)}"
     if call.when == "never":
         return f"the forward pass has no kernel here, so neither has the gradient ({fit.got})"
-    return f"JAX compiles for {jax.default_backend()} here; on {built} it would be {kernels}: {fit.got}"
+    return f"JAX compiles for {jax.default_backend()} here; on {archs} it would be {kernels}: {fit.got}"
 
 
-def _marks(jaxpr: Any) -> Iterator[tuple["Call", Any]]:
+def _marks(jaxpr: Any) -> Iterator[tuple[Call, Any]]:
     """The calls in a jaxpr and its inner jaxprs, in order, each with the shape of its first operand."""
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         if equation.primitive is chosen:

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from . import _check, reference
-from ._sources import SelectionSource, attend
+from .. import _check, reference
+from .._dispatch.sources import SelectionSource, attend
 
 
 def sparse_fmha(

@@ -1,6 +1,4 @@
-"""Functions of numbers that may be ±inf, which definitions and kernels' ops share; they and their derivatives are never
-NaN.
-"""
+"""Sums of exponentials by their logs, which may be ±inf; no result and no derivative here is NaN."""
 
 import jax
 import jax.numpy as jnp
@@ -38,14 +36,3 @@ def denominator(lse: jax.Array, sink: jax.Array | None) -> jax.Array:
     if sink is None:
         return lse
     return jnp.where(lse == -jnp.inf, jnp.inf, jnp.logaddexp(lse, sink[None, None]))
-
-
-def rank_of(x: jax.Array) -> jax.Array:
-    """int32 in the order of the fp32 numbers x: -0 equals 0, NaN comes before -inf; no rank is the least int32."""
-    bits = lax.bitcast_convert_type(jnp.where(x == 0, 0, x), jnp.int32)
-    return jnp.where(jnp.isnan(x), 1 - 2**31, bits ^ ((bits >> 31) & 0x7FFFFFFF))
-
-
-def number_of(rank: jax.Array) -> jax.Array:
-    """The number whose rank this is."""
-    return lax.bitcast_convert_type(rank ^ ((rank >> 31) & 0x7FFFFFFF), jnp.float32)

@@ -5,9 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from . import _check, reference
-from ._cache import Cache
-from ._sources import SelectionSource, attend
+from .. import _check, reference
+from .._definitions.cache import Cache
+from .._dispatch.sources import SelectionSource, attend
 
 
 def dsv4_decode(

@@ -1,5 +1,5 @@
-"""Gradients in plain `jnp`, for each kind of source, where no backward kernel runs; `_transforms.gradient` has the
-formulas.
+"""Gradients in plain `jnp`, for each kind of source, where no backward kernel runs; `_dispatch.autodiff.gradient` has
+the formulas.
 
 They take queries in blocks and keys in tiles, and skip tiles that no row of a block sees, so memory is that of the
 operands and a few blocks of logits. 16-bit operands are multiplied as the platform multiplies float32 by default (on a
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ._query_blocks import scan_queries
+from .query_blocks import scan_queries
 
 _ROWS = 8192  # (batch entry, query, head) rows of a block
 _QUERIES = 256  # at most this many queries in a block, or a block would see too much that each of its rows does not

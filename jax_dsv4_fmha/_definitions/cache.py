@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import _check
-from ._packed import LAYOUTS, V4_FP8, D, Layout, layout_of, read_pages
+from .. import _check
+from .packed import LAYOUTS, V4_FP8, D, Layout, layout_of, read_pages
 
 
 @jax.tree_util.register_dataclass

@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ._ends import denominator, rank_of
-from ._packed import LAYOUTS, index_keys
-from ._query_blocks import Arrays, over_queries, scan_queries
-from ._span import Span
+from .log_space import denominator
+from .packed import LAYOUTS, index_keys
+from .query_blocks import Arrays, over_queries, scan_queries
+from .ranks import rank_of
+from .span import Span
 
 _BLOCK = 2**24  # products of a query and a key, by head, that exist at a time
 _FP32 = jnp.float32

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import _check
+from .. import _check
 
 D = 512
 

@@ -6,9 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from . import _check
-from ._ends import finite, logsumexp, sigmoid
-from ._transforms import RESULTS, SINK, Axes, Call, Op, aligned
+from .. import _check
+from .._definitions.log_space import finite, logsumexp, sigmoid
+from .._dispatch.op import RESULTS, SINK, Axes, Call, Op
+from .._dispatch.sharding import aligned
 
 
 def merge(parts: Sequence[tuple[jax.Array, jax.Array]], sink: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
