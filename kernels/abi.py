@@ -465,6 +465,9 @@ class Form:
     dtype: str  # as XLA prints it, "f32"; T is that of the call's first array
     axes: tuple[str, ...]  # an axis has the same extent wherever a call has it; "128" is an extent
 
+    def __str__(self) -> str:
+        return f"{self.dtype}[{' '.join(self.axes)}]"
+
 
 @dataclass(frozen=True)
 class Array:
@@ -475,6 +478,9 @@ class Array:
     fields: tuple[str, ...]  # what the launcher calls it
     source: int | None = None  # which source of keys it belongs to
     aligned: bool = False  # whether kernels move 16 bytes of it at a time
+
+    def __str__(self) -> str:
+        return f"{self.name}: {' or '.join(map(str, self.forms))}"
 
 
 Arrays = tuple[Array, ...]

@@ -20,19 +20,20 @@ DTYPES = {"f32": "F32", "s32": "S32", "u32": "U32", "u8": "U8"}
 
 
 def described() -> dict[str, Any]:
-    """Every custom call's operands and results: their names, and the dtype and axes of each form that they may have."""
-
-    def forms(x: Array) -> list[str]:
-        return [f"{form.dtype}[{' '.join(form.axes)}]" for form in x.forms]
-
+    """Every custom call's operands and results, as `abi.array` takes them, and its attributes."""
     return {
         t.name: {
-            "operands": {x.name: forms(x) for x in t.operands},
-            "results": {x.name: forms(x) for x in t.results if x.source is None},
-            "attributes": list(t.attributes),
+            "operands": list(map(str, t.operands)),
+            "results": list(map(str, t.results)),
+            "attributes": t.attributes,
         }
         for t in TARGETS
     }
+
+
+def text() -> str:
+    """The contents of targets.json."""
+    return json.dumps(described(), indent=1) + "\n"
 
 
 @cache
@@ -198,4 +199,4 @@ extern "C" {{
 """
 
 if __name__ == "__main__":
-    PATH.write_text(json.dumps(described(), indent=1) + "\n")
+    PATH.write_text(text())
