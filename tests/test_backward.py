@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from interpreter import native
-from interpreter.gradients import FUNCTIONS, assert_right, gradient, operands
-from interpreter.native import Shape, addresses_of, plan
+from interpreter.kernels import native
+from interpreter.kernels.gradients import FUNCTIONS, assert_right, gradient, operands
+from interpreter.kernels.native import Shape, addresses_of, plan
 from jax_dsv4_fmha._definitions import attention_gradient
 from jax_dsv4_fmha._host import call, gradients, library
 from kernels.abi import MlaBackward

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from interpreter import native
-from interpreter.attention import assert_right, operands
-from interpreter.native import Shape, addresses_of, called, function, heads_for, plan, plan_combine
+from interpreter.kernels import native
+from interpreter.kernels.attention import assert_right, operands
+from interpreter.kernels.native import Shape, addresses_of, called, function, heads_for, plan, plan_combine
 from jax_dsv4_fmha._host import attention, call, gradients, indexer, library, rope, split_kv
 from jax_dsv4_fmha._host.call import TARGETS
 from kernels import abi, targets

@@ -5,8 +5,8 @@ import ctypes
 import numpy as np
 import pytest
 
-from interpreter.attention import assert_right, operands
-from interpreter.native import cubin, plan, variant_of
+from interpreter.kernels.attention import assert_right, operands
+from interpreter.kernels.native import cubin, plan, variant_of
 from jax_dsv4_fmha._host import library, split_kv
 
 driver = pytest.importorskip("cuda.bindings.driver")

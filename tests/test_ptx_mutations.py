@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from interpreter import attention, edits, native
-from interpreter.copies import TensorMap
-from interpreter.hazards import Deadlock, Fault, Leak, Misuse, OutOfBounds, Race, Undefined
-from interpreter.launch import Kernel, launch
-from interpreter.state import SMEM_BASE
-from interpreter.verdict import Wrong, judge
+from interpreter import edits
+from interpreter.kernels import attention, native
+from interpreter.kernels.launch import Kernel, launch
+from interpreter.kernels.verdict import Wrong, judge
+from interpreter.machine.copies import TensorMap
+from interpreter.machine.hazards import Deadlock, Fault, Leak, Misuse, OutOfBounds, Race, Undefined
+from interpreter.machine.state import SMEM_BASE
 from tests import wrong_answers
 from tests.symptoms import EARLY, early, late, unfenced, unordered
 
