@@ -91,7 +91,9 @@ def test_what_a_sentence_is():
 MEASURED = re.compile(r"\d ?(?:[µmn]s|%|[TG]B/s|[TGM]FLOP/s|[GM]Hz|bytes a ns)(?!\w)|\d times as (?:long|fast)")
 
 
-@pytest.mark.parametrize("page", (*BRIEF, ROOT / "docs/performance.md"), ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page", (*BRIEF, ROOT / "docs/layers.md", ROOT / "docs/performance.md"), ids=lambda page: page.stem
+)
 def test_what_was_measured_is_generated(page):
     """Times, rates and shares stand between the marks of docs/generate.py, and so come from a record."""
     assert MEASURED.findall(GENERATE["MARKED"].sub("", page.read_text())) == []
