@@ -8,8 +8,8 @@ import jax
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
-from interpreter.native import NoLibrary
-from jax_dsv4_fmha import _ffi
+from interpreter.kernels.native import NoLibrary
+from jax_dsv4_fmha._host import library
 from tests.helpers import QUICK
 
 jax.config.update("jax_num_cpu_devices", 8)  # for meshes; a program that names no device runs on the first
@@ -96,7 +96,7 @@ def cuda() -> jax.Device:
 @pytest.fixture
 def built(monkeypatch):
     """As if every kernel were built, for an architecture that this machine does not have."""
-    monkeypatch.setattr(_ffi, "built_for", lambda op, **_: ("sm_90a",))
-    monkeypatch.setattr(_ffi, "local_architectures", lambda: ())
+    monkeypatch.setattr(library, "built_for", lambda op, **_: ("sm_90a",))
+    monkeypatch.setattr(library, "local_architectures", lambda: ())
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         yield

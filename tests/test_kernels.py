@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from interpreter.native import cubin, variant_of
-from jax_dsv4_fmha import _ffi
+from interpreter.kernels.native import cubin, variant_of
+from jax_dsv4_fmha._host import library
 from kernels.abi import (
     ANY,
     Combine,
@@ -26,7 +26,7 @@ from kernels.packings import PACKED
 from kernels.variants import MHA, MLA_FEW_HEADS
 
 
-@pytest.mark.parametrize("key", [v.key for v in _ffi.variants()])
+@pytest.mark.parametrize("key", [v.key for v in library.variants()])
 def test_sass(key, tmp_path):
     """The instructions that a kernel was written for are there, in the expected number, and nothing is spilled."""
     (tmp_path / "cubin").write_bytes(cubin(key))
@@ -83,7 +83,7 @@ def test_sass(key, tmp_path):
         assert count["USETMAXREG"] >= 2, count
         return
     if isinstance(variant, MhaBackward):
-        row = next(row for row in _ffi.manifest()["variants"] if row["key"] == key)
+        row = next(row for row in library.manifest()["variants"] if row["key"] == key)
         of_keys, of_all = variant.op != "mha_dq", variant.op == "mha_dqdkdv"
         depth = 64 if of_keys else row["tile_n"]  # of S and dP, then of one sum or two
         products = 2 * variant.d // 16 + (1 + of_keys) * depth // 16
@@ -97,7 +97,7 @@ def test_sass(key, tmp_path):
     of_q = variant.d // 64  # a box of TMA has 128 bytes of a row
     assert (count["UTMALDG"] == of_q) if variant.gathers else (count["UTMALDG"] > of_q), count
     long_odd = variant.op == "mla_span_fwd" and variant.max_heads < ANY
-    row = next(row for row in _ffi.manifest()["variants"] if row["key"] == key)
+    row = next(row for row in library.manifest()["variants"] if row["key"] == key)
     packed = variant.sources[0] in PACKED  # whose keys go through registers, and to the other CTA of a cluster
     assert (count["LDGSTS"] > 0) == ((variant.gathers and not packed) or long_odd), count
     assert (count["STAS"] > 0) == (row["cluster"] > 1), count
