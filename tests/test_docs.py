@@ -186,3 +186,15 @@ def test_the_api_page_has_every_public_name():
     page = (ROOT / "docs/api.md").read_text()
     names = [*jax_dsv4_fmha.__all__, *(f"layers.{name}" for name in layers.__all__)]
     assert [name for name in names if not re.search(rf"jax_dsv4_fmha\.{name}\b", page)] == []
+
+
+FOLDERS = ("jax_dsv4_fmha", "kernels", "ffi", "interpreter", "tests", "examples", "docs")
+FILES = [f"/{path.relative_to(ROOT)}" for name in FOLDERS for path in (ROOT / name).rglob("*.*")]
+NOW = [page for page in (*PAGES, ROOT / "CONTRIBUTING.md") if page.parent.name != "lab"]
+
+
+@pytest.mark.parametrize("page", NOW, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_file_that_a_page_names_is_there(page):
+    """By its path, or the end of its path; the lab names files of its day."""
+    named = re.findall(r"`((?:\w+/)*\w+\.(?:py|h|cc|npz))`", page.read_text())
+    assert [name for name in named if not any(path.endswith(f"/{name}") for path in FILES)] == []
