@@ -7,8 +7,8 @@ these tiles, of all heads of the group; `consume` is what the kernels do with on
     row warps         the numbers of each tile's rows               into the same stages
     consumer WGs      ...
 
-A step is shorter than the way to memory and back. So three row warps take turns, each with a tile of its own; or two
-tell of half a tile each, where a tile has 128 rows. A row that sees no key may hold anything, so its Q and dO are
+A step is shorter than the way to memory and back. So three row warps work at a time, each on a tile of its own; where a
+tile has 128 rows, two publish half of it each. A row that sees no key may hold anything, so its Q and dO are
 zeroed where they landed, because 0 * NaN is NaN.
 """
 
@@ -19,131 +19,19 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
-from kernels.lib.launch import SMEM_LIMIT, WARP, WARPGROUP, registers_at_launch
+from kernels.lib.launch import WARP
 from kernels.lib.output import store_output
 from kernels.lib.rows import ROWS, BoxedRows, Extents, PlacedTile, RowTile, ceil_div, divide, load, row_of
 from kernels.lib.softmax import LOG2_E
-from kernels.lib.tiles import TileAllocator
 from kernels.lib.wgmma import tma_tiles, zero_rows
 
-from .elements import DELTA, HIDES, LSE, SEES, START, WEIGHS, WEIGHT, WIDTH, bits_below, zero_row
-from .host import DenseBackwardKernel, Results, RowOperands
+from .elements import DELTA, HAS_SINK, HIDES, LSE, SEES, SINK_FACTOR, START, WIDTH, bits_below, zero_row
+from .host import MhaBackwardKernel, Results, RowOperands
+from .smem import KeyTileBarriers, KeyTileShared, allocate_key_tiles
 from .tile_spans import read_seen
 
-CONSUMERS = 2  # warpgroups, of 64 keys each
-EVERYTHING = 0x7FFFFFFF
-LOOKS = 4  # tiles of rows that a thread asks about at a time
-
-
-@dataclass(frozen=True)
-class Config:
-    """Compile-time choices; every tile, count and size follows from them."""
-
-    d: int
-    dtype: str
-
-    adds_rows: bool = False  # whether dQ is made too
-
-    @property
-    def tile_m(self) -> int:
-        """Rows of a step, at most."""
-        return 128 if self.adds_rows and self.d == 64 else 64
-
-    @property
-    def row_warps(self) -> int:
-        """Warps that tell what belongs to the rows of a step, 64 each."""
-        return self.tile_m // 64
-
-    @property
-    def tellers(self) -> int:
-        """Steps that warps tell of at a time: the producer's warpgroup has three to spare. No more than stages: a warp
-        that waits for a stage two rounds ahead would take the parity of the round before for its own."""
-        return 1 if self.adds_rows else min(3, self.stages)
-
-    @property
-    def rows_together(self) -> tuple[tuple[int, ...], ...]:
-        """Which of the two rows that a lane tells of are asked for together. Beside additions to memory other ways were
-        8 % slower (docs/lab/backward.md)."""
-        return ((0,), (1,)) if self.adds_rows and self.d == 128 else ((0, 1),)
-
-    @property
-    def groups(self) -> int:
-        """Groups of keys, of each of which is told whether rows see it and whether it hides something from them."""
-        return 1 if self.adds_rows else self.tile_n // 64
-
-    @property
-    def by_role(self) -> bool:
-        """Whether one warpgroup has dV and the other dK of all keys, instead of both for half of the keys."""
-        return self.d > 128
-
-    @property
-    def tile_n(self) -> int:
-        return 64 if self.by_role else 64 * CONSUMERS
-
-    @property
-    def stages(self) -> int:
-        """Stages of Q and dO."""
-        return 2 if self.by_role else 3 if self.adds_rows else 4
-
-    @property
-    def threads(self) -> int:
-        return WARPGROUP * (1 + CONSUMERS)
-
-    @property
-    def registers(self) -> tuple[int, int]:
-        """(producer, consumer) registers a thread."""
-        return (40, 232) if self.by_role else (24, 240)
-
-    @property
-    def smem_bytes(self) -> int:
-        tiles = 2 * 2 * self.d * (self.tile_n + self.stages * self.tile_m)
-        tiles += 2 * 2 * self.tile_n * self.tile_m * self.adds_rows
-        rows = 4 * self.stages * self.tile_m * (5 + self.adds_rows) + 4 * self.tile_n * self.tile_m * self.by_role
-        rows += 4 * 4 * self.tile_m
-        small = 4 * (self.stages * self.row_warps + 2 * self.threads // WARP)
-        small += 4 * (self.tile_n // WARP * self.threads // WARP) * self.adds_rows
-        small += 8 * (3 + 4 * self.adds_rows + 3 * self.stages)
-        return 1024 + tiles + rows + small + 64
-
-    def __post_init__(self):
-        if self.smem_bytes > SMEM_LIMIT:
-            raise ValueError(f"needs {self.smem_bytes} bytes of SMEM, {SMEM_LIMIT} fit: {self}")
-        producer, consumer = self.registers
-        if producer + CONSUMERS * consumer > (1 + CONSUMERS) * registers_at_launch(self.threads):
-            raise ValueError(f"setmaxnreg would wait for ever for registers that a CTA does not have: {self}")
-
-
-@dataclass(frozen=True)
-class Barriers:
-    """mbarriers in SMEM; one for each stage, except the first."""
-
-    keys: cute.Pointer  # K and V landed
-    landed: cute.Pointer  # Q and dO
-    told: cute.Pointer  # the numbers of rows
-    empty: cute.Pointer
-    p_full: cute.Pointer  # P is there; single
-    p_empty: cute.Pointer
-    ds_full: cute.Pointer | None  # dS is there; two, where dQ is made
-    ds_empty: cute.Pointer | None
-
-
-@dataclass(frozen=True)
-class Shared:
-    """SMEM beside the barriers."""
-
-    k: cute.Tensor  # (tile_n, d)
-    v: cute.Tensor
-    q: cute.Tensor  # (tile_m, d, stage)
-    do: cute.Tensor
-    numbers: cute.Tensor  # (tile_m, 3, stage) float32: lse in units of log2, weight, delta
-    spans: cute.Tensor  # (tile_m, 2, stage) int32: start, and how many keys from there on are seen
-    p: cute.Tensor | None  # (4, thread, accumulator's elements / 4) float32, from the warpgroup of dV to that of dK
-    ds: cute.Tensor | None  # (tile_m, tile_n, 2), where dQ is made
-    places: cute.Tensor | None  # (tile_m, stage) int32: which of all rows, or -1
-    boxed: cute.Tensor  # (4, tile_m) int32: `BoxedRows` of every row of a tile
-    facts: cute.Tensor  # (64 rows, stage) int32: of these rows WEIGHS, and SEES and HIDES for each 64 keys
-    found: cute.Tensor  # (first tile of rows and how many, warp): of those that a warp has looked at
-    covered: cute.Tensor | None  # (32 keys, warp): a bit for each key that these tiles of rows load, where dQ is made
+NO_TILE = 0x7FFFFFFF  # after every tile of rows
+TILES_AT_ONCE = 4  # tiles of rows whose spans a thread loads at a time
 
 
 @dataclass(frozen=True)
@@ -182,7 +70,7 @@ class KeysOfWarpgroup:
         return (Int64(self.batch) * self.s_kv + key) * self.h_kv + kv_head
 
 
-class KeyKernel(DenseBackwardKernel):
+class KeyTileKernel(MhaBackwardKernel):
     """A kernel whose CTAs own tiles of keys; it has `consume`."""
 
     def ctas(self, n: Extents, s_kv: Int32, at_a_time: Int32) -> Int32:
@@ -192,28 +80,19 @@ class KeyKernel(DenseBackwardKernel):
     def kernel(self, rows: tuple, keys: tuple, operands: RowOperands, results: Results, scale: Float32, n: Extents):
         c = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        bar, smem = self.allocate()
+        bar, smem = allocate_key_tiles(c, self.dtype)
         tile = KeyTile.of(n, results.s_kv, c.tile_n)
         if warp == 0:
             for atom, _ in (*rows, *keys):
                 cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
-                cute.arch.mbarrier_init(bar.keys, 1)
-                cute.arch.mbarrier_init(bar.p_full, WARPGROUP)
-                cute.arch.mbarrier_init(bar.p_empty, WARPGROUP)
-                for s in cutlass.range_constexpr(2 * c.adds_rows):
-                    cute.arch.mbarrier_init(bar.ds_full + s, CONSUMERS * WARPGROUP)
-                    cute.arch.mbarrier_init(bar.ds_empty + s, CONSUMERS * WARPGROUP)
-                for s in cutlass.range_constexpr(c.stages):
-                    cute.arch.mbarrier_init(bar.landed + s, 1)
-                    cute.arch.mbarrier_init(bar.told + s, c.row_warps * WARP)
-                    cute.arch.mbarrier_init(bar.empty + s, CONSUMERS * WARPGROUP)
+                bar.initialise(c)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         if warp == 0:
             self.load_keys(bar, smem, tile, keys)
         self.find_rows(smem, tile, operands, n)
-        self.zero_what_no_row_is(smem, n)
+        self.zero_unused_rows(smem, n)
         self.place_rows(smem, n)
         cute.arch.sync_threads()
 
@@ -221,37 +100,16 @@ class KeyKernel(DenseBackwardKernel):
             cute.arch.setmaxregister_decrease(c.registers[0])
             if warp == 0:
                 self.load_rows(bar, smem, tile, rows, operands, n)
-            elif warp <= c.row_warps * c.tellers:
-                self.tell_rows(bar, smem, tile, operands, n, warp - 1)
+            elif warp <= c.row_warps * c.publishers:
+                self.publish_rows(bar, smem, tile, operands, n, warp - 1)
         else:
             cute.arch.setmaxregister_increase(c.registers[1])
             self.consume(bar, smem, tile, results, scale, n)
 
-    def allocate(self) -> tuple[Barriers, Shared]:
-        c, smem = self.config, TileAllocator(self.dtype)
-        k, v = (smem.tile(c.tile_n, c.d) for _ in range(2))
-        q, do = (smem.tile(c.tile_m, c.d, c.stages) for _ in range(2))
-        numbers = smem.allocate_tensor(Float32, cute.make_layout((c.tile_m, 3, c.stages)), 16)
-        spans = smem.allocate_tensor(Int32, cute.make_layout((c.tile_m, 2, c.stages)), 16)
-        p = None
-        if c.by_role:
-            p = smem.allocate_tensor(Float32, cute.make_layout((4, WARPGROUP, c.tile_m // 8)), 16)
-        ds, places, covered = None, None, None
-        if c.adds_rows:
-            ds = smem.tile(c.tile_m, c.tile_n, 2)
-            places = smem.allocate_tensor(Int32, cute.make_layout((c.tile_m, c.stages)), 16)
-            covered = smem.allocate_tensor(Int32, cute.make_layout((c.tile_n // WARP, c.threads // WARP)), 16)
-        boxed = smem.allocate_tensor(Int32, cute.make_layout((4, c.tile_m)), 16)
-        facts = smem.allocate_tensor(Int32, cute.make_layout((c.row_warps, c.stages)), 16)
-        found = smem.allocate_tensor(Int32, cute.make_layout((2, c.threads // WARP)), 16)
-        counts = (1, c.stages, c.stages, c.stages, 1, 1, *2 * [2 * c.adds_rows])
-        bars = (smem.allocate_array(Int64, count) if count else None for count in counts)
-        return Barriers(*bars), Shared(k, v, q, do, numbers, spans, p, ds, places, boxed, facts, found, covered)
-
     # ---- before the first step
 
     @cute.jit
-    def load_keys(self, bar: Barriers, smem: Shared, tile: KeyTile, keys: tuple):
+    def load_keys(self, bar: KeyTileBarriers, smem: KeyTileShared, tile: KeyTile, keys: tuple):
         c = self.config
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(bar.keys, 2 * 2 * c.d * c.tile_n)
@@ -262,15 +120,15 @@ class KeyKernel(DenseBackwardKernel):
             cute.copy(atom, g, to, tma_bar_ptr=bar.keys)
 
     @cute.jit
-    def find_rows(self, smem: Shared, tile: KeyTile, operands: RowOperands, n: Extents):
+    def find_rows(self, smem: KeyTileShared, tile: KeyTile, operands: RowOperands, n: Extents):
         """All threads find which tiles of rows see some of the keys."""
         c = self.config
-        first, count = Int32(EVERYTHING), Int32(0)
+        first, count = Int32(NO_TILE), Int32(0)
         covered = cute.make_rmem_tensor(c.tile_n // WARP, Int32)
         covered.fill(0)
         last = n.tiles_of_pair - 1
-        for i0 in cutlass.range(cute.arch.thread_idx()[0], n.tiles_of_pair, LOOKS * c.threads, unroll=1):
-            tiles = [i0 + j * c.threads for j in range(LOOKS)]  # all are asked for before the first is looked at
+        for i0 in cutlass.range(cute.arch.thread_idx()[0], n.tiles_of_pair, TILES_AT_ONCE * c.threads, unroll=1):
+            tiles = [i0 + j * c.threads for j in range(TILES_AT_ONCE)]  # all are loaded before the first is looked at
             sees = [self.sees(operands, tile, n, cutlass.min(i, last)) & (i <= last) for i in tiles]
             for i, does in zip(tiles, sees, strict=True):
                 if does:
@@ -289,7 +147,7 @@ class KeyKernel(DenseBackwardKernel):
         if cute.arch.lane_idx() == 0:
             smem.found[0, cute.arch.warp_idx()], smem.found[1, cute.arch.warp_idx()] = first, count
 
-    def steps(self, smem: Shared) -> tuple[Int32, Int32]:
+    def steps(self, smem: KeyTileShared) -> tuple[Int32, Int32]:
         """(the first tile of rows that sees some of the keys, how many do), which all warps have found out."""
         lane, warps = cute.arch.lane_idx(), self.config.threads // WARP
         of_warp = cutlass.min(lane, warps - 1)
@@ -302,7 +160,7 @@ class KeyKernel(DenseBackwardKernel):
         return (lo < hi) & (lo < tile.key0 + self.config.tile_n) & (hi > tile.key0)
 
     @cute.jit
-    def zero_what_no_row_is(self, smem: Shared, n: Extents):
+    def zero_unused_rows(self, smem: KeyTileShared, n: Extents):
         """All threads zero the rows of every stage that no box fills."""
         c = self.config
         if n.box_inner * n.box_outer < c.tile_m:
@@ -311,7 +169,7 @@ class KeyKernel(DenseBackwardKernel):
                     zero_rows(x[None, None, s], n.box_inner * n.box_outer, cute.arch.thread_idx()[0], c.threads)
 
     @cute.jit
-    def place_rows(self, smem: Shared, n: Extents):
+    def place_rows(self, smem: KeyTileShared, n: Extents):
         """By a thread for each row of a tile: where it lies in every tile's box."""
         row = cute.arch.thread_idx()[0]
         if row < self.config.tile_m:
@@ -335,7 +193,9 @@ class KeyKernel(DenseBackwardKernel):
         return chunk + place, seeing & (seeing - 1), chunk
 
     @cute.jit
-    def load_rows(self, bar: Barriers, smem: Shared, tile: KeyTile, rows: tuple, operands: RowOperands, n: Extents):
+    def load_rows(
+        self, bar: KeyTileBarriers, smem: KeyTileShared, tile: KeyTile, rows: tuple, operands: RowOperands, n: Extents
+    ):
         """One warp loads Q and dO of every tile of rows."""
         c = self.config
         first, steps = self.steps(smem)
@@ -356,78 +216,87 @@ class KeyKernel(DenseBackwardKernel):
         return RowTile(n, Int32(0), tile.batch, tile.kv_head, inner * n.box_inner, outer * n.box_outer)
 
     @cute.jit
-    def tell_rows(self, bar: Barriers, smem: Shared, tile: KeyTile, operands: RowOperands, n: Extents, warp: Int32):
-        """One warp: what belongs to 64 rows of every tile, or of every third where three warps take turns, because a
-        step is shorter than the way to memory and back."""
+    def publish_rows(
+        self, bar: KeyTileBarriers, smem: KeyTileShared, tile: KeyTile, operands: RowOperands, n: Extents, warp: Int32
+    ):
+        """One warp publishes the numbers of 64 rows of every tile, or of every third where three warps share the tiles,
+        because a step is shorter than the way to memory and back."""
         c = self.config
-        part, turn = warp % c.row_warps, warp // c.row_warps
+        part, share = warp % c.row_warps, warp // c.row_warps
         first, steps = self.steps(smem)
         seeing, chunk = Int32(0), first - WARP
         for t in cutlass.range(steps, unroll=1):
             i, seeing, chunk = self.next_row_tile(seeing, chunk, tile, operands, n)
-            if t % c.tellers == turn:
-                self.tell(bar, smem, tile, operands, self.row_tile(tile, n, i), t, part)
+            if t % c.publishers == share:
+                self.publish(bar, smem, tile, operands, self.row_tile(tile, n, i), t, part)
 
     @cute.jit
-    def tell(
-        self, bar: Barriers, smem: Shared, tile: KeyTile, operands: RowOperands, rows: RowTile, t: Int32, part: Int32
+    def publish(
+        self,
+        bar: KeyTileBarriers,
+        smem: KeyTileShared,
+        tile: KeyTile,
+        operands: RowOperands,
+        rows: RowTile,
+        t: Int32,
+        part: Int32,
     ):
-        """What belongs to 64 rows, and zeros for those that see nothing."""
+        """The numbers of 64 rows, and zeros for rows that see nothing."""
         c, n, lane = self.config, rows.n, cute.arch.lane_idx()
         stage, parity = t % c.stages, t // c.stages & 1
         placed = PlacedTile(n, rows.split, rows.batch, rows.kv_head, rows.inner0, rows.outer0, rows.first_query)
         row0 = part * 64 + lane
         mine = [row0 + WARP * r for r in range(2)]
-        dead, facts = Int32(0), Int32(0)
+        dead, flags = Int32(0), Int32(0)
         there = cute.make_rmem_tensor(2, Int32)
         of_row, of_query = cute.make_rmem_tensor((2, 3), Float32), cute.make_rmem_tensor((2, 2), Int32)
         places = cute.make_rmem_tensor(2, Int32)
-        if cutlass.const_expr(c.adds_rows):  # else all are asked for before the stage is free
+        if cutlass.const_expr(c.adds_rows):  # else all are loaded before the stage is free
             cute.arch.mbarrier_wait(bar.empty + stage, parity ^ 1)
-        for rows_together in c.rows_together:
-            for r in rows_together:
+        for at_once in c.rows_at_once:
+            for r in at_once:
                 boxed = BoxedRows(*((smem.boxed[i, mine[r]],) for i in range(4)))
                 exists, query, head = placed.place(boxed, 0)
                 row = placed.row_index(query, head) * Int64(exists)
                 query = cutlass.min(query, n.s_q - 1)
                 there[r] = Int32(exists)
-                for i, x in enumerate((operands.lse, operands.weight, operands.delta)):
+                for i, x in enumerate((operands.lse, operands.sink_factor, operands.delta)):
                     of_row[r, i] = load(x + row)
                 for i, x in enumerate((operands.start, operands.stop)):
                     of_query[r, i] = load(placed.at_query(x, query))
                 if cutlass.const_expr(c.adds_rows):
                     places[r] = Int32(row) if exists else Int32(-1)
-            if cutlass.const_expr(len(rows_together) == 2):
+            if cutlass.const_expr(len(at_once) == 2):
                 cute.arch.mbarrier_wait(bar.empty + stage, parity ^ 1)
-            for r in rows_together:
+            for r in at_once:
                 exists = there[r] == 1
-                lse, weight, delta = (of_row[r, i] for i in range(3))
+                lse, sink_factor, delta = (of_row[r, i] for i in range(3))
                 start, stop = of_query[r, 0], of_query[r, 1]
                 sees = exists & (lse != -Float32.inf)
                 smem.numbers[mine[r], LSE, stage] = lse * LOG2_E if sees else Float32.inf
-                smem.numbers[mine[r], WEIGHT, stage] = weight if sees else Float32(0.0)
+                smem.numbers[mine[r], SINK_FACTOR, stage] = sink_factor if sees else Float32(0.0)
                 smem.numbers[mine[r], DELTA, stage] = delta if sees else Float32(0.0)
                 smem.spans[mine[r], START, stage] = start
                 smem.spans[mine[r], WIDTH, stage] = cutlass.max(stop - start, 0) * Int32(sees)
                 if cutlass.const_expr(c.adds_rows):
                     smem.places[mine[r], stage] = places[r]
                 dead = dead | (Int32(exists & (lse == -Float32.inf)) << r)
-                facts = facts | Int32(sees & (weight != 1.0)) * WEIGHS
+                flags = flags | Int32(sees & (sink_factor != 1.0)) * HAS_SINK
                 for g in cutlass.range_constexpr(c.groups):
                     key0, end = tile.key0 + g * 64, tile.key0 + (g + 1) * (c.tile_n // c.groups)
-                    facts = facts | Int32(sees & ((start > key0) | (stop < end))) * (HIDES << g)
+                    flags = flags | Int32(sees & ((start > key0) | (stop < end))) * (HIDES << g)
                     if cutlass.const_expr(c.groups > 1):
-                        facts = facts | Int32(sees & (start < end) & (stop > key0)) * (SEES << g)
-        facts = cute.arch.warp_redux_sync(facts, "or")
+                        flags = flags | Int32(sees & (start < end) & (stop > key0)) * (SEES << g)
+        flags = cute.arch.warp_redux_sync(flags, "or")
         if lane == 0:
-            smem.facts[part, stage] = facts
+            smem.flags[part, stage] = flags
         if cute.arch.vote_any_sync(dead != 0):
             cute.arch.mbarrier_wait(bar.landed + stage, parity)
             self.zero_dead(smem, dead, stage, row0)
-        cute.arch.mbarrier_arrive(bar.told + stage)
+        cute.arch.mbarrier_arrive(bar.published + stage)
 
     @cute.jit
-    def zero_dead(self, smem: Shared, dead: Int32, stage: Int32, row: Int32):
+    def zero_dead(self, smem: KeyTileShared, dead: Int32, stage: Int32, row: Int32):
         """Row `row` + 32 r of Q and dO, where bit r is set."""
         for r in cutlass.range_constexpr(2):
             if (dead >> r) & 1 == 1:
@@ -437,7 +306,9 @@ class KeyKernel(DenseBackwardKernel):
 
     # ---- consumers
 
-    def consume(self, bar: Barriers, smem: Shared, tile: KeyTile, results: Results, scale: Float32, n: Extents) -> None:
+    def consume(
+        self, bar: KeyTileBarriers, smem: KeyTileShared, tile: KeyTile, results: Results, scale: Float32, n: Extents
+    ) -> None:
         """By the consumers' warps."""
         raise NotImplementedError
 

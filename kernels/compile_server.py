@@ -1,4 +1,4 @@
-"""Compile variants of one architecture: `python -m kernels.forge ARCH`, then lines of KEY, DIR and ROOT on stdin.
+"""Compile variants of one architecture: `python -m kernels.compile_server ARCH`, then KEY, DIR, ROOT a line on stdin.
 
 The DSL is imported once, and every variant compiled in a process forked after that, so that each finds it untouched.
 The kernels' sources are those below ROOT. Answers each line with an exit status. Needs nvidia-cutlass-dsl, but no GPU
