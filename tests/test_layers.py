@@ -425,6 +425,41 @@ def test_config_of_deepseeks_own_code():
     assert from_config(theirs | {"original_seq_len": 0})[1].rope == Rope(64, 160000)  # no YaRN
 
 
+def test_config_of_v41_in_deepseeks_own_code():
+    """The lists of layers have other names there; read as V4's, layers would load and be wrong."""
+    theirs = dict(published("v4.1")["text_config"])
+    for ours, name in (("kv_source_layer_ids", "kv_source_layers"), ("index_source_layer_ids", "index_source_layers"),
+                       ("candidate_source_layer_id", "candidate_source_layer")):  # fmt: skip
+        theirs[name] = theirs.pop(ours)
+    assert from_config(theirs) == from_config(published("v4.1"))
+
+
+def test_config_with_rope_parameters_that_are_not_nested():
+    theirs = published("flash")
+    yarn = theirs.pop("rope_scaling")
+    theirs["rope_parameters"] = yarn | {"rope_type": yarn.pop("type"), "rope_theta": 10000.0}
+    assert from_config(theirs) == from_config(published("flash"))
+
+
+def test_config_with_rates_as_entries_of_their_own():
+    rates = {"compress_rate_csa": 8, "compress_rate_hca": 64}
+    layers = from_config(MODELS["v4"] | {"compress_rates": None} | rates)
+    assert [layer.ratio for layer in layers] == [0, 8, 64]
+
+
+def test_config_with_entries_of_other_parts_of_a_model():
+    others = {
+        "model_type": "deepseek_v4", "vocab_size": 9, "hc_mult": 4, "n_routed_experts": 256, "use_cache": True,
+        "norm_topk_prob": True, "num_key_value_heads": 1, "attention_bias": False, "attention_dropout": 0.0,
+        "mlp_layer_types": ["moe"], "engram_n_heads": 8, "engram_head_dim": 64, "dspark_block_size": 5,
+        "_attn_implementation_autoset": True, "attn_implementation": "eager", "output_attentions": False,
+        "tie_word_embeddings": False, "quantization_config": {}, "num_nextn_predict_layers": 1, "expert_dtype": "fp4",
+        "routed_scaling_factor": 1.5, "max_position_embeddings": 2**20, "transformers_version": "5.0", "mlp_bias": 0,
+        "topk_method": "noaux_tc", "scoring_func": "sqrtsoftplus", "swiglu_limit": 10.0, "num_hash_layers": 3,
+    }  # fmt: skip
+    assert from_config(published("flash") | others) == from_config(published("flash"))
+
+
 @pytest.mark.parametrize(
     "changes, error",
     [
@@ -434,6 +469,10 @@ def test_config_of_deepseeks_own_code():
         ({"compress_ratios": None, "layer_types": ["full_attention"] * 43}, "layer_types: got full_attention"),
         ({"compress_ratios": [-1] * 43}, "compress_ratios: got -1"),
         ({"compress_ratios": [4]}, "compress_ratios: got 1, wanted one for each layer"),
+        ({"compress_ratios": [0, 4, 8] * 15}, "compress_ratios: got 8, wanted 0, 4 or 128"),
+        ({"attention_bias": True}, "attention_bias: got True, wanted False"),
+        ({"num_key_value_heads": 8}, "num_key_value_heads: got 8, wanted 1"),
+        ({"index_share_layers": 2}, "index_share_layers: got 2, wanted no such entry"),
         ({"o_groups": 3}, "o_groups: got 3, wanted a divisor of the 64 heads"),
         ({"qk_rope_head_dim": 7}, "dims: got 7, wanted an even int"),
     ],
