@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_dsv4_fmha import Cache
 from jax_dsv4_fmha._testing import rope as cases
-from jax_dsv4_fmha.layers import Rope, from_config, from_state_dict, hadamard, inverse_rope, rope
+from jax_dsv4_fmha.layers import Rope, Shared, from_config, from_state_dict, hadamard, inverse_rope, rope
 from jax_dsv4_fmha.layers.rope import rope_of_normed
 from tests import layers_float64
 from tests.helpers import collectives
@@ -63,10 +64,10 @@ def stack(name, run):
     layers, params = model(name)
 
     def f(x, caches=None, **at):
-        shared, kept = None, []
+        shared, kept = Shared(), []
         for i, (layer, p) in enumerate(zip(layers, params, strict=True)):
             out = run(layer, p, x, shared, None if caches is None else caches[i], **at)
-            x, shared = x + out.y, out.shared
+            x, shared = x + out.y, shared.after(out)
             kept.append(out.cache)
         return x, kept
 
@@ -342,6 +343,46 @@ def test_shardings_alone_make_it_parallel(axes, kind):
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
     if len(axes) == 1:
         assert set(collectives(compiled)) == {"batch": set(), "heads": {"all-reduce"}}[axes[0]]
+
+
+def in_place(lowered, caches):
+    """Asserts that a program returns no value twice, and that every array of its donated caches becomes a result."""
+    text = lowered.as_text()
+    (signature,) = re.findall(r"func\.func public @main\((.*)\) -> ", text)
+    assert signature.count("tf.aliasing_output") == len(jax.tree.leaves(caches)), signature
+    (results,) = re.findall(r"^    return (.*) : ", text.split("func.func private")[0], re.MULTILINE)
+    assert len(set(results.split(", "))) == len(results.split(", ")), results
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_donated_caches_are_updated_in_place(name, paged):
+    """Layer by layer as the pages say, and a whole model in one program: XLA copies what a program returns twice."""
+    layers, params = model(name)
+    table = jnp.asarray(np.random.default_rng(3).permutation(6).reshape(2, 3), jnp.int32) if paged else None
+    caches = [layer.cache(2, 24, jnp.float32, steps=2, block_table=table) for layer in layers]
+    x, shared = hidden(2, 2), Shared()
+    for layer, p, cache in zip(layers, params, caches, strict=True):
+        for f, at in ((layer.step, {"lengths": 9}), (layer, {"start": 7})):
+            traced = jax.jit(f, donate_argnums=2).trace(p, x, cache, shared, **at)
+            in_place(traced.lower(lowering_platforms=("cuda",)), cache)
+        shared = shared.after(jax.eval_shape(functools.partial(layer.step, lengths=9), p, x, cache, shared))
+    run = stack(name, lambda layer, p, x, shared, cache, **at: layer.step(p, x, cache, shared, **at))
+    traced = jax.jit(run, donate_argnums=1).trace(x, caches, lengths=9)
+    in_place(traced.lower(lowering_platforms=("cuda",)), caches)
+
+
+def test_a_result_that_is_returned_twice_is_noticed():
+    layers, params = model("v4")
+    cache = layers[1].cache(2, 24, jnp.float32)
+
+    def twice(p, x, cache):
+        out = layers[1].step(p, x, cache, lengths=9)
+        return out, out.cache.compressed
+
+    traced = jax.jit(twice, donate_argnums=2).trace(params[1], hidden(2, 1), cache)
+    with pytest.raises(AssertionError):
+        in_place(traced.lower(lowering_platforms=("cuda",)), cache)
 
 
 def published(name):
