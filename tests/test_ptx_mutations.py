@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from interpreter import attention, edits, native
-from interpreter.copies import TensorMap
-from interpreter.hazards import Deadlock, Fault, Leak, Misuse, OutOfBounds, Race, Undefined
-from interpreter.launch import Kernel, launch
-from interpreter.state import SMEM_BASE
-from interpreter.verdict import Wrong, judge
+from interpreter import edits
+from interpreter.kernels import attention, native
+from interpreter.kernels.launch import Kernel, launch
+from interpreter.kernels.verdict import Wrong, judge
+from interpreter.machine.copies import TensorMap
+from interpreter.machine.hazards import Deadlock, Fault, Leak, Misuse, OutOfBounds, Race, Undefined
+from interpreter.machine.state import SMEM_BASE
 from tests import wrong_answers
 from tests.symptoms import EARLY, early, late, unfenced, unordered
 
@@ -62,7 +63,7 @@ REGIONS |= dict.fromkeys((GATHERED, PACKED, NIBBLES, PAIRED), REGIONS[LATENT])
 
 @functools.cache
 def kernel(key: str) -> Kernel:
-    if key not in {v.key for v in native._ffi.variants()}:
+    if key not in {v.key for v in native.host_library.variants()}:
         pytest.skip(f"{key} is not built")
     return Kernel.of(native.variant_of(key))
 

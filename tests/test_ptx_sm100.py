@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from interpreter import attention, cases
-from interpreter.hazards import Deadlock, Fault, Leak, Misuse, Race, Undefined
-from interpreter.launch import Kernel, Launch, launch
-from interpreter.state import SMEM_BASE, Array
-from interpreter.verdict import Wrong, judge
+from interpreter.kernels import attention, cases
+from interpreter.kernels.launch import Kernel, Launch, launch
+from interpreter.kernels.verdict import Wrong, judge
+from interpreter.machine.hazards import Deadlock, Fault, Leak, Misuse, Race, Undefined
+from interpreter.machine.state import SMEM_BASE, Array
 from kernels import build
 from kernels.abi import Forward
 from kernels.variants import VARIANTS
@@ -307,8 +307,8 @@ FAULTS = [
         unfenced(MMA, "SMEM of p", r"st\.shared"),
         source=(
             (
-                'weights)\n            cute.arch.fence_proxy("async.shared", space="cta")',
-                "weights)",
+                'c.scores_per_thread, p)\n            cute.arch.fence_proxy("async.shared", space="cta")',
+                "c.scores_per_thread, p)",
             ),
         ),
         key=LATENT,
@@ -455,8 +455,7 @@ def mutant(fault: Planted, directory: Path, compiler: build.Compiler) -> Kernel:
         assert ptx != kernel.ptx
         return dataclasses.replace(kernel, ptx=ptx)
     shutil.copytree(ROOT / "kernels", directory / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
-    names = ("sm100/fwd/kernel.py", "sm100/fwd/tcgen05.py", "sm100/fwd/row_softmax.py", "lib/splits.py")
-    files = [directory / "kernels" / name for name in names]
+    files = [*(directory / "kernels/sm100/fwd").glob("*.py"), directory / "kernels/lib/splits.py"]
     for old, new in fault.source:
         assert sum(file.read_text().count(old) for file in files) == 1, old
         for file in files:
