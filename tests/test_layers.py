@@ -320,6 +320,35 @@ def test_fp8_caches():
 
 
 @pytest.mark.parametrize(
+    "dtype, layouts", [("float8_e4m3fn", ("v41_fp8", "v41_fp8")), ("float4_e2m1fn", ("v41_fp8", "v41_fp4"))]
+)
+def test_packed_caches_of_v41(dtype, layouts):
+    """Its own layouts; a step over them is near one over bfloat16."""
+    layers = from_config(MODELS["v4.1"] | {"head_dim": 512})
+    layer, x = layers[1], hidden(2, 9).astype(jnp.bfloat16)
+    p = random_params(layer, 0)
+    got, want = (
+        jax.jit(lambda x, c: layer(p, x, c)[:2])(x, layer.cache(2, 12, kind)) for kind in (dtype, jnp.bfloat16)
+    )
+    assert (got[1].window.layout, got[1].compressed.layout) == layouts
+    assert got[1].window.is_packed and got[1].compressed.is_packed and not got[1].keys.is_packed
+    error = jnp.linalg.norm((got[0] - want[0]).astype(jnp.float32)) / jnp.linalg.norm(want[0].astype(jnp.float32))
+    assert 0 < error < 0.3, error
+    with pytest.raises(ValueError, match=r"dtype: got float4_e2m1fn, wanted .*float8_e4m3fn for a layer like this"):
+        from_config(MODELS["v4"] | {"head_dim": 512})[1].cache(2, 12, "float4_e2m1fn")
+
+
+@pytest.mark.parametrize("kind", [0, 1, 2], ids=["window", "sparse", "dense"])
+def test_a_window_of_one_token_takes_chunks(kind):
+    layer = from_config(MODELS["v4"] | {"sliding_window": 1})[kind]
+    p, x = random_params(layer, 0), hidden(2, 16)
+    want, cache = layer(p, x).y, layer.cache(2, 16, jnp.float32)
+    for start in (0, 8):
+        y, cache = layer(p, x[:, start : start + 8], cache, start=start)[:2]
+        np.testing.assert_allclose(y, want[:, start : start + 8], rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(
     "axes, kind",
     [
         (("batch",), AxisType.Explicit),

@@ -242,7 +242,9 @@ class DSV4Attention:
         Args:
           b, room: ints >= 1. A sequence must not become longer than `room`; nothing checks this, since lengths are
             known only when a step runs.
-          dtype: x's; or float8_e4m3fn, for latents and entries in DeepSeek-V4's FP8 layout (d 512, x bfloat16).
+          dtype: x's; or float8_e4m3fn (d 512, x bfloat16), for latents and entries in the model's FP8 layout:
+            "v4_fp8", or "v41_fp8" for V4.1's layers. V4.1's layers also take float4_e2m1fn: latents in "v41_fp8",
+            entries in "v41_fp4".
           steps: the greatest number of tokens that one call of `step` may add, or take back.
           block_table: int32 `[b, n]`, for compressed entries in a pool of at least `b n` pages that all sequences
             share; a page has room for `ceil(ceil(room / ratio) / n)` entries. Each cache keeps a copy of the table.
@@ -255,28 +257,38 @@ class DSV4Attention:
             _check.positive(_OP, name, n)
         if block_table is not None:
             block_table = _check.operand(_OP, "block_table", block_table, "b n", {"b": b}, _check.INT)
-        window = Cache.zeros(b, self.window + steps - 1, self.d, dtype)
+        near, far = self._layouts(dtype)
+        plain = dtype if near is None else jnp.bfloat16
+        window = Cache.zeros(b, self.window + steps - 1, self.d, plain, layout=near)
         if self.compressor is None:
             return LayerCache(window)
         n = -(-room // self.ratio)
-        kept = jnp.bfloat16 if jnp.dtype(dtype) == jnp.float8_e4m3fn else dtype
 
-        def entries(d: int, dtype: Any) -> Cache:
+        def entries(d: int, layout: str | None) -> Cache:
             if block_table is None:
-                return Cache.zeros(b, n, d, dtype)
-            pages, own = (
-                block_table.shape[1],
-                jnp.array(block_table),
-            )  # a copy for each cache, so that all may be donated
-            return Cache.zeros(b * pages, -(-n // pages), d, dtype, own)
+                return Cache.zeros(b, n, d, plain, layout=layout)
+            pages = block_table.shape[1]
+            table = jnp.array(block_table)  # a copy for each cache, so that all may be donated
+            return Cache.zeros(b * pages, -(-n // pages), d, plain, table, layout=layout)
 
-        cache = LayerCache(window, entries(self.d, dtype), self.compressor.state(b, steps))
+        cache = LayerCache(window, entries(self.d, far), self.compressor.state(b, steps))
         if self.indexer is not None and self.indexer.owns_keys:
             own = self.indexer.compressor
             cache = cache._replace(
-                keys=entries(self.indexer.d, kept), key_tokens=None if own is None else own.state(b, steps)
+                keys=entries(self.indexer.d, None), key_tokens=None if own is None else own.state(b, steps)
             )
         return cache
+
+    def _layouts(self, dtype: Any) -> tuple[str | None, str | None]:
+        """The layouts of latents and of entries in caches of this dtype; None where they are not packed."""
+        of_model: dict[Any, tuple[str, str]] = {
+            jnp.dtype(jnp.float8_e4m3fn): ("v4_fp8", "v4_fp8") if self.norm_heads else ("v41_fp8", "v41_fp8")
+        }
+        if not self.norm_heads:
+            of_model[jnp.dtype(jnp.float4_e2m1fn)] = "v41_fp8", "v41_fp4"
+        wanted = f"bfloat16, float16, float32, {' or '.join(str(x) for x in of_model)} for a layer like this"
+        dtype = _check.dtype(_OP, "dtype", dtype, (*_check.FLOAT, *of_model), wanted)
+        return of_model.get(dtype, (None, None))
 
     def __call__(
         self,
