@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from interpreter.faults import PlantedFault
 from interpreter.kernels import attention, cases
 from interpreter.kernels.launch import Kernel, Launch, launch
 from interpreter.kernels.verdict import Wrong, judge
