@@ -120,8 +120,8 @@ int dsv4_fmha_plan_dense_backward(const char* layout, const AttentionShape* shap
 
 // The launch before that one.
 int dsv4_fmha_plan_tile_spans(const RowShape* shape, int32_t tile_m, int32_t tiles_of_cta,
-                             const DenseBackwardAddresses* addresses, ShownLaunch* out, char* error,
-                             size_t error_bytes) {
+                              const DenseBackwardAddresses* addresses, ShownLaunch* out, char* error,
+                              size_t error_bytes) {
   Plan<TileSpansArguments> plan;
   const std::string reason = PlanTileSpans(*shape, tile_m, tiles_of_cta, *addresses, &plan);
   return Show("tile_spans", plan, reason, out, error, error_bytes);
@@ -136,9 +136,9 @@ void dsv4_fmha_plan_combine(const RowShape* shape, int32_t threads, int32_t colu
 // The launches of the lightning indexer for `count` blocks of queries from `first` on: scores, then their choice.
 void dsv4_fmha_plan_indexer(const IndexShape* shape, const Tiles* tiles, int64_t first, int64_t count,
                             const IndexAddresses* addresses, ShownLaunch* scores, ShownLaunch* choice) {
-  const Layout& layout = !shape->paged()                  ? kIndexScores
-                         : ElementBytes(shape->type) == 1 ? kIndexScoresPagedScaled
-                                                          : kIndexScoresPaged;
+  const Layout& layout = !shape->paged()                  ? kIndexerScores
+                         : ElementBytes(shape->type) == 1 ? kIndexerScoresPagedScaled
+                                                          : kIndexerScoresPaged;
   *scores = ShownLaunch(layout, PlanIndexScores(*shape, *tiles, first, count, *addresses));
   *choice = ShownLaunch(kTopk, PlanTopk(*shape, first, count, *addresses));
 }
@@ -155,7 +155,7 @@ int dsv4_fmha_plan_probabilities(const ProbabilitiesShape* shape, float scale, i
 // The launch of scores at given entries, or of their gradients.
 void dsv4_fmha_plan_index_at(const IndexAtShape* shape, bool gradient, const IndexAtAddresses* addresses,
                              ShownLaunch* out) {
-  *out = ShownLaunch(gradient ? kIndexAtBwd : kIndexAt, PlanIndexAt(*shape, *addresses));
+  *out = ShownLaunch(gradient ? kIndexerScoresAtBwd : kIndexerScoresAt, PlanIndexAt(*shape, *addresses));
 }
 
 // What RoPE is launched with, by CTAs of tile_m rows: in place, or with a norm in front of it, or their gradient.

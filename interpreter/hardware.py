@@ -27,7 +27,9 @@ from unittest import mock
 
 import numpy as np
 
-from jax_dsv4_fmha import _ffi
+from jax_dsv4_fmha._host import attention as raw_attention
+from jax_dsv4_fmha._host import library
+from jax_dsv4_fmha._host.gradients import mha_bwd
 from kernels.abi import Forward, MhaBackward, MlaBackward
 from kernels.variants import VARIANTS
 
@@ -103,7 +105,7 @@ class AttentionRun(Run[attention.Operands]):
         return slice(1)
 
     def operands(self) -> attention.Operands:
-        (tile_n,) = {row.tile_n for row in _ffi.variants() if row.key == self.variant.key}
+        (tile_n,) = {row.tile_n for row in library.variants() if row.key == self.variant.key}
         x = cases.operands(self.variant, tile_n, CASE)
         assert x is not None
         return x
@@ -116,7 +118,7 @@ class AttentionRun(Run[attention.Operands]):
         if (called := native.called(variant.key, heads)) != variant.key:
             raise ValueError(f"{variant.key}: a call with {heads} heads gets {called}, so there is no recording it")
         call = jax.jit(functools.partial(native.function(variant.op), scale=variant.d**-0.5))
-        with TRACING, mock.patch.object(_ffi, "split_count", lambda *_: self.splits):
+        with TRACING, mock.patch.object(raw_attention, "split_count", lambda *_: self.splits):
             lowered = call.lower(*x.arguments())
         return tuple(np.asarray(y) for y in lowered.compile()(*x.arguments()))
 
@@ -165,7 +167,7 @@ class GradientRun(Run[gradients.Operands]):
 
         v, how = self.variant, {"scale": self.variant.d**-0.5}
         how["deterministic"] = v.deterministic if isinstance(v, MlaBackward) else not self.sums_rows
-        call = jax.jit(functools.partial(_ffi.mha_bwd if self.is_dense else gradients.FUNCTIONS[v.op], **how))
+        call = jax.jit(functools.partial(mha_bwd if self.is_dense else gradients.FUNCTIONS[v.op], **how))
         return tuple(np.asarray(y) for y in call(*x.arguments()))
 
     def assert_right(self, got: tuple[Array, ...], x: gradients.Operands) -> None:

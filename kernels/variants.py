@@ -93,9 +93,9 @@ VARIANTS: tuple[Variant, ...] = (
         Probabilities("head_summed_probabilities", "sm_90a", f"{HOPPER}.indexer.probabilities.kernel", 512, dtype)
         for dtype in DTYPES
     ),
-    *(Rope("rope", "sm_90a", f"{HOPPER}.rope.kernel", 64, dtype) for dtype in DTYPES),
+    *(Rope("rope", "sm_90a", f"{HOPPER}.rope.rope", 64, dtype) for dtype in DTYPES),
     *(
-        NormRope(op, "sm_90a", f"{HOPPER}.rope.kernel", 512, 64, dtype)
+        NormRope(op, "sm_90a", f"{HOPPER}.rope.norm_rope", 512, 64, dtype)
         for op in ("norm_rope", "norm_rope_bwd")
         for dtype in DTYPES
     ),

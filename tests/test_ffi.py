@@ -22,7 +22,7 @@ import pytest
 from interpreter.kernels import native
 from interpreter.kernels.attention import assert_right, operands
 from interpreter.kernels.native import SOURCES, Shape, addresses_of, called, function, heads_for, plan, plan_combine
-from jax_dsv4_fmha import _ffi
+from jax_dsv4_fmha._host import attention, indexer, library, rope, split_kv
 from kernels.abi import ANY, TILING, Combine, Forward, gathers
 from kernels.packings import PACKED
 from kernels.variants import VARIANTS
@@ -68,33 +68,33 @@ def test_import_initialises_no_backend():
 
 
 def test_built_for_agrees_with_variants():
-    for v in _ffi.variants():
-        assert v.arch in _ffi.built_for(v.op, **v.choices)
-    assert _ffi.built_for("mha_fwd", d=63, dtype="bfloat16") == ()
-    assert _ffi.built_for("mha_fwd", d=64, dtype="float32") == ()
+    for v in library.variants():
+        assert v.arch in library.built_for(v.op, **v.choices)
+    assert library.built_for("mha_fwd", d=63, dtype="bfloat16") == ()
+    assert library.built_for("mha_fwd", d=64, dtype="float32") == ()
 
 
 @pytest.mark.parametrize(("capability", "arch"), [("8.9", "sm_89"), ("9.0", "sm_90a"), ("10.0", "sm_100a")])
 def test_architecture(capability, arch):
-    assert _ffi.architecture(capability) == arch
+    assert split_kv.architecture(capability) == arch
 
 
 def test_every_op_has_a_function_and_a_target():
-    gradients = {name for name in _ffi._TARGETS if name.endswith(("bwd", "bwd_shared_kv"))}
+    gradients = {name for name in library._TARGETS if name.endswith(("bwd", "bwd_shared_kv"))}
     chosen = (
-        _ffi.lightning_indexer,
-        _ffi.paged_lightning_indexer,
-        _ffi.indexer_scores,
-        _ffi.indexer_topk,
-        _ffi.head_summed_probabilities,
-        _ffi.indexer_scores_at,
-        _ffi.rope,
-        _ffi.norm_rope,
+        indexer.lightning_indexer,
+        indexer.paged_lightning_indexer,
+        indexer.indexer_scores,
+        indexer.indexer_topk,
+        indexer.head_summed_probabilities,
+        indexer.indexer_scores_at,
+        rope.rope,
+        rope.norm_rope,
     )
     others = {f.__name__ for f in chosen}
-    assert {getattr(f, "func", f).__name__ for f in OPS.values()} | gradients | others == set(_ffi._TARGETS)
+    assert {getattr(f, "func", f).__name__ for f in OPS.values()} | gradients | others == set(library._TARGETS)
     targets = (Path(__file__).parents[1] / "ffi/targets.cc").read_text()
-    assert set(re.findall(r"^DSV4_FMHA_TARGET\((\w+), ", targets, re.MULTILINE)) == set(_ffi._TARGETS)
+    assert set(re.findall(r"^DSV4_FMHA_TARGET\((\w+), ", targets, re.MULTILINE)) == set(library._TARGETS)
 
 
 @pytest.mark.parametrize("variant", {v.op: v for v in FORWARD}.values(), ids=lambda v: v.key)
@@ -133,12 +133,12 @@ def test_lowers_for_cuda_without_a_gpu(variant):
     ],
 )
 def test_split_count(row_tiles, key_tiles, unit, wanted):
-    assert _ffi.split_count(row_tiles, key_tiles, unit, 132) == wanted
+    assert attention.split_count(row_tiles, key_tiles, unit, 132) == wanted
 
 
 def test_no_more_splits_than_units_of_keys_and_one_where_the_chip_is_full():
     for row_tiles, key_tiles, unit in itertools.product((1, 3, 40, 131, 132, 500), (1, 2, 7, 300), (1, 2)):
-        splits = _ffi.split_count(row_tiles, key_tiles, unit, 132)
+        splits = attention.split_count(row_tiles, key_tiles, unit, 132)
         assert 1 <= splits <= -(-key_tiles // unit)
         assert splits == 1 or row_tiles < 132
 
@@ -148,17 +148,20 @@ def test_splits_by_what_is_built(monkeypatch):
     extents = {"tile_m": 64, "tile_n": 64, "unit": 2, "threads": 1, "registers": 1, "smem_bytes": 1, "spill_bytes": 0}
     facts = {"ctas": 1, "splits": True, "cubin_bytes": 1, "evidence": "", **extents}
     choices = {"d": 512, "dtype": "bfloat16", "max_heads": ANY}
-    row = _ffi.Variant("k", "mla_span_fwd", "forward", "sm_90a", choices, **facts)
+    row = library.Variant("k", "mla_span_fwd", "forward", "sm_90a", choices, **facts)
     q = jnp.zeros((1, 2, 64, 512), jnp.bfloat16)
-    for variants, wanted in ((row,), _ffi.split_count(2, 32, 2, 132)), ((dataclasses.replace(row, splits=False),), 1):
-        monkeypatch.setattr(_ffi, "variants", lambda variants=variants: variants)
-        assert _ffi._splits("mla_span_fwd", q, 1, 128, 2048) == wanted
-        assert _ffi._splits("mha_fwd", q, 1, 128, 2048) == 1
+    for variants, wanted in (
+        ((row,), attention.split_count(2, 32, 2, 132)),
+        ((dataclasses.replace(row, splits=False),), 1),
+    ):
+        monkeypatch.setattr(library, "variants", lambda variants=variants: variants)
+        assert attention._splits("mla_span_fwd", q, 1, 128, 2048) == wanted
+        assert attention._splits("mha_fwd", q, 1, 128, 2048) == 1
     few_heads = dataclasses.replace(row, op="dsv4_decode", tile_m=16, unit=1, choices={**choices, "max_heads": 16})
-    monkeypatch.setattr(_ffi, "variants", lambda: (row, few_heads))
-    assert _ffi._splits("dsv4_decode", q[:, :, :16], 64, 16, 640) == _ffi.split_count(64, 10, 1, 132) == 2
+    monkeypatch.setattr(library, "variants", lambda: (row, few_heads))
+    assert attention._splits("dsv4_decode", q[:, :, :16], 64, 16, 640) == attention.split_count(64, 10, 1, 132) == 2
     (b,) = jax.export.symbolic_shape("b")
-    assert _ffi._splits("mla_span_fwd", q, b, 128, 2048) == 1
+    assert attention._splits("mla_span_fwd", q, b, 128, 2048) == 1
 
 
 @built
@@ -181,7 +184,7 @@ def stub(request, tmp_path_factory):
 
 def test_launch_is_what_the_host_stub_launches(stub):
     variant, host = stub
-    row = next((row for row in _ffi.manifest()["variants"] if row["key"] == variant.key), None)
+    row = next((row for row in library.manifest()["variants"] if row["key"] == variant.key), None)
     if row is None:
         pytest.skip("not built")
     scale = 0.1
@@ -222,7 +225,7 @@ def test_launch_is_what_the_host_stub_launches(stub):
 
 @pytest.mark.parametrize("shape", SHAPES[:6], ids=str)
 def test_merging_is_what_the_host_stub_launches(shape, combine_stub):
-    if (row := next((v for v in _ffi.variants() if v.family == "combine"), None)) is None:
+    if (row := next((v for v in library.variants() if v.family == "combine"), None)) is None:
         pytest.skip("not built")
     addresses = {name: 0x7F00_0000_0000 + i * 0x1000_0000 for i, name in enumerate(addresses_of("Forward"))}
     shape = shape._replace(splits=5)
@@ -347,7 +350,7 @@ def on_gpu(test):
 
 def check(variant, device=None, *, h_q=8, **extents):
     """With h_q heads, or the nearest number that the variant takes. Skips a variant for another architecture."""
-    if variant.arch not in (local := _ffi.local_architectures()):
+    if variant.arch not in (local := library.local_architectures()):
         pytest.skip(f"is for {variant.arch}, here is {', '.join(local)}")
     x, scale = operands(variant, h_q=heads_for(variant, h_q), **extents), variant.d**-0.5
     f = jax.jit(functools.partial(OPS[variant.op], scale=scale))
@@ -371,7 +374,7 @@ def test_runs_split(variant, splits, monkeypatch):
     """More splits than most rows have key tiles."""
     if not variant.splits:
         pytest.skip("splits no keys")
-    monkeypatch.setattr(_ffi, "split_count", lambda *_: splits)
+    monkeypatch.setattr(attention, "split_count", lambda *_: splits)
     check(variant, s_q=3)
     check(variant, h_q=128, s_q=2, s_kv=400, s_kv1=500, topk=300)
 
@@ -381,8 +384,8 @@ def test_runs_split(variant, splits, monkeypatch):
 def test_runs_with_the_last_queries_split(variant, monkeypatch):
     if not variant.splits:
         pytest.skip("splits no keys")
-    monkeypatch.setattr(_ffi, "_whole", lambda *_: 6)
-    monkeypatch.setattr(_ffi, "split_count", lambda *_: 3)
+    monkeypatch.setattr(attention, "_whole", lambda *_: 6)
+    monkeypatch.setattr(attention, "split_count", lambda *_: 3)
     h_q = heads_for(variant, 128)
     check_pools(variant, operands(variant, b=5, h_q=h_q, s_q=2, s_kv=400, s_kv1=500, topk=300))
 
@@ -397,7 +400,7 @@ def test_runs_on_a_pool_of_all_sequences(variant):
 
 def check_pools(variant, x):
     """With the keys of all sequences in a pool of each source."""
-    if variant.arch not in (local := _ffi.local_architectures()):
+    if variant.arch not in (local := library.local_architectures()):
         pytest.skip(f"is for {variant.arch}, here is {', '.join(local)}")
     pools, scale = [], variant.d**-0.5
     for keys in x.sources:
@@ -439,10 +442,10 @@ def test_runs_inside_cuda_graphs():
     """Runs in a process of its own, with every op that can go into a command buffer."""
     code = """
 import functools, jax, numpy as np
+from jax_dsv4_fmha._host import library
 from tests import test_ffi
-from jax_dsv4_fmha import _ffi
 for variant in test_ffi.BUILT:
-    if variant.arch not in _ffi.local_architectures():
+    if variant.arch not in library.local_architectures():
         continue
     test_ffi.check(variant)
     x = test_ffi.operands(variant, h_q=test_ffi.heads_for(variant, 8))
@@ -501,4 +504,4 @@ def test_handler_refuses_operands(op, operand, change, says):
     x = list(operands(variant).arguments())
     x[names.index(operand)] = change(x[names.index(operand)])
     with pytest.raises(jax.errors.JaxRuntimeError, match=rf"(?s)INVALID_ARGUMENT: .*{says}"):
-        jax.block_until_ready(_ffi._call(op, 1, 0.1, *x))
+        jax.block_until_ready(attention._call(op, 1, 0.1, *x))

@@ -32,7 +32,7 @@ KEYS = tuple(
 
 @functools.cache
 def variant(key):
-    if key not in {v.key for v in native._ffi.variants()}:
+    if key not in {v.key for v in native.host_library.variants()}:
         pytest.skip(f"{key} is not built")
     return native.variant_of(key)
 

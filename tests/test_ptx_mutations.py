@@ -63,7 +63,7 @@ REGIONS |= dict.fromkeys((GATHERED, PACKED, NIBBLES, PAIRED), REGIONS[LATENT])
 
 @functools.cache
 def kernel(key: str) -> Kernel:
-    if key not in {v.key for v in native._ffi.variants()}:
+    if key not in {v.key for v in native.host_library.variants()}:
         pytest.skip(f"{key} is not built")
     return Kernel.of(native.variant_of(key))
 

@@ -309,8 +309,8 @@ FAULTS = [
         unfenced(MMA, "SMEM of p", r"st\.shared"),
         source=(
             (
-                'weights)\n            cute.arch.fence_proxy("async.shared", space="cta")',
-                "weights)",
+                'c.scores_per_thread, p)\n            cute.arch.fence_proxy("async.shared", space="cta")',
+                "c.scores_per_thread, p)",
             ),
         ),
     ),
@@ -470,8 +470,7 @@ def mutant(fault: PlantedFault[str, str], directory: Path, compiler: build.Compi
     if not fault.source:
         return dataclasses.replace(kernel, ptx=fault.planted_in(kernel.ptx))
     shutil.copytree(ROOT / "kernels", directory / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
-    names = ("sm100/fwd/kernel.py", "sm100/fwd/tcgen05.py", "sm100/fwd/row_softmax.py", "lib/splits.py")
-    files = [directory / "kernels" / name for name in names]
+    files = [*(directory / "kernels/sm100/fwd").glob("*.py"), directory / "kernels/lib/splits.py"]
     for old, new in fault.source:
         assert sum(file.read_text().count(old) for file in files) == 1, old
         for file in files:

@@ -41,7 +41,7 @@ class Operands:
     sink: Array
 
     def arguments(self) -> tuple[Array | None, ...]:
-        """The arguments as the `_ffi` function of the op takes them."""
+        """The arguments as the raw call of the op takes them."""
         if self.op in ("mha_fwd", "mla_span_fwd"):
             (x,) = self.sources
             keys_and_values = (x.k, x.v) if self.op == "mha_fwd" else (x.k,)

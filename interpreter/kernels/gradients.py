@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jax_dsv4_fmha import _ffi
+from jax_dsv4_fmha._host import gradients as raw
 from kernels.abi import Forward, MlaBackward
 
 from ..machine.state import Array
@@ -15,7 +15,7 @@ from .attention import Keys, answer, any_query
 from .attention import Operands as Attention
 from .attention import operands as operands_of_attention
 
-FUNCTIONS = {op: getattr(_ffi, op) for op in ("mla_span_bwd", "mla_sparse_bwd", "csa_bwd", "hca_bwd")}
+FUNCTIONS = {op: getattr(raw, op) for op in ("mla_span_bwd", "mla_sparse_bwd", "csa_bwd", "hca_bwd")}
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Operands:
     delta: Array
 
     def arguments(self) -> tuple[Array | None, ...]:
-        """The arguments as the `_ffi` function of the op takes them."""
+        """The arguments as the raw call of the op takes them."""
         a = self.attention
         several = a.op == "mla_span_bwd"  # heads of keys
         if a.op in ("mha_fwd", "mla_span_fwd"):

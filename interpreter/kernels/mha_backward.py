@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from jax_dsv4_fmha import _ffi
+from jax_dsv4_fmha._host import gradients as raw
 from kernels.abi import MhaBackward, TileSpans
 
 from ..machine.reductions import add_cleared
@@ -32,7 +32,7 @@ def run(
 
 def in_order(sums: Array, scale: float) -> Array:
     """dq of what `mha_dqdkdv` leaves."""
-    return np.asarray(np.float32(scale) * _ffi.in_order(sums))
+    return np.asarray(np.float32(scale) * raw.in_order(sums))
 
 
 def tiles_seen(kernels: Mapping[str, Kernel[Step]], x: gradients.Operands, scale: float, *, seed: int = 0) -> Array:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 import numpy as np
 
-from jax_dsv4_fmha import _fixed_point
-from jax_dsv4_fmha._ffi import in_order
+from jax_dsv4_fmha._host import fixed_point
+from jax_dsv4_fmha._host.gradients import in_order
 from kernels.abi import MlaBackward
 
 from ..machine.reductions import add_cleared, additions
@@ -41,7 +41,7 @@ class Launch:
             dkv = sums.bytes[: sums.size].view(np.uint32 if len(self.resolution) else np.float32)
             if len(self.resolution):
                 sums_of, resolution = jnp.asarray(dkv.reshape(-1, 2)), jnp.asarray(self.resolution)
-                dkv = np.asarray(_fixed_point.to_float32(sums_of, resolution, jnp.asarray(dq)))
+                dkv = np.asarray(fixed_point.to_float32(sums_of, resolution, jnp.asarray(dq)))
             results.append(in_order(dkv.reshape(keys.k.shape)))
         return dq, *results
 
@@ -61,7 +61,7 @@ def launch(kernel: Kernel[MlaBackward], x: gradients.Operands, *, processors: in
     resolution = np.zeros(0, np.float32)
     if kernel.variant.deterministic:
         q, do, lse, delta, *k = map(jnp.asarray, (a.q, x.do, x.lse, x.delta, *(keys.k for keys in a.sources)))
-        resolution = np.asarray(_fixed_point.resolution(q, do, lse, delta, k, scale))
+        resolution = np.asarray(fixed_point.resolution(q, do, lse, delta, k, scale))
         given["resolution"] = resolution
     for i, keys in enumerate(a.sources):
         given |= {f"k{i}": keys.k, f"from{i}": keys.seen_from, f"to{i}": keys.seen_to}

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from jax_dsv4_fmha import _ffi
+from jax_dsv4_fmha._host import attention
+from jax_dsv4_fmha._host import library as host_library
 from kernels.abi import FORWARD_OPS, Forward, MhaBackward, MlaBackward, Variant
 from kernels.abi import KINDS as KIND_BYTES
 from kernels.packings import PACKED
@@ -25,7 +26,7 @@ T = TypeVar("T", bound=Variant)
 
 def function(op: str) -> Any:
     """The raw call that runs an op's kernels: keys of all kinds are decoded by one."""
-    return functools.partial(_ffi.dsv4_decode, op=op) if "decode" in op else getattr(_ffi, op)
+    return functools.partial(attention.dsv4_decode, op=op) if "decode" in op else getattr(attention, op)
 
 
 def variant_of(key: str) -> Any:
@@ -35,7 +36,7 @@ def variant_of(key: str) -> Any:
 
 def built(family: type[T]) -> list[T]:
     """The variants of a family that the library holds."""
-    keys = {v.key for v in _ffi.variants()}
+    keys = {v.key for v in host_library.variants()}
     return [v for v in VARIANTS if isinstance(v, family) and v.key in keys]
 
 
@@ -184,8 +185,7 @@ class NoLibrary(RuntimeError):
 
 
 def library() -> ctypes.CDLL:
-    native = _ffi.library()
-    if native is None:
+    if (native := host_library.native()) is None:
         raise NoLibrary("no native library")
     return native
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from .. import Cache, Span, _check, dsv4_attention, dsv4_decode, lightning_indexer
-from .._span import positions_of
+from .._definitions.span import positions_of
 from . import _operands
 from ._norm import rms_norm
 from ._two_levels import two_levels

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
-from kernels.lib.ptx import ptx
+from .ptx import address_in, arrive_in_cluster_if_zero, send_words
 
 CLUSTER = 2  # CTAs
 
@@ -27,7 +27,7 @@ class Peer:
 
     def tell(self, barrier: cute.Pointer) -> None:
         """A warp arrives at the peer's barrier, once."""
-        arrive_once(barrier.toint() + self.shift, cute.arch.lane_idx())
+        arrive_in_cluster_if_zero(barrier.toint() + self.shift, cute.arch.lane_idx())
 
 
 def arrive(cluster: int) -> None:
@@ -42,27 +42,3 @@ def arrive(cluster: int) -> None:
 def await_others(cluster: int) -> None:
     if cluster > 1:
         cute.arch.cluster_wait()
-
-
-def address_in(here: Int32, rank: Int32) -> Int32:
-    """The address of another CTA's same place, in the shared memory of the cluster."""
-    return ptx("mapa.shared::cluster.u32 $0, $1, $2;", Int32(here), Int32(rank), gives=(Int32,), pure=True)[0]
-
-
-def send_words(address: Int32, words: tuple[Uint32, ...], barrier: Int32) -> None:
-    ptx(
-        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [$0], {$2, $3, $4, $5}, [$1];",
-        Int32(address),
-        Int32(barrier),
-        *map(Uint32, words),
-    )
-
-
-def arrive_once(barrier: Int32, lane: Int32) -> None:
-    """Arrives by assembly: without a branch, because products may be under way, and without a fence of the cluster's
-    scope, because the arrival tells only that something has been read."""
-    ptx(
-        "{ .reg .pred p; setp.eq.s32 p, $1, 0; @p mbarrier.arrive.shared::cluster.b64 _, [$0]; }",
-        Int32(barrier),
-        Int32(lane),
-    )

@@ -1,4 +1,4 @@
-"""The host side that every forward kernel shares: tensors of a launch, and compilation to a cubin."""
+"""What the host side of every kernel uses: views of arrays, example arguments to compile with, facts of a launch."""
 
 from dataclasses import dataclass
 from typing import Any

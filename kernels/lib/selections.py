@@ -11,7 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from .ptx import ptx
+from .ptx import copy_or_zero
 from .rows import ROWS, RowTile, load
 from .softmax import by_row
 from .splits import on_source
@@ -211,18 +211,23 @@ class SelectedRows:
     @cute.jit
     def mask(self, scores: cute.Tensor, t: Int32):
         """-inf for every absent key of tile t."""
-        absent, lane = self.absent(t), cute.arch.lane_idx()
-        anything = Uint32(0)
-        for word in cutlass.range_constexpr(cute.size(absent)):
-            anything = anything | absent[word]
-        if anything != Uint32(0):
-            s = by_row(scores)
-            for i in cutlass.range_constexpr(cute.size(s, mode=[1])):
-                column = i % 2 + i // 2 * 8
-                bits = absent[column // 32] >> Uint32(lane % 4 * 2)
-                if bits & Uint32(1 << column % 32) != Uint32(0):
-                    for r in cutlass.range_constexpr(ROWS):
-                        s[r, i] = -Float32.inf
+        mask_absent(scores, self.absent(t))
+
+
+@cute.jit
+def mask_absent(scores: cute.Tensor, absent: cute.Tensor):
+    """-inf for every key whose bit is set in these words."""
+    lane, anything = cute.arch.lane_idx(), Uint32(0)
+    for word in cutlass.range_constexpr(cute.size(absent)):
+        anything = anything | absent[word]
+    if anything != Uint32(0):
+        s = by_row(scores)
+        for i in cutlass.range_constexpr(cute.size(s, mode=[1])):
+            column = i % 2 + i // 2 * 8
+            bits = absent[column // 32] >> Uint32(lane % 4 * 2)
+            if bits & Uint32(1 << column % 32) != Uint32(0):
+                for r in cutlass.range_constexpr(ROWS):
+                    s[r, i] = -Float32.inf
 
 
 @cute.jit
@@ -242,8 +247,3 @@ def of_query(numbers: cute.Pointer, tile: RowTile) -> Int32:
 
 def read_selection(operands: SelectionOperands, tile: RowTile, tile_n: int, d: int, slot: cute.Tensor) -> Selection:
     return operands.of_query(tile, tile_n, d, *(cute.arch.make_warp_uniform(slot[i]) for i in range(2)))
-
-
-def copy_or_zero(smem: Int32, gmem: Int64, present: Int32) -> None:
-    """cp.async of 16 bytes through L2 only; `present` of them are read, the rest are zeros."""
-    ptx("cp.async.cg.shared.global.L2::256B [$0], [$1], 16, $2;", Int32(smem), Int64(gmem), Int32(present))

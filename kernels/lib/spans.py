@@ -109,11 +109,17 @@ class RowSpans:
         if key0 < span.from_tile(t, span.lo_all) or key0 + keys > span.hi_all:
             column0 = key0 + cute.arch.lane_idx() % 4 * 2
             for r in cutlass.range_constexpr(ROWS):
-                for c in cutlass.range_constexpr(2):
-                    seen = bits(span.from_tile(t, self.start[r]) - column0 - c, self.stop[r] - column0 - c)
-                    for j in cutlass.range_constexpr(cute.size(s, mode=[1]) // 2):
-                        if seen & (1 << j) == 0:
-                            s[r, 2 * j + c] = -Float32.inf
+                mask_row(s, r, span.from_tile(t, self.start[r]) - column0, self.stop[r] - column0)
+
+
+@cute.jit
+def mask_row(s: cute.Tensor, r: cutlass.Constexpr, start: Int32, stop: Int32):
+    """-inf for the keys of row r outside start <= j < stop, counted from the thread's first one."""
+    for c in cutlass.range_constexpr(2):
+        seen = bits(start - c, stop - c)
+        for j in cutlass.range_constexpr(cute.size(s, mode=[1]) // 2):
+            if seen & (1 << j) == 0:
+                s[r, 2 * j + c] = -Float32.inf
 
 
 def bits(first: Int32, last: Int32) -> Int32:

@@ -5,7 +5,7 @@ import cutlass.cute as cute
 from cutlass import Float32
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 
-from .ptx import ptx
+from .ptx import round_pair, sleep_if_negative
 
 SLAB = 64  # columns of 2-byte elements in a 128-byte swizzled row
 K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
@@ -69,28 +69,13 @@ def round_to(operand: cute.Tensor, acc: cute.Tensor):
         pairs[i] = round_pair(flat[2 * i], flat[2 * i + 1], operand.element_type)
 
 
-def round_pair(low: Float32, high: Float32, dtype) -> cutlass.Uint32:
-    """Two numbers rounded into one register.
-
-    It is assembly, because LLVM moves a plain conversion at the end of a loop through the phi to its use in the next
-    iteration. The wide fp32 values then stay alive beside the next scores: a third more registers.
-    """
-    name = {cutlass.BFloat16: "bf16x2", cutlass.Float16: "f16x2"}[dtype]
-    text = f"cvt.rn.{name}.f32 $0, $1, $2;"
-    return ptx(text, Float32(high), Float32(low), gives=(cutlass.Uint32,), pure=True)[0]
-
-
 def wait_after(sum0: Float32, sum1: Float32) -> None:
     """Waits for all products, and not before these sums of exponentials are known.
 
     ptxas sees no reason to wait late, and moves the wait before the softmax that must run under the products. So a
     sleep depends on the sums, and no wait may pass it. A sum is never negative, so the sleep never runs.
     """
-    ptx(
-        "{ .reg .pred p; setp.lt.f32 p, $0, 0f00000000; setp.lt.or.f32 p, $1, 0f00000000, p; @p nanosleep.u32 0; }",
-        Float32(sum0),
-        Float32(sum1),
-    )
+    sleep_if_negative(sum0, sum1)
     warpgroup.wait_group(0)
 
 

@@ -1,4 +1,4 @@
-"""Attention for Blackwell: head dimensions up to 256 with K and V apart, 512 with one latent that is both.
+"""Attention for Blackwell: head dimensions up to 256 with separate K and V, 512 with one latent that is both.
 
     warp 5, ..   Q K0 V0  K1 V1  K2 V2 ...                              into rings: TMA, or cp.async where selected
     warp 4       S0   | S1 | O = P0 V0 | S2 | O += P1 V1 | ... Pn Vn     tcgen05.mma, all in TMEM
@@ -30,16 +30,15 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import tcgen05
 
-from kernels.abi import Forward, gathers
+from kernels.abi import Forward
 from kernels.aot import Compiled
 from kernels.lib.forward import ForwardKernel, compile_forward
-from kernels.lib.launch import SMEM_LIMIT, WARPGROUP
-from kernels.lib.rows import PUBLISHED, BoxedRows, Extents, RowTile, Walk, load, store
+from kernels.lib.launch import WARPGROUP
+from kernels.lib.rows import BoxedRows, Extents, RowTile, Walk, load, store
 from kernels.lib.selections import LANES_A_ROW, open_selection, read_selection
 from kernels.lib.softmax import LN_2, LOG2_E, RowResults, exp2
 from kernels.lib.spans import SpanOperands, ask_span, open_span, read_span
 from kernels.lib.splits import on_source, total_tiles
-from kernels.lib.tiles import TileAllocator
 from kernels.lib.wgmma import (
     K_MAJOR,
     MN_MAJOR,
@@ -52,10 +51,11 @@ from kernels.lib.wgmma import (
     zero_rows,
 )
 
+from .config import SCORE_BUFFERS, SOFTMAX_WARPS, Config
 from .row_softmax import RowSpan, exponentiate, foresee, mask, raise_max, seen_by_row, shift_of
+from .smem import Barriers, Shared, allocate
 from .tcgen05 import (
     COLUMNS,
-    LANES,
     after_thread_sync,
     before_thread_sync,
     commit,
@@ -68,158 +68,7 @@ from .tcgen05 import (
     write_row,
 )
 
-SCORE_BUFFERS = 2
-SOFTMAX_WARPS = 4  # then one that issues MMA, then one or four that load
 SOFTMAX_MET = 1  # a named barrier: all softmax warps have arrived
-
-
-@dataclass(frozen=True)
-class Config:
-    """Compile-time choices; every tile, count, column and size follows from them."""
-
-    d: int
-    dtype: str
-    sources: tuple[str, ...]  # kinds of the sources, in the order in which the kernel walks them: "span" or "selection"
-    shared_kv: bool
-    stages: int = 2
-    cluster: int = 1
-
-    @property
-    def gathers(self) -> bool:
-        """Whether the keys differ from query to query: then a tile holds heads of one query only."""
-        return gathers(self.sources)
-
-    @property
-    def loaders(self) -> int:
-        """Threads that load: a lane issues TMA, four warps gather."""
-        return WARPGROUP if self.gathers else 1
-
-    @property
-    def tile_m(self) -> int:
-        return 128 if self.d <= 256 else 64
-
-    @property
-    def tile_n(self) -> int:
-        return 128 if self.d <= 128 else 64
-
-    @property
-    def threads(self) -> int:
-        return 32 * (SOFTMAX_WARPS + 1) + max(self.loaders, 32)
-
-    @property
-    def lanes_per_row(self) -> int:
-        """Lanes of TMEM, and so threads, that share a row of scores and of O."""
-        return LANES // self.tile_m
-
-    @property
-    def scores_per_thread(self) -> int:
-        return self.tile_n // self.lanes_per_row
-
-    @property
-    def outputs_per_thread(self) -> int:
-        return self.d // self.lanes_per_row
-
-    @property
-    def ring_d(self) -> int:
-        """Columns of a ring's tiles: one ring of K and one of V, or one for each half of an array that is both."""
-        return self.d // 2 if self.shared_kv else self.d
-
-    @property
-    def columns_q(self) -> int:
-        return self.d
-
-    @property
-    def columns_k(self) -> int:
-        return self.ring_d
-
-    @property
-    def launch_options(self) -> dict[str, int]:
-        return {}
-
-    @property
-    def key_rings(self) -> tuple[int, ...]:
-        return (0, 1) if self.shared_kv else (0,)
-
-    @property
-    def value_rings(self) -> tuple[int, ...]:
-        return (0, 1) if self.shared_kv else (1,)
-
-    @property
-    def ring_tile_bytes(self) -> int:
-        return self.tile_n * self.ring_d * 2
-
-    @property
-    def weights_in_tmem(self) -> bool:
-        return self.lanes_per_row == 1
-
-    # First columns in TMEM of O, scores and weights.
-
-    @property
-    def scores_column(self) -> int:
-        return self.outputs_per_thread
-
-    @property
-    def weights_column(self) -> int:
-        return self.scores_column + SCORE_BUFFERS * self.tile_n // self.lanes_per_row
-
-    @property
-    def columns(self) -> int:
-        return self.weights_column + (self.tile_n // 2 if self.weights_in_tmem else 0)
-
-    @property
-    def smem_bytes(self) -> int:
-        weights = 0 if self.weights_in_tmem else self.tile_m * self.tile_n * 2
-        staged = self.lanes_per_row * self.tile_m * SLAB * 2 if self.shared_kv else 0
-        small = 4 * PUBLISHED * (1 + len(self.sources)) + 16 + 8 * sum(count for count, _ in self.barriers)
-        return 1024 + self.tile_m * self.d * 2 + 2 * self.stages * self.ring_tile_bytes + weights + staged + small
-
-    @property
-    def barriers(self) -> tuple[tuple[int, int], ...]:
-        """(how many, arrivals in a phase), in the order of `Barriers`."""
-        return (
-            (1, 1),  # q_full
-            (1, WARPGROUP + 32 + 1),  # q_empty: the softmax and MMA warps, and the products
-            (2 * self.stages, self.loaders),  # full
-            (2 * self.stages, 1),  # empty
-            (SCORE_BUFFERS, 1),  # s_full
-            (1, WARPGROUP),  # p_full
-            (1, 1),  # o_full
-        )
-
-    def __post_init__(self):
-        if self.d % (2 * SLAB if self.shared_kv else SLAB) or self.ring_d > 256:
-            raise ValueError(f"d must be whole slabs of {SLAB} in each ring of at most 256 (one MMA's N): {self}")
-        if (self.lanes_per_row == 2 or self.gathers) and not self.shared_kv:
-            raise ValueError(f"64 rows, and keys by index, need rings of two halves, which only a latent has: {self}")
-        if self.columns > COLUMNS:
-            raise ValueError(f"needs {self.columns} columns of TMEM, there are {COLUMNS}: {self}")
-        if self.smem_bytes > SMEM_LIMIT:
-            raise ValueError(f"needs {self.smem_bytes} bytes of SMEM, {SMEM_LIMIT} fit: {self}")
-
-
-@dataclass(frozen=True)
-class Barriers:
-    """mbarriers in SMEM, by what they announce."""
-
-    q_full: cute.Pointer  # and info
-    q_empty: cute.Pointer  # all warps except the loaders have read info, and the last scores are computed
-    full: cute.Pointer  # (stage, ring): it is filled
-    empty: cute.Pointer  # (stage, ring): the products that read it are done
-    s_full: cute.Pointer  # by buffer: scores are computed
-    p_full: cute.Pointer  # every softmax thread has read its scores, written its weights and rescaled O
-    o_full: cute.Pointer  # P V is done, and the weights are read
-
-
-@dataclass(frozen=True)
-class Shared:
-    """SMEM beside the barriers."""
-
-    q: cute.Tensor  # (tile_m, d)
-    rings: cute.Tensor  # (tile_n, ring_d, ring, stage)
-    p: cute.Tensor | None  # (tile_m, tile_n), where P is not in TMEM
-    o: cute.Tensor | None  # (tile_m, SLAB, part): O on its way out, where TMA stores it
-    info: cute.Tensor  # (PUBLISHED, row tile and each source): numbers that the loaders found
-    tmem: cute.Pointer  # where TMEM was allocated
 
 
 @dataclass(frozen=True)
@@ -262,11 +111,10 @@ class FwdSm100(ForwardKernel):
     ):
         c = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        bar, smem = self.allocate()
+        bar, smem = allocate(c, self.dtype)
         if warp == 0:
             with cute.arch.elect_one():
-                for i, arrivals in enumerate(arrivals for count, arrivals in c.barriers for _ in range(count)):
-                    cute.arch.mbarrier_init(bar.q_full + i, arrivals)
+                bar.initialise(c)
             cute.arch.mbarrier_init_fence()
             cute.arch.alloc_tmem(COLUMNS, smem.tmem)
             cute.arch.relinquish_tmem_alloc_permit()
@@ -284,18 +132,6 @@ class FwdSm100(ForwardKernel):
         sync_with_tmem()
         if warp == 0:
             cute.arch.dealloc_tmem(cta.tmem, COLUMNS)
-
-    def allocate(self) -> tuple[Barriers, Shared]:
-        c, smem = self.config, TileAllocator(self.dtype)
-        q, rings = smem.tile(c.tile_m, c.d), smem.tile(c.tile_n, c.ring_d, 2, c.stages)
-        p = None if c.weights_in_tmem else smem.tile(c.tile_m, c.tile_n)
-        o = smem.tile(c.tile_m, SLAB, c.lanes_per_row) if c.shared_kv else None
-        info = smem.allocate_tensor(Int32, cute.make_layout((PUBLISHED, 1 + len(c.sources))), 16)
-        tmem = smem.allocate_array(Int32, 1)
-        counts = [count for count, _ in c.barriers]
-        mbar = smem.allocate_array(Int64, sum(counts))
-        bar = Barriers(*(mbar + sum(counts[:i]) for i in range(len(counts))))
-        return bar, Shared(q, rings, p, o, info, tmem)
 
     # ---- loading
 
@@ -479,12 +315,12 @@ class FwdSm100(ForwardKernel):
     def output_operands(self, cta: Cta) -> tuple[cute.TiledMma, cute.Tensor, cute.Tensor]:
         """(mma, P, O with one mode more for the value rings)"""
         c = self.config
-        source = tcgen05.OperandSource.TMEM if c.weights_in_tmem else tcgen05.OperandSource.SMEM
+        source = tcgen05.OperandSource.TMEM if c.p_in_tmem else tcgen05.OperandSource.SMEM
         mma = tiled_mma(self.dtype, c.tile_m, c.ring_d, MN_MAJOR, source)
         o = mma.make_fragment_C(cute.append(mma.partition_shape_C((c.tile_m, c.ring_d)), len(c.value_rings)))
-        if c.weights_in_tmem:
+        if c.p_in_tmem:
             layout = mma.make_fragment_A(mma.partition_shape_A((c.tile_m, c.tile_n))).layout
-            p = cute.make_tensor(cute.recast_ptr(cta.tmem + c.weights_column, dtype=self.dtype), layout)
+            p = cute.make_tensor(cute.recast_ptr(cta.tmem + c.p_column, dtype=self.dtype), layout)
         else:
             p = operand_a(mma, cta.smem.p)
         return mma, p, cute.make_tensor(cta.tmem, o.layout)
@@ -509,7 +345,7 @@ class FwdSm100(ForwardKernel):
 
             row_max, row_sum = -Float32.inf, Float32(0.0)
             scores = cute.make_rmem_tensor(c.scores_per_thread, Float32)
-            weights = cute.make_rmem_tensor(c.scores_per_thread // 2, Uint32)
+            p = cute.make_rmem_tensor(c.scores_per_thread // 2, Uint32)
             for t in cutlass.range(tiles, unroll=1):
                 fill = fills0 + t
                 on_source(seen, t, foresee)
@@ -519,13 +355,13 @@ class FwdSm100(ForwardKernel):
                 row_max = raise_max(row_max, scores, c.lanes_per_row)
                 shift = shift_of(row_max, scale_log2)
                 factor = exp2(old_max * scale_log2 - shift)
-                row_sum = exponentiate(row_sum * factor, shift, scale_log2, scores, weights, self.dtype)
+                row_sum = exponentiate(row_sum * factor, shift, scale_log2, scores, p, self.dtype)
                 if t > 0:
                     cute.arch.mbarrier_wait(bar.o_full, (fill - 1) & 1)
                     after_thread_sync()
                     if cute.arch.vote_any_sync(factor != 1.0):
                         scale_lanes(cta.tmem, c.outputs_per_thread, factor, w.thread)
-                self.write_weights(cta, w, weights)
+                self.write_p(cta, w, p)
                 on_source(seen, t, self.clear_values, cta, w, fill)
                 before_thread_sync()
                 cute.arch.mbarrier_arrive(bar.p_full)
@@ -561,12 +397,12 @@ class FwdSm100(ForwardKernel):
             load_half_lanes(s[(None, None), 0, 0, buffer], scores, w.thread)
 
     @cute.jit
-    def write_weights(self, cta: Cta, w: Row, weights: cute.Tensor):
+    def write_p(self, cta: Cta, w: Row, p: cute.Tensor):
         c = self.config
-        if cutlass.const_expr(c.weights_in_tmem):
-            store_lanes(cta.tmem + c.weights_column, weights, w.thread)
+        if cutlass.const_expr(c.p_in_tmem):
+            store_lanes(cta.tmem + c.p_column, p, w.thread)
         else:
-            write_row(cta.smem.p, w.row, w.part * c.scores_per_thread, weights)
+            write_row(cta.smem.p, w.row, w.part * c.scores_per_thread, p)
             cute.arch.fence_proxy("async.shared", space="cta")
 
     @cute.jit

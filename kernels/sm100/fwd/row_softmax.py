@@ -107,12 +107,12 @@ def shift_of(row_max: Float32, scale_log2: Float32) -> Float32:
 
 @cute.jit
 def exponentiate(
-    row_sum: Float32, shift: Float32, scale_log2: Float32, scores: cute.Tensor, weights: cute.Tensor, dtype
+    row_sum: Float32, shift: Float32, scale_log2: Float32, scores: cute.Tensor, p: cute.Tensor, dtype
 ) -> Float32:
-    """weights <- exp(scale (scores - max)), rounded to pairs; the sum adds them up unrounded."""
+    """p <- exp(scale (scores - max)), rounded to pairs; the sum adds them up unrounded."""
     a, b = row_sum, Float32(0.0)
-    for i in cutlass.range_constexpr(cute.size(weights)):
+    for i in cutlass.range_constexpr(cute.size(p)):
         low, high = (exp2(scores[2 * i + j] * scale_log2 - shift) for j in range(2))
         a, b = a + low, b + high
-        weights[i] = round_pair(low, high, dtype)
+        p[i] = round_pair(low, high, dtype)
     return a + b

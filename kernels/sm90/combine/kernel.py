@@ -1,9 +1,9 @@
 """Merges the partial results of split-KV: from the splits of a forward kernel it makes o and lse, with the sink.
 
 One thread merges four columns of a row, for any d, so neighbouring threads read a row's parts. A small merge takes as
-long as the loads that wait for one another. So a thread asks for the parts of the first splits together with their lse,
+long as the loads that wait for one another. So a thread loads the parts of the first splits together with their lse,
 before it knows which of them saw a key of the row: one that saw none has written no part, and what is read there is
-dropped. Later parts are asked for where a key was seen, as many at a time; their lse has come with the splits before.
+dropped. It loads later parts where a key was seen, as many at a time; their lse has come with the splits before.
 """
 
 from dataclasses import dataclass
@@ -14,29 +14,18 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from kernels.abi import Combine as Merged
+from kernels.abi import Combine
 from kernels.aot import Compiled, compile_ahead
 from kernels.lib.launch import i32, launch_facts, pointers
-from kernels.lib.ptx import ptx
+from kernels.lib.ptx import add_weighted, load_four_if, load_or_minus_inf
 from kernels.lib.rows import ceil_div, load, store
 from kernels.lib.softmax import LN_2, LOG2_E, exp2
 from kernels.lib.wgmma import round_pair
 
-AT_ONCE = 5  # splits whose parts a thread asks for at once
-FOR_MAXIMUM = 8  # splits whose lse it asks for at once, where there are many
-CTAS = 9  # of an SM: the registers that this leaves are enough
+from .config import AT_ONCE, CTAS, FOR_MAXIMUM, Config
 
 
-@dataclass(frozen=True)
-class Config:
-    dtype: str  # dtype of o
-    threads: int = 128
-    smem_bytes: int = 0
-    tile_m: int = 1  # rows and
-    tile_n: int = 4  # columns of a thread
-
-
-class Combine:
+class CombineSm90:
     def __init__(self, config: Config):
         self.config = config
 
@@ -111,13 +100,13 @@ class Parts:
 
     @cute.jit
     def merge(self):
-        """The greatest lse, or 0 where no split saw a key; sums of weights exp(lse - it), and of weighted columns."""
+        """The greatest lse, or 0 where no split saw a key; sums of factors exp(lse - it), and of columns times them."""
         n = AT_ONCE
         lse, ahead = cute.make_rmem_tensor(n, Float32), cute.make_rmem_tensor(n, Float32)
         columns = cute.make_rmem_tensor((4, n), Float32)
         for s in cutlass.range_constexpr(n):
             lse[s] = self.lse_of(s)
-            self.ask(columns[None, s], s, s < self.splits)
+            self.load_columns(columns[None, s], s, s < self.splits)
         for s in cutlass.range_constexpr(n):
             ahead[s] = self.lse_of(n + s)
         top = -Float32.inf
@@ -135,7 +124,7 @@ class Parts:
             rest = self.since(begin)
             for s in cutlass.range_constexpr(n):
                 lse[s] = ahead[s]
-                rest.ask(columns[None, s], s, lse[s] != -Float32.inf)
+                rest.load_columns(columns[None, s], s, lse[s] != -Float32.inf)
                 ahead[s] = rest.lse_of(n + s)
             for s in cutlass.range_constexpr(n):
                 total, acc = add(total, acc, lse[s], shift, columns[None, s])
@@ -147,38 +136,27 @@ class Parts:
 
     def lse_of(self, split: int) -> Float32:
         """The lse of a split, or that of no keys after the last one."""
-        text = "{ .reg .pred p; setp.lt.s32 p, %d, $2; mov.b32 $0, 0fFF800000; @p ld.global.b32 $0, [$1 + %d]; }"
-        return ptx(text % (split, 4 * split), self.lse, self.splits, gives=(Float32,), early=True)[0]
+        return load_or_minus_inf(self.lse, split, self.splits)
 
-    def ask(self, columns: cute.Tensor, split: int, wanted) -> None:
+    def load_columns(self, columns: cute.Tensor, split: int, wanted) -> None:
         """Loads the columns of a split, if wanted; otherwise they are undefined."""
-        text = "{ .reg .pred p; setp.ne.s32 p, $5, 0; @p ld.global.v4.f32 {$0, $1, $2, $3}, [$4]; }"
         address = self.o + Int64(self.d) * 4 * split
-        for j, x in enumerate(ptx(text, address, Int32(wanted), gives=(Float32,) * 4, early=True)):
+        for j, x in enumerate(load_four_if(address, wanted)):
             columns[j] = x
 
 
 def add(total: Float32, acc: tuple, lse: Float32, shift: Float32, columns: cute.Tensor):
-    """Adds a split's weight, and its columns by that weight, unless it saw no key: then they may be anything."""
-    weight = exp2((lse - shift) * LOG2_E)
-    total, *acc = ptx(
-        "{ .reg .pred p; setp.neu.f32 p, $15, 0fFF800000;"
-        " mov.b32 $0, $5; mov.b32 $1, $6; mov.b32 $2, $7; mov.b32 $3, $8; mov.b32 $4, $9; @p add.rn.f32 $0, $0, $14;"
-        " @p fma.rn.f32 $1, $10, $14, $1; @p fma.rn.f32 $2, $11, $14, $2;"
-        " @p fma.rn.f32 $3, $12, $14, $3; @p fma.rn.f32 $4, $13, $14, $4; }",
-        *(total, *acc, *(columns[j] for j in range(4)), weight, lse),
-        gives=(Float32,) * 5,
-        early=True,
-        pure=True,
-    )
+    """Adds a split's factor, and its columns by that factor, unless it saw no key: then they may be anything."""
+    factor = exp2((lse - shift) * LOG2_E)
+    total, *acc = add_weighted(total, acc, tuple(columns[j] for j in range(4)), factor, lse)
     return total, tuple(acc)
 
 
-def compile(variant: Merged, out_dir: Path) -> Compiled:
+def compile(variant: Combine, out_dir: Path) -> Compiled:
     config = Config(variant.dtype)
     return compile_ahead(
-        Combine(config),
-        Combine.kernel,
+        CombineSm90(config),
+        CombineSm90.kernel,
         *pointers(variant.dtype, "float32", "float32", "o", "float32", "float32"),
         *(i32() for _ in range(5)),
         name="combine",

@@ -14,7 +14,6 @@ CTAs are persistent: one takes every gridDim-th query. It takes more heads 128 a
 them to the result.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,59 +25,18 @@ from cutlass.cute.nvgpu import warpgroup
 
 from kernels.abi import Probabilities
 from kernels.aot import Compiled, compile_ahead
-from kernels.lib.barriers import arrive_if
-from kernels.lib.launch import SMEM_LIMIT, WARPGROUP, element_type, i32, launch_facts, pointers
+from kernels.lib.launch import WARPGROUP, element_type, i32, launch_facts, pointers
+from kernels.lib.ptx import arrive_if
 from kernels.lib.rows import ceil_div, load, row_of, store
 from kernels.lib.selections import CHUNK, LANES_A_ROW, Selection, SelectionOperands, copy_or_zero
 from kernels.lib.softmax import LOG2_E, ROWS, exp2
-from kernels.lib.tiles import TileAllocator
 from kernels.lib.wgmma import K_MAJOR, SLAB, accumulator, multiply, operand_a, operand_b, tiled_mma
 
-CONSUMERS = 2  # warpgroups
-WARPGROUP_MET = 1  # named barriers, one for each of them
+from .config import CONSUMERS, Config
+from .smem import Barriers, Shared, allocate
+
+WARPGROUP_MET = 1  # named barriers, one for each warpgroup of consumers
 BLOCK = 8  # columns of an accumulator; a quad's lanes hold two of each eight
-
-
-@dataclass(frozen=True)
-class Config:
-    """Compile-time choices; every tile, count and size follows from them."""
-
-    d: int
-    dtype: str
-    tile_m: int = 128  # heads: columns of a product
-    tile_n: int = 64  # keys: its rows
-    pieces: int = 4  # columns of a piece of Q and K
-
-    @property
-    def threads(self) -> int:
-        return (1 + CONSUMERS) * WARPGROUP
-
-    @property
-    def piece(self) -> int:
-        return self.d // self.pieces
-
-    @property
-    def slabs_of_piece(self) -> int:
-        return self.piece // SLAB
-
-    @property
-    def fixed_bytes(self) -> int:
-        return 2 * self.tile_m * self.d + 4 * CONSUMERS * self.tile_m
-
-    @property
-    def stages(self) -> int:
-        """Pieces of keys that SMEM holds."""
-        return (SMEM_LIMIT - 1024 - self.fixed_bytes) // (2 * self.tile_n * self.piece)
-
-    @property
-    def smem_bytes(self) -> int:
-        return self.fixed_bytes + self.stages * 2 * self.tile_n * self.piece + 8 * 2 * (self.stages + self.pieces) + 16
-
-    def __post_init__(self):
-        if self.d % (self.pieces * SLAB):
-            raise ValueError(f"d must be a multiple of {self.pieces * SLAB}, got {self.d}")
-        if self.stages < self.pieces:
-            raise ValueError(f"SMEM holds {self.stages} pieces of keys, wanted {self.pieces} at least: {self}")
 
 
 class Arrays(NamedTuple):
@@ -98,23 +56,6 @@ class Extents(NamedTuple):
     h_q: Int32
     s_kv: Int32
     topk: Int32
-
-
-@dataclass(frozen=True)
-class Barriers:
-    """mbarriers in SMEM: of each piece of Q, of each stage of keys."""
-
-    q_full: cute.Pointer
-    q_empty: cute.Pointer
-    k_full: cute.Pointer
-    k_empty: cute.Pointer
-
-
-@dataclass(frozen=True)
-class Shared:
-    q: cute.Tensor  # (heads, d)
-    k: cute.Tensor  # (keys, columns of a piece, stage)
-    shift: cute.Tensor  # (heads, warpgroup): lse in units of log2; inf for a head that adds nothing
 
 
 class ProbabilitiesSm90:
@@ -152,28 +93,16 @@ class ProbabilitiesSm90:
     def kernel(self, arrays: Arrays, n: Extents):
         c = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        bar, smem = self.allocate()
+        bar, smem = allocate(c, self.dtype)
         if warp == 0:
             with cute.arch.elect_one():
-                for i in cutlass.range_constexpr(c.pieces):
-                    cute.arch.mbarrier_init(bar.q_full + i, WARPGROUP)
-                    cute.arch.mbarrier_init(bar.q_empty + i, CONSUMERS * WARPGROUP)
-                for i in cutlass.range_constexpr(c.stages):
-                    cute.arch.mbarrier_init(bar.k_full + i, WARPGROUP)
-                    cute.arch.mbarrier_init(bar.k_empty + i, WARPGROUP)
+                bar.initialise(c)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         if warp < 4:
             self.produce(bar, smem, arrays, n)
         else:
             self.consume(bar, smem, arrays, n, warp // 4 - 1)
-
-    def allocate(self) -> tuple[Barriers, Shared]:
-        c, smem = self.config, TileAllocator(self.dtype)
-        q, k = smem.tile(c.tile_m, c.d), smem.tile(c.tile_n, c.piece, c.stages)
-        shift = smem.allocate_tensor(Float32, cute.make_layout((c.tile_m, CONSUMERS)), 16)
-        rings = (c.pieces, c.pieces, c.stages, c.stages)
-        return Barriers(*(smem.allocate_array(Int64, count) for count in rings)), Shared(q, k, shift)
 
     def turns(self, n: Extents) -> Int32:
         """The number of queries of this CTA; a query counts once for each tile of its heads."""

@@ -12,7 +12,6 @@ CTAs, so that the others' products run under one's sums. The kernels round weigh
 they divide them by a power of two, so that a query's greatest is in [1, 2); in float32 they multiply it back.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,15 +20,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import warpgroup
-from cutlass.cute.runtime import make_ptr
 
 from kernels.abi import IndexerScoresAt
 from kernels.aot import Compiled, compile_ahead
-from kernels.lib.launch import WARP, WARPGROUP, i32, launch_facts
-from kernels.lib.ptx import ptx
-from kernels.lib.rows import load, store
+from kernels.lib.indexer import BLOCK, ELEMENT, KEYS, D, pointer, product
+from kernels.lib.launch import WARP, i32, launch_facts
+from kernels.lib.ptx import add_pair, max_abs, relu
+from kernels.lib.rows import load, row_of, store
 from kernels.lib.selections import CHUNK, LANES_A_ROW, Selection, SelectionOperands
-from kernels.lib.tiles import TileAllocator
 from kernels.lib.wgmma import (
     K_MAJOR,
     MN_MAJOR,
@@ -44,61 +42,12 @@ from kernels.lib.wgmma import (
     tiled_mma,
     transposed,
 )
-from kernels.sm90.indexer.scores.kernel import ELEMENT
 
-D = 128  # of queries and keys
-TILE = 64  # keys
-THREADS = WARPGROUP
-WARPS = THREADS // WARP
-BLOCK = 8  # columns of an accumulator; a quad's lanes hold two of each eight
-COPIES = TILE * LANES_A_ROW // THREADS  # keys of a tile that a thread copies
+from .config import THREADS, WARPS, Config
+from .elements import Scale, columns_of
+from .smem import Shared, allocate
 
-
-@dataclass(frozen=True)
-class Config:
-    """Compile-time choices; every size follows from them."""
-
-    heads: int
-    dtype: str
-    gradient: bool
-    stages: int = 3
-
-    @property
-    def element_bytes(self) -> int:
-        return ELEMENT[self.dtype].width // 8
-
-    @property
-    def slabs(self) -> int:
-        """Slabs of a row of q or of keys: each is 128 bytes, copied as 64 numbers of 16 bits, whatever they are."""
-        return D * self.element_bytes // (2 * SLAB)
-
-    @property
-    def ctas(self) -> int:
-        """CTAs of an SM, by what its registers hold."""
-        return 2 if self.gradient else 3
-
-    @property
-    def tile_m(self) -> int:
-        return self.heads
-
-    @property
-    def tile_n(self) -> int:
-        return TILE
-
-    @property
-    def threads(self) -> int:
-        return THREADS
-
-    @property
-    def smem_bytes(self) -> int:
-        masks = 2 * TILE * self.heads + 4 * WARPS * self.heads if self.gradient else 0
-        return 1024 + self.element_bytes * D * (self.heads + self.stages * TILE) + masks
-
-    def __post_init__(self):
-        if self.heads not in (16, 32, 64):
-            raise ValueError(f"heads must be 16, 32 or 64, got {self.heads}")
-        if self.gradient and self.element_bytes == 1:
-            raise ValueError("gradients are of 16 bits")
+COPIES = KEYS * LANES_A_ROW // THREADS  # keys of a tile that a thread copies
 
 
 class Extents(NamedTuple):
@@ -123,32 +72,7 @@ class Gradients(NamedTuple):
     dweights: cute.Pointer  # float32 [b, s_q, heads]
 
 
-@dataclass(frozen=True)
-class Shared:
-    q: cute.Tensor  # (heads, D)
-    k: cute.Tensor  # (TILE, D, stage)
-    ds: cute.Tensor | None  # (heads, TILE)
-    sums: cute.Tensor | None  # float32 (heads, warp)
-
-
-@dataclass(frozen=True)
-class Scale:
-    """A power of two, and its inverse."""
-
-    by: Float32
-    back: Float32
-
-    @staticmethod
-    def of(greatest: Float32) -> "Scale":
-        """The scale that brings this nonnegative number into [1, 2)."""
-        exponent = ptx("mov.b32 $0, $1;", Float32(greatest), gives=(Int32,), pure=True)[0] >> 23
-        exponent = cutlass.max(cutlass.min(exponent, Int32(253)), Int32(1))
-        text = "{ .reg .b32 x; shl.b32 x, $1, 23; mov.b32 $0, x; }"
-        back = ptx(text, Int32(exponent), gives=(Float32,), pure=True)[0]
-        return Scale(ptx(text, Int32(254 - exponent), gives=(Float32,), pure=True)[0], back)
-
-
-class IndexAtSm90:
+class IndexerScoresAtSm90:
     def __init__(self, config: Config):
         self.config = config
         self.dtype = ELEMENT[config.dtype]
@@ -183,7 +107,7 @@ class IndexAtSm90:
 
     @cute.kernel
     def kernel(self, arrays: Arrays, to: Gradients | None, n: Extents):
-        c, smem = self.config, self.allocate()
+        c, smem = self.config, allocate(self.config, self.dtype)
         thread = cute.arch.thread_idx()[0]
         row = Int64(cute.arch.block_idx()[0])
         entry = Int32(cute.arch.block_idx()[0] // n.s_q)
@@ -191,7 +115,7 @@ class IndexAtSm90:
         self.copy_q(q + row * (c.heads * d), smem.q, thread)
         operands = SelectionOperands(k, arrays.indices, arrays.indices, n.s_c, n.s_c, n.topk)
         keys = k + Int64(entry) * n.s_c * d
-        named = Selection(operands, TILE, d, keys, arrays.indices + row * n.topk, Int32(0), n.topk)
+        named = Selection(operands, KEYS, d, keys, arrays.indices + row * n.topk, Int32(0), n.topk)
         weights = self.take_weights(arrays.weights + row * c.heads, thread)
         scores = arrays.scores + row * n.topk
         if cutlass.const_expr(to is None):
@@ -200,14 +124,6 @@ class IndexAtSm90:
             dk = to.dk + Int64(entry) * n.s_c * D
             self.differentiate(smem, named, weights, scores, to.dq + row * (c.heads * D), dk,
                                to.dweights + row * c.heads, thread)  # fmt: skip
-
-    def allocate(self) -> Shared:
-        c, smem = self.config, TileAllocator(self.dtype)
-        q, k = smem.tile(c.heads, D), smem.tile(TILE, D, c.stages)
-        if not c.gradient:
-            return Shared(q, k, None, None)
-        ds = smem.tile(c.heads, TILE)
-        return Shared(q, k, ds, smem.allocate_tensor(Float32, cute.make_layout((c.heads, WARPS)), 16))
 
     # ---- loads
 
@@ -269,7 +185,7 @@ class IndexAtSm90:
         s = columns_of(acc, c.heads)
         wanted = self.begin(smem, named, thread)
         for t in cutlass.range(named.tiles, unroll=1):
-            position = t * TILE + row_of(thread) + thread % 2 * 8
+            position = t * KEYS + row_of(thread, 0) + thread % 2 * 8
             index = named.read(position)
             self.await_tile(smem, named, t, wanted, thread)
             multiply(mma, acc, a[None, None, None, t % c.stages], b, fresh=True)
@@ -304,7 +220,7 @@ class IndexAtSm90:
         of_q = tiled_mma(self.dtype, heads, K_MAJOR, a_major=MN_MAJOR)
         a, b = operand_a(of_s, smem.k), operand_b(of_s, smem.q)
         k_columns = tuple(
-            operand_a(of_q, transposed(cute.local_tile(smem.k, (TILE, SLAB), (0, i, None)))) for i in range(D // SLAB)
+            operand_a(of_q, transposed(cute.local_tile(smem.k, (KEYS, SLAB), (0, i, None)))) for i in range(D // SLAB)
         )
         ds, q_rows = operand_b(of_q, smem.ds), operand_b(of_k, transposed(smem.q))
         signs = register_operand(of_k, heads, self.dtype)
@@ -325,7 +241,7 @@ class IndexAtSm90:
         for t in cutlass.range(named.tiles, unroll=1):
             keys, given = cute.make_rmem_tensor(2, Int32), cute.make_rmem_tensor(2, Float32)
             for r in cutlass.range_constexpr(2):
-                position = t * TILE + row_of(thread) + r * 8
+                position = t * KEYS + row_of(thread, 0) + r * 8
                 keys[r] = named.read(position)
                 given[r] = load(cotangent + cutlass.min(position, named.length - 1))
                 if named.is_present(position, keys[r]) == Boolean(False):
@@ -360,8 +276,8 @@ class IndexAtSm90:
                 for j in cutlass.range_constexpr(D // BLOCK):
                     add_pair(to.toint(), keys[r], j * BLOCK * 4, out[0, r, j] * factor, out[1, r, j] * factor)
             warpgroup.wait_group(0)
-        self.give_dweights(smem, sums, dweights, thread)
-        self.give_dq(of_q, acc_q, smem, scaled, w.back * di.back, dq, thread)
+        self.store_dweights(smem, sums, dweights, thread)
+        self.store_dq(of_q, acc_q, smem, scaled, w.back * di.back, dq, thread)
 
     # ---- numbers of a query
 
@@ -370,9 +286,9 @@ class IndexAtSm90:
         """The greatest of a query's weights, all of which every quad has."""
         greatest = Float32(0.0)
         for i in cutlass.range_constexpr(cute.size(weights)):
-            greatest = greater(greatest, weights[i])
+            greatest = max_abs(greatest, weights[i])
         for lanes in (1, 2):
-            greatest = greater(greatest, cute.arch.shuffle_sync_bfly(greatest, lanes))
+            greatest = max_abs(greatest, cute.arch.shuffle_sync_bfly(greatest, lanes))
         return greatest
 
     @cute.jit
@@ -381,18 +297,18 @@ class IndexAtSm90:
         greatest = Float32(0.0)
         for position in cutlass.range(thread, named.length, THREADS):
             x = load(cotangent + position)
-            greatest = greater(greatest, x if named.is_present(position, named.read(position)) else Float32(0.0))
+            greatest = max_abs(greatest, x if named.is_present(position, named.read(position)) else Float32(0.0))
         for lanes in (1, 2, 4, 8, 16):
-            greatest = greater(greatest, cute.arch.shuffle_sync_bfly(greatest, lanes))
+            greatest = max_abs(greatest, cute.arch.shuffle_sync_bfly(greatest, lanes))
         if thread % WARP == 0:
             smem.sums[0, thread // WARP] = greatest
         cute.arch.sync_threads()
         for i in cutlass.range_constexpr(WARPS):
-            greatest = greater(greatest, smem.sums[0, i])
+            greatest = max_abs(greatest, smem.sums[0, i])
         return greatest
 
     @cute.jit
-    def give_dweights(self, smem: Shared, sums: cute.Tensor, dweights: cute.Pointer, thread: Int32):
+    def store_dweights(self, smem: Shared, sums: cute.Tensor, dweights: cute.Pointer, thread: Int32):
         """Adds up a thread's sums over all keys, and stores them."""
         cute.arch.sync_threads()
         for j in cutlass.range_constexpr(self.config.heads // BLOCK):
@@ -410,7 +326,7 @@ class IndexAtSm90:
             store(dweights + thread, total)
 
     @cute.jit
-    def give_dq(
+    def store_dq(
         self,
         mma: cute.TiledMma,
         acc: tuple[cute.Tensor, ...],
@@ -434,18 +350,9 @@ class IndexAtSm90:
         for i in cutlass.range(thread, heads * chunks, THREADS, unroll=1):
             head, chunk = i // chunks, i % chunks
             slab, place = chunk // LANES_A_ROW, chunk % LANES_A_ROW ^ head % 8
-            words = cute.recast_ptr(smem.q.iterator, dtype=Uint32) + ((slab * heads + head) * LANES_A_ROW + place) * 4
+            source = cute.recast_ptr(smem.q.iterator, dtype=Uint32) + ((slab * heads + head) * LANES_A_ROW + place) * 4
             to = cute.make_tensor(cute.recast_ptr(dq + i * CHUNK, dtype=Uint32).align(16), cute.make_layout(4))
-            cute.autovec_copy(cute.make_tensor(words.align(16), cute.make_layout(4)), to)
-
-
-def product(dtype, heads: int) -> cute.TiledMma:
-    """64 keys by the heads of a query."""
-    if dtype.width == 16:
-        return tiled_mma(dtype, heads, K_MAJOR)
-    source = warpgroup.OperandSource.SMEM
-    op = warpgroup.MmaF8Op(dtype, dtype, Float32, (TILE, heads, 32), source, K_MAJOR, K_MAJOR)
-    return cute.make_tiled_mma(cute.make_mma_atom(op))
+            cute.autovec_copy(cute.make_tensor(source.align(16), cute.make_layout(4)), to)
 
 
 def copied(p: cute.Pointer) -> cute.Pointer:
@@ -453,53 +360,16 @@ def copied(p: cute.Pointer) -> cute.Pointer:
     return p if p.dtype.width == 16 else cute.recast_ptr(p, dtype=BFloat16)
 
 
-def columns_of(acc: cute.Tensor, columns: int) -> cute.Tensor:
-    """An accumulator as (c, r, j): column 8 j + 2 (lane % 4) + c, row r of a thread's two."""
-    return cute.make_tensor(acc.iterator, cute.make_layout((2, 2, columns // BLOCK)))
-
-
-def row_of(thread: Int32) -> Int32:
-    """The first of a thread's two rows of an accumulator."""
-    return thread // WARP * 16 + thread % WARP // 4
-
-
-def relu(x: Float32) -> Float32:
-    """NaN stays NaN."""
-    return ptx("max.NaN.f32 $0, $1, 0f00000000;", Float32(x), gives=(Float32,), pure=True)[0]
-
-
-def greater(a: Float32, b: Float32) -> Float32:
-    """The greater of a, which is nonnegative, and |b|."""
-    text = "{ .reg .f32 x; abs.f32 x, $2; max.f32 $0, $1, x; }"
-    return ptx(text, Float32(a), Float32(b), gives=(Float32,), pure=True)[0]
-
-
-def add_pair(to: Int64, there: Int32, offset: int, x: Float32, y: Float32) -> None:
-    """Adds to two numbers in memory, `offset` bytes after `to`, unless `there` is negative. It has no branch, because
-    products are under way."""
-    ptx(
-        f"{{ .reg .pred p; setp.ge.s32 p, $1, 0; @p red.relaxed.gpu.global.add.v2.f32 [$0+{offset}], {{$2, $3}}; }}",
-        Int64(to),
-        Int32(there),
-        Float32(x),
-        Float32(y),
-    )
-
-
 def compile(variant: IndexerScoresAt, out_dir: Path) -> Compiled:
     config = Config(variant.heads, variant.dtype, variant.op.endswith("_bwd"))
     element = ELEMENT[variant.dtype]
     return compile_ahead(
-        IndexAtSm90(config),
-        IndexAtSm90.kernel,
-        *map(array, (element, element, Float32, Int32, Float32, element, Float32, Float32)),
+        IndexerScoresAtSm90(config),
+        IndexerScoresAtSm90.kernel,
+        *map(pointer, (element, element, Float32, Int32, Float32, element, Float32, Float32)),
         *(i32() for _ in range(4)),
         name="indexer_scores_at_sm90",
         arch=variant.arch,
         out_dir=out_dir,
         facts=launch_facts(config, ctas=config.ctas),
     )
-
-
-def array(dtype) -> cute.Pointer:
-    return make_ptr(dtype, 16, cute.AddressSpace.gmem, assumed_align=16 if dtype.width < 32 else 4)

@@ -1,1 +1,1 @@
-"""The gradient of `fwd_sm90`'s attention: who sees which keys, then the gradients of keys, then those of rows."""
+"""The gradient of `mha_fwd_sm90`'s attention: the spans of tiles of rows, then dK and dV, and dQ; or all at once."""

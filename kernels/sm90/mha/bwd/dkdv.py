@@ -1,8 +1,8 @@
-"""The gradients of K and V for Hopper, head dimensions up to 256, K and V apart.
+"""The gradients of K and V for Hopper, head dimensions up to 256, separate K and V.
 
-With P = exp(S - lse), and a weight and a delta for each row (query, head):
+With P = exp(S - lse), and a sink factor f and a delta for each row (query, head):
 
-    dV = (weight P)' dO        dS = P * (weight dO V' - delta)        dK = scale dS' Q
+    dV = (f P)' dO        dS = P * (f dO V' - delta)        dK = scale dS' Q
 
 A CTA owns a tile of keys of one KV head and walks over the tiles of rows that see any of them, of all heads of the
 group. dK and dV stay in registers, and have the same bits every time. All products are of transposes: keys are the rows
@@ -44,11 +44,13 @@ from kernels.lib.wgmma import (
     transposed,
 )
 
+from .config import KeyTileConfig
 from .elements import (
+    HAS_SINK,
     HIDES,
     SEES,
-    WEIGHS,
     add_scaled,
+    apply_sink,
     differentiate,
     drop,
     exponentiate,
@@ -56,17 +58,19 @@ from .elements import (
     mask,
     part_of,
     take_over,
-    weigh,
 )
 from .host import Results, compile_kernel
-from .keys import Barriers, Config, KeyKernel, KeyTile, Shared
+from .key_tiles import KeyTile, KeyTileKernel
+from .smem import KeyTileBarriers, KeyTileShared
 
 
-class KeyGradientsSm90(KeyKernel):
+class MhaDkdvSm90(KeyTileKernel):
     op = "mha_dkdv"
 
     @cute.jit
-    def consume(self, bar: Barriers, smem: Shared, tile: KeyTile, results: Results, scale: Float32, n: Extents):
+    def consume(
+        self, bar: KeyTileBarriers, smem: KeyTileShared, tile: KeyTile, results: Results, scale: Float32, n: Extents
+    ):
         """One warpgroup: the gradients of its 64 keys."""
         c = self.config
         thread = cute.arch.thread_idx()[0] % WARPGROUP
@@ -87,22 +91,22 @@ class KeyGradientsSm90(KeyKernel):
         for t in cutlass.range(self.steps(smem)[1], unroll=1):
             stage, parity = t % c.stages, t // c.stages & 1
             cute.arch.mbarrier_wait(bar.landed + stage, parity)
-            cute.arch.mbarrier_wait(bar.told + stage, parity)
-            numbers, facts = smem.numbers[None, None, stage], smem.facts[0, stage]
-            hides = (facts >> group) & HIDES != 0
-            if (facts >> group) & SEES != 0:
+            cute.arch.mbarrier_wait(bar.published + stage, parity)
+            numbers, flags = smem.numbers[None, None, stage], smem.flags[0, stage]
+            hides = (flags >> group) & HIDES != 0
+            if (flags >> group) & SEES != 0:
                 multiply(scores, s, a_k, b_q[None, None, None, stage], fresh=True)
                 multiply(scores, dp, a_v, b_do[None, None, None, stage], fresh=True)
                 warpgroup.wait_group(1)
                 if hides:
                     mask(s, smem.spans[None, None, stage], key0, thread)
                 exponentiate(s, numbers, scale_log2)
-                weigh(p, s, numbers, facts)
+                apply_sink(p, s, numbers, flags)
                 warpgroup.wait_group(0)
                 if hides:
                     drop(dp, s)
                 multiply(sums, dv, p, b_dot[None, None, None, stage])
-                differentiate(ds, s, dp, numbers, facts)
+                differentiate(ds, s, dp, numbers, flags)
                 multiply(sums, dk, ds, b_qt[None, None, None, stage])
                 warpgroup.wait_group(0)
             cute.arch.mbarrier_arrive(bar.empty + stage)
@@ -114,18 +118,22 @@ class KeyGradientsSm90(KeyKernel):
         self.store_sum(dk, scale, results.dk, tile, results.s_kv, key0, thread, n)
 
 
-class KeyGradientsByRoleSm90(KeyKernel):
+class MhaDkdvByRoleSm90(KeyTileKernel):
     op = "mha_dkdv"
 
     @cute.jit
-    def consume(self, bar: Barriers, smem: Shared, tile: KeyTile, results: Results, scale: Float32, n: Extents):
+    def consume(
+        self, bar: KeyTileBarriers, smem: KeyTileShared, tile: KeyTile, results: Results, scale: Float32, n: Extents
+    ):
         if cute.arch.make_warp_uniform(cute.arch.warp_idx()) < 8:
             self.consume_values(bar, smem, tile, results, scale, n)
         else:
             self.consume_keys(bar, smem, tile, results, scale, n)
 
     @cute.jit
-    def consume_values(self, bar: Barriers, smem: Shared, tile: KeyTile, results: Results, scale: Float32, n: Extents):
+    def consume_values(
+        self, bar: KeyTileBarriers, smem: KeyTileShared, tile: KeyTile, results: Results, scale: Float32, n: Extents
+    ):
         """One warpgroup makes S and P, which it hands on, and dV."""
         c = self.config
         thread = cute.arch.thread_idx()[0] % WARPGROUP
@@ -140,17 +148,17 @@ class KeyGradientsByRoleSm90(KeyKernel):
         for t in cutlass.range(self.steps(smem)[1], unroll=1):
             stage, parity = t % c.stages, t // c.stages & 1
             cute.arch.mbarrier_wait(bar.landed + stage, parity)
-            cute.arch.mbarrier_wait(bar.told + stage, parity)
+            cute.arch.mbarrier_wait(bar.published + stage, parity)
             multiply(scores, s, a_k, b_q[None, None, None, stage], fresh=True)
             numbers = smem.numbers[None, None, stage]
             warpgroup.wait_group(0)
-            if smem.facts[0, stage] & HIDES != 0:
+            if smem.flags[0, stage] & HIDES != 0:
                 mask(s, smem.spans[None, None, stage], tile.key0, thread)
             exponentiate(s, numbers, scale_log2)
             cute.arch.mbarrier_wait(bar.p_empty, (t & 1) ^ 1)
             hand_over(s, smem.p, thread)
             cute.arch.mbarrier_arrive(bar.p_full)
-            weigh(p, s, numbers, Int32(WEIGHS))
+            apply_sink(p, s, numbers, Int32(HAS_SINK))
             multiply(sums, dv, p, b_dot[None, None, None, stage])
             warpgroup.wait_group(0)
             cute.arch.mbarrier_arrive(bar.empty + stage)
@@ -163,7 +171,9 @@ class KeyGradientsByRoleSm90(KeyKernel):
             self.store_sum(dv, Float32(1.0), results.dv, tile, results.s_kv, tile.key0, thread, n)
 
     @cute.jit
-    def consume_keys(self, bar: Barriers, smem: Shared, tile: KeyTile, results: Results, scale: Float32, n: Extents):
+    def consume_keys(
+        self, bar: KeyTileBarriers, smem: KeyTileShared, tile: KeyTile, results: Results, scale: Float32, n: Extents
+    ):
         """The other warpgroup makes dP, dS from P, and dK."""
         c = self.config
         thread = cute.arch.thread_idx()[0] % WARPGROUP
@@ -177,14 +187,14 @@ class KeyGradientsByRoleSm90(KeyKernel):
         for t in cutlass.range(self.steps(smem)[1], unroll=1):
             stage, parity = t % c.stages, t // c.stages & 1
             cute.arch.mbarrier_wait(bar.landed + stage, parity)
-            cute.arch.mbarrier_wait(bar.told + stage, parity)
+            cute.arch.mbarrier_wait(bar.published + stage, parity)
             multiply(scores, dp, a_v, b_do[None, None, None, stage], fresh=True)
             cute.arch.mbarrier_wait(bar.p_full, t & 1)
             take_over(p, smem.p, thread)
             cute.arch.mbarrier_arrive(bar.p_empty)
             warpgroup.wait_group(0)
             drop(dp, p)
-            differentiate(ds, p, dp, smem.numbers[None, None, stage], Int32(WEIGHS))
+            differentiate(ds, p, dp, smem.numbers[None, None, stage], Int32(HAS_SINK))
             multiply(sums, dk, ds, b_qt[None, None, None, stage])
             warpgroup.wait_group(0)
             cute.arch.mbarrier_arrive(bar.empty + stage)
@@ -199,6 +209,6 @@ class KeyGradientsByRoleSm90(KeyKernel):
 
 
 def compile(variant: MhaBackward, out_dir: Path) -> Compiled:
-    config = Config(variant.d, variant.dtype)
-    kernel = KeyGradientsByRoleSm90 if config.by_role else KeyGradientsSm90
+    config = KeyTileConfig(variant.d, variant.dtype)
+    kernel = MhaDkdvByRoleSm90 if config.by_role else MhaDkdvSm90
     return compile_kernel(kernel(config), variant, out_dir)

@@ -1,8 +1,8 @@
-"""The gradient of Q for Hopper, head dimensions up to 256, K and V apart.
+"""The gradient of Q for Hopper, head dimensions up to 256, separate K and V.
 
-With P = exp(S - lse), and a weight and a delta for each row (query, head):
+With P = exp(S - lse), and a sink factor f and a delta for each row (query, head):
 
-    dQ = scale dS K        dS = P * (weight dO V' - delta)
+    dQ = scale dS K        dS = P * (f dO V' - delta)
 
 A tile of rows walks over the keys that its rows see, as in the forward pass. dQ stays in registers, and has the same
 bits every time. CTAs are persistent, and the producer runs ahead into the next tile of rows: Q and dO have two stages
@@ -14,7 +14,6 @@ where they fit, and dQ goes from registers to memory.
     consumer WG 1     S0 dP0 | dS0 | S1 dP1, dQ += dS0 K0 | dS1 | ...      rows 64 .. 127
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import cutlass
@@ -24,12 +23,11 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from kernels.abi import MhaBackward
 from kernels.aot import Compiled
-from kernels.lib.launch import SMEM_LIMIT, WARP, WARPGROUP
+from kernels.lib.launch import WARP, WARPGROUP
 from kernels.lib.output import store_output
-from kernels.lib.rows import PUBLISHED, ROWS, BoxedRows, Extents, PlacedTile, RowTile, Walk, load
+from kernels.lib.rows import ROWS, BoxedRows, Extents, PlacedTile, RowTile, Walk, load
 from kernels.lib.softmax import LOG2_E, by_row, exp2
 from kernels.lib.spans import Span, SpanOperands, ask_span, open_span, read_span
-from kernels.lib.tiles import TileAllocator
 from kernels.lib.wgmma import (
     K_MAJOR,
     MN_MAJOR,
@@ -45,92 +43,15 @@ from kernels.lib.wgmma import (
     zero_rows,
 )
 
-from .host import DenseBackwardKernel, Results, RowOperands, compile_kernel
+from .config import CLEARERS, DqConfig
+from .host import MhaBackwardKernel, Results, RowOperands, compile_kernel
+from .smem import DqBarriers, DqShared, allocate_dq
 
-CLEARERS = WARPGROUP - WARP  # threads beside the producer's warp
 L2_KEYS = 32 * 1024 * 1024  # bytes of K and V that stay in L2 while others pass
-LSE, WEIGHT, DELTA = range(3)
+LSE, SINK_FACTOR, DELTA = range(3)
 
 
-@dataclass(frozen=True)
-class Config:
-    """Compile-time choices; every tile, count and size follows from them."""
-
-    d: int
-    dtype: str
-    consumers: int = 2  # warpgroups, of 64 rows each
-    stages: int = 2  # of K and of V
-
-    @property
-    def tile_m(self) -> int:
-        return 64 * self.consumers
-
-    @property
-    def tile_n(self) -> int:
-        return {64: 144, 128: 80, 256: 48}[self.d]
-
-    @property
-    def threads(self) -> int:
-        return WARPGROUP * (1 + self.consumers)
-
-    @property
-    def registers(self) -> tuple[int, int]:
-        """(producer, consumer) registers a thread."""
-        return 24, 240
-
-    @property
-    def key_tile_bytes(self) -> int:
-        return 2 * self.d * self.tile_n
-
-    @property
-    def stages_q(self) -> int:
-        """Stages of Q and dO."""
-        return 2 if self.smem_with(2) <= SMEM_LIMIT else 1
-
-    @property
-    def slots(self) -> int:
-        """For the producer's findings about a tile of rows, which are read until its end, long after Q is gone."""
-        return 2 * self.stages_q
-
-    @property
-    def smem_bytes(self) -> int:
-        return self.smem_with(self.stages_q)
-
-    def smem_with(self, stages_q: int) -> int:
-        """Bytes of SMEM with this many stages of Q and dO."""
-        tiles = stages_q * 2 * 2 * self.d * self.tile_m + 2 * self.stages * self.key_tile_bytes
-        return 1024 + tiles + 4 * PUBLISHED * 2 * 2 * stages_q + 8 * (2 * stages_q + 5 * self.stages)
-
-    def __post_init__(self):
-        if self.smem_bytes > SMEM_LIMIT:
-            raise ValueError(f"needs {self.smem_bytes} bytes of SMEM, {SMEM_LIMIT} fit: {self}")
-
-
-@dataclass(frozen=True)
-class Barriers:
-    """mbarriers in SMEM, one for each stage."""
-
-    rows_full: cute.Pointer  # Q and dO landed, and what there is to see is known
-    rows_empty: cute.Pointer
-    k_landed: cute.Pointer
-    k_full: cute.Pointer  # and cleared
-    k_empty: cute.Pointer
-    v_full: cute.Pointer
-    v_empty: cute.Pointer
-
-
-@dataclass(frozen=True)
-class Shared:
-    """SMEM beside the barriers."""
-
-    q: cute.Tensor  # (tile_m, d, stage)
-    do: cute.Tensor
-    k: cute.Tensor  # (tile_n, d, stage)
-    v: cute.Tensor
-    info: cute.Tensor  # (PUBLISHED, row tile and span, slot): numbers that the producer found
-
-
-class RowGradientsSm90(DenseBackwardKernel):
+class MhaDqSm90(MhaBackwardKernel):
     op = "mha_dq"
 
     def ctas(self, n: Extents, s_kv: Int32, at_a_time: Int32) -> Int32:
@@ -148,21 +69,13 @@ class RowGradientsSm90(DenseBackwardKernel):
     ):
         c = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        bar, smem = self.allocate()
+        bar, smem = allocate_dq(c, self.dtype)
         spans = SpanOperands(operands.start, operands.stop, results.s_kv)
         if warp == 0:
             for atom, _ in (*rows, *keys):
                 cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
-                for s in cutlass.range_constexpr(c.stages_q):
-                    cute.arch.mbarrier_init(bar.rows_full + s, 1)
-                    cute.arch.mbarrier_init(bar.rows_empty + s, c.consumers * WARPGROUP + CLEARERS)
-                for s in cutlass.range_constexpr(c.stages):
-                    cute.arch.mbarrier_init(bar.k_landed + s, 1)
-                    cute.arch.mbarrier_init(bar.k_full + s, CLEARERS)
-                    cute.arch.mbarrier_init(bar.k_empty + s, c.consumers * WARPGROUP)
-                    cute.arch.mbarrier_init(bar.v_full + s, 1)
-                    cute.arch.mbarrier_init(bar.v_empty + s, c.consumers * WARPGROUP)
+                bar.initialise(c)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -176,16 +89,8 @@ class RowGradientsSm90(DenseBackwardKernel):
             cute.arch.setmaxregister_increase(c.registers[1])
             self.consume(bar, smem, operands, spans, results.dq, scale, n)
 
-    def allocate(self) -> tuple[Barriers, Shared]:
-        c, smem = self.config, TileAllocator(self.dtype)
-        q, do = (smem.tile(c.tile_m, c.d, c.stages_q) for _ in range(2))
-        k, v = (smem.tile(c.tile_n, c.d, c.stages) for _ in range(2))
-        info = smem.allocate_tensor(Int32, cute.make_layout((PUBLISHED, 2, c.slots)), 16)
-        bars = (smem.allocate_array(Int64, count) for count in (*2 * [c.stages_q], *5 * [c.stages]))
-        return Barriers(*bars), Shared(q, do, k, v, info)
-
     @cute.jit
-    def produce(self, bar: Barriers, smem: Shared, rows: tuple, keys: tuple, spans: SpanOperands, n: Extents):
+    def produce(self, bar: DqBarriers, smem: DqShared, rows: tuple, keys: tuple, spans: SpanOperands, n: Extents):
         """One warp loads Q and dO, opens the span, and loads the tiles of K and V."""
         c = self.config
         walk, fills0 = self.walk(spans, n), Int32(0)
@@ -219,7 +124,7 @@ class RowGradientsSm90(DenseBackwardKernel):
             fills0 = fills0 + span.tiles
 
     @cute.jit
-    def clear(self, bar: Barriers, smem: Shared, spans: SpanOperands, n: Extents):
+    def clear(self, bar: DqBarriers, smem: DqShared, spans: SpanOperands, n: Extents):
         """Three warps hand K on, with zeros where no row sees it, because dS K would add 0 * NaN."""
         c, thread, fills0 = self.config, cute.arch.thread_idx()[0] - WARP, Int32(0)
         for turn in cutlass.range(self.walk(spans, n).turns, unroll=1):
@@ -238,7 +143,7 @@ class RowGradientsSm90(DenseBackwardKernel):
         return Walk.of(n, spans.s_kv, L2_KEYS // (2 * 2 * self.config.d))
 
     def receive(
-        self, bar: Barriers, smem: Shared, spans: SpanOperands, n: Extents, turn: Int32
+        self, bar: DqBarriers, smem: DqShared, spans: SpanOperands, n: Extents, turn: Int32
     ) -> tuple[PlacedTile, Span]:
         """The next row tile, once its Q, its dO and its span are there."""
         c, slot = self.config, turn % self.config.slots
@@ -249,8 +154,8 @@ class RowGradientsSm90(DenseBackwardKernel):
     @cute.jit
     def consume(
         self,
-        bar: Barriers,
-        smem: Shared,
+        bar: DqBarriers,
+        smem: DqShared,
         operands: RowOperands,
         spans: SpanOperands,
         dq: cute.Pointer,
@@ -307,16 +212,16 @@ class RowGradientsSm90(DenseBackwardKernel):
 
 @cute.jit
 def read_numbers(numbers: cute.Tensor, operands: RowOperands, tile: PlacedTile, boxed: BoxedRows):
-    """For a thread's rows: lse in units of log2, weight and delta; for a row that sees nothing, values that make P and
-    dS 0.
+    """For a thread's rows: lse in units of log2, sink factor and delta; for a row that sees nothing, values that make P
+    and dS 0.
     """
     for r in cutlass.range_constexpr(ROWS):
         exists, query, head = tile.place(boxed, r)
         row = tile.row_index(query, head) * Int64(exists)
-        lse, weight, delta = (load(x + row) for x in operands[:3])
+        lse, sink_factor, delta = (load(x + row) for x in operands[:3])
         sees = exists & (lse != -Float32.inf)
         numbers[r, LSE] = lse * LOG2_E if sees else Float32.inf
-        numbers[r, WEIGHT] = weight if sees else Float32(0.0)
+        numbers[r, SINK_FACTOR] = sink_factor if sees else Float32(0.0)
         numbers[r, DELTA] = delta if sees else Float32(0.0)
 
 
@@ -331,13 +236,15 @@ def exponentiate(scores: cute.Tensor, numbers: cute.Tensor, scale_log2: Float32)
 
 @cute.jit
 def differentiate(operand: cute.Tensor, p: cute.Tensor, dp: cute.Tensor, numbers: cute.Tensor):
-    """operand <- P (weight dP - delta), rounded; 0 where P is 0, because an unseen key may make dP NaN."""
+    """operand <- P (f dP - delta), rounded; 0 where P is 0, because an unseen key may make dP NaN."""
     x, y = by_row(p), by_row(dp)
     for r in cutlass.range_constexpr(ROWS):
         for i in cutlass.range_constexpr(cute.size(x, mode=[1])):
-            y[r, i] = x[r, i] * (y[r, i] * numbers[r, WEIGHT] - numbers[r, DELTA]) if x[r, i] != 0.0 else Float32(0.0)
+            y[r, i] = (
+                x[r, i] * (y[r, i] * numbers[r, SINK_FACTOR] - numbers[r, DELTA]) if x[r, i] != 0.0 else Float32(0.0)
+            )
     round_to(operand, dp)
 
 
 def compile(variant: MhaBackward, out_dir: Path) -> Compiled:
-    return compile_kernel(RowGradientsSm90(Config(variant.d, variant.dtype)), variant, out_dir)
+    return compile_kernel(MhaDqSm90(DqConfig(variant.d, variant.dtype)), variant, out_dir)

@@ -1,4 +1,4 @@
-"""All gradients of attention for Hopper in one kernel, head dimensions 64 and 128, K and V apart.
+"""All gradients of attention for Hopper in one kernel, head dimensions 64 and 128, separate K and V.
 
 This is `mha_dkdv` with dQ: five products instead of the seven of two kernels. dS goes through SMEM, rounded as for
 dK. The kernel adds each tile of keys' part of dQ to float32 in memory, in no fixed order.
@@ -23,7 +23,7 @@ from cutlass.cute.nvgpu import warpgroup
 from kernels.abi import MhaBackward
 from kernels.aot import Compiled
 from kernels.lib.launch import WARP, WARPGROUP
-from kernels.lib.reductions import add_four
+from kernels.lib.ptx import add_four
 from kernels.lib.rows import ROWS, Extents, row_of
 from kernels.lib.softmax import LOG2_E, by_row
 from kernels.lib.wgmma import (
@@ -40,16 +40,20 @@ from kernels.lib.wgmma import (
     zero_rows,
 )
 
-from .elements import HIDES, add_scaled, differentiate, drop, exponentiate, mask, weigh, zero_row
+from .config import KeyTileConfig
+from .elements import HIDES, add_scaled, apply_sink, differentiate, drop, exponentiate, mask, zero_row
 from .host import Results, compile_kernel
-from .keys import Barriers, Config, KeyKernel, KeyTile, Shared
+from .key_tiles import KeyTile, KeyTileKernel
+from .smem import KeyTileBarriers, KeyTileShared
 
 
-class AllGradientsSm90(KeyKernel):
+class MhaDqdkdvSm90(KeyTileKernel):
     op = "mha_dqdkdv"
 
     @cute.jit
-    def consume(self, bar: Barriers, smem: Shared, tile: KeyTile, results: Results, scale: Float32, n: Extents):
+    def consume(
+        self, bar: KeyTileBarriers, smem: KeyTileShared, tile: KeyTile, results: Results, scale: Float32, n: Extents
+    ):
         """One warpgroup: the gradients of its 64 keys, and its half of dQ."""
         c = self.config
         thread = cute.arch.thread_idx()[0] % WARPGROUP
@@ -86,11 +90,11 @@ class AllGradientsSm90(KeyKernel):
             stage, parity = t % c.stages, t // c.stages & 1
             this, use, before = t & 1, t + 1 >> 1 & 1, t // 2 & 1
             cute.arch.mbarrier_wait(bar.landed + stage, parity)
-            cute.arch.mbarrier_wait(bar.told + stage, parity)
-            facts = smem.facts[0, stage]
+            cute.arch.mbarrier_wait(bar.published + stage, parity)
+            flags = smem.flags[0, stage]
             for i in cutlass.range_constexpr(1, c.row_warps):
-                facts = facts | smem.facts[i, stage]
-            hides = facts & HIDES != 0
+                flags = flags | smem.flags[i, stage]
+            hides = flags & HIDES != 0
             multiply(scores, s, a_k, b_q[0][None, None, None, stage], fresh=True)
             multiply(scores, dp, a_v, b_do[0][None, None, None, stage], fresh=True)
             if cutlass.const_expr(c.row_warps == 2):  # registers are there while S and dP are
@@ -105,12 +109,12 @@ class AllGradientsSm90(KeyKernel):
                 if hides:
                     mask(s, cute.local_tile(smem.spans, (64, 2), (i, 0, stage)), key0, thread)
                 exponentiate(s, numbers, scale_log2)
-                weigh(p, s, numbers, facts)
+                apply_sink(p, s, numbers, flags)
                 warpgroup.wait_group(1 if c.row_warps == 2 and i == 0 else 0)
                 if hides:
                     drop(dp, s)
                 multiply(sums, dv, p, b_dot[i][None, None, None, stage])
-                differentiate(ds, s, dp, numbers, facts)
+                differentiate(ds, s, dp, numbers, flags)
                 if cutlass.const_expr(i == 0):
                     cute.arch.mbarrier_wait(bar.ds_empty + this, use ^ 1)
                 rounded = cute.make_tensor(ds.iterator, s.layout)
@@ -145,7 +149,7 @@ class AllGradientsSm90(KeyKernel):
         self.store_sum(dk, scale, results.dk, tile, results.s_kv, key0, thread, n)
 
     @cute.jit
-    def zero_keys(self, smem: Shared, key0: Int32, thread: Int32):
+    def zero_keys(self, smem: KeyTileShared, key0: Int32, thread: Int32):
         """Those of 64 keys that no tile of rows loads: dS K would be 0 * NaN."""
         if thread < 64:
             key, covered = key0 + thread, Int32(0)
@@ -168,5 +172,5 @@ def add_rows(acc: cute.Tensor, sums: cute.Pointer, places: cute.Tensor, column0:
 
 
 def compile(variant: MhaBackward, out_dir: Path) -> Compiled:
-    kernel = AllGradientsSm90(Config(variant.d, variant.dtype, adds_rows=True))
+    kernel = MhaDqdkdvSm90(KeyTileConfig(variant.d, variant.dtype, adds_rows=True))
     return compile_kernel(kernel, variant, out_dir)

@@ -7,21 +7,21 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-from kernels.lib.ptx import ptx
+from kernels.lib.ptx import shift_left
 from kernels.lib.rows import ROWS, WARP, row_of
 from kernels.lib.softmax import by_row, exp2
 from kernels.lib.wgmma import round_to
 
-LSE, WEIGHT, DELTA = range(3)
+LSE, SINK_FACTOR, DELTA = range(3)
 START, WIDTH = range(2)
-# facts of rows: one weighs not 1; for each 64 keys, one sees some of them; one does not see all of them
-WEIGHS, SEES, HIDES = 1, 1 << 1, 1 << 3
+# flags of rows: a sink factor is not 1; for each 64 keys, a row sees some of them; a row does not see all of them
+HAS_SINK, SEES, HIDES = 1, 1 << 1, 1 << 3
 
 
 def bits_below(n: Int32) -> Int32:
     """The n lowest bits of 32; none, or all, for an n beyond."""
     n = cutlass.min(cutlass.max(n, Int32(0)), Int32(WARP))
-    return ptx("shl.b32 $0, $1, $2;", Int32(1), n, gives=(Int32,), pure=True)[0] - 1
+    return shift_left(Int32(1), n) - 1
 
 
 @cute.jit
@@ -62,17 +62,17 @@ def exponentiate(scores: cute.Tensor, numbers: cute.Tensor, scale_log2: Float32)
 
 
 @cute.jit
-def weigh(operand: cute.Tensor, p: cute.Tensor, numbers: cute.Tensor, facts: Int32):
-    """operand <- weight P, rounded."""
-    if facts & WEIGHS != 0:
-        weighted = cute.make_rmem_tensor_like(p)
-        x, w, column = by_row(p), by_row(weighted), own_column()
+def apply_sink(operand: cute.Tensor, p: cute.Tensor, numbers: cute.Tensor, flags: Int32):
+    """operand <- sink factor P, rounded."""
+    if flags & HAS_SINK != 0:
+        scaled = cute.make_rmem_tensor_like(p)
+        x, w, column = by_row(p), by_row(scaled), own_column()
         for j in cutlass.range_constexpr(cute.size(x, mode=[1]) // 2):
-            weight = pair_of(numbers, WEIGHT, j, column)
+            sink_factor = pair_of(numbers, SINK_FACTOR, j, column)
             for r in cutlass.range_constexpr(ROWS):
                 for c in cutlass.range_constexpr(2):
-                    w[r, 2 * j + c] = x[r, 2 * j + c] * weight[c]
-        round_to(operand, weighted)
+                    w[r, 2 * j + c] = x[r, 2 * j + c] * sink_factor[c]
+        round_to(operand, scaled)
     else:
         round_to(operand, p)
 
@@ -85,15 +85,15 @@ def drop(dp: cute.Tensor, p: cute.Tensor):
 
 
 @cute.jit
-def differentiate(operand: cute.Tensor, p: cute.Tensor, dp: cute.Tensor, numbers: cute.Tensor, facts: Int32):
-    """operand <- P (weight dP - delta), rounded."""
+def differentiate(operand: cute.Tensor, p: cute.Tensor, dp: cute.Tensor, numbers: cute.Tensor, flags: Int32):
+    """operand <- P (sink factor dP - delta), rounded."""
     x, y, column = by_row(p), by_row(dp), own_column()
-    if facts & WEIGHS != 0:
+    if flags & HAS_SINK != 0:
         for j in cutlass.range_constexpr(cute.size(x, mode=[1]) // 2):
-            weight = pair_of(numbers, WEIGHT, j, column)
+            sink_factor = pair_of(numbers, SINK_FACTOR, j, column)
             for r in cutlass.range_constexpr(ROWS):
                 for c in cutlass.range_constexpr(2):
-                    y[r, 2 * j + c] = y[r, 2 * j + c] * weight[c]
+                    y[r, 2 * j + c] = y[r, 2 * j + c] * sink_factor[c]
     for j in cutlass.range_constexpr(cute.size(x, mode=[1]) // 2):
         delta = pair_of(numbers, DELTA, j, column)
         for r in cutlass.range_constexpr(ROWS):
@@ -135,10 +135,10 @@ def add_scaled(acc: cute.Tensor, factor: Float32, other: cute.Tensor):
 def zero_row(tile: cute.Tensor, row: Int32):
     """By one thread: a row of a (rows, columns) slab tile, whose swizzle stays within 128 bytes of it."""
     rows, columns = cute.size(tile, mode=[0]), cute.size(tile, mode=[1])
-    words = cute.recast_ptr(tile.iterator, dtype=cutlass.Uint32)
+    base = cute.recast_ptr(tile.iterator, dtype=cutlass.Uint32)
     zeros = cute.make_rmem_tensor(4, cutlass.Uint32)
     zeros.fill(0)
     for slab in cutlass.range_constexpr(columns // 64):
         for chunk in cutlass.range(8, unroll=1):  # rare: not worth the registers of unrolled addresses
-            place = words + ((slab * rows + row) * 8 + chunk) * 4
+            place = base + ((slab * rows + row) * 8 + chunk) * 4
             cute.autovec_copy(zeros, cute.make_tensor(place.align(16), cute.make_layout(4)))

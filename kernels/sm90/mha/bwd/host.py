@@ -23,7 +23,7 @@ class RowOperands(NamedTuple):
     """The arrays of rows: float32 [b, s_q, h_q], and int32 [b, s_q]."""
 
     lse: cute.Pointer
-    weight: cute.Pointer
+    sink_factor: cute.Pointer
     delta: cute.Pointer
     start: cute.Pointer
     stop: cute.Pointer
@@ -41,7 +41,7 @@ class Results(NamedTuple):
     s_kv: Int32
 
 
-class DenseBackwardKernel:
+class MhaBackwardKernel:
     """A kernel is a class with the method `kernel(rows, keys, operands, results, scale, n)`:
 
     rows  TMA and array, for q and dout each
@@ -111,7 +111,7 @@ class DenseBackwardKernel:
         return tuple(x if name in names else None for name, x in given.items())
 
 
-def compile_kernel(kernel: DenseBackwardKernel, variant: MhaBackward, out_dir: Path) -> Compiled:
+def compile_kernel(kernel: MhaBackwardKernel, variant: MhaBackward, out_dir: Path) -> Compiled:
     return compile_ahead(
         kernel,
         type(kernel).kernel,

@@ -1,4 +1,4 @@
-"""Finds once which keys every tile of rows sees, because every CTA of `mha_dkdv` asks about all tiles.
+"""Finds once which keys every tile of rows sees, because every CTA of `mha_dkdv` needs those of all tiles.
 
 A warp takes a tile of rows of one batch entry. The result is the same for all KV heads.
 """
@@ -10,7 +10,7 @@ import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 from cutlass import Int32
 
-from kernels.abi import TileSpans as Variant
+from kernels.abi import TileSpans
 from kernels.aot import Compiled, compile_ahead
 from kernels.lib.launch import i32, launch_facts, pointers
 from kernels.lib.rows import WARP, Extents, RowTile, ceil_div, divide, extents
@@ -32,7 +32,7 @@ class Config:
         return WARP * self.tile_n
 
 
-class TileSpans:
+class TileSpansSm90:
     def __init__(self, config: Config):
         self.config = config
 
@@ -81,11 +81,11 @@ def read_seen(seen: cute.Pointer, tile: Int32) -> tuple[Int32, Int32]:
     return values[0], values[1]
 
 
-def compile(variant: Variant, out_dir: Path) -> Compiled:
+def compile(variant: TileSpans, out_dir: Path) -> Compiled:
     config = Config()
     return compile_ahead(
-        TileSpans(config),
-        TileSpans.kernel,
+        TileSpansSm90(config),
+        TileSpansSm90.kernel,
         *pointers("bfloat16", "int32", "int32", "int32"),
         *(i32() for _ in range(4)),
         name="tile_spans_sm90",

@@ -1,4 +1,4 @@
-"""Attention for Hopper, head dimensions up to 256, K and V apart.
+"""Attention for Hopper, head dimensions up to 256, separate K and V.
 
     producer warp     Q  K0 V0  K1 V1  K2 V2 ...               TMA into rings of Q, K and V tiles
     clearing warps          V0     V1     V2 ...               unseen values become 0, because 0 * NaN is NaN
@@ -10,7 +10,7 @@ Warps are specialised. Q K' of tile t + 1 is issued before P V of tile t, so the
 cores: FlashAttention-3's overlap within a warpgroup. P stays in registers.
 
 A tile of rows that sees few keys in all, such as a window, has a single tile of them, and there is nothing to issue
-ahead. Its products are narrower, and WG 1 begins when WG 0 has its weights: in step, each would wait for the other.
+ahead. Its products are narrower, and WG 1 begins when WG 0 has its P: in step, each would wait for the other.
 
     consumer WG 0     S0      | P0 V0   O | S0'     | P0' V0'
     consumer WG 1     P V   O | S0        | P0 V0   O | S0' ...
@@ -24,16 +24,15 @@ from pathlib import Path
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from kernels.abi import Forward
 from kernels.aot import Compiled
 from kernels.lib.forward import ForwardKernel, compile_forward
-from kernels.lib.launch import SMEM_LIMIT, WARP, WARPGROUP
+from kernels.lib.launch import WARP, WARPGROUP
 from kernels.lib.output import store_output, store_part
 from kernels.lib.rows import (
-    PUBLISHED,
     ROWS_OF_WARPGROUP,
     BoxedRows,
     Extents,
@@ -45,7 +44,6 @@ from kernels.lib.rows import (
 from kernels.lib.softmax import RowResults, Softmax, rescale_rows
 from kernels.lib.spans import RowSpans, Span, SpanOperands, ask_span, open_span, read_span
 from kernels.lib.splits import own_part
-from kernels.lib.tiles import TileAllocator
 from kernels.lib.wgmma import (
     K_MAJOR,
     MN_MAJOR,
@@ -62,119 +60,12 @@ from kernels.lib.wgmma import (
     zero_rows,
 )
 
-CLEARERS = WARPGROUP - WARP  # threads besides the producer's warp
-TILE_N = {64: 128, 128: 160, 256: 80}  # keys by d: 160 holds a window of 128 for 33 queries; 80 is what fits into SMEM
+from .config import CLEARERS, Config
+from .smem import Barriers, Shared, allocate
+
 L2_KEYS = 32 * 1024 * 1024  # bytes of K and V that stay in L2 while others pass
-TURN_GIVEN = 1  # named barriers, by stage of Q: WG 0 has its weights; 0 is sync_threads'
+TURN_GIVEN = 1  # named barriers, by stage of Q: WG 0 has its P; 0 is sync_threads'
 Q_CLEARED = 3  # named barrier: rows of Q's tiles that no box has are zeros
-
-
-@dataclass(frozen=True)
-class Config:
-    """Compile-time choices; every tile, count and size follows from them."""
-
-    d: int
-    dtype: str
-    sources: tuple[str, ...] = ("span",)
-    stages: int = 2  # stages of K and of V
-    gathers: bool = False
-    shared_kv: bool = False
-    cluster: int = 1
-
-    @property
-    def consumers(self) -> int:
-        """Consumer warpgroups, of 64 rows each."""
-        return 3 if self.d == 64 else 2
-
-    @property
-    def tile_m(self) -> int:
-        return 64 * self.consumers
-
-    @property
-    def tile_n(self) -> int:
-        return TILE_N[self.d]
-
-    @property
-    def few(self) -> int:
-        """At most this many keys are few: a window of 128 for 16 queries."""
-        return {128: 144}.get(self.d, 0)
-
-    @property
-    def threads(self) -> int:
-        return WARPGROUP * (1 + self.consumers)
-
-    @property
-    def registers(self) -> tuple[int, int]:
-        """(producer, consumer) registers a thread; together they fill the file of 65536."""
-        return {2: (40, 232), 3: (32, 160)}[self.consumers]
-
-    @property
-    def row_bytes(self) -> int:
-        return self.d * 2
-
-    @property
-    def key_tile_bytes(self) -> int:
-        return self.tile_n * self.row_bytes
-
-    @property
-    def stages_q(self) -> int:
-        return 2 if self.smem_with(2) <= SMEM_LIMIT else 1
-
-    @property
-    def slots(self) -> int:
-        """For the producer's findings about a tile of rows, which are read until its end, long after Q is gone."""
-        return 2 * self.stages_q
-
-    @property
-    def smem_bytes(self) -> int:
-        return self.smem_with(self.stages_q)
-
-    def smem_with(self, stages_q: int) -> int:
-        """Bytes of SMEM with this many stages of Q."""
-        tiles = stages_q * self.tile_m * self.row_bytes + 2 * self.stages * self.key_tile_bytes
-        info, barriers = 4 * PUBLISHED * 2 * 2 * stages_q, 8 * (2 * stages_q + 5 * self.stages)
-        return 1024 + tiles + info + barriers
-
-    @property
-    def columns_q(self) -> int:
-        return self.d
-
-    @property
-    def columns_k(self) -> int:
-        return self.d
-
-    @property
-    def launch_options(self) -> dict[str, int]:
-        return {"min_blocks_per_mp": 1}  # without it ptxas silently drops setmaxnreg
-
-    def __post_init__(self):
-        if self.d not in TILE_N:
-            raise ValueError(f"got d = {self.d}, wanted one that has tiles: {', '.join(map(str, TILE_N))}")
-        if self.smem_bytes > SMEM_LIMIT:
-            raise ValueError(f"needs {self.smem_bytes} bytes of SMEM, {SMEM_LIMIT} fit: {self}")
-
-
-@dataclass(frozen=True)
-class Barriers:
-    """mbarriers in SMEM, one for each stage."""
-
-    q_full: cute.Pointer
-    q_empty: cute.Pointer
-    k_full: cute.Pointer
-    k_empty: cute.Pointer
-    v_landed: cute.Pointer
-    v_full: cute.Pointer  # and cleared
-    v_empty: cute.Pointer
-
-
-@dataclass(frozen=True)
-class Shared:
-    """SMEM beside the barriers."""
-
-    q: cute.Tensor  # (tile_m, d, stage)
-    k: cute.Tensor  # (tile_n, d, stage)
-    v: cute.Tensor  # (tile_n, d, stage)
-    info: cute.Tensor  # (PUBLISHED, row tile and span, slot): numbers that the producer found
 
 
 @dataclass(frozen=True)
@@ -201,12 +92,12 @@ class Consumer:
     b_v: cute.Tensor
     scores: Scores
     few: Scores  # scores of `Config.few` keys, in the same registers
-    weights: cute.Tensor
+    p: cute.Tensor
     out: cute.Tensor
     softmax: Softmax
 
 
-class FwdSm90(ForwardKernel):
+class MhaFwdSm90(ForwardKernel):
     @cute.kernel
     def kernel(
         self,
@@ -220,22 +111,14 @@ class FwdSm90(ForwardKernel):
         c = self.config
         tma_k, mK, tma_v, mV, operands = sources[0]
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        bar, smem = self.allocate()
+        bar, smem = allocate(c, self.dtype)
         rows = n.box_inner * n.box_outer
         consumers = WARPGROUP * ceil_div(rows, ROWS_OF_WARPGROUP)  # threads of other warpgroups have no rows
         if warp == 0:
             for atom in (rows_of_q[0], tma_k, tma_v):
                 cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
-                for s in cutlass.range_constexpr(c.stages_q):
-                    cute.arch.mbarrier_init(bar.q_full + s, 1)
-                    cute.arch.mbarrier_init(bar.q_empty + s, consumers + CLEARERS)
-                for s in cutlass.range_constexpr(c.stages):
-                    cute.arch.mbarrier_init(bar.k_full + s, 1)
-                    cute.arch.mbarrier_init(bar.v_landed + s, 1)
-                    cute.arch.mbarrier_init(bar.v_full + s, CLEARERS)
-                    cute.arch.mbarrier_init(bar.k_empty + s, consumers)
-                    cute.arch.mbarrier_init(bar.v_empty + s, consumers)
+                bar.initialise(c, consumers)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_launch_dependents()  # `combine`, where it follows, waits for this grid itself
@@ -252,14 +135,6 @@ class FwdSm90(ForwardKernel):
             if rows % ROWS_OF_WARPGROUP != 0:
                 cute.arch.barrier(barrier_id=Q_CLEARED, number_of_threads=CLEARERS + consumers)
             self.consume(self.consumer(bar, smem, scale_log2, n), operands, o, results, n)
-
-    def allocate(self) -> tuple[Barriers, Shared]:
-        c, smem = self.config, TileAllocator(self.dtype)
-        q = smem.tile(c.tile_m, c.d, c.stages_q)
-        k, v = (smem.tile(c.tile_n, c.d, c.stages) for _ in range(2))
-        info = smem.allocate_tensor(Int32, cute.make_layout((PUBLISHED, 2, c.slots)), 16)
-        rings = 2 * [c.stages_q] + 5 * [c.stages]
-        return Barriers(*(smem.allocate_array(Int64, stages) for stages in rings)), Shared(q, k, v, info)
 
     @cute.jit
     def produce(
@@ -363,7 +238,7 @@ class FwdSm90(ForwardKernel):
             b_v=operand_b(pv, transposed(smem.v)),
             scores=Scores(qk, scores, c.tile_n),
             few=Scores(few, scores_of_few, c.few),
-            weights=register_operand(pv, c.tile_n, self.dtype),
+            p=register_operand(pv, c.tile_n, self.dtype),
             out=accumulator(pv, c.d),
             softmax=Softmax.of(scale_log2),
         )
@@ -398,14 +273,14 @@ class FwdSm90(ForwardKernel):
         rows = self.issue_first(w, w.scores, span, boxed, turn, fills0)
         cute.arch.mbarrier_arrive(bar.k_empty + fills0 % c.stages)
         rows.mask(scores, 0)
-        self.weigh_first(w, w.scores)
+        self.first_softmax(w, w.scores)
         for t in cutlass.range(1, last + 1, unroll=1):
             stage, parity = (fills0 + t) % c.stages, (fills0 + t) // c.stages & 1
             stage_v, parity_v = (fills0 + t - 1) % c.stages, (fills0 + t - 1) // c.stages & 1
             cute.arch.mbarrier_wait(bar.k_full + stage, parity)
             multiply(mma, scores, w.a[None, None, None, stage_q], w.b_k[None, None, None, stage], fresh=True)
             cute.arch.mbarrier_wait(bar.v_full + stage_v, parity_v)
-            multiply(w.pv, w.out, w.weights, w.b_v[None, None, None, stage_v], fresh=t == 1)
+            multiply(w.pv, w.out, w.p, w.b_v[None, None, None, stage_v], fresh=t == 1)
             warpgroup.wait_group(1)
             cute.arch.mbarrier_arrive(bar.k_empty + stage)
             rows.mask(scores, t)
@@ -415,7 +290,7 @@ class FwdSm90(ForwardKernel):
             s.exponentiate(scores)
             wait_after(s.row_sum[0], s.row_sum[1])
             cute.arch.mbarrier_arrive(bar.v_empty + stage_v)
-            round_to(w.weights, scores)
+            round_to(w.p, scores)
             rescale_rows(w.out, s.factor)
         cute.arch.mbarrier_arrive(bar.q_empty + stage_q)
         self.finish(w, w.scores, boxed, o, results, turn, fills0 + last, fresh=last == 0)
@@ -442,7 +317,7 @@ class FwdSm90(ForwardKernel):
         cute.arch.mbarrier_arrive(w.bar.k_empty + fill % c.stages)
         cute.arch.mbarrier_arrive(w.bar.q_empty + stage_q)
         rows.mask(w.few.acc, 0)
-        self.weigh_first(w, w.few)
+        self.first_softmax(w, w.few)
         if two & (w.group == 0):
             cute.arch.barrier_arrive(**turn_given)
         self.finish(w, w.few, boxed, o, results, turn, fill, fresh=True)
@@ -462,10 +337,10 @@ class FwdSm90(ForwardKernel):
         return rows
 
     @cute.jit
-    def weigh_first(self, w: Consumer, scores: Scores):
+    def first_softmax(self, w: Consumer, scores: Scores):
         w.softmax.raise_max(scores.acc)
         w.softmax.exponentiate(scores.acc)
-        round_to(w.weights, scores.acc)
+        round_to(w.p, scores.acc)
 
     @cute.jit
     def finish(
@@ -484,7 +359,7 @@ class FwdSm90(ForwardKernel):
         tile = RowTile.read(w.smem.info[None, 0, turn % c.slots], w.n)  # again: it is not kept meanwhile
         stage, parity = fill % c.stages, fill // c.stages & 1
         cute.arch.mbarrier_wait(bar.v_full + stage, parity)
-        multiply(w.pv, w.out, w.weights, w.b_v[None, None, None, stage], fresh=fresh, blocks=range(scores.keys // 16))
+        multiply(w.pv, w.out, w.p, w.b_v[None, None, None, stage], fresh=fresh, blocks=range(scores.keys // 16))
         s.read_sinks(tile, boxed, results)
         s.sum_columns()
         s.finish(tile, boxed, w.thread, results, writes_lse=True)
@@ -502,4 +377,4 @@ def key_tiles(span: Span) -> Int32:
 
 
 def compile(variant: Forward, out_dir: Path) -> Compiled:
-    return compile_forward(FwdSm90(Config(variant.d, variant.dtype)), variant, out_dir, name="mha_fwd_sm90")
+    return compile_forward(MhaFwdSm90(Config(variant.d, variant.dtype)), variant, out_dir, name="mha_fwd_sm90")

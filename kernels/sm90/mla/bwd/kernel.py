@@ -41,10 +41,11 @@ from kernels.aot import Compiled
 from kernels.lib.cluster import CLUSTER, arrive, await_others
 from kernels.lib.launch import SMEM_LIMIT, WARP, WARPGROUP, registers_at_launch
 from kernels.lib.output import store_output
+from kernels.lib.ptx import copy_or_zero
 from kernels.lib.rows import PUBLISHED, BoxedRows, Extents, PlacedTile, RowTile, Walk, load, row_of
-from kernels.lib.selections import CHUNK, LANES_A_ROW, Run, Selection, copy_or_zero, open_selection, with_keys
+from kernels.lib.selections import CHUNK, LANES_A_ROW, Run, Selection, mask_absent, open_selection, with_keys
 from kernels.lib.softmax import LOG2_E, ROWS, by_row, exp2
-from kernels.lib.spans import Span, SpanOperands, ask_span, bits, open_span, span_of
+from kernels.lib.spans import Span, SpanOperands, ask_span, mask_row, open_span, span_of
 from kernels.lib.splits import on_source, total_tiles
 from kernels.lib.tiles import TileAllocator
 from kernels.lib.wgmma import (
@@ -360,7 +361,7 @@ class LatentBwdSm90(LatentBackwardKernel):
                 target = dkv.aim(gradient, smem.keys[None, k % STAGES], n)
                 warpgroup.wait_group(1)
                 if cutlass.const_expr(c.gathers):
-                    mask_absent(s, smem.keys[None, k % STAGES])
+                    mask_absent(s, find_absent(smem.keys[None, k % STAGES]))
                 else:
                     self.mask_rows(s, smem, t, k % STAGES, turn & 1, thread)
                 exponentiate(s, numbers, scale_log2)
@@ -499,30 +500,16 @@ def mask_span(scores: cute.Tensor, spans: cute.Tensor, slot: cute.Tensor, key0: 
         column0 = key0 + cute.arch.lane_idx() % 4 * 2
         for r in cutlass.range_constexpr(ROWS):
             start, stop = (spans[row_of(thread, r), i] for i in range(2))
-            for c in cutlass.range_constexpr(2):
-                visible = bits(start - column0 - c, stop - column0 - c)
-                for j in cutlass.range_constexpr(cute.size(s, mode=[1]) // 2):
-                    if visible & (1 << j) == 0:
-                        s[r, 2 * j + c] = -Float32.inf
+            mask_row(s, r, start - column0, stop - column0)
 
 
 @cute.jit
-def mask_absent(scores: cute.Tensor, keys: cute.Tensor):
-    """-inf for every key that is absent."""
-    lane = cute.arch.lane_idx()
+def find_absent(keys: cute.Tensor) -> cute.Tensor:
+    """A bit for every key of a tile: whether it is absent."""
     absent = cute.make_rmem_tensor(cute.size(keys) // WARP, Uint32)
-    anything = Uint32(0)
     for word in cutlass.range_constexpr(cute.size(absent)):
-        absent[word] = Uint32(cute.arch.vote_ballot_sync(keys[word * WARP + lane] < 0))
-        anything = anything | absent[word]
-    if anything != Uint32(0):
-        s = by_row(scores)
-        for i in cutlass.range_constexpr(cute.size(s, mode=[1])):
-            column = i % 2 + i // 2 * 8
-            bits = absent[column // 32] >> Uint32(lane % 4 * 2)
-            if bits & Uint32(1 << column % 32) != Uint32(0):
-                for r in cutlass.range_constexpr(ROWS):
-                    s[r, i] = -Float32.inf
+        absent[word] = Uint32(cute.arch.vote_ballot_sync(keys[word * WARP + cute.arch.lane_idx()] < 0))
+    return absent
 
 
 @cute.jit

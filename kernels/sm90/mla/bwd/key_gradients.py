@@ -9,15 +9,24 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Int32, Int64, Uint32
 from cutlass.cute.nvgpu import warp as cute_warp
 from cutlass.cute.nvgpu import warpgroup
 
-from kernels.lib.barriers import arrive_if
 from kernels.lib.cluster import Peer
 from kernels.lib.launch import WARP, WARPGROUP
-from kernels.lib.ptx import ptx
-from kernels.lib.reductions import add_four
+from kernels.lib.ptx import (
+    add_fixed,
+    add_four,
+    address_again,
+    arrive_if,
+    load_again,
+    load_shared,
+    load_shared_four,
+    send_words,
+    store_shared_four,
+    thread_id_again,
+)
 from kernels.lib.rows import Extents, row_of
 from kernels.lib.softmax import ROWS, by_row
 from kernels.lib.wgmma import (
@@ -167,7 +176,7 @@ class KeyGradients:
                 if cutlass.const_expr(more):
                     self.make(i + c.under_way)
                 if cutlass.const_expr(c.deterministic):
-                    add_fixed(slot, target, chunk.column0, self.resolution)
+                    add_in_fixed_point(slot, target, chunk.column0, self.resolution)
                 else:
                     add_staged(slot, target, chunk.column0)
             else:
@@ -182,8 +191,7 @@ class KeyGradients:
     def peer(self, bar: Barriers) -> Peer:
         """The other CTA of the cluster; it asks again where that is."""
         here, rank = bar.first.toint(), 1 - self.rank
-        there = ptx("mapa.shared::cluster.u32 $0, $1, $2;", Int32(here), Int32(rank), gives=(Int32,))[0]
-        return Peer(rank, there - here)
+        return Peer(rank, address_again(here, rank) - here)
 
     def place_of(self, chunk: Chunk) -> Int32:
         """The place of this thread's part of the peer's numbers. No two chunks of a tile have the same place; otherwise
@@ -218,7 +226,7 @@ def stage_rows(acc: cute.Tensor, slot: Int32):
     row0 = slot + lane // 4 * 128 + lane % 8 * 16
     for r in cutlass.range_constexpr(ROWS):
         for i in cutlass.range_constexpr(cute.size(rows, mode=[1]) // 4):
-            store_four((row0 ^ i * 64) + r * 8 * 128, *(rows[r, 4 * i + j] for j in range(4)))
+            store_shared_four((row0 ^ i * 64) + r * 8 * 128, *(rows[r, 4 * i + j] for j in range(4)))
     cute.arch.sync_warp()
 
 
@@ -230,22 +238,22 @@ def add_staged(slot: Int32, target: Target, column0: cutlass.Constexpr):
     lane = cute.arch.lane_idx()
     of_lane = slot + lane // 8 * 128 + (lane % 8 ^ lane // 8 % 2 * 4) * 16
     for first in cutlass.range_constexpr(0, 4, 2):
-        values = tuple(load_four(of_lane + i * 4 * 128) for i in (first, first + 1))
+        values = tuple(load_shared_four(of_lane + i * 4 * 128) for i in (first, first + 1))
         for i in cutlass.range_constexpr(2):
             add_four(*target.of_key(first + i), column0 * 4, *values[i])
     cute.arch.sync_warp()
 
 
 @cute.jit
-def add_fixed(slot: Int32, target: Target, column0: cutlass.Constexpr, resolution: cute.Pointer):
+def add_in_fixed_point(slot: Int32, target: Target, column0: cutlass.Constexpr, resolution: cute.Pointer):
     """Adds from there to memory in fixed point, in which sums do not depend on order: 32 columns of a key at a time."""
     lane, warp = cute.arch.lane_idx(), thread_again() // WARP
-    unit = load_again(resolution)
+    unit = load_again(resolution.toint())
     for row in cutlass.range_constexpr(16):
-        value = load_one(slot + row * 128 + (lane ^ row % 2 * 16) * 4)
+        value = load_shared(slot + row * 128 + (lane ^ row % 2 * 16) * 4)
         key = target.keys[warp * 16 + row]
         place = target.first + Int64(cutlass.max(key, Int32(0))) * target.step
-        add_one(place, key, column0 * 8, value * unit)
+        add_fixed(place, key, column0 * 8, value * unit)
     cute.arch.sync_warp()
 
 
@@ -255,7 +263,7 @@ def add_by_quads(acc: cute.Tensor, received: Int32 | None, target: Target, colum
     rows = by_row(acc)
     quads = cute.size(rows, mode=[1]) // 4
     if cutlass.const_expr(received is not None):
-        more = [load_four(received + i * WARPGROUP * 16) for i in range(ROWS * quads)]
+        more = [load_shared_four(received + i * WARPGROUP * 16) for i in range(ROWS * quads)]
         for r in cutlass.range_constexpr(ROWS):
             for i in cutlass.range_constexpr(4 * quads):
                 rows[r, i] = rows[r, i] + more[r * quads + i // 4][i % 4]
@@ -274,50 +282,12 @@ def send(peer: Peer, acc: cute.Tensor, slot: Int32, arrived: cute.Pointer):
     for r in cutlass.range_constexpr(ROWS):
         for pair in cutlass.range_constexpr(pairs):
             words = tuple(rows[r, 4 * pair + i] for i in range(4))
-            send_four(slot + peer.shift, (r * pairs + pair) * WARPGROUP * 16, words, arrived.toint() + peer.shift)
-
-
-def send_four(address: Int32, offset: int, words: tuple[Uint32, ...], barrier: Int32) -> None:
-    """Sends to the peer's place, `offset` bytes after address; the peer's barrier counts the bytes when they arrive."""
-    ptx(
-        f"st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [$0+{offset}], {{$2, $3, $4, $5}}, [$1];",
-        Int32(address),
-        Int32(barrier),
-        *words,
-    )
+            offset = (r * pairs + pair) * WARPGROUP * 16
+            send_words(slot + peer.shift, words, arrived.toint() + peer.shift, offset)
 
 
 def thread_again() -> Int32:
     """This thread of its warpgroup, asked for where it is needed, so that nothing derived from it stays in
     registers.
     """
-    return ptx("mov.u32 $0, %tid.x;", gives=(Int32,))[0] % WARPGROUP
-
-
-def load_again(place: cute.Pointer) -> Float32:
-    """Loads a value where it is needed, for the same reason."""
-    return ptx("ld.global.nc.f32 $0, [$1];", place.toint(), gives=(Float32,))[0]
-
-
-def store_four(address: Int32, *values: Float32) -> None:
-    ptx("st.shared.v4.f32 [$0], {$1, $2, $3, $4};", Int32(address), *map(Float32, values))
-
-
-def load_four(address: Int32) -> tuple:
-    return ptx("ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", Int32(address), gives=(Float32,) * 4)
-
-
-def load_one(address: Int32) -> Float32:
-    return ptx("ld.shared.f32 $0, [$1];", Int32(address), gives=(Float32,))[0]
-
-
-def add_one(target: Int64, there: Int32, offset: int, value: Float32) -> None:
-    """Adds the integer nearest to value to a 64-bit integer in memory, `offset` bytes after target, unless `there` is
-    negative."""
-    ptx(
-        "{ .reg .pred p; .reg .s64 x; setp.ge.s32 p, $1, 0; cvt.rni.s64.f32 x, $2; "
-        f"@p red.relaxed.gpu.global.add.u64 [$0+{offset}], x; }}",
-        Int64(target),
-        Int32(there),
-        Float32(value),
-    )
+    return thread_id_again() % WARPGROUP

@@ -10,7 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from kernels.lib.ptx import ptx
+from kernels.lib.ptx import prefetch_bulk
 from kernels.lib.rows import RowTile
 from kernels.lib.selections import LANES_A_ROW
 
@@ -44,8 +44,4 @@ def prefetch_of(source: Any, tile: RowTile, keys: cute.Tensor, thread: Int32, ro
         first = source.dkv.toint() + (Int64(tile.batch) * source.s_batch * n.h_kv + tile.kv_head) * row_bytes
         for i in cutlass.range_constexpr(cute.size(keys)):
             if keys[i] >= 0:
-                prefetch_to_l2(first + Int64(keys[i]) * (n.h_kv * row_bytes), row_bytes)
-
-
-def prefetch_to_l2(address: Int64, size: int) -> None:
-    ptx(f"cp.async.bulk.prefetch.L2.global [$0], {size};", Int64(address))
+                prefetch_bulk(first + Int64(keys[i]) * (n.h_kv * row_bytes), row_bytes)

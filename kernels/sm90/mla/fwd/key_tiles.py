@@ -13,8 +13,9 @@ from cutlass import Int32
 
 from kernels.lib.cluster import Peer
 from kernels.lib.launch import WARP, WARPGROUP
+from kernels.lib.ptx import copy_or_zero
 from kernels.lib.rows import RowTile
-from kernels.lib.selections import CHUNK, LANES_A_ROW, Selection, copy_or_zero, with_keys
+from kernels.lib.selections import CHUNK, LANES_A_ROW, Selection, with_keys
 from kernels.lib.spans import Span
 from kernels.lib.splits import on_source, total_tiles
 from kernels.lib.wgmma import SLAB, not_, tma_tiles

@@ -16,7 +16,16 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from kernels.lib.cluster import Peer
-from kernels.lib.ptx import ptx
+from kernels.lib.ptx import (
+    e4m3_to_bf16,
+    fma_bf16x2,
+    load_words_unless,
+    permute_bytes,
+    prefetch_unless,
+    scale_of_e4m3,
+    scale_of_ue8m0,
+    store_shared_words,
+)
 from kernels.lib.rows import RowTile, ceil_div
 from kernels.lib.selections import CHUNK, Selection
 from kernels.lib.wgmma import SLAB
@@ -195,7 +204,7 @@ class PackedSelection(Selection):
                 if cutlass.const_expr(i + lanes > lines):
                     last = self.scales_at(places, key, 0) + (packing.scales - 1)
                     address = address if i + part < lines else last
-                prefetch(address, units)
+                prefetch_unless(ABSENT, address, units)
 
     @cute.jit
     def fetch(self, t: Int32, held: Held, places: Places, slabs: cutlass.Constexpr, thread: Int32):
@@ -206,10 +215,11 @@ class PackedSelection(Selection):
     def fetch_key(self, held: Held, places: Places, slabs: range, part: Int32, key: int) -> None:
         form, units, first = self.format, places.units[key], self.entry_at(places, key)
         mine = {count: first + part * (count * WORD) for count in {form.piece_words(slab) for slab in slabs}}
-        at = held.put(key, 0, load_or_zero(self.scales_at(places, key, slabs[0]), units, form.scale_words(slabs)))
+        scales = load_words_unless(ABSENT, self.scales_at(places, key, slabs[0]), units, form.scale_words(slabs))
+        at = held.put(key, 0, scales)
         for slab, piece in form.pieces(slabs):
             count = form.piece_words(slab)
-            at = held.put(key, at, load_or_zero(mine[count] + form.offset(slab, piece), units, count))
+            at = held.put(key, at, load_words_unless(ABSENT, mine[count] + form.offset(slab, piece), units, count))
 
     @cute.jit
     def unpack(
@@ -258,7 +268,7 @@ class Part:
 
     def put(self, slab: int, key: int, chunk: Int32, words: tuple[Uint32, ...]) -> None:
         """Stores 16 bytes where they belong; the peer's barrier counts those that it gets."""
-        store_words(self.at(slab, key, chunk), words)
+        store_shared_words(self.at(slab, key, chunk), words)
         if self.peer is not None:
             self.peer.send(self.at(slab, key, chunk), words, self.full)
 
@@ -273,36 +283,8 @@ def scale_of(form: Format, scales: tuple[Uint32, ...], slab: int, part: Int32) -
     word, byte = divmod(slab * form.scales_a_slab, WORD)
     mine = Uint32(part * form.scales_a_slab // form.lanes) if form.scales_a_slab > 1 else Uint32(0)
     if form.bits == 8:
-        return (power_of_two(scales[word], mine * Uint32(0x1010) + Uint32(0x0404 + byte * 0x1010)),)
-    return scale_of_e2m1(scales[word] >> (mine + Uint32(byte)) * Uint32(8) & Uint32(0xFF))
-
-
-def power_of_two(codes: Uint32, order: Uint32) -> Uint32:
-    """One of four ue8m0 as a pair of bf16; 0 is 0, for absent keys. `order` makes the bytes 0, code, 0, code of codes
-    and zeros. A code of 255 becomes inf, and inf 0 + inf is NaN.
-    """
-    text = """{ .reg .b32 x, zeros;
-        mov.b32 zeros, 0;
-        prmt.b32 x, $1, zeros, $2;
-        shr.u32 x, x, 1;
-        fma.rn.bf16x2 $0, x, zeros, x;\n}"""
-    return ptx(text, codes, order, gives=(Uint32,), early=True, pure=True)[0]
-
-
-def scale_of_e2m1(code: Uint32) -> tuple[Uint32, Uint32]:
-    """Half of an e4m3 scale, and what makes up for `MIDDLE` of it, as pairs of bf16; 0 is 0, for absent keys."""
-    text = f"""{{ .reg .b16 pair, low, high;
-        .reg .b32 x;
-        .reg .f32 f;
-        cvt.u16.u32 pair, $2;
-        cvt.rn.f16x2.e4m3x2 x, pair;
-        mov.b32 {{low, high}}, x;
-        cvt.f32.f16 f, low;
-        mul.rn.f32 f, f, 0f3F000000;
-        cvt.rn.bf16x2.f32 $0, f, f;
-        mov.b32 x, {(MIDDLE_IN_BF16 | 0x8000) * 0x10001:#x};
-        mul.rn.bf16x2 $1, $0, x;\n}}"""
-    return ptx(text, code, gives=(Uint32,) * 2, early=True, pure=True)
+        return (scale_of_ue8m0(scales[word], mine * Uint32(0x1010) + Uint32(0x0404 + byte * 0x1010)),)
+    return scale_of_e4m3(scales[word] >> (mine + Uint32(byte)) * Uint32(8) & Uint32(0xFF), MIDDLE_IN_BF16)
 
 
 def unpacked(form: Format, words: tuple[Uint32, ...], scale: tuple[Uint32, ...]) -> list[tuple[Uint32, ...]]:
@@ -321,69 +303,8 @@ def e2m1_to_bf16(word: Uint32, half_scale: Uint32, middle: Uint32) -> tuple[Uint
     signs = word ^ Uint32(0x88888888)
     fours = []
     for bits in (0, 16):
-        positive = permuted(*POSITIVE, word >> Uint32(bits))
-        negative = permuted(*NEGATIVE, signs >> Uint32(bits))
+        positive = permute_bytes(*POSITIVE, word >> Uint32(bits))
+        negative = permute_bytes(*NEGATIVE, signs >> Uint32(bits))
         fours.append(positive | negative)
-    pairs = [permuted(four, POSITIVE[0], Uint32(order)) for four in fours for order in (0x7170, 0x7372)]
-    return tuple(fused_bf16(pair, half_scale, middle) for pair in pairs)
-
-
-def permuted(low: Uint32, high: Uint32, order: Uint32) -> Uint32:
-    """Four of eight bytes below 128, each by three bits of a nibble; 0 where the fourth is set."""
-    return ptx("prmt.b32 $0, $1, $2, $3;", Uint32(low), Uint32(high), order, gives=(Uint32,), pure=True)[0]
-
-
-def fused_bf16(a: Uint32, b: Uint32, c: Uint32) -> Uint32:
-    """a b + c of pairs of bf16."""
-    return ptx("fma.rn.bf16x2 $0, $1, $2, $3;", a, b, c, gives=(Uint32,), pure=True)[0]
-
-
-def e4m3_to_bf16(packed: Uint32, scale: Uint32) -> tuple[Uint32, Uint32]:
-    """Four numbers times a pair of equal scales, exactly except for what bf16 cannot hold: all that e4m3 has, f16 has,
-    and bf16 too."""
-    one_pair = """
-        cvt.rn.f16x2.e4m3x2 x, {packed};
-        mov.b32 {{low, high}}, x;
-        cvt.f32.f16 f, low;
-        cvt.f32.f16 g, high;
-        cvt.rn.bf16x2.f32 x, g, f;
-        mul.rn.bf16x2 {result}, x, $3;"""
-    pairs = (one_pair.format(packed=pair, result=f"${i}") for i, pair in enumerate(("first", "second")))
-    return ptx(
-        "{ .reg .b16 first, second, low, high;\n .reg .b32 x;\n .reg .f32 f, g;\n mov.b32 {first, second}, $2;"
-        + "".join(pairs)
-        + "\n}",
-        Uint32(packed),
-        Uint32(scale),
-        gives=(Uint32,) * 2,
-        early=True,
-        pure=True,
-    )
-
-
-def load_or_zero(address: Int64, units: Uint32, count: int) -> tuple[Uint32, ...]:
-    """1, 2 or 4 words of global memory, asked for here, or zeros of a key that is absent."""
-    zeros = " ".join(f"mov.b32 ${i}, 0;" for i in range(count))
-    return ptx(
-        f"{{ .reg .pred p; setp.ne.u32 p, ${count + 1}, {ABSENT}; {zeros}"
-        f" @p ld.global.nc.L1::evict_last.L2::256B.{vector(count)}, [${count}]; }}",
-        Int64(address),
-        units,
-        gives=(Uint32,) * count,
-        early=True,
-    )
-
-
-def prefetch(address: Int64, units: Uint32) -> None:
-    """The line of this address into L2, of a key that is there."""
-    ptx(f"{{ .reg .pred p; setp.ne.u32 p, $1, {ABSENT}; @p prefetch.global.L2 [$0]; }}", Int64(address), units)
-
-
-def vector(count: int) -> str:
-    """The type and the registers of the first so many words."""
-    return f"v{count}.b32 {{{', '.join(f'${i}' for i in range(count))}}}" if count > 1 else "b32 $0"
-
-
-def store_words(address: Int32, words: tuple[Uint32, ...]) -> None:
-    """16 bytes to shared memory."""
-    ptx("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", Int32(address), *map(Uint32, words))
+    pairs = [permute_bytes(four, POSITIVE[0], Uint32(order)) for four in fours for order in (0x7170, 0x7372)]
+    return tuple(fma_bf16x2(pair, half_scale, middle) for pair in pairs)

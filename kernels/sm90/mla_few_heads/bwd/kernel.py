@@ -29,12 +29,11 @@ from cutlass.cute.nvgpu import warpgroup
 
 from kernels.abi import MlaBackward
 from kernels.aot import Compiled
-from kernels.lib.barriers import arrive_if
 from kernels.lib.columns import by_column, column_of
 from kernels.lib.launch import SMEM_LIMIT, WARP, WARPGROUP
-from kernels.lib.ptx import ptx
+from kernels.lib.ptx import arrive_if, copy_or_zero, copy_out
 from kernels.lib.rows import PUBLISHED, ROWS, Extents, RowTile, Walk, load, row_of
-from kernels.lib.selections import CHUNK, LANES_A_ROW, Selection, copy_or_zero, open_selection, with_keys
+from kernels.lib.selections import CHUNK, LANES_A_ROW, Selection, open_selection, with_keys
 from kernels.lib.softmax import LOG2_E, exp2
 from kernels.lib.splits import on_source, total_tiles
 from kernels.lib.tiles import TileAllocator
@@ -390,15 +389,6 @@ class FewHeadsBwdSm90(LatentBackwardKernel):
                 for i in cutlass.range_constexpr(c.slabs_at_a_time):
                     copy_out((row + (first + i) * SLAB).toint(), place + i * c.tile_m * SLAB * 2)
         cute.arch.barrier(barrier_id=CONSUMERS_MET, number_of_threads=WARPGROUP)
-
-
-def copy_out(gmem: Int64, smem: Int32) -> None:
-    """16 bytes."""
-    ptx(
-        "{ .reg .b32 a, b, c, d; ld.shared.v4.b32 {a, b, c, d}, [$1]; st.global.v4.b32 [$0], {a, b, c, d}; }",
-        Int64(gmem),
-        Int32(smem),
-    )
 
 
 @cute.jit

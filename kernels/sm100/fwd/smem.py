@@ -1,0 +1,55 @@
+"""SMEM of `fwd_sm100`: its barriers and its tiles."""
+
+from dataclasses import dataclass
+
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from kernels.lib.rows import PUBLISHED
+from kernels.lib.tiles import TileAllocator
+from kernels.lib.wgmma import SLAB
+
+from .config import Config
+
+
+@dataclass(frozen=True)
+class Barriers:
+    """mbarriers in SMEM, by what they announce."""
+
+    q_full: cute.Pointer  # and info
+    q_empty: cute.Pointer  # all warps except the loaders have read info, and the last scores are computed
+    full: cute.Pointer  # (stage, ring): it is filled
+    empty: cute.Pointer  # (stage, ring): the products that read it are done
+    s_full: cute.Pointer  # by buffer: scores are computed
+    p_full: cute.Pointer  # every softmax thread has read its scores, written its P and rescaled O
+    o_full: cute.Pointer  # P V is done, and P is read
+
+    def initialise(self, c: Config) -> None:
+        """By one thread; they lie in memory in this order."""
+        for i, arrivals in enumerate(arrivals for count, arrivals in c.barriers for _ in range(count)):
+            cute.arch.mbarrier_init(self.q_full + i, arrivals)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """SMEM beside the barriers."""
+
+    q: cute.Tensor  # (tile_m, d)
+    rings: cute.Tensor  # (tile_n, ring_d, ring, stage)
+    p: cute.Tensor | None  # (tile_m, tile_n), where P is not in TMEM
+    o: cute.Tensor | None  # (tile_m, SLAB, part): O on its way out, where TMA stores it
+    info: cute.Tensor  # (PUBLISHED, row tile and each source): numbers that the loaders found
+    tmem: cute.Pointer  # where TMEM was allocated
+
+
+def allocate(c: Config, dtype) -> tuple[Barriers, Shared]:
+    smem = TileAllocator(dtype)
+    q, rings = smem.tile(c.tile_m, c.d), smem.tile(c.tile_n, c.ring_d, 2, c.stages)
+    p = None if c.p_in_tmem else smem.tile(c.tile_m, c.tile_n)
+    o = smem.tile(c.tile_m, SLAB, c.lanes_per_row) if c.shared_kv else None
+    info = smem.allocate_tensor(Int32, cute.make_layout((PUBLISHED, 1 + len(c.sources))), 16)
+    tmem = smem.allocate_array(Int32, 1)
+    counts = [count for count, _ in c.barriers]
+    mbar = smem.allocate_array(Int64, sum(counts))
+    bar = Barriers(*(mbar + sum(counts[:i]) for i in range(len(counts))))
+    return bar, Shared(q, rings, p, o, info, tmem)

@@ -1,0 +1,29 @@
+"""Compile-time choices of `indexer_topk_sm90`."""
+
+from dataclasses import dataclass
+
+from kernels.lib.launch import WARP
+
+VECTOR = 4  # scores of a load
+SAMPLED = 8  # the sample takes one vector of this many
+LEAST = 1  # the rank of NaN
+
+THREADS = 256
+CTAS = 5  # CTAs of an SM, by what its SMEM holds
+WARPS = THREADS // WARP
+CAPACITY = 4096  # scores that SMEM holds
+MAX_TOPK = CAPACITY // 2  # otherwise the collected scores, somewhat more than topk, would not fit
+BINS = 2048  # bins of the guess; `narrow` has one for each thread
+VECTORS = 4  # vectors that a thread loads at a time
+AT_A_TIME = WARP * VECTOR * VECTORS  # scores of a warp's load
+SMEM_BYTES = 4 * (2 * CAPACITY + BINS + 2 * WARPS + 4)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Facts that a caller must know."""
+
+    tile_m: int = 1  # rows of a CTA
+    tile_n: int = CAPACITY
+    threads: int = THREADS
+    smem_bytes: int = SMEM_BYTES

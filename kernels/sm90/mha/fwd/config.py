@@ -1,0 +1,94 @@
+"""Compile-time choices of `mha_fwd_sm90`, and the tiles, counts and sizes that follow from them."""
+
+from dataclasses import dataclass
+
+from kernels.lib.launch import SMEM_LIMIT, WARP, WARPGROUP
+from kernels.lib.rows import PUBLISHED
+
+CLEARERS = WARPGROUP - WARP  # threads besides the producer's warp
+TILE_N = {64: 128, 128: 160, 256: 80}  # keys by d: 160 holds a window of 128 for 33 queries; 80 is what fits into SMEM
+
+
+@dataclass(frozen=True)
+class Config:
+    """Compile-time choices; every tile, count and size follows from them."""
+
+    d: int
+    dtype: str
+    sources: tuple[str, ...] = ("span",)
+    stages: int = 2  # stages of K and of V
+    gathers: bool = False
+    shared_kv: bool = False
+    cluster: int = 1
+
+    @property
+    def consumers(self) -> int:
+        """Consumer warpgroups, of 64 rows each."""
+        return 3 if self.d == 64 else 2
+
+    @property
+    def tile_m(self) -> int:
+        return 64 * self.consumers
+
+    @property
+    def tile_n(self) -> int:
+        return TILE_N[self.d]
+
+    @property
+    def few(self) -> int:
+        """At most this many keys are few: a window of 128 for 16 queries."""
+        return {128: 144}.get(self.d, 0)
+
+    @property
+    def threads(self) -> int:
+        return WARPGROUP * (1 + self.consumers)
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """(producer, consumer) registers a thread; together they fill the file of 65536."""
+        return {2: (40, 232), 3: (32, 160)}[self.consumers]
+
+    @property
+    def row_bytes(self) -> int:
+        return self.d * 2
+
+    @property
+    def key_tile_bytes(self) -> int:
+        return self.tile_n * self.row_bytes
+
+    @property
+    def stages_q(self) -> int:
+        return 2 if self.smem_with(2) <= SMEM_LIMIT else 1
+
+    @property
+    def slots(self) -> int:
+        """For the producer's findings about a tile of rows, which are read until its end, long after Q is gone."""
+        return 2 * self.stages_q
+
+    @property
+    def smem_bytes(self) -> int:
+        return self.smem_with(self.stages_q)
+
+    def smem_with(self, stages_q: int) -> int:
+        """Bytes of SMEM with this many stages of Q."""
+        tiles = stages_q * self.tile_m * self.row_bytes + 2 * self.stages * self.key_tile_bytes
+        info, barriers = 4 * PUBLISHED * 2 * 2 * stages_q, 8 * (2 * stages_q + 5 * self.stages)
+        return 1024 + tiles + info + barriers
+
+    @property
+    def columns_q(self) -> int:
+        return self.d
+
+    @property
+    def columns_k(self) -> int:
+        return self.d
+
+    @property
+    def launch_options(self) -> dict[str, int]:
+        return {"min_blocks_per_mp": 1}  # without it ptxas silently drops setmaxnreg
+
+    def __post_init__(self):
+        if self.d not in TILE_N:
+            raise ValueError(f"got d = {self.d}, wanted one that has tiles: {', '.join(map(str, TILE_N))}")
+        if self.smem_bytes > SMEM_LIMIT:
+            raise ValueError(f"needs {self.smem_bytes} bytes of SMEM, {SMEM_LIMIT} fit: {self}")
