@@ -61,7 +61,7 @@ class PlantedFault(Generic[K, C]):
         return {
             n
             for n, (raises, says) in enumerate(symptoms)
-            if type(error) in (raises if isinstance(raises, tuple) else (raises,))
+            if isinstance(error, raises)
             if re.search(says, str(error), re.S)
         }
 

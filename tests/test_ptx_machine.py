@@ -29,7 +29,7 @@ def test_the_machine_knows_nothing_of_kernels():
 def however_it_runs(request, monkeypatch):
     """Lane-wise instructions as compiled runs, and one by one."""
     monkeypatch.setattr(fusion, "HOT", request.param)
-    decode.Code.of.cache_clear(), decode.Known.alike.cache_clear()
+    decode.Code.of.cache_clear(), decode.SlotTable.with_declarations.cache_clear()
 
 
 def run(body, source=None, *, threads=32, seed=0, tensor=None):

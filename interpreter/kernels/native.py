@@ -207,13 +207,14 @@ def plan(
     """
     if isinstance(variant, str):
         variant = next(v for v in VARIANTS if isinstance(v, Forward | MlaBackward) and v.op == variant and v.d == 512)
+    call = "Forward" if isinstance(variant, Forward) else "Backward"
     return _planned(
-        variant.family,
+        call.lower(),
         variant.layout.encode(),
         _attention_shape(shape, variant.sources, variant.dtype),
         ctypes.c_float(scale),
         _tiles(tile_m, tile_n, processors, cluster, variant.gathers),
-        addressed(variant.family.title(), addresses),
+        addressed(call, addresses),
     )
 
 

@@ -87,8 +87,8 @@ class Handwritten:
         return np.arange(self.total, dtype=np.int32) if self.source is None else self.source
 
     def shaped(self, result: Array) -> Array:
-        words = result.view(np.uint32)
-        return words if self.outputs == 1 else words.reshape(self.outputs, self.total)
+        words32 = result.view(np.uint32)
+        return words32 if self.outputs == 1 else words32.reshape(self.outputs, self.total)
 
     def interpret(self, seed: int = 0) -> Array:
         """The result; raises what is found."""
