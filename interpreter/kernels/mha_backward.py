@@ -1,4 +1,4 @@
-"""The backward kernels for separate K and V on the interpreter: three launches one after the other, as ffi/ plans them."""
+"""The backward kernels for separate K and V in the interpreter: three launches in a row, as ffi/ plans them."""
 
 from __future__ import annotations
 
