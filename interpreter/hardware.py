@@ -117,7 +117,7 @@ class AttentionRun(Run[attention.Operands]):
         variant, heads = self.variant, x.shape.h_q
         if (called := native.called(variant.key, heads)) != variant.key:
             raise ValueError(f"{variant.key}: a call with {heads} heads gets {called}, so there is no recording it")
-        call = jax.jit(functools.partial(native.function(variant.op), scale=variant.d**-0.5))
+        call = jax.jit(functools.partial(native.function(variant), scale=variant.d**-0.5))
         with TRACING, mock.patch.object(raw_attention, "split_count", lambda *_: self.splits):
             lowered = call.lower(*x.arguments())
         return tuple(np.asarray(y) for y in lowered.compile()(*x.arguments()))

@@ -5,7 +5,8 @@ compiler's version, the Python that runs it.  What any clone on this machine has
 (`kernels/cache.py`).  Needs nvidia-cutlass-dsl, but no GPU and no driver.
 
 Writes into the output directory: KEY.cubin, KEY.ptx and KEY.json for every variant, and, by
-`kernels/tables.py`, manifest.json (what is shipped), and abi.h and cubins.cc (the same for the C++ compiler).
+`kernels/tables.py`, manifest.json (what is shipped), and abi.h, calls.h, targets.cc and cubins.cc (the same for the C++
+compiler).
 """
 
 import argparse

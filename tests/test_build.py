@@ -18,8 +18,8 @@ from interpreter.kernels.native import (
     library,
     plan,
     plan_combine,
-    plan_dense_backward,
-    plan_index_at,
+    plan_mha_backward,
+    plan_indexer_scores_at,
     plan_indexer,
     plan_probabilities,
     plan_rope,
@@ -104,13 +104,13 @@ def test_the_launcher_hands_over_what_the_table_says(variant):
         extents |= {"type": kind, "queries": 4, "stride": 256, "wants_values": 1}
         launch = plan_indexer(extents)[isinstance(variant, TopK)]
     elif isinstance(variant, IndexerScoresAt):
-        launch = plan_index_at(INDEX_SHAPE, gradient=variant.op == "indexer_scores_at_bwd")
+        launch = plan_indexer_scores_at(INDEX_SHAPE, gradient=variant.op == "indexer_scores_at_bwd")
     elif isinstance(variant, Probabilities):
         launch = plan_probabilities({"b": 2, "s_q": 70, "h_q": 8, "s_kv": 150, "topk": 100})
     elif isinstance(variant, Rope | NormRope):
         launch = plan_rope(variant.family, {"b": 2, "s": 70, "heads": 8, "d": 512}, 1.0, tile_m=32)
     elif isinstance(variant, MhaBackward):
-        launch = plan_dense_backward(variant, shape)
+        launch = plan_mha_backward(variant, shape)
     elif isinstance(variant, TileSpans):
         launch = plan_tile_spans(shape)
     else:

@@ -29,9 +29,9 @@ DENSE, LATENT = "mha_fwd_sm_90a_d128_bfloat16", "mla_span_fwd_sm_90a_d512_bfloat
 LONG_ODD = LATENT + "_h63"  # whose odd tiles have 16 keys more
 GATHERED = "mla_sparse_fwd_sm_90a_d512_bfloat16"
 FEW_HEADS = "csa_fwd_sm_90a_d512_bfloat16_h16"
-PAIRED = "dsv4_decode_fp8_sm_90a_d512_bfloat16"  # two CTAs, each of which unpacks for both
+PAIRED = "dsv4_decode_sm_90a_d512_bfloat16_v4_fp8"  # two CTAs, each of which unpacks for both
 PACKED = PAIRED + "_h64"
-NIBBLES = "dsv4_decode_v41_fp4_sm_90a_d512_bfloat16_h64"
+NIBBLES = "dsv4_decode_sm_90a_d512_bfloat16_v41_fp4_h64"
 SHAPES: dict[str, dict[str, int]] = {
     DENSE: {"b": 1, "s_q": 24, "s_kv": 420, "h_q": 8, "width": 1000},  # three tiles of 160 keys, two tiles of rows
     LATENT: {"b": 1, "s_q": 12, "s_kv": 230, "h_q": 8, "width": 1000},  # four tiles of 64 keys

@@ -72,8 +72,8 @@ def launch(
     """A machine that is about to run it, and like what its results are."""
     a, memory = x.attention, new_memory()
     (keys,) = a.sources
-    given = {"q": a.q, "dout": x.do, "k": keys.k, "v": keys.v, "lse": x.lse, "weight": x.sink_factor, "delta": x.delta}
-    given |= {"start": keys.seen_from, "stop": keys.seen_to} | ({} if seen is None else {"seen": seen})
+    given = {"q": a.q, "dout": x.do, "k0": keys.k, "v0": keys.v, "from0": keys.seen_from, "to0": keys.seen_to}
+    given |= {"lse": x.lse, "sink_factor": x.sink_factor, "delta": x.delta} | ({} if seen is None else {"seen": seen})
     shape = a.shape
     of_keys = {"dk": keys.k} | ({} if keys.v is keys.k else {"dv": keys.k})
     results: dict[str, Array] = {
@@ -84,12 +84,13 @@ def launch(
     }[kernel.variant.op]
     addresses = {name: memory.add(name, array) for name, array in given.items()}
     for name, like in results.items():
-        addresses[name] = (
-            add_cleared(memory, name, like.nbytes) if name == "sums" else memory.add(name, None, like.nbytes)
-        )
+        if name == "sums":
+            addresses["dq"] = add_cleared(memory, name, like.nbytes)
+        else:
+            addresses[name] = memory.add(name, None, like.nbytes)
     tiles = {"tile_m": tile_m or kernel.facts["tile_m"], "tile_n": kernel.facts["tile_n"], "addresses": addresses}
     if isinstance(kernel.variant, TileSpans):
         plan = native.plan_tile_spans(shape, **tiles)
     else:
-        plan = native.plan_dense_backward(kernel.variant, shape, scale, processors=2, **tiles)
+        plan = native.plan_mha_backward(kernel.variant, shape, scale, processors=2, **tiles)
     return machine(kernel, plan, memory, seed=seed), results

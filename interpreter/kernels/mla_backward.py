@@ -57,7 +57,7 @@ class Launch:
 def launch(kernel: Kernel[MlaBackward], x: gradients.Operands, *, processors: int = 2, seed: int = 0) -> Launch:
     """A launch on this many processors."""
     a, memory, scale = x.attention, new_memory(), kernel.variant.d**-0.5
-    given = {"q": a.q, "dout": x.do, "lse": x.lse, "weight": x.sink_factor, "delta": x.delta}
+    given = {"q": a.q, "dout": x.do, "lse": x.lse, "sink_factor": x.sink_factor, "delta": x.delta}
     resolution = np.zeros(0, np.float32)
     if kernel.variant.deterministic:
         q, do, lse, delta, *k = map(jnp.asarray, (a.q, x.do, x.lse, x.delta, *(keys.k for keys in a.sources)))

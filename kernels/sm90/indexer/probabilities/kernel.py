@@ -127,11 +127,11 @@ class ProbabilitiesSm90:
         for turn in cutlass.range(self.turns(n), unroll=1):
             query, head0 = self.at(turn, n)
             keys = self.selection(arrays, query, n)
-            keys.look_up(Int32(0), wanted, thread, WARPGROUP)
+            keys.prefetch_indices(Int32(0), wanted, thread, WARPGROUP)
             for t in cutlass.range(tiles, unroll=1):
-                keys.settle(t, wanted, thread, WARPGROUP)
+                keys.mark_absent(t, wanted, thread, WARPGROUP)
                 self.gather(bar, smem, keys, wanted, turn * tiles + t, thread)
-                keys.look_up(t + 1, wanted, thread, WARPGROUP)
+                keys.prefetch_indices(t + 1, wanted, thread, WARPGROUP)
                 if t == 0:
                     self.load_heads(bar, smem, arrays, query, head0, n, turn, thread)
 

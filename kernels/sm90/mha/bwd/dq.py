@@ -25,9 +25,10 @@ from kernels.abi import MhaBackward
 from kernels.aot import Compiled
 from kernels.lib.launch import WARP, WARPGROUP
 from kernels.lib.output import store_output
-from kernels.lib.rows import ROWS, BoxedRows, Extents, PlacedTile, RowTile, Walk, load
+from kernels.lib.rows import ROWS, BoxedRows, Extents, PlacedTile, RowTile, load
 from kernels.lib.softmax import LOG2_E, by_row, exp2
-from kernels.lib.spans import Span, SpanOperands, ask_span, open_span, read_span
+from kernels.lib.spans import Span, SpanOperands, open_span, prefetch_span, read_span
+from kernels.lib.tile_scheduler import TileScheduler
 from kernels.lib.wgmma import (
     K_MAJOR,
     MN_MAJOR,
@@ -94,7 +95,7 @@ class MhaDqSm90(MhaBackwardKernel):
         """One warp loads Q and dO, opens the span, and loads the tiles of K and V."""
         c = self.config
         walk, fills0 = self.walk(spans, n), Int32(0)
-        for turn in cutlass.range(walk.turns, unroll=1):
+        for turn in cutlass.range(walk.waves, unroll=1):
             tile = walk.tile(turn)
             stage_q, full_q, slot = turn % c.stages_q, bar.rows_full + turn % c.stages_q, turn % c.slots
             cute.arch.mbarrier_wait(bar.rows_empty + stage_q, (turn // c.stages_q & 1) ^ 1)
@@ -103,7 +104,7 @@ class MhaDqSm90(MhaBackwardKernel):
             for (atom, m), s in zip(rows, (smem.q, smem.do), strict=True):
                 g, to = tma_tiles(atom, tile.of(m, c.tile_m, c.d)[None, None, 0], s)
                 cute.copy(atom, g, to[None, stage_q], tma_bar_ptr=full_q)
-            span = open_span(spans, tile, c.tile_n, ask_span(spans, tile, c.tile_m))
+            span = open_span(spans, tile, c.tile_n, prefetch_span(spans, tile, c.tile_m))
             with cute.arch.elect_one():
                 tile.publish(smem.info[None, 0, slot])
                 span.publish(smem.info[None, 1, slot])
@@ -127,7 +128,7 @@ class MhaDqSm90(MhaBackwardKernel):
     def clear(self, bar: DqBarriers, smem: DqShared, spans: SpanOperands, n: Extents):
         """Three warps hand K on, with zeros where no row sees it, because dS K would add 0 * NaN."""
         c, thread, fills0 = self.config, cute.arch.thread_idx()[0] - WARP, Int32(0)
-        for turn in cutlass.range(self.walk(spans, n).turns, unroll=1):
+        for turn in cutlass.range(self.walk(spans, n).waves, unroll=1):
             _, span = self.receive(bar, smem, spans, n, turn)
             cute.arch.mbarrier_arrive(bar.rows_empty + turn % c.stages_q)
             for t in cutlass.range(span.tiles, unroll=1):
@@ -138,9 +139,9 @@ class MhaDqSm90(MhaBackwardKernel):
                 cute.arch.mbarrier_arrive(bar.k_full + stage)
             fills0 = fills0 + span.tiles
 
-    def walk(self, spans: SpanOperands, n: Extents) -> Walk:
+    def walk(self, spans: SpanOperands, n: Extents) -> TileScheduler:
         """Walks with as many pairs of (batch, KV head) at a time as L2 holds."""
-        return Walk.of(n, spans.s_kv, L2_KEYS // (2 * 2 * self.config.d))
+        return TileScheduler.of(n, spans.s_kv, L2_KEYS // (2 * 2 * self.config.d))
 
     def receive(
         self, bar: DqBarriers, smem: DqShared, spans: SpanOperands, n: Extents, turn: Int32
@@ -180,7 +181,7 @@ class MhaDqSm90(MhaBackwardKernel):
         factor = cute.make_rmem_tensor(ROWS, Float32)
         factor.fill(scale)
         fills0 = Int32(0)
-        for turn in cutlass.range(self.walk(spans, n).turns, unroll=1):
+        for turn in cutlass.range(self.walk(spans, n).waves, unroll=1):
             tile, span = self.receive(bar, smem, spans, n, turn)
             stage_q = turn % c.stages_q
             read_numbers(numbers, operands, tile, boxed)

@@ -29,7 +29,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from kernels.abi import Forward
 from kernels.aot import Compiled
-from kernels.lib.forward import ForwardKernel, compile_forward
+from kernels.lib.forward import ForwardKernel
 from kernels.lib.launch import WARP, WARPGROUP
 from kernels.lib.output import store_output, store_part
 from kernels.lib.rows import (
@@ -38,12 +38,12 @@ from kernels.lib.rows import (
     Extents,
     PlacedTile,
     RowTile,
-    Walk,
     ceil_div,
 )
 from kernels.lib.softmax import RowResults, Softmax, rescale_rows
-from kernels.lib.spans import RowSpans, Span, SpanOperands, ask_span, open_span, read_span
+from kernels.lib.spans import RowSpans, Span, SpanOperands, open_span, prefetch_span, read_span
 from kernels.lib.splits import own_part
+from kernels.lib.tile_scheduler import TileScheduler
 from kernels.lib.wgmma import (
     K_MAJOR,
     MN_MAJOR,
@@ -98,6 +98,8 @@ class Consumer:
 
 
 class MhaFwdSm90(ForwardKernel):
+    symbol = "mha_fwd_sm90"
+
     @cute.kernel
     def kernel(
         self,
@@ -144,10 +146,10 @@ class MhaFwdSm90(ForwardKernel):
         c = self.config
         tma_q, mQ = rows
         walk, fills0 = self.walk(operands, n), Int32(0)
-        for turn in cutlass.range(walk.turns, unroll=1):
+        for turn in cutlass.range(walk.waves, unroll=1):
             tile = walk.tile(turn)
             if cutlass.const_expr(c.stages_q == 1):  # otherwise the wait for the keys would be as long as that for Q
-                asked = ask_span(operands, tile, c.tile_m)
+                bounds = prefetch_span(operands, tile, c.tile_m)
             stage_q, full_q, slot = turn % c.stages_q, bar.q_full + turn % c.stages_q, turn % c.slots
             cute.arch.mbarrier_wait(bar.q_empty + stage_q, (turn // c.stages_q & 1) ^ 1)
             with cute.arch.elect_one():
@@ -155,8 +157,8 @@ class MhaFwdSm90(ForwardKernel):
             gQ, sQ = tma_tiles(tma_q, tile.of(mQ, c.tile_m, c.d)[None, None, 0], smem.q)
             cute.copy(tma_q, gQ, sQ[None, stage_q], tma_bar_ptr=full_q)
             if cutlass.const_expr(c.stages_q > 1):
-                asked = ask_span(operands, tile, c.tile_m)
-            (span,) = own_part((open_span(operands, tile, c.tile_n, asked),), tile, 1)
+                bounds = prefetch_span(operands, tile, c.tile_m)
+            (span,) = own_part((open_span(operands, tile, c.tile_n, bounds),), tile, 1)
             with cute.arch.elect_one():
                 tile.publish(smem.info[None, 0, slot])
                 span.publish(smem.info[None, 1, slot])
@@ -194,7 +196,7 @@ class MhaFwdSm90(ForwardKernel):
         """Three warps, for every row tile of this CTA: they hand V on, with zeros where no row sees it."""
         c, thread = self.config, cute.arch.thread_idx()[0] - WARP
         fills0 = Int32(0)
-        for turn in cutlass.range(self.walk(operands, n).turns, unroll=1):
+        for turn in cutlass.range(self.walk(operands, n).waves, unroll=1):
             _, span = self.receive(bar, smem, operands, n, turn)
             cute.arch.mbarrier_arrive(bar.q_empty + turn % c.stages_q)
             for t in cutlass.range(key_tiles(span), unroll=1):
@@ -205,9 +207,9 @@ class MhaFwdSm90(ForwardKernel):
                 cute.arch.mbarrier_arrive(bar.v_full + stage)
             fills0 = fills0 + key_tiles(span)
 
-    def walk(self, operands: SpanOperands, n: Extents) -> Walk:
+    def walk(self, operands: SpanOperands, n: Extents) -> TileScheduler:
         """Walks with as many pairs of (batch, KV head) at a time as L2 holds."""
-        return Walk.of(n, operands.s_kv, L2_KEYS // (2 * self.config.row_bytes))
+        return TileScheduler.of(n, operands.s_kv, L2_KEYS // (2 * self.config.row_bytes))
 
     def receive(
         self, bar: Barriers, smem: Shared, operands: SpanOperands, n: Extents, turn: Int32
@@ -247,7 +249,7 @@ class MhaFwdSm90(ForwardKernel):
     def consume(self, w: Consumer, operands: SpanOperands, o: cute.Pointer, results: RowResults, n: Extents):
         """One warpgroup: its 64 rows of every row tile of this CTA."""
         c, boxed, fills0 = self.config, BoxedRows.of(n, w.group * 64, w.thread), Int32(0)
-        for turn in cutlass.range(self.walk(operands, n).turns, unroll=1):
+        for turn in cutlass.range(self.walk(operands, n).waves, unroll=1):
             _, span = self.receive(w.bar, w.smem, operands, n, turn)
             if c.few == 0 or span.hi - span.lo > c.few:
                 self.attend(w, span, boxed, o, results, turn, fills0)
@@ -377,4 +379,4 @@ def key_tiles(span: Span) -> Int32:
 
 
 def compile(variant: Forward, out_dir: Path) -> Compiled:
-    return compile_forward(MhaFwdSm90(Config(variant.d, variant.dtype)), variant, out_dir, name="mha_fwd_sm90")
+    return MhaFwdSm90(Config(variant.d, variant.dtype)).compile(variant, out_dir)
