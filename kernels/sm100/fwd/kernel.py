@@ -32,13 +32,14 @@ from cutlass.cute.nvgpu import tcgen05
 
 from kernels.abi import Forward
 from kernels.aot import Compiled
-from kernels.lib.forward import ForwardKernel, compile_forward
+from kernels.lib.forward import ForwardKernel
 from kernels.lib.launch import WARPGROUP
-from kernels.lib.rows import BoxedRows, Extents, RowTile, Walk, load, store
+from kernels.lib.rows import BoxedRows, Extents, RowTile, load, store
 from kernels.lib.selections import LANES_A_ROW, open_selection, read_selection
 from kernels.lib.softmax import LN_2, LOG2_E, RowResults, exp2
-from kernels.lib.spans import SpanOperands, ask_span, open_span, read_span
+from kernels.lib.spans import SpanOperands, open_span, prefetch_span, read_span
 from kernels.lib.splits import on_source, total_tiles
+from kernels.lib.tile_scheduler import TileScheduler
 from kernels.lib.wgmma import (
     K_MAJOR,
     MN_MAJOR,
@@ -52,7 +53,7 @@ from kernels.lib.wgmma import (
 )
 
 from .config import SCORE_BUFFERS, SOFTMAX_WARPS, Config
-from .row_softmax import RowSpan, exponentiate, foresee, mask, raise_max, seen_by_row, shift_of
+from .row_softmax import RowSpan, exponentiate, mask, prefetch, raise_max, seen_by_row, shift_of
 from .smem import Barriers, Shared, allocate
 from .tcgen05 import (
     COLUMNS,
@@ -99,6 +100,8 @@ class Row:
 
 
 class FwdSm100(ForwardKernel):
+    symbol = "fwd_sm100"
+
     @cute.kernel
     def kernel(
         self,
@@ -144,12 +147,12 @@ class FwdSm100(ForwardKernel):
         thread = cute.arch.thread_idx()[0] - 32 * (SOFTMAX_WARPS + 1)
         first_warp = cute.arch.make_warp_uniform(thread // 32) == 0
         tma_q, mQ = rows
-        walk, fills0 = Walk.of(n), Int32(0)
-        for turn in cutlass.range(walk.turns, unroll=1):
-            tile = walk.tile(turn)
+        scheduler, fills0 = TileScheduler.of(n), Int32(0)
+        for wave in cutlass.range(scheduler.waves, unroll=1):
+            tile = scheduler.tile(wave)
             opened = tuple(self.open(source[-1], tile) for source in sources)
             if first_warp:
-                cute.arch.mbarrier_wait(bar.q_empty, (turn & 1) ^ 1)
+                cute.arch.mbarrier_wait(bar.q_empty, (wave & 1) ^ 1)
                 with cute.arch.elect_one():
                     for i, thing in enumerate((tile, *opened)):
                         thing.publish(smem.info[None, i])
@@ -160,7 +163,7 @@ class FwdSm100(ForwardKernel):
             fills0 = fills0 + total_tiles(opened)
         # Nothing may arrive in the SMEM of a CTA that has ended.
         if first_warp:
-            cute.arch.mbarrier_wait(bar.q_empty, (walk.turns & 1) ^ 1)
+            cute.arch.mbarrier_wait(bar.q_empty, (scheduler.waves & 1) ^ 1)
         for i in cutlass.range_constexpr(c.stages):
             stage, parity = (fills0 + i) % c.stages, (fills0 + i) // c.stages & 1
             for ring in range(2):
@@ -169,7 +172,7 @@ class FwdSm100(ForwardKernel):
     def open(self, operands: Any, tile: RowTile) -> Any:
         c = self.config
         if isinstance(operands, SpanOperands):
-            return open_span(operands, tile, c.tile_n, ask_span(operands, tile, c.tile_m))
+            return open_span(operands, tile, c.tile_n, prefetch_span(operands, tile, c.tile_m))
         return open_selection(operands, tile, c.tile_n, c.d)
 
     @cute.jit
@@ -185,12 +188,12 @@ class FwdSm100(ForwardKernel):
         first = Int32(0)
         for source, copy in zip(opened, copies, strict=True):
             if cutlass.const_expr(c.gathers):
-                source.look_up(0, wanted, thread, WARPGROUP)
+                source.prefetch_indices(0, wanted, thread, WARPGROUP)
             for t in cutlass.range(source.tiles, unroll=1):
                 fill = fills0 + first + t
                 stage, parity = fill % c.stages, fill // c.stages & 1
                 if cutlass.const_expr(c.gathers):
-                    source.settle(t, wanted, thread, WARPGROUP)
+                    source.mark_absent(t, wanted, thread, WARPGROUP)
                 for ring in cutlass.range_constexpr(2):
                     full = bar_full + ring * c.stages + stage
                     cute.arch.mbarrier_wait(bar_empty + ring * c.stages + stage, parity ^ 1)
@@ -204,7 +207,7 @@ class FwdSm100(ForwardKernel):
                             cute.arch.mbarrier_arrive_and_expect_tx(full, c.ring_tile_bytes)
                         cute.copy(atom, gmem[None, t], tiles[None, stage], tma_bar_ptr=full)
                 if cutlass.const_expr(c.gathers):
-                    source.look_up(t + 1, wanted, thread, WARPGROUP)
+                    source.prefetch_indices(t + 1, wanted, thread, WARPGROUP)
             first = first + source.tiles
 
     def ring_copies(self, cta: Cta, source: tuple, tile: RowTile, opened: Any) -> tuple:
@@ -231,8 +234,8 @@ class FwdSm100(ForwardKernel):
         """One warp, one lane of which issues the products of every row tile of this CTA."""
         bar, smem, n = cta.bar, cta.smem, cta.n
         fills0 = Int32(0)
-        for turn in cutlass.range(Walk.of(n).turns, unroll=1):
-            cute.arch.mbarrier_wait(bar.q_full, turn & 1)
+        for wave in cutlass.range(TileScheduler.of(n).waves, unroll=1):
+            cute.arch.mbarrier_wait(bar.q_full, wave & 1)
             tile = RowTile.read(smem.info[None, 0], n)
             tiles = total_tiles(self.reopen(cta, operands, tile))
             cute.arch.mbarrier_arrive(bar.q_empty)
@@ -333,8 +336,8 @@ class FwdSm100(ForwardKernel):
         c, bar, smem, n = self.config, cta.bar, cta.smem, cta.n
         w = Row.of(c, n)
         fills0 = Int32(0)
-        for turn in cutlass.range(Walk.of(n).turns, unroll=1):
-            cute.arch.mbarrier_wait(bar.q_full, turn & 1)
+        for wave in cutlass.range(TileScheduler.of(n).waves, unroll=1):
+            cute.arch.mbarrier_wait(bar.q_full, wave & 1)
             tile = RowTile.read(smem.info[None, 0], n)
             sources = self.reopen(cta, operands, tile)
             cute.arch.mbarrier_arrive(bar.q_empty)
@@ -348,7 +351,7 @@ class FwdSm100(ForwardKernel):
             p = cute.make_rmem_tensor(c.scores_per_thread // 2, Uint32)
             for t in cutlass.range(tiles, unroll=1):
                 fill = fills0 + t
-                on_source(seen, t, foresee)
+                on_source(seen, t, prefetch)
                 self.read_scores(cta, w, fill, scores)
                 on_source(seen, t, mask, scores, w.part)
                 old_max = row_max
@@ -456,4 +459,4 @@ class FwdSm100(ForwardKernel):
 
 def compile(variant: Forward, out_dir: Path) -> Compiled:
     config = Config(variant.d, variant.dtype, variant.sources, variant.shared_kv)
-    return compile_forward(FwdSm100(config), variant, out_dir, name="fwd_sm100")
+    return FwdSm100(config).compile(variant, out_dir)

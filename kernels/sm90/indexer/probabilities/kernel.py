@@ -104,36 +104,36 @@ class ProbabilitiesSm90:
         else:
             self.consume(bar, smem, arrays, n, warp // 4 - 1)
 
-    def turns(self, n: Extents) -> Int32:
+    def waves(self, n: Extents) -> Int32:
         """The number of queries of this CTA; a query counts once for each tile of its heads."""
         queries = ceil_div(n.queries - cute.arch.block_idx()[0], cute.arch.grid_dim()[0])
         return queries * ceil_div(n.h_q, Int32(self.config.tile_m))
 
-    def at(self, turn: Int32, n: Extents) -> tuple[Int32, Int32]:
+    def at(self, wave: Int32, n: Extents) -> tuple[Int32, Int32]:
         """(query, counted over all batch entries, first head)"""
         groups = ceil_div(n.h_q, Int32(self.config.tile_m))
-        query = cute.arch.block_idx()[0] + turn // groups * cute.arch.grid_dim()[0]
-        return query, turn % groups * self.config.tile_m
+        query = cute.arch.block_idx()[0] + wave // groups * cute.arch.grid_dim()[0]
+        return query, wave % groups * self.config.tile_m
 
     # ---- producer
 
     @cute.jit
     def produce(self, bar: Barriers, smem: Shared, arrays: Arrays, n: Extents):
-        """For every turn: loads its first keys, Q, and the other keys."""
+        """In every wave: loads its first keys, Q, and the other keys."""
         c = self.config
         thread = cute.arch.thread_idx()[0]
         tiles = ceil_div(n.topk, Int32(c.tile_n))
         wanted = cute.make_rmem_tensor(c.tile_n // (WARPGROUP // LANES_A_ROW), Int32)
-        for turn in cutlass.range(self.turns(n), unroll=1):
-            query, head0 = self.at(turn, n)
+        for wave in cutlass.range(self.waves(n), unroll=1):
+            query, head0 = self.at(wave, n)
             keys = self.selection(arrays, query, n)
-            keys.look_up(Int32(0), wanted, thread, WARPGROUP)
+            keys.prefetch_indices(Int32(0), wanted, thread, WARPGROUP)
             for t in cutlass.range(tiles, unroll=1):
-                keys.settle(t, wanted, thread, WARPGROUP)
-                self.gather(bar, smem, keys, wanted, turn * tiles + t, thread)
-                keys.look_up(t + 1, wanted, thread, WARPGROUP)
+                keys.mark_absent(t, wanted, thread, WARPGROUP)
+                self.gather(bar, smem, keys, wanted, wave * tiles + t, thread)
+                keys.prefetch_indices(t + 1, wanted, thread, WARPGROUP)
                 if t == 0:
-                    self.load_heads(bar, smem, arrays, query, head0, n, turn, thread)
+                    self.load_heads(bar, smem, arrays, query, head0, n, wave, thread)
 
     def selection(self, arrays: Arrays, query: Int32, n: Extents) -> Selection:
         c = self.config
@@ -163,7 +163,7 @@ class ProbabilitiesSm90:
         query: Int32,
         head0: Int32,
         n: Extents,
-        turn: Int32,
+        wave: Int32,
         thread: Int32,
     ):
         """Loads Q of a query's heads, piece by piece, with zeros for heads that do not exist."""
@@ -172,7 +172,7 @@ class ProbabilitiesSm90:
         target0 = smem.q.iterator.toint() + row0 * (SLAB * 2) + (chunk ^ row0 % 8) * 16
         first = Int64(query) * n.h_q
         for piece in cutlass.range_constexpr(c.pieces):
-            cute.arch.mbarrier_wait(bar.q_empty + piece, (turn & 1) ^ 1)
+            cute.arch.mbarrier_wait(bar.q_empty + piece, (wave & 1) ^ 1)
             for i in cutlass.range_constexpr(c.tile_m // at_once):
                 head = head0 + row0 + i * at_once
                 size = Int32(head < n.h_q) * 16
@@ -194,19 +194,19 @@ class ProbabilitiesSm90:
         b = tuple(operand_b(mma, cute.local_tile(smem.q, (c.tile_m, c.piece), (0, i))) for i in range(c.pieces))
         acc = accumulator(mma, c.tile_m)
         tiles, scale_log2 = ceil_div(n.topk, Int32(c.tile_n)), arrays.scale * LOG2_E
-        for turn in cutlass.range(self.turns(n), unroll=1):
-            query, head0 = self.at(turn, n)
+        for wave in cutlass.range(self.waves(n), unroll=1):
+            query, head0 = self.at(wave, n)
             self.read_shifts(smem, arrays, query, head0, n, group, thread)
             listed = Int64(query) * n.topk
             for t in cutlass.range(group, tiles, CONSUMERS, unroll=1):
-                k, last = turn * tiles + t, Int32(t + CONSUMERS >= tiles)
+                k, last = wave * tiles + t, Int32(t + CONSUMERS >= tiles)
                 entries = cute.make_rmem_tensor(ROWS, Int32)
                 for r in cutlass.range_constexpr(ROWS):
                     position = t * c.tile_n + row_of(thread, r)
                     entries[r] = load(arrays.indices + (listed + cutlass.min(position, n.topk - 1)))
                 for piece in cutlass.range_constexpr(c.pieces):
                     fill = k * c.pieces + piece
-                    cute.arch.mbarrier_wait(bar.q_full + piece, turn & 1)
+                    cute.arch.mbarrier_wait(bar.q_full + piece, wave & 1)
                     cute.arch.mbarrier_wait(bar.k_full + fill % c.stages, fill // c.stages & 1)
                     cute.arch.fence_proxy("async.shared", space="cta")  # the producer wrote through the generic proxy
                     multiply(mma, acc, a[None, None, None, fill % c.stages], b[piece], piece == 0)
@@ -226,7 +226,7 @@ class ProbabilitiesSm90:
                         store(place, total)
             if group >= tiles:  # this warpgroup has nothing to do
                 for piece in cutlass.range_constexpr(c.pieces):
-                    cute.arch.mbarrier_wait(bar.q_full + piece, turn & 1)
+                    cute.arch.mbarrier_wait(bar.q_full + piece, wave & 1)
                     cute.arch.mbarrier_arrive(bar.q_empty + piece)
 
     def release(self, bar: Barriers, fill: Int32, piece: int, last: Int32) -> None:

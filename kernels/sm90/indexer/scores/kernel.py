@@ -53,19 +53,19 @@ class BlockScheduler:
     n: Extents
 
     @property
-    def turns(self) -> Int32:
+    def waves(self) -> Int32:
         ctas, work = cute.arch.grid_dim()[0], self.n.blocks * self.n.splits
         rounds = (work - 1) // ctas
         return rounds + Int32(self.place(rounds) < work - rounds * ctas)
 
-    def place(self, turn: Int32) -> Int32:
+    def place(self, wave: Int32) -> Int32:
         """Every other round goes backwards: if lengths fall steadily, all CTAs get the same sum."""
         cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        return cta + (turn % 2) * (ctas - 1 - 2 * cta)
+        return cta + (wave % 2) * (ctas - 1 - 2 * cta)
 
-    def at(self, turn: Int32) -> tuple[Int32, Int32]:
+    def at(self, wave: Int32) -> tuple[Int32, Int32]:
         """(block, counted within the launch, and split)"""
-        i = turn * cute.arch.grid_dim()[0] + self.place(turn)
+        i = wave * cute.arch.grid_dim()[0] + self.place(wave)
         return self.n.blocks - 1 - i // self.n.splits, i % self.n.splits
 
 
@@ -176,12 +176,12 @@ class IndexerScoresSm90:
         pages: Pages | None,
     ):
         """One warp, for every block of this CTA: it finds the key tiles to see, and loads Q and these tiles."""
-        c, walk, fills = self.config, BlockScheduler(n), Int32(0)
+        c, scheduler, fills = self.config, BlockScheduler(n), Int32(0)
         (tma_q, mQ), (tma_k, mK) = rows, keys
         lane = cute.arch.lane_idx()
         cute.arch.griddepcontrol_wait()  # a kernel may still read the scores of the previous launch
-        for turn in cutlass.range(walk.turns, unroll=1):
-            block, split = walk.at(turn)
+        for wave in cutlass.range(scheduler.waves, unroll=1):
+            block, split = scheduler.at(wave)
             entry, query0 = (n.first_block + block) // n.blocks_of_entry, (n.first_block + block) % n.blocks_of_entry
             query0 = query0 * c.queries
             at = Int64(entry) * n.s_q + cutlass.min(query0 + cutlass.min(lane, c.queries - 1), n.s_q - 1)
@@ -191,8 +191,8 @@ class IndexerScoresSm90:
             hi = ceil_div(cute.arch.warp_redux_sync(stop if scored else Int32(0), "max"), Int32(c.tile_n))
             tiles = cutlass.max(hi - lo, 0)
             first, last = lo + tiles * split // n.splits, lo + tiles * (split + 1) // n.splits
-            stage_q = turn % c.stages_q
-            cute.arch.mbarrier_wait(bar.q_empty + stage_q, (turn // c.stages_q & 1) ^ 1)
+            stage_q = wave % c.stages_q
+            cute.arch.mbarrier_wait(bar.q_empty + stage_q, (wave // c.stages_q & 1) ^ 1)
             if first < last:
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_expect_tx(bar.q_full + stage_q, c.q_bytes)
@@ -272,16 +272,16 @@ class IndexerScoresSm90:
     @cute.jit
     def consume(self, bar: Barriers, smem: Shared, arrays: Arrays, n: Extents):
         """One warpgroup scores its keys of every tile with its columns of every block of this CTA."""
-        c, walk = self.config, BlockScheduler(n)
+        c, scheduler = self.config, BlockScheduler(n)
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4)
         thread, mma = cute.arch.thread_idx()[0] % WARPGROUP, product(self.dtype, HALF)
         a = operand_a(mma, cute.local_tile(smem.k, (KEYS, D), (group % c.parts, 0, None)))
         b = operand_b(mma, cute.local_tile(smem.q, (HALF, D), (group // c.parts, 0, None)))
         sums = HeadSums.of(c, mma, group // c.parts, thread)
         key0, stage, parity = keep(group % c.parts * KEYS + key_of(thread)), Int32(0), Int32(0)
-        for turn in cutlass.range(walk.turns, unroll=1):
-            stage_q = turn % c.stages_q
-            cute.arch.mbarrier_wait(bar.q_full + stage_q, turn // c.stages_q & 1)
+        for wave in cutlass.range(scheduler.waves, unroll=1):
+            stage_q = wave % c.stages_q
+            cute.arch.mbarrier_wait(bar.q_full + stage_q, wave // c.stages_q & 1)
             block, entry, first, last = (cute.arch.make_warp_uniform(smem.info[i, stage_q]) for i in range(PUBLISHED))
             if first < last:
                 query0 = ((n.first_block + block) - entry * n.blocks_of_entry) * c.queries

@@ -151,17 +151,17 @@ class IndexerScoresAtSm90:
     def gather(self, smem: Shared, named: Selection, t: Int32, wanted: cute.Tensor, thread: Int32):
         """Gathers tile t, whose entries were looked up, as one group; then looks up the entries of the next."""
         if t < named.tiles:
-            named.settle(t, wanted, thread, THREADS)
+            named.mark_absent(t, wanted, thread, THREADS)
             tile = smem.k[None, None, t % self.config.stages]
             named.gather(tile, wanted, thread, range(self.config.slabs), THREADS)
-            named.look_up(t + 1, wanted, thread, THREADS)
+            named.prefetch_indices(t + 1, wanted, thread, THREADS)
         cute.arch.cp_async_commit_group()
 
     @cute.jit
     def begin(self, smem: Shared, named: Selection, thread: Int32) -> cute.Tensor:
         """Starts the copies of all tiles that there is room for, except the last."""
         wanted = cute.make_rmem_tensor(COPIES, Int32)
-        named.look_up(Int32(0), wanted, thread, THREADS)
+        named.prefetch_indices(Int32(0), wanted, thread, THREADS)
         for t in cutlass.range_constexpr(self.config.stages - 1):
             self.gather(smem, named, Int32(t), wanted, thread)
         return wanted

@@ -25,9 +25,10 @@ from kernels.abi import MhaBackward
 from kernels.aot import Compiled
 from kernels.lib.launch import WARP, WARPGROUP
 from kernels.lib.output import store_output
-from kernels.lib.rows import ROWS, BoxedRows, Extents, PlacedTile, RowTile, Walk, load
+from kernels.lib.rows import ROWS, BoxedRows, Extents, PlacedTile, RowTile, load
 from kernels.lib.softmax import LOG2_E, by_row, exp2
-from kernels.lib.spans import Span, SpanOperands, ask_span, open_span, read_span
+from kernels.lib.spans import Span, SpanOperands, open_span, prefetch_span, read_span
+from kernels.lib.tile_scheduler import TileScheduler
 from kernels.lib.wgmma import (
     K_MAJOR,
     MN_MAJOR,
@@ -93,10 +94,10 @@ class MhaDqSm90(MhaBackwardKernel):
     def produce(self, bar: DqBarriers, smem: DqShared, rows: tuple, keys: tuple, spans: SpanOperands, n: Extents):
         """One warp loads Q and dO, opens the span, and loads the tiles of K and V."""
         c = self.config
-        walk, fills0 = self.walk(spans, n), Int32(0)
-        for turn in cutlass.range(walk.turns, unroll=1):
-            tile = walk.tile(turn)
-            state, slot = bar.rows.at(turn), turn % c.slots
+        scheduler, fills0 = self.scheduler(spans, n), Int32(0)
+        for wave in cutlass.range(scheduler.waves, unroll=1):
+            tile = scheduler.tile(wave)
+            state, slot = bar.rows.at(wave), wave % c.slots
             full = state.full
             state.wait_empty()
             with cute.arch.elect_one():
@@ -104,7 +105,7 @@ class MhaDqSm90(MhaBackwardKernel):
             for (atom, m), s in zip(rows, (smem.q, smem.do), strict=True):
                 g, to = tma_tiles(atom, tile.of(m, c.tile_m, c.d)[None, None, 0], s)
                 cute.copy(atom, g, to[None, state.index], tma_bar_ptr=full)
-            span = open_span(spans, tile, c.tile_n, ask_span(spans, tile, c.tile_m))
+            span = open_span(spans, tile, c.tile_n, prefetch_span(spans, tile, c.tile_m))
             with cute.arch.elect_one():
                 tile.publish(smem.info[None, 0, slot])
                 span.publish(smem.info[None, 1, slot])
@@ -126,9 +127,9 @@ class MhaDqSm90(MhaBackwardKernel):
     def clear(self, bar: DqBarriers, smem: DqShared, spans: SpanOperands, n: Extents):
         """Three warps hand K on, with zeros where no row sees it, because dS K would add 0 * NaN."""
         thread, fills0 = cute.arch.thread_idx()[0] - WARP, Int32(0)
-        for turn in cutlass.range(self.walk(spans, n).turns, unroll=1):
-            _, span = self.receive(bar, smem, spans, n, turn)
-            bar.rows.at(turn).arrive_empty()
+        for wave in cutlass.range(self.scheduler(spans, n).waves, unroll=1):
+            _, span = self.receive(bar, smem, spans, n, wave)
+            bar.rows.at(wave).arrive_empty()
             for t in cutlass.range(span.tiles, unroll=1):
                 k = bar.k.at(fills0 + t)
                 bar.k_landed.at(fills0 + t).wait_full()
@@ -137,16 +138,16 @@ class MhaDqSm90(MhaBackwardKernel):
                 k.arrive_full()
             fills0 = fills0 + span.tiles
 
-    def walk(self, spans: SpanOperands, n: Extents) -> Walk:
+    def scheduler(self, spans: SpanOperands, n: Extents) -> TileScheduler:
         """Walks with as many pairs of (batch, KV head) at a time as L2 holds."""
-        return Walk.of(n, spans.s_kv, L2_KEYS // (2 * 2 * self.config.d))
+        return TileScheduler.of(n, spans.s_kv, L2_KEYS // (2 * 2 * self.config.d))
 
     def receive(
-        self, bar: DqBarriers, smem: DqShared, spans: SpanOperands, n: Extents, turn: Int32
+        self, bar: DqBarriers, smem: DqShared, spans: SpanOperands, n: Extents, wave: Int32
     ) -> tuple[PlacedTile, Span]:
         """The next row tile, once its Q, its dO and its span are there."""
-        c, slot = self.config, turn % self.config.slots
-        bar.rows.at(turn).wait_full()
+        c, slot = self.config, wave % self.config.slots
+        bar.rows.at(wave).wait_full()
         tile = RowTile.read(smem.info[None, 0, slot], n)
         return tile, read_span(spans, tile, c.tile_n, smem.info[None, 1, slot])
 
@@ -179,9 +180,9 @@ class MhaDqSm90(MhaBackwardKernel):
         factor = cute.make_rmem_tensor(ROWS, Float32)
         factor.fill(scale)
         fills0 = Int32(0)
-        for turn in cutlass.range(self.walk(spans, n).turns, unroll=1):
-            tile, span = self.receive(bar, smem, spans, n, turn)
-            state = bar.rows.at(turn)
+        for wave in cutlass.range(self.scheduler(spans, n).waves, unroll=1):
+            tile, span = self.receive(bar, smem, spans, n, wave)
+            state = bar.rows.at(wave)
             read_numbers(numbers, operands, tile, boxed)
             rows = span.of_rows(boxed)
             out.fill(0.0)
@@ -205,7 +206,7 @@ class MhaDqSm90(MhaBackwardKernel):
             if span.tiles > 0:
                 bar.k.at(fills0 + span.tiles - 1).arrive_empty()
             fills0 = fills0 + span.tiles
-            tile = RowTile.read(smem.info[None, 0, turn % c.slots], n)  # again: it is not kept meanwhile
+            tile = RowTile.read(smem.info[None, 0, wave % c.slots], n)  # again: it is not kept meanwhile
             store_output(out, factor, dq, tile, boxed, 0, thread, c.d)
 
 

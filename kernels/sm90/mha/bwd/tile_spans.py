@@ -14,7 +14,7 @@ from kernels.abi import TileSpans
 from kernels.aot import Compiled, compile_ahead
 from kernels.lib.launch import i32, launch_facts, pointers
 from kernels.lib.rows import WARP, Extents, RowTile, ceil_div, divide, extents
-from kernels.lib.spans import SpanOperands, ask_span, open_span
+from kernels.lib.spans import SpanOperands, open_span, prefetch_span
 
 NUMBERS = 2  # numbers of a tile: lo and hi of the union of its rows' spans
 
@@ -64,7 +64,7 @@ class TileSpansSm90:
             outer, inner = divide(tile, n.tiles_inner)
             rows = RowTile(n, Int32(0), batch, Int32(0), inner * n.box_inner, outer * n.box_outer)
             operands = SpanOperands(start, stop, Int32(2**31 - 1))  # the reader has its own keys
-            span = open_span(operands, rows, WARP, ask_span(operands, rows, c.tile_m))
+            span = open_span(operands, rows, WARP, prefetch_span(operands, rows, c.tile_m))
             if cute.arch.lane_idx() == 0:
                 values = cute.make_rmem_tensor(NUMBERS, Int32)
                 for j, x in enumerate((span.lo, span.hi)):

@@ -29,7 +29,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from kernels.abi import Forward
 from kernels.aot import Compiled
-from kernels.lib.forward import ForwardKernel, compile_forward
+from kernels.lib.forward import ForwardKernel
 from kernels.lib.launch import WARP, WARPGROUP
 from kernels.lib.output import store_output, store_part
 from kernels.lib.rows import (
@@ -38,12 +38,12 @@ from kernels.lib.rows import (
     Extents,
     PlacedTile,
     RowTile,
-    Walk,
     ceil_div,
 )
 from kernels.lib.softmax import RowResults, Softmax, rescale_rows
-from kernels.lib.spans import RowSpans, Span, SpanOperands, ask_span, open_span, read_span
+from kernels.lib.spans import RowSpans, Span, SpanOperands, open_span, prefetch_span, read_span
 from kernels.lib.splits import own_part
+from kernels.lib.tile_scheduler import TileScheduler
 from kernels.lib.wgmma import (
     K_MAJOR,
     MN_MAJOR,
@@ -98,6 +98,8 @@ class Consumer:
 
 
 class MhaFwdSm90(ForwardKernel):
+    symbol = "mha_fwd_sm90"
+
     @cute.kernel
     def kernel(
         self,
@@ -143,12 +145,12 @@ class MhaFwdSm90(ForwardKernel):
         """One warp, for every row tile of this CTA: it loads Q, opens the span, and loads the tiles of K and V."""
         c = self.config
         tma_q, mQ = rows
-        walk, fills0 = self.walk(operands, n), Int32(0)
-        for turn in cutlass.range(walk.turns, unroll=1):
-            tile = walk.tile(turn)
+        scheduler, fills0 = self.scheduler(operands, n), Int32(0)
+        for wave in cutlass.range(scheduler.waves, unroll=1):
+            tile = scheduler.tile(wave)
             if cutlass.const_expr(c.stages_q == 1):  # otherwise the wait for the keys would be as long as that for Q
-                asked = ask_span(operands, tile, c.tile_m)
-            q, slot = bar.q.at(turn), turn % c.slots
+                bounds = prefetch_span(operands, tile, c.tile_m)
+            q, slot = bar.q.at(wave), wave % c.slots
             full = q.full
             q.wait_empty()
             with cute.arch.elect_one():
@@ -156,8 +158,8 @@ class MhaFwdSm90(ForwardKernel):
             gQ, sQ = tma_tiles(tma_q, tile.of(mQ, c.tile_m, c.d)[None, None, 0], smem.q)
             cute.copy(tma_q, gQ, sQ[None, q.index], tma_bar_ptr=q.full)
             if cutlass.const_expr(c.stages_q > 1):
-                asked = ask_span(operands, tile, c.tile_m)
-            (span,) = own_part((open_span(operands, tile, c.tile_n, asked),), tile, 1)
+                bounds = prefetch_span(operands, tile, c.tile_m)
+            (span,) = own_part((open_span(operands, tile, c.tile_n, bounds),), tile, 1)
             with cute.arch.elect_one():
                 tile.publish(smem.info[None, 0, slot])
                 span.publish(smem.info[None, 1, slot])
@@ -191,9 +193,9 @@ class MhaFwdSm90(ForwardKernel):
     def clear(self, bar: Barriers, smem: Shared, operands: SpanOperands, n: Extents):
         """Three warps, for every row tile of this CTA: they hand V on, with zeros where no row sees it."""
         thread, fills0 = cute.arch.thread_idx()[0] - WARP, Int32(0)
-        for turn in cutlass.range(self.walk(operands, n).turns, unroll=1):
-            _, span = self.receive(bar, smem, operands, n, turn)
-            bar.q.at(turn).arrive_empty()
+        for wave in cutlass.range(self.scheduler(operands, n).waves, unroll=1):
+            _, span = self.receive(bar, smem, operands, n, wave)
+            bar.q.at(wave).arrive_empty()
             for t in cutlass.range(key_tiles(span), unroll=1):
                 v = bar.v.at(fills0 + t)
                 bar.v_landed.at(fills0 + t).wait_full()
@@ -202,16 +204,16 @@ class MhaFwdSm90(ForwardKernel):
                 v.arrive_full()
             fills0 = fills0 + key_tiles(span)
 
-    def walk(self, operands: SpanOperands, n: Extents) -> Walk:
+    def scheduler(self, operands: SpanOperands, n: Extents) -> TileScheduler:
         """Walks with as many pairs of (batch, KV head) at a time as L2 holds."""
-        return Walk.of(n, operands.s_kv, L2_KEYS // (2 * self.config.row_bytes))
+        return TileScheduler.of(n, operands.s_kv, L2_KEYS // (2 * self.config.row_bytes))
 
     def receive(
-        self, bar: Barriers, smem: Shared, operands: SpanOperands, n: Extents, turn: Int32
+        self, bar: Barriers, smem: Shared, operands: SpanOperands, n: Extents, wave: Int32
     ) -> tuple[PlacedTile, Span]:
         """The next row tile, once its Q and its span are there."""
-        c, slot = self.config, turn % self.config.slots
-        bar.q.at(turn).wait_full()
+        c, slot = self.config, wave % self.config.slots
+        bar.q.at(wave).wait_full()
         tile = RowTile.read(smem.info[None, 0, slot], n)
         return tile, read_span(operands, tile, c.tile_n, smem.info[None, 1, slot])
 
@@ -244,12 +246,12 @@ class MhaFwdSm90(ForwardKernel):
     def consume(self, w: Consumer, operands: SpanOperands, o: cute.Pointer, results: RowResults, n: Extents):
         """One warpgroup: its 64 rows of every row tile of this CTA."""
         c, boxed, fills0 = self.config, BoxedRows.of(n, w.group * 64, w.thread), Int32(0)
-        for turn in cutlass.range(self.walk(operands, n).turns, unroll=1):
-            _, span = self.receive(w.bar, w.smem, operands, n, turn)
+        for wave in cutlass.range(self.scheduler(operands, n).waves, unroll=1):
+            _, span = self.receive(w.bar, w.smem, operands, n, wave)
             if c.few == 0 or span.hi - span.lo > c.few:
-                self.attend(w, span, boxed, o, results, turn, fills0)
+                self.attend(w, span, boxed, o, results, wave, fills0)
             else:
-                self.attend_to_few(w, span, boxed, o, results, turn, fills0)
+                self.attend_to_few(w, span, boxed, o, results, wave, fills0)
             fills0 = fills0 + key_tiles(span)
 
     @cute.jit
@@ -260,13 +262,13 @@ class MhaFwdSm90(ForwardKernel):
         boxed: BoxedRows,
         o: cute.Pointer,
         results: RowResults,
-        turn: Int32,
+        wave: Int32,
         fills0: Int32,
     ):
         """All key tiles of one row tile. fills0 counts the rings' fills before it."""
-        s, bar, last, q = w.softmax, w.bar, key_tiles(span) - 1, w.bar.q.at(turn)
+        s, bar, last, q = w.softmax, w.bar, key_tiles(span) - 1, w.bar.q.at(wave)
         mma, scores = w.scores.mma, w.scores.acc
-        rows = self.issue_first(w, w.scores, span, boxed, turn, fills0)
+        rows = self.issue_first(w, w.scores, span, boxed, wave, fills0)
         bar.k.at(fills0).arrive_empty()
         rows.mask(scores, 0)
         self.first_softmax(w, w.scores)
@@ -288,7 +290,7 @@ class MhaFwdSm90(ForwardKernel):
             round_to(w.p, scores)
             rescale_rows(w.out, s.factor)
         q.arrive_empty()
-        self.finish(w, w.scores, boxed, o, results, turn, fills0 + last, fresh=last == 0)
+        self.finish(w, w.scores, boxed, o, results, wave, fills0 + last, fresh=last == 0)
 
     @cute.jit
     def attend_to_few(
@@ -298,31 +300,31 @@ class MhaFwdSm90(ForwardKernel):
         boxed: BoxedRows,
         o: cute.Pointer,
         results: RowResults,
-        turn: Int32,
+        wave: Int32,
         fill: Int32,
     ):
         """`attend` where the first tile has all keys. One warpgroup works half a tile of rows after the other."""
         c = self.config
         two = w.n.box_inner * w.n.box_outer > ROWS_OF_WARPGROUP
         # a barrier for each stage: the first to begin can be two tiles of rows ahead, but not three
-        p_ready = {"barrier_id": P_READY + turn % c.stages_q, "number_of_threads": 2 * WARPGROUP}
+        p_ready = {"barrier_id": P_READY + wave % c.stages_q, "number_of_threads": 2 * WARPGROUP}
         if two & (w.group == 1):
             cute.arch.barrier(**p_ready)
-        rows = self.issue_first(w, w.few, span, boxed, turn, fill)
+        rows = self.issue_first(w, w.few, span, boxed, wave, fill)
         w.bar.k.at(fill).arrive_empty()
-        w.bar.q.at(turn).arrive_empty()
+        w.bar.q.at(wave).arrive_empty()
         rows.mask(w.few.acc, 0)
         self.first_softmax(w, w.few)
         if two & (w.group == 0):
             cute.arch.barrier_arrive(**p_ready)
-        self.finish(w, w.few, boxed, o, results, turn, fill, fresh=True)
+        self.finish(w, w.few, boxed, o, results, wave, fill, fresh=True)
 
     @cute.jit
     def issue_first(
-        self, w: Consumer, scores: Scores, span: Span, boxed: BoxedRows, turn: Int32, fill: Int32
+        self, w: Consumer, scores: Scores, span: Span, boxed: BoxedRows, wave: Int32, fill: Int32
     ) -> RowSpans:
         """Issues the scores of the first key tile, and meanwhile finds what each row sees."""
-        q, k = w.bar.q.at(turn), w.bar.k.at(fill)
+        q, k = w.bar.q.at(wave), w.bar.k.at(fill)
         k.wait_full()
         multiply(scores.mma, scores.acc, w.a[None, None, None, q.index], w.b_k[None, None, None, k.index], fresh=True)
         rows = span.of_rows(boxed)
@@ -344,13 +346,13 @@ class MhaFwdSm90(ForwardKernel):
         boxed: BoxedRows,
         o: cute.Pointer,
         results: RowResults,
-        turn: Int32,
+        wave: Int32,
         fill: Int32,
         fresh: bool | cutlass.Boolean,
     ):
         """The last key tile's values, and the output."""
         c, s = self.config, w.softmax
-        tile = RowTile.read(w.smem.info[None, 0, turn % c.slots], w.n)  # again: it is not kept meanwhile
+        tile = RowTile.read(w.smem.info[None, 0, wave % c.slots], w.n)  # again: it is not kept meanwhile
         v = w.bar.v.at(fill)
         v.wait_full()
         multiply(w.pv, w.out, w.p, w.b_v[None, None, None, v.index], fresh=fresh, blocks=range(scores.keys // 16))
@@ -371,4 +373,4 @@ def key_tiles(span: Span) -> Int32:
 
 
 def compile(variant: Forward, out_dir: Path) -> Compiled:
-    return compile_forward(MhaFwdSm90(Config(variant.d, variant.dtype)), variant, out_dir, name="mha_fwd_sm90")
+    return MhaFwdSm90(Config(variant.d, variant.dtype)).compile(variant, out_dir)

@@ -167,7 +167,7 @@ class PackedSelection(Selection):
 
     @cute.jit
     def locate(self, t: Int32, places: Places, wanted: cute.Tensor, thread: Int32, threads: cutlass.Constexpr):
-        """places <- the places of the keys of tile t that were looked up. Nothing is read of an absent one."""
+        """places <- those of the keys of tile t, whose indices were prefetched. Nothing is read of an absent one."""
         packing, n = self.format.packing, self.operands.page
         step = packing.values if packing.apart else packing.entry
         page_units = ceil_div(n * packing.entry, Int32(packing.multiple)) * packing.multiple // UNIT
