@@ -24,8 +24,8 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 
 from kernels.abi import Probabilities
-from kernels.aot import Compiled, compile_ahead
-from kernels.lib.launch import WARPGROUP, element_type, i32, launch_facts, pointers
+from kernels.aot import Compiled
+from kernels.lib.launch import WARPGROUP, Kernel, i32, pointers
 from kernels.lib.ptx import arrive_if
 from kernels.lib.rows import ceil_div, load, row_of, store
 from kernels.lib.selections import CHUNK, LANES_A_ROW, Selection, SelectionOperands, copy_or_zero
@@ -58,10 +58,8 @@ class Extents(NamedTuple):
     topk: Int32
 
 
-class ProbabilitiesSm90:
-    def __init__(self, config: Config):
-        self.config = config
-        self.dtype = element_type(config.dtype)
+class ProbabilitiesSm90(Kernel):
+    symbol = "probabilities_sm90"
 
     @cute.jit
     def __call__(
@@ -80,14 +78,9 @@ class ProbabilitiesSm90:
         ctas: Int32,  # at most, that is how many run at a time
         stream: cuda.CUstream,
     ):
-        c, queries = self.config, b * s_q
-        self.kernel(Arrays(q, k, lse, indices, p, scale), Extents(queries, s_q, h_q, s_kv, topk)).launch(
-            grid=(cutlass.min(queries, ctas), 1, 1),
-            block=(c.threads, 1, 1),
-            smem=c.smem_bytes,
-            stream=stream,
-            min_blocks_per_mp=1,
-        )
+        queries = b * s_q
+        arrays, n = Arrays(q, k, lse, indices, p, scale), Extents(queries, s_q, h_q, s_kv, topk)
+        self.launch(arrays, n, ctas=cutlass.min(queries, ctas), stream=stream)
 
     @cute.kernel
     def kernel(self, arrays: Arrays, n: Extents):
@@ -248,6 +241,10 @@ class ProbabilitiesSm90:
         smem.shift[thread, group] = lse * LOG2_E if adds else Float32.inf
         cute.arch.barrier(barrier_id=WARPGROUP_MET + group, number_of_threads=WARPGROUP)
 
+    def examples(self, variant: Probabilities) -> tuple:
+        arrays = ("q", "k", "float32", "int32", "float32")
+        return *pointers(variant.dtype, *arrays), Float32(1.0), *(i32() for _ in range(6))
+
 
 @cute.jit
 def sum_over_heads(acc: cute.Tensor, shift: cute.Tensor, scale_log2: Float32) -> cute.Tensor:
@@ -268,15 +265,4 @@ def sum_over_heads(acc: cute.Tensor, shift: cute.Tensor, scale_log2: Float32) ->
 
 
 def compile(variant: Probabilities, out_dir: Path) -> Compiled:
-    config = Config(variant.d, variant.dtype)
-    return compile_ahead(
-        ProbabilitiesSm90(config),
-        ProbabilitiesSm90.kernel,
-        *pointers(variant.dtype, "q", "k", "float32", "int32", "float32"),
-        Float32(1.0),
-        *(i32() for _ in range(6)),
-        name="probabilities_sm90",
-        arch=variant.arch,
-        out_dir=out_dir,
-        facts=launch_facts(config),
-    )
+    return ProbabilitiesSm90(Config(variant.d, variant.dtype)).compile(variant, out_dir)

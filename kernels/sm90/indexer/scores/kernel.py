@@ -33,9 +33,9 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from kernels.abi import IndexerScores
-from kernels.aot import Compiled, compile_ahead
-from kernels.lib.indexer import ELEMENT, KEYS, D, pointer, product
-from kernels.lib.launch import WARP, WARPGROUP, i32, launch_facts
+from kernels.aot import Compiled
+from kernels.lib.indexer import KEYS, D, product
+from kernels.lib.launch import WARP, WARPGROUP, Kernel, i32, pointers
 from kernels.lib.ptx import keep
 from kernels.lib.rows import ceil_div, load, row_of
 from kernels.lib.wgmma import multiply, operand_a, operand_b, tma_atom, tma_tiles
@@ -69,10 +69,8 @@ class BlockScheduler:
         return self.n.blocks - 1 - i // self.n.splits, i % self.n.splits
 
 
-class IndexerScoresSm90:
-    def __init__(self, config: Config):
-        self.config = config
-        self.dtype = ELEMENT[config.dtype]
+class IndexerScoresSm90(Kernel):
+    symbol = "indexer_scores_sm90"
 
     @cute.jit
     def __call__(
@@ -105,13 +103,8 @@ class IndexerScoresSm90:
         of_keys = (k, k_scale, page, pages) if cutlass.const_expr(c.paged) else (k, k_scale, s_c, b)
         arrays = Arrays(weights, table if cutlass.const_expr(c.paged) else k_scale, start, stop, scores)
         where = Pages(width, page, box) if cutlass.const_expr(c.paged) else None
-        self.kernel(*self.map_of_q(q, b * s_q), *self.maps_of_keys(*of_keys), arrays, n, where).launch(
-            grid=(cutlass.min(n.blocks * n.splits, ctas), 1, 1),
-            block=(c.threads, 1, 1),
-            smem=c.smem_bytes,
-            stream=stream,
-            min_blocks_per_mp=1,
-        )
+        maps = (*self.map_of_q(q, b * s_q), *self.maps_of_keys(*of_keys))
+        self.launch(*maps, arrays, n, where, ctas=cutlass.min(n.blocks * n.splits, ctas), stream=stream)
 
     def map_of_q(self, q: cute.Pointer, queries: Int32) -> tuple[cute.CopyAtom, cute.Tensor]:
         rows = cute.make_tensor(q, cute.make_layout((queries * self.config.heads, D), stride=(D, 1)))
@@ -311,6 +304,10 @@ class IndexerScoresSm90:
             scale = load(scales + cutlass.min(t * self.config.tile_n + key0, n.s_c - 1))
         return scale
 
+    def examples(self, variant: IndexerScores) -> tuple:
+        arrays = ("q", "k", "float32", "float32", "int32", "int32", "int32", "float32")
+        return *pointers(variant.dtype, *arrays), *(i32() for _ in range(13))
+
 
 def key_of(thread: Int32) -> Int32:
     """The key, among a warpgroup's, whose sums a lane ends up with: an even lane of a quad has the quad's first row."""
@@ -318,14 +315,4 @@ def key_of(thread: Int32) -> Int32:
 
 
 def compile(variant: IndexerScores, out_dir: Path) -> Compiled:
-    config, element = Config(variant.heads, variant.dtype, variant.paged), ELEMENT[variant.dtype]
-    return compile_ahead(
-        IndexerScoresSm90(config),
-        IndexerScoresSm90.kernel,
-        *map(pointer, (element, element, Float32, Float32, Int32, Int32, Int32, Float32)),
-        *(i32() for _ in range(13)),
-        name="indexer_scores_sm90",
-        arch=variant.arch,
-        out_dir=out_dir,
-        facts=launch_facts(config),
-    )
+    return IndexerScoresSm90(Config(variant.heads, variant.dtype, variant.paged)).compile(variant, out_dir)

@@ -59,7 +59,7 @@ from .elements import (
     part_of,
     take_over,
 )
-from .host import Results, compile_kernel
+from .host import Results
 from .key_tiles import KeyTile, KeyTileKernel
 from .smem import KeyTileBarriers, KeyTileShared
 
@@ -218,4 +218,4 @@ class MhaDkdvByRoleSm90(KeyTileKernel):
 def compile(variant: MhaBackward, out_dir: Path) -> Compiled:
     config = KeyTileConfig(variant.d, variant.dtype)
     kernel = MhaDkdvByRoleSm90 if config.by_role else MhaDkdvSm90
-    return compile_kernel(kernel(config), variant, out_dir)
+    return kernel(config).compile(variant, out_dir)

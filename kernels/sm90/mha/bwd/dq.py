@@ -45,7 +45,7 @@ from kernels.lib.wgmma import (
 )
 
 from .config import CLEARERS, DqConfig
-from .host import MhaBackwardKernel, Results, RowOperands, compile_kernel
+from .host import MhaBackwardKernel, Results, RowOperands
 from .smem import DqBarriers, DqShared, allocate_dq
 
 L2_KEYS = 32 * 1024 * 1024  # bytes of K and V that stay in L2 while others pass
@@ -247,4 +247,4 @@ def differentiate(operand: cute.Tensor, p: cute.Tensor, dp: cute.Tensor, numbers
 
 
 def compile(variant: MhaBackward, out_dir: Path) -> Compiled:
-    return compile_kernel(MhaDqSm90(DqConfig(variant.d, variant.dtype)), variant, out_dir)
+    return MhaDqSm90(DqConfig(variant.d, variant.dtype)).compile(variant, out_dir)

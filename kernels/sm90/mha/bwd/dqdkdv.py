@@ -42,7 +42,7 @@ from kernels.lib.wgmma import (
 
 from .config import KeyTileConfig
 from .elements import HIDES, add_scaled, apply_sink, differentiate, drop, exponentiate, mask, zero_row
-from .host import Results, compile_kernel
+from .host import Results
 from .key_tiles import KeyTile, KeyTileKernel
 from .smem import KeyTileBarriers, KeyTileShared
 
@@ -174,5 +174,5 @@ def add_rows(acc: cute.Tensor, sums: cute.Pointer, places: cute.Tensor, column0:
 
 
 def compile(variant: MhaBackward, out_dir: Path) -> Compiled:
-    kernel = MhaDqdkdvSm90(KeyTileConfig(variant.d, variant.dtype, adds_rows=True))
-    return compile_kernel(kernel, variant, out_dir)
+    config = KeyTileConfig(variant.d, variant.dtype, adds_rows=True)
+    return MhaDqdkdvSm90(config).compile(variant, out_dir)
