@@ -26,6 +26,7 @@ from cutlass.cute.nvgpu import warpgroup
 from kernels.abi import Probabilities
 from kernels.aot import Compiled
 from kernels.lib.launch import WARPGROUP, Kernel, i32, pointers
+from kernels.lib.pipeline import PipelineState
 from kernels.lib.ptx import arrive_if
 from kernels.lib.rows import ceil_div, load, row_of, store
 from kernels.lib.selections import CHUNK, LANES_A_ROW, Selection, SelectionOperands, copy_or_zero
@@ -89,7 +90,7 @@ class ProbabilitiesSm90(Kernel):
         bar, smem = allocate(c, self.dtype)
         if warp == 0:
             with cute.arch.elect_one():
-                bar.initialise(c)
+                bar.initialise()
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         if warp < 4:
@@ -140,12 +141,11 @@ class ProbabilitiesSm90(Kernel):
         """Gathers the CTA's k-th tile of keys, piece by piece."""
         c = self.config
         for piece in cutlass.range_constexpr(c.pieces):
-            fill = k * c.pieces + piece
-            stage = fill % c.stages
-            cute.arch.mbarrier_wait(bar.k_empty + stage, (fill // c.stages & 1) ^ 1)
+            state = bar.k.at(k * c.pieces + piece)
+            state.wait_empty()
             slabs = range(piece * c.slabs_of_piece, (piece + 1) * c.slabs_of_piece)
-            keys.gather(smem.k[None, None, stage], wanted, thread, slabs, WARPGROUP, slabs[0])
-            cute.arch.cp_async_mbarrier_arrive_noinc(bar.k_full + stage)
+            keys.gather(smem.k[None, None, state.index], wanted, thread, slabs, WARPGROUP, slabs[0])
+            state.copy_full()
 
     @cute.jit
     def load_heads(
@@ -165,7 +165,8 @@ class ProbabilitiesSm90(Kernel):
         target0 = smem.q.iterator.toint() + row0 * (SLAB * 2) + (chunk ^ row0 % 8) * 16
         first = Int64(query) * n.h_q
         for piece in cutlass.range_constexpr(c.pieces):
-            cute.arch.mbarrier_wait(bar.q_empty + piece, (wave & 1) ^ 1)
+            state = PipelineState(bar.q, piece, wave & 1)
+            state.wait_empty()
             for i in cutlass.range_constexpr(c.tile_m // at_once):
                 head = head0 + row0 + i * at_once
                 size = Int32(head < n.h_q) * 16
@@ -173,7 +174,7 @@ class ProbabilitiesSm90(Kernel):
                 for slab in range(piece * c.slabs_of_piece, (piece + 1) * c.slabs_of_piece):
                     place = target0 + (slab * c.tile_m + i * at_once) * SLAB * 2
                     copy_or_zero(place, (source + slab * SLAB).toint(), size)
-            cute.arch.cp_async_mbarrier_arrive_noinc(bar.q_full + piece)
+            state.copy_full()
 
     # ---- consumers
 
@@ -199,10 +200,11 @@ class ProbabilitiesSm90(Kernel):
                     entries[r] = load(arrays.indices + (listed + cutlass.min(position, n.topk - 1)))
                 for piece in cutlass.range_constexpr(c.pieces):
                     fill = k * c.pieces + piece
-                    cute.arch.mbarrier_wait(bar.q_full + piece, wave & 1)
-                    cute.arch.mbarrier_wait(bar.k_full + fill % c.stages, fill // c.stages & 1)
+                    PipelineState(bar.q, piece, wave & 1).wait_full()
+                    state = bar.k.at(fill)
+                    state.wait_full()
                     cute.arch.fence_proxy("async.shared", space="cta")  # the producer wrote through the generic proxy
-                    multiply(mma, acc, a[None, None, None, fill % c.stages], b[piece], piece == 0)
+                    multiply(mma, acc, a[None, None, None, state.index], b[piece], piece == 0)
                     if cutlass.const_expr(piece > 0):
                         warpgroup.wait_group(1)
                         self.release(bar, fill - 1, piece - 1, last)
@@ -219,13 +221,14 @@ class ProbabilitiesSm90(Kernel):
                         store(place, total)
             if group >= tiles:  # this warpgroup has nothing to do
                 for piece in cutlass.range_constexpr(c.pieces):
-                    cute.arch.mbarrier_wait(bar.q_full + piece, wave & 1)
-                    cute.arch.mbarrier_arrive(bar.q_empty + piece)
+                    state = PipelineState(bar.q, piece, wave & 1)
+                    state.wait_full()
+                    state.arrive_empty()
 
     def release(self, bar: Barriers, fill: Int32, piece: int, last: Int32) -> None:
         """Releases a piece of keys; with the last keys that need a piece of Q, that piece too."""
-        cute.arch.mbarrier_arrive(bar.k_empty + fill % self.config.stages)
-        arrive_if(bar.q_empty + piece, last)
+        bar.k.at(fill).arrive_empty()
+        arrive_if(bar.q.empty + piece, last)
 
     @cute.jit
     def read_shifts(

@@ -36,6 +36,7 @@ from kernels.abi import IndexerScores
 from kernels.aot import Compiled
 from kernels.lib.indexer import KEYS, D, product
 from kernels.lib.launch import WARP, WARPGROUP, Kernel, i32, pointers
+from kernels.lib.pipeline import PipelineState
 from kernels.lib.ptx import keep
 from kernels.lib.rows import ceil_div, load, row_of
 from kernels.lib.wgmma import multiply, operand_a, operand_b, tma_atom, tma_tiles
@@ -143,7 +144,7 @@ class IndexerScoresSm90(Kernel):
             if cutlass.const_expr(tma_scale is not None):
                 cpasync.prefetch_descriptor(tma_scale)
             with cute.arch.elect_one():
-                bar.initialise(c)
+                bar.initialise()
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_launch_dependents()  # the choice that follows waits for this grid itself
@@ -184,18 +185,18 @@ class IndexerScoresSm90(Kernel):
             hi = ceil_div(cute.arch.warp_redux_sync(stop if scored else Int32(0), "max"), Int32(c.tile_n))
             tiles = cutlass.max(hi - lo, 0)
             first, last = lo + tiles * split // n.splits, lo + tiles * (split + 1) // n.splits
-            stage_q = wave % c.stages_q
-            cute.arch.mbarrier_wait(bar.q_empty + stage_q, (wave // c.stages_q & 1) ^ 1)
+            q = bar.q.at(wave)
+            q.wait_empty()
             if first < last:
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_expect_tx(bar.q_full + stage_q, c.q_bytes)
+                    cute.arch.mbarrier_expect_tx(q.full, c.q_bytes)
                 there = cute.domain_offset(((entry * n.s_q + query0) * c.heads, 0), mQ)
                 gQ, sQ = tma_tiles(tma_q, cute.local_tile(there, (c.columns, D), (0, 0)), smem.q)
-                cute.copy(tma_q, gQ, sQ[None, stage_q], tma_bar_ptr=bar.q_full + stage_q)
+                cute.copy(tma_q, gQ, sQ[None, q.index], tma_bar_ptr=q.full)
             with cute.arch.elect_one():
                 for i, x in enumerate((block, entry, first, last)):
-                    smem.info[i, stage_q] = x
-                cute.arch.mbarrier_arrive(bar.q_full + stage_q)
+                    smem.info[i, q.index] = x
+                q.arrive_full()
             if cutlass.const_expr(c.paged):
                 fills = self.load_pages(bar, smem, keys, scales, arrays.keys + entry * pages.width, pages, first, last,
                                         fills)  # fmt: skip
@@ -203,17 +204,17 @@ class IndexerScoresSm90(Kernel):
                 gK, sK = tma_tiles(tma_k, cute.local_tile(mK[None, None, entry], (c.tile_n, D), (None, 0)), smem.k)
                 for t in cutlass.range(first, last, unroll=1):
                     stage = self.begin_fill(bar, fills)
-                    cute.copy(tma_k, gK[None, t], sK[None, stage], tma_bar_ptr=bar.k_full + stage)
+                    cute.copy(tma_k, gK[None, t], sK[None, stage], tma_bar_ptr=bar.k.full + stage)
                     fills += 1
 
     @cute.jit
     def begin_fill(self, bar: Barriers, fills: Int32) -> Int32:
         """The stage of this fill of the ring of keys, once it is free, with its bytes announced."""
-        stage = fills % self.config.stages_k
-        cute.arch.mbarrier_wait(bar.k_empty + stage, (fills // self.config.stages_k & 1) ^ 1)
+        k = bar.k.at(fills)
+        k.wait_empty()
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(bar.k_full + stage, self.config.k_bytes)
-        return stage
+            k.expect_full(self.config.k_bytes)
+        return k.index
 
     @cute.jit
     def load_pages(
@@ -250,7 +251,7 @@ class IndexerScoresSm90(Kernel):
                 its_page, its_row = (cute.arch.shuffle_sync(x, before + i) for x in (page, row))
                 at = i * pages.box
                 g, s = tma_tiles(tma_k, cute.local_tile(mK[None, None, its_page], (BOX, D), (None, 0)), sK)
-                cute.copy(tma_k, g[None, its_row // BOX], s[None, at // BOX, stage], tma_bar_ptr=bar.k_full + stage)
+                cute.copy(tma_k, g[None, its_row // BOX], s[None, at // BOX, stage], tma_bar_ptr=bar.k.full + stage)
                 if cutlass.const_expr(c.scale_bytes):
                     g, s = tma_tiles(
                         tma_scale,
@@ -258,7 +259,7 @@ class IndexerScoresSm90(Kernel):
                         cute.local_tile(smem.k_scale, (BOX, 1), (None, None)),
                     )
                     cute.copy(tma_scale, g[None, its_row // BOX, its_page], s[None, at // BOX, stage],
-                              tma_bar_ptr=bar.k_full + stage)  # fmt: skip
+                              tma_bar_ptr=bar.k.full + stage)  # fmt: skip
             fills += 1
         return fills
 
@@ -273,27 +274,28 @@ class IndexerScoresSm90(Kernel):
         sums = HeadSums.of(c, mma, group // c.parts, thread)
         key0, stage, parity = keep(group % c.parts * KEYS + key_of(thread)), Int32(0), Int32(0)
         for wave in cutlass.range(scheduler.waves, unroll=1):
-            stage_q = wave % c.stages_q
-            cute.arch.mbarrier_wait(bar.q_full + stage_q, wave // c.stages_q & 1)
-            block, entry, first, last = (cute.arch.make_warp_uniform(smem.info[i, stage_q]) for i in range(PUBLISHED))
+            q = bar.q.at(wave)
+            q.wait_full()
+            block, entry, first, last = (cute.arch.make_warp_uniform(smem.info[i, q.index]) for i in range(PUBLISHED))
             if first < last:
                 query0 = ((n.first_block + block) - entry * n.blocks_of_entry) * c.queries
                 sums.take_weights(arrays.weights, entry, query0, n)
                 out = sums.place(arrays.scores + (Int64(block) * c.queries * n.stride + first * c.tile_n + key0), n)
                 scales = arrays.keys + Int64(entry) * n.s_c
                 for t in cutlass.range(first, last, unroll=1):
-                    cute.arch.mbarrier_wait(bar.k_full + stage, parity)
-                    multiply(mma, sums.acc, a[None, None, None, stage], b[None, None, None, stage_q], fresh=True)
+                    k = PipelineState(bar.k, stage, parity)
+                    k.wait_full()
+                    multiply(mma, sums.acc, a[None, None, None, stage], b[None, None, None, q.index], fresh=True)
                     scale = self.scale_of(smem, stage, scales, key0, t, n)
                     warpgroup.wait_group(0)
                     with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive(bar.k_empty + stage)
+                        k.arrive_empty()
                     sums.store(out, scale, query0, n)
                     out, stage = out + c.tile_n, stage + 1
                     if stage == c.stages_k:
                         stage, parity = Int32(0), parity ^ 1
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(bar.q_empty + stage_q)
+                q.arrive_empty()
 
     @cute.jit
     def scale_of(self, smem: Shared, stage: Int32, scales: cute.Pointer, key0: Int32, t: Int32, n: Extents) -> Float32:
