@@ -270,19 +270,19 @@ FAULTS = [
         "O is read before the last products are done",
         Race,
         unordered(r"final tcgen05\.ld", MMA, "TMEM of o"),
-        source=(("cute.arch.mbarrier_wait(bar.o_full, (fills0 + tiles - 1) & 1)", "pass"),),
+        source=(("wait_for(bar.o_full, fills0 + tiles - 1)", "pass"),),
     ),
     Planted(
         "O is rescaled while products add to it",
         Race,
         unordered(f"({LD}|{ST})", MMA, "TMEM of o"),
-        source=(("cute.arch.mbarrier_wait(bar.o_full, (fill - 1) & 1)", "pass"),),
+        source=(("wait_for(bar.o_full, fill - 1)", "pass"),),
     ),
     Planted(
         "products read P before the softmax gives it",
         Race,
         unordered(f"({LD}|{ST})", MMA, "TMEM of (scores|p)", UNTOLD),
-        source=(("cute.arch.mbarrier_wait(bar.p_full, fill & 1)", "pass"),),
+        source=(("wait_for(bar.p_full, fill)", "pass"),),
     ),
     Planted(
         "P is stored without a wait",
@@ -336,7 +336,7 @@ FAULTS = [
         "products are issued without a fence after the wait",
         Race,
         unordered(MMA, f"({LD}|{ST})", "TMEM of (scores|p)", r"no tcgen05\.fence::after_thread_sync$"),
-        source=(("bar.p_full, fill & 1)\n        after_thread_sync()", "bar.p_full, fill & 1)"),),
+        source=(("bar.p_full, fill)\n        after_thread_sync()", "bar.p_full, fill)"),),
     ),
     Planted(
         "scores are used before they are there",
@@ -353,7 +353,7 @@ FAULTS = [
         "TMA does not wait for an empty ring",
         (Race, Misuse),
         r"expect_tx[^\n]*\n\s+an arrival too many|tma[^\n]*\n\s+overwrites SMEM of keys\b[^\n]*nothing orders",
-        source=(("cute.arch.mbarrier_wait(bar_empty + ring * c.stages + stage, parity ^ 1)", "pass"),),
+        source=(("                    state.wait_empty()\n", ""),),
     ),
     Planted(
         "a barrier counts the CTA's threads",
@@ -371,17 +371,13 @@ FAULTS = [
         "too few bytes are expected",
         (Race, Undefined),
         rf"{MMA}[^\n]*\n\s+reads SMEM of keys\b[^\n]*(which nobody wrote|the write by tma)",
-        source=(
-            ("mbarrier_arrive_and_expect_tx(full, c.ring_tile_bytes)", "mbarrier_arrive_and_expect_tx(full, 16384)"),
-        ),
+        source=(("state.expect_full(c.ring_tile_bytes)", "state.expect_full(16384)"),),
     ),
     Planted(
         "too many bytes are expected",
         Deadlock,
         r" 16 transaction bytes outstanding",
-        source=(
-            ("mbarrier_arrive_and_expect_tx(full, c.ring_tile_bytes)", "mbarrier_arrive_and_expect_tx(full, 32784)"),
-        ),
+        source=(("state.expect_full(c.ring_tile_bytes)", "state.expect_full(32784)"),),
     ),
     Planted(
         "absent keys are not masked",
@@ -411,7 +407,7 @@ FAULTS = [
         "gathered keys are announced before they are there",
         (Race, Undefined),
         rf"{MMA}[^\n]*\n\s+reads SMEM of keys\b[^\n]*(which nobody wrote|the write by cp\.async)",
-        source=(("cute.arch.cp_async_mbarrier_arrive_noinc(full)", "cute.arch.mbarrier_arrive(full)"),),
+        source=(("state.copy_full()", "state.arrive_full()"),),
         key=FUSED,
         case="few",
     ),
