@@ -8,23 +8,30 @@ BIN := .venv/bin
 HERE = $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sed -n '1s/^9[.]0$$/sm_90a/p; 1s/^10[.]0$$/sm_100a/p')
 , := ,
 PACKAGES := jax_dsv4_fmha kernels interpreter tests examples docs
+CXX_FILES = $(shell find ffi tests -name '*.h' -o -name '*.cc')
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+PYTEST := OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal  # a core for each
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-hf wheel docs lint build clean pictures
+.PHONY: help demo installed quick test test-hf wheel docs lint fmt build clean pictures
 
 help: ## show this
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 8
 
-demo: ## set up .venv, build for this machine, and run examples/quickstart.py
-	@echo "make demo: a DeepSeek-V4 attention layer, here. $(if $(HERE),GPU: $(HERE).,No GPU that kernels are built for: the reference will run it$(,) and no kernels are compiled.)"
-	@$(MAKE) --question .venv/.built >/dev/null 2>&1 || { \
-	    echo "Setting up .venv (packages from PyPI, then a C++ library$(if $(HERE), and $(HERE)'s kernels: some minutes,: about two minutes on two cores)); once only."; \
-	    $(MAKE) --no-print-directory --silent .venv/.built-here; }
+demo: installed ## set up .venv, build for this machine, and run examples/quickstart.py
+	@echo "make: examples/quickstart.py, a DeepSeek-V4 attention layer on $(if $(HERE),the GPU$(,) $(HERE),the reference$(,) without a GPU)"
 	@$(BIN)/python examples/quickstart.py
 	@echo "Next: README.md; \`$(BIN)/python -m jax_dsv4_fmha info\` says what is here, \`make test\` builds every kernel and tests them."
 
-test: build ## set up, build, and run the tests
-	OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal  # a core for each
+# Every kernel if they are up to date, otherwise the kernels of this machine's GPU: without one, none are compiled.
+installed:
+	@$(MAKE) --question .venv/.built >/dev/null 2>&1 || $(MAKE) --no-print-directory .venv/.built-here
+
+quick: installed lint ## lint, and every test that neither compiles nor interprets a kernel
+	$(PYTEST) --quick
+
+test: build ## set up, build every kernel, and run all tests
+	$(PYTEST)
 
 test-hf: .venv-hf/.tools ## compare layers with Hugging Face transformers, in an environment of its own
 	PYTHONPATH=. .venv-hf/bin/python -m pytest -W ignore tests/test_hf.py
@@ -40,10 +47,16 @@ pictures: build ## write tables and draw pictures of the pages anew, from docs/*
 	PYTHONPATH=. $(BIN)/python docs/draw.py
 	$(BIN)/python docs/generate.py
 
-lint: .venv/.tools ## formatting, lint and types
+lint: .venv/.tools ## formatting of Python and C++, lint and types
 	$(BIN)/ruff format --check $(PACKAGES)
 	$(BIN)/ruff check $(PACKAGES)
+	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
 	$(BIN)/mypy
+
+fmt: .venv/.tools ## format Python and C++
+	$(BIN)/ruff format $(PACKAGES)
+	$(BIN)/ruff check --fix $(PACKAGES)
+	$(BIN)/clang-format -i $(CXX_FILES)
 
 wheel: .venv/.tools ## build a wheel into dist/, and try it in an empty environment; KERNELS=none, sm_90a, … for fewer
 	rm -rf .venv-wheel dist/*.whl
@@ -56,36 +69,41 @@ wheel: .venv/.tools ## build a wheel into dist/, and try it in an empty environm
 
 build: .venv/.built ## compile the kernels and the library into the editable install in .venv
 
-clean: ## remove the environment and everything built
+clean: ## remove the environment and everything built; compiled kernels stay in ~/.cache/jax_dsv4_fmha
 	rm -rf .venv .venv-hf .venv-wheel .venv-docs build dist jax_dsv4_fmha/_native.so
 
 # What the build needs comes from pyproject.toml's own list, so that the build directory can be kept between builds.
 .venv/.tools: pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb')); x = p['project']; o = x['optional-dependencies']; \
-	    print(*p['build-system']['requires'], *x['dependencies'], *o['test'], 'ruff', 'mypy', sep='\n')" > .venv/requirements.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r .venv/requirements.txt
-	touch $@
+	@echo "make: packages from PyPI, into .venv"
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(BIN)/python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb')); x = p['project']; o = x['optional-dependencies']; \
+	    wanted = [*p['build-system']['requires'], *x['dependencies'], *o['test'], *o['dev']]; \
+	    print(*(w for w in wanted if not w.startswith(x['name'])), sep='\n')" > .venv/requirements.txt
+	@$(PIP) install -r .venv/requirements.txt
+	@touch $@
 
 # The version of torch has a build for CPUs alone; the layers run on the reference, so nothing is built here.
 .venv-hf/.tools: pyproject.toml
-	test -x .venv-hf/bin/python || $(PYTHON) -m venv .venv-hf
-	.venv-hf/bin/python -m pip install --quiet --disable-pip-version-check \
+	@echo "make: packages from PyPI, into .venv-hf"
+	@test -x .venv-hf/bin/python || $(PYTHON) -m venv .venv-hf
+	@.venv-hf/bin/python -m pip install --quiet --disable-pip-version-check \
 	    pytest hypothesis "jax>=0.10" "torch==2.13.0" "transformers>=5.23"
-	touch $@
+	@touch $@
 
 .venv-docs/.tools: pyproject.toml
-	test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
-	.venv-docs/bin/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'], sep='\n')" \
+	@echo "make: packages from PyPI, into .venv-docs"
+	@test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
+	@.venv-docs/bin/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'], sep='\n')" \
 	    > .venv-docs/requirements.txt
-	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check -r .venv-docs/requirements.txt
-	touch $@
+	@.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check -r .venv-docs/requirements.txt
+	@touch $@
 
-# Kernels of every architecture, or for the demo of this machine's alone; tests want all.
+# Kernels of every architecture, or of this machine's alone; tests want all.
 .venv/.built: KERNELS = all
 .venv/.built-here: KERNELS = $(or $(HERE),none)
 .venv/.built .venv/.built-here: .venv/.tools $(wildcard ffi/*) $(shell find kernels -name '*.py')
-	$(BIN)/python -m pip install --disable-pip-version-check --no-build-isolation --no-deps --verbose -e . \
+	@echo "make: the C++ library, with kernels for: $(KERNELS)"
+	@$(BIN)/python -m pip install --disable-pip-version-check --no-build-isolation --no-deps --verbose -e . \
 	    -C cmake.define.KERNELS=$(KERNELS) 2>&1 | tee .venv/build.log \
 	    | sed -un '/^ *kernels:/p; /WITHOUT GPU KERNELS/p' || { cat .venv/build.log; exit 1; }
-	touch $@
+	@touch $@

@@ -134,7 +134,7 @@ def timeline(title: str, lanes: Sequence[tuple[str, Sequence[tuple[str, float, s
     return svg(width, y + 14, body, title)
 
 
-def forward() -> str:
+def mha_forward() -> str:
     def consumer(first: float, tile: int) -> list[tuple[str, float, str]]:
         work: list[tuple[str, float, str]] = [("wait", first, ""), ("scores", 1, "S0"), ("softmax", 1, "P0")]
         for t in range(1, 4):
@@ -148,10 +148,10 @@ def forward() -> str:
         ("load", 1.5, "K0 V0"),
     ]
     lanes = [("producer warp", load), ("warpgroup 0", consumer(1.5, 0)), ("warpgroup 1", consumer(2, 64))]
-    return timeline("fwd_sm90: one warpgroup's softmax runs under the other's products", lanes)
+    return timeline("mha_fwd_sm90: one warpgroup's softmax runs under the other's products", lanes)
 
 
-def latent() -> str:
+def mla_forward() -> str:
     left = [("wait", 1, ""), ("scores", 1, "S0"), ("softmax", 1, "P0"), ("out", 1.5, "O_l += P0 K0_l"), ("softmax", 1, "P0 → right"),
             ("out", 1.5, "O_l += P1 K1_l"), ("scores", 1, "S2"), ("softmax", 1, "P2"), ("out", 1.5, "O_l += P2 K2_l")]  # fmt: skip
     right = [("wait", 1.5, ""), ("scores", 1, "S1"), ("wait", 0.5, ""), ("softmax", 1, "P1 → left"), ("out", 1.5, "O_r += P1 K1_r"),
@@ -165,7 +165,7 @@ def latent() -> str:
         ("load", 1.5, "K3"),
     ]
     lanes = [("producers", load), ("left", left), ("right", right)]
-    return timeline("latent_sm90, the seesaw: each side owns 256 columns of O and one key tile of a pair", lanes)
+    return timeline("mla_fwd_sm90, the seesaw: each side owns 256 columns of O and one key tile of a pair", lanes)
 
 
 def few_heads() -> str:
@@ -176,7 +176,7 @@ def few_heads() -> str:
         return work
 
     lanes = [("CTA 0, consumer", cta(0)), ("CTA 1, consumer", cta(2.1))]
-    return timeline("few_heads_sm90: two CTAs of an SM, keys as rows, heads as columns", lanes)
+    return timeline("mla_few_heads_fwd_sm90: two CTAs of an SM, keys as rows, heads as columns", lanes)
 
 
 def decode() -> str:
@@ -192,7 +192,7 @@ def decode() -> str:
         ("left", [("wait", 4.5, ""), *work, *work]),
         ("right", [("wait", 6, ""), *work]),
     ]
-    return timeline("latent_sm90 over FP8 pages: a half of a tile waits in registers for its place", lanes)
+    return timeline("mla_fwd_sm90 over FP8 pages: a half of a tile waits in registers for its place", lanes)
 
 
 def indexer() -> str:
@@ -205,7 +205,8 @@ def indexer() -> str:
     lanes = [(f"warpgroup {i}", group(0.5 * i)) for i in range(4)]
     row = [("load", 1, "guess"), ("scores", 1.5, "collect"), ("softmax", 1.5, "narrow"), ("store", 1.5, "emit")]
     return timeline(
-        "index_scores_sm90: sums under products; then topk_sm90, one CTA a row", [*lanes, ("top-k, one row", row)]
+        "indexer_scores_sm90: sums under products; then indexer_topk_sm90, one CTA a row",
+        [*lanes, ("top-k, one row", row)],
     )
 
 
@@ -224,15 +225,15 @@ def blackwell() -> str:
     return timeline("fwd_sm100: scores run a tile ahead of O, both in tensor memory", lanes)
 
 
-def backward() -> str:
+def mla_backward() -> str:
     load = [("load", 2, "K0"), ("wait", 1, ""), ("load", 2, "K1"), ("wait", 1.5, ""), ("load", 2, "K2")]
     left = [("wait", 1, ""), ("scores", 2, "S, dP"), ("softmax", 1, "P, dS"), ("out", 1.2, "dq left"), ("store", 1.2, "dkv, 4 chunks"),
             ("scores", 2, "S, dP of the next")]  # fmt: skip
     right = [("wait", 4, ""), ("out", 1.2, "dq right"), ("store", 3.2, "dkv, 12 chunks, and reductions")]
-    return timeline("latent_bwd_sm90: rows stay, keys pass", [("producers", load), ("left", left), ("right", right)])
+    return timeline("mla_bwd_sm90: rows stay, keys pass", [("producers", load), ("left", left), ("right", right)])
 
 
-def dense_backward() -> str:
+def mha_backward() -> str:
     def consumer(first: float) -> list[tuple[str, float, str]]:
         work: list[tuple[str, float, str]] = [("wait", first, "")]
         for t in range(2):
@@ -245,7 +246,7 @@ def dense_backward() -> str:
 
     load = [("load", 1, "K V"), *(("load", 2, f"Q{t} dO{t}") for t in range(3))]
     lanes = [("producer warp", load), ("64 keys", consumer(2)), ("64 keys more", consumer(2.8))]
-    return timeline("key_gradients_sm90: keys are rows and stay, tiles of Q and dO pass", lanes)
+    return timeline("mha_dkdv_sm90: keys are rows and stay, tiles of Q and dO pass", lanes)
 
 
 def rope() -> str:
@@ -262,7 +263,19 @@ def rope() -> str:
 
 DRAWN: dict[str, Callable[[], str]] = {
     f.__name__.replace("_", "-"): f
-    for f in (masks, layer, forward, latent, few_heads, decode, indexer, blackwell, backward, dense_backward, rope)
+    for f in (
+        masks,
+        layer,
+        mha_forward,
+        mla_forward,
+        few_heads,
+        decode,
+        indexer,
+        blackwell,
+        mla_backward,
+        mha_backward,
+        rope,
+    )
 }
 
 

@@ -11,6 +11,7 @@ again.
 
 import json
 import re
+import textwrap
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,9 @@ def load(name: str) -> dict[str, Any]:
 
 
 FORWARD, DECODE, GRAD = map(load, ("h200", "h200_decode", "h200_grad"))
-INDEXER, LAYER, PEERS = map(load, ("h200_indexer", "h200_layer", "h200_peers"))
+INDEXER, LAYER, PEERS, NOTED = map(load, ("h200_indexer", "h200_layer", "h200_peers", "h200_kernels"))
+PROFILES: dict[str, Any] = NOTED["profiles"]
+SMS = int(FORWARD["devices"][0]["sms"])
 
 
 def table(header: str, rows: Iterable[Iterable[str]]) -> str:
@@ -61,6 +64,26 @@ def share(row: dict[str, Any]) -> str:
 
 def rate(row: dict[str, Any]) -> str:
     return f"{row['flops'] / ours(row) / 1e12:.0f}" if row["flops"] else "–"
+
+
+def percent(part: float) -> str:
+    return f"{100 * part:.0f} %"
+
+
+def wrapped(text: str, indent: str = "") -> str:
+    return textwrap.fill(
+        " ".join(text.split()), 128, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def bullets(text: str) -> str:
+    """A list, an item for each line that begins with "- ", in lines of a page."""
+    return "\n".join(wrapped(f"- {item}", "  ") for item in re.split(r"^- ", text, flags=re.M)[1:])
+
+
+def launched(row: dict[str, Any]) -> list[float]:
+    """The seconds of the kernels of a call, the longest first; the others are XLA's, or much shorter."""
+    return sorted(row["times"]["ours"]["kernels"].values(), reverse=True)
 
 
 def suite(data: dict[str, Any], name: str) -> list[dict[str, Any]]:
@@ -109,28 +132,269 @@ def decode() -> str:
     return first + "\n\n" + table("other steps | µs | TFLOP/s | of the roofline | beside it / ours", others)
 
 
-def grad() -> str:
+def _both(row: dict[str, Any]) -> str:
+    both, theirs = row["times"].get("both"), row["times"].get("both by cudnn")
+    return f"{theirs['seconds'] / both['seconds']:.2f}" if theirs else "–"
+
+
+def _deterministic(name: str) -> str:
+    """How many times as long the gradient with the same bits on every run takes."""
+    if name in NOTED["deterministic"]["always"]:
+        return "the same"
+    if name not in NOTED["deterministic"]["ms"]:
+        return "–"
+    default, same_bits = NOTED["deterministic"]["ms"][name]
+    return f"{same_bits / default:.2f}"
+
+
+def gradients(dims: tuple[int, ...], peer: str, beside: Callable[[dict[str, Any]], str]) -> str:
+    """Both passes are forward and backward; the other columns are the backward pass alone."""
     rows = []
     for row in suite(GRAD, "grad"):
-        both, theirs = row["times"].get("both"), row["times"].get("both by cudnn")
-        rows.append(
-            [
-                row["name"].removeprefix("gradient of "),
-                micro(ours(row)),
-                rate(row),
-                share(row),
-                micro(both["seconds"]) if both else "–",
-                f"{theirs['seconds'] / both['seconds']:.2f}" if both and theirs else "–",
-                of_peer(row, "xla"),
-            ]
-        )
-    return table("gradient | µs | TFLOP/s | of the roofline | both passes, µs | cuDNN / ours, both | XLA / ours", rows)
+        if row["case"]["d"] in dims:
+            name = row["name"].removeprefix("gradient of ")
+            both = micro(row["times"]["both"]["seconds"])
+            rows.append([name, micro(ours(row)), rate(row), share(row), both, beside(row), _deterministic(name)])
+    header = f"gradient | µs | TFLOP/s | of the roofline | both passes, µs | {peer} | deterministic / default"
+    return table(header, rows)
+
+
+def mla_backward() -> str:
+    return gradients((512,), "XLA / ours", lambda row: of_peer(row, "xla"))
+
+
+def mha_backward() -> str:
+    return gradients((64, 128, 256), "cuDNN / ours, both", _both)
+
+
+def mla_backward_bound() -> str:
+    """The bytes that a tile of 64 rows and 64 keys adds, 128 KiB, leave an SM in the time that the tile takes."""
+    row = _of(GRAD, "gradient of d 512 window 128 + top-k 1024 of 8192 b1 s4096 h128")
+    few = _of(GRAD, "gradient of d 512 window 128 + top-k 512 of 8192 b1 s4096 h16")
+    far = _of(GRAD, "gradient of d 512 window 128 + top-k 512 of 65536 b1 s4096 h64")
+    tiles = row["case"]["s_q"] * row["case"]["h_q"] // 64 * (row["case"]["window"] + row["case"]["topk"]) // 64
+    seconds = launched(row)[0]
+    tile = seconds * SMS / tiles
+    added = few["case"]["s_q"] * (few["case"]["window"] + few["case"]["topk"]) * 512 * 4
+    l2 = NOTED["additions"]["bytes a second that L2 adds"]
+    return bullets(f"""- **128 heads**, a window and 1024 of 8192 keys: {seconds * 1e3:.2f} ms for {tiles:,} tiles, {tile * 1e6:.1f} µs a tile on an SM.
+  Products take {percent(row["flops"] / row["matmul_flops_per_s"] / seconds)} of that time.
+  The bound is what leaves an SM: {128 * 1024 / tile / 1e9:.0f} bytes a ns, reductions and `st.async` to the peer together.
+- **Far keys**: 65536 keys of dkv do not fit into L2, so each reduction is a read and a write of HBM.
+  The gradient at 64 heads then reaches {share(far)} of the roofline.
+- **16 heads**: the reductions are {added / 1e9:.1f} GB. L2 adds {l2 / 1e12:.1f} TB a second, which gives {added / l2 * 1e3:.2f} ms.
+  The kernel takes {launched(few)[0] * 1e3:.2f} ms.
+- **Beside the kernel**, XLA makes rowsum(o ∘ do), clears dkv and rounds it: {(ours(row) - seconds) * 1e3:.2f} ms at 128 heads.""")
+
+
+def mha_backward_bound() -> str:
+    lines = []
+    for name in ("d 128 causal b2 s8192 h16", "d 64 causal b4 s8192 h16"):
+        row = _of(GRAD, f"gradient of {name}")
+        reached = row["flops"] / launched(row)[0]
+        of_m = percent(reached / row["matmul_flops_per_s"])
+        lines.append(f"`mha_dqdkdv` makes its products at {reached / 1e12:.0f} TFLOP/s, {of_m} of M.")
+    narrow = _of(GRAD, "gradient of d 128 window 128 b2 s8192 h16/1")
+    dkdv, dq, rowsum, *_ = launched(narrow)
+    return bullets(f"""- **d 128, causal**: {lines[0]}
+- **d 64, causal**: {lines[1]} Exponentials and shifts take as long as products.
+- **d 128, window**: `mha_dkdv` takes {micro(dkdv)} µs, `mha_dq` {micro(dq)} µs, and XLA's rowsum(o ∘ do) {micro(rowsum)} µs.
+  Each CTA of `mha_dkdv` has 64 tiles of rows. S and dP of 64 rows read 128 bytes a clock of SMEM, all that it has.""")
+
+
+FORMATS = ("float8_e4m3fn", "bfloat16")
 
 
 def indexer() -> str:
+    """A row for a call, with its time in 8 and in 16 bits; then calls that were timed in one of them alone."""
     theirs = {row["name"]: f"{row['us']:g}" for row in PEERS["cudnn_frontend"]}
-    rows = [[*row, theirs.get(row[0], "–")] for row in rows_of(INDEXER, "indexer", "xla")]
-    return table("indexer | µs | TFLOP/s | of the roofline | XLA / ours | cuDNN frontend, µs", rows)
+    found = {row["name"]: row for row in suite(INDEXER, "indexer")}
+    rows, others = [], []
+    for name, row in found.items():
+        wide = found.get(name.replace("float8_e4m3fn", "bfloat16"), row)
+        if "float8_e4m3fn" in name:
+            times = [cell for each in (row, wide) for cell in (micro(ours(each)), share(each))]
+            peers = [of_peer(wide, "xla"), *(theirs.get(each["name"], "–") for each in (row, wide))]
+            rows.append([name.replace(", float8_e4m3fn", ","), *times, *peers])
+        elif "bfloat16" not in name or name.replace("bfloat16", "float8_e4m3fn") not in found:
+            said = name.replace(", bfloat16 h64", "").replace("a window of 128 and these", "a window and these")
+            others.append([said, micro(ours(row)), share(row), of_peer(row, "xla"), theirs.get(name, "–")])
+    first = table(
+        "scores and choice | e4m3, µs | of the roofline | bf16, µs | of the roofline | XLA / ours, bf16"
+        " | cuDNN frontend, e4m3, µs | bf16, µs",
+        rows,
+    )
+    return (
+        first
+        + "\n\n"
+        + table("calls timed in one precision | µs | of the roofline | XLA / ours | cuDNN frontend, µs", others)
+    )
+
+
+def indexer_bound() -> str:
+    profile = PROFILES["scores of the indexer"]
+    pages = {form: launched(_of(INDEXER, f"top-k 512 of 16384 in pages, {form} h64, b64 s2")) for form in FORMATS}
+    bytes_of = {"float8_e4m3fn": 128 + 4, "bfloat16": 256}  # an entry; its scores for two queries are 8 more
+    rates = {form: 64 * 16384 * (bytes_of[form] + 8) / times[0] for form, times in pages.items()}
+    c = _of(INDEXER, "top-k 512 of 16384 in pages, float8_e4m3fn h64, b64 s2")["copy_bytes_per_s"]
+    at = _of(INDEXER, "scores at 512 of 8192 and their gradients, bfloat16 h64, b1 s4096")
+    l2 = NOTED["additions"]["bytes a second that L2 adds"]
+    first, far, fewer = (row["ms"] for row in NOTED["probabilities"]["rows"])
+    return bullets(f"""- **Scores of a prompt**: sums and products share the schedulers. A profile of 8192 entries had tensor cores busy
+  {percent(profile["tensor of float8_e4m3fn"])} of the time in e4m3 and {percent(profile["tensor of bfloat16"])} in bfloat16.
+- **Scores over pages**: memory. The kernel reads keys and writes scores at {percent(rates["float8_e4m3fn"] / c)} of C in e4m3 and {percent(rates["bfloat16"] / c)} in bfloat16.
+- **Scores at entries**: what dk adds to memory. Additions alone take {4096 * 512 * 512 / l2 * 1e3:.2f} ms of {ours(at) * 1e3:.2f} ms for both passes.
+- **Probabilities**: L2. 128 heads and 1024 keys of 8192 take {first:.2f} ms, of 65536 {far:.2f} ms. 64 heads and 512 keys take {fewer:.2f} ms.""")
+
+
+def mha_forward_bound() -> str:
+    full, window, clocks = PROFILES["d 128 full"], PROFILES["d 128 window"], PROFILES["clock, GHz"]
+    row, narrow, small = (
+        _of(FORWARD, f"d 128 {name}")
+        for name in ("full b2 s8192 h16", "window 128 b2 s8192 h16/1", "causal b1 s512 h16")
+    )
+    beside = NOTED["clocks of the softmax of a tile of 160 keys"]
+    floor = narrow["bytes"] / narrow["copy_bytes_per_s"]
+    return bullets(f"""- **The softmax** of 160 keys takes a warpgroup {beside["alone"]} clocks alone, and {beside["beside another's"]} beside another's.
+  Both want the same exponential unit.
+- **d 128, all keys** ({share(row)} of M): power. Tensor cores are busy {percent(full["tensor"])} of the time, cuDNN's {percent(full["tensor of cuDNN"])}.
+  We move {full["gigabytes through L2"]:g} GB through L2 where cuDNN moves {full["gigabytes through L2 of cuDNN"]:g}, so its clock is higher.
+- **d 128, window** ({micro(ours(narrow))} µs, floor {micro(floor)}): the chain of one tile. In clocks: take over {window["take over"]}, scores {window["scores"]},
+  softmax {window["softmax"]}, the rest of P V {window["P V"]}, stores {window["stores"]}.
+- **Small calls** (b 1, s 512: {micro(ours(small))} µs): Q and K arrive after {PROFILES["d 128 causal b1 s512"]["cycles until Q and K are there"]} clocks.
+- **Power**: after a second of work, kernels run into the driver's {clocks["watts"]} W. The clock falls from {clocks["at rest"]:g} GHz
+  to {clocks["our kernels"]:g} in ours, and to {clocks["matrix product"]:g} in a matrix product.""")
+
+
+def mla_forward_bound() -> str:
+    causal, wide, narrow, window = (
+        _of(FORWARD, f"d 512 {name}")
+        for name in ("causal b1 s4096 h128", "top-k 1024 of 8192 b1 s4096 h128", "top-k 512 of 8192 b1 s4096 h64",
+                     "window 128 b1 s4096 h128")
+    )  # fmt: skip
+    first, second, tile, parts = (
+        PROFILES[name]
+        for name in (
+            "top-k 1024, 128 heads",
+            "top-k 512, 64 heads",
+            "a tile of rows of top-k 1024",
+            "window, 128 heads",
+        )
+    )
+    cycles = sum(parts.values())
+    return bullets(f"""- **Causal** ({share(causal)} of the roofline): shared memory. Q K' reads both operands from it at full rate.
+- **Top-k, 128 heads** ({share(wide)}): the chain from P V to handing a tile over. Tensor cores work {percent(first["tensor"])} of the time,
+  FlashMLA's {percent(first["tensor of FlashMLA"])}. L2 is {percent(first["L2"])} busy, and {percent(first["L2 of 65536"])} with 65536 entries.
+- **Top-k, 64 heads** ({share(narrow)}): the same chain. L2 is {percent(second["L2"])} busy, and {percent(second["L2 of 65536"])} with 65536 entries.
+- **A tile of rows** costs {tile["beside its keys"]} of {tile["cycles"]} clocks beside its keys.
+- **A window alone** ({micro(ours(window))} µs, {share(window)}): a tile of rows has one pair of key tiles, so nothing overlaps.
+  Its {cycles} clocks: {", ".join(f"{name} {count}" for name, count in parts.items())}.""")
+
+
+def few_heads() -> str:
+    return table(
+        "`mla_fwd_sm90` → `mla_few_heads_fwd_sm90`, µs | 8 heads | 16 heads | 32 heads",
+        (
+            [row["name"], *(" → ".join(map(str, row[heads])) for heads in ("8", "16", "32"))]
+            for row in NOTED["few heads"]["rows"]
+        ),
+    )
+
+
+def few_heads_bound() -> str:
+    tile, products = PROFILES["few heads, a tile of 64 keys, µs"], PROFILES["few heads, clocks of both products"]
+    near, far = (_of(FORWARD, f"d 512 window 128 + top-k 512 of {n} b1 s4096 h16") for n in (8192, 65536))
+    return wrapped(f"""The chain from keys to P to O bounds it, and the other CTA of the SM hides a part. An SM takes {tile["takes"]} µs for a tile
+of 64 keys. Gathering alone takes {tile["gathering alone"]} µs, and {tile["gathering alone of 65536"]} out of 65536 entries. Both products take
+{", ".join(str(n) for n in products.values())} clocks at 8, 16 and 32 heads, from keys in SMEM. A layer of 16 heads takes {micro(ours(near))} µs, {share(near)} of the
+roofline. From 65536 entries it takes {micro(ours(far))} µs, {share(far)}.""")
+
+
+def decode_bound() -> str:
+    name = "d 512 window 128 + top-k 1024 of 16384 b{} s2 h128 fp8"
+    small, large = (_of(DECODE, name.format(b)) for b in (2, 64))
+    plain = _of(DECODE, name.format(64).removesuffix(" fp8"))
+    dense = _of(DECODE, "d 512 full b16 s1 h128")
+    beside = {(r["heads"], r["b"]): f"{_beside_flashmla(r):.2f}" for r in PEERS["decode"]["rows"]}
+    four = _of(DECODE, "d 512 window 128 + top-k 512 of 16384 b64 s2 h64 v41_fp4")
+    kernel, merge, *_ = launched(small)
+    return bullets(f"""- **Batch 2** ({micro(ours(small))} µs): the begin of a call. Lengths, entries and keys are three misses of memory in a row.
+  The kernel takes {micro(kernel)} µs and the merge {micro(merge)}.
+- **FP8, batch 64** ({micro(ours(large))} µs, bfloat16 {micro(ours(plain))}): filling and using keys take turns. Three of the four places of a pair
+  come free at its end. Producers wait for places {percent(NOTED["decode"]["producers wait, share of the time"])} of the time.
+- **FlashMLA** takes {beside[128, 2]} times as long at batch 2 and {beside[128, 64]} times at batch 64. With 64 heads it takes {beside[64, 2]} and {beside[64, 64]} times.
+- **FP4 beside FP8** takes {ours(four) / four["times"]["v4_fp8"]["seconds"]:.2f} of the time of V4's layout, at batch 64 and 64 heads.
+- **All of 32768 keys**, batch 16: {micro(ours(dense))} µs, {share(dense)} of the roofline. The keys do not fit into L2.""")
+
+
+def rope() -> str:
+    c = LAYER["rows"][0]["copy_bytes_per_s"]
+    return table(
+        "kernel | least at C, µs | XLA, µs | ours, µs",
+        ([f"`{r['name']}`", micro(r["bytes"] / c), *(f"{us:g}" for us in r["us"])] for r in NOTED["rope"]["rows"]),
+    )
+
+
+def scaling() -> str:
+    found = NOTED["scaling"]
+    one = found["one device, ms"]
+    return f"{found['method']}. One device takes {one} ms.\n\n".replace("fmha", "`fmha`", 1).replace(
+        "jax.jit", "`jax.jit`"
+    ) + table(
+        "sharded | Auto mesh, ms | faster | Explicit mesh, ms | faster | results",
+        (
+            [
+                r["sharded"],
+                *(text for ms in (r["auto_ms"], r["explicit_ms"]) for text in (f"{ms}", f"{one / ms:.2f} ×")),
+                r["bits"],
+            ]
+            for r in found["rows"]
+        ),
+    )
+
+
+def host() -> str:
+    found = NOTED["host"]
+    return wrapped(f"""{found["method"]}: {found["ours_us"]} µs from Python to the call's return. cuDNN through `jax.nn` takes {found["cudnn_us"]} µs.
+Our handler takes {found["handler_us"]} µs of that (median), for look-up, tensor maps and launch.""")
+
+
+# On paper, a tile of Blackwell's kernel: clocks of MMA, with SMEM's share, of the softmax, exposed; bytes a clock from L2.
+BLACKWELL = (
+    ("64", 512, 512, 1024, 400, "softmax", 23),
+    ("128", 1024, 1024, 1024, 400, "softmax", 46),
+    ("256", 1024, 1280, 512, 300, "SMEM, for tiles of 64 keys", 51),
+    ("512", 2048, 2448, 256, 300, "64 rows", 27),
+)
+
+
+def blackwell() -> str:
+    rows = []
+    for d, mma, smem, softmax, exposed, bound, l2 in BLACKWELL:
+        full_rate = mma // 2 if d == "512" else mma
+        rows.append(
+            [
+                d,
+                f"{mma}",
+                f"{smem}",
+                f"{softmax} + {exposed}",
+                bound,
+                percent(full_rate / max(smem, softmax + exposed)),
+                f"{l2}",
+            ]
+        )
+    return table("d | MMA | with SMEM's share | softmax | bound | tensor pipe | L2 bytes a clock", rows)
+
+
+def limits() -> str:
+    """What performance.md says of pages that have tables of their own."""
+    ratios = [
+        same_bits / default for default, same_bits in NOTED["deterministic"]["ms"].values() if same_bits > 2 * default
+    ]
+    rows = {row["sharded"]: NOTED["scaling"]["one device, ms"] / row["auto_ms"] for row in NOTED["scaling"]["rows"]}
+    host = NOTED["host"]
+    return wrapped(f"""`deterministic=True` takes {min(ratios):.1f} to {max(ratios):.1f} times as long at d 512. [Four GPUs of a host](kernels/scaling.md): batch over four is {rows["batch over four"]:.1f} times as fast as
+one, heads over four {rows["heads over four"]:.1f} times. A tiny jitted call returns to Python after {host["ours_us"]} µs (cuDNN through `jax.nn`: {host["cudnn_us"]} µs).""")
 
 
 def layer() -> str:
@@ -143,6 +407,14 @@ def layer() -> str:
         each = (micro(times[part]) if part in times else "" for part in parts)
         rows.append([row["name"].removeprefix("layer "), micro(ours(row)), *each, f"{100 * rest:.1f} %"])
     return table(" | ".join(["layer", "all", *parts, "rest"]), rows)
+
+
+def layer_rest() -> str:
+    found = {row["name"]: row["times"]["ours"]["parts"] for row in suite(LAYER, "layer")}
+    rests = {name: 1 - (parts["products"] + parts["attention"]) / sum(parts.values()) for name, parts in found.items()}
+    most = max(rest for name, rest in rests.items() if "step" not in name or "window alone" in name)
+    return wrapped(f"""\"Rest\" is the share that is neither matrix products nor attention: at most {percent(most)} in prompts, in their
+    gradients, and in a step with a window alone. Kernels below 0.6 µs count only in \"all\".""")
 
 
 def flashmla() -> str:
@@ -189,7 +461,10 @@ def machine() -> str:
             f"- {name}: {data['devices'][0]['name']}, {data['date'][:10]}, jax {versions['jax']}, CUDA driver"
             f" {versions['cuda_driver']}; M {matmul / 1e12:.0f} TFLOP/s, C {copy / 1e12:.2f} TB/s, {data['rounds']} rounds"
         )
-    return "\n".join(lines)
+    spread, machines = NOTED["noise"]["middle half of the rounds above a millisecond"], NOTED["noise"]["machines"]
+    noise = f"""Above a millisecond the power limit acts: the rounds' middle half spreads by {percent(spread)}.
+    Machines differ by {percent(machines)}: compare within a run."""
+    return "\n".join([*lines, "", wrapped(noise)])
 
 
 def _of(data: dict[str, Any], name: str) -> dict[str, Any]:
@@ -235,7 +510,34 @@ def losses() -> str:
 
 
 GENERATED: dict[str, Callable[[], str]] = {
-    f.__name__: f for f in (dsv4, dense, decode, grad, indexer, layer, flashmla, machine, readme, losses)
+    f.__name__: f
+    for f in (
+        dsv4,
+        dense,
+        decode,
+        decode_bound,
+        mha_forward_bound,
+        mla_forward_bound,
+        few_heads,
+        few_heads_bound,
+        mla_backward,
+        mla_backward_bound,
+        mha_backward,
+        mha_backward_bound,
+        indexer,
+        indexer_bound,
+        layer,
+        layer_rest,
+        rope,
+        blackwell,
+        scaling,
+        host,
+        flashmla,
+        machine,
+        limits,
+        readme,
+        losses,
+    )
 }
 
 

@@ -1,6 +1,6 @@
 """An interpreter for the PTX that the build emits: kernels run on a CPU, and their mistakes are found there.
 
-    from interpreter.launch import Kernel, launch
+    from interpreter.kernels.launch import Kernel, launch
     run = launch(Kernel.of(variant), operands, processors=2, seed=0)
     o, lse = run.run()              # raises Deadlock, Race, Undefined, OutOfBounds, Misuse, Leak, Unsupported
 

@@ -19,12 +19,12 @@ from pathlib import Path
 from kernels.abi import Forward
 from kernels.variants import VARIANTS
 
-from . import cases
-from .hazards import Fault
-from .launch import Kernel, launch
-from .scheduler import Temper
-from .timeline import lines, plot
-from .verdict import judge
+from .kernels import cases
+from .kernels.launch import Kernel, launch
+from .kernels.verdict import judge
+from .machine.hazards import Fault
+from .machine.scheduler import Temper
+from .machine.timeline import lines, plot
 
 
 def find(name: str) -> Forward:

@@ -18,20 +18,23 @@ import functools
 import hashlib
 import sys
 import threading
+from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 from unittest import mock
 
 import numpy as np
 
-from jax_dsv4_fmha import _ffi
+from jax_dsv4_fmha._host import attention as raw_attention
+from jax_dsv4_fmha._host import library
+from jax_dsv4_fmha._host.gradients import mha_bwd
 from kernels.abi import Forward, MhaBackward, MlaBackward
 from kernels.variants import VARIANTS
 
-from . import attention, cases, gradients, native
-from .state import Array
+from .kernels import attention, cases, gradients, native
+from .machine.state import Array
 
 RECORDED = Path(__file__).parent.parent / "tests" / "data" / "h200.npz"
 ARCH, CASE = "sm_90a", "tiles"
@@ -47,21 +50,62 @@ class Record(NamedTuple):
     device: str
 
 
+X = TypeVar("X", bound=attention.Operands | gradients.Operands)
+
+
+class Run(ABC, Generic[X]):
+    """A call that is recorded."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str: ...
+
+    @property
+    @abstractmethod
+    def reproducible(self) -> slice:
+        """The results that are the same bits on every run, besides what is kept whole."""
+
+    @abstractmethod
+    def operands(self) -> X: ...
+
+    @abstractmethod
+    def on_gpu(self, x: X) -> tuple[Array, ...]: ...
+
+    @abstractmethod
+    def assert_right(self, got: tuple[Array, ...], x: X) -> None: ...
+
+    @abstractmethod
+    def kept(self, got: tuple[Array, ...]) -> list[Array]: ...
+
+    def record(self) -> dict[str, Array | str]:
+        """This run's part of the record, of an answer that is right, and the same again."""
+        x = self.operands()
+        first, again = self.on_gpu(x), self.on_gpu(x)
+        assert digest_of(self, first) == digest_of(self, again), self.name
+        self.assert_right(first, x)
+        print(f"{self.name}: recorded, and right", flush=True)
+        of_results = {f"{self.name}.{i}": y for i, y in enumerate(self.kept(first))}
+        digests = {"operands": digest(*x.arguments()), "digest": digest_of(self, first)}
+        return {**{f"{self.name}.{what}": text for what, text in digests.items()}, **of_results}
+
+
 @dataclass(frozen=True)
-class AttentionRun:
+class AttentionRun(Run[attention.Operands]):
     """o and lse of a forward kernel."""
 
     variant: Forward
     splits: int
 
-    same = slice(1)  # of the results are the same bits on every run, besides what is kept whole
-
     @property
     def name(self) -> str:
         return f"{self.variant.key}{'.split' * (self.splits > 1)}"
 
+    @property
+    def reproducible(self) -> slice:
+        return slice(1)
+
     def operands(self) -> attention.Operands:
-        (tile_n,) = {row.tile_n for row in _ffi.variants() if row.key == self.variant.key}
+        (tile_n,) = {row.tile_n for row in library.variants() if row.key == self.variant.key}
         x = cases.operands(self.variant, tile_n, CASE)
         assert x is not None
         return x
@@ -73,12 +117,12 @@ class AttentionRun:
         variant, heads = self.variant, x.shape.h_q
         if (called := native.called(variant.key, heads)) != variant.key:
             raise ValueError(f"{variant.key}: a call with {heads} heads gets {called}, so there is no recording it")
-        call = jax.jit(functools.partial(native.function(variant.op), scale=variant.d**-0.5))
-        with TRACING, mock.patch.object(_ffi, "split_count", lambda *_: self.splits):
+        call = jax.jit(functools.partial(native.function(variant), scale=variant.d**-0.5))
+        with TRACING, mock.patch.object(raw_attention, "split_count", lambda *_: self.splits):
             lowered = call.lower(*x.arguments())
         return tuple(np.asarray(y) for y in lowered.compile()(*x.arguments()))
 
-    def assert_right(self, got: tuple[Any, ...], x: attention.Operands) -> None:
+    def assert_right(self, got: tuple[Array, ...], x: attention.Operands) -> None:
         o, lse = got
         attention.assert_right((o, lse), x, self.variant.d**-0.5)
 
@@ -88,7 +132,7 @@ class AttentionRun:
 
 
 @dataclass(frozen=True)
-class GradientRun:
+class GradientRun(Run[gradients.Operands]):
     """dq, and for every source dkv, of a backward kernel; or dq, dk and dv of the kernels for K and V apart."""
 
     variant: MlaBackward | MhaBackward
@@ -107,7 +151,7 @@ class GradientRun:
         return self.variant.op == "mha_dqdkdv"
 
     @property
-    def same(self) -> slice:
+    def reproducible(self) -> slice:
         if self.sums_rows:
             return slice(1, None)
         return slice(None) if self.is_dense or self.variant.choices["deterministic"] else slice(1)
@@ -123,25 +167,29 @@ class GradientRun:
 
         v, how = self.variant, {"scale": self.variant.d**-0.5}
         how["deterministic"] = v.deterministic if isinstance(v, MlaBackward) else not self.sums_rows
-        call = jax.jit(functools.partial(_ffi.mha_bwd if self.is_dense else gradients.FUNCTIONS[v.op], **how))
+        call = jax.jit(functools.partial(mha_bwd if self.is_dense else gradients.FUNCTIONS[v.op], **how))
         return tuple(np.asarray(y) for y in call(*x.arguments()))
 
-    def assert_right(self, got: tuple[Any, ...], x: gradients.Operands) -> None:
+    def assert_right(self, got: tuple[Array, ...], x: gradients.Operands) -> None:
         gradients.assert_right(got, x, self.variant.d**-0.5)
 
     def kept(self, got: tuple[Array, ...]) -> list[Array]:
         return [y.reshape(-1)[::NUMBERS].astype(np.float32) for y in got]
 
 
-Run = AttentionRun | GradientRun
 HOPPER = [v for v in VARIANTS if v.arch == ARCH]
 ATTENTION = [AttentionRun(v, n) for v in HOPPER if isinstance(v, Forward) for n in ((1, 3) if v.splits else (1,))]
-GRADIENTS = [GradientRun(v) for v in HOPPER if isinstance(v, MlaBackward) or v.op in ("mha_dq", "mha_dqdkdv")]
-RUNS: dict[str, Run] = {run.name: run for run in (*ATTENTION, *GRADIENTS)}
+GRADIENTS = [
+    GradientRun(v)
+    for v in HOPPER
+    if isinstance(v, MlaBackward) or (isinstance(v, MhaBackward) and v.op in ("mha_dq", "mha_dqdkdv"))
+]
+ALL: tuple[AttentionRun | GradientRun, ...] = (*ATTENTION, *GRADIENTS)
+RUNS = {run.name: run for run in ALL}
 """The recorded runs."""
 
 
-def digest(*arrays: Any) -> str:
+def digest(*arrays: Array | None) -> str:
     content = hashlib.sha256()
     for array in arrays:
         if array is not None:
@@ -149,9 +197,9 @@ def digest(*arrays: Any) -> str:
     return content.hexdigest()
 
 
-def digest_of(run: Run, got: tuple[Array, ...]) -> str:
+def digest_of(run: Run[X], got: tuple[Array, ...]) -> str:
     """A digest of those results that are the same bits on every run."""
-    return digest(*got[run.same])
+    return digest(*got[run.reproducible])
 
 
 def missing() -> list[str]:
@@ -160,7 +208,7 @@ def missing() -> list[str]:
         return [name for name in RUNS if f"{name}.digest" not in data]
 
 
-def recorded(run: Run, x: Any) -> Record:
+def recorded(run: Run[X], x: X) -> Record:
     """ValueError if there is no record, or one of other operands."""
     with np.load(RECORDED) as data:
         if f"{run.name}.operands" not in data or str(data[f"{run.name}.operands"]) != digest(*x.arguments()):
@@ -169,17 +217,6 @@ def recorded(run: Run, x: Any) -> Record:
         while (name := f"{run.name}.{len(results)}") in data:
             results.append(data[name])
         return Record(results, str(data[f"{run.name}.digest"]), str(data["device"]))
-
-
-def record(run: Run) -> dict[str, Any]:
-    """A run's part of the record, of an answer that is right, and the same again."""
-    x = run.operands()
-    first, again = run.on_gpu(x), run.on_gpu(x)
-    assert digest_of(run, first) == digest_of(run, again), run.name
-    run.assert_right(first, x)
-    print(f"{run.name}: recorded, and right", flush=True)
-    of_results = {f"{run.name}.{i}": y for i, y in enumerate(run.kept(first))}
-    return {f"{run.name}.operands": digest(*x.arguments()), f"{run.name}.digest": digest_of(run, first), **of_results}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -192,14 +229,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", default="*", help="names of runs, with wildcards")
     args = parser.parse_args(argv)
     chosen = {name: run for name, run in RUNS.items() if fnmatch.fnmatchcase(name, args.only)}
-    results: dict[str, Any] = {}
+    results: dict[str, Any] = {}  # arrays and text
     if args.out.exists():
         with np.load(args.out) as data:
             results = {key: data[key] for key in data if key.rpartition(".")[0] in RUNS.keys() - chosen.keys()}
             if results and str(data["device"]) != jax.devices()[0].device_kind:
                 parser.error(f"{args.out} is of {data['device']}, this is {jax.devices()[0].device_kind}")
     with ThreadPoolExecutor(8) as pool:
-        for found in pool.map(record, chosen.values()):
+        for found in pool.map(lambda run: run.record(), chosen.values()):
             results |= found
     np.savez_compressed(args.out, device=jax.devices()[0].device_kind, **results)
     print(f"wrote {args.out}, {args.out.stat().st_size} bytes, from {jax.devices()[0].device_kind}")

@@ -1,19 +1,19 @@
 """Attention for DeepSeek-V4-like models in JAX: sliding window, compressed and top-k sparse, with sinks."""
 
 from . import reference
-from ._cache import Cache
-from ._decode import dsv4_decode
-from ._dot_product_attention import dot_product_attention
-from ._dsv4 import dsv4_attention
-from ._explain import explain
-from ._ffi import EXPORT_CHECKS
-from ._fmha import fmha
-from ._indexer import indexer_blocks, indexer_loss, indexer_scores, lightning_indexer, quantize_indexer
-from ._merge import merge
-from ._packed import dequantize_cache, quantize_cache
-from ._probabilities import head_summed_probabilities
-from ._span import Span
-from ._sparse import sparse_fmha
+from ._definitions.cache import Cache
+from ._definitions.packed import dequantize_cache, quantize_cache
+from ._definitions.span import Span
+from ._dispatch.explain import explain
+from ._host.library import EXPORT_CHECKS
+from ._ops.decode import dsv4_decode
+from ._ops.dot_product_attention import dot_product_attention
+from ._ops.dsv4 import dsv4_attention
+from ._ops.fmha import fmha
+from ._ops.indexer import indexer_blocks, indexer_loss, indexer_scores, lightning_indexer, quantize_indexer
+from ._ops.merge import merge
+from ._ops.probabilities import head_summed_probabilities
+from ._ops.sparse import sparse_fmha
 
 __version__ = "0.1.0"
 

@@ -20,12 +20,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ._cache import Cache
-from ._ends import finite, logsumexp, sigmoid
-from ._indexer_reference import indexer_blocks, indexer_loss, indexer_scores, lightning_indexer
-from ._packed import dequantize_cache
-from ._query_blocks import over_queries
-from ._span import Span
+from ._definitions.cache import Cache
+from ._definitions.indexer import indexer_blocks, indexer_loss, indexer_scores, lightning_indexer
+from ._definitions.log_space import finite, logsumexp, sigmoid
+from ._definitions.packed import dequantize_cache
+from ._definitions.query_blocks import over_queries
+from ._definitions.span import Span
 
 __all__ = [
     "dsv4_attention",

@@ -1,7 +1,7 @@
 """Compile one variant in this process: `python -m kernels.aot KEY --out DIR`.
 
-Needs nvidia-cutlass-dsl but neither a GPU nor a driver.  `kernels.build` runs one such process per variant, because
-`cute.compile` is not thread-safe and takes its architecture from the environment.
+Needs nvidia-cutlass-dsl but neither a GPU nor a driver.  `kernels.compile_server` forks one such process per variant,
+because `cute.compile` is not thread-safe and takes its architecture from the environment.
 """
 
 import argparse

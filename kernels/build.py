@@ -5,7 +5,8 @@ compiler's version, the Python that runs it.  What any clone on this machine has
 (`kernels/cache.py`).  Needs nvidia-cutlass-dsl, but no GPU and no driver.
 
 Writes into the output directory: KEY.cubin, KEY.ptx and KEY.json for every variant, and, by
-`kernels/tables.py`, manifest.json (what is shipped), and abi.h and cubins.cc (the same for the C++ compiler).
+`kernels/tables.py`, manifest.json (what is shipped), and abi.h, calls.h, targets.cc and cubins.cc (the same for the C++
+compiler).
 """
 
 import argparse
@@ -116,7 +117,7 @@ def cached(variant: Variant, out: Path) -> Record | None:
 
 
 class Compiler:
-    """A process of `kernels.forge`, for variants of one architecture after the other, from the sources below `root`."""
+    """A process of `kernels.compile_server`, which compiles variants of one architecture from sources below `root`."""
 
     def __init__(self) -> None:
         self.arch = ""
@@ -125,7 +126,7 @@ class Compiler:
     def __call__(self, variant: Variant, out: Path, root: Path = ROOT) -> None:
         if self.process is None or self.arch != variant.arch:
             self.close()
-            self.arch, command = variant.arch, [sys.executable, "-m", "kernels.forge", variant.arch]
+            self.arch, command = variant.arch, [sys.executable, "-m", "kernels.compile_server", variant.arch]
             self.process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self.process.stdin is not None and self.process.stdout is not None
         with contextlib.suppress(BrokenPipeError):

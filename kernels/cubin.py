@@ -5,7 +5,7 @@ prints them.  Only the attributes named below are read.
 """
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 _KPARAM_INFO, _REQNTID, _FRAME_SIZE, _REGCOUNT = 0x17, 0x10, 0x11, 0x2F
@@ -28,10 +28,7 @@ def read_kernel(cubin: bytes) -> KernelInfo:
     if cubin[:4] != b"\x7fELF":
         raise ValueError(f"not an ELF file: starts with {cubin[:4]!r}")
     sections = dict(_sections(cubin))
-    names = [name.removeprefix(".text.") for name in sections if name.startswith(".text.")]
-    if len(names) != 1:
-        raise ValueError(f"wanted one kernel in the cubin, got {names}")
-    name = names[0]
+    name = _kernel_name(sections)
     registers = threads = local_bytes = 0
     params = {}
     for attribute, value in [*_records(sections[".nv.info"]), *_records(sections[f".nv.info.{name}"])]:
@@ -46,6 +43,19 @@ def read_kernel(cubin: bytes) -> KernelInfo:
             _, ordinal, _, flags = struct.unpack("<IHHI", value)
             params[ordinal] = (flags >> 18) & 0x3FFF
     return KernelInfo(name, registers, threads, local_bytes, tuple(size for _, size in sorted(params.items())))
+
+
+def read_code(cubin: bytes) -> bytes:
+    """The instructions of the one kernel in `cubin`."""
+    sections = dict(_sections(cubin))
+    return sections[f".text.{_kernel_name(sections)}"]
+
+
+def _kernel_name(sections: Mapping[str, bytes]) -> str:
+    names = [name.removeprefix(".text.") for name in sections if name.startswith(".text.")]
+    if len(names) != 1:
+        raise ValueError(f"wanted one kernel in the cubin, got {names}")
+    return names[0]
 
 
 def _sections(elf: bytes) -> Iterator[tuple[str, bytes]]:

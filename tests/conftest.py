@@ -8,8 +8,11 @@ import jax
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
-from interpreter.native import NoLibrary
-from jax_dsv4_fmha import _ffi
+from interpreter.kernels.launch import Kernel
+from interpreter.kernels.native import NoLibrary
+from interpreter.machine.state import Machine
+from jax_dsv4_fmha._host import library
+from kernels import build
 from tests.helpers import QUICK
 
 jax.config.update("jax_num_cpu_devices", 8)  # for meshes; a program that names no device runs on the first
@@ -28,6 +31,27 @@ if shutil.which("nvidia-smi") is None:  # the level is of GPUs, too, where tests
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzz-examples", type=int, default=100, help="of every test marked fuzz")
+    parser.addoption("--quick", action="store_true", help="skip a test where it would compile or interpret a kernel")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    count = len(library.variants())
+    return f"kernels: {count} built" if count else "kernels: none built, so tests of built kernels have no cases"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_kernel_is_compiled_or_interpreted(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With --quick: no list says which tests do that, they are skipped when they come to it."""
+
+    def skips(what: str) -> Any:
+        return lambda *_, **__: pytest.skip(f"--quick: {what}")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if request.config.getoption("--quick"):
+            patch.setattr(build.Compiler, "__call__", skips("compiles a kernel"))
+            patch.setattr(Kernel, "of", skips("interprets a kernel"))
+            patch.setattr(Machine, "run", skips("interprets PTX"))
+        yield
 
 
 COMPILED = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
@@ -96,7 +120,7 @@ def cuda() -> jax.Device:
 @pytest.fixture
 def built(monkeypatch):
     """As if every kernel were built, for an architecture that this machine does not have."""
-    monkeypatch.setattr(_ffi, "built_for", lambda op, **_: ("sm_90a",))
-    monkeypatch.setattr(_ffi, "local_architectures", lambda: ())
+    monkeypatch.setattr(library, "built_for", lambda op, **_: ("sm_90a",))
+    monkeypatch.setattr(library, "local_architectures", lambda: ())
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         yield

@@ -3,7 +3,7 @@
 A region is the name of a place in shared memory.
 """
 
-from interpreter.hazards import Race, Undefined
+from interpreter.machine.hazards import Race, Undefined
 
 
 def early(reader: str, region: str, writer: str) -> str:

@@ -13,7 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_dsv4_fmha import _ffi, _sources, dot_product_attention, dsv4_attention, fmha, sparse_fmha
+from jax_dsv4_fmha import dot_product_attention, dsv4_attention, fmha, sparse_fmha
+from jax_dsv4_fmha._dispatch import sources
+from jax_dsv4_fmha._host import library
 from jax_dsv4_fmha._testing import cases
 from jax_dsv4_fmha._testing.cases import Case
 
@@ -89,11 +91,11 @@ def test_gradients_by_kernels(case, method, only, cuda, monkeypatch):
     if only == "lse" and case.sink != "20" and "nan" not in case.features:
         pytest.skip("lse's cotangent alone: of some cases")
     op = "mla_span_bwd" if case.d == 512 else "mha_dq"
-    if not all(a in _ffi.built_for(op, d=case.d) for a in _ffi.local_architectures()):
+    if not all(a in library.built_for(op, d=case.d) for a in library.local_architectures()):
         pytest.skip("no backward kernel for this GPU")
     choices = {} if method is None else {"method": method}
     got = gradients(case, only, implementation="cubin", **choices)
-    monkeypatch.setattr(_sources, "choose_backward", lambda *_: "never")
+    monkeypatch.setattr(sources, "choose_backward", lambda *_: "never")
     plain = gradients(case, only, **choices)
     want = gradients(case, only, jnp.float32, **dict.fromkeys(choices, "two_pass"))
     for name, x in got.items():
@@ -110,7 +112,7 @@ def test_gradients_by_kernels(case, method, only, cuda, monkeypatch):
 @pytest.mark.parametrize("op", ["fmha", "sparse_fmha", "sparse layer", "dense layer"])
 def test_deterministic_gradients_have_the_same_bits(op, cuda):
     """20 times, with sums over many queries and heads; they equal the default gradients up to rounding."""
-    if not _ffi.built_for("mla_span_bwd", d=512, deterministic=True):
+    if not library.built_for("mla_span_bwd", d=512, deterministic=True):
         pytest.skip("no deterministic kernel")
     keys = jax.random.split(jax.random.key(0), 5)
     q, do = (jax.random.normal(key, (1, 300, 72, 512), jnp.bfloat16) for key in keys[:2])

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jax_dsv4_fmha import Span, _ffi, dot_product_attention, dsv4_attention, fmha, sparse_fmha
+from jax_dsv4_fmha import Span, dot_product_attention, dsv4_attention, fmha, sparse_fmha
+from jax_dsv4_fmha._host import library
 from kernels.abi import BACKWARD_OPS
 
 B, S, S_KV, S_C, H, D, TOPK = 2, 4, 12, 6, 8, 512, 5
-BUILT = pytest.mark.skipif(not _ffi.variants_for("mla_span_bwd"), reason="no kernels are built")
-CUSTOM_CALLS = [jax.export.DisabledSafetyCheck.custom_call(f"dsv4_fmha_{name}") for name in _ffi._TARGETS]
+BUILT = pytest.mark.skipif(not library.variants_for("mla_span_bwd"), reason="no kernels are built")
+CUSTOM_CALLS = [jax.export.DisabledSafetyCheck.custom_call(f"dsv4_fmha_{name}") for name in library._TARGETS]
 INDICES, SINK = np.zeros((B, S, TOPK), np.int32), np.zeros(H, np.float32)
 
 
@@ -185,6 +186,6 @@ def test_deterministic_without_a_kernel(monkeypatch):
         np.testing.assert_array_equal(got, want)
     with pytest.raises(TypeError, match="deterministic: got 1, wanted a bool"):
         sparse_fmha(q, kv, INDICES, deterministic=1)
-    monkeypatch.setattr(_ffi, "local_architectures", lambda: ("sm_90a",))
+    monkeypatch.setattr(library, "local_architectures", lambda: ("sm_90a",))
     with pytest.raises(NotImplementedError, match="sparse_fmha: deterministic: got True for float32, d=16, wanted"):
         sparse_fmha(q, kv, INDICES, deterministic=True)

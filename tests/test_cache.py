@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jax_dsv4_fmha import Cache, dequantize_cache, quantize_cache
-from jax_dsv4_fmha._packed import LAYOUTS
+from jax_dsv4_fmha._definitions.packed import LAYOUTS
 from tests.helpers import normal
 
 

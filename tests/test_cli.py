@@ -15,13 +15,14 @@ import numpy as np
 import pytest
 
 import jax_dsv4_fmha
-from jax_dsv4_fmha import Cache, _ffi, dsv4_decode
+from jax_dsv4_fmha import Cache, dsv4_decode
 from jax_dsv4_fmha._cli import bench, bench_decode, bench_layer, check, main, report
+from jax_dsv4_fmha._host import library
 from jax_dsv4_fmha._testing import cases
 from jax_dsv4_fmha._testing.cases import Case
 
 CHOICES = {"d": 64, "dtype": "bfloat16", "max_heads": 16}
-VARIANT = _ffi.Variant(
+VARIANT = library.Variant(
     "mha_fwd_sm_90a_d64",
     "mha_fwd",
     "forward",
@@ -44,18 +45,18 @@ VARIANT = _ffi.Variant(
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch, request):
     if request.node.get_closest_marker("gpu") is None:
-        monkeypatch.setattr(_ffi, "local_architectures", lambda: ())
+        monkeypatch.setattr(library, "local_architectures", lambda: ())
 
 
 @pytest.fixture
 def built(monkeypatch):
-    monkeypatch.setattr(_ffi, "variants", lambda: (VARIANT,))
+    monkeypatch.setattr(library, "variants", lambda: (VARIANT,))
 
 
 @pytest.fixture
 def gpu(monkeypatch, built):
     """As if there were a GPU with enough memory; the ops then run on the CPU."""
-    monkeypatch.setattr(_ffi, "local_architectures", lambda: ("sm_90a",))
+    monkeypatch.setattr(library, "local_architectures", lambda: ("sm_90a",))
     device = types.SimpleNamespace(memory_stats=lambda: {"bytes_limit": 2**30})
     monkeypatch.setattr(check, "_device", lambda: device)
 
@@ -117,7 +118,7 @@ def test_info_draws_what_is_built(tmp_path, capsys):
 
 
 def test_info_without_kernels(monkeypatch, capsys):
-    monkeypatch.setattr(_ffi, "variants", lambda: ())
+    monkeypatch.setattr(library, "variants", lambda: ())
     assert main(["info"]) == 0
     assert "No kernels are built in" in capsys.readouterr().out
 

@@ -56,6 +56,56 @@ def test_what_was_measured_is_what_the_page_says(page):
         assert {found[1] for found in GENERATE["MARKED"].findall(text)} >= {"dsv4", "dense", "decode", "flashmla"}
 
 
+KERNELS = sorted((ROOT / "docs/kernels").glob("*.md"))
+BRIEF = (*KERNELS, ROOT / "docs/architecture.md")
+
+
+def prose(text):
+    """Paragraphs and items of lists, without a bold heading in front; no tables, programs, pictures or addresses."""
+    text = re.sub(r"^```.*?^```|^(?: {4}|#|\||!\[|<!--).*?$", "", text, flags=re.M | re.S)
+    blocks = re.split(r"\n\s*\n|\n(?=- |\d+\. )", re.sub(r"\]\([^)]*\)", "]", text))
+    return [re.sub(r"^(- )?(\*\*[^*]+[.:]\*\*)?", "", " ".join(block.split())) for block in blocks if block.strip()]
+
+
+def sentences(text):
+    """The numbers of words of a text's sentences; what has no letter and no digit is not a word."""
+    split = [sentence for block in prose(text) for sentence in re.split(r"(?<=[.?!])[)\]*]*\s+", block)]
+    return [
+        len([word for word in sentence.split() if re.search(r"\w", word)]) for sentence in split if sentence.strip()
+    ]
+
+
+@pytest.mark.parametrize("page", BRIEF, ids=lambda page: page.stem)
+def test_a_page_is_short_and_so_are_its_sentences(page):
+    text = page.read_text()
+    words = sentences(text)
+    assert page not in KERNELS or len(text.splitlines()) <= 60
+    assert sum(words) / len(words) <= 20
+
+
+def test_what_a_sentence_is():
+    lines = ["# No words here", "", "One two [three](four.md).", "Here", "are four more.", "", "- **Few.** Two words."]
+    assert sentences("\n".join([*lines, "- an item = 1", "- b", "", "    a = 1", "| c |", ""])) == [3, 4, 2, 3, 1]
+
+
+MEASURED = re.compile(r"\d ?(?:[µmn]s|%|[TG]B/s|[TGM]FLOP/s|[GM]Hz|bytes a ns)(?!\w)|\d times as (?:long|fast)")
+
+
+@pytest.mark.parametrize(
+    "page", (*BRIEF, ROOT / "docs/layers.md", ROOT / "docs/performance.md"), ids=lambda page: page.stem
+)
+def test_what_was_measured_is_generated(page):
+    """Times, rates and shares stand between the marks of docs/generate.py, and so come from a record."""
+    assert MEASURED.findall(GENERATE["MARKED"].sub("", page.read_text())) == []
+
+
+@pytest.mark.parametrize("figure", ["6.8 ms", "51 % of", "3.8 TB/s", "12µs", "2.5 times as long"])
+def test_a_figure_is_found(figure):
+    assert MEASURED.search(f"It takes {figure} more.") and not MEASURED.search(
+        "128 bytes a clock, 160 keys, 5 × 1024 clocks"
+    )
+
+
 def test_pictures_are_what_draws_them():
     drawn = runpy.run_path(str(ROOT / "docs/draw.py"))
     for name, draw in drawn["DRAWN"].items():
@@ -100,25 +150,51 @@ def test_the_site_lists_every_page():
     assert {str(page.relative_to(ROOT / "docs")) for page in PAGES[1:]} == listed
 
 
-def test_the_tree_names_every_file():
-    """docs/architecture.md names each file of the library, the kernels and the package, and no other."""
-    page = (ROOT / "docs/architecture.md").read_text()
-    named = set(re.findall(r"\w+\.(?:py|h|cc)\b", page[: page.index("## Kernels")]))
-    folders = (
-        (ROOT / "jax_dsv4_fmha", "*.py"),
-        (ROOT / "kernels", "*.py"),
-        (ROOT / "ffi", "*.h"),
-        (ROOT / "ffi", "*.cc"),
-    )
-    files = {path.name for folder, pattern in folders for path in folder.rglob(pattern)}
-    unnamed = {name for name in files - named if not name.startswith(("__", "bench_"))}
-    others = {"abi.h", "cubins.cc"} | {
-        path.name for name in ("interpreter", "docs") for path in (ROOT / name).glob("*.py")
-    }
-    assert not unnamed and named - files <= others, (unnamed, named - files)
+def tree(page):
+    """The folders that the page's tree names, as paths; `{a,b}/` is two of them."""
+    block = page[page.index("## The tree") :].split("\n## ", 1)[0]
+    parents, named = {}, set()
+    for indent, path in re.findall(r"^( {4,})((?:[\w{},]+/)+)", block, re.M):
+        above = "".join(folder for column, folder in parents.items() if column < len(indent))
+        parents = {column: folder for column, folder in parents.items() if column < len(indent)} | {len(indent): path}
+        head, _, braces = (above + path).partition("{")
+        inner, _, tail = braces.partition("}")
+        named |= {f"{head}{one}{tail}".rstrip("/") for one in inner.split(",")}
+    return named
+
+
+def folders(*roots):
+    """Those with sources: with more than an `__init__.py`."""
+    sources = {path for root in roots for path in (ROOT / root).rglob("*") if path.suffix in (".py", ".h", ".cc")}
+    return {str(path.parent.relative_to(ROOT)) for path in sources if path.name != "__init__.py"}
+
+
+def test_the_tree_names_every_folder():
+    """docs/architecture.md names each folder of package, kernels, ffi and interpreter, and none that is not there."""
+    named = tree((ROOT / "docs/architecture.md").read_text())
+    there = folders("jax_dsv4_fmha", "kernels", "ffi", "interpreter")
+    assert there - named == set()
+    assert [path for path in named if not (ROOT / path).is_dir()] == []
+
+
+def test_a_tree_is_paths():
+    lines = ["## The tree", "", "    a/    files/ of it", "      b/c/    more", "      b/{d,e}/   two", "    f/  g/"]
+    assert tree("\n".join([*lines, "", "## Next", "    h/"])) == {"a", "a/b/c", "a/b/d", "a/b/e", "f"}
 
 
 def test_the_api_page_has_every_public_name():
     page = (ROOT / "docs/api.md").read_text()
     names = [*jax_dsv4_fmha.__all__, *(f"layers.{name}" for name in layers.__all__)]
     assert [name for name in names if not re.search(rf"jax_dsv4_fmha\.{name}\b", page)] == []
+
+
+FOLDERS = ("jax_dsv4_fmha", "kernels", "ffi", "interpreter", "tests", "examples", "docs")
+FILES = [f"/{path.relative_to(ROOT)}" for name in FOLDERS for path in (ROOT / name).rglob("*.*")]
+NOW = [page for page in (*PAGES, ROOT / "CONTRIBUTING.md") if page.parent.name != "lab"]
+
+
+@pytest.mark.parametrize("page", NOW, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_file_that_a_page_names_is_there(page):
+    """By its path, or the end of its path; the lab names files of its day."""
+    named = re.findall(r"`((?:\w+/)*\w+\.(?:py|h|cc|npz))`", page.read_text())
+    assert [name for name in named if not any(path.endswith(f"/{name}") for path in FILES)] == []

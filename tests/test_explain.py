@@ -6,16 +6,18 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_dsv4_fmha import _explain, _ffi, dsv4_attention, explain, fmha, head_summed_probabilities, sparse_fmha
+from jax_dsv4_fmha import dsv4_attention, explain, fmha, head_summed_probabilities, sparse_fmha
+from jax_dsv4_fmha._dispatch.explain import _warn
+from jax_dsv4_fmha._host import library
 
-needs_kernels = pytest.mark.skipif(not _ffi.variants(), reason="needs kernels to be built")
+needs_kernels = pytest.mark.skipif(not library.variants(), reason="needs kernels to be built")
 
 
 @pytest.fixture(autouse=True)
 def again():
     """Clears caches: what is traced under one pretence must not serve another."""
     jax.clear_caches()
-    _explain._warn.cache_clear()
+    _warn.cache_clear()
     yield
     jax.clear_caches()
 
@@ -23,7 +25,7 @@ def again():
 @pytest.fixture
 def hopper(monkeypatch):
     """As if this process had an H100 and compiled for it."""
-    monkeypatch.setattr(_ffi, "local_architectures", lambda: ("sm_90a",))
+    monkeypatch.setattr(library, "local_architectures", lambda: ("sm_90a",))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
 
 
@@ -54,7 +56,7 @@ def test_kernels_of_a_layer_and_its_gradient(hopper):
     (decision,) = explain(layer, *OPERANDS)
     assert str(decision).startswith("dsv4_attention, forward: kernel: hca_fwd, built for ")
     assert decision.variant == "hca_fwd_sm_90a_d512_bfloat16"
-    assert decision.variant in {v.key for v in _ffi.variants()}
+    assert decision.variant in {v.key for v in library.variants()}
     few = x(1, 4, 9, 512), x(1, 8, 512), x(1, 4, 3, dtype=jnp.int32)
     assert explain(sparse_fmha, *few)[0].variant == "mla_sparse_fwd_sm_90a_d512_bfloat16_h16"
     two_pass = explain(lambda q, kv: dsv4_attention(q, kv, kv, ratio=4, method="two_pass"), *OPERANDS)
@@ -79,7 +81,7 @@ def test_why_the_reference_and_one_line_of_it(hopper, caplog, f, operand, says):
     assert decision.implementation == "reference" and says in decision.reason
     with caplog.at_level(logging.WARNING, "jax_dsv4_fmha"):
         caplog.clear()
-        _explain._warn.cache_clear()
+        _warn.cache_clear()
         jax.clear_caches()
         for _ in range(2):
             jax.eval_shape(lambda q: jax.vmap(f)(q), jax.ShapeDtypeStruct((2, *operand.shape), operand.dtype))
@@ -88,14 +90,14 @@ def test_why_the_reference_and_one_line_of_it(hopper, caplog, f, operand, says):
 
 @needs_kernels
 def test_other_devices(monkeypatch, caplog):
-    monkeypatch.setattr(_ffi, "local_architectures", lambda: ("sm_80",))
+    monkeypatch.setattr(library, "local_architectures", lambda: ("sm_80",))
     (decision,) = explain(layer, *OPERANDS)
     assert decision.implementation == "reference" and "and this process has sm_80" in decision.reason
     assert "and this process has sm_80" in caplog.text
 
 
 def test_without_a_gpu_nothing_is_logged(caplog, monkeypatch):
-    monkeypatch.setattr(_ffi, "local_architectures", lambda: ())
+    monkeypatch.setattr(library, "local_architectures", lambda: ())
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     (decision,) = explain(layer, *OPERANDS)
     assert decision.implementation == "reference" and not caplog.records
@@ -108,7 +110,7 @@ def test_inside_of_loops_and_what_has_no_kernel():
     looped = explain(lambda q: jax.lax.scan(lambda c, _: (body(c), None), q, None, length=3)[0], q)
     assert [(d.op, d.times) for d in looped] == [("fmha", 1)]
     assert explain(lambda q: fmha(q, q, implementation="reference"), q) == []
-    if not any(v.op == "head_summed_probabilities" for v in _ffi.variants()):
+    if not any(v.op == "head_summed_probabilities" for v in library.variants()):
         (decision,) = explain(
             head_summed_probabilities, q, x(1, 5, 64), x(1, 4, 2, dtype=jnp.float32), x(1, 4, 3, dtype=jnp.int32)
         )

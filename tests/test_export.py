@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_dsv4_fmha import Cache, Span, _ffi, dot_product_attention, dsv4_attention, dsv4_decode, fmha, sparse_fmha
+from jax_dsv4_fmha import Cache, Span, dot_product_attention, dsv4_attention, dsv4_decode, fmha, sparse_fmha
+from jax_dsv4_fmha._host import library
 
 SIZES = {"b": 2, "s": 5, "t": 11, "c": 3, "x": 4, "h": 4, "k": 2, "d": 16, "1": 1, "2": 2}
 """sizes of the axes; a case says which stay symbolic"""
@@ -88,7 +89,7 @@ def test_symbolic_shapes(name):
 
 def test_without_kernels(monkeypatch):
     """A program that would run slowly on another machine is not exported without a warning."""
-    monkeypatch.setattr(_ffi, "variants", tuple)
+    monkeypatch.setattr(library, "variants", tuple)
     x = jnp.ones((1, 4, 2, 64), jnp.bfloat16)
     with pytest.warns(RuntimeWarning, match="fmha, forward, is exported for cuda without a kernel: no kernels are bu"):
         jax.export.export(jax.jit(lambda x: fmha(x, x, x)), platforms=["cuda"])(x)

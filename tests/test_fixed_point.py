@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_dsv4_fmha._fixed_point import resolution, to_float32
+from jax_dsv4_fmha._host.fixed_point import resolution, to_float32
 
 
 def test_what_sums_stand_for():

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_dsv4_fmha import Span, _ffi, fmha, reference
+from jax_dsv4_fmha import Span, fmha, reference
+from jax_dsv4_fmha._host import library
 from jax_dsv4_fmha._testing.cases import CASES, operands, run, run_reference
 from tests.helpers import assert_right
 
@@ -27,8 +28,8 @@ def small(dtype=jnp.bfloat16, b=B):
 
 @pytest.fixture
 def unbuilt(monkeypatch):
-    monkeypatch.setattr(_ffi, "built_for", lambda op, **_: ())
-    monkeypatch.setattr(_ffi, "variants", lambda: ())
+    monkeypatch.setattr(library, "built_for", lambda op, **_: ())
+    monkeypatch.setattr(library, "variants", lambda: ())
 
 
 SOME = [
@@ -126,7 +127,7 @@ class TestSeam:
         assert "dsv4_fmha_mha_fwd" in f.trace(small()[0]).lower(lowering_platforms=("cuda",)).as_text()
 
     def test_another_local_architecture_means_the_reference(self, monkeypatch):
-        monkeypatch.setattr(_ffi, "local_architectures", lambda: ("sm_80",))
+        monkeypatch.setattr(library, "local_architectures", lambda: ("sm_80",))
         assert "dsv4_fmha_mha_fwd" not in str(jax.make_jaxpr(lambda *x: fmha(*x))(*small()[:3]))
 
     def test_reference_means_the_reference(self):
@@ -136,8 +137,8 @@ class TestSeam:
 
 
 def test_shared_kv_runs_on_the_separate_kernel(monkeypatch):
-    monkeypatch.setattr(_ffi, "built_for", lambda op, **_: () if op == "mla_span_fwd" else ("sm_90a",))
-    monkeypatch.setattr(_ffi, "local_architectures", lambda: ())
+    monkeypatch.setattr(library, "built_for", lambda op, **_: () if op == "mla_span_fwd" else ("sm_90a",))
+    monkeypatch.setattr(library, "local_architectures", lambda: ())
     text = str(jax.make_jaxpr(lambda q, k: fmha(q, k))(*small()[:2]))
     assert "dsv4_fmha_mha_fwd" in text and "dsv4_fmha_mla_span_fwd" not in text
 

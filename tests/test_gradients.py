@@ -1,6 +1,6 @@
 """Gradients in q, k, v and sink, with cotangents of o and of lse: against finite differences in float64, and autodiff.
 
-JAX differentiates the reference; the tests check the backward op of `_transforms.Differentiable`.
+JAX differentiates the reference; the tests check the backward op of `autodiff.Differentiable`.
 """
 
 import functools
@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_dsv4_fmha import Span, _backward, dsv4_attention, fmha, merge, reference, sparse_fmha
+from jax_dsv4_fmha import Span, dsv4_attention, fmha, merge, reference, sparse_fmha
+from jax_dsv4_fmha._definitions import attention_gradient
 from jax_dsv4_fmha._testing import float64
 from tests.helpers import normal_in_numpy as normal
 
@@ -147,7 +148,7 @@ def test_a_cotangent_of_nothing_reaches_no_sink(bad):
 def blocks(request, monkeypatch):
     if request.param:
         for name, n in (("_ROWS", 64), ("_QUERIES", 16), ("_KEYS", 32), ("_GATHERED", 2**12)):
-            monkeypatch.setattr(_backward, name, n)
+            monkeypatch.setattr(attention_gradient, name, n)
         jax.clear_caches()
     yield
     jax.clear_caches()

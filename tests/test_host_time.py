@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_dsv4_fmha import Span, _ffi, fmha
+from jax_dsv4_fmha import Span, fmha
+from jax_dsv4_fmha._host import library
 
 pytestmark = pytest.mark.gpu
 
@@ -41,7 +42,7 @@ def operands(d: int, h_q: int):
 
 def test_handler(cuda, timer):
     """Look-up, tensor maps and launch take less than 10 µs, in the tenth of calls that are least disturbed."""
-    native = _ffi.library()
+    native = library.native()
     timer.handler_timer_of(native.dsv4_fmha_mla_span_fwd)
     stages = {
         "initialize": jax.ffi.pycapsule(native.dsv4_fmha_mla_span_fwd_initialize),

@@ -13,17 +13,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_dsv4_fmha as lib
-from jax_dsv4_fmha import (
-    Cache,
-    Span,
-    _ffi,
-    _indexer_reference,
-    indexer_blocks,
-    indexer_loss,
-    indexer_scores,
-    lightning_indexer,
-    quantize_indexer,
-)
+from jax_dsv4_fmha import Cache, Span, indexer_blocks, indexer_loss, indexer_scores, lightning_indexer, quantize_indexer
+from jax_dsv4_fmha._definitions import indexer as definition
+from jax_dsv4_fmha._host import indexer as raw
+from jax_dsv4_fmha._host import library
 from jax_dsv4_fmha._testing import indexer as cases
 from tests.helpers import normal
 
@@ -94,7 +87,7 @@ def test_ties_go_to_the_lower_entry_and_nan_loses():
 def test_infinite_scores_keep_their_order():
     x = jnp.array([[[-jnp.inf, jnp.nan, 1.0, jnp.inf, -1.0, -0.0, 0.0, jnp.nan]]])
     for topk, want in ((1, [3]), (3, [2, 3, 5]), (4, [2, 3, 5, 6]), (5, [2, 3, 4, 5, 6]), (6, [0, 2, 3, 4, 5, 6])):
-        indices, _ = _indexer_reference.best(x, jnp.ones(x.shape, bool), topk)
+        indices, _ = definition.best(x, jnp.ones(x.shape, bool), topk)
         np.testing.assert_array_equal(indices[0, 0], want)
 
 
@@ -136,7 +129,7 @@ def test_8_bits_mean_the_same():
 def test_blocks_of_queries_are_the_whole(monkeypatch):
     q, k, weights = operands()
     whole = lightning_indexer(q, k, weights, topk=5, ratio=1, q_offset=9)
-    monkeypatch.setattr(_indexer_reference, "_BLOCK", 4 * B * H * S_C)  # queries: the last block is not full
+    monkeypatch.setattr(definition, "_BLOCK", 4 * B * H * S_C)  # queries: the last block is not full
     jax.clear_caches()
     np.testing.assert_array_equal(lightning_indexer(q, k, weights, topk=5, ratio=1, q_offset=9), whole)
     jax.clear_caches()
@@ -270,7 +263,7 @@ def test_loss_over_indices():
 @pytest.mark.parametrize("block", [None, 4])
 def test_loss_over_all_visible(block, monkeypatch):
     if block:
-        monkeypatch.setattr(_indexer_reference, "_BLOCK", block * B * (H + H_A) * S_C)
+        monkeypatch.setattr(definition, "_BLOCK", block * B * (H + H_A) * S_C)
         jax.clear_caches()
     x, taught, offset = operands(), teacher(), jnp.array([0, 60], jnp.int32)
 
@@ -487,8 +480,8 @@ def kernel_operands(dtype=jnp.bfloat16, b=2, s_q=37, s_c=600, h=64):
 @pytest.mark.parametrize("b", [2, "b"])
 def test_export_for_cuda(dtype, b, monkeypatch):
     """One custom call, also with a symbolic batch."""
-    monkeypatch.setattr(_ffi, "local_architectures", lambda: ())
-    if not _ffi.built_for("indexer_scores"):
+    monkeypatch.setattr(library, "local_architectures", lambda: ())
+    if not library.built_for("indexer_scores"):
         pytest.skip("not built")
     x, kwargs = kernel_operands(dtype)
 
@@ -523,12 +516,12 @@ def test_export_with_entries_left_open():
 
 def test_a_workspace_is_bounded(monkeypatch):
     """65536 queries of 16384 entries: half a GiB of scores at a time."""
-    if not _ffi.built_for("indexer_scores"):
+    if not library.built_for("indexer_scores"):
         pytest.skip("not built")
     seen = []
     monkeypatch.setattr(jax.ffi, "ffi_call", lambda name, results: lambda *_: seen.extend(results) or results)
     q, k = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1, 65536, 64, 128), (1, 16384, 128)))
-    _ffi.lightning_indexer(q, None, k, None, None, None, topk=512, return_scores=False)
+    raw.lightning_indexer(q, None, k, None, None, None, topk=512, return_scores=False)
     indices, values, scores = seen
     assert indices.shape == (1, 65536, 512) and values.shape == (1, 65536, 0)
     assert scores.size * 4 <= 2**29 and scores.shape == (8192, 16384)
@@ -537,8 +530,8 @@ def test_a_workspace_is_bounded(monkeypatch):
 @pytest.mark.parametrize("b", [2, "b"])
 def test_scores_are_exported_for_cuda(b, monkeypatch):
     """One custom call, and one of their gradients."""
-    monkeypatch.setattr(_ffi, "local_architectures", lambda: ())
-    if not _ffi.built_for("indexer_scores_at"):
+    monkeypatch.setattr(library, "local_architectures", lambda: ())
+    if not library.built_for("indexer_scores_at"):
         pytest.skip("not built")
     x, _ = kernel_operands(s_q=5, s_c=60)
     (n,) = jax.export.symbolic_shape("b") if b == "b" else (2,)

@@ -11,7 +11,8 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_dsv4_fmha import EXPORT_CHECKS, Cache, _ffi, lightning_indexer, quantize_indexer
+from jax_dsv4_fmha import EXPORT_CHECKS, Cache, lightning_indexer, quantize_indexer
+from jax_dsv4_fmha._host import library
 from tests.helpers import collectives, normal
 
 B, S_Q, H, PAGE, WIDTH = 2, 3, 4, 8, 3
@@ -160,8 +161,8 @@ def test_errors():
 )  # fmt: skip
 def test_which_pages_kernels_take(dtype, page, width, takes, monkeypatch):
     """One custom call in an export for CUDA, or the reference."""
-    monkeypatch.setattr(_ffi, "local_architectures", lambda: ())
-    if not _ffi.built_for("indexer_scores", paged=True):
+    monkeypatch.setattr(library, "local_architectures", lambda: ())
+    if not library.built_for("indexer_scores", paged=True):
         pytest.skip("not built")
     how = {"layout": "index_fp8"} if dtype == "float8_e4m3fn" else {"dtype": dtype}
     tables = jax.ShapeDtypeStruct((B, width), jnp.int32) if width else None

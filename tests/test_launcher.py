@@ -5,9 +5,9 @@ import ctypes
 import numpy as np
 import pytest
 
-from interpreter.attention import assert_right, operands
-from interpreter.native import cubin, plan, variant_of
-from jax_dsv4_fmha import _ffi
+from interpreter.kernels.attention import assert_right, operands
+from interpreter.kernels.native import cubin, plan, variant_of
+from jax_dsv4_fmha._host import library, split_kv
 
 driver = pytest.importorskip("cuda.bindings.driver")
 pytestmark = pytest.mark.gpu
@@ -71,7 +71,7 @@ def cluster_of(ctas: int):
 
 CASES = [
     (row, h_q, extents)
-    for row in _ffi.manifest()["variants"]
+    for row in library.manifest()["variants"]
     if row["family"] == "forward"
     for h_q, extents in (
         (8, {}),
@@ -91,7 +91,7 @@ def test_launch(row, h_q, extents, device):
     attribute = driver.CUdevice_attribute
     major = call(driver.cuDeviceGetAttribute, attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device)
     minor = call(driver.cuDeviceGetAttribute, attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device)
-    if (arch := _ffi.architecture(f"{major}.{minor}")) != row["arch"]:
+    if (arch := split_kv.architecture(f"{major}.{minor}")) != row["arch"]:
         pytest.skip(f"device 0 is {arch}")
     variant = variant_of(row["key"])
     x, scale = operands(variant, **extents, h_q=min(h_q, variant.max_heads)), variant.d**-0.5

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from jax_dsv4_fmha import _ffi
+import jax_dsv4_fmha
+from jax_dsv4_fmha._host import library
 from kernels import tables
 from kernels.variants import VARIANTS
 
@@ -83,7 +84,7 @@ def test_against_a_stand_in_driver(program, scenario):
 @pytest.mark.skipif(shutil.which("readelf") is None, reason="needs readelf")
 def test_the_library_is_hardened():
     """Once the library is loaded, nothing that a stray write could redirect is writable; the stack has guards."""
-    if (path := _ffi.library_path()) is None:
+    if (path := library.library_path()) is None:
         pytest.skip("no native library")
     text = subprocess.run(["readelf", "-W", "-l", "-d", "--dyn-syms", path], capture_output=True, text=True).stdout
     assert "GNU_RELRO" in text and "BIND_NOW" in text and "__stack_chk_fail" in text
@@ -105,22 +106,23 @@ def test_the_library_is_hardened():
 )
 def test_a_damaged_library_leaves_the_reference(damage, says, tmp_path):
     """The import says what is wrong and where, and ops run on the reference."""
-    if (path := _ffi.library_path()) is None:
+    if (path := library.library_path()) is None:
         pytest.skip("no native library")
     package = tmp_path / "jax_dsv4_fmha"
-    shutil.copytree(Path(_ffi.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(Path(jax_dsv4_fmha.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(path, package / "_native.so")
     damage(package / "_native.so")
     code = """
 import warnings
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
-    from jax_dsv4_fmha import _ffi, fmha
+    from jax_dsv4_fmha import fmha
+    from jax_dsv4_fmha._host import library
 (warning,) = (str(w.message) for w in caught if "_native" in str(w.message))
 print(warning)
 import jax.numpy as jnp
 q = jnp.ones((1, 2, 2, 8))
-assert _ffi.variants() == () and fmha(q, q)[0].shape == q.shape
+assert library.variants() == () and fmha(q, q)[0].shape == q.shape
 """
     env = {**os.environ, "PYTHONPATH": str(tmp_path), "JAX_PLATFORMS": "cpu"}
     run = subprocess.run(

@@ -7,10 +7,11 @@ import re
 import numpy as np
 import pytest
 
-from interpreter import __main__, attention, cases, edits, hardware, native
-from interpreter.cases import EVERYTHING
-from interpreter.launch import Kernel, combine, launch
-from interpreter.verdict import judge
+from interpreter import __main__, edits, hardware
+from interpreter.kernels import attention, cases, native
+from interpreter.kernels.cases import EVERYTHING
+from interpreter.kernels.launch import Kernel, combine, launch
+from interpreter.kernels.verdict import judge
 from kernels.abi import ANY, Combine, Forward
 
 BUILT = [v.key for v in native.built(Forward) if v.arch == "sm_90a"]

@@ -7,11 +7,11 @@ chip and must give the same there. Pairs of CTAs on Blackwell are in test_ptx_pa
 import numpy as np
 import pytest
 
-from interpreter.copies import TensorMap
-from interpreter.handwritten import SYNC, Handwritten, Planted, wait
-from interpreter.hazards import Deadlock, Leak, Misuse, OutOfBounds, Race, Undefined
-from interpreter.parser import parse
-from interpreter.state import Machine, new_memory
+from interpreter.machine.copies import TensorMap
+from interpreter.machine.handwritten import SYNC, Handwritten, Planted, wait
+from interpreter.machine.hazards import Deadlock, Leak, Misuse, OutOfBounds, Race, Undefined
+from interpreter.machine.parser import parse
+from interpreter.machine.state import Machine, new_memory
 
 SEEDS = range(4)
 STORE = "st.global.b32 [%rd5], %r20;"

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from interpreter import attention, backward, gradients, native
-from interpreter.launch import Kernel, combine, launch
-from interpreter.verdict import judge
+from interpreter.kernels import attention, gradients, mla_backward, native
+from interpreter.kernels.launch import Kernel, combine, launch
+from interpreter.kernels.verdict import judge
 from kernels.abi import Combine, Forward, MlaBackward
 
 ATTENTION = [v.key for family in (Forward, MlaBackward) for v in native.built(family) if v.arch == "sm_90a"]
@@ -66,10 +66,10 @@ def check(case: Case) -> None:
         pytest.skip(f"{case.key} is not built")
     k, extents = kernel(case.key), case.extents()
     if isinstance(k.variant, MlaBackward):
-        gradient = backward.launch(
+        gradient = mla_backward.launch(
             k, gradients.operands(k.variant, **extents), processors=case.processors, seed=case.seed
         )
-        backward.judge(gradient, gradient.run())
+        mla_backward.judge(gradient, gradient.run())
         return
     x = attention.operands(k.variant, **extents)
     run = launch(k, x, splits=case.splits, processors=case.processors, seed=case.seed)

@@ -7,10 +7,11 @@ import re
 import numpy as np
 import pytest
 
-from interpreter import edits, native
-from interpreter.hazards import Deadlock, Fault, OutOfBounds, Race
-from interpreter.indexer import Problem, ProblemAt, choose, judge_at, judge_choice, judge_scores, run, run_at
-from interpreter.verdict import Wrong
+from interpreter import edits
+from interpreter.kernels import native
+from interpreter.kernels.indexer import Problem, ProblemAt, choose, judge_at, judge_choice, judge_scores, run, run_at
+from interpreter.kernels.verdict import Wrong
+from interpreter.machine.hazards import Deadlock, Fault, OutOfBounds, Race
 
 KEYS = tuple(
     f"indexer_scores_sm_90a_heads{heads}_{dtype}"
@@ -21,7 +22,7 @@ SEEDS = (0, 1)
 
 @functools.cache
 def variant(key):
-    if key not in {v.key for v in native._ffi.variants()}:
+    if key not in {v.key for v in native.host_library.variants()}:
         pytest.skip(f"{key} is not built")
     return native.variant_of(key)
 

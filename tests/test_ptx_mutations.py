@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from interpreter import attention, edits, native
-from interpreter.copies import TensorMap
-from interpreter.hazards import Deadlock, Fault, Leak, Misuse, OutOfBounds, Race, Undefined
-from interpreter.launch import Kernel, launch
-from interpreter.state import SMEM_BASE
-from interpreter.verdict import Wrong, judge
+from interpreter import edits
+from interpreter.kernels import attention, native
+from interpreter.kernels.launch import Kernel, launch
+from interpreter.kernels.verdict import Wrong, judge
+from interpreter.machine.copies import TensorMap
+from interpreter.machine.hazards import Deadlock, Fault, Leak, Misuse, OutOfBounds, Race, Undefined
+from interpreter.machine.state import SMEM_BASE
 from tests import wrong_answers
 from tests.symptoms import EARLY, early, late, unfenced, unordered
 
@@ -28,9 +29,9 @@ DENSE, LATENT = "mha_fwd_sm_90a_d128_bfloat16", "mla_span_fwd_sm_90a_d512_bfloat
 LONG_ODD = LATENT + "_h63"  # whose odd tiles have 16 keys more
 GATHERED = "mla_sparse_fwd_sm_90a_d512_bfloat16"
 FEW_HEADS = "csa_fwd_sm_90a_d512_bfloat16_h16"
-PAIRED = "dsv4_decode_fp8_sm_90a_d512_bfloat16"  # two CTAs, each of which unpacks for both
+PAIRED = "dsv4_decode_sm_90a_d512_bfloat16_v4_fp8"  # two CTAs, each of which unpacks for both
 PACKED = PAIRED + "_h64"
-NIBBLES = "dsv4_decode_v41_fp4_sm_90a_d512_bfloat16_h64"
+NIBBLES = "dsv4_decode_sm_90a_d512_bfloat16_v41_fp4_h64"
 SHAPES: dict[str, dict[str, int]] = {
     DENSE: {"b": 1, "s_q": 24, "s_kv": 420, "h_q": 8, "width": 1000},  # three tiles of 160 keys, two tiles of rows
     LATENT: {"b": 1, "s_q": 12, "s_kv": 230, "h_q": 8, "width": 1000},  # four tiles of 64 keys
@@ -46,8 +47,8 @@ FEW_KEYS = {"s_q": 80, "width": 60}  # five tiles of rows that see 75 keys at mo
 BARRIERS = {  # the mbarriers of a kernel, in the order of their addresses
     DENSE: "q_full0 q_full1 q_empty0 q_empty1 k_full0 k_full1 k_empty0 k_empty1 "
     "v_landed0 v_landed1 v_full0 v_full1 v_empty0 v_empty1",
-    LATENT: "q_full q_empty full0 full1 full2 full3 empty0 empty1 empty2 empty3 max_shared0 max_shared1 "
-    "weights_shared0 weights_shared1 all_read",
+    LATENT: "q_full q_empty k_full0 k_full1 k_full2 k_full3 k_empty0 k_empty1 k_empty2 k_empty3 "
+    "max_shared0 max_shared1 p_shared0 p_shared1 all_read",
 }
 BARRIERS |= dict.fromkeys((LONG_ODD, GATHERED, PACKED, NIBBLES, PAIRED), BARRIERS[LATENT])
 KIB = 1024
@@ -62,7 +63,7 @@ REGIONS |= dict.fromkeys((GATHERED, PACKED, NIBBLES, PAIRED), REGIONS[LATENT])
 
 @functools.cache
 def kernel(key: str) -> Kernel:
-    if key not in {v.key for v in native._ffi.variants()}:
+    if key not in {v.key for v in native.host_library.variants()}:
         pytest.skip(f"{key} is not built")
     return Kernel.of(native.variant_of(key))
 
@@ -194,7 +195,7 @@ def early_release(stages: int) -> Callable[[str], str]:
 
 def odd_handed_back_early(text: str) -> str:
     """Right does not wait for the products of its own tile before its half of that tile is given back."""
-    arrival = rf"\s*mbarrier\.arrive\.shared\.b64[^;]*\+{barrier(text, PACKED, 'empty3')}\][^;]*;"
+    arrival = rf"\s*mbarrier\.arrive\.shared\.b64[^;]*\+{barrier(text, PACKED, 'k_empty3')}\][^;]*;"
     return edits.replace(text, rf"wgmma\.wait_group\.sync\.aligned\s+0;({arrival})", lambda m: m[1])
 
 
@@ -430,7 +431,7 @@ FATES = [
         LATENT,
         EARLY,
         unordered(r"wgmma", "p", r"stmatrix"),
-        without_wait(LATENT, "weights_shared0", slice(0, 1)),
+        without_wait(LATENT, "p_shared0", slice(0, 1)),
     ),
     Fate(
         "the maximum read before it is handed over",
@@ -495,7 +496,7 @@ FATES = [
         PACKED,
         Race,
         late(r"st\.shared", "k", r"wgmma"),
-        without_wait(PACKED, "empty1"),
+        without_wait(PACKED, "k_empty1"),
     ),
     Fate(
         "the odd tile handed back before it is multiplied",
@@ -517,7 +518,7 @@ FATES = [
         PAIRED,
         Race,
         late(r"st\.(shared|async)", "k", r"wgmma"),
-        without_wait(PAIRED, "empty1"),
+        without_wait(PAIRED, "k_empty1"),
     ),
     Fate(
         "keys of the peer's not waited for",
@@ -538,7 +539,7 @@ FATES = [
         PAIRED,
         Fault,
         r"ends while nothing orders that after CTA \d|of CTA \d, which has ended",
-        without_wait(PAIRED, "empty2", slice(-1, None)),
+        without_wait(PAIRED, "k_empty2", slice(-1, None)),
     ),
     Fate(
         "weights of a few heads without a proxy fence",
@@ -619,7 +620,7 @@ FATES = [
         LONG_ODD,
         Race,
         r"overwrites SMEM of k [^\n]*nothing orders this and the write by cp\.async",
-        without_wait(LONG_ODD, "empty3", slice(-1, None)),
+        without_wait(LONG_ODD, "k_empty3", slice(-1, None)),
     ),
     Fate(
         "the last keys of an odd tile read without a proxy fence",

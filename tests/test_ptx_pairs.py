@@ -7,9 +7,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from interpreter.copies import TensorMap
-from interpreter.handwritten import SYNC, Handwritten, Planted, wait
-from interpreter.hazards import Deadlock, Leak, Misuse, Race, Undefined
+from interpreter.machine.copies import TensorMap
+from interpreter.machine.handwritten import SYNC, Handwritten, Planted, wait
+from interpreter.machine.hazards import Deadlock, Leak, Misuse, Race, Undefined
 
 SEEDS = range(4)
 N, K = 64, 16  # products D = 2 A B', bf16 in, fp32 out

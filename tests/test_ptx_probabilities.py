@@ -4,10 +4,11 @@ import functools
 
 import pytest
 
-from interpreter import edits, native
-from interpreter.hazards import Deadlock, Fault, Race
-from interpreter.probabilities import Problem, judge, run
-from interpreter.verdict import Wrong
+from interpreter import edits
+from interpreter.kernels import native
+from interpreter.kernels.probabilities import Problem, judge, run
+from interpreter.kernels.verdict import Wrong
+from interpreter.machine.hazards import Deadlock, Fault, Race
 from kernels.abi import Probabilities
 
 BUILT = {v.key: v for v in native.built(Probabilities)}

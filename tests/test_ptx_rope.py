@@ -2,10 +2,11 @@
 
 import pytest
 
-from interpreter import edits, native
-from interpreter.hazards import Fault, OutOfBounds
-from interpreter.rope import Problem, judge, run
-from interpreter.verdict import Wrong
+from interpreter import edits
+from interpreter.kernels import native
+from interpreter.kernels.rope import Problem, judge, run
+from interpreter.kernels.verdict import Wrong
+from interpreter.machine.hazards import Fault, OutOfBounds
 from kernels.abi import NormRope, Rope
 
 BUILT = {v.key: v for family in (Rope, NormRope) for v in native.built(family)}

@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from interpreter import attention, cases
-from interpreter.hazards import Deadlock, Fault, Leak, Misuse, Race, Undefined
-from interpreter.launch import Kernel, Launch, launch
-from interpreter.state import SMEM_BASE, Array
-from interpreter.verdict import Wrong, judge
+from interpreter.kernels import attention, cases
+from interpreter.kernels.launch import Kernel, Launch, launch
+from interpreter.kernels.verdict import Wrong, judge
+from interpreter.machine.hazards import Deadlock, Fault, Leak, Misuse, Race, Undefined
+from interpreter.machine.state import SMEM_BASE, Array
 from kernels import build
 from kernels.abi import Forward
 from kernels.variants import VARIANTS

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_dsv4_fmha import Cache, _ffi, dequantize_cache, dsv4_decode, quantize_cache, reference
+from jax_dsv4_fmha import Cache, dequantize_cache, dsv4_decode, quantize_cache, reference
+from jax_dsv4_fmha._host import attention
 from jax_dsv4_fmha._testing.compare import FP32, KERNEL, Tolerance
 from tests.helpers import assert_right, kernels_in_graphs
 
@@ -339,8 +340,8 @@ def test_soak(cuda, layouts, monkeypatch):
     """2000 steps under CUDA graphs, in which no device memory is lost. Each makes every launch that a call may make:
     for queries with whole keys, for the last eight, whose keys are split, and for the merge.
     """
-    monkeypatch.setattr(_ffi, "_whole", lambda _, q, __: q.shape[0] * q.shape[1] - 8)
-    monkeypatch.setattr(_ffi, "split_count", lambda *_: 3)
+    monkeypatch.setattr(attention, "_whole", lambda _, q, __: q.shape[0] * q.shape[1] - 8)
+    monkeypatch.setattr(attention, "split_count", lambda *_: 3)
     c = dataclasses.replace(LARGE, layouts=layouts)
     with jax.default_device(cuda):
         engine = serve(c, 2000, "cubin", KERNEL, GRAPHS)

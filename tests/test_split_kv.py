@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_dsv4_fmha import Cache, _ffi, _split_kv, dsv4_decode
+from jax_dsv4_fmha import Cache, dsv4_decode
+from jax_dsv4_fmha._host import attention, library, split_kv
 
 
 def device(capability, **attributes):
@@ -28,18 +29,18 @@ def device(capability, **attributes):
 def test_the_devices_own_number_of_sms(monkeypatch, devices, sms):
     """Also in the call itself: one query of 64 heads and 8192 keys is split for that many."""
     monkeypatch.setattr(jax, "local_devices", lambda **_: devices)
-    assert _split_kv.processors("sm_90a") == sms
+    assert split_kv.processors("sm_90a") == sms
     facts = {"threads": 1, "registers": 1, "smem_bytes": 1, "spill_bytes": 0, "cubin_bytes": 1, "evidence": ""}
     facts |= {"tile_m": 64, "tile_n": 64, "unit": 1, "ctas": 1, "splits": True}
-    choices = {"d": 512, "dtype": "bfloat16", "max_heads": _ffi.ANY}
-    row = _ffi.Variant("k", "mla_sparse_fwd", "forward", "sm_90a", choices, **facts)
-    monkeypatch.setattr(_ffi, "variants", lambda: (row,))
+    choices = {"d": 512, "dtype": "bfloat16", "max_heads": library.ANY}
+    row = library.Variant("k", "mla_sparse_fwd", "forward", "sm_90a", choices, **facts)
+    monkeypatch.setattr(library, "variants", lambda: (row,))
     q = jax.ShapeDtypeStruct((40, 1, 64, 512), jnp.bfloat16)
-    assert _ffi._splits_of_queries("mla_sparse_fwd", q, 8192) == _split_kv.split_count(40, 128, 1, sms)
+    assert attention._splits_of_queries("mla_sparse_fwd", q, 8192) == split_kv.split_count(40, 128, 1, sms)
 
 
 def test_fewer_sms_are_other_splits():
-    assert len({_split_kv.split_count(40, 128, 1, sms) for sms in (78, 114, 132)}) > 1
+    assert len({split_kv.split_count(40, 128, 1, sms) for sms in (78, 114, 132)}) > 1
 
 
 @pytest.mark.parametrize(
@@ -56,7 +57,7 @@ def test_fewer_sms_are_other_splits():
     ],
 )
 def test_keys_are_split_by_units(row_tiles, key_tiles, unit, splits):
-    assert _split_kv.split_count(row_tiles, key_tiles, unit, 132) == splits
+    assert split_kv.split_count(row_tiles, key_tiles, unit, 132) == splits
 
 
 def test_without_a_backend(monkeypatch):
@@ -64,7 +65,7 @@ def test_without_a_backend(monkeypatch):
         raise RuntimeError("no such backend")
 
     monkeypatch.setattr(jax, "local_devices", nothing)
-    assert _split_kv.processors("sm_90a") == 132 and _ffi.local_architectures() == ()
+    assert split_kv.processors("sm_90a") == 132 and library.local_architectures() == ()
 
 
 @pytest.mark.parametrize(
@@ -83,13 +84,13 @@ def test_without_a_backend(monkeypatch):
     ],
 )
 def test_only_the_last_turn_is_split(queries, tiles, key_tiles, whole, splits):
-    assert _split_kv.whole_queries(queries, tiles, key_tiles, 1, 132) == whole
-    assert _split_kv.split_count((queries - whole) * tiles, key_tiles, 1, 132) == splits
+    assert split_kv.whole_queries(queries, tiles, key_tiles, 1, 132) == whole
+    assert split_kv.split_count((queries - whole) * tiles, key_tiles, 1, 132) == splits
 
 
 def test_a_step_splits_its_last_turn(monkeypatch):
     """34 sequences of two queries with 128 heads: 136 tiles, of which the last two queries' four are split."""
-    monkeypatch.setattr(_ffi, "processors", lambda _: 132)
+    monkeypatch.setattr(attention, "processors", lambda _: 132)
     cache = Cache.zeros(4, 64, 512, jnp.bfloat16, jnp.zeros((34, 16), jnp.int32), layout="v4_fp8")
     f = functools.partial(dsv4_decode, ratio=4, window=128, implementation="cubin")
     q, indices = jnp.zeros((34, 2, 128, 512), jnp.bfloat16), jnp.zeros((34, 2, 1024), jnp.int32)
@@ -97,18 +98,18 @@ def test_a_step_splits_its_last_turn(monkeypatch):
     assert "tensor<2x1x128x18x512xf32>" in call.lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.skipif(not _ffi.built_for("dsv4_decode_fp8"), reason="needs kernels to be built")
+@pytest.mark.skipif(not library.built_for("dsv4_decode", packing="v4_fp8"), reason="needs kernels to be built")
 @pytest.mark.parametrize(
-    ("op", "b", "heads", "whole"),
+    ("packing", "b", "heads", "whole"),
     [
-        ("dsv4_decode_fp8", 67, 128, 132),
-        ("dsv4_decode_fp8", 67, 64, 132),
-        ("dsv4_decode", 67, 64, 132),
-        ("dsv4_decode", 67, 32, 0),  # two CTAs run on an SM
+        ("v4_fp8", 67, 128, 132),
+        ("v4_fp8", 67, 64, 132),
+        ("", 67, 64, 132),
+        ("", 67, 32, 0),  # two CTAs run on an SM
     ],
 )
-def test_a_call_s_last_turn(monkeypatch, op, b, heads, whole):
-    monkeypatch.setattr(_ffi, "local_architectures", lambda: ("sm_90a",))
-    monkeypatch.setattr(_ffi, "processors", lambda _: 132)
+def test_a_call_s_last_turn(monkeypatch, packing, b, heads, whole):
+    monkeypatch.setattr(library, "local_architectures", lambda: ("sm_90a",))
+    monkeypatch.setattr(attention, "processors", lambda _: 132)
     q = jax.ShapeDtypeStruct((b, 2, heads, 512), jnp.bfloat16)
-    assert _ffi._whole(op, q, 1152) == whole
+    assert attention._whole("dsv4_decode", q, 1152, packing=packing) == whole

@@ -9,13 +9,8 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jax_dsv4_fmha import (
-    EXPORT_CHECKS,
-    _ffi,
-    fmha,
-    indexer_loss,
-    indexer_scores,
-)
+from jax_dsv4_fmha import EXPORT_CHECKS, fmha, indexer_loss, indexer_scores
+from jax_dsv4_fmha._host import library
 from tests.transformed import (
     OPS,
     functions,
@@ -115,7 +110,7 @@ def test_a_policy_saves_o_and_lse():
 @pytest.mark.parametrize("here", [("sm_80",), ("sm_80", "sm_90a")], ids="-".join)
 def test_what_is_exported_does_not_depend_on_this_machine(here, built, monkeypatch):
     """It has the kernel, for the target device; a call here gets the reference, or an error if it insists."""
-    monkeypatch.setattr(_ffi, "local_architectures", lambda: here)
+    monkeypatch.setattr(library, "local_architectures", lambda: here)
     q = jax.ShapeDtypeStruct((1, 2, 4, 16), jnp.float32)
     exported = jax.export.export(jax.jit(fmha), platforms=["cuda"], disabled_checks=EXPORT_CHECKS)(q, q)
     assert "custom_call @dsv4_fmha_mha_fwd" in exported.mlir_module()

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 import jax_dsv4_fmha as lib
-from jax_dsv4_fmha import Span, _ffi, indexer_blocks, indexer_scores, lightning_indexer
+from jax_dsv4_fmha import Span, indexer_blocks, indexer_scores, lightning_indexer
+from jax_dsv4_fmha._host import indexer as raw
+from jax_dsv4_fmha._host import library
 from tests.test_indexer import S_C, S_Q, B, chosen_by_loop, kernel_operands, operands, past, scores_by_loop
 
 
@@ -37,8 +39,8 @@ def test_chooses_what_a_loop_chooses(count):
 @pytest.mark.parametrize(("s_q", "b"), [(37, 2), (5000, 1), (37, "b")])
 def test_export_for_cuda(s_q, b, monkeypatch):
     """Two custom calls a level, once for all blocks of queries, whose scores are half a GiB at most."""
-    monkeypatch.setattr(_ffi, "local_architectures", lambda: ())
-    if not _ffi.built_for("indexer_scores"):
+    monkeypatch.setattr(library, "local_architectures", lambda: ())
+    if not library.built_for("indexer_scores"):
         pytest.skip("not built")
 
     def f(q, k, weights):
@@ -71,7 +73,7 @@ def test_kernels(cuda, h, dtype, count, monkeypatch):
     and end within a block."""
     s_q, s_c, block, topk = 37, 600, 8, 24
     with jax.default_device(cuda):
-        monkeypatch.setattr(_ffi, "WORKSPACE", 4 * 2 * 640 * 16)
+        monkeypatch.setattr(raw, "WORKSPACE", 4 * 2 * 640 * 16)
         x, kwargs = kernel_operands(dtype, s_q=s_q, s_c=s_c, h=h)
         x = x[0], x[1].at[:, jnp.array([8, 9, 10, 11, 12, 13, 14, 15, 100])].set(jnp.nan), x[2]
         rng = np.random.default_rng(8)
@@ -96,7 +98,7 @@ def test_kernels(cuda, h, dtype, count, monkeypatch):
         np.testing.assert_array_equal(blocks, chosen_by_loop(greatest, some, count))
 
         named = np.where(visible, np.arange(s_c), -1).astype(np.int32)
-        there = np.array(_ffi.indexer_scores_at(*x, jnp.asarray(named))[0])
+        there = np.array(raw.indexer_scores_at(*x, jnp.asarray(named))[0])
         if kwargs:
             half = x[0].astype(jnp.bfloat16), x[1].astype(jnp.bfloat16), x[2]
             of_16_bits = np.array(indexer_scores(*half, jnp.asarray(named), implementation="cubin"))

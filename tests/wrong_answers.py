@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from interpreter import attention
-from interpreter.attention import Operands
-from interpreter.state import Array
+from interpreter.kernels import attention
+from interpreter.kernels.attention import Operands
+from interpreter.machine.state import Array
 from jax_dsv4_fmha._testing.compare import KERNEL, compare
 
 Answer = Callable[[Operands, float], tuple[Array | None, Array]]

@@ -23,10 +23,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import _ffi
-from .._cache import Cache
 from .._check import Method
-from .._span import Span
+from .._definitions.cache import Cache
+from .._definitions.span import Span
+from .._host import library
 from .._testing.cases import OPS, SPANS, Case
 from . import bench_decode, bench_grad, bench_indexer, bench_layer, plot
 from .check import matches, reason
@@ -207,7 +207,7 @@ def bench(
         if why := no_devices():
             print(why, file=out)
             return 2
-        if not _ffi.local_architectures():
+        if not library.local_architectures():
             print(
                 "bench measures kernels on a GPU, and JAX sees none here. `bench --from FILE` shows results.", file=out
             )

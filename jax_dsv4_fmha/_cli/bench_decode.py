@@ -6,10 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._cache import Cache
-from .._decode import dsv4_decode, seen_slots
-from .._packed import LAYOUTS, quantize_cache
-from .._sources import SelectionSource
+from .._definitions.cache import Cache
+from .._definitions.packed import LAYOUTS, quantize_cache
+from .._dispatch.sources import SelectionSource
+from .._ops.decode import dsv4_decode, seen_slots
 from .._testing.cases import Case
 
 _PAGE = 64

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .. import _ffi
-from .._cache import Cache
-from .._dsv4 import dsv4_attention
-from .._indexer import E4M3, indexer_blocks, indexer_scores, lightning_indexer, quantize_indexer
-from .._packed import quantize_cache
+from .._definitions.cache import Cache
+from .._definitions.packed import quantize_cache
+from .._host.indexer import indexer_topk
+from .._ops.dsv4 import dsv4_attention
+from .._ops.indexer import E4M3, indexer_blocks, indexer_scores, lightning_indexer, quantize_indexer
 from .._testing.cases import Case
 
 OPS = ("lightning_indexer", "topk", "indexer_scores", "indexer_blocks", "within", "attended")
@@ -130,7 +130,7 @@ def _cache(c: Case, k: jax.Array) -> Cache:
 def call(c: Case, **operands: Any) -> Any:
     if c.op == "topk":
         start = jnp.zeros((c.b, c.s_q), jnp.int32)
-        return _ffi.indexer_topk(operands["scores"], start, start + c.s_c, topk=c.topk)[0]
+        return indexer_topk(operands["scores"], start, start + c.s_c, topk=c.topk)[0]
     if c.op == "indexer_scores":
         return _there_and_back(functools.partial(indexer_scores, implementation="cubin"), **operands)
     if c.op == "attended":

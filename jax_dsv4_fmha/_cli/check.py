@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import _ffi
 from .._check import Method
+from .._host import library
 from .._testing import indexer, rope
 from .._testing.cases import CASES, Case, run_float64, run_into, run_reference
 from .._testing.compare import FP32, FP32_LARGE, Verdict, compare
@@ -128,7 +128,7 @@ def quick(checks: Sequence[Check]) -> list[Check]:
 
 def _mode() -> tuple[bool, str]:
     """Whether kernels can be checked here, and the message about it."""
-    local, built = _ffi.local_architectures(), {v.arch for v in _ffi.variants()}
+    local, built = library.local_architectures(), {v.arch for v in library.variants()}
     if built.intersection(local):
         return True, "Kernels against the reference in float32, each run twice into buffers of other content."
     why = "This machine has no CUDA device" if not local else f"No kernels are built for {', '.join(local)}"

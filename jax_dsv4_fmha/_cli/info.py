@@ -7,7 +7,8 @@ from typing import Any
 
 import jax
 
-from .. import __version__, _ffi
+from .. import __version__
+from .._host import library
 from . import plot
 from .report import output, table, write_json
 
@@ -20,7 +21,7 @@ def machine() -> dict[str, Any]:
         **{name: _version(name) for name in ("jax", "jaxlib", "numpy")},
         "python": platform.python_version(),
         "cuda_driver": driver.version,
-        "kernels": _ffi.manifest()["toolchain"] if _ffi.variants() else "none built",
+        "kernels": library.manifest()["toolchain"] if library.variants() else "none built",
     }
     devices = [] if no_devices() else [_device(device, driver) for device in jax.local_devices()]
     return {"versions": versions, "devices": devices}
@@ -40,13 +41,13 @@ def info(json_path: str | None, plot_path: str | None = None) -> int:
     facts = {
         **machine(),
         "no_devices": no_devices(),
-        "library": str(_ffi.library_path()) if _ffi.library_path() else None,
-        "variants": [asdict(v) for v in _ffi.variants()],
+        "library": str(library.library_path()) if library.library_path() else None,
+        "variants": [asdict(v) for v in library.variants()],
     }
     if json_path is not None:
         write_json(facts, json_path)
     if plot_path is not None:
-        plot.draw_built(_ffi.variants(), plot_path)
+        plot.draw_built(library.variants(), plot_path)
     if json_path != "-":
         print(_text(facts), file=output(json_path))
     return 0
@@ -109,7 +110,7 @@ def _chosen(choices: dict[str, Any]) -> str:
         if isinstance(value, bool):
             words += [name] * value
         elif name.startswith("max_"):
-            words += [f"{name.removeprefix('max_')} <= {value}"] * (value != _ffi.ANY)
+            words += [f"{name.removeprefix('max_')} <= {value}"] * (value != library.ANY)
         else:
             words.append(value if isinstance(value, str) else f"{name} {value}")
     return ", ".join(words)

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from .. import _ffi
+from .._host import library
 
 _COLORS = {
     "dsv4": "#4053d3",
@@ -50,7 +50,7 @@ def draw(results: dict[str, Any], path: str) -> None:
     save(figure, path)
 
 
-def draw_built(variants: Sequence[_ffi.Variant], path: str) -> None:
+def draw_built(variants: Sequence[library.Variant], path: str) -> None:
     """Which kernels are built: ops down, head dimensions and heads across, a mark for each architecture and dtype."""
     figure_of = _figure()
     if not variants:
@@ -81,12 +81,12 @@ def draw_built(variants: Sequence[_ffi.Variant], path: str) -> None:
     save(figure, path)
 
 
-def _size(v: _ffi.Variant) -> tuple[int, int, str]:
+def _size(v: library.Variant) -> tuple[int, int, str]:
     """A variant's head dimension and most heads, as a sort key and in words."""
     c = v.choices
-    d, heads = c.get("d", 0), c.get("heads", c.get("max_heads", _ffi.ANY))
+    d, heads = c.get("d", 0), c.get("heads", c.get("max_heads", library.ANY))
     words = [f"d {d}"] if d else []
-    words += [] if heads >= _ffi.ANY else [f"{'' if 'heads' in c else '≤ '}{heads} heads"]
+    words += [] if heads >= library.ANY else [f"{'' if 'heads' in c else '≤ '}{heads} heads"]
     return d, heads, "\n".join(words) or "any"
 
 

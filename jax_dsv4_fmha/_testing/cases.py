@@ -16,9 +16,9 @@ import ml_dtypes
 import numpy as np
 
 from .. import _check, dsv4_attention, dsv4_decode, fmha, reference, sparse_fmha
-from .._cache import Cache
-from .._packed import LAYOUTS, quantize_cache
-from .._span import Span
+from .._definitions.cache import Cache
+from .._definitions.packed import LAYOUTS, quantize_cache
+from .._definitions.span import Span
 from . import float64
 
 _INT32 = np.iinfo(np.int32)

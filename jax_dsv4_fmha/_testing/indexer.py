@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import _indexer_reference
-from .._cache import Cache
-from .._indexer import E4M3, indexer_blocks, indexer_scores, lightning_indexer, quantize_indexer
-from .._packed import quantize_cache
+from .._definitions import indexer as definition
+from .._definitions.cache import Cache
+from .._definitions.packed import quantize_cache
+from .._ops.indexer import E4M3, indexer_blocks, indexer_scores, lightning_indexer, quantize_indexer
 from .cases import Case
 
 OPS = ("lightning_indexer", "indexer_scores", "indexer_blocks")
@@ -155,7 +155,7 @@ def complaints(c: Case, implementation: str) -> list[str]:
 
 
 def _all_scores(x: dict[str, Any]) -> np.ndarray[Any, Any]:
-    scores = _indexer_reference.scores(x["q"], x["k"], x["weights"])
+    scores = definition.scores(x["q"], x["k"], x["weights"])
     return np.asarray(scores if x["k_scale"] is None else scores * x["k_scale"][:, None])
 
 

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import _check, _ffi
+from .._dispatch.support import not_built
+from .._host import library
 from ..layers.rope import Rope, inverse_rope, rope, rope_of_normed
 from .cases import Case
 
@@ -34,8 +35,8 @@ def complaints(c: Case, implementation: str) -> list[str]:
         wanted, limit = _results_float64(c.op, at, *(np.asarray(z, np.float64) for z in (x, dy))), 1e-5
         return _wrong(exactly, wanted, limit)
     sizes = {"d": c.d} if c.op == "norm_rope" else {}
-    if not _ffi.built_for(c.op, dtype=c.dtype, dims=_HOW.dims, **sizes):
-        raise _check.not_built(c.op, "x", x, "rows that a kernel is built for", (c.op,))
+    if not library.built_for(c.op, dtype=c.dtype, dims=_HOW.dims, **sizes):
+        raise not_built(c.op, "x", x, "rows that a kernel is built for", (c.op,))
     got, again = run(x, dy), run(x, dy)
     same = all(np.array_equal(np.asarray(got[name]), np.asarray(again[name])) for name in got)
     wrong = _wrong(got, exactly, float(jnp.finfo(c.dtype).eps) / 2)

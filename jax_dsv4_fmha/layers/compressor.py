@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from .. import Cache, _check
-from .._span import positions_of
+from .._definitions.span import positions_of
 from . import _operands
 from ._norm import rms_norm
 

@@ -18,8 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .. import _check, _ffi
-from .._transforms import ONE_OR_B, Arrays, Axes, Call, Fit, Op, _once, choose
+from .. import _check
+from .._dispatch.autodiff import once
+from .._dispatch.lowering import choose
+from .._dispatch.op import ONE_OR_B, Arrays, Axes, Call, Fit, Op
+from .._host import library
+from .._host import rope as raw
 from . import _operands
 from ._norm import rms_norm
 
@@ -158,17 +162,17 @@ def _normed_and_turned_gradient(x: jax.Array, table: jax.Array, dy: jax.Array, *
 
 _X, _TABLE, _Y = Axes("x", "b s_q h_q d"), Axes("table", f"{ONE_OR_B} s_q n"), Axes("y", "b s_q h_q d")
 _VECTOR = 8  # numbers of 16 bits that a kernel loads at once
-_ROPE = Op("rope", (_X, _TABLE), (_Y,), _pairs_turned, _ffi.rope)
+_ROPE = Op("rope", (_X, _TABLE), (_Y,), _pairs_turned, raw.rope)
 _OPS = {
     "rope": (_ROPE, _ROPE),
     "norm_rope": (
-        Op("norm_rope", (_X, _TABLE), (_Y,), _normed_and_turned, _ffi.norm_rope),
+        Op("norm_rope", (_X, _TABLE), (_Y,), _normed_and_turned, raw.norm_rope),
         Op(
             "norm_rope",
             (_X, _TABLE, Axes("dy", "b s_q h_q d")),
             (Axes("dx", "b s_q h_q d"),),
             _normed_and_turned_gradient,
-            _ffi.norm_rope_bwd,
+            raw.norm_rope_bwd,
             part="gradient",
         ),
     ),
@@ -179,7 +183,7 @@ def _calls(op: str, x: jax.Array, how: Rope, **sizes: int) -> tuple[Call, ...] |
     """The call of an op and that of its gradient; None where there is no kernel for these rows."""
     sizes |= {"dims": how.dims}
     got = f"{x.dtype.name}, " + ", ".join(f"{name}={n}" for name, n in sizes.items())
-    fit = Fit(got, (op,), _ffi.built_for(op, dtype=x.dtype.name, **sizes))
+    fit = Fit(got, (op,), library.built_for(op, dtype=x.dtype.name, **sizes))
     when = choose(op, None, fit)
     return None if when == "never" else tuple(Call(o, when, (), fit) for o in _OPS[op])
 
@@ -188,7 +192,7 @@ def _calls(op: str, x: jax.Array, how: Rope, **sizes: int) -> tuple[Call, ...] |
 def _turned(calls: tuple[Call, ...] | None, x: jax.Array, table: jax.Array, direction: int) -> jax.Array:
     if calls is None:
         return _pairs_turned(x, table, direction=direction)[0]
-    return _once(calls[0]._replace(params=(("direction", direction),)), x, table)[0]
+    return once(calls[0]._replace(params=(("direction", direction),)), x, table)[0]
 
 
 def _turned_forward(calls: Any, x: jax.Array, table: jax.Array, direction: int) -> tuple[jax.Array, jax.Array]:
@@ -205,7 +209,7 @@ _jitted = jax.jit(_turned, static_argnums=(0, 3))  # so that a call outside of j
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _after_norm(calls: tuple[Call, ...], x: jax.Array, table: jax.Array) -> jax.Array:
-    return _once(calls[0], x, table)[0]
+    return once(calls[0], x, table)[0]
 
 
 def _after_norm_forward(calls: Any, x: jax.Array, table: jax.Array) -> tuple[jax.Array, Any]:
@@ -213,7 +217,7 @@ def _after_norm_forward(calls: Any, x: jax.Array, table: jax.Array) -> tuple[jax
 
 
 def _after_norm_backward(calls: Any, given: Any, dy: jax.Array) -> tuple[jax.Array, None]:
-    return _once(calls[1], *given, dy)[0], None
+    return once(calls[1], *given, dy)[0], None
 
 
 _after_norm.defvjp(_after_norm_forward, _after_norm_backward)

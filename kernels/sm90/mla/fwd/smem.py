@@ -55,7 +55,7 @@ class Barriers:
     def k(self, which: int, half: int) -> Ring:
         """A half of a key tile, EVEN or ODD."""
         i = 2 * which + half
-        return Ring(self.k_full + i, self.k_empty + i)
+        return Ring(empty=self.k_empty + i, full=self.k_full + i)  # as the producer needs them, for the same PTX
 
     def release(self, which: int, half: int) -> None:
         """A half of a key tile has been read for the last time; arrives also at the peer, which fills it too."""

@@ -1,0 +1,1 @@
+"""What the interpreter knows of this project's kernels: their launches, operands and answers."""

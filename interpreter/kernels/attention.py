@@ -1,0 +1,202 @@
+"""Operands of attention in NumPy, with everything that has gone wrong before, and the right answers in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from jax_dsv4_fmha._testing.compare import compare
+from kernels.abi import Forward, MlaBackward
+from kernels.packings import PACKED
+
+from ..machine.state import Array
+from .native import Shape
+
+
+@dataclass(frozen=True)
+class Keys:
+    """One source of keys."""
+
+    k: Array  # [b, s_kv, h_kv, d]
+    v: Array  # is k where they are one array
+    seen_from: Array  # start of a span, indices of a selection
+    seen_to: Array  # stop of a span, length of a selection
+    counts: Array  # [b, s_q, s_kv]: how often a query sees a key
+    pool: Array | None = None  # packed keys [pages, bytes], with k as their values; indices are then places in it
+
+    @property
+    def given(self) -> Array:
+        """The array that a kernel gets as k."""
+        return self.k if self.pool is None else self.pool
+
+
+@dataclass(frozen=True)
+class Operands:
+    op: str
+    shape: Shape
+    q: Array
+    sources: tuple[Keys, ...]
+    sink: Array
+
+    def arguments(self) -> tuple[Array | None, ...]:
+        """The arguments as the raw call of the op takes them."""
+        if self.op in ("mha_fwd", "mla_span_fwd"):
+            (x,) = self.sources
+            keys_and_values = (x.k, x.v) if self.op == "mha_fwd" else (x.k,)
+            return self.q, *keys_and_values, x.seen_from, x.seen_to, self.sink
+        keys = ((x.k[:, :, 0] if x.pool is None else x.pool, x.seen_from, x.seen_to) for x in self.sources)
+        return self.q, *(x for source in keys for x in source), self.sink
+
+
+def any_query(counts: Array) -> Array:
+    """[b, s_kv]: whether any query sees a key."""
+    return np.asarray(counts.any(1))
+
+
+def operands(variant: Forward | MlaBackward, *, width: int | None = 90, seed: int = 0, **extents: int) -> Operands:
+    """Operands of every kind for a variant: a query that sees nothing, absent entries, NaN where no query looks.
+
+    `width` is how many keys a query sees at most of the first source, where that is a span; None: every span begins and
+    ends where chance says, often where a tile does, and those that end before they begin show nothing.
+    """
+    given = {"b": 2, "s_q": 70, "s_kv": 150, "h_q": 8, "h_kv": 1, "s_kv1": 200, "topk": 100, **extents}
+    shape, rng = Shape(d=variant.d, **given), np.random.default_rng(seed)
+    b, s_q, _, h_q, h_kv, d, *_ = shape
+
+    def normal(std: float, *shape: int) -> Array:
+        return (std * rng.standard_normal(shape)).astype(np.dtype(variant.dtype))
+
+    def span(s_kv: int, ratio: int, width: int | None) -> tuple[Array, Array, Array]:
+        """The last `width` of one key for every `ratio` queries; the last query sees the last key."""
+        if width is None:
+            ends = rng.integers(0, s_kv + 1, (2, b, s_q), dtype=np.int32)
+            start, stop = np.where(rng.random(ends.shape) < 0.3, ends // 64 * 64, ends)
+        else:
+            stop = np.clip(s_kv - (s_q - 1 - np.arange(s_q)) // ratio, 0, s_kv)
+            stop = np.tile(stop.astype(np.int32), (b, 1))
+            start = np.maximum(stop - width, 0)
+        start[0, s_q // 2] = stop[0, s_q // 2]
+        j = np.arange(s_kv)
+        return start, stop, ((j >= start[..., None]) & (j < stop[..., None])).astype(np.int64)
+
+    def selection(s_kv: int) -> tuple[Array, Array, Array]:
+        absent = np.array([-1, s_kv, np.iinfo(np.int32).min, np.iinfo(np.int32).max])
+        indices = rng.integers(0, s_kv, (b, s_q, shape.topk))
+        indices = np.where(rng.random(indices.shape) < 0.1, rng.choice(absent, indices.shape), indices)
+        length = rng.integers(shape.topk // 2, shape.topk + 9, (b, s_q))
+        length[0, s_q // 2] = -5
+        present = (np.arange(shape.topk) < length[..., None]) & (indices >= 0) & (indices < s_kv)
+        counts = np.zeros((b, s_q, s_kv), np.int64)
+        n, i, p = np.nonzero(present)
+        np.add.at(counts, (n, i, indices[n, i, p]), 1)
+        return indices.astype(np.int32), length.astype(np.int32), counts
+
+    sources = []
+    for which, kind in enumerate(variant.sources):
+        s_kv = (shape.s_kv, shape.s_kv1)[which]
+        seen = span(s_kv, *((1, width), (4, width and s_kv))[which]) if kind == "span" else selection(s_kv)
+        if kind in PACKED:
+            sources.append(packed(rng, kind, s_kv, shape.page, *seen))
+            continue
+        k = normal(0.125, b, s_kv, h_kv, d)
+        v = k if variant.op != "mha_fwd" else normal(0.125, b, s_kv, h_kv, d)
+        looked_at = any_query(seen[-1])
+        if kind == "span":  # a tile of rows loads what is between them too (docs/semantics.md)
+            looked_at = np.maximum.accumulate(looked_at, 1) & np.maximum.accumulate(looked_at[:, ::-1], 1)[:, ::-1]
+        for array in (k, v):
+            array[~looked_at] = np.nan
+        sources.append(Keys(k, v, *seen))
+    sink = rng.standard_normal(h_q).astype(np.float32)
+    sink[0], sink[h_q // 2] = np.inf, -np.inf
+    slots = {
+        name: x.pool.shape[0] * shape.page
+        for name, x in zip(("s_kv", "s_kv1"), sources, strict=False)
+        if x.pool is not None
+    }
+    return Operands(variant.op, shape._replace(**slots), normal(8, b, s_q, h_q, d), tuple(sources), sink)
+
+
+def beyond(x: Operands) -> Operands:
+    """The same, with spans that begin before the first key or end after the last where the given ones touch these."""
+    sources = []
+    for keys in x.sources:
+        start, stop, s_kv = keys.seen_from, keys.seen_to, keys.k.shape[1]
+        far = (np.where(start == 0, -1000, start), np.where(stop == s_kv, s_kv + 1000, stop))
+        sources.append(replace(keys, seen_from=far[0].astype(np.int32), seen_to=far[1].astype(np.int32)))
+    return replace(x, sources=tuple(sources))
+
+
+def packed(
+    rng: np.random.Generator, kind: str, s_kv: int, page: int, indices: Array, length: Array, counts: Array
+) -> Keys:
+    """Keys in pages of a pool, in any order: every number that their format has; all NaN where no query looks."""
+    b, packing, bf16 = len(indices), PACKED[kind], np.dtype("bfloat16")
+    pages = -(-b * s_kv // page) + 1
+    pool = np.full((pages, -(-packing.entry * page // packing.multiple) * packing.multiple), 0xFF, np.uint8)
+    if packing.separate_scales:
+        entries = pool[:, : page * packing.values].reshape(pages, page, packing.values)
+        scales = pool[:, page * packing.values : page * packing.entry].reshape(pages, page, packing.scales)
+    else:
+        whole = pool.reshape(pages, page, packing.entry)
+        entries, scales = whole[..., : packing.values], whole[..., packing.values :]
+    groups = {"v4_fp8": 7, "v41_fp8": 16, "v41_fp4": 32}[kind]
+    unpacked = 64 * (kind == "v4_fp8")
+    data = packing.values - 2 * unpacked
+    if kind == "v41_fp4":
+        codes = rng.permutation(np.arange(b * s_kv * data, dtype=np.uint64) % 256).astype(np.uint8)
+        codes = codes.reshape(b, s_kv, data)
+        nibbles = np.stack([codes & 15, codes >> 4], -1).reshape(b, s_kv, groups, -1)
+        numbers = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])[nibbles & 7] * np.where(nibbles & 8, -1, 1)
+        exponents = rng.integers(0x01, 0x21, (b, s_kv, groups)).astype(np.uint8)  # e4m3, from 2^-9 to 0.125
+        sizes = exponents.view(np.dtype("float8_e4m3fn")).astype(np.float32)
+    else:
+        codes = rng.permutation(np.arange(b * s_kv * data, dtype=np.uint64) % 254).astype(np.uint8)
+        codes = (codes + (codes >= 0x7F)).reshape(b, s_kv, data)
+        numbers = codes.view(np.dtype("float8_e4m3fn")).astype(np.float32).reshape(b, s_kv, groups, -1)
+        exponents = rng.integers(115, 119, (b, s_kv, groups)).astype(np.uint8)
+        sizes = np.exp2(exponents.astype(np.float32) - 127)
+    rope = (0.125 * rng.standard_normal((b, s_kv, unpacked))).astype(bf16)
+    numbers = (numbers * sizes[..., None]).reshape(b, s_kv, -1).astype(bf16)
+    k = np.concatenate([numbers, rope], axis=-1)
+    place = rng.permutation(pages * page)[: b * s_kv].reshape(b, s_kv)
+    seen = any_query(counts)
+    k[~seen] = np.nan
+    at = np.divmod(place[seen], page)
+    entries[*at] = np.concatenate([codes[seen], rope[seen].view(np.uint8)], -1)
+    scales[*at, :groups] = exponents[seen]
+    there = (indices >= 0) & (indices < s_kv)
+    of_query = np.broadcast_to(place[:, None], (*indices.shape[:2], s_kv))
+    places = np.take_along_axis(of_query, np.where(there, indices, 0), axis=-1)
+    absent = np.where(indices == s_kv, pages * page, indices)
+    k = k[:, :, None]
+    return Keys(k, k, np.where(there, places, absent).astype(np.int32), length, counts, pool)
+
+
+def answer(x: Operands, scale: float) -> tuple[Array, Array]:
+    """o and lse in float64, from how often each query sees each key."""
+    b, s_q, h_q, d = x.q.shape
+    counts = np.concatenate([keys.counts for keys in x.sources], axis=-1)
+    seen = any_query(counts)[..., None, None]
+    k, v = (
+        np.where(seen, np.concatenate([getattr(keys, name) for keys in x.sources], axis=1), 0).astype(np.float64)
+        for name in ("k", "v")
+    )
+    h_kv = k.shape[2]
+    q = x.q.astype(np.float64).reshape(b, s_q, h_kv, -1, d).transpose(0, 2, 1, 3, 4)  # [b, h_kv, s_q, group, d]
+    logits = scale * q @ k.transpose(0, 2, 3, 1)[:, :, None]
+    counts = counts[:, None, :, None]
+    least = -1e300
+    top = np.max(logits, axis=-1, where=counts > 0, initial=least)
+    weights = counts * np.exp(np.minimum(logits - top[..., None], 0))
+    with np.errstate(divide="ignore"):
+        lse = top + np.log(weights.sum(-1))
+    denominator = np.maximum(np.logaddexp(lse, x.sink.astype(np.float64).reshape(h_kv, 1, -1)), least)
+    o = np.exp(top - denominator)[..., None] * (weights @ v.transpose(0, 2, 1, 3)[:, :, None])
+    return o.transpose(0, 2, 1, 3, 4).reshape(x.q.shape), lse.transpose(0, 2, 1, 3).reshape(b, s_q, h_q)
+
+
+def assert_right(got: Sequence[Array], x: Operands, scale: float) -> None:
+    for verdict in compare(got, answer(x, scale)):
+        assert verdict.passed, verdict

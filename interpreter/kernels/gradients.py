@@ -1,0 +1,159 @@
+"""Operands of the backward kernels in NumPy, and in float64 what they should answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from jax_dsv4_fmha._host import gradients as raw
+from kernels.abi import Forward, MlaBackward
+
+from ..machine.state import Array
+from .attention import Keys, answer, any_query
+from .attention import Operands as Attention
+from .attention import operands as operands_of_attention
+
+FUNCTIONS = {op: getattr(raw, op) for op in ("mla_span_bwd", "mla_sparse_bwd", "csa_bwd", "hca_bwd")}
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Attention, a cotangent of o, and what belongs to a row: float32 `[b, s_q, h_q]`."""
+
+    attention: Attention
+    do: Array
+    lse: Array
+    weight: Array
+    delta: Array
+
+    def arguments(self) -> tuple[Array | None, ...]:
+        """The arguments as the raw call of the op takes them."""
+        a = self.attention
+        several = a.op == "mla_span_bwd"  # heads of keys
+        if a.op in ("mha_fwd", "mla_span_fwd"):
+            (x,) = a.sources
+            values = None if x.v is x.k else x.v
+            return a.q, self.do, self.lse, self.weight, self.delta, x.k, values, x.seen_from, x.seen_to
+        keys = ((x.k if several else x.k[:, :, 0], x.seen_from, x.seen_to) for x in a.sources)
+        return a.q, self.do, self.lse, self.weight, self.delta, *(x for source in keys for x in source)
+
+
+def operands(variant: MlaBackward | Forward, *, width: int | None = 90, **extents: int) -> Operands:
+    """Those of `attention.operands`, with cotangents of o and of lse; NaN where no key is seen."""
+    return of_attention(operands_of_attention(variant, width=width, **extents), variant.d**-0.5)
+
+
+def of_attention(a: Attention, scale: float) -> Operands:
+    rng = np.random.default_rng(1)
+    o, lse = answer(a, scale)
+    do, dlse = (np.asarray(rng.standard_normal(like.shape)) for like in (o, lse))
+    do = do.astype(a.q.dtype)
+    with np.errstate(invalid="ignore"):  # no key, and no sink either
+        weight = np.exp(lse - np.logaddexp(lse, a.sink.astype(np.float64)))
+    delta = weight * np.sum(o * do.astype(np.float64), -1) - dlse
+    nothing = np.isneginf(lse)
+    q = a.q.copy()
+    for array in (q, do, weight, delta):
+        array[nothing] = np.nan
+    return Operands(replace(a, q=q), do, *(x.astype(np.float32) for x in (lse, weight, delta)))
+
+
+def gradient(x: Operands, scale: float) -> tuple[Array, ...]:
+    """dq, and for every source dkv like its keys, or dk and dv of the only one, in float64, from how often each query
+    sees each key."""
+    return _gradient(x, scale)[0]
+
+
+def _gradient(x: Operands, scale: float) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    """The same, and for each element the root of the sum of the squares that its terms are."""
+    a = x.attention
+    b, s_q, h_q, d = a.q.shape
+    counts = np.concatenate([keys.counts for keys in a.sources], axis=-1)
+    seen = any_query(counts)[..., None, None]
+    h_kv, sees = a.sources[0].k.shape[2], counts.any(-1)
+    k, v = (  # [b, h_kv, s_kv, d]
+        np.where(seen, np.concatenate([getattr(x, name) for x in a.sources], axis=1), 0)
+        .astype(np.float64)
+        .transpose(0, 2, 1, 3)
+        for name in ("k", "v")
+    )
+
+    def rows(y: Array) -> Array:  # [b, h_kv, s_q * group, d or 1]
+        y = np.where(sees.reshape(b, s_q, *[1] * (y.ndim - 2)), y, 0).astype(np.float64)
+        width = d if y.ndim == 4 else 1
+        return y.reshape(b, s_q, h_kv, -1, width).swapaxes(1, 2).reshape(b, h_kv, -1, width)
+
+    q, do, lse, weight, delta = map(rows, (a.q, x.do, x.lse, x.weight, x.delta))
+    often = np.repeat(counts[:, None], h_q // h_kv, axis=2).reshape(b, 1, -1, counts.shape[-1])
+    p = often * np.exp(np.where(often > 0, scale * q @ k.swapaxes(-1, -2) - lse, -np.inf))
+    ds = scale * p * (weight * (do @ v.swapaxes(-1, -2)) - delta)
+    p = weight * p
+    apart = a.sources[0].k is not a.sources[0].v
+
+    def split(dq: Array, dk: Array, dv: Array) -> tuple[Array, ...]:
+        dq = dq.reshape(b, h_kv, s_q, -1, d).swapaxes(1, 2).reshape(a.q.shape)
+        if apart:
+            return dq, dk.swapaxes(1, 2), dv.swapaxes(1, 2)
+        ends = np.cumsum([keys.k.shape[1] for keys in a.sources])[:-1]
+        return dq, *np.split((dk + dv).swapaxes(1, 2), ends, axis=1)
+
+    with np.errstate(under="ignore"):
+        squares = np.square(ds) @ np.square(k), _t(np.square(ds)) @ np.square(q), _t(np.square(p)) @ np.square(do)
+    return split(ds @ k, _t(ds) @ q, _t(p) @ do), tuple(map(np.sqrt, split(*squares)))
+
+
+def row_of(x: Operands, row: tuple[int, ...]) -> Operands:
+    """A row (batch entry, query, head of q) alone."""
+    b, query, head = row
+    a = x.attention
+    of_keys = head // (a.shape.h_q // a.shape.h_kv)
+    sources = []
+    for keys in a.sources:
+        k, v = (y[b : b + 1, :, of_keys : of_keys + 1] for y in (keys.k, keys.v))
+        seen_from, seen_to, counts = (
+            y[b : b + 1, query : query + 1] for y in (keys.seen_from, keys.seen_to, keys.counts)
+        )
+        sources.append(Keys(k, k if keys.v is keys.k else v, seen_from, seen_to, counts))
+    at = (slice(b, b + 1), slice(query, query + 1), slice(head, head + 1))
+    shape = a.shape._replace(b=1, s_q=1, h_q=1, h_kv=1)
+    alone = Attention(a.op, shape, a.q[at], tuple(sources), a.sink[at[2]])
+    return Operands(alone, *(y[at].copy() for y in (x.do, x.lse, x.weight, x.delta)))
+
+
+def _t(x: Array) -> Array:
+    return x.swapaxes(-1, -2)
+
+
+def wrong(got: Sequence[Array], x: Operands, scale: float) -> list[tuple[str, Array, Array, Array]]:
+    """For every result (its name, its error, the result, the expected one), in float64.
+
+    P and dS are rounded to q's dtype before they are multiplied, and dq is rounded in the end: each term of a sum
+    is off by half a unit in its last place at most, by chance this way or that. Three times what they come to is
+    allowed.
+    """
+    unit, least = {"bfloat16": (2.0**-8, 1e-30), "float16": (2.0**-11, 2.0**-25)}[x.attention.q.dtype.name]
+    results, (wanted, terms) = [], _gradient(x, scale)
+    apart = x.attention.sources[0].k is not x.attention.sources[0].v
+    names = ("dq", "dk", "dv") if apart else ("dq", *(f"dkv{i}" for i in range(len(wanted) - 1)))
+    for name, g, want, noise in zip(names, got, wanted, terms, strict=True):
+        rounded = g.dtype == x.attention.q.dtype
+        g = g.astype(np.float64).reshape(want.shape)
+        bound = 3 * unit * noise + 1.01 * unit * np.abs(want) * rounded
+        bound += (
+            2e-6 * np.abs(want) + least * 64 + 1e-6 * noise
+        )  # float32's own, and float16's below its normal numbers
+        with np.errstate(invalid="ignore"):
+            results.append((name, ~(np.abs(g - want) <= bound), g, want))
+    return results
+
+
+def assert_right(got: Sequence[Array], x: Operands, scale: float) -> None:
+    for name, bad, g, want in wrong(got, x, scale):
+        first = tuple(int(i) for i in np.argwhere(bad)[0]) if bad.any() else ()
+        assert not bad.any(), (
+            f"{name}: {bad.sum()} of {bad.size} wrong, first at {first}: {g[first]}, not {want[first]}"
+        )
+        cos_diff = np.sum((g - want) ** 2) / max(np.sum(g**2 + want**2), 1e-300)
+        assert cos_diff < 1e-5, (name, cos_diff)

@@ -1,0 +1,322 @@
+"""The lightning indexer's two kernels, launched as our own launcher plans them, one after the other; and a judgement.
+
+Blocks of queries are taken `at_a_time`, as a workspace has room for them: the second launch of the scores overwrites
+what the first choice has read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from kernels.abi import IndexerScores, IndexerScoresAt, TopK
+from kernels.variants import VARIANTS
+
+from ..machine.reductions import add_cleared
+from ..machine.state import Array, new_memory
+from . import native
+from .launch import Kernel, machine
+from .verdict import Wrong
+
+Edit = Callable[[str], str]
+TOPK = next(v for v in VARIANTS if isinstance(v, TopK))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Operands of an indexer; 8-bit keys have scales."""
+
+    q: Array
+    k: Array
+    weights: Array
+    k_scale: Array
+    start: Array
+    stop: Array
+    topk: int
+    page: int = 0  # keys of one; 0 of keys that are in none
+
+    @staticmethod
+    def of(variant: IndexerScores, b: int, s_q: int, s_c: int, topk: int, page: int = 0) -> Problem:
+        """Spans of every length, none among them; keys that no query sees are NaN."""
+        rng, dtype = np.random.default_rng(0), np.dtype(variant.dtype)
+        q, k = (rng.standard_normal(s).astype(np.float32) for s in ((b, s_q, variant.heads, 128), (b, s_c, 128)))
+        weights = rng.standard_normal((b, s_q, variant.heads)).astype(np.float32)
+        k_scale = rng.uniform(0.5, 2, (b, s_c)).astype(np.float32)
+        stop = np.linspace(0, s_c - 3, b * s_q).astype(np.int32).reshape(b, s_q)
+        start = np.where(np.arange(s_q) % 3 == 2, stop // 3, 0).astype(np.int32) * np.ones_like(stop)
+        k[:, s_c - 3 :] = np.nan
+        return Problem(q.astype(dtype), k.astype(dtype), weights, k_scale, start, stop, topk, page)
+
+    def pages(self) -> tuple[Array, Array]:
+        """The keys in pages, with their scales where they have 8 bits, in any order and among others; their table."""
+        (b, s_c, _), page = self.k.shape, self.page
+        width = -(-s_c // page)
+        keys = np.full((b, width * page, 128), np.nan, self.k.dtype)
+        keys[:, :s_c] = self.k
+        scales = np.full((b, width * page), np.nan, np.float32)
+        scales[:, :s_c] = self.k_scale
+        parts = [x.reshape(b * width, -1).view(np.uint8) for x in (keys, scales)]
+        each = np.concatenate(parts[: 2 if self.k.dtype.itemsize == 1 else 1], 1)
+        table = np.random.default_rng(1).permutation(b * width + 3)[: b * width].astype(np.int32)
+        pool = np.full((b * width + 3, each.shape[1]), 0xFF, np.uint8)
+        pool[table] = each
+        return pool, table.reshape(b, width)
+
+    def scores(self) -> Array:
+        """float64 [b, s_q, s_c]"""
+        q, k = self.q.astype(np.float64), self.k.astype(np.float64)
+        products = np.einsum("bnhd,bsd->bnhs", q, k)
+        scores: Array = np.einsum("bnhs,bnh->bns", np.maximum(products, 0), self.weights.astype(np.float64))
+        return scores * self.k_scale[:, None] if self.q.dtype.itemsize == 1 else scores
+
+    @property
+    def seen(self) -> Array:
+        j = np.arange(self.k.shape[1])
+        return (self.start[..., None] <= j) & (j < self.stop[..., None])
+
+
+@dataclass
+class Run:
+    """The results, and the scores from which the entries were chosen."""
+
+    indices: Array
+    values: Array
+    scores: Array
+
+
+def run(
+    variant: IndexerScores,
+    x: Problem,
+    *,
+    at_a_time: int | None = None,
+    processors: int = 2,
+    seed: int = 0,
+    wants_values: bool = True,
+    edit_scores: Edit = lambda text: text,
+    edit_topk: Edit = lambda text: text,
+) -> Run:
+    scoring, choosing = Kernel.of(variant), Kernel.of(TOPK)
+    (b, s_q, heads, _), s_c = x.q.shape, x.k.shape[1]
+    tile_m, tile_n = scoring.facts["tile_m"], scoring.facts["tile_n"]
+    queries = tile_m // heads
+    blocks, stride = b * -(-s_q // queries), -(-s_c // tile_n) * tile_n
+    at_a_time = at_a_time or blocks
+    kind, paging = native.TYPES[variant.dtype], dict.fromkeys(("pages", "page", "width"), 0)
+    operands = {name: getattr(x, name) for name in ("q", "k", "weights", "k_scale", "start", "stop")}
+    if variant.paged:
+        operands["k"], operands["table"] = x.pages()
+        del operands["k_scale"]
+        paging = {"pages": len(operands["k"]), "page": x.page, "width": operands["table"].shape[1]}
+        s_c = x.page * paging["width"]
+        stride = -(-s_c // tile_n) * tile_n
+    shape = {"b": b, "s_q": s_q, "s_c": s_c, "heads": heads, "topk": x.topk, "type": kind, "queries": queries}
+    shape |= {"stride": stride, "wants_values": int(wants_values), **paging}
+    out = Run(
+        np.full((b, s_q, x.topk), -7, np.int32),
+        np.full((b, s_q, x.topk), np.nan, np.float32),
+        np.full((b, -(-s_q // queries) * queries, stride), np.nan, np.float32),
+    )
+    rows = out.scores.reshape(-1, stride)
+    for first in range(0, blocks, at_a_time):
+        count = min(at_a_time, blocks - first)
+        part = rows[first * queries : (first + count) * queries]
+        plan = {"tile_m": tile_m, "tile_n": tile_n, "processors": processors, "first": first, "count": count}
+
+        memory = new_memory()
+        addresses = {name: memory.add(name, array) for name, array in operands.items()}
+        addresses["scores"] = memory.add("scores", None, part.nbytes)
+        launch, _ = native.plan_indexer(shape, **plan, addresses=addresses)
+        scores = replace(scoring, ptx=edit_scores(scoring.ptx))
+        machine(scores, launch, memory, seed=seed).run()
+        computed = memory.named("scores")
+        part[...] = computed.bytes[: computed.size].view(np.float32).reshape(part.shape)
+
+        memory = new_memory()  # between the two is a kernel's end
+        addresses = {name: memory.add(name, array) for name, array in (("start", x.start), ("stop", x.stop))}
+        addresses["scores"] = memory.add("scores", part)
+        for name, array in (("indices", out.indices), ("values", out.values)):
+            addresses[name] = memory.add(name, None, array.nbytes)
+        _, launch = native.plan_indexer(shape, **plan, addresses=addresses)
+        choice = replace(choosing, ptx=edit_topk(choosing.ptx))
+        machine(choice, launch, memory, seed=seed).run()
+        of_query = np.arange(b)[:, None] * -(-s_q // queries) + np.arange(s_q) // queries
+        mine = (of_query >= first) & (of_query < first + count)
+        for name, array in (("indices", out.indices), ("values", out.values)):
+            buffer = memory.named(name)
+            array[mine] = buffer.bytes[: buffer.size].view(array.dtype).reshape(array.shape)[mine]
+    out.scores = out.scores[:, :s_q, : x.k.shape[1]]
+    return out
+
+
+def choose(
+    scores: Array, start: Array, stop: Array, topk: int, *, edit: Edit = lambda text: text, seed: int = 0
+) -> Run:
+    """Runs the second kernel alone, on given scores [rows, s]."""
+    kernel, memory, rows = Kernel.of(TOPK), new_memory(), len(scores)
+    addresses = {name: memory.add(name, x) for name, x in (("scores", scores), ("start", start), ("stop", stop))}
+    for name in ("indices", "values"):
+        addresses[name] = memory.add(name, None, rows * topk * 4)
+    s_c = scores.shape[1]
+    shape = {"b": 1, "s_q": rows, "s_c": s_c, "heads": 1, "topk": topk, "type": native.FLOAT32, "queries": 1}
+    shape |= {"stride": s_c, "wants_values": 1, "pages": 0, "page": 0, "width": 0}
+    _, choice = native.plan_indexer(shape, count=rows, addresses=addresses)
+    machine(Kernel(kernel.variant, edit(kernel.ptx), kernel.facts), choice, memory, seed=seed).run()
+    indices, values = (
+        (b := memory.named(name)).bytes[: b.size].view(dtype).reshape(1, rows, topk)
+        for name, dtype in (("indices", np.int32), ("values", np.float32))
+    )
+    return Run(indices, values, scores[None])
+
+
+def judge_scores(x: Problem, got: Run, wanted: Array) -> None:
+    """Raises Wrong unless the scores that were wanted are right."""
+    want = x.scores()
+    tolerance = 2e-3 if x.q.dtype.itemsize == 1 else 2e-5
+    size = np.abs(want[wanted]).max(initial=1.0)
+    wrong = wanted & ~(np.abs(got.scores - want) <= tolerance * size)
+    if wrong.any():
+        n, i, j = (int(a) for a in np.argwhere(wrong)[0])
+        queries = sorted(set(np.argwhere(wrong)[:, 1].tolist()))
+        raise Wrong(
+            f"{int(wrong.sum())} scores are wrong, first that of query {i} of batch entry {n} with entry {j}: "
+            f"{got.scores[n, i, j]:.6g}, wanted {want[n, i, j]:.6g}; of queries {queries}"
+        )
+
+
+def judge_choice(got: Run, start: Array, stop: Array) -> None:
+    """Raises Wrong unless exactly the greatest of the scores were chosen, ascending, ties to the lower entry."""
+    topk = got.indices.shape[-1]
+    for n, i in np.ndindex(*got.indices.shape[:2]):
+        row, first, last = got.scores[n, i], int(start[n, i]), max(int(stop[n, i]), int(start[n, i]))
+        entries = np.arange(first, last)
+        score = row[first:last] + np.float32(0)  # -0 is 0
+        number = np.where(np.isnan(score), -np.inf, score)
+        order = np.lexsort((entries, -number, np.isnan(score)))[:topk]
+        want = np.full(topk, -1)
+        want[: len(order)] = np.sort(entries[order])
+        mine, query = got.indices[n, i], f"query {i} of batch entry {n}"
+        if (mine == want).all():
+            there = want >= 0
+            named = np.where(there, row[np.where(there, want, 0)], -np.inf)
+            if not np.array_equal(named, got.values[n, i], equal_nan=True):
+                raise Wrong(f"{query}: the scores at the entries are not those")
+            continue
+        chosen = mine[mine >= 0]
+        if ((chosen < first) | (chosen >= last)).any():
+            raise Wrong(f"{query}: entries that it does not see: {chosen[(chosen < first) | (chosen >= last)][:4]}")
+        if len(set(chosen.tolist())) != len(chosen) or len(chosen) != len(order):
+            raise Wrong(f"{query}: {len(set(chosen.tolist()))} different entries, wanted {len(order)}")
+        if sorted(chosen.tolist()) == sorted(want[want >= 0].tolist()):
+            raise Wrong(f"{query}: the right entries in a wrong order")
+        ranks = {True: "of equal scores a higher entry", False: "an entry with a lesser score"}
+        wanted, made = set(want.tolist()), set(chosen.tolist())
+        left_out, taken = sorted(wanted - made), sorted(made - wanted)
+        equal = all(row[a] == row[b] for a, b in zip(sorted(left_out, key=lambda e: row[e]),
+                                                     sorted(taken, key=lambda e: row[e]), strict=True))  # fmt: skip
+        raise Wrong(f"{query}: {ranks[equal]} was chosen: {taken[:4]} in place of {left_out[:4]}")
+
+
+# ---- scores at given entries
+
+
+@dataclass(frozen=True)
+class ProblemAt:
+    """Operands of scores at given entries, and a cotangent, NaN where an entry is absent."""
+
+    q: Array
+    k: Array
+    weights: Array
+    indices: Array
+    scores: Array
+
+    @staticmethod
+    def of(variant: IndexerScoresAt, b: int, s_q: int, s_c: int, topk: int) -> ProblemAt:
+        """Indices of every kind; keys that none names are NaN."""
+        rng, dtype = np.random.default_rng(0), np.dtype(variant.dtype)
+        q, k = (rng.standard_normal(s).astype(np.float32) for s in ((b, s_q, variant.heads, 128), (b, s_c, 128)))
+        weights = rng.standard_normal((b, s_q, variant.heads)).astype(np.float32) * np.float32(0.01)
+        indices = rng.integers(-3, s_c - 1, (b, s_q, topk), np.int32)
+        indices[:, -1, topk // 3 :] = -1
+        indices[0, 0, :2] = (2**31 - 1, s_c)
+        x = ProblemAt(q.astype(dtype), k.astype(dtype), weights, indices, np.empty(0))
+        cotangent = rng.standard_normal(indices.shape).astype(np.float32)
+        k[:, s_c - 1] = np.nan
+        return replace(x, k=k.astype(dtype), scores=np.where(x.there, cotangent, np.float32(np.nan)))
+
+    @property
+    def there(self) -> Array:
+        return (self.indices >= 0) & (self.indices < self.k.shape[1])
+
+    def products(self) -> tuple[Array, Array]:
+        """float64 [b, s_q, topk, heads], 0 where an entry is absent, and the keys [b, s_q, topk, 128]."""
+        where = np.where(self.there, self.indices, 0)
+        keys = np.stack([k[i] for k, i in zip(self.k.astype(np.float64), where, strict=True)])
+        keys[~self.there] = 0
+        return np.einsum("bnhd,bntd->bnth", self.q.astype(np.float64), keys), keys
+
+    def answers(self) -> dict[str, Array]:
+        """float64 scores, or dq, dk and dweights."""
+        s, keys = self.products()
+        q, weights = self.q.astype(np.float64), self.weights.astype(np.float64)
+        scores = np.einsum("bnth,bnh->bnt", np.maximum(s, 0), weights)
+        di = np.where(self.there, self.scores, 0).astype(np.float64)[..., None]
+        ds = di * weights[:, :, None] * (s > 0)
+        dk = np.zeros(self.k.shape)
+        for n, rows in enumerate(np.where(self.there, self.indices, 0)):
+            np.add.at(dk[n], rows, np.einsum("nth,nhd->ntd", ds[n], q[n]))
+        return {
+            "scores": np.where(self.there, scores, -np.inf),
+            "dq": np.einsum("bnth,bntd->bnhd", ds, keys),
+            "dk": dk,
+            "dweights": (di * np.maximum(s, 0)).sum(2),
+        }
+
+
+def run_at(
+    variant: IndexerScoresAt, x: ProblemAt, *, edit: Edit = lambda text: text, seed: int = 0
+) -> dict[str, Array]:
+    """scores, or of a gradient's kernel dq, dk and dweights."""
+    kernel, memory, gradient = Kernel.of(variant), new_memory(), variant.op == "indexer_scores_at_bwd"
+    (b, s_q, heads, _), (_, s_c, _), topk = x.q.shape, x.k.shape, x.indices.shape[2]
+    outputs = {"scores": np.empty((b, s_q, topk), np.float32)}
+    operands = {name: getattr(x, name) for name in ("q", "k", "weights", "indices")}
+    if gradient:
+        outputs = {"dq": x.q, "dk": np.empty(x.k.shape, np.float32), "dweights": x.weights}
+        operands["scores"] = x.scores
+    addresses = {name: memory.add(name, array) for name, array in operands.items()}
+    for name, array in outputs.items():
+        if name == "dk":
+            addresses[name] = add_cleared(memory, name, array.nbytes)
+        else:
+            addresses[name] = memory.add(name, None, array.nbytes)
+    shape = {"b": b, "s_q": s_q, "s_c": s_c, "heads": heads, "topk": topk}
+    plan = native.plan_indexer_scores_at(shape, gradient=gradient, addresses=addresses)
+    machine(Kernel(variant, edit(kernel.ptx), kernel.facts), plan, memory, seed=seed).run()
+    found = {name: memory.named(name) for name in outputs}
+    return {name: found[name].bytes[: x.nbytes].view(x.dtype).reshape(x.shape) for name, x in outputs.items()}
+
+
+def judge_at(x: ProblemAt, got: dict[str, Array]) -> None:
+    """Raises Wrong unless these are right, up to what rounding to 16 bits may do to a gradient."""
+    want = x.answers()
+    for name, given in got.items():
+        tolerance = (
+            2e-3
+            if x.q.dtype.itemsize == 1
+            else 2e-5
+            if name in ("scores", "dweights")
+            else 2e-2
+            if x.q.dtype.name == "bfloat16"
+            else 2e-3
+        )
+        finite = np.isfinite(want[name])
+        size = np.abs(want[name][finite]).max(initial=1e-30)
+        difference = np.abs(given.astype(np.float64) - np.where(finite, want[name], 0))
+        wrong = np.where(finite, ~(difference <= tolerance * size), given != want[name])
+        if wrong.any():
+            at = tuple(int(a) for a in np.argwhere(wrong)[0])
+            raise Wrong(
+                f"{int(wrong.sum())} of {name} are wrong, first {list(at)}: {given[at]}, wanted {want[name][at]:.6g}"
+            )

@@ -1,0 +1,93 @@
+"""RoPE on the interpreter, in place, after a norm, and their gradient: a launch, and what is wrong with its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from kernels.abi import NormRope, Rope
+
+from ..machine.reductions import add_cleared
+from ..machine.state import Array, new_memory
+from . import native
+from .launch import Kernel, machine
+from .verdict import Wrong
+
+TOLERANCE = {
+    "bfloat16": 2**-8,
+    "float16": 2**-10,
+}  # of a number and of the row's root mean square: half of it is rounding
+EPS = 0.25
+
+
+@dataclass(frozen=True)
+class Problem:
+    variant: Rope | NormRope
+    x: Array  # [b, s, h, d]
+    dy: Array
+    angle: Array  # float32 [b, s, dims / 2]
+
+    @staticmethod
+    def of(variant: Rope | NormRope, b: int, s: int, h: int, d: int = 512) -> Problem:
+        rng = np.random.default_rng(0)
+        x, dy = (rng.standard_normal((b, s, h, d)).astype(variant.dtype) for _ in range(2))
+        return Problem(variant, x, dy, rng.uniform(-9, 9, (b, s, variant.dims // 2)).astype(np.float32))
+
+    @property
+    def table(self) -> Array:
+        turns = np.stack([np.cos(self.angle), np.sin(self.angle)], -1)
+        return turns.reshape(*self.angle.shape[:2], -1)
+
+    def turned(self, x: Array, direction: int) -> Array:
+        """float64"""
+        y, n = x.astype(np.float64), self.variant.dims
+        pairs = y[..., -n::2] + 1j * y[..., -n + 1 :: 2]
+        pairs = pairs * np.exp(1j * direction * self.angle[:, :, None].astype(np.float64))
+        y[..., -n::2], y[..., -n + 1 :: 2] = pairs.real, pairs.imag
+        return y
+
+    def wanted(self, direction: int) -> Array:
+        """float64, of the variant's op."""
+        if self.variant.op == "rope":
+            return self.turned(self.x, direction)
+        x = self.x.astype(np.float64)
+        r = 1 / np.sqrt(np.mean(x * x, -1, keepdims=True) + EPS)
+        if self.variant.op == "norm_rope":
+            return self.turned(x * r, 1)
+        g = self.turned(self.dy, -1)
+        return r * g - r**3 * np.mean(g * x, -1, keepdims=True) * x
+
+
+def run(x: Problem, *, direction: int = 1, seed: int = 0, edit: Callable[[str], str] = lambda text: text) -> Array:
+    """The kernel's result, which "rope" writes where x was."""
+    kernel, memory = Kernel.of(x.variant), new_memory()
+    in_place = x.variant.op == "rope"
+    addresses = {name: memory.add(name, getattr(x, name)) for name in ("table", "dy")}
+    if in_place:
+        addresses["x"] = add_cleared(memory, "x", x.x.nbytes)
+        memory.named("x").bytes[:] = x.x.view(np.uint8).ravel()  # which the kernel may write
+    else:
+        addresses |= {"x": memory.add("x", x.x), "y": memory.add("y", None, x.x.nbytes)}
+    shape = dict(zip(("b", "s", "heads", "d"), x.x.shape, strict=True))
+    number = direction if in_place else EPS
+    plan = native.plan_rope(x.variant.family, shape, number, tile_m=kernel.facts["tile_m"], addresses=addresses)
+    machine(Kernel(x.variant, edit(kernel.ptx), kernel.facts), plan, memory, seed=seed).run()
+    found = memory.named("x" if in_place else "y")
+    return found.bytes[: found.size].view(x.x.dtype).reshape(x.x.shape)
+
+
+def judge(x: Problem, got: Array, *, direction: int = 1) -> None:
+    """Raises Wrong unless every number is right; those that "rope" does not turn stay as they were."""
+    want = x.wanted(direction)
+    size = np.maximum(np.abs(want), np.sqrt(np.mean(want * want, -1, keepdims=True)))
+    wrong = ~(np.abs(got.astype(np.float64) - want) <= TOLERANCE[x.variant.dtype] * size)
+    if x.variant.op == "rope":
+        wrong[..., : -x.variant.dims] = (got != x.x)[..., : -x.variant.dims]
+    if wrong.any():
+        *row, i = (int(a) for a in np.argwhere(wrong)[0])
+        raise Wrong(
+            f"{int(wrong.sum())} of {wrong.size} numbers are wrong, in {int(wrong.any(-1).sum())} rows, first number "
+            f"{i} of row {row}: {float(got[(*row, i)]):.6g}, wanted {want[(*row, i)]:.6g}"
+        )

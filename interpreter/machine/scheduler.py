@@ -1,0 +1,216 @@
+"""The scheduler, driven by a seed: it picks steps of one warp, or one asynchronous operation.
+
+Nothing here knows about time. A seed also picks a temper: how long a warp runs before another may, how soon what was
+issued happens (at once, at any time, or only when no warp can go on), and whether some warps are slower than others.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from .hazards import Clock, Deadlock, Fault, Leak, Race
+from .state import Branching, Machine, Wait, Warp, names
+
+MAX_STEPS = 50_000_000
+
+
+@dataclass
+class Temper:
+    quantum: int
+    eagerness: float  # how likely an operation goes first where a warp could
+    pace: list[float]  # for each warp, how likely it takes its turn
+
+    @staticmethod
+    def even(m: Machine) -> Temper:
+        """Everybody in turn: the most like a chip."""
+        return Temper(8, 0.2, [1.0] * m.warp_count)
+
+    @staticmethod
+    def of(m: Machine) -> Temper:
+        rng = m.rng
+        return Temper(
+            quantum=rng.choice([8, 64, 400]),
+            eagerness=rng.choice([0.0, 0.2, 0.9]),
+            pace=rng.choices([1.0, 0.05], [0.7, 0.3], k=m.warp_count),
+        )
+
+
+def run(m: Machine) -> None:
+    temper, chance = m.temper or Temper.of(m), m.rng.random
+    pending, pace = m.pending, temper.pace
+    able, blocked = m.warps, list[Warp]()
+    while able or blocked or pending:
+        if m.news or not (able or pending):
+            m.news, still = False, list[Warp]()
+            for w in blocked:
+                (able if w.waiting is None or w.waiting.ready() else still).append(w)
+            blocked = still
+            if not able and not pending:
+                raise deadlock(m)
+        if pending and (not able or chance() < temper.eagerness):
+            op = pending[int(chance() * len(pending))]
+            while (before := next((x for x in op.after if not x.done), None)) is not None:
+                op = before
+            pending.remove(op)
+            m.time += 1
+            try:
+                op.run(op)
+            except Fault as fault:
+                raise fault.at_line(op.instruction, f"{op.kind} issued by {op.warp.name}") from None
+            op.done = m.news = True
+            m.log("complete", op.warp, op.what, op)
+            continue
+        w = able[int(chance() * len(able))]
+        if pace[w.index] < 1 and chance() >= pace[w.index]:
+            continue
+        if w.waiting is not None and not w.waiting.ready():  # again: it slept through a phase
+            able.remove(w)
+            blocked.append(w)
+            continue
+        advance(w, 1 + int(chance() * temper.quantum))
+        if m.time > MAX_STEPS:
+            raise Deadlock(f"no end after {MAX_STEPS} steps; {w.name} is at line {w.instruction.line}")
+        if w.exited:
+            m.log("exit", w, "")
+            able.remove(w)
+            m.news = True
+            check_exit(w)
+        elif w.waiting is not None:
+            able.remove(w)
+            blocked.append(w)
+    check_end(m)
+
+
+def advance(w: Warp, quantum: int) -> None:
+    """Run a warp until it blocks, ends, or has had its turn."""
+    steps, m = w.steps, w.machine
+    if w.waiting is not None:
+        w.waiting = None
+        m.log("go", w, "")
+    pc = w.pc
+    try:
+        for _ in range(quantum):
+            while pc == w.join:
+                pc = rejoin(w)
+            w.pc = pc
+            m.time += 1
+            result = steps[pc](w)
+            if result is None:
+                pc += 1
+            elif isinstance(result, int):
+                pc = result
+                if pc < 0 and (pc := leave(w)) < 0:
+                    w.exited = True
+                    return
+            else:
+                w.waiting = result
+                if m.moments is not None:
+                    m.log("wait", w, result.why())
+                return
+        w.pc = pc
+    except Fault as fault:
+        raise fault.at_line(w.instruction, w.name) from None
+
+
+# ---- divergence (PTX ISA 9.7.13.1 bra; lanes meet again at the immediate post-dominator)
+
+
+def branch(w: Warp, taken: int, target: int, fall: int, join: int) -> int:
+    """The next pc after a branch that `taken` of the active lanes take."""
+    rest = w.active & ~taken
+    if rest == 0:
+        return target
+    if taken == 0:
+        return fall
+    w.stack.append(Branching(join, [(rest, fall)], 0))
+    w.join = join
+    w.set_active(taken)
+    return target
+
+
+def rejoin(w: Warp) -> int:
+    """The active lanes have reached the join on top of the stack. Where to go on."""
+    top = w.stack[-1]
+    top.arrived |= w.active
+    if top.pending:
+        mask, pc = top.pending.pop()
+        w.set_active(mask)
+        return pc
+    w.stack.pop()
+    w.set_active(top.arrived)
+    w.join = w.stack[-1].join if w.stack else -2
+    return top.join
+
+
+def leave(w: Warp) -> int:
+    """The active lanes have ended. Where the others go on; -1 if there are none."""
+    w.alive &= ~w.active
+    while w.stack:
+        top = w.stack[-1]
+        if top.pending:
+            mask, pc = top.pending.pop()
+            w.set_active(mask)
+            return pc
+        w.stack.pop()
+        w.join = w.stack[-1].join if w.stack else -2
+        if top.arrived:
+            w.set_active(top.arrived)
+            return top.join
+    return -1
+
+
+# ---- ends
+
+
+def deadlock(m: Machine) -> Deadlock:
+    """Who waits for what."""
+    alike: dict[tuple[int, str], list[str]] = {}
+    for w in m.warps:
+        if not w.exited:
+            assert isinstance(w.waiting, Wait)
+            alike.setdefault((w.instruction.line, w.waiting.why()), []).append(w.name)
+    lines = [
+        f"  {names(who)} at line {line} {'waits' if len(who) == 1 else 'wait'} for {why}"
+        for (line, why), who in alike.items()
+    ]
+    done = [w.name for w in m.warps if w.exited]
+    ended = [f"  ended: {names(done)}"] if done else []
+    return Deadlock("nothing can go on\n" + "\n".join(lines + ended))
+
+
+def check_exit(w: Warp) -> None:
+    """A warp has ended: what it started must have, too, before its CTA's memory and registers go."""
+    if w.held:
+        op, _ = next(iter(w.held.values()))
+        raise Leak(f"{w.name} ends while {op} is in flight: nothing waited for it")
+    stores = [*itertools.chain.from_iterable(w.extra.get("bulk groups", [])), *w.extra.get("bulk open", [])]
+    if stores:
+        raise Leak(f"{w.name} ends while TMA may still read shared memory: nothing waited for {stores[0]}")
+
+
+def check_end(m: Machine) -> None:
+    """Everything has ended: what must not be left over."""
+    for cta in m.ctas:
+        known = Clock(m.warp_count)
+        for w in cta.warps:
+            known.join(w.clock)
+        for op in m.ops_log:
+            if cta in op.ctas and op.kind in ("tma", "cp.async", "st.async") and not known.ops >> op.number & 1:
+                raise Leak(f"CTA {cta.number} ends while a copy may be in flight: nobody waited for {op}")
+        for number, does in cta.visits.items():
+            if not known.knows(m.events[number]):
+                raise Race(
+                    f"CTA {cta.number} ends while nothing orders that after {m.events[number]}, who {does} its memory"
+                )
+        for bar in cta.barriers.values():
+            if bar.tx:
+                raise Leak(
+                    f"{bar} ends with {bar.tx} transaction bytes outstanding: "
+                    "what was expected and what was copied do not add up"
+                )
+        for number, named in cta.named.items():
+            if named.arrived:
+                raise Leak(f"named barrier {number} ends with {named.arrived} of {named.count} threads arrived")
+    for check in m.exit_checks:
+        check()

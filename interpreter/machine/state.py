@@ -1,0 +1,573 @@
+"""The machine: grid, clusters, CTAs, warps and memories (PTX ISA 2 Programming model, 5.1 State spaces)."""
+
+from __future__ import annotations
+
+import bisect
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from .hazards import HOST, Clock, Event, Misuse, OutOfBounds, Race, Shadow, Undefined
+from .parser import Instruction, Program
+
+if TYPE_CHECKING:
+    from .barriers import MBarrier, NamedBarrier
+    from .copies import TensorMap
+    from .decode import Code
+    from .scheduler import Temper
+
+Array = np.ndarray[Any, Any]  # of any dtype and rank: registers and memory are viewed as they are used
+DType = np.dtype[Any]
+
+LANES = 32
+FULL = 0xFFFFFFFF
+RANK_SHIFT = 24  # an address of shared memory carries its CTA's rank in the cluster from this bit on
+SMEM_BASE = 1024  # addresses below belong to the system
+PARAM_BASE, GENERIC_PARAM_BASE = 1 << 56, 1 << 57  # in their own space, and in the generic one
+GLOBAL_BASE = 0x7000_0000_0000
+READ_STREAMS = 4  # readers of SMEM beside the warps: a CTA's warpgroups' WGMMA; others share the last of them
+
+_BITS = np.uint32(1) << np.arange(LANES, dtype=np.uint32)
+
+
+def mask_of(lanes: Array) -> int:
+    return int.from_bytes(np.packbits(lanes, bitorder="little").tobytes(), "little")
+
+
+def lanes_of(mask: int) -> Array:
+    return (np.uint32(mask) & _BITS) != 0
+
+
+@dataclass
+class Wait:
+    """Why a step cannot go on. It is run again once ready() holds."""
+
+    ready: Callable[[], bool]
+    why: Callable[[], str]
+
+
+Step = Callable[["Warp"], int | Wait | None]
+"""An instruction, for a warp: None: go on; a number: the next pc; a Wait: run it again later."""
+
+
+class Memory:
+    """Raw bytes with their shadow. Never-written bytes hold a pattern that is NaN in every format."""
+
+    def __init__(self, name: str, size: int, readers: int, events: list[Event]):
+        self.bytes = np.full(-(-size // 16) * 16, 0xFF, np.uint8)
+        self.words, self.chunks = self.bytes.view(np.uint32), self.bytes.view(np.uint16).reshape(-1, 8)
+        self.size = size
+        self.shadow = Shadow(name, len(self.words), readers, events)
+
+
+class Buffer:
+    """An allocation in global memory. What the host gave is defined and read-only; a result is neither."""
+
+    def __init__(self, name: str, base: int, data: Array | None, size: int, events: list[Event]):
+        self.name, self.base, self.size, self.result = name, base, size, data is None
+        self.bytes = np.full(-(-size // 16) * 16, 0xFF, np.uint8)
+        self.shadow: Shadow | None = None
+        self.extra: dict[str, Any] = {}
+        if data is None:
+            self.shadow = Shadow(name, len(self.bytes) // 4, 0, events)
+        else:
+            self.bytes[:size] = np.frombuffer(data.tobytes(), np.uint8)
+
+    def read(self, actor: Warp | AsyncOp, offsets: Array, size: int) -> Array:
+        """[len(offsets), size] bytes; offsets are checked already."""
+        if self.shadow is not None:
+            self.shadow.read(actor, (offsets[:, None] // 4 + np.arange(-(-size // 4))).ravel())
+        return self.bytes[offsets[:, None] + np.arange(size)]
+
+    def write(self, actor: Warp | AsyncOp, offsets: Array, data: Array) -> None:
+        if self.shadow is None:
+            raise Misuse(f"writes to {self.name}, which is an operand")
+        self.shadow.write(actor, (offsets[:, None] // 4 + np.arange(-(-data.shape[1] // 4))).ravel())
+        self.bytes[offsets[:, None] + np.arange(data.shape[1])] = data
+
+    def change(self, actor: Warp, words: Array) -> None:
+        """An atomic is about to change them."""
+        if self.shadow is None:
+            raise Misuse(f"adds to {self.name}, which is an operand")
+        self.shadow.read(actor, words)
+        self.shadow.write(actor, words)
+
+
+class GlobalMemory:
+    """Allocations with unmapped space between them."""
+
+    def __init__(self, events: list[Event]):
+        self.buffers: list[Buffer] = []
+        self.bases: list[int] = []
+        self.events = events
+
+    def add(self, name: str, data: Array | None, size: int = 0) -> int:
+        """The address of a new allocation: a copy of `data`, or `size` bytes that nobody has written."""
+        size = size if data is None else data.nbytes
+        end = self.buffers[-1].base + self.buffers[-1].size if self.buffers else GLOBAL_BASE
+        base = (-(-end // 0x10_0000) + 1) * 0x10_0000
+        self.buffers.append(Buffer(name, base, data, size, self.events))
+        self.bases.append(base)
+        return base
+
+    def named(self, name: str) -> Buffer:
+        return next(b for b in self.buffers if b.name == name)
+
+    def find(self, address: int, size: int, what: str) -> tuple[Buffer, int]:
+        """The allocation that holds all `size` bytes at `address`, and their offset in it."""
+        n = bisect.bisect_right(self.bases, address) - 1
+        if n >= 0 and address + size <= (b := self.buffers[n]).base + b.size:
+            return b, address - b.base
+        near = ""
+        if n >= 0:
+            b = self.buffers[n]
+            near = f", {address - b.base} bytes after the start of {b.name} of {b.size}"
+        raise OutOfBounds(f"{what} {size} bytes at 0x{address:x}, outside of every allocation{near}")
+
+    def find_all(self, addresses: Array, size: int, what: str) -> list[tuple[Buffer, Array, Array]]:
+        """For int64 addresses: (allocation, which of the addresses, their offsets)."""
+        if len(addresses) == 0:
+            return []
+        if (addresses % min(size, 16)).any():
+            raise OutOfBounds(f"{what} {size} bytes at 0x{int(addresses[addresses % size != 0][0]):x}, not aligned")
+        low, high = int(addresses.min()), int(addresses.max())
+        buffer, _ = self.find(low, size, what)
+        if high + size <= buffer.base + buffer.size:
+            return [(buffer, np.arange(len(addresses)), addresses - buffer.base)]
+        found: dict[str, tuple[Buffer, list[int]]] = {}
+        for n, address in enumerate(addresses.tolist()):
+            b, _ = self.find(address, size, what)
+            found.setdefault(b.name, (b, []))[1].append(n)
+        return [(b, np.array(ns), addresses[ns] - b.base) for b, ns in found.values()]
+
+
+@dataclass(eq=False)
+class AsyncOp:
+    """Something that was issued and happens later: see `Warp.issue`."""
+
+    number: int
+    kind: str  # "tma", "cp.async", "wgmma", ...
+    what: str
+    warp: Warp
+    instruction: Instruction
+    clock: Clock  # the issuer's knowledge
+    run: Callable[[AsyncOp], None]
+    after: tuple[AsyncOp, ...]
+    proxy: str
+    reader: int
+    issued: int  # time
+    atomic = False
+    ctas: tuple[Cta, ...] = ()  # CTAs that must not end before it is done
+    done: bool = False
+    _event: int = -1
+
+    def __str__(self) -> str:
+        return f"the {self.kind} of line {self.instruction.line}"
+
+    @property
+    def cta(self) -> Cta:
+        return self.warp.cta
+
+    def event(self) -> int:
+        if self._event < 0:
+            who = f"{self.kind} of {self.warp.name}"
+            i = self.instruction
+            self._event = self.warp.machine.new_event(
+                Event(self.warp.index, 0, self.number, self.proxy, who, i.line, i.text)
+            )
+        return self._event
+
+    def completed(self) -> Clock:
+        """The knowledge of somebody who learns that it is complete."""
+        clock = self.clock.copy()
+        for op in (*self.after, self):
+            learn(clock, op)
+        return clock
+
+
+def learn(clock: Clock, op: AsyncOp) -> None:
+    clock.ops |= 1 << op.number
+    if op.proxy == "async":
+        clock.fenced_ops |= 1 << op.number
+
+
+@dataclass(eq=False)
+class Branching:
+    """Sides of a branch that have not met again."""
+
+    join: int  # where they meet; -1: nowhere before the end
+    pending: list[tuple[int, int]]  # (mask, pc) of sides that have not run yet
+    arrived: int  # mask of the lanes that have reached the join
+
+
+class Warp:
+    """32 lanes, and all that they hold."""
+
+    proxy = "generic"
+    atomic = False  # True during an atomic instruction
+    cta: Cta
+    machine: Machine
+    number: int  # in its CTA
+    index: int  # in the machine
+    code: Code
+
+    def __init__(self, cta: Cta, number: int, index: int, code: Code):
+        machine = cta.machine
+        self.cta, self.machine, self.number, self.index, self.code = cta, machine, number, index, code
+        self.reader = cta.rank * cta.warp_total + number  # column of Shadow.readers in every CTA of its cluster
+        self.name = (
+            f"warp {number}" if len(machine.ctas) == 1 and machine.grid_size == 1 else f"CTA {cta.number} warp {number}"
+        )
+        self.R: list[Array] = code.constants(self)
+        self.D: list[int] = [FULL] * len(self.R)
+        for slot in code.registers:
+            self.D[slot] = 0
+        self.pc, self.steps = 0, machine.steps
+        self.active, self.lanes, self.alive = FULL, np.ones(LANES, bool), FULL
+        self.stack: list[Branching] = []
+        self.join = -2
+        self.exited = False
+        self.waiting: Wait | None = None
+        self.clock, self.released, self.unfenced = (Clock(machine.warp_count) for _ in range(3))
+        self.clock.seen[:, index] = 2, 0, 1
+        self.released.seen[2, index] = 1  # what a relaxed arrival releases: all before the last fence
+        # unfenced: what a relaxed wait was told, and is known from the next fence on
+        self.held: dict[int, tuple[object, bool]] = {}  # slot -> (operation, whether it writes it)
+        self.extra: dict[str, Any] = {}
+        self._events: dict[tuple[int, int], int] = {}
+
+    @property
+    def instruction(self) -> Instruction:
+        """The one that it is at."""
+        return self.code.program.code[self.pc]
+
+    # ---- registers
+
+    def read(self, slot: int, dtype: DTypeLike) -> Array:
+        """The 32 lanes of a slot, viewed; a held one is a Race."""
+        if self.held:
+            self.check_read(slot)
+        return self.R[slot].view(dtype)
+
+    def check_read(self, slot: int) -> None:
+        if (held := self.held.get(slot)) is not None and held[1]:
+            raise Race(
+                f"reads register {self.code.name_of(slot)} while {held[0]} may still write it: nothing waited for it"
+            )
+
+    def put(self, slot: int, value: Array, defined: int = FULL) -> None:
+        """Write the active lanes of a slot."""
+        if self.held and slot in self.held:
+            raise Race(
+                f"writes register {self.code.name_of(slot)} while {self.held[slot][0]} may still use it: "
+                "nothing waited for it"
+            )
+        if self.active == FULL:
+            self.R[slot], self.D[slot] = value, defined
+        else:
+            old = self.R[slot]
+            self.R[slot] = np.where(self.lanes, value.view(old.dtype), old)
+            self.D[slot] = (self.D[slot] & ~self.active) | (defined & self.active)
+
+    def demand(self, slot: int, what: str) -> None:
+        """Undefined unless the active lanes of a slot are defined, where its value decides about something."""
+        if missing := self.active & ~self.D[slot]:
+            self.check_read(slot)
+            raise Undefined(
+                f"{what} is register {self.code.name_of(slot)}, which is not defined in {lane_names(missing)}"
+            )
+
+    def uniform(self, slot: int, dtype: DTypeLike, what: str) -> int:
+        """A value that must be the same in all active lanes."""
+        self.demand(slot, what)
+        values = self.read(slot, dtype)
+        one, *others = (values if self.active == FULL else values[self.lanes]).tolist()
+        if others.count(one) != len(others):
+            raise Misuse(f"{what} differs from lane to lane: {[one, *others[:7]]} ...")
+        return one
+
+    def hold(self, slots: Iterable[int], op: object, writes: bool = True) -> None:
+        """From now until the wait `op` may write (or, where not `writes`, read) these registers at any time."""
+        for slot in slots:
+            self.held[slot] = (op, writes)
+            if writes:
+                self.D[slot] = 0
+
+    def release(self, slots: Iterable[int], op: object) -> list[int]:
+        """`op` was waited for. Returns the slots that no later operation holds."""
+        free = [slot for slot in slots if slot in self.held and self.held[slot][0] is op]
+        for slot in free:
+            del self.held[slot]
+        return free
+
+    # ---- events and clocks
+
+    def event(self) -> int:
+        key = int(self.clock.seen[0, self.index]), self.instruction.line
+        number = self._events.get(key)
+        if number is None:
+            i = self.instruction
+            number = self._events[key] = self.machine.new_event(
+                Event(self.index, key[0], None, self.proxy, self.name, i.line, i.text, self.atomic)
+            )
+        return number
+
+    def tell(self) -> Clock:
+        """A clock for others to join; what this warp does from now on is not in it."""
+        clock = self.clock.copy()
+        self.clock.seen[0, self.index] += 1
+        return clock
+
+    def fence_proxy(self) -> None:
+        self.clock.fence_proxy()
+        self.clock.seen[0, self.index] += 1
+
+    def fence(self) -> None:
+        """8, release and acquire patterns: relaxed operations before it acquire, later ones release."""
+        self.clock.join(self.unfenced)
+        self.released = self.tell()
+
+    def fence_made(self) -> None:
+        """The same of mbarriers that it made alone."""
+        own = self.clock.seen[:, self.index]
+        own[2] = own[0]
+        own[0] += 1
+        np.maximum(self.released.seen[2], self.clock.seen[2], out=self.released.seen[2])
+
+    def learn(self, op: AsyncOp) -> None:
+        """A completion was waited for."""
+        learn(self.clock, op)
+
+    def issue(
+        self,
+        kind: str,
+        what: str,
+        run: Callable[[AsyncOp], None],
+        after: Sequence[AsyncOp] = (),
+        proxy: str = "async",
+        reader: int | None = None,
+        clock: Clock | None = None,
+        ctas: Sequence[Cta] = (),
+    ) -> AsyncOp:
+        """Something that the scheduler lets happen at any later time, when all of `after` have.
+
+        `reader`: its column of Shadow.readers; operations that share one must complete in the order of their issue.
+        `ctas`: whose shared memory it reads or writes, if that is not this warp's CTA.
+        """
+        m = self.machine
+        op = AsyncOp(
+            len(m.ops_log),
+            kind,
+            what,
+            self,
+            self.instruction,
+            self.tell() if clock is None else clock,
+            run,
+            tuple(after),
+            proxy,
+            self.cta.first_stream + READ_STREAMS - 1 if reader is None else reader,
+            m.time,
+            tuple(ctas) or (self.cta,),
+        )
+        m.ops_log.append(op)
+        m.pending.append(op)
+        m.log("issue", self, op.what, op)
+        return op
+
+    # ---- control
+
+    def set_active(self, mask: int) -> None:
+        self.active = mask
+        self.lanes = lanes_of(mask)
+
+    def converged(self, what: str = "an .aligned instruction") -> None:
+        if self.active != FULL:
+            raise Misuse(f"{what} by {lane_names(self.active)} only, wanted by the whole warp")
+
+
+def lane_names(mask: int) -> str:
+    lanes = np.flatnonzero(lanes_of(mask)).tolist()
+    return (
+        f"lane {lanes[0]}"
+        if len(lanes) == 1
+        else f"{len(lanes)} lanes ({', '.join(map(str, lanes[:4]))}{' ...' if len(lanes) > 4 else ''})"
+    )
+
+
+def names(who: Iterable[str]) -> str:
+    """warp 4, warp 5, warp 6, warp 9 -> warp 4-6, 9"""
+    numbers: dict[str, set[int]] = {}
+    for name in who:
+        prefix = name.rstrip("0123456789")
+        numbers.setdefault(prefix, set()).add(int(name[len(prefix) :] or -1))
+    parts = []
+    for prefix, ns in numbers.items():
+        starts = [n for n in sorted(ns) if n - 1 not in ns]
+        ends = [n for n in sorted(ns) if n + 1 not in ns]
+        ranges = (str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
+        parts.append(prefix + ", ".join(ranges) if ns != {-1} else prefix)
+    return "; ".join(parts)
+
+
+class Cta:
+    def __init__(self, machine: Machine, number: int, rank: int, warps: int):
+        self.machine, self.number, self.rank = machine, number, rank
+        self.cluster: list[Cta] = []
+        self.warp_total = warps
+        self.first_stream = warps * machine.cluster_size  # the first column of Shadow.readers that is not a warp's
+        self.smem = Memory(
+            f"SMEM of CTA {number}" if machine.grid_size > 1 else "SMEM",
+            SMEM_BASE + machine.smem_bytes,
+            self.first_stream + READ_STREAMS + warps,  # and every warp's bulk stores
+            machine.events,
+        )
+        self.places: dict[tuple[bytes, int], Array] = {}  # (addresses, bytes at each) -> words, where all is well
+        self.barrier_words = np.zeros(len(self.smem.words), bool)
+        self.barriers: dict[int, MBarrier] = {}
+        self.named: dict[int, NamedBarrier] = {}
+        self.extra: dict[str, Any] = {}
+        self.warps: list[Warp] = []
+        self.visits: dict[int, str] = {}  # accesses of other CTAs of the cluster to its memory: event -> "reads", ...
+
+    @property
+    def ended(self) -> bool:
+        return all(w.exited for w in self.warps)
+
+    def visit(self, actor: Warp | AsyncOp, does: str, event: int | None = None) -> None:
+        """Somebody comes to this CTA's memory: if of another, this one must have begun, and not end before (2.2.2)."""
+        if actor.cta is self:
+            return
+        first = self.warps[0].index
+        if not actor.clock.seen[:, first : first + self.warp_total].any():
+            raise Race(f"{does} shared memory of CTA {self.number} while nothing tells that it has begun")
+        if self.ended:
+            raise Race(f"{does} shared memory of CTA {self.number}, which has ended")
+        self.visits[actor.event() if event is None else event] = does
+
+    @property
+    def base(self) -> int:
+        """The address of its shared memory."""
+        return self.rank << RANK_SHIFT
+
+    def at(self, address: int) -> tuple[Cta, int]:
+        """The CTA of a shared-memory address, and the offset there."""
+        rank, offset = address >> RANK_SHIFT, address & ((1 << RANK_SHIFT) - 1)
+        if rank >= len(self.cluster):
+            raise OutOfBounds(f"shared memory address 0x{address:x} of CTA {rank} in a cluster of {len(self.cluster)}")
+        return self.cluster[rank], offset
+
+    def smem_span(self, offset: int, size: int, align: int, what: str) -> slice:
+        """The words of `size` bytes at an offset, checked."""
+        if offset % align:
+            raise OutOfBounds(f"{what} {size} bytes at SMEM {offset}, wanted a multiple of {align}")
+        if offset < SMEM_BASE or offset + size > self.smem.size:
+            raise OutOfBounds(f"{what} {size} bytes at SMEM {offset}, outside of {SMEM_BASE}..{self.smem.size - 1}")
+        return slice(offset // 4, -(-(offset + size) // 4))
+
+
+@dataclass
+class Moment:
+    """An entry of the log."""
+
+    time: int
+    kind: str  # "issue", "complete", "wait", "go", "arrive", "phase", "exit", "mark"
+    who: str
+    text: str
+    op: AsyncOp | None = None
+    line: int = 0
+
+
+class Machine:
+    """One launch of one kernel. `params` are the parameter bytes; tensor maps lie at their offset in them."""
+
+    def __init__(
+        self,
+        program: Program,
+        *,
+        grid: int,
+        threads: int,
+        smem_bytes: int,
+        params: bytes,
+        memory: GlobalMemory,
+        events: list[Event],
+        tensor_maps: dict[int, TensorMap] | None = None,
+        cluster_size: int | None = None,
+        seed: int = 0,
+        record: bool = False,
+    ):
+        from .decode import Code
+
+        if program.threads is not None and program.threads != threads:
+            raise Misuse(f"launched with {threads} threads, .reqntid says {program.threads}")
+        if len(params) != program.param_bytes:
+            raise Misuse(f"launched with {len(params)} bytes of parameters, the kernel has {program.param_bytes}")
+        wanted = program.cluster
+        cluster_size = (wanted or 1) if cluster_size is None else cluster_size
+        if wanted not in (None, cluster_size) and not (wanted == 0 and cluster_size > 1):
+            raise Misuse(f"launched in clusters of {cluster_size}, the kernel wants {wanted or 'some'}")
+        if grid % cluster_size:
+            raise Misuse(f"a grid of {grid} CTAs is not made of clusters of {cluster_size}")
+        self.program, self.params, self.memory = program, np.frombuffer(params, np.uint8), memory
+        self.tensor_maps = tensor_maps or {}
+        self.grid_size, self.cluster_size, self.smem_bytes, self.threads = grid, cluster_size, smem_bytes, threads
+        self.events = events
+        self.rng = random.Random(seed)
+        self.temper: Temper | None = None  # the scheduler's temper; None: by the seed
+        self.elected = self.rng.randrange(LANES)  # whom elect.sync prefers; any lane may be
+        self.time = 0
+        self.ops_log: list[AsyncOp] = []
+        self.pending: list[AsyncOp] = []
+        self.news = False  # something has happened that a warp may wait for
+        self.moments: list[Moment] | None = [] if record else None
+        self.executed: set[int] = set()  # the instructions that ran, where a record is kept
+        self.exit_checks: list[Callable[[], None]] = []
+        per_cta = -(-threads // LANES)
+        self.warp_count = per_cta * grid
+        self.ctas: list[Cta] = []
+        for n in range(grid):
+            self.ctas.append(Cta(self, n, n % cluster_size, per_cta))
+        self.code = code = Code.of(program)
+        self.steps = [self.noting(n, step) for n, step in enumerate(code.steps)] if record else code.fused
+        for cta in self.ctas:
+            first = cta.number - cta.rank
+            cta.cluster = self.ctas[first : first + cluster_size]
+            cta.warps = [Warp(cta, k, cta.number * per_cta + k, code) for k in range(per_cta)]
+
+    @property
+    def warps(self) -> list[Warp]:
+        return [w for cta in self.ctas for w in cta.warps]
+
+    def run(self) -> None:
+        from .scheduler import run
+
+        with np.errstate(all="ignore"):  # infinities and NaN are as good as any number here
+            run(self)
+
+    def noting(self, number: int, step: Step) -> Step:
+        def noted(w: Warp) -> int | Wait | None:
+            self.executed.add(number)
+            return step(w)
+
+        return noted
+
+    def new_event(self, event: Event) -> int:
+        self.events.append(event)
+        return len(self.events) - 1
+
+    def at_exit(self, check: Callable[[], None]) -> None:
+        self.exit_checks.append(check)
+
+    def log(self, kind: str, who: Warp | str, text: str, op: AsyncOp | None = None) -> None:
+        if self.moments is not None:
+            line = op.instruction.line if op else who.instruction.line if isinstance(who, Warp) else 0
+            name = who.name if isinstance(who, Warp) else who
+            self.moments.append(Moment(self.time, kind, name, text, op, line))
+
+
+def new_memory() -> GlobalMemory:
+    """With the events that every shadow starts from: number 0 is nobody, number 1 the host."""
+    return GlobalMemory([HOST, HOST])

@@ -1,0 +1,313 @@
+"""The packed caches of DeepSeek's models: 512 values an entry, in pages of bytes; docs/semantics.md draws each layout.
+Also the caches of an indexer's keys, with 128 values an entry.
+
+layout    an entry has                                        scales                   bytes, in a page of n entries
+v4_fp8    448 e4m3, 64 bfloat16 (the dimensions of RoPE)      7 ue8m0, for 64; one 0   n × 576, then n × 8, then padding
+v41_fp8   512 e4m3                                            16 ue8m0, for 32         n × 528
+v41_fp4   512 e2m1, the even one of a pair in the low nibble  32 e4m3, for 16          n × 288
+index_fp8 128 e4m3                                            1 float32                n × 128, then n × 4
+
+ue8m0   2^ceil(log2(amax / 448)) as its biased exponent, and not below the layout's minimum
+e4m3    amax / 6, rounded to the nearest, and not below 2^-9, the least above 0 that e4m3 has
+float32 max(amax, 1e-4) / 448
+
+A value is its code times its scale, which bfloat16 holds exactly; in index_fp8 it is rounded to float32.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .. import _check
+
+D = 512
+
+_E4M3_MAX, _E4M3_NAN = 448.0, 0x7F  # 7/8 of a power of two
+_E4M3_LEAST = 2.0**-9
+_BIAS, _NAN = 127, 255  # of ue8m0
+_INDEX_LEAST = 1e-4  # the least amax, which scales a row of zeros
+_E2M1_MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+"""between the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6; a value in the middle goes to the even code"""
+
+Parts = tuple[jax.Array, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How an entry becomes bytes, and where they are in a page. An entry has codes, bfloat16 values, scales and
+    padding.
+
+    Attributes:
+      d: dimensions.
+      packed: dimensions that are codes; the others, after them, are bfloat16.
+      bits: bits of a code.
+      group: dimensions that share a scale.
+      parts: widths in bytes of the parts of an entry. A page has the first part of all its entries, then the second.
+      multiple: the size of a page is a multiple of this many bytes.
+      encode_groups: float32 `[…, groups, group]` -> uint8 codes `[…, bytes]` and scales `[…, groups * scale_bytes]`.
+      decode_groups: the inverse.
+      scale_bytes: bytes of a scale.
+      decoded: the dtype of decoded values.
+    """
+
+    d: int
+    packed: int
+    bits: int
+    group: int
+    parts: tuple[int, ...]
+    multiple: int
+    encode_groups: Callable[[jax.Array], Parts]
+    decode_groups: Callable[[jax.Array, jax.Array], jax.Array]
+    scale_bytes: int = 1
+    decoded: Any = jnp.bfloat16
+
+    @property
+    def entry(self) -> int:
+        """Bytes of an entry."""
+        return sum(self.parts)
+
+    @property
+    def page_rule(self) -> str:
+        """The size of a page, in words."""
+        size = f"{self.entry} n bytes"
+        return size if self.multiple == 1 else f"ceil({self.entry} n / {self.multiple}) {self.multiple} bytes"
+
+    def page_bytes(self, entries: Any) -> Any:
+        """The size of a page of that many entries."""
+        return -(-entries * self.entry // self.multiple) * self.multiple
+
+    def page_entries(self, size: Any) -> Any:
+        """How many entries a page of this size has; its padding is shorter than an entry."""
+        return size // self.entry
+
+    def is_page(self, size: Any) -> bool:
+        """Whether a page may have this size in bytes."""
+        return bool(size >= self.entry and size == self.page_bytes(self.page_entries(size)))
+
+    def starts(self, at: Any, page: Any) -> tuple[Any, ...]:
+        """Where the parts of the entries `at` begin, in a page that has `entries` entries."""
+        before = (page * sum(self.parts[:i]) for i in range(len(self.parts)))
+        return tuple(first + at * width for first, width in zip(before, self.parts, strict=True))
+
+    @functools.partial(jax.jit, static_argnums=0, inline=True)  # one program where it is called outside of any
+    def encode(self, entries: jax.Array) -> Parts:
+        """The parts, uint8 `[…, width]`, of entries `[…, d]`."""
+        batch = entries.shape[:-1]
+        values = _as_rounded(entries[..., : self.packed])
+        codes, scales = self.encode_groups(values.reshape(*batch, self.packed // self.group, self.group))
+        rest = lax.bitcast_convert_type(entries[..., self.packed :].astype(jnp.bfloat16), jnp.uint16)
+        rest = jnp.stack([rest & 255, rest >> 8], -1).astype(jnp.uint8)  # a bitcast keeps its shape, for jax.export
+        whole = [*(x.reshape(*batch, math.prod(x.shape[len(batch) :])) for x in (codes, rest)), scales]
+        padding = self.entry - sum(x.shape[-1] for x in whole)
+        whole.append(jnp.zeros((*batch, padding), jnp.uint8))
+        return tuple(_cut(jnp.concatenate(whole, -1), self.parts))
+
+    @functools.partial(jax.jit, static_argnums=0, inline=True)
+    def decode(self, *parts: jax.Array) -> jax.Array:
+        """The entries `[…, d]` that these parts encode."""
+        batch, rest = parts[0].shape[:-1], 2 * (self.d - self.packed)
+        widths = (self.packed * self.bits // 8, rest, self.packed // self.group * self.scale_bytes)
+        codes, others, scales = _cut(jnp.concatenate(parts, -1), widths)
+        values = self.decode_groups(codes, scales).reshape(*batch, self.packed).astype(self.decoded)
+        if rest == 0:
+            return values
+        others = others.reshape(*batch, rest // 2, 2).astype(jnp.uint16)
+        others = lax.bitcast_convert_type(others[..., 0] | others[..., 1] << 8, jnp.bfloat16)
+        return jnp.concatenate([values, others], -1)
+
+    def take(self, pages: jax.Array, page: jax.Array, at: jax.Array) -> jax.Array:
+        """Reads the entries `at` […] of pages number `page` […], from `pages [pages, page_bytes]`: […, d], 0 where page
+        < 0.
+        """
+        starts = self.starts(at, self.page_entries(pages.shape[1]))
+        parts = zip(starts, self.parts, strict=True)
+        return self.decode(*(read_pages(pages, page, start, width) for start, width in parts))
+
+
+def _as_rounded(x: jax.Array) -> jax.Array:
+    """x in float32, with the numbers that x has in its own dtype.
+
+    On GPUs XLA leaves out a rounding to 16 bits if the next operation converts back. Codes would then be those of
+    numbers that x does not hold.
+    """
+    kind = jnp.finfo(x.dtype)
+    x = x.astype(jnp.float32)
+    return x if kind.bits == 32 else lax.reduce_precision(x, kind.nexp, kind.nmant)
+
+
+def read_pages(pages: jax.Array, page: jax.Array, start: jax.Array, width: int) -> jax.Array:
+    """Reads `width` bytes from `start` […] of page […] on, from `pages [pages, page_bytes]`: […, width]; 0 where page <
+    0.
+    """
+    windows = lax.GatherDimensionNumbers(offset_dims=(page.ndim,), collapsed_slice_dims=(0,), start_index_map=(0, 1))
+    where = jnp.stack([page, start], -1)
+    return lax.gather(pages, where, windows, (1, width), mode="fill", fill_value=0)
+
+
+def _cut(x: jax.Array, widths: tuple[int, ...]) -> list[jax.Array]:
+    ends = [sum(widths[: i + 1]) for i in range(len(widths))]
+    return [x[..., end - width : end] for end, width in zip(ends, widths, strict=True)]
+
+
+def _encode_e4m3(values: jax.Array, least: int) -> Parts:
+    """e4m3 codes with ue8m0 scales of at least 2^least."""
+    finite = jnp.isfinite(values).all(-1)
+    amax = jnp.where(finite, jnp.max(jnp.abs(values), -1), 0)
+    part, exponent = jnp.frexp(jnp.maximum(amax, _E4M3_MAX * 2.0**least))  # part in [1/2, 1)
+    exponent = exponent - jnp.where(part > 7 / 8, 8, 9)  # exact, where a quotient and a logarithm would be rounded
+    values = jnp.where(finite[..., None], jnp.ldexp(values, -exponent[..., None]), 0)
+    most = jnp.where(exponent < 120, _E4M3_MAX, 240)[..., None]  # or the greatest would round to 2^128
+    values = jnp.clip(values, -most, most).astype(jnp.float8_e4m3fn)
+    codes = lax.optimization_barrier(lax.bitcast_convert_type(values, jnp.uint8))  # or XLA may undo the rounding
+    return codes, jnp.where(finite, exponent + _BIAS, _NAN).astype(jnp.uint8)
+
+
+def _decode_e4m3(codes: jax.Array, scales: jax.Array) -> jax.Array:
+    values = lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
+    scales = scales[..., None].astype(jnp.int32)
+    values = jnp.ldexp(values.reshape(*scales.shape[:-1], codes.shape[-1] // scales.shape[-2]), scales - _BIAS)
+    return jnp.where(scales == _NAN, jnp.nan, values)
+
+
+def quantize_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """float8_e4m3fn like x, and a float32 scale for each row: max(max |row|, 1e-4) / 448."""
+    x = _as_rounded(x)
+    scale = jnp.maximum(jnp.max(jnp.abs(x), -1), _INDEX_LEAST) / _E4M3_MAX
+    codes = jnp.clip(x / scale[..., None], -_E4M3_MAX, _E4M3_MAX)  # or rounding may take a quotient above the greatest
+    return codes.astype(jnp.float8_e4m3fn), scale
+
+
+def index_keys(codes: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Reads "index_fp8", uint8 `[…, 128]` and `[…, 4]`: float8_e4m3fn codes and float32 `[…]` scales."""
+    word = functools.reduce(jnp.bitwise_or, (scales[..., i].astype(jnp.uint32) << 8 * i for i in range(4)))
+    return lax.bitcast_convert_type(codes, jnp.float8_e4m3fn), lax.bitcast_convert_type(word, jnp.float32)
+
+
+def _encode_index(values: jax.Array) -> Parts:
+    """The codes of one group, with a float32 scale."""
+    codes, scale = quantize_rows(values)
+    codes = lax.optimization_barrier(lax.bitcast_convert_type(codes, jnp.uint8))  # or XLA may undo the rounding
+    word = lax.bitcast_convert_type(scale[..., 0], jnp.uint32)
+    return codes, jnp.stack([(word >> 8 * i & 255).astype(jnp.uint8) for i in range(4)], -1)
+
+
+def _decode_index(codes: jax.Array, scales: jax.Array) -> jax.Array:
+    values, scale = index_keys(codes, scales)
+    return values.astype(jnp.float32) * scale[..., None]
+
+
+def _encode_e2m1(values: jax.Array) -> Parts:
+    """e2m1 codes with e4m3 scales."""
+    finite = jnp.isfinite(values).all(-1)
+    amax = jnp.where(finite, jnp.max(jnp.abs(values), -1), 0)
+    scale = _sixth_in_e4m3(jnp.maximum(amax, 6 * _E4M3_LEAST))
+    magnitudes = jnp.where(finite[..., None], jnp.abs(values), 0)
+    codes = jnp.signbit(values).astype(jnp.uint8) << 3
+    for i, middle in enumerate(_E2M1_MIDDLES):  # exact, where a quotient would be rounded
+        limit = middle * scale[..., None]
+        codes += (magnitudes >= limit if i % 2 else magnitudes > limit).astype(jnp.uint8)
+    codes = codes.reshape(*values.shape[:-2], math.prod(values.shape[-2:]) // 2, 2)
+    scales = lax.bitcast_convert_type(scale.astype(jnp.float8_e4m3fn), jnp.uint8)
+    return codes[..., 0] | codes[..., 1] << 4, jnp.where(finite, scales, _E4M3_NAN).astype(jnp.uint8)
+
+
+def _sixth_in_e4m3(x: jax.Array) -> jax.Array:
+    """x / 6 rounded to the nearest e4m3 number, ties to even, at most 448: float32; x is 6·2^-9 or more.
+
+    It finds e4m3's step and an exact remainder, because the rounding of a quotient would depend on the device.
+    """
+    part, exponent = jnp.frexp(x)
+    step = jnp.maximum(exponent - jnp.where(part >= 0.75, 3, 4), -6) - 3  # of x / 6 in [8, 16) 2^step, or less
+    steps = jnp.ldexp(x, -step)
+    count = jnp.round(steps / 6)
+    over = steps - 6 * count
+    odd = count % 2 == 1
+    count += jnp.where((over > 3) | ((over == 3) & odd), 1, 0) - jnp.where((over < -3) | ((over == -3) & odd), 1, 0)
+    return jnp.minimum(jnp.ldexp(count, step), _E4M3_MAX)
+
+
+def _decode_e2m1(codes: jax.Array, scales: jax.Array) -> jax.Array:
+    group = 2 * codes.shape[-1] // scales.shape[-1]
+    codes = jnp.stack([codes & 15, codes >> 4], -1).astype(jnp.float32).reshape(*scales.shape, group)
+    size = jnp.where(codes < 8, codes, codes - 8)
+    size = jnp.where(size < 4, size / 2, jnp.where(size < 6, size - 2, 2 * size - 8))
+    scale = lax.bitcast_convert_type(scales, jnp.float8_e4m3fn).astype(jnp.float32)[..., None]
+    return jnp.where(codes < 8, size, -size) * scale
+
+
+LAYOUTS = {
+    "v4_fp8": Layout(D, 448, 8, 64, (576, 8), 576, functools.partial(_encode_e4m3, least=-13), _decode_e4m3),
+    "v41_fp8": Layout(D, 512, 8, 32, (528,), 1, functools.partial(_encode_e4m3, least=-22), _decode_e4m3),
+    "v41_fp4": Layout(D, 512, 4, 16, (288,), 1, _encode_e2m1, _decode_e2m1),
+    "index_fp8": Layout(128, 128, 8, 128, (128, 4), 1, _encode_index, _decode_index, 4, jnp.float32),
+}
+"""The least scale of V4 is 1e-4 rounded up, that of V4.1 is 1e-4 / 448 rounded up."""
+
+V4_FP8 = "v4_fp8"
+
+
+def layout_of(op: str, name: Any) -> Layout:
+    """The layout of that name.
+
+    Raises:
+      ValueError: there is none.
+    """
+    _check.one_of(op, "layout", name, tuple(LAYOUTS))
+    return LAYOUTS[name]
+
+
+def quantize_cache(entries: jax.Array, layout: str = V4_FP8) -> jax.Array:
+    """Pages of packed entries.
+
+    Args:
+      entries: `[…, n, d]`, bfloat16, float16 or float32; d is 512, in "index_fp8" 128. A page has n entries.
+      layout: "v4_fp8", DeepSeek-V4's: 584 bytes an entry, with the last 64 dimensions in bfloat16. "v41_fp8" and
+        "v41_fp4", DeepSeek-V4.1's: 528 and 288 bytes. "index_fp8", for the lightning indexer's keys: 132.
+
+    Returns:
+      uint8 `[…, page_bytes]`. NaN or inf among values that share a scale makes all of them NaN.
+
+    Raises:
+      ValueError, TypeError: entries or a layout that differ from the above.
+    """
+    how = layout_of("quantize_cache", layout)
+
+    def fits(x: jax.Array) -> bool:
+        return x.dtype in _check.FLOAT and x.ndim >= 2 and x.shape[-2] >= 1 and x.shape[-1] == how.d
+
+    wanted = f"bfloat16, float16 or float32[..., n, {how.d}], n >= 1"
+    entries = _check.array("quantize_cache", "entries", entries, wanted, fits)
+    *batch, n, _ = entries.shape
+    parts = [x.reshape(*batch, n * x.shape[-1]) for x in how.encode(entries)]
+    padding = jnp.zeros((*batch, how.page_bytes(n) - n * how.entry), jnp.uint8)
+    return jnp.concatenate([*parts, padding], -1)
+
+
+def dequantize_cache(pages: jax.Array, layout: str = V4_FP8) -> jax.Array:
+    """Unpacks pages, uint8 `[…, page_bytes]`, into bfloat16 entries `[…, n, 512]`, exactly; it does not read padding.
+
+    "index_fp8" gives float32 `[…, n, 128]`, rounded.
+
+    Args:
+      layout: as in `quantize_cache`.
+
+    Raises:
+      ValueError, TypeError: pages or a layout that differ from the above.
+    """
+    how = layout_of("dequantize_cache", layout)
+
+    def fits(x: jax.Array) -> bool:
+        return x.dtype == jnp.uint8 and x.ndim >= 1 and how.is_page(x.shape[-1])
+
+    wanted = f"uint8[..., {how.page_rule}], n >= 1"
+    pages = _check.array("dequantize_cache", "pages", pages, wanted, fits)
+    *batch, size = pages.shape
+    n = how.page_entries(size)
+    parts = _cut(pages, tuple(n * width for width in how.parts))
+    return how.decode(*(x.reshape(*batch, n, width) for x, width in zip(parts, how.parts, strict=True)))

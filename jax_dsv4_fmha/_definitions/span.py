@@ -1,0 +1,191 @@
+"""The mask: one interval of keys for every query row."""
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import _check
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("start", "stop"), meta_fields=("rules", "width"))
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """A mask: query i of batch entry n sees the keys `start[n, i] <= j < stop[n, i]`, one interval.
+
+    start and stop are ints, or int32 arrays that broadcast to `[b, s_q]`. An op clips them to `[0, s_kv]`. A query with
+    `start >= stop` sees nothing. `a & b` shows the keys that both show.
+
+    In the constructors, `offset` is an int or int32 `[b]`, traced or not: query i has position `i + offset`, and the
+    first key has position 0. Positions above 2**31 - 2 count as 2**31 - 2.
+    """
+
+    start: Any
+    stop: Any
+    rules: frozenset[str] = frozenset()
+    """`segments` or `compressed`, whichever made it: `&` refuses to combine the two"""
+    width: int | None = None
+    """the most keys that a query sees, as far as they are known while tracing; kernels of gradients are chosen by it"""
+
+    @classmethod
+    def causal(cls, s_q: int, offset: Any = 0) -> "Span":
+        """Keys up to and with the query's own position."""
+        p = _positions("Span.causal", s_q, offset)
+        return cls(_front(), p + 1)
+
+    @classmethod
+    def sliding_window(cls, s_q: int, window: int, offset: Any = 0) -> "Span":
+        """The last `window` keys, the query's own position included."""
+        window = _check.positive("Span.sliding_window", "window", window)
+        p = _positions("Span.sliding_window", s_q, offset)
+        start = jnp.maximum(p, window - 1) - (window - 1)  # written so that nothing wraps around
+        return cls(start, p + 1, width=window)
+
+    @classmethod
+    def compressed(cls, s_q: int, ratio: int, offset: Any = 0) -> "Span":
+        """Entries of a cache with one entry for `ratio` positions: those whose positions are all past.
+
+        For packed sequences see `compressed_segments`.
+        """
+        ratio = _check.positive("Span.compressed", "ratio", ratio)
+        p = _positions("Span.compressed", s_q, offset)
+        return cls(_front(), (p + 1) // ratio, frozenset({"compressed"}))
+
+    @classmethod
+    def lengths(cls, lengths: Any) -> "Span":
+        """The first `lengths[n]` keys of batch entry n; int32 `[b]`."""
+        stop = _check.operand("Span.lengths", "lengths", lengths, "b", {}, _check.INT)[:, None]
+        return cls(_front(), stop)
+
+    @classmethod
+    def segments(cls, q_ids: Any, kv_ids: Any = None) -> "Span":
+        """Packed sequences: a query sees the keys with its segment id.
+
+        q_ids int32 `[b, s_q]`; kv_ids int32 `[b, s_kv]`, the same array if left out. The keys of a segment stand side
+        by side; the segments may come in any order. A query whose id no key has sees nothing. Nor does one whose keys
+        stand in several places, which is a ValueError where kv_ids is known while tracing. Packed causal self-attention
+        is `Span.segments(ids) & Span.causal(s)`; from cumulative lengths, `ids = searchsorted(cu_seqlens, arange(s),
+        "right")`.
+        """
+        dims: dict[str, Any] = {}
+        q_ids = _check.operand("Span.segments", "q_ids", q_ids, "b s_q", dims, _check.INT)
+        kv_ids = q_ids if kv_ids is None else kv_ids
+        kv_ids = _check.operand("Span.segments", "kv_ids", kv_ids, "b s_kv", dims, _check.INT)
+        _side_by_side(kv_ids)
+        order = jnp.argsort(kv_ids, axis=1, stable=True).astype(jnp.int32)
+        ids = jnp.take_along_axis(kv_ids, order, 1)
+        first, end = (_search(ids, q_ids, side) for side in ("left", "right"))
+        start, last = (jnp.take_along_axis(order, jnp.maximum(i, 0), 1, mode="clip") for i in (first, end - 1))
+        stop = jnp.where((first < end) & (last - start < end - first), last + 1, 0)
+        return cls(start, stop, frozenset({"segments"}))
+
+    @classmethod
+    def compressed_segments(cls, ids: Any, ratio: int) -> "Span":
+        """Entries of packed sequences, one for `ratio` tokens: a query sees the past entries of its own sequence.
+
+        ids int32 `[b, s]`, of the tokens. Each run of equal ids is a sequence, whose blocks begin with its first token.
+        A sequence of n tokens has `n // ratio` entries, and the entries stand one sequence after the other.
+        `Span.compressed` counts from the row's first token, which is wrong for a sequence that begins elsewhere than at
+        a multiple of ratio, so combining it with `Span.segments` is an error.
+        """
+        op = "Span.compressed_segments"
+        ids = _check.operand(op, "ids", ids, "b s", {}, _check.INT)
+        ratio = _check.positive(op, "ratio", ratio)
+        past = (positions_of(ids) + 1) // ratio
+        stop = jnp.cumsum((positions_of(ids) + 1) % ratio == 0, axis=1, dtype=jnp.int32)
+        return cls(stop - past, stop)
+
+    def __and__(self, other: "Span") -> "Span":
+        if not isinstance(other, Span):
+            return NotImplemented
+        rules = self.rules | other.rules
+        if len(rules) > 1:
+            got = "Span.segments and Span.compressed, which counts from the row's first token"
+            raise _check.error(
+                ValueError, "Span", "&", got, "Span.compressed_segments(ids, ratio) for packed sequences"
+            )
+        bounds = tuple(map(_in_32_bits, (self.start, self.stop, other.start, other.stop)))
+        try:
+            jnp.broadcast_shapes(*map(jnp.shape, bounds))
+        except ValueError as e:
+            raise _check.error(ValueError, "Span", "&", f"{self} and {other}", "shapes that broadcast") from e
+        width = min((x.width for x in (self, other) if x.width is not None), default=None)
+        return Span(jnp.maximum(bounds[0], bounds[2]), jnp.minimum(bounds[1], bounds[3]), rules, width)
+
+    def __str__(self) -> str:
+        return f"Span({_check.describe(self.start)}, {_check.describe(self.stop)})"
+
+    def bounds(self, b: Any, s_q: Any, s_kv: Any, op: str = "Span") -> tuple[jax.Array, jax.Array]:
+        """start and stop, each int32 `[b, s_q]` within `[0, s_kv]`. `op` is the caller's name, for errors."""
+        start = _bound(op, "span.start", self.start, b, s_q, s_kv)
+        return start, _bound(op, "span.stop", self.stop, b, s_q, s_kv)
+
+
+def shown_by_all(op: str, spans: Sequence[Span], b: Any, s_q: Any, s_kv: Any) -> tuple[jax.Array, jax.Array]:
+    """start and stop, as `Span.bounds` gives them, of the keys that all of the spans show."""
+    each = [Span(*span.bounds(b, s_q, s_kv, op), span.rules, span.width) for span in spans]
+    return functools.reduce(operator.and_, each).bounds(b, s_q, s_kv, op)
+
+
+def positions_of(ids: jax.Array) -> jax.Array:
+    """int32 `[b, s]`: how far each token is from the first of its run of equal ids."""
+    i = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
+    begins = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    return i - jax.lax.cummax(jnp.where(begins, i, 0), axis=1)
+
+
+def _bound(op: str, name: str, x: Any, b: Any, s_q: Any, s_kv: Any) -> jax.Array:
+    wanted = f"int32 that broadcasts to [b={b}, s_q={s_q}]"
+    x = _in_32_bits(x)
+    if not isinstance(x, jax.Array | np.ndarray | np.generic):
+        raise _check.error(TypeError, op, name, x, wanted)
+    shape = x.shape
+    fits = len(shape) <= 2 and all(n == 1 or n == m for n, m in zip(shape[::-1], (s_q, b), strict=False))
+    if x.dtype not in _check.INT or not fits:
+        raise _check.error(ValueError, op, name, x, wanted)
+    return jnp.broadcast_to(jnp.clip(jnp.asarray(x), 0, s_kv), (b, s_q))
+
+
+def _front() -> jax.Array:
+    """Where the first key is; unlike an array that may be sharded, it needs no mesh to be set outside of jit."""
+    return jnp.zeros((1, 1), jnp.int32)
+
+
+def _in_32_bits(x: Any) -> Any:
+    """An int bound as int32; any other bound unchanged."""
+    if isinstance(x, int) and not isinstance(x, bool):
+        return jnp.int32(min(max(x, -(2**31)), 2**31 - 1))
+    return _check.narrow(x)
+
+
+def _positions(op: str, s_q: Any, offset: Any) -> jax.Array:
+    """int32 [1, s_q] or [b, s_q], at most 2**31 - 2"""
+    i = jnp.arange(_check.positive(op, "s_q", s_q), dtype=jnp.int32)[None]
+    return i + jnp.minimum(_check.offset(op, "offset", offset, {})[:, None], 2**31 - 2 - i)
+
+
+def _search(ids: jax.Array, x: jax.Array, side: str) -> jax.Array:
+    """`jnp.searchsorted`, row by row, for any number of ids that int32 counts, known while tracing or not."""
+
+    def step(count: jax.Array, bit: jax.Array) -> tuple[jax.Array, None]:
+        more = count + bit
+        at = jnp.take_along_axis(ids, more - 1, 1, mode="clip")
+        return jnp.where((more <= ids.shape[1]) & ((at < x) if side == "left" else (at <= x)), more, count), None
+
+    return jax.lax.scan(step, jnp.zeros_like(x), jnp.array([1 << i for i in range(30, -1, -1)], jnp.int32))[0]
+
+
+def _side_by_side(ids: jax.Array) -> None:
+    """Raises where ids are known and equal ids of a row are not neighbours."""
+    if isinstance(ids, jax.core.Tracer) or not ids.is_fully_addressable:
+        return
+    for i, row in enumerate(np.asarray(ids)):
+        runs, counts = np.unique(row[np.r_[True, row[1:] != row[:-1]]], return_counts=True)
+        if (counts > 1).any():
+            got = f"{runs[counts > 1][0]} in several places of row {i}"
+            raise _check.error(ValueError, "Span.segments", "kv_ids", got, "the keys of a segment side by side")

@@ -1,0 +1,151 @@
+"""Which implementation runs, and why: `explain` answers the question, and a log line reports a fallback that nobody
+asked for; an exported fallback is a warning.
+
+Every op leaves a mark where its kernel and its reference part: `chosen`, an identity that lowers to nothing and holds
+the `Call`. `explain` traces a function and reads the marks from its jaxpr, so that it sees what will be compiled.
+"""
+
+import functools
+import logging
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from .. import _check
+from .._host import library
+from .op import Call
+from .support import built
+
+_LOG = logging.getLogger("jax_dsv4_fmha")
+
+chosen = Primitive("dsv4_fmha_chosen")
+chosen.def_impl(lambda x, **_: x)
+chosen.def_abstract_eval(lambda x, **_: x)
+
+
+def _lower_chosen(ctx: Any, x: Any, *, call: Call) -> Any:
+    module = ctx.module_context
+    exports = module.lowering_parameters.for_export and "cuda" in module.platforms
+    if exports and call.fit is not None and not library.variants():
+        what = f"{call.op.name}, {call.op.part}, is exported for cuda without a kernel: no kernels are built in"
+        warnings.warn(f"{what} (`python -m jax_dsv4_fmha info`)", RuntimeWarning, stacklevel=2)
+    return [x]
+
+
+mlir.register_lowering(chosen, _lower_chosen)
+
+
+class Decision(NamedTuple):
+    """How one op of a program runs, as `explain` finds it."""
+
+    op: str
+    """the function that was called, for example "fmha", by its name"""
+    part: str
+    """"forward" or "gradient", the pass"""
+    implementation: str
+    """"kernel" or "reference", the implementation"""
+    variant: str
+    """the kernel's key in `info --json`; "" for the reference, and for a call with several kernels"""
+    reason: str
+    times: int
+    """how often the program has it; a loop's body counts once"""
+
+    def __str__(self) -> str:
+        times = f" ({self.times} times)" if self.times > 1 else ""
+        return f"{self.op}, {self.part}{times}: {self.implementation}: {self.reason}"
+
+
+def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Decision]:
+    """Says, for every op in `f(*args, **kwargs)`, whether a kernel or the reference runs it here, and why.
+
+        print(*explain(layer, q, kv), sep="\\n")
+        print(*explain(jax.grad(loss), parameters, batch), sep="\\n")   # gradients too
+
+    It traces f and neither compiles nor runs it, so arguments may be `jax.ShapeDtypeStruct`. "Here" is JAX's default
+    backend and this process's devices. A mesh counts as traced: where it shards heads, devices may run the kernel for
+    fewer heads. Calls with implementation="reference" leave no mark and are not listed.
+
+    Args:
+      f: any function that JAX can trace, jitted or not. A function that is not jitted must close over arguments that
+        are not arrays, such as a string.
+      *args, **kwargs: the arguments of f.
+
+    Returns:
+      A `Decision` for each op, part and reason, in the order of the program.
+    """
+    if not callable(f):
+        raise _check.error(TypeError, "explain", "f", f, "a function that JAX can trace")
+    traced = (f if hasattr(f, "trace") else jax.jit(f)).trace(*args, **kwargs)
+    counts = Counter(_decided(call, q) for call, q in _marks(traced.jaxpr))
+    return [decision._replace(times=n) for decision, n in counts.items()]
+
+
+def log_fallback(call: Call) -> None:
+    """Logs once, for each reason, that a process with CUDA devices runs the reference without having asked for it."""
+    if call.fit is not None and call.when in ("never", "in exports") and library.local_architectures():
+        _warn(f"{call.op.name}, {call.op.part}: runs on the reference, in jnp: {_why_reference(call)}")
+
+
+@functools.cache
+def _warn(text: str) -> None:
+    _LOG.warning(text)
+
+
+def _decided(call: Call, q: Any) -> Decision:
+    platform = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
+    is_kernel = call.when == "always" or (call.when == "on cuda" and platform == "cuda")
+    if not is_kernel:
+        reason = _why_reference(call)
+    elif call.when == "always" and platform != "cuda":
+        reason = f"'cubin' was asked for; compiling it for {platform} is an error, exporting it for cuda is not"
+    else:
+        assert call.fit is not None
+        reason = f"{' and '.join(call.fit.kernels)}, built for {' and '.join(call.fit.built)}: {call.fit.got}"
+    variant = _variant(call, q) if is_kernel else ""
+    return Decision(call.op.name, call.op.part, "kernel" if is_kernel else "reference", variant, reason, 1)
+
+
+def _variant(call: Call, q: Any) -> str:
+    """The key of the one variant that takes q `[b, s_q, h_q, d]` here; the library looks it up in the same way."""
+    arch = next(iter(library.local_architectures()), None)
+    wanted = {"d": q.shape[-1], "dtype": q.dtype.name}
+    fits = [v for v in library.variants() if call.fit and v.op in call.fit.kernels and v.arch == arch]
+    fits = [v for v in fits if v.choices.get("packing", "") == (call.fit.packing if call.fit else "")]
+    fits = [v for v in fits if wanted.items() <= v.choices.items() and v.choices.get("max_heads", 0) >= q.shape[-2]]
+    least = min((v.choices["max_heads"] for v in fits), default=0)
+    keys = [v.key for v in fits if v.choices["max_heads"] == least]
+    return keys[0] if len(keys) == 1 else ""
+
+
+def _why_reference(call: Call) -> str:
+    fit, is_gradient = call.fit, call.op.part == "gradient"
+    if fit is None:
+        return "this has no kernel" if not is_gradient else "this gradient has no kernel"
+    if not library.variants():
+        return "no kernels are built in (`python -m jax_dsv4_fmha info`)"
+    if not fit.built:
+        what = "no kernel of a gradient takes" if is_gradient else "no kernel takes"
+        return f"{what} {fit.got}" + ("" if is_gradient else f"; built {built(fit.kernels)}")
+    here, kernels, archs = library.local_architectures(), " and ".join(fit.kernels), " and ".join(fit.built)
+    if here and not set(here) & set(fit.built):
+        return f"{kernels}: built for {archs}, and this process has {' and '.join(here)}"
+    if here and not set(here) <= set(fit.built):
+        return f"{kernels}: built for {archs}, and not for all of {' and '.join(here)}"
+    if call.when == "never":
+        return f"the forward pass has no kernel here, so neither has the gradient ({fit.got})"
+    return f"JAX compiles for {jax.default_backend()} here; on {archs} it would be {kernels}: {fit.got}"
+
+
+def _marks(jaxpr: Any) -> Iterator[tuple[Call, Any]]:
+    """The calls in a jaxpr and its inner jaxprs, in order, each with the shape of its first operand."""
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        if equation.primitive is chosen:
+            yield equation.params["call"], equation.invars[0].aval
+        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
+                yield from _marks(value)

@@ -1,0 +1,78 @@
+"""All batch axes of an op made the one that a kernel has."""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .lowering import lowered
+from .op import ONE_OR_B, SINK, Arrays, Axes, Call, Op
+
+
+def batch_shape(op: Op, operands: Sequence[jax.Array]) -> tuple[Any, ...]:
+    """The sizes of the batch axes, to which those of the operands (1 or the size) broadcast."""
+    shapes = [x.shape[: x.ndim - len(axes.axes.split()) + 1] for axes, x in zip(op.operands, operands, strict=True)]
+    return tuple(next((n for n in sizes if n != 1), 1) for sizes in zip(*shapes, strict=True))
+
+
+def folded(call: Call, *operands: jax.Array) -> Arrays:
+    """The op on one device, all batch axes made one.
+
+    The last batch axes become queries instead where no key has them, so that keys need not be copied. A kernel does not
+    take a sink for every batch entry; such a sink weights o afterwards, as its definition in terms of lse allows.
+    """
+    op = call.op
+    batch = batch_shape(op, operands)
+    given = dict(zip(op.operands, operands, strict=True))
+    sink = next((x for axes, x in given.items() if axes.axes == SINK.axes), None)
+    per_entry = sink is not None and any(n != 1 for n in sink.shape[:-1])
+    keep = len(batch) if any("s_q" not in axes.axes for axes in op.results) else 0
+    for axes, x in given.items():
+        if "s_q" not in axes.axes and axes.axes != SINK.axes:
+            keep = max([keep, *(i + 1 for i in range(len(batch)) if x.shape[i] != 1)])
+    without_sink = {axes: x for axes, x in given.items() if axes.axes != SINK.axes}
+    inner = batch_shape(Op("", tuple(without_sink), (), op.reference), tuple(without_sink.values()))
+
+    def fold(axes: Axes, x: jax.Array) -> jax.Array:
+        rest = x.shape[len(batch) :]
+        if axes.axes == SINK.axes:
+            return jnp.full_like(x[(0,) * len(batch)], -jnp.inf) if per_entry else x.reshape(rest)
+        if "s_q" in axes.axes:
+            x = jnp.broadcast_to(x, (*inner, *rest))
+            return x.reshape(math.prod(inner[:keep]), math.prod(inner[keep:]) * rest[0], *rest[1:])
+        shared = axes.axes.startswith(ONE_OR_B) and math.prod(x.shape[: len(batch)]) == 1
+        if shared and all("s_q" in of_result.axes for of_result in op.results):
+            return x.reshape(1, *rest)
+        x = jnp.broadcast_to(x, (*inner[:keep], *x.shape[keep:]))
+        return x.reshape(math.prod(inner[:keep]), *rest)
+
+    def unfold(axes: Axes, x: jax.Array) -> jax.Array:
+        rest = x.shape[1:]
+        if "s_q" in axes.axes:
+            rest = (rest[0] // math.prod(inner[keep:]), *rest[1:])
+        return x.reshape(*inner, *rest)
+
+    if 0 in batch:  # jax.vmap over nothing
+        one = [(() if axes.axes == SINK.axes else (1,), x) for axes, x in given.items()]
+        shapes = jax.eval_shape(
+            functools.partial(op.reference, **dict(call.params)),
+            *(jax.ShapeDtypeStruct((*b, *x.shape[len(batch) :]), x.dtype) for b, x in one),
+        )
+        return tuple(jnp.zeros((*batch, *x.shape[1:]), x.dtype) for x in shapes)
+    results = lowered(call, *(fold(axes, x) for axes, x in given.items()))
+    results = tuple(map(unfold, op.results, results))
+    if per_entry:
+        assert sink is not None
+        o, lse = results
+        weight = sink_weight(lse, sink[..., None, :])
+        o = (o.astype(jnp.float32) * weight[..., None]).astype(o.dtype)
+        results = o, jnp.broadcast_to(lse, weight.shape)
+    return results
+
+
+def sink_weight(lse: jax.Array, sink: jax.Array) -> jax.Array:
+    """exp(lse - logaddexp(lse, sink)), the part of the softmax that the keys get beside the sink; never NaN."""
+    return jax.nn.sigmoid(jnp.where(jnp.isinf(lse), 0, lse) - sink)

@@ -1,0 +1,109 @@
+"""Which implementation of an op runs: the kernel or the reference."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from .. import _check
+from .._host import library
+from . import explain
+from .manual_axes import vary, varying
+from .op import Arrays, Call, Fit
+from .support import not_built
+
+
+def choose(op: str, implementation: _check.Implementation | None, fit: Fit) -> str:
+    """Call.when, for the kernels that fit the operands."""
+    if implementation == "cubin":
+        if not fit.built:
+            raise not_built(op, "implementation", f"'cubin' for {fit.got}", fit.wanted, fit.kernels)
+        here = library.local_architectures()
+        return "always" if not here or set(here) & set(fit.built) else "always in exports"
+    if not fit.built:
+        return "never"
+    return "on cuda" if _serves(fit.built) else "in exports"
+
+
+def choose_backward(forward: str, built: Sequence[str]) -> str:
+    """Call.when of a gradient's op, whose kernels are `built` for these architectures: the forward op's, if there is a
+    kernel.
+    """
+    return forward if _serves(built) else "never"
+
+
+def _serves(built: Sequence[str]) -> bool:
+    """Whether there is a kernel for every device that this process has."""
+    return bool(built) and all(a in built for a in library.local_architectures())
+
+
+def lowered(call: Call, *operands: jax.Array) -> Arrays:
+    op, params = call.op, dict(call.params)
+    explain.log_fallback(call)
+    operands = (explain.chosen.bind(operands[0], call=call), *operands[1:])
+    reference = functools.partial(op.reference, **params)
+    if op.kernel is None or call.when == "never":
+        return reference(*operands)
+    axes = varying(operands)
+    run = functools.partial(op.kernel, **params)
+
+    def on_cuda(*operands: jax.Array) -> Arrays:  # a custom call says nothing about manual axes
+        return vary(run(*operands), axes)
+
+    def refuse(*operands: jax.Array) -> Arrays:
+        results = tuple((x.shape, x.dtype) for x in jax.eval_shape(run, *operands))
+        return vary(_not_cuda.bind(*operands, op=op.name, results=results), axes)
+
+    def if_exported(*operands: jax.Array) -> Arrays:
+        return tuple(_exported.bind(*operands, call=call, then=on_cuda, otherwise=otherwise))
+
+    elsewhere = refuse if call.when.startswith("always") else reference
+    otherwise = None if call.when.startswith("always") else reference
+    on_cuda_here = if_exported if call.when.endswith("in exports") else on_cuda
+    results: Arrays = lax.platform_dependent(*operands, cuda=on_cuda_here, default=elsewhere)
+    return results
+
+
+# Only lowering knows the platform of a call: jax.export lowers for CUDA on a machine without it. So on other platforms
+# a primitive stands for the kernel, and raises when it is lowered.
+_not_cuda = Primitive("dsv4_fmha_not_cuda")
+_not_cuda.multiple_results = True
+_not_cuda.def_abstract_eval(
+    lambda x, *_, results, **__: [x.update(shape=s, dtype=t, weak_type=False) for s, t in results]
+)
+
+
+def _lower_refusal(ctx: Any, *_: Any, op: str, **__: Any) -> Any:
+    platforms = " or ".join(ctx.module_context.platforms)
+    raise _check.error(ValueError, op, "implementation", f"'cubin' on platform {platforms}", "platform cuda")
+
+
+mlir.register_lowering(_not_cuda, _lower_refusal)
+
+
+# Only lowering knows, too, whether a call is lowered for the devices that are here or exported for others.
+_exported = Primitive("dsv4_fmha_exported")
+_exported.multiple_results = True
+
+
+@_exported.def_abstract_eval
+def _(*operands: Any, then: Callable[..., Arrays], **_: Any) -> Any:
+    return [operands[0].update(shape=x.shape, dtype=x.dtype, weak_type=False) for x in jax.eval_shape(then, *operands)]
+
+
+def _lower_exported(
+    ctx: Any, *operands: Any, call: Call, then: Callable[..., Arrays], otherwise: Callable[..., Arrays] | None
+) -> Any:
+    run = then if ctx.module_context.lowering_parameters.for_export else otherwise
+    if run is None:
+        assert call.fit is not None
+        got, wanted = f"'cubin' on {', '.join(library.local_architectures())}", "a kernel that is built for it"
+        raise not_built(call.op.name, "implementation", got, wanted, call.fit.kernels)
+    return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
+
+
+mlir.register_lowering(_exported, _lower_exported)

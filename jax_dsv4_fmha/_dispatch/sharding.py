@@ -1,0 +1,215 @@
+"""An op on a mesh: which devices compute what."""
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from .. import _check
+from .folding import folded
+from .manual_axes import vary, varying
+from .op import Arrays, Call, axes_of, axis_names
+
+
+def _mesh(operands: Sequence[jax.Array]) -> Any:
+    meshes = (jax.typeof(x).sharding.mesh for x in operands)
+    return next((mesh for mesh in meshes if not mesh.empty), jax.sharding.get_abstract_mesh())
+
+
+def _explicit_axes(mesh: Any) -> frozenset[str]:
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return frozenset(name for name, kind in kinds if kind == AxisType.Explicit)
+
+
+def sharded(call: Call, *operands: jax.Array) -> Arrays:
+    mesh = _mesh(operands)
+    kinds = set(mesh.axis_types)
+    if kinds == {AxisType.Manual}:
+        return folded(call, *operands)
+    if AxisType.Explicit not in kinds:
+        return _partitioned(call, *operands)
+    layout = _explicit_layout(call, operands, mesh)
+    # Without jax.set_mesh, a shard_map cannot ask XLA's partitioner: an operand with Auto axes is gathered.
+    leaves_auto = AxisType.Auto in kinds and _explicit_axes(mesh) <= set(jax.sharding.get_abstract_mesh().axis_names)
+    run = jax.shard_map(
+        functools.partial(layout.run, functools.partial(sharded if leaves_auto else folded, call)),
+        in_specs=layout.operands,
+        out_specs=layout.results,
+        # all, said so, is one too many where jax.vmap maps an axis that is sharded
+        axis_names=_explicit_axes(mesh) if leaves_auto else frozenset(),
+        check_vma=False,
+    )
+    with jax.sharding.use_abstract_mesh(mesh):
+        return vary(run(*layout.reshard(operands, mesh)), varying(operands))
+
+
+class _Layout:
+    """Which mesh axes split which axes of an op, and from that what one device computes and which results are summed.
+
+    The first operand that splits an axis decides for all. A split that cannot be is an error if strict. Otherwise it is
+    dropped, and the partitioner gathers the operand.
+    """
+
+    def __init__(self, call: Call, shapes: Sequence[tuple[Any, ...]], specs: Sequence[P], mesh: Mapping[str, int],
+                 strict: bool) -> None:  # fmt: skip
+        self.mesh, op = mesh, call.op
+        self.names = [axis_names(axes, len(shape)) for axes, shape in zip(op.operands, shapes, strict=True)]
+        self.size = size = {name: x for name, x in call.params if name in axes_of(op.results)}
+        for names, shape in zip(self.names, shapes, strict=True):
+            size |= {name: n for name, n in zip(names, shape, strict=True) if n != 1 or name not in size}
+        self.h_q, self.h_kv = size.get("h_q", 1), size.get("h_kv", 1)
+        self.split: dict[str, tuple[str, ...]] = {}
+        for operand, names, spec in zip(op.operands, self.names, specs, strict=True):
+            for name, entry in zip(names, spec, strict=False):
+                axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
+                problem = self._add(name, axes, size[name]) if axes else None
+                if problem and strict:
+                    got = f"{name} sharded over {', '.join(axes)}"
+                    raise _check.error(ValueError, op.name, operand.name, got, problem)
+        batch = sum(name not in op.operands[0].axes.split() for name in self.names[0])
+        self.operands = tuple(self._spec(names, shape) for names, shape in zip(self.names, shapes, strict=True))
+        self.result_names = [axis_names(axes, batch + len(axes.axes.split()) - 1) for axes in op.results]
+        self.results = tuple(self._spec(names, [size[name] for name in names]) for names in self.result_names)
+
+    @staticmethod
+    def may_split(name: str) -> bool:
+        return name in ("s_q", "h_q", "h_kv") or name[1:].isdigit()
+
+    def _add(self, name: str, axes: tuple[str, ...], size: Any) -> str | None:
+        """Enters a split, or says what it had to be instead."""
+        if name == "h_kv":
+            name, size = "h_q", self.h_q
+        if not self.may_split(name):
+            return "that axis whole: only batch, s_q and heads may be sharded"
+        if name in self.split:
+            return None if self.split[name] == axes else f"{name} sharded over {', '.join(self.split[name])}, as before"
+        if any(a in axes for other in self.split.values() for a in other):
+            return "mesh axes that no other axis is sharded over"
+        shards = math.prod(self.mesh[a] for a in axes)
+        if size % shards:
+            return f"a multiple of {shards}"
+        if name == "h_q" and self.h_kv % shards and (self.h_q // self.h_kv) % (self.h_q // shards):
+            return f"query heads of whole key heads, or of one, on a device; there are {self.h_q} and {self.h_kv}"
+        self.split[name] = axes
+        return None
+
+    @property
+    def _one_of_h_kv(self) -> bool:
+        """Whether there are more shards of heads than key heads, so that each device takes one of the key heads, all of
+        which it has.
+        """
+        return self.h_kv % math.prod(self.mesh[a] for a in self.split.get("h_q", ())) != 0
+
+    def _spec(self, names: Sequence[str], shape: Sequence[Any]) -> P:
+        def entry(name: str, n: Any) -> tuple[str, ...] | None:
+            if name == "h_kv":
+                return None if self._one_of_h_kv else self.split.get("h_q")
+            return self.split.get(name) if n != 1 or name == "h_q" else None
+
+        return P(*map(entry, names, shape))
+
+    def passes(self, arguments: Sequence[Any], results: Sequence[Any]) -> bool:
+        """Whether these shardings may stay as they are; only the sizes of the shards are known.
+
+        Such shardings come from inside of a jax.shard_map over some of the axes, where the partitioner sees the rest.
+        It gives an axis the same shards everywhere. It does not say how query heads and key heads would meet, or over
+        which devices to sum.
+        """
+        everywhere = set.intersection(*map(set, self.result_names))
+        for x, names in zip((*arguments, *results), (*self.names, *self.result_names), strict=True):
+            for name, n, local in zip(names, x.shape, x.sharding.shard_shape(x.shape), strict=True):
+                if n != local and (name not in everywhere or (name == "h_q" and self.h_kv != 1)):
+                    return False
+        return True
+
+    def reshard(self, operands: Arrays, mesh: Any) -> Arrays:
+        specs = zip(operands, self.operands, strict=True)
+        return tuple(jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in specs)
+
+    def run(self, op: Callable[..., Arrays], *operands: jax.Array) -> Arrays:
+        """The function that one device computes, with `op` on its operands."""
+        heads = self.split.get("h_q", ())
+        picks = self._one_of_h_kv and self.h_kv != 1
+        if picks:
+            shards = math.prod(self.mesh[a] for a in heads)
+            head = lax.axis_index(heads) * self.h_kv // shards
+            operands = tuple(
+                lax.dynamic_slice_in_dim(x, head, 1, names.index("h_kv")) if "h_kv" in names else x
+                for x, names in zip(operands, self.names, strict=True)
+            )
+        results = []
+        for x, names in zip(op(*operands), self.result_names, strict=True):
+            has = {"h_q" if name == "h_kv" and not self._one_of_h_kv else name for name in names}
+            if picks and "h_kv" in names:
+                axis = names.index("h_kv")
+                whole = jnp.zeros((*x.shape[:axis], self.h_kv, *x.shape[axis + 1 :]), x.dtype)
+                x = lax.dynamic_update_slice_in_dim(whole, x, head, axis)
+            lacks = tuple(a for name, axes in self.split.items() if name not in has for a in axes)
+            results.append(lax.psum(x, lacks) if lacks else x)
+        return tuple(results)
+
+
+def _explicit_layout(call: Call, operands: Sequence[jax.Array], mesh: Any) -> _Layout:
+    specs = [jax.typeof(x).sharding.spec for x in operands]
+    return _Layout(call, [x.shape for x in operands], specs, mesh.shape, strict=True)
+
+
+def _partitioned(call: Call, *operands: jax.Array) -> Arrays:
+    """The op where XLA's partitioner decides, and then asks what a device computes."""
+    shapes = [x.shape for x in operands]
+
+    def partition(mesh: Any, arguments: Any, results: Any) -> Any:
+        if mesh.empty and whole_layout.passes(arguments, results):
+            return mesh, alone, *(tuple(x.sharding for x in xs) for xs in (results, arguments))
+        specs = [getattr(x.sharding, "spec", P()) for x in arguments]
+        layout = _Layout(call, shapes, specs, mesh.shape, strict=False)
+
+        def on(specs: Any) -> Any:
+            return tuple(NamedSharding(mesh, spec) for spec in specs)
+
+        return mesh, functools.partial(layout.run, alone), on(layout.results), on(layout.operands)
+
+    alone = functools.partial(folded, call)
+    run = custom_partitioning(alone)
+    whole_layout = _Layout(call, shapes, [P()] * len(shapes), {}, strict=False)
+    rule, whole = _sharding_rule(whole_layout, shapes)
+    run.def_partition(partition, sharding_rule=rule, need_replication_factors=whole)
+    results: Arrays = run(*operands)
+    return results
+
+
+def _sharding_rule(layout: _Layout, shapes: Sequence[tuple[Any, ...]]) -> tuple[str, tuple[str, ...]]:
+    """The op for Shardy, with the axes that it may not shard. Shardy does not learn how key heads follow query
+    heads.
+    """
+    whole: dict[str, None] = {}
+
+    def factor(name: str, n: Any) -> str:
+        if layout.may_split(name) and (n != 1 or name[0] == "h"):
+            return name
+        name = name if n != 1 else f"one{len(whole)}"
+        whole.setdefault(name)
+        return name
+
+    def term(names: Sequence[str], shape: Sequence[Any]) -> str:
+        return " ".join(map(factor, names, shape))
+
+    left = ", ".join(map(term, layout.names, shapes))
+    right = ", ".join(term(names, [layout.size[name] for name in names]) for names in layout.result_names)
+    return f"{left} -> {right}", tuple(whole)
+
+
+def aligned(call: Call, operands: Arrays) -> Arrays:
+    """The operands, placed as the op needs them, so that autodiff sees how they got there and transposes it."""
+    operands = vary(operands, varying(operands))
+    mesh = _mesh(operands)
+    if _explicit_axes(mesh):
+        operands = _explicit_layout(call, operands, mesh).reshard(operands, mesh)
+    return operands

@@ -1,0 +1,402 @@
+"""Sources of keys: one or two, which queries attend to under one softmax.
+
+A source says which keys every query sees. Its kind determines the axes of its operands, its meaning and its gradient;
+a tuple of kinds determines which kernel runs. All attention of the package is `attend`. Its gradient is the sum of the
+sources' gradients under the lse of all of them, so backward kernels serve kinds of sources, as forward kernels do.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .. import _check, reference
+from .._definitions import attention_gradient
+from .._definitions.packed import LAYOUTS, V4_FP8, dequantize_cache
+from .._definitions.span import Span
+from .._host import attention, gradients, library
+from .autodiff import Differentiable, forward, gradient, rowsum
+from .lowering import choose, choose_backward
+from .op import ONE_OR_B, RESULTS, SINK, Arrays, Axes, Call, Fit, Op
+from .support import not_built
+
+_Q, _ROWS = Axes("q", "b s_q h_q d"), "b s_q"
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("keys", "values", "start", "stop"),
+    meta_fields=("names", "axis", "width"),
+)
+@dataclasses.dataclass(frozen=True)
+class SpanSource:
+    """One interval of keys for every query.
+
+    Attributes:
+      keys: `[b, s, h_kv, d]`, or `[b, s, d]` for a single head, the form that a source beside another has.
+      start, stop: int32 `[b, s_q]` within `[0, s]`: query i sees the keys `start <= j < stop`.
+      values: like keys; None where V is K.
+      names: the caller's names of keys, values if any, start and stop.
+      axis: the caller's name of s.
+      width: the most keys that a query sees, as far as they are known while tracing.
+    """
+
+    keys: jax.Array
+    start: jax.Array
+    stop: jax.Array
+    values: jax.Array | None = None
+    names: tuple[str, ...] = ("keys", "start", "stop")
+    axis: str = "s_kv"
+    width: int | None = None
+
+    @property
+    def kind(self) -> str:
+        return "span" if self.values is None else "apart"
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """How an error describes the source, besides dtype and d."""
+        return () if self.keys.ndim == 3 else ("V=K" if self.values is None else "V apart from K",)
+
+    @property
+    def axes(self) -> tuple[Axes, ...]:
+        keys = f"b {self.axis} d" if self.keys.ndim == 3 else f"b {self.axis} h_kv d"
+        held = (keys,) if self.values is None else (keys, keys)
+        return tuple(map(Axes, self.names, (*held, _ROWS, _ROWS)))
+
+    def reference(self, q: jax.Array, sink: jax.Array | None, scale: float) -> reference.Attention:
+        keys = self.keys[:, :, None] if self.keys.ndim == 3 else self.keys
+        return reference.fmha(q, keys, self.values, span=Span(self.start, self.stop), sink=sink, scale=scale)
+
+    def gradient(self, q: jax.Array, *rows: jax.Array, scale: float) -> Arrays:
+        """float32 (dq, dkeys), or (dq, dkeys, dvalues); rows: do, lse, weight, delta, as in `autodiff.gradient`."""
+        keys = self.keys[:, :, None] if self.keys.ndim == 3 else self.keys
+        dq, *of_keys = attention_gradient.fmha(q, keys, self.values, self.start, self.stop, *rows, scale=scale)
+        return dq, *(x[:, :, 0] if self.keys.ndim == 3 else x for x in of_keys)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("keys", "indices", "length"), meta_fields=("names", "axis", "layout")
+)
+@dataclasses.dataclass(frozen=True)
+class SelectionSource:
+    """The keys that a row of indices names, for every query. Each key is both K and V, and counts as often as it is
+    named.
+
+    Attributes:
+      keys: `[b, s, d]`; with b = 1 a pool that all batch entries share. Or packed: uint8 `[b, pages, page_bytes]`,
+        where index i means entry i % n of page i // n, and n entries make a page.
+      indices: int32 `[b, s_q, n]`; an index outside of `[0, s)` is absent.
+      length: int32 `[b, s_q]`, any value: indices from there on are absent too.
+      names: the caller's names of keys, indices and length.
+      axis: the caller's name of s.
+      layout: the layout of packed keys.
+    """
+
+    keys: jax.Array
+    indices: jax.Array
+    length: jax.Array
+    names: tuple[str, ...] = ("keys", "indices", "length")
+    axis: str = "s_kv"
+    layout: str = V4_FP8
+
+    @property
+    def is_packed(self) -> bool:
+        return bool(self.keys.dtype == jnp.uint8)
+
+    @property
+    def kind(self) -> str:
+        """The layout of packed keys."""
+        return self.layout if self.is_packed else "selection"
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        return (f"{self.layout} caches",) if self.is_packed else ()
+
+    @property
+    def axes(self) -> tuple[Axes, ...]:
+        width = f"{self.axis}_bytes" if self.is_packed else "d"
+        return tuple(map(Axes, self.names, (f"{ONE_OR_B} {self.axis} {width}", f"b s_q {self.axis}_named", _ROWS)))
+
+    def reference(self, q: jax.Array, sink: jax.Array | None, scale: float) -> reference.Attention:
+        keys = self.keys
+        if self.is_packed:
+            keys = dequantize_cache(keys, self.layout)
+            keys = keys.reshape(keys.shape[0], -1, keys.shape[-1])
+        keys = keys[0] if keys.shape[0] == 1 and q.shape[0] != 1 else keys
+        return reference.sparse_fmha(q, keys, self.indices, topk_length=self.length, sink=sink, scale=scale)
+
+    def gradient(self, q: jax.Array, *rows: jax.Array, scale: float) -> Arrays:
+        """float32 (dq, dkeys), as in `SpanSource`."""
+        return attention_gradient.sparse_fmha(q, self.keys, self.indices, self.length, *rows, scale=scale)
+
+    def flat(self) -> "SelectionSource":
+        """All keys as one pool, `[s, d]` or `[pages, page_bytes]`, as cache kernels take them."""
+        each = self.keys.shape[1]
+        if self.is_packed:
+            each *= LAYOUTS[self.layout].page_entries(self.keys.shape[2])
+        indices = self.indices
+        if self.keys.shape[0] != 1:
+            first = jnp.arange(self.keys.shape[0], dtype=jnp.int32)[:, None, None] * each
+            indices = jnp.where(indices < 0, indices, first + indices)
+        return dataclasses.replace(self, keys=self.keys.reshape(-1, self.keys.shape[2]), indices=indices)
+
+
+Source = SpanSource | SelectionSource
+
+
+def attend(
+    op: str,
+    q: jax.Array,
+    sources: Sequence[Source],
+    *,
+    sink: jax.Array | None,
+    scale: float,
+    implementation: _check.Implementation | None,
+    differentiable: bool = True,
+    names: tuple[str, str] = ("q", "sink"),
+    deterministic: bool = False,
+) -> reference.Attention:
+    """One softmax over the keys of all sources and the sink.
+
+    Args:
+      op: the caller's name, for errors.
+      q: `[b, s_q, h_q, d]`.
+      sources: one or two, in q's dtype, or packed with q in bfloat16.
+      sink: float32 `[h_q]`, or None.
+      implementation: None or "cubin".
+      differentiable: whether there is a gradient; if not, asking for one is an error.
+      names: the caller's names of q and sink.
+      deterministic: whether the gradient must have the same bits every time.
+
+    Returns:
+      o like q, rounded once, and lse float32 `[b, s_q, h_q]`, without the sink.
+
+    Raises:
+      NotImplementedError: "cubin", and no kernel is built for these sources; or `deterministic` where XLA's scatter
+        would compute the gradient on a GPU.
+    """
+    if not isinstance(deterministic, bool):
+        raise _check.error(TypeError, op, "deterministic", deterministic, "a bool")
+    if len(sources) == 1 and isinstance(sources[0], SpanSource) and sources[0].keys.ndim == 3:
+        sources = [dataclasses.replace(sources[0], keys=sources[0].keys[:, :, None])]
+    leaves, tree = jax.tree.flatten(tuple(sources))
+    axes, kinds = tuple(x for source in sources for x in source.axes), _kinds(sources)
+    fit = fitting(q, sources)
+    when = choose(op, implementation, fit)
+    if sink is None:
+        sink = jnp.full(q.shape[2:3], -jnp.inf, jnp.float32)
+    params = (("scale", scale),)
+    attention, its_gradient = _ops(op, names, tree, axes, kinds)
+    if not differentiable:
+        o, lse = forward(Call(attention, when, params, fit), q, *leaves, sink[None])
+        return o, lse
+    its_fit = _fitting_gradient(q, kinds, fit.got, **_same_bits(deterministic))
+    when_backward = choose_backward(when, its_fit.built)
+    if deterministic and when_backward == "never" and "selection" in kinds and library.local_architectures():
+        wanted = "operands that a kernel for it is built for, or 'reference' and --xla_gpu_deterministic_ops"
+        raise not_built(op, "deterministic", f"True for {fit.got}", wanted, its_fit.kernels)
+    backward = Call(its_gradient, when_backward, (*params, *_same_bits(deterministic).items()), its_fit)
+    run = Differentiable(Call(attention, when, params, fit), backward)
+    return run(q, *leaves, sink[None])
+
+
+_ONE_SPAN = (("apart",), ("span",))
+
+
+def fitting(q: jax.Array, sources: Sequence[Source]) -> Fit:
+    """The kernel for all of these sources in one launch."""
+    kinds = _kinds(sources)
+    got = ", ".join([q.dtype.name, f"d={q.shape[-1]}", *dict.fromkeys(x for source in sources for x in source.words)])
+    found = _built(FORWARD.get(kinds), q)
+    if kinds not in _ONE_SPAN:
+        packing = FORWARD[kinds].packing if kinds in FORWARD else None
+        return Fit(got, axis_names(FORWARD, kinds), found, packing=packing or "")
+    if kinds == ("span",):  # a kernel that reads K and V apart serves where they are one
+        found = found or _built(FORWARD["apart",], q)
+    return Fit(got, tuple(FORWARD[x].op for x in _ONE_SPAN), found)
+
+
+def _fitting_gradient(q: jax.Array, kinds: tuple[str, ...], got: str, **choices: Any) -> Fit:
+    """The kernel of the gradient."""
+    found = _built(BACKWARD.get(kinds), q, **choices)
+    if not found and kinds in _ONE_SPAN:
+        apart = BACKWARD["apart",].op
+        return Fit(got, (apart,), library.built_for(apart, d=q.shape[-1], dtype=q.dtype.name))
+    return Fit(got, axis_names(BACKWARD, kinds), found)
+
+
+def axis_names(kernels: "Mapping[tuple[str, ...], Kernel]", kinds: tuple[str, ...]) -> tuple[str, ...]:
+    """The kernel for sources of these kinds; where there is none, those for one of the kinds."""
+    alike = [kinds] if kinds in kernels else [other for other in kernels if set(other) & set(kinds)]
+    return tuple(dict.fromkeys(kernels[x].op for x in alike))
+
+
+def _kinds(sources: Sequence[Source]) -> tuple[str, ...]:
+    return tuple(source.kind for source in sources)
+
+
+def _built(kernel: "Kernel | None", q: jax.Array, **choices: Any) -> tuple[str, ...]:
+    if kernel is None:
+        return ()
+    if kernel.packing is not None:
+        choices["packing"] = kernel.packing
+    return library.built_for(kernel.op, d=q.shape[-1], dtype=q.dtype.name, **choices)
+
+
+def _same_bits(deterministic: bool) -> dict[str, Any]:
+    """The choices that a gradient's kernel must match."""
+    return {"deterministic": True} if deterministic else {}
+
+
+# Kernels, by kinds of sources
+
+
+class Kernel(NamedTuple):
+    """A raw call for a tuple of kinds of sources."""
+
+    op: str
+    """its name in the manifest"""
+    run: Callable[..., Arrays]
+    """a forward kernel takes (q, *operands, sink), a gradient's kernel (q, o, do, lse, weight, dlse, *operands)"""
+    operands: Callable[..., Sequence[Any]] = lambda *sources: jax.tree.leaves(sources)
+    """makes `run`'s operands from the sources"""
+    packing: str | None = None
+    """a choice of an op whose keys may be packed; "" where they are not"""
+
+
+def _span_fwd(q: Any, kv: Any, *others: Any, scale: float) -> Arrays:
+    """Where no kernel for V = K is built, the kernel for K and V apart takes the keys twice."""
+    if library.built_for("mla_span_fwd", d=q.shape[-1], dtype=q.dtype.name):
+        return attention.mla_span_fwd(q, kv, *others, scale=scale)
+    return attention.mha_fwd(q, kv, kv, *others, scale=scale)
+
+
+def _pools(*sources: SelectionSource) -> Sequence[Any]:
+    return jax.tree.leaves([source.flat() for source in sources])
+
+
+def _span_and_pool(window: SpanSource, source: SelectionSource) -> Sequence[Any]:
+    """A pool of all sequences has no batch axis, as the kernel takes it."""
+    return jax.tree.leaves((window, source if source.keys.shape[0] == window.keys.shape[0] else source.flat()))
+
+
+def _pools_of_one(source: SelectionSource) -> Sequence[Any]:
+    """The given source as one of two; queries see nothing of the other."""
+    pool = source.flat()
+    nothing = jnp.zeros_like(pool.length)
+    return jax.tree.leaves([pool, dataclasses.replace(pool, indices=nothing[..., None], length=nothing)])
+
+
+def _pools_after_none(source: SelectionSource) -> Sequence[Any]:
+    """The given FP4 source as the second of two; the first is an FP8 page, of which queries see nothing."""
+    nothing = jnp.zeros_like(source.length)
+    page = jnp.zeros((1, LAYOUTS["v41_fp8"].page_bytes(1)), jnp.uint8)
+    return [page, nothing[..., None], nothing, *_pools(source)]
+
+
+def _over_packed(packing: str, operands: Callable[..., Sequence[Any]] = _pools) -> Kernel:
+    return Kernel("dsv4_decode", functools.partial(attention.dsv4_decode, packing=packing), operands, packing)
+
+
+FORWARD: dict[tuple[str, ...], Kernel] = {
+    ("apart",): Kernel("mha_fwd", attention.mha_fwd),
+    ("span",): Kernel("mla_span_fwd", _span_fwd),
+    ("selection",): Kernel("mla_sparse_fwd", attention.mla_sparse_fwd),
+    ("span", "selection"): Kernel("csa_fwd", attention.csa_fwd, _span_and_pool),
+    ("span", "span"): Kernel("hca_fwd", attention.hca_fwd),
+    ("selection", "selection"): Kernel("dsv4_decode", attention.dsv4_decode, _pools, packing=""),
+    ("v4_fp8", "v4_fp8"): _over_packed("v4_fp8"),
+    ("v4_fp8",): _over_packed("v4_fp8", _pools_of_one),
+    ("v41_fp8", "v41_fp8"): _over_packed("v41_fp8"),
+    ("v41_fp8",): _over_packed("v41_fp8", _pools_of_one),
+    ("v41_fp8", "v41_fp4"): _over_packed("v41_fp4"),
+    ("v41_fp4",): _over_packed("v41_fp4", _pools_after_none),
+}
+
+
+FEW_KEYS = 512
+"""the most keys of a query with which two kernels are faster than one that adds to memory"""
+
+
+def _dense_bwd(*operands: Any, width: int | None, scale: float, deterministic: bool = False) -> Arrays:
+    """One kernel makes all gradients where that is faster, unless the same bits are wanted."""
+    q, k = operands[0], operands[5]
+    known = [n for n in (width, k.shape[1]) if isinstance(n, int)]
+    few = bool(known) and min(known) <= FEW_KEYS
+    built = library.built_for("mha_dqdkdv", d=q.shape[-1], dtype=q.dtype.name)
+    dq, *of_keys = gradients.mha_bwd(*operands, scale=scale, deterministic=deterministic or few or not built)
+    return dq, *(x.astype(jnp.float32) for x in of_keys)
+
+
+def _apart_bwd(*operands: Any, **params: Any) -> Arrays:
+    *arrays, width = operands
+    return _dense_bwd(*arrays, width=width, **params)
+
+
+def _span_bwd(q: Any, do: Any, lse: Any, weight: Any, delta: Any, kv: Any, *span: Any, **params: Any) -> Arrays:
+    """Where no kernel for V = K is built, the kernels for K and V apart take the keys twice."""
+    rows, (start, stop, width) = (q, do, lse, weight, delta), span
+    if library.built_for("mla_span_bwd", d=q.shape[-1], dtype=q.dtype.name):
+        return gradients.mla_span_bwd(*rows, kv, start, stop, **params)
+    return _dense_bwd(*rows, kv, None, start, stop, width=width, **params)
+
+
+def _of_delta(run: Callable[..., Arrays]) -> Callable[..., Arrays]:
+    """A gradient's kernel that takes delta, as one that takes o: XLA makes rowsum(o∘do)."""
+
+    def run_with(q: Any, o: Any, do: Any, lse: Any, weight: Any, dlse: Any, *operands: Any, **params: Any) -> Arrays:
+        of_rows = rowsum(o, do)
+        return *run(q, do, lse, weight, weight * of_rows - dlse, *operands, **params), of_rows
+
+    return run_with
+
+
+BACKWARD: dict[tuple[str, ...], Kernel] = {
+    ("apart",): Kernel("mha_dq", _of_delta(_apart_bwd), lambda x: (x.keys, x.values, x.start, x.stop, x.width)),
+    ("span",): Kernel("mla_span_bwd", _of_delta(_span_bwd), lambda x: (x.keys, x.start, x.stop, x.width)),
+    ("selection",): Kernel("mla_sparse_bwd", _of_delta(gradients.mla_sparse_bwd)),
+    ("span", "selection"): Kernel("csa_bwd", _of_delta(gradients.csa_bwd)),
+    ("span", "span"): Kernel("hca_bwd", _of_delta(gradients.hca_bwd)),
+}
+"""A kernel gives dq in q's dtype, in float32 the gradient of every source's keys, and values, in order, and
+rowsum(o∘do)."""
+
+
+@functools.cache
+def _ops(op: str, names: tuple[str, str], tree: Any, axes: tuple[Axes, ...], kinds: tuple[str, ...]) -> tuple[Op, Op]:
+    """Attention over sources of these kinds, and its gradient."""
+
+    def definition(q: Any, *operands: Any, scale: float) -> Any:
+        *leaves, sink = operands
+        sources: tuple[Source, ...] = tree.unflatten(leaves)
+        if len(sources) == 1:
+            return sources[0].reference(q, sink, scale)
+        q32 = q.astype(jnp.float32)
+        o, lse = reference.merge([source.reference(q32, None, scale) for source in sources], sink)
+        return o.astype(q.dtype), lse
+
+    def kernel(q: Any, *operands: Any, scale: float) -> Any:
+        *leaves, sink = operands
+        row = FORWARD[kinds]
+        return row.run(q, *row.operands(*tree.unflatten(leaves)), sink, scale=scale)
+
+    def backward(q: Any, *operands: Any, scale: float, **_: Any) -> Arrays:
+        *leaves, o, do, lse, weight, dlse = operands
+        of_rows = rowsum(o, do)
+        rows = (do, lse, weight, weight * of_rows - dlse)
+        parts = [x.gradient(q, *rows, scale=scale) for x in tree.unflatten(leaves)]
+        dq = functools.reduce(lambda x, y: x + y, [dq for dq, *_ in parts])
+        return dq.astype(q.dtype), *(x for _, *of_keys in parts for x in of_keys), of_rows
+
+    def backward_kernel(q: Any, *operands: Any, **params: Any) -> Arrays:
+        *leaves, o, do, lse, weight, dlse = operands
+        row = BACKWARD[kinds]
+        return row.run(q, o, do, lse, weight, dlse, *row.operands(*tree.unflatten(leaves)), **params)
+
+    q_axes, sink_axes = Axes(names[0], _Q.axes), Axes(names[1], SINK.axes)
+    attention = Op(op, (q_axes, *axes, sink_axes), RESULTS, definition, kernel if kinds in FORWARD else None)
+    return attention, gradient(attention, backward, backward_kernel if kinds in BACKWARD else None)

@@ -1,0 +1,43 @@
+"""What kernels are built for, in words, and the error where there is none."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from .. import _check
+from .._host import library
+
+
+def not_built(op: str, name: str, got: Any, wanted: str, kernels: Collection[str]) -> Exception:
+    """Makes the error for a missing kernel, which lists what is built of `kernels`; the caller raises it."""
+    return NotImplementedError(f"{_check.error(NotImplementedError, op, name, got, wanted)}, built {built(kernels)}")
+
+
+def built(kernels: Collection[str]) -> str:
+    """The built variants of these kernels, in words; kernels of the same sizes and dtypes are listed once."""
+    shapes: dict[tuple[str, str], set[tuple[str, str]]] = {}
+    for v in library.variants():
+        if v.op in kernels:
+            shapes.setdefault((v.op, _shape(v.choices)), set()).add((v.arch, v.choices.get("dtype", "float32")))
+    sizes: dict[tuple[str, str], list[str]] = {}
+    for (kernel, shape), places in shapes.items():
+        sizes.setdefault((kernel, _places(places)), []).append(shape)
+    named: dict[str, list[str]] = {}
+    for (kernel, where), ofs in sizes.items():
+        named.setdefault(f"{' or '.join(filter(None, ofs))}, {where}", []).append(kernel)
+    rows = [f"{', '.join(names)} ({what})" for what, names in named.items()]
+    return "; ".join(rows) or "no kernel of this op, only the reference"
+
+
+def _shape(choices: Mapping[str, Any]) -> str:
+    sizes = [f"{name}={choices[name]}" for name in ("d", "heads") if name in choices]
+    sizes += filter(None, [choices.get("packing")])
+    topk = [f"topk<={choices['max_topk']}"] if "max_topk" in choices else []
+    return " ".join([*sizes, *topk])
+
+
+def _places(where: set[tuple[str, str]]) -> str:
+    """Pairs of architecture and dtype in words: "bfloat16 or float16 on sm_90a"."""
+    dtypes: dict[str, list[str]] = {}
+    for arch in sorted({arch for arch, _ in where}):
+        dtypes.setdefault(" or ".join(sorted(dtype for a, dtype in where if a == arch)), []).append(arch)
+    return ", ".join(f"{names} on {' and '.join(archs)}" for names, archs in dtypes.items())

@@ -1,0 +1,78 @@
+"""DeepSeek-V4.1's choice in two levels, by kernels: the indexer's scores or those at entries, and top-k.
+
+A block of queries at a time, so that no more than `WORKSPACE` bytes of scores exist at once.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._definitions.query_blocks import Arrays, over_queries
+from .._definitions.ranks import number_of, rank_of
+from .._host import indexer as raw
+
+BLOCKS = (1, 2, 4, 8, 16, 32)
+"""Sizes of a block: a tile of scores is a multiple of four blocks."""
+
+
+def greatest_blocks(*operands: jax.Array, count: int, block: int) -> Arrays:
+    """As `_definitions.indexer.greatest_blocks`, whose last block is always that of the newest entry: `count - 1`
+    of those before it are chosen by their greatest scores, for which it needs no score of its own."""
+    q, weights, k, k_scale, start, stop = operands
+
+    def rows(q: jax.Array, weights: jax.Array, start: jax.Array, stop: jax.Array) -> Arrays:
+        first, newest = start // block, (stop - 1) // block
+        there = jnp.where(stop > start, newest + 1 - first, 0)
+        chosen = jnp.full((*start.shape, 1), -1, jnp.int32)
+        if count > 1:
+            # A query that sees more than count blocks sees more than block * (count - 1) entries.
+            scores = raw.indexer_scores(q, weights, k, k_scale, start, stop, skip=block * (count - 1))
+            best, _ = raw.indexer_topk(_greatest(scores, start, block), first, newest, topk=count - 1)
+            chosen = jnp.concatenate([best, chosen], -1)
+        last = jnp.minimum(there, count)[..., None] - 1
+        return (jnp.where(jnp.arange(count, dtype=jnp.int32) == last, newest[..., None], chosen),)
+
+    return over_queries(rows, _at_a_time(q.shape[0], k.shape[1]), q, weights, start, stop)
+
+
+def choose_within(*operands: jax.Array, topk: int, block: int) -> Arrays:
+    """As `_definitions.indexer.select_within`, for ascending blocks, of which a query sees contiguous entries."""
+    q, weights, k, k_scale, blocks, start, stop = operands
+    b, s_c = k.shape[:2]
+    fill = -blocks.shape[2] % 4  # top-k wants columns in fours
+    blocks = jnp.pad(blocks, ((0, 0), (0, 0), (0, fill)), constant_values=-1)
+
+    def rows(q: jax.Array, weights: jax.Array, blocks: jax.Array, start: jax.Array, stop: jax.Array) -> Arrays:
+        is_block = (blocks >= 0) & (blocks < -(-s_c // block))
+        entries = jnp.where(is_block, blocks, s_c)[..., None] * block + jnp.arange(block, dtype=jnp.int32)
+        before = is_block[..., None] & (entries < start[..., None, None])
+        seen = is_block[..., None] & ~before & (entries < stop[..., None, None])
+        first = jnp.sum(before, (2, 3), dtype=jnp.int32)
+        last = first + jnp.sum(seen, (2, 3), dtype=jnp.int32)
+        named = jnp.where(seen, entries, -1).reshape(*start.shape, -1)
+        (scores,) = raw.indexer_scores_at(q, k, weights, named)
+        if q.dtype == jnp.float8_e4m3fn:
+            scores = scores * jax.vmap(lambda scale, i: scale[i])(k_scale, jnp.maximum(named, 0))
+        where, values = raw.indexer_topk(scores, first, last, topk=topk, return_scores=True)
+        indices = jnp.take_along_axis(named, jnp.maximum(where, 0), -1)
+        return jnp.where(where < 0, -1, indices), values
+
+    indices, values = over_queries(rows, _at_a_time(b, blocks.shape[2], 2 * block), q, weights, blocks, start, stop)
+    return indices, values
+
+
+def _greatest(scores: jax.Array, start: jax.Array, block: int) -> jax.Array:
+    """float32 `[b, n, blocks]`: the greatest score of every block, from `start` on; NaN where a block has no other."""
+    b, n, s = scores.shape
+    j = jnp.arange(s, dtype=jnp.int32)
+    ranks = rank_of(jnp.where(j >= start[..., None], scores, jnp.nan)).reshape(b, n, s // block, block)
+    rank = functools.reduce(jnp.maximum, (ranks[..., i] for i in range(block)))  # faster in XLA than its reductions
+    return number_of(rank)
+
+
+def _at_a_time(*words: Any) -> int:
+    """How many queries, each with so many words of scores."""
+    return max(1, raw.WORKSPACE // (4 * math.prod(n for n in words if isinstance(n, int))))

@@ -1,0 +1,185 @@
+"""Raw calls of attention. All return o like q, with the sink in its denominator, and lse float32 `[b, s_q, h_q]`
+without it.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import library
+from .call import call
+from .split_kv import processors, split_count, whole_queries
+
+
+def mha_fwd(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    start: jax.Array,
+    stop: jax.Array,
+    sink: jax.Array,
+    *,
+    scale: float,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention over one interval of keys per query.
+
+    Args:
+      q: `[b, s_q, h_q, d]`, bfloat16 or float16.
+      k, v: `[b, s_kv, h_kv, d]`, like q.
+      start, stop: int32 `[b, s_q]` within `[0, s_kv]`: query i sees the keys `start <= j < stop`.
+      sink: float32 `[h_q]`, -inf for none.
+      scale: finite and > 0.
+    """
+    return _call("mha_fwd", _splits_of_span("mha_fwd", q, k), scale, q, k, v, start, stop, sink)
+
+
+def mla_span_fwd(
+    q: jax.Array, kv: jax.Array, start: jax.Array, stop: jax.Array, sink: jax.Array, *, scale: float
+) -> tuple[jax.Array, jax.Array]:
+    """`mha_fwd` where one array `kv [b, s_kv, h_kv, d]` is both K and V."""
+    return _call("mla_span_fwd", _splits_of_span("mla_span_fwd", q, kv), scale, q, kv, start, stop, sink)
+
+
+def mla_sparse_fwd(
+    q: jax.Array, kv: jax.Array, indices: jax.Array, length: jax.Array, sink: jax.Array, *, scale: float
+) -> tuple[jax.Array, jax.Array]:
+    """Attention over the keys that a query's row of indices names.
+
+    Args:
+      kv: `[b, s_kv, d]`, both K and V; or a pool `[s_kv, d]` that all batch entries share.
+      indices: int32 `[b, s_q, topk]`, topk >= 1; an entry outside of `[0, s_kv)` is absent.
+      length: int32 `[b, s_q]`, any value: entries from there on are absent too.
+      q, sink, scale: as in `mha_fwd`.
+    """
+    return _call(
+        "mla_sparse_fwd", _splits_of_queries("mla_sparse_fwd", q, indices.shape[2]), scale, q, kv, indices, length, sink
+    )
+
+
+def csa_fwd(
+    q: jax.Array,
+    window_kv: jax.Array,
+    start: jax.Array,
+    stop: jax.Array,
+    kv: jax.Array,
+    indices: jax.Array,
+    length: jax.Array,
+    sink: jax.Array,
+    *,
+    scale: float,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention over an interval of `window_kv [b, s_w, d]`, as in `mha_fwd`, and keys of `kv [b, s_c, d]`, or of a
+    pool `[slots, d]`, as in `mla_sparse_fwd`.
+    """
+    splits = _splits_of_queries("csa_fwd", q, window_kv.shape[1] + indices.shape[2])
+    return _call("csa_fwd", splits, scale, q, window_kv, start, stop, kv, indices, length, sink)
+
+
+def hca_fwd(
+    q: jax.Array,
+    window_kv: jax.Array,
+    start: jax.Array,
+    stop: jax.Array,
+    kv: jax.Array,
+    start2: jax.Array,
+    stop2: jax.Array,
+    sink: jax.Array,
+    *,
+    scale: float,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention over two intervals, as in `mha_fwd`: one of `window_kv [b, s_w, d]` and one of `kv [b, s_c, d]`."""
+    b, s_q, h_q, _ = q.shape
+    splits = _splits("hca_fwd", q, b, s_q * h_q, window_kv.shape[1] + kv.shape[1])
+    return _call("hca_fwd", splits, scale, q, window_kv, start, stop, kv, start2, stop2, sink)
+
+
+def dsv4_decode(
+    q: jax.Array,
+    window_pool: jax.Array,
+    window_indices: jax.Array,
+    window_length: jax.Array,
+    pool: jax.Array,
+    indices: jax.Array,
+    length: jax.Array,
+    sink: jax.Array,
+    *,
+    scale: float,
+    packing: str = "",
+) -> tuple[jax.Array, jax.Array]:
+    """Attention over keys of two pools, both as in `mla_sparse_fwd`: the window's and the compressed cache's.
+
+    Both are `[slots, d]` like q. With packing, q is bfloat16 and both are uint8 `[pages, bytes]`, where index i means
+    entry i % n of page i // n (`_definitions/packed.py`).
+
+    Args:
+      packing: the layout of both pools, "v4_fp8" or "v41_fp8"; "v41_fp4" is that of the second one, after a v41_fp8.
+    """
+    keys, shape = window_indices.shape[2] + indices.shape[2], q.shape
+    whole = _whole("dsv4_decode", q, keys, packing=packing) if window_pool.ndim == pool.ndim == 2 else 0
+    splits = _splits_of_queries("dsv4_decode", q, keys, whole, packing=packing)
+    if whole:  # all queries have keys of the same pools, so each may be a sequence
+        q, window_indices, window_length, indices, length = (
+            x.reshape(-1, 1, *x.shape[2:]) for x in (q, window_indices, window_length, indices, length)
+        )
+    selections = (window_pool, window_indices, window_length, pool, indices, length)
+    o, lse = _call("dsv4_decode", splits, scale, q, *selections, sink, whole=whole, packing=packing)
+    return o.reshape(shape), lse.reshape(shape[:-1])
+
+
+def _whole(op: str, q: jax.Array, keys: int, **choices: str) -> int:
+    """`whole_queries` of an op whose keys differ from query to query. Its model has one CTA an SM, where the kernels
+    for few heads have two.
+    """
+    b, s_q, h_q, _ = q.shape
+    v = _splitting(op, q, **choices)
+    if v is None or v.ctas > 1 or not all(isinstance(x, int) for x in (b, s_q, h_q, keys)):
+        return 0
+    return whole_queries(b * s_q, -(-h_q // v.tile_m), -(-keys // v.tile_n), v.unit, processors(v.arch))
+
+
+def _splits_of_span(op: str, q: jax.Array, k: jax.Array) -> int:
+    """`_splits` of an op over one span of k."""
+    (b, s_q, h_q, _), (_, s_kv, h_kv, _) = q.shape, k.shape
+    return _splits(op, q, b * h_kv, s_q * h_q // h_kv, s_kv)
+
+
+def _splits_of_queries(op: str, q: jax.Array, keys: int, whole: int = 0, **choices: str) -> int:
+    """`_splits` of an op whose keys differ from query to query, so a tile of rows has heads of one query; for all but
+    the `whole` first queries.
+    """
+    b, s_q, h_q, _ = q.shape
+    return _splits(op, q, b * s_q - whole, h_q, keys, **choices)
+
+
+def _splits(op: str, q: jax.Array, groups: int, rows: int, keys: int, **choices: str) -> int:
+    """`split_count` for groups of rows that share no tile, with the keys of one group; 1 where an extent is not
+    known.
+    """
+    v = _splitting(op, q, **choices)
+    if v is None or not all(isinstance(x, int) for x in (groups, rows, keys)):
+        return 1
+    return split_count(groups * -(-rows // v.tile_m), -(-keys // v.tile_n), v.unit, processors(v.arch))
+
+
+def _splitting(op: str, q: jax.Array, **choices: str) -> library.Variant | None:
+    """The kernel that may split the keys of q's heads: of a device that is here, if there is one."""
+    built = [
+        v
+        for v in library.variants_for(op, d=q.shape[3], dtype=q.dtype.name, **choices)
+        if v.splits and v.choices["max_heads"] >= q.shape[2]
+    ]
+    local = library.local_architectures()
+    return min(built, key=lambda v: (v.arch not in local, v.choices["max_heads"]), default=None)
+
+
+def _call(
+    target: str, splits: int, scale: float, q: jax.Array, *operands: jax.Array, whole: int = 0, **attributes: str
+) -> tuple[jax.Array, jax.Array]:
+    # scratch results for the parts of all but the `whole` first sequences, which the same call merges
+    parts = (q.shape[0] - whole, *q.shape[1:-1], splits if splits > 1 else 0)
+    results = (
+        jax.ShapeDtypeStruct(q.shape, q.dtype),
+        *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (q.shape[:-1], (*parts, q.shape[-1]), parts)),
+    )
+    o, lse, *_ = call(target, results, q, *operands, scale=np.float32(scale), **attributes)
+    return o, lse

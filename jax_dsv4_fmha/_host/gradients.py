@@ -1,0 +1,91 @@
+"""Raw calls of attention's gradients. All take do like q, and lse, sink_factor and delta of every row of q, float32
+`[b, s_q, h_q]`, as `_dispatch.autodiff.gradient` defines them. Rows whose lse is -inf see no key; their other numbers
+may be anything.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import fixed_point
+from .call import call
+
+
+def _latent_bwd(
+    op: str,
+    q: jax.Array,
+    do: jax.Array,
+    lse: jax.Array,
+    sink_factor: jax.Array,
+    delta: jax.Array,
+    *sources: jax.Array,
+    scale: float,
+    deterministic: bool = False,
+) -> tuple[jax.Array, ...]:
+    """The gradient of a call over sources whose keys are values too: dq like q, and a float32 gradient like each
+    source's keys.
+
+    Sums over queries and heads are in no fixed order. With deterministic their result does not depend on the order, and
+    is NaN where any dq is not finite.
+
+    Args:
+      op: the forward call is `mla_span_fwd` for "mla_span_bwd", and `mla_sparse_fwd`, `csa_fwd` or `hca_fwd` for
+        "mla_sparse_bwd", "csa_bwd" or "hca_bwd".
+      sources: of each source three arrays, as the forward call takes them: its keys, and start and stop, or indices and
+        length.
+    """
+    keys = sources[::3]
+    sums: list[jax.ShapeDtypeStruct] = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in keys]
+    resolution = jnp.zeros(0, jnp.float32)
+    if deterministic:
+        sums = [jax.ShapeDtypeStruct((*x.shape, 2), jnp.uint32) for x in keys]
+        resolution = fixed_point.resolution(q, do, lse, delta, keys, scale)
+    results = (jax.ShapeDtypeStruct(q.shape, q.dtype), *sums)
+    dq, *dkv = call(op, results, q, do, lse, sink_factor, delta, resolution, *sources, scale=np.float32(scale))
+    return dq, *(in_order(fixed_point.to_float32(x, resolution, dq) if deterministic else x) for x in dkv)
+
+
+mla_span_bwd, mla_sparse_bwd, csa_bwd, hca_bwd = (
+    functools.partial(_latent_bwd, op) for op in ("mla_span_bwd", "mla_sparse_bwd", "csa_bwd", "hca_bwd")
+)
+
+
+def mha_bwd(
+    q: jax.Array,
+    do: jax.Array,
+    lse: jax.Array,
+    sink_factor: jax.Array,
+    delta: jax.Array,
+    k: jax.Array,
+    v: jax.Array | None,
+    start: jax.Array,
+    stop: jax.Array,
+    *,
+    scale: float,
+    deterministic: bool = True,
+) -> tuple[jax.Array, ...]:
+    """The gradient of `mha_fwd` over `k` and `v [b, s_kv, h_kv, d]`: (dq, dk, dv), in q's dtype; (dq, dk + dv) without
+    v.
+
+    If deterministic, the results have the same bits on every run; else one kernel sums dq up in no fixed order.
+    """
+    keys = (k,) if v is None else (k, v)
+    seen = jax.ShapeDtypeStruct((q.shape[0], q.shape[1] * (q.shape[2] // k.shape[2]), 2), jnp.int32)
+    sums = jax.ShapeDtypeStruct(q.shape, q.dtype if deterministic else jnp.float32)
+    results = (sums, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in keys), seen)
+    target, of_rows = "mha_bwd" + "_shared_kv" * (v is None), (q, do, lse, sink_factor, delta)
+    dq, *of_keys, _ = call(target, results, *of_rows, *keys, start, stop, scale=np.float32(scale))
+    if not deterministic:
+        dq = (np.float32(scale) * in_order(dq)).astype(q.dtype)
+    return dq, *of_keys
+
+
+def in_order(sums: Any) -> Any:
+    """The columns of sums that kernels add to as their accumulators have them: of 16 columns four lanes have two of
+    the first eight and two of the others each, and four of a lane lie together."""
+    if sums.shape[-1] % 16:  # there is no kernel: the call raises an error when it runs
+        return sums
+    return sums.reshape(*sums.shape[:-1], -1, 4, 2, 2).swapaxes(-3, -2).reshape(sums.shape)

@@ -1,0 +1,169 @@
+"""Raw calls of the lightning indexer and its training."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import library
+from .call import call
+
+WORKSPACE = 2**29
+"""bytes of scores that exist at a time, unless a block of queries has more"""
+
+
+def lightning_indexer(
+    q: jax.Array,
+    weights: jax.Array,
+    k: jax.Array,
+    k_scale: jax.Array,
+    start: jax.Array,
+    stop: jax.Array,
+    *,
+    topk: int,
+    return_scores: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """The `topk` entries with the greatest scores, ascending, then -1; and their scores, -inf at -1.
+
+    Args:
+      q: `[b, s_q, h, 128]`, bfloat16, float16 or float8_e4m3fn; k: `[b, s_c, 128]`, like q.
+      weights: float32 `[b, s_q, h]`; k_scale: float32 `[b, s_c]`, read only with float8_e4m3fn.
+      start, stop: int32 `[b, s_q]` within `[0, s_c]`: query i sees the entries `start <= j < stop`.
+
+    Returns:
+      int32 and float32 `[b, s_q, topk]`; without return_scores the second is `[b, s_q, 0]`.
+    """
+    results = _chosen(q, k.shape[1], False, topk, return_scores)
+    indices, values, _ = call("lightning_indexer", results, q, k, weights, k_scale, start, stop)
+    return indices, values
+
+
+def paged_lightning_indexer(
+    q: jax.Array,
+    weights: jax.Array,
+    pool: jax.Array,
+    table: jax.Array,
+    start: jax.Array,
+    stop: jax.Array,
+    *,
+    topk: int,
+    return_scores: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """`lightning_indexer` with keys in pages: entry j of a batch entry is number j % page of page table[j // page].
+
+    Args:
+      pool: `[1, pages, page, 128]`, like q; or with float8_e4m3fn uint8 `[1, pages, page * 132]`: the page's keys, then
+        their scales, float32. Where sequences have several pages, page is a multiple of 8, with scales of 32; where
+        they have one, with scales of 4. Or `[b, …]`, a pool for each batch entry.
+      table: int32 `[b, width]`. An entry on no page of the pool counts as a key of zeros.
+      start, stop: within `[0, width * page]`.
+    """
+    each, pages, width, *_ = pool.shape
+    if each != 1:
+        first = jnp.arange(each, dtype=jnp.int32)[:, None] * pages
+        table = jnp.where((table >= 0) & (table < pages), first + table, -1)
+    pool = pool.reshape(-1, *pool.shape[2:])
+    page = width // 132 if pool.dtype == jnp.uint8 else width
+    results = _chosen(q, page * table.shape[1], True, topk, return_scores)
+    indices, values, _ = call("paged_lightning_indexer", results, q, pool, weights, table, start, stop)
+    return indices, values
+
+
+def _chosen(q: jax.Array, s_c: Any, paged: bool, topk: int, return_scores: bool) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """The results of an indexer's call, and its workspace of scores."""
+    b, s_q, h, _ = q.shape
+    queries, tile = _score_block(h, q.dtype, paged)
+    stride, blocks = -(-s_c // tile) * tile, 256
+    if isinstance(s_c, int):
+        blocks = max(1, WORKSPACE // (4 * stride * queries))
+    if isinstance(b, int) and isinstance(s_q, int):
+        wanted = b * -(-s_q // queries)
+        blocks = -(-wanted // -(-wanted // blocks))  # the same number of queries each time
+    return (
+        jax.ShapeDtypeStruct((b, s_q, topk), jnp.int32),
+        jax.ShapeDtypeStruct((b, s_q, topk if return_scores else 0), jnp.float32),
+        jax.ShapeDtypeStruct((blocks * queries, stride), jnp.float32),
+    )
+
+
+def _score_block(h: int, dtype: Any, paged: bool) -> tuple[int, int]:
+    """The queries that a CTA scores at a time, and the entries; without a kernel the call says so when it runs."""
+    for v in library.variants_for("indexer_scores", heads=h, dtype=dtype.name, paged=paged):
+        return v.tile_m // h, v.tile_n
+    return 1, 1
+
+
+def indexer_scores(
+    q: jax.Array,
+    weights: jax.Array,
+    k: jax.Array,
+    k_scale: jax.Array,
+    start: jax.Array,
+    stop: jax.Array,
+    *,
+    skip: int,
+) -> jax.Array:
+    """The scores that `lightning_indexer` chooses by: float32 `[b, s_q, s]`, s_c made up to whole tiles of 128.
+
+    What a query does not see has a score of any kind; of a query that sees `skip` entries or fewer, skip >= 1, all do.
+    """
+    b, s_q, h, _ = q.shape
+    queries, tile = _score_block(h, q.dtype, False)
+    rows, stride = -(-s_q // queries) * queries, -(-k.shape[1] // tile) * tile
+    result = jax.ShapeDtypeStruct((b * rows, stride), jnp.float32)
+    (scores,) = call("indexer_scores", (result,), q, k, weights, k_scale, start, stop, skip=np.int64(skip))
+    return scores.reshape(b, rows, stride)[:, :s_q]
+
+
+def indexer_topk(
+    scores: jax.Array, start: jax.Array, stop: jax.Array, *, topk: int, return_scores: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """The choice of `lightning_indexer` from given scores float32 `[b, s_q, s]`, where s is a multiple of 4."""
+    shape = scores.shape[:2]
+    results = (
+        jax.ShapeDtypeStruct((*shape, topk), jnp.int32),
+        jax.ShapeDtypeStruct((*shape, topk if return_scores else 0), jnp.float32),
+    )
+    indices, values = call("indexer_topk", results, scores, start, stop)
+    return indices, values
+
+
+def head_summed_probabilities(
+    q: jax.Array, k: jax.Array, lse: jax.Array, indices: jax.Array, *, scale: float
+) -> jax.Array:
+    """Σ_h exp(scale q·k - lse) at given keys, float32 `[b, s_q, topk]`.
+
+    Args:
+      q: `[b, s_q, h_q, 512]`, bfloat16 or float16; k: `[b, s_kv, 512]`, like q.
+      lse: float32 `[b, s_q, h_q]`, with the sink; a head with ±inf adds nothing.
+      indices: int32 `[b, s_q, topk]`; the result is 0 at an index outside of `[0, s_kv)`.
+    """
+    result = jax.ShapeDtypeStruct(indices.shape, jnp.float32)
+    (p,) = call("head_summed_probabilities", (result,), q, k, lse, indices, scale=np.float32(scale))
+    return p
+
+
+def indexer_scores_at(q: jax.Array, k: jax.Array, weights: jax.Array, indices: jax.Array) -> tuple[jax.Array]:
+    """The indexer's scores at given entries: float32 `[b, s_q, topk]`, -inf at absent ones.
+
+    Args:
+      q, k, weights: as in `lightning_indexer`; the scores of float8_e4m3fn are without k's scales.
+      indices: int32 `[b, s_q, topk]`; an index outside of `[0, s_c)` is absent.
+    """
+    results = (jax.ShapeDtypeStruct(indices.shape, jnp.float32),)
+    (scores,) = call("indexer_scores_at", results, q, k, weights, indices)
+    return (scores,)
+
+
+def indexer_scores_at_bwd(
+    q: jax.Array, k: jax.Array, weights: jax.Array, indices: jax.Array, dscores: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Gradients of `indexer_scores_at` for the cotangent dscores, float32 `[b, s_q, topk]`, which is ignored at absent
+    entries: dq like q, dk in float32, a sum in no fixed order, and dweights.
+    """
+    results = (
+        jax.ShapeDtypeStruct(q.shape, q.dtype),
+        *(jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (k, weights)),
+    )
+    return tuple(call("indexer_scores_at_bwd", results, q, k, weights, indices, dscores))

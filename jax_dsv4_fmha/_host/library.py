@@ -1,0 +1,162 @@
+"""The only loader of the native library, and what it holds.
+
+Importing this module loads the library and registers its XLA custom calls.  It needs no GPU, initialises no backend,
+and without a library it reports no kernels.
+"""
+
+import ctypes
+import functools
+import importlib.util
+import json
+import struct
+import warnings
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from .call import TARGETS
+from .split_kv import architecture
+
+EXPORT_CHECKS = [jax.export.DisabledSafetyCheck.custom_call(f"dsv4_fmha_{target}") for target in TARGETS]
+"""`disabled_checks` of `jax.export.export` for programs with this package's ops: an artefact may contain its custom
+calls.
+"""
+
+ANY = 2**31 - 1
+"""The value of a limit in `Variant.choices` that does not limit"""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A kernel in the library: what it was compiled for, and what the compiler made of it."""
+
+    key: str
+    op: str
+    family: str
+    """ops whose kernels take the same arguments and differ by the same choices"""
+    arch: str
+    choices: dict[str, Any]
+    """Compile-time choices that a call must match, by name. A choice that begins with `max_` is a limit: a call gets
+    the variant with the lowest limit that it keeps."""
+    tile_m: int
+    """rows of a tile: (query, head) pairs"""
+    tile_n: int
+    """keys of a tile"""
+    unit: int
+    """key tiles that split-KV shares out as one unit"""
+    ctas: int
+    """CTAs that run on an SM at a time"""
+    splits: bool
+    """whether the keys of a tile of rows may be split over CTAs"""
+    threads: int
+    registers: int
+    """registers per thread, at launch"""
+    smem_bytes: int
+    spill_bytes: int
+    cubin_bytes: int
+    evidence: str
+    """how we know that it is right, in words"""
+
+
+def library_path() -> Path | None:
+    """Where the native library is, or None: beside this file, or where an editable install keeps it."""
+    spec = importlib.util.find_spec("jax_dsv4_fmha._native")
+    return Path(spec.origin) if spec is not None and spec.origin is not None else None
+
+
+@functools.cache
+def native() -> ctypes.CDLL | None:
+    """The native library. None where there is none, or only a damaged one, which a RuntimeWarning reports."""
+    path = library_path()
+    if path is None:
+        return None
+    try:
+        return _load(path)
+    except OSError as e:
+        wanted = "everything runs on the reference until it is built again, or removed"
+        warnings.warn(f"{path} cannot be loaded: {e}; {wanted}", RuntimeWarning, stacklevel=2)
+        return None
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    if not _is_whole(path):  # loading it would kill the process
+        raise OSError("its end is missing")
+    found = ctypes.CDLL(str(path))
+    if not hasattr(found, "dsv4_fmha_manifest"):
+        raise OSError("it is of another version, and lacks dsv4_fmha_manifest")
+    found.dsv4_fmha_manifest.restype = ctypes.c_char_p
+    contents = _read_manifest(found)
+    if contents.get("targets") != TARGETS:
+        raise OSError("it is of another version, and has other custom calls")
+    for row in contents["variants"]:
+        if missing := [field.name for field in fields(Variant) if field.name not in row]:
+            raise OSError(f"it is of another version, and does not say the {missing[0]} of its kernels")
+    return found
+
+
+def _read_manifest(found: ctypes.CDLL) -> dict[str, Any]:
+    contents: dict[str, Any] = json.loads(found.dsv4_fmha_manifest())
+    return contents
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a 64-bit ELF file reaches to its section table, which is at the end; True for any other file."""
+    with open(path, "rb") as file:
+        head = file.read(64)
+    if len(head) < 64 or head[:5] != b"\x7fELF\x02":
+        return True
+    (table,), (size, count) = struct.unpack("<Q", head[40:48]), struct.unpack("<HH", head[58:62])
+    return path.stat().st_size >= table + size * count
+
+
+@functools.cache
+def manifest() -> dict[str, Any]:
+    """What `kernels/build.py` wrote about this build: `toolchain`, `targets` and `variants`."""
+    found = native()
+    if found is None:
+        return {"toolchain": "", "targets": TARGETS, "variants": []}
+    return _read_manifest(found)
+
+
+@functools.cache
+def variants() -> tuple[Variant, ...]:
+    """The kernels that are built in: () without a library, or where it was built without kernels."""
+    names = [field.name for field in fields(Variant)]
+    return tuple(Variant(**{name: row[name] for name in names}) for row in manifest()["variants"])
+
+
+def built_for(op: str, **choices: Any) -> tuple[str, ...]:
+    """The architectures that `op` is built for with these compile-time choices."""
+    return tuple(dict.fromkeys(v.arch for v in variants_for(op, **choices)))
+
+
+def variants_for(op: str, **choices: Any) -> list[Variant]:
+    """The kernels of `op` with these compile-time choices, with any limits."""
+    return [v for v in variants() if v.op == op and choices.items() <= v.choices.items()]
+
+
+def local_architectures() -> tuple[str, ...]:
+    """The architectures of this process's CUDA devices, each once, as "sm_90a"; () without any."""
+    try:
+        devices = jax.local_devices(backend="cuda")
+    except RuntimeError:  # JAX has no such backend here
+        return ()
+    return tuple(dict.fromkeys(architecture(device.compute_capability) for device in devices))
+
+
+def _register() -> None:
+    found = native()
+    if found is None:
+        return
+    for target in TARGETS:
+        symbol = f"dsv4_fmha_{target}"
+        stages = {
+            "initialize": jax.ffi.pycapsule(found[f"{symbol}_initialize"]),
+            "execute": jax.ffi.pycapsule(found[symbol]),
+        }
+        jax.ffi.register_ffi_target(symbol, stages, platform="CUDA")
+
+
+_register()

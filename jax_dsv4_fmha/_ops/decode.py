@@ -1,0 +1,138 @@
+"""One step of generation in a DeepSeek-V4 layer: a few new queries for each sequence, and its caches."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .. import _check, reference
+from .._definitions.cache import Cache
+from .._dispatch.sources import SelectionSource, attend
+
+
+def dsv4_decode(
+    q: jax.Array,
+    window_cache: Cache,
+    compressed_cache: Cache | None = None,
+    *,
+    lengths: int | jax.Array,
+    sink: jax.Array | None = None,
+    indices: jax.Array | None = None,
+    topk_length: jax.Array | None = None,
+    ratio: int | None = None,
+    window: int = 128,
+    scale: float | None = None,
+    implementation: _check.Implementation | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """A step of generation: `dsv4_attention` of the last s_q tokens of every sequence, over their KV caches.
+
+    Sequence n has `lengths[n]` tokens. These include the s_q new ones, whose entries are in the caches already. Query i
+    has position `p = lengths[n] - s_q + i`. It sees
+
+      - the window entries at positions `(p - window, p]`, and so no token after it,
+      - the entries of the compressed cache that `indices` names; without indices, those with
+        `w < (p + 1) // ratio`.
+
+    A query with p < 0 sees nothing, so `lengths[n] <= 0` marks an idle place in the batch.
+
+    Args:
+      q: `[b, s_q, h_q, d]`, bfloat16 or float16; with packed caches only bfloat16 and d = 512; on the reference
+        also float32.
+      window_cache: a `Cache` of entries in q's dtype, or packed; entry p is position p. It may be a ring, with room for
+        `window + s_q - 1` entries at least.
+      compressed_cache: a `Cache`, packed if window_cache is, in any layout; entry w stands for positions `w ratio`
+        to `w ratio + ratio - 1`. If it has run over, a query may see its last `capacity` entries of `lengths // ratio`.
+      lengths: an int, or int32 `[b]`.
+      sink: float32 `[h_q]`, as in `fmha`.
+      indices: int32 `[b, s_q, topk]`, entries of the compressed cache as the sequence counts them, not slots of a pool.
+        An entry that is not past yet, is below 0, or has no room or no page in the cache, is absent; without ratio all
+        indices count as they are. topk may be 0.
+      topk_length: int32 `[b, s_q]`; indices from there on are absent too.
+      ratio: an int >= 1, needed with compressed_cache and without indices; 0 means None, a layer with a window alone.
+      window: an int >= 1, the query's own position included.
+      scale: a float > 0, `d**-0.5` if left out.
+      implementation: as in `fmha`. Only "reference" has a gradient.
+
+    Returns:
+      o like q and lse float32 `[b, s_q, h_q]`, as in `fmha`.
+
+    Raises:
+      ValueError, TypeError: operands that differ from the above.
+      NotImplementedError: "cubin", and no kernel is built for these operands.
+    """
+    op = "dsv4_decode"
+    dims: dict[str, Any] = {}
+    q = _check.operand(op, "q", q, "b s_q h_q d", dims, _check.FLOAT)
+    b, s_q, d = (dims[name] for name in ("b", "s_q", "d"))
+    for name, cache in (("window_cache", window_cache), ("compressed_cache", compressed_cache)):
+        if cache is not None or name == "window_cache":
+            if not isinstance(cache, Cache):
+                raise _check.error(TypeError, op, name, cache, "a Cache")
+            cache.check(op, name, dims, (q.dtype,))
+    packed = window_cache.is_packed
+    if packed and q.dtype != jnp.bfloat16:
+        raise _check.error(ValueError, op, "q", q, "bfloat16, with packed caches")
+    ratio = _check.visible_of(op, "compressed_cache", compressed_cache, indices, ratio)
+    if compressed_cache is not None and compressed_cache.is_packed != packed:
+        wanted = f"entries {'that are packed' if packed else f'of {q.dtype}'}, as in window_cache"
+        raise _check.error(ValueError, op, "compressed_cache.entries", compressed_cache.entries, wanted)
+    indices, topk_length = _check.selection(op, indices, topk_length, dims)
+    lengths = jnp.broadcast_to(_check.offset(op, "lengths", lengths, dims), (b,))
+    sink = _check.sink(op, sink, dims)
+    scale = _check.scale(op, scale, d)
+    window = _check.positive(op, "window", window)
+    room = window_cache.capacity
+    if isinstance(room, int) and isinstance(s_q, int) and room < window + s_q - 1:
+        wanted = f"window + s_q - 1 = {window + s_q - 1} at least"
+        raise _check.error(ValueError, op, "window_cache", f"room for {room} entries of a sequence", wanted)
+    _check.implementation(op, implementation)
+
+    if indices is not None and indices.shape[2] == 0:
+        compressed_cache = indices = topk_length = None
+    if implementation == "reference":
+        return reference.dsv4_decode(
+            q, window_cache, compressed_cache, lengths=lengths, sink=sink, indices=indices, topk_length=topk_length,
+            ratio=ratio, window=window, scale=scale,
+        )  # fmt: skip
+    sources = seen_slots(s_q, window_cache, compressed_cache, lengths, indices, topk_length, ratio, window)
+    return attend(op, q, sources, sink=sink, scale=scale, implementation=implementation, differentiable=False)
+
+
+def seen_slots(
+    s_q: Any,
+    window_cache: Cache,
+    compressed_cache: Cache | None,
+    lengths: jax.Array,
+    indices: jax.Array | None,
+    topk_length: jax.Array | None,
+    ratio: int | None,
+    window: int,
+) -> list[SelectionSource]:
+    """The entries that the queries of `dsv4_decode` see of each cache, as slots of its pool."""
+    caches = [window_cache] if compressed_cache is None else [window_cache, compressed_cache]
+    lengths = jnp.maximum(lengths, 0)  # otherwise the subtraction might wrap around
+    position = jnp.arange(s_q, dtype=jnp.int32)[None] + (lengths[:, None] - s_q)
+    past = position[..., None] - jnp.arange(window, dtype=jnp.int32)[None, None]
+    near = caches[0].slots(jnp.where(past >= 0, past % caches[0].capacity, -1))
+    sources = [_source("window", caches[0], near, jnp.clip(position + 1, 0, window))]
+    if compressed_cache is None:
+        return sources
+    if indices is None:
+        assert ratio is not None
+        room = caches[1].capacity
+        oldest = jnp.maximum(lengths // ratio - room, 0)  # of a cache that has run over, what is left
+        entries = oldest[:, None] + jnp.arange(room, dtype=jnp.int32)[None]
+        slots = jnp.broadcast_to(caches[1].slots(entries % room)[:, None], (*position.shape, room))
+        seen = (position + 1) // ratio - oldest[:, None]
+    else:
+        if ratio is not None:
+            indices = jnp.where(indices < ((position + 1) // ratio)[..., None], indices, -1)
+        slots = caches[1].slots(indices)
+        seen = jnp.full_like(position, indices.shape[2]) if topk_length is None else topk_length
+        seen = jnp.where(position >= 0, seen, 0)
+    return [*sources, _source("compressed", caches[1], slots, seen)]
+
+
+def _source(name: str, cache: Cache, slots: jax.Array, length: jax.Array) -> SelectionSource:
+    names = (f"{name}_cache", f"{name} slots", f"{name} length")
+    return SelectionSource(cache.pool(), slots, length, names, f"{name}_rows", cache.layout)

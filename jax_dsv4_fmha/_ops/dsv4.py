@@ -1,0 +1,169 @@
+"""A DeepSeek-V4 attention layer: sliding window, compressed cache and sink under one softmax."""
+
+import functools
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+
+from .. import _check, reference
+from .._definitions.cache import Cache
+from .._definitions.span import Span, shown_by_all
+from .._dispatch.sources import SelectionSource, Source, SpanSource, attend, fitting
+from .._dispatch.support import not_built
+from .merge import merged
+
+
+def dsv4_attention(
+    q: jax.Array,
+    window_kv: jax.Array,
+    compressed_kv: jax.Array | Cache | None = None,
+    *,
+    sink: jax.Array | None = None,
+    indices: jax.Array | None = None,
+    topk_length: jax.Array | None = None,
+    ratio: int | None = None,
+    window: int = 128,
+    q_offset: int | jax.Array = 0,
+    kv_offset: int | jax.Array = 0,
+    swa_lens: jax.Array | None = None,
+    span: Span | None = None,
+    compressed_span: Span | None = None,
+    scale: float | None = None,
+    method: _check.Method | None = None,
+    implementation: _check.Implementation | None = None,
+    deterministic: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """The attention of one DeepSeek-V4 layer: sliding window, compressed entries and sink under one softmax.
+
+    Window entries and compressed entries are one latent head each, which is both K and V. Query i has position
+    `p = q_offset + i`, entry j of the window `kv_offset + j`. Query i sees
+
+      - the window entries whose positions are in `(p - window, p]` and not below 0,
+      - and the compressed entries `w < (p + 1) // ratio`, where entry w stands for `ratio` positions; with indices,
+        only those that they name.
+
+    An entry that is seen both in the window and compressed counts twice, as in the model.
+
+    Args:
+      q: `[b, s_q, h_q, d]`, bfloat16 or float16; float32 only on the reference.
+      window_kv: `[b, s_w, d]` in q's dtype.
+      compressed_kv: `[b, s_c, d]` in q's dtype; None, or s_c = 0, makes a layer with a window alone. Or a `Cache`,
+        paged or not, for a chunk of a prompt: s_c is its capacity, and an entry that it has no page for is absent. A
+        packed Cache takes q in bfloat16 and "two_pass". There is no gradient over a Cache.
+      sink: float32 `[h_q]`, as in `fmha`.
+      indices: int32 `[b, s_q, topk]` into compressed_kv, for the layers of ratio 4; topk may be 0. An entry that is not
+        past is absent; without ratio all indices count as they are. Absent entries are as in `sparse_fmha`.
+      topk_length: int32 `[b, s_q]`, as in `sparse_fmha`.
+      ratio: an int >= 1, needed with compressed_kv, unless there are indices or a compressed_span; 0 means None, a
+        layer with a window alone.
+      window: an int >= 1, the query's own position included.
+      q_offset, kv_offset: int, or int32 `[b]`, traced or not.
+      swa_lens: int32 `[b]`; window entries from there on are not seen.
+      span, compressed_span: further limits on the window entries and the compressed entries that a row sees. For packed
+        documents pass `span=Span.segments(ids)` and, without ratio,
+        `compressed_span=Span.compressed_segments(ids, ratio)`.
+      scale: a float > 0, `d**-0.5` if left out.
+      method: "two_pass" merges a launch for the window with one for the compressed cache. "fused" is one launch, and
+        rounds o once. None takes "fused" where it is built for the operands. A window alone is one launch of `fmha`.
+      implementation: as in `fmha`, for every launch. "reference" is the definition, whatever the method.
+      deterministic: as in `fmha`.
+
+    Returns:
+      o like q and lse float32 `[b, s_q, h_q]`, as in `fmha`.
+
+    Raises:
+      ValueError, TypeError: operands that differ from the above.
+      NotImplementedError: "fused" or "cubin", and no kernel is built for these operands.
+    """
+    op = "dsv4_attention"
+    dims: dict[str, Any] = {}
+    q = _check.operand(op, "q", q, "b s_q h_q d", dims, _check.FLOAT)
+    window_kv = _check.operand(op, "window_kv", window_kv, "b s_w d", dims, (q.dtype,))
+    cache = compressed_kv if isinstance(compressed_kv, Cache) else None
+    if getattr(compressed_kv, "shape", None) != (dims["b"], 0, dims["d"]):
+        if cache is not None:
+            cache.check(op, "compressed_kv", dims, (q.dtype,))
+            if cache.is_packed and q.dtype != jnp.bfloat16:
+                raise _check.error(ValueError, op, "q", q, "bfloat16, with a packed Cache")
+            dims["s_c"] = cache.capacity
+        elif compressed_kv is not None:
+            compressed_kv = _check.operand(op, "compressed_kv", compressed_kv, "b s_c d", dims, (q.dtype,))
+        ratio = _check.visible_of(op, "compressed_kv", compressed_kv, indices, ratio, compressed_span)
+    else:  # a prompt that is shorter than a block
+        if ratio is not None and ratio != 0:
+            _check.positive(op, "ratio", ratio)
+        ratio, compressed_kv = None, None
+    for name, x in (("span", span), ("compressed_span", compressed_span)):
+        if x is not None and not isinstance(x, Span):
+            raise _check.error(TypeError, op, name, x, "a Span")
+    indices, topk_length = _check.selection(op, indices, topk_length, dims)
+    if swa_lens is not None:
+        swa_lens = _check.operand(op, "swa_lens", swa_lens, "b", dims, _check.INT)
+    _check.implementation(op, implementation)
+    _check.one_of(op, "method", method, (None, *get_args(_check.Method)))
+    sink = _check.sink(op, sink, dims)
+    scale = _check.scale(op, scale, dims["d"])
+    positions: dict[str, Any] = {
+        "window": _check.positive(op, "window", window),
+        "q_offset": _check.offset(op, "q_offset", q_offset, dims),
+        "kv_offset": _check.offset(op, "kv_offset", kv_offset, dims),
+        "swa_lens": swa_lens,
+    }
+    if indices is not None and indices.shape[2] == 0:
+        compressed_kv = None
+    b, s_q = dims["b"], dims["s_q"]
+    near = window_span(s_q, **positions)
+    near_bounds = shown_by_all(op, [near] if span is None else [near, span], b, s_q, dims["s_w"])
+    rules = [] if ratio is None else [Span.compressed(s_q, ratio, positions["q_offset"])]
+    rules += [] if compressed_span is None else [compressed_span]
+    if compressed_kv is not None and rules:
+        start, stop = shown_by_all(op, rules, b, s_q, dims["s_c"])
+    if cache is not None and compressed_kv is not None:
+        if indices is None:
+            dims["topk"] = dims["s_c"]
+            indices = jnp.broadcast_to(jnp.arange(dims["s_c"], dtype=jnp.int32), (b, s_q, dims["s_c"]))
+        slots = cache.slots(indices)
+        compressed_kv = cache.pool()
+        if implementation == "reference":
+            compressed_kv, indices = cache.take(), jnp.where(slots < 0, -1, indices)
+    assert not isinstance(compressed_kv, Cache)
+    if implementation == "reference":
+        selected: dict[str, Any] = {"indices": indices, "topk_length": topk_length, "ratio": ratio}
+        spans: dict[str, Any] = {"span": span, "compressed_span": compressed_span}
+        how: dict[str, Any] = {"sink": sink, "scale": scale, **selected, **spans, **positions}
+        return reference.dsv4_attention(q, window_kv, compressed_kv, **how)
+    sources: list[Source] = [SpanSource(window_kv, *near_bounds, names=_WINDOW, axis="s_w")]
+    if compressed_kv is not None and indices is not None:
+        named = indices if cache is None else slots
+        if rules:
+            named = jnp.where((start[..., None] <= indices) & (indices < stop[..., None]), named, -1)
+        if topk_length is None:
+            topk_length = jnp.full((b, s_q), dims["topk"], jnp.int32)
+        layout = {} if cache is None else {"layout": cache.layout}
+        sources.append(SelectionSource(compressed_kv, named, topk_length, _SELECTED, "s_c", **layout))
+    elif compressed_kv is not None:
+        sources.append(SpanSource(compressed_kv, start, stop, names=_COMPRESSED, axis="s_c"))
+    fit = fitting(q, sources)
+    if method == "fused" and not fit.built:
+        wanted = "'two_pass', or operands that a fused kernel is built for"
+        raise not_built(op, "method", f"'fused' for {fit.got}", wanted, fit.kernels)
+    run = functools.partial(
+        attend, op, q, scale=scale, implementation=implementation, differentiable=cache is None,
+        deterministic=deterministic,
+    )  # fmt: skip
+    if len(sources) == 1 or (fit.built and method != "two_pass"):
+        return run(sources, sink=sink)
+    return merged([run([source], sink=None) for source in sources], sink, op)
+
+
+def window_span(s_q: int, window: int, q_offset: Any, kv_offset: Any, swa_lens: jax.Array | None) -> Span:
+    """The window entries that queries see: none at positions below 0."""
+    front = -jnp.maximum(jnp.asarray(kv_offset, jnp.int32), -(2**31 - 1)).reshape(-1, 1)
+    span = Span.sliding_window(s_q, window, jnp.int32(q_offset) - jnp.int32(kv_offset)) & Span(front, 2**31 - 1)
+    return span if swa_lens is None else span & Span.lengths(swa_lens)
+
+
+_WINDOW = ("window_kv", "window start", "window stop")
+_SELECTED = ("compressed_kv", "indices", "topk_length")
+_COMPRESSED = ("compressed_kv", "compressed start", "compressed stop")

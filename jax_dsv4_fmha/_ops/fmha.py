@@ -1,0 +1,69 @@
+"""Attention of every query over one interval of keys."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .. import _check, reference
+from .._definitions.span import Span
+from .._dispatch.sources import SpanSource, attend
+
+
+def fmha(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array | None = None,
+    *,
+    span: Span | None = None,
+    sink: jax.Array | None = None,
+    scale: float | None = None,
+    implementation: _check.Implementation | None = None,
+    deterministic: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Fused multi-head attention with a sink; each query attends to the keys that a Span shows.
+
+        S = scale * q·k;  lse = log Σ exp(S);  o = Σ exp(S - logaddexp(lse, sink)) v
+
+    Args:
+      q: `[b, s_q, h_q, d]`, bfloat16 or float16; float32 only on the reference.
+      k: `[b, s_kv, h_kv, d]` in q's dtype; h_q is a multiple of h_kv.
+      v: like k; None means that V is K, as in DeepSeek-V4's latent attention.
+      span: which keys a query sees; None means all.
+      sink: float32 `[h_q]`, natural logits that are not scaled and add to the denominator only. -inf has no effect,
+        +inf gives `o = 0`.
+      scale: a float > 0, `d**-0.5` if left out.
+      implementation: "cubin" and "reference" insist. None takes the kernel where the platform is CUDA and the kernel is
+        built for the device, and the reference elsewhere. "reference" is plain `jnp`, with derivatives of every order
+        and mode; the others have reverse mode once, and keep to their devices under any mesh (docs/transforms.md).
+      deterministic: whether gradients are to have the same bits every time, which costs time where a kernel adds to
+        memory: at d 512 to the gradients of keys, at d 64 and 128 to those of q where queries may see more than 512
+        keys (docs/performance.md). The forward pass always has them.
+
+    Returns:
+      o like q, 0 where a query sees no key; lse float32 `[b, s_q, h_q]`, natural log, without the sink, -inf there.
+
+    Raises:
+      ValueError, TypeError: operands that differ from the above.
+      NotImplementedError: "cubin", and no kernel is built for these operands.
+    """
+    op = "fmha"
+    dims: dict[str, Any] = {}
+    q = _check.operand(op, "q", q, "b s_q h_q d", dims, _check.FLOAT)
+    k = _check.operand(op, "k", k, "b s_kv h_kv d", dims, (q.dtype,))
+    _check.heads(op, *(dims[name] for name in ("h_q", "h_kv", "s_q", "s_kv")))
+    if v is not None:
+        v = _check.operand(op, "v", v, "b s_kv h_kv d", dims, (q.dtype,))
+    sink = _check.sink(op, sink, dims)
+    scale = _check.scale(op, scale, dims["d"])
+    _check.implementation(op, implementation)
+    if span is None:
+        span = Span(0, jnp.int32(dims["s_kv"]))
+    if not isinstance(span, Span):
+        raise _check.error(TypeError, op, "span", span, "a Span or None")
+    start, stop = span.bounds(dims["b"], dims["s_q"], dims["s_kv"], op)
+    if implementation == "reference":
+        return reference.fmha(q, k, v, span=Span(start, stop), sink=sink, scale=scale)
+    names = ("k", "span.start", "span.stop") if v is None else ("k", "v", "span.start", "span.stop")
+    source = SpanSource(k, start, stop, v, names, width=span.width)
+    return attend(op, q, [source], sink=sink, scale=scale, implementation=implementation, deterministic=deterministic)

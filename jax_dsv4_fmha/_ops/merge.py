@@ -1,0 +1,79 @@
+"""Attention over a union of key sets, from the attention over each."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .. import _check
+from .._definitions.log_space import finite, logsumexp, sigmoid
+from .._dispatch.op import RESULTS, SINK, Axes, Call, Op
+from .._dispatch.sharding import aligned
+
+
+def merge(parts: Sequence[tuple[jax.Array, jax.Array]], sink: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+    """Merges attention over disjoint key sets; the sink enters here, once.
+
+        lse = log Σᵢ exp(lseᵢ);  o = Σᵢ exp(lseᵢ - logaddexp(lse, sink)) oᵢ
+
+    Merging is associative, differentiable in everything, and never NaN for ±inf sinks or empty parts: a part with
+    `lse = -inf` adds nothing, whatever its `o` holds.
+
+    Args:
+      parts: one or more `(o [b, s_q, h_q, d], lse float32 [b, s_q, h_q])`, of one dtype, each made without a sink.
+      sink: float32 `[h_q]`, as in `fmha`.
+
+    Returns:
+      o and lse like a part's; lse without the sink.
+
+    Raises:
+      ValueError, TypeError: operands that differ from the above.
+    """
+    op = "merge"
+    wanted = "one or more pairs (o, lse)"
+    if not isinstance(parts, Sequence) or isinstance(parts, str):
+        raise _check.error(TypeError, op, "parts", parts, wanted)
+    if not parts:
+        raise _check.error(ValueError, op, "parts", parts, wanted)
+    dims: dict[str, Any] = {}
+    dtypes: tuple[Any, ...] = _check.FLOAT
+    first = "parts[0] o"
+    checked = []
+    for i, part in enumerate(parts):
+        if not (isinstance(part, tuple | list) and len(part) == 2):
+            raise _check.error(TypeError, op, f"parts[{i}]", part, "a pair (o, lse)")
+        o = _check.operand(op, f"parts[{i}] o", part[0], "b s_q h_q d", dims, dtypes, first)
+        lse = _check.operand(op, f"parts[{i}] lse", part[1], "b s_q h_q", dims, _check.FP32, first)
+        dtypes = (o.dtype,)
+        checked.append((o, lse))
+    return merged(checked, _check.sink(op, sink, dims, first))
+
+
+def merged(
+    parts: Sequence[tuple[jax.Array, jax.Array]], sink: jax.Array | None = None, op: str = "merge"
+) -> tuple[jax.Array, jax.Array]:
+    """`merge` of checked operands, on any devices; `op` is the caller's name, for errors."""
+    parts, sink = _side_by_side(parts, sink, op)
+    o_parts = jnp.stack([o.astype(jnp.float32) for o, _ in parts])
+    lse_parts = jnp.stack([lse for _, lse in parts])
+    lse = logsumexp(lse_parts, 0)
+    weights = jnp.exp(lse_parts - finite(lse)[None])[..., None]
+    o = jnp.sum(weights * jnp.where(lse_parts[..., None] == -jnp.inf, 0, o_parts), axis=0)
+    if sink is not None:
+        o = o * sigmoid(finite(lse) - sink[None, None])[..., None]
+    return o.astype(parts[0][0].dtype), lse
+
+
+def _side_by_side(
+    parts: Sequence[tuple[jax.Array, jax.Array]], sink: jax.Array | None, op: str
+) -> tuple[Sequence[tuple[jax.Array, jax.Array]], jax.Array | None]:
+    """The operands, with those that an Explicit mesh shards placed alike."""
+    axes = [Axes(f"parts[{i}] {x.name}", x.axes) for i in range(len(parts)) for x in RESULTS]
+    operands = [x for part in parts for x in part]
+    if sink is not None:
+        axes, operands = [*axes, SINK], [*operands, sink[None]]
+    placed = aligned(Call(Op(op, tuple(axes), RESULTS, lambda *_: ()), "never"), tuple(operands))
+    if sink is not None:
+        sink = placed[-1][0]
+    return list(zip(placed[: 2 * len(parts) : 2], placed[1::2], strict=False)), sink

@@ -1,0 +1,92 @@
+"""Attention of every query over the keys that its row of indices names."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from .. import _check, reference
+from .._dispatch.sources import SelectionSource, attend
+
+
+def sparse_fmha(
+    q: jax.Array,
+    kv: jax.Array,
+    indices: jax.Array,
+    *,
+    topk_length: jax.Array | None = None,
+    sink: jax.Array | None = None,
+    scale: float | None = None,
+    implementation: _check.Implementation | None = None,
+    deterministic: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Sparse (top-k) attention: each query attends to the keys that its row of `indices` names.
+
+    The keys are one latent head that is both K and V. A key that is named twice counts twice. A key that a row does not
+    name has no influence on it, not even as NaN.
+
+    Args:
+      q: `[b, s_q, h_q, d]`, bfloat16 or float16; float32 only on the reference.
+      kv: `[b, s_kv, d]` in q's dtype; or `[s_kv, d]`, a pool that all sequences share.
+      indices: int32 `[b, s_q, topk]`; an entry below 0 or not below s_kv is absent.
+      topk_length: int32 `[b, s_q]`; entries from there on are absent too.
+      sink, scale, implementation, deterministic: as in `fmha`.
+
+    Returns:
+      o like q and lse float32 `[b, s_q, h_q]`, as in `fmha`.
+
+    Raises:
+      ValueError, TypeError: operands that differ from the above.
+      NotImplementedError: "cubin", and no kernel is built for these operands.
+    """
+    op = "sparse_fmha"
+    dims: dict[str, Any] = {}
+    q = _check.operand(op, "q", q, "b s_q h_q d", dims, _check.FLOAT)
+    is_pool = getattr(kv, "ndim", None) == 2
+    kv = _check.operand(op, "kv", kv, "s_kv d" if is_pool else "b s_kv d", dims, (q.dtype,))
+    indices = _check.operand(op, "indices", indices, "b s_q topk", dims, _check.INT)
+    if topk_length is not None:
+        topk_length = _check.operand(op, "topk_length", topk_length, "b s_q", dims, _check.INT)
+    sink = _check.sink(op, sink, dims)
+    scale = _check.scale(op, scale, dims["d"])
+    _check.implementation(op, implementation)
+    if implementation == "reference":
+        return reference.sparse_fmha(q, kv, indices, topk_length=topk_length, sink=sink, scale=scale)
+    if topk_length is None:
+        topk_length = jnp.full(indices.shape[:2], indices.shape[2], jnp.int32)
+    rows = q
+    if is_pool:  # treat the queries of all sequences as those of one
+        given = (("q", q), ("indices", indices), ("topk_length", topk_length))
+        rows, indices, topk_length = (_of_one(op, name, x) for name, x in given)
+        kv = kv[None]
+    source = SelectionSource(kv, indices, topk_length, ("kv", "indices", "topk_length"))
+    o, lse = attend(
+        op, rows, [source], sink=sink, scale=scale, implementation=implementation, deterministic=deterministic
+    )
+    return (_of_all(o, q.shape), _of_all(lse, q.shape[:-1])) if is_pool else (o, lse)
+
+
+def _of_one(op: str, name: str, x: jax.Array) -> jax.Array:
+    """[b, s_q, …] as [1, b s_q, …], without moving a part to another device."""
+    batch, queries, *rest = _spec(x)
+    if queries is not None:
+        wanted = "s_q whole, of a pool; split the batch, or give each device a pool"
+        raise _check.error(ValueError, op, name, f"s_q sharded over {queries}", wanted)
+    return jnp.reshape(x, (1, -1, *x.shape[2:]), out_sharding=_sharding(x, P(None, batch, *rest)))
+
+
+def _of_all(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    _, batch, *rest = _spec(x)
+    return jnp.reshape(x, shape, out_sharding=_sharding(x, P(batch, None, *rest)))
+
+
+def _spec(x: jax.Array) -> tuple[Any, ...]:
+    spec = tuple(jax.typeof(x).sharding.spec)
+    return spec + (None,) * (x.ndim - len(spec))
+
+
+def _sharding(x: jax.Array, spec: P) -> NamedSharding | None:
+    """The array's sharding, or None where JAX's types carry none."""
+    return NamedSharding(jax.typeof(x).sharding.mesh, spec) if any(_spec(x)) else None

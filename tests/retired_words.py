@@ -1,0 +1,137 @@
+"""Words that code no longer uses, and what it says instead. The glossary (docs/glossary.md) has the words that it uses.
+
+A word is an identifier, as `fnmatch` reads it. It is looked for in identifiers, in strings without a space, as keys of
+kernels are, and in names of files and folders. Prose may use it: comments, docstrings and messages are not read.
+"""
+
+import ast
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+PACKAGE, KERNELS, FFI = "jax_dsv4_fmha", "kernels", "ffi"
+EVERYWHERE = (PACKAGE, KERNELS, FFI, "interpreter", "tests", "examples", "docs")
+ATTENTION = (
+    "kernels/lib",
+    *(f"kernels/sm90/{name}" for name in ("mha", "mla", "mla_few_heads", "combine")),
+    "kernels/sm100",
+    FFI,
+)
+HERE = Path(__file__).name
+
+
+@dataclass(frozen=True)
+class Retired:
+    word: str
+    new: str
+    folders: tuple[str, ...] = EVERYWHERE  # or files
+    active: bool = True  # nothing says it any more
+
+    @property
+    def example(self) -> str:
+        return self.word.replace("*", "")
+
+
+RETIRED = (
+    # ops and targets
+    Retired("fwd_shared_kv", "mla_span_fwd"),
+    Retired("sparse_fwd*", "mla_sparse_fwd"),
+    Retired("sparse_bwd*", "mla_sparse_bwd"),
+    Retired("dsv4_sparse_fwd*", "csa_fwd"),
+    Retired("dsv4_sparse_bwd*", "csa_bwd"),
+    Retired("dsv4_dense_fwd*", "hca_fwd"),
+    Retired("dsv4_dense_bwd*", "hca_bwd"),
+    Retired("dense_bwd*", "mha_bwd"),
+    Retired("fwd_sm_90a_*", "mha_fwd_sm_90a_…, or mla_span_fwd_sm_90a_…"),
+    Retired("bwd_sm_90a_*", "mla_span_bwd_sm_90a_…"),
+    Retired("row_gradients*", "mha_dq"),
+    Retired("all_gradients*", "mha_dqdkdv"),
+    Retired("key_gradients_sm*", "mha_dkdv"),
+    Retired("key_gradients", "dkdv, or dkv where K is V", active=False),
+    Retired("row_spans*", "tile_spans"),
+    Retired("index_scores*", "indexer_scores"),
+    Retired("index_at*", "indexer_scores_at", active=False),
+    # kernels and families
+    Retired("fwd_sm90", "mha_fwd_sm90"),
+    Retired("latent_sm90*", "mla_fwd_sm90"),
+    Retired("latent_bwd*", "mla_bwd"),
+    Retired("few_heads_sm90*", "mla_few_heads_fwd_sm90"),
+    Retired("few_heads_bwd*", "mla_few_heads_bwd"),
+    Retired("DenseBackward*", "MhaBackward", active=False),
+    Retired("dense_backward*", "mha_backward", active=False),
+    Retired("RowSpans*", "TileSpans", (FFI, "kernels/abi.py")),
+    Retired("IndexScores*", "IndexerScores", active=False),
+    Retired("IndexAt*", "IndexerScoresAt", active=False),
+    # inside
+    Retired("*apart*", "separate", (PACKAGE, KERNELS, FFI), active=False),
+    Retired("Fit", "Support", (PACKAGE,), active=False),
+    Retired("when", "an Enum, or a bool by its meaning", (PACKAGE,), active=False),
+    Retired("_learn", "a name that says what is found", (PACKAGE,), active=False),
+    Retired("_learned", "a name that says what is found", (PACKAGE,), active=False),
+    Retired("in_order", "a name that says which order", (PACKAGE,), active=False),
+    Retired("_BEGIN", "a name that says the beginning of what", (PACKAGE,), active=False),
+    Retired("crowd*", "a name that says of what there are many", (PACKAGE, KERNELS, FFI), active=False),
+    Retired("Walk", "TileScheduler", (KERNELS,), active=False),
+    Retired("together", "section", (KERNELS, FFI), active=False),
+    Retired("tell_rows", "publish_rows", (KERNELS,)),
+    Retired("told", "published", (KERNELS,)),
+    Retired("tellers", "publishers", (KERNELS,)),
+    Retired("aim", "destination", (KERNELS,), active=False),
+    Retired("leave_others", "release_unread", (KERNELS,), active=False),
+    Retired("foresee", "prefetch, or prefetch_entries", (KERNELS,), active=False),
+    Retired("settle", "mark_absent", (KERNELS,), active=False),
+    Retired("look_up", "prefetch_indices", (KERNELS,), active=False),
+    Retired("KeyGradients", "KvGradient", ("kernels/sm90/mla",), active=False),
+    Retired("Target", "Destination", ("kernels/sm90/mla",), active=False),
+    Retired("Latent*", "Mla…", (KERNELS,), active=False),
+    Retired("turn", "wave", ("kernels/lib",), active=False),
+    Retired("forge", "compile_server", (KERNELS,)),
+    Retired("Kept", "Once", (FFI,), active=False),
+    Retired("Give", "SetResults", (FFI,), active=False),
+    Retired("weight", "sink_factor", (*ATTENTION, "kernels/abi.py"), active=False),
+    # public
+    Retired("swa_lens", "a name that explains itself", (PACKAGE,), active=False),
+    Retired("how", "a name that explains itself", ("jax_dsv4_fmha/layers",), active=False),
+    Retired("room", "a name that explains itself", ("jax_dsv4_fmha/layers",), active=False),
+    Retired("within", "a name that explains itself", ("jax_dsv4_fmha/layers",), active=False),
+    Retired("makes", "a name that explains itself", (PACKAGE,), active=False),
+)
+
+
+def in_string(text: str) -> list[str]:
+    return [] if re.search(r"\s", text) else re.findall(r"[A-Za-z_]\w*", text)
+
+
+def python_identifiers(source: str) -> set[str]:
+    """Names, attributes, parameters, keywords and imports, and words of strings without a space."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        for _, value in ast.iter_fields(node):
+            for part in value if isinstance(value, list) else [value]:
+                if isinstance(node, ast.Constant):
+                    found.update(in_string(part) if isinstance(part, str) else ())
+                elif isinstance(part, str):
+                    found.update(part.split("."))
+    return found
+
+
+def cpp_identifiers(source: str) -> set[str]:
+    """All that is not a comment, nor a string with a space."""
+    tokens = re.findall(r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\\n])*\"|[A-Za-z_]\w*", source, re.S)
+    code = [token for token in tokens if not token.startswith(("//", "/*"))]
+    return {word for token in code for word in (in_string(token[1:-1]) if token.startswith('"') else [token])}
+
+
+def identifiers(path: Path, source: str) -> set[str]:
+    """Those of a file, and of its path relative to the repository."""
+    found = python_identifiers(source) if path.suffix == ".py" else cpp_identifiers(source)
+    return found | {part.split(".")[0] for part in path.parts}
+
+
+def come_back(path: Path, names: Iterable[str], words: Iterable[Retired]) -> list[str]:
+    """Which of a file's identifiers are retired words."""
+    here = [r for r in words if any(map(path.is_relative_to, r.folders))]
+    found = ((name, r) for name in sorted(names) for r in here if fnmatchcase(name, r.word))
+    return [f"{path}: {name} is retired, say {r.new}" for name, r in found]

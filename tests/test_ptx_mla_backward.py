@@ -1,0 +1,334 @@
+"""The backward kernels in the interpreter: right gradients in any order of events, and planted faults.
+
+The interpreter must find each fault by a symptom that only this fault has.
+"""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from interpreter import edits, hardware
+from interpreter.kernels import attention, gradients, mla_backward, native
+from interpreter.kernels.launch import Kernel
+from interpreter.kernels.verdict import Wrong
+from interpreter.machine.hazards import Deadlock, Fault, OutOfBounds, Race, Undefined
+from kernels.abi import MlaBackward
+
+BUILT = [v.key for v in native.built(MlaBackward)]
+ALL_KEYS = 1 << 30  # a width
+SHAPES: dict[str, dict[str, int]] = {
+    # two tiles of keys and a part of one; heads of several queries in a tile of rows where they see the same keys
+    "tiles": {"b": 1, "s_q": 3, "s_kv": 149, "h_q": 8, "s_kv1": 81, "topk": 133, "width": ALL_KEYS},
+    # a window that begins within a tile, two batch entries
+    "window": {"b": 2, "s_q": 9, "s_kv": 134, "h_q": 8, "s_kv1": 32, "topk": 40},
+    # rows that fill no tile, and keys that do not either
+    "few": {"b": 1, "s_q": 3, "s_kv": 3, "h_q": 5, "s_kv1": 3, "topk": 3},
+    # more tiles of rows than CTAs, two of a query where keys are gathered
+    "turns": {"b": 1, "s_q": 2, "s_kv": 94, "h_q": 72, "s_kv1": 9, "topk": 65, "width": 64},
+    # several heads of keys
+    "groups": {"b": 1, "s_q": 7, "s_kv": 104, "h_q": 12, "h_kv": 2, "width": ALL_KEYS},
+}
+PROCESSORS = {"tiles": 2, "window": 2, "few": 1, "turns": 1, "groups": 2}
+
+
+def is_like(variant: MlaBackward, case: str) -> bool:
+    """Whether another variant, or another case, shows what this one could: of few heads, a tile has one query."""
+    if variant.max_heads == 64 and not variant.gathers:  # as with a cluster, except how sums go out
+        return case != "groups"
+    return variant.max_heads == 16 and (case != "turns" or len(variant.sources) == 1)
+
+
+RUNS = [
+    (v.key, case)
+    for v in map(native.variant_of, BUILT)
+    for case in SHAPES
+    if (
+        v.dtype == "bfloat16"
+        and not v.deterministic
+        and (case != "groups" or v.op == "mla_span_bwd")
+        and not is_like(v, case)
+    )
+    or ((v.op, case) == ("csa_bwd", "few") and not v.deterministic)
+    or (
+        v.deterministic and v.dtype == "bfloat16" and (v.op, case) in (("mla_span_bwd", "groups"), ("csa_bwd", "turns"))
+    )
+]
+
+
+@functools.cache
+def kernel(key: str) -> Kernel:
+    if key not in BUILT:
+        pytest.skip(f"{key} is not built")
+    return Kernel.of(native.variant_of(key))
+
+
+@pytest.mark.parametrize(("key", "case"), RUNS)
+def test_is_right_in_any_order(key, case):
+    """dq has the same bits in every order; dkv differs as sums in another order do, or not at all."""
+    variant, extents = kernel(key).variant, SHAPES[case]
+    if variant.gathers:  # each query has its own tile of rows
+        extents = {**extents, "s_q": min(extents["s_q"], 2), "h_q": min(extents["h_q"], variant.max_heads + 8)}
+    x, results = gradients.operands(variant, **extents), []
+    for seed in range(1 if case == "window" else 2):  # the largest
+        run = mla_backward.launch(kernel(key), x, processors=PROCESSORS[case], seed=2 * RUNS.index((key, case)) + seed)
+        results.append(run.run())
+        mla_backward.judge(run, results[-1])
+    (dq, *sums), (other_dq, *other_sums) = results[0], results[-1]
+    np.testing.assert_array_equal(dq.view(np.uint16), other_dq.view(np.uint16))
+    for a, b in zip(sums, other_sums, strict=True):
+        if variant.deterministic:
+            np.testing.assert_array_equal(a.view(np.uint32), b.view(np.uint32))
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_a_span_ends_where_its_keys_do():
+    """Nothing is added before the first key's gradient or after the last one's."""
+    k = kernel("mla_span_bwd_sm_90a_d512_bfloat16")
+    x = gradients.operands(k.variant, **SHAPES["few"] | {"s_kv": 70, "width": ALL_KEYS})
+    run = mla_backward.launch(k, dataclasses.replace(x, attention=attention.beyond(x.attention)))
+    run.operands = x
+    mla_backward.judge(run, run.run())
+
+
+# ---- against the chip
+
+COMPARED = ("mla_span_bwd_sm_90a_d512_bfloat16", "csa_bwd_sm_90a_d512_float16_deterministic")
+
+
+@pytest.mark.parametrize("key", COMPARED)
+def test_agrees_with_hardware(key):
+    """Up to the order of sums, and how the chip rounds exp2, which sometimes rounds P or dS another way."""
+    recorded = hardware.RUNS[key]
+    x = recorded.operands()
+    run = mla_backward.launch(kernel(key), x, processors=1)
+    for got, want in zip(recorded.kept(run.run()), hardware.recorded(recorded, x).results, strict=True):
+        assert np.sum((got - want) ** 2) <= 1e-6 * np.sum(want**2)
+
+
+# ---- faults
+
+SPAN, SELECTION = "mla_span_bwd_sm_90a_d512_bfloat16", "mla_sparse_bwd_sm_90a_d512_bfloat16_h64"
+BOTH = "csa_bwd_sm_90a_d512_bfloat16_h64"
+FEW = "mla_sparse_bwd_sm_90a_d512_bfloat16_h16"
+OF_FAULTS = {
+    SPAN: {"b": 1, "s_q": 6, "s_kv": 150, "h_q": 8, "width": ALL_KEYS},  # one tile of rows, three of keys
+    SELECTION: {"b": 1, "s_q": 4, "s_kv": 300, "h_q": 8, "topk": 190},
+    BOTH: {"b": 1, "s_q": 3, "s_kv": 150, "h_q": 8, "s_kv1": 70, "topk": 20, "width": ALL_KEYS},
+    FEW: {"b": 1, "s_q": 3, "s_kv": 300, "h_q": 8, "topk": 150},
+}
+BARRIERS = [  # in the order of their addresses
+    *(f"{name}{piece}" for name in ("q_full", "q_empty", "k_full") for piece in range(4)),
+    *("k_empty0", "k_empty1", "listed", "p_ds_full", "p_ds_empty", "published"),
+    *("received_full0", "received_full1", "received_empty0", "received_empty1"),
+]
+OF_FEW = ["published", "q_full", "q_empty", "listed", "k_empty", *(f"k_full{piece}" for piece in range(4))]
+PRODUCT = r"setp\.ne\.b32 p, (%r\d+), 0;\s*wgmma\.mma_async\.sync\.aligned\.m64n{}k16"
+REDUCTION = r"red\.relaxed\.gpu\.global\.add\.v4\.f32 (\[[^\]]+\]), (\{[^}]+\});"
+
+
+@dataclasses.dataclass
+class Fate:
+    name: str
+    fault: type[Fault] | tuple[type[Fault], ...]
+    says: str
+    edit: Callable[[str], str]
+    key: str = SPAN
+    processors: int = 1
+
+
+def barrier(text: str, name: str) -> int:
+    made = edits.barriers(text)
+    names = BARRIERS if len(made) == len(BARRIERS) else OF_FEW
+    assert len(made) == len(names)
+    return made[names.index(name)]
+
+
+def without_waiting(*names: str, which: slice = slice(None)) -> Callable[[str], str]:
+    return lambda text: edits.drop_waits(text, {barrier(text, name) for name in names}, which)
+
+
+def lost(text: str) -> str:
+    return edits.replace(text, r"@p " + REDUCTION, "", slice(5, 6))
+
+
+def scaled_twice(text: str) -> str:
+    """The factors of dS: scale and weight, scale and delta."""
+    params = [p.name for p in native.variant_of(BOTH).params]
+    scale = "|".join(re.findall(rf"ld\.param\.b32\s+(%r\d+), {edits.parameter(text, params, 'scale')};", text))
+    again = rf"mul\.f32\s+(%r\d+), ({scale}), %r\d+;"
+    return edits.replace(text, again, lambda m: f"{m[0]} mul.f32 {m[1]}, {m[1]}, {m[2]};")
+
+
+def kept_over(text: str) -> str:
+    """The first columns are added to the contents of right's registers, except for the first tile of keys."""
+    of_left = text[: text.rindex("m64n256k16")].count("m64n32k16")
+    of_right = slice(of_left, of_left + 1)
+    not_first = re.findall(PRODUCT.format(256) + r"[^;]*\}, %rd\d+, %rd\d+, p", text)[0]
+    return edits.replace(text, PRODUCT.format(32), lambda m: m[0].replace(f"{m[1]},", f"{not_first},", 1), of_right)
+
+
+def delta_of_another_row(text: str) -> str:
+    """A thread's second row has the delta of its first."""
+    subtracted = re.findall(r"sub\.f32\s+%r\d+, %r\d+, (%r\d+);", text)
+    (first, second) = list(dict.fromkeys(subtracted))[2:]  # the others shift exponents
+    return edits.replace(text, rf"(sub\.f32\s+%r\d+, %r\d+, ){second};", lambda m: f"{m[1]}{first};")
+
+
+def prefetching(text: str) -> str:
+    """Sums come to L2 ahead, however few they are."""
+    return edits.replace(text, r"(setp\.gt\.s64\s+%p\d+, %rd\d+, )33554432;", lambda m: f"{m[1]}0;")
+
+
+def too_much(text: str) -> str:
+    return edits.replace(prefetching(text), r"(prefetch\.L2\.global \[%rd\d+\], )2048;", lambda m: f"{m[1]}1048576;")
+
+
+def too_soon(text: str) -> str:
+    """A chunk goes out when the previous one is complete."""
+    return edits.replace(
+        text, r"wgmma\.wait_group\.sync\.aligned\s+2;", "wgmma.wait_group.sync.aligned 4;", slice(3, 4)
+    )
+
+
+def stored(text: str) -> str:
+    return edits.replace(text, REDUCTION, lambda m: f"st.global.v4.f32 {m[1]}, {m[2]};")
+
+
+def late(writer: str, place: str) -> str:
+    """Written over while still read, or perhaps: whichever access comes second sees it."""
+    return (
+        rf"(?s){writer}.*overwrites SMEM[^\n]* bytes {place}\.\.\d+ while nothing orders this and the"
+        rf"|reads SMEM[^\n]* bytes {place}\.\.\d+ while nothing orders this and the write by [^\n]*{writer}"
+    )
+
+
+FATES = [
+    Fate(
+        "a reduction is lost",
+        Wrong,
+        r"^dkv0: a reduction is lost: columns \d+\.\.\d+ of key \d+ were added to",
+        lost,
+    ),
+    Fate("dS is scaled twice", Wrong, r"dq is wrong in .*: everywhere 0\.044\d+ times what it should be", scaled_twice),
+    Fate(
+        "the gradient of a tile of keys is kept over to the next",
+        Wrong,
+        r"^(?!.*dq is wrong).*dkv0 is wrong .*: keys from 64 on have in columns 0\.\.31 besides their own what those "
+        r"from 0 on have in columns 320\.\.351",
+        kept_over,
+        key=BOTH,
+    ),
+    Fate(
+        "delta of another row",
+        Wrong,
+        r"dq is wrong in .* first in query 1, head 0: what it is with the delta of query 0, head 0",
+        delta_of_another_row,
+    ),
+    Fate("sums after the last key's come to L2", OutOfBounds, r"prefetches .*dkv", too_much, key=BOTH),
+    Fate(
+        "a chunk goes out before its products are complete",
+        Race,
+        r"(?s)line \d+: .*reads register %r\d+ while the wgmma of line \d+ may still write it",
+        too_soon,
+    ),
+    Fate(
+        "P and dS are read before they are written",
+        (Race, Undefined),  # of the first tile
+        r"(?s)(ldmatrix|wgmma).*reads SMEM.*(nothing orders this and the write by .*stmatrix|which nobody wrote)",
+        without_waiting("p_ds_full"),
+    ),
+    Fate(
+        "keys come in while dQ reads those before",
+        Race,
+        late(r"cp\.async", r"1[3-9]\d{4}"),  # where K is
+        without_waiting("k_empty0", "k_empty1"),
+        key=SELECTION,
+    ),
+    Fate(
+        "Q comes in while the chunks of the rows before read it",
+        Race,
+        late(r"cp\.async", r"(\d{4,5}|1[0-2]\d{4})"),  # where Q and dO are
+        without_waiting("q_empty0", "q_empty1", "q_empty2", "q_empty3"),
+        key=SELECTION,
+    ),
+    Fate(
+        "a sum is stored, not added to",
+        Race,
+        r"(?s)st\.global\.v4\.f32.*overwrites dkv0 bytes.*nothing orders this and the write by",
+        stored,
+        key=SELECTION,
+        processors=2,
+    ),
+    Fate(
+        "what the peer sends is read before it is there",
+        (Race, Undefined),
+        r"(?s)ld\.shared\.v4.*reads SMEM.*(nothing orders this and the write by .*st\.async|which nobody wrote)",
+        without_waiting("received_full0", "received_full1"),
+    ),
+    Fate(
+        "a chunk is sent over one that the peer has not read",
+        Race,
+        late(r"st\.async", r"\d+"),
+        without_waiting("received_empty0", "received_empty1"),
+    ),
+    Fate(
+        "of few heads, dS is read before all of it is written",
+        (Race, Undefined),
+        r"(?s)wgmma.*reads SMEM.*(nothing orders this and the write by .*stmatrix|which nobody wrote)",
+        lambda text: edits.replace(text, r"bar\.sync\s+1, 128;", "", slice(0, 1)),
+        key=FEW,
+    ),
+    Fate(
+        "of few heads, keys come in while dQ reads those before",
+        Race,
+        late(r"cp\.async", r"\d+"),
+        without_waiting("k_empty"),
+        key=FEW,
+    ),
+    Fate(
+        "of few heads, Q comes in while the chunks of the query before read it",
+        Race,
+        late(r"cp\.async", r"\d+"),
+        without_waiting("q_empty"),
+        key=FEW,
+    ),
+    Fate(
+        "nobody says that a chunk of Q is free",
+        Deadlock,
+        r"(?s)nothing can go on.*warp 0-3 at line \d+.*mbarrier",
+        lambda text: edits.replace(text, r"@p mbarrier\.arrive\.shared::cta\.b64 _[^;]*;", ""),
+        key=SELECTION,
+    ),
+]
+
+
+@functools.cache
+def of_faults(key: str) -> gradients.Operands:
+    return gradients.operands(kernel(key).variant, **OF_FAULTS[key])
+
+
+@pytest.mark.parametrize("fate", FATES, ids=lambda fate: fate.name)
+def test_a_fault_is_found(fate):
+    k = kernel(fate.key)
+    edited = dataclasses.replace(k, ptx=fate.edit(k.ptx))
+    for seed in range(2):
+        run = mla_backward.launch(edited, of_faults(fate.key), processors=fate.processors, seed=seed)
+        with pytest.raises(fate.fault) as found:
+            mla_backward.judge(run, run.run())
+        assert re.search(fate.says, str(found.value)), found.value
+
+
+@pytest.mark.parametrize("key", OF_FAULTS)
+def test_without_a_fault_nothing_is_found(key):
+    run = mla_backward.launch(kernel(key), of_faults(key), processors=1)
+    mla_backward.judge(run, run.run())
+
+
+def test_prefetches_sums_of_keys_that_exist():
+    k = kernel(BOTH)
+    run = mla_backward.launch(dataclasses.replace(k, ptx=prefetching(k.ptx)), of_faults(BOTH), processors=1)
+    mla_backward.judge(run, run.run())
