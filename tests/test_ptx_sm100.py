@@ -110,7 +110,7 @@ def test_is_right(key, case):
 
 
 def test_config_refuses_what_does_not_fit():
-    from kernels.sm100.fwd.kernel import Config
+    from kernels.sm100.fwd.config import Config
 
     class Wide(Config):
         tile_n = 256
