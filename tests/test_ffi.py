@@ -12,7 +12,6 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from importlib import util
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
