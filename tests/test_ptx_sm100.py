@@ -20,6 +20,7 @@ from interpreter.machine.hazards import Deadlock, Fault, Leak, Misuse, Race, Und
 from interpreter.machine.state import SMEM_BASE, Array
 from kernels import build
 from kernels.abi import Forward
+from kernels.cache import KernelCache, default_folder
 from kernels.variants import VARIANTS
 from tests import wrong_answers
 
@@ -471,8 +472,15 @@ def mutant(fault: PlantedFault[str, str], directory: Path, compiler: build.Compi
         assert sum(file.read_text().count(old) for file in files) == 1, old
         for file in files:
             file.write_text(file.read_text().replace(old, new))
-    compiler(kernel.variant, directory, root=directory)
-    return dataclasses.replace(kernel, ptx=(directory / f"{fault.kernel}.ptx").read_text())
+    ptx, name, cache = (
+        directory / f"{fault.kernel}.ptx",
+        build.digest(kernel.variant, directory),
+        KernelCache(default_folder()),
+    )
+    if not cache.take(name, directory):
+        compiler(kernel.variant, directory, root=directory)
+        cache.keep(name, [ptx])
+    return dataclasses.replace(kernel, ptx=ptx.read_text())
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
