@@ -1,3 +1,4 @@
+import gc
 import os
 import shutil
 import tempfile
@@ -16,6 +17,9 @@ from kernels import build
 from tests.helpers import QUICK
 
 jax.config.update("jax_num_cpu_devices", 8)  # for meshes; a program that names no device runs on the first
+jax.config.update("jax_traceback_in_locations_limit", 0)  # most of a test's time is tracing, lowering and compiling
+gc.freeze()
+gc.set_threshold(200_000, 20, 100)
 
 
 def compile_quickly() -> None:
