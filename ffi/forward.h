@@ -67,8 +67,7 @@ struct Forward {
   static ffi::Error Find(const Call& call, const Device& device, Shape* shape, Kernels* kernels) {
     RowShape& rows = shape->rows;
     auto& [forward, combine] = *kernels;
-    const ForwardChoices choices{
-        .d = rows.d, .dtype = call.q.dtype, .packing = call.packing, .max_heads = rows.h_q};
+    const ForwardChoices choices{.d = rows.d, .dtype = call.q.dtype, .packing = call.packing, .max_heads = rows.h_q};
     if (ffi::Error error = LookUp(call.target->name, device, choices, &forward); error.failure()) return error;
     if (!forward->splits) rows.splits = 1;
     if (rows.splits == 1) return ffi::Error::Success();

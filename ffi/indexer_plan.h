@@ -72,7 +72,7 @@ inline int64_t IndexSplits(int64_t blocks, int64_t tiles, int64_t processors) {
 
 // The launch that scores `count` blocks from `first` on.
 inline Plan<IndexerScoresArguments> PlanIndexerScores(const IndexerShape& shape, const Tiles& tiles, int64_t first,
-                                                  int64_t count, const IndexerAddresses& at) {
+                                                      int64_t count, const IndexerAddresses& at) {
   const int64_t row = kIndexDim * ElementBytes(shape.type), columns = U32(128 / ElementBytes(shape.type));
   const int64_t rows = shape.b * shape.s_q * shape.heads;
   const int64_t splits = IndexSplits(count, CeilDiv(shape.s_c, tiles.tile_n), tiles.processors);
@@ -124,7 +124,8 @@ inline Plan<IndexerScoresArguments> PlanIndexerScores(const IndexerShape& shape,
 }
 
 // The launch that chooses their entries.
-inline Plan<TopkArguments> PlanTopk(const IndexerShape& shape, int64_t first, int64_t count, const IndexerAddresses& at) {
+inline Plan<TopkArguments> PlanTopk(const IndexerShape& shape, int64_t first, int64_t count,
+                                    const IndexerAddresses& at) {
   return {.grid = U32(count * shape.queries),
           .arguments = {.scores = at.scores,
                         .start = at.start,

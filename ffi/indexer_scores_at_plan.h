@@ -23,7 +23,8 @@ inline std::string CheckIndexerScoresAtShape(const IndexerScoresAtShape& shape) 
   return b > kMaxExtent / s_q ? TooLarge("b * s_q", b * s_q, kMaxExtent) : "";
 }
 
-inline Plan<IndexerScoresAtArguments> PlanIndexerScoresAt(const IndexerScoresAtShape& shape, const IndexerScoresAtAddresses& at) {
+inline Plan<IndexerScoresAtArguments> PlanIndexerScoresAt(const IndexerScoresAtShape& shape,
+                                                          const IndexerScoresAtAddresses& at) {
   return {.grid = U32(shape.b * shape.s_q),
           .arguments = {.q = at.q,
                         .k = at.k,

@@ -103,7 +103,8 @@ int dsv4_fmha_plan_forward(const char* layout, const AttentionShape* shape, floa
 
 // The same for its gradient.
 int dsv4_fmha_plan_mla_backward(const char* layout, const AttentionShape* shape, float scale, const Tiles* tiles,
-                            const MlaBackwardAddresses* addresses, ShownLaunch* out, char* error, size_t error_bytes) {
+                                const MlaBackwardAddresses* addresses, ShownLaunch* out, char* error,
+                                size_t error_bytes) {
   Plan<MlaBackwardArguments> plan;
   const std::string reason = PlanMlaBackward(*shape, scale, *tiles, *addresses, &plan);
   return Show(layout, plan, reason, out, error, error_bytes);
@@ -111,8 +112,8 @@ int dsv4_fmha_plan_mla_backward(const char* layout, const AttentionShape* shape,
 
 // The same where K and V are separate, for the gradients of keys or those of rows.
 int dsv4_fmha_plan_mha_backward(const char* layout, const AttentionShape* shape, float scale, bool of_keys,
-                                  const Tiles* tiles, const MhaBackwardAddresses* addresses, ShownLaunch* out,
-                                  char* error, size_t error_bytes) {
+                                const Tiles* tiles, const MhaBackwardAddresses* addresses, ShownLaunch* out,
+                                char* error, size_t error_bytes) {
   Plan<MhaBackwardArguments> plan;
   const std::string reason =
       PlanMhaBackward(shape->rows, shape->sources[0].s_kv, scale, of_keys, *tiles, *addresses, &plan);
@@ -121,8 +122,8 @@ int dsv4_fmha_plan_mha_backward(const char* layout, const AttentionShape* shape,
 
 // The launch before that one.
 int dsv4_fmha_plan_tile_spans(const RowShape* shape, int32_t tile_m, int32_t tiles_of_cta,
-                             const MhaBackwardAddresses* addresses, ShownLaunch* out, char* error,
-                             size_t error_bytes) {
+                              const MhaBackwardAddresses* addresses, ShownLaunch* out, char* error,
+                              size_t error_bytes) {
   Plan<TileSpansArguments> plan;
   const std::string reason = PlanTileSpans(*shape, tile_m, tiles_of_cta, *addresses, &plan);
   return Show("tile_spans", plan, reason, out, error, error_bytes);
@@ -154,8 +155,8 @@ int dsv4_fmha_plan_probabilities(const ProbabilitiesShape* shape, float scale, i
 }
 
 // The launch of scores at given entries, or of their gradients.
-void dsv4_fmha_plan_indexer_scores_at(const IndexerScoresAtShape* shape, bool gradient, const IndexerScoresAtAddresses* addresses,
-                             ShownLaunch* out) {
+void dsv4_fmha_plan_indexer_scores_at(const IndexerScoresAtShape* shape, bool gradient,
+                                      const IndexerScoresAtAddresses* addresses, ShownLaunch* out) {
   *out = ShownLaunch(gradient ? kIndexerScoresAtBwd : kIndexerScoresAt, PlanIndexerScoresAt(*shape, *addresses));
 }
 

@@ -16,7 +16,7 @@ inline std::string CutFullTiles(const RowShape& shape, int32_t tile_m, Tiling* n
 // Which keys the tiles of tile_m rows see; a CTA finds it for `tiles_of_cta` of them.  Returns why it cannot: empty on
 // success.
 inline std::string PlanTileSpans(const RowShape& shape, int32_t tile_m, int32_t tiles_of_cta,
-                                const MhaBackwardAddresses& at, Plan<TileSpansArguments>* plan) {
+                                 const MhaBackwardAddresses& at, Plan<TileSpansArguments>* plan) {
   Tiling n;
   TileSpansArguments& x = plan->arguments;
   if (std::string error = CutFullTiles(shape, tile_m, &n); !error.empty()) return error;
@@ -29,7 +29,7 @@ inline std::string PlanTileSpans(const RowShape& shape, int32_t tile_m, int32_t 
 // The gradients of keys, of all, or those of rows, by a kernel with these tiles.  Returns why it cannot: empty on
 // success.
 inline std::string PlanMhaBackward(const RowShape& shape, int64_t s_kv, float scale, bool of_keys, const Tiles& tiles,
-                                     const MhaBackwardAddresses& at, Plan<MhaBackwardArguments>* plan) {
+                                   const MhaBackwardAddresses& at, Plan<MhaBackwardArguments>* plan) {
   Tiling n;
   MhaBackwardArguments& x = plan->arguments;
   if (std::string error = CutFullTiles(shape, tiles.tile_m, &n); !error.empty()) return error;

@@ -10,7 +10,7 @@ namespace dsv4_fmha {
 
 // Returns why it cannot plan the launch: empty on success.
 inline std::string PlanMlaBackward(const AttentionShape& shape, float scale, const Tiles& tiles,
-                                const MlaBackwardAddresses& at, Plan<MlaBackwardArguments>* plan) {
+                                   const MlaBackwardAddresses& at, Plan<MlaBackwardArguments>* plan) {
   Tiling n;
   MlaBackwardArguments& x = plan->arguments;
   if (std::string error = CutRows(shape.rows, tiles, &n); !error.empty()) return error;

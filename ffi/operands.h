@@ -99,12 +99,12 @@ inline void* From(const Operand& x, int64_t first) {
 
 // An axis by its name, or a constant extent.
 struct Axis {
-  int64_t Axes::*name = nullptr;
+  int64_t Axes::* name = nullptr;
   int64_t extent = -1;
 
   constexpr Axis() = default;
-  constexpr Axis(int64_t Axes::*name) : name(name) {}  // NOLINT: tables are lists of axes
-  constexpr Axis(int extent) : extent(extent) {}       // NOLINT
+  constexpr Axis(int64_t Axes::* name) : name(name) {}  // NOLINT: tables are lists of axes
+  constexpr Axis(int extent) : extent(extent) {}        // NOLINT
 };
 
 constexpr ffi::DataType kLikeFirst = ffi::DataType::INVALID;  // the dtype of a call's first array

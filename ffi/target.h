@@ -96,10 +96,10 @@ struct Handlers<Family, decode> {
 
 }  // namespace dsv4_fmha
 
-#define DSV4_FMHA_TARGET(name, Family, decode)                                  \
-  XLA_FFI_Error* dsv4_fmha_##name##_initialize(XLA_FFI_CallFrame* frame) {      \
+#define DSV4_FMHA_TARGET(name, Family, decode)                                           \
+  XLA_FFI_Error* dsv4_fmha_##name##_initialize(XLA_FFI_CallFrame* frame) {               \
     return dsv4_fmha::Handlers<dsv4_fmha::Family, dsv4_fmha::decode>::Initialize(frame); \
-  }                                                                             \
-  XLA_FFI_Error* dsv4_fmha_##name(XLA_FFI_CallFrame* frame) {                   \
+  }                                                                                      \
+  XLA_FFI_Error* dsv4_fmha_##name(XLA_FFI_CallFrame* frame) {                            \
     return dsv4_fmha::Handlers<dsv4_fmha::Family, dsv4_fmha::decode>::Execute(frame);    \
   }

@@ -212,7 +212,7 @@ FORWARD_OPS = {  # the sources of keys of each op, in the order in which they ar
     "dsv4_decode": ("selection", "selection"),  # the window's and the top-k's entries of pools
 }
 
-PACKED_SOURCES = {  # of dsv4_decode where its pools are packed: a kind of `PACKED` each, which is a selection of such keys
+PACKED_SOURCES = {  # of dsv4_decode by its choice `packing`: selections of keys that are packed as in `PACKED`
     "v4_fp8": ("v4_fp8", "v4_fp8"),
     "v41_fp8": ("v41_fp8", "v41_fp8"),
     "v41_fp4": ("v41_fp8", "v41_fp4"),
@@ -246,7 +246,9 @@ class MlaBackward(Variant):
 
     @property
     def params(self) -> Params:
-        params = each("address", "q", "dout", "dq", "lse", "sink_factor", "delta", "resolution") + each("float32", "scale")
+        params = each("address", "q", "dout", "dq", "lse", "sink_factor", "delta", "resolution") + each(
+            "float32", "scale"
+        )
         for i, kind in enumerate(self.sources):
             seen = ("start", "stop") if kind == "span" else ("indices", "length")
             params += each("address", "k", "dkv", *seen, source=i) + each("int32", "s_kv", "s_batch", "topk", source=i)
@@ -489,7 +491,9 @@ Arrays = tuple[Array, ...]
 def array(text: str, *fields: str, source: int | None = None, aligned: bool = False) -> Array:
     """`text` is "name: dtype[axis axis]", or several forms with "or" between them. Arrays of T are aligned."""
     name, _, forms = text.partition(": ")
-    parsed = tuple(Form(form[: form.index("[")], tuple(form[:-1].split("[")[1].split())) for form in forms.split(" or "))
+    parsed = tuple(
+        Form(form[: form.index("[")], tuple(form[:-1].split("[")[1].split())) for form in forms.split(" or ")
+    )
     return Array(name, parsed, fields or (name,), source, aligned or parsed[0].dtype == "T")
 
 

@@ -2,7 +2,7 @@
 
 abi.h has, for every family of ops, a struct of its kernels' arguments, a struct of the choices that a call makes
 among them, and each order in which some kernel takes these arguments; and how keys are packed. cubins.cc has the
-cubins. All of it follows from `kernels/abi.py` and the variants, as what `kernels/targets.py` writes of custom calls does.
+cubins. All of it follows from `kernels/abi.py` and the variants; `kernels/targets.py` writes what custom calls need.
 """
 
 import json
@@ -28,9 +28,7 @@ def described(variant: Variant) -> Record:
 
 
 def write(variants: Sequence[Variant], records: Mapping[str, Record], toolchain: str, out: Path) -> None:
-    """Writes manifest.json, abi.h, calls.h, targets.cc and cubins.cc. It ships the variants that have a record, by their
-    keys.
-    """
+    """Writes manifest.json and the files in C++. It ships the variants that have a record, by their keys."""
     shipped = [v for v in variants if v.key in records]
     rows = [described(v) | {k: x for k, x in records[v.key].items() if k != "digest"} for v in shipped]
     manifest = json.dumps({"toolchain": toolchain, "targets": targets.described(), "variants": rows}, indent=1)

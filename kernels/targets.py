@@ -106,7 +106,12 @@ def _target(t: Target) -> str:
     name = f"k{_camel(t.name)}"
     facts = f'"{t.name}", {name}Arrays, {len(table)}, {len(t.sources)}, {{{kinds}}}'
     return "\n".join(
-        [f"inline constexpr Array {name}Arrays[] = {{", *table, "};", f"inline constexpr Target {name}Target{{{facts}}};"]
+        [
+            f"inline constexpr Array {name}Arrays[] = {{",
+            *table,
+            "};",
+            f"inline constexpr Target {name}Target{{{facts}}};",
+        ]
     )
 
 
@@ -128,7 +133,7 @@ def _form(form: Form) -> str:
 
 
 def _buffer(x: Array) -> str:
-    """The type that decodes an array: it has the dtype and rank where there is one of each, and decoding checks them."""
+    """The type that decodes an array. It says dtype and rank where there is one of each, and decoding checks them."""
     if len(x.forms) > 1 or x.forms[0].dtype == "T":
         return "ffi::AnyBuffer"
     return f"ffi::Buffer<ffi::{DTYPES[x.forms[0].dtype]}, {len(x.forms[0].axes)}>"
@@ -148,7 +153,8 @@ def _decoder(t: Target) -> str:
     name = _camel(t.name)
     return "\n".join(
         [
-            f"{_camel(t.calls)}Call Decode{name}({', '.join(given)}) {{",
+            f"{_camel(t.calls)}Call Decode{name}(",
+            "    " + ",\n    ".join(given) + ") {",
             f"  {_camel(t.calls)}Call call;",
             f"  call.target = &k{name}Target;",
             *lines,

@@ -217,7 +217,7 @@ def test_the_float64_gradient_is_that_of_the_package(variant):
     a, dq, dkv = x.attention, jnp.zeros(()), []
     q, do = a.q.astype(np.float32), x.do.astype(np.float32)
     for kind, keys in zip(variant.sources, a.sources, strict=True):
-        k, rows = keys.k.astype(np.float32), (keys.seen_from, keys.seen_to, do, x.lse, x.weight, x.delta)
+        k, rows = keys.k.astype(np.float32), (keys.seen_from, keys.seen_to, do, x.lse, x.sink_factor, x.delta)
         if kind == "span":
             part, of_keys = attention_gradient.fmha(q, k, None, *rows, scale=scale)
         else:

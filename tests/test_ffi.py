@@ -12,7 +12,6 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from importlib import util
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -475,7 +474,12 @@ REFUSED = [  # what is wrong with an operand: while tracing, or None; and when t
     ("mla_sparse_fwd", "kv", lambda x: x[:, :, None], r"kv: got .* wanted \[b, s_kv, d\]"),
     ("mla_sparse_fwd", "kv", lambda x: x[..., :64], r"kv: got shape \[2, 150, 64\], wanted \[2, 150, 512\]"),
     ("mla_sparse_fwd", "kv", lambda x: x[:, :0], (None, "s_kv is 0, wanted at least 1")),
-    ("mla_sparse_fwd", "indices", lambda x: x[0], (r"indices: got shape \[70, 100\], wanted \[b, s_q, topk\]", "Wrong buffer rank")),
+    (
+        "mla_sparse_fwd",
+        "indices",
+        lambda x: x[0],
+        (r"indices: got shape \[70, 100\], wanted \[b, s_q, topk\]", "Wrong buffer rank"),
+    ),
     ("mla_sparse_fwd", "indices", lambda x: x[..., :0], (None, "topk is 0, wanted at least 1")),
     ("mla_sparse_fwd", "indices", lambda x: x[:, 1:], r"indices: got shape \[2, 69, 100\], wanted \[2, 70, 100\]"),
     ("mla_sparse_fwd", "length", lambda x: x[:, 1:], r"length: got shape \[2, 69\], wanted \[2, 70\]"),

@@ -1,4 +1,4 @@
-"""The backward kernels for K and V apart on the interpreter: three launches one after the other, as ffi/ plans them."""
+"""The backward kernels for separate K and V in the interpreter: three launches in a row, as ffi/ plans them."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def run(
     keys, seen = x.attention.sources[0], tiles_seen(kernels, x, scale, seed=seed)
     if "mha_dqdkdv" in kernels:
         sums, dk, *dv = run_step(kernels["mha_dqdkdv"], x, scale, seen, seed=seed)
-        return in_order(sums, scale).astype(x.attention.q.dtype), *(y.reshape(keys.k.shape) for y in (dk, *dv))
+        return dq_of_sums(sums, scale).astype(x.attention.q.dtype), *(y.reshape(keys.k.shape) for y in (dk, *dv))
     dk, *dv = run_step(kernels["mha_dkdv"], x, scale, seen, seed=seed)
     (dq,) = run_step(kernels["mha_dq"], x, scale, seen, seed=seed)
     return dq, *(part.reshape(keys.k.shape) for part in (dk, *dv))
 
 
-def in_order(sums: Array, scale: float) -> Array:
+def dq_of_sums(sums: Array, scale: float) -> Array:
     """dq of what `mha_dqdkdv` leaves."""
     return np.asarray(np.float32(scale) * raw.in_order(sums))
 
@@ -73,7 +73,7 @@ def launch(
     a, memory = x.attention, new_memory()
     (keys,) = a.sources
     given = {"q": a.q, "dout": x.do, "k0": keys.k, "v0": keys.v, "from0": keys.seen_from, "to0": keys.seen_to}
-    given |= {"lse": x.lse, "sink_factor": x.weight, "delta": x.delta} | ({} if seen is None else {"seen": seen})
+    given |= {"lse": x.lse, "sink_factor": x.sink_factor, "delta": x.delta} | ({} if seen is None else {"seen": seen})
     shape = a.shape
     of_keys = {"dk": keys.k} | ({} if keys.v is keys.k else {"dv": keys.k})
     results: dict[str, Array] = {

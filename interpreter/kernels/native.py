@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from jax_dsv4_fmha._host import attention
 from jax_dsv4_fmha._host import library as host_library
 from kernels import targets
-from kernels.abi import Forward, MhaBackward, MlaBackward, Variant
 from kernels.abi import KINDS as KIND_BYTES
+from kernels.abi import Forward, MhaBackward, MlaBackward, Variant
 from kernels.packings import PACKED
 from kernels.variants import VARIANTS
 

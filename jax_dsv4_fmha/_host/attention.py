@@ -2,6 +2,8 @@
 without it.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -173,7 +175,7 @@ def _splitting(op: str, q: jax.Array, **choices: str) -> library.Variant | None:
 
 
 def _call(
-    target: str, splits: int, scale: float, q: jax.Array, *operands: jax.Array, whole: int = 0, **attributes: str
+    target: str, splits: int, scale: float, q: jax.Array, *operands: jax.Array, whole: int = 0, **attributes: Any
 ) -> tuple[jax.Array, jax.Array]:
     # scratch results for the parts of all but the `whole` first sequences, which the same call merges
     parts = (q.shape[0] - whole, *q.shape[1:-1], splits if splits > 1 else 0)

@@ -12,8 +12,13 @@ TARGETS: Mapping[str, Any] = json.loads(Path(__file__).with_name("targets.json")
 """The operands, results and attributes of every custom call, which `kernels/targets.py` writes of `kernels/abi.py`"""
 
 _DTYPES = {  # as XLA prints them
-    **{"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float8_e4m3fn": "F8E4M3FN"},
-    **{"int32": "S32", "uint32": "U32", "uint8": "U8"},
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "float32": "F32",
+    "float8_e4m3fn": "F8E4M3FN",
+    "int32": "S32",
+    "uint32": "U32",
+    "uint8": "U8",
 }
 
 Described = jax.Array | jax.ShapeDtypeStruct
@@ -34,7 +39,7 @@ def call(
     target: str,
     results: Sequence[jax.ShapeDtypeStruct],
     *operands: jax.Array,
-    aliases: Mapping[int, int] | None = None,
+    aliases: dict[int, int] | None = None,
     **attributes: Any,
 ) -> Sequence[jax.Array]:
     """The results of a custom call.
@@ -56,7 +61,9 @@ def check(target: str, operands: Sequence[Described], results: Sequence[Describe
         form = next((f for f in forms if len(f.axes) == x.ndim and _dtype(f, first) == _name(x)), None)
         if form is None:
             raise _misfit(target, name, forms, x, first, arrays[0][0])
-        wanted = [int(n) if n.isdigit() else extents.setdefault(n, got) for n, got in zip(form.axes, x.shape, strict=True)]
+        wanted = [
+            int(n) if n.isdigit() else extents.setdefault(n, got) for n, got in zip(form.axes, x.shape, strict=True)
+        ]
         if any(isinstance(n, int) and isinstance(m, int) and n != m for n, m in zip(x.shape, wanted, strict=True)):
             raise ValueError(f"{target}: {name}: got shape {_show(x.shape)}, wanted {_show(wanted)}")
 
@@ -76,7 +83,9 @@ def _misfit(
     target: str, name: str, forms: Sequence[Form], x: Described, first: Described, first_name: str
 ) -> ValueError:
     """Why an array has none of its forms."""
-    dtypes = [_dtype(form, first) + f" like {first_name}" * (form.dtype == "T") for form in forms if len(form.axes) == x.ndim]
+    dtypes = [
+        _dtype(form, first) + f" like {first_name}" * (form.dtype == "T") for form in forms if len(form.axes) == x.ndim
+    ]
     got, wanted = (_name(x), dtypes) if dtypes else (f"shape {_show(x.shape)}", [str(form) for form in forms])
     return ValueError(f"{target}: {name}: got {got}, wanted {' or '.join(wanted)}")
 

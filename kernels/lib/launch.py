@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint8
+from cutlass import BFloat16, Float8E4M3FN, Float16, Float32, Int32, Int64, Uint8
 from cutlass.cute.runtime import make_ptr
 
 from kernels.abi import Variant
@@ -25,7 +25,7 @@ def registers_at_launch(threads: int) -> int:
 
 
 def element_type(dtype: str):
-    return {"bfloat16": BFloat16, "float16": Float16}[dtype]
+    return {"bfloat16": BFloat16, "float16": Float16, "float8_e4m3fn": Float8E4M3FN}[dtype]
 
 
 class Kernel:

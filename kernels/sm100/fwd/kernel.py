@@ -147,12 +147,12 @@ class FwdSm100(ForwardKernel):
         thread = cute.arch.thread_idx()[0] - 32 * (SOFTMAX_WARPS + 1)
         first_warp = cute.arch.make_warp_uniform(thread // 32) == 0
         tma_q, mQ = rows
-        walk, fills0 = TileScheduler.of(n), Int32(0)
-        for turn in cutlass.range(walk.waves, unroll=1):
-            tile = walk.tile(turn)
+        scheduler, fills0 = TileScheduler.of(n), Int32(0)
+        for wave in cutlass.range(scheduler.waves, unroll=1):
+            tile = scheduler.tile(wave)
             opened = tuple(self.open(source[-1], tile) for source in sources)
             if first_warp:
-                cute.arch.mbarrier_wait(bar.q_empty, (turn & 1) ^ 1)
+                cute.arch.mbarrier_wait(bar.q_empty, (wave & 1) ^ 1)
                 with cute.arch.elect_one():
                     for i, thing in enumerate((tile, *opened)):
                         thing.publish(smem.info[None, i])
@@ -163,7 +163,7 @@ class FwdSm100(ForwardKernel):
             fills0 = fills0 + total_tiles(opened)
         # Nothing may arrive in the SMEM of a CTA that has ended.
         if first_warp:
-            cute.arch.mbarrier_wait(bar.q_empty, (walk.waves & 1) ^ 1)
+            cute.arch.mbarrier_wait(bar.q_empty, (scheduler.waves & 1) ^ 1)
         for i in cutlass.range_constexpr(c.stages):
             stage, parity = (fills0 + i) % c.stages, (fills0 + i) // c.stages & 1
             for ring in range(2):
@@ -234,8 +234,8 @@ class FwdSm100(ForwardKernel):
         """One warp, one lane of which issues the products of every row tile of this CTA."""
         bar, smem, n = cta.bar, cta.smem, cta.n
         fills0 = Int32(0)
-        for turn in cutlass.range(TileScheduler.of(n).waves, unroll=1):
-            cute.arch.mbarrier_wait(bar.q_full, turn & 1)
+        for wave in cutlass.range(TileScheduler.of(n).waves, unroll=1):
+            cute.arch.mbarrier_wait(bar.q_full, wave & 1)
             tile = RowTile.read(smem.info[None, 0], n)
             tiles = total_tiles(self.reopen(cta, operands, tile))
             cute.arch.mbarrier_arrive(bar.q_empty)
@@ -336,8 +336,8 @@ class FwdSm100(ForwardKernel):
         c, bar, smem, n = self.config, cta.bar, cta.smem, cta.n
         w = Row.of(c, n)
         fills0 = Int32(0)
-        for turn in cutlass.range(TileScheduler.of(n).waves, unroll=1):
-            cute.arch.mbarrier_wait(bar.q_full, turn & 1)
+        for wave in cutlass.range(TileScheduler.of(n).waves, unroll=1):
+            cute.arch.mbarrier_wait(bar.q_full, wave & 1)
             tile = RowTile.read(smem.info[None, 0], n)
             sources = self.reopen(cta, operands, tile)
             cute.arch.mbarrier_arrive(bar.q_empty)

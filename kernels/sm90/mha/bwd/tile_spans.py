@@ -11,8 +11,8 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from kernels.abi import TileSpans
-from kernels.aot import Compiled, compile_ahead
-from kernels.lib.launch import i32, launch_facts, pointers
+from kernels.aot import Compiled
+from kernels.lib.launch import Kernel, i32, pointers
 from kernels.lib.rows import WARP, Extents, RowTile, ceil_div, divide, extents
 from kernels.lib.spans import SpanOperands, open_span, prefetch_span
 
@@ -31,10 +31,13 @@ class Config:
     def threads(self) -> int:
         return WARP * self.tile_n
 
+    @property
+    def launch_options(self) -> dict[str, int]:
+        return {}
 
-class TileSpansSm90:
-    def __init__(self, config: Config):
-        self.config = config
+
+class TileSpansSm90(Kernel):
+    symbol = "tile_spans_sm90"
 
     @cute.jit
     def __call__(
@@ -50,9 +53,7 @@ class TileSpansSm90:
     ):
         c = self.config
         n = extents(c.tile_m, False, b, s_q, h_q, h_kv, Int32(1), Int32(1))
-        self.kernel(start, stop, seen, n).launch(
-            grid=(ceil_div(n.tiles_of_pair * b, c.tile_n), 1, 1), block=(c.threads, 1, 1), stream=stream
-        )
+        self.launch(start, stop, seen, n, ctas=ceil_div(n.tiles_of_pair * b, c.tile_n), stream=stream)
 
     @cute.kernel
     def kernel(self, start: cute.Pointer, stop: cute.Pointer, seen: cute.Pointer, n: Extents):
@@ -72,6 +73,9 @@ class TileSpansSm90:
                 target = (seen + i * NUMBERS).align(8)
                 cute.autovec_copy(values, cute.make_tensor(target, cute.make_layout(NUMBERS)))
 
+    def examples(self, variant: TileSpans) -> tuple:
+        return *pointers("bfloat16", "int32", "int32", "int32"), *(i32() for _ in range(4))
+
 
 @cute.jit
 def read_seen(seen: cute.Pointer, tile: Int32) -> tuple[Int32, Int32]:
@@ -82,14 +86,4 @@ def read_seen(seen: cute.Pointer, tile: Int32) -> tuple[Int32, Int32]:
 
 
 def compile(variant: TileSpans, out_dir: Path) -> Compiled:
-    config = Config()
-    return compile_ahead(
-        TileSpansSm90(config),
-        TileSpansSm90.kernel,
-        *pointers("bfloat16", "int32", "int32", "int32"),
-        *(i32() for _ in range(4)),
-        name="tile_spans_sm90",
-        arch=variant.arch,
-        out_dir=out_dir,
-        facts=launch_facts(config),
-    )
+    return TileSpansSm90(Config()).compile(variant, out_dir)
