@@ -119,7 +119,9 @@ def _variant(call: Call, q: Any) -> str:
     """The key of the one variant that takes q `[b, s_q, h_q, d]` here; the library looks it up in the same way."""
     arch = next(iter(library.local_architectures()), None)
     wanted = {"d": q.shape[-1], "dtype": q.dtype.name}
-    fits = [v for v in library.variants() if call.support and v.op in call.support.kernels and v.arch == arch]
+    support = call.support
+    fits = [v for v in library.variants() if support and v.op in support.kernels and v.arch == arch]
+    fits = [v for v in fits if v.choices.get("packing", "") == (support.packing if support else "")]
     fits = [v for v in fits if wanted.items() <= v.choices.items() and v.choices.get("max_heads", 0) >= q.shape[-2]]
     least = min((v.choices["max_heads"] for v in fits), default=0)
     keys = [v.key for v in fits if v.choices["max_heads"] == least]

@@ -19,6 +19,8 @@ class Support(NamedTuple):
     """the architectures that all are built for with these sizes and dtypes"""
     wanted: str = "operands that a kernel is built for"
     """what kernels take, for errors"""
+    packing: str = ""
+    """how their keys are packed, if they are: a choice of the kernels"""
 
 
 def not_built(op: str, name: str, got: Any, wanted: str, kernels: Collection[str]) -> Exception:
@@ -44,6 +46,7 @@ def built(kernels: Collection[str]) -> str:
 
 def _shape(choices: Mapping[str, Any]) -> str:
     sizes = [f"{name}={choices[name]}" for name in ("d", "heads") if name in choices]
+    sizes += filter(None, [choices.get("packing")])
     topk = [f"topk<={choices['max_topk']}"] if "max_topk" in choices else []
     return " ".join([*sizes, *topk])
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import fixed_point
+from .call import call
 
 
 def _latent_bwd(
@@ -42,8 +43,8 @@ def _latent_bwd(
     if deterministic:
         sums = [jax.ShapeDtypeStruct((*x.shape, 2), jnp.uint32) for x in keys]
         resolution = fixed_point.resolution(q, do, lse, delta, keys, scale)
-    call = jax.ffi.ffi_call(f"dsv4_fmha_{op}", (jax.ShapeDtypeStruct(q.shape, q.dtype), *sums))
-    dq, *dkv = call(q, do, lse, sink_factor, delta, resolution, *sources, scale=np.float32(scale))
+    results = (jax.ShapeDtypeStruct(q.shape, q.dtype), *sums)
+    dq, *dkv = call(op, results, q, do, lse, sink_factor, delta, resolution, *sources, scale=np.float32(scale))
     return dq, *(
         unshuffle_accumulator_columns(fixed_point.to_float32(x, resolution, dq) if deterministic else x) for x in dkv
     )
@@ -75,11 +76,10 @@ def mha_bwd(
     """
     keys = (k,) if v is None else (k, v)
     seen = jax.ShapeDtypeStruct((q.shape[0], q.shape[1] * (q.shape[2] // k.shape[2]), 2), jnp.int32)
-    of_rows = jax.ShapeDtypeStruct(q.shape, q.dtype if deterministic else jnp.float32)
-    results = (of_rows, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in keys), seen)
-    target = "dsv4_fmha_mha_bwd" + "_shared_kv" * (v is None)
-    call = jax.ffi.ffi_call(target, results)
-    dq, *of_keys, _ = call(q, do, lse, sink_factor, delta, *keys, start, stop, scale=np.float32(scale))
+    sums = jax.ShapeDtypeStruct(q.shape, q.dtype if deterministic else jnp.float32)
+    results = (sums, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in keys), seen)
+    target, of_rows = "mha_bwd" + "_shared_kv" * (v is None), (q, do, lse, sink_factor, delta)
+    dq, *of_keys, _ = call(target, results, *of_rows, *keys, start, stop, scale=np.float32(scale))
     if not deterministic:
         dq = (np.float32(scale) * unshuffle_accumulator_columns(dq)).astype(q.dtype)
     return dq, *of_keys
