@@ -174,7 +174,7 @@ def dsv4_attention(
     window: int = 128,
     q_offset: Any = 0,
     kv_offset: Any = 0,
-    swa_lens: jax.Array | None = None,
+    window_lengths: jax.Array | None = None,
     span: Span | None = None,
     compressed_span: Span | None = None,
     scale: float | None = None,
@@ -182,7 +182,7 @@ def dsv4_attention(
     """Window and compressed entries and the sink under one softmax; see `jax_dsv4_fmha.dsv4_attention`."""
     s_q, q32 = q.shape[1], q.astype(_FP32)
     own = _positions(s_q, jnp.asarray(q_offset, jnp.int32) - jnp.asarray(kv_offset, jnp.int32))  # entry of the window
-    stop = own + 1 if swa_lens is None else jnp.minimum(own + 1, swa_lens[:, None])
+    stop = own + 1 if window_lengths is None else jnp.minimum(own + 1, window_lengths[:, None])
     start = jnp.maximum(jnp.maximum(own, window - 1) - (window - 1), _front(kv_offset))
     near = Span(start, stop) if span is None else Span(start, stop) & span
     parts = [fmha(q32, window_kv[:, :, None], span=near, scale=scale)]

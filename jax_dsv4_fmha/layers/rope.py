@@ -85,40 +85,40 @@ class Rope:
         return jnp.stack([jnp.cos(angle), jnp.sin(angle)], -1).reshape(*positions.shape, self.dims)
 
 
-def rope(x: jax.Array, positions: jax.Array, how: Rope) -> jax.Array:
-    """x with its last `how.dims` dimensions rotated to `positions`.
+def rope(x: jax.Array, positions: jax.Array, rotation: Rope) -> jax.Array:
+    """x with its last `rotation.dims` dimensions rotated to `positions`.
 
     Args:
-      x: `[b, s, d]` or `[b, s, h, d]`, d >= how.dims; computed in float32, returned in x's dtype.
+      x: `[b, s, d]` or `[b, s, h, d]`, d >= rotation.dims; computed in float32, returned in x's dtype.
       positions: int32 `[b, s]` or `[1, s]`.
-      how: the rotation.
+      rotation: which frequencies, and how many dimensions.
 
     Raises:
       ValueError, TypeError: operands that differ from the above.
     """
-    return _turn("rope", x, positions, how, 1)
+    return _turn("rope", x, positions, rotation, 1)
 
 
-def inverse_rope(x: jax.Array, positions: jax.Array, how: Rope) -> jax.Array:
+def inverse_rope(x: jax.Array, positions: jax.Array, rotation: Rope) -> jax.Array:
     """Undoes `rope`: x rotated back by as much; it takes the same operands."""
-    return _turn("inverse_rope", x, positions, how, -1)
+    return _turn("inverse_rope", x, positions, rotation, -1)
 
 
-def rope_of_normed(x: jax.Array, positions: jax.Array, how: Rope, eps: float) -> jax.Array:
+def rope_of_normed(x: jax.Array, positions: jax.Array, rotation: Rope, eps: float) -> jax.Array:
     """`rope(rms_norm(x))`, no weight; where there is a kernel, in one pass over x `[b, s, h, d]`."""
-    support = _support("norm_rope", x, d=x.shape[-1], dims=how.dims)
+    support = _support("norm_rope", x, d=x.shape[-1], dims=rotation.dims)
     use = choose("norm_rope", None, support)
     if use == KernelUse.NEVER:
-        return rope(rms_norm(x, None, eps), positions, how)
+        return rope(rms_norm(x, None, eps), positions, rotation)
     with jax.named_scope("norm"):
         call, gradient = (Call(op, use, (("eps", eps),), support) for op in (_NORM_ROPE, _NORM_ROPE_GRADIENT))
-        return Differentiable(call, gradient)(x, how.table(positions))[0]
+        return Differentiable(call, gradient)(x, rotation.table(positions))[0]
 
 
-def _turn(op: str, x: Any, positions: Any, how: Rope, direction: int) -> jax.Array:
-    if not isinstance(how, Rope):
-        raise _check.error(TypeError, op, "how", how, "a Rope")
-    n = how.dims
+def _turn(op: str, x: Any, positions: Any, rotation: Rope, direction: int) -> jax.Array:
+    if not isinstance(rotation, Rope):
+        raise _check.error(TypeError, op, "rotation", rotation, "a Rope")
+    n = rotation.dims
     wanted = f"[b, s, d] or [b, s, h, d] of floats, d >= {n}"
     x = _check.array(op, "x", x, wanted, lambda x: x.dtype in _check.FLOAT and x.ndim in (3, 4) and x.shape[-1] >= n)
     positions = _operands.positions(op, "positions", positions, *x.shape[:2])
@@ -132,7 +132,7 @@ def _turn(op: str, x: Any, positions: Any, how: Rope, direction: int) -> jax.Arr
     with jax.named_scope("rope"):
         rows = x if x.ndim == 4 else x[:, :, None]
         rotated = Differentiable(rotated_by(direction), rotated_by(-direction), _RotatesBack)
-        return rotated(rows, how.table(positions))[0].reshape(x.shape)
+        return rotated(rows, rotation.table(positions))[0].reshape(x.shape)
 
 
 # The ops. Their kernels are handed rows, which are (token, head), and a table of each token's cos and sin.
