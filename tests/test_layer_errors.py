@@ -87,7 +87,7 @@ SIZES = [
     (lambda: changed(ratio=0, compressor=None, indexer=None), r"sparse: got True, wanted False with ratio 0"),
     (lambda: LAYER.cache(2, "8"), r"DSV4Attention: max_length: got 8, wanted an int >= 1"),
     (lambda: LAYER.cache(2, 8, steps=0), r"DSV4Attention: steps: got 0, wanted an int >= 1"),
-    (lambda: LAYER.cache(2, 8, "fp8"), r"Cache.zeros: dtype: got fp8, wanted bfloat16"),
+    (lambda: LAYER.cache(2, 8, "fp8"), r"DSV4Attention: dtype: got fp8, wanted bfloat16"),
     (lambda: LAYER.cache(2, 8, block_table=[[0]]), r"block_table: got \[\[0\]\], wanted int32\[b=2, n\]"),
     (lambda: LAYER.cache(2, 8, block_table=jnp.zeros((3, 1), jnp.int32)), r"block_table: got int32\[3, 1\], wanted"),
 ]  # fmt: skip

@@ -211,16 +211,15 @@ _ONE_SPAN = (("separate_kv",), ("span",))
 def support_of(q: jax.Array, sources: Sequence[Source]) -> Support:
     """The kernel for all of these sources in one launch."""
     kinds = _kinds(sources)
-    got = ", ".join(
-        [q.dtype.name, f"d={q.shape[-1]}", *dict.fromkeys(x for source in sources for x in source.description)]
-    )
+    descriptions = dict.fromkeys(x for source in sources for x in source.description)
+    got = ", ".join([q.dtype.name, f"d={q.shape[-1]}", *descriptions])
     found = _built(FORWARD.get(kinds), q)
-    if kinds not in _ONE_SPAN:
-        packing = FORWARD[kinds].packing if kinds in FORWARD else None
-        return Support(got, _kernels_for(FORWARD, kinds), found, packing=packing or "")
-    if kinds == ("span",):  # a kernel that reads separate K and V serves where they are one
-        found = found or _built(FORWARD["separate_kv",], q)
-    return Support(got, tuple(FORWARD[x].op for x in _ONE_SPAN), found)
+    if kinds == ("span",) and not found:  # a kernel that reads separate K and V serves where they are one
+        kinds, found = ("separate_kv",), _built(FORWARD["separate_kv",], q)
+    if kinds in _ONE_SPAN and not found:
+        return Support(got, tuple(FORWARD[x].op for x in _ONE_SPAN), ())
+    packing = FORWARD[kinds].packing if kinds in FORWARD else None
+    return Support(got, _kernels_for(FORWARD, kinds), found, packing=packing or "")
 
 
 def _support_of_gradient(q: jax.Array, kinds: tuple[str, ...], got: str, **choices: Any) -> Support:
