@@ -38,7 +38,7 @@ Modules, each for one concern. The machine knows nothing of this project's kerne
       cases.py       what kernels of attention are run on;  verdict.py: what is wrong with an answer
       mla_backward.py mha_backward.py indexer.py probabilities.py rope.py
                      a launch of each other family, its operands, and what is wrong with its answer
-    faults.py        PlantedFault: where a fault is, and by what it must be found;  edits.py: edits of PTX that plant one
+    faults.py        PlantedFault: where a fault is, by what it must be found;  edits.py: edits of PTX that plant one
     hardware.py      what a GPU answers, recorded
     __main__.py      the command line
 

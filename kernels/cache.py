@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 
-def default_folder() -> Path:
+def default_folder(what: str = "kernels") -> Path:
     """$XDG_CACHE_HOME/jax_dsv4_fmha/kernels, or the same below ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jax_dsv4_fmha" / "kernels"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jax_dsv4_fmha" / what
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,17 @@ class KernelCache:
         os.replace(partial, self.folder / f"{digest}.zip")
 
     def evict(self) -> None:
-        """Removes what was kept or taken longest ago, until the rest is within the limit."""
-        files: list[tuple[int, int, str]] = []
-        for path in self.folder.glob("*"):
-            with contextlib.suppress(FileNotFoundError):  # another build removes some, too
-                files.append((path.stat().st_mtime_ns, path.stat().st_size, path.name))
-        total = 0
-        for _, size, name in sorted(files, reverse=True):
-            total += size
-            if total > self.limit:
-                (self.folder / name).unlink(missing_ok=True)
+        evict(self.folder, self.limit)
+
+
+def evict(folder: Path, limit: int) -> None:
+    """Removes the files with the oldest times until the rest has at most `limit` bytes."""
+    files: list[tuple[int, int, str]] = []
+    for path in folder.glob("*"):
+        with contextlib.suppress(FileNotFoundError):  # another process removes some, too
+            files.append((path.stat().st_mtime_ns, path.stat().st_size, path.name))
+    total = 0
+    for _, size, name in sorted(files, reverse=True):
+        total += size
+        if total > limit:
+            (folder / name).unlink(missing_ok=True)

@@ -1,7 +1,11 @@
+import contextlib
+import dataclasses
+import gc
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,9 +17,16 @@ from interpreter.kernels.native import NoLibrary
 from interpreter.machine.state import Machine
 from jax_dsv4_fmha._host import library
 from kernels import build
+from kernels.abi import Variant
+from kernels.cache import default_folder, evict
+from kernels.tables import described
+from kernels.variants import VARIANTS
 from tests.helpers import QUICK
 
 jax.config.update("jax_num_cpu_devices", 8)  # for meshes; a program that names no device runs on the first
+jax.config.update("jax_traceback_in_locations_limit", 0)  # most of a test's time is tracing, lowering and compiling
+gc.freeze()
+gc.set_threshold(200_000, 20, 100)
 
 
 def compile_quickly() -> None:
@@ -55,18 +66,35 @@ def no_kernel_is_compiled_or_interpreted(request: pytest.FixtureRequest) -> Iter
 
 
 COMPILED = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
+KEPT = default_folder("xla")  # what XLA compiled in earlier runs
 
 
 def share_compilations(directory: str) -> None:
     """Tests share XLA compilations: of sinks with other values, and of implementations that are the same program."""
     jax.config.update("jax_compilation_cache_dir", directory)
+    jax.config.update("jax_persistent_cache_enable_xla_caches", "none")  # a program's key would have the directory
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def link_files(source: Path, to: Path) -> None:
+    to.mkdir(parents=True, exist_ok=True)
+    for path in source.glob("*-cache"):
+        with contextlib.suppress(FileExistsError, FileNotFoundError):
+            os.link(path, to / path.name)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
     node.workerinput["compiled"] = node.config.stash[COMPILED].name
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Keeps compilations for later runs; JAX may have been stopped while it wrote one, unless all went well."""
+    if COMPILED in session.config.stash and exitstatus == pytest.ExitCode.OK:
+        link_files(Path(session.config.stash[COMPILED].name), KEPT)
+        evict(KEPT, limit=1 << 30)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -79,7 +107,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
         share_compilations(config.workerinput["compiled"])
     else:
-        config.stash[COMPILED] = tempfile.TemporaryDirectory(prefix="compiled")
+        KEPT.parent.mkdir(parents=True, exist_ok=True)
+        config.stash[COMPILED] = tempfile.TemporaryDirectory(prefix="run", dir=KEPT.parent)
+        link_files(KEPT, Path(config.stash[COMPILED].name))
         share_compilations(config.stash[COMPILED].name)
     settings.register_profile(
         "fuzz",
@@ -117,9 +147,17 @@ def cuda() -> jax.Device:
         pytest.skip(f"needs a CUDA device: {str(e).splitlines()[0]}")
 
 
+def as_built(variant: Variant) -> library.Variant:
+    """A variant as the library has it, with ones for what the compiler would have made of it."""
+    known = described(variant)
+    return library.Variant(**{field.name: known.get(field.name, 1) for field in dataclasses.fields(library.Variant)})
+
+
 @pytest.fixture
 def built(monkeypatch):
     """As if every kernel were built, for an architecture that this machine does not have."""
+    variants = library.variants() or tuple(map(as_built, VARIANTS))
+    monkeypatch.setattr(library, "variants", lambda: variants)
     monkeypatch.setattr(library, "built_for", lambda op, **_: ("sm_90a",))
     monkeypatch.setattr(library, "local_architectures", lambda: ())
     with jax.default_device(jax.local_devices(backend="cpu")[0]):

@@ -176,6 +176,13 @@ def test_an_edit_of_one_kernel_s_module_makes_its_variants_stale_alone(tmp_path,
         assert stale == set(filter(wanted, VARIANTS)), module
 
 
+def test_one_module_writes_ptx():
+    """Kernels call its instructions by name."""
+    writes = re.compile(r"\bptx\(|inline_asm")
+    writers = [path.relative_to(ROOT) for path in (ROOT / "kernels").rglob("*.py") if writes.search(path.read_text())]
+    assert writers == [Path("kernels/lib/ptx.py")]
+
+
 def test_kernels_share_modules_of_lib_alone():
     """So an edit of any other module makes the variants of one kernel stale, except for this one."""
     shared = {MLA_FEW_HEADS_BACKWARD: "kernels.sm90.mla.bwd"}

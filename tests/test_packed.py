@@ -104,7 +104,7 @@ def test_every_code_is_read(layout):
 
 def test_kernels_know_the_same_layouts():
     for name, packing in PACKED.items():
-        parts = (packing.values, packing.scales) if packing.apart else (packing.entry,)
+        parts = (packing.values, packing.scales) if packing.separate_scales else (packing.entry,)
         assert (LAYOUTS[name].parts, LAYOUTS[name].multiple) == (parts, packing.multiple)
     assert PACKED.keys() == {name for name, layout in LAYOUTS.items() if layout.d == 512}
 

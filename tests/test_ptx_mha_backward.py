@@ -90,7 +90,7 @@ def test_agrees_with_hardware(ops):
 
 def barriers(stages: int) -> list[str]:
     """Those of the kernels whose CTAs own keys."""
-    each = [f"{name}{stage}" for name in ("landed", "told", "empty") for stage in range(stages)]
+    each = [f"{name}{stage}" for name in ("landed", "published", "empty") for stage in range(stages)]
     return ["keys", *each, "p_full", "p_empty"]
 
 
@@ -174,7 +174,7 @@ FAULTS = [
         DKDV,
         Race,
         r"ld\.shared\.b32.*reads SMEM.*orders this and the write by CTA \d warp [1-3] \(line \d+: st\.shared\.b32",
-        without_waiting("told0"),
+        without_waiting("published0"),
         also=((Undefined, r"ld\.shared\.b32.*reads SMEM.*, which nobody wrote"),),
         seeds=(0, 3),
     ),
@@ -205,7 +205,7 @@ FAULTS = [
         seeds=(0, 5),
     ),
     PlantedFault(
-        "a row warp tells of a tile where another still tells of the one before",
+        "a row warp publishes a tile where another still publishes the one before",
         DKDV,
         Race,
         r"st\.shared\.b32.*overwrites SMEM.*orders this and the write by warp [1-3] \(line \d+: st\.shared\.b32",
@@ -237,7 +237,7 @@ FAULTS = [
         case="turns",
     ),
     PlantedFault(
-        "a row warp does not say that it has told",
+        "a row warp does not say that it has published",
         DKDV,
         Deadlock,
         r"warp 4-11 at line \d+ wait for parity 0: mbarrier [^\n]*\(count 32, [^\n]* 32 of 32 arrivals pending",
@@ -245,7 +245,7 @@ FAULTS = [
         case="turns",
     ),
     PlantedFault(
-        "a warpgroup takes what is told of the other's keys",
+        "a warpgroup takes the flags of the other's keys",
         DKDV,
         AssertionError,
         r"^dk: \d+ of \d+ wrong, first at \(0, 91, 0, 0\): 0\.0, ",

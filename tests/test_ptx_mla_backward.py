@@ -122,10 +122,11 @@ OF_FAULTS = {
     FEW: {"b": 1, "s_q": 3, "s_kv": 300, "h_q": 8, "topk": 150},
 }
 BARRIERS = [  # in the order of their addresses
-    *(f"{name}{piece}" for name in ("q_full", "q_empty", "full") for piece in range(4)),
-    *("empty0", "empty1", "listed", "shared", "taken", "opened", "arrived0", "arrived1", "read0", "read1"),
+    *(f"{name}{piece}" for name in ("q_full", "q_empty", "k_full") for piece in range(4)),
+    *("k_empty0", "k_empty1", "listed", "p_ds_full", "p_ds_empty", "published"),
+    *("received_full0", "received_full1", "received_empty0", "received_empty1"),
 ]
-OF_FEW = ["opened", "q_full", "q_empty", "listed", "empty", *(f"full{piece}" for piece in range(4))]
+OF_FEW = ["published", "q_full", "q_empty", "listed", "k_empty", *(f"k_full{piece}" for piece in range(4))]
 PRODUCT = r"setp\.ne\.b32 p, (%r\d+), 0;\s*wgmma\.mma_async\.sync\.aligned\.m64n{}k16"
 REDUCTION = r"red\.relaxed\.gpu\.global\.add\.v4\.f32 (\[[^\]]+\]), (\{[^}]+\});"
 
@@ -245,14 +246,14 @@ FAULTS = [
         SPAN,
         (Race, Undefined),
         r"(?s)(ldmatrix|wgmma).*reads SMEM.*(nothing orders this and the write by .*stmatrix|which nobody wrote)",
-        without_waiting("shared"),
+        without_waiting("p_ds_full"),
     ),
     PlantedFault(
         "keys come in while dQ reads those before",
         SELECTION,
         Race,
-        late(r"cp\.async", r"1[3-9]\d{4}"),
-        without_waiting("empty0", "empty1"),
+        late(r"cp\.async", r"1[3-9]\d{4}"),  # where K is
+        without_waiting("k_empty0", "k_empty1"),
     ),
     PlantedFault(
         "Q comes in while the chunks of the rows before read it",
@@ -274,14 +275,14 @@ FAULTS = [
         SPAN,
         (Race, Undefined),
         r"(?s)ld\.shared\.v4.*reads SMEM.*(nothing orders this and the write by .*st\.async|which nobody wrote)",
-        without_waiting("arrived0", "arrived1"),
+        without_waiting("received_full0", "received_full1"),
     ),
     PlantedFault(
         "a chunk is sent over one that the peer has not read",
         SPAN,
         Race,
         late(r"st\.async", r"\d+"),
-        without_waiting("read0", "read1"),
+        without_waiting("received_empty0", "received_empty1"),
     ),
     PlantedFault(
         "of few heads, dS is read before all of it is written",
@@ -295,7 +296,7 @@ FAULTS = [
         FEW,
         Race,
         late(r"cp\.async", r"\d+"),
-        without_waiting("empty"),
+        without_waiting("k_empty"),
     ),
     PlantedFault(
         "of few heads, Q comes in while the chunks of the query before read it",

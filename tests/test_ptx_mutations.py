@@ -47,8 +47,8 @@ FEW_KEYS = {"s_q": 80, "width": 60}  # five tiles of rows that see 75 keys at mo
 BARRIERS = {  # the mbarriers of a kernel, in the order of their addresses
     DENSE: "q_full0 q_full1 q_empty0 q_empty1 k_full0 k_full1 k_empty0 k_empty1 "
     "v_landed0 v_landed1 v_full0 v_full1 v_empty0 v_empty1",
-    LATENT: "q_full q_empty full0 full1 full2 full3 empty0 empty1 empty2 empty3 max_shared0 max_shared1 "
-    "weights_shared0 weights_shared1 all_read",
+    LATENT: "q_full q_empty k_full0 k_full1 k_full2 k_full3 k_empty0 k_empty1 k_empty2 k_empty3 "
+    "max_shared0 max_shared1 p_shared0 p_shared1 all_read",
 }
 BARRIERS |= dict.fromkeys((LONG_ODD, GATHERED, PACKED, NIBBLES, PAIRED), BARRIERS[LATENT])
 KIB = 1024
@@ -181,7 +181,7 @@ def early_release(stages: int) -> Callable[[str], str]:
 
 def odd_handed_back_early(text: str) -> str:
     """Right does not wait for the products of its own tile before its half of that tile is given back."""
-    arrival = rf"\s*mbarrier\.arrive\.shared\.b64[^;]*\+{barrier(text, PACKED, 'empty3')}\][^;]*;"
+    arrival = rf"\s*mbarrier\.arrive\.shared\.b64[^;]*\+{barrier(text, PACKED, 'k_empty3')}\][^;]*;"
     return edits.replace(text, rf"wgmma\.wait_group\.sync\.aligned\s+0;({arrival})", lambda m: m[1])
 
 
@@ -419,7 +419,7 @@ FAULTS = [
         LATENT,
         EARLY,
         unordered(r"wgmma", "p", r"stmatrix"),
-        without_wait(LATENT, "weights_shared0", slice(0, 1)),
+        without_wait(LATENT, "p_shared0", slice(0, 1)),
     ),
     PlantedFault(
         "the maximum read before it is handed over",
@@ -484,7 +484,7 @@ FAULTS = [
         PACKED,
         Race,
         late(r"st\.shared", "k", r"wgmma"),
-        without_wait(PACKED, "empty1"),
+        without_wait(PACKED, "k_empty1"),
     ),
     PlantedFault(
         "the odd tile handed back before it is multiplied",
@@ -512,7 +512,7 @@ FAULTS = [
         PAIRED,
         Race,
         late(r"st\.(shared|async)", "k", r"wgmma"),
-        without_wait(PAIRED, "empty1"),
+        without_wait(PAIRED, "k_empty1"),
     ),
     PlantedFault(
         "keys of the peer's not waited for",
@@ -533,7 +533,7 @@ FAULTS = [
         PAIRED,
         Fault,
         r"ends while nothing orders that after CTA \d|of CTA \d, which has ended",
-        without_wait(PAIRED, "empty2", slice(-1, None)),
+        without_wait(PAIRED, "k_empty2", slice(-1, None)),
     ),
     PlantedFault(
         "weights of a few heads without a proxy fence",
@@ -626,7 +626,7 @@ FAULTS = [
         LONG_ODD,
         Race,
         r"overwrites SMEM of k [^\n]*nothing orders this and the write by cp\.async",
-        without_wait(LONG_ODD, "empty3", slice(-1, None)),
+        without_wait(LONG_ODD, "k_empty3", slice(-1, None)),
     ),
     PlantedFault(
         "the last keys of an odd tile read without a proxy fence",

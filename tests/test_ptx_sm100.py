@@ -20,6 +20,7 @@ from interpreter.machine.hazards import Deadlock, Fault, Leak, Misuse, Race, Und
 from interpreter.machine.state import SMEM_BASE, Array
 from kernels import build
 from kernels.abi import Forward
+from kernels.cache import KernelCache, default_folder
 from kernels.variants import VARIANTS
 from tests import wrong_answers
 
@@ -110,7 +111,7 @@ def test_is_right(key, case):
 
 
 def test_config_refuses_what_does_not_fit():
-    from kernels.sm100.fwd.kernel import Config
+    from kernels.sm100.fwd.config import Config
 
     class Wide(Config):
         tile_n = 256
@@ -267,21 +268,21 @@ FAULTS = [
         DENSE,
         Race,
         unordered(r"final tcgen05\.ld", MMA, "TMEM of o"),
-        source=(("cute.arch.mbarrier_wait(bar.o_full, (fills0 + tiles - 1) & 1)", "pass"),),
+        source=(("wait_for(bar.o_full, fills0 + tiles - 1)", "pass"),),
     ),
     PlantedFault(
         "O is rescaled while products add to it",
         DENSE,
         Race,
         unordered(f"({LD}|{ST})", MMA, "TMEM of o"),
-        source=(("cute.arch.mbarrier_wait(bar.o_full, (fill - 1) & 1)", "pass"),),
+        source=(("wait_for(bar.o_full, fill - 1)", "pass"),),
     ),
     PlantedFault(
         "products read P before the softmax gives it",
         DENSE,
         Race,
         unordered(f"({LD}|{ST})", MMA, "TMEM of (scores|p)", UNTOLD),
-        source=(("cute.arch.mbarrier_wait(bar.p_full, fill & 1)", "pass"),),
+        source=(("wait_for(bar.p_full, fill)", "pass"),),
     ),
     PlantedFault(
         "P is stored without a wait",
@@ -338,7 +339,7 @@ FAULTS = [
         DENSE,
         Race,
         unordered(MMA, f"({LD}|{ST})", "TMEM of (scores|p)", r"no tcgen05\.fence::after_thread_sync$"),
-        source=(("bar.p_full, fill & 1)\n        after_thread_sync()", "bar.p_full, fill & 1)"),),
+        source=(("bar.p_full, fill)\n        after_thread_sync()", "bar.p_full, fill)"),),
     ),
     PlantedFault(
         "scores are used before they are there",
@@ -357,7 +358,7 @@ FAULTS = [
         DENSE,
         (Race, Misuse),
         r"expect_tx[^\n]*\n\s+an arrival too many|tma[^\n]*\n\s+overwrites SMEM of keys\b[^\n]*nothing orders",
-        source=(("cute.arch.mbarrier_wait(bar_empty + ring * c.stages + stage, parity ^ 1)", "pass"),),
+        source=(("                    state.wait_empty()\n", ""),),
     ),
     PlantedFault(
         "a barrier counts the CTA's threads",
@@ -378,18 +379,14 @@ FAULTS = [
         DENSE,
         (Race, Undefined),
         rf"{MMA}[^\n]*\n\s+reads SMEM of keys\b[^\n]*(which nobody wrote|the write by tma)",
-        source=(
-            ("mbarrier_arrive_and_expect_tx(full, c.ring_tile_bytes)", "mbarrier_arrive_and_expect_tx(full, 16384)"),
-        ),
+        source=(("state.expect_full(c.ring_tile_bytes)", "state.expect_full(16384)"),),
     ),
     PlantedFault(
         "too many bytes are expected",
         DENSE,
         Deadlock,
         r" 16 transaction bytes outstanding",
-        source=(
-            ("mbarrier_arrive_and_expect_tx(full, c.ring_tile_bytes)", "mbarrier_arrive_and_expect_tx(full, 32784)"),
-        ),
+        source=(("state.expect_full(c.ring_tile_bytes)", "state.expect_full(32784)"),),
     ),
     PlantedFault(
         "absent keys are not masked",
@@ -420,7 +417,7 @@ FAULTS = [
         FUSED,
         (Race, Undefined),
         rf"{MMA}[^\n]*\n\s+reads SMEM of keys\b[^\n]*(which nobody wrote|the write by cp\.async)",
-        source=(("cute.arch.cp_async_mbarrier_arrive_noinc(full)", "cute.arch.mbarrier_arrive(full)"),),
+        source=(("state.copy_full()", "state.arrive_full()"),),
         case="few",
     ),
     PlantedFault(
@@ -475,8 +472,15 @@ def mutant(fault: PlantedFault[str, str], directory: Path, compiler: build.Compi
         assert sum(file.read_text().count(old) for file in files) == 1, old
         for file in files:
             file.write_text(file.read_text().replace(old, new))
-    compiler(kernel.variant, directory, root=directory)
-    return dataclasses.replace(kernel, ptx=(directory / f"{fault.kernel}.ptx").read_text())
+    ptx, name, cache = (
+        directory / f"{fault.kernel}.ptx",
+        build.digest(kernel.variant, directory),
+        KernelCache(default_folder()),
+    )
+    if not cache.take(name, directory):
+        compiler(kernel.variant, directory, root=directory)
+        cache.keep(name, [ptx])
+    return dataclasses.replace(kernel, ptx=ptx.read_text())
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=str)

@@ -135,7 +135,7 @@ def packed(
     b, packing, bf16 = len(indices), PACKED[kind], np.dtype("bfloat16")
     pages = -(-b * s_kv // page) + 1
     pool = np.full((pages, -(-packing.entry * page // packing.multiple) * packing.multiple), 0xFF, np.uint8)
-    if packing.apart:
+    if packing.separate_scales:
         entries = pool[:, : page * packing.values].reshape(pages, page, packing.values)
         scales = pool[:, page * packing.values : page * packing.entry].reshape(pages, page, packing.scales)
     else:

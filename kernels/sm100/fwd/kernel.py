@@ -34,6 +34,7 @@ from kernels.abi import Forward
 from kernels.aot import Compiled
 from kernels.lib.forward import ForwardKernel
 from kernels.lib.launch import WARPGROUP
+from kernels.lib.pipeline import wait_for
 from kernels.lib.rows import BoxedRows, Extents, RowTile, load, store
 from kernels.lib.selections import LANES_A_ROW, open_selection, read_selection
 from kernels.lib.softmax import LN_2, LOG2_E, RowResults, exp2
@@ -152,22 +153,22 @@ class FwdSm100(ForwardKernel):
             tile = scheduler.tile(wave)
             opened = tuple(self.open(source[-1], tile) for source in sources)
             if first_warp:
-                cute.arch.mbarrier_wait(bar.q_empty, (wave & 1) ^ 1)
+                q = bar.q.at(wave)
+                q.wait_empty()
                 with cute.arch.elect_one():
                     for i, thing in enumerate((tile, *opened)):
                         thing.publish(smem.info[None, i])
-                    cute.arch.mbarrier_arrive_and_expect_tx(bar.q_full, n.box_inner * n.box_outer * c.d * 2)
+                    q.expect_full(n.box_inner * n.box_outer * c.d * 2)
                 gQ, sQ = tma_tiles(tma_q, tile.of(mQ, c.tile_m, c.d)[None, None, 0], smem.q)
-                cute.copy(tma_q, gQ, sQ, tma_bar_ptr=bar.q_full)
+                cute.copy(tma_q, gQ, sQ, tma_bar_ptr=q.full)
             self.load_keys(cta, sources, opened, tile, fills0, thread)
             fills0 = fills0 + total_tiles(opened)
         # Nothing may arrive in the SMEM of a CTA that has ended.
         if first_warp:
-            cute.arch.mbarrier_wait(bar.q_empty, (scheduler.waves & 1) ^ 1)
+            bar.q.at(scheduler.waves).wait_empty()
         for i in cutlass.range_constexpr(c.stages):
-            stage, parity = (fills0 + i) % c.stages, (fills0 + i) // c.stages & 1
-            for ring in range(2):
-                cute.arch.mbarrier_wait(bar.empty + ring * c.stages + stage, parity ^ 1)
+            for ring in bar.rings:
+                ring.at(fills0 + i).wait_empty()
 
     def open(self, operands: Any, tile: RowTile) -> Any:
         c = self.config
@@ -178,8 +179,7 @@ class FwdSm100(ForwardKernel):
     @cute.jit
     def load_keys(self, cta: Cta, sources: tuple, opened: tuple, tile: RowTile, fills0: Int32, thread: Int32):
         """Loads all key tiles of one row tile, source after source. Entries of a selection are read a tile ahead."""
-        c, bar, smem = self.config, cta.bar, cta.smem
-        bar_full, bar_empty = bar.full, bar.empty
+        c, smem, rings = self.config, cta.smem, cta.bar.rings
         wanted, copies = None, (None,) * len(opened)
         if cutlass.const_expr(c.gathers):
             wanted = cute.make_rmem_tensor(c.tile_n // (WARPGROUP // LANES_A_ROW), Int32)
@@ -191,21 +191,21 @@ class FwdSm100(ForwardKernel):
                 source.prefetch_indices(0, wanted, thread, WARPGROUP)
             for t in cutlass.range(source.tiles, unroll=1):
                 fill = fills0 + first + t
-                stage, parity = fill % c.stages, fill // c.stages & 1
                 if cutlass.const_expr(c.gathers):
                     source.mark_absent(t, wanted, thread, WARPGROUP)
                 for ring in cutlass.range_constexpr(2):
-                    full = bar_full + ring * c.stages + stage
-                    cute.arch.mbarrier_wait(bar_empty + ring * c.stages + stage, parity ^ 1)
+                    state = rings[ring].at(fill)
+                    full = state.full
+                    state.wait_empty()
                     if cutlass.const_expr(c.gathers):
                         slabs = range(ring * c.ring_d // SLAB, (ring + 1) * c.ring_d // SLAB)
-                        source.gather(smem.rings[None, None, 0, stage], wanted, thread, slabs, WARPGROUP)
-                        cute.arch.cp_async_mbarrier_arrive_noinc(full)
+                        source.gather(smem.rings[None, None, 0, state.index], wanted, thread, slabs, WARPGROUP)
+                        state.copy_full()
                     else:
                         atom, gmem, tiles = copy[ring]
                         with cute.arch.elect_one():
-                            cute.arch.mbarrier_arrive_and_expect_tx(full, c.ring_tile_bytes)
-                        cute.copy(atom, gmem[None, t], tiles[None, stage], tma_bar_ptr=full)
+                            state.expect_full(c.ring_tile_bytes)
+                        cute.copy(atom, gmem[None, t], tiles[None, state.index], tma_bar_ptr=full)
                 if cutlass.const_expr(c.gathers):
                     source.prefetch_indices(t + 1, wanted, thread, WARPGROUP)
             first = first + source.tiles
@@ -235,13 +235,13 @@ class FwdSm100(ForwardKernel):
         bar, smem, n = cta.bar, cta.smem, cta.n
         fills0 = Int32(0)
         for wave in cutlass.range(TileScheduler.of(n).waves, unroll=1):
-            cute.arch.mbarrier_wait(bar.q_full, wave & 1)
+            bar.q.at(wave).wait_full()
             tile = RowTile.read(smem.info[None, 0], n)
             tiles = total_tiles(self.reopen(cta, operands, tile))
-            cute.arch.mbarrier_arrive(bar.q_empty)
+            cute.arch.mbarrier_arrive(bar.q.empty)
             if tiles == 0:
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(bar.q_empty)
+                    cute.arch.mbarrier_arrive(bar.q.empty)
             else:
                 self.issue_scores(cta, fills0, tiles == 1)
                 for t in cutlass.range(tiles, unroll=1):
@@ -266,11 +266,12 @@ class FwdSm100(ForwardKernel):
         The scores of two tiles before, in the same buffer, have been read: the warp has waited for P of that tile.
         """
         c, bar, smem = self.config, cta.bar, cta.smem
-        stage, parity, buffer = fill % c.stages, fill // c.stages & 1, fill % SCORE_BUFFERS
+        buffer = fill % SCORE_BUFFERS
         mma, a, s = self.score_operands(cta)
         blocks = c.ring_d // 16
         for i, ring in enumerate(c.key_rings):
-            cute.arch.mbarrier_wait(bar.full + ring * c.stages + stage, parity)
+            state = bar.rings[ring].at(fill)
+            state.wait_full()
             if cutlass.const_expr(c.gathers):
                 cute.arch.fence_proxy("async.shared", space="cta")  # cp.async wrote through the generic proxy
             b = operand_b(mma, smem.rings[None, None, ring, None])
@@ -280,14 +281,14 @@ class FwdSm100(ForwardKernel):
                     mma,
                     s[None, None, None, buffer],
                     a[None, None, i * blocks + k],
-                    b[None, None, k, stage],
+                    b[None, None, k, state.index],
                     s[None, None, None, buffer],
                 )
             if ring not in c.value_rings:
-                commit(bar.empty + ring * c.stages + stage)
+                commit(state.empty)
         commit(bar.s_full + buffer)
         if last:
-            commit(bar.q_empty)
+            commit(bar.q.empty)
 
     def score_operands(self, cta: Cta) -> tuple[cute.TiledMma, cute.Tensor, cute.Tensor]:
         """(mma, Q, both score buffers)"""
@@ -300,19 +301,19 @@ class FwdSm100(ForwardKernel):
     def issue_output(self, cta: Cta, fill: Int32, adds: cutlass.Boolean):
         """O (+)= P V of the rings' tile number `fill`; the first of its row tile does not add."""
         c, bar, smem = self.config, cta.bar, cta.smem
-        stage, parity = fill % c.stages, fill // c.stages & 1
+        values = tuple((ring, bar.rings[ring].at(fill)) for ring in c.value_rings)
         mma, p, o = self.output_operands(cta)
-        cute.arch.mbarrier_wait(bar.p_full, fill & 1)
+        wait_for(bar.p_full, fill)
         after_thread_sync()
-        for i, ring in enumerate(c.value_rings):
-            cute.arch.mbarrier_wait(bar.full + ring * c.stages + stage, parity)
+        for i, (ring, state) in enumerate(values):
+            state.wait_full()
             b = operand_b(mma, transposed(smem.rings[None, None, ring, None]))
             for k in range(c.tile_n // 16):
                 mma.set(tcgen05.Field.ACCUMULATE, True if k else adds)
                 cute.gemm(
-                    mma, o[None, None, None, i], p[None, None, k], b[None, None, k, stage], o[None, None, None, i]
+                    mma, o[None, None, None, i], p[None, None, k], b[None, None, k, state.index], o[None, None, None, i]
                 )
-            commit(bar.empty + ring * c.stages + stage)
+            commit(state.empty)
         commit(bar.o_full)
 
     def output_operands(self, cta: Cta) -> tuple[cute.TiledMma, cute.Tensor, cute.Tensor]:
@@ -337,10 +338,10 @@ class FwdSm100(ForwardKernel):
         w = Row.of(c, n)
         fills0 = Int32(0)
         for wave in cutlass.range(TileScheduler.of(n).waves, unroll=1):
-            cute.arch.mbarrier_wait(bar.q_full, wave & 1)
+            bar.q.at(wave).wait_full()
             tile = RowTile.read(smem.info[None, 0], n)
             sources = self.reopen(cta, operands, tile)
-            cute.arch.mbarrier_arrive(bar.q_empty)
+            cute.arch.mbarrier_arrive(bar.q.empty)
             exists, query, head = tile.place(w.boxed, 0)
             seen = tuple(seen_by_row(source, tile, w.boxed) for source in sources)
             sink = load(results.sink + head)
@@ -360,7 +361,7 @@ class FwdSm100(ForwardKernel):
                 factor = exp2(old_max * scale_log2 - shift)
                 row_sum = exponentiate(row_sum * factor, shift, scale_log2, scores, p, self.dtype)
                 if t > 0:
-                    cute.arch.mbarrier_wait(bar.o_full, (fill - 1) & 1)
+                    wait_for(bar.o_full, fill - 1)
                     after_thread_sync()
                     if cute.arch.vote_any_sync(factor != 1.0):
                         scale_lanes(cta.tmem, c.outputs_per_thread, factor, w.thread)
@@ -380,7 +381,7 @@ class FwdSm100(ForwardKernel):
                 if w.part == 0:
                     store(results.lse + tile.row_index(query, head), lse)
             if tiles > 0:
-                cute.arch.mbarrier_wait(bar.o_full, (fills0 + tiles - 1) & 1)
+                wait_for(bar.o_full, fills0 + tiles - 1)
                 after_thread_sync()
             self.write_output(cta, w, tiles > 0, factor, tile, exists, tile.row_index(query, head), output)
             fills0 = fills0 + tiles
@@ -414,10 +415,11 @@ class FwdSm100(ForwardKernel):
         c = self.config
         if cutlass.const_expr(isinstance(seen, RowSpan)):  # noqa: SIM102, at compile time
             if seen.source.needs_clearing(t):
-                stage = fill % c.stages
                 for ring in c.value_rings:
-                    cute.arch.mbarrier_wait(cta.bar.full + ring * c.stages + stage, fill // c.stages & 1)
-                    zero_rows(cta.smem.rings[None, None, ring, stage], seen.source.unseen_from(t), w.thread, WARPGROUP)
+                    state = cta.bar.rings[ring].at(fill)
+                    state.wait_full()
+                    tile = cta.smem.rings[None, None, ring, state.index]
+                    zero_rows(tile, seen.source.unseen_from(t), w.thread, WARPGROUP)
 
     @cute.jit
     def write_output(self, cta: Cta, w: Row, any_key, factor: Float32, tile: RowTile, exists, row: Int64, to: Any):

@@ -139,7 +139,7 @@ class MhaDqSm90(MhaBackwardKernel):
             fills0 = fills0 + span.tiles
 
     def scheduler(self, spans: SpanOperands, n: Extents) -> TileScheduler:
-        """Walks with as many pairs of (batch, KV head) at a time as L2 holds."""
+        """Sections of as many pairs of (batch, KV head) as L2 holds."""
         return TileScheduler.of(n, spans.s_kv, L2_KEYS // (2 * 2 * self.config.d))
 
     def receive(

@@ -65,7 +65,7 @@ class MhaBackwardKernel(Kernel):
         k: cute.Pointer,
         v: cute.Pointer,
         lse: cute.Pointer,
-        weight: cute.Pointer,
+        sink_factor: cute.Pointer,
         delta: cute.Pointer,
         start: cute.Pointer,
         stop: cute.Pointer,
@@ -91,7 +91,7 @@ class MhaBackwardKernel(Kernel):
         self.launch(
             tuple(tma_atom(load, shapes.rows(x), c.tile_m, c.d) for x in (q, dout)),
             tuple(tma_atom(load, shapes.keys(x, s_kv), c.tile_n, c.d) for x in (k, v)),
-            RowOperands(lse, weight, delta, start, stop, *self.taken(seen=seen)),
+            RowOperands(lse, sink_factor, delta, start, stop, *self.taken(seen=seen)),
             Results(*results, s_kv),
             scale,
             n,

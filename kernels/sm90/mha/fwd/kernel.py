@@ -205,7 +205,7 @@ class MhaFwdSm90(ForwardKernel):
             fills0 = fills0 + key_tiles(span)
 
     def scheduler(self, operands: SpanOperands, n: Extents) -> TileScheduler:
-        """Walks with as many pairs of (batch, KV head) at a time as L2 holds."""
+        """Sections of as many pairs of (batch, KV head) as L2 holds."""
         return TileScheduler.of(n, operands.s_kv, L2_KEYS // (2 * self.config.row_bytes))
 
     def receive(

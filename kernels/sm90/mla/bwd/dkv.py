@@ -1,7 +1,7 @@
 """How `mla_bwd` makes the gradient of a tile of keys, and adds it to memory.
 
 A lane's accumulator has four of 16 columns: two of the first eight and two of the others. These four lie together in
-memory, so that a lane adds 16 bytes without an exchange with others; `_ffi.in_order` puts the columns back.
+memory, so that a lane adds 16 bytes without an exchange with others; `_host/gradients.py` puts the columns back.
 """
 
 from dataclasses import dataclass

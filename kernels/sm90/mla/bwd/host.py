@@ -62,7 +62,7 @@ class MlaBackwardKernel(Kernel):
         do: cute.Pointer,
         dq: cute.Pointer,
         lse: cute.Pointer,
-        weight: cute.Pointer,
+        sink_factor: cute.Pointer,
         delta: cute.Pointer,
         resolution: cute.Pointer,
         scale: Float32,
@@ -93,7 +93,7 @@ class MlaBackwardKernel(Kernel):
             Source(keys0, dkv0, from0, to0, s_kv0, s_batch0, topk0),
             Source(keys1, dkv1, from1, to1, s_kv1, s_batch1, topk1),
         )[: len(c.sources)]
-        rows = RowOperands(q, do, dq, lse, weight, delta, resolution, scale)
+        rows = RowOperands(q, do, dq, lse, sink_factor, delta, resolution, scale)
         self.launch_persistent(rows, sources, n=n, ctas=ctas, stream=stream)
 
     def examples(self, variant: MlaBackward) -> tuple:

@@ -33,20 +33,20 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 
 from kernels.abi import MlaBackward
 from kernels.aot import Compiled
 from kernels.lib.cluster import CLUSTER, arrive, await_others
-from kernels.lib.launch import WARP, WARPGROUP
+from kernels.lib.launch import WARPGROUP
 from kernels.lib.output import store_output
 from kernels.lib.pipeline import wait_for
 from kernels.lib.ptx import copy_or_zero
 from kernels.lib.rows import BoxedRows, Extents, PlacedTile, RowTile, load, row_of
 from kernels.lib.selections import CHUNK, LANES_A_ROW, Run, Selection, mask_absent, open_selection, with_keys
-from kernels.lib.softmax import LOG2_E, ROWS, by_row, exp2
-from kernels.lib.spans import Span, SpanOperands, mask_row, open_span, prefetch_span, span_of
+from kernels.lib.softmax import LOG2_E, ROWS
+from kernels.lib.spans import Span, SpanOperands, open_span, prefetch_span, span_of
 from kernels.lib.splits import on_source, total_tiles
 from kernels.lib.tile_scheduler import TileScheduler
 from kernels.lib.wgmma import (
@@ -67,6 +67,7 @@ from kernels.lib.wgmma import (
 from .config import Config
 from .dkv import KvGradient, thread_again
 from .host import MlaBackwardKernel, RowOperands, Source
+from .p_ds import differentiate, exponentiate, find_absent, mask_span
 from .prefetch import prefetch_sums
 from .smem import LEFT, RIGHT, STAGES, Barriers, Shared
 
@@ -301,9 +302,9 @@ class MlaBwdSm90(MlaBackwardKernel):
     def mask_rows(self, scores: cute.Tensor, smem: Shared, t: Int32, stage: Int32, parity: Int32, thread: Int32):
         key0 = smem.keys[0, stage]
         if cutlass.const_expr(self.config.spans == 1) or t < smem.info[0, 1, parity]:
-            mprefetch_span(scores, smem.spans[None, None, 0], smem.info[None, 1, parity], key0, thread)
+            mask_span(scores, smem.spans[None, None, 0], smem.info[None, 1, parity], key0, thread)
         else:
-            mprefetch_span(scores, smem.spans[None, None, 1], smem.info[None, 2, parity], key0, thread)
+            mask_span(scores, smem.spans[None, None, 1], smem.info[None, 2, parity], key0, thread)
 
     @cute.jit
     def read_rows(self, smem: Shared, rows: RowOperands, sources: tuple, tile: PlacedTile, thread: Int32):
@@ -396,49 +397,6 @@ class MlaBwdSm90(MlaBackwardKernel):
         ones = cute.make_rmem_tensor(ROWS, Float32)
         ones.fill(1.0)
         store_output(dq, ones, rows.dq, tile, boxed, side * self.config.half, thread, self.config.d)
-
-
-@cute.jit
-def mprefetch_span(scores: cute.Tensor, spans: cute.Tensor, slot: cute.Tensor, key0: Int32, thread: Int32):
-    """-inf for every key that its row does not see, in the tile that begins with key0."""
-    s = by_row(scores)
-    keys = 4 * cute.size(s, mode=[1])
-    if key0 < slot[1] or key0 + keys > slot[2]:
-        column0 = key0 + cute.arch.lane_idx() % 4 * 2
-        for r in cutlass.range_constexpr(ROWS):
-            start, stop = (spans[row_of(thread, r), i] for i in range(2))
-            mask_row(s, r, start - column0, stop - column0)
-
-
-@cute.jit
-def find_absent(keys: cute.Tensor) -> cute.Tensor:
-    """A bit for every key of a tile: whether it is absent."""
-    absent = cute.make_rmem_tensor(cute.size(keys) // WARP, Uint32)
-    for word in cutlass.range_constexpr(cute.size(absent)):
-        absent[word] = Uint32(cute.arch.vote_ballot_sync(keys[word * WARP + cute.arch.lane_idx()] < 0))
-    return absent
-
-
-@cute.jit
-def exponentiate(scores: cute.Tensor, numbers: cute.Tensor, scale_log2: Float32):
-    """P <- exp(scale S - lse)."""
-    s = by_row(scores)
-    for r in cutlass.range_constexpr(ROWS):
-        shift = numbers[r, 0]
-        for i in cutlass.range_constexpr(cute.size(s, mode=[1])):
-            s[r, i] = exp2(s[r, i] * scale_log2 - shift)
-
-
-@cute.jit
-def differentiate(p: cute.Tensor, dp: cute.Tensor, numbers: cute.Tensor, scale: Float32):
-    """dP <- scale P (f dP - delta), where f is the sink's factor, and delta is scaled already; P <- f P."""
-    p, dp = by_row(p), by_row(dp)
-    for r in cutlass.range_constexpr(ROWS):
-        sink_factor, delta = numbers[r, 1], numbers[r, 2]
-        factor = sink_factor * scale
-        for i in cutlass.range_constexpr(cute.size(p, mode=[1])):
-            dp[r, i] = p[r, i] * (dp[r, i] * factor - delta)
-            p[r, i] = p[r, i] * sink_factor
 
 
 def compile(variant: MlaBackward, out_dir: Path) -> Compiled:

@@ -22,9 +22,9 @@ with a selection among them all are gathered with cp.async. Packed keys are unpa
 those of a cluster of two CTAs, each of which does half of the keys for both.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -36,33 +36,28 @@ from kernels.aot import Compiled
 from kernels.lib.cluster import CLUSTER, arrive, await_others
 from kernels.lib.forward import ForwardKernel
 from kernels.lib.launch import WARP, WARPGROUP
-from kernels.lib.output import SlabStores, store_part
+from kernels.lib.output import store_part
 from kernels.lib.pipeline import wait_for
-from kernels.lib.rows import BoxedRows, Extents, RowTile, row_of
+from kernels.lib.rows import BoxedRows, Extents, RowTile
 from kernels.lib.selections import GATHERED, SelectedRows, open_selection, read_selection
-from kernels.lib.softmax import ROWS, RowResults, Softmax, rescale_rows, scale_rows
+from kernels.lib.softmax import ROWS, RowResults, rescale_rows, scale_rows
 from kernels.lib.spans import SpanOperands, open_span, prefetch_span, read_span
 from kernels.lib.splits import on_source, own_part
 from kernels.lib.tile_scheduler import TileScheduler
 from kernels.lib.wgmma import (
     K_MAJOR,
-    MN_MAJOR,
     SLAB,
-    accumulator,
     multiply,
-    operand_a,
-    operand_b,
-    register_operand,
     round_to,
     store_rows,
     tiled_mma,
     tma_tiles,
-    transposed,
     zero_rows,
 )
 from kernels.packings import PACKED
 
 from .config import Config
+from .consumer import WARPGROUP_MET, Consumer, Rows, hand_over, take_over
 from .key_tiles import KeyTiles, Work
 from .packed import packed_operands
 from .packed_tiles import load_packed
@@ -70,38 +65,6 @@ from .paired_tiles import load_paired
 from .smem import EVEN, LEFT, ODD, RIGHT, Barriers, Shared
 
 EXTRA_KEYS = 16  # keys: a step of K in a WGMMA
-
-WARPGROUP_MET = 1  # named barriers, + LEFT and + RIGHT: all threads of the one warpgroup have come
-
-
-class Rows(NamedTuple):
-    """The rows of a tile that a thread holds, with their numbers."""
-
-    tile: RowTile
-    boxed: BoxedRows
-    results: RowResults
-
-
-@dataclass(frozen=True)
-class Consumer:
-    """State that a consumer thread keeps from row tile to row tile: barriers, SMEM, operands and registers."""
-
-    bar: Barriers
-    smem: Shared
-    thread: Int32
-    qk: cute.TiledMma
-    pv: cute.TiledMma
-    pv_other: cute.TiledMma
-    a: cute.Tensor  # Q
-    b_own: cute.Tensor  # this side's tile as K
-    b_value: tuple[cute.Tensor, ...]  # this side's columns as V, by tile of the pair
-    a_other: cute.Tensor  # the other side's P
-    scores: cute.Tensor
-    p: cute.Tensor  # rounded: this side's, in registers
-    out: cute.Tensor
-    products: cute.Tensor  # the same registers, by `columns_o`
-    softmax: Softmax
-    stores: SlabStores
 
 
 class MlaFwdSm90(ForwardKernel):
@@ -235,7 +198,7 @@ class MlaFwdSm90(ForwardKernel):
     ):
         """One warpgroup: its half of O's columns, of every row tile of this CTA."""
         c = self.config
-        w = self.consumer(side, bar, smem, output[0], scale_log2)
+        w = Consumer.of(c, self.dtype, side, bar, smem, output[0], scale_log2)
         fills = (Int32(0), Int32(0))
         boxed = BoxedRows.of(n, 0, w.thread, c.gathers)
         for wave in cutlass.range(self.tile_scheduler(n).waves, unroll=1):
@@ -255,35 +218,6 @@ class MlaFwdSm90(ForwardKernel):
                 store_part(w.out, w.softmax, results.o_parts, tile, boxed, side * c.half, w.thread, c.d)
             fills = work.fills_after()
         cute.arch.cp_async_bulk_wait_group(0, read=True)
-
-    def consumer(self, side: int, bar: Barriers, smem: Shared, tma_o: cute.CopyAtom, scale_log2: Float32) -> Consumer:
-        c, thread = self.config, cute.arch.thread_idx()[0] % WARPGROUP
-        keys = c.tile_keys[side]
-        qk = tiled_mma(self.dtype, keys, K_MAJOR)
-        pv = tiled_mma(self.dtype, c.columns_o, MN_MAJOR, warpgroup.OperandSource.RMEM)
-        pv_other = tiled_mma(self.dtype, c.columns_o, MN_MAJOR)
-        out = accumulator(tiled_mma(self.dtype, c.half, MN_MAJOR), c.half)
-        return Consumer(
-            bar,
-            smem,
-            thread,
-            qk=qk,
-            pv=pv,
-            pv_other=pv_other,
-            a=operand_a(qk, smem.q),
-            b_own=operand_b(qk, smem.k[side]),
-            b_value=tuple(
-                operand_b(pv, transposed(cute.local_tile(k, (cute.size(k, mode=[0]), c.half), (0, side))))
-                for k in smem.k
-            ),
-            a_other=operand_a(pv_other, smem.p[1 - side]),
-            scores=accumulator(qk, keys),
-            p=register_operand(pv, keys, self.dtype),
-            out=out,
-            products=cute.make_tensor(out.iterator, pv.partition_shape_C((c.tile_m, c.half))),
-            softmax=Softmax.of(scale_log2),
-            stores=SlabStores(tma_o, smem.o[side], WARPGROUP_MET + side, thread),
-        )
 
     def reopen(self, operands: Any, tile: RowTile, slot: cute.Tensor) -> Any:
         c = self.config
@@ -533,19 +467,6 @@ class MlaFwdSm90(ForwardKernel):
 
 def mask(rows: Any, t: Int32, scores: cute.Tensor) -> None:
     rows.mask(scores, t)
-
-
-@cute.jit
-def hand_over(shared: cute.Tensor, side: cutlass.Constexpr, state: cute.Tensor, thread: Int32):
-    if thread % 4 == 0:
-        for r in cutlass.range_constexpr(ROWS):
-            shared[row_of(thread, r), side] = state[r]
-
-
-@cute.jit
-def take_over(shared: cute.Tensor, side: cutlass.Constexpr, state: cute.Tensor, thread: Int32):
-    for r in cutlass.range_constexpr(ROWS):
-        state[r] = shared[row_of(thread, r), side]
 
 
 def compile(variant: Forward, out_dir: Path) -> Compiled:

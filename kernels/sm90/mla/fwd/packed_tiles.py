@@ -2,7 +2,7 @@
 
 What a thread has of a half of a tile waits in registers for its place, becomes bf16 there, and makes room for the half
 that comes next. These loads find their keys in L2: as soon as all of a tile has been fetched, the keys of the tile
-after next, which will take its place, are called for.
+after next, which will take its place, are prefetched.
 
 Entries of the list are read only where the producer would wait anyway, for the first place of the next pair: ptxas
 counts all loads by one scoreboard, so whoever waits for a half also waits for all that was asked for after it.
@@ -118,7 +118,7 @@ class PackedTiles:
     def prepare(self, which: int, pair: Int32) -> None:
         """Finds the keys of a tile, whose indices were prefetched, and has them brought into L2."""
         self.locate(which, pair)
-        self.on_format(which, pair, PackedSelection.call_for, self.places[which], self.thread)
+        self.on_format(which, pair, PackedSelection.prefetch_keys, self.places[which], self.thread)
 
     @cute.jit
     def load(self):

@@ -52,7 +52,7 @@ from kernels.lib.wgmma import (
     transposed,
 )
 
-from ...mla.bwd.dkv import Destination, add_staged, stage_rows
+from ...mla.bwd.dkv import Destination, add_staged, stage_rows, staged_row
 from ...mla.bwd.host import MlaBackwardKernel, RowOperands
 from .config import CTAS_PER_SM, Config
 from .smem import STAGES, Barriers, Shared
@@ -201,9 +201,7 @@ class MlaFewHeadsBwdSm90(MlaBackwardKernel):
                     multiply(both, scores, a_k, b_rows, piece == 0, here)
                 wait_for(bar.listed, k)
                 seen = [smem.keys[row_of(thread, r), k % STAGES] >= 0 for r in range(ROWS)]
-                listed = tuple(
-                    smem.keys[thread // WARP * 16 + i * 4 + thread % WARP // 8, k % STAGES] for i in range(4)
-                )
+                listed = tuple(smem.keys[staged_row(thread, i), k % STAGES] for i in range(4))
                 sums = self.find_sums(smem, t < counts[0], sources, stage)
                 to = Destination(sums + thread % 8 * 16, listed, Int32(c.d * c.sum_bytes))
                 warpgroup.wait_group(0)
