@@ -409,6 +409,14 @@ def layer() -> str:
     return table(" | ".join(["layer", "all", *parts, "rest"]), rows)
 
 
+def layer_rest() -> str:
+    found = {row["name"]: row["times"]["ours"]["parts"] for row in suite(LAYER, "layer")}
+    rests = {name: 1 - (parts["products"] + parts["attention"]) / sum(parts.values()) for name, parts in found.items()}
+    most = max(rest for name, rest in rests.items() if "step" not in name or "window alone" in name)
+    return wrapped(f"""\"Rest\" is the share that is neither matrix products nor attention: at most {percent(most)} in prompts, in their
+    gradients, and in a step with a window alone. Kernels below 0.6 µs count only in \"all\".""")
+
+
 def flashmla() -> str:
     first = table(
         "s_q 4096, sink, bfloat16 | FlashMLA, µs | ours, µs | FlashMLA / ours",
@@ -519,6 +527,7 @@ GENERATED: dict[str, Callable[[], str]] = {
         indexer,
         indexer_bound,
         layer,
+        layer_rest,
         rope,
         blackwell,
         scaling,

@@ -44,7 +44,7 @@ def loss(parameters, tokens, layers, dtype):
 
     def attend(layer, weights, x):
         out = layer(weights["attention"], x)
-        choice = None if out.choice is None else (out.choice, weights["attention"]["sink"])
+        choice = None if out.index_query is None else (out.choice(), weights["attention"]["sink"])
         return out.y, choice
 
     for layer, weights in zip(layers, parameters["layers"], strict=True):

@@ -8,7 +8,7 @@
 #include <string>
 #include <type_traits>
 
-#include "kept.h"
+#include "once.h"
 
 namespace dsv4_fmha {
 
@@ -97,8 +97,8 @@ struct Driver {
   }
 };
 
-inline Kept<Driver>& TheDriver() {
-  static Kept<Driver> driver;
+inline Once<Driver>& TheDriver() {
+  static Once<Driver> driver;
   return driver;
 }
 

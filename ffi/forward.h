@@ -1,7 +1,5 @@
-// Every call of attention: check the operands, look its kernels up, launch them.
-//
-// q [b, s_q, h_q, d], sink f32 [h_q] -> o like q, lse f32 [b, s_q, h_q], over the keys of one or more sources
-// (operands.h). The sink is part of o, never of lse.
+// The calls of attention, over the keys of one or more sources -> o like q, lse f32 [b, s_q, h_q]. The sink is part of
+// o, never of lse.
 //
 // Two more results say whether the keys of a row are split: o_parts f32 [n, s_q, h_q, splits, d] and lse_parts f32
 // [n, s_q, h_q, splits] hold the partial results of the last n sequences, which a second kernel merges.  The keys of the
@@ -9,110 +7,99 @@
 #pragma once
 
 #include "forward_plan.h"
-#include "launch.h"
-#include "operands.h"
+#include "target.h"
 
 namespace dsv4_fmha {
 
+// Entries of a page of this many bytes, or 0 if no page has this size.
+inline int64_t PackedEntries(const Packing& packing, int64_t page_bytes) {
+  const int64_t entries = page_bytes / packing.entry;
+  const int64_t needed = (entries * packing.entry + packing.multiple - 1) / packing.multiple * packing.multiple;
+  return needed == page_bytes ? entries : 0;
+}
+
+inline std::string Show(const Packing& packing) {
+  std::string page = "U8[pages, " + std::to_string(packing.entry) + " bytes an entry";
+  if (packing.multiple > 1) page += ", padded up to a multiple of " + std::to_string(packing.multiple);
+  return page + "], as " + packing.name + " has them";
+}
+
 struct Forward {
-  const char* op;
-  bool shared_kv;  // one array is K and V
-  bool kv_heads;   // keys are [b, s_kv, h_kv, d], not [b, s_kv, d]
-  Operand q;
-  Sources sources;
-  Operand sink;
-  float scale;
-  Operand o{}, lse{}, o_parts{}, lse_parts{};
+  using Call = ForwardCall;
+  using Shape = AttentionShape;
+  using Kernels = std::array<Launcher*, 2>;  // attention; where keys are split, the merge of its parts
 
-  using Results = TypeList<ffi::Result<ffi::AnyBuffer>, ffi::Result<ffi::Buffer<ffi::F32, 3>>,
-                           ffi::Result<ffi::Buffer<ffi::F32, 5>>, ffi::Result<ffi::Buffer<ffi::F32, 4>>>;
-
-  template <typename O, typename Lse, typename OParts, typename LseParts>
-  void Give(O& to_o, Lse& to_lse, OParts& to_o_parts, LseParts& to_lse_parts) {
-    o = {"o", *to_o}, lse = {"lse", *to_lse};
-    o_parts = {"o_parts", *to_o_parts}, lse_parts = {"lse_parts", *to_lse_parts};
-  }
-
-  // Decoding has checked the ranks and dtypes of start, stop, indices, length, sink and lse.
-  ffi::Error Check(AttentionShape* shape) const {
-    const int64_t parts = lse_parts.dimensions[3];
-    ffi::Error error = CheckAttention(q, sources, kv_heads, std::max<int64_t>(parts, 1), shape);
-    if (error.failure()) return error;
-    const auto& [b, s_q, h_q, h_kv, d, splits, type] = shape->rows;
+  static ffi::Error Check(const Call& call, const Axes& n, Shape* shape) {
+    *shape = AttentionShapeOf(call, n, std::max<int64_t>(n.splits, 1));
+    if (ffi::Error error = CheckPacking(call, shape); error.failure()) return error;
     Expectations expect;
-    expect.Aligned(q);
-    expect.Aligned(o);
-    expect.Shape(sink, {h_q});
-    expect.Shape(o, {b, s_q, h_q, d});
-    expect.DtypeOf(q, o);
-    expect.Shape(lse, {b, s_q, h_q});
-    const int64_t split = std::min(std::max<int64_t>(lse_parts.dimensions[0], 1), b);
-    expect.Shape(o_parts, {split, s_q, h_q, parts, d});
-    expect.Shape(lse_parts, {split, s_q, h_q, parts});
+    const int64_t split = std::min(std::max<int64_t>(n.b_split, 1), n.b);
+    expect.Shape(call.o_parts, {split, n.s_q, n.h_q, n.splits, n.d});
     return expect.error();
   }
 
-  struct Kernels {
-    Launcher* forward = nullptr;
-    Launcher* combine = nullptr;  // where keys are split
-  };
+  // Keys are packed as the call says, or like q.
+  static ffi::Error CheckPacking(const Call& call, Shape* shape) {
+    const PackedSources* packed = nullptr;
+    for (const PackedSources& known : kPackedSources) {
+      if (known.name == call.packing) packed = &known;
+    }
+    if (packed == nullptr && !call.packing.empty()) {
+      return ffi::Error::InvalidArgument("packing: got " + std::string(call.packing));
+    }
+    Expectations expect;
+    for (int64_t i = 0; i < shape->source_count; ++i) {
+      const Operand& k = call.sources[i].k;
+      if (packed == nullptr) {
+        expect.DtypeOf(call.q, k);
+        continue;
+      }
+      const Packing& packing = packed->sources[i];
+      const int64_t entries = k.dtype == ffi::U8 ? PackedEntries(packing, k.dimensions[1]) : 0;
+      if (entries == 0) return Refuse(k, Show(k.dtype) + Show(k.dimensions), Show(packing));
+      SourceShape& source = shape->sources[i];
+      source.kind = kPacked, source.s_batch = entries, source.s_kv = k.dimensions[0] * entries;
+    }
+    return expect.error();
+  }
 
   // A kernel that does not split keys gets all of them.
-  ffi::Error Find(const Device& device, AttentionShape* shape, Kernels* kernels) const {
+  static ffi::Error Find(const Call& call, const Device& device, Shape* shape, Kernels* kernels) {
     RowShape& rows = shape->rows;
-    const ForwardChoices call{.d = rows.d, .dtype = q.dtype, .max_heads = rows.h_q};
-    if (ffi::Error error = LookUp(op, device, call, &kernels->forward); error.failure()) return error;
-    if (!kernels->forward->splits) rows.splits = 1;
+    auto& [forward, combine] = *kernels;
+    const ForwardChoices choices{.d = rows.d, .dtype = call.q.dtype, .packing = call.packing, .max_heads = rows.h_q};
+    if (ffi::Error error = LookUp(call.target->name, device, choices, &forward); error.failure()) return error;
+    if (!forward->splits) rows.splits = 1;
     if (rows.splits == 1) return ffi::Error::Success();
-    return LookUp("combine", device, CombineChoices{.dtype = q.dtype}, &kernels->combine);
+    return LookUp("combine", device, CombineChoices{.dtype = call.q.dtype}, &combine);
   }
 
-  ffi::Error Initialize(int ordinal) const {
-    AttentionShape shape;
-    Kernels kernels;
-    if (ffi::Error error = Check(&shape); error.failure()) return error;
-    if (ffi::Error error = Find(GetDevice(ordinal), &shape, &kernels); error.failure()) return error;
-    return Load(ordinal, {kernels.forward, kernels.combine});
-  }
-
-  ffi::Error Execute(CUstream stream, int ordinal) const {
-    AttentionShape shape;
-    Kernels kernels;
-    if (ffi::Error error = Check(&shape); error.failure()) return error;
-    if (shape.rows.b == 0 || shape.rows.s_q == 0) return ffi::Error::Success();
-    const Device device = GetDevice(ordinal);
-    if (ffi::Error error = Find(device, &shape, &kernels); error.failure()) return error;
-    const int64_t b = shape.rows.b, splits = shape.rows.splits, split = splits > 1 ? lse_parts.dimensions[0] : b;
+  static ffi::Error Run(const Call& call, Shape shape, const Kernels& kernels, const Stream& stream) {
+    const int64_t b = shape.rows.b, splits = shape.rows.splits;
+    const int64_t split = splits > 1 ? call.lse_parts.dimensions[0] : b;
     if (split < b) {
       shape.rows.b = b - split, shape.rows.splits = 1;
-      if (ffi::Error error = Attend(stream, ordinal, device, kernels, shape, 0); error.failure()) return error;
+      if (ffi::Error error = Attend(call, shape, kernels, stream, 0); error.failure()) return error;
       shape.rows.b = split, shape.rows.splits = splits;
     }
-    return Attend(stream, ordinal, device, kernels, shape, b - split);
+    return Attend(call, shape, kernels, stream, b - split);
   }
 
   // The launches for shape.rows.b sequences from `first` on. Where keys are gathered, they begin while the launch for
   // the sequences before them ends: it writes nothing that they touch, and those kernels wait for it at their end.
-  ffi::Error Attend(CUstream stream, int ordinal, const Device& device, const Kernels& kernels,
-                    const AttentionShape& shape, int64_t first) const {
-    ForwardAddresses at{.q = From(q, first),
-                        .o = From(o, first),
-                        .sink = sink.data,
-                        .lse = From(lse, first),
-                        .o_parts = o_parts.data,
-                        .lse_parts = lse_parts.data,
-                        .sources = {}};
-    for (int i = 0; i < sources.count; ++i) at.sources[i] = sources.items[i].at(first);
+  static ffi::Error Attend(const Call& call, const Shape& shape, const Kernels& kernels, const Stream& stream,
+                           int64_t first) {
+    const auto& [forward, combine] = kernels;
+    const auto at = AddressesOf<ForwardAddresses>(call, first);
     Plan<ForwardArguments> plan;
-    const Tiles tiles = kernels.forward->TilesOn(device);
-    if (std::string error = PlanForward(shape, scale, tiles, at, &plan); !error.empty()) {
-      return ffi::Error::InvalidArgument(std::string(op) + ": " + error);
+    const Tiles tiles = forward->TilesOn(stream.device);
+    if (std::string error = PlanForward(shape, call.scale, tiles, at, &plan); !error.empty()) {
+      return ffi::Error::InvalidArgument(std::string(call.target->name) + ": " + error);
     }
-    ffi::Error error = Launch(kernels.forward, stream, ordinal, plan, /*overlaps=*/first > 0 && tiles.gathers);
+    ffi::Error error = Launch(forward, stream, plan, /*overlaps=*/first > 0 && tiles.gathers);
     if (error.failure() || shape.rows.splits == 1) return error;
-    Launcher* combine = kernels.combine;
-    Plan<CombineArguments> merge = PlanCombine(shape.rows, combine->threads, combine->tile_n, device.processors, at);
-    return Launch(combine, stream, ordinal, merge, /*overlaps=*/true);
+    auto merge = PlanCombine(shape.rows, combine->threads, combine->tile_n, stream.device.processors, at);
+    return Launch(combine, stream, merge, /*overlaps=*/true);
   }
 };
 

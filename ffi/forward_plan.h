@@ -8,13 +8,6 @@
 
 namespace dsv4_fmha {
 
-// Where the arrays of a call are.
-struct ForwardAddresses {
-  void *q, *o, *sink, *lse;
-  void *o_parts, *lse_parts;  // f32 [b, s_q, h_q, splits, d] and without d; unused where keys are not split
-  SourceAddresses sources[kMaxSources];
-};
-
 // Returns why it cannot plan the launch: empty on success.
 inline std::string PlanForward(const AttentionShape& shape, float scale, const Tiles& tiles, const ForwardAddresses& at,
                                Plan<ForwardArguments>* plan) {

@@ -15,7 +15,7 @@ namespace dsv4_fmha {
 
 // q [b, s_q, heads, 128] and k [b, s_c, 128] of a TensorMapDataType; or keys in pages with a table [b, width], where
 // s_c is width * page: 8-bit keys with their scales [pages, page * 132 bytes], other keys [pages, page, 128].
-struct IndexShape {
+struct IndexerShape {
   int64_t b, s_q, s_c, heads, topk, type;
   int64_t queries;  // of a block
   int64_t stride;   // between the scores of two queries
@@ -25,12 +25,6 @@ struct IndexShape {
   bool paged() const { return width != 0; }
   int64_t blocks_of_entry() const { return CeilDiv(s_q, queries); }
   int64_t blocks() const { return b * blocks_of_entry(); }
-};
-
-struct IndexAddresses {
-  void *q, *k, *weights, *k_scale, *table, *start, *stop;
-  void* scores;  // f32 [blocks of a launch * queries, stride]
-  void *indices, *values;
 };
 
 constexpr int64_t kIndexDim = 128;
@@ -46,7 +40,7 @@ inline int64_t IndexBox(int64_t page, int64_t width, int64_t tile_n) {
 }
 
 // Returns why there is no such call: empty if there is.
-inline std::string CheckIndexShape(const IndexShape& shape) {
+inline std::string CheckIndexerShape(const IndexerShape& shape) {
   const int64_t b = shape.b, s_q = shape.s_q, heads = shape.heads, page = shape.page, width = shape.width;
   for (auto [name, extent] : {std::pair{"b", b}, {"s_q", s_q}, {"s_c", shape.s_c}, {"topk", shape.topk}}) {
     if (std::string error = OutOfRange(name, extent); !error.empty()) return error;
@@ -77,8 +71,8 @@ inline int64_t IndexSplits(int64_t blocks, int64_t tiles, int64_t processors) {
 }
 
 // The launch that scores `count` blocks from `first` on.
-inline Plan<IndexerScoresArguments> PlanIndexScores(const IndexShape& shape, const Tiles& tiles, int64_t first,
-                                                  int64_t count, const IndexAddresses& at) {
+inline Plan<IndexerScoresArguments> PlanIndexerScores(const IndexerShape& shape, const Tiles& tiles, int64_t first,
+                                                      int64_t count, const IndexerAddresses& at) {
   const int64_t row = kIndexDim * ElementBytes(shape.type), columns = U32(128 / ElementBytes(shape.type));
   const int64_t rows = shape.b * shape.s_q * shape.heads;
   const int64_t splits = IndexSplits(count, CeilDiv(shape.s_c, tiles.tile_n), tiles.processors);
@@ -130,7 +124,8 @@ inline Plan<IndexerScoresArguments> PlanIndexScores(const IndexShape& shape, con
 }
 
 // The launch that chooses their entries.
-inline Plan<TopkArguments> PlanTopk(const IndexShape& shape, int64_t first, int64_t count, const IndexAddresses& at) {
+inline Plan<TopkArguments> PlanTopk(const IndexerShape& shape, int64_t first, int64_t count,
+                                    const IndexerAddresses& at) {
   return {.grid = U32(count * shape.queries),
           .arguments = {.scores = at.scores,
                         .start = at.start,
@@ -144,43 +139,6 @@ inline Plan<TopkArguments> PlanTopk(const IndexShape& shape, int64_t first, int6
                         .stride = I32(shape.stride),
                         .topk = I32(shape.topk),
                         .wants_values = I32(shape.wants_values)}};
-}
-
-// ---- scores at given entries
-
-// q [b, s_q, heads, 128] and k [b, s_c, 128]; each query has topk entries.
-struct IndexAtShape {
-  int64_t b, s_q, s_c, heads, topk;
-};
-
-struct IndexAtAddresses {
-  void *q, *k, *weights, *indices;
-  void* scores;  // f32 [b, s_q, topk]: a result, or its cotangent
-  void *dq, *dk, *dweights;
-};
-
-// Returns why there is no such call: empty if there is.
-inline std::string CheckIndexAtShape(const IndexAtShape& shape) {
-  const auto& [b, s_q, s_c, heads, topk] = shape;
-  for (auto [name, extent] : {std::pair{"b", b}, {"s_q", s_q}, {"s_c", s_c}, {"topk", topk}}) {
-    if (std::string error = OutOfRange(name, extent); !error.empty()) return error;
-  }
-  return b > kMaxExtent / s_q ? TooLarge("b * s_q", b * s_q, kMaxExtent) : "";
-}
-
-inline Plan<IndexerScoresAtArguments> PlanIndexAt(const IndexAtShape& shape, const IndexAtAddresses& at) {
-  return {.grid = U32(shape.b * shape.s_q),
-          .arguments = {.q = at.q,
-                        .k = at.k,
-                        .weights = at.weights,
-                        .indices = at.indices,
-                        .scores = at.scores,
-                        .s_q = I32(shape.s_q),
-                        .s_c = I32(shape.s_c),
-                        .topk = I32(shape.topk),
-                        .dq = at.dq,
-                        .dk = at.dk,
-                        .dweights = at.dweights}};
 }
 
 }  // namespace dsv4_fmha

@@ -2,10 +2,11 @@
 #include <cstdio>
 #include <cstring>
 
-#include "backward_plan.h"
-#include "dense_backward_plan.h"
 #include "forward_plan.h"
 #include "indexer_plan.h"
+#include "indexer_scores_at_plan.h"
+#include "mha_backward_plan.h"
+#include "mla_backward_plan.h"
 #include "probabilities_plan.h"
 #include "registry.h"
 #include "rope_plan.h"
@@ -101,26 +102,27 @@ int dsv4_fmha_plan_forward(const char* layout, const AttentionShape* shape, floa
 }
 
 // The same for its gradient.
-int dsv4_fmha_plan_backward(const char* layout, const AttentionShape* shape, float scale, const Tiles* tiles,
-                            const BackwardAddresses* addresses, ShownLaunch* out, char* error, size_t error_bytes) {
+int dsv4_fmha_plan_mla_backward(const char* layout, const AttentionShape* shape, float scale, const Tiles* tiles,
+                                const MlaBackwardAddresses* addresses, ShownLaunch* out, char* error,
+                                size_t error_bytes) {
   Plan<MlaBackwardArguments> plan;
-  const std::string reason = PlanBackward(*shape, scale, *tiles, *addresses, &plan);
+  const std::string reason = PlanMlaBackward(*shape, scale, *tiles, *addresses, &plan);
   return Show(layout, plan, reason, out, error, error_bytes);
 }
 
-// The same where K and V are apart, for the gradients of keys or those of rows.
-int dsv4_fmha_plan_dense_backward(const char* layout, const AttentionShape* shape, float scale, bool of_keys,
-                                  const Tiles* tiles, const DenseBackwardAddresses* addresses, ShownLaunch* out,
-                                  char* error, size_t error_bytes) {
+// The same where K and V are separate, for the gradients of keys or those of rows.
+int dsv4_fmha_plan_mha_backward(const char* layout, const AttentionShape* shape, float scale, bool of_keys,
+                                const Tiles* tiles, const MhaBackwardAddresses* addresses, ShownLaunch* out,
+                                char* error, size_t error_bytes) {
   Plan<MhaBackwardArguments> plan;
   const std::string reason =
-      PlanDenseBackward(shape->rows, shape->sources[0].s_kv, scale, of_keys, *tiles, *addresses, &plan);
+      PlanMhaBackward(shape->rows, shape->sources[0].s_kv, scale, of_keys, *tiles, *addresses, &plan);
   return Show(layout, plan, reason, out, error, error_bytes);
 }
 
 // The launch before that one.
 int dsv4_fmha_plan_tile_spans(const RowShape* shape, int32_t tile_m, int32_t tiles_of_cta,
-                              const DenseBackwardAddresses* addresses, ShownLaunch* out, char* error,
+                              const MhaBackwardAddresses* addresses, ShownLaunch* out, char* error,
                               size_t error_bytes) {
   Plan<TileSpansArguments> plan;
   const std::string reason = PlanTileSpans(*shape, tile_m, tiles_of_cta, *addresses, &plan);
@@ -134,12 +136,12 @@ void dsv4_fmha_plan_combine(const RowShape* shape, int32_t threads, int32_t colu
 }
 
 // The launches of the lightning indexer for `count` blocks of queries from `first` on: scores, then their choice.
-void dsv4_fmha_plan_indexer(const IndexShape* shape, const Tiles* tiles, int64_t first, int64_t count,
-                            const IndexAddresses* addresses, ShownLaunch* scores, ShownLaunch* choice) {
+void dsv4_fmha_plan_indexer(const IndexerShape* shape, const Tiles* tiles, int64_t first, int64_t count,
+                            const IndexerAddresses* addresses, ShownLaunch* scores, ShownLaunch* choice) {
   const Layout& layout = !shape->paged()                  ? kIndexerScores
                          : ElementBytes(shape->type) == 1 ? kIndexerScoresPagedScaled
                                                           : kIndexerScoresPaged;
-  *scores = ShownLaunch(layout, PlanIndexScores(*shape, *tiles, first, count, *addresses));
+  *scores = ShownLaunch(layout, PlanIndexerScores(*shape, *tiles, first, count, *addresses));
   *choice = ShownLaunch(kTopk, PlanTopk(*shape, first, count, *addresses));
 }
 
@@ -153,9 +155,9 @@ int dsv4_fmha_plan_probabilities(const ProbabilitiesShape* shape, float scale, i
 }
 
 // The launch of scores at given entries, or of their gradients.
-void dsv4_fmha_plan_index_at(const IndexAtShape* shape, bool gradient, const IndexAtAddresses* addresses,
-                             ShownLaunch* out) {
-  *out = ShownLaunch(gradient ? kIndexerScoresAtBwd : kIndexerScoresAt, PlanIndexAt(*shape, *addresses));
+void dsv4_fmha_plan_indexer_scores_at(const IndexerScoresAtShape* shape, bool gradient,
+                                      const IndexerScoresAtAddresses* addresses, ShownLaunch* out) {
+  *out = ShownLaunch(gradient ? kIndexerScoresAtBwd : kIndexerScoresAt, PlanIndexerScoresAt(*shape, *addresses));
 }
 
 // What RoPE is launched with, by CTAs of tile_m rows: in place, or with a norm in front of it, or their gradient.

@@ -2,7 +2,7 @@
 #pragma once
 
 #include <algorithm>
-#include <initializer_list>
+#include <array>
 #include <string>
 
 #include "registry.h"
@@ -19,8 +19,16 @@ ffi::Error LookUp(std::string_view op, const Device& device, const FamilyChoices
                                                         device.arch + "; built: " + Built(op));
 }
 
+// Where kernels are launched.
+struct Stream {
+  CUstream handle;
+  int ordinal;
+  Device device;
+};
+
 // Loads the kernels that a call will launch; it skips nullptr.
-inline ffi::Error Load(int ordinal, std::initializer_list<Launcher*> launchers) {
+template <size_t count>
+ffi::Error Load(int ordinal, const std::array<Launcher*, count>& launchers) {
   for (Launcher* launcher : launchers) {
     if (launcher == nullptr) continue;
     const std::string error = launcher->Load(ordinal).error;
@@ -30,18 +38,17 @@ inline ffi::Error Load(int ordinal, std::initializer_list<Launcher*> launchers) 
 }
 
 // Writes 0 to an array of 4-byte elements, in the order of the stream.
-inline ffi::Error Zero(void* array, size_t elements, CUstream stream) {
+inline ffi::Error Zero(void* array, size_t elements, const Stream& stream) {
   if (elements == 0) return ffi::Error::Success();
   const Driver& driver = GetDriver();
-  std::string error = driver.Failure("cuMemsetD32Async", driver.MemsetD32Async(array, 0, elements, stream));
+  std::string error = driver.Failure("cuMemsetD32Async", driver.MemsetD32Async(array, 0, elements, stream.handle));
   return error.empty() ? ffi::Error::Success() : ffi::Error::Internal(error);
 }
 
 // `overlaps`: the kernel may begin before the previous one has ended, and waits for that itself.
 template <typename FamilyArguments>
-ffi::Error Launch(Launcher* launcher, CUstream stream, int ordinal, Plan<FamilyArguments>& plan,
-                  bool overlaps = false) {
-  const Launcher::Loaded loaded = launcher->Load(ordinal);
+ffi::Error Launch(Launcher* launcher, const Stream& stream, Plan<FamilyArguments>& plan, bool overlaps = false) {
+  const Launcher::Loaded loaded = launcher->Load(stream.ordinal);
   if (!loaded.error.empty()) return ffi::Error::Internal(loaded.error);
   CUtensorMap maps[kMaxMaps];
   void* pointers[kMaxParams];
@@ -70,7 +77,7 @@ ffi::Error Launch(Launcher* launcher, CUstream stream, int ordinal, Plan<FamilyA
                               .block_y = 1,
                               .block_z = 1,
                               .dynamic_smem_bytes = static_cast<unsigned>(smem_bytes),
-                              .stream = stream,
+                              .stream = stream.handle,
                               .attributes = attributes,
                               .attribute_count = attribute_count};
   const Driver& driver = GetDriver();

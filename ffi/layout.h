@@ -17,9 +17,9 @@ struct Packing {
   int64_t entry, multiple;
 };
 
-// An op over two pools of packed keys.
-struct PackedOp {
-  const char* op;
+// How both pools of an op are packed: a value of its choice `packing`.
+struct PackedSources {
+  std::string_view name;
   Packing sources[2];
 };
 
@@ -50,9 +50,6 @@ struct Layout {
   const Param* end() const { return params + count; }
 };
 
-template <typename...>
-struct TypeList {};
-
 // The most shared memory that a plan asks for: of CTAs that have so much, a processor takes four.
 constexpr int32_t kSpreadSmemBytes = 48 << 10;
 
@@ -67,6 +64,8 @@ struct Plan {
 inline std::string Show(int64_t x) { return std::to_string(x); }
 
 inline std::string Show(bool x) { return x ? "true" : "false"; }
+
+inline std::string Show(std::string_view x) { return std::string(x); }
 
 inline std::string Show(ffi::DataType dtype) {
   std::ostringstream text;

@@ -1,11 +1,12 @@
-// The decoded operands and results of a call, and the checks that all ops share.
+// The decoded operands and results of a call, and the checks that all calls share.
 #pragma once
 
 #include <algorithm>
 #include <initializer_list>
 #include <string>
+#include <string_view>
 
-#include "layout.h"
+#include "abi.h"
 #include "rows.h"
 
 namespace dsv4_fmha {
@@ -58,11 +59,6 @@ class Expectations {
     error_ = Refuse(operand, Show(operand.dtype), Show(other.dtype) + " like " + other.name);
   }
 
-  void Dtype(const Operand& operand, ffi::DataType wanted) {
-    if (error_.failure() || operand.dtype == wanted) return;
-    error_ = Refuse(operand, Show(operand.dtype), Show(wanted));
-  }
-
   // TMA and cp.async move 16 bytes at a time.
   void Aligned(const Operand& operand) {
     const auto address = reinterpret_cast<uintptr_t>(operand.data);
@@ -99,134 +95,134 @@ inline void* From(const Operand& x, int64_t first) {
   return static_cast<char*>(x.data) + bytes;
 }
 
-// ---- sources of keys:
-//   span       k and v [b, s_kv, h_kv, d], start and stop i32 [b, s_q]: query i sees start <= j < stop
-//   selection  k and v [b, s_kv, h_kv, d], indices i32 [b, s_q, topk], length i32 [b, s_q]: it sees indices[:length]
-//   packed     a selection from a pool of pages u8 [pages, bytes], as kernels/packings.py describes; d = 512
-// An op whose keys have one head by definition takes them as [b, s_kv, d]. The keys of a selection may be a pool
-// [slots, d] that all sequences share.
+// ---- what abi.TARGETS says of a call
 
-struct Source {
-  SourceKind kind;
-  Operand k, v;      // v is k where they are one array
-  Operand from, to;  // start and stop of a span, indices and length of a selection
-  const Packing* packing = nullptr;
+// An axis by its name, or a constant extent.
+struct Axis {
+  int64_t Axes::* name = nullptr;
+  int64_t extent = -1;
 
-  // For sequences from `first` on, which may share a pool of keys.
-  SourceAddresses at(int64_t first = 0) const {
-    const int64_t keys = k.dimensions.size() == 2 ? 0 : first;
-    return {.k = From(k, keys), .v = From(v, keys), .from = From(from, first), .to = From(to, first)};
-  }
+  constexpr Axis() = default;
+  constexpr Axis(int64_t Axes::* name) : name(name) {}  // NOLINT: tables are lists of axes
+  constexpr Axis(int extent) : extent(extent) {}        // NOLINT
 };
 
-inline Source LatentSpan(Operand kv, Operand start, Operand stop) {
-  return {.kind = kSpan, .k = kv, .v = kv, .from = start, .to = stop};
-}
+constexpr ffi::DataType kLikeFirst = ffi::DataType::INVALID;  // the dtype of a call's first array
 
-inline Source LatentSelection(Operand kv, Operand indices, Operand length) {
-  return {.kind = kSelection, .k = kv, .v = kv, .from = indices, .to = length};
-}
-
-inline Source PackedSelection(Operand kv, Operand indices, Operand length, const Packing& packing) {
-  return {.kind = kPacked, .k = kv, .v = kv, .from = indices, .to = length, .packing = &packing};
-}
-
-struct Sources {
-  int count = 0;
-  Source items[kMaxSources];
-
-  Sources() = default;
-  Sources(std::initializer_list<Source> given) {
-    for (const Source& source : given) items[count++] = source;
-  }
-  const Source* begin() const { return items; }
-  const Source* end() const { return items + count; }
+struct Form {
+  ffi::DataType dtype;
+  const char* text;  // "[b, s_q, h_q, d]"
+  int rank;
+  Axis axes[5];
 };
 
-// Entries of a page of this many bytes, or 0 if no page has this size.
-inline int64_t PackedEntries(const Packing& packing, int64_t page_bytes) {
-  const int64_t entries = page_bytes / packing.entry;
-  const int64_t needed = (entries * packing.entry + packing.multiple - 1) / packing.multiple * packing.multiple;
-  return needed == page_bytes ? entries : 0;
+struct Array {
+  const char* name;
+  int places[2];  // among the arrays of its family of calls; the second is -1 where there is none
+  bool aligned;
+  int form_count;
+  Form forms[4];
+};
+
+struct Target {
+  const char* name;
+  const Array* arrays;  // operands, then results
+  int array_count, source_count;
+  SourceKind sources[kMaxSources];
+
+  const Array* begin() const { return arrays; }
+  const Array* end() const { return arrays + array_count; }
+};
+
+template <typename Call>
+const Operand& At(const Call& call, int place) {
+  return reinterpret_cast<const Operand*>(&call)[place];  // a call begins with its arrays
 }
 
-inline std::string Show(const Packing& packing) {
-  std::string page = "U8[pages, " + std::to_string(packing.entry) + " bytes an entry";
-  if (packing.multiple > 1) page += ", padded up to a multiple of " + std::to_string(packing.multiple);
-  return page + "], as " + packing.name + " has them";
-}
-
-// Whether the keys have the rank and, if packed, the layout of their kind.
-inline ffi::Error CheckKeys(const Source& source, bool kv_heads) {
-  const Operand& k = source.k;
-  const Ints got = k.dimensions;
-  if (source.kind == kPacked) {
-    const bool is_page = got.size() == 2 && PackedEntries(*source.packing, got[1]) > 0;
-    if (is_page && k.dtype == ffi::U8) return ffi::Error::Success();
-    return Refuse(k, Show(k.dtype) + Show(got), Show(*source.packing));
+// The form that an array has; nullptr where it has none.
+inline const Form* FormOf(const Array& array, const Operand& x, const Operand& first) {
+  for (int i = 0; i < array.form_count; ++i) {
+    const Form& form = array.forms[i];
+    const ffi::DataType dtype = form.dtype == kLikeFirst ? first.dtype : form.dtype;
+    if (form.rank == static_cast<int>(x.dimensions.size()) && dtype == x.dtype) return &form;
   }
-  if (got.size() == (kv_heads ? 4 : 3) || (source.kind == kSelection && got.size() == 2)) return ffi::Error::Success();
-  return Refuse(k, "shape " + Show(got),
-                kv_heads                    ? "[b, s_kv, h_kv, d]"
-                : source.kind == kSelection ? "[b, s_kv, d] or [slots, d]"
-                                            : "[b, s_kv, d]");
+  return nullptr;
 }
 
-// The rest of a source's shapes, for the rows of q.
-inline SourceShape CheckSource(const Source& source, const Operand& q, const RowShape& rows, bool kv_heads,
-                               Expectations* expect) {
-  const auto& [b, s_q, h_q, h_kv, d, splits, type] = rows;
-  const Ints k = source.k.dimensions;
-  const bool is_pool = k.size() == 2;  // that all sequences share
-  SourceShape shape{.kind = source.kind, .s_kv = k[is_pool ? 0 : 1], .s_batch = is_pool ? 0 : k[1], .topk = 0};
-  if (source.kind == kPacked) {
-    shape.s_batch = PackedEntries(*source.packing, k[1]);
-    shape.s_kv = k[0] * shape.s_batch;
+// Why an array has none of its forms.
+inline ffi::Error Misfit(const Array& array, const Operand& x, const Operand& first) {
+  std::string shapes, dtypes;
+  for (int i = 0; i < array.form_count; ++i) {
+    const Form& form = array.forms[i];
+    shapes += (shapes.empty() ? "" : " or ") + std::string(form.text);
+    if (form.rank != static_cast<int>(x.dimensions.size())) continue;
+    dtypes += dtypes.empty() ? "" : " or ";
+    dtypes += form.dtype == kLikeFirst ? Show(first.dtype) + " like " + first.name : Show(form.dtype);
   }
-  for (const Operand* keys : {&source.k, &source.v}) {
-    expect->Aligned(*keys);
-    if (source.kind == kPacked) continue;
-    if (is_pool) {
-      expect->Shape(*keys, {shape.s_kv, d});
-    } else if (kv_heads) {
-      expect->Shape(*keys, {b, shape.s_kv, h_kv, d});
-    } else {
-      expect->Shape(*keys, {b, shape.s_kv, d});
+  if (dtypes.empty()) return Refuse(x, "shape " + Show(x.dimensions), shapes);
+  return Refuse(x, Show(x.dtype), dtypes);
+}
+
+// Each array has one of its forms, an axis the same extent in all of them, and aligned arrays are.
+template <typename Call>
+ffi::Error CheckArrays(const Call& call, Axes* n) {
+  const Target& target = *call.target;
+  const Operand& first = At(call, target.arrays[0].places[0]);
+  for (const Array& array : target) {
+    const Operand& x = At(call, array.places[0]);
+    const Form* form = FormOf(array, x, first);
+    if (form == nullptr) return Misfit(array, x, first);
+    int64_t wanted[std::size(form->axes)];
+    for (int i = 0; i < form->rank; ++i) {
+      const Axis& axis = form->axes[i];
+      wanted[i] = axis.name == nullptr ? axis.extent : n->*axis.name;
+      if (wanted[i] < 0) wanted[i] = n->*axis.name = x.dimensions[i];
     }
-    expect->DtypeOf(q, *keys);
+    Expectations expect;
+    expect.Shape(x, Ints(wanted, form->rank));
+    if (array.aligned) expect.Aligned(x);
+    if (expect.error().failure()) return expect.error();
   }
-  if (source.kind != kSpan) {
-    shape.topk = source.from.dimensions[2];
-    expect->Shape(source.from, {b, s_q, shape.topk});
-  } else {
-    expect->Shape(source.from, {b, s_q});
-  }
-  expect->Shape(source.to, {b, s_q});
-  return shape;
+  return ffi::Error::Success();
 }
 
-// The shapes of q and of all sources.
-inline ffi::Error CheckAttention(const Operand& q, const Sources& sources, bool kv_heads, int64_t splits,
-                                 AttentionShape* shape) {
-  const Ints rows = q.dimensions;
-  if (rows.size() != 4) return Refuse(q, "shape " + Show(rows), "[b, s_q, h_q, d]");
-  for (const Source& source : sources) {
-    if (ffi::Error error = CheckKeys(source, kv_heads); error.failure()) return error;
+// Where the arrays of a call are, from this batch entry on.
+template <typename Addresses, typename Call>
+Addresses AddressesOf(const Call& call, int64_t first_entry = 0) {
+  Addresses at{};
+  const Operand& first = At(call, call.target->arrays[0].places[0]);
+  for (const Array& array : *call.target) {
+    for (int place : array.places) {
+      if (place < 0) continue;
+      const Operand& x = At(call, place);
+      const bool has_entries = FormOf(array, x, first)->axes[0].name == &Axes::b;
+      reinterpret_cast<void**>(&at)[place] = has_entries ? From(x, first_entry) : x.data;
+    }
   }
-  *shape = AttentionShape{.rows = {.b = rows[0],
-                                   .s_q = rows[1],
-                                   .h_q = rows[2],
-                                   .h_kv = kv_heads ? sources.begin()->k.dimensions[2] : 1,
-                                   .d = rows[3],
-                                   .splits = splits,
-                                   .type = MapType(q.dtype)},
-                          .source_count = sources.count,
-                          .sources = {}};
-  Expectations expect;
-  for (int i = 0; i < sources.count; ++i) {
-    shape->sources[i] = CheckSource(sources.items[i], q, shape->rows, kv_heads, &expect);
+  return at;
+}
+
+// The shape of attention over a call's sources, none of which is packed.
+template <typename Call>
+AttentionShape AttentionShapeOf(const Call& call, const Axes& n, int64_t splits) {
+  AttentionShape shape{.rows = {.b = n.b,
+                                .s_q = n.s_q,
+                                .h_q = n.h_q,
+                                .h_kv = n.h_kv < 0 ? 1 : n.h_kv,
+                                .d = n.d,
+                                .splits = splits,
+                                .type = MapType(call.q.dtype)},
+                       .source_count = call.target->source_count,
+                       .sources = {}};
+  for (int i = 0; i < shape.source_count; ++i) {
+    const Ints k = call.sources[i].k.dimensions, from = call.sources[i].from.dimensions;
+    const bool is_pool = k.size() == 2;  // that all sequences share
+    shape.sources[i] = {.kind = call.target->sources[i],
+                        .s_kv = k[is_pool ? 0 : 1],
+                        .s_batch = is_pool ? 0 : k[1],
+                        .topk = from.size() == 3 ? from[2] : 0};
   }
-  return expect.error();
+  return shape;
 }
 
 }  // namespace dsv4_fmha

@@ -13,10 +13,6 @@ struct ProbabilitiesShape {
   int64_t b, s_q, h_q, s_kv, topk;
 };
 
-struct ProbabilitiesAddresses {
-  void *q, *k, *lse, *indices, *p;
-};
-
 // Returns why it cannot plan the launch: empty on success.
 inline std::string PlanProbabilities(const ProbabilitiesShape& shape, float scale, int64_t processors,
                                      const ProbabilitiesAddresses& at, Plan<ProbabilitiesArguments>* plan) {

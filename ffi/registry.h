@@ -9,7 +9,7 @@
 
 #include "abi.h"
 #include "driver.h"
-#include "kept.h"
+#include "once.h"
 #include "rows.h"
 
 // Places a file's bytes into the read-only data of this library.
@@ -31,7 +31,7 @@ struct Device {
 };
 
 inline Device GetDevice(int ordinal) {
-  static std::array<Kept<Device>, kMaxDevices> devices;
+  static std::array<Once<Device>, kMaxDevices> devices;
   if (ordinal < 0 || ordinal >= kMaxDevices) {
     return {.error = "the device is beyond the " + std::to_string(kMaxDevices) + " that are served"};
   }
@@ -57,7 +57,7 @@ inline Device GetDevice(int ordinal) {
   return error.empty() ? *devices[ordinal] : Device{.error = error};
 }
 
-// One variant.  Constant except for what `Load` keeps; safe to share between threads.
+// One variant.  Constant except for what `Load` makes once; safe to share between threads.
 struct Launcher {
   std::string_view op, arch;
   Choices choices;
@@ -83,9 +83,9 @@ struct Launcher {
     std::string error;
     CUfunction function = nullptr;
   };
-  Kept<CUlibrary> library{};  // stays loaded as long as the process runs
-  Kept<CUkernel> kernel{};
-  std::array<Kept<CUfunction>, kMaxDevices> functions{};
+  Once<CUlibrary> library{};  // stays loaded as long as the process runs
+  Once<CUkernel> kernel{};
+  std::array<Once<CUfunction>, kMaxDevices> functions{};
 
   // The function to launch on `device`, which `GetDevice` knows, ready to run: the driver has nothing left to load
   // during a launch.

@@ -1,94 +1,46 @@
-// The calls of RoPE: in place, after the norm of rows, and the gradient of both.
-//
-// x [b, s, h, d], table f32 [b, s, dims], cos and sin by turns -> y like x, which is x itself, turned in place; or
-// x and dy like x, with a norm.
+// The calls of RoPE: in place, where y is where x is; after the norm of rows; and the gradient of both.
 #pragma once
 
-#include "launch.h"
-#include "operands.h"
 #include "rope_plan.h"
+#include "target.h"
 
 namespace dsv4_fmha {
 
-struct OfRows {
-  const char* op;
-  Operand x, table, dy;  // dy is x where there is none
-  Operand y{};
+struct Rope {
+  using Call = RopeCall;
+  using Shape = RopeShape;
+  using Kernels = std::array<Launcher*, 1>;
 
-  using Results = TypeList<ffi::Result<ffi::AnyBuffer>>;
+  static bool HasNorm(const Call& call) { return call.direction == 0; }
 
-  template <typename Y>
-  void Give(Y& to_y) {
-    y = {"y", *to_y};
-  }
-
-  ffi::Error Check(RopeShape* shape) const {
-    const Ints rows = x.dimensions;
-    if (rows.size() != 4) return Refuse(x, "shape " + Show(rows), "[b, s, h, d]");
-    Expectations expect;
-    expect.Shape(table, {rows[0], rows[1], table.dimensions[2]});
-    for (const Operand* like : {&dy, &y}) {
-      expect.Shape(*like, rows);
-      expect.DtypeOf(x, *like);
-    }
-    for (const Operand* array : {&x, &table, &dy, &y}) expect.Aligned(*array);
-    if (expect.error().failure()) return expect.error();
-    if (table.dimensions[2] > rows[3]) return Refuse(table, "shape " + Show(table.dimensions), "no more than d last");
-    if (rows[3] * 2 % 16 != 0) return Refuse(x, "shape " + Show(rows), "a multiple of 8 last");
-    *shape = {.b = rows[0], .s = rows[1], .heads = rows[2], .d = rows[3]};
+  static ffi::Error Check(const Call& call, const Axes& n, Shape* shape) {
+    if (n.dims > n.d) return Refuse(call.table, "shape " + Show(call.table.dimensions), "no more than d last");
+    if (n.d * 2 % 16 != 0) return Refuse(call.x, "shape " + Show(call.x.dimensions), "a multiple of 8 last");
+    *shape = {.b = n.b, .s = n.s_q, .heads = n.h, .d = n.d};
     return ffi::Error::Success();
   }
 
-  template <typename FamilyChoices>
-  ffi::Error LoadFor(int ordinal, const FamilyChoices& call) const {
-    RopeShape shape;
-    if (ffi::Error error = Check(&shape); error.failure()) return error;
-    Launcher* launcher = nullptr;
-    if (ffi::Error error = LookUp(op, GetDevice(ordinal), call, &launcher); error.failure()) return error;
-    return Load(ordinal, {launcher});
+  static ffi::Error Find(const Call& call, const Device& device, Shape* shape, Kernels* kernels) {
+    const int64_t dims = call.table.dimensions[2];
+    if (!HasNorm(call)) {
+      return LookUp(call.target->name, device, RopeChoices{.dims = dims, .dtype = call.x.dtype}, &kernels->front());
+    }
+    const NormRopeChoices choices{.d = shape->d, .dims = dims, .dtype = call.x.dtype};
+    return LookUp(call.target->name, device, choices, &kernels->front());
   }
 
-  // plan(shape, tile_m, addresses) is the launch.
-  template <typename FamilyChoices, typename PlanOf>
-  ffi::Error LaunchFor(CUstream stream, int ordinal, const FamilyChoices& call, PlanOf plan_of) const {
-    RopeShape shape;
-    if (ffi::Error error = Check(&shape); error.failure()) return error;
-    if (Elements(x.dimensions) == 0) return ffi::Error::Success();
+  static ffi::Error Run(const Call& call, const Shape& shape, const Kernels& kernels, const Stream& stream) {
+    if (shape.heads == 0) return ffi::Error::Success();
     if (std::string error = CheckRopeShape(shape); !error.empty()) return ffi::Error::InvalidArgument(error);
-    Launcher* launcher = nullptr;
-    if (ffi::Error error = LookUp(op, GetDevice(ordinal), call, &launcher); error.failure()) return error;
-    const RopeAddresses at{.x = x.data, .table = table.data, .dy = dy.data, .y = y.data};
-    auto plan = plan_of(shape, launcher->tile_m, at);
-    return Launch(launcher, stream, ordinal, plan);
-  }
-};
-
-struct RopeInPlace : OfRows {
-  float direction = 1;
-
-  RopeChoices Choices() const { return {.dims = table.dimensions[2], .dtype = x.dtype}; }
-
-  ffi::Error Initialize(int ordinal) const { return LoadFor(ordinal, Choices()); }
-
-  ffi::Error Execute(CUstream stream, int ordinal) const {
-    if (x.data != y.data) return ffi::Error::Internal("rope: y is not where x is");
-    return LaunchFor(stream, ordinal, Choices(), [this](auto& shape, int32_t tile_m, const RopeAddresses& at) {
-      return PlanRope(shape, direction, tile_m, at);
-    });
-  }
-};
-
-struct RopeAfterNorm : OfRows {
-  float eps = 0;
-
-  NormRopeChoices Choices() const { return {.d = x.dimensions[3], .dims = table.dimensions[2], .dtype = x.dtype}; }
-
-  ffi::Error Initialize(int ordinal) const { return LoadFor(ordinal, Choices()); }
-
-  ffi::Error Execute(CUstream stream, int ordinal) const {
-    return LaunchFor(stream, ordinal, Choices(), [this](auto& shape, int32_t tile_m, const RopeAddresses& at) {
-      return PlanNormRope(shape, eps, tile_m, at);
-    });
+    Launcher* launcher = kernels.front();
+    const auto at = AddressesOf<RopeAddresses>(call);
+    if (HasNorm(call)) {
+      auto plan = PlanNormRope(shape, call.eps, launcher->tile_m, at);
+      return Launch(launcher, stream, plan);
+    }
+    if (at.x != at.y) return ffi::Error::Internal("rope: y is not where x is");
+    auto plan = PlanRope(shape, call.direction, launcher->tile_m, at);
+    return Launch(launcher, stream, plan);
   }
 };
 

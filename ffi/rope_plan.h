@@ -12,10 +12,6 @@ struct RopeShape {
   int64_t b, s, heads, d;
 };
 
-struct RopeAddresses {
-  void *x, *table, *dy, *y;
-};
-
 // Returns why it cannot be: empty if it can.
 inline std::string CheckRopeShape(const RopeShape& shape) {
   const auto& [b, s, heads, d] = shape;

@@ -32,7 +32,7 @@ struct Tiling {
 };
 
 // Where keys come from.  A span is one interval of keys per query.  A selection is a list of keys per query, gathered
-// by index.  A packed source is a selection of keys that are kept in FP8.  TMA loads a span if all sources are spans;
+// by index.  A packed source is a selection of keys of 8 bits or fewer.  TMA loads a span if all sources are spans;
 // otherwise the kernel gathers it too.
 enum SourceKind : int64_t { kSpan, kSelection, kPacked };
 
@@ -50,11 +50,6 @@ struct AttentionShape {
   RowShape rows;
   int64_t source_count;
   SourceShape sources[kMaxSources];
-};
-
-struct SourceAddresses {
-  void *k, *v;      // v is k where they are one array
-  void *from, *to;  // start and stop of a span, indices and length of a selection
 };
 
 constexpr int64_t kMaxExtent = INT32_MAX - 1023;  // a kernel may count a tile, or a grid, past any extent
@@ -178,9 +173,9 @@ inline TensorArgument Keys(const RowShape& shape, int64_t s_kv, int64_t tile_n, 
           .address = address};
 }
 
-// abi.source_blocks, or a source of abi.Backward: one of several sources.  Returns why it cannot: empty on success.
-template <typename Source>
-std::string SetSource(const RowShape& shape, const Tiles& tiles, const SourceShape& source, const SourceAddresses& at,
+// abi.source_blocks, or a source of abi.MlaBackward: one of several sources.  Returns why it cannot: empty on success.
+template <typename Addresses, typename Source>
+std::string SetSource(const RowShape& shape, const Tiles& tiles, const SourceShape& source, const Addresses& at,
                       bool first, Source* x) {
   const std::string s_kv = first ? "s_kv" : "s_kv of the second keys";
   const int64_t max_heads = kMaxStrideBytes / (shape.d * ElementBytes(shape.type));

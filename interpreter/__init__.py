@@ -18,26 +18,29 @@ has read it since; an access by somebody who does not know of these is a `Race`,
 take. A clock has a second half, what is known to be visible to the async proxy; `fence.proxy.async` moves the first
 into it.
 
-Modules, each for one concern. The machine knows nothing of this project's kernels; launch.py, cases.py, verdict.py and
-hardware.py tie it to them:
+Modules, each for one concern. The machine knows nothing of this project's kernels:
 
-    parser.py      text -> Program: instructions, labels, registers, parameters, post-dominators
-    hazards.py     Clock, Shadow (who wrote and read a word), the errors
-    state.py       Machine, Cta, Warp, SMEM, global memory, AsyncOp, Wait
-    scheduler.py   what happens next; deadlocks; what must be in order at the end
-    decode.py      Decoder: operands -> slots; the register of instructions
-    fusion.py      runs of instructions on lanes alone -> one Python function each
-    alu.py control.py memory.py barriers.py clusters.py copies.py lanes.py wgmma.py tmem.py tcgen05.py
-                   one family of instructions each
-    native.py      launches as our own launcher plans them (ffi/introspect.cc)
-    attention.py gradients.py   operands in NumPy, and in float64 what is to come out
-    launch.py      a launch of a variant on operands
-    handwritten.py programs written by hand, run here or on a chip
-    indexer.py     the same for the lightning indexer, whose two kernels follow one another
-    backward.py probabilities.py   the same for gradients, and for head-summed probabilities
-    cases.py       what kernels are run on;  verdict.py: what is wrong with an answer;  edits.py: faults to plant
-    hardware.py    what a GPU answers, recorded
-    timeline.py    who did what when, as text and as a picture
+    machine/
+      parser.py      text -> Program: instructions, labels, registers, parameters, post-dominators
+      hazards.py     Clock, Shadow (who wrote and read a word), the errors
+      state.py       Machine, Cta, Warp, SMEM, global memory, AsyncOp, Wait
+      scheduler.py   what happens next; deadlocks; what must be in order at the end
+      decode.py      Decoder: operands -> slots; the register of instructions
+      fusion.py      runs of instructions on lanes alone -> one Python function each
+      alu.py control.py memory.py reductions.py barriers.py clusters.py copies.py lanes.py wgmma.py tmem.py tcgen05.py
+                     one family of instructions each
+      handwritten.py programs written by hand, run here or on a chip
+      timeline.py    who did what when, as text and as a picture
+    kernels/         what knows our kernels
+      native.py      launches as our own launcher plans them (ffi/introspect.cc)
+      launch.py      the build's PTX; a launch of attention on operands
+      attention.py gradients.py       operands in NumPy, and in float64 what is to come out
+      cases.py       what kernels of attention are run on;  verdict.py: what is wrong with an answer
+      mla_backward.py mha_backward.py indexer.py probabilities.py rope.py
+                     a launch of each other family, its operands, and what is wrong with its answer
+    faults.py        PlantedFault: where a fault is, by what it must be found;  edits.py: edits of PTX that plant one
+    hardware.py      what a GPU answers, recorded
+    __main__.py      the command line
 
 Seams, for a new family of instructions:
 
@@ -63,7 +66,7 @@ Seams, for a new family of instructions:
    and `.machine`; `cta.extra` is a dict for a family's own state (TMEM goes here, by `setdefault`).
    An address of shared memory carries the CTA's rank from bit 24 on: `cta.at(address)` is (cta, offset). Whatever
    touches another CTA's memory says so with `cta.visit(actor, does)`: that one must have begun, and not end before.
-   `cta.smem.bytes` is uint8, `.words` its uint32 view; raw data, without checks. `barriers.arrive(bar, count, clock,
+   `cta.smem.bytes` is uint8, `.words32` its uint32 view; raw data, without checks. `barriers.arrive(bar, count, clock,
    who)`, `barriers.complete_tx(bar, bytes, clock)` and `barriers.lookup(w, address)` serve commits and copies.
    `machine.at_exit(check)`: run when all CTAs have ended, raises what is still wrong (TMEM not freed).
 

@@ -23,7 +23,7 @@ from .kernels import cases
 from .kernels.launch import Kernel, launch
 from .kernels.verdict import judge
 from .machine.hazards import Fault
-from .machine.scheduler import Temper
+from .machine.scheduler import Policy
 from .machine.timeline import lines, plot
 
 
@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
     run = launch(kernel, x, seed=args.seed or 0, processors=processors, record=True)
     machine, found = run.machine, None
     if args.seed is None:
-        machine.temper = Temper.even(machine)
+        machine.policy = Policy.even(machine)
     try:
         judge(run.run(), x, run.scale)
     except Fault as fault:

@@ -24,6 +24,19 @@ def replace(text: str, pattern: str, to: str | Callable[[re.Match[str]], str], w
     return text
 
 
+def replacing(*pairs: tuple[str, str]) -> Callable[[str], str]:
+    """Each text, everywhere, becomes the other of its pair."""
+
+    def edit(text: str) -> str:
+        for old, new in pairs:
+            if old not in text:
+                raise LookupError(f"nothing is {old!r}")
+            text = text.replace(old, new)
+        return text
+
+    return edit
+
+
 def drop(text: str, pattern: str, which: slice = slice(None)) -> str:
     return replace(text, r"^\s*" + pattern + r"[^;]*;", "", which)
 

@@ -117,7 +117,7 @@ class AttentionRun(Run[attention.Operands]):
         variant, heads = self.variant, x.shape.h_q
         if (called := native.called(variant.key, heads)) != variant.key:
             raise ValueError(f"{variant.key}: a call with {heads} heads gets {called}, so there is no recording it")
-        call = jax.jit(functools.partial(native.function(variant.op), scale=variant.d**-0.5))
+        call = jax.jit(functools.partial(native.function(variant), scale=variant.d**-0.5))
         with TRACING, mock.patch.object(raw_attention, "split_count", lambda *_: self.splits):
             lowered = call.lower(*x.arguments())
         return tuple(np.asarray(y) for y in lowered.compile()(*x.arguments()))
@@ -133,7 +133,7 @@ class AttentionRun(Run[attention.Operands]):
 
 @dataclass(frozen=True)
 class GradientRun(Run[gradients.Operands]):
-    """dq, and for every source dkv, of a backward kernel; or dq, dk and dv of the kernels for K and V apart."""
+    """dq, and for every source dkv, of a backward kernel; or dq, dk and dv of the kernels for separate K and V."""
 
     variant: MlaBackward | MhaBackward
 
@@ -165,9 +165,13 @@ class GradientRun(Run[gradients.Operands]):
     def on_gpu(self, x: gradients.Operands) -> tuple[Array, ...]:
         import jax
 
-        v, how = self.variant, {"scale": self.variant.d**-0.5}
-        how["deterministic"] = v.deterministic if isinstance(v, MlaBackward) else not self.sums_rows
-        call = jax.jit(functools.partial(mha_bwd if self.is_dense else gradients.FUNCTIONS[v.op], **how))
+        v = self.variant
+        deterministic = v.deterministic if isinstance(v, MlaBackward) else not self.sums_rows
+        call = jax.jit(
+            functools.partial(
+                mha_bwd if self.is_dense else gradients.FUNCTIONS[v.op], scale=v.d**-0.5, deterministic=deterministic
+            )
+        )
         return tuple(np.asarray(y) for y in call(*x.arguments()))
 
     def assert_right(self, got: tuple[Array, ...], x: gradients.Operands) -> None:

@@ -1,10 +1,11 @@
-"""The launch ABI, as data: the choices that tell the variants of a family apart, and the parameters of their kernels.
+"""The ABI, as data: the parameters of every kernel, and the operands and results of every custom call.
 
-The build expects these parameters of a cubin, the C++ launcher fills them in by name (`kernels/tables.py` generates its
-structs and their order from here), and the manifest and the tests call them by name. Nothing restates them.
+The build expects these parameters of a cubin, the C++ launcher fills them in by name, and the tests call them by name.
+`kernels/tables.py` generates the C++ structs, checks and custom calls from here, and what Python knows of them. Nothing
+restates them.
 
 A family is a class of variants. Its fields are the compile-time choices that a call must match; one that begins with
-`max_` is a limit instead: a call gets the variant with the lowest limit that it keeps.
+`max_` is a limit instead: a call gets the variant with the lowest limit that it keeps. A `Target` is a custom call.
 """
 
 from collections.abc import Iterable
@@ -162,13 +163,14 @@ class Forward(Variant):
 
     d: int  # head dimension of both keys and values
     dtype: str  # "bfloat16" or "float16": q and o, and k and v unless they are packed
+    packing: str = ""  # of `PACKED_SOURCES`: how the keys are packed; "" where they are not
     max_heads: int = ANY  # of q that it takes
 
     family = "forward"
 
     @property
     def sources(self) -> tuple[str, ...]:
-        return FORWARD_OPS[self.op]
+        return PACKED_SOURCES[self.packing] if self.packing else FORWARD_OPS[self.op]
 
     @property
     def shared_kv(self) -> bool:
@@ -201,16 +203,19 @@ class Forward(Variant):
 
 
 FORWARD_OPS = {  # the sources of keys of each op, in the order in which they are walked:
-    # "span" (an interval per query), "selection" (a list of indices per query) or one of `PACKED` (a selection of such)
+    # "span" (an interval per query) or "selection" (a list of indices per query)
     "mha_fwd": ("span",),  # K and V separate
     "mla_span_fwd": ("span",),
     "mla_sparse_fwd": ("selection",),
     "csa_fwd": ("span", "selection"),  # CSA layers: the window, then the top-k
     "hca_fwd": ("span", "span"),  # HCA layers: the window, then all compressed entries that are visible
     "dsv4_decode": ("selection", "selection"),  # the window's and the top-k's entries of pools
-    "dsv4_decode_fp8": ("v4_fp8", "v4_fp8"),
-    "dsv4_decode_v41_fp8": ("v41_fp8", "v41_fp8"),
-    "dsv4_decode_v41_fp4": ("v41_fp8", "v41_fp4"),
+}
+
+PACKED_SOURCES = {  # of dsv4_decode by its choice `packing`: selections of keys that are packed as in `PACKED`
+    "v4_fp8": ("v4_fp8", "v4_fp8"),
+    "v41_fp8": ("v41_fp8", "v41_fp8"),
+    "v41_fp4": ("v41_fp8", "v41_fp4"),
 }
 
 
@@ -241,7 +246,9 @@ class MlaBackward(Variant):
 
     @property
     def params(self) -> Params:
-        params = each("address", "q", "dout", "dq", "lse", "weight", "delta", "resolution") + each("float32", "scale")
+        params = each("address", "q", "dout", "dq", "lse", "sink_factor", "delta", "resolution") + each(
+            "float32", "scale"
+        )
         for i, kind in enumerate(self.sources):
             seen = ("start", "stop") if kind == "span" else ("indices", "length")
             params += each("address", "k", "dkv", *seen, source=i) + each("int32", "s_kv", "s_batch", "topk", source=i)
@@ -285,7 +292,7 @@ class MhaBackward(Variant):
         return (
             *rows("q", "dout"),
             *(Param(name, kind) for name in ("k", "v") for kind in ("map", "extents3")),
-            *each("address", "lse", "weight", "delta", "start", "stop"),
+            *each("address", "lse", "sink_factor", "delta", "start", "stop"),
             *MHA_BACKWARD_OPS[self.op],
             *each("int32", "s_kv"),
             *each("float32", "scale"),
@@ -436,19 +443,9 @@ class NormRope(Variant):
 
 
 FAMILIES: tuple[type[Variant], ...] = (
-    *(
-        Forward,
-        MlaBackward,
-        TileSpans,
-        MhaBackward,
-        Combine,
-        IndexerScores,
-        IndexerScoresAt,
-        TopK,
-        Probabilities,
-        Rope,
-        NormRope,
-    ),
+    *(Forward, Combine, MlaBackward, TileSpans, MhaBackward),
+    *(IndexerScores, IndexerScoresAt, TopK, Probabilities),
+    *(Rope, NormRope),
 )
 
 
@@ -458,3 +455,207 @@ def layouts(variants: Iterable[Variant]) -> dict[str, Variant]:
     for variant in variants:
         assert found.setdefault(variant.layout, variant).params == variant.params, variant.layout
     return found
+
+
+# ---- custom calls
+
+
+@dataclass(frozen=True)
+class Form:
+    """A dtype and axes that an array may have."""
+
+    dtype: str  # as XLA prints it, "f32"; T is that of the call's first array
+    axes: tuple[str, ...]  # an axis has the same extent wherever a call has it; "128" is an extent
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{' '.join(self.axes)}]"
+
+
+@dataclass(frozen=True)
+class Array:
+    """An operand or a result of a call."""
+
+    name: str  # as errors and raw calls have it
+    forms: tuple[Form, ...]  # it has one of these; no two have the same rank and dtype
+    fields: tuple[str, ...]  # what the launcher calls it
+    source: int | None = None  # which source of keys it belongs to
+    aligned: bool = False  # whether kernels move 16 bytes of it at a time
+
+    def __str__(self) -> str:
+        return f"{self.name}: {' or '.join(map(str, self.forms))}"
+
+
+Arrays = tuple[Array, ...]
+
+
+def array(text: str, *fields: str, source: int | None = None, aligned: bool = False) -> Array:
+    """`text` is "name: dtype[axis axis]", or several forms with "or" between them. Arrays of T are aligned."""
+    name, _, forms = text.partition(": ")
+    parsed = tuple(
+        Form(form[: form.index("[")], tuple(form[:-1].split("[")[1].split())) for form in forms.split(" or ")
+    )
+    return Array(name, parsed, fields or (name,), source, aligned or parsed[0].dtype == "T")
+
+
+def arrays(*texts: str) -> Arrays:
+    return tuple(map(array, texts))
+
+
+@dataclass(frozen=True)
+class Target:
+    """A custom call: XLA passes operands, results and attributes to the C++ code of a family of calls."""
+
+    name: str  # after "dsv4_fmha_"
+    calls: str  # ffi/CALLS.h has the code that serves it
+    operands: Arrays
+    results: Arrays
+    attributes: dict[str, str]  # name to type
+    sources: tuple[str, ...] = ()  # kinds of its sources of keys
+
+
+def span(i: int, name: str, axes: str, start: str = "start", stop: str = "stop") -> Arrays:
+    """A source of keys that are values too, of which query j sees those in [start[j], stop[j])."""
+    return (
+        array(f"{name}: T[{axes}]", "k", "v", source=i),
+        array(f"{start}: s32[b s_q]", "from", source=i),
+        array(f"{stop}: s32[b s_q]", "to", source=i),
+    )
+
+
+def selection(i: int, name: str, axes: str, prefix: str = "", packed: bool = False) -> Arrays:
+    """A source of keys that are values too, of which query j sees those that indices[j, :length[j]] name; its keys may
+    be a pool of all sequences, or pages of packed entries.
+    """
+    s_kv, topk = axes.split()[1], f"{prefix}topk"
+    forms = f"T[{axes}] or T[{s_kv} d]" + f" or u8[{prefix}pages {prefix}page_bytes]" * packed
+    return (
+        array(f"{name}: {forms}", "k", "v", source=i),
+        array(f"{prefix}indices: s32[b s_q {topk}]", "from", source=i),
+        array(f"{prefix}length: s32[b s_q]", "to", source=i),
+    )
+
+
+SPAN_OF_HEADS = span(0, "kv", "b s_kv h_kv d")
+SELECTION = selection(0, "kv", "b s_kv d")
+WINDOW_AND_SELECTION = (*span(0, "window_kv", "b s_w d"), *selection(1, "kv", "b s_c d"))
+WINDOW_AND_SPAN = (*span(0, "window_kv", "b s_w d"), *span(1, "kv", "b s_c d", "start2", "stop2"))
+TWO_POOLS = (
+    *selection(0, "window_kv", "b s_w d", "window_", packed=True),
+    *selection(1, "kv", "b s_c d", packed=True),
+)
+K_AND_V = (
+    array("k: T[b s_kv h_kv d]", "k", source=0),
+    array("v: T[b s_kv h_kv d]", "v", source=0),
+    *SPAN_OF_HEADS[1:],
+)
+SCALE = {"scale": "float32"}
+
+
+def attention(op: str, sources: Arrays, **attributes: str) -> Target:
+    results = (
+        "o: T[b s_q h_q d]",
+        "lse: f32[b s_q h_q]",
+        # of the last b_split sequences, whose keys are split; without splits there are none
+        "o_parts: f32[b_split s_q h_q splits d]",
+        "lse_parts: f32[b_split s_q h_q splits]",
+    )
+    operands = (array("q: T[b s_q h_q d]"), *sources, array("sink: f32[h_q]"))
+    return Target(op, "forward", operands, arrays(*results), SCALE | attributes, FORWARD_OPS[op])
+
+
+OF_ROWS = (
+    array("q: T[b s_q h_q d]"),
+    array("do: T[b s_q h_q d]", "dout"),
+    *arrays("lse: f32[b s_q h_q]", "sink_factor: f32[b s_q h_q]", "delta: f32[b s_q h_q]"),
+)
+"""What the gradient of attention takes for each row of q."""
+
+
+def mla_gradient(op: str, sources: Arrays) -> Target:
+    """Where resolution has a number, dkv is in fixed point: two words in place of each float32."""
+    dkv = []
+    for keys in sources[::3]:
+        sums = [f"f32[{' '.join(x.axes)}] or u32[{' '.join((*x.axes, '2'))}]" for x in keys.forms]
+        dkv.append(array(f"dkv: {' or '.join(sums)}", source=keys.source, aligned=True))
+    operands = (*OF_ROWS, *arrays("resolution: f32[n_resolution]"), *sources)
+    return Target(op, "mla_backward", operands, (array("dq: T[b s_q h_q d]"), *dkv), SCALE, BACKWARD_OPS[op])
+
+
+def mha_gradient(name: str, sources: Arrays, *of_keys: Array) -> Target:
+    """dq is float32 where one kernel makes all gradients, and adds to dq / scale."""
+    dq = array("dq: T[b s_q h_q d] or f32[b s_q h_q d]")
+    seen = array("seen: s32[b rows_of_kv_head 2]", aligned=True)  # what every tile of rows sees
+    return Target(name, "mha_backward", (*OF_ROWS, *sources), (dq, *of_keys, seen), SCALE, ("span",))
+
+
+QUERIES = arrays("q: T[b s_q heads 128]")
+WEIGHTS = arrays("weights: f32[b s_q heads]")
+SEEN = arrays("start: s32[b s_q]", "stop: s32[b s_q]")
+ENTRIES = arrays("k: T[b s_c 128]")
+CHOSEN = arrays("indices: s32[b s_q topk]", "values: f32[b s_q n_values]")  # n_values is topk, or 0 for no values
+WORKSPACE = arrays("scores: f32[n_rows stride]")  # of blocks of queries
+PAGES = (array("pool: T[pages page 128] or u8[pages page_bytes]", "k"),)
+AT_ENTRIES = (*QUERIES, *ENTRIES, *WEIGHTS, *arrays("indices: s32[b s_q topk]"))
+ROWS_TO_TURN = array("x: T[b s_q h d]", "x", "dy")
+TABLE = array("table: f32[b s_q dims]", aligned=True)  # cos and sin by turns, for each token
+
+TARGETS = (
+    attention("mha_fwd", K_AND_V),
+    attention("mla_span_fwd", SPAN_OF_HEADS),
+    attention("mla_sparse_fwd", SELECTION),
+    attention("csa_fwd", WINDOW_AND_SELECTION),
+    attention("hca_fwd", WINDOW_AND_SPAN),
+    attention("dsv4_decode", TWO_POOLS, packing="string"),
+    mla_gradient("mla_span_bwd", SPAN_OF_HEADS),
+    mla_gradient("mla_sparse_bwd", SELECTION),
+    mla_gradient("csa_bwd", WINDOW_AND_SELECTION),
+    mla_gradient("hca_bwd", WINDOW_AND_SPAN),
+    mha_gradient("mha_bwd", K_AND_V, *arrays("dk: T[b s_kv h_kv d]", "dv: T[b s_kv h_kv d]")),
+    mha_gradient("mha_bwd_shared_kv", SPAN_OF_HEADS, array("dk: T[b s_kv h_kv d]")),
+    Target(
+        "lightning_indexer",
+        "indexer",
+        (*QUERIES, *ENTRIES, *WEIGHTS, *arrays("k_scale: f32[b s_c]"), *SEEN),
+        (*CHOSEN, *WORKSPACE),
+        {},
+    ),
+    Target(
+        "paged_lightning_indexer",
+        "indexer",
+        (*QUERIES, *PAGES, *WEIGHTS, *arrays("table: s32[b width]"), *SEEN),
+        (*CHOSEN, *WORKSPACE),
+        {},
+    ),
+    Target(
+        "indexer_scores",
+        "indexer",
+        (*QUERIES, *ENTRIES, *WEIGHTS, *arrays("k_scale: f32[b s_c]"), *SEEN),
+        WORKSPACE,
+        {"skip": "int64"},
+    ),
+    Target("indexer_topk", "indexer", (*arrays("scores: f32[b s_q s_c]"), *SEEN), CHOSEN, {}),
+    Target("indexer_scores_at", "indexer_scores_at", AT_ENTRIES, arrays("scores: f32[b s_q topk]"), {}),
+    Target(
+        "indexer_scores_at_bwd",
+        "indexer_scores_at",
+        (*AT_ENTRIES, array("dscores: f32[b s_q topk]", "scores")),
+        arrays("dq: T[b s_q heads 128]", "dk: f32[b s_c 128]", "dweights: f32[b s_q heads]"),
+        {},
+    ),
+    Target(
+        "head_summed_probabilities",
+        "probabilities",
+        arrays("q: T[b s_q h_q d]", "k: T[b s_kv d]", "lse: f32[b s_q h_q]", "indices: s32[b s_q topk]"),
+        arrays("p: f32[b s_q topk]"),
+        SCALE,
+    ),
+    Target("rope", "rope", (ROWS_TO_TURN, TABLE), arrays("y: T[b s_q h d]"), {"direction": "float32"}),
+    Target("norm_rope", "rope", (ROWS_TO_TURN, TABLE), arrays("y: T[b s_q h d]"), {"eps": "float32"}),
+    Target(
+        "norm_rope_bwd",
+        "rope",
+        (array("x: T[b s_q h d]"), TABLE, *arrays("dy: T[b s_q h d]")),
+        arrays("y: T[b s_q h d]"),
+        {"eps": "float32"},
+    ),
+)

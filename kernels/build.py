@@ -5,7 +5,8 @@ compiler's version, the Python that runs it.  What any clone on this machine has
 (`kernels/cache.py`).  Needs nvidia-cutlass-dsl, but no GPU and no driver.
 
 Writes into the output directory: KEY.cubin, KEY.ptx and KEY.json for every variant, and, by
-`kernels/tables.py`, manifest.json (what is shipped), and abi.h and cubins.cc (the same for the C++ compiler).
+`kernels/tables.py`, manifest.json (what is shipped), and abi.h, calls.h, targets.cc and cubins.cc (the same for the C++
+compiler).
 """
 
 import argparse
@@ -94,11 +95,11 @@ def imports(module: str, text: str) -> frozenset[str]:
     return frozenset(found)
 
 
-def digest(variant: Variant) -> str:
-    """Names everything that a variant's cubin depends on."""
+def digest(variant: Variant, root: Path = ROOT) -> str:
+    """Names everything that a variant's cubin depends on, of the sources below `root`."""
     content = hashlib.sha256(f"{variant} {variant.layout}\n{toolchain()}\n".encode())
-    for source in sorted(modules(variant.module, ROOT) | modules("kernels.aot", ROOT)):
-        content.update(f"{source.relative_to(ROOT)} {source.stat().st_size}\n".encode() + source.read_bytes())
+    for source in sorted(modules(variant.module, root) | modules("kernels.aot", root)):
+        content.update(f"{source.relative_to(root)} {source.stat().st_size}\n".encode() + source.read_bytes())
     return content.hexdigest()
 
 

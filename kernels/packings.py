@@ -9,7 +9,7 @@ class Packing:
 
     values: int  # bytes of an entry's numbers
     scales: int  # bytes of their scales
-    apart: bool  # whether a page has all numbers before all scales; else each entry has its scales after its numbers
+    separate_scales: bool  # a page has all numbers before all scales; else an entry's scales follow its numbers
 
     @property
     def entry(self) -> int:
@@ -19,11 +19,11 @@ class Packing:
     @property
     def multiple(self) -> int:
         """The size of a page is rounded up to a multiple of this many bytes."""
-        return self.values if self.apart else 1
+        return self.values if self.separate_scales else 1
 
 
 PACKED = {
-    "v4_fp8": Packing(448 + 2 * 64, 8, apart=True),  # 448 e4m3, 64 bf16; a scale of ue8m0 for 64 e4m3
-    "v41_fp8": Packing(512, 16, apart=False),  # e4m3; a scale of ue8m0 for 32
-    "v41_fp4": Packing(256, 32, apart=False),  # e2m1; a scale of e4m3 for 16
+    "v4_fp8": Packing(448 + 2 * 64, 8, separate_scales=True),  # 448 e4m3, 64 bf16; a scale of ue8m0 for 64 e4m3
+    "v41_fp8": Packing(512, 16, separate_scales=False),  # e4m3; a scale of ue8m0 for 32
+    "v41_fp4": Packing(256, 32, separate_scales=False),  # e2m1; a scale of e4m3 for 16
 }

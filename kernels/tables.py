@@ -1,8 +1,8 @@
 """The tables that the build writes beside the cubins: manifest.json for Python, and the same for the C++ compiler.
 
 abi.h has, for every family of ops, a struct of its kernels' arguments, a struct of the choices that a call makes
-among them, and each order in which some kernel takes these arguments; and how the keys of ops are packed. cubins.cc has
-the cubins. All of it follows from `kernels/abi.py` and the variants.
+among them, and each order in which some kernel takes these arguments; and how keys are packed. cubins.cc has the
+cubins. All of it follows from `kernels/abi.py` and the variants; `kernels/targets.py` writes what custom calls need.
 """
 
 import json
@@ -11,7 +11,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from .abi import FAMILIES, FORWARD_OPS, Param, Variant, layouts
+from . import targets
+from .abi import FAMILIES, PACKED_SOURCES, Param, Variant, layouts
 from .packings import PACKED
 
 Record = dict[str, Any]
@@ -27,11 +28,17 @@ def described(variant: Variant) -> Record:
 
 
 def write(variants: Sequence[Variant], records: Mapping[str, Record], toolchain: str, out: Path) -> None:
-    """Writes manifest.json, abi.h and cubins.cc. It ships the variants that have a record, by their keys."""
+    """Writes manifest.json and the files in C++. It ships the variants that have a record, by their keys."""
     shipped = [v for v in variants if v.key in records]
     rows = [described(v) | {k: x for k, x in records[v.key].items() if k != "digest"} for v in shipped]
-    manifest = json.dumps({"toolchain": toolchain, "variants": rows}, indent=1)
-    files = {"manifest.json": manifest, "abi.h": header(variants), "cubins.cc": cubins(shipped, records, manifest, out)}
+    manifest = json.dumps({"toolchain": toolchain, "targets": targets.described(), "variants": rows}, indent=1)
+    files = {
+        "manifest.json": manifest,
+        "abi.h": header(variants),
+        "calls.h": targets.calls(),
+        "targets.cc": targets.handlers(),
+        "cubins.cc": cubins(shipped, records, manifest, out),
+    }
     for name, text in files.items():
         if not (path := out / name).exists() or path.read_text() != text:
             path.write_text(text)
@@ -72,12 +79,10 @@ def header(variants: Sequence[Variant]) -> str:
         max_maps=max(sum(p.kind == "map" for p in v.params) for v in found),
         layouts=", ".join(f"&{_layout_name(v)}" for v in found),
         choices=", ".join(f"{_struct(family)}Choices" for family in FAMILIES),
-        packed_ops=",\n".join(f'    {{"{op}", {{{", ".join(map(_packing, kinds))}}}}}' for op, kinds in _packed_ops()),
+        arrays="\n\n".join(targets.arrays()),
+        axes=" = -1, ".join(targets.axes()),
+        packed="\n".join(f'    {{"{name}", {{{", ".join(map(_packing, x))}}}}},' for name, x in PACKED_SOURCES.items()),
     )
-
-
-def _packed_ops() -> list[tuple[str, tuple[str, ...]]]:
-    return [(op, kinds) for op, kinds in FORWARD_OPS.items() if all(kind in PACKED for kind in kinds)]
 
 
 def _packing(kind: str) -> str:
@@ -115,8 +120,9 @@ def _arguments(family: type[Variant], params: Sequence[Param], mapped: set[str])
 
 
 def _choices(family: type[Variant]) -> str:
-    types = {int: "int64_t", bool: "bool", str: "ffi::DataType"}  # the only words among choices are dtypes
-    choices = [(f.name, types[f.type]) for f in fields(family)[len(fields(Variant)) :]]  # type: ignore[index]
+    types = {int: "int64_t", bool: "bool", str: "std::string_view"}
+    named = {"dtype": "ffi::DataType"}
+    choices = [(f.name, named.get(f.name) or types[f.type]) for f in fields(family)[len(fields(Variant)) :]]  # type: ignore[index]
     limits = [name for name, _ in choices if name.startswith("max_")]
     takes = [f"{name} {'>=' if name in limits else '=='} call.{name}" for name, _ in choices]
     shown = [f'"{name.removeprefix("max_")}=" + Show({name})' for name, _ in choices]
@@ -154,6 +160,7 @@ _HEADER = """\
 
 #include <cstddef>
 #include <string>
+#include <string_view>
 #include <variant>
 
 #include "layout.h"
@@ -167,8 +174,17 @@ inline constexpr int kMaxParams = {max_params}, kMaxMaps = {max_maps};
 
 using Choices = std::variant<{choices}>;
 
-inline constexpr PackedOp kPackedOps[] = {{
-{packed_ops},
+inline constexpr PackedSources kPackedSources[] = {{
+{packed}
+}};
+
+// ---- the arrays of each family of calls: as decoded operands, or as addresses
+
+{arrays}
+
+// The extents of axes by their names; -1 where they are not known.
+struct Axes {{
+  int64_t {axes} = -1;
 }};
 
 }}  // namespace dsv4_fmha

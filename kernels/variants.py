@@ -3,8 +3,8 @@
 from .abi import (
     ANY,
     BACKWARD_OPS,
-    FORWARD_OPS,
     MHA_BACKWARD_OPS,
+    PACKED_SOURCES,
     Combine,
     Forward,
     IndexerScores,
@@ -18,14 +18,12 @@ from .abi import (
     TopK,
     Variant,
 )
-from .packings import PACKED
 
 DTYPES = ("bfloat16", "float16")
 HOPPER = "kernels.sm90"
 MHA, MLA, MLA_FEW_HEADS = (f"{HOPPER}.{name}.fwd.kernel" for name in ("mha", "mla", "mla_few_heads"))
 MLA_BACKWARD, MLA_FEW_HEADS_BACKWARD = (f"{HOPPER}.{name}.bwd.kernel" for name in ("mla", "mla_few_heads"))
 BLACKWELL = "kernels.sm100.fwd.kernel"
-PACKED_OPS = tuple(op for op, kinds in FORWARD_OPS.items() if kinds[0] in PACKED)
 MLA_OPS = ("mla_span_fwd", "mla_sparse_fwd", "csa_fwd", "hca_fwd", "dsv4_decode")  # d 512, where K is V
 
 VARIANTS: tuple[Variant, ...] = (
@@ -49,7 +47,11 @@ VARIANTS: tuple[Variant, ...] = (
         for dtype in DTYPES
         for heads in (8, 16, 32)
     ),
-    *(Forward(op, "sm_90a", MLA, 512, "bfloat16", max_heads=heads) for op in PACKED_OPS for heads in (64, ANY)),
+    *(
+        Forward("dsv4_decode", "sm_90a", MLA, 512, "bfloat16", packing, heads)
+        for packing in PACKED_SOURCES
+        for heads in (64, ANY)
+    ),
     *(
         MlaBackward(op, "sm_90a", MLA_BACKWARD, 512, dtype, deterministic=deterministic)
         for deterministic in (False, True)

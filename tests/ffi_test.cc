@@ -38,19 +38,17 @@ struct Arrays {
     return x;
   }
 
-  Forward Call(int offset_of_k = 0) {
-    const Operand keys = Of("k", k, ffi::BF16, offset_of_k), start = Of("start", rows, ffi::S32);
-    return {.op = "mha_fwd",
-            .shared_kv = false,
-            .kv_heads = true,
-            .q = Of("q", q, ffi::BF16),
-            .sources = {{.kind = kSpan, .k = keys, .v = Of("v", k, ffi::BF16), .from = start, .to = start}},
-            .sink = Of("sink", heads, ffi::F32),
-            .scale = 1,
-            .o = Of("o", q, ffi::BF16),
-            .lse = Of("lse", lse, ffi::F32),
-            .o_parts = Of("o_parts", o_parts, ffi::F32),
-            .lse_parts = Of("lse_parts", parts, ffi::F32)};
+  ForwardCall Call(int offset_of_k = 0) {
+    ForwardCall call;
+    call.target = &kMhaFwdTarget;
+    call.q = Of("q", q, ffi::BF16), call.sink = Of("sink", heads, ffi::F32), call.scale = 1;
+    call.sources[0] = {.k = Of("k", k, ffi::BF16, offset_of_k),
+                       .v = Of("v", k, ffi::BF16),
+                       .from = Of("start", rows, ffi::S32),
+                       .to = Of("stop", rows, ffi::S32)};
+    call.o = Of("o", q, ffi::BF16), call.lse = Of("lse", lse, ffi::F32);
+    call.o_parts = Of("o_parts", o_parts, ffi::F32), call.lse_parts = Of("lse_parts", parts, ffi::F32);
+    return call;
   }
 };
 
@@ -59,9 +57,9 @@ bool Hopper(int ordinal) { return ordinal < 4; }
 // The steps that XLA takes for one call: empty on success.
 std::string Run(int ordinal) {
   Arrays arrays(Hopper(ordinal) ? 2 : 0);
-  const Forward call = arrays.Call();
-  if (ffi::Error error = call.Initialize(ordinal); error.failure()) return error.message();
-  ffi::Error error = call.Execute(nullptr, ordinal);
+  const ForwardCall call = arrays.Call();
+  if (ffi::Error error = Initialize<Forward>(call, ordinal); error.failure()) return error.message();
+  ffi::Error error = Execute<Forward>(call, nullptr, ordinal);
   return error.failure() ? error.message() : "";
 }
 
@@ -122,27 +120,30 @@ void Refusals() {
   EXPECT(Run(8).find("cuDeviceGet: CUDA_ERROR_INVALID_VALUE") == 0);
   for (int ordinal : {-1, kMaxDevices}) EXPECT(Run(ordinal).find("the device is beyond the 64") == 0);
   Arrays arrays(0);
-  const ffi::Error error = arrays.Call(/*offset_of_k=*/8).Execute(nullptr, 0);
+  const ffi::Error error = Execute<Forward>(arrays.Call(/*offset_of_k=*/8), nullptr, 0);
   EXPECT(error.failure());
   EXPECT(error.message() == "k: got an address of remainder 8, wanted a multiple of 16");
-  EXPECT(arrays.Call(/*offset_of_k=*/16).Execute(nullptr, 0).success());
+  EXPECT(Execute<Forward>(arrays.Call(/*offset_of_k=*/16), nullptr, 0).success());
 }
 
 // Keys of the last sequence alone split: a launch for the others, one for the last, which a third one merges.
 void LastSplit() {
   Arrays arrays(2);
   arrays.parts[0] = arrays.o_parts[0] = 1;
-  const Forward call = arrays.Call();
-  EXPECT(call.Initialize(0).success() && call.Execute(nullptr, 0).success());
+  const ForwardCall call = arrays.Call();
+  EXPECT(Initialize<Forward>(call, 0).success() && Execute<Forward>(call, nullptr, 0).success());
   EXPECT(stand_in_calls("cuLaunchKernelEx 0") == 2 && stand_in_calls("cuLaunchKernelEx 2") == 1);
   EXPECT(stand_in_calls("cuLaunchKernelEx 0 early") == 0 && stand_in_calls("cuLaunchKernelEx 2 early") == 1);
-  const SourceAddresses at = call.sources.items[0].at(1);
-  EXPECT(at.k == arrays.data + 5 * 64 * 2 && at.v == at.k && at.from == arrays.data + 3 * 4 && at.to == at.from);
+  const auto at = AddressesOf<ForwardAddresses>(call, 1);
+  const auto& source = at.sources[0];
+  EXPECT(source.k == arrays.data + 5 * 64 * 2 && source.v == source.k);
+  EXPECT(source.from == arrays.data + 3 * 4 && source.to == source.from);
+  EXPECT(at.q == arrays.data + 3 * 8 * 64 * 2 && at.sink == arrays.data && at.o_parts == arrays.data);
   arrays.parts[0] = arrays.o_parts[0] = 3;
-  const ffi::Error error = arrays.Call().Execute(nullptr, 0);
+  const ffi::Error error = Execute<Forward>(arrays.Call(), nullptr, 0);
   EXPECT(error.message() == "o_parts: got shape [3, 3, 8, 2, 64], wanted [2, 3, 8, 2, 64]");
   arrays.parts[0] = 0;
-  EXPECT(arrays.Call().Execute(nullptr, 0).failure());
+  EXPECT(Execute<Forward>(arrays.Call(), nullptr, 0).failure());
 }
 
 // The same of a kernel that gathers keys, and so may begin before the launch for the others has ended.
@@ -150,11 +151,10 @@ void LastSplitOverlaps() {
   Arrays arrays(2);
   arrays.q[3] = arrays.o_parts[4] = 512, arrays.k = {2, 5, 512}, arrays.parts[0] = arrays.o_parts[0] = 1;
   const std::vector<int64_t> indices{2, 3, 7};
-  Forward call = arrays.Call();
-  call.op = "mla_sparse_fwd", call.shared_kv = true, call.kv_heads = false;
-  call.sources = {LatentSelection(call.sources.items[0].k, arrays.Of("indices", indices, ffi::S32),
-                                  arrays.Of("length", arrays.rows, ffi::S32))};
-  EXPECT(call.Execute(nullptr, 0).success());
+  ForwardCall call = arrays.Call();
+  call.target = &kMlaSparseFwdTarget;
+  call.sources[0].from = arrays.Of("indices", indices, ffi::S32);
+  EXPECT(Execute<Forward>(call, nullptr, 0).success());
   EXPECT(stand_in_calls("cuLaunchKernelEx 7") == 2 && stand_in_calls("cuLaunchKernelEx 7 early") == 1);
   EXPECT(stand_in_calls("cuLaunchKernelEx 2") == 1 && stand_in_calls("cuLaunchKernelEx 2 early") == 1);
 }
@@ -168,26 +168,24 @@ void Entries() {
     x.name = name, x.data = data, x.dimensions = Ints(shape.data(), shape.size()), x.dtype = dtype;
     return x;
   };
-  auto fill = [&](auto& call, const char* op) {
-    call.op = op, call.q = of("q", q, ffi::BF16), call.k = of("k", k, ffi::BF16);
-    call.weights = of("weights", weights, ffi::F32), call.indices = of("indices", indices, ffi::S32);
-    call.scores = of("scores", indices, ffi::F32);
-  };
-  ScoresAt scores;
-  fill(scores, "indexer_scores_at");
-  EXPECT(scores.Initialize(0).success() && scores.Execute(nullptr, 0).success());
+  IndexerScoresAtCall scores;
+  scores.target = &kIndexerScoresAtTarget, scores.q = of("q", q, ffi::BF16), scores.k = of("k", k, ffi::BF16);
+  scores.weights = of("weights", weights, ffi::F32), scores.indices = of("indices", indices, ffi::S32);
+  scores.scores = of("scores", indices, ffi::F32);
+  EXPECT(Initialize<IndexerScoresAt>(scores, 0).success() && Execute<IndexerScoresAt>(scores, nullptr, 0).success());
   EXPECT(stand_in_calls("cuLaunchKernelEx 3") == 1 && stand_in_calls("cuMemsetD32Async") == 0);
-  ScoresAtGradient gradient;
-  fill(gradient, "indexer_scores_at_bwd");
+  IndexerScoresAtCall gradient = scores;
+  gradient.target = &kIndexerScoresAtBwdTarget;
   gradient.dq = of("dq", q, ffi::BF16), gradient.dk = of("dk", k, ffi::F32);
   gradient.dweights = of("dweights", weights, ffi::F32);
-  EXPECT(gradient.Initialize(0).success() && gradient.Execute(nullptr, 0).success());
+  EXPECT(Initialize<IndexerScoresAt>(gradient, 0).success());
+  EXPECT(Execute<IndexerScoresAt>(gradient, nullptr, 0).success());
   EXPECT(stand_in_calls("cuLaunchKernelEx 4") == 1 && stand_in_calls("cuMemsetD32Async") == 1);
   gradient.dq.dtype = ffi::F32;
-  EXPECT(gradient.Execute(nullptr, 0).message() == "dq: got F32, wanted BF16 like q");
+  EXPECT(Execute<IndexerScoresAt>(gradient, nullptr, 0).message() == "dq: got F32, wanted BF16 like q");
   scores.k.dtype = ffi::F16;
-  EXPECT(scores.Initialize(0).message() == "k: got F16, wanted BF16 like q");
-  EXPECT(scores.Initialize(5).message().find("k: got") == 0);
+  EXPECT(Initialize<IndexerScoresAt>(scores, 0).message() == "k: got F16, wanted BF16 like q");
+  EXPECT(Initialize<IndexerScoresAt>(scores, 5).message().find("k: got") == 0);
 }
 
 // RoPE in place, which refuses another place than x's, and after a norm; a call of no rows launches nothing.
@@ -199,25 +197,23 @@ void Rows() {
     x.name = name, x.data = at, x.dimensions = Ints(shape.data(), shape.size()), x.dtype = dtype;
     return x;
   };
-  auto fill = [&](auto& call, const char* op, char* y) {
-    call.op = op, call.x = of("x", data[0], rows, ffi::BF16), call.table = of("table", data[1], table, ffi::F32);
-    call.dy = call.x, call.y = of("y", y, rows, ffi::BF16);
-  };
-  RopeInPlace in_place;
-  fill(in_place, "rope", data[0]);
-  EXPECT(in_place.Initialize(0).success() && in_place.Execute(nullptr, 0).success());
+  RopeCall in_place;
+  in_place.target = &kRopeTarget, in_place.direction = 1;
+  in_place.x = in_place.dy = of("x", data[0], rows, ffi::BF16), in_place.y = of("y", data[0], rows, ffi::BF16);
+  in_place.table = of("table", data[1], table, ffi::F32);
+  EXPECT(Initialize<Rope>(in_place, 0).success() && Execute<Rope>(in_place, nullptr, 0).success());
   EXPECT(stand_in_calls("cuLaunchKernelEx 5") == 1);
   in_place.y.data = data[1];
-  EXPECT(in_place.Execute(nullptr, 0).message() == "rope: y is not where x is");
-  RopeAfterNorm after_norm;
-  fill(after_norm, "norm_rope", data[1]);
-  EXPECT(after_norm.Initialize(0).success() && after_norm.Execute(nullptr, 0).success());
+  EXPECT(Execute<Rope>(in_place, nullptr, 0).message() == "rope: y is not where x is");
+  RopeCall after_norm = in_place;
+  after_norm.target = &kNormRopeTarget, after_norm.direction = 0, after_norm.eps = 1e-6f;
+  EXPECT(Initialize<Rope>(after_norm, 0).success() && Execute<Rope>(after_norm, nullptr, 0).success());
   EXPECT(stand_in_calls("cuLaunchKernelEx 6") == 1);
   after_norm.y.dtype = ffi::F16;
-  EXPECT(after_norm.Execute(nullptr, 0).message() == "y: got F16, wanted BF16 like x");
+  EXPECT(Execute<Rope>(after_norm, nullptr, 0).message() == "y: got F16, wanted BF16 like x");
   for (Operand* x : {&after_norm.x, &after_norm.dy, &after_norm.y}) x->dimensions = Ints(none.data(), none.size());
   after_norm.y.dtype = ffi::BF16, after_norm.table.dimensions = Ints(no_table.data(), no_table.size());
-  EXPECT(after_norm.Execute(nullptr, 0).success() && stand_in_calls("cuLaunchKernelEx 6") == 1);
+  EXPECT(Execute<Rope>(after_norm, nullptr, 0).success() && stand_in_calls("cuLaunchKernelEx 6") == 1);
 }
 
 }  // namespace

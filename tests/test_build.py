@@ -18,9 +18,9 @@ from interpreter.kernels.native import (
     library,
     plan,
     plan_combine,
-    plan_dense_backward,
-    plan_index_at,
     plan_indexer,
+    plan_indexer_scores_at,
+    plan_mha_backward,
     plan_probabilities,
     plan_rope,
     plan_tile_spans,
@@ -104,13 +104,13 @@ def test_the_launcher_hands_over_what_the_table_says(variant):
         extents |= {"type": kind, "queries": 4, "stride": 256, "wants_values": 1}
         launch = plan_indexer(extents)[isinstance(variant, TopK)]
     elif isinstance(variant, IndexerScoresAt):
-        launch = plan_index_at(INDEX_SHAPE, gradient=variant.op == "indexer_scores_at_bwd")
+        launch = plan_indexer_scores_at(INDEX_SHAPE, gradient=variant.op == "indexer_scores_at_bwd")
     elif isinstance(variant, Probabilities):
         launch = plan_probabilities({"b": 2, "s_q": 70, "h_q": 8, "s_kv": 150, "topk": 100})
     elif isinstance(variant, Rope | NormRope):
         launch = plan_rope(variant.family, {"b": 2, "s": 70, "heads": 8, "d": 512}, 1.0, tile_m=32)
     elif isinstance(variant, MhaBackward):
-        launch = plan_dense_backward(variant, shape)
+        launch = plan_mha_backward(variant, shape)
     elif isinstance(variant, TileSpans):
         launch = plan_tile_spans(shape)
     else:
@@ -174,6 +174,13 @@ def test_an_edit_of_one_kernel_s_module_makes_its_variants_stale_alone(tmp_path,
         stale = {v for v in VARIANTS if build.digest(v) != before[v]}
         path.write_text(text)
         assert stale == set(filter(wanted, VARIANTS)), module
+
+
+def test_one_module_writes_ptx():
+    """Kernels call its instructions by name."""
+    writes = re.compile(r"\bptx\(|inline_asm")
+    writers = [path.relative_to(ROOT) for path in (ROOT / "kernels").rglob("*.py") if writes.search(path.read_text())]
+    assert writers == [Path("kernels/lib/ptx.py")]
 
 
 def test_kernels_share_modules_of_lib_alone():

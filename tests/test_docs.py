@@ -91,7 +91,9 @@ def test_what_a_sentence_is():
 MEASURED = re.compile(r"\d ?(?:[µmn]s|%|[TG]B/s|[TGM]FLOP/s|[GM]Hz|bytes a ns)(?!\w)|\d times as (?:long|fast)")
 
 
-@pytest.mark.parametrize("page", (*BRIEF, ROOT / "docs/performance.md"), ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page", (*BRIEF, ROOT / "docs/layers.md", ROOT / "docs/performance.md"), ids=lambda page: page.stem
+)
 def test_what_was_measured_is_generated(page):
     """Times, rates and shares stand between the marks of docs/generate.py, and so come from a record."""
     assert MEASURED.findall(GENERATE["MARKED"].sub("", page.read_text())) == []
@@ -184,3 +186,15 @@ def test_the_api_page_has_every_public_name():
     page = (ROOT / "docs/api.md").read_text()
     names = [*jax_dsv4_fmha.__all__, *(f"layers.{name}" for name in layers.__all__)]
     assert [name for name in names if not re.search(rf"jax_dsv4_fmha\.{name}\b", page)] == []
+
+
+FOLDERS = ("jax_dsv4_fmha", "kernels", "ffi", "interpreter", "tests", "examples", "docs")
+FILES = [f"/{path.relative_to(ROOT)}" for name in FOLDERS for path in (ROOT / name).rglob("*.*")]
+NOW = [page for page in (*PAGES, ROOT / "CONTRIBUTING.md") if page.parent.name != "lab"]
+
+
+@pytest.mark.parametrize("page", NOW, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_file_that_a_page_names_is_there(page):
+    """By its path, or the end of its path; the lab names files of its day."""
+    named = re.findall(r"`((?:\w+/)*\w+\.(?:py|h|cc|npz))`", page.read_text())
+    assert [name for name in named if not any(path.endswith(f"/{name}") for path in FILES)] == []

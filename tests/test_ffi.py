@@ -12,7 +12,6 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from importlib import util
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +20,11 @@ import pytest
 
 from interpreter.kernels import native
 from interpreter.kernels.attention import assert_right, operands
-from interpreter.kernels.native import SOURCES, Shape, addresses_of, called, function, heads_for, plan, plan_combine
-from jax_dsv4_fmha._host import attention, indexer, library, rope, split_kv
-from kernels.abi import ANY, TILING, Combine, Forward, gathers
+from interpreter.kernels.native import Shape, addresses_of, called, function, heads_for, plan, plan_combine
+from jax_dsv4_fmha._host import attention, call, gradients, indexer, library, rope, split_kv
+from jax_dsv4_fmha._host.call import TARGETS
+from kernels import abi, targets
+from kernels.abi import ANY, FORWARD_OPS, TILING, Combine, Forward, gathers
 from kernels.packings import PACKED
 from kernels.variants import VARIANTS
 from tests.oracle import HostStub, TensorMap
@@ -45,12 +46,11 @@ SHAPES = [
         (5, 129, 1, 300, 3, 0, 0),
     ]
 ]
-OPS = {op: function(op) for op in SOURCES}
 FORWARD = [v for v in VARIANTS if isinstance(v, Forward)]
 BUILT = native.built(Forward)
 built = pytest.mark.parametrize("variant", BUILT, ids=lambda v: v.key)
 one_of_each_op = pytest.mark.parametrize(
-    "variant", {v.op: v for v in FORWARD if v.dtype == "bfloat16"}.values(), ids=lambda v: v.key
+    "variant", {(v.op, v.packing): v for v in FORWARD if v.dtype == "bfloat16"}.values(), ids=lambda v: v.key
 )
 
 
@@ -79,34 +79,26 @@ def test_architecture(capability, arch):
     assert split_kv.architecture(capability) == arch
 
 
-def test_every_op_has_a_function_and_a_target():
-    gradients = {name for name in library._TARGETS if name.endswith(("bwd", "bwd_shared_kv"))}
-    chosen = (
-        indexer.lightning_indexer,
-        indexer.paged_lightning_indexer,
-        indexer.indexer_scores,
-        indexer.indexer_topk,
-        indexer.head_summed_probabilities,
-        indexer.indexer_scores_at,
-        rope.rope,
-        rope.norm_rope,
-    )
-    others = {f.__name__ for f in chosen}
-    assert {getattr(f, "func", f).__name__ for f in OPS.values()} | gradients | others == set(library._TARGETS)
-    targets = (Path(__file__).parents[1] / "ffi/targets.cc").read_text()
-    assert set(re.findall(r"^DSV4_FMHA_TARGET\((\w+), ", targets, re.MULTILINE)) == set(library._TARGETS)
+def test_the_package_knows_the_targets_of_the_abi():
+    """Also where there is no library: by a file that `python -m kernels.targets` writes."""
+    assert targets.PATH.read_text() == targets.text()
+    assert list(TARGETS) == list(targets.described()) == [target.name for target in abi.TARGETS]
 
 
-@pytest.mark.parametrize("variant", {v.op: v for v in FORWARD}.values(), ids=lambda v: v.key)
+def test_every_target_has_a_raw_call():
+    raw = {name for module in (attention, gradients, indexer, rope) for name in vars(module)}
+    assert {name.removesuffix("_shared_kv") for name in TARGETS} <= raw
+
+
+@pytest.mark.parametrize("variant", {(v.op, v.packing): v for v in FORWARD}.values(), ids=lambda v: v.key)
 def test_lowers_for_cuda_without_a_gpu(variant):
-    f = jax.jit(functools.partial(OPS[variant.op], scale=0.125))
+    f = jax.jit(functools.partial(function(variant), scale=0.125))
     arguments = operands(variant, s_q=70, h_q=8).arguments()
     lowered = f.trace(*arguments).lower(lowering_platforms=("cuda",))
     (call,) = (line for line in lowered.as_text().splitlines() if "custom_call" in line)
-    call_of = OPS[variant.op]
-    target = getattr(call_of, "func", call_of).__name__
-    assert f"@dsv4_fmha_{target}(" in call
+    assert f"@dsv4_fmha_{variant.op}(" in call
     assert "scale = 1.250000e-01 : f32" in call
+    assert (f'packing = "{variant.packing}"' in call) == (variant.op == "dsv4_decode")
     dtype, row = {"float16": "f16", "bfloat16": "bf16"}[variant.dtype], "tensor<2x70x8x"
     o, lse = f"{row}{variant.d}x{dtype}>", f"{row[:-1]}xf32>"
     assert re.search(rf"\({o}, {lse}, {row}(\d+)x{variant.d}xf32>, {row}\1xf32>\)", call), call
@@ -188,7 +180,7 @@ def test_launch_is_what_the_host_stub_launches(stub):
     if row is None:
         pytest.skip("not built")
     scale = 0.1
-    addresses = {name: 0x7F00_0000_0000 + i * 0x1000_0000 for i, name in enumerate(addresses_of("Forward"))}
+    addresses = {name: 0x7F00_0000_0000 + i * 0x1000_0000 for i, name in enumerate(addresses_of("forward"))}
     tiles = {name: row[name] for name in ("tile_m", "tile_n", "cluster")}
     for shape, processors, splits in itertools.product(shapes(variant.op), (1, 132), (1, 3)):
         if splits > 1 and not variant.splits:
@@ -227,7 +219,7 @@ def test_launch_is_what_the_host_stub_launches(stub):
 def test_merging_is_what_the_host_stub_launches(shape, combine_stub):
     if (row := next((v for v in library.variants() if v.family == "combine"), None)) is None:
         pytest.skip("not built")
-    addresses = {name: 0x7F00_0000_0000 + i * 0x1000_0000 for i, name in enumerate(addresses_of("Forward"))}
+    addresses = {name: 0x7F00_0000_0000 + i * 0x1000_0000 for i, name in enumerate(addresses_of("forward"))}
     shape = shape._replace(splits=5)
     theirs = combine_stub.run(host_values(shape, 1.0, 132, addresses))
     ours = plan_combine(shape, threads=row.threads, tile_n=row.tile_n, addresses=addresses)
@@ -268,13 +260,13 @@ def host_values(shape, scale, processors, addresses, packed=False):
     }
 
 
-@pytest.mark.parametrize("op", SOURCES)
+@pytest.mark.parametrize("op", FORWARD_OPS)
 @pytest.mark.parametrize(("tile_m", "cluster"), [(64, 1), (128, 1), (64, 2)])
 def test_tiles_cover_every_row_once(op, tile_m, cluster):
     """By the definition of a tile: its box of rows, cut at the extents. The CTAs of a cluster have neighbouring
     tiles.
     """
-    if cluster > 1 and not gathers(SOURCES[op]):
+    if cluster > 1 and not gathers(FORWARD_OPS[op]):
         pytest.skip("tiles hold heads of several queries")
     for shape in shapes(op):
         launch = plan(op, shape, tile_m=tile_m, cluster=cluster)
@@ -289,7 +281,7 @@ def test_tiles_cover_every_row_once(op, tile_m, cluster):
         assert (tiles_outer - 1) * box_outer < outer <= tiles_outer * box_outer
         queries = {o + i // group for o, i in itertools.product((0, outer - 1), (0, inner - 1))}
         assert (min(queries), max(queries)) == (0, s_q - 1)
-        if gathers(SOURCES[op]):  # one query a tile
+        if gathers(FORWARD_OPS[op]):  # one query a tile
             assert (inner, box_outer) == (group, 1)
 
 
@@ -353,7 +345,7 @@ def check(variant, device=None, *, h_q=8, **extents):
     if variant.arch not in (local := library.local_architectures()):
         pytest.skip(f"is for {variant.arch}, here is {', '.join(local)}")
     x, scale = operands(variant, h_q=heads_for(variant, h_q), **extents), variant.d**-0.5
-    f = jax.jit(functools.partial(OPS[variant.op], scale=scale))
+    f = jax.jit(functools.partial(function(variant), scale=scale))
     assert_right(jax.tree.map(np.asarray, f(*jax.device_put(x.arguments(), device))), x, scale)
 
 
@@ -411,7 +403,7 @@ def check_pools(variant, x):
         there = (keys.seen_from >= 0) & (keys.seen_from < s_kv)
         slots = np.where(there, keys.seen_from + s_kv * np.arange(b)[:, None, None], -1).astype(np.int32)
         pools += [keys.k.reshape(b * s_kv, d), slots, keys.seen_to]
-    got = jax.jit(functools.partial(OPS[variant.op], scale=scale))(x.q, *pools, x.sink)
+    got = jax.jit(functools.partial(function(variant), scale=scale))(x.q, *pools, x.sink)
     assert_right(jax.tree.map(np.asarray, got), x, scale)
 
 
@@ -426,7 +418,7 @@ def test_runs_on_every_device(variant):
 @one_of_each_op
 def test_runs_from_eight_threads(variant):
     x = jax.device_put(operands(variant).arguments())
-    f = jax.jit(functools.partial(OPS[variant.op], scale=0.1))
+    f = jax.jit(functools.partial(function(variant), scale=0.1))
 
     def run(_):
         return jax.block_until_ready(f(*x))
@@ -450,7 +442,7 @@ for variant in test_ffi.BUILT:
     test_ffi.check(variant)
     x = test_ffi.operands(variant, h_q=test_ffi.heads_for(variant, 8))
     x = jax.device_put(x.arguments())
-    f = jax.jit(functools.partial(test_ffi.OPS[variant.op], scale=0.1))
+    f = jax.jit(functools.partial(test_ffi.function(variant), scale=0.1))
     first = jax.tree.map(np.asarray, f(*x))
     for _ in range(3):
         again = jax.tree.map(np.asarray, f(*jax.tree.map(jax.numpy.copy, x)))
@@ -468,40 +460,67 @@ def test_unknown_variant_lists_what_is_built(variant):
     x = operands(dataclasses.replace(variant, d=96)).arguments()
     says = rf"UNIMPLEMENTED: .*{variant.op}: no kernel for d=96, dtype=BF16.* on sm_\d+a?; built: .*{variant.key}"
     with pytest.raises(jax.errors.JaxRuntimeError, match=says):
-        jax.block_until_ready(OPS[variant.op](*x, scale=0.1))
+        jax.block_until_ready(function(variant)(*x, scale=0.1))
+
+
+REFUSED = [  # what is wrong with an operand: while tracing, or None; and when the call runs, where that is not the same
+    ("mha_fwd", "k", lambda x: x[0], r"k: got shape \[150, 1, 64\], wanted \[b, s_kv, h_kv, d\]"),
+    ("mha_fwd", "k", lambda x: x[:1], r"k: got shape \[1, 150, 1, 64\], wanted \[2, 150, 1, 64\]"),
+    ("mha_fwd", "v", lambda x: x[:, :9], r"v: got shape \[2, 9, 1, 64\], wanted \[2, 150, 1, 64\]"),
+    ("mha_fwd", "k", lambda x: x.astype(np.float16), "k: got F16, wanted BF16 like q"),
+    ("mha_fwd", "start", lambda x: x[:, :3], r"start: got shape \[2, 3\], wanted \[2, 70\]"),
+    ("mha_fwd", "sink", lambda x: x[:3], r"sink: got shape \[3\], wanted \[8\]"),
+    ("mha_fwd", "sink", lambda x: x.astype(jnp.bfloat16), ("sink: got BF16, wanted F32", "Wrong buffer dtype")),
+    ("mla_sparse_fwd", "kv", lambda x: x[:, :, None], r"kv: got .* wanted \[b, s_kv, d\]"),
+    ("mla_sparse_fwd", "kv", lambda x: x[..., :64], r"kv: got shape \[2, 150, 64\], wanted \[2, 150, 512\]"),
+    ("mla_sparse_fwd", "kv", lambda x: x[:, :0], (None, "s_kv is 0, wanted at least 1")),
+    (
+        "mla_sparse_fwd",
+        "indices",
+        lambda x: x[0],
+        (r"indices: got shape \[70, 100\], wanted \[b, s_q, topk\]", "Wrong buffer rank"),
+    ),
+    ("mla_sparse_fwd", "indices", lambda x: x[..., :0], (None, "topk is 0, wanted at least 1")),
+    ("mla_sparse_fwd", "indices", lambda x: x[:, 1:], r"indices: got shape \[2, 69, 100\], wanted \[2, 70, 100\]"),
+    ("mla_sparse_fwd", "length", lambda x: x[:, 1:], r"length: got shape \[2, 69\], wanted \[2, 70\]"),
+    ("csa_fwd", "window_kv", lambda x: x[:1], r"window_kv: got shape \[1, 150, 512\]"),
+    ("csa_fwd", "kv", lambda x: x.astype(np.float16), "kv: got F16, wanted BF16 like q"),
+    ("csa_fwd", "length", lambda x: x.astype(np.float32), ("length: got F32, wanted S32", "Wrong buffer dtype")),
+    ("hca_fwd", "kv", lambda x: x[:, :0], (None, "s_kv of the second keys is 0")),
+    ("hca_fwd", "start2", lambda x: x[:1], r"start2: got shape \[1, 70\], wanted \[2, 70\]"),
+    ("hca_fwd", "stop2", lambda x: x[:1], r"stop2: got shape \[1, 70\], wanted \[2, 70\]"),
+]
+
+
+def wrong(op, operand, change):
+    """Arguments of a raw call, one of them changed."""
+    variant = next(v for v in FORWARD if (v.op, v.dtype) == (op, "bfloat16"))
+    x, names = list(operands(variant).arguments()), list(inspect.signature(function(variant)).parameters)
+    x[names.index(operand)] = change(x[names.index(operand)])
+    return x
+
+
+@pytest.mark.parametrize(("op", "operand", "change", "says"), [row for row in REFUSED if row[3][0] is not None])
+def test_a_raw_call_refuses_operands(op, operand, change, says):
+    """While tracing, by `_host/targets.json`."""
+    x, says = wrong(op, operand, change), says if isinstance(says, str) else says[0]
+    with pytest.raises(ValueError, match=f"{op}: {says}"):
+        jax.eval_shape(functools.partial(attention._call, op, 1, 0.1), *x)
+
+
+def test_a_raw_call_takes_extents_that_are_not_known():
+    b, n = jax.export.symbolic_shape("b, n")
+    shapes = {"bfloat16": [(b, 4, 8, 64), (2, n, 1, 64)], "int32": [(b, 4), (n, 4)], "float32": [(8,)]}
+    x = [jax.ShapeDtypeStruct(shape, dtype) for dtype, of_dtype in shapes.items() for shape in of_dtype]
+    o, lse = jax.eval_shape(functools.partial(attention._call, "mla_span_fwd", 1, 0.1), *x)
+    assert (o.shape, lse.shape) == ((b, 4, 8, 64), (b, 4, 8))
 
 
 @on_gpu
-@pytest.mark.parametrize(
-    ("op", "operand", "change", "says"),
-    [
-        ("mha_fwd", "k", lambda x: x[0], r"k: got shape \[150, 1, 64\], wanted \[b, s_kv, h_kv, d\]"),
-        ("mha_fwd", "k", lambda x: x[:1], r"k: got shape \[1, 150, 1, 64\], wanted \[2, 150, 1, 64\]"),
-        ("mha_fwd", "v", lambda x: x[:, :9], r"v: got shape \[2, 9, 1, 64\], wanted \[2, 150, 1, 64\]"),
-        ("mha_fwd", "k", lambda x: x.astype(np.float16), "k: got F16, wanted BF16 like q"),
-        ("mha_fwd", "start", lambda x: x[:, :3], r"start: got shape \[2, 3\], wanted \[2, 70\]"),
-        ("mha_fwd", "sink", lambda x: x[:3], r"sink: got shape \[3\], wanted \[8\]"),
-        ("mha_fwd", "sink", lambda x: x.astype(jnp.bfloat16), "Wrong buffer dtype"),
-        ("mla_sparse_fwd", "kv", lambda x: x[:, :, None], r"kv: got .* wanted \[b, s_kv, d\]"),
-        ("mla_sparse_fwd", "kv", lambda x: x[..., :64], r"kv: got shape \[2, 150, 64\], wanted \[2, 150, 512\]"),
-        ("mla_sparse_fwd", "kv", lambda x: x[:, :0], "s_kv is 0, wanted at least 1"),
-        ("mla_sparse_fwd", "indices", lambda x: x[0], "Wrong buffer rank"),
-        ("mla_sparse_fwd", "indices", lambda x: x[..., :0], "topk is 0, wanted at least 1"),
-        ("mla_sparse_fwd", "indices", lambda x: x[:, 1:], r"indices: got shape \[2, 69, 100\], wanted \[2, 70, 100\]"),
-        ("mla_sparse_fwd", "length", lambda x: x[:, 1:], r"length: got shape \[2, 69\], wanted \[2, 70\]"),
-        ("csa_fwd", "window_kv", lambda x: x[:1], r"window_kv: got shape \[1, 150, 512\]"),
-        ("csa_fwd", "kv", lambda x: x.astype(np.float16), "kv: got F16, wanted BF16 like q"),
-        ("csa_fwd", "length", lambda x: x.astype(np.float32), "Wrong buffer dtype"),
-        ("hca_fwd", "kv", lambda x: x[:, :0], "s_kv of the second keys is 0"),
-        ("hca_fwd", "start2", lambda x: x[:1], r"start2: got shape \[1, 70\], wanted \[2, 70\]"),
-        ("hca_fwd", "stop2", lambda x: x[:1], r"stop2: got shape \[1, 70\], wanted \[2, 70\]"),
-    ],
-)
-def test_handler_refuses_operands(op, operand, change, says):
-    """A call that bypasses the code that counts splits from valid shapes."""
-    variant = next(v for v in FORWARD if (v.op, v.dtype) == (op, "bfloat16"))
-    names = list(inspect.signature(OPS[op]).parameters)
-    x = list(operands(variant).arguments())
-    x[names.index(operand)] = change(x[names.index(operand)])
+@pytest.mark.parametrize(("op", "operand", "change", "says"), REFUSED)
+def test_handler_refuses_operands(op, operand, change, says, monkeypatch):
+    """A call that bypasses the code that counts splits from valid shapes, and the check while tracing."""
+    monkeypatch.setattr(call, "check", lambda *_: None)
+    x, says = wrong(op, operand, change), says if isinstance(says, str) else says[1]
     with pytest.raises(jax.errors.JaxRuntimeError, match=rf"(?s)INVALID_ARGUMENT: .*{says}"):
         jax.block_until_ready(attention._call(op, 1, 0.1, *x))

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_dsv4_fmha import Cache
 from jax_dsv4_fmha._testing import rope as cases
-from jax_dsv4_fmha.layers import Rope, from_config, from_state_dict, hadamard, inverse_rope, rope
+from jax_dsv4_fmha.layers import Rope, Shared, from_config, from_state_dict, hadamard, inverse_rope, rope
 from jax_dsv4_fmha.layers.rope import rope_of_normed
 from tests import layers_float64
 from tests.helpers import collectives
@@ -63,10 +64,10 @@ def stack(name, run):
     layers, params = model(name)
 
     def f(x, caches=None, **at):
-        shared, kept = None, []
+        shared, kept = Shared(), []
         for i, (layer, p) in enumerate(zip(layers, params, strict=True)):
             out = run(layer, p, x, shared, None if caches is None else caches[i], **at)
-            x, shared = x + out.y, out.shared
+            x, shared = x + out.y, shared.after(out)
             kept.append(out.cache)
         return x, kept
 
@@ -319,6 +320,35 @@ def test_fp8_caches():
 
 
 @pytest.mark.parametrize(
+    "dtype, layouts", [("float8_e4m3fn", ("v41_fp8", "v41_fp8")), ("float4_e2m1fn", ("v41_fp8", "v41_fp4"))]
+)
+def test_packed_caches_of_v41(dtype, layouts):
+    """Its own layouts; a step over them is near one over bfloat16."""
+    layers = from_config(MODELS["v4.1"] | {"head_dim": 512})
+    layer, x = layers[1], hidden(2, 9).astype(jnp.bfloat16)
+    p = random_params(layer, 0)
+    got, want = (
+        jax.jit(lambda x, c: layer(p, x, c)[:2])(x, layer.cache(2, 12, kind)) for kind in (dtype, jnp.bfloat16)
+    )
+    assert (got[1].window.layout, got[1].compressed.layout) == layouts
+    assert got[1].window.is_packed and got[1].compressed.is_packed and not got[1].keys.is_packed
+    error = jnp.linalg.norm((got[0] - want[0]).astype(jnp.float32)) / jnp.linalg.norm(want[0].astype(jnp.float32))
+    assert 0 < error < 0.3, error
+    with pytest.raises(ValueError, match=r"dtype: got float4_e2m1fn, wanted .*float8_e4m3fn for a layer like this"):
+        from_config(MODELS["v4"] | {"head_dim": 512})[1].cache(2, 12, "float4_e2m1fn")
+
+
+@pytest.mark.parametrize("kind", [0, 1, 2], ids=["window", "sparse", "dense"])
+def test_a_window_of_one_token_takes_chunks(kind):
+    layer = from_config(MODELS["v4"] | {"sliding_window": 1})[kind]
+    p, x = random_params(layer, 0), hidden(2, 16)
+    want, cache = layer(p, x).y, layer.cache(2, 16, jnp.float32)
+    for start in (0, 8):
+        y, cache = layer(p, x[:, start : start + 8], cache, start=start)[:2]
+        np.testing.assert_allclose(y, want[:, start : start + 8], rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(
     "axes, kind",
     [
         (("batch",), AxisType.Explicit),
@@ -342,6 +372,46 @@ def test_shardings_alone_make_it_parallel(axes, kind):
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
     if len(axes) == 1:
         assert set(collectives(compiled)) == {"batch": set(), "heads": {"all-reduce"}}[axes[0]]
+
+
+def in_place(lowered, caches):
+    """Asserts that a program returns no value twice, and that every array of its donated caches becomes a result."""
+    text = lowered.as_text()
+    (signature,) = re.findall(r"func\.func public @main\((.*)\) -> ", text)
+    assert signature.count("tf.aliasing_output") == len(jax.tree.leaves(caches)), signature
+    (results,) = re.findall(r"^    return (.*) : ", text.split("func.func private")[0], re.MULTILINE)
+    assert len(set(results.split(", "))) == len(results.split(", ")), results
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_donated_caches_are_updated_in_place(name, paged):
+    """Layer by layer as the pages say, and a whole model in one program: XLA copies what a program returns twice."""
+    layers, params = model(name)
+    table = jnp.asarray(np.random.default_rng(3).permutation(6).reshape(2, 3), jnp.int32) if paged else None
+    caches = [layer.cache(2, 24, jnp.float32, steps=2, block_table=table) for layer in layers]
+    x, shared = hidden(2, 2), Shared()
+    for layer, p, cache in zip(layers, params, caches, strict=True):
+        for f, at in ((layer.step, {"lengths": 9}), (layer, {"start": 7})):
+            traced = jax.jit(f, donate_argnums=2).trace(p, x, cache, shared, **at)
+            in_place(traced.lower(lowering_platforms=("cuda",)), cache)
+        shared = shared.after(jax.eval_shape(functools.partial(layer.step, lengths=9), p, x, cache, shared))
+    run = stack(name, lambda layer, p, x, shared, cache, **at: layer.step(p, x, cache, shared, **at))
+    traced = jax.jit(run, donate_argnums=1).trace(x, caches, lengths=9)
+    in_place(traced.lower(lowering_platforms=("cuda",)), caches)
+
+
+def test_a_result_that_is_returned_twice_is_noticed():
+    layers, params = model("v4")
+    cache = layers[1].cache(2, 24, jnp.float32)
+
+    def twice(p, x, cache):
+        out = layers[1].step(p, x, cache, lengths=9)
+        return out, out.cache.compressed
+
+    traced = jax.jit(twice, donate_argnums=2).trace(params[1], hidden(2, 1), cache)
+    with pytest.raises(AssertionError):
+        in_place(traced.lower(lowering_platforms=("cuda",)), cache)
 
 
 def published(name):
@@ -425,6 +495,41 @@ def test_config_of_deepseeks_own_code():
     assert from_config(theirs | {"original_seq_len": 0})[1].rope == Rope(64, 160000)  # no YaRN
 
 
+def test_config_of_v41_in_deepseeks_own_code():
+    """The lists of layers have other names there; read as V4's, layers would load and be wrong."""
+    theirs = dict(published("v4.1")["text_config"])
+    for ours, name in (("kv_source_layer_ids", "kv_source_layers"), ("index_source_layer_ids", "index_source_layers"),
+                       ("candidate_source_layer_id", "candidate_source_layer")):  # fmt: skip
+        theirs[name] = theirs.pop(ours)
+    assert from_config(theirs) == from_config(published("v4.1"))
+
+
+def test_config_with_rope_parameters_that_are_not_nested():
+    theirs = published("flash")
+    yarn = theirs.pop("rope_scaling")
+    theirs["rope_parameters"] = yarn | {"rope_type": yarn.pop("type"), "rope_theta": 10000.0}
+    assert from_config(theirs) == from_config(published("flash"))
+
+
+def test_config_with_rates_as_entries_of_their_own():
+    rates = {"compress_rate_csa": 8, "compress_rate_hca": 64}
+    layers = from_config(MODELS["v4"] | {"compress_rates": None} | rates)
+    assert [layer.ratio for layer in layers] == [0, 8, 64]
+
+
+def test_config_with_entries_of_other_parts_of_a_model():
+    others = {
+        "model_type": "deepseek_v4", "vocab_size": 9, "hc_mult": 4, "n_routed_experts": 256, "use_cache": True,
+        "norm_topk_prob": True, "num_key_value_heads": 1, "attention_bias": False, "attention_dropout": 0.0,
+        "mlp_layer_types": ["moe"], "engram_n_heads": 8, "engram_head_dim": 64, "dspark_block_size": 5,
+        "_attn_implementation_autoset": True, "attn_implementation": "eager", "output_attentions": False,
+        "tie_word_embeddings": False, "quantization_config": {}, "num_nextn_predict_layers": 1, "expert_dtype": "fp4",
+        "routed_scaling_factor": 1.5, "max_position_embeddings": 2**20, "transformers_version": "5.0", "mlp_bias": 0,
+        "topk_method": "noaux_tc", "scoring_func": "sqrtsoftplus", "swiglu_limit": 10.0, "num_hash_layers": 3,
+    }  # fmt: skip
+    assert from_config(published("flash") | others) == from_config(published("flash"))
+
+
 @pytest.mark.parametrize(
     "changes, error",
     [
@@ -434,6 +539,10 @@ def test_config_of_deepseeks_own_code():
         ({"compress_ratios": None, "layer_types": ["full_attention"] * 43}, "layer_types: got full_attention"),
         ({"compress_ratios": [-1] * 43}, "compress_ratios: got -1"),
         ({"compress_ratios": [4]}, "compress_ratios: got 1, wanted one for each layer"),
+        ({"compress_ratios": [0, 4, 8] * 15}, "compress_ratios: got 8, wanted 0, 4 or 128"),
+        ({"attention_bias": True}, "attention_bias: got True, wanted False"),
+        ({"num_key_value_heads": 8}, "num_key_value_heads: got 8, wanted 1"),
+        ({"index_share_layers": 2}, "index_share_layers: got 2, wanted no such entry"),
         ({"o_groups": 3}, "o_groups: got 3, wanted a divisor of the 64 heads"),
         ({"qk_rope_head_dim": 7}, "dims: got 7, wanted an even int"),
     ],

@@ -49,6 +49,7 @@ LAYERS = [
     "Choice",
     "Compressor",
     "DSV4Attention",
+    "IndexQuery",
     "Indexer",
     "LayerCache",
     "Output",

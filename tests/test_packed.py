@@ -104,7 +104,7 @@ def test_every_code_is_read(layout):
 
 def test_kernels_know_the_same_layouts():
     for name, packing in PACKED.items():
-        parts = (packing.values, packing.scales) if packing.apart else (packing.entry,)
+        parts = (packing.values, packing.scales) if packing.separate_scales else (packing.entry,)
         assert (LAYOUTS[name].parts, LAYOUTS[name].multiple) == (parts, packing.multiple)
     assert PACKED.keys() == {name for name, layout in LAYOUTS.items() if layout.d == 512}
 
@@ -145,6 +145,30 @@ def test_packed_entries_are_rounded_where_they_are_read_at_once(cuda, layout):
     np.testing.assert_array_equal(got, back(there(entries, layout), layout))
     page = IN_NUMPY[layout](np.asarray(entries, np.float64))
     np.testing.assert_array_equal(there(entries, layout), np.frombuffer(page, np.uint8))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda x: x.__name__)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_codes_are_those_of_rounded_entries(layout, dtype):
+    """XLA may leave out a rounding that comes right before the quantiser, but not one that says so."""
+
+    def norm_and_quantize(x):
+        return quantize_cache((x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True))).astype(dtype), layout)
+
+    text = jax.jit(norm_and_quantize).lower(jnp.ones((4, LAYOUTS[layout].d))).as_text()
+    assert text.count("stablehlo.reduce_precision") >= 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_norm_and_the_quantiser_in_one_program_give_the_same_codes(cuda, layout):
+    x = jax.device_put(jax.random.normal(jax.random.key(0), (64, LAYOUTS[layout].d)), cuda)
+
+    def norm(x):
+        return (x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True))).astype(jnp.bfloat16)
+
+    want = jax.jit(quantize_cache, static_argnums=1)(jax.jit(norm)(x), layout)
+    np.testing.assert_array_equal(jax.jit(lambda x: quantize_cache(norm(x), layout))(x), want)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

@@ -15,15 +15,16 @@ from interpreter.kernels.verdict import judge
 from kernels.abi import ANY, Combine, Forward
 
 BUILT = [v.key for v in native.built(Forward) if v.arch == "sm_90a"]
+V41, V41_FP4 = "v41_fp8", "v41_fp4"
 COMBINE = {v.dtype: v.key for v in native.built(Combine)}
 ALIKE = {
-    v.key for v in map(native.variant_of, BUILT) if v.dtype == "float16" or v.max_heads in (8, 32) or "_v41_" in v.op
+    v.key for v in map(native.variant_of, BUILT) if v.dtype == "float16" or v.max_heads in (8, 32) or V41 in v.sources
 }
 RUNS = [  # those have the same code as others: one case, which may be of COMPARED
     (v.key, case)
     for v in map(native.variant_of, BUILT)
     for case in cases.CASES
-    if v.key not in ALIKE or (case == "tiles" and (v.max_heads < ANY or v.op.endswith("_fp4")))
+    if v.key not in ALIKE or (case == "tiles" and (v.max_heads < ANY or V41_FP4 in v.sources))
     if case != "groups" or v.sources == ("span",)
 ]
 
@@ -133,7 +134,7 @@ COMPARED = [  # beside the cases that run in any order; for few heads, float16 d
     run
     for run in hardware.ATTENTION
     if run.variant.key in BUILT and (run.variant.max_heads == ANY or run.variant.dtype == "bfloat16")
-    if "_v41_" not in run.variant.op or (run.variant.op.endswith("fp4") and run.variant.max_heads < ANY)
+    if V41 not in run.variant.sources or (V41_FP4 in run.variant.sources and run.variant.max_heads < ANY)
     if run.splits > 1 or (run.variant.key, hardware.CASE) not in RUNS
 ]
 

@@ -7,8 +7,10 @@ chip and must give the same there. Pairs of CTAs on Blackwell are in test_ptx_pa
 import numpy as np
 import pytest
 
+from interpreter.edits import replacing
+from interpreter.faults import PlantedFault, interpret
 from interpreter.machine.copies import TensorMap
-from interpreter.machine.handwritten import SYNC, Handwritten, Planted, wait
+from interpreter.machine.handwritten import SYNC, Handwritten, wait
 from interpreter.machine.hazards import Deadlock, Leak, Misuse, OutOfBounds, Race, Undefined
 from interpreter.machine.parser import parse
 from interpreter.machine.state import Machine, new_memory
@@ -256,83 +258,83 @@ def test_on_hardware(name, cuda):
 
 RELAXED = "barrier.cluster.arrive.relaxed.aligned;"
 FAULTS = [
-    Planted(
+    PlantedFault(
         "no cluster sync before the other's memory is read",
         PROGRAMS["exchange"][0],
         Race,
         r"loads from shared memory of CTA \d while nothing tells that it has begun",
-        ((f"{SYNC}\n  ld", "ld"),),
+        replacing((f"{SYNC}\n  ld", "ld")),
     ),
-    Planted(
+    PlantedFault(
         "no cluster sync before the other's memory is written",
         PROGRAMS["stores to the other"][0],
         Race,
         r"stores to shared memory of CTA \d while nothing tells that it has begun",
-        ((f"{RELAXED}\n  barrier.cluster.wait.acquire.aligned;", "bar.sync 0;"),),
+        replacing((f"{RELAXED}\n  barrier.cluster.wait.acquire.aligned;", "bar.sync 0;")),
     ),
-    Planted(
+    PlantedFault(
         "a cluster sync that releases nothing",
         PROGRAMS["exchange"][0],
         Race,
         r"ld\.shared::cluster.*nothing orders this and the write by CTA \d warp 0 \(line \d+: st\.shared\.b32",
-        ((f"{SYNC}\n  ld", f"{RELAXED} barrier.cluster.wait.aligned; ld"),),
+        replacing((f"{SYNC}\n  ld", f"{RELAXED} barrier.cluster.wait.aligned; ld")),
     ),
-    Planted(
+    PlantedFault(
         "a CTA ends while the other reads its memory",
         PROGRAMS["exchange"][0],
         Race,
         r"loads from shared memory of CTA \d, which has ended",
-        ((f"{SYNC}  // nobody", "  // nobody"),),
+        replacing((f"{SYNC}  // nobody", "  // nobody")),
     ),
-    Planted(
+    PlantedFault(
         "the other's memory by an address of .shared::cta",
         PROGRAMS["exchange"][0],
         Misuse,
         r"loads in shared memory of CTA \d, which takes \.shared::cluster",
-        (("ld.shared::cluster.b32 %r20", "ld.shared.b32 %r20"),),
+        replacing(("ld.shared::cluster.b32 %r20", "ld.shared.b32 %r20")),
     ),
-    Planted(
+    PlantedFault(
         "a rank that the cluster does not have",
         PROGRAMS["exchange"][0],
         OutOfBounds,
         r"of CTA [23] in a cluster of 2",
-        (("xor.b32 %r11, %r10, 1", "add.s32 %r11, %r10, 2"),),
+        replacing(("xor.b32 %r11, %r10, 1", "add.s32 %r11, %r10, 2")),
     ),
-    Planted(
+    PlantedFault(
         "arrives at the cluster's barrier twice",
         PROGRAMS["exchange"][0],
         Misuse,
         "again without having waited",
-        ((f"{SYNC}\n  ld", f"{SYNC}\n  barrier.cluster.arrive.aligned;\n  ld"),),
+        replacing((f"{SYNC}\n  ld", f"{SYNC}\n  barrier.cluster.arrive.aligned;\n  ld")),
     ),
-    Planted(
+    PlantedFault(
         "one CTA does not come to the cluster's barrier",
         PROGRAMS["exchange"][0],
         Deadlock,
         r"for the cluster's barrier, where CTA 0 warp 0-1; CTA 1 warp 1 have come and not CTA 1 warp 0",
-        ((PEER, f"{PEER} setp.eq.b32 %p3, %r7, 64; vote.sync.any.pred %p3, %p3, -1; @%p3 bar.sync 1, 64;"),),
-        {"threads": 64},
+        replacing((PEER, f"{PEER} setp.eq.b32 %p3, %r7, 64; vote.sync.any.pred %p3, %p3, -1; @%p3 bar.sync 1, 64;")),
+        case={"threads": 64},
     ),
-    Planted(
+    PlantedFault(
         "mbarriers are not released to the cluster",
         PROGRAMS["stores to the other"][0],
         Misuse,
         r"mbarrier \+4096 of CTA \d .* nothing orders that after its initialisation",
-        (("fence.mbarrier_init.release.cluster;", ""),),
+        replacing(("fence.mbarrier_init.release.cluster;", "")),
     ),
-    Planted(
+    PlantedFault(
         "a remote arrival that releases nothing",
         PROGRAMS["stores to the other"][0],
         Race,
         r"nothing orders this and the write by CTA \d warp 0 .*st\.shared::cluster",
-        (("arrive.release.cluster.shared::cluster", "arrive.relaxed.cluster.shared::cluster"),),
+        replacing(("arrive.release.cluster.shared::cluster", "arrive.relaxed.cluster.shared::cluster")),
     ),
-    Planted(
+    PlantedFault(
         "arrives at its own mbarrier in place of the other's",
         PROGRAMS["stores to the other"][0],
         Undefined,
         r"ld\.shared\.b32 .*reads SMEM of CTA \d bytes 1024\.\.1151, which nobody wrote",
-        (
+        replacing(
             ("_, [%r13+4096]", "_, [%r3+4096]"),
             ("arrive.release.cluster.shared::cluster", "arrive.release.cluster.shared::cta"),
         ),
@@ -343,116 +345,116 @@ FAULTS = [
             ),
         ),
     ),
-    Planted(
+    PlantedFault(
         "a barrier counts the cluster's threads",
         PROGRAMS["stores to the other"][0],
         Deadlock,
         r"mbarrier \+4096 of CTA 0 .*32 of 64 arrivals pending.*arrived: CTA 1 warp 0",
-        (("[%r3+4096], 32;", "[%r3+4096], 64;"),),
+        replacing(("[%r3+4096], 32;", "[%r3+4096], 64;")),
     ),
-    Planted(
+    PlantedFault(
         "waits for an mbarrier of the other",
         PROGRAMS["stores to the other"][0],
         Misuse,
         "wanted one of this CTA's own",
-        (("cluster.shared::cta.b64 %p7, [%r3", "cluster.shared::cta.b64 %p7, [%r13"),),
+        replacing(("cluster.shared::cta.b64 %p7, [%r3", "cluster.shared::cta.b64 %p7, [%r13")),
     ),
-    Planted(
+    PlantedFault(
         "what atomics change is read before all have",
         PROGRAMS["atomics"][0],
         Race,
         r"red\.relaxed.* overwrites SMEM of CTA 0 bytes 1024\.\.1027 .* the read by CTA \d warp \d \(line \d+: ld\.",
-        ((f"{SYNC}\n  ld.shared", "ld.shared"),),
+        replacing((f"{SYNC}\n  ld.shared", "ld.shared")),
     ),
-    Planted(
+    PlantedFault(
         "a store among atomics",
         PROGRAMS["atomics"][0],
         Race,
         r"st\.shared::cluster.* overwrites SMEM of CTA 0 .* the write by CTA \d warp \d \(line \d+: @%p1 red\.",
-        (("red.relaxed", "@!%p1 st.shared::cluster.u32 [%r13], %r20;\n  @%p1 red.relaxed"),),
+        replacing(("red.relaxed", "@!%p1 st.shared::cluster.u32 [%r13], %r20;\n  @%p1 red.relaxed")),
     ),
-    Planted(
+    PlantedFault(
         "st.async counts more bytes than come",
         PROGRAMS["st.async"][0],
         Deadlock,
         r"256 transaction bytes outstanding",
-        ((", 256;", ", 512;"),),
+        replacing((", 256;", ", 512;")),
     ),
-    Planted(
+    PlantedFault(
         "st.async counts on its own mbarrier",
         PROGRAMS["st.async"][0],
         Misuse,
         r"a store to CTA \d that completes on another's",
-        (("{%r20, %r21}, [%r13+4096]", "{%r20, %r21}, [%r3+4096]"),),
+        replacing(("{%r20, %r21}, [%r13+4096]", "{%r20, %r21}, [%r3+4096]")),
     ),
-    Planted(
+    PlantedFault(
         "st.async is not waited for",
         PROGRAMS["st.async"][0],
         Undefined,
         r"ld\.shared\.v2\.b32 .*reads SMEM of CTA \d bytes 1024\.\.1279, which nobody wrote",
-        ((wait("WAIT", 4096), ""),),
+        replacing((wait("WAIT", 4096), "")),
     ),
-    Planted(
+    PlantedFault(
         "a bulk copy without a proxy fence",
         PROGRAMS["bulk copy"][0],
         Race,
         r"no fence\.proxy\.async after the generic write",
-        (("fence.proxy.async.shared::cta;", ""),),
+        replacing(("fence.proxy.async.shared::cta;", "")),
     ),
-    Planted(
+    PlantedFault(
         "a CTA ends while a bulk copy reads its memory",
         PROGRAMS["bulk copy"][0],
         Leak,
         r"ends while a copy may be in flight: nobody waited for the tma",
-        ((f"{SYNC}  // the other tells", "  // the other tells"),),
+        replacing((f"{SYNC}  // the other tells", "  // the other tells")),
     ),
-    Planted(
+    PlantedFault(
         "a multicast to one CTA of two",
         PROGRAMS["multicast"][0],
         Deadlock,
         r"CTA 1 warp 0 at line \d+ waits for parity 0: mbarrier \+4096 of CTA 1 .*2048 transaction bytes outstanding",
-        (("mov.b16 %rs1, 3;", "mov.b16 %rs1, 1;"),),
+        replacing(("mov.b16 %rs1, 3;", "mov.b16 %rs1, 1;")),
     ),
-    Planted(
+    PlantedFault(
         "a multicast to CTAs that there are not",
         PROGRAMS["multicast"][0],
         Misuse,
         r"mask 0b111 in a cluster of 2",
-        (("mov.b16 %rs1, 3;", "mov.b16 %rs1, 7;"),),
+        replacing(("mov.b16 %rs1, 3;", "mov.b16 %rs1, 7;")),
     ),
-    Planted(
+    PlantedFault(
         "a multicast of which each CTA expects its own bytes",
         PROGRAMS["multicast"][0],
         Undefined,
         r"ld\.shared\.b32 %r37.*reads SMEM .*which nobody wrote",
-        ((", 2048;", ", 1024;"),),
+        replacing((", 2048;", ", 1024;")),
         also=((Race, r"ld\.shared\.b32 %r37.*reads SMEM .*orders this and the write by tma of CTA"),),
     ),
-    Planted(
+    PlantedFault(
         "a multicast before the other's mbarriers are made",
         PROGRAMS["multicast"][0],
         Misuse,
         r"multicast::cluster.*there is no mbarrier at shared memory \+4096 of CTA \d",
-        ((f"MADE:\n  {SYNC}", "MADE:\n bar.sync 0;"),),
+        replacing((f"MADE:\n  {SYNC}", "MADE:\n bar.sync 0;")),
     ),
-    Planted(
+    PlantedFault(
         "a multicast over what the other still reads",
         PROGRAMS["multicast"][0],
         Race,
         r"multicast::cluster.* overwrites SMEM of CTA \d .* the read by CTA \d warp 0 \(line \d+: ld\.shared",
-        (
+        replacing(
             ("[%r3+4104], 2;", "[%r3+4104], 1;"),
             ("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r33+4104];", ""),
             ("arrive.release.cluster.shared::cluster.b64 _, [%r34", "arrive.shared::cta.b64 _, [%r3"),
         ),
         also=((Race, r"ld\.shared\.b32 %r37.*reads SMEM .*orders this and the write by tma of CTA"),),
     ),
-    Planted(
+    PlantedFault(
         "a CTA ends while the other arrives at its mbarrier",
         PROGRAMS["multicast"][0],
         Race,
         r"arrives at an mbarrier in shared memory of CTA \d, which has ended",
-        ((f"{STORE}\n  {SYNC}", STORE),),
+        replacing((f"{STORE}\n  {SYNC}", STORE)),
     ),
 ]
 
@@ -460,7 +462,7 @@ FAULTS = [
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda x: x.name.replace(" ", "-"))
 def test_finds(fault):
     """By the symptoms of this fault, whatever the order of events; no other fault has the same."""
-    assert [other.name for other in FAULTS if fault.is_told_by(other.found(SEEDS))] == [fault.name]
+    fault.check(interpret, seeds=SEEDS, among=FAULTS)
 
 
 def test_refuses_a_launch_in_other_clusters():

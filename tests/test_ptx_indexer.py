@@ -8,16 +8,26 @@ import numpy as np
 import pytest
 
 from interpreter import edits
+from interpreter.faults import PlantedFault
 from interpreter.kernels import native
-from interpreter.kernels.indexer import Problem, ProblemAt, choose, judge_at, judge_choice, judge_scores, run, run_at
+from interpreter.kernels.indexer import (
+    TOPK,
+    Problem,
+    ProblemAt,
+    choose,
+    judge_at,
+    judge_choice,
+    judge_scores,
+    run,
+    run_at,
+)
 from interpreter.kernels.verdict import Wrong
-from interpreter.machine.hazards import Deadlock, Fault, OutOfBounds, Race
+from interpreter.machine.hazards import Deadlock, OutOfBounds, Race
 
 KEYS = tuple(
     f"indexer_scores_sm_90a_heads{heads}_{dtype}"
     for heads, dtype in ((64, "bfloat16"), (64, "float8_e4m3fn"), (32, "float16"), (16, "float8_e4m3fn"))
 )
-SEEDS = (0, 1)
 
 
 @functools.cache
@@ -59,12 +69,14 @@ def page_of_another(text):
     return edits.replace(text, pattern, lambda m: f"{m[0]} xor.b32 {m[1]}, {m[1]}, 1;", slice(2, 3))
 
 
+def run_with_pages(fault, seed):
+    x = Problem.of(variant(fault.kernel), 2, 2, 300, 40, 64)
+    judge_scores(x, run(variant(fault.kernel), x, edit_scores=fault.planted_in, seed=seed), x.seen)
+
+
 def test_fault_of_pages():
     key = "indexer_scores_sm_90a_heads64_float8_e4m3fn_paged"
-    x = Problem.of(variant(key), 2, 2, 300, 40, 64)
-    for seed in SEEDS:
-        with pytest.raises(Wrong, match="scores are wrong"):
-            judge_scores(x, run(variant(key), x, edit_scores=page_of_another, seed=seed), x.seen)
+    PlantedFault("pages of another", key, Wrong, "scores are wrong", page_of_another).check(run_with_pages)
 
 
 def test_a_workspace_that_is_used_again():
@@ -158,25 +170,42 @@ def others_weights(x):
     return dataclasses.replace(x, weights=weights)
 
 
-SCORE_FAULTS = {
-    "a head's weight of another query": (weight_of_another_query, Wrong, r"of queries \[1, 3\]$", others_weights),
-    "no ReLU": (no_relu, Wrong, r"of queries \[1, 2, 3, 4\]$", Uncut),
-    "keys read before they are there": (without_waiting_for("k_full"), Race, CLASH, None),
-    "keys never handed back": (never_handed_back, Deadlock, "count 16, [^\n]* 16 of 16 arrivals pending", None),
-}
+SCORE_FAULTS = [
+    PlantedFault(
+        "a head's weight of another query",
+        KEYS[0],
+        Wrong,
+        r"of queries \[1, 3\]$",
+        weight_of_another_query,
+        answers=others_weights,
+    ),
+    PlantedFault("no ReLU", KEYS[0], Wrong, r"of queries \[1, 2, 3, 4\]$", no_relu, answers=Uncut),
+    PlantedFault("keys read before they are there", KEYS[0], Race, CLASH, without_waiting_for("k_full")),
+    PlantedFault(
+        "keys never handed back", KEYS[0], Deadlock, "count 16, [^\n]* 16 of 16 arrivals pending", never_handed_back
+    ),
+]
 
 
-@pytest.mark.parametrize("name", SCORE_FAULTS)
-def test_fault_of_scores(name):
-    edit, fault, says, foretold = SCORE_FAULTS[name]
-    key = KEYS[0]
-    x = problem(key, b=1, s_q=5, s_c=900)
-    for seed in SEEDS:
-        with pytest.raises(Fault, match=says) as found:
-            judge_scores(x, got := run(variant(key), x, edit_scores=edit, seed=seed), x.seen)
-        assert type(found.value) is fault
-        if foretold is not None:
-            judge_scores(foretold(x), got, x.seen)
+def run_scores_with(fault, seed):
+    """A fault's very answer is compared before it is judged."""
+    x = problem(fault.kernel, b=1, s_q=5, s_c=900)
+    got = run(variant(fault.kernel), x, edit_scores=fault.planted_in, seed=seed)
+    if fault.answers is not None:
+        judge_as_foretold(fault.answers(x), got)
+    judge_scores(x, got, x.seen)
+
+
+def judge_as_foretold(x, got):
+    try:
+        judge_scores(x, got, x.seen)
+    except Wrong as wrong:
+        raise AssertionError(f"wrong, and not in the way that was foretold: {wrong}") from None
+
+
+@pytest.mark.parametrize("fault", SCORE_FAULTS, ids=str)
+def test_fault_of_scores(fault):
+    fault.check(run_scores_with)
 
 
 # ---- faults of the choice
@@ -216,34 +245,65 @@ def later_ties_first(text):
     return edits.replace(text, pattern, lambda m: m[1] + above.format(m[4], m[3], m[2]), slice(None))
 
 
-CHOICE_FAULTS = {  # what is said of the first row of `rows` that the fault changes
-    "an entry past the visible one": (past_the_last, r"^query 1 .*: entries that it does not see: \[639\]"),
-    "a tie broken the other way": (
-        later_ties_first,
-        r"^query 2 .*: of equal scores a higher entry .* of \[2, 3, 4, 5\]",
+CHOICE_FAULTS = [  # what is said of the first row of `rows` that the fault changes
+    PlantedFault(
+        "an entry past the visible one",
+        TOPK.key,
+        Wrong,
+        r"^query 1 .*: entries that it does not see: \[639\]",
+        past_the_last,
     ),
-    "-0 is less than 0": (minus_zero, r"^query 5 .*: of equal scores a higher entry was chosen"),
-    "NaN wins": (nan_first, r"^query 4 .*: an entry with a lesser score was chosen: \[3, 6, 9, 12\]"),
-}
+    PlantedFault(
+        "a tie broken the other way",
+        TOPK.key,
+        Wrong,
+        r"^query 2 .*: of equal scores a higher entry .* of \[2, 3, 4, 5\]",
+        later_ties_first,
+    ),
+    PlantedFault(
+        "-0 is less than 0", TOPK.key, Wrong, r"^query 5 .*: of equal scores a higher entry was chosen", minus_zero
+    ),
+    PlantedFault(
+        "NaN wins",
+        TOPK.key,
+        Wrong,
+        r"^query 4 .*: an entry with a lesser score was chosen: \[3, 6, 9, 12\]",
+        nan_first,
+    ),
+]
 
 
-@pytest.mark.parametrize("name", CHOICE_FAULTS)
-def test_fault_of_choice(name):
-    edit, says = CHOICE_FAULTS[name]
+@functools.cache
+def with_unseen_maxima():
+    """Rows whose entries that a query does not see would be chosen."""
     scores, start, stop = rows(640)
-    scores[np.arange(len(scores))[:-1], np.minimum(stop[0, :-1], 639)] = 1e38  # what is not seen would be chosen
+    scores[np.arange(len(scores))[:-1], np.minimum(stop[0, :-1], 639)] = 1e38
+    return scores, start, stop
+
+
+def test_choice_among_unseen_maxima():
+    scores, start, stop = with_unseen_maxima()
     judge_choice(choose(scores, start, stop, 21), start, stop)
-    for seed in SEEDS:
-        with pytest.raises(Wrong, match=says):
-            judge_choice(choose(scores, start, stop, 21, edit=edit, seed=seed), start, stop)
+
+
+def run_choice_with(fault, seed):
+    scores, start, stop = with_unseen_maxima()
+    judge_choice(choose(scores, start, stop, 21, edit=fault.planted_in, seed=seed), start, stop)
+
+
+@pytest.mark.parametrize("fault", CHOICE_FAULTS, ids=str)
+def test_fault_of_choice(fault):
+    fault.check(run_choice_with)
+
+
+def run_row_with(fault, seed):
+    scores, start, stop = (x[..., :1, :] if x.ndim == 2 and len(x) > 1 else x[:, :1] for x in rows(640))
+    choose(scores, start, stop, 33, edit=fault.planted_in, seed=seed)
 
 
 def test_a_buckets_count_lost():
     """Fewer entries seem to be chosen than are: there is no room for all of them."""
-    scores, start, stop = (x[..., :1, :] if x.ndim == 2 and len(x) > 1 else x[:, :1] for x in rows(640))
-    for seed in SEEDS:
-        with pytest.raises(OutOfBounds, match="indices"):
-            choose(scores, start, stop, 33, edit=lost_count, seed=seed)
+    PlantedFault("a bucket's count lost", TOPK.key, OutOfBounds, "indices", lost_count).check(run_row_with)
 
 
 # ---- scores at given entries, and their gradients
@@ -283,19 +343,26 @@ def read_early(writer):
     return rf"wgmma[^\n]*\n\s+reads SMEM [^\n]*nothing orders this and the write by [^\n]*{re.escape(writer)}"
 
 
-AT_FAULTS = {
-    "keys read before they are there": (never_waits_for_keys, Race, read_early("cp.async")),
-    "dS multiplied before all have written it": (barriers_of_ds, Race, read_early("stmatrix")),
-    "the gradient of what ReLU cut": (other_sign, Wrong, r"^2022 of dq are wrong, first \[0, 0, 0, 0\]: -0\.01005"),
-}
+GRADIENT = "indexer_scores_at_bwd_sm_90a_heads16_float16"
+AT_FAULTS = [
+    PlantedFault("keys read before they are there", GRADIENT, Race, read_early("cp.async"), never_waits_for_keys),
+    PlantedFault("dS multiplied before all have written it", GRADIENT, Race, read_early("stmatrix"), barriers_of_ds),
+    PlantedFault(
+        "the gradient of what ReLU cut",
+        GRADIENT,
+        Wrong,
+        r"^2022 of dq are wrong, first \[0, 0, 0, 0\]: -0\.01005",
+        other_sign,
+    ),
+]
 
 
-@pytest.mark.parametrize("name", AT_FAULTS)
-def test_fault_of_gradients(name):
-    edit, fault, says = AT_FAULTS[name]
-    v = variant("indexer_scores_at_bwd_sm_90a_heads16_float16")
+def run_gradient_with(fault, seed):
+    v = variant(fault.kernel)
     x = ProblemAt.of(v, 1, 1, 90, 150)
-    for seed in SEEDS:
-        with pytest.raises(Fault, match=says) as found:
-            judge_at(x, run_at(v, x, edit=edit, seed=seed))
-        assert type(found.value) is fault
+    judge_at(x, run_at(v, x, edit=fault.planted_in, seed=seed))
+
+
+@pytest.mark.parametrize("fault", AT_FAULTS, ids=str)
+def test_fault_of_gradients(fault):
+    fault.check(run_gradient_with)

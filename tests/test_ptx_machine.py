@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 
 from interpreter import machine
+from interpreter.edits import replacing
+from interpreter.faults import PlantedFault, interpret
 from interpreter.machine import decode, fusion
 from interpreter.machine.copies import TensorMap
-from interpreter.machine.handwritten import Handwritten, Planted
+from interpreter.machine.handwritten import Handwritten
 from interpreter.machine.hazards import Deadlock, Leak, Misuse, OutOfBounds, Race, Undefined, Unsupported
 from interpreter.machine.state import SMEM_BASE
 from kernels import build
@@ -27,7 +29,7 @@ def test_the_machine_knows_nothing_of_kernels():
 def however_it_runs(request, monkeypatch):
     """Lane-wise instructions as compiled runs, and one by one."""
     monkeypatch.setattr(fusion, "HOT", request.param)
-    decode.Code.of.cache_clear(), decode.Known.alike.cache_clear()
+    decode.Code.of.cache_clear(), decode.SlotTable.with_declarations.cache_clear()
 
 
 def run(body, source=None, *, threads=32, seed=0, tensor=None):
@@ -197,16 +199,43 @@ def test_two_warps_exchange():
 def test_two_warps_race():
     """Found in any order: where the other warp has not stored yet, its word is undefined."""
     early = Undefined, "reads SMEM .*, which nobody wrote"
-    fault = Planted(
+    fault = PlantedFault(
         "no barrier",
         Handwritten(EXCHANGE.format(barrier="bar.sync 0;"), threads=64),
         Race,
         "nothing orders this and the write by warp",
-        (("bar.sync 0;", ""),),
+        replacing(("bar.sync 0;", "")),
         also=(early,),
     )
-    assert fault.is_told_by(fault.found(range(6)))
-    assert not fault.is_told_by([early, early])  # no run has seen the race itself
+    fault.check(interpret, seeds=range(6))
+
+
+def test_each_symptom_of_a_fault_must_be_seen():
+    raised = {"early": Undefined("which nobody wrote"), "race": Race("nothing orders this"), "other": Leak("a Race")}
+    fault = PlantedFault(
+        "no barrier", "", Race, "nothing orders", lambda text: "none", also=((Undefined, "which nobody wrote"),)
+    )
+    other = PlantedFault("another", "", (Race, Undefined), "", lambda text: "none")
+
+    def check(*names, among=()):
+        def run(fault, seed):
+            if names[seed]:
+                raise raised[names[seed]]
+
+        fault.check(run, seeds=range(len(names)), among=among)
+
+    check("early", "race", among=[fault])
+    for names, among in (
+        (["early", "early"], []),  # no run has seen the race itself
+        (["early", "race", "other"], []),
+        (["early", "race"], [fault, other]),
+    ):
+        with pytest.raises(AssertionError):
+            check(*names, among=among)
+    with pytest.raises(LookupError, match="nothing is found with seed 1"):
+        check("race", None)
+    with pytest.raises(LookupError, match="the edit changes nothing"):
+        fault.planted_in("none")
 
 
 LOAD = """

@@ -5,16 +5,16 @@ The interpreter must find each fault by a symptom that only this fault has.
 
 import dataclasses
 import functools
-import re
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from interpreter import edits, hardware
+from interpreter.faults import PlantedFault
 from interpreter.kernels import gradients, mha_backward, native
 from interpreter.kernels.launch import Kernel
-from interpreter.machine.hazards import Deadlock, Fault, Misuse, Race, Undefined
+from interpreter.machine.hazards import Deadlock, Misuse, Race, Undefined
 from kernels.abi import MhaBackward
 
 BUILT = native.built(MhaBackward)
@@ -90,7 +90,7 @@ def test_agrees_with_hardware(ops):
 
 def barriers(stages: int) -> list[str]:
     """Those of the kernels whose CTAs own keys."""
-    each = [f"{name}{stage}" for name in ("landed", "told", "empty") for stage in range(stages)]
+    each = [f"{name}{stage}" for name in ("landed", "published", "empty") for stage in range(stages)]
     return ["keys", *each, "p_full", "p_empty"]
 
 
@@ -103,34 +103,8 @@ ROW_BARRIERS = [
 ]
 
 
-Finding = tuple[type[Fault] | type[AssertionError], str]
-"""What a run raises, and the text of it"""
-
-
-@dataclasses.dataclass(frozen=True)
-class Fate:
-    name: str
-    fault: type[Fault] | type[AssertionError]
-    says: str
-    edit: Callable[[str], str]
-    op: str = "mha_dkdv"
-    case: str = "window"
-    d: int = 64
-    also: tuple[Finding, ...] = ()  # in orders of events in which something else comes first
-    seeds: tuple[int, ...] = (0,)  # orders in which all of these are found
-
-    @property
-    def symptoms(self) -> tuple[Finding, ...]:
-        return (self.fault, self.says), *self.also
-
-    def found(self, seed: int) -> BaseException:
-        """What a run raises."""
-        ops = ONE if self.op in ONE else PAIR
-        found, x = dict(kernels(self.d, "bfloat16", ops)), operands(self.d, "bfloat16", self.case)
-        found[self.op] = dataclasses.replace(found[self.op], ptx=self.edit(found[self.op].ptx))
-        with pytest.raises((Fault, AssertionError)) as raised:
-            gradients.assert_right(mha_backward.run(found, x, self.d**-0.5, seed=seed), x, self.d**-0.5)
-        return raised.value
+DKDV, DQ, DQDKDV = (f"{op}_sm_90a_d64_bfloat16" for op in ("mha_dkdv", "mha_dq", "mha_dqdkdv"))
+DQDKDV_D128, TILE_SPANS = "mha_dqdkdv_sm_90a_d128_bfloat16", "tile_spans_sm_90a"
 
 
 def places(text: str, names: list[str]) -> dict[str, int]:
@@ -154,17 +128,19 @@ def seen_too_little(text: str) -> str:
     return edits.replace(text, r"redux\.sync\.max\.s32", "redux.sync.min.s32")
 
 
-FATES = [
-    Fate(
+FAULTS = [
+    PlantedFault(
         "products read K before it landed",
+        DKDV,
         Race,
         r"wgmma.*reads SMEM.*orders this and the write by tma of CTA \d warp 0 \(line \d+: cp\.async\.bulk\.tensor\.4d",
         without_waiting("keys"),
         also=((Race, r"cp\.async\.bulk\.tensor\.4d.*overwrites SMEM.*orders this and the read by wgmma"),),
         seeds=(0, 1),
     ),
-    Fate(
+    PlantedFault(
         "products read Q before it landed",
+        DKDV,
         Undefined,
         r"wgmma.*reads SMEM of CTA \d bytes \d+\.\.\d+, which nobody wrote",
         without_waiting("landed0", which=slice(1, None)),
@@ -177,8 +153,9 @@ FATES = [
         ),
         seeds=(0, 1),
     ),
-    Fate(
+    PlantedFault(
         "rows of Q are zeroed before it landed",
+        DKDV,
         Race,
         r"cp\.async\.bulk\.tensor\.5d.*overwrites SMEM.*orders this and the write by CTA \d warp [1-3] "
         r"\(line \d+: st\.shared\.v4\.b32 \[%r\d+\], \{0, 0, 0, 0\}",
@@ -192,16 +169,18 @@ FATES = [
         ),
         seeds=(0, 5),
     ),
-    Fate(
+    PlantedFault(
         "lse is read before it is there",
+        DKDV,
         Race,
         r"ld\.shared\.b32.*reads SMEM.*orders this and the write by CTA \d warp [1-3] \(line \d+: st\.shared\.b32",
-        without_waiting("told0"),
+        without_waiting("published0"),
         also=((Undefined, r"ld\.shared\.b32.*reads SMEM.*, which nobody wrote"),),
         seeds=(0, 3),
     ),
-    Fate(
+    PlantedFault(
         "Q comes in while products read the one before",
+        DKDV,
         Race,
         r"cp\.async\.bulk\.tensor\.5d.*overwrites SMEM.*orders this and the read by wgmma of warp",
         lambda text: edits.drop(text, r"wgmma\.wait_group\.sync\.aligned\s+0", slice(-1, None)),
@@ -209,8 +188,9 @@ FATES = [
         also=((Race, r"wgmma.*reads SMEM bytes.*the write by tma of warp 0 \(line \d+: cp\.async\.bulk\.tensor\.5d"),),
         seeds=(0, 1),
     ),
-    Fate(
+    PlantedFault(
         "Q comes in before the one before has",
+        DKDV,
         Misuse,
         r"mbarrier\.arrive\.expect_tx.*an arrival too many: mbarrier .* 0 of 1 arrivals pending, \d+ transaction bytes",
         without_waiting("empty0", which=slice(1)),
@@ -224,106 +204,110 @@ FATES = [
         ),
         seeds=(0, 5),
     ),
-    Fate(
-        "a row warp tells of a tile where another still tells of the one before",
+    PlantedFault(
+        "a row warp publishes a tile where another still publishes the one before",
+        DKDV,
         Race,
         r"st\.shared\.b32.*overwrites SMEM.*orders this and the write by warp [1-3] \(line \d+: st\.shared\.b32",
         without_waiting("empty0", which=slice(1, None)),
         case="turns",
     ),
-    Fate(
+    PlantedFault(
         "a row that sees nothing is not zeroed",
+        DKDV,
         AssertionError,
         r"^dk: \d+ of \d+ wrong, first at .*: nan",
         lambda text: edits.drop(text, r"st\.shared\.v4\.b32\s+\[%r\d+\], \{0, 0, 0, 0\}"),
     ),
-    Fate(
+    PlantedFault(
         "a tile of rows is not visited",
+        TILE_SPANS,
         AssertionError,
         r"^dk: \d+ of \d+ wrong, first at \(0, 0, 0, 0\): 0\.0, not ",
         seen_too_little,
-        op="tile_spans",
         case="random",
     ),
-    Fate(
+    PlantedFault(
         "nobody says that a stage is free",
+        DKDV,
         Deadlock,
         r"warp 0 at line \d+ waits for parity 0: mbarrier [^\n]*\(count 256, [^\n]* 256 of 256 arrivals pending"
         r".*warp 4-11 at line \d+ wait for parity 1: mbarrier [^\n]*\(count 1, ",
         lambda text: edits.drop(text, r"mbarrier\.arrive\.shared\.b64", slice(-1, None)),
         case="turns",
     ),
-    Fate(
-        "a row warp does not say that it has told",
+    PlantedFault(
+        "a row warp does not say that it has published",
+        DKDV,
         Deadlock,
         r"warp 4-11 at line \d+ wait for parity 0: mbarrier [^\n]*\(count 32, [^\n]* 32 of 32 arrivals pending",
         lambda text: edits.drop(text, r"mbarrier\.arrive\.shared\.b64", slice(0, 1)),
         case="turns",
     ),
-    Fate(
-        "a warpgroup takes what is told of the other's keys",
+    PlantedFault(
+        "a warpgroup takes the flags of the other's keys",
+        DKDV,
         AssertionError,
         r"^dk: \d+ of \d+ wrong, first at \(0, 91, 0, 0\): 0\.0, ",
         lambda text: edits.replace(
             text, r"shr\.s32\s+(%r\d+), (%r\d+), %r\d+;", lambda found: f"mov.b32 {found[1]}, {found[2]};"
         ),
     ),
-    Fate(
+    PlantedFault(
         "products read K before it is cleared",
+        DQ,
         Race,
         r"wgmma.*reads SMEM.*orders this and the write by CTA \d warp [1-3] \(line \d+: st\.shared\.v4\.b32",
         before_it_is_cleared,
-        op="mha_dq",
     ),
-    Fate(
+    PlantedFault(
         "dS is multiplied before both warpgroups have left theirs",
+        DQDKDV,
         Race,
         r"wgmma.*reads SMEM.*orders this and the write by warp \d+ \(line \d+: stmatrix",
-        without_waiting("ds_full0", of=ALL_BARRIERS, which=slice(1, None)),  # not before the first step
-        op="mha_dqdkdv",
+        without_waiting("ds_full0", of=ALL_BARRIERS, which=slice(1, None)),
         case="turns",
     ),
-    Fate(
+    PlantedFault(
         "dS is left where products still read the one before",
+        DQDKDV_D128,
         Race,
         r"stmatrix.*overwrites SMEM.*nothing orders this and the read by wgmma",
         without_waiting("ds_empty0", of=ALL_BARRIERS),
-        op="mha_dqdkdv",
         case="turns",
-        d=128,  # at d 64 each step begins with a wait for dS of the step before, which says the same
     ),
-    Fate(
+    PlantedFault(
         "warps ask for more registers than a CTA has",
+        DQDKDV,
         Misuse,
         r"the warps of a CTA ask for 65536 registers, it was launched with 64512",
         lambda text: edits.replace(
             text, r"setmaxnreg\.dec\.sync\.aligned\.u32\s+24;", "setmaxnreg.dec.sync.aligned.u32 32;"
         ),
-        op="mha_dqdkdv",
     ),
-    Fate(
+    PlantedFault(
         "keys that nobody loads are not zeroed",
+        DQDKDV,
         AssertionError,
         r"^dq: \d+ of \d+ wrong, first at .*: nan",
         lambda text: edits.replace(
             text, r"redux\.sync\.or\.b32\s+(%r\d+), %r\d+, %r\d+;", lambda found: f"mov.b32 {found[1]}, -1;"
         ),
-        op="mha_dqdkdv",
     ),
 ]
 
 
-@pytest.mark.parametrize("fate", FATES, ids=lambda fate: fate.name)
-def test_a_fault_is_found(fate):
+def run_with(fault, seed):
+    variant = native.variant_of(fault.kernel)
+    d, ops = getattr(variant, "d", 64), ONE if variant.op in ONE else PAIR
+    found, x = dict(kernels(d, "bfloat16", ops)), operands(d, "bfloat16", fault.case or "window")
+    kernel = found[variant.op]
+    found[variant.op] = dataclasses.replace(kernel, ptx=fault.planted_in(kernel.ptx))
+    gradients.assert_right(mha_backward.run(found, x, d**-0.5, seed=seed), x, d**-0.5)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
+def test_a_fault_is_found(fault):
     """By each of its symptoms, and by nothing that another fault is found by."""
-    shown = set()
-    for found in map(fate.found, fate.seeds):
-        told_by = [
-            (other.name, n)
-            for other in FATES
-            for n, (kind, says) in enumerate(other.symptoms)
-            if type(found) is kind and re.search(says, str(found), re.S)
-        ]
-        assert {name for name, _ in told_by} == {fate.name}, found
-        shown |= {n for _, n in told_by}
-    assert shown == set(range(len(fate.symptoms)))
+    found = fault.check(run_with, seeds=(0,))
+    assert [other.name for other in FAULTS if other is not fault and any(map(other.symptoms_of, found))] == []

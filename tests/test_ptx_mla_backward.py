@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from interpreter import edits, hardware
+from interpreter.faults import PlantedFault
 from interpreter.kernels import attention, gradients, mla_backward, native
 from interpreter.kernels.launch import Kernel
 from interpreter.kernels.verdict import Wrong
-from interpreter.machine.hazards import Deadlock, Fault, OutOfBounds, Race, Undefined
+from interpreter.machine.hazards import Deadlock, OutOfBounds, Race, Undefined
 from kernels.abi import MlaBackward
 
 BUILT = [v.key for v in native.built(MlaBackward)]
@@ -121,22 +122,13 @@ OF_FAULTS = {
     FEW: {"b": 1, "s_q": 3, "s_kv": 300, "h_q": 8, "topk": 150},
 }
 BARRIERS = [  # in the order of their addresses
-    *(f"{name}{piece}" for name in ("q_full", "q_empty", "full") for piece in range(4)),
-    *("empty0", "empty1", "listed", "shared", "taken", "opened", "arrived0", "arrived1", "read0", "read1"),
+    *(f"{name}{piece}" for name in ("q_full", "q_empty", "k_full") for piece in range(4)),
+    *("k_empty0", "k_empty1", "listed", "p_ds_full", "p_ds_empty", "published"),
+    *("received_full0", "received_full1", "received_empty0", "received_empty1"),
 ]
-OF_FEW = ["opened", "q_full", "q_empty", "listed", "empty", *(f"full{piece}" for piece in range(4))]
+OF_FEW = ["published", "q_full", "q_empty", "listed", "k_empty", *(f"k_full{piece}" for piece in range(4))]
 PRODUCT = r"setp\.ne\.b32 p, (%r\d+), 0;\s*wgmma\.mma_async\.sync\.aligned\.m64n{}k16"
 REDUCTION = r"red\.relaxed\.gpu\.global\.add\.v4\.f32 (\[[^\]]+\]), (\{[^}]+\});"
-
-
-@dataclasses.dataclass
-class Fate:
-    name: str
-    fault: type[Fault] | tuple[type[Fault], ...]
-    says: str
-    edit: Callable[[str], str]
-    key: str = SPAN
-    processors: int = 1
 
 
 def barrier(text: str, name: str) -> int:
@@ -205,102 +197,120 @@ def late(writer: str, place: str) -> str:
     )
 
 
-FATES = [
-    Fate(
+FAULTS = [
+    PlantedFault(
         "a reduction is lost",
+        SPAN,
         Wrong,
         r"^dkv0: a reduction is lost: columns \d+\.\.\d+ of key \d+ were added to",
         lost,
     ),
-    Fate("dS is scaled twice", Wrong, r"dq is wrong in .*: everywhere 0\.044\d+ times what it should be", scaled_twice),
-    Fate(
+    PlantedFault(
+        "dS is scaled twice",
+        SPAN,
+        Wrong,
+        r"dq is wrong in .*: everywhere 0\.044\d+ times what it should be",
+        scaled_twice,
+    ),
+    PlantedFault(
         "the gradient of a tile of keys is kept over to the next",
+        BOTH,
         Wrong,
         r"^(?!.*dq is wrong).*dkv0 is wrong .*: keys from 64 on have in columns 0\.\.31 besides their own what those "
         r"from 0 on have in columns 320\.\.351",
         kept_over,
-        key=BOTH,
     ),
-    Fate(
+    PlantedFault(
         "delta of another row",
+        SPAN,
         Wrong,
         r"dq is wrong in .* first in query 1, head 0: what it is with the delta of query 0, head 0",
         delta_of_another_row,
     ),
-    Fate("sums after the last key's come to L2", OutOfBounds, r"prefetches .*dkv", too_much, key=BOTH),
-    Fate(
+    PlantedFault(
+        "sums after the last key's come to L2",
+        BOTH,
+        OutOfBounds,
+        r"prefetches .*dkv",
+        too_much,
+    ),
+    PlantedFault(
         "a chunk goes out before its products are complete",
+        SPAN,
         Race,
         r"(?s)line \d+: .*reads register %r\d+ while the wgmma of line \d+ may still write it",
         too_soon,
     ),
-    Fate(
+    PlantedFault(
         "P and dS are read before they are written",
-        (Race, Undefined),  # of the first tile
+        SPAN,
+        (Race, Undefined),
         r"(?s)(ldmatrix|wgmma).*reads SMEM.*(nothing orders this and the write by .*stmatrix|which nobody wrote)",
-        without_waiting("shared"),
+        without_waiting("p_ds_full"),
     ),
-    Fate(
+    PlantedFault(
         "keys come in while dQ reads those before",
+        SELECTION,
         Race,
         late(r"cp\.async", r"1[3-9]\d{4}"),  # where K is
-        without_waiting("empty0", "empty1"),
-        key=SELECTION,
+        without_waiting("k_empty0", "k_empty1"),
     ),
-    Fate(
+    PlantedFault(
         "Q comes in while the chunks of the rows before read it",
+        SELECTION,
         Race,
-        late(r"cp\.async", r"(\d{4,5}|1[0-2]\d{4})"),  # where Q and dO are
+        late(r"cp\.async", r"(\d{4,5}|1[0-2]\d{4})"),
         without_waiting("q_empty0", "q_empty1", "q_empty2", "q_empty3"),
-        key=SELECTION,
     ),
-    Fate(
+    PlantedFault(
         "a sum is stored, not added to",
+        SELECTION,
         Race,
         r"(?s)st\.global\.v4\.f32.*overwrites dkv0 bytes.*nothing orders this and the write by",
         stored,
-        key=SELECTION,
-        processors=2,
+        case={"processors": 2},
     ),
-    Fate(
+    PlantedFault(
         "what the peer sends is read before it is there",
+        SPAN,
         (Race, Undefined),
         r"(?s)ld\.shared\.v4.*reads SMEM.*(nothing orders this and the write by .*st\.async|which nobody wrote)",
-        without_waiting("arrived0", "arrived1"),
+        without_waiting("received_full0", "received_full1"),
     ),
-    Fate(
+    PlantedFault(
         "a chunk is sent over one that the peer has not read",
+        SPAN,
         Race,
         late(r"st\.async", r"\d+"),
-        without_waiting("read0", "read1"),
+        without_waiting("received_empty0", "received_empty1"),
     ),
-    Fate(
+    PlantedFault(
         "of few heads, dS is read before all of it is written",
+        FEW,
         (Race, Undefined),
         r"(?s)wgmma.*reads SMEM.*(nothing orders this and the write by .*stmatrix|which nobody wrote)",
         lambda text: edits.replace(text, r"bar\.sync\s+1, 128;", "", slice(0, 1)),
-        key=FEW,
     ),
-    Fate(
+    PlantedFault(
         "of few heads, keys come in while dQ reads those before",
+        FEW,
         Race,
         late(r"cp\.async", r"\d+"),
-        without_waiting("empty"),
-        key=FEW,
+        without_waiting("k_empty"),
     ),
-    Fate(
+    PlantedFault(
         "of few heads, Q comes in while the chunks of the query before read it",
+        FEW,
         Race,
         late(r"cp\.async", r"\d+"),
         without_waiting("q_empty"),
-        key=FEW,
     ),
-    Fate(
+    PlantedFault(
         "nobody says that a chunk of Q is free",
+        SELECTION,
         Deadlock,
         r"(?s)nothing can go on.*warp 0-3 at line \d+.*mbarrier",
         lambda text: edits.replace(text, r"@p mbarrier\.arrive\.shared::cta\.b64 _[^;]*;", ""),
-        key=SELECTION,
     ),
 ]
 
@@ -310,15 +320,16 @@ def of_faults(key: str) -> gradients.Operands:
     return gradients.operands(kernel(key).variant, **OF_FAULTS[key])
 
 
-@pytest.mark.parametrize("fate", FATES, ids=lambda fate: fate.name)
-def test_a_fault_is_found(fate):
-    k = kernel(fate.key)
-    edited = dataclasses.replace(k, ptx=fate.edit(k.ptx))
-    for seed in range(2):
-        run = mla_backward.launch(edited, of_faults(fate.key), processors=fate.processors, seed=seed)
-        with pytest.raises(fate.fault) as found:
-            mla_backward.judge(run, run.run())
-        assert re.search(fate.says, str(found.value)), found.value
+def run_with(fault, seed):
+    k = kernel(fault.kernel)
+    edited = dataclasses.replace(k, ptx=fault.planted_in(k.ptx))
+    run = mla_backward.launch(edited, of_faults(fault.kernel), seed=seed, **{"processors": 1, **(fault.case or {})})
+    mla_backward.judge(run, run.run())
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
+def test_a_fault_is_found(fault):
+    fault.check(run_with)
 
 
 @pytest.mark.parametrize("key", OF_FAULTS)

@@ -7,8 +7,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from interpreter.edits import replacing
+from interpreter.faults import PlantedFault, interpret
 from interpreter.machine.copies import TensorMap
-from interpreter.machine.handwritten import SYNC, Handwritten, Planted, wait
+from interpreter.machine.handwritten import SYNC, Handwritten, wait
 from interpreter.machine.hazards import Deadlock, Leak, Misuse, Race, Undefined
 
 SEEDS = range(4)
@@ -134,145 +136,145 @@ def test_interpreted(name):
 
 
 FAULTS = [
-    Planted(
+    PlantedFault(
         "a load that the leader hears of before its mbarriers are made",
         PAIRS["256 rows"][0],
         Misuse,
         r"mbarrier \+16384 of CTA 0 .* is used while nothing orders that after its initialisation",
-        ((f"{SYNC}\n  ld.shared", "bar.sync 0;\n  ld.shared"),),
+        replacing((f"{SYNC}\n  ld.shared", "bar.sync 0;\n  ld.shared")),
     ),
-    Planted(
+    PlantedFault(
         "the leader expects the bytes of one CTA",
         PAIRS["256 rows"][0],
         Undefined,
         r"tcgen05\.mma.* reads SMEM of CTA \d bytes 5120\.\.6143, which nobody wrote",
-        ((", 10240;", ", 5120;"),),
+        replacing((", 10240;", ", 5120;")),
     ),
-    Planted(
+    PlantedFault(
         "a load that completes on the other's mbarrier without .cta_group::2",
         PAIRS["256 rows"][0],
         Misuse,
         "a copy to CTA 1 that completes on CTA 0",
-        (("bytes.cta_group::2", "bytes"),),
+        replacing(("bytes.cta_group::2", "bytes")),
     ),
-    Planted(
+    PlantedFault(
         "a multicast for the leader to the leader alone",
         PAIRS["128 rows, multicast"][0],
         Undefined,
         r"tcgen05\.mma.* reads SMEM of CTA 1 bytes 3072\.\.4095, which nobody wrote",
-        ((MASK, "mov.b16 %rs1, 1;"), (", 6144;", ", 3072;")),
+        replacing((MASK, "mov.b16 %rs1, 1;"), (", 6144;", ", 3072;")),
     ),
-    Planted(
+    PlantedFault(
         "a multicast of which each CTA hears itself",
         PAIRS["128 rows, multicast"][0],
         Deadlock,
         r"mbarrier \+16384 of CTA 0 .*3072 transaction bytes outstanding",
-        (("multicast::cluster.cta_group::2", "multicast::cluster"),),
+        replacing(("multicast::cluster.cta_group::2", "multicast::cluster")),
     ),
-    Planted(
+    PlantedFault(
         "a product before the tiles are there",
         PAIRS["128 rows"][0],
         Undefined,
         r"tcgen05\.mma.* reads SMEM of CTA 0 bytes 3072\.\.4095, which nobody wrote",
-        ((wait("FULL", 16384), ""),),
+        replacing((wait("FULL", 16384), "")),
     ),
-    Planted(
+    PlantedFault(
         "a commit to the leader alone",
         PAIRS["256 rows"][0],
         Deadlock,
         r"CTA 0 warp 0-3 have come and not CTA 1 .*CTA 1 warp 0-3 at line \d+ wait for .* \+16392 of CTA 1 ",
-        ((".multicast::cluster.b64 [%r19], %rs1;", ".b64 [%r19];"),),
+        replacing((".multicast::cluster.b64 [%r19], %rs1;", ".b64 [%r19];")),
     ),
-    Planted(
+    PlantedFault(
         "a commit to the other CTA alone",
         PAIRS["256 rows"][0],
         Deadlock,
         r"CTA 0 warp 0-3 at line \d+ wait for .* \+16392 of CTA 0 .*CTA 1 warp 0-3 have come and not CTA 0",
-        ((MASK, "mov.b16 %rs1, 2;"),),
+        replacing((MASK, "mov.b16 %rs1, 2;")),
     ),
-    Planted(
+    PlantedFault(
         "a commit to another mbarrier",
         PAIRS["256 rows"][0],
         Deadlock,
         r"CTA 0 warp 0-3 at line \d+ wait .* \+16392 of CTA 0 .*CTA 1 warp 0-3 at line \d+ wait .* \+16392 of CTA 1 ",
-        (("add.s32 %r19, %r3, 16392;", "add.s32 %r19, %r3, 16384;"),),
+        replacing(("add.s32 %r19, %r3, 16392;", "add.s32 %r19, %r3, 16384;")),
     ),
-    Planted(
+    PlantedFault(
         "D is read before the product is done",
         PAIRS["128 rows"][0],
         Undefined,
         r"st\.global\.b32 .*is register %r100, which is not defined",
-        ((wait("DONE", 16392), ""),),
+        replacing((wait("DONE", 16392), "")),
     ),
-    Planted(
+    PlantedFault(
         "D is read without a fence after the wait",
         PAIRS["128 rows"][0],
         Race,
         r"TMEM of CTA \d .*nothing orders this and the write by tcgen05\.mma of CTA 0",
-        (("tcgen05.fence::after_thread_sync;\n  bar.warp.sync", "bar.warp.sync"),),
+        replacing(("tcgen05.fence::after_thread_sync;\n  bar.warp.sync", "bar.warp.sync")),
     ),
-    Planted(
+    PlantedFault(
         "TMEM is allocated by one CTA of the pair",
         PAIRS["256 rows"][0],
         Deadlock,
         "CTA 0 warp 0 at line .* waits for a warp of CTA 1 to allocate TMEM as well",
-        (("@%p2 bra ALLOCATED;", "@%p2 bra ALLOCATED; @%p3 bra ALLOCATED;"),),
+        replacing(("@%p2 bra ALLOCATED;", "@%p2 bra ALLOCATED; @%p3 bra ALLOCATED;")),
     ),
-    Planted(
+    PlantedFault(
         "the CTAs of a pair allocate differently",
         PAIRS["256 rows"][0],
         Misuse,
         "the CTAs of a pair allocate TMEM differently: 64 columns and 128",
-        (("mov.b32 %r12, 64;", "shl.b32 %r12, %r10, 6; add.s32 %r12, %r12, 64;"),),
+        replacing(("mov.b32 %r12, 64;", "shl.b32 %r12, %r10, 6; add.s32 %r12, %r12, 64;")),
         also=((Misuse, "the CTAs of a pair allocate TMEM differently: 128 columns and 64"),),
     ),
-    Planted(
+    PlantedFault(
         "TMEM is not freed in the other CTA",
         PAIRS["256 rows"][0],
         Deadlock,
         "CTA 0 warp 0 at line .* waits for a warp of CTA 1 to free TMEM as well",
-        (("@%p2 bra FREED;", "@%p2 bra FREED; @%p3 bra FREED;"),),
+        replacing(("@%p2 bra FREED;", "@%p2 bra FREED; @%p3 bra FREED;")),
     ),
-    Planted(
+    PlantedFault(
         "TMEM is freed in neither",
         PAIRS["256 rows"][0],
         Leak,
         "TMEM of CTA 0 columns 0..63, .* never freed",
-        (("@%p2 bra FREED;", "bra FREED;"),),
+        replacing(("@%p2 bra FREED;", "bra FREED;")),
     ),
-    Planted(
+    PlantedFault(
         "TMEM is freed while others read it",
         PAIRS["256 rows"][0],
         Race,
         r"dealloc.* overwrites TMEM of CTA \d .* the read by tcgen05\.ld",
-        ((f"before_thread_sync;\n  {SYNC}", "before_thread_sync;"),),
+        replacing((f"before_thread_sync;\n  {SYNC}", "before_thread_sync;")),
         also=((Race, r"tcgen05\.ld.* reads TMEM of CTA \d .* the write by .* tcgen05\.dealloc"),),
     ),
-    Planted(
+    PlantedFault(
         "a CTA ends while the pair's product reads its memory",
         PAIRS["256 rows"][0],
         Race,
         r"multiplies in shared memory of CTA 1, which has ended",
-        ((wait("DONE", 16392), f"@%p3 bra FREED;{wait('DONE', 16392)}"),),
+        replacing((wait("DONE", 16392), f"@%p3 bra FREED;{wait('DONE', 16392)}")),
         also=((Deadlock, "CTA 0 warp 0 at line .* waits for a warp of CTA 1 to free TMEM as well"),),
     ),
-    Planted(
+    PlantedFault(
         "tcgen05 of one CTA and of two in a kernel",
         PAIRS["256 rows"][0],
         Misuse,
         "of .cta_group::1 and of .cta_group::2",
-        (("tcgen05.commit.cta_group::2", "tcgen05.commit.cta_group::1"),),
+        replacing(("tcgen05.commit.cta_group::2", "tcgen05.commit.cta_group::1")),
     ),
-    Planted(
+    PlantedFault(
         "a pair's product of 64 rows",
         PAIRS["128 rows"][0],
         Misuse,
         "a product of 64 x 64 with .cta_group::2",
-        (
+        replacing(
             (
                 f"{8 << 24 | 1 << 4 | 1 << 7 | 1 << 10 | N >> 3 << 17};",
                 f"{4 << 24 | 1 << 4 | 1 << 7 | 1 << 10 | N >> 3 << 17};",
-            ),
+            )
         ),
     ),
 ]
@@ -281,4 +283,4 @@ FAULTS = [
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda x: x.name.replace(" ", "-"))
 def test_finds(fault):
     """By the symptoms of this fault, whatever the order of events; no other fault has the same."""
-    assert [other.name for other in FAULTS if fault.is_told_by(other.found(SEEDS))] == [fault.name]
+    fault.check(interpret, seeds=SEEDS, among=FAULTS)

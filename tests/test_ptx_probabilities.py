@@ -5,10 +5,11 @@ import functools
 import pytest
 
 from interpreter import edits
+from interpreter.faults import PlantedFault
 from interpreter.kernels import native
 from interpreter.kernels.probabilities import Problem, judge, run
 from interpreter.kernels.verdict import Wrong
-from interpreter.machine.hazards import Deadlock, Fault, Race
+from interpreter.machine.hazards import Deadlock, Race
 from kernels.abi import Probabilities
 
 BUILT = {v.key: v for v in native.built(Probabilities)}
@@ -84,20 +85,24 @@ def late(place: str) -> str:
     return rf"{over}|wgmma[^\n]*\n\s+reads SMEM bytes {place}\.\.[^\n]*nothing orders this and the write by cp\.async"
 
 
-FAULTS = {
-    "keys read before they are there": (without_waiting_for("k_full"), Race, early(K_BYTES)),
-    "Q read before it is there": (without_waiting_for("q_full"), Race, early(Q_BYTES)),
-    "Q overwritten while it is read": (without_waiting_for("q_empty"), Race, late(Q_BYTES)),
-    "keys never handed back": (never_handed_back, Deadlock, "128 of 128 arrivals pending"),
-    "keys handed back too early": (handed_back_too_early, Race, late(K_BYTES)),
-    "lse of another head": (lse_of_another_head, Wrong, r"^225 of 258 .* entry 65: 0\.3194\d+, wanted 0\.3540"),
-    "lse read too early": (
-        lse_read_too_early,
+FAULTS = [
+    PlantedFault("keys read before they are there", KEY, Race, early(K_BYTES), without_waiting_for("k_full")),
+    PlantedFault("Q read before it is there", KEY, Race, early(Q_BYTES), without_waiting_for("q_full")),
+    PlantedFault("Q overwritten while it is read", KEY, Race, late(Q_BYTES), without_waiting_for("q_empty")),
+    PlantedFault("keys never handed back", KEY, Deadlock, "128 of 128 arrivals pending", never_handed_back),
+    PlantedFault("keys handed back too early", KEY, Race, late(K_BYTES), handed_back_too_early),
+    PlantedFault(
+        "lse of another head", KEY, Wrong, r"^225 of 258 .* entry 65: 0\.3194\d+, wanted 0\.3540", lse_of_another_head
+    ),
+    PlantedFault(
+        "lse read too early",
+        KEY,
         Race,
         r"ld\.shared[^\n]*\n\s+reads SMEM [^\n]*the write by [^\n]*st\.shared\.b32",
+        lse_read_too_early,
     ),
-    "half a sum": (half_a_sum, Wrong, r"^110 of 258 .* entry 65: 0\.2630\d+, wanted 0\.3540"),
-}
+    PlantedFault("half a sum", KEY, Wrong, r"^110 of 258 .* entry 65: 0\.2630\d+, wanted 0\.3540", half_a_sum),
+]
 
 
 @functools.cache
@@ -106,10 +111,11 @@ def problem():
     return Problem.of(variant, 1, 2, 20, 90, 129)
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_fault(name):
-    edit, fault, says = FAULTS[name]
+def run_with(fault, seed):
     x = problem()
-    with pytest.raises(Fault, match=says) as found:
-        judge(x, run(BUILT[KEY], x, processors=1, edit=edit))
-    assert type(found.value) is fault
+    judge(x, run(BUILT[fault.kernel], x, processors=1, seed=seed, edit=fault.planted_in))
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
+def test_fault(fault):
+    fault.check(run_with, seeds=(0,))

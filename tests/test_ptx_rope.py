@@ -3,10 +3,11 @@
 import pytest
 
 from interpreter import edits
+from interpreter.faults import PlantedFault
 from interpreter.kernels import native
 from interpreter.kernels.rope import Problem, judge, run
 from interpreter.kernels.verdict import Wrong
-from interpreter.machine.hazards import Fault, OutOfBounds
+from interpreter.machine.hazards import OutOfBounds
 from kernels.abi import NormRope, Rope
 
 BUILT = {v.key: v for family in (Rope, NormRope) for v in native.built(family)}
@@ -43,20 +44,26 @@ def stored_at_another_lane_s_place(text):
 
 
 FAULTS = [
-    *((op, a_lane_s_own_sum, Wrong, "numbers are wrong") for op in ("norm_rope", "norm_rope_bwd")),
-    *((op, one_row_too_many, OutOfBounds, "outside of every allocation") for op in OPS),
-    *((op, stored_at_another_lane_s_place, Wrong, "numbers are wrong") for op in OPS),
+    *(
+        PlantedFault("a lane's own sum", op, Wrong, "numbers are wrong", a_lane_s_own_sum)
+        for op in ("norm_rope", "norm_rope_bwd")
+    ),
+    *(PlantedFault("one row too many", op, OutOfBounds, "outside of every allocation", one_row_too_many) for op in OPS),
+    *(
+        PlantedFault("a store at another lane's place", op, Wrong, "numbers are wrong", stored_at_another_lane_s_place)
+        for op in OPS
+    ),
 ]
 
 
-@pytest.mark.parametrize(("op", "edit", "fault", "says"), FAULTS, ids=lambda x: getattr(x, "__name__", str(x)))
-def test_fault(op, edit, fault, says):
-    if OPS[op] is None:
-        pytest.skip("not built")
-    x = Problem.of(OPS[op], *SHAPE)
-    with pytest.raises(Fault, match=says) as found:
-        judge(x, run(x, edit=edit))
-    assert type(found.value) is fault
+def run_with(fault, seed):
+    x = Problem.of(OPS[fault.kernel] or pytest.skip("not built"), *SHAPE)
+    judge(x, run(x, seed=seed, edit=fault.planted_in))
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda x: f"{x.kernel}: {x}")
+def test_fault(fault):
+    fault.check(run_with, seeds=(0,))
 
 
 def test_the_other_way_is_found():

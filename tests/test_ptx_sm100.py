@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from interpreter.faults import PlantedFault
 from interpreter.kernels import attention, cases
 from interpreter.kernels.launch import Kernel, Launch, launch
 from interpreter.kernels.verdict import Wrong, judge
@@ -19,6 +20,7 @@ from interpreter.machine.hazards import Deadlock, Fault, Leak, Misuse, Race, Und
 from interpreter.machine.state import SMEM_BASE, Array
 from kernels import build
 from kernels.abi import Forward
+from kernels.cache import KernelCache, default_folder
 from kernels.variants import VARIANTS
 from tests import wrong_answers
 
@@ -109,7 +111,7 @@ def test_is_right(key, case):
 
 
 def test_config_refuses_what_does_not_fit():
-    from kernels.sm100.fwd.kernel import Config
+    from kernels.sm100.fwd.config import Config
 
     class Wide(Config):
         tile_n = 256
@@ -126,18 +128,6 @@ def test_config_refuses_what_does_not_fit():
 
 
 # Planted faults: an edit of the source, which is compiled, or of the PTX.
-
-
-@dataclasses.dataclass(frozen=True)
-class Planted:
-    name: str
-    raises: type[Fault] | tuple[type[Fault], ...]
-    says: str  # with places in memory by their names
-    source: tuple[tuple[str, str], ...] = ()  # what stands once in the kernel, and what then stands there
-    ptx: Callable[[str], str] | None = None
-    key: str = "mha_fwd_sm_100a_d128_bfloat16"
-    case: str = "three tiles, ragged"
-    answers: wrong_answers.Answer | None = None  # the very answer that it gives
 
 
 DENSE = "mha_fwd_sm_100a_d128_bfloat16"
@@ -190,8 +180,8 @@ def unfenced(reader: str, region: str, writer: str) -> str:
 
 MMA, LD, ST = r"tcgen05\.mma", r"(?<!final )tcgen05\.ld\.sync", r"tcgen05\.st\.sync"
 UNTOLD = r"(?<!thread_sync)(?<!wait::[ls][dt])$"  # nor would a fence or a wait have been enough
-WRONG = {"raises": Wrong, "says": r"^o is wrong in .*; lse is wrong in "}
-WRONG_O = {"raises": Wrong, "says": r"^o is wrong in .*; lse is right"}
+WRONG = (Wrong, r"^o is wrong in .*; lse is wrong in ")
+WRONG_O = (Wrong, r"^o is wrong in .*; lse is right")
 
 
 def without(instruction: str) -> Callable[[str], str]:
@@ -208,90 +198,102 @@ def unelected(ptx: str) -> str:
 
 
 FAULTS = [
-    Planted(
+    PlantedFault(
         "O is not rescaled when a maximum rises",
-        **WRONG_O,
+        DENSE,
+        *WRONG_O,
         answers=wrong_answers.without_rescaling(DENSE_TILE),
         source=(("scale_lanes(cta.tmem, c.outputs_per_thread, factor, w.thread)", "pass"),),
     ),
-    Planted(
+    PlantedFault(
         "the maximum of a thread's part, not of its row",
-        **WRONG,
+        LATENT,
+        *WRONG,
         answers=wrong_answers.maximum_of_a_part(2, lambda j: j % LATENT_TILE // 32),
         source=(("a = cute.arch.fmax(a, cute.arch.shuffle_sync_bfly(a, offset=16))", "pass"),),
-        key=LATENT,
     ),
-    Planted(
+    PlantedFault(
         "the scale is applied twice",
-        **WRONG,
+        DENSE,
+        *WRONG,
         answers=wrong_answers.at_scale(lambda scale: scale * scale * math.log2(math.e)),
         source=(("exp2(scores[2 * i + j] * scale_log2", "exp2(scores[2 * i + j] * scale_log2 * scale_log2"),),
     ),
-    Planted(
+    PlantedFault(
         "TMA loads the first tile again and again",
-        **WRONG,
+        DENSE,
+        *WRONG,
         answers=wrong_answers.with_keys_at(lambda j: j % DENSE_TILE),
         source=(("gmem[None, t]", "gmem[None, 0]"),),
     ),
-    Planted(
+    PlantedFault(
         "TMA counts tiles by the ring's fills",
-        **WRONG,  # the last queries have two tiles of keys and come first
+        DENSE,
+        *WRONG,
         answers=wrong_answers.with_keys_for(lambda i: i < 64, lambda j: j + 2 * DENSE_TILE),
         source=(("gmem[None, t]", "gmem[None, fill]"),),
         case="causal, several row tiles a CTA",
     ),
-    Planted(
+    PlantedFault(
         "K's extent restates 64",
-        **WRONG,
+        DENSE,
+        *WRONG,
         answers=wrong_answers.with_k(wrong_answers.first_64_columns),
         source=(("blocks = c.ring_d // 16", "blocks = 64 // 16"),),
     ),
-    Planted(
+    PlantedFault(
         "keys that nobody sees are not cleared",
+        DENSE,
         Wrong,
         r"^o is wrong in 35 of 70 rows, first in batch entry 0, query 0, head 0 \(nan, wanted 0\).*; lse is right",
         source=(("if seen.source.needs_clearing(t):", "if seen.source.needs_clearing(t) & (t < 0):"),),
         case="empty rows and an empty sequence",
     ),
-    Planted(
+    PlantedFault(
         "the swizzle of a descriptor is that of 64 bytes",
-        **WRONG,
+        DENSE,
+        *WRONG,
         answers=wrong_answers.with_descriptors_of_64,
-        ptx=lambda ptx: ptx.replace(str(0x4000404000010000), str(0x8000404000010000)),
+        edit=lambda ptx: ptx.replace(str(0x4000404000010000), str(0x8000404000010000)),
     ),
-    Planted(
+    PlantedFault(
         "what threads write to SMEM is not swizzled",
-        **WRONG_O,
+        LATENT,
+        *WRONG_O,
         answers=wrong_answers.with_unswizzled_rows,
         source=((" ^ (row % 8)", ""),),
-        key=LATENT,
     ),
-    Planted(
+    PlantedFault(
         "O is read before the last products are done",
+        DENSE,
         Race,
         unordered(r"final tcgen05\.ld", MMA, "TMEM of o"),
-        source=(("cute.arch.mbarrier_wait(bar.o_full, (fills0 + tiles - 1) & 1)", "pass"),),
+        source=(("wait_for(bar.o_full, fills0 + tiles - 1)", "pass"),),
     ),
-    Planted(
+    PlantedFault(
         "O is rescaled while products add to it",
+        DENSE,
         Race,
         unordered(f"({LD}|{ST})", MMA, "TMEM of o"),
-        source=(("cute.arch.mbarrier_wait(bar.o_full, (fill - 1) & 1)", "pass"),),
+        source=(("wait_for(bar.o_full, fill - 1)", "pass"),),
     ),
-    Planted(
+    PlantedFault(
         "products read P before the softmax gives it",
+        DENSE,
         Race,
         unordered(f"({LD}|{ST})", MMA, "TMEM of (scores|p)", UNTOLD),
-        source=(("cute.arch.mbarrier_wait(bar.p_full, fill & 1)", "pass"),),
+        source=(("wait_for(bar.p_full, fill)", "pass"),),
     ),
-    Planted(
+    PlantedFault(
         "P is stored without a wait",
+        DENSE,
         Race,
         unordered(MMA, ST, "TMEM of p", r"no tcgen05\.wait::st$"),
         source=(("    cute.arch.fence_view_async_tmem_store()\n", ""),),
     ),
-    Planted(
+    PlantedFault(
         "P is stored without a fence",
+        DENSE,
         Race,
         unordered(MMA, f"({LD}|{ST})", "TMEM of (scores|p)", r"no tcgen05\.fence::before_thread_sync$"),
         source=(
@@ -301,8 +303,9 @@ FAULTS = [
             ),
         ),
     ),
-    Planted(
+    PlantedFault(
         "P in SMEM without a proxy fence",
+        LATENT,
         Race,
         unfenced(MMA, "SMEM of p", r"st\.shared"),
         source=(
@@ -311,17 +314,17 @@ FAULTS = [
                 "c.scores_per_thread, p)",
             ),
         ),
-        key=LATENT,
     ),
-    Planted(
+    PlantedFault(
         "O leaves SMEM without a proxy fence",
+        LATENT,
         Race,
         unfenced("tma", "SMEM of o", r"st\.shared"),
         source=(('packed)\n        cute.arch.fence_proxy("async.shared", space="cta")', "packed)"),),
-        key=LATENT,
     ),
-    Planted(
+    PlantedFault(
         "O is staged where TMA still reads the slab before",
+        LATENT,
         Race,
         unordered(r"st\.shared", "tma", "SMEM of o"),
         source=(
@@ -330,16 +333,17 @@ FAULTS = [
                 "            pass\n        cute.arch.barrier",
             ),
         ),
-        key=LATENT,
     ),
-    Planted(
+    PlantedFault(
         "products are issued without a fence after the wait",
+        DENSE,
         Race,
         unordered(MMA, f"({LD}|{ST})", "TMEM of (scores|p)", r"no tcgen05\.fence::after_thread_sync$"),
-        source=(("bar.p_full, fill & 1)\n        after_thread_sync()", "bar.p_full, fill & 1)"),),
+        source=(("bar.p_full, fill)\n        after_thread_sync()", "bar.p_full, fill)"),),
     ),
-    Planted(
+    PlantedFault(
         "scores are used before they are there",
+        DENSE,
         Race,
         r"reads register %r\d+ while the tcgen05\.ld of line \d+ may still write it",
         source=(
@@ -349,75 +353,83 @@ FAULTS = [
             ),
         ),
     ),
-    Planted(
+    PlantedFault(
         "TMA does not wait for an empty ring",
+        DENSE,
         (Race, Misuse),
         r"expect_tx[^\n]*\n\s+an arrival too many|tma[^\n]*\n\s+overwrites SMEM of keys\b[^\n]*nothing orders",
-        source=(("cute.arch.mbarrier_wait(bar_empty + ring * c.stages + stage, parity ^ 1)", "pass"),),
+        source=(("                    state.wait_empty()\n", ""),),
     ),
-    Planted(
+    PlantedFault(
         "a barrier counts the CTA's threads",
+        DENSE,
         Deadlock,
         r"count 192, [^\n]* 64 of 192 arrivals pending",
         source=(("(1, WARPGROUP),  # p_full", "(1, self.threads),  # p_full"),),
     ),
-    Planted(
+    PlantedFault(
         "a barrier counts three warps of four",
+        DENSE,
         Race,
         unordered(f"({LD}|{ST})", MMA, "TMEM of (scores|p)", UNTOLD),
         source=(("(1, WARPGROUP),  # p_full", "(1, 96),  # p_full"),),
     ),
-    Planted(
+    PlantedFault(
         "too few bytes are expected",
+        DENSE,
         (Race, Undefined),
         rf"{MMA}[^\n]*\n\s+reads SMEM of keys\b[^\n]*(which nobody wrote|the write by tma)",
-        source=(
-            ("mbarrier_arrive_and_expect_tx(full, c.ring_tile_bytes)", "mbarrier_arrive_and_expect_tx(full, 16384)"),
-        ),
+        source=(("state.expect_full(c.ring_tile_bytes)", "state.expect_full(16384)"),),
     ),
-    Planted(
+    PlantedFault(
         "too many bytes are expected",
+        DENSE,
         Deadlock,
         r" 16 transaction bytes outstanding",
-        source=(
-            ("mbarrier_arrive_and_expect_tx(full, c.ring_tile_bytes)", "mbarrier_arrive_and_expect_tx(full, 32784)"),
-        ),
+        source=(("state.expect_full(c.ring_tile_bytes)", "state.expect_full(32784)"),),
     ),
-    Planted(
+    PlantedFault(
         "absent keys are not masked",
-        **WRONG,
+        FUSED,
+        *WRONG,
         answers=wrong_answers.absent_as_zeros(LATENT_TILE),
         source=(("if bits != Uint32(0):", "if bits == Uint32(1):"),),
-        key=FUSED,
         case="few",
     ),
-    Planted(
+    PlantedFault(
         "the second source's tiles are counted from the first's",
-        **WRONG,
+        FUSED,
+        *WRONG,
         answers=wrong_answers.without_the_second,
         source=(("action(sources[1], t - first, *arguments)", "action(sources[1], t, *arguments)"),),
-        key=FUSED,
         case="few",
     ),
-    Planted(
+    PlantedFault(
         "gathered keys are read without a proxy fence",
+        FUSED,
         Race,
         unfenced(MMA, "SMEM of keys", r"cp\.async"),
         source=(('cute.arch.fence_proxy("async.shared", space="cta")  # cp.async', "pass  # cp.async"),),
-        key=FUSED,
         case="few",
     ),
-    Planted(
+    PlantedFault(
         "gathered keys are announced before they are there",
+        FUSED,
         (Race, Undefined),
         rf"{MMA}[^\n]*\n\s+reads SMEM of keys\b[^\n]*(which nobody wrote|the write by cp\.async)",
-        source=(("cute.arch.cp_async_mbarrier_arrive_noinc(full)", "cute.arch.mbarrier_arrive(full)"),),
-        key=FUSED,
+        source=(("state.copy_full()", "state.arrive_full()"),),
         case="few",
     ),
-    Planted("TMEM is not freed", Leak, r"TMEM columns 0\.\.511, .* never freed", ptx=without("tcgen05.dealloc")),
-    Planted(
+    PlantedFault(
+        "TMEM is not freed",
+        DENSE,
+        Leak,
+        r"TMEM columns 0\.\.511, .* never freed",
+        edit=without("tcgen05.dealloc"),
+    ),
+    PlantedFault(
         "TMEM is freed while the others read it",
+        DENSE,
         Race,
         r"tcgen05\.dealloc[^\n]*\n\s+overwrites TMEM of o\b[^\n]*the read by [^\n]*final tcgen05\.ld",
         source=(
@@ -427,17 +439,19 @@ FAULTS = [
             ),
         ),
     ),
-    Planted(
+    PlantedFault(
         "too few columns are allocated",
+        DENSE,
         Misuse,
         r"has D in TMEM columns 256\.\.383, which are not allocated",
-        ptx=lambda ptx: re.sub(r"(mov\.b32\s+%r\d+, )512;", r"\g<1>256;", ptx),
+        edit=lambda ptx: re.sub(r"(mov\.b32\s+%r\d+, )512;", r"\g<1>256;", ptx),
     ),
-    Planted(
+    PlantedFault(
         "a product is issued by the whole warp",
+        DENSE,
         Misuse,
         "issued by 32 threads",
-        ptx=unelected,
+        edit=unelected,
     ),
 ]
 
@@ -448,31 +462,40 @@ def compiler() -> Iterator[build.Compiler]:
         yield process
 
 
-def mutant(fault: Planted, directory: Path, compiler: build.Compiler) -> Kernel:
-    kernel = Kernel.of(SM100[fault.key])
-    if fault.ptx is not None:
-        ptx = fault.ptx(kernel.ptx)
-        assert ptx != kernel.ptx
-        return dataclasses.replace(kernel, ptx=ptx)
+def mutant(fault: PlantedFault[str, str], directory: Path, compiler: build.Compiler) -> Kernel[Forward]:
+    kernel = Kernel.of(SM100[fault.kernel])
+    if not fault.source:
+        return dataclasses.replace(kernel, ptx=fault.planted_in(kernel.ptx))
     shutil.copytree(ROOT / "kernels", directory / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
     files = [*(directory / "kernels/sm100/fwd").glob("*.py"), directory / "kernels/lib/splits.py"]
     for old, new in fault.source:
         assert sum(file.read_text().count(old) for file in files) == 1, old
         for file in files:
             file.write_text(file.read_text().replace(old, new))
-    compiler(kernel.variant, directory, root=directory)
-    return dataclasses.replace(kernel, ptx=(directory / f"{fault.key}.ptx").read_text())
+    ptx, name, cache = (
+        directory / f"{fault.kernel}.ptx",
+        build.digest(kernel.variant, directory),
+        KernelCache(default_folder()),
+    )
+    if not cache.take(name, directory):
+        compiler(kernel.variant, directory, root=directory)
+        cache.keep(name, [ptx])
+    return dataclasses.replace(kernel, ptx=ptx.read_text())
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda x: x.name)
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
 def test_finds(fault, tmp_path, compiler):
-    """The interpreter finds a planted fault in any order of events."""
+    """The interpreter finds a planted fault in any order of events; its very answer is compared before it is judged."""
     kernel = mutant(fault, tmp_path, compiler)
-    for seed in range(2):
-        run = started(kernel, fault.case, seed)
-        with pytest.raises(fault.raises) as found:
-            judge(run.run(), run.operands, run.scale)
-        said = by_name(str(found.value), kernel)
-        assert re.search(fault.says, said), said
-        if fault.answers is not None:
-            wrong_answers.assert_given(run.results(), fault.answers(run.operands, run.scale))
+
+    def run_with(fault, seed):
+        run = started(kernel, fault.case or "three tiles, ragged", seed)
+        try:
+            got = run.run()
+            if fault.answers is not None:
+                wrong_answers.assert_given(got, fault.answers(run.operands, run.scale))
+            judge(got, run.operands, run.scale)
+        except Fault as found:
+            raise type(found)(by_name(str(found), kernel)) from None
+
+    fault.check(run_with)

@@ -98,18 +98,18 @@ def test_a_step_splits_its_last_turn(monkeypatch):
     assert "tensor<2x1x128x18x512xf32>" in call.lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.skipif(not library.built_for("dsv4_decode_fp8"), reason="needs kernels to be built")
+@pytest.mark.skipif(not library.built_for("dsv4_decode", packing="v4_fp8"), reason="needs kernels to be built")
 @pytest.mark.parametrize(
-    ("op", "b", "heads", "whole"),
+    ("packing", "b", "heads", "whole"),
     [
-        ("dsv4_decode_fp8", 67, 128, 132),
-        ("dsv4_decode_fp8", 67, 64, 132),
-        ("dsv4_decode", 67, 64, 132),
-        ("dsv4_decode", 67, 32, 0),  # two CTAs run on an SM
+        ("v4_fp8", 67, 128, 132),
+        ("v4_fp8", 67, 64, 132),
+        ("", 67, 64, 132),
+        ("", 67, 32, 0),  # two CTAs run on an SM
     ],
 )
-def test_a_call_s_last_turn(monkeypatch, op, b, heads, whole):
+def test_a_call_s_last_turn(monkeypatch, packing, b, heads, whole):
     monkeypatch.setattr(library, "local_architectures", lambda: ("sm_90a",))
     monkeypatch.setattr(attention, "processors", lambda _: 132)
     q = jax.ShapeDtypeStruct((b, 2, heads, 512), jnp.bfloat16)
-    assert attention._whole(op, q, 1152) == whole
+    assert attention._whole("dsv4_decode", q, 1152, packing=packing) == whole

@@ -116,9 +116,9 @@ def without_rescaling(tile: int) -> Answer:
             top = tops[..., -1]
             lse = top + np.log(np.exp(s - top[..., None]).sum(-1))
             total = np.exp(np.logaddexp(lse, x.sink.astype(np.float64)) - top)
-            weights = np.nan_to_num(np.exp(s - tops[..., ends]) / total[..., None])
+            p = np.nan_to_num(np.exp(s - tops[..., ends]) / total[..., None])
         v = np.nan_to_num(x.sources[0].v[:, :, 0].astype(np.float64))
-        return np.einsum("bqhk,bkd->bqhd", weights, v), np.where(np.isneginf(top), -np.inf, lse)
+        return np.einsum("bqhk,bkd->bqhd", p, v), np.where(np.isneginf(top), -np.inf, lse)
 
     return answer
 

@@ -135,7 +135,7 @@ def packed(
     b, packing, bf16 = len(indices), PACKED[kind], np.dtype("bfloat16")
     pages = -(-b * s_kv // page) + 1
     pool = np.full((pages, -(-packing.entry * page // packing.multiple) * packing.multiple), 0xFF, np.uint8)
-    if packing.apart:
+    if packing.separate_scales:
         entries = pool[:, : page * packing.values].reshape(pages, page, packing.values)
         scales = pool[:, page * packing.values : page * packing.entry].reshape(pages, page, packing.scales)
     else:
@@ -189,11 +189,11 @@ def answer(x: Operands, scale: float) -> tuple[Array, Array]:
     counts = counts[:, None, :, None]
     least = -1e300
     top = np.max(logits, axis=-1, where=counts > 0, initial=least)
-    weights = counts * np.exp(np.minimum(logits - top[..., None], 0))
+    p = counts * np.exp(np.minimum(logits - top[..., None], 0))
     with np.errstate(divide="ignore"):
-        lse = top + np.log(weights.sum(-1))
+        lse = top + np.log(p.sum(-1))
     denominator = np.maximum(np.logaddexp(lse, x.sink.astype(np.float64).reshape(h_kv, 1, -1)), least)
-    o = np.exp(top - denominator)[..., None] * (weights @ v.transpose(0, 2, 1, 3)[:, :, None])
+    o = np.exp(top - denominator)[..., None] * (p @ v.transpose(0, 2, 1, 3)[:, :, None])
     return o.transpose(0, 2, 1, 3, 4).reshape(x.q.shape), lse.transpose(0, 2, 1, 3).reshape(b, s_q, h_q)
 
 

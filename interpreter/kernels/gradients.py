@@ -25,19 +25,19 @@ class Operands:
     attention: Attention
     do: Array
     lse: Array
-    weight: Array
+    sink_factor: Array
     delta: Array
 
     def arguments(self) -> tuple[Array | None, ...]:
         """The arguments as the raw call of the op takes them."""
         a = self.attention
-        several = a.op == "mla_span_bwd"  # heads of keys
+        has_key_heads = a.op == "mla_span_bwd"
         if a.op in ("mha_fwd", "mla_span_fwd"):
             (x,) = a.sources
             values = None if x.v is x.k else x.v
-            return a.q, self.do, self.lse, self.weight, self.delta, x.k, values, x.seen_from, x.seen_to
-        keys = ((x.k if several else x.k[:, :, 0], x.seen_from, x.seen_to) for x in a.sources)
-        return a.q, self.do, self.lse, self.weight, self.delta, *(x for source in keys for x in source)
+            return a.q, self.do, self.lse, self.sink_factor, self.delta, x.k, values, x.seen_from, x.seen_to
+        keys = ((x.k if has_key_heads else x.k[:, :, 0], x.seen_from, x.seen_to) for x in a.sources)
+        return a.q, self.do, self.lse, self.sink_factor, self.delta, *(x for source in keys for x in source)
 
 
 def operands(variant: MlaBackward | Forward, *, width: int | None = 90, **extents: int) -> Operands:
@@ -51,13 +51,13 @@ def of_attention(a: Attention, scale: float) -> Operands:
     do, dlse = (np.asarray(rng.standard_normal(like.shape)) for like in (o, lse))
     do = do.astype(a.q.dtype)
     with np.errstate(invalid="ignore"):  # no key, and no sink either
-        weight = np.exp(lse - np.logaddexp(lse, a.sink.astype(np.float64)))
-    delta = weight * np.sum(o * do.astype(np.float64), -1) - dlse
+        sink_factor = np.exp(lse - np.logaddexp(lse, a.sink.astype(np.float64)))
+    delta = sink_factor * np.sum(o * do.astype(np.float64), -1) - dlse
     nothing = np.isneginf(lse)
     q = a.q.copy()
-    for array in (q, do, weight, delta):
+    for array in (q, do, sink_factor, delta):
         array[nothing] = np.nan
-    return Operands(replace(a, q=q), do, *(x.astype(np.float32) for x in (lse, weight, delta)))
+    return Operands(replace(a, q=q), do, *(x.astype(np.float32) for x in (lse, sink_factor, delta)))
 
 
 def gradient(x: Operands, scale: float) -> tuple[Array, ...]:
@@ -85,23 +85,27 @@ def _gradient(x: Operands, scale: float) -> tuple[tuple[Array, ...], tuple[Array
         width = d if y.ndim == 4 else 1
         return y.reshape(b, s_q, h_kv, -1, width).swapaxes(1, 2).reshape(b, h_kv, -1, width)
 
-    q, do, lse, weight, delta = map(rows, (a.q, x.do, x.lse, x.weight, x.delta))
+    q, do, lse, sink_factor, delta = map(rows, (a.q, x.do, x.lse, x.sink_factor, x.delta))
     often = np.repeat(counts[:, None], h_q // h_kv, axis=2).reshape(b, 1, -1, counts.shape[-1])
     p = often * np.exp(np.where(often > 0, scale * q @ k.swapaxes(-1, -2) - lse, -np.inf))
-    ds = scale * p * (weight * (do @ v.swapaxes(-1, -2)) - delta)
-    p = weight * p
-    apart = a.sources[0].k is not a.sources[0].v
+    ds = scale * p * (sink_factor * (do @ v.swapaxes(-1, -2)) - delta)
+    p = sink_factor * p
+    separate = a.sources[0].k is not a.sources[0].v
 
     def split(dq: Array, dk: Array, dv: Array) -> tuple[Array, ...]:
         dq = dq.reshape(b, h_kv, s_q, -1, d).swapaxes(1, 2).reshape(a.q.shape)
-        if apart:
+        if separate:
             return dq, dk.swapaxes(1, 2), dv.swapaxes(1, 2)
         ends = np.cumsum([keys.k.shape[1] for keys in a.sources])[:-1]
         return dq, *np.split((dk + dv).swapaxes(1, 2), ends, axis=1)
 
     with np.errstate(under="ignore"):
-        squares = np.square(ds) @ np.square(k), _t(np.square(ds)) @ np.square(q), _t(np.square(p)) @ np.square(do)
-    return split(ds @ k, _t(ds) @ q, _t(p) @ do), tuple(map(np.sqrt, split(*squares)))
+        squares = (
+            np.square(ds) @ np.square(k),
+            transposed(np.square(ds)) @ np.square(q),
+            transposed(np.square(p)) @ np.square(do),
+        )
+    return split(ds @ k, transposed(ds) @ q, transposed(p) @ do), tuple(map(np.sqrt, split(*squares)))
 
 
 def row_of(x: Operands, row: tuple[int, ...]) -> Operands:
@@ -119,10 +123,10 @@ def row_of(x: Operands, row: tuple[int, ...]) -> Operands:
     at = (slice(b, b + 1), slice(query, query + 1), slice(head, head + 1))
     shape = a.shape._replace(b=1, s_q=1, h_q=1, h_kv=1)
     alone = Attention(a.op, shape, a.q[at], tuple(sources), a.sink[at[2]])
-    return Operands(alone, *(y[at].copy() for y in (x.do, x.lse, x.weight, x.delta)))
+    return Operands(alone, *(y[at].copy() for y in (x.do, x.lse, x.sink_factor, x.delta)))
 
 
-def _t(x: Array) -> Array:
+def transposed(x: Array) -> Array:
     return x.swapaxes(-1, -2)
 
 
@@ -135,8 +139,8 @@ def wrong(got: Sequence[Array], x: Operands, scale: float) -> list[tuple[str, Ar
     """
     unit, least = {"bfloat16": (2.0**-8, 1e-30), "float16": (2.0**-11, 2.0**-25)}[x.attention.q.dtype.name]
     results, (wanted, terms) = [], _gradient(x, scale)
-    apart = x.attention.sources[0].k is not x.attention.sources[0].v
-    names = ("dq", "dk", "dv") if apart else ("dq", *(f"dkv{i}" for i in range(len(wanted) - 1)))
+    separate = x.attention.sources[0].k is not x.attention.sources[0].v
+    names = ("dq", "dk", "dv") if separate else ("dq", *(f"dkv{i}" for i in range(len(wanted) - 1)))
     for name, g, want, noise in zip(names, got, wanted, terms, strict=True):
         rounded = g.dtype == x.attention.q.dtype
         g = g.astype(np.float64).reshape(want.shape)

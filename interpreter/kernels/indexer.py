@@ -292,7 +292,7 @@ def run_at(
         else:
             addresses[name] = memory.add(name, None, array.nbytes)
     shape = {"b": b, "s_q": s_q, "s_c": s_c, "heads": heads, "topk": topk}
-    plan = native.plan_index_at(shape, gradient=gradient, addresses=addresses)
+    plan = native.plan_indexer_scores_at(shape, gradient=gradient, addresses=addresses)
     machine(Kernel(variant, edit(kernel.ptx), kernel.facts), plan, memory, seed=seed).run()
     found = {name: memory.named(name) for name in outputs}
     return {name: found[name].bytes[: x.nbytes].view(x.dtype).reshape(x.shape) for name, x in outputs.items()}

@@ -1,4 +1,4 @@
-"""The backward kernels for K and V apart on the interpreter: three launches one after the other, as ffi/ plans them."""
+"""The backward kernels for separate K and V in the interpreter: three launches in a row, as ffi/ plans them."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def run(
     keys, seen = x.attention.sources[0], tiles_seen(kernels, x, scale, seed=seed)
     if "mha_dqdkdv" in kernels:
         sums, dk, *dv = run_step(kernels["mha_dqdkdv"], x, scale, seen, seed=seed)
-        return in_order(sums, scale).astype(x.attention.q.dtype), *(y.reshape(keys.k.shape) for y in (dk, *dv))
+        return dq_of_sums(sums, scale).astype(x.attention.q.dtype), *(y.reshape(keys.k.shape) for y in (dk, *dv))
     dk, *dv = run_step(kernels["mha_dkdv"], x, scale, seen, seed=seed)
     (dq,) = run_step(kernels["mha_dq"], x, scale, seen, seed=seed)
     return dq, *(part.reshape(keys.k.shape) for part in (dk, *dv))
 
 
-def in_order(sums: Array, scale: float) -> Array:
+def dq_of_sums(sums: Array, scale: float) -> Array:
     """dq of what `mha_dqdkdv` leaves."""
     return np.asarray(np.float32(scale) * raw.in_order(sums))
 
@@ -72,8 +72,8 @@ def launch(
     """A machine that is about to run it, and like what its results are."""
     a, memory = x.attention, new_memory()
     (keys,) = a.sources
-    given = {"q": a.q, "dout": x.do, "k": keys.k, "v": keys.v, "lse": x.lse, "weight": x.weight, "delta": x.delta}
-    given |= {"start": keys.seen_from, "stop": keys.seen_to} | ({} if seen is None else {"seen": seen})
+    given = {"q": a.q, "dout": x.do, "k0": keys.k, "v0": keys.v, "from0": keys.seen_from, "to0": keys.seen_to}
+    given |= {"lse": x.lse, "sink_factor": x.sink_factor, "delta": x.delta} | ({} if seen is None else {"seen": seen})
     shape = a.shape
     of_keys = {"dk": keys.k} | ({} if keys.v is keys.k else {"dv": keys.k})
     results: dict[str, Array] = {
@@ -84,12 +84,13 @@ def launch(
     }[kernel.variant.op]
     addresses = {name: memory.add(name, array) for name, array in given.items()}
     for name, like in results.items():
-        addresses[name] = (
-            add_cleared(memory, name, like.nbytes) if name == "sums" else memory.add(name, None, like.nbytes)
-        )
+        if name == "sums":
+            addresses["dq"] = add_cleared(memory, name, like.nbytes)
+        else:
+            addresses[name] = memory.add(name, None, like.nbytes)
     tiles = {"tile_m": tile_m or kernel.facts["tile_m"], "tile_n": kernel.facts["tile_n"], "addresses": addresses}
     if isinstance(kernel.variant, TileSpans):
         plan = native.plan_tile_spans(shape, **tiles)
     else:
-        plan = native.plan_dense_backward(kernel.variant, shape, scale, processors=2, **tiles)
+        plan = native.plan_mha_backward(kernel.variant, shape, scale, processors=2, **tiles)
     return machine(kernel, plan, memory, seed=seed), results

@@ -47,9 +47,9 @@ class Launch:
 
     def added(self) -> list[Array]:
         """How often a number of each dkv was added to."""
-        memory, words = self.machine.memory, 1 + len(self.resolution)
+        memory, words32 = self.machine.memory, 1 + len(self.resolution)  # of a sum
         return [
-            in_order(additions(memory.named(f"dkv{i}"))[: keys.k.size * words : words].reshape(keys.k.shape))
+            in_order(additions(memory.named(f"dkv{i}"))[: keys.k.size * words32 : words32].reshape(keys.k.shape))
             for i, keys in enumerate(self.operands.attention.sources)
         ]
 
@@ -57,7 +57,7 @@ class Launch:
 def launch(kernel: Kernel[MlaBackward], x: gradients.Operands, *, processors: int = 2, seed: int = 0) -> Launch:
     """A launch on this many processors."""
     a, memory, scale = x.attention, new_memory(), kernel.variant.d**-0.5
-    given = {"q": a.q, "dout": x.do, "lse": x.lse, "weight": x.weight, "delta": x.delta}
+    given = {"q": a.q, "dout": x.do, "lse": x.lse, "sink_factor": x.sink_factor, "delta": x.delta}
     resolution = np.zeros(0, np.float32)
     if kernel.variant.deterministic:
         q, do, lse, delta, *k = map(jnp.asarray, (a.q, x.do, x.lse, x.delta, *(keys.k for keys in a.sources)))
@@ -80,7 +80,7 @@ def judge(run: Launch, got: tuple[Array, ...]) -> None:
     x = run.operands
     for name, wrong, g, want in gradients.wrong(got, x, run.scale):
         if wrong.any():
-            faults.append(of_rows(wrong, g, want, x) if name == "dq" else of_keys(name, wrong, g, want))
+            faults.append(describe_dq(wrong, g, want, x) if name == "dq" else describe_dkv(name, wrong, g, want))
     if faults:
         raise Wrong("; ".join(faults))
 
@@ -101,7 +101,7 @@ def uneven(name: str, added: Array) -> list[str]:
     ]
 
 
-def of_rows(wrong: Array, got: Array, want: Array, x: gradients.Operands) -> str:
+def describe_dq(wrong: Array, got: Array, want: Array, x: gradients.Operands) -> str:
     """dq: which rows, and what they look like."""
     rows = wrong.any(-1)
     b, query, head = (int(i) for i in np.argwhere(rows)[0])
@@ -121,7 +121,7 @@ def swapped(x: gradients.Operands, row: tuple[int, ...], other: tuple[int, ...])
     return gradients.gradient(one, x.attention.shape.d**-0.5)[0].reshape(-1)
 
 
-def of_keys(name: str, wrong: Array, got: Array, want: Array) -> str:
+def describe_dkv(name: str, wrong: Array, got: Array, want: Array) -> str:
     """dkv: which keys, and what they look like."""
     keys = wrong.any((0, 2, 3))
     first, last = np.flatnonzero(keys)[[0, -1]]
@@ -134,7 +134,7 @@ def of_keys(name: str, wrong: Array, got: Array, want: Array) -> str:
         if here.shape[1] < KEYS_OF_TILE:
             break
         for column in range(0, want.shape[-1] - width + 1, width):
-            if agrees(of_quads(here), of_quads(there[..., column : column + width])):
+            if agrees(summed_by_quads(here), summed_by_quads(there[..., column : column + width])):
                 return (
                     f"{text}: keys from {tile} on have in columns {columns[0]}..{columns[-1]} besides their own what "
                     f"those from {tile - KEYS_OF_TILE} on have in columns {column}..{column + width - 1}"
@@ -142,7 +142,7 @@ def of_keys(name: str, wrong: Array, got: Array, want: Array) -> str:
     return text
 
 
-def of_quads(x: Array) -> Array:
+def summed_by_quads(x: Array) -> Array:
     """Sums over the numbers that lanes exchange before they go out: four columns of a key and of the key 8 after it."""
     whole = np.zeros((x.shape[0], KEYS_OF_TILE, *x.shape[2:]))
     whole[:, : x.shape[1]] = x

@@ -5,28 +5,29 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from jax_dsv4_fmha._host import attention
 from jax_dsv4_fmha._host import library as host_library
-from kernels.abi import FORWARD_OPS, Forward, MhaBackward, MlaBackward, Variant
+from kernels import targets
 from kernels.abi import KINDS as KIND_BYTES
+from kernels.abi import Forward, MhaBackward, MlaBackward, Variant
 from kernels.packings import PACKED
 from kernels.variants import VARIANTS
 
-SOURCES = FORWARD_OPS
 KINDS = {"span": 0, "selection": 1, **dict.fromkeys(PACKED, 2)}  # as ffi/rows.h counts them
 FLOAT32 = 7  # an element of a tensor map, as the driver counts them
 TYPES = {"float8_e4m3fn": 0, "float16": 6, "bfloat16": 9}  # the same of what is attended to
 T = TypeVar("T", bound=Variant)
 
 
-def function(op: str) -> Any:
-    """The raw call that runs an op's kernels: keys of all kinds are decoded by one."""
-    return functools.partial(attention.dsv4_decode, op=op) if "decode" in op else getattr(attention, op)
+def function(variant: Forward) -> Any:
+    """The raw call that runs a variant."""
+    call = getattr(attention, variant.op)
+    return functools.partial(call, packing=variant.packing) if variant.packing else call
 
 
 def variant_of(key: str) -> Any:
@@ -116,40 +117,19 @@ def filled(name: str, **values: Any) -> ctypes.Structure:
     return of_type(**values)
 
 
-def addresses_of(call: str) -> tuple[str, ...]:
-    """The addresses that a call's launches get, by name: from and to are start and stop of a span, indices and length
-    of a selection; `call` is "Forward", "Backward", "DenseBackward", "Index", "IndexAt", "Probabilities" or "Rope"."""
-
-    def names(of_type: type[ctypes.Structure], after: str = "") -> Iterator[str]:
-        for member, kind in members_of(of_type):
-            if kind is ctypes.c_void_p:
-                yield member + after
-            else:
-                for i in range(kind._length_):
-                    yield from [f"{member}{i}"] if kind._type_ is ctypes.c_void_p else names(kind._type_, str(i))
-
-    return tuple(names(structure(f"{call}Addresses")))
+def addresses_of(calls: str) -> tuple[str, ...]:
+    """The addresses that the launches of a family of calls get, by name: those of source i of keys end with i, and from
+    and to are start and stop of a span, indices and length of a selection."""
+    of_sources, others, count = targets.fields(calls)
+    return *(f"{name}{i}" for i in range(count) for name in of_sources), *others
 
 
-def addressed(call: str, addresses: dict[str, int] | None) -> Any:
-    """A call's addresses by these names; null where there is none."""
-    at, known = addresses or {}, addresses_of(call)
+def addressed(calls: str, addresses: dict[str, int] | None) -> Any:
+    """A family's addresses by these names; null where there is none."""
+    at, known = addresses or {}, addresses_of(calls)
     if unknown := set(at) - set(known):
-        raise TypeError(f"{call} has {', '.join(known)}, not {', '.join(sorted(unknown))}")
-
-    def struct(of_type: type[ctypes.Structure], after: str = "") -> ctypes.Structure:
-        result = of_type()
-        for member, kind in members_of(of_type):
-            if kind is ctypes.c_void_p:
-                setattr(result, member, at.get(member + after))
-            else:
-                for i in range(kind._length_):
-                    inner = kind._type_
-                    pointer = inner is ctypes.c_void_p
-                    getattr(result, member)[i] = at.get(f"{member}{i}") if pointer else struct(inner, str(i))
-        return result
-
-    return ctypes.byref(struct(structure(f"{call}Addresses")))
+        raise TypeError(f"{calls} has {', '.join(known)}, not {', '.join(sorted(unknown))}")
+    return ctypes.byref((ctypes.c_void_p * len(known))(*map(at.get, known)))
 
 
 # ---- launches
@@ -213,7 +193,7 @@ def plan(
         _attention_shape(shape, variant.sources, variant.dtype),
         ctypes.c_float(scale),
         _tiles(tile_m, tile_n, processors, cluster, variant.gathers),
-        addressed(variant.family.title(), addresses),
+        addressed(variant.family, addresses),
     )
 
 
@@ -232,13 +212,13 @@ def plan_combine(
         ctypes.c_int32(threads),
         ctypes.c_int32(tile_n),
         ctypes.c_int32(processors),
-        addressed("Forward", addresses),
+        addressed("forward", addresses),
         ctypes.byref(out),
     )
     return _shown(out)
 
 
-def plan_dense_backward(
+def plan_mha_backward(
     variant: MhaBackward,
     shape: Shape,
     scale: float = 1.0,
@@ -250,13 +230,13 @@ def plan_dense_backward(
 ) -> Plan:
     """The launch; without dv K is V."""
     return _planned(
-        "dense_backward",
+        "mha_backward",
         variant.layout.encode(),
         _attention_shape(shape, ("span",), variant.dtype),
         ctypes.c_float(scale),
         ctypes.c_bool(variant.op != "mha_dq"),
         _tiles(tile_m, tile_n, processors),
-        addressed("DenseBackward", addresses),
+        addressed("mha_backward", addresses),
     )
 
 
@@ -269,7 +249,7 @@ def plan_tile_spans(
         ctypes.byref(_row_shape(shape, 0)),
         ctypes.c_int32(tile_m),
         ctypes.c_int32(tile_n),
-        addressed("DenseBackward", addresses),
+        addressed("mha_backward", addresses),
     )
 
 
@@ -288,11 +268,11 @@ def plan_indexer(
     """
     scores, choice = structure("ShownLaunch")(), structure("ShownLaunch")()
     library().dsv4_fmha_plan_indexer(
-        ctypes.byref(filled("IndexShape", **shape)),
+        ctypes.byref(filled("IndexerShape", **shape)),
         _tiles(tile_m, tile_n, processors),
         ctypes.c_int64(first),
         ctypes.c_int64(count),
-        addressed("Index", addresses),
+        addressed("indexer", addresses),
         ctypes.byref(scores),
         ctypes.byref(choice),
     )
@@ -308,15 +288,15 @@ def plan_probabilities(
         ctypes.byref(filled("ProbabilitiesShape", **shape)),
         ctypes.c_float(scale),
         ctypes.c_int64(processors),
-        addressed("Probabilities", addresses),
+        addressed("probabilities", addresses),
     )
 
 
-def plan_index_at(shape: dict[str, int], *, gradient: bool, addresses: dict[str, int] | None = None) -> Plan:
+def plan_indexer_scores_at(shape: dict[str, int], *, gradient: bool, addresses: dict[str, int] | None = None) -> Plan:
     """The launch of scores at given entries, or of their gradients."""
     out = structure("ShownLaunch")()
-    given, at = ctypes.byref(filled("IndexAtShape", **shape)), addressed("IndexAt", addresses)
-    library().dsv4_fmha_plan_index_at(given, ctypes.c_bool(gradient), at, ctypes.byref(out))
+    given, at = ctypes.byref(filled("IndexerScoresAtShape", **shape)), addressed("indexer_scores_at", addresses)
+    library().dsv4_fmha_plan_indexer_scores_at(given, ctypes.c_bool(gradient), at, ctypes.byref(out))
     return _shown(out)
 
 
@@ -325,7 +305,7 @@ def plan_rope(
 ) -> Plan:
     """What "rope" is launched with, the number its direction, or "norm_rope", the number its eps."""
     out = structure("ShownLaunch")()
-    given, at = ctypes.byref(filled("RopeShape", **shape)), addressed("Rope", addresses)
+    given, at = ctypes.byref(filled("RopeShape", **shape)), addressed("rope", addresses)
     plan_of = library()[f"dsv4_fmha_plan_{family}"]
     plan_of(given, ctypes.c_float(number), ctypes.c_int32(tile_m), at, ctypes.byref(out))
     return _shown(out)

@@ -196,7 +196,7 @@ def arrival(i: Instruction, d: Decoder) -> Step:
         at = the_lanes(w, base, offset)
         n = 1 if amount is None else w.uniform(amount, np.uint32, "a number of arrivals or bytes")
         found = lookup_all(w, at, own=not remote)
-        clock = w.released if i.has("relaxed") else w.tell()
+        clock = w.released if i.has("relaxed") else w.publish()
         for bar, lanes in found:
             if expects:
                 expect_tx(bar, n * lanes)
@@ -295,7 +295,7 @@ def named(i: Instruction, d: Decoder) -> Step:
             if bar.arrived and bar.count != count:
                 raise Misuse(f"named barrier {which} of {count} threads, {names(bar.who)} came to it with {bar.count}")
             bar.count = count
-            bar.clock.join(w.tell())
+            bar.clock.join(w.publish())
             bar.arrived += 32
             bar.who.append(w.name)
             mine = bar.generation

@@ -95,7 +95,7 @@ def arrive(i: Instruction, d: Decoder) -> Step:
         if "cluster barrier phase" in w.extra:
             raise Misuse("arrives at the cluster's barrier again without having waited there")
         w.extra["cluster barrier phase"] = bar.generation
-        bar.clock.join(w.released if i.has("relaxed") else w.tell())
+        bar.clock.join(w.released if i.has("relaxed") else w.publish())
         bar.arrived.add(w.index)
         w.machine.news = True
         w.machine.log("arrive", w, "the cluster's barrier")
@@ -152,7 +152,7 @@ def store(i: Instruction, d: Decoder) -> Step:
         def run(op: AsyncOp) -> None:
             cta.visit(op, "stores to")
             cta.smem.shadow.write(op, words, np.repeat(lanes, size // 4, 1))
-            cta.smem.words[words] = values.view(np.uint32)
+            cta.smem.words32[words] = values.view(np.uint32)
             clock = Clock(w.machine.warp_count)
             clock.ops |= 1 << op.number
             for bar, n in bars:

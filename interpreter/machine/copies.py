@@ -122,7 +122,7 @@ def destination(w: Warp, slot: int, offset: int, size: int) -> tuple[Cta, int]:
 
 
 @dataclass
-class Target:
+class CopyDestination:
     """Where a copy ends: shared memory of one CTA, and the mbarrier that hears of it."""
 
     cta: Cta
@@ -130,8 +130,10 @@ class Target:
     bar: MBarrier
 
 
-def targets(i: Instruction, d: Decoder, bar_arg: Arg, mask_arg: Arg | None) -> Callable[[Warp, Cta, int], list[Target]]:
-    """The targets of one thread's copy: a CTA's shared memory, or that of all CTAs in a mask; the mbarrier is in the
+def destinations_of(
+    i: Instruction, d: Decoder, bar_arg: Arg, mask_arg: Arg | None
+) -> Callable[[Warp, Cta, int], list[CopyDestination]]:
+    """Where one thread's copy ends: in a CTA's shared memory, or in that of all CTAs in a mask; the mbarrier is in the
     same CTA.
 
     With .cta_group::2 it may be its pair's other CTA's: of every pair the one of the rank, even or odd, that the
@@ -141,7 +143,7 @@ def targets(i: Instruction, d: Decoder, bar_arg: Arg, mask_arg: Arg | None) -> C
     mask_slot = d.slot(mask_arg or "", "b16") if i.has("multicast::cluster") else None
     pair, own = i.has("cta_group::2"), not i.has("shared::cluster")
 
-    def of(w: Warp, cta: Cta, offset: int) -> list[Target]:
+    def of(w: Warp, cta: Cta, offset: int) -> list[CopyDestination]:
         if int(w.lanes.sum()) != 1:
             raise Misuse(f"{int(w.lanes.sum())} lanes issue the same copy")
         if own and cta is not w.cta:
@@ -159,13 +161,13 @@ def targets(i: Instruction, d: Decoder, bar_arg: Arg, mask_arg: Arg | None) -> C
                 raise Misuse(
                     f"no fence.mbarrier_init or fence.proxy.async between the initialisation of {bar} and this copy"
                 )
-            found.append(Target(one, offset, bar))
+            found.append(CopyDestination(one, offset, bar))
         return found
 
     return of
 
 
-def deliver(op: AsyncOp, to: list[Target], words: Array, chunks: Array, data: Array) -> None:
+def deliver(op: AsyncOp, to: list[CopyDestination], words: Array, chunks: Array, data: Array) -> None:
     for x in to:
         for cta in (x.cta, x.bar.cta):
             cta.visit(op, "copies to")
@@ -175,8 +177,8 @@ def deliver(op: AsyncOp, to: list[Target], words: Array, chunks: Array, data: Ar
         complete_tx(x.bar, data.size, op.completed())
 
 
-def told_of(to: list[Target], size: int) -> str:
-    """For a timeline."""
+def arrival_of(to: list[CopyDestination], size: int) -> str:
+    """Where a copy arrives, for a timeline."""
     ctas = f" of CTAs {', '.join(str(x.cta.number) for x in to)}" if len(to) > 1 else ""
     return f"to +{to[0].offset - SMEM_BASE}{ctas} ({size} bytes), completes on +{to[0].bar.offset - SMEM_BASE}"
 
@@ -194,7 +196,7 @@ def tensor_copy(i: Instruction, d: Decoder) -> Step:
     i.only(i.mods[0], *LOAD_SPACES, "multicast::cluster", "cta_group::1", "cta_group::2")
     to, to_offset = d.address(i.args[0])
     source, where = coordinates(d, i.args[1])
-    ends = targets(i, d, i.args[2], i.args[3] if len(i.args) > 3 else None)
+    ends = destinations_of(i, d, i.args[2], i.args[3] if len(i.args) > 3 else None)
     if len(where) != rank:
         raise d.fail(f"{len(where)} coordinates of {rank}")
 
@@ -209,7 +211,7 @@ def tensor_copy(i: Instruction, d: Decoder) -> Step:
         def run(op: AsyncOp) -> None:
             deliver(op, target, words, chunks, tensor.load(w.machine.memory, op, at))
 
-        what = f"load {list(at)} {told_of(target, tensor.bytes)}"
+        what = f"load {list(at)} {arrival_of(target, tensor.bytes)}"
         w.issue("tma", what, run, ctas=[x.cta for x in target])
 
     return step
@@ -226,7 +228,7 @@ def bulk_copy(i: Instruction, d: Decoder) -> Step:
     to, to_offset = d.address(i.args[0])
     source, source_offset = d.address(i.args[1])
     count = d.slot(i.args[2], "u32")
-    ends = targets(i, d, i.args[3], i.args[4] if len(i.args) > 4 else None)
+    ends = destinations_of(i, d, i.args[3], i.args[4] if len(i.args) > 4 else None)
 
     def step(w: Warp) -> None:
         size = w.uniform(count, np.uint32, "a number of bytes")
@@ -252,12 +254,12 @@ def bulk_copy(i: Instruction, d: Decoder) -> Step:
                 read = home.smem_span(at, size, 16, "a bulk copy of")
                 if not home.smem.shadow.read(op, read).all():
                     raise Misuse("copies what is not defined to another CTA")
-                data = home.smem.words[read].view(np.uint8)
+                data = home.smem.words32[read].view(np.uint8)
             deliver(op, target, words, chunks, np.ascontiguousarray(data))
 
         ctas = [x.cta for x in target] + ([] if from_global else [w.cta])
         reader = w.cta.first_stream + READ_STREAMS + w.number
-        w.issue("tma", f"copy {told_of(target, size)}", run, ctas=ctas, reader=reader)
+        w.issue("tma", f"copy {arrival_of(target, size)}", run, ctas=ctas, reader=reader)
 
     return step
 

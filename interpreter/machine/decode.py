@@ -75,7 +75,7 @@ def lanes_with(value: int, bits: str) -> Array:
     return array
 
 
-class Known:
+class SlotTable:
     """What programs with the same declarations share: slots, and what is made of them. Edits of a kernel do."""
 
     def __init__(self) -> None:
@@ -89,26 +89,26 @@ class Known:
         self.runs: dict[tuple[Lanewise, ...], Run] = {}
 
     @staticmethod
-    def of(program: Program) -> Known:
-        known = Known.alike(program.name, tuple(program.params.values()), tuple(program.shared.items()))
-        if any(known.types.setdefault(name, kind) != kind for name, kind in program.registers.items()):
-            known = Known()
-            known.types.update(program.registers)
-        return known
+    def of(program: Program) -> SlotTable:
+        table = SlotTable.with_declarations(program.name, tuple(program.params.values()), tuple(program.shared.items()))
+        if any(table.types.setdefault(name, kind) != kind for name, kind in program.registers.items()):
+            table = SlotTable()
+            table.types.update(program.registers)
+        return table
 
     @staticmethod
     @functools.lru_cache(maxsize=2)
-    def alike(*declarations: object) -> Known:
-        return Known()
+    def with_declarations(*declarations: object) -> SlotTable:
+        return SlotTable()
 
 
 class Decoder:
     """Operands -> slots. A slot is a register, or a constant that every warp has in the same place."""
 
     def __init__(self, program: Program):
-        self.program, self.known = program, (known := Known.of(program))
-        self.slots, self.names, self.values = known.slots, known.names, known.values
-        self.registers, self.constants = known.registers, known.constants
+        self.program, self.table = program, (table := SlotTable.of(program))
+        self.slots, self.names, self.values = table.slots, table.names, table.values
+        self.registers, self.constants = table.registers, table.constants
         self.fenced: set[int] = set()  # slots that products take or give
         self.here: Instruction = program.code[0]
         self.index = 0  # the instruction that is decoded now
@@ -266,13 +266,13 @@ class Code:
             self.steps.append(self.decode(i, d))
         leaders = {*program.labels.values(), *program.join.values()}
         leaders |= {n + 1 for n, i in enumerate(program.code) if is_jump(i)}
-        self.fused = fused(self.steps, leaders, d.constants, d.known.runs)
+        self.fused = fused(self.steps, leaders, d.constants, d.table.runs)
         self.registers, self.values = tuple(d.registers), tuple(d.values)
 
     def decode(self, i: Instruction, d: Decoder) -> Step:
-        lanewise = d.known.lanewise
-        if i.guard is None and (known := lanewise.get((i.opcode, i.args))) is not None:
-            return known
+        lanewise = d.table.lanewise
+        if i.guard is None and (decoded := lanewise.get((i.opcode, i.args))) is not None:
+            return decoded
         decode, mods = decoder_of(i.opcode)
         if decode is None:
             raise Unsupported(f"unknown instruction {i.opcode}").at_line(i)

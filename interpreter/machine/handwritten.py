@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-import functools
-import re
 import struct
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from .copies import SPANS, TensorMap
-from .hazards import Fault
 from .parser import parse
 from .state import GENERIC_PARAM_BASE, Array, Machine, new_memory
 
@@ -90,8 +87,8 @@ class Handwritten:
         return np.arange(self.total, dtype=np.int32) if self.source is None else self.source
 
     def shaped(self, result: Array) -> Array:
-        words = result.view(np.uint32)
-        return words if self.outputs == 1 else words.reshape(self.outputs, self.total)
+        words32 = result.view(np.uint32)
+        return words32 if self.outputs == 1 else words32.reshape(self.outputs, self.total)
 
     def interpret(self, seed: int = 0) -> Array:
         """The result; raises what is found."""
@@ -124,54 +121,6 @@ class Handwritten:
             driver.launch(self, [place, *map(ctypes.addressof, addresses)])
             driver("cuMemcpyDtoH_v2", result.ctypes, addresses[1], ctypes.c_size_t(result.nbytes))
         return self.shaped(result)
-
-
-Finding = tuple[type[Fault], str]
-"""What a run raises, and the text of it"""
-
-
-@dataclass(frozen=True, eq=False)
-class Planted:
-    """A fault in a program, and what it must be found by."""
-
-    name: str
-    program: Handwritten
-    fault: type[Fault]
-    says: str
-    edits: tuple[tuple[str, str], ...]  # the text to replace, everywhere, and its replacement
-    changes: dict[str, Any] = field(default_factory=dict)
-    also: tuple[Finding, ...] = ()  # of the same accesses, in orders in which the other comes first
-
-    @functools.cache  # noqa: B019  (of a few faults, which live as long as their module)
-    def found(self, seeds: Sequence[int]) -> tuple[Finding, ...]:
-        """What each run raises."""
-        found = []
-        for seed in seeds:
-            try:
-                self.planted().interpret(seed)
-            except Fault as e:
-                found.append((type(e), str(e)))
-            else:
-                raise LookupError(f"{self.name}: nothing is found with seed {seed}")
-        return tuple(found)
-
-    def is_told_by(self, found: Sequence[Finding]) -> bool:
-        """Whether every run shows one of the fault's symptoms, and every symptom is shown by some run."""
-        shown = {
-            (kind, says): {
-                n for n, (raised, text) in enumerate(found) if raised is kind and re.search(says, text, re.S)
-            }
-            for kind, says in ((self.fault, self.says), *self.also)
-        }
-        return all(shown.values()) and set().union(*shown.values()) == set(range(len(found)))
-
-    def planted(self) -> Handwritten:
-        body = self.program.body
-        for old, new in self.edits:
-            if old not in body:
-                raise LookupError(f"nothing is {old!r}")
-            body = body.replace(old, new)
-        return replace(self.program, body=body, **self.changes)
 
 
 class _Attribute(ctypes.Structure):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .parser import Instruction
 
 FEW = 6
-Words = np.ndarray[Any, Any] | slice
+Words = np.ndarray[Any, Any] | slice  # numbers of words, of 4 bytes each
 
 
 class Fault(Exception):

@@ -157,7 +157,7 @@ def store_matrix(i: Instruction, d: Decoder) -> Step:
         if not isinstance(defined, bool):
             defined = defined.reshape(8 * count, 4)
         cta.smem.shadow.write(w, words, defined)
-        cta.smem.words[words] = data.reshape(8 * count, 4)
+        cta.smem.words32[words] = data.reshape(8 * count, 4)
 
     return step
 
@@ -177,7 +177,7 @@ def load_matrix(i: Instruction, d: Decoder) -> Step:
         at = addresses(w, base, offset, "an address")[: 8 * count]
         cta, words = shared_words(w, at, 16, "loads", own=True)
         defined = np.asarray(cta.smem.shadow.read(w, words).reshape(count, -1).all(1))
-        data = cta.smem.words[words].reshape(count, 32)
+        data = cta.smem.words32[words].reshape(count, 32)
         if transpose:
             square = data.view(np.uint16).reshape(count, 8, 8).transpose(0, 2, 1)
             data = np.ascontiguousarray(square).reshape(count, 64).view(np.uint32)

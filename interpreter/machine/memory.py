@@ -111,7 +111,7 @@ def load(i: Instruction, d: Decoder) -> Step:
         cta, words = shared_words(w, at, total, "loads", own=space != "shared::cluster")
         cta.visit(w, "loads from")
         defined = cta.smem.shadow.read(w, words)
-        data = cta.smem.words[words].view(np.uint8).reshape(len(words), -1)
+        data = cta.smem.words32[words].view(np.uint8).reshape(len(words), -1)
         if size < 4:
             data = data[np.arange(len(data))[:, None], (at & 3)[:, None] + np.arange(total)]
         spread(w, data, None if defined.all() else defined)
@@ -160,7 +160,7 @@ def store(i: Instruction, d: Decoder) -> Step:
             defined = np.concatenate(lanes, 1)
         cta.smem.shadow.write(w, words, defined)
         if size >= 4:
-            cta.smem.words[words] = values(w).view(np.uint32)
+            cta.smem.words32[words] = values(w).view(np.uint32)
         else:
             cta.smem.bytes[(at - cta.base)[:, None] + np.arange(total)] = values(w)
 
@@ -221,7 +221,7 @@ def atomic(i: Instruction, d: Decoder) -> Step:
             cta.smem.shadow.write(w, words)
         finally:
             w.atomic = False
-        memory, old = cta.smem.words.view(dtype), np.zeros(LANES, dtype)
+        memory, old = cta.smem.words32.view(dtype), np.zeros(LANES, dtype)
         for n in w.machine.rng.sample(range(len(at)), len(at)):
             word, (x, *more) = int(words[n, 0]), [int(y[n]) for y in given]
             before = int(memory[word])
@@ -270,7 +270,7 @@ def copy(i: Instruction, d: Decoder) -> Step:
                 data[np.flatnonzero(reads)[which]] = buffer.read(op, offsets, size)
             data[np.arange(size) >= sizes[:, None]] = 0
             cta.smem.shadow.write(op, words)
-            cta.smem.words[words] = data.view(np.uint32)
+            cta.smem.words32[words] = data.view(np.uint32)
 
         op = w.issue("cp.async", f"cp.async {len(at)} x {size} bytes", run, proxy="generic")
         state = copies_of(w)

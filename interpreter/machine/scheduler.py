@@ -1,6 +1,6 @@
 """The scheduler, driven by a seed: it picks steps of one warp, or one asynchronous operation.
 
-Nothing here knows about time. A seed also picks a temper: how long a warp runs before another may, how soon what was
+Nothing here knows about time. A seed also picks a policy: how long a warp runs before another may, how soon what was
 issued happens (at once, at any time, or only when no warp can go on), and whether some warps are slower than others.
 """
 
@@ -16,20 +16,20 @@ MAX_STEPS = 50_000_000
 
 
 @dataclass
-class Temper:
+class Policy:
     quantum: int
     eagerness: float  # how likely an operation goes first where a warp could
     pace: list[float]  # for each warp, how likely it takes its turn
 
     @staticmethod
-    def even(m: Machine) -> Temper:
+    def even(m: Machine) -> Policy:
         """Everybody in turn: the most like a chip."""
-        return Temper(8, 0.2, [1.0] * m.warp_count)
+        return Policy(8, 0.2, [1.0] * m.warp_count)
 
     @staticmethod
-    def of(m: Machine) -> Temper:
+    def of(m: Machine) -> Policy:
         rng = m.rng
-        return Temper(
+        return Policy(
             quantum=rng.choice([8, 64, 400]),
             eagerness=rng.choice([0.0, 0.2, 0.9]),
             pace=rng.choices([1.0, 0.05], [0.7, 0.3], k=m.warp_count),
@@ -37,8 +37,8 @@ class Temper:
 
 
 def run(m: Machine) -> None:
-    temper, chance = m.temper or Temper.of(m), m.rng.random
-    pending, pace = m.pending, temper.pace
+    policy, chance = m.policy or Policy.of(m), m.rng.random
+    pending, pace = m.pending, policy.pace
     able, blocked = m.warps, list[Warp]()
     while able or blocked or pending:
         if m.news or not (able or pending):
@@ -48,7 +48,7 @@ def run(m: Machine) -> None:
             blocked = still
             if not able and not pending:
                 raise deadlock(m)
-        if pending and (not able or chance() < temper.eagerness):
+        if pending and (not able or chance() < policy.eagerness):
             op = pending[int(chance() * len(pending))]
             while (before := next((x for x in op.after if not x.done), None)) is not None:
                 op = before
@@ -68,7 +68,7 @@ def run(m: Machine) -> None:
             able.remove(w)
             blocked.append(w)
             continue
-        advance(w, 1 + int(chance() * temper.quantum))
+        advance(w, 1 + int(chance() * policy.quantum))
         if m.time > MAX_STEPS:
             raise Deadlock(f"no end after {MAX_STEPS} steps; {w.name} is at line {w.instruction.line}")
         if w.exited:

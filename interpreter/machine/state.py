@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .barriers import MBarrier, NamedBarrier
     from .copies import TensorMap
     from .decode import Code
-    from .scheduler import Temper
+    from .scheduler import Policy
 
 Array = np.ndarray[Any, Any]  # of any dtype and rank: registers and memory are viewed as they are used
 DType = np.dtype[Any]
@@ -59,9 +59,9 @@ class Memory:
 
     def __init__(self, name: str, size: int, readers: int, events: list[Event]):
         self.bytes = np.full(-(-size // 16) * 16, 0xFF, np.uint8)
-        self.words, self.chunks = self.bytes.view(np.uint32), self.bytes.view(np.uint16).reshape(-1, 8)
+        self.words32, self.chunks = self.bytes.view(np.uint32), self.bytes.view(np.uint16).reshape(-1, 8)
         self.size = size
-        self.shadow = Shadow(name, len(self.words), readers, events)
+        self.shadow = Shadow(name, len(self.words32), readers, events)
 
 
 class Buffer:
@@ -316,7 +316,7 @@ class Warp:
             )
         return number
 
-    def tell(self) -> Clock:
+    def publish(self) -> Clock:
         """A clock for others to join; what this warp does from now on is not in it."""
         clock = self.clock.copy()
         self.clock.seen[0, self.index] += 1
@@ -329,7 +329,7 @@ class Warp:
     def fence(self) -> None:
         """8, release and acquire patterns: relaxed operations before it acquire, later ones release."""
         self.clock.join(self.unfenced)
-        self.released = self.tell()
+        self.released = self.publish()
 
     def fence_made(self) -> None:
         """The same of mbarriers that it made alone."""
@@ -365,7 +365,7 @@ class Warp:
             what,
             self,
             self.instruction,
-            self.tell() if clock is None else clock,
+            self.publish() if clock is None else clock,
             run,
             tuple(after),
             proxy,
@@ -426,7 +426,7 @@ class Cta:
             machine.events,
         )
         self.places: dict[tuple[bytes, int], Array] = {}  # (addresses, bytes at each) -> words, where all is well
-        self.barrier_words = np.zeros(len(self.smem.words), bool)
+        self.barrier_words = np.zeros(len(self.smem.words32), bool)
         self.barriers: dict[int, MBarrier] = {}
         self.named: dict[int, NamedBarrier] = {}
         self.extra: dict[str, Any] = {}
@@ -516,7 +516,7 @@ class Machine:
         self.grid_size, self.cluster_size, self.smem_bytes, self.threads = grid, cluster_size, smem_bytes, threads
         self.events = events
         self.rng = random.Random(seed)
-        self.temper: Temper | None = None  # the scheduler's temper; None: by the seed
+        self.policy: Policy | None = None  # the scheduler's policy; None: by the seed
         self.elected = self.rng.randrange(LANES)  # whom elect.sync prefers; any lane may be
         self.time = 0
         self.ops_log: list[AsyncOp] = []

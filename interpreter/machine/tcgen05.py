@@ -191,7 +191,7 @@ def load(i: Instruction, d: Decoder) -> Step:
 
         def run(op: AsyncOp) -> None:
             known = tmem.shadow.read(Access(clock, w.number, op), words.ravel(), partial=True)
-            result["values"], result["defined"] = tmem.words[words], known.reshape(words.shape)
+            result["values"], result["defined"] = tmem.words32[words], known.reshape(words.shape)
 
         before = tuple(op for op, _, _ in mine.loads[-1:])
         op = w.issue("tcgen05.ld", "load of " + ".".join(i.mods[:2]), run, after=before)
@@ -216,7 +216,7 @@ def store(i: Instruction, d: Decoder) -> Step:
 
         def run(op: AsyncOp) -> None:
             tmem.shadow.write(Access(clock, w.number, op), words.ravel(), defined)
-            tmem.words[words] = values
+            tmem.words32[words] = values
 
         mine.stores.append(w.issue("tcgen05.st", "store of " + ".".join(i.mods[:2]), run, after=mine.stores[-1:]))
 
@@ -378,13 +378,13 @@ def multiply(
         rows = smem.shadow.read(op, chunks_of(x, m, K, False)[1], partial=True).reshape(m, -1).all(1)
     else:
         known = tmem.shadow.read(access, a_words.ravel(), partial=True)
-        left = widen(np.ascontiguousarray(tmem.words[a_words]).view(np.uint16), dtype)
+        left = widen(np.ascontiguousarray(tmem.words32[a_words]).view(np.uint16), dtype)
         rows = known.reshape(m, -1).all(1)
     with np.errstate(all="ignore"):
         values = left @ right.T
         if adds:
             known = tmem.shadow.read(access, d_words.ravel())
             rows = rows & known.reshape(m, -1).all(1)
-            values += tmem.words[d_words].view(np.float32)
+            values += tmem.words32[d_words].view(np.float32)
     tmem.shadow.write(access, d_words.ravel(), np.repeat(rows, shape.n))
-    tmem.words[d_words] = values.astype(np.float32).view(np.uint32)
+    tmem.words32[d_words] = values.astype(np.float32).view(np.uint32)

@@ -62,7 +62,7 @@ class Tmem:
     """A CTA's TMEM; the CTA is the only one on its SM."""
 
     name: str
-    words: Array  # uint32 [lanes * columns]
+    words32: Array  # [lanes * columns]
     shadow: TmemShadow
     allocated: Array  # bool [columns]
     allocations: dict[int, tuple[int, int]] = field(default_factory=dict)  # first column -> (columns, line)
@@ -236,7 +236,7 @@ def allocate(i: Instruction, d: Decoder) -> Step:
             raise Misuse(f"an address in shared memory of CTA {cta.number}, wanted one of this CTA's own")
         words = cta.smem_span(at, 4, 4, "writes")
         cta.smem.shadow.write(w, words)
-        cta.smem.words[words] = first
+        cta.smem.words32[words] = first
         return None
 
     return step

@@ -159,9 +159,9 @@ class Cache:
         """Reads entries `[b, n, d]`, in the cache's dtype; packed ones as bfloat16, "index_fp8" as float32.
 
         Args:
-          positions: int32 `[b, n]`, the entries of each sequence to read. A position below 0 or without a page reads as
-            0. In a ring, a position reads what its slot holds, from any round. None reads all slots in order,
-            `[b, capacity, d]`, which copies nothing where the cache is contiguous and not packed.
+          positions: int32 `[b, n]`, n may be 0, the entries of each sequence to read. A position below 0 or without a
+            page reads as 0. In a ring, a position reads what its slot holds, from any round. None reads all slots in
+            order, `[b, capacity, d]`, which copies nothing where the cache is contiguous and not packed.
 
         Raises:
           ValueError, TypeError: positions, or a cache, that differ from what is documented.
@@ -172,6 +172,8 @@ class Cache:
             if self.block_table is None and not self.is_packed:
                 return self.entries
             positions = jnp.broadcast_to(jnp.arange(self.capacity, dtype=jnp.int32)[None], (dims["b"], self.capacity))
+        if getattr(positions, "shape", ())[1:] == (0,):
+            return jnp.zeros((dims["b"], 0, dims["d"]), self.packing.decoded if self.is_packed else self.entries.dtype)
         positions = _check.operand(op, "positions", positions, "b n", dims, _check.INT)
         slots = self.slots(jnp.where(positions < 0, -1, positions % self.capacity))
         pages, at = slots // self.page, jnp.maximum(slots, 0) % self.page

@@ -99,7 +99,7 @@ class Layout:
     def encode(self, entries: jax.Array) -> Parts:
         """The parts, uint8 `[…, width]`, of entries `[…, d]`."""
         batch = entries.shape[:-1]
-        values = entries[..., : self.packed].astype(jnp.float32)
+        values = _as_rounded(entries[..., : self.packed])
         codes, scales = self.encode_groups(values.reshape(*batch, self.packed // self.group, self.group))
         rest = lax.bitcast_convert_type(entries[..., self.packed :].astype(jnp.bfloat16), jnp.uint16)
         rest = jnp.stack([rest & 255, rest >> 8], -1).astype(jnp.uint8)  # a bitcast keeps its shape, for jax.export
@@ -128,6 +128,17 @@ class Layout:
         starts = self.starts(at, self.page_entries(pages.shape[1]))
         parts = zip(starts, self.parts, strict=True)
         return self.decode(*(read_pages(pages, page, start, width) for start, width in parts))
+
+
+def _as_rounded(x: jax.Array) -> jax.Array:
+    """x in float32, with the numbers that x has in its own dtype.
+
+    On GPUs XLA leaves out a rounding to 16 bits if the next operation converts back. Codes would then be those of
+    numbers that x does not hold.
+    """
+    kind = jnp.finfo(x.dtype)
+    x = x.astype(jnp.float32)
+    return x if kind.bits == 32 else lax.reduce_precision(x, kind.nexp, kind.nmant)
 
 
 def read_pages(pages: jax.Array, page: jax.Array, start: jax.Array, width: int) -> jax.Array:
@@ -166,7 +177,7 @@ def _decode_e4m3(codes: jax.Array, scales: jax.Array) -> jax.Array:
 
 def quantize_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """float8_e4m3fn like x, and a float32 scale for each row: max(max |row|, 1e-4) / 448."""
-    x = x.astype(jnp.float32)
+    x = _as_rounded(x)
     scale = jnp.maximum(jnp.max(jnp.abs(x), -1), _INDEX_LEAST) / _E4M3_MAX
     codes = jnp.clip(x / scale[..., None], -_E4M3_MAX, _E4M3_MAX)  # or rounding may take a quotient above the greatest
     return codes.astype(jnp.float8_e4m3fn), scale

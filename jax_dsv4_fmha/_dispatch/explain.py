@@ -115,6 +115,7 @@ def _variant(call: Call, q: Any) -> str:
     arch = next(iter(library.local_architectures()), None)
     wanted = {"d": q.shape[-1], "dtype": q.dtype.name}
     fits = [v for v in library.variants() if call.fit and v.op in call.fit.kernels and v.arch == arch]
+    fits = [v for v in fits if v.choices.get("packing", "") == (call.fit.packing if call.fit else "")]
     fits = [v for v in fits if wanted.items() <= v.choices.items() and v.choices.get("max_heads", 0) >= q.shape[-2]]
     least = min((v.choices["max_heads"] for v in fits), default=0)
     keys = [v.key for v in fits if v.choices["max_heads"] == least]

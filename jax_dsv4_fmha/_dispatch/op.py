@@ -58,6 +58,8 @@ class Fit(NamedTuple):
     """the architectures that all are built for with these sizes and dtypes"""
     wanted: str = "operands that a kernel is built for"
     """what kernels take, for errors"""
+    packing: str = ""
+    """how their keys are packed, if they are: a choice of the kernels"""
 
 
 class Call(NamedTuple):

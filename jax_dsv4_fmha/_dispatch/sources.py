@@ -213,7 +213,8 @@ def fitting(q: jax.Array, sources: Sequence[Source]) -> Fit:
     got = ", ".join([q.dtype.name, f"d={q.shape[-1]}", *dict.fromkeys(x for source in sources for x in source.words)])
     found = _built(FORWARD.get(kinds), q)
     if kinds not in _ONE_SPAN:
-        return Fit(got, axis_names(FORWARD, kinds), found)
+        packing = FORWARD[kinds].packing if kinds in FORWARD else None
+        return Fit(got, axis_names(FORWARD, kinds), found, packing=packing or "")
     if kinds == ("span",):  # a kernel that reads K and V apart serves where they are one
         found = found or _built(FORWARD["apart",], q)
     return Fit(got, tuple(FORWARD[x].op for x in _ONE_SPAN), found)
@@ -241,6 +242,8 @@ def _kinds(sources: Sequence[Source]) -> tuple[str, ...]:
 def _built(kernel: "Kernel | None", q: jax.Array, **choices: Any) -> tuple[str, ...]:
     if kernel is None:
         return ()
+    if kernel.packing is not None:
+        choices["packing"] = kernel.packing
     return library.built_for(kernel.op, d=q.shape[-1], dtype=q.dtype.name, **choices)
 
 
@@ -261,6 +264,8 @@ class Kernel(NamedTuple):
     """a forward kernel takes (q, *operands, sink), a gradient's kernel (q, o, do, lse, weight, dlse, *operands)"""
     operands: Callable[..., Sequence[Any]] = lambda *sources: jax.tree.leaves(sources)
     """makes `run`'s operands from the sources"""
+    packing: str | None = None
+    """a choice of an op whose keys may be packed; "" where they are not"""
 
 
 def _span_fwd(q: Any, kv: Any, *others: Any, scale: float) -> Arrays:
@@ -293,8 +298,8 @@ def _pools_after_none(source: SelectionSource) -> Sequence[Any]:
     return [page, nothing[..., None], nothing, *_pools(source)]
 
 
-def _over_packed(op: str, operands: Callable[..., Sequence[Any]] = _pools) -> Kernel:
-    return Kernel(op, functools.partial(attention.dsv4_decode, op=op), operands)
+def _over_packed(packing: str, operands: Callable[..., Sequence[Any]] = _pools) -> Kernel:
+    return Kernel("dsv4_decode", functools.partial(attention.dsv4_decode, packing=packing), operands, packing)
 
 
 FORWARD: dict[tuple[str, ...], Kernel] = {
@@ -303,13 +308,13 @@ FORWARD: dict[tuple[str, ...], Kernel] = {
     ("selection",): Kernel("mla_sparse_fwd", attention.mla_sparse_fwd),
     ("span", "selection"): Kernel("csa_fwd", attention.csa_fwd, _span_and_pool),
     ("span", "span"): Kernel("hca_fwd", attention.hca_fwd),
-    ("selection", "selection"): Kernel("dsv4_decode", attention.dsv4_decode, _pools),
-    ("v4_fp8", "v4_fp8"): _over_packed("dsv4_decode_fp8"),
-    ("v4_fp8",): _over_packed("dsv4_decode_fp8", _pools_of_one),
-    ("v41_fp8", "v41_fp8"): _over_packed("dsv4_decode_v41_fp8"),
-    ("v41_fp8",): _over_packed("dsv4_decode_v41_fp8", _pools_of_one),
-    ("v41_fp8", "v41_fp4"): _over_packed("dsv4_decode_v41_fp4"),
-    ("v41_fp4",): _over_packed("dsv4_decode_v41_fp4", _pools_after_none),
+    ("selection", "selection"): Kernel("dsv4_decode", attention.dsv4_decode, _pools, packing=""),
+    ("v4_fp8", "v4_fp8"): _over_packed("v4_fp8"),
+    ("v4_fp8",): _over_packed("v4_fp8", _pools_of_one),
+    ("v41_fp8", "v41_fp8"): _over_packed("v41_fp8"),
+    ("v41_fp8",): _over_packed("v41_fp8", _pools_of_one),
+    ("v41_fp8", "v41_fp4"): _over_packed("v41_fp4"),
+    ("v41_fp4",): _over_packed("v41_fp4", _pools_after_none),
 }
 
 

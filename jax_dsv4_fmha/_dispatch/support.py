@@ -30,6 +30,7 @@ def built(kernels: Collection[str]) -> str:
 
 def _shape(choices: Mapping[str, Any]) -> str:
     sizes = [f"{name}={choices[name]}" for name in ("d", "heads") if name in choices]
+    sizes += filter(None, [choices.get("packing")])
     topk = [f"topk<={choices['max_topk']}"] if "max_topk" in choices else []
     return " ".join([*sizes, *topk])
 

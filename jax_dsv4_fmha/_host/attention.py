@@ -2,11 +2,14 @@
 without it.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from . import library
+from .call import call
 from .split_kv import processors, split_count, whole_queries
 
 
@@ -103,32 +106,34 @@ def dsv4_decode(
     sink: jax.Array,
     *,
     scale: float,
-    op: str = "dsv4_decode",
+    packing: str = "",
 ) -> tuple[jax.Array, jax.Array]:
     """Attention over keys of two pools, both as in `mla_sparse_fwd`: the window's and the compressed cache's.
 
-    Both are `[slots, d]` like q. In the ops "dsv4_decode_fp8", "dsv4_decode_v41_fp8" and "dsv4_decode_v41_fp4", q is
-    bfloat16 and both are uint8 `[pages, bytes]`, where index i means entry i % n of page i // n, in the layouts v4_fp8,
-    v41_fp8 and, for the second pool of the last, v41_fp4 (`_definitions/packed.py`).
+    Both are `[slots, d]` like q. With packing, q is bfloat16 and both are uint8 `[pages, bytes]`, where index i means
+    entry i % n of page i // n (`_definitions/packed.py`).
+
+    Args:
+      packing: the layout of both pools, "v4_fp8" or "v41_fp8"; "v41_fp4" is that of the second one, after a v41_fp8.
     """
     keys, shape = window_indices.shape[2] + indices.shape[2], q.shape
-    whole = _whole(op, q, keys) if window_pool.ndim == pool.ndim == 2 else 0
-    splits = _splits_of_queries(op, q, keys, whole)
+    whole = _whole("dsv4_decode", q, keys, packing=packing) if window_pool.ndim == pool.ndim == 2 else 0
+    splits = _splits_of_queries("dsv4_decode", q, keys, whole, packing=packing)
     if whole:  # all queries have keys of the same pools, so each may be a sequence
         q, window_indices, window_length, indices, length = (
             x.reshape(-1, 1, *x.shape[2:]) for x in (q, window_indices, window_length, indices, length)
         )
     selections = (window_pool, window_indices, window_length, pool, indices, length)
-    o, lse = _call("dsv4_decode", splits, scale, q, *selections, sink, whole=whole, op=op)
+    o, lse = _call("dsv4_decode", splits, scale, q, *selections, sink, whole=whole, packing=packing)
     return o.reshape(shape), lse.reshape(shape[:-1])
 
 
-def _whole(op: str, q: jax.Array, keys: int) -> int:
+def _whole(op: str, q: jax.Array, keys: int, **choices: str) -> int:
     """`whole_queries` of an op whose keys differ from query to query. Its model has one CTA an SM, where the kernels
     for few heads have two.
     """
     b, s_q, h_q, _ = q.shape
-    v = _splitting(op, q)
+    v = _splitting(op, q, **choices)
     if v is None or v.ctas > 1 or not all(isinstance(x, int) for x in (b, s_q, h_q, keys)):
         return 0
     return whole_queries(b * s_q, -(-h_q // v.tile_m), -(-keys // v.tile_n), v.unit, processors(v.arch))
@@ -140,29 +145,29 @@ def _splits_of_span(op: str, q: jax.Array, k: jax.Array) -> int:
     return _splits(op, q, b * h_kv, s_q * h_q // h_kv, s_kv)
 
 
-def _splits_of_queries(op: str, q: jax.Array, keys: int, whole: int = 0) -> int:
+def _splits_of_queries(op: str, q: jax.Array, keys: int, whole: int = 0, **choices: str) -> int:
     """`_splits` of an op whose keys differ from query to query, so a tile of rows has heads of one query; for all but
     the `whole` first queries.
     """
     b, s_q, h_q, _ = q.shape
-    return _splits(op, q, b * s_q - whole, h_q, keys)
+    return _splits(op, q, b * s_q - whole, h_q, keys, **choices)
 
 
-def _splits(op: str, q: jax.Array, groups: int, rows: int, keys: int) -> int:
+def _splits(op: str, q: jax.Array, groups: int, rows: int, keys: int, **choices: str) -> int:
     """`split_count` for groups of rows that share no tile, with the keys of one group; 1 where an extent is not
     known.
     """
-    v = _splitting(op, q)
+    v = _splitting(op, q, **choices)
     if v is None or not all(isinstance(x, int) for x in (groups, rows, keys)):
         return 1
     return split_count(groups * -(-rows // v.tile_m), -(-keys // v.tile_n), v.unit, processors(v.arch))
 
 
-def _splitting(op: str, q: jax.Array) -> library.Variant | None:
+def _splitting(op: str, q: jax.Array, **choices: str) -> library.Variant | None:
     """The kernel that may split the keys of q's heads: of a device that is here, if there is one."""
     built = [
         v
-        for v in library.variants_for(op, d=q.shape[3], dtype=q.dtype.name)
+        for v in library.variants_for(op, d=q.shape[3], dtype=q.dtype.name, **choices)
         if v.splits and v.choices["max_heads"] >= q.shape[2]
     ]
     local = library.local_architectures()
@@ -170,7 +175,7 @@ def _splitting(op: str, q: jax.Array) -> library.Variant | None:
 
 
 def _call(
-    target: str, splits: int, scale: float, q: jax.Array, *operands: jax.Array, whole: int = 0, **attributes: str
+    target: str, splits: int, scale: float, q: jax.Array, *operands: jax.Array, whole: int = 0, **attributes: Any
 ) -> tuple[jax.Array, jax.Array]:
     # scratch results for the parts of all but the `whole` first sequences, which the same call merges
     parts = (q.shape[0] - whole, *q.shape[1:-1], splits if splits > 1 else 0)
@@ -178,5 +183,5 @@ def _call(
         jax.ShapeDtypeStruct(q.shape, q.dtype),
         *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (q.shape[:-1], (*parts, q.shape[-1]), parts)),
     )
-    o, lse, *_ = jax.ffi.ffi_call(f"dsv4_fmha_{target}", results)(q, *operands, scale=np.float32(scale), **attributes)
+    o, lse, *_ = call(target, results, q, *operands, scale=np.float32(scale), **attributes)
     return o, lse

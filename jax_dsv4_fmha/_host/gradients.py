@@ -1,4 +1,4 @@
-"""Raw calls of attention's gradients. All take do like q, and lse, weight and delta of every row of q, float32
+"""Raw calls of attention's gradients. All take do like q, and lse, sink_factor and delta of every row of q, float32
 `[b, s_q, h_q]`, as `_dispatch.autodiff.gradient` defines them. Rows whose lse is -inf see no key; their other numbers
 may be anything.
 """
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import fixed_point
+from .call import call
 
 
 def _latent_bwd(
@@ -18,7 +19,7 @@ def _latent_bwd(
     q: jax.Array,
     do: jax.Array,
     lse: jax.Array,
-    weight: jax.Array,
+    sink_factor: jax.Array,
     delta: jax.Array,
     *sources: jax.Array,
     scale: float,
@@ -42,8 +43,8 @@ def _latent_bwd(
     if deterministic:
         sums = [jax.ShapeDtypeStruct((*x.shape, 2), jnp.uint32) for x in keys]
         resolution = fixed_point.resolution(q, do, lse, delta, keys, scale)
-    call = jax.ffi.ffi_call(f"dsv4_fmha_{op}", (jax.ShapeDtypeStruct(q.shape, q.dtype), *sums))
-    dq, *dkv = call(q, do, lse, weight, delta, resolution, *sources, scale=np.float32(scale))
+    results = (jax.ShapeDtypeStruct(q.shape, q.dtype), *sums)
+    dq, *dkv = call(op, results, q, do, lse, sink_factor, delta, resolution, *sources, scale=np.float32(scale))
     return dq, *(in_order(fixed_point.to_float32(x, resolution, dq) if deterministic else x) for x in dkv)
 
 
@@ -56,7 +57,7 @@ def mha_bwd(
     q: jax.Array,
     do: jax.Array,
     lse: jax.Array,
-    weight: jax.Array,
+    sink_factor: jax.Array,
     delta: jax.Array,
     k: jax.Array,
     v: jax.Array | None,
@@ -73,11 +74,10 @@ def mha_bwd(
     """
     keys = (k,) if v is None else (k, v)
     seen = jax.ShapeDtypeStruct((q.shape[0], q.shape[1] * (q.shape[2] // k.shape[2]), 2), jnp.int32)
-    of_rows = jax.ShapeDtypeStruct(q.shape, q.dtype if deterministic else jnp.float32)
-    results = (of_rows, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in keys), seen)
-    target = "dsv4_fmha_mha_bwd" + "_shared_kv" * (v is None)
-    call = jax.ffi.ffi_call(target, results)
-    dq, *of_keys, _ = call(q, do, lse, weight, delta, *keys, start, stop, scale=np.float32(scale))
+    sums = jax.ShapeDtypeStruct(q.shape, q.dtype if deterministic else jnp.float32)
+    results = (sums, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in keys), seen)
+    target, of_rows = "mha_bwd" + "_shared_kv" * (v is None), (q, do, lse, sink_factor, delta)
+    dq, *of_keys, _ = call(target, results, *of_rows, *keys, start, stop, scale=np.float32(scale))
     if not deterministic:
         dq = (np.float32(scale) * in_order(dq)).astype(q.dtype)
     return dq, *of_keys

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import library
+from .call import call
 
 WORKSPACE = 2**29
 """bytes of scores that exist at a time, unless a block of queries has more"""
@@ -34,8 +35,7 @@ def lightning_indexer(
       int32 and float32 `[b, s_q, topk]`; without return_scores the second is `[b, s_q, 0]`.
     """
     results = _chosen(q, k.shape[1], False, topk, return_scores)
-    call = jax.ffi.ffi_call("dsv4_fmha_lightning_indexer", results)
-    indices, values, _ = call(q, k, weights, k_scale, start, stop)
+    indices, values, _ = call("lightning_indexer", results, q, k, weights, k_scale, start, stop)
     return indices, values
 
 
@@ -66,8 +66,7 @@ def paged_lightning_indexer(
     pool = pool.reshape(-1, *pool.shape[2:])
     page = width // 132 if pool.dtype == jnp.uint8 else width
     results = _chosen(q, page * table.shape[1], True, topk, return_scores)
-    call = jax.ffi.ffi_call("dsv4_fmha_paged_lightning_indexer", results)
-    indices, values, _ = call(q, pool, weights, table, start, stop)
+    indices, values, _ = call("paged_lightning_indexer", results, q, pool, weights, table, start, stop)
     return indices, values
 
 
@@ -113,8 +112,7 @@ def indexer_scores(
     queries, tile = _score_block(h, q.dtype, False)
     rows, stride = -(-s_q // queries) * queries, -(-k.shape[1] // tile) * tile
     result = jax.ShapeDtypeStruct((b * rows, stride), jnp.float32)
-    call = jax.ffi.ffi_call("dsv4_fmha_indexer_scores", result)
-    scores: jax.Array = call(q, k, weights, k_scale, start, stop, skip=np.int64(skip))
+    (scores,) = call("indexer_scores", (result,), q, k, weights, k_scale, start, stop, skip=np.int64(skip))
     return scores.reshape(b, rows, stride)[:, :s_q]
 
 
@@ -127,7 +125,7 @@ def indexer_topk(
         jax.ShapeDtypeStruct((*shape, topk), jnp.int32),
         jax.ShapeDtypeStruct((*shape, topk if return_scores else 0), jnp.float32),
     )
-    indices, values = jax.ffi.ffi_call("dsv4_fmha_indexer_topk", results)(scores, start, stop)
+    indices, values = call("indexer_topk", results, scores, start, stop)
     return indices, values
 
 
@@ -142,9 +140,7 @@ def head_summed_probabilities(
       indices: int32 `[b, s_q, topk]`; the result is 0 at an index outside of `[0, s_kv)`.
     """
     result = jax.ShapeDtypeStruct(indices.shape, jnp.float32)
-    p: jax.Array = jax.ffi.ffi_call("dsv4_fmha_head_summed_probabilities", result)(
-        q, k, lse, indices, scale=np.float32(scale)
-    )
+    (p,) = call("head_summed_probabilities", (result,), q, k, lse, indices, scale=np.float32(scale))
     return p
 
 
@@ -156,7 +152,7 @@ def indexer_scores_at(q: jax.Array, k: jax.Array, weights: jax.Array, indices: j
       indices: int32 `[b, s_q, topk]`; an index outside of `[0, s_c)` is absent.
     """
     results = (jax.ShapeDtypeStruct(indices.shape, jnp.float32),)
-    (scores,) = jax.ffi.ffi_call("dsv4_fmha_indexer_scores_at", results)(q, k, weights, indices)
+    (scores,) = call("indexer_scores_at", results, q, k, weights, indices)
     return (scores,)
 
 
@@ -170,4 +166,4 @@ def indexer_scores_at_bwd(
         jax.ShapeDtypeStruct(q.shape, q.dtype),
         *(jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (k, weights)),
     )
-    return tuple(jax.ffi.ffi_call("dsv4_fmha_indexer_scores_at_bwd", results)(q, k, weights, indices, dscores))
+    return tuple(call("indexer_scores_at_bwd", results, q, k, weights, indices, dscores))

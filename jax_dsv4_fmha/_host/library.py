@@ -16,24 +16,10 @@ from typing import Any
 
 import jax
 
+from .call import TARGETS
 from .split_kv import architecture
 
-# What the raw calls call. `_load` refuses a library of another version, which lacks some of it.
-_TARGETS = (
-    *("mha_fwd", "mla_span_fwd", "mla_sparse_fwd", "csa_fwd", "hca_fwd", "dsv4_decode"),
-    *("mla_span_bwd", "mla_sparse_bwd", "csa_bwd", "hca_bwd", "mha_bwd", "mha_bwd_shared_kv"),
-    *(
-        "lightning_indexer",
-        "paged_lightning_indexer",
-        "indexer_scores",
-        "indexer_topk",
-        "indexer_scores_at",
-        "indexer_scores_at_bwd",
-    ),
-    *("head_summed_probabilities", "rope", "norm_rope", "norm_rope_bwd"),
-)
-
-EXPORT_CHECKS = [jax.export.DisabledSafetyCheck.custom_call(f"dsv4_fmha_{target}") for target in _TARGETS]
+EXPORT_CHECKS = [jax.export.DisabledSafetyCheck.custom_call(f"dsv4_fmha_{target}") for target in TARGETS]
 """`disabled_checks` of `jax.export.export` for programs with this package's ops: an artefact may contain its custom
 calls.
 """
@@ -98,11 +84,13 @@ def _load(path: Path) -> ctypes.CDLL:
     if not _is_whole(path):  # loading it would kill the process
         raise OSError("its end is missing")
     found = ctypes.CDLL(str(path))
-    functions = ("manifest", *_TARGETS, *(f"{target}_initialize" for target in _TARGETS))
-    if missing := [name for name in functions if not hasattr(found, f"dsv4_fmha_{name}")]:
-        raise OSError(f"it is of another version, and lacks dsv4_fmha_{missing[0]}")
+    if not hasattr(found, "dsv4_fmha_manifest"):
+        raise OSError("it is of another version, and lacks dsv4_fmha_manifest")
     found.dsv4_fmha_manifest.restype = ctypes.c_char_p
-    for row in _read_manifest(found)["variants"]:
+    contents = _read_manifest(found)
+    if contents.get("targets") != TARGETS:
+        raise OSError("it is of another version, and has other custom calls")
+    for row in contents["variants"]:
         if missing := [field.name for field in fields(Variant) if field.name not in row]:
             raise OSError(f"it is of another version, and does not say the {missing[0]} of its kernels")
     return found
@@ -125,10 +113,10 @@ def _is_whole(path: Path) -> bool:
 
 @functools.cache
 def manifest() -> dict[str, Any]:
-    """What `kernels/build.py` wrote about this build: `toolchain` and `variants`."""
+    """What `kernels/build.py` wrote about this build: `toolchain`, `targets` and `variants`."""
     found = native()
     if found is None:
-        return {"toolchain": "", "variants": []}
+        return {"toolchain": "", "targets": TARGETS, "variants": []}
     return _read_manifest(found)
 
 
@@ -162,7 +150,7 @@ def _register() -> None:
     found = native()
     if found is None:
         return
-    for target in _TARGETS:
+    for target in TARGETS:
         symbol = f"dsv4_fmha_{target}"
         stages = {
             "initialize": jax.ffi.pycapsule(found[f"{symbol}_initialize"]),

@@ -3,6 +3,8 @@
 import jax
 import numpy as np
 
+from .call import call
+
 
 def rope(x: jax.Array, table: jax.Array, *, direction: int) -> tuple[jax.Array]:
     """x `[b, s, h, d]`, bfloat16 or float16, with its last 64 numbers rotated, in pairs; in place, where XLA need not
@@ -11,20 +13,18 @@ def rope(x: jax.Array, table: jax.Array, *, direction: int) -> tuple[jax.Array]:
     Args:
       table: float32 `[b, s, 64]`: cos and sin of each pair, by turns; direction: 1, or -1 to rotate back.
     """
-    call = jax.ffi.ffi_call("dsv4_fmha_rope", (jax.ShapeDtypeStruct(x.shape, x.dtype),), input_output_aliases={0: 0})
-    (y,) = call(x, table, direction=np.float32(direction))
+    result = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    (y,) = call("rope", (result,), x, table, aliases={0: 0}, direction=np.float32(direction))
     return (y,)
 
 
 def norm_rope(x: jax.Array, table: jax.Array, *, eps: float) -> tuple[jax.Array]:
     """`rope` of x `[b, s, h, 512]` / sqrt(mean(x²) + eps), as a new array."""
-    call = jax.ffi.ffi_call("dsv4_fmha_norm_rope", (jax.ShapeDtypeStruct(x.shape, x.dtype),))
-    (y,) = call(x, table, eps=np.float32(eps))
+    (y,) = call("norm_rope", (jax.ShapeDtypeStruct(x.shape, x.dtype),), x, table, eps=np.float32(eps))
     return (y,)
 
 
 def norm_rope_bwd(x: jax.Array, table: jax.Array, dy: jax.Array, *, eps: float) -> tuple[jax.Array]:
     """The gradient of `norm_rope` in x, for the cotangent dy like x."""
-    call = jax.ffi.ffi_call("dsv4_fmha_norm_rope_bwd", (jax.ShapeDtypeStruct(x.shape, x.dtype),))
-    (dx,) = call(x, table, dy, eps=np.float32(eps))
+    (dx,) = call("norm_rope_bwd", (jax.ShapeDtypeStruct(x.shape, x.dtype),), x, table, dy, eps=np.float32(eps))
     return (dx,)

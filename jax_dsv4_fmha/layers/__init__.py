@@ -1,6 +1,6 @@
 """DeepSeek-V4's attention layers as pure functions on arrays and pytrees, from hidden states to hidden states."""
 
-from .attention import Choice, DSV4Attention, LayerCache, Output, Shared
+from .attention import Choice, DSV4Attention, IndexQuery, LayerCache, Output, Shared
 from .compressor import Compressor
 from .config import from_config
 from .indexer import Indexer, hadamard
@@ -11,6 +11,7 @@ __all__ = [
     "Choice",
     "Compressor",
     "DSV4Attention",
+    "IndexQuery",
     "Indexer",
     "LayerCache",
     "Output",

@@ -46,7 +46,10 @@ class LayerCache(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """What a V4.1 layer hands to later layers in the same pass over the model."""
+    """What a V4.1 layer takes from earlier layers in the same pass over the model.
+
+    A pass begins with `Shared()`; after each layer `shared = shared.after(out)` is what the next one takes.
+    """
 
     compressed: Any = None
     """entries, an array `[b, n, d]` or a Cache"""
@@ -56,6 +59,13 @@ class Shared(NamedTuple):
     """int32 `[b, s, topk]`"""
     blocks: jax.Array | None = None
     """int32 `[b, s, n]`: the blocks of entries that later indexers choose from"""
+
+    def after(self, out: "Output") -> "Shared":
+        """What the layer after the one with this output takes: what that layer made, and the rest as it was."""
+        cached = Shared() if out.cache is None else Shared(out.cache.compressed, out.cache.keys)
+        return Shared(
+            *(next((x for x in xs if x is not None), None) for xs in zip(out.made, cached, self, strict=True))
+        )
 
 
 class Choice(NamedTuple):
@@ -80,17 +90,39 @@ class Choice(NamedTuple):
     """int32 `[b, s, topk]`"""
 
 
+class IndexQuery(NamedTuple):
+    """An indexer's part of a `Choice`, and attention's, which nothing else of an `Output` holds."""
+
+    q: jax.Array
+    """`[b, s, index heads, index d]`"""
+    weights: jax.Array
+    """float32 `[b, s, index heads]`"""
+    attention_q: jax.Array
+    """`[b, s, h, d]`"""
+    lse: jax.Array
+    """float32 `[b, s, h]`"""
+
+
 class Output(NamedTuple):
-    """The results of a layer."""
+    """The results of a layer. It holds no array twice, so that a jitted function may return it and XLA copies none."""
 
     y: jax.Array
     """`[b, s, hidden]`, in x's dtype"""
     cache: LayerCache | None
     """the new cache, if there was one"""
-    shared: Shared
-    """for the layers after this one"""
-    choice: Choice | None
+    made: Shared
+    """what this layer made for the layers after it, without what its cache holds; `Shared.after` puts both together"""
+    index_query: IndexQuery | None
     """only from a layer with an indexer, with entries to choose from and without a cache"""
+
+    def choice(self, shared: Shared | None = None) -> Choice | None:
+        """What `indexer_loss` takes, or None; shared: what the layer was given, which only V4.1's needs."""
+        if self.index_query is None:
+            return None
+        now = (shared or Shared()).after(self)
+        q, weights, attention_q, lse = self.index_query
+        assert now.indices is not None
+        return Choice(q, now.keys, weights, attention_q, now.compressed, lse, now.indices)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,10 +242,13 @@ class DSV4Attention:
         Args:
           b, room: ints >= 1. A sequence must not become longer than `room`; nothing checks this, since lengths are
             known only when a step runs.
-          dtype: x's; or float8_e4m3fn, for latents and entries in DeepSeek-V4's FP8 layout (d 512, x bfloat16).
+          dtype: x's; or float8_e4m3fn (d 512, x bfloat16), for latents and entries in the model's FP8 layout:
+            "v4_fp8", or "v41_fp8" for V4.1's layers. V4.1's layers also take float4_e2m1fn: latents in "v41_fp8",
+            entries in "v41_fp4".
           steps: the greatest number of tokens that one call of `step` may add, or take back.
           block_table: int32 `[b, n]`, for compressed entries in a pool of at least `b n` pages that all sequences
-            share; a page has room for `ceil(ceil(room / ratio) / n)` entries. None makes a contiguous cache.
+            share; a page has room for `ceil(ceil(room / ratio) / n)` entries. Each cache keeps a copy of the table.
+            None makes a contiguous cache.
 
         Raises:
           ValueError, TypeError: operands that differ from the above.
@@ -222,25 +257,38 @@ class DSV4Attention:
             _check.positive(_OP, name, n)
         if block_table is not None:
             block_table = _check.operand(_OP, "block_table", block_table, "b n", {"b": b}, _check.INT)
-        window = Cache.zeros(b, self.window + steps - 1, self.d, dtype)
+        near, far = self._layouts(dtype)
+        plain = dtype if near is None else jnp.bfloat16
+        window = Cache.zeros(b, self.window + steps - 1, self.d, plain, layout=near)
         if self.compressor is None:
             return LayerCache(window)
         n = -(-room // self.ratio)
-        kept = jnp.bfloat16 if jnp.dtype(dtype) == jnp.float8_e4m3fn else dtype
 
-        def entries(d: int, dtype: Any) -> Cache:
+        def entries(d: int, layout: str | None) -> Cache:
             if block_table is None:
-                return Cache.zeros(b, n, d, dtype)
+                return Cache.zeros(b, n, d, plain, layout=layout)
             pages = block_table.shape[1]
-            return Cache.zeros(b * pages, -(-n // pages), d, dtype, block_table)
+            table = jnp.array(block_table)  # a copy for each cache, so that all may be donated
+            return Cache.zeros(b * pages, -(-n // pages), d, plain, table, layout=layout)
 
-        cache = LayerCache(window, entries(self.d, dtype), self.compressor.state(b, steps))
+        cache = LayerCache(window, entries(self.d, far), self.compressor.state(b, steps))
         if self.indexer is not None and self.indexer.owns_keys:
             own = self.indexer.compressor
             cache = cache._replace(
-                keys=entries(self.indexer.d, kept), key_tokens=None if own is None else own.state(b, steps)
+                keys=entries(self.indexer.d, None), key_tokens=None if own is None else own.state(b, steps)
             )
         return cache
+
+    def _layouts(self, dtype: Any) -> tuple[str | None, str | None]:
+        """The layouts of latents and of entries in caches of this dtype; None where they are not packed."""
+        of_model: dict[Any, tuple[str, str]] = {
+            jnp.dtype(jnp.float8_e4m3fn): ("v4_fp8", "v4_fp8") if self.norm_heads else ("v41_fp8", "v41_fp8")
+        }
+        if not self.norm_heads:
+            of_model[jnp.dtype(jnp.float4_e2m1fn)] = "v41_fp8", "v41_fp4"
+        wanted = f"bfloat16, float16, float32, {' or '.join(str(x) for x in of_model)} for a layer like this"
+        dtype = _check.dtype(_OP, "dtype", dtype, (*_check.FLOAT, *of_model), wanted)
+        return of_model.get(dtype, (None, None))
 
     def __call__(
         self,
@@ -261,7 +309,7 @@ class DSV4Attention:
           x: `[b, s, hidden]`. Without a cache token i has position i. Padding goes after a sequence's end, where
             no token of the sequence sees it.
           cache: as `cache` makes it or this layer returned it; donate it.
-          shared: what the previous layer returned in this pass; only V4.1 needs it.
+          shared: `Shared.after` the layers before this one in this pass; only V4.1 needs it.
           start: with a cache: int, or int32 `[b]`: token i has position `start + i`; earlier tokens are cached.
           lengths: with a cache: int32 `[b]`, tokens of each sequence, including these. Tokens at later positions, or
             below 0, are padding and not kept. None means `start + s`.
@@ -296,7 +344,8 @@ class DSV4Attention:
         kv = cache.window.as_held(kv)
         earlier = cache.window.take(counted(first, 1 - self.window, 0))
         cache = cache._replace(window=cache.window.append(kv, jnp.where(real, positions, -1)))
-        cache, shared = self._compressed(params, x, c, positions, cache, shared or Shared(), lengths)
+        given = shared or Shared()
+        cache, shared = self._compressed(params, x, c, positions, cache, given, lengths)
         entries = shared.compressed.take() if self.ratio else None
         with jax.named_scope("attention"):
             o, _ = dsv4_attention(
@@ -310,7 +359,7 @@ class DSV4Attention:
                 implementation=implementation,
                 **self._seen(shared),
             )
-        return Output(self._projected_back(params, o, positions), cache, shared, None)
+        return Output(self._projected_back(params, o, positions), cache, _made(shared, given), None)
 
     def step(
         self,
@@ -343,7 +392,8 @@ class DSV4Attention:
         positions = counted(lengths - s, 0, s)
         c, q, kv = self._projected(params, x, positions)
         cache = cache._replace(window=cache.window.append(kv, positions))
-        cache, shared = self._compressed(params, x, c, positions, cache, shared or Shared(), lengths)
+        given = shared or Shared()
+        cache, shared = self._compressed(params, x, c, positions, cache, given, lengths)
         with jax.named_scope("attention"):
             o, _ = dsv4_decode(
                 q,
@@ -355,20 +405,20 @@ class DSV4Attention:
                 implementation=implementation,
                 **self._seen(shared),
             )
-        return Output(self._projected_back(params, o, positions), cache, shared, None)
+        return Output(self._projected_back(params, o, positions), cache, _made(shared, given), None)
 
     def _whole(
         self,
         params: Any,
         x: jax.Array,
         ids: jax.Array | None,
-        shared: Shared,
+        given: Shared,
         implementation: _check.Implementation | None,
     ) -> Output:
         """Sequences from their first token on, or documents that ids tell apart, without a cache."""
         positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None] if ids is None else positions_of(ids)
         c, q, kv = self._projected(params, x, positions)
-        chosen = None
+        chosen, shared = None, given
         if self.compressor is not None:
             if ids is None:
                 blocks, first = x, jnp.arange(x.shape[1] // self.ratio, dtype=jnp.int32)[None] * self.ratio
@@ -400,12 +450,8 @@ class DSV4Attention:
                 implementation=implementation,
                 **seen,
             )
-        choice = None
-        if chosen is not None:
-            assert entries is not None and shared.indices is not None
-            index_q, weights = chosen
-            choice = Choice(index_q, shared.keys, weights, q, entries, lse, shared.indices)
-        return Output(self._projected_back(params, o, positions), None, shared, choice)
+        index_query = None if chosen is None else IndexQuery(*chosen, q, lse)
+        return Output(self._projected_back(params, o, positions), None, _made(shared, given), index_query)
 
     def _compressed(
         self,
@@ -541,6 +587,12 @@ class DSV4Attention:
             _check.operand(_OP, "shared.indices", shared.indices, "b s topk", dims, _check.INT)
         elif self.indexer.within:
             _check.operand(_OP, "shared.blocks", shared.blocks, "b s n", dims, _check.INT)
+
+
+def _made(shared: Shared, given: Shared) -> Shared:
+    """What a layer that was given `given` made of `shared`, without caches, which its own cache holds."""
+    made = (None if x is old or isinstance(x, Cache) else x for x, old in zip(shared, given, strict=True))
+    return Shared(*made)
 
 
 _OP = "DSV4Attention"

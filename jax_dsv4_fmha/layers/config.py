@@ -1,6 +1,7 @@
 """The attention layers of a model, from its config.json: DeepSeek-V4-Flash, V4-Pro and V4.1-Flash."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,34 @@ _NAMES = {
     "qk_rope_head_dim": "rope_head_dim",
     "sliding_window": "window_size",
     "rms_norm_eps": "norm_eps",
+    "kv_source_layer_ids": "kv_source_layers",
+    "index_source_layer_ids": "index_source_layers",
+    "candidate_source_layer_id": "candidate_source_layer",
 }
 """Names in DeepSeek's own inference code for entries of Hugging Face's config.json"""
 
 _RATIO = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
+_RATE = {"compressed_sparse_attention": "compress_rate_csa", "heavily_compressed_attention": "compress_rate_hca"}
+
+_READ = {
+    *_NAMES, *_NAMES.values(), *_RATE.values(),
+    *("head_dim", "qk_rope_head_dim", "q_lora_rank", "o_groups", "o_lora_rank", "partial_rotary_factor"),
+    *("layer_types", "compress_rates", "compress_ratios", "rope_theta", "compress_rope_theta"),
+    *("rope_parameters", "rope_scaling", "original_seq_len", "rope_factor"),
+    *("index_n_heads", "index_head_dim", "index_topk", "candidate_topk_blocks", "candidate_block_size"),
+}  # fmt: skip
+_MUST_BE = {"num_key_value_heads": 1, "attention_bias": False, "attention_dropout": 0}
+"""entries that change a layer, with the one value that these layers have"""
+
+_ATTENTION = re.compile(
+    r"(^|_)(attention|attn|kv|qk?|o|heads?|lora|latent|index(er)?|compress(ed|ion)?|candidate|rope|rotary|sliding|window"
+    r"|sinks?|layer_types|source)(_|$)"
+)
+_OTHERS = re.compile(
+    r"_?(attn|experts)_implementation(_\w+)?|output_attentions|use_cache|mlp_layer_types"
+    r"|(engram|vision|dspark|mtp|moe|mlp|expert|hc|image|audio|quantization|tie)_\w+"
+)
+"""Names of entries that may change attention, and among them those of other parts of a model"""
 
 
 def from_config(config: Mapping[str, Any] | str | Path) -> tuple[DSV4Attention, ...]:
@@ -32,15 +57,17 @@ def from_config(config: Mapping[str, Any] | str | Path) -> tuple[DSV4Attention, 
         as DeepSeek's inference code reads it.
 
     Raises:
-      ValueError: an entry is missing, or has a value that these layers do not support.
+      ValueError: an entry is missing, has a value that these layers do not support, or is about attention and not
+        known.
       TypeError: neither a path nor a mapping, or an entry of another type.
     """
     if not isinstance(config, Mapping | str | Path):
         raise _check.error(TypeError, _OP, "config", config, "a path or a mapping")
     entries = _mapping("config", config if isinstance(config, Mapping) else json.loads(Path(config).read_text()))
     read = _Reader(_mapping("text_config", entries.get("text_config") or entries))
+    read.refuse_unknown()
     n = _check.positive(_OP, "num_hidden_layers", read("num_hidden_layers"))
-    make = _v41 if "kv_source_layer_ids" in read.entries else _v4
+    make = _v41 if read.has("kv_source_layer_ids") else _v4
     return tuple(make(read, i) for i in range(n))
 
 
@@ -116,6 +143,23 @@ class _Reader:
             raise _check.error(ValueError, _OP, name, "none", "it in the config")
         return default
 
+    def has(self, name: str) -> bool:
+        return any(self.entries.get(key) is not None for key in (name, _NAMES.get(name, name)))
+
+    def refuse_unknown(self) -> None:
+        """Raises if an entry is about attention and would be ignored."""
+        for name, value in self.entries.items():
+            if value is None or name in _READ:
+                continue
+            if name in _MUST_BE:
+                if value != _MUST_BE[name]:
+                    raise _check.error(ValueError, _OP, name, value, str(_MUST_BE[name]))
+            elif name.startswith("beta_") or _OTHERS.fullmatch(name) or not _ATTENTION.search(name):
+                continue
+            else:
+                wanted = "no such entry: these layers do not know what it means"
+                raise _check.error(ValueError, _OP, name, value, wanted)
+
     def layers(self, name: str) -> Any:
         """An entry that lists layers, or something of each layer."""
         values = self(name)
@@ -131,8 +175,14 @@ class _Reader:
             if kind not in _RATIO:
                 raise _check.error(ValueError, _OP, "layer_types", kind, f"one of {', '.join(_RATIO)}")
             ratio = _mapping("compress_rates", self("compress_rates", {})).get(kind, _RATIO[kind])
+            ratio = self(_RATE[kind], ratio) if kind in _RATE else ratio
             return _check.integer(_OP, "compress_rates", ratio, 0), kind == "compressed_sparse_attention"
         ratio = _check.integer(_OP, "compress_ratios", self.of_layer("compress_ratios", layer), 0)
+        if not self.has("kv_source_layer_ids") and ratio not in _RATIO.values():
+            wanted = (
+                "0, 4 or 128; for V4 with other ratios layer_types and compress_rates, for V4.1 kv_source_layer_ids"
+            )
+            raise _check.error(ValueError, _OP, "compress_ratios", ratio, wanted)
         return ratio, ratio == 4
 
     def of_layer(self, name: str, layer: int) -> Any:
@@ -156,7 +206,10 @@ class _Reader:
     def rope(self, compressed: bool) -> Rope:
         """The Rope of layers with a compressed cache, or of layers with a window alone."""
         kinds = _mapping("rope_parameters", self("rope_parameters", {}))
-        own = _mapping("rope_parameters", kinds.get("compress" if compressed else "main", {}))
+        if "main" in kinds or "compress" in kinds:
+            own = _mapping("rope_parameters", kinds.get("compress" if compressed else "main", {}))
+        else:  # not nested: of layers with a compressed cache, whose base has an entry of its own
+            own = {name: x for name, x in kinds.items() if name != "rope_theta"} if compressed else {}
         if "qk_rope_head_dim" in self.entries or "rope_head_dim" in self.entries:
             dims = self("qk_rope_head_dim")
         else:

@@ -25,7 +25,7 @@ class Peer:
         """Sends 16 bytes to this place of the peer's; its barrier counts them when they arrive."""
         send_words(address + self.shift, words, barrier.toint() + self.shift)
 
-    def tell(self, barrier: cute.Pointer) -> None:
+    def arrive(self, barrier: cute.Pointer) -> None:
         """A warp arrives at the peer's barrier, once."""
         arrive_in_cluster_if_zero(barrier.toint() + self.shift, cute.arch.lane_idx())
 

@@ -1,10 +1,9 @@
-"""The host side that every forward kernel shares: its entry, and its compilation to a cubin.
+"""The host side that every forward kernel shares: its entry, and the arguments that it is compiled for.
 
 The entry takes plain arrays and numbers, the same for all kernels, and passes each kernel the same bundles of them.
 Flattened, these are the parameters of the family in `kernels.abi`, in their order.
 """
 
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import cuda.bindings.driver as cuda
@@ -14,10 +13,9 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 
 from kernels.abi import Forward
-from kernels.aot import Compiled, compile_ahead
 from kernels.packings import PACKED
 
-from .launch import Shapes, element_type, i32, launch_facts, pointers
+from .launch import Kernel, Shapes, i32, pointers
 from .rows import extents
 from .selections import GATHERED, gathered
 from .softmax import RowResults
@@ -37,7 +35,7 @@ class Source(NamedTuple):
     topk: Int32
 
 
-class ForwardKernel:
+class ForwardKernel(Kernel):
     """A forward kernel is a class with the method `kernel(q, o, sources, results, scale_log2, n)`:
 
     q        (TMA, array)
@@ -46,15 +44,11 @@ class ForwardKernel:
     results  RowResults
     n        Extents
 
-    Its config has, besides tiles, threads and bytes: `columns_q` and `columns_k`, how many of d a TMA loads at a time;
-    `gathers`, `shared_kv`, `cluster`; and `launch_options`, the launch's facts for the compiler.
+    Its config also has `columns_q` and `columns_k`, how many of d a TMA loads at a time; `gathers`, `shared_kv` and
+    `cluster`.
     """
 
     kinds: ClassVar[dict[str, Any]] = GATHERED  # operands of gathered sources, by kind
-
-    def __init__(self, config: Any):
-        self.config = config
-        self.dtype = element_type(config.dtype)
 
     @cute.jit
     def __call__(
@@ -99,14 +93,8 @@ class ForwardKernel:
             Source(k1, v1, from1, to1, s_kv1, s_batch1, topk1),
         )
         sources = tuple(self.source(kind, shapes, x) for kind, x in zip(c.sources, given, strict=False))
-        self.kernel(rows, output, sources, RowResults(sink, lse, o_parts), scale_log2, n).launch(
-            grid=(cutlass.min(n.work, cutlass.max(ctas // c.cluster, 1)) * c.cluster, 1, 1),
-            block=(c.threads, 1, 1),
-            cluster=(c.cluster, 1, 1) if c.cluster > 1 else None,
-            smem=c.smem_bytes,
-            stream=stream,
-            **c.launch_options,
-        )
+        results = RowResults(sink, lse, o_parts)
+        self.launch_persistent(rows, output, sources, results, scale_log2, n=n, ctas=ctas, stream=stream)
 
     def source(self, kind: str, shapes: Shapes, x: Source) -> tuple:
         c = self.config
@@ -118,26 +106,17 @@ class ForwardKernel:
         here = (x.k,) if c.shared_kv and c.sources == ("span",) else ()  # some may be loaded without TMA
         return (*tma, *here, SpanOperands(x.first, x.second, x.s_kv))
 
-
-def compile_forward(kernel: ForwardKernel, variant: Forward, out_dir: Path, *, name: str, **facts: int) -> Compiled:
-    """Compiles for the sources of a variant; a missing second source is like the first. The facts are
-    `launch_facts`'.
-    """
-    sources = [
-        (*pointers(variant.dtype, keys, keys, "int32", "int32"), i32(), i32(), i32())
-        for kind in (variant.sources[0], variant.sources[-1])
-        for keys in ("bytes" if kind in PACKED else "keys",)
-    ]
-    return compile_ahead(
-        kernel,
-        type(kernel).kernel,
-        *pointers(variant.dtype, "q", "o", "float32", "float32", "float32"),
-        Float32(1.0),
-        *(i32() for _ in range(6)),
-        *sources[0],
-        *sources[1],
-        name=name,
-        arch=variant.arch,
-        out_dir=out_dir,
-        facts=launch_facts(kernel.config, **facts),
-    )
+    def examples(self, variant: Forward) -> tuple:
+        """A second source that the variant lacks is like the first."""
+        sources = [
+            (*pointers(variant.dtype, keys, keys, "int32", "int32"), i32(), i32(), i32())
+            for kind in (variant.sources[0], variant.sources[-1])
+            for keys in ("bytes" if kind in PACKED else "keys",)
+        ]
+        return (
+            *pointers(variant.dtype, "q", "o", "float32", "float32", "float32"),
+            Float32(1.0),
+            *(i32() for _ in range(6)),
+            *sources[0],
+            *sources[1],
+        )

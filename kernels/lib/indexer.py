@@ -1,10 +1,8 @@
-"""What the indexer's kernels of scores share: dtypes of q and keys, and products of keys by heads."""
+"""What the indexer's kernels of scores share: their sizes, and products of keys by heads."""
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 from cutlass.cute.nvgpu import warpgroup
-from cutlass.cute.runtime import make_ptr
 
 from .wgmma import K_MAJOR, tiled_mma
 
@@ -12,8 +10,6 @@ D = 128  # of queries and keys
 HEADS = (16, 32, 64)
 KEYS = 64  # of a warpgroup's product
 BLOCK = 8  # columns of an accumulator; a quad's lanes hold two of each eight
-
-ELEMENT = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16, "float8_e4m3fn": cutlass.Float8E4M3FN}
 
 
 def product(dtype, columns: int) -> cute.TiledMma:
@@ -23,8 +19,3 @@ def product(dtype, columns: int) -> cute.TiledMma:
     source = warpgroup.OperandSource.SMEM
     op = warpgroup.MmaF8Op(dtype, dtype, Float32, (KEYS, columns, 32), source, K_MAJOR, K_MAJOR)
     return cute.make_tiled_mma(cute.make_mma_atom(op))
-
-
-def pointer(dtype) -> cute.Pointer:
-    """An example for compilation."""
-    return make_ptr(dtype, 16, cute.AddressSpace.gmem, assumed_align=16 if dtype.width < 32 else 4)

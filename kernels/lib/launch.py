@@ -1,11 +1,17 @@
-"""What the host side of every kernel uses: views of arrays, example arguments to compile with, facts of a launch."""
+"""The host side that every kernel shares: its launch, tensors for TMA, and compilation to a cubin."""
 
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
+import cuda.bindings.driver as cuda
+import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint8
+from cutlass import BFloat16, Float8E4M3FN, Float16, Float32, Int32, Int64, Uint8
 from cutlass.cute.runtime import make_ptr
+
+from kernels.abi import Variant
+from kernels.aot import Compiled, compile_ahead
 
 from .rows import WARP, Extents
 
@@ -19,7 +25,58 @@ def registers_at_launch(threads: int) -> int:
 
 
 def element_type(dtype: str):
-    return {"bfloat16": BFloat16, "float16": Float16}[dtype]
+    return {"bfloat16": BFloat16, "float16": Float16, "float8_e4m3fn": Float8E4M3FN}[dtype]
+
+
+class Kernel:
+    """A kernel's host side: an entry `__call__(arrays and numbers, stream)`, which launches the method `kernel` once.
+
+    A config has `tile_m`, `tile_n`, `threads`, `smem_bytes`, mostly a `dtype`, and `launch_options`, the launch's facts
+    for the compiler.
+    """
+
+    symbol: ClassVar[str]  # names the kernel in its cubin
+
+    def __init__(self, config: Any):
+        self.config = config
+
+    @property
+    def dtype(self):
+        return element_type(self.config.dtype)
+
+    def launch(self, *operands: Any, ctas: Int32, stream: cuda.CUstream, cluster: int = 1) -> None:
+        """Launches so many CTAs, in clusters of so many."""
+        c = self.config
+        self.kernel(*operands).launch(
+            grid=(ctas, 1, 1),
+            block=(c.threads, 1, 1),
+            cluster=(cluster, 1, 1) if cluster > 1 else None,
+            smem=c.smem_bytes,
+            stream=stream,
+            **c.launch_options,
+        )
+
+    def launch_persistent(self, *operands: Any, n: Extents, ctas: Int32, stream: cuda.CUstream) -> None:
+        """Launches no more CTAs than there is work for, and at most `ctas`, which run at a time."""
+        cluster = self.config.cluster
+        ctas = cutlass.min(n.work, cutlass.max(ctas // cluster, 1)) * cluster
+        self.launch(*operands, n, ctas=ctas, stream=stream, cluster=cluster)
+
+    def examples(self, variant: Variant) -> tuple:
+        """What the entry takes, without the stream, for compilation."""
+        raise NotImplementedError
+
+    def compile(self, variant: Variant, out_dir: Path, **facts: int) -> Compiled:
+        """Compiles to a cubin; the facts are `launch_facts`'."""
+        return compile_ahead(
+            self,
+            type(self).kernel,
+            *self.examples(variant),
+            name=self.symbol,
+            arch=variant.arch,
+            out_dir=out_dir,
+            facts=launch_facts(self.config, **facts),
+        )
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,11 @@ class PipelineState:
         cute.arch.mbarrier_arrive(self.empty)
 
 
+def split_barriers(first: cute.Pointer, counts: tuple[int, ...]) -> list[cute.Pointer]:
+    """The firsts of groups of so many barriers, one group after the other."""
+    return [first + sum(counts[:i]) for i in range(len(counts))]
+
+
 def wait_for(barrier: cute.Pointer, n: Int32) -> None:
     """Waits until a barrier has completed its phase n, counted from 0."""
     cute.arch.mbarrier_wait(barrier, n & 1)

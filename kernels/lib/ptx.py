@@ -102,10 +102,10 @@ def relu(x: Float32) -> Float32:
     return ptx("max.NaN.f32 $0, $1, 0f00000000;", Float32(x), gives=(Float32,), pure=True)[0]
 
 
-def add_relu(x: Float32, weight: Float32, total: Float32) -> Float32:
-    """total + weight * max(x, 0), rounded once; NaN stays NaN."""
+def add_relu(x: Float32, factor: Float32, total: Float32) -> Float32:
+    """total + factor * max(x, 0), rounded once; NaN stays NaN."""
     text = "{ .reg .f32 cut; max.NaN.f32 cut, $1, 0f00000000; fma.rn.f32 $0, cut, $2, $3; }"
-    return ptx(text, Float32(x), Float32(weight), Float32(total), gives=(Float32,), pure=True)[0]
+    return ptx(text, Float32(x), Float32(factor), Float32(total), gives=(Float32,), pure=True)[0]
 
 
 def max_abs(a: Float32, b: Float32) -> Float32:
@@ -119,14 +119,14 @@ def fma_bf16x2(a: Uint32, b: Uint32, c: Uint32) -> Uint32:
     return ptx("fma.rn.bf16x2 $0, $1, $2, $3;", a, b, c, gives=(Uint32,), pure=True)[0]
 
 
-def add_weighted(total: Float32, acc: tuple, x: tuple, weight: Float32, lse: Float32) -> tuple[Float32, ...]:
-    """(total + weight, acc + weight x) for four numbers x; unchanged where lse is -inf, whatever x holds."""
+def add_weighted(total: Float32, acc: tuple, x: tuple, factor: Float32, lse: Float32) -> tuple[Float32, ...]:
+    """(total + factor, acc + factor x) for four numbers x; unchanged where lse is -inf, whatever x holds."""
     return ptx(
         "{ .reg .pred p; setp.neu.f32 p, $15, 0fFF800000;"
         " mov.b32 $0, $5; mov.b32 $1, $6; mov.b32 $2, $7; mov.b32 $3, $8; mov.b32 $4, $9; @p add.rn.f32 $0, $0, $14;"
         " @p fma.rn.f32 $1, $10, $14, $1; @p fma.rn.f32 $2, $11, $14, $2;"
         " @p fma.rn.f32 $3, $12, $14, $3; @p fma.rn.f32 $4, $13, $14, $4; }",
-        *(total, *acc, *x, weight, lse),
+        *(total, *acc, *x, factor, lse),
         gives=(Float32,) * 5,
         early=True,
         pure=True,

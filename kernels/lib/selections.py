@@ -97,14 +97,14 @@ class Selection:
         return replace(self, indices=self.indices + skipped, skipped=self.skipped + skipped, length=length)
 
     @cute.jit
-    def foresee(self, t: Int32, entries: cute.Tensor):
+    def prefetch_entries(self, t: Int32, entries: cute.Tensor):
         """A warp reads the entries of tile t ahead, one for each lane and 32 keys."""
         for word in cutlass.range_constexpr(cute.size(entries)):
             entries[word] = self.read(t * self.tile_n + word * 32 + cute.arch.lane_idx())
 
     @cute.jit
     def find_absent(self, t: Int32, entries: cute.Tensor, absent: cute.Tensor):
-        """absent <- a bit for every key of tile t, which must be foreseen: whether it is absent."""
+        """absent <- a bit for every key of tile t, whose entries were prefetched: whether it is absent."""
         for word in cutlass.range_constexpr(cute.size(entries)):
             position = t * self.tile_n + word * 32 + cute.arch.lane_idx()
             absent[word] = ~Uint32(cute.arch.vote_ballot_sync(self.is_present(position, entries[word])))
@@ -119,14 +119,14 @@ class Selection:
         return t * self.tile_n + i * (threads // self.lanes_a_key) + thread // self.lanes_a_key
 
     @cute.jit
-    def look_up(self, t: Int32, wanted: cute.Tensor, thread: Int32, threads: cutlass.Constexpr):
+    def prefetch_indices(self, t: Int32, wanted: cute.Tensor, thread: Int32, threads: cutlass.Constexpr):
         """wanted <- the entries for the keys of tile t that this thread will copy."""
         for i in cutlass.range_constexpr(cute.size(wanted)):
             wanted[i] = self.read(self.position(t, i, thread, threads))
 
     @cute.jit
-    def settle(self, t: Int32, wanted: cute.Tensor, thread: Int32, threads: cutlass.Constexpr):
-        """Judges the entries looked up for tile t: an absent key becomes -1."""
+    def mark_absent(self, t: Int32, wanted: cute.Tensor, thread: Int32, threads: cutlass.Constexpr):
+        """Marks what is absent among the entries prefetched for tile t, by -1."""
         for i in cutlass.range_constexpr(cute.size(wanted)):
             wanted[i] = wanted[i] if self.is_present(self.position(t, i, thread, threads), wanted[i]) else Int32(-1)
 
@@ -198,9 +198,9 @@ class SelectedRows:
     def of(selections: tuple[Selection, ...]) -> "SelectedRows":
         return SelectedRows(selections, cute.make_rmem_tensor(selections[0].tile_n // 32, Int32))
 
-    def foresee(self, t: Int32) -> None:
-        """Read the entries of tile t, ahead of `mask`."""
-        on_source(self.selections, t, Selection.foresee, self.entries)
+    def prefetch(self, t: Int32) -> None:
+        """Reads the entries of tile t, ahead of `mask`."""
+        on_source(self.selections, t, Selection.prefetch_entries, self.entries)
 
     def absent(self, t: Int32) -> cute.Tensor:
         """A bit for every key of tile t: whether it is absent."""

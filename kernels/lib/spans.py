@@ -23,9 +23,9 @@ class SpanOperands(NamedTuple):
 class Span:
     """The intervals of a tile's rows: [lo, hi) is their union, [lo_all, hi_all) what every row sees.
 
-    Key tile t begins `begin(t)` keys after lo; every other tile has tile_n + `more` keys. The last of several tiles may
-    be `flush` instead: it ends with the last key, so that no unseen key is loaded with it, and keys that the previous
-    tile has too are masked.
+    Key tile t begins `begin(t)` keys after lo; every other tile has tile_n + `extra_keys`. The last of several tiles
+    may be `flush` instead: it ends with the last key, so that no unseen key is loaded with it, and keys that the
+    previous tile has too are masked.
     """
 
     operands: SpanOperands
@@ -35,20 +35,20 @@ class Span:
     hi: Int32
     lo_all: Int32
     hi_all: Int32
-    more: int = 0
+    extra_keys: int = 0
     flush: bool = False
 
     @property
     def tiles(self) -> Int32:
         keys = self.hi - self.lo
-        if not self.more:
+        if not self.extra_keys:
             return (keys + self.tile_n - 1) // self.tile_n
         pairs, rest = keys // self.begin(2), keys % self.begin(2)
         return 2 * pairs + Int32(rest > 0) + Int32(rest > self.tile_n)
 
     def begin(self, t: Int32 | int) -> Int32 | int:
         """The distance of key tile t from lo."""
-        return t * self.tile_n + (t // 2 * self.more if self.more else 0)
+        return t * self.tile_n + (t // 2 * self.extra_keys if self.extra_keys else 0)
 
     def first_key(self, t: Int32 | int) -> Int32:
         """The first key of tile t."""
@@ -139,8 +139,8 @@ def span_of(tile: RowTile, operands: SpanOperands, query: Int32, exists: cutlass
 
 
 @cute.jit
-def ask_span(operands: SpanOperands, tile: RowTile, at_most: cutlass.Constexpr) -> tuple:
-    """A warp asks for start and stop of a tile's queries, at most this many.
+def prefetch_span(operands: SpanOperands, tile: RowTile, at_most: cutlass.Constexpr) -> tuple:
+    """A warp loads start and stop of a tile's queries, at most this many, for `open_span`.
 
     It issues all loads before it waits for the first. After the last query it repeats the last one.
     """
@@ -163,14 +163,14 @@ def open_span(
     operands: SpanOperands,
     tile: RowTile,
     tile_n: cutlass.Constexpr,
-    asked: tuple,
-    more: cutlass.Constexpr = 0,
+    bounds: tuple,
+    extra_keys: cutlass.Constexpr = 0,
     flush: cutlass.Constexpr = False,
 ) -> Span:
-    """A warp opens the span, after `ask_span`."""
+    """A warp opens the span, after `prefetch_span`."""
     lo, hi = Int32(2**31 - 1), Int32(0)
     lo_all, hi_all = Int32(0), Int32(2**31 - 1)
-    for keys in asked:
+    for keys in bounds:
         start, stop = clip(operands, keys)
         lo_all = cutlass.max(lo_all, start)
         hi_all = cutlass.min(hi_all, stop)
@@ -181,10 +181,10 @@ def open_span(
     hi = cute.arch.warp_redux_sync(hi, "max")
     lo_all = cute.arch.warp_redux_sync(lo_all, "max")
     hi_all = cute.arch.warp_redux_sync(hi_all, "min")
-    return Span(operands, tile, tile_n, cutlass.min(lo, hi), hi, lo_all, hi_all, more, flush)
+    return Span(operands, tile, tile_n, cutlass.min(lo, hi), hi, lo_all, hi_all, extra_keys, flush)
 
 
 def read_span(
-    operands: SpanOperands, tile: RowTile, tile_n: int, slot: cute.Tensor, more: int = 0, flush: bool = False
+    operands: SpanOperands, tile: RowTile, tile_n: int, slot: cute.Tensor, extra_keys: int = 0, flush: bool = False
 ) -> Span:
-    return Span(operands, tile, tile_n, *(cute.arch.make_warp_uniform(slot[i]) for i in range(4)), more, flush)
+    return Span(operands, tile, tile_n, *(cute.arch.make_warp_uniform(slot[i]) for i in range(4)), extra_keys, flush)

@@ -32,8 +32,8 @@ def on_source(sources: tuple, t: Int32, action: cutlass.Constexpr[Callable], *ar
 
 def own_part(sources: tuple, tile: RowTile, unit: int) -> tuple:
     """Narrows the opened sources to this tile's split, in whole units of so many key tiles."""
-    each, more = divide(ceil_div(total_tiles(sources), Int32(unit)), tile.n.splits)
-    begin, end = ((each * i + cutlass.min(more, i)) * unit for i in (tile.split, tile.split + 1))
+    share, rest = divide(ceil_div(total_tiles(sources), Int32(unit)), tile.n.splits)
+    begin, end = ((share * i + cutlass.min(rest, i)) * unit for i in (tile.split, tile.split + 1))
     parts, before = [], Int32(0)
     for source in sources:
         first, last = (cutlass.max(cutlass.min(t - before, source.tiles), Int32(0)) for t in (begin, end))

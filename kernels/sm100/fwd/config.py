@@ -115,7 +115,7 @@ class Config:
 
     @property
     def barriers(self) -> tuple[tuple[int, int], ...]:
-        """(how many, arrivals in a phase), in the order of `Barriers`."""
+        """(how many, arrivals in a phase), in the order in which they lie in memory."""
         return (
             (1, 1),  # q_full
             (1, WARPGROUP + 32 + 1),  # q_empty: the softmax and MMA warps, and the products

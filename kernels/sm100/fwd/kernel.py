@@ -32,13 +32,15 @@ from cutlass.cute.nvgpu import tcgen05
 
 from kernels.abi import Forward
 from kernels.aot import Compiled
-from kernels.lib.forward import ForwardKernel, compile_forward
+from kernels.lib.forward import ForwardKernel
 from kernels.lib.launch import WARPGROUP
-from kernels.lib.rows import BoxedRows, Extents, RowTile, Walk, load, store
+from kernels.lib.pipeline import wait_for
+from kernels.lib.rows import BoxedRows, Extents, RowTile, load, store
 from kernels.lib.selections import LANES_A_ROW, open_selection, read_selection
 from kernels.lib.softmax import LN_2, LOG2_E, RowResults, exp2
-from kernels.lib.spans import SpanOperands, ask_span, open_span, read_span
+from kernels.lib.spans import SpanOperands, open_span, prefetch_span, read_span
 from kernels.lib.splits import on_source, total_tiles
+from kernels.lib.tile_scheduler import TileScheduler
 from kernels.lib.wgmma import (
     K_MAJOR,
     MN_MAJOR,
@@ -52,7 +54,7 @@ from kernels.lib.wgmma import (
 )
 
 from .config import SCORE_BUFFERS, SOFTMAX_WARPS, Config
-from .row_softmax import RowSpan, exponentiate, foresee, mask, raise_max, seen_by_row, shift_of
+from .row_softmax import RowSpan, exponentiate, mask, prefetch, raise_max, seen_by_row, shift_of
 from .smem import Barriers, Shared, allocate
 from .tcgen05 import (
     COLUMNS,
@@ -99,6 +101,8 @@ class Row:
 
 
 class FwdSm100(ForwardKernel):
+    symbol = "fwd_sm100"
+
     @cute.kernel
     def kernel(
         self,
@@ -144,39 +148,38 @@ class FwdSm100(ForwardKernel):
         thread = cute.arch.thread_idx()[0] - 32 * (SOFTMAX_WARPS + 1)
         first_warp = cute.arch.make_warp_uniform(thread // 32) == 0
         tma_q, mQ = rows
-        walk, fills0 = Walk.of(n), Int32(0)
-        for turn in cutlass.range(walk.turns, unroll=1):
-            tile = walk.tile(turn)
+        scheduler, fills0 = TileScheduler.of(n), Int32(0)
+        for wave in cutlass.range(scheduler.waves, unroll=1):
+            tile = scheduler.tile(wave)
             opened = tuple(self.open(source[-1], tile) for source in sources)
             if first_warp:
-                cute.arch.mbarrier_wait(bar.q_empty, (turn & 1) ^ 1)
+                q = bar.q.at(wave)
+                q.wait_empty()
                 with cute.arch.elect_one():
                     for i, thing in enumerate((tile, *opened)):
                         thing.publish(smem.info[None, i])
-                    cute.arch.mbarrier_arrive_and_expect_tx(bar.q_full, n.box_inner * n.box_outer * c.d * 2)
+                    q.expect_full(n.box_inner * n.box_outer * c.d * 2)
                 gQ, sQ = tma_tiles(tma_q, tile.of(mQ, c.tile_m, c.d)[None, None, 0], smem.q)
-                cute.copy(tma_q, gQ, sQ, tma_bar_ptr=bar.q_full)
+                cute.copy(tma_q, gQ, sQ, tma_bar_ptr=q.full)
             self.load_keys(cta, sources, opened, tile, fills0, thread)
             fills0 = fills0 + total_tiles(opened)
         # Nothing may arrive in the SMEM of a CTA that has ended.
         if first_warp:
-            cute.arch.mbarrier_wait(bar.q_empty, (walk.turns & 1) ^ 1)
+            bar.q.at(scheduler.waves).wait_empty()
         for i in cutlass.range_constexpr(c.stages):
-            stage, parity = (fills0 + i) % c.stages, (fills0 + i) // c.stages & 1
-            for ring in range(2):
-                cute.arch.mbarrier_wait(bar.empty + ring * c.stages + stage, parity ^ 1)
+            for ring in bar.rings:
+                ring.at(fills0 + i).wait_empty()
 
     def open(self, operands: Any, tile: RowTile) -> Any:
         c = self.config
         if isinstance(operands, SpanOperands):
-            return open_span(operands, tile, c.tile_n, ask_span(operands, tile, c.tile_m))
+            return open_span(operands, tile, c.tile_n, prefetch_span(operands, tile, c.tile_m))
         return open_selection(operands, tile, c.tile_n, c.d)
 
     @cute.jit
     def load_keys(self, cta: Cta, sources: tuple, opened: tuple, tile: RowTile, fills0: Int32, thread: Int32):
         """Loads all key tiles of one row tile, source after source. Entries of a selection are read a tile ahead."""
-        c, bar, smem = self.config, cta.bar, cta.smem
-        bar_full, bar_empty = bar.full, bar.empty
+        c, smem, rings = self.config, cta.smem, cta.bar.rings
         wanted, copies = None, (None,) * len(opened)
         if cutlass.const_expr(c.gathers):
             wanted = cute.make_rmem_tensor(c.tile_n // (WARPGROUP // LANES_A_ROW), Int32)
@@ -185,26 +188,26 @@ class FwdSm100(ForwardKernel):
         first = Int32(0)
         for source, copy in zip(opened, copies, strict=True):
             if cutlass.const_expr(c.gathers):
-                source.look_up(0, wanted, thread, WARPGROUP)
+                source.prefetch_indices(0, wanted, thread, WARPGROUP)
             for t in cutlass.range(source.tiles, unroll=1):
                 fill = fills0 + first + t
-                stage, parity = fill % c.stages, fill // c.stages & 1
                 if cutlass.const_expr(c.gathers):
-                    source.settle(t, wanted, thread, WARPGROUP)
+                    source.mark_absent(t, wanted, thread, WARPGROUP)
                 for ring in cutlass.range_constexpr(2):
-                    full = bar_full + ring * c.stages + stage
-                    cute.arch.mbarrier_wait(bar_empty + ring * c.stages + stage, parity ^ 1)
+                    state = rings[ring].at(fill)
+                    full = state.full
+                    state.wait_empty()
                     if cutlass.const_expr(c.gathers):
                         slabs = range(ring * c.ring_d // SLAB, (ring + 1) * c.ring_d // SLAB)
-                        source.gather(smem.rings[None, None, 0, stage], wanted, thread, slabs, WARPGROUP)
-                        cute.arch.cp_async_mbarrier_arrive_noinc(full)
+                        source.gather(smem.rings[None, None, 0, state.index], wanted, thread, slabs, WARPGROUP)
+                        state.copy_full()
                     else:
                         atom, gmem, tiles = copy[ring]
                         with cute.arch.elect_one():
-                            cute.arch.mbarrier_arrive_and_expect_tx(full, c.ring_tile_bytes)
-                        cute.copy(atom, gmem[None, t], tiles[None, stage], tma_bar_ptr=full)
+                            state.expect_full(c.ring_tile_bytes)
+                        cute.copy(atom, gmem[None, t], tiles[None, state.index], tma_bar_ptr=full)
                 if cutlass.const_expr(c.gathers):
-                    source.look_up(t + 1, wanted, thread, WARPGROUP)
+                    source.prefetch_indices(t + 1, wanted, thread, WARPGROUP)
             first = first + source.tiles
 
     def ring_copies(self, cta: Cta, source: tuple, tile: RowTile, opened: Any) -> tuple:
@@ -231,14 +234,14 @@ class FwdSm100(ForwardKernel):
         """One warp, one lane of which issues the products of every row tile of this CTA."""
         bar, smem, n = cta.bar, cta.smem, cta.n
         fills0 = Int32(0)
-        for turn in cutlass.range(Walk.of(n).turns, unroll=1):
-            cute.arch.mbarrier_wait(bar.q_full, turn & 1)
+        for wave in cutlass.range(TileScheduler.of(n).waves, unroll=1):
+            bar.q.at(wave).wait_full()
             tile = RowTile.read(smem.info[None, 0], n)
             tiles = total_tiles(self.reopen(cta, operands, tile))
-            cute.arch.mbarrier_arrive(bar.q_empty)
+            cute.arch.mbarrier_arrive(bar.q.empty)
             if tiles == 0:
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(bar.q_empty)
+                    cute.arch.mbarrier_arrive(bar.q.empty)
             else:
                 self.issue_scores(cta, fills0, tiles == 1)
                 for t in cutlass.range(tiles, unroll=1):
@@ -263,11 +266,12 @@ class FwdSm100(ForwardKernel):
         The scores of two tiles before, in the same buffer, have been read: the warp has waited for P of that tile.
         """
         c, bar, smem = self.config, cta.bar, cta.smem
-        stage, parity, buffer = fill % c.stages, fill // c.stages & 1, fill % SCORE_BUFFERS
+        buffer = fill % SCORE_BUFFERS
         mma, a, s = self.score_operands(cta)
         blocks = c.ring_d // 16
         for i, ring in enumerate(c.key_rings):
-            cute.arch.mbarrier_wait(bar.full + ring * c.stages + stage, parity)
+            state = bar.rings[ring].at(fill)
+            state.wait_full()
             if cutlass.const_expr(c.gathers):
                 cute.arch.fence_proxy("async.shared", space="cta")  # cp.async wrote through the generic proxy
             b = operand_b(mma, smem.rings[None, None, ring, None])
@@ -277,14 +281,14 @@ class FwdSm100(ForwardKernel):
                     mma,
                     s[None, None, None, buffer],
                     a[None, None, i * blocks + k],
-                    b[None, None, k, stage],
+                    b[None, None, k, state.index],
                     s[None, None, None, buffer],
                 )
             if ring not in c.value_rings:
-                commit(bar.empty + ring * c.stages + stage)
+                commit(state.empty)
         commit(bar.s_full + buffer)
         if last:
-            commit(bar.q_empty)
+            commit(bar.q.empty)
 
     def score_operands(self, cta: Cta) -> tuple[cute.TiledMma, cute.Tensor, cute.Tensor]:
         """(mma, Q, both score buffers)"""
@@ -297,19 +301,19 @@ class FwdSm100(ForwardKernel):
     def issue_output(self, cta: Cta, fill: Int32, adds: cutlass.Boolean):
         """O (+)= P V of the rings' tile number `fill`; the first of its row tile does not add."""
         c, bar, smem = self.config, cta.bar, cta.smem
-        stage, parity = fill % c.stages, fill // c.stages & 1
+        values = tuple((ring, bar.rings[ring].at(fill)) for ring in c.value_rings)
         mma, p, o = self.output_operands(cta)
-        cute.arch.mbarrier_wait(bar.p_full, fill & 1)
+        wait_for(bar.p_full, fill)
         after_thread_sync()
-        for i, ring in enumerate(c.value_rings):
-            cute.arch.mbarrier_wait(bar.full + ring * c.stages + stage, parity)
+        for i, (ring, state) in enumerate(values):
+            state.wait_full()
             b = operand_b(mma, transposed(smem.rings[None, None, ring, None]))
             for k in range(c.tile_n // 16):
                 mma.set(tcgen05.Field.ACCUMULATE, True if k else adds)
                 cute.gemm(
-                    mma, o[None, None, None, i], p[None, None, k], b[None, None, k, stage], o[None, None, None, i]
+                    mma, o[None, None, None, i], p[None, None, k], b[None, None, k, state.index], o[None, None, None, i]
                 )
-            commit(bar.empty + ring * c.stages + stage)
+            commit(state.empty)
         commit(bar.o_full)
 
     def output_operands(self, cta: Cta) -> tuple[cute.TiledMma, cute.Tensor, cute.Tensor]:
@@ -333,11 +337,11 @@ class FwdSm100(ForwardKernel):
         c, bar, smem, n = self.config, cta.bar, cta.smem, cta.n
         w = Row.of(c, n)
         fills0 = Int32(0)
-        for turn in cutlass.range(Walk.of(n).turns, unroll=1):
-            cute.arch.mbarrier_wait(bar.q_full, turn & 1)
+        for wave in cutlass.range(TileScheduler.of(n).waves, unroll=1):
+            bar.q.at(wave).wait_full()
             tile = RowTile.read(smem.info[None, 0], n)
             sources = self.reopen(cta, operands, tile)
-            cute.arch.mbarrier_arrive(bar.q_empty)
+            cute.arch.mbarrier_arrive(bar.q.empty)
             exists, query, head = tile.place(w.boxed, 0)
             seen = tuple(seen_by_row(source, tile, w.boxed) for source in sources)
             sink = load(results.sink + head)
@@ -348,7 +352,7 @@ class FwdSm100(ForwardKernel):
             p = cute.make_rmem_tensor(c.scores_per_thread // 2, Uint32)
             for t in cutlass.range(tiles, unroll=1):
                 fill = fills0 + t
-                on_source(seen, t, foresee)
+                on_source(seen, t, prefetch)
                 self.read_scores(cta, w, fill, scores)
                 on_source(seen, t, mask, scores, w.part)
                 old_max = row_max
@@ -357,7 +361,7 @@ class FwdSm100(ForwardKernel):
                 factor = exp2(old_max * scale_log2 - shift)
                 row_sum = exponentiate(row_sum * factor, shift, scale_log2, scores, p, self.dtype)
                 if t > 0:
-                    cute.arch.mbarrier_wait(bar.o_full, (fill - 1) & 1)
+                    wait_for(bar.o_full, fill - 1)
                     after_thread_sync()
                     if cute.arch.vote_any_sync(factor != 1.0):
                         scale_lanes(cta.tmem, c.outputs_per_thread, factor, w.thread)
@@ -377,7 +381,7 @@ class FwdSm100(ForwardKernel):
                 if w.part == 0:
                     store(results.lse + tile.row_index(query, head), lse)
             if tiles > 0:
-                cute.arch.mbarrier_wait(bar.o_full, (fills0 + tiles - 1) & 1)
+                wait_for(bar.o_full, fills0 + tiles - 1)
                 after_thread_sync()
             self.write_output(cta, w, tiles > 0, factor, tile, exists, tile.row_index(query, head), output)
             fills0 = fills0 + tiles
@@ -411,10 +415,11 @@ class FwdSm100(ForwardKernel):
         c = self.config
         if cutlass.const_expr(isinstance(seen, RowSpan)):  # noqa: SIM102, at compile time
             if seen.source.needs_clearing(t):
-                stage = fill % c.stages
                 for ring in c.value_rings:
-                    cute.arch.mbarrier_wait(cta.bar.full + ring * c.stages + stage, fill // c.stages & 1)
-                    zero_rows(cta.smem.rings[None, None, ring, stage], seen.source.unseen_from(t), w.thread, WARPGROUP)
+                    state = cta.bar.rings[ring].at(fill)
+                    state.wait_full()
+                    tile = cta.smem.rings[None, None, ring, state.index]
+                    zero_rows(tile, seen.source.unseen_from(t), w.thread, WARPGROUP)
 
     @cute.jit
     def write_output(self, cta: Cta, w: Row, any_key, factor: Float32, tile: RowTile, exists, row: Int64, to: Any):
@@ -456,4 +461,4 @@ class FwdSm100(ForwardKernel):
 
 def compile(variant: Forward, out_dir: Path) -> Compiled:
     config = Config(variant.d, variant.dtype, variant.sources, variant.shared_kv)
-    return compile_forward(FwdSm100(config), variant, out_dir, name="fwd_sm100")
+    return FwdSm100(config).compile(variant, out_dir)

@@ -29,7 +29,7 @@ class RowSpan:
     def tiles(self) -> Int32:
         return self.source.tiles
 
-    def foresee(self, t: Int32) -> None:
+    def prefetch(self, t: Int32) -> None:
         """Nothing to read ahead of `mask`."""
 
     @cute.jit
@@ -56,8 +56,8 @@ class RowSelection:
     def tiles(self) -> Int32:
         return self.source.tiles
 
-    def foresee(self, t: Int32) -> None:
-        self.rows.foresee(t)
+    def prefetch(self, t: Int32) -> None:
+        self.rows.prefetch(t)
 
     @cute.jit
     def mask(self, scores: cute.Tensor, t: Int32, part: Int32):
@@ -79,8 +79,8 @@ def seen_by_row(source: Any, tile: PlacedTile, boxed: BoxedRows) -> RowSpan | Ro
     return RowSelection(source, SelectedRows.of((source,)))
 
 
-def foresee(seen: Any, t: Int32) -> None:
-    seen.foresee(t)
+def prefetch(seen: Any, t: Int32) -> None:
+    seen.prefetch(t)
 
 
 def mask(seen: Any, t: Int32, scores: cute.Tensor, part: Int32) -> None:

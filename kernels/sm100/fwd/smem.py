@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
+from kernels.lib.pipeline import Ring, split_barriers
 from kernels.lib.rows import PUBLISHED
 from kernels.lib.tiles import TileAllocator
 from kernels.lib.wgmma import SLAB
@@ -16,18 +17,16 @@ from .config import Config
 class Barriers:
     """mbarriers in SMEM, by what they announce."""
 
-    q_full: cute.Pointer  # and info
-    q_empty: cute.Pointer  # all warps except the loaders have read info, and the last scores are computed
-    full: cute.Pointer  # (stage, ring): it is filled
-    empty: cute.Pointer  # (stage, ring): the products that read it are done
+    q: Ring  # full: and info; empty: all warps except the loaders have read info, and the last scores are computed
+    rings: tuple[Ring, ...]  # full: a tile is there; empty: the products that read it are done
     s_full: cute.Pointer  # by buffer: scores are computed
     p_full: cute.Pointer  # every softmax thread has read its scores, written its P and rescaled O
     o_full: cute.Pointer  # P V is done, and P is read
 
     def initialise(self, c: Config) -> None:
-        """By one thread; they lie in memory in this order."""
+        """By one thread; they lie in memory in the order of `Config.barriers`."""
         for i, arrivals in enumerate(arrivals for count, arrivals in c.barriers for _ in range(count)):
-            cute.arch.mbarrier_init(self.q_full + i, arrivals)
+            cute.arch.mbarrier_init(self.q.full + i, arrivals)
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ def allocate(c: Config, dtype) -> tuple[Barriers, Shared]:
     o = smem.tile(c.tile_m, SLAB, c.lanes_per_row) if c.shared_kv else None
     info = smem.allocate_tensor(Int32, cute.make_layout((PUBLISHED, 1 + len(c.sources))), 16)
     tmem = smem.allocate_array(Int32, 1)
-    counts = [count for count, _ in c.barriers]
-    mbar = smem.allocate_array(Int64, sum(counts))
-    bar = Barriers(*(mbar + sum(counts[:i]) for i in range(len(counts))))
-    return bar, Shared(q, rings, p, o, info, tmem)
+    counts = tuple(count for count, _ in c.barriers)
+    q_full, q_empty, full, empty, *others = split_barriers(smem.allocate_array(Int64, sum(counts)), counts)
+    key_rings = tuple(Ring(full + ring * c.stages, empty + ring * c.stages, c.stages) for ring in range(2))
+    return Barriers(Ring(q_full, q_empty), key_rings, *others), Shared(q, rings, p, o, info, tmem)

@@ -14,3 +14,7 @@ class Config:
     smem_bytes: int = 0
     tile_m: int = 1  # rows and
     tile_n: int = 4  # columns of a thread
+
+    @property
+    def launch_options(self) -> dict[str, int]:
+        return {"min_blocks_per_mp": CTAS, "preferred_smem_carveout": 100}  # without it the DSL asks a driver

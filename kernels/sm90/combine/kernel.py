@@ -15,19 +15,18 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from kernels.abi import Combine
-from kernels.aot import Compiled, compile_ahead
-from kernels.lib.launch import i32, launch_facts, pointers
+from kernels.aot import Compiled
+from kernels.lib.launch import Kernel, i32, pointers
 from kernels.lib.ptx import add_weighted, load_four_if, load_or_minus_inf
 from kernels.lib.rows import ceil_div, load, store
 from kernels.lib.softmax import LN_2, LOG2_E, exp2
 from kernels.lib.wgmma import round_pair
 
-from .config import AT_ONCE, CTAS, FOR_MAXIMUM, Config
+from .config import AT_ONCE, FOR_MAXIMUM, Config
 
 
-class CombineSm90:
-    def __init__(self, config: Config):
-        self.config = config
+class CombineSm90(Kernel):
+    symbol = "combine"
 
     @cute.jit
     def __call__(
@@ -46,13 +45,8 @@ class CombineSm90:
     ):
         c = self.config
         rows = b * s_q * h_q
-        self.kernel(o_parts, lse_parts, o, sink, lse, rows, h_q, d, splits).launch(
-            grid=(ceil_div(rows * (d // c.tile_n), Int32(c.threads)), 1, 1),
-            block=(c.threads, 1, 1),
-            stream=stream,
-            min_blocks_per_mp=CTAS,
-            preferred_smem_carveout=100,  # otherwise the DSL asks a driver
-        )
+        ctas = ceil_div(rows * (d // c.tile_n), Int32(c.threads))
+        self.launch(o_parts, lse_parts, o, sink, lse, rows, h_q, d, splits, ctas=ctas, stream=stream)
 
     @cute.kernel
     def kernel(
@@ -87,6 +81,9 @@ class CombineSm90:
             cute.autovec_copy(packed, cute.make_tensor(target, cute.make_layout(c.tile_n // 2)))
             if column == 0:
                 store(lse + row, merged)
+
+    def examples(self, variant: Combine) -> tuple:
+        return *pointers(variant.dtype, "float32", "float32", "o", "float32", "float32"), *(i32() for _ in range(5))
 
 
 @dataclass(frozen=True)
@@ -153,14 +150,4 @@ def add(total: Float32, acc: tuple, lse: Float32, shift: Float32, columns: cute.
 
 
 def compile(variant: Combine, out_dir: Path) -> Compiled:
-    config = Config(variant.dtype)
-    return compile_ahead(
-        CombineSm90(config),
-        CombineSm90.kernel,
-        *pointers(variant.dtype, "float32", "float32", "o", "float32", "float32"),
-        *(i32() for _ in range(5)),
-        name="combine",
-        arch=variant.arch,
-        out_dir=out_dir,
-        facts=launch_facts(config),
-    )
+    return CombineSm90(Config(variant.dtype)).compile(variant, out_dir)

@@ -41,6 +41,10 @@ class Config:
         """Chunks of a normalised row that a lane has."""
         return self.d // (WARP * VECTOR)
 
+    @property
+    def launch_options(self) -> dict[str, int]:
+        return {}
+
     def __post_init__(self):
         if self.dims % (2 * VECTOR) or self.dims > WARP * VECTOR or WARP % (self.dims // VECTOR):
             raise ValueError(f"dims must divide {WARP * VECTOR} and be a multiple of {2 * VECTOR}, got {self.dims}")

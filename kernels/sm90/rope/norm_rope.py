@@ -14,20 +14,20 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from kernels.abi import NormRope
-from kernels.aot import Compiled, compile_ahead
-from kernels.lib.launch import element_type, i32, launch_facts, pointers
+from kernels.aot import Compiled
+from kernels.lib.launch import Kernel, i32, pointers
 from kernels.lib.rows import WARP, ceil_div
 
 from .config import VECTOR, Config
 from .rows import as_float, read, rotate, token, total, write
 
 
-class NormRopeSm90:
+class NormRopeSm90(Kernel):
     """The norm and RoPE, or their gradient, with a warp a row."""
 
-    def __init__(self, config: Config):
-        self.config = config
-        self.dtype = element_type(config.dtype)
+    @property
+    def symbol(self) -> str:
+        return "norm_rope_bwd" if self.config.gradient else "norm_rope"
 
     @cute.jit
     def __call__(
@@ -41,10 +41,8 @@ class NormRopeSm90:
         eps: Float32,
         stream: cuda.CUstream,
     ):
-        c = self.config
-        self.kernel(x, table, dy, y, rows, heads, eps).launch(
-            grid=(ceil_div(rows, Int32(c.tile_m)), 1, 1), block=(c.threads, 1, 1), stream=stream
-        )
+        ctas = ceil_div(rows, Int32(self.config.tile_m))
+        self.launch(x, table, dy, y, rows, heads, eps, ctas=ctas, stream=stream)
 
     @cute.kernel
     def kernel(
@@ -98,17 +96,10 @@ class NormRopeSm90:
                 if row0 + i < rows:
                     write(y + (Int64(row0 + i) * c.d + (j * WARP + lane) * VECTOR), values)
 
+    def examples(self, variant: NormRope) -> tuple:
+        return *pointers(variant.dtype, "x", "float32", "x", "x"), i32(), i32(), Float32(1e-6)
+
 
 def compile(variant: NormRope, out_dir: Path) -> Compiled:
     config = Config(variant.dtype, variant.dims, variant.d, variant.op == "norm_rope_bwd")
-    return compile_ahead(
-        NormRopeSm90(config),
-        NormRopeSm90.kernel,
-        *pointers(variant.dtype, "x", "float32", "x", "x"),
-        *(i32() for _ in range(2)),
-        Float32(1e-6),
-        name=variant.op,
-        arch=variant.arch,
-        out_dir=out_dir,
-        facts=launch_facts(config),
-    )
+    return NormRopeSm90(config).compile(variant, out_dir)

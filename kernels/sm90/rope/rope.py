@@ -18,20 +18,18 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from kernels.abi import Rope
-from kernels.aot import Compiled, compile_ahead
-from kernels.lib.launch import element_type, i32, launch_facts, pointers
+from kernels.aot import Compiled
+from kernels.lib.launch import Kernel, i32, pointers
 from kernels.lib.rows import ceil_div
 
 from .config import VECTOR, Config
 from .rows import as_float, read, rotate, token, write
 
 
-class RopeSm90:
+class RopeSm90(Kernel):
     """RoPE in place."""
 
-    def __init__(self, config: Config):
-        self.config = config
-        self.dtype = element_type(config.dtype)
+    symbol = "rope"
 
     @cute.jit
     def __call__(
@@ -44,10 +42,8 @@ class RopeSm90:
         direction: Float32,  # 1, or -1 to rotate back
         stream: cuda.CUstream,
     ):
-        c = self.config
-        self.kernel(x, table, rows, heads, d, direction).launch(
-            grid=(ceil_div(rows, Int32(c.tile_m)), 1, 1), block=(c.threads, 1, 1), stream=stream
-        )
+        ctas = ceil_div(rows, Int32(self.config.tile_m))
+        self.launch(x, table, rows, heads, d, direction, ctas=ctas, stream=stream)
 
     @cute.kernel
     def kernel(self, x: cute.Pointer, table: cute.Pointer, rows: Int32, heads: Int32, d: Int32, direction: Float32):
@@ -69,17 +65,9 @@ class RopeSm90:
                 if row < rows:
                     write(x + (Int64(row) * d + (d - c.dims + column)), values)
 
+    def examples(self, variant: Rope) -> tuple:
+        return *pointers(variant.dtype, "x", "float32"), *(i32() for _ in range(3)), Float32(1.0)
+
 
 def compile(variant: Rope, out_dir: Path) -> Compiled:
-    config = Config(variant.dtype, variant.dims)
-    return compile_ahead(
-        RopeSm90(config),
-        RopeSm90.kernel,
-        *pointers(variant.dtype, "x", "float32"),
-        *(i32() for _ in range(3)),
-        Float32(1.0),
-        name=variant.op,
-        arch=variant.arch,
-        out_dir=out_dir,
-        facts=launch_facts(config),
-    )
+    return RopeSm90(Config(variant.dtype, variant.dims)).compile(variant, out_dir)

@@ -43,6 +43,10 @@ class Config:
     def smem_bytes(self) -> int:
         return self.fixed_bytes + self.stages * 2 * self.tile_n * self.piece + 8 * 2 * (self.stages + self.pieces) + 16
 
+    @property
+    def launch_options(self) -> dict[str, int]:
+        return {"min_blocks_per_mp": 1}
+
     def __post_init__(self):
         if self.d % (self.pieces * SLAB):
             raise ValueError(f"d must be a multiple of {self.pieces * SLAB}, got {self.d}")

@@ -24,8 +24,9 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 
 from kernels.abi import Probabilities
-from kernels.aot import Compiled, compile_ahead
-from kernels.lib.launch import WARPGROUP, element_type, i32, launch_facts, pointers
+from kernels.aot import Compiled
+from kernels.lib.launch import WARPGROUP, Kernel, i32, pointers
+from kernels.lib.pipeline import PipelineState
 from kernels.lib.ptx import arrive_if
 from kernels.lib.rows import ceil_div, load, row_of, store
 from kernels.lib.selections import CHUNK, LANES_A_ROW, Selection, SelectionOperands, copy_or_zero
@@ -58,10 +59,8 @@ class Extents(NamedTuple):
     topk: Int32
 
 
-class ProbabilitiesSm90:
-    def __init__(self, config: Config):
-        self.config = config
-        self.dtype = element_type(config.dtype)
+class ProbabilitiesSm90(Kernel):
+    symbol = "probabilities_sm90"
 
     @cute.jit
     def __call__(
@@ -80,14 +79,9 @@ class ProbabilitiesSm90:
         ctas: Int32,  # at most, that is how many run at a time
         stream: cuda.CUstream,
     ):
-        c, queries = self.config, b * s_q
-        self.kernel(Arrays(q, k, lse, indices, p, scale), Extents(queries, s_q, h_q, s_kv, topk)).launch(
-            grid=(cutlass.min(queries, ctas), 1, 1),
-            block=(c.threads, 1, 1),
-            smem=c.smem_bytes,
-            stream=stream,
-            min_blocks_per_mp=1,
-        )
+        queries = b * s_q
+        arrays, n = Arrays(q, k, lse, indices, p, scale), Extents(queries, s_q, h_q, s_kv, topk)
+        self.launch(arrays, n, ctas=cutlass.min(queries, ctas), stream=stream)
 
     @cute.kernel
     def kernel(self, arrays: Arrays, n: Extents):
@@ -96,7 +90,7 @@ class ProbabilitiesSm90:
         bar, smem = allocate(c, self.dtype)
         if warp == 0:
             with cute.arch.elect_one():
-                bar.initialise(c)
+                bar.initialise()
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         if warp < 4:
@@ -104,36 +98,36 @@ class ProbabilitiesSm90:
         else:
             self.consume(bar, smem, arrays, n, warp // 4 - 1)
 
-    def turns(self, n: Extents) -> Int32:
+    def waves(self, n: Extents) -> Int32:
         """The number of queries of this CTA; a query counts once for each tile of its heads."""
         queries = ceil_div(n.queries - cute.arch.block_idx()[0], cute.arch.grid_dim()[0])
         return queries * ceil_div(n.h_q, Int32(self.config.tile_m))
 
-    def at(self, turn: Int32, n: Extents) -> tuple[Int32, Int32]:
+    def at(self, wave: Int32, n: Extents) -> tuple[Int32, Int32]:
         """(query, counted over all batch entries, first head)"""
         groups = ceil_div(n.h_q, Int32(self.config.tile_m))
-        query = cute.arch.block_idx()[0] + turn // groups * cute.arch.grid_dim()[0]
-        return query, turn % groups * self.config.tile_m
+        query = cute.arch.block_idx()[0] + wave // groups * cute.arch.grid_dim()[0]
+        return query, wave % groups * self.config.tile_m
 
     # ---- producer
 
     @cute.jit
     def produce(self, bar: Barriers, smem: Shared, arrays: Arrays, n: Extents):
-        """For every turn: loads its first keys, Q, and the other keys."""
+        """In every wave: loads its first keys, Q, and the other keys."""
         c = self.config
         thread = cute.arch.thread_idx()[0]
         tiles = ceil_div(n.topk, Int32(c.tile_n))
         wanted = cute.make_rmem_tensor(c.tile_n // (WARPGROUP // LANES_A_ROW), Int32)
-        for turn in cutlass.range(self.turns(n), unroll=1):
-            query, head0 = self.at(turn, n)
+        for wave in cutlass.range(self.waves(n), unroll=1):
+            query, head0 = self.at(wave, n)
             keys = self.selection(arrays, query, n)
-            keys.look_up(Int32(0), wanted, thread, WARPGROUP)
+            keys.prefetch_indices(Int32(0), wanted, thread, WARPGROUP)
             for t in cutlass.range(tiles, unroll=1):
-                keys.settle(t, wanted, thread, WARPGROUP)
-                self.gather(bar, smem, keys, wanted, turn * tiles + t, thread)
-                keys.look_up(t + 1, wanted, thread, WARPGROUP)
+                keys.mark_absent(t, wanted, thread, WARPGROUP)
+                self.gather(bar, smem, keys, wanted, wave * tiles + t, thread)
+                keys.prefetch_indices(t + 1, wanted, thread, WARPGROUP)
                 if t == 0:
-                    self.load_heads(bar, smem, arrays, query, head0, n, turn, thread)
+                    self.load_heads(bar, smem, arrays, query, head0, n, wave, thread)
 
     def selection(self, arrays: Arrays, query: Int32, n: Extents) -> Selection:
         c = self.config
@@ -147,12 +141,11 @@ class ProbabilitiesSm90:
         """Gathers the CTA's k-th tile of keys, piece by piece."""
         c = self.config
         for piece in cutlass.range_constexpr(c.pieces):
-            fill = k * c.pieces + piece
-            stage = fill % c.stages
-            cute.arch.mbarrier_wait(bar.k_empty + stage, (fill // c.stages & 1) ^ 1)
+            state = bar.k.at(k * c.pieces + piece)
+            state.wait_empty()
             slabs = range(piece * c.slabs_of_piece, (piece + 1) * c.slabs_of_piece)
-            keys.gather(smem.k[None, None, stage], wanted, thread, slabs, WARPGROUP, slabs[0])
-            cute.arch.cp_async_mbarrier_arrive_noinc(bar.k_full + stage)
+            keys.gather(smem.k[None, None, state.index], wanted, thread, slabs, WARPGROUP, slabs[0])
+            state.copy_full()
 
     @cute.jit
     def load_heads(
@@ -163,7 +156,7 @@ class ProbabilitiesSm90:
         query: Int32,
         head0: Int32,
         n: Extents,
-        turn: Int32,
+        wave: Int32,
         thread: Int32,
     ):
         """Loads Q of a query's heads, piece by piece, with zeros for heads that do not exist."""
@@ -172,7 +165,8 @@ class ProbabilitiesSm90:
         target0 = smem.q.iterator.toint() + row0 * (SLAB * 2) + (chunk ^ row0 % 8) * 16
         first = Int64(query) * n.h_q
         for piece in cutlass.range_constexpr(c.pieces):
-            cute.arch.mbarrier_wait(bar.q_empty + piece, (turn & 1) ^ 1)
+            state = PipelineState(bar.q, piece, wave & 1)
+            state.wait_empty()
             for i in cutlass.range_constexpr(c.tile_m // at_once):
                 head = head0 + row0 + i * at_once
                 size = Int32(head < n.h_q) * 16
@@ -180,7 +174,7 @@ class ProbabilitiesSm90:
                 for slab in range(piece * c.slabs_of_piece, (piece + 1) * c.slabs_of_piece):
                     place = target0 + (slab * c.tile_m + i * at_once) * SLAB * 2
                     copy_or_zero(place, (source + slab * SLAB).toint(), size)
-            cute.arch.cp_async_mbarrier_arrive_noinc(bar.q_full + piece)
+            state.copy_full()
 
     # ---- consumers
 
@@ -194,22 +188,23 @@ class ProbabilitiesSm90:
         b = tuple(operand_b(mma, cute.local_tile(smem.q, (c.tile_m, c.piece), (0, i))) for i in range(c.pieces))
         acc = accumulator(mma, c.tile_m)
         tiles, scale_log2 = ceil_div(n.topk, Int32(c.tile_n)), arrays.scale * LOG2_E
-        for turn in cutlass.range(self.turns(n), unroll=1):
-            query, head0 = self.at(turn, n)
+        for wave in cutlass.range(self.waves(n), unroll=1):
+            query, head0 = self.at(wave, n)
             self.read_shifts(smem, arrays, query, head0, n, group, thread)
             listed = Int64(query) * n.topk
             for t in cutlass.range(group, tiles, CONSUMERS, unroll=1):
-                k, last = turn * tiles + t, Int32(t + CONSUMERS >= tiles)
+                k, last = wave * tiles + t, Int32(t + CONSUMERS >= tiles)
                 entries = cute.make_rmem_tensor(ROWS, Int32)
                 for r in cutlass.range_constexpr(ROWS):
                     position = t * c.tile_n + row_of(thread, r)
                     entries[r] = load(arrays.indices + (listed + cutlass.min(position, n.topk - 1)))
                 for piece in cutlass.range_constexpr(c.pieces):
                     fill = k * c.pieces + piece
-                    cute.arch.mbarrier_wait(bar.q_full + piece, turn & 1)
-                    cute.arch.mbarrier_wait(bar.k_full + fill % c.stages, fill // c.stages & 1)
+                    PipelineState(bar.q, piece, wave & 1).wait_full()
+                    state = bar.k.at(fill)
+                    state.wait_full()
                     cute.arch.fence_proxy("async.shared", space="cta")  # the producer wrote through the generic proxy
-                    multiply(mma, acc, a[None, None, None, fill % c.stages], b[piece], piece == 0)
+                    multiply(mma, acc, a[None, None, None, state.index], b[piece], piece == 0)
                     if cutlass.const_expr(piece > 0):
                         warpgroup.wait_group(1)
                         self.release(bar, fill - 1, piece - 1, last)
@@ -226,13 +221,14 @@ class ProbabilitiesSm90:
                         store(place, total)
             if group >= tiles:  # this warpgroup has nothing to do
                 for piece in cutlass.range_constexpr(c.pieces):
-                    cute.arch.mbarrier_wait(bar.q_full + piece, turn & 1)
-                    cute.arch.mbarrier_arrive(bar.q_empty + piece)
+                    state = PipelineState(bar.q, piece, wave & 1)
+                    state.wait_full()
+                    state.arrive_empty()
 
     def release(self, bar: Barriers, fill: Int32, piece: int, last: Int32) -> None:
         """Releases a piece of keys; with the last keys that need a piece of Q, that piece too."""
-        cute.arch.mbarrier_arrive(bar.k_empty + fill % self.config.stages)
-        arrive_if(bar.q_empty + piece, last)
+        bar.k.at(fill).arrive_empty()
+        arrive_if(bar.q.empty + piece, last)
 
     @cute.jit
     def read_shifts(
@@ -247,6 +243,10 @@ class ProbabilitiesSm90:
         )  # all have read the previous ones
         smem.shift[thread, group] = lse * LOG2_E if adds else Float32.inf
         cute.arch.barrier(barrier_id=WARPGROUP_MET + group, number_of_threads=WARPGROUP)
+
+    def examples(self, variant: Probabilities) -> tuple:
+        arrays = ("q", "k", "float32", "int32", "float32")
+        return *pointers(variant.dtype, *arrays), Float32(1.0), *(i32() for _ in range(6))
 
 
 @cute.jit
@@ -268,15 +268,4 @@ def sum_over_heads(acc: cute.Tensor, shift: cute.Tensor, scale_log2: Float32) ->
 
 
 def compile(variant: Probabilities, out_dir: Path) -> Compiled:
-    config = Config(variant.d, variant.dtype)
-    return compile_ahead(
-        ProbabilitiesSm90(config),
-        ProbabilitiesSm90.kernel,
-        *pointers(variant.dtype, "q", "k", "float32", "int32", "float32"),
-        Float32(1.0),
-        *(i32() for _ in range(6)),
-        name="probabilities_sm90",
-        arch=variant.arch,
-        out_dir=out_dir,
-        facts=launch_facts(config),
-    )
+    return ProbabilitiesSm90(Config(variant.d, variant.dtype)).compile(variant, out_dir)

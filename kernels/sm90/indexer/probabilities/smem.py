@@ -6,6 +6,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int64
 
 from kernels.lib.launch import WARPGROUP
+from kernels.lib.pipeline import Ring
 from kernels.lib.tiles import TileAllocator
 
 from .config import CONSUMERS, Config
@@ -13,21 +14,15 @@ from .config import CONSUMERS, Config
 
 @dataclass(frozen=True)
 class Barriers:
-    """mbarriers in SMEM: of each piece of Q, of each stage of keys."""
+    """The rings of tiles."""
 
-    q_full: cute.Pointer
-    q_empty: cute.Pointer
-    k_full: cute.Pointer
-    k_empty: cute.Pointer
+    q: Ring  # its stages are the pieces of Q
+    k: Ring  # pieces of keys
 
-    def initialise(self, c: Config) -> None:
+    def initialise(self) -> None:
         """By one thread."""
-        for i in range(c.pieces):
-            cute.arch.mbarrier_init(self.q_full + i, WARPGROUP)
-            cute.arch.mbarrier_init(self.q_empty + i, CONSUMERS * WARPGROUP)
-        for i in range(c.stages):
-            cute.arch.mbarrier_init(self.k_full + i, WARPGROUP)
-            cute.arch.mbarrier_init(self.k_empty + i, WARPGROUP)
+        self.q.initialise(WARPGROUP, CONSUMERS * WARPGROUP)
+        self.k.initialise(WARPGROUP, WARPGROUP)
 
 
 @dataclass(frozen=True)
@@ -41,5 +36,5 @@ def allocate(c: Config, dtype) -> tuple[Barriers, Shared]:
     smem = TileAllocator(dtype)
     q, k = smem.tile(c.tile_m, c.d), smem.tile(c.tile_n, c.piece, c.stages)
     shift = smem.allocate_tensor(Float32, cute.make_layout((c.tile_m, CONSUMERS)), 16)
-    rings = (c.pieces, c.pieces, c.stages, c.stages)
-    return Barriers(*(smem.allocate_array(Int64, count) for count in rings)), Shared(q, k, shift)
+    rings = (Ring(*(smem.allocate_array(Int64, n) for _ in range(2)), n) for n in (c.pieces, c.stages))
+    return Barriers(*rings), Shared(q, k, shift)

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from kernels.lib.indexer import ELEMENT, HEADS, KEYS, D
-from kernels.lib.launch import SMEM_LIMIT, WARPGROUP
+from kernels.lib.indexer import HEADS, KEYS, D
+from kernels.lib.launch import SMEM_LIMIT, WARPGROUP, element_type
 
 HALF = 128  # columns of a warpgroup's product
 GROUPS = 4  # warpgroups that share a block's columns and a tile's keys
@@ -36,7 +36,7 @@ class Config:
 
     @property
     def element_bytes(self) -> int:
-        return ELEMENT[self.dtype].width // 8
+        return element_type(self.dtype).width // 8
 
     @property
     def scaled(self) -> bool:
@@ -86,6 +86,10 @@ class Config:
     def smem_bytes(self) -> int:
         tiles = self.stages_q * self.q_bytes + self.stages_k * self.k_bytes
         return 1024 + tiles + 4 * PUBLISHED * self.stages_q + 8 * 2 * (self.stages_q + self.stages_k)
+
+    @property
+    def launch_options(self) -> dict[str, int]:
+        return {"min_blocks_per_mp": 1}  # without it ptxas silently drops setmaxnreg
 
     def __post_init__(self):
         if self.heads not in HEADS:

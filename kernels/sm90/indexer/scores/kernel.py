@@ -33,9 +33,10 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from kernels.abi import IndexerScores
-from kernels.aot import Compiled, compile_ahead
-from kernels.lib.indexer import ELEMENT, KEYS, D, pointer, product
-from kernels.lib.launch import WARP, WARPGROUP, i32, launch_facts
+from kernels.aot import Compiled
+from kernels.lib.indexer import KEYS, D, product
+from kernels.lib.launch import WARP, WARPGROUP, Kernel, i32, pointers
+from kernels.lib.pipeline import PipelineState
 from kernels.lib.ptx import keep
 from kernels.lib.rows import ceil_div, load, row_of
 from kernels.lib.wgmma import multiply, operand_a, operand_b, tma_atom, tma_tiles
@@ -53,26 +54,24 @@ class BlockScheduler:
     n: Extents
 
     @property
-    def turns(self) -> Int32:
+    def waves(self) -> Int32:
         ctas, work = cute.arch.grid_dim()[0], self.n.blocks * self.n.splits
         rounds = (work - 1) // ctas
         return rounds + Int32(self.place(rounds) < work - rounds * ctas)
 
-    def place(self, turn: Int32) -> Int32:
+    def place(self, wave: Int32) -> Int32:
         """Every other round goes backwards: if lengths fall steadily, all CTAs get the same sum."""
         cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        return cta + (turn % 2) * (ctas - 1 - 2 * cta)
+        return cta + (wave % 2) * (ctas - 1 - 2 * cta)
 
-    def at(self, turn: Int32) -> tuple[Int32, Int32]:
+    def at(self, wave: Int32) -> tuple[Int32, Int32]:
         """(block, counted within the launch, and split)"""
-        i = turn * cute.arch.grid_dim()[0] + self.place(turn)
+        i = wave * cute.arch.grid_dim()[0] + self.place(wave)
         return self.n.blocks - 1 - i // self.n.splits, i % self.n.splits
 
 
-class IndexerScoresSm90:
-    def __init__(self, config: Config):
-        self.config = config
-        self.dtype = ELEMENT[config.dtype]
+class IndexerScoresSm90(Kernel):
+    symbol = "indexer_scores_sm90"
 
     @cute.jit
     def __call__(
@@ -105,13 +104,8 @@ class IndexerScoresSm90:
         of_keys = (k, k_scale, page, pages) if cutlass.const_expr(c.paged) else (k, k_scale, s_c, b)
         arrays = Arrays(weights, table if cutlass.const_expr(c.paged) else k_scale, start, stop, scores)
         where = Pages(width, page, box) if cutlass.const_expr(c.paged) else None
-        self.kernel(*self.map_of_q(q, b * s_q), *self.maps_of_keys(*of_keys), arrays, n, where).launch(
-            grid=(cutlass.min(n.blocks * n.splits, ctas), 1, 1),
-            block=(c.threads, 1, 1),
-            smem=c.smem_bytes,
-            stream=stream,
-            min_blocks_per_mp=1,
-        )
+        maps = (*self.map_of_q(q, b * s_q), *self.maps_of_keys(*of_keys))
+        self.launch(*maps, arrays, n, where, ctas=cutlass.min(n.blocks * n.splits, ctas), stream=stream)
 
     def map_of_q(self, q: cute.Pointer, queries: Int32) -> tuple[cute.CopyAtom, cute.Tensor]:
         rows = cute.make_tensor(q, cute.make_layout((queries * self.config.heads, D), stride=(D, 1)))
@@ -150,7 +144,7 @@ class IndexerScoresSm90:
             if cutlass.const_expr(tma_scale is not None):
                 cpasync.prefetch_descriptor(tma_scale)
             with cute.arch.elect_one():
-                bar.initialise(c)
+                bar.initialise()
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_launch_dependents()  # the choice that follows waits for this grid itself
@@ -176,12 +170,12 @@ class IndexerScoresSm90:
         pages: Pages | None,
     ):
         """One warp, for every block of this CTA: it finds the key tiles to see, and loads Q and these tiles."""
-        c, walk, fills = self.config, BlockScheduler(n), Int32(0)
+        c, scheduler, fills = self.config, BlockScheduler(n), Int32(0)
         (tma_q, mQ), (tma_k, mK) = rows, keys
         lane = cute.arch.lane_idx()
         cute.arch.griddepcontrol_wait()  # a kernel may still read the scores of the previous launch
-        for turn in cutlass.range(walk.turns, unroll=1):
-            block, split = walk.at(turn)
+        for wave in cutlass.range(scheduler.waves, unroll=1):
+            block, split = scheduler.at(wave)
             entry, query0 = (n.first_block + block) // n.blocks_of_entry, (n.first_block + block) % n.blocks_of_entry
             query0 = query0 * c.queries
             at = Int64(entry) * n.s_q + cutlass.min(query0 + cutlass.min(lane, c.queries - 1), n.s_q - 1)
@@ -191,18 +185,18 @@ class IndexerScoresSm90:
             hi = ceil_div(cute.arch.warp_redux_sync(stop if scored else Int32(0), "max"), Int32(c.tile_n))
             tiles = cutlass.max(hi - lo, 0)
             first, last = lo + tiles * split // n.splits, lo + tiles * (split + 1) // n.splits
-            stage_q = turn % c.stages_q
-            cute.arch.mbarrier_wait(bar.q_empty + stage_q, (turn // c.stages_q & 1) ^ 1)
+            q = bar.q.at(wave)
+            q.wait_empty()
             if first < last:
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_expect_tx(bar.q_full + stage_q, c.q_bytes)
+                    cute.arch.mbarrier_expect_tx(q.full, c.q_bytes)
                 there = cute.domain_offset(((entry * n.s_q + query0) * c.heads, 0), mQ)
                 gQ, sQ = tma_tiles(tma_q, cute.local_tile(there, (c.columns, D), (0, 0)), smem.q)
-                cute.copy(tma_q, gQ, sQ[None, stage_q], tma_bar_ptr=bar.q_full + stage_q)
+                cute.copy(tma_q, gQ, sQ[None, q.index], tma_bar_ptr=q.full)
             with cute.arch.elect_one():
                 for i, x in enumerate((block, entry, first, last)):
-                    smem.info[i, stage_q] = x
-                cute.arch.mbarrier_arrive(bar.q_full + stage_q)
+                    smem.info[i, q.index] = x
+                q.arrive_full()
             if cutlass.const_expr(c.paged):
                 fills = self.load_pages(bar, smem, keys, scales, arrays.keys + entry * pages.width, pages, first, last,
                                         fills)  # fmt: skip
@@ -210,17 +204,17 @@ class IndexerScoresSm90:
                 gK, sK = tma_tiles(tma_k, cute.local_tile(mK[None, None, entry], (c.tile_n, D), (None, 0)), smem.k)
                 for t in cutlass.range(first, last, unroll=1):
                     stage = self.begin_fill(bar, fills)
-                    cute.copy(tma_k, gK[None, t], sK[None, stage], tma_bar_ptr=bar.k_full + stage)
+                    cute.copy(tma_k, gK[None, t], sK[None, stage], tma_bar_ptr=bar.k.full + stage)
                     fills += 1
 
     @cute.jit
     def begin_fill(self, bar: Barriers, fills: Int32) -> Int32:
         """The stage of this fill of the ring of keys, once it is free, with its bytes announced."""
-        stage = fills % self.config.stages_k
-        cute.arch.mbarrier_wait(bar.k_empty + stage, (fills // self.config.stages_k & 1) ^ 1)
+        k = bar.k.at(fills)
+        k.wait_empty()
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(bar.k_full + stage, self.config.k_bytes)
-        return stage
+            k.expect_full(self.config.k_bytes)
+        return k.index
 
     @cute.jit
     def load_pages(
@@ -257,7 +251,7 @@ class IndexerScoresSm90:
                 its_page, its_row = (cute.arch.shuffle_sync(x, before + i) for x in (page, row))
                 at = i * pages.box
                 g, s = tma_tiles(tma_k, cute.local_tile(mK[None, None, its_page], (BOX, D), (None, 0)), sK)
-                cute.copy(tma_k, g[None, its_row // BOX], s[None, at // BOX, stage], tma_bar_ptr=bar.k_full + stage)
+                cute.copy(tma_k, g[None, its_row // BOX], s[None, at // BOX, stage], tma_bar_ptr=bar.k.full + stage)
                 if cutlass.const_expr(c.scale_bytes):
                     g, s = tma_tiles(
                         tma_scale,
@@ -265,42 +259,43 @@ class IndexerScoresSm90:
                         cute.local_tile(smem.k_scale, (BOX, 1), (None, None)),
                     )
                     cute.copy(tma_scale, g[None, its_row // BOX, its_page], s[None, at // BOX, stage],
-                              tma_bar_ptr=bar.k_full + stage)  # fmt: skip
+                              tma_bar_ptr=bar.k.full + stage)  # fmt: skip
             fills += 1
         return fills
 
     @cute.jit
     def consume(self, bar: Barriers, smem: Shared, arrays: Arrays, n: Extents):
         """One warpgroup scores its keys of every tile with its columns of every block of this CTA."""
-        c, walk = self.config, BlockScheduler(n)
+        c, scheduler = self.config, BlockScheduler(n)
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4)
         thread, mma = cute.arch.thread_idx()[0] % WARPGROUP, product(self.dtype, HALF)
         a = operand_a(mma, cute.local_tile(smem.k, (KEYS, D), (group % c.parts, 0, None)))
         b = operand_b(mma, cute.local_tile(smem.q, (HALF, D), (group // c.parts, 0, None)))
         sums = HeadSums.of(c, mma, group // c.parts, thread)
         key0, stage, parity = keep(group % c.parts * KEYS + key_of(thread)), Int32(0), Int32(0)
-        for turn in cutlass.range(walk.turns, unroll=1):
-            stage_q = turn % c.stages_q
-            cute.arch.mbarrier_wait(bar.q_full + stage_q, turn // c.stages_q & 1)
-            block, entry, first, last = (cute.arch.make_warp_uniform(smem.info[i, stage_q]) for i in range(PUBLISHED))
+        for wave in cutlass.range(scheduler.waves, unroll=1):
+            q = bar.q.at(wave)
+            q.wait_full()
+            block, entry, first, last = (cute.arch.make_warp_uniform(smem.info[i, q.index]) for i in range(PUBLISHED))
             if first < last:
                 query0 = ((n.first_block + block) - entry * n.blocks_of_entry) * c.queries
                 sums.take_weights(arrays.weights, entry, query0, n)
                 out = sums.place(arrays.scores + (Int64(block) * c.queries * n.stride + first * c.tile_n + key0), n)
                 scales = arrays.keys + Int64(entry) * n.s_c
                 for t in cutlass.range(first, last, unroll=1):
-                    cute.arch.mbarrier_wait(bar.k_full + stage, parity)
-                    multiply(mma, sums.acc, a[None, None, None, stage], b[None, None, None, stage_q], fresh=True)
+                    k = PipelineState(bar.k, stage, parity)
+                    k.wait_full()
+                    multiply(mma, sums.acc, a[None, None, None, stage], b[None, None, None, q.index], fresh=True)
                     scale = self.scale_of(smem, stage, scales, key0, t, n)
                     warpgroup.wait_group(0)
                     with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive(bar.k_empty + stage)
+                        k.arrive_empty()
                     sums.store(out, scale, query0, n)
                     out, stage = out + c.tile_n, stage + 1
                     if stage == c.stages_k:
                         stage, parity = Int32(0), parity ^ 1
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(bar.q_empty + stage_q)
+                q.arrive_empty()
 
     @cute.jit
     def scale_of(self, smem: Shared, stage: Int32, scales: cute.Pointer, key0: Int32, t: Int32, n: Extents) -> Float32:
@@ -311,6 +306,10 @@ class IndexerScoresSm90:
             scale = load(scales + cutlass.min(t * self.config.tile_n + key0, n.s_c - 1))
         return scale
 
+    def examples(self, variant: IndexerScores) -> tuple:
+        arrays = ("q", "k", "float32", "float32", "int32", "int32", "int32", "float32")
+        return *pointers(variant.dtype, *arrays), *(i32() for _ in range(13))
+
 
 def key_of(thread: Int32) -> Int32:
     """The key, among a warpgroup's, whose sums a lane ends up with: an even lane of a quad has the quad's first row."""
@@ -318,14 +317,4 @@ def key_of(thread: Int32) -> Int32:
 
 
 def compile(variant: IndexerScores, out_dir: Path) -> Compiled:
-    config, element = Config(variant.heads, variant.dtype, variant.paged), ELEMENT[variant.dtype]
-    return compile_ahead(
-        IndexerScoresSm90(config),
-        IndexerScoresSm90.kernel,
-        *map(pointer, (element, element, Float32, Float32, Int32, Int32, Int32, Float32)),
-        *(i32() for _ in range(13)),
-        name="indexer_scores_sm90",
-        arch=variant.arch,
-        out_dir=out_dir,
-        facts=launch_facts(config),
-    )
+    return IndexerScoresSm90(Config(variant.heads, variant.dtype, variant.paged)).compile(variant, out_dir)

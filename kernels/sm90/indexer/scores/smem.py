@@ -7,6 +7,7 @@ from cutlass import Float32, Int32, Int64
 
 from kernels.lib.indexer import D
 from kernels.lib.launch import WARP
+from kernels.lib.pipeline import Ring
 from kernels.lib.tiles import TileAllocator
 
 from .config import CONSUMERS, PUBLISHED, Config
@@ -14,21 +15,15 @@ from .config import CONSUMERS, PUBLISHED, Config
 
 @dataclass(frozen=True)
 class Barriers:
-    """mbarriers in SMEM, one for each stage."""
+    """The rings of tiles."""
 
-    q_full: cute.Pointer
-    q_empty: cute.Pointer
-    k_full: cute.Pointer
-    k_empty: cute.Pointer
+    q: Ring  # and what the producer found about the block
+    k: Ring
 
-    def initialise(self, c: Config) -> None:
-        """By one thread."""
-        for s in range(c.stages_q):
-            cute.arch.mbarrier_init(self.q_full + s, 1)
-            cute.arch.mbarrier_init(self.q_empty + s, CONSUMERS // WARP)
-        for s in range(c.stages_k):
-            cute.arch.mbarrier_init(self.k_full + s, 1)
-            cute.arch.mbarrier_init(self.k_empty + s, CONSUMERS // WARP)
+    def initialise(self) -> None:
+        """By one thread; a warp of consumers arrives once."""
+        self.q.initialise(1, CONSUMERS // WARP)
+        self.k.initialise(1, CONSUMERS // WARP)
 
 
 @dataclass(frozen=True)
@@ -44,5 +39,5 @@ def allocate(c: Config, dtype) -> tuple[Barriers, Shared]:
     q, k = smem.tile(c.columns, D, c.stages_q), smem.tile(c.tile_n, D, c.stages_k)
     k_scale = smem.allocate_tensor(Float32, cute.make_layout((c.tile_n, c.stages_k)), 128) if c.scale_bytes else None
     info = smem.allocate_tensor(Int32, cute.make_layout((PUBLISHED, c.stages_q)), 16)
-    rings = (c.stages_q, c.stages_q, c.stages_k, c.stages_k)
-    return Barriers(*(smem.allocate_array(Int64, stages) for stages in rings)), Shared(q, k, k_scale, info)
+    rings = (Ring(*(smem.allocate_array(Int64, n) for _ in range(2)), n) for n in (c.stages_q, c.stages_k))
+    return Barriers(*rings), Shared(q, k, k_scale, info)

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from kernels.lib.indexer import ELEMENT, HEADS, KEYS, D
-from kernels.lib.launch import WARP, WARPGROUP
+from kernels.lib.indexer import HEADS, KEYS, D
+from kernels.lib.launch import WARP, WARPGROUP, element_type
 from kernels.lib.wgmma import SLAB
 
 THREADS = WARPGROUP
@@ -21,7 +21,7 @@ class Config:
 
     @property
     def element_bytes(self) -> int:
-        return ELEMENT[self.dtype].width // 8
+        return element_type(self.dtype).width // 8
 
     @property
     def slabs(self) -> int:
@@ -49,6 +49,10 @@ class Config:
     def smem_bytes(self) -> int:
         masks = 2 * KEYS * self.heads + 4 * WARPS * self.heads if self.gradient else 0
         return 1024 + self.element_bytes * D * (self.heads + self.stages * KEYS) + masks
+
+    @property
+    def launch_options(self) -> dict[str, int]:
+        return {"min_blocks_per_mp": self.ctas, "preferred_smem_carveout": 100}  # without it the DSL asks a driver
 
     def __post_init__(self):
         if self.heads not in HEADS:

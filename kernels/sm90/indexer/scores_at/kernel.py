@@ -22,9 +22,9 @@ from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import warpgroup
 
 from kernels.abi import IndexerScoresAt
-from kernels.aot import Compiled, compile_ahead
-from kernels.lib.indexer import BLOCK, ELEMENT, KEYS, D, pointer, product
-from kernels.lib.launch import WARP, i32, launch_facts
+from kernels.aot import Compiled
+from kernels.lib.indexer import BLOCK, KEYS, D, product
+from kernels.lib.launch import WARP, Kernel, i32, pointers
 from kernels.lib.ptx import add_pair, max_abs, relu
 from kernels.lib.rows import load, row_of, store
 from kernels.lib.selections import CHUNK, LANES_A_ROW, Selection, SelectionOperands
@@ -72,10 +72,8 @@ class Gradients(NamedTuple):
     dweights: cute.Pointer  # float32 [b, s_q, heads]
 
 
-class IndexerScoresAtSm90:
-    def __init__(self, config: Config):
-        self.config = config
-        self.dtype = ELEMENT[config.dtype]
+class IndexerScoresAtSm90(Kernel):
+    symbol = "indexer_scores_at_sm90"
 
     @cute.jit
     def __call__(
@@ -94,16 +92,9 @@ class IndexerScoresAtSm90:
         topk: Int32,
         stream: cuda.CUstream,
     ):
-        c = self.config
-        to = Gradients(dq, dk, dweights) if cutlass.const_expr(c.gradient) else None
-        self.kernel(Arrays(q, k, weights, indices, scores), to, Extents(s_q, s_c, topk)).launch(
-            grid=(b * s_q, 1, 1),
-            block=(THREADS, 1, 1),
-            smem=c.smem_bytes,
-            stream=stream,
-            min_blocks_per_mp=c.ctas,
-            preferred_smem_carveout=100,  # otherwise the DSL asks a driver
-        )
+        to = Gradients(dq, dk, dweights) if cutlass.const_expr(self.config.gradient) else None
+        arrays = Arrays(q, k, weights, indices, scores)
+        self.launch(arrays, to, Extents(s_q, s_c, topk), ctas=b * s_q, stream=stream)
 
     @cute.kernel
     def kernel(self, arrays: Arrays, to: Gradients | None, n: Extents):
@@ -151,17 +142,17 @@ class IndexerScoresAtSm90:
     def gather(self, smem: Shared, named: Selection, t: Int32, wanted: cute.Tensor, thread: Int32):
         """Gathers tile t, whose entries were looked up, as one group; then looks up the entries of the next."""
         if t < named.tiles:
-            named.settle(t, wanted, thread, THREADS)
+            named.mark_absent(t, wanted, thread, THREADS)
             tile = smem.k[None, None, t % self.config.stages]
             named.gather(tile, wanted, thread, range(self.config.slabs), THREADS)
-            named.look_up(t + 1, wanted, thread, THREADS)
+            named.prefetch_indices(t + 1, wanted, thread, THREADS)
         cute.arch.cp_async_commit_group()
 
     @cute.jit
     def begin(self, smem: Shared, named: Selection, thread: Int32) -> cute.Tensor:
         """Starts the copies of all tiles that there is room for, except the last."""
         wanted = cute.make_rmem_tensor(COPIES, Int32)
-        named.look_up(Int32(0), wanted, thread, THREADS)
+        named.prefetch_indices(Int32(0), wanted, thread, THREADS)
         for t in cutlass.range_constexpr(self.config.stages - 1):
             self.gather(smem, named, Int32(t), wanted, thread)
         return wanted
@@ -354,6 +345,10 @@ class IndexerScoresAtSm90:
             to = cute.make_tensor(cute.recast_ptr(dq + i * CHUNK, dtype=Uint32).align(16), cute.make_layout(4))
             cute.autovec_copy(cute.make_tensor(source.align(16), cute.make_layout(4)), to)
 
+    def examples(self, variant: IndexerScoresAt) -> tuple:
+        arrays = ("q", "k", "float32", "int32", "float32", "dq", "float32", "float32")
+        return *pointers(variant.dtype, *arrays), *(i32() for _ in range(4))
+
 
 def copied(p: cute.Pointer) -> cute.Pointer:
     """As what numbers of 8 bits are copied as."""
@@ -362,14 +357,4 @@ def copied(p: cute.Pointer) -> cute.Pointer:
 
 def compile(variant: IndexerScoresAt, out_dir: Path) -> Compiled:
     config = Config(variant.heads, variant.dtype, variant.op.endswith("_bwd"))
-    element = ELEMENT[variant.dtype]
-    return compile_ahead(
-        IndexerScoresAtSm90(config),
-        IndexerScoresAtSm90.kernel,
-        *map(pointer, (element, element, Float32, Int32, Float32, element, Float32, Float32)),
-        *(i32() for _ in range(4)),
-        name="indexer_scores_at_sm90",
-        arch=variant.arch,
-        out_dir=out_dir,
-        facts=launch_facts(config, ctas=config.ctas),
-    )
+    return IndexerScoresAtSm90(config).compile(variant, out_dir, ctas=config.ctas)

@@ -27,3 +27,7 @@ class Config:
     tile_n: int = CAPACITY
     threads: int = THREADS
     smem_bytes: int = SMEM_BYTES
+
+    @property
+    def launch_options(self) -> dict[str, int]:
+        return {"min_blocks_per_mp": CTAS, "preferred_smem_carveout": 100}  # without it the DSL asks a driver

@@ -20,12 +20,12 @@ from cutlass import Int32, Int64, Uint32
 from cutlass.cute.runtime import make_ptr
 
 from kernels.abi import TopK
-from kernels.aot import Compiled, compile_ahead
-from kernels.lib.launch import i32, launch_facts
+from kernels.aot import Compiled
+from kernels.lib.launch import Kernel, i32
 from kernels.lib.rows import load, store
 
 from .chooser import Chooser, Listed, Row, bit_length
-from .config import CAPACITY, CTAS, LEAST, MAX_TOPK, SMEM_BYTES, THREADS, Config
+from .config import CAPACITY, CTAS, LEAST, MAX_TOPK, THREADS, Config
 
 
 class Extents(NamedTuple):
@@ -48,7 +48,9 @@ class Arrays(NamedTuple):
     values: cute.Pointer  # float32 as uint32 [b, s_q, topk], where wanted
 
 
-class IndexerTopKSm90:
+class IndexerTopKSm90(Kernel):
+    symbol = "indexer_topk_sm90"
+
     @cute.jit
     def __call__(
         self,
@@ -68,14 +70,7 @@ class IndexerTopKSm90:
         stream: cuda.CUstream,
     ):
         n = Extents(s_q, queries, blocks_of_entry, first_block, stride, topk, wants_values)
-        self.kernel(Arrays(scores, start, stop, indices, values), n).launch(
-            grid=(rows, 1, 1),
-            block=(THREADS, 1, 1),
-            smem=SMEM_BYTES,
-            stream=stream,
-            min_blocks_per_mp=CTAS,
-            preferred_smem_carveout=100,  # otherwise the DSL asks a driver
-        )
+        self.launch(Arrays(scores, start, stop, indices, values), n, ctas=rows, stream=stream)
 
     @cute.kernel
     def kernel(self, arrays: Arrays, n: Extents):
@@ -122,17 +117,13 @@ class IndexerTopKSm90:
             rank, ties = chooser.narrow(row, Uint32(LEAST), Int32(24), n.topk)
             chooser.emit(row, rank, ties, row, indices, values, n.wants_values)
 
+    def examples(self, variant: TopK) -> tuple:
+        arrays = (Uint32, Int32, Int32, Int32, Uint32)
+        pointers = (make_ptr(t, 16, cute.AddressSpace.gmem, assumed_align=4) for t in arrays)
+        return *pointers, *(i32() for _ in range(8))
+
 
 def compile(variant: TopK, out_dir: Path) -> Compiled:
     if variant.max_topk > MAX_TOPK:
         raise ValueError(f"topk is {MAX_TOPK} at most, got {variant.max_topk}")
-    return compile_ahead(
-        IndexerTopKSm90(),
-        IndexerTopKSm90.kernel,
-        *(make_ptr(t, 16, cute.AddressSpace.gmem, assumed_align=4) for t in (Uint32, Int32, Int32, Int32, Uint32)),
-        *(i32() for _ in range(8)),
-        name="indexer_topk_sm90",
-        arch=variant.arch,
-        out_dir=out_dir,
-        facts=launch_facts(Config(), ctas=CTAS),
-    )
+    return IndexerTopKSm90(Config()).compile(variant, out_dir, ctas=CTAS)

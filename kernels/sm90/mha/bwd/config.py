@@ -58,6 +58,10 @@ class DqConfig:
         tiles = stages_q * 2 * 2 * self.d * self.tile_m + 2 * self.stages * self.key_tile_bytes
         return 1024 + tiles + 4 * PUBLISHED * 2 * 2 * stages_q + 8 * (2 * stages_q + 5 * self.stages)
 
+    @property
+    def launch_options(self) -> dict[str, int]:
+        return {"min_blocks_per_mp": 1}  # without it ptxas silently drops setmaxnreg
+
     def __post_init__(self):
         if self.smem_bytes > SMEM_LIMIT:
             raise ValueError(f"needs {self.smem_bytes} bytes of SMEM, {SMEM_LIMIT} fit: {self}")
@@ -132,6 +136,10 @@ class KeyTileConfig:
         small += 4 * (self.tile_n // WARP * self.threads // WARP) * self.adds_rows
         small += 8 * (3 + 4 * self.adds_rows + 3 * self.stages)
         return 1024 + tiles + rows + small + 64
+
+    @property
+    def launch_options(self) -> dict[str, int]:
+        return {"min_blocks_per_mp": 1}  # without it ptxas silently drops setmaxnreg
 
     def __post_init__(self):
         if self.smem_bytes > SMEM_LIMIT:

@@ -59,7 +59,7 @@ from .elements import (
     part_of,
     take_over,
 )
-from .host import Results, compile_kernel
+from .host import Results
 from .key_tiles import KeyTile, KeyTileKernel
 from .smem import KeyTileBarriers, KeyTileShared
 
@@ -89,9 +89,10 @@ class MhaDkdvSm90(KeyTileKernel):
         key0 = tile.key0 + group * 64
         cute.arch.mbarrier_wait(bar.keys, 0)
         for t in cutlass.range(self.steps(smem)[1], unroll=1):
-            stage, parity = t % c.stages, t // c.stages & 1
-            cute.arch.mbarrier_wait(bar.landed + stage, parity)
-            cute.arch.mbarrier_wait(bar.published + stage, parity)
+            rows = bar.rows.at(t)
+            stage = rows.index
+            bar.landed.at(t).wait_full()
+            rows.wait_full()
             numbers, flags = smem.numbers[None, None, stage], smem.flags[0, stage]
             hides = (flags >> group) & HIDES != 0
             if (flags >> group) & SEES != 0:
@@ -109,7 +110,7 @@ class MhaDkdvSm90(KeyTileKernel):
                 differentiate(ds, s, dp, numbers, flags)
                 multiply(sums, dk, ds, b_qt[None, None, None, stage])
                 warpgroup.wait_group(0)
-            cute.arch.mbarrier_arrive(bar.empty + stage)
+            rows.arrive_empty()
         if results.shared_kv != 0:
             add_scaled(dk, scale, dv)
             scale = Float32(1.0)
@@ -146,27 +147,30 @@ class MhaDkdvByRoleSm90(KeyTileKernel):
         scale_log2 = scale * LOG2_E
         cute.arch.mbarrier_wait(bar.keys, 0)
         for t in cutlass.range(self.steps(smem)[1], unroll=1):
-            stage, parity = t % c.stages, t // c.stages & 1
-            cute.arch.mbarrier_wait(bar.landed + stage, parity)
-            cute.arch.mbarrier_wait(bar.published + stage, parity)
+            rows = bar.rows.at(t)
+            stage = rows.index
+            bar.landed.at(t).wait_full()
+            rows.wait_full()
             multiply(scores, s, a_k, b_q[None, None, None, stage], fresh=True)
             numbers = smem.numbers[None, None, stage]
             warpgroup.wait_group(0)
             if smem.flags[0, stage] & HIDES != 0:
                 mask(s, smem.spans[None, None, stage], tile.key0, thread)
             exponentiate(s, numbers, scale_log2)
-            cute.arch.mbarrier_wait(bar.p_empty, (t & 1) ^ 1)
+            handed = bar.p.at(t)
+            handed.wait_empty()
             hand_over(s, smem.p, thread)
-            cute.arch.mbarrier_arrive(bar.p_full)
+            handed.arrive_full()
             apply_sink(p, s, numbers, Int32(HAS_SINK))
             multiply(sums, dv, p, b_dot[None, None, None, stage])
             warpgroup.wait_group(0)
-            cute.arch.mbarrier_arrive(bar.empty + stage)
+            rows.arrive_empty()
         if results.shared_kv != 0:
             for i in cutlass.range_constexpr(c.d // c.tile_m):
-                cute.arch.mbarrier_wait(bar.p_empty, (self.steps(smem)[1] + i & 1) ^ 1)
+                handed = bar.p.at(self.steps(smem)[1] + i)
+                handed.wait_empty()
                 hand_over(part_of(dv, s, i), smem.p, thread)
-                cute.arch.mbarrier_arrive(bar.p_full)
+                handed.arrive_full()
         else:
             self.store_sum(dv, Float32(1.0), results.dv, tile, results.s_kv, tile.key0, thread, n)
 
@@ -185,24 +189,27 @@ class MhaDkdvByRoleSm90(KeyTileKernel):
         dk.fill(0.0)
         cute.arch.mbarrier_wait(bar.keys, 0)
         for t in cutlass.range(self.steps(smem)[1], unroll=1):
-            stage, parity = t % c.stages, t // c.stages & 1
-            cute.arch.mbarrier_wait(bar.landed + stage, parity)
-            cute.arch.mbarrier_wait(bar.published + stage, parity)
+            rows = bar.rows.at(t)
+            stage = rows.index
+            bar.landed.at(t).wait_full()
+            rows.wait_full()
             multiply(scores, dp, a_v, b_do[None, None, None, stage], fresh=True)
-            cute.arch.mbarrier_wait(bar.p_full, t & 1)
+            handed = bar.p.at(t)
+            handed.wait_full()
             take_over(p, smem.p, thread)
-            cute.arch.mbarrier_arrive(bar.p_empty)
+            handed.arrive_empty()
             warpgroup.wait_group(0)
             drop(dp, p)
             differentiate(ds, p, dp, smem.numbers[None, None, stage], Int32(HAS_SINK))
             multiply(sums, dk, ds, b_qt[None, None, None, stage])
             warpgroup.wait_group(0)
-            cute.arch.mbarrier_arrive(bar.empty + stage)
+            rows.arrive_empty()
         if results.shared_kv != 0:
             for i in cutlass.range_constexpr(c.d // c.tile_m):
-                cute.arch.mbarrier_wait(bar.p_full, self.steps(smem)[1] + i & 1)
+                handed = bar.p.at(self.steps(smem)[1] + i)
+                handed.wait_full()
                 take_over(p, smem.p, thread)
-                cute.arch.mbarrier_arrive(bar.p_empty)
+                handed.arrive_empty()
                 add_scaled(part_of(dk, p, i), scale, p)
             scale = Float32(1.0)
         self.store_sum(dk, scale, results.dk, tile, results.s_kv, tile.key0, thread, n)
@@ -211,4 +218,4 @@ class MhaDkdvByRoleSm90(KeyTileKernel):
 def compile(variant: MhaBackward, out_dir: Path) -> Compiled:
     config = KeyTileConfig(variant.d, variant.dtype)
     kernel = MhaDkdvByRoleSm90 if config.by_role else MhaDkdvSm90
-    return compile_kernel(kernel(config), variant, out_dir)
+    return kernel(config).compile(variant, out_dir)

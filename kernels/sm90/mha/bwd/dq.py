@@ -25,9 +25,10 @@ from kernels.abi import MhaBackward
 from kernels.aot import Compiled
 from kernels.lib.launch import WARP, WARPGROUP
 from kernels.lib.output import store_output
-from kernels.lib.rows import ROWS, BoxedRows, Extents, PlacedTile, RowTile, Walk, load
+from kernels.lib.rows import ROWS, BoxedRows, Extents, PlacedTile, RowTile, load
 from kernels.lib.softmax import LOG2_E, by_row, exp2
-from kernels.lib.spans import Span, SpanOperands, ask_span, open_span, read_span
+from kernels.lib.spans import Span, SpanOperands, open_span, prefetch_span, read_span
+from kernels.lib.tile_scheduler import TileScheduler
 from kernels.lib.wgmma import (
     K_MAJOR,
     MN_MAJOR,
@@ -44,7 +45,7 @@ from kernels.lib.wgmma import (
 )
 
 from .config import CLEARERS, DqConfig
-from .host import MhaBackwardKernel, Results, RowOperands, compile_kernel
+from .host import MhaBackwardKernel, Results, RowOperands
 from .smem import DqBarriers, DqShared, allocate_dq
 
 L2_KEYS = 32 * 1024 * 1024  # bytes of K and V that stay in L2 while others pass
@@ -93,61 +94,60 @@ class MhaDqSm90(MhaBackwardKernel):
     def produce(self, bar: DqBarriers, smem: DqShared, rows: tuple, keys: tuple, spans: SpanOperands, n: Extents):
         """One warp loads Q and dO, opens the span, and loads the tiles of K and V."""
         c = self.config
-        walk, fills0 = self.walk(spans, n), Int32(0)
-        for turn in cutlass.range(walk.turns, unroll=1):
-            tile = walk.tile(turn)
-            stage_q, full_q, slot = turn % c.stages_q, bar.rows_full + turn % c.stages_q, turn % c.slots
-            cute.arch.mbarrier_wait(bar.rows_empty + stage_q, (turn // c.stages_q & 1) ^ 1)
+        scheduler, fills0 = self.scheduler(spans, n), Int32(0)
+        for wave in cutlass.range(scheduler.waves, unroll=1):
+            tile = scheduler.tile(wave)
+            state, slot = bar.rows.at(wave), wave % c.slots
+            full = state.full
+            state.wait_empty()
             with cute.arch.elect_one():
-                cute.arch.mbarrier_expect_tx(full_q, 2 * 2 * c.d * n.box_inner * n.box_outer)
+                cute.arch.mbarrier_expect_tx(full, 2 * 2 * c.d * n.box_inner * n.box_outer)
             for (atom, m), s in zip(rows, (smem.q, smem.do), strict=True):
                 g, to = tma_tiles(atom, tile.of(m, c.tile_m, c.d)[None, None, 0], s)
-                cute.copy(atom, g, to[None, stage_q], tma_bar_ptr=full_q)
-            span = open_span(spans, tile, c.tile_n, ask_span(spans, tile, c.tile_m))
+                cute.copy(atom, g, to[None, state.index], tma_bar_ptr=full)
+            span = open_span(spans, tile, c.tile_n, prefetch_span(spans, tile, c.tile_m))
             with cute.arch.elect_one():
                 tile.publish(smem.info[None, 0, slot])
                 span.publish(smem.info[None, 1, slot])
-                cute.arch.mbarrier_arrive(full_q)
-            rings = tuple(
-                (atom, *tma_tiles(atom, tile.keys(m, span.lo, c.tile_n, c.d)[None, None, None, 0], s), full, empty)
-                for (atom, m), s, full, empty in zip(
-                    keys, (smem.k, smem.v), (bar.k_landed, bar.v_full), (bar.k_empty, bar.v_empty), strict=True
-                )
+                state.arrive_full()
+            copies = tuple(
+                (atom, *tma_tiles(atom, tile.keys(m, span.lo, c.tile_n, c.d)[None, None, None, 0], s), ring)
+                for (atom, m), s, ring in zip(keys, (smem.k, smem.v), (bar.k_landed, bar.v), strict=True)
             )
             for t in cutlass.range(span.tiles, unroll=1):
-                stage, parity = (fills0 + t) % c.stages, (fills0 + t) // c.stages & 1
-                for atom, gmem, ring, full, empty in rings:
-                    cute.arch.mbarrier_wait(empty + stage, parity ^ 1)
+                for atom, gmem, stages, ring in copies:
+                    tile_state = ring.at(fills0 + t)
+                    tile_state.wait_empty()
                     with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive_and_expect_tx(full + stage, c.key_tile_bytes)
-                    cute.copy(atom, gmem[None, t], ring[None, stage], tma_bar_ptr=full + stage)
+                        tile_state.expect_full(c.key_tile_bytes)
+                    cute.copy(atom, gmem[None, t], stages[None, tile_state.index], tma_bar_ptr=tile_state.full)
             fills0 = fills0 + span.tiles
 
     @cute.jit
     def clear(self, bar: DqBarriers, smem: DqShared, spans: SpanOperands, n: Extents):
         """Three warps hand K on, with zeros where no row sees it, because dS K would add 0 * NaN."""
-        c, thread, fills0 = self.config, cute.arch.thread_idx()[0] - WARP, Int32(0)
-        for turn in cutlass.range(self.walk(spans, n).turns, unroll=1):
-            _, span = self.receive(bar, smem, spans, n, turn)
-            cute.arch.mbarrier_arrive(bar.rows_empty + turn % c.stages_q)
+        thread, fills0 = cute.arch.thread_idx()[0] - WARP, Int32(0)
+        for wave in cutlass.range(self.scheduler(spans, n).waves, unroll=1):
+            _, span = self.receive(bar, smem, spans, n, wave)
+            bar.rows.at(wave).arrive_empty()
             for t in cutlass.range(span.tiles, unroll=1):
-                stage, parity = (fills0 + t) % c.stages, (fills0 + t) // c.stages & 1
-                cute.arch.mbarrier_wait(bar.k_landed + stage, parity)
+                k = bar.k.at(fills0 + t)
+                bar.k_landed.at(fills0 + t).wait_full()
                 if span.needs_clearing(t):
-                    zero_rows(smem.k[None, None, stage], span.unseen_from(t), thread, CLEARERS)
-                cute.arch.mbarrier_arrive(bar.k_full + stage)
+                    zero_rows(smem.k[None, None, k.index], span.unseen_from(t), thread, CLEARERS)
+                k.arrive_full()
             fills0 = fills0 + span.tiles
 
-    def walk(self, spans: SpanOperands, n: Extents) -> Walk:
-        """Walks with as many pairs of (batch, KV head) at a time as L2 holds."""
-        return Walk.of(n, spans.s_kv, L2_KEYS // (2 * 2 * self.config.d))
+    def scheduler(self, spans: SpanOperands, n: Extents) -> TileScheduler:
+        """Sections of as many pairs of (batch, KV head) as L2 holds."""
+        return TileScheduler.of(n, spans.s_kv, L2_KEYS // (2 * 2 * self.config.d))
 
     def receive(
-        self, bar: DqBarriers, smem: DqShared, spans: SpanOperands, n: Extents, turn: Int32
+        self, bar: DqBarriers, smem: DqShared, spans: SpanOperands, n: Extents, wave: Int32
     ) -> tuple[PlacedTile, Span]:
         """The next row tile, once its Q, its dO and its span are there."""
-        c, slot = self.config, turn % self.config.slots
-        cute.arch.mbarrier_wait(bar.rows_full + turn % c.stages_q, turn // c.stages_q & 1)
+        c, slot = self.config, wave % self.config.slots
+        bar.rows.at(wave).wait_full()
         tile = RowTile.read(smem.info[None, 0, slot], n)
         return tile, read_span(spans, tile, c.tile_n, smem.info[None, 1, slot])
 
@@ -180,33 +180,33 @@ class MhaDqSm90(MhaBackwardKernel):
         factor = cute.make_rmem_tensor(ROWS, Float32)
         factor.fill(scale)
         fills0 = Int32(0)
-        for turn in cutlass.range(self.walk(spans, n).turns, unroll=1):
-            tile, span = self.receive(bar, smem, spans, n, turn)
-            stage_q = turn % c.stages_q
+        for wave in cutlass.range(self.scheduler(spans, n).waves, unroll=1):
+            tile, span = self.receive(bar, smem, spans, n, wave)
+            state = bar.rows.at(wave)
             read_numbers(numbers, operands, tile, boxed)
             rows = span.of_rows(boxed)
             out.fill(0.0)
             for t in cutlass.range(span.tiles, unroll=1):
-                stage, parity = (fills0 + t) % c.stages, (fills0 + t) // c.stages & 1
-                cute.arch.mbarrier_wait(bar.k_full + stage, parity)
-                multiply(scores, s, a_q[None, None, None, stage_q], b_k[None, None, None, stage], fresh=True)
-                cute.arch.mbarrier_wait(bar.v_full + stage, parity)
-                multiply(scores, dp, a_do[None, None, None, stage_q], b_v[None, None, None, stage], fresh=True)
+                k, v = bar.k.at(fills0 + t), bar.v.at(fills0 + t)
+                k.wait_full()
+                multiply(scores, s, a_q[None, None, None, state.index], b_k[None, None, None, k.index], fresh=True)
+                v.wait_full()
+                multiply(scores, dp, a_do[None, None, None, state.index], b_v[None, None, None, v.index], fresh=True)
                 warpgroup.wait_group(1)
                 if t > 0:
-                    cute.arch.mbarrier_arrive(bar.k_empty + (fills0 + t - 1) % c.stages)
+                    bar.k.at(fills0 + t - 1).arrive_empty()
                 rows.mask(s, t)
                 exponentiate(s, numbers, scale_log2)
                 warpgroup.wait_group(0)
-                cute.arch.mbarrier_arrive(bar.v_empty + stage)
+                v.arrive_empty()
                 differentiate(ds, s, dp, numbers)
-                multiply(sums, out, ds, b_kt[None, None, None, stage])
-            cute.arch.mbarrier_arrive(bar.rows_empty + stage_q)
+                multiply(sums, out, ds, b_kt[None, None, None, k.index])
+            state.arrive_empty()
             warpgroup.wait_group(0)
             if span.tiles > 0:
-                cute.arch.mbarrier_arrive(bar.k_empty + (fills0 + span.tiles - 1) % c.stages)
+                bar.k.at(fills0 + span.tiles - 1).arrive_empty()
             fills0 = fills0 + span.tiles
-            tile = RowTile.read(smem.info[None, 0, turn % c.slots], n)  # again: it is not kept meanwhile
+            tile = RowTile.read(smem.info[None, 0, wave % c.slots], n)  # again: it is not kept meanwhile
             store_output(out, factor, dq, tile, boxed, 0, thread, c.d)
 
 
@@ -247,4 +247,4 @@ def differentiate(operand: cute.Tensor, p: cute.Tensor, dp: cute.Tensor, numbers
 
 
 def compile(variant: MhaBackward, out_dir: Path) -> Compiled:
-    return compile_kernel(MhaDqSm90(DqConfig(variant.d, variant.dtype)), variant, out_dir)
+    return MhaDqSm90(DqConfig(variant.d, variant.dtype)).compile(variant, out_dir)

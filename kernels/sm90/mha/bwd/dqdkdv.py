@@ -42,7 +42,7 @@ from kernels.lib.wgmma import (
 
 from .config import KeyTileConfig
 from .elements import HIDES, add_scaled, apply_sink, differentiate, drop, exponentiate, mask, zero_row
-from .host import Results, compile_kernel
+from .host import Results
 from .key_tiles import KeyTile, KeyTileKernel
 from .smem import KeyTileBarriers, KeyTileShared
 
@@ -83,14 +83,16 @@ class MhaDqdkdvSm90(KeyTileKernel):
         zero_rows(cute.local_tile(smem.ds, (c.tile_m, 64), (0, group, 1)), Int32(0), thread, WARPGROUP)
         cute.arch.mbarrier_wait(bar.keys, 0)
         self.zero_keys(smem, group * 64, thread)
-        cute.arch.mbarrier_arrive(bar.ds_full + 1)  # as if of a tile before the first
-        cute.arch.mbarrier_wait(bar.ds_full + 1, 0)
+        cute.arch.mbarrier_arrive(bar.ds.full + 1)  # as if of a tile before the first
+        cute.arch.mbarrier_wait(bar.ds.full + 1, 0)
         steps = self.steps(smem)[1]
         for t in cutlass.range(steps, unroll=1):
-            stage, parity = t % c.stages, t // c.stages & 1
+            rows = bar.rows.at(t)
+            stage = rows.index
+            # a step fills a stage of dS and reads the other, which the step before has filled
             this, use, before = t & 1, t + 1 >> 1 & 1, t // 2 & 1
-            cute.arch.mbarrier_wait(bar.landed + stage, parity)
-            cute.arch.mbarrier_wait(bar.published + stage, parity)
+            bar.landed.at(t).wait_full()
+            rows.wait_full()
             flags = smem.flags[0, stage]
             for i in cutlass.range_constexpr(1, c.row_warps):
                 flags = flags | smem.flags[i, stage]
@@ -98,13 +100,13 @@ class MhaDqdkdvSm90(KeyTileKernel):
             multiply(scores, s, a_k, b_q[0][None, None, None, stage], fresh=True)
             multiply(scores, dp, a_v, b_do[0][None, None, None, stage], fresh=True)
             if cutlass.const_expr(c.row_warps == 2):  # registers are there while S and dP are
-                cute.arch.mbarrier_wait(bar.ds_full + (this ^ 1), before)
+                cute.arch.mbarrier_wait(bar.ds.full + (this ^ 1), before)
                 multiply(of_rows, dq, a_ds[None, None, None, this ^ 1], b_kt, fresh=True)
             for i in cutlass.range_constexpr(c.row_warps):
                 numbers = cute.local_tile(smem.numbers, (64, 3), (i, 0, stage))
                 warpgroup.wait_group(2 if c.row_warps == 2 and i == 0 else 1)
                 if cutlass.const_expr(i == 1):
-                    cute.arch.mbarrier_arrive(bar.ds_empty + (this ^ 1))
+                    cute.arch.mbarrier_arrive(bar.ds.empty + (this ^ 1))
                     add_rows(dq, results.sums, places, column0, c.d)
                 if hides:
                     mask(s, cute.local_tile(smem.spans, (64, 2), (i, 0, stage)), key0, thread)
@@ -116,7 +118,7 @@ class MhaDqdkdvSm90(KeyTileKernel):
                 multiply(sums, dv, p, b_dot[i][None, None, None, stage])
                 differentiate(ds, s, dp, numbers, flags)
                 if cutlass.const_expr(i == 0):
-                    cute.arch.mbarrier_wait(bar.ds_empty + this, use ^ 1)
+                    cute.arch.mbarrier_wait(bar.ds.empty + this, use ^ 1)
                 rounded = cute.make_tensor(ds.iterator, s.layout)
                 own = cute.local_tile(smem.ds, (64, 64), (i, group, this))
                 store_matrices(scores, rounded, transposed(own), thread, True)
@@ -125,19 +127,19 @@ class MhaDqdkdvSm90(KeyTileKernel):
                     multiply(scores, s, a_k, b_q[i + 1][None, None, None, stage], fresh=True)
                     multiply(scores, dp, a_v, b_do[i + 1][None, None, None, stage], fresh=True)
             cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.mbarrier_arrive(bar.ds_full + this)
+            cute.arch.mbarrier_arrive(bar.ds.full + this)
             if cutlass.const_expr(c.row_warps == 1):
-                cute.arch.mbarrier_wait(bar.ds_full + (this ^ 1), before)
+                cute.arch.mbarrier_wait(bar.ds.full + (this ^ 1), before)
                 multiply(of_rows, dq, a_ds[None, None, None, this ^ 1], b_kt, fresh=True)
             warpgroup.wait_group(0)
             if cutlass.const_expr(c.row_warps == 1):
-                cute.arch.mbarrier_arrive(bar.ds_empty + (this ^ 1))
+                cute.arch.mbarrier_arrive(bar.ds.empty + (this ^ 1))
                 add_rows(dq, results.sums, places, column0, c.d)
             for r in cutlass.range_constexpr(ROWS):
                 places[r] = smem.places[row0 + row_of(thread, r), stage]
-            cute.arch.mbarrier_arrive(bar.empty + stage)
+            rows.arrive_empty()
         last = (steps & 1) ^ 1
-        cute.arch.mbarrier_wait(bar.ds_full + last, steps // 2 & 1)
+        cute.arch.mbarrier_wait(bar.ds.full + last, steps // 2 & 1)
         multiply(of_rows, dq, a_ds[None, None, None, last], b_kt, fresh=True)
         warpgroup.wait_group(0)
         add_rows(dq, results.sums, places, column0, c.d)
@@ -172,5 +174,5 @@ def add_rows(acc: cute.Tensor, sums: cute.Pointer, places: cute.Tensor, column0:
 
 
 def compile(variant: MhaBackward, out_dir: Path) -> Compiled:
-    kernel = MhaDqdkdvSm90(KeyTileConfig(variant.d, variant.dtype, adds_rows=True))
-    return compile_kernel(kernel, variant, out_dir)
+    config = KeyTileConfig(variant.d, variant.dtype, adds_rows=True)
+    return MhaDqdkdvSm90(config).compile(variant, out_dir)

@@ -1,10 +1,9 @@
-"""The host side that the kernels of this gradient share: their entry, and their compilation to a cubin.
+"""The host side that the kernels of this gradient share: their entry.
 
 The entry takes plain arrays and numbers, the same for all kernels, and hands a kernel those of them that `kernels.abi`
 names. Flattened, what it hands over is the kernel's parameters, in their order.
 """
 
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import cuda.bindings.driver as cuda
@@ -13,8 +12,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync
 
 from kernels.abi import MHA_BACKWARD_OPS, MhaBackward
-from kernels.aot import Compiled, compile_ahead
-from kernels.lib.launch import Shapes, element_type, i32, launch_facts, pointers
+from kernels.lib.launch import Kernel, Shapes, i32, pointers
 from kernels.lib.rows import Extents, extents
 from kernels.lib.wgmma import tma_atom
 
@@ -41,7 +39,7 @@ class Results(NamedTuple):
     s_kv: Int32
 
 
-class MhaBackwardKernel:
+class MhaBackwardKernel(Kernel):
     """A kernel is a class with the method `kernel(rows, keys, operands, results, scale, n)`:
 
     rows  TMA and array, for q and dout each
@@ -52,9 +50,9 @@ class MhaBackwardKernel:
 
     op: ClassVar[str]
 
-    def __init__(self, config: Any):
-        self.config = config
-        self.dtype = element_type(config.dtype)
+    @property
+    def symbol(self) -> str:
+        return f"{self.op}_sm90"
 
     def ctas(self, n: Extents, s_kv: Int32, at_a_time: Int32) -> Int32:
         raise NotImplementedError
@@ -67,7 +65,7 @@ class MhaBackwardKernel:
         k: cute.Pointer,
         v: cute.Pointer,
         lse: cute.Pointer,
-        weight: cute.Pointer,
+        sink_factor: cute.Pointer,
         delta: cute.Pointer,
         start: cute.Pointer,
         stop: cute.Pointer,
@@ -90,19 +88,15 @@ class MhaBackwardKernel:
         n = extents(c.tile_m, False, b, s_q, h_q, h_kv, Int32(1), Int32(1))
         shapes, load = Shapes(c.d, b, n), cpasync.CopyBulkTensorTileG2SOp()
         results = self.taken(dk=dk, dv=dv, sums=sums, dq=dq, shared_kv=shared_kv)
-        self.kernel(
+        self.launch(
             tuple(tma_atom(load, shapes.rows(x), c.tile_m, c.d) for x in (q, dout)),
             tuple(tma_atom(load, shapes.keys(x, s_kv), c.tile_n, c.d) for x in (k, v)),
-            RowOperands(lse, weight, delta, start, stop, *self.taken(seen=seen)),
+            RowOperands(lse, sink_factor, delta, start, stop, *self.taken(seen=seen)),
             Results(*results, s_kv),
             scale,
             n,
-        ).launch(
-            grid=(self.ctas(n, s_kv, at_a_time), 1, 1),
-            block=(c.threads, 1, 1),
-            smem=c.smem_bytes,
+            ctas=self.ctas(n, s_kv, at_a_time),
             stream=stream,
-            min_blocks_per_mp=1,  # without it ptxas silently drops setmaxnreg
         )
 
     def taken(self, **given: Any) -> tuple[Any, ...]:
@@ -110,19 +104,12 @@ class MhaBackwardKernel:
         names = [p.name for p in MHA_BACKWARD_OPS[self.op]]
         return tuple(x if name in names else None for name, x in given.items())
 
-
-def compile_kernel(kernel: MhaBackwardKernel, variant: MhaBackward, out_dir: Path) -> Compiled:
-    return compile_ahead(
-        kernel,
-        type(kernel).kernel,
-        *pointers(variant.dtype, "q", "dout", "k", "v", "float32", "float32", "float32", "int32", "int32", "int32"),
-        *pointers(variant.dtype, "dq", "dk", "dv", "float32"),
-        i32(),
-        i32(),
-        Float32(1.0),
-        *(i32() for _ in range(5)),
-        name=f"{variant.op}_sm90",
-        arch=variant.arch,
-        out_dir=out_dir,
-        facts=launch_facts(kernel.config),
-    )
+    def examples(self, variant: MhaBackward) -> tuple:
+        return (
+            *pointers(variant.dtype, "q", "dout", "k", "v", "float32", "float32", "float32", "int32", "int32", "int32"),
+            *pointers(variant.dtype, "dq", "dk", "dv", "float32"),
+            i32(),
+            i32(),
+            Float32(1.0),
+            *(i32() for _ in range(5)),
+        )

@@ -201,15 +201,15 @@ class KeyTileKernel(MhaBackwardKernel):
         first, steps = self.steps(smem)
         seeing, chunk = Int32(0), first - WARP
         for t in cutlass.range(steps, unroll=1):
-            stage, parity = t % c.stages, t // c.stages & 1
+            state = bar.landed.at(t)
             i, seeing, chunk = self.next_row_tile(seeing, chunk, tile, operands, n)
             here = self.row_tile(tile, n, i)
-            cute.arch.mbarrier_wait(bar.empty + stage, parity ^ 1)
+            state.wait_empty()
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(bar.landed + stage, 2 * 2 * c.d * n.box_inner * n.box_outer)
+                state.expect_full(2 * 2 * c.d * n.box_inner * n.box_outer)
             for (atom, m), s in zip(rows, (smem.q, smem.do), strict=True):
                 g, to = tma_tiles(atom, here.of(m, c.tile_m, c.d)[None, None, 0], s)
-                cute.copy(atom, g, to[None, stage], tma_bar_ptr=bar.landed + stage)
+                cute.copy(atom, g, to[None, state.index], tma_bar_ptr=state.full)
 
     def row_tile(self, tile: KeyTile, n: Extents, i: Int32) -> RowTile:
         outer, inner = divide(i, n.tiles_inner)
@@ -243,7 +243,8 @@ class KeyTileKernel(MhaBackwardKernel):
     ):
         """The numbers of 64 rows, and zeros for rows that see nothing."""
         c, n, lane = self.config, rows.n, cute.arch.lane_idx()
-        stage, parity = t % c.stages, t // c.stages & 1
+        state = bar.rows.at(t)
+        stage = state.index
         placed = PlacedTile(n, rows.split, rows.batch, rows.kv_head, rows.inner0, rows.outer0, rows.first_query)
         row0 = part * 64 + lane
         mine = [row0 + WARP * r for r in range(2)]
@@ -252,7 +253,7 @@ class KeyTileKernel(MhaBackwardKernel):
         of_row, of_query = cute.make_rmem_tensor((2, 3), Float32), cute.make_rmem_tensor((2, 2), Int32)
         places = cute.make_rmem_tensor(2, Int32)
         if cutlass.const_expr(c.adds_rows):  # else all are loaded before the stage is free
-            cute.arch.mbarrier_wait(bar.empty + stage, parity ^ 1)
+            state.wait_empty()
         for at_once in c.rows_at_once:
             for r in at_once:
                 boxed = BoxedRows(*((smem.boxed[i, mine[r]],) for i in range(4)))
@@ -267,7 +268,7 @@ class KeyTileKernel(MhaBackwardKernel):
                 if cutlass.const_expr(c.adds_rows):
                     places[r] = Int32(row) if exists else Int32(-1)
             if cutlass.const_expr(len(at_once) == 2):
-                cute.arch.mbarrier_wait(bar.empty + stage, parity ^ 1)
+                state.wait_empty()
             for r in at_once:
                 exists = there[r] == 1
                 lse, sink_factor, delta = (of_row[r, i] for i in range(3))
@@ -291,9 +292,9 @@ class KeyTileKernel(MhaBackwardKernel):
         if lane == 0:
             smem.flags[part, stage] = flags
         if cute.arch.vote_any_sync(dead != 0):
-            cute.arch.mbarrier_wait(bar.landed + stage, parity)
+            bar.landed.at(t).wait_full()
             self.zero_dead(smem, dead, stage, row0)
-        cute.arch.mbarrier_arrive(bar.published + stage)
+        state.arrive_full()
 
     @cute.jit
     def zero_dead(self, smem: KeyTileShared, dead: Int32, stage: Int32, row: Int32):

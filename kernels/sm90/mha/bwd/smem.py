@@ -6,6 +6,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from kernels.lib.launch import WARP, WARPGROUP
+from kernels.lib.pipeline import Ring
 from kernels.lib.rows import PUBLISHED
 from kernels.lib.tiles import TileAllocator
 
@@ -14,27 +15,21 @@ from .config import CLEARERS, CONSUMERS, DqConfig, KeyTileConfig
 
 @dataclass(frozen=True)
 class DqBarriers:
-    """mbarriers in SMEM, one for each stage."""
+    """The rings of tiles."""
 
-    rows_full: cute.Pointer  # Q and dO landed, and what there is to see is known
-    rows_empty: cute.Pointer
-    k_landed: cute.Pointer
-    k_full: cute.Pointer  # and cleared
-    k_empty: cute.Pointer
-    v_full: cute.Pointer
-    v_empty: cute.Pointer
+    rows: Ring  # Q and dO, and what the producer found about the row tile
+    k_landed: Ring  # K as TMA brings it
+    k: Ring  # K, and cleared
+    v: Ring
 
     def initialise(self, c: DqConfig) -> None:
         """By one thread."""
-        for s in range(c.stages_q):
-            cute.arch.mbarrier_init(self.rows_full + s, 1)
-            cute.arch.mbarrier_init(self.rows_empty + s, c.consumers * WARPGROUP + CLEARERS)
+        consumers = c.consumers * WARPGROUP
+        self.rows.initialise(1, consumers + CLEARERS)
+        arrivals = (self.k_landed.full, 1), (self.k.full, CLEARERS), (self.k.empty, consumers)
         for s in range(c.stages):
-            cute.arch.mbarrier_init(self.k_landed + s, 1)
-            cute.arch.mbarrier_init(self.k_full + s, CLEARERS)
-            cute.arch.mbarrier_init(self.k_empty + s, c.consumers * WARPGROUP)
-            cute.arch.mbarrier_init(self.v_full + s, 1)
-            cute.arch.mbarrier_init(self.v_empty + s, c.consumers * WARPGROUP)
+            for barrier, count in (*arrivals, (self.v.full, 1), (self.v.empty, consumers)):
+                cute.arch.mbarrier_init(barrier + s, count)
 
 
 @dataclass(frozen=True)
@@ -53,35 +48,38 @@ def allocate_dq(c: DqConfig, dtype) -> tuple[DqBarriers, DqShared]:
     q, do = (smem.tile(c.tile_m, c.d, c.stages_q) for _ in range(2))
     k, v = (smem.tile(c.tile_n, c.d, c.stages) for _ in range(2))
     info = smem.allocate_tensor(Int32, cute.make_layout((PUBLISHED, 2, c.slots)), 16)
-    bars = (smem.allocate_array(Int64, count) for count in (*2 * [c.stages_q], *5 * [c.stages]))
-    return DqBarriers(*bars), DqShared(q, do, k, v, info)
+    rows_full, rows_empty = (smem.allocate_array(Int64, c.stages_q) for _ in range(2))
+    k_landed, k_full, k_empty, v_full, v_empty = (smem.allocate_array(Int64, c.stages) for _ in range(5))
+    bar = DqBarriers(
+        Ring(rows_full, rows_empty, c.stages_q),
+        Ring(k_landed, k_empty, c.stages),
+        Ring(k_full, k_empty, c.stages),
+        Ring(v_full, v_empty, c.stages),
+    )
+    return bar, DqShared(q, do, k, v, info)
 
 
 @dataclass(frozen=True)
 class KeyTileBarriers:
-    """mbarriers in SMEM; one for each stage, except the first."""
+    """The rings of tiles, and the barriers of what is there once."""
 
     keys: cute.Pointer  # K and V landed
-    landed: cute.Pointer  # Q and dO
-    published: cute.Pointer  # the numbers of rows
-    empty: cute.Pointer
-    p_full: cute.Pointer  # P is there; single
-    p_empty: cute.Pointer
-    ds_full: cute.Pointer | None  # dS is there; two, where dQ is made
-    ds_empty: cute.Pointer | None
+    landed: Ring  # Q and dO as TMA brings them
+    rows: Ring  # Q and dO, with the numbers of their rows
+    p: Ring  # P, where one warpgroup hands it to the other
+    ds: Ring | None  # dS, where dQ is made
 
     def initialise(self, c: KeyTileConfig) -> None:
         """By one thread."""
+        consumers = CONSUMERS * WARPGROUP
         cute.arch.mbarrier_init(self.keys, 1)
-        cute.arch.mbarrier_init(self.p_full, WARPGROUP)
-        cute.arch.mbarrier_init(self.p_empty, WARPGROUP)
-        for s in range(2 * c.adds_rows):
-            cute.arch.mbarrier_init(self.ds_full + s, CONSUMERS * WARPGROUP)
-            cute.arch.mbarrier_init(self.ds_empty + s, CONSUMERS * WARPGROUP)
+        self.p.initialise(WARPGROUP, WARPGROUP)
+        if self.ds is not None:
+            self.ds.initialise(consumers, consumers)
         for s in range(c.stages):
-            cute.arch.mbarrier_init(self.landed + s, 1)
-            cute.arch.mbarrier_init(self.published + s, c.row_warps * WARP)
-            cute.arch.mbarrier_init(self.empty + s, CONSUMERS * WARPGROUP)
+            cute.arch.mbarrier_init(self.landed.full + s, 1)
+            cute.arch.mbarrier_init(self.rows.full + s, c.row_warps * WARP)
+            cute.arch.mbarrier_init(self.rows.empty + s, consumers)
 
 
 @dataclass(frozen=True)
@@ -120,8 +118,9 @@ def allocate_key_tiles(c: KeyTileConfig, dtype) -> tuple[KeyTileBarriers, KeyTil
     boxed = smem.allocate_tensor(Int32, cute.make_layout((4, c.tile_m)), 16)
     flags = smem.allocate_tensor(Int32, cute.make_layout((c.row_warps, c.stages)), 16)
     found = smem.allocate_tensor(Int32, cute.make_layout((2, c.threads // WARP)), 16)
-    counts = (1, c.stages, c.stages, c.stages, 1, 1, *2 * [2 * c.adds_rows])
-    bars = (smem.allocate_array(Int64, count) if count else None for count in counts)
-    return KeyTileBarriers(*bars), KeyTileShared(
-        k, v, q, do, numbers, spans, p, ds, places, boxed, flags, found, covered
-    )
+    keys = smem.allocate_array(Int64, 1)
+    landed, full, empty = (smem.allocate_array(Int64, c.stages) for _ in range(3))
+    p_ring = Ring(smem.allocate_array(Int64, 1), smem.allocate_array(Int64, 1))
+    ds_ring = Ring(smem.allocate_array(Int64, 2), smem.allocate_array(Int64, 2), 2) if c.adds_rows else None
+    bar = KeyTileBarriers(keys, Ring(landed, empty, c.stages), Ring(full, empty, c.stages), p_ring, ds_ring)
+    return bar, KeyTileShared(k, v, q, do, numbers, spans, p, ds, places, boxed, flags, found, covered)

@@ -11,10 +11,10 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from kernels.abi import TileSpans
-from kernels.aot import Compiled, compile_ahead
-from kernels.lib.launch import i32, launch_facts, pointers
+from kernels.aot import Compiled
+from kernels.lib.launch import Kernel, i32, pointers
 from kernels.lib.rows import WARP, Extents, RowTile, ceil_div, divide, extents
-from kernels.lib.spans import SpanOperands, ask_span, open_span
+from kernels.lib.spans import SpanOperands, open_span, prefetch_span
 
 NUMBERS = 2  # numbers of a tile: lo and hi of the union of its rows' spans
 
@@ -31,10 +31,13 @@ class Config:
     def threads(self) -> int:
         return WARP * self.tile_n
 
+    @property
+    def launch_options(self) -> dict[str, int]:
+        return {}
 
-class TileSpansSm90:
-    def __init__(self, config: Config):
-        self.config = config
+
+class TileSpansSm90(Kernel):
+    symbol = "tile_spans_sm90"
 
     @cute.jit
     def __call__(
@@ -50,9 +53,7 @@ class TileSpansSm90:
     ):
         c = self.config
         n = extents(c.tile_m, False, b, s_q, h_q, h_kv, Int32(1), Int32(1))
-        self.kernel(start, stop, seen, n).launch(
-            grid=(ceil_div(n.tiles_of_pair * b, c.tile_n), 1, 1), block=(c.threads, 1, 1), stream=stream
-        )
+        self.launch(start, stop, seen, n, ctas=ceil_div(n.tiles_of_pair * b, c.tile_n), stream=stream)
 
     @cute.kernel
     def kernel(self, start: cute.Pointer, stop: cute.Pointer, seen: cute.Pointer, n: Extents):
@@ -64,13 +65,16 @@ class TileSpansSm90:
             outer, inner = divide(tile, n.tiles_inner)
             rows = RowTile(n, Int32(0), batch, Int32(0), inner * n.box_inner, outer * n.box_outer)
             operands = SpanOperands(start, stop, Int32(2**31 - 1))  # the reader has its own keys
-            span = open_span(operands, rows, WARP, ask_span(operands, rows, c.tile_m))
+            span = open_span(operands, rows, WARP, prefetch_span(operands, rows, c.tile_m))
             if cute.arch.lane_idx() == 0:
                 values = cute.make_rmem_tensor(NUMBERS, Int32)
                 for j, x in enumerate((span.lo, span.hi)):
                     values[j] = x
                 target = (seen + i * NUMBERS).align(8)
                 cute.autovec_copy(values, cute.make_tensor(target, cute.make_layout(NUMBERS)))
+
+    def examples(self, variant: TileSpans) -> tuple:
+        return *pointers("bfloat16", "int32", "int32", "int32"), *(i32() for _ in range(4))
 
 
 @cute.jit
@@ -82,14 +86,4 @@ def read_seen(seen: cute.Pointer, tile: Int32) -> tuple[Int32, Int32]:
 
 
 def compile(variant: TileSpans, out_dir: Path) -> Compiled:
-    config = Config()
-    return compile_ahead(
-        TileSpansSm90(config),
-        TileSpansSm90.kernel,
-        *pointers("bfloat16", "int32", "int32", "int32"),
-        *(i32() for _ in range(4)),
-        name="tile_spans_sm90",
-        arch=variant.arch,
-        out_dir=out_dir,
-        facts=launch_facts(config),
-    )
+    return TileSpansSm90(Config()).compile(variant, out_dir)

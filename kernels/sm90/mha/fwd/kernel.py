@@ -29,7 +29,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from kernels.abi import Forward
 from kernels.aot import Compiled
-from kernels.lib.forward import ForwardKernel, compile_forward
+from kernels.lib.forward import ForwardKernel
 from kernels.lib.launch import WARP, WARPGROUP
 from kernels.lib.output import store_output, store_part
 from kernels.lib.rows import (
@@ -38,12 +38,12 @@ from kernels.lib.rows import (
     Extents,
     PlacedTile,
     RowTile,
-    Walk,
     ceil_div,
 )
 from kernels.lib.softmax import RowResults, Softmax, rescale_rows
-from kernels.lib.spans import RowSpans, Span, SpanOperands, ask_span, open_span, read_span
+from kernels.lib.spans import RowSpans, Span, SpanOperands, open_span, prefetch_span, read_span
 from kernels.lib.splits import own_part
+from kernels.lib.tile_scheduler import TileScheduler
 from kernels.lib.wgmma import (
     K_MAJOR,
     MN_MAJOR,
@@ -64,7 +64,7 @@ from .config import CLEARERS, Config
 from .smem import Barriers, Shared, allocate
 
 L2_KEYS = 32 * 1024 * 1024  # bytes of K and V that stay in L2 while others pass
-TURN_GIVEN = 1  # named barriers, by stage of Q: WG 0 has its P; 0 is sync_threads'
+P_READY = 1  # named barriers, by stage of Q: WG 0 has its P; 0 is sync_threads'
 Q_CLEARED = 3  # named barrier: rows of Q's tiles that no box has are zeros
 
 
@@ -98,6 +98,8 @@ class Consumer:
 
 
 class MhaFwdSm90(ForwardKernel):
+    symbol = "mha_fwd_sm90"
+
     @cute.kernel
     def kernel(
         self,
@@ -143,38 +145,36 @@ class MhaFwdSm90(ForwardKernel):
         """One warp, for every row tile of this CTA: it loads Q, opens the span, and loads the tiles of K and V."""
         c = self.config
         tma_q, mQ = rows
-        walk, fills0 = self.walk(operands, n), Int32(0)
-        for turn in cutlass.range(walk.turns, unroll=1):
-            tile = walk.tile(turn)
+        scheduler, fills0 = self.scheduler(operands, n), Int32(0)
+        for wave in cutlass.range(scheduler.waves, unroll=1):
+            tile = scheduler.tile(wave)
             if cutlass.const_expr(c.stages_q == 1):  # otherwise the wait for the keys would be as long as that for Q
-                asked = ask_span(operands, tile, c.tile_m)
-            stage_q, full_q, slot = turn % c.stages_q, bar.q_full + turn % c.stages_q, turn % c.slots
-            cute.arch.mbarrier_wait(bar.q_empty + stage_q, (turn // c.stages_q & 1) ^ 1)
+                bounds = prefetch_span(operands, tile, c.tile_m)
+            q, slot = bar.q.at(wave), wave % c.slots
+            full = q.full
+            q.wait_empty()
             with cute.arch.elect_one():
-                cute.arch.mbarrier_expect_tx(full_q, n.box_inner * n.box_outer * c.row_bytes)
+                cute.arch.mbarrier_expect_tx(full, n.box_inner * n.box_outer * c.row_bytes)
             gQ, sQ = tma_tiles(tma_q, tile.of(mQ, c.tile_m, c.d)[None, None, 0], smem.q)
-            cute.copy(tma_q, gQ, sQ[None, stage_q], tma_bar_ptr=full_q)
+            cute.copy(tma_q, gQ, sQ[None, q.index], tma_bar_ptr=q.full)
             if cutlass.const_expr(c.stages_q > 1):
-                asked = ask_span(operands, tile, c.tile_m)
-            (span,) = own_part((open_span(operands, tile, c.tile_n, asked),), tile, 1)
+                bounds = prefetch_span(operands, tile, c.tile_m)
+            (span,) = own_part((open_span(operands, tile, c.tile_n, bounds),), tile, 1)
             with cute.arch.elect_one():
                 tile.publish(smem.info[None, 0, slot])
                 span.publish(smem.info[None, 1, slot])
-                cute.arch.mbarrier_arrive(full_q)
-            rings = tuple(
-                (atom, *tma_tiles(atom, tile.keys(m, span.lo, c.tile_n, c.d)[None, None, None, 0], s), full, empty)
-                for (atom, m), s, full, empty in (
-                    (keys, smem.k, bar.k_full, bar.k_empty),
-                    (values, smem.v, bar.v_landed, bar.v_empty),
-                )
+                q.arrive_full()
+            copies = tuple(
+                (atom, *tma_tiles(atom, tile.keys(m, span.lo, c.tile_n, c.d)[None, None, None, 0], s), ring)
+                for (atom, m), s, ring in ((keys, smem.k, bar.k), (values, smem.v, bar.v_landed))
             )
             for t in cutlass.range(key_tiles(span), unroll=1):
-                stage, parity = (fills0 + t) % c.stages, (fills0 + t) // c.stages & 1
-                for atom, gmem, ring, full, empty in rings:
-                    cute.arch.mbarrier_wait(empty + stage, parity ^ 1)
+                for atom, gmem, stages, ring in copies:
+                    state = ring.at(fills0 + t)
+                    state.wait_empty()
                     with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive_and_expect_tx(full + stage, c.key_tile_bytes)
-                    cute.copy(atom, gmem[None, t], ring[None, stage], tma_bar_ptr=full + stage)
+                        state.expect_full(c.key_tile_bytes)
+                    cute.copy(atom, gmem[None, t], stages[None, state.index], tma_bar_ptr=state.full)
             fills0 = fills0 + key_tiles(span)
 
     @cute.jit
@@ -192,29 +192,28 @@ class MhaFwdSm90(ForwardKernel):
     @cute.jit
     def clear(self, bar: Barriers, smem: Shared, operands: SpanOperands, n: Extents):
         """Three warps, for every row tile of this CTA: they hand V on, with zeros where no row sees it."""
-        c, thread = self.config, cute.arch.thread_idx()[0] - WARP
-        fills0 = Int32(0)
-        for turn in cutlass.range(self.walk(operands, n).turns, unroll=1):
-            _, span = self.receive(bar, smem, operands, n, turn)
-            cute.arch.mbarrier_arrive(bar.q_empty + turn % c.stages_q)
+        thread, fills0 = cute.arch.thread_idx()[0] - WARP, Int32(0)
+        for wave in cutlass.range(self.scheduler(operands, n).waves, unroll=1):
+            _, span = self.receive(bar, smem, operands, n, wave)
+            bar.q.at(wave).arrive_empty()
             for t in cutlass.range(key_tiles(span), unroll=1):
-                stage, parity = (fills0 + t) % c.stages, (fills0 + t) // c.stages & 1
-                cute.arch.mbarrier_wait(bar.v_landed + stage, parity)
+                v = bar.v.at(fills0 + t)
+                bar.v_landed.at(fills0 + t).wait_full()
                 if span.needs_clearing(t):
-                    zero_rows(smem.v[None, None, stage], span.unseen_from(t), thread, CLEARERS)
-                cute.arch.mbarrier_arrive(bar.v_full + stage)
+                    zero_rows(smem.v[None, None, v.index], span.unseen_from(t), thread, CLEARERS)
+                v.arrive_full()
             fills0 = fills0 + key_tiles(span)
 
-    def walk(self, operands: SpanOperands, n: Extents) -> Walk:
-        """Walks with as many pairs of (batch, KV head) at a time as L2 holds."""
-        return Walk.of(n, operands.s_kv, L2_KEYS // (2 * self.config.row_bytes))
+    def scheduler(self, operands: SpanOperands, n: Extents) -> TileScheduler:
+        """Sections of as many pairs of (batch, KV head) as L2 holds."""
+        return TileScheduler.of(n, operands.s_kv, L2_KEYS // (2 * self.config.row_bytes))
 
     def receive(
-        self, bar: Barriers, smem: Shared, operands: SpanOperands, n: Extents, turn: Int32
+        self, bar: Barriers, smem: Shared, operands: SpanOperands, n: Extents, wave: Int32
     ) -> tuple[PlacedTile, Span]:
         """The next row tile, once its Q and its span are there."""
-        c, slot = self.config, turn % self.config.slots
-        cute.arch.mbarrier_wait(bar.q_full + turn % c.stages_q, turn // c.stages_q & 1)
+        c, slot = self.config, wave % self.config.slots
+        bar.q.at(wave).wait_full()
         tile = RowTile.read(smem.info[None, 0, slot], n)
         return tile, read_span(operands, tile, c.tile_n, smem.info[None, 1, slot])
 
@@ -247,12 +246,12 @@ class MhaFwdSm90(ForwardKernel):
     def consume(self, w: Consumer, operands: SpanOperands, o: cute.Pointer, results: RowResults, n: Extents):
         """One warpgroup: its 64 rows of every row tile of this CTA."""
         c, boxed, fills0 = self.config, BoxedRows.of(n, w.group * 64, w.thread), Int32(0)
-        for turn in cutlass.range(self.walk(operands, n).turns, unroll=1):
-            _, span = self.receive(w.bar, w.smem, operands, n, turn)
+        for wave in cutlass.range(self.scheduler(operands, n).waves, unroll=1):
+            _, span = self.receive(w.bar, w.smem, operands, n, wave)
             if c.few == 0 or span.hi - span.lo > c.few:
-                self.attend(w, span, boxed, o, results, turn, fills0)
+                self.attend(w, span, boxed, o, results, wave, fills0)
             else:
-                self.attend_to_few(w, span, boxed, o, results, turn, fills0)
+                self.attend_to_few(w, span, boxed, o, results, wave, fills0)
             fills0 = fills0 + key_tiles(span)
 
     @cute.jit
@@ -263,37 +262,35 @@ class MhaFwdSm90(ForwardKernel):
         boxed: BoxedRows,
         o: cute.Pointer,
         results: RowResults,
-        turn: Int32,
+        wave: Int32,
         fills0: Int32,
     ):
         """All key tiles of one row tile. fills0 counts the rings' fills before it."""
-        c = self.config
-        s, bar, last, stage_q = w.softmax, w.bar, key_tiles(span) - 1, turn % c.stages_q
+        s, bar, last, q = w.softmax, w.bar, key_tiles(span) - 1, w.bar.q.at(wave)
         mma, scores = w.scores.mma, w.scores.acc
-        rows = self.issue_first(w, w.scores, span, boxed, turn, fills0)
-        cute.arch.mbarrier_arrive(bar.k_empty + fills0 % c.stages)
+        rows = self.issue_first(w, w.scores, span, boxed, wave, fills0)
+        bar.k.at(fills0).arrive_empty()
         rows.mask(scores, 0)
         self.first_softmax(w, w.scores)
         for t in cutlass.range(1, last + 1, unroll=1):
-            stage, parity = (fills0 + t) % c.stages, (fills0 + t) // c.stages & 1
-            stage_v, parity_v = (fills0 + t - 1) % c.stages, (fills0 + t - 1) // c.stages & 1
-            cute.arch.mbarrier_wait(bar.k_full + stage, parity)
-            multiply(mma, scores, w.a[None, None, None, stage_q], w.b_k[None, None, None, stage], fresh=True)
-            cute.arch.mbarrier_wait(bar.v_full + stage_v, parity_v)
-            multiply(w.pv, w.out, w.p, w.b_v[None, None, None, stage_v], fresh=t == 1)
+            k, v = bar.k.at(fills0 + t), bar.v.at(fills0 + t - 1)
+            k.wait_full()
+            multiply(mma, scores, w.a[None, None, None, q.index], w.b_k[None, None, None, k.index], fresh=True)
+            v.wait_full()
+            multiply(w.pv, w.out, w.p, w.b_v[None, None, None, v.index], fresh=t == 1)
             warpgroup.wait_group(1)
-            cute.arch.mbarrier_arrive(bar.k_empty + stage)
+            k.arrive_empty()
             rows.mask(scores, t)
             s.remember_max()
             s.raise_max(scores)
             s.decay()
             s.exponentiate(scores)
             wait_after(s.row_sum[0], s.row_sum[1])
-            cute.arch.mbarrier_arrive(bar.v_empty + stage_v)
+            v.arrive_empty()
             round_to(w.p, scores)
             rescale_rows(w.out, s.factor)
-        cute.arch.mbarrier_arrive(bar.q_empty + stage_q)
-        self.finish(w, w.scores, boxed, o, results, turn, fills0 + last, fresh=last == 0)
+        q.arrive_empty()
+        self.finish(w, w.scores, boxed, o, results, wave, fills0 + last, fresh=last == 0)
 
     @cute.jit
     def attend_to_few(
@@ -303,34 +300,33 @@ class MhaFwdSm90(ForwardKernel):
         boxed: BoxedRows,
         o: cute.Pointer,
         results: RowResults,
-        turn: Int32,
+        wave: Int32,
         fill: Int32,
     ):
         """`attend` where the first tile has all keys. One warpgroup works half a tile of rows after the other."""
         c = self.config
-        stage_q, two = turn % c.stages_q, w.n.box_inner * w.n.box_outer > ROWS_OF_WARPGROUP
+        two = w.n.box_inner * w.n.box_outer > ROWS_OF_WARPGROUP
         # a barrier for each stage: the first to begin can be two tiles of rows ahead, but not three
-        turn_given = {"barrier_id": TURN_GIVEN + stage_q, "number_of_threads": 2 * WARPGROUP}
+        p_ready = {"barrier_id": P_READY + wave % c.stages_q, "number_of_threads": 2 * WARPGROUP}
         if two & (w.group == 1):
-            cute.arch.barrier(**turn_given)
-        rows = self.issue_first(w, w.few, span, boxed, turn, fill)
-        cute.arch.mbarrier_arrive(w.bar.k_empty + fill % c.stages)
-        cute.arch.mbarrier_arrive(w.bar.q_empty + stage_q)
+            cute.arch.barrier(**p_ready)
+        rows = self.issue_first(w, w.few, span, boxed, wave, fill)
+        w.bar.k.at(fill).arrive_empty()
+        w.bar.q.at(wave).arrive_empty()
         rows.mask(w.few.acc, 0)
         self.first_softmax(w, w.few)
         if two & (w.group == 0):
-            cute.arch.barrier_arrive(**turn_given)
-        self.finish(w, w.few, boxed, o, results, turn, fill, fresh=True)
+            cute.arch.barrier_arrive(**p_ready)
+        self.finish(w, w.few, boxed, o, results, wave, fill, fresh=True)
 
     @cute.jit
     def issue_first(
-        self, w: Consumer, scores: Scores, span: Span, boxed: BoxedRows, turn: Int32, fill: Int32
+        self, w: Consumer, scores: Scores, span: Span, boxed: BoxedRows, wave: Int32, fill: Int32
     ) -> RowSpans:
         """Issues the scores of the first key tile, and meanwhile finds what each row sees."""
-        c = self.config
-        stage, stage_q = fill % c.stages, turn % c.stages_q
-        cute.arch.mbarrier_wait(w.bar.k_full + stage, fill // c.stages & 1)
-        multiply(scores.mma, scores.acc, w.a[None, None, None, stage_q], w.b_k[None, None, None, stage], fresh=True)
+        q, k = w.bar.q.at(wave), w.bar.k.at(fill)
+        k.wait_full()
+        multiply(scores.mma, scores.acc, w.a[None, None, None, q.index], w.b_k[None, None, None, k.index], fresh=True)
         rows = span.of_rows(boxed)
         w.softmax.reset()
         warpgroup.wait_group(0)
@@ -350,21 +346,21 @@ class MhaFwdSm90(ForwardKernel):
         boxed: BoxedRows,
         o: cute.Pointer,
         results: RowResults,
-        turn: Int32,
+        wave: Int32,
         fill: Int32,
         fresh: bool | cutlass.Boolean,
     ):
         """The last key tile's values, and the output."""
-        c, s, bar = self.config, w.softmax, w.bar
-        tile = RowTile.read(w.smem.info[None, 0, turn % c.slots], w.n)  # again: it is not kept meanwhile
-        stage, parity = fill % c.stages, fill // c.stages & 1
-        cute.arch.mbarrier_wait(bar.v_full + stage, parity)
-        multiply(w.pv, w.out, w.p, w.b_v[None, None, None, stage], fresh=fresh, blocks=range(scores.keys // 16))
+        c, s = self.config, w.softmax
+        tile = RowTile.read(w.smem.info[None, 0, wave % c.slots], w.n)  # again: it is not kept meanwhile
+        v = w.bar.v.at(fill)
+        v.wait_full()
+        multiply(w.pv, w.out, w.p, w.b_v[None, None, None, v.index], fresh=fresh, blocks=range(scores.keys // 16))
         s.read_sinks(tile, boxed, results)
         s.sum_columns()
         s.finish(tile, boxed, w.thread, results, writes_lse=True)
         warpgroup.wait_group(0)
-        cute.arch.mbarrier_arrive(bar.v_empty + stage)
+        v.arrive_empty()
         if tile.n.splits == 1:
             store_output(w.out, s.factor, o, tile, boxed, 0, w.thread, c.d)
         else:
@@ -377,4 +373,4 @@ def key_tiles(span: Span) -> Int32:
 
 
 def compile(variant: Forward, out_dir: Path) -> Compiled:
-    return compile_forward(MhaFwdSm90(Config(variant.d, variant.dtype)), variant, out_dir, name="mha_fwd_sm90")
+    return MhaFwdSm90(Config(variant.d, variant.dtype)).compile(variant, out_dir)

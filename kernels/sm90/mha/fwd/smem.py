@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
+from kernels.lib.pipeline import Ring
 from kernels.lib.rows import PUBLISHED
 from kernels.lib.tiles import TileAllocator
 
@@ -13,27 +14,20 @@ from .config import CLEARERS, Config
 
 @dataclass(frozen=True)
 class Barriers:
-    """mbarriers in SMEM, one for each stage."""
+    """The rings of tiles."""
 
-    q_full: cute.Pointer
-    q_empty: cute.Pointer
-    k_full: cute.Pointer
-    k_empty: cute.Pointer
-    v_landed: cute.Pointer
-    v_full: cute.Pointer  # and cleared
-    v_empty: cute.Pointer
+    q: Ring  # Q, and what the producer found about the row tile
+    k: Ring
+    v_landed: Ring  # V as TMA brings it
+    v: Ring  # V, and cleared
 
     def initialise(self, c: Config, consumers: Int32) -> None:
         """By one thread; so many threads of consumers have rows."""
-        for s in range(c.stages_q):
-            cute.arch.mbarrier_init(self.q_full + s, 1)
-            cute.arch.mbarrier_init(self.q_empty + s, consumers + CLEARERS)
+        self.q.initialise(1, consumers + CLEARERS)
+        arrivals = (self.k.full, 1), (self.v_landed.full, 1), (self.v.full, CLEARERS)
         for s in range(c.stages):
-            cute.arch.mbarrier_init(self.k_full + s, 1)
-            cute.arch.mbarrier_init(self.v_landed + s, 1)
-            cute.arch.mbarrier_init(self.v_full + s, CLEARERS)
-            cute.arch.mbarrier_init(self.k_empty + s, consumers)
-            cute.arch.mbarrier_init(self.v_empty + s, consumers)
+            for barrier, count in (*arrivals, (self.k.empty, consumers), (self.v.empty, consumers)):
+                cute.arch.mbarrier_init(barrier + s, count)
 
 
 @dataclass(frozen=True)
@@ -51,5 +45,12 @@ def allocate(c: Config, dtype) -> tuple[Barriers, Shared]:
     q = smem.tile(c.tile_m, c.d, c.stages_q)
     k, v = (smem.tile(c.tile_n, c.d, c.stages) for _ in range(2))
     info = smem.allocate_tensor(Int32, cute.make_layout((PUBLISHED, 2, c.slots)), 16)
-    rings = 2 * [c.stages_q] + 5 * [c.stages]
-    return Barriers(*(smem.allocate_array(Int64, stages) for stages in rings)), Shared(q, k, v, info)
+    q_full, q_empty = (smem.allocate_array(Int64, c.stages_q) for _ in range(2))
+    k_full, k_empty, v_landed, v_full, v_empty = (smem.allocate_array(Int64, c.stages) for _ in range(5))
+    bar = Barriers(
+        Ring(q_full, q_empty, c.stages_q),
+        Ring(k_full, k_empty, c.stages),
+        Ring(v_landed, v_empty, c.stages),
+        Ring(v_full, v_empty, c.stages),
+    )
+    return bar, Shared(q, k, v, info)

@@ -1,20 +1,17 @@
-"""The host side that the kernels of this gradient share: their entry, and their compilation to a cubin.
+"""The host side that the kernels of this gradient share: their entry, and the arguments that they are compiled for.
 
 The entry takes plain arrays and numbers, the same for all kernels, and passes each kernel the same bundles of them.
 Flattened, these are the parameters of `kernels.abi.MlaBackward`, in their order.
 """
 
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from kernels.abi import MlaBackward
-from kernels.aot import Compiled, compile_ahead
-from kernels.lib.launch import element_type, i32, launch_facts, pointers
+from kernels.lib.launch import Kernel, i32, pointers
 from kernels.lib.rows import extents
 from kernels.lib.selections import RunOperands, SelectionOperands
 from kernels.lib.spans import SpanOperands
@@ -27,7 +24,7 @@ class RowOperands(NamedTuple):
     do: cute.Pointer
     dq: cute.Pointer
     lse: cute.Pointer
-    weight: cute.Pointer
+    sink_factor: cute.Pointer
     delta: cute.Pointer
     resolution: cute.Pointer  # float32: the unit of fixed point; not read where sums are in floating point
     scale: Float32
@@ -52,16 +49,11 @@ class Source(NamedTuple):
         return SpanOperands(self.seen_from, self.seen_to, self.s_kv)
 
 
-class LatentBackwardKernel:
+class MlaBackwardKernel(Kernel):
     """A kernel is a class with the method `kernel(rows, sources, n)`: RowOperands, a Source for each source, Extents.
 
-    Its config has, besides tiles, threads and bytes: `sources`, `gathers`, `cluster`; and `launch_options`, the
-    launch's facts for the compiler.
+    Its config also has `sources`, `gathers` and `cluster`.
     """
-
-    def __init__(self, config: Any):
-        self.config = config
-        self.dtype = element_type(config.dtype)
 
     @cute.jit
     def __call__(
@@ -70,7 +62,7 @@ class LatentBackwardKernel:
         do: cute.Pointer,
         dq: cute.Pointer,
         lse: cute.Pointer,
-        weight: cute.Pointer,
+        sink_factor: cute.Pointer,
         delta: cute.Pointer,
         resolution: cute.Pointer,
         scale: Float32,
@@ -101,35 +93,17 @@ class LatentBackwardKernel:
             Source(keys0, dkv0, from0, to0, s_kv0, s_batch0, topk0),
             Source(keys1, dkv1, from1, to1, s_kv1, s_batch1, topk1),
         )[: len(c.sources)]
-        rows = RowOperands(q, do, dq, lse, weight, delta, resolution, scale)
-        self.kernel(rows, sources, n).launch(
-            grid=(cutlass.min(n.work, cutlass.max(ctas // c.cluster, 1)) * c.cluster, 1, 1),
-            block=(c.threads, 1, 1),
-            cluster=(c.cluster, 1, 1) if c.cluster > 1 else None,
-            smem=c.smem_bytes,
-            stream=stream,
-            **c.launch_options,
+        rows = RowOperands(q, do, dq, lse, sink_factor, delta, resolution, scale)
+        self.launch_persistent(rows, sources, n=n, ctas=ctas, stream=stream)
+
+    def examples(self, variant: MlaBackward) -> tuple:
+        """A second source that the variant lacks is like the first."""
+        source = (*pointers(variant.dtype, "keys", "int32", "int32", "float32"), i32(), i32(), i32())
+        return (
+            *pointers(variant.dtype, "q", "do", "dq", "float32", "float32", "float32", "float32"),
+            Float32(1.0),
+            *(i32() for _ in range(4)),
+            *source,
+            *source,
+            i32(),
         )
-
-
-def compile_backward(
-    kernel: LatentBackwardKernel, variant: MlaBackward, out_dir: Path, *, name: str, **facts: int
-) -> Compiled:
-    """Compiles a kernel of these parameters. A second source that the variant lacks is like the first; the facts are
-    `launch_facts`'.
-    """
-    source = (*pointers(variant.dtype, "keys", "int32", "int32", "float32"), i32(), i32(), i32())
-    return compile_ahead(
-        kernel,
-        type(kernel).kernel,
-        *pointers(variant.dtype, "q", "do", "dq", "float32", "float32", "float32", "float32"),
-        Float32(1.0),
-        *(i32() for _ in range(4)),
-        *source,
-        *source,
-        i32(),
-        name=name,
-        arch=variant.arch,
-        out_dir=out_dir,
-        facts=launch_facts(kernel.config, **facts),
-    )

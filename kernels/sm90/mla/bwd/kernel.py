@@ -1,18 +1,18 @@
 """The gradient of attention for Hopper over a latent that is both K and V, head dimension 512.
 
-With P = exp(S - lse), and a weight and a delta for each row (query, head):
+With P = exp(S - lse), the factor f that the sink leaves of a row (query, head), and its delta:
 
-    dS = scale P * (weight dO K' - delta)        dQ = dS K        dKV += dS' Q + (weight P)' dO
+    dS = scale P * (f dO K' - delta)        dQ = dS K        dKV += dS' Q + (f P)' dO
 
-A CTA keeps 64 rows of Q and dO in SMEM and walks over the keys of the sources, 64 at a time, as the forward pass does.
+A CTA keeps 64 rows of Q and dO in SMEM and takes the keys of the sources, 64 at a time, as the forward pass does.
 dQ, 64 x 512 in fp32, stays in the registers of two warpgroups, 256 columns each. A tile's contribution to dKV goes out
-to memory by reductions, 32 columns at a time (key_gradients.py). The roles share the products:
+to memory by reductions, 32 columns at a time (dkv.py). The roles share the products:
 
     producer    K of the next tile, gathered with cp.async as soon as both halves of dQ have read this one's;
                 Q and dO of the next rows, as the last chunks of dKV free them
-                    | full[piece of columns]                         ^ empty[half]
+                    | k_full[piece of columns]                       ^ k_empty[half]
     left        S = Q K',  dP = dO K',  P and dS to SMEM,  dQ_l += dS K_l,  the last quarter of dKV while K comes in
-                    | shared                                         ^ taken
+                    | p_ds_full                                      ^ p_ds_empty
     right       dQ_r += dS K_r,  the rest of dKV: two chunks under way while the previous one goes out
 
 So right's products and reductions of one tile run while left makes the P and dS of the next one. Both copy P' and dS'
@@ -27,27 +27,28 @@ The producer lists every tile of keys in SMEM: where each key is, or that it is 
 P is 0, and nothing is added for it. Zeros also replace rows that do not exist, or that see no key.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 
 from kernels.abi import MlaBackward
 from kernels.aot import Compiled
 from kernels.lib.cluster import CLUSTER, arrive, await_others
-from kernels.lib.launch import SMEM_LIMIT, WARP, WARPGROUP, registers_at_launch
+from kernels.lib.launch import WARPGROUP
 from kernels.lib.output import store_output
+from kernels.lib.pipeline import wait_for
 from kernels.lib.ptx import copy_or_zero
-from kernels.lib.rows import PUBLISHED, BoxedRows, Extents, PlacedTile, RowTile, Walk, load, row_of
+from kernels.lib.rows import BoxedRows, Extents, PlacedTile, RowTile, load, row_of
 from kernels.lib.selections import CHUNK, LANES_A_ROW, Run, Selection, mask_absent, open_selection, with_keys
-from kernels.lib.softmax import LOG2_E, ROWS, by_row, exp2
-from kernels.lib.spans import Span, SpanOperands, ask_span, mask_row, open_span, span_of
+from kernels.lib.softmax import LOG2_E, ROWS
+from kernels.lib.spans import Span, SpanOperands, open_span, prefetch_span, span_of
 from kernels.lib.splits import on_source, total_tiles
-from kernels.lib.tiles import TileAllocator
+from kernels.lib.tile_scheduler import TileScheduler
 from kernels.lib.wgmma import (
     K_MAJOR,
     MN_MAJOR,
@@ -63,109 +64,22 @@ from kernels.lib.wgmma import (
     transposed,
 )
 
-from .host import LatentBackwardKernel, RowOperands, Source, compile_backward
-from .key_gradients import KeyGradients, thread_again
+from .config import Config
+from .dkv import KvGradient, thread_again
+from .host import MlaBackwardKernel, RowOperands, Source
+from .p_ds import differentiate, exponentiate, find_absent, mask_span
 from .prefetch import prefetch_sums
 from .smem import LEFT, RIGHT, STAGES, Barriers, Shared
 
 
-@dataclass(frozen=True)
-class Config:
-    """Compile-time choices; every tile, count and size follows from them."""
+class MlaBwdSm90(MlaBackwardKernel):
+    symbol = "mla_bwd_sm90"
 
-    d: int
-    dtype: str
-    sources: tuple[str, ...]  # kinds of the sources, in the order in which the kernel walks them: "span" or "selection"
-    tile_m: int = 64
-    tile_n: int = 64
-    pieces: int = 4  # pieces of the columns, in which Q, dO and K arrive
-    chunk: int = 32  # columns of dKV in one chunk
-    under_way: int = 2  # chunks
-    chunks_of_left: int = 4  # the last chunks, which left makes while it waits for keys; in whole pieces
-    deterministic: bool = False  # sums of dKV in 64-bit fixed point, independent of order
-    cluster: int = 1  # CTAs whose rows have the same keys; two add up their results for right's chunks
-
-    @property
-    def gathers(self) -> bool:
-        """Whether the keys differ from query to query: then a tile holds heads of one query only."""
-        return self.sources[-1] != "span"
-
-    @property
-    def prefetches(self) -> bool:
-        """Whether sums of dKV come to L2 ahead: where each CTA adds by itself, to keys all over memory."""
-        return self.gathers and self.cluster == 1 and not self.deterministic
-
-    @property
-    def threads(self) -> int:
-        return 3 * WARPGROUP
-
-    @property
-    def launch_options(self) -> dict[str, int]:
-        return {"min_blocks_per_mp": 1}  # without it ptxas silently drops setmaxnreg
-
-    @property
-    def registers(self) -> tuple[int, int, int]:
-        """(producer, left, right) registers a thread; a launch gives all three warpgroups the same number at first."""
-        return 56, 224, 224
-
-    @property
-    def spans(self) -> int:
-        """Sources in which rows may see different keys of a tile."""
-        return 0 if self.gathers else len(self.sources)
-
-    @property
-    def sum_bytes(self) -> int:
-        """Bytes of a number of dKV in memory."""
-        return 8 if self.deterministic else 4
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of a chunk of dKV in SMEM."""
-        return 4 * self.tile_n * self.chunk
-
-    @property
-    def half(self) -> int:
-        return self.d // 2
-
-    def chunks(self, side: int) -> range:
-        """The chunks of dKV that a side makes."""
-        chunks = self.d // self.chunk
-        border = chunks - self.chunks_of_left
-        return range(border, chunks) if side == LEFT else range(border)
-
-    @property
-    def slabs_of_piece(self) -> int:
-        return self.d // self.pieces // SLAB
-
-    @property
-    def smem_bytes(self) -> int:
-        tiles = 2 * self.d * (2 * self.tile_m + self.tile_n)
-        weights = 2 * 2 * self.tile_m * self.tile_n
-        infos = 4 * 2 * PUBLISHED * (1 + len(self.sources))
-        rows = 4 * self.tile_m * (3 + 2 * self.spans)
-        out = 2 * self.slot_bytes
-        return tiles + weights + out + 4 * STAGES * self.tile_n + infos + rows + 8 * Barriers.COUNT + 16
-
-    def __post_init__(self):
-        if self.d % (2 * SLAB) or self.half > 256:
-            raise ValueError(
-                f"d must be a multiple of {2 * SLAB} up to 512 (half of it is one WGMMA's N), got {self.d}"
-            )
-        at_launch = registers_at_launch(self.threads)
-        if sum(self.registers) > 3 * at_launch:  # or the last to ask would wait for ever
-            raise ValueError(f"a launch gives {at_launch} registers a thread, too few for {self.registers}")
-        if self.deterministic and self.cluster > 1:
-            raise ValueError("what a cluster adds up goes out by four numbers, not in fixed point")
-        if self.smem_bytes > SMEM_LIMIT:
-            raise ValueError(f"needs {self.smem_bytes} bytes of SMEM, {SMEM_LIMIT} fit: {self}")
-
-
-class LatentBwdSm90(LatentBackwardKernel):
     @cute.kernel
     def kernel(self, rows: RowOperands, sources: tuple, n: Extents):
         c = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        bar, smem = self.allocate()
+        bar, smem = Shared.allocate(c, self.dtype)
         if warp == 0:
             with cute.arch.elect_one():
                 bar.initialise(2 if c.chunks_of_left else 1)
@@ -187,22 +101,11 @@ class LatentBwdSm90(LatentBackwardKernel):
             arrive(c.cluster)
             await_others(c.cluster)
 
-    def allocate(self) -> tuple[Barriers, Shared]:
-        c, smem = self.config, TileAllocator(self.dtype)
-        q, do, k = smem.tile(c.tile_m, c.d), smem.tile(c.tile_m, c.d), smem.tile(c.tile_n, c.d)
-        p, ds = (smem.tile(c.tile_m, c.tile_n) for _ in range(2))
-        out = smem.allocate_tensor(Float32, cute.make_layout((c.slot_bytes // 4, 2)), 1024)
-        keys = smem.allocate_tensor(Int32, cute.make_layout((c.tile_n, STAGES)), 16)
-        info = smem.allocate_tensor(Int32, cute.make_layout((PUBLISHED, 1 + len(c.sources), 2)), 16)
-        numbers = smem.allocate_tensor(Float32, cute.make_layout((c.tile_m, 3)), 16)
-        spans = smem.allocate_tensor(Int32, cute.make_layout((c.tile_m, 2, c.spans)), 16) if c.spans else None
-        bar = Barriers(smem.allocate_array(Int64, Barriers.COUNT))
-        return bar, Shared(q, do, k, p, ds, out, keys, numbers, spans, info)
-
-    def walk(self, n: Extents) -> Walk:
+    def tile_scheduler(self, n: Extents) -> TileScheduler:
         """Where keys are gathered, heads of one query follow one another, so that they share the keys in L2."""
         c = self.config
-        return Walk.of(n, Int32(1), 1, cluster=c.cluster) if c.gathers else Walk.of(n, cluster=c.cluster)
+        sections = (Int32(1), 1) if c.gathers else ()
+        return TileScheduler.of(n, *sections, cluster=c.cluster)
 
     # ---- producer
 
@@ -213,23 +116,23 @@ class LatentBwdSm90(LatentBackwardKernel):
         """
         c = self.config
         thread = cute.arch.thread_idx()[0]
-        walk, before = self.walk(n), Int32(0)
+        scheduler, before = self.tile_scheduler(n), Int32(0)
         wanted = cute.make_rmem_tensor(c.tile_n // (WARPGROUP // LANES_A_ROW), Int32)
-        for turn in cutlass.range(walk.turns, unroll=1):
-            tile = walk.tile(turn)
+        for wave in cutlass.range(scheduler.waves, unroll=1):
+            tile = scheduler.tile(wave)
             opened = tuple(self.open(kind, source, tile) for kind, source in zip(c.sources, sources, strict=True))
             lists = tuple(self.listed_keys(x, source, tile) for x, source in zip(opened, sources, strict=True))
             tiles = total_tiles(lists)
-            on_source(lists, 0, Selection.look_up, wanted, thread, WARPGROUP)
+            on_source(lists, 0, Selection.prefetch_indices, wanted, thread, WARPGROUP)
             for t in cutlass.range(cutlass.max(tiles, 1), unroll=1):
                 if t < tiles:
-                    on_source(lists, t, Selection.settle, wanted, thread, WARPGROUP)
+                    on_source(lists, t, Selection.mark_absent, wanted, thread, WARPGROUP)
                     self.gather(bar, smem, with_keys(lists, t), wanted, before + t, thread)
                     if cutlass.const_expr(c.prefetches):
                         prefetch_sums(sources, lists[0].tiles, tile, wanted, t, thread, c.d * c.sum_bytes)
-                    on_source(lists, t + 1, Selection.look_up, wanted, thread, WARPGROUP)
+                    on_source(lists, t + 1, Selection.prefetch_indices, wanted, thread, WARPGROUP)
                 if t == 0:
-                    self.load_rows(bar, smem, rows, tile, opened, lists, turn, thread)
+                    self.load_rows(bar, smem, rows, tile, opened, lists, wave, thread)
             before = before + tiles
 
     def open(self, kind: str, source: Source, tile: RowTile) -> Any:
@@ -237,11 +140,11 @@ class LatentBwdSm90(LatentBackwardKernel):
         operands = source.operands(kind, c.gathers)
         if isinstance(operands, SpanOperands):
             both = self.of_cluster(tile)
-            return open_span(operands, both, c.tile_n, ask_span(operands, both, c.cluster * c.tile_m))
+            return open_span(operands, both, c.tile_n, prefetch_span(operands, both, c.cluster * c.tile_m))
         return open_selection(operands, tile, c.tile_n, c.d)
 
     def of_cluster(self, tile: RowTile) -> RowTile:
-        """The rows of all CTAs of the cluster, which walk over the same keys."""
+        """The rows of all CTAs of the cluster, which take the same keys."""
         cluster = self.config.cluster
         if cluster == 1:
             return tile
@@ -260,11 +163,12 @@ class LatentBwdSm90(LatentBackwardKernel):
         """Gathers the CTA's k-th tile of keys, piece by piece, and lists where its keys are."""
         c = self.config
         for piece in cutlass.range_constexpr(c.pieces):
+            state = bar.k(piece).at(k)
             if cutlass.const_expr(piece % (c.pieces // 2) == 0):
-                cute.arch.mbarrier_wait(bar.empty + piece // (c.pieces // 2), (k & 1) ^ 1)
+                state.wait_empty()
             slabs = range(piece * c.slabs_of_piece, (piece + 1) * c.slabs_of_piece)
             keys.gather(smem.k, wanted, thread, slabs, WARPGROUP)
-            cute.arch.cp_async_mbarrier_arrive_noinc(bar.full + piece)
+            state.copy_full()
         if thread % LANES_A_ROW == 0:
             for i in cutlass.range_constexpr(cute.size(wanted)):
                 smem.keys[i * (WARPGROUP // LANES_A_ROW) + thread // LANES_A_ROW, k % STAGES] = wanted[i]
@@ -279,7 +183,7 @@ class LatentBwdSm90(LatentBackwardKernel):
         tile: RowTile,
         opened: tuple,
         lists: tuple,
-        turn: Int32,
+        wave: Int32,
         thread: Int32,
     ):
         """Publishes a row tile, and loads its Q and dO, piece by piece, with zeros for a row that sees nothing."""
@@ -297,30 +201,31 @@ class LatentBwdSm90(LatentBackwardKernel):
             offsets[i], sizes[i] = row * c.d + chunk * CHUNK, Int32(sees) * 16
         offset0 = row0 * (SLAB * 2) + (chunk ^ row0 % 8) * 16
         for piece in cutlass.range_constexpr(c.pieces):
-            cute.arch.mbarrier_wait(bar.q_empty + piece, (turn & 1) ^ 1)
+            state = bar.q(piece).at(wave)
+            state.wait_empty()
             if cutlass.const_expr(piece == 0):  # noqa: SIM102, at compile time
                 if thread == 0:
-                    tile.publish(smem.info[None, 0, turn & 1])
+                    tile.publish(smem.info[None, 0, wave & 1])
                     for which, (found, keys) in enumerate(zip(opened, lists, strict=True)):
-                        slot = smem.info[None, 1 + which, turn & 1]
+                        slot = smem.info[None, 1 + which, wave & 1]
                         slot[0] = keys.tiles
                         if cutlass.const_expr(isinstance(found, Span)):
                             slot[1], slot[2] = found.lo_all, found.hi_all
-                    cute.arch.mbarrier_arrive(bar.opened)
+                    cute.arch.mbarrier_arrive(bar.published)
             for source, target in ((rows.q, smem.q), (rows.do, smem.do)):
                 target0 = target.iterator.toint() + offset0
                 for slab in range(piece * c.slabs_of_piece, (piece + 1) * c.slabs_of_piece):
                     for i in range(count):
                         place = target0 + (slab * c.tile_m + i * at_once) * SLAB * 2
                         copy_or_zero(place, (source + (offsets[i] + slab * SLAB)).toint(), sizes[i])
-            cute.arch.cp_async_mbarrier_arrive_noinc(bar.q_full + piece)
+            state.copy_full()
 
     # ---- consumers
 
-    def counts(self, smem: Shared, turn: Int32) -> tuple[Int32, ...]:
+    def counts(self, smem: Shared, wave: Int32) -> tuple[Int32, ...]:
         """How many tiles of keys of each source a row tile has."""
         return tuple(
-            cute.arch.make_warp_uniform(smem.info[0, 1 + i, turn & 1]) for i in range(len(self.config.sources))
+            cute.arch.make_warp_uniform(smem.info[0, 1 + i, wave & 1]) for i in range(len(self.config.sources))
         )
 
     @cute.jit
@@ -334,62 +239,63 @@ class LatentBwdSm90(LatentBackwardKernel):
         b_left = operand_b(dsk, transposed(cute.local_tile(smem.k, (c.tile_n, c.half), (0, LEFT))))
         s, dp, dq = accumulator(qk, c.tile_n), accumulator(qk, c.tile_n), accumulator(dsk, c.half)
         p, ds = (register_operand(dsk, c.tile_n, self.dtype) for _ in range(2))
-        dkv = KeyGradients.of(c, LEFT, self.dtype, smem, rows.resolution)
+        dkv = KvGradient.of(c, LEFT, self.dtype, smem, rows.resolution)
         numbers = cute.make_rmem_tensor((ROWS, 3), Float32)
         scale_log2 = rows.scale * LOG2_E
         blocks = c.d // c.pieces // 16
         before = Int32(0)
-        for turn in cutlass.range(self.walk(n).turns, unroll=1):
-            cute.arch.mbarrier_wait(bar.opened, turn & 1)
-            counts = self.counts(smem, turn)
+        for wave in cutlass.range(self.tile_scheduler(n).waves, unroll=1):
+            wait_for(bar.published, wave)
+            counts = self.counts(smem, wave)
             tiles = sum(counts[1:], counts[0])
-            self.read_rows(smem, rows, sources, RowTile.read(smem.info[None, 0, turn & 1], n), thread)
+            self.read_rows(smem, rows, sources, RowTile.read(smem.info[None, 0, wave & 1], n), thread)
             for t in cutlass.range(tiles, unroll=1):
                 k, last = before + t, Int32(t == tiles - 1)
                 for r in cutlass.range_constexpr(ROWS):  # now, because loads queue up with right's additions to memory
                     for i in cutlass.range_constexpr(3):
                         numbers[r, i] = smem.numbers[row_of(thread, r), i]
                 for piece in cutlass.range_constexpr(c.pieces):
-                    cute.arch.mbarrier_wait(bar.q_full + piece, turn & 1)
-                    cute.arch.mbarrier_wait(bar.full + piece, k & 1)
+                    bar.q(piece).at(wave).wait_full()
+                    bar.k(piece).at(k).wait_full()
                     cute.arch.fence_proxy("async.shared", space="cta")  # the producer wrote through the generic proxy
                     here = range(piece * blocks, (piece + 1) * blocks)
                     multiply(qk, s, a_q, b_k, piece == 0, here)
                     multiply(qk, dp, a_do, b_k, piece == 0, here)
-                cute.arch.mbarrier_wait(bar.listed, k & 1)
-                gradient = self.find_gradient(smem, t < counts[0], sources, turn, n)
-                target = dkv.aim(gradient, smem.keys[None, k % STAGES], n)
+                wait_for(bar.listed, k)
+                gradient = self.find_gradient(smem, t < counts[0], sources, wave, n)
+                to = dkv.destination(gradient, smem.keys[None, k % STAGES], n)
                 warpgroup.wait_group(1)
                 if cutlass.const_expr(c.gathers):
                     mask_absent(s, find_absent(smem.keys[None, k % STAGES]))
                 else:
-                    self.mask_rows(s, smem, t, k % STAGES, turn & 1, thread)
+                    self.mask_rows(s, smem, t, k % STAGES, wave & 1, thread)
                 exponentiate(s, numbers, scale_log2)
                 warpgroup.wait_group(0)
-                dkv.leave_others(bar, last)
+                dkv.release_unread(bar, last)
                 differentiate(s, dp, numbers, rows.scale)
                 round_to(p, s)
                 round_to(ds, dp)
-                cute.arch.mbarrier_wait(bar.taken, (k & 1) ^ 1)
+                p_ds = bar.p_ds.at(k)
+                p_ds.wait_empty()
                 store_rows(qk, s, p, smem.p, thread)
                 store_rows(qk, dp, ds, smem.ds, thread)
                 cute.arch.fence_proxy("async.shared", space="cta")
-                cute.arch.mbarrier_arrive(bar.shared)
+                p_ds.arrive_full()
                 multiply(dsk, dq, ds, b_left, t == 0)
                 if cutlass.const_expr(c.chunks_of_left == 0):
                     warpgroup.wait_group(0)
-                    cute.arch.mbarrier_arrive(bar.empty + LEFT)
+                    bar.release_k(LEFT)
                 else:
-                    cute.arch.mbarrier_wait(bar.shared, k & 1)
+                    p_ds.wait_full()
                     warpgroup.wait_group(0)
-                    cute.arch.mbarrier_arrive(bar.empty + LEFT)
+                    bar.release_k(LEFT)
                     dkv.load(smem)
-                    cute.arch.mbarrier_arrive(bar.taken)
+                    p_ds.arrive_empty()
                     dkv.start()
-                    dkv.finish(bar, target, k, last)
+                    dkv.finish(bar, to, k, last)
             if tiles == 0:
-                self.skip_rows(bar, turn, dq)
-            self.store(dq, smem, rows, turn, n, LEFT)
+                self.skip_rows(bar, wave, dq)
+            self.store(dq, smem, rows, wave, n, LEFT)
             before = before + tiles
 
     @cute.jit
@@ -408,25 +314,26 @@ class LatentBwdSm90(LatentBackwardKernel):
         for r in cutlass.range_constexpr(ROWS):
             exists, query, head = tile.place(boxed, r)
             row = tile.row_index(query, head) * Int64(exists)
-            lse, weight, delta = (load(x + row) for x in (rows.lse, rows.weight, rows.delta))
+            lse, sink_factor, delta = (load(x + row) for x in (rows.lse, rows.sink_factor, rows.delta))
             sees, i = exists & (lse != -Float32.inf), row_of(thread, r)
             bounds = [
                 span_of(tile, source.operands("span", False), query, exists) for source in sources[: self.config.spans]
             ]
             if thread % 4 == 0:
                 smem.numbers[i, 0] = lse * LOG2_E if sees else Float32.inf
-                smem.numbers[i, 1] = weight if sees else Float32(0.0)
+                smem.numbers[i, 1] = sink_factor if sees else Float32(0.0)
                 smem.numbers[i, 2] = delta * rows.scale if sees else Float32(0.0)
                 for which, (start, stop) in enumerate(bounds):
                     smem.spans[i, 0, which], smem.spans[i, 1, which] = start, stop
         cute.arch.sync_warp()
 
     @cute.jit
-    def skip_rows(self, bar: Barriers, turn: Int32, dq: cute.Tensor):
+    def skip_rows(self, bar: Barriers, wave: Int32, dq: cute.Tensor):
         """Skips a tile in which no row sees a key: its dQ is 0."""
         for piece in cutlass.range_constexpr(self.config.pieces):
-            cute.arch.mbarrier_wait(bar.q_full + piece, turn & 1)
-            cute.arch.mbarrier_arrive(bar.q_empty + piece)
+            state = bar.q(piece).at(wave)
+            state.wait_full()
+            state.arrive_empty()
         dq.fill(0.0)
 
     @cute.jit
@@ -437,101 +344,59 @@ class LatentBwdSm90(LatentBackwardKernel):
         b_right = operand_b(dsk, transposed(cute.local_tile(smem.k, (c.tile_n, c.half), (0, RIGHT))))
         a_ds = operand_a(dsk, smem.ds)
         dq = accumulator(dsk, c.half)
-        dkv = KeyGradients.of(c, RIGHT, self.dtype, smem, rows.resolution)
+        dkv = KvGradient.of(c, RIGHT, self.dtype, smem, rows.resolution)
         before = Int32(0)
 
-        for turn in cutlass.range(self.walk(n).turns, unroll=1):
-            cute.arch.mbarrier_wait(bar.opened, turn & 1)
-            counts = self.counts(smem, turn)
+        for wave in cutlass.range(self.tile_scheduler(n).waves, unroll=1):
+            wait_for(bar.published, wave)
+            counts = self.counts(smem, wave)
             tiles = sum(counts[1:], counts[0])
             if tiles > 0:
                 for piece in cutlass.range_constexpr(c.pieces):
-                    cute.arch.mbarrier_wait(bar.q_full + piece, turn & 1)
+                    bar.q(piece).at(wave).wait_full()
             for t in cutlass.range(tiles, unroll=1):
                 k = before + t
                 stage, last = k % STAGES, Int32(t == tiles - 1)
-                cute.arch.mbarrier_wait(bar.listed, k & 1)
-                gradient = self.find_gradient(smem, t < counts[0], sources, turn, n)
-                target = dkv.aim(gradient, smem.keys[None, stage], n)
-                cute.arch.mbarrier_wait(bar.shared, k & 1)
+                wait_for(bar.listed, k)
+                gradient = self.find_gradient(smem, t < counts[0], sources, wave, n)
+                to = dkv.destination(gradient, smem.keys[None, stage], n)
+                p_ds = bar.p_ds.at(k)
+                p_ds.wait_full()
                 multiply(dsk, dq, a_ds, b_right, t == 0)
                 dkv.load(smem)
                 dkv.start()
                 warpgroup.wait_group(2 * c.under_way)
-                cute.arch.mbarrier_arrive(bar.empty + RIGHT)
-                cute.arch.mbarrier_arrive(bar.taken)
-                dkv.leave_others(bar, last)
-                dkv.finish(bar, target, k, last)
+                bar.release_k(RIGHT)
+                p_ds.arrive_empty()
+                dkv.release_unread(bar, last)
+                dkv.finish(bar, to, k, last)
             if tiles == 0:
-                self.skip_rows(bar, turn, dq)
-            self.store(dq, smem, rows, turn, n, RIGHT)
+                self.skip_rows(bar, wave, dq)
+            self.store(dq, smem, rows, wave, n, RIGHT)
             before = before + tiles
 
     @cute.jit
-    def find_gradient(self, smem: Shared, of_first: cutlass.Boolean, sources: tuple, turn: Int32, n: Extents) -> Int64:
+    def find_gradient(self, smem: Shared, of_first: cutlass.Boolean, sources: tuple, wave: Int32, n: Extents) -> Int64:
         """Where the gradient of this batch entry's and KV head's keys begins, in the source of a tile."""
-        base = self.gradient_of(sources[-1], smem, turn, n)
+        base = self.gradient_of(sources[-1], smem, wave, n)
         if cutlass.const_expr(len(sources) == 2):  # noqa: SIM102, at compile time
             if of_first:
-                base = self.gradient_of(sources[0], smem, turn, n)
+                base = self.gradient_of(sources[0], smem, wave, n)
         return base
 
-    def gradient_of(self, source: Source, smem: Shared, turn: Int32, n: Extents) -> Int64:
-        batch, kv_head = (cute.arch.make_warp_uniform(smem.info[i, 0, turn & 1]) for i in (1, 2))
+    def gradient_of(self, source: Source, smem: Shared, wave: Int32, n: Extents) -> Int64:
+        batch, kv_head = (cute.arch.make_warp_uniform(smem.info[i, 0, wave & 1]) for i in (1, 2))
         words = self.config.d * (self.config.sum_bytes // 4)
         return (source.dkv + (Int64(batch) * source.s_batch * n.h_kv + kv_head) * words).toint()
 
-    def store(self, dq: cute.Tensor, smem: Shared, rows: RowOperands, turn: Int32, n: Extents, side: int) -> None:
+    def store(self, dq: cute.Tensor, smem: Shared, rows: RowOperands, wave: Int32, n: Extents, side: int) -> None:
         """Stores half of dQ; it looks up again where the rows are, instead of keeping that in registers."""
-        tile = RowTile.read(smem.info[None, 0, turn & 1], n)
+        tile = RowTile.read(smem.info[None, 0, wave & 1], n)
         thread = thread_again()
         boxed = BoxedRows.of(n, 0, thread, self.config.gathers)
         ones = cute.make_rmem_tensor(ROWS, Float32)
         ones.fill(1.0)
         store_output(dq, ones, rows.dq, tile, boxed, side * self.config.half, thread, self.config.d)
-
-
-@cute.jit
-def mask_span(scores: cute.Tensor, spans: cute.Tensor, slot: cute.Tensor, key0: Int32, thread: Int32):
-    """-inf for every key that its row does not see, in the tile that begins with key0."""
-    s = by_row(scores)
-    keys = 4 * cute.size(s, mode=[1])
-    if key0 < slot[1] or key0 + keys > slot[2]:
-        column0 = key0 + cute.arch.lane_idx() % 4 * 2
-        for r in cutlass.range_constexpr(ROWS):
-            start, stop = (spans[row_of(thread, r), i] for i in range(2))
-            mask_row(s, r, start - column0, stop - column0)
-
-
-@cute.jit
-def find_absent(keys: cute.Tensor) -> cute.Tensor:
-    """A bit for every key of a tile: whether it is absent."""
-    absent = cute.make_rmem_tensor(cute.size(keys) // WARP, Uint32)
-    for word in cutlass.range_constexpr(cute.size(absent)):
-        absent[word] = Uint32(cute.arch.vote_ballot_sync(keys[word * WARP + cute.arch.lane_idx()] < 0))
-    return absent
-
-
-@cute.jit
-def exponentiate(scores: cute.Tensor, numbers: cute.Tensor, scale_log2: Float32):
-    """P <- exp(scale S - lse)."""
-    s = by_row(scores)
-    for r in cutlass.range_constexpr(ROWS):
-        shift = numbers[r, 0]
-        for i in cutlass.range_constexpr(cute.size(s, mode=[1])):
-            s[r, i] = exp2(s[r, i] * scale_log2 - shift)
-
-
-@cute.jit
-def differentiate(p: cute.Tensor, dp: cute.Tensor, numbers: cute.Tensor, scale: Float32):
-    """dP <- scale P (weight dP - delta), with delta scaled already; P <- weight P."""
-    p, dp = by_row(p), by_row(dp)
-    for r in cutlass.range_constexpr(ROWS):
-        weight, delta = numbers[r, 1], numbers[r, 2]
-        factor = weight * scale
-        for i in cutlass.range_constexpr(cute.size(p, mode=[1])):
-            dp[r, i] = p[r, i] * (dp[r, i] * factor - delta)
-            p[r, i] = p[r, i] * weight
 
 
 def compile(variant: MlaBackward, out_dir: Path) -> Compiled:
@@ -540,4 +405,4 @@ def compile(variant: MlaBackward, out_dir: Path) -> Compiled:
     config = Config(variant.d, variant.dtype, variant.sources, deterministic=variant.deterministic, cluster=cluster)
     if variant.deterministic:  # 64-bit sums take four times as many instructions, for which left has no registers
         config = replace(config, chunks_of_left=0)
-    return compile_backward(LatentBwdSm90(config), variant, out_dir, name="mla_bwd_sm90", cluster=config.cluster)
+    return MlaBwdSm90(config).compile(variant, out_dir, cluster=config.cluster)

@@ -1,10 +1,15 @@
-"""Barriers and SMEM, which the roles of `latent_bwd` share."""
+"""Barriers and SMEM, which the roles of `mla_bwd` share."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
 
 from kernels.lib.launch import WARP, WARPGROUP
+from kernels.lib.pipeline import Ring
+from kernels.lib.rows import PUBLISHED
+from kernels.lib.tiles import TileAllocator
 
 LEFT, RIGHT = 0, 1  # a warpgroup, and its half of dQ's columns
 STAGES = 2  # numbers in the list of a tile of keys
@@ -12,7 +17,7 @@ STAGES = 2  # numbers in the list of a tile of keys
 
 @dataclass(frozen=True)
 class Barriers:
-    """mbarriers in SMEM, by what they announce."""
+    """mbarriers in SMEM. Every ring has one stage."""
 
     first: cute.Pointer
 
@@ -21,38 +26,31 @@ class Barriers:
     def initialise(self, takers: int) -> None:
         """One thread initialises them; `takers` sides read P and dS. All others arrive thread by thread."""
         for barriers, count, arrivals in (
-            (self.q_full, 4, WARPGROUP),
-            (self.q_empty, 4, 2 * WARPGROUP),
-            (self.full, 4, WARPGROUP),
-            (self.empty, 2, WARPGROUP),
+            (self.q(0).full, 4, WARPGROUP),
+            (self.q(0).empty, 4, 2 * WARPGROUP),
+            (self.k(0).full, 4, WARPGROUP),
+            (self.k(0).empty, 2, WARPGROUP),
             (self.listed, 1, WARPGROUP),
-            (self.shared, 1, WARPGROUP),
-            (self.taken, 1, takers * WARPGROUP),
-            (self.opened, 1, 1),
-            (self.arrived, 2, WARPGROUP),
-            (self.read, 2, WARPGROUP // WARP),
+            (self.p_ds.full, 1, WARPGROUP),
+            (self.p_ds.empty, 1, takers * WARPGROUP),
+            (self.published, 1, 1),
+            (self.received(0).full, 2, WARPGROUP),
+            (self.received(0).empty, 2, WARPGROUP // WARP),
         ):
             for i in range(count):
                 cute.arch.mbarrier_init(barriers + i, arrivals)
 
-    @property
-    def q_full(self) -> cute.Pointer:
-        """By piece of the columns: Q and dO are in SMEM."""
-        return self.first
+    def q(self, piece: int) -> Ring:
+        """A piece of the columns of Q and dO."""
+        return Ring(self.first + piece, self.first + (4 + piece))
 
-    @property
-    def q_empty(self) -> cute.Pointer:
-        return self.first + 4
+    def k(self, piece: int) -> Ring:
+        """A piece of the columns of a tile of keys; the two of a half are freed together, by the side that reads them
+        last."""
+        return Ring(self.first + (8 + piece), self.first + (12 + piece // 2))
 
-    @property
-    def full(self) -> cute.Pointer:
-        """By piece of the columns: a tile of keys is in SMEM."""
-        return self.first + 8
-
-    @property
-    def empty(self) -> cute.Pointer:
-        """By half of the columns: the side that reads it last is done."""
-        return self.first + 12
+    def release_k(self, half: int) -> None:
+        cute.arch.mbarrier_arrive(self.first + (12 + half))
 
     @property
     def listed(self) -> cute.Pointer:
@@ -60,28 +58,18 @@ class Barriers:
         return self.first + 14
 
     @property
-    def shared(self) -> cute.Pointer:
-        """P and dS are in SMEM."""
-        return self.first + 15
+    def p_ds(self) -> Ring:
+        """P and dS."""
+        return Ring(self.first + 15, self.first + 16)
 
     @property
-    def taken(self) -> cute.Pointer:
-        return self.first + 16
-
-    @property
-    def opened(self) -> cute.Pointer:
+    def published(self) -> cute.Pointer:
         """The producer's findings about a row tile are in SMEM."""
         return self.first + 17
 
-    @property
-    def arrived(self) -> cute.Pointer:
-        """By slot: the peer's part of a chunk is in SMEM."""
-        return self.first + 18
-
-    @property
-    def read(self) -> cute.Pointer:
-        """By slot: the peer has read the numbers that it got."""
-        return self.first + 20
+    def received(self, slot: int) -> Ring:
+        """The peer's part of a chunk; the peer learns when it has been read."""
+        return Ring(self.first + (18 + slot), self.first + (20 + slot))
 
 
 @dataclass(frozen=True)
@@ -91,10 +79,23 @@ class Shared:
     q: cute.Tensor  # (64, d)
     do: cute.Tensor  # (64, d)
     k: cute.Tensor  # (64, d)
-    p: cute.Tensor  # (64, keys): weight P
+    p: cute.Tensor  # (64, keys): P, times the sink's factor
     ds: cute.Tensor  # (64, keys)
     out: cute.Tensor  # (float32, 2): a chunk of dKV on its way out of either side, or two from the peer
     keys: cute.Tensor  # (keys, stage): the place of each key in its source, or -1
-    numbers: cute.Tensor  # (64, 3): for each row lse in units of log2, weight, and scaled delta
+    numbers: cute.Tensor  # (64, 3): for each row lse in units of log2, the sink's factor, and scaled delta
     spans: cute.Tensor | None  # (64, 2, source): start and stop, where rows differ
     info: cute.Tensor  # (PUBLISHED, row tile and each source, row tile & 1): numbers that the producer found
+
+    @staticmethod
+    def allocate(c: Any, dtype) -> tuple[Barriers, "Shared"]:
+        smem = TileAllocator(dtype)
+        q, do, k = smem.tile(c.tile_m, c.d), smem.tile(c.tile_m, c.d), smem.tile(c.tile_n, c.d)
+        p, ds = (smem.tile(c.tile_m, c.tile_n) for _ in range(2))
+        out = smem.allocate_tensor(Float32, cute.make_layout((c.slot_bytes // 4, 2)), 1024)
+        keys = smem.allocate_tensor(Int32, cute.make_layout((c.tile_n, STAGES)), 16)
+        info = smem.allocate_tensor(Int32, cute.make_layout((PUBLISHED, 1 + len(c.sources), 2)), 16)
+        numbers = smem.allocate_tensor(Float32, cute.make_layout((c.tile_m, 3)), 16)
+        spans = smem.allocate_tensor(Int32, cute.make_layout((c.tile_m, 2, c.spans)), 16) if c.spans else None
+        bar = Barriers(smem.allocate_array(Int64, Barriers.COUNT))
+        return bar, Shared(q, do, k, p, ds, out, keys, numbers, spans, info)

@@ -1,4 +1,4 @@
-"""Compile-time choices of `latent_sm90`, and the tiles, counts and sizes that follow from them."""
+"""Compile-time choices of `mla_fwd_sm90`, and the tiles, counts and sizes that follow from them."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from kernels.lib.rows import PUBLISHED
 from kernels.lib.wgmma import SLAB
 from kernels.packings import PACKED
 
-from .key_tiles import Barriers
+from .smem import Barriers
 
 
 @dataclass(frozen=True)
@@ -17,8 +17,8 @@ class Config:
 
     d: int
     dtype: str
-    sources: tuple[str, ...]  # kinds of the sources, in the order of the walk: "span", "selection" or one of PACKED
-    more: int = 0  # keys that odd tiles have beyond tile_n, which a separate warp copies
+    sources: tuple[str, ...]  # their kinds, in the order in which they are taken: "span", "selection" or one of PACKED
+    extra_keys: int = 0  # keys that odd tiles have beyond tile_n, which a separate warp copies
     cluster: int = 1  # CTAs with heads of the same query; two unpack keys for one another
     tile_m: int = 64
     tile_n: int = 64
@@ -42,12 +42,12 @@ class Config:
     @property
     def tile_keys(self) -> tuple[int, int]:
         """Keys of the even and of the odd tile of a pair."""
-        return self.tile_n, self.tile_n + self.more
+        return self.tile_n, self.tile_n + self.extra_keys
 
     @property
     def slabs_of_o(self) -> int:
-        """Separate places for each side's outgoing O, besides that of its weights."""
-        return 0 if self.more else 1
+        """Separate places for each side's outgoing O, besides that of its P."""
+        return 0 if self.extra_keys else 1
 
     @property
     def threads(self) -> int:
@@ -120,9 +120,9 @@ class Config:
     @property
     def smem_bytes(self) -> int:
         barriers = 8 * sum(Barriers.COUNTS)
-        weights_and_o = 2 * self.tile_m * (sum(self.tile_keys) + 2 * self.slabs_of_o * SLAB)
+        p_and_o = 2 * self.tile_m * (sum(self.tile_keys) + 2 * self.slabs_of_o * SLAB)
         rows, infos = 4 * self.tile_m * 2, 4 * 2 * PUBLISHED * (1 + len(self.sources))
-        return (self.tile_m + sum(self.tile_keys)) * self.row_bytes + weights_and_o + rows + infos + barriers
+        return (self.tile_m + sum(self.tile_keys)) * self.row_bytes + p_and_o + rows + infos + barriers
 
     def __post_init__(self):
         if self.d % (2 * SLAB) or self.half > 256:
@@ -134,6 +134,6 @@ class Config:
         if wanted > self.threads // WARPGROUP * at_launch:  # or the last to ask would wait for ever
             raise ValueError(f"a launch gives {at_launch} registers a thread, too few for {self.registers}")
         if self.tile_n != SLAB:
-            raise ValueError(f"tile_n must be {SLAB}, for O is staged where a tile's weights stand, got {self.tile_n}")
+            raise ValueError(f"tile_n must be {SLAB}, for O is staged where a tile's P stands, got {self.tile_n}")
         if self.smem_bytes > SMEM_LIMIT:
             raise ValueError(f"needs {self.smem_bytes} bytes of SMEM, {SMEM_LIMIT} fit: {self}")

@@ -2,122 +2,74 @@
 
 O of 64 rows is 64 x 512 in fp32, half the register file, so two warpgroups own 256 columns each and every key tile is
 read by both. Key tiles of 64 go two by two: "left" computes the scores of the even one, "right" of the odd one, and
-each multiplies the weights of both with its own half of the columns, its own weights from registers, the other's from
-SMEM. Left and right pass the maximum of a row to and fro, and keep all sums under the newest one. Where a tile of rows
-has heads of several queries, which together see a window and a few keys more, odd tiles are longer.
+each multiplies P of both with its own half of the columns, its own P from registers, the other's from SMEM. Left and
+right pass the maximum of a row to and fro, and keep all sums under the newest one. Where a tile of rows has heads of
+several queries, which together see a window and a few keys more, odd tiles are longer.
 
     left    S0 = Q K0'  max0 > P0  O_l += P0 K0_l      > P0 *= f -> SMEM   O_l += P1 K1_l   S0 of the next pair
                              \\                        /              \\     /
     right   S1 = Q K1'        > max1 > P1  O_r += P1 K1_r   P1 -> SMEM   > O_r += P0 K0_r   S1 of the next pair
 
-So one's softmax runs under the other's products: FlashMLA's seesaw schedule. With its last weights a side hands over
+So one's softmax runs under the other's products: FlashMLA's seesaw schedule. With its last P a side hands over
 the sums of its rows. A tile is refilled by halves of its columns, each as soon as it is read for the last time. Warps
 are specialised and CTAs persistent: one takes every gridDim-th tile of rows, and the producer runs ahead into the next
-one. Q's SMEM is free after the last scores, because O goes through the weights' SMEM, slab by slab, and TMA stores it
+one. Q's SMEM is free after the last scores, because O goes through P's SMEM, slab by slab, and TMA stores it
 during the work on the next tile.
 
-The keys come from one or more sources, walked one after the other as one sequence of tiles under one softmax: spans
+The keys come from one or more sources, taken one after the other as one sequence of tiles under one softmax: spans
 (contiguous: a window, a dense cache) and selections (by index), which may be packed. Spans alone are loaded by TMA;
 with a selection among them all are gathered with cp.async. Packed keys are unpacked by two producer warpgroups, or by
 those of a cluster of two CTAs, each of which does half of the keys for both.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
-from cutlass.memory import SmemAllocator
 
 from kernels.abi import ANY, Forward
 from kernels.aot import Compiled
 from kernels.lib.cluster import CLUSTER, arrive, await_others
-from kernels.lib.forward import ForwardKernel, compile_forward
+from kernels.lib.forward import ForwardKernel
 from kernels.lib.launch import WARP, WARPGROUP
-from kernels.lib.output import SlabStores, store_part
-from kernels.lib.rows import PUBLISHED, BoxedRows, Extents, RowTile, Walk, row_of
+from kernels.lib.output import store_part
+from kernels.lib.pipeline import wait_for
+from kernels.lib.rows import BoxedRows, Extents, RowTile
 from kernels.lib.selections import GATHERED, SelectedRows, open_selection, read_selection
-from kernels.lib.softmax import ROWS, RowResults, Softmax, rescale_rows, scale_rows
-from kernels.lib.spans import SpanOperands, ask_span, open_span, read_span
+from kernels.lib.softmax import ROWS, RowResults, rescale_rows, scale_rows
+from kernels.lib.spans import SpanOperands, open_span, prefetch_span, read_span
 from kernels.lib.splits import on_source, own_part
+from kernels.lib.tile_scheduler import TileScheduler
 from kernels.lib.wgmma import (
     K_MAJOR,
-    MN_MAJOR,
     SLAB,
-    accumulator,
     multiply,
-    operand_a,
-    operand_b,
-    operand_layout,
-    register_operand,
     round_to,
-    seen_as,
-    slab_layout,
     store_rows,
     tiled_mma,
     tma_tiles,
-    transposed,
     zero_rows,
 )
 from kernels.packings import PACKED
 
 from .config import Config
-from .key_tiles import EVEN, LEFT, ODD, RIGHT, Barriers, KeyTiles, Work
+from .consumer import WARPGROUP_MET, Consumer, Rows, hand_over, take_over
+from .key_tiles import KeyTiles, Work
 from .packed import packed_operands
 from .packed_tiles import load_packed
 from .paired_tiles import load_paired
+from .smem import EVEN, LEFT, ODD, RIGHT, Barriers, Shared
 
-MORE = 16  # keys: a step of K in a WGMMA
-
-WARPGROUP_MET = 1  # named barriers, + LEFT and + RIGHT: all threads of the one warpgroup have come
-
-
-@dataclass(frozen=True)
-class Shared:
-    """SMEM beside the barriers."""
-
-    q: cute.Tensor  # (64, d)
-    k: tuple[cute.Tensor, ...]  # (keys, d), by tile of the pair
-    p: tuple[cute.Tensor, ...]  # (64, keys), by tile of the pair: the weights
-    o: tuple[tuple[cute.Tensor, ...], ...]  # (64, SLAB), by warpgroup: O on its way out, in the end where p is
-    max: cute.Tensor  # (64, warpgroup): the running maximum that each hands over; then what the other's sum ends with
-    info: cute.Tensor  # (PUBLISHED, row tile and each source, row tile & 1): numbers that the producer found
+EXTRA_KEYS = 16  # keys: a step of K in a WGMMA
 
 
-class Rows(NamedTuple):
-    """The rows of a tile that a thread holds, with their numbers."""
+class MlaFwdSm90(ForwardKernel):
+    symbol = "mla_fwd_sm90"
 
-    tile: RowTile
-    boxed: BoxedRows
-    results: RowResults
-
-
-@dataclass(frozen=True)
-class Consumer:
-    """State that a consumer thread keeps from row tile to row tile: barriers, SMEM, operands and registers."""
-
-    bar: Barriers
-    smem: Shared
-    thread: Int32
-    qk: cute.TiledMma
-    pv: cute.TiledMma
-    pv_other: cute.TiledMma
-    a: cute.Tensor  # Q
-    b_own: cute.Tensor  # this side's tile as K
-    b_value: tuple[cute.Tensor, ...]  # this side's columns as V, by tile of the pair
-    a_other: cute.Tensor  # the other side's weights
-    scores: cute.Tensor
-    weights: cute.Tensor
-    out: cute.Tensor
-    products: cute.Tensor  # the same registers, by `columns_o`
-    softmax: Softmax
-    stores: SlabStores
-
-
-class LatentSm90(ForwardKernel):
     @property
     def kinds(self) -> dict[str, type]:
         """Operands of selections, by the kind of a source."""
@@ -135,10 +87,10 @@ class LatentSm90(ForwardKernel):
     ):
         c = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        bar, smem = self.allocate()
+        bar, smem = Shared.allocate(c, self.dtype)
         if warp == 0:
             with cute.arch.elect_one():
-                bar.initialise(c.fillers, WARP if c.more else 0)
+                bar.initialise(c.fillers, WARP if c.extra_keys else 0)
             cute.arch.mbarrier_init_fence()
         arrive(c.cluster)
         cute.arch.griddepcontrol_launch_dependents()  # `combine`, where it follows, waits for this grid itself
@@ -149,9 +101,9 @@ class LatentSm90(ForwardKernel):
                 self.produce(bar, smem, rows_of_q, sources, n)
                 # A grid that began early ends after the grid before it, so that what follows waits for this one alone.
                 cute.arch.griddepcontrol_wait()
-            elif cutlass.const_expr(c.more > 0):  # noqa: SIM102, at compile time
+            elif cutlass.const_expr(c.extra_keys > 0):  # noqa: SIM102, at compile time
                 if warp == 1:
-                    self.produce_more(bar, smem, sources[0], n)
+                    self.produce_extra_keys(bar, smem, sources[0], n)
         else:
             cute.arch.setmaxregister_increase(c.registers[1])
             await_others(c.cluster)
@@ -160,23 +112,6 @@ class LatentSm90(ForwardKernel):
                 self.consume(LEFT, bar, smem, operands, output, results, scale_log2, n)
             else:
                 self.consume(RIGHT, bar, smem, operands, output, results, scale_log2, n)
-
-    def allocate(self) -> tuple[Barriers, Shared]:
-        c = self.config
-        smem = SmemAllocator()
-
-        def tile(layout: cute.ComposedLayout) -> cute.Tensor:
-            return smem.allocate_tensor(self.dtype, layout.outer, 1024, swizzle=layout.inner)
-
-        q = tile(slab_layout(self.dtype, c.tile_m, c.d))
-        k = tuple(tile(slab_layout(self.dtype, keys, c.d)) for keys in c.tile_keys)
-        p = tuple(tile(operand_layout(self.dtype, c.tile_m, keys)) for keys in c.tile_keys)
-        slab = slab_layout(self.dtype, c.tile_m, SLAB)
-        o = tuple((*(tile(slab) for _ in range(c.slabs_of_o)), seen_as(weights, slab)) for weights in p)
-        maxima = smem.allocate_tensor(Float32, cute.make_layout((c.tile_m, 2)), 16)
-        info = smem.allocate_tensor(Int32, cute.make_layout((PUBLISHED, 1 + len(c.sources), 2)), 16)
-        bar = Barriers.at(smem.allocate_array(Int64, sum(Barriers.COUNTS)), c.cluster)
-        return bar, Shared(q, k, p, o, maxima, info)
 
     # ---- producer
 
@@ -187,19 +122,20 @@ class LatentSm90(ForwardKernel):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         tma_q, mQ = row_source
         keys = KeyTiles(c)
-        walk, evens0, odds0 = self.walk(n), Int32(0), Int32(0)
+        scheduler, fills = self.tile_scheduler(n), (Int32(0), Int32(0))
         before = (Int32(-1),) * 4
-        for turn in cutlass.range(walk.turns, unroll=1):
-            tile = walk.tile(turn)
+        for wave in cutlass.range(scheduler.waves, unroll=1):
+            tile = scheduler.tile(wave)
             opened = own_part(tuple(self.open(source[-1], tile) for source in sources), tile, c.unit)
             if warp == 0:
-                cute.arch.mbarrier_wait(bar.q_empty, (turn & 1) ^ 1)
+                q = bar.q.at(wave)
+                q.wait_empty()
                 with cute.arch.elect_one():
-                    for which, thing in enumerate((tile, *opened)):
-                        thing.publish(smem.info[None, which, turn & 1])
-                    cute.arch.mbarrier_arrive_and_expect_tx(bar.q_full, n.box_inner * n.box_outer * c.row_bytes)
+                    for which, x in enumerate((tile, *opened)):
+                        x.publish(smem.info[None, which, wave & 1])
+                    q.expect_full(n.box_inner * n.box_outer * c.row_bytes)
                 gQ, sQ = tma_tiles(tma_q, tile.of(mQ, c.tile_m, c.d)[None, None, 0], smem.q)
-                cute.copy(tma_q, gQ, sQ, tma_bar_ptr=bar.q_full)
+                cute.copy(tma_q, gQ, sQ, tma_bar_ptr=q.full)
             again = cutlass.Boolean(False)
             if cutlass.const_expr(c.run > 1):
                 now = (tile.batch, tile.kv_head, opened[0].lo, opened[0].hi)
@@ -207,9 +143,9 @@ class LatentSm90(ForwardKernel):
                 for x, y in zip(now, before, strict=True):
                     again = again & (x == y)
                 before = now
-            work = Work(opened, (), evens0, odds0, again=again)
+            work = Work(opened, (), fills, again=again)
             if cutlass.const_expr(c.cluster > 1):
-                if turn == 0:
+                if wave == 0:
                     await_others(c.cluster)
                 load_paired(c, bar, smem.k, work)
             elif cutlass.const_expr(c.unpacks):
@@ -218,32 +154,32 @@ class LatentSm90(ForwardKernel):
                 keys.gather(bar, smem.k, work)
             else:
                 keys.load(bar, smem.k, work, sources, tile)
-            evens0, odds0 = evens0 + work.evens, odds0 + work.odds
+            fills = work.fills_after()
         if cutlass.const_expr(c.cluster > 1):  # no CTA ends while its peer may still access it
-            bar.await_readers(evens0, odds0)
+            bar.await_readers(fills)
 
     @cute.jit
-    def produce_more(self, bar: Barriers, smem: Shared, source: tuple, n: Extents):
+    def produce_extra_keys(self, bar: Barriers, smem: Shared, source: tuple, n: Extents):
         """A separate warp loads the last keys of odd tiles."""
         c = self.config
-        walk, odds0 = self.walk(n), Int32(0)
-        for turn in cutlass.range(walk.turns, unroll=1):
-            tile = walk.tile(turn)
+        scheduler, fills = self.tile_scheduler(n), Int32(0)
+        for wave in cutlass.range(scheduler.waves, unroll=1):
+            tile = scheduler.tile(wave)
             (span,) = own_part((self.open(source[-1], tile),), tile, c.unit)
             place = tile.key(source[2], span.operands.s_kv, span.lo, c.d)
-            KeyTiles(c).load_more(bar, smem.k[ODD], span, odds0, place)
-            odds0 = odds0 + span.tiles // 2
+            KeyTiles(c).load_extra_keys(bar, smem.k[ODD], span, fills, place)
+            fills = fills + span.tiles // 2
 
-    def walk(self, n: Extents) -> Walk:
+    def tile_scheduler(self, n: Extents) -> TileScheduler:
         """Where keys are gathered, heads of one query follow one another, so that they share the keys in L2."""
         c = self.config
-        return Walk.of(n, Int32(1), 1, cluster=c.cluster) if c.gathers else Walk.of(n, run=c.run)
+        return TileScheduler.of(n, Int32(1), 1, cluster=c.cluster) if c.gathers else TileScheduler.of(n, run=c.run)
 
     def open(self, operands: Any, tile: RowTile) -> Any:
         c = self.config
         if isinstance(operands, SpanOperands):
-            asked = ask_span(operands, tile, c.tile_m)
-            return open_span(operands, tile, c.tile_n, asked, c.more, flush=not c.more)
+            bounds = prefetch_span(operands, tile, c.tile_m)
+            return open_span(operands, tile, c.tile_n, bounds, c.extra_keys, flush=not c.extra_keys)
         return open_selection(operands, tile, c.tile_n, c.d)
 
     # ---- consumers
@@ -262,60 +198,31 @@ class LatentSm90(ForwardKernel):
     ):
         """One warpgroup: its half of O's columns, of every row tile of this CTA."""
         c = self.config
-        w = self.consumer(side, bar, smem, output[0], scale_log2)
-        evens0, odds0 = Int32(0), Int32(0)
+        w = Consumer.of(c, self.dtype, side, bar, smem, output[0], scale_log2)
+        fills = (Int32(0), Int32(0))
         boxed = BoxedRows.of(n, 0, w.thread, c.gathers)
-        for turn in cutlass.range(self.walk(n).turns, unroll=1):
-            cute.arch.mbarrier_wait(bar.q_full, turn & 1)
-            tile = RowTile.read(smem.info[None, 0, turn & 1], n)
+        for wave in cutlass.range(self.tile_scheduler(n).waves, unroll=1):
+            bar.q.at(wave).wait_full()
+            tile = RowTile.read(smem.info[None, 0, wave & 1], n)
             sources = tuple(
-                self.reopen(x, tile, smem.info[None, 1 + which, turn & 1]) for which, x in enumerate(operands)
+                self.reopen(x, tile, smem.info[None, 1 + which, wave & 1]) for which, x in enumerate(operands)
             )
-            work, rows = Work(sources, (None,) * len(sources), evens0, odds0), Rows(tile, boxed, results)
+            work, rows = Work(sources, (None,) * len(sources), fills), Rows(tile, boxed, results)
             self.attend(side, w, work, rows)
             cute.arch.mbarrier_arrive(bar.all_read)
             if n.splits > 1:
-                cute.arch.mbarrier_wait(bar.all_read, turn & 1)
+                wait_for(bar.all_read, wave)
             if n.splits == 1:
-                self.store(side, w, turn, tile.of(output[1], c.tile_m, SLAB))
+                self.store(side, w, wave, tile.of(output[1], c.tile_m, SLAB))
             else:
                 store_part(w.out, w.softmax, results.o_parts, tile, boxed, side * c.half, w.thread, c.d)
-            evens0, odds0 = evens0 + work.evens, odds0 + work.odds
+            fills = work.fills_after()
         cute.arch.cp_async_bulk_wait_group(0, read=True)
-
-    def consumer(self, side: int, bar: Barriers, smem: Shared, tma_o: cute.CopyAtom, scale_log2: Float32) -> Consumer:
-        c, thread = self.config, cute.arch.thread_idx()[0] % WARPGROUP
-        keys = c.tile_keys[side]
-        qk = tiled_mma(self.dtype, keys, K_MAJOR)
-        pv = tiled_mma(self.dtype, c.columns_o, MN_MAJOR, warpgroup.OperandSource.RMEM)
-        pv_other = tiled_mma(self.dtype, c.columns_o, MN_MAJOR)
-        out = accumulator(tiled_mma(self.dtype, c.half, MN_MAJOR), c.half)
-        return Consumer(
-            bar,
-            smem,
-            thread,
-            qk=qk,
-            pv=pv,
-            pv_other=pv_other,
-            a=operand_a(qk, smem.q),
-            b_own=operand_b(qk, smem.k[side]),
-            b_value=tuple(
-                operand_b(pv, transposed(cute.local_tile(k, (cute.size(k, mode=[0]), c.half), (0, side))))
-                for k in smem.k
-            ),
-            a_other=operand_a(pv_other, smem.p[1 - side]),
-            scores=accumulator(qk, keys),
-            weights=register_operand(pv, keys, self.dtype),
-            out=out,
-            products=cute.make_tensor(out.iterator, pv.partition_shape_C((c.tile_m, c.half))),
-            softmax=Softmax.of(scale_log2),
-            stores=SlabStores(tma_o, smem.o[side], WARPGROUP_MET + side, thread),
-        )
 
     def reopen(self, operands: Any, tile: RowTile, slot: cute.Tensor) -> Any:
         c = self.config
         if isinstance(operands, SpanOperands):
-            return read_span(operands, tile, c.tile_n, slot, c.more, flush=not c.more)
+            return read_span(operands, tile, c.tile_n, slot, c.extra_keys, flush=not c.extra_keys)
         return read_selection(operands, tile, c.tile_n, c.d, slot)
 
     @cute.jit
@@ -336,7 +243,7 @@ class LatentSm90(ForwardKernel):
         w.softmax.start(*rows)
         if self.config.gathers:
             seen = (SelectedRows.of(work.sources),)
-            seen[0].foresee(side)
+            seen[0].prefetch(side)
         else:
             seen = tuple(source.of_rows(rows.boxed) for source in work.sources)
         w.stores.await_reads()
@@ -397,16 +304,16 @@ class LatentSm90(ForwardKernel):
         s.finish(*rows[:2], w.thread, rows.results, writes_lse=side == LEFT)
 
     @cute.jit
-    def store(self, side: cutlass.Constexpr, w: Consumer, turn: Int32, target: cute.Tensor):
+    def store(self, side: cutlass.Constexpr, w: Consumer, wave: Int32, target: cute.Tensor):
         """Stores this side's half of O, normalised, slab by slab."""
         c, mma = self.config, tiled_mma(self.dtype, SLAB, K_MAJOR)
         slabs, slab = c.half // SLAB, cute.make_tensor(w.scores.iterator, mma.partition_shape_C((c.tile_m, SLAB)))
         for i in cutlass.range_constexpr(slabs):
             if cutlass.const_expr(i == c.slabs_of_o):
-                cute.arch.mbarrier_wait(w.bar.all_read, turn & 1)  # the other side no longer reads this one's weights
+                wait_for(w.bar.all_read, wave)  # the other side no longer reads this one's P
             for x in cutlass.range_constexpr(cute.size(slab)):
                 slab[x] = w.out[i * cute.size(slab) + x] * w.softmax.factor[x // 2 % ROWS]
-            w.stores.store(i, mma, slab, w.weights, target[None, None, side * slabs + i])
+            w.stores.store(i, mma, slab, w.p, target[None, None, side * slabs + i])
 
     @cute.jit
     def issue_scores(
@@ -420,19 +327,20 @@ class LatentSm90(ForwardKernel):
     ):
         """Issues Q K' of this side's tile over one half of d. It first clears keys of the tile that no row sees."""
         c = self.config
-        full, parity = w.bar.full + 2 * side, (pair + (work.evens0, work.odds0)[side]) & 1
-        cute.arch.mbarrier_wait(full + half, parity)
+        fill = work.fill(side, pair)
+        w.bar.k(side, half).at(fill).wait_full()
         if cutlass.const_expr(fresh and not c.gathers):
+            other_half = w.bar.k(side, 1 - half).full
 
             @cute.jit
             def clear(source: Any, t: Int32):
                 if source.needs_clearing(t):
-                    cute.arch.mbarrier_wait(full + (1 - half), parity)
+                    wait_for(other_half, fill)
                     zero_rows(w.smem.k[side], source.unseen_from(t), w.thread, WARPGROUP)
                     cute.arch.barrier(barrier_id=WARPGROUP_MET + side, number_of_threads=WARPGROUP)
 
             on_source(work.sources, 2 * pair + side, clear)
-        if cutlass.const_expr(c.gathers or (c.more > 0 and side == RIGHT)):
+        if cutlass.const_expr(c.gathers or (c.extra_keys > 0 and side == RIGHT)):
             cute.arch.fence_proxy("async.shared", space="cta")  # the producer wrote through the generic proxy
         blocks = c.half // 16
         multiply(w.qk, w.scores, w.a, w.b_own, fresh, range(half * blocks, (half + 1) * blocks))
@@ -455,7 +363,7 @@ class LatentSm90(ForwardKernel):
     def mask(self, w: Consumer, work: Work, t: Int32 | int) -> None:
         on_source(work.rows, t, mask, w.scores)
         if self.config.gathers:
-            work.rows[0].foresee(t + 2)  # long before the next fence, which waits for loads as well
+            work.rows[0].prefetch(t + 2)  # long before the next fence, which waits for loads as well
 
     @cute.jit
     def left_pair(
@@ -475,21 +383,21 @@ class LatentSm90(ForwardKernel):
         cute.arch.mbarrier_arrive(w.bar.max_shared + LEFT)
         s.decay()
         s.exponentiate(w.scores)
-        round_to(w.weights, w.scores)
+        round_to(w.p, w.scores)
         if cutlass.const_expr(not has_odd):
-            self.share_weights(w, LEFT, True)
+            self.share_p(w, LEFT, True)
         fresh = first if has_odd else pair == 0
         rescale_rows(w.out, s.factor, fresh)
-        multiply(w.pv, w.products, w.weights, w.b_value[EVEN], fresh)
+        multiply(w.pv, w.products, w.p, w.b_value[EVEN], fresh)
         if cutlass.const_expr(has_odd):
             warpgroup.wait_group(0)
             w.bar.release(EVEN, LEFT)
-            self.adopt_max(w, RIGHT, work.odds0 + pair)
+            self.adopt_max(w, RIGHT, work.fill(ODD, pair))
             scale_rows(w.scores, s.factor)
-            round_to(w.weights, w.scores)
-            self.share_weights(w, LEFT, pair == work.evens - 1)
+            round_to(w.p, w.scores)
+            self.share_p(w, LEFT, pair == work.evens - 1)
             rescale_rows(w.out, s.factor)
-        cute.arch.mbarrier_wait(w.bar.weights_shared + RIGHT, (work.evens0 + pair) & 1)
+        wait_for(w.bar.p_shared + RIGHT, work.fill(EVEN, pair))
         if cutlass.const_expr(has_odd):
             multiply(w.pv_other, w.products, w.a_other, w.b_value[ODD])
 
@@ -499,21 +407,21 @@ class LatentSm90(ForwardKernel):
         s = w.softmax
         self.mask(w, work, 2 * pair + 1)
         s.remember_max()
-        cute.arch.mbarrier_wait(w.bar.max_shared + LEFT, (work.evens0 + pair) & 1)
+        wait_for(w.bar.max_shared + LEFT, work.fill(EVEN, pair))
         take_over(w.smem.max, LEFT, s.row_max, w.thread)
         s.raise_max(w.scores)
         hand_over(w.smem.max, RIGHT, s.row_max, w.thread)
         cute.arch.mbarrier_arrive(w.bar.max_shared + RIGHT)
         s.decay()
         s.exponentiate(w.scores)
-        round_to(w.weights, w.scores)
+        round_to(w.p, w.scores)
         rescale_rows(w.out, s.factor, first)
-        multiply(w.pv, w.products, w.weights, w.b_value[ODD], first)
-        self.share_weights(w, RIGHT, pair == work.evens - 1)
+        multiply(w.pv, w.products, w.p, w.b_value[ODD], first)
+        self.share_p(w, RIGHT, pair == work.evens - 1)
         if cutlass.const_expr(self.config.unpacks):  # whose producer has keys in registers, and waits for a place
             warpgroup.wait_group(0)
             w.bar.release(ODD, RIGHT)
-        cute.arch.mbarrier_wait(w.bar.weights_shared + LEFT, (work.evens0 + pair) & 1)
+        wait_for(w.bar.p_shared + LEFT, work.fill(EVEN, pair))
         multiply(w.pv_other, w.products, w.a_other, w.b_value[EVEN])
         if pair == work.evens - 1:
             self.finish(RIGHT, w, rows)
@@ -526,29 +434,29 @@ class LatentSm90(ForwardKernel):
     @cute.jit
     def right_without_odd(self, w: Consumer, work: Work):
         """The last pair has only an even tile: its product stays in flight. Left gets this side's sum."""
-        uses = work.evens0 + work.odds
-        self.adopt_max(w, LEFT, uses)
+        fill = work.fill(EVEN, work.odds)
+        self.adopt_max(w, LEFT, fill)
         self.share_sum(w, RIGHT)
-        cute.arch.mbarrier_arrive(w.bar.weights_shared + RIGHT)
+        cute.arch.mbarrier_arrive(w.bar.p_shared + RIGHT)
         rescale_rows(w.out, w.softmax.factor)
-        cute.arch.mbarrier_wait(w.bar.weights_shared + LEFT, uses & 1)
+        wait_for(w.bar.p_shared + LEFT, fill)
         multiply(w.pv_other, w.products, w.a_other, w.b_value[EVEN], fresh=work.odds == 0)
 
     @cute.jit
-    def adopt_max(self, w: Consumer, other: cutlass.Constexpr, uses: Int32):
+    def adopt_max(self, w: Consumer, other: cutlass.Constexpr, fill: Int32):
         """The other side's maximum, which is at least as large, becomes this side's."""
         w.softmax.remember_max()
-        cute.arch.mbarrier_wait(w.bar.max_shared + other, uses & 1)
+        wait_for(w.bar.max_shared + other, fill)
         take_over(w.smem.max, other, w.softmax.row_max, w.thread)
         w.softmax.decay()
 
     @cute.jit
-    def share_weights(self, w: Consumer, side: cutlass.Constexpr, last: bool | cutlass.Boolean):
-        store_rows(w.qk, w.scores, w.weights, w.smem.p[side], w.thread)
+    def share_p(self, w: Consumer, side: cutlass.Constexpr, last: bool | cutlass.Boolean):
+        store_rows(w.qk, w.scores, w.p, w.smem.p[side], w.thread)
         if last:
             self.share_sum(w, side)
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.mbarrier_arrive(w.bar.weights_shared + side)
+        cute.arch.mbarrier_arrive(w.bar.p_shared + side)
 
     def share_sum(self, w: Consumer, side: int) -> None:
         """Writes the sum for the other side, where that put its maximum for this one."""
@@ -561,23 +469,9 @@ def mask(rows: Any, t: Int32, scores: cute.Tensor) -> None:
     rows.mask(scores, t)
 
 
-@cute.jit
-def hand_over(shared: cute.Tensor, side: cutlass.Constexpr, state: cute.Tensor, thread: Int32):
-    if thread % 4 == 0:
-        for r in cutlass.range_constexpr(ROWS):
-            shared[row_of(thread, r), side] = state[r]
-
-
-@cute.jit
-def take_over(shared: cute.Tensor, side: cutlass.Constexpr, state: cute.Tensor, thread: Int32):
-    for r in cutlass.range_constexpr(ROWS):
-        state[r] = shared[row_of(thread, r), side]
-
-
 def compile(variant: Forward, out_dir: Path) -> Compiled:
     few = variant.max_heads < ANY
     packed = variant.sources[0] in PACKED
-    choice = {"cluster": 1 if few else CLUSTER} if packed else {"more": MORE if few else 0}
+    choice = {"cluster": 1 if few else CLUSTER} if packed else {"extra_keys": EXTRA_KEYS if few else 0}
     config = Config(variant.d, variant.dtype, variant.sources, **choice)
-    facts = {"cluster": config.cluster, "unit": config.unit}
-    return compile_forward(LatentSm90(config), variant, out_dir, name="mla_fwd_sm90", **facts)
+    return MlaFwdSm90(config).compile(variant, out_dir, cluster=config.cluster, unit=config.unit)

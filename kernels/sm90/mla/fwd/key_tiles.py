@@ -1,17 +1,16 @@
-"""How the producer of `latent_sm90` fills its key tiles: by TMA, or by `cp.async`; `packed_tiles` has packed keys.
+"""How the producer of `mla_fwd_sm90` fills its key tiles: by TMA, or by `cp.async`; `packed_tiles` has packed keys.
 
 SMEM holds two tiles of keys, the even and the odd one of a pair. The producer refills a tile by halves of its columns,
 each as soon as it has been read for the last time. The odd tile may be longer, by keys that a separate warp copies.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from kernels.lib.cluster import Peer
 from kernels.lib.launch import WARP, WARPGROUP
 from kernels.lib.ptx import copy_or_zero
 from kernels.lib.rows import RowTile
@@ -20,53 +19,7 @@ from kernels.lib.spans import Span
 from kernels.lib.splits import on_source, total_tiles
 from kernels.lib.wgmma import SLAB, not_, tma_tiles
 
-EVEN, ODD = 0, 1  # the tiles of a pair
-LEFT, RIGHT = 0, 1  # a warpgroup, which computes the scores of even, of odd tiles; and its half of the columns
-REFILL_ORDER = ((EVEN, LEFT), (ODD, RIGHT), (EVEN, RIGHT), (ODD, LEFT))  # as they are read last
-
-
-@dataclass(frozen=True)
-class Barriers:
-    """mbarriers in SMEM, by what they announce. Every thread of a consumer arrives, and `loaders` of the producer."""
-
-    q_full: cute.Pointer
-    q_empty: cute.Pointer
-    full: cute.Pointer  # 4, indexed by 2 * (EVEN or ODD) + half, and so is
-    empty: cute.Pointer
-    max_shared: cute.Pointer  # 2, by side: its running maximum is in SMEM
-    weights_shared: cute.Pointer  # 2, by side: its weights are in SMEM, with the last ones its sum
-    all_read: cute.Pointer  # nothing of a row tile's weights and sums is still to be read
-    peer: Peer | None  # the other CTA of a cluster, which fills the same key tiles
-
-    COUNTS = (1, 1, 4, 4, 2, 2, 1)  # in that order
-
-    @staticmethod
-    def at(first: cute.Pointer, cluster: int) -> "Barriers":
-        places = (first + sum(Barriers.COUNTS[:i]) for i in range(len(Barriers.COUNTS)))
-        return Barriers(*places, Peer.of(first) if cluster > 1 else None)
-
-    def initialise(self, loaders: int, more: int) -> None:
-        """One thread initialises them, for the numbers of threads that load a tile, and an odd one."""
-        consumers, readers = 2 * WARPGROUP, WARPGROUP  # a warpgroup reads a half as V
-        if self.peer is not None:
-            readers += WARPGROUP // WARP  # warps of the peer, which each arrive once
-        arrivals = (1, consumers, loaders, readers, WARPGROUP, WARPGROUP, consumers)
-        firsts = (getattr(self, field.name) for field in fields(self))
-        for first, count, arriving in zip(firsts, self.COUNTS, arrivals, strict=False):
-            for i in range(count):
-                cute.arch.mbarrier_init(first + i, arriving + (more if first is self.full and i >= 2 * ODD else 0))
-
-    def release(self, which: int, half: int) -> None:
-        """A half of a key tile, EVEN or ODD, has been read for the last time; the peer, which fills it too, is told."""
-        empty = self.empty + (2 * which + half)
-        cute.arch.mbarrier_arrive(empty)
-        if self.peer is not None:
-            self.peer.tell(empty)
-
-    def await_readers(self, evens: Int32, odds: Int32) -> None:
-        """Waits until all that was ever filled has been read, here and at the peer's."""
-        for which, half in REFILL_ORDER:
-            cute.arch.mbarrier_wait(self.empty + 2 * which + half, ((evens, odds)[which] & 1) ^ 1)
+from .smem import EVEN, ODD, REFILL_ORDER, Barriers
 
 
 @dataclass(frozen=True)
@@ -75,8 +28,7 @@ class Work:
 
     sources: tuple
     rows: tuple  # per source: the keys that this thread's rows see
-    evens0: Int32  # pairs whose even, odd tile came before: the fill counts of the two key buffers
-    odds0: Int32
+    fills: tuple[Int32, Int32]  # of the even and the odd tile, by the row tiles before
     again: cutlass.Boolean | bool = False  # its keys, one pair of tiles, are those of the row tile before
 
     @property
@@ -86,6 +38,13 @@ class Work:
     @property
     def odds(self) -> Int32:
         return total_tiles(self.sources) // 2
+
+    def fill(self, which: int, pair: Int32 | int) -> Int32:
+        """The fill of the even or the odd tile that is its tile of a pair."""
+        return pair + self.fills[which]
+
+    def fills_after(self) -> tuple[Int32, Int32]:
+        return self.fills[EVEN] + self.evens, self.fills[ODD] + self.odds
 
 
 @dataclass(frozen=True)
@@ -98,18 +57,18 @@ class KeyTiles:
     def load(self, bar: Barriers, sK: tuple, work: Work, sources: tuple, tile: RowTile):
         """Fills the halves of all key tiles, in the order in which they come free."""
         c = self.config
-        tiles, full, empty = total_tiles(work.sources), bar.full, bar.empty
+        tiles = total_tiles(work.sources)
         for pair in cutlass.range(work.evens, unroll=1):
             for which, half in REFILL_ORDER:
-                t, i = 2 * pair + which, 2 * which + half
+                t = 2 * pair + which
                 if t < tiles:
-                    fills = pair + (work.evens0, work.odds0)[which]
-                    cute.arch.mbarrier_wait(empty + i, (fills & 1) ^ 1)
+                    state = bar.k(which, half).at(work.fill(which, pair))
+                    state.wait_empty()
                     first = Int32(0)
                     for source, (atom, keys, *_) in zip(work.sources, sources, strict=True):
                         if t >= first and t < first + source.tiles:
                             gK = tile.keys(keys, source.first_key(t - first), c.tile_n, c.half)
-                            self.load_span(atom, gK, sK[which], half, full + i, work.again)
+                            self.load_span(atom, gK, sK[which], half, state.full, work.again)
                         first = first + source.tiles
 
     @cute.jit
@@ -117,31 +76,31 @@ class KeyTiles:
         """`load` for keys that differ from query to query."""
         c = self.config
         thread = cute.arch.thread_idx()[0]
-        tiles, full, empty = total_tiles(work.sources), bar.full, bar.empty
+        tiles = total_tiles(work.sources)
         wanted = cute.make_rmem_tensor((c.tile_n // (WARPGROUP // LANES_A_ROW), 2), Int32)
         for which in cutlass.range_constexpr(2):
-            self.look_up(work.sources, wanted[None, which], which, thread)
+            self.prefetch_indices(work.sources, wanted[None, which], which, thread)
         for pair in cutlass.range(work.evens, unroll=1):
             for which in cutlass.range_constexpr(2):  # so that little is left to do when a place comes free
-                self.settle(work.sources, wanted[None, which], 2 * pair + which, thread)
+                self.mark_absent(work.sources, wanted[None, which], 2 * pair + which, thread)
             for which, half in REFILL_ORDER:
-                t, i = 2 * pair + which, 2 * which + half
+                t = 2 * pair + which
                 if t < tiles:
-                    fills = pair + (work.evens0, work.odds0)[which]
-                    cute.arch.mbarrier_wait(empty + i, (fills & 1) ^ 1)
+                    state = bar.k(which, half).at(work.fill(which, pair))
+                    state.wait_empty()
                     source = with_keys(work.sources, t)
                     source.gather(sK[which], wanted[None, which], thread, self.slabs(half), WARPGROUP)
-                    cute.arch.cp_async_mbarrier_arrive_noinc(full + i)
+                    state.copy_full()
             for which in cutlass.range_constexpr(2):
-                self.look_up(work.sources, wanted[None, which], 2 * pair + 2 + which, thread)
+                self.prefetch_indices(work.sources, wanted[None, which], 2 * pair + 2 + which, thread)
 
-    def look_up(self, sources: tuple, wanted: cute.Tensor, t: Int32, thread: Int32) -> None:
+    def prefetch_indices(self, sources: tuple, wanted: cute.Tensor, t: Int32, thread: Int32) -> None:
         """Reads which keys of tile t this thread will copy."""
-        on_source(sources, t, Selection.look_up, wanted, thread, WARPGROUP)
+        on_source(sources, t, Selection.prefetch_indices, wanted, thread, WARPGROUP)
 
-    def settle(self, sources: tuple, wanted: cute.Tensor, t: Int32, thread: Int32) -> None:
-        """Judges which of them exist."""
-        on_source(sources, t, Selection.settle, wanted, thread, WARPGROUP)
+    def mark_absent(self, sources: tuple, wanted: cute.Tensor, t: Int32, thread: Int32) -> None:
+        """Marks those that are absent."""
+        on_source(sources, t, Selection.mark_absent, wanted, thread, WARPGROUP)
 
     def slabs(self, half: int) -> range:
         """Slabs of a half of the columns."""
@@ -169,10 +128,10 @@ class KeyTiles:
             cute.arch.mbarrier_arrive(full)
 
     @cute.jit
-    def load_more(self, bar: Barriers, sK: cute.Tensor, span: Span, odds0: Int32, place: tuple):
+    def load_extra_keys(self, bar: Barriers, sK: cute.Tensor, span: Span, fills: Int32, place: tuple):
         """A warp loads the keys of odd tiles after those that `load` loads, with zeros for keys that no query sees.
 
-        `place` is that of the span's first key.
+        `fills` of the odd tile came before; `place` is that of the span's first key.
         """
         c, (first, step) = self.config, place
         chunks, at_once = SLAB // CHUNK, WARP * CHUNK // SLAB  # of a row of a slab; rows
@@ -182,11 +141,12 @@ class KeyTiles:
             begin, seen = span.begin(2 * pair + 1), span.unseen_from(2 * pair + 1)
             for which, half in REFILL_ORDER:
                 if cutlass.const_expr(which == ODD):
-                    cute.arch.mbarrier_wait(bar.empty + 2 * ODD + half, ((odds0 + pair) & 1) ^ 1)
-                    for row in (mine + i for i in range(0, c.more, at_once)):
+                    state = bar.k(ODD, half).at(fills + pair)
+                    state.wait_empty()
+                    for row in (mine + i for i in range(0, c.extra_keys, at_once)):
                         present = Int32(row < seen)
                         source = first + ((begin + row) * present * step + chunk * CHUNK)
                         target = sK.iterator.toint() + row * SLAB * 2 + (chunk ^ row % chunks) * CHUNK * 2
                         for slab in self.slabs(half):
                             copy_or_zero(target + slab * rows * SLAB * 2, (source + slab * SLAB).toint(), 16 * present)
-                    cute.arch.cp_async_mbarrier_arrive_noinc(bar.full + 2 * ODD + half)
+                    state.copy_full()

@@ -124,7 +124,7 @@ class Places:
     """A thread's view of the keys that it copies of one tile."""
 
     units: cute.Tensor  # uint32 [keys]: where an entry begins in the pool, by `UNIT`; ABSENT where the key is
-    scales: cute.Tensor  # int32 [keys]: from there to the entry's scales, in bytes, where these are apart
+    scales: cute.Tensor  # int32 [keys]: from there to the entry's scales, in bytes, where these are separate
 
     @staticmethod
     def of(keys: int) -> "Places":
@@ -167,9 +167,9 @@ class PackedSelection(Selection):
 
     @cute.jit
     def locate(self, t: Int32, places: Places, wanted: cute.Tensor, thread: Int32, threads: cutlass.Constexpr):
-        """places <- the places of the keys of tile t that were looked up. Nothing is read of an absent one."""
+        """places <- those of the keys of tile t, whose indices were prefetched. Nothing is read of an absent one."""
         packing, n = self.format.packing, self.operands.page
-        step = packing.values if packing.apart else packing.entry
+        step = packing.values if packing.separate_scales else packing.entry
         page_units = ceil_div(n * packing.entry, Int32(packing.multiple)) * packing.multiple // UNIT
         for i in cutlass.range_constexpr(cute.size(wanted)):
             here = self.is_present(self.position(t, i, thread, threads), wanted[i])
@@ -177,7 +177,7 @@ class PackedSelection(Selection):
             entry, page = index % n, index // n
             units = Uint32(page) * Uint32(page_units) + Uint32(entry * (step // UNIT))
             places.units[i] = units if here else Uint32(ABSENT)
-            if cutlass.const_expr(packing.apart):
+            if cutlass.const_expr(packing.separate_scales):
                 places.scales[i] = n * packing.values + entry * (packing.scales - packing.values)
 
     def entry_at(self, places: Places, key: int) -> Int64:
@@ -186,16 +186,16 @@ class PackedSelection(Selection):
     def scales_at(self, places: Places, key: int, slab: int) -> Int64:
         """Where the scales of a slab begin."""
         form = self.format
-        to_scales = places.scales[key] if form.packing.apart else form.packing.values
+        to_scales = places.scales[key] if form.packing.separate_scales else form.packing.values
         return self.entry_at(places, key) + (to_scales + slab * form.scales_a_slab)
 
     @cute.jit
-    def call_for(self, t: Int32, places: Places, thread: Int32):
+    def prefetch_keys(self, t: Int32, places: Places, thread: Int32):
         """Have this thread's keys brought into L2: the lanes of a key share out its lines; that of its scales, or its
         last one, comes after the others."""
         packing, lanes = self.format.packing, self.lanes_a_key
         part = thread % lanes
-        size = packing.values if packing.apart else packing.entry
+        size = packing.values if packing.separate_scales else packing.entry
         lines = (size + LINE - 1) // LINE
         for key in cutlass.range_constexpr(cute.size(places.units)):
             first, units = self.entry_at(places, key), places.units[key]

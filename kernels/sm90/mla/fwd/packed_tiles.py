@@ -1,8 +1,8 @@
-"""How the producer of `latent_sm90` fills its key tiles with packed keys.
+"""How the producer of `mla_fwd_sm90` fills its key tiles with packed keys.
 
 What a thread has of a half of a tile waits in registers for its place, becomes bf16 there, and makes room for the half
 that comes next. These loads find their keys in L2: as soon as all of a tile has been fetched, the keys of the tile
-after next, which will take its place, are called for.
+after next, which will take its place, are prefetched.
 
 Entries of the list are read only where the producer would wait anyway, for the first place of the next pair: ptxas
 counts all loads by one scoreboard, so whoever waits for a half also waits for all that was asked for after it.
@@ -19,8 +19,9 @@ from cutlass import Int32
 from kernels.lib.selections import with_keys
 from kernels.lib.splits import on_source, total_tiles
 
-from .key_tiles import EVEN, ODD, REFILL_ORDER, Barriers, KeyTiles, Work
+from .key_tiles import KeyTiles, Work
 from .packed import Format, Held, PackedSelection, Part, Places
+from .smem import EVEN, ODD, REFILL_ORDER, Barriers
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,10 @@ class PackedTiles:
     places: tuple[Places, Places]
 
     @classmethod
-    def of(cls, config: Any, bar: Barriers, tiles: tuple, work: Work, thread: Int32, **more: Any) -> Self:
+    def of(cls, config: Any, bar: Barriers, tiles: tuple, work: Work, thread: Int32, **fields: Any) -> Self:
         keys = config.tile_n * config.lanes_a_key // config.loaders
         places, wanted = (Places.of(keys), Places.of(keys)), cute.make_rmem_tensor((keys, 2), Int32)
-        return cls(config, bar, tiles, work, thread, wanted, places, **more)
+        return cls(config, bar, tiles, work, thread, wanted, places, **fields)
 
     @property
     def mine(self) -> tuple[int, ...]:
@@ -50,14 +51,16 @@ class PackedTiles:
     def threads(self) -> int:
         return self.config.loaders
 
-    def look_up(self, pair: Int32) -> None:
+    def prefetch_indices(self, pair: Int32) -> None:
         """Reads which keys of a pair of tiles this thread will copy."""
         for which in self.mine:
             wanted = self.wanted[None, which]
-            on_source(self.work.sources, 2 * pair + which, PackedSelection.look_up, wanted, self.thread, self.threads)
+            on_source(
+                self.work.sources, 2 * pair + which, PackedSelection.prefetch_indices, wanted, self.thread, self.threads
+            )
 
     def locate(self, which: int, pair: Int32) -> None:
-        """Finds the places of the keys that were looked up."""
+        """Finds the places of the keys whose indices were prefetched."""
         found = (self.places[which], self.wanted[None, which])
         on_source(self.work.sources, 2 * pair + which, PackedSelection.locate, *found, self.thread, self.threads)
 
@@ -81,8 +84,7 @@ class PackedTiles:
         return KeyTiles(self.config).slabs(half)
 
     def await_place(self, which: int, half: int, pair: Int32) -> None:
-        fills = pair + (self.work.evens0, self.work.odds0)[which]
-        cute.arch.mbarrier_wait(self.bar.empty + 2 * which + half, (fills & 1) ^ 1)
+        self.bar.k(which, half).at(self.work.fill(which, pair)).wait_empty()
 
     def held(self) -> Held:
         """Registers for this thread's part of a half."""
@@ -104,29 +106,29 @@ class PackedTiles:
         """Moves what is held to where it belongs; its registers get the slabs `then` of the same tile, if any."""
         if self.is_there(which, pair):
             self.await_place(which, half, pair)
-            full = self.bar.full + 2 * which + half
+            full = self.bar.k(which, half).full
             part = Part.of(self.tiles[which], self.config.lanes_a_key, self.thread, self.threads, full, self.bar.peer)
             self.on_format(which, pair, PackedSelection.unpack, held, self.slabs(half), part, self.places[which], then)
-            self.announce(full)
+            self.arrive_full(full)
 
-    def announce(self, full: cute.Pointer) -> None:
-        """Says that this thread's part of a half is there."""
+    def arrive_full(self, full: cute.Pointer) -> None:
+        """This thread's part of a half is there."""
         cute.arch.mbarrier_arrive(full)
 
     def prepare(self, which: int, pair: Int32) -> None:
-        """Finds the keys of a tile, which were looked up, and has them brought into L2."""
+        """Finds the keys of a tile, whose indices were prefetched, and has them brought into L2."""
         self.locate(which, pair)
-        self.on_format(which, pair, PackedSelection.call_for, self.places[which], self.thread)
+        self.on_format(which, pair, PackedSelection.prefetch_keys, self.places[which], self.thread)
 
     @cute.jit
     def load(self):
         """The readers issue the proxy fence, because it waits for all loads that a thread has under way."""
         held = self.held()
-        self.look_up(0)
+        self.prefetch_indices(0)
         for which in (EVEN, ODD):
             self.prepare(which, 0)
         self.fetch(held, *REFILL_ORDER[0], 0)
-        self.look_up(1)
+        self.prefetch_indices(1)
         for pair in cutlass.range(self.work.evens, unroll=1):
             for i, place in enumerate(REFILL_ORDER):
                 self.unpack(held, *place, pair)
@@ -135,7 +137,7 @@ class PackedTiles:
                 self.fetch(held, which, half, its_pair)
                 if cutlass.const_expr(after >= len(self.tiles)):  # the other half of the tile went before
                     self.prepare(which, pair + 1)
-            self.look_up(pair + 2)
+            self.prefetch_indices(pair + 2)
 
 
 def load_packed(config: Any, bar: Barriers, tiles: tuple, work: Work) -> None:

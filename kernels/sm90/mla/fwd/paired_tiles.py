@@ -2,7 +2,7 @@
 
 The CTAs have heads of the same query, so they read the same keys. Each unpacks half of the keys of every tile, for
 itself and for its peer: FlashMLA's crossover. Eight lanes have a key, so a warp sends whole lines of 128 bytes. A place
-must be free in both CTAs. What the peer sends is counted in bytes, on the barrier where a CTA announces its own part.
+must be free in both CTAs. What the peer sends is counted in bytes, on the barrier where a CTA's own threads arrive.
 
 A warpgroup fills one tile of each pair, so it never waits for loads of the other tile: ptxas counts all loads of a
 warp by one scoreboard. A tile's first half is loaded right after its second half is written, long before it has a
@@ -17,8 +17,9 @@ import cutlass.cute as cute
 
 from kernels.lib.launch import WARP, WARPGROUP
 
-from .key_tiles import EVEN, ODD, REFILL_ORDER, Barriers, Work
+from .key_tiles import Work
 from .packed_tiles import PackedTiles
+from .smem import EVEN, ODD, REFILL_ORDER, Barriers
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class PairedTiles(PackedTiles):
     def mine(self) -> tuple[int, ...]:
         return (self.which,)
 
-    def announce(self, full: cute.Pointer) -> None:
+    def arrive_full(self, full: cute.Pointer) -> None:
         """Expects the peer's bytes too: each thread sends as much as one of the peer's sends here."""
         cute.arch.mbarrier_arrive_and_expect_tx(full, self.config.half_tile_bytes // self.threads)
 
@@ -39,10 +40,10 @@ class PairedTiles(PackedTiles):
     def load(self):
         held, which = self.held(), self.which
         first, second = (place for place in REFILL_ORDER if place[0] == which)
-        self.look_up(0)
+        self.prefetch_indices(0)
         self.locate(which, 0)
         self.fetch(held, *first, 0)
-        self.look_up(1)
+        self.prefetch_indices(1)
         for pair in cutlass.range(self.work.evens, unroll=1):
             if cutlass.const_expr(len(self.formats) == 1):
                 self.unpack(held, *first, pair, then=self.slabs(second[1]))
@@ -52,7 +53,7 @@ class PairedTiles(PackedTiles):
             self.unpack(held, *second, pair)
             self.locate(which, pair + 1)
             self.fetch(held, *first, pair + 1)
-            self.look_up(pair + 2)
+            self.prefetch_indices(pair + 2)
 
 
 @cute.jit

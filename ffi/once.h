@@ -1,4 +1,4 @@
-// A value that the first thread to ask makes once; after a failure the next thread tries again.
+// A value that the first thread to ask makes; after a failure the next thread tries again.
 #pragma once
 
 #include <atomic>
@@ -10,7 +10,7 @@ namespace dsv4_fmha {
 // The caller gets a failure, and nothing else remembers it: the next call tries again, for memory may have been short,
 // or a device busy.  A success is kept, and costs the next caller a load.
 template <typename T>
-class Kept {
+class Once {
  public:
   // Makes the value by `make(T&)`, unless it exists.  `make` returns why it failed, or nothing on success.
   template <typename Make>

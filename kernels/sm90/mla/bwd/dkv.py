@@ -1,7 +1,7 @@
-"""How `latent_bwd` makes the gradient of a tile of keys, and adds it to memory.
+"""How `mla_bwd` makes the gradient of a tile of keys, and adds it to memory.
 
 A lane's accumulator has four of 16 columns: two of the first eight and two of the others. These four lie together in
-memory, so that a lane adds 16 bytes without an exchange with others; `_ffi.in_order` puts the columns back.
+memory, so that a lane adds 16 bytes without an exchange with others; `_host/gradients.py` puts the columns back.
 """
 
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ from .smem import RIGHT, Barriers, Shared
 
 
 @dataclass(frozen=True)
-class Target:
+class Destination:
     """Where a thread adds to dKV."""
 
     first: Int64  # address of key 0, in the thread's column of a chunk
@@ -65,7 +65,7 @@ class Chunk(NamedTuple):
 
 
 @dataclass(frozen=True)
-class KeyGradients:
+class KvGradient:
     """One side's part of a tile's dKV, chunk by chunk, and the way into memory."""
 
     config: Any  # kernel.Config
@@ -73,14 +73,14 @@ class KeyGradients:
     merges: bool  # whether the chunks are those of a cluster
     rank: Int32  # rank of the CTA
     mma: cute.TiledMma
-    of_keys: tuple[cute.Tensor, ...]  # (weight P)' and dS', in registers
+    of_keys: tuple[cute.Tensor, ...]  # P', times the sink's factor, and dS', in registers
     of_rows: tuple[tuple[cute.Tensor, ...], ...]  # dO and Q, by chunk
     acc: tuple[cute.Tensor, ...]  # accumulators of chunks under way
     resolution: cute.Pointer  # the unit of fixed point, where sums are made in that
     slots: tuple[cute.Tensor, ...]  # SMEM: one slot to go through, or two for the peer's numbers
 
     @staticmethod
-    def of(c: Any, side: int, dtype, smem: Shared, resolution: cute.Pointer) -> "KeyGradients":
+    def of(c: Any, side: int, dtype, smem: Shared, resolution: cute.Pointer) -> "KvGradient":
         rank = cute.arch.block_idx()[0] % c.cluster
         mma = tiled_mma(dtype, c.chunk, MN_MAJOR, warpgroup.OperandSource.RMEM)
         merges = c.cluster > 1 and side == RIGHT
@@ -109,7 +109,7 @@ class KeyGradients:
         of_keys = tuple(register_operand(mma, c.tile_m, dtype) for _ in range(2))
         acc = tuple(accumulator(mma, c.chunk) for _ in range(c.under_way))
         slots = (smem.out[None, 0], smem.out[None, 1]) if merges else (smem.out[None, side],)
-        return KeyGradients(c, chunks, merges, rank, mma, of_keys, of_rows, acc, resolution, slots)
+        return KvGradient(c, chunks, merges, rank, mma, of_keys, of_rows, acc, resolution, slots)
 
     @property
     def thread(self) -> Int32:
@@ -134,7 +134,7 @@ class KeyGradients:
         for i in cutlass.range_constexpr(self.config.under_way):
             self.make(i)
 
-    def aim(self, gradient: Int64, listed: cute.Tensor, n: Extents) -> "Target":
+    def destination(self, gradient: Int64, listed: cute.Tensor, n: Extents) -> "Destination":
         """The places to which this thread adds, for the tile whose keys are listed."""
         c, thread = self.config, self.thread
         column = thread % 4 * 4
@@ -149,10 +149,10 @@ class KeyGradients:
             if self.merges:
                 column = column + self.rank * c.chunk
         step = Int32(1) if c.gathers else n.h_kv  # whose keys have one head
-        return Target(gradient + column * c.sum_bytes, listed, step * (c.d * c.sum_bytes))
+        return Destination(gradient + column * c.sum_bytes, listed, step * (c.d * c.sum_bytes))
 
     @cute.jit
-    def finish(self, bar: Barriers, target: Target, k: Int32, last: Int32):
+    def finish(self, bar: Barriers, to: Destination, k: Int32, last: Int32):
         """Sends out all chunks of the CTA's k-th tile of keys; the first are under way already. With the last tile of a
         row tile it frees Q and dO."""
         c, of_piece = self.config, self.config.d // self.config.chunk // self.config.pieces
@@ -160,32 +160,32 @@ class KeyGradients:
             chunk, acc = self.chunks[i], self.acc[i % c.under_way]
             warpgroup.wait_group(2 * min(c.under_way - 1, len(self.chunks) - 1 - i))
             if cutlass.const_expr((i + 1) % of_piece == 0):
-                arrive_if(bar.q_empty + chunk.column0 * c.pieces // c.d, last)
+                arrive_if(bar.q(chunk.column0 * c.pieces // c.d).empty, last)
             if cutlass.const_expr(self.merges):
-                slot, uses = chunk.pair % 2, k * (len(self.chunks) // 4) + chunk.pair // 2
+                state = bar.received(chunk.pair % 2).at(k * (len(self.chunks) // 4) + chunk.pair // 2)
                 if cutlass.const_expr(chunk.own):
-                    cute.arch.mbarrier_arrive_and_expect_tx(bar.arrived + slot, c.slot_bytes // WARPGROUP)
-                    cute.arch.mbarrier_wait(bar.arrived + slot, uses & 1)
+                    state.expect_full(c.slot_bytes // WARPGROUP)
+                    state.wait_full()
                 else:
-                    cute.arch.mbarrier_wait(bar.read + slot, (uses & 1) ^ 1)
-                    send(self.peer(bar), acc, self.place_of(chunk), bar.arrived + slot)
-            more = i + c.under_way < len(self.chunks)
+                    state.wait_empty()
+                    send(self.peer(bar), acc, self.place_of(chunk), state.full)
+            has_next = i + c.under_way < len(self.chunks)
             if cutlass.const_expr(c.cluster == 1):
                 slot = self.slots[0].iterator.toint() + self.thread // WARP * (c.slot_bytes // 4)
                 stage_rows(acc, slot)
-                if cutlass.const_expr(more):
+                if cutlass.const_expr(has_next):
                     self.make(i + c.under_way)
                 if cutlass.const_expr(c.deterministic):
-                    add_in_fixed_point(slot, target, chunk.column0, self.resolution)
+                    add_in_fixed_point(slot, to, chunk.column0, self.resolution)
                 else:
-                    add_staged(slot, target, chunk.column0)
+                    add_staged(slot, to, chunk.column0)
             else:
                 if cutlass.const_expr(chunk.own):
                     received = self.place_of(chunk) if self.merges else None
-                    add_by_quads(acc, received, target, chunk.column0)
+                    add_by_quads(acc, received, to, chunk.column0)
                     if cutlass.const_expr(self.merges):
-                        self.peer(bar).tell(bar.read + chunk.pair % 2)
-                if cutlass.const_expr(more):
+                        self.peer(bar).arrive(bar.received(chunk.pair % 2).empty)
+                if cutlass.const_expr(has_next):
                     self.make(i + c.under_way)
 
     def peer(self, bar: Barriers) -> Peer:
@@ -204,11 +204,11 @@ class KeyGradients:
         return {chunk.column0 * self.config.pieces // self.config.d for chunk in self.chunks}
 
     @cute.jit
-    def leave_others(self, bar: Barriers, last: Int32):
+    def release_unread(self, bar: Barriers, last: Int32):
         """Frees the other pieces of Q and dO on this side, with the last tile of keys."""
         for piece in cutlass.range_constexpr(self.config.pieces):
             if cutlass.const_expr(piece not in self.pieces):
-                arrive_if(bar.q_empty + piece, last)
+                arrive_if(bar.q(piece).empty, last)
 
 
 def staged_row(thread: Int32, i: int) -> Int32:
@@ -231,7 +231,7 @@ def stage_rows(acc: cute.Tensor, slot: Int32):
 
 
 @cute.jit
-def add_staged(slot: Int32, target: Target, column0: cutlass.Constexpr):
+def add_staged(slot: Int32, to: Destination, column0: cutlass.Constexpr):
     """Adds from there to memory, 128 bytes of a key at a time, because L2 takes the same number of requests a second
     whatever their size.
     """
@@ -240,42 +240,42 @@ def add_staged(slot: Int32, target: Target, column0: cutlass.Constexpr):
     for first in cutlass.range_constexpr(0, 4, 2):
         values = tuple(load_shared_four(of_lane + i * 4 * 128) for i in (first, first + 1))
         for i in cutlass.range_constexpr(2):
-            add_four(*target.of_key(first + i), column0 * 4, *values[i])
+            add_four(*to.of_key(first + i), column0 * 4, *values[i])
     cute.arch.sync_warp()
 
 
 @cute.jit
-def add_in_fixed_point(slot: Int32, target: Target, column0: cutlass.Constexpr, resolution: cute.Pointer):
+def add_in_fixed_point(slot: Int32, to: Destination, column0: cutlass.Constexpr, resolution: cute.Pointer):
     """Adds from there to memory in fixed point, in which sums do not depend on order: 32 columns of a key at a time."""
     lane, warp = cute.arch.lane_idx(), thread_again() // WARP
     unit = load_again(resolution.toint())
     for row in cutlass.range_constexpr(16):
         value = load_shared(slot + row * 128 + (lane ^ row % 2 * 16) * 4)
-        key = target.keys[warp * 16 + row]
-        place = target.first + Int64(cutlass.max(key, Int32(0))) * target.step
+        key = to.keys[warp * 16 + row]
+        place = to.first + Int64(cutlass.max(key, Int32(0))) * to.step
         add_fixed(place, key, column0 * 8, value * unit)
     cute.arch.sync_warp()
 
 
 @cute.jit
-def add_by_quads(acc: cute.Tensor, received: Int32 | None, target: Target, column0: cutlass.Constexpr):
+def add_by_quads(acc: cute.Tensor, received: Int32 | None, to: Destination, column0: cutlass.Constexpr):
     """Adds the numbers directly, 64 bytes of a key at a time, with the peer's."""
     rows = by_row(acc)
     quads = cute.size(rows, mode=[1]) // 4
     if cutlass.const_expr(received is not None):
-        more = [load_shared_four(received + i * WARPGROUP * 16) for i in range(ROWS * quads)]
+        theirs = [load_shared_four(received + i * WARPGROUP * 16) for i in range(ROWS * quads)]
         for r in cutlass.range_constexpr(ROWS):
             for i in cutlass.range_constexpr(4 * quads):
-                rows[r, i] = rows[r, i] + more[r * quads + i // 4][i % 4]
+                rows[r, i] = rows[r, i] + theirs[r * quads + i // 4][i % 4]
         cute.arch.sync_warp()
     for r in cutlass.range_constexpr(ROWS):
-        where, there = target.of_key(r)
+        where, there = to.of_key(r)
         for i in cutlass.range_constexpr(quads):
             add_four(where, there, (column0 + 16 * i) * 4, *(rows[r, 4 * i + j] for j in range(4)))
 
 
 @cute.jit
-def send(peer: Peer, acc: cute.Tensor, slot: Int32, arrived: cute.Pointer):
+def send(peer: Peer, acc: cute.Tensor, slot: Int32, full: cute.Pointer):
     """Sends to where the peer's same thread has the same slot, one row of the accumulator after the other."""
     rows = by_row(cute.make_tensor(cute.recast_ptr(acc.iterator, dtype=Uint32), acc.layout))
     pairs = cute.size(rows, mode=[1]) // 4
@@ -283,7 +283,7 @@ def send(peer: Peer, acc: cute.Tensor, slot: Int32, arrived: cute.Pointer):
         for pair in cutlass.range_constexpr(pairs):
             words = tuple(rows[r, 4 * pair + i] for i in range(4))
             offset = (r * pairs + pair) * WARPGROUP * 16
-            send_words(slot + peer.shift, words, arrived.toint() + peer.shift, offset)
+            send_words(slot + peer.shift, words, full.toint() + peer.shift, offset)
 
 
 def thread_again() -> Int32:

@@ -1,4 +1,4 @@
-// The launches of the gradient of attention over one span, K and V apart, as functions of shapes: no driver, no device.
+// The launches of the gradient of attention over one span, K and V separate, as functions of shapes: no driver, no device.
 #pragma once
 
 #include <string>
@@ -8,41 +8,31 @@
 
 namespace dsv4_fmha {
 
-// Where the arrays of a call are.
-struct DenseBackwardAddresses {
-  void *q, *dout, *k, *v;
-  void *lse, *weight, *delta;  // f32 [b, s_q, h_q]
-  void *start, *stop;          // i32 [b, s_q]
-  void* seen;                  // i32 [b, tiles of rows, 2]
-  void *dq, *dk, *dv;          // dv is nullptr where K is V
-  void* sums;                  // f32 [b, s_q, h_q, d], where one kernel makes all gradients
-};
-
 // How rows are cut into tiles of tile_m. It plans for one processor, so that tiles are full.
-inline std::string CutDenseRows(const RowShape& shape, int32_t tile_m, Tiling* n) {
+inline std::string CutFullTiles(const RowShape& shape, int32_t tile_m, Tiling* n) {
   return CutRows(shape, {.tile_m = tile_m, .tile_n = 0, .processors = 1, .cluster = 1, .gathers = 0}, n);
 }
 
 // Which keys the tiles of tile_m rows see; a CTA finds it for `tiles_of_cta` of them.  Returns why it cannot: empty on
 // success.
 inline std::string PlanTileSpans(const RowShape& shape, int32_t tile_m, int32_t tiles_of_cta,
-                                const DenseBackwardAddresses& at, Plan<TileSpansArguments>* plan) {
+                                 const MhaBackwardAddresses& at, Plan<TileSpansArguments>* plan) {
   Tiling n;
   TileSpansArguments& x = plan->arguments;
-  if (std::string error = CutDenseRows(shape, tile_m, &n); !error.empty()) return error;
+  if (std::string error = CutFullTiles(shape, tile_m, &n); !error.empty()) return error;
   plan->grid = U32(CeilDiv(shape.b * n.tiles_inner * n.tiles_outer, tiles_of_cta));
   SetTiling(shape, n, &x);
-  x.start = at.start, x.stop = at.stop, x.seen = at.seen;
+  x.start = at.sources[0].from, x.stop = at.sources[0].to, x.seen = at.seen;
   return "";
 }
 
 // The gradients of keys, of all, or those of rows, by a kernel with these tiles.  Returns why it cannot: empty on
 // success.
-inline std::string PlanDenseBackward(const RowShape& shape, int64_t s_kv, float scale, bool of_keys, const Tiles& tiles,
-                                     const DenseBackwardAddresses& at, Plan<MhaBackwardArguments>* plan) {
+inline std::string PlanMhaBackward(const RowShape& shape, int64_t s_kv, float scale, bool of_keys, const Tiles& tiles,
+                                   const MhaBackwardAddresses& at, Plan<MhaBackwardArguments>* plan) {
   Tiling n;
   MhaBackwardArguments& x = plan->arguments;
-  if (std::string error = CutDenseRows(shape, tiles.tile_m, &n); !error.empty()) return error;
+  if (std::string error = CutFullTiles(shape, tiles.tile_m, &n); !error.empty()) return error;
   if (std::string error = BadScale(scale); !error.empty()) return error;
   if (std::string error = OutOfRange("s_kv", s_kv); !error.empty()) return error;
   const int64_t max_heads = kMaxStrideBytes / (shape.d * ElementBytes(shape.type));
@@ -55,10 +45,12 @@ inline std::string PlanDenseBackward(const RowShape& shape, int64_t s_kv, float 
   plan->grid = U32(of_keys ? work : std::min<int64_t>(work, tiles.processors));
   SetTiling(shape, n, &x);
   x.q = Rows(shape, n, at.q), x.dout = Rows(shape, n, at.dout);
-  x.k = Keys(shape, s_kv, tiles.tile_n, at.k), x.v = Keys(shape, s_kv, tiles.tile_n, at.v);
-  x.lse = at.lse, x.weight = at.weight, x.delta = at.delta;
-  x.start = at.start, x.stop = at.stop, x.seen = at.seen;
-  x.dq = at.dq, x.dk = at.dk, x.dv = at.dv, x.sums = at.sums;
+  x.k = Keys(shape, s_kv, tiles.tile_n, at.sources[0].k);
+  x.v = Keys(shape, s_kv, tiles.tile_n, at.sources[0].v);
+  x.lse = at.lse, x.sink_factor = at.sink_factor, x.delta = at.delta;
+  x.start = at.sources[0].from, x.stop = at.sources[0].to, x.seen = at.seen;
+  x.dq = at.dq, x.dk = at.dk, x.dv = at.dv;
+  x.sums = at.dq;  // of a kernel that makes all gradients
   x.shared_kv = at.dv == nullptr;
   x.s_kv = I32(s_kv);
   x.scale = scale;

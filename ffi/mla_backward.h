@@ -1,0 +1,62 @@
+// The calls of the gradient of attention over latents, which are K and V: over the keys of one or two sources -> dq like
+// q, and for each source dkv, f32 like its keys. Where resolution, f32 [n], has a number, the sums of dkv are in fixed
+// point, u32 [..., 2] like the keys, with `resolution` units to 1, and do not depend on order. With P = exp(S - lse),
+//
+//   dS = scale P * (sink_factor dout K' - delta)        dq = dS K        dkv = dS' Q + (sink_factor P)' dout
+//
+// A row whose lse is -inf sees no key, and its other numbers are not read.
+#pragma once
+
+#include <vector>
+
+#include "mla_backward_plan.h"
+#include "target.h"
+
+namespace dsv4_fmha {
+
+struct MlaBackward {
+  using Call = MlaBackwardCall;
+  using Shape = AttentionShape;
+  using Kernels = std::array<Launcher*, 1>;
+
+  static bool IsDeterministic(const Call& call) { return call.resolution.dimensions[0] != 0; }
+
+  static ffi::Error Check(const Call& call, const Axes& n, Shape* shape) {
+    *shape = AttentionShapeOf(call, n, /*splits=*/1);
+    Expectations expect;
+    for (int64_t i = 0; i < shape->source_count; ++i) {
+      const Ints keys = call.sources[i].k.dimensions;
+      std::vector<int64_t> sums(keys.begin(), keys.end());
+      if (IsDeterministic(call)) sums.push_back(2);
+      expect.Shape(call.sources[i].dkv, Ints(sums.data(), sums.size()));
+    }
+    return expect.error();
+  }
+
+  static ffi::Error Find(const Call& call, const Device& device, Shape* shape, Kernels* kernels) {
+    const MlaBackwardChoices choices{.d = shape->rows.d,
+                                     .dtype = call.q.dtype,
+                                     .deterministic = IsDeterministic(call),
+                                     .max_heads = shape->rows.h_q};
+    return LookUp(call.target->name, device, choices, &kernels->front());
+  }
+
+  static ffi::Error Clear(const Call& call, const Shape& shape, const Stream& stream) {
+    for (int64_t i = 0; i < shape.source_count; ++i) {
+      const Operand& x = call.sources[i].dkv;
+      if (ffi::Error error = Zero(x.data, Elements(x.dimensions), stream); error.failure()) return error;
+    }
+    return ffi::Error::Success();
+  }
+
+  static ffi::Error Run(const Call& call, const Shape& shape, const Kernels& kernels, const Stream& stream) {
+    Launcher* launcher = kernels.front();
+    const auto at = AddressesOf<MlaBackwardAddresses>(call);
+    Plan<MlaBackwardArguments> plan;
+    std::string error = PlanMlaBackward(shape, call.scale, launcher->TilesOn(stream.device), at, &plan);
+    if (!error.empty()) return ffi::Error::InvalidArgument(std::string(call.target->name) + ": " + error);
+    return Launch(launcher, stream, plan);
+  }
+};
+
+}  // namespace dsv4_fmha

@@ -1,0 +1,100 @@
+"""Compile-time choices of `mla_bwd_sm90`, and the tiles, counts and sizes that follow from them."""
+
+from dataclasses import dataclass
+
+from kernels.lib.launch import SMEM_LIMIT, WARPGROUP, registers_at_launch
+from kernels.lib.rows import PUBLISHED
+from kernels.lib.wgmma import SLAB
+
+from .smem import LEFT, STAGES, Barriers
+
+
+@dataclass(frozen=True)
+class Config:
+    """Compile-time choices; every tile, count and size follows from them."""
+
+    d: int
+    dtype: str
+    sources: tuple[str, ...]  # kinds of the sources, in the order in which the kernel takes them: "span" or "selection"
+    tile_m: int = 64
+    tile_n: int = 64
+    pieces: int = 4  # pieces of the columns, in which Q, dO and K arrive
+    chunk: int = 32  # columns of dKV in one chunk
+    under_way: int = 2  # chunks
+    chunks_of_left: int = 4  # the last chunks, which left makes while it waits for keys; in whole pieces
+    deterministic: bool = False  # sums of dKV in 64-bit fixed point, independent of order
+    cluster: int = 1  # CTAs whose rows have the same keys; two add up their results for right's chunks
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the keys differ from query to query: then a tile holds heads of one query only."""
+        return self.sources[-1] != "span"
+
+    @property
+    def prefetches(self) -> bool:
+        """Whether sums of dKV come to L2 ahead: where each CTA adds by itself, to keys all over memory."""
+        return self.gathers and self.cluster == 1 and not self.deterministic
+
+    @property
+    def threads(self) -> int:
+        return 3 * WARPGROUP
+
+    @property
+    def launch_options(self) -> dict[str, int]:
+        return {"min_blocks_per_mp": 1}  # without it ptxas silently drops setmaxnreg
+
+    @property
+    def registers(self) -> tuple[int, int, int]:
+        """(producer, left, right) registers a thread; a launch gives all three warpgroups the same number at first."""
+        return 56, 224, 224
+
+    @property
+    def spans(self) -> int:
+        """Sources in which rows may see different keys of a tile."""
+        return 0 if self.gathers else len(self.sources)
+
+    @property
+    def sum_bytes(self) -> int:
+        """Bytes of a number of dKV in memory."""
+        return 8 if self.deterministic else 4
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a chunk of dKV in SMEM."""
+        return 4 * self.tile_n * self.chunk
+
+    @property
+    def half(self) -> int:
+        return self.d // 2
+
+    def chunks(self, side: int) -> range:
+        """The chunks of dKV that a side makes."""
+        chunks = self.d // self.chunk
+        border = chunks - self.chunks_of_left
+        return range(border, chunks) if side == LEFT else range(border)
+
+    @property
+    def slabs_of_piece(self) -> int:
+        return self.d // self.pieces // SLAB
+
+    @property
+    def smem_bytes(self) -> int:
+        tiles = 2 * self.d * (2 * self.tile_m + self.tile_n)
+        p_and_ds = 2 * 2 * self.tile_m * self.tile_n
+        infos = 4 * 2 * PUBLISHED * (1 + len(self.sources))
+        rows = 4 * self.tile_m * (3 + 2 * self.spans)
+        out = 2 * self.slot_bytes
+        return tiles + p_and_ds + out + 4 * STAGES * self.tile_n + infos + rows + 8 * Barriers.COUNT + 16
+
+    def __post_init__(self):
+        if self.d % (2 * SLAB) or self.half > 256:
+            raise ValueError(
+                f"d must be a multiple of {2 * SLAB} up to 512 (half of it is one WGMMA's N), got {self.d}"
+            )
+        at_launch = registers_at_launch(self.threads)
+        if sum(self.registers) > 3 * at_launch:  # or the last to ask would wait for ever
+            raise ValueError(f"a launch gives {at_launch} registers a thread, too few for {self.registers}")
+        if self.deterministic and self.cluster > 1:
+            raise ValueError("what a cluster adds up goes out by four numbers, not in fixed point")
+        if self.smem_bytes > SMEM_LIMIT:
+            raise ValueError(f"needs {self.smem_bytes} bytes of SMEM, {SMEM_LIMIT} fit: {self}")

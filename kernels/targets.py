@@ -1,0 +1,208 @@
+"""What the build writes of `abi.TARGETS`: calls.h and targets.cc for the C++ compiler, and the same for Python as data.
+
+calls.h has, for every family of calls, a struct of what XLA passes to one, and of every custom call its arrays with
+their axes, by which `CheckArrays` in ffi/operands.h checks them. targets.cc has the handlers. abi.h gets `arrays()`.
+
+`python -m kernels.targets` writes jax_dsv4_fmha/_host/targets.json, which the package reads where there is no library.
+"""
+
+import json
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from .abi import TARGETS, Array, Form, Target
+
+PATH = Path(__file__).parents[1] / "jax_dsv4_fmha" / "_host" / "targets.json"
+ATTRIBUTES = {"float32": "float", "int64": "int64_t", "string": "std::string_view"}
+DTYPES = {"f32": "F32", "s32": "S32", "u32": "U32", "u8": "U8"}
+
+
+def described() -> dict[str, Any]:
+    """Every custom call's operands and results, as `abi.array` takes them, and its attributes."""
+    return {
+        t.name: {
+            "operands": list(map(str, t.operands)),
+            "results": list(map(str, t.results)),
+            "attributes": t.attributes,
+        }
+        for t in TARGETS
+    }
+
+
+def text() -> str:
+    """The contents of targets.json."""
+    return json.dumps(described(), indent=1) + "\n"
+
+
+@cache
+def families() -> dict[str, list[Target]]:
+    """The custom calls of each family, by its name."""
+    return {calls: [t for t in TARGETS if t.calls == calls] for calls in dict.fromkeys(t.calls for t in TARGETS)}
+
+
+def axes() -> list[str]:
+    """The names of all axes."""
+    names = (n for t in TARGETS for x in (*t.operands, *t.results) for form in x.forms for n in form.axes)
+    return list(dict.fromkeys(n for n in names if not n.isdigit()))
+
+
+@cache
+def fields(calls: str) -> tuple[list[str], list[str], int]:
+    """The names of a family's arrays of each source of keys, those of the others, and the number of sources."""
+    found = [x for t in families()[calls] for x in (*t.operands, *t.results)]
+    of_sources = dict.fromkeys(name for x in found if x.source is not None for name in x.fields)
+    others = dict.fromkeys(name for x in found if x.source is None for name in x.fields)
+    return list(of_sources), list(others), max((len(t.sources) for t in families()[calls]), default=0)
+
+
+def arrays() -> Iterator[str]:
+    """A struct of each family's arrays, sources first."""
+    for calls in families():
+        of_sources, others, count = fields(calls)
+        lines = ["template <typename T>", f"struct {_camel(calls)}Arrays {{"]
+        if count:
+            lines += ["  struct Source {", f"    T {', '.join(of_sources)};", f"  }} sources[{count}];"]
+        lines += [f"  T {', '.join(others)};", "};"]
+        yield "\n".join([*lines, f"using {_camel(calls)}Addresses = {_camel(calls)}Arrays<void*>;"])
+
+
+def calls() -> str:
+    return _CALLS.format(parts="\n\n".join([*map(_call, families()), *map(_target, TARGETS)]))
+
+
+def handlers() -> str:
+    return _HANDLERS.format(
+        includes="\n".join(f'#include "{calls}.h"' for calls in sorted(families())),
+        attributes="\n".join(f'constexpr char {_attribute(x)}[] = "{x}";' for x in _attributes(TARGETS)),
+        decoders="\n\n".join(map(_decoder, TARGETS)),
+        targets="\n".join(f"DSV4_FMHA_TARGET({t.name}, {_camel(t.calls)}, Decode{_camel(t.name)})" for t in TARGETS),
+    )
+
+
+def _camel(name: str) -> str:
+    return name.title().replace("_", "")
+
+
+def _attributes(of: Any) -> dict[str, str]:
+    return {name: kind for t in of for name, kind in t.attributes.items()}
+
+
+def _attribute(name: str) -> str:
+    return f"k{_camel(name)}"
+
+
+def _call(calls: str) -> str:
+    name, attributes = _camel(calls), _attributes(families()[calls])
+    members = [f"  {ATTRIBUTES[kind]} {attribute}{{}};" for attribute, kind in attributes.items()]
+    lines = [f"struct {name}Call : {name}Arrays<Operand> {{", "  const Target* target = nullptr;", *members, "};"]
+    return "\n".join(lines)
+
+
+def _target(t: Target) -> str:
+    table = [f"    {_array(t, x)}," for x in (*t.operands, *t.results)]
+    kinds = ", ".join(f"k{_camel(kind)}" for kind in t.sources)
+    name = f"k{_camel(t.name)}"
+    facts = f'"{t.name}", {name}Arrays, {len(table)}, {len(t.sources)}, {{{kinds}}}'
+    return "\n".join(
+        [
+            f"inline constexpr Array {name}Arrays[] = {{",
+            *table,
+            "};",
+            f"inline constexpr Target {name}Target{{{facts}}};",
+        ]
+    )
+
+
+def _array(t: Target, x: Array) -> str:
+    of_sources, others, count = fields(t.calls)
+    if x.source is None:
+        places = [count * len(of_sources) + others.index(name) for name in x.fields]
+    else:
+        places = [x.source * len(of_sources) + of_sources.index(name) for name in x.fields]
+    place = ", ".join(map(str, [*places, -1][:2]))
+    forms = ", ".join(map(_form, x.forms))
+    return f'{{"{x.name}", {{{place}}}, {str(x.aligned).lower()}, {len(x.forms)}, {{{forms}}}}}'
+
+
+def _form(form: Form) -> str:
+    dtype = "kLikeFirst" if form.dtype == "T" else f"ffi::{DTYPES[form.dtype]}"
+    extents = ", ".join(n if n.isdigit() else f"&Axes::{n}" for n in form.axes)
+    return f'{{{dtype}, "[{", ".join(form.axes)}]", {len(form.axes)}, {{{extents}}}}}'
+
+
+def _buffer(x: Array) -> str:
+    """The type that decodes an array. It says dtype and rank where there is one of each, and decoding checks them."""
+    if len(x.forms) > 1 or x.forms[0].dtype == "T":
+        return "ffi::AnyBuffer"
+    return f"ffi::Buffer<ffi::{DTYPES[x.forms[0].dtype]}, {len(x.forms[0].axes)}>"
+
+
+def _decoder(t: Target) -> str:
+    given, lines = [], []
+    for x in (*t.operands, *t.results):
+        is_result = any(x is other for other in t.results)
+        name = x.name + str(x.source) * (is_result and x.source is not None) + "_" * (x.name in _WORDS)
+        given.append(f"ffi::Result<{_buffer(x)}> {name}" if is_result else f"{_buffer(x)} {name}")
+        source = "" if x.source is None else f"sources[{x.source}]."
+        places = " = ".join(f"call.{source}{field}" for field in x.fields)
+        lines.append(f'  {places} = {{"{x.name}", {"*" * is_result}{name}}};')
+    given += [f"ffi::Attr<{ATTRIBUTES[kind]}, {_attribute(name)}> {name}" for name, kind in t.attributes.items()]
+    lines += [f"  call.{name} = *{name};" for name in t.attributes]
+    name = _camel(t.name)
+    return "\n".join(
+        [
+            f"{_camel(t.calls)}Call Decode{name}(",
+            "    " + ",\n    ".join(given) + ") {",
+            f"  {_camel(t.calls)}Call call;",
+            f"  call.target = &k{name}Target;",
+            *lines,
+            "  return call;",
+            "}",
+        ]
+    )
+
+
+_WORDS = ("do",)  # of C++
+
+_CALLS = """\
+// Generated by kernels/targets.py from kernels/abi.py.
+#pragma once
+
+#include "operands.h"
+
+namespace dsv4_fmha {{
+
+{parts}
+
+}}  // namespace dsv4_fmha
+"""
+
+_HANDLERS = """\
+// The XLA custom calls.  Generated by kernels/targets.py from kernels/abi.py.
+#include "target.h"
+
+{includes}
+
+namespace dsv4_fmha {{
+namespace {{
+
+{attributes}
+
+{decoders}
+
+}}  // namespace
+}}  // namespace dsv4_fmha
+
+#pragma GCC visibility push(default)
+extern "C" {{
+
+{targets}
+
+}}  // extern "C"
+#pragma GCC visibility pop
+"""
+
+if __name__ == "__main__":
+    PATH.write_text(text())
