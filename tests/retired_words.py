@@ -67,14 +67,14 @@ RETIRED = (
     Retired("IndexScores*", "IndexerScores"),
     Retired("IndexAt*", "IndexerScoresAt"),
     # inside
-    Retired("*apart*", "separate", (PACKAGE, KERNELS, FFI), active=False),
-    Retired("Fit", "Support", (PACKAGE,), active=False),
-    Retired("when", "KernelUse", (PACKAGE,), active=False),
-    Retired("_learn", "a name that says what is differentiated", (PACKAGE,), active=False),
-    Retired("_learned", "a name that says what is differentiated", (PACKAGE,), active=False),
-    Retired("in_order", "unshuffle_accumulator_columns", (PACKAGE,), active=False),
-    Retired("_BEGIN", "_LAUNCH_COST", (PACKAGE,), active=False),
-    Retired("crowd*", "contention", (PACKAGE, KERNELS, FFI), active=False),
+    Retired("*apart*", "separate", (PACKAGE, KERNELS, FFI)),
+    Retired("Fit", "Support", (PACKAGE,)),
+    Retired("when", "KernelUse", (PACKAGE,)),
+    Retired("_learn", "a name that says what is differentiated", (PACKAGE,)),
+    Retired("_learned", "a name that says what is differentiated", (PACKAGE,)),
+    Retired("in_order", "unshuffle_accumulator_columns", (PACKAGE,)),
+    Retired("_BEGIN", "_LAUNCH_COST", (PACKAGE,)),
+    Retired("crowd*", "contention", (PACKAGE, KERNELS, FFI)),
     Retired("Walk", "TileScheduler", (KERNELS,)),
     Retired("together", "section", (KERNELS, FFI)),
     Retired("tell_rows", "publish_rows", (KERNELS,)),
@@ -94,11 +94,11 @@ RETIRED = (
     Retired("Give", "SetResults", (FFI,)),
     Retired("weight", "sink_factor", (*ATTENTION, "kernels/abi.py")),
     # public
-    Retired("swa_lens", "a name that explains itself", (PACKAGE,), active=False),
+    Retired("swa_lens", "window_lengths", (PACKAGE,)),
     Retired("how", "a name that explains itself", ("jax_dsv4_fmha/layers",), active=False),
     Retired("room", "a name that explains itself", ("jax_dsv4_fmha/layers",), active=False),
     Retired("within", "a name that explains itself", ("jax_dsv4_fmha/layers",), active=False),
-    Retired("makes", "a name that explains itself", (PACKAGE,), active=False),
+    Retired("makes", "candidate_blocks", (PACKAGE,)),
 )
 
 

@@ -459,8 +459,13 @@ def test_config_of_v41():
     layers = from_config(published("v4.1"))
     assert [i for i, layer in enumerate(layers) if layer.compressor] == [2, 8, 14, 20]
     assert [i for i, layer in enumerate(layers) if layer.indexer] == [2, 8, 14, 20, 24, 28, 32, 36]
-    assert [i for i, layer in enumerate(layers) if layer.indexer and layer.indexer.within] == [24, 28, 32, 36]
-    assert [i for i, layer in enumerate(layers) if layer.indexer and layer.indexer.makes == 2048] == [20]
+    assert [i for i, layer in enumerate(layers) if layer.indexer and layer.indexer.within_candidates] == [
+        24,
+        28,
+        32,
+        36,
+    ]
+    assert [i for i, layer in enumerate(layers) if layer.indexer and layer.indexer.candidate_blocks == 2048] == [20]
     assert len(layers) == 40 and all(layer.sparse == (i > 1) for i, layer in enumerate(layers))
     assert not any(layer.norm_heads for layer in layers) and layers[0].eps == 1e-20
     assert not layers[2].compressor.has_ape and not layers[2].compressor.overlap and layers[20].ratio == 1

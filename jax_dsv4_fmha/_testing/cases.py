@@ -64,7 +64,7 @@ class Case:
     # "nan": keys that nobody can see hold NaN: in fmha beyond every row's stop, in sparse ops where no row points
     # "large": logits of some hundreds
     # "absent": indices that name no key, of every kind, and rows with nothing else
-    # "lengths": topk_length, swa_lens; dsv4_decode: idle sequences
+    # "lengths": topk_length, window_lengths; dsv4_decode: idle sequences
     # "fp8", "v41_fp8", "v41_fp4": dsv4_decode: packed caches, as `LAYOUTS_OF` has them
     # "pages": dsv4_decode: the window's pages have another size
 
@@ -150,9 +150,9 @@ def _dsv4(rng: np.random.Generator, c: Case, window_kv: Any, kwargs: dict[str, A
         last = (max(c.s_c * c.ratio, c.s_kv) - 3 * np.arange(c.b)).astype(np.int32)
         kwargs["q_offset"], kwargs["kv_offset"] = last - c.s_q, last - c.s_kv
     if "lengths" in c.features:
-        kwargs["swa_lens"] = np.linspace(c.s_kv, 0, c.b, dtype=np.int32)
+        kwargs["window_lengths"] = np.linspace(c.s_kv, 0, c.b, dtype=np.int32)
         if "nan" in c.features:
-            _poison(window_kv, np.arange(c.s_kv) >= kwargs["swa_lens"][:, None])
+            _poison(window_kv, np.arange(c.s_kv) >= kwargs["window_lengths"][:, None])
     if not c.s_c:
         return ()
     compressed_kv = _normal(rng, (c.b, c.s_c, c.d), KV_STD, c.dtype)

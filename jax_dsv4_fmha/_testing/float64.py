@@ -55,7 +55,7 @@ def dsv4_attention(
     window: int = 128,
     q_offset: Any = 0,
     kv_offset: Any = 0,
-    swa_lens: Array | None = None,
+    window_lengths: Array | None = None,
     scale: float | None = None,
 ) -> tuple[Array, Array]:
     b, s_w = window_kv.shape[:2]
@@ -65,7 +65,7 @@ def dsv4_attention(
 
     def keys(n: int, i: int, h: int) -> tuple[Array, Array]:
         p = int(q_offset[n]) + i
-        s = s_w if swa_lens is None else min(s_w, int(swa_lens[n]))
+        s = s_w if window_lengths is None else min(s_w, int(window_lengths[n]))
         seen = [j for j in range(s) if max(p - window, -1) < kv_offset[n] + j <= p]
         near = _take(window_kv, window_kv, n, seen, 0)[0]
         if compressed_kv is None:
