@@ -92,7 +92,7 @@ RETIRED = (
     Retired("forge", "compile_server", (KERNELS,)),
     Retired("Kept", "Once", (FFI,)),
     Retired("Give", "SetResults", (FFI,)),
-    Retired("weight", "sink_factor", (*ATTENTION, "kernels/abi.py"), active=False),
+    Retired("weight", "sink_factor", (*ATTENTION, "kernels/abi.py")),
     # public
     Retired("swa_lens", "window_lengths", (PACKAGE,)),
     Retired("how", "a name that explains itself", ("jax_dsv4_fmha/layers",), active=False),
