@@ -17,7 +17,7 @@ from .sharding import aligned
 
 
 class Function(NamedTuple):
-    """A function in `jnp` with parameters that it gets as keywords. JAX may differentiate it, in any mode."""
+    """A function in `jnp`, with parameters that it gets as keywords. Its gradient may be differentiated again."""
 
     run: Callable[..., Arrays]
     params: Params = ()
