@@ -13,10 +13,11 @@ import pytest
 
 from jax_dsv4_fmha import Span, fmha, reference
 from jax_dsv4_fmha._host import library
-from jax_dsv4_fmha._testing.cases import CASES, operands, run, run_reference
+from jax_dsv4_fmha._testing.attention import FmhaCase, run, run_reference
+from jax_dsv4_fmha._testing.cases import CASES
 from tests.helpers import assert_right
 
-TABLE = [case for case in CASES if case.op == "fmha"]
+TABLE = [case for case in CASES if isinstance(case, FmhaCase)]
 B, S, H, D = 2, 6, 2, 64
 
 
@@ -164,7 +165,7 @@ class TestKernel:
         "case", [c for c in TABLE if not c.is_small and c.s_q < 10_000], ids=lambda case: case.name
     )
     def test_same_bits_on_every_run(self, case):
-        args, kwargs = jax.device_put(operands(case))
+        args, kwargs = jax.device_put(case.operands())
         f = jax.jit(lambda args, kwargs: fmha(*args, **kwargs, implementation="cubin"))
         first = [np.asarray(x) for x in f(args, kwargs)]
         for _ in range(10):

@@ -124,9 +124,9 @@ def _entry(cache: Any, n: int, at: int, ring: bool) -> Array | None:
     packed = held.dtype == np.uint8
     page = held.shape[1] // _BYTES[cache.layout] if packed else held.shape[1]
     table = np.arange(len(held))[:, None] if cache.block_table is None else cache.block_table
-    room = page * table.shape[1]
-    at = at % room if ring else at
-    if not (0 <= at < room and 0 <= table[n, at // page] < len(held)):
+    capacity = page * table.shape[1]
+    at = at % capacity if ring else at
+    if not (0 <= at < capacity and 0 <= table[n, at // page] < len(held)):
         return None
     held, j = held[table[n, at // page]], at % page
     if not packed:
