@@ -95,9 +95,9 @@ RETIRED = (
     Retired("weight", "sink_factor", (*ATTENTION, "kernels/abi.py")),
     # public
     Retired("swa_lens", "window_lengths", (PACKAGE,)),
-    Retired("how", "a name that explains itself", ("jax_dsv4_fmha/layers",), active=False),
-    Retired("room", "a name that explains itself", ("jax_dsv4_fmha/layers",), active=False),
-    Retired("within", "a name that explains itself", ("jax_dsv4_fmha/layers",), active=False),
+    Retired("how", "a name that explains itself", ("jax_dsv4_fmha/layers",)),
+    Retired("room", "a name that explains itself", ("jax_dsv4_fmha/layers",)),
+    Retired("within", "a name that explains itself", ("jax_dsv4_fmha/layers",)),
     Retired("makes", "candidate_blocks", (PACKAGE,)),
 )
 
