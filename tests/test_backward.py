@@ -41,7 +41,7 @@ SHAPES = [
 
 
 def test_every_op_has_a_function_and_a_target():
-    assert set(FUNCTIONS) == {v.op for v in ALL} <= set(library._TARGETS)
+    assert set(FUNCTIONS) == {v.op for v in ALL} <= set(library.TARGETS)
 
 
 @pytest.mark.parametrize("variant", {v.op: v for v in ALL}.values(), ids=lambda v: v.key)

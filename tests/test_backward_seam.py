@@ -15,7 +15,7 @@ from kernels.abi import BACKWARD_OPS
 
 B, S, S_KV, S_C, H, D, TOPK = 2, 4, 12, 6, 8, 512, 5
 BUILT = pytest.mark.skipif(not library.variants_for("mla_span_bwd"), reason="no kernels are built")
-CUSTOM_CALLS = [jax.export.DisabledSafetyCheck.custom_call(f"dsv4_fmha_{name}") for name in library._TARGETS]
+CUSTOM_CALLS = [jax.export.DisabledSafetyCheck.custom_call(f"dsv4_fmha_{name}") for name in library.TARGETS]
 INDICES, SINK = np.zeros((B, S, TOPK), np.int32), np.zeros(H, np.float32)
 
 
