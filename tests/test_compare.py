@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from interpreter.kernels import native
-from jax_dsv4_fmha import _ffi
+from jax_dsv4_fmha._host.library import variants
 from kernels import compare
 from kernels.cubin import read_code, read_kernel
 
-KEYS = [v.key for v in sorted(_ffi.variants(), key=lambda v: v.cubin_bytes)[:2]]
+KEYS = [v.key for v in sorted(variants(), key=lambda v: v.cubin_bytes)[:2]]
 
 
 @pytest.fixture
