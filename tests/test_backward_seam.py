@@ -148,6 +148,7 @@ def test_without_a_backward_kernel_the_gradient_is_jnp():
     assert targets(text) == targets(text, "fwd") == []
 
 
+@BUILT
 def test_on_a_cpu_the_gradient_is_jnp():
     f, shapes, _ = OPS["fused top-k"]
     assert "dsv4_fmha" not in re.sub(r"dsv4_fmha_(o|lse)", "", lowered(gradient(f), *arrays(*shapes), platform="cpu"))
