@@ -143,7 +143,7 @@ class GradientRun(Run[gradients.Operands]):
 
     @property
     def name(self) -> str:
-        return self.variant.key.replace("mha_dq", "mha_bwd")
+        return self.variant.key.replace("mha_dq_", "mha_bwd_")
 
     @property
     def sums_rows(self) -> bool:

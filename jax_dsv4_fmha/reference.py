@@ -156,8 +156,8 @@ def merge(parts: Sequence[Attention], sink: jax.Array | None = None) -> Attentio
     o_parts = jnp.stack([o.astype(_FP32) for o, _ in parts])
     lse_parts = jnp.stack([lse for _, lse in parts])
     lse = logsumexp(lse_parts, 0)
-    weights = jnp.exp(lse_parts - finite(lse)[None])[..., None]
-    o = jnp.sum(weights * jnp.where(lse_parts[..., None] == -_INF, 0, o_parts), axis=0)
+    shares = jnp.exp(lse_parts - finite(lse)[None])[..., None]
+    o = jnp.sum(shares * jnp.where(lse_parts[..., None] == -_INF, 0, o_parts), axis=0)
     return _add_sink(o, lse, sink).astype(parts[0][0].dtype), lse
 
 
@@ -174,7 +174,7 @@ def dsv4_attention(
     window: int = 128,
     q_offset: Any = 0,
     kv_offset: Any = 0,
-    swa_lens: jax.Array | None = None,
+    window_lengths: jax.Array | None = None,
     span: Span | None = None,
     compressed_span: Span | None = None,
     scale: float | None = None,
@@ -182,7 +182,7 @@ def dsv4_attention(
     """Window and compressed entries and the sink under one softmax; see `jax_dsv4_fmha.dsv4_attention`."""
     s_q, q32 = q.shape[1], q.astype(_FP32)
     own = _positions(s_q, jnp.asarray(q_offset, jnp.int32) - jnp.asarray(kv_offset, jnp.int32))  # entry of the window
-    stop = own + 1 if swa_lens is None else jnp.minimum(own + 1, swa_lens[:, None])
+    stop = own + 1 if window_lengths is None else jnp.minimum(own + 1, window_lengths[:, None])
     start = jnp.maximum(jnp.maximum(own, window - 1) - (window - 1), _front(kv_offset))
     near = Span(start, stop) if span is None else Span(start, stop) & span
     parts = [fmha(q32, window_kv[:, :, None], span=near, scale=scale)]
@@ -277,7 +277,7 @@ def _contract(x: jax.Array, y: jax.Array, axis: int, visible: jax.Array) -> jax.
     """Contracts the last axis of rows x [b, h, n, g, …] with `axis` of keys y [b, h, k, d]. No key touches a row that
     does not see it (visible [b, 1, n, 1, k]).
 
-    A weight of 0 ensures that, unless the key holds NaN or inf (0·NaN is NaN). Only then does each row get its own
+    A probability of 0 ensures that, unless the key holds NaN or inf (0·NaN is NaN). Only then does each row get its own
     keys.
     """
 

@@ -60,14 +60,14 @@ def choose(ix, p, x, c, keys, ratio, how, shared):
         q = np.stack([turn(c[t] @ p["wq_b"][:, h], t, how) for h in range(ix.heads)])
         w = x[t] @ p["weights_proj"] / math.sqrt(ix.d * ix.heads)
         scores = {s: float(w @ np.maximum(q @ keys[s], 0)) for s in range(min((t + 1) // ratio, len(keys)))}
-        if ix.makes:
+        if ix.candidate_blocks:
             best = {}
             for s, score in scores.items():
                 best[s // ix.block] = max(best.get(s // ix.block, -math.inf), score)
             if best:
                 best[max(best)] = math.inf
-            blocks.append(set(sorted(best, key=lambda b: -best[b])[: ix.makes]))
-        if ix.within:
+            blocks.append(set(sorted(best, key=lambda b: -best[b])[: ix.candidate_blocks]))
+        if ix.within_candidates:
             scores = {s: score for s, score in scores.items() if s // ix.block in shared["blocks"][t]}
         chosen.append(sorted(sorted(scores, key=lambda s: (-scores[s], s))[: ix.topk]))
     return chosen, blocks

@@ -5,7 +5,6 @@ more than twice the greatest error of the 16-bit gradients in `jnp`, or half a u
 element: in some rows there are so few elements that none of them is rounded by that much.
 """
 
-import dataclasses
 from functools import partial
 
 import jax
@@ -16,20 +15,24 @@ import pytest
 from jax_dsv4_fmha import dot_product_attention, dsv4_attention, fmha, sparse_fmha
 from jax_dsv4_fmha._dispatch import sources
 from jax_dsv4_fmha._host import library
-from jax_dsv4_fmha._testing import cases
-from jax_dsv4_fmha._testing.cases import Case
+from jax_dsv4_fmha._testing.attention import AttentionCase, DecodeCase, FmhaCase, SparseCase, split
+from jax_dsv4_fmha._testing.cases import ATTENTION
 
 pytestmark = pytest.mark.gpu
-SPARSE = Case("sparse_fmha", d=512, s_kv=300, s_q=20, h_q=16, topk=64, shared_kv=True)
+SIZES = {"d": 512, "s_kv": 300, "s_q": 20, "h_q": 16}
 TABLE = [
     case
-    for case in cases.CASES
-    if case.op != "dsv4_decode" and case.is_small and case.s_q > 1
+    for case in ATTENTION
+    if not isinstance(case, DecodeCase) and case.is_small and case.s_q > 1
     if case.op == "fmha" or case.d == 512  # all that kernels are built for
-    if case.features or case.sink not in ("none", "normal") or case.h_q in (7, 128) or case.h_kv > 1 or case.topk
+    if case.features
+    or case.sink not in ("none", "normal")
+    or case.h_q in (7, 128)
+    or case.facts["h_kv"] > 1
+    or case.facts["topk"]
 ] + [
-    dataclasses.replace(SPARSE, sink="20", features=("absent", "lengths", "nan")),  # as large as lse
-    dataclasses.replace(SPARSE, op="fmha", topk=0, sink="20", span="causal"),
+    SparseCase(**SIZES, topk=64, sink="20", features=("absent", "lengths", "nan")),  # as large as lse
+    FmhaCase(**SIZES, shared_kv=True, sink="20", span="causal"),
 ]
 
 
@@ -40,11 +43,10 @@ def cos_diff(x, y):
     return np.sum((x - y) ** 2) / max(np.sum(x**2) + np.sum(y**2), 1e-300)
 
 
-def split(case):
+def split_operands(case):
     """(the differentiated operands, the other arrays, f of both)"""
-    args, kwargs = cases.operands(case)
-    numbers, arrays = cases._split(kwargs)
-    op = cases.OPS[case.op]
+    args, kwargs = case.operands()
+    numbers, arrays = split(kwargs)
     given = {f"operand {i}": x for i, x in enumerate(args)}
     floats = {name: x for name, x in given.items() if x is not None and jnp.issubdtype(x.dtype, jnp.floating)}
     floats |= {"sink": arrays.pop("sink")} if "sink" in arrays else {}
@@ -54,13 +56,13 @@ def split(case):
         given = {**floats, **rest}
         sink = {"sink": given["sink"]} if "sink" in given else {}
         positional = (given[f"operand {i}"] for i in range(len(args)))
-        return op(*positional, **arrays, **numbers, **sink, **choices)
+        return case.function(*positional, **arrays, **numbers, **sink, **choices)
 
     return floats, (rest, arrays), f
 
 
 def cotangents(case, only):
-    q = cases.operands(case)[0][0]
+    q = case.operands()[0][0]
     rng = np.random.default_rng(3)
     do = rng.standard_normal(q.shape).astype(q.dtype)
     dlse = rng.standard_normal(q.shape[:-1]).astype(np.float32)
@@ -68,7 +70,7 @@ def cotangents(case, only):
 
 
 def gradients(case, only, dtype=None, **choices):
-    floats, rest, f = split(case)
+    floats, rest, f = split_operands(case)
     if dtype is not None:
         floats = {i: np.asarray(x).astype(dtype) for i, x in floats.items()}
 
@@ -84,8 +86,8 @@ def gradients(case, only, dtype=None, **choices):
 @pytest.mark.parametrize("only", ["both", "lse"])
 @pytest.mark.parametrize(
     ("case", "method"),
-    [(c, m) for c in TABLE for m in (("two_pass", "fused") if c.op == "dsv4_attention" else (None,))],
-    ids=lambda x: x.name if isinstance(x, Case) else x or "",
+    [(c, m) for c in TABLE for m in c.methods],
+    ids=lambda x: x.name if isinstance(x, AttentionCase) else x or "",
 )
 def test_gradients_by_kernels(case, method, only, cuda, monkeypatch):
     if only == "lse" and case.sink != "20" and "nan" not in case.features:
@@ -144,7 +146,7 @@ def test_deterministic_gradients_have_the_same_bits(op, cuda):
 
 
 def test_every_kind_of_source_is_among_them():
-    assert {(c.op, bool(c.topk)) for c in TABLE} >= {
+    assert {(c.op, bool(c.facts["topk"])) for c in TABLE} >= {
         ("fmha", False),
         ("sparse_fmha", True),
         ("dsv4_attention", False),

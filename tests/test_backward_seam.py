@@ -11,11 +11,12 @@ from jax.sharding import PartitionSpec as P
 
 from jax_dsv4_fmha import Span, dot_product_attention, dsv4_attention, fmha, sparse_fmha
 from jax_dsv4_fmha._host import library
+from jax_dsv4_fmha._host.call import TARGETS
 from kernels.abi import BACKWARD_OPS
 
 B, S, S_KV, S_C, H, D, TOPK = 2, 4, 12, 6, 8, 512, 5
 BUILT = pytest.mark.skipif(not library.variants_for("mla_span_bwd"), reason="no kernels are built")
-CUSTOM_CALLS = [jax.export.DisabledSafetyCheck.custom_call(f"dsv4_fmha_{name}") for name in library._TARGETS]
+CUSTOM_CALLS = [jax.export.DisabledSafetyCheck.custom_call(f"dsv4_fmha_{name}") for name in TARGETS]
 INDICES, SINK = np.zeros((B, S, TOPK), np.int32), np.zeros(H, np.float32)
 
 
@@ -147,6 +148,7 @@ def test_without_a_backward_kernel_the_gradient_is_jnp():
     assert targets(text) == targets(text, "fwd") == []
 
 
+@BUILT
 def test_on_a_cpu_the_gradient_is_jnp():
     f, shapes, _ = OPS["fused top-k"]
     assert "dsv4_fmha" not in re.sub(r"dsv4_fmha_(o|lse)", "", lowered(gradient(f), *arrays(*shapes), platform="cpu"))

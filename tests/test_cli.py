@@ -16,11 +16,22 @@ import pytest
 
 import jax_dsv4_fmha
 from jax_dsv4_fmha import Cache, dsv4_decode
-from jax_dsv4_fmha._cli import bench, bench_decode, bench_layer, check, main, report
+from jax_dsv4_fmha._bench import SUITES, layer, measure
+from jax_dsv4_fmha._bench.attention import FmhaRow, LayerRow, SparseRow
+from jax_dsv4_fmha._bench.decode import DecodeRow, LayersRow, permutations, step
+from jax_dsv4_fmha._bench.indexer import AttendedRow, InsideBlocksRow, ScoresRow, TopkRow
+from jax_dsv4_fmha._bench.row import maker
+from jax_dsv4_fmha._cli import bench, check, main, report
 from jax_dsv4_fmha._host import library
-from jax_dsv4_fmha._testing import cases
-from jax_dsv4_fmha._testing.cases import Case
+from jax_dsv4_fmha._testing import attention
+from jax_dsv4_fmha._testing.attention import FmhaCase, LayerCase, SparseCase, run_into, run_reference
 
+ROWS = [row for suite in SUITES.values() for row in suite.rows]
+ATTENTION = [
+    row.layer if isinstance(row, LayersRow) else row
+    for name in ("dsv4", "dense", "window", "decode")
+    for row in SUITES[name].rows
+]
 CHOICES = {"d": 64, "dtype": "bfloat16", "max_heads": 16}
 VARIANT = library.Variant(
     "mha_fwd_sm_90a_d64",
@@ -70,11 +81,12 @@ def test_version(capsys):
 @pytest.mark.parametrize("checks", [check.reference_checks(), check.kernel_checks()], ids=["reference", "kernels"])
 def test_quick_has_everything_in_a_few_small_cases(checks):
     few = check.quick(checks)
-    for what in (lambda c: c.op, lambda c: c.d, lambda c: c.dtype, lambda c: c.sink, lambda c: c.page > 0):
-        assert {what(x.case) for x in few} == {what(x.case) for x in checks}
-    assert {f for x in few for f in x.case.features} == {f for x in checks for f in x.case.features}
+    for what in (lambda c: c["d"], lambda c: c["dtype"], lambda c: c["sink"], lambda c: c["page"] > 0):
+        assert {what(x.case.facts) for x in few} == {what(x.case.facts) for x in checks}
+    features = [{f for x in some for f in x.case.facts["features"]} for some in (few, checks)]
+    assert features[0] == features[1] and {x.case.op for x in few} == {x.case.op for x in checks}
     assert {x.method for x in few} == {x.method for x in checks}
-    kinds = {(x.case.op, x.case.topk > 0, x.case.ratio > 0, x.method) for x in checks}
+    kinds = {(x.case.op, x.case.facts["topk"] > 0, x.case.facts["ratio"] > 0, x.method) for x in checks}
     assert len(few) <= len(kinds) + 3
     assert max(x.case.work for x in few) < 2**29  # the case of an indexer that chooses 512 in 8 bits
 
@@ -126,7 +138,7 @@ def test_info_without_kernels(monkeypatch, capsys):
 class TestCheckTheReference:
     @pytest.fixture(autouse=True)
     def table(self, monkeypatch):
-        cases = [Case("fmha", s_q=2, s_kv=9, d=d) for d in (64, 8)] + [Case("sparse_fmha", topk=3)]
+        cases = [FmhaCase(s_q=2, s_kv=9, d=d) for d in (64, 8)] + [SparseCase(topk=3)]
         monkeypatch.setattr(check, "CASES", cases)
 
     def test_passes(self, capsys):
@@ -145,10 +157,10 @@ class TestCheckTheReference:
     @pytest.mark.parametrize("broken", [lambda o: o.at[0, 0, 0, 0].add(1), lambda o: o.at[0, 0, 0, 0].set(np.nan)])
     def test_fails(self, capsys, monkeypatch, broken):
         def run(case):
-            o, lse = cases.run_reference(case)
+            o, lse = run_reference(case)
             return broken(o), lse
 
-        monkeypatch.setattr(check, "run_reference", run)
+        monkeypatch.setattr(attention, "run_reference", run)
         assert main(["check", "--filter", "fmha-s_q2*"]) == 1
         text = capsys.readouterr().out
         assert text.count("FAILED") > 2 and text.splitlines()[-1] == "2 FAILED"
@@ -157,9 +169,9 @@ class TestCheckTheReference:
         def run(case):
             if case.d == 64:
                 raise RuntimeError("broken\nand more")
-            return cases.run_reference(case)
+            return run_reference(case)
 
-        monkeypatch.setattr(check, "run_reference", run)
+        monkeypatch.setattr(attention, "run_reference", run)
         assert main(["check", "--filter", "fmha-s_q2*"]) == 1
         text = capsys.readouterr().out
         assert "RuntimeError: broken\n" in text and text.splitlines()[-1] == "1 FAILED, 1 passed"
@@ -179,7 +191,7 @@ class TestCheckTheReference:
         def run(case):
             raise error
 
-        monkeypatch.setattr(check, "run_reference", run)
+        monkeypatch.setattr(attention, "run_reference", run)
         assert main(["check", "--filter", "fmha-s_q2*"]) == status
         assert capsys.readouterr().out.splitlines()[-1] == says
 
@@ -189,9 +201,9 @@ class TestCheckTheReference:
         def run(case):
             if case.d == 8:
                 raise KeyboardInterrupt
-            return cases.run_reference(case)
+            return run_reference(case)
 
-        monkeypatch.setattr(check, "run_reference", run)
+        monkeypatch.setattr(attention, "run_reference", run)
         assert main(["check", "--filter", "fmha-s_q2*"]) == 130
         text, errors = capsys.readouterr()
         assert text.splitlines()[-1] == "Interrupted after 1 of 2 cases: 1 passed" and errors == ""
@@ -208,23 +220,21 @@ class TestCheckKernels:
     @pytest.fixture(autouse=True)
     def table(self, monkeypatch):
         cases = (
-            Case("fmha", s_q=4, s_kv=9, sink="normal"),
-            Case("sparse_fmha", s_q=4, s_kv=9, d=16, topk=3, features=("nan",)),
-            Case("dsv4_attention", s_q=4, s_kv=9, d=16, s_c=2, ratio=4),
-            Case("fmha", s_q=2**20, h_q=64),
+            FmhaCase(s_q=4, s_kv=9, sink="normal"),
+            SparseCase(s_q=4, s_kv=9, d=16, topk=3, features=("nan",)),
+            LayerCase(s_q=4, s_kv=9, d=16, s_c=2, ratio=4),
+            FmhaCase(s_q=2**20, h_q=64),
         )
         monkeypatch.setattr(check, "CASES", cases)
-        monkeypatch.setattr(check.indexer, "CASES", ())
-        monkeypatch.setattr(check.rope, "CASES", ())
 
     def run(self, monkeypatch, change=lambda results: results):
         def run_into(case, fills, *, implementation, method=None):
             assert implementation == "cubin"
             if case.op == "sparse_fmha":
                 raise NotImplementedError("sparse_fmha: got this, wanted that, built so much")
-            return change([cases.run(case)] * len(fills))
+            return change([attention.run(case)] * len(fills))
 
-        monkeypatch.setattr(check, "run_into", run_into)
+        monkeypatch.setattr(attention, "run_into", run_into)
 
     def test_passes(self, monkeypatch, capsys):
         self.run(monkeypatch)
@@ -242,9 +252,9 @@ class TestCheckKernels:
 
 
 def test_results_go_into_buffers_that_were_filled():
-    case = Case("fmha", s_q=4, s_kv=9)
-    for o, lse in cases.run_into(case, (0.0, np.nan), implementation="reference"):
-        want = cases.run(case)
+    case = FmhaCase(s_q=4, s_kv=9)
+    for o, lse in run_into(case, (0.0, np.nan), implementation="reference"):
+        want = attention.run(case)
         np.testing.assert_array_equal(o, want[0])
         np.testing.assert_array_equal(lse, want[1])
 
@@ -256,79 +266,86 @@ class TestBench:
 
     @pytest.mark.usefixtures("gpu")
     def test_a_run_that_is_cut_short_keeps_its_rows(self, monkeypatch, tmp_path):
-        def measure(row, *_):
-            if row != bench.ROWS[0]:
+        def measure_row(row, *_):
+            if row is not ROWS[0]:
                 raise KeyboardInterrupt
-            return {"suite": row.suite, "name": row.name}
+            return {"name": row.name}
 
-        monkeypatch.setattr(bench, "_measure_row", measure)
-        monkeypatch.setattr(bench, "_yardsticks", dict)
-        monkeypatch.setattr(bench, "_maker", lambda case: None)
+        monkeypatch.setattr(bench, "_measure_row", measure_row)
+        monkeypatch.setattr(measure, "yardsticks", dict)
+        monkeypatch.setattr(bench, "maker", lambda row: None)
         path = tmp_path / "results.json"
-        assert main(["bench", "--suite", bench.ROWS[0].suite, "--json", str(path)]) == 130
-        assert [row["name"] for row in json.loads(path.read_text())["rows"]] == [bench.ROWS[0].name]
+        assert main(["bench", "--suite", next(iter(SUITES)), "--json", str(path)]) == 130
+        assert json.loads(path.read_text())["rows"] == [{"suite": "dsv4", "name": ROWS[0].name}]
 
     def test_names_of_rows_are_unique(self):
-        assert len({row.name for row in bench.ROWS}) == len(bench.ROWS)
+        assert len({row.name for row in ROWS}) == len(ROWS)
 
-    @pytest.mark.parametrize("row", [r for r in bench.ROWS if r.suite == "indexer"], ids=lambda row: row.name)
+    @pytest.mark.parametrize("row", SUITES["indexer"].rows, ids=lambda row: row.name)
     def test_work_of_the_indexer(self, row):
-        c = row.case
-        flops, moved = bench.work(c)
-        if c.op == "topk":
-            assert flops == 0 and moved == 4 * c.b * c.s_q * (c.s_c + c.topk)
+        queries = row.b * row.s_q
+        if isinstance(row, TopkRow):
+            assert row.flops == 0 and row.bytes == 4 * queries * (row.s_c + row.topk)
             return
-        entries = c.s_c / 2 if c.ratio else c.s_c  # of a triangle, and some that are not whole
-        if c.op == "attended":
-            entries += 2 * 512 / 128 * (128 + c.topk)
-        if c.op in ("indexer_scores", "within"):
-            entries = 4 * c.topk if c.op == "indexer_scores" else 2048 * 8
-        assert flops == pytest.approx(2 * 128 * c.h_q * c.b * c.s_q * entries, rel=1e-3)
-        assert moved > 128 * c.h_q * c.s_q * jnp.dtype(c.dtype).itemsize
+        entries = row.s_c
+        if isinstance(row, ScoresRow):
+            entries = 4 * row.topk
+        elif isinstance(row, InsideBlocksRow):
+            entries = 2048 * 8
+        elif isinstance(row, AttendedRow):
+            entries += 2 * 512 / 128 * (128 + row.topk)
+        elif row.ratio:
+            entries /= 2  # of a triangle, and some that are not whole
+        assert row.flops == pytest.approx(2 * 128 * row.h * queries * entries, rel=1e-3)
+        assert row.bytes > 128 * row.h * row.s_q * jnp.dtype(row.dtype).itemsize
 
-    @pytest.mark.parametrize(
-        "row", [r for r in bench.ROWS if r.suite not in ("indexer", "layer")], ids=lambda row: row.name
-    )
+    @pytest.mark.parametrize("row", [*ATTENTION, *(row.attention for row in SUITES["grad"].rows)], ids=lambda r: r.name)
     def test_work(self, row):
         """Against a formula, where there is one."""
-        c = row.case
-        flops, moved = bench.work(c)
-        keys = {
-            "full": c.s_kv,
-            "causal": (c.s_kv + 1) / 2,
-            "window": c.window - c.window * (c.window - 1) / 2 / c.s_q,
-        }[c.span]
-        if c.op != "fmha":
-            keys = c.topk + (0 if c.op == "sparse_fmha" else c.window)
-        if c.op == "dsv4_decode" and not c.topk:
-            keys = c.window + c.s_kv
-        if c.op == "dsv4_attention" and not c.topk:
-            keys = c.window + sum((61440 + i + 1) // 128 for i in range(c.s_q)) / c.s_q
-        rows = c.b * c.s_q * c.h_q
-        assert flops == pytest.approx(4 * c.d * rows * keys)
-        assert moved > rows * (4 * c.d + 4)
+        if isinstance(row, FmhaRow):
+            keys = (row.s_kv + 1) / 2 if row.is_causal else row.s_kv
+            if row.window:
+                keys = row.window - row.window * (row.window - 1) / 2 / row.s_q
+        elif isinstance(row, SparseRow):
+            keys = row.topk
+        elif isinstance(row, LayerRow) and not row.topk:
+            keys = row.window + sum((61440 + i + 1) // 128 for i in range(row.s_q)) / row.s_q
+        else:
+            keys = row.window + (row.topk or row.s_kv)
+        queries = row.b * row.s_q * row.h_q
+        assert row.flops == pytest.approx(4 * row.d * queries * keys)
+        assert row.bytes > queries * (4 * row.d + 4)
 
-    @pytest.mark.parametrize("row", [r for r in bench.ROWS if r.suite == "layer"], ids=lambda row: row.name)
+    @pytest.mark.parametrize("row", SUITES["grad"].rows, ids=lambda row: row.name)
+    def test_work_of_a_gradient(self, row):
+        """Five products; o, its gradient and dq, dk and dv beside what the forward pass moves."""
+        x = row.attention
+        keys = x.s_kv + x.s_c if isinstance(x, LayerRow) else x.s_kv * x.h_kv
+        assert row.flops == 2.5 * x.flops
+        assert row.bytes == x.bytes + 4 * x.d * x.b * (x.s_q * x.h_q + keys)
+
+    @pytest.mark.parametrize("row", SUITES["layer"].rows, ids=lambda row: row.name)
     def test_work_of_a_layer(self, row):
         """A layer has three large matrices: 1024 by 64 heads of 512, 64 heads of 512 by 1024, 8192 by 4096."""
-        flops, moved = bench.work(row.case)
-        passes, matrices = 3 if row.case.features else 1, 3 * 2**25
-        assert 1 < flops / (2 * passes * row.case.b * row.case.s_q * matrices) < 1.9
-        assert 1 < moved / (2 * passes * matrices) < 1.8
+        passes, matrices = 3 if row.has_gradient else 1, 3 * 2**25
+        assert 1 < row.flops / (2 * passes * row.b * row.s_q * matrices) < 1.9
+        assert 1 < row.bytes / (2 * passes * matrices) < 1.8
 
     def test_a_step_of_a_layer_in_place(self, monkeypatch):
         """It runs again and again on its cache; every instruction of its program belongs to a part."""
         small = {"hidden_size": 64, "num_attention_heads": 8, "head_dim": 64, "q_lora_rank": 32, "o_lora_rank": 16}
         small |= {"index_n_heads": 8, "index_head_dim": 64, "index_topk": 8, "sliding_window": 16}
-        monkeypatch.setattr(bench_layer, "FLASH", bench_layer.FLASH | small)
-        case = dataclasses.replace(bench_layer.cases()[-2], b=2, s_kv=64)
-        run, operands, text = bench_layer.contestant(case, {})
-        first = run(operands)
-        np.testing.assert_array_equal(run(operands), first)
-        instructions = re.findall(r"^ *(?:ROOT )?%?([\w.-]+) = \S+ (?:fusion|dot|scatter|custom-call)\(", text, re.M)
-        found = bench_layer.parts(text, dict.fromkeys(instructions, 1.0))
-        assert set(bench_layer.PARTS) <= set(found) and sum(found.values()) == len(instructions)
-        assert 0 < bench_layer.rest(found) < 1
+        monkeypatch.setattr(layer, "FLASH", layer.FLASH | small)
+        row = dataclasses.replace(SUITES["layer"].rows[-2], b=2, s_kv=64)
+        inputs = row.inputs(1)
+        contestant = row.compiled(inputs, {})
+        first = contestant.run(inputs[0])
+        np.testing.assert_array_equal(contestant.run(inputs[0]), first)
+        instruction = r"^ *(?:ROOT )?%?([\w.-]+) = \S+ (?:fusion|dot|scatter|custom-call)\("
+        kernels = dict.fromkeys(re.findall(instruction, contestant.text, re.M), 1.0)
+        found = row.times({"ours": {"kernels": kernels}}, {"ours": contestant})["ours"]["parts"]
+        assert set(layer.PARTS) <= set(found) and sum(found.values()) == len(kernels)
+        assert 0 < layer.rest(found) < 1
 
     def test_parts_of_a_layer(self):
         """From text as XLA writes it for a GPU."""
@@ -352,18 +369,18 @@ ENTRY %main (x: bf16[64,32]) -> bf16[64,8] {
 }
 """
         times = {"custom-call.1": 1, "gemm_fusion_dot.3": 2, "sums": 4, "norms": 8, "ffi_call.1": 16, "scatter.1": 32}
-        found = bench_layer.parts(text, times | {"copy.1": 64, "unknown": 128})
+        found = layer.parts(text, times | {"copy.1": 64, "unknown": 128})
         assert found == {"products": 7, "indexer": 8, "attention": 16, "append": 32, "other": 192}
 
     def test_indices_are_permutations(self):
-        case = Case("sparse_fmha", s_q=5, s_kv=40, topk=30)
-        indices = np.sort(bench._operands(case, jax.random.key(0))["indices"])
+        row = SparseRow(b=1, s_q=5, s_kv=40, h_q=1, d=64, topk=30)
+        indices = np.sort(maker(row)(jax.random.key(0))["indices"])
         assert indices.shape == (1, 5, 30) and (np.diff(indices) > 0).all() and indices.min() >= 0
         assert indices.max() < 40 and len(np.unique(indices, axis=1)[0]) == 5
 
     @pytest.mark.parametrize("n", [2, 64, 16384])
     def test_indices_of_decode_are_permutations(self, n):
-        rows = np.asarray(bench_decode._permutations(jax.random.key(0), 6, n, n))
+        rows = np.asarray(permutations(jax.random.key(0), 6, n, n))
         np.testing.assert_array_equal(np.sort(rows), np.tile(np.arange(n), (6, 1)))
         if n > 2:
             assert (
@@ -372,48 +389,77 @@ ENTRY %main (x: bf16[64,32]) -> bf16[64,8] {
             )
 
     def test_a_layer_has_two_ways(self):
-        row = next(row for row in bench.ROWS if row.case.ratio == 128)
-        case = dataclasses.replace(row.case, s_q=4, s_kv=131, h_q=2, d=16)
-        small = dataclasses.replace(row, case=case)
-        operands = bench._operands(case, jax.random.key(0))
-        with pytest.raises((NotImplementedError, ValueError), match="cubin"):
-            bench._call(small, "two_pass", **operands)
+        row = next(row for row in SUITES["dsv4"].rows if isinstance(row, LayerRow) and row.ratio == 128)
+        small = dataclasses.replace(row, s_q=4, s_kv=131, h_q=2, d=16)
+        operands = small.operands(jax.random.key(0))
+        for name, says in (("ours", "method: got 'fused'"), ("two_pass", "cubin")):
+            with pytest.raises((NotImplementedError, ValueError), match=says):
+                small.function(name)(**operands)
+
+    def test_both_passes_and_the_forward_one(self, monkeypatch):
+        """A gradient's contestants; what is recorded is the time of both less that of the forward pass."""
+        monkeypatch.setattr(
+            FmhaRow, "ours", lambda self, q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        )
+        small = FmhaRow(b=1, s_q=4, s_kv=4, h_q=2, h_kv=2, d=64, is_causal=True, dtype="float32")
+        row = dataclasses.replace(SUITES["grad"].rows[-1], attention=small)
+        inputs = row.inputs(2)
+        found = row.contestants("ours", inputs)
+        (gradients,) = found["ours"].run(inputs[0])
+        assert gradients.keys() == {"q", "k", "v"} and found.keys() == {"ours", "ours_forward"}
+        do, x = inputs[0]["do"], {name: inputs[0][name] for name in "qkv"}
+        want = jax.grad(lambda x: jnp.sum(small.ours(**x) * do))(x)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), gradients, want)
+        np.testing.assert_allclose(found["ours_forward"].run(inputs[0]), small.ours(**x), rtol=1e-5)
+        both = {"seconds": 5.0, "rounds": [4.0, 5.0, 7.0], "kernels": {"a": 1.0, "b": 4.0}}
+        forward = {"seconds": 1.0, "rounds": [1.0, 1.0, 2.0], "kernels": {"a": 1.0}}
+        times = row.times({"ours": both, "ours_forward": forward, "xla": both}, found)
+        assert times == {"ours": {"seconds": 4.0, "rounds": [3.0, 4.0, 5.0], "kernels": {"b": 4.0}}, "both": both}
 
     @pytest.mark.usefixtures("built")
-    @pytest.mark.parametrize("kind", [(), ("fp8",)])
+    @pytest.mark.parametrize("caches", ["", "fp8"])
     @pytest.mark.parametrize("topk", [0, 7])
-    def test_a_step_of_decode(self, topk, kind):
-        """The op takes its operands, a copy of them in jnp gives the same, and layers follow on each other."""
-        case = dataclasses.replace(
-            bench_decode.step(4, 7, 2, *kind), s_kv=256, topk=topk, window=20, page=16, dtype="bfloat16"
-        )
-        operands = jax.jit(functools.partial(bench_decode.operands, case))(jax.random.key(0))
-        f = jax.jit(functools.partial(dsv4_decode, ratio=case.ratio, window=case.window, implementation="reference"))
+    def test_a_step_of_decode(self, topk, caches):
+        """The op takes its operands, a copy of them in jnp gives the same."""
+        row = dataclasses.replace(step(4, 7, 2, caches), s_kv=256, topk=topk, window=20, page=16)
+        operands = maker(row)(jax.random.key(0))
+        f = jax.jit(functools.partial(dsv4_decode, ratio=row.ratio, window=row.window, implementation="reference"))
         got, _ = f(**operands)
-        want = jax.jit(functools.partial(bench_decode.xla, case))(**operands)
+        want = jax.jit(row.function("xla"))(**operands)
         np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (got, want)), rtol=0.02, atol=0.02)
         with pytest.raises(NotImplementedError, match="dsv4_decode: implementation: got 'cubin'"):
-            jax.eval_shape(functools.partial(bench_decode.call, case), **operands)
+            jax.eval_shape(row.function("ours"), **operands)
 
     def test_layers_follow_on_each_other(self, monkeypatch):
         """Each layer gets the previous one's o as its q, and reads pages at the places of the first."""
 
-        def call(c, **operands):
-            return dsv4_decode(**operands, ratio=c.ratio, window=c.window, implementation="reference")
+        def call(row, **operands):
+            return dsv4_decode(**operands, ratio=row.ratio, window=row.window, implementation="reference")
 
-        monkeypatch.setattr(bench_decode, "call", call)
-        case = dataclasses.replace(bench_decode.step(4, 7, 2, "fp8"), s_kv=256, window=20, page=16)
-        row = dataclasses.replace(next(row for row in bench.ROWS if row.layers > 1), case=case, layers=3)
-        (operands,) = bench._operands_of(row, 1)
+        monkeypatch.setattr(DecodeRow, "ours", call)
+        one = dataclasses.replace(step(4, 7, 2, "fp8"), s_kv=256, window=20, page=16)
+        row = LayersRow(layer=one, layers=3, peers=("graph",))
+        (operands,) = inputs = row.inputs(row.sets)
         assert len({x["indices"].tobytes() for x in operands["layers"]}) == 3
-        got = bench._call(row, "ours", **operands)
+        contestants = row.contestants("ours", inputs) | row.contestants("graph", inputs)
+        got = contestants["ours"].run(operands)
         q, (first, *_) = operands["q"], operands["layers"]
-        for layer in operands["layers"]:
+        for x in operands["layers"]:
             near, far = (
-                Cache(layer[name].entries, first[name].block_table) for name in ("window_cache", "compressed_cache")
+                Cache(x[name].entries, first[name].block_table) for name in ("window_cache", "compressed_cache")
             )
-            q, _ = call(case, **layer | {"q": q, "window_cache": near, "compressed_cache": far})
+            q, _ = one.ours(**x | {"q": q, "window_cache": near, "compressed_cache": far})
         np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (got, q)), rtol=0.02, atol=0.02)
+        times = row.times({"ours": {"seconds": 1.0, "rounds": [1.0, 1.0], "kernels": {}}}, contestants)
+        assert times.keys() == {"ours", "graph"} and len(times["graph"]["rounds"]) == 2
+
+    @pytest.mark.parametrize(
+        "row", [row for row in ROWS if {"contiguous", "v4_fp8"} & {*row.peers}], ids=lambda r: r.name
+    )
+    def test_peers_that_are_ours_on_other_operands(self, row):
+        other = row.of(row.peers[0])
+        assert other != row and row.calls == {row, other}
+        assert row.function(row.peers[0]).__self__ == other
 
     def test_steps_under_graphs(self):
         """Each step gets the previous one's results."""
@@ -422,7 +468,7 @@ ENTRY %main (x: bf16[64,32]) -> bf16[64,8] {
             return q + by
 
         q = jnp.zeros(3)
-        times = bench._under_graphs(step, {"q": q, "by": jnp.ones(3)}, rounds=4)
+        times = measure.under_graphs(step, {"q": q, "by": jnp.ones(3)}, rounds=4)
         assert len(times["rounds"]) == 4 and 0 < times["seconds"] < 1 and not q.is_deleted()
 
     def test_kernels_of_a_trace(self):
@@ -440,14 +486,14 @@ ENTRY %main (x: bf16[64,32]) -> bf16[64,8] {
             types.SimpleNamespace(name="/device:GPU:0", lines=[first, line("XLA Ops", event(5, "a", "jit_ours"))]),
             types.SimpleNamespace(name="/host:CPU", lines=[line("Stream #2", event(7, "h", "jit_ours"))]),
         ]
-        found = bench.kernels(types.SimpleNamespace(planes=planes))
+        found = measure.kernels(types.SimpleNamespace(planes=planes))
         assert [name for _, _, name in found["jit_ours"]] == ["a", "b", "a", "b"] and len(found["jit_xla"]) == 1
-        times = bench.summary("ours", found["jit_ours"], burst=1, rounds=2)
+        times = measure.summary("ours", found["jit_ours"], burst=1, rounds=2)
         assert times["rounds"] == pytest.approx([12e-9, 100e-9]), "the first b begins under its a"
         assert times["seconds"] == pytest.approx(56e-9)
         assert times["kernels"] == pytest.approx({"a": 20e-9, "b": 36e-9})
         with pytest.raises(RuntimeError, match="saw 4 kernels in 3 calls"):
-            bench.summary("ours", found["jit_ours"], burst=3, rounds=1)
+            measure.summary("ours", found["jit_ours"], burst=3, rounds=1)
 
 
 def run(*arguments, **environment):
@@ -486,23 +532,22 @@ def test_bench_from_nothing(capsys, results):
     assert capsys.readouterr().err == "/nowhere/file.json: No such file or directory\n"
 
 
-@pytest.fixture
-def results(tmp_path):
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
     """A file that a bench might have written."""
 
     def times(us):
         return {"seconds": us * 1e-6, "rounds": [us * x * 1e-6 for x in (0.99, 1, 1.01)], "kernels": {}}
 
     rows = []
-    for row in bench.ROWS:
-        flops, moved = bench.work(row.case)
-        floor = 1e6 * max(flops / 800e12, moved / 4.2e12)
+    for name, row in ((suite.name, row) for suite in SUITES.values() for row in suite.rows):
+        floor = 1e6 * max(row.flops / 800e12, row.bytes / 4.2e12)
         rows.append(
             {
-                "suite": row.suite,
+                "suite": name,
                 "name": row.name,
-                "flops": flops,
-                "bytes": moved,
+                "flops": row.flops,
+                "bytes": row.bytes,
                 "matmul_flops_per_s": 800e12,
                 "copy_bytes_per_s": 4.2e12,
                 "times": {"ours": times(floor / 0.8) | {"parts": {"products": 3e-4, "norm": 1e-4}}}
@@ -510,7 +555,7 @@ def results(tmp_path):
                 "skipped": dict.fromkeys(row.peers[1:], "ValueError: no"),
             }
         )
-    path = tmp_path / "results.json"
+    path = tmp_path_factory.mktemp("bench") / "results.json"
     machine = {"versions": {"jax": "0.11.2"}, "devices": [{"name": "NVIDIA H200"}]}
     path.write_text(json.dumps({"date": "2026-01-01T00:00:00+00:00", **machine, "rows": rows}))
     return path
@@ -519,11 +564,10 @@ def results(tmp_path):
 def test_tables_from_results(results, capsys):
     assert main(["bench", "--from", str(results)]) == 0
     text = capsys.readouterr().out
-    suites = list(dict.fromkeys(row.suite for row in bench.ROWS))
-    assert [line for line in text.splitlines() if line in suites] == suites
-    for row in bench.ROWS:
+    assert [line for line in text.splitlines() if line in SUITES] == [*SUITES]
+    for row in ROWS:
         assert row.name in text
-    assert text.count("1.60") == sum(bool(row.peers) for row in bench.ROWS) and "ValueError: no" in text
+    assert text.count("1.60") == sum(bool(row.peers) for row in ROWS) and "ValueError: no" in text
 
 
 def test_tables_of_some_results(results, capsys):

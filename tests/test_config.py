@@ -34,7 +34,7 @@ Q, K, KV, SINK = normal(0, B, S_Q, H, D), normal(1, B, S_KV, 1, D), normal(2, B,
 INDICES = np.random.default_rng(4).integers(-2, S_KV, (B, S_Q, 3), np.int32)
 LENGTHS = np.array([3, 5], np.int32)
 IDS = np.array([[1, 1, 2, 2, 2, 3, 3, 0, 0]] * B, np.int32)
-LAYER = {"window": 3, "q_offset": LENGTHS, "kv_offset": 1, "swa_lens": LENGTHS, "sink": SINK}
+LAYER = {"window": 3, "q_offset": LENGTHS, "kv_offset": 1, "window_lengths": LENGTHS, "sink": SINK}
 STEP = {"window": 3, "sink": SINK}
 DROP_IN = {"is_causal": True, "local_window_size": (2, 3), "query_seq_lengths": LENGTHS}
 

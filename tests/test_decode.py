@@ -14,11 +14,12 @@ from jax.sharding import PartitionSpec as P
 
 from jax_dsv4_fmha import Cache, dequantize_cache, dsv4_attention, dsv4_decode, quantize_cache, sparse_fmha
 from jax_dsv4_fmha._host import library
-from jax_dsv4_fmha._testing.cases import CASES, LAYOUTS_OF, operands, run, run_into, run_reference
+from jax_dsv4_fmha._testing.attention import LAYOUTS_OF, DecodeCase, run, run_into, run_reference
+from jax_dsv4_fmha._testing.cases import CASES
 from tests.helpers import assert_right, collectives, normal
 from tests.test_cache import CACHES, TABLE
 
-STEPS = [case for case in CASES if case.op == "dsv4_decode"]
+STEPS = [case for case in CASES if isinstance(case, DecodeCase)]
 
 
 def assert_close(got, want, **tolerance):
@@ -77,7 +78,7 @@ def test_cases_hold_what_the_issue_asks_for():
     assert {c.s_q for c in STEPS} >= {1, 2, 3, 5, 8} and {c.h_q for c in STEPS} >= {7, 8, 16, 32, 64, 96, 128}
     poisoned = [c for c in STEPS if "nan" in c.features and c.b <= 4 and c.s_kv < 5000]
     for case in poisoned:
-        (_, *caches), _ = operands(case)
+        (_, *caches), _ = case.operands()
         for cache in caches:
             entries = dequantize_cache(cache.entries, cache.layout) if cache.is_packed else cache.entries
             assert jnp.isnan(entries).all(-1).any(), case.name

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from jax_dsv4_fmha import Cache, Span, dsv4_attention, dsv4_decode, fmha, quantize_cache, reference
-from jax_dsv4_fmha._testing.cases import CASES, KV_STD, Q_STD, run, run_reference
-from jax_dsv4_fmha._testing.cases import operands as operands_of
+from jax_dsv4_fmha._testing.attention import KV_STD, Q_STD, LayerCase, run, run_reference
+from jax_dsv4_fmha._testing.cases import CASES
 from tests.helpers import assert_right, normal
 
-LAYERS = [case for case in CASES if case.op == "dsv4_attention"]
+LAYERS = [case for case in CASES if isinstance(case, LayerCase)]
 SOME = [
     next(c for c in LAYERS if bool(c.s_c) == compressed and bool(c.topk) == topk and c.is_small)
     for compressed, topk in ((False, False), (True, False), (True, True))
@@ -28,7 +28,7 @@ def test_two_pass_equals_the_definition(case):
 @pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("case", SOME, ids=lambda case: case.name)
 def test_fused_equals_the_definition(case):
-    args, kwargs = operands_of(case)
+    args, kwargs = case.operands()
     numbers = {name: kwargs.pop(name) for name in ("window", "ratio") if name in kwargs}
     f = jax.jit(lambda args, kwargs: dsv4_attention(*args, **kwargs, **numbers, method="fused"))
     assert_right(f(args, kwargs), run_reference(case))
@@ -69,7 +69,7 @@ def test_fused_insists():
 @pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize("case", [c for c in LAYERS if c.s_c], ids=lambda case: case.name)
 def test_the_methods_agree(case):
-    args, kwargs = operands_of(case)
+    args, kwargs = case.operands()
     numbers = {name: kwargs.pop(name) for name in ("window", "ratio") if name in kwargs}
     for method in ("two_pass", "fused"):
         f = jax.jit(lambda args, kwargs, m=method: dsv4_attention(

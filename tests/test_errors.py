@@ -43,7 +43,7 @@ CALLS: dict[str, dict[str, Any]] = {
     },
     "dsv4_attention": {
         "q": Q, "window_kv": KV, "compressed_kv": KV, "sink": SINK, "indices": INDICES, "topk_length": LENGTH,
-        "ratio": 4, "window": 2, "q_offset": LENS, "kv_offset": 3, "swa_lens": LENS, "scale": 0.5, "method": None,
+        "ratio": 4, "window": 2, "q_offset": LENS, "kv_offset": 3, "window_lengths": LENS, "scale": 0.5, "method": None,
         "implementation": None,
     },
     "dsv4_decode": {

@@ -73,7 +73,7 @@ def test_kernels_of_a_layer_and_its_gradient(hopper):
             "no kernel takes float32, d=64, V=K; built mha_fwd (d=64",
         ),
         (lambda q: fmha(q, q), x(1, 4, 2, 96), "no kernel takes bfloat16, d=96"),
-        (lambda q: fmha(q, q, q + 0), x(1, 4, 1, 512), "no kernel takes bfloat16, d=512, V apart from K; built "),
+        (lambda q: fmha(q, q, q + 0), x(1, 4, 1, 512), "no kernel takes bfloat16, d=512, separate K and V; built "),
     ],
 )
 def test_why_the_reference_and_one_line_of_it(hopper, caplog, f, operand, says):

@@ -22,8 +22,8 @@ def segments(q, k, i, j):
 
 
 def layer(q, w, c, n):
-    near, _ = dsv4_attention(q, w, window=3, q_offset=w.shape[1] - q.shape[1], swa_lens=n)
-    return dsv4_attention(near, w, c, ratio=4, window=3, kv_offset=-q.shape[1], swa_lens=n)
+    near, _ = dsv4_attention(q, w, window=3, q_offset=w.shape[1] - q.shape[1], window_lengths=n)
+    return dsv4_attention(near, w, c, ratio=4, window=3, kv_offset=-q.shape[1], window_lengths=n)
 
 
 def decode(q, w, c):

@@ -13,10 +13,11 @@ import pytest
 
 from jax_dsv4_fmha import Span, fmha, reference
 from jax_dsv4_fmha._host import library
-from jax_dsv4_fmha._testing.cases import CASES, operands, run, run_reference
+from jax_dsv4_fmha._testing.attention import FmhaCase, run, run_reference
+from jax_dsv4_fmha._testing.cases import CASES
 from tests.helpers import assert_right
 
-TABLE = [case for case in CASES if case.op == "fmha"]
+TABLE = [case for case in CASES if isinstance(case, FmhaCase)]
 B, S, H, D = 2, 6, 2, 64
 
 
@@ -148,7 +149,7 @@ def test_nothing_built():
     q, k, v, _ = small()
     assert "dsv4_fmha_mha_fwd" not in str(jax.make_jaxpr(lambda *x: fmha(*x))(q, k, v))
     with pytest.raises(
-        NotImplementedError, match=r"'cubin' for bfloat16, d=64, V apart from K, wanted .*, built no kernel"
+        NotImplementedError, match=r"'cubin' for bfloat16, d=64, separate K and V, wanted .*, built no kernel"
     ):
         fmha(q, k, v, implementation="cubin")
 
@@ -164,7 +165,7 @@ class TestKernel:
         "case", [c for c in TABLE if not c.is_small and c.s_q < 10_000], ids=lambda case: case.name
     )
     def test_same_bits_on_every_run(self, case):
-        args, kwargs = jax.device_put(operands(case))
+        args, kwargs = jax.device_put(case.operands())
         f = jax.jit(lambda args, kwargs: fmha(*args, **kwargs, implementation="cubin"))
         first = [np.asarray(x) for x in f(args, kwargs)]
         for _ in range(10):
@@ -206,8 +207,7 @@ class TestKernel:
 
     def test_separate_v_at_512_is_refused(self):
         x = jnp.zeros((1, 4, 2, 512), jnp.bfloat16)
-        says = (
-            r"'cubin' for bfloat16, d=512, V apart from K, wanted .*, built mha_fwd \(.*mla_span_fwd \(d=512, .*sm_90a"
-        )
+        got = "'cubin' for bfloat16, d=512, separate K and V"
+        says = rf"{got}, wanted .*, built mha_fwd \(.*mla_span_fwd \(d=512, .*sm_90a"
         with pytest.raises(NotImplementedError, match=says):
             fmha(x, x, x, implementation="cubin")

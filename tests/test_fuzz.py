@@ -91,7 +91,7 @@ def _sparse(i: str | None, how: Mapping[str, Any], x: Operands) -> Any:
 
 def _layer(i: str | None, how: Mapping[str, Any], x: Operands) -> Any:
     rest = {name: x.get(name) for name in ("topk_length", "sink", "indices")}
-    rest |= {"ratio": how["ratio"], "window": how["window"], "swa_lens": x.get("lengths")}
+    rest |= {"ratio": how["ratio"], "window": how["window"], "window_lengths": x.get("lengths")}
     rest |= {"q_offset": x.get("offset", 7), "kv_offset": x.get("offset2", -2)}
     method = None if i == "reference" else how["method"]
     return dsv4_attention(x["q"], x["window"], x.get("compressed"), **rest, method=method, implementation=i)

@@ -62,7 +62,7 @@ def problem(op, sink, method="two_pass"):
             lambda q, kv, sink: float64.sparse_fmha(q, kv, indices, sink=sink, **kwargs),
             (q, kv, sink),
         )
-    kwargs = {"window": 3, "q_offset": 6, "swa_lens": np.array([0, S_KV], np.int32), "scale": 1.0}
+    kwargs = {"window": 3, "q_offset": 6, "window_lengths": np.array([0, S_KV], np.int32), "scale": 1.0}
     kwargs |= {"ratio": 4} if op == "dense layer" else {"indices": indices, "topk_length": length}
     return (
         lambda q, w, c, sink: dsv4_attention(q, w, c, sink=sink, method=method, **kwargs),

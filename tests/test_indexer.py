@@ -17,7 +17,8 @@ from jax_dsv4_fmha import Cache, Span, indexer_blocks, indexer_loss, indexer_sco
 from jax_dsv4_fmha._definitions import indexer as definition
 from jax_dsv4_fmha._host import indexer as raw
 from jax_dsv4_fmha._host import library
-from jax_dsv4_fmha._testing import indexer as cases
+from jax_dsv4_fmha._testing.cases import INDEXER
+from jax_dsv4_fmha._testing.indexer import BlocksCase, ChoiceCase, ScoresCase, scored_float64
 from tests.helpers import normal
 
 B, S_Q, S_C, H, D = 2, 6, 23, 4, 16
@@ -549,23 +550,23 @@ def test_scores_are_exported_for_cuda(b, monkeypatch):
     assert [x.dtype for x in exported.out_avals] == [jnp.bfloat16, jnp.bfloat16, jnp.float32]
 
 
-@pytest.mark.parametrize("case", [cases.CASES[i] for i in (8, 15, 18, 20, -4)], ids=lambda c: c.name)
+@pytest.mark.parametrize("case", [INDEXER[i] for i in (8, 15, 18, 20, -4)], ids=lambda c: c.name)
 def test_reference_against_float64(case):
-    assert cases.complaints(case, "reference") == []
+    assert case.complaints("reference") == []
 
 
 def test_complaints_are_found(monkeypatch):
     """An entry that was swapped for a worse one, a newest block for another, a gradient that lacks a factor."""
-    case, right = cases.CASES[0], cases._chosen
+    case, right = INDEXER[0], ChoiceCase.choose
 
     def worst(*x):
         indices, scores = map(np.copy, right(*x))
-        entries = np.setdiff1d(np.flatnonzero(cases.visible(case)[1, 0]), indices[1, 0])
+        entries = np.setdiff1d(np.flatnonzero(case.visible()[1, 0]), indices[1, 0])
         indices[1, 0, -1] = max(entries[-1], indices[1, 0, -2] + 1)
         return indices, scores
 
-    monkeypatch.setattr(cases, "_chosen", worst)
-    assert any("query 0 of batch entry 1" in x for x in cases.complaints(case, "reference"))
+    monkeypatch.setattr(ChoiceCase, "choose", worst)
+    assert any("query 0 of batch entry 1" in x for x in case.complaints("reference"))
 
     def without_the_newest(*x):
         blocks = np.copy(rightly(*x))
@@ -573,13 +574,14 @@ def test_complaints_are_found(monkeypatch):
         blocks[1, 0] = np.sort([*blocks[1, 0, :-1], others[0]])
         return blocks
 
-    case, rightly = cases.CASES[19], cases._blocks
-    monkeypatch.setattr(cases, "_blocks", without_the_newest)
-    monkeypatch.setattr(cases, "_chosen", right)
+    rightly = BlocksCase.choose_blocks
+    monkeypatch.setattr(BlocksCase, "choose_blocks", without_the_newest)
+    monkeypatch.setattr(ChoiceCase, "choose", right)
     says = "query 0 of batch entry 1 left out a block with a greater score, or the newest"
-    assert cases.complaints(case, "reference") == [says]
-    monkeypatch.setattr(cases, "_scored", lambda x, _: {k: 2 * v for k, v in cases.scored_float64(x).items()})
-    assert len(cases.complaints(cases.CASES[-1], "reference")) == 4
+    case = next(case for case in INDEXER if isinstance(case, BlocksCase))
+    assert case.complaints("reference") == [says]
+    monkeypatch.setattr(ScoresCase, "results", lambda _, x, *__: {k: 2 * v for k, v in scored_float64(x).items()})
+    assert len(INDEXER[-1].complaints("reference")) == 4
 
 
 # On a GPU
@@ -641,7 +643,7 @@ def test_kernel(cuda, h, dtype, s_q, s_c, topk):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", cases.CASES, ids=lambda c: c.name)
+@pytest.mark.parametrize("case", INDEXER, ids=lambda c: c.name)
 def test_case(cuda, case):
     with jax.default_device(cuda):
-        assert cases.complaints(case, "cubin") == []
+        assert case.complaints("cubin") == []

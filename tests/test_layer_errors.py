@@ -38,8 +38,8 @@ def extend(x=X, state=STATE, start=START, lengths=START + 8, of=COMPRESSOR, p=PC
     return of.extend(p, x, state, start, lengths)
 
 
-def queries(p=PI, x=X, low_rank=LOW_RANK, positions=AT, how=LAYER.rope):
-    return INDEXER.queries(p, x, low_rank, positions, how)
+def queries(p=PI, x=X, low_rank=LOW_RANK, positions=AT, rotation=LAYER.rope):
+    return INDEXER.queries(p, x, low_rank, positions, rotation)
 
 
 def without(params, name):
@@ -85,9 +85,9 @@ SIZES = [
     (lambda: changed(sparse=False), r"DSV4Attention: sparse: got False, wanted True with an indexer"),
     (lambda: changed(indexer=dataclasses.replace(INDEXER, q_rank=13)), r"indexer.q_rank: got 13, wanted 12"),
     (lambda: changed(ratio=0, compressor=None, indexer=None), r"sparse: got True, wanted False with ratio 0"),
-    (lambda: LAYER.cache(2, "8"), r"DSV4Attention: room: got 8, wanted an int >= 1"),
+    (lambda: LAYER.cache(2, "8"), r"DSV4Attention: max_length: got 8, wanted an int >= 1"),
     (lambda: LAYER.cache(2, 8, steps=0), r"DSV4Attention: steps: got 0, wanted an int >= 1"),
-    (lambda: LAYER.cache(2, 8, "fp8"), r"Cache.zeros: dtype: got fp8, wanted bfloat16"),
+    (lambda: LAYER.cache(2, 8, "fp8"), r"DSV4Attention: dtype: got fp8, wanted bfloat16"),
     (lambda: LAYER.cache(2, 8, block_table=[[0]]), r"block_table: got \[\[0\]\], wanted int32\[b=2, n\]"),
     (lambda: LAYER.cache(2, 8, block_table=jnp.zeros((3, 1), jnp.int32)), r"block_table: got int32\[3, 1\], wanted"),
 ]  # fmt: skip
@@ -119,13 +119,13 @@ OPERANDS = [
     (lambda: queries(p=PI | {"compressor": PC | {"w": X}}), r"Indexer: params.compressor.w: got float32\[2, 8, 24\]"),
     (lambda: queries(x=X[0]), r"Indexer: x: got float32\[8, 24\], wanted"),
     (lambda: queries(low_rank=jnp.zeros((1, 8, 12))), r"low_rank: got float32\[1, 8, 12\], wanted .*\[b=2, s=8, 12\]"),
-    (lambda: queries(how=64), r"rope: how: got 64, wanted a Rope"),
+    (lambda: queries(rotation=64), r"rope: rotation: got 64, wanted a Rope"),
     (lambda: INDEXER.keys(PI, X, AT, LAYER.rope), r"Indexer: latents: got float32\[2, 8, 24\], wanted .*\[b, s, 16\]"),
     (lambda: hadamard(3.0), r"hadamard: x: got 3.0, wanted .*\[..., d\], d a power of two"),
     (lambda: hadamard(jnp.zeros((3, 0))), r"hadamard: x: got float32\[3, 0\], wanted"),
     (lambda: hadamard(jnp.zeros(8, jnp.int32)), r"hadamard: x: got int32\[8\], wanted"),
     (lambda: rope(X, jnp.zeros((3, 8), jnp.int32), Rope(8)), r"rope: positions: got int32\[3, 8\], wanted int32\[b=2"),
-    (lambda: inverse_rope(X, AT, None), r"inverse_rope: how: got None, wanted a Rope"),
+    (lambda: inverse_rope(X, AT, None), r"inverse_rope: rotation: got None, wanted a Rope"),
 ]  # fmt: skip
 LAYER_CALLS = [
     (lambda: LAYER(None, X), r"params: got None, wanted a dict of compressor, indexer, kv_norm"),

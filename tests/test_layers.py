@@ -13,7 +13,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_dsv4_fmha import Cache
-from jax_dsv4_fmha._testing import rope as cases
+from jax_dsv4_fmha._testing import rope as rope_cases
+from jax_dsv4_fmha._testing.cases import ROPE
 from jax_dsv4_fmha.layers import Rope, Shared, from_config, from_state_dict, hadamard, inverse_rope, rope
 from jax_dsv4_fmha.layers.rope import rope_of_normed
 from tests import layers_float64
@@ -234,9 +235,9 @@ def near(got, want, most):
 
 
 def test_check_finds_what_is_wrong_with_rope(monkeypatch):
-    assert [cases.complaints(case, "reference") for case in (cases.CASES[2], cases.CASES[3])] == [[], []]
-    monkeypatch.setattr(cases, "rope", inverse_rope)
-    (says,) = cases.complaints(cases.CASES[2], "reference")
+    assert [case.complaints("reference") for case in ROPE[2:4]] == [[], []]
+    monkeypatch.setattr(rope_cases, "rope", inverse_rope)
+    (says,) = ROPE[2].complaints("reference")
     assert says.startswith("rope off by ")
 
 
@@ -459,8 +460,13 @@ def test_config_of_v41():
     layers = from_config(published("v4.1"))
     assert [i for i, layer in enumerate(layers) if layer.compressor] == [2, 8, 14, 20]
     assert [i for i, layer in enumerate(layers) if layer.indexer] == [2, 8, 14, 20, 24, 28, 32, 36]
-    assert [i for i, layer in enumerate(layers) if layer.indexer and layer.indexer.within] == [24, 28, 32, 36]
-    assert [i for i, layer in enumerate(layers) if layer.indexer and layer.indexer.makes == 2048] == [20]
+    assert [i for i, layer in enumerate(layers) if layer.indexer and layer.indexer.within_candidates] == [
+        24,
+        28,
+        32,
+        36,
+    ]
+    assert [i for i, layer in enumerate(layers) if layer.indexer and layer.indexer.candidate_blocks == 2048] == [20]
     assert len(layers) == 40 and all(layer.sparse == (i > 1) for i, layer in enumerate(layers))
     assert not any(layer.norm_heads for layer in layers) and layers[0].eps == 1e-20
     assert not layers[2].compressor.has_ape and not layers[2].compressor.overlap and layers[20].ratio == 1

@@ -10,12 +10,13 @@ import pytest
 from jax.test_util import check_grads
 
 from jax_dsv4_fmha import Span, reference
-from jax_dsv4_fmha._testing.cases import CASES, run_float64, run_reference
+from jax_dsv4_fmha._testing.attention import run_float64, run_reference
+from jax_dsv4_fmha._testing.cases import ATTENTION, CASES
 from jax_dsv4_fmha._testing.compare import FP32, FP32_LARGE
 from tests.helpers import assert_right
 
 # the reference does not depend on d or on 16-bit types, and many cases differ only in these
-SMALL = {dataclasses.replace(case, d=0, dtype=""): case for case in CASES if case.is_small}.values()
+SMALL = {dataclasses.replace(case, d=0, dtype=""): case for case in ATTENTION if case.is_small}.values()
 
 
 def normal(seed, *shape):

@@ -113,12 +113,12 @@ def test_what_is_exported_does_not_depend_on_this_machine(here, built, monkeypat
     monkeypatch.setattr(library, "local_architectures", lambda: here)
     q = jax.ShapeDtypeStruct((1, 2, 4, 16), jnp.float32)
     exported = jax.export.export(jax.jit(fmha), platforms=["cuda"], disabled_checks=EXPORT_CHECKS)(q, q)
-    assert "custom_call @dsv4_fmha_mha_fwd" in exported.mlir_module()
+    assert "custom_call @dsv4_fmha_mla_span_fwd" in exported.mlir_module()
     text = jax.jit(fmha).trace(q, q).lower(lowering_platforms=("cuda",)).as_text()
     assert "custom_call @dsv4_fmha" not in text
     insists = jax.jit(functools.partial(fmha, implementation="cubin"))
     exported = jax.export.export(insists, platforms=["cuda"], disabled_checks=EXPORT_CHECKS)(q, q)
-    assert "custom_call @dsv4_fmha_mha_fwd" in exported.mlir_module()
+    assert "custom_call @dsv4_fmha_mla_span_fwd" in exported.mlir_module()
     if "sm_90a" not in here:
         with pytest.raises(NotImplementedError, match="fmha: implementation: got 'cubin' on sm_80, wanted a kernel th"):
             insists.trace(q, q).lower(lowering_platforms=("cuda",))

@@ -52,8 +52,10 @@ def test_export_for_cuda(s_q, b, monkeypatch):
     of = ((s_q, 32, 128), jnp.bfloat16), ((65536, 128), jnp.bfloat16), ((s_q, 32), jnp.float32)
     shapes = [jax.ShapeDtypeStruct((n, *shape), dtype) for shape, dtype in of]
     text = jax.export.export(jax.jit(f), platforms=["cuda"], disabled_checks=lib.EXPORT_CHECKS)(*shapes).mlir_module()
-    calls = {t: text.count(f"custom_call @dsv4_fmha_{t}(") for t in ("indexer_scores", "indexer_scores_at", "topk")}
-    assert calls == {"indexer_scores": 1, "indexer_scores_at": 1, "topk": 2}
+    calls = {
+        t: text.count(f"custom_call @dsv4_fmha_{t}(") for t in ("indexer_scores", "indexer_scores_at", "indexer_topk")
+    }
+    assert calls == {"indexer_scores": 1, "indexer_scores_at": 1, "indexer_topk": 2}
     if s_q == 5000:
         sizes = [math.prod(map(int, x.split("x"))) for x in re.findall(r"tensor<([0-9x]+)xf32>", text)]
         assert 2**26 < max(sizes) <= 2**27

@@ -32,7 +32,7 @@ def run(
 
 def dq_of_sums(sums: Array, scale: float) -> Array:
     """dq of what `mha_dqdkdv` leaves."""
-    return np.asarray(np.float32(scale) * raw.in_order(sums))
+    return np.asarray(np.float32(scale) * raw.unshuffle_accumulator_columns(sums))
 
 
 def tiles_seen(kernels: Mapping[str, Kernel[Step]], x: gradients.Operands, scale: float, *, seed: int = 0) -> Array:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_dsv4_fmha._host import fixed_point
-from jax_dsv4_fmha._host.gradients import in_order
+from jax_dsv4_fmha._host.gradients import unshuffle_accumulator_columns
 from kernels.abi import MlaBackward
 
 from ..machine.reductions import add_cleared, additions
@@ -42,14 +42,16 @@ class Launch:
             if len(self.resolution):
                 sums_of, resolution = jnp.asarray(dkv.reshape(-1, 2)), jnp.asarray(self.resolution)
                 dkv = np.asarray(fixed_point.to_float32(sums_of, resolution, jnp.asarray(dq)))
-            results.append(in_order(dkv.reshape(keys.k.shape)))
+            results.append(unshuffle_accumulator_columns(dkv.reshape(keys.k.shape)))
         return dq, *results
 
     def added(self) -> list[Array]:
         """How often a number of each dkv was added to."""
         memory, words32 = self.machine.memory, 1 + len(self.resolution)  # of a sum
         return [
-            in_order(additions(memory.named(f"dkv{i}"))[: keys.k.size * words32 : words32].reshape(keys.k.shape))
+            unshuffle_accumulator_columns(
+                additions(memory.named(f"dkv{i}"))[: keys.k.size * words32 : words32].reshape(keys.k.shape)
+            )
             for i, keys in enumerate(self.operands.attention.sources)
         ]
 

@@ -186,8 +186,8 @@ def plan(
     The variant is asked for the order of its parameters alone, for what is tested of tiles has nothing to do with it.
     """
     if isinstance(variant, str):
-        variant = next(v for v in VARIANTS if isinstance(v, Forward | MlaBackward) and v.op == variant and v.d == 512)
-    return _planned(
+        variant = next(v for v in VARIANTS if isinstance(v, Forward | MlaBackward) and v.op == variant)
+    return planned(
         variant.family,
         variant.layout.encode(),
         _attention_shape(shape, variant.sources, variant.dtype),
@@ -229,7 +229,7 @@ def plan_mha_backward(
     addresses: dict[str, int] | None = None,
 ) -> Plan:
     """The launch; without dv K is V."""
-    return _planned(
+    return planned(
         "mha_backward",
         variant.layout.encode(),
         _attention_shape(shape, ("span",), variant.dtype),
@@ -244,7 +244,7 @@ def plan_tile_spans(
     shape: Shape, *, tile_m: int = 64, tile_n: int = 4, addresses: dict[str, int] | None = None
 ) -> Plan:
     """The launch before it, for tiles of tile_m rows; a CTA takes tile_n of them."""
-    return _planned(
+    return planned(
         "tile_spans",
         ctypes.byref(_row_shape(shape, 0)),
         ctypes.c_int32(tile_m),
@@ -283,7 +283,7 @@ def plan_probabilities(
     shape: dict[str, int], scale: float = 1.0, *, processors: int = 132, addresses: dict[str, int] | None = None
 ) -> Plan:
     """The launch of head-summed probabilities; ValueError where the library refuses it."""
-    return _planned(
+    return planned(
         "probabilities",
         ctypes.byref(filled("ProbabilitiesShape", **shape)),
         ctypes.c_float(scale),
@@ -329,7 +329,7 @@ def _tiles(tile_m: int, tile_n: int, processors: int, cluster: int = 1, gathers:
     return ctypes.byref(filled("Tiles", **numbers, gathers=gathers))
 
 
-def _planned(what: str, *arguments: Any) -> Plan:
+def planned(what: str, *arguments: Any) -> Plan:
     """The library's plan of this name; ValueError where it refuses."""
     out, error = structure("ShownLaunch")(), ctypes.create_string_buffer(512)
     status = library()[f"dsv4_fmha_plan_{what}"](*arguments, ctypes.byref(out), error, ctypes.c_size_t(len(error)))

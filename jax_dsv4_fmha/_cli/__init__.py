@@ -54,6 +54,8 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from .._bench import SUITES
+
     parser = argparse.ArgumentParser(
         prog="python -m jax_dsv4_fmha", description="What is built, whether it is right, and how fast it is."
     )
@@ -98,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "--suite",
         action="append",
-        choices=("dsv4", "dense", "window", "decode", "grad", "indexer", "layer"),
+        choices=tuple(SUITES),
         help="may be repeated (default: all)",
     )
     bench.add_argument("--rounds", type=_at_least_one, default=11, help="of interleaved bursts (default: %(default)s)")

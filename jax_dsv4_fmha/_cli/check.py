@@ -7,28 +7,20 @@ different contents, and must give the same bits. Without: the reference against 
 import fnmatch
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from .._check import Method
+from .._check import Implementation, Method
 from .._host import library
-from .._testing import indexer, rope
-from .._testing.cases import CASES, Case, run_float64, run_into, run_reference
-from .._testing.compare import FP32, FP32_LARGE, Verdict, compare
+from .._testing.case import Case
+from .._testing.cases import CASES
 from .info import machine, no_devices
 from .report import Progress, output, write_json
 
 PASSED, FAILED, NOT_BUILT, SKIPPED = "passed", "FAILED", "not built", "skipped"
-
-_OTHERS = {op: module for module in (indexer, rope) for op in module.OPS}
-"""by op: the modules whose results are not (o, lse), so that each says what is wrong with its own"""
-
-_BYTES_PER_ELEMENT = 32  # of q, at the peak: q and two results in 16 bits, the reference and the comparison in fp32
 
 
 @dataclass(frozen=True)
@@ -61,7 +53,6 @@ def check(pattern: str | None, json_path: str | None, progress: bool | None, is_
         return 2
     on_gpu, why = _mode()
     print(why, file=out, flush=True)
-    one = _check_kernel if on_gpu else _check_reference
     checks = kernel_checks() if on_gpu else reference_checks()
     checks = [x for x in (quick(checks) if is_quick else checks) if matches(x.name, pattern)]
     if not checks:
@@ -73,7 +64,7 @@ def check(pattern: str | None, json_path: str | None, progress: bool | None, is_
     try:
         for x in checks:
             bar.begin(x.name)
-            outcomes.append(_outcome(x, one))
+            outcomes.append(_outcome(x, "cubin" if on_gpu else "reference"))
             bar.print(str(outcomes[-1]))
     except KeyboardInterrupt:
         interrupted = True
@@ -98,25 +89,21 @@ def matches(name: str, pattern: str | None) -> bool:
 
 
 def kernel_checks() -> list[Check]:
-    return [
-        Check(case, method)
-        for case in CASES
-        for method in (("two_pass", "fused") if case.op == "dsv4_attention" else (None,))
-    ] + [Check(case) for case in (*indexer.CASES, *rope.CASES)]
+    return [Check(case, method) for case in CASES for method in case.methods]
 
 
 def reference_checks() -> list[Check]:
-    return [Check(case) for case in (*CASES, *indexer.CASES, *rope.CASES) if case.is_small]
+    return [Check(case) for case in CASES if case.is_small]
 
 
 def quick(checks: Sequence[Check]) -> list[Check]:
     """A few small checks in which every feature of a case occurs at least once."""
 
     def has(x: Check) -> set[tuple[Any, ...]]:
-        c = x.case
-        sources = (c.op, c.topk > 0, c.ratio > 0, x.method)
-        words = (c.dtype, c.sink, c.d, c.page > 0, *c.span.split("+"), *c.features)
-        return {sources, *((word,) for word in words)}
+        c = x.case.facts
+        kind = (x.case.op, c["topk"] > 0, c["ratio"] > 0, x.method)
+        features = (c["dtype"], c["sink"], c["d"], c["page"] > 0, *c["span"].split("+"), *c["features"])
+        return {kind, *((feature,) for feature in features)}
 
     left, chosen = set().union(*map(has, checks)), list[Check]()
     while left:
@@ -139,54 +126,24 @@ def _device() -> jax.Device:
     return jax.local_devices(backend="cuda")[0]
 
 
-def _outcome(x: Check, one: Callable[[Check], tuple[str, str]]) -> Outcome:
+def _outcome(x: Check, implementation: Implementation) -> Outcome:
     began = time.monotonic()
     try:
-        status, detail = one(x)
+        status, detail = _check_one(x, implementation)
     except Exception as e:  # one broken case must not hide the others
         is_ours = isinstance(e, NotImplementedError) and ", built " in str(e)  # JAX and NumPy raise it too
         status, detail = NOT_BUILT if is_ours else FAILED, reason(e)
     return Outcome(x.name, status, detail, time.monotonic() - began)
 
 
-def _check_kernel(x: Check) -> tuple[str, str]:
-    case = x.case
-    if case.op in _OTHERS:
-        return _check_other(case, "cubin")
-    wanted = case.b * case.s_q * case.h_q * case.d * _BYTES_PER_ELEMENT
-    limit = (_device().memory_stats() or {}).get("bytes_limit", wanted)
-    if wanted > limit:
-        return SKIPPED, f"needs {wanted / 2**30:.0f} GiB of device memory, has {limit / 2**30:.0f} GiB"
-    choices = {} if x.method is None else {"method": x.method}
-    got, again = run_into(case, (0.0, np.nan), implementation="cubin", **choices)
-    changed = sum(int(_differing(a, b)) for a, b in zip(got, again, strict=True))
-    del again
-    return _judge(compare(got, run_reference(case)), f"{changed} elements differ in the second run" if changed else "")
-
-
-def _check_other(case: Case, implementation: str) -> tuple[str, str]:
-    wrong = _OTHERS[case.op].complaints(case, implementation)
-    return (FAILED, "; ".join(wrong[:3])) if wrong else (PASSED, _OTHERS[case.op].PASSES)
-
-
-def _check_reference(x: Check) -> tuple[str, str]:
-    if x.case.op in _OTHERS:
-        return _check_other(x.case, "reference")
-    tolerances = FP32_LARGE if "large" in x.case.features else FP32
-    return _judge(compare(run_reference(x.case), run_float64(x.case), tolerances))
-
-
-def _judge(verdicts: Sequence[Verdict], complaint: str = "") -> tuple[str, str]:
-    if complaint or not all(v.passed for v in verdicts):
-        return FAILED, "; ".join([*map(str, verdicts), complaint] if complaint else map(str, verdicts))
-    return PASSED, ", ".join(f"{v.name} within {v.max_abs:.1e}" for v in verdicts)
-
-
-@jax.jit
-def _differing(x: Any, y: Any) -> jax.Array:
-    """How many elements differ in their bits."""
-    bits = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
-    return jnp.sum(jax.lax.bitcast_convert_type(x, bits) != jax.lax.bitcast_convert_type(y, bits))
+def _check_one(x: Check, implementation: Implementation) -> tuple[str, str]:
+    if implementation == "cubin":
+        wanted = x.case.device_bytes
+        limit = (_device().memory_stats() or {}).get("bytes_limit", wanted)
+        if wanted > limit:
+            return SKIPPED, f"needs {wanted / 2**30:.0f} GiB of device memory, has {limit / 2**30:.0f} GiB"
+    is_right, detail = x.case.judge(implementation, x.method)
+    return PASSED if is_right else FAILED, detail
 
 
 def reason(e: Exception) -> str:

@@ -104,16 +104,16 @@ def _text(facts: dict[str, Any]) -> str:
 
 
 def _chosen(choices: dict[str, Any]) -> str:
-    """In words: "bfloat16, d 512, heads <= 63"."""
-    words = []
+    """Like "bfloat16, d 512, heads <= 63"."""
+    parts = []
     for name, value in sorted(choices.items(), key=lambda x: not isinstance(x[1], str)):
         if isinstance(value, bool):
-            words += [name] * value
+            parts += [name] * value
         elif name.startswith("max_"):
-            words += [f"{name.removeprefix('max_')} <= {value}"] * (value != library.ANY)
+            parts += [f"{name.removeprefix('max_')} <= {value}"] * (value != library.ANY)
         else:
-            words.append(value if isinstance(value, str) else f"{name} {value}")
-    return ", ".join(words)
+            parts.append(value if isinstance(value, str) else f"{name} {value}")
+    return ", ".join(parts)
 
 
 def _version(package: str) -> str | None:

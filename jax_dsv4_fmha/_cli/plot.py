@@ -5,17 +5,9 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from .._bench import SUITES
 from .._host import library
 
-_COLORS = {
-    "dsv4": "#4053d3",
-    "dense": "#b51d14",
-    "window": "#00806c",
-    "decode": "#a06000",
-    "grad": "#7b2d8b",
-    "indexer": "#5b6b1f",
-    "layer": "#2f6f7f",
-}
 _PEERS = {"two_pass": "#a9b4e8", "cudnn": "#8a8a8a", "xla": "#cfcfcf", "graph": "#d9bd94", "both": "#c9a6d1"}
 _BAR = 0.29
 _DTYPES = ("#4053d3", "#ddb310", "#00806c", "#b51d14")
@@ -82,12 +74,12 @@ def draw_built(variants: Sequence[library.Variant], path: str) -> None:
 
 
 def _size(v: library.Variant) -> tuple[int, int, str]:
-    """A variant's head dimension and most heads, as a sort key and in words."""
+    """A variant's head dimension and most heads, as a sort key and as text."""
     c = v.choices
     d, heads = c.get("d", 0), c.get("heads", c.get("max_heads", library.ANY))
-    words = [f"d {d}"] if d else []
-    words += [] if heads >= library.ANY else [f"{'' if 'heads' in c else '≤ '}{heads} heads"]
-    return d, heads, "\n".join(words) or "any"
+    lines = [f"d {d}"] if d else []
+    lines += [] if heads >= library.ANY else [f"{'' if 'heads' in c else '≤ '}{heads} heads"]
+    return d, heads, "\n".join(lines) or "any"
 
 
 def save(figure: Any, path: str) -> None:
@@ -116,10 +108,10 @@ def _roofline(axes: Any, rows: Rows) -> None:
     ridge = matmul / copy
     left, right = min(*intensities, ridge / 4) / 1.3, max(*intensities, ridge * 4) * 1.3
     axes.loglog([left, ridge, right], [copy * left, matmul, matmul], color="#303030", linewidth=1.5)
-    for suite, color in _COLORS.items():
-        ours = [point for point, row in zip(points, rows, strict=True) if row["suite"] == suite]
+    for suite in SUITES.values():
+        ours = [point for point, row in zip(points, rows, strict=True) if row["suite"] == suite.name]
         if ours:
-            axes.scatter(*zip(*ours, strict=True), color=color, s=48, alpha=0.8, label=suite, linewidths=0)
+            axes.scatter(*zip(*ours, strict=True), color=suite.color, s=48, alpha=0.8, label=suite.name, linewidths=0)
     low = min(*rates, copy * left)
     axes.set_yticks([t for n in range(7) for t in (10.0**n, 2 * 10.0**n, 5 * 10.0**n) if low / 2 < t < 2 * matmul])
     axes.yaxis.set_major_formatter("{x:g}")
@@ -143,7 +135,7 @@ def _bars(axes: Any, rows: Rows) -> None:
     for y, row in enumerate(rows):
         names = ["ours", *(name for name in _PEERS if name in row["times"])]
         for i, name in enumerate(names):
-            label, color = (row["suite"], _COLORS[row["suite"]]) if name == "ours" else (name, _PEERS[name])
+            label, color = (row["suite"], SUITES[row["suite"]].color) if name == "ours" else (name, _PEERS[name])
             seconds, at = row["times"][name]["seconds"], y + (i - (len(names) - 1) / 2) * _BAR
             share = _roof(row) / seconds
             axes.barh(at, share, _BAR * 0.94, color=color, label="_" if label in used else label)

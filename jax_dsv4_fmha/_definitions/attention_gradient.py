@@ -1,5 +1,5 @@
-"""Gradients in plain `jnp`, for each kind of source, where no backward kernel runs; `_dispatch.autodiff.gradient` has
-the formulas.
+"""Gradients in plain `jnp`, for each kind of source, where no backward kernel runs; the formulas are with
+`_dispatch.attention_op.gradient`.
 
 They take queries in blocks and keys in tiles, and skip tiles that no row of a block sees, so memory is that of the
 operands and a few blocks of logits. 16-bit operands are multiplied as the platform multiplies float32 by default (on a
@@ -25,7 +25,7 @@ _FP32 = jnp.float32
 
 
 def fmha(
-    q: Any, k: Any, v: Any, start: Any, stop: Any, do: Any, lse: Any, weight: Any, delta: Any, *, scale: float
+    q: Any, k: Any, v: Any, start: Any, stop: Any, do: Any, lse: Any, sink_factor: Any, delta: Any, *, scale: float
 ) -> tuple[jax.Array, ...]:
     """(dq, dk, dv), or (dq, dk + dv) if v is None; float32."""
     b, _, h_q, d = q.shape
@@ -40,14 +40,14 @@ def fmha(
 
     xs = (keys(k),) if v is None else (keys(k), keys(v))
 
-    def block(sums: Any, q: Any, start: Any, stop: Any, do: Any, lse: Any, weight: Any, delta: Any) -> Any:
+    def block(sums: Any, q: Any, start: Any, stop: Any, do: Any, lse: Any, sink_factor: Any, delta: Any) -> Any:
         seen = start < stop
 
         def rows(x: jax.Array) -> jax.Array:  # [b, h_kv, n, g, …]
             x = jnp.where(seen.reshape(*seen.shape, *[1] * (x.ndim - 2)), x, 0).astype(_FP32)
             return jnp.moveaxis(x.reshape(b, x.shape[1], h_kv, h_q // h_kv, *x.shape[3:]), 1, 2)
 
-        q, do, lse, weight, delta = map(rows, (q, do, lse, weight, delta))
+        q, do, lse, sink_factor, delta = map(rows, (q, do, lse, sink_factor, delta))
 
         def add(i: Any, carry: Any) -> Any:
             dq, sums = carry
@@ -58,9 +58,9 @@ def fmha(
             s = scale * einsum("bhngd,bhkd->bhngk", q, k)
             p = jnp.where(visible, jnp.exp(s - lse[..., None]), 0)
             dp = einsum("bhngd,bhkd->bhngk", do, v)
-            ds = jnp.where(visible, p * (weight[..., None] * dp - delta[..., None]), 0)
+            ds = jnp.where(visible, p * (sink_factor[..., None] * dp - delta[..., None]), 0)
             dk = scale * einsum("bhngk,bhngd->bhkd", ds, q)
-            dv = einsum("bhngk,bhngd->bhkd", p * weight[..., None], do)
+            dv = einsum("bhngk,bhngd->bhkd", p * sink_factor[..., None], do)
             parts = (dk + dv,) if len(sums) == 1 else (dk, dv)
 
             def put(whole: jax.Array, part: jax.Array) -> jax.Array:
@@ -76,12 +76,12 @@ def fmha(
 
     sums = tuple(jnp.zeros_like(x, _FP32) for x in xs)
     size = max(1, min(_QUERIES, _ROWS // (h_q * b if isinstance(b, int) else h_q)))
-    sums, (dq,) = scan_queries(block, sums, size, q, start, stop, do, lse, weight, delta)
+    sums, (dq,) = scan_queries(block, sums, size, q, start, stop, do, lse, sink_factor, delta)
     return dq, *(x[:, :, :s_kv].swapaxes(1, 2) for x in sums)
 
 
 def sparse_fmha(
-    q: Any, kv: Any, indices: Any, length: Any, do: Any, lse: Any, weight: Any, delta: Any, *, scale: float
+    q: Any, kv: Any, indices: Any, length: Any, do: Any, lse: Any, sink_factor: Any, delta: Any, *, scale: float
 ) -> tuple[jax.Array, ...]:
     """(dq, dkv); float32."""
     b, _, h_q, d = q.shape
@@ -89,26 +89,26 @@ def sparse_fmha(
     einsum = _einsum_for(q.dtype)
     clean = jnp.where(jnp.isfinite(kv), kv, 0)
 
-    def block(dkv: Any, q: Any, indices: Any, length: Any, do: Any, lse: Any, weight: Any, delta: Any) -> Any:
+    def block(dkv: Any, q: Any, indices: Any, length: Any, do: Any, lse: Any, sink_factor: Any, delta: Any) -> Any:
         there = (indices >= 0) & (indices < s_kv) & (jnp.arange(topk, dtype=jnp.int32)[None, None] < length[..., None])
         seen = there.any(-1)
 
         def rows(x: jax.Array) -> jax.Array:
             return jnp.where(seen.reshape(*seen.shape, *[1] * (x.ndim - 2)), x, 0).astype(_FP32)
 
-        q, do, lse, weight, delta = map(rows, (q, do, lse, weight, delta))
+        q, do, lse, sink_factor, delta = map(rows, (q, do, lse, sink_factor, delta))
         keys = jax.vmap(lambda kv, i: kv[i])(clean, jnp.where(there, indices, 0)).astype(_FP32)
         s = scale * einsum("bnhd,bnkd->bnhk", q, keys)
         p = jnp.where(there[:, :, None], jnp.exp(s - lse[..., None]), 0)
         dp = einsum("bnhd,bnkd->bnhk", do, keys)
-        ds = jnp.where(there[:, :, None], p * (weight[..., None] * dp - delta[..., None]), 0)
-        parts = scale * einsum("bnhk,bnhd->bnkd", ds, q) + einsum("bnhk,bnhd->bnkd", p * weight[..., None], do)
+        ds = jnp.where(there[:, :, None], p * (sink_factor[..., None] * dp - delta[..., None]), 0)
+        parts = scale * einsum("bnhk,bnhd->bnkd", ds, q) + einsum("bnhk,bnhd->bnkd", p * sink_factor[..., None], do)
         indices = jnp.where(there, indices, s_kv)
         dkv = jax.vmap(lambda dkv, i, x: dkv.at[i].add(x, mode="drop"))(dkv, indices, parts)
         return dkv, (scale * einsum("bnhk,bnkd->bnhd", ds, keys),)
 
     gathered = math.prod(n for n in (b, topk, max(h_q, d)) if isinstance(n, int))
-    operands = (q, indices, length, do, lse, weight, delta)
+    operands = (q, indices, length, do, lse, sink_factor, delta)
     dkv, (dq,) = scan_queries(block, jnp.zeros_like(kv, _FP32), max(1, _GATHERED // gathered), *operands)
     return dq, dkv
 

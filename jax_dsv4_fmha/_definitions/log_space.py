@@ -36,3 +36,8 @@ def denominator(lse: jax.Array, sink: jax.Array | None) -> jax.Array:
     if sink is None:
         return lse
     return jnp.where(lse == -jnp.inf, jnp.inf, jnp.logaddexp(lse, sink[None, None]))
+
+
+def sink_factor(lse: jax.Array, sink: jax.Array) -> jax.Array:
+    """exp(lse - logaddexp(lse, sink)), the part of the softmax that the keys get beside the sink; never NaN."""
+    return jax.nn.sigmoid(jnp.where(jnp.isinf(lse), 0, lse) - sink)

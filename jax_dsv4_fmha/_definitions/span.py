@@ -128,8 +128,8 @@ class Span:
 
 def shown_by_all(op: str, spans: Sequence[Span], b: Any, s_q: Any, s_kv: Any) -> tuple[jax.Array, jax.Array]:
     """start and stop, as `Span.bounds` gives them, of the keys that all of the spans show."""
-    each = [Span(*span.bounds(b, s_q, s_kv, op), span.rules, span.width) for span in spans]
-    return functools.reduce(operator.and_, each).bounds(b, s_q, s_kv, op)
+    bounded = [Span(*span.bounds(b, s_q, s_kv, op), span.rules, span.width) for span in spans]
+    return functools.reduce(operator.and_, bounded).bounds(b, s_q, s_kv, op)
 
 
 def positions_of(ids: jax.Array) -> jax.Array:

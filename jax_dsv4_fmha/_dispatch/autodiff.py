@@ -1,7 +1,7 @@
-"""Gradients of ops: in reverse mode, once."""
+"""Gradients: a function whose gradient another one computes, in reverse mode."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,25 +12,119 @@ from jax.interpreters import ad, batching, mlir
 
 from .. import _check
 from .batching import batched
-from .folding import sink_weight
-from .op import Arrays, Axes, Call, Op
+from .op import Arrays, Call, Params
 from .sharding import aligned
 
-O, LSE = "dsv4_fmha_o", "dsv4_fmha_lse"
-"""The names of a forward op's results under jax.checkpoint: with a policy that saves both, nothing runs twice."""
+
+class Function(NamedTuple):
+    """A function in `jnp`, with parameters that it gets as keywords. Its gradient may be differentiated again."""
+
+    run: Callable[..., Arrays]
+    params: Params = ()
+
+
+class Rule:
+    """How a gradient is computed: by a function of the operands and the cotangents of the results. It gives the
+    gradients of the first operands; the others have none.
+    """
+
+    names: tuple[str, ...] = ()
+    """the results' names under jax.checkpoint, if any: with a policy that saves them, nothing runs twice"""
+
+    @staticmethod
+    def residuals(operands: Arrays, results: Arrays) -> Any:
+        return operands
+
+    @staticmethod
+    def operands(residuals: Any, cotangents: Arrays) -> Arrays:
+        """What the gradient's function takes."""
+        return *residuals, *cotangents
+
+    @staticmethod
+    def cotangents(residuals: Any, gradients: Arrays) -> Sequence[jax.Array | None]:
+        """Those of all operands, from the results of the gradient's function; None where there is none."""
+        trained = zip(gradients, residuals, strict=False)
+        return *(g.astype(x.dtype) for g, x in trained), *(None for _ in residuals[len(gradients) :])
+
+
+class Differentiable(NamedTuple):
+    """A call, or a function, whose gradient another one computes by a rule. A call has first derivatives in reverse
+    mode alone; without a `backward` it has none, and asking for one raises an error.
+    """
+
+    forward: Call | Function
+    backward: Call | Function | None
+    rule: type[Rule] = Rule
+
+    def __call__(self, *operands: jax.Array) -> Arrays:
+        results: Arrays = _call(self, *operands)
+        return results
+
+
+def without_gradient(call: Call, *operands: jax.Array) -> Arrays:
+    """The results of a call; asking for a gradient raises an error."""
+    return Differentiable(call, None)(*operands)
+
+
+@functools.partial(jax.jit, static_argnums=0)  # so that a call outside of jit compiles only once
+def _call(f: Differentiable, *operands: jax.Array) -> Arrays:
+    if isinstance(f.forward, Call):
+        operands = _in_reverse(f.forward, operands)
+    results: Arrays = _differentiable(f, *operands)
+    return results
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _differentiable(f: Differentiable, *operands: jax.Array) -> Arrays:
+    return _run(f.forward, *operands)
+
+
+def _forward(f: Differentiable, *operands: jax.Array) -> tuple[Arrays, Any]:
+    if f.backward is None:
+        assert isinstance(f.forward, Call)
+        wanted = "stop_gradient around it, or implementation='reference'"
+        raise _check.error(NotImplementedError, f.forward.op.name, "gradient", "a call to differentiate", wanted)
+    results = _run(f.forward, *operands)
+    if f.rule.names:
+        results = tuple(map(checkpoint_name, results, f.rule.names))
+    return results, f.rule.residuals(operands, results)
+
+
+def _backward(f: Differentiable, residuals: Any, cotangents: Arrays) -> tuple[Any, ...]:
+    assert f.backward is not None
+    gradients = _run(f.backward, *f.rule.operands(residuals, cotangents))
+    return tuple(f.rule.cotangents(residuals, gradients))
+
+
+_differentiable.defvjp(_forward, _backward)
+
+
+def _run(f: Call | Function, *operands: jax.Array) -> Arrays:
+    return _once(f, *operands) if isinstance(f, Call) else f.run(*operands, **dict(f.params))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _once(call: Call, *operands: jax.Array) -> Arrays:
+    return batched(call, *operands)
+
+
+@_once.defjvp
+def _twice(call: Call, *_: Any) -> Any:
+    raise _no_derivative(call.op.name)
+
 
 # Forward-mode derivatives, which a custom_vjp does not have
 
 
-def in_reverse(call: Call, operands: Arrays) -> Arrays:
+def _in_reverse(call: Call, operands: Arrays) -> Arrays:
     """The operands, `aligned`, for an op that is differentiated in reverse mode only."""
     floats = (jnp.issubdtype(x.dtype, jnp.floating) for x in operands)
     placed = zip(aligned(call, operands), floats, strict=True)
-    return tuple(_in_reverse.bind(x, op=call.op.name) if is_float else x for x, is_float in placed)
+    return tuple(_reverse_only.bind(x, op=call.op.name) if is_float else x for x, is_float in placed)
 
 
 def _no_tangent(*_: Any, op: str, **__: Any) -> Any:
-    raise no_derivative(op)
+    raise _no_derivative(op)
 
 
 def _jvp_in_reverse(primals: tuple[jax.Array], tangents: tuple[Any], *, op: str) -> tuple[jax.Array, Any]:
@@ -39,12 +133,12 @@ def _jvp_in_reverse(primals: tuple[jax.Array], tangents: tuple[Any], *, op: str)
 
 
 # x, whose tangents raise our error where somebody asks for them, before JAX's own; cotangents pass
-_in_reverse = Primitive("dsv4_fmha_in_reverse")
-_in_reverse.def_abstract_eval(lambda x, **_: x)
-_in_reverse.def_impl(lambda x, **_: x)
-ad.primitive_jvps[_in_reverse] = _jvp_in_reverse
-batching.primitive_batchers[_in_reverse] = lambda xs, axes, **of: (_in_reverse.bind(*xs, **of), *axes)
-mlir.register_lowering(_in_reverse, lambda _, x, **__: [x])
+_reverse_only = Primitive("dsv4_fmha_in_reverse")
+_reverse_only.def_abstract_eval(lambda x, **_: x)
+_reverse_only.def_impl(lambda x, **_: x)
+ad.primitive_jvps[_reverse_only] = _jvp_in_reverse
+batching.primitive_batchers[_reverse_only] = lambda xs, axes, **of: (_reverse_only.bind(*xs, **of), *axes)
+mlir.register_lowering(_reverse_only, lambda _, x, **__: [x])
 
 # its tangent: reverse mode transposes it, and nothing else may use it
 _tangent = Primitive("dsv4_fmha_tangent")
@@ -55,111 +149,7 @@ batching.primitive_batchers[_tangent] = _no_tangent
 mlir.register_lowering(_tangent, _no_tangent, cacheable=False)
 
 
-def no_derivative(op: str) -> Exception:
+def _no_derivative(op: str) -> Exception:
     """The error for a derivative that is not a first one in reverse mode."""
     wanted = "jax.grad or jax.vjp, once, or attention with implementation='reference', which has all of them"
     return _check.error(NotImplementedError, op, "gradient", "a second derivative, or one forward", wanted)
-
-
-# Without a gradient
-
-
-@functools.partial(jax.jit, static_argnums=0)  # so that a call outside of jit compiles only once
-def forward(call: Call, *operands: jax.Array) -> Arrays:
-    """The results of an op without a gradient; asking for one raises an error."""
-    return _opaque(call, *in_reverse(call, operands))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _opaque(call: Call, *operands: jax.Array) -> Arrays:
-    return batched(call, *operands)
-
-
-def _no_gradient(call: Call, *_: Any) -> Any:
-    wanted = "stop_gradient around it, or implementation='reference'"
-    raise _check.error(NotImplementedError, call.op.name, "gradient", "a call to differentiate", wanted)
-
-
-_opaque.defvjp(_no_gradient, _no_gradient)
-
-
-# Gradients
-
-
-def gradient(op: Op, reference: Callable[..., Arrays], kernel: Callable[..., Arrays] | None = None) -> Op:
-    """The op of the gradient of attention `op`, (…, sink) -> (o, lse), with the sink last:
-
-        (…, o, do, lse, weight, dlse) -> (dq, the gradients of all other operands whose last axis is d, rowsum(o∘do))
-
-    With P = exp(S - lse) and delta = weight·rowsum(o∘do) - dlse,
-
-        dS = P∘(weight · do·v - delta);  dq = scale·dS k;  dk = scale·dSᵀ q;  dv = Pᵀ (weight · do)
-
-    A sink enters only as weight = exp(lse - logaddexp(lse, sink)), a cotangent of lse only as dlse. Gradients of keys
-    come in float32, so that devices can sum them.
-    """
-    rows = (*each("b s_q h_q d", "o", "do"), *each("b s_q h_q", "lse", "weight", "dlse"))
-    gradients = (Axes(f"d{name}", axes) for name, axes in op.operands if axes.endswith(" d"))
-    results = (*gradients, *each("b s_q h_q", "rowsum"))
-    return Op(op.name, (*op.operands[:-1], *rows), results, reference, kernel, "gradient")
-
-
-def each(axes: str, *names: str) -> tuple[Axes, ...]:
-    return tuple(Axes(name, axes) for name in names)
-
-
-def rowsum(o: jax.Array, do: jax.Array) -> jax.Array:
-    """rowsum(o∘do) in float32, where no kernel makes it."""
-    return jnp.sum(o.astype(jnp.float32) * do.astype(jnp.float32), -1)
-
-
-class Differentiable(NamedTuple):
-    """Attention and its `gradient`: two calls, each with a kernel or without."""
-
-    forward: Call
-    backward: Call
-
-    def __call__(self, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """o and lse of the forward op."""
-        o, lse = _call(self, *operands)
-        return o, lse
-
-
-@functools.partial(jax.jit, static_argnums=0)  # so that a call outside of jit compiles only once
-def _call(calls: Differentiable, *operands: jax.Array) -> Arrays:
-    return _differentiable(calls, *in_reverse(calls.forward, operands))
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def once(call: Call, *operands: jax.Array) -> Arrays:
-    return batched(call, *operands)
-
-
-@once.defjvp
-def _twice(call: Call, *_: Any) -> Any:
-    raise no_derivative(call.op.name)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _differentiable(calls: Differentiable, *operands: jax.Array) -> Arrays:
-    return once(calls.forward, *operands)
-
-
-def _fwd(calls: Differentiable, *operands: jax.Array) -> tuple[Arrays, tuple[Arrays, Arrays]]:
-    o, lse = once(calls.forward, *operands)
-    results = checkpoint_name(o, O), checkpoint_name(lse, LSE)
-    return results, (operands, results)
-
-
-def _bwd(calls: Differentiable, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
-    (*operands, sink), (o, lse) = residuals
-    do, dlse = cotangents
-    weight = sink_weight(lse, sink[:, None])
-    *gradients, of_rows = once(calls.backward, *operands, o, do, lse, weight, dlse)
-    of_sink = jax.nn.sigmoid(sink[:, None] - jnp.where(jnp.isinf(lse), 0, lse))  # 1 - weight, with all its digits
-    dsink = -jnp.sum(jnp.where(jnp.isinf(lse) | jnp.isinf(sink[:, None]), 0, of_sink * of_rows), (0, 1))[None]
-    given = iter(gradients)
-    return *(next(given).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else None for x in operands), dsink
-
-
-_differentiable.defvjp(_fwd, _bwd)

@@ -18,7 +18,7 @@ from jax.interpreters import mlir
 
 from .. import _check
 from .._host import library
-from .op import Call
+from .op import Call, KernelUse
 from .support import built
 
 _LOG = logging.getLogger("jax_dsv4_fmha")
@@ -31,7 +31,7 @@ chosen.def_abstract_eval(lambda x, **_: x)
 def _lower_chosen(ctx: Any, x: Any, *, call: Call) -> Any:
     module = ctx.module_context
     exports = module.lowering_parameters.for_export and "cuda" in module.platforms
-    if exports and call.fit is not None and not library.variants():
+    if exports and call.support is not None and not library.variants():
         what = f"{call.op.name}, {call.op.part}, is exported for cuda without a kernel: no kernels are built in"
         warnings.warn(f"{what} (`python -m jax_dsv4_fmha info`)", RuntimeWarning, stacklevel=2)
     return [x]
@@ -87,7 +87,11 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Decision]:
 
 def log_fallback(call: Call) -> None:
     """Logs once, for each reason, that a process with CUDA devices runs the reference without having asked for it."""
-    if call.fit is not None and call.when in ("never", "in exports") and library.local_architectures():
+    if (
+        call.support is not None
+        and call.use in (KernelUse.NEVER, KernelUse.IN_EXPORTS)
+        and library.local_architectures()
+    ):
         _warn(f"{call.op.name}, {call.op.part}: runs on the reference, in jnp: {_why_reference(call)}")
 
 
@@ -98,14 +102,15 @@ def _warn(text: str) -> None:
 
 def _decided(call: Call, q: Any) -> Decision:
     platform = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
-    is_kernel = call.when == "always" or (call.when == "on cuda" and platform == "cuda")
+    is_kernel = call.use == KernelUse.INSISTED_ON_CUDA or (call.use == KernelUse.ON_CUDA and platform == "cuda")
     if not is_kernel:
         reason = _why_reference(call)
-    elif call.when == "always" and platform != "cuda":
+    elif call.use == KernelUse.INSISTED_ON_CUDA and platform != "cuda":
         reason = f"'cubin' was asked for; compiling it for {platform} is an error, exporting it for cuda is not"
     else:
-        assert call.fit is not None
-        reason = f"{' and '.join(call.fit.kernels)}, built for {' and '.join(call.fit.built)}: {call.fit.got}"
+        assert call.support is not None
+        kernels, archs = (" and ".join(x) for x in (call.support.kernels, call.support.built))
+        reason = f"{kernels}, built for {archs}: {call.support.got}"
     variant = _variant(call, q) if is_kernel else ""
     return Decision(call.op.name, call.op.part, "kernel" if is_kernel else "reference", variant, reason, 1)
 
@@ -114,8 +119,9 @@ def _variant(call: Call, q: Any) -> str:
     """The key of the one variant that takes q `[b, s_q, h_q, d]` here; the library looks it up in the same way."""
     arch = next(iter(library.local_architectures()), None)
     wanted = {"d": q.shape[-1], "dtype": q.dtype.name}
-    fits = [v for v in library.variants() if call.fit and v.op in call.fit.kernels and v.arch == arch]
-    fits = [v for v in fits if v.choices.get("packing", "") == (call.fit.packing if call.fit else "")]
+    support = call.support
+    fits = [v for v in library.variants() if support and v.op in support.kernels and v.arch == arch]
+    fits = [v for v in fits if v.choices.get("packing", "") == (support.packing if support else "")]
     fits = [v for v in fits if wanted.items() <= v.choices.items() and v.choices.get("max_heads", 0) >= q.shape[-2]]
     least = min((v.choices["max_heads"] for v in fits), default=0)
     keys = [v.key for v in fits if v.choices["max_heads"] == least]
@@ -123,22 +129,22 @@ def _variant(call: Call, q: Any) -> str:
 
 
 def _why_reference(call: Call) -> str:
-    fit, is_gradient = call.fit, call.op.part == "gradient"
-    if fit is None:
+    support, is_gradient = call.support, call.op.part == "gradient"
+    if support is None:
         return "this has no kernel" if not is_gradient else "this gradient has no kernel"
     if not library.variants():
         return "no kernels are built in (`python -m jax_dsv4_fmha info`)"
-    if not fit.built:
+    if not support.built:
         what = "no kernel of a gradient takes" if is_gradient else "no kernel takes"
-        return f"{what} {fit.got}" + ("" if is_gradient else f"; built {built(fit.kernels)}")
-    here, kernels, archs = library.local_architectures(), " and ".join(fit.kernels), " and ".join(fit.built)
-    if here and not set(here) & set(fit.built):
+        return f"{what} {support.got}" + ("" if is_gradient else f"; built {built(support.kernels)}")
+    here, kernels, archs = library.local_architectures(), " and ".join(support.kernels), " and ".join(support.built)
+    if here and not set(here) & set(support.built):
         return f"{kernels}: built for {archs}, and this process has {' and '.join(here)}"
-    if here and not set(here) <= set(fit.built):
+    if here and not set(here) <= set(support.built):
         return f"{kernels}: built for {archs}, and not for all of {' and '.join(here)}"
-    if call.when == "never":
-        return f"the forward pass has no kernel here, so neither has the gradient ({fit.got})"
-    return f"JAX compiles for {jax.default_backend()} here; on {archs} it would be {kernels}: {fit.got}"
+    if call.use == KernelUse.NEVER:
+        return f"the forward pass has no kernel here, so neither has the gradient ({support.got})"
+    return f"JAX compiles for {jax.default_backend()} here; on {archs} it would be {kernels}: {support.got}"
 
 
 def _marks(jaxpr: Any) -> Iterator[tuple[Call, Any]]:

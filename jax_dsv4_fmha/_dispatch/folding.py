@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._definitions.log_space import sink_factor
 from .lowering import lowered
 from .op import ONE_OR_B, SINK, Arrays, Axes, Call, Op
 
@@ -22,7 +23,7 @@ def folded(call: Call, *operands: jax.Array) -> Arrays:
     """The op on one device, all batch axes made one.
 
     The last batch axes become queries instead where no key has them, so that keys need not be copied. A kernel does not
-    take a sink for every batch entry; such a sink weights o afterwards, as its definition in terms of lse allows.
+    take a sink for every batch entry; such a sink scales o afterwards, as its definition in terms of lse allows.
     """
     op = call.op
     batch = batch_shape(op, operands)
@@ -67,12 +68,7 @@ def folded(call: Call, *operands: jax.Array) -> Arrays:
     if per_entry:
         assert sink is not None
         o, lse = results
-        weight = sink_weight(lse, sink[..., None, :])
-        o = (o.astype(jnp.float32) * weight[..., None]).astype(o.dtype)
-        results = o, jnp.broadcast_to(lse, weight.shape)
+        factor = sink_factor(lse, sink[..., None, :])
+        o = (o.astype(jnp.float32) * factor[..., None]).astype(o.dtype)
+        results = o, jnp.broadcast_to(lse, factor.shape)
     return results
-
-
-def sink_weight(lse: jax.Array, sink: jax.Array) -> jax.Array:
-    """exp(lse - logaddexp(lse, sink)), the part of the softmax that the keys get beside the sink; never NaN."""
-    return jax.nn.sigmoid(jnp.where(jnp.isinf(lse), 0, lse) - sink)

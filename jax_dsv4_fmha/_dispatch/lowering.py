@@ -13,27 +13,28 @@ from .. import _check
 from .._host import library
 from . import explain
 from .manual_axes import vary, varying
-from .op import Arrays, Call, Fit
-from .support import not_built
+from .op import Arrays, Call, KernelUse
+from .support import Support, not_built
 
 
-def choose(op: str, implementation: _check.Implementation | None, fit: Fit) -> str:
-    """Call.when, for the kernels that fit the operands."""
+def choose(op: str, implementation: _check.Implementation | None, support: Support) -> KernelUse:
+    """Where a call uses the kernels that take its operands."""
     if implementation == "cubin":
-        if not fit.built:
-            raise not_built(op, "implementation", f"'cubin' for {fit.got}", fit.wanted, fit.kernels)
+        if not support.built:
+            raise not_built(op, "implementation", f"'cubin' for {support.got}", support.wanted, support.kernels)
         here = library.local_architectures()
-        return "always" if not here or set(here) & set(fit.built) else "always in exports"
-    if not fit.built:
-        return "never"
-    return "on cuda" if _serves(fit.built) else "in exports"
+        has_one = not here or set(here) & set(support.built)
+        return KernelUse.INSISTED_ON_CUDA if has_one else KernelUse.INSISTED_IN_EXPORTS
+    if not support.built:
+        return KernelUse.NEVER
+    return KernelUse.ON_CUDA if _serves(support.built) else KernelUse.IN_EXPORTS
 
 
-def choose_backward(forward: str, built: Sequence[str]) -> str:
-    """Call.when of a gradient's op, whose kernels are `built` for these architectures: the forward op's, if there is a
-    kernel.
+def choose_backward(forward: KernelUse, built: Sequence[str]) -> KernelUse:
+    """`choose` for a gradient, whose kernels are `built` for these architectures: as its forward pass does, if there is
+    a kernel.
     """
-    return forward if _serves(built) else "never"
+    return forward if _serves(built) else KernelUse.NEVER
 
 
 def _serves(built: Sequence[str]) -> bool:
@@ -46,7 +47,7 @@ def lowered(call: Call, *operands: jax.Array) -> Arrays:
     explain.log_fallback(call)
     operands = (explain.chosen.bind(operands[0], call=call), *operands[1:])
     reference = functools.partial(op.reference, **params)
-    if op.kernel is None or call.when == "never":
+    if op.kernel is None or call.use == KernelUse.NEVER:
         return reference(*operands)
     axes = varying(operands)
     run = functools.partial(op.kernel, **params)
@@ -61,9 +62,9 @@ def lowered(call: Call, *operands: jax.Array) -> Arrays:
     def if_exported(*operands: jax.Array) -> Arrays:
         return tuple(_exported.bind(*operands, call=call, then=on_cuda, otherwise=otherwise))
 
-    elsewhere = refuse if call.when.startswith("always") else reference
-    otherwise = None if call.when.startswith("always") else reference
-    on_cuda_here = if_exported if call.when.endswith("in exports") else on_cuda
+    elsewhere = refuse if call.use.is_insisted else reference
+    otherwise = None if call.use.is_insisted else reference
+    on_cuda_here = if_exported if call.use.is_in_exports_alone else on_cuda
     results: Arrays = lax.platform_dependent(*operands, cuda=on_cuda_here, default=elsewhere)
     return results
 
@@ -100,9 +101,9 @@ def _lower_exported(
 ) -> Any:
     run = then if ctx.module_context.lowering_parameters.for_export else otherwise
     if run is None:
-        assert call.fit is not None
+        assert call.support is not None
         got, wanted = f"'cubin' on {', '.join(library.local_architectures())}", "a kernel that is built for it"
-        raise not_built(call.op.name, "implementation", got, wanted, call.fit.kernels)
+        raise not_built(call.op.name, "implementation", got, wanted, call.support.kernels)
     return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
 
 

@@ -1,10 +1,13 @@
 """An op, and a call of it, as data."""
 
+import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+
+from .support import Support
 
 Arrays = tuple[jax.Array, ...]
 
@@ -46,32 +49,33 @@ RESULTS = (Axes("o", "b s_q h_q d"), Axes("lse", "b s_q h_q"))
 """The results of attention."""
 
 
-class Fit(NamedTuple):
-    """The kernels that fit a call's operands, for saying why the kernel or the reference runs."""
+class KernelUse(enum.Enum):
+    """Where a call's kernel runs. Elsewhere the reference does, or there is an error if the caller insists."""
 
-    got: str
-    """the operands, in words"""
-    kernels: tuple[str, ...]
-    """the kernels that such a call launches, whatever its sizes, by their names in the manifest; where there are none,
-    those for some of its operands"""
-    built: tuple[str, ...]
-    """the architectures that all are built for with these sizes and dtypes"""
-    wanted: str = "operands that a kernel is built for"
-    """what kernels take, for errors"""
-    packing: str = ""
-    """how their keys are packed, if they are: a choice of the kernels"""
+    NEVER = enum.auto()
+    ON_CUDA = enum.auto()
+    """on CUDA devices, and in exports for CUDA"""
+    IN_EXPORTS = enum.auto()
+    """in programs that jax.export makes for CUDA: the devices here have no kernel"""
+    INSISTED_ON_CUDA = enum.auto()
+    INSISTED_IN_EXPORTS = enum.auto()
+
+    @property
+    def is_insisted(self) -> bool:
+        return self in (KernelUse.INSISTED_ON_CUDA, KernelUse.INSISTED_IN_EXPORTS)
+
+    @property
+    def is_in_exports_alone(self) -> bool:
+        return self in (KernelUse.IN_EXPORTS, KernelUse.INSISTED_IN_EXPORTS)
 
 
 class Call(NamedTuple):
     """An op, and what is known at trace time about the call."""
 
     op: Op
-    when: str
-    """When the kernel runs: "never", "on cuda", or "always" (an error elsewhere). "in exports" and "always in exports"
-    are the same for programs that jax.export makes, because the devices here have no kernel.
-    """
+    use: KernelUse
     params: Params = ()
-    fit: Fit | None = None
+    support: Support | None = None
     """None where the op has no kernel at all"""
 
 

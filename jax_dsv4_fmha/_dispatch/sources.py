@@ -18,10 +18,11 @@ from .._definitions import attention_gradient
 from .._definitions.packed import LAYOUTS, V4_FP8, dequantize_cache
 from .._definitions.span import Span
 from .._host import attention, gradients, library
-from .autodiff import Differentiable, forward, gradient, rowsum
+from .attention_op import ByGradient, gradient, rowsum
+from .autodiff import Differentiable, without_gradient
 from .lowering import choose, choose_backward
-from .op import ONE_OR_B, RESULTS, SINK, Arrays, Axes, Call, Fit, Op
-from .support import not_built
+from .op import ONE_OR_B, RESULTS, SINK, Arrays, Axes, Call, KernelUse, Op
+from .support import Support, not_built
 
 _Q, _ROWS = Axes("q", "b s_q h_q d"), "b s_q"
 
@@ -54,12 +55,12 @@ class SpanSource:
 
     @property
     def kind(self) -> str:
-        return "span" if self.values is None else "apart"
+        return "span" if self.values is None else "separate_kv"
 
     @property
-    def words(self) -> tuple[str, ...]:
+    def description(self) -> tuple[str, ...]:
         """How an error describes the source, besides dtype and d."""
-        return () if self.keys.ndim == 3 else ("V=K" if self.values is None else "V apart from K",)
+        return () if self.keys.ndim == 3 else ("V=K" if self.values is None else "separate K and V",)
 
     @property
     def axes(self) -> tuple[Axes, ...]:
@@ -72,7 +73,7 @@ class SpanSource:
         return reference.fmha(q, keys, self.values, span=Span(self.start, self.stop), sink=sink, scale=scale)
 
     def gradient(self, q: jax.Array, *rows: jax.Array, scale: float) -> Arrays:
-        """float32 (dq, dkeys), or (dq, dkeys, dvalues); rows: do, lse, weight, delta, as in `autodiff.gradient`."""
+        """float32 (dq, dkeys), or (dq, dkeys, dvalues); rows: do, lse, sink_factor, delta (`attention_op.gradient`)."""
         keys = self.keys[:, :, None] if self.keys.ndim == 3 else self.keys
         dq, *of_keys = attention_gradient.fmha(q, keys, self.values, self.start, self.stop, *rows, scale=scale)
         return dq, *(x[:, :, 0] if self.keys.ndim == 3 else x for x in of_keys)
@@ -113,7 +114,7 @@ class SelectionSource:
         return self.layout if self.is_packed else "selection"
 
     @property
-    def words(self) -> tuple[str, ...]:
+    def description(self) -> tuple[str, ...]:
         return (f"{self.layout} caches",) if self.is_packed else ()
 
     @property
@@ -135,12 +136,12 @@ class SelectionSource:
 
     def flat(self) -> "SelectionSource":
         """All keys as one pool, `[s, d]` or `[pages, page_bytes]`, as cache kernels take them."""
-        each = self.keys.shape[1]
+        entries = self.keys.shape[1]
         if self.is_packed:
-            each *= LAYOUTS[self.layout].page_entries(self.keys.shape[2])
+            entries *= LAYOUTS[self.layout].page_entries(self.keys.shape[2])
         indices = self.indices
         if self.keys.shape[0] != 1:
-            first = jnp.arange(self.keys.shape[0], dtype=jnp.int32)[:, None, None] * each
+            first = jnp.arange(self.keys.shape[0], dtype=jnp.int32)[:, None, None] * entries
             indices = jnp.where(indices < 0, indices, first + indices)
         return dataclasses.replace(self, keys=self.keys.reshape(-1, self.keys.shape[2]), indices=indices)
 
@@ -185,51 +186,52 @@ def attend(
         sources = [dataclasses.replace(sources[0], keys=sources[0].keys[:, :, None])]
     leaves, tree = jax.tree.flatten(tuple(sources))
     axes, kinds = tuple(x for source in sources for x in source.axes), _kinds(sources)
-    fit = fitting(q, sources)
-    when = choose(op, implementation, fit)
+    support = support_of(q, sources)
+    use = choose(op, implementation, support)
     if sink is None:
         sink = jnp.full(q.shape[2:3], -jnp.inf, jnp.float32)
     params = (("scale", scale),)
     attention, its_gradient = _ops(op, names, tree, axes, kinds)
     if not differentiable:
-        o, lse = forward(Call(attention, when, params, fit), q, *leaves, sink[None])
+        o, lse = without_gradient(Call(attention, use, params, support), q, *leaves, sink[None])
         return o, lse
-    its_fit = _fitting_gradient(q, kinds, fit.got, **_same_bits(deterministic))
-    when_backward = choose_backward(when, its_fit.built)
-    if deterministic and when_backward == "never" and "selection" in kinds and library.local_architectures():
+    its_support = _support_of_gradient(q, kinds, support.got, **_same_bits(deterministic))
+    use_backward = choose_backward(use, its_support.built)
+    if deterministic and use_backward == KernelUse.NEVER and "selection" in kinds and library.local_architectures():
         wanted = "operands that a kernel for it is built for, or 'reference' and --xla_gpu_deterministic_ops"
-        raise not_built(op, "deterministic", f"True for {fit.got}", wanted, its_fit.kernels)
-    backward = Call(its_gradient, when_backward, (*params, *_same_bits(deterministic).items()), its_fit)
-    run = Differentiable(Call(attention, when, params, fit), backward)
-    return run(q, *leaves, sink[None])
+        raise not_built(op, "deterministic", f"True for {support.got}", wanted, its_support.kernels)
+    backward = Call(its_gradient, use_backward, (*params, *_same_bits(deterministic).items()), its_support)
+    o, lse = Differentiable(Call(attention, use, params, support), backward, ByGradient)(q, *leaves, sink[None])
+    return o, lse
 
 
-_ONE_SPAN = (("apart",), ("span",))
+_ONE_SPAN = (("separate_kv",), ("span",))
 
 
-def fitting(q: jax.Array, sources: Sequence[Source]) -> Fit:
+def support_of(q: jax.Array, sources: Sequence[Source]) -> Support:
     """The kernel for all of these sources in one launch."""
     kinds = _kinds(sources)
-    got = ", ".join([q.dtype.name, f"d={q.shape[-1]}", *dict.fromkeys(x for source in sources for x in source.words)])
+    descriptions = dict.fromkeys(x for source in sources for x in source.description)
+    got = ", ".join([q.dtype.name, f"d={q.shape[-1]}", *descriptions])
     found = _built(FORWARD.get(kinds), q)
-    if kinds not in _ONE_SPAN:
-        packing = FORWARD[kinds].packing if kinds in FORWARD else None
-        return Fit(got, axis_names(FORWARD, kinds), found, packing=packing or "")
-    if kinds == ("span",):  # a kernel that reads K and V apart serves where they are one
-        found = found or _built(FORWARD["apart",], q)
-    return Fit(got, tuple(FORWARD[x].op for x in _ONE_SPAN), found)
+    if kinds == ("span",) and not found:  # a kernel that reads separate K and V serves where they are one
+        kinds, found = ("separate_kv",), _built(FORWARD["separate_kv",], q)
+    if kinds in _ONE_SPAN and not found:
+        return Support(got, tuple(FORWARD[x].op for x in _ONE_SPAN), ())
+    packing = FORWARD[kinds].packing if kinds in FORWARD else None
+    return Support(got, _kernels_for(FORWARD, kinds), found, packing=packing or "")
 
 
-def _fitting_gradient(q: jax.Array, kinds: tuple[str, ...], got: str, **choices: Any) -> Fit:
+def _support_of_gradient(q: jax.Array, kinds: tuple[str, ...], got: str, **choices: Any) -> Support:
     """The kernel of the gradient."""
     found = _built(BACKWARD.get(kinds), q, **choices)
     if not found and kinds in _ONE_SPAN:
-        apart = BACKWARD["apart",].op
-        return Fit(got, (apart,), library.built_for(apart, d=q.shape[-1], dtype=q.dtype.name))
-    return Fit(got, axis_names(BACKWARD, kinds), found)
+        separate = BACKWARD["separate_kv",].op
+        return Support(got, (separate,), library.built_for(separate, d=q.shape[-1], dtype=q.dtype.name))
+    return Support(got, _kernels_for(BACKWARD, kinds), found)
 
 
-def axis_names(kernels: "Mapping[tuple[str, ...], Kernel]", kinds: tuple[str, ...]) -> tuple[str, ...]:
+def _kernels_for(kernels: "Mapping[tuple[str, ...], Kernel]", kinds: tuple[str, ...]) -> tuple[str, ...]:
     """The kernel for sources of these kinds; where there is none, those for one of the kinds."""
     alike = [kinds] if kinds in kernels else [other for other in kernels if set(other) & set(kinds)]
     return tuple(dict.fromkeys(kernels[x].op for x in alike))
@@ -261,7 +263,7 @@ class Kernel(NamedTuple):
     op: str
     """its name in the manifest"""
     run: Callable[..., Arrays]
-    """a forward kernel takes (q, *operands, sink), a gradient's kernel (q, o, do, lse, weight, dlse, *operands)"""
+    """a forward kernel takes (q, *operands, sink), a gradient's kernel (q, o, do, lse, sink_factor, dlse, *operands)"""
     operands: Callable[..., Sequence[Any]] = lambda *sources: jax.tree.leaves(sources)
     """makes `run`'s operands from the sources"""
     packing: str | None = None
@@ -269,7 +271,7 @@ class Kernel(NamedTuple):
 
 
 def _span_fwd(q: Any, kv: Any, *others: Any, scale: float) -> Arrays:
-    """Where no kernel for V = K is built, the kernel for K and V apart takes the keys twice."""
+    """Where no kernel for V = K is built, the kernel for separate K and V takes the keys twice."""
     if library.built_for("mla_span_fwd", d=q.shape[-1], dtype=q.dtype.name):
         return attention.mla_span_fwd(q, kv, *others, scale=scale)
     return attention.mha_fwd(q, kv, kv, *others, scale=scale)
@@ -303,7 +305,7 @@ def _over_packed(packing: str, operands: Callable[..., Sequence[Any]] = _pools) 
 
 
 FORWARD: dict[tuple[str, ...], Kernel] = {
-    ("apart",): Kernel("mha_fwd", attention.mha_fwd),
+    ("separate_kv",): Kernel("mha_fwd", attention.mha_fwd),
     ("span",): Kernel("mla_span_fwd", _span_fwd),
     ("selection",): Kernel("mla_sparse_fwd", attention.mla_sparse_fwd),
     ("span", "selection"): Kernel("csa_fwd", attention.csa_fwd, _span_and_pool),
@@ -332,14 +334,14 @@ def _dense_bwd(*operands: Any, width: int | None, scale: float, deterministic: b
     return dq, *(x.astype(jnp.float32) for x in of_keys)
 
 
-def _apart_bwd(*operands: Any, **params: Any) -> Arrays:
+def _separate_bwd(*operands: Any, **params: Any) -> Arrays:
     *arrays, width = operands
     return _dense_bwd(*arrays, width=width, **params)
 
 
-def _span_bwd(q: Any, do: Any, lse: Any, weight: Any, delta: Any, kv: Any, *span: Any, **params: Any) -> Arrays:
-    """Where no kernel for V = K is built, the kernels for K and V apart take the keys twice."""
-    rows, (start, stop, width) = (q, do, lse, weight, delta), span
+def _span_bwd(q: Any, do: Any, lse: Any, sink_factor: Any, delta: Any, kv: Any, *span: Any, **params: Any) -> Arrays:
+    """Where no kernel for V = K is built, the kernels for separate K and V take the keys twice."""
+    rows, (start, stop, width) = (q, do, lse, sink_factor, delta), span
     if library.built_for("mla_span_bwd", d=q.shape[-1], dtype=q.dtype.name):
         return gradients.mla_span_bwd(*rows, kv, start, stop, **params)
     return _dense_bwd(*rows, kv, None, start, stop, width=width, **params)
@@ -348,15 +350,19 @@ def _span_bwd(q: Any, do: Any, lse: Any, weight: Any, delta: Any, kv: Any, *span
 def _of_delta(run: Callable[..., Arrays]) -> Callable[..., Arrays]:
     """A gradient's kernel that takes delta, as one that takes o: XLA makes rowsum(o∘do)."""
 
-    def run_with(q: Any, o: Any, do: Any, lse: Any, weight: Any, dlse: Any, *operands: Any, **params: Any) -> Arrays:
+    def run_with(
+        q: Any, o: Any, do: Any, lse: Any, sink_factor: Any, dlse: Any, *operands: Any, **params: Any
+    ) -> Arrays:
         of_rows = rowsum(o, do)
-        return *run(q, do, lse, weight, weight * of_rows - dlse, *operands, **params), of_rows
+        return *run(q, do, lse, sink_factor, sink_factor * of_rows - dlse, *operands, **params), of_rows
 
     return run_with
 
 
 BACKWARD: dict[tuple[str, ...], Kernel] = {
-    ("apart",): Kernel("mha_dq", _of_delta(_apart_bwd), lambda x: (x.keys, x.values, x.start, x.stop, x.width)),
+    ("separate_kv",): Kernel(
+        "mha_dq", _of_delta(_separate_bwd), lambda x: (x.keys, x.values, x.start, x.stop, x.width)
+    ),
     ("span",): Kernel("mla_span_bwd", _of_delta(_span_bwd), lambda x: (x.keys, x.start, x.stop, x.width)),
     ("selection",): Kernel("mla_sparse_bwd", _of_delta(gradients.mla_sparse_bwd)),
     ("span", "selection"): Kernel("csa_bwd", _of_delta(gradients.csa_bwd)),
@@ -385,17 +391,17 @@ def _ops(op: str, names: tuple[str, str], tree: Any, axes: tuple[Axes, ...], kin
         return row.run(q, *row.operands(*tree.unflatten(leaves)), sink, scale=scale)
 
     def backward(q: Any, *operands: Any, scale: float, **_: Any) -> Arrays:
-        *leaves, o, do, lse, weight, dlse = operands
+        *leaves, o, do, lse, sink_factor, dlse = operands
         of_rows = rowsum(o, do)
-        rows = (do, lse, weight, weight * of_rows - dlse)
+        rows = (do, lse, sink_factor, sink_factor * of_rows - dlse)
         parts = [x.gradient(q, *rows, scale=scale) for x in tree.unflatten(leaves)]
         dq = functools.reduce(lambda x, y: x + y, [dq for dq, *_ in parts])
         return dq.astype(q.dtype), *(x for _, *of_keys in parts for x in of_keys), of_rows
 
     def backward_kernel(q: Any, *operands: Any, **params: Any) -> Arrays:
-        *leaves, o, do, lse, weight, dlse = operands
+        *leaves, o, do, lse, sink_factor, dlse = operands
         row = BACKWARD[kinds]
-        return row.run(q, o, do, lse, weight, dlse, *row.operands(*tree.unflatten(leaves)), **params)
+        return row.run(q, o, do, lse, sink_factor, dlse, *row.operands(*tree.unflatten(leaves)), **params)
 
     q_axes, sink_axes = Axes(names[0], _Q.axes), Axes(names[1], SINK.axes)
     attention = Op(op, (q_axes, *axes, sink_axes), RESULTS, definition, kernel if kinds in FORWARD else None)

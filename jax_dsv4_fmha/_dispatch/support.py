@@ -1,10 +1,26 @@
 """What kernels are built for, in words, and the error where there is none."""
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import _check
 from .._host import library
+
+
+class Support(NamedTuple):
+    """The kernels that take a call's operands, for saying why the kernel or the reference runs."""
+
+    got: str
+    """the operands, in words"""
+    kernels: tuple[str, ...]
+    """the kernels that such a call launches, whatever its sizes, by their names in the manifest; where there are none,
+    those for some of its operands"""
+    built: tuple[str, ...]
+    """the architectures that all are built for with these sizes and dtypes"""
+    wanted: str = "operands that a kernel is built for"
+    """what kernels take, for errors"""
+    packing: str = ""
+    """how their keys are packed, if they are: a choice of the kernels"""
 
 
 def not_built(op: str, name: str, got: Any, wanted: str, kernels: Collection[str]) -> Exception:

@@ -20,9 +20,9 @@ def resolution(
 ) -> jax.Array:
     """How many units are 1, for gradients of keys: float32 [1].
 
-    With P <= 1, weight <= 1 and R rows in all, dkv = Σ_rows dS q + weight P do, dS = scale P (weight do·k - delta), is
-    at most R (scale (d max|do| max|k| + max|delta|) max|q| + max|do|). The bound leaves out keys that are not finite:
-    keys that no query sees may hold anything, and dq shows the effect of the others.
+    With P <= 1, f = sink_factor <= 1 and R rows, dkv = Σ_rows dS q + f P do, dS = scale P (f do·k - delta), is at most
+    R (scale (d max|do| max|k| + max|delta|) max|q| + max|do|). The bound leaves out keys that are not finite: keys
+    that no query sees may hold anything, and dq shows the effect of the others.
     """
     sees = lse != -jnp.inf
 

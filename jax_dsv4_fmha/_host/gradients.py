@@ -1,6 +1,6 @@
 """Raw calls of attention's gradients. All take do like q, and lse, sink_factor and delta of every row of q, float32
-`[b, s_q, h_q]`, as `_dispatch.autodiff.gradient` defines them. Rows whose lse is -inf see no key; their other numbers
-may be anything.
+`[b, s_q, h_q]`, as `_dispatch.attention_op.gradient` defines them. Rows whose lse is -inf see no key; their other
+numbers may be anything.
 """
 
 import functools
@@ -45,7 +45,9 @@ def _latent_bwd(
         resolution = fixed_point.resolution(q, do, lse, delta, keys, scale)
     results = (jax.ShapeDtypeStruct(q.shape, q.dtype), *sums)
     dq, *dkv = call(op, results, q, do, lse, sink_factor, delta, resolution, *sources, scale=np.float32(scale))
-    return dq, *(in_order(fixed_point.to_float32(x, resolution, dq) if deterministic else x) for x in dkv)
+    return dq, *(
+        unshuffle_accumulator_columns(fixed_point.to_float32(x, resolution, dq) if deterministic else x) for x in dkv
+    )
 
 
 mla_span_bwd, mla_sparse_bwd, csa_bwd, hca_bwd = (
@@ -79,11 +81,11 @@ def mha_bwd(
     target, of_rows = "mha_bwd" + "_shared_kv" * (v is None), (q, do, lse, sink_factor, delta)
     dq, *of_keys, _ = call(target, results, *of_rows, *keys, start, stop, scale=np.float32(scale))
     if not deterministic:
-        dq = (np.float32(scale) * in_order(dq)).astype(q.dtype)
+        dq = (np.float32(scale) * unshuffle_accumulator_columns(dq)).astype(q.dtype)
     return dq, *of_keys
 
 
-def in_order(sums: Any) -> Any:
+def unshuffle_accumulator_columns(sums: Any) -> Any:
     """The columns of sums that kernels add to as their accumulators have them: of 16 columns four lanes have two of
     the first eight and two of the others each, and four of a lane lie together."""
     if sums.shape[-1] % 16:  # there is no kernel: the call raises an error when it runs

@@ -59,9 +59,9 @@ def paged_lightning_indexer(
       table: int32 `[b, width]`. An entry on no page of the pool counts as a key of zeros.
       start, stop: within `[0, width * page]`.
     """
-    each, pages, width, *_ = pool.shape
-    if each != 1:
-        first = jnp.arange(each, dtype=jnp.int32)[:, None] * pages
+    pools, pages, width, *_ = pool.shape
+    if pools != 1:
+        first = jnp.arange(pools, dtype=jnp.int32)[:, None] * pages
         table = jnp.where((table >= 0) & (table < pages), first + table, -1)
     pool = pool.reshape(-1, *pool.shape[2:])
     page = width // 132 if pool.dtype == jnp.uint8 else width

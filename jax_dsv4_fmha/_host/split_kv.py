@@ -7,8 +7,8 @@ import jax
 _LARGEST = {"sm_90a": 132}
 """SMs of the largest device of an architecture: H100 and H200 SXM. An H100 PCIe has 114, an H20 78."""
 
-_BEGIN = 6.0
-"""What `split_count`'s model must gain, in its units, so that a launch more does not cost as much."""
+_LAUNCH_COST = 6.0
+"""The cost of one more launch, in units of `split_count`'s model: what splitting the last queries alone must gain."""
 
 
 def processors(arch: str) -> int:
@@ -49,20 +49,20 @@ def split_count(row_tiles: int, key_tiles: int, unit: int, processors: int) -> i
 
 
 def whole_queries(queries: int, tiles: int, key_tiles: int, unit: int, processors: int) -> int:
-    """How many of the first queries, of so many tiles of rows each, fill whole turns of all CTAs, so that splitting
-    the keys of the others alone pays: 0 where it does not, and where there is no whole turn.
+    """How many of the first queries, of so many tiles of rows each, fill whole waves of CTAs, so that splitting the
+    keys of the others alone pays: 0 where it does not, and where there is no whole wave.
 
     The others are a launch of their own, which begins while the first one ends.
     """
     whole = queries * tiles // processors * processors // tiles
     rest = (queries - whole) * tiles, key_tiles, unit, processors
-    pays = 0 < whole < queries and _cost(*rest, 1) - _cost(*rest, split_count(*rest)) > _BEGIN
+    pays = 0 < whole < queries and _cost(*rest, 1) - _cost(*rest, split_count(*rest)) > _LAUNCH_COST
     return whole if pays else 0
 
 
 def _cost(row_tiles: int, key_tiles: int, unit: int, processors: int, splits: int) -> float:
     """The model of `split_count`."""
-    pieces, part = row_tiles * splits, -(-key_tiles // (unit * splits)) * unit
-    waves, crowd = -(-pieces // processors), min(pieces, processors) / 240
-    merge = 1.4 + pieces / 37 if splits > 1 else 0
-    return waves * (part * (1 + crowd) + 5.7) + merge
+    ctas, part = row_tiles * splits, -(-key_tiles // (unit * splits)) * unit
+    waves, contention = -(-ctas // processors), min(ctas, processors) / 240
+    merge = 1.4 + ctas / 37 if splits > 1 else 0
+    return waves * (part * (1 + contention) + 5.7) + merge

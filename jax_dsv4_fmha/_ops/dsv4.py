@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from .. import _check, reference
 from .._definitions.cache import Cache
 from .._definitions.span import Span, shown_by_all
-from .._dispatch.sources import SelectionSource, Source, SpanSource, attend, fitting
+from .._dispatch.sources import SelectionSource, Source, SpanSource, attend, support_of
 from .._dispatch.support import not_built
 from .merge import merged
 
@@ -26,7 +26,7 @@ def dsv4_attention(
     window: int = 128,
     q_offset: int | jax.Array = 0,
     kv_offset: int | jax.Array = 0,
-    swa_lens: jax.Array | None = None,
+    window_lengths: jax.Array | None = None,
     span: Span | None = None,
     compressed_span: Span | None = None,
     scale: float | None = None,
@@ -59,7 +59,7 @@ def dsv4_attention(
         layer with a window alone.
       window: an int >= 1, the query's own position included.
       q_offset, kv_offset: int, or int32 `[b]`, traced or not.
-      swa_lens: int32 `[b]`; window entries from there on are not seen.
+      window_lengths: int32 `[b]`; window entries from there on are not seen.
       span, compressed_span: further limits on the window entries and the compressed entries that a row sees. For packed
         documents pass `span=Span.segments(ids)` and, without ratio,
         `compressed_span=Span.compressed_segments(ids, ratio)`.
@@ -98,8 +98,8 @@ def dsv4_attention(
         if x is not None and not isinstance(x, Span):
             raise _check.error(TypeError, op, name, x, "a Span")
     indices, topk_length = _check.selection(op, indices, topk_length, dims)
-    if swa_lens is not None:
-        swa_lens = _check.operand(op, "swa_lens", swa_lens, "b", dims, _check.INT)
+    if window_lengths is not None:
+        window_lengths = _check.operand(op, "window_lengths", window_lengths, "b", dims, _check.INT)
     _check.implementation(op, implementation)
     _check.one_of(op, "method", method, (None, *get_args(_check.Method)))
     sink = _check.sink(op, sink, dims)
@@ -108,7 +108,7 @@ def dsv4_attention(
         "window": _check.positive(op, "window", window),
         "q_offset": _check.offset(op, "q_offset", q_offset, dims),
         "kv_offset": _check.offset(op, "kv_offset", kv_offset, dims),
-        "swa_lens": swa_lens,
+        "window_lengths": window_lengths,
     }
     if indices is not None and indices.shape[2] == 0:
         compressed_kv = None
@@ -144,24 +144,24 @@ def dsv4_attention(
         sources.append(SelectionSource(compressed_kv, named, topk_length, _SELECTED, "s_c", **layout))
     elif compressed_kv is not None:
         sources.append(SpanSource(compressed_kv, start, stop, names=_COMPRESSED, axis="s_c"))
-    fit = fitting(q, sources)
-    if method == "fused" and not fit.built:
+    support = support_of(q, sources)
+    if method == "fused" and not support.built:
         wanted = "'two_pass', or operands that a fused kernel is built for"
-        raise not_built(op, "method", f"'fused' for {fit.got}", wanted, fit.kernels)
+        raise not_built(op, "method", f"'fused' for {support.got}", wanted, support.kernels)
     run = functools.partial(
         attend, op, q, scale=scale, implementation=implementation, differentiable=cache is None,
         deterministic=deterministic,
     )  # fmt: skip
-    if len(sources) == 1 or (fit.built and method != "two_pass"):
+    if len(sources) == 1 or (support.built and method != "two_pass"):
         return run(sources, sink=sink)
     return merged([run([source], sink=None) for source in sources], sink, op)
 
 
-def window_span(s_q: int, window: int, q_offset: Any, kv_offset: Any, swa_lens: jax.Array | None) -> Span:
+def window_span(s_q: int, window: int, q_offset: Any, kv_offset: Any, window_lengths: jax.Array | None) -> Span:
     """The window entries that queries see: none at positions below 0."""
     front = -jnp.maximum(jnp.asarray(kv_offset, jnp.int32), -(2**31 - 1)).reshape(-1, 1)
     span = Span.sliding_window(s_q, window, jnp.int32(q_offset) - jnp.int32(kv_offset)) & Span(front, 2**31 - 1)
-    return span if swa_lens is None else span & Span.lengths(swa_lens)
+    return span if window_lengths is None else span & Span.lengths(window_lengths)
 
 
 _WINDOW = ("window_kv", "window start", "window stop")

@@ -16,10 +16,10 @@ from .._definitions.log_space import denominator
 from .._definitions.packed import quantize_rows
 from .._definitions.span import Span, shown_by_all
 from .._dispatch import two_levels
-from .._dispatch.autodiff import forward, in_reverse, once
+from .._dispatch.autodiff import Differentiable, Function, without_gradient
 from .._dispatch.lowering import choose
-from .._dispatch.op import ONE_OR_B, Arrays, Axes, Call, Fit, Op
-from .._dispatch.support import not_built
+from .._dispatch.op import ONE_OR_B, Arrays, Axes, Call, KernelUse, Op
+from .._dispatch.support import Support, not_built
 from .._host import indexer as raw
 from .._host import library
 from .probabilities import head_summed_probabilities
@@ -106,14 +106,15 @@ def lightning_indexer(
         _ascending(op, blocks)
         archs = _built_for_both("indexer_scores_at", topk, dims, heads=dims["h"], dtype=q.dtype.name)
         call = _call(op, _CHOOSE_WITHIN, implementation, "indexer_scores_at", archs, q, dims, topk=topk, block=block)
-        results = forward(call, *map(lax.stop_gradient, (q, weights, *keys.operands)), blocks, start, stop)
-        return results if return_scores else results[0]
+        inputs = (*map(lax.stop_gradient, (q, weights, *keys.operands)), blocks, start, stop)
+        indices, scores = without_gradient(call, *inputs)
+        return (indices, scores) if return_scores else indices
     of_keys = {"heads": dims["h"], "dtype": q.dtype.name, "paged": keys.paged}
     archs = _built_for_both("indexer_scores", topk, dims, **of_keys) if keys.fits else ()
     choose = keys.choose_and_score if return_scores else keys.choose
-    call = _call(op, choose, implementation, "indexer_scores", archs, q, dims, keys.words, keys.limits, topk=topk)
-    results = forward(call, *map(lax.stop_gradient, (q, weights, *keys.operands)), start, stop)
-    return results if return_scores else results[0]
+    call = _call(op, choose, implementation, "indexer_scores", archs, q, dims, keys.got, keys.wanted, topk=topk)
+    results = without_gradient(call, *map(lax.stop_gradient, (q, weights, *keys.operands)), start, stop)
+    return (results[0], results[1]) if return_scores else results[0]
 
 
 def _ascending(op: str, blocks: jax.Array) -> None:
@@ -174,9 +175,9 @@ def indexer_blocks(
     start, stop = _visible(op, dims, ratio, q_offset, lengths, span)
     archs = _built_for_both("indexer_scores", count - 1, dims, heads=dims["h"], dtype=q.dtype.name, paged=False)
     archs = archs if block in two_levels.BLOCKS else ()
-    words, limits = f"blocks of {block}", f"blocks of {' or '.join(map(str, two_levels.BLOCKS))}"
-    call = _call(op, _BLOCKS, implementation, "indexer_scores", archs, q, dims, words, limits, count=count, block=block)
-    (blocks,) = forward(call, *map(lax.stop_gradient, (q, weights, *keys.operands)), start, stop)
+    got, wanted = f"blocks of {block}", f"blocks of {' or '.join(map(str, two_levels.BLOCKS))}"
+    call = _call(op, _BLOCKS, implementation, "indexer_scores", archs, q, dims, got, wanted, count=count, block=block)
+    (blocks,) = without_gradient(call, *map(lax.stop_gradient, (q, weights, *keys.operands)), start, stop)
     return blocks
 
 
@@ -265,8 +266,8 @@ def indexer_loss(
             raise not_built(op, "implementation", got, "indices, or None or 'reference'", kernels)
         attention_q, kv, lse = map(lax.stop_gradient, (attention_q, kv, denominator(lse, sink)))
         start, stop = _visible(op, dims, ratio, q_offset, lengths, span)
-        calls = tuple(Call(x, "never", (("scale", scale),)) for x in (_DENSE_LOSS, _DENSE_LOSS_GRADIENT))
-        return _learn(calls, q, k, weights, attention_q, kv, lse, start, stop)
+        loss, gradient = (Call(op, KernelUse.NEVER, (("scale", scale),)) for op in (_DENSE_LOSS, _DENSE_LOSS_GRADIENT))
+        return Differentiable(loss, gradient)(q, k, weights, attention_q, kv, lse, start, stop)[0]
     for name, x in (("ratio", ratio), ("lengths", lengths), ("span", span)):
         if x is not None:
             raise _check.error(ValueError, op, name, x, "None with indices")
@@ -277,7 +278,7 @@ def indexer_loss(
         attention_q, kv, lse, indices, sink=sink, scale=scale, implementation=implementation
     )
     there = (indices >= 0) & (indices < dims["s_c"])
-    return _divergence(_scores_at(op, implementation, q, k, weights, indices), target, there)
+    return _DIVERGENCE(_scores_at(op, implementation, q, k, weights, indices), target, there)[0]
 
 
 def quantize_indexer(
@@ -327,8 +328,8 @@ class _Keys(NamedTuple):
     choose: Op
     choose_and_score: Op
     operands: Arrays
-    words: str = ""
-    limits: str = ""
+    got: str = ""
+    wanted: str = ""
     """what is given of them, and what kernels want of them, for errors"""
     paged: bool = False
     fits: bool = True
@@ -415,19 +416,19 @@ def _call(
     archs: tuple[str, ...],
     q: jax.Array,
     dims: dict[str, Any],
-    words: str = "",
-    limits: str = "",
+    got: str = "",
+    wanted: str = "",
     **params: int,
 ) -> Call:
-    """The call of an op that chooses by the kernels of `scores` and of top-k, built for these architectures. For
-    errors: what else is given, and what kernels want of it."""
-    when, fit = "never", None
-    if implementation != "reference":
-        sizes = [f"{name}={params[name]}" for name in ("topk", "count") if name in params]
-        got = ", ".join(filter(None, [f"{q.dtype.name}, h={dims['h']}, d={dims['d']}", *sizes, words]))
-        fit = Fit(got, (scores, "indexer_topk"), archs, ", ".join(filter(None, [limits, _WANTED])))
-        when = choose(op, implementation, fit)
-    return Call(of, when, tuple(params.items()), fit)
+    """The call of an op that chooses by the kernels of `scores` and of top-k, built for these architectures. `got` and
+    `wanted` are for errors: what else is given, and what kernels want of it.
+    """
+    if implementation == "reference":
+        return Call(of, KernelUse.NEVER, tuple(params.items()))
+    sizes = [f"{name}={params[name]}" for name in ("topk", "count") if name in params]
+    got = ", ".join(filter(None, [f"{q.dtype.name}, h={dims['h']}, d={dims['d']}", *sizes, got]))
+    support = Support(got, (scores, "indexer_topk"), archs, ", ".join(filter(None, [wanted, _WANTED])))
+    return Call(of, choose(op, implementation, support), tuple(params.items()), support)
 
 
 _D = 128  # of a kernel
@@ -506,55 +507,23 @@ _DENSE_LOSS_GRADIENT = Op(
 def _scores_at(op: str, implementation: Any, q: jax.Array, *others: jax.Array) -> jax.Array:
     """`indexer_scores` of checked operands, for `op`."""
     h, d = q.shape[2:]
-    when = "never"
-    fits: tuple[Fit | None, ...] = (None, None)
-    if implementation != "reference":
-        got = f"{q.dtype.name}, h={h}, d={d}"
+    if implementation == "reference":
+        scores = Differentiable(Call(_SCORES, KernelUse.NEVER), Call(_SCORES_GRADIENT, KernelUse.NEVER))
+    else:
         archs = library.built_for("indexer_scores_at", heads=h, dtype=q.dtype.name) if d == _D else ()
-        fit = Fit(got, ("indexer_scores_at",), archs, _WANTED)
-        when, fits = choose(op, implementation, fit), (fit, fit._replace(kernels=("indexer_scores_at_bwd",)))
-    calls = tuple(Call(x, when, (), fit) for x, fit in zip((_SCORES, _SCORES_GRADIENT), fits, strict=True))
-    return _learn(calls, q, *others)
+        support = Support(f"{q.dtype.name}, h={h}, d={d}", ("indexer_scores_at",), archs, _WANTED)
+        use, of_gradient = choose(op, implementation, support), support._replace(kernels=("indexer_scores_at_bwd",))
+        scores = Differentiable(Call(_SCORES, use, (), support), Call(_SCORES_GRADIENT, use, (), of_gradient))
+    return scores(q, *others)[0]
 
 
-@jax.custom_vjp
-def _divergence(scores: jax.Array, target: jax.Array, there: jax.Array) -> jax.Array:
-    return definition.divergence(scores, target, there)
+def _divergence(*operands: jax.Array) -> Arrays:
+    return (definition.divergence(*operands),)
 
 
-def _divergence_fwd(*operands: jax.Array) -> Any:
-    return _divergence(*operands), operands
+def _divergence_gradient(*operands: jax.Array) -> Arrays:
+    *operands_of_loss, cotangent = operands
+    return (definition.divergence_gradient(*operands_of_loss) * cotangent[..., None],)
 
 
-def _divergence_bwd(operands: Any, cotangent: jax.Array) -> Any:
-    return definition.divergence_gradient(*operands) * cotangent[..., None], None, None
-
-
-_divergence.defvjp(_divergence_fwd, _divergence_bwd)
-
-
-@functools.partial(jax.jit, static_argnums=0)  # so that a call outside of jit compiles only once
-def _learn(calls: tuple[Call, ...], *operands: jax.Array) -> jax.Array:
-    return _learned(calls, *in_reverse(calls[0], operands))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _learned(calls: tuple[Call, ...], *operands: jax.Array) -> jax.Array:
-    """An op of q, k, weights and more, whose result the first call gives and whose gradients in those three the
-    second.
-    """
-    (result,) = once(calls[0], *operands)
-    return result
-
-
-def _learned_fwd(calls: tuple[Call, ...], *operands: jax.Array) -> Any:
-    (result,) = once(calls[0], *operands)
-    return result, operands
-
-
-def _learned_bwd(calls: tuple[Call, ...], operands: Any, cotangent: jax.Array) -> Any:
-    trained = zip(once(calls[1], *operands, cotangent), operands, strict=False)
-    return *(g.astype(x.dtype) for g, x in trained), *(None for _ in operands[3:])
-
-
-_learned.defvjp(_learned_fwd, _learned_bwd)
+_DIVERGENCE = Differentiable(Function(_divergence), Function(_divergence_gradient))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from .. import _check
 from .._definitions.log_space import finite, logsumexp, sigmoid
-from .._dispatch.op import RESULTS, SINK, Axes, Call, Op
+from .._dispatch.op import RESULTS, SINK, Axes, Call, KernelUse, Op
 from .._dispatch.sharding import aligned
 
 
@@ -58,8 +58,8 @@ def merged(
     o_parts = jnp.stack([o.astype(jnp.float32) for o, _ in parts])
     lse_parts = jnp.stack([lse for _, lse in parts])
     lse = logsumexp(lse_parts, 0)
-    weights = jnp.exp(lse_parts - finite(lse)[None])[..., None]
-    o = jnp.sum(weights * jnp.where(lse_parts[..., None] == -jnp.inf, 0, o_parts), axis=0)
+    shares = jnp.exp(lse_parts - finite(lse)[None])[..., None]
+    o = jnp.sum(shares * jnp.where(lse_parts[..., None] == -jnp.inf, 0, o_parts), axis=0)
     if sink is not None:
         o = o * sigmoid(finite(lse) - sink[None, None])[..., None]
     return o.astype(parts[0][0].dtype), lse
@@ -73,7 +73,7 @@ def _side_by_side(
     operands = [x for part in parts for x in part]
     if sink is not None:
         axes, operands = [*axes, SINK], [*operands, sink[None]]
-    placed = aligned(Call(Op(op, tuple(axes), RESULTS, lambda *_: ()), "never"), tuple(operands))
+    placed = aligned(Call(Op(op, tuple(axes), RESULTS, lambda *_: ()), KernelUse.NEVER), tuple(operands))
     if sink is not None:
         sink = placed[-1][0]
     return list(zip(placed[: 2 * len(parts) : 2], placed[1::2], strict=False)), sink

@@ -9,9 +9,10 @@ from jax import lax
 from .. import _check
 from .._definitions import indexer as definition
 from .._definitions.log_space import denominator
-from .._dispatch.autodiff import forward
+from .._dispatch.autodiff import without_gradient
 from .._dispatch.lowering import choose
-from .._dispatch.op import Arrays, Axes, Call, Fit, Op
+from .._dispatch.op import Arrays, Axes, Call, KernelUse, Op
+from .._dispatch.support import Support
 from .._host import indexer as raw
 from .._host import library
 
@@ -62,12 +63,13 @@ def head_summed_probabilities(
     sink = _check.sink(op, sink, dims)
     scale = _check.scale(op, scale, dims["d"])
     _check.implementation(op, implementation)
-    when, fit = "never", None
+    use, support = KernelUse.NEVER, None
     if implementation != "reference":
-        fit = Fit(f"{q.dtype.name}, d={dims['d']}", (op,), library.built_for(op, d=dims["d"], dtype=q.dtype.name))
-        when = choose(op, implementation, fit)
+        archs = library.built_for(op, d=dims["d"], dtype=q.dtype.name)
+        support = Support(f"{q.dtype.name}, d={dims['d']}", (op,), archs)
+        use = choose(op, implementation, support)
     operands = map(lax.stop_gradient, (q, kv, denominator(lse, sink), indices))
-    (p,) = forward(Call(_PROBABILITIES, when, (("scale", scale),), fit), *operands)
+    (p,) = without_gradient(Call(_PROBABILITIES, use, (("scale", scale),), support), *operands)
     return p
 
 

@@ -1,1 +1,1 @@
-"""The judges of results: one table of cases, loops in float64, one comparison; for tests and `check`."""
+"""The judges of results: cases of every op, loops in float64, one comparison; for tests and `check`."""

@@ -90,3 +90,14 @@ def _measure(xp: Any, got: Any, want: Any, tolerance: Tolerance) -> tuple[Any, .
     # 1 - 2<a,b> / (|a|² + |b|²), in a form without cancellation
     cos_diff = xp.sum(distance * distance) / xp.where(norms == 0, 1, norms)
     return xp.sum(misplaced), xp.sum(wrong), xp.max(distance), cos_diff
+
+
+@jax.jit
+def _differing(x: Any, y: Any) -> jax.Array:
+    bits = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+    return jnp.sum(jax.lax.bitcast_convert_type(x, bits) != jax.lax.bitcast_convert_type(y, bits))
+
+
+def differing(x: Any, y: Any) -> int:
+    """How many elements differ in their bits."""
+    return int(_differing(x, y))

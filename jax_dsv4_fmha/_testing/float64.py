@@ -55,7 +55,7 @@ def dsv4_attention(
     window: int = 128,
     q_offset: Any = 0,
     kv_offset: Any = 0,
-    swa_lens: Array | None = None,
+    window_lengths: Array | None = None,
     scale: float | None = None,
 ) -> tuple[Array, Array]:
     b, s_w = window_kv.shape[:2]
@@ -65,7 +65,7 @@ def dsv4_attention(
 
     def keys(n: int, i: int, h: int) -> tuple[Array, Array]:
         p = int(q_offset[n]) + i
-        s = s_w if swa_lens is None else min(s_w, int(swa_lens[n]))
+        s = s_w if window_lengths is None else min(s_w, int(window_lengths[n]))
         seen = [j for j in range(s) if max(p - window, -1) < kv_offset[n] + j <= p]
         near = _take(window_kv, window_kv, n, seen, 0)[0]
         if compressed_kv is None:
@@ -124,9 +124,9 @@ def _entry(cache: Any, n: int, at: int, ring: bool) -> Array | None:
     packed = held.dtype == np.uint8
     page = held.shape[1] // _BYTES[cache.layout] if packed else held.shape[1]
     table = np.arange(len(held))[:, None] if cache.block_table is None else cache.block_table
-    room = page * table.shape[1]
-    at = at % room if ring else at
-    if not (0 <= at < room and 0 <= table[n, at // page] < len(held)):
+    capacity = page * table.shape[1]
+    at = at % capacity if ring else at
+    if not (0 <= at < capacity and 0 <= table[n, at // page] < len(held)):
         return None
     held, j = held[table[n, at // page]], at % page
     if not packed:

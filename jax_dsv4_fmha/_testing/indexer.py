@@ -1,19 +1,20 @@
 """The lightning indexer's cases: kernels against the reference in float32, and that against float64 in NumPy."""
 
-from typing import Any
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._check import Implementation, Method
 from .._definitions import indexer as definition
 from .._definitions.cache import Cache
 from .._definitions.packed import quantize_cache
 from .._ops.indexer import E4M3, indexer_blocks, indexer_scores, lightning_indexer, quantize_indexer
-from .cases import Case
+from .case import Case, Judgement, judgement
 
-OPS = ("lightning_indexer", "indexer_scores", "indexer_blocks")
-PASSES = "what is chosen, scores or gradients within limits"
 _D = 128
 _BLOCK, _BLOCKS = 8, 12  # of a choice in two levels
 _LIMITS = {"scores": 1e-5, "dq": 6e-3, "dk": 6e-3, "dweights": 1e-4}
@@ -21,78 +22,136 @@ _LIMITS = {"scores": 1e-5, "dq": 6e-3, "dk": 6e-3, "dweights": 1e-4}
 bits.
 """
 
-
-def _case(op: str, s_q: int, s_c: int, topk: int, **others: Any) -> Case:
-    return Case(op, 2, s_q, 0, **{"h_q": 64, "d": _D, "s_c": s_c, "topk": topk, **others})
+Numbers = np.ndarray[Any, Any]
 
 
-def _table() -> tuple[Case, ...]:
-    choose, at, fp8 = "lightning_indexer", "indexer_scores", "float8_e4m3fn"
-    return (
-        *(_case(choose, 9, 300, 40, h_q=h, dtype=t) for h in (16, 32, 64) for t in ("bfloat16", "float16", fp8)),
-        *(_case(choose, 29, 5000, 512, ratio=4, dtype=t) for t in ("bfloat16", fp8)),
-        _case(choose, 5, 9000, 2048),
-        *(_case(choose, s_q, 640, 64, dtype=t, page=64) for s_q in (2, 8) for t in ("bfloat16", "float16", fp8)),
-        _case(choose, 3, 320, 700, h_q=16, dtype=fp8, page=32),
-        *(_case("indexer_blocks", 9, 300, 40, h_q=32, dtype=t) for t in ("bfloat16", fp8)),
-        *(_case(at, 9, 90, 130, h_q=h, dtype=t) for h in (16, 32, 64) for t in ("bfloat16", "float16")),
-    )
+@dataclass(frozen=True, kw_only=True)
+class IndexerCase(Case):
+    """One call over s_c compressed entries, of which a query gets topk."""
+
+    s_kv: ClassVar[int] = 0  # no keys of attention; a part of the name
+    d: ClassVar[int] = _D
+
+    b: int = 2
+    h_q: int = 64
+    topk: int
+    s_c: int
+
+    @property
+    def work(self) -> int:
+        return self.b * self.s_q * self.h_q * self.topk * self.d
+
+    def operands(self) -> dict[str, Any]:
+        """q, k, weights in the case's dtypes, and what the op takes beside them."""
+        rng = np.random.default_rng(0)
+
+        def normal(*shape: int) -> Any:
+            return jnp.asarray(rng.standard_normal(shape, np.float32))
+
+        q = normal(self.b, self.s_q, self.h_q, _D)
+        return self._with_others(rng, q, normal(self.b, self.s_c, _D), normal(self.b, self.s_q, self.h_q))
+
+    @abstractmethod
+    def _with_others(self, rng: np.random.Generator, q: Any, k: Any, weights: Any) -> dict[str, Any]:
+        """The operands, from those in float32."""
+
+    def judge(self, implementation: Implementation, method: Method | None = None) -> Judgement:
+        return judgement(self.complaints(implementation), "what is chosen, scores or gradients within limits")
+
+    @abstractmethod
+    def complaints(self, implementation: Implementation) -> list[str]:
+        """The errors of an implementation: kernels beside the reference, the reference beside NumPy in float64."""
 
 
-CASES = _table()
+@dataclass(frozen=True, kw_only=True)
+class ChoiceCase(IndexerCase):
+    """The entries with the greatest scores."""
+
+    op = "lightning_indexer"
+
+    ratio: int = 0
+    page: int = 0
+
+    def _with_others(self, rng: np.random.Generator, q: Any, k: Any, weights: Any) -> dict[str, Any]:
+        if jnp.dtype(self.dtype) == E4M3:
+            return dict(zip(("q", "k", "weights", "k_scale"), quantize_indexer(q, k, weights), strict=True)) | {
+                "raw": k
+            }
+        return {"q": q.astype(self.dtype), "k": k.astype(self.dtype), "weights": weights, "k_scale": None}
+
+    def position(self) -> Numbers:
+        """The position of each batch entry's first query: the first sees few entries, the second nearly all."""
+        ratio = self.ratio or 1
+        return np.array([3 * ratio, self.s_c * ratio - self.s_q - 2])
+
+    def visible(self) -> Numbers:
+        """bool `[b, s_q, s_c]`."""
+        stop = (self.position()[:, None] + np.arange(self.s_q) + 1) // (self.ratio or 1)
+        return np.arange(self.s_c) < stop[..., None]
+
+    def choose(self, x: dict[str, Any], implementation: Implementation) -> tuple[Numbers, Numbers]:
+        """The entries and their scores."""
+        keys, k_scale = x["k"], x["k_scale"]
+        if self.page:
+            pages = jnp.asarray(np.random.default_rng(1).permutation(self.b * self.s_c // self.page), jnp.int32)
+            packed = jnp.dtype(self.dtype) == E4M3
+            entries = (x["raw"] if packed else keys).reshape(-1, self.page, _D)
+            entries = quantize_cache(entries, "index_fp8") if packed else entries
+            where = jnp.zeros_like(entries).at[pages].set(entries)
+            keys, k_scale = Cache(where, pages.reshape(self.b, -1), "index_fp8"), None
+        indices, scores = lightning_indexer(
+            x["q"], keys, x["weights"], topk=self.topk, ratio=self.ratio or 1,
+            q_offset=jnp.asarray(self.position(), jnp.int32), k_scale=k_scale, blocks=x.get("blocks"), block=_BLOCK,
+            return_scores=True, implementation=implementation,
+        )  # fmt: skip
+        return np.asarray(indices), np.asarray(scores)
+
+    def complaints(self, implementation: Implementation) -> list[str]:
+        x, exact = self.operands(), implementation == "reference"
+        scores = scores_float64(x) if exact else _all_scores(x)
+        limit = np.abs(scores).max() * (1e-5 if exact or jnp.dtype(self.dtype) != E4M3 else 1e-3)
+        return self._complaints(x, self.visible(), scores, limit, implementation)
+
+    def _complaints(
+        self, x: dict[str, Any], seen: Numbers, scores: Numbers, limit: float, implementation: Implementation
+    ) -> list[str]:
+        """Of the entries that are `seen`, those with the greatest of `scores` must be chosen, up to the limit."""
+        (indices, values), again = self.choose(x, implementation), self.choose(x, implementation)
+        wrong = [] if np.array_equal(indices, again[0]) else ["other entries in the second run"]
+        for n, i in np.ndindex(*indices.shape[:2]):
+            entries = indices[n, i][indices[n, i] >= 0]
+            row, count = np.where(seen[n, i], scores[n, i], -np.inf), int(min(seen[n, i].sum(), self.topk))
+            if len(entries) != count or (np.diff(entries) <= 0).any() or not seen[n, i, entries].all():
+                wrong.append(
+                    f"query {i} of batch entry {n} chose {len(entries)} entries, not {count} that it sees, in order"
+                )
+            elif not np.abs(values[n, i, :count] - row[entries]).max(initial=0.0) <= limit:
+                wrong.append(f"query {i} of batch entry {n} has wrong scores")
+            elif count and (np.sort(row)[::-1][:count] > row[entries].min() + 2 * limit).sum() > count - 1:
+                wrong.append(f"query {i} of batch entry {n} left out an entry with a greater score")
+        return wrong
 
 
-def operands(c: Case) -> dict[str, Any]:
-    """q, k, weights in the case's dtypes, and k_scale or indices and a cotangent."""
-    rng = np.random.default_rng(0)
+@dataclass(frozen=True, kw_only=True)
+class BlocksCase(ChoiceCase):
+    """A choice in two levels: blocks with the greatest scores, then entries of these."""
 
-    def normal(*shape: int) -> Any:
-        return jnp.asarray(rng.standard_normal(shape, np.float32))
+    op = "indexer_blocks"
 
-    q, k, weights = normal(c.b, c.s_q, c.h_q, _D), normal(c.b, c.s_c, _D), normal(c.b, c.s_q, c.h_q)
-    if c.op == "indexer_scores":
-        indices = jnp.asarray(rng.integers(-9, c.s_c + 9, (c.b, c.s_q, c.topk)), jnp.int32)
-        return {"q": q.astype(c.dtype), "k": k.astype(c.dtype), "weights": weights, "indices": indices,
-                "cotangent": normal(*indices.shape)}  # fmt: skip
-    if jnp.dtype(c.dtype) == E4M3:
-        return dict(zip(("q", "k", "weights", "k_scale"), quantize_indexer(q, k, weights), strict=True)) | {"raw": k}
-    return {"q": q.astype(c.dtype), "k": k.astype(c.dtype), "weights": weights, "k_scale": None}
+    def choose_blocks(self, x: dict[str, Any], implementation: Implementation) -> Numbers:
+        blocks = indexer_blocks(
+            x["q"], x["k"], x["weights"], count=_BLOCKS, block=_BLOCK, ratio=self.ratio or 1, k_scale=x["k_scale"],
+            q_offset=jnp.asarray(self.position(), jnp.int32), implementation=implementation,
+        )  # fmt: skip
+        return np.asarray(blocks)
 
-
-def position(c: Case) -> np.ndarray[Any, Any]:
-    """The position of each batch entry's first query: the first sees few entries, the second nearly all."""
-    ratio = c.ratio or 1
-    return np.array([3 * ratio, c.s_c * ratio - c.s_q - 2])
-
-
-def visible(c: Case) -> np.ndarray[Any, Any]:
-    """bool `[b, s_q, s_c]`."""
-    stop = (position(c)[:, None] + np.arange(c.s_q) + 1) // (c.ratio or 1)
-    return np.arange(c.s_c) < stop[..., None]
-
-
-def _chosen(c: Case, x: dict[str, Any], implementation: Any) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    keys, k_scale = x["k"], x["k_scale"]
-    if c.page:
-        pages = jnp.asarray(np.random.default_rng(1).permutation(c.b * c.s_c // c.page), jnp.int32)
-        packed = jnp.dtype(c.dtype) == E4M3
-        entries = (x["raw"] if packed else keys).reshape(-1, c.page, _D)
-        entries = quantize_cache(entries, "index_fp8") if packed else entries
-        where = jnp.zeros_like(entries).at[pages].set(entries)
-        keys, k_scale = Cache(where, pages.reshape(c.b, -1), "index_fp8"), None
-    indices, scores = lightning_indexer(
-        x["q"], keys, x["weights"], topk=c.topk, ratio=c.ratio or 1, q_offset=jnp.asarray(position(c), jnp.int32),
-        k_scale=k_scale, blocks=x.get("blocks"), block=_BLOCK, return_scores=True, implementation=implementation,
-    )  # fmt: skip
-    return np.asarray(indices), np.asarray(scores)
-
-
-def _blocks(c: Case, x: dict[str, Any], implementation: Any) -> np.ndarray[Any, Any]:
-    blocks = indexer_blocks(
-        x["q"], x["k"], x["weights"], count=_BLOCKS, block=_BLOCK, ratio=c.ratio or 1, k_scale=x["k_scale"],
-        q_offset=jnp.asarray(position(c), jnp.int32), implementation=implementation,
-    )  # fmt: skip
-    return np.asarray(blocks)
+    def _complaints(
+        self, x: dict[str, Any], seen: Numbers, scores: Numbers, limit: float, implementation: Implementation
+    ) -> list[str]:
+        blocks = self.choose_blocks(x, implementation)
+        inside = seen & (blocks[..., None] == np.arange(self.s_c) // _BLOCK).any(2)
+        wrong = _complaints_of_blocks(blocks, seen, scores, limit)
+        return wrong + super()._complaints(x | {"blocks": blocks}, inside, scores, limit, implementation)
 
 
 def _complaints_of_blocks(blocks: Any, seen: Any, scores: Any, limit: float) -> list[str]:
@@ -110,51 +169,40 @@ def _complaints_of_blocks(blocks: Any, seen: Any, scores: Any, limit: float) -> 
     return wrong
 
 
-def _scored(x: dict[str, Any], implementation: Any) -> dict[str, Any]:
-    there = (x["indices"] >= 0) & (x["indices"] < x["k"].shape[1])
+@dataclass(frozen=True, kw_only=True)
+class ScoresCase(IndexerCase):
+    """Scores at topk given entries, and their gradients."""
 
-    def f(q: Any, k: Any, weights: Any) -> Any:
-        return indexer_scores(q, k, weights, x["indices"], implementation=implementation)
+    op = "indexer_scores"
 
-    scores, back = jax.vjp(f, *(x[name] for name in ("q", "k", "weights")))
-    return dict(zip(_LIMITS, (jnp.where(there, scores, 0), *back(x["cotangent"])), strict=True))
+    def _with_others(self, rng: np.random.Generator, q: Any, k: Any, weights: Any) -> dict[str, Any]:
+        indices = jnp.asarray(rng.integers(-9, self.s_c + 9, (self.b, self.s_q, self.topk)), jnp.int32)
+        cotangent = jnp.asarray(rng.standard_normal(indices.shape, np.float32))
+        return {"q": q.astype(self.dtype), "k": k.astype(self.dtype), "weights": weights, "indices": indices,
+                "cotangent": cotangent}  # fmt: skip
 
+    def results(self, x: dict[str, Any], implementation: Implementation) -> dict[str, Any]:
+        """By the names of `_LIMITS`; absent entries have score 0."""
+        there = (x["indices"] >= 0) & (x["indices"] < x["k"].shape[1])
 
-def complaints(c: Case, implementation: str) -> list[str]:
-    """The errors of an implementation: kernels beside the reference, the reference beside NumPy in float64."""
-    x, exact = operands(c), implementation == "reference"
-    if c.op == "indexer_scores":
-        got, second = _scored(x, implementation), _scored(x, implementation)
-        wanted = scored_float64(x) if exact else _scored(x, "reference")
+        def f(q: Any, k: Any, weights: Any) -> Any:
+            return indexer_scores(q, k, weights, x["indices"], implementation=implementation)
+
+        scores, back = jax.vjp(f, *(x[name] for name in ("q", "k", "weights")))
+        return dict(zip(_LIMITS, (jnp.where(there, scores, 0), *back(x["cotangent"])), strict=True))
+
+    def complaints(self, implementation: Implementation) -> list[str]:
+        x, exact = self.operands(), implementation == "reference"
+        got, second = self.results(x, implementation), self.results(x, implementation)
+        wanted = scored_float64(x) if exact else self.results(x, "reference")
         limits = _LIMITS | ({"dq": 5e-3, "dk": 5e-3} if exact else {})  # rounded to the operands' dtype
         off = {name: _distance(got[name], wanted[name]) for name in _LIMITS}
         wrong = [f"{name} off by {part:.1e}" for name, part in off.items() if not part <= limits[name]]
         same = all(np.array_equal(got[n], second[n]) for n in ("scores", "dq", "dweights"))
         return wrong + ([] if same else ["other bits in the second run"])
-    seen, scores = visible(c), scores_float64(x) if exact else _all_scores(x)
-    limit = np.abs(scores).max() * (1e-5 if exact or jnp.dtype(c.dtype) != E4M3 else 1e-3)
-    found: list[str] = []
-    if c.op == "indexer_blocks":
-        x["blocks"] = _blocks(c, x, implementation)
-        found = _complaints_of_blocks(x["blocks"], seen, scores, limit)
-        seen &= (x["blocks"][..., None] == np.arange(c.s_c) // _BLOCK).any(2)
-    (indices, values), again = _chosen(c, x, implementation), _chosen(c, x, implementation)
-    wrong = found + ([] if np.array_equal(indices, again[0]) else ["other entries in the second run"])
-    for n, i in np.ndindex(*indices.shape[:2]):
-        entries = indices[n, i][indices[n, i] >= 0]
-        row, count = np.where(seen[n, i], scores[n, i], -np.inf), int(min(seen[n, i].sum(), c.topk))
-        if len(entries) != count or (np.diff(entries) <= 0).any() or not seen[n, i, entries].all():
-            wrong.append(
-                f"query {i} of batch entry {n} chose {len(entries)} entries, not {count} that it sees, in order"
-            )
-        elif not np.abs(values[n, i, :count] - row[entries]).max(initial=0.0) <= limit:
-            wrong.append(f"query {i} of batch entry {n} has wrong scores")
-        elif count and (np.sort(row)[::-1][:count] > row[entries].min() + 2 * limit).sum() > count - 1:
-            wrong.append(f"query {i} of batch entry {n} left out an entry with a greater score")
-    return wrong
 
 
-def _all_scores(x: dict[str, Any]) -> np.ndarray[Any, Any]:
+def _all_scores(x: dict[str, Any]) -> Numbers:
     scores = definition.scores(x["q"], x["k"], x["weights"])
     return np.asarray(scores if x["k_scale"] is None else scores * x["k_scale"][:, None])
 
@@ -167,7 +215,7 @@ def _distance(got: Any, wanted: Any) -> float:
 # In float64, one query at a time
 
 
-def scores_float64(x: dict[str, Any]) -> np.ndarray[Any, Any]:
+def scores_float64(x: dict[str, Any]) -> Numbers:
     """I `[b, s_q, s_c]`."""
     q, k, weights = (np.asarray(x[name], np.float64) for name in ("q", "k", "weights"))
     scores = np.zeros((*q.shape[:2], k.shape[1]))
@@ -176,7 +224,7 @@ def scores_float64(x: dict[str, Any]) -> np.ndarray[Any, Any]:
     return scores if x.get("k_scale") is None else scores * np.asarray(x["k_scale"], np.float64)[:, None]
 
 
-def scored_float64(x: dict[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
+def scored_float64(x: dict[str, Any]) -> dict[str, Numbers]:
     """I at the entries, 0 at absent ones, and the gradients of their sum with the cotangent."""
     q, k, weights, di = (np.asarray(x[name], np.float64) for name in ("q", "k", "weights", "cotangent"))
     indices = np.asarray(x["indices"])

@@ -24,9 +24,8 @@ from .. import Cache, Span, _check, dsv4_attention, dsv4_decode, lightning_index
 from .._definitions.span import positions_of
 from . import _operands
 from ._norm import rms_norm
-from ._two_levels import two_levels
 from .compressor import Compressor, counted, packed_blocks, whole_sequences
-from .indexer import Indexer
+from .indexer import Indexer, two_levels
 from .rope import Rope, inverse_rope, rope, rope_of_normed
 
 
@@ -235,25 +234,31 @@ class DSV4Attention:
         return {**specs, **split, "wq_b": PartitionSpec(None, heads)}
 
     def cache(
-        self, b: int, room: int, dtype: Any = jnp.bfloat16, *, steps: int = 1, block_table: jax.Array | None = None
+        self,
+        b: int,
+        max_length: int,
+        dtype: Any = jnp.bfloat16,
+        *,
+        steps: int = 1,
+        block_table: jax.Array | None = None,
     ) -> LayerCache:
-        """An empty cache for b sequences of up to `room` tokens.
+        """An empty cache for b sequences of up to `max_length` tokens.
 
         Args:
-          b, room: ints >= 1. A sequence must not become longer than `room`; nothing checks this, since lengths are
-            known only when a step runs.
+          b, max_length: ints >= 1. A sequence must not become longer than `max_length`; nothing checks this, since
+            lengths are known only when a step runs.
           dtype: x's; or float8_e4m3fn (d 512, x bfloat16), for latents and entries in the model's FP8 layout:
             "v4_fp8", or "v41_fp8" for V4.1's layers. V4.1's layers also take float4_e2m1fn: latents in "v41_fp8",
             entries in "v41_fp4".
           steps: the greatest number of tokens that one call of `step` may add, or take back.
           block_table: int32 `[b, n]`, for compressed entries in a pool of at least `b n` pages that all sequences
-            share; a page has room for `ceil(ceil(room / ratio) / n)` entries. Each cache keeps a copy of the table.
-            None makes a contiguous cache.
+            share; a page has room for `ceil(ceil(max_length / ratio) / n)` entries. Each cache keeps a copy of the
+            table. None makes a contiguous cache.
 
         Raises:
           ValueError, TypeError: operands that differ from the above.
         """
-        for name, n in (("b", b), ("room", room), ("steps", steps)):
+        for name, n in (("b", b), ("max_length", max_length), ("steps", steps)):
             _check.positive(_OP, name, n)
         if block_table is not None:
             block_table = _check.operand(_OP, "block_table", block_table, "b n", {"b": b}, _check.INT)
@@ -262,7 +267,7 @@ class DSV4Attention:
         window = Cache.zeros(b, self.window + steps - 1, self.d, plain, layout=near)
         if self.compressor is None:
             return LayerCache(window)
-        n = -(-room // self.ratio)
+        n = -(-max_length // self.ratio)
 
         def entries(d: int, layout: str | None) -> Cache:
             if block_table is None:
@@ -497,14 +502,15 @@ class DSV4Attention:
         keys = shared.keys
         first = positions[:, 0] if positions.shape[0] == x.shape[0] else 0
         n = keys.capacity if isinstance(keys, Cache) else keys.shape[1]
-        how: dict[str, Any] = {"topk": min(self.indexer.topk, n), "q_offset": first, **past}
+        choice: dict[str, Any] = {"topk": min(self.indexer.topk, n), "q_offset": first, **past}
         if not self.indexer.in_two_levels:
-            indices = lightning_indexer(q, keys, weights, **how)
+            indices = lightning_indexer(q, keys, weights, **choice)
             assert isinstance(indices, jax.Array)  # because no scores are asked for
             return shared._replace(indices=indices), (q, weights)
-        within = shared.blocks if self.indexer.within else None
-        how |= {"block": self.indexer.block, "makes": self.indexer.makes, "within": within}
-        indices, blocks = two_levels(q, keys.take() if isinstance(keys, Cache) else keys, weights, **how)
+        choice["block"] = self.indexer.block
+        candidates = shared.blocks if self.indexer.within_candidates else None
+        keys, count = keys.take() if isinstance(keys, Cache) else keys, self.indexer.candidate_blocks
+        indices, blocks = two_levels(q, keys, weights, candidates=candidates, candidate_blocks=count, **choice)
         if blocks is not None:
             shared = shared._replace(blocks=blocks)
         return shared._replace(indices=indices), (q, weights)
@@ -585,7 +591,7 @@ class DSV4Attention:
             return
         if self.indexer is None:
             _check.operand(_OP, "shared.indices", shared.indices, "b s topk", dims, _check.INT)
-        elif self.indexer.within:
+        elif self.indexer.within_candidates:
             _check.operand(_OP, "shared.blocks", shared.blocks, "b s n", dims, _check.INT)
 
 

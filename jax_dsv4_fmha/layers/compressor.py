@@ -233,8 +233,8 @@ class Compressor:
                 return [own]
             return [own, pooled((r <= age) & (age < 2 * r) & (entry > 0)[:, None], slice(self.d))]
 
-        each = [parts(entry[:, i]) for i in range(entry.shape[1])]
-        return self._latents(params, jax.tree.map(lambda *x: jnp.stack(x, 1), *each), dtype)
+        of_blocks = [parts(entry[:, i]) for i in range(entry.shape[1])]
+        return self._latents(params, jax.tree.map(lambda *x: jnp.stack(x, 1), *of_blocks), dtype)
 
     def _latents(self, params: Any, parts: Sequence[Sequence[jax.Array]], dtype: Any) -> jax.Array:
         """For each block: the greatest score, the sum of weights and the sum of weights times kv; of one or two

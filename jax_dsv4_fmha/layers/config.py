@@ -114,8 +114,8 @@ def _v41(read: "_Reader", layer: int) -> DSV4Attention:
             read("index_topk"),
             latent=read("head_dim") if owns_entries else 0,
             block=read("candidate_block_size", 8),
-            makes=read("candidate_topk_blocks") if layer == source else 0,
-            within=0 <= source < layer,
+            candidate_blocks=read("candidate_topk_blocks") if layer == source else 0,
+            within_candidates=0 <= source < layer,
             eps=eps,
         )
     return DSV4Attention(

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .. import _check
+from .. import _check, indexer_blocks, lightning_indexer
 from . import _operands
 from ._norm import rms_norm
 from .compressor import Compressor, product
@@ -37,8 +37,8 @@ class Indexer:
       compressor: the compressor of the keys, or None.
       latent: channels of the latents from which the keys are made, or 0.
       block: entries of a block, for a choice in two levels (V4.1).
-      makes: how many blocks this layer also chooses for later layers.
-      within: whether this layer chooses only within such blocks.
+      candidate_blocks: how many blocks this layer also chooses, for later layers to choose entries from.
+      within_candidates: whether this layer chooses only from such blocks.
       eps: epsilon of the norm.
 
     Raises:
@@ -53,14 +53,14 @@ class Indexer:
     compressor: Compressor | None = None
     latent: int = 0
     block: int = 8
-    makes: int = 0
-    within: bool = False
+    candidate_blocks: int = 0
+    within_candidates: bool = False
     eps: float = 1e-6
 
     def __post_init__(self) -> None:
         for name in ("hidden", "q_rank", "heads", "d", "topk", "block"):
             _check.positive(_OP, name, getattr(self, name))
-        for name in ("latent", "makes"):
+        for name in ("latent", "candidate_blocks"):
             _check.integer(_OP, name, getattr(self, name), 0)
         own = self.compressor
         if not isinstance(own, Compressor | None):
@@ -78,7 +78,7 @@ class Indexer:
 
     @property
     def in_two_levels(self) -> bool:
-        return self.makes > 0 or self.within
+        return self.candidate_blocks > 0 or self.within_candidates
 
     def init(self, key: jax.Array) -> dict[str, Any]:
         """Random parameters, in float32."""
@@ -95,7 +95,7 @@ class Indexer:
         return params
 
     def queries(
-        self, params: Any, x: jax.Array, low_rank: jax.Array, positions: jax.Array, how: Rope
+        self, params: Any, x: jax.Array, low_rank: jax.Array, positions: jax.Array, rotation: Rope
     ) -> tuple[jax.Array, jax.Array]:
         """q `[b, s, heads, d]` in x's dtype, and weights float32 `[b, s, heads]`, for `lightning_indexer`.
 
@@ -103,33 +103,59 @@ class Indexer:
           params: as `init` makes them.
           x: `[b, s, hidden]`, bfloat16, float16 or float32.
           low_rank: `[b, s, q_rank]`, the attention's low-rank query.
-          positions: int32 `[b or 1, s]`; how: the layer's rotation.
+          positions: int32 `[b or 1, s]`; rotation: the layer's.
         """
         _operands.parameters(self, params)
         x = _operands.hidden(_OP, "x", x, self.hidden)
         low_rank = _operands.hidden(_OP, "low_rank", low_rank, self.q_rank, x.shape[:2])
         low_rank = lax.optimization_barrier(low_rank)  # or XLA merges this product with attention's, and cuts it apart
-        q = rope(jnp.einsum("bsr,rhd->bshd", low_rank, params["wq_b"].astype(x.dtype)), positions, how)
+        q = rope(jnp.einsum("bsr,rhd->bshd", low_rank, params["wq_b"].astype(x.dtype)), positions, rotation)
         weights = product(x, params["weights_proj"])
         return self._spread(q), weights * (self.d**-0.5 * self.heads**-0.5)
 
     @jax.named_scope("indexer")
-    def keys(self, params: Any, latents: jax.Array, positions: jax.Array, how: Rope) -> jax.Array:
+    def keys(self, params: Any, latents: jax.Array, positions: jax.Array, rotation: Rope) -> jax.Array:
         """k `[b, n, d]`, in the dtype of latents.
 
         Args:
           params: as `init` makes them.
           latents: those of `compressor`, `[b, n, d]`, or the layer's own, `[b, n, latent]`.
-          positions: int32 `[b or 1, n]`, of each block's first token; how: the layer's rotation.
+          positions: int32 `[b or 1, n]`, of each block's first token; rotation: the layer's.
         """
         _operands.parameters(self, params)
         latents = _operands.hidden(_OP, "latents", latents, self.latent or self.d)
         if self.latent:
             latents = rms_norm(jnp.matmul(latents, params["wk"].astype(latents.dtype)), params["k_norm"], self.eps)
-        return self._spread(rope(latents, positions, how))
+        return self._spread(rope(latents, positions, rotation))
 
     def _spread(self, x: jax.Array) -> jax.Array:
         return hadamard(x) if self.compressor is not None else x
+
+
+def two_levels(
+    q: jax.Array,
+    k: jax.Array,
+    weights: jax.Array,
+    *,
+    topk: int,
+    ratio: int,
+    q_offset: int | jax.Array = 0,
+    block: int,
+    candidates: jax.Array | None = None,
+    candidate_blocks: int = 0,
+) -> tuple[jax.Array, jax.Array | None]:
+    """DeepSeek-V4.1's choice: the indices of `lightning_indexer` within the candidates, and candidates for later
+    layers.
+
+    Args:
+      q, k, weights, topk, ratio, q_offset: as in `lightning_indexer`; block: as in `indexer_blocks`.
+      candidates: int32 `[b, s_q, n]`: the blocks to choose entries from; None means all entries.
+      candidate_blocks: how many blocks to choose for later layers.
+    """
+    seen: dict[str, Any] = {"ratio": ratio, "q_offset": q_offset, "block": block}
+    indices = lightning_indexer(q, k, weights, topk=topk, blocks=candidates, **seen)
+    assert isinstance(indices, jax.Array)  # because no scores are asked for
+    return indices, indexer_blocks(q, k, weights, count=candidate_blocks, **seen) if candidate_blocks else None
 
 
 def hadamard(x: jax.Array) -> jax.Array:

@@ -9,8 +9,8 @@ function of distances again.
 """
 
 import dataclasses
-import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,9 +19,10 @@ import numpy as np
 from jax import lax
 
 from .. import _check
-from .._dispatch.autodiff import once
+from .._dispatch.autodiff import Differentiable, Function, Rule
 from .._dispatch.lowering import choose
-from .._dispatch.op import ONE_OR_B, Arrays, Axes, Call, Fit, Op
+from .._dispatch.op import ONE_OR_B, Arrays, Axes, Call, KernelUse, Op
+from .._dispatch.support import Support
 from .._host import library
 from .._host import rope as raw
 from . import _operands
@@ -84,46 +85,54 @@ class Rope:
         return jnp.stack([jnp.cos(angle), jnp.sin(angle)], -1).reshape(*positions.shape, self.dims)
 
 
-def rope(x: jax.Array, positions: jax.Array, how: Rope) -> jax.Array:
-    """x with its last `how.dims` dimensions rotated to `positions`.
+def rope(x: jax.Array, positions: jax.Array, rotation: Rope) -> jax.Array:
+    """x with its last `rotation.dims` dimensions rotated to `positions`.
 
     Args:
-      x: `[b, s, d]` or `[b, s, h, d]`, d >= how.dims; computed in float32, returned in x's dtype.
+      x: `[b, s, d]` or `[b, s, h, d]`, d >= rotation.dims; computed in float32, returned in x's dtype.
       positions: int32 `[b, s]` or `[1, s]`.
-      how: the rotation.
+      rotation: which frequencies, and how many dimensions.
 
     Raises:
       ValueError, TypeError: operands that differ from the above.
     """
-    return _turn("rope", x, positions, how, 1)
+    return _turn("rope", x, positions, rotation, 1)
 
 
-def inverse_rope(x: jax.Array, positions: jax.Array, how: Rope) -> jax.Array:
+def inverse_rope(x: jax.Array, positions: jax.Array, rotation: Rope) -> jax.Array:
     """Undoes `rope`: x rotated back by as much; it takes the same operands."""
-    return _turn("inverse_rope", x, positions, how, -1)
+    return _turn("inverse_rope", x, positions, rotation, -1)
 
 
-def rope_of_normed(x: jax.Array, positions: jax.Array, how: Rope, eps: float) -> jax.Array:
+def rope_of_normed(x: jax.Array, positions: jax.Array, rotation: Rope, eps: float) -> jax.Array:
     """`rope(rms_norm(x))`, no weight; where there is a kernel, in one pass over x `[b, s, h, d]`."""
-    calls = _calls("norm_rope", x, how, d=x.shape[-1])
-    if calls is None:
-        return rope(rms_norm(x, None, eps), positions, how)
+    support = _support("norm_rope", x, d=x.shape[-1], dims=rotation.dims)
+    use = choose("norm_rope", None, support)
+    if use == KernelUse.NEVER:
+        return rope(rms_norm(x, None, eps), positions, rotation)
     with jax.named_scope("norm"):
-        calls = tuple(call._replace(params=(("eps", eps),)) for call in calls)
-        return jax.jit(_after_norm, static_argnums=0)(calls, x, how.table(positions))
+        call, gradient = (Call(op, use, (("eps", eps),), support) for op in (_NORM_ROPE, _NORM_ROPE_GRADIENT))
+        return Differentiable(call, gradient)(x, rotation.table(positions))[0]
 
 
-def _turn(op: str, x: Any, positions: Any, how: Rope, direction: int) -> jax.Array:
-    if not isinstance(how, Rope):
-        raise _check.error(TypeError, op, "how", how, "a Rope")
-    n = how.dims
+def _turn(op: str, x: Any, positions: Any, rotation: Rope, direction: int) -> jax.Array:
+    if not isinstance(rotation, Rope):
+        raise _check.error(TypeError, op, "rotation", rotation, "a Rope")
+    n = rotation.dims
     wanted = f"[b, s, d] or [b, s, h, d] of floats, d >= {n}"
     x = _check.array(op, "x", x, wanted, lambda x: x.dtype in _check.FLOAT and x.ndim in (3, 4) and x.shape[-1] >= n)
     positions = _operands.positions(op, "positions", positions, *x.shape[:2])
-    calls = _calls("rope", x, how) if x.shape[-1] % _VECTOR == 0 else None
+    support = _support("rope", x, dims=n)
+    use = choose("rope", None, support) if x.shape[-1] % _VECTOR == 0 else KernelUse.NEVER
+
+    def rotated_by(direction: int) -> Call | Function:
+        params = (("direction", direction),)
+        return Function(_pairs_turned, params) if use == KernelUse.NEVER else Call(_ROPE, use, params, support)
+
     with jax.named_scope("rope"):
         rows = x if x.ndim == 4 else x[:, :, None]
-        return _jitted(calls, rows, how.table(positions), direction).reshape(x.shape)
+        rotated = Differentiable(rotated_by(direction), rotated_by(-direction), _RotatesBack)
+        return rotated(rows, rotation.table(positions))[0].reshape(x.shape)
 
 
 # The ops. Their kernels are handed rows, which are (token, head), and a table of each token's cos and sin.
@@ -163,61 +172,35 @@ def _normed_and_turned_gradient(x: jax.Array, table: jax.Array, dy: jax.Array, *
 _X, _TABLE, _Y = Axes("x", "b s_q h_q d"), Axes("table", f"{ONE_OR_B} s_q n"), Axes("y", "b s_q h_q d")
 _VECTOR = 8  # numbers of 16 bits that a kernel loads at once
 _ROPE = Op("rope", (_X, _TABLE), (_Y,), _pairs_turned, raw.rope)
-_OPS = {
-    "rope": (_ROPE, _ROPE),
-    "norm_rope": (
-        Op("norm_rope", (_X, _TABLE), (_Y,), _normed_and_turned, raw.norm_rope),
-        Op(
-            "norm_rope",
-            (_X, _TABLE, Axes("dy", "b s_q h_q d")),
-            (Axes("dx", "b s_q h_q d"),),
-            _normed_and_turned_gradient,
-            raw.norm_rope_bwd,
-            part="gradient",
-        ),
-    ),
-}
+_NORM_ROPE = Op("norm_rope", (_X, _TABLE), (_Y,), _normed_and_turned, raw.norm_rope)
+_NORM_ROPE_GRADIENT = Op(
+    "norm_rope",
+    (_X, _TABLE, Axes("dy", "b s_q h_q d")),
+    (Axes("dx", "b s_q h_q d"),),
+    _normed_and_turned_gradient,
+    raw.norm_rope_bwd,
+    part="gradient",
+)
 
 
-def _calls(op: str, x: jax.Array, how: Rope, **sizes: int) -> tuple[Call, ...] | None:
-    """The call of an op and that of its gradient; None where there is no kernel for these rows."""
-    sizes |= {"dims": how.dims}
+def _support(op: str, x: jax.Array, **sizes: int) -> Support:
+    """The kernel of an op for rows of x; that of its gradient is built for the same."""
     got = f"{x.dtype.name}, " + ", ".join(f"{name}={n}" for name, n in sizes.items())
-    fit = Fit(got, (op,), library.built_for(op, dtype=x.dtype.name, **sizes))
-    when = choose(op, None, fit)
-    return None if when == "never" else tuple(Call(o, when, (), fit) for o in _OPS[op])
+    return Support(got, (op,), library.built_for(op, dtype=x.dtype.name, **sizes))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
-def _turned(calls: tuple[Call, ...] | None, x: jax.Array, table: jax.Array, direction: int) -> jax.Array:
-    if calls is None:
-        return _pairs_turned(x, table, direction=direction)[0]
-    return once(calls[0]._replace(params=(("direction", direction),)), x, table)[0]
+class _RotatesBack(Rule):
+    """A rotation's gradient rotates back, and needs no x."""
 
+    @staticmethod
+    def residuals(operands: Arrays, results: Arrays) -> Any:
+        _, table = operands
+        return table
 
-def _turned_forward(calls: Any, x: jax.Array, table: jax.Array, direction: int) -> tuple[jax.Array, jax.Array]:
-    return _turned(calls, x, table, direction), table
+    @staticmethod
+    def operands(residuals: Any, cotangents: Arrays) -> Arrays:
+        return *cotangents, residuals
 
-
-def _turned_backward(calls: Any, direction: int, table: jax.Array, dy: jax.Array) -> tuple[jax.Array, None]:
-    return _turned(calls, dy, table, -direction), None
-
-
-_turned.defvjp(_turned_forward, _turned_backward)
-_jitted = jax.jit(_turned, static_argnums=(0, 3))  # so that a call outside of jit compiles only once
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _after_norm(calls: tuple[Call, ...], x: jax.Array, table: jax.Array) -> jax.Array:
-    return once(calls[0], x, table)[0]
-
-
-def _after_norm_forward(calls: Any, x: jax.Array, table: jax.Array) -> tuple[jax.Array, Any]:
-    return _after_norm(calls, x, table), (x, table)
-
-
-def _after_norm_backward(calls: Any, given: Any, dy: jax.Array) -> tuple[jax.Array, None]:
-    return once(calls[1], *given, dy)[0], None
-
-
-_after_norm.defvjp(_after_norm_forward, _after_norm_backward)
+    @staticmethod
+    def cotangents(residuals: Any, gradients: Arrays) -> Sequence[jax.Array | None]:
+        return *gradients, None

@@ -1,0 +1,311 @@
+"""The suites dsv4, dense and window: prompts of attention, beside jax.nn's ways or our own two passes."""
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import dsv4_attention, fmha, sparse_fmha
+from .._definitions.cache import Cache
+from .._definitions.span import Span
+from .measure import Operands
+from .row import CallRow, Suite
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionRow(CallRow):
+    """One call whose results are (o, lse)."""
+
+    b: int
+    s_q: int
+    s_kv: int
+    h_q: int
+    d: int = 512
+    dtype: str = "bfloat16"
+
+    @property
+    @abstractmethod
+    def keys(self) -> str:
+        """What a query sees, as a part of the name."""
+
+    @property
+    def heads(self) -> str:
+        return f"h{self.h_q}"
+
+    @property
+    def kind(self) -> str:
+        """What is not usual of entries."""
+        return "" if self.dtype == "bfloat16" else f" {self.dtype}"
+
+    @property
+    def name(self) -> str:
+        return f"d {self.d} {self.keys} b{self.b} s{self.s_q} {self.heads}{self.kind}"
+
+    @property
+    @abstractmethod
+    def visible(self) -> int:
+        """How many keys the queries see altogether."""
+
+    @property
+    def flops(self) -> float:
+        return 4.0 * self.d * self.h_q * self.visible
+
+    def normal(self, keys: Iterator[jax.Array], *shape: int) -> jax.Array:
+        return jax.random.normal(next(keys), shape, self.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptRow(AttentionRow):
+    """Its operands are arrays."""
+
+    has_sink: bool = True
+
+    @property
+    @abstractmethod
+    def key_rows(self) -> int:
+        """How many keys there are, of all batch entries and heads."""
+
+    @property
+    def bytes(self) -> float:
+        operands = jax.eval_shape(self.operands, jax.random.key(0))
+        read = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(operands))
+        return float(read + self.b * self.s_q * self.h_q * (2 * self.d + 4))
+
+    def operands(self, key: jax.Array) -> Operands:
+        keys = iter(jax.random.split(key, 8))
+        arrays = {"q": self.normal(keys, self.b, self.s_q, self.h_q, self.d), **self.others(keys)}
+        if self.has_sink:
+            arrays["sink"] = jax.random.normal(next(keys), (self.h_q,))
+        return arrays
+
+    @abstractmethod
+    def others(self, keys: Iterator[jax.Array]) -> Operands:
+        """The operands beside q and the sink."""
+
+    def indices(self, keys: Iterator[jax.Array], topk: int, entries: int) -> Operands:
+        """For every query other entries; none where a query sees them all."""
+        if not topk:
+            return {}
+        some = lambda key: jnp.argsort(jax.random.bits(key, (entries,)))[:topk]  # noqa: E731
+        per_query = jax.random.split(next(keys), self.b * self.s_q)
+        indices = jax.lax.map(some, per_query, batch_size=256)
+        return {"indices": indices.reshape(self.b, self.s_q, topk)}
+
+    def seen(self, span: Span, s_kv: int) -> int:
+        """How many of s_kv keys the queries see altogether."""
+        start, stop = (np.asarray(x, np.int64) for x in span.bounds(self.b, self.s_q, s_kv))
+        return int(np.maximum(stop - start, 0).sum())
+
+
+@dataclass(frozen=True, kw_only=True)
+class FmhaRow(PromptRow):
+    """K and V, or for d 512 one array that is both; cuDNN and XLA through jax.nn are its peers."""
+
+    op = "fmha"
+
+    h_kv: int = 1
+    has_sink: bool = False
+    is_causal: bool = False
+    window: int | None = None  # of keys that a query sees, where it does not see all
+
+    @property
+    def shared_kv(self) -> bool:
+        return self.d == 512
+
+    @property
+    def keys(self) -> str:
+        return f"window {self.window}" if self.window else "causal" if self.is_causal else "full"
+
+    @property
+    def heads(self) -> str:
+        return f"h{self.h_q}" if self.shared_kv or self.h_kv == self.h_q else f"h{self.h_q}/{self.h_kv}"
+
+    @property
+    def visible(self) -> int:
+        return self.seen(self.span or Span(0, self.s_kv), self.s_kv)
+
+    @property
+    def key_rows(self) -> int:
+        return self.b * self.h_kv * self.s_kv
+
+    @property
+    def span(self) -> Span | None:
+        if self.window:
+            return Span.sliding_window(self.s_q, self.window, self.s_kv - self.s_q)
+        return Span.causal(self.s_q, self.s_kv - self.s_q) if self.is_causal else None
+
+    def others(self, keys: Iterator[jax.Array]) -> Operands:
+        shape = self.b, self.s_kv, self.h_kv, self.d
+        return {name: self.normal(keys, *shape) for name in ("k", "v")[: 1 if self.shared_kv else 2]}
+
+    def ours(self, **operands: Any) -> Any:
+        return fmha(**operands, span=self.span, implementation="cubin")
+
+    def peer(self, name: Any, **operands: Any) -> Any:
+        """jax.nn has no sinks, so it runs without."""
+        q, k = operands["q"], operands["k"]
+        logits = 4 * self.b * self.h_q * self.s_q * self.s_kv
+        if name == "xla" and logits > _memory() // 4:
+            raise MemoryError(f"{logits / 2**30:.0f} GiB of logits")
+        return jax.nn.dot_product_attention(
+            q,
+            k,
+            operands.get("v", k),
+            is_causal=self.is_causal or self.window is not None,
+            local_window_size=(self.window - 1, 0) if self.window else None,
+            implementation=name,
+        )
+
+
+def _memory() -> int:
+    return (jax.local_devices(backend="cuda")[0].memory_stats() or {})["bytes_limit"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseRow(PromptRow):
+    """Each query sees topk of all keys."""
+
+    op = "sparse_fmha"
+
+    topk: int
+
+    @property
+    def keys(self) -> str:
+        return f"top-k {self.topk} of {self.s_kv}"
+
+    @property
+    def visible(self) -> int:
+        return self.b * self.s_q * self.topk
+
+    @property
+    def key_rows(self) -> int:
+        return self.b * self.s_kv
+
+    def others(self, keys: Iterator[jax.Array]) -> Operands:
+        return {"kv": self.normal(keys, self.b, self.s_kv, self.d), **self.indices(keys, self.topk, self.s_kv)}
+
+    def ours(self, **operands: Any) -> Any:
+        return sparse_fmha(**operands, implementation="cubin")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerRow(PromptRow):
+    """A window and compressed entries, or topk of them, in one pass; two passes are its peer."""
+
+    op = "dsv4_attention"
+
+    s_c: int
+    ratio: int
+    topk: int = 0
+    window: int = 128
+    page: int = 0  # entries of a page; 0 means a contiguous array
+
+    @property
+    def keys(self) -> str:
+        compressed = f"top-k {self.topk} of {self.s_c}" if self.topk else f"{self.s_c} of ratio {self.ratio}"
+        return f"window {self.window} + {compressed}" + (" in pages" if self.page else "")
+
+    @property
+    def offsets(self) -> dict[str, int]:
+        """The queries stand at the end of a context, and so does the window cache."""
+        end = max(self.s_c * self.ratio, self.s_kv)
+        return {"q_offset": end - self.s_q, "kv_offset": end - self.s_kv}
+
+    @property
+    def visible(self) -> int:
+        at = self.offsets
+        near = self.seen(Span.sliding_window(self.s_q, self.window, at["q_offset"] - at["kv_offset"]), self.s_kv)
+        if self.topk:
+            return near + self.b * self.s_q * self.topk
+        return near + self.seen(Span.compressed(self.s_q, self.ratio, at["q_offset"]), self.s_c)
+
+    @property
+    def key_rows(self) -> int:
+        return self.b * (self.s_kv + self.s_c)
+
+    def others(self, keys: Iterator[jax.Array]) -> Operands:
+        window_kv, compressed_kv = (self.normal(keys, self.b, s, self.d) for s in (self.s_kv, self.s_c))
+        arrays: Operands = {"window_kv": window_kv, "compressed_kv": compressed_kv}
+        if self.page:
+            pages = compressed_kv.reshape(-1, self.page, self.d)
+            table = jax.random.permutation(next(keys), len(pages)).astype(jnp.int32)
+            arrays["compressed_kv"] = Cache(pages, table.reshape(self.b, -1))
+        return arrays | self.indices(keys, self.topk, self.s_c)
+
+    def ours(self, **operands: Any) -> Any:
+        return self._call("fused", operands)
+
+    def peer(self, name: Any, **operands: Any) -> Any:
+        return self._call(name, operands)
+
+    def _call(self, method: Any, operands: Operands) -> Any:
+        choices: dict[str, Any] = {"window": self.window, "ratio": self.ratio, **self.offsets}
+        return dsv4_attention(**operands, **choices, method=method, implementation="cubin")
+
+    def of(self, name: str) -> CallRow:
+        return replace(self, page=0) if name == "contiguous" else self
+
+
+def dense(d: int, b: int, s: int, h_q: int, h_kv: int, **fields: Any) -> FmhaRow:
+    return FmhaRow(d=d, b=b, s_q=s, s_kv=s, h_q=h_q, h_kv=h_kv, peers=("cudnn", "xla"), **fields)
+
+
+def causal(*sizes: int, **fields: Any) -> FmhaRow:
+    return dense(*sizes, is_causal=True, **fields)
+
+
+def window(*sizes: int, **fields: Any) -> FmhaRow:
+    return dense(*sizes, window=128, **fields)
+
+
+def layer(h_q: int, s_q: int = 4096, **fields: Any) -> LayerRow:
+    return LayerRow(b=1, s_q=s_q, s_kv=s_q + 127, h_q=h_q, **{"peers": ("two_pass",), **fields})
+
+
+def _top_k(h_q: int, s_kv: int, topk: int) -> SparseRow:
+    return SparseRow(b=1, s_q=4096, s_kv=s_kv, h_q=h_q, topk=topk)
+
+
+SUITES = (
+    Suite(
+        "dsv4",
+        "#4053d3",
+        (
+            *(
+                layer(h, topk=k, ratio=4, s_c=s_c)
+                for h, k in ((128, 1024), (64, 512), (16, 512))
+                for s_c in (8192, 65536)
+            ),
+            *(_top_k(h, s_kv, k) for h, k in ((128, 1024), (64, 512)) for s_kv in (8192, 65536)),
+            layer(128, ratio=128, s_c=512),
+        ),
+    ),
+    Suite(
+        "dense",
+        "#b51d14",
+        (
+            causal(512, 1, 4096, 128, 1),
+            causal(512, 1, 8192, 128, 1),
+            causal(512, 1, 4096, 128, 1, dtype="float16"),
+            causal(64, 4, 8192, 16, 16),
+            causal(128, 2, 8192, 16, 16),
+            dense(128, 2, 8192, 16, 16),
+            causal(128, 2, 8192, 16, 16, dtype="float16"),
+            causal(256, 2, 8192, 8, 1),
+            causal(128, 1, 512, 16, 16),
+            causal(128, 64, 128, 16, 16),
+        ),
+    ),
+    Suite(
+        "window",
+        "#00806c",
+        (
+            *(window(512, 1, 4096, h, 1, has_sink=True) for h in (128, 64, 16)),
+            window(128, 2, 8192, 16, 1),
+        ),
+    ),
+)

@@ -1,0 +1,200 @@
+"""The suite layer: whole layers of DeepSeek-V4-Flash, and the time of each of their parts.
+
+The compiled program tells which part a kernel belongs to. A matrix product is what XLA gives to cuBLAS or Triton, with
+the sum of its splits. Every other kernel has the name that `jax_dsv4_fmha.layers` gives with `jax.named_scope`; a
+fusion has the name of its last operation.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._cli.report import table as as_table
+from ..layers import DSV4Attention, LayerCache, from_config
+from .measure import KERNEL_BY_KERNEL, Contestant, Operands, Times
+from .row import Row, Suite
+from .tables import spread
+
+CONTEXT = 16384  # tokens of each sequence in a step
+FLASH = {
+    "hidden_size": 4096, "num_hidden_layers": 3, "num_attention_heads": 64, "head_dim": 512, "qk_rope_head_dim": 64,
+    "q_lora_rank": 1024, "o_groups": 8, "o_lora_rank": 1024, "sliding_window": 128, "index_n_heads": 64,
+    "index_head_dim": 128, "index_topk": 512, "rope_theta": 10000, "compress_rope_theta": 160000,
+    "compress_ratios": [0, 4, 128],
+    "rope_scaling": {"type": "yarn", "factor": 16, "original_max_position_embeddings": 65536},
+}  # fmt: skip
+PRODUCTS, OTHER = "products", "other"
+PARTS = ("attention", "indexer", "compressor", "append", "rope", "norm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerRow(Row):
+    """A prompt, its gradient, or a step of generation, in one kind of layer."""
+
+    kernels_named_by = "hlo_op"
+
+    b: int
+    s_q: int
+    s_kv: int
+    ratio: int
+    has_gradient: bool = False
+
+    @property
+    def name(self) -> str:
+        what = "gradient and layer" if self.has_gradient else "layer"
+        kind = f"of ratio {self.ratio}" if self.ratio else "with a window alone"
+        work = f"step after {self.s_kv}, b{self.b}" if self.is_step else f"prompt of {self.s_q}"
+        return f"{what} {kind}, {work}"
+
+    @property
+    def case(self) -> dict[str, Any]:
+        return {"op": "DSV4Attention", **{name: x for name, x in asdict(self).items() if name != "peers"}}
+
+    @property
+    def is_step(self) -> bool:
+        return self.s_q != self.s_kv
+
+    @property
+    def layer(self) -> DSV4Attention:
+        return next(layer for layer in from_config(FLASH) if layer.ratio == self.ratio)
+
+    @property
+    def passes(self) -> int:
+        return 3 if self.has_gradient else 1
+
+    @property
+    def flops(self) -> float:
+        """Products with all matrices and with the visible keys."""
+        layer = self.layer
+        return self.passes * (2.0 * self.b * self.s_q * sum(self._matrices) + 4.0 * layer.d * layer.heads * self._seen)
+
+    @property
+    def bytes(self) -> float:
+        """Of matrices, x, y and cached keys."""
+        layer = self.layer
+        cached = layer.d * self._seen if self.is_step else 0
+        return self.passes * 2.0 * (sum(self._matrices) + 2 * self.b * self.s_q * layer.hidden + cached)
+
+    @property
+    def _matrices(self) -> list[int]:
+        return [x.size for x in jax.tree.leaves(jax.eval_shape(self.layer.init, jax.random.key(0))) if x.ndim > 1]
+
+    @property
+    def _seen(self) -> int:
+        """How many keys the queries see altogether."""
+        layer, positions = self.layer, range(self.s_kv - self.s_q, self.s_kv)
+        past = sum((p + 1) // self.ratio for p in positions) if self.ratio else 0
+        if layer.indexer is not None:
+            past = sum(min((p + 1) // self.ratio, layer.indexer.topk) for p in positions)
+        return self.b * (past + sum(min(p + 1, layer.window) for p in positions))
+
+    @property
+    def sets(self) -> int:
+        return 1
+
+    def inputs(self, sets: int) -> list[Operands]:
+        layer = self.layer
+
+        def params(key: jax.Array) -> Any:
+            return jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.ndim > 1 else x, layer.init(key))
+
+        shape = self.b, self.s_q, layer.hidden
+        operands = {
+            "params": jax.jit(params)(jax.random.key(0)),
+            "x": jax.random.normal(jax.random.key(1), shape, jnp.bfloat16),
+            # not x itself, with whose products XLA would merge those of dy, and copy both matrices side by side
+            "dy": jax.random.normal(jax.random.key(3), shape, jnp.bfloat16),
+        }
+        return [operands]
+
+    def contestants(self, name: str, inputs: Sequence[Operands]) -> dict[str, Contestant]:
+        return {name: self.compiled(inputs, KERNEL_BY_KERNEL)}
+
+    def compiled(self, inputs: Sequence[Operands], options: Mapping[str, str | bool]) -> Contestant:
+        """The layer. A step updates its cache in place, and keeps it."""
+        layer, cache = self.layer, self._cache()
+
+        def ours(cache: LayerCache | None, params: Any, x: jax.Array, dy: jax.Array) -> Any:
+            if cache is not None:
+                out = layer.step(params, x, cache, lengths=self.s_kv)
+                return out.cache, out.y
+            y, vjp = jax.vjp(lambda params, x: layer(params, x).y, params, x)
+            return None, (vjp(dy) if self.has_gradient else y)
+
+        program = jax.jit(ours, donate_argnums=0).lower(cache, **inputs[0]).compile(compiler_options=dict(options))
+
+        def run(operands: Operands) -> Any:
+            nonlocal cache
+            cache, result = program(cache, **operands)
+            return result
+
+        return Contestant(run, inputs, program.as_text() or "")
+
+    def _cache(self) -> LayerCache | None:
+        if not self.is_step:
+            return None
+        shapes = jax.eval_shape(lambda: self.layer.cache(self.b, self.s_kv))
+        keys = iter(jax.random.split(jax.random.key(2), len(jax.tree.leaves(shapes))))
+        cache: LayerCache = jax.tree.map(lambda x: jax.random.normal(next(keys), x.shape, x.dtype), shapes)
+        return cache
+
+    def times(self, measured: dict[str, Times], contestants: Mapping[str, Contestant]) -> dict[str, Times]:
+        """With the time of every part."""
+        return {
+            name: found | {"parts": parts(contestants[name].text, found["kernels"])} for name, found in measured.items()
+        }
+
+
+def parts(text: str, seconds: Mapping[str, float]) -> dict[str, float]:
+    """The time of each part, from instructions' times and the program's text."""
+    bodies = dict(re.findall(r"^%?([\w.-]+) \([^\n]*\{\n(.*?)^\}", text, re.M | re.S))
+    lines = dict(re.findall(r"^ *(?:ROOT )?%?([\w.-]+) = (.*)$", text, re.M))
+    found: dict[str, float] = defaultdict(float)
+    for instruction, time in seconds.items():
+        line = lines.get(instruction, "")
+        called = re.search(r"calls=%?([\w.-]+)", line)
+        found[_part(line, bodies.get(called[1], "") if called else "")] += time
+    return dict(found)
+
+
+def _part(line: str, body: str) -> str:
+    path = re.search(r'op_name="([^"]*)"', line)
+    names = re.findall(r"\w+", path[1]) if path else []
+    sums_splits = names[-1:] == ["dot_general"] and " reduce(" in body
+    if 'custom_call_target="__cublas' in line or " dot(" in body or sums_splits:
+        return PRODUCTS
+    if "append" in names:
+        return "append"
+    return next((name for name in names if name in PARTS), OTHER)
+
+
+def rest(parts: Mapping[str, float]) -> float:
+    """The share of time that is neither products nor attention."""
+    return 1 - (parts.get(PRODUCTS, 0) + parts.get("attention", 0)) / sum(parts.values())
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    columns = (PRODUCTS, *PARTS, OTHER)
+    lines = []
+    for row in rows:
+        line = [row["name"], *["-"] * (len(columns) + 3)]
+        if ours := row["times"].get("ours"):
+            seconds = (ours["seconds"], *(ours["parts"].get(part, 0) for part in columns))
+            total, *its_parts = (f"{t * 1e6:.1f}" for t in seconds)
+            line[1:] = [total, f"{spread(ours['rounds']):.1%}", *its_parts, f"{rest(ours['parts']):.1%}"]
+        lines.append(line)
+    return as_table(["row", "us", "spread", *columns, "rest"], lines) + "\nrest: neither matrix products nor attention"
+
+
+_SIZES: tuple[dict[str, Any], ...] = (
+    {"b": 1, "s_q": 4096, "s_kv": 4096},
+    {"b": 1, "s_q": 4096, "s_kv": 4096, "has_gradient": True},
+    {"b": 64, "s_q": 1, "s_kv": CONTEXT},
+)
+_RATIOS: Any = FLASH["compress_ratios"]
+SUITE = Suite("layer", "#2f6f7f", tuple(LayerRow(ratio=ratio, **sizes) for sizes in _SIZES for ratio in _RATIOS), table)

@@ -1,0 +1,127 @@
+"""What a suite is made of: a row says what is timed, on which operands, and how much work it is."""
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar
+
+import jax
+
+from . import tables
+from .measure import Contestant, Operands, Times, compiled
+
+_CACHE_BYTES = 2**28  # bytes of inputs altogether, so that the cache does not hold them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row(ABC):
+    """What a line of a table times: ours, and peers beside it. Rows that differ only in their peers are equal."""
+
+    kernels_named_by: ClassVar[str | None] = None
+    """what the profile says of a kernel, in place of its name"""
+
+    peers: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Unique among all rows."""
+
+    @property
+    @abstractmethod
+    def flops(self) -> float:
+        """On visible keys."""
+
+    @property
+    @abstractmethod
+    def bytes(self) -> float:
+        """If each operand is read once and each result written once."""
+
+    @property
+    @abstractmethod
+    def case(self) -> dict[str, Any]:
+        """The op and sizes that a record has."""
+
+    @property
+    def calls(self) -> "set[CallRow]":
+        """The rows whose operands this one draws."""
+        return set()
+
+    @property
+    def sets(self) -> int:
+        """How many sets of operands contestants take in turn."""
+        return max(2, min(16, int(_CACHE_BYTES // self.bytes)))
+
+    @abstractmethod
+    def inputs(self, sets: int) -> list[Operands]:
+        """So many sets of operands."""
+
+    @abstractmethod
+    def contestants(self, name: str, inputs: Sequence[Operands]) -> dict[str, Contestant]:
+        """What is timed for "ours" or for a peer, by the names that the profiler gets."""
+
+    def times(self, measured: dict[str, Times], contestants: Mapping[str, Contestant]) -> dict[str, Times]:
+        """What is recorded, from what was measured of the contestants."""
+        return measured
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallRow(Row):
+    """One call of an op."""
+
+    op: ClassVar[str]
+
+    @property
+    def case(self) -> dict[str, Any]:
+        return {"op": self.op, **{name: x for name, x in asdict(self).items() if name != "peers"}}
+
+    @abstractmethod
+    def operands(self, key: jax.Array) -> Operands:
+        """A set of operands, by name."""
+
+    @abstractmethod
+    def ours(self, **operands: Any) -> Any:
+        """Our call."""
+
+    def peer(self, name: str, **operands: Any) -> Any:
+        """A peer's call."""
+        raise NotImplementedError(f"{self.op}: no peer {name}")
+
+    def of(self, name: str) -> "CallRow":
+        """The row whose operands a contestant takes: a peer with another row is our call on that row."""
+        return self
+
+    def function(self, name: str) -> Callable[..., Any]:
+        """The function that a contestant runs."""
+        row = self.of(name)
+        return row.ours if name == "ours" or row != self else functools.partial(self.peer, name)
+
+    @property
+    def calls(self) -> "set[CallRow]":
+        return {self.of(name) for name in ("ours", *self.peers)}
+
+    def inputs(self, sets: int) -> list[Operands]:
+        make = maker(self)
+        return [make(key) for key in jax.random.split(jax.random.key(0), sets)]
+
+    def contestants(self, name: str, inputs: Sequence[Operands]) -> dict[str, Contestant]:
+        row = self.of(name)
+        sets = inputs if row == self else row.inputs(len(inputs))
+        return {name: compiled(name, self.function(name), sets)}
+
+
+@functools.cache
+def maker(row: CallRow) -> Callable[[jax.Array], Operands]:
+    """The compiled program that makes a row's operands from a key."""
+    return jax.jit(row.operands).lower(jax.random.key(0)).compile()
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Rows under one name, and how a table and a picture show their records."""
+
+    name: str
+    color: str
+    rows: tuple[Row, ...]
+    table: Callable[[Sequence[dict[str, Any]]], str] = tables.table
