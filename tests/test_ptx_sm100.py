@@ -358,7 +358,7 @@ FAULTS = [
         DENSE,
         (Race, Misuse),
         r"expect_tx[^\n]*\n\s+an arrival too many|tma[^\n]*\n\s+overwrites SMEM of keys\b[^\n]*nothing orders",
-        source=(("                    state.wait_empty()\n", ""),),
+        source=(("cute.arch.mbarrier_wait(bar_empty + ring * c.stages + stage, phase ^ 1)", "pass"),),
     ),
     PlantedFault(
         "a barrier counts the CTA's threads",
@@ -379,14 +379,18 @@ FAULTS = [
         DENSE,
         (Race, Undefined),
         rf"{MMA}[^\n]*\n\s+reads SMEM of keys\b[^\n]*(which nobody wrote|the write by tma)",
-        source=(("state.expect_full(c.ring_tile_bytes)", "state.expect_full(16384)"),),
+        source=(
+            ("mbarrier_arrive_and_expect_tx(full, c.ring_tile_bytes)", "mbarrier_arrive_and_expect_tx(full, 16384)"),
+        ),
     ),
     PlantedFault(
         "too many bytes are expected",
         DENSE,
         Deadlock,
         r" 16 transaction bytes outstanding",
-        source=(("state.expect_full(c.ring_tile_bytes)", "state.expect_full(32784)"),),
+        source=(
+            ("mbarrier_arrive_and_expect_tx(full, c.ring_tile_bytes)", "mbarrier_arrive_and_expect_tx(full, 32784)"),
+        ),
     ),
     PlantedFault(
         "absent keys are not masked",
@@ -417,7 +421,7 @@ FAULTS = [
         FUSED,
         (Race, Undefined),
         rf"{MMA}[^\n]*\n\s+reads SMEM of keys\b[^\n]*(which nobody wrote|the write by cp\.async)",
-        source=(("state.copy_full()", "state.arrive_full()"),),
+        source=(("cute.arch.cp_async_mbarrier_arrive_noinc(full)", "cute.arch.mbarrier_arrive(full)"),),
         case="few",
     ),
     PlantedFault(

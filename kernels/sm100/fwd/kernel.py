@@ -179,7 +179,8 @@ class FwdSm100(ForwardKernel):
     @cute.jit
     def load_keys(self, cta: Cta, sources: tuple, opened: tuple, tile: RowTile, fills0: Int32, thread: Int32):
         """Loads all key tiles of one row tile, source after source. Entries of a selection are read a tile ahead."""
-        c, smem, rings = self.config, cta.smem, cta.bar.rings
+        c, smem = self.config, cta.smem
+        bar_full, bar_empty = cta.bar.rings[0].full, cta.bar.rings[0].empty
         wanted, copies = None, (None,) * len(opened)
         if cutlass.const_expr(c.gathers):
             wanted = cute.make_rmem_tensor(c.tile_n // (WARPGROUP // LANES_A_ROW), Int32)
@@ -191,21 +192,21 @@ class FwdSm100(ForwardKernel):
                 source.prefetch_indices(0, wanted, thread, WARPGROUP)
             for t in cutlass.range(source.tiles, unroll=1):
                 fill = fills0 + first + t
+                stage, phase = fill % c.stages, fill // c.stages & 1
                 if cutlass.const_expr(c.gathers):
                     source.mark_absent(t, wanted, thread, WARPGROUP)
                 for ring in cutlass.range_constexpr(2):
-                    state = rings[ring].at(fill)
-                    full = state.full
-                    state.wait_empty()
+                    full = bar_full + ring * c.stages + stage
+                    cute.arch.mbarrier_wait(bar_empty + ring * c.stages + stage, phase ^ 1)
                     if cutlass.const_expr(c.gathers):
                         slabs = range(ring * c.ring_d // SLAB, (ring + 1) * c.ring_d // SLAB)
-                        source.gather(smem.rings[None, None, 0, state.index], wanted, thread, slabs, WARPGROUP)
-                        state.copy_full()
+                        source.gather(smem.rings[None, None, 0, stage], wanted, thread, slabs, WARPGROUP)
+                        cute.arch.cp_async_mbarrier_arrive_noinc(full)
                     else:
                         atom, gmem, tiles = copy[ring]
                         with cute.arch.elect_one():
-                            state.expect_full(c.ring_tile_bytes)
-                        cute.copy(atom, gmem[None, t], tiles[None, state.index], tma_bar_ptr=full)
+                            cute.arch.mbarrier_arrive_and_expect_tx(full, c.ring_tile_bytes)
+                        cute.copy(atom, gmem[None, t], tiles[None, stage], tma_bar_ptr=full)
                 if cutlass.const_expr(c.gathers):
                     source.prefetch_indices(t + 1, wanted, thread, WARPGROUP)
             first = first + source.tiles
