@@ -520,9 +520,13 @@ def test_a_workspace_is_bounded(monkeypatch):
     if not library.built_for("indexer_scores"):
         pytest.skip("not built")
     seen = []
-    monkeypatch.setattr(jax.ffi, "ffi_call", lambda name, results: lambda *_: seen.extend(results) or results)
+    monkeypatch.setattr(
+        jax.ffi, "ffi_call", lambda name, results, **_: lambda *_, **__: seen.extend(results) or results
+    )
     q, k = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1, 65536, 64, 128), (1, 16384, 128)))
-    raw.lightning_indexer(q, None, k, None, None, None, topk=512, return_scores=False)
+    weights, k_scale = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((1, 65536, 64), (1, 16384)))
+    start = stop = jax.ShapeDtypeStruct((1, 65536), jnp.int32)
+    raw.lightning_indexer(q, weights, k, k_scale, start, stop, topk=512, return_scores=False)
     indices, values, scores = seen
     assert indices.shape == (1, 65536, 512) and values.shape == (1, 65536, 0)
     assert scores.size * 4 <= 2**29 and scores.shape == (8192, 16384)
