@@ -376,7 +376,7 @@ def test_runs_split(variant, splits, monkeypatch):
 def test_runs_with_the_last_queries_split(variant, monkeypatch):
     if not variant.splits:
         pytest.skip("splits no keys")
-    monkeypatch.setattr(attention, "_whole", lambda *_: 6)
+    monkeypatch.setattr(attention, "_whole", lambda *_, **__: 6)
     monkeypatch.setattr(attention, "split_count", lambda *_: 3)
     h_q = heads_for(variant, 128)
     check_pools(variant, operands(variant, b=5, h_q=h_q, s_q=2, s_kv=400, s_kv1=500, topk=300))
