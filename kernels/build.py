@@ -1,8 +1,8 @@
 """Compile the variants to cubins, and write the manifest and the C++ table that describe them.
 
-A cubin is compiled again only when something that it depends on has changed: its kernel's sources, the variant, the
-compiler's version, the Python that runs it.  What any clone on this machine has compiled is copied from a cache
-(`kernels/cache.py`).  Needs nvidia-cutlass-dsl, but no GPU and no driver.
+A cubin is compiled again only when something that it depends on has changed: the code of its kernel (comments and
+docstrings do not count), the variant, the compiler's version, the Python that runs it.  What any clone on this machine
+has compiled is copied from a cache (`kernels/cache.py`).  Needs nvidia-cutlass-dsl, but no GPU and no driver.
 
 Writes into the output directory: KEY.cubin, KEY.ptx and KEY.json for every variant, and, by
 `kernels/tables.py`, manifest.json (what is shipped), and abi.h, calls.h, targets.cc and cubins.cc (the same for the C++
@@ -95,11 +95,21 @@ def imports(module: str, text: str) -> frozenset[str]:
     return frozenset(found)
 
 
+@functools.cache
+def code(text: str) -> str:
+    """What a compiler sees of a module: no comments, no docstrings, no layout."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            node.body[:1] = []
+    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()
+
+
 def digest(variant: Variant, root: Path = ROOT) -> str:
     """Names everything that a variant's cubin depends on, of the sources below `root`."""
     content = hashlib.sha256(f"{variant} {variant.layout}\n{toolchain()}\n".encode())
     for source in sorted(modules(variant.module, root) | modules("kernels.aot", root)):
-        content.update(f"{source.relative_to(root)} {source.stat().st_size}\n".encode() + source.read_bytes())
+        content.update(f"{source.relative_to(root)} {code(source.read_text())}\n".encode())
     return content.hexdigest()
 
 

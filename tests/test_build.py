@@ -153,8 +153,19 @@ def test_digest_covers_sources_and_variant(tmp_path):
     (tmp_path / "kernels/build.py").write_text("# does not matter to a cubin")
     assert build.digest(first, tmp_path) == before
     with open(tmp_path / "kernels/lib/rows.py", "a") as module:  # a module that it imports changed
-        module.write("# changed")
+        module.write("\n# a comment\n")
+    assert build.digest(first, tmp_path) == before
+    with open(tmp_path / "kernels/lib/rows.py", "a") as module:
+        module.write("CHANGED = 1\n")
     assert build.digest(first, tmp_path) != before
+
+
+def test_comments_docstrings_and_layout_are_no_code():
+    code = "def f(x):\n    return x + 1\n"
+    same = '"""A module."""\n\n\ndef f(\n    x,\n):  # of x\n    """Adds one."""\n    return x + 1\n'
+    assert build.code(code) == build.code(same)
+    for other in (code.replace("+ 1", "+ 2"), code.replace("x", "y"), code + "f(1)\n", code.replace("x + 1", "'x'")):
+        assert build.code(other) != build.code(code), other
 
 
 def test_an_edit_of_one_kernel_s_module_makes_its_variants_stale_alone(tmp_path):
@@ -170,7 +181,7 @@ def test_an_edit_of_one_kernel_s_module_makes_its_variants_stale_alone(tmp_path)
     ):
         path = tmp_path / "kernels" / module
         text = path.read_text()
-        path.write_text(text + "\n# a comment\n")
+        path.write_text(text + "\nEDITED = 1\n")
         stale = {v for v in VARIANTS if build.digest(v, tmp_path) != before[v]}
         path.write_text(text)
         assert stale == set(filter(wanted, VARIANTS)), module

@@ -17,8 +17,8 @@ from cutlass import Int32
 class Ring:
     """Stages that are filled one after the other, and their barriers."""
 
-    full: cute.Pointer  # one for each stage, and so is
-    empty: cute.Pointer
+    full: cute.Pointer  # the first stage's; the others' follow
+    empty: cute.Pointer  # the same
     stages: int = 1
 
     def initialise(self, producers: int, consumers: int) -> None:

@@ -10,7 +10,7 @@ dQ from all 128 keys needs dS of both warpgroups, so they make it a step later: 
 they are less than a step apart. At d 128 each makes half of its columns, at d 64 half of 128 rows.
 
 Four neighbouring numbers of a row in memory belong to one thread: columns 2 i, 2 i + 1, 2 i + 8 and 2 i + 9 of sixteen
-lie at 4 i. The reader of the sums puts columns in order (`_ffi.mha_bwd`).
+lie at 4 i. The reader of the sums puts columns in order (`_host.gradients.mha_bwd`).
 """
 
 from pathlib import Path
