@@ -343,9 +343,10 @@ def test_packed_caches_of_v41(dtype, layouts):
 def test_a_window_of_one_token_takes_chunks(kind):
     layer = from_config(MODELS["v4"] | {"sliding_window": 1})[kind]
     p, x = random_params(layer, 0), hidden(2, 16)
-    want, cache = layer(p, x).y, layer.cache(2, 16, jnp.float32)
+    want, cache = jax.jit(lambda x: layer(p, x).y)(x), layer.cache(2, 16, jnp.float32)
+    chunk = jax.jit(lambda x, cache, start: layer(p, x, cache, start=start)[:2])
     for start in (0, 8):
-        y, cache = layer(p, x[:, start : start + 8], cache, start=start)[:2]
+        y, cache = chunk(x[:, start : start + 8], cache, jnp.int32(start))
         np.testing.assert_allclose(y, want[:, start : start + 8], rtol=2e-5, atol=2e-5)
 
 

@@ -347,6 +347,6 @@ def test_soak(cuda, layouts, monkeypatch):
         engine = serve(c, 2000, "cubin", KERNEL, GRAPHS)
         assert_all_is_well(engine)
         found = kernels_in_graphs(lambda: engine.work(jax.random.key(2)) or engine.kept)
-    assert all(is_graph for name, is_graph in found.items() if name.startswith("latent_")), found
-    assert any(name.startswith("latent_") for name in found)
+    assert all(is_graph for name, is_graph in found.items() if name.startswith("mla_")), found
+    assert any(name.startswith("mla_") for name in found)
     assert engine.in_use[-1] <= max(engine.in_use[2:4]), engine.in_use
