@@ -32,9 +32,10 @@ KEYS = tuple(
 
 @functools.cache
 def variant(key):
+    found = native.variant_of(key)
     if key not in {v.key for v in native.host_library.variants()}:
         pytest.skip(f"{key} is not built")
-    return native.variant_of(key)
+    return found
 
 
 def problem(key, b=2, s_q=9, s_c=300, topk=40):
@@ -319,8 +320,8 @@ AT_KEYS = (
 
 @pytest.mark.parametrize("key", AT_KEYS)
 def test_scores_at_entries(key):
-    x = ProblemAt.of(variant(f"index_{key}"), 2, 2, 90, 150)
-    judge_at(x, run_at(variant(f"index_{key}"), x, seed=1))
+    x = ProblemAt.of(variant(f"indexer_scores_{key}"), 2, 2, 90, 150)
+    judge_at(x, run_at(variant(f"indexer_scores_{key}"), x, seed=1))
 
 
 def never_waits_for_keys(text):

@@ -62,9 +62,10 @@ RUNS = [
 
 @functools.cache
 def kernel(key: str) -> Kernel:
+    variant = native.variant_of(key)
     if key not in BUILT:
         pytest.skip(f"{key} is not built")
-    return Kernel.of(native.variant_of(key))
+    return Kernel.of(variant)
 
 
 @pytest.mark.parametrize(("key", "case"), RUNS)

@@ -63,9 +63,10 @@ REGIONS |= dict.fromkeys((GATHERED, PACKED, NIBBLES, PAIRED), REGIONS[LATENT])
 
 @functools.cache
 def kernel(key: str) -> Kernel:
+    variant = native.variant_of(key)
     if key not in {v.key for v in native.host_library.variants()}:
         pytest.skip(f"{key} is not built")
-    return Kernel.of(native.variant_of(key))
+    return Kernel.of(variant)
 
 
 def barrier(text: str, key: str, name: str) -> int:

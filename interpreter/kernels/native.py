@@ -31,8 +31,11 @@ def function(variant: Forward) -> Any:
 
 
 def variant_of(key: str) -> Any:
-    """Any family's variant of this key."""
-    return next(v for v in VARIANTS if v.key == key)
+    """Any family's variant of this key; KeyError if there is none, whether kernels are built or not."""
+    for variant in VARIANTS:
+        if variant.key == key:
+            return variant
+    raise KeyError(f"no variant has the key {key}")
 
 
 def built(family: type[T]) -> list[T]:
