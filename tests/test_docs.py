@@ -12,6 +12,7 @@ import pytest
 import interpreter.__main__
 import jax_dsv4_fmha
 from jax_dsv4_fmha import _cli, layers
+from jax_dsv4_fmha._host import library
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
@@ -25,6 +26,8 @@ PROGRAMS = [pytest.param(program, id=where) for program, where in WHERE.items()]
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_program_prints_what_it_says(program, capsys):
+    if "export.export(" in program and not library.variants():
+        pytest.skip("a program without kernels warns where it is exported for cuda")
     said = re.findall(r"^ *print\(.*\)  # (.*)$", program, re.M)
     exec(compile(program, "program", "exec"), {"__name__": "__main__"})
     printed = capsys.readouterr().out.splitlines()
