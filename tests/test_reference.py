@@ -10,13 +10,20 @@ import pytest
 from jax.test_util import check_grads
 
 from jax_dsv4_fmha import Span, reference
-from jax_dsv4_fmha._testing.attention import run_float64, run_reference
+from jax_dsv4_fmha._testing.attention import AttentionCase, DecodeCase, run_float64, run_reference
 from jax_dsv4_fmha._testing.cases import ATTENTION, CASES
 from jax_dsv4_fmha._testing.compare import FP32, FP32_LARGE
 from tests.helpers import assert_right
 
-# the reference does not depend on d or on 16-bit types, and many cases differ only in these
-SMALL = {dataclasses.replace(case, d=0, dtype=""): case for case in ATTENTION if case.is_small}.values()
+
+def small(case: AttentionCase) -> AttentionCase:
+    """The reference does not depend on d, which is given where caches are packed, or on 16-bit types."""
+    packed = isinstance(case, DecodeCase) and any(case.layouts)
+    return dataclasses.replace(case, d=case.d if packed else 64, dtype="bfloat16")
+
+
+# 70000 queries are more than a kernel's grid may have; to the reference they are more blocks than 2048 are
+SMALL = dict.fromkeys(small(case) for case in ATTENTION if case.is_small and case.s_q < 70_000)
 
 
 def normal(seed, *shape):
@@ -31,7 +38,7 @@ def test_names_of_cases_are_unique():
     assert len({case.name for case in CASES}) == len(CASES)
 
 
-@pytest.mark.parametrize("case", list(SMALL), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
 def test_equals_float64(case):
     tolerances = FP32_LARGE if "large" in case.features else FP32
     assert_right(run_reference(case), run_float64(case), tolerances)
