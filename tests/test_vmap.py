@@ -1,5 +1,7 @@
 """Every op under jax.vmap, over any of its operands: one launch, and the same as one at a time."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +16,15 @@ pytestmark = pytest.mark.usefixtures("quick_to_compile")
 
 
 N = 3
+
+
+@functools.cache
+def one_at_a_time(name):
+    """The reference of an op, and its gradient: compiled once for all tests."""
+    _, g, wrt = functions(OPS[name], OPS[name].operands())
+    return jax.jit(g), jax.jit(jax.grad(loss(g), wrt))
+
+
 MAPPED = {
     "latent": ["q", "sink", "q k start stop sink"],
     "gqa": ["v"],
@@ -30,15 +41,15 @@ def test_vmap(name, mapped):
     """Any operands, at any axis: the same as one at a time, in one launch, with the gradient."""
     case = OPS[name]
     operands = case.operands()
-    f, g, wrt = functions(case, operands)
+    f, _, wrt = functions(case, operands)
+    one, one_grad = one_at_a_time(name)
     xs, axes = [], []
-    for i, (key, x) in enumerate(operands.items()):
+    for i, (key, x) in enumerate(zip(operands, map(np.asarray, operands.values()), strict=True)):
         axis = i % (x.ndim + 1) if key in mapped.split() else None
         axes.append(axis)
-        xs.append(x if axis is None else jnp.stack([jnp.roll(x, n, 0) for n in range(N)], axis))
+        xs.append(x if axis is None else np.stack([np.roll(x, n, 0) for n in range(N)], axis))
     vmapped = jax.vmap(f, in_axes=tuple(axes))
-    take = lambda n: [x if a is None else jnp.take(x, n, a) for x, a in zip(xs, axes, strict=True)]  # noqa: E731
-    one, one_grad = jax.jit(g), jax.jit(jax.grad(loss(g), wrt))
+    take = lambda n: [x if a is None else np.take(x, n, a) for x, a in zip(xs, axes, strict=True)]  # noqa: E731
     assert_close(jax.jit(vmapped)(*xs), [np.stack(y) for y in zip(*(one(*take(n)) for n in range(N)), strict=True)])
     launches = 2 if name == "two_pass" else 1
     assert loops(jax.make_jaxpr(vmapped)(*xs).jaxpr, "ffi_call") == (launches, 0)
@@ -47,7 +58,7 @@ def test_vmap(name, mapped):
     assert_close(grads, [np.stack(y) for y in zip(*(one_grad(*take(n)) for n in range(N)), strict=True)])
     summed = jax.jit(jax.grad(lambda *xs: jax.vmap(loss(f), in_axes=tuple(axes))(*xs).sum(), wrt))(*xs)
     for i, x, y in zip(wrt, summed, grads, strict=True):
-        assert_close(x, y.sum(0) if axes[i] is None else jnp.moveaxis(y, 0, axes[i]))
+        assert_close(x, np.sum(y, 0) if axes[i] is None else np.moveaxis(y, 0, axes[i]))
 
 
 @pytest.mark.usefixtures("built")
