@@ -42,7 +42,16 @@ if shutil.which("nvidia-smi") is None:  # the level is of GPUs, too, where tests
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzz-examples", type=int, default=100, help="of every test marked fuzz")
-    parser.addoption("--quick", action="store_true", help="skip a test where it would compile or interpret a kernel")
+    parser.addoption(
+        "--quick", action="store_true", help="skip a test that is slow, or where it would compile or interpret a kernel"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--quick"):
+        for item in items:
+            if item.get_closest_marker("slow"):
+                item.add_marker(pytest.mark.skip(reason="--quick: takes longer than ten seconds"))
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -209,9 +209,7 @@ def test_kernels_share_modules_of_lib_alone():
 
 @needs_dsl
 @pytest.mark.slow
-def test_rebuild_is_cached_and_byte_identical(tmp_path, request):
-    if request.config.getoption("--quick"):
-        pytest.skip("--quick: compiles a kernel")
+def test_rebuild_is_cached_and_byte_identical(tmp_path):
     key = next(v.key for v in VARIANTS if isinstance(v, Combine))  # a small one
     clone, command = tmp_path / "clone", ("-m", "kernels.build", "--only", key, "--out")
 

@@ -83,6 +83,7 @@ def test_training_by_kernels_learns_what_it_does_by_the_reference(cuda, monkeypa
     assert (np.abs(a - b).max(0) < (0.05, 0.05 * by_reference[0, 1])).all()
 
 
+@pytest.mark.slow
 def test_train_step():
     pytest.importorskip("optax")
     losses = example("train_step").main(steps=15, b=4)
@@ -111,6 +112,7 @@ def test_generate(page, capsys):
     assert in_place >= size
 
 
+@pytest.mark.slow
 def test_generate_in_fp8():
     with jax.default_matmul_precision("float32"):
         error = example("generate").main(batch=2, prompt=120, steps=12, page=8, fp8=True)

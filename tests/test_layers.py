@@ -157,6 +157,7 @@ def test_ragged_chunks_and_steps_equal_whole_sequences(name, paged):
         lengths += 1
 
 
+@pytest.mark.slow
 def test_packed_documents():
     """In one call each document gives the result that it gives alone, to the last of three layers; so do the
     gradients.

@@ -291,6 +291,7 @@ print("right")
 """
 
 
+@pytest.mark.slow
 def test_two_processes():
     with socket.socket() as s:
         s.bind(("localhost", 0))
