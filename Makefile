@@ -27,7 +27,7 @@ demo: installed ## set up .venv, build for this machine, and run examples/quicks
 installed:
 	@$(MAKE) --question .venv/.built >/dev/null 2>&1 || $(MAKE) --no-print-directory .venv/.built-here
 
-quick: installed lint ## lint, and every test that neither compiles nor interprets a kernel
+quick: installed lint ## lint, and every test that is not slow and neither compiles nor interprets a kernel
 	$(PYTEST) --quick
 
 test: build ## set up, build every kernel, and run all tests
