@@ -10,7 +10,7 @@ import dataclasses
 
 import numpy as np
 
-from kernels.abi import Forward
+from kernels.abi import ANY, Forward
 from kernels.packings import PACKED
 
 from . import attention, native
@@ -21,6 +21,8 @@ EVERYTHING = 1 << 30  # a width: all keys so far
 def extents(variant: Forward, tile_n: int, case: str) -> dict[str, int] | None:
     """The extents of a case, in tiles of `tile_n` keys; None where it makes no sense."""
     n, sparse = tile_n, variant.gathers
+    # two sources whose tiles come in pairs: more numbers of tiles that one may leave to the other
+    many_pairs = variant.op in ("csa_fwd", "hca_fwd") and variant.max_heads == ANY
     table: dict[str, dict[str, int]] = {
         # two whole tiles of keys and a part of one, heads of neighbouring queries in one tile of rows
         "tiles": {
@@ -41,7 +43,7 @@ def extents(variant: Forward, tile_n: int, case: str) -> dict[str, int] | None:
         # any number of key tiles from none on, for every tile of rows, where maxima rise
         "mixed": {
             "b": 1,
-            "s_q": 17 if len(variant.sources) == 1 else 31,
+            "s_q": 31 if many_pairs else 17,
             "s_kv": 4 * n + 11,
             "h_q": 64,
             "s_kv1": 3 * n,
