@@ -29,7 +29,7 @@ from ._norm import rms_norm
 from .compressor import Compressor, packed_blocks, product, whole_sequences
 from .indexer import Indexer, two_levels
 from .insert import Entries, Rows, insert
-from .pooling import counted
+from .pooling import RunningSums, counted
 from .rope import Rope, inverse_rope, rope, rope_of_normed
 
 
@@ -40,12 +40,12 @@ class LayerCache(NamedTuple):
     """the last latents, a ring"""
     compressed: Cache | None = None
     """the compressor's entries"""
-    tokens: Cache | None = None
-    """tokens that the compressor has not pooled yet, a ring"""
+    tokens: Cache | RunningSums | None = None
+    """tokens that the compressor has not pooled yet, as `Compressor.state` keeps them"""
     keys: Cache | None = None
     """the indexer's keys, one for each entry"""
-    key_tokens: Cache | None = None
-    """tokens that the indexer's compressor has not pooled yet, a ring"""
+    key_tokens: Cache | RunningSums | None = None
+    """tokens that the indexer's compressor has not pooled yet"""
 
 
 class Shared(NamedTuple):
@@ -440,6 +440,9 @@ class DSV4Attention:
             raise _check.error(TypeError, _OP, "cache", cache, "a LayerCache")
         b, s = self._check_operands(params, x, cache, shared, takes_joined=True)
         lengths = jnp.broadcast_to(_check.offset(_OP, "lengths", lengths, {"b": b}), (b,))
+        for state in (cache.tokens, cache.key_tokens):
+            if isinstance(state, RunningSums) and s > state.capacity:
+                raise _check.error(ValueError, _OP, "x", x, f"at most the {state.capacity} steps of the cache")
         positions = counted(lengths - s, 0, s)
         rows = self._rows(params, x)
         c = rms_norm(rows["wq_a"].take().astype(x.dtype), params["q_norm"], self.eps)
@@ -663,20 +666,20 @@ class DSV4Attention:
         if not isinstance(cache, LayerCache):
             raise _check.error(TypeError, _OP, "cache", cache, "a LayerCache")
         channels = {"window": self.d}
-        of_keys = None if self.indexer is None else self.indexer.compressor
-        fp32 = {"tokens": self.compressor, "key_tokens": of_keys}
         if self.compressor is not None:
             channels["compressed"] = self.d
         if self.indexer is not None and self.indexer.owns_keys:
             channels["keys"] = self.indexer.d
-        channels |= {name: c.width for name, c in fp32.items() if c is not None and c.ratio > 1}
+        states = {"tokens": self.compressor, "key_tokens": None if self.indexer is None else self.indexer.compressor}
         for name, part in cache._asdict().items():
+            if (compressor := states.get(name)) is not None:
+                compressor.check_state(_OP, f"cache.{name}", part, b)
+                continue
             if (part is None) == (name in channels) or not isinstance(part, Cache | None):
                 wanted = "a Cache" if name in channels else "None in such a layer"
                 raise _check.error(TypeError, _OP, f"cache.{name}", part, wanted)
             if part is not None:
-                dtypes = _check.FP32 if name in fp32 else (dtype,)
-                part.check(_OP, f"cache.{name}", {"b": b, "d": channels[name]}, dtypes)
+                part.check(_OP, f"cache.{name}", {"b": b, "d": channels[name]}, (dtype,))
 
     def _check_shared(self, shared: Shared, b: Any, s: Any, cached: bool) -> None:
         """Raises unless shared has what this layer takes from earlier ones."""
