@@ -1,4 +1,4 @@
-"""The examples run, and print what they say they do; and an attention function drops into flax."""
+"""The examples run, and print what they say they do."""
 
 import ast
 import importlib.util
@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_dsv4_fmha import Span, dot_product_attention, reference
+from jax_dsv4_fmha import Span, reference
 from jax_dsv4_fmha._host import library
 
 
@@ -122,28 +122,6 @@ def test_generate_says_how_it_is_called():
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": path})
     assert all(option in done.stdout for option in ("--batch", "--prompt", "--steps", "--page", "--fp8"))
-
-
-def test_drops_into_flax():
-    nnx = pytest.importorskip("flax.nnx")
-    s, width = 12, 32
-
-    def attention_fn(query, key, value, *, mask=None, is_causal=False, **_):
-        return dot_product_attention(query, key, value, mask=mask, is_causal=is_causal)
-
-    def layer(**kwargs):
-        return nnx.MultiHeadAttention(4, width, decode=False, rngs=nnx.Rngs(0), **kwargs)
-
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, s, width)), jnp.float32)
-    mask = np.tril(np.ones((1, 1, s, s), bool))
-
-    def run(layer):
-        return nnx.value_and_grad(lambda layer, x: jnp.cos(layer(x, mask=mask)).sum())(layer, x)
-
-    for got, want in zip(
-        *(jax.tree.leaves(run(layer(**k))) for k in ({"attention_fn": attention_fn}, {})), strict=True
-    ):
-        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
 def test_examples_need_what_their_extra_installs():
