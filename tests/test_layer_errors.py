@@ -184,7 +184,11 @@ def test_a_prompt_shorter_than_an_entry(name):
             r"rope_scaling: .*wanted original_max_position_embeddings wit",
         ),
         ({"rope_theta": "10000"}, r"Rope: theta: got 10000, wanted a finite number > 1"),
-        ({"kv_source_layer_ids": 1, "compress_ratios": [2] * 3}, r"kv_source_layer_ids: got 1, wanted a list"),
+        (
+            {"kv_source_layer_ids": 1, "compress_ratios": [2] * 3, "layer_types": None},
+            r"kv_source_layer_ids: got 1, wanted a list",
+        ),
+        ({"compress_ratios": [0, 4, 128]}, r"compress_ratios: got 128, wanted 8 in layer 2, a heavily_compressed_att"),
     ],
 )
 def test_config_error(changes, message):

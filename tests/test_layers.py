@@ -518,6 +518,16 @@ def test_config_with_rope_parameters_that_are_not_nested():
     assert from_config(theirs) == from_config(published("flash"))
 
 
+def test_config_of_another_model():
+    """Llama's entries, without the name of the model: what is wrong is said by name."""
+    llama = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+             "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "head_dim": 128}  # fmt: skip
+    with pytest.raises(ValueError, match="num_key_value_heads: got 8, wanted 1"):
+        from_config(llama)
+    with pytest.raises(ValueError, match="compress_ratios: got none, wanted it in the config"):
+        from_config(llama | {"num_key_value_heads": 1})
+
+
 def test_config_with_rates_as_entries_of_their_own():
     rates = {"compress_rate_csa": 8, "compress_rate_hca": 64}
     layers = from_config(MODELS["v4"] | {"compress_rates": None} | rates)
@@ -549,7 +559,12 @@ def test_config_with_entries_of_other_parts_of_a_model():
         ({"compress_ratios": [0, 4, 8] * 15}, "compress_ratios: got 8, wanted 0, 4 or 128"),
         ({"attention_bias": True}, "attention_bias: got True, wanted False"),
         ({"num_key_value_heads": 8}, "num_key_value_heads: got 8, wanted 1"),
-        ({"index_share_layers": 2}, "index_share_layers: got 2, wanted no such entry"),
+        ({"index_share_layers": 2}, "index_share_layers: got 2, wanted no entries that are not known"),
+        ({"clip_qkv": 8.0, "use_qk_norm": True}, r"clip_qkv, use_qk_norm: got 8\.0, True, wanted no entries"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4, "mscale": 0.7}}, "rope_scaling: got mscale, wanted only"),
+        ({"rope_parameters": {"main": {"rope_type": "yarn", "factor": 4}}}, "wanted no YaRN in layers with a window"),
+        ({"rope_parameters": {"rope_theta": 500.0}}, r"rope_theta: got 10000, wanted .*500\.0.* of rope_parameters"),
+        ({"model_type": "llama"}, "model_type: got llama, wanted deepseek_v4 or deepseek_v41, whose attention this is"),
         ({"o_groups": 3}, "o_groups: got 3, wanted a divisor of the 64 heads"),
         ({"qk_rope_head_dim": 7}, "dims: got 7, wanted an even int"),
     ],
