@@ -157,6 +157,64 @@ def test_ragged_chunks_and_steps_equal_whole_sequences(name, paged):
         lengths += 1
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_pages_come_go_and_are_shared(name):
+    """Three sequences with one table and 5 pages of 16 tokens, where each alone would need 3.
+
+    The first 16 tokens of two of them are the same: the second takes their page and the rings from the first. When it
+    ends, the third gets its other page.
+    """
+    layers, _ = model(name)
+    x = whole(name)[0].at[1, :16].set(whole(name)[0][0, :16])
+    want = jax.jit(stack(name, lambda layer, p, x, shared, _: layer(p, x, shared=shared)))(x)[0]
+    table = np.full((3, 3), -1, np.int32)
+    caches = [layer.cache(3, 48, jnp.float32, block_table=table, page_tokens=16, pages=5) for layer in layers]
+    assert {x.compressed.entries.shape[:2] for x in caches if x.compressed} == {
+        (5, 16 // layer.ratio) for layer in layers if layer.compressor
+    }
+
+    def call(layer, p, x, shared, cache, table, start, lengths):
+        return layer(p, x, cache.with_block_table(table), shared, start=start, lengths=lengths)
+
+    def step(layer, p, x, shared, cache, table, lengths):
+        return layer.step(p, x, cache.with_block_table(table), shared, lengths=lengths)
+
+    call, step = (jax.jit(stack(name, f), donate_argnums=1) for f in (call, step))
+
+    def chunk(start, lengths):
+        nonlocal caches
+        take = jnp.clip(start[:, None] + jnp.arange(16), 0, 39)
+        y, caches = call(
+            jnp.take_along_axis(x, take[..., None], 1), caches, table=table, start=start, lengths=jnp.asarray(lengths)
+        )
+        for n in range(3):
+            some = slice(0, max(lengths[n] - start[n], 0))
+            np.testing.assert_allclose(y[n, some], want[n, start[n] :][some], rtol=2e-5, atol=2e-5)
+
+    def token(lengths):
+        nonlocal caches
+        new = jnp.take_along_axis(x, jnp.maximum(jnp.asarray(lengths) - 1, 0)[:, None, None], 1)
+        y, caches = step(new, caches, table=table, lengths=jnp.asarray(lengths))
+        some = np.array(lengths) > 0
+        np.testing.assert_allclose(y[some, 0], want[np.arange(3), np.array(lengths) - 1][some], rtol=2e-5, atol=2e-5)
+
+    table[0, 0] = 4
+    chunk(np.zeros(3, np.int32), [16, 0, 0])
+    table[1, 0] = 4  # both have it; the rings are each sequence's own
+    caches = jax.jit(lambda caches: [cache.fork(0, jnp.int32(1)) for cache in caches], donate_argnums=0)(caches)
+    table[:2, 1] = 0, 2
+    chunk(np.array([16, 16, 0], np.int32), [29, 32, 0])
+    for n in range(30, 33):
+        token([n, 0, 0])
+    table[1] = -1  # the second ends
+    table[2, :2], table[0, 2] = (2, 3), 1
+    chunk(np.zeros(3, np.int32), [0, 0, 16])
+    chunk(np.array([0, 0, 16], np.int32), [0, 0, 20])
+    for n in range(8):
+        token([33 + n, 0, 21 + n])
+    assert {int(table.max()) for cache in caches if cache.compressed for table in [cache.compressed.block_table]} == {4}
+
+
 def test_packed_documents():
     """In one call each document gives the result that it gives alone, to the last of three layers; so do the
     gradients.
