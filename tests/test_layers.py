@@ -2,7 +2,6 @@
 
 import functools
 import json
-import re
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ from jax_dsv4_fmha._testing.cases import ROPE
 from jax_dsv4_fmha.layers import Rope, Shared, from_config, from_state_dict, hadamard, inverse_rope, rope
 from jax_dsv4_fmha.layers.rope import rope_of_normed
 from tests import layers_float64
-from tests.helpers import collectives
+from tests.helpers import assert_in_place, collectives
 from tests.test_config import MODES as MODES_OF_JAX
 
 SMALL = {
@@ -434,15 +433,6 @@ def test_shardings_alone_make_it_parallel(axes, kind):
         assert set(collectives(compiled)) == {"batch": set(), "heads": {"all-reduce"}}[axes[0]]
 
 
-def in_place(lowered, caches):
-    """Asserts that a program returns no value twice, and that every array of its donated caches becomes a result."""
-    text = lowered.as_text()
-    (signature,) = re.findall(r"func\.func public @main\((.*)\) -> ", text)
-    assert signature.count("tf.aliasing_output") == len(jax.tree.leaves(caches)), signature
-    (results,) = re.findall(r"^    return (.*) : ", text.split("func.func private")[0], re.MULTILINE)
-    assert len(set(results.split(", "))) == len(results.split(", ")), results
-
-
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_donated_caches_are_updated_in_place(name, paged):
@@ -454,11 +444,11 @@ def test_donated_caches_are_updated_in_place(name, paged):
     for layer, p, cache in zip(layers, params, caches, strict=True):
         for f, at in ((layer.step, {"lengths": 9}), (layer, {"start": 7})):
             traced = jax.jit(f, donate_argnums=2).trace(p, x, cache, shared, **at)
-            in_place(traced.lower(lowering_platforms=("cuda",)), cache)
+            assert_in_place(traced)
         shared = shared.after(jax.eval_shape(functools.partial(layer.step, lengths=9), p, x, cache, shared))
     run = stack(name, lambda layer, p, x, shared, cache, **at: layer.step(p, x, cache, shared, **at))
     traced = jax.jit(run, donate_argnums=1).trace(x, caches, lengths=9)
-    in_place(traced.lower(lowering_platforms=("cuda",)), caches)
+    assert_in_place(traced)
 
 
 def test_a_result_that_is_returned_twice_is_noticed():
@@ -471,7 +461,7 @@ def test_a_result_that_is_returned_twice_is_noticed():
 
     traced = jax.jit(twice, donate_argnums=2).trace(params[1], hidden(2, 1), cache)
     with pytest.raises(AssertionError):
-        in_place(traced.lower(lowering_platforms=("cuda",)), cache)
+        assert_in_place(traced)
 
 
 def published(name):
