@@ -89,14 +89,27 @@ def test_train_step():
     assert losses[-1][0] < losses[0][0] - 1 and losses[-1][1] < 0.8 * losses[0][1]  # losses of tokens; of the indexer
 
 
-def test_serve(capsys):
-    """Requests come and go in two places; a greedy one says what it says alone."""
+def test_serve(capsys, in_place):
+    """Requests come and go in two places, over too few pages; a greedy one says what it says alone."""
     with jax.default_matmul_precision("float32"):
-        done, server = example("serve").main(requests=5, places=2, chunk=16, longest=40, wanted=6)
+        sizes = {"places": 2, "chunk": 16, "longest": 56, "wanted": 24, "page": 16, "pages": 5, "beginning": 34}
+        done, server = example("serve").main(requests=6, **sizes)
         one = max((r for r in done if not r.temperature), key=lambda r: len(r.prompt) + r.wanted)
         assert server.alone(one).tolist() == one.said
-    assert len(done) == 5 and all(len(r.said) == r.wanted for r in done)
-    assert "5 requests in 2 places" in capsys.readouterr().out
+    assert sorted(in_place) == ["begin", "read", "say"]
+    assert len(done) == 6 and all(len(r.said) == r.wanted for r in done)
+    assert server.put_back > 0 and len(server.beginning) == 32 and len(server.pages.free) == 5 - 2
+    assert (server.pages.table[:-1] == -1).all() and server.pages.owners.sum() == 2
+    assert "6 requests in 2 places" in capsys.readouterr().out
+
+
+def test_serve_refuses_what_never_fits():
+    serve = example("serve")
+    server = serve.Server(places=2, room=64, chunk=16, page=16, pages=3, beginning=range(16))
+    with pytest.raises(ValueError, match="a request of 60 tokens, for which 3 pages of 16 are too few"):
+        server.submit(serve.Request(np.arange(50), 10, 0.0))
+    with pytest.raises(ValueError, match="does not go on from the 16 tokens"):
+        server.submit(serve.Request(np.arange(1, 20), 10, 0.0))
 
 
 @pytest.mark.parametrize("page", [0, 16])

@@ -56,7 +56,8 @@ class LayerCache(NamedTuple):
         for name, part in paged.items():
             b, n = part.block_table.shape
             table = _check.operand("with_block_table", "block_table", block_table, "b n", {"b": b, "n": n}, _check.INT)
-            paged[name] = dataclasses.replace(part, block_table=jnp.array(table))  # its own, so that all may be donated
+            own = jax.lax.dynamic_update_slice(part.block_table, table, (0, 0))  # each has one, so all may be donated
+            paged[name] = dataclasses.replace(part, block_table=own)
         return self._replace(**paged)
 
     def fork(self, source: int | jax.Array, target: int | jax.Array) -> "LayerCache":
@@ -302,7 +303,7 @@ class DSV4Attention:
             return LayerCache(window)
 
         def entries(d: int, layout: str | None) -> Cache:
-            table = None if block_table is None else jnp.array(block_table)  # its own, so that all may be donated
+            table = None if block_table is None else jnp.array(block_table)  # each has one, so all may be donated
             return Cache.zeros(*pool, d, plain, table, layout=layout)
 
         cache = LayerCache(window, entries(self.d, far), self.compressor.state(b, steps))
