@@ -148,7 +148,7 @@ def in_place(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         if f is None:
             return functools.partial(watched, **how)
         jitted = jit(f, **how)
-        if not {"donate_argnums", "donate_argnames"} & how.keys():
+        if all(how.get(name) in (None, ()) for name in ("donate_argnums", "donate_argnames")):
             return jitted
 
         def checked(run: Any) -> Any:
