@@ -214,6 +214,25 @@ def test_pages_come_go_and_are_shared(name):
     assert {int(table.max()) for cache in caches if cache.compressed for table in [cache.compressed.block_table]} == {4}
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_tables_and_forks_on_a_mesh(kind):
+    """A table that is whole on every device is put where the caches' are; forks are not for Explicit batches."""
+    mesh = jax.make_mesh((4,), ("batch",), axis_types=(kind,), devices=jax.devices("cpu")[:4])
+    table = np.arange(12, dtype=np.int32).reshape(4, 3)
+    cache = model("v4")[0][1].cache(4, 24, jnp.float32, block_table=0 * table)
+    cache = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, P("batch"))), cache)
+    changed = jax.jit(lambda cache, table: cache.with_block_table(table))(cache, table)
+    np.testing.assert_array_equal(changed.compressed.block_table, table)
+    np.testing.assert_array_equal(changed.keys.block_table, table)
+    if kind is AxisType.Explicit:
+        assert jax.typeof(changed.keys.block_table).sharding.spec == P("batch", None)
+        with pytest.raises(NotImplementedError, match="fork: cache: got the batch sharded over batch, wanted it whole"):
+            changed.fork(0, 1)
+    else:
+        ring = changed._replace(window=Cache(changed.window.entries.at[2].set(3.0))).fork(2, 0).window.entries
+        assert (ring[0] == 3).all() and (ring[1] == 0).all()
+
+
 def test_packed_documents():
     """In one call each document gives the result that it gives alone, to the last of three layers; so do the
     gradients.

@@ -56,6 +56,8 @@ class LayerCache(NamedTuple):
         for name, part in paged.items():
             b, n = part.block_table.shape
             table = _check.operand("with_block_table", "block_table", block_table, "b n", {"b": b, "n": n}, _check.INT)
+            sharding = jax.typeof(part.block_table).sharding
+            table = jax.sharding.reshard(table, sharding) if any(sharding.spec) else table
             own = jax.lax.dynamic_update_slice(part.block_table, table, (0, 0))  # each has one, so all may be donated
             paged[name] = dataclasses.replace(part, block_table=own)
         return self._replace(**paged)
@@ -68,8 +70,14 @@ class LayerCache(NamedTuple):
 
         Args:
           source, target: an int or a scalar int32, numbers in the batch.
+
+        Raises:
+          NotImplementedError: Explicit axes of a mesh shard the batch.
         """
         own = {name: x for name, x in self._asdict().items() if x is not None and x.block_table is None}
+        if axes := jax.typeof(self.window.entries).sharding.spec[0]:
+            got, wanted = f"the batch sharded over {axes}", "it whole, or over Auto axes"
+            raise _check.error(NotImplementedError, "fork", "cache", got, wanted)
         return self._replace(**jax.tree.map(lambda x: x.at[target].set(x[source]), own))
 
 
