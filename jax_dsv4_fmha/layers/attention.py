@@ -13,19 +13,25 @@ A layer is a function of arrays and pytrees: parameters are a dict, caches a Nam
 """
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
-from .. import Cache, Span, _check, dsv4_attention, dsv4_decode, lightning_indexer
+from .. import Cache, Span, _check, dsv4_attention, dsv4_decode, lightning_indexer, quantize_indexer
+from .._definitions.packed import LAYOUTS
 from .._definitions.span import positions_of
 from . import _operands
 from ._norm import rms_norm
-from .compressor import Compressor, counted, packed_blocks, whole_sequences
+from .compressor import Compressor, packed_blocks, product, whole_sequences
 from .indexer import Indexer, two_levels
+from .insert import Entries, Rows, insert
+from .pooling import RunningSums, counted
 from .rope import Rope, inverse_rope, rope, rope_of_normed
 
 
@@ -36,12 +42,49 @@ class LayerCache(NamedTuple):
     """the last latents, a ring"""
     compressed: Cache | None = None
     """the compressor's entries"""
-    tokens: Cache | None = None
-    """tokens that the compressor has not pooled yet, a ring"""
+    tokens: Cache | RunningSums | None = None
+    """tokens that the compressor has not pooled yet, as `Compressor.state` keeps them"""
     keys: Cache | None = None
     """the indexer's keys, one for each entry"""
-    key_tokens: Cache | None = None
-    """tokens that the indexer's compressor has not pooled yet, a ring"""
+    key_tokens: Cache | RunningSums | None = None
+    """tokens that the indexer's compressor has not pooled yet"""
+
+    def with_block_table(self, block_table: jax.Array) -> "LayerCache":
+        """The same caches with another table, of the same shape, in each that has one: sequences get and lose pages.
+
+        No entry moves. A page may stand in the rows of several sequences, which then share its entries.
+
+        Raises:
+          ValueError, TypeError: a table of another shape or dtype.
+        """
+        paged = {name: x for name, x in self._asdict().items() if isinstance(x, Cache) and x.block_table is not None}
+        for name, part in paged.items():
+            b, n = part.block_table.shape
+            table = _check.operand("with_block_table", "block_table", block_table, "b n", {"b": b, "n": n}, _check.INT)
+            sharding = jax.typeof(part.block_table).sharding
+            table = jax.sharding.reshard(table, sharding) if any(sharding.spec) else table
+            own = jax.lax.dynamic_update_slice(part.block_table, table, (0, 0))  # each has one, so all may be donated
+            paged[name] = dataclasses.replace(part, block_table=own)
+        return self._replace(**paged)
+
+    def fork(self, source: int | jax.Array, target: int | jax.Array) -> "LayerCache":
+        """The same caches, with sequence `target` at the token where sequence `source` is.
+
+        Rings and contiguous entries are copied. Pages are not: put those of `source` into the table's row of `target`,
+        too. Do this at the end of a page: a page that both have must get no more entries.
+
+        Args:
+          source, target: an int or a scalar int32, numbers in the batch.
+
+        Raises:
+          NotImplementedError: Explicit axes of a mesh shard the batch.
+        """
+        of_all = [name for name, x in self._asdict().items() if isinstance(x, Cache) and x.block_table is not None]
+        own = {name: x for name, x in self._asdict().items() if x is not None and name not in of_all}
+        if axes := jax.typeof(self.window.entries).sharding.spec[0]:
+            got, wanted = f"the batch sharded over {axes}", "it whole, or over Auto axes"
+            raise _check.error(NotImplementedError, "fork", "cache", got, wanted)
+        return self._replace(**jax.tree.map(lambda x: x.at[target].set(x[source]), own))
 
 
 class Shared(NamedTuple):
@@ -223,6 +266,44 @@ class DSV4Attention:
             params["indexer"] = self.indexer.init(next(keys))
         return params
 
+    def joined(self, params: Any) -> dict[str, Any]:
+        """These parameters for generation: the matrices that multiply x side by side in one, under "wx".
+
+        A step then has one product in place of two to five, of a few rows each. Join them once, when they are loaded;
+        `step` takes both forms, and `__call__` and `from_state_dict` have the separate one.
+
+        Args:
+          params: as `init` or `from_state_dict` make them.
+
+        Returns:
+          A new dict; parameters that are not joined are the same arrays.
+
+        Raises:
+          ValueError, TypeError: params differ from what `init` makes.
+        """
+        _operands.parameters(self, params)
+        parts = [functools.reduce(operator.getitem, name.split("."), params) for name in self._of_x()]
+        return {**self._without_those_of_x(params), _JOINED: jnp.concatenate(parts, 1)}
+
+    def _of_x(self) -> dict[str, int]:
+        """The matrices that a step multiplies x with, and how many columns each has."""
+        widths = {"wq_a": self.q_rank, "wkv": self.d}
+        keys = self.indexer
+        if self.compressor is not None and not (keys is not None and keys.latent):
+            widths["compressor.w"] = self.compressor.width
+        if keys is not None:
+            if keys.compressor is not None:
+                widths["indexer.compressor.w"] = keys.compressor.width
+            widths["indexer.weights_proj"] = keys.heads
+        return widths
+
+    def _without_those_of_x(self, params: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+        return {
+            name: self._without_those_of_x(x, f"{prefix}{name}.") if isinstance(x, Mapping) else x
+            for name, x in params.items()
+            if prefix + name not in self._of_x()
+        }
+
     def partition(self, heads: str | None = None) -> dict[str, Any]:
         """The PartitionSpec of each parameter on a mesh whose axis `heads` shards the query heads.
 
@@ -241,6 +322,8 @@ class DSV4Attention:
         *,
         steps: int = 1,
         block_table: jax.Array | None = None,
+        page_tokens: int | None = None,
+        pages: int | None = None,
     ) -> LayerCache:
         """An empty cache for b sequences of up to `max_length` tokens.
 
@@ -249,40 +332,67 @@ class DSV4Attention:
             lengths are known only when a step runs.
           dtype: x's; or float8_e4m3fn (d 512, x bfloat16), for latents and entries in the model's FP8 layout:
             "v4_fp8", or "v41_fp8" for V4.1's layers. V4.1's layers also take float4_e2m1fn: latents in "v41_fp8",
-            entries in "v41_fp4".
+            entries in "v41_fp4". The keys of V4's indexer (index d 128) are then in "index_fp8" and its queries are
+            quantized, unless pages have a size that no kernel takes.
           steps: the greatest number of tokens that one call of `step` may add, or take back.
-          block_table: int32 `[b, n]`, for compressed entries in a pool of at least `b n` pages that all sequences
-            share; a page has room for `ceil(ceil(max_length / ratio) / n)` entries. Each cache keeps a copy of the
-            table. None makes a contiguous cache.
+          block_table: int32 `[b, n]`, for compressed entries in pools of pages that all sequences share: page i of
+            sequence m is page `block_table[m, i]` of the pool, and -1 is no page. Entries without a page are not kept.
+            `LayerCache.with_block_table` changes it. None makes contiguous caches.
+          page_tokens: how many tokens have their entries in a page, a multiple of the ratio; so layers of all ratios
+            may have the same table. By default as few as n pages need for `max_length`.
+          pages: how many pages a pool has, by default `b n`; fewer where sequences share pages, or are not all long.
 
         Raises:
-          ValueError, TypeError: operands that differ from the above.
+          ValueError, TypeError: operands that differ from the above, or a table with too few pages for `max_length`,
+            or with numbers above those of a pool's pages.
         """
         for name, n in (("b", b), ("max_length", max_length), ("steps", steps)):
             _check.positive(_OP, name, n)
-        if block_table is not None:
-            block_table = _check.operand(_OP, "block_table", block_table, "b n", {"b": b}, _check.INT)
         near, far = self._layouts(dtype)
         plain = dtype if near is None else jnp.bfloat16
+        pool = self._pool(b, max_length, block_table, page_tokens, pages)
         window = Cache.zeros(b, self.window + steps - 1, self.d, plain, layout=near)
         if self.compressor is None:
             return LayerCache(window)
-        n = -(-max_length // self.ratio)
 
-        def entries(d: int, layout: str | None) -> Cache:
-            if block_table is None:
-                return Cache.zeros(b, n, d, plain, layout=layout)
-            pages = block_table.shape[1]
-            table = jnp.array(block_table)  # a copy for each cache, so that all may be donated
-            return Cache.zeros(b * pages, -(-n // pages), d, plain, table, layout=layout)
+        def entries(d: int, layout: str | None, room: int) -> Cache:
+            table = None if block_table is None else jnp.array(block_table)  # each has one, so all may be donated
+            return Cache.zeros(pool[0], room, d, plain, table, layout=layout)
 
-        cache = LayerCache(window, entries(self.d, far), self.compressor.state(b, steps))
+        cache = LayerCache(window, entries(self.d, far, pool[1]), self.compressor.state(b, steps))
         if self.indexer is not None and self.indexer.owns_keys:
             own = self.indexer.compressor
-            cache = cache._replace(
-                keys=entries(self.indexer.d, None), key_tokens=None if own is None else own.state(b, steps)
-            )
+            room, layout = pool[1], None
+            if near is not None and own is not None and self.indexer.d == LAYOUTS[_KEYS].d:
+                room = -(-room // 4) * 4 if block_table is None else room
+                layout = _KEYS if block_table is None or room % 32 == 0 else None
+            keys = entries(self.indexer.d, layout, room)
+            cache = cache._replace(keys=keys, key_tokens=None if own is None else own.state(b, steps))
         return cache
+
+    def _pool(self, b: int, max_length: int, block_table: Any, page_tokens: Any, pages: Any) -> tuple[int, int]:
+        """How many pages, of how many entries, make a cache of entries; without a table a page is a sequence."""
+        ratio = max(self.ratio, 1)
+        sizes = {name: n for name, n in (("page_tokens", page_tokens), ("pages", pages)) if n is not None}
+        for name, n in sizes.items():
+            _check.positive(_OP, name, n)
+            if block_table is None:
+                raise _check.error(ValueError, _OP, name, n, "None without a block_table")
+        if block_table is None:
+            return b, -(-max_length // ratio)
+        table = _check.operand(_OP, "block_table", block_table, "b n", {"b": b}, _check.INT)
+        n = table.shape[1]
+        page_tokens = page_tokens or -(-max_length // (ratio * n)) * ratio
+        pages = pages or b * n
+        if page_tokens % ratio:
+            raise _check.error(ValueError, _OP, "page_tokens", page_tokens, f"a multiple of the ratio {ratio}")
+        if n * page_tokens < max_length:
+            got = f"{n} pages of {page_tokens} tokens for a sequence"
+            raise _check.error(ValueError, _OP, "block_table", got, f"enough for max_length={max_length}")
+        is_known = not isinstance(block_table, jax.core.Tracer) and getattr(block_table, "is_fully_addressable", True)
+        if is_known and (most := int(np.asarray(block_table).max())) >= pages:
+            raise _check.error(ValueError, _OP, "block_table", f"page {most}", f"pages below the pool's {pages}")
+        return pages, page_tokens // ratio
 
     def _layouts(self, dtype: Any) -> tuple[str | None, str | None]:
         """The layouts of latents and of entries in caches of this dtype; None where they are not packed."""
@@ -350,7 +460,10 @@ class DSV4Attention:
         earlier = cache.window.take(counted(first, 1 - self.window, 0))
         cache = cache._replace(window=cache.window.append(kv, jnp.where(real, positions, -1)))
         given = shared or Shared()
-        cache, shared = self._compressed(params, x, c, positions, cache, given, lengths)
+        cache, shared = self._compressed(params, x, positions[:, 0], cache, given, lengths)
+        if self.indexer is not None:
+            weights = product(x, params["indexer"]["weights_proj"])
+            shared, _ = self._choose(params, c, weights, positions, shared, {"ratio": self.ratio})
         entries = shared.compressed.take() if self.ratio else None
         with jax.named_scope("attention"):
             o, _ = dsv4_attention(
@@ -381,7 +494,8 @@ class DSV4Attention:
         Only implementation="reference" has a gradient.
 
         Args:
-          params, shared, implementation: as in `__call__`.
+          params: as in `__call__`, or as `joined` makes them of those.
+          shared, implementation: as in `__call__`.
           x: `[b, s, hidden]`, s up to the `steps` that the cache was made for.
           cache: the cache of all earlier tokens; donate it.
           lengths: an int, or int32 `[b]`: tokens of each sequence, including the s new ones. 0 marks an idle place in
@@ -392,13 +506,20 @@ class DSV4Attention:
         """
         if cache is None:
             raise _check.error(TypeError, _OP, "cache", cache, "a LayerCache")
-        b, s = self._check_operands(params, x, cache, shared)
+        b, s = self._check_operands(params, x, cache, shared, takes_joined=True)
         lengths = jnp.broadcast_to(_check.offset(_OP, "lengths", lengths, {"b": b}), (b,))
+        for state in (cache.tokens, cache.key_tokens):
+            if isinstance(state, RunningSums) and s > state.capacity:
+                raise _check.error(ValueError, _OP, "x", x, f"at most the {state.capacity} steps of the cache")
         positions = counted(lengths - s, 0, s)
-        c, q, kv = self._projected(params, x, positions)
-        cache = cache._replace(window=cache.window.append(kv, positions))
+        rows = self._rows(params, x)
+        c = rms_norm(rows["wq_a"].take().astype(x.dtype), params["q_norm"], self.eps)
+        q = self._queries(params, c, positions)
         given = shared or Shared()
-        cache, shared = self._compressed(params, x, c, positions, cache, given, lengths)
+        cache, shared = self._inserted(params, x, rows, cache, given, lengths, implementation != "reference")
+        if self.indexer is not None:
+            weights = rows["indexer.weights_proj"].take()
+            shared, _ = self._choose(params, c, weights, positions, shared, {"ratio": self.ratio})
         with jax.named_scope("attention"):
             o, _ = dsv4_decode(
                 q,
@@ -441,7 +562,8 @@ class DSV4Attention:
         own = Span.compressed_segments(ids, self.ratio) if ids is not None and there else None
         if self.indexer is not None and there:
             past = {"ratio": self.ratio} if own is None else {"span": own}
-            shared, chosen = self._choose(params, x, c, positions, shared, past)
+            weights = product(x, params["indexer"]["weights_proj"])
+            shared, chosen = self._choose(params, c, weights, positions, shared, past)
         seen: dict[str, Any] = self._seen(shared, own) if there else {}
         if ids is not None:
             seen["span"] = Span.segments(ids)
@@ -458,18 +580,61 @@ class DSV4Attention:
         index_query = None if chosen is None else IndexQuery(*chosen, q, lse)
         return Output(self._projected_back(params, o, positions), None, _made(shared, given), index_query)
 
-    def _compressed(
+    def _rows(self, params: Any, x: jax.Array) -> dict[str, Rows]:
+        """x times the matrices that a step multiplies it with, in float32, by their names."""
+        found, column = {}, 0
+        if _JOINED in params:
+            whole = product(x, params[_JOINED])
+            for name, width in self._of_x().items():
+                found[name] = Rows(whole, column, width)
+                column += width
+            return found
+        for name, width in self._of_x().items():
+            matrix = functools.reduce(operator.getitem, name.split("."), params)
+            found[name] = Rows(product(x, matrix), 0, width)
+        return found
+
+    def _inserted(
         self,
         params: Any,
         x: jax.Array,
-        c: jax.Array,
-        positions: jax.Array,
+        rows: Mapping[str, Rows],
         cache: LayerCache,
         shared: Shared,
         lengths: jax.Array,
+        kernel: bool,
+    ) -> tuple[LayerCache, Shared]:
+        """The cache with all that a step's tokens make, and the entries that the queries see."""
+        own, indexer = self.compressor, self.indexer
+        of_window = Entries(params["kv_norm"], self.rope, self.eps)
+        with jax.named_scope("append"):
+            window, _ = insert(cache.window, None, rows["wkv"], of_window, lengths, x.dtype, kernel)
+        cache = cache._replace(window=window)
+        if indexer is not None and indexer.latent > 0:  # whose keys are made of the entries before RoPE
+            return self._compressed(params, x, lengths - x.shape[1], cache, shared, lengths)
+        if own is None:
+            return cache, shared
+        assert cache.compressed is not None
+        with jax.named_scope("compressor"):
+            made = own.entries(params["compressor"], self.rope)
+            entries, tokens = insert(
+                cache.compressed, cache.tokens, rows["compressor.w"], made, lengths, x.dtype, kernel
+            )
+        cache, shared = cache._replace(compressed=entries, tokens=tokens), shared._replace(compressed=entries)
+        if indexer is not None and indexer.compressor is not None:
+            assert cache.keys is not None
+            with jax.named_scope("indexer"):
+                made = indexer.compressor.entries(params["indexer"]["compressor"], self.rope, indexer.transforms)
+                keys, tokens = insert(
+                    cache.keys, cache.key_tokens, rows["indexer.compressor.w"], made, lengths, x.dtype, kernel
+                )
+            cache, shared = cache._replace(keys=keys, key_tokens=tokens), shared._replace(keys=keys)
+        return cache, shared
+
+    def _compressed(
+        self, params: Any, x: jax.Array, first: jax.Array, cache: LayerCache, shared: Shared, lengths: jax.Array
     ) -> tuple[LayerCache, Shared]:
         """The cache with the entries and keys that new tokens complete, and the entries that the queries see."""
-        first = positions[:, 0]
         if self.compressor is not None:
             assert cache.compressed is not None
             latents, entry, tokens = self.compressor.extend(params["compressor"], x, cache.tokens, first, lengths)
@@ -488,21 +653,27 @@ class DSV4Attention:
                 keys = cache.keys.append(self.indexer.keys(params["indexer"], latents, at, self.rope), entry)
                 cache = cache._replace(keys=keys)
                 shared = shared._replace(keys=keys)
-        if self.indexer is not None:
-            shared, _ = self._choose(params, x, c, positions, shared, {"ratio": self.ratio})
         return cache, shared
 
     @jax.named_scope("indexer")
     def _choose(
-        self, params: Any, x: jax.Array, c: jax.Array, positions: jax.Array, shared: Shared, past: Mapping[str, Any]
+        self,
+        params: Any,
+        c: jax.Array,
+        weights: jax.Array,
+        positions: jax.Array,
+        shared: Shared,
+        past: Mapping[str, Any],
     ) -> tuple[Shared, tuple[jax.Array, jax.Array]]:
         """The entries that each query sees among the past ones, and the indexer's queries and weights."""
         assert self.indexer is not None
-        q, weights = self.indexer.queries(params["indexer"], x, c, positions, self.rope)
+        q, weights = self.indexer.turned(params["indexer"], c, positions, self.rope), self.indexer.scaled(weights)
         keys = shared.keys
-        first = positions[:, 0] if positions.shape[0] == x.shape[0] else 0
+        first = positions[:, 0] if positions.shape[0] == c.shape[0] else 0
         n = keys.capacity if isinstance(keys, Cache) else keys.shape[1]
         choice: dict[str, Any] = {"topk": min(self.indexer.topk, n), "q_offset": first, **past}
+        if isinstance(keys, Cache) and keys.is_packed:
+            q, _, weights, _ = quantize_indexer(q, None, weights)
         if not self.indexer.in_two_levels:
             indices = lightning_indexer(q, keys, weights, **choice)
             assert isinstance(indices, jax.Array)  # because no scores are asked for
@@ -524,12 +695,16 @@ class DSV4Attention:
 
     def _projected(self, params: Any, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The low-rank query `[b, s, q_rank]`, q `[b, s, h, d]` and the latents `[b, s, d]`, turned by RoPE."""
-        w = {name: params[name].astype(x.dtype) for name in ("wq_a", "wq_b", "wkv")}
+        w = {name: params[name].astype(x.dtype) for name in ("wq_a", "wkv")}
         c = rms_norm(x @ w["wq_a"], params["q_norm"], self.eps)
-        q = jnp.einsum("bsr,rhd->bshd", c, w["wq_b"])
-        q = rope_of_normed(q, positions, self.rope, self.eps) if self.norm_heads else rope(q, positions, self.rope)
+        q = self._queries(params, c, positions)
         kv = rms_norm(x @ w["wkv"], params["kv_norm"], self.eps)
         return c, q, rope(kv, positions, self.rope)
+
+    def _queries(self, params: Any, c: jax.Array, positions: jax.Array) -> jax.Array:
+        """q `[b, s, h, d]` of the low-rank query, turned by RoPE."""
+        q = jnp.einsum("bsr,rhd->bshd", c, params["wq_b"].astype(c.dtype))
+        return rope_of_normed(q, positions, self.rope, self.eps) if self.norm_heads else rope(q, positions, self.rope)
 
     def _projected_back(self, params: Any, o: jax.Array, positions: jax.Array) -> jax.Array:
         o = inverse_rope(o, positions, self.rope)
@@ -541,8 +716,11 @@ class DSV4Attention:
         summed = None if g is None else PartitionSpec(b, s, None)  # an Explicit axis needs an out_sharding
         return jnp.einsum("bsgr,grm->bsm", low_rank, params["wo_b"].astype(o.dtype), out_sharding=summed)
 
-    def _check_operands(self, params: Any, x: Any, cache: Any, shared: Any) -> tuple[Any, Any]:
-        _operands.parameters(self, params)
+    def _check_operands(
+        self, params: Any, x: Any, cache: Any, shared: Any, takes_joined: bool = False
+    ) -> tuple[Any, Any]:
+        is_joined = takes_joined and isinstance(params, Mapping) and _JOINED in params
+        _operands.parameters(self, params, "joined" if is_joined else "")
         dims: dict[str, Any] = {"hidden": self.hidden}
         x = _check.operand(_OP, "x", x, "b s hidden", dims, _check.FLOAT)
         b, s = dims["b"], dims["s"]
@@ -558,20 +736,20 @@ class DSV4Attention:
         if not isinstance(cache, LayerCache):
             raise _check.error(TypeError, _OP, "cache", cache, "a LayerCache")
         channels = {"window": self.d}
-        of_keys = None if self.indexer is None else self.indexer.compressor
-        fp32 = {"tokens": self.compressor, "key_tokens": of_keys}
         if self.compressor is not None:
             channels["compressed"] = self.d
         if self.indexer is not None and self.indexer.owns_keys:
             channels["keys"] = self.indexer.d
-        channels |= {name: c.width for name, c in fp32.items() if c is not None and c.ratio > 1}
+        states = {"tokens": self.compressor, "key_tokens": None if self.indexer is None else self.indexer.compressor}
         for name, part in cache._asdict().items():
+            if (compressor := states.get(name)) is not None:
+                compressor.check_state(_OP, f"cache.{name}", part, b)
+                continue
             if (part is None) == (name in channels) or not isinstance(part, Cache | None):
                 wanted = "a Cache" if name in channels else "None in such a layer"
                 raise _check.error(TypeError, _OP, f"cache.{name}", part, wanted)
             if part is not None:
-                dtypes = _check.FP32 if name in fp32 else (dtype,)
-                part.check(_OP, f"cache.{name}", {"b": b, "d": channels[name]}, dtypes)
+                part.check(_OP, f"cache.{name}", {"b": b, "d": channels[name]}, (dtype,))
 
     def _check_shared(self, shared: Shared, b: Any, s: Any, cached: bool) -> None:
         """Raises unless shared has what this layer takes from earlier ones."""
@@ -601,4 +779,5 @@ def _made(shared: Shared, given: Shared) -> Shared:
     return Shared(*made)
 
 
-_OP = "DSV4Attention"
+_OP, _JOINED = "DSV4Attention", "wx"
+_KEYS = "index_fp8"  # the layout of index keys in packed caches

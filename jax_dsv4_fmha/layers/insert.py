@@ -1,0 +1,212 @@
+"""New entries of a cache in a step of generation: from the rows of a product to where they belong, in one op.
+
+    x = row                                a token's, each an entry
+    x = Σ_t kv[t] · softmax_t(score[t])    a block's, whose earlier rows the state holds, when its last token comes
+    entry = rope(norm(x)), or hadamard(rope(norm(x)))
+
+Everything that depends on a token's own row alone is here, so that a step has one launch for each of its caches.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .. import Cache
+from .._dispatch.autodiff import without_gradient
+from .._dispatch.lowering import choose
+from .._dispatch.op import ONE_OR_B, Arrays, Axes, Call, KernelUse, Op
+from .._dispatch.support import Support
+from .._host import kv_insert as raw
+from .._host import library
+from ._norm import rms_norm
+from .hadamard import hadamard
+from .pooling import RunningSums, completed, counted, pool_ring, pool_step
+from .rope import Rope, pairs_turned
+
+State = Cache | RunningSums | None
+"""of a compressor, as `Compressor.state` makes it"""
+
+
+class Entries(NamedTuple):
+    """What makes a cache's entries of rows."""
+
+    norm: jax.Array
+    """`[d]`, the norm's weight"""
+    rotation: Rope
+    eps: float
+    ratio: int = 1
+    """tokens of a block; with ratio 1 nothing is pooled"""
+    ape: jax.Array | None = None
+    """`[ratio, channels]`, added to the scores by a token's place in its block"""
+    is_transformed: bool = False
+    """whether entries are multiplied by the Hadamard matrix, as an indexer's keys are"""
+
+
+class Rows(NamedTuple):
+    """Columns of a product: what a cache's entries are made of, or weights, or a query."""
+
+    product: jax.Array
+    """float32 `[b, s, columns]`"""
+    column: int
+    """the first one"""
+    width: int
+
+    def take(self) -> jax.Array:
+        """`[b, s, width]`"""
+        return self.product[..., self.column : self.column + self.width]
+
+
+def insert(
+    cache: Cache, state: State, rows: Rows, entries: Entries, lengths: jax.Array, dtype: Any, kernel: bool
+) -> tuple[Cache, State]:
+    """The cache with the entries that a step's tokens complete, and the state with their rows.
+
+    Args:
+      cache: the cache of entries.
+      state: where blocks are pooled, a ring of the rows of the last tokens. It has room for all tokens that an entry
+        pools, and the other tokens of a step. Or running sums, with room for the tokens of a step.
+      rows: of the last s tokens of each sequence: kv, d columns; or, where blocks are pooled, kv and then scores.
+      lengths: int32 `[b]`, with the new tokens.
+      dtype: x's, to which an entry is rounded after every step.
+      kernel: whether a kernel may run; the reference has a gradient.
+    """
+    b, s = rows.product.shape[:2]
+    first = lengths - s
+    n = -(-s // entries.ratio)
+    table = entries.rotation.table(counted(first // entries.ratio, 0, n) * entries.ratio)
+    kept = _arrays(state, b, rows.width, entries.norm.shape[0])
+    ape = jnp.zeros((0, rows.width // 2), jnp.float32) if entries.ape is None else entries.ape.astype(jnp.float32)
+    layout = cache.layout if cache.is_packed else ""
+    params: dict[str, Any] = {"column": rows.column, "ratio": entries.ratio, "eps": entries.eps}
+    params |= {"packing": layout, "transforms": entries.is_transformed, "dtype": jnp.dtype(dtype).name}
+    of_batch = [cache.entries, *kept, rows.product, table, lengths]
+    paged = cache.block_table is not None
+    if paged:  # a pool belongs to all sequences: one batch entry, which no device splits
+        of_batch = [x[None] for x in (*of_batch, cache.block_table)]
+    operands = (ape[None], entries.norm.astype(jnp.float32)[None], *of_batch)
+    op, support = (_PAGED if paged else _OWN)[cache.is_packed], _support(cache, entries, params, state)
+    kernel = kernel and _fits(rows, table, state, entries, cache.capacity)
+    use = choose("kv_insert", None, support) if kernel else KernelUse.NEVER
+    if use == KernelUse.NEVER:
+        results = op.reference(*operands, **params)
+    else:
+        results = without_gradient(Call(op, use, tuple(params.items()), support), *operands)
+    new, ring, sums, folded = (x[0] if paged else x for x in results)
+    cache = dataclasses.replace(cache, entries=new)
+    if isinstance(state, RunningSums):
+        return cache, RunningSums(ring, sums, folded)
+    return cache, None if state is None else Cache(ring)
+
+
+def _arrays(state: State, b: Any, width: int, d: int) -> Arrays:
+    """A ring of rows, sums, and how many tokens they have, with 0 of what the state lacks."""
+    if isinstance(state, RunningSums):
+        return state.tokens, state.sums, state.folded
+    ring = jnp.zeros((b, 0, width), jnp.float32) if state is None else state.entries
+    return ring, jnp.zeros((b, 0, d), jnp.float32), jnp.zeros((b, 0), jnp.int32)
+
+
+def _fits(rows: Rows, table: jax.Array, state: State, entries: Entries, capacity: Any) -> bool:
+    """Whether a kernel takes arrays of these sizes."""
+    b, s, columns = rows.product.shape
+    n, room = table.shape[1], s if state is None else state.capacity
+    if not all(isinstance(x, int) for x in (b, s, n, capacity, room)):
+        return False
+    blocks = rows.width // (2 * entries.norm.shape[0])
+    least = s if state is None or isinstance(state, RunningSums) else blocks * entries.ratio + s - 1
+    sizes_fit = min(b, s) > 0 and capacity >= n and room >= least
+    return bool(sizes_fit and table.shape[2] == _DIMS and columns % 4 == rows.column % 4 == 0)
+
+
+def _support(cache: Cache, entries: Entries, params: dict[str, Any], state: State) -> Support:
+    choices = {"d": entries.norm.shape[0], "dtype": params["dtype"], "packing": params["packing"]}
+    choices |= {"pooled": state is not None, "running": isinstance(state, RunningSums)}
+    choices["hadamard"] = entries.is_transformed
+    got = ", ".join(f"{name}={x}" for name, x in choices.items())
+    held = params["packing"] or cache.entries.dtype == params["dtype"]
+    return Support(got, ("kv_insert",), library.built_for("kv_insert", **choices) if held else ())
+
+
+def _inserted(
+    ape: jax.Array,
+    norm: jax.Array,
+    pages: jax.Array,
+    ring: jax.Array,
+    sums: jax.Array,
+    folded: jax.Array,
+    rows: jax.Array,
+    table: jax.Array,
+    lengths: jax.Array,
+    block_table: jax.Array | None = None,
+    *,
+    column: int,
+    ratio: int,
+    eps: float,
+    packing: str,
+    transforms: bool,
+    dtype: str,
+) -> Arrays:
+    """The definition, where each sequence has its own page."""
+    cache = Cache(pages, block_table, packing) if packing else Cache(pages, block_table)
+    s, pooled = rows.shape[1], ring.shape[1] > 0
+    rows = Rows(rows, column, ring.shape[2] if pooled else norm.shape[1]).take()
+    index = counted(lengths - s, 0, s)
+    x = rows.astype(dtype)
+    if pooled:
+        if ape.shape[1]:
+            rows += jnp.concatenate([jnp.zeros_like(ape[0]), ape[0]], -1)[index % ratio]
+        start, positions = lengths - s, index
+        index = completed(start, lengths, s, ratio)
+        if sums.shape[1]:
+            entry, state = pool_step(RunningSums(ring, sums, folded), rows, start, ratio)
+            ring, sums, folded = state.tokens, state.sums, state.folded
+        else:
+            ring = Cache(ring).append(rows, positions).entries
+            entry = pool_ring(ring, index, norm.shape[1], ratio)
+        x = entry.astype(dtype)
+    x = pairs_turned(rms_norm(x, norm[0], eps)[:, :, None], table, direction=1)[0][:, :, 0]
+    return cache.append(hadamard(x) if transforms else x, index).entries, ring, sums, folded
+
+
+def _kernel(
+    ape: jax.Array, norm: jax.Array, pages: jax.Array, ring: jax.Array, sums: jax.Array, folded: jax.Array,
+    rows: jax.Array, table: jax.Array, lengths: jax.Array, *block_table: jax.Array, dtype: str, transforms: bool,
+    **params: Any,
+) -> Arrays:  # fmt: skip
+    """Weights come broadcast to the batch, whose entries have the same."""
+    del dtype  # the cache's, or bfloat16
+    kept = (pages, ring, sums, folded)
+    return raw.kv_insert(*kept, rows, ape[0], norm[0], table, lengths, *block_table, hadamard=transforms, **params)
+
+
+def _in_pool(f: Callable[..., Arrays]) -> Callable[..., Arrays]:
+    """The same for a pool: with a batch axis of one for all."""
+
+    def in_pool(ape: jax.Array, norm: jax.Array, *of_batch: jax.Array, **params: Any) -> Arrays:
+        return tuple(x[None] for x in f(ape, norm, *(x[0] for x in of_batch), **params))
+
+    return in_pool
+
+
+def _op(of_cache: str, paged: bool) -> Op:
+    """Packed or not, in a pool or not: the axes differ. Those of a pool's sequences no mesh may split."""
+    b = "b n_b" if paged else "b"
+    kept = (
+        *(Axes("cache", f"b {of_cache}"), Axes("state", f"{b} ring width")),
+        *(Axes("sums", f"{b} n_sums d"), Axes("folded", f"{b} n_folded")),
+    )
+    operands = (
+        *(Axes("ape", f"{ONE_OR_B} n_ape channels"), Axes("norm", f"{ONE_OR_B} d"), *kept),
+        *(Axes("rows", f"{b} s columns"), Axes("table", f"{b} n dims"), Axes("lengths", b)),
+        *([Axes("block_table", f"{b} table_width")] if paged else []),
+    )
+    reference, kernel = (_in_pool(f) if paged else f for f in (_inserted, _kernel))
+    return Op("kv_insert", operands, kept, reference, kernel, is_mapped=False)
+
+
+_DIMS = 64  # numbers of an entry that a kernel turns
+_OWN = {False: _op("page d", False), True: _op("page_bytes", False)}
+_PAGED = {False: _op("pages page d", True), True: _op("pages page_bytes", True)}
