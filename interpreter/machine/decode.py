@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -82,7 +83,7 @@ class SlotTable:
         self.types: dict[str, str] = {}  # of registers
         self.slots: dict[tuple[str, str], int] = {}
         self.names: list[str] = []
-        self.values: list[Callable[[Warp], Array]] = []
+        self.values: list[Array | Callable[[Warp], Array]] = []  # what a slot holds at first: in all warps, or in one
         self.registers: list[int] = []
         self.constants: dict[int, Array] = {}  # slots that are the same for all warps
         self.lanewise: dict[tuple[str, tuple[Arg, ...]], Lanewise] = {}
@@ -130,7 +131,7 @@ class Decoder:
             key = (arg, "")
             if key not in self.slots:
                 zero = np.zeros(LANES, DTYPES[have])
-                self.slots[key] = self._new(arg, lambda w: zero)
+                self.slots[key] = self._new(arg, zero)
                 self.registers.append(self.slots[key])
             return self.slots[key]
         key = (arg, bits_of(kind))
@@ -140,7 +141,7 @@ class Decoder:
                 self.slots[key] = self._new(arg, self._named(arg, kind))
             else:
                 array = lanes_with(value, bits_of(kind))
-                self.slots[key] = self._new(arg, lambda w: array)
+                self.slots[key] = self._new(arg, array)
                 self.constants[self.slots[key]] = array
         return self.slots[key]
 
@@ -150,7 +151,7 @@ class Decoder:
             key = ("_", bits_of(kind))
             if key not in self.slots:
                 zero = np.zeros(LANES, DTYPES[bits_of(kind)])
-                self.slots[key] = self._new("_", lambda w: zero)
+                self.slots[key] = self._new("_", zero)
             return self.slots[key]
         if isinstance(arg, str) and self.program.register_type(arg) is None:
             raise self.fail(f"destination {arg} is not a register")
@@ -185,17 +186,16 @@ class Decoder:
         except ValueError:
             raise self.fail(f"operand {arg}, wanted a number") from None
 
-    def _new(self, name: str, value: Callable[[Warp], Array]) -> int:
+    def _new(self, name: str, value: Array | Callable[[Warp], Array]) -> int:
         self.names.append(name)
         self.values.append(value)
         return len(self.names) - 1
 
-    def _named(self, text: str, kind: str) -> Callable[[Warp], Array]:
+    def _named(self, text: str, kind: str) -> Array | Callable[[Warp], Array]:
         """What a parameter, a variable in shared memory or a special register is to a warp."""
         dtype = DTYPES[bits_of(kind)]
         if text in self.program.params:
-            address = lanes_with(PARAM_BASE + self.program.params[text].offset, bits_of(kind))
-            return lambda w: address
+            return lanes_with(PARAM_BASE + self.program.params[text].offset, bits_of(kind))
         if text in self.program.shared:
             return lambda w: np.full(LANES, w.cta.base + self._shared_offset(text), dtype)
         if text in SPECIAL:
@@ -267,7 +267,9 @@ class Code:
         leaders = {*program.labels.values(), *program.join.values()}
         leaders |= {n + 1 for n, i in enumerate(program.code) if is_jump(i)}
         self.fused = fused(self.steps, leaders, d.constants, d.table.runs)
-        self.registers, self.values = tuple(d.registers), tuple(d.values)
+        self.registers = tuple(d.registers)
+        self.alike = [None if callable(value) else value for value in d.values]
+        self.own = [(slot, value) for slot, value in enumerate(d.values) if callable(value)]
 
     def decode(self, i: Instruction, d: Decoder) -> Step:
         lanewise = d.table.lanewise
@@ -281,8 +283,12 @@ class Code:
             lanewise[i.opcode, i.args] = step
         return step if i.guard is None or i.opcode.startswith("bra") else guarded(step, i, d)
 
-    def constants(self, w: Warp) -> list[Array]:
-        return [value(w) for value in self.values]
+    def initial(self, w: Warp) -> list[Array]:
+        """What every slot of a warp holds at first."""
+        values: list[Any] = self.alike.copy()
+        for slot, value in self.own:
+            values[slot] = value(w)
+        return values
 
     def name_of(self, slot: int) -> str:
         return self.decoder.names[slot]

@@ -222,7 +222,7 @@ class Warp:
         self.name = (
             f"warp {number}" if len(machine.ctas) == 1 and machine.grid_size == 1 else f"CTA {cta.number} warp {number}"
         )
-        self.R: list[Array] = code.constants(self)
+        self.R: list[Array] = code.initial(self)
         self.D: list[int] = [FULL] * len(self.R)
         for slot in code.registers:
             self.D[slot] = 0
