@@ -1,5 +1,4 @@
 import contextlib
-import dataclasses
 import gc
 import os
 import shutil
@@ -17,11 +16,8 @@ from interpreter.kernels.native import NoLibrary
 from interpreter.machine.state import Machine
 from jax_dsv4_fmha._host import library
 from kernels import build
-from kernels.abi import Variant
 from kernels.cache import default_folder, evict
-from kernels.tables import described
-from kernels.variants import VARIANTS
-from tests.helpers import QUICK
+from tests.helpers import QUICK, every_kernel
 
 jax.config.update("jax_num_cpu_devices", 8)  # for meshes; a program that names no device runs on the first
 jax.config.update("jax_traceback_in_locations_limit", 0)  # most of a test's time is tracing, lowering and compiling
@@ -147,18 +143,11 @@ def cuda() -> jax.Device:
         pytest.skip(f"needs a CUDA device: {str(e).splitlines()[0]}")
 
 
-def as_built(variant: Variant) -> library.Variant:
-    """A variant as the library has it, with ones for what the compiler would have made of it."""
-    known = described(variant)
-    return library.Variant(**{field.name: known.get(field.name, 1) for field in dataclasses.fields(library.Variant)})
-
-
 @pytest.fixture
 def built(monkeypatch):
     """As if every kernel were built, for an architecture that this machine does not have."""
-    variants = library.variants() or tuple(map(as_built, VARIANTS))
-    monkeypatch.setattr(library, "variants", lambda: variants)
-    monkeypatch.setattr(library, "built_for", lambda op, **_: ("sm_90a",))
+    monkeypatch.setattr(library, "variants", every_kernel)
+    monkeypatch.setattr(library, "shipped_for", lambda op, **_: ("sm_90a",))
     monkeypatch.setattr(library, "local_architectures", lambda: ())
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         yield
