@@ -305,6 +305,24 @@ def test_kernels_of_one_architecture():
     assert keys == [v.key for v in VARIANTS if v.arch == "sm_90a"]
 
 
+@pytest.mark.parametrize(
+    "arguments, status",
+    [
+        (["tests/test_kernels.py"], 5),
+        (["tests/test_kernels.py", "tests/test_names.py::test_public_names"], 5),
+        (["tests/test_names.py::test_public_names"], 0),
+    ],
+)
+def test_a_test_file_that_tests_nothing_without_kernels_says_so(arguments, status, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.util as u; find = u.find_spec\n"
+        "u.find_spec = lambda name, *package: None if name == 'jax_dsv4_fmha._native' else find(name, *package)"
+    )
+    run = python("-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments, PYTHONPATH=str(tmp_path))
+    says = "ERROR tests/test_kernels.py tested nothing here: no kernels are built; `make build` builds them"
+    assert (run.returncode, says in run.stdout) == (status, status == 5), run.stdout + run.stderr
+
+
 BACKEND = """
 import sys; from pathlib import Path; sys.path.insert(0, str(Path("ffi").resolve())); import build_backend as backend
 settings = {"cmake.define.KERNELS": sys.argv[1]}
