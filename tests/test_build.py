@@ -323,6 +323,22 @@ def test_a_test_file_that_tests_nothing_without_kernels_says_so(arguments, statu
     assert (run.returncode, says in run.stdout) == (status, status == 5), run.stdout + run.stderr
 
 
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+@pytest.mark.parametrize("here", ["", "sm_90a"])
+def test_what_the_demo_installs(here, tmp_path):
+    """The package and JAX, and what kernels are built with where there is a GPU for them; no tools of tests."""
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    for name in ("ffi", "kernels"):
+        (tmp_path / name).mkdir()
+    run = subprocess.run(["make", "-n", "demo", f"HERE={here}"], cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    wanted = "install -e '.[cuda12]' -C" if here else "install -e '.' -C cmake.define.KERNELS=none"
+    assert wanted in run.stdout and "quickstart.py" in run.stdout
+    assert (".compilers" in run.stdout, "KERNELS=sm_90a" in run.stdout) == (bool(here), bool(here))
+    assert ".tools" not in run.stdout and "pytest" not in run.stdout
+
+
 BACKEND = """
 import sys; from pathlib import Path; sys.path.insert(0, str(Path("ffi").resolve())); import build_backend as backend
 settings = {"cmake.define.KERNELS": sys.argv[1]}
