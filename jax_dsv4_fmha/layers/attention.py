@@ -23,7 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from .. import Cache, Span, _check, dsv4_attention, dsv4_decode, lightning_indexer
+from .. import Cache, Span, _check, dsv4_attention, dsv4_decode, lightning_indexer, quantize_indexer
+from .._definitions.packed import LAYOUTS
 from .._definitions.span import positions_of
 from . import _operands
 from ._norm import rms_norm
@@ -56,7 +57,7 @@ class LayerCache(NamedTuple):
         Raises:
           ValueError, TypeError: a table of another shape or dtype.
         """
-        paged = {name: x for name, x in self._asdict().items() if x is not None and x.block_table is not None}
+        paged = {name: x for name, x in self._asdict().items() if isinstance(x, Cache) and x.block_table is not None}
         for name, part in paged.items():
             b, n = part.block_table.shape
             table = _check.operand("with_block_table", "block_table", block_table, "b n", {"b": b, "n": n}, _check.INT)
@@ -78,7 +79,8 @@ class LayerCache(NamedTuple):
         Raises:
           NotImplementedError: Explicit axes of a mesh shard the batch.
         """
-        own = {name: x for name, x in self._asdict().items() if x is not None and x.block_table is None}
+        of_all = [name for name, x in self._asdict().items() if isinstance(x, Cache) and x.block_table is not None]
+        own = {name: x for name, x in self._asdict().items() if x is not None and name not in of_all}
         if axes := jax.typeof(self.window.entries).sharding.spec[0]:
             got, wanted = f"the batch sharded over {axes}", "it whole, or over Auto axes"
             raise _check.error(NotImplementedError, "fork", "cache", got, wanted)
@@ -330,7 +332,8 @@ class DSV4Attention:
             lengths are known only when a step runs.
           dtype: x's; or float8_e4m3fn (d 512, x bfloat16), for latents and entries in the model's FP8 layout:
             "v4_fp8", or "v41_fp8" for V4.1's layers. V4.1's layers also take float4_e2m1fn: latents in "v41_fp8",
-            entries in "v41_fp4".
+            entries in "v41_fp4". The keys of V4's indexer (index d 128) are then in "index_fp8" and its queries are
+            quantized, unless pages have a size that no kernel takes.
           steps: the greatest number of tokens that one call of `step` may add, or take back.
           block_table: int32 `[b, n]`, for compressed entries in pools of pages that all sequences share: page i of
             sequence m is page `block_table[m, i]` of the pool, and -1 is no page. Entries without a page are not kept.
@@ -352,16 +355,19 @@ class DSV4Attention:
         if self.compressor is None:
             return LayerCache(window)
 
-        def entries(d: int, layout: str | None) -> Cache:
+        def entries(d: int, layout: str | None, room: int) -> Cache:
             table = None if block_table is None else jnp.array(block_table)  # each has one, so all may be donated
-            return Cache.zeros(*pool, d, plain, table, layout=layout)
+            return Cache.zeros(pool[0], room, d, plain, table, layout=layout)
 
-        cache = LayerCache(window, entries(self.d, far), self.compressor.state(b, steps))
+        cache = LayerCache(window, entries(self.d, far, pool[1]), self.compressor.state(b, steps))
         if self.indexer is not None and self.indexer.owns_keys:
             own = self.indexer.compressor
-            cache = cache._replace(
-                keys=entries(self.indexer.d, None), key_tokens=None if own is None else own.state(b, steps)
-            )
+            room, layout = pool[1], None
+            if near is not None and own is not None and self.indexer.d == LAYOUTS[_KEYS].d:
+                room = -(-room // 4) * 4 if block_table is None else room
+                layout = _KEYS if block_table is None or room % 32 == 0 else None
+            keys = entries(self.indexer.d, layout, room)
+            cache = cache._replace(keys=keys, key_tokens=None if own is None else own.state(b, steps))
         return cache
 
     def _pool(self, b: int, max_length: int, block_table: Any, page_tokens: Any, pages: Any) -> tuple[int, int]:
@@ -666,6 +672,8 @@ class DSV4Attention:
         first = positions[:, 0] if positions.shape[0] == c.shape[0] else 0
         n = keys.capacity if isinstance(keys, Cache) else keys.shape[1]
         choice: dict[str, Any] = {"topk": min(self.indexer.topk, n), "q_offset": first, **past}
+        if isinstance(keys, Cache) and keys.is_packed:
+            q, _, weights, _ = quantize_indexer(q, None, weights)
         if not self.indexer.in_two_levels:
             indices = lightning_indexer(q, keys, weights, **choice)
             assert isinstance(indices, jax.Array)  # because no scores are asked for
@@ -772,3 +780,4 @@ def _made(shared: Shared, given: Shared) -> Shared:
 
 
 _OP, _JOINED = "DSV4Attention", "wx"
+_KEYS = "index_fp8"  # the layout of index keys in packed caches
