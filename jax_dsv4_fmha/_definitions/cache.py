@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import _check
+from . import explicit_axes
 from .packed import LAYOUTS, V4_FP8, D, Layout, layout_of, read_pages
 
 
@@ -140,19 +141,24 @@ class Cache:
         entries = _check.operand(op, "entries", entries, "b n d", dims, dtypes)
         positions = _check.operand(op, "positions", positions, "b n", dims, _check.INT)
         self.check(op, "cache", dims, dtypes)
+        cache, entries, positions = self._with_batch(op, entries=entries, positions=positions)
+        return cache._append(entries, positions)
+
+    def _append(self, entries: jax.Array, positions: jax.Array) -> "Cache":
         lost = (positions < 0) | (positions <= positions.max(1, keepdims=True) - self.capacity)
         slots = self.slots(jnp.where(lost, -1, positions % self.capacity))
         pages, at = slots // self.page, slots % self.page  # -1 is on no page
         if self.is_packed:
             rows = list(zip(self.packing.starts(at, self.page), self.packing.encode(entries), strict=True))
         else:
-            rows = [(at * dims["d"], entries)]
+            rows = [(at * entries.shape[2], entries)]
         whole = self.entries.reshape(self.entries.shape[0], -1)
         for start, row in rows:
             if self.block_table is None:
                 whole = jax.vmap(_write)(whole[:, None], pages, start, row)[:, 0]
-            else:
-                whole = _write(whole, *(x.reshape(-1, *x.shape[2:]) for x in (pages, start, row)))
+            else:  # every device that has the pool writes the entries of all sequences
+                of_all = (explicit_axes.whole(x, 0) for x in (pages, start, row))
+                whole = _write(whole, *(x.reshape(-1, *x.shape[2:]) for x in of_all))
         return dataclasses.replace(self, entries=whole.reshape(self.entries.shape))
 
     def take(self, positions: jax.Array | None = None) -> jax.Array:
@@ -175,14 +181,30 @@ class Cache:
         if getattr(positions, "shape", ())[1:] == (0,):
             return jnp.zeros((dims["b"], 0, dims["d"]), self.packing.decoded if self.is_packed else self.entries.dtype)
         positions = _check.operand(op, "positions", positions, "b n", dims, _check.INT)
+        cache, positions = self._with_batch(op, positions=positions)
+        return cache._take(positions)
+
+    def _take(self, positions: jax.Array) -> jax.Array:
         slots = self.slots(jnp.where(positions < 0, -1, positions % self.capacity))
         pages, at = slots // self.page, jnp.maximum(slots, 0) % self.page
-        if self.block_table is None:
-            pages = jnp.where(slots < 0, -1, jnp.arange(dims["b"], dtype=jnp.int32)[:, None])
         whole = self.entries.reshape(self.entries.shape[0], -1)
-        if not self.is_packed:
+
+        def read(whole: jax.Array, pages: jax.Array, at: jax.Array) -> jax.Array:
+            if self.is_packed:
+                return self.packing.take(whole, pages, at)
             return read_pages(whole, pages, at * self.entries.shape[2], self.entries.shape[2])
-        return self.packing.take(whole, pages, at)
+
+        if self.block_table is None:  # a page for each sequence: XLA reads it where it is
+            return jax.vmap(read)(whole[:, None], pages, at)
+        return read(whole, pages, at)
+
+    def _with_batch(self, op: str, **xs: jax.Array) -> tuple[Any, ...]:
+        """The cache and arrays `[b, n, …]`, on the same devices: where mesh axes are Explicit, the batch is sharded alike,
+        and other axes are whole.
+        """
+        rows = "entries" if self.block_table is None else "block_table"
+        *others, held = explicit_axes.together(op, "b", **xs, **{f"cache.{rows}": getattr(self, rows)})
+        return dataclasses.replace(self, **{rows: held}), *(explicit_axes.whole(x, 1, 2) for x in others)
 
     def _sizes(self, op: str) -> dict[str, Any]:
         """b and d, as the arrays say."""
@@ -213,6 +235,11 @@ class Cache:
                 raise _check.error(ValueError, op, f"{name}.entries", got, wanted)
         else:
             _check.operand(op, f"{name}.entries", self.entries, f"{pages} page d", sizes, dtypes)
+        for part, x in (("entries", self.entries), ("block_table", self.block_table)):
+            if x is not None and any(explicit_axes.entries(x)[part == "block_table" or self.block_table is None :]):
+                got = f"{_check.describe(x)} sharded over {jax.typeof(x).sharding.spec}"
+                wanted = "only the batch sharded" + ", and a pool of pages whole" * (self.block_table is not None)
+                raise _check.error(ValueError, op, f"{name}.{part}", got, wanted)
         counts = (self.entries.shape[0] * self.page, math.prod(self.entries.shape[1:]))
         if any(isinstance(n, int) and n >= 2**31 for n in counts):
             wanted = "fewer than 2**31 entries, and less than 2**31 numbers in a page"

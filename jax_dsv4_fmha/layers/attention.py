@@ -21,10 +21,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from .. import Cache, Span, _check, dsv4_attention, dsv4_decode, lightning_indexer
+from .._definitions import explicit_axes
 from .._definitions.span import positions_of
 from . import _operands
 from ._norm import rms_norm
-from .compressor import Compressor, counted, packed_blocks, whole_sequences
+from .compressor import Compressor, counted, packed_blocks
 from .indexer import Indexer, two_levels
 from .rope import Rope, inverse_rope, rope, rope_of_normed
 
@@ -334,7 +335,8 @@ class DSV4Attention:
                 raise _check.error(ValueError, _OP, "segment_ids", segment_ids, "None with a cache")
             if self.indexer is not None and self.indexer.in_two_levels:
                 raise _check.error(NotImplementedError, _OP, "segment_ids", segment_ids, "None, with two levels")
-            segment_ids = whole_sequences(segment_ids)
+            x, segment_ids = explicit_axes.together(_OP, "b", x=x, segment_ids=segment_ids)
+            segment_ids = explicit_axes.whole(segment_ids, 1)
         if cache is None:
             if lengths is not None or not (isinstance(start, int) and start == 0):
                 raise _check.error(ValueError, _OP, "start", start, "0, and no lengths, without a cache")
@@ -343,10 +345,11 @@ class DSV4Attention:
         if lengths is None:
             lengths = first + s
         lengths = _check.operand(_OP, "lengths", lengths, "b", {"b": b}, _check.INT)
+        x, first, lengths = explicit_axes.together(_OP, "b", x=x, start=first, lengths=lengths)
         positions = counted(first, 0, s)
         real = (positions >= 0) & (positions < lengths[:, None])
         c, q, kv = self._projected(params, x, positions)
-        kv = cache.window.as_held(kv)
+        kv = cache.window.as_held(explicit_axes.whole(kv, 1))
         earlier = cache.window.take(counted(first, 1 - self.window, 0))
         cache = cache._replace(window=cache.window.append(kv, jnp.where(real, positions, -1)))
         given = shared or Shared()
@@ -394,6 +397,7 @@ class DSV4Attention:
             raise _check.error(TypeError, _OP, "cache", cache, "a LayerCache")
         b, s = self._check_operands(params, x, cache, shared)
         lengths = jnp.broadcast_to(_check.offset(_OP, "lengths", lengths, {"b": b}), (b,))
+        x, lengths = explicit_axes.together(_OP, "b", x=x, lengths=lengths)
         positions = counted(lengths - s, 0, s)
         c, q, kv = self._projected(params, x, positions)
         cache = cache._replace(window=cache.window.append(kv, positions))
@@ -429,7 +433,7 @@ class DSV4Attention:
                 blocks, first = x, jnp.arange(x.shape[1] // self.ratio, dtype=jnp.int32)[None] * self.ratio
             else:
                 tokens, first = packed_blocks(ids, self.ratio)
-                blocks = jnp.take_along_axis(whole_sequences(x), tokens[..., None], 1)
+                blocks = jnp.take_along_axis(explicit_axes.whole(x, 1), tokens[..., None], 1)
             latents = self.compressor(params["compressor"], blocks, first)
             shared = shared._replace(compressed=rope(latents, first, self.rope))
             if self.indexer is not None and self.indexer.owns_keys:
@@ -448,7 +452,7 @@ class DSV4Attention:
         with jax.named_scope("attention"):
             o, lse = dsv4_attention(
                 q,
-                whole_sequences(kv),
+                explicit_axes.whole(kv, 1),
                 entries if there else None,
                 sink=params["sink"],
                 window=self.window,
@@ -537,8 +541,8 @@ class DSV4Attention:
         o = o.reshape(*o.shape[:2], self.o_groups, -1, self.d).reshape(*o.shape[:2], self.o_groups, -1)
         w = params["wo_a"].astype(o.dtype).reshape(self.o_groups, o.shape[-1], -1)
         low_rank = jnp.einsum("bsgk,gkr->bsgr", o, w)
-        b, s, g, _ = jax.typeof(low_rank).sharding.spec
-        summed = None if g is None else PartitionSpec(b, s, None)  # an Explicit axis needs an out_sharding
+        b, s, _, _ = explicit_axes.entries(low_rank)
+        summed = explicit_axes.sharding(low_rank, b, s, None)  # over Explicit axes JAX sums where it is told to
         return jnp.einsum("bsgr,grm->bsm", low_rank, params["wo_b"].astype(o.dtype), out_sharding=summed)
 
     def _check_operands(self, params: Any, x: Any, cache: Any, shared: Any) -> tuple[Any, Any]:

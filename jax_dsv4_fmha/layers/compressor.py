@@ -20,9 +20,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from .. import Cache, _check
+from .._definitions import explicit_axes
 from .._definitions.span import positions_of
 from . import _operands
 from ._norm import rms_norm
@@ -102,7 +102,7 @@ class Compressor:
         """
         tokens = self.tokens(params, x)
         n = x.shape[1] // self.ratio
-        tokens = whole_sequences(tokens)[:, : n * self.ratio]
+        tokens = explicit_axes.whole(tokens, 1)[:, : n * self.ratio]
         if self.overlap:
             tokens = jnp.pad(tokens, ((0, 0), (self.ratio, 0), (0, 0)))
         if first is None:
@@ -128,7 +128,10 @@ class Compressor:
         ape = jnp.pad(params["ape"].astype(jnp.float32), ((0, 0), (self.channels, 0)))
         if positions is None:
             return rows + jnp.tile(ape, (math.ceil(s / self.ratio), 1))[None, :s]
-        return rows + ape[positions % self.ratio]
+        positions = explicit_axes.whole(positions, 1)
+        batch, _ = explicit_axes.entries(positions)
+        of_rows = explicit_axes.sharding(positions, batch, None, None)
+        return rows + ape.at[positions % self.ratio].get(out_sharding=of_rows)
 
     def state(self, b: int, steps: int = 1) -> Cache | None:
         """The state that generation keeps of the last tokens of b sequences; None for ratio 1, which needs none.
@@ -171,10 +174,11 @@ class Compressor:
             if state.capacity < self.reach:
                 got = f"room for {state.capacity} tokens"
                 raise _check.error(ValueError, _OP, "state", got, f"{self.reach} at least")
+        x, start, lengths = explicit_axes.together(_OP, "b", x=x, start=start, lengths=lengths)
         s, r = x.shape[1], self.ratio
         positions = counted(start, 0, s)
         real = (positions >= 0) & (positions < lengths[:, None])
-        new = self.tokens(params, x, positions)
+        new = explicit_axes.whole(self.tokens(params, x, positions), 1)
         n = math.ceil(s / r)
         entry = counted(start // r, 0, n)
         whole = (entry >= 0) & ((entry + 1) * r <= lengths[:, None]) & ((entry + 1) * r > start[:, None])
@@ -270,12 +274,6 @@ def _product_backward(operands: Any, dy: jax.Array) -> Any:
 
 
 product.defvjp(_product_forward, _product_backward)
-
-
-def whole_sequences(x: jax.Array) -> jax.Array:
-    """x `[b, s, …]` with all of s on every device, where mesh axes are Explicit; over Auto axes XLA gathers it."""
-    spec = jax.typeof(x).sharding.spec
-    return x if spec[1] is None else jax.sharding.reshard(x, PartitionSpec(spec[0], None, *spec[2:]))
 
 
 def counted(first: jax.Array, begin: int, end: int) -> jax.Array:
