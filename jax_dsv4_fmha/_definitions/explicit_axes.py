@@ -2,7 +2,7 @@
 anything.
 """
 
-from typing import Any
+import math
 
 import jax
 from jax.sharding import NamedSharding
@@ -44,6 +44,13 @@ def sharding(of: jax.Array, *wanted: Entry) -> NamedSharding | None:
 def whole(x: jax.Array, *axes: int) -> jax.Array:
     """x with all of these axes on every device that has some of it."""
     return placed(x, *(None if i in axes else entry for i, entry in enumerate(entries(x))))
+
+
+def divide(x: jax.Array, axis: int, size: int) -> bool:
+    """Whether every shard of an axis has whole groups of that size."""
+    mesh = jax.typeof(x).sharding.mesh
+    shards = math.prod(mesh.shape[name] for name in names(entries(x)[axis]))
+    return shards == 1 or x.shape[axis] % (shards * size) == 0
 
 
 def together(op: str, axes: str, **xs: jax.Array) -> tuple[jax.Array, ...]:

@@ -23,9 +23,10 @@ from jax.sharding import PartitionSpec
 from .. import Cache, Span, _check, dsv4_attention, dsv4_decode, lightning_indexer
 from .._definitions import explicit_axes
 from .._definitions.span import positions_of
+from .._dispatch.sharding import whole_sequences
 from . import _operands
 from ._norm import rms_norm
-from .compressor import Compressor, counted, packed_blocks
+from .compressor import Compressor, counted, kept_at, packed_blocks
 from .indexer import Indexer, two_levels
 from .rope import Rope, inverse_rope, rope, rope_of_normed
 
@@ -336,7 +337,7 @@ class DSV4Attention:
             if self.indexer is not None and self.indexer.in_two_levels:
                 raise _check.error(NotImplementedError, _OP, "segment_ids", segment_ids, "None, with two levels")
             x, segment_ids = explicit_axes.together(_OP, "b", x=x, segment_ids=segment_ids)
-            segment_ids = explicit_axes.whole(segment_ids, 1)
+            segment_ids = whole_sequences(segment_ids)
         if cache is None:
             if lengths is not None or not (isinstance(start, int) and start == 0):
                 raise _check.error(ValueError, _OP, "start", start, "0, and no lengths, without a cache")
@@ -347,13 +348,12 @@ class DSV4Attention:
         lengths = _check.operand(_OP, "lengths", lengths, "b", {"b": b}, _check.INT)
         x, first, lengths = explicit_axes.together(_OP, "b", x=x, start=first, lengths=lengths)
         positions = counted(first, 0, s)
-        real = (positions >= 0) & (positions < lengths[:, None])
         c, q, kv = self._projected(params, x, positions)
-        kv = cache.window.as_held(explicit_axes.whole(kv, 1))
+        kv = cache.window.as_held(whole_sequences(kv))
         earlier = cache.window.take(counted(first, 1 - self.window, 0))
-        cache = cache._replace(window=cache.window.append(kv, jnp.where(real, positions, -1)))
+        cache = cache._replace(window=cache.window.append(kv, kept_at(first, lengths, s)))
         given = shared or Shared()
-        cache, shared = self._compressed(params, x, c, positions, cache, given, lengths)
+        cache, shared = self._compressed(params, x, c, first, lengths, cache, given)
         entries = shared.compressed.take() if self.ratio else None
         with jax.named_scope("attention"):
             o, _ = dsv4_attention(
@@ -398,11 +398,12 @@ class DSV4Attention:
         b, s = self._check_operands(params, x, cache, shared)
         lengths = jnp.broadcast_to(_check.offset(_OP, "lengths", lengths, {"b": b}), (b,))
         x, lengths = explicit_axes.together(_OP, "b", x=x, lengths=lengths)
-        positions = counted(lengths - s, 0, s)
+        first = lengths - s
+        positions = counted(first, 0, s)
         c, q, kv = self._projected(params, x, positions)
-        cache = cache._replace(window=cache.window.append(kv, positions))
+        cache = cache._replace(window=cache.window.append(whole_sequences(kv), kept_at(first, lengths, s)))
         given = shared or Shared()
-        cache, shared = self._compressed(params, x, c, positions, cache, given, lengths)
+        cache, shared = self._compressed(params, x, c, first, lengths, cache, given)
         with jax.named_scope("attention"):
             o, _ = dsv4_decode(
                 q,
@@ -433,7 +434,7 @@ class DSV4Attention:
                 blocks, first = x, jnp.arange(x.shape[1] // self.ratio, dtype=jnp.int32)[None] * self.ratio
             else:
                 tokens, first = packed_blocks(ids, self.ratio)
-                blocks = jnp.take_along_axis(explicit_axes.whole(x, 1), tokens[..., None], 1)
+                blocks = jnp.take_along_axis(whole_sequences(x), tokens[..., None], 1)
             latents = self.compressor(params["compressor"], blocks, first)
             shared = shared._replace(compressed=rope(latents, first, self.rope))
             if self.indexer is not None and self.indexer.owns_keys:
@@ -452,7 +453,7 @@ class DSV4Attention:
         with jax.named_scope("attention"):
             o, lse = dsv4_attention(
                 q,
-                explicit_axes.whole(kv, 1),
+                whole_sequences(kv),
                 entries if there else None,
                 sink=params["sink"],
                 window=self.window,
@@ -467,13 +468,12 @@ class DSV4Attention:
         params: Any,
         x: jax.Array,
         c: jax.Array,
-        positions: jax.Array,
+        first: jax.Array,
+        lengths: jax.Array,
         cache: LayerCache,
         shared: Shared,
-        lengths: jax.Array,
     ) -> tuple[LayerCache, Shared]:
         """The cache with the entries and keys that new tokens complete, and the entries that the queries see."""
-        first = positions[:, 0]
         if self.compressor is not None:
             assert cache.compressed is not None
             latents, entry, tokens = self.compressor.extend(params["compressor"], x, cache.tokens, first, lengths)
@@ -493,7 +493,8 @@ class DSV4Attention:
                 cache = cache._replace(keys=keys)
                 shared = shared._replace(keys=keys)
         if self.indexer is not None:
-            shared, _ = self._choose(params, x, c, positions, shared, {"ratio": self.ratio})
+            past = {"ratio": self.ratio, "q_offset": first}
+            shared, _ = self._choose(params, x, c, counted(first, 0, x.shape[1]), shared, past)
         return cache, shared
 
     @jax.named_scope("indexer")
@@ -504,9 +505,8 @@ class DSV4Attention:
         assert self.indexer is not None
         q, weights = self.indexer.queries(params["indexer"], x, c, positions, self.rope)
         keys = shared.keys
-        first = positions[:, 0] if positions.shape[0] == x.shape[0] else 0
         n = keys.capacity if isinstance(keys, Cache) else keys.shape[1]
-        choice: dict[str, Any] = {"topk": min(self.indexer.topk, n), "q_offset": first, **past}
+        choice: dict[str, Any] = {"topk": min(self.indexer.topk, n), **past}
         if not self.indexer.in_two_levels:
             indices = lightning_indexer(q, keys, weights, **choice)
             assert isinstance(indices, jax.Array)  # because no scores are asked for

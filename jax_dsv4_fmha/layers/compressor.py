@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from .. import Cache, _check
 from .._definitions import explicit_axes
 from .._definitions.span import positions_of
+from .._dispatch.sharding import whole_sequences
 from . import _operands
 from ._norm import rms_norm
 
@@ -102,13 +103,15 @@ class Compressor:
         """
         tokens = self.tokens(params, x)
         n = x.shape[1] // self.ratio
-        tokens = explicit_axes.whole(tokens, 1)[:, : n * self.ratio]
+        if self.overlap or not explicit_axes.divide(tokens, 1, self.ratio):
+            tokens = whole_sequences(tokens)
+        tokens = tokens[:, : n * self.ratio]
         if self.overlap:
             tokens = jnp.pad(tokens, ((0, 0), (self.ratio, 0), (0, 0)))
         if first is None:
             first = jnp.arange(n, dtype=jnp.int32)[None] * self.ratio
         first = _operands.positions(_OP, "first", first, x.shape[0], n)
-        return self._pool(params, tokens, first >= self.ratio, x.dtype)
+        return whole_sequences(self._pool(params, tokens, first >= self.ratio, x.dtype))
 
     def tokens(self, params: Any, x: jax.Array, positions: jax.Array | None = None) -> jax.Array:
         """The pooled channels of each token, float32 `[b, s, width]`: kv, and the score if there is one.
@@ -176,16 +179,14 @@ class Compressor:
                 raise _check.error(ValueError, _OP, "state", got, f"{self.reach} at least")
         x, start, lengths = explicit_axes.together(_OP, "b", x=x, start=start, lengths=lengths)
         s, r = x.shape[1], self.ratio
-        positions = counted(start, 0, s)
-        real = (positions >= 0) & (positions < lengths[:, None])
-        new = explicit_axes.whole(self.tokens(params, x, positions), 1)
+        new = whole_sequences(self.tokens(params, x, counted(start, 0, s)))
         n = math.ceil(s / r)
         entry = counted(start // r, 0, n)
         whole = (entry >= 0) & ((entry + 1) * r <= lengths[:, None]) & ((entry + 1) * r > start[:, None])
         entry = jnp.where(whole, entry, -1)
         if state is None:
             return self._pool(params, new, entry > 0, x.dtype), entry, None
-        kept = state.append(new, jnp.where(real, positions, -1))
+        kept = state.append(new, kept_at(start, lengths, s))
         if state.capacity >= self.reach + s - 1:
             return self._pool_ring(params, kept.entries, entry, x.dtype), entry, kept
         before = state.take(counted(start, -self.reach, 0))
@@ -279,6 +280,15 @@ product.defvjp(_product_forward, _product_backward)
 def counted(first: jax.Array, begin: int, end: int) -> jax.Array:
     """int32 `[b, end - begin]`: the numbers from `first[n] + begin` to `first[n] + end - 1`, for first int32 `[b]`."""
     return first[:, None] + jnp.arange(begin, end, dtype=jnp.int32)[None]
+
+
+def kept_at(first: jax.Array, lengths: jax.Array, s: int) -> jax.Array:
+    """int32 `[b, s]`: the positions of new tokens from `first[n]` on, -1 for padding; whole on every device.
+
+    It is computed apart from the positions of the queries, of which XLA shards what it shards of x.
+    """
+    positions = counted(first, 0, s)
+    return whole_sequences(jnp.where((positions >= 0) & (positions < lengths[:, None]), positions, -1))
 
 
 def packed_blocks(ids: jax.Array, ratio: int) -> tuple[jax.Array, jax.Array]:
