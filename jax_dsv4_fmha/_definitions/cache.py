@@ -196,6 +196,9 @@ class Cache:
 
         if self.block_table is None:  # a page for each sequence: XLA reads it where it is
             return jax.vmap(read)(whole[:, None], pages, at)
+        where = explicit_axes.entries(pages)
+        if any(where):
+            read = jax.sharding.auto_axes(read, out_sharding=explicit_axes.sharding(pages, *where, None))
         return read(whole, pages, at)
 
     def _with_batch(self, op: str, **xs: jax.Array) -> tuple[Any, ...]:

@@ -6,8 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from .. import _check
+from .._definitions import explicit_axes
 
 
 @functools.cache
@@ -36,6 +38,19 @@ def _agree(op: str, name: str, got: Any, wanted: Any) -> None:
         raise _check.error(ValueError, op, name, " and ".join(found), "what `init` makes")
     for key in wanted:
         _agree(op, f"{name}.{key}", got[key], wanted[key])
+
+
+def sharded_as(op: str, name: str, params: Any, specs: Any) -> None:
+    """Raises unless Explicit axes of a mesh shard params as the PartitionSpecs say."""
+    if isinstance(params, Mapping):
+        for key in params:
+            sharded_as(op, f"{name}.{key}", params[key], specs[key])
+        return
+    entries = explicit_axes.entries(params)
+    wanted = (*specs, *[None] * (len(entries) - len(specs)))
+    if entries != wanted:
+        got, wanted = (f"{PartitionSpec(*x)}" for x in (entries, wanted))
+        raise _check.error(ValueError, op, name, f"it sharded as {got}", f"{wanted}, as `partition` says")
 
 
 def hidden(op: str, name: str, x: Any, last: int, first: tuple[Any, ...] = (None, None)) -> jax.Array:

@@ -225,7 +225,7 @@ class DSV4Attention:
             params["indexer"] = self.indexer.init(next(keys))
         return params
 
-    def partition(self, heads: str | None = None) -> dict[str, Any]:
+    def partition(self, heads: str | tuple[str, ...] | None = None) -> dict[str, Any]:
         """The PartitionSpec of each parameter on a mesh whose axis `heads` shards the query heads.
 
         All other parameters, and the indexer's, are whole on each device. The one collective is the sum over groups of
@@ -426,14 +426,14 @@ class DSV4Attention:
         implementation: _check.Implementation | None,
     ) -> Output:
         """Sequences from their first token on, or documents that ids tell apart, without a cache."""
-        positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None] if ids is None else positions_of(ids)
+        positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None] if ids is None else _everywhere(positions_of(ids))
         c, q, kv = self._projected(params, x, positions)
         chosen, shared = None, given
         if self.compressor is not None:
             if ids is None:
                 blocks, first = x, jnp.arange(x.shape[1] // self.ratio, dtype=jnp.int32)[None] * self.ratio
             else:
-                tokens, first = packed_blocks(ids, self.ratio)
+                tokens, first = _everywhere(packed_blocks(ids, self.ratio))
                 blocks = jnp.take_along_axis(whole_sequences(x), tokens[..., None], 1)
             latents = self.compressor(params["compressor"], blocks, first)
             shared = shared._replace(compressed=rope(latents, first, self.rope))
@@ -443,13 +443,13 @@ class DSV4Attention:
                 shared = shared._replace(keys=self.indexer.keys(params["indexer"], of_keys, first, self.rope))
         entries = shared.compressed if self.ratio else None
         there = entries is not None and entries.shape[1] > 0
-        own = Span.compressed_segments(ids, self.ratio) if ids is not None and there else None
+        own = _everywhere(Span.compressed_segments(ids, self.ratio)) if ids is not None and there else None
         if self.indexer is not None and there:
             past = {"ratio": self.ratio} if own is None else {"span": own}
             shared, chosen = self._choose(params, x, c, positions, shared, past)
         seen: dict[str, Any] = self._seen(shared, own) if there else {}
         if ids is not None:
-            seen["span"] = Span.segments(ids)
+            seen["span"] = _everywhere(Span.segments(ids))
         with jax.named_scope("attention"):
             o, lse = dsv4_attention(
                 q,
@@ -550,12 +550,25 @@ class DSV4Attention:
         dims: dict[str, Any] = {"hidden": self.hidden}
         x = _check.operand(_OP, "x", x, "b s hidden", dims, _check.FLOAT)
         b, s = dims["b"], dims["s"]
+        self._check_shardings(params, x)
         if cache is not None:
             self._check_cache(cache, b, x.dtype)
         if not isinstance(shared, Shared | None):
             raise _check.error(TypeError, _OP, "shared", shared, "a Shared or None")
         self._check_shared(shared or Shared(), b, s, cache is not None)
         return b, s
+
+    def _check_shardings(self, params: Any, x: jax.Array) -> None:
+        """Raises where Explicit axes of a mesh shard what has to be whole."""
+        heads = explicit_axes.entries(params["wq_b"])[1]
+        _operands.sharded_as(_OP, "params", params, self.partition(heads))
+        b, s, hidden = explicit_axes.entries(x)
+        for name, entry in (("b", b), ("s", s), ("hidden", hidden)):
+            got = explicit_axes.described(name, entry)
+            if name == "hidden" and entry is not None:
+                raise _check.error(ValueError, _OP, "x", got, "that axis whole: only b and s may be sharded")
+            if set(explicit_axes.names(entry)) & set(explicit_axes.names(heads)):
+                raise _check.error(ValueError, _OP, "x", got, "mesh axes that do not shard the parameters' heads")
 
     def _check_cache(self, cache: Any, b: Any, dtype: Any) -> None:
         """Raises unless a LayerCache has the caches of this kind of layer, for b sequences and x's dtype."""
@@ -597,6 +610,11 @@ class DSV4Attention:
             _check.operand(_OP, "shared.indices", shared.indices, "b s topk", dims, _check.INT)
         elif self.indexer.within_candidates:
             _check.operand(_OP, "shared.blocks", shared.blocks, "b s n", dims, _check.INT)
+
+
+def _everywhere(of_documents: Any) -> Any:
+    """What documents determine, `[b, s]` or `[b, n]`, whole on every device: XLA does not compute it shard by shard."""
+    return jax.tree.map(whole_sequences, of_documents)
 
 
 def _made(shared: Shared, given: Shared) -> Shared:
