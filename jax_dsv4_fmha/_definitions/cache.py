@@ -202,12 +202,14 @@ class Cache:
         return read(whole, pages, at)
 
     def _with_batch(self, op: str, **xs: jax.Array) -> tuple[Any, ...]:
-        """The cache and arrays `[b, n, …]`, on the same devices: where mesh axes are Explicit, the batch is sharded alike,
-        and other axes are whole.
-        """
-        rows = "entries" if self.block_table is None else "block_table"
-        *others, held = explicit_axes.together(op, "b", **xs, **{f"cache.{rows}": getattr(self, rows)})
-        return dataclasses.replace(self, **{rows: held}), *(explicit_axes.whole(x, 1, 2) for x in others)
+        """The cache, and arrays `[b, n, …]` with all of n where Explicit axes of a mesh put the cache's sequences."""
+        if self.block_table is None:
+            *others, entries = explicit_axes.together(op, "b", **xs, cache=self.entries)
+            cache = dataclasses.replace(self, entries=entries)
+        else:
+            *others, block_table = explicit_axes.together(op, "b", **xs, cache=self.block_table)
+            cache = dataclasses.replace(self, block_table=block_table)
+        return cache, *(explicit_axes.whole(x, 1, 2) for x in others)
 
     def _sizes(self, op: str) -> dict[str, Any]:
         """b and d, as the arrays say."""

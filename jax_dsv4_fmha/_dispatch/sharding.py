@@ -253,4 +253,4 @@ def _gathered(axis: int, x: jax.Array) -> jax.Array:
     return whole
 
 
-_gathered.defvjp(lambda axis, x: (_gathered(axis, x), None), lambda axis, _, dy: (dy,))
+_gathered.defvjp(lambda axis, x: (_gathered(axis, x), None), lambda axis, _, dy: (_gathered(axis, dy),))

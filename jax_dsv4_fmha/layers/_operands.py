@@ -46,11 +46,11 @@ def sharded_as(op: str, name: str, params: Any, specs: Any) -> None:
         for key in params:
             sharded_as(op, f"{name}.{key}", params[key], specs[key])
         return
-    entries = explicit_axes.entries(params)
-    wanted = (*specs, *[None] * (len(entries) - len(specs)))
-    if entries != wanted:
-        got, wanted = (f"{PartitionSpec(*x)}" for x in (entries, wanted))
-        raise _check.error(ValueError, op, name, f"it sharded as {got}", f"{wanted}, as `partition` says")
+    found = explicit_axes.entries(params)
+    wanted = (*specs, *[None] * (len(found) - len(specs)))
+    if found != wanted:
+        got = f"it sharded as {PartitionSpec(*found)}"
+        raise _check.error(ValueError, op, name, got, f"{PartitionSpec(*wanted)}, as `partition` says")
 
 
 def hidden(op: str, name: str, x: Any, last: int, first: tuple[Any, ...] = (None, None)) -> jax.Array:

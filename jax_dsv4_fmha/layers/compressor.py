@@ -101,8 +101,8 @@ class Compressor:
             that is not the first of its sequence stands next to the previous one. None means one sequence a row, from
             position 0 on.
         """
-        tokens = self.tokens(params, x)
-        n = x.shape[1] // self.ratio
+        x = self._checked(params, x)
+        tokens, n = product(x, params["w"]), x.shape[1] // self.ratio
         if self.overlap or not explicit_axes.divide(tokens, 1, self.ratio):
             tokens = whole_sequences(tokens)
         tokens = tokens[:, : n * self.ratio]
@@ -111,26 +111,26 @@ class Compressor:
         if first is None:
             first = jnp.arange(n, dtype=jnp.int32)[None] * self.ratio
         first = _operands.positions(_OP, "first", first, x.shape[0], n)
-        return whole_sequences(self._pool(params, tokens, first >= self.ratio, x.dtype))
+        pooled = self._pool(params, tokens, first >= self.ratio, x.dtype, params.get("ape"))
+        return whole_sequences(pooled)
 
-    def tokens(self, params: Any, x: jax.Array, positions: jax.Array | None = None) -> jax.Array:
+    def _checked(self, params: Any, x: Any) -> jax.Array:
+        _operands.parameters(self, params)
+        return _operands.hidden(_OP, "x", x, self.hidden)
+
+    def tokens(self, params: Any, x: jax.Array, positions: jax.Array) -> jax.Array:
         """The pooled channels of each token, float32 `[b, s, width]`: kv, and the score if there is one.
 
         Args:
           params, x: as in a call.
-          positions: int32 `[b or 1, s]`; None where x begins with a block.
+          positions: int32 `[b or 1, s]`.
         """
-        _operands.parameters(self, params)
-        x = _operands.hidden(_OP, "x", x, self.hidden)
-        b, s = x.shape[:2]
-        if positions is not None:
-            positions = _operands.positions(_OP, "positions", positions, b, s)
+        x = self._checked(params, x)
+        positions = _operands.positions(_OP, "positions", positions, *x.shape[:2])
         rows = product(x, params["w"])
         if "ape" not in params:
             return rows
         ape = jnp.pad(params["ape"].astype(jnp.float32), ((0, 0), (self.channels, 0)))
-        if positions is None:
-            return rows + jnp.tile(ape, (math.ceil(s / self.ratio), 1))[None, :s]
         positions = explicit_axes.whole(positions, 1)
         batch, _ = explicit_axes.entries(positions)
         of_rows = explicit_axes.sharding(positions, batch, None, None)
@@ -198,14 +198,18 @@ class Compressor:
         )
         return self._pool(params, aligned, entry > 0, x.dtype), entry, kept
 
-    def _pool(self, params: Any, tokens: jax.Array, has_before: jax.Array, dtype: Any) -> jax.Array:
+    def _pool(
+        self, params: Any, tokens: jax.Array, has_before: jax.Array, dtype: Any, ape: jax.Array | None = None
+    ) -> jax.Array:
         """Pools tokens `[b, (n + blocks - 1) ratio, …]` into latents `[b, n, d]`.
 
-        has_before `[b or 1, n]`: with overlap, whether there is a previous block.
+        has_before `[b or 1, n]`: with overlap, whether there is a previous block; ape: where the tokens lack it.
         """
         if self.ratio == 1:
             return rms_norm(tokens.astype(dtype), params["norm"], self.eps)
         kv, score = jnp.split(tokens.reshape(tokens.shape[0], -1, self.ratio, self.width), 2, -1)
+        if ape is not None:  # with an axis for the blocks, so that one sum makes its gradient, before any collective
+            score += ape.astype(jnp.float32)[None, None]
         most = jax.lax.stop_gradient(jnp.max(score, 2))
         weight = jnp.exp(score - most[:, :, None])
         own = [most, jnp.sum(weight, 2), jnp.sum(weight * kv, 2)]

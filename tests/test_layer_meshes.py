@@ -1,0 +1,177 @@
+"""Layers on meshes: every kind of layer, call, sharding and kind of mesh gives the numbers of one device, with the
+collectives that docs/layers.md names and no others, with `jax.set_mesh` and without.
+
+A plain run takes some of the combinations, in which every two choices meet; `pytest -m fuzz` takes the rest.
+"""
+
+import contextlib
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_dsv4_fmha import Cache
+from jax_dsv4_fmha.layers import Shared, from_config
+from tests.helpers import collectives, normal
+from tests.test_layers import MODELS, random_params
+
+pytestmark = pytest.mark.usefixtures("quick_to_compile")
+
+B, S, HIDDEN, ROOM = 4, 16, 24, 32
+AXES = {"Auto": (AxisType.Auto,) * 2, "Explicit": (AxisType.Explicit,) * 2, "mixed": (AxisType.Explicit, AxisType.Auto)}
+SHARDED = {
+    "batch": {"batch": "data"},
+    "heads": {"heads": "tensor"},
+    "both": {"batch": "data", "heads": "tensor"},
+    "sequence": {"sequence": "data"},
+}
+CALLS = ("whole", "gradient", "chunk", "step")
+
+
+@functools.cache
+def layers():
+    v4, v41 = (from_config(MODELS[name] | {"num_attention_heads": 8, "o_groups": 4}) for name in MODELS)
+    return {"window": v4[0], "sparse": v4[1], "dense": v4[2], "reading": v41[4]}
+
+
+KINDS = ("window", "sparse", "dense", "reading")
+
+
+@functools.cache
+def operands(kind, call):
+    """Parameters, x, a cache, what earlier layers share, and the tokens that each sequence has."""
+    layer, cached = layers()[kind], call in ("chunk", "step")
+    params, x = random_params(layer, 1), normal(2, B, 2 if call == "step" else S, HIDDEN)
+    cache = shared = None
+    if cached:
+        cache = layer.cache(B, ROOM, jnp.float32, steps=2)
+        cache = jax.tree.map(lambda x: normal(3, *x.shape), cache)
+    if kind == "reading":
+        n = ROOM if cached else S
+        entries = normal(4, B, n, layer.d)
+        indices = jnp.asarray(np.random.default_rng(5).integers(0, n, (B, x.shape[1], 3)), jnp.int32)
+        shared = Shared(compressed=Cache(entries) if cached else entries, indices=indices)
+    return params, x, cache, shared, jnp.arange(7, 7 + B, dtype=jnp.int32) if cached else None
+
+
+def called(kind, call):
+    """A function of `operands`."""
+    layer = layers()[kind]
+
+    def whole(params, x, cache, shared, at):
+        return layer(params, x, cache, shared)
+
+    def loss(params, x, shared):
+        return jnp.sum(jnp.square(layer(params, x, shared=shared).y))
+
+    return {
+        "whole": whole,
+        "gradient": lambda params, x, cache, shared, at: jax.grad(loss, (0, 1))(params, x, shared),
+        "chunk": lambda params, x, cache, shared, at: layer(params, x, cache, shared, start=at),
+        "step": lambda params, x, cache, shared, at: layer.step(params, x, cache, shared, lengths=at),
+    }[call]
+
+
+@functools.cache
+def expected(kind, call):
+    return jax.jit(called(kind, call))(*operands(kind, call))
+
+
+def mesh_of(axes):
+    return jax.make_mesh((2, 4), ("data", "tensor"), axis_types=AXES[axes], devices=jax.devices("cpu")[:8])
+
+
+def put(mesh, x, *spec):
+    return jax.device_put(x, NamedSharding(mesh, P(*spec)))
+
+
+def placed(kind, xs, mesh, batch=None, heads=None, sequence=None):
+    params, x, cache, shared, at = xs
+    params = jax.tree.map(lambda x, spec: put(mesh, x, *spec), params, layers()[kind].partition(heads))
+    if shared is not None:
+        entries = jax.tree.map(lambda x: put(mesh, x, batch), shared.compressed)
+        shared = shared._replace(compressed=entries, indices=put(mesh, shared.indices, batch, sequence))
+    at = None if at is None else put(mesh, at, batch)
+    return params, put(mesh, x, batch, sequence), jax.tree.map(lambda x: put(mesh, x, batch), cache), shared, at
+
+
+def moved(kind, call, how):
+    """The elements that each kind of collective moves, by docs/layers.md."""
+    layer, (params, x, *_) = layers()[kind], operands(kind, call)
+    b, s, own = x.shape[0] // (2 if "batch" in how else 1), x.shape[1], layer.compressor
+    entries = s // layer.ratio if own else 0
+    all_reduced = all_gathered = 0
+    if "heads" in how:
+        all_reduced += b * s * layer.hidden
+    if call == "gradient" and "heads" in how:  # of the low-rank query, latents and entries
+        all_reduced += b * (s * layer.q_rank + (s + entries) * layer.d)
+    if call == "gradient" and how.keys() != {"heads"}:  # of parameters; the indexer has no gradient
+        specs = layer.partition("tensor")
+        split = {
+            name: 4 if "heads" in how and "tensor" in specs[name] else 1 for name in params.keys() - {"compressor"}
+        }
+        all_reduced += sum(params[name].size // n for name, n in split.items() if name != "indexer")
+        all_reduced += sum(x.size for x in params.get("compressor", {}).values())
+    if "sequence" in how:
+        entries_alone = call in ("whole", "gradient") and not (own and own.overlap)
+        widths = sum(x.width for x in (own, layer.indexer and layer.indexer.compressor) if x)
+        all_gathered += b * (s * layer.d + (entries * layer.d if entries_alone else s * widths))
+        if call == "gradient":
+            pooled_everywhere = (
+                0 if entries_alone else params["compressor"]["norm"].size + params["compressor"]["ape"].size
+            )
+            all_reduced += b * (s + entries) * layer.d - pooled_everywhere
+    return {name: n for name, n in (("all-reduce", all_reduced), ("all-gather", all_gathered)) if n}
+
+
+def close(got, want):
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        x, y = np.asarray(x), np.asarray(y)
+        np.testing.assert_allclose(x, y, rtol=0, atol=2e-5 * max(1, np.abs(y).max()))
+
+
+def run(f, xs, want, mesh=None):
+    """The collectives of f, if its results are right; under `jax.set_mesh` with a mesh."""
+    with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
+        compiled = jax.jit(f).lower(*xs).compile()
+        close(compiled(*xs), want)
+    return collectives(compiled)
+
+
+def check(kind, call, how, axes, is_set):
+    mesh = mesh_of(axes)
+    xs = placed(kind, operands(kind, call), mesh, **SHARDED[how])
+    got = run(called(kind, call), xs, expected(kind, call), mesh if is_set else None)
+    if axes == "mixed" and "heads" in SHARDED[how] and (call == "gradient" or not is_set):  # as docs/transforms.md says
+        assert set(got) == {"all-reduce", "all-gather"}
+    else:
+        assert got == moved(kind, call, SHARDED[how])
+
+
+ON = tuple(itertools.product(AXES, (True, False)))
+TWICE = (0, 2, 3, 1)  # in the field of four elements, where a sum is an exclusive or
+PLAIN = [
+    (KINDS[i], CALLS[i ^ n % 4], tuple(SHARDED)[i ^ TWICE[n % 4]], *on) for n, on in enumerate(ON) for i in range(4)
+]
+ALL = [(*case, *on) for case in itertools.product(KINDS, CALLS, SHARDED) for on in ON]
+
+
+@pytest.mark.parametrize("kind, call, how, axes, is_set", PLAIN)
+def test_layers(kind, call, how, axes, is_set):
+    check(kind, call, how, axes, is_set)
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("kind, call, how, axes, is_set", [case for case in ALL if case not in PLAIN])
+def test_all_other_combinations(kind, call, how, axes, is_set):
+    check(kind, call, how, axes, is_set)
+
+
+def test_every_two_choices_meet_in_a_plain_run():
+    for i, j in itertools.combinations(range(5), 2):
+        assert {(x[i], x[j]) for x in ALL} == {(x[i], x[j]) for x in PLAIN}, (i, j)
