@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_dsv4_fmha import Cache
+from jax_dsv4_fmha import Cache, dsv4_decode
 from jax_dsv4_fmha.layers import Shared, from_config
 from tests.helpers import collectives, normal
 from tests.test_layers import MODELS, random_params
@@ -175,3 +175,120 @@ def test_all_other_combinations(kind, call, how, axes, is_set):
 def test_every_two_choices_meet_in_a_plain_run():
     for i, j in itertools.combinations(range(5), 2):
         assert {(x[i], x[j]) for x in ALL} == {(x[i], x[j]) for x in PLAIN}, (i, j)
+
+
+# Documents, pages of a pool, and operands that do not lie where x does
+
+
+@pytest.mark.parametrize("axes, how", [("Auto", "sequence"), ("Explicit", "sequence"), ("Explicit", "both")])
+def test_packed_documents(axes, how):
+    """Keys, x for a compressor, and the documents' numbers are gathered along the sequence; nothing else moves."""
+    layer, mesh = layers()["sparse"], mesh_of(axes)
+    params, x, *_ = xs = operands("sparse", "whole")
+    ids = jnp.asarray(
+        [[1] * 6 + [2] * 7 + [3] * 3, [5] * 16, [1] * 9 + [2] * 7, [1] * 4 + [2] * 4 + [3] * 8], jnp.int32
+    )
+
+    def f(params, x, ids):
+        return layer(params, x, segment_ids=ids).y
+
+    at = SHARDED[how]
+    params, put_x, *_ = placed("sparse", xs, mesh, **at)
+    got = run(f, (params, put_x, put(mesh, ids, at.get("batch"), at.get("sequence"))), jax.jit(f)(xs[0], x, ids))
+    gathered = {"all-gather": B * S * (layer.d + HIDDEN + 1)}
+    assert got == (gathered if how == "sequence" else moved("sparse", "whole", at))
+
+
+def chunk_and_step(layer):
+    """A chunk from position 3 on, and a step for some of the sequences."""
+
+    def f(params, x, cache, lengths):
+        out = layer(params, x[:, :-1], cache, start=3)
+        return out, layer.step(params, x[:, -1:], out.cache, lengths=lengths)
+
+    return f
+
+
+@pytest.mark.parametrize("axes", [pytest.param("Auto", marks=pytest.mark.fuzz), "Explicit"])
+def test_pages_of_a_pool(axes):
+    """New entries are gathered, because every device has all of the pool."""
+    layer, mesh = layers()["dense"], mesh_of(axes)
+    table = jnp.asarray(np.random.default_rng(6).permutation(2 * B).reshape(B, 2), jnp.int32)
+    params, x, _, _, at = operands("dense", "chunk")
+    cache = layer.cache(B, ROOM, jnp.float32, block_table=table)
+    f, xs = chunk_and_step(layer), (params, x, cache, at + 12)
+    pool = Cache(put(mesh, cache.compressed.entries), put(mesh, table, "data"))
+    entries = jax.tree.map(lambda x: put(mesh, x, "data"), cache._replace(compressed=None))
+    params, put_x, *_ = placed("dense", (params, x, None, None, None), mesh, batch="data")
+    got = run(f, (params, put_x, entries._replace(compressed=pool), put(mesh, at + 12, "data")), jax.jit(f)(*xs))
+    assert set(got) == {"all-gather"}
+    new_entries = B * (2 + 1)  # of the chunk's tokens 3 to 17, and of the step's
+    assert got["all-gather"] <= new_entries * (layer.d + 2)  # each with its page and its place there
+
+
+@pytest.mark.parametrize("axes", ["Auto", "Explicit"])
+def test_operands_that_are_not_placed(axes):
+    """The batch over both axes of a mesh; a cache, lengths and an int for all sequences go where x is."""
+    layer, mesh = layers()["window"], mesh_of(axes)
+    params, x, *_ = operands("window", "chunk")
+    x = jnp.concatenate([x, x[::-1]])
+    f, cache, lengths = chunk_and_step(layer), layer.cache(2 * B, ROOM, jnp.float32), jnp.arange(18, 10, -1)
+    lengths = lengths.astype(jnp.int32)
+    params, put_x, *_ = placed("window", (params, x, None, None, None), mesh, batch=("data", "tensor"))
+    got = run(f, (params, put_x, cache, lengths), jax.jit(f)(operands("window", "chunk")[0], x, cache, lengths))
+    assert got == {}
+
+
+@pytest.mark.parametrize(
+    "axes, paged",
+    [("Explicit", False), ("Explicit", True), ("Auto", False), pytest.param("Auto", True, marks=pytest.mark.fuzz)],
+)
+def test_caches_alone(axes, paged):
+    """`append`, `take` and `dsv4_decode` where only one of a cache's arrays is sharded."""
+    mesh, new, at = mesh_of(axes), normal(1, B, 3, 16), jnp.arange(3, dtype=jnp.int32) + jnp.zeros((B, 1), jnp.int32)
+    cache = Cache(normal(2, 2 * B, 4, 16), jnp.arange(2 * B, dtype=jnp.int32).reshape(B, 2)[::-1])
+    cache = cache if paged else Cache(normal(2, B, 8, 16))
+    q = normal(3, B, 2, 8, 16)
+
+    def f(cache, new, at, q):
+        cache = cache.append(new, at)
+        return cache, cache.take(at - 1), dsv4_decode(q, cache, cache, ratio=1, window=4, lengths=at[:, 2] + 1)
+
+    want = jax.jit(f)(cache, new, at, q)
+    got = run(f, (cache, put(mesh, new, "data"), at, q), want)
+    assert set(got) <= ({"all-gather"} if paged else set())
+    got = run(f, (cache, new, put(mesh, at, "data"), put(mesh, q, "data", None, "tensor")), want)
+    assert set(got) <= ({"all-gather"} if paged else set())
+
+
+# Errors
+
+
+def test_errors():
+    """What Explicit axes must not shard, in words."""
+    layer, mesh = layers()["dense"], mesh_of("Explicit")
+    params, x, cache, _, at = xs = operands("dense", "chunk")
+    plain = placed("dense", xs, mesh, batch="data")
+    f = jax.jit(called("dense", "chunk"))
+
+    def raises(error, **changed):
+        now = dict(zip(("params", "x", "cache", "shared", "at"), plain, strict=True)) | changed
+        with pytest.raises(ValueError, match=error):
+            f(*now.values())
+
+    wanted = "hidden sharded over tensor, wanted that axis whole: only b and s may be sharded"
+    raises(f"x: got {wanted}", x=put(mesh, x, None, None, "tensor"))
+    heads = placed("dense", xs, mesh, heads="tensor")[0]
+    wanted = "wanted mesh axes that do not shard the parameters' heads"
+    raises(f"x: got b sharded over tensor, {wanted}", params=heads, x=put(mesh, x, "tensor"))
+    wanted = r"wanted P\w*\(None, None\), as `partition` says"
+    raises(rf"params.wkv: got it sharded as P\w*\(None, 'data'\), {wanted}",
+           params=plain[0] | {"wkv": put(mesh, params["wkv"], None, "data")})  # fmt: skip
+    raises(r"params.wo_a: got .*wanted P\w*\('tensor', ", params=heads | {"wo_a": plain[0]["wo_a"]})
+    window = Cache(put(mesh, cache.window.entries, "tensor"))
+    raises("cache: got b sharded over tensor, wanted b sharded over data", cache=cache._replace(window=window))
+    window = Cache(put(mesh, cache.window.entries, None, None, "data"))
+    raises(r"cache.window.entries: got .*wanted only the batch sharded", cache=cache._replace(window=window))
+    raises("start: got b sharded over tensor, wanted b sharded over data", at=put(mesh, at, "tensor"))
+    pool = Cache(put(mesh, normal(1, 2 * B, 4, layer.d), "data"), jnp.zeros((B, 2), jnp.int32))
+    raises("wanted only the batch sharded, and a pool of pages whole", cache=cache._replace(compressed=pool))

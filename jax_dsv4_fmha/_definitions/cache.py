@@ -98,6 +98,11 @@ class Cache:
         """How many entries of one sequence there is room for."""
         return self.page if self.block_table is None else self.page * self.block_table.shape[1]
 
+    @property
+    def rows(self) -> Any:
+        """The array that has a row for each sequence."""
+        return self.entries if self.block_table is None else self.block_table
+
     def pool(self) -> jax.Array:
         """The array that kernels read: `[b or 1, slots, d]`, or packed `[b or 1, pages, page_bytes]`.
 
@@ -203,13 +208,9 @@ class Cache:
 
     def _with_batch(self, op: str, **xs: jax.Array) -> tuple[Any, ...]:
         """The cache, and arrays `[b, n, …]` with all of n where Explicit axes of a mesh put the cache's sequences."""
-        if self.block_table is None:
-            *others, entries = explicit_axes.together(op, "b", **xs, cache=self.entries)
-            cache = dataclasses.replace(self, entries=entries)
-        else:
-            *others, block_table = explicit_axes.together(op, "b", **xs, cache=self.block_table)
-            cache = dataclasses.replace(self, block_table=block_table)
-        return cache, *(explicit_axes.whole(x, 1, 2) for x in others)
+        *others, rows = explicit_axes.together(op, "b", **xs, cache=self.rows)
+        changed: dict[str, Any] = {"entries" if self.block_table is None else "block_table": rows}
+        return dataclasses.replace(self, **changed), *(explicit_axes.whole(x, 1, 2) for x in others)
 
     def _sizes(self, op: str) -> dict[str, Any]:
         """b and d, as the arrays say."""
@@ -218,7 +219,7 @@ class Cache:
             if getattr(x, "ndim", 0) < 2:
                 raise _check.error(TypeError, op, f"cache.{name}", x, "an array")
         d = layout_of(op, self.layout).d if self.is_packed else self.entries.shape[-1]
-        return {"b": (self.entries if self.block_table is None else self.block_table).shape[0], "d": d}
+        return {"b": self.rows.shape[0], "d": d}
 
     def as_held(self, entries: jax.Array) -> jax.Array:
         """These entries `[…, d]` as a cache like this returns them: bfloat16 if it is packed, else unchanged."""

@@ -346,7 +346,9 @@ class DSV4Attention:
         if lengths is None:
             lengths = first + s
         lengths = _check.operand(_OP, "lengths", lengths, "b", {"b": b}, _check.INT)
-        x, first, lengths = explicit_axes.together(_OP, "b", x=x, start=first, lengths=lengths)
+        x, first, lengths, _ = explicit_axes.together(
+            _OP, "b", x=x, start=first, lengths=lengths, cache=cache.window.rows
+        )
         positions = counted(first, 0, s)
         c, q, kv = self._projected(params, x, positions)
         kv = cache.window.as_held(whole_sequences(kv))
@@ -397,7 +399,7 @@ class DSV4Attention:
             raise _check.error(TypeError, _OP, "cache", cache, "a LayerCache")
         b, s = self._check_operands(params, x, cache, shared)
         lengths = jnp.broadcast_to(_check.offset(_OP, "lengths", lengths, {"b": b}), (b,))
-        x, lengths = explicit_axes.together(_OP, "b", x=x, lengths=lengths)
+        x, lengths, _ = explicit_axes.together(_OP, "b", x=x, lengths=lengths, cache=cache.window.rows)
         first = lengths - s
         positions = counted(first, 0, s)
         c, q, kv = self._projected(params, x, positions)
