@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_dsv4_fmha import Cache, dsv4_decode
-from jax_dsv4_fmha.layers import Shared, from_config
+from jax_dsv4_fmha.layers import Shared, from_config, rope
 from tests.helpers import collectives, normal
 from tests.test_layers import MODELS, random_params
 
@@ -261,6 +261,26 @@ def test_caches_alone(axes, paged):
     assert set(got) <= ({"all-gather"} if paged else set())
 
 
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize(
+    "call, axes",
+    [
+        ("chunk", "Explicit"),
+        *(pytest.param(*case, marks=pytest.mark.fuzz) for case in (("step", "Explicit"), ("gradient", "Auto"))),
+    ],
+)
+def test_the_path_to_kernels(call, axes):
+    check("sparse", call, "both", axes, is_set=False)
+
+
+def test_rope_of_operands_that_are_not_placed_alike():
+    mesh, x, at = mesh_of("Explicit"), normal(1, B, 6, 2, 16), jnp.arange(6 * B, dtype=jnp.int32).reshape(B, 6)
+    f = functools.partial(rope, rotation=layers()["window"].rope)
+    want = f(x, at)
+    for xs in ((put(mesh, x, "data"), at), (x, put(mesh, at, "data"))):
+        assert run(f, xs, want) == {}
+
+
 # Errors
 
 
@@ -291,4 +311,4 @@ def test_errors():
     raises(r"cache.window.entries: got .*wanted only the batch sharded", cache=cache._replace(window=window))
     raises("start: got b sharded over tensor, wanted b sharded over data", at=put(mesh, at, "tensor"))
     pool = Cache(put(mesh, normal(1, 2 * B, 4, layer.d), "data"), jnp.zeros((B, 2), jnp.int32))
-    raises("wanted only the batch sharded, and a pool of pages whole", cache=cache._replace(compressed=pool))
+    raises("sharded as .*wanted a pool of pages whole on every device", cache=cache._replace(compressed=pool))

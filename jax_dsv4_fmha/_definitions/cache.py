@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from .. import _check
 from . import explicit_axes
@@ -208,7 +209,7 @@ class Cache:
 
     def _with_batch(self, op: str, **xs: jax.Array) -> tuple[Any, ...]:
         """The cache, and arrays `[b, n, …]` with all of n where Explicit axes of a mesh put the cache's sequences."""
-        *others, rows = explicit_axes.together(op, "b", **xs, cache=self.rows)
+        *others, rows = explicit_axes.with_one_batch(op, **xs, cache=self.rows)
         changed: dict[str, Any] = {"entries" if self.block_table is None else "block_table": rows}
         return dataclasses.replace(self, **changed), *(explicit_axes.whole(x, 1, 2) for x in others)
 
@@ -241,11 +242,14 @@ class Cache:
                 raise _check.error(ValueError, op, f"{name}.entries", got, wanted)
         else:
             _check.operand(op, f"{name}.entries", self.entries, f"{pages} page d", sizes, dtypes)
-        for part, x in (("entries", self.entries), ("block_table", self.block_table)):
-            if x is not None and any(explicit_axes.entries(x)[part == "block_table" or self.block_table is None :]):
-                got = f"{_check.describe(x)} sharded over {jax.typeof(x).sharding.spec}"
-                wanted = "only the batch sharded" + ", and a pool of pages whole" * (self.block_table is not None)
-                raise _check.error(ValueError, op, f"{name}.{part}", got, wanted)
+        for x in filter(lambda x: x is not None, (self.entries, self.block_table)):
+            sharded = explicit_axes.entries(x)
+            if any(sharded[1:] if x is self.rows else sharded):
+                wanted = "only the batch sharded" if x is self.rows else "a pool of pages whole on every device"
+                got = f"{_check.describe(x)} sharded as {PartitionSpec(*sharded)}"
+                raise _check.error(
+                    ValueError, op, f"{name}.{'entries' if x is self.entries else 'block_table'}", got, wanted
+                )
         counts = (self.entries.shape[0] * self.page, math.prod(self.entries.shape[1:]))
         if any(isinstance(n, int) and n >= 2**31 for n in counts):
             wanted = "fewer than 2**31 entries, and less than 2**31 numbers in a page"

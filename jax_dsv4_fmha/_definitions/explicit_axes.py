@@ -1,10 +1,11 @@
-"""Explicit axes of meshes: an array's type says which of its axes they shard. On other meshes nothing here does
-anything.
-"""
+"""Explicit axes of meshes: an array's type says what they shard. On other meshes nothing here does anything."""
 
 import math
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -14,9 +15,9 @@ Entry = str | tuple[str, ...] | None
 """The mesh axes that shard an axis of an array, as a PartitionSpec has them"""
 
 
-def entries(x: jax.Array) -> tuple[Entry, ...]:
-    """What shards each axis of x."""
-    return tuple(jax.typeof(x).sharding.spec)
+def entries(x: Any) -> tuple[Entry, ...]:
+    """What shards each axis of an array, or of what JAX takes for one."""
+    return tuple(jax.typeof(x if isinstance(x, jax.Array | np.ndarray) else jnp.asarray(x)).sharding.spec)
 
 
 def names(entry: Entry) -> tuple[str, ...]:
@@ -53,31 +54,24 @@ def divide(x: jax.Array, axis: int, size: int) -> bool:
     return shards == 1 or x.shape[axis] % (shards * size) == 0
 
 
-def together(op: str, axes: str, **xs: jax.Array) -> tuple[jax.Array, ...]:
-    """The arrays with their first axes, named as in "b s", sharded alike: as in the first array that shards the axis.
-    An axis of size 1 stays whole.
+def with_one_batch(op: str, **xs: jax.Array) -> tuple[jax.Array, ...]:
+    """The arrays `[b, …]` with b sharded alike: as in the first array that shards it.
 
     Raises:
-      ValueError: two of the arrays shard such an axis over different mesh axes, or one mesh axis shards two of them.
+      ValueError: two of the arrays shard b over different mesh axes, or one has another axis sharded over those of b.
     """
-    split: dict[str, Entry] = {}
-    of = None
-    for name, x in xs.items():
-        for axis, entry in zip(axes.split(), entries(x), strict=False):
-            if entry is None:
-                continue
-            others = {a for other, found in split.items() if other != axis for a in names(found)}
-            if split.setdefault(axis, entry) != entry:
-                raise _check.error(ValueError, op, name, described(axis, entry), described(axis, split[axis]))
-            if others & set(names(entry)):
-                wanted = "mesh axes that no other axis is sharded over"
-                raise _check.error(ValueError, op, name, described(axis, entry), wanted)
-            of = x if of is None else of
-    if of is None:
+    first = next((x for x in xs.values() if entries(x)[0] is not None), None)
+    if first is None:
         return tuple(xs.values())
-
-    def alike(x: jax.Array) -> jax.Array:
-        first = [None if n == 1 else split.get(axis) for axis, n in zip(axes.split(), x.shape, strict=False)]
-        return placed(x, *first, *entries(x)[len(first) :], of=of)
-
-    return tuple(map(alike, xs.values()))
+    batch = entries(first)[0]
+    for name, x in xs.items():
+        own, *others = entries(x)
+        if own not in (None, batch):
+            raise _check.error(ValueError, op, name, described("b", own), described("b", batch))
+        if any(set(names(other)) & set(names(batch)) for other in others):
+            got, wanted = (
+                f"it sharded as {P(*entries(x))}",
+                f"other mesh axes than those of b, {', '.join(names(batch))}",
+            )
+            raise _check.error(ValueError, op, name, got, wanted)
+    return tuple(placed(x, batch, *entries(x)[1:], of=first) for x in xs.values())

@@ -226,7 +226,7 @@ class DSV4Attention:
         return params
 
     def partition(self, heads: str | tuple[str, ...] | None = None) -> dict[str, Any]:
-        """The PartitionSpec of each parameter on a mesh whose axis `heads` shards the query heads.
+        """The PartitionSpec of each parameter on a mesh whose axis (or axes) `heads` shards the query heads.
 
         All other parameters, and the indexer's, are whole on each device. The one collective is the sum over groups of
         heads.
@@ -336,7 +336,7 @@ class DSV4Attention:
                 raise _check.error(ValueError, _OP, "segment_ids", segment_ids, "None with a cache")
             if self.indexer is not None and self.indexer.in_two_levels:
                 raise _check.error(NotImplementedError, _OP, "segment_ids", segment_ids, "None, with two levels")
-            x, segment_ids = explicit_axes.together(_OP, "b", x=x, segment_ids=segment_ids)
+            x, segment_ids = explicit_axes.with_one_batch(_OP, x=x, segment_ids=segment_ids)
             segment_ids = whole_sequences(segment_ids)
         if cache is None:
             if lengths is not None or not (isinstance(start, int) and start == 0):
@@ -346,8 +346,8 @@ class DSV4Attention:
         if lengths is None:
             lengths = first + s
         lengths = _check.operand(_OP, "lengths", lengths, "b", {"b": b}, _check.INT)
-        x, first, lengths, _ = explicit_axes.together(
-            _OP, "b", x=x, start=first, lengths=lengths, cache=cache.window.rows
+        x, first, lengths, _ = explicit_axes.with_one_batch(
+            _OP, x=x, start=first, lengths=lengths, cache=cache.window.rows
         )
         positions = counted(first, 0, s)
         c, q, kv = self._projected(params, x, positions)
@@ -399,7 +399,7 @@ class DSV4Attention:
             raise _check.error(TypeError, _OP, "cache", cache, "a LayerCache")
         b, s = self._check_operands(params, x, cache, shared)
         lengths = jnp.broadcast_to(_check.offset(_OP, "lengths", lengths, {"b": b}), (b,))
-        x, lengths, _ = explicit_axes.together(_OP, "b", x=x, lengths=lengths, cache=cache.window.rows)
+        x, lengths, _ = explicit_axes.with_one_batch(_OP, x=x, lengths=lengths, cache=cache.window.rows)
         first = lengths - s
         positions = counted(first, 0, s)
         c, q, kv = self._projected(params, x, positions)

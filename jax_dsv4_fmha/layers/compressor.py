@@ -177,7 +177,7 @@ class Compressor:
             if state.capacity < self.reach:
                 got = f"room for {state.capacity} tokens"
                 raise _check.error(ValueError, _OP, "state", got, f"{self.reach} at least")
-        x, start, lengths = explicit_axes.together(_OP, "b", x=x, start=start, lengths=lengths)
+        x, start, lengths = explicit_axes.with_one_batch(_OP, x=x, start=start, lengths=lengths)
         s, r = x.shape[1], self.ratio
         new = whole_sequences(self.tokens(params, x, counted(start, 0, s)))
         n = math.ceil(s / r)
