@@ -261,6 +261,19 @@ def rope() -> str:
     )
 
 
+def kv_insert() -> str:
+    def group(i: int) -> list[tuple[str, float, str]]:
+        return [("load", 1.2, "lengths"), ("load", 1.2, "rows"), ("store", 0.8, "to the ring"),
+                ("load", 1.2, f"tokens {i}, {i + 4}, …"), ("softmax", 1.5, "online softmax"),
+                ("store", 0.8, "parts")]  # fmt: skip
+
+    finish: list[tuple[str, float, str]] = [
+        ("wait", 6.9, ""), ("out", 1, "merge"), ("softmax", 1, "Σ x²"), ("out", 1.6, "norm, turn, pack"), ("store", 0.8, "store")
+    ]  # fmt: skip
+    lanes = [(f"group {i}", group(i)) for i in range(4)]
+    return timeline("kv_insert: a sequence whose block is complete", [*lanes, ("a warp", finish)])
+
+
 DRAWN: dict[str, Callable[[], str]] = {
     f.__name__.replace("_", "-"): f
     for f in (
@@ -275,6 +288,7 @@ DRAWN: dict[str, Callable[[], str]] = {
         mla_backward,
         mha_backward,
         rope,
+        kv_insert,
     )
 }
 

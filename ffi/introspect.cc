@@ -5,6 +5,7 @@
 #include "forward_plan.h"
 #include "indexer_plan.h"
 #include "indexer_scores_at_plan.h"
+#include "kv_insert_plan.h"
 #include "mha_backward_plan.h"
 #include "mla_backward_plan.h"
 #include "probabilities_plan.h"
@@ -169,6 +170,14 @@ void dsv4_fmha_plan_rope(const RopeShape* shape, float direction, int32_t tile_m
 void dsv4_fmha_plan_norm_rope(const RopeShape* shape, float eps, int32_t tile_m, const RopeAddresses* addresses,
                               ShownLaunch* out) {
   *out = ShownLaunch(kNormRope, PlanNormRope(*shape, eps, tile_m, *addresses));
+}
+
+// What inserts entries into a cache, by CTAs of tile_m sequences or tokens.
+int dsv4_fmha_plan_kv_insert(const KvInsertShape* shape, float eps, int32_t tile_m, const KvInsertAddresses* addresses,
+                             ShownLaunch* out, char* error, size_t error_bytes) {
+  Plan<KvInsertArguments> plan;
+  const std::string reason = PlanKvInsert(*shape, eps, tile_m, *addresses, &plan);
+  return Show(kKvInsert.name, plan, reason, out, error, error_bytes);
 }
 
 }  // extern "C"

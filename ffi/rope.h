@@ -1,4 +1,5 @@
-// The calls of RoPE: in place, where y is where x is; after the norm of rows; and the gradient of both.
+// The calls of RoPE: in place, where y is where x is, alone or before the Hadamard transform; after the norm of rows;
+// and the gradient of both.
 #pragma once
 
 #include "rope_plan.h"
@@ -14,9 +15,10 @@ struct Rope {
   static bool HasNorm(const Call& call) { return call.direction == 0; }
 
   static ffi::Error Check(const Call& call, const Axes& n, Shape* shape) {
-    if (n.dims > n.d) return Refuse(call.table, "shape " + Show(call.table.dimensions), "no more than d last");
-    if (n.d * 2 % 16 != 0) return Refuse(call.x, "shape " + Show(call.x.dimensions), "a multiple of 8 last");
-    *shape = {.b = n.b, .s = n.s_q, .heads = n.h, .d = n.d};
+    const int64_t d = call.x.dimensions[3];
+    if (n.dims > d) return Refuse(call.table, "shape " + Show(call.table.dimensions), "no more than d last");
+    if (d * 2 % 16 != 0) return Refuse(call.x, "shape " + Show(call.x.dimensions), "a multiple of 8 last");
+    *shape = {.b = n.b, .s = n.s_q, .heads = n.h, .d = d};
     return ffi::Error::Success();
   }
 

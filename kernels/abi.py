@@ -415,7 +415,9 @@ class Probabilities(Variant):
 
 @dataclass(frozen=True)
 class Rope(Variant):
-    """RoPE of rows' last numbers, in place, by a table of cos and sin for each token."""
+    """RoPE of rows' last numbers, in place, by a table of cos and sin for each token; "rope_hadamard": and then the
+    Hadamard transform of rows of 128.
+    """
 
     dims: int  # numbers of a row that are rotated
     dtype: str  # of the rows
@@ -442,10 +444,34 @@ class NormRope(Variant):
         return (*each("address", "x", "table", "dy", "y"), *each("int32", "rows", "heads"), *each("float32", "eps"))
 
 
+@dataclass(frozen=True)
+class KvInsert(Variant):
+    """New entries of a cache: rows, or blocks of rows that are pooled, and then their norm, RoPE, and the Hadamard
+    transform. They are rounded or packed, and written where they belong.
+    """
+
+    d: int  # numbers of an entry
+    dtype: str  # of the numbers, and of a cache that is not packed
+    packing: str = ""  # of `packings.CACHED`; "" where the cache is not packed
+    pooled: bool = False
+    hadamard: bool = False
+
+    family, layout = "kv_insert", "kv_insert"
+
+    @property
+    def params(self) -> Params:
+        return (
+            *each("address", "rows", "ape", "norm", "table", "lengths", "block_table", "state", "cache"),
+            *each("int32", "b", "s", "n", "width", "columns", "column", "has_ape", "ratio", "ring"),
+            *each("int32", "pages", "page", "page_bytes", "table_width"),
+            *each("float32", "eps"),
+        )
+
+
 FAMILIES: tuple[type[Variant], ...] = (
     *(Forward, Combine, MlaBackward, TileSpans, MhaBackward),
     *(IndexerScores, IndexerScoresAt, TopK, Probabilities),
-    *(Rope, NormRope),
+    *(Rope, NormRope, KvInsert),
 )
 
 
@@ -650,6 +676,13 @@ TARGETS = (
         SCALE,
     ),
     Target("rope", "rope", (ROWS_TO_TURN, TABLE), arrays("y: T[b s_q h d]"), {"direction": "float32"}),
+    Target(
+        "rope_hadamard",
+        "rope",
+        (array("x: T[b s_q h 128]"), TABLE),
+        arrays("y: T[b s_q h 128]"),
+        {"direction": "float32"},
+    ),
     Target("norm_rope", "rope", (ROWS_TO_TURN, TABLE), arrays("y: T[b s_q h d]"), {"eps": "float32"}),
     Target(
         "norm_rope_bwd",
@@ -657,5 +690,23 @@ TARGETS = (
         (array("x: T[b s_q h d]"), TABLE, *arrays("dy: T[b s_q h d]")),
         arrays("y: T[b s_q h d]"),
         {"eps": "float32"},
+    ),
+    Target(
+        "kv_insert",
+        "kv_insert",
+        (
+            array("cache: T[pages page d] or u8[pages page_bytes]", aligned=True),
+            array("state: f32[b ring width]", aligned=True),  # earlier rows; ring is 0 where nothing is pooled
+            array("rows: f32[b s_q columns]", aligned=True),  # of which `width` from `column` on are used
+            array("ape: f32[n_ape channels]", aligned=True),  # n_ape is ratio, or 0 for none
+            array("norm: f32[d]", aligned=True),
+            array("table: f32[b n dims]", aligned=True),  # cos and sin by turns, for each entry
+            *arrays("lengths: s32[b]", "block_table: s32[b table_width]"),  # table_width is 0 without pages
+        ),
+        (
+            array("new_cache: T[pages page d] or u8[pages page_bytes]", aligned=True),  # in place
+            array("new_state: f32[b ring width]", aligned=True),  # in place
+        ),
+        {"column": "int64", "ratio": "int64", "packing": "string", "hadamard": "int64", "eps": "float32"},
     ),
 )

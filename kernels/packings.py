@@ -1,29 +1,30 @@
-"""How keys are packed, by the kind of their source: data for the kernels, the C++ launcher and the tests."""
+"""How entries are packed in a page, by the name of the layout: data for the kernels, the C++ launcher and the tests."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Where the bytes of packed entries of 512 numbers are in a page of n entries."""
+    """Where the bytes of packed entries are in a page of n entries."""
 
     values: int  # bytes of an entry's numbers
     scales: int  # bytes of their scales
     separate_scales: bool  # a page has all numbers before all scales; else an entry's scales follow its numbers
+    multiple: int = 1  # the size of a page is rounded up to a multiple of this many bytes
 
     @property
     def entry(self) -> int:
         """Bytes of an entry."""
         return self.values + self.scales
 
-    @property
-    def multiple(self) -> int:
-        """The size of a page is rounded up to a multiple of this many bytes."""
-        return self.values if self.separate_scales else 1
 
-
-PACKED = {
-    "v4_fp8": Packing(448 + 2 * 64, 8, separate_scales=True),  # 448 e4m3, 64 bf16; a scale of ue8m0 for 64 e4m3
+PACKED = {  # entries of 512 numbers, which attention reads
+    # 448 e4m3, 64 bf16; a scale of ue8m0 for 64 e4m3
+    "v4_fp8": Packing(448 + 2 * 64, 8, separate_scales=True, multiple=448 + 2 * 64),
     "v41_fp8": Packing(512, 16, separate_scales=False),  # e4m3; a scale of ue8m0 for 32
     "v41_fp4": Packing(256, 32, separate_scales=False),  # e2m1; a scale of e4m3 for 16
+}
+
+CACHED = PACKED | {  # and those of 128, which the indexer reads
+    "index_fp8": Packing(128, 4, separate_scales=True),  # e4m3; a float32 scale
 }

@@ -13,7 +13,7 @@ from typing import Any
 
 from . import targets
 from .abi import FAMILIES, PACKED_SOURCES, Param, Variant, layouts
-from .packings import PACKED
+from .packings import CACHED
 
 Record = dict[str, Any]
 
@@ -81,12 +81,13 @@ def header(variants: Sequence[Variant]) -> str:
         choices=", ".join(f"{_struct(family)}Choices" for family in FAMILIES),
         arrays="\n\n".join(targets.arrays()),
         axes=" = -1, ".join(targets.axes()),
+        packings=", ".join(map(_packing, CACHED)),
         packed="\n".join(f'    {{"{name}", {{{", ".join(map(_packing, x))}}}}},' for name, x in PACKED_SOURCES.items()),
     )
 
 
 def _packing(kind: str) -> str:
-    return f'{{"{kind}", {PACKED[kind].entry}, {PACKED[kind].multiple}}}'
+    return f'{{"{kind}", {CACHED[kind].entry}, {CACHED[kind].multiple}}}'
 
 
 def _struct(family: type[Variant] | Variant) -> str:
@@ -173,6 +174,8 @@ inline constexpr const Layout* kLayouts[] = {{{layouts}}};
 inline constexpr int kMaxParams = {max_params}, kMaxMaps = {max_maps};
 
 using Choices = std::variant<{choices}>;
+
+inline constexpr Packing kPackings[] = {{{packings}}};
 
 inline constexpr PackedSources kPackedSources[] = {{
 {packed}

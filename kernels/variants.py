@@ -9,6 +9,7 @@ from .abi import (
     Forward,
     IndexerScores,
     IndexerScoresAt,
+    KvInsert,
     MhaBackward,
     MlaBackward,
     NormRope,
@@ -95,10 +96,21 @@ VARIANTS: tuple[Variant, ...] = (
         Probabilities("head_summed_probabilities", "sm_90a", f"{HOPPER}.indexer.probabilities.kernel", 512, dtype)
         for dtype in DTYPES
     ),
-    *(Rope("rope", "sm_90a", f"{HOPPER}.rope.rope", 64, dtype) for dtype in DTYPES),
+    *(Rope(op, "sm_90a", f"{HOPPER}.rope.{op}", 64, dtype) for op in ("rope", "rope_hadamard") for dtype in DTYPES),
     *(
         NormRope(op, "sm_90a", f"{HOPPER}.rope.norm_rope", 512, 64, dtype)
         for op in ("norm_rope", "norm_rope_bwd")
         for dtype in DTYPES
+    ),
+    *(
+        KvInsert("kv_insert", "sm_90a", f"{HOPPER}.kv_insert.kernel", 512, dtype, packing, pooled)
+        for dtype, packings in (("bfloat16", ("", "v4_fp8", "v41_fp8")), ("float16", ("",)))
+        for packing in packings
+        for pooled in (False, True)
+    ),
+    *(
+        KvInsert("kv_insert", "sm_90a", f"{HOPPER}.kv_insert.kernel", 128, dtype, packing, pooled=True, hadamard=True)
+        for dtype, packings in (("bfloat16", ("", "index_fp8")), ("float16", ("",)))
+        for packing in packings
     ),
 )

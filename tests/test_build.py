@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from interpreter.kernels import kv_insert
 from interpreter.kernels.native import (
     TYPES,
     Shape,
@@ -20,6 +21,7 @@ from interpreter.kernels.native import (
     plan_combine,
     plan_indexer,
     plan_indexer_scores_at,
+    plan_kv_insert,
     plan_mha_backward,
     plan_probabilities,
     plan_rope,
@@ -32,6 +34,7 @@ from kernels.abi import (
     Combine,
     IndexerScores,
     IndexerScoresAt,
+    KvInsert,
     MhaBackward,
     NormRope,
     Probabilities,
@@ -111,6 +114,9 @@ def test_the_launcher_hands_over_what_the_table_says(variant):
         launch = plan_probabilities({"b": 2, "s_q": 70, "h_q": 8, "s_kv": 150, "topk": 100})
     elif isinstance(variant, Rope | NormRope):
         launch = plan_rope(variant.family, {"b": 2, "s": 70, "heads": 8, "d": 512}, 1.0, tile_m=32)
+    elif isinstance(variant, KvInsert):
+        x = kv_insert.Problem.of(variant, (9, 3), 2, ratio=4 if variant.pooled else 1)
+        launch = plan_kv_insert(x.shape, 1.0, tile_m=1)
     elif isinstance(variant, MhaBackward):
         launch = plan_mha_backward(variant, shape)
     elif isinstance(variant, TileSpans):

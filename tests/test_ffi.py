@@ -21,7 +21,7 @@ import pytest
 from interpreter.kernels import native
 from interpreter.kernels.attention import assert_right, operands
 from interpreter.kernels.native import Shape, addresses_of, called, function, heads_for, plan, plan_combine
-from jax_dsv4_fmha._host import attention, call, gradients, indexer, library, rope, split_kv
+from jax_dsv4_fmha._host import attention, call, gradients, indexer, kv_insert, library, rope, split_kv
 from jax_dsv4_fmha._host.call import TARGETS
 from kernels import abi, targets
 from kernels.abi import ANY, FORWARD_OPS, TILING, Combine, Forward, gathers
@@ -86,7 +86,7 @@ def test_the_package_knows_the_targets_of_the_abi():
 
 
 def test_every_target_has_a_raw_call():
-    raw = {name for module in (attention, gradients, indexer, rope) for name in vars(module)}
+    raw = {name for module in (attention, gradients, indexer, kv_insert, rope) for name in vars(module)}
     assert {name.removesuffix("_shared_kv") for name in TARGETS} <= raw
 
 

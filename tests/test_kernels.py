@@ -12,6 +12,7 @@ from kernels.abi import (
     Combine,
     IndexerScores,
     IndexerScoresAt,
+    KvInsert,
     MhaBackward,
     MlaBackward,
     NormRope,
@@ -48,6 +49,11 @@ def test_sass(key, tmp_path):
         chunks = 1 if isinstance(variant, Rope) else variant.d // 256
         assert stores == rows * chunks and loads == rows * (arrays * chunks + 2), (stores, loads)
         assert not any(o.startswith(("LDG", "STG")) and not o.endswith(".E.128") for o in opcodes)
+        return
+    if isinstance(variant, KvInsert):  # what it loads of rows, and stores of entries, it moves 16 bytes at a time
+        wide, narrow = (sum(o == f"LDG.E{x}" for o in opcodes) for x in (".128", ""))
+        assert wide >= 4 and narrow <= 4, (wide, narrow)
+        assert any(o == "STG.E.128" for o in opcodes), opcodes
         return
     if isinstance(variant, IndexerScores):
         in_bytes = 1 if variant.dtype == "float8_e4m3fn" else 2  # a box of TMA has 128 of a row, an MMA's k is 32

@@ -5,13 +5,16 @@ import pytest
 from interpreter import edits
 from interpreter.faults import PlantedFault
 from interpreter.kernels import native
-from interpreter.kernels.rope import Problem, judge, run
+from interpreter.kernels.rope import IN_PLACE, Problem, judge, run
 from interpreter.kernels.verdict import Wrong
-from interpreter.machine.hazards import OutOfBounds
+from interpreter.machine.hazards import OutOfBounds, Race
 from kernels.abi import NormRope, Rope
 
 BUILT = {v.key: v for family in (Rope, NormRope) for v in native.built(family)}
-OPS = {op: next((v for v in BUILT.values() if v.op == op), None) for op in ("rope", "norm_rope", "norm_rope_bwd")}
+OPS = {
+    op: next((v for v in BUILT.values() if v.op == op), None)
+    for op in ("rope", "rope_hadamard", "norm_rope", "norm_rope_bwd")
+}
 SHAPE = (2, 3, 7)  # rows that fill no CTA
 
 
@@ -19,7 +22,7 @@ SHAPE = (2, 3, 7)  # rows that fill no CTA
 def test_is_right(key):
     x = Problem.of(BUILT[key], *SHAPE)
     judge(x, run(x))
-    if BUILT[key].op == "rope":
+    if BUILT[key].op in IN_PLACE:
         x = Problem.of(BUILT[key], 1, 45, 3, 128)  # more than one CTA, shorter rows, turned back
         judge(x, run(x, direction=-1), direction=-1)
 
@@ -30,9 +33,15 @@ def a_lane_s_own_sum(text):
     return edits.replace(text, pattern, lambda m: f"mov.b32 {m[1]}, 0;", slice(0, 1))
 
 
+def a_butterfly_s_other_half(text):
+    """A number from the lane 8 lanes away is lost."""
+    pattern = r"shfl\.sync\.bfly\.b32\s+(%r\d+)(?:\|%p\d+)?, (%r\d+), 8,[^;]*;"
+    return edits.replace(text, pattern, lambda m: f"mov.b32 {m[1]}, 0;", slice(0, 1))
+
+
 def one_row_too_many(text):
     """A row counts as there that is not."""
-    params = [p.name for p in OPS["norm_rope" if "norm_rope" in text else "rope"].params]
+    params = [p.name for p in OPS["norm_rope" if "norm_rope" in text else "rope"].params]  # rope_hadamard has the same
     pattern = rf"(ld\.param\.b32\s+(%r\d+), {edits.parameter(text, params, 'rows')};)"
     return edits.replace(text, pattern, lambda m: f"{m[1]}\nadd.s32 {m[2]}, {m[2]}, 1;")
 
@@ -48,10 +57,12 @@ FAULTS = [
         PlantedFault("a lane's own sum", op, Wrong, "numbers are wrong", a_lane_s_own_sum)
         for op in ("norm_rope", "norm_rope_bwd")
     ),
+    PlantedFault("a butterfly's other half", "rope_hadamard", Wrong, "numbers are wrong", a_butterfly_s_other_half),
     *(PlantedFault("one row too many", op, OutOfBounds, "outside of every allocation", one_row_too_many) for op in OPS),
     *(
-        PlantedFault("a store at another lane's place", op, Wrong, "numbers are wrong", stored_at_another_lane_s_place)
+        PlantedFault("a store at another lane's place", op, error, says, stored_at_another_lane_s_place)
         for op in OPS
+        for error, says in [(Race, "reads x bytes") if op == "rope_hadamard" else (Wrong, "numbers are wrong")]
     ),
 ]
 

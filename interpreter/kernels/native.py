@@ -314,6 +314,17 @@ def plan_rope(
     return _shown(out)
 
 
+def plan_kv_insert(shape: dict[str, int], eps: float, *, tile_m: int, addresses: dict[str, int] | None = None) -> Plan:
+    """What inserts entries into a cache."""
+    return planned(
+        "kv_insert",
+        ctypes.byref(filled("KvInsertShape", **shape)),
+        ctypes.c_float(eps),
+        ctypes.c_int32(tile_m),
+        addressed("kv_insert", addresses),
+    )
+
+
 def _row_shape(shape: Shape, of_type: int) -> ctypes.Structure:
     extents = {name: getattr(shape, name) for name in ("b", "s_q", "h_q", "h_kv", "d", "splits")}
     return filled("RowShape", type=of_type, **extents)

@@ -20,6 +20,10 @@ TOLERANCE = {
     "float16": 2**-10,
 }  # of a number and of the row's root mean square: half of it is rounding
 EPS = 0.25
+INDEX_D = 128
+IN_PLACE = ("rope", "rope_hadamard")
+_I = np.arange(INDEX_D)
+HADAMARD = (1 - 2 * (np.bitwise_count(_I[:, None] & _I).astype(np.int64) % 2)) / np.sqrt(INDEX_D)
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,7 @@ class Problem:
     @staticmethod
     def of(variant: Rope | NormRope, b: int, s: int, h: int, d: int = 512) -> Problem:
         rng = np.random.default_rng(0)
+        d = INDEX_D if variant.op == "rope_hadamard" else d
         x, dy = (rng.standard_normal((b, s, h, d)).astype(variant.dtype) for _ in range(2))
         return Problem(variant, x, dy, rng.uniform(-9, 9, (b, s, variant.dims // 2)).astype(np.float32))
 
@@ -52,6 +57,10 @@ class Problem:
         """float64, of the variant's op."""
         if self.variant.op == "rope":
             return self.turned(self.x, direction)
+        if self.variant.op == "rope_hadamard":
+            if direction > 0:
+                return self.turned(self.x, 1) @ HADAMARD
+            return self.turned(self.x.astype(np.float64) @ HADAMARD, -1)
         x = self.x.astype(np.float64)
         r = 1 / np.sqrt(np.mean(x * x, -1, keepdims=True) + EPS)
         if self.variant.op == "norm_rope":
@@ -61,9 +70,9 @@ class Problem:
 
 
 def run(x: Problem, *, direction: int = 1, seed: int = 0, edit: Callable[[str], str] = lambda text: text) -> Array:
-    """The kernel's result, which "rope" writes where x was."""
+    """The kernel's result, which the ops of `IN_PLACE` write where x was."""
     kernel, memory = Kernel.of(x.variant), new_memory()
-    in_place = x.variant.op == "rope"
+    in_place = x.variant.op in IN_PLACE
     addresses = {name: memory.add(name, getattr(x, name)) for name in ("table", "dy")}
     if in_place:
         addresses["x"] = add_cleared(memory, "x", x.x.nbytes)
@@ -82,7 +91,8 @@ def judge(x: Problem, got: Array, *, direction: int = 1) -> None:
     """Raises Wrong unless every number is right; those that "rope" does not turn stay as they were."""
     want = x.wanted(direction)
     size = np.maximum(np.abs(want), np.sqrt(np.mean(want * want, -1, keepdims=True)))
-    wrong = ~(np.abs(got.astype(np.float64) - want) <= TOLERANCE[x.variant.dtype] * size)
+    roundings = 3 if x.variant.op == "rope_hadamard" else 1
+    wrong = ~(np.abs(got.astype(np.float64) - want) <= roundings * TOLERANCE[x.variant.dtype] * size)
     if x.variant.op == "rope":
         wrong[..., : -x.variant.dims] = (got != x.x)[..., : -x.variant.dims]
     if wrong.any():

@@ -448,6 +448,15 @@ def convert(i: Instruction, d: Decoder) -> Step:
             return both.view(np.uint32).ravel()
 
         return elementwise(d, i, "b32", ["f32", "f32"], pair)
+    if (to, source) == ("e4m3x2", "f32"):
+        i.only("rn", "satfinite", to, source)
+
+        def two_codes(high: Array, low: Array) -> Array:
+            codes = (np.clip(x, -448, 448).astype(E4M3).view(np.uint8).astype(np.uint16) for x in (high, low))
+            upper, lower = codes
+            return upper << 8 | lower
+
+        return elementwise(d, i, "b16", ["f32", "f32"], two_codes)
     if (to, source) == ("f16x2", "e4m3x2"):
         i.only("rn", to, source)
         return elementwise(d, i, "b32", ["b16"], lambda a: a.view(E4M3).astype(np.float16).view(np.uint32))

@@ -43,13 +43,15 @@ class LayerRow(Row):
     s_kv: int
     ratio: int
     has_gradient: bool = False
+    cache: str = "bfloat16"
+    """its dtype, in a step"""
 
     @property
     def name(self) -> str:
         what = "gradient and layer" if self.has_gradient else "layer"
         kind = f"of ratio {self.ratio}" if self.ratio else "with a window alone"
         work = f"step after {self.s_kv}, b{self.b}" if self.is_step else f"prompt of {self.s_q}"
-        return f"{what} {kind}, {work}"
+        return f"{what} {kind}, {work}" + ", FP8" * (self.cache != "bfloat16")
 
     @property
     def case(self) -> dict[str, Any]:
@@ -101,7 +103,13 @@ class LayerRow(Row):
         layer = self.layer
 
         def params(key: jax.Array) -> Any:
-            return jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.ndim > 1 else x, layer.init(key))
+            """As `from_state_dict` makes them, and, for a step, as `joined` does."""
+
+            def rounded(path: Any, x: jax.Array) -> jax.Array:
+                return x.astype(jnp.bfloat16) if x.ndim > 1 and path[-1].key != "ape" else x
+
+            made = jax.tree_util.tree_map_with_path(rounded, layer.init(key))
+            return layer.joined(made) if self.is_step else made
 
         shape = self.b, self.s_q, layer.hidden
         operands = {
@@ -138,9 +146,13 @@ class LayerRow(Row):
     def _cache(self) -> LayerCache | None:
         if not self.is_step:
             return None
-        shapes = jax.eval_shape(lambda: self.layer.cache(self.b, self.s_kv))
-        keys = iter(jax.random.split(jax.random.key(2), len(jax.tree.leaves(shapes))))
-        cache: LayerCache = jax.tree.map(lambda x: jax.random.normal(next(keys), x.shape, x.dtype), shapes)
+        empty = self.layer.cache(self.b, self.s_kv, jnp.dtype(self.cache))
+        keys = iter(jax.random.split(jax.random.key(2), len(jax.tree.leaves(empty))))
+
+        def filled(x: jax.Array) -> jax.Array:  # packed entries stay 0: random bytes are no numbers
+            return x if x.dtype == jnp.uint8 else jax.random.normal(next(keys), x.shape, x.dtype)
+
+        cache: LayerCache = jax.tree.map(filled, empty)
         return cache
 
     def times(self, measured: dict[str, Times], contestants: Mapping[str, Contestant]) -> dict[str, Times]:
@@ -182,19 +194,25 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     columns = (PRODUCTS, *PARTS, OTHER)
     lines = []
     for row in rows:
-        line = [row["name"], *["-"] * (len(columns) + 3)]
+        line = [row["name"], *["-"] * (len(columns) + 4)]
         if ours := row["times"].get("ours"):
             seconds = (ours["seconds"], *(ours["parts"].get(part, 0) for part in columns))
             total, *its_parts = (f"{t * 1e6:.1f}" for t in seconds)
-            line[1:] = [total, f"{spread(ours['rounds']):.1%}", *its_parts, f"{rest(ours['parts']):.1%}"]
+            launches = str(ours.get("launches", "-"))
+            line[1:] = [total, f"{spread(ours['rounds']):.1%}", launches, *its_parts, f"{rest(ours['parts']):.1%}"]
         lines.append(line)
-    return as_table(["row", "us", "spread", *columns, "rest"], lines) + "\nrest: neither matrix products nor attention"
+    head = ["row", "us", "spread", "launches", *columns, "rest"]
+    return as_table(head, lines) + "\nrest: neither matrix products nor attention"
 
 
 _SIZES: tuple[dict[str, Any], ...] = (
     {"b": 1, "s_q": 4096, "s_kv": 4096},
     {"b": 1, "s_q": 4096, "s_kv": 4096, "has_gradient": True},
-    {"b": 64, "s_q": 1, "s_kv": CONTEXT},
+    *(
+        {"b": b, "s_q": 1, "s_kv": CONTEXT, "cache": cache}
+        for b in (1, 8, 64, 128)
+        for cache in ("bfloat16", "float8_e4m3fn")
+    ),
 )
 _RATIOS: Any = FLASH["compress_ratios"]
 SUITE = Suite("layer", "#2f6f7f", tuple(LayerRow(ratio=ratio, **sizes) for sizes in _SIZES for ratio in _RATIOS), table)

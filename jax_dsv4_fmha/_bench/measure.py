@@ -26,7 +26,7 @@ _SLOWEST_PEER = 0.05  # seconds a call
 
 Operands = dict[str, Any]
 Times = dict[str, Any]
-"""of one contestant: seconds, rounds, kernels"""
+"""of one contestant: seconds, rounds, kernels, and how many kernels a call launches"""
 
 
 @dataclass(frozen=True)
@@ -155,4 +155,5 @@ def summary(name: str, events: Sequence[Event], burst: int, rounds: int) -> Time
         "seconds": statistics.median(medians),
         "rounds": medians,
         "kernels": {kernel: statistics.median(total) for kernel, total in totals.items()},
+        "launches": of_a_call,
     }

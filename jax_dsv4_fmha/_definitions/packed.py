@@ -9,7 +9,7 @@ index_fp8 128 e4m3                                            1 float32         
 
 ue8m0   2^ceil(log2(amax / 448)) as its biased exponent, and not below the layout's minimum
 e4m3    amax / 6, rounded to the nearest, and not below 2^-9, the least above 0 that e4m3 has
-float32 max(amax, 1e-4) / 448
+float32 max(amax, 1e-4) times 1 / 448, which is rounded first
 
 A value is its code times its scale, which bfloat16 holds exactly; in index_fp8 it is rounded to float32.
 """
@@ -176,9 +176,9 @@ def _decode_e4m3(codes: jax.Array, scales: jax.Array) -> jax.Array:
 
 
 def quantize_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """float8_e4m3fn like x, and a float32 scale for each row: max(max |row|, 1e-4) / 448."""
+    """float8_e4m3fn like x, and a float32 scale for each row: max(max |row|, 1e-4) times 1 / 448."""
     x = _as_rounded(x)
-    scale = jnp.maximum(jnp.max(jnp.abs(x), -1), _INDEX_LEAST) / _E4M3_MAX
+    scale = jnp.maximum(jnp.max(jnp.abs(x), -1), _INDEX_LEAST) * (1 / _E4M3_MAX)  # as XLA divides by a constant
     codes = jnp.clip(x / scale[..., None], -_E4M3_MAX, _E4M3_MAX)  # or rounding may take a quotient above the greatest
     return codes.astype(jnp.float8_e4m3fn), scale
 

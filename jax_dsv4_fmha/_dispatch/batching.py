@@ -1,5 +1,6 @@
 """jax.vmap of an op."""
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -16,6 +17,10 @@ def batched(call: Call, *operands: jax.Array) -> Arrays:
 
     @run.def_vmap
     def _(_: int, mapped: Sequence[bool], *operands: jax.Array) -> tuple[Arrays, tuple[bool, ...]]:
+        if not call.op.is_mapped:
+            axes = [0 if is_mapped else None for is_mapped in mapped]
+            results = jax.vmap(functools.partial(call.op.reference, **dict(call.params)), axes)(*operands)
+            return results, (True,) * len(call.op.results)
         operands = tuple(x if is_mapped else x[None] for x, is_mapped in zip(operands, mapped, strict=True))
         return batched(call, *operands), (True,) * len(call.op.results)
 

@@ -37,6 +37,8 @@ class Op:
     kernel: Callable[..., Arrays] | None = None
     part: str = "forward"
     """"forward" or "gradient", the pass"""
+    is_mapped: bool = True
+    """whether jax.vmap gives the kernel another batch axis; otherwise the reference runs under it"""
 
 
 ONE_OR_B = "b*"

@@ -18,6 +18,13 @@ def rope(x: jax.Array, table: jax.Array, *, direction: int) -> tuple[jax.Array]:
     return (y,)
 
 
+def rope_hadamard(x: jax.Array, table: jax.Array, *, direction: int) -> tuple[jax.Array]:
+    """`rope` of x `[b, s, h, 128]` and then the Hadamard transform; or, with direction -1, back."""
+    result = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    (y,) = call("rope_hadamard", (result,), x, table, aliases={0: 0}, direction=np.float32(direction))
+    return (y,)
+
+
 def norm_rope(x: jax.Array, table: jax.Array, *, eps: float) -> tuple[jax.Array]:
     """`rope` of x `[b, s, h, 512]` / sqrt(mean(x²) + eps), as a new array."""
     (y,) = call("norm_rope", (jax.ShapeDtypeStruct(x.shape, x.dtype),), x, table, eps=np.float32(eps))

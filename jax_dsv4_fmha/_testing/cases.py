@@ -8,7 +8,7 @@ from typing import Any
 from .attention import AttentionCase, DecodeCase, FmhaCase, LayerCase, SparseCase
 from .case import Case
 from .indexer import BlocksCase, ChoiceCase, IndexerCase, ScoresCase
-from .rope import NormRopeCase, RopeCase
+from .rope import NormRopeCase, RopeCase, RopeHadamardCase
 
 
 def _attention() -> tuple[AttentionCase, ...]:
@@ -165,6 +165,7 @@ def _rope() -> tuple[RopeCase, ...]:
         *(RopeCase(b=2, s_q=150, h_q=16, d=512, dtype=t) for t in types),
         RopeCase(b=3, s_q=5),
         *(NormRopeCase(b=2, s_q=60, h_q=16, d=512, dtype=t) for t in types),
+        *(RopeHadamardCase(b=2, s_q=70, h_q=16, d=128, dtype=t) for t in types),
     )
 
 

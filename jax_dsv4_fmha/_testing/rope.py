@@ -1,7 +1,7 @@
 """RoPE's cases, alone and after a norm: kernels against jnp in float32, and that against float64 in NumPy."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ import numpy as np
 from .._check import Implementation, Method
 from .._dispatch.support import not_built
 from .._host import library
-from ..layers.rope import Rope, inverse_rope, rope, rope_of_normed
+from ..layers.rope import Rope, inverse_rope, rope, rope_hadamard, rope_of_normed
 from .case import Case, Judgement, judgement
 
 _ROPE, _EPS = Rope(64, 160_000, 16, 4096), 1e-3
@@ -25,6 +25,8 @@ class RopeCase(Case):
     op = "rope"
 
     d: int = 64
+
+    roundings: ClassVar[int] = 1
 
     @property
     def work(self) -> int:
@@ -58,7 +60,7 @@ class RopeCase(Case):
             raise not_built(self.op, "x", x, "rows that a kernel is built for", (self.op,))
         got, again = run(x, dy), run(x, dy)
         same = all(np.array_equal(np.asarray(got[name]), np.asarray(again[name])) for name in got)
-        wrong = _wrong(got, exactly, float(jnp.finfo(self.dtype).eps) / 2)
+        wrong = _wrong(got, exactly, self.roundings * float(jnp.finfo(self.dtype).eps) / 2)
         return wrong + ([] if same else ["other bits in the second run"])
 
 
@@ -81,6 +83,23 @@ class NormRopeCase(RopeCase):
         dn = _rotated(dy, position, -1)  # a rotation's gradient is the rotation back
         gradient = r * dn - r**3 * x * (dn * x).mean(-1, keepdims=True)
         return {"rope of the norm": _rotated(x * r, position, 1), "gradient": gradient}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeHadamardCase(RopeCase):
+    """A rotation before the Hadamard transform, and its gradient."""
+
+    op = "rope_hadamard"
+    roundings = 2
+
+    def results(self, position: jax.Array, x: jax.Array, dy: jax.Array) -> dict[str, jax.Array]:
+        y, vjp = jax.vjp(lambda x: rope_hadamard(x, position, _ROPE), x)
+        return {"transformed": y, "gradient": vjp(dy)[0]}
+
+    def results_float64(self, position: Numbers, x: Numbers, dy: Numbers) -> dict[str, Numbers]:
+        i = np.arange(self.d)
+        matrix = (1.0 - 2.0 * (np.bitwise_count(i[:, None] & i) % 2)) / np.sqrt(self.d)
+        return {"transformed": _rotated(x, position, 1) @ matrix, "gradient": _rotated(dy @ matrix, position, -1)}
 
 
 def _wrong(got: dict[str, Any], wanted: dict[str, Any], limit: float) -> list[str]:

@@ -3,7 +3,8 @@
 from .attention import Choice, DSV4Attention, IndexQuery, LayerCache, Output, Shared
 from .compressor import Compressor
 from .config import from_config
-from .indexer import Indexer, hadamard
+from .hadamard import hadamard
+from .indexer import Indexer
 from .rope import Rope, inverse_rope, rope
 from .weights import from_state_dict
 

@@ -13,15 +13,17 @@ from .._definitions import explicit_axes
 
 
 @functools.cache
-def shapes(part: Any) -> dict[str, Any]:
-    """Shapes of the parameters that `part.init` makes."""
+def shapes(part: Any, form: str = "") -> dict[str, Any]:
+    """Shapes of the parameters that `part.init` makes, or that the method `form` makes of them."""
     found: dict[str, Any] = jax.eval_shape(lambda: part.init(jax.random.key(0)))
-    return found
+    return jax.eval_shape(getattr(part, form), found) if form else found
 
 
-def parameters(part: Any, params: Any) -> None:
-    """Raises unless params have the names and shapes of those that `part.init` makes, and are floats."""
-    _agree(type(part).__name__, "params", params, shapes(part))
+def parameters(part: Any, params: Any, form: str = "") -> None:
+    """Raises unless params have the names and shapes of those that `part.init` makes, and are floats; form: as in
+    `shapes`.
+    """
+    _agree(type(part).__name__, "params", params, shapes(part, form))
 
 
 def _agree(op: str, name: str, got: Any, wanted: Any) -> None:
@@ -41,10 +43,10 @@ def _agree(op: str, name: str, got: Any, wanted: Any) -> None:
 
 
 def sharded_as(op: str, name: str, params: Any, specs: Any) -> None:
-    """Raises unless Explicit axes of a mesh shard params as the PartitionSpecs say."""
+    """Raises unless Explicit axes of a mesh shard params as the PartitionSpecs say, and no others."""
     if isinstance(params, Mapping):
         for key in params:
-            sharded_as(op, f"{name}.{key}", params[key], specs[key])
+            sharded_as(op, f"{name}.{key}", params[key], specs.get(key, PartitionSpec()))
         return
     found = explicit_axes.entries(params)
     wanted = (*specs, *[None] * (len(found) - len(specs)))

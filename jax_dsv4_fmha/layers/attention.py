@@ -13,6 +13,8 @@ A layer is a function of arrays and pytrees: parameters are a dict, caches a Nam
 """
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -26,8 +28,10 @@ from .._definitions.span import positions_of
 from .._dispatch.sharding import whole_sequences
 from . import _operands
 from ._norm import rms_norm
-from .compressor import Compressor, counted, kept_at, packed_blocks
+from .compressor import Compressor, kept_at, packed_blocks, product
 from .indexer import Indexer, two_levels
+from .insert import Entries, Rows, insert
+from .pooling import counted
 from .rope import Rope, inverse_rope, rope, rope_of_normed
 
 
@@ -225,6 +229,44 @@ class DSV4Attention:
             params["indexer"] = self.indexer.init(next(keys))
         return params
 
+    def joined(self, params: Any) -> dict[str, Any]:
+        """These parameters for generation: the matrices that multiply x side by side in one, under "wx".
+
+        A step then has one product in place of two to five, of a few rows each. Join them once, when they are loaded;
+        `step` takes both forms, and `__call__` and `from_state_dict` have the separate one.
+
+        Args:
+          params: as `init` or `from_state_dict` make them.
+
+        Returns:
+          A new dict; parameters that are not joined are the same arrays.
+
+        Raises:
+          ValueError, TypeError: params differ from what `init` makes.
+        """
+        _operands.parameters(self, params)
+        parts = [functools.reduce(operator.getitem, name.split("."), params) for name in self._of_x()]
+        return {**self._without_those_of_x(params), _JOINED: jnp.concatenate(parts, 1)}
+
+    def _of_x(self) -> dict[str, int]:
+        """The matrices that a step multiplies x with, and how many columns each has."""
+        widths = {"wq_a": self.q_rank, "wkv": self.d}
+        keys = self.indexer
+        if self.compressor is not None and not (keys is not None and keys.latent):
+            widths["compressor.w"] = self.compressor.width
+        if keys is not None:
+            if keys.compressor is not None:
+                widths["indexer.compressor.w"] = keys.compressor.width
+            widths["indexer.weights_proj"] = keys.heads
+        return widths
+
+    def _without_those_of_x(self, params: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+        return {
+            name: self._without_those_of_x(x, f"{prefix}{name}.") if isinstance(x, Mapping) else x
+            for name, x in params.items()
+            if prefix + name not in self._of_x()
+        }
+
     def partition(self, heads: str | tuple[str, ...] | None = None) -> dict[str, Any]:
         """The PartitionSpec of each parameter on a mesh whose axis (or axes) `heads` shards the query heads.
 
@@ -355,7 +397,11 @@ class DSV4Attention:
         earlier = cache.window.take(counted(first, 1 - self.window, 0))
         cache = cache._replace(window=cache.window.append(kv, kept_at(first, lengths, s)))
         given = shared or Shared()
-        cache, shared = self._compressed(params, x, c, first, lengths, cache, given)
+        cache, shared = self._compressed(params, x, first, cache, given, lengths)
+        if self.indexer is not None:
+            weights = product(x, params["indexer"]["weights_proj"])
+            past = {"ratio": self.ratio, "q_offset": first}
+            shared, _ = self._choose(params, c, weights, positions, shared, past)
         entries = shared.compressed.take() if self.ratio else None
         with jax.named_scope("attention"):
             o, _ = dsv4_attention(
@@ -386,7 +432,8 @@ class DSV4Attention:
         Only implementation="reference" has a gradient.
 
         Args:
-          params, shared, implementation: as in `__call__`.
+          params: as in `__call__`, or as `joined` makes them of those.
+          shared, implementation: as in `__call__`.
           x: `[b, s, hidden]`, s up to the `steps` that the cache was made for.
           cache: the cache of all earlier tokens; donate it.
           lengths: an int, or int32 `[b]`: tokens of each sequence, including the s new ones. 0 marks an idle place in
@@ -397,15 +444,20 @@ class DSV4Attention:
         """
         if cache is None:
             raise _check.error(TypeError, _OP, "cache", cache, "a LayerCache")
-        b, s = self._check_operands(params, x, cache, shared)
+        b, s = self._check_operands(params, x, cache, shared, takes_joined=True)
         lengths = jnp.broadcast_to(_check.offset(_OP, "lengths", lengths, {"b": b}), (b,))
         x, lengths, _ = explicit_axes.with_one_batch(_OP, x=x, lengths=lengths, cache=cache.window.rows)
         first = lengths - s
         positions = counted(first, 0, s)
-        c, q, kv = self._projected(params, x, positions)
-        cache = cache._replace(window=cache.window.append(whole_sequences(kv), kept_at(first, lengths, s)))
+        rows = self._rows(params, x)
+        c = rms_norm(rows["wq_a"].take().astype(x.dtype), params["q_norm"], self.eps)
+        q = self._queries(params, c, positions)
         given = shared or Shared()
-        cache, shared = self._compressed(params, x, c, first, lengths, cache, given)
+        cache, shared = self._inserted(params, x, rows, cache, given, lengths, implementation != "reference")
+        if self.indexer is not None:
+            weights = rows["indexer.weights_proj"].take()
+            past = {"ratio": self.ratio, "q_offset": first}
+            shared, _ = self._choose(params, c, weights, positions, shared, past)
         with jax.named_scope("attention"):
             o, _ = dsv4_decode(
                 q,
@@ -448,7 +500,8 @@ class DSV4Attention:
         own = _everywhere(Span.compressed_segments(ids, self.ratio)) if ids is not None and there else None
         if self.indexer is not None and there:
             past = {"ratio": self.ratio} if own is None else {"span": own}
-            shared, chosen = self._choose(params, x, c, positions, shared, past)
+            weights = product(x, params["indexer"]["weights_proj"])
+            shared, chosen = self._choose(params, c, weights, positions, shared, past)
         seen: dict[str, Any] = self._seen(shared, own) if there else {}
         if ids is not None:
             seen["span"] = _everywhere(Span.segments(ids))
@@ -465,15 +518,59 @@ class DSV4Attention:
         index_query = None if chosen is None else IndexQuery(*chosen, q, lse)
         return Output(self._projected_back(params, o, positions), None, _made(shared, given), index_query)
 
-    def _compressed(
+    def _rows(self, params: Any, x: jax.Array) -> dict[str, Rows]:
+        """x times the matrices that a step multiplies it with, in float32, by their names."""
+        found, column = {}, 0
+        if _JOINED in params:
+            whole = product(x, params[_JOINED])
+            for name, width in self._of_x().items():
+                found[name] = Rows(whole, column, width)
+                column += width
+            return found
+        for name, width in self._of_x().items():
+            matrix = functools.reduce(operator.getitem, name.split("."), params)
+            found[name] = Rows(product(x, matrix), 0, width)
+        return found
+
+    def _inserted(
         self,
         params: Any,
         x: jax.Array,
-        c: jax.Array,
-        first: jax.Array,
-        lengths: jax.Array,
+        rows: Mapping[str, Rows],
         cache: LayerCache,
         shared: Shared,
+        lengths: jax.Array,
+        kernel: bool,
+    ) -> tuple[LayerCache, Shared]:
+        """The cache with all that a step's tokens make, and the entries that the queries see."""
+        own, indexer = self.compressor, self.indexer
+        of_window = Entries(params["kv_norm"], self.rope, self.eps)
+        with jax.named_scope("append"):
+            window, _ = insert(cache.window, None, rows["wkv"], of_window, lengths, x.dtype, kernel)
+        cache = cache._replace(window=window)
+        if indexer is not None and indexer.latent > 0:  # whose keys are made of the entries before RoPE
+            return self._compressed(params, x, lengths - x.shape[1], cache, shared, lengths)
+        if own is None:
+            return cache, shared
+        assert cache.compressed is not None
+        with jax.named_scope("compressor"):
+            made = own.entries(params["compressor"], self.rope)
+            entries, tokens = insert(
+                cache.compressed, cache.tokens, rows["compressor.w"], made, lengths, x.dtype, kernel
+            )
+        cache, shared = cache._replace(compressed=entries, tokens=tokens), shared._replace(compressed=entries)
+        if indexer is not None and indexer.compressor is not None:
+            assert cache.keys is not None
+            with jax.named_scope("indexer"):
+                made = indexer.compressor.entries(params["indexer"]["compressor"], self.rope, indexer.transforms)
+                keys, tokens = insert(
+                    cache.keys, cache.key_tokens, rows["indexer.compressor.w"], made, lengths, x.dtype, kernel
+                )
+            cache, shared = cache._replace(keys=keys, key_tokens=tokens), shared._replace(keys=keys)
+        return cache, shared
+
+    def _compressed(
+        self, params: Any, x: jax.Array, first: jax.Array, cache: LayerCache, shared: Shared, lengths: jax.Array
     ) -> tuple[LayerCache, Shared]:
         """The cache with the entries and keys that new tokens complete, and the entries that the queries see."""
         if self.compressor is not None:
@@ -494,18 +591,21 @@ class DSV4Attention:
                 keys = cache.keys.append(self.indexer.keys(params["indexer"], latents, at, self.rope), entry)
                 cache = cache._replace(keys=keys)
                 shared = shared._replace(keys=keys)
-        if self.indexer is not None:
-            past = {"ratio": self.ratio, "q_offset": first}
-            shared, _ = self._choose(params, x, c, counted(first, 0, x.shape[1]), shared, past)
         return cache, shared
 
     @jax.named_scope("indexer")
     def _choose(
-        self, params: Any, x: jax.Array, c: jax.Array, positions: jax.Array, shared: Shared, past: Mapping[str, Any]
+        self,
+        params: Any,
+        c: jax.Array,
+        weights: jax.Array,
+        positions: jax.Array,
+        shared: Shared,
+        past: Mapping[str, Any],
     ) -> tuple[Shared, tuple[jax.Array, jax.Array]]:
         """The entries that each query sees among the past ones, and the indexer's queries and weights."""
         assert self.indexer is not None
-        q, weights = self.indexer.queries(params["indexer"], x, c, positions, self.rope)
+        q, weights = self.indexer.turned(params["indexer"], c, positions, self.rope), self.indexer.scaled(weights)
         keys = shared.keys
         n = keys.capacity if isinstance(keys, Cache) else keys.shape[1]
         choice: dict[str, Any] = {"topk": min(self.indexer.topk, n), **past}
@@ -530,12 +630,16 @@ class DSV4Attention:
 
     def _projected(self, params: Any, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The low-rank query `[b, s, q_rank]`, q `[b, s, h, d]` and the latents `[b, s, d]`, turned by RoPE."""
-        w = {name: params[name].astype(x.dtype) for name in ("wq_a", "wq_b", "wkv")}
+        w = {name: params[name].astype(x.dtype) for name in ("wq_a", "wkv")}
         c = rms_norm(x @ w["wq_a"], params["q_norm"], self.eps)
-        q = jnp.einsum("bsr,rhd->bshd", c, w["wq_b"])
-        q = rope_of_normed(q, positions, self.rope, self.eps) if self.norm_heads else rope(q, positions, self.rope)
+        q = self._queries(params, c, positions)
         kv = rms_norm(x @ w["wkv"], params["kv_norm"], self.eps)
         return c, q, rope(kv, positions, self.rope)
+
+    def _queries(self, params: Any, c: jax.Array, positions: jax.Array) -> jax.Array:
+        """q `[b, s, h, d]` of the low-rank query, turned by RoPE."""
+        q = jnp.einsum("bsr,rhd->bshd", c, params["wq_b"].astype(c.dtype))
+        return rope_of_normed(q, positions, self.rope, self.eps) if self.norm_heads else rope(q, positions, self.rope)
 
     def _projected_back(self, params: Any, o: jax.Array, positions: jax.Array) -> jax.Array:
         o = inverse_rope(o, positions, self.rope)
@@ -547,8 +651,11 @@ class DSV4Attention:
         summed = explicit_axes.sharding(low_rank, b, s, None)  # over Explicit axes JAX sums where it is told to
         return jnp.einsum("bsgr,grm->bsm", low_rank, params["wo_b"].astype(o.dtype), out_sharding=summed)
 
-    def _check_operands(self, params: Any, x: Any, cache: Any, shared: Any) -> tuple[Any, Any]:
-        _operands.parameters(self, params)
+    def _check_operands(
+        self, params: Any, x: Any, cache: Any, shared: Any, takes_joined: bool = False
+    ) -> tuple[Any, Any]:
+        is_joined = takes_joined and isinstance(params, Mapping) and _JOINED in params
+        _operands.parameters(self, params, "joined" if is_joined else "")
         dims: dict[str, Any] = {"hidden": self.hidden}
         x = _check.operand(_OP, "x", x, "b s hidden", dims, _check.FLOAT)
         b, s = dims["b"], dims["s"]
@@ -625,4 +732,4 @@ def _made(shared: Shared, given: Shared) -> Shared:
     return Shared(*made)
 
 
-_OP = "DSV4Attention"
+_OP, _JOINED = "DSV4Attention", "wx"

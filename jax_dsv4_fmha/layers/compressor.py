@@ -13,9 +13,6 @@ A latent becomes an entry of the cache when RoPE rotates it to the position of i
 """
 
 import dataclasses
-import functools
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -27,6 +24,9 @@ from .._definitions.span import positions_of
 from .._dispatch.sharding import whole_sequences
 from . import _operands
 from ._norm import rms_norm
+from .insert import Entries
+from .pooling import completed, counted, joined, of_places, pool_ring
+from .rope import Rope
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,10 +131,7 @@ class Compressor:
         if "ape" not in params:
             return rows
         ape = jnp.pad(params["ape"].astype(jnp.float32), ((0, 0), (self.channels, 0)))
-        positions = explicit_axes.whole(positions, 1)
-        batch, _ = explicit_axes.entries(positions)
-        of_rows = explicit_axes.sharding(positions, batch, None, None)
-        return rows + ape.at[positions % self.ratio].get(out_sharding=of_rows)
+        return rows + of_places(ape, positions)
 
     def state(self, b: int, steps: int = 1) -> Cache | None:
         """The state that generation keeps of the last tokens of b sequences; None for ratio 1, which needs none.
@@ -146,6 +143,10 @@ class Compressor:
         if self.ratio == 1:
             return None
         return Cache.zeros(b, self.reach + steps - 1, self.width, jnp.float32)
+
+    def entries(self, params: Any, rotation: Rope, is_transformed: bool = False) -> Entries:
+        """What makes entries of a cache of the rows `x @ params["w"]`."""
+        return Entries(params["norm"], rotation, self.eps, self.ratio, params.get("ape"), is_transformed)
 
     @jax.named_scope("compressor")
     def extend(
@@ -180,15 +181,14 @@ class Compressor:
         x, start, lengths = explicit_axes.with_one_batch(_OP, x=x, start=start, lengths=lengths)
         s, r = x.shape[1], self.ratio
         new = whole_sequences(self.tokens(params, x, counted(start, 0, s)))
-        n = math.ceil(s / r)
-        entry = counted(start // r, 0, n)
-        whole = (entry >= 0) & ((entry + 1) * r <= lengths[:, None]) & ((entry + 1) * r > start[:, None])
-        entry = jnp.where(whole, entry, -1)
+        entry = completed(start, lengths, s, r)
+        n = entry.shape[1]
         if state is None:
             return self._pool(params, new, entry > 0, x.dtype), entry, None
         kept = state.append(new, kept_at(start, lengths, s))
         if state.capacity >= self.reach + s - 1:
-            return self._pool_ring(params, kept.entries, entry, x.dtype), entry, kept
+            pooled = pool_ring(kept.entries, entry, self.d, r)
+            return rms_norm(pooled.astype(x.dtype), params["norm"], self.eps), entry, kept
         before = state.take(counted(start, -self.reach, 0))
         both = jnp.concatenate([before, new], 1)
         both = jnp.pad(both, ((0, 0), (0, (n + self.blocks) * r - both.shape[1]), (0, 0)))
@@ -213,46 +213,12 @@ class Compressor:
         most = jax.lax.stop_gradient(jnp.max(score, 2))
         weight = jnp.exp(score - most[:, :, None])
         own = [most, jnp.sum(weight, 2), jnp.sum(weight * kv, 2)]
-        if not self.overlap:
-            return self._latents(params, [own], dtype)
-        before = [x[:, :-1, : self.d] for x in own]
-        before[0] = jnp.where(has_before[..., None], before[0], -jnp.inf)
-        return self._latents(params, [before, [x[:, 1:, self.d :] for x in own]], dtype)
-
-    def _pool_ring(self, params: Any, ring: jax.Array, entry: jax.Array, dtype: Any) -> jax.Array:
-        """The latents of these entries `[b, n]`, from a ring `[b, capacity, …]` that holds all tokens they pool.
-
-        It takes the ring in place, by the age of each slot's token relative to the entry's last token. The order of
-        pooled tokens does not matter, so nothing is moved. Entries come one by one: with an axis for them, XLA
-        transposes the ring for its sums.
-        """
-        slots, r = jnp.arange(ring.shape[1], dtype=jnp.int32)[None], self.ratio
-        kv, score = jnp.split(ring, 2, -1)
-
-        def pooled(there: jax.Array, of: slice) -> list[jax.Array]:
-            some = score[..., of] + jnp.where(there, 0, -jnp.inf)[..., None]
-            most = jnp.max(some, 1)
-            weight = jnp.exp(some - jnp.maximum(most, -3e38)[:, None])
-            return [most, jnp.sum(weight, 1), jnp.sum(weight * kv[..., of], 1)]
-
-        def parts(entry: jax.Array) -> list[list[jax.Array]]:
-            age = (((entry + 1) * r - 1)[:, None] - slots) % ring.shape[1]
-            own = pooled(age < r, slice(-self.d, None))
-            if not self.overlap:
-                return [own]
-            return [own, pooled((r <= age) & (age < 2 * r) & (entry > 0)[:, None], slice(self.d))]
-
-        of_blocks = [parts(entry[:, i]) for i in range(entry.shape[1])]
-        return self._latents(params, jax.tree.map(lambda *x: jnp.stack(x, 1), *of_blocks), dtype)
-
-    def _latents(self, params: Any, parts: Sequence[Sequence[jax.Array]], dtype: Any) -> jax.Array:
-        """For each block: the greatest score, the sum of weights and the sum of weights times kv; of one or two
-        blocks.
-        """
-        most = functools.reduce(jnp.maximum, (part[0] for part in parts))
-        scaled = [[jnp.exp(m - most) * x for x in sums] for m, *sums in parts]
-        weights, pooled = (functools.reduce(jnp.add, sums) for sums in zip(*scaled, strict=True))
-        return rms_norm((pooled / weights).astype(dtype), params["norm"], self.eps)
+        parts = [own]
+        if self.overlap:
+            before = [x[:, :-1, : self.d] for x in own]
+            before[0] = jnp.where(has_before[..., None], before[0], -jnp.inf)
+            parts = [before, [x[:, 1:, self.d :] for x in own]]
+        return rms_norm(joined(parts).astype(dtype), params["norm"], self.eps)
 
 
 _OP = "Compressor"
@@ -279,11 +245,6 @@ def _product_backward(operands: Any, dy: jax.Array) -> Any:
 
 
 product.defvjp(_product_forward, _product_backward)
-
-
-def counted(first: jax.Array, begin: int, end: int) -> jax.Array:
-    """int32 `[b, end - begin]`: the numbers from `first[n] + begin` to `first[n] + end - 1`, for first int32 `[b]`."""
-    return first[:, None] + jnp.arange(begin, end, dtype=jnp.int32)[None]
 
 
 def kept_at(first: jax.Array, lengths: jax.Array, s: int) -> jax.Array:

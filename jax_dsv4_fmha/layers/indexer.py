@@ -13,14 +13,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from .. import _check, indexer_blocks, lightning_indexer
 from . import _operands
 from ._norm import rms_norm
 from .compressor import Compressor, product
-from .rope import Rope, rope
+from .hadamard import is_power
+from .rope import Rope, rope, rope_hadamard
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Indexer:
         if own is not None and (own.hidden, own.d, self.latent) != (self.hidden, self.d, 0):
             got = f"hidden={own.hidden}, d={own.d} with latent={self.latent}"
             raise _check.error(ValueError, _OP, "compressor", got, f"hidden={self.hidden}, d={self.d} with latent=0")
-        if own is not None and not _is_power(self.d):
+        if own is not None and not is_power(self.d):
             raise _check.error(ValueError, _OP, "d", self.d, "a power of two with a compressor, for `hadamard`")
         _check.epsilon(_OP, self.eps)
 
@@ -108,10 +108,17 @@ class Indexer:
         _operands.parameters(self, params)
         x = _operands.hidden(_OP, "x", x, self.hidden)
         low_rank = _operands.hidden(_OP, "low_rank", low_rank, self.q_rank, x.shape[:2])
+        return self.turned(params, low_rank, positions, rotation), self.scaled(product(x, params["weights_proj"]))
+
+    def turned(self, params: Any, low_rank: jax.Array, positions: jax.Array, rotation: Rope) -> jax.Array:
+        """q of `queries`."""
         low_rank = lax.optimization_barrier(low_rank)  # or XLA merges this product with attention's, and cuts it apart
-        q = rope(jnp.einsum("bsr,rhd->bshd", low_rank, params["wq_b"].astype(x.dtype)), positions, rotation)
-        weights = product(x, params["weights_proj"])
-        return self._spread(q), weights * (self.d**-0.5 * self.heads**-0.5)
+        q = jnp.einsum("bsr,rhd->bshd", low_rank, params["wq_b"].astype(low_rank.dtype))
+        return self._turned(q, positions, rotation)
+
+    def scaled(self, weights: jax.Array) -> jax.Array:
+        """The weights of `queries`, from x times `weights_proj`."""
+        return weights * (self.d**-0.5 * self.heads**-0.5)
 
     @jax.named_scope("indexer")
     def keys(self, params: Any, latents: jax.Array, positions: jax.Array, rotation: Rope) -> jax.Array:
@@ -126,10 +133,15 @@ class Indexer:
         latents = _operands.hidden(_OP, "latents", latents, self.latent or self.d)
         if self.latent:
             latents = rms_norm(jnp.matmul(latents, params["wk"].astype(latents.dtype)), params["k_norm"], self.eps)
-        return self._spread(rope(latents, positions, rotation))
+        return self._turned(latents, positions, rotation)
 
-    def _spread(self, x: jax.Array) -> jax.Array:
-        return hadamard(x) if self.compressor is not None else x
+    @property
+    def transforms(self) -> bool:
+        """Whether queries and keys are multiplied by the Hadamard matrix, as V4's are."""
+        return self.compressor is not None
+
+    def _turned(self, x: jax.Array, positions: jax.Array, rotation: Rope) -> jax.Array:
+        return (rope_hadamard if self.transforms else rope)(x, positions, rotation)
 
 
 def two_levels(
@@ -156,30 +168,6 @@ def two_levels(
     indices = lightning_indexer(q, k, weights, topk=topk, blocks=candidates, **seen)
     assert isinstance(indices, jax.Array)  # because no scores are asked for
     return indices, indexer_blocks(q, k, weights, count=candidate_blocks, **seen) if candidate_blocks else None
-
-
-def hadamard(x: jax.Array) -> jax.Array:
-    """x `[…, d]` times Sylvester's matrix over √d, which is orthogonal; d is a power of two. Computed in float32,
-    returned in x's dtype.
-
-    Entry (i, j) of the matrix is `(-1)^popcount(i & j)`.
-
-    Raises:
-      ValueError, TypeError: x is not an array of floats, or d not a power of two.
-    """
-    wanted = f"{' or '.join(map(str, _check.FLOAT))}[..., d], d a power of two"
-    x = _check.array(
-        "hadamard", "x", x, wanted, lambda x: x.dtype in _check.FLOAT and x.ndim and _is_power(x.shape[-1])
-    )
-    d = x.shape[-1]
-    i = np.arange(d)
-    signs = 1 - 2 * (np.bitwise_count(i[:, None] & i).astype(np.int32) % 2)
-    y = jnp.matmul(x, jnp.asarray(signs, x.dtype), preferred_element_type=jnp.float32, precision=lax.Precision.HIGHEST)
-    return (y * d**-0.5).astype(x.dtype)
-
-
-def _is_power(n: int) -> bool:
-    return n > 0 and not n & (n - 1)
 
 
 _OP = "Indexer"

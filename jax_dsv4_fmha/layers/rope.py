@@ -28,6 +28,7 @@ from .._host import library
 from .._host import rope as raw
 from . import _operands
 from ._norm import rms_norm
+from .hadamard import hadamard
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +106,24 @@ def inverse_rope(x: jax.Array, positions: jax.Array, rotation: Rope) -> jax.Arra
     return _turn("inverse_rope", x, positions, rotation, -1)
 
 
+def rope_hadamard(x: jax.Array, positions: jax.Array, rotation: Rope) -> jax.Array:
+    """`hadamard(rope(x))`; where there is a kernel, in one pass over x `[b, s, d]` or `[b, s, h, d]`."""
+    if getattr(x, "shape", (0,))[-1:] != (_INDEX_D,) or not isinstance(rotation, Rope):
+        return hadamard(rope(x, positions, rotation))
+    support = _support("rope_hadamard", x, dims=rotation.dims)
+    use = choose("rope_hadamard", None, support)
+    if use == KernelUse.NEVER:
+        return hadamard(rope(x, positions, rotation))
+
+    def turned(direction: int) -> Call:
+        return Call(_ROPE_HADAMARD, use, (("direction", direction),), support)
+
+    with jax.named_scope("rope"):
+        rows = x if x.ndim == 4 else x[:, :, None]
+        y = Differentiable(turned(1), turned(-1), _RotatesBack)(rows, rotation.table(positions))[0]
+        return y.reshape(x.shape)
+
+
 def rope_of_normed(x: jax.Array, positions: jax.Array, rotation: Rope, eps: float) -> jax.Array:
     """`rope(rms_norm(x))`, no weight; where there is a kernel, in one pass over x `[b, s, h, d]`."""
     support = _support("norm_rope", x, d=x.shape[-1], dims=rotation.dims)
@@ -130,7 +149,7 @@ def _turn(op: str, x: Any, positions: Any, rotation: Rope, direction: int) -> ja
 
     def rotated_by(direction: int) -> Call | Function:
         params = (("direction", direction),)
-        return Function(_pairs_turned, params) if use == KernelUse.NEVER else Call(_ROPE, use, params, support)
+        return Function(pairs_turned, params) if use == KernelUse.NEVER else Call(_ROPE, use, params, support)
 
     with jax.named_scope("rope"):
         rows = x if x.ndim == 4 else x[:, :, None]
@@ -141,7 +160,7 @@ def _turn(op: str, x: Any, positions: Any, rotation: Rope, direction: int) -> ja
 # The ops. Their kernels are handed rows, which are (token, head), and a table of each token's cos and sin.
 
 
-def _pairs_turned(x: jax.Array, table: jax.Array, *, direction: int) -> Arrays:
+def pairs_turned(x: jax.Array, table: jax.Array, *, direction: int) -> Arrays:
     n = table.shape[-1]
     pairs = x[..., -n:].astype(jnp.float32).reshape(*x.shape[:-1], n // 2, 2)
     turns = table.reshape(*table.shape[:2], 1, n // 2, 2)
@@ -164,17 +183,25 @@ def _beside(x: jax.Array, turned: jax.Array) -> jax.Array:
 
 
 def _normed_and_turned(x: jax.Array, table: jax.Array, *, eps: float) -> Arrays:
-    return _pairs_turned(rms_norm(x, None, eps), table, direction=1)
+    return pairs_turned(rms_norm(x, None, eps), table, direction=1)
 
 
 def _normed_and_turned_gradient(x: jax.Array, table: jax.Array, dy: jax.Array, *, eps: float) -> Arrays:
-    _, vjp = jax.vjp(lambda x: _pairs_turned(rms_norm(x, None, eps), table, direction=1)[0], x)
+    _, vjp = jax.vjp(lambda x: pairs_turned(rms_norm(x, None, eps), table, direction=1)[0], x)
     return vjp(dy)
+
+
+def _turned_and_transformed(x: jax.Array, table: jax.Array, *, direction: int) -> Arrays:
+    if direction > 0:
+        return (hadamard(pairs_turned(x, table, direction=1)[0]),)
+    return pairs_turned(hadamard(x), table, direction=-1)
 
 
 _X, _TABLE, _Y = Axes("x", "b s_q h_q d"), Axes("table", f"{ONE_OR_B} s_q n"), Axes("y", "b s_q h_q d")
 _VECTOR = 8  # numbers of 16 bits that a kernel loads at once
-_ROPE = Op("rope", (_X, _TABLE), (_Y,), _pairs_turned, raw.rope)
+_INDEX_D = 128  # the numbers of a row that a kernel transforms
+_ROPE = Op("rope", (_X, _TABLE), (_Y,), pairs_turned, raw.rope)
+_ROPE_HADAMARD = Op("rope_hadamard", (_X, _TABLE), (_Y,), _turned_and_transformed, raw.rope_hadamard)
 _NORM_ROPE = Op("norm_rope", (_X, _TABLE), (_Y,), _normed_and_turned, raw.norm_rope)
 _NORM_ROPE_GRADIENT = Op(
     "norm_rope",

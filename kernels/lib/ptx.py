@@ -47,6 +47,10 @@ def bits_of(x: Float32) -> Int32:
     return ptx("mov.b32 $0, $1;", Float32(x), gives=(Int32,), pure=True)[0]
 
 
+def float_of(bits: Int32) -> Float32:
+    return ptx("mov.b32 $0, $1;", Int32(bits), gives=(Float32,), pure=True)[0]
+
+
 def power_of_two(exponent: Int32) -> Float32:
     """2^(exponent - 127), by its biased exponent."""
     text = "{ .reg .b32 x; shl.b32 x, $1, 23; mov.b32 $0, x; }"
@@ -108,6 +112,12 @@ def add_relu(x: Float32, factor: Float32, total: Float32) -> Float32:
     return ptx(text, Float32(x), Float32(factor), Float32(total), gives=(Float32,), pure=True)[0]
 
 
+def clip(x: Float32, limit: Float32) -> Float32:
+    """The number nearest to x between -limit and limit; x is not NaN."""
+    text = "{ .reg .f32 y; neg.f32 y, $2; max.f32 y, $1, y; min.f32 $0, y, $2; }"
+    return ptx(text, Float32(x), Float32(limit), gives=(Float32,), pure=True)[0]
+
+
 def max_abs(a: Float32, b: Float32) -> Float32:
     """The greater of a, which is nonnegative, and |b|."""
     text = "{ .reg .f32 x; abs.f32 x, $2; max.f32 $0, $1, x; }"
@@ -154,6 +164,15 @@ def round_pair(low: Float32, high: Float32, dtype) -> Uint32:
     name = {BFloat16: "bf16x2", Float16: "f16x2"}[dtype]
     text = f"cvt.rn.{name}.f32 $0, $1, $2;"
     return ptx(text, Float32(high), Float32(low), gives=(Uint32,), pure=True)[0]
+
+
+def to_e4m3(a: Float32, b: Float32, c: Float32, d: Float32) -> Uint32:
+    """Four numbers rounded to e4m3, a in the lowest byte; beyond 448 they become 448."""
+    text = """{ .reg .b16 low, high;
+        cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+        cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+        mov.b32 $0, {low, high};\n}"""
+    return ptx(text, *map(Float32, (a, b, c, d)), gives=(Uint32,), early=True, pure=True)[0]
 
 
 def scale_of_ue8m0(codes: Uint32, order: Uint32) -> Uint32:

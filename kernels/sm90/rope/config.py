@@ -1,10 +1,11 @@
-"""Compile-time choices of `rope`, `norm_rope` and `norm_rope_bwd`, and the counts that follow from them."""
+"""Compile-time choices of `rope`, `rope_hadamard`, `norm_rope` and `norm_rope_bwd`, and the counts that follow."""
 
 from dataclasses import dataclass
 
 from kernels.lib.rows import WARP
 
 VECTOR = 8  # numbers of 16 bits in a load
+INDEX_D = 128  # numbers of a row that the Hadamard transform takes
 
 
 @dataclass(frozen=True)
@@ -13,13 +14,14 @@ class Config:
     dims: int  # the last numbers of a row, which are rotated
     d: int = 0  # numbers of a normalised row; without a norm, known when the kernel runs
     gradient: bool = False
+    hadamard: bool = False
     threads: int = 256
     smem_bytes: int = 0
 
     @property
     def lanes(self) -> int:
         """Lanes that share a row."""
-        return WARP if self.d else self.dims // VECTOR
+        return WARP if self.d else (INDEX_D if self.hadamard else self.dims) // VECTOR
 
     @property
     def at_once(self) -> int:

@@ -1,0 +1,89 @@
+// The call that makes new entries of a cache from a step's rows, in place.
+#pragma once
+
+#include "kv_insert_plan.h"
+#include "target.h"
+
+namespace dsv4_fmha {
+
+struct KvInsert {
+  using Call = KvInsertCall;
+  using Shape = KvInsertShape;
+  using Kernels = std::array<Launcher*, 1>;
+
+  static constexpr int64_t kDims = 64;  // numbers that RoPE turns
+
+  static ffi::Error Check(const Call& call, const Axes& n, Shape* shape) {
+    *shape = {.b = n.b,
+              .s = n.s_q,
+              .n = n.n,
+              .width = n.ring > 0 ? n.width : call.norm.dimensions[0],
+              .columns = n.columns,
+              .column = call.column,
+              .n_ape = n.n_ape,
+              .ratio = call.ratio,
+              .ring = n.ring,
+              .pages = n.pages,
+              .page = n.page,
+              .page_bytes = 0,
+              .table_width = n.table_width};
+    const int64_t d = call.norm.dimensions[0];
+    Expectations expect;
+    expect.Shape(call.table, {n.b, n.n, kDims});
+    if (n.n_ape > 0) expect.Shape(call.ape, {call.ratio, shape->width / 2});
+    if (expect.error().failure()) return expect.error();
+    const bool fits = n.ring > 0 ? n.width == 2 * d || n.width == 4 * d : n.n == n.s_q;
+    if (!fits) return Refuse(call.state, "shape " + Show(call.state.dimensions), "one or two pairs of d last, or d");
+    if (call.ratio < 1) return ffi::Error::InvalidArgument("ratio: got " + Show(call.ratio));
+    if (call.column < 0 || call.column % 4 != 0 || n.columns % 4 != 0 || call.column + shape->width > n.columns) {
+      return Refuse(call.rows, "shape " + Show(call.rows.dimensions) + " and column " + Show(call.column),
+                    Show(shape->width) + " columns from a multiple of 4 on");
+    }
+    const int64_t reach = n.ring > 0 ? n.width / (2 * d) * call.ratio : 0;
+    if (n.ring > 0 && n.ring < reach + n.s_q - 1) {
+      return Refuse(call.state, Show(n.ring) + " rows", Show(reach + n.s_q - 1) + " at least");
+    }
+    if (ffi::Error error = CheckPacking(call, shape); error.failure()) return error;
+    if (n.table_width == 0 && n.pages != n.b) return Refuse(call.cache, Show(n.pages) + " pages", "a page for each b");
+    if (shape->page * std::max<int64_t>(n.table_width, 1) < n.n) {
+      return Refuse(call.cache, "room for " + Show(shape->page) + " entries", "room for all new ones");
+    }
+    if (call.cache.data != call.new_cache.data || call.state.data != call.new_state.data) {
+      return ffi::Error::Internal("kv_insert: the results are not where the cache and the state are");
+    }
+    return ffi::Error::Success();
+  }
+
+  // Entries are packed as the call says, or numbers of the cache's dtype.
+  static ffi::Error CheckPacking(const Call& call, Shape* shape) {
+    if (call.packing.empty() && call.cache.dimensions.size() == 3) return ffi::Error::Success();
+    for (const Packing& known : kPackings) {
+      if (known.name != call.packing || call.cache.dimensions.size() != 2) continue;
+      shape->page_bytes = call.cache.dimensions[1];
+      shape->page = PackedEntries(known, shape->page_bytes);
+      if (shape->page == 0) return Refuse(call.cache, "shape " + Show(call.cache.dimensions), Show(known));
+      return ffi::Error::Success();
+    }
+    return ffi::Error::InvalidArgument("packing: got " + std::string(call.packing));
+  }
+
+  static ffi::Error Find(const Call& call, const Device& device, Shape* shape, Kernels* kernels) {
+    const KvInsertChoices choices{.d = call.norm.dimensions[0],
+                                  .dtype = call.packing.empty() ? call.cache.dtype : ffi::BF16,
+                                  .packing = call.packing,
+                                  .pooled = shape->ring > 0,
+                                  .hadamard = call.hadamard != 0};
+    return LookUp(call.target->name, device, choices, &kernels->front());
+  }
+
+  static ffi::Error Run(const Call& call, const Shape& shape, const Kernels& kernels, const Stream& stream) {
+    const auto at = AddressesOf<KvInsertAddresses>(call);
+    Plan<KvInsertArguments> plan;
+    if (std::string error = PlanKvInsert(shape, call.eps, kernels.front()->tile_m, at, &plan); !error.empty()) {
+      return ffi::Error::InvalidArgument("kv_insert: " + error);
+    }
+    return Launch(kernels.front(), stream, plan);
+  }
+};
+
+}  // namespace dsv4_fmha

@@ -1,0 +1,213 @@
+"""Insertion of entries on the interpreter: a launch, and what is wrong with the cache and the state that it leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from jax_dsv4_fmha._definitions.packed import LAYOUTS
+from kernels.abi import KvInsert
+
+from ..machine.reductions import add_cleared
+from ..machine.state import Array, GlobalMemory, new_memory
+from . import native
+from .launch import Kernel, machine
+from .verdict import Wrong
+
+DIMS = 64
+EPS = 1e-3
+TOLERANCE = {"bfloat16": 2**-6, "float16": 2**-9}  # of an entry's greatest number: four roundings
+UNWRITTEN = 0x5A  # every byte of the cache before
+
+
+@dataclass(frozen=True)
+class Problem:
+    variant: KvInsert
+    ratio: int
+    lengths: Array  # int32 [b]
+    joined: Array  # float32 [b, s, columns], with the rows from `column` on
+    column: int
+    state: Array  # float32 [b, ring, width]
+    ape: Array  # float32 [ratio or 0, channels]
+    norm: Array  # float32 [d]
+    angle: Array  # float32 [b, n, DIMS / 2]
+    page: int  # entries
+    pages: int
+    block_table: Array  # int32 [b, pages of a sequence]; of none, where page i belongs to sequence i
+
+    @staticmethod
+    def of(
+        variant: KvInsert, lengths: tuple[int, ...], s: int, *, ratio: int = 1, blocks: int = 1, has_ape: bool = True,
+        page: int = 8, table: tuple[tuple[int, ...], ...] = (), steps: int = 0, seed: int = 0,
+    ) -> Problem:  # fmt: skip
+        rng, b, d = np.random.default_rng(seed), len(lengths), variant.d
+        width = 2 * blocks * d if variant.pooled else d
+        ring = blocks * ratio + max(s, steps) - 1 if variant.pooled else 0
+
+        def normal(*shape: int) -> Array:
+            return rng.standard_normal(shape).astype(np.float32)
+
+        n = -(-s // ratio)
+        return Problem(
+            variant,
+            ratio,
+            np.asarray(lengths, np.int32),
+            normal(b, s, width + 12),
+            8,
+            normal(b, ring, width),
+            normal(ratio if has_ape and variant.pooled else 0, width // 2),
+            1 + normal(d) / 4,
+            rng.uniform(-9, 9, (b, n, DIMS // 2)).astype(np.float32),
+            page,
+            3 * b if table else b,
+            np.asarray(table, np.int32).reshape(b, -1),
+        )
+
+    @property
+    def rows(self) -> Array:
+        """float32 [b, s, width]"""
+        return self.joined[..., self.column : self.column + (self.state.shape[2] or self.variant.d)]
+
+    @property
+    def shape(self) -> dict[str, int]:
+        (b, s, width), n = self.rows.shape, self.angle.shape[1]
+        return {
+            "b": b, "s": s, "n": n, "width": width, "columns": self.joined.shape[2], "column": self.column,
+            "n_ape": len(self.ape), "ratio": self.ratio, "ring": self.state.shape[1], "pages": self.pages,
+            "page": self.page, "page_bytes": self.page_bytes if self.variant.packing else 0,
+            "table_width": self.block_table.shape[1],
+        }  # fmt: skip
+
+    @property
+    def page_bytes(self) -> int:
+        if self.variant.packing:
+            return int(LAYOUTS[self.variant.packing].page_bytes(self.page))
+        return self.page * self.variant.d * 2
+
+    @property
+    def unpacked(self) -> Problem:
+        """The same for a cache that is not packed."""
+        return replace(self, variant=replace(self.variant, packing=""))
+
+    @property
+    def table(self) -> Array:
+        turns = np.stack([np.cos(self.angle), np.sin(self.angle)], -1)
+        return turns.reshape(*self.angle.shape[:2], -1)
+
+    def new_state(self) -> Array:
+        """With the new tokens."""
+        state, (b, s, _) = self.state.copy(), self.rows.shape
+        if not state.shape[1]:
+            return state
+        for n in range(b):
+            for i in range(s):
+                position = int(self.lengths[n]) - s + i
+                if position >= 0:
+                    row = self.rows[n, i].copy()
+                    if len(self.ape):
+                        row[row.size // 2 :] += self.ape[position % self.ratio]
+                    state[n, position % state.shape[1]] = row
+        return state
+
+    def entries(self) -> dict[tuple[int, int], tuple[int, Array]]:
+        """By sequence and index: the row of the table, and the entry before its norm, float64."""
+        found, state, (b, s, width) = {}, self.new_state().astype(np.float64), self.rows.shape
+        for n in range(b):
+            length, d = int(self.lengths[n]), self.variant.d
+            first = (length - s) // self.ratio
+            for k in range(self.angle.shape[1]):
+                index, end = first + k, (first + k + 1) * self.ratio
+                if index < 0 or not length - s < end <= length:
+                    continue
+                if not self.variant.pooled:
+                    found[n, index] = k, self.rows[n, k].astype(np.float64)
+                    continue
+                blocks, kv, score = width // (2 * d), [], []
+                for position in range(end - blocks * self.ratio, end):
+                    if position >= 0:
+                        row = state[n, position % state.shape[1]]
+                        part = (
+                            slice(d) if blocks == 2 and position < end - self.ratio else slice((blocks - 1) * d, None)
+                        )
+                        kv.append(row[: width // 2][part])
+                        score.append(row[width // 2 :][part])
+                weights = np.exp(np.asarray(score) - np.max(score, 0))
+                found[n, index] = k, (weights * kv).sum(0) / weights.sum(0)
+        return found
+
+    def finished(self, n: int, k: int, x: Array) -> Array:
+        """After norm, RoPE and the Hadamard transform, in float64."""
+        y = x / np.sqrt(np.mean(x * x) + EPS) * self.norm.astype(np.float64)
+        pairs = (y[-DIMS::2] + 1j * y[-DIMS + 1 :: 2]) * np.exp(1j * self.angle[n, k].astype(np.float64))
+        y[-DIMS::2], y[-DIMS + 1 :: 2] = pairs.real, pairs.imag
+        if self.variant.hadamard:
+            i = np.arange(self.variant.d)
+            signs = 1 - 2 * (np.bitwise_count(i[:, None] & i).astype(np.int64) % 2)
+            y = y @ signs / np.sqrt(self.variant.d)
+        return y
+
+    def slot(self, n: int, index: int) -> tuple[int, int] | None:
+        """The page and the place on it of a sequence's entry; None where there is no page."""
+        page, at = index // self.page, index % self.page
+        if not self.block_table.shape[1]:
+            return n, at
+        page = int(self.block_table[n, page % self.block_table.shape[1]])
+        return (page, at) if 0 <= page < self.pages else None
+
+
+def run(
+    x: Problem, *, seed: int = 0, edit: Callable[[str], str] = lambda text: text, **edits: Callable[[int], int]
+) -> tuple[Array, Array]:
+    """The bytes of the cache's pages, and the state."""
+    kernel, memory = Kernel.of(x.variant), new_memory()
+    given = {"rows": x.joined, "ape": x.ape, "norm": x.norm, "table": x.table, "lengths": x.lengths}
+    addresses = {name: memory.add(name, array) for name, array in (given | {"block_table": x.block_table}).items()}
+    addresses["state"] = _writable(memory, "state", x.state.view(np.uint8).ravel())
+    addresses["cache"] = _writable(memory, "cache", np.full(x.pages * x.page_bytes, UNWRITTEN, np.uint8))
+    plan = native.plan_kv_insert(x.shape, EPS, tile_m=kernel.facts["tile_m"], addresses=addresses)
+    machine(Kernel(x.variant, edit(kernel.ptx), kernel.facts), plan, memory, edits, seed=seed).run()
+    cache, state = memory.named("cache"), memory.named("state")
+    pages = cache.bytes[: cache.size].reshape(x.pages, -1)
+    return pages, state.bytes[: state.size].view(np.float32).reshape(x.state.shape)
+
+
+def _writable(memory: GlobalMemory, name: str, data: Array) -> int:
+    """The address of data that the kernel may overwrite."""
+    address = add_cleared(memory, name, data.size)
+    memory.named(name).bytes[: data.size] = data
+    return address
+
+
+def judge(x: Problem, got: tuple[Array, Array]) -> None:
+    """Raises Wrong unless every new entry and row is right, and all else is as it was.
+
+    An entry that is packed must have the bytes that the layout's definition makes of the entry that is not.
+    """
+    pages, state = got
+    if (wrong := state.view(np.uint32) != x.new_state().view(np.uint32)).any():
+        raise Wrong(f"{int(wrong.any(-1).sum())} rows of the state are wrong")
+    wanted = np.full_like(pages, UNWRITTEN)
+    exactly = run(x.unpacked)[0] if x.variant.packing else None
+    for (n, index), (k, entry) in x.entries().items():
+        if (slot := x.slot(n, index)) is None:
+            continue
+        page, at = slot
+        what = f"entry {index} of sequence {n}"
+        d, dtype = x.variant.d, np.dtype(x.variant.dtype)
+        rounded = (pages if exactly is None else exactly)[page, at * d * 2 : (at + 1) * d * 2]
+        numbers, want = rounded.view(dtype).astype(np.float64), x.finished(n, k, entry)
+        off = np.abs(numbers - want).max() / np.abs(want).max()
+        if not off <= TOLERANCE[x.variant.dtype]:
+            raise Wrong(f"{what} is wrong: off by {off:.2g} of its greatest number")
+        if exactly is None:
+            wanted[page, at * d * 2 : (at + 1) * d * 2] = rounded
+            continue
+        layout = LAYOUTS[x.variant.packing]
+        parts = layout.encode(rounded.view(dtype))
+        for start, part in zip(layout.starts(at, x.page), parts, strict=True):
+            wanted[page, start : start + part.size] = np.asarray(part)
+    if (wrong := pages != wanted).any():
+        page, byte = (int(i) for i in np.argwhere(wrong)[0])
+        raise Wrong(f"{int(wrong.sum())} bytes are wrong, first byte {byte} of page {page}")

@@ -1,0 +1,1 @@
+"""New entries of a cache: pooled, normed, turned, packed and written."""

@@ -1,0 +1,80 @@
+"""RoPE of an indexer's rows and then the Hadamard transform, in place; or back, which is also their gradient.
+
+    x = H rotate(x);   back: x = rotate back(H x)           H is Sylvester's matrix over √128: its own inverse
+
+16 lanes have a row, so the transform is butterflies: three in a lane's registers, four between lanes. It is bound by
+HBM, like `rope.py`, which says what rotate is.
+"""
+
+from pathlib import Path
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from kernels.abi import Rope
+from kernels.aot import Compiled
+from kernels.lib.hadamard import hadamard, rounded
+from kernels.lib.launch import Kernel, i32, pointers
+from kernels.lib.rows import ceil_div
+
+from .config import INDEX_D, VECTOR, Config
+from .rows import as_float, read, rotate, token, write
+
+
+class RopeHadamardSm90(Kernel):
+    symbol = "rope_hadamard"
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Pointer,  # [rows, d]
+        table: cute.Pointer,  # float32 [rows / heads, dims / 2, 2]: cos and sin
+        rows: Int32,
+        heads: Int32,
+        d: Int32,  # INDEX_D
+        direction: Float32,  # 1, or -1 for back
+        stream: cuda.CUstream,
+    ):
+        ctas = ceil_div(rows, Int32(self.config.tile_m))
+        self.launch(x, table, rows, heads, d, direction, ctas=ctas, stream=stream)
+
+    @cute.kernel
+    def kernel(self, x: cute.Pointer, table: cute.Pointer, rows: Int32, heads: Int32, d: Int32, direction: Float32):
+        c, thread = self.config, cute.arch.thread_idx()[0]
+        lane = thread % c.lanes
+        row0 = cute.arch.block_idx()[0] * c.tile_m + thread // c.lanes
+        first_lane = c.lanes - c.dims // VECTOR  # of those whose numbers are rotated
+        given = cute.make_rmem_tensor((VECTOR, c.tile_n), self.dtype)
+        rotations = cute.make_rmem_tensor((VECTOR, c.tile_n), Float32)
+        given.fill(0.0)
+        for i in cutlass.range_constexpr(c.tile_n):
+            row = row0 + i * c.at_once
+            if row < rows:
+                read(x + (Int64(row) * INDEX_D + lane * VECTOR), given[None, i])
+                turns = table + (token(row, heads) * c.dims + cutlass.max(lane - first_lane, 0) * VECTOR)
+                read(turns, rotations[None, i])
+        if lane < first_lane:
+            for i in cutlass.range_constexpr(c.tile_n):
+                for k in cutlass.range_constexpr(VECTOR):
+                    rotations[k, i] = Float32((k + 1) % 2)  # cos 1, sin 0
+        for i in cutlass.range_constexpr(c.tile_n):
+            row = row0 + i * c.at_once
+            values = as_float(given[None, i])
+            if direction > 0.0:
+                rotate(values, rotations[None, i], direction)
+                rounded(values, self.dtype)
+            hadamard(values, lane, INDEX_D)
+            if direction < 0.0:
+                rounded(values, self.dtype)
+                rotate(values, rotations[None, i], direction)
+            if row < rows:
+                write(x + (Int64(row) * INDEX_D + lane * VECTOR), values)
+
+    def examples(self, variant: Rope) -> tuple:
+        return *pointers(variant.dtype, "x", "float32"), *(i32() for _ in range(3)), Float32(1.0)
+
+
+def compile(variant: Rope, out_dir: Path) -> Compiled:
+    return RopeHadamardSm90(Config(variant.dtype, variant.dims, hadamard=True)).compile(variant, out_dir)

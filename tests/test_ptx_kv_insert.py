@@ -1,0 +1,138 @@
+"""Insertion of entries into caches, interpreted: right answers, and planted faults."""
+
+import numpy as np
+import pytest
+
+from interpreter import edits
+from interpreter.faults import PlantedFault
+from interpreter.kernels import native
+from interpreter.kernels.kv_insert import Problem, judge, run
+from interpreter.kernels.verdict import Wrong
+from interpreter.machine.hazards import OutOfBounds, Race, Undefined
+from jax_dsv4_fmha._definitions.packed import LAYOUTS
+from kernels.abi import KvInsert
+
+BUILT = {v.key: v for v in native.built(KvInsert)}
+TOKENS = {"lengths": (9, 0, 1, 30), "s": 2}  # with an idle place, and a sequence that begins; a ring that has run over
+PAGED = {"lengths": (9, 0, 1, 7), "s": 2, "page": 4, "table": ((7, 2, 0), (9, 3, 4), (5, 1, 1), (6, -1, 8))}
+BLOCKS = {"lengths": (8, 0, 5, 4), "s": 2, "ratio": 4, "blocks": 2}  # a block complete, idle, incomplete, and the first
+
+
+def variant(**choices):
+    found = [v for v in BUILT.values() if choices.items() <= v.choices.items()]
+    return found[0] if found else pytest.skip("not built")
+
+
+@pytest.mark.parametrize("key", BUILT)
+def test_is_right(key):
+    x = Problem.of(BUILT[key], **BLOCKS if BUILT[key].pooled else TOKENS)
+    judge(x, run(x))
+
+
+@pytest.mark.parametrize("packing", ["", "v4_fp8"])
+def test_in_a_pool_of_pages(packing):
+    """One sequence has no page for its entry."""
+    x = Problem.of(variant(d=512, dtype="bfloat16", packing=packing, pooled=False), **PAGED)
+    judge(x, run(x))
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"lengths": (256, 130), "s": 1, "ratio": 128},
+        {"lengths": (9, 3), "s": 5, "ratio": 2, "has_ape": False},  # several blocks in a step
+        {"lengths": (5, 2), "s": 9, "ratio": 4, "blocks": 2, "steps": 12},  # lengths of fewer tokens than the step's
+    ],
+    ids=str,
+)
+def test_blocks_of_other_sizes(sizes):
+    x = Problem.of(variant(d=512, dtype="bfloat16", packing="", pooled=True), **sizes)
+    judge(x, run(x))
+
+
+def test_garbage_in_the_ring_is_not_pooled():
+    """The first block's entry has no block before it, whatever is in its slots."""
+    x = Problem.of(variant(d=512, dtype="bfloat16", packing="", pooled=True), (4,), 1, ratio=4, blocks=2)
+    x.state[:, 4:] = np.nan
+    judge(x, run(x))
+
+
+@pytest.mark.parametrize("packing", ["v4_fp8", "v41_fp8"])
+@pytest.mark.parametrize("value", [0.0, np.nan, 1e38])
+def test_codes_at_the_ends(packing, value):
+    """A row of zeros, of NaN, and one whose weights take it to the greatest numbers."""
+    x = Problem.of(variant(d=512, dtype="bfloat16", packing=packing, pooled=False), (3, 5), 1)
+    if value == 1e38:
+        x.norm[:] = value
+    else:
+        x.rows[0, 0, 7] = value if value else 0
+        x.rows[0] *= value
+    pages, _ = run(x)
+    exactly, _ = run(x.unpacked)
+    layout = LAYOUTS[packing]
+    for n, at in ((0, 2), (1, 4)):
+        entry = exactly[n, at * 1024 : (at + 1) * 1024].view(x.variant.dtype)
+        for start, part in zip(layout.starts(at, x.page), layout.encode(entry), strict=True):
+            np.testing.assert_array_equal(pages[n, start : start + part.size], np.asarray(part))
+
+
+def a_lane_s_own_sum(text):
+    """Numbers from the lane 16 lanes away are lost."""
+    pattern = r"shfl\.sync\.bfly\.b32\s+(%r\d+)(?:\|%p\d+)?, (%r\d+), 16,[^;]*;"
+    return edits.replace(text, pattern, lambda m: f"mov.b32 {m[1]}, 0;", slice(0, 1))
+
+
+def without_barrier(which):
+    def edit(text):
+        return edits.replace(text, r"\s*(?:bar\.sync|barrier\.sync)\s+0;", lambda m: "", slice(which, which + 1))
+
+    edit.__doc__ = f"Barrier {which} of the CTA is missing."
+    return edit
+
+
+def run_with(choices, sizes):
+    def check(fault, seed):
+        x = Problem.of(variant(**choices), **sizes)
+        judge(x, run(x, seed=seed, edit=fault.planted_in))
+
+    return check
+
+
+POOLED, PLAIN = {"d": 512, "dtype": "bfloat16", "packing": "", "pooled": True}, {"d": 512, "dtype": "bfloat16"}
+PLAIN |= {"packing": "", "pooled": False}
+FAULTS = [
+    (PlantedFault("a lane's own sum", "kv_insert", Wrong, "is wrong: off by", a_lane_s_own_sum), PLAIN, TOKENS),
+    *(
+        (PlantedFault(f"no barrier {i}", "kv_insert", error, says, without_barrier(i)), POOLED, BLOCKS)
+        for i, (error, says) in enumerate(
+            [
+                (Race, "reads state .* while nothing orders this and the write"),
+                (Undefined, "ld.shared.* reads SMEM .* which nobody wrote"),
+                (Race, "ld.shared.* while nothing orders this and the write"),
+            ]
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("fault", "choices", "sizes"), FAULTS, ids=lambda x: str(x) if isinstance(x, PlantedFault) else ""
+)
+def test_fault(fault, choices, sizes):
+    fault.check(run_with(choices, sizes), seeds=(0,))
+
+
+@pytest.mark.parametrize(
+    ("name", "edit", "error", "says", "sizes"),
+    [
+        ("ring", lambda n: n - 1, Wrong, "rows of the state are wrong", BLOCKS),
+        ("ratio", lambda n: n - 1, Wrong, "rows of the state are wrong", BLOCKS),
+        ("page", lambda n: n - 1, Wrong, "bytes are wrong|is wrong", PAGED),
+        ("pages", lambda n: n + 40, OutOfBounds, "outside of every allocation", PAGED | {"table": ((7, 2, 30),) * 4}),
+        ("has_ape", lambda n: 0, Wrong, "rows of the state are wrong", BLOCKS),
+    ],
+)
+def test_wrong_number_of_a_launch(name, edit, error, says, sizes):
+    x = Problem.of(variant(**(POOLED if "ratio" in sizes else PLAIN)), **sizes)
+    with pytest.raises(error, match=says):
+        judge(x, run(x, **{name: edit}))
