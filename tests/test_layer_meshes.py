@@ -180,7 +180,10 @@ def test_every_two_choices_meet_in_a_plain_run():
 # Documents, pages of a pool, and operands that do not lie where x does
 
 
-@pytest.mark.parametrize("axes, how", [("Auto", "sequence"), ("Explicit", "sequence"), ("Explicit", "both")])
+@pytest.mark.parametrize(
+    "axes, how",
+    [("Auto", "sequence"), ("Explicit", "sequence"), pytest.param("Explicit", "both", marks=pytest.mark.fuzz)],
+)
 def test_packed_documents(axes, how):
     """Keys, x for a compressor, and the documents' numbers are gathered along the sequence; nothing else moves."""
     layer, mesh = layers()["sparse"], mesh_of(axes)
@@ -241,7 +244,11 @@ def test_operands_that_are_not_placed(axes):
 
 @pytest.mark.parametrize(
     "axes, paged",
-    [("Explicit", False), ("Explicit", True), ("Auto", False), pytest.param("Auto", True, marks=pytest.mark.fuzz)],
+    [
+        ("Explicit", False),
+        ("Explicit", True),
+        *(pytest.param("Auto", x, marks=pytest.mark.fuzz) for x in (False, True)),
+    ],
 )
 def test_caches_alone(axes, paged):
     """`append`, `take` and `dsv4_decode` where only one of a cache's arrays is sharded."""
@@ -259,6 +266,13 @@ def test_caches_alone(axes, paged):
     assert set(got) <= ({"all-gather"} if paged else set())
     got = run(f, (cache, new, put(mesh, at, "data"), put(mesh, q, "data", None, "tensor")), want)
     assert set(got) <= ({"all-gather"} if paged else set())
+
+
+def test_joined_parameters():
+    layer, mesh = layers()["dense"], mesh_of("Explicit")
+    params, *xs = placed("dense", operands("dense", "step"), mesh, **SHARDED["both"])
+    got = run(called("dense", "step"), (layer.joined(params), *xs), expected("dense", "step"))
+    assert got == moved("dense", "step", SHARDED["both"])
 
 
 @pytest.mark.usefixtures("built")
