@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_dsv4_fmha import Cache, dsv4_decode
+from jax_dsv4_fmha import Cache, dsv4_decode, explain
 from jax_dsv4_fmha.layers import Shared, from_config, rope
 from tests.helpers import collectives, normal
 from tests.test_layers import MODELS, random_params
@@ -35,8 +35,10 @@ CALLS = ("whole", "gradient", "chunk", "step")
 
 @functools.cache
 def layers():
-    v4, v41 = (from_config(MODELS[name] | {"num_attention_heads": 8, "o_groups": 4}) for name in MODELS)
-    return {"window": v4[0], "sparse": v4[1], "dense": v4[2], "reading": v41[4]}
+    v4, v41 = (MODELS[name] | {"num_attention_heads": 8, "o_groups": 4} for name in MODELS)
+    of_kernels = {"head_dim": 128, "qk_rope_head_dim": 64, "index_head_dim": 128}
+    found = dict(zip(("window", "sparse", "dense"), from_config(v4), strict=True))
+    return found | {"reading": from_config(v41)[4], "sparse by kernels": from_config(v4 | of_kernels)[1]}
 
 
 KINDS = ("window", "sparse", "dense", "reading")
@@ -279,12 +281,15 @@ def test_joined_parameters():
 @pytest.mark.parametrize(
     "call, axes",
     [
-        ("chunk", "Explicit"),
-        *(pytest.param(*case, marks=pytest.mark.fuzz) for case in (("step", "Explicit"), ("gradient", "Auto"))),
+        ("step", "Explicit"),
+        *(pytest.param(*case, marks=pytest.mark.fuzz) for case in (("chunk", "Explicit"), ("gradient", "Auto"))),
     ],
 )
 def test_the_path_to_kernels(call, axes):
-    check("sparse", call, "both", axes, is_set=False)
+    kind = "sparse by kernels"
+    ops = {x.op for x in explain(called(kind, call), *operands(kind, call))}
+    assert {"norm_rope", "rope_hadamard", "lightning_indexer"} | ({"kv_insert"} if call == "step" else set()) <= ops
+    check(kind, call, "both", axes, is_set=False)
 
 
 def test_rope_of_operands_that_are_not_placed_alike():
