@@ -4,8 +4,13 @@ A batch has places. The server reads a new request in chunks, for all places at 
 place says a token in each step, greedily or by chance, until it has said enough, and goes to the next request. Caches
 are updated in place and never cleared: the entries of a former request are at positions that the new one does not see.
 
-There are two jitted functions: `read` takes a chunk of prompts, `say` a step. At the end the program reads some greedy
-requests alone and whole, which must have said the same.
+Compressed entries are in pages, of which there are fewer than all places could fill. A request gets pages as it grows
+and gives them back at its end. It waits while there are none for its prompt. Where a request cannot grow, the last one
+that came gives its pages back and waits to be read again. One that could never fit is refused. All requests begin
+alike (as with a system prompt): the pages of this beginning are read once and belong to all of them.
+
+There are three jitted functions: `read` takes a chunk of prompts, `say` a step, `begin` gives a place the beginning. At
+the end the program reads some greedy requests alone and whole, which must have said the same.
 """
 
 import argparse
@@ -25,11 +30,13 @@ VOCABULARY, WIDTH = 128, 64
 
 def layers_of(d):
     """The entries of a config.json, small."""
+    kinds = ("sliding", "compressed_sparse", "heavily_compressed", "compressed_sparse")
     return from_config(
         {
             "hidden_size": WIDTH, "num_hidden_layers": 4, "num_attention_heads": 16, "head_dim": d,
             "qk_rope_head_dim": d // 8, "q_lora_rank": 32, "o_groups": 4, "o_lora_rank": 16, "sliding_window": 16,
-            "compress_ratios": [0, 4, 128, 4], "index_n_heads": 16, "index_head_dim": d // 4, "index_topk": 8,
+            "layer_types": [f"{kind}_attention" for kind in kinds], "compress_rate_hca": 16,  # a model's is 128
+            "index_n_heads": 16, "index_head_dim": d // 4, "index_topk": 8,
             "rope_theta": 10000, "compress_rope_theta": 160000,
         }
     )  # fmt: skip
@@ -77,11 +84,59 @@ class Request:
     temperature: float
     said: list[int] = dataclasses.field(default_factory=list)
     read: int = 0
-    """tokens of the prompt that the caches hold"""
+    """tokens that the caches hold"""
+    came: int = 0
+    """how many requests had got a place when it got its, for the last time"""
+
+    @property
+    def tokens(self):
+        return np.asarray([*self.prompt, *self.said], np.int32)
+
+
+class Pages:
+    """The pages of the caches' pools, each of `page` tokens: `table[i]` are those of place i, and -1 is none.
+
+    One table serves all layers. Places may share pages; a page is free when nobody has it.
+    """
+
+    def __init__(self, places, room, page, count):
+        self.page, self.free, self.owners = page, list(range(count)), np.zeros(count, int)
+        self.table = np.full((places, self.needed(room)), -1, np.int32)
+
+    def needed(self, tokens):
+        return -(-tokens // self.page)
+
+    def grow(self, place, tokens):
+        """Gives a place pages for this many tokens; False if there are too few."""
+        there = (self.table[place] >= 0).sum()
+        more = max(self.needed(tokens) - there, 0)
+        if more > len(self.free):
+            return False
+        new, self.free = self.free[:more], self.free[more:]
+        self.owners[new] = 1
+        self.table[place, there : there + more] = new
+        return True
+
+    def share(self, source, target):
+        """Gives a place without pages those of another, which has no page that is not full."""
+        self.table[target] = self.table[source]
+        self.owners[self.table[source][self.table[source] >= 0]] += 1
+
+    def leave(self, place):
+        gone = self.table[place][self.table[place] >= 0]
+        self.owners[gone] -= 1
+        self.free += gone[self.owners[gone] == 0].tolist()
+        self.table[place] = -1
 
 
 class Server:
-    def __init__(self, places, room, chunk, seed=0):
+    """Requests in `places`, each of at most `room` tokens, over pools of `pages` pages of `page` tokens.
+
+    One more place reads the beginning of all requests, as far as it fills pages, and is idle from then on. So its rings
+    and pages stay as they are, and other places get them.
+    """
+
+    def __init__(self, places, room, chunk, page, pages, beginning, seed=0):
         on_gpu = jax.default_backend() == "gpu"
         d, dtype = (
             (512, jnp.bfloat16) if on_gpu else (64, jnp.float32)
@@ -91,66 +146,121 @@ class Server:
         self.parameters = jax.jit(
             lambda key: jax.tree.map(lambda x: x.astype(dtype) if x.ndim > 1 else x, initialize(key, layers))
         )(jax.random.key(seed))
-        self.caches = [layer.cache(places, room, dtype) for layer in layers]
-        self.places: list[Request | None] = [None] * places
+        self.pages = Pages(places + 1, room, page, pages)
+        how = {"block_table": self.pages.table, "page_tokens": page, "pages": pages}
+        self.caches = [layer.cache(places + 1, room, dtype, **how) for layer in layers]
+        self.places: list[Request | None] = [None] * (places + 1)
         self.waiting: collections.deque[Request] = collections.deque()
+        self.came = self.put_back = 0
 
-        def read(parameters, caches, tokens, start, lengths, temperature, key):
+        def read(parameters, caches, table, tokens, start, lengths, temperature, key):
             def attend(layer, p, x, cache):
-                return layer(p, x, cache, start=start, lengths=lengths)
+                return layer(p, x, cache.with_block_table(table), start=start, lengths=lengths)
 
             logits, caches = forward(layers, parameters, tokens, caches, attend)
             last = jnp.take_along_axis(logits, jnp.maximum(lengths - start - 1, 0)[:, None, None], 1)[:, 0]
             return choose(last, temperature, key), caches
 
-        def say(parameters, caches, tokens, lengths, temperature, key):
+        def say(parameters, caches, table, tokens, _, lengths, temperature, key):
             def attend(layer, p, x, cache):
-                return layer.step(p, x, cache, lengths=lengths)
+                return layer.step(p, x, cache.with_block_table(table), lengths=lengths)
 
-            logits, caches = forward(layers, parameters, tokens[:, None], caches, attend)
+            logits, caches = forward(layers, parameters, tokens, caches, attend)
             return choose(logits[:, 0], temperature, key), caches
 
+        def begin(caches, place):
+            return [cache.fork(places, place) for cache in caches]
+
         self._read, self._say = (jax.jit(f, donate_argnums=1) for f in (read, say))
+        self._begin = jax.jit(begin, donate_argnums=0)
+        self.beginning = np.asarray(beginning[: len(beginning) // page * page], np.int32)
+        if len(self.beginning):
+            self.places[-1] = Request(self.beginning, 1, 0.0)
+            while not self._call([places]):
+                pass
+            self.places[-1] = None
 
     def compile(self):
-        """Calls both functions once, with every place idle."""
-        idle, greedy = np.zeros(len(self.places), np.int32), np.zeros(len(self.places), np.float32)
-        tokens = np.zeros((len(self.places), self.chunk), np.int32)
-        _, self.caches = self._read(self.parameters, self.caches, tokens, idle, idle, greedy, self.key)
-        _, self.caches = self._say(self.parameters, self.caches, idle, idle, greedy, self.key)
+        """Calls all functions once, with every place idle."""
+        for chunk in (self.chunk, 1):
+            self._run(*self._idle(chunk))
+        self.caches = self._begin(self.caches, len(self.places) - 1)
+
+    def submit(self, request):
+        """Lets a request wait for a place and for pages; raises ValueError if it begins otherwise or can never fit."""
+        n, alike, count = len(request.prompt) + request.wanted, len(self.beginning), len(self.pages.owners)
+        if len(request.prompt) <= alike or not np.array_equal(request.prompt[:alike], self.beginning):
+            raise ValueError(f"a request that does not go on from the {alike} tokens with which all begin")
+        if self.pages.needed(n) > min(count, self.pages.table.shape[1]):
+            raise ValueError(f"a request of {n} tokens, for which {count} pages of {self.pages.page} are too few")
+        self.waiting.append(request)
 
     def work(self):
         """One call: a chunk for the places that still read, if there are any, else a step for all that say."""
-        for i, request in enumerate(self.places):
-            if request is None and self.waiting:
-                self.places[i] = self.waiting.popleft()
-        reading = [r is not None and r.read < len(r.prompt) for r in self.places]
-        n, self.key, key = len(self.places), *jax.random.split(self.key)
-        lengths, temperature = np.zeros(n, np.int32), np.zeros(n, np.float32)
-        tokens, start = np.zeros((n, self.chunk), np.int32), np.zeros(n, np.int32)
-        for i, request in enumerate(self.places):
-            if request is None or reading[i] != any(reading):
-                continue  # its lengths are 0, so it does not take part
-            temperature[i] = request.temperature
-            if reading[i]:
-                part = request.prompt[request.read : request.read + self.chunk]
-                tokens[i, : len(part)], start[i] = part, request.read
-                request.read += len(part)
-                lengths[i] = request.read
-            else:
-                tokens[i, 0], lengths[i] = request.said[-1], len(request.prompt) + len(request.said)
-        if any(reading):
-            chosen, self.caches = self._read(self.parameters, self.caches, tokens, start, lengths, temperature, key)
-        else:
-            chosen, self.caches = self._say(self.parameters, self.caches, tokens[:, 0], lengths, temperature, key)
-        done, chosen = [], np.asarray(chosen)
-        for i, request in enumerate(self.places):
-            if request is not None and lengths[i] and request.read == len(request.prompt):
+        for i in range(len(self.places) - 1):
+            if self.places[i] is None and self.waiting and not self._admit(i, self.waiting[0]):
+                break
+        done = self._call(range(len(self.places) - 1))
+        requests = [self.places[i] for i in done]
+        for i in done:
+            self._leave(i)
+        return requests
+
+    def _admit(self, place, request):
+        """Gives a request a place and pages for its prompt, if there are any; it begins as all do."""
+        self.pages.share(len(self.places) - 1, place)
+        if not self.pages.grow(place, len(request.tokens)):
+            self.pages.leave(place)
+            return False
+        self.places[place] = self.waiting.popleft()
+        self.came += 1
+        request.read, request.came = len(self.beginning), self.came
+        self.caches = self._begin(self.caches, place)
+        return True
+
+    def _leave(self, place):
+        self.pages.leave(place)
+        self.places[place] = None
+
+    def _grow(self, place, tokens):
+        """Gives a place pages for this many tokens. While there are none, the last request that came waits again."""
+        while self.places[place] and not self.pages.grow(place, tokens):
+            last = max((i for i, r in enumerate(self.places) if r), key=lambda i: self.places[i].came)
+            self.waiting.appendleft(self.places[last])
+            self._leave(last)
+            self.put_back += 1
+        return self.places[place] is not None
+
+    def _call(self, places):
+        """One call for these places. Returns those whose requests are done."""
+        left = {i: len(r.tokens) - r.read for i in places if (r := self.places[i])}
+        chunk = self.chunk if any(n > 1 for n in left.values()) else 1
+        tokens, start, lengths, temperature = self._idle(chunk)
+        for i in sorted(left, key=lambda i: self.places[i].came):  # those that came first do not wait for later ones
+            request, n = self.places[i], min(left[i], chunk)
+            if (n > 1) == (chunk > 1) and request and self._grow(i, request.read + n):
+                tokens[i, :n], start[i] = request.tokens[request.read : request.read + n], request.read
+                lengths[i], temperature[i] = request.read + n, request.temperature
+        chosen, done = self._run(tokens, start, lengths, temperature), []
+        for i in np.flatnonzero(lengths):
+            request = self.places[i]
+            request.read = int(lengths[i])
+            if request.read == len(request.tokens):
                 request.said.append(int(chosen[i]))
                 if len(request.said) == request.wanted:
-                    done.append(request)
-                    self.places[i] = None
+                    done.append(i)
         return done
+
+    def _idle(self, chunk):
+        """tokens, start, lengths and temperature of a call in which no place takes part: their lengths are 0."""
+        b = len(self.places)
+        return np.zeros((b, chunk), np.int32), *np.zeros((2, b), np.int32), np.zeros(b, np.float32)
+
+    def _run(self, tokens, *of_places):
+        self.key, key = jax.random.split(self.key)
+        f = self._say if tokens.shape[1] == 1 else self._read
+        chosen, self.caches = f(self.parameters, self.caches, self.pages.table, tokens, *of_places, key)
+        return np.asarray(chosen)
 
     def alone(self, request):
         """The likeliest token after each said one, with the request read whole and without a cache."""
@@ -163,13 +273,15 @@ class Server:
         return np.asarray(logits[0, len(request.prompt) - 1 : -1].argmax(-1))
 
 
-def main(requests=10, places=4, chunk=32, longest=150, wanted=24, progress=True):
+def main(requests=10, places=4, chunk=32, longest=150, wanted=24, page=32, pages=8, beginning=64, progress=True):
     """Serves random requests; returns the finished requests and the server."""
     rng = np.random.default_rng(0)
-    server = Server(places, longest + wanted, chunk)
+    alike = rng.integers(0, VOCABULARY, beginning, dtype=np.int32)
+    server = Server(places, longest + wanted, chunk, page, pages, alike)
     for i in range(requests):
-        prompt = rng.integers(0, VOCABULARY, rng.integers(1, longest + 1), dtype=np.int32)
-        server.waiting.append(Request(prompt, int(rng.integers(1, wanted + 1)), 0.8 if i % 2 else 0.0))
+        own = rng.integers(0, VOCABULARY, rng.integers(1, longest - beginning + 1), dtype=np.int32)
+        prompt, temperature = np.concatenate([alike, own]), 0.8 if i % 2 else 0.0
+        server.submit(Request(prompt, int(rng.integers(1, wanted + 1)), temperature))
     server.compile()
     done, calls, began = [], 0, time.perf_counter()
     while server.waiting or any(server.places):
@@ -181,16 +293,26 @@ def main(requests=10, places=4, chunk=32, longest=150, wanted=24, progress=True)
     said, read = (sum(len(x) for x in xs) for xs in ([r.said for r in done], [r.prompt for r in done]))
     print(f"\r{jax.default_backend()}: {requests} requests in {places} places, {calls} calls")
     print(f"{read} tokens read, {said} said, in {seconds:.2f} s: {(read + said) / seconds:.0f} tokens/s")
+    print(
+        f"{pages} pages of {page} tokens; {places} places could fill {places * server.pages.needed(longest + wanted)}"
+    )
+    print(f"all requests have {len(server.beginning) // page} of them; {server.put_back} times one had to wait again")
     return done, server
 
 
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--requests", type=int, default=10, help="how many (default: %(default)s)")
-    parser.add_argument("--places", type=int, default=4, help="requests served at once (default: %(default)s)")
-    parser.add_argument("--chunk", type=int, default=32, help="tokens read at once (default: %(default)s)")
-    parser.add_argument("--longest", type=int, default=150, help="tokens of a prompt, at most (default: %(default)s)")
-    parser.add_argument("--wanted", type=int, default=24, help="tokens to say, at most (default: %(default)s)")
+    for name, default, what in (
+        ("requests", 10, "how many"),
+        ("places", 4, "requests served at once"),
+        ("chunk", 32, "tokens read at once"),
+        ("longest", 150, "tokens of a prompt, at most"),
+        ("wanted", 24, "tokens to say, at most"),
+        ("page", 32, "tokens of a page, a multiple of 16"),
+        ("pages", 8, "pages in the pool of each cache"),
+        ("beginning", 64, "tokens with which all prompts begin; whole pages of them are shared"),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} (default: %(default)s)")
     return vars(parser.parse_args())
 
 

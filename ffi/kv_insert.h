@@ -32,6 +32,14 @@ struct KvInsert {
     expect.Shape(call.table, {n.b, n.n, kDims});
     if (n.n_ape > 0) expect.Shape(call.ape, {call.ratio, shape->width / 2});
     if (expect.error().failure()) return expect.error();
+    const bool running = n.n_sums > 0;
+    if (running) {
+      expect.Shape(call.sums, {n.b, 3, d});
+      expect.Shape(call.folded, {n.b, 1});
+      expect.Shape(call.state, {n.b, std::max(n.ring, n.s_q), 2 * d});
+      if (expect.error().failure()) return expect.error();
+      if (n.n != 1 || n.ring > call.ratio) return Refuse(call.state, Show(n.ring) + " rows", "at most ratio, and one entry");
+    }
     const bool fits = n.ring > 0 ? n.width == 2 * d || n.width == 4 * d : n.n == n.s_q;
     if (!fits) return Refuse(call.state, "shape " + Show(call.state.dimensions), "one or two pairs of d last, or d");
     if (call.ratio < 1) return ffi::Error::InvalidArgument("ratio: got " + Show(call.ratio));
@@ -40,7 +48,7 @@ struct KvInsert {
                     Show(shape->width) + " columns from a multiple of 4 on");
     }
     const int64_t reach = n.ring > 0 ? n.width / (2 * d) * call.ratio : 0;
-    if (n.ring > 0 && n.ring < reach + n.s_q - 1) {
+    if (n.ring > 0 && !running && n.ring < reach + n.s_q - 1) {
       return Refuse(call.state, Show(n.ring) + " rows", Show(reach + n.s_q - 1) + " at least");
     }
     if (ffi::Error error = CheckPacking(call, shape); error.failure()) return error;
@@ -48,7 +56,8 @@ struct KvInsert {
     if (shape->page * std::max<int64_t>(n.table_width, 1) < n.n) {
       return Refuse(call.cache, "room for " + Show(shape->page) + " entries", "room for all new ones");
     }
-    if (call.cache.data != call.new_cache.data || call.state.data != call.new_state.data) {
+    if (call.cache.data != call.new_cache.data || call.state.data != call.new_state.data ||
+        call.sums.data != call.new_sums.data || call.folded.data != call.new_folded.data) {
       return ffi::Error::Internal("kv_insert: the results are not where the cache and the state are");
     }
     return ffi::Error::Success();
@@ -72,7 +81,8 @@ struct KvInsert {
                                   .dtype = call.packing.empty() ? call.cache.dtype : ffi::BF16,
                                   .packing = call.packing,
                                   .pooled = shape->ring > 0,
-                                  .hadamard = call.hadamard != 0};
+                                  .hadamard = call.hadamard != 0,
+                                  .running = call.sums.dimensions[1] > 0};
     return LookUp(call.target->name, device, choices, &kernels->front());
   }
 

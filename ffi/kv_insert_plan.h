@@ -38,6 +38,8 @@ inline std::string PlanKvInsert(const KvInsertShape& x, float eps, int32_t tile_
                          .lengths = at.lengths,
                          .block_table = at.block_table,
                          .state = at.state,
+                         .sums = at.sums,
+                         .folded = at.folded,
                          .cache = at.cache,
                          .b = I32(x.b),
                          .s = I32(x.s),

@@ -455,13 +455,16 @@ class KvInsert(Variant):
     packing: str = ""  # of `packings.CACHED`; "" where the cache is not packed
     pooled: bool = False
     hadamard: bool = False
+    running: bool = False  # whether pooled tokens leave sums behind, so that a few of them are kept
 
     family, layout = "kv_insert", "kv_insert"
 
     @property
     def params(self) -> Params:
         return (
-            *each("address", "rows", "ape", "norm", "table", "lengths", "block_table", "state", "cache"),
+            *each(
+                "address", "rows", "ape", "norm", "table", "lengths", "block_table", "state", "sums", "folded", "cache"
+            ),
             *each("int32", "b", "s", "n", "width", "columns", "column", "has_ape", "ratio", "ring"),
             *each("int32", "pages", "page", "page_bytes", "table_width"),
             *each("float32", "eps"),
@@ -697,6 +700,8 @@ TARGETS = (
         (
             array("cache: T[pages page d] or u8[pages page_bytes]", aligned=True),
             array("state: f32[b ring width]", aligned=True),  # earlier rows; ring is 0 where nothing is pooled
+            array("sums: f32[b n_sums d]", aligned=True),  # three of the tokens before them, or none
+            *arrays("folded: s32[b n_folded]"),  # how many tokens these are
             array("rows: f32[b s_q columns]", aligned=True),  # of which `width` from `column` on are used
             array("ape: f32[n_ape channels]", aligned=True),  # n_ape is ratio, or 0 for none
             array("norm: f32[d]", aligned=True),
@@ -704,8 +709,10 @@ TARGETS = (
             *arrays("lengths: s32[b]", "block_table: s32[b table_width]"),  # table_width is 0 without pages
         ),
         (
-            array("new_cache: T[pages page d] or u8[pages page_bytes]", aligned=True),  # in place
-            array("new_state: f32[b ring width]", aligned=True),  # in place
+            array("new_cache: T[pages page d] or u8[pages page_bytes]", aligned=True),
+            array("new_state: f32[b ring width]", aligned=True),  # all in place
+            array("new_sums: f32[b n_sums d]", aligned=True),
+            *arrays("new_folded: s32[b n_folded]"),
         ),
         {"column": "int64", "ratio": "int64", "packing": "string", "hadamard": "int64", "eps": "float32"},
     ),

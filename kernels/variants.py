@@ -103,10 +103,10 @@ VARIANTS: tuple[Variant, ...] = (
         for dtype in DTYPES
     ),
     *(
-        KvInsert("kv_insert", "sm_90a", f"{HOPPER}.kv_insert.kernel", 512, dtype, packing, pooled)
+        KvInsert("kv_insert", "sm_90a", f"{HOPPER}.kv_insert.kernel", 512, dtype, packing, pooled, running=running)
         for dtype, packings in (("bfloat16", ("", "v4_fp8", "v41_fp8")), ("float16", ("",)))
         for packing in packings
-        for pooled in (False, True)
+        for pooled, running in ((False, False), (True, False), (True, True))
     ),
     *(
         KvInsert("kv_insert", "sm_90a", f"{HOPPER}.kv_insert.kernel", 128, dtype, packing, pooled=True, hadamard=True)

@@ -1,5 +1,6 @@
 import contextlib
 import dataclasses
+import functools
 import gc
 import os
 import shutil
@@ -21,7 +22,7 @@ from kernels.abi import Variant
 from kernels.cache import default_folder, evict
 from kernels.tables import described
 from kernels.variants import VARIANTS
-from tests.helpers import QUICK
+from tests.helpers import QUICK, assert_in_place
 
 jax.config.update("jax_num_cpu_devices", 8)  # for meshes; a program that names no device runs on the first
 jax.config.update("jax_traceback_in_locations_limit", 0)  # most of a test's time is tracing, lowering and compiling
@@ -136,6 +137,36 @@ def quick_to_compile() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture
+def in_place(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of functions that a test's programs jitted with donated arguments and called: each updates in place."""
+    jit, called = jax.jit, []
+
+    def watched(f: Any = None, **how: Any) -> Any:
+        if f is None:
+            return functools.partial(watched, **how)
+        jitted = jit(f, **how)
+        if all(how.get(name) in (None, ()) for name in ("donate_argnums", "donate_argnames")):
+            return jitted
+
+        def checked(run: Any) -> Any:
+            @functools.wraps(f)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if f.__name__ not in called:
+                    assert_in_place(jitted.trace(*args, **kwargs))
+                    called.append(f.__name__)
+                return run(*args, **kwargs)
+
+            return call
+
+        both = checked(jitted)
+        both.lower = checked(jitted.lower)
+        return both
+
+    monkeypatch.setattr(jax, "jit", watched)
+    return called
 
 
 @pytest.fixture

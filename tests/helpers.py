@@ -45,6 +45,19 @@ def kernels_in_graphs(run: Any, *x: Any) -> dict[str, bool]:
         return {event.name: "cuda_graph_id" in dict(event.stats) for event in events}
 
 
+def assert_in_place(traced: Any) -> None:
+    """Asserts that a traced program, lowered for GPUs, updates what it is given in place: every donated array becomes a
+    result, and no result is returned twice, of which XLA would copy one.
+    """
+    lowered = traced.lower(lowering_platforms=("cuda",))
+    text = lowered.as_text()
+    donated = [x for x in jax.tree.leaves(lowered.args_info) if x.donated]
+    (signature,) = re.findall(r"func\.func public @main\((.*)\) -> ", text)
+    assert donated and signature.count("tf.aliasing_output") == len(donated), signature
+    (results,) = re.findall(r"^    return (.*) : ", text.split("func.func private")[0], re.MULTILINE)
+    assert len(set(results.split(", "))) == len(results.split(", ")), results
+
+
 def collectives(compiled: Any) -> dict[str, int]:
     """The kinds of collectives of a compiled program, and how many elements each moves."""
     kinds = "all-gather|(?:ragged-)?all-to-all|collective-permute|all-reduce|reduce-scatter|collective-broadcast"

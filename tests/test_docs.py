@@ -25,13 +25,15 @@ PROGRAMS = [pytest.param(program, id=where) for program, where in WHERE.items()]
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_program_prints_what_it_says(program, capsys):
+def test_program_prints_what_it_says(program, capsys, in_place):
+    """And what it donates is updated in place."""
     if "export.export(" in program and not library.variants():
         pytest.skip("a program without kernels warns where it is exported for cuda")
     said = re.findall(r"^ *print\(.*\)  # (.*)$", program, re.M)
     exec(compile(program, "program", "exec"), {"__name__": "__main__"})
     printed = capsys.readouterr().out.splitlines()
     assert said and printed == said
+    assert bool(in_place) == ("donate_arg" in program)
 
 
 def test_commands_are_understood():

@@ -203,9 +203,34 @@ def test_errors(kwargs, error, message):
         dot_product_attention(*operands(), **kwargs)
 
 
-def test_a_traced_mask_is_refused():
-    with pytest.raises(NotImplementedError, match=r"got a traced bool.*wanted a mask known while tracing"):
-        jax.jit(lambda mask: dot_product_attention(*operands(), mask=mask))(np.ones((1, 1, T, S), bool))
+@pytest.mark.parametrize("name", ["mask", "mask_of_a_band", "mask_of_batches"])
+def test_a_traced_mask_of_intervals(name):
+    """Also where it has rows of no key, which give 0."""
+    q, k, v = operands()
+    mask = np.broadcast_to(ARGUMENTS[name]["mask"], (B, 1, T, S)).copy()
+    mask[1, :, 2:4] = False
+
+    def total(op):
+        def run(x, mask):
+            o = jnp.where(mask.any(-1)[:, 0, :, None, None], op(*x, mask=mask), 0)
+            return (o**2).sum(), o
+
+        return jax.jit(jax.value_and_grad(run, has_aux=True))((q, k, v), mask)
+
+    got, want = total(dot_product_attention), total(jax.nn.dot_product_attention)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-4)
+
+
+def test_a_traced_mask_of_other_rows_gives_nan_there():
+    q, k, v = operands()
+    mask = np.tril(np.ones((1, 1, T, S), bool), 2)
+    mask[0, 0, 5, 2] = False
+    o, lse = jax.jit(lambda mask: dot_product_attention(q, k, v, mask=mask, return_residual=True))(mask)
+    broken = np.arange(T) == 5
+    assert np.isnan(o[:, broken]).all() and np.isnan(lse[:, broken]).all()
+    want = jax.nn.dot_product_attention(q, k, v, mask=mask)
+    np.testing.assert_allclose(o[:, ~broken], want[:, ~broken], rtol=2e-4, atol=1e-5)
 
 
 def test_errors_name_the_operands_as_here():

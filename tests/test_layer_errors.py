@@ -31,6 +31,7 @@ PC, PI = P["compressor"], P["indexer"]
 X, LOW_RANK, START = hidden(2, 8), jnp.zeros((2, 8, 12)), jnp.zeros(2, jnp.int32)
 AT = jnp.arange(8, dtype=jnp.int32)[None]
 STATE, CACHE = COMPRESSOR.state(2, 2), LAYER.cache(2, 16, jnp.float32)
+TABLE = np.arange(4, dtype=np.int32).reshape(2, 2)
 OF_WINDOW = LAYERS[0].cache(2, 16, jnp.float32)
 
 
@@ -90,6 +91,15 @@ SIZES = [
     (lambda: LAYER.cache(2, 8, "fp8"), r"DSV4Attention: dtype: got fp8, wanted bfloat16"),
     (lambda: LAYER.cache(2, 8, block_table=[[0]]), r"block_table: got \[\[0\]\], wanted int32\[b=2, n\]"),
     (lambda: LAYER.cache(2, 8, block_table=jnp.zeros((3, 1), jnp.int32)), r"block_table: got int32\[3, 1\], wanted"),
+    (lambda: LAYER.cache(2, 8, pages=3), r"DSV4Attention: pages: got 3, wanted None without a block_table"),
+    (lambda: LAYER.cache(2, 8, page_tokens=8), r"page_tokens: got 8, wanted None without a block_table"),
+    (lambda: LAYER.cache(2, 8, block_table=TABLE, pages=0), r"pages: got 0, wanted an int >= 1"),
+    (lambda: LAYER.cache(2, 8, block_table=TABLE, page_tokens=6), r"page_tokens: got 6, wanted a multiple of the r"),
+    (lambda: LAYER.cache(2, 18, block_table=TABLE, page_tokens=8),
+     r"block_table: got 2 pages of 8 tokens for a sequence, wanted enough for max_length=18"),
+    (lambda: LAYER.cache(2, 8, block_table=TABLE, pages=3), r"block_table: got page 3, wanted pages below the pool"),
+    (lambda: LAYER.cache(2, 8, block_table=TABLE).with_block_table(TABLE[:, :1]),
+     r"with_block_table: block_table: got int32\[2, 1\], wanted int32\[b=2, n=2\]"),
 ]  # fmt: skip
 OPERANDS = [
     (lambda: COMPRESSOR(PC, None), r"Compressor: x: got None, wanted bfloat16 or float16 or float32\[b, s, 24\]"),
@@ -110,7 +120,7 @@ OPERANDS = [
     (lambda: extend(x=X[:, :0]), r"Compressor: x: got float32\[2, 0, 24\], wanted .*, each >= 1"),
     (lambda: extend(start=0), r"Compressor: start: got 0, wanted int32\[b=2\]"),
     (lambda: extend(lengths=START[:1]), r"Compressor: lengths: got int32\[1\], wanted int32\[b=2\]"),
-    (lambda: extend(state=None), r"Compressor: state: got None, wanted a Cache, as `state` makes it"),
+    (lambda: extend(state=None), r"Compressor: state: got None, wanted what `Compressor"),
     (lambda: extend(state=Cache.zeros(2, 3, 64, jnp.float32)), r"state: got room for 3 tokens, wanted 8 at least"),
     (lambda: extend(state=COMPRESSOR.state(3)), r"Compressor: state.entries: got float32\[3, .*wanted float32\[b=2"),
     (lambda: extend(of=OF_V41[3].compressor, p=P_V41[3]["compressor"]), r"state: got a Cache, wanted None with rat"),
@@ -136,7 +146,7 @@ LAYER_CALLS = [
     (lambda: LAYER(P | {"compressor": {}}, X), r"params.compressor: got no ape, norm, w, wanted what `init` makes"),
     (lambda: LAYER(P, X, OF_WINDOW), r"cache.compressed: got None, wanted a Cache"),
     (lambda: LAYERS[0](PARAMS[0], X, CACHE), r"cache.compressed: got a Cache, wanted None in such a layer"),
-    (lambda: LAYER.step(P, X, CACHE._replace(tokens=None), lengths=8), r"cache.tokens: got None, wanted a Cache"),
+    (lambda: LAYER.step(P, X, CACHE._replace(tokens=None), lengths=8), r"cache.tokens: got None, wanted what `Compr"),
     (lambda: LAYER(P, X, LayerCache(*[c.entries for c in CACHE])), r"cache.window: got float32.*, wanted a Cache"),
     (lambda: LAYER(P, X, LAYER.cache(2, 16)), r"cache.window.entries: got bfloat16.*, wanted float32\[b=2, page, d=16"),
     (lambda: LAYER(P, X, LAYER.cache(3, 16, jnp.float32)), r"cache.window.entries: got float32\[3, .*\[b=2, page, d"),
@@ -184,7 +194,11 @@ def test_a_prompt_shorter_than_an_entry(name):
             r"rope_scaling: .*wanted original_max_position_embeddings wit",
         ),
         ({"rope_theta": "10000"}, r"Rope: theta: got 10000, wanted a finite number > 1"),
-        ({"kv_source_layer_ids": 1, "compress_ratios": [2] * 3}, r"kv_source_layer_ids: got 1, wanted a list"),
+        (
+            {"kv_source_layer_ids": 1, "compress_ratios": [2] * 3, "layer_types": None},
+            r"kv_source_layer_ids: got 1, wanted a list",
+        ),
+        ({"compress_ratios": [0, 4, 128]}, r"compress_ratios: got 128, wanted 8 in layer 2, a heavily_compressed_att"),
     ],
 )
 def test_config_error(changes, message):

@@ -22,7 +22,7 @@ from tests.test_layers import MODELS, random_params
 
 pytestmark = pytest.mark.usefixtures("quick_to_compile")
 
-B, S, HIDDEN, ROOM = 4, 16, 24, 32
+B, S, HIDDEN, ROOM = 4, 32, 24, 64
 AXES = {"Auto": (AxisType.Auto,) * 2, "Explicit": (AxisType.Explicit,) * 2, "mixed": (AxisType.Explicit, AxisType.Auto)}
 SHARDED = {
     "batch": {"batch": "data"},
@@ -36,6 +36,7 @@ CALLS = ("whole", "gradient", "chunk", "step")
 @functools.cache
 def layers():
     v4, v41 = (MODELS[name] | {"num_attention_heads": 8, "o_groups": 4} for name in MODELS)
+    v4["compress_rates"] = {"heavily_compressed_attention": 16}  # long blocks, of which a cache keeps running sums
     of_kernels = {"head_dim": 128, "qk_rope_head_dim": 64, "index_head_dim": 128}
     found = dict(zip(("window", "sparse", "dense"), from_config(v4), strict=True))
     return found | {"reading": from_config(v41)[4], "sparse by kernels": from_config(v4 | of_kernels)[1]}
@@ -52,7 +53,7 @@ def operands(kind, call):
     cache = shared = None
     if cached:
         cache = layer.cache(B, ROOM, jnp.float32, steps=2)
-        cache = jax.tree.map(lambda x: normal(3, *x.shape), cache)
+        cache = jax.tree.map(lambda x: (5 + 0.3 * normal(3, *x.shape)).astype(x.dtype), cache)
     if kind == "reading":
         n = ROOM if cached else S
         entries = normal(4, B, n, layer.d)
@@ -191,7 +192,7 @@ def test_packed_documents(axes, how):
     layer, mesh = layers()["sparse"], mesh_of(axes)
     params, x, *_ = xs = operands("sparse", "whole")
     ids = jnp.asarray(
-        [[1] * 6 + [2] * 7 + [3] * 3, [5] * 16, [1] * 9 + [2] * 7, [1] * 4 + [2] * 4 + [3] * 8], jnp.int32
+        [[1] * 6 + [2] * 7 + [3] * 19, [5] * 32, [1] * 9 + [2] * 23, [1] * 4 + [2] * 4 + [3] * 24], jnp.int32
     )
 
     def f(params, x, ids):
@@ -221,13 +222,13 @@ def test_pages_of_a_pool(axes):
     table = jnp.asarray(np.random.default_rng(6).permutation(2 * B).reshape(B, 2), jnp.int32)
     params, x, _, _, at = operands("dense", "chunk")
     cache = layer.cache(B, ROOM, jnp.float32, block_table=table)
-    f, xs = chunk_and_step(layer), (params, x, cache, at + 12)
+    f, xs = chunk_and_step(layer), (params, x, cache, at + 28)
     pool = Cache(put(mesh, cache.compressed.entries), put(mesh, table, "data"))
     entries = jax.tree.map(lambda x: put(mesh, x, "data"), cache._replace(compressed=None))
     params, put_x, *_ = placed("dense", (params, x, None, None, None), mesh, batch="data")
-    got = run(f, (params, put_x, entries._replace(compressed=pool), put(mesh, at + 12, "data")), jax.jit(f)(*xs))
+    got = run(f, (params, put_x, entries._replace(compressed=pool), put(mesh, at + 28, "data")), jax.jit(f)(*xs))
     assert set(got) == {"all-gather"}
-    new_entries = B * (2 + 1)  # of the chunk's tokens 3 to 17, and of the step's
+    new_entries = B * (2 + 1)  # of the chunk's tokens 3 to 33, and of the step's
     assert got["all-gather"] <= new_entries * (layer.d + 2)  # each with its page and its place there
 
 
@@ -237,7 +238,7 @@ def test_operands_that_are_not_placed(axes):
     layer, mesh = layers()["window"], mesh_of(axes)
     params, x, *_ = operands("window", "chunk")
     x = jnp.concatenate([x, x[::-1]])
-    f, cache, lengths = chunk_and_step(layer), layer.cache(2 * B, ROOM, jnp.float32), jnp.arange(18, 10, -1)
+    f, cache, lengths = chunk_and_step(layer), layer.cache(2 * B, ROOM, jnp.float32), jnp.arange(35, 27, -1)
     lengths = lengths.astype(jnp.int32)
     params, put_x, *_ = placed("window", (params, x, None, None, None), mesh, batch=("data", "tensor"))
     got = run(f, (params, put_x, cache, lengths), jax.jit(f)(operands("window", "chunk")[0], x, cache, lengths))

@@ -1,5 +1,7 @@
 """Insertion of entries into caches, interpreted: right answers, and planted faults."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -18,14 +20,19 @@ PAGED = {"lengths": (9, 0, 1, 7), "s": 2, "page": 4, "table": ((7, 2, 0), (9, 3,
 BLOCKS = {"lengths": (8, 0, 5, 4), "s": 2, "ratio": 4, "blocks": 2}  # a block complete, idle, incomplete, and the first
 
 
+LONG = {"lengths": (128, 0, 37, 200, 67), "s": 2, "ratio": 32, "steps": 4}  # some complete a block, some do not
+
+
 def variant(**choices):
+    choices = {"running": False} | choices
     found = [v for v in BUILT.values() if choices.items() <= v.choices.items()]
     return found[0] if found else pytest.skip("not built")
 
 
 @pytest.mark.parametrize("key", BUILT)
 def test_is_right(key):
-    x = Problem.of(BUILT[key], **BLOCKS if BUILT[key].pooled else TOKENS)
+    v = BUILT[key]
+    x = Problem.of(v, **LONG if v.running else BLOCKS if v.pooled else TOKENS)
     judge(x, run(x))
 
 
@@ -50,6 +57,38 @@ def test_blocks_of_other_sizes(sizes):
     judge(x, run(x))
 
 
+@pytest.mark.parametrize(
+    "sizes", [{"lengths": (5, 64), "s": 1, "ratio": 4}, {"lengths": (4, 9), "s": 4, "ratio": 4}], ids=str
+)
+def test_sums_of_short_blocks(sizes):
+    """A ring of one token, and one as long as a block."""
+    x = Problem.of(variant(dtype="bfloat16", packing="", running=True), **sizes)
+    judge(x, run(x))
+
+
+def test_histories_leave_no_trace():
+    """Tokens in one step or one by one, with others that are taken back: an entry has the same bits."""
+    v = variant(dtype="bfloat16", packing="", running=True)
+    x = Problem.of(v, (16,), 1, ratio=16, steps=4)
+    rows = np.random.default_rng(1).standard_normal((16, x.joined.shape[2])).astype(np.float32)
+
+    def after(steps):
+        """The cache and the ring after steps (first token, how many, whether they are the right ones)."""
+        y, pages = replace(x, state=x.state * 0, folded=x.folded * 0), None
+        for first, count, right in steps:
+            given = rows[first : first + count] if right else -rows[first : first + count]
+            angle = x.angle[:, : -(-count // 16)]
+            y = replace(y, joined=given[None], lengths=np.asarray([first + count], np.int32), angle=angle)
+            pages, state, sums, folded = run(y)
+            y = replace(y, state=state.copy(), sums=sums.copy(), folded=folded.copy())
+        return pages
+
+    one_by_one = after([(i, 1, True) for i in range(16)])
+    drafts = [(0, 4, True), (4, 4, False), (4, 1, True), (5, 4, False), (5, 3, True)]
+    drafted = after([*drafts, (8, 4, True), (12, 3, False), (12, 4, True)])
+    np.testing.assert_array_equal(one_by_one, drafted)
+
+
 def test_garbage_in_the_ring_is_not_pooled():
     """The first block's entry has no block before it, whatever is in its slots."""
     x = Problem.of(variant(d=512, dtype="bfloat16", packing="", pooled=True), (4,), 1, ratio=4, blocks=2)
@@ -67,8 +106,7 @@ def test_codes_at_the_ends(packing, value):
     else:
         x.rows[0, 0, 7] = value if value else 0
         x.rows[0] *= value
-    pages, _ = run(x)
-    exactly, _ = run(x.unpacked)
+    pages, exactly = run(x)[0], run(x.unpacked)[0]
     layout = LAYOUTS[packing]
     for n, at in ((0, 2), (1, 4)):
         entry = exactly[n, at * 1024 : (at + 1) * 1024].view(x.variant.dtype)

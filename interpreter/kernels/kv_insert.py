@@ -22,6 +22,16 @@ TOLERANCE = {"bfloat16": 2**-6, "float16": 2**-9}  # of an entry's greatest numb
 UNWRITTEN = 0x5A  # every byte of the cache before
 
 
+def summed(rows: Array, folded: int, ratio: int) -> Array:
+    """float64 [3, d]: what is kept of the first `folded` tokens: of those in the last one's block."""
+    rows = rows[(folded - 1) // ratio * ratio : folded].astype(np.float64)
+    if not len(rows):
+        return np.zeros((3, rows.shape[1] // 2))
+    kv, score = np.split(rows, 2, -1)
+    weights = np.exp(score - score.max(0))
+    return np.stack([score.max(0), weights.sum(0), (weights * kv).sum(0)])
+
+
 @dataclass(frozen=True)
 class Problem:
     variant: KvInsert
@@ -30,6 +40,9 @@ class Problem:
     joined: Array  # float32 [b, s, columns], with the rows from `column` on
     column: int
     state: Array  # float32 [b, ring, width]
+    sums: Array  # float32 [b, 3 or 0, d]: of the tokens of a block before those in the ring
+    folded: Array  # int32 [b, 1 or 0]
+    history: Array  # float32 [b, positions, width]: all rows of each sequence, where there are sums
     ape: Array  # float32 [ratio or 0, channels]
     norm: Array  # float32 [d]
     angle: Array  # float32 [b, n, DIMS / 2]
@@ -45,18 +58,32 @@ class Problem:
         rng, b, d = np.random.default_rng(seed), len(lengths), variant.d
         width = 2 * blocks * d if variant.pooled else d
         ring = blocks * ratio + max(s, steps) - 1 if variant.pooled else 0
+        if variant.running:
+            ring = max(s, steps)
 
         def normal(*shape: int) -> Array:
             return rng.standard_normal(shape).astype(np.float32)
 
         n = -(-s // ratio)
+        history, state = normal(b, max(max(lengths), 1), width), normal(b, ring, width)
+        folded = np.zeros((b, int(variant.running)), np.int32)
+        sums = normal(b, 3 * int(variant.running), d)
+        for i in range(b * int(variant.running)):
+            start = max(lengths[i] - s, 0)
+            folded[i] = max(start + 1 - ring, 0)  # a token at `start` was taken back
+            sums[i] = summed(history[i], int(folded[i, 0]), ratio)
+            for position in range(int(folded[i, 0]), start):
+                state[i, position % ring] = history[i, position]
         return Problem(
             variant,
             ratio,
             np.asarray(lengths, np.int32),
             normal(b, s, width + 12),
             8,
-            normal(b, ring, width),
+            state,
+            sums,
+            folded,
+            history,
             normal(ratio if has_ape and variant.pooled else 0, width // 2),
             1 + normal(d) / 4,
             rng.uniform(-9, 9, (b, n, DIMS // 2)).astype(np.float32),
@@ -96,24 +123,43 @@ class Problem:
         turns = np.stack([np.cos(self.angle), np.sin(self.angle)], -1)
         return turns.reshape(*self.angle.shape[:2], -1)
 
+    def token(self, n: int, i: int) -> Array:
+        """The row of new token i, as it is kept."""
+        row = self.rows[n, i].copy()
+        if len(self.ape):
+            row[row.size // 2 :] += self.ape[(int(self.lengths[n]) - self.rows.shape[1] + i) % self.ratio]
+        return row
+
     def new_state(self) -> Array:
         """With the new tokens."""
         state, (b, s, _) = self.state.copy(), self.rows.shape
-        if not state.shape[1]:
-            return state
-        for n in range(b):
+        for n in range(b * bool(state.shape[1])):
             for i in range(s):
                 position = int(self.lengths[n]) - s + i
                 if position >= 0:
-                    row = self.rows[n, i].copy()
-                    if len(self.ape):
-                        row[row.size // 2 :] += self.ape[position % self.ratio]
-                    state[n, position % state.shape[1]] = row
+                    state[n, position % state.shape[1]] = self.token(n, i)
         return state
+
+    def new_sums(self) -> tuple[Array, Array]:
+        """Sums, and how many tokens they have, where the new tokens displace others."""
+        sums, folded = self.sums.astype(np.float64), self.folded.copy()
+        for n in range(len(folded) * self.variant.running):
+            length = int(self.lengths[n])
+            folded[n] = max(min(folded[n, 0], max(length - self.rows.shape[1], 0)), length - self.state.shape[1])
+            if folded[n] != self.folded[n]:
+                sums[n] = summed(self.history[n], int(folded[n, 0]), self.ratio)
+        return sums, folded
+
+    def row_at(self, n: int, position: int, state: Array) -> Array:
+        """float64, of a token of a block that is complete."""
+        start = int(self.lengths[n]) - self.rows.shape[1]
+        if self.variant.running and position < start:
+            return self.history[n, position].astype(np.float64)
+        return state[n, position % state.shape[1]].astype(np.float64)
 
     def entries(self) -> dict[tuple[int, int], tuple[int, Array]]:
         """By sequence and index: the row of the table, and the entry before its norm, float64."""
-        found, state, (b, s, width) = {}, self.new_state().astype(np.float64), self.rows.shape
+        found, state, (b, s, width) = {}, self.new_state(), self.rows.shape
         for n in range(b):
             length, d = int(self.lengths[n]), self.variant.d
             first = (length - s) // self.ratio
@@ -127,10 +173,9 @@ class Problem:
                 blocks, kv, score = width // (2 * d), [], []
                 for position in range(end - blocks * self.ratio, end):
                     if position >= 0:
-                        row = state[n, position % state.shape[1]]
-                        part = (
-                            slice(d) if blocks == 2 and position < end - self.ratio else slice((blocks - 1) * d, None)
-                        )
+                        row = self.row_at(n, position, state)
+                        before = blocks == 2 and position < end - self.ratio
+                        part = slice(d) if before else slice((blocks - 1) * d, None)
                         kv.append(row[: width // 2][part])
                         score.append(row[width // 2 :][part])
                 weights = np.exp(np.asarray(score) - np.max(score, 0))
@@ -159,18 +204,20 @@ class Problem:
 
 def run(
     x: Problem, *, seed: int = 0, edit: Callable[[str], str] = lambda text: text, **edits: Callable[[int], int]
-) -> tuple[Array, Array]:
-    """The bytes of the cache's pages, and the state."""
+) -> tuple[Array, Array, Array, Array]:
+    """The bytes of the cache's pages, the state, the sums, and how many tokens these have."""
     kernel, memory = Kernel.of(x.variant), new_memory()
     given = {"rows": x.joined, "ape": x.ape, "norm": x.norm, "table": x.table, "lengths": x.lengths}
     addresses = {name: memory.add(name, array) for name, array in (given | {"block_table": x.block_table}).items()}
-    addresses["state"] = _writable(memory, "state", x.state.view(np.uint8).ravel())
+    kept = {"state": x.state, "sums": x.sums, "folded": x.folded}
+    addresses |= {name: _writable(memory, name, array.view(np.uint8).ravel()) for name, array in kept.items()}
     addresses["cache"] = _writable(memory, "cache", np.full(x.pages * x.page_bytes, UNWRITTEN, np.uint8))
     plan = native.plan_kv_insert(x.shape, EPS, tile_m=kernel.facts["tile_m"], addresses=addresses)
     machine(Kernel(x.variant, edit(kernel.ptx), kernel.facts), plan, memory, edits, seed=seed).run()
-    cache, state = memory.named("cache"), memory.named("state")
-    pages = cache.bytes[: cache.size].reshape(x.pages, -1)
-    return pages, state.bytes[: state.size].view(np.float32).reshape(x.state.shape)
+    cache = memory.named("cache")
+    found = (memory.named(name).bytes[: array.nbytes].view(array.dtype) for name, array in kept.items())
+    state, sums, folded = (y.reshape(array.shape) for y, array in zip(found, kept.values(), strict=True))
+    return cache.bytes[: cache.size].reshape(x.pages, -1), state, sums, folded
 
 
 def _writable(memory: GlobalMemory, name: str, data: Array) -> int:
@@ -180,12 +227,17 @@ def _writable(memory: GlobalMemory, name: str, data: Array) -> int:
     return address
 
 
-def judge(x: Problem, got: tuple[Array, Array]) -> None:
+def judge(x: Problem, got: tuple[Array, Array, Array, Array]) -> None:
     """Raises Wrong unless every new entry and row is right, and all else is as it was.
 
     An entry that is packed must have the bytes that the layout's definition makes of the entry that is not.
     """
-    pages, state = got
+    pages, state, sums, folded = got
+    want_sums, want_folded = x.new_sums()
+    if not np.array_equal(folded, want_folded):
+        raise Wrong(f"{folded.ravel()} tokens are folded, wanted {want_folded.ravel()}")
+    if not np.allclose(sums, want_sums, rtol=1e-4, atol=1e-4):
+        raise Wrong(f"sums are wrong: off by {np.abs(sums - want_sums).max():.2g}")
     if (wrong := state.view(np.uint32) != x.new_state().view(np.uint32)).any():
         raise Wrong(f"{int(wrong.any(-1).sum())} rows of the state are wrong")
     wanted = np.full_like(pages, UNWRITTEN)

@@ -81,12 +81,15 @@ def load(i: Instruction, d: Decoder) -> Step:
     count = next((int(m[1:]) for m in i.mods if m in ("v2", "v4", "v8")), 1)
     i.only(*SPACES, *HINTS, "v2", "v4", "v8", kind)
     size = size_of(kind)
-    targets = d.vector(i.args[0], kind, sink=True)
+    held = kind  # by a register, which may be wider than a parameter: 9.4.1
+    if space == "param" and (declared := d.program.register_type(str(i.args[0]))) is not None:
+        held = declared if size_of(declared) > size else kind
+    targets = d.vector(i.args[0], held, sink=True)
     if len(targets) != count or space is None:
         raise d.fail(i.opcode)
     base, offset = d.address(i.args[1])
     dtype, total = DTYPES[f"u{8 * size}"], size * count
-    register = DTYPES[bits_of(kind)]
+    register = DTYPES[bits_of(held)]
 
     def spread(w: Warp, data: Array, defined: Array | None) -> None:
         """data: uint8 [active lanes, total]."""
@@ -103,7 +106,10 @@ def load(i: Instruction, d: Decoder) -> Step:
 
     def parameter(w: Warp) -> None:
         at = w.uniform(base, np.uint64, "an address of a parameter") + offset - PARAM_BASE
-        for target, value in zip(targets, w.machine.params[at : at + total].view(dtype), strict=True):
+        values = w.machine.params[at : at + total].view(dtype)
+        if held != kind:
+            values = values.view(DTYPES[kind]).astype(DTYPES[f"s{8 * size_of(held)}"]).view(register)
+        for target, value in zip(targets, values, strict=True):
             w.put(target, np.full(LANES, value, register))
 
     def shared(w: Warp) -> None:

@@ -150,7 +150,7 @@ class LayerRow(Row):
         keys = iter(jax.random.split(jax.random.key(2), len(jax.tree.leaves(empty))))
 
         def filled(x: jax.Array) -> jax.Array:  # packed entries stay 0: random bytes are no numbers
-            return x if x.dtype == jnp.uint8 else jax.random.normal(next(keys), x.shape, x.dtype)
+            return jax.random.normal(next(keys), x.shape, x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
         cache: LayerCache = jax.tree.map(filled, empty)
         return cache

@@ -42,9 +42,9 @@ def dot_product_attention(
       value: like key. Where V is K, pass the very same array as key and value: then head_dim 512 runs on a kernel.
       bias: must be None.
       mask: bool, 4-D, broadcasts to `[B, N, T, S]`, the same for every head. A mask that hides keys from all queries
-        alike (`[B or 1, 1, 1, S]`, as for padding) may hide any keys and may be traced. So may a mask that hides whole
-        queries (`[B or 1, 1, T, 1]`). Any other mask must show each query one interval of keys, and be known while
-        tracing.
+        alike (`[B or 1, 1, 1, S]`, as for padding) may hide any keys. Any other mask must show each query one
+        interval of keys, or none. If it does not, a mask that is known while tracing is an error; of a traced mask,
+        the queries to which it shows something else get NaN.
       scale: a float > 0, `H**-0.5` if left out.
       is_causal: query i sees the keys up to i, whatever T and S are.
       query_seq_lengths, key_value_seq_lengths: int32 `[B]`.
@@ -91,9 +91,9 @@ def dot_product_attention(
     if key_value_seq_lengths is not None:
         lengths = _check.operand(_OP, "key_value_seq_lengths", key_value_seq_lengths, "b", dims, _check.INT)
         span &= Span.lengths(lengths)
-    shown = None
+    shown = broken = None
     if mask is not None:
-        of_mask, shown = _mask(mask, b, dims["n"], t, s)
+        of_mask, shown, broken = _mask(mask, b, dims["n"], t, s)
         span &= of_mask
 
     _check.implementation(_OP, implementation)
@@ -110,6 +110,8 @@ def dot_product_attention(
         source = SpanSource(k, start, stop, values, names, width=span.width)
         how: dict[str, Any] = {"implementation": implementation, "deterministic": deterministic}
         o, lse = attend(_OP, q, [source], sink=sinks, scale=scale, names=("query", "sinks"), **how)
+    if broken is not None:
+        o, lse = jnp.where(broken[..., None, None], jnp.nan, o), jnp.where(broken[..., None], jnp.nan, lse)
     o, lse = (x if batched else x[0] for x in (o, lse))
     return (o, lse) if return_residual else o
 
@@ -124,9 +126,9 @@ def _window(size: Any) -> tuple[int, int]:
     return min(int(sides[0]), _MOST), min(int(sides[1]), _MOST)
 
 
-def _mask(mask: Any, b: Any, n: Any, t: int, s: int) -> tuple[Span, jax.Array | None]:
-    """The Span of the rows of a mask [b or 1, 1, t or 1, s or 1], or bool [b or 1, s] if it hides keys from all rows
-    alike.
+def _mask(mask: Any, b: Any, n: Any, t: int, s: int) -> tuple[Span, jax.Array | None, jax.Array | None]:
+    """A mask as a Span; bool `[b or 1, s]` in its place if the mask hides keys from all queries alike; and bool
+    `[b or 1, t]`, of which queries a traced mask is no Span.
     """
     everything = Span(0, jnp.int32(s))
     wanted = f"a 4-D bool array that broadcasts to [b={b}, n={n}, t={t}, s={s}]"
@@ -138,22 +140,26 @@ def _mask(mask: Any, b: Any, n: Any, t: int, s: int) -> tuple[Span, jax.Array | 
     if mask.shape[1] != 1:
         raise _check.error(NotImplementedError, _OP, "mask", mask, "one mask for all heads")
     if mask.shape[3] == 1:
-        return Span(0, jnp.where(mask[:, 0, :, 0], jnp.int32(s), 0)), None
-    try:
-        rows = np.asarray(mask)[:, 0]
-    except jax.errors.TracerArrayConversionError as e:
+        return Span(0, jnp.where(mask[:, 0, :, 0], jnp.int32(s), 0)), None, None
+    if isinstance(mask, jax.core.Tracer):
         if mask.shape[2] == 1:
-            return everything, jnp.asarray(mask[:, 0, 0])
-        wanted = "a mask known while tracing, or is_causal, local_window_size, *_seq_lengths or fmha's span"
-        raise _check.error(NotImplementedError, _OP, "mask", f"a traced {_check.describe(mask)}", wanted) from e
-    count = rows.sum(-1)
-    start = rows.argmax(-1)
-    stop = np.where(count > 0, s - rows[..., ::-1].argmax(-1), start)
-    if np.all(stop - start == count):
-        return Span(start.astype(np.int32), stop.astype(np.int32)), None
+            return everything, mask[:, 0, 0], None
+        start, stop, broken = _intervals(jnp, mask[:, 0])
+        return Span(start, stop), None, broken
+    start, stop, broken = _intervals(np, np.asarray(mask)[:, 0])
+    if not broken.any():
+        return Span(start, stop), None, None
     if mask.shape[2] == 1:
-        return everything, jnp.asarray(rows[:, 0])
+        return everything, jnp.asarray(mask[:, 0, 0]), None
     raise _check.error(NotImplementedError, _OP, "mask", mask, "one interval of keys for every query")
+
+
+def _intervals(xp: Any, rows: Any) -> tuple[Any, Any, Any]:
+    """The interval `[start, stop)` of the keys that rows `[…, s]` show, and whether they show something else."""
+    i, s = xp.arange(rows.shape[-1], dtype=xp.int32), rows.shape[-1]
+    count = rows.sum(-1, dtype=xp.int32)
+    start, last = xp.where(rows, i, s).min(-1), xp.where(rows, i, -1).max(-1)
+    return start, start + count, (count > 0) & (last - start >= count)
 
 
 def _shown_first(

@@ -5,6 +5,7 @@ from .compressor import Compressor
 from .config import from_config
 from .hadamard import hadamard
 from .indexer import Indexer
+from .pooling import RunningSums
 from .rope import Rope, inverse_rope, rope
 from .weights import from_state_dict
 
@@ -17,6 +18,7 @@ __all__ = [
     "LayerCache",
     "Output",
     "Rope",
+    "RunningSums",
     "Shared",
     "from_config",
     "from_state_dict",

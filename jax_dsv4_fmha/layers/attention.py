@@ -20,10 +20,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
-from .. import Cache, Span, _check, dsv4_attention, dsv4_decode, lightning_indexer
+from .. import Cache, Span, _check, dsv4_attention, dsv4_decode, lightning_indexer, quantize_indexer
 from .._definitions import explicit_axes
+from .._definitions.packed import LAYOUTS
 from .._definitions.span import positions_of
 from .._dispatch.sharding import whole_sequences
 from . import _operands
@@ -31,7 +33,7 @@ from ._norm import rms_norm
 from .compressor import Compressor, kept_at, packed_blocks, product
 from .indexer import Indexer, two_levels
 from .insert import Entries, Rows, insert
-from .pooling import counted
+from .pooling import RunningSums, counted
 from .rope import Rope, inverse_rope, rope, rope_of_normed
 
 
@@ -42,12 +44,49 @@ class LayerCache(NamedTuple):
     """the last latents, a ring"""
     compressed: Cache | None = None
     """the compressor's entries"""
-    tokens: Cache | None = None
-    """tokens that the compressor has not pooled yet, a ring"""
+    tokens: Cache | RunningSums | None = None
+    """tokens that the compressor has not pooled yet, as `Compressor.state` keeps them"""
     keys: Cache | None = None
     """the indexer's keys, one for each entry"""
-    key_tokens: Cache | None = None
-    """tokens that the indexer's compressor has not pooled yet, a ring"""
+    key_tokens: Cache | RunningSums | None = None
+    """tokens that the indexer's compressor has not pooled yet"""
+
+    def with_block_table(self, block_table: jax.Array) -> "LayerCache":
+        """The same caches with another table, of the same shape, in each that has one: sequences get and lose pages.
+
+        No entry moves. A page may stand in the rows of several sequences, which then share its entries.
+
+        Raises:
+          ValueError, TypeError: a table of another shape or dtype.
+        """
+        paged = {name: x for name, x in self._asdict().items() if isinstance(x, Cache) and x.block_table is not None}
+        for name, part in paged.items():
+            b, n = part.block_table.shape
+            table = _check.operand("with_block_table", "block_table", block_table, "b n", {"b": b, "n": n}, _check.INT)
+            sharding = jax.typeof(part.block_table).sharding
+            table = jax.sharding.reshard(table, sharding) if any(sharding.spec) else table
+            own = jax.lax.dynamic_update_slice(part.block_table, table, (0, 0))  # each has one, so all may be donated
+            paged[name] = dataclasses.replace(part, block_table=own)
+        return self._replace(**paged)
+
+    def fork(self, source: int | jax.Array, target: int | jax.Array) -> "LayerCache":
+        """The same caches, with sequence `target` at the token where sequence `source` is.
+
+        Rings and contiguous entries are copied. Pages are not: put those of `source` into the table's row of `target`,
+        too. Do this at the end of a page: a page that both have must get no more entries.
+
+        Args:
+          source, target: an int or a scalar int32, numbers in the batch.
+
+        Raises:
+          NotImplementedError: Explicit axes of a mesh shard the batch.
+        """
+        of_all = [name for name, x in self._asdict().items() if isinstance(x, Cache) and x.block_table is not None]
+        own = {name: x for name, x in self._asdict().items() if x is not None and name not in of_all}
+        if axes := jax.typeof(self.window.entries).sharding.spec[0]:
+            got, wanted = f"the batch sharded over {axes}", "it whole, or over Auto axes"
+            raise _check.error(NotImplementedError, "fork", "cache", got, wanted)
+        return self._replace(**jax.tree.map(lambda x: x.at[target].set(x[source]), own))
 
 
 class Shared(NamedTuple):
@@ -285,6 +324,8 @@ class DSV4Attention:
         *,
         steps: int = 1,
         block_table: jax.Array | None = None,
+        page_tokens: int | None = None,
+        pages: int | None = None,
     ) -> LayerCache:
         """An empty cache for b sequences of up to `max_length` tokens.
 
@@ -293,40 +334,67 @@ class DSV4Attention:
             lengths are known only when a step runs.
           dtype: x's; or float8_e4m3fn (d 512, x bfloat16), for latents and entries in the model's FP8 layout:
             "v4_fp8", or "v41_fp8" for V4.1's layers. V4.1's layers also take float4_e2m1fn: latents in "v41_fp8",
-            entries in "v41_fp4".
+            entries in "v41_fp4". The keys of V4's indexer (index d 128) are then in "index_fp8" and its queries are
+            quantized, unless pages have a size that no kernel takes.
           steps: the greatest number of tokens that one call of `step` may add, or take back.
-          block_table: int32 `[b, n]`, for compressed entries in a pool of at least `b n` pages that all sequences
-            share; a page has room for `ceil(ceil(max_length / ratio) / n)` entries. Each cache keeps a copy of the
-            table. None makes a contiguous cache.
+          block_table: int32 `[b, n]`, for compressed entries in pools of pages that all sequences share: page i of
+            sequence m is page `block_table[m, i]` of the pool, and -1 is no page. Entries without a page are not kept.
+            `LayerCache.with_block_table` changes it. None makes contiguous caches.
+          page_tokens: how many tokens have their entries in a page, a multiple of the ratio; so layers of all ratios
+            may have the same table. By default as few as n pages need for `max_length`.
+          pages: how many pages a pool has, by default `b n`; fewer where sequences share pages, or are not all long.
 
         Raises:
-          ValueError, TypeError: operands that differ from the above.
+          ValueError, TypeError: operands that differ from the above, or a table with too few pages for `max_length`,
+            or with numbers above those of a pool's pages.
         """
         for name, n in (("b", b), ("max_length", max_length), ("steps", steps)):
             _check.positive(_OP, name, n)
-        if block_table is not None:
-            block_table = _check.operand(_OP, "block_table", block_table, "b n", {"b": b}, _check.INT)
         near, far = self._layouts(dtype)
         plain = dtype if near is None else jnp.bfloat16
+        pool = self._pool(b, max_length, block_table, page_tokens, pages)
         window = Cache.zeros(b, self.window + steps - 1, self.d, plain, layout=near)
         if self.compressor is None:
             return LayerCache(window)
-        n = -(-max_length // self.ratio)
 
-        def entries(d: int, layout: str | None) -> Cache:
-            if block_table is None:
-                return Cache.zeros(b, n, d, plain, layout=layout)
-            pages = block_table.shape[1]
-            table = jnp.array(block_table)  # a copy for each cache, so that all may be donated
-            return Cache.zeros(b * pages, -(-n // pages), d, plain, table, layout=layout)
+        def entries(d: int, layout: str | None, room: int) -> Cache:
+            table = None if block_table is None else jnp.array(block_table)  # each has one, so all may be donated
+            return Cache.zeros(pool[0], room, d, plain, table, layout=layout)
 
-        cache = LayerCache(window, entries(self.d, far), self.compressor.state(b, steps))
+        cache = LayerCache(window, entries(self.d, far, pool[1]), self.compressor.state(b, steps))
         if self.indexer is not None and self.indexer.owns_keys:
             own = self.indexer.compressor
-            cache = cache._replace(
-                keys=entries(self.indexer.d, None), key_tokens=None if own is None else own.state(b, steps)
-            )
+            room, layout = pool[1], None
+            if near is not None and own is not None and self.indexer.d == LAYOUTS[_KEYS].d:
+                room = -(-room // 4) * 4 if block_table is None else room
+                layout = _KEYS if block_table is None or room % 32 == 0 else None
+            keys = entries(self.indexer.d, layout, room)
+            cache = cache._replace(keys=keys, key_tokens=None if own is None else own.state(b, steps))
         return cache
+
+    def _pool(self, b: int, max_length: int, block_table: Any, page_tokens: Any, pages: Any) -> tuple[int, int]:
+        """How many pages, of how many entries, make a cache of entries; without a table a page is a sequence."""
+        ratio = max(self.ratio, 1)
+        sizes = {name: n for name, n in (("page_tokens", page_tokens), ("pages", pages)) if n is not None}
+        for name, n in sizes.items():
+            _check.positive(_OP, name, n)
+            if block_table is None:
+                raise _check.error(ValueError, _OP, name, n, "None without a block_table")
+        if block_table is None:
+            return b, -(-max_length // ratio)
+        table = _check.operand(_OP, "block_table", block_table, "b n", {"b": b}, _check.INT)
+        n = table.shape[1]
+        page_tokens = page_tokens or -(-max_length // (ratio * n)) * ratio
+        pages = pages or b * n
+        if page_tokens % ratio:
+            raise _check.error(ValueError, _OP, "page_tokens", page_tokens, f"a multiple of the ratio {ratio}")
+        if n * page_tokens < max_length:
+            got = f"{n} pages of {page_tokens} tokens for a sequence"
+            raise _check.error(ValueError, _OP, "block_table", got, f"enough for max_length={max_length}")
+        is_known = not isinstance(block_table, jax.core.Tracer) and getattr(block_table, "is_fully_addressable", True)
+        if is_known and (most := int(np.asarray(block_table).max())) >= pages:
+            raise _check.error(ValueError, _OP, "block_table", f"page {most}", f"pages below the pool's {pages}")
+        return pages, page_tokens // ratio
 
     def _layouts(self, dtype: Any) -> tuple[str | None, str | None]:
         """The layouts of latents and of entries in caches of this dtype; None where they are not packed."""
@@ -446,6 +514,9 @@ class DSV4Attention:
             raise _check.error(TypeError, _OP, "cache", cache, "a LayerCache")
         b, s = self._check_operands(params, x, cache, shared, takes_joined=True)
         lengths = jnp.broadcast_to(_check.offset(_OP, "lengths", lengths, {"b": b}), (b,))
+        for state in (cache.tokens, cache.key_tokens):
+            if isinstance(state, RunningSums) and s > state.capacity:
+                raise _check.error(ValueError, _OP, "x", x, f"at most the {state.capacity} steps of the cache")
         x, lengths, _ = explicit_axes.with_one_batch(_OP, x=x, lengths=lengths, cache=cache.window.rows)
         first = lengths - s
         positions = counted(first, 0, s)
@@ -609,6 +680,8 @@ class DSV4Attention:
         keys = shared.keys
         n = keys.capacity if isinstance(keys, Cache) else keys.shape[1]
         choice: dict[str, Any] = {"topk": min(self.indexer.topk, n), **past}
+        if isinstance(keys, Cache) and keys.is_packed:
+            q, _, weights, _ = quantize_indexer(q, None, weights)
         if not self.indexer.in_two_levels:
             indices = lightning_indexer(q, keys, weights, **choice)
             assert isinstance(indices, jax.Array)  # because no scores are asked for
@@ -684,20 +757,20 @@ class DSV4Attention:
         if not isinstance(cache, LayerCache):
             raise _check.error(TypeError, _OP, "cache", cache, "a LayerCache")
         channels = {"window": self.d}
-        of_keys = None if self.indexer is None else self.indexer.compressor
-        fp32 = {"tokens": self.compressor, "key_tokens": of_keys}
         if self.compressor is not None:
             channels["compressed"] = self.d
         if self.indexer is not None and self.indexer.owns_keys:
             channels["keys"] = self.indexer.d
-        channels |= {name: c.width for name, c in fp32.items() if c is not None and c.ratio > 1}
+        states = {"tokens": self.compressor, "key_tokens": None if self.indexer is None else self.indexer.compressor}
         for name, part in cache._asdict().items():
+            if (compressor := states.get(name)) is not None:
+                compressor.check_state(_OP, f"cache.{name}", part, b)
+                continue
             if (part is None) == (name in channels) or not isinstance(part, Cache | None):
                 wanted = "a Cache" if name in channels else "None in such a layer"
                 raise _check.error(TypeError, _OP, f"cache.{name}", part, wanted)
             if part is not None:
-                dtypes = _check.FP32 if name in fp32 else (dtype,)
-                part.check(_OP, f"cache.{name}", {"b": b, "d": channels[name]}, dtypes)
+                part.check(_OP, f"cache.{name}", {"b": b, "d": channels[name]}, (dtype,))
 
     def _check_shared(self, shared: Shared, b: Any, s: Any, cached: bool) -> None:
         """Raises unless shared has what this layer takes from earlier ones."""
@@ -733,3 +806,4 @@ def _made(shared: Shared, given: Shared) -> Shared:
 
 
 _OP, _JOINED = "DSV4Attention", "wx"
+_KEYS = "index_fp8"  # the layout of index keys in packed caches

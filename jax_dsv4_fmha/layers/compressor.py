@@ -25,7 +25,7 @@ from .._dispatch.sharding import whole_sequences
 from . import _operands
 from ._norm import rms_norm
 from .insert import Entries
-from .pooling import completed, counted, joined, of_places, pool_ring
+from .pooling import RunningSums, completed, counted, joined, of_places, pool_chunk, pool_ring
 from .rope import Rope
 
 
@@ -133,15 +133,18 @@ class Compressor:
         ape = jnp.pad(params["ape"].astype(jnp.float32), ((0, 0), (self.channels, 0)))
         return rows + of_places(ape, positions)
 
-    def state(self, b: int, steps: int = 1) -> Cache | None:
+    def state(self, b: int, steps: int = 1) -> Cache | RunningSums | None:
         """The state that generation keeps of the last tokens of b sequences; None for ratio 1, which needs none.
 
-        A ring of `tokens`. A call may add up to `steps` tokens, and a later call may take them back: it passes an
-        earlier position, and new tokens overwrite them.
+        A call may add up to `steps` tokens, and a later call may take them back: it passes an earlier position, and new
+        tokens overwrite them. Short blocks, and those that overlap, have a ring of all `tokens` that an entry pools;
+        long ones the last `steps` of them, and running sums of those before.
         """
         b, steps = _check.positive(_OP, "b", b), _check.positive(_OP, "steps", steps)
         if self.ratio == 1:
             return None
+        if not self.overlap and self.ratio >= max(_LONG, steps):
+            return RunningSums.zeros(b, steps, self.d)
         return Cache.zeros(b, self.reach + steps - 1, self.width, jnp.float32)
 
     def entries(self, params: Any, rotation: Rope, is_transformed: bool = False) -> Entries:
@@ -150,8 +153,8 @@ class Compressor:
 
     @jax.named_scope("compressor")
     def extend(
-        self, params: Any, x: jax.Array, state: Cache | None, start: jax.Array, lengths: jax.Array
-    ) -> tuple[jax.Array, jax.Array, Cache | None]:
+        self, params: Any, x: jax.Array, state: Cache | RunningSums | None, start: jax.Array, lengths: jax.Array
+    ) -> tuple[jax.Array, jax.Array, Cache | RunningSums | None]:
         """The latents of the blocks that new tokens complete, for sequences whose earlier tokens `state` holds.
 
         Args:
@@ -170,14 +173,7 @@ class Compressor:
         x = _check.operand(_OP, "x", x, "b s hidden", dims, _check.FLOAT)
         start = _check.operand(_OP, "start", start, "b", dims, _check.INT)
         lengths = _check.operand(_OP, "lengths", lengths, "b", dims, _check.INT)
-        if (state is None) != (self.ratio == 1) or not isinstance(state, Cache | None):
-            wanted = "None with ratio 1" if self.ratio == 1 else "a Cache, as `state` makes it"
-            raise _check.error(TypeError, _OP, "state", state, wanted)
-        if state is not None:
-            state.check(_OP, "state", dims | {"d": self.width}, _check.FP32)
-            if state.capacity < self.reach:
-                got = f"room for {state.capacity} tokens"
-                raise _check.error(ValueError, _OP, "state", got, f"{self.reach} at least")
+        self.check_state(_OP, "state", state, dims["b"])
         x, start, lengths = explicit_axes.with_one_batch(_OP, x=x, start=start, lengths=lengths)
         s, r = x.shape[1], self.ratio
         new = whole_sequences(self.tokens(params, x, counted(start, 0, s)))
@@ -185,6 +181,9 @@ class Compressor:
         n = entry.shape[1]
         if state is None:
             return self._pool(params, new, entry > 0, x.dtype), entry, None
+        if isinstance(state, RunningSums):
+            pooled, kept_sums = pool_chunk(state, new, start, lengths, r)
+            return rms_norm(pooled.astype(x.dtype), params["norm"], self.eps), entry, kept_sums
         kept = state.append(new, kept_at(start, lengths, s))
         if state.capacity >= self.reach + s - 1:
             pooled = pool_ring(kept.entries, entry, self.d, r)
@@ -197,6 +196,25 @@ class Compressor:
             both, r - start % r
         )
         return self._pool(params, aligned, entry > 0, x.dtype), entry, kept
+
+    def check_state(self, op: str, name: str, state: Any, b: Any) -> None:
+        """Raises unless it is a state of b sequences, as `state` makes one."""
+        if (state is None) != (self.ratio == 1) or not isinstance(state, Cache | RunningSums | None):
+            wanted = "None with ratio 1" if self.ratio == 1 else "what `Compressor.state` makes"
+            raise _check.error(TypeError, op, name, state, wanted)
+        if isinstance(state, RunningSums):
+            axes = {"tokens": "b steps width", "sums": "b three d", "folded": "b one"}
+            dims = {"b": b, "width": self.width, "d": self.d, "three": 3, "one": 1}
+            for part, of_part in axes.items():
+                dtypes = _check.INT if part == "folded" else _check.FP32
+                _check.operand(op, f"{name}.{part}", getattr(state, part), of_part, dims, dtypes)
+            if self.overlap or state.capacity > self.ratio:
+                raise _check.error(ValueError, op, name, "running sums", f"a ring of {self.reach} tokens at least")
+        elif state is not None:
+            state.check(op, name, {"b": b, "d": self.width}, _check.FP32)
+            if state.capacity < self.reach:
+                got = f"room for {state.capacity} tokens"
+                raise _check.error(ValueError, op, name, got, f"{self.reach} at least")
 
     def _pool(
         self, params: Any, tokens: jax.Array, has_before: jax.Array, dtype: Any, ape: jax.Array | None = None
@@ -222,6 +240,7 @@ class Compressor:
 
 
 _OP = "Compressor"
+_LONG = 16  # tokens of a block of which sums are kept
 
 
 @jax.custom_vjp

@@ -32,21 +32,31 @@ _READ = {
     *_NAMES, *_NAMES.values(), *_RATE.values(),
     *("head_dim", "qk_rope_head_dim", "q_lora_rank", "o_groups", "o_lora_rank", "partial_rotary_factor"),
     *("layer_types", "compress_rates", "compress_ratios", "rope_theta", "compress_rope_theta"),
-    *("rope_parameters", "rope_scaling", "original_seq_len", "rope_factor"),
+    *("rope_parameters", "rope_scaling", "original_seq_len", "rope_factor", "beta_fast", "beta_slow"),
     *("index_n_heads", "index_head_dim", "index_topk", "candidate_topk_blocks", "candidate_block_size"),
 }  # fmt: skip
 _MUST_BE = {"num_key_value_heads": 1, "attention_bias": False, "attention_dropout": 0}
-"""entries that change a layer, with the one value that these layers have"""
+"""Entries that change a layer, with the one value that these layers have"""
 
-_ATTENTION = re.compile(
-    r"(^|_)(attention|attn|kv|qk?|o|heads?|lora|latent|index(er)?|compress(ed|ion)?|candidate|rope|rotary|sliding|window"
-    r"|sinks?|layer_types|source)(_|$)"
+_ROPE = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings",
+         "beta_fast", "beta_slow", "attention_factor", "truncate"}  # fmt: skip
+"""What rope_scaling and rope_parameters may say of one RoPE"""
+
+_OTHERS = {
+    "n_routed_experts", "n_shared_experts", "n_activated_experts", "num_experts_per_tok", "num_local_experts",
+    "n_group", "topk_group", "first_k_dense_replace", "norm_topk_prob", "routed_scaling_factor", "route_scale",
+    "scoring_func", "score_func", "topk_method", "gate_temp", "num_hash_layers", "n_hash_layers",
+    "intermediate_size", "hidden_act", "swiglu_limit", "aux_loss_alpha", "seq_aux", "ep_size",
+    "num_nextn_predict_layers", "n_mtp_layers", "vocab_size", "max_position_embeddings", "max_seq_len",
+    "max_batch_size", "initializer_range", "tie_word_embeddings", "pretraining_tp", "dtype", "torch_dtype",
+    "scale_dtype", "scale_fmt", "architectures", "auto_map", "model_type", "transformers_version", "name_or_path",
+    "attn_implementation", "use_cache", "return_dict", "output_attentions", "output_hidden_states",
+    "is_encoder_decoder", "chunk_size_feed_forward", "problem_type", "id2label", "label2id",
+}  # fmt: skip
+_OF_OTHERS = re.compile(
+    r"_\w+|(engram|vision|dspark|mtp|moe|mlp|experts?|hc|image|audio|quantization|router|output_router)_\w+|\w+_token_id"
 )
-_OTHERS = re.compile(
-    r"_?(attn|experts)_implementation(_\w+)?|output_attentions|use_cache|mlp_layer_types"
-    r"|(engram|vision|dspark|mtp|moe|mlp|expert|hc|image|audio|quantization|tie)_\w+"
-)
-"""Names of entries that may change attention, and among them those of other parts of a model"""
+"""Entries that say nothing about attention, by name: of experts and other parts of a model, and Hugging Face's own"""
 
 
 def from_config(config: Mapping[str, Any] | str | Path) -> tuple[DSV4Attention, ...]:
@@ -57,8 +67,8 @@ def from_config(config: Mapping[str, Any] | str | Path) -> tuple[DSV4Attention, 
         as DeepSeek's inference code reads it.
 
     Raises:
-      ValueError: an entry is missing, has a value that these layers do not support, or is about attention and not
-        known.
+      ValueError: an entry is missing, has a value that these layers do not support, or is not known: it may change
+        attention.
       TypeError: neither a path nor a mapping, or an entry of another type.
     """
     if not isinstance(config, Mapping | str | Path):
@@ -147,18 +157,19 @@ class _Reader:
         return any(self.entries.get(key) is not None for key in (name, _NAMES.get(name, name)))
 
     def refuse_unknown(self) -> None:
-        """Raises if an entry is about attention and would be ignored."""
-        for name, value in self.entries.items():
-            if value is None or name in _READ:
-                continue
-            if name in _MUST_BE:
-                if value != _MUST_BE[name]:
-                    raise _check.error(ValueError, _OP, name, value, str(_MUST_BE[name]))
-            elif name.startswith("beta_") or _OTHERS.fullmatch(name) or not _ATTENTION.search(name):
-                continue
-            else:
-                wanted = "no such entry: these layers do not know what it means"
-                raise _check.error(ValueError, _OP, name, value, wanted)
+        """Raises if an entry changes attention, or may change it, and would be ignored."""
+        there = {name: value for name, value in self.entries.items() if value is not None}
+        model = str(there.get("model_type", "deepseek_v4"))
+        if not model.startswith("deepseek_v4"):
+            wanted = "deepseek_v4 or deepseek_v41, whose attention this is; no model_type for other models that have it"
+            raise _check.error(ValueError, _OP, "model_type", model, wanted)
+        for name, value in _MUST_BE.items():
+            if there.get(name, value) != value:
+                raise _check.error(ValueError, _OP, name, there[name], str(value))
+        known = {*_READ, *_MUST_BE, *_OTHERS}
+        if unknown := {name: x for name, x in there.items() if not (name in known or _OF_OTHERS.fullmatch(name))}:
+            wanted = "no entries that are not known: they may change attention, and those that do not can be left out"
+            raise _check.error(ValueError, _OP, ", ".join(unknown), ", ".join(map(str, unknown.values())), wanted)
 
     def layers(self, name: str) -> Any:
         """An entry that lists layers, or something of each layer."""
@@ -169,21 +180,23 @@ class _Reader:
 
     def kind(self, layer: int) -> tuple[int, bool]:
         """The ratio of a layer, and whether, in V4, an indexer chooses its entries."""
-        ratios, kinds = (self.entries.get(name) for name in ("compress_ratios", "layer_types"))
-        if ratios is None and kinds is not None:
-            kind = self.of_layer("layer_types", layer)
-            if kind not in _RATIO:
-                raise _check.error(ValueError, _OP, "layer_types", kind, f"one of {', '.join(_RATIO)}")
-            ratio = _mapping("compress_rates", self("compress_rates", {})).get(kind, _RATIO[kind])
-            ratio = self(_RATE[kind], ratio) if kind in _RATE else ratio
-            return _check.integer(_OP, "compress_rates", ratio, 0), kind == "compressed_sparse_attention"
-        ratio = _check.integer(_OP, "compress_ratios", self.of_layer("compress_ratios", layer), 0)
-        if not self.has("kv_source_layer_ids") and ratio not in _RATIO.values():
-            wanted = (
-                "0, 4 or 128; for V4 with other ratios layer_types and compress_rates, for V4.1 kv_source_layer_ids"
-            )
-            raise _check.error(ValueError, _OP, "compress_ratios", ratio, wanted)
-        return ratio, ratio == 4
+        if not self.has("layer_types"):
+            ratio = _check.integer(_OP, "compress_ratios", self.of_layer("compress_ratios", layer), 0)
+            if not self.has("kv_source_layer_ids") and ratio not in _RATIO.values():
+                wanted = (
+                    "0, 4 or 128; for V4 with other ratios layer_types and compress_rates, for V4.1 kv_source_layer_ids"
+                )
+                raise _check.error(ValueError, _OP, "compress_ratios", ratio, wanted)
+            return ratio, ratio == 4
+        kind = self.of_layer("layer_types", layer)
+        if kind not in _RATIO:
+            raise _check.error(ValueError, _OP, "layer_types", kind, f"one of {', '.join(_RATIO)}")
+        ratio = _mapping("compress_rates", self("compress_rates", {})).get(kind, _RATIO[kind])
+        ratio = _check.integer(_OP, "compress_rates", self(_RATE[kind], ratio) if kind in _RATE else ratio, 0)
+        if self.has("compress_ratios") and self.of_layer("compress_ratios", layer) != ratio:
+            got = self.of_layer("compress_ratios", layer)
+            raise _check.error(ValueError, _OP, "compress_ratios", got, f"{ratio} in layer {layer}, a {kind}")
+        return ratio, kind == "compressed_sparse_attention"
 
     def of_layer(self, name: str, layer: int) -> Any:
         values = self.layers(name)
@@ -205,33 +218,50 @@ class _Reader:
 
     def rope(self, compressed: bool) -> Rope:
         """The Rope of layers with a compressed cache, or of layers with a window alone."""
-        kinds = _mapping("rope_parameters", self("rope_parameters", {}))
+        kinds = self.rope_entries("rope_parameters")
         if "main" in kinds or "compress" in kinds:
-            own = _mapping("rope_parameters", kinds.get("compress" if compressed else "main", {}))
-        else:  # not nested: of layers with a compressed cache, whose base has an entry of its own
-            own = {name: x for name, x in kinds.items() if name != "rope_theta"} if compressed else {}
-        if "qk_rope_head_dim" in self.entries or "rope_head_dim" in self.entries:
+            own = kinds.get("compress" if compressed else "main", {})
+        elif compressed:  # not nested: its theta is of layers with a window alone, the rest of all others
+            own = {name: x for name, x in kinds.items() if name != "rope_theta"}
+        else:
+            own = {name: x for name, x in kinds.items() if name == "rope_theta"}
+            if self.has("rope_theta") and own.get("rope_theta") not in (None, self("rope_theta")):
+                raise _check.error(ValueError, _OP, "rope_theta", self("rope_theta"), f"{own} of rope_parameters")
+        if self.has("qk_rope_head_dim"):
             dims = self("qk_rope_head_dim")
         else:
-            dims = int(self("partial_rotary_factor") * self("head_dim"))
+            dims = int((own.get("partial_rotary_factor") or self("partial_rotary_factor")) * self("head_dim"))
         theta = own.get("rope_theta") or self("compress_rope_theta" if compressed else "rope_theta")
-        if not compressed:
-            return Rope(dims, theta)
-        yarn = own or _mapping("rope_scaling", self("rope_scaling", {}))
-        if "rope_factor" in self.entries:  # DeepSeek's own names
+        yarn = own or (self.rope_entries("rope_scaling") if compressed else {})
+        if compressed and "rope_factor" in self.entries:  # DeepSeek's own names
             if not self.entries.get("original_seq_len"):
                 return Rope(dims, theta)
             renamed = {"rope_factor": "factor", "original_seq_len": "original_max_position_embeddings"}
             yarn = {"type": "yarn"} | {renamed.get(k, k): v for k, v in self.entries.items()}
         kind = yarn.get("rope_type") or yarn.get("type") or "default"
-        if kind not in ("default", "yarn") or yarn.get("attention_factor") not in (None, 1):
-            raise _check.error(ValueError, _OP, "rope_scaling", dict(yarn), "yarn with attention_factor 1, or none")
+        wanted = "yarn with attention_factor 1, or none" if compressed else "no YaRN in layers with a window alone"
+        if (
+            kind not in (("default", "yarn") if compressed else ("default",))
+            or yarn.get("attention_factor") not in (None, 1)
+            or yarn.get("truncate") not in (None, True)
+        ):
+            raise _check.error(ValueError, _OP, "rope_scaling", dict(yarn), wanted)
         if kind == "default":
             return Rope(dims, theta)
         if missing := [name for name in ("factor", "original_max_position_embeddings") if yarn.get(name) is None]:
             raise _check.error(ValueError, _OP, "rope_scaling", dict(yarn), f"{' and '.join(missing)} with yarn")
         betas = yarn.get("beta_fast", 32), yarn.get("beta_slow", 1)
         return Rope(dims, theta, yarn["factor"], yarn["original_max_position_embeddings"], *betas)
+
+    def rope_entries(self, name: str) -> Mapping[str, Any]:
+        """rope_scaling or rope_parameters, which may be nested, after a check that every entry of theirs is known."""
+        entries = _mapping(name, self(name, {}))
+        for own in [entries, *(_mapping(name, entries[kind]) for kind in ("main", "compress") if kind in entries)]:
+            if unknown := {key for key, x in own.items() if x is not None} - {*_ROPE, "main", "compress"}:
+                raise _check.error(
+                    ValueError, _OP, name, ", ".join(sorted(unknown)), f"only {', '.join(sorted(_ROPE))}"
+                )
+        return entries
 
 
 def _mapping(name: str, x: Any) -> Mapping[str, Any]:

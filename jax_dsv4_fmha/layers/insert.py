@@ -8,6 +8,7 @@ Everything that depends on a token's own row alone is here, so that a step has o
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -24,8 +25,11 @@ from .._host import kv_insert as raw
 from .._host import library
 from ._norm import rms_norm
 from .hadamard import hadamard
-from .pooling import completed, counted, of_places, pool_ring
+from .pooling import RunningSums, completed, counted, of_places, pool_ring, pool_step
 from .rope import Rope, pairs_turned
+
+State = Cache | RunningSums | None
+"""of a compressor, as `Compressor.state` makes it"""
 
 
 class Entries(NamedTuple):
@@ -58,14 +62,14 @@ class Rows(NamedTuple):
 
 
 def insert(
-    cache: Cache, state: Cache | None, rows: Rows, entries: Entries, lengths: jax.Array, dtype: Any, kernel: bool
-) -> tuple[Cache, Cache | None]:
+    cache: Cache, state: State, rows: Rows, entries: Entries, lengths: jax.Array, dtype: Any, kernel: bool
+) -> tuple[Cache, State]:
     """The cache with the entries that a step's tokens complete, and the state with their rows.
 
     Args:
       cache: the cache of entries.
-      state: a ring of the rows of the last tokens, where blocks are pooled. It has room for all tokens that an entry
-        pools, and the other tokens of a step.
+      state: where blocks are pooled, a ring of the rows of the last tokens. It has room for all tokens that an entry
+        pools, and the other tokens of a step. Or running sums, with room for the tokens of a step.
       rows: of the last s tokens of each sequence: kv, d columns; or, where blocks are pooled, kv and then scores.
       lengths: int32 `[b]`, with the new tokens.
       dtype: x's, to which an entry is rounded after every step.
@@ -76,46 +80,54 @@ def insert(
     first = lengths - s
     n = -(-s // entries.ratio)
     table = entries.rotation.table(counted(first // entries.ratio, 0, n) * entries.ratio)
-    ring = jnp.zeros((b, 0, rows.width), jnp.float32) if state is None else state.entries
+    kept = _arrays(state, b, rows.width, entries.norm.shape[0])
     ape = jnp.zeros((0, rows.width // 2), jnp.float32) if entries.ape is None else entries.ape.astype(jnp.float32)
     layout = cache.layout if cache.is_packed else ""
     params: dict[str, Any] = {"column": rows.column, "ratio": entries.ratio, "eps": entries.eps}
     params |= {"packing": layout, "transforms": entries.is_transformed, "dtype": jnp.dtype(dtype).name}
-    operands = [cache.entries, ring, rows.product, ape[None], entries.norm.astype(jnp.float32)[None], table, lengths]
+    of_batch = [cache.entries, *kept, rows.product, table, lengths]
     paged = cache.block_table is not None
     if paged:  # a pool belongs to all sequences: one batch entry, which no device splits
-        operands = [x if x is operands[3] or x is operands[4] else x[None] for x in operands] + [
-            cache.block_table[None]
-        ]
-    op, support = (_PAGED if paged else _OWN)[cache.is_packed], _support(cache, entries, params, state is not None)
-    reach = rows.width // (2 * entries.norm.shape[0]) * entries.ratio
-    kernel = (
-        kernel
-        and not (paged and explicit_axes.entries(lengths)[0])
-        and _fits(rows, table, state, reach, cache.capacity)
-    )
+        of_batch = [x[None] for x in (*of_batch, cache.block_table)]
+    operands = (ape[None], entries.norm.astype(jnp.float32)[None], *of_batch)
+    op, support = (_PAGED if paged else _OWN)[cache.is_packed], _support(cache, entries, params, state)
+    kernel = kernel and not (paged and explicit_axes.entries(lengths)[0])
+    kernel = kernel and _fits(rows, table, state, entries, cache.capacity)
     use = choose("kv_insert", None, support) if kernel else KernelUse.NEVER
     if use == KernelUse.NEVER:
-        new, ring = op.reference(*operands, **params)
+        results = op.reference(*operands, **params)
     else:
-        new, ring = without_gradient(Call(op, use, tuple(params.items()), support), *operands)
-    new, ring = (x[0] if paged else x for x in (new, ring))
-    return dataclasses.replace(cache, entries=new), None if state is None else Cache(ring)
+        results = without_gradient(Call(op, use, tuple(params.items()), support), *operands)
+    new, ring, sums, folded = (x[0] if paged else x for x in results)
+    cache = dataclasses.replace(cache, entries=new)
+    if isinstance(state, RunningSums):
+        return cache, RunningSums(ring, sums, folded)
+    return cache, None if state is None else Cache(ring)
 
 
-def _fits(rows: Rows, table: jax.Array, state: Cache | None, reach: int, capacity: Any) -> bool:
+def _arrays(state: State, b: Any, width: int, d: int) -> Arrays:
+    """A ring of rows, sums, and how many tokens they have, with 0 of what the state lacks."""
+    if isinstance(state, RunningSums):
+        return state.tokens, state.sums, state.folded
+    ring = jnp.zeros((b, 0, width), jnp.float32) if state is None else state.entries
+    return ring, jnp.zeros((b, 0, d), jnp.float32), jnp.zeros((b, 0), jnp.int32)
+
+
+def _fits(rows: Rows, table: jax.Array, state: State, entries: Entries, capacity: Any) -> bool:
     """Whether a kernel takes arrays of these sizes."""
     b, s, columns = rows.product.shape
-    n = table.shape[1]
-    ring = reach + s - 1 if state is None else state.capacity
-    if not all(isinstance(x, int) for x in (b, s, n, capacity, ring)):
+    n, room = table.shape[1], s if state is None else state.capacity
+    if not all(isinstance(x, int) for x in (b, s, n, capacity, room)):
         return False
-    sizes_fit = min(b, s) > 0 and capacity >= n and ring >= reach + s - 1
+    blocks = rows.width // (2 * entries.norm.shape[0])
+    least = s if state is None or isinstance(state, RunningSums) else blocks * entries.ratio + s - 1
+    sizes_fit = min(b, s) > 0 and capacity >= n and room >= least
     return bool(sizes_fit and table.shape[2] == _DIMS and columns % 4 == rows.column % 4 == 0)
 
 
-def _support(cache: Cache, entries: Entries, params: dict[str, Any], pooled: bool) -> Support:
-    choices = {"d": entries.norm.shape[0], "dtype": params["dtype"], "packing": params["packing"], "pooled": pooled}
+def _support(cache: Cache, entries: Entries, params: dict[str, Any], state: State) -> Support:
+    choices = {"d": entries.norm.shape[0], "dtype": params["dtype"], "packing": params["packing"]}
+    choices |= {"pooled": state is not None, "running": isinstance(state, RunningSums)}
     choices["hadamard"] = entries.is_transformed
     got = ", ".join(f"{name}={x}" for name, x in choices.items())
     held = params["packing"] or cache.entries.dtype == params["dtype"]
@@ -123,11 +135,13 @@ def _support(cache: Cache, entries: Entries, params: dict[str, Any], pooled: boo
 
 
 def _inserted(
-    pages: jax.Array,
-    ring: jax.Array,
-    rows: jax.Array,
     ape: jax.Array,
     norm: jax.Array,
+    pages: jax.Array,
+    ring: jax.Array,
+    sums: jax.Array,
+    folded: jax.Array,
+    rows: jax.Array,
     table: jax.Array,
     lengths: jax.Array,
     block_table: jax.Array | None = None,
@@ -147,48 +161,54 @@ def _inserted(
     x = rows.astype(dtype)
     if pooled:
         if ape.shape[1]:
-            zeros = jnp.zeros_like(ape[0])
-            rows += of_places(jnp.concatenate([zeros, ape[0]], -1), index)
-        ring = Cache(ring).append(rows, index).entries
-        index = completed(lengths - s, lengths, s, ratio)
-        x = pool_ring(ring, index, norm.shape[1], ratio).astype(dtype)
+            rows += of_places(jnp.concatenate([jnp.zeros_like(ape[0]), ape[0]], -1), index)
+        start, positions = lengths - s, index
+        index = completed(start, lengths, s, ratio)
+        if sums.shape[1]:
+            entry, state = pool_step(RunningSums(ring, sums, folded), rows, start, ratio)
+            ring, sums, folded = state.tokens, state.sums, state.folded
+        else:
+            ring = Cache(ring).append(rows, positions).entries
+            entry = pool_ring(ring, index, norm.shape[1], ratio)
+        x = entry.astype(dtype)
     x = pairs_turned(rms_norm(x, norm[0], eps)[:, :, None], table, direction=1)[0][:, :, 0]
-    return cache.append(hadamard(x) if transforms else x, index).entries, ring
-
-
-def _inserted_in_pool(*operands: jax.Array, **params: Any) -> Arrays:
-    """The same in a pool: with a batch axis of one for all."""
-    pages, ring, rows, ape, norm, *rest = operands
-    new, ring = _inserted(pages[0], ring[0], rows[0], ape, norm, *(x[0] for x in rest), **params)
-    return new[None], ring[None]
+    return cache.append(hadamard(x) if transforms else x, index).entries, ring, sums, folded
 
 
 def _kernel(
-    pages: jax.Array, ring: jax.Array, rows: jax.Array, ape: jax.Array, norm: jax.Array, *rest: jax.Array, dtype: str,
-    transforms: bool, **params: Any,
+    ape: jax.Array, norm: jax.Array, pages: jax.Array, ring: jax.Array, sums: jax.Array, folded: jax.Array,
+    rows: jax.Array, table: jax.Array, lengths: jax.Array, *block_table: jax.Array, dtype: str, transforms: bool,
+    **params: Any,
 ) -> Arrays:  # fmt: skip
     """Weights come broadcast to the batch, whose entries have the same."""
     del dtype  # the cache's, or bfloat16
-    return raw.kv_insert(pages, ring, rows, ape[0], norm[0], *rest, hadamard=transforms, **params)
+    kept = (pages, ring, sums, folded)
+    return raw.kv_insert(*kept, rows, ape[0], norm[0], table, lengths, *block_table, hadamard=transforms, **params)
 
 
-def _kernel_of_pool(*operands: jax.Array, **params: Any) -> Arrays:
-    pages, ring, rows, ape, norm, *rest = operands
-    new, ring = _kernel(pages[0], ring[0], rows[0], ape, norm, *(x[0] for x in rest), **params)
-    return new[None], ring[None]
+def _in_pool(f: Callable[..., Arrays]) -> Callable[..., Arrays]:
+    """The same for a pool: with a batch axis of one for all."""
+
+    def in_pool(ape: jax.Array, norm: jax.Array, *of_batch: jax.Array, **params: Any) -> Arrays:
+        return tuple(x[None] for x in f(ape, norm, *(x[0] for x in of_batch), **params))
+
+    return in_pool
 
 
 def _op(of_cache: str, paged: bool) -> Op:
     """Packed or not, in a pool or not: the axes differ. Those of a pool's sequences no mesh may split."""
     b = "b n_b" if paged else "b"
-    cache, state = Axes("cache", f"b {of_cache}"), Axes("state", f"{b} ring width")
+    kept = (
+        *(Axes("cache", f"b {of_cache}"), Axes("state", f"{b} ring width")),
+        *(Axes("sums", f"{b} n_sums d"), Axes("folded", f"{b} n_folded")),
+    )
     operands = (
-        *(cache, state, Axes("rows", f"{b} s columns"), Axes("ape", f"{ONE_OR_B} n_ape channels")),
-        *(Axes("norm", f"{ONE_OR_B} d"), Axes("table", f"{b} n dims"), Axes("lengths", b)),
+        *(Axes("ape", f"{ONE_OR_B} n_ape channels"), Axes("norm", f"{ONE_OR_B} d"), *kept),
+        *(Axes("rows", f"{b} s columns"), Axes("table", f"{b} n dims"), Axes("lengths", b)),
         *([Axes("block_table", f"{b} table_width")] if paged else []),
     )
-    reference, kernel = (_inserted_in_pool, _kernel_of_pool) if paged else (_inserted, _kernel)
-    return Op("kv_insert", operands, (cache, state), reference, kernel, is_mapped=False)
+    reference, kernel = (_in_pool(f) if paged else f for f in (_inserted, _kernel))
+    return Op("kv_insert", operands, kept, reference, kernel, is_mapped=False)
 
 
 _DIMS = 64  # numbers of an entry that a kernel turns

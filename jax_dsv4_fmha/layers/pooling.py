@@ -1,13 +1,156 @@
 """How a block's tokens become one: a softmax over them for each channel. Tokens have kv and then the scores."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from .._definitions import explicit_axes
+from .._definitions.cache import Cache
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RunningSums:
+    """What a compressor of long blocks keeps of b sequences: the last tokens, which a later call may take back, and
+    sums of those before them. It is a pytree; donate it with the caches.
+    """
+
+    tokens: jax.Array
+    """float32 `[b, steps, 2 d]`, kv and score of each: a ring, position p in slot `p % steps`"""
+    sums: jax.Array
+    """float32 `[b, 3, d]`, of a block's tokens before them: the greatest score of each channel, the sum of weights
+    `exp(score - greatest)`, and the sum of weights times kv"""
+    folded: jax.Array
+    """int32 `[b, 1]`: the tokens of the sequence that these sums and earlier entries have"""
+
+    @classmethod
+    def zeros(cls, b: int, steps: int, d: int) -> "RunningSums":
+        """Those of sequences that have not begun."""
+        shapes = ((b, steps, 2 * d), (b, 3, d))
+        tokens, sums = (jnp.zeros(shape, jnp.float32) for shape in shapes)
+        return cls(tokens, sums, jnp.zeros((b, 1), jnp.int32))
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that a call of `step` may add, or take back."""
+        return self.tokens.shape[1]
+
+    def begun(self, start: jax.Array) -> "RunningSums":
+        """For tokens from `start` on, int32 `[b]`: where it is 0, another sequence's sums are forgotten."""
+        return dataclasses.replace(self, folded=jnp.minimum(self.folded, jnp.maximum(start, 0)[:, None]))
+
+    def block(self, first: jax.Array) -> list[jax.Array]:
+        """The sums `[b, d]` if they have tokens of the block from `first` on, int32 `[b]`; otherwise those of none."""
+        has = (self.folded > first[:, None])[:, None]
+        most, weights, kv = jnp.unstack(jnp.where(has, self.sums, empty(self.sums)), axis=1)
+        return [most, weights, kv]
+
+    def take(self, positions: jax.Array) -> jax.Array:
+        """The tokens at these positions `[b, n]`, of the last ones."""
+        return jnp.take_along_axis(self.tokens, (positions % self.capacity)[..., None], 1)
+
+
+def empty(like: jax.Array) -> jax.Array:
+    """The sums `[…, 3, d]` of no tokens."""
+    return jnp.zeros_like(like).at[..., 0, :].set(-jnp.inf)
+
+
+def fold(sums: list[jax.Array], token: jax.Array, there: jax.Array) -> list[jax.Array]:
+    """The sums `[b, d]` with one token more, `[b, 2 d]`, where it is there `[b]`."""
+    (most, weights, pooled), (kv, score) = sums, jnp.split(token, 2, -1)
+    new = jnp.maximum(most, score)
+    old, weight = jnp.exp(most - new), jnp.exp(score - new)
+    folded = [new, weights * old + weight, pooled * old + weight * kv]
+    return [jnp.where(there[:, None], x, y) for x, y in zip(folded, sums, strict=True)]
+
+
+def pool_step(state: RunningSums, rows: jax.Array, start: jax.Array, ratio: int) -> tuple[jax.Array, RunningSums]:
+    """The entry `[b, 1, d]`, before its norm, that a step's tokens complete, if they do; and the state with them.
+
+    Tokens are folded one by one, in their order, by steps and by `fold` alone. So the bits do not depend on how many
+    came at a time, nor on what was taken back.
+
+    Args:
+      state: the state.
+      rows: float32 `[b, s, 2 d]`, s up to the state's capacity, at the positions from `start` on, int32 `[b]`.
+      ratio: tokens of a block, at least as many as the state keeps.
+    """
+    s, room = rows.shape[1], state.capacity
+    state = state.begun(start)
+    ring, sums, folded = state.tokens, list(jnp.unstack(state.sums, axis=1)), state.folded[:, 0]
+    for i in range(s):
+        position = start + i
+        leaves = (position >= 0) & (position - room >= folded)
+        folded = jnp.where(leaves, position - room, folded)
+        begins = (leaves & (folded % ratio == 0))[:, None]
+        sums = [jnp.where(begins, x, y) for x, y in zip((-jnp.inf, 0.0, 0.0), sums, strict=True)]
+        sums = fold(sums, jnp.take_along_axis(ring, (position % room)[:, None, None], 1)[:, 0], leaves)
+        folded += leaves
+        ring = Cache(ring).append(rows[:, i : i + 1], position[:, None]).entries
+    state = RunningSums(ring, jnp.stack(sums, 1), folded[:, None])
+    last = (start // ratio + 1) * ratio
+    block = state.block(last - ratio)
+    for j in range(room):
+        position = jnp.maximum(folded, last - ratio) + j
+        block = fold(block, state.take(position[:, None])[:, 0], position < last)
+    return (block[2] / block[1])[:, None], state
+
+
+def pool_chunk(
+    state: RunningSums, rows: jax.Array, start: jax.Array, lengths: jax.Array, ratio: int
+) -> tuple[jax.Array, RunningSums]:
+    """The entries `[b, ceil(s / ratio), d]`, before their norm, of the blocks that a chunk's tokens complete; and the
+    state with them. Operands as in `pool_step`, for any s; tokens at `lengths` or later, int32 `[b]`, are not kept.
+    """
+    s, room, r = rows.shape[1], state.capacity, ratio
+    state = state.begun(start)
+    first, folded = start // r * r, state.folded[:, 0]
+    before = counted(start, -room, 0)
+    kept = (before >= jnp.maximum(folded, first)[:, None])[..., None]
+    both = jnp.concatenate([jnp.where(kept, state.take(before), _absent(rows)), rows], 1)
+    n = math.ceil(s / r)
+    padded = jnp.pad(both, ((0, 0), (r, (n + 1) * r), (0, 0)))
+    padded = padded.at[:, :r].set(_absent(rows)[0, 0])
+    blocks = jax.vmap(lambda x, at: lax.dynamic_slice_in_dim(x, at, n * r))(padded, r + room - start % r)
+    parts = _partial(blocks.reshape(blocks.shape[0], n, r, -1))
+    nothing = jnp.unstack(empty(jnp.stack(parts, 2)), axis=2)
+    old = [x.at[:, 0].set(y) for x, y in zip(nothing, state.block(first), strict=True)]
+    entries = joined([old, parts])
+    # what is no longer among the last tokens is folded
+    end = jnp.clip(lengths, start, start + s)
+    new = jnp.maximum(folded, end - room)
+    block = (new - 1) // r * r
+    late = counted(end, -room - r, 0)
+    tokens = jnp.take_along_axis(both, jnp.clip(late - (start - room)[:, None], 0, room + s - 1)[..., None], 1)
+    there = (late >= jnp.maximum(folded, block)[:, None]) & (late < new[:, None])
+    there &= late >= (start - room)[:, None]
+    part = _partial(jnp.where(there[..., None], tokens, _absent(rows))[:, None])
+    merged = _merged([state.block(block), [x[:, 0] for x in part]])
+    changed = (new > folded)[:, None, None]
+    sums = jnp.where(changed, jnp.stack(merged, 1), state.sums)
+    positions = counted(start, 0, s)
+    real = (positions >= 0) & (positions < lengths[:, None])
+    ring = Cache(state.tokens).append(rows, jnp.where(real, positions, -1)).entries
+    return entries, RunningSums(ring, sums, new[:, None])
+
+
+def _absent(like: jax.Array) -> jax.Array:
+    """A token `[1, 1, 2 d]` without weight."""
+    d = like.shape[2] // 2
+    return jnp.where(jnp.arange(2 * d) < d, 0, -jnp.inf).astype(like.dtype)[None, None]
+
+
+def _partial(tokens: jax.Array) -> list[jax.Array]:
+    """The sums of blocks of tokens `[b, n, t, 2 d]`, each `[b, n, d]`."""
+    kv, score = jnp.split(tokens, 2, -1)
+    most = jnp.max(score, 2)
+    weight = jnp.exp(score - jnp.maximum(most, -3e38)[:, :, None])
+    return [most, jnp.sum(weight, 2), jnp.sum(weight * kv, 2)]
 
 
 def counted(first: jax.Array, begin: int, end: int) -> jax.Array:
@@ -61,7 +204,13 @@ def pool_ring(ring: jax.Array, entry: jax.Array, d: int, ratio: int) -> jax.Arra
 
 def joined(parts: Sequence[Sequence[jax.Array]]) -> jax.Array:
     """What one or two blocks make: each has the greatest score, the sum of weights, and the sum of weights times kv."""
-    most = functools.reduce(jnp.maximum, (part[0] for part in parts))
-    scaled = [[jnp.exp(m - most) * x for x in sums] for m, *sums in parts]
-    weights, pooled = (functools.reduce(jnp.add, sums) for sums in zip(*scaled, strict=True))
+    _, weights, pooled = _merged(parts)
     return pooled / weights
+
+
+def _merged(parts: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
+    """The sums of the tokens of all parts."""
+    most = functools.reduce(jnp.maximum, (part[0] for part in parts))
+    scaled = [[jnp.exp(m - jnp.maximum(most, -3e38)) * x for x in sums] for m, *sums in parts]
+    weights, pooled = (functools.reduce(jnp.add, sums) for sums in zip(*scaled, strict=True))
+    return [most, weights, pooled]

@@ -18,6 +18,7 @@ class Config:
     packing: str = ""  # of `CACHED`; "" where the cache holds numbers of dtype
     pooled: bool = False  # whether an entry pools a block of tokens; else each token is one
     hadamard: bool = False
+    running: bool = False  # whether tokens leave sums behind; a thread then has one column of kv and of scores
     tile_n: int = 1
 
     @property
@@ -46,8 +47,9 @@ class Config:
 
     @property
     def smem_bytes(self) -> int:
-        """The groups' parts of every column, and the entry."""
-        return 4 * self.d * (PARTS * self.groups + 1) if self.pooled else 0
+        """The groups' parts of every column, if there are groups, and the entry."""
+        parts = 0 if self.running else PARTS * self.groups
+        return 4 * self.d * (parts + 1) if self.pooled else 0
 
     @property
     def numbers(self) -> int:

@@ -5,7 +5,8 @@
     then        norm, RoPE of the last 64 numbers, Hadamard transform; packed, to slot or page  a warp an entry
 
 A row of a pooled token has kv and then the score. With two blocks an entry pools the block before too, by the first
-half of kv's columns, and its own by the second. `layers/compressor.py` says what is computed.
+half of kv's columns, and its own by the second. `layers/compressor.py` says what is computed. Where blocks are long,
+the ring has only the tokens that may be taken back; those before them are in the running sums of the block.
 
 It is bound by latency: a step brings a few kilobytes. So an entry is pooled only in the step that completes its block,
 all of a thread's loads are under way together, and what follows needs no other thread than those of one warp.
@@ -24,7 +25,7 @@ from kernels.abi import KvInsert
 from kernels.aot import Compiled
 from kernels.lib.hadamard import hadamard, rounded
 from kernels.lib.launch import Kernel, i32, pointers
-from kernels.lib.rows import WARP, ceil_div, load
+from kernels.lib.rows import WARP, ceil_div, load, store
 from kernels.lib.softmax import LOG2_E, exp2
 from kernels.lib.wgmma import round_pair
 
@@ -40,6 +41,8 @@ class Arrays(NamedTuple):
     lengths: cute.Pointer  # int32 [b], with the new tokens
     block_table: cute.Pointer  # int32 [b, table_width]
     state: cute.Pointer  # float32 [b, ring, width]
+    sums: cute.Pointer  # float32 [b, PARTS, d], or none
+    folded: cute.Pointer  # int32 [b], or none
     cache: cute.Pointer  # [pages, page, d], or packed [pages, page_bytes]
 
 
@@ -75,6 +78,8 @@ class KvInsertSm90(Kernel):
         lengths: cute.Pointer,
         block_table: cute.Pointer,
         state: cute.Pointer,
+        sums: cute.Pointer,
+        folded: cute.Pointer,
         cache: cute.Pointer,
         b: Int32,
         s: Int32,
@@ -93,14 +98,16 @@ class KvInsertSm90(Kernel):
         stream: cuda.CUstream,
     ):
         c = self.config
-        arrays = Arrays(rows, ape, norm, table, lengths, block_table, state, cache)
+        arrays = Arrays(rows, ape, norm, table, lengths, block_table, state, sums, folded, cache)
         cached = (pages, page, page_bytes, table_width)
         x = Extents(b, s, n, width, columns, column, has_ape, ratio, ring, *cached, eps)
         self.launch(arrays, x, ctas=ceil_div(b if c.pooled else b * s, Int32(c.tile_m)), stream=stream)
 
     @cute.kernel
     def kernel(self, arrays: Arrays, n: Extents):
-        if cutlass.const_expr(self.config.pooled):
+        if cutlass.const_expr(self.config.running):
+            self.pool_running(arrays, n)
+        elif cutlass.const_expr(self.config.pooled):
             self.pool_blocks(arrays, n)
         else:
             self.insert_token(arrays, n)
@@ -142,6 +149,60 @@ class KvInsertSm90(Kernel):
                     for j in cutlass.range_constexpr(c.numbers):
                         numbers[j] = pooled[thread * c.numbers + j]
                     self.insert(numbers, sequence, k, entry, arrays, n)
+
+    @cute.jit
+    def pool_running(self, arrays: Arrays, n: Extents):
+        """A thread has a column: it folds the token that a new one displaces from the ring into the block's sums.
+
+        Tokens are folded in their order, one by one, whenever it happens: an entry's bits depend on its tokens alone.
+        """
+        c, column, sequence = self.config, cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
+        pooled = SmemAllocator().allocate_tensor(Float32, cute.make_layout(c.d), 16)
+        length = load(arrays.lengths + sequence)
+        start = length - n.s
+        folded = cutlass.min(load(arrays.folded + sequence), cutlass.max(start, 0))  # fewer if a sequence begins
+        ring = arrays.state + (Int64(sequence) * n.ring * n.width + column)
+        rows = arrays.rows + (Int64(sequence) * n.s * n.columns + n.column + column)
+        sums = arrays.sums + (Int64(sequence) * PARTS * c.d + column)
+        block = cute.make_rmem_tensor(PARTS, Float32)
+        for j in cutlass.range_constexpr(PARTS):
+            block[j] = load(sums + j * c.d)
+        for i in cutlass.range(n.s, unroll=1):
+            position = start + i
+            if position >= 0:
+                slot = ring + Int64(position % n.ring) * n.width
+                row = rows + Int64(i) * n.columns
+                kv, score = load(row), load(row + c.d)
+                if n.has_ape != 0:
+                    score = score + load(arrays.ape + (Int64(position % n.ratio) * c.d + column))
+                if position - n.ring >= folded:
+                    folded = position - n.ring
+                    if folded % n.ratio == 0:
+                        clear(block)
+                    fold(block, load(slot), load(slot + c.d))
+                    folded += 1
+                store(slot, kv)
+                store(slot + c.d, score)
+        for j in cutlass.range_constexpr(PARTS):
+            store(sums + j * c.d, block[j])
+        cute.arch.sync_threads()  # all have read the number
+        if column == 0:
+            store(arrays.folded + sequence, folded)
+        entry = start // n.ratio
+        end = (entry + 1) * n.ratio
+        if (start >= 0) & (end <= length):
+            if folded <= end - n.ratio:
+                clear(block)
+            for position in cutlass.range(cutlass.max(folded, end - n.ratio), end, unroll=4):
+                slot = ring + Int64(position % n.ring) * n.width
+                fold(block, load(slot), load(slot + c.d))
+            pooled[column] = block[2] / block[1]
+            cute.arch.sync_threads()
+            if column < WARP:
+                numbers = cute.make_rmem_tensor(c.numbers, Float32)
+                for j in cutlass.range_constexpr(c.numbers):
+                    numbers[j] = pooled[column * c.numbers + j]
+                self.insert(numbers, sequence, Int32(0), entry, arrays, n)
 
     @cute.jit
     def keep_tokens(self, ring: cute.Pointer, start: Int32, sequence: Int32, arrays: Arrays, n: Extents):
@@ -258,12 +319,24 @@ class KvInsertSm90(Kernel):
 
     def examples(self, variant: KvInsert) -> tuple:
         cache = "bytes" if variant.packing else "cache"
-        of_floats = pointers(variant.dtype, *["float32"] * 4, "int32", "int32", "float32", cache)
-        return *of_floats, *(i32() for _ in range(13)), Float32(1e-6)
+        arrays = pointers(variant.dtype, *["float32"] * 4, *["int32"] * 2, *["float32"] * 2, "int32", cache)
+        return *arrays, *(i32() for _ in range(13)), Float32(1e-6)
 
 
 def read(source: cute.Pointer, target: cute.Tensor) -> None:
     cute.autovec_copy(cute.make_tensor(source.align(16), cute.make_layout(cute.size(target))), target)
+
+
+def clear(block: cute.Tensor) -> None:
+    """No tokens."""
+    block[0], block[1], block[2] = -Float32.inf, Float32(0.0), Float32(0.0)
+
+
+def fold(block: cute.Tensor, kv: Float32, score: Float32) -> None:
+    """Adds a token to the greatest score, the sum of weights, and the sum of weights times kv."""
+    most = cute.arch.fmax(block[0], score)
+    factor, weight = exp2((block[0] - most) * LOG2_E), exp2((score - most) * LOG2_E)
+    block[0], block[1], block[2] = most, block[1] * factor + weight, block[2] * factor + weight * kv
 
 
 @cute.jit
@@ -289,5 +362,5 @@ def write_rounded(numbers: cute.Tensor, target: cute.Pointer) -> None:
 
 
 def compile(variant: KvInsert, out_dir: Path) -> Compiled:
-    config = Config(variant.dtype, variant.d, variant.packing, variant.pooled, variant.hadamard)
+    config = Config(variant.dtype, variant.d, variant.packing, variant.pooled, variant.hadamard, variant.running)
     return KvInsertSm90(config).compile(variant, out_dir)
