@@ -1,36 +1,38 @@
-# A fresh clone needs python3 >= 3.11, a C++ compiler and cmake; everything else comes into .venv from PyPI.
+# A fresh clone needs python3 >= 3.11; everything else comes into .venv from PyPI. Kernels also need a C++ compiler and cmake.
 SHELL := bash
 .SHELLFLAGS := -o pipefail -c
 
 PYTHON ?= python3
 BIN := .venv/bin
 # The architecture of this machine's GPU, if kernels are made for it.
-HERE = $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sed -n '1s/^9[.]0$$/sm_90a/p; 1s/^10[.]0$$/sm_100a/p')
+HERE := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sed -n '1s/^9[.]0$$/sm_90a/p; 1s/^10[.]0$$/sm_100a/p')
 , := ,
-PACKAGES := jax_dsv4_fmha kernels interpreter tests examples docs
+PACKAGES := jax_dsv4_fmha kernels ffi interpreter tests examples docs
 CXX_FILES = $(shell find ffi tests -name '*.h' -o -name '*.cc')
-PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+PIP := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST := OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal  # a core for each
 
 .DEFAULT_GOAL := help
 .PHONY: help demo installed quick test test-hf wheel docs lint fmt build clean pictures
+.NOTPARALLEL:
 
 help: ## show this
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 8
 
-demo: installed ## set up .venv, build for this machine, and run examples/quickstart.py
+demo: installed ## set up .venv, with kernels for this machine's GPU if it has one, and run examples/quickstart.py
 	@echo "make: examples/quickstart.py, a DeepSeek-V4 attention layer on $(if $(HERE),the GPU$(,) $(HERE),the reference$(,) without a GPU)"
 	@$(BIN)/python examples/quickstart.py
-	@echo "Next: README.md; \`$(BIN)/python -m jax_dsv4_fmha info\` says what is here, \`make test\` builds every kernel and tests them."
+	@echo "Next: README.md. To change the package's Python: edit, \`make quick\`; nothing is to be built. Kernels: \`make build\`."
 
-# Every kernel if they are up to date, otherwise the kernels of this machine's GPU: without one, none are compiled.
-installed:
-	@$(MAKE) --question .venv/.built >/dev/null 2>&1 || $(MAKE) --no-print-directory .venv/.built-here
+# What `make build` made, if it ever did. Otherwise the package with kernels for this machine's GPU: without one, Python alone.
+installed: $(if $(wildcard .venv/.built),,$(if $(HERE),.venv/.built-here,.venv/.python))
+	@test ! -e .venv/.built || $(MAKE) --question .venv/.built >/dev/null 2>&1 \
+	    || echo "make: kernels/, ffi/ or pyproject.toml have changed since \`make build\`, which builds what has changed"
 
-quick: installed lint ## lint, and every test that neither compiles nor interprets a kernel
+quick: installed lint ## lint, and every test that neither compiles nor interprets a kernel; needs no kernel to be built
 	$(PYTEST) --quick
 
-test: build ## set up, build every kernel, and run all tests
+test: build .venv/.tools ## set up, build every kernel, and run all tests
 	$(PYTEST)
 
 test-hf: .venv-hf/.tools ## compare layers with Hugging Face transformers, in an environment of its own
@@ -40,7 +42,7 @@ docs: .venv-docs/.tools ## build the pages into build/site; a warning, such as a
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict  # not --quiet, which drops warnings before they count
 	@echo "build/site/index.html"
 
-pictures: build ## write tables and draw pictures of the pages anew, from docs/*.json
+pictures: build .venv/.tools ## write tables and draw pictures of the pages anew, from docs/*.json
 	$(BIN)/python -m jax_dsv4_fmha bench --from docs/h200.json --plot docs/h200.svg
 	$(BIN)/python -m jax_dsv4_fmha bench --from docs/h200_decode.json --plot docs/h200_decode.svg
 	$(BIN)/python -m jax_dsv4_fmha bench --from docs/h200_grad.json --plot docs/h200_grad.svg
@@ -58,28 +60,39 @@ fmt: .venv/.tools ## format Python and C++
 	$(BIN)/ruff check --fix $(PACKAGES)
 	$(BIN)/clang-format -i $(CXX_FILES)
 
-wheel: .venv/.tools ## build a wheel into dist/, and try it in an empty environment; KERNELS=none, sm_90a, … for fewer
+wheel: ## build a wheel into dist/, and try it in an empty environment; KERNELS=none, sm_90a, … for fewer
 	rm -rf .venv-wheel dist/*.whl
-	$(BIN)/python -m pip wheel --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir dist . \
-	    -C cmake.define.KERNELS=$(or $(KERNELS),all)
 	$(PYTHON) -m venv .venv-wheel
-	.venv-wheel/bin/python -m pip install --quiet --disable-pip-version-check dist/*.whl
+	.venv-wheel/bin/python -m pip wheel --disable-pip-version-check --no-deps --wheel-dir dist . \
+	    -C cmake.define.KERNELS=$(or $(KERNELS),all)
+	.venv-wheel/bin/python -m pip install --disable-pip-version-check dist/*.whl
 	cd .venv-wheel && bin/python -I -m jax_dsv4_fmha info
 	cd .venv-wheel && bin/python -I -m jax_dsv4_fmha check --quick --filter fmha
 
-build: .venv/.built ## compile the kernels and the library into the editable install in .venv
+build: .venv/.built ## compile every kernel and the library into the editable install in .venv; Python alone needs none
 
 clean: ## remove the environment and everything built; compiled kernels stay in ~/.cache/jax_dsv4_fmha
 	rm -rf .venv .venv-hf .venv-wheel .venv-docs build dist jax_dsv4_fmha/_native.so
 
-# What the build needs comes from pyproject.toml's own list, so that the build directory can be kept between builds.
-.venv/.tools: pyproject.toml
-	@echo "make: packages from PyPI, into .venv"
-	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@$(BIN)/python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb')); x = p['project']; o = x['optional-dependencies']; \
-	    wanted = [*p['build-system']['requires'], *x['dependencies'], *o['test'], *o['dev']]; \
-	    print(*(w for w in wanted if not w.startswith(x['name'])), sep='\n')" > .venv/requirements.txt
-	@$(PIP) install -r .venv/requirements.txt
+$(BIN)/python:
+	@echo "make: a virtual environment, .venv"
+	@$(PYTHON) -m venv .venv
+
+# The package's Python, as an editable install, and JAX.
+.venv/.python: pyproject.toml | $(BIN)/python
+	@echo "make: jax_dsv4_fmha and JAX, from PyPI into .venv"
+	@$(PIP) install -e '.$(if $(HERE),[cuda12])' -C cmake.define.KERNELS=none
+	@touch $@
+
+# Lists of pyproject.toml; LISTS is Python that picks them from p.
+REQUIREMENTS = $(BIN)/python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb')); \
+    print(*(w for w in $(LISTS) if not w.startswith(p['project']['name'])), sep='\n')" > $@.txt
+.venv/.tools: LISTS = [*p['project']['optional-dependencies']['test'], *p['project']['optional-dependencies']['dev']]
+.venv/.compilers: LISTS = [*p['build-system']['requires'], *p['dependency-groups']['kernels']]
+.venv/.tools .venv/.compilers: pyproject.toml | $(BIN)/python
+	@echo "make: what $(if $(filter %tools,$@),lint and tests need,kernels are built with), from PyPI into .venv"
+	@$(REQUIREMENTS)
+	@$(PIP) install -r $@.txt
 	@touch $@
 
 # The version of torch has a build for CPUs alone; the layers run on the reference, so nothing is built here.
@@ -98,12 +111,12 @@ clean: ## remove the environment and everything built; compiled kernels stay in 
 	@.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check -r .venv-docs/requirements.txt
 	@touch $@
 
-# Kernels of every architecture, or of this machine's alone; tests want all.
+# Kernels of every architecture, or of this machine's alone; tests want all. The build directory is kept between builds.
 .venv/.built: KERNELS = all
-.venv/.built-here: KERNELS = $(or $(HERE),none)
-.venv/.built .venv/.built-here: .venv/.tools $(wildcard ffi/*) $(shell find kernels -name '*.py')
+.venv/.built-here: KERNELS = $(HERE)
+.venv/.built .venv/.built-here: .venv/.compilers $(wildcard ffi/*) $(shell find kernels -name '*.py') | .venv/.python
 	@echo "make: the C++ library, with kernels for: $(KERNELS)"
-	@$(BIN)/python -m pip install --disable-pip-version-check --no-build-isolation --no-deps --verbose -e . \
+	@$(PIP) install --no-build-isolation --no-deps --verbose -e . \
 	    -C cmake.define.KERNELS=$(KERNELS) 2>&1 | tee .venv/build.log \
 	    | sed -un '/^ *kernels:/p; /WITHOUT GPU KERNELS/p' || { cat .venv/build.log; exit 1; }
 	@touch $@

@@ -19,11 +19,15 @@ def layer(q, window_kv, compressed_kv, sink):
 
 
 o, lse = layer(q, window_kv, compressed_kv, sink)
-want, want_lse = reference.dsv4_attention(q, window_kv, compressed_kv, ratio=128, window=128, sink=sink)
+in_float32 = (x.astype(jnp.float32) for x in (q, window_kv, compressed_kv))
+want, want_lse = reference.dsv4_attention(*in_float32, ratio=128, window=128, sink=sink)
 
 print(f"device          {q.devices().pop()}")
 for decision in explain(layer, q, window_kv, compressed_kv, sink):
     print(f"implementation  {decision.implementation}: {decision.reason}")
+print("results         beside the same layer in float32; an ulp is a unit in the last place, here of the largest value")
 for name, x, y in (("o", o, want), ("lse", lse, want_lse)):
-    far, size = jnp.abs(x - y).max(), jnp.abs(y).max()
-    print(f"{name:15} {x.dtype}{list(x.shape)}  max difference to the reference {far:.1e}, of values up to {size:.1f}")
+    largest = jnp.abs(y).max()
+    unit = jnp.finfo(x.dtype).eps * 2 ** jnp.floor(jnp.log2(largest))  # of the last place
+    ulps = jnp.abs(x.astype(jnp.float32) - y).max() / unit
+    print(f"  {name:13} {x.dtype}{list(x.shape)}, values up to {largest:.1f}: at most {ulps:.1f} ulp away")

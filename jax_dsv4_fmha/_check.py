@@ -61,6 +61,9 @@ def operand(
     if getattr(x, "dtype", None) not in dtypes:  # before JAX sees it: JAX would narrow a 64-bit type silently
         raise error(ValueError, op, name, x, wanted)
     array = jnp.asarray(x)
+    if may_be_empty := [n for n in array.shape if not _is_decided(n)]:
+        least = f"{wanted}: give jax.export.symbolic_shape a constraint by which {may_be_empty[0]} is not 0"
+        raise error(ValueError, op, name, array, f"{least}, such as ['s >= 4'] for s // 4")
     if not _fits(array.shape, names, dims):
         turned = dims | {"s_q": dims["h_q"], "h_q": dims["s_q"]} if {"s_q", "h_q"} <= dims.keys() else dims
         raise error(ValueError, op, name, array, wanted + _heads_first(first) * _fits(array.shape, names, turned))
@@ -68,6 +71,14 @@ def operand(
         raise error(ValueError, op, name, array, f"{wanted}, each < 2**31")
     dims.update(zip(names, array.shape, strict=True))
     return array
+
+
+def _is_decided(n: Any) -> bool:
+    """Whether it is known if a dimension is 0; it is not for some that `jax.export` leaves open."""
+    try:
+        return isinstance(n >= 1, bool)
+    except jax.errors.InconclusiveDimensionOperation:
+        return False
 
 
 def _fits(shape: tuple[Any, ...], names: list[str], dims: Mapping[str, Any]) -> bool:
@@ -89,6 +100,8 @@ def array(op: str, name: str, x: Any, wanted: str, fits: Callable[[Any], bool]) 
 def _an_array(op: str, name: str, x: Any, wanted: str) -> None:
     if not (isinstance(x, jax.Array | np.ndarray) or hasattr(x, "__jax_array__")):
         raise error(TypeError, op, name, x, wanted)
+    if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted():
+        raise error(ValueError, op, name, f"{describe(x)} whose buffer was donated or deleted", wanted)
 
 
 def _wanted(names: list[str], dims: Mapping[str, Any], dtypes: tuple[Any, ...]) -> str:

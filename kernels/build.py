@@ -264,8 +264,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--arch",
         default="all",
-        choices=("all", "none", *sorted({v.arch for v in VARIANTS})),
-        help="the architecture that kernels are built for; none builds a library without kernels (default: all)",
+        choices=("all", *sorted({v.arch for v in VARIANTS})),
+        help="the architecture that kernels are built for (default: all)",
     )
     parser.add_argument("--list", action="store_true", help="print the keys and stop")
     parser.add_argument(
@@ -280,11 +280,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if args.out is None:
         parser.error("--out is required")
-    if args.arch == "none":
-        print("kernels: none wanted; everything runs on the reference", flush=True)
-        args.out.mkdir(parents=True, exist_ok=True)
-        tables.write(VARIANTS, {}, toolchain(), args.out)
-        return 0
     if not variants:
         parser.error(f"no variant matches {args.only!r}; there are {', '.join(v.key for v in VARIANTS)}")
     if reason := why_no_dsl():

@@ -3,6 +3,9 @@
 abi.h has, for every family of ops, a struct of its kernels' arguments, a struct of the choices that a call makes
 among them, and each order in which some kernel takes these arguments; and how keys are packed. cubins.cc has the
 cubins. All of it follows from `kernels/abi.py` and the variants; `kernels/targets.py` writes what custom calls need.
+
+`python -m kernels.tables` writes what the package reads with or without a library: jax_dsv4_fmha/_host/targets.json and
+variants.json. They are committed.
 """
 
 import json
@@ -14,23 +17,39 @@ from typing import Any
 from . import targets
 from .abi import FAMILIES, PACKED_SOURCES, Param, Variant, layouts
 from .packings import CACHED
+from .variants import VARIANTS
 
 Record = dict[str, Any]
 
 LAUNCHED = ("threads", "smem_bytes", "tile_m", "tile_n", "ctas", "cluster")  # what the launcher needs besides the cubin
 FACTS = (*LAUNCHED, "unit")  # facts from a kernel's module
+PACKAGE = Path(__file__).parents[1] / "jax_dsv4_fmha" / "_host"
 
 
 def described(variant: Variant) -> Record:
-    """The manifest's entry of a variant, without what the compiler made of it."""
+    """What Python knows of a variant without its cubin."""
     named = ("key", "op", "family", "arch", "choices", "splits", "evidence")
-    return {name: getattr(variant, name) for name in named} | {"params": [p.name for p in variant.params]}
+    return {name: getattr(variant, name) for name in named}
+
+
+def committed(variants: Sequence[Variant]) -> dict[Path, str]:
+    """The files in the package that follow from data here, with their contents."""
+    rows = ",\n".join(json.dumps(described(variant)) for variant in variants)
+    return {
+        PACKAGE / "targets.json": json.dumps(targets.described(), indent=1) + "\n",
+        PACKAGE / "variants.json": f"[\n{rows}\n]\n",
+    }
 
 
 def write(variants: Sequence[Variant], records: Mapping[str, Record], toolchain: str, out: Path) -> None:
     """Writes manifest.json and the files in C++. It ships the variants that have a record, by their keys."""
     shipped = [v for v in variants if v.key in records]
-    rows = [described(v) | {k: x for k, x in records[v.key].items() if k != "digest"} for v in shipped]
+    rows = [
+        described(v)
+        | {"params": [p.name for p in v.params]}
+        | {k: x for k, x in records[v.key].items() if k != "digest"}
+        for v in shipped
+    ]
     manifest = json.dumps({"toolchain": toolchain, "targets": targets.described(), "variants": rows}, indent=1)
     files = {
         "manifest.json": manifest,
@@ -212,3 +231,7 @@ const char* Manifest() {{ return R"json({manifest})json"; }}
 
 }}  // namespace dsv4_fmha
 """
+
+if __name__ == "__main__":
+    for path, text in committed(VARIANTS).items():
+        path.write_text(text)

@@ -2,19 +2,14 @@
 
 calls.h has, for every family of calls, a struct of what XLA passes to one, and of every custom call its arrays with
 their axes, by which `CheckArrays` in ffi/operands.h checks them. targets.cc has the handlers. abi.h gets `arrays()`.
-
-`python -m kernels.targets` writes jax_dsv4_fmha/_host/targets.json, which the package reads where there is no library.
 """
 
-import json
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from .abi import TARGETS, Array, Form, Target
 
-PATH = Path(__file__).parents[1] / "jax_dsv4_fmha" / "_host" / "targets.json"
 ATTRIBUTES = {"float32": "float", "int64": "int64_t", "string": "std::string_view"}
 DTYPES = {"f32": "F32", "s32": "S32", "u32": "U32", "u8": "U8"}
 
@@ -29,11 +24,6 @@ def described() -> dict[str, Any]:
         }
         for t in TARGETS
     }
-
-
-def text() -> str:
-    """The contents of targets.json."""
-    return json.dumps(described(), indent=1) + "\n"
 
 
 @cache
@@ -203,6 +193,3 @@ extern "C" {{
 }}  // extern "C"
 #pragma GCC visibility pop
 """
-
-if __name__ == "__main__":
-    PATH.write_text(text())

@@ -1,5 +1,4 @@
 import contextlib
-import dataclasses
 import functools
 import gc
 import os
@@ -18,11 +17,8 @@ from interpreter.kernels.native import NoLibrary
 from interpreter.machine.state import Machine
 from jax_dsv4_fmha._host import library
 from kernels import build
-from kernels.abi import Variant
 from kernels.cache import default_folder, evict
-from kernels.tables import described
-from kernels.variants import VARIANTS
-from tests.helpers import QUICK, assert_in_place
+from tests.helpers import QUICK, assert_in_place, every_kernel
 
 jax.config.update("jax_num_cpu_devices", 8)  # for meshes; a program that names no device runs on the first
 jax.config.update("jax_traceback_in_locations_limit", 0)  # most of a test's time is tracing, lowering and compiling
@@ -64,6 +60,44 @@ def no_kernel_is_compiled_or_interpreted(request: pytest.FixtureRequest) -> Iter
             patch.setattr(Kernel, "of", skips("interprets a kernel"))
             patch.setattr(Machine, "run", skips("interprets PTX"))
         yield
+
+
+class NothingTested:
+    """Says which files had tests and ran none, and why: such a file that the command line names is an error."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        named = (config.invocation_params.dir / argument.partition("::")[0] for argument in config.args)
+        self.named = {path.resolve() for path in named if path.is_file()}
+        self.root = config.rootpath
+        self.ran: set[str] = set()
+        self.skipped: dict[str, str] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        file = report.nodeid.partition("::")[0]
+        if report.skipped and isinstance(report.longrepr, tuple):
+            self.skipped.setdefault(file, report.longrepr[2].removeprefix("Skipped: "))
+        elif report.when == "call" or report.failed:
+            self.ran.add(file)
+
+    def errors(self) -> list[str]:
+        """A line for each file of the command line without a test that ran."""
+        files = [file for file in self.skipped if file not in self.ran and (self.root / file).resolve() in self.named]
+        return [f"{file} tested nothing here: {self._why(self.skipped[file])}" for file in files]
+
+    def _why(self, reason: str) -> str:
+        of_kernels = any(words in reason for words in ("empty parameter set", "kernels", "not built", "native library"))
+        return "no kernels are built; `make build` builds them" if of_kernels and not library.variants() else reason
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_terminal_summary(self, terminalreporter: Any) -> Iterator[None]:
+        yield  # the last line counts skipped tests, and these stand above it
+        for line in self.errors():
+            terminalreporter.write_line(f"ERROR {line}", red=True)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        if exitstatus == pytest.ExitCode.OK and self.errors():
+            session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
 
 
 COMPILED = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
@@ -108,6 +142,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
         share_compilations(config.workerinput["compiled"])
     else:
+        config.pluginmanager.register(NothingTested(config))
         KEPT.parent.mkdir(parents=True, exist_ok=True)
         config.stash[COMPILED] = tempfile.TemporaryDirectory(prefix="run", dir=KEPT.parent)
         link_files(KEPT, Path(config.stash[COMPILED].name))
@@ -178,18 +213,11 @@ def cuda() -> jax.Device:
         pytest.skip(f"needs a CUDA device: {str(e).splitlines()[0]}")
 
 
-def as_built(variant: Variant) -> library.Variant:
-    """A variant as the library has it, with ones for what the compiler would have made of it."""
-    known = described(variant)
-    return library.Variant(**{field.name: known.get(field.name, 1) for field in dataclasses.fields(library.Variant)})
-
-
 @pytest.fixture
 def built(monkeypatch):
     """As if every kernel were built, for an architecture that this machine does not have."""
-    variants = library.variants() or tuple(map(as_built, VARIANTS))
-    monkeypatch.setattr(library, "variants", lambda: variants)
-    monkeypatch.setattr(library, "built_for", lambda op, **_: ("sm_90a",))
+    monkeypatch.setattr(library, "variants", every_kernel)
+    monkeypatch.setattr(library, "shipped_for", lambda op, **_: ("sm_90a",))
     monkeypatch.setattr(library, "local_architectures", lambda: ())
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         yield

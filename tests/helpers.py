@@ -1,5 +1,7 @@
 """Helpers of several tests: operands, the comparison with the table's tolerances, what a program has and runs."""
 
+import dataclasses
+import functools
 import math
 import re
 import tempfile
@@ -11,10 +13,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_dsv4_fmha._host import library
 from jax_dsv4_fmha._testing.compare import KERNEL, compare
 
 QUICK = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
 """Flags of XLA: most programs here are small and run once, and compiling them takes far longer than what is saved."""
+
+
+BUILT = library.variants()
+
+
+@functools.cache
+def every_kernel() -> tuple[library.BuiltVariant, ...]:
+    """The kernels that are built in; without any those of this version, with ones for what the compiler would have
+    made of them.
+    """
+    names = [field.name for field in dataclasses.fields(library.BuiltVariant)]
+    return BUILT or tuple(
+        library.BuiltVariant(**{name: getattr(v, name, 1) for name in names}) for v in library.SHIPPED
+    )
 
 
 def normal(seed: int, *shape: int, dtype: Any = jnp.float32) -> jax.Array:

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from importlib import util
 from pathlib import Path
 
@@ -305,12 +306,77 @@ def test_without_the_dsl(tmp_path, without_dsl):
     assert json.loads((out / "manifest.json").read_text())["variants"] == []
 
 
-def test_no_kernels_are_built_where_none_are_wanted(tmp_path, without_dsl):
-    run = python("-m", "kernels.build", "--arch", "none", "--out", str(tmp_path), **without_dsl)
-    assert run.returncode == 0 and "none wanted" in run.stdout and not run.stderr
-    assert json.loads((tmp_path / "manifest.json").read_text())["variants"] == []
+def test_kernels_of_one_architecture():
     keys = python("-m", "kernels.build", "--arch", "sm_90a", "--list").stdout.split()
     assert keys == [v.key for v in VARIANTS if v.arch == "sm_90a"]
+
+
+@pytest.mark.parametrize(
+    "arguments, status",
+    [
+        (["tests/test_kernels.py"], 5),
+        (["tests/test_kernels.py", "tests/test_names.py::test_public_names"], 5),
+        (["tests/test_names.py::test_public_names"], 0),
+    ],
+)
+def test_a_test_file_that_tests_nothing_without_kernels_says_so(arguments, status, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.util as u; find = u.find_spec\n"
+        "u.find_spec = lambda name, *package: None if name == 'jax_dsv4_fmha._native' else find(name, *package)"
+    )
+    run = python("-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments, PYTHONPATH=str(tmp_path))
+    says = "ERROR tests/test_kernels.py tested nothing here: no kernels are built; `make build` builds them"
+    assert (run.returncode, says in run.stdout) == (status, status == 5), run.stdout + run.stderr
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+@pytest.mark.parametrize("here", ["", "sm_90a"])
+def test_what_the_demo_installs(here, tmp_path):
+    """The package and JAX, and what kernels are built with where there is a GPU for them; no tools of tests."""
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    for name in ("ffi", "kernels"):
+        (tmp_path / name).mkdir()
+    run = subprocess.run(["make", "-n", "demo", f"HERE={here}"], cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    wanted = "install -e '.[cuda12]' -C" if here else "install -e '.' -C cmake.define.KERNELS=none"
+    assert wanted in run.stdout and "quickstart.py" in run.stdout
+    assert (".compilers" in run.stdout, "KERNELS=sm_90a" in run.stdout) == (bool(here), bool(here))
+    assert ".tools" not in run.stdout and "pytest" not in run.stdout
+
+
+BACKEND = """
+import sys; from pathlib import Path; sys.path.insert(0, str(Path("ffi").resolve())); import build_backend as backend
+settings = {"cmake.define.KERNELS": sys.argv[1]}
+"""
+
+
+@pytest.mark.parametrize("hook", ["wheel", "editable"])
+def test_what_a_build_demands(hook):
+    """Without kernels it demands neither their compiler, nor JAX, nor CMake."""
+    pytest.importorskip("scikit_build_core")
+    demand = f"{BACKEND}print(*backend.get_requires_for_build_{hook}(settings), sep='\\n')"
+    without, with_kernels = (python("-c", demand, kernels) for kernels in ("none", "sm_90a"))
+    assert without.returncode == with_kernels.returncode == 0, without.stderr + with_kernels.stderr
+    assert without.stdout.split() == []
+    assert {"ninja", "jaxlib>=0.10", "nvidia-cutlass-dsl==4.8.1;"} <= set(with_kernels.stdout.split())
+
+
+@pytest.mark.parametrize("hook", ["wheel", "editable"])
+def test_a_wheel_without_kernels_is_python_alone(hook, tmp_path):
+    """It is for every platform, and its modules are those of git, with the table of kernels."""
+    pytest.importorskip("scikit_build_core")
+    run = python("-c", f"{BACKEND}print(backend.build_{hook}({str(tmp_path)!r}, settings))", "none", PATH="")
+    assert run.returncode == 0, run.stderr
+    name = run.stdout.split()[-1]
+    assert name.endswith("-py3-none-any.whl")
+    packed = set(zipfile.ZipFile(tmp_path / name).namelist())
+    if hook == "wheel":
+        assert {path for path in packed if path.startswith("jax_dsv4_fmha/")} == {
+            str(path.relative_to(ROOT))
+            for path in (ROOT / "jax_dsv4_fmha").rglob("*")
+            if path.suffix in (".py", ".json", ".typed")
+        }
 
 
 @pytest.mark.slow

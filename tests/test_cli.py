@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import types
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -33,23 +34,23 @@ ATTENTION = [
     for row in SUITES[name].rows
 ]
 CHOICES = {"d": 64, "dtype": "bfloat16", "max_heads": 16}
-VARIANT = library.Variant(
+VARIANT = library.BuiltVariant(
     "mha_fwd_sm_90a_d64",
     "mha_fwd",
     "forward",
     "sm_90a",
     CHOICES,
-    192,
-    128,
-    1,
-    1,
-    True,
-    384,
-    168,
-    83016,
-    0,
-    42488,
-    "run",
+    splits=True,
+    evidence="run",
+    tile_m=192,
+    tile_n=128,
+    unit=1,
+    ctas=1,
+    threads=384,
+    registers=168,
+    smem_bytes=83016,
+    spill_bytes=0,
+    cubin_bytes=42488,
 )
 
 
@@ -132,7 +133,10 @@ def test_info_draws_what_is_built(tmp_path, capsys):
 def test_info_without_kernels(monkeypatch, capsys):
     monkeypatch.setattr(library, "variants", lambda: ())
     assert main(["info"]) == 0
-    assert "No kernels are built in" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "No kernels are built in" in text
+    counts = Counter(v.arch for v in library.SHIPPED)
+    assert f"This version has {counts['sm_90a']} for sm_90a, {counts['sm_100a']} for sm_100a" in text
 
 
 class TestCheckTheReference:
@@ -417,11 +421,11 @@ ENTRY %main (x: bf16[64,32]) -> bf16[64,8] {
         times = row.times({"ours": both, "ours_forward": forward, "xla": both}, found)
         assert times == {"ours": {"seconds": 4.0, "rounds": [3.0, 4.0, 5.0], "kernels": {"b": 4.0}}, "both": both}
 
-    @pytest.mark.usefixtures("built")
     @pytest.mark.parametrize("caches", ["", "fp8"])
     @pytest.mark.parametrize("topk", [0, 7])
-    def test_a_step_of_decode(self, topk, caches):
+    def test_a_step_of_decode(self, topk, caches, monkeypatch):
         """The op takes its operands, a copy of them in jnp gives the same."""
+        monkeypatch.setattr(library, "variants", lambda: ())
         row = dataclasses.replace(step(4, 7, 2, caches), s_kv=256, topk=topk, window=20, page=16)
         operands = maker(row)(jax.random.key(0))
         f = jax.jit(functools.partial(dsv4_decode, ratio=row.ratio, window=row.window, implementation="reference"))

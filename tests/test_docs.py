@@ -207,3 +207,17 @@ def test_a_file_that_a_page_names_is_there(page):
     named = re.findall(r"`((?:\w+/)*\w+\.(?:py|h|cc|npz))`", page.read_text())
     named = [name for name in named if not re.search("[A-Z]{4}", name)]
     assert [name for name in named if not any(path.endswith(f"/{name}") for path in FILES + GENERATED)] == []
+
+
+def test_which_test_for_which_file():
+    """Every path of the table exists, every test file is in it, and so is every folder with code."""
+    rows = re.findall(r"^\| (.*) \| (.*`test_.*) \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
+    changed = {name for left, _ in rows for name in re.findall("`([^`]+)`", left)}
+    places = {name: [*ROOT.glob(name), *(ROOT / "jax_dsv4_fmha").glob(name)] for name in changed}
+    assert [name for name, found in places.items() if not found] == []
+    tests = {name for _, right in rows for name in re.findall(r"`(test_\w+\.py)`", right)}
+    assert tests == {path.name for path in (ROOT / "tests").glob("test_*.py")}
+    known = {path for found in places.values() for path in found}
+    for folder in ("jax_dsv4_fmha", "kernels", "ffi", "interpreter"):
+        for path in (ROOT / folder).rglob("*.py"):
+            assert known & {path, *path.parents} or path.name in ("__init__.py", "__main__.py"), path

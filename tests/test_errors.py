@@ -160,6 +160,30 @@ def test_heads_before_queries_are_noticed(op, given, turned):
         call(op, **{**CALLS[op], **given})
 
 
+@pytest.mark.parametrize(
+    "op, name",
+    [("fmha", "q"), ("sparse_fmha", "kv"), ("dsv4_attention", "indices"), ("dot_product_attention", "sinks")],
+)
+def test_an_array_that_was_donated(op, name):
+    given = CALLS[op][name] + 0
+    jax.block_until_ready(jax.jit(lambda x: x + 1, donate_argnums=0)(given))
+    with pytest.raises(ValueError, match=rf"^{op}: {name}: got .*\] whose buffer was donated or deleted, wanted "):
+        call(op, **{**CALLS[op], name: given})
+
+
+@pytest.mark.parametrize("name", ["entries", "block_table"])
+def test_a_cache_that_was_donated(name):
+    cache = jax.tree.map(lambda x: x + 0, CACHE)
+    kept = jax.jit(lambda x: x + 1, donate_argnums=0)(getattr(cache, name))
+    with pytest.raises(
+        ValueError, match=rf"window_cache.{name}: got .*\] whose buffer was donated or deleted, wanted "
+    ):
+        call("dsv4_decode", **{**CALLS["dsv4_decode"], "window_cache": cache})
+    with pytest.raises(ValueError, match=rf"cache.{name}: got .*\] whose buffer was donated or deleted, wanted "):
+        cache.append(KV[:, :1], jnp.zeros((B, 1), jnp.int32))
+    assert not kept.is_deleted()
+
+
 @pytest.mark.parametrize("op, operand", [("fmha", "k"), ("sparse_fmha", "kv")])
 def test_more_keys_than_int32_counts(op, operand):
     huge = jax.ShapeDtypeStruct((B, 2**31, H_KV, D) if op == "fmha" else (B, 2**31, D), jnp.bfloat16)

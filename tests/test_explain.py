@@ -10,7 +10,7 @@ from jax_dsv4_fmha import dsv4_attention, explain, fmha, sparse_fmha
 from jax_dsv4_fmha._dispatch.explain import _warn
 from jax_dsv4_fmha._host import library
 
-needs_kernels = pytest.mark.skipif(not library.variants(), reason="needs kernels to be built")
+from .helpers import every_kernel
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +24,8 @@ def again():
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """As if this process had an H100 and compiled for it."""
+    """As if this process had an H100 and compiled for it, with every kernel built in."""
+    monkeypatch.setattr(library, "variants", every_kernel)
     monkeypatch.setattr(library, "local_architectures", lambda: ("sm_90a",))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
 
@@ -48,7 +49,6 @@ def said(f, *args):
     return [(d.op, d.part, d.implementation, d.times) for d in explain(f, *args)]
 
 
-@needs_kernels
 def test_kernels_of_a_layer_and_its_gradient(hopper):
     op = "dsv4_attention"
     assert said(layer, *OPERANDS) == [(op, "forward", "kernel", 1)]
@@ -63,7 +63,6 @@ def test_kernels_of_a_layer_and_its_gradient(hopper):
     assert [(d.times, d.reason.split(",")[0]) for d in two_pass] == [(2, "mla_span_fwd")]
 
 
-@needs_kernels
 @pytest.mark.parametrize(
     "f, operand, says",
     [
@@ -88,8 +87,8 @@ def test_why_the_reference_and_one_line_of_it(hopper, caplog, f, operand, says):
     assert [r.name for r in caplog.records] == ["jax_dsv4_fmha"] and says in caplog.text
 
 
-@needs_kernels
 def test_other_devices(monkeypatch, caplog):
+    monkeypatch.setattr(library, "variants", every_kernel)
     monkeypatch.setattr(library, "local_architectures", lambda: ("sm_80",))
     (decision,) = explain(layer, *OPERANDS)
     assert decision.implementation == "reference" and "and this process has sm_80" in decision.reason
@@ -102,6 +101,31 @@ def test_without_a_gpu_nothing_is_logged(caplog, monkeypatch):
     (decision,) = explain(layer, *OPERANDS)
     assert decision.implementation == "reference" and not caplog.records
     assert "JAX compiles for cpu here" in decision.reason or "no kernels are built in" in decision.reason
+    assert "it would be hca_fwd: bfloat16, d=512" in decision.reason
+
+
+@pytest.mark.parametrize("built", [(), ("sm_100a",)])
+def test_what_would_run_where_no_kernel_is_built(monkeypatch, built):
+    """By the table of this version's kernels, with the launches that there would be."""
+    kernels = tuple(v for v in every_kernel() if v.arch in built)
+    monkeypatch.setattr(library, "variants", lambda: kernels)
+    monkeypatch.setattr(library, "local_architectures", lambda: ())
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    forward, gradient = explain(jax.grad(loss), *OPERANDS)
+    would_be = "sm_100a" if built else "sm_100a and sm_90a"
+    assert f"on {would_be} it would be hca_fwd: bfloat16, d=512" in forward.reason
+    missing = "for sm_90a " if built else ""
+    assert f"no kernels {missing}are built in (`python -m jax_dsv4_fmha info`)" in gradient.reason
+    assert "on sm_90a it would be hca_bwd: bfloat16, d=512" in gradient.reason
+    (decision,) = explain(lambda q: fmha(q, q), x(1, 4, 2, 96))
+    assert "no kernel takes bfloat16, d=96" in decision.reason and "mha_fwd (d=64 or d=128" in decision.reason
+    (decision,) = explain(lambda q: fmha(q, q), x(1, 4, 2, 64))
+    assert decision.implementation == "reference" and "it would be mha_fwd" in decision.reason
+    with pytest.raises(NotImplementedError, match="got 'cubin' for bfloat16, d=96"):
+        jax.eval_shape(lambda q: fmha(q, q, implementation="cubin"), x(1, 4, 2, 96))
+    if not built:
+        with pytest.raises(NotImplementedError, match=r"built nothing here .*; there are hca_fwd \(d=512, bfloat16"):
+            jax.eval_shape(lambda q, kv: dsv4_attention(q, kv, kv, ratio=4, implementation="cubin"), *OPERANDS)
 
 
 def test_inside_of_loops():

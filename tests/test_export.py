@@ -87,6 +87,25 @@ def test_symbolic_shapes(name):
             np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
+def test_a_size_that_may_be_zero():
+    """Entries for every 4 positions: an error says which constraint is missing, and with it the program is right."""
+
+    def program(q, w):
+        c = w[:, : w.shape[1] // 4 * 4].reshape(w.shape[0], w.shape[1] // 4, 4, w.shape[2]).mean(2)
+        return dsv4_attention(q, w, c, ratio=4, window=3)[0]
+
+    def exported(*constraints):
+        b, s = jax.export.symbolic_shape("b, s", constraints=constraints)
+        like = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((b, s, 4, 16), (b, s, 16)))
+        return jax.export.export(jax.jit(program), platforms=["cpu"])(*like)
+
+    wanted = r"dsv4_attention: compressed_kv: got float32\[b, floordiv\(s, 4\), 16\], wanted .*\['s >= 4'\] for s // 4"
+    with pytest.raises(ValueError, match=wanted):
+        exported()
+    q, w = operand("bthd", 1), operand("btd", 2)
+    np.testing.assert_allclose(exported("s >= 4").call(q, w), jax.jit(program)(q, w), rtol=1e-5, atol=1e-5)
+
+
 def test_without_kernels(monkeypatch):
     """A program that would run slowly on another machine is not exported without a warning."""
     monkeypatch.setattr(library, "variants", tuple)

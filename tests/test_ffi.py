@@ -23,7 +23,7 @@ from interpreter.kernels.attention import assert_right, operands
 from interpreter.kernels.native import Shape, addresses_of, called, function, heads_for, plan, plan_combine
 from jax_dsv4_fmha._host import attention, call, gradients, indexer, kv_insert, library, rope, split_kv
 from jax_dsv4_fmha._host.call import TARGETS
-from kernels import abi, targets
+from kernels import abi, tables, targets
 from kernels.abi import ANY, FORWARD_OPS, TILING, Combine, Forward, gathers
 from kernels.packings import PACKED
 from kernels.variants import VARIANTS
@@ -67,11 +67,15 @@ def test_import_initialises_no_backend():
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, env={**os.environ, "JAX_PLATFORMS": "cpu"})
 
 
-def test_built_for_agrees_with_variants():
+def test_what_is_shipped_is_what_is_built():
+    """By architecture: a library has all kernels of some."""
     for v in library.variants():
-        assert v.arch in library.built_for(v.op, **v.choices)
-    assert library.built_for("mha_fwd", d=63, dtype="bfloat16") == ()
-    assert library.built_for("mha_fwd", d=64, dtype="float32") == ()
+        assert v.arch in library.shipped_for(v.op, **v.choices)
+    here = library.architectures()
+    assert [v.key for v in library.variants()] == [v.key for v in library.SHIPPED if v.arch in here]
+    assert library.shipped_for("mha_fwd", d=64, dtype="bfloat16") == ("sm_90a", "sm_100a")
+    assert library.shipped_for("mha_fwd", d=63, dtype="bfloat16") == ()
+    assert library.shipped_for("mha_fwd", d=64, dtype="float32") == ()
 
 
 @pytest.mark.parametrize(("capability", "arch"), [("8.9", "sm_89"), ("9.0", "sm_90a"), ("10.0", "sm_100a")])
@@ -79,9 +83,11 @@ def test_architecture(capability, arch):
     assert split_kv.architecture(capability) == arch
 
 
-def test_the_package_knows_the_targets_of_the_abi():
-    """Also where there is no library: by a file that `python -m kernels.targets` writes."""
-    assert targets.PATH.read_text() == targets.text()
+def test_the_package_knows_the_targets_of_the_abi_and_the_variants():
+    """Also where there is no library: by files that `python -m kernels.tables` writes."""
+    for path, text in tables.committed(VARIANTS).items():
+        assert path.read_text() == text, f"{path.name}: run python -m kernels.tables"
+    assert [v.key for v in library.SHIPPED] == [v.key for v in VARIANTS]
     assert list(TARGETS) == list(targets.described()) == [target.name for target in abi.TARGETS]
 
 
@@ -140,7 +146,7 @@ def test_splits_by_what_is_built(monkeypatch):
     extents = {"tile_m": 64, "tile_n": 64, "unit": 2, "threads": 1, "registers": 1, "smem_bytes": 1, "spill_bytes": 0}
     facts = {"ctas": 1, "splits": True, "cubin_bytes": 1, "evidence": "", **extents}
     choices = {"d": 512, "dtype": "bfloat16", "max_heads": ANY}
-    row = library.Variant("k", "mla_span_fwd", "forward", "sm_90a", choices, **facts)
+    row = library.BuiltVariant("k", "mla_span_fwd", "forward", "sm_90a", choices, **facts)
     q = jnp.zeros((1, 2, 64, 512), jnp.bfloat16)
     for variants, wanted in (
         ((row,), attention.split_count(2, 32, 2, 132)),

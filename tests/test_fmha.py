@@ -29,7 +29,6 @@ def small(dtype=jnp.bfloat16, b=B):
 
 @pytest.fixture
 def unbuilt(monkeypatch):
-    monkeypatch.setattr(library, "built_for", lambda op, **_: ())
     monkeypatch.setattr(library, "variants", lambda: ())
 
 
@@ -138,7 +137,8 @@ class TestSeam:
 
 
 def test_shared_kv_runs_on_the_separate_kernel(monkeypatch):
-    monkeypatch.setattr(library, "built_for", lambda op, **_: () if op == "mla_span_fwd" else ("sm_90a",))
+    monkeypatch.setattr(library, "shipped_for", lambda op, **_: () if op == "mla_span_fwd" else ("sm_90a",))
+    monkeypatch.setattr(library, "architectures", lambda: ("sm_90a",))
     monkeypatch.setattr(library, "local_architectures", lambda: ())
     text = str(jax.make_jaxpr(lambda q, k: fmha(q, k))(*small()[:2]))
     assert "dsv4_fmha_mha_fwd" in text and "dsv4_fmha_mla_span_fwd" not in text
@@ -149,7 +149,8 @@ def test_nothing_built():
     q, k, v, _ = small()
     assert "dsv4_fmha_mha_fwd" not in str(jax.make_jaxpr(lambda *x: fmha(*x))(q, k, v))
     with pytest.raises(
-        NotImplementedError, match=r"'cubin' for bfloat16, d=64, separate K and V, wanted .*, built no kernel"
+        NotImplementedError,
+        match=r"'cubin' for bfloat16, d=64, separate K and V, wanted .*, built nothing here .*; there are mha_fwd",
     ):
         fmha(q, k, v, implementation="cubin")
 

@@ -482,7 +482,7 @@ def kernel_operands(dtype=jnp.bfloat16, b=2, s_q=37, s_c=600, h=64):
 def test_export_for_cuda(dtype, b, monkeypatch):
     """One custom call, also with a symbolic batch."""
     monkeypatch.setattr(library, "local_architectures", lambda: ())
-    if not library.built_for("indexer_scores"):
+    if not library.variants_for("indexer_scores"):
         pytest.skip("not built")
     x, kwargs = kernel_operands(dtype)
 
@@ -517,7 +517,7 @@ def test_export_with_entries_left_open():
 
 def test_a_workspace_is_bounded(monkeypatch):
     """65536 queries of 16384 entries: half a GiB of scores at a time."""
-    if not library.built_for("indexer_scores"):
+    if not library.variants_for("indexer_scores"):
         pytest.skip("not built")
     seen = []
     monkeypatch.setattr(
@@ -536,7 +536,7 @@ def test_a_workspace_is_bounded(monkeypatch):
 def test_scores_are_exported_for_cuda(b, monkeypatch):
     """One custom call, and one of their gradients."""
     monkeypatch.setattr(library, "local_architectures", lambda: ())
-    if not library.built_for("indexer_scores_at"):
+    if not library.variants_for("indexer_scores_at"):
         pytest.skip("not built")
     x, _ = kernel_operands(s_q=5, s_c=60)
     (n,) = jax.export.symbolic_shape("b") if b == "b" else (2,)

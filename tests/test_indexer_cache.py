@@ -162,7 +162,7 @@ def test_errors():
 def test_which_pages_kernels_take(dtype, page, width, takes, monkeypatch):
     """One custom call in an export for CUDA, or the reference."""
     monkeypatch.setattr(library, "local_architectures", lambda: ())
-    if not library.built_for("indexer_scores", paged=True):
+    if not library.variants_for("indexer_scores", paged=True):
         pytest.skip("not built")
     how = {"layout": "index_fp8"} if dtype == "float8_e4m3fn" else {"dtype": dtype}
     tables = jax.ShapeDtypeStruct((B, width), jnp.int32) if width else None

@@ -142,6 +142,8 @@ LAYER_CALLS = [
     (lambda: LAYER(PARAMS[0], X), r"params: got no compressor, indexer, wanted what `init` makes"),
     (lambda: LAYERS[0](P, X), r"params: got compressor, indexer too, wanted what `init` makes"),
     (lambda: LAYER(P | {"wq_b": P["wq_b"][:, :2]}, X), r"params.wq_b: got float32\[12, 2, 16\], wanted floats\[12, 4"),
+    (lambda: LAYER(P | {"wq_a": P["wq_a"].T}, X), r"params.wq_a: got float32\[12, 24\], wanted .*; it is \[out, in\]"),
+    (lambda: LAYER(P | {"wq_b": P["wq_b"].reshape(12, 64).T}, X), r"params.wq_b: .*\[64, 12\], .*from_state_dict"),
     (lambda: LAYER(P | {"q_norm": P["q_norm"][:1]}, X), r"params.q_norm: got float32\[1\], wanted floats\[12\]"),
     (lambda: LAYER(P | {"compressor": {}}, X), r"params.compressor: got no ape, norm, w, wanted what `init` makes"),
     (lambda: LAYER(P, X, OF_WINDOW), r"cache.compressed: got None, wanted a Cache"),
@@ -214,12 +216,12 @@ def good():
 @pytest.mark.parametrize(
     "name, change, message",
     [
-        ("wkv.weight", np.transpose, r"got float32\[24, 16\], wanted floats\[16, 24\] for wkv"),
+        ("wkv.weight", np.transpose, r"got float32\[24, 16\], wanted floats\[16, 24\] for wkv; .* transposed"),
         ("wo_a.weight", np.ravel, r"got float32\[384\], wanted floats\[12, 32\] for wo_a"),
         ("wo_b.weight", np.transpose, r"got float32\[12, 24\], wanted floats\[24, 12\] for wo_b"),
         ("attn_sink", lambda x: x[:3], r"got float32\[3\], wanted floats\[4\] for sink"),
         ("attn_sink", lambda _: None, r"got None, wanted floats\[4\] for sink"),
-        ("compressor.ape", np.transpose, r"got float32\[32, 4\], wanted floats\[4, 32\] for compressor.ape"),
+        ("compressor.ape", np.transpose, r"got float32\[32, 4\], wanted floats\[4, 32\] for compressor.ape$"),
         ("compressor.wgate.weight", lambda x: x[:1], r"got float32\[1, 24\], wanted floats\[32, 24\] for compressor.w"),
         ("indexer.wq_b.weight", lambda x: x.tolist(), r"got list .*, wanted floats\[128, 12\] for indexer.wq_b"),
         ("wq_a.weight", lambda x: x.astype(np.uint8), r"got uint8\[12, 24\], wanted floats\[12, 24\] for wq_a"),
@@ -244,6 +246,21 @@ def test_state_dict_error(name, change, message):
 def test_state_dict_operands(operands, message):
     with pytest.raises((ValueError, TypeError), match=f"^from_state_dict: {message}"):
         from_state_dict(**{"layer": LAYER, "tensors": good(), "prefix": "a."} | operands)
+
+
+@pytest.mark.parametrize(
+    "names", [("wq_a.weight", "layers.{}.attn."), ("q_a_proj.weight", "model.layers.{}.self_attn.")]
+)
+@pytest.mark.parametrize("prefix", ["", "layers.0.self_attn.", "model.layers.0.self_attn", "layers.0.attn"])
+def test_state_dict_under_a_wrong_prefix(names, prefix):
+    """The error names the prefixes under which there are layers."""
+    name, pattern = names
+    tensors = {pattern.format(i) + name: np.zeros((12, 24), np.float32) for i in range(5)} | {"head.weight": 0}
+    wanted = rf"got none .*, wanted {prefix}wq_a.weight or .*; prefixes of layers there are '{pattern.format(0)}', '"
+    with pytest.raises(ValueError, match=wanted + ".* or 2 others$"):
+        from_state_dict(LAYER, tensors, prefix)
+    with pytest.raises(ValueError, match=f"wanted {prefix}wq_a.weight or {prefix}q_a_proj.weight$"):
+        from_state_dict(LAYER, {"model.layers.0.self_attn.q_proj.weight": 0}, prefix)  # another model's
 
 
 def test_state_dict_of_v41_under_v4s_names():

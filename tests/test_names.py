@@ -54,6 +54,7 @@ LAYERS = [
     "LayerCache",
     "Output",
     "Rope",
+    "RunningSums",
     "Shared",
     "from_config",
     "from_state_dict",

@@ -1,5 +1,7 @@
 """Spans against the rules written out, position by position."""
 
+import logging
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -138,3 +140,28 @@ def test_errors():
         Span.causal(4) & Span.causal(5)
     with pytest.raises(TypeError):
         Span.causal(4) & 3
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda ids: Span.segments(ids) & Span.causal(9),
+        lambda ids: Span.segments(ids, ids[:, :5]),
+        lambda ids: Span.compressed_segments(ids, 2),
+        lambda ids: Span.sliding_window(9, 4, ids[:, 0]) & Span.lengths(ids[:, 1]),
+        lambda ids: Span.compressed(9, 4),
+    ],
+    ids=["segments", "segments of others", "compressed_segments", "window", "compressed"],
+)
+def test_nothing_is_compiled_again_for_the_same_shapes(make, caplog):
+    """Outside of jit, where each operation is a program of its own; values may differ."""
+
+    def compiled(ids: list[int]) -> list[str]:
+        caplog.clear()
+        with jax.log_compiles(), caplog.at_level(logging.WARNING):
+            jax.block_until_ready(make(jnp.array([ids], jnp.int32)))
+        return [record.getMessage() for record in caplog.records if record.getMessage().startswith("Compiling ")]
+
+    jax.clear_caches()
+    assert compiled([1, 1, 1, 2, 2, 2, 2, 7, 7])
+    assert compiled([3, 3, 4, 4, 4, 5, 5, 5, 5]) == []

@@ -33,7 +33,7 @@ def test_the_devices_own_number_of_sms(monkeypatch, devices, sms):
     facts = {"threads": 1, "registers": 1, "smem_bytes": 1, "spill_bytes": 0, "cubin_bytes": 1, "evidence": ""}
     facts |= {"tile_m": 64, "tile_n": 64, "unit": 1, "ctas": 1, "splits": True}
     choices = {"d": 512, "dtype": "bfloat16", "max_heads": library.ANY}
-    row = library.Variant("k", "mla_sparse_fwd", "forward", "sm_90a", choices, **facts)
+    row = library.BuiltVariant("k", "mla_sparse_fwd", "forward", "sm_90a", choices, **facts)
     monkeypatch.setattr(library, "variants", lambda: (row,))
     q = jax.ShapeDtypeStruct((40, 1, 64, 512), jnp.bfloat16)
     assert attention._splits_of_queries("mla_sparse_fwd", q, 8192) == split_kv.split_count(40, 128, 1, sms)
@@ -99,7 +99,7 @@ def test_a_step_splits_its_last_turn(monkeypatch):
     assert "tensor<2x1x128x18x512xf32>" in call.lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.skipif(not library.built_for("dsv4_decode", packing="v4_fp8"), reason="needs kernels to be built")
+@pytest.mark.skipif(not library.variants_for("dsv4_decode", packing="v4_fp8"), reason="needs kernels to be built")
 @pytest.mark.parametrize(
     ("packing", "b", "heads", "whole"),
     [

@@ -40,7 +40,7 @@ def test_chooses_what_a_loop_chooses(count):
 def test_export_for_cuda(s_q, b, monkeypatch):
     """Two custom calls a level, once for all blocks of queries, whose scores are half a GiB at most."""
     monkeypatch.setattr(library, "local_architectures", lambda: ())
-    if not library.built_for("indexer_scores"):
+    if not library.variants_for("indexer_scores"):
         pytest.skip("not built")
 
     def f(q, k, weights):

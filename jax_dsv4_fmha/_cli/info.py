@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import platform
+from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
@@ -98,7 +99,9 @@ def _text(facts: dict[str, Any]) -> str:
         left=3,
     )
     if not facts["variants"]:
-        variants = "No kernels are built in: everything runs on the reference."
+        counts = Counter(v.arch for v in library.SHIPPED)
+        shipped = ", ".join(f"{n} for {arch}" for arch, n in counts.items())
+        variants = f"No kernels are built in: everything runs on the reference. This version has {shipped}."
     devices = facts["no_devices"] or devices
     return f"{versions}\nlibrary: {facts['library'] or 'none'}\n\n{devices}\n\n{variants}"
 

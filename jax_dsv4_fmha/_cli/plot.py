@@ -42,7 +42,7 @@ def draw(results: dict[str, Any], path: str) -> None:
     save(figure, path)
 
 
-def draw_built(variants: Sequence[library.Variant], path: str) -> None:
+def draw_built(variants: Sequence[library.BuiltVariant], path: str) -> None:
     """Which kernels are built: ops down, head dimensions and heads across, a mark for each architecture and dtype."""
     figure_of = _figure()
     if not variants:

@@ -169,8 +169,12 @@ def _positions(op: str, s_q: Any, offset: Any) -> jax.Array:
     return i + jnp.minimum(_check.offset(op, "offset", offset, {})[:, None], 2**31 - 2 - i)
 
 
+@functools.partial(jax.jit, static_argnames="side", inline=True)
 def _search(ids: jax.Array, x: jax.Array, side: str) -> jax.Array:
-    """`jnp.searchsorted`, row by row, for any number of ids that int32 counts, known while tracing or not."""
+    """`jnp.searchsorted`, row by row, for any number of ids that int32 counts, known while tracing or not.
+
+    It is jitted because JAX outside of jit compiles a scan whose body is a new function again at each call.
+    """
 
     def step(count: jax.Array, bit: jax.Array) -> tuple[jax.Array, None]:
         more = count + bit

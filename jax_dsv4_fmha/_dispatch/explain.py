@@ -132,12 +132,14 @@ def _why_reference(call: Call) -> str:
     support, is_gradient = call.support, call.op.part == "gradient"
     if support is None:
         return "this has no kernel" if not is_gradient else "this gradient has no kernel"
-    if not library.variants():
-        return "no kernels are built in (`python -m jax_dsv4_fmha info`)"
-    if not support.built:
+    if not support.shipped:
         what = "no kernel of a gradient takes" if is_gradient else "no kernel takes"
         return f"{what} {support.got}" + ("" if is_gradient else f"; built {built(support.kernels)}")
     here, kernels, archs = library.local_architectures(), " and ".join(support.kernels), " and ".join(support.built)
+    if not archs:
+        missing = f"for {' and '.join(support.shipped)} " if library.variants() else ""
+        would_be = f"on {' and '.join(support.shipped)} it would be {kernels}: {support.got}"
+        return f"no kernels {missing}are built in (`python -m jax_dsv4_fmha info`); {would_be}"
     if here and not set(here) & set(support.built):
         return f"{kernels}: built for {archs}, and this process has {' and '.join(here)}"
     if here and not set(here) <= set(support.built):

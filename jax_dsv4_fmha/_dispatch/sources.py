@@ -213,9 +213,9 @@ def support_of(q: jax.Array, sources: Sequence[Source]) -> Support:
     kinds = _kinds(sources)
     descriptions = dict.fromkeys(x for source in sources for x in source.description)
     got = ", ".join([q.dtype.name, f"d={q.shape[-1]}", *descriptions])
-    found = _built(FORWARD.get(kinds), q)
+    found = _shipped(FORWARD.get(kinds), q)
     if kinds == ("span",) and not found:  # a kernel that reads separate K and V serves where they are one
-        kinds, found = ("separate_kv",), _built(FORWARD["separate_kv",], q)
+        kinds, found = ("separate_kv",), _shipped(FORWARD["separate_kv",], q)
     if kinds in _ONE_SPAN and not found:
         return Support(got, tuple(FORWARD[x].op for x in _ONE_SPAN), ())
     packing = FORWARD[kinds].packing if kinds in FORWARD else None
@@ -224,10 +224,10 @@ def support_of(q: jax.Array, sources: Sequence[Source]) -> Support:
 
 def _support_of_gradient(q: jax.Array, kinds: tuple[str, ...], got: str, **choices: Any) -> Support:
     """The kernel of the gradient."""
-    found = _built(BACKWARD.get(kinds), q, **choices)
+    found = _shipped(BACKWARD.get(kinds), q, **choices)
     if not found and kinds in _ONE_SPAN:
         separate = BACKWARD["separate_kv",].op
-        return Support(got, (separate,), library.built_for(separate, d=q.shape[-1], dtype=q.dtype.name))
+        return Support(got, (separate,), library.shipped_for(separate, d=q.shape[-1], dtype=q.dtype.name))
     return Support(got, _kernels_for(BACKWARD, kinds), found)
 
 
@@ -241,12 +241,12 @@ def _kinds(sources: Sequence[Source]) -> tuple[str, ...]:
     return tuple(source.kind for source in sources)
 
 
-def _built(kernel: "Kernel | None", q: jax.Array, **choices: Any) -> tuple[str, ...]:
+def _shipped(kernel: "Kernel | None", q: jax.Array, **choices: Any) -> tuple[str, ...]:
     if kernel is None:
         return ()
     if kernel.packing is not None:
         choices["packing"] = kernel.packing
-    return library.built_for(kernel.op, d=q.shape[-1], dtype=q.dtype.name, **choices)
+    return library.shipped_for(kernel.op, d=q.shape[-1], dtype=q.dtype.name, **choices)
 
 
 def _same_bits(deterministic: bool) -> dict[str, Any]:
@@ -271,8 +271,8 @@ class Kernel(NamedTuple):
 
 
 def _span_fwd(q: Any, kv: Any, *others: Any, scale: float) -> Arrays:
-    """Where no kernel for V = K is built, the kernel for separate K and V takes the keys twice."""
-    if library.built_for("mla_span_fwd", d=q.shape[-1], dtype=q.dtype.name):
+    """Where there is no kernel for V = K, the kernel for separate K and V takes the keys twice."""
+    if library.shipped_for("mla_span_fwd", d=q.shape[-1], dtype=q.dtype.name):
         return attention.mla_span_fwd(q, kv, *others, scale=scale)
     return attention.mha_fwd(q, kv, kv, *others, scale=scale)
 
@@ -329,8 +329,8 @@ def _dense_bwd(*operands: Any, width: int | None, scale: float, deterministic: b
     q, k = operands[0], operands[5]
     known = [n for n in (width, k.shape[1]) if isinstance(n, int)]
     few = bool(known) and min(known) <= FEW_KEYS
-    built = library.built_for("mha_dqdkdv", d=q.shape[-1], dtype=q.dtype.name)
-    dq, *of_keys = gradients.mha_bwd(*operands, scale=scale, deterministic=deterministic or few or not built)
+    one = library.shipped_for("mha_dqdkdv", d=q.shape[-1], dtype=q.dtype.name)
+    dq, *of_keys = gradients.mha_bwd(*operands, scale=scale, deterministic=deterministic or few or not one)
     return dq, *(x.astype(jnp.float32) for x in of_keys)
 
 
@@ -340,9 +340,9 @@ def _separate_bwd(*operands: Any, **params: Any) -> Arrays:
 
 
 def _span_bwd(q: Any, do: Any, lse: Any, sink_factor: Any, delta: Any, kv: Any, *span: Any, **params: Any) -> Arrays:
-    """Where no kernel for V = K is built, the kernels for separate K and V take the keys twice."""
+    """Where there is no kernel for V = K, the kernels for separate K and V take the keys twice."""
     rows, (start, stop, width) = (q, do, lse, sink_factor, delta), span
-    if library.built_for("mla_span_bwd", d=q.shape[-1], dtype=q.dtype.name):
+    if library.shipped_for("mla_span_bwd", d=q.shape[-1], dtype=q.dtype.name):
         return gradients.mla_span_bwd(*rows, kv, start, stop, **params)
     return _dense_bwd(*rows, kv, None, start, stop, width=width, **params)
 

@@ -1,6 +1,6 @@
 """What kernels are built for, in words, and the error where there is none."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from .. import _check
@@ -15,23 +15,36 @@ class Support(NamedTuple):
     kernels: tuple[str, ...]
     """the kernels that such a call launches, whatever its sizes, by their names in the manifest; where there are none,
     those for some of its operands"""
-    built: tuple[str, ...]
-    """the architectures that all are built for with these sizes and dtypes"""
+    shipped: tuple[str, ...]
+    """the architectures that this version has all of them for, with these sizes and dtypes"""
     wanted: str = "operands that a kernel is built for"
     """what kernels take, for errors"""
     packing: str = ""
     """how their keys are packed, if they are: a choice of the kernels"""
 
+    @property
+    def built(self) -> tuple[str, ...]:
+        """the architectures that all are built in for"""
+        return tuple(arch for arch in self.shipped if arch in library.architectures())
+
 
 def not_built(op: str, name: str, got: Any, wanted: str, kernels: Collection[str]) -> Exception:
-    """Makes the error for a missing kernel, which lists what is built of `kernels`; the caller raises it."""
+    """Makes the error for a missing kernel, which lists what there is of `kernels`; the caller raises it."""
     return NotImplementedError(f"{_check.error(NotImplementedError, op, name, got, wanted)}, built {built(kernels)}")
 
 
 def built(kernels: Collection[str]) -> str:
-    """The built variants of these kernels, in words; kernels of the same sizes and dtypes are listed once."""
+    """The variants of these kernels that are built in, in words; without any, those of this version. Kernels of the
+    same sizes and dtypes are listed once.
+    """
+    if here := library.variants():
+        return _listed(here, kernels)
+    return f"nothing here (`python -m jax_dsv4_fmha info`); there are {_listed(library.SHIPPED, kernels)}"
+
+
+def _listed(variants: Iterable[library.Variant], kernels: Collection[str]) -> str:
     shapes: dict[tuple[str, str], set[tuple[str, str]]] = {}
-    for v in library.variants():
+    for v in variants:
         if v.op in kernels:
             shapes.setdefault((v.op, _shape(v.choices)), set()).add((v.arch, v.choices.get("dtype", "float32")))
     sizes: dict[tuple[str, str], list[str]] = {}

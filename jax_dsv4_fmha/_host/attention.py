@@ -163,7 +163,7 @@ def _splits(op: str, q: jax.Array, groups: int, rows: int, keys: int, **choices:
     return split_count(groups * -(-rows // v.tile_m), -(-keys // v.tile_n), v.unit, processors(v.arch))
 
 
-def _splitting(op: str, q: jax.Array, **choices: str) -> library.Variant | None:
+def _splitting(op: str, q: jax.Array, **choices: str) -> library.BuiltVariant | None:
     """The kernel that may split the keys of q's heads: of a device that is here, if there is one."""
     built = [
         v

@@ -1,7 +1,7 @@
 """The only loader of the native library, and what it holds.
 
 Importing this module loads the library and registers its XLA custom calls.  It needs no GPU, initialises no backend,
-and without a library it reports no kernels.
+and without a library it reports no kernels.  `SHIPPED` says which kernels there are, with or without a library.
 """
 
 import ctypes
@@ -30,7 +30,7 @@ ANY = 2**31 - 1
 
 @dataclass(frozen=True)
 class Variant:
-    """A kernel in the library: what it was compiled for, and what the compiler made of it."""
+    """A kernel of this version: what it is compiled for."""
 
     key: str
     op: str
@@ -40,6 +40,16 @@ class Variant:
     choices: dict[str, Any]
     """Compile-time choices that a call must match, by name. A choice that begins with `max_` is a limit: a call gets
     the variant with the lowest limit that it keeps."""
+    splits: bool
+    """whether the keys of a tile of rows may be split over CTAs"""
+    evidence: str
+    """how we know that it is right, in words"""
+
+
+@dataclass(frozen=True)
+class BuiltVariant(Variant):
+    """A kernel in the library, and what the compiler made of it."""
+
     tile_m: int
     """rows of a tile: (query, head) pairs"""
     tile_n: int
@@ -48,16 +58,17 @@ class Variant:
     """key tiles that split-KV shares out as one unit"""
     ctas: int
     """CTAs that run on an SM at a time"""
-    splits: bool
-    """whether the keys of a tile of rows may be split over CTAs"""
     threads: int
     registers: int
     """registers per thread, at launch"""
     smem_bytes: int
     spill_bytes: int
     cubin_bytes: int
-    evidence: str
-    """how we know that it is right, in words"""
+
+
+SHIPPED = tuple(Variant(**row) for row in json.loads(Path(__file__).with_name("variants.json").read_text()))
+"""The kernels of this version, which `kernels/tables.py` writes of `kernels/variants.py`. A library has all kernels of
+some architectures."""
 
 
 def library_path() -> Path | None:
@@ -90,9 +101,13 @@ def _load(path: Path) -> ctypes.CDLL:
     contents = _read_manifest(found)
     if contents.get("targets") != TARGETS:
         raise OSError("it is of another version, and has other custom calls")
-    for row in contents["variants"]:
-        if missing := [field.name for field in fields(Variant) if field.name not in row]:
+    rows = contents["variants"]
+    for row in rows:
+        if missing := [field.name for field in fields(BuiltVariant) if field.name not in row]:
             raise OSError(f"it is of another version, and does not say the {missing[0]} of its kernels")
+    archs = {row["arch"] for row in rows}
+    if {row["key"] for row in rows} != {v.key for v in SHIPPED if v.arch in archs}:
+        raise OSError("it is of another version, and has other kernels")
     return found
 
 
@@ -121,20 +136,25 @@ def manifest() -> dict[str, Any]:
 
 
 @functools.cache
-def variants() -> tuple[Variant, ...]:
+def variants() -> tuple[BuiltVariant, ...]:
     """The kernels that are built in: () without a library, or where it was built without kernels."""
-    names = [field.name for field in fields(Variant)]
-    return tuple(Variant(**{name: row[name] for name in names}) for row in manifest()["variants"])
+    names = [field.name for field in fields(BuiltVariant)]
+    return tuple(BuiltVariant(**{name: row[name] for name in names}) for row in manifest()["variants"])
 
 
-def built_for(op: str, **choices: Any) -> tuple[str, ...]:
-    """The architectures that `op` is built for with these compile-time choices."""
-    return tuple(dict.fromkeys(v.arch for v in variants_for(op, **choices)))
-
-
-def variants_for(op: str, **choices: Any) -> list[Variant]:
-    """The kernels of `op` with these compile-time choices, with any limits."""
+def variants_for(op: str, **choices: Any) -> list[BuiltVariant]:
+    """The kernels of `op` that are built in, with these compile-time choices and with any limits."""
     return [v for v in variants() if v.op == op and choices.items() <= v.choices.items()]
+
+
+def architectures() -> tuple[str, ...]:
+    """The architectures whose kernels are built in."""
+    return tuple(dict.fromkeys(v.arch for v in variants()))
+
+
+def shipped_for(op: str, **choices: Any) -> tuple[str, ...]:
+    """The architectures that this version has a kernel of `op` for with these compile-time choices, built in or not."""
+    return tuple(dict.fromkeys(v.arch for v in SHIPPED if v.op == op and choices.items() <= v.choices.items()))
 
 
 def local_architectures() -> tuple[str, ...]:

@@ -65,7 +65,8 @@ def dsv4_attention(
         `compressed_span=Span.compressed_segments(ids, ratio)`.
       scale: a float > 0, `d**-0.5` if left out.
       method: "two_pass" merges a launch for the window with one for the compressed cache. "fused" is one launch, and
-        rounds o once. None takes "fused" where it is built for the operands. A window alone is one launch of `fmha`.
+        rounds o once. None takes "fused" where there is such a kernel for the operands. A window alone is one launch of
+        `fmha`.
       implementation: as in `fmha`, for every launch. "reference" is the definition, whatever the method.
       deterministic: as in `fmha`.
 
@@ -74,7 +75,7 @@ def dsv4_attention(
 
     Raises:
       ValueError, TypeError: operands that differ from the above.
-      NotImplementedError: "fused" or "cubin", and no kernel is built for these operands.
+      NotImplementedError: "fused", and there is no such kernel for these operands; "cubin", and none is built in.
     """
     op = "dsv4_attention"
     dims: dict[str, Any] = {}
@@ -145,14 +146,14 @@ def dsv4_attention(
     elif compressed_kv is not None:
         sources.append(SpanSource(compressed_kv, start, stop, names=_COMPRESSED, axis="s_c"))
     support = support_of(q, sources)
-    if method == "fused" and not support.built:
-        wanted = "'two_pass', or operands that a fused kernel is built for"
+    if method == "fused" and not support.shipped:
+        wanted = "'two_pass', or operands that there is a fused kernel for"
         raise not_built(op, "method", f"'fused' for {support.got}", wanted, support.kernels)
     run = functools.partial(
         attend, op, q, scale=scale, implementation=implementation, differentiable=cache is None,
         deterministic=deterministic,
     )  # fmt: skip
-    if len(sources) == 1 or (support.built and method != "two_pass"):
+    if len(sources) == 1 or (support.shipped and method != "two_pass"):
         return run(sources, sink=sink)
     return merged([run([source], sink=None) for source in sources], sink, op)
 

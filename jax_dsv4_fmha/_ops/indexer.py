@@ -104,13 +104,13 @@ def lightning_indexer(
         blocks = _check.operand(op, "blocks", blocks, "b s_q n", dims, _check.INT)
         block = _check.positive(op, "block", block)
         _ascending(op, blocks)
-        archs = _built_for_both("indexer_scores_at", topk, dims, heads=dims["h"], dtype=q.dtype.name)
+        archs = _shipped_for_both("indexer_scores_at", topk, dims, heads=dims["h"], dtype=q.dtype.name)
         call = _call(op, _CHOOSE_WITHIN, implementation, "indexer_scores_at", archs, q, dims, topk=topk, block=block)
         inputs = (*map(lax.stop_gradient, (q, weights, *keys.operands)), blocks, start, stop)
         indices, scores = without_gradient(call, *inputs)
         return (indices, scores) if return_scores else indices
     of_keys = {"heads": dims["h"], "dtype": q.dtype.name, "paged": keys.paged}
-    archs = _built_for_both("indexer_scores", topk, dims, **of_keys) if keys.fits else ()
+    archs = _shipped_for_both("indexer_scores", topk, dims, **of_keys) if keys.fits else ()
     choose = keys.choose_and_score if return_scores else keys.choose
     call = _call(op, choose, implementation, "indexer_scores", archs, q, dims, keys.got, keys.wanted, topk=topk)
     results = without_gradient(call, *map(lax.stop_gradient, (q, weights, *keys.operands)), start, stop)
@@ -173,7 +173,7 @@ def indexer_blocks(
     keys = _keys(op, k, k_scale, q.dtype, dims)
     _check.implementation(op, implementation)
     start, stop = _visible(op, dims, ratio, q_offset, lengths, span)
-    archs = _built_for_both("indexer_scores", count - 1, dims, heads=dims["h"], dtype=q.dtype.name, paged=False)
+    archs = _shipped_for_both("indexer_scores", count - 1, dims, heads=dims["h"], dtype=q.dtype.name, paged=False)
     archs = archs if block in two_levels.BLOCKS else ()
     got, wanted = f"blocks of {block}", f"blocks of {' or '.join(map(str, two_levels.BLOCKS))}"
     call = _call(op, _BLOCKS, implementation, "indexer_scores", archs, q, dims, got, wanted, count=count, block=block)
@@ -400,12 +400,12 @@ _GRADIENTS = tuple(Axes(f"d{name}", axes) for name, axes in _TRAINED)
 _SCORES_THERE = Axes("scores", "b s_q topk")
 
 
-def _built_for_both(scores: str, topk: int, dims: dict[str, Any], **choices: Any) -> tuple[str, ...]:
+def _shipped_for_both(scores: str, topk: int, dims: dict[str, Any], **choices: Any) -> tuple[str, ...]:
     """The architectures that have a kernel of `scores` with these choices, and one that chooses so many."""
     if dims["d"] != _D:
         return ()
-    chooses = {v.arch for v in library.variants_for("indexer_topk") if topk <= v.choices["max_topk"]}
-    return tuple(arch for arch in library.built_for(scores, **choices) if arch in chooses)
+    chooses = {v.arch for v in library.SHIPPED if v.op == "indexer_topk" and topk <= v.choices["max_topk"]}
+    return tuple(arch for arch in library.shipped_for(scores, **choices) if arch in chooses)
 
 
 def _call(
@@ -420,8 +420,8 @@ def _call(
     wanted: str = "",
     **params: int,
 ) -> Call:
-    """The call of an op that chooses by the kernels of `scores` and of top-k, built for these architectures. `got` and
-    `wanted` are for errors: what else is given, and what kernels want of it.
+    """The call of an op that chooses by the kernels of `scores` and of top-k, shipped for these architectures. `got`
+    and `wanted` are for errors: what else is given, and what kernels want of it.
     """
     if implementation == "reference":
         return Call(of, KernelUse.NEVER, tuple(params.items()))
@@ -510,7 +510,7 @@ def _scores_at(op: str, implementation: Any, q: jax.Array, *others: jax.Array) -
     if implementation == "reference":
         scores = Differentiable(Call(_SCORES, KernelUse.NEVER), Call(_SCORES_GRADIENT, KernelUse.NEVER))
     else:
-        archs = library.built_for("indexer_scores_at", heads=h, dtype=q.dtype.name) if d == _D else ()
+        archs = library.shipped_for("indexer_scores_at", heads=h, dtype=q.dtype.name) if d == _D else ()
         support = Support(f"{q.dtype.name}, h={h}, d={d}", ("indexer_scores_at",), archs, _WANTED)
         use, of_gradient = choose(op, implementation, support), support._replace(kernels=("indexer_scores_at_bwd",))
         scores = Differentiable(Call(_SCORES, use, (), support), Call(_SCORES_GRADIENT, use, (), of_gradient))

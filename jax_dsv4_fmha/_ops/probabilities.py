@@ -65,7 +65,7 @@ def head_summed_probabilities(
     _check.implementation(op, implementation)
     use, support = KernelUse.NEVER, None
     if implementation != "reference":
-        archs = library.built_for(op, d=dims["d"], dtype=q.dtype.name)
+        archs = library.shipped_for(op, d=dims["d"], dtype=q.dtype.name)
         support = Support(f"{q.dtype.name}, d={dims['d']}", (op,), archs)
         use = choose(op, implementation, support)
     operands = map(lax.stop_gradient, (q, kv, denominator(lse, sink), indices))

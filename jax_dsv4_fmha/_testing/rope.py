@@ -56,7 +56,7 @@ class RopeCase(Case):
         exactly = run(*(z.astype(jnp.float32) for z in (x, dy)))
         if implementation == "reference":
             return _wrong(exactly, self.results_float64(position, *(np.asarray(z, np.float64) for z in (x, dy))), 1e-5)
-        if not library.built_for(self.op, dtype=self.dtype, dims=_ROPE.dims, **self.kernel):
+        if not library.variants_for(self.op, dtype=self.dtype, dims=_ROPE.dims, **self.kernel):
             raise not_built(self.op, "x", x, "rows that a kernel is built for", (self.op,))
         got, again = run(x, dy), run(x, dy)
         same = all(np.array_equal(np.asarray(got[name]), np.asarray(again[name])) for name in got)

@@ -1,6 +1,7 @@
 """Checks that a layer and its parts share: of their parameters, and of hidden states."""
 
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,7 +29,7 @@ def parameters(part: Any, params: Any, form: str = "") -> None:
 
 def _agree(op: str, name: str, got: Any, wanted: Any) -> None:
     if not isinstance(wanted, Mapping):
-        shape = f"floats{list(wanted.shape)}"
+        shape = f"floats{list(wanted.shape)}" + _as_torch_has_it(got, wanted.shape)
         _check.array(op, name, got, shape, lambda x: x.shape == wanted.shape and jnp.issubdtype(x.dtype, jnp.floating))
         return
     if not isinstance(got, Mapping):
@@ -40,6 +41,14 @@ def _agree(op: str, name: str, got: Any, wanted: Any) -> None:
         raise _check.error(ValueError, op, name, " and ".join(found), "what `init` makes")
     for key in wanted:
         _agree(op, f"{name}.{key}", got[key], wanted[key])
+
+
+def _as_torch_has_it(got: Any, wanted: tuple[int, ...]) -> str:
+    """What an error adds where a matrix is [out, in] and its shape shows it."""
+    shape = getattr(got, "shape", ())
+    is_matrix = len(shape) == 2 and math.prod(shape) == math.prod(wanted) and shape != wanted
+    turned = is_matrix and (len(wanted) > 2 or shape == wanted[::-1])
+    return "; it is [out, in], as torch has it: `from_state_dict` turns and reshapes matrices" * turned
 
 
 def sharded_as(op: str, name: str, params: Any, specs: Any) -> None:

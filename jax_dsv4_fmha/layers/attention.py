@@ -357,18 +357,18 @@ class DSV4Attention:
         if self.compressor is None:
             return LayerCache(window)
 
-        def entries(d: int, layout: str | None, room: int) -> Cache:
+        def entries(d: int, layout: str | None, page: int) -> Cache:
             table = None if block_table is None else jnp.array(block_table)  # each has one, so all may be donated
-            return Cache.zeros(pool[0], room, d, plain, table, layout=layout)
+            return Cache.zeros(pool[0], page, d, plain, table, layout=layout)
 
         cache = LayerCache(window, entries(self.d, far, pool[1]), self.compressor.state(b, steps))
         if self.indexer is not None and self.indexer.owns_keys:
             own = self.indexer.compressor
-            room, layout = pool[1], None
+            page, layout = pool[1], None
             if near is not None and own is not None and self.indexer.d == LAYOUTS[_KEYS].d:
-                room = -(-room // 4) * 4 if block_table is None else room
-                layout = _KEYS if block_table is None or room % 32 == 0 else None
-            keys = entries(self.indexer.d, layout, room)
+                page = -(-page // 4) * 4 if block_table is None else page
+                layout = _KEYS if block_table is None or page % 32 == 0 else None
+            keys = entries(self.indexer.d, layout, page)
             cache = cache._replace(keys=keys, key_tokens=None if own is None else own.state(b, steps))
         return cache
 

@@ -68,8 +68,8 @@ def insert(
 
     Args:
       cache: the cache of entries.
-      state: where blocks are pooled, a ring of the rows of the last tokens. It has room for all tokens that an entry
-        pools, and the other tokens of a step. Or running sums, with room for the tokens of a step.
+      state: where blocks are pooled, a ring of the rows of the last tokens: of all that an entry pools, and the other
+        tokens of a step. Or running sums, with a ring of the tokens of a step.
       rows: of the last s tokens of each sequence: kv, d columns; or, where blocks are pooled, kv and then scores.
       lengths: int32 `[b]`, with the new tokens.
       dtype: x's, to which an entry is rounded after every step.
@@ -116,12 +116,12 @@ def _arrays(state: State, b: Any, width: int, d: int) -> Arrays:
 def _fits(rows: Rows, table: jax.Array, state: State, entries: Entries, capacity: Any) -> bool:
     """Whether a kernel takes arrays of these sizes."""
     b, s, columns = rows.product.shape
-    n, room = table.shape[1], s if state is None else state.capacity
-    if not all(isinstance(x, int) for x in (b, s, n, capacity, room)):
+    n, kept = table.shape[1], s if state is None else state.capacity
+    if not all(isinstance(x, int) for x in (b, s, n, capacity, kept)):
         return False
     blocks = rows.width // (2 * entries.norm.shape[0])
     least = s if state is None or isinstance(state, RunningSums) else blocks * entries.ratio + s - 1
-    sizes_fit = min(b, s) > 0 and capacity >= n and room >= least
+    sizes_fit = min(b, s) > 0 and capacity >= n and kept >= least
     return bool(sizes_fit and table.shape[2] == _DIMS and columns % 4 == rows.column % 4 == 0)
 
 
@@ -131,7 +131,7 @@ def _support(cache: Cache, entries: Entries, params: dict[str, Any], state: Stat
     choices["hadamard"] = entries.is_transformed
     got = ", ".join(f"{name}={x}" for name, x in choices.items())
     held = params["packing"] or cache.entries.dtype == params["dtype"]
-    return Support(got, ("kv_insert",), library.built_for("kv_insert", **choices) if held else ())
+    return Support(got, ("kv_insert",), library.shipped_for("kv_insert", **choices) if held else ())
 
 
 def _inserted(

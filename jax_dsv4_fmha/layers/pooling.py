@@ -80,22 +80,22 @@ def pool_step(state: RunningSums, rows: jax.Array, start: jax.Array, ratio: int)
       rows: float32 `[b, s, 2 d]`, s up to the state's capacity, at the positions from `start` on, int32 `[b]`.
       ratio: tokens of a block, at least as many as the state keeps.
     """
-    s, room = rows.shape[1], state.capacity
+    s, steps = rows.shape[1], state.capacity
     state = state.begun(start)
     ring, sums, folded = state.tokens, list(jnp.unstack(state.sums, axis=1)), state.folded[:, 0]
     for i in range(s):
         position = start + i
-        leaves = (position >= 0) & (position - room >= folded)
-        folded = jnp.where(leaves, position - room, folded)
+        leaves = (position >= 0) & (position - steps >= folded)
+        folded = jnp.where(leaves, position - steps, folded)
         begins = (leaves & (folded % ratio == 0))[:, None]
         sums = [jnp.where(begins, x, y) for x, y in zip((-jnp.inf, 0.0, 0.0), sums, strict=True)]
-        sums = fold(sums, jnp.take_along_axis(ring, (position % room)[:, None, None], 1)[:, 0], leaves)
+        sums = fold(sums, jnp.take_along_axis(ring, (position % steps)[:, None, None], 1)[:, 0], leaves)
         folded += leaves
         ring = Cache(ring).append(rows[:, i : i + 1], position[:, None]).entries
     state = RunningSums(ring, jnp.stack(sums, 1), folded[:, None])
     last = (start // ratio + 1) * ratio
     block = state.block(last - ratio)
-    for j in range(room):
+    for j in range(steps):
         position = jnp.maximum(folded, last - ratio) + j
         block = fold(block, state.take(position[:, None])[:, 0], position < last)
     return (block[2] / block[1])[:, None], state
@@ -107,28 +107,28 @@ def pool_chunk(
     """The entries `[b, ceil(s / ratio), d]`, before their norm, of the blocks that a chunk's tokens complete; and the
     state with them. Operands as in `pool_step`, for any s; tokens at `lengths` or later, int32 `[b]`, are not kept.
     """
-    s, room, r = rows.shape[1], state.capacity, ratio
+    s, steps, r = rows.shape[1], state.capacity, ratio
     state = state.begun(start)
     first, folded = start // r * r, state.folded[:, 0]
-    before = counted(start, -room, 0)
+    before = counted(start, -steps, 0)
     kept = (before >= jnp.maximum(folded, first)[:, None])[..., None]
     both = jnp.concatenate([jnp.where(kept, state.take(before), _absent(rows)), rows], 1)
     n = math.ceil(s / r)
     padded = jnp.pad(both, ((0, 0), (r, (n + 1) * r), (0, 0)))
     padded = padded.at[:, :r].set(_absent(rows)[0, 0])
-    blocks = jax.vmap(lambda x, at: lax.dynamic_slice_in_dim(x, at, n * r))(padded, r + room - start % r)
+    blocks = jax.vmap(lambda x, at: lax.dynamic_slice_in_dim(x, at, n * r))(padded, r + steps - start % r)
     parts = _partial(blocks.reshape(blocks.shape[0], n, r, -1))
     nothing = jnp.unstack(empty(jnp.stack(parts, 2)), axis=2)
     old = [x.at[:, 0].set(y) for x, y in zip(nothing, state.block(first), strict=True)]
     entries = joined([old, parts])
     # what is no longer among the last tokens is folded
     end = jnp.clip(lengths, start, start + s)
-    new = jnp.maximum(folded, end - room)
+    new = jnp.maximum(folded, end - steps)
     block = (new - 1) // r * r
-    late = counted(end, -room - r, 0)
-    tokens = jnp.take_along_axis(both, jnp.clip(late - (start - room)[:, None], 0, room + s - 1)[..., None], 1)
+    late = counted(end, -steps - r, 0)
+    tokens = jnp.take_along_axis(both, jnp.clip(late - (start - steps)[:, None], 0, steps + s - 1)[..., None], 1)
     there = (late >= jnp.maximum(folded, block)[:, None]) & (late < new[:, None])
-    there &= late >= (start - room)[:, None]
+    there &= late >= (start - steps)[:, None]
     part = _partial(jnp.where(there[..., None], tokens, _absent(rows))[:, None])
     merged = _merged([state.block(block), [x[:, 0] for x in part]])
     changed = (new > folded)[:, None, None]

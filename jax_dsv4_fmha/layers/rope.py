@@ -214,9 +214,9 @@ _NORM_ROPE_GRADIENT = Op(
 
 
 def _support(op: str, x: jax.Array, **sizes: int) -> Support:
-    """The kernel of an op for rows of x; that of its gradient is built for the same."""
+    """The kernel of an op for rows of x; that of its gradient is shipped for the same."""
     got = f"{x.dtype.name}, " + ", ".join(f"{name}={n}" for name, n in sizes.items())
-    return Support(got, (op,), library.built_for(op, dtype=x.dtype.name, **sizes))
+    return Support(got, (op,), library.shipped_for(op, dtype=x.dtype.name, **sizes))
 
 
 class _RotatesBack(Rule):

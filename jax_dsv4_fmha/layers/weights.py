@@ -89,7 +89,7 @@ def from_state_dict(
     names = next((names for names in (_DEEPSEEK, _HUGGING_FACE) if names["wq_a"] in own), None)
     if names is None:
         wanted = f"{prefix}{_DEEPSEEK['wq_a']} or {prefix}{_HUGGING_FACE['wq_a']}"
-        raise _check.error(ValueError, _OP, "tensors", "none that is called so", wanted)
+        raise _check.error(ValueError, _OP, "tensors", "none that is called so", wanted + _prefixes(tensors))
     used: set[str] = set()
 
     def tensor(name: str, shape: Sequence[int], leaf: str) -> np.ndarray:
@@ -99,7 +99,9 @@ def from_state_dict(
         given = own[name]
         x = _to_numpy(prefix + name, given, wanted)
         if x.shape != tuple(shape):
-            raise _check.error(ValueError, _OP, prefix + name, given, wanted)
+            is_turned = x.ndim == 2 and x.shape == tuple(shape)[::-1] and name.endswith(".weight")
+            turned = "; it would fit transposed: matrices come [out, in], as torch has them"
+            raise _check.error(ValueError, _OP, prefix + name, given, wanted + turned * is_turned)
         used.add(name)
         stem = name.removesuffix(".weight")
         scales = [s for s in (*(stem + end for end in _SCALES), name + _SCALES[2]) if s in own]
@@ -135,6 +137,14 @@ def from_state_dict(
     if unused:
         raise _check.error(ValueError, _OP, "tensors", f"{', '.join(unused)} under {prefix!r}", "a layer's alone")
     return params
+
+
+def _prefixes(tensors: Mapping[str, Any]) -> str:
+    """What an error adds where other prefixes would have named a layer."""
+    ends = (_DEEPSEEK["wq_a"], _HUGGING_FACE["wq_a"])
+    found = [name.removesuffix(end) for name in tensors for end in ends if isinstance(name, str) and name.endswith(end)]
+    more = f" or {len(found) - 3} others" if len(found) > 3 else ""
+    return f"; prefixes of layers there are {', '.join(map(repr, found[:3]))}{more}" if found else ""
 
 
 def _has_no_gate(layer: DSV4Attention, leaf: str) -> bool:
