@@ -7,8 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from .. import _check
+from . import explicit_axes
 from .packed import LAYOUTS, V4_FP8, D, Layout, layout_of, read_pages
 
 
@@ -97,6 +99,11 @@ class Cache:
         """How many entries of one sequence there is room for."""
         return self.page if self.block_table is None else self.page * self.block_table.shape[1]
 
+    @property
+    def rows(self) -> Any:
+        """The array that has a row for each sequence."""
+        return self.entries if self.block_table is None else self.block_table
+
     def pool(self) -> jax.Array:
         """The array that kernels read: `[b or 1, slots, d]`, or packed `[b or 1, pages, page_bytes]`.
 
@@ -140,19 +147,24 @@ class Cache:
         entries = _check.operand(op, "entries", entries, "b n d", dims, dtypes)
         positions = _check.operand(op, "positions", positions, "b n", dims, _check.INT)
         self.check(op, "cache", dims, dtypes)
+        cache, entries, positions = self._with_batch(op, entries=entries, positions=positions)
+        return cache._append(entries, positions)
+
+    def _append(self, entries: jax.Array, positions: jax.Array) -> "Cache":
         lost = (positions < 0) | (positions <= positions.max(1, keepdims=True) - self.capacity)
         slots = self.slots(jnp.where(lost, -1, positions % self.capacity))
         pages, at = slots // self.page, slots % self.page  # -1 is on no page
         if self.is_packed:
             rows = list(zip(self.packing.starts(at, self.page), self.packing.encode(entries), strict=True))
         else:
-            rows = [(at * dims["d"], entries)]
+            rows = [(at * entries.shape[2], entries)]
         whole = self.entries.reshape(self.entries.shape[0], -1)
         for start, row in rows:
             if self.block_table is None:
                 whole = jax.vmap(_write)(whole[:, None], pages, start, row)[:, 0]
-            else:
-                whole = _write(whole, *(x.reshape(-1, *x.shape[2:]) for x in (pages, start, row)))
+            else:  # every device that has the pool writes the entries of all sequences
+                of_all = (explicit_axes.whole(x, 0) for x in (pages, start, row))
+                whole = _write(whole, *(x.reshape(-1, *x.shape[2:]) for x in of_all))
         return dataclasses.replace(self, entries=whole.reshape(self.entries.shape))
 
     def take(self, positions: jax.Array | None = None) -> jax.Array:
@@ -175,14 +187,31 @@ class Cache:
         if getattr(positions, "shape", ())[1:] == (0,):
             return jnp.zeros((dims["b"], 0, dims["d"]), self.packing.decoded if self.is_packed else self.entries.dtype)
         positions = _check.operand(op, "positions", positions, "b n", dims, _check.INT)
+        cache, positions = self._with_batch(op, positions=positions)
+        return cache._take(positions)
+
+    def _take(self, positions: jax.Array) -> jax.Array:
         slots = self.slots(jnp.where(positions < 0, -1, positions % self.capacity))
         pages, at = slots // self.page, jnp.maximum(slots, 0) % self.page
-        if self.block_table is None:
-            pages = jnp.where(slots < 0, -1, jnp.arange(dims["b"], dtype=jnp.int32)[:, None])
         whole = self.entries.reshape(self.entries.shape[0], -1)
-        if not self.is_packed:
+
+        def read(whole: jax.Array, pages: jax.Array, at: jax.Array) -> jax.Array:
+            if self.is_packed:
+                return self.packing.take(whole, pages, at)
             return read_pages(whole, pages, at * self.entries.shape[2], self.entries.shape[2])
-        return self.packing.take(whole, pages, at)
+
+        if self.block_table is None:  # a page for each sequence: XLA reads it where it is
+            return jax.vmap(read)(whole[:, None], pages, at)
+        where = explicit_axes.entries(pages)
+        if any(where):
+            read = jax.sharding.auto_axes(read, out_sharding=explicit_axes.sharding(pages, *where, None))
+        return read(whole, pages, at)
+
+    def _with_batch(self, op: str, **xs: jax.Array) -> tuple[Any, ...]:
+        """The cache, and arrays `[b, n, …]` with all of n where Explicit axes of a mesh put the cache's sequences."""
+        *others, rows = explicit_axes.with_one_batch(op, **xs, cache=self.rows)
+        changed: dict[str, Any] = {"entries" if self.block_table is None else "block_table": rows}
+        return dataclasses.replace(self, **changed), *(explicit_axes.whole(x, 1, 2) for x in others)
 
     def _sizes(self, op: str) -> dict[str, Any]:
         """b and d, as the arrays say."""
@@ -191,7 +220,7 @@ class Cache:
             if getattr(x, "ndim", 0) < 2:
                 raise _check.error(TypeError, op, f"cache.{name}", x, "an array")
         d = layout_of(op, self.layout).d if self.is_packed else self.entries.shape[-1]
-        return {"b": (self.entries if self.block_table is None else self.block_table).shape[0], "d": d}
+        return {"b": self.rows.shape[0], "d": d}
 
     def as_held(self, entries: jax.Array) -> jax.Array:
         """These entries `[…, d]` as a cache like this returns them: bfloat16 if it is packed, else unchanged."""
@@ -213,6 +242,14 @@ class Cache:
                 raise _check.error(ValueError, op, f"{name}.entries", got, wanted)
         else:
             _check.operand(op, f"{name}.entries", self.entries, f"{pages} page d", sizes, dtypes)
+        for x in filter(lambda x: x is not None, (self.entries, self.block_table)):
+            sharded = explicit_axes.entries(x)
+            if any(sharded[1:] if x is self.rows else sharded):
+                wanted = "only the batch sharded" if x is self.rows else "a pool of pages whole on every device"
+                got = f"{_check.describe(x)} sharded as {PartitionSpec(*sharded)}"
+                raise _check.error(
+                    ValueError, op, f"{name}.{'entries' if x is self.entries else 'block_table'}", got, wanted
+                )
         counts = (self.entries.shape[0] * self.page, math.prod(self.entries.shape[1:]))
         if any(isinstance(n, int) and n >= 2**31 for n in counts):
             wanted = "fewer than 2**31 entries, and less than 2**31 numbers in a page"

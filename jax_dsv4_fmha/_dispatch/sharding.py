@@ -8,11 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .. import _check
+from .._definitions import explicit_axes
 from .folding import folded
 from .manual_axes import vary, varying
 from .op import Arrays, Call, axes_of, axis_names
@@ -213,3 +215,42 @@ def aligned(call: Call, operands: Arrays) -> Arrays:
     if _explicit_axes(mesh):
         operands = _explicit_layout(call, operands, mesh).reshard(operands, mesh)
     return operands
+
+
+def whole_sequences(x: jax.Array) -> jax.Array:
+    """x `[b, s, …]` with all of s on every device that has some of it.
+
+    Over Auto axes XLA decides, so it is asked for this: otherwise it moves what is made of x, piece by piece.
+    """
+    x = explicit_axes.whole(x, 1)
+    mesh = _mesh([x])
+    return _gathered(1, x) if set(mesh.axis_types) <= {AxisType.Auto} else x
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gathered(axis: int, x: jax.Array) -> jax.Array:
+    def partition(mesh: Any, arguments: Any, results: Any) -> Any:
+        (given,) = arguments
+        entries = [*given.sharding.spec, *[None] * (x.ndim - len(given.sharding.spec))]
+        entries[axis] = None
+        where = NamedSharding(mesh, P(*entries))
+        return mesh, lambda x: x, where, (where,)
+
+    @custom_vmap
+    def run(x: jax.Array) -> jax.Array:
+        given, made = ([f"a{i}" if i != axis else name for i in range(x.ndim)] for name in ("given", "made"))
+        rule = f"{' '.join(given)} -> {' '.join(made)}"  # two names, or XLA would shard the result as x is
+        gather = custom_partitioning(lambda x: x)
+        gather.def_partition(partition, sharding_rule=rule, need_replication_factors=("given", "made"))
+        gathered: jax.Array = gather(x)
+        return gathered
+
+    @run.def_vmap
+    def _(_: int, __: Any, x: jax.Array) -> tuple[jax.Array, bool]:
+        return _gathered(axis + 1, x), True
+
+    whole: jax.Array = run(x)
+    return whole
+
+
+_gathered.defvjp(lambda axis, x: (_gathered(axis, x), None), lambda axis, _, dy: (_gathered(axis, dy),))

@@ -7,8 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from .. import _check
+from .._definitions import explicit_axes
 
 
 @functools.cache
@@ -47,6 +49,19 @@ def _as_torch_has_it(got: Any, wanted: tuple[int, ...]) -> str:
     is_matrix = len(shape) == 2 and math.prod(shape) == math.prod(wanted) and shape != wanted
     turned = is_matrix and (len(wanted) > 2 or shape == wanted[::-1])
     return "; it is [out, in], as torch has it: `from_state_dict` turns and reshapes matrices" * turned
+
+
+def sharded_as(op: str, name: str, params: Any, specs: Any) -> None:
+    """Raises unless Explicit axes of a mesh shard params as the PartitionSpecs say, and no others."""
+    if isinstance(params, Mapping):
+        for key in params:
+            sharded_as(op, f"{name}.{key}", params[key], specs.get(key, PartitionSpec()))
+        return
+    found = explicit_axes.entries(params)
+    wanted = (*specs, *[None] * (len(found) - len(specs)))
+    if found != wanted:
+        got = f"it sharded as {PartitionSpec(*found)}"
+        raise _check.error(ValueError, op, name, got, f"{PartitionSpec(*wanted)}, as `partition` says")
 
 
 def hidden(op: str, name: str, x: Any, last: int, first: tuple[Any, ...] = (None, None)) -> jax.Array:

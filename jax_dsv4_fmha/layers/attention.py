@@ -24,11 +24,13 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from .. import Cache, Span, _check, dsv4_attention, dsv4_decode, lightning_indexer, quantize_indexer
+from .._definitions import explicit_axes
 from .._definitions.packed import LAYOUTS
 from .._definitions.span import positions_of
+from .._dispatch.sharding import whole_sequences
 from . import _operands
 from ._norm import rms_norm
-from .compressor import Compressor, packed_blocks, product, whole_sequences
+from .compressor import Compressor, kept_at, packed_blocks, product
 from .indexer import Indexer, two_levels
 from .insert import Entries, Rows, insert
 from .pooling import RunningSums, counted
@@ -304,8 +306,8 @@ class DSV4Attention:
             if prefix + name not in self._of_x()
         }
 
-    def partition(self, heads: str | None = None) -> dict[str, Any]:
-        """The PartitionSpec of each parameter on a mesh whose axis `heads` shards the query heads.
+    def partition(self, heads: str | tuple[str, ...] | None = None) -> dict[str, Any]:
+        """The PartitionSpec of each parameter on a mesh whose axis (or axes) `heads` shards the query heads.
 
         All other parameters, and the indexer's, are whole on each device. The one collective is the sum over groups of
         heads.
@@ -444,6 +446,7 @@ class DSV4Attention:
                 raise _check.error(ValueError, _OP, "segment_ids", segment_ids, "None with a cache")
             if self.indexer is not None and self.indexer.in_two_levels:
                 raise _check.error(NotImplementedError, _OP, "segment_ids", segment_ids, "None, with two levels")
+            x, segment_ids = explicit_axes.with_one_batch(_OP, x=x, segment_ids=segment_ids)
             segment_ids = whole_sequences(segment_ids)
         if cache is None:
             if lengths is not None or not (isinstance(start, int) and start == 0):
@@ -453,17 +456,20 @@ class DSV4Attention:
         if lengths is None:
             lengths = first + s
         lengths = _check.operand(_OP, "lengths", lengths, "b", {"b": b}, _check.INT)
+        x, first, lengths, _ = explicit_axes.with_one_batch(
+            _OP, x=x, start=first, lengths=lengths, cache=cache.window.rows
+        )
         positions = counted(first, 0, s)
-        real = (positions >= 0) & (positions < lengths[:, None])
         c, q, kv = self._projected(params, x, positions)
-        kv = cache.window.as_held(kv)
+        kv = cache.window.as_held(whole_sequences(kv))
         earlier = cache.window.take(counted(first, 1 - self.window, 0))
-        cache = cache._replace(window=cache.window.append(kv, jnp.where(real, positions, -1)))
+        cache = cache._replace(window=cache.window.append(kv, kept_at(first, lengths, s)))
         given = shared or Shared()
-        cache, shared = self._compressed(params, x, positions[:, 0], cache, given, lengths)
+        cache, shared = self._compressed(params, x, first, cache, given, lengths)
         if self.indexer is not None:
             weights = product(x, params["indexer"]["weights_proj"])
-            shared, _ = self._choose(params, c, weights, positions, shared, {"ratio": self.ratio})
+            past = {"ratio": self.ratio, "q_offset": first}
+            shared, _ = self._choose(params, c, weights, positions, shared, past)
         entries = shared.compressed.take() if self.ratio else None
         with jax.named_scope("attention"):
             o, _ = dsv4_attention(
@@ -511,7 +517,9 @@ class DSV4Attention:
         for state in (cache.tokens, cache.key_tokens):
             if isinstance(state, RunningSums) and s > state.capacity:
                 raise _check.error(ValueError, _OP, "x", x, f"at most the {state.capacity} steps of the cache")
-        positions = counted(lengths - s, 0, s)
+        x, lengths, _ = explicit_axes.with_one_batch(_OP, x=x, lengths=lengths, cache=cache.window.rows)
+        first = lengths - s
+        positions = counted(first, 0, s)
         rows = self._rows(params, x)
         c = rms_norm(rows["wq_a"].take().astype(x.dtype), params["q_norm"], self.eps)
         q = self._queries(params, c, positions)
@@ -519,7 +527,8 @@ class DSV4Attention:
         cache, shared = self._inserted(params, x, rows, cache, given, lengths, implementation != "reference")
         if self.indexer is not None:
             weights = rows["indexer.weights_proj"].take()
-            shared, _ = self._choose(params, c, weights, positions, shared, {"ratio": self.ratio})
+            past = {"ratio": self.ratio, "q_offset": first}
+            shared, _ = self._choose(params, c, weights, positions, shared, past)
         with jax.named_scope("attention"):
             o, _ = dsv4_decode(
                 q,
@@ -542,14 +551,14 @@ class DSV4Attention:
         implementation: _check.Implementation | None,
     ) -> Output:
         """Sequences from their first token on, or documents that ids tell apart, without a cache."""
-        positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None] if ids is None else positions_of(ids)
+        positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None] if ids is None else _everywhere(positions_of(ids))
         c, q, kv = self._projected(params, x, positions)
         chosen, shared = None, given
         if self.compressor is not None:
             if ids is None:
                 blocks, first = x, jnp.arange(x.shape[1] // self.ratio, dtype=jnp.int32)[None] * self.ratio
             else:
-                tokens, first = packed_blocks(ids, self.ratio)
+                tokens, first = _everywhere(packed_blocks(ids, self.ratio))
                 blocks = jnp.take_along_axis(whole_sequences(x), tokens[..., None], 1)
             latents = self.compressor(params["compressor"], blocks, first)
             shared = shared._replace(compressed=rope(latents, first, self.rope))
@@ -559,14 +568,14 @@ class DSV4Attention:
                 shared = shared._replace(keys=self.indexer.keys(params["indexer"], of_keys, first, self.rope))
         entries = shared.compressed if self.ratio else None
         there = entries is not None and entries.shape[1] > 0
-        own = Span.compressed_segments(ids, self.ratio) if ids is not None and there else None
+        own = _everywhere(Span.compressed_segments(ids, self.ratio)) if ids is not None and there else None
         if self.indexer is not None and there:
             past = {"ratio": self.ratio} if own is None else {"span": own}
             weights = product(x, params["indexer"]["weights_proj"])
             shared, chosen = self._choose(params, c, weights, positions, shared, past)
         seen: dict[str, Any] = self._seen(shared, own) if there else {}
         if ids is not None:
-            seen["span"] = Span.segments(ids)
+            seen["span"] = _everywhere(Span.segments(ids))
         with jax.named_scope("attention"):
             o, lse = dsv4_attention(
                 q,
@@ -669,9 +678,8 @@ class DSV4Attention:
         assert self.indexer is not None
         q, weights = self.indexer.turned(params["indexer"], c, positions, self.rope), self.indexer.scaled(weights)
         keys = shared.keys
-        first = positions[:, 0] if positions.shape[0] == c.shape[0] else 0
         n = keys.capacity if isinstance(keys, Cache) else keys.shape[1]
-        choice: dict[str, Any] = {"topk": min(self.indexer.topk, n), "q_offset": first, **past}
+        choice: dict[str, Any] = {"topk": min(self.indexer.topk, n), **past}
         if isinstance(keys, Cache) and keys.is_packed:
             q, _, weights, _ = quantize_indexer(q, None, weights)
         if not self.indexer.in_two_levels:
@@ -712,8 +720,8 @@ class DSV4Attention:
         o = o.reshape(*o.shape[:2], self.o_groups, -1, self.d).reshape(*o.shape[:2], self.o_groups, -1)
         w = params["wo_a"].astype(o.dtype).reshape(self.o_groups, o.shape[-1], -1)
         low_rank = jnp.einsum("bsgk,gkr->bsgr", o, w)
-        b, s, g, _ = jax.typeof(low_rank).sharding.spec
-        summed = None if g is None else PartitionSpec(b, s, None)  # an Explicit axis needs an out_sharding
+        b, s, _, _ = explicit_axes.entries(low_rank)
+        summed = explicit_axes.sharding(low_rank, b, s, None)  # over Explicit axes JAX sums where it is told to
         return jnp.einsum("bsgr,grm->bsm", low_rank, params["wo_b"].astype(o.dtype), out_sharding=summed)
 
     def _check_operands(
@@ -724,12 +732,25 @@ class DSV4Attention:
         dims: dict[str, Any] = {"hidden": self.hidden}
         x = _check.operand(_OP, "x", x, "b s hidden", dims, _check.FLOAT)
         b, s = dims["b"], dims["s"]
+        self._check_shardings(params, x)
         if cache is not None:
             self._check_cache(cache, b, x.dtype)
         if not isinstance(shared, Shared | None):
             raise _check.error(TypeError, _OP, "shared", shared, "a Shared or None")
         self._check_shared(shared or Shared(), b, s, cache is not None)
         return b, s
+
+    def _check_shardings(self, params: Any, x: jax.Array) -> None:
+        """Raises where Explicit axes of a mesh shard what has to be whole."""
+        heads = explicit_axes.entries(params["wq_b"])[1]
+        _operands.sharded_as(_OP, "params", params, self.partition(heads))
+        b, s, hidden = explicit_axes.entries(x)
+        for name, entry in (("b", b), ("s", s), ("hidden", hidden)):
+            got = explicit_axes.described(name, entry)
+            if name == "hidden" and entry is not None:
+                raise _check.error(ValueError, _OP, "x", got, "that axis whole: only b and s may be sharded")
+            if set(explicit_axes.names(entry)) & set(explicit_axes.names(heads)):
+                raise _check.error(ValueError, _OP, "x", got, "mesh axes that do not shard the parameters' heads")
 
     def _check_cache(self, cache: Any, b: Any, dtype: Any) -> None:
         """Raises unless a LayerCache has the caches of this kind of layer, for b sequences and x's dtype."""
@@ -771,6 +792,11 @@ class DSV4Attention:
             _check.operand(_OP, "shared.indices", shared.indices, "b s topk", dims, _check.INT)
         elif self.indexer.within_candidates:
             _check.operand(_OP, "shared.blocks", shared.blocks, "b s n", dims, _check.INT)
+
+
+def _everywhere(of_documents: Any) -> Any:
+    """What documents determine, `[b, s]` or `[b, n]`, whole on every device: XLA does not compute it shard by shard."""
+    return jax.tree.map(whole_sequences, of_documents)
 
 
 def _made(shared: Shared, given: Shared) -> Shared:

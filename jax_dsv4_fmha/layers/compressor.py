@@ -13,19 +13,19 @@ A latent becomes an entry of the cache when RoPE rotates it to the position of i
 """
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from .. import Cache, _check
+from .._definitions import explicit_axes
 from .._definitions.span import positions_of
+from .._dispatch.sharding import whole_sequences
 from . import _operands
 from ._norm import rms_norm
 from .insert import Entries
-from .pooling import RunningSums, completed, counted, joined, pool_chunk, pool_ring
+from .pooling import RunningSums, completed, counted, joined, of_places, pool_chunk, pool_ring
 from .rope import Rope
 
 
@@ -101,35 +101,37 @@ class Compressor:
             that is not the first of its sequence stands next to the previous one. None means one sequence a row, from
             position 0 on.
         """
-        tokens = self.tokens(params, x)
-        n = x.shape[1] // self.ratio
-        tokens = whole_sequences(tokens)[:, : n * self.ratio]
+        x = self._checked(params, x)
+        tokens, n = product(x, params["w"]), x.shape[1] // self.ratio
+        if self.overlap or not explicit_axes.divide(tokens, 1, self.ratio):
+            tokens = whole_sequences(tokens)
+        tokens = tokens[:, : n * self.ratio]
         if self.overlap:
             tokens = jnp.pad(tokens, ((0, 0), (self.ratio, 0), (0, 0)))
         if first is None:
             first = jnp.arange(n, dtype=jnp.int32)[None] * self.ratio
         first = _operands.positions(_OP, "first", first, x.shape[0], n)
-        return self._pool(params, tokens, first >= self.ratio, x.dtype)
+        pooled = self._pool(params, tokens, first >= self.ratio, x.dtype, params.get("ape"))
+        return whole_sequences(pooled)
 
-    def tokens(self, params: Any, x: jax.Array, positions: jax.Array | None = None) -> jax.Array:
+    def _checked(self, params: Any, x: Any) -> jax.Array:
+        _operands.parameters(self, params)
+        return _operands.hidden(_OP, "x", x, self.hidden)
+
+    def tokens(self, params: Any, x: jax.Array, positions: jax.Array) -> jax.Array:
         """The pooled channels of each token, float32 `[b, s, width]`: kv, and the score if there is one.
 
         Args:
           params, x: as in a call.
-          positions: int32 `[b or 1, s]`; None where x begins with a block.
+          positions: int32 `[b or 1, s]`.
         """
-        _operands.parameters(self, params)
-        x = _operands.hidden(_OP, "x", x, self.hidden)
-        b, s = x.shape[:2]
-        if positions is not None:
-            positions = _operands.positions(_OP, "positions", positions, b, s)
+        x = self._checked(params, x)
+        positions = _operands.positions(_OP, "positions", positions, *x.shape[:2])
         rows = product(x, params["w"])
         if "ape" not in params:
             return rows
         ape = jnp.pad(params["ape"].astype(jnp.float32), ((0, 0), (self.channels, 0)))
-        if positions is None:
-            return rows + jnp.tile(ape, (math.ceil(s / self.ratio), 1))[None, :s]
-        return rows + ape[positions % self.ratio]
+        return rows + of_places(ape, positions)
 
     def state(self, b: int, steps: int = 1) -> Cache | RunningSums | None:
         """The state that generation keeps of the last tokens of b sequences; None for ratio 1, which needs none.
@@ -172,10 +174,9 @@ class Compressor:
         start = _check.operand(_OP, "start", start, "b", dims, _check.INT)
         lengths = _check.operand(_OP, "lengths", lengths, "b", dims, _check.INT)
         self.check_state(_OP, "state", state, dims["b"])
+        x, start, lengths = explicit_axes.with_one_batch(_OP, x=x, start=start, lengths=lengths)
         s, r = x.shape[1], self.ratio
-        positions = counted(start, 0, s)
-        real = (positions >= 0) & (positions < lengths[:, None])
-        new = self.tokens(params, x, positions)
+        new = whole_sequences(self.tokens(params, x, counted(start, 0, s)))
         entry = completed(start, lengths, s, r)
         n = entry.shape[1]
         if state is None:
@@ -183,7 +184,7 @@ class Compressor:
         if isinstance(state, RunningSums):
             pooled, kept_sums = pool_chunk(state, new, start, lengths, r)
             return rms_norm(pooled.astype(x.dtype), params["norm"], self.eps), entry, kept_sums
-        kept = state.append(new, jnp.where(real, positions, -1))
+        kept = state.append(new, kept_at(start, lengths, s))
         if state.capacity >= self.reach + s - 1:
             pooled = pool_ring(kept.entries, entry, self.d, r)
             return rms_norm(pooled.astype(x.dtype), params["norm"], self.eps), entry, kept
@@ -215,14 +216,18 @@ class Compressor:
                 got = f"room for {state.capacity} tokens"
                 raise _check.error(ValueError, op, name, got, f"{self.reach} at least")
 
-    def _pool(self, params: Any, tokens: jax.Array, has_before: jax.Array, dtype: Any) -> jax.Array:
+    def _pool(
+        self, params: Any, tokens: jax.Array, has_before: jax.Array, dtype: Any, ape: jax.Array | None = None
+    ) -> jax.Array:
         """Pools tokens `[b, (n + blocks - 1) ratio, …]` into latents `[b, n, d]`.
 
-        has_before `[b or 1, n]`: with overlap, whether there is a previous block.
+        has_before `[b or 1, n]`: with overlap, whether there is a previous block; ape: where the tokens lack it.
         """
         if self.ratio == 1:
             return rms_norm(tokens.astype(dtype), params["norm"], self.eps)
         kv, score = jnp.split(tokens.reshape(tokens.shape[0], -1, self.ratio, self.width), 2, -1)
+        if ape is not None:  # with an axis for the blocks, so that one sum makes its gradient, before any collective
+            score += ape.astype(jnp.float32)[None, None]
         most = jax.lax.stop_gradient(jnp.max(score, 2))
         weight = jnp.exp(score - most[:, :, None])
         own = [most, jnp.sum(weight, 2), jnp.sum(weight * kv, 2)]
@@ -261,10 +266,13 @@ def _product_backward(operands: Any, dy: jax.Array) -> Any:
 product.defvjp(_product_forward, _product_backward)
 
 
-def whole_sequences(x: jax.Array) -> jax.Array:
-    """x `[b, s, …]` with all of s on every device, where mesh axes are Explicit; over Auto axes XLA gathers it."""
-    spec = jax.typeof(x).sharding.spec
-    return x if spec[1] is None else jax.sharding.reshard(x, PartitionSpec(spec[0], None, *spec[2:]))
+def kept_at(first: jax.Array, lengths: jax.Array, s: int) -> jax.Array:
+    """int32 `[b, s]`: the positions of new tokens from `first[n]` on, -1 for padding; whole on every device.
+
+    It is computed apart from the positions of the queries, of which XLA shards what it shards of x.
+    """
+    positions = counted(first, 0, s)
+    return whole_sequences(jnp.where((positions >= 0) & (positions < lengths[:, None]), positions, -1))
 
 
 def packed_blocks(ids: jax.Array, ratio: int) -> tuple[jax.Array, jax.Array]:

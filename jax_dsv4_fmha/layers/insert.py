@@ -15,15 +15,17 @@ import jax
 import jax.numpy as jnp
 
 from .. import Cache
+from .._definitions import explicit_axes
 from .._dispatch.autodiff import without_gradient
 from .._dispatch.lowering import choose
 from .._dispatch.op import ONE_OR_B, Arrays, Axes, Call, KernelUse, Op
+from .._dispatch.sharding import whole_sequences
 from .._dispatch.support import Support
 from .._host import kv_insert as raw
 from .._host import library
 from ._norm import rms_norm
 from .hadamard import hadamard
-from .pooling import RunningSums, completed, counted, pool_ring, pool_step
+from .pooling import RunningSums, completed, counted, of_places, pool_ring, pool_step
 from .rope import Rope, pairs_turned
 
 State = Cache | RunningSums | None
@@ -73,6 +75,7 @@ def insert(
       dtype: x's, to which an entry is rounded after every step.
       kernel: whether a kernel may run; the reference has a gradient.
     """
+    rows = rows._replace(product=whole_sequences(rows.product))
     b, s = rows.product.shape[:2]
     first = lengths - s
     n = -(-s // entries.ratio)
@@ -88,6 +91,7 @@ def insert(
         of_batch = [x[None] for x in (*of_batch, cache.block_table)]
     operands = (ape[None], entries.norm.astype(jnp.float32)[None], *of_batch)
     op, support = (_PAGED if paged else _OWN)[cache.is_packed], _support(cache, entries, params, state)
+    kernel = kernel and not (paged and explicit_axes.entries(lengths)[0])
     kernel = kernel and _fits(rows, table, state, entries, cache.capacity)
     use = choose("kv_insert", None, support) if kernel else KernelUse.NEVER
     if use == KernelUse.NEVER:
@@ -157,7 +161,7 @@ def _inserted(
     x = rows.astype(dtype)
     if pooled:
         if ape.shape[1]:
-            rows += jnp.concatenate([jnp.zeros_like(ape[0]), ape[0]], -1)[index % ratio]
+            rows += of_places(jnp.concatenate([jnp.zeros_like(ape[0]), ape[0]], -1), index)
         start, positions = lengths - s, index
         index = completed(start, lengths, s, ratio)
         if sums.shape[1]:

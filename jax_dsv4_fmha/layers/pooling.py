@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .._definitions import explicit_axes
 from .._definitions.cache import Cache
 
 
@@ -155,6 +156,13 @@ def _partial(tokens: jax.Array) -> list[jax.Array]:
 def counted(first: jax.Array, begin: int, end: int) -> jax.Array:
     """int32 `[b, end - begin]`: the numbers from `first[n] + begin` to `first[n] + end - 1`, for first int32 `[b]`."""
     return first[:, None] + jnp.arange(begin, end, dtype=jnp.int32)[None]
+
+
+def of_places(ape: jax.Array, positions: jax.Array) -> jax.Array:
+    """ape `[ratio, channels]` at the places of tokens in their blocks, `[b, s, channels]`, for positions `[b, s]`."""
+    positions = explicit_axes.whole(positions, 1)
+    where = explicit_axes.sharding(positions, *explicit_axes.entries(positions), None)
+    return ape.at[positions % ape.shape[0]].get(out_sharding=where)
 
 
 def completed(start: jax.Array, lengths: jax.Array, s: int, ratio: int) -> jax.Array:

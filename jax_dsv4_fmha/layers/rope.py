@@ -19,6 +19,7 @@ import numpy as np
 from jax import lax
 
 from .. import _check
+from .._definitions import explicit_axes
 from .._dispatch.autodiff import Differentiable, Function, Rule
 from .._dispatch.lowering import choose
 from .._dispatch.op import ONE_OR_B, Arrays, Axes, Call, KernelUse, Op
@@ -141,6 +142,8 @@ def _turn(op: str, x: Any, positions: Any, rotation: Rope, direction: int) -> ja
     wanted = f"[b, s, d] or [b, s, h, d] of floats, d >= {n}"
     x = _check.array(op, "x", x, wanted, lambda x: x.dtype in _check.FLOAT and x.ndim in (3, 4) and x.shape[-1] >= n)
     positions = _operands.positions(op, "positions", positions, *x.shape[:2])
+    if positions.shape[0] == x.shape[0]:
+        x, positions = explicit_axes.with_one_batch(op, x=x, positions=positions)
     support = _support("rope", x, dims=n)
     use = choose("rope", None, support) if x.shape[-1] % _VECTOR == 0 else KernelUse.NEVER
 

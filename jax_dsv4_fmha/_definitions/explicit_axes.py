@@ -1,0 +1,77 @@
+"""Explicit axes of meshes: an array's type says what they shard. On other meshes nothing here does anything."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from .. import _check
+
+Entry = str | tuple[str, ...] | None
+"""The mesh axes that shard an axis of an array, as a PartitionSpec has them"""
+
+
+def entries(x: Any) -> tuple[Entry, ...]:
+    """What shards each axis of an array, or of what JAX takes for one."""
+    return tuple(jax.typeof(x if isinstance(x, jax.Array | np.ndarray) else jnp.asarray(x)).sharding.spec)
+
+
+def names(entry: Entry) -> tuple[str, ...]:
+    return (entry,) if isinstance(entry, str) else entry or ()
+
+
+def described(name: str, entry: Entry) -> str:
+    """An axis and what shards it, for errors."""
+    return f"{name} sharded over {', '.join(names(entry))}"
+
+
+def placed(x: jax.Array, *wanted: Entry, of: jax.Array | None = None) -> jax.Array:
+    """x with its axes sharded as wanted, over the mesh of x, or that of another array."""
+    if entries(x) == wanted:
+        return x
+    return jax.sharding.reshard(x, sharding(x if of is None else of, *wanted))
+
+
+def sharding(of: jax.Array, *wanted: Entry) -> NamedSharding | None:
+    """A sharding over the mesh of an array, by which JAX needs no jax.set_mesh; None if there are no Explicit axes."""
+    mesh = jax.typeof(of).sharding.mesh
+    return None if mesh.empty else NamedSharding(mesh, P(*wanted))
+
+
+def whole(x: jax.Array, *axes: int) -> jax.Array:
+    """x with all of these axes on every device that has some of it."""
+    return placed(x, *(None if i in axes else entry for i, entry in enumerate(entries(x))))
+
+
+def divide(x: jax.Array, axis: int, size: int) -> bool:
+    """Whether every shard of an axis has whole groups of that size."""
+    mesh = jax.typeof(x).sharding.mesh
+    shards = math.prod(mesh.shape[name] for name in names(entries(x)[axis]))
+    return shards == 1 or x.shape[axis] % (shards * size) == 0
+
+
+def with_one_batch(op: str, **xs: jax.Array) -> tuple[jax.Array, ...]:
+    """The arrays `[b, …]` with b sharded alike: as in the first array that shards it.
+
+    Raises:
+      ValueError: two of the arrays shard b over different mesh axes, or one has another axis sharded over those of b.
+    """
+    first = next((x for x in xs.values() if entries(x)[0] is not None), None)
+    if first is None:
+        return tuple(xs.values())
+    batch = entries(first)[0]
+    for name, x in xs.items():
+        own, *others = entries(x)
+        if own not in (None, batch):
+            raise _check.error(ValueError, op, name, described("b", own), described("b", batch))
+        if any(set(names(other)) & set(names(batch)) for other in others):
+            got, wanted = (
+                f"it sharded as {P(*entries(x))}",
+                f"other mesh axes than those of b, {', '.join(names(batch))}",
+            )
+            raise _check.error(ValueError, op, name, got, wanted)
+    return tuple(placed(x, batch, *entries(x)[1:], of=first) for x in xs.values())
