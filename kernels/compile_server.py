@@ -5,7 +5,6 @@ The kernels' sources are those below ROOT. Answers each line with an exit status
 and no driver.
 """
 
-import gc
 import importlib
 import os
 import sys
@@ -28,7 +27,6 @@ def compile_here(key: str, out: str, root: str) -> None:
         for name in [name for name in sys.modules if name.split(".")[0] == "kernels"]:
             del sys.modules[name]
     status = 1
-    gc.disable()  # the process ends before it would need the memory
     try:
         importlib.import_module("kernels.aot").main()
         status = 0
