@@ -506,21 +506,37 @@ def readme() -> str:
     return f"""On one {FORWARD["devices"][0]["name"].removeprefix("NVIDIA ")}, device time:
 
 - A layer of 128 heads over a window of 128 and 1024 selected keys takes {ours(layer) * 1e3:.2f} ms for 4096 queries,
-  {rate(layer)} TFLOP/s. FlashMLA takes {first["ratio"]:.2f} times as long in the same run.
+  {rate(layer)} TFLOP/s. In a run of both, FlashMLA took {first["ratio"]:.2f} times as long as ours.
 - The same layer with a window alone takes {ours(window) * 1e3:.2f} ms; XLA takes {of_peer(window, "xla")} times as long.
 - A step of generation at b 64 to 148 from caches in FP8: FlashMLA takes {packed[128]} times as long with 128 heads,
-  {packed[64]} times with 64. From FP8 it takes {plain[128]} and {plain[64]} times as long as our step from bfloat16.
+  {packed[64]} times with 64. Our step from bfloat16 caches is faster still: FlashMLA's, from FP8, takes {plain[128]} times
+  as long with 128 heads and {plain[64]} times with 64.
 - The first layer's backward pass takes {ours(backward) * 1e3:.2f} ms, {rate(backward)} TFLOP/s.
+{_steps_of_layers()}
 - To choose 512 of 8192 entries for 4096 queries takes {ours(chosen) * 1e3:.2f} ms; XLA takes {of_peer(chosen, "xla")} times as long."""
+
+
+def _steps_of_layers() -> str:
+    found = {kind: _of(LAYER, f"layer {kind}, step after 16384, b64") for kind in KINDS}
+    window, sparse, dense = (micro(ours(row)) for row in found.values())
+    launches = ", ".join(str(row["times"]["ours"]["launches"]) for row in found.values())
+    return f"""- A step of a whole V4-Flash layer, 64 sequences of 16384 tokens in bfloat16: {window} µs with a window alone, {sparse} of
+  ratio 4, {dense} of ratio 128, in {launches} launches."""
+
+
+KINDS = ("with a window alone", "of ratio 4", "of ratio 128")
 
 
 def losses() -> str:
     few = _of(FORWARD, "d 512 window 128 + top-k 512 of 8192 b1 s4096 h16")
     far = _of(GRAD, "gradient of d 512 window 128 + top-k 512 of 65536 b1 s4096 h64")
     torch = min(PEERS["torch_cudnn"], key=lambda row: row["ratio"])
+    parts = _of(LAYER, "layer of ratio 4, step after 16384, b64")["times"]["ours"]["parts"]
+    rest = 1 - (parts["products"] + parts["attention"]) / sum(parts.values())
     return f"""- **Few heads**: a prefill layer of 16 heads over selected keys reaches {share(few)} of the roofline.
 - **Backward over far keys**: 512 of 65536 keys at 64 heads reach {share(far)} of the roofline.
-- **Small dense calls**: cuDNN as torch 2.11 calls it takes {torch["ratio"]:.2f} times our time for {torch["name"]}."""
+- **Small dense calls**: torch 2.11's cuDNN takes {torch["ratio"]:.2f} times as long as ours for {torch["name"]}.
+- **The rest of a step**: {rest:.0%} of a step of ratio 4 at b 64 is neither products nor attention."""
 
 
 GENERATED: dict[str, Callable[[], str]] = {
