@@ -85,6 +85,7 @@ def check(history):
         right, start, lengths = np.zeros(PLACES, int), np.zeros(PLACES, np.int32), np.zeros(PLACES, np.int32)
         for n, wanted in enumerate(call.right):
             if wanted is None:
+                start[n] = rng.integers(0, 99)  # which nobody reads: no token is at `lengths`
                 continue
             if wanted == "new":
                 at[n], wanted = 0, s
@@ -113,6 +114,8 @@ KEPT = [
     History("long blocks", (Call(False, 12, (12, 12, 12)), Call(True, 1, (1, None, 1)), Call(False, 5, (5, 5, 5)))),
     History("long blocks", (Call(False, 12, (12, 9, 2)), Call(True, 4, (1, 4, 2)), Call(True, 4, (3, 4, 4)),
                             Call(True, 4, (4, "new", 1)), Call(False, 12, (12, 12, 12)))),
+    # an idle place of a chunk, whatever its start
+    History("long blocks", (Call(False, 12, (12, 12, 12)), Call(False, 5, (5, None, 5)), Call(False, 5, (5, 5, 5)))),
     History("v4", (Call(False, 12, (12, 5, 1)), Call(True, 4, (1, 4, None)), Call(True, 3, (3, 1, 2)),
                    Call(False, 5, ("new", 5, 2)), Call(True, 1, (1, 1, 1))), paged=True),
     History("v4.1", (Call(False, 5, (5, 5, 4)), Call(True, 2, (2, 1, 2)), Call(False, 5, (3, None, 5)))),

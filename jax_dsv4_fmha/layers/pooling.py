@@ -127,7 +127,7 @@ def pool_chunk(
     entries = joined([old, parts])
     # what is no longer among the last tokens is folded
     end = jnp.clip(lengths, start, start + s)
-    new = jnp.maximum(folded, end - steps)
+    new = jnp.where(lengths > jnp.maximum(start, 0), jnp.maximum(folded, end - steps), folded)
     block = (new - 1) // r * r
     late = counted(end, -steps - r, 0)
     tokens = jnp.take_along_axis(both, jnp.clip(late - (start - steps)[:, None], 0, steps + s - 1)[..., None], 1)
