@@ -9,6 +9,14 @@ It decides by itself what each query sees: no code that prepares a call for a ke
 The reference takes queries in blocks, and dense keys in tiles, so that only a few blocks of logits exist at a time, in
 the gradient too. It skips a tile that no row of a block sees. A key that a row does not see cannot reach it, not even
 as NaN. The ops of the package check the operands first.
+
+Examples:
+  >>> import jax.numpy as jnp
+  >>> from jax_dsv4_fmha import reference
+  >>> q, k = jnp.ones((1, 6, 4, 20)), jnp.ones((1, 6, 1, 20))  # any head dimension
+  >>> o, lse = reference.fmha(q, k)
+  >>> o.shape, lse.shape
+  ((1, 6, 4, 20), (1, 6, 4))
 """
 
 import functools

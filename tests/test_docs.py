@@ -2,6 +2,9 @@
 writes.
 """
 
+import dataclasses
+import doctest
+import inspect
 import re
 import runpy
 import shlex
@@ -187,10 +190,74 @@ def test_a_tree_is_paths():
     assert tree("\n".join([*lines, "", "## Next", "    h/"])) == {"a", "a/b/c", "a/b/d", "a/b/e", "f"}
 
 
+PUBLIC = {
+    f"{module.__name__}.{name}": getattr(module, name) for module in (jax_dsv4_fmha, layers) for name in module.__all__
+}
+DOCUMENTED = {name: x for name, x in PUBLIC.items() if callable(x) or inspect.ismodule(x)}  # others have no docstring
+METHODS = {
+    f"{name}.{method}": getattr(x, method)
+    for name, x in DOCUMENTED.items()
+    if inspect.isclass(x)
+    for method, own in vars(x).items()
+    if isinstance(own, property | classmethod) or inspect.isfunction(own)
+}
+SECTIONS = {"Args", "Attributes", "Examples", "Raises", "Returns"}
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_the_example_of_a_docstring_runs(name):
+    docstring = inspect.getdoc(DOCUMENTED[name])
+    assert re.search(r"^Examples:\n  >>> ", docstring, re.M)
+    example = doctest.DocTestParser().get_doctest(docstring, {}, name, None, 0)
+    assert example.examples[-1].want, "it prints what it has made"
+    said = []
+    assert doctest.DocTestRunner(verbose=False).run(example, out=said.append).failed == 0, "".join(said)
+
+
+def unknown_sections(docstring):
+    """Lines that look like the heading of a section, and that the API page would show as text."""
+    headings = re.findall(r"^( *\S.*):\n +[\w, *]+: ", docstring, re.M)
+    return [heading for heading in headings if heading not in SECTIONS]
+
+
+@pytest.mark.parametrize("name", [*DOCUMENTED, *METHODS])
+def test_the_sections_of_a_docstring_are_sections(name):
+    x = DOCUMENTED.get(name) or METHODS[name]
+    assert unknown_sections(inspect.getdoc(x) or "") == []
+
+
+def test_what_is_no_section():
+    assert unknown_sections("A.\n\nArgs (B batch, T queries):\n  query: an array.") == ["Args (B batch, T queries)"]
+    assert unknown_sections("A.\n\n  Args:\n    query: an array.\nkey: an array.") == ["  Args"]
+    assert unknown_sections("A:\n\n  p = 1\n\nArgs:\n  query, key: arrays.\n") == []
+
+
+DATACLASSES = {name: x for name, x in DOCUMENTED.items() if dataclasses.is_dataclass(x)}
+
+
+@pytest.mark.parametrize("name", DATACLASSES)
+def test_each_attribute_has_its_line(name):
+    """A line for several would be shown as one attribute with their names for its type."""
+    section = re.search(r"^Attributes:\n((?:  .*\n?)+)", inspect.getdoc(DATACLASSES[name]), re.M)
+    fields = [field.name for field in dataclasses.fields(DATACLASSES[name])]
+    assert section is None or re.findall(r"^  (\S[^:]*):", section[1], re.M) == fields
+
+
 def test_the_api_page_has_every_public_name():
     page = (ROOT / "docs/api.md").read_text()
     names = [*jax_dsv4_fmha.__all__, *(f"layers.{name}" for name in layers.__all__)]
     assert [name for name in names if not re.search(rf"jax_dsv4_fmha\.{name}\b", page)] == []
+
+
+LINKS = runpy.run_path(str(ROOT / "docs/links.py"))
+
+
+def test_names_and_pages_in_docstrings_become_links():
+    heading = '<h3 id="jax_dsv4_fmha.layers.rope"><code>rope</code></h3>'
+    name, other = "<code>rope</code>", "<code>init</code> <pre><code>rope</code></pre>"
+    page = LINKS["linked"](f"{heading}{name}{other} (docs/layers.md)", lambda path: f"../{path}")
+    link = f'<a href="#jax_dsv4_fmha.layers.rope">{name}</a>'
+    assert page == f'{heading}{link}{other} (<a href="../layers.md">docs/layers.md</a>)'
 
 
 FOLDERS = ("jax_dsv4_fmha", "kernels", "ffi", "interpreter", "tests", "examples", "docs")

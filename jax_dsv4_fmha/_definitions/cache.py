@@ -19,8 +19,8 @@ from .packed import LAYOUTS, V4_FP8, D, Layout, layout_of, read_pages
 class Cache:
     """A KV cache of one latent head: entries that are both K and V, contiguous or paged.
 
-      contiguous  entries `[b, s_max, d]`, no block_table
-      paged       entries `[pages, page, d]`, a pool of all sequences; page i of sequence n is `block_table[n, i]`
+      - contiguous: entries `[b, s_max, d]`, no block_table;
+      - paged: entries `[pages, page, d]`, a pool of all sequences; page i of sequence n is `block_table[n, i]`.
 
     Entries are bfloat16, float16 or float32; or packed: uint8 `[b or pages, page_bytes]` in one of the layouts of
     `quantize_cache`, with its d. Index keys are entries too: `lightning_indexer` takes a cache of them.
@@ -36,6 +36,14 @@ class Cache:
       block_table: int32 `[b, n]`, or None. A number outside of the pool means that there is no
         page: nothing is read or kept there.
       layout: the layout of packed entries, as in `quantize_cache`.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from jax_dsv4_fmha import Cache
+      >>> ring = Cache.zeros(1, 4, 1, jnp.float32)  # the last 4 entries of one sequence
+      >>> ring = ring.append(jnp.arange(6.0).reshape(1, 6, 1), positions=jnp.arange(6)[None])
+      >>> ring.take(jnp.array([[2, 5]])).tolist()
+      [[[2.0], [5.0]]]
     """
 
     entries: Any

@@ -275,6 +275,12 @@ def quantize_cache(entries: jax.Array, layout: str = V4_FP8) -> jax.Array:
 
     Raises:
       ValueError, TypeError: entries or a layout that differ from the above.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from jax_dsv4_fmha import quantize_cache
+      >>> quantize_cache(jnp.ones((3, 64, 512)), "v41_fp8").shape  # 3 pages of 64 entries
+      (3, 33792)
     """
     how = layout_of("quantize_cache", layout)
 
@@ -299,6 +305,13 @@ def dequantize_cache(pages: jax.Array, layout: str = V4_FP8) -> jax.Array:
 
     Raises:
       ValueError, TypeError: pages or a layout that differ from the above.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from jax_dsv4_fmha import dequantize_cache, quantize_cache
+      >>> pages = quantize_cache(jnp.ones((3, 64, 512)), "v41_fp8")
+      >>> dequantize_cache(pages, "v41_fp8").shape
+      (3, 64, 512)
     """
     how = layout_of("dequantize_cache", layout)
 

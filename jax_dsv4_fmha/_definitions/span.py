@@ -23,6 +23,12 @@ class Span:
 
     In the constructors, `offset` is an int or int32 `[b]`, traced or not: query i has position `i + offset`, and the
     first key has position 0. Positions above 2**31 - 2 count as 2**31 - 2.
+
+    Examples:
+      >>> from jax_dsv4_fmha import Span
+      >>> span = Span.causal(4) & Span.sliding_window(4, window=2)
+      >>> span.start.tolist(), span.stop.tolist()
+      ([[0, 0, 1, 2]], [[1, 2, 3, 4]])
     """
 
     start: Any

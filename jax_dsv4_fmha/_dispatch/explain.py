@@ -77,6 +77,14 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Decision]:
 
     Returns:
       A `Decision` for each op, part and reason, in the order of the program.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jax_dsv4_fmha import explain, fmha
+      >>> q = jax.ShapeDtypeStruct((1, 8, 4, 512), jnp.bfloat16)
+      >>> [decision.op for decision in explain(lambda q: fmha(q, q[:, :, :1]), q)]
+      ['fmha']
     """
     if not callable(f):
         raise _check.error(TypeError, "explain", "f", f, "a function that JAX can trace")

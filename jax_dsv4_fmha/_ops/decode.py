@@ -59,6 +59,15 @@ def dsv4_decode(
     Raises:
       ValueError, TypeError: operands that differ from the above.
       NotImplementedError: "cubin", and no kernel is built for these operands.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from jax_dsv4_fmha import Cache, dsv4_decode
+      >>> cache = Cache.zeros(2, 16, 512)  # room for 16 entries of each of two sequences
+      >>> cache = cache.append(jnp.ones((2, 5, 512), jnp.bfloat16), jnp.array([range(5)] * 2))
+      >>> o, lse = dsv4_decode(jnp.ones((2, 1, 4, 512), jnp.bfloat16), cache, lengths=5, window=8)
+      >>> o.shape, lse.shape
+      ((2, 1, 4, 512), (2, 1, 4))
     """
     op = "dsv4_decode"
     dims: dict[str, Any] = {}

@@ -36,7 +36,9 @@ def dot_product_attention(
     It differs where a query sees no key: this gives 0, `jax.nn` the mean of all values. Its residual is float32,
     differentiable, and -inf for such a query.
 
-    Args (B batch, T queries, S keys, N query heads, K key heads, H head_dim):
+    In shapes, B is the batch, T queries, S keys, N query heads, K key heads and H head_dim.
+
+    Args:
       query: `[B, T, N, H]` or `[T, N, H]`, bfloat16 or float16; float32 only on the reference.
       key: `[B, S, K, H]` or `[S, K, H]`; N is a multiple of K.
       value: like key. Where V is K, pass the very same array as key and value: then head_dim 512 runs on a kernel.
@@ -54,10 +56,20 @@ def dot_product_attention(
       return_residual: also return the log-sum-exp, float32 `[B, T, N]` or `[T, N]`, natural log, without sinks.
       deterministic: as in `fmha`.
 
+    Returns:
+      o like query; with return_residual, also the log-sum-exp.
+
     Raises:
       ValueError, TypeError: operands that differ from the above.
       NotImplementedError: a bias; a mask that is not such an interval; "cubin", and no kernel is built for these
         operands.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from jax_dsv4_fmha import dot_product_attention
+      >>> query, key = jnp.ones((1, 6, 4, 64), jnp.bfloat16), jnp.ones((1, 6, 2, 64), jnp.bfloat16)
+      >>> dot_product_attention(query, key, key, is_causal=True, sinks=jnp.zeros(4)).shape
+      (1, 6, 4, 64)
     """
     dims: dict[str, Any] = {}
     batched = getattr(query, "ndim", 4) != 3

@@ -76,6 +76,15 @@ def dsv4_attention(
     Raises:
       ValueError, TypeError: operands that differ from the above.
       NotImplementedError: "fused", and there is no such kernel for these operands; "cubin", and none is built in.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from jax_dsv4_fmha import dsv4_attention
+      >>> q = jnp.ones((1, 8, 4, 512), jnp.bfloat16)
+      >>> window_kv, compressed_kv = (jnp.ones((1, n, 512), jnp.bfloat16) for n in (8, 2))
+      >>> o, lse = dsv4_attention(q, window_kv, compressed_kv, sink=jnp.zeros(4), ratio=4, window=3)
+      >>> o.shape, lse.shape
+      ((1, 8, 4, 512), (1, 8, 4))
     """
     op = "dsv4_attention"
     dims: dict[str, Any] = {}

@@ -46,6 +46,14 @@ def fmha(
     Raises:
       ValueError, TypeError: operands that differ from the above.
       NotImplementedError: "cubin", and no kernel is built for these operands.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from jax_dsv4_fmha import Span, fmha
+      >>> q, k = jnp.ones((1, 6, 4, 64), jnp.bfloat16), jnp.ones((1, 6, 2, 64), jnp.bfloat16)
+      >>> o, lse = fmha(q, k, k, span=Span.causal(6))
+      >>> o.shape, lse.shape
+      ((1, 6, 4, 64), (1, 6, 4))
     """
     op = "fmha"
     dims: dict[str, Any] = {}

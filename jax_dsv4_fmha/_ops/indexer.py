@@ -84,6 +84,15 @@ def lightning_indexer(
     Raises:
       ValueError, TypeError: operands that differ from the above.
       NotImplementedError: "cubin", and no kernel is built for these operands.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from jax_dsv4_fmha import lightning_indexer
+      >>> q, k = jnp.ones((1, 8, 2, 128), jnp.bfloat16), jnp.ones((1, 2, 128), jnp.bfloat16)
+      >>> weights = jnp.ones((1, 8, 2))
+      >>> indices = lightning_indexer(q, k, weights, topk=2, ratio=4)
+      >>> indices[0, [2, 3, 7]].tolist()  # of the queries at positions 2, 3 and 7
+      [[-1, -1], [0, -1], [0, 1]]
     """
     op = "lightning_indexer"
     dims: dict[str, Any] = {}
@@ -162,6 +171,18 @@ def indexer_blocks(
     Raises:
       ValueError, TypeError: operands that differ from the above.
       NotImplementedError: "cubin", and it is not built for these operands.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from jax_dsv4_fmha import indexer_blocks, lightning_indexer
+      >>> q, k = jnp.ones((1, 4, 2, 128), jnp.bfloat16), jnp.ones((1, 32, 128), jnp.bfloat16)
+      >>> weights = jnp.ones((1, 4, 2))
+      >>> blocks = indexer_blocks(q, k, weights, count=2, ratio=1, q_offset=28)
+      >>> blocks[0, -1].tolist()  # of the last query: the newest block, and the lowest of the others
+      [0, 3]
+      >>> indices = lightning_indexer(q, k, weights, topk=3, ratio=1, q_offset=28, blocks=blocks)
+      >>> indices.shape
+      (1, 4, 3)
     """
     op = "indexer_blocks"
     dims: dict[str, Any] = {}
@@ -202,6 +223,15 @@ def indexer_scores(
     Raises:
       ValueError, TypeError: operands that differ from the above.
       NotImplementedError: "cubin", and no kernel is built for these operands.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from jax_dsv4_fmha import indexer_scores
+      >>> q, k = jnp.ones((1, 8, 2, 128), jnp.bfloat16), jnp.ones((1, 2, 128), jnp.bfloat16)
+      >>> weights = jnp.ones((1, 8, 2))
+      >>> indices = jnp.zeros((1, 8, 1), jnp.int32)
+      >>> indexer_scores(q, k, weights, indices)[0, 0].tolist()  # 2 heads, each with a product of 128
+      [256.0]
     """
     op = "indexer_scores"
     dims: dict[str, Any] = {}
@@ -242,7 +272,7 @@ def indexer_loss(
       lse: float32 `[b, s_q, h_q]`, as `dsv4_attention` returns it.
       indices: int32 `[b, s_q, topk]`, as `lightning_indexer` returns them.
       ratio, q_offset, lengths, span: what is visible, as in `lightning_indexer`; only without `indices`.
-      sink: float32 `[h_q]`, scale: as in `dsv4_attention`.
+      sink, scale: as in `dsv4_attention`.
 
     Returns:
       float32 `[b, s_q]`; 0 for a query that has no entry, or whose heads attend to none of them.
@@ -250,6 +280,15 @@ def indexer_loss(
     Raises:
       ValueError, TypeError: operands that differ from the above.
       NotImplementedError: "cubin", and no kernel is built for these operands; without indices there never is one.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from jax_dsv4_fmha import dsv4_attention, indexer_loss
+      >>> q, k, weights = jnp.ones((1, 8, 2, 128)), jnp.ones((1, 2, 128)), jnp.ones((1, 8, 2))
+      >>> attention_q, kv, window_kv = jnp.ones((1, 8, 4, 64)), jnp.ones((1, 2, 64)), jnp.ones((1, 8, 64))
+      >>> o, lse = dsv4_attention(attention_q, window_kv, kv, ratio=4)
+      >>> indexer_loss(q, k, weights, attention_q, kv, lse, ratio=4).shape
+      (1, 8)
     """
     op = "indexer_loss"
     dims: dict[str, Any] = {}
@@ -292,8 +331,9 @@ def quantize_indexer(
     of d.
 
     Args:
-      q: `[b, s_q, h, d]`; k: `[b, s_c, d]`, both bfloat16, float16 or float32. k may be None: a `Cache` of the layout
-        "index_fp8" quantizes what is appended to it in the same way.
+      q: `[b, s_q, h, d]`, bfloat16, float16 or float32.
+      k: `[b, s_c, d]`, bfloat16, float16 or float32; or None: a `Cache` of the layout "index_fp8" quantizes what is
+        appended to it in the same way.
       weights: float32 `[b, s_q, h]`.
 
     Returns:
@@ -301,6 +341,15 @@ def quantize_indexer(
 
     Raises:
       ValueError, TypeError: operands that differ from the above.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from jax_dsv4_fmha import quantize_indexer
+      >>> q, k = jnp.ones((1, 8, 2, 128), jnp.bfloat16), jnp.ones((1, 2, 128), jnp.bfloat16)
+      >>> weights = jnp.ones((1, 8, 2))
+      >>> q, k, weights, k_scale = quantize_indexer(q, k, weights)
+      >>> q.dtype, k_scale.shape
+      (dtype(float8_e4m3fn), (1, 2))
     """
     op = "quantize_indexer"
     dims: dict[str, Any] = {}

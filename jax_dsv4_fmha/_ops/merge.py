@@ -29,6 +29,14 @@ def merge(parts: Sequence[tuple[jax.Array, jax.Array]], sink: jax.Array | None =
 
     Raises:
       ValueError, TypeError: operands that differ from the above.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from jax_dsv4_fmha import fmha, merge
+      >>> q, k = jnp.ones((1, 2, 4, 64)), jnp.ones((1, 8, 1, 64))
+      >>> o, lse = merge([fmha(q, k[:, :4]), fmha(q, k[:, 4:])])
+      >>> bool(jnp.allclose(lse, fmha(q, k)[1]))
+      True
     """
     op = "merge"
     wanted = "one or more pairs (o, lse)"

@@ -42,7 +42,7 @@ def head_summed_probabilities(
       lse: float32 `[b, s_q, h_q]`, as `dsv4_attention` and `sparse_fmha` return it. A head with ±inf adds nothing.
       indices: int32 `[b, s_q, topk]`; an entry below 0 or not below s_c is absent.
       topk_length: int32 `[b, s_q]`; entries from there on are absent too.
-      sink: float32 `[h_q]`, scale, implementation: as in `dsv4_attention`.
+      sink, scale, implementation: as in `dsv4_attention`.
 
     Returns:
       float32 `[b, s_q, topk]`, 0 where an entry is absent.
@@ -50,6 +50,14 @@ def head_summed_probabilities(
     Raises:
       ValueError, TypeError: operands that differ from the above.
       NotImplementedError: "cubin", and no kernel is built for these operands.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from jax_dsv4_fmha import head_summed_probabilities, sparse_fmha
+      >>> q, kv, indices = jnp.ones((1, 2, 4, 64)), jnp.ones((1, 16, 64)), jnp.array([[[0, 3], [5, -1]]])
+      >>> o, lse = sparse_fmha(q, kv, indices)
+      >>> head_summed_probabilities(q, kv, lse, indices).round(3).tolist()  # each query's sum to its 4 heads
+      [[[2.0, 2.0], [4.0, 0.0]]]
     """
     op = "head_summed_probabilities"
     dims: dict[str, Any] = {}

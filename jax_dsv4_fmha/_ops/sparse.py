@@ -40,6 +40,15 @@ def sparse_fmha(
     Raises:
       ValueError, TypeError: operands that differ from the above.
       NotImplementedError: "cubin", and no kernel is built for these operands.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from jax_dsv4_fmha import sparse_fmha
+      >>> q, kv = jnp.ones((1, 2, 4, 512), jnp.bfloat16), jnp.ones((1, 16, 512), jnp.bfloat16)
+      >>> indices = jnp.array([[[0, 3, -1], [5, 6, 7]]])  # the first query sees two keys, the second three
+      >>> o, lse = sparse_fmha(q, kv, indices)
+      >>> o.shape, lse.shape
+      ((1, 2, 4, 512), (1, 2, 4))
     """
     op = "sparse_fmha"
     dims: dict[str, Any] = {}

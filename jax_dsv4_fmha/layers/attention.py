@@ -38,7 +38,20 @@ from .rope import Rope, inverse_rope, rope, rope_of_normed
 
 
 class LayerCache(NamedTuple):
-    """The caches of a layer; None where the kind of layer does not have them."""
+    """The caches of a layer; None where the kind of layer does not have them.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jax_dsv4_fmha.layers import DSV4Attention, Rope
+      >>> layer = DSV4Attention(hidden=64, heads=4, d=32, q_rank=32, o_groups=2, o_rank=16, rope=Rope(8))
+      >>> params, x = layer.init(jax.random.key(0)), jnp.ones((2, 6, 64))
+      >>> cache = layer.cache(2, max_length=100, dtype=x.dtype)
+      >>> cache = jax.jit(layer, donate_argnums=2)(params, x, cache).cache  # a prompt of 6 tokens
+      >>> step = jax.jit(layer.step, donate_argnums=2)
+      >>> step(params, x[:, :1], cache, lengths=7).y.shape
+      (2, 1, 64)
+    """
 
     window: Cache
     """the last latents, a ring"""
@@ -93,6 +106,19 @@ class Shared(NamedTuple):
     """What a V4.1 layer takes from earlier layers in the same pass over the model.
 
     A pass begins with `Shared()`; after each layer `shared = shared.after(out)` is what the next one takes.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jax_dsv4_fmha.layers import Compressor, DSV4Attention, Rope, Shared
+      >>> sizes = dict(hidden=64, heads=4, d=32, q_rank=32, o_groups=2, o_rank=16, rope=Rope(8), ratio=2)
+      >>> makes, reads = DSV4Attention(**sizes, compressor=Compressor(64, 32, 2)), DSV4Attention(**sizes)
+      >>> x, shared = jnp.ones((1, 6, 64)), Shared()
+      >>> for layer in (makes, reads):
+      ...     out = jax.jit(layer)(layer.init(jax.random.key(0)), x, shared=shared)
+      ...     x, shared = x + out.y, shared.after(out)
+      >>> shared.compressed.shape
+      (1, 3, 32)
     """
 
     compressed: Any = None
@@ -116,6 +142,21 @@ class Choice(NamedTuple):
     """The choice of a layer's indexer, and what attention made of it, by the names that `indexer_loss` takes.
 
     `indexer_loss(**choice._asdict(), sink=params["sink"])` is the loss `[b, s]`.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jax_dsv4_fmha import indexer_loss
+      >>> from jax_dsv4_fmha.layers import Compressor, DSV4Attention, Indexer, Rope
+      >>> indexer = Indexer(64, q_rank=32, heads=2, d=16, topk=3, compressor=Compressor(64, 16, 4, overlap=True))
+      >>> layer = DSV4Attention(
+      ...     hidden=64, heads=4, d=32, q_rank=32, o_groups=2, o_rank=16, rope=Rope(8), ratio=4,
+      ...     compressor=Compressor(64, 32, 4, overlap=True), sparse=True, indexer=indexer,
+      ... )
+      >>> params = layer.init(jax.random.key(0))
+      >>> choice = jax.jit(layer)(params, jnp.ones((1, 20, 64))).choice()
+      >>> indexer_loss(**choice._asdict(), sink=params["sink"]).shape
+      (1, 20)
     """
 
     q: jax.Array
@@ -135,7 +176,22 @@ class Choice(NamedTuple):
 
 
 class IndexQuery(NamedTuple):
-    """An indexer's part of a `Choice`, and attention's, which nothing else of an `Output` holds."""
+    """An indexer's part of a `Choice`, and attention's, which nothing else of an `Output` holds.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jax_dsv4_fmha.layers import Compressor, DSV4Attention, Indexer, Rope
+      >>> indexer = Indexer(64, q_rank=32, heads=2, d=16, topk=3, compressor=Compressor(64, 16, 4, overlap=True))
+      >>> layer = DSV4Attention(
+      ...     hidden=64, heads=4, d=32, q_rank=32, o_groups=2, o_rank=16, rope=Rope(8), ratio=4,
+      ...     compressor=Compressor(64, 32, 4, overlap=True), sparse=True, indexer=indexer,
+      ... )
+      >>> params = layer.init(jax.random.key(0))
+      >>> index_query = jax.jit(layer)(params, jnp.ones((1, 20, 64))).index_query
+      >>> index_query.q.shape, index_query.attention_q.shape
+      ((1, 20, 2, 16), (1, 20, 4, 32))
+    """
 
     q: jax.Array
     """`[b, s, index heads, index d]`"""
@@ -148,7 +204,18 @@ class IndexQuery(NamedTuple):
 
 
 class Output(NamedTuple):
-    """The results of a layer. It holds no array twice, so that a jitted function may return it and XLA copies none."""
+    """The results of a layer. It holds no array twice, so that a jitted function may return it and XLA copies none.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jax_dsv4_fmha.layers import DSV4Attention, Rope
+      >>> layer = DSV4Attention(hidden=64, heads=4, d=32, q_rank=32, o_groups=2, o_rank=16, rope=Rope(8))
+      >>> params = layer.init(jax.random.key(0))
+      >>> out = jax.jit(layer)(params, jnp.ones((2, 6, 64)))
+      >>> out.y.shape, out.cache, out.choice()
+      ((2, 6, 64), None, None)
+    """
 
     y: jax.Array
     """`[b, s, hidden]`, in x's dtype"""
@@ -174,8 +241,12 @@ class DSV4Attention:
     """The shape of a layer; `layers.from_config` makes the layers of a model.
 
     Attributes:
-      hidden, heads, d: channels of x, and heads and dimensions of the queries; d is 512 in the models.
-      q_rank, o_groups, o_rank: sizes of the low-rank projections.
+      hidden: channels of x.
+      heads: query heads.
+      d: dimensions of a head, and of the latent that is K and V; 512 in the models.
+      q_rank: size of the queries' low-rank projection.
+      o_groups: groups of heads in the output's projection, a divisor of `heads`.
+      o_rank: size of the projection of each group.
       window: tokens, the query's own included.
       rope: the rotation of queries, latents and entries.
       ratio: tokens of an entry; 0 means a window alone.
@@ -187,6 +258,15 @@ class DSV4Attention:
 
     Raises:
       ValueError, TypeError: sizes out of range, or a compressor or an indexer that does not fit the layer.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jax_dsv4_fmha.layers import DSV4Attention, Rope
+      >>> layer = DSV4Attention(hidden=64, heads=4, d=32, q_rank=32, o_groups=2, o_rank=16, rope=Rope(8))
+      >>> params = layer.init(jax.random.key(0))
+      >>> jax.jit(layer)(params, jnp.ones((2, 6, 64))).y.shape
+      (2, 6, 64)
     """
 
     hidden: int

@@ -46,6 +46,15 @@ class Compressor:
 
     Raises:
       ValueError, TypeError: here or in its methods: sizes, parameters or operands that differ from what is documented.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jax_dsv4_fmha.layers import Compressor
+      >>> compressor = Compressor(hidden=64, d=16, ratio=4)
+      >>> params = compressor.init(jax.random.key(0))
+      >>> compressor(params, jnp.ones((1, 10, 64))).shape  # two blocks of 4 tokens; two tokens wait
+      (1, 2, 16)
     """
 
     hidden: int

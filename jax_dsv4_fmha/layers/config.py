@@ -70,6 +70,16 @@ def from_config(config: Mapping[str, Any] | str | Path) -> tuple[DSV4Attention, 
       ValueError: an entry is missing, has a value that these layers do not support, or is not known: it may change
         attention.
       TypeError: neither a path nor a mapping, or an entry of another type.
+
+    Examples:
+      >>> from jax_dsv4_fmha.layers import from_config
+      >>> config = {  # or the path of a config.json
+      ...     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 32,
+      ...     "qk_rope_head_dim": 8, "q_lora_rank": 32, "o_groups": 2, "o_lora_rank": 16, "sliding_window": 8,
+      ...     "compress_ratios": [0, 128], "rope_theta": 1e4, "compress_rope_theta": 1.6e5,
+      ... }
+      >>> [layer.ratio for layer in from_config(config)]
+      [0, 128]
     """
     if not isinstance(config, Mapping | str | Path):
         raise _check.error(TypeError, _OP, "config", config, "a path or a mapping")

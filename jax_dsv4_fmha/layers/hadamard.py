@@ -15,6 +15,12 @@ def hadamard(x: jax.Array) -> jax.Array:
 
     Raises:
       ValueError, TypeError: x is not an array of floats, or d not a power of two.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from jax_dsv4_fmha.layers import hadamard
+      >>> hadamard(jnp.array([0.0, 1.0, 0.0, 0.0])).tolist()
+      [0.5, -0.5, 0.5, -0.5]
     """
     wanted = f"{' or '.join(map(str, _check.FLOAT))}[..., d], d a power of two"
     x = _check.array("hadamard", "x", x, wanted, lambda x: x.dtype in _check.FLOAT and x.ndim and is_power(x.shape[-1]))

@@ -31,8 +31,10 @@ class Indexer:
     `wk [latent, d]` and `k_norm [d]`, or neither, where the layer uses another layer's keys.
 
     Attributes:
-      hidden, q_rank: channels of x and of the low-rank query.
-      heads, d: the indexer's heads and head dimension.
+      hidden: channels of x.
+      q_rank: channels of the attention's low-rank query.
+      heads: the indexer's heads.
+      d: dimensions of a head, and of a key.
       topk: entries that a query attends to.
       compressor: the compressor of the keys, or None.
       latent: channels of the latents from which the keys are made, or 0.
@@ -43,6 +45,19 @@ class Indexer:
 
     Raises:
       ValueError, TypeError: here or in its methods: sizes, parameters or operands that differ from what is documented.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jax_dsv4_fmha import lightning_indexer
+      >>> from jax_dsv4_fmha.layers import Compressor, Indexer, Rope
+      >>> indexer = Indexer(64, q_rank=32, heads=2, d=16, compressor=Compressor(64, 16, ratio=4))
+      >>> params, x = indexer.init(jax.random.key(0)), jnp.ones((1, 8, 64))
+      >>> q, weights = indexer.queries(params, x, x[..., :32], jnp.arange(8)[None], Rope(8))
+      >>> latents = indexer.compressor(params["compressor"], x)
+      >>> k = indexer.keys(params, latents, jnp.array([[0, 4]]), Rope(8))
+      >>> lightning_indexer(q, k, weights, topk=2, ratio=4)[0, -1].tolist()
+      [0, 1]
     """
 
     hidden: int
@@ -103,7 +118,8 @@ class Indexer:
           params: as `init` makes them.
           x: `[b, s, hidden]`, bfloat16, float16 or float32.
           low_rank: `[b, s, q_rank]`, the attention's low-rank query.
-          positions: int32 `[b or 1, s]`; rotation: the layer's.
+          positions: int32 `[b or 1, s]`.
+          rotation: the layer's.
         """
         _operands.parameters(self, params)
         x = _operands.hidden(_OP, "x", x, self.hidden)
@@ -127,7 +143,8 @@ class Indexer:
         Args:
           params: as `init` makes them.
           latents: those of `compressor`, `[b, n, d]`, or the layer's own, `[b, n, latent]`.
-          positions: int32 `[b or 1, n]`, of each block's first token; rotation: the layer's.
+          positions: int32 `[b or 1, n]`, of each block's first token.
+          rotation: the layer's.
         """
         _operands.parameters(self, params)
         latents = _operands.hidden(_OP, "latents", latents, self.latent or self.d)

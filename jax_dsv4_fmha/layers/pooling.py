@@ -18,6 +18,12 @@ from .._definitions.cache import Cache
 class RunningSums:
     """What a compressor of long blocks keeps of b sequences: the last tokens, which a later call may take back, and
     sums of those before them. It is a pytree; donate it with the caches.
+
+    Examples:
+      >>> from jax_dsv4_fmha.layers import Compressor
+      >>> state = Compressor(hidden=64, d=16, ratio=128).state(b=2, steps=4)
+      >>> state.tokens.shape, state.sums.shape, state.folded.shape
+      ((2, 4, 32), (2, 3, 16), (2, 1))
     """
 
     tokens: jax.Array

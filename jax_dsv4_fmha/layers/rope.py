@@ -40,12 +40,17 @@ class Rope:
       theta: in DeepSeek-V4 10000 for layers with a window alone, 160000 for the others.
       factor: YaRN's factor; 1 means no YaRN.
       original: the context in tokens that the model was trained on before its extension, for YaRN.
-      beta_fast, beta_slow: dimensions that turn more often than beta_fast within `original` keep their frequency.
-        Those that turn less often than beta_slow are slowed down by `factor`. A ramp joins the two.
+      beta_fast: dimensions that turn more often than this within `original` keep their frequency.
+      beta_slow: dimensions that turn less often than this are slowed down by `factor`; a ramp joins the two.
 
     Raises:
       ValueError, TypeError: numbers that make no frequencies: dims below 2 or odd, theta not above 1, factor below 1,
         or, with a factor, no `original` or a beta not above 0.
+
+    Examples:
+      >>> from jax_dsv4_fmha.layers import Rope
+      >>> Rope(dims=4, theta=4.0).frequencies().tolist()
+      [1.0, 0.5]
     """
 
     dims: int = 64
@@ -97,12 +102,28 @@ def rope(x: jax.Array, positions: jax.Array, rotation: Rope) -> jax.Array:
 
     Raises:
       ValueError, TypeError: operands that differ from the above.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from jax_dsv4_fmha.layers import Rope, rope
+      >>> y = rope(jnp.ones((1, 2, 3)), jnp.array([[0, 1]]), Rope(dims=2))
+      >>> y.shape, y[0, 0].tolist()  # position 0 is not turned
+      ((1, 2, 3), [1.0, 1.0, 1.0])
     """
     return _turn("rope", x, positions, rotation, 1)
 
 
 def inverse_rope(x: jax.Array, positions: jax.Array, rotation: Rope) -> jax.Array:
-    """Undoes `rope`: x rotated back by as much; it takes the same operands."""
+    """Undoes `rope`: x rotated back by as much; it takes the same operands.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from jax_dsv4_fmha.layers import Rope, inverse_rope, rope
+      >>> x, positions = jnp.ones((1, 2, 3)), jnp.array([[0, 1]])
+      >>> y = inverse_rope(rope(x, positions, Rope(dims=2)), positions, Rope(dims=2))
+      >>> bool(jnp.allclose(x, y))
+      True
+    """
     return _turn("inverse_rope", x, positions, rotation, -1)
 
 

@@ -78,6 +78,19 @@ def from_state_dict(
       ValueError: a tensor is missing, has another shape, is not of floats, is in 8 bits without scales, or has no use
         in the layer.
       TypeError: not a layer, not a mapping, or a tensor without values, as inside of `jax.jit`.
+
+    Examples:
+      >>> import numpy as np
+      >>> from jax_dsv4_fmha.layers import DSV4Attention, Rope, from_state_dict
+      >>> layer = DSV4Attention(hidden=64, heads=4, d=32, q_rank=32, o_groups=2, o_rank=16, rope=Rope(8))
+      >>> shapes = {
+      ...     "wq_a.weight": (32, 64), "q_norm.weight": (32,), "wq_b.weight": (128, 32), "wkv.weight": (32, 64),
+      ...     "kv_norm.weight": (32,), "attn_sink": (4,), "wo_a.weight": (32, 64), "wo_b.weight": (64, 32),
+      ... }
+      >>> tensors = {"layers.0.attn." + name: np.ones(shape, np.float32) for name, shape in shapes.items()}
+      >>> params = from_state_dict(layer, tensors, "layers.0.attn.")
+      >>> params["wq_b"].shape, params["wq_b"].dtype
+      ((32, 4, 32), dtype(bfloat16))
     """
     if not isinstance(layer, DSV4Attention):
         raise _check.error(TypeError, _OP, "layer", layer, "a DSV4Attention")
