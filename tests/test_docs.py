@@ -249,14 +249,21 @@ def test_the_api_page_has_every_public_name():
     assert [name for name in names if not re.search(rf"jax_dsv4_fmha\.{name}\b", page)] == []
 
 
+def test_an_entry_of_the_api_page_is_no_file():
+    """`layers.rope` would be the file rope.py, with all that is in it; the function is `layers.rope.rope`."""
+    entries = re.findall(r"^::: ([\w.]+)$", (ROOT / "docs/api.md").read_text(), re.M)
+    files = [entry for entry in entries if (ROOT / f"{entry.replace('.', '/')}.py").exists()]
+    assert len(entries) > 30 and files == ["jax_dsv4_fmha.reference"]
+
+
 LINKS = runpy.run_path(str(ROOT / "docs/links.py"))
 
 
 def test_names_and_pages_in_docstrings_become_links():
-    heading = '<h3 id="jax_dsv4_fmha.layers.rope"><code>rope</code></h3>'
+    heading = '<h3 id="jax_dsv4_fmha.layers.rope.rope"><code>rope</code></h3>'
     name, other = "<code>rope</code>", "<code>init</code> <pre><code>rope</code></pre>"
     page = LINKS["linked"](f"{heading}{name}{other} (docs/layers.md)", lambda path: f"../{path}")
-    link = f'<a href="#jax_dsv4_fmha.layers.rope">{name}</a>'
+    link = f'<a href="#jax_dsv4_fmha.layers.rope.rope">{name}</a>'
     assert page == f'{heading}{link}{other} (<a href="../layers.md">docs/layers.md</a>)'
 
 
