@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 _ENTRY = re.compile(r'id="(jax_dsv4_fmha\.(?:layers\.)?(?:(\w+)\.(?=\2"))?([\w.]+))"')  # layers.rope.rope is rope
-_CODE = re.compile(r"(<a\b.*?</a>|<pre\b.*?</pre>|<h\d\b.*?</h\d>)|<code>([\w.]+)</code>", re.S)
+_CODE = re.compile(r"(<a\b.*?</a>|<b>.*?</b>|<pre\b.*?</pre>|<h\d\b.*?</h\d>)|<code>([\w.]+)</code>", re.S)
 _PAGE = re.compile(r"\bdocs/([\w/-]+\.md)\b")
 
 
@@ -21,7 +21,7 @@ def on_page_content(html: str, page: Any, files: Any, **_: Any) -> str:
 
 
 def linked(html: str, address: Callable[[str], str]) -> str:
-    """The page with links; code in links, programs and headings stays as it is."""
+    """The page with links; code in links, bold names of arguments, programs and headings stays as it is."""
     entries = {name: anchor for anchor, _, name in _ENTRY.findall(html)}
     entries |= {f"layers.{name}": anchor for name, anchor in entries.items() if ".layers." in anchor}
 

@@ -261,7 +261,7 @@ LINKS = runpy.run_path(str(ROOT / "docs/links.py"))
 
 def test_names_and_pages_in_docstrings_become_links():
     heading = '<h3 id="jax_dsv4_fmha.layers.rope.rope"><code>rope</code></h3>'
-    name, other = "<code>rope</code>", "<code>init</code> <pre><code>rope</code></pre>"
+    name, other = "<code>rope</code>", "<code>init</code> <b><code>rope</code></b> <pre><code>rope</code></pre>"
     page = LINKS["linked"](f"{heading}{name}{other} (docs/layers.md)", lambda path: f"../{path}")
     link = f'<a href="#jax_dsv4_fmha.layers.rope.rope">{name}</a>'
     assert page == f'{heading}{link}{other} (<a href="../layers.md">docs/layers.md</a>)'
