@@ -86,7 +86,7 @@ def _size(v: library.Variant) -> tuple[int, int, str]:
 
 
 def save(figure: Any, path: str) -> None:
-    """Saves a .png or .svg; an SVG has its text as text, the same bytes for the same figure, and is dark where pages are."""
+    """Saves a .png or .svg; an SVG has its text as text, the same bytes for the same figure, and two colour schemes."""
     import matplotlib
 
     is_svg = path.endswith(".svg")
