@@ -14,6 +14,7 @@ import interpreter.__main__
 import jax_dsv4_fmha
 from jax_dsv4_fmha import _cli, layers
 from jax_dsv4_fmha._host import library
+from jax_dsv4_fmha.layers import weights
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
@@ -185,6 +186,22 @@ def test_links_lead_somewhere():
 def test_the_site_lists_every_page():
     listed = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text()))
     assert {str(page.relative_to(ROOT / "docs")) for page in PAGES[1:]} == listed
+
+
+def test_the_names_of_tensors_are_what_is_read():
+    """A row for each parameter: its tensors' names in DeepSeek's checkpoints and in Hugging Face's."""
+    page = (ROOT / "docs/howto/checkpoint-names.md").read_text()
+    rows = re.findall(r"^\| `(\S+)` \| (.*) \| (.*) \|$", page, re.M)
+    for column, names in enumerate((weights._DEEPSEEK, weights._HUGGING_FACE), 1):
+        said = {row[0]: re.findall("`([^`]+)`", row[column]) for row in rows}
+        assert {name: x for name, x in said.items() if x} == {
+            name: [x] if isinstance(x, str) else [*x] for name, x in names.items()
+        }
+
+
+def test_pages_open_as_files():
+    """A link to a folder, as of MkDocs by default, would open a list of files."""
+    assert re.search(r"^use_directory_urls: false\b", (ROOT / "mkdocs.yml").read_text(), re.M)
 
 
 def tree(page):
