@@ -38,7 +38,8 @@ struct KvInsert {
       expect.Shape(call.folded, {n.b, 1});
       expect.Shape(call.state, {n.b, std::max(n.ring, n.s_q), 2 * d});
       if (expect.error().failure()) return expect.error();
-      if (n.n != 1 || n.ring > call.ratio) return Refuse(call.state, Show(n.ring) + " rows", "at most ratio, and one entry");
+      if (n.n != 1 || n.ring > call.ratio)
+        return Refuse(call.state, Show(n.ring) + " rows", "at most ratio, and one entry");
     }
     const bool fits = n.ring > 0 ? n.width == 2 * d || n.width == 4 * d : n.n == n.s_q;
     if (!fits) return Refuse(call.state, "shape " + Show(call.state.dimensions), "one or two pairs of d last, or d");

@@ -19,8 +19,13 @@ struct KvInsertShape {
 // launch: empty on success.
 inline std::string PlanKvInsert(const KvInsertShape& x, float eps, int32_t tile_m, const KvInsertAddresses& at,
                                 Plan<KvInsertArguments>* plan) {
-  for (auto [name, extent] : {std::pair{"b", x.b}, {"s_q", x.s}, {"n", x.n}, {"width", x.width}, {"ratio", x.ratio},
-                              {"pages", x.pages}, {"page", x.page}}) {
+  for (auto [name, extent] : {std::pair{"b", x.b},
+                              {"s_q", x.s},
+                              {"n", x.n},
+                              {"width", x.width},
+                              {"ratio", x.ratio},
+                              {"pages", x.pages},
+                              {"page", x.page}}) {
     if (std::string error = OutOfRange(name, extent); !error.empty()) return error;
   }
   if (x.columns > kMaxExtent) return TooLarge("columns", x.columns, kMaxExtent);

@@ -65,12 +65,12 @@ class Problem:
             return rng.standard_normal(shape).astype(np.float32)
 
         n = -(-s // ratio)
-        history, state = normal(b, max(max(lengths), 1), width), normal(b, ring, width)
+        history, state = normal(b, max(*lengths, 3), width), normal(b, ring, width)
         folded = np.zeros((b, int(variant.running)), np.int32)
         sums = normal(b, 3 * int(variant.running), d)
         for i in range(b * int(variant.running)):
             start = max(lengths[i] - s, 0)
-            folded[i] = max(start + 1 - ring, 0)  # a token at `start` was taken back
+            folded[i] = max(start + 1 - ring, 0) if lengths[i] > 0 else 3  # a token at `start` was taken back
             sums[i] = summed(history[i], int(folded[i, 0]), ratio)
             for position in range(int(folded[i, 0]), start):
                 state[i, position % ring] = history[i, position]
@@ -145,7 +145,8 @@ class Problem:
         sums, folded = self.sums.astype(np.float64), self.folded.copy()
         for n in range(len(folded) * self.variant.running):
             length = int(self.lengths[n])
-            folded[n] = max(min(folded[n, 0], max(length - self.rows.shape[1], 0)), length - self.state.shape[1])
+            begun = min(folded[n, 0], max(length - self.rows.shape[1], 0)) if length > 0 else folded[n, 0]
+            folded[n] = max(begun, length - self.state.shape[1])
             if folded[n] != self.folded[n]:
                 sums[n] = summed(self.history[n], int(folded[n, 0]), self.ratio)
         return sums, folded

@@ -40,9 +40,13 @@ class RunningSums:
         """Tokens that a call of `step` may add, or take back."""
         return self.tokens.shape[1]
 
-    def begun(self, start: jax.Array) -> "RunningSums":
-        """For tokens from `start` on, int32 `[b]`: where it is 0, another sequence's sums are forgotten."""
-        return dataclasses.replace(self, folded=jnp.minimum(self.folded, jnp.maximum(start, 0)[:, None]))
+    def begun(self, start: jax.Array, lengths: jax.Array) -> "RunningSums":
+        """For tokens from `start` to `lengths`, both int32 `[b]`: where a sequence begins, another one's sums are
+        forgotten. An idle place, without tokens, stays as it is.
+        """
+        first = jnp.maximum(start, 0)
+        folded = jnp.where((lengths > first)[:, None], jnp.minimum(self.folded, first[:, None]), self.folded)
+        return dataclasses.replace(self, folded=folded)
 
     def block(self, first: jax.Array) -> list[jax.Array]:
         """The sums `[b, d]` if they have tokens of the block from `first` on, int32 `[b]`; otherwise those of none."""
@@ -81,7 +85,7 @@ def pool_step(state: RunningSums, rows: jax.Array, start: jax.Array, ratio: int)
       ratio: tokens of a block, at least as many as the state keeps.
     """
     s, steps = rows.shape[1], state.capacity
-    state = state.begun(start)
+    state = state.begun(start, start + s)
     ring, sums, folded = state.tokens, list(jnp.unstack(state.sums, axis=1)), state.folded[:, 0]
     for i in range(s):
         position = start + i
@@ -108,7 +112,7 @@ def pool_chunk(
     state with them. Operands as in `pool_step`, for any s; tokens at `lengths` or later, int32 `[b]`, are not kept.
     """
     s, steps, r = rows.shape[1], state.capacity, ratio
-    state = state.begun(start)
+    state = state.begun(start, lengths)
     first, folded = start // r * r, state.folded[:, 0]
     before = counted(start, -steps, 0)
     kept = (before >= jnp.maximum(folded, first)[:, None])[..., None]
@@ -123,7 +127,7 @@ def pool_chunk(
     entries = joined([old, parts])
     # what is no longer among the last tokens is folded
     end = jnp.clip(lengths, start, start + s)
-    new = jnp.maximum(folded, end - steps)
+    new = jnp.where(lengths > jnp.maximum(start, 0), jnp.maximum(folded, end - steps), folded)
     block = (new - 1) // r * r
     late = counted(end, -steps - r, 0)
     tokens = jnp.take_along_axis(both, jnp.clip(late - (start - steps)[:, None], 0, steps + s - 1)[..., None], 1)

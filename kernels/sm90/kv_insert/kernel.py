@@ -160,7 +160,9 @@ class KvInsertSm90(Kernel):
         pooled = SmemAllocator().allocate_tensor(Float32, cute.make_layout(c.d), 16)
         length = load(arrays.lengths + sequence)
         start = length - n.s
-        folded = cutlass.min(load(arrays.folded + sequence), cutlass.max(start, 0))  # fewer if a sequence begins
+        folded = load(arrays.folded + sequence)
+        if length > 0:  # in an idle place all stays as it is
+            folded = cutlass.min(folded, cutlass.max(start, 0))  # fewer if a sequence begins
         ring = arrays.state + (Int64(sequence) * n.ring * n.width + column)
         rows = arrays.rows + (Int64(sequence) * n.s * n.columns + n.column + column)
         sums = arrays.sums + (Int64(sequence) * PARTS * c.d + column)
