@@ -40,7 +40,7 @@ test-hf: .venv-hf/.tools ## compare layers with Hugging Face transformers, in an
 
 docs: .venv-docs/.tools ## build the pages into build/site; a warning, such as a link that leads nowhere, is an error
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict  # not --quiet, which drops warnings before they count
-	@echo "build/site/index.html"
+	@echo "Open build/site/index.html. Its search needs a server: python3 -m http.server -d build/site"
 
 pictures: build .venv/.tools ## write tables and draw pictures of the pages anew, from docs/*.json
 	$(BIN)/python -m jax_dsv4_fmha bench --from docs/h200.json --plot docs/h200.svg

@@ -3,6 +3,7 @@
 `python docs/draw.py` writes them into docs/pictures; `tests/test_docs.py` asserts that it would change nothing.
 """
 
+import textwrap
 from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
@@ -14,40 +15,74 @@ import numpy as np
 from jax_dsv4_fmha import Span
 
 PICTURES = Path(__file__).parent / "pictures"
-INK, GRID, SEEN, SECOND, THIRD, IDLE = "#303030", "#d9d9d9", "#4053d3", "#ddb310", "#00806c", "#f3f3f3"
-FONT = "font-family='system-ui, sans-serif'"
+
+# All pictures have one width, which a phone shows at about half of its size: there, type of 18 is still 10 pixels high.
+WIDTH, MARGIN, SIZE, LINE = 640, 16, 18, 23
+LETTER = 0.6 * SIZE  # the mean width, in a wide font
+
+COLORS = {  # on a light page, on a dark one
+    "page": ("#ffffff", "#1e2029"),
+    "ink": ("#303030", "#e8e8ea"),
+    "on": ("#ffffff", "#14161c"),  # words on a box
+    "on-softmax": ("#303030", "#14161c"),
+    "grid": ("#d9d9d9", "#4a4e5a"),
+    "idle": ("#f3f3f3", "#2a2d37"),
+    "load": ("#707070", "#a9adb8"),
+    "scores": ("#4053d3", "#8c9bff"),
+    "softmax": ("#ddb310", "#e8c547"),
+    "out": ("#007a66", "#4fc3ae"),
+    "store": ("#93508f", "#d49ad0"),
+}
 
 
-def svg(width: float, height: float, body: Sequence[str], title: str) -> str:
-    """On white, so that it can be read on a dark page too."""
-    head = f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width:g} {height:g}' width='{width:g}' role='img'>"
-    back = f"<rect width='{width:g}' height='{height:g}' fill='white'/>"
-    return "\n".join([head, f"<title>{escape(title)}</title>", back, *body, "</svg>\n"])
+def style() -> str:
+    """CSS: a class for each colour, by what the reader's device prefers."""
+    light, dark = ("".join(f".{name}{{fill:{color[i]}}}" for name, color in COLORS.items()) for i in (0, 1))
+    lines = [f"rect{{stroke:{COLORS['page'][i]}}}.cell{{stroke:{COLORS['grid'][i]}}}" for i in (0, 1)]
+    font = f"text{{font:{SIZE}px system-ui,sans-serif}}"
+    return f"<style>{font}{light}{lines[0]}@media(prefers-color-scheme:dark){{{dark}{lines[1]}}}</style>"
 
 
-def text(x: float, y: float, words: str, size: float = 12, anchor: str = "start", color: str = INK) -> str:
-    return (
-        f"<text x='{x:g}' y='{y:g}' {FONT} font-size='{size:g}' text-anchor='{anchor}' fill='{color}'>"
-        f"{escape(words)}</text>"
-    )
+def svg(height: float, body: Sequence[str], title: str) -> str:
+    """On a page of its own colour: where a site's switch and the device differ, it can still be read."""
+    head = f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {WIDTH} {height:g}' width='{WIDTH}' role='img'>"
+    back = box(0, 0, WIDTH, height, "page")
+    return "\n".join([head, f"<title>{escape(title)}</title>", style(), back, *body, "</svg>\n"])
 
 
-def box(x: float, y: float, width: float, height: float, color: str, edge: str = "white") -> str:
-    return f"<rect x='{x:g}' y='{y:g}' width='{width:g}' height='{height:g}' fill='{color}' stroke='{edge}'/>"
+def text(x: float, y: float, words: str, kind: str = "ink", anchor: str = "start") -> str:
+    return f"<text x='{x:g}' y='{y:g}' class='{kind}' text-anchor='{anchor}'>{escape(words)}</text>"
+
+
+def box(x: float, y: float, width: float, height: float, kind: str) -> str:
+    return f"<rect x='{x:g}' y='{y:g}' width='{width:g}' height='{height:g}' class='{kind}'/>"
+
+
+def lines_of(words: str, width: float) -> list[str]:
+    """Lines that fit."""
+    return textwrap.wrap(words, int(width / LETTER), break_long_words=False, break_on_hyphens=False)
+
+
+def paragraph(x: float, y: float, words: str, width: float, kind: str = "ink") -> list[str]:
+    return [text(x, y + i * LINE, line, kind) for i, line in enumerate(lines_of(words, width))]
 
 
 # Who sees what
 
-CELL = 15
+CELL = 17
 
 
-def grid(shown: Any, x: float, y: float, title: str, color: str = SEEN) -> list[str]:
-    """A mask bool [queries, keys]: a filled cell is a key that the query sees."""
-    body = [text(x, y - 10, title, 13)]
+def grid(shown: Any, x: float, y: float, title: str, width: float) -> list[str]:
+    """A mask bool [queries, keys]: a filled cell is a key that the query sees. The title ends above it."""
+    body = paragraph(x, y - 10 - LINE * (len(lines_of(title, width)) - 1), title, width)
     for i, row in enumerate(np.asarray(shown)):
         for j, sees in enumerate(row):
-            body.append(box(x + j * CELL, y + i * CELL, CELL, CELL, color if sees else IDLE, GRID))
+            body.append(cell(x + j * CELL, y + i * CELL, "scores" if sees else "idle"))
     return body
+
+
+def cell(x: float, y: float, kind: str) -> str:
+    return box(x, y, CELL, CELL, f"cell {kind}")
 
 
 def mask_of(span: Span, s_q: int, s_kv: int) -> Any:
@@ -62,20 +97,23 @@ def masks() -> str:
     ids = jnp.array([[0] * 5 + [1] * 3 + [2] * 4], jnp.int32)
     causal = Span.causal(n)
     spans = [
-        ("Span.causal(12)", causal, n),
-        ("Span.sliding_window(12, 4)", Span.sliding_window(n, 4), n),
-        ("Span.compressed(12, 4)", Span.compressed(n, 4), 3),
-        ("Span.segments(ids)", Span.segments(ids), n),
-        ("Span.segments(ids) & Span.causal(12)", Span.segments(ids) & causal, n),
-        ("Span.lengths([7])", Span.lengths(jnp.array([7], jnp.int32)), n),
-        ("Span.causal(12, offset=-4)", Span.causal(n, -4), n),
-        ("Span.compressed_segments(ids, 2)", Span.compressed_segments(ids, 2), 6),
+        ("causal(12)", causal, n),
+        ("sliding_window(12, 4)", Span.sliding_window(n, 4), n),
+        ("compressed(12, 4)", Span.compressed(n, 4), 3),
+        ("lengths([7])", Span.lengths(jnp.array([7], jnp.int32)), n),
+        ("segments(ids)", Span.segments(ids), n),
+        ("segments(ids) & causal(12)", Span.segments(ids) & causal, n),
+        ("causal(12, offset=-4)", Span.causal(n, -4), n),
+        ("compressed_segments(ids, 2)", Span.compressed_segments(ids, 2), 6),
     ]
-    body, step = [], 270
+    across, down = (WIDTH - 2 * MARGIN) / 2, n * CELL + LINE + 32
+    body = []
     for k, (title, span, s_kv) in enumerate(spans):
-        body += grid(mask_of(span, n, s_kv), 30 + step * (k % 4), 40 + 235 * (k // 4), title)
-    body.append(text(30, 500, "down: queries, the first above; across: keys; filled: the query sees the key", 12))
-    return svg(30 + 4 * step, 515, body, "The masks that Span makes")
+        x, y = MARGIN + across * (k % 2), LINE + 16 + down * (k // 2)
+        body += grid(mask_of(span, n, s_kv), x, y, title, across - 8)
+    note = "Each is a Span. Down: queries, the first above. Across: keys. Filled: the query sees the key."
+    body += paragraph(MARGIN, 4 * down + LINE, note, WIDTH - 2 * MARGIN)
+    return svg(4 * down + 2.5 * LINE, body, "The masks that Span makes")
 
 
 def layer() -> str:
@@ -88,55 +126,57 @@ def layer() -> str:
     chosen = np.zeros_like(past)
     np.put_along_axis(chosen, best, True, axis=1)
     chosen &= past
-    right = 40 + (n + 2) * CELL
-    body = grid(near, 40, 50, f"window_kv: the last {window} positions")
-    body += grid(past, right, 50, f"compressed_kv: one entry for {ratio}")
+    top, right = 2 * LINE + 20, MARGIN + (n + 3) * CELL
+    body = grid(near, MARGIN, top, f"window_kv: the last {window} positions", n * CELL)
+    body += grid(past, right, top, f"compressed_kv: one entry for {ratio}", WIDTH - right)
     for i, j in zip(*np.nonzero(chosen), strict=True):
-        body.append(box(right + j * CELL, 50 + i * CELL, CELL, CELL, SECOND, GRID))
-    last = right + 8 * CELL + 120
-    body += [box(last, 60, CELL, CELL, SEEN, GRID), text(last + 24, 72, "visible")]
-    body += [box(last, 85, CELL, CELL, SECOND, GRID), text(last + 24, 97, f"chosen: top-k of {topk}")]
-    body += [box(last, 110, CELL, CELL, IDLE, GRID), text(last + 24, 122, "not seen")]
-    words = (
-        "One softmax over",
-        "the window's blue cells,",
-        "the yellow entries",
-        "(without indices: the blue ones too),",
+        body.append(cell(right + j * CELL, top + i * CELL, "softmax"))
+    y = top + n * CELL + 20
+    for kind, words in (
+        ("scores", "visible"),
+        ("softmax", f"chosen by the indexer: {topk} entries"),
+        ("idle", "not seen"),
+    ):
+        body += [cell(MARGIN, y, kind), text(MARGIN + CELL + 10, y + CELL - 3, words)]
+        y += LINE + 3
+    said = (
+        "Down: queries, at positions 0, 1, … Across: positions, then entries. One softmax is over the window's blue cells, "
+        "the yellow entries (without an indexer the blue ones too), and the head's sink."
     )
-    body += [text(last, 165 + 18 * k, line) for k, line in enumerate((*words, "and the head's sink."))]
-    body.append(text(40, 50 + n * CELL + 24, "down: queries, at positions 0, 1, …; across: positions, then entries"))
-    return svg(last + 230, 50 + n * CELL + 40, body, "Who sees what in a DeepSeek-V4 layer")
+    words = paragraph(MARGIN, y + LINE, said, WIDTH - 2 * MARGIN)
+    return svg(y + (len(words) + 1) * LINE, [*body, *words], "Who sees what in a DeepSeek-V4 layer")
 
 
 # Who works when
 
-LANE, LEFT, UNIT, LETTER = 34, 130, 62, 6.4
-KINDS = {"load": "#8a8a8a", "scores": SEEN, "softmax": SECOND, "out": THIRD, "store": "#a05a9c", "wait": IDLE}
 
-
-def timeline(title: str, lanes: Sequence[tuple[str, Sequence[tuple[str, float, str]]]], note: str = "") -> str:
-    """Lanes of (kind, length, words), one after the other; time runs to the right, not to scale. Words fit into their box."""
-    unit = max(UNIT, *((LETTER * len(words) + 8) / length for _, work in lanes for _, length, words in work))
-    longest = max(sum(length for _, length, _ in work) for _, work in lanes)
-    width = LEFT + longest * unit + 20
-    body = [text(12, 22, title, 14)]
+def timeline(title: str, lanes: Sequence[tuple[str, Sequence[tuple[str, float, str]]]]) -> str:
+    """Lanes of (kind, length, words), side by side; time runs down, not to scale. Words fit into their box."""
+    width = (WIDTH - 2 * MARGIN) / len(lanes)
+    needed = [
+        (len(lines_of(words, width - 8)) * LINE + 6) / length for _, work in lanes for _, length, words in work if words
+    ]
+    unit, heads = max(needed), max(len(lines_of(who, width - 8)) for who, _ in lanes)
+    body = paragraph(MARGIN, LINE + 4, title, WIDTH - 2 * MARGIN, "ink")
+    top = (len(body) + heads + 1) * LINE
     for i, (who, work) in enumerate(lanes):
-        x, y = float(LEFT), 36 + i * LANE
-        body.append(text(12, y + 18, who))
+        x, y = MARGIN + i * width, float(top)
+        body += paragraph(x + 4, top - 8 - (len(lines_of(who, width - 8)) - 1) * LINE, who, width - 8)
         for kind, length, words in work:
-            body.append(box(x, y, length * unit, LANE - 8, KINDS[kind]))
-            dark = kind not in ("wait", "softmax")
-            color = "white" if dark else INK
-            body.append(text(x + length * unit / 2, y + 17, words, 11, "middle", color))
-            x += length * unit
-    y = 36 + len(lanes) * LANE + 14
-    body.append(text(12, y, note or "time runs to the right; lengths are not to scale", 11, color="#606060"))
-    return svg(width, y + 14, body, title)
+            body.append(box(x, y, width - 4, length * unit, kind))
+            lines = lines_of(words, width - 8)
+            first = y + length * unit / 2 + 6 - (len(lines) - 1) * LINE / 2
+            on = "on-softmax" if kind == "softmax" else "on"
+            body += [text(x + width / 2 - 2, first + k * LINE, line, on, "middle") for k, line in enumerate(lines)]
+            y += length * unit
+    bottom = top + max(sum(length for _, length, _ in work) for _, work in lanes) * unit
+    body.append(text(MARGIN, bottom + LINE + 4, "Time runs down; heights are not to scale."))
+    return svg(bottom + 2 * LINE, body, title)
 
 
 def mha_forward() -> str:
     def consumer(first: float, tile: int) -> list[tuple[str, float, str]]:
-        work: list[tuple[str, float, str]] = [("wait", first, ""), ("scores", 1, "S0"), ("softmax", 1, "P0")]
+        work: list[tuple[str, float, str]] = [("idle", first, ""), ("scores", 1, "S0"), ("softmax", 1, "P0")]
         for t in range(1, 4):
             work += [("scores", 1, f"S{t}"), ("out", 1, f"O += P{t - 1} V{t - 1}"), ("softmax", 1, f"P{t}")]
         return [*work, ("out", 1, "O += P3 V3"), ("store", 1, f"O, rows {tile}")]
@@ -152,15 +192,15 @@ def mha_forward() -> str:
 
 
 def mla_forward() -> str:
-    left = [("wait", 1, ""), ("scores", 1, "S0"), ("softmax", 1, "P0"), ("out", 1.5, "O_l += P0 K0_l"), ("softmax", 1, "P0 → right"),
+    left = [("idle", 1, ""), ("scores", 1, "S0"), ("softmax", 1, "P0"), ("out", 1.5, "O_l += P0 K0_l"), ("softmax", 1, "P0 → right"),
             ("out", 1.5, "O_l += P1 K1_l"), ("scores", 1, "S2"), ("softmax", 1, "P2"), ("out", 1.5, "O_l += P2 K2_l")]  # fmt: skip
-    right = [("wait", 1.5, ""), ("scores", 1, "S1"), ("wait", 0.5, ""), ("softmax", 1, "P1 → left"), ("out", 1.5, "O_r += P1 K1_r"),
-             ("out", 1.5, "O_r += P0 K0_r"), ("wait", 0.5, ""), ("scores", 1, "S3"), ("softmax", 1, "P3 → left")]  # fmt: skip
+    right = [("idle", 1.5, ""), ("scores", 1, "S1"), ("idle", 0.5, ""), ("softmax", 1, "P1 → left"), ("out", 1.5, "O_r += P1 K1_r"),
+             ("out", 1.5, "O_r += P0 K0_r"), ("idle", 0.5, ""), ("scores", 1, "S3"), ("softmax", 1, "P3 → left")]  # fmt: skip
     load = [
         ("load", 1, "Q"),
         ("load", 1.5, "K0"),
         ("load", 1.5, "K1"),
-        ("wait", 2, ""),
+        ("idle", 2, ""),
         ("load", 1.5, "K2"),
         ("load", 1.5, "K3"),
     ]
@@ -170,7 +210,7 @@ def mla_forward() -> str:
 
 def few_heads() -> str:
     def cta(first: float) -> list[tuple[str, float, str]]:
-        work: list[tuple[str, float, str]] = [("wait", first, "")] if first else []
+        work: list[tuple[str, float, str]] = [("idle", first, "")] if first else []
         for t in range(3):
             work += [("scores", 1.5, f"S' = K{t} Q'"), ("softmax", 1.2, f"P{t}"), ("out", 1.5, f"O' += K{t}' P{t}'")]
         return work
@@ -183,21 +223,21 @@ def decode() -> str:
     halves = ("K0 left", "K1 right", "K0 right", "K1 left")
     load: list[tuple[str, float, str]] = []
     for pair in range(2):
-        load += [("wait", 1.2, "")] if pair else []
+        load += [("idle", 1.2, "")] if pair else []
         for half in halves:
             load += [("load", 0.5, "FP8"), ("softmax", 1, half)]
     work = [("scores", 1.2, "S"), ("softmax", 1, "P"), ("out", 2, "O")]
     lanes = [
         ("eight producer warps", load),
-        ("left", [("wait", 4.5, ""), *work, *work]),
-        ("right", [("wait", 6, ""), *work]),
+        ("left", [("idle", 4.5, ""), *work, *work]),
+        ("right", [("idle", 6, ""), *work]),
     ]
     return timeline("mla_fwd_sm90 over FP8 pages: a half of a tile waits in registers for its place", lanes)
 
 
 def indexer() -> str:
     def group(first: float) -> list[tuple[str, float, str]]:
-        work: list[tuple[str, float, str]] = [("wait", first, "")] if first else []
+        work: list[tuple[str, float, str]] = [("idle", first, "")] if first else []
         for t in range(3):
             work += [("scores", 1, f"K{t} Q'"), ("softmax", 1, "Σ over heads")]
         return work
@@ -212,35 +252,35 @@ def indexer() -> str:
 
 def blackwell() -> str:
     mma = [
-        ("wait", 1, ""),
+        ("idle", 1, ""),
         ("scores", 1, "S0"),
         ("scores", 1, "S1"),
         ("out", 1.2, "O = P0 V0"),
         ("scores", 1, "S2"),
         ("out", 1.2, "O += P1 V1"),
     ]
-    warps = [("wait", 2, ""), ("softmax", 1.2, "P0"), ("softmax", 1.6, "P1"), ("softmax", 1.6, "P2"), ("store", 1, "O")]
+    warps = [("idle", 2, ""), ("softmax", 1.2, "P0"), ("softmax", 1.6, "P1"), ("softmax", 1.6, "P2"), ("store", 1, "O")]
     load = [("load", 1, "Q K0"), ("load", 1, "V0 K1"), ("load", 1, "V1 K2"), ("load", 1, "V2")]
     lanes = [("warp 5, TMA", load), ("warp 4, MMA", mma), ("warps 0-3", warps)]
     return timeline("fwd_sm100: scores run a tile ahead of O, both in tensor memory", lanes)
 
 
 def mla_backward() -> str:
-    load = [("load", 2, "K0"), ("wait", 1, ""), ("load", 2, "K1"), ("wait", 1.5, ""), ("load", 2, "K2")]
-    left = [("wait", 1, ""), ("scores", 2, "S, dP"), ("softmax", 1, "P, dS"), ("out", 1.2, "dq left"), ("store", 1.2, "dkv, 4 chunks"),
+    load = [("load", 2, "K0"), ("idle", 1, ""), ("load", 2, "K1"), ("idle", 1.5, ""), ("load", 2, "K2")]
+    left = [("idle", 1, ""), ("scores", 2, "S, dP"), ("softmax", 1, "P, dS"), ("out", 1.2, "dq left"), ("store", 1.2, "dkv, 4 chunks"),
             ("scores", 2, "S, dP of the next")]  # fmt: skip
-    right = [("wait", 4, ""), ("out", 1.2, "dq right"), ("store", 3.2, "dkv, 12 chunks, and reductions")]
+    right = [("idle", 4, ""), ("out", 1.2, "dq right"), ("store", 3.2, "dkv, 12 chunks, and reductions")]
     return timeline("mla_bwd_sm90: rows stay, keys pass", [("producers", load), ("left", left), ("right", right)])
 
 
 def mha_backward() -> str:
     def consumer(first: float) -> list[tuple[str, float, str]]:
-        work: list[tuple[str, float, str]] = [("wait", first, "")]
+        work: list[tuple[str, float, str]] = [("idle", first, "")]
         for t in range(2):
             work += [
                 ("scores", 1.5, f"K Q{t}', V dO{t}'"),
                 ("softmax", 1.2, "P', dS'"),
-                ("out", 2, f"dV += P' dO{t}, dK += dS' Q{t}"),
+                ("out", 2, f"dV\u00a0+=\u00a0P'\u00a0dO{t}, dK\u00a0+=\u00a0dS'\u00a0Q{t}"),
             ]
         return [*work, ("store", 1, "dK, dV")]
 
@@ -251,8 +291,8 @@ def mha_backward() -> str:
 
 def rope() -> str:
     def row(i: int) -> list[tuple[str, float, str]]:
-        ahead: list[tuple[str, float, str]] = [("wait", 0.7 * i, "")] if i else []
-        return [*ahead, ("load", 1.2, f"x, row {i}"), ("wait", 2.2 + 2.8 * i, ""), ("softmax", 1.5, "Σ x², 5 shuffles"),
+        ahead: list[tuple[str, float, str]] = [("idle", 0.7 * i, "")] if i else []
+        return [*ahead, ("load", 1.2, f"x, row {i}"), ("idle", 2.2 + 2.8 * i, ""), ("softmax", 1.5, "Σ x², 5 shuffles"),
                 ("out", 1.2, "x r, turn"), ("store", 0.8, "store")]  # fmt: skip
 
     return timeline(
@@ -268,7 +308,7 @@ def kv_insert() -> str:
                 ("store", 0.8, "parts")]  # fmt: skip
 
     finish: list[tuple[str, float, str]] = [
-        ("wait", 6.9, ""), ("out", 1, "merge"), ("softmax", 1, "Σ x²"), ("out", 1.6, "norm, turn, pack"), ("store", 0.8, "store")
+        ("idle", 6.9, ""), ("out", 1, "merge"), ("softmax", 1, "Σ x²"), ("out", 1.6, "norm, turn, pack"), ("store", 0.8, "store")
     ]  # fmt: skip
     lanes = [(f"group {i}", group(i)) for i in range(4)]
     return timeline("kv_insert: a sequence whose block is complete", [*lanes, ("a warp", finish)])

@@ -527,6 +527,15 @@ def _steps_of_layers() -> str:
 KINDS = ("with a window alone", "of ratio 4", "of ratio 128")
 
 
+def landing() -> str:
+    """Two numbers for the first page: a prompt's attention, and a step of a whole layer."""
+    prompt = _of(FORWARD, "d 512 window 128 + top-k 1024 of 8192 b1 s4096 h128")
+    step = _of(LAYER, "layer of ratio 4, step after 16384, b64")
+    return wrapped(f"""On one {FORWARD["devices"][0]["name"].removeprefix("NVIDIA ")}, attention of 128 heads over a window of 128 and 1024 chosen
+    entries takes **{ours(prompt) * 1e3:.2f} ms** for 4096 queries, at {rate(prompt)} TFLOP/s. A step of generation takes a whole V4-Flash layer of ratio 4
+    **{micro(ours(step))} µs**, for 64 sequences of 16384 tokens.""")
+
+
 def losses() -> str:
     few = _of(FORWARD, "d 512 window 128 + top-k 512 of 8192 b1 s4096 h16")
     far = _of(GRAD, "gradient of d 512 window 128 + top-k 512 of 65536 b1 s4096 h64")
@@ -567,6 +576,7 @@ GENERATED: dict[str, Callable[[], str]] = {
         machine,
         limits,
         readme,
+        landing,
         losses,
     )
 }

@@ -594,6 +594,7 @@ def test_a_picture_is_the_same_bytes_again_and_its_text_is_text(results, tmp_pat
         assert main(["bench", "--from", str(results), "--plot", str(path)]) == 0
     assert first.read_bytes() == again.read_bytes()
     assert ">share of the roofline</text>" in first.read_text()
+    assert "@media(prefers-color-scheme:dark)" in first.read_text()
 
 
 @pytest.mark.parametrize("command", [[], ["info"], ["check"], ["bench"]])

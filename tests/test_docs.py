@@ -9,6 +9,7 @@ import re
 import runpy
 import shlex
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -16,6 +17,7 @@ import interpreter.__main__
 import jax_dsv4_fmha
 from jax_dsv4_fmha import _cli, layers
 from jax_dsv4_fmha._host import library
+from jax_dsv4_fmha.layers import weights
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
@@ -114,10 +116,41 @@ def test_a_figure_is_found(figure):
     )
 
 
+DRAW = runpy.run_path(str(ROOT / "docs/draw.py"))
+
+
 def test_pictures_are_what_draws_them():
-    drawn = runpy.run_path(str(ROOT / "docs/draw.py"))
-    for name, draw in drawn["DRAWN"].items():
-        assert (drawn["PICTURES"] / f"{name}.svg").read_text() == draw(), "run python docs/draw.py"
+    for name, draw in DRAW["DRAWN"].items():
+        assert (DRAW["PICTURES"] / f"{name}.svg").read_text() == draw(), "run python docs/draw.py"
+
+
+def luminance(color):
+    """Of WCAG 2, of a colour like "#4053d3"."""
+    parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    r, g, b = (x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts)
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_words_of_pictures_stand_out(theme):
+    """By WCAG 2's ratio for text, on the page and on every box that has words."""
+    colors = {name: luminance(color[theme == "dark"]) for name, color in DRAW["COLORS"].items()}
+    pairs = [("ink", "page"), ("on-softmax", "softmax"), *(("on", box) for box in ("load", "scores", "out", "store"))]
+    for pair in pairs:
+        dark, light = sorted(colors[name] for name in pair)
+        assert (light + 0.05) / (dark + 0.05) >= 4.5, pair
+
+
+def test_pictures_can_be_read_on_a_phone():
+    """A phone has some 360 pixels across. Letters are 9 high there, and lines end within the picture, or their box."""
+    for draw in DRAW["DRAWN"].values():
+        root = ElementTree.fromstring(draw())
+        across = float(root.get("viewBox").split()[2])
+        assert DRAW["SIZE"] * 360 / across >= 9
+        for line in root.iter("{http://www.w3.org/2000/svg}text"):
+            width, x = len(line.text) * DRAW["LETTER"], float(line.get("x"))
+            assert x - width / 2 * (line.get("text-anchor") == "middle") >= 0, line.text
+            assert x + width / (1 + (line.get("text-anchor") == "middle")) <= across, line.text
 
 
 TRIALS = {"forward": 120, "decode-fp8": 20, "gathering": 11, "backward": 9, "indexer": 5, "layers": 6}  # at least
@@ -156,6 +189,22 @@ def test_links_lead_somewhere():
 def test_the_site_lists_every_page():
     listed = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text()))
     assert {str(page.relative_to(ROOT / "docs")) for page in PAGES[1:]} == listed
+
+
+def test_the_names_of_tensors_are_what_is_read():
+    """A row for each parameter: its tensors' names in DeepSeek's checkpoints and in Hugging Face's."""
+    page = (ROOT / "docs/howto/checkpoint-names.md").read_text()
+    rows = re.findall(r"^\| `(\S+)` \| (.*) \| (.*) \|$", page, re.M)
+    for column, names in enumerate((weights._DEEPSEEK, weights._HUGGING_FACE), 1):
+        said = {row[0]: re.findall("`([^`]+)`", row[column]) for row in rows}
+        assert {name: x for name, x in said.items() if x} == {
+            name: [x] if isinstance(x, str) else [*x] for name, x in names.items()
+        }
+
+
+def test_pages_open_as_files():
+    """A link to a folder, as of MkDocs by default, would open a list of files."""
+    assert re.search(r"^use_directory_urls: false\b", (ROOT / "mkdocs.yml").read_text(), re.M)
 
 
 def tree(page):

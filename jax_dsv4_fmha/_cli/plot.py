@@ -3,6 +3,7 @@
 import math
 import statistics
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from .._bench import SUITES
@@ -10,6 +11,8 @@ from .._host import library
 
 _PEERS = {"two_pass": "#a9b4e8", "cudnn": "#8a8a8a", "xla": "#cfcfcf", "graph": "#d9bd94", "both": "#c9a6d1"}
 _BAR = 0.29
+_DARK = "@media(prefers-color-scheme:dark){svg{filter:invert(.9) hue-rotate(180deg)}}"
+"""dark for light, with the same hues"""
 _DTYPES = ("#4053d3", "#ddb310", "#00806c", "#b51d14")
 
 Rows = list[dict[str, Any]]
@@ -83,12 +86,15 @@ def _size(v: library.Variant) -> tuple[int, int, str]:
 
 
 def save(figure: Any, path: str) -> None:
-    """Saves a .png or .svg; an SVG has its text as text, and the same bytes for the same figure."""
+    """Saves a .png or .svg; an SVG has its text as text, the same bytes for the same figure, and two colour schemes."""
     import matplotlib
 
-    metadata = {"Date": None} if path.endswith(".svg") else {}
+    is_svg = path.endswith(".svg")
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "jax_dsv4_fmha"}):
-        figure.savefig(path, dpi=150, metadata=metadata)
+        figure.savefig(path, dpi=150, metadata={"Date": None} if is_svg else {})
+    if is_svg:
+        picture = Path(path)
+        picture.write_text(picture.read_text().replace('<style type="text/css">', f'<style type="text/css">{_DARK}', 1))
 
 
 def _roof(row: dict[str, Any]) -> float:
