@@ -277,11 +277,15 @@ def main(requests=10, places=4, chunk=32, longest=150, wanted=24, page=32, pages
     """Serves random requests; returns the finished requests and the server."""
     rng = np.random.default_rng(0)
     alike = rng.integers(0, VOCABULARY, beginning, dtype=np.int32)
+    if progress:
+        print("making random parameters and empty caches", flush=True)
     server = Server(places, longest + wanted, chunk, page, pages, alike)
     for i in range(requests):
         own = rng.integers(0, VOCABULARY, rng.integers(1, longest - beginning + 1), dtype=np.int32)
         prompt, temperature = np.concatenate([alike, own]), 0.8 if i % 2 else 0.0
         server.submit(Request(prompt, int(rng.integers(1, wanted + 1)), temperature))
+    if progress:
+        print(f"{jax.default_backend()}: compiling the programs that read and say", flush=True)
     server.compile()
     done, calls, began = [], 0, time.perf_counter()
     while server.waiting or any(server.places):
