@@ -85,7 +85,7 @@ def check(history):
         right, start, lengths = np.zeros(PLACES, int), np.zeros(PLACES, np.int32), np.zeros(PLACES, np.int32)
         for n, wanted in enumerate(call.right):
             if wanted is None:
-                start[n] = rng.integers(0, 99)  # which nobody reads: no token is at `lengths`
+                start[n] = rng.integers(0, 99)  # any number will do, as the place has no tokens
                 continue
             if wanted == "new":
                 at[n], wanted = 0, s

@@ -8,7 +8,6 @@ HBM, like `rope.py`, which says what rotate is.
 
 from pathlib import Path
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
@@ -16,29 +15,16 @@ from cutlass import Float32, Int32, Int64
 from kernels.abi import Rope
 from kernels.aot import Compiled
 from kernels.lib.hadamard import hadamard, rounded
-from kernels.lib.launch import Kernel, i32, pointers
-from kernels.lib.rows import ceil_div
 
 from .config import INDEX_D, VECTOR, Config
+from .rope import RopeSm90
 from .rows import as_float, read, rotate, token, write
 
 
-class RopeHadamardSm90(Kernel):
-    symbol = "rope_hadamard"
+class RopeHadamardSm90(RopeSm90):
+    """RopeSm90 for rows of INDEX_D numbers, which it transforms."""
 
-    @cute.jit
-    def __call__(
-        self,
-        x: cute.Pointer,  # [rows, d]
-        table: cute.Pointer,  # float32 [rows / heads, dims / 2, 2]: cos and sin
-        rows: Int32,
-        heads: Int32,
-        d: Int32,  # INDEX_D
-        direction: Float32,  # 1, or -1 for back
-        stream: cuda.CUstream,
-    ):
-        ctas = ceil_div(rows, Int32(self.config.tile_m))
-        self.launch(x, table, rows, heads, d, direction, ctas=ctas, stream=stream)
+    symbol = "rope_hadamard"
 
     @cute.kernel
     def kernel(self, x: cute.Pointer, table: cute.Pointer, rows: Int32, heads: Int32, d: Int32, direction: Float32):
@@ -71,9 +57,6 @@ class RopeHadamardSm90(Kernel):
                 rotate(values, rotations[None, i], direction)
             if row < rows:
                 write(x + (Int64(row) * INDEX_D + lane * VECTOR), values)
-
-    def examples(self, variant: Rope) -> tuple:
-        return *pointers(variant.dtype, "x", "float32"), *(i32() for _ in range(3)), Float32(1.0)
 
 
 def compile(variant: Rope, out_dir: Path) -> Compiled:
