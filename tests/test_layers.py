@@ -792,3 +792,17 @@ def test_errors():
         ValueError, match=r"window_cache: got room for 5 entries of a sequence, wanted window \+ s_q - 1"
     ):
         layer.step(p, hidden(2, 2), layer.cache(2, 8, jnp.float32), lengths=2)
+
+
+def test_index_keys_of_an_fp8_cache():
+    """They are packed where a kernel takes the pages; a step then quantizes its queries."""
+    sizes = {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "index_n_heads": 16}
+    layer = from_config(MODELS["v4"] | sizes)[1]
+    fp8, table = jnp.float8_e4m3fn, jnp.zeros((2, 2), jnp.int32)
+    assert (layer.cache(2, 90, fp8).keys.layout, layer.cache(2, 90, fp8).keys.capacity) == ("index_fp8", 24)
+    assert layer.cache(2, 256, fp8, block_table=table, page_tokens=128).keys.layout == "index_fp8"
+    for cache in (layer.cache(2, 90), layer.cache(2, 32, fp8, block_table=table, page_tokens=16)):
+        assert cache.keys.entries.dtype == jnp.bfloat16
+    x = jnp.zeros((2, 1, layer.hidden), jnp.bfloat16)
+    out = jax.eval_shape(lambda p, c: layer.step(p, x, c, lengths=1), shapes(layer), layer.cache(2, 90, fp8))
+    assert out.cache.keys.entries.dtype == jnp.uint8

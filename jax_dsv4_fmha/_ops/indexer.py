@@ -410,12 +410,12 @@ def _cached_keys(op: str, cache: Cache, k_scale: Any, dtype: Any, dims: dict[str
     page, several = cache.page, cache.block_table is not None
     table = cache.block_table if several else jnp.zeros((dims["b"], 1), jnp.int32)
     pool = cache.entries[None] if several else cache.entries[:, None]
-    unit = _page_unit(several and table.shape[1] != 1, packed)
+    unit = page_unit(several and table.shape[1] != 1, packed)
     fits = isinstance(page, int) and page % unit == 0
     return _Keys(*_OF_PAGES[packed], (pool, table), f"pages of {page}", f"pages of a multiple of {unit}", True, fits)
 
 
-def _page_unit(several: bool, packed: bool) -> int:
+def page_unit(several: bool, packed: bool) -> int:
     """Kernels take pages of a multiple of this, one or several to a sequence: `IndexPageUnit` in C++."""
     return (32 if packed else 8) if several else (4 if packed else 1)
 

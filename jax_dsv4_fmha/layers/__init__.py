@@ -1,10 +1,11 @@
 """DeepSeek-V4's attention layers as pure functions on arrays and pytrees, from hidden states to hidden states."""
 
-from .attention import Choice, DSV4Attention, IndexQuery, LayerCache, Output, Shared
+from .attention import DSV4Attention
 from .compressor import Compressor
 from .config import from_config
 from .hadamard import hadamard
 from .indexer import Indexer
+from .outputs import Choice, IndexQuery, LayerCache, Output, Shared
 from .pooling import RunningSums
 from .rope import Rope, inverse_rope, rope
 from .weights import from_state_dict

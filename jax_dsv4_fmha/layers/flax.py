@@ -11,7 +11,8 @@ from flax import linen, nnx
 from flax.linen.dtypes import promote_dtype
 
 from .. import _check, dot_product_attention
-from .attention import DSV4Attention, Output
+from .attention import DSV4Attention
+from .outputs import Output
 
 
 class Linen(linen.Module):

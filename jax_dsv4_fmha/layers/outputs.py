@@ -1,0 +1,208 @@
+"""What a layer keeps, makes and returns: pytrees of arrays and caches."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+
+from .. import Cache, _check
+from .pooling import RunningSums
+
+
+class LayerCache(NamedTuple):
+    """The caches of a layer; None where the kind of layer does not have them.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jax_dsv4_fmha.layers import DSV4Attention, Rope
+      >>> layer = DSV4Attention(hidden=64, heads=4, d=32, q_rank=32, o_groups=2, o_rank=16, rope=Rope(8))
+      >>> params, x = layer.init(jax.random.key(0)), jnp.ones((2, 6, 64))
+      >>> cache = layer.cache(2, max_length=100, dtype=x.dtype)
+      >>> cache = jax.jit(layer, donate_argnums=2)(params, x, cache).cache  # a prompt of 6 tokens
+      >>> step = jax.jit(layer.step, donate_argnums=2)
+      >>> step(params, x[:, :1], cache, lengths=7).y.shape
+      (2, 1, 64)
+    """
+
+    window: Cache
+    """the last latents, a ring"""
+    compressed: Cache | None = None
+    """the compressor's entries"""
+    tokens: Cache | RunningSums | None = None
+    """tokens that the compressor has not pooled yet, as `Compressor.state` keeps them"""
+    keys: Cache | None = None
+    """the indexer's keys, one for each entry"""
+    key_tokens: Cache | RunningSums | None = None
+    """tokens that the indexer's compressor has not pooled yet"""
+
+    def with_block_table(self, block_table: jax.Array) -> "LayerCache":
+        """The same caches with another table, of the same shape, in each that has one: sequences get and lose pages.
+
+        No entry moves. A page may stand in the rows of several sequences, which then share its entries.
+
+        Raises:
+          ValueError, TypeError: a table of another shape or dtype.
+        """
+        paged = {name: x for name, x in self._asdict().items() if isinstance(x, Cache) and x.block_table is not None}
+        for name, part in paged.items():
+            b, n = part.block_table.shape
+            table = _check.operand("with_block_table", "block_table", block_table, "b n", {"b": b, "n": n}, _check.INT)
+            sharding = jax.typeof(part.block_table).sharding
+            table = jax.sharding.reshard(table, sharding) if any(sharding.spec) else table
+            own = jax.lax.dynamic_update_slice(part.block_table, table, (0, 0))  # each has one, so all may be donated
+            paged[name] = dataclasses.replace(part, block_table=own)
+        return self._replace(**paged)
+
+    def fork(self, source: int | jax.Array, target: int | jax.Array) -> "LayerCache":
+        """The same caches, with sequence `target` at the token where sequence `source` is.
+
+        Rings and contiguous entries are copied. Pages are not: put those of `source` into the table's row of `target`,
+        too. Do this at the end of a page: a page that both have must get no more entries.
+
+        Args:
+          source, target: an int or a scalar int32, numbers in the batch.
+
+        Raises:
+          NotImplementedError: Explicit axes of a mesh shard the batch.
+        """
+        of_all = [name for name, x in self._asdict().items() if isinstance(x, Cache) and x.block_table is not None]
+        own = {name: x for name, x in self._asdict().items() if x is not None and name not in of_all}
+        if axes := jax.typeof(self.window.entries).sharding.spec[0]:
+            got, wanted = f"the batch sharded over {axes}", "it whole, or over Auto axes"
+            raise _check.error(NotImplementedError, "fork", "cache", got, wanted)
+        return self._replace(**jax.tree.map(lambda x: x.at[target].set(x[source]), own))
+
+
+class Shared(NamedTuple):
+    """What a V4.1 layer takes from earlier layers in the same pass over the model.
+
+    A pass begins with `Shared()`; after each layer `shared = shared.after(out)` is what the next one takes.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jax_dsv4_fmha.layers import Compressor, DSV4Attention, Rope, Shared
+      >>> sizes = dict(hidden=64, heads=4, d=32, q_rank=32, o_groups=2, o_rank=16, rope=Rope(8), ratio=2)
+      >>> makes, reads = DSV4Attention(**sizes, compressor=Compressor(64, 32, 2)), DSV4Attention(**sizes)
+      >>> x, shared = jnp.ones((1, 6, 64)), Shared()
+      >>> for layer in (makes, reads):
+      ...     out = jax.jit(layer)(layer.init(jax.random.key(0)), x, shared=shared)
+      ...     x, shared = x + out.y, shared.after(out)
+      >>> shared.compressed.shape
+      (1, 3, 32)
+    """
+
+    compressed: Any = None
+    """entries, an array `[b, n, d]` or a Cache"""
+    keys: Any = None
+    """the indexer's keys, `[b, n, index d]` or a Cache"""
+    indices: jax.Array | None = None
+    """int32 `[b, s, topk]`"""
+    blocks: jax.Array | None = None
+    """int32 `[b, s, n]`: the blocks of entries that later indexers choose from"""
+
+    def after(self, out: "Output") -> "Shared":
+        """What the layer after the one with this output takes: what that layer made, and the rest as it was."""
+        cached = Shared() if out.cache is None else Shared(out.cache.compressed, out.cache.keys)
+        return Shared(
+            *(next((x for x in xs if x is not None), None) for xs in zip(out.made, cached, self, strict=True))
+        )
+
+
+class Choice(NamedTuple):
+    """The choice of a layer's indexer, and what attention made of it, by the names that `indexer_loss` takes.
+
+    `indexer_loss(**choice._asdict(), sink=params["sink"])` is the loss `[b, s]`.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jax_dsv4_fmha import indexer_loss
+      >>> from jax_dsv4_fmha.layers import Compressor, DSV4Attention, Indexer, Rope
+      >>> indexer = Indexer(64, q_rank=32, heads=2, d=16, topk=3, compressor=Compressor(64, 16, 4, overlap=True))
+      >>> layer = DSV4Attention(
+      ...     hidden=64, heads=4, d=32, q_rank=32, o_groups=2, o_rank=16, rope=Rope(8), ratio=4,
+      ...     compressor=Compressor(64, 32, 4, overlap=True), sparse=True, indexer=indexer,
+      ... )
+      >>> params = layer.init(jax.random.key(0))
+      >>> choice = jax.jit(layer)(params, jnp.ones((1, 20, 64))).choice()
+      >>> indexer_loss(**choice._asdict(), sink=params["sink"]).shape
+      (1, 20)
+    """
+
+    q: jax.Array
+    """the indexer's queries `[b, s, index heads, index d]`"""
+    k: jax.Array
+    """its keys `[b, n, index d]`"""
+    weights: jax.Array
+    """float32 `[b, s, index heads]`"""
+    attention_q: jax.Array
+    """`[b, s, h, d]`"""
+    kv: jax.Array
+    """the entries `[b, n, d]`"""
+    lse: jax.Array
+    """float32 `[b, s, h]`, over the window and the chosen entries"""
+    indices: jax.Array
+    """int32 `[b, s, topk]`"""
+
+
+class IndexQuery(NamedTuple):
+    """An indexer's part of a `Choice`, and attention's, which nothing else of an `Output` holds.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jax_dsv4_fmha.layers import Compressor, DSV4Attention, Indexer, Rope
+      >>> indexer = Indexer(64, q_rank=32, heads=2, d=16, topk=3, compressor=Compressor(64, 16, 4, overlap=True))
+      >>> layer = DSV4Attention(
+      ...     hidden=64, heads=4, d=32, q_rank=32, o_groups=2, o_rank=16, rope=Rope(8), ratio=4,
+      ...     compressor=Compressor(64, 32, 4, overlap=True), sparse=True, indexer=indexer,
+      ... )
+      >>> params = layer.init(jax.random.key(0))
+      >>> index_query = jax.jit(layer)(params, jnp.ones((1, 20, 64))).index_query
+      >>> index_query.q.shape, index_query.attention_q.shape
+      ((1, 20, 2, 16), (1, 20, 4, 32))
+    """
+
+    q: jax.Array
+    """`[b, s, index heads, index d]`"""
+    weights: jax.Array
+    """float32 `[b, s, index heads]`"""
+    attention_q: jax.Array
+    """`[b, s, h, d]`"""
+    lse: jax.Array
+    """float32 `[b, s, h]`"""
+
+
+class Output(NamedTuple):
+    """The results of a layer. It holds no array twice, so that a jitted function may return it and XLA copies none.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jax_dsv4_fmha.layers import DSV4Attention, Rope
+      >>> layer = DSV4Attention(hidden=64, heads=4, d=32, q_rank=32, o_groups=2, o_rank=16, rope=Rope(8))
+      >>> params = layer.init(jax.random.key(0))
+      >>> out = jax.jit(layer)(params, jnp.ones((2, 6, 64)))
+      >>> out.y.shape, out.cache, out.choice()
+      ((2, 6, 64), None, None)
+    """
+
+    y: jax.Array
+    """`[b, s, hidden]`, in x's dtype"""
+    cache: LayerCache | None
+    """the new cache, if there was one"""
+    made: Shared
+    """what this layer made for the layers after it, without what its cache holds; `Shared.after` puts both together"""
+    index_query: IndexQuery | None
+    """only from a layer with an indexer, with entries to choose from and without a cache"""
+
+    def choice(self, shared: Shared | None = None) -> Choice | None:
+        """What `indexer_loss` takes, or None; shared: what the layer was given, which only V4.1's needs."""
+        if self.index_query is None:
+            return None
+        now = (shared or Shared()).after(self)
+        q, weights, attention_q, lse = self.index_query
+        assert now.indices is not None
+        return Choice(q, now.keys, weights, attention_q, now.compressed, lse, now.indices)
