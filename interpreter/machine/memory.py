@@ -31,6 +31,9 @@ HINTS = (
     "nc",
     "L1::no_allocate",
     "L1::evict_last",
+    "L2::evict_normal",
+    "L2::evict_first",
+    "L2::evict_last",
     "L2::128B",
     "L2::256B",
 )
@@ -140,7 +143,7 @@ def store(i: Instruction, d: Decoder) -> Step:
     i.only(*SPACES, *HINTS, "v2", "v4", "v8", kind)
     size = size_of(kind)
     sources = d.vector(i.args[1], kind)
-    if len(sources) != count or space in (None, "param") or size < 2:
+    if len(sources) != count or space in (None, "param"):
         raise d.fail(i.opcode)
     base, offset = d.address(i.args[0])
     dtype, total = DTYPES[f"u{8 * size}"], size * count
@@ -148,6 +151,8 @@ def store(i: Instruction, d: Decoder) -> Step:
     def values(w: Warp) -> Array:
         for slot in sources:
             w.check_read(slot)
+        if size == 1:  # the lower half of a 16-bit register
+            return np.stack([w.R[s].astype(np.uint8)[w.lanes] for s in sources], 1)
         return np.stack([w.R[s].view(dtype)[w.lanes] for s in sources], 1).view(np.uint8)
 
     def shared(w: Warp) -> None:

@@ -13,6 +13,7 @@ from .hazards import Clock, Deadlock, Fault, Leak, Race
 from .state import Branching, Machine, Wait, Warp, names
 
 MAX_STEPS = 50_000_000
+LATE = 0.002  # how likely a cluster that has not begun does so
 
 
 @dataclass
@@ -39,15 +40,19 @@ class Policy:
 def run(m: Machine) -> None:
     policy, chance = m.policy or Policy.of(m), m.rng.random
     pending, pace = m.pending, policy.pace
-    able, blocked = m.warps, list[Warp]()
-    while able or blocked or pending:
+    able, blocked = [w for w in m.warps if not any(w.cta in cluster for cluster in m.late)], list[Warp]()
+    while able or blocked or pending or m.late:
         if m.news or not (able or pending):
             m.news, still = False, list[Warp]()
             for w in blocked:
                 (able if w.waiting is None or w.waiting.ready() else still).append(w)
             blocked = still
             if not able and not pending:
-                raise deadlock(m)
+                if not m.late:
+                    raise deadlock(m)
+                able = m.begin_late()
+        elif m.late and chance() < LATE:
+            able += m.begin_late()
         if pending and (not able or chance() < policy.eagerness):
             op = pending[int(chance() * len(pending))]
             while (before := next((x for x in op.after if not x.done), None)) is not None:

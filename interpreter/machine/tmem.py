@@ -2,7 +2,7 @@
 
 TMEM has 128 lanes x 512 columns of 32 bits, for each CTA its own. Only these order accesses to it (9.7.16.6):
 
-    products of one thread on the same accumulator happen in order
+    products of one thread on the same accumulator happen in order, and after its copies to TMEM
     tcgen05.wait::ld, ::st       what the warp loaded or stored is done, for the warp itself
     tcgen05.commit               arrives at an mbarrier when all earlier products of the thread are done
     fence::before_thread_sync    what the warp knows to be done goes with what it tells from now on
@@ -88,6 +88,10 @@ def check_freed(tmem: Tmem) -> None:
         raise Leak(f"{tmem.name} columns {first}..{first + columns - 1}, allocated in line {line}, are never freed")
 
 
+Chain = tuple[int, tuple[int, ...] | None]
+"""Operations of a thread that happen in order: its lane, and an accumulator, or None for copies."""
+
+
 @dataclass(eq=False)
 class Issuer:
     """The TMEM operations of one warp."""
@@ -98,14 +102,34 @@ class Issuer:
     stores: list[AsyncOp] = field(default_factory=list)
     products: dict[int, list[AsyncOp]] = field(default_factory=dict)  # by lane, not known to be done
     product_bits: dict[int, int] = field(default_factory=dict)  # by lane, of all
-    chains: dict[tuple[int, ...], tuple[AsyncOp, int]] = field(
-        default_factory=dict
-    )  # by accumulator: last, bits of all
+    chains: dict[Chain, tuple[AsyncOp, int]] = field(default_factory=dict)  # those in order: the last, bits of all
 
     def clock(self) -> Clock:
         clock = self.known.copy()
         clock.ops |= self.own
         return clock
+
+    def following(self, lane: int, accumulator: tuple[int, ...] | None) -> tuple[Chain, tuple[AsyncOp, ...], Clock]:
+        """The chain of a product that a thread is about to issue, or of a copy (without an accumulator); after what it
+        happens; what it knows to have happened.
+
+        A product comes after the thread's products on the same accumulator, and after its copies (9.7.16.6.2).
+        """
+        chain, clock = (lane, accumulator), self.clock()
+        before: list[AsyncOp] = []
+        for earlier in {chain, (lane, None)} if accumulator else ():
+            if earlier in self.chains:
+                last, bits = self.chains[earlier]
+                before.append(last)
+                clock.ops |= bits
+        return chain, tuple(before), clock
+
+    def issued(self, lane: int, op: AsyncOp, chain: Chain) -> None:
+        """A product or a copy of a thread, the last of its chain."""
+        bit = 1 << op.number
+        self.chains[chain] = op, self.chains.get(chain, (op, 0))[1] | bit
+        self.products.setdefault(lane, []).append(op)
+        self.product_bits[lane] = self.product_bits.get(lane, 0) | bit
 
 
 def issuer(w: Warp) -> Issuer:
