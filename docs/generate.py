@@ -11,12 +11,17 @@ again.
 
 import json
 import re
+import sys
 import textwrap
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-DOCS = Path(__file__).parent
+DOCS = Path(__file__).resolve().parent
+sys.path.insert(0, str(DOCS.parent))
+
+from interpreter.machine.rules import Rule  # noqa: E402
+
 PAGES = (DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md")))
 MARKED = re.compile(r"(<!-- generated: (\S+) -->\n).*?(<!-- end -->)", re.S)
 
@@ -386,6 +391,12 @@ def blackwell() -> str:
     return table("d | MMA | with SMEM's share | softmax | bound | tensor pipe | L2 bytes a clock", rows)
 
 
+def rules() -> str:
+    return table(
+        "rule | the manual | without it | evidence", [[f"`{x.name}`", x.says, x.without, x.evidence] for x in Rule]
+    )
+
+
 def limits() -> str:
     """What performance.md says of pages that have tables of their own."""
     ratios = [
@@ -570,6 +581,7 @@ GENERATED: dict[str, Callable[[], str]] = {
         rope,
         layer_steps,
         blackwell,
+        rules,
         scaling,
         host,
         flashmla,

@@ -28,7 +28,9 @@ Modules, each for one concern. The machine knows nothing of this project's kerne
       decode.py      Decoder: operands -> slots; the register of instructions
       fusion.py      runs of instructions on lanes alone -> one Python function each
       alu.py control.py memory.py reductions.py barriers.py clusters.py copies.py lanes.py wgmma.py tmem.py tcgen05.py
+      products.py launch_control.py
                      one family of instructions each
+      rules.py       what the manual demands and a B200 does not: a switch for each
       handwritten.py programs written by hand, run here or on a chip
       timeline.py    who did what when, as text and as a picture
     kernels/         what knows our kernels

@@ -270,6 +270,7 @@ class Code:
         for family in FAMILIES:
             importlib.import_module(f"{__package__}.{family}")
         self.program = program
+        self.named: dict[int, frozenset[int]] = {}  # by instruction
         self.decoder = d = Decoder(program)
         self.steps: list[Step] = []  # a step for every instruction; in `fused` some stand for several
         for d.index, d.here in enumerate(program.code):
@@ -300,6 +301,21 @@ class Code:
         for slot, value in self.own:
             values[slot] = value(w)
         return values
+
+    def registers_at(self, pc: int) -> frozenset[int]:
+        """The slots of the registers that an instruction names."""
+        if pc in self.named:
+            return self.named[pc]
+        i, names = self.program.code[pc], set[str]()
+        for arg in (*i.args, i.guard or ""):
+            parts = (
+                (arg.base, *arg.coordinates) if isinstance(arg, Address) else arg if isinstance(arg, tuple) else (arg,)
+            )
+            for part in parts:
+                names.update(part.lstrip("!").split("|"))
+        slots = self.decoder.slots
+        self.named[pc] = found = frozenset(slots[name, ""] for name in names if (name, "") in slots)
+        return found
 
     def name_of(self, slot: int) -> str:
         return self.decoder.names[slot]

@@ -17,6 +17,7 @@ from .barriers import arrive, lookup_all
 from .decode import DTYPES, Decoder, Step, bits_of, instruction
 from .hazards import Misuse, Race, Undefined, Words
 from .parser import Instruction
+from .rules import Rule
 from .state import FULL, LANES, PARAM_BASE, RANK_SHIFT, Array, AsyncOp, Cta, Warp, lanes_of
 
 SPACES = ("shared", "shared::cta", "shared::cluster", "global", "param")
@@ -296,7 +297,8 @@ def copy(i: Instruction, d: Decoder) -> Step:
 def copy_arrive(i: Instruction, d: Decoder) -> Step:
     """9.7.14.16.15: each lane arrives when all its copies so far are complete.
 
-    They are known to who waits, and so is what the warp had been told when it issued them; its own stores are not.
+    They are known to who waits, and so is what the warp had been told when it issued them; its own stores are not
+    (OWN_STORES). Products may read what they wrote after a fence.proxy.async (CP_ASYNC_PROXY).
     """
     i.only("noinc", "shared", "shared::cta", "b64")
     if not i.has("noinc"):
@@ -311,8 +313,11 @@ def copy_arrive(i: Instruction, d: Decoder) -> Step:
 
         def run(op: AsyncOp) -> None:
             clock = op.clock.copy()
-            clock.forget(w.index)
+            if Rule.OWN_STORES in w.machine.rules:
+                clock.forget(w.index)
             clock.ops |= everything
+            if Rule.CP_ASYNC_PROXY not in w.machine.rules:
+                clock.fenced_ops |= everything
             for bar, lanes in groups:
                 arrive(bar, lanes, clock, op)
 

@@ -10,6 +10,7 @@ import itertools
 from dataclasses import dataclass
 
 from .hazards import Clock, Deadlock, Fault, Leak, Race
+from .rules import Rule
 from .state import Branching, Machine, Wait, Warp, names
 
 MAX_STEPS = 50_000_000
@@ -100,7 +101,10 @@ def advance(w: Warp, quantum: int) -> None:
                 pc = rejoin(w)
             w.pc = pc
             m.time += 1
-            result = steps[pc](w)
+            if w.scoreboard is None:
+                result = steps[pc](w)
+            elif (result := w.scoreboard.before(w, pc)) is None:
+                result = m.single[pc](w)
             if result is None:
                 pc += 1
             elif isinstance(result, int):
@@ -184,6 +188,13 @@ def deadlock(m: Machine) -> Deadlock:
     return Deadlock("nothing can go on\n" + "\n".join(lines + ended))
 
 
+def remark(m: Machine, rule: Rule | None, fault: Fault) -> None:
+    """Raises it, unless it breaks a rule that is not checked."""
+    if rule is None or rule in m.rules:
+        raise fault
+    m.remarks.add(str(fault))
+
+
 def check_exit(w: Warp) -> None:
     """A warp has ended: what it started must have, too, before its CTA's memory and registers go."""
     if w.held:
@@ -191,7 +202,10 @@ def check_exit(w: Warp) -> None:
         raise Leak(f"{w.name} ends while {op} is in flight: nothing waited for it")
     stores = [*itertools.chain.from_iterable(w.extra.get("bulk groups", [])), *w.extra.get("bulk open", [])]
     if stores:
-        raise Leak(f"{w.name} ends while TMA may still read shared memory: nothing waited for {stores[0]}")
+        text = f"{w.name} ends while TMA may still read shared memory: nothing waited for {stores[0]}"
+        remark(w.machine, Rule.LAST_STORES, Leak(text))
+        for op in stores:
+            op.left = True
 
 
 def check_end(m: Machine) -> None:
@@ -201,21 +215,29 @@ def check_end(m: Machine) -> None:
         for w in cta.warps:
             known.join(w.clock)
         for op in m.ops_log:
-            if cta in op.ctas and op.kind in ("tma", "cp.async", "st.async") and not known.ops >> op.number & 1:
+            if (
+                cta in op.ctas
+                and not op.left
+                and op.kind in ("tma", "cp.async", "st.async")
+                and not known.ops >> op.number & 1
+            ):
                 raise Leak(f"CTA {cta.number} ends while a copy may be in flight: nobody waited for {op}")
         for number, does in cta.visits.items():
-            if not known.knows(m.events[number]):
-                raise Race(
-                    f"CTA {cta.number} ends while nothing orders that after {m.events[number]}, who {does} its memory"
-                )
+            event = m.events[number]
+            if not known.knows(event):
+                text = f"CTA {cta.number} ends while nothing orders that after {event}, who {does} its memory"
+                committed = event.op is not None and m.ops_log[event.op].kind == "tcgen05.commit"
+                remark(m, Rule.LAST_STORES if committed else None, Race(text))
         for bar in cta.barriers.values():
             if bar.tx:
-                raise Leak(
+                text = (
                     f"{bar} ends with {bar.tx} transaction bytes outstanding: "
                     "what was expected and what was copied do not add up"
                 )
+                remark(m, Rule.EXPECTED_BYTES if bar.tx > 0 else None, Leak(text))
         for number, named in cta.named.items():
             if named.arrived:
-                raise Leak(f"named barrier {number} ends with {named.arrived} of {named.count} threads arrived")
+                text = f"named barrier {number} ends with {named.arrived} of {named.count} threads arrived"
+                remark(m, Rule.NAMED_BARRIERS, Leak(text))
     for check in m.exit_checks:
         check()

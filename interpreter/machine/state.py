@@ -5,15 +5,16 @@ from __future__ import annotations
 import bisect
 import math
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from .hazards import HOST, Clock, Event, Misuse, OutOfBounds, Race, Shadow, Undefined
 from .parser import Instruction, Program
+from .rules import MANUAL, Rule
 
 if TYPE_CHECKING:
     from .barriers import MBarrier, NamedBarrier
@@ -163,6 +164,7 @@ class AsyncOp:
     reader: int
     issued: int  # time
     atomic = False
+    left = False  # its CTA has ended, and may have
     ctas: tuple[Cta, ...] = ()  # CTAs that must not end before it is done
     done: bool = False
     _event: int = -1
@@ -195,6 +197,14 @@ def learn(clock: Clock, op: AsyncOp) -> None:
     clock.ops |= 1 << op.number
     if op.proxy == "async":
         clock.fenced_ops |= 1 << op.number
+
+
+class Scoreboard(Protocol):
+    """What stops a warp at an instruction that names registers which are not there yet."""
+
+    def before(self, w: Warp, pc: int) -> Wait | None:
+        """Lets the registers of instruction pc arrive, or says why it cannot go on."""
+        ...
 
 
 @dataclass(eq=False)
@@ -239,6 +249,7 @@ class Warp:
         self.released.seen[2, index] = 1  # what a relaxed arrival releases: all before the last fence
         # unfenced: what a relaxed wait was told, and is known from the next fence on
         self.held: dict[int, tuple[object, bool]] = {}  # slot -> (operation, whether it writes it)
+        self.scoreboard: Scoreboard | None = None  # of registers whose loads nobody has waited for
         self.extra: dict[str, Any] = {}
         self._events: dict[tuple[int, int], int] = {}
 
@@ -525,6 +536,7 @@ class Machine:
         cluster_size: int | Sequence[int] | None = None,
         seed: int = 0,
         record: bool = False,
+        rules: Collection[Rule] = MANUAL,
     ):
         from .decode import Code
 
@@ -546,6 +558,8 @@ class Machine:
         self.tensor_maps = tensor_maps or {}
         self.smem_bytes = smem_bytes
         self.events = events
+        self.rules = frozenset(rules)  # of the manual that are checked
+        self.remarks: set[str] = set()  # what breaks a rule that is not, where that is seen
         self.rng = random.Random(seed)
         self.policy: Policy | None = None  # the scheduler's policy; None: by the seed
         self.elected = self.rng.randrange(LANES)  # whom elect.sync prefers; any lane may be
@@ -563,7 +577,8 @@ class Machine:
         for n in range(self.grid_size):
             self.ctas.append(Cta(self, n, n % size, per_cta))
         self.code = code = Code.of(program)
-        self.steps = [self.noting(n, step) for n, step in enumerate(code.steps)] if record else code.fused
+        self.single = [self.noting(n, step) for n, step in enumerate(code.steps)] if record else code.steps
+        self.steps = self.single if record else code.fused
         for cta in self.ctas:
             first = cta.number - cta.rank
             cta.cluster = self.ctas[first : first + size]

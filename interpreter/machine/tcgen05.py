@@ -16,7 +16,8 @@ from .clusters import ranks
 from .decode import Decoder, Step, instruction
 from .hazards import Clock, Misuse
 from .parser import Address, Arg, Instruction
-from .state import FULL, LANES, RANK_SHIFT, SMEM_BASE, Array, AsyncOp, Wait, Warp, lanes_of, mask_of
+from .rules import Rule
+from .state import FULL, LANES, RANK_SHIFT, SMEM_BASE, Array, AsyncOp, Wait, Warp, lanes_of
 from .tmem import COLUMNS, Access, Tmem, group_of, issuer, tmem_of
 
 REGISTERS = {"32x32b": 1, "16x32bx2": 1, "16x64b": 1, "16x128b": 2, "16x256b": 4}  # of a thread, for .x1
@@ -55,12 +56,10 @@ def wait_loads(i: Instruction, d: Decoder) -> Step:
         mine = issuer(w)
         if not all(op.done for op, _, _ in mine.loads):
             return Wait(lambda: all(op.done for op, _, _ in mine.loads), lambda: "its loads from TMEM")
-        for op, slots, result in mine.loads:
-            mine.own |= 1 << op.number
-            w.release(slots, op)
-            for slot, values, defined in zip(slots, result["values"], result["defined"], strict=True):
-                w.put(slot, values, FULL if defined.all() else mask_of(defined))
+        for load in mine.loads:
+            mine.deliver(load)
         mine.loads.clear()
+        w.scoreboard = None
         return None
 
     return step
@@ -76,7 +75,7 @@ def wait_stores(i: Instruction, d: Decoder) -> Step:
         if not all(op.done for op in mine.stores):
             return Wait(lambda: all(op.done for op in mine.stores), lambda: "its stores to TMEM")
         for op in mine.stores:
-            mine.own |= 1 << op.number
+            mine.waited(op)
         mine.stores.clear()
         return None
 
@@ -115,7 +114,8 @@ def commit(i: Instruction, d: Decoder) -> Step:
                     arrive(bar, 1, clock, op)
 
             what = f"arrival at mbarrier +{bars[0].offset - SMEM_BASE}" + f" of {len(bars)} CTAs" * (len(bars) > 1)
-            w.issue("tcgen05.commit", what, run, after=pending, clock=clock)
+            op = w.issue("tcgen05.commit", what, run, after=pending, clock=clock)
+            mine.committed(lane, op)
 
     return step
 
@@ -154,6 +154,8 @@ def movement(i: Instruction, d: Decoder, registers: Arg) -> tuple[list[int], Cal
     def words(w: Warp, tmem: Tmem) -> Array:
         lane, column = divmod(w.uniform(base, np.uint32, "an address in TMEM") + offset, 1 << 16)
         first = 32 * (w.number % 4)
+        if Rule.OWN_LANES not in w.machine.rules:
+            lane = first + lane % 32
         if lane != first and (lane != first + 16 or shape == "32x32b"):
             raise Misuse(f"{shape} at lane {lane} by a warp that may access lanes {first}..{first + 31}")
         lanes, columns = cells(shape, count, split)
@@ -193,6 +195,8 @@ def load(i: Instruction, d: Decoder) -> Step:
         op = w.issue("tcgen05.ld", "load of " + ".".join(i.mods[:2]), run, after=before)
         w.hold(slots, op)
         mine.loads.append((op, slots, result))
+        if Rule.WAIT_LD not in w.machine.rules:
+            w.scoreboard = mine
 
     return step
 
