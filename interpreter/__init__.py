@@ -38,11 +38,14 @@ Modules, each for one concern. The machine knows nothing of this project's kerne
       launch.py      the build's PTX; a launch of attention on operands
       attention.py gradients.py       operands in NumPy, and in float64 what is to come out
       cases.py       what kernels of attention are run on;  verdict.py: what is wrong with an answer
+      command.py     a kernel of ours, and who did what when
       mla_backward.py mha_backward.py indexer.py probabilities.py rope.py
                      a launch of each other family, its operands, and what is wrong with its answer
     faults.py        PlantedFault: where a fault is, by what it must be found;  edits.py: edits of PTX that plant one
     hardware.py      what a GPU answers, recorded
-    __main__.py      the command line
+    cute/            anybody's CuTe DSL functions: compiled without a GPU, recorded, run here
+    witnesses/       kernels that others wrote for B200s
+    __main__.py      the commands
 
 Seams, for a new family of instructions:
 

@@ -110,6 +110,14 @@ class Product:
     d: Array  # words of TMEM
     adds: bool
 
+    @property
+    def form(self) -> str:
+        """In words: the product's extents, where A is, and what is not K-major."""
+        shape = self.shape
+        across = [f"{name} MN-major" for name, mn_major in zip("AB", shape.mn_major, strict=True) if mn_major]
+        where = [] if isinstance(self.a, int) else ["A in TMEM"]
+        return ", ".join([f"product {shape.m}x{shape.n}x{shape.depth}", *where, *across])
+
 
 @instruction("tcgen05.mma")
 def product(i: Instruction, d: Decoder) -> Step:
@@ -173,7 +181,7 @@ def product(i: Instruction, d: Decoder) -> Step:
                 cta.visit(op, "multiplies in")
                 multiply(op, Access(clock, tensor_core(w, cta), op), cta, x, right)
 
-        what = f"product {shape.m}x{shape.n}x{shape.depth} into lane {row}, column {column}"
+        what = f"{x.form} into lane {row}, column {column}"
         reader = w.cta.first_stream + w.cta.rank % 2
         op = w.issue("tcgen05.mma", what, run, after=before, reader=reader)
         clock.ops |= 1 << op.number  # it reads D before it writes it

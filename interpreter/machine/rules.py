@@ -44,7 +44,7 @@ class Rule(Enum):
         "the last step of a producer in FlashAttention 4 expects a stage that is never loaded",
     )
     LAST_STORES = (
-        "a CTA waits until TMA has read its shared memory, and until commits have arrived there, before it ends",
+        "a CTA waits until TMA has read its shared memory before it ends",
         "it may end before",
         "FlashAttention 4's backward kernels do not wait for their last stores",
     )

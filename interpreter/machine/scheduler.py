@@ -188,9 +188,9 @@ def deadlock(m: Machine) -> Deadlock:
     return Deadlock("nothing can go on\n" + "\n".join(lines + ended))
 
 
-def remark(m: Machine, rule: Rule | None, fault: Fault) -> None:
+def remark(m: Machine, rule: Rule, fault: Fault) -> None:
     """Raises it, unless it breaks a rule that is not checked."""
-    if rule is None or rule in m.rules:
+    if rule in m.rules:
         raise fault
     m.remarks.add(str(fault))
 
@@ -225,16 +225,16 @@ def check_end(m: Machine) -> None:
         for number, does in cta.visits.items():
             event = m.events[number]
             if not known.knows(event):
-                text = f"CTA {cta.number} ends while nothing orders that after {event}, who {does} its memory"
-                committed = event.op is not None and m.ops_log[event.op].kind == "tcgen05.commit"
-                remark(m, Rule.LAST_STORES if committed else None, Race(text))
+                raise Race(f"CTA {cta.number} ends while nothing orders that after {event}, who {does} its memory")
         for bar in cta.barriers.values():
             if bar.tx:
                 text = (
                     f"{bar} ends with {bar.tx} transaction bytes outstanding: "
                     "what was expected and what was copied do not add up"
                 )
-                remark(m, Rule.EXPECTED_BYTES if bar.tx > 0 else None, Leak(text))
+                if bar.tx < 0:
+                    raise Leak(text)
+                remark(m, Rule.EXPECTED_BYTES, Leak(text))
         for number, named in cta.named.items():
             if named.arrived:
                 text = f"named barrier {number} ends with {named.arrived} of {named.count} threads arrived"

@@ -165,6 +165,12 @@ def movement(i: Instruction, d: Decoder, registers: Arg) -> tuple[list[int], Cal
     return slots, words
 
 
+def form_of(i: Instruction, words: Array) -> str:
+    """In words: which cells are moved; and from where, if that is not the first of the warp's lanes."""
+    lane = int(words.min()) // COLUMNS % LANES
+    return ".".join(i.mods[:2]) + (f", lane {lane}" if lane else "")
+
+
 def renamed_first(d: Decoder) -> None:
     """The compiler puts moves of a load's registers before its wait. To the assembler they are other names, not reads:
     here they come after the wait."""
@@ -192,7 +198,7 @@ def load(i: Instruction, d: Decoder) -> Step:
             result["values"], result["defined"] = tmem.words32[words], known.reshape(words.shape)
 
         before = tuple(op for op, _, _ in mine.loads[-1:])
-        op = w.issue("tcgen05.ld", "load of " + ".".join(i.mods[:2]), run, after=before)
+        op = w.issue("tcgen05.ld", f"load of {form_of(i, words)}", run, after=before)
         w.hold(slots, op)
         mine.loads.append((op, slots, result))
         if Rule.WAIT_LD not in w.machine.rules:
@@ -218,6 +224,7 @@ def store(i: Instruction, d: Decoder) -> Step:
             tmem.shadow.write(Access(clock, w.number, op), words.ravel(), defined)
             tmem.words32[words] = values
 
-        mine.stores.append(w.issue("tcgen05.st", "store of " + ".".join(i.mods[:2]), run, after=mine.stores[-1:]))
+        what = f"store of {form_of(i, words)}"
+        mine.stores.append(w.issue("tcgen05.st", what, run, after=mine.stores[-1:]))
 
     return step
