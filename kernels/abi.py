@@ -445,6 +445,20 @@ class NormRope(Variant):
 
 
 @dataclass(frozen=True)
+class IndexQuery(Variant):
+    """RoPE of an indexer's queries, then the Hadamard transform, then e4m3 with a scale for each row."""
+
+    dims: int  # numbers of a row that are rotated
+    dtype: str  # of the rows
+
+    family, layout = "index_query", "index_query"
+
+    @property
+    def params(self) -> Params:
+        return (*each("address", "x", "table", "codes", "scales"), *each("int32", "rows", "heads"))
+
+
+@dataclass(frozen=True)
 class KvInsert(Variant):
     """New entries of a cache: rows, or blocks of rows that are pooled, and then their norm, RoPE, and the Hadamard
     transform. They are rounded or packed, and written where they belong.
@@ -474,7 +488,7 @@ class KvInsert(Variant):
 FAMILIES: tuple[type[Variant], ...] = (
     *(Forward, Combine, MlaBackward, TileSpans, MhaBackward),
     *(IndexerScores, IndexerScoresAt, TopK, Probabilities),
-    *(Rope, NormRope, KvInsert),
+    *(Rope, NormRope, IndexQuery, KvInsert),
 )
 
 
@@ -694,6 +708,13 @@ TARGETS = (
         (array("x: T[b s_q h 128]"), TABLE),
         arrays("y: T[b s_q h 128]"),
         {"direction": "float32"},
+    ),
+    Target(
+        "index_query",
+        "rope",
+        (array("x: T[b s_q h 128]"), TABLE),
+        (array("codes: f8e4m3fn[b s_q h 128]", aligned=True), *arrays("scales: f32[b s_q h]")),
+        {},
     ),
     Target("norm_rope", "rope", (ROWS_TO_TURN, TABLE), arrays("y: T[b s_q h d]"), {"eps": "float32"}),
     Target(
