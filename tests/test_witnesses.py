@@ -14,7 +14,7 @@ from interpreter.machine.rules import Rule
 from interpreter.witnesses.__main__ import QUICK, chosen, parser, write
 from interpreter.witnesses.catalogue import WITNESSES
 from interpreter.witnesses.recording import Recording
-from interpreter.witnesses.verdict import answer, broken, edits, plant
+from interpreter.witnesses.verdict import answer, broken, difference, edits, plant
 from tests.test_ptx_forms import product
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -50,6 +50,14 @@ def test_a_wrong_answer_and_a_fault(witness):
     lost = replace(launch, ptx=launch.ptx.replace("tcgen05.commit", "// tcgen05.commit"))
     faulty = answer(replace(witness, launches=[lost]), seeds=1)
     assert not faulty.right and faulty.fault.startswith("seed 0: Deadlock: ")
+
+
+def test_a_difference():
+    wanted = np.array([4.0, -np.inf, 2.0])
+    assert difference(np.array([4, -np.inf, 2], np.float32), wanted) == 0
+    assert difference(np.array([4, -np.inf, 1], np.float32), wanted) == 0.25
+    for wrong in ([4, 0, 2], [4, np.nan, 2], [np.nan, -np.inf, 2], [np.inf, -np.inf, 2]):
+        assert difference(np.array(wrong, np.float32), wanted) == np.inf
 
 
 def test_rules_that_it_breaks(witness):

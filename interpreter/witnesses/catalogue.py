@@ -110,6 +110,7 @@ WITNESSES = (
         {"d": 64, "causal": True},
         arch="sm_90a",
     ),
+    Witness("hopper indexer", CUDNN, "Hopper: scores of an indexer, 64 heads", "dsa.indexer", arch="sm_90a"),
     Witness(
         "hopper gemm",
         CUTLASS,

@@ -31,8 +31,10 @@ class Answer:
 
 
 def difference(got: np.ndarray, wanted: np.ndarray) -> float:
-    """Relative to the greatest number wanted; infinity for a NaN."""
-    error = np.abs(got.astype(np.float64) - wanted).max() / np.abs(wanted).max()
+    """Relative to the greatest finite number wanted; infinity for a NaN, and for an infinity that is not wanted."""
+    with np.errstate(invalid="ignore"):
+        errors = np.where(got == wanted, 0.0, np.abs(got.astype(np.float64) - wanted))
+    error = errors.max() / np.abs(wanted[np.isfinite(wanted)]).max()
     return float(error) if np.isfinite(error) else float("inf")
 
 
@@ -116,7 +118,7 @@ def edits(launch: Launch, executed_lines: Collection[int]) -> Iterator[Edit]:
     numbers = [*NUMBERS]
     for kind, used, change in REGISTERS:
         names = "|".join(sorted(map(re.escape, set(re.findall(used, launch.ptx)))))
-        numbers += [(kind, rf"(.*mov\.b32\s+(?:{names}),\s*)(\d+)(;.*)", change)] if names else []
+        numbers += [(kind, rf"(.*mov\.b32\s+(?:{names}),\s*)(0x[\da-f]+|\d+)(;.*)", change)] if names else []
     for line, text in enumerate(launch.ptx.splitlines()):
         if line + 1 not in executed_lines:
             continue
@@ -124,8 +126,8 @@ def edits(launch: Launch, executed_lines: Collection[int]) -> Iterator[Edit]:
             if found := re.fullmatch(pattern, text):
                 yield Edit(kind, line, found.expand(to))
         for kind, pattern, change in numbers:
-            if (found := re.fullmatch(pattern, text)) and (kind != "a swizzle" or is_descriptor(int(found[2]))):
-                yield Edit(kind, line, f"{found[1]}{change(int(found[2]))}{found[3]}")
+            if (found := re.fullmatch(pattern, text)) and (kind != "a swizzle" or is_descriptor(int(found[2], 0))):
+                yield Edit(kind, line, f"{found[1]}{change(int(found[2], 0))}{found[3]}")
 
 
 def is_descriptor(number: int) -> bool:

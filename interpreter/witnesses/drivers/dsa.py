@@ -7,7 +7,16 @@ import numpy as np
 
 from ...cute.record import allocated, placed, tensor
 from ...machine.state import Array
-from . import OPERAND, RESULT, Case, bare, folder, normal
+from . import BOTH, OPERAND, RESULT, Case, bare, folder, normal
+
+SPARSE = "cudnn.deepseek_sparse_attention"
+
+
+def bare_packages(*names: str) -> None:
+    """What these modules lie in, without what wants libcudnn."""
+    root = folder("cudnn")
+    for name in ("cudnn", SPARSE, *(f"{SPARSE}.{name}" for name in names)):
+        bare(name, root.joinpath(*name.split(".")[1:]))
 
 
 def forward(*, h: int, d: int, sink: bool = False, s_q: int = 2, s_kv: int = 512, topk: int = 256) -> Case:
@@ -16,10 +25,7 @@ def forward(*, h: int, d: int, sink: bool = False, s_q: int = 2, s_kv: int = 512
     import cutlass
     from cutlass.cute.runtime import make_fake_stream
 
-    root = folder("cudnn")
-    sparse = "cudnn.deepseek_sparse_attention"
-    for name in ("cudnn", sparse, f"{sparse}.sparse_attention_forward", f"{sparse}.utils"):  # they want libcudnn
-        bare(name, root.joinpath(*name.split(".")[1:]))
+    bare_packages("sparse_attention_forward", "utils")
     if h == 64:
         from cudnn.deepseek_sparse_attention.sparse_attention_forward import dsa_fwd_sm100_head64 as module
 
@@ -67,4 +73,34 @@ def forward(*, h: int, d: int, sink: bool = False, s_q: int = 2, s_kv: int = 512
         {"o": wanted, "lse": wanted_lse},
         8e-3,
         options="--opt-level 2",
+    )
+
+
+def indexer(*, h: int = 64, s: int = 128) -> Case:
+    """Scores [1, s, s] of an indexer on Hopper: the sum over heads of relu(q k') w, for the keys so far; others keep
+    what they had."""
+    import cutlass
+    from cutlass.cute.runtime import make_fake_stream
+
+    bare_packages("indexer_forward", "utils", "utils.sm90")
+    from cudnn.deepseek_sparse_attention.indexer_forward.indexer_fwd_sm90 import IndexerForwardSm90
+
+    d = 128
+    q, k, w = normal(1, s, h, d), normal(1, s, 1, d, seed=2), normal(1, s, h, seed=3)
+    scores = allocated((1, s, s), np.float32)
+    scores[...] = -np.inf
+    products = np.einsum("bqhd,bkhd->bqkh", q.astype(np.float64), np.repeat(k.astype(np.float64), h, 2))
+    wanted = d**-0.5 * np.einsum("bqkh,bqh->bqk", np.maximum(products, 0), w.astype(np.float64))
+    wanted = np.where(np.tri(s, dtype=bool), wanted, -np.inf)
+    kernel = IndexerForwardSm90(cutlass.BFloat16, cutlass.BFloat16, qhead_per_kvhead=h, ratio=1)
+    return Case(
+        kernel,
+        [
+            *(tensor(q, leading=3), tensor(k, leading=3), tensor(w, leading=2), None, None, tensor(scores, leading=2)),
+            *(None, cutlass.Int32(1), cutlass.Int32(s), cutlass.Int32(s), cutlass.Float32(d**-0.5)),
+            *(None, None, None, make_fake_stream()),
+        ],
+        {"q": (q, OPERAND), "k": (k, OPERAND), "w": (w, OPERAND), "scores": (scores, BOTH)},
+        {"scores": wanted},
+        1e-3,
     )
