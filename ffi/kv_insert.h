@@ -21,6 +21,7 @@ struct KvInsert {
               .columns = n.columns,
               .column = call.column,
               .n_ape = n.n_ape,
+              .n_start = n.n_start,
               .ratio = call.ratio,
               .ring = n.ring,
               .pages = n.pages,
@@ -31,6 +32,7 @@ struct KvInsert {
     Expectations expect;
     expect.Shape(call.table, {n.b, n.n, kDims});
     if (n.n_ape > 0) expect.Shape(call.ape, {call.ratio, shape->width / 2});
+    if (n.n_start > 0) expect.Shape(call.start, {n.b, 1});
     if (expect.error().failure()) return expect.error();
     const bool running = n.n_sums > 0;
     if (running) {

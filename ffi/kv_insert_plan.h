@@ -11,7 +11,7 @@ namespace dsv4_fmha {
 
 // A step's rows, and the cache that they go to.
 struct KvInsertShape {
-  int64_t b, s, n, width, columns, column, n_ape, ratio, ring;
+  int64_t b, s, n, width, columns, column, n_ape, n_start, ratio, ring;
   int64_t pages, page, page_bytes, table_width;
 };
 
@@ -40,6 +40,7 @@ inline std::string PlanKvInsert(const KvInsertShape& x, float eps, int32_t tile_
                          .ape = at.ape,
                          .norm = at.norm,
                          .table = at.table,
+                         .start = at.start,
                          .lengths = at.lengths,
                          .block_table = at.block_table,
                          .state = at.state,
@@ -53,6 +54,7 @@ inline std::string PlanKvInsert(const KvInsertShape& x, float eps, int32_t tile_
                          .columns = I32(x.columns),
                          .column = I32(x.column),
                          .has_ape = I32(x.n_ape > 0),
+                         .has_start = I32(x.n_start > 0),
                          .ratio = I32(x.ratio),
                          .ring = I32(x.ring),
                          .pages = I32(x.pages),

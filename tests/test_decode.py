@@ -155,7 +155,7 @@ def test_drafts_see_each_other(implementation):
 
 def test_compressed_entries_of_drafts():
     """A query sees those that are past at its own position, as it does without the block."""
-    q, near, far, kwargs = small(ratio=4)
+    q, _, far, kwargs = small(ratio=4)
     absent = Cache(jnp.zeros((2, 3, 16)), jnp.full((2, 4), -1, jnp.int32))  # a window without pages
     want = dsv4_decode(q, absent, far, **kwargs)
     assert_close(dsv4_decode(q, absent, far, is_causal=False, **kwargs), want)

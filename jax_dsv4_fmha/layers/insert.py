@@ -62,7 +62,14 @@ class Rows(NamedTuple):
 
 
 def insert(
-    cache: Cache, state: State, rows: Rows, entries: Entries, lengths: jax.Array, dtype: Any, kernel: bool
+    cache: Cache,
+    state: State,
+    rows: Rows,
+    entries: Entries,
+    start: jax.Array | None,
+    lengths: jax.Array,
+    dtype: Any,
+    kernel: bool,
 ) -> tuple[Cache, State]:
     """The cache with the entries that a step's tokens complete, and the state with their rows.
 
@@ -70,14 +77,16 @@ def insert(
       cache: the cache of entries.
       state: where blocks are pooled, a ring of the rows of the last tokens: of all that an entry pools, and the other
         tokens of a step. Or running sums, with a ring of the tokens of a step.
-      rows: of the last s tokens of each sequence: kv, d columns; or, where blocks are pooled, kv and then scores.
-      lengths: int32 `[b]`, with the new tokens.
+      rows: of the s tokens of each sequence from `start` on: kv, d columns; or, where blocks are pooled, kv and then
+        scores.
+      start: int32 `[b]`, or None, which means `lengths - s`.
+      lengths: int32 `[b]`, with the new tokens; rows at `lengths` or later are padding and leave no trace.
       dtype: x's, to which an entry is rounded after every step.
       kernel: whether a kernel may run; the reference has a gradient.
     """
     rows = rows._replace(product=whole_sequences(rows.product))
     b, s = rows.product.shape[:2]
-    first = lengths - s
+    first = lengths - s if start is None else start
     n = -(-s // entries.ratio)
     table = entries.rotation.table(counted(first // entries.ratio, 0, n) * entries.ratio)
     kept = _arrays(state, b, rows.width, entries.norm.shape[0])
@@ -85,7 +94,8 @@ def insert(
     layout = cache.layout if cache.is_packed else ""
     params: dict[str, Any] = {"column": rows.column, "ratio": entries.ratio, "eps": entries.eps}
     params |= {"packing": layout, "transforms": entries.is_transformed, "dtype": jnp.dtype(dtype).name}
-    of_batch = [cache.entries, *kept, rows.product, table, lengths]
+    given = jnp.zeros((b, 0), jnp.int32) if start is None else start[:, None]
+    of_batch = [cache.entries, *kept, rows.product, table, given, lengths]
     paged = cache.block_table is not None
     if paged:  # a pool belongs to all sequences: one batch entry, which no device splits
         of_batch = [x[None] for x in (*of_batch, cache.block_table)]
@@ -143,6 +153,7 @@ def _inserted(
     folded: jax.Array,
     rows: jax.Array,
     table: jax.Array,
+    start: jax.Array,
     lengths: jax.Array,
     block_table: jax.Array | None = None,
     *,
@@ -157,15 +168,16 @@ def _inserted(
     cache = Cache(pages, block_table, packing) if packing else Cache(pages, block_table)
     s, pooled = rows.shape[1], ring.shape[1] > 0
     rows = Rows(rows, column, ring.shape[2] if pooled else norm.shape[1]).take()
-    index = counted(lengths - s, 0, s)
+    first = start[:, 0] if start.shape[1] else lengths - s
+    positions = counted(first, 0, s)
+    index = jnp.where(positions < lengths[:, None], positions, -1)
     x = rows.astype(dtype)
     if pooled:
         if ape.shape[1]:
-            rows += of_places(jnp.concatenate([jnp.zeros_like(ape[0]), ape[0]], -1), index)
-        start, positions = lengths - s, index
-        index = completed(start, lengths, s, ratio)
+            rows += of_places(jnp.concatenate([jnp.zeros_like(ape[0]), ape[0]], -1), positions)
+        positions, index = index, completed(first, lengths, s, ratio)
         if sums.shape[1]:
-            entry, state = pool_step(RunningSums(ring, sums, folded), rows, start, ratio)
+            entry, state = pool_step(RunningSums(ring, sums, folded), rows, first, lengths, ratio)
             ring, sums, folded = state.tokens, state.sums, state.folded
         else:
             ring = Cache(ring).append(rows, positions).entries
@@ -177,13 +189,14 @@ def _inserted(
 
 def _kernel(
     ape: jax.Array, norm: jax.Array, pages: jax.Array, ring: jax.Array, sums: jax.Array, folded: jax.Array,
-    rows: jax.Array, table: jax.Array, lengths: jax.Array, *block_table: jax.Array, dtype: str, transforms: bool,
-    **params: Any,
+    rows: jax.Array, table: jax.Array, start: jax.Array, lengths: jax.Array, *block_table: jax.Array, dtype: str,
+    transforms: bool, **params: Any,
 ) -> Arrays:  # fmt: skip
     """Weights come broadcast to the batch, whose entries have the same."""
     del dtype  # the cache's, or bfloat16
     kept = (pages, ring, sums, folded)
-    return raw.kv_insert(*kept, rows, ape[0], norm[0], table, lengths, *block_table, hadamard=transforms, **params)
+    of_rows = (rows, ape[0], norm[0], table, start, lengths)
+    return raw.kv_insert(*kept, *of_rows, *block_table, hadamard=transforms, **params)
 
 
 def _in_pool(f: Callable[..., Arrays]) -> Callable[..., Arrays]:
@@ -204,7 +217,8 @@ def _op(of_cache: str, paged: bool) -> Op:
     )
     operands = (
         *(Axes("ape", f"{ONE_OR_B} n_ape channels"), Axes("norm", f"{ONE_OR_B} d"), *kept),
-        *(Axes("rows", f"{b} s columns"), Axes("table", f"{b} n dims"), Axes("lengths", b)),
+        *(Axes("rows", f"{b} s columns"), Axes("table", f"{b} n dims")),
+        *(Axes("start", f"{b} n_start"), Axes("lengths", b)),
         *([Axes("block_table", f"{b} table_width")] if paged else []),
     )
     reference, kernel = (_in_pool(f) if paged else f for f in (_inserted, _kernel))
