@@ -23,6 +23,10 @@ MODELS_HERE = MODELS | {
     "long blocks": SMALL | {"num_hidden_layers": 1, "layer_types": ["heavily_compressed_attention"],
                             "compress_rates": {"heavily_compressed_attention": 16}},
 }  # fmt: skip
+OF_KERNELS = MODELS_HERE["v4"] | {
+    "num_attention_heads": 16, "head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "index_n_heads": 16,
+    "index_topk": 64, "compress_rates": {"heavily_compressed_attention": 16},
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -52,9 +56,10 @@ class History:
 @functools.cache
 def model(name):
     """Layers, parameters, x, and the results of whole sequences."""
-    layers = from_config(MODELS_HERE[name])
+    layers = from_config(OF_KERNELS if name == "kernels" else MODELS_HERE[name])
     params = [random_params(layer, i) for i, layer in enumerate(layers)]
     x = jnp.asarray(np.random.default_rng(0).standard_normal((PLACES, LENGTH, layers[0].hidden)), jnp.float32)
+    x = x.astype(jnp.bfloat16) if name == "kernels" else x
     shared, whole = Shared(), []
     for layer, p in zip(layers, params, strict=True):
         out = layer(p, x, shared=shared)
@@ -79,11 +84,11 @@ def program(name, is_step, is_ragged=True, is_causal=True):
     return jax.jit(run, donate_argnums=0)
 
 
-def empty(layers, paged, rng):
+def empty(layers, paged, rng, dtype=jnp.float32):
     """Caches for as many steps as drafts that see each other need, one more than they are."""
     table = jnp.asarray(rng.permutation(3 * PLACES).reshape(PLACES, 3), jnp.int32) if paged else None
     pages = {"block_table": table, "page_tokens": 16} if paged else {}
-    return [layer.cache(PLACES, LENGTH + 2 * STEPS, jnp.float32, steps=STEPS + 1, **(pages if layer.ratio else {}))
+    return [layer.cache(PLACES, LENGTH + 2 * STEPS, dtype, steps=STEPS + 1, **(pages if layer.ratio else {}))
             for layer in layers]  # fmt: skip
 
 
@@ -174,8 +179,19 @@ def read_later(layer, cache, n, place):
     return found
 
 
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn], ids=lambda x: x.__name__)
+def test_accepted_tokens_leave_what_single_steps_leave_by_kernels(dtype):
+    compare_with_single_steps("kernels", False, dtype)
+
+
 @pytest.mark.parametrize(("name", "paged"), [("v4", True), ("v4.1", False), ("long blocks", True)])
 def test_accepted_tokens_leave_what_single_steps_leave(name, paged):
+    compare_with_single_steps(name, paged)
+
+
+def compare_with_single_steps(name, paged, dtype=jnp.float32):
     """After drafts that were accepted in part, taken back, or saw each other, further tokens have the same results, and
     leave the same caches and states, as after single tokens; bit by bit. All calls have the same shape, so products add
     in the same order. (How many tokens are in running sums depends on the history, until `steps` tokens later.)
@@ -187,7 +203,7 @@ def test_accepted_tokens_leave_what_single_steps_leave(name, paged):
 
     def called(f, caches, at, counts, right):
         """So many tokens of each place, of which some are right."""
-        some = rng.standard_normal((PLACES, STEPS, x.shape[2])).astype(np.float32)
+        some = rng.standard_normal((PLACES, STEPS, x.shape[2])).astype(x.dtype)
         for n, count in enumerate(right):
             some[n, :count] = x[n, at[n] : at[n] + count]
         return f(caches, some, at.astype(np.int32), (at + counts).astype(np.int32))[1]
@@ -196,7 +212,7 @@ def test_accepted_tokens_leave_what_single_steps_leave(name, paged):
         """The results of two more calls, and what they leave."""
         caches, results = jax.tree.map(jnp.copy, caches), []
         for i in (0, STEPS):
-            some = np.random.default_rng(i).standard_normal((PLACES, STEPS, x.shape[2])).astype(np.float32)
+            some = np.random.default_rng(i).standard_normal((PLACES, STEPS, x.shape[2])).astype(x.dtype)
             ys, caches = step(caches, some, (at + i).astype(np.int32), (at + i + STEPS).astype(np.int32))
             results += ys
         for layer, cache in zip(layers, caches, strict=True):
@@ -205,11 +221,11 @@ def test_accepted_tokens_leave_what_single_steps_leave(name, paged):
         return results
 
     def prompts():
-        caches = empty(layers, paged, np.random.default_rng(6))
+        caches = empty(layers, paged, np.random.default_rng(6), dtype)
         return program(name, False)(caches, x[:, :9], np.zeros(PLACES, np.int32), read.astype(np.int32))[1]
 
     by_drafts, by_one, at = prompts(), prompts(), read
-    for _ in range(12):
+    for _ in range(16):
         counts = rng.integers(0, STEPS + 1, PLACES)
         right = np.minimum(rng.integers(0, counts + 1), LENGTH - at)
         if rng.random() < 0.4:
