@@ -155,7 +155,7 @@ def _attention() -> tuple[AttentionCase, ...]:
         decode(128, b=2, s_q=2, s_kv=900, page=2, ratio=1, topk=320, features=("v41_fp4", "lengths", "nan")),
         decode(96, b=2, s_q=3, s_kv=700, ratio=128, sink="normal", features=("v41_fp8",)),
         decode(8, b=3, s_q=2, s_kv=300, page=16, sink="normal", features=("v41_fp8", "lengths")),
-        decode(32, b=4, s_q=7, s_kv=260, page=64, sink="normal", features=("v41_fp8", "drafts")),
+        decode(32, b=4, s_q=7, s_kv=260, page=64, sink="normal", features=("v41_fp8", "drafts", "ragged")),
         decode(64, b=4, s_q=8, s_kv=500, page=64, ratio=128, features=("v41_fp4", "ragged", "nan")),
     )
 
