@@ -108,15 +108,16 @@ def test_kernel_again_and_again():
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("paged", [False, True])
-def test_one_call_in_place(paged):
+def test_one_call_in_place(paged, ragged):
     """A step's program for CUDA has one call for a cache, without a scatter; donated caches stay where they are."""
     if not library.variants_for("kv_insert", d=512):
         pytest.skip("kernels are not built")
     cache, state, rows, made, lengths = operands(512, 4, 2, True, None, paged)
 
     def f(cache, state, rows):
-        return insert(cache, state, of(rows), made, None, lengths, jnp.bfloat16, True)
+        return insert(cache, state, of(rows), made, lengths - 2 if ragged else None, lengths, jnp.bfloat16, True)
 
     exported = jax.export.export(
         jax.jit(f, donate_argnums=(0, 1)), platforms=("cuda",), disabled_checks=library.EXPORT_CHECKS
