@@ -21,7 +21,7 @@ struct KvInsert {
               .columns = n.columns,
               .column = call.column,
               .n_ape = n.n_ape,
-              .n_start = n.n_start,
+              .n_bounds = n.n_bounds,
               .ratio = call.ratio,
               .ring = n.ring,
               .pages = n.pages,
@@ -32,7 +32,6 @@ struct KvInsert {
     Expectations expect;
     expect.Shape(call.table, {n.b, n.n, kDims});
     if (n.n_ape > 0) expect.Shape(call.ape, {call.ratio, shape->width / 2});
-    if (n.n_start > 0) expect.Shape(call.start, {n.b, 1});
     if (expect.error().failure()) return expect.error();
     const bool running = n.n_sums > 0;
     if (running) {
@@ -45,6 +44,7 @@ struct KvInsert {
     }
     const bool fits = n.ring > 0 ? n.width == 2 * d || n.width == 4 * d : n.n == n.s_q;
     if (!fits) return Refuse(call.state, "shape " + Show(call.state.dimensions), "one or two pairs of d last, or d");
+    if (n.n_bounds > 2) return Refuse(call.bounds, "shape " + Show(call.bounds.dimensions), "1 or 2 numbers last");
     if (call.ratio < 1) return ffi::Error::InvalidArgument("ratio: got " + Show(call.ratio));
     if (call.column < 0 || call.column % 4 != 0 || n.columns % 4 != 0 || call.column + shape->width > n.columns) {
       return Refuse(call.rows, "shape " + Show(call.rows.dimensions) + " and column " + Show(call.column),

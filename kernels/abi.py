@@ -463,10 +463,9 @@ class KvInsert(Variant):
     def params(self) -> Params:
         return (
             *each(
-                *("address", "rows", "ape", "norm", "table", "start", "lengths", "block_table"),
-                *("state", "sums", "folded", "cache"),
+                "address", "rows", "ape", "norm", "table", "bounds", "block_table", "state", "sums", "folded", "cache"
             ),
-            *each("int32", "b", "s", "n", "width", "columns", "column", "has_ape", "has_start", "ratio", "ring"),
+            *each("int32", "b", "s", "n", "width", "columns", "column", "has_ape", "n_bounds", "ratio", "ring"),
             *each("int32", "pages", "page", "page_bytes", "table_width"),
             *each("float32", "eps"),
         )
@@ -707,8 +706,10 @@ TARGETS = (
             array("ape: f32[n_ape channels]", aligned=True),  # n_ape is ratio, or 0 for none
             array("norm: f32[d]", aligned=True),
             array("table: f32[b n dims]", aligned=True),  # cos and sin by turns, for each entry
-            *arrays("start: s32[b n_start]"),  # of the first new token; or none, and it is lengths - s_q
-            *arrays("lengths: s32[b]", "block_table: s32[b table_width]"),  # table_width is 0 without pages
+            *arrays(
+                "bounds: s32[b n_bounds]"
+            ),  # tokens with the new ones; and where these begin, if not s_q before that
+            *arrays("block_table: s32[b table_width]"),  # table_width is 0 without pages
         ),
         (
             array("new_cache: T[pages page d] or u8[pages page_bytes]", aligned=True),

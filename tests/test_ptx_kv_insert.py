@@ -91,7 +91,7 @@ def test_histories_leave_no_trace():
         for first, count, right in steps:
             given = rows[first : first + count] if right else -rows[first : first + count]
             angle = x.angle[:, : -(-count // 16)]
-            y = replace(y, joined=given[None], lengths=np.asarray([first + count], np.int32), angle=angle)
+            y = replace(y, joined=given[None], bounds=np.asarray([[first + count]], np.int32), angle=angle)
             pages, state, sums, folded = run(y)
             y = replace(y, state=state.copy(), sums=sums.copy(), folded=folded.copy())
         return pages
@@ -182,9 +182,9 @@ def test_fault(fault, choices, sizes):
         ("page", lambda n: n - 1, Wrong, "bytes are wrong|is wrong", PAGED),
         ("pages", lambda n: n + 40, OutOfBounds, "outside of every allocation", PAGED | {"table": ((7, 2, 30),) * 4}),
         ("has_ape", lambda n: 0, Wrong, "rows of the state are wrong", BLOCKS),
-        ("has_start", lambda n: 0, Wrong, "rows of the state are wrong", RAGGED_BLOCKS),
-        ("has_start", lambda n: 0, Wrong, "entry 7 of sequence 0 is wrong", RAGGED_PAGED),
-        ("has_start", lambda n: 0, Wrong, "tokens are folded", RAGGED_LONG),
+        ("n_bounds", lambda n: 1, Wrong, "rows of the state are wrong", RAGGED_BLOCKS),
+        ("n_bounds", lambda n: 1, Wrong, "entry 7 of sequence 0 is wrong", RAGGED_PAGED),
+        ("n_bounds", lambda n: 1, Wrong, "tokens are folded", RAGGED_LONG),
     ],
 )
 def test_wrong_number_of_a_launch(name, edit, error, says, sizes):

@@ -36,8 +36,7 @@ def summed(rows: Array, folded: int, ratio: int) -> Array:
 class Problem:
     variant: KvInsert
     ratio: int
-    start: Array  # int32 [b, 1 or 0]: of the first new token; of none, lengths - s
-    lengths: Array  # int32 [b]
+    bounds: Array  # int32 [b, 1 or 2]: tokens of a sequence; the position of the first new one, if not s before that
     joined: Array  # float32 [b, s, columns], with the rows from `column` on
     column: int
     state: Array  # float32 [b, ring, width]
@@ -81,8 +80,7 @@ class Problem:
         return Problem(
             variant,
             ratio,
-            np.asarray([[n - count] for n, count in zip(lengths, counts, strict=False)], np.int32).reshape(b, -1),
-            np.asarray(lengths, np.int32),
+            np.asarray([lengths, np.subtract(lengths, counts)] if counts else [lengths], np.int32).T.copy(),
             normal(b, s, width + 12),
             8,
             state,
@@ -107,7 +105,7 @@ class Problem:
         (b, s, width), n = self.rows.shape, self.angle.shape[1]
         return {
             "b": b, "s": s, "n": n, "width": width, "columns": self.joined.shape[2], "column": self.column,
-            "n_ape": len(self.ape), "n_start": self.start.shape[1], "ratio": self.ratio, "ring": self.state.shape[1],
+            "n_ape": len(self.ape), "n_bounds": self.bounds.shape[1], "ratio": self.ratio, "ring": self.state.shape[1],
             "pages": self.pages, "page": self.page, "page_bytes": self.page_bytes if self.variant.packing else 0,
             "table_width": self.block_table.shape[1],
         }  # fmt: skip
@@ -128,9 +126,13 @@ class Problem:
         turns = np.stack([np.cos(self.angle), np.sin(self.angle)], -1)
         return turns.reshape(*self.angle.shape[:2], -1)
 
+    @property
+    def lengths(self) -> Array:
+        return self.bounds[:, 0]
+
     def first(self, n: int) -> int:
         """The position of a sequence's first row."""
-        return int(self.start[n, 0]) if self.start.shape[1] else int(self.lengths[n]) - self.rows.shape[1]
+        return int(self.bounds[n, 1]) if self.bounds.shape[1] > 1 else int(self.lengths[n]) - self.rows.shape[1]
 
     def token(self, n: int, i: int) -> Array:
         """The row of new token i, as it is kept."""
@@ -216,7 +218,7 @@ def run(
 ) -> tuple[Array, Array, Array, Array]:
     """The bytes of the cache's pages, the state, the sums, and how many tokens these have."""
     kernel, memory = Kernel.of(x.variant), new_memory()
-    given = {"rows": x.joined, "ape": x.ape, "norm": x.norm, "table": x.table, "start": x.start, "lengths": x.lengths}
+    given = {"rows": x.joined, "ape": x.ape, "norm": x.norm, "table": x.table, "bounds": x.bounds}
     addresses = {name: memory.add(name, array) for name, array in (given | {"block_table": x.block_table}).items()}
     kept = {"state": x.state, "sums": x.sums, "folded": x.folded}
     addresses |= {name: _writable(memory, name, array.view(np.uint8).ravel()) for name, array in kept.items()}

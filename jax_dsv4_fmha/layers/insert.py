@@ -94,8 +94,8 @@ def insert(
     layout = cache.layout if cache.is_packed else ""
     params: dict[str, Any] = {"column": rows.column, "ratio": entries.ratio, "eps": entries.eps}
     params |= {"packing": layout, "transforms": entries.is_transformed, "dtype": jnp.dtype(dtype).name}
-    given = jnp.zeros((b, 0), jnp.int32) if start is None else start[:, None]
-    of_batch = [cache.entries, *kept, rows.product, table, given, lengths]
+    bounds = lengths[:, None] if start is None else jnp.stack([lengths, start], 1)
+    of_batch = [cache.entries, *kept, rows.product, table, bounds]
     paged = cache.block_table is not None
     if paged:  # a pool belongs to all sequences: one batch entry, which no device splits
         of_batch = [x[None] for x in (*of_batch, cache.block_table)]
@@ -153,8 +153,7 @@ def _inserted(
     folded: jax.Array,
     rows: jax.Array,
     table: jax.Array,
-    start: jax.Array,
-    lengths: jax.Array,
+    bounds: jax.Array,
     block_table: jax.Array | None = None,
     *,
     column: int,
@@ -168,7 +167,8 @@ def _inserted(
     cache = Cache(pages, block_table, packing) if packing else Cache(pages, block_table)
     s, pooled = rows.shape[1], ring.shape[1] > 0
     rows = Rows(rows, column, ring.shape[2] if pooled else norm.shape[1]).take()
-    first = start[:, 0] if start.shape[1] else lengths - s
+    lengths = bounds[:, 0]
+    first = bounds[:, 1] if bounds.shape[1] > 1 else lengths - s
     positions = counted(first, 0, s)
     index = jnp.where(positions < lengths[:, None], positions, -1)
     x = rows.astype(dtype)
@@ -189,14 +189,13 @@ def _inserted(
 
 def _kernel(
     ape: jax.Array, norm: jax.Array, pages: jax.Array, ring: jax.Array, sums: jax.Array, folded: jax.Array,
-    rows: jax.Array, table: jax.Array, start: jax.Array, lengths: jax.Array, *block_table: jax.Array, dtype: str,
-    transforms: bool, **params: Any,
+    rows: jax.Array, table: jax.Array, bounds: jax.Array, *block_table: jax.Array, dtype: str, transforms: bool,
+    **params: Any,
 ) -> Arrays:  # fmt: skip
     """Weights come broadcast to the batch, whose entries have the same."""
     del dtype  # the cache's, or bfloat16
     kept = (pages, ring, sums, folded)
-    of_rows = (rows, ape[0], norm[0], table, start, lengths)
-    return raw.kv_insert(*kept, *of_rows, *block_table, hadamard=transforms, **params)
+    return raw.kv_insert(*kept, rows, ape[0], norm[0], table, bounds, *block_table, hadamard=transforms, **params)
 
 
 def _in_pool(f: Callable[..., Arrays]) -> Callable[..., Arrays]:
@@ -218,7 +217,7 @@ def _op(of_cache: str, paged: bool) -> Op:
     operands = (
         *(Axes("ape", f"{ONE_OR_B} n_ape channels"), Axes("norm", f"{ONE_OR_B} d"), *kept),
         *(Axes("rows", f"{b} s columns"), Axes("table", f"{b} n dims")),
-        *(Axes("start", f"{b} n_start"), Axes("lengths", b)),
+        Axes("bounds", f"{b} n_bounds"),
         *([Axes("block_table", f"{b} table_width")] if paged else []),
     )
     reference, kernel = (_in_pool(f) if paged else f for f in (_inserted, _kernel))

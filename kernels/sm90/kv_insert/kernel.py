@@ -38,8 +38,7 @@ class Arrays(NamedTuple):
     ape: cute.Pointer  # float32 [ratio, width / 2], or none
     norm: cute.Pointer  # float32 [d]
     table: cute.Pointer  # float32 [b, n, DIMS]: cos and sin of an entry's position, by turns
-    start: cute.Pointer  # int32 [b], the position of the first new token, or none: it is lengths - s
-    lengths: cute.Pointer  # int32 [b], with the new tokens
+    bounds: cute.Pointer  # int32 [b, n_bounds], tokens with the new ones; and where these begin, if not s before that
     block_table: cute.Pointer  # int32 [b, table_width]
     state: cute.Pointer  # float32 [b, ring, width]
     sums: cute.Pointer  # float32 [b, PARTS, d], or none
@@ -57,7 +56,7 @@ class Extents(NamedTuple):
     columns: Int32
     column: Int32
     has_ape: Int32
-    has_start: Int32
+    n_bounds: Int32
     ratio: Int32
     ring: Int32
     pages: Int32
@@ -77,8 +76,7 @@ class KvInsertSm90(Kernel):
         ape: cute.Pointer,
         norm: cute.Pointer,
         table: cute.Pointer,
-        start: cute.Pointer,
-        lengths: cute.Pointer,
+        bounds: cute.Pointer,
         block_table: cute.Pointer,
         state: cute.Pointer,
         sums: cute.Pointer,
@@ -91,7 +89,7 @@ class KvInsertSm90(Kernel):
         columns: Int32,
         column: Int32,
         has_ape: Int32,
-        has_start: Int32,
+        n_bounds: Int32,
         ratio: Int32,
         ring: Int32,
         pages: Int32,
@@ -102,9 +100,9 @@ class KvInsertSm90(Kernel):
         stream: cuda.CUstream,
     ):
         c = self.config
-        arrays = Arrays(rows, ape, norm, table, start, lengths, block_table, state, sums, folded, cache)
+        arrays = Arrays(rows, ape, norm, table, bounds, block_table, state, sums, folded, cache)
         cached = (pages, page, page_bytes, table_width)
-        x = Extents(b, s, n, width, columns, column, has_ape, has_start, ratio, ring, *cached, eps)
+        x = Extents(b, s, n, width, columns, column, has_ape, n_bounds, ratio, ring, *cached, eps)
         self.launch(arrays, x, ctas=ceil_div(b if c.pooled else b * s, Int32(c.tile_m)), stream=stream)
 
     @cute.kernel
@@ -122,8 +120,8 @@ class KvInsertSm90(Kernel):
         token = cute.arch.block_idx()[0] * c.warps + cute.arch.make_warp_uniform(thread // WARP)
         if token < n.b * n.s:
             sequence, i = token // n.s, token % n.s
-            length = load(arrays.lengths + sequence)
-            position = self.first(length, sequence, arrays, n) + i
+            start, length = self.bounds(sequence, arrays, n)
+            position = start + i
             if (position >= 0) & (position < length):
                 numbers = cute.make_rmem_tensor(c.numbers, Float32)
                 read(arrays.rows + (Int64(token) * n.columns + n.column + thread % WARP * c.numbers), numbers)
@@ -135,8 +133,7 @@ class KvInsertSm90(Kernel):
         smem = SmemAllocator()
         parts = smem.allocate_tensor(Float32, cute.make_layout((c.d, PARTS, c.groups)), 16)
         pooled = smem.allocate_tensor(Float32, cute.make_layout(c.d), 16)
-        length = load(arrays.lengths + sequence)
-        start = self.first(length, sequence, arrays, n)
+        start, length = self.bounds(sequence, arrays, n)
         ring = arrays.state + Int64(sequence) * n.ring * n.width
         self.keep_tokens(ring, start, length, sequence, arrays, n)
         cute.arch.sync_threads()
@@ -163,8 +160,7 @@ class KvInsertSm90(Kernel):
         """
         c, column, sequence = self.config, cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
         pooled = SmemAllocator().allocate_tensor(Float32, cute.make_layout(c.d), 16)
-        length = load(arrays.lengths + sequence)
-        start = self.first(length, sequence, arrays, n)
+        start, length = self.bounds(sequence, arrays, n)
         folded = load(arrays.folded + sequence)
         begin = cutlass.max(start, 0)
         if length > begin:  # in an idle place all stays as it is
@@ -213,12 +209,13 @@ class KvInsertSm90(Kernel):
                 self.insert(numbers, sequence, Int32(0), entry, arrays, n)
 
     @cute.jit
-    def first(self, length: Int32, sequence: Int32, arrays: Arrays, n: Extents) -> Int32:
-        """The position of a sequence's first row. Rows at `length` or later are padding."""
+    def bounds(self, sequence: Int32, arrays: Arrays, n: Extents) -> tuple[Int32, Int32]:
+        """The position of a sequence's first row, and its tokens. Rows at later positions are padding."""
+        length = load(arrays.bounds + sequence * n.n_bounds)
         start = length - n.s
-        if n.has_start != 0:
-            start = load(arrays.start + sequence)
-        return start
+        if n.n_bounds > 1:
+            start = load(arrays.bounds + (sequence * n.n_bounds + 1))
+        return start, length
 
     @cute.jit
     def keep_tokens(self, ring: cute.Pointer, start: Int32, length: Int32, sequence: Int32, arrays: Arrays, n: Extents):
@@ -335,7 +332,7 @@ class KvInsertSm90(Kernel):
 
     def examples(self, variant: KvInsert) -> tuple:
         cache = "bytes" if variant.packing else "cache"
-        arrays = pointers(variant.dtype, *["float32"] * 4, *["int32"] * 3, *["float32"] * 2, "int32", cache)
+        arrays = pointers(variant.dtype, *["float32"] * 4, *["int32"] * 2, *["float32"] * 2, "int32", cache)
         return *arrays, *(i32() for _ in range(14)), Float32(1e-6)
 
 
