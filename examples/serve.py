@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_dsv4_fmha.layers import from_config
+from jax_dsv4_fmha.layers import STEP_OPTIONS, from_config
 
 VOCABULARY, WIDTH = 128, 64
 
@@ -203,7 +203,8 @@ class Server:
             logits, _ = forward(layers, parameters, tokens, nothing, lambda layer, p, x, _: layer(p, x))
             return logits[0].argmax(-1)
 
-        self._read, self._say = (jax.jit(f, donate_argnums=1) for f in (read, say))
+        self._read = jax.jit(read, donate_argnums=1)
+        self._say = jax.jit(say, donate_argnums=1, compiler_options=STEP_OPTIONS)
         self._begin, self._alone = jax.jit(begin, donate_argnums=0), jax.jit(alone)
         self.beginning = np.asarray(beginning[: len(beginning) // page * page], np.int32)
         if len(self.beginning):
