@@ -74,7 +74,7 @@ def test_kernel(d, layout, dtype, size, paged, ragged):
     start = lengths - jnp.asarray([2, 0, 1, 3, 1]) if ragged else None
 
     def run(kernel):
-        f = jax.jit(lambda *x: insert(x[0], x[1], of(x[2]), made, start, lengths, jnp.dtype(dtype), kernel))
+        f = jax.jit(lambda *x: insert(x[0], x[1], of(x[2]), made, lengths, jnp.dtype(dtype), kernel, start))
         lowered = f.lower(cache, state, rows)
         assert ("dsv4_fmha_kv_insert" in lowered.as_text()) == kernel
         exact = lowered.compile(compiler_options={"xla_allow_excess_precision": False})  # or XLA leaves roundings out
@@ -102,7 +102,7 @@ def test_kernel(d, layout, dtype, size, paged, ragged):
 def test_kernel_again_and_again():
     """The same bits in every run, and in every order of a history: tokens that were taken back leave no trace."""
     cache, state, rows, made, _ = operands(512, 4, 2, True, "v4_fp8", False)
-    step = jax.jit(lambda cache, state, rows, n: insert(cache, state, of(rows), made, None, n, jnp.bfloat16, True))
+    step = jax.jit(lambda cache, state, rows, n: insert(cache, state, of(rows), made, n, jnp.bfloat16, True))
     n = jnp.asarray([8, 5, 9, 12, 16], jnp.int32)
     straight = step(cache, state, rows, n)
     wandered = step(*step(cache, state, rows[:, ::-1], n), rows, n)
@@ -119,7 +119,7 @@ def test_one_call_in_place(paged, ragged):
     cache, state, rows, made, lengths = operands(512, 4, 2, True, None, paged)
 
     def f(cache, state, rows):
-        return insert(cache, state, of(rows), made, lengths - 2 if ragged else None, lengths, jnp.bfloat16, True)
+        return insert(cache, state, of(rows), made, lengths, jnp.bfloat16, True, lengths - 2 if ragged else None)
 
     exported = jax.export.export(
         jax.jit(f, donate_argnums=(0, 1)), platforms=("cuda",), disabled_checks=library.EXPORT_CHECKS
@@ -139,7 +139,7 @@ def test_padding_leaves_no_trace(layout, size, paged):
     counts = np.array([2, 0, 1, 3, 1])
     padding = np.arange(3) >= counts[:, None]
     rows = of(jnp.where(padding[..., None], jnp.nan, rows))
-    got = insert(cache, state, rows, made, lengths - counts, lengths, jnp.bfloat16, False)
+    got = insert(cache, state, rows, made, lengths, jnp.bfloat16, False, lengths - counts)
     want, states = cache, []
     for n, count in enumerate(counts):
         own = jax.tree.map(lambda x, n=n: x[n : n + 1], state)
@@ -149,7 +149,7 @@ def test_padding_leaves_no_trace(layout, size, paged):
                 **({"block_table": want.block_table[n : n + 1]} if paged else {"entries": want.entries[n : n + 1]}),
             )
             some = rows._replace(product=rows.product[n : n + 1, :count])
-            new, own = insert(place, own, some, made, None, lengths[n : n + 1], jnp.bfloat16, False)
+            new, own = insert(place, own, some, made, lengths[n : n + 1], jnp.bfloat16, False)
             entries = new.entries if paged else want.entries.at[n].set(new.entries[0])
             want = dataclasses.replace(want, entries=entries)
         states.append(own)
@@ -162,7 +162,7 @@ def test_the_definition_is_differentiable_and_maps():
     cache, state, rows, made, lengths = operands(128, 4, 2, True, None, False, dtype=jnp.float32)
 
     def loss(rows):
-        new, ring = insert(cache, state, of(rows), made, None, lengths, jnp.float32, False)
+        new, ring = insert(cache, state, of(rows), made, lengths, jnp.float32, False)
         return jnp.sum(new.entries**2) + jnp.sum(ring.entries**2)
 
     assert np.isfinite(jax.grad(loss)(rows)).all()

@@ -532,7 +532,7 @@ class DSV4Attention:
         own, indexer = self.compressor, self.indexer
         of_window = Entries(params["kv_norm"], self.rope, self.eps)
         with jax.named_scope("append"):
-            window, _ = insert(cache.window, None, rows["wkv"], of_window, start, lengths, x.dtype, kernel)
+            window, _ = insert(cache.window, None, rows["wkv"], of_window, lengths, x.dtype, kernel, start)
         cache = cache._replace(window=window)
         if indexer is not None and indexer.latent > 0:  # whose keys are made of the entries before RoPE
             return self._compressed(params, x, lengths - x.shape[1] if start is None else start, cache, shared, lengths)
@@ -542,7 +542,7 @@ class DSV4Attention:
         with jax.named_scope("compressor"):
             made = own.entries(params["compressor"], self.rope)
             entries, tokens = insert(
-                cache.compressed, cache.tokens, rows["compressor.w"], made, start, lengths, x.dtype, kernel
+                cache.compressed, cache.tokens, rows["compressor.w"], made, lengths, x.dtype, kernel, start
             )
         cache, shared = cache._replace(compressed=entries, tokens=tokens), shared._replace(compressed=entries)
         if indexer is not None and indexer.compressor is not None:
@@ -550,7 +550,7 @@ class DSV4Attention:
             with jax.named_scope("indexer"):
                 made = indexer.compressor.entries(params["indexer"]["compressor"], self.rope, indexer.transforms)
                 keys, tokens = insert(
-                    cache.keys, cache.key_tokens, rows["indexer.compressor.w"], made, start, lengths, x.dtype, kernel
+                    cache.keys, cache.key_tokens, rows["indexer.compressor.w"], made, lengths, x.dtype, kernel, start
                 )
             cache, shared = cache._replace(keys=keys, key_tokens=tokens), shared._replace(keys=keys)
         return cache, shared

@@ -67,10 +67,10 @@ def insert(
     state: State,
     rows: Rows,
     entries: Entries,
-    start: jax.Array | None,
     lengths: jax.Array,
     dtype: Any,
     kernel: bool,
+    start: jax.Array | None = None,
 ) -> tuple[Cache, State]:
     """The cache with the entries that a step's tokens complete, and the state with their rows.
 
@@ -80,10 +80,10 @@ def insert(
         tokens of a step. Or running sums, with a ring of the tokens of a step.
       rows: of the s tokens of each sequence from `start` on: kv, d columns; or, where blocks are pooled, kv and then
         scores.
-      start: int32 `[b]`, or None, which means `lengths - s`.
       lengths: int32 `[b]`, with the new tokens; rows at `lengths` or later are padding and leave no trace.
       dtype: x's, to which an entry is rounded after every step.
       kernel: whether a kernel may run; the reference has a gradient.
+      start: int32 `[b]`, or None, which means `lengths - s`.
     """
     rows = rows._replace(product=whole_sequences(rows.product))
     s = rows.product.shape[1]
