@@ -9,7 +9,10 @@ from typing import Any
 from .._bench import SUITES
 from .._host import library
 
-_PEERS = {"two_pass": "#a9b4e8", "cudnn": "#8a8a8a", "xla": "#cfcfcf", "graph": "#d9bd94", "both": "#c9a6d1"}
+_PEERS = {
+    "two_pass": "#a9b4e8", "cudnn": "#8a8a8a", "xla": "#cfcfcf", "flashmla": "#e0a3a0", "cudnn_frontend": "#b5bf8a",
+    "graph": "#d9bd94", "both": "#c9a6d1",
+}  # fmt: skip
 _BAR = 0.29
 _DARK = "@media(prefers-color-scheme:dark){svg{filter:invert(.9) hue-rotate(180deg)}}"
 """dark for light, with the same hues"""
