@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_dsv4_fmha.layers import from_config
+from jax_dsv4_fmha.layers import STEP_OPTIONS, from_config
 
 VOCABULARY, WIDTH = 128, 64
 
@@ -171,7 +171,8 @@ class Server:
         def begin(caches, place):
             return [cache.fork(places, place) for cache in caches]
 
-        self._read, self._say = (jax.jit(f, donate_argnums=1) for f in (read, say))
+        self._read = jax.jit(read, donate_argnums=1)
+        self._say = jax.jit(say, donate_argnums=1, compiler_options=STEP_OPTIONS)
         self._begin = jax.jit(begin, donate_argnums=0)
         self.beginning = np.asarray(beginning[: len(beginning) // page * page], np.int32)
         if len(self.beginning):
