@@ -445,9 +445,9 @@ def flashmla() -> str:
     bf16 = {key[1:]: f"{ratio:.2f}" for key, ratio in _steps_beside_flashmla().items() if key[0] is None}
     for row in beside("flashmla"):
         times = [micro(seconds(row, "flashmla")), micro(ours(row)), of_peer(row, "flashmla")]
-        if not (found := STEP.match(row["name"])):
+        if row["suite"] != "decode":
             prompts.append([row["name"], *times])
-        elif found[4] == "fp8":
+        elif (found := STEP.match(row["name"])) and found[4] == "fp8":
             topk, b, heads = (int(x) for x in found.groups()[:3])
             steps.append([f"{heads} heads, top-k {topk}, b {b}", *times, bf16.get((heads, b), "–")])
     first = table("a prompt, with a sink | FlashMLA, µs | ours, µs | FlashMLA / ours", prompts)

@@ -141,7 +141,7 @@ class TestFlashMLA:
             if isinstance(row, outside.CallRow) and peer.takes(row)
         ]
         assert {row.h_q for row in taken} == {64, 128} and {row.d for row in taken} == {512}
-        assert [sum(row in SUITES[name].rows for row in taken) for name in ("dsv4", "window", "decode")] == [8, 2, 16]
+        assert [sum(row in SUITES[name].rows for row in taken) for name in ("dsv4", "window", "decode")] == [8, 2, 18]
         assert all(peer.contestant(row, [], None) is None for row in SUITES["layer"].rows)
 
 
