@@ -46,7 +46,8 @@ docs: .venv-docs/.tools ## build the pages into build/site; a warning, such as a
 	@echo "Open build/site/index.html. Its search needs a server: python3 -m http.server -d build/site"
 
 pictures: build .venv/.tools ## write tables and draw pictures of the pages anew, from docs/*.json
-	$(BIN)/python -m jax_dsv4_fmha bench --from docs/h200.json --plot docs/h200.svg
+	$(BIN)/python -m jax_dsv4_fmha bench --from docs/h200.json --suite dsv4 --plot docs/h200.svg
+	$(BIN)/python -m jax_dsv4_fmha bench --from docs/h200.json --suite dense --suite window --plot docs/h200_dense.svg
 	$(BIN)/python -m jax_dsv4_fmha bench --from docs/h200_decode.json --plot docs/h200_decode.svg
 	$(BIN)/python -m jax_dsv4_fmha bench --from docs/h200_grad.json --plot docs/h200_grad.svg
 	PYTHONPATH=. $(BIN)/python docs/draw.py

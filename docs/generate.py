@@ -55,15 +55,24 @@ def micro(seconds: float) -> str:
     return f"{us:.0f}" if us >= 99.95 else f"{us:.1f}"
 
 
+def seconds(row: dict[str, Any], name: str) -> float:
+    return float(row["times"][name]["seconds"])
+
+
 def ours(row: dict[str, Any]) -> float:
-    return float(row["times"]["ours"]["seconds"])
+    return seconds(row, "ours")
+
+
+def beside(peer: str) -> list[dict[str, Any]]:
+    """The rows of the record of peers that a peer is in."""
+    return [row for row in PEERS["rows"] if peer in row["times"]]
 
 
 def of_peer(row: dict[str, Any], peer: str) -> str:
     """How many times as long the peer takes."""
     if peer not in row["times"]:
         return "–"
-    ratio = row["times"][peer]["seconds"] / ours(row)
+    ratio = seconds(row, peer) / ours(row)
     return f"{ratio:.2f}" if ratio < 9.95 else f"{ratio:.0f}"
 
 
@@ -218,7 +227,7 @@ FORMATS = ("float8_e4m3fn", "bfloat16")
 
 def indexer() -> str:
     """A row for a call, with its time in 8 and in 16 bits; then calls that were timed in one of them alone."""
-    theirs = {row["name"]: f"{row['us']:g}" for row in PEERS["cudnn_frontend"]}
+    theirs = {row["name"]: micro(seconds(row, "cudnn_frontend")) for row in beside("cudnn_frontend")}
     found = {row["name"]: row for row in suite(INDEXER, "indexer")}
     rows, others = [], []
     for name, row in found.items():
@@ -326,14 +335,14 @@ def decode_bound() -> str:
     small, large = (_of(DECODE, name.format(b)) for b in (2, 64))
     plain = _of(DECODE, name.format(64).removesuffix(" fp8"))
     dense = _of(DECODE, "d 512 full b16 s1 h128")
-    beside = {(r["heads"], r["b"]): f"{_beside_flashmla(r):.2f}" for r in PEERS["decode"]["rows"]}
+    steps = _steps_beside_flashmla()
     four = _of(DECODE, "d 512 window 128 + top-k 512 of 16384 b64 s2 h64 v41_fp4")
     kernel, merge, *_ = launched(small)
     return bullets(f"""- **Batch 2** ({micro(ours(small))} µs): the begin of a call. Lengths, entries and keys are three misses of memory in a row.
   The kernel takes {micro(kernel)} µs and the merge {micro(merge)}.
 - **FP8, batch 64** ({micro(ours(large))} µs, bfloat16 {micro(ours(plain))}): filling and using keys take turns. Three of the four places of a pair
   come free at its end. Producers wait for places {percent(NOTED["decode"]["producers wait, share of the time"])} of the time.
-- **FlashMLA** takes {beside[128, 2]} times as long at batch 2 and {beside[128, 64]} times at batch 64. With 64 heads it takes {beside[64, 2]} and {beside[64, 64]} times.
+- **FlashMLA** takes {steps["fp8", 128, 2]:.2f} times as long at batch 2 and {steps["fp8", 128, 64]:.2f} times at batch 64. With 64 heads it takes {steps["fp8", 64, 2]:.2f} and {steps["fp8", 64, 64]:.2f} times.
 - **FP4 beside FP8** takes {ours(four) / four["times"]["v4_fp8"]["seconds"]:.2f} of the time of V4's layout, at batch 64 and 64 heads.
 - **All of 32768 keys**, batch 16: {micro(ours(dense))} µs, {share(dense)} of the roofline. The keys do not fit into L2.""")
 
@@ -529,39 +538,43 @@ def layer_rest() -> str:
 
 
 def flashmla() -> str:
-    first = table(
-        "s_q 4096, sink, bfloat16 | FlashMLA, µs | ours, µs | FlashMLA / ours",
-        ([r["name"], f"{r['flashmla_us']:g}", f"{r['ours_us']:g}", f"{r['ratio']:g}"] for r in PEERS["forward"]),
+    steps, prompts = [], []
+    bf16 = {key[1:]: f"{ratio:.2f}" for key, ratio in _steps_beside_flashmla().items() if key[0] is None}
+    for row in beside("flashmla"):
+        times = [micro(seconds(row, "flashmla")), micro(ours(row)), of_peer(row, "flashmla")]
+        if row["suite"] != "decode":
+            prompts.append([row["name"], *times])
+        elif (found := STEP.match(row["name"])) and found[4] == "fp8":
+            topk, b, heads = (int(x) for x in found.groups()[:3])
+            steps.append([f"{heads} heads, top-k {topk}, b {b}", *times, bf16.get((heads, b), "–")])
+    first = table("a prompt, with a sink | FlashMLA, µs | ours, µs | FlashMLA / ours", prompts)
+    header = "a step, two queries | FlashMLA (FP8), µs | ours, FP8, µs | FlashMLA / ours | FlashMLA / ours, bfloat16"
+    return f"{wrapped(_peers_measured())}\n\n{first}\n\n{table(header, steps)}"
+
+
+def _peers_measured() -> str:
+    """What the record of peers is."""
+    if "copied" in PEERS:
+        return str(PEERS["copied"])
+    flashmla = PEERS["peers"]["flashmla"]
+    sources = (
+        f"commit {flashmla['commit'][:7]}" if flashmla["commit"] else f"extension {flashmla['sha256'][:8]} (SHA-256)"
     )
-    bf16 = {(r["heads"], r["b"]): f"{r['ratio']:.2f}" for r in PEERS["decode_bf16"]}
-    second = table(
-        "a step, two queries | FlashMLA (FP8), µs | ours, FP8, µs | FlashMLA / ours | FlashMLA / ours, bfloat16",
-        (
-            [
-                _step(r),
-                f"{r['flashmla_us']:.3g}",
-                f"{r['fp8_us']:.3g}",
-                f"{_beside_flashmla(r):.2f}",
-                bf16.get((r["heads"], r["b"]), "–"),
-            ]
-            for r in PEERS["decode"]["rows"]
-        ),
-    )
-    return first + "\n\n" + second
+    return f"""Both tables are of one run of `bench --flashmla`, on {PEERS["date"][:10]}, of {PEERS["rounds"]} rounds: FlashMLA's
+    {sources} through torch {flashmla["torch"]}."""
 
 
-def _step(r: dict[str, Any]) -> str:
-    return f"{r['heads']} heads, top-k {r['topk']}, b {r['b']}"
-
-
-def _beside_flashmla(r: dict[str, Any]) -> float:
-    return float(r["flashmla_us"] / r["fp8_us"])
+def _steps_beside_flashmla() -> dict[tuple[str | None, int, int], float]:
+    """How many times as long FlashMLA takes, by the kind of our cache, heads and batch."""
+    found = ((STEP.match(row["name"]), seconds(row, "flashmla") / ours(row)) for row in beside("flashmla"))
+    return {(step[4], int(step[3]), int(step[2])): ratio for step, ratio in found if step}
 
 
 def machine() -> str:
     """The machines on which the numbers were measured."""
     lines = []
-    runs = {"forward": FORWARD, "steps": DECODE, "gradients": GRAD, "indexer": INDEXER, "layers": LAYER}
+    runs = {"peers": PEERS} if "versions" in PEERS else {}
+    runs |= {"forward": FORWARD, "steps": DECODE, "gradients": GRAD, "indexer": INDEXER, "layers": LAYER}
     for name, data in runs.items():
         matmul, copy = (
             sorted(row[key] for row in data["rows"])[len(data["rows"]) // 2]
@@ -587,23 +600,26 @@ def _range(ratios: Iterable[float]) -> str:
     return f"{found[0]:.2f} to {found[-1]:.2f}"
 
 
+PROMPT = "d 512 window 128 + top-k 1024 of 8192 b1 s4096 h128"
+
+
 def readme() -> str:
-    layer = _of(FORWARD, "d 512 window 128 + top-k 1024 of 8192 b1 s4096 h128")
+    layer = _of(PEERS, PROMPT)
     window = _of(FORWARD, "d 512 window 128 b1 s4096 h128")
-    backward = _of(GRAD, "gradient of d 512 window 128 + top-k 1024 of 8192 b1 s4096 h128")
+    backward = _of(GRAD, f"gradient of {PROMPT}")
     chosen = _of(INDEXER, "top-k 512 of 8192, bfloat16 h64, b1 s4096")
-    first = PEERS["forward"][0]
+    steps = _steps_beside_flashmla()
     packed, plain = (
-        {h: _range(ratio(r) for r in rows if r["heads"] == h and r["b"] >= 64) for h in (128, 64)}
-        for rows, ratio in (
-            (PEERS["decode"]["rows"], _beside_flashmla),
-            (PEERS["decode_bf16"], lambda r: float(r["ratio"])),
-        )
+        {
+            h: _range(x for (kind, heads, b), x in steps.items() if (kind, heads) == (cache, h) and b >= 64)
+            for h in (128, 64)
+        }
+        for cache in ("fp8", None)
     )
     return f"""On one {FORWARD["devices"][0]["name"].removeprefix("NVIDIA ")}, device time:
 
 - A layer of 128 heads over a window of 128 and 1024 selected keys takes {ours(layer) * 1e3:.2f} ms for 4096 queries,
-  {rate(layer)} TFLOP/s. In a run of both, FlashMLA took {first["ratio"]:.2f} times as long as ours.
+  {rate(layer)} TFLOP/s. [In the same run](docs/peers.md#flashmla) FlashMLA takes {of_peer(layer, "flashmla")} times as long.
 - The same layer with a window alone takes {ours(window) * 1e3:.2f} ms; XLA takes {of_peer(window, "xla")} times as long.
 - A step of generation at b 64 to 148 from caches in FP8: FlashMLA takes {packed[128]} times as long with 128 heads,
   {packed[64]} times with 64. Our step from bfloat16 caches is faster still: FlashMLA's, from FP8, takes {plain[128]} times
@@ -626,7 +642,7 @@ KINDS = ("with a window alone", "of ratio 4", "of ratio 128")
 
 def landing() -> str:
     """Two numbers for the first page: a prompt's attention, and a step of a whole layer."""
-    prompt = _of(FORWARD, "d 512 window 128 + top-k 1024 of 8192 b1 s4096 h128")
+    prompt = _of(PEERS, PROMPT)
     step = _of(LAYER, "layer of ratio 4, step after 16384, b64")
     return wrapped(f"""On one {FORWARD["devices"][0]["name"].removeprefix("NVIDIA ")}, attention of 128 heads over a window of 128 and 1024 chosen
     entries takes **{ours(prompt) * 1e3:.2f} ms** for 4096 queries, at {rate(prompt)} TFLOP/s. A step of generation takes a whole V4-Flash layer of ratio 4
@@ -636,12 +652,12 @@ def landing() -> str:
 def losses() -> str:
     few = _of(FORWARD, "d 512 window 128 + top-k 512 of 8192 b1 s4096 h16")
     far = _of(GRAD, "gradient of d 512 window 128 + top-k 512 of 65536 b1 s4096 h64")
-    torch = min(PEERS["torch_cudnn"], key=lambda row: row["ratio"])
+    torch, least = min(NOTED["torch's cuDNN"]["ratios"].items(), key=lambda found: found[1])
     parts = _of(LAYER, "layer of ratio 4, step after 16384, b64")["times"]["ours"]["parts"]
     rest = 1 - (parts["products"] + parts["attention"]) / sum(parts.values())
     return f"""- **Few heads**: a prefill layer of 16 heads over selected keys reaches {share(few)} of the roofline.
 - **Backward over far keys**: 512 of 65536 keys at 64 heads reach {share(far)} of the roofline.
-- **Small dense calls**: torch 2.11's cuDNN takes {torch["ratio"]:.2f} times as long as ours for {torch["name"]}.
+- **Small dense calls**: torch 2.11's cuDNN takes {least:.2f} times as long as ours for {torch}.
 - **The rest of a step**: {rest:.0%} of a step of ratio 4 at b 64 is neither products nor attention."""
 
 

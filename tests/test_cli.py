@@ -597,6 +597,16 @@ def test_a_picture_is_the_same_bytes_again_and_its_text_is_text(results, tmp_pat
     assert "@media(prefers-color-scheme:dark)" in first.read_text()
 
 
+def test_a_picture_can_be_read_on_a_phone(results, tmp_path):
+    """It is as wide as the pages' pictures, 640 pixels, and no type is smaller than 14 of them."""
+    path = tmp_path / "picture.svg"
+    assert main(["bench", "--from", str(results), "--plot", str(path)]) == 0
+    text = path.read_text()
+    assert float(re.search(r'width="([\d.]+)pt"', text)[1]) == pytest.approx(480, abs=0.5)
+    sizes = {float(size) for size in re.findall(r"font(?:-size)?: [^;\"]*?([\d.]+)px", text)}
+    assert sizes and min(sizes) * 640 / 480 > 14
+
+
 @pytest.mark.parametrize("command", [[], ["info"], ["check"], ["bench"]])
 def test_help(command, capsys):
     with pytest.raises(SystemExit) as e:

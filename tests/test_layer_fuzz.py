@@ -1,11 +1,12 @@
 """Layers in random histories: chunks and steps of ragged sequences, drafts that are taken back, idle places, pages, and
 places that another sequence takes; every token's result is that of whole sequences, and caches and compressors' states
-have the bits of single steps.
+have the bits of single steps. And random documents side by side, whose results are those of each alone.
 
-`pytest -m fuzz` draws histories; KEPT holds those that failed once, and every test run tries them.
+`pytest -m fuzz` draws them; KEPT holds histories that failed once, and every test run tries them.
 """
 
 import functools
+import itertools
 from dataclasses import dataclass
 
 import jax
@@ -245,3 +246,52 @@ def compare_with_single_steps(name, paged, dtype=jnp.float32):
 @given(data=st.data())
 def test_fuzz(name, data):
     check(data.draw(st.builds(History, st.just(name), calls(), st.booleans(), st.integers(0, 99))))
+
+
+@functools.cache
+def alone(name, i):
+    """A layer's results for sequences without documents."""
+    layers, params, *_ = model(name)
+    return jax.jit(lambda x: layers[i](params[i], x).y)
+
+
+@functools.cache
+def packed(name, i):
+    layers, params, *_ = model(name)
+    return jax.jit(lambda x, ids: layers[i](params[i], x, segment_ids=ids).y)
+
+
+def check_documents(name, rows):
+    """Rows of documents, by their lengths; what is left of a row is one more."""
+    layers, _, x, _ = model(name)
+    ids, begins = np.zeros((PLACES, LENGTH), np.int32), []
+    for n, lengths in enumerate(rows):
+        ends = np.minimum(np.cumsum(lengths), LENGTH).tolist()
+        bounds = sorted({0, *ends, LENGTH})
+        begins += [(n, start, stop) for start, stop in itertools.pairwise(bounds)]
+        for k, end in enumerate(ends):
+            ids[n, end:] = k + 1
+    for i in range(len(layers)):
+        got = np.asarray(packed(name, i)(x, ids))
+        for n, start, stop in begins:
+            after = np.zeros((1, LENGTH, x.shape[2]), np.float32)
+            after[0, : stop - start] = x[n, start:stop]
+            want = alone(name, i)(after)[0, : stop - start]
+            np.testing.assert_allclose(got[n, start:stop], want, atol=2e-5, rtol=2e-5)
+
+
+ROWS = st.tuples(*[st.lists(st.integers(1, 20), max_size=6).map(tuple)] * PLACES)
+
+
+@pytest.mark.parametrize("name", ["v4", "long blocks"])
+def test_documents(name):
+    """As long as blocks, shorter, one token longer."""
+    check_documents(name, ((8, 1, 1, 16, 3), (), (17, 15, 4, 4)))
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("name", ["v4", "long blocks"])
+@settings.get_profile("fuzz")
+@given(rows=ROWS)
+def test_documents_fuzz(name, rows):
+    check_documents(name, rows)

@@ -180,6 +180,14 @@ def test_every_two_choices_meet_in_a_plain_run():
         assert {(x[i], x[j]) for x in ALL} == {(x[i], x[j]) for x in PLAIN}, (i, j)
 
 
+@pytest.mark.parametrize("kind, call", [("window", "step"), ("sparse", "chunk"), ("dense", "chunk")])
+def test_outside_of_jit_without_a_mesh_that_is_set(kind, call):
+    """Where every operation is a program of its own, and what has no place yet goes where the batch is."""
+    params, x, cache, shared, at = operands(kind, call)
+    placed_params, x, cache, *_ = placed(kind, (params, x, cache, shared, at), mesh_of("Explicit"), batch="data")
+    close(called(kind, call)(placed_params, x, cache, shared, at), expected(kind, call))
+
+
 # Documents, pages of a pool, and operands that do not lie where x does
 
 

@@ -1,24 +1,18 @@
 """Layers of DeepSeek-V4 and V4.1: whole sequences against float64, and chunks and steps against whole sequences."""
 
 import functools
-import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import scipy.linalg
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_dsv4_fmha import Cache
-from jax_dsv4_fmha._definitions.packed import quantize_rows
-from jax_dsv4_fmha._testing import rope as rope_cases
-from jax_dsv4_fmha._testing.cases import ROPE
-from jax_dsv4_fmha.layers import Rope, Shared, from_config, from_state_dict, hadamard, inverse_rope, rope
-from jax_dsv4_fmha.layers.rope import index_query, rope_hadamard, rope_of_normed
+from jax_dsv4_fmha.layers import Shared, from_config, from_state_dict
 from tests import layers_float64
-from tests.helpers import assert_in_place, collectives
+from tests.helpers import collectives
 from tests.test_config import MODES as MODES_OF_JAX
 
 SMALL = {
@@ -334,131 +328,6 @@ def near(got, want, most):
     assert error < most, error
 
 
-def test_check_finds_what_is_wrong_with_rope(monkeypatch):
-    assert [case.complaints("reference") for case in ROPE[2:4]] == [[], []]
-    monkeypatch.setattr(rope_cases, "rope", inverse_rope)
-    (says,) = ROPE[2].complaints("reference")
-    assert says.startswith("rope off by ")
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("cuda")
-@pytest.mark.parametrize("shape", [(2, 600, 16, 512), (1, 7, 3, 128), (3, 5, 1, 64)], ids=str)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_rope_in_place_by_a_kernel(dtype, shape):
-    """It overwrites an array that nothing else needs; any other array stays as it is."""
-    rng, how = np.random.default_rng(0), Rope(64)
-    w, x = (jnp.asarray(rng.standard_normal(s), dtype) for s in ((shape[-1],) * 2, shape))
-    at = jnp.asarray(rng.integers(0, 5000, shape[:2]), jnp.int32)
-    product = jax.jit(lambda x: x @ w)(x)
-    for turn in (rope, inverse_rope):
-        run = jax.jit(lambda x, turn=turn: turn(x @ w, at, how))
-        program = run.lower(x).compile().as_text()
-        assert program.count('custom_call_target="dsv4_fmha_rope"') == 1 and " copy(" not in program
-        want = turn(product.astype(jnp.float32), at, how)
-        np.testing.assert_allclose(run(x).astype(jnp.float32), want, rtol=1e-2, atol=1e-2)
-        both = jax.jit(lambda x, turn=turn: (turn(x, at, how), x))(product)
-        np.testing.assert_array_equal(*(y.astype(jnp.float32) for y in (both[1], product)))
-        np.testing.assert_allclose(both[0].astype(jnp.float32), want, rtol=1e-2, atol=1e-3)
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("cuda")
-@pytest.mark.parametrize("shape", [(2, 60, 16, 512), (1, 7, 3, 512)], ids=str)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_rope_of_normed_by_a_kernel(dtype, shape):
-    """The norm with RoPE, and its gradient, are one kernel each; both as in float32."""
-    rng, how = np.random.default_rng(0), Rope(64, 160000, 16, 4096)
-    x, dy = (jnp.asarray(3 * rng.standard_normal(shape), dtype) for _ in range(2))
-    at = jnp.asarray(rng.integers(0, 5000, shape[:2]), jnp.int32)
-
-    def pull(x, dy):
-        y, vjp = jax.vjp(lambda x: rope_of_normed(x, at, how, 1e-3), x)
-        return y, *vjp(dy)
-
-    program = jax.jit(pull).lower(x, dy).compile()
-    assert all(f'"dsv4_fmha_{op}"' in program.as_text() for op in ("norm_rope", "norm_rope_bwd"))
-    want = jax.jit(pull)(*(x.astype(jnp.float32) for x in (x, dy)))
-    for got, exactly in zip(program(x, dy), want, strict=True):
-        np.testing.assert_allclose(got.astype(jnp.float32), exactly, rtol=8e-3, atol=2e-3)
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("cuda")
-@pytest.mark.parametrize("shape", [(2, 60, 16, 128), (64, 1, 64, 128), (1, 7, 3, 128)], ids=str)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_index_query_by_a_kernel(dtype, shape):
-    """Its codes and scales are those of RoPE with the transform, and then quantization, each by itself."""
-    rng, how = np.random.default_rng(0), Rope(64, 160000, 16, 4096)
-    x = jnp.asarray(3 * rng.standard_normal(shape) * (rng.integers(0, 9, shape[:3]) > 0)[..., None], dtype)
-    at = jnp.asarray(rng.integers(0, 5000, shape[:2]), jnp.int32)
-    run = jax.jit(lambda x: index_query(x, at, how)).lower(x).compile()
-    assert run.as_text().count("dsv4_fmha_index_query") == 1
-    want = jax.jit(quantize_rows)(jax.jit(lambda x: rope_hadamard(x, at, how))(x))
-    (codes, scales), (codes_apart, scales_apart) = run(x), want
-    np.testing.assert_array_equal(scales, scales_apart)
-    codes, codes_apart = (np.asarray(y, np.float32) for y in (codes, codes_apart))
-    off = codes != codes_apart  # a quotient halfway between two codes, which XLA divides by another instruction
-    assert off.mean() < 1e-3
-    np.testing.assert_allclose(codes[off], codes_apart[off], rtol=0.13, atol=2**-7)  # XLA loses subnormal float16
-
-
-def test_caches_are_updated_in_place_in_a_scan():
-    layer, p, x, want = alone()
-    cache = layer.cache(4, 64, jnp.float32)
-
-    def generate(cache, x):
-        def step(carry, x):
-            cache, n = carry
-            out = layer.step(p, x[:, None], cache, lengths=n + 1)
-            return (out.cache, n + 1), out.y[:, 0]
-
-        (cache, _), y = jax.lax.scan(step, (cache, jnp.int32(0)), x.swapaxes(0, 1))
-        return cache, y.swapaxes(0, 1)
-
-    compiled = jax.jit(generate, donate_argnums=0).lower(cache, x).compile()
-    size = sum(c.nbytes for c in jax.tree.leaves(cache))
-    assert compiled.memory_analysis().alias_size_in_bytes >= size
-    np.testing.assert_allclose(compiled(cache, x)[1], want, rtol=2e-5, atol=2e-5)
-
-
-def test_fp8_caches():
-    """Steps over FP8 caches equal a chunk over them, which rounds its own latents as the cache does."""
-    layer = from_config(MODELS["v4"] | {"head_dim": 512})[1]
-    p, x = random_params(layer, 0), hidden(2, 21).astype(jnp.bfloat16)
-    step = jax.jit(lambda x, c, n: layer.step(p, x, c, lengths=n)[:2], donate_argnums=1)
-    chunk = jax.jit(lambda x, c: layer(p, x, c)[:2])
-    want, cache = chunk(x, layer.cache(2, 24, jnp.float8_e4m3fn))
-    assert cache.window.is_packed and cache.compressed.is_packed
-    cache = layer.cache(2, 24, jnp.float8_e4m3fn)
-    for n in range(1, 22):
-        y, cache = step(x[:, n - 1 : n], cache, jnp.int32(n))
-        error = jnp.linalg.norm(y[:, 0].astype(jnp.float32) - want[:, n - 1]) / jnp.linalg.norm(want[:, n - 1])
-        assert error < 2e-2, (n, error)
-    exact = jax.jit(lambda x: layer(p, x).y)(x.astype(jnp.float32))
-    error = jnp.linalg.norm(exact - want, axis=-1) / jnp.linalg.norm(exact, axis=-1)
-    assert jnp.median(error) < 4e-2 and jnp.all(error > 0)
-
-
-@pytest.mark.parametrize(
-    "dtype, layouts", [("float8_e4m3fn", ("v41_fp8", "v41_fp8")), ("float4_e2m1fn", ("v41_fp8", "v41_fp4"))]
-)
-def test_packed_caches_of_v41(dtype, layouts):
-    """Its own layouts; a step over them is near one over bfloat16."""
-    layers = from_config(MODELS["v4.1"] | {"head_dim": 512})
-    layer, x = layers[1], hidden(2, 9).astype(jnp.bfloat16)
-    p = random_params(layer, 0)
-    got, want = (
-        jax.jit(lambda x, c: layer(p, x, c)[:2])(x, layer.cache(2, 12, kind)) for kind in (dtype, jnp.bfloat16)
-    )
-    assert (got[1].window.layout, got[1].compressed.layout) == layouts
-    assert got[1].window.is_packed and got[1].compressed.is_packed and not got[1].keys.is_packed
-    error = jnp.linalg.norm((got[0] - want[0]).astype(jnp.float32)) / jnp.linalg.norm(want[0].astype(jnp.float32))
-    assert 0 < error < 0.3, error
-    with pytest.raises(ValueError, match=r"dtype: got float4_e2m1fn, wanted .*float8_e4m3fn for a layer like this"):
-        from_config(MODELS["v4"] | {"head_dim": 512})[1].cache(2, 12, "float4_e2m1fn")
-
-
 @pytest.mark.parametrize("kind", [0, 1, 2], ids=["window", "sparse", "dense"])
 def test_a_window_of_one_token_takes_chunks(kind):
     layer = from_config(MODELS["v4"] | {"sliding_window": 1})[kind]
@@ -480,195 +349,6 @@ def test_batch_sequence_and_heads_sharded_at_once(kind):
     compiled = jax.jit(lambda p, x: layer(p, x).y).lower(p, x).compile()
     np.testing.assert_allclose(compiled(p, x), want, rtol=2e-5, atol=2e-5)
     assert set(collectives(compiled)) == {"all-reduce", "all-gather"}
-
-
-@pytest.mark.parametrize("paged", [False, True])
-@pytest.mark.parametrize("name", MODELS)
-def test_donated_caches_are_updated_in_place(name, paged):
-    """Layer by layer as the pages say, and a whole model in one program: XLA copies what a program returns twice."""
-    layers, params = model(name)
-    table = jnp.asarray(np.random.default_rng(3).permutation(6).reshape(2, 3), jnp.int32) if paged else None
-    caches = [layer.cache(2, 24, jnp.float32, steps=2, block_table=table) for layer in layers]
-    x, shared = hidden(2, 2), Shared()
-    for layer, p, cache in zip(layers, params, caches, strict=True):
-        for f, at in ((layer.step, {"lengths": 9}), (layer, {"start": 7})):
-            traced = jax.jit(f, donate_argnums=2).trace(p, x, cache, shared, **at)
-            assert_in_place(traced)
-        shared = shared.after(jax.eval_shape(functools.partial(layer.step, lengths=9), p, x, cache, shared))
-    run = stack(name, lambda layer, p, x, shared, cache, **at: layer.step(p, x, cache, shared, **at))
-    traced = jax.jit(run, donate_argnums=1).trace(x, caches, lengths=9)
-    assert_in_place(traced)
-
-
-def test_a_result_that_is_returned_twice_is_noticed():
-    layers, params = model("v4")
-    cache = layers[1].cache(2, 24, jnp.float32)
-
-    def twice(p, x, cache):
-        out = layers[1].step(p, x, cache, lengths=9)
-        return out, out.cache.compressed
-
-    traced = jax.jit(twice, donate_argnums=2).trace(params[1], hidden(2, 1), cache)
-    with pytest.raises(AssertionError):
-        assert_in_place(traced)
-
-
-def published(name):
-    """The entries of a published config.json about attention."""
-    yarn = {"type": "yarn", "factor": 16, "original_max_position_embeddings": 65536, "beta_fast": 32, "beta_slow": 1}
-    both = {
-        "head_dim": 512, "qk_rope_head_dim": 64, "o_lora_rank": 1024, "sliding_window": 128, "index_head_dim": 128,
-        "rope_theta": 10000, "compress_rope_theta": 160000, "rope_scaling": yarn,
-    }  # fmt: skip
-    flash = both | {
-        "hidden_size": 4096, "num_hidden_layers": 43, "num_attention_heads": 64, "q_lora_rank": 1024, "o_groups": 8,
-        "index_n_heads": 64, "index_topk": 512, "compress_ratios": [0, 0] + [4, 128] * 20 + [4, 0],
-        "rms_norm_eps": 1e-6,
-    }  # fmt: skip
-    pro = flash | {
-        "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128, "q_lora_rank": 1536, "o_groups": 16,
-        "index_topk": 1024, "compress_ratios": [128, 128] + [4, 128] * 29 + [4, 0],
-    }  # fmt: skip
-    v41 = both | {
-        "hidden_size": 5120, "num_hidden_layers": 40, "num_attention_heads": 64, "q_lora_rank": 1280, "o_groups": 8,
-        "index_n_heads": 32, "index_topk": 512, "compress_ratios": [0, 0] + [2] * 18 + [1] * 20 + [0] * 3,
-        "kv_source_layer_ids": [2, 8, 14, 20], "index_source_layer_ids": [2, 8, 14, 20, 24, 28, 32, 36],
-        "candidate_source_layer_id": 20, "candidate_topk_blocks": 2048, "candidate_block_size": 8,
-        "rms_norm_eps": 1e-20,
-    }  # fmt: skip
-    return {"flash": flash, "pro": pro, "v4.1": {"text_config": v41}}[name]
-
-
-def test_config_of_v4(tmp_path):
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(published("flash")))
-    layers = from_config(path)
-    assert len(layers) == 43 and [layer.ratio for layer in layers[:5]] == [0, 0, 4, 128, 4]
-    assert layers[0].rope == Rope(64, 10000) and layers[0].compressor is None
-    for layer in layers[2:]:
-        assert layer.rope == Rope(64, 160000, 16, 65536, 32, 1) and layer.norm_heads
-        assert layer.compressor.overlap == layer.sparse == (layer.indexer is not None) == (layer.ratio == 4)
-        assert layer.indexer is None or layer.indexer.compressor.overlap
-    assert (layers[2].indexer.heads, layers[2].indexer.topk) == (64, 512)
-    pro = from_config(published("pro"))
-    assert (len(pro), pro[0].ratio, pro[2].heads, pro[2].indexer.topk, pro[0].o_groups) == (61, 128, 128, 1024, 16)
-
-
-def test_config_of_v41():
-    layers = from_config(published("v4.1"))
-    assert [i for i, layer in enumerate(layers) if layer.compressor] == [2, 8, 14, 20]
-    assert [i for i, layer in enumerate(layers) if layer.indexer] == [2, 8, 14, 20, 24, 28, 32, 36]
-    assert [i for i, layer in enumerate(layers) if layer.indexer and layer.indexer.within_candidates] == [
-        24,
-        28,
-        32,
-        36,
-    ]
-    assert [i for i, layer in enumerate(layers) if layer.indexer and layer.indexer.candidate_blocks == 2048] == [20]
-    assert len(layers) == 40 and all(layer.sparse == (i > 1) for i, layer in enumerate(layers))
-    assert not any(layer.norm_heads for layer in layers) and layers[0].eps == 1e-20
-    assert not layers[2].compressor.has_ape and not layers[2].compressor.overlap and layers[20].ratio == 1
-    assert [layers[i].rope.theta for i in (1, 2, 20)] == [10000, 160000, 160000]
-    without = {name: x for name, x in published("v4.1")["text_config"].items() if not name.startswith("candidate")}
-    assert [layer.indexer.in_two_levels for layer in from_config(without) if layer.indexer] == [False] * 8
-    names = [path[-1].key for path, _ in jax.tree_util.tree_leaves_with_path(shapes(layers[20])["compressor"])]
-    assert names == ["norm", "w"] and layers[20].compressor.width == 512  # of ratio 1
-
-
-def test_config_as_transformers_saves_it():
-    """Kinds of layers by name, with their own ratios, and RoPE by kind of layer."""
-    theirs = published("flash")
-    kinds = dict(zip((0, 4, 128), MODELS["v4"]["layer_types"], strict=True))
-    rates = {"compress_rates": None, "layer_types": [kinds[ratio] for ratio in theirs.pop("compress_ratios")]}
-    yarn = {**theirs.pop("rope_scaling"), "rope_type": "yarn", "rope_theta": theirs.pop("compress_rope_theta")}
-    main = {"rope_type": "default", "rope_theta": theirs.pop("rope_theta")}
-    dims = {"partial_rotary_factor": theirs.pop("qk_rope_head_dim") / 512}
-    theirs |= rates | dims | {"rope_parameters": {"main": main, "compress": yarn}}
-    assert from_config(theirs) == from_config(published("flash"))
-
-
-def test_config_of_deepseeks_own_code():
-    theirs = {
-        "dim": 4096, "n_layers": 4, "n_heads": 64, "q_lora_rank": 1024, "head_dim": 512, "rope_head_dim": 64,
-        "norm_eps": 1e-6, "o_groups": 8, "o_lora_rank": 1024, "window_size": 128, "compress_ratios": [0, 4, 128, 4, 0],
-        "compress_rope_theta": 160000.0, "original_seq_len": 65536, "rope_theta": 10000.0, "rope_factor": 16,
-        "beta_fast": 32, "beta_slow": 1, "index_n_heads": 64, "index_head_dim": 128, "index_topk": 512,
-    }  # fmt: skip
-    flash = from_config(published("flash"))
-    assert from_config(theirs) == (flash[0], flash[2], flash[3], flash[2])
-    assert from_config(theirs | {"original_seq_len": 0})[1].rope == Rope(64, 160000)  # no YaRN
-
-
-def test_config_of_v41_in_deepseeks_own_code():
-    """The lists of layers have other names there; read as V4's, layers would load and be wrong."""
-    theirs = dict(published("v4.1")["text_config"])
-    for ours, name in (("kv_source_layer_ids", "kv_source_layers"), ("index_source_layer_ids", "index_source_layers"),
-                       ("candidate_source_layer_id", "candidate_source_layer")):  # fmt: skip
-        theirs[name] = theirs.pop(ours)
-    assert from_config(theirs) == from_config(published("v4.1"))
-
-
-def test_config_with_rope_parameters_that_are_not_nested():
-    theirs = published("flash")
-    yarn = theirs.pop("rope_scaling")
-    theirs["rope_parameters"] = yarn | {"rope_type": yarn.pop("type"), "rope_theta": 10000.0}
-    assert from_config(theirs) == from_config(published("flash"))
-
-
-def test_config_of_another_model():
-    """Llama's entries, without the name of the model: what is wrong is said by name."""
-    llama = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
-             "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "head_dim": 128}  # fmt: skip
-    with pytest.raises(ValueError, match="num_key_value_heads: got 8, wanted 1"):
-        from_config(llama)
-    with pytest.raises(ValueError, match="compress_ratios: got none, wanted it in the config"):
-        from_config(llama | {"num_key_value_heads": 1})
-
-
-def test_config_with_rates_as_entries_of_their_own():
-    rates = {"compress_rate_csa": 8, "compress_rate_hca": 64}
-    layers = from_config(MODELS["v4"] | {"compress_rates": None} | rates)
-    assert [layer.ratio for layer in layers] == [0, 8, 64]
-
-
-def test_config_with_entries_of_other_parts_of_a_model():
-    others = {
-        "model_type": "deepseek_v4", "vocab_size": 9, "hc_mult": 4, "n_routed_experts": 256, "use_cache": True,
-        "norm_topk_prob": True, "num_key_value_heads": 1, "attention_bias": False, "attention_dropout": 0.0,
-        "mlp_layer_types": ["moe"], "engram_n_heads": 8, "engram_head_dim": 64, "dspark_block_size": 5,
-        "_attn_implementation_autoset": True, "attn_implementation": "eager", "output_attentions": False,
-        "tie_word_embeddings": False, "quantization_config": {}, "num_nextn_predict_layers": 1, "expert_dtype": "fp4",
-        "routed_scaling_factor": 1.5, "max_position_embeddings": 2**20, "transformers_version": "5.0", "mlp_bias": 0,
-        "topk_method": "noaux_tc", "scoring_func": "sqrtsoftplus", "swiglu_limit": 10.0, "num_hash_layers": 3,
-    }  # fmt: skip
-    assert from_config(published("flash") | others) == from_config(published("flash"))
-
-
-@pytest.mark.parametrize(
-    "changes, error",
-    [
-        ({"q_lora_rank": None}, "q_lora_rank: got none"),
-        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling: got .*linear"),
-        ({"rope_scaling": {"type": "yarn", "attention_factor": 2}}, "wanted yarn with attention_factor 1"),
-        ({"compress_ratios": None, "layer_types": ["full_attention"] * 43}, "layer_types: got full_attention"),
-        ({"compress_ratios": [-1] * 43}, "compress_ratios: got -1"),
-        ({"compress_ratios": [4]}, "compress_ratios: got 1, wanted one for each layer"),
-        ({"compress_ratios": [0, 4, 8] * 15}, "compress_ratios: got 8, wanted 0, 4 or 128"),
-        ({"attention_bias": True}, "attention_bias: got True, wanted False"),
-        ({"num_key_value_heads": 8}, "num_key_value_heads: got 8, wanted 1"),
-        ({"index_share_layers": 2}, "index_share_layers: got 2, wanted no entries that are not known"),
-        ({"clip_qkv": 8.0, "use_qk_norm": True}, r"clip_qkv, use_qk_norm: got 8\.0, True, wanted no entries"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4, "mscale": 0.7}}, "rope_scaling: got mscale, wanted only"),
-        ({"rope_parameters": {"main": {"rope_type": "yarn", "factor": 4}}}, "wanted no YaRN in layers with a window"),
-        ({"rope_parameters": {"rope_theta": 500.0}}, r"rope_theta: got 10000, wanted .*500\.0.* of rope_parameters"),
-        ({"model_type": "llama"}, "model_type: got llama, wanted deepseek_v4 or deepseek_v41, whose attention this is"),
-        ({"o_groups": 3}, "o_groups: got 3, wanted a divisor of the 64 heads"),
-        ({"qk_rope_head_dim": 7}, "dims: got 7, wanted an even int"),
-    ],
-)
-def test_config_errors(changes, error):
-    with pytest.raises(ValueError, match=error):
-        from_config(published("flash") | changes)
 
 
 def checkpoint(layer, params, prefix):
@@ -749,63 +429,6 @@ def test_state_dict_errors():
         from_state_dict(layer, good | {"a.bias": np.zeros(3)}, "a.")
 
 
-@pytest.mark.parametrize("how", [Rope(8), Rope(8, 160000, 16, 64), Rope(8, 160000, 16, 4)])
-def test_rope(how):
-    x = hidden(2, 6).reshape(2, 6, 2, 12)
-    positions = jnp.array([[0, 1, 7, 100, 4095, 70000]], jnp.int32)
-    got = rope(x, positions, how)
-    for i, p in enumerate(positions[0].tolist()):
-        want = layers_float64.turn(np.asarray(x[:, i], np.float64), p, how)
-        np.testing.assert_allclose(got[:, i], want, atol=2e-7 * max(p, 20))  # an angle is a product in float32
-    np.testing.assert_allclose(inverse_rope(got, positions, how), x, atol=1e-6)
-    assert rope(x.astype(jnp.bfloat16), positions, how).dtype == jnp.bfloat16
-
-
-@pytest.mark.usefixtures("built")
-@pytest.mark.parametrize("d", [64, 72, 68])
-def test_a_kernel_rotates_rows_of_whole_vectors(d):
-    """Rows that do not begin at a multiple of 16 bytes are XLA's."""
-    x, at = jax.ShapeDtypeStruct((1, 4, 2, d), jnp.bfloat16), jax.ShapeDtypeStruct((1, 4), jnp.int32)
-    lowered = jax.jit(lambda x, at: rope(x, at, Rope(64))).trace(x, at).lower(lowering_platforms=("cuda",))
-    assert ("dsv4_fmha_rope" in lowered.as_text()) == (d % 8 == 0)
-
-
-@pytest.mark.usefixtures("built")
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_rope_of_normed_on_a_mesh(kind):
-    """Where there is a kernel, every device turns the heads and queries that it has; the same under vmap."""
-    how, x = Rope(64), hidden(4, 6)[..., None, :1] * jnp.ones((4, 6, 4, 512), jnp.bfloat16)
-    x = x + hidden(1, 6, seed=3)[0, :, None, :1].astype(jnp.bfloat16) * jnp.arange(512, dtype=jnp.bfloat16)
-    at = jnp.arange(6, dtype=jnp.int32)[None]
-
-    def pull(x):
-        y, vjp = jax.vjp(lambda x: inverse_rope(rope_of_normed(x, at, how, 1e-6) * 2, at + 3, how), x)
-        return y, *vjp(y)
-
-    want = jax.jit(pull)(x)
-    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(kind,) * 2, devices=jax.devices("cpu")[:4])
-    put = jax.device_put(x, NamedSharding(mesh, P("data", None, "tensor")))
-    program = jax.jit(pull).lower(put).compile()
-    assert not collectives(program)
-    mapped = jax.jit(jax.vmap(pull))(x[:, None])
-    for got, one, exactly in zip(program(put), mapped, want, strict=True):
-        np.testing.assert_array_equal(got.astype(jnp.float32), exactly.astype(jnp.float32))
-        np.testing.assert_array_equal(one[:, 0].astype(jnp.float32), exactly.astype(jnp.float32))
-
-
-@pytest.mark.parametrize("positions", [jnp.zeros((1, 5), jnp.int32), jnp.zeros((1, 6)), jnp.zeros(6, jnp.int32)])
-def test_rope_errors(positions):
-    with pytest.raises(ValueError, match=r"rope: positions: got .*, wanted int32\[b=2 or 1, s=6\]"):
-        rope(hidden(2, 6), positions, Rope(8))
-
-
-def test_hadamard():
-    x = hidden(1, 3)[0, :, :16]
-    np.testing.assert_allclose(hadamard(x), np.asarray(x) @ scipy.linalg.hadamard(16) / 4, atol=1e-6)
-    with pytest.raises(ValueError, match=r"got float32\[1, 3, 24\], wanted .*\[..., d\], d a power of two"):
-        hadamard(hidden(1, 3))
-
-
 def test_init():
     """The result is about as large as the input."""
     layer = model("v4")[0][1]
@@ -835,17 +458,3 @@ def test_errors():
         ValueError, match=r"window_cache: got room for 5 entries of a sequence, wanted window \+ s_q - 1"
     ):
         layer.step(p, hidden(2, 2), layer.cache(2, 8, jnp.float32), lengths=2)
-
-
-def test_index_keys_of_an_fp8_cache():
-    """They are packed where a kernel takes the pages; a step then quantizes its queries."""
-    sizes = {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "index_n_heads": 16}
-    layer = from_config(MODELS["v4"] | sizes)[1]
-    fp8, table = jnp.float8_e4m3fn, jnp.zeros((2, 2), jnp.int32)
-    assert (layer.cache(2, 90, fp8).keys.layout, layer.cache(2, 90, fp8).keys.capacity) == ("index_fp8", 24)
-    assert layer.cache(2, 256, fp8, block_table=table, page_tokens=128).keys.layout == "index_fp8"
-    for cache in (layer.cache(2, 90), layer.cache(2, 32, fp8, block_table=table, page_tokens=16)):
-        assert cache.keys.entries.dtype == jnp.bfloat16
-    x = jnp.zeros((2, 1, layer.hidden), jnp.bfloat16)
-    out = jax.eval_shape(lambda p, c: layer.step(p, x, c, lengths=1), shapes(layer), layer.cache(2, 90, fp8))
-    assert out.cache.keys.entries.dtype == jnp.uint8

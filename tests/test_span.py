@@ -156,12 +156,33 @@ def test_errors():
 def test_nothing_is_compiled_again_for_the_same_shapes(make, caplog):
     """Outside of jit, where each operation is a program of its own; values may differ."""
 
-    def compiled(ids: list[int]) -> list[str]:
-        caplog.clear()
-        with jax.log_compiles(), caplog.at_level(logging.WARNING):
-            jax.block_until_ready(make(jnp.array([ids], jnp.int32)))
-        return [record.getMessage() for record in caplog.records if record.getMessage().startswith("Compiling ")]
+    def of(ids: list[int]) -> list[str]:
+        return compiled(lambda: make(jnp.array([ids], jnp.int32)), caplog)
 
     jax.clear_caches()
-    assert compiled([1, 1, 1, 2, 2, 2, 2, 7, 7])
-    assert compiled([3, 3, 4, 4, 4, 5, 5, 5, 5]) == []
+    assert of([1, 1, 1, 2, 2, 2, 2, 7, 7])
+    assert of([3, 3, 4, 4, 4, 5, 5, 5, 5]) == []
+
+
+def test_a_new_length_compiles_nothing(caplog):
+    """Where all is known outside of jit."""
+
+    def make(n):
+        span = Span.sliding_window(n, 3, 5) & Span.causal(n, 5) & Span(1, n)
+        return span, span.bounds(2, n, 7), Span.compressed(n, 4)
+
+    make(8)
+    assert compiled(lambda: make(9), caplog) == []
+    assert "iota" in jax.jit(lambda: make(9)).lower().as_text(), "a program has no lists of numbers"
+    got, want = (jax.tree.leaves(f()) for f in (lambda: make(9), jax.jit(lambda: make(9))))
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_array_equal(x, y)
+        assert x.dtype == y.dtype == np.int32 and x.shape == y.shape
+
+
+def compiled(f, caplog):
+    """What JAX compiles in a call."""
+    caplog.clear()
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        jax.block_until_ready(f())
+    return [record.getMessage() for record in caplog.records if record.getMessage().startswith("Compiling ")]

@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +26,30 @@ _SLOWEST_PEER = 0.05  # seconds a call
 
 Operands = dict[str, Any]
 Times = dict[str, Any]
-"""of one contestant: seconds, rounds, kernels, and how many kernels a call launches"""
+"""of one contestant: seconds, rounds, kernels, how many kernels a call launches, and its facts"""
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """A compiled function, the sets of operands that it takes in turn, and the program's text if it matters."""
+    """A function that queues its kernels, and the sets of operands that it takes in turn.
+
+    Attributes:
+      text: the compiled program, if it matters.
+      is_outside: whether XLA does not launch its kernels, so that the profiler knows them by no HLO module.
+      wait: returns when the result of `run` is there.
+      facts: what is recorded beside its times.
+    """
 
     run: Callable[[Operands], Any]
     sets: Sequence[Operands]
     text: str = ""
+    is_outside: bool = False
+    wait: Callable[[Any], Any] = jax.block_until_ready
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    def module(self, name: str) -> str:
+        """What the profiler calls the program of the contestant of this name."""
+        return "" if self.is_outside else f"jit_{name}"
 
 
 def compiled(name: str, f: Callable[..., Any], sets: Sequence[Operands]) -> Contestant:
@@ -67,6 +81,10 @@ def yardsticks() -> dict[str, Contestant]:
 
 def interleaved(contestants: Mapping[str, Contestant], rounds: int, named_by: str | None = None) -> dict[str, Times]:
     """The times of every contestant, from one trace; the names of kernels are those of `kernels`."""
+    if len(outside := [name for name, x in contestants.items() if x.is_outside]) > 1:
+        raise ValueError(
+            f"{' and '.join(outside)}: the profiler cannot tell the kernels of two peers outside of XLA apart"
+        )
     bursts = {name: _burst(contestant) for name, contestant in contestants.items()}
     options = jax.profiler.ProfileOptions()
     options.host_tracer_level = options.python_tracer_level = 0
@@ -74,17 +92,20 @@ def interleaved(contestants: Mapping[str, Contestant], rounds: int, named_by: st
         jax.profiler.start_trace(folder, profiler_options=options)
         for _ in range(rounds):
             for name, x in contestants.items():
-                jax.block_until_ready([x.run(x.sets[i % len(x.sets)]) for i in range(bursts[name])][-1])
+                x.wait([x.run(x.sets[i % len(x.sets)]) for i in range(bursts[name])][-1])
         jax.profiler.stop_trace()
         (path,) = Path(folder).rglob("*.xplane.pb")
         events = kernels(jax.profiler.ProfileData.from_file(str(path)), named_by)
-    return {name: summary(name, events[f"jit_{name}"], bursts[name], rounds) for name in contestants}
+    return {
+        name: {**summary(name, events.get(x.module(name), ()), bursts[name], rounds), **x.facts}
+        for name, x in contestants.items()
+    }
 
 
 def _burst(contestant: Contestant) -> int:
     """How many calls to make in a row."""
     began = time.monotonic()
-    jax.block_until_ready([contestant.run(operands) for operands in contestant.sets[:2]])
+    contestant.wait([contestant.run(operands) for operands in contestant.sets[:2]][-1])
     return max(3, min(20, int(_BURST_SECONDS * 2 / (time.monotonic() - began))))
 
 

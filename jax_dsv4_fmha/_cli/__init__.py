@@ -47,6 +47,8 @@ def _run(args: argparse.Namespace) -> int:
         pattern=args.filter,
         rounds=args.rounds,
         source=getattr(args, "from"),
+        flashmla_path=args.flashmla,
+        with_cudnn_frontend=args.cudnn_frontend,
         json_path=args.json,
         plot_path=args.plot,
         progress=args.progress,
@@ -106,6 +108,16 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--rounds", type=_at_least_one, default=11, help="of interleaved bursts (default: %(default)s)")
     bench.add_argument("--plot", metavar="FILE", help="draw a roofline and bars into FILE.png or FILE.svg (matplotlib)")
     bench.add_argument("--from", metavar="FILE", help="measure nothing: take the results from this JSON")
+    bench.add_argument(
+        "--flashmla",
+        metavar="PATH",
+        help="also time FlashMLA: the folder of its built package flash_mla, or its extension; needs torch",
+    )
+    bench.add_argument(
+        "--cudnn-frontend",
+        action="store_true",
+        help="also time the cuDNN frontend's indexer, if its package is installed; needs torch",
+    )
     return parser
 
 

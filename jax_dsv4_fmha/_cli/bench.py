@@ -1,6 +1,7 @@
 """`python -m jax_dsv4_fmha bench`: device times beside those of peers and of the machine's roofline.
 
 A row's contestants (ours, its peers, a matrix product, a copy) are measured together, as `_bench/measure.py` says.
+Peers that the command line names, FlashMLA or the cuDNN frontend, take part in the rows that they have a call for.
 """
 
 import datetime
@@ -12,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from .._bench import SUITES, measure
+from .._bench.cudnn_frontend import cudnn_frontend
+from .._bench.flashmla import flashmla
+from .._bench.outside import Peer
 from .._bench.row import Row, Suite, maker
 from .._host import library
 from . import plot
@@ -26,6 +30,8 @@ def bench(
     pattern: str | None,
     rounds: int,
     source: str | None,
+    flashmla_path: str | None,
+    with_cudnn_frontend: bool,
     json_path: str | None,
     plot_path: str | None,
     progress: bool | None,
@@ -36,6 +42,9 @@ def bench(
         return (not suites or suite in suites) and matches(name, pattern)
 
     if source is not None:
+        if flashmla_path is not None or with_cudnn_frontend:
+            print("--from measures nothing, so it has no use for --flashmla or --cudnn-frontend.", file=out)
+            return 2
         results = json.loads(Path(source).read_text(encoding="utf-8"))
         results["rows"] = [row for row in results["rows"] if wanted(row["suite"], row["name"])]
         if not results["rows"]:
@@ -55,7 +64,13 @@ def bench(
         if not any(rows.values()):
             print(f"No row matches {pattern!r}.", file=out)
             return 2
-        for results in _measure(rows, rounds, Progress(sum(map(len, rows.values())), progress, out)):
+        try:
+            peers = [flashmla(flashmla_path)] if flashmla_path is not None else []
+            peers += [cudnn_frontend()] if with_cudnn_frontend else []
+        except ImportError as e:
+            print(e, file=out)
+            return 2
+        for results in _measure(rows, peers, rounds, Progress(sum(map(len, rows.values())), progress, out)):
             if json_path not in (None, "-"):  # so that a run that is cut short keeps what it has
                 write_json(results, json_path)
     if json_path is not None:
@@ -65,10 +80,13 @@ def bench(
     return 0
 
 
-def _measure(rows_of: Mapping[Suite, Sequence[Row]], rounds: int, bar: Progress) -> Iterator[dict[str, Any]]:
+def _measure(
+    rows_of: Mapping[Suite, Sequence[Row]], peers: Sequence[Peer], rounds: int, bar: Progress
+) -> Iterator[dict[str, Any]]:
     """The results so far, after each row."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    results: dict[str, Any] = {"date": now, **machine(), "rounds": rounds, "rows": []}
+    facts = {peer.name: peer.facts for peer in peers}
+    results: dict[str, Any] = {"date": now, **machine(), "peers": facts, "rounds": rounds, "rows": []}
     yardsticks = measure.yardsticks()
     calls = {call for rows in rows_of.values() for row in rows for call in row.calls}
     with ThreadPoolExecutor() as pool:  # which compiles many at once; nothing is timed yet
@@ -77,7 +95,7 @@ def _measure(rows_of: Mapping[Suite, Sequence[Row]], rounds: int, bar: Progress)
         records: list[dict[str, Any]] = []
         for row in rows:
             bar.begin(row.name)
-            records.append({"suite": suite.name, **_measure_row(row, yardsticks, rounds)})
+            records.append({"suite": suite.name, **_measure_row(row, peers, yardsticks, rounds)})
             results["rows"].append(records[-1])
             if row is rows[-1]:
                 bar.print("".join(f"{text}\n" for text in tables(records)))
@@ -85,7 +103,9 @@ def _measure(rows_of: Mapping[Suite, Sequence[Row]], rounds: int, bar: Progress)
     bar.clear()
 
 
-def _measure_row(row: Row, yardsticks: Mapping[str, measure.Contestant], rounds: int) -> dict[str, Any]:
+def _measure_row(
+    row: Row, peers: Sequence[Peer], yardsticks: Mapping[str, measure.Contestant], rounds: int
+) -> dict[str, Any]:
     inputs = row.inputs(row.sets)
     contestants: dict[str, measure.Contestant] = {}
     skipped: dict[str, str] = {}
@@ -94,6 +114,12 @@ def _measure_row(row: Row, yardsticks: Mapping[str, measure.Contestant], rounds:
             contestants |= row.contestants(name, inputs)
         except Exception as e:  # a refusal, by a peer or because ours is not built, is a result
             skipped[name] = reason(e)
+    for peer in peers:
+        try:
+            if contestant := peer.contestant(row, inputs, contestants.get("ours")):
+                contestants[peer.name] = contestant
+        except Exception as e:
+            skipped[peer.name] = reason(e)
     measured = measure.interleaved({**yardsticks, **contestants}, rounds, row.kernels_named_by)
     matmul, copy = measured.pop("matmul"), measured.pop("copy")
     return {

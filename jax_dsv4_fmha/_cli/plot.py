@@ -2,6 +2,7 @@
 
 import math
 import statistics
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,14 @@ from typing import Any
 from .._bench import SUITES
 from .._host import library
 
-_PEERS = {"two_pass": "#a9b4e8", "cudnn": "#8a8a8a", "xla": "#cfcfcf", "graph": "#d9bd94", "both": "#c9a6d1"}
-_BAR = 0.29
+_PEERS = {
+    "two_pass": "#a9b4e8", "cudnn": "#8a8a8a", "xla": "#cfcfcf", "flashmla": "#e0a3a0", "cudnn_frontend": "#b5bf8a",
+    "graph": "#d9bd94", "both": "#c9a6d1",
+}  # fmt: skip
+_INCHES = 6.67  # 640 pixels, as wide as the pages' pictures, so that a phone shows the same type
+_TYPE, _SMALL, _LINE = 12.5, 11, 16  # points; a line has a bar or a row's name
+_CHARACTERS = 60  # of a line of a name
+_INSIDE = 0.55  # of the axis: a bar from here on has its time inside
 _DARK = "@media(prefers-color-scheme:dark){svg{filter:invert(.9) hue-rotate(180deg)}}"
 """dark for light, with the same hues"""
 _DTYPES = ("#4053d3", "#ddb310", "#00806c", "#b51d14")
@@ -27,22 +34,32 @@ def _figure() -> Any:
 
 
 def draw(results: dict[str, Any], path: str) -> None:
-    """A roofline beside bars, into a .png or .svg."""
+    """A roofline above bars, into a .png or .svg."""
     figure_of = _figure()
     rows = [row for row in results["rows"] if "ours" in row["times"]]
     if not rows:
         raise SystemExit("--plot: no row holds a time of ours")
-    figure = figure_of(figsize=(15, max(5.0, 1.5 + 0.34 * len(rows))), layout="constrained")
-    roofline, bars = figure.subplots(1, 2, width_ratios=(1, 1.25))
-    _roofline(roofline, rows)
-    _bars(bars, rows)
-    for axes in (roofline, bars):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.set_axisbelow(True)
-    versions = ", ".join(f"{name} {x}" for name, x in results["versions"].items() if x and name != "kernels")
-    figure.suptitle(f"jax_dsv4_fmha on {results['devices'][0]['name']}", fontweight="bold")
-    figure.supxlabel(f"{results['date'][:10]}: {versions}", fontsize=8, color="#606060")
-    save(figure, path)
+    import matplotlib
+
+    names = [textwrap.wrap(row["name"], _CHARACTERS) for row in rows]
+    lines = sum(len(name) + len(_shown(row)) + 0.5 for name, row in zip(names, rows, strict=True))
+    bars_inches = lines * _LINE / 72
+    with matplotlib.rc_context({"font.size": _TYPE, "axes.titlesize": _TYPE, "figure.titlesize": _TYPE + 1}):
+        figure = figure_of(figsize=(_INCHES, bars_inches + 6.2), layout="constrained")
+        roofline, bars = figure.subplots(2, 1, height_ratios=(4, bars_inches))
+        _roofline(roofline, rows)
+        _bars(bars, rows, names)
+        for axes in (roofline, bars):
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.set_axisbelow(True)
+        versions = ", ".join(f"{name} {x}" for name, x in results["versions"].items() if x and name != "kernels")
+        figure.suptitle(f"jax_dsv4_fmha on {results['devices'][0]['name']}", fontweight="bold")
+        figure.supxlabel(textwrap.fill(f"{results['date'][:10]}: {versions}", 70), fontsize=_SMALL, color="#606060")
+        save(figure, path)
+
+
+def _shown(row: dict[str, Any]) -> list[str]:
+    return ["ours", *(name for name in _PEERS if name in row["times"])]
 
 
 def draw_built(variants: Sequence[library.BuiltVariant], path: str) -> None:
@@ -136,29 +153,40 @@ def _roofline(axes: Any, rows: Rows) -> None:
     axes.legend(frameon=False, loc="lower right")
 
 
-def _bars(axes: Any, rows: Rows) -> None:
-    used = dict[str, str]()
-    for y, row in enumerate(rows):
-        names = ["ours", *(name for name in _PEERS if name in row["times"])]
-        for i, name in enumerate(names):
-            label, color = (row["suite"], SUITES[row["suite"]].color) if name == "ours" else (name, _PEERS[name])
-            seconds, at = row["times"][name]["seconds"], y + (i - (len(names) - 1) / 2) * _BAR
-            share = _roof(row) / seconds
-            axes.barh(at, share, _BAR * 0.94, color=color, label="_" if label in used else label)
+def _bars(axes: Any, rows: Rows, names: Sequence[Sequence[str]]) -> None:
+    """For each row its name, and below it a bar for each time, all of one height."""
+    shares = {
+        (i, name): _roof(row) / row["times"][name]["seconds"] for i, row in enumerate(rows) for name in _shown(row)
+    }
+    end = max(1.1, 1.02 * max(shares.values()))
+    y = 0.0
+    axes.axvline(1, color="#303030", linewidth=1.5, zorder=0.9)  # below the bars, above the grid
+    for i, row in enumerate(rows):
+        for text in names[i]:
+            beside = {"xytext": (2, 0), "textcoords": "offset points", "va": "center", "fontsize": _SMALL + 0.5}
+            axes.annotate(text, (0, y), **beside, bbox={"color": "#ffffff", "pad": 0.5})
+            y += 1
+        for name in _shown(row):
+            color = SUITES[row["suite"]].color if name == "ours" else _PEERS[name]
+            share, time = shares[i, name], _microseconds(row["times"][name]["seconds"])
+            axes.barh(y, share, 0.92, color=color)
+            is_inside = share > _INSIDE * end
             axes.annotate(
-                _microseconds(seconds), (share, at), (3, 0), textcoords="offset points", va="center", fontsize=7
+                time if name == "ours" else f"{name} {time}",
+                (share, y),
+                (-4 if is_inside else 4, 0),
+                textcoords="offset points",
+                va="center",
+                ha="right" if is_inside else "left",
+                color="#ffffff" if is_inside and name == "ours" else "#000000",
+                fontsize=_SMALL,
             )
-            used[label] = color
-    axes.axvline(1, color="#303030", linewidth=1.5)
-    axes.set_yticks(range(len(rows)), [row["name"] for row in rows], fontsize=8)
-    axes.tick_params("y", length=0)
-    axes.invert_yaxis()
-    axes.margins(y=0.01)
-    axes.set(xlim=(0, 1.1), xlabel="share of the roofline")
+            y += 1
+        y += 0.5
+    axes.set_yticks([])
+    axes.set(xlim=(0, end), ylim=(y - 0.5, -0.75), xlabel="share of the roofline")
     axes.set_title("Device time, and how near to the roofline")
     axes.grid(axis="x", color="#e8e8e8")
-    below = -0.6 / axes.figure.get_figheight()  # inches: the axis' label fits between
-    axes.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, below), ncols=len(used))
 
 
 def _microseconds(seconds: float) -> str:

@@ -33,7 +33,12 @@ def placed(x: jax.Array, *wanted: Entry, of: jax.Array | None = None) -> jax.Arr
     """x with its axes sharded as wanted, over the mesh of x, or that of another array."""
     if entries(x) == wanted:
         return x
-    return jax.sharding.reshard(x, sharding(x if of is None else of, *wanted))
+    of = x if of is None else of
+    there = getattr(of, "sharding", None)
+    if isinstance(x, jax.core.Tracer) or not isinstance(there, NamedSharding):
+        return jax.sharding.reshard(x, sharding(of, *wanted))
+    # outside of jit, where reshard wants jax.set_mesh for an array of one device
+    return jax.device_put(x, NamedSharding(there.mesh, P(*wanted)))
 
 
 def sharding(of: jax.Array, *wanted: Entry) -> NamedSharding | None:

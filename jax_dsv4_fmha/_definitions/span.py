@@ -18,8 +18,8 @@ from .. import _check
 class Span:
     """A mask: query i of batch entry n sees the keys `start[n, i] <= j < stop[n, i]`, one interval.
 
-    start and stop are ints, or int32 arrays that broadcast to `[b, s_q]`. An op clips them to `[0, s_kv]`. A query with
-    `start >= stop` sees nothing. `a & b` shows the keys that both show.
+    start and stop are ints, or int32 arrays (NumPy's too) that broadcast to `[b, s_q]`. An op clips them to
+    `[0, s_kv]`. A query with `start >= stop` sees nothing. `a & b` shows the keys that both show.
 
     In the constructors, `offset` is an int or int32 `[b]`, traced or not: query i has position `i + offset`, and the
     first key has position 0. Positions above 2**31 - 2 count as 2**31 - 2.
@@ -49,7 +49,7 @@ class Span:
         """The last `window` keys, the query's own position included."""
         window = _check.positive("Span.sliding_window", "window", window)
         p = _positions("Span.sliding_window", s_q, offset)
-        start = jnp.maximum(p, window - 1) - (window - 1)  # written so that nothing wraps around
+        start = _numpy_of(p).maximum(p, window - 1) - (window - 1)  # written so that nothing wraps around
         return cls(start, p + 1, width=window)
 
     @classmethod
@@ -121,7 +121,8 @@ class Span:
         except ValueError as e:
             raise _check.error(ValueError, "Span", "&", f"{self} and {other}", "shapes that broadcast") from e
         width = min((x.width for x in (self, other) if x.width is not None), default=None)
-        return Span(jnp.maximum(bounds[0], bounds[2]), jnp.minimum(bounds[1], bounds[3]), rules, width)
+        xp = _numpy_of(*bounds)
+        return Span(xp.maximum(bounds[0], bounds[2]), xp.minimum(bounds[1], bounds[3]), rules, width)
 
     def __str__(self) -> str:
         return f"Span({_check.describe(self.start)}, {_check.describe(self.stop)})"
@@ -154,25 +155,43 @@ def _bound(op: str, name: str, x: Any, b: Any, s_q: Any, s_kv: Any) -> jax.Array
     fits = len(shape) <= 2 and all(n == 1 or n == m for n, m in zip(shape[::-1], (s_q, b), strict=False))
     if x.dtype not in _check.INT or not fits:
         raise _check.error(ValueError, op, name, x, wanted)
-    return jnp.broadcast_to(jnp.clip(jnp.asarray(x), 0, s_kv), (b, s_q))
+    if isinstance(x, jax.Array) or _is_traced() or not all(isinstance(n, int) for n in (b, s_q, s_kv)):
+        return jnp.broadcast_to(jnp.clip(jnp.asarray(x), 0, s_kv), (b, s_q))
+    return jax.device_put(np.broadcast_to(np.clip(x, 0, s_kv), (b, s_q)))
 
 
-def _front() -> jax.Array:
+def _front() -> Any:
     """Where the first key is; unlike an array that may be sharded, it needs no mesh to be set outside of jit."""
-    return jnp.zeros((1, 1), jnp.int32)
+    return jnp.zeros((1, 1), jnp.int32) if _is_traced() else np.zeros((1, 1), np.int32)
 
 
 def _in_32_bits(x: Any) -> Any:
     """An int bound as int32; any other bound unchanged."""
     if isinstance(x, int) and not isinstance(x, bool):
-        return jnp.int32(min(max(x, -(2**31)), 2**31 - 1))
+        return np.int32(min(max(x, -(2**31)), 2**31 - 1))
     return _check.narrow(x)
 
 
-def _positions(op: str, s_q: Any, offset: Any) -> jax.Array:
-    """int32 [1, s_q] or [b, s_q], at most 2**31 - 2"""
-    i = jnp.arange(_check.positive(op, "s_q", s_q), dtype=jnp.int32)[None]
-    return i + jnp.minimum(_check.offset(op, "offset", offset, {})[:, None], 2**31 - 2 - i)
+def _positions(op: str, s_q: Any, offset: Any) -> Any:
+    """int32 [1, s_q] or [b, s_q], at most 2**31 - 2. Outside of a trace NumPy makes what is known, because JAX would
+    compile each operation for each s_q.
+    """
+    s_q = _check.positive(op, "s_q", s_q)
+    first = _check.offset(op, "offset", offset, {})
+    if isinstance(s_q, int) and isinstance(offset, int | np.integer) and not _is_traced():
+        return np.minimum(np.arange(s_q, dtype=np.int64) + int(offset), 2**31 - 2).astype(np.int32)[None]
+    i = jnp.arange(s_q, dtype=jnp.int32)[None]
+    return i + jnp.minimum(first[:, None], 2**31 - 2 - i)
+
+
+def _is_traced() -> bool:
+    """Whether a program is being traced, which should have an iota and not its numbers."""
+    return isinstance(jnp.zeros((), jnp.int32), jax.core.Tracer)
+
+
+def _numpy_of(*x: Any) -> Any:
+    """NumPy where all are its arrays, otherwise JAX's."""
+    return np if all(isinstance(a, np.ndarray | np.generic) for a in x) else jnp
 
 
 @functools.partial(jax.jit, static_argnames="side", inline=True)

@@ -25,7 +25,7 @@ from .._dispatch.sharding import whole_sequences
 from . import _operands
 from ._norm import rms_norm
 from .insert import Entries
-from .pooling import RunningSums, completed, counted, joined, of_places, pool_chunk, pool_ring
+from .pooling import RunningSums, completed, counted, joined, of_places, pool_chunk, pool_ring, rows_from
 from .rope import Rope
 
 
@@ -201,9 +201,7 @@ class Compressor:
         both = jnp.concatenate([before, new], 1)
         both = jnp.pad(both, ((0, 0), (0, (n + self.blocks) * r - both.shape[1]), (0, 0)))
         # the first block starts somewhere in the first r rows; earlier rows come before it
-        aligned = jax.vmap(lambda rows, at: jax.lax.dynamic_slice_in_dim(rows, at, (n + self.blocks - 1) * r))(
-            both, r - start % r
-        )
+        aligned = rows_from(both, r - start % r, (n + self.blocks - 1) * r)
         return self._pool(params, aligned, entry > 0, x.dtype), entry, kept
 
     def check_state(self, op: str, name: str, state: Any, b: Any) -> None:

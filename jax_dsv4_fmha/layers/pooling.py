@@ -117,6 +117,7 @@ def pool_step(
     return (last[:, 2] / last[:, 1])[:, None], RunningSums(ring, sums[s - 1], folded[:, None])
 
 
+@functools.partial(jax.jit, static_argnames="ratio", inline=True)  # one program where it is called outside of any
 def pool_chunk(
     state: RunningSums, rows: jax.Array, start: jax.Array, lengths: jax.Array, ratio: int
 ) -> tuple[jax.Array, RunningSums]:
@@ -132,7 +133,7 @@ def pool_chunk(
     n = math.ceil(s / r)
     padded = jnp.pad(both, ((0, 0), (r, (n + 1) * r), (0, 0)))
     padded = padded.at[:, :r].set(_absent(rows)[0, 0])
-    blocks = jax.vmap(lambda x, at: lax.dynamic_slice_in_dim(x, at, n * r))(padded, r + steps - start % r)
+    blocks = rows_from(padded, r + steps - start % r, n * r)
     parts = _partial(blocks.reshape(blocks.shape[0], n, r, -1))
     nothing = jnp.unstack(empty(jnp.stack(parts, 2)), axis=2)
     old = [x.at[:, 0].set(y) for x, y in zip(nothing, state.block(first), strict=True)]
@@ -153,6 +154,14 @@ def pool_chunk(
     real = (positions >= 0) & (positions < lengths[:, None])
     ring = Cache(state.tokens).append(rows, jnp.where(real, positions, -1)).entries
     return entries, RunningSums(ring, sums, new[:, None])
+
+
+@functools.partial(jax.jit, static_argnames="count", inline=True)
+def rows_from(x: jax.Array, at: jax.Array, count: int) -> jax.Array:
+    """Some rows of each sequence of `[b, n, d]`, from row `at` `[b]` on. It is jitted because JAX outside of jit wants
+    `jax.set_mesh` where Explicit axes shard b.
+    """
+    return jax.vmap(lambda rows, at: lax.dynamic_slice_in_dim(rows, at, count))(x, at)
 
 
 def _absent(like: jax.Array) -> jax.Array:

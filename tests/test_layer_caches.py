@@ -1,0 +1,113 @@
+"""A layer's caches: updated in place, and packed."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_dsv4_fmha.layers import Shared, from_config
+from tests.helpers import assert_in_place
+from tests.test_layers import MODELS, alone, hidden, model, random_params, shapes, stack
+
+
+def test_caches_are_updated_in_place_in_a_scan():
+    layer, p, x, want = alone()
+    cache = layer.cache(4, 64, jnp.float32)
+
+    def generate(cache, x):
+        def step(carry, x):
+            cache, n = carry
+            out = layer.step(p, x[:, None], cache, lengths=n + 1)
+            return (out.cache, n + 1), out.y[:, 0]
+
+        (cache, _), y = jax.lax.scan(step, (cache, jnp.int32(0)), x.swapaxes(0, 1))
+        return cache, y.swapaxes(0, 1)
+
+    compiled = jax.jit(generate, donate_argnums=0).lower(cache, x).compile()
+    size = sum(c.nbytes for c in jax.tree.leaves(cache))
+    assert compiled.memory_analysis().alias_size_in_bytes >= size
+    np.testing.assert_allclose(compiled(cache, x)[1], want, rtol=2e-5, atol=2e-5)
+
+
+def test_fp8_caches():
+    """Steps over FP8 caches equal a chunk over them, which rounds its own latents as the cache does."""
+    layer = from_config(MODELS["v4"] | {"head_dim": 512})[1]
+    p, x = random_params(layer, 0), hidden(2, 21).astype(jnp.bfloat16)
+    step = jax.jit(lambda x, c, n: layer.step(p, x, c, lengths=n)[:2], donate_argnums=1)
+    chunk = jax.jit(lambda x, c: layer(p, x, c)[:2])
+    want, cache = chunk(x, layer.cache(2, 24, jnp.float8_e4m3fn))
+    assert cache.window.is_packed and cache.compressed.is_packed
+    cache = layer.cache(2, 24, jnp.float8_e4m3fn)
+    for n in range(1, 22):
+        y, cache = step(x[:, n - 1 : n], cache, jnp.int32(n))
+        error = jnp.linalg.norm(y[:, 0].astype(jnp.float32) - want[:, n - 1]) / jnp.linalg.norm(want[:, n - 1])
+        assert error < 2e-2, (n, error)
+    exact = jax.jit(lambda x: layer(p, x).y)(x.astype(jnp.float32))
+    error = jnp.linalg.norm(exact - want, axis=-1) / jnp.linalg.norm(exact, axis=-1)
+    assert jnp.median(error) < 4e-2 and jnp.all(error > 0)
+
+
+@pytest.mark.parametrize(
+    "dtype, layouts", [("float8_e4m3fn", ("v41_fp8", "v41_fp8")), ("float4_e2m1fn", ("v41_fp8", "v41_fp4"))]
+)
+def test_packed_caches_of_v41(dtype, layouts):
+    """Its own layouts; a step over them is near one over bfloat16."""
+    layers = from_config(MODELS["v4.1"] | {"head_dim": 512})
+    layer, x = layers[1], hidden(2, 9).astype(jnp.bfloat16)
+    p = random_params(layer, 0)
+    got, want = (
+        jax.jit(lambda x, c: layer(p, x, c)[:2])(x, layer.cache(2, 12, kind)) for kind in (dtype, jnp.bfloat16)
+    )
+    assert (got[1].window.layout, got[1].compressed.layout) == layouts
+    assert got[1].window.is_packed and got[1].compressed.is_packed and not got[1].keys.is_packed
+    error = jnp.linalg.norm((got[0] - want[0]).astype(jnp.float32)) / jnp.linalg.norm(want[0].astype(jnp.float32))
+    assert 0 < error < 0.3, error
+    with pytest.raises(ValueError, match=r"dtype: got float4_e2m1fn, wanted .*float8_e4m3fn for a layer like this"):
+        from_config(MODELS["v4"] | {"head_dim": 512})[1].cache(2, 12, "float4_e2m1fn")
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_donated_caches_are_updated_in_place(name, paged):
+    """Layer by layer as the pages say, and a whole model in one program: XLA copies what a program returns twice."""
+    layers, params = model(name)
+    table = jnp.asarray(np.random.default_rng(3).permutation(6).reshape(2, 3), jnp.int32) if paged else None
+    caches = [layer.cache(2, 24, jnp.float32, steps=2, block_table=table) for layer in layers]
+    x, shared = hidden(2, 2), Shared()
+    for layer, p, cache in zip(layers, params, caches, strict=True):
+        for f, at in ((layer.step, {"lengths": 9}), (layer, {"start": 7})):
+            traced = jax.jit(f, donate_argnums=2).trace(p, x, cache, shared, **at)
+            assert_in_place(traced)
+        shared = shared.after(jax.eval_shape(functools.partial(layer.step, lengths=9), p, x, cache, shared))
+    run = stack(name, lambda layer, p, x, shared, cache, **at: layer.step(p, x, cache, shared, **at))
+    traced = jax.jit(run, donate_argnums=1).trace(x, caches, lengths=9)
+    assert_in_place(traced)
+
+
+def test_a_result_that_is_returned_twice_is_noticed():
+    layers, params = model("v4")
+    cache = layers[1].cache(2, 24, jnp.float32)
+
+    def twice(p, x, cache):
+        out = layers[1].step(p, x, cache, lengths=9)
+        return out, out.cache.compressed
+
+    traced = jax.jit(twice, donate_argnums=2).trace(params[1], hidden(2, 1), cache)
+    with pytest.raises(AssertionError):
+        assert_in_place(traced)
+
+
+def test_index_keys_of_an_fp8_cache():
+    """They are packed where a kernel takes the pages; a step then quantizes its queries."""
+    sizes = {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "index_n_heads": 16}
+    layer = from_config(MODELS["v4"] | sizes)[1]
+    fp8, table = jnp.float8_e4m3fn, jnp.zeros((2, 2), jnp.int32)
+    assert (layer.cache(2, 90, fp8).keys.layout, layer.cache(2, 90, fp8).keys.capacity) == ("index_fp8", 24)
+    assert layer.cache(2, 256, fp8, block_table=table, page_tokens=128).keys.layout == "index_fp8"
+    for cache in (layer.cache(2, 90), layer.cache(2, 32, fp8, block_table=table, page_tokens=16)):
+        assert cache.keys.entries.dtype == jnp.bfloat16
+    x = jnp.zeros((2, 1, layer.hidden), jnp.bfloat16)
+    out = jax.eval_shape(lambda p, c: layer.step(p, x, c, lengths=1), shapes(layer), layer.cache(2, 90, fp8))
+    assert out.cache.keys.entries.dtype == jnp.uint8
