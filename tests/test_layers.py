@@ -662,6 +662,15 @@ def test_state_dict_of_deepseek(name):
         jax.tree.map(np.testing.assert_array_equal, got, p)
 
 
+def test_dtypes_of_random_parameters():
+    """`init` gives each parameter the dtype that a checkpoint's has."""
+    for layer, params in zip(*model("v4"), strict=True):
+        wanted = from_state_dict(layer, checkpoint(layer, params, ""))
+        made = layer.init(jax.random.key(0), jnp.bfloat16)
+        assert jax.tree.map(lambda x: x.dtype, made) == jax.tree.map(lambda x: x.dtype, wanted)
+        assert {x.dtype for x in jax.tree.leaves(layer.init(jax.random.key(0)))} == {jnp.dtype("float32")}
+
+
 def test_state_dict_in_fp8():
     layers, params = model("v4")
     layer, tensors = layers[0], checkpoint(layers[0], params[0], "")
