@@ -35,8 +35,8 @@ quick: installed lint ## lint, and every test that is not slow and neither compi
 test: build .venv/.tools ## set up, build every kernel, and run all tests
 	$(PYTEST)
 
-test-hf: .venv-hf/.tools ## compare layers with Hugging Face transformers, in an environment of its own
-	PYTHONPATH=. .venv-hf/bin/python -m pytest -W ignore tests/test_hf.py
+test-hf: .venv-hf/.tools ## compare layers and a whole model with Hugging Face transformers, in an environment of its own
+	PYTHONPATH=. .venv-hf/bin/python -m pytest -W ignore tests/test_hf.py tests/test_hf_model.py
 
 docs: .venv-docs/.tools ## build the pages into build/site; a warning, such as a link that leads nowhere, is an error
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict  # not --quiet, which drops warnings before they count

@@ -1,0 +1,257 @@
+"""examples/deepseek_v4: the model by chunks, steps, pages and shards, its checkpoints, and its programs.
+
+tests/test_hf_model.py compares it with Hugging Face's.
+"""
+
+import functools
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from examples.deepseek_v4 import common, serve, train
+from examples.deepseek_v4.model import Model
+from examples.deepseek_v4.weights import load, sources
+
+
+@functools.cache
+def small():
+    """A model of every kind of layer, and parameters in which nothing is 0 or 1."""
+    model = common.small()
+    leaves, tree = jax.tree.flatten(model.init(jax.random.key(0), jnp.float32))
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    leaves = [
+        x + 0.3 * jax.random.normal(key, x.shape) if x.ndim == 1 else x for key, x in zip(keys, leaves, strict=True)
+    ]
+    return model, jax.tree.unflatten(tree, leaves)
+
+
+def prompts(b, s):
+    return np.random.default_rng(3).integers(0, 64, (b, s)).astype(np.int32)
+
+
+def assert_close(got, want, tolerance=2e-5):
+    got, want = np.asarray(got), np.asarray(want)
+    assert got.shape == want.shape
+    assert np.abs(got - want).max() <= tolerance * np.abs(want).max()
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_chunks_and_steps(paged):
+    """Prompts of different lengths in chunks, then steps: the logits of whole sequences."""
+    model, params = small()
+    lengths, chunk, steps = np.array([21, 4, 30], np.int32), 12, 20
+    tokens = prompts(3, 50)
+    want = np.asarray(jax.jit(model)(params, tokens))
+    pages = {"block_table": np.arange(12).reshape(3, 4)[::-1].astype(np.int32), "page_tokens": 16} if paged else {}
+    caches = model.cache(3, 50, jnp.float32, **pages)
+    read, step = jax.jit(model.read, donate_argnums=2), jax.jit(model.step, donate_argnums=2)
+    for at in range(0, 30, chunk):
+        logits, caches = read(params, tokens[:, at : at + chunk], caches, np.int32(at), np.minimum(lengths, at + chunk))
+        for i, n in enumerate(lengths):
+            if at < n <= at + chunk:
+                assert_close(logits[i], want[i, n - 1])
+    joined = model.joined(params)
+    for i in range(steps):
+        at = lengths + i
+        logits, caches = step(joined, tokens[range(3), at], caches, at + 1)
+        assert_close(logits, want[range(3), at])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 1, 1), (1, 2, 2), (2, 2, 2), (1, 1, 8)])
+def test_shards(shape):
+    """Logits, gradients and steps over 1 to 8 devices are those of one, but for rounding."""
+    model, params = small()
+    tokens = prompts(2, 24)
+
+    def loss(learned, routing, tokens):
+        logits = model({**learned, "routing": routing}, tokens)[:, :-1]
+        return -jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], -1).mean()
+
+    def run(params, tokens):
+        learned = {k: x for k, x in params.items() if k != "routing"}
+        caches = model.cache(2, 32, jnp.float32)
+        first, caches = jax.jit(model.read)(params, tokens, caches, np.int32(0), np.full(2, 24, np.int32))
+        second, _ = jax.jit(model.step)(params, tokens[:, 0], caches, np.full(2, 25, np.int32))
+        return first, second, jax.jit(jax.grad(loss))(learned, params["routing"], tokens)
+
+    want = run(params, tokens)
+    with common.mesh_of(shape[1], shape[2], data=shape[0]) as mesh:
+        params = jax.tree.map(lambda x, p: jax.device_put(x, NamedSharding(mesh, p)), params, model.partition())
+        got = run(params, jax.device_put(tokens, NamedSharding(mesh, P("data"))))
+    jax.tree.map(functools.partial(assert_close, tolerance=1e-4), got, want)
+    w13 = got[2]["layers"][1]["moe"]["w13"]
+    assert w13.sharding.shard_shape(w13.shape) == (8 // shape[2], 64, 2, 32 // shape[1])
+
+
+def written(path, tensors):
+    """A file of safetensors."""
+    names = {np.dtype(np.float32): "F32", np.dtype(np.int32): "I32", np.dtype(np.uint8): "I8"}
+    names |= {np.dtype(jnp.bfloat16): "BF16", np.dtype(jnp.float8_e4m3fn): "F8_E4M3"}
+    names |= {np.dtype(jnp.float8_e8m0fnu): "F8_E8M0"}
+    header, at = {}, 0
+    for name, x in tensors.items():
+        header[name] = {"dtype": names[x.dtype], "shape": x.shape, "data_offsets": [at, at + x.nbytes]}
+        at += x.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(x.tobytes() for x in tensors.values()))
+
+
+def checkpoint(model, directory):
+    """Random tensors of a model by DeepSeek's names in two files, as published: FP4 experts, FP8 elsewhere.
+
+    Returns what they stand for, in float32.
+    """
+    rng, files, values = np.random.default_rng(0), ({}, {}), {}
+    table = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+
+    def plain(name, *shape):
+        values[name] = rng.standard_normal(shape).astype(np.float32)
+        files[len(values) % 2][name] = values[name]
+
+    def fp8(name, rows, columns):
+        x = (64 * rng.standard_normal((rows, columns))).astype(jnp.float8_e4m3fn)
+        scale = np.exp2(rng.integers(-9, -5, (-(-rows // 128), -(-columns // 128)))).astype(jnp.float8_e8m0fnu)
+        whole = np.repeat(np.repeat(scale.astype(np.float32), 128, 0), 128, 1)[:rows, :columns]
+        values[f"{name}.weight"] = x.astype(np.float32) * whole
+        files[len(values) % 2].update({f"{name}.weight": x, f"{name}.scale": scale})
+
+    def fp4(name, rows, columns):
+        x = rng.integers(0, 256, (rows, columns // 2), np.uint8)
+        scale = np.exp2(rng.integers(-5, -2, (rows, columns // 32))).astype(jnp.float8_e8m0fnu)
+        whole = np.stack([table[x % 16], table[x // 16]], -1).reshape(rows, columns)
+        values[f"{name}.weight"] = whole * np.repeat(scale.astype(np.float32), 32, 1)
+        files[len(values) % 2].update({f"{name}.weight": x, f"{name}.scale": scale})
+
+    m, n, e, i, v = model.hidden, model.streams, model.experts, model.inner, model.vocabulary
+    plain("embed.weight", v, m), plain("head.weight", v, m), plain("norm.weight", m)
+    plain("hc_head_fn", n, n * m), plain("hc_head_base", n), plain("hc_head_scale", 1)
+    for number, layer in enumerate(model.layers):
+        at = f"layers.{number}"
+        for part in ("attn", "ffn"):
+            plain(f"{at}.{part}_norm.weight", m), plain(f"{at}.hc_{part}_fn", (2 + n) * n, n * m)
+            plain(f"{at}.hc_{part}_base", (2 + n) * n), plain(f"{at}.hc_{part}_scale", 3)
+        plain(f"{at}.ffn.gate.weight", e, m)
+        if number < model.hashed:
+            files[0][f"{at}.ffn.gate.tid2eid"] = rng.integers(0, e, (v, model.chosen), np.int32)
+        else:
+            plain(f"{at}.ffn.gate.bias", e)
+        for expert in ("shared_experts", *(f"experts.{x}" for x in range(e))):
+            packed = fp8 if expert == "shared_experts" else fp4
+            packed(f"{at}.ffn.{expert}.w1", i, m), packed(f"{at}.ffn.{expert}.w3", i, m)
+            packed(f"{at}.ffn.{expert}.w2", m, i)
+        h, d, g, r = layer.heads, layer.d, layer.o_groups, layer.o_rank
+        (
+            fp8(f"{at}.attn.wq_a", layer.q_rank, m),
+            fp8(f"{at}.attn.wq_b", h * d, layer.q_rank),
+            fp8(f"{at}.attn.wkv", d, m),
+        )
+        fp8(f"{at}.attn.wo_a", g * r, h // g * d), fp8(f"{at}.attn.wo_b", m, g * r), plain(f"{at}.attn.attn_sink", h)
+        plain(f"{at}.attn.q_norm.weight", layer.q_rank), plain(f"{at}.attn.kv_norm.weight", d)
+    plain("mtp.0.norm.weight", m)  # of a layer for drafts
+    for part, tensors in enumerate(files):
+        written(directory / f"model-{part}.safetensors", tensors)
+    return values | {name: x for name, x in files[0].items() if "tid2eid" in name}
+
+
+def test_checkpoint(tmp_path):
+    """In FP4 and FP8, with odd sizes: each device gets its part of what the file stands for."""
+    sizes = {"hidden_size": 192, "moe_intermediate_size": 160, "layer_types": ["sliding_attention"] * 2}
+    config = {**common.SMALL, **sizes, "num_hidden_layers": 2, "head_dim": 16, "qk_rope_head_dim": 8}
+    model = Model.from_config({**config, "index_head_dim": 16})
+    values = checkpoint(model, tmp_path)
+    lines = []
+    with common.mesh_of(2, 2) as mesh:
+        whole, parts = load(model, tmp_path, jnp.float32), load(model, tmp_path, jnp.float32, mesh, lines.append)
+    jax.tree.map(np.testing.assert_array_equal, whole, parts)
+    w13 = parts["layers"][1]["moe"]["w13"]
+    assert w13.sharding.shard_shape(w13.shape) == (4, 192, 2, 80)
+    assert re.fullmatch(r"layer 2 of 2, [\d.]+ GiB, [\d.]+ GiB/s", lines[-1])
+    of = sources(model)
+    for i in range(2):
+        np.testing.assert_array_equal(whole["layers"][i]["attention"]["wq_a"], values[f"layers.{i}.attn.wq_a.weight"].T)
+        for name, (names, axes) in of["layers"][i]["moe"].items():
+            names = np.array(names, object)
+            want = np.stack([values[x] for x in names.flat]).reshape(*names.shape, *values[names.flat[0]].shape)
+            np.testing.assert_array_equal(whole["layers"][i]["moe"][name], want.transpose(axes), name)
+        np.testing.assert_array_equal(whole["routing"][i], values[of["routing"][i][0]])
+    jax.tree.map(
+        lambda x, y: (
+            np.testing.assert_array_equal(x.astype(jnp.bfloat16), y, strict=True)
+            if y.dtype == jnp.bfloat16
+            else np.testing.assert_array_equal(x, y, strict=True)
+        ),
+        whole,
+        load(model, tmp_path),
+    )
+
+
+def test_checkpoint_errors(tmp_path):
+    model = Model.from_config(common.SMALL | {"head_dim": 32, "qk_rope_head_dim": 8, "index_head_dim": 16})
+    with pytest.raises(FileNotFoundError, match=r"no \*\.safetensors in"):
+        load(model, tmp_path)
+    written(tmp_path / "model.safetensors", {"embed.weight": np.zeros((64, 63), np.float32)})
+    with pytest.raises(ValueError, match=r"embed.weight: got float32\[64, 63\], wanted \[64, 64\]"):
+        load(model, tmp_path)
+    written(tmp_path / "model.safetensors", {"embed.weight": np.zeros((64, 64), np.float32)})
+    with pytest.raises(ValueError, match=r"hc_head_base: got none"):
+        load(model, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes, error",
+    [
+        ({"num_hash_layers": None}, "got none of num_hash_layers, n_hash_layers"),
+        ({"n_shared_experts": 2}, "got 2 shared experts, wanted 1"),
+        ({"scoring_func": "softmax"}, "got scores by softmax, wanted one of sqrtsoftplus, sigmoid"),
+        ({"mlp_layer_types": ["moe", "hash_moe", "moe"]}, "wanted hash_moe in the first layers alone"),
+        ({"kv_source_layer_ids": [1]}, "V4.1"),
+    ],
+)
+def test_config_errors(changes, error):
+    sizes = {"head_dim": 32, "qk_rope_head_dim": 8, "index_head_dim": 16}
+    with pytest.raises((ValueError, NotImplementedError), match=error):
+        Model.from_config(common.SMALL | sizes | changes)
+
+
+def test_serve(capsys, in_place):
+    """More requests than places, over too few pages: each says what it says alone, and prints it as it comes."""
+    rng = np.random.default_rng(0)
+    prompts = [" ".join(map(str, rng.integers(0, 64, n))) for n in (50, 3, 21, 40, 9)]
+    sizes = {"wanted": 12, "places": 2, "room": 64, "chunk": 16, "page": 16, "pages": 6}
+    requests = serve.main(prompts, **sizes)
+    said = capsys.readouterr().out
+    assert sorted(in_place) == ["begin", "read", "say"]
+    assert [r.said for r in serve.main(prompts, **sizes, tensor=2, expert=2)] == [r.said for r in requests]
+    with common.mesh_of(1, 1, data=1) as mesh:
+        model, params = common.opened(None, mesh, jnp.float32)
+    whole = np.zeros((5, 64), np.int32)
+    for row, r in zip(whole, requests, strict=True):
+        row[: len(r.prompt) + 12] = [*r.prompt, *r.said]
+    best = np.asarray(jax.jit(model)(params, whole).argmax(-1))
+    for i, r in enumerate(requests):
+        assert best[i, len(r.prompt) - 1 :][:12].tolist() == r.said
+        assert re.findall(rf"^\[{i}\] (\d+)", said, re.M) == [str(t) for t in r.said]
+    assert re.search(r"^123 tokens read, 60 said, in [\d.]+ s: \d+ tokens/s$", said, re.M)
+
+
+@pytest.mark.slow
+def test_train(tmp_path, capsys):
+    """Both losses fall; a program that goes on from a kept state has the same ones; and so have two devices."""
+    how = {"steps": 24, "b": 4, "s": 48, "every": 8, "data": 1}
+    losses = np.array(train.main(**how))
+    assert losses[-1, 0] < losses[0, 0] - 0.7 and losses[-1, 1] < losses[0, 1]
+    assert re.search(r"^step   16  loss [\d.]+, of indexers [\d.]+; \d+ tokens/s$", capsys.readouterr().out, re.M)
+    first = train.main(**how, keep=tmp_path, until=9)
+    second = train.main(**how, keep=tmp_path)
+    assert len(first) == 9 and len(second) == 15
+    np.testing.assert_array_equal([*first, *second], losses)
+    others = train.main(**how | {"data": 2, "tensor": 2, "expert": 2, "until": 3})
+    np.testing.assert_allclose(others, losses[:3], rtol=1e-4)
