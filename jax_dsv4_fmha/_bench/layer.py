@@ -280,7 +280,9 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     for stack in (row for row in SUITE.rows if isinstance(row, StackRow)):
         names = [layer.name for layer in stack.layers]
         if {stack.name, *names} <= us.keys():
-            notes.append(f"{stack.name}: {us[stack.name]:.0f} us; alone they take {sum(us[name] for name in names):.0f}")
+            notes.append(
+                f"{stack.name}: {us[stack.name]:.0f} us; alone they take {sum(us[name] for name in names):.0f}"
+            )
     return "\n".join([as_table(head, lines), *notes])
 
 

@@ -464,7 +464,7 @@ class DSV4Attention:
             if self.indexer is not None and self.indexer.owns_keys:
                 second = self.indexer.compressor
                 of_keys = latents if second is None else second(params["indexer"]["compressor"], blocks, first)
-                shared = shared._replace(keys=self.indexer.keys(params["indexer"], of_keys, first, self.rope))
+                shared = shared._replace(keys=self.indexer.turned_keys(params["indexer"], of_keys, first, self.rope))
         entries = shared.compressed if self.ratio else None
         there = entries is not None and entries.shape[1] > 0
         own = _everywhere(Span.compressed_segments(ids, self.ratio)) if ids is not None and there else None
@@ -558,7 +558,7 @@ class DSV4Attention:
                     )
                     cache = cache._replace(key_tokens=tokens)
                 assert cache.keys is not None
-                keys = cache.keys.append(self.indexer.keys(params["indexer"], latents, at, self.rope), entry)
+                keys = cache.keys.append(self.indexer.turned_keys(params["indexer"], latents, at, self.rope), entry)
                 cache = cache._replace(keys=keys)
                 shared = shared._replace(keys=keys)
         return cache, shared
