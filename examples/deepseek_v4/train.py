@@ -19,9 +19,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_dsv4_fmha import indexer_loss
+from jax_dsv4_fmha.layers import Shared
 
 from . import common
-from .model import Model
+from .model import FIXED, Model, Streams
 
 ATTENTION = jax.checkpoint_policies.save_only_these_names("dsv4_fmha_o", "dsv4_fmha_lse")
 PRODUCTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
@@ -38,14 +39,12 @@ PEAK = {"H100": 989e12, "H200": 989e12, "B200": 2250e12}
 
 class State(NamedTuple):
     learned: Any
-    routing: Any
-    """tables, and biases, which follow the experts' loads"""
+    fixed: Any
+    """what gradients do not change; of these the routers' biases follow the experts' loads"""
     moments: Any
 
 
-def losses(
-    model: Model, dtype: Any, policy: Any, learned: Any, routing: Any, tokens: jax.Array
-) -> tuple[jax.Array, Any]:
+def losses(model: Model, dtype: Any, policy: Any, learned: Any, fixed: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
     """The loss that is minimised; the tokens', the indexers', and the loads of the experts `[layers, experts]`."""
     specs, like = model.partition(), jax.eval_shape(lambda: model.init(jax.random.key(0), dtype))
 
@@ -54,17 +53,23 @@ def losses(
         spec, shape = (functools.reduce(lambda x, key: x[key], path, tree) for tree in (specs, like))
         return jax.tree.map(lambda x, p, s: jax.lax.with_sharding_constraint(x.astype(s.dtype), p), params, spec, shape)
 
-    def block(i: int, p: Any, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        p = ready(p, "layers", i)
-        x, out, load = model.block(i, p, routing[i], x, tokens, None, lambda layer, p, x, _: layer(p, x))
-        choice = out.choice()
-        of_indexer = 0.0 if choice is None else indexer_loss(**choice._asdict(), sink=p["attention"]["sink"]).mean()
-        return x, jnp.float32(of_indexer), load
+    rows, _ = model.rows(fixed, tokens)
 
-    others = {name: ready(learned[name], name) for name in ("embed", "hc", "norm", "head")}
-    x, of_indexers, loads = model.embedded(others, tokens), 0.0, []
+    def block(i: int, p: Any, streams: Streams, shared: Shared) -> tuple[Streams, Shared, jax.Array, jax.Array]:
+        def attend(layer, p, x, _, shared):
+            return layer(p, x, shared=shared)
+
+        p = ready(p, "layers", i)
+        streams, out, load = model.block(i, fixed, p, streams, tokens, rows.get(i), None, shared, attend)
+        choice = out.choice(shared)
+        of_indexer = 0.0 if choice is None else indexer_loss(**choice._asdict(), sink=p["attention"]["sink"]).mean()
+        return streams, shared.after(out), jnp.float32(of_indexer), load
+
+    others = {name: ready(x, name) for name, x in learned.items() if name != "layers"}
+    x, shared, of_indexers, loads = model.embedded(others, tokens), Shared(), jnp.float32(0), []
     for i, p in enumerate(learned["layers"]):
-        x, of_indexer, load = jax.checkpoint(functools.partial(block, i), policy=policy)(p, x)
+        layer = jax.checkpoint(functools.partial(block, i), policy=policy)
+        x, shared, of_indexer, load = layer(p, x, shared)
         of_indexers += of_indexer
         loads.append(load)
     logits = model.logits(others, x)[:, :-1]
@@ -85,22 +90,23 @@ class Trainer:
 
         def step(state: State, tokens: jax.Array) -> tuple[State, Any]:
             gradient = jax.grad(functools.partial(losses, model, dtype, policy), has_aux=True)
-            gradient, (of_tokens, of_indexers, loads) = gradient(state.learned, state.routing, tokens)
+            gradient, (of_tokens, of_indexers, loads) = gradient(state.learned, state.fixed, tokens)
             updates, moments = self.optimizer.update(gradient, state.moments, state.learned)
             routing = [  # a bias rises where an expert has fewer tokens than the mean
                 r if r.ndim == 2 else r + speed * jnp.sign(load.mean() - load)
-                for r, load in zip(state.routing, loads, strict=True)
+                for r, load in zip(state.fixed["routing"], loads, strict=True)
             ]
-            return State(optax.apply_updates(state.learned, updates), routing, moments), (of_tokens, of_indexers)
+            fixed = {**state.fixed, "routing": routing}
+            return State(optax.apply_updates(state.learned, updates), fixed, moments), (of_tokens, of_indexers)
 
         self.step = jax.jit(step, donate_argnums=0, out_shardings=(self.shardings(), None))
 
     def begin(self, params: dict[str, Any]) -> State:
         def state(params: dict[str, Any]) -> State:
-            learned = {name: jax.tree.map(lambda x: x.astype(jnp.float32), x) for name, x in params.items()}
-            routing = params["routing"]
-            del learned["routing"]
-            return State(learned, routing, self.optimizer.init(learned))
+            fixed = {name: params[name] for name in FIXED if name in params}
+            learned = {name: x for name, x in params.items() if name not in fixed}
+            learned = jax.tree.map(lambda x: x.astype(jnp.float32), learned)
+            return State(learned, fixed, self.optimizer.init(learned))
 
         return jax.jit(state, out_shardings=self.shardings())(params)
 
@@ -109,8 +115,9 @@ class Trainer:
         """Where the parts of a state lie: as the model has them, and over "data" along an axis that is whole there."""
         specs = self.model.partition()
         shapes = jax.eval_shape(lambda: self.model.init(jax.random.key(0), jnp.float32))
-        routing = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs.pop("routing"))
-        shapes.pop("routing")
+        fixed = {name: specs.pop(name) for name in FIXED if name in specs}
+        fixed = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), fixed)
+        shapes = {name: shapes[name] for name in specs}
 
         def sharding(spec: P, x: jax.ShapeDtypeStruct) -> NamedSharding:
             axes = [*spec, *[None] * (x.ndim - len(spec))]
@@ -128,7 +135,7 @@ class Trainer:
             learned,
             transform_non_params=lambda _: NamedSharding(self.mesh, P()),
         )
-        return State(learned, routing, moments)
+        return State(learned, fixed, moments)
 
 
 def flops(model: Model, s: int) -> float:

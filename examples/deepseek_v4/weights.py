@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_dsv4_fmha.layers import from_state_dict
 
+from .engram import words
 from .model import Model
 
 DTYPES = {
@@ -30,14 +31,18 @@ DTYPES = {
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """what 3 bits of e2m1 stand for; the fourth is the sign"""
 NAMES = {
-    r"^model\.": "", r"^embed_tokens\.": "embed.", r"^lm_head\.": "head.", r"^hc_head\.hc_": "hc_head_",
-    r"\.self_attn\.": ".attn.", r"\.attn\.norm\.": ".attn.kv_norm.", r"\.mlp\.": ".ffn.",
+    r"^model\.": "", r"^language_model\.": "", r"^embed_tokens\.": "embed.", r"^lm_head\.": "head.",
+    r"^hc_head\.hc_": "hc_head_", r"\.self_attn\.": ".attn.", r"\.attn\.norm\.": ".attn.kv_norm.", r"\.mlp\.": ".ffn.",
     r"\.input_layernorm\.": ".attn_norm.", r"\.post_attention_layernorm\.": ".ffn_norm.",
     r"\.attn_hc\.": ".hc_attn_", r"\.ffn_hc\.": ".hc_ffn_", r"\.weight_scale_inv$": ".scale",
     r"\.gate\.e_score_correction_bias$": ".gate.bias", r"experts\.gate_proj\.": "experts.w1.",
     r"experts\.down_proj\.": "experts.w2.", r"experts\.up_proj\.": "experts.w3.",
 }  # fmt: skip
 """DeepSeek's names for Hugging Face's, outside of attention"""
+
+
+OTHERS = r"mtp\.|vision\.|aligner\.|image_|.*\.gate\.bias_vl$"
+"""of layers for drafts, and of what reads pictures"""
 
 
 class Checkpoint(Mapping[str, np.ndarray]):
@@ -88,14 +93,14 @@ class Checkpoint(Mapping[str, np.ndarray]):
         x = self.tensors[name]
         return (*x.shape[:-1], x.shape[-1] * (2 if x.dtype == np.uint8 else 1))
 
-    def piece(self, name: str, index: tuple[slice, ...]) -> tuple[np.ndarray, np.ndarray | None]:
+    def piece(self, name: str, index: tuple[slice, ...], packed: bool) -> tuple[np.ndarray, np.ndarray | None]:
         """A part of a tensor as it is in the file, and the scales of its rows, one for each block of columns, if any.
 
-        index is one of the tensor unpacked: a byte of FP4 has two columns.
+        index is one of the tensor unpacked: a byte of FP4 has two columns. packed: without the scales.
         """
         x = self[name]
         scale = self.tensors.get(name.removesuffix(".weight") + ".scale")
-        if scale is None:
+        if scale is None or packed:
             return x[index], None
         shape = self.shape(name)
         per_byte = shape[1] // x.shape[1]
@@ -127,10 +132,21 @@ def sources(model: Model) -> dict[str, Any]:
     def connections(prefix: str) -> dict[str, Any]:
         return {"fn": (f"{prefix}_fn", (1, 0)), "base": (f"{prefix}_base", (0,)), "scale": (f"{prefix}_scale", (0,))}
 
+    grams = () if model.engrams is None else model.engrams.layers
+
+    def engram(i: int) -> dict[str, Any]:
+        at = f"layers.{i}.engram"
+        return {"wkv": (f"{at}.wkv.weight", (1, 0)), "q": (f"{at}.q_weight", (0, 1)), "k": (f"{at}.k_weight", (0, 1))}
+
+    def table(i: int) -> dict[str, Any]:
+        at = f"layers.{i}.engram.embed"
+        return {"rows": (f"{at}.weight", (0, 1)), "scales": (f"{at}.scale", (0, 1))}
+
     def layer(i: int) -> dict[str, Any]:
         ffn = f"layers.{i}.ffn"
         experts = range(model.experts)
         return {
+            **({"engram": engram(i)} if i in grams else {}),
             "attention_norm": (f"layers.{i}.attn_norm.weight", (0,)),
             "attention_hc": connections(f"layers.{i}.hc_attn"),
             "moe_norm": (f"layers.{i}.ffn_norm.weight", (0,)),
@@ -147,9 +163,10 @@ def sources(model: Model) -> dict[str, Any]:
     n = len(model.layers)
     kinds = [("tid2eid", (0, 1)) if i < model.hashed else ("bias", (0,)) for i in range(n)]
     return {
+        **({} if model.delayed else {"hc": connections("hc_head")}),
+        **({"tables": {str(i): table(i) for i in grams}} if grams else {}),
         "embed": ("embed.weight", (0, 1)),
         "layers": [layer(i) for i in range(n)],
-        "hc": connections("hc_head"),
         "norm": ("norm.weight", (0,)),
         "head": ("head.weight", (1, 0)),
         "routing": [(f"layers.{i}.ffn.gate.{name}", axes) for i, (name, axes) in enumerate(kinds)],
@@ -166,7 +183,7 @@ def load(
     """The parameters of a checkpoint's directory, matrices in dtype, as `model.partition` lays them over a mesh.
 
     Names are Hugging Face's or DeepSeek's. Matrices in e4m3 or e2m1 come with scales for blocks, which are multiplied
-    in. Layers for drafts ("mtp.") are left out.
+    in. Layers for drafts, and what reads pictures, are left out. Engrams take words from tokenizer.json.
 
     Raises:
       ValueError: a tensor is missing, has another shape, or has no use.
@@ -190,7 +207,8 @@ def load(
         def part(index: tuple[slice, ...], device: jax.Device) -> jax.Array:
             of_file = [index[axes.index(axis)] for axis in range(len(axes))]
             chosen = np.asarray(names[tuple(of_file[: names.ndim])], object)
-            pieces = [checkpoint.piece(name, tuple(of_file[names.ndim :])) for name in chosen.flat]
+            packed = shape.dtype == jnp.float8_e4m3fn
+            pieces = [checkpoint.piece(name, tuple(of_file[names.ndim :]), packed) for name in chosen.flat]
             x, scale = (
                 None if parts[0] is None else np.stack(parts).reshape(*chosen.shape, *parts[0].shape)
                 for parts in zip(*pieces, strict=True)
@@ -212,6 +230,13 @@ def load(
     of, specs = sources(model), model.partition()
     layers = of.pop("layers")
     params = {**parameters(of, wanted, specs), "layers": []}
+    if model.engrams is not None:
+        of_tokens = np.zeros(model.vocabulary, np.int32)
+        found = words(Path(directory) / "tokenizer.json")
+        if found.max() + 1 != model.engrams.words or len(found) > model.vocabulary:
+            raise ValueError(f"tokenizer.json: got {found.max() + 1} words, wanted the config's {model.engrams.words}")
+        of_tokens[: len(found)] = found
+        params["words"] = jax.device_put(of_tokens, sharding(P()))
     for i, layer in enumerate(model.layers):
         prefix = f"layers.{i}.attn."
         tensors = {name: x for name, x in checkpoint.items() if name.startswith(prefix)}
@@ -224,6 +249,6 @@ def load(
         params["layers"].append({**own, "attention": attention})
         rate = size / 2**30 / (time.perf_counter() - began)
         progress(f"layer {i + 1} of {len(model.layers)}, {size / 2**30:.1f} GiB, {rate:.2f} GiB/s")
-    if unused := sorted(name for name in set(checkpoint) - used if not name.startswith("mtp.")):
+    if unused := sorted(name for name in set(checkpoint) - used if not re.match(OTHERS, name)):
         raise ValueError(f"{directory}: {len(unused)} tensors have no use in this model: {', '.join(unused[:5])}, …")
     return params
