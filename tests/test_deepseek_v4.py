@@ -21,6 +21,7 @@ from examples.deepseek_v4.weights import load, sources
 from examples.serve import Request, Server
 
 from . import model_float64
+from .test_layers import published
 
 SIZES = {"head_dim": 32, "qk_rope_head_dim": 8, "index_head_dim": 16}
 V41 = {
@@ -65,7 +66,7 @@ def assert_close(got, want, tolerance=2e-5):
     assert np.abs(got - want).max() <= tolerance * np.abs(want).max()
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ["v4", pytest.param("v4.1", marks=pytest.mark.slow)])
 def test_whole_sequences(name):
     """Against loops in float64."""
     model, params = small(name)
@@ -75,7 +76,10 @@ def test_whole_sequences(name):
         assert_close(got[i], model_float64.logits(model, params, tokens[i]))
 
 
-@pytest.mark.parametrize("name, paged", [("v4", False), ("v4", True), ("v4.1", False)])
+@pytest.mark.parametrize(
+    "name, paged",
+    [("v4", False), *(pytest.param(*x, marks=pytest.mark.slow) for x in (("v4", True), ("v4.1", False)))],
+)
 def test_chunks_and_steps(name, paged):
     """Prompts of different lengths in chunks, then steps: the logits of whole sequences."""
     model, params = small(name)
@@ -309,15 +313,47 @@ def test_config_errors(changes, error):
         Model.from_config(changes if "engram_layer_ids" in changes else common.SMALL | SIZES | changes)
 
 
+@pytest.mark.parametrize(
+    "name, moe, everything, active",
+    [
+        ("flash", {"n_routed_experts": 256, "moe_intermediate_size": 2048, "num_hash_layers": 3}, 284e9, 13e9),
+        ("pro", {"n_routed_experts": 384, "moe_intermediate_size": 3072, "num_hash_layers": 3}, 1.6e12, 49e9),
+    ],
+)
+def test_sizes_of_models(name, moe, everything, active):
+    """Parameters as DeepSeek says, all and those of a token, without the embedding; and six FLOPs for each of these."""
+    model = Model.from_config(published(name) | moe | {"vocab_size": 129280, "num_experts_per_tok": 6})
+    shapes = jax.eval_shape(lambda: model.init(jax.random.key(0)))
+    sizes = [(path[-1], x.size) for path, x in jax.tree_util.tree_leaves_with_path(shapes)]
+    routed = sum(size for key, size in sizes if getattr(key, "key", "") in ("w13", "w2"))
+    total = sum(size for _, size in sizes)
+    of_token = total - routed * (1 - 6 / model.experts) - shapes["embed"].size
+    assert total == pytest.approx(everything, rel=0.02) and of_token == pytest.approx(active, rel=0.03)
+    assert train.flops(model, 128) == pytest.approx(6 * of_token, rel=0.02)
+    assert 6.1 * of_token < train.flops(model, 4096) < 6.8 * of_token
+
+
+@pytest.mark.parametrize("program, options", [(serve, ("--fp8", "--pages")), (train, ("--remat", "--keep"))])
+def test_a_program_says_how_it_is_called(program, options, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["program", "--help"])
+    with pytest.raises(SystemExit) as done:
+        program.arguments()
+    said = capsys.readouterr().out
+    assert not done.value.code and all(option in said for option in ("checkpoint", "--expert", *options))
+
+
+@pytest.mark.slow
 def test_serve(capsys, in_place):
     """More requests than places, over too few pages: each says what it says alone, and prints it as it comes."""
     rng = np.random.default_rng(0)
-    prompts = [" ".join(map(str, rng.integers(0, 64, n))) for n in (50, 3, 21, 40, 9)]
+    prompts = ["7 " * 17 + " ".join(map(str, rng.integers(0, 64, n))) for n in (33, 3, 21, 23, 9)]
     sizes = {"wanted": 12, "places": 2, "room": 64, "chunk": 16, "page": 16, "pages": 6}
     requests = serve.main(prompts, **sizes)
     said = capsys.readouterr().out
     assert sorted(in_place) == ["begin", "read", "say"]
-    assert [r.said for r in serve.main(prompts, **sizes, tensor=2, expert=2)] == [r.said for r in requests]
+    tails = [line.removeprefix("7 " * 17) for line in prompts]
+    others = serve.main(tails, **sizes, beginning="7 " * 17, tensor=2, expert=2)
+    assert [r.said for r in others] == [r.said for r in requests]
     with common.mesh_of(1, 1, data=1) as mesh:
         model, params = common.opened(None, mesh, jnp.float32)
     whole = np.zeros((5, 64), np.int32)
@@ -327,7 +363,7 @@ def test_serve(capsys, in_place):
     for i, r in enumerate(requests):
         assert best[i, len(r.prompt) - 1 :][:12].tolist() == r.said
         assert re.findall(rf"^\[{i}\] (\d+)", said, re.M) == [str(t) for t in r.said]
-    assert re.search(r"^123 tokens read, 60 said, in [\d.]+ s: \d+ tokens/s$", said, re.M)
+    assert re.search(r"^174 tokens read, 60 said, in [\d.]+ s: \d+ tokens/s$", said, re.M)
 
 
 @pytest.mark.slow
@@ -336,7 +372,7 @@ def test_requests_that_begin_alike():
     model, params = small("v4.1")
     rng, beginning = np.random.default_rng(0), np.arange(34, dtype=np.int32)
     server = Server(model, model.joined(params), jnp.float32, 2, 64, chunk=16, page=16, pages=6, beginning=beginning)
-    requests = [Request(np.r_[beginning, rng.integers(0, 64, n, np.int32)], 6, 0.0) for n in (5, 1, 12, 9)]
+    requests = [Request(np.r_[beginning, rng.integers(0, 64, n, np.int32)], 6, 0.0) for n in (5, 5, 12, 12)]
     for request in requests:
         server.submit(request)
     while server.waiting or any(server.places):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from examples.serve import Request, Server
 
@@ -30,6 +31,7 @@ def main(
     chunk: int = 512,
     page: int = 256,
     pages: int = 0,
+    beginning: str = "",
     fp8: bool = False,
     tensor: int = 1,
     expert: int = 1,
@@ -40,19 +42,17 @@ def main(
     with common.mesh_of(tensor, expert, data=1) as mesh:
         model, params = common.opened(checkpoint, mesh, dtype)
         params = model.joined(params)
-        kept = jnp.float8_e4m3fn if fp8 else dtype
-        server = Server(model, params, kept, places, room, chunk, page, pages or places * -(-room // page))
+        kept, first = jnp.float8_e4m3fn if fp8 else dtype, encode(beginning)
+        server = Server(model, params, kept, places, room, chunk, page, pages or places * -(-room // page), first)
         server.compile()
         memory = f"{common.gib(params):.2f} GiB of parameters, {common.gib(server.caches):.2f} GiB of caches"
         print(f"{mesh.size} {jax.default_backend()} devices, {memory}", flush=True)
 
         requests, done, began = [], 0, time.perf_counter()
         for line in sys.stdin if prompts is None else prompts:
-            request = Request(
-                encode(line), wanted, temperature, heard=printer(len(requests), decode), end=end_of(checkpoint)
-            )
-            server.submit(request)
-            requests.append(request)
+            heard, end = printer(len(requests), decode), end_of(checkpoint)
+            requests.append(Request(np.concatenate([first, encode(line)]), wanted, temperature, heard, end))
+            server.submit(requests[-1])
         while done < len(requests):
             done += len(server.work())
         seconds = time.perf_counter() - began
@@ -97,6 +97,7 @@ def arguments() -> dict:
         ("pages", 0, "pages in the pool of each cache; 0: for all places"),
     ):
         parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{what} (default: {default})")
+    parser.add_argument("--beginning", default="", help="what all requests begin with; whole pages of it are shared")
     parser.add_argument("--fp8", action="store_true", help="caches in the model's FP8 layout")
     return vars(parser.parse_args())
 
