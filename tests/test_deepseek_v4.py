@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 
 from examples.deepseek_v4 import common, serve, train
 from examples.deepseek_v4.engram import words
+from examples.deepseek_v4.grouped import blocks
 from examples.deepseek_v4.model import FIXED, Model
 from examples.deepseek_v4.weights import load, sources
 from examples.serve import Request, Server
@@ -136,6 +137,21 @@ def test_shards(name, shape):
     if name == "v4":
         w13 = got[2]["layers"][1]["moe"]["w13"]
         assert w13.sharding.shard_shape(w13.shape) == (8 // expert, 64, 2, 32 // tensor)
+
+
+@pytest.mark.parametrize("rows, experts", [(7, 3), (400, 5), (600, 2)])
+def test_blocks(rows, experts):
+    """Each row with an expert has one place, in a block of its expert; there is no more than one part block each."""
+    expert = np.random.default_rng(0).integers(0, experts + 1, rows)
+    expert[expert == 1] = 0  # an expert without rows
+    at = jax.jit(blocks, static_argnums=1)(jnp.asarray(expert), experts)
+    source, place, size = np.asarray(at.source), np.asarray(at.place), at.source.shape[1]
+    for block, its in enumerate(source):
+        assert all(row == rows or expert[row] == at.expert[block] for row in its)
+    there = expert < experts
+    np.testing.assert_array_equal(source.ravel()[place[there]], np.flatnonzero(there))
+    assert (place[~there] == source.size).all() and (source < rows).sum() == there.sum()
+    assert at.count == sum(-(-(expert == e).sum() // size) for e in range(experts))
 
 
 def written(path, tensors):

@@ -30,6 +30,7 @@ from jax.sharding import PartitionSpec as P
 from jax_dsv4_fmha.layers import DSV4Attention, LayerCache, Output, Shared, from_config
 
 from .engram import BLOCK, Engrams, History, recalled
+from .grouped import blocks, over_blocks
 
 SPLIT = ("tensor", "expert")
 """the mesh axes that share out heads, channels of the shared expert, and the vocabulary"""
@@ -257,13 +258,14 @@ class Model:
         load = jnp.bincount(chosen.ravel(), length=self.experts)
         mesh, of_experts = jax.sharding.get_abstract_mesh(), self.of_experts
         if not mesh.empty:
-            rows = P("data" if x.shape[0] % mesh.shape["data"] == 0 else None)
-            w13, w2 = (self._partition_moe()[name] for name in ("w13", "w2"))
+            axes = ("data",) if x.shape[0] % mesh.shape["data"] == 0 else ()
+            rows, (w13, w2) = P(axes or None), (self._partition_moe()[name] for name in ("w13", "w2"))
 
             @functools.partial(jax.shard_map, in_specs=(w13, w2, rows, rows, rows), out_specs=rows)
             def of_experts(w13, w2, *of_tokens):
                 of_tokens = jax.lax.pcast(of_tokens, SPLIT, to="varying")  # or their gradients would not be summed
-                return jax.lax.psum(self.of_experts(w13, w2, *of_tokens, jax.lax.axis_index("expert")), SPLIT)
+                of_weights = jax.lax.pcast((w13, w2), axes, to="varying") if axes else (w13, w2)
+                return jax.lax.psum(self.of_experts(*of_weights, *of_tokens, jax.lax.axis_index("expert")), SPLIT)
 
         y = of_experts(p["w13"], p["w2"], x, weights, chosen)
         return y + self.swiglu(jnp.einsum("bsm,mgi->bsgi", x, p["shared13"])) @ p["shared2"], load
@@ -291,17 +293,18 @@ class Model:
         """What the experts in w13 `[e, hidden, 2, inner]` and w2, part number `part` of all, add for their tokens."""
         e, k, m = len(w13), self.chosen, self.hidden
         expert = chosen.ravel() - part * e
-        mine = (expert >= 0) & (expert < e)
-        expert = jnp.where(mine, expert, e)  # what other parts do comes last, in no group
-        order = jnp.argsort(expert, stable=True)
-        sizes = jnp.bincount(expert, length=e).astype(jnp.int32)
-        rows = x.reshape(-1, m)[order // k]
-        inner = jax.lax.ragged_dot(rows, w13.reshape(e, m, -1), sizes).reshape(len(rows), 2, -1)
-        inner = self.swiglu(inner, weights.ravel()[order])
-        there = mine[order][:, None]
-        y = jax.lax.ragged_dot(jnp.where(there, inner, 0), w2, sizes, preferred_element_type=jnp.float32)
-        y = jnp.where(there, y, 0)[jnp.argsort(order)]
-        return y.reshape(*x.shape[:2], k, m).sum(2).astype(x.dtype)
+        at = blocks(jnp.where((expert >= 0) & (expert < e), expert, e), e)
+
+        def ffn(of_tokens: Any, of_expert: Any) -> jax.Array:
+            (x, weights), (w13, w2) = of_tokens, of_expert
+            inner = (x @ w13.reshape(m, -1)).reshape(len(x), 2, -1)
+            return self.swiglu(inner, weights) @ w2
+
+        x_of = jnp.take(x.reshape(-1, m), at.source // k, 0, mode="fill", fill_value=0)
+        weights_of = jnp.take(weights.ravel(), at.source, mode="fill", fill_value=0)
+        y = over_blocks(ffn, (x_of, weights_of), (w13, w2), at.expert, at.count)
+        y = jnp.take(y.reshape(-1, m), at.place, 0, mode="fill", fill_value=0)
+        return y.reshape(*x.shape[:2], k, m).astype(jnp.float32).sum(2).astype(x.dtype)
 
     def swiglu(self, x: jax.Array, weights: jax.Array | None = None) -> jax.Array:
         """x `[…, 2, inner]`, a gate and what it lets through; weights `[…]`. In float32."""
