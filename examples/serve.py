@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_dsv4_fmha.layers import from_config
+from jax_dsv4_fmha.layers import STEP_OPTIONS, from_config
 
 VOCABULARY, WIDTH = 128, 64
 
@@ -192,7 +192,8 @@ class Server:
             return [cache.fork(places, place) for cache in caches]
 
         where = jax.tree.map(lambda x: x.sharding, self.caches)  # they stay where they are
-        self._read, self._say = (jax.jit(f, donate_argnums=1, out_shardings=(None, where)) for f in (read, say))
+        self._read = jax.jit(read, donate_argnums=1, out_shardings=(None, where))
+        self._say = jax.jit(say, donate_argnums=1, out_shardings=(None, where), compiler_options=STEP_OPTIONS)
         self._begin = jax.jit(begin, donate_argnums=0, out_shardings=where)
         self.beginning = np.asarray(beginning[: len(beginning) // page * page], np.int32)
         if len(self.beginning):

@@ -172,6 +172,11 @@ void dsv4_fmha_plan_norm_rope(const RopeShape* shape, float eps, int32_t tile_m,
   *out = ShownLaunch(kNormRope, PlanNormRope(*shape, eps, tile_m, *addresses));
 }
 
+void dsv4_fmha_plan_index_query(const RopeShape* shape, int32_t tile_m, const RopeAddresses* addresses,
+                                ShownLaunch* out) {
+  *out = ShownLaunch(kIndexQuery, PlanIndexQuery(*shape, tile_m, *addresses));
+}
+
 // What inserts entries into a cache, by CTAs of tile_m sequences or tokens.
 int dsv4_fmha_plan_kv_insert(const KvInsertShape* shape, float eps, int32_t tile_m, const KvInsertAddresses* addresses,
                              ShownLaunch* out, char* error, size_t error_bytes) {

@@ -1,4 +1,5 @@
-// The call that makes new entries of a cache from a step's rows, in place.
+// The calls that make new entries of a cache from a step's rows, in place: each row is an entry, or rows are pooled,
+// with a state of earlier rows, or with sums of them besides.
 #pragma once
 
 #include "kv_insert_plan.h"
@@ -13,16 +14,19 @@ struct KvInsert {
 
   static constexpr int64_t kDims = 64;  // numbers that RoPE turns
 
+  static bool IsRunning(const Call& call) { return call.sums.dimensions.size() > 0; }
+
   static ffi::Error Check(const Call& call, const Axes& n, Shape* shape) {
+    const int64_t ring = std::max<int64_t>(n.ring, 0), n_ape = std::max<int64_t>(n.n_ape, 0);
     *shape = {.b = n.b,
               .s = n.s_q,
               .n = n.n,
-              .width = n.ring > 0 ? n.width : call.norm.dimensions[0],
+              .width = ring > 0 ? n.width : call.norm.dimensions[0],
               .columns = n.columns,
               .column = call.column,
-              .n_ape = n.n_ape,
+              .n_ape = n_ape,
               .ratio = call.ratio,
-              .ring = n.ring,
+              .ring = ring,
               .pages = n.pages,
               .page = n.page,
               .page_bytes = 0,
@@ -30,27 +34,27 @@ struct KvInsert {
     const int64_t d = call.norm.dimensions[0];
     Expectations expect;
     expect.Shape(call.table, {n.b, n.n, kDims});
-    if (n.n_ape > 0) expect.Shape(call.ape, {call.ratio, shape->width / 2});
+    if (n_ape > 0) expect.Shape(call.ape, {call.ratio, shape->width / 2});
     if (expect.error().failure()) return expect.error();
-    const bool running = n.n_sums > 0;
+    const bool running = IsRunning(call);
     if (running) {
       expect.Shape(call.sums, {n.b, 3, d});
       expect.Shape(call.folded, {n.b, 1});
-      expect.Shape(call.state, {n.b, std::max(n.ring, n.s_q), 2 * d});
+      expect.Shape(call.state, {n.b, std::max(ring, n.s_q), 2 * d});
       if (expect.error().failure()) return expect.error();
-      if (n.n != 1 || n.ring > call.ratio)
-        return Refuse(call.state, Show(n.ring) + " rows", "at most ratio, and one entry");
+      if (n.n != 1 || ring > call.ratio)
+        return Refuse(call.state, Show(ring) + " rows", "at most ratio, and one entry");
     }
-    const bool fits = n.ring > 0 ? n.width == 2 * d || n.width == 4 * d : n.n == n.s_q;
+    const bool fits = ring > 0 ? n.width == 2 * d || n.width == 4 * d : n.n == n.s_q;
     if (!fits) return Refuse(call.state, "shape " + Show(call.state.dimensions), "one or two pairs of d last, or d");
     if (call.ratio < 1) return ffi::Error::InvalidArgument("ratio: got " + Show(call.ratio));
     if (call.column < 0 || call.column % 4 != 0 || n.columns % 4 != 0 || call.column + shape->width > n.columns) {
       return Refuse(call.rows, "shape " + Show(call.rows.dimensions) + " and column " + Show(call.column),
                     Show(shape->width) + " columns from a multiple of 4 on");
     }
-    const int64_t reach = n.ring > 0 ? n.width / (2 * d) * call.ratio : 0;
-    if (n.ring > 0 && !running && n.ring < reach + n.s_q - 1) {
-      return Refuse(call.state, Show(n.ring) + " rows", Show(reach + n.s_q - 1) + " at least");
+    const int64_t reach = ring > 0 ? n.width / (2 * d) * call.ratio : 0;
+    if (ring > 0 && !running && ring < reach + n.s_q - 1) {
+      return Refuse(call.state, Show(ring) + " rows", Show(reach + n.s_q - 1) + " at least");
     }
     if (ffi::Error error = CheckPacking(call, shape); error.failure()) return error;
     if (n.table_width == 0 && n.pages != n.b) return Refuse(call.cache, Show(n.pages) + " pages", "a page for each b");
@@ -83,8 +87,8 @@ struct KvInsert {
                                   .packing = call.packing,
                                   .pooled = shape->ring > 0,
                                   .hadamard = call.hadamard != 0,
-                                  .running = call.sums.dimensions[1] > 0};
-    return LookUp(call.target->name, device, choices, &kernels->front());
+                                  .running = IsRunning(call)};
+    return LookUp("kv_insert", device, choices, &kernels->front());
   }
 
   static ffi::Error Run(const Call& call, const Shape& shape, const Kernels& kernels, const Stream& stream) {

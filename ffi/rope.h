@@ -1,5 +1,5 @@
-// The calls of RoPE: in place, where y is where x is, alone or before the Hadamard transform; after the norm of rows;
-// and the gradient of both.
+// The calls of RoPE: in place, where y is where x is, alone or before the Hadamard transform; before that and
+// quantization; after the norm of rows; and the gradient of both.
 #pragma once
 
 #include "rope_plan.h"
@@ -12,7 +12,9 @@ struct Rope {
   using Shape = RopeShape;
   using Kernels = std::array<Launcher*, 1>;
 
-  static bool HasNorm(const Call& call) { return call.direction == 0; }
+  static bool Quantizes(const Call& call) { return call.codes.dimensions.size() > 0; }
+
+  static bool HasNorm(const Call& call) { return call.direction == 0 && !Quantizes(call); }
 
   static ffi::Error Check(const Call& call, const Axes& n, Shape* shape) {
     const int64_t d = call.x.dimensions[3];
@@ -24,6 +26,10 @@ struct Rope {
 
   static ffi::Error Find(const Call& call, const Device& device, Shape* shape, Kernels* kernels) {
     const int64_t dims = call.table.dimensions[2];
+    if (Quantizes(call)) {
+      const IndexQueryChoices choices{.dims = dims, .dtype = call.x.dtype};
+      return LookUp(call.target->name, device, choices, &kernels->front());
+    }
     if (!HasNorm(call)) {
       return LookUp(call.target->name, device, RopeChoices{.dims = dims, .dtype = call.x.dtype}, &kernels->front());
     }
@@ -36,6 +42,10 @@ struct Rope {
     if (std::string error = CheckRopeShape(shape); !error.empty()) return ffi::Error::InvalidArgument(error);
     Launcher* launcher = kernels.front();
     const auto at = AddressesOf<RopeAddresses>(call);
+    if (Quantizes(call)) {
+      auto plan = PlanIndexQuery(shape, launcher->tile_m, at);
+      return Launch(launcher, stream, plan);
+    }
     if (HasNorm(call)) {
       auto plan = PlanNormRope(shape, call.eps, launcher->tile_m, at);
       return Launch(launcher, stream, plan);

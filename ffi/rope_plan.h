@@ -1,4 +1,4 @@
-// The launches of RoPE, in place or after a norm, as functions of shapes: no driver, no device.
+// The launches of RoPE, in place, after a norm or before quantization, as functions of shapes: no driver, no device.
 #pragma once
 
 #include <string>
@@ -45,6 +45,17 @@ inline Plan<NormRopeArguments> PlanNormRope(const RopeShape& shape, float eps, i
                         .rows = I32(rows),
                         .heads = I32(shape.heads),
                         .eps = eps}};
+}
+
+inline Plan<IndexQueryArguments> PlanIndexQuery(const RopeShape& shape, int32_t tile_m, const RopeAddresses& at) {
+  const int64_t rows = shape.b * shape.s * shape.heads;
+  return {.grid = U32(CeilDiv(rows, tile_m)),
+          .arguments = {.x = at.x,
+                        .table = at.table,
+                        .codes = at.codes,
+                        .scales = at.scales,
+                        .rows = I32(rows),
+                        .heads = I32(shape.heads)}};
 }
 
 }  // namespace dsv4_fmha

@@ -445,6 +445,20 @@ class NormRope(Variant):
 
 
 @dataclass(frozen=True)
+class IndexQuery(Variant):
+    """RoPE of an indexer's queries, then the Hadamard transform, then e4m3 with a scale for each row."""
+
+    dims: int  # numbers of a row that are rotated
+    dtype: str  # of the rows
+
+    family, layout = "index_query", "index_query"
+
+    @property
+    def params(self) -> Params:
+        return (*each("address", "x", "table", "codes", "scales"), *each("int32", "rows", "heads"))
+
+
+@dataclass(frozen=True)
 class KvInsert(Variant):
     """New entries of a cache: rows, or blocks of rows that are pooled, and then their norm, RoPE, and the Hadamard
     transform. They are rounded or packed, and written where they belong.
@@ -474,7 +488,7 @@ class KvInsert(Variant):
 FAMILIES: tuple[type[Variant], ...] = (
     *(Forward, Combine, MlaBackward, TileSpans, MhaBackward),
     *(IndexerScores, IndexerScoresAt, TopK, Probabilities),
-    *(Rope, NormRope, KvInsert),
+    *(Rope, NormRope, IndexQuery, KvInsert),
 )
 
 
@@ -628,6 +642,15 @@ AT_ENTRIES = (*QUERIES, *ENTRIES, *WEIGHTS, *arrays("indices: s32[b s_q topk]"))
 ROWS_TO_TURN = array("x: T[b s_q h d]", "x", "dy")
 TABLE = array("table: f32[b s_q dims]", aligned=True)  # cos and sin by turns, for each token
 
+KEPT_BY_INSERTION = (
+    array("cache: T[pages page d] or u8[pages page_bytes]", aligned=True),
+    array("state: f32[b ring width]", aligned=True),  # earlier rows of a block
+    array("sums: f32[b n_sums d]", aligned=True),  # three of the tokens before them
+    array("folded: s32[b n_folded]"),  # how many tokens these are
+)
+"""What an insertion changes: a cache, and what it pools: calls have no empty arrays, which XLA copies, and in whose
+place other calls may have theirs."""
+
 TARGETS = (
     attention("mha_fwd", K_AND_V),
     attention("mla_span_fwd", SPAN_OF_HEADS),
@@ -686,6 +709,13 @@ TARGETS = (
         arrays("y: T[b s_q h 128]"),
         {"direction": "float32"},
     ),
+    Target(
+        "index_query",
+        "rope",
+        (array("x: T[b s_q h 128]"), TABLE),
+        (array("codes: f8e4m3fn[b s_q h 128]", aligned=True), *arrays("scales: f32[b s_q h]")),
+        {},
+    ),
     Target("norm_rope", "rope", (ROWS_TO_TURN, TABLE), arrays("y: T[b s_q h d]"), {"eps": "float32"}),
     Target(
         "norm_rope_bwd",
@@ -694,26 +724,26 @@ TARGETS = (
         arrays("y: T[b s_q h d]"),
         {"eps": "float32"},
     ),
-    Target(
-        "kv_insert",
-        "kv_insert",
-        (
-            array("cache: T[pages page d] or u8[pages page_bytes]", aligned=True),
-            array("state: f32[b ring width]", aligned=True),  # earlier rows; ring is 0 where nothing is pooled
-            array("sums: f32[b n_sums d]", aligned=True),  # three of the tokens before them, or none
-            *arrays("folded: s32[b n_folded]"),  # how many tokens these are
-            array("rows: f32[b s_q columns]", aligned=True),  # of which `width` from `column` on are used
-            array("ape: f32[n_ape channels]", aligned=True),  # n_ape is ratio, or 0 for none
-            array("norm: f32[d]", aligned=True),
-            array("table: f32[b n dims]", aligned=True),  # cos and sin by turns, for each entry
-            *arrays("lengths: s32[b]", "block_table: s32[b table_width]"),  # table_width is 0 without pages
-        ),
-        (
-            array("new_cache: T[pages page d] or u8[pages page_bytes]", aligned=True),
-            array("new_state: f32[b ring width]", aligned=True),  # all in place
-            array("new_sums: f32[b n_sums d]", aligned=True),
-            *arrays("new_folded: s32[b n_folded]"),
-        ),
-        {"column": "int64", "ratio": "int64", "packing": "string", "hadamard": "int64", "eps": "float32"},
+    *(
+        Target(
+            name,
+            "kv_insert",
+            (
+                *kept,
+                array("rows: f32[b s_q columns]", aligned=True),  # of which `width` from `column` on are used
+                # n_ape is ratio, or 0 for none
+                *([array("ape: f32[n_ape channels]", aligned=True)] if len(kept) > 1 else []),
+                array("norm: f32[d]", aligned=True),
+                array("table: f32[b n dims]", aligned=True),  # cos and sin by turns, for each entry
+                *arrays("lengths: s32[b]", "block_table: s32[b table_width]"),  # table_width is 0 without pages
+            ),
+            tuple(array(f"new_{x}", aligned=x.aligned) for x in kept),  # all in place
+            {"column": "int64", "ratio": "int64", "packing": "string", "hadamard": "int64", "eps": "float32"},
+        )
+        for name, kept in (
+            ("kv_insert", KEPT_BY_INSERTION[:1]),
+            ("kv_insert_pooled", KEPT_BY_INSERTION[:2]),
+            ("kv_insert_running", KEPT_BY_INSERTION),
+        )
     ),
 )

@@ -11,7 +11,7 @@ from typing import Any
 from .abi import TARGETS, Array, Form, Target
 
 ATTRIBUTES = {"float32": "float", "int64": "int64_t", "string": "std::string_view"}
-DTYPES = {"f32": "F32", "s32": "S32", "u32": "U32", "u8": "U8"}
+DTYPES = {"f32": "F32", "s32": "S32", "u32": "U32", "u8": "U8", "f8e4m3fn": "F8E4M3FN"}
 
 
 def described() -> dict[str, Any]:
@@ -123,8 +123,10 @@ def _form(form: Form) -> str:
 
 
 def _buffer(x: Array) -> str:
-    """The type that decodes an array. It says dtype and rank where there is one of each, and decoding checks them."""
-    if len(x.forms) > 1 or x.forms[0].dtype == "T":
+    """The type that decodes an array. It says dtype and rank where there is one of each, and decoding checks them; XLA
+    has no such type of 8 bits.
+    """
+    if len(x.forms) > 1 or x.forms[0].dtype in ("T", "f8e4m3fn"):
         return "ffi::AnyBuffer"
     return f"ffi::Buffer<ffi::{DTYPES[x.forms[0].dtype]}, {len(x.forms[0].axes)}>"
 

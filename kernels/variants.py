@@ -9,6 +9,7 @@ from .abi import (
     Forward,
     IndexerScores,
     IndexerScoresAt,
+    IndexQuery,
     KvInsert,
     MhaBackward,
     MlaBackward,
@@ -97,6 +98,7 @@ VARIANTS: tuple[Variant, ...] = (
         for dtype in DTYPES
     ),
     *(Rope(op, "sm_90a", f"{HOPPER}.rope.{op}", 64, dtype) for op in ("rope", "rope_hadamard") for dtype in DTYPES),
+    *(IndexQuery("index_query", "sm_90a", f"{HOPPER}.rope.index_query", 64, dtype) for dtype in DTYPES),
     *(
         NormRope(op, "sm_90a", f"{HOPPER}.rope.norm_rope", 512, 64, dtype)
         for op in ("norm_rope", "norm_rope_bwd")

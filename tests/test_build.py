@@ -20,6 +20,7 @@ from interpreter.kernels.native import (
     library,
     plan,
     plan_combine,
+    plan_index_query,
     plan_indexer,
     plan_indexer_scores_at,
     plan_kv_insert,
@@ -35,6 +36,7 @@ from kernels.abi import (
     Combine,
     IndexerScores,
     IndexerScoresAt,
+    IndexQuery,
     KvInsert,
     MhaBackward,
     NormRope,
@@ -115,6 +117,8 @@ def test_the_launcher_hands_over_what_the_table_says(variant):
         launch = plan_probabilities({"b": 2, "s_q": 70, "h_q": 8, "s_kv": 150, "topk": 100})
     elif isinstance(variant, Rope | NormRope):
         launch = plan_rope(variant.family, {"b": 2, "s": 70, "heads": 8, "d": 512}, 1.0, tile_m=32)
+    elif isinstance(variant, IndexQuery):
+        launch = plan_index_query({"b": 2, "s": 70, "heads": 8, "d": 128}, tile_m=32)
     elif isinstance(variant, KvInsert):
         x = kv_insert.Problem.of(variant, (9, 3), 2, ratio=4 if variant.pooled else 1)
         launch = plan_kv_insert(x.shape, 1.0, tile_m=1)

@@ -9,6 +9,8 @@ import pytest
 
 from jax_dsv4_fmha import Cache
 from jax_dsv4_fmha._host import library
+from jax_dsv4_fmha._testing import insert as insert_cases
+from jax_dsv4_fmha._testing.cases import INSERT
 from jax_dsv4_fmha.layers import Compressor, DSV4Attention, Rope, RunningSums
 from jax_dsv4_fmha.layers.insert import Entries, Rows, insert
 from jax_dsv4_fmha.layers.pooling import pool_step
@@ -183,3 +185,24 @@ def test_more_tokens_than_the_steps_of_a_cache():
         ValueError, match=r"DSV4Attention: x: got float32\[1, 3, 24\], wanted at most the 2 steps of the"
     ):
         layer.step(params, jnp.zeros((1, 3, 24)), layer.cache(1, 64, jnp.float32, steps=2), lengths=3)
+
+
+@pytest.mark.parametrize("case", INSERT, ids=lambda case: case.name)
+def test_check_s_cases(case):
+    """The definition is right, by NumPy in float64."""
+    assert case.complaints("reference") == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        (lambda made: made._replace(eps=0.1), "off by"),
+        (lambda made: made._replace(norm=made.norm[::-1]), "off by"),
+        (lambda made: made._replace(rotation=Rope(64)), "off by"),
+    ],
+    ids=["eps", "norm", "frequencies"],
+)
+def test_check_finds_what_is_wrong(monkeypatch, fault, says):
+    run = insert_cases.insert
+    monkeypatch.setattr(insert_cases, "insert", lambda a, b, c, made, *x: run(a, b, c, fault(made), *x))
+    assert says in INSERT[3].complaints("reference")[0]

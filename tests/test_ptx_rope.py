@@ -1,4 +1,4 @@
-"""RoPE in place, after a norm, and their gradient, interpreted: right answers, and planted faults."""
+"""RoPE in place, after a norm, their gradient, and quantized, interpreted: right answers, and planted faults."""
 
 import pytest
 
@@ -8,12 +8,12 @@ from interpreter.kernels import native
 from interpreter.kernels.rope import IN_PLACE, Problem, judge, run
 from interpreter.kernels.verdict import Wrong
 from interpreter.machine.hazards import OutOfBounds, Race
-from kernels.abi import NormRope, Rope
+from kernels.abi import IndexQuery, NormRope, Rope
 
-BUILT = {v.key: v for family in (Rope, NormRope) for v in native.built(family)}
+BUILT = {v.key: v for family in (Rope, NormRope, IndexQuery) for v in native.built(family)}
 OPS = {
     op: next((v for v in BUILT.values() if v.op == op), None)
-    for op in ("rope", "rope_hadamard", "norm_rope", "norm_rope_bwd")
+    for op in ("rope", "rope_hadamard", "index_query", "norm_rope", "norm_rope_bwd")
 }
 SHAPE = (2, 3, 7)  # rows that fill no CTA
 
@@ -39,30 +39,41 @@ def a_butterfly_s_other_half(text):
     return edits.replace(text, pattern, lambda m: f"mov.b32 {m[1]}, 0;", slice(0, 1))
 
 
+def half_of_the_maximum(text):
+    """The last exchange of maxima is lost, so that lanes of a row have scales of their own: that of the first rows,
+    after eight exchanges of a butterfly."""
+    pattern = r"shfl\.sync\.bfly\.b32\s+(%r\d+)(?:\|%p\d+)?, (%r\d+), 8,[^;]*;"
+    return edits.replace(text, pattern, lambda m: f"mov.b32 {m[1]}, 0;", slice(8, 9))
+
+
 def one_row_too_many(text):
     """A row counts as there that is not."""
-    params = [p.name for p in OPS["norm_rope" if "norm_rope" in text else "rope"].params]  # rope_hadamard has the same
+    of = next(op for op in ("norm_rope", "index_query", "rope") if op in text)  # rope_hadamard has rope's
+    params = [p.name for p in OPS[of].params]
     pattern = rf"(ld\.param\.b32\s+(%r\d+), {edits.parameter(text, params, 'rows')};)"
     return edits.replace(text, pattern, lambda m: f"{m[1]}\nadd.s32 {m[2]}, {m[2]}, 1;")
 
 
 def stored_at_another_lane_s_place(text):
     """The first store of a thread goes 16 bytes further."""
-    pattern = r"st\.global\.v4\.b32\s+\[(%rd\d+)(?:\+(\d+))?\]"
-    return edits.replace(text, pattern, lambda m: f"st.global.v4.b32 [{m[1]}+{int(m[2] or 0) + 16}]", slice(0, 1))
+    pattern = r"st\.global\.v([24])\.b32\s+\[(%rd\d+)(?:\+(\d+))?\]"
+    return edits.replace(text, pattern, lambda m: f"st.global.v{m[1]}.b32 [{m[2]}+{int(m[3] or 0) + 16}]", slice(0, 1))
 
 
+_STORED = {"rope_hadamard": (Race, "reads x bytes"), "index_query": (Race, "overwrites codes bytes")}
 FAULTS = [
     *(
         PlantedFault("a lane's own sum", op, Wrong, "numbers are wrong", a_lane_s_own_sum)
         for op in ("norm_rope", "norm_rope_bwd")
     ),
     PlantedFault("a butterfly's other half", "rope_hadamard", Wrong, "numbers are wrong", a_butterfly_s_other_half),
+    PlantedFault("a butterfly's other half", "index_query", Wrong, "scales are wrong", a_butterfly_s_other_half),
+    PlantedFault("a lane that knows half of the maximum", "index_query", Wrong, "are wrong", half_of_the_maximum),
     *(PlantedFault("one row too many", op, OutOfBounds, "outside of every allocation", one_row_too_many) for op in OPS),
     *(
         PlantedFault("a store at another lane's place", op, error, says, stored_at_another_lane_s_place)
         for op in OPS
-        for error, says in [(Race, "reads x bytes") if op == "rope_hadamard" else (Wrong, "numbers are wrong")]
+        for error, says in [_STORED.get(op, (Wrong, "numbers are wrong"))]
     ),
 ]
 

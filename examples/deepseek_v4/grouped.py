@@ -1,8 +1,8 @@
 """A function of rows and of the weights of each row's expert, in blocks of rows that have one expert.
 
-`jax.lax.ragged_dot` is this for one product. On GPUs XLA's default makes it a product of every row with every expert: for
-4096 tokens of V4-Flash that are 50 TB of operands. Here a loop over blocks reads the weights of the experts that have
-rows.
+`jax.lax.ragged_dot` is this for one product. On GPUs XLA's default makes it a product of every row with every expert:
+for 4096 tokens of V4-Flash that are 50 TB of operands. Here a loop over blocks reads the weights of those experts alone
+that have rows.
 """
 
 from collections.abc import Callable

@@ -314,6 +314,14 @@ def plan_rope(
     return _shown(out)
 
 
+def plan_index_query(shape: dict[str, int], *, tile_m: int, addresses: dict[str, int] | None = None) -> Plan:
+    """What an indexer's queries are launched with."""
+    out = structure("ShownLaunch")()
+    given, at = ctypes.byref(filled("RopeShape", **shape)), addressed("rope", addresses)
+    library().dsv4_fmha_plan_index_query(given, ctypes.c_int32(tile_m), at, ctypes.byref(out))
+    return _shown(out)
+
+
 def plan_kv_insert(shape: dict[str, int], eps: float, *, tile_m: int, addresses: dict[str, int] | None = None) -> Plan:
     """What inserts entries into a cache."""
     return planned(

@@ -1,4 +1,4 @@
-"""The raw call that makes new entries of a cache."""
+"""The raw calls that make new entries of a cache."""
 
 from typing import Any
 
@@ -11,6 +11,53 @@ from .call import call
 
 def kv_insert(
     cache: jax.Array,
+    rows: jax.Array,
+    norm: jax.Array,
+    table: jax.Array,
+    lengths: jax.Array,
+    block_table: jax.Array | None = None,
+    **params: Any,
+) -> tuple[jax.Array, ...]:
+    """The cache with the entries of new tokens, in place, where XLA need not keep the operand.
+
+    Args:
+      cache: `[pages, page, d]`, bfloat16 or float16; with packing uint8 `[pages, page_bytes]`.
+      rows: float32 `[b, s, columns]`, of the last s tokens of each sequence: from `column` on, a multiple of 4, kv, of
+        d columns.
+      norm: float32 `[d]`, a weight.
+      table: float32 `[b, n, 64]`, cos and sin of the position of each of the n entries that may be completed, the first
+        of which is `(lengths - s) // ratio`.
+      lengths: int32 `[b]`, with the new tokens.
+      block_table: int32 `[b, pages of a sequence]`; None where page i belongs to sequence i.
+      **params: column, by default 0; ratio, eps: tokens of a block, epsilon of the norm; packing: the layout of packed
+        entries, by default ""; hadamard: whether entries are transformed, by default False.
+    """
+    return _call("kv_insert", (cache,), rows, norm, table, lengths, block_table, **params)
+
+
+def kv_insert_pooled(
+    cache: jax.Array,
+    state: jax.Array,
+    rows: jax.Array,
+    ape: jax.Array,
+    norm: jax.Array,
+    table: jax.Array,
+    lengths: jax.Array,
+    block_table: jax.Array | None = None,
+    **params: Any,
+) -> tuple[jax.Array, ...]:
+    """`kv_insert` of entries that pool a block's rows: the cache, and the state with the new rows.
+
+    Args:
+      state: float32 `[b, ring, width]`, the rows of the last tokens: of all that an entry pools.
+      rows: of `width` columns: kv and score of one or two blocks.
+      ape: float32 `[ratio, width / 2]`, or `[0, …]`.
+    """
+    return _call("kv_insert_pooled", (cache, state), rows, ape, norm, table, lengths, block_table, **params)
+
+
+def kv_insert_running(
+    cache: jax.Array,
     state: jax.Array,
     sums: jax.Array,
     folded: jax.Array,
@@ -20,37 +67,33 @@ def kv_insert(
     table: jax.Array,
     lengths: jax.Array,
     block_table: jax.Array | None = None,
-    *,
+    **params: Any,
+) -> tuple[jax.Array, ...]:
+    """`kv_insert_pooled` where the state has fewer rows than a block, and sums of those before: all four anew.
+
+    Args:
+      sums: float32 `[b, 3, d]`, of a block's tokens before those in the state: the greatest score, the sum of weights,
+        and that of weights times kv.
+      folded: int32 `[b, 1]`, how many tokens of the sequence they and earlier entries have.
+    """
+    kept = (cache, state, sums, folded)
+    return _call("kv_insert_running", kept, rows, ape, norm, table, lengths, block_table, **params)
+
+
+def _call(
+    target: str,
+    kept: tuple[jax.Array, ...],
+    *operands: Any,
     column: int = 0,
     ratio: int,
     eps: float,
     packing: str = "",
     hadamard: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """The cache with the entries of new tokens, and the state with their rows: the first four operands anew, in place
-    where XLA need not keep them.
-
-    Args:
-      cache: `[pages, page, d]`, bfloat16 or float16; with packing uint8 `[pages, page_bytes]`.
-      state: float32 `[b, ring, width]`, the rows of the last tokens; ring is 0 where each token is an entry.
-      sums: float32 `[b, 3, d]`, of a block's tokens before those: the greatest score, the sum of weights, and that
-        of weights times kv; or `[b, 0, d]`, where the ring has all tokens that an entry pools.
-      folded: int32 `[b, 1 or 0]`, how many tokens of the sequence they and earlier entries have.
-      rows: float32 `[b, s, columns]`, of the last s tokens of each sequence: from `column` on, a multiple of 4, kv and
-        score of one or two blocks, of `width` columns; or, where nothing is pooled, kv, of d.
-      ape: float32 `[ratio, width / 2]`, or `[0, …]`; norm: float32 `[d]`, a weight.
-      table: float32 `[b, n, 64]`, cos and sin of the position of each of the n entries that may be completed, the first
-        of which is `(lengths - s) // ratio`.
-      lengths: int32 `[b]`, with the new tokens.
-      block_table: int32 `[b, pages of a sequence]`; None where page i belongs to sequence i.
-      ratio, eps: tokens of a block; epsilon of the norm.
-      packing: the layout of packed entries. hadamard: whether entries are transformed.
-    """
-    pages = jnp.zeros((rows.shape[0], 0), jnp.int32) if block_table is None else block_table
-    kept = (cache, state, sums, folded)
+) -> tuple[jax.Array, ...]:
+    """What is kept, anew. The last operand is the block table, or None."""
+    *given, block_table = operands
+    pages = jnp.zeros((given[0].shape[0], 0), jnp.int32) if block_table is None else block_table
     results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in kept]
-    operands = (*kept, rows, ape, norm, table, lengths, pages)
     attributes: dict[str, Any] = {"column": np.int64(column), "ratio": np.int64(ratio), "eps": np.float32(eps)}
     attributes |= {"hadamard": np.int64(hadamard), "packing": packing}
-    cache, state, sums, folded = call("kv_insert", results, *operands, aliases={i: i for i in range(4)}, **attributes)
-    return cache, state, sums, folded
+    return tuple(call(target, results, *kept, *given, pages, aliases={i: i for i in range(len(kept))}, **attributes))

@@ -1,6 +1,7 @@
 """Raw calls of rotary position embedding."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .call import call
@@ -23,6 +24,13 @@ def rope_hadamard(x: jax.Array, table: jax.Array, *, direction: int) -> tuple[ja
     result = jax.ShapeDtypeStruct(x.shape, x.dtype)
     (y,) = call("rope_hadamard", (result,), x, table, aliases={0: 0}, direction=np.float32(direction))
     return (y,)
+
+
+def index_query(x: jax.Array, table: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`rope_hadamard` of x `[b, s, h, 128]`, quantized: float8_e4m3fn like x, and a float32 scale `[b, s, h]` a row."""
+    results = (jax.ShapeDtypeStruct(x.shape, jnp.float8_e4m3fn), jax.ShapeDtypeStruct(x.shape[:3], jnp.float32))
+    codes, scales = call("index_query", results, x, table)
+    return codes, scales
 
 
 def norm_rope(x: jax.Array, table: jax.Array, *, eps: float) -> tuple[jax.Array]:

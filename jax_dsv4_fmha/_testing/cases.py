@@ -8,6 +8,7 @@ from typing import Any
 from .attention import AttentionCase, DecodeCase, FmhaCase, LayerCase, SparseCase
 from .case import Case
 from .indexer import BlocksCase, ChoiceCase, IndexerCase, ScoresCase
+from .insert import InsertCase
 from .rope import NormRopeCase, RopeCase, RopeHadamardCase
 
 
@@ -169,5 +170,14 @@ def _rope() -> tuple[RopeCase, ...]:
     )
 
 
-ATTENTION, INDEXER, ROPE = _attention(), _indexer(), _rope()
-CASES: tuple[Case, ...] = (*ATTENTION, *INDEXER, *ROPE)
+def _insert() -> tuple[InsertCase, ...]:
+    packed = (("v4_fp8",), ("v41_fp8",))
+    return (
+        *(InsertCase(s_q=3, ratio=r, features=x) for r in (0, 4, 128) for x in ((), *packed)),
+        *(InsertCase(s_q=2, ratio=r, dtype="float16") for r in (0, 4, 128)),
+        *(InsertCase(s_q=3, d=128, ratio=4, features=x) for x in ((), ("index_fp8",))),
+    )
+
+
+ATTENTION, INDEXER, ROPE, INSERT = _attention(), _indexer(), _rope(), _insert()
+CASES: tuple[Case, ...] = (*ATTENTION, *INDEXER, *ROPE, *INSERT)

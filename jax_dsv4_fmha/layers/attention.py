@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from .. import Cache, Span, _check, dsv4_attention, dsv4_decode, lightning_indexer, quantize_indexer
+from .. import Cache, Span, _check, dsv4_attention, dsv4_decode, lightning_indexer
 from .._definitions import explicit_axes
 from .._definitions.packed import LAYOUTS
 from .._definitions.span import positions_of
@@ -575,12 +575,15 @@ class DSV4Attention:
     ) -> tuple[Shared, tuple[jax.Array, jax.Array]]:
         """The entries that each query sees among the past ones, and the indexer's queries and weights."""
         assert self.indexer is not None
-        q, weights = self.indexer.turned(params["indexer"], c, positions, self.rope), self.indexer.scaled(weights)
-        keys = shared.keys
+        keys, weights = shared.keys, self.indexer.scaled(weights)
+        made_of = (params["indexer"], c, positions, self.rope)
+        if isinstance(keys, Cache) and keys.is_packed:
+            q, scales = self.indexer.turned_and_quantized(*made_of)
+            weights = weights * scales
+        else:
+            q = self.indexer.turned(*made_of)
         n = keys.capacity if isinstance(keys, Cache) else keys.shape[1]
         choice: dict[str, Any] = {"topk": min(self.indexer.topk, n), **past}
-        if isinstance(keys, Cache) and keys.is_packed:
-            q, _, weights, _ = quantize_indexer(q, None, weights)
         if not self.indexer.in_two_levels:
             indices = lightning_indexer(q, keys, weights, **choice)
             assert isinstance(indices, jax.Array)  # because no scores are asked for

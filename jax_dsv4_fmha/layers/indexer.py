@@ -16,11 +16,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import _check, indexer_blocks, lightning_indexer
+from .._definitions.packed import quantize_rows
 from . import _operands
 from ._norm import rms_norm
 from .compressor import Compressor, product
 from .hadamard import is_power
-from .rope import Rope, rope, rope_hadamard
+from .rope import Rope, index_query, rope, rope_hadamard
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,9 +129,20 @@ class Indexer:
 
     def turned(self, params: Any, low_rank: jax.Array, positions: jax.Array, rotation: Rope) -> jax.Array:
         """q of `queries`."""
+        return self._turned(self._projected(params, low_rank), positions, rotation)
+
+    def turned_and_quantized(
+        self, params: Any, low_rank: jax.Array, positions: jax.Array, rotation: Rope
+    ) -> tuple[jax.Array, jax.Array]:
+        """q of `queries` in float8_e4m3fn, as `quantize_indexer` does it, and scales float32 `[b, s, heads]`."""
+        q = self._projected(params, low_rank)
+        if self.transforms:
+            return index_query(q, positions, rotation)
+        return quantize_rows(rope(q, positions, rotation))
+
+    def _projected(self, params: Any, low_rank: jax.Array) -> jax.Array:
         low_rank = lax.optimization_barrier(low_rank)  # or XLA merges this product with attention's, and cuts it apart
-        q = jnp.einsum("bsr,rhd->bshd", low_rank, params["wq_b"].astype(low_rank.dtype))
-        return self._turned(q, positions, rotation)
+        return jnp.einsum("bsr,rhd->bshd", low_rank, params["wq_b"].astype(low_rank.dtype))
 
     def scaled(self, weights: jax.Array) -> jax.Array:
         """The weights of `queries`, from x times `weights_proj`."""

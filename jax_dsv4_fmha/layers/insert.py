@@ -8,6 +8,7 @@ Everything that depends on a token's own row alone is here, so that a step has o
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -76,21 +77,22 @@ def insert(
       kernel: whether a kernel may run; the reference has a gradient.
     """
     rows = rows._replace(product=whole_sequences(rows.product))
-    b, s = rows.product.shape[:2]
+    s = rows.product.shape[1]
     first = lengths - s
     n = -(-s // entries.ratio)
     table = entries.rotation.table(counted(first // entries.ratio, 0, n) * entries.ratio)
-    kept = _arrays(state, b, rows.width, entries.norm.shape[0])
+    kept = (cache.entries, *_arrays(state))
     ape = jnp.zeros((0, rows.width // 2), jnp.float32) if entries.ape is None else entries.ape.astype(jnp.float32)
+    weights = [entries.norm.astype(jnp.float32), *([] if state is None else [ape])]
     layout = cache.layout if cache.is_packed else ""
     params: dict[str, Any] = {"column": rows.column, "ratio": entries.ratio, "eps": entries.eps}
     params |= {"packing": layout, "transforms": entries.is_transformed, "dtype": jnp.dtype(dtype).name}
-    of_batch = [cache.entries, *kept, rows.product, table, lengths]
+    of_batch = [*kept, rows.product, table, lengths]
     paged = cache.block_table is not None
     if paged:  # a pool belongs to all sequences: one batch entry, which no device splits
         of_batch = [x[None] for x in (*of_batch, cache.block_table)]
-    operands = (ape[None], entries.norm.astype(jnp.float32)[None], *of_batch)
-    op, support = (_PAGED if paged else _OWN)[cache.is_packed], _support(cache, entries, params, state)
+    operands = (*(x[None] for x in weights), *of_batch)
+    op, support = _op(len(kept), cache.is_packed, paged), _support(cache, entries, params, state)
     kernel = kernel and not (paged and explicit_axes.entries(lengths)[0])
     kernel = kernel and _fits(rows, table, state, entries, cache.capacity)
     use = choose("kv_insert", None, support) if kernel else KernelUse.NEVER
@@ -98,19 +100,18 @@ def insert(
         results = op.reference(*operands, **params)
     else:
         results = without_gradient(Call(op, use, tuple(params.items()), support), *operands)
-    new, ring, sums, folded = (x[0] if paged else x for x in results)
+    new, *of_state = (x[0] if paged else x for x in results)
     cache = dataclasses.replace(cache, entries=new)
     if isinstance(state, RunningSums):
-        return cache, RunningSums(ring, sums, folded)
-    return cache, None if state is None else Cache(ring)
+        return cache, RunningSums(*of_state)
+    return cache, None if state is None else Cache(of_state[0])
 
 
-def _arrays(state: State, b: Any, width: int, d: int) -> Arrays:
-    """A ring of rows, sums, and how many tokens they have, with 0 of what the state lacks."""
+def _arrays(state: State) -> Arrays:
+    """A ring of rows, if there is one; with running sums these too, and how many tokens they have."""
     if isinstance(state, RunningSums):
         return state.tokens, state.sums, state.folded
-    ring = jnp.zeros((b, 0, width), jnp.float32) if state is None else state.entries
-    return ring, jnp.zeros((b, 0, d), jnp.float32), jnp.zeros((b, 0), jnp.int32)
+    return () if state is None else (state.entries,)
 
 
 def _fits(rows: Rows, table: jax.Array, state: State, entries: Entries, capacity: Any) -> bool:
@@ -134,18 +135,15 @@ def _support(cache: Cache, entries: Entries, params: dict[str, Any], state: Stat
     return Support(got, ("kv_insert",), library.shipped_for("kv_insert", **choices) if held else ())
 
 
+def _parts(kept: int, operands: Arrays) -> tuple[Arrays, Arrays, Arrays]:
+    """The weights, norm and perhaps ape; what is kept, so many arrays; and the others."""
+    weights = 1 + (kept > 1)
+    return operands[:weights], operands[weights : weights + kept], operands[weights + kept :]
+
+
 def _inserted(
-    ape: jax.Array,
-    norm: jax.Array,
-    pages: jax.Array,
-    ring: jax.Array,
-    sums: jax.Array,
-    folded: jax.Array,
-    rows: jax.Array,
-    table: jax.Array,
-    lengths: jax.Array,
-    block_table: jax.Array | None = None,
-    *,
+    number_kept: int,
+    *operands: jax.Array,
     column: int,
     ratio: int,
     eps: float,
@@ -154,63 +152,70 @@ def _inserted(
     dtype: str,
 ) -> Arrays:
     """The definition, where each sequence has its own page."""
-    cache = Cache(pages, block_table, packing) if packing else Cache(pages, block_table)
-    s, pooled = rows.shape[1], ring.shape[1] > 0
-    rows = Rows(rows, column, ring.shape[2] if pooled else norm.shape[1]).take()
+    (norm, *ape), (pages, *state), (rows, table, lengths, *block_table) = _parts(number_kept, operands)
+    table_of_pages = block_table[0] if block_table else None
+    cache = Cache(pages, table_of_pages, packing) if packing else Cache(pages, table_of_pages)
+    s, d = rows.shape[1], norm.shape[1]
+    rows, made = Rows(rows, column, state[0].shape[2] if state else d).take(), tuple(state)
     index = counted(lengths - s, 0, s)
     x = rows.astype(dtype)
-    if pooled:
-        if ape.shape[1]:
-            rows += of_places(jnp.concatenate([jnp.zeros_like(ape[0]), ape[0]], -1), index)
+    if state:
+        if ape[0].shape[1]:
+            rows += of_places(jnp.concatenate([jnp.zeros_like(ape[0][0]), ape[0][0]], -1), index)
         start, positions = lengths - s, index
         index = completed(start, lengths, s, ratio)
-        if sums.shape[1]:
-            entry, state = pool_step(RunningSums(ring, sums, folded), rows, start, ratio)
-            ring, sums, folded = state.tokens, state.sums, state.folded
+        if len(state) > 1:
+            entry, sums = pool_step(RunningSums(*state), rows, start, ratio)
+            made = sums.tokens, sums.sums, sums.folded
         else:
-            ring = Cache(ring).append(rows, positions).entries
-            entry = pool_ring(ring, index, norm.shape[1], ratio)
+            ring = Cache(state[0]).append(rows, positions).entries
+            entry, made = pool_ring(ring, index, d, ratio), (ring,)
         x = entry.astype(dtype)
     x = pairs_turned(rms_norm(x, norm[0], eps)[:, :, None], table, direction=1)[0][:, :, 0]
-    return cache.append(hadamard(x) if transforms else x, index).entries, ring, sums, folded
+    return cache.append(hadamard(x) if transforms else x, index).entries, *made
 
 
-def _kernel(
-    ape: jax.Array, norm: jax.Array, pages: jax.Array, ring: jax.Array, sums: jax.Array, folded: jax.Array,
-    rows: jax.Array, table: jax.Array, lengths: jax.Array, *block_table: jax.Array, dtype: str, transforms: bool,
-    **params: Any,
-) -> Arrays:  # fmt: skip
+def _kernel(number_kept: int, *operands: jax.Array, dtype: str, transforms: bool, **params: Any) -> Arrays:
     """Weights come broadcast to the batch, whose entries have the same."""
     del dtype  # the cache's, or bfloat16
-    kept = (pages, ring, sums, folded)
-    return raw.kv_insert(*kept, rows, ape[0], norm[0], table, lengths, *block_table, hadamard=transforms, **params)
+    (norm, *ape), kept, (rows, *others) = _parts(number_kept, operands)
+    weights = (x[0] for x in (*ape, norm))
+    return _RAW[number_kept](*kept, rows, *weights, *others, hadamard=transforms, **params)
 
 
 def _in_pool(f: Callable[..., Arrays]) -> Callable[..., Arrays]:
     """The same for a pool: with a batch axis of one for all."""
 
-    def in_pool(ape: jax.Array, norm: jax.Array, *of_batch: jax.Array, **params: Any) -> Arrays:
-        return tuple(x[None] for x in f(ape, norm, *(x[0] for x in of_batch), **params))
+    def in_pool(number_kept: int, *operands: jax.Array, **params: Any) -> Arrays:
+        weights, kept, others = _parts(number_kept, operands)
+        return tuple(x[None] for x in f(number_kept, *weights, *(x[0] for x in (*kept, *others)), **params))
 
     return in_pool
 
 
-def _op(of_cache: str, paged: bool) -> Op:
-    """Packed or not, in a pool or not: the axes differ. Those of a pool's sequences no mesh may split."""
-    b = "b n_b" if paged else "b"
+@functools.cache
+def _op(number_kept: int, packed: bool, paged: bool) -> Op:
+    """By how many arrays are kept: a cache; with a state; with sums and their numbers. The axes of packed caches and of
+    pools differ; no mesh may split those of a pool's sequences.
+    """
+    b, of_cache = "b n_b" if paged else "b", "page_bytes" if packed else "page d"
     kept = (
-        *(Axes("cache", f"b {of_cache}"), Axes("state", f"{b} ring width")),
+        *(Axes("cache", f"b {'pages ' * paged}{of_cache}"), Axes("state", f"{b} ring width")),
         *(Axes("sums", f"{b} n_sums d"), Axes("folded", f"{b} n_folded")),
-    )
+    )[:number_kept]
     operands = (
-        *(Axes("ape", f"{ONE_OR_B} n_ape channels"), Axes("norm", f"{ONE_OR_B} d"), *kept),
-        *(Axes("rows", f"{b} s columns"), Axes("table", f"{b} n dims"), Axes("lengths", b)),
+        Axes("norm", f"{ONE_OR_B} d"),
+        *([Axes("ape", f"{ONE_OR_B} n_ape channels")] if number_kept > 1 else []),
+        *(*kept, Axes("rows", f"{b} s columns"), Axes("table", f"{b} n dims"), Axes("lengths", b)),
         *([Axes("block_table", f"{b} table_width")] if paged else []),
     )
-    reference, kernel = (_in_pool(f) if paged else f for f in (_inserted, _kernel))
+    reference, kernel = (functools.partial(_in_pool(f) if paged else f, number_kept) for f in (_inserted, _kernel))
     return Op("kv_insert", operands, kept, reference, kernel, is_mapped=False)
 
 
 _DIMS = 64  # numbers of an entry that a kernel turns
-_OWN = {False: _op("page d", False), True: _op("page_bytes", False)}
-_PAGED = {False: _op("pages page d", True), True: _op("pages page_bytes", True)}
+_RAW: dict[int, Callable[..., Arrays]] = {
+    1: raw.kv_insert,
+    2: raw.kv_insert_pooled,
+    4: raw.kv_insert_running,
+}  # by how many arrays are kept

@@ -20,7 +20,8 @@ from jax import lax
 
 from .. import _check
 from .._definitions import explicit_axes
-from .._dispatch.autodiff import Differentiable, Function, Rule
+from .._definitions.packed import quantize_rows
+from .._dispatch.autodiff import Differentiable, Function, Rule, without_gradient
 from .._dispatch.lowering import choose
 from .._dispatch.op import ONE_OR_B, Arrays, Axes, Call, KernelUse, Op
 from .._dispatch.support import Support
@@ -145,6 +146,20 @@ def rope_hadamard(x: jax.Array, positions: jax.Array, rotation: Rope) -> jax.Arr
         return y.reshape(x.shape)
 
 
+def index_query(x: jax.Array, positions: jax.Array, rotation: Rope) -> tuple[jax.Array, jax.Array]:
+    """`rope_hadamard(x)` of x `[b, s, h, d]` in 8 bits, as `quantize_indexer` quantizes queries: float8_e4m3fn, and
+    float32 scales `[b, s, h]`. Where there is a kernel, in one pass, without a gradient.
+    """
+    support = _support("index_query", x, dims=rotation.dims)
+    use = choose("index_query", None, support) if x.shape[-1] == _INDEX_D else KernelUse.NEVER
+    if use == KernelUse.NEVER:
+        return quantize_rows(rope_hadamard(x, positions, rotation))
+    with jax.named_scope("rope"):
+        call = Call(_INDEX_QUERY, use, (), support)
+        codes, scales = without_gradient(call, x, rotation.table(positions))
+        return codes, scales
+
+
 def rope_of_normed(x: jax.Array, positions: jax.Array, rotation: Rope, eps: float) -> jax.Array:
     """`rope(rms_norm(x))`, no weight; where there is a kernel, in one pass over x `[b, s, h, d]`."""
     support = _support("norm_rope", x, d=x.shape[-1], dims=rotation.dims)
@@ -218,11 +233,22 @@ def _turned_and_transformed(x: jax.Array, table: jax.Array, *, direction: int) -
     return pairs_turned(hadamard(x), table, direction=-1)
 
 
+def _turned_transformed_and_quantized(x: jax.Array, table: jax.Array) -> Arrays:
+    return quantize_rows(_turned_and_transformed(x, table, direction=1)[0])
+
+
 _X, _TABLE, _Y = Axes("x", "b s_q h_q d"), Axes("table", f"{ONE_OR_B} s_q n"), Axes("y", "b s_q h_q d")
 _VECTOR = 8  # numbers of 16 bits that a kernel loads at once
 _INDEX_D = 128  # the numbers of a row that a kernel transforms
 _ROPE = Op("rope", (_X, _TABLE), (_Y,), pairs_turned, raw.rope)
 _ROPE_HADAMARD = Op("rope_hadamard", (_X, _TABLE), (_Y,), _turned_and_transformed, raw.rope_hadamard)
+_INDEX_QUERY = Op(
+    "index_query",
+    (_X, _TABLE),
+    (Axes("codes", "b s_q h_q d"), Axes("scales", "b s_q h_q")),
+    _turned_transformed_and_quantized,
+    raw.index_query,
+)
 _NORM_ROPE = Op("norm_rope", (_X, _TABLE), (_Y,), _normed_and_turned, raw.norm_rope)
 _NORM_ROPE_GRADIENT = Op(
     "norm_rope",

@@ -6,7 +6,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Uint32
 
-from kernels.lib.ptx import bits_of, clip, float_of, power_of_two, to_e4m3
+from kernels.lib.fp8_rows import GREATEST, amax, quantized, write_words
+from kernels.lib.ptx import clip, power_of_two, to_e4m3
 from kernels.lib.rows import WARP, store
 from kernels.lib.wgmma import round_pair
 
@@ -15,9 +16,7 @@ from .config import DIMS, Config
 INFINITY = 0x7F800000  # bits of a float32
 MANTISSA = 0x7FFFFF
 THREE_QUARTERS = 0x600000  # of the mantissa: 448 is 7/8 of a power of two
-GREATEST = 448.0  # of e4m3
 LEAST = {"v4_fp8": -13, "v41_fp8": -22}  # exponents of the least scales
-INDEX_LEAST = 1e-4  # the least amax of an index key
 GROUP = {"v4_fp8": 64, "v41_fp8": 32}  # numbers that share a scale
 
 
@@ -70,30 +69,8 @@ def write_latent(numbers: cute.Tensor, page: cute.Pointer, at: Int32, entries: I
 def write_key(numbers: cute.Tensor, page: cute.Pointer, at: Int32, entries: Int32, c: cutlass.Constexpr[Config]):
     """e4m3 with a float32 scale."""
     lane, layout = cute.arch.lane_idx(), c.layout
-    most = float_of(amax(numbers, WARP))
-    scale = (Float32(INDEX_LEAST) if most < INDEX_LEAST else most) * (1 / GREATEST)
-    words = cute.make_rmem_tensor(1, Uint32)
-    words[0] = to_e4m3(*(numbers[j] / scale for j in range(c.numbers)))
+    words, scale = quantized(numbers, WARP)
     write_words(words, page + (at * layout.values + lane * c.numbers), 1)
     if lane == 0:
         place = page + (entries * layout.values + at * layout.scales)
         store(cute.recast_ptr(place.align(4), dtype=Float32), scale)
-
-
-def amax(numbers: cute.Tensor, lanes: int) -> Int32:
-    """The bits of the greatest |x| of so many neighbouring lanes; NaN is greater than all numbers."""
-    most = Int32(0)
-    for j in range(cute.size(numbers)):
-        most = cutlass.max(most, bits_of(numbers[j]) & 0x7FFFFFFF)
-    offset = 1
-    while offset < lanes:
-        most = cutlass.max(most, cute.arch.shuffle_sync_bfly(most, offset=offset))
-        offset *= 2
-    return most
-
-
-def write_words(words: cute.Tensor, target: cute.Pointer, count: int) -> None:
-    """The first so many words of a lane."""
-    aligned = cute.recast_ptr(target.align(min(4 * count, 16)), dtype=Uint32)
-    place = cute.make_tensor(aligned, cute.make_layout(count))
-    cute.autovec_copy(cute.make_tensor(words.iterator, cute.make_layout(count)), place)
