@@ -9,6 +9,12 @@ and gives them back at its end. It waits while there are none for its prompt. Wh
 that came gives its pages back and waits to be read again. One that could never fit is refused. All requests begin
 alike (as with a system prompt): the pages of this beginning are read once and belong to all of them.
 
+With `--speculate N` a step takes up to N more tokens of a place: drafts, which the model reads at once. It says those
+that it would have said, and the token after them; the others are taken back, by a smaller length in the next step.
+Places have different numbers of drafts in a call. The drafter is a stand-in for a draft model: where the last tokens of
+a request stood before, in it or in a request that is done, it proposes what came after them then. With `--again M` the
+last M requests ask what the first M asked.
+
 There are three jitted functions: `read` takes a chunk of prompts, `say` a step, `begin` gives a place the beginning. At
 the end the program reads some greedy requests alone and whole, which must have said the same.
 """
@@ -73,14 +79,13 @@ class Tiny:
         last = jnp.maximum(lengths - start - 1, 0)[:, None, None]
         return jnp.take_along_axis(logits, last, 1)[:, 0], caches
 
-    def step(self, parameters, tokens, caches, lengths):
-        """A token `[b]` for each sequence: logits `[b, VOCABULARY]`, and the new caches."""
+    def steps(self, parameters, tokens, caches, start, lengths):
+        """New tokens `[b, s]` of each sequence from `start` on: logits `[b, s, VOCABULARY]`, and the new caches."""
 
         def attend(layer, p, x, cache):
-            return layer.step(p, x, cache, lengths=lengths)
+            return layer.step(p, x, cache, start=start, lengths=lengths)
 
-        logits, caches = self._forward(parameters, tokens[:, None], caches, attend)
-        return logits[:, 0], caches
+        return self._forward(parameters, tokens, caches, attend)
 
     def _forward(self, parameters, tokens, caches, attend):
         x, kept = parameters["embed"][tokens], []
@@ -97,11 +102,25 @@ def norm(x):
 
 
 def choose(logits, temperature, key):
-    """A token for each row of logits `[b, VOCABULARY]`: the likeliest where temperature `[b]` is 0, else a random
+    """A token for each row of logits `[b, s, VOCABULARY]`: the likeliest where temperature `[b]` is 0, else a random
     one.
     """
-    by_chance = jax.random.categorical(key, logits / jnp.maximum(temperature, 1e-6)[:, None])
-    return jnp.where(temperature > 0, by_chance, logits.argmax(-1)).astype(jnp.int32)
+    by_chance = jax.random.categorical(key, logits / jnp.maximum(temperature, 1e-6)[:, None, None])
+    return jnp.where(temperature[:, None] > 0, by_chance, logits.argmax(-1)).astype(jnp.int32)
+
+
+def drafts(tokens, others, count):
+    """Up to `count` tokens that may come next: what came after the last place where the last three stood, or the last
+    two, in these tokens or in one of the others.
+    """
+    for n in (3, 2):
+        for text in (tokens, *reversed(others)):
+            if min(len(text) - 1, len(tokens)) >= n:
+                earlier = np.lib.stride_tricks.sliding_window_view(text[:-1], n)
+                found = np.flatnonzero((earlier == tokens[-n:]).all(1))
+                if len(found):
+                    return text[found[-1] + n :][:count]
+    return tokens[:0]
 
 
 @dataclasses.dataclass
@@ -149,6 +168,10 @@ class Pages:
         self.table[place, there : there + more] = new
         return True
 
+    def room(self, place):
+        """Tokens for which a place has pages."""
+        return int((self.table[place] >= 0).sum()) * self.page
+
     def share(self, source, target):
         """Gives a place without pages those of another, which has no page that is not full."""
         self.table[target] = self.table[source]
@@ -168,24 +191,26 @@ class Server:
     and pages stay as they are, and other places get them.
     """
 
-    def __init__(self, model, parameters, dtype, places, room, chunk, page, pages, beginning=(), seed=0):
-        self.model, self.parameters = model, parameters
-        self.chunk, self.key = chunk, jax.random.key(seed)
+    def __init__(self, model, parameters, dtype, places, room, chunk, page, pages, beginning=(), speculate=0, seed=0):
+        self.parameters, self.chunk, self.key = parameters, chunk, jax.random.key(seed)
+        self.room, self.ahead = room, speculate + 1  # tokens of a request, and of a step, at most
         self.pages = Pages(places + 1, room, page, pages)
-        how = {"block_table": self.pages.table, "page_tokens": page, "pages": pages}
+        how = {"block_table": self.pages.table, "page_tokens": page, "pages": pages, "steps": self.ahead}
         self.caches = model.cache(places + 1, room, dtype, **how)
         self.places: list[Request | None] = [None] * (places + 1)
         self.waiting: collections.deque[Request] = collections.deque()
-        self.came = self.put_back = 0
+        self.done: list[np.ndarray] = []
+        """tokens of the requests that are done"""
+        self.came = self.put_back = self.steps = self.drafted = self.accepted = 0
 
         def read(parameters, caches, table, tokens, start, lengths, temperature, key):
             caches = [cache.with_block_table(table) for cache in caches]
             logits, caches = model.read(parameters, tokens, caches, start, lengths)
-            return choose(logits, temperature, key), caches
+            return choose(logits[:, None], temperature, key), caches
 
-        def say(parameters, caches, table, tokens, _, lengths, temperature, key):
+        def say(parameters, caches, table, tokens, start, lengths, temperature, key):
             caches = [cache.with_block_table(table) for cache in caches]
-            logits, caches = model.step(parameters, tokens[:, 0], caches, lengths)
+            logits, caches = model.steps(parameters, tokens, caches, start, lengths)
             return choose(logits, temperature, key), caches
 
         def begin(caches, place):
@@ -195,6 +220,7 @@ class Server:
         self._read = jax.jit(read, donate_argnums=1, out_shardings=(None, where))
         self._say = jax.jit(say, donate_argnums=1, out_shardings=(None, where), compiler_options=STEP_OPTIONS)
         self._begin = jax.jit(begin, donate_argnums=0, out_shardings=where)
+        self._alone = jax.jit(lambda parameters, tokens: model(parameters, tokens)[0].argmax(-1))
         self.beginning = np.asarray(beginning[: len(beginning) // page * page], np.int32)
         if len(self.beginning):
             self.places[-1] = Request(self.beginning, 1, 0.0)
@@ -204,8 +230,8 @@ class Server:
 
     def compile(self):
         """Calls all functions once, with every place idle."""
-        for chunk in (self.chunk, 1):
-            self._run(*self._idle(chunk))
+        for f, s in ((self._read, self.chunk), (self._say, self.ahead)):
+            self._run(f, *self._idle(s))
         self.caches = self._begin(self.caches, len(self.places) - 1)
 
     def submit(self, request):
@@ -224,6 +250,7 @@ class Server:
                 break
         done = self._call(range(len(self.places) - 1))
         requests = [self.places[i] for i in done]
+        self.done += [request.tokens for request in requests]
         for i in done:
             self._leave(i)
         return requests
@@ -256,44 +283,70 @@ class Server:
     def _call(self, places):
         """One call for these places. Returns those whose requests are done."""
         left = {i: len(r.tokens) - r.read for i in places if (r := self.places[i])}
-        chunk = self.chunk if any(n > 1 for n in left.values()) else 1
-        tokens, start, lengths, temperature = self._idle(chunk)
+        reads = any(n > 1 for n in left.values())
+        tokens, start, lengths, temperature = self._idle(self.chunk if reads else self.ahead)
         for i in sorted(left, key=lambda i: self.places[i].came):  # those that came first do not wait for later ones
-            request, n = self.places[i], min(left[i], chunk)
-            if (n > 1) == (chunk > 1) and request and self._grow(i, request.read + n):
-                tokens[i, :n], start[i] = request.tokens[request.read : request.read + n], request.read
-                lengths[i], temperature[i] = request.read + n, request.temperature
-        chosen, done = self._run(tokens, start, lengths, temperature), []
+            request, n = self.places[i], min(left[i], self.chunk)
+            if (n > 1) == reads and request and self._grow(i, request.read + n):
+                new = request.tokens[request.read : request.read + n]
+                new = new if reads else np.concatenate([new, self._drafts(i)])
+                tokens[i, : len(new)], start[i] = new, request.read
+                lengths[i], temperature[i] = request.read + len(new), request.temperature
+        chosen, done = self._run(self._read if reads else self._say, tokens, start, lengths, temperature), []
         for i in np.flatnonzero(lengths):
-            request = self.places[i]
-            request.read = int(lengths[i])
+            request, n = self.places[i], 0
+            if reads:
+                request.read = int(lengths[i])
+            else:
+                proposed = tokens[i, 1 : lengths[i] - start[i]]
+                n = int(np.cumprod(proposed == chosen[i, : len(proposed)]).sum())  # as many as the model would say
+                request.read += 1
+                self.steps, self.drafted, self.accepted = (
+                    self.steps + 1,
+                    self.drafted + len(proposed),
+                    self.accepted + n,
+                )
             if request.read == len(request.tokens):
-                request.said.append(int(chosen[i]))
-                request.heard(request.said[-1])
+                request.read += n
+                for token in chosen[i, : n + 1].tolist():
+                    request.said.append(token)
+                    request.heard(token)
+                    if token == request.end:
+                        break
                 if len(request.said) == request.wanted or request.said[-1] == request.end:
                     done.append(i)
         return done
+
+    def _drafts(self, place):
+        """Drafts of a greedy request, as many as it wants and as there are pages for."""
+        request = self.places[place]
+        count = 0 if request.temperature else min(self.ahead, request.wanted - len(request.said)) - 1
+        found = drafts(request.tokens, self.done, count)
+        if not self.pages.grow(place, request.read + 1 + len(found)):
+            found = found[: self.pages.room(place) - request.read - 1]
+        return found
 
     def _idle(self, chunk):
         """tokens, start, lengths and temperature of a call in which no place takes part: their lengths are 0."""
         b = len(self.places)
         return np.zeros((b, chunk), np.int32), *np.zeros((2, b), np.int32), np.zeros(b, np.float32)
 
-    def _run(self, tokens, *of_places):
+    def _run(self, f, tokens, *of_places):
         self.key, key = jax.random.split(self.key)
-        f = self._say if tokens.shape[1] == 1 else self._read
         chosen, self.caches = f(self.parameters, self.caches, self.pages.table, tokens, *of_places, key)
         return np.asarray(chosen)
 
     def alone(self, request):
         """The likeliest token after each said one, with the request read whole and without a cache."""
-        whole = np.zeros((1, len(request.prompt) + request.wanted), np.int32)
-        whole[0] = [*request.prompt, *request.said]
-        logits = jax.jit(self.model)(self.parameters, whole)
-        return np.asarray(logits[0, len(request.prompt) - 1 : -1].argmax(-1))
+        whole, n = np.zeros((1, self.room), np.int32), len(request.tokens)
+        whole[0, :n] = request.tokens
+        return np.asarray(self._alone(self.parameters, whole))[len(request.prompt) - 1 : n - 1]
 
 
-def main(requests=10, places=4, chunk=32, longest=150, wanted=24, page=32, pages=8, beginning=64, progress=True):
+def main(
+    requests=10, places=4, chunk=32, longest=150, wanted=24, page=32, pages=8, beginning=64, speculate=0, again=0,
+    progress=True,
+):  # fmt: skip
     """Serves random requests; returns the finished requests and the server."""
     rng = np.random.default_rng(0)
     alike = rng.integers(0, VOCABULARY, beginning, dtype=np.int32)
@@ -303,11 +356,14 @@ def main(requests=10, places=4, chunk=32, longest=150, wanted=24, page=32, pages
     d, dtype = (512, jnp.bfloat16) if on_gpu else (64, jnp.float32)  # a size with kernels on a GPU; a quick one without
     model = Tiny(d)
     parameters = jax.jit(model.init, static_argnums=1)(jax.random.key(0), dtype)
-    server = Server(model, parameters, dtype, places, longest + wanted, chunk, page, pages, alike)
-    for i in range(requests):
+    server = Server(model, parameters, dtype, places, longest + wanted, chunk, page, pages, alike, speculate)
+    asked = []
+    for i in range(requests - again):
         own = rng.integers(0, VOCABULARY, rng.integers(1, longest - beginning + 1), dtype=np.int32)
         prompt, temperature = np.concatenate([alike, own]), 0.8 if i % 2 else 0.0
-        server.submit(Request(prompt, int(rng.integers(1, wanted + 1)), temperature))
+        asked.append((prompt, int(rng.integers(1, wanted + 1)), temperature))
+    for request in asked + asked[:again]:
+        server.submit(Request(*request))
     if progress:
         print(f"{jax.default_backend()}: compiling the programs that read and say", flush=True)
     server.compile()
@@ -325,6 +381,9 @@ def main(requests=10, places=4, chunk=32, longest=150, wanted=24, page=32, pages
         f"{pages} pages of {page} tokens; {places} places could fill {places * server.pages.needed(longest + wanted)}"
     )
     print(f"all requests have {len(server.beginning) // page} of them; {server.put_back} times one had to wait again")
+    if speculate:
+        drafted, accepted, steps = server.drafted, server.accepted, server.steps
+        print(f"{accepted} of {drafted} drafts were right; a place said {1 + accepted / steps:.2f} tokens a step")
     return done, server
 
 
@@ -339,6 +398,8 @@ def arguments():
         ("page", 32, "tokens of a page, a multiple of 16"),
         ("pages", 8, "pages in the pool of each cache"),
         ("beginning", 64, "tokens with which all prompts begin; whole pages of them are shared"),
+        ("speculate", 0, "drafts of a request in a step, at most"),
+        ("again", 0, "requests that ask what another one asked"),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} (default: %(default)s)")
     return vars(parser.parse_args())

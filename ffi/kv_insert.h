@@ -25,6 +25,7 @@ struct KvInsert {
               .columns = n.columns,
               .column = call.column,
               .n_ape = n_ape,
+              .n_bounds = n.n_bounds,
               .ratio = call.ratio,
               .ring = ring,
               .pages = n.pages,
@@ -47,6 +48,7 @@ struct KvInsert {
     }
     const bool fits = ring > 0 ? n.width == 2 * d || n.width == 4 * d : n.n == n.s_q;
     if (!fits) return Refuse(call.state, "shape " + Show(call.state.dimensions), "one or two pairs of d last, or d");
+    if (n.n_bounds > 2) return Refuse(call.bounds, "shape " + Show(call.bounds.dimensions), "1 or 2 numbers last");
     if (call.ratio < 1) return ffi::Error::InvalidArgument("ratio: got " + Show(call.ratio));
     if (call.column < 0 || call.column % 4 != 0 || n.columns % 4 != 0 || call.column + shape->width > n.columns) {
       return Refuse(call.rows, "shape " + Show(call.rows.dimensions) + " and column " + Show(call.column),

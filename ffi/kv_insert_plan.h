@@ -11,7 +11,7 @@ namespace dsv4_fmha {
 
 // A step's rows, and the cache that they go to.
 struct KvInsertShape {
-  int64_t b, s, n, width, columns, column, n_ape, ratio, ring;
+  int64_t b, s, n, width, columns, column, n_ape, n_bounds, ratio, ring;
   int64_t pages, page, page_bytes, table_width;
 };
 
@@ -22,6 +22,7 @@ inline std::string PlanKvInsert(const KvInsertShape& x, float eps, int32_t tile_
   for (auto [name, extent] : {std::pair{"b", x.b},
                               {"s_q", x.s},
                               {"n", x.n},
+                              {"n_bounds", x.n_bounds},
                               {"width", x.width},
                               {"ratio", x.ratio},
                               {"pages", x.pages},
@@ -40,7 +41,7 @@ inline std::string PlanKvInsert(const KvInsertShape& x, float eps, int32_t tile_
                          .ape = at.ape,
                          .norm = at.norm,
                          .table = at.table,
-                         .lengths = at.lengths,
+                         .bounds = at.bounds,
                          .block_table = at.block_table,
                          .state = at.state,
                          .sums = at.sums,
@@ -53,6 +54,7 @@ inline std::string PlanKvInsert(const KvInsertShape& x, float eps, int32_t tile_
                          .columns = I32(x.columns),
                          .column = I32(x.column),
                          .has_ape = I32(x.n_ape > 0),
+                         .n_bounds = I32(x.n_bounds),
                          .ratio = I32(x.ratio),
                          .ring = I32(x.ring),
                          .pages = I32(x.pages),

@@ -213,7 +213,7 @@ def _front(kv_offset: Any) -> jax.Array:
     return -jnp.maximum(jnp.asarray(kv_offset, jnp.int32), -(2**31 - 1)).reshape(-1, 1)
 
 
-@functools.partial(jax.jit, static_argnames=("ratio", "window", "scale"))
+@functools.partial(jax.jit, static_argnames=("ratio", "window", "is_causal", "scale"))
 def dsv4_decode(
     q: jax.Array,
     window_cache: Cache,
@@ -225,23 +225,31 @@ def dsv4_decode(
     topk_length: jax.Array | None = None,
     ratio: int | None = None,
     window: int = 128,
+    q_offset: Any = None,
+    is_causal: bool = True,
     scale: float | None = None,
 ) -> Attention:
     """Attention over what caches hold, after dequantisation; see `jax_dsv4_fmha.dsv4_decode`."""
     b, s_q, q32 = *q.shape[:2], q.astype(_FP32)
     lengths = jnp.maximum(jnp.broadcast_to(jnp.asarray(lengths, jnp.int32), b), 0)[:, None]
-    position = lengths - s_q + jnp.arange(s_q, dtype=jnp.int32)[None]
+    first = lengths - s_q if q_offset is None else jnp.broadcast_to(jnp.asarray(q_offset, jnp.int32), b)[:, None]
+    position = first + jnp.arange(s_q, dtype=jnp.int32)[None]
+    is_query = (position >= 0) & (position < lengths)
 
     def over(cache: Cache, seen: jax.Array, ring: bool) -> Attention:
         """Attention over the entries `seen` [b, s_q, n] of each sequence, absent where they are below 0."""
         entries, held = _entries(cache)
         room = held.shape[1]
         at = jnp.where(seen < 0, -1, seen % room) if ring else seen
-        there = (at >= 0) & (at < room)
+        there = (at >= 0) & (at < room) & is_query[..., None]
         there &= jax.vmap(lambda held, at: held[at])(held, jnp.where(there, at, 0))
         return sparse_fmha(q32, entries, jnp.where(there, at, -1), scale=scale)
 
-    parts = [over(window_cache, position[..., None] - jnp.arange(window, dtype=jnp.int32)[None, None], ring=True)]
+    end = jnp.minimum(first + s_q, lengths)
+    oldest, newest = (position - window + 1, position) if is_causal else (first - window, end - 1)
+    near = (end - 1)[..., None] - jnp.arange(window + s_q, dtype=jnp.int32)[None, None]
+    seen = (near >= oldest[..., None]) & (near <= newest[..., None])
+    parts = [over(window_cache, jnp.where(seen, near, -1), ring=True)]
     if compressed_cache is not None:
         if indices is None:
             assert ratio is not None
@@ -249,7 +257,7 @@ def dsv4_decode(
             entry = jnp.maximum(lengths // ratio - room, 0) + jnp.arange(room, dtype=jnp.int32)[None]  # still held
             seen = jnp.where(entry[:, None] < (position[..., None] + 1) // ratio, entry[:, None], -1)
         else:
-            listed = position[..., None] >= 0
+            listed = indices >= 0
             if ratio is not None:
                 listed &= indices < ((position + 1) // ratio)[..., None]
             if topk_length is not None:

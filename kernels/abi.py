@@ -477,9 +477,9 @@ class KvInsert(Variant):
     def params(self) -> Params:
         return (
             *each(
-                "address", "rows", "ape", "norm", "table", "lengths", "block_table", "state", "sums", "folded", "cache"
+                "address", "rows", "ape", "norm", "table", "bounds", "block_table", "state", "sums", "folded", "cache"
             ),
-            *each("int32", "b", "s", "n", "width", "columns", "column", "has_ape", "ratio", "ring"),
+            *each("int32", "b", "s", "n", "width", "columns", "column", "has_ape", "n_bounds", "ratio", "ring"),
             *each("int32", "pages", "page", "page_bytes", "table_width"),
             *each("float32", "eps"),
         )
@@ -735,7 +735,9 @@ TARGETS = (
                 *([array("ape: f32[n_ape channels]", aligned=True)] if len(kept) > 1 else []),
                 array("norm: f32[d]", aligned=True),
                 array("table: f32[b n dims]", aligned=True),  # cos and sin by turns, for each entry
-                *arrays("lengths: s32[b]", "block_table: s32[b table_width]"),  # table_width is 0 without pages
+                # tokens with the new ones; and where these begin, if not s_q before that
+                *arrays("bounds: s32[b n_bounds]"),
+                *arrays("block_table: s32[b table_width]"),  # table_width is 0 without pages
             ),
             tuple(array(f"new_{x}", aligned=x.aligned) for x in kept),  # all in place
             {"column": "int64", "ratio": "int64", "packing": "string", "hadamard": "int64", "eps": "float32"},

@@ -12,7 +12,16 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_dsv4_fmha import Cache, dequantize_cache, dsv4_attention, dsv4_decode, quantize_cache, sparse_fmha
+from jax_dsv4_fmha import (
+    Cache,
+    Span,
+    dequantize_cache,
+    dsv4_attention,
+    dsv4_decode,
+    fmha,
+    quantize_cache,
+    sparse_fmha,
+)
 from jax_dsv4_fmha._host import library
 from jax_dsv4_fmha._testing.attention import LAYOUTS_OF, DecodeCase, run, run_into, run_reference
 from jax_dsv4_fmha._testing.cases import CASES
@@ -105,6 +114,51 @@ def test_idle_sequences_and_absent_rows():
     holes = Cache(normal(2, 3, 3, 16), jnp.full((2, 3), -1, jnp.int32))
     o, lse = dsv4_decode(q, holes, holes, **kwargs)
     assert (o == 0).all() and (lse == -jnp.inf).all()
+
+
+@pytest.mark.parametrize("implementation", [None, "reference"])
+@pytest.mark.parametrize("far", ["window", "dense", "topk"])
+def test_sequences_with_different_numbers_of_new_tokens(far, implementation):
+    """Each gives what it gives alone; padding sees nothing, whatever the caches hold, and costs no keys."""
+    counts, lengths = np.array([3, 1, 0, 2], np.int32), np.array([20, 11, 9, 2], np.int32)
+    q, near, cache = normal(0, 4, 3, 4, 16), normal(2, 4, 10, 16), normal(3, 4, 6, 16)
+    near, cache = (x.at[2].set(jnp.nan) for x in (near, cache))  # its place is idle
+    how = {"sink": normal(1, 4), "window": 8, "implementation": implementation}
+    how |= {"window": {}, "dense": {"ratio": 4}, "topk": {"ratio": 4, "indices": jnp.zeros((4, 3, 3), jnp.int32)}}[far]
+    caches = [Cache(near)] if far == "window" else [Cache(near), Cache(cache)]
+    got = dsv4_decode(q, *caches, lengths=lengths, q_offset=lengths - counts, **how)
+    for n, count in enumerate(counts):
+        assert (got[0][n, count:] == 0).all() and (got[1][n, count:] == -jnp.inf).all()
+        if count:
+            alone = [Cache(x.entries[n : n + 1]) for x in caches]
+            own = how | ({"indices": how["indices"][:1, :count]} if far == "topk" else {})
+            want = dsv4_decode(q[n : n + 1, :count], *alone, lengths=int(lengths[n]), **own)
+            assert_close([x[n : n + 1, :count] for x in got], want)
+
+
+@pytest.mark.parametrize("implementation", [None, "reference"])
+def test_drafts_see_each_other(implementation):
+    """Every query sees the window before the block, and the whole block: an interval of keys."""
+    s_q, window, lengths, counts = 5, 8, np.array([20, 11, 3, 0], np.int32), np.array([5, 3, 2, 0], np.int32)
+    q, kv, sink = normal(0, 4, s_q, 4, 16), normal(2, 4, 20, 16), normal(1, 4)
+    first = lengths - counts
+    ring = Cache.zeros(4, window + s_q, 16, jnp.float32)
+    ring = ring.append(kv, jnp.where(np.arange(20) < lengths[:, None], np.arange(20), -1).astype(jnp.int32))
+    how = {"sink": sink, "window": window, "is_causal": False, "implementation": implementation}
+    got = dsv4_decode(q, ring, lengths=lengths, q_offset=first, **how)
+    is_query = np.arange(s_q) < counts[:, None]
+    span = Span(first[:, None] - window, np.where(is_query, lengths[:, None], 0))
+    assert_close(got, fmha(q, kv[:, :, None], span=span, sink=sink))
+    with pytest.raises(ValueError, match=r"room for 12 entries of a sequence, wanted window \+ s_q = 13 at least"):
+        dsv4_decode(q, Cache.zeros(4, window + s_q - 1, 16, jnp.float32), lengths=lengths, **how)
+
+
+def test_compressed_entries_of_drafts():
+    """A query sees those that are past at its own position, as it does without the block."""
+    q, _, far, kwargs = small(ratio=4)
+    absent = Cache(jnp.zeros((2, 3, 16)), jnp.full((2, 4), -1, jnp.int32))  # a window without pages
+    want = dsv4_decode(q, absent, far, **kwargs)
+    assert_close(dsv4_decode(q, absent, far, is_causal=False, **kwargs), want)
 
 
 @pytest.mark.parametrize("far", ["dense", "topk"])
@@ -329,17 +383,19 @@ class TestMeshes:
         (("v41_fp4",), "v41_fp4"),
     ],
 )
-@pytest.mark.parametrize("kind", ["contiguous", "paged", "mixed"])
+@pytest.mark.parametrize("kind", ["contiguous", "paged", "mixed", "drafts"])
 def test_launches(layouts, packing, kind):
     """One kernel a layer, and no copy of a cache."""
     q, b = jnp.zeros((3, 2, 8, 512), jnp.bfloat16), 3
-    paged = {"contiguous": (False, False), "paged": (True, True), "mixed": (False, True)}[kind]
+    paged = {"contiguous": (False, False), "paged": (True, True)}.get(kind, (False, True))
+    ragged = {"q_offset": jnp.array([699, 698, 700]), "is_causal": False} if kind == "drafts" else {}
     table = jnp.zeros((b, 16), jnp.int32)
     caches = tuple(
         Cache.zeros(50, 64, block_table=table, layout=layout) if pages else Cache.zeros(b, 1000, layout=layout)
         for layout, pages in zip(layouts, paged, strict=False)
     )
-    f = jax.jit(functools.partial(dsv4_decode, lengths=700, ratio=len(caches) * 4 - 4 or None, implementation="cubin"))
+    ratio = len(caches) * 4 - 4 or None
+    f = jax.jit(functools.partial(dsv4_decode, lengths=700, ratio=ratio, implementation="cubin", **ragged))
     text = f.trace(q, *caches).lower(lowering_platforms=("cuda",)).as_text()
     assert re.findall(r"custom_call @dsv4_fmha_(\w+)", text) == ["mla_sparse_fwd" if packing is None else "dsv4_decode"]
     assert re.findall(r'packing = "(\w*)"', text) == ([] if packing is None else [packing])

@@ -368,7 +368,7 @@ def test_serve(capsys, in_place):
     said = capsys.readouterr().out
     assert sorted(in_place) == ["begin", "read", "say"]
     tails = [line.removeprefix("7 " * 17) for line in prompts]
-    others = serve.main(tails, **sizes, beginning="7 " * 17, tensor=2, expert=2)
+    others = serve.main(tails, **sizes, beginning="7 " * 17, speculate=2, tensor=2, expert=2)
     assert [r.said for r in others] == [r.said for r in requests]
     with common.mesh_of(1, 1, data=1) as mesh:
         model, params = common.opened(None, mesh, jnp.float32)

@@ -48,7 +48,8 @@ CALLS: dict[str, dict[str, Any]] = {
     },
     "dsv4_decode": {
         "q": Q, "window_cache": CACHE, "compressed_cache": CACHE, "lengths": LENS, "sink": SINK, "indices": INDICES,
-        "topk_length": LENGTH, "ratio": 4, "window": 2, "scale": 0.5, "implementation": None,
+        "topk_length": LENGTH, "ratio": 4, "window": 2, "q_offset": LENS, "is_causal": True, "scale": 0.5,
+        "implementation": None,
     },
     "dot_product_attention": {
         "query": Q, "key": K, "value": K, "bias": None, "mask": np.ones((1, 1, S_Q, S_KV), bool), "scale": 0.5,
@@ -125,6 +126,8 @@ def test_the_calls_below_are_right_but_for_one_operand(op):
         ("dsv4_decode", {"lengths": LENS[:1]}, ValueError, r"lengths: got int32\[1\], wanted int32\[b=2\]"),
         ("dsv4_decode", {"lengths": None}, TypeError, "lengths: got None"),
         ("dsv4_decode", {"window": 0}, ValueError, "window: got 0, wanted an int >= 1"),
+        ("dsv4_decode", {"q_offset": LENS[:1]}, ValueError, r"q_offset: got int32\[1\], wanted int32\[b=2\]"),
+        ("dsv4_decode", {"is_causal": None}, TypeError, "is_causal: got None, wanted a bool"),
         ("dsv4_decode", {"implementation": "cubin"}, NotImplementedError, "got 'cubin' for bfloat16, d=8, wanted"),
         ("merge", {"parts": []}, ValueError, r"parts: got \[\], wanted one or more pairs"),
         ("merge", {"parts": [Q, Q]}, TypeError, r"parts\[0\]: got bfloat16.*wanted a pair"),

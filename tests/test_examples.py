@@ -89,18 +89,36 @@ def test_train_step():
     assert losses[-1][0] < losses[0][0] - 1 and losses[-1][1] < 0.8 * losses[0][1]  # losses of tokens; of the indexer
 
 
-def test_serve(capsys, in_place):
-    """Requests come and go in two places, over too few pages; a greedy one says what it says alone."""
+@pytest.mark.parametrize("speculate", [0, 3])
+def test_serve(speculate, capsys, in_place):
+    """Requests come and go in two places, over too few pages; greedy ones say what they say alone, with drafts too."""
     with jax.default_matmul_precision("float32"):
-        sizes = {"places": 2, "chunk": 16, "longest": 56, "wanted": 24, "page": 16, "pages": 5, "beginning": 34}
-        done, server = example("serve").main(requests=6, **sizes)
-        one = max((r for r in done if not r.temperature), key=lambda r: len(r.prompt) + r.wanted)
-        assert server.alone(one).tolist() == one.said
+        sizes = {"places": 2, "chunk": 16, "longest": 56, "wanted": 24, "page": 16, "pages": 6, "beginning": 34}
+        done, server = example("serve").main(requests=8, again=3, speculate=speculate, **sizes)
+        for request in done:
+            if not request.temperature:
+                assert server.alone(request).tolist() == request.said
     assert sorted(in_place) == ["begin", "read", "say"]
-    assert len(done) == 6 and all(len(r.said) == r.wanted for r in done)
-    assert server.put_back > 0 and len(server.beginning) == 32 and len(server.pages.free) == 5 - 2
+    assert len(done) == 8 and all(len(r.said) == r.wanted for r in done)
+    assert server.put_back > 0 and len(server.beginning) == 32 and len(server.pages.free) == 6 - 2
     assert (server.pages.table[:-1] == -1).all() and server.pages.owners.sum() == 2
-    assert "6 requests in 2 places" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "8 requests in 2 places" in said
+    found = re.search(r"(\d+) of (\d+) drafts were right; a place said ([\d.]+) tokens a step", said)
+    assert bool(found) == bool(speculate)
+    if found:
+        right, drafted = int(found[1]), int(found[2])
+        assert 0 < right < drafted and float(found[3]) > 1 and server.accepted == right
+
+
+def test_drafts():
+    """What came after the same three tokens, or two; first of a request's own."""
+    drafts = example("serve").drafts
+    tokens = np.array([1, 2, 3, 4, 9, 1, 2, 3])
+    assert drafts(tokens, [], 3).tolist() == [4, 9, 1]
+    assert drafts(tokens[:-1], [np.array([9, 1, 2, 7, 8])], 2).tolist() == [7, 8]
+    assert drafts(tokens[5:7], [tokens], 1).tolist() == [3]
+    assert drafts(np.array([5, 6, 7]), [tokens], 4).size == drafts(np.array([5]), [], 4).size == 0
 
 
 def test_serve_refuses_what_never_fits():

@@ -101,7 +101,8 @@ def _decode(i: str | None, how: Mapping[str, Any], x: Operands) -> Any:
     rest = {name: x.get(name) for name in ("topk_length", "sink", "indices")}
     window = Cache(x["window"], x.get("table"))
     far = Cache(x["compressed"], x.get("table")) if "compressed" in x else None
-    rest |= {"ratio": how["ratio"], "window": how["window"]}
+    rest |= {"ratio": how["ratio"], "window": how["window"], "is_causal": how.get("causal", True)}
+    rest |= {"q_offset": x.get("offset")}
     return dsv4_decode(x["q"], window, far, lengths=x["lengths"], **rest, implementation=i)
 
 
@@ -155,7 +156,15 @@ def axes_of(op: str, how: Mapping[str, Any]) -> dict[str, str]:
     if op == "dsv4_decode":
         one, two, table = ("ned", "ned", {"table": "bp"}) if how["paged"] else ("btd", "bcd", {})
         far = {"compressed": two, **rows} if how["compressed"] else {}
-        return {**Q, "window": one, **far, **table, "lengths": "b", **sink}
+        return {
+            **Q,
+            "window": one,
+            **far,
+            **table,
+            "lengths": "b",
+            **({"offset": "b"} if how.get("offset") else {}),
+            **sink,
+        }
     if op == "merge":
         return {**Q, "lse": "bsh", "q2": "bshd", "lse2": "bsh", **sink}
     if op == "dot_product_attention":
@@ -182,7 +191,7 @@ def hows(op: str) -> st.SearchStrategy[dict[str, Any]]:
             "method": st.sampled_from([None, "two_pass"]),
             **dict.fromkeys(("lengths", "offset", "offset2"), yes),
         },
-        "dsv4_decode": {**layer, "paged": yes},
+        "dsv4_decode": {**layer, "paged": yes, "causal": yes, "offset": yes},
         "merge": {"sink": yes},
         "dot_product_attention": {
             "sink": yes,
@@ -352,6 +361,7 @@ def cases(draw: st.DrawFn, op: str) -> Case:
     how = draw(hows(op))
     if op == "dsv4_decode":
         how["ratio"] = how["ratio"] if how["compressed"] else None
+        how["window"] = how["window"] if how["causal"] else 1  # a ring has room for one token more
     if op == "dsv4_attention" and not how["compressed"]:
         how["ratio"] = None
     is_indexer = "index" in op

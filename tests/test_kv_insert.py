@@ -47,12 +47,18 @@ def operands(d, ratio, blocks, has_ape, layout, paged, *, b=5, s=3, dtype=jnp.bf
     return cache, state, normal(b, s, width + 12), made, lengths
 
 
+def assert_same_bits(got, want):
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(*(np.asarray(z).view(np.uint8) for z in (x, y)))
+
+
 def of(rows, column=4):
     return Rows(rows, column, rows.shape[2] - 12)
 
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(
@@ -60,14 +66,15 @@ def of(rows, column=4):
     [(512, None, "bfloat16"), (512, None, "float16"), (512, "v4_fp8", "bfloat16"), (512, "v41_fp8", "bfloat16"),
      (128, None, "bfloat16"), (128, None, "float16"), (128, "index_fp8", "bfloat16")],
 )  # fmt: skip
-def test_kernel(d, layout, dtype, size, paged):
+def test_kernel(d, layout, dtype, size, paged, ragged):
     ratio, blocks, has_ape = SIZES[size]
     if d == 128 and ratio in (1, 32):
         pytest.skip("keys that no block makes, and those of long blocks, have no kernel")
     cache, state, rows, made, lengths = operands(d, ratio, blocks, has_ape, layout, paged, dtype=jnp.dtype(dtype))
+    start = lengths - jnp.asarray([2, 0, 1, 3, 1]) if ragged else None
 
     def run(kernel):
-        f = jax.jit(lambda *x: insert(x[0], x[1], of(x[2]), made, lengths, jnp.dtype(dtype), kernel))
+        f = jax.jit(lambda *x: insert(x[0], x[1], of(x[2]), made, lengths, jnp.dtype(dtype), kernel, start))
         lowered = f.lower(cache, state, rows)
         assert ("dsv4_fmha_kv_insert" in lowered.as_text()) == kernel
         exact = lowered.compile(compiler_options={"xla_allow_excess_precision": False})  # or XLA leaves roundings out
@@ -103,15 +110,16 @@ def test_kernel_again_and_again():
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("paged", [False, True])
-def test_one_call_in_place(paged):
+def test_one_call_in_place(paged, ragged):
     """A step's program for CUDA has one call for a cache, without a scatter; donated caches stay where they are."""
     if not library.variants_for("kv_insert", d=512):
         pytest.skip("kernels are not built")
     cache, state, rows, made, lengths = operands(512, 4, 2, True, None, paged)
 
     def f(cache, state, rows):
-        return insert(cache, state, of(rows), made, lengths, jnp.bfloat16, True)
+        return insert(cache, state, of(rows), made, lengths, jnp.bfloat16, True, lengths - 2 if ragged else None)
 
     exported = jax.export.export(
         jax.jit(f, donate_argnums=(0, 1)), platforms=("cuda",), disabled_checks=library.EXPORT_CHECKS
@@ -119,6 +127,35 @@ def test_one_call_in_place(paged):
     program = exported.mlir_module()
     assert program.count("custom_call @dsv4_fmha_kv_insert") == 1
     assert "scatter" not in program and "gather" not in program
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("layout", [None, "v4_fp8"])
+def test_padding_leaves_no_trace(layout, size, paged):
+    """Sequences with different numbers of new tokens: caches and states have the bits that each makes alone."""
+    ratio, blocks, has_ape = SIZES[size]
+    cache, state, rows, made, lengths = operands(512, ratio, blocks, has_ape, layout, paged)
+    counts = np.array([2, 0, 1, 3, 1])
+    padding = np.arange(3) >= counts[:, None]
+    rows = of(jnp.where(padding[..., None], jnp.nan, rows))
+    got = insert(cache, state, rows, made, lengths, jnp.bfloat16, False, lengths - counts)
+    want, states = cache, []
+    for n, count in enumerate(counts):
+        own = jax.tree.map(lambda x, n=n: x[n : n + 1], state)
+        if count:
+            place = dataclasses.replace(
+                want,
+                **({"block_table": want.block_table[n : n + 1]} if paged else {"entries": want.entries[n : n + 1]}),
+            )
+            some = rows._replace(product=rows.product[n : n + 1, :count])
+            new, own = insert(place, own, some, made, lengths[n : n + 1], jnp.bfloat16, False)
+            entries = new.entries if paged else want.entries.at[n].set(new.entries[0])
+            want = dataclasses.replace(want, entries=entries)
+        states.append(own)
+    joined = jax.tree.map(lambda *x: jnp.concatenate(x), *states)
+    assert_same_bits(got, (want, joined))
+    assert not np.array_equal(np.asarray(want.entries), np.asarray(cache.entries))
 
 
 def test_the_definition_is_differentiable_and_maps():
@@ -166,7 +203,7 @@ def test_histories_leave_no_trace():
         state, entries = RunningSums.zeros(1, 4, 8), []
         for first, count, right in steps:
             given = rows[:, first : first + count] * (1 if right else -1)
-            entry, state = pool_step(state, given, jnp.asarray([first]), 16)
+            entry, state = pool_step(state, given, jnp.asarray([first]), jnp.asarray([first + count]), 16)
             if (first + count) // 16 > first // 16 and right:
                 entries.append(entry)
         return jnp.concatenate(entries, 1)

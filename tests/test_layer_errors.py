@@ -136,6 +136,8 @@ OPERANDS = [
     (lambda: hadamard(jnp.zeros(8, jnp.int32)), r"hadamard: x: got int32\[8\], wanted"),
     (lambda: rope(X, jnp.zeros((3, 8), jnp.int32), Rope(8)), r"rope: positions: got int32\[3, 8\], wanted int32\[b=2"),
     (lambda: inverse_rope(X, AT, None), r"inverse_rope: rotation: got None, wanted a Rope"),
+    (lambda: LAYER.step(P, X[:, :1], CACHE, lengths=1, is_causal=False), r"dsv4_decode: window_cache: got room for 5"),
+    (lambda: LAYER.step(P, X[:, :1], CACHE, lengths=1, is_causal=0), r"dsv4_decode: is_causal: got 0, wanted a bool"),
 ]  # fmt: skip
 LAYER_CALLS = [
     (lambda: LAYER(None, X), r"params: got None, wanted a dict of compressor, indexer, kv_norm"),
@@ -153,6 +155,7 @@ LAYER_CALLS = [
     (lambda: LAYER(P, X, LAYER.cache(2, 16)), r"cache.window.entries: got bfloat16.*, wanted float32\[b=2, page, d=16"),
     (lambda: LAYER(P, X, LAYER.cache(3, 16, jnp.float32)), r"cache.window.entries: got float32\[3, .*\[b=2, page, d"),
     (lambda: LAYER.step(P, X[:, :1], None, lengths=1), r"cache: got None, wanted a LayerCache"),
+    (lambda: LAYER.step(P, X[:, :1], CACHE, lengths=1, start=START[:1]), r"start: got int32\[1\], wanted int32\[b=2\]"),
     (lambda: LAYER(P, X, shared=X), r"shared: got float32\[2, 8, 24\], wanted a Shared or None"),
     (lambda: OF_V41[4](P_V41[4], X), r"shared.compressed: got None, wanted .*\[b=2, s=8, 16\]"),
     (lambda: OF_V41[4](P_V41[4], X, shared=Shared(jnp.zeros((2, 8, 16)))), r"shared.indices: got None, wanted int32"),

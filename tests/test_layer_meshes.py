@@ -271,6 +271,18 @@ def test_caches_alone(axes, paged):
     assert set(got) <= ({"all-gather"} if paged else set())
 
 
+@pytest.mark.parametrize("kind", ["sparse", "dense"])
+def test_different_numbers_of_new_tokens(kind):
+    def f(params, x, cache, shared, at, count):
+        return layers()[kind].step(params, x, cache, shared, lengths=at, start=at - count)
+
+    count = jnp.asarray(np.resize([1, 2, 0], B), jnp.int32)
+    xs, mesh = operands(kind, "step"), mesh_of("Explicit")
+    want = jax.jit(f)(*xs, count)
+    got = run(f, (*placed(kind, xs, mesh, **SHARDED["both"]), put(mesh, count, "data")), want)
+    assert got == moved(kind, "step", SHARDED["both"])
+
+
 @pytest.mark.parametrize("call", ["step", "chunk"])
 def test_joined_parameters(call):
     layer, mesh = layers()["dense"], mesh_of("Explicit")

@@ -315,6 +315,28 @@ def test_steps_by_kernels(kind):
         near(y[:, 0], whole[:, n - 1], 3e-2)
 
 
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("is_causal", [True, False], ids=["ragged", "drafts"])
+@pytest.mark.parametrize("kind", [0, 1, 2], ids=["window", "sparse", "dense"])
+def test_ragged_steps_by_kernels(kind, is_causal):
+    """Three new tokens of one sequence and one of the other, in one call, are near the definition's."""
+    layer, p, x = of_kernels(kind)
+    start, lengths = jnp.asarray([80, 63]), jnp.asarray([83, 64])
+
+    def run(x, implementation):
+        cache = layer(p, x[:, :80], layer.cache(2, 96, x.dtype, steps=4), lengths=start, implementation=implementation)
+        new = jnp.stack([x[0, 80:83], x[1, 63:66]])
+        at = {"start": start, "lengths": lengths, "is_causal": is_causal, "implementation": implementation}
+        return layer.step(p, new, cache.cache, **at).y
+
+    got = jax.jit(functools.partial(run, implementation=None))(x)
+    with jax.default_device(jax.devices("cpu")[0]):
+        want = jax.jit(functools.partial(run, implementation="reference"))(np.asarray(x, np.float32))
+    near(got, want, 3e-2)
+    assert (got[1, 1:] == 0).all()
+
+
 def of_kernels(kind):
     """A layer that kernels run, its parameters, and sequences."""
     sizes = {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "index_n_heads": 16, "index_topk": 64}

@@ -21,6 +21,11 @@ BLOCKS = {"lengths": (8, 0, 5, 4), "s": 2, "ratio": 4, "blocks": 2}  # a block c
 
 
 LONG = {"lengths": (128, 0, 37, 200, 67), "s": 2, "ratio": 32, "steps": 4}  # some complete a block, some do not
+# 2, none, 1, 3 new tokens; those after them are padding, which would complete a block or displace a token
+RAGGED = {"s": 3, "counts": (2, 0, 1, 3)}
+RAGGED_BLOCKS = {"lengths": (8, 6, 3, 5), "ratio": 4, "blocks": 2, **RAGGED}
+RAGGED_LONG = {"lengths": (64, 62, 63, 66), "ratio": 32, "steps": 4, **RAGGED}
+RAGGED_PAGED = {"lengths": (9, 6, 1, 7), "page": 4, "table": ((7, 2, 0), (9, 3, 4), (5, 1, 1), (6, -1, 8)), **RAGGED}
 
 
 def variant(**choices):
@@ -40,6 +45,14 @@ def test_is_right(key):
 def test_in_a_pool_of_pages(packing):
     """One sequence has no page for its entry."""
     x = Problem.of(variant(d=512, dtype="bfloat16", packing=packing, pooled=False), **PAGED)
+    judge(x, run(x))
+
+
+@pytest.mark.parametrize("key", [key for key, v in BUILT.items() if not v.packing])
+def test_padding_leaves_no_trace(key):
+    """Sequences with different numbers of new tokens."""
+    v = BUILT[key]
+    x = Problem.of(v, **RAGGED_LONG if v.running else RAGGED_BLOCKS if v.pooled else RAGGED_PAGED)
     judge(x, run(x))
 
 
@@ -78,7 +91,7 @@ def test_histories_leave_no_trace():
         for first, count, right in steps:
             given = rows[first : first + count] if right else -rows[first : first + count]
             angle = x.angle[:, : -(-count // 16)]
-            y = replace(y, joined=given[None], lengths=np.asarray([first + count], np.int32), angle=angle)
+            y = replace(y, joined=given[None], bounds=np.asarray([[first + count]], np.int32), angle=angle)
             pages, state, sums, folded = run(y)
             y = replace(y, state=state.copy(), sums=sums.copy(), folded=folded.copy())
         return pages
@@ -138,6 +151,7 @@ def run_with(choices, sizes):
 
 POOLED, PLAIN = {"d": 512, "dtype": "bfloat16", "packing": "", "pooled": True}, {"d": 512, "dtype": "bfloat16"}
 PLAIN |= {"packing": "", "pooled": False}
+RUNNING = POOLED | {"running": True}
 FAULTS = [
     (PlantedFault("a lane's own sum", "kv_insert", Wrong, "is wrong: off by", a_lane_s_own_sum), PLAIN, TOKENS),
     *(
@@ -168,9 +182,13 @@ def test_fault(fault, choices, sizes):
         ("page", lambda n: n - 1, Wrong, "bytes are wrong|is wrong", PAGED),
         ("pages", lambda n: n + 40, OutOfBounds, "outside of every allocation", PAGED | {"table": ((7, 2, 30),) * 4}),
         ("has_ape", lambda n: 0, Wrong, "rows of the state are wrong", BLOCKS),
+        ("n_bounds", lambda n: 1, Wrong, "rows of the state are wrong", RAGGED_BLOCKS),
+        ("n_bounds", lambda n: 1, Wrong, "entry 7 of sequence 0 is wrong", RAGGED_PAGED),
+        ("n_bounds", lambda n: 1, Wrong, "tokens are folded", RAGGED_LONG),
     ],
 )
 def test_wrong_number_of_a_launch(name, edit, error, says, sizes):
-    x = Problem.of(variant(**(POOLED if "ratio" in sizes else PLAIN)), **sizes)
+    choices = PLAIN if "ratio" not in sizes else RUNNING if "steps" in sizes else POOLED
+    x = Problem.of(variant(**choices), **sizes)
     with pytest.raises(error, match=says):
         judge(x, run(x, **{name: edit}))

@@ -153,14 +153,21 @@ class Model:
         self, params: Any, tokens: jax.Array, caches: Sequence[Any], lengths: jax.Array
     ) -> tuple[jax.Array, list[Any]]:
         """A token `[b]` for each sequence, the last of `lengths` tokens: logits `[b, vocabulary]`; donate caches."""
+        logits, caches = self.steps(params, tokens[:, None], caches, lengths - 1, lengths)
+        return logits[:, 0], caches
+
+    def steps(
+        self, params: Any, tokens: jax.Array, caches: Sequence[Any], start: jax.Array, lengths: jax.Array
+    ) -> tuple[jax.Array, list[Any]]:
+        """New tokens `[b, s]` from `start` on, as many as `lengths` says: logits `[b, s, vocabulary]`."""
 
         def attend(layer, p, x, cache, shared):
-            return layer.step(p, x, cache, shared, lengths=lengths)
+            return layer.step(p, x, cache, shared, start=start, lengths=lengths)
 
-        tokens, count = tokens[:, None], jnp.minimum(lengths, 1)  # a place without a sequence keeps nothing
-        rows, history = self.rows(params, tokens, caches[len(self.layers) :], lengths - 1, count)
+        count = jnp.where(lengths > 0, jnp.clip(lengths - start, 0, tokens.shape[1]), 0)  # idle places keep nothing
+        rows, history = self.rows(params, tokens, caches[len(self.layers) :], start, count)
         logits, caches = self.forward(params, tokens, rows, caches, attend)
-        return logits[:, 0], caches + history
+        return logits, caches + history
 
     def rows(
         self, params: Any, tokens: jax.Array, history: Sequence[History] = (), start: Any = 0, count: Any = None
@@ -381,6 +388,8 @@ class Model:
 
     def cache(self, b: int, max_length: int, dtype: Any = jnp.bfloat16, **pages: Any) -> list[LayerCache | History]:
         """Empty caches for b sequences, as `DSV4Attention.cache` makes them; in a mesh, whole on every device."""
+        if self.engrams is not None and pages.get("steps", 1) > 1:
+            raise NotImplementedError("V4.1: drafts, whose words its engrams would have to take back")
         made: list[Any] = [layer.cache(b, max_length, dtype, **pages) for layer in self.layers]
         if self.engrams is not None:
             made.append(History(jnp.zeros((b, self.engrams.longest - 1), jnp.int32)))

@@ -31,6 +31,7 @@ def main(
     chunk: int = 512,
     page: int = 256,
     pages: int = 0,
+    speculate: int = 0,
     beginning: str = "",
     fp8: bool = False,
     tensor: int = 1,
@@ -43,7 +44,9 @@ def main(
         model, params = common.opened(checkpoint, mesh, dtype)
         params = model.joined(params)
         kept, first = jnp.float8_e4m3fn if fp8 else dtype, encode(beginning)
-        server = Server(model, params, kept, places, room, chunk, page, pages or places * -(-room // page), first)
+        server = Server(
+            model, params, kept, places, room, chunk, page, pages or places * -(-room // page), first, speculate
+        )
         server.compile()
         memory = f"{common.gib(params):.2f} GiB of parameters, {common.gib(server.caches):.2f} GiB of caches"
         print(f"{mesh.size} {jax.default_backend()} devices, {memory}", flush=True)
@@ -95,6 +98,7 @@ def arguments() -> dict:
         ("chunk", 512, "tokens of a prompt read at once"),
         ("page", 256, "tokens of a page, a multiple of 128"),
         ("pages", 0, "pages in the pool of each cache; 0: for all places"),
+        ("speculate", 0, "drafts of a request in a step, at most; not with V4.1"),
     ):
         parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{what} (default: {default})")
     parser.add_argument("--beginning", default="", help="what all requests begin with; whole pages of it are shared")

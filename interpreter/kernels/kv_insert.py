@@ -36,7 +36,7 @@ def summed(rows: Array, folded: int, ratio: int) -> Array:
 class Problem:
     variant: KvInsert
     ratio: int
-    lengths: Array  # int32 [b]
+    bounds: Array  # int32 [b, 1 or 2]: tokens of a sequence; the position of the first new one, if not s before that
     joined: Array  # float32 [b, s, columns], with the rows from `column` on
     column: int
     state: Array  # float32 [b, ring, width]
@@ -53,8 +53,10 @@ class Problem:
     @staticmethod
     def of(
         variant: KvInsert, lengths: tuple[int, ...], s: int, *, ratio: int = 1, blocks: int = 1, has_ape: bool = True,
-        page: int = 8, table: tuple[tuple[int, ...], ...] = (), steps: int = 0, seed: int = 0,
+        page: int = 8, table: tuple[tuple[int, ...], ...] = (), steps: int = 0, counts: tuple[int, ...] = (),
+        seed: int = 0,
     ) -> Problem:  # fmt: skip
+        """counts: how many tokens of each sequence are new; the others of s are padding."""
         rng, b, d = np.random.default_rng(seed), len(lengths), variant.d
         width = 2 * blocks * d if variant.pooled else d
         ring = blocks * ratio + max(s, steps) - 1 if variant.pooled else 0
@@ -69,15 +71,16 @@ class Problem:
         folded = np.zeros((b, int(variant.running)), np.int32)
         sums = normal(b, 3 * int(variant.running), d)
         for i in range(b * int(variant.running)):
-            start = max(lengths[i] - s, 0)
-            folded[i] = max(start + 1 - ring, 0) if lengths[i] > 0 else 3  # a token at `start` was taken back
+            count = counts[i] if counts else min(s, lengths[i])
+            start = max(lengths[i] - count, 0)
+            folded[i] = max(start + 1 - ring, 0) if count else 3  # a token at `start` was taken back
             sums[i] = summed(history[i], int(folded[i, 0]), ratio)
             for position in range(int(folded[i, 0]), start):
                 state[i, position % ring] = history[i, position]
         return Problem(
             variant,
             ratio,
-            np.asarray(lengths, np.int32),
+            np.asarray([lengths, np.subtract(lengths, counts)] if counts else [lengths], np.int32).T.copy(),
             normal(b, s, width + 12),
             8,
             state,
@@ -102,8 +105,8 @@ class Problem:
         (b, s, width), n = self.rows.shape, self.angle.shape[1]
         return {
             "b": b, "s": s, "n": n, "width": width, "columns": self.joined.shape[2], "column": self.column,
-            "n_ape": len(self.ape), "ratio": self.ratio, "ring": self.state.shape[1], "pages": self.pages,
-            "page": self.page, "page_bytes": self.page_bytes if self.variant.packing else 0,
+            "n_ape": len(self.ape), "n_bounds": self.bounds.shape[1], "ratio": self.ratio, "ring": self.state.shape[1],
+            "pages": self.pages, "page": self.page, "page_bytes": self.page_bytes if self.variant.packing else 0,
             "table_width": self.block_table.shape[1],
         }  # fmt: skip
 
@@ -123,11 +126,19 @@ class Problem:
         turns = np.stack([np.cos(self.angle), np.sin(self.angle)], -1)
         return turns.reshape(*self.angle.shape[:2], -1)
 
+    @property
+    def lengths(self) -> Array:
+        return self.bounds[:, 0]
+
+    def first(self, n: int) -> int:
+        """The position of a sequence's first row."""
+        return int(self.bounds[n, 1]) if self.bounds.shape[1] > 1 else int(self.lengths[n]) - self.rows.shape[1]
+
     def token(self, n: int, i: int) -> Array:
         """The row of new token i, as it is kept."""
         row = self.rows[n, i].copy()
         if len(self.ape):
-            row[row.size // 2 :] += self.ape[(int(self.lengths[n]) - self.rows.shape[1] + i) % self.ratio]
+            row[row.size // 2 :] += self.ape[(self.first(n) + i) % self.ratio]
         return row
 
     def new_state(self) -> Array:
@@ -135,8 +146,8 @@ class Problem:
         state, (b, s, _) = self.state.copy(), self.rows.shape
         for n in range(b * bool(state.shape[1])):
             for i in range(s):
-                position = int(self.lengths[n]) - s + i
-                if position >= 0:
+                position = self.first(n) + i
+                if 0 <= position < self.lengths[n]:
                     state[n, position % state.shape[1]] = self.token(n, i)
         return state
 
@@ -144,29 +155,28 @@ class Problem:
         """Sums, and how many tokens they have, where the new tokens displace others."""
         sums, folded = self.sums.astype(np.float64), self.folded.copy()
         for n in range(len(folded) * self.variant.running):
-            length = int(self.lengths[n])
-            begun = min(folded[n, 0], max(length - self.rows.shape[1], 0)) if length > 0 else folded[n, 0]
-            folded[n] = max(begun, length - self.state.shape[1])
+            length, first = int(self.lengths[n]), max(self.first(n), 0)
+            if length > first:
+                folded[n] = max(min(folded[n, 0], first), length - self.state.shape[1])
             if folded[n] != self.folded[n]:
                 sums[n] = summed(self.history[n], int(folded[n, 0]), self.ratio)
         return sums, folded
 
     def row_at(self, n: int, position: int, state: Array) -> Array:
         """float64, of a token of a block that is complete."""
-        start = int(self.lengths[n]) - self.rows.shape[1]
-        if self.variant.running and position < start:
+        if self.variant.running and position < self.first(n):
             return self.history[n, position].astype(np.float64)
         return state[n, position % state.shape[1]].astype(np.float64)
 
     def entries(self) -> dict[tuple[int, int], tuple[int, Array]]:
         """By sequence and index: the row of the table, and the entry before its norm, float64."""
-        found, state, (b, s, width) = {}, self.new_state(), self.rows.shape
+        found, state, (b, _, width) = {}, self.new_state(), self.rows.shape
         for n in range(b):
             length, d = int(self.lengths[n]), self.variant.d
-            first = (length - s) // self.ratio
+            first = self.first(n) // self.ratio
             for k in range(self.angle.shape[1]):
                 index, end = first + k, (first + k + 1) * self.ratio
-                if index < 0 or not length - s < end <= length:
+                if index < 0 or not self.first(n) < end <= length:
                     continue
                 if not self.variant.pooled:
                     found[n, index] = k, self.rows[n, k].astype(np.float64)
@@ -208,7 +218,7 @@ def run(
 ) -> tuple[Array, Array, Array, Array]:
     """The bytes of the cache's pages, the state, the sums, and how many tokens these have."""
     kernel, memory = Kernel.of(x.variant), new_memory()
-    given = {"rows": x.joined, "ape": x.ape, "norm": x.norm, "table": x.table, "lengths": x.lengths}
+    given = {"rows": x.joined, "ape": x.ape, "norm": x.norm, "table": x.table, "bounds": x.bounds}
     addresses = {name: memory.add(name, array) for name, array in (given | {"block_table": x.block_table}).items()}
     kept = {"state": x.state, "sums": x.sums, "folded": x.folded}
     addresses |= {name: _writable(memory, name, array.view(np.uint8).ravel()) for name, array in kept.items()}

@@ -196,9 +196,9 @@ def _gather(source: SelectionSource) -> Any:
     return layout.decode(*map(read, layout.starts(slots % page, page), layout.parts))
 
 
-def step(h_q: int, topk: int, b: int, caches: str = "", peers: tuple[str, ...] = ()) -> DecodeRow:
-    """Two new tokens in a layer of ratio 4."""
-    return DecodeRow(b=b, s_q=2, s_kv=4 * _ENTRIES, h_q=h_q, ratio=4, topk=topk, caches=caches, peers=peers)
+def step(h_q: int, topk: int, b: int, caches: str = "", peers: tuple[str, ...] = (), s_q: int = 2) -> DecodeRow:
+    """Two new tokens, or as many as drafts are verified, in a layer of ratio 4."""
+    return DecodeRow(b=b, s_q=s_q, s_kv=4 * _ENTRIES, h_q=h_q, ratio=4, topk=topk, caches=caches, peers=peers)
 
 
 def _dense(caches: str) -> DecodeRow:
@@ -222,6 +222,7 @@ SUITE = Suite(
             for b in (2, 64, 128, 148)
         ),
         *(step(64, 512, b, "v41_fp4", ("v4_fp8",)) for b in (64, 128)),
+        *(step(128, 1024, b, "fp8", s_q=8) for b in (2, 64)),
         _chunk(2048, 64, 512),
         FmhaRow(b=16, s_q=1, s_kv=32768, h_q=128, peers=("cudnn", "xla")),
         *(_dense(caches) for caches in ("", "fp8")),

@@ -14,7 +14,7 @@ def kv_insert(
     rows: jax.Array,
     norm: jax.Array,
     table: jax.Array,
-    lengths: jax.Array,
+    bounds: jax.Array,
     block_table: jax.Array | None = None,
     **params: Any,
 ) -> tuple[jax.Array, ...]:
@@ -22,17 +22,18 @@ def kv_insert(
 
     Args:
       cache: `[pages, page, d]`, bfloat16 or float16; with packing uint8 `[pages, page_bytes]`.
-      rows: float32 `[b, s, columns]`, of the last s tokens of each sequence: from `column` on, a multiple of 4, kv, of
-        d columns.
+      rows: float32 `[b, s, columns]`, of s tokens of each sequence: from `column` on, a multiple of 4, kv, of d
+        columns.
       norm: float32 `[d]`, a weight.
       table: float32 `[b, n, 64]`, cos and sin of the position of each of the n entries that may be completed, the first
-        of which is `(lengths - s) // ratio`.
-      lengths: int32 `[b]`, with the new tokens.
+        of which pools the first row.
+      bounds: int32 `[b, 1]`, tokens of a sequence, of which these are the last; or `[b, 2]`, and the position of the
+        first one. Rows at later positions than the sequence has are padding.
       block_table: int32 `[b, pages of a sequence]`; None where page i belongs to sequence i.
       **params: column, by default 0; ratio, eps: tokens of a block, epsilon of the norm; packing: the layout of packed
         entries, by default ""; hadamard: whether entries are transformed, by default False.
     """
-    return _call("kv_insert", (cache,), rows, norm, table, lengths, block_table, **params)
+    return _call("kv_insert", (cache,), rows, norm, table, bounds, block_table, **params)
 
 
 def kv_insert_pooled(
@@ -42,7 +43,7 @@ def kv_insert_pooled(
     ape: jax.Array,
     norm: jax.Array,
     table: jax.Array,
-    lengths: jax.Array,
+    bounds: jax.Array,
     block_table: jax.Array | None = None,
     **params: Any,
 ) -> tuple[jax.Array, ...]:
@@ -53,7 +54,7 @@ def kv_insert_pooled(
       rows: of `width` columns: kv and score of one or two blocks.
       ape: float32 `[ratio, width / 2]`, or `[0, …]`.
     """
-    return _call("kv_insert_pooled", (cache, state), rows, ape, norm, table, lengths, block_table, **params)
+    return _call("kv_insert_pooled", (cache, state), rows, ape, norm, table, bounds, block_table, **params)
 
 
 def kv_insert_running(
@@ -65,7 +66,7 @@ def kv_insert_running(
     ape: jax.Array,
     norm: jax.Array,
     table: jax.Array,
-    lengths: jax.Array,
+    bounds: jax.Array,
     block_table: jax.Array | None = None,
     **params: Any,
 ) -> tuple[jax.Array, ...]:
@@ -77,7 +78,7 @@ def kv_insert_running(
       folded: int32 `[b, 1]`, how many tokens of the sequence they and earlier entries have.
     """
     kept = (cache, state, sums, folded)
-    return _call("kv_insert_running", kept, rows, ape, norm, table, lengths, block_table, **params)
+    return _call("kv_insert_running", kept, rows, ape, norm, table, bounds, block_table, **params)
 
 
 def _call(

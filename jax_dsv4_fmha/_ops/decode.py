@@ -21,25 +21,33 @@ def dsv4_decode(
     topk_length: jax.Array | None = None,
     ratio: int | None = None,
     window: int = 128,
+    q_offset: int | jax.Array | None = None,
+    is_causal: bool = True,
     scale: float | None = None,
     implementation: _check.Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """A step of generation: `dsv4_attention` of the last s_q tokens of every sequence, over their KV caches.
+    """A step of generation: `dsv4_attention` of the last tokens of every sequence, over their KV caches.
 
-    Sequence n has `lengths[n]` tokens. These include the s_q new ones, whose entries are in the caches already. Query i
-    has position `p = lengths[n] - s_q + i`. It sees
+    Sequence n has `lengths[n]` tokens. These include the new ones, whose entries are in the caches already. Query i has
+    position `p = q_offset[n] + i`; without q_offset, `lengths[n] - s_q + i`. It sees
 
       - the window entries at positions `(p - window, p]`, and so no token after it,
       - the entries of the compressed cache that `indices` names; without indices, those with
         `w < (p + 1) // ratio`.
 
-    A query with p < 0 sees nothing, so `lengths[n] <= 0` marks an idle place in the batch.
+    A query with p < 0 or p >= lengths[n] is padding: it sees nothing, its o is 0 and its lse -inf. So sequences of a
+    batch may have different numbers of new tokens, and `lengths[n] <= 0` marks an idle place.
+
+    With is_causal=False the new tokens see each other, as a block of drafts does: each query sees all of them, and the
+    `window` tokens before the first. This is the mask of DSpark, DeepSeek's way to draft: `get_dspark_topk_idxs` in its
+    inference code, `_compute_dspark_noncausal_swa_indices_kernel` in vLLM. DSpark's draft layers have a window alone;
+    compressed entries, if there are any, are seen as above.
 
     Args:
       q: `[b, s_q, h_q, d]`, bfloat16 or float16; with packed caches only bfloat16 and d = 512; on the reference
         also float32.
       window_cache: a `Cache` of entries in q's dtype, or packed; entry p is position p. It may be a ring, with room for
-        `window + s_q - 1` entries at least.
+        `window + s_q - 1` entries at least, one more if it is not causal.
       compressed_cache: a `Cache`, packed if window_cache is, in any layout; entry w stands for positions `w ratio`
         to `w ratio + ratio - 1`. If it has run over, a query may see its last `capacity` entries of `lengths // ratio`.
       lengths: an int, or int32 `[b]`.
@@ -50,6 +58,8 @@ def dsv4_decode(
       topk_length: int32 `[b, s_q]`; indices from there on are absent too.
       ratio: an int >= 1, needed with compressed_cache and without indices; 0 means None, a layer with a window alone.
       window: an int >= 1, the query's own position included.
+      q_offset: an int, or int32 `[b]`: the position of the first new token. None means `lengths - s_q`.
+      is_causal: whether a query sees no token after it; if not, it sees all new ones.
       scale: a float > 0, `d**-0.5` if left out.
       implementation: as in `fmha`. Only "reference" has a gradient.
 
@@ -68,6 +78,13 @@ def dsv4_decode(
       >>> o, lse = dsv4_decode(jnp.ones((2, 1, 4, 512), jnp.bfloat16), cache, lengths=5, window=8)
       >>> o.shape, lse.shape
       ((2, 1, 4, 512), (2, 1, 4))
+
+      One new token of the first sequence and three of the second, in one call:
+
+      >>> lengths, first = jnp.array([3, 5]), jnp.array([2, 2])
+      >>> o, lse = dsv4_decode(jnp.ones((2, 3, 4, 512), jnp.bfloat16), cache, lengths=lengths, q_offset=first, window=8)
+      >>> jnp.isfinite(lse[:, :, 0]).tolist()
+      [[True, False, False], [True, True, True]]
     """
     op = "dsv4_decode"
     dims: dict[str, Any] = {}
@@ -87,12 +104,17 @@ def dsv4_decode(
         raise _check.error(ValueError, op, "compressed_cache.entries", compressed_cache.entries, wanted)
     indices, topk_length = _check.selection(op, indices, topk_length, dims)
     lengths = jnp.broadcast_to(_check.offset(op, "lengths", lengths, dims), (b,))
+    if q_offset is not None:
+        q_offset = jnp.broadcast_to(_check.offset(op, "q_offset", q_offset, dims), (b,))
+    if not isinstance(is_causal, bool):
+        raise _check.error(TypeError, op, "is_causal", is_causal, "a bool")
     sink = _check.sink(op, sink, dims)
     scale = _check.scale(op, scale, d)
     window = _check.positive(op, "window", window)
     room = window_cache.capacity
-    if isinstance(room, int) and isinstance(s_q, int) and room < window + s_q - 1:
-        wanted = f"window + s_q - 1 = {window + s_q - 1} at least"
+    least = window + s_q - 1 if is_causal else window + s_q
+    if isinstance(room, int) and isinstance(s_q, int) and room < least:
+        wanted = f"window + s_q{' - 1' * is_causal} = {least} at least"
         raise _check.error(ValueError, op, "window_cache", f"room for {room} entries of a sequence", wanted)
     _check.implementation(op, implementation)
 
@@ -101,9 +123,11 @@ def dsv4_decode(
     if implementation == "reference":
         return reference.dsv4_decode(
             q, window_cache, compressed_cache, lengths=lengths, sink=sink, indices=indices, topk_length=topk_length,
-            ratio=ratio, window=window, scale=scale,
+            ratio=ratio, window=window, q_offset=q_offset, is_causal=is_causal, scale=scale,
         )  # fmt: skip
-    sources = seen_slots(s_q, window_cache, compressed_cache, lengths, indices, topk_length, ratio, window)
+    sources = seen_slots(
+        s_q, window_cache, compressed_cache, lengths, indices, topk_length, ratio, window, q_offset, is_causal
+    )
     return attend(op, q, sources, sink=sink, scale=scale, implementation=implementation, differentiable=False)
 
 
@@ -116,14 +140,25 @@ def seen_slots(
     topk_length: jax.Array | None,
     ratio: int | None,
     window: int,
+    q_offset: jax.Array | None = None,
+    is_causal: bool = True,
 ) -> list[SelectionSource]:
     """The entries that the queries of `dsv4_decode` see of each cache, as slots of its pool."""
     caches = [window_cache] if compressed_cache is None else [window_cache, compressed_cache]
     lengths = jnp.maximum(lengths, 0)  # otherwise the subtraction might wrap around
-    position = jnp.arange(s_q, dtype=jnp.int32)[None] + (lengths[:, None] - s_q)
-    past = position[..., None] - jnp.arange(window, dtype=jnp.int32)[None, None]
+    first = (lengths - s_q if q_offset is None else q_offset)[:, None]
+    position = jnp.arange(s_q, dtype=jnp.int32)[None] + first
+    there = (position >= 0) & (position < lengths[:, None])
+    if is_causal:
+        newest, n = position, window
+        seen = jnp.clip(position + 1, 0, window)
+    else:
+        end = jnp.minimum(lengths[:, None], first + s_q)
+        newest, n = jnp.broadcast_to(end - 1, position.shape), window + s_q
+        seen = newest + 1 - jnp.maximum(first - window, 0)
+    past = newest[..., None] - jnp.arange(n, dtype=jnp.int32)[None, None]
     near = caches[0].slots(jnp.where(past >= 0, past % caches[0].capacity, -1))
-    sources = [_source("window", caches[0], near, jnp.clip(position + 1, 0, window))]
+    sources = [_source("window", caches[0], near, jnp.where(there, seen, 0))]
     if compressed_cache is None:
         return sources
     if indices is None:
@@ -138,8 +173,7 @@ def seen_slots(
             indices = jnp.where(indices < ((position + 1) // ratio)[..., None], indices, -1)
         slots = caches[1].slots(indices)
         seen = jnp.full_like(position, indices.shape[2]) if topk_length is None else topk_length
-        seen = jnp.where(position >= 0, seen, 0)
-    return [*sources, _source("compressed", caches[1], slots, seen)]
+    return [*sources, _source("compressed", caches[1], slots, jnp.where(there, seen, 0))]
 
 
 def _source(name: str, cache: Cache, slots: jax.Array, length: jax.Array) -> SelectionSource:

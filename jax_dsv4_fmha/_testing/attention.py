@@ -52,6 +52,8 @@ class AttentionCase(Case):
     # "large": logits of some hundreds
     # "absent": indices that name no key, of every kind, and rows with nothing else
     # "lengths": topk_length, window_lengths; dsv4_decode: idle sequences
+    # "ragged": dsv4_decode: sequences with different numbers of new tokens
+    # "drafts": dsv4_decode: new tokens see each other
     # "fp8", "v41_fp8", "v41_fp4": dsv4_decode: packed caches, as `LAYOUTS_OF` has them
     # "pages": dsv4_decode: the window's pages have another size
 
@@ -306,7 +308,12 @@ class DecodeCase(LatentCase):
         if "lengths" in self.features:
             lengths[1::3] = 0
         kwargs: dict[str, Any] = {"lengths": lengths, "window": self.window}
-        entries = self.window + self.s_q - 1
+        first = lengths - self.s_q
+        if "ragged" in self.features:
+            kwargs["q_offset"] = first = np.maximum(lengths - rng.integers(0, self.s_q + 1, self.b, np.int32), 0)
+        if "drafts" in self.features:
+            kwargs["is_causal"] = False
+        entries = self.window + self.s_q - ("drafts" not in self.features)
         window_layout, layout = self.layouts
         page = 2 * self.page + 1 if "pages" in self.features else self.page
         seen = [np.arange(max(0, n - entries), n) for n in lengths]
@@ -314,12 +321,13 @@ class DecodeCase(LatentCase):
         if not self.ratio:
             return (window_cache,), kwargs
         kwargs["ratio"], entries = self.ratio, max(1, self.s_kv // self.ratio)
-        past = np.maximum(lengths[:, None] - np.arange(self.s_q)[::-1], 0) // self.ratio
+        position = first[:, None] + np.arange(self.s_q)
+        past = np.where((position >= 0) & (position < lengths[:, None]), (position + 1) // self.ratio, 0)
         if self.topk:
             kwargs |= self._selection(rng, past, entries)
             seen = _named(kwargs["indices"], kwargs.get("topk_length"), entries)
         else:
-            seen = [np.arange(n) for n in past[:, -1]]
+            seen = [np.arange(n) for n in past.max(1)]
         return (window_cache, self._cache(rng, self.page, layout, entries, seen)), kwargs
 
     def _selection(self, rng: np.random.Generator, past: Any, entries: int) -> dict[str, Any]:

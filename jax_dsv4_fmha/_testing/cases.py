@@ -135,6 +135,18 @@ def _attention() -> tuple[AttentionCase, ...]:
                     64, b=321, s_kv=800, page=256, ratio=4, topk=130, sink="normal", features=("lengths", "nan", *fp8)
                 ),
                 decode(32, b=2, s_q=2, s_kv=2000, ratio=4, topk=70, features=("large", *fp8)),
+                decode(
+                    64,
+                    b=6,
+                    s_q=6,
+                    s_kv=700,
+                    page=32,
+                    ratio=4,
+                    topk=96,
+                    sink="normal",
+                    features=("ragged", "lengths", "nan", *fp8),
+                ),
+                decode(128, b=5, s_q=5, s_kv=400, page=64, sink="normal", features=("drafts", "ragged", "nan", *fp8)),
             )
         ),
         # DeepSeek-V4.1's: window FP8, compressed FP8 or FP4, of ratios 1 and 2
@@ -144,6 +156,8 @@ def _attention() -> tuple[AttentionCase, ...]:
         decode(128, b=2, s_q=2, s_kv=900, page=2, ratio=1, topk=320, features=("v41_fp4", "lengths", "nan")),
         decode(96, b=2, s_q=3, s_kv=700, ratio=128, sink="normal", features=("v41_fp8",)),
         decode(8, b=3, s_q=2, s_kv=300, page=16, sink="normal", features=("v41_fp8", "lengths")),
+        decode(32, b=4, s_q=7, s_kv=260, page=64, sink="normal", features=("v41_fp8", "drafts", "ragged")),
+        decode(64, b=4, s_q=8, s_kv=500, page=64, ratio=128, features=("v41_fp4", "ragged", "nan")),
     )
 
 
@@ -176,6 +190,7 @@ def _insert() -> tuple[InsertCase, ...]:
         *(InsertCase(s_q=3, ratio=r, features=x) for r in (0, 4, 128) for x in ((), *packed)),
         *(InsertCase(s_q=2, ratio=r, dtype="float16") for r in (0, 4, 128)),
         *(InsertCase(s_q=3, d=128, ratio=4, features=x) for x in ((), ("index_fp8",))),
+        *(InsertCase(s_q=4, ratio=r, features=(*x, "ragged")) for r in (0, 4, 128) for x in ((), ("v4_fp8",))),
     )
 
 

@@ -94,16 +94,26 @@ def dsv4_decode(
     topk_length: Array | None = None,
     ratio: int | None = None,
     window: int = 128,
+    q_offset: Array | None = None,
+    is_causal: bool = True,
     scale: float | None = None,
 ) -> tuple[Array, Array]:
     b, s_q, _, d = q.shape
     lengths = np.broadcast_to(lengths, b)
+    first = lengths - s_q if q_offset is None else np.broadcast_to(q_offset, b)
 
     @functools.lru_cache(maxsize=1)  # the heads of a query see the same
     def keys(n: int, i: int) -> tuple[Array, Array]:
-        p = int(lengths[n]) - s_q + i
-        seen = [_entry(window_cache, n, at, ring=True) for at in range(max(0, p - window + 1), p + 1)]
-        if compressed_cache is not None and p >= 0:
+        p = int(first[n]) + i
+        if not 0 <= p < lengths[n]:
+            return np.zeros((0, d)), np.zeros((0, d))
+        near = (
+            range(p - window + 1, p + 1)
+            if is_causal
+            else range(int(first[n]) - window, min(int(first[n]) + s_q, int(lengths[n])))
+        )
+        seen = [_entry(window_cache, n, at, ring=True) for at in near if at >= 0]
+        if compressed_cache is not None:
             if indices is not None:
                 far = indices[n, i] if topk_length is None else indices[n, i, : max(0, topk_length[n, i])]
                 if ratio is not None:

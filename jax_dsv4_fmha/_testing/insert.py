@@ -34,7 +34,7 @@ class InsertCase(Case):
     ratio: int = 0
     """tokens of a block; 0 where each token is an entry"""
     features: tuple[str, ...] = ()
-    """the layout of packed entries, if they are packed"""
+    """the layout of packed entries, if they are packed; and "ragged": sequences with different numbers of new tokens"""
 
     @property
     def work(self) -> int:
@@ -42,7 +42,7 @@ class InsertCase(Case):
 
     @property
     def layout(self) -> str:
-        return "".join(self.features)
+        return "".join(x for x in self.features if x != "ragged")
 
     @property
     def blocks(self) -> int:
@@ -52,7 +52,7 @@ class InsertCase(Case):
     def width(self) -> int:
         return 2 * self.blocks * self.d if self.ratio else self.d
 
-    def operands(self, dtype: Any) -> tuple[Cache, State, Rows, Entries, jax.Array]:
+    def operands(self, dtype: Any) -> tuple[Cache, State, Rows, Entries, jax.Array, jax.Array | None]:
         rng, b, ratio = self.rng(), len(_LENGTHS), max(self.ratio, 1)
 
         def normal(*shape: int) -> jax.Array:
@@ -70,7 +70,8 @@ class InsertCase(Case):
         made = Entries(1 + normal(self.d) / 4, _ROPE, _EPS, ratio, ape, is_transformed=self.d == 128)
         rows = Rows(normal(b, self.s_q, self.width + 12), _COLUMN, self.width)
         lengths = jnp.asarray([n and n * ratio + min(n, self.s_q - 1) for n in _LENGTHS], jnp.int32)
-        return cache, state, rows, made, lengths
+        counts = np.resize([self.s_q, 0, 1], b)
+        return cache, state, rows, made, lengths, lengths - counts if "ragged" in self.features else None
 
     def judge(self, implementation: Implementation, method: Method | None = None) -> Judgement:
         return judgement(self.complaints(implementation), "new entries within limits, all else as it was")
@@ -104,10 +105,11 @@ class InsertCase(Case):
         return wrong + ["other entries have changed"] * bool(found[~right.any(-1)].any())
 
     def _run(self, operands: tuple[Any, ...], dtype: Any, kernel: bool) -> tuple[Cache, State]:
-        cache, state, rows, made, lengths = operands
+        cache, state, rows, made, lengths, start = operands
 
         def run(cache: Cache, state: State, product: jax.Array) -> tuple[Cache, State]:
-            return insert(cache, state, rows._replace(product=product), made, lengths, jnp.dtype(dtype), kernel)
+            given = rows._replace(product=product)
+            return insert(cache, state, given, made, lengths, jnp.dtype(dtype), kernel, start)
 
         exactly = {"xla_allow_excess_precision": False}  # or XLA leaves roundings out
         made_of: tuple[Cache, State] = jax.jit(run, compiler_options=exactly)(cache, state, rows.product)
@@ -115,20 +117,21 @@ class InsertCase(Case):
 
     def _float64(self, operands: tuple[Any, ...]) -> dict[tuple[int, int], Numbers]:
         """New entries by sequence and index: a loop over the tokens that complete one."""
-        _, state, rows, made, lengths = operands
+        _, state, rows, made, lengths, start = operands
         ratio, new = made.ratio, np.asarray(rows.take(), np.float64)
         found = {}
-        for n, length in enumerate(np.asarray(lengths)):
-            for position in range(max(length - self.s_q, 0), length):
-                row = new[n, position - length + self.s_q]
+        begin = np.asarray(lengths - self.s_q if start is None else start)
+        for n, (first, length) in enumerate(zip(begin, np.asarray(lengths), strict=True)):
+            for position in range(max(first, 0), length):
+                row = new[n, position - first]
                 if not self.ratio:
                     found[n, position] = self._finished(row, position, made)
                 elif (position + 1) % ratio == 0:
-                    entry = self._pooled(n, position, int(length), new, state, made)
+                    entry = self._pooled(n, position, int(first), new, state, made)
                     found[n, position // ratio] = self._finished(entry, position + 1 - ratio, made)
         return found
 
-    def _pooled(self, n: int, last: int, length: int, new: Numbers, state: State, made: Entries) -> Numbers:
+    def _pooled(self, n: int, last: int, begin: int, new: Numbers, state: State, made: Entries) -> Numbers:
         """The pool of the block (and the one before, where blocks overlap) that ends with token `last`."""
         d, first = self.d, last + 1 - self.blocks * made.ratio
         ape = np.asarray(made.ape, np.float64)
@@ -140,8 +143,8 @@ class InsertCase(Case):
                 greatest, weight, total = (np.asarray(x, np.float64) for x in np.asarray(state.sums)[n])
         kept = np.asarray(state.tokens if isinstance(state, RunningSums) else state.entries, np.float64)  # type: ignore[union-attr]
         for position in range(max(first, known, 0), last + 1):
-            if position >= length - self.s_q:
-                row = new[n, position - length + self.s_q].copy()
+            if position >= begin:
+                row = new[n, position - begin].copy()
                 row[self.width // 2 :] += ape[position % made.ratio]
             else:
                 row = kept[n, position % kept.shape[1]]

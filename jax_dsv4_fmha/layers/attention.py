@@ -392,9 +392,11 @@ class DSV4Attention:
         shared: Shared | None = None,
         *,
         lengths: int | jax.Array,
+        start: int | jax.Array | None = None,
+        is_causal: bool = True,
         implementation: _check.Implementation | None = None,
     ) -> Output:
-        """A step of generation for the last s tokens of every sequence, by `dsv4_decode`.
+        """A step of generation for the last tokens of every sequence, by `dsv4_decode`.
 
         Only implementation="reference" has a gradient.
 
@@ -403,11 +405,29 @@ class DSV4Attention:
           shared, implementation: as in `__call__`.
           x: `[b, s, hidden]`, s up to the `steps` that the cache was made for.
           cache: the cache of all earlier tokens; donate it.
-          lengths: an int, or int32 `[b]`: tokens of each sequence, including the s new ones. 0 marks an idle place in
-            the batch. To take tokens back, pass a smaller length in the next step.
+          lengths: an int, or int32 `[b]`: tokens of each sequence, including the new ones. 0 marks an idle place in the
+            batch. To take tokens back, pass a smaller length in the next step.
+          start: an int, or int32 `[b]`: token i has position `start + i`, and is padding at `lengths` or later. So
+            sequences may have different numbers of new tokens. Padding is not kept, and its y is 0. None means
+            `lengths - s`.
+          is_causal: whether a token sees no token after it. If not, all new tokens see each other and the `window`
+            tokens before them, as DSpark's drafts do (see `dsv4_decode`); the cache must be for `s + 1` steps.
 
         Raises:
           ValueError, TypeError: operands that differ from the above.
+
+        Examples:
+          >>> import jax
+          >>> import jax.numpy as jnp
+          >>> from jax_dsv4_fmha.layers import DSV4Attention, Rope
+          >>> layer = DSV4Attention(hidden=64, heads=4, d=32, q_rank=32, o_groups=2, o_rank=16, rope=Rope(8))
+          >>> params, x = layer.init(jax.random.key(0)), jax.random.normal(jax.random.key(1), (2, 9, 64))
+          >>> cache = layer(params, x[:, :6], layer.cache(2, 100, x.dtype, steps=4)).cache
+          >>> at = {"start": jnp.array([6, 6]), "lengths": jnp.array([9, 7])}
+          >>> out = layer.step(params, x[:, 6:], cache, **at)  # three tokens of one sequence, one of the other
+          >>> drafts = layer.step(params, x[:, :3], out.cache, lengths=at["lengths"] + 3, is_causal=False)
+          >>> drafts.y.shape
+          (2, 3, 64)
         """
         if cache is None:
             raise _check.error(TypeError, _OP, "cache", cache, "a LayerCache")
@@ -416,17 +436,25 @@ class DSV4Attention:
         for state in (cache.tokens, cache.key_tokens):
             if isinstance(state, RunningSums) and s > state.capacity:
                 raise _check.error(ValueError, _OP, "x", x, f"at most the {state.capacity} steps of the cache")
-        x, lengths, _ = explicit_axes.with_one_batch(_OP, x=x, lengths=lengths, cache=cache.window.rows)
-        first = lengths - s
+        starts = (
+            {} if start is None else {"start": jnp.broadcast_to(_check.offset(_OP, "start", start, {"b": b}), (b,))}
+        )
+        x, lengths, _, *begin = explicit_axes.with_one_batch(
+            _OP, x=x, lengths=lengths, cache=cache.window.rows, **starts
+        )
+        first = begin[0] if begin else lengths - s
         positions = counted(first, 0, s)
         rows = self._rows(params, x)
         c = rms_norm(rows["wq_a"].take().astype(x.dtype), params["q_norm"], self.eps)
         q = self._queries(params, c, positions)
         given = shared or Shared()
-        cache, shared = self._inserted(params, x, rows, cache, given, lengths, implementation != "reference")
+        start = first if begin else None
+        cache, shared = self._inserted(params, x, rows, cache, given, start, lengths, implementation != "reference")
         if self.indexer is not None:
             weights = rows["indexer.weights_proj"].take()
-            past = {"ratio": self.ratio, "q_offset": first}
+            past: dict[str, Any] = {"ratio": self.ratio, "q_offset": first}
+            if begin and not self.indexer.in_two_levels:  # padding has nothing to choose from
+                past["span"] = Span(0, jnp.where(positions < lengths[:, None], 2**31 - 1, 0))
             shared, _ = self._choose(params, c, weights, positions, shared, past)
         with jax.named_scope("attention"):
             o, _ = dsv4_decode(
@@ -436,6 +464,8 @@ class DSV4Attention:
                 lengths=lengths,
                 sink=params["sink"],
                 window=self.window,
+                q_offset=start,
+                is_causal=is_causal,
                 implementation=implementation,
                 **self._seen(shared),
             )
@@ -509,24 +539,25 @@ class DSV4Attention:
         rows: Mapping[str, Rows],
         cache: LayerCache,
         shared: Shared,
+        start: jax.Array | None,
         lengths: jax.Array,
         kernel: bool,
     ) -> tuple[LayerCache, Shared]:
-        """The cache with all that a step's tokens make, and the entries that the queries see."""
+        """The cache with all that a step's tokens make, and the entries that the queries see; start: as in `insert`."""
         own, indexer = self.compressor, self.indexer
         of_window = Entries(params["kv_norm"], self.rope, self.eps)
         with jax.named_scope("append"):
-            window, _ = insert(cache.window, None, rows["wkv"], of_window, lengths, x.dtype, kernel)
+            window, _ = insert(cache.window, None, rows["wkv"], of_window, lengths, x.dtype, kernel, start)
         cache = cache._replace(window=window)
         if indexer is not None and indexer.latent > 0:  # whose keys are made of the entries before RoPE
-            return self._compressed(params, x, lengths - x.shape[1], cache, shared, lengths)
+            return self._compressed(params, x, lengths - x.shape[1] if start is None else start, cache, shared, lengths)
         if own is None:
             return cache, shared
         assert cache.compressed is not None
         with jax.named_scope("compressor"):
             made = own.entries(params["compressor"], self.rope)
             entries, tokens = insert(
-                cache.compressed, cache.tokens, rows["compressor.w"], made, lengths, x.dtype, kernel
+                cache.compressed, cache.tokens, rows["compressor.w"], made, lengths, x.dtype, kernel, start
             )
         cache, shared = cache._replace(compressed=entries, tokens=tokens), shared._replace(compressed=entries)
         if indexer is not None and indexer.compressor is not None:
@@ -534,7 +565,7 @@ class DSV4Attention:
             with jax.named_scope("indexer"):
                 made = indexer.compressor.entries(params["indexer"]["compressor"], self.rope, indexer.transforms)
                 keys, tokens = insert(
-                    cache.keys, cache.key_tokens, rows["indexer.compressor.w"], made, lengths, x.dtype, kernel
+                    cache.keys, cache.key_tokens, rows["indexer.compressor.w"], made, lengths, x.dtype, kernel, start
                 )
             cache, shared = cache._replace(keys=keys, key_tokens=tokens), shared._replace(keys=keys)
         return cache, shared

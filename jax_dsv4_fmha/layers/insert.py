@@ -63,7 +63,14 @@ class Rows(NamedTuple):
 
 
 def insert(
-    cache: Cache, state: State, rows: Rows, entries: Entries, lengths: jax.Array, dtype: Any, kernel: bool
+    cache: Cache,
+    state: State,
+    rows: Rows,
+    entries: Entries,
+    lengths: jax.Array,
+    dtype: Any,
+    kernel: bool,
+    start: jax.Array | None = None,
 ) -> tuple[Cache, State]:
     """The cache with the entries that a step's tokens complete, and the state with their rows.
 
@@ -71,14 +78,16 @@ def insert(
       cache: the cache of entries.
       state: where blocks are pooled, a ring of the rows of the last tokens: of all that an entry pools, and the other
         tokens of a step. Or running sums, with a ring of the tokens of a step.
-      rows: of the last s tokens of each sequence: kv, d columns; or, where blocks are pooled, kv and then scores.
-      lengths: int32 `[b]`, with the new tokens.
+      rows: of the s tokens of each sequence from `start` on: kv, d columns; or, where blocks are pooled, kv and then
+        scores.
+      lengths: int32 `[b]`, with the new tokens; rows at `lengths` or later are padding and leave no trace.
       dtype: x's, to which an entry is rounded after every step.
       kernel: whether a kernel may run; the reference has a gradient.
+      start: int32 `[b]`, or None, which means `lengths - s`.
     """
     rows = rows._replace(product=whole_sequences(rows.product))
     s = rows.product.shape[1]
-    first = lengths - s
+    first = lengths - s if start is None else start
     n = -(-s // entries.ratio)
     table = entries.rotation.table(counted(first // entries.ratio, 0, n) * entries.ratio)
     kept = (cache.entries, *_arrays(state))
@@ -87,7 +96,8 @@ def insert(
     layout = cache.layout if cache.is_packed else ""
     params: dict[str, Any] = {"column": rows.column, "ratio": entries.ratio, "eps": entries.eps}
     params |= {"packing": layout, "transforms": entries.is_transformed, "dtype": jnp.dtype(dtype).name}
-    of_batch = [*kept, rows.product, table, lengths]
+    bounds = lengths[:, None] if start is None else jnp.stack([lengths, start], 1)
+    of_batch = [*kept, rows.product, table, bounds]
     paged = cache.block_table is not None
     if paged:  # a pool belongs to all sequences: one batch entry, which no device splits
         of_batch = [x[None] for x in (*of_batch, cache.block_table)]
@@ -152,20 +162,22 @@ def _inserted(
     dtype: str,
 ) -> Arrays:
     """The definition, where each sequence has its own page."""
-    (norm, *ape), (pages, *state), (rows, table, lengths, *block_table) = _parts(number_kept, operands)
+    (norm, *ape), (pages, *state), (rows, table, bounds, *block_table) = _parts(number_kept, operands)
     table_of_pages = block_table[0] if block_table else None
     cache = Cache(pages, table_of_pages, packing) if packing else Cache(pages, table_of_pages)
     s, d = rows.shape[1], norm.shape[1]
     rows, made = Rows(rows, column, state[0].shape[2] if state else d).take(), tuple(state)
-    index = counted(lengths - s, 0, s)
+    lengths = bounds[:, 0]
+    first = bounds[:, 1] if bounds.shape[1] > 1 else lengths - s
+    positions = counted(first, 0, s)
+    index = jnp.where(positions < lengths[:, None], positions, -1)
     x = rows.astype(dtype)
     if state:
         if ape[0].shape[1]:
-            rows += of_places(jnp.concatenate([jnp.zeros_like(ape[0][0]), ape[0][0]], -1), index)
-        start, positions = lengths - s, index
-        index = completed(start, lengths, s, ratio)
+            rows += of_places(jnp.concatenate([jnp.zeros_like(ape[0][0]), ape[0][0]], -1), positions)
+        positions, index = index, completed(first, lengths, s, ratio)
         if len(state) > 1:
-            entry, sums = pool_step(RunningSums(*state), rows, start, ratio)
+            entry, sums = pool_step(RunningSums(*state), rows, first, lengths, ratio)
             made = sums.tokens, sums.sums, sums.folded
         else:
             ring = Cache(state[0]).append(rows, positions).entries
@@ -206,7 +218,7 @@ def _op(number_kept: int, packed: bool, paged: bool) -> Op:
     operands = (
         Axes("norm", f"{ONE_OR_B} d"),
         *([Axes("ape", f"{ONE_OR_B} n_ape channels")] if number_kept > 1 else []),
-        *(*kept, Axes("rows", f"{b} s columns"), Axes("table", f"{b} n dims"), Axes("lengths", b)),
+        *(*kept, Axes("rows", f"{b} s columns"), Axes("table", f"{b} n dims"), Axes("bounds", f"{b} n_bounds")),
         *([Axes("block_table", f"{b} table_width")] if paged else []),
     )
     reference, kernel = (functools.partial(_in_pool(f) if paged else f, number_kept) for f in (_inserted, _kernel))

@@ -79,36 +79,42 @@ def fold(sums: list[jax.Array], token: jax.Array, there: jax.Array) -> list[jax.
     return [jnp.where(there[:, None], x, y) for x, y in zip(folded, sums, strict=True)]
 
 
-def pool_step(state: RunningSums, rows: jax.Array, start: jax.Array, ratio: int) -> tuple[jax.Array, RunningSums]:
+def pool_step(
+    state: RunningSums, rows: jax.Array, start: jax.Array, lengths: jax.Array, ratio: int
+) -> tuple[jax.Array, RunningSums]:
     """The entry `[b, 1, d]`, before its norm, that a step's tokens complete, if they do; and the state with them.
 
-    Tokens are folded one by one, in their order, by steps and by `fold` alone. So the bits do not depend on how many
-    came at a time, nor on what was taken back.
+    Tokens are folded one by one, in their order, by steps and by `fold` alone: by one compiled loop, since a compiler
+    may round each copy of `fold` differently. So the bits do not depend on how many came at a time, nor on what was
+    taken back.
 
     Args:
       state: the state.
-      rows: float32 `[b, s, 2 d]`, s up to the state's capacity, at the positions from `start` on, int32 `[b]`.
+      rows: float32 `[b, s, 2 d]`, s up to the state's capacity, at the positions from `start` on, int32 `[b]`; those at
+        `lengths` or later, int32 `[b]`, are padding.
       ratio: tokens of a block, at least as many as the state keeps.
     """
     s, steps = rows.shape[1], state.capacity
-    state = state.begun(start, start + s)
-    ring, sums, folded = state.tokens, list(jnp.unstack(state.sums, axis=1)), state.folded[:, 0]
-    for i in range(s):
-        position = start + i
-        leaves = (position >= 0) & (position - steps >= folded)
-        folded = jnp.where(leaves, position - steps, folded)
-        begins = (leaves & (folded % ratio == 0))[:, None]
-        sums = [jnp.where(begins, x, y) for x, y in zip((-jnp.inf, 0.0, 0.0), sums, strict=True)]
-        sums = fold(sums, jnp.take_along_axis(ring, (position % steps)[:, None, None], 1)[:, 0], leaves)
-        folded += leaves
-        ring = Cache(ring).append(rows[:, i : i + 1], position[:, None]).entries
-    state = RunningSums(ring, jnp.stack(sums, 1), folded[:, None])
-    last = (start // ratio + 1) * ratio
-    block = state.block(last - ratio)
-    for j in range(steps):
-        position = jnp.maximum(folded, last - ratio) + j
-        block = fold(block, state.take(position[:, None])[:, 0], position < last)
-    return (block[2] / block[1])[:, None], state
+    state = state.begun(start, lengths)
+    positions, first = counted(start, 0, s), start // ratio * ratio
+    new = (positions >= 0) & (positions < lengths[:, None])
+    displaced = positions - steps  # the tokens in the slots of the new ones
+    leaves = new & (displaced >= state.folded)
+    folded = jnp.max(jnp.where(leaves, displaced + 1, state.folded), 1)
+    ring = Cache(state.tokens).append(rows, jnp.where(new, positions, -1)).entries
+    kept = counted(jnp.maximum(folded, first), 0, steps)  # those of the block that are not in its sums
+    tokens = jnp.concatenate([state.take(positions), dataclasses.replace(state, tokens=ring).take(kept)], 1)
+    there = jnp.concatenate([leaves, kept < (first + ratio)[:, None]], 1)
+    begins = jnp.concatenate([leaves & (displaced % ratio == 0), kept == first[:, None]], 1)
+
+    def next_(sums: jax.Array, x: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        token, there, begins = x
+        parts = jnp.unstack(jnp.where(begins[:, None, None], empty(sums), sums), axis=1)
+        sums = jnp.stack(fold(list(parts), token, there), 1)
+        return sums, sums
+
+    last, sums = lax.scan(next_, state.sums, tuple(jnp.moveaxis(x, 1, 0) for x in (tokens, there, begins)))
+    return (last[:, 2] / last[:, 1])[:, None], RunningSums(ring, sums[s - 1], folded[:, None])
 
 
 def pool_chunk(

@@ -38,7 +38,7 @@ class Arrays(NamedTuple):
     ape: cute.Pointer  # float32 [ratio, width / 2], or none
     norm: cute.Pointer  # float32 [d]
     table: cute.Pointer  # float32 [b, n, DIMS]: cos and sin of an entry's position, by turns
-    lengths: cute.Pointer  # int32 [b], with the new tokens
+    bounds: cute.Pointer  # int32 [b, n_bounds], tokens with the new ones; and where these begin, if not s before that
     block_table: cute.Pointer  # int32 [b, table_width]
     state: cute.Pointer  # float32 [b, ring, width]
     sums: cute.Pointer  # float32 [b, PARTS, d], or none
@@ -56,6 +56,7 @@ class Extents(NamedTuple):
     columns: Int32
     column: Int32
     has_ape: Int32
+    n_bounds: Int32
     ratio: Int32
     ring: Int32
     pages: Int32
@@ -75,7 +76,7 @@ class KvInsertSm90(Kernel):
         ape: cute.Pointer,
         norm: cute.Pointer,
         table: cute.Pointer,
-        lengths: cute.Pointer,
+        bounds: cute.Pointer,
         block_table: cute.Pointer,
         state: cute.Pointer,
         sums: cute.Pointer,
@@ -88,6 +89,7 @@ class KvInsertSm90(Kernel):
         columns: Int32,
         column: Int32,
         has_ape: Int32,
+        n_bounds: Int32,
         ratio: Int32,
         ring: Int32,
         pages: Int32,
@@ -98,9 +100,9 @@ class KvInsertSm90(Kernel):
         stream: cuda.CUstream,
     ):
         c = self.config
-        arrays = Arrays(rows, ape, norm, table, lengths, block_table, state, sums, folded, cache)
+        arrays = Arrays(rows, ape, norm, table, bounds, block_table, state, sums, folded, cache)
         cached = (pages, page, page_bytes, table_width)
-        x = Extents(b, s, n, width, columns, column, has_ape, ratio, ring, *cached, eps)
+        x = Extents(b, s, n, width, columns, column, has_ape, n_bounds, ratio, ring, *cached, eps)
         self.launch(arrays, x, ctas=ceil_div(b if c.pooled else b * s, Int32(c.tile_m)), stream=stream)
 
     @cute.kernel
@@ -118,8 +120,9 @@ class KvInsertSm90(Kernel):
         token = cute.arch.block_idx()[0] * c.warps + cute.arch.make_warp_uniform(thread // WARP)
         if token < n.b * n.s:
             sequence, i = token // n.s, token % n.s
-            position = load(arrays.lengths + sequence) - n.s + i
-            if position >= 0:
+            start, length = self.bounds(sequence, arrays, n)
+            position = start + i
+            if (position >= 0) & (position < length):
                 numbers = cute.make_rmem_tensor(c.numbers, Float32)
                 read(arrays.rows + (Int64(token) * n.columns + n.column + thread % WARP * c.numbers), numbers)
                 self.insert(numbers, sequence, i, position, arrays, n)
@@ -130,10 +133,9 @@ class KvInsertSm90(Kernel):
         smem = SmemAllocator()
         parts = smem.allocate_tensor(Float32, cute.make_layout((c.d, PARTS, c.groups)), 16)
         pooled = smem.allocate_tensor(Float32, cute.make_layout(c.d), 16)
-        length = load(arrays.lengths + sequence)
-        start = length - n.s
+        start, length = self.bounds(sequence, arrays, n)
         ring = arrays.state + Int64(sequence) * n.ring * n.width
-        self.keep_tokens(ring, start, sequence, arrays, n)
+        self.keep_tokens(ring, start, length, sequence, arrays, n)
         cute.arch.sync_threads()
         first = start // n.ratio if start >= 0 else -((n.ratio - 1 - start) // n.ratio)
         for k in cutlass.range(n.n, unroll=1):
@@ -158,11 +160,11 @@ class KvInsertSm90(Kernel):
         """
         c, column, sequence = self.config, cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
         pooled = SmemAllocator().allocate_tensor(Float32, cute.make_layout(c.d), 16)
-        length = load(arrays.lengths + sequence)
-        start = length - n.s
+        start, length = self.bounds(sequence, arrays, n)
         folded = load(arrays.folded + sequence)
-        if length > 0:  # in an idle place all stays as it is
-            folded = cutlass.min(folded, cutlass.max(start, 0))  # fewer if a sequence begins
+        begin = cutlass.max(start, 0)
+        if length > begin:  # in an idle place all stays as it is
+            folded = cutlass.min(folded, begin)  # fewer if a sequence begins
         ring = arrays.state + (Int64(sequence) * n.ring * n.width + column)
         rows = arrays.rows + (Int64(sequence) * n.s * n.columns + n.column + column)
         sums = arrays.sums + (Int64(sequence) * PARTS * c.d + column)
@@ -171,7 +173,7 @@ class KvInsertSm90(Kernel):
             block[j] = load(sums + j * c.d)
         for i in cutlass.range(n.s, unroll=1):
             position = start + i
-            if position >= 0:
+            if (position >= 0) & (position < length):
                 slot = ring + Int64(position % n.ring) * n.width
                 row = rows + Int64(i) * n.columns
                 kv, score = load(row), load(row + c.d)
@@ -207,12 +209,21 @@ class KvInsertSm90(Kernel):
                 self.insert(numbers, sequence, Int32(0), entry, arrays, n)
 
     @cute.jit
-    def keep_tokens(self, ring: cute.Pointer, start: Int32, sequence: Int32, arrays: Arrays, n: Extents):
+    def bounds(self, sequence: Int32, arrays: Arrays, n: Extents) -> tuple[Int32, Int32]:
+        """The position of a sequence's first row, and its tokens. Rows at later positions are padding."""
+        length = load(arrays.bounds + sequence * n.n_bounds)
+        start = length - n.s
+        if n.n_bounds > 1:
+            start = load(arrays.bounds + (sequence * n.n_bounds + 1))
+        return start, length
+
+    @cute.jit
+    def keep_tokens(self, ring: cute.Pointer, start: Int32, length: Int32, sequence: Int32, arrays: Arrays, n: Extents):
         """Writes the new tokens to the ring."""
         channels = n.width // 2
         for i in cutlass.range(n.s, unroll=1):
             position = start + i
-            if position >= 0:
+            if (position >= 0) & (position < length):
                 source = arrays.rows + ((Int64(sequence) * n.s + i) * n.columns + n.column)
                 target = ring + Int64(position % n.ring) * n.width
                 ape = arrays.ape + Int64(position % n.ratio) * channels
@@ -322,7 +333,7 @@ class KvInsertSm90(Kernel):
     def examples(self, variant: KvInsert) -> tuple:
         cache = "bytes" if variant.packing else "cache"
         arrays = pointers(variant.dtype, *["float32"] * 4, *["int32"] * 2, *["float32"] * 2, "int32", cache)
-        return *arrays, *(i32() for _ in range(13)), Float32(1e-6)
+        return *arrays, *(i32() for _ in range(14)), Float32(1e-6)
 
 
 def read(source: cute.Pointer, target: cute.Tensor) -> None:
