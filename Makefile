@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST := OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal  # a core for each
 
 .DEFAULT_GOAL := help
-.PHONY: help demo installed quick test test-hf wheel docs lint fmt build clean pictures
+.PHONY: help demo installed quick test test-hf test-witnesses wheel docs lint fmt build clean pictures
 .NOTPARALLEL:
 
 help: ## show this
@@ -37,6 +37,9 @@ test: build .venv/.tools ## set up, build every kernel, and run all tests
 
 test-hf: .venv-hf/.tools ## compare layers and a whole model with Hugging Face transformers, in an environment of its own
 	PYTHONPATH=. .venv-hf/bin/python -m pytest -W ignore tests/test_hf.py tests/test_hf_model.py
+
+test-witnesses: .venv-witnesses/.tools ## run others' Blackwell kernels in the interpreter, in an environment of its own; ARGS=--quick for five
+	PYTHONPATH=. OPENBLAS_NUM_THREADS=1 .venv-witnesses/bin/python -m interpreter.witnesses $(ARGS)
 
 docs: .venv-docs/.tools ## build the pages into build/site; a warning, such as a link that leads nowhere, is an error
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict  # not --quiet, which drops warnings before they count
@@ -72,7 +75,7 @@ wheel: ## build a wheel into dist/, and try it in an empty environment; KERNELS=
 build: .venv/.built ## compile every kernel and the library into the editable install in .venv; Python alone needs none
 
 clean: ## remove the environment and everything built; compiled kernels stay in ~/.cache/jax_dsv4_fmha
-	rm -rf .venv .venv-hf .venv-wheel .venv-docs build dist jax_dsv4_fmha/_native.so
+	rm -rf .venv .venv-hf .venv-witnesses .venv-wheel .venv-docs build dist jax_dsv4_fmha/_native.so
 
 $(BIN)/python:
 	@echo "make: a virtual environment, .venv"
@@ -101,6 +104,16 @@ REQUIREMENTS = $(BIN)/python -c "import tomllib; p = tomllib.load(open('pyprojec
 	@test -x .venv-hf/bin/python || $(PYTHON) -m venv .venv-hf
 	@.venv-hf/bin/python -m pip install --quiet --disable-pip-version-check \
 	    pytest hypothesis "jax>=0.10" "torch==2.13.0" "transformers>=5.23"
+	@touch $@
+
+# Lists of pyproject.toml: the witnesses themselves, without what they ask for, and what they import.
+.venv-witnesses/.tools: pyproject.toml
+	@echo "make: packages from PyPI, into .venv-witnesses"
+	@test -x .venv-witnesses/bin/python || $(PYTHON) -m venv .venv-witnesses
+	@for list in "witnesses --no-deps" witnesses-import; do set -- $$list; \
+	    .venv-witnesses/bin/python -c "import tomllib; \
+	        print(*tomllib.load(open('pyproject.toml', 'rb'))['dependency-groups']['$$1'], sep='\n')" > .venv-witnesses/$$1.txt && \
+	    .venv-witnesses/bin/python -m pip install --quiet --disable-pip-version-check --no-compile $$2 -r .venv-witnesses/$$1.txt || exit 1; done
 	@touch $@
 
 .venv-docs/.tools: pyproject.toml

@@ -11,12 +11,17 @@ again.
 
 import json
 import re
+import sys
 import textwrap
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-DOCS = Path(__file__).parent
+DOCS = Path(__file__).resolve().parent
+sys.path.insert(0, str(DOCS.parent))
+
+from interpreter.machine.rules import Rule  # noqa: E402
+
 PAGES = (DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md")))
 MARKED = re.compile(r"(<!-- generated: (\S+) -->\n).*?(<!-- end -->)", re.S)
 
@@ -28,6 +33,7 @@ def load(name: str) -> dict[str, Any]:
 
 FORWARD, DECODE, GRAD = map(load, ("h200", "h200_decode", "h200_grad"))
 INDEXER, LAYER, PEERS, NOTED = map(load, ("h200_indexer", "h200_layer", "h200_peers", "h200_kernels"))
+WITNESSED, FORMS = map(load, ("witnesses", "blackwell_forms"))
 PROFILES: dict[str, Any] = NOTED["profiles"]
 SMS = int(FORWARD["devices"][0]["sms"])
 
@@ -36,6 +42,11 @@ def table(header: str, rows: Iterable[Iterable[str]]) -> str:
     names = header.split(" | ")
     lines = [f"| {header} |", "|" + "---|" + "---:|" * (len(names) - 1)]
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def texts(header: str, rows: Iterable[Iterable[str]]) -> str:
+    """A table of words."""
+    return table(header, rows).replace("---:|", "---|")
 
 
 def micro(seconds: float) -> str:
@@ -386,6 +397,92 @@ def blackwell() -> str:
     return table("d | MMA | with SMEM's share | softmax | bound | tensor pipe | L2 bytes a clock", rows)
 
 
+def rules() -> str:
+    rows = [[f"`{x.name}`", x.says, x.without, x.evidence] for x in Rule]
+    return texts("rule | the manual | without it | evidence", rows)
+
+
+def witnesses() -> str:
+    """Each witness: what it is, how many of our forms it executes, its answer."""
+    rows = []
+    for name, x in WITNESSED["witnesses"].items():
+        ran, total = x["instructions"]
+        worst = max(x["errors"].values())
+        rows.append(
+            [
+                name,
+                x["what"].removeprefix("Hopper: "),
+                f"{x['maker']} {x['version']}"
+                if " " not in x["maker"]
+                else f"CUTLASS, in flashinfer-python {x['version']}",
+                x["arch"],
+                f"{ran} of {total}",
+                f"{len(FORMS.keys() & set(x['forms']))}" if x["arch"] == "sm_100a" else "–",
+                f"{x['seeds']}",
+                ("exact" if worst == 0 else f"{worst:.0e}") if x["right"] else "WRONG",
+                f"{x['compile_s']:.0f} s, {x['seconds']:.1f} s",
+            ]
+        )
+    header = "witness | what | by | for | instructions executed | our forms | orders | error | to compile, a run"
+    return texts(header, rows)
+
+
+def witness_count() -> str:
+    found = WITNESSED["witnesses"].values()
+    chips = [sum(x["arch"] == arch for x in found) for arch in ("sm_100a", "sm_90a")]
+    right = sum(x["right"] for x in found)
+    lone = [form for form in FORMS if not _vouching(form)]
+    return wrapped(f"""{len(found)} kernels, {chips[0]} for Blackwell and {chips[1]} for Hopper: {right} give the right answer in every order that was tried. Of the {len(FORMS)} forms
+that our Blackwell kernels execute, {len(FORMS) - len(lone)} have a witness.""")
+
+
+def _vouching(form: str) -> list[str]:
+    return [name for name, x in WITNESSED["witnesses"].items() if form in x["forms"]]
+
+
+def witnessed_forms() -> str:
+    rows = []
+    for form in FORMS:
+        names = _vouching(form)
+        many = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        rows.append([f"`{form}`", f"{len(FORMS[form])}", ", ".join(names[:3]) + many if names else "**nobody**"])
+    return texts("form | kernels of ours | witnesses", rows)
+
+
+def witness_rules() -> str:
+    """For each rule of the manual, how many of the witnesses for Blackwell would fail if it alone were checked."""
+    found = [x for x in WITNESSED["witnesses"].values() if "breaks" in x]
+    clean = [name for name, x in WITNESSED["witnesses"].items() if not x["breaks"]]
+    rows = [[f"`{name}`", f"{sum(name in x['breaks'] for x in found)} of {len(found)}"] for name in WITNESSED["rules"]]
+    alarms = f"{len(found) - len(clean)} of {len(found)}"
+    return table("rule | witnesses that break it", [*rows, ["all, as for our kernels", alarms]])
+
+
+def witness_faults() -> str:
+    counts: dict[str, list[int]] = {}
+    for x in WITNESSED["witnesses"].values():
+        for kind, count in x.get("faults", {}).items():
+            total = counts.setdefault(kind, [0, 0, 0])
+            for n, part in enumerate(("planted", "raised", "wrong")):
+                total[n] += count[part]
+    sums = [sum(x[n] for x in counts.values()) for n in range(3)]
+    rows = [[kind, *map(str, x), str(x[0] - x[1] - x[2])] for kind, x in (*counts.items(), ("**all**", sums))]
+    return table("what is changed | places | a fault is raised | the answer is wrong | no effect", rows)
+
+
+def planted_in() -> str:
+    names = [name for name, x in WITNESSED["witnesses"].items() if "faults" in x]
+    return f"Planted in: {', '.join(names)}."
+
+
+def interpreted() -> str:
+    seconds = sorted(x["seconds"] for x in WITNESSED["witnesses"].values())
+    compiled = sorted(x["compile_s"] for x in WITNESSED["witnesses"].values())
+    half = len(seconds) // 2
+    return wrapped(f"""The witnesses, GEMMs and attention on operands of some 10 to 500 KiB, take {seconds[0]:.1f} to {seconds[-1]:.1f} s a run, {seconds[half]:.1f} in the
+median, and {compiled[0]:.0f} to {compiled[-1]:.0f} s to compile, {compiled[half]:.0f} in the median, on a core of a machine that was busy.""")
+
+
 def limits() -> str:
     """What performance.md says of pages that have tables of their own."""
     ratios = [
@@ -570,6 +667,14 @@ GENERATED: dict[str, Callable[[], str]] = {
         rope,
         layer_steps,
         blackwell,
+        rules,
+        witnesses,
+        witness_count,
+        witnessed_forms,
+        witness_rules,
+        witness_faults,
+        planted_in,
+        interpreted,
         scaling,
         host,
         flashmla,

@@ -28,7 +28,9 @@ Modules, each for one concern. The machine knows nothing of this project's kerne
       decode.py      Decoder: operands -> slots; the register of instructions
       fusion.py      runs of instructions on lanes alone -> one Python function each
       alu.py control.py memory.py reductions.py barriers.py clusters.py copies.py lanes.py wgmma.py tmem.py tcgen05.py
+      products.py launch_control.py
                      one family of instructions each
+      rules.py       what the manual demands and a B200 does not: a switch for each
       handwritten.py programs written by hand, run here or on a chip
       timeline.py    who did what when, as text and as a picture
     kernels/         what knows our kernels
@@ -36,11 +38,14 @@ Modules, each for one concern. The machine knows nothing of this project's kerne
       launch.py      the build's PTX; a launch of attention on operands
       attention.py gradients.py       operands in NumPy, and in float64 what is to come out
       cases.py       what kernels of attention are run on;  verdict.py: what is wrong with an answer
+      command.py     a kernel of ours, and who did what when
       mla_backward.py mha_backward.py indexer.py probabilities.py rope.py
                      a launch of each other family, its operands, and what is wrong with its answer
     faults.py        PlantedFault: where a fault is, by what it must be found;  edits.py: edits of PTX that plant one
     hardware.py      what a GPU answers, recorded
-    __main__.py      the command line
+    cute/            anybody's CuTe DSL functions: compiled without a GPU, recorded, run here
+    witnesses/       kernels that others wrote for B200s
+    __main__.py      the commands
 
 Seams, for a new family of instructions:
 

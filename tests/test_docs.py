@@ -15,6 +15,8 @@ import pytest
 
 import interpreter.__main__
 import jax_dsv4_fmha
+from interpreter.cute import script
+from interpreter.kernels import command
 from jax_dsv4_fmha import _cli, layers
 from jax_dsv4_fmha._host import library
 from jax_dsv4_fmha.layers import weights
@@ -43,15 +45,18 @@ def test_program_prints_what_it_says(program, capsys, in_place):
 
 def test_commands_are_understood():
     """The command lines on the pages, up to what they say about themselves, which two spaces or a # part from them."""
-    said = [page.read_text() for page in (*PAGES, ROOT / "CONTRIBUTING.md")] + [interpreter.__main__.__doc__]
+    said = [page.read_text() for page in (*PAGES, ROOT / "CONTRIBUTING.md")]
+    said += [module.__doc__ for module in (interpreter.__main__, command, script)]
     commands = re.findall(r"python -m (jax_dsv4_fmha|interpreter) +([^`\n#)]*?)(?:  |[`\n#)])", "\n".join(said))
     assert {program for program, _ in commands} == {"jax_dsv4_fmha", "interpreter"} and len(commands) > 9
     for program, words in commands:
         if program == "jax_dsv4_fmha":
             _cli._parser().parse_args(shlex.split(words))
+        elif words.startswith("run "):
+            script.parser().parse_args(shlex.split(words)[1:])
         else:
-            arguments = interpreter.__main__.parser().parse_args(shlex.split(words))
-            interpreter.__main__.find(arguments.kernel)
+            arguments = command.parser().parse_args(shlex.split(words))
+            command.find(arguments.kernel)
 
 
 GENERATE = runpy.run_path(str(ROOT / "docs/generate.py"))

@@ -7,8 +7,8 @@ import re
 import numpy as np
 import pytest
 
-from interpreter import __main__, edits, hardware
-from interpreter.kernels import attention, cases, native
+from interpreter import edits, hardware
+from interpreter.kernels import attention, cases, command, native
 from interpreter.kernels.cases import EVERYTHING
 from interpreter.kernels.launch import Kernel, combine, launch
 from interpreter.kernels.verdict import judge
@@ -178,7 +178,7 @@ def one_kernel():
 
 
 def test_timeline(one_kernel, capsys):
-    assert __main__.main([one_kernel, "--case", "few"]) == 0
+    assert command.main([one_kernel, "--case", "few"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"^ +\d+  warp 0 +\d+  issues load \[0, 0, 0, 0\] to \+\d+ \(\d+ bytes\), completes on", out, re.M)
     assert re.search(r"warp 4-\d+ .* arrives at mbarrier \+\d+|completes phase 0", out)
@@ -188,7 +188,7 @@ def test_timeline(one_kernel, capsys):
 def test_timeline_ends_with_the_fault(one_kernel, capsys, tmp_path):
     edited = tmp_path / "edited.ptx"
     edited.write_text(edits.drop(kernel(one_kernel).ptx, r"mbarrier\.arrive\.expect_tx", slice(0, 1)))
-    assert __main__.main([one_kernel, "--case", "few", "--ptx", str(edited), "--tail", "5"]) == 1
+    assert command.main([one_kernel, "--case", "few", "--ptx", str(edited), "--tail", "5"]) == 1
     out, err = capsys.readouterr()
     assert len(out.splitlines()) == 8
     assert err.startswith("Deadlock: nothing can go on") and "warp 4-7 at line" in err
@@ -196,12 +196,12 @@ def test_timeline_ends_with_the_fault(one_kernel, capsys, tmp_path):
 
 def test_plot(one_kernel, tmp_path):
     picture = tmp_path / "run.svg"
-    assert __main__.main([one_kernel, "--case", "few", "--plot", str(picture)]) == 0
+    assert command.main([one_kernel, "--case", "few", "--plot", str(picture)]) == 0
     svg = picture.read_text()
     assert svg.startswith("<?xml") and all(text in svg for text in ("warp 0", "wgmma, warpgroup 1", "in flight"))
 
 
 def test_a_part_of_a_name_may_name_many(capsys):
     with pytest.raises(SystemExit):
-        __main__.main(["d512"])
+        command.main(["d512"])
     assert re.search(r"'d512' names \d+ kernels; there are\n  \w+_d512_", capsys.readouterr().err)

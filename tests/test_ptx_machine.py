@@ -292,3 +292,9 @@ def test_a_tensor_map_has_a_generic_address():
 
 def test_shared_memory_begins_after_what_is_reserved():
     assert run(store("%r4")).tolist() == [SMEM_BASE + 4 * n for n in range(32)]
+
+
+def test_places_in_sources_are_no_instructions():
+    """.loc ends with its line, not with a semicolon: once, the instruction after it was lost."""
+    body = "mov.b32 %r8, 1;\n\t.loc\t1 7 14, function_name $L__info, inlined_at 1 8 3\n  add.s32 %r8, %r8, %r1;\n"
+    assert run(body + store("%r8")).tolist() == [n + 1 for n in range(32)]

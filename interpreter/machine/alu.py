@@ -16,7 +16,7 @@ from numpy.typing import DTypeLike
 from .decode import DTYPES, Decoder, Step, bits_of, instruction
 from .fusion import Lanewise
 from .parser import Arg, Instruction
-from .state import FULL, GENERIC_PARAM_BASE, LANES, PARAM_BASE, Array, Warp, mask_of
+from .state import FULL, GENERIC_PARAM_BASE, LANES, PARAM_BASE, SHARED_WINDOW, Array, Warp, mask_of
 
 BF16, E4M3 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
 
@@ -109,8 +109,42 @@ def _rounding(i: Instruction, d: Decoder) -> bool:
     return i.has("ftz")
 
 
+def two_floats(i: Instruction, d: Decoder) -> Step:
+    """add, sub, mul and fma of .f32x2: of two fp32 in a 64-bit register, to nearest or (.rm) downwards."""
+    name = i.opcode.split(".")[0]
+    i.only("rn", "rm", "ftz", "f32x2")
+    downwards, ftz = i.has("rm"), i.has("ftz")
+
+    def compute(*packed: Array) -> Array:
+        given: list[Array] = [flush(x) if ftz else x for x in (x.view(np.float32) for x in packed)]
+        x, y, *more = (v.astype(np.float64) for v in given)
+        z: Array = more[0] if more else np.asarray(-0.0)
+        if name in ("mul", "fma"):  # the product of two fp32 is exact in fp64
+            first, second = x * y, z
+        else:
+            first, second = x, -y if name == "sub" else y
+        result = sum_downwards(first, second) if downwards else (first + second).astype(np.float32)
+        return (flush(result) if ftz else result).view(np.uint64)
+
+    return elementwise(d, i, "b64", ["u64"] * (3 if name == "fma" else 2), compute)
+
+
+def sum_downwards(a: Array, b: Array) -> Array:
+    """fp32, rounded to minus infinity, of the exact sum of two fp64."""
+    total = a + b
+    part = total - a
+    lost = (a - (total - part)) + (b - part)  # what the sum in fp64 has lost of the exact one
+    nearest = total.astype(np.float32)
+    wide = nearest.astype(np.float64)
+    return np.where(
+        (wide > total) | ((wide == total) & (lost < 0)), np.nextafter(nearest, np.float32(-np.inf)), nearest
+    )
+
+
 @instruction("add", "sub", "div", "rem", "min", "max")
 def arithmetic(i: Instruction, d: Decoder) -> Step:
+    if i.has("f32x2"):
+        return two_floats(i, d)
     name, kind = i.opcode.split(".")[0], kind_of(i, d)
     if kind in ("f32", "f64"):
         ftz = _rounding(i, d)
@@ -118,6 +152,8 @@ def arithmetic(i: Instruction, d: Decoder) -> Step:
         if i.has("NaN"):
             base = {"min": np.minimum, "max": np.maximum}[name]
         compute = (lambda a, b: flush(base(flush(a), flush(b)))) if ftz else base
+        if len(i.args) == 4 and name in ("min", "max"):
+            return elementwise(d, i, kind, [kind] * 3, lambda a, b, c: compute(compute(a, b), c))
     elif i.has("relu"):
         i.only("relu", kind)
         compute = {"min": _min_relu, "max": lambda a, b: np.maximum(np.maximum(a, b), 0)}[name]
@@ -129,6 +165,8 @@ def arithmetic(i: Instruction, d: Decoder) -> Step:
 
 @instruction("mul")
 def multiply(i: Instruction, d: Decoder) -> Step:
+    if i.has("f32x2"):
+        return two_floats(i, d)
     if i.has("bf16x2"):  # exact in fp32, except where the value is subnormal
         i.only("rn", "bf16x2")
         return elementwise(d, i, "b32", ["u32"] * 2, lambda a, b: (a.view(BF16) * b.view(BF16)).view(np.uint32))
@@ -164,6 +202,8 @@ def multiply_add(i: Instruction, d: Decoder) -> Step:
 
 @instruction("fma")
 def fused(i: Instruction, d: Decoder) -> Step:
+    if i.has("f32x2"):
+        return two_floats(i, d)
     if i.has("bf16x2"):
         i.only("rn", "bf16x2")
 
@@ -419,7 +459,11 @@ def move(i: Instruction, d: Decoder) -> Step:
 
 @instruction("cvta")
 def convert_address(i: Instruction, d: Decoder) -> Step:
-    """Global memory has the same addresses in both spaces; parameters have not."""
+    """Global memory has the same addresses in both spaces; parameters and shared memory have not."""
+    if i.has("shared") or i.has("shared::cta") or i.has("shared::cluster"):
+        i.only("to", "shared", "shared::cta", "shared::cluster", "u64")
+        window = np.uint64(SHARED_WINDOW)
+        return elementwise(d, i, "b64", ["b64"], (lambda a: a - window) if i.has("to") else (lambda a: a + window))
     i.only("to", "param", "global", "u64")
     if not (i.has("param") or i.has("global")) or (i.has("to") and i.has("param")):
         raise d.fail(i.opcode)

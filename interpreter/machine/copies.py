@@ -9,6 +9,7 @@ mbarriers at the same place in each.
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -18,12 +19,32 @@ import numpy as np
 from .barriers import MBarrier, complete_tx, lookup
 from .clusters import ranks
 from .decode import Decoder, Step, instruction
-from .hazards import Misuse, OutOfBounds
+from .hazards import Misuse, OutOfBounds, Unsupported
 from .memory import addresses, refuse_barriers
 from .parser import Address, Arg, Instruction
-from .state import RANK_SHIFT, READ_STREAMS, SMEM_BASE, Array, AsyncOp, Cta, GlobalMemory, Wait, Warp
+from .reductions import additions
+from .state import (
+    GENERIC_PARAM_BASE,
+    RANK_SHIFT,
+    READ_STREAMS,
+    SMEM_BASE,
+    Array,
+    AsyncOp,
+    Cta,
+    GlobalMemory,
+    Wait,
+    Warp,
+)
 
 SPANS = {0: 0, 32: 1, 64: 2, 128: 3}  # bytes of a swizzled row -> how many bits of the address are permuted
+ATOMS = (16, 32)  # bytes that a swizzle moves together
+
+MAP_SIZE = 128  # bytes
+# The flags of an encoded tensor map: rank less 1 from bit 4 on, type from 7, swizzle from 13, L2 promotion from 21.
+MAP_CONSTANT = 1 << 1 | 1 << 18  # set in all that CuTe's host code makes
+MAP_TF32, MAP_ATOM_32 = 1 << 16, 1 << 19
+MAP_KNOWN = 7 << 4 | 15 << 7 | 3 << 13 | MAP_TF32 | MAP_ATOM_32 | 3 << 21
+MAP_BYTES = {0: 1, 1: 2, 2: 4, 3: 4, 4: 8, 5: 8, 6: 2, 7: 4, 9: 8, 10: 2}  # of an element, by the number of its type
 
 
 @dataclass(frozen=True)
@@ -36,6 +57,8 @@ class TensorMap:
     extents: tuple[int, ...]  # elements
     strides: tuple[int, ...]  # bytes, of all modes except the first
     swizzle: int = 128  # bytes: 0, 32, 64 or 128
+    atom: int = 16  # bytes that the swizzle moves together
+    rounds_to_tf32: bool = False
 
     def __post_init__(self) -> None:
         if self.address % 16 or any(s % 16 for s in self.strides):
@@ -44,6 +67,36 @@ class TensorMap:
             raise Misuse(f"a tensor map with a box of {self.box}, wanted 1 to 256 in each mode")
         if self.row_bytes % 16 or (self.swizzle and self.row_bytes > self.swizzle):
             raise Misuse(f"a box whose rows have {self.row_bytes} bytes, with a swizzle of {self.swizzle}")
+        if self.atom not in ATOMS or (self.atom == 32 and self.swizzle != 128):
+            raise Misuse(f"a swizzle of {self.swizzle} bytes in atoms of {self.atom}")
+
+    @staticmethod
+    def decode(blob: bytes) -> TensorMap:
+        """From the bytes that a kernel gets, of which the chip reads 64. Whatever bit has no meaning here is refused.
+
+        Strides are in units of 16 bytes, extents and boxes less 1.
+        """
+        address, flags, *numbers = struct.unpack("<QI10I", blob[:52])
+        strides, high, extents = numbers[:4], numbers[4], numbers[5:]
+        rank = (flags >> 4 & 7) + 1
+        if flags & MAP_CONSTANT != MAP_CONSTANT:
+            raise Misuse(f"what lies where a tensor map should is none: its flags are {flags:#010x}")
+        if unknown := flags & ~(MAP_CONSTANT | MAP_KNOWN):
+            raise Misuse(f"a tensor map whose flags have bits that have no meaning here: {unknown:#010x}")
+        if any(blob[52:55]) or any(blob[55 + rank : 64]) or rank > 5:
+            raise Misuse(f"a tensor map of rank {rank} with numbers that have no meaning here: {blob[52:64].hex()}")
+        if (kind := flags >> 7 & 15) not in MAP_BYTES:
+            raise Misuse(f"a tensor map of elements of type {kind}")
+        return TensorMap(
+            address,
+            element=MAP_BYTES[kind],
+            box=tuple(x + 1 for x in blob[55 : 55 + rank]),
+            extents=tuple(x + 1 for x in extents[:rank]),
+            strides=tuple(16 * (x | (high >> 4 * n & 15) << 32) for n, x in enumerate(strides[: rank - 1])),
+            swizzle=(0, 32, 64, 128)[flags >> 13 & 3],
+            atom=32 if flags & MAP_ATOM_32 else 16,
+            rounds_to_tf32=bool(flags & MAP_TF32),
+        )
 
     @property
     def row_bytes(self) -> int:
@@ -77,22 +130,25 @@ class TensorMap:
             buffer, _ = memory.find(int(wanted.min()), size, "a tensor map reads")
             if int(wanted.max()) + size > buffer.base + buffer.size:
                 raise OutOfBounds(f"a tensor map reads past the end of {buffer.name}: {self}")
-            data[np.flatnonzero(inside)[:, None], skip + np.arange(size)] = buffer.read(
-                actor, wanted - buffer.base, size
-            )
+            found = buffer.read(actor, wanted - buffer.base, size)
+            if self.rounds_to_tf32 and (found.view(np.uint32) & 0x1FFF).any():
+                raise Unsupported("a tensor map that rounds fp32 to tf32")
+            data[np.flatnonzero(inside)[:, None], skip + np.arange(size)] = found
         return data
 
 
-def swizzled(offsets: Array, span: int) -> Array:
-    """Byte addresses in shared memory after the swizzle of `span` bytes: bits 4.. are xored with bits 7.. ."""
-    bits = SPANS[span]
-    return offsets ^ ((offsets >> 3) & (((1 << bits) - 1) << 4))
+def swizzled(offsets: Array, span: int, atom: int = 16) -> Array:
+    """Byte addresses in shared memory after the swizzle of `span` bytes: bits 4.. are xored with bits 7.. . Where atoms
+    have 32 bytes, bits 5 and 6 are xored with bits 7 and 8."""
+    more = ATOMS.index(atom)
+    bits = SPANS[span] - more
+    return offsets ^ ((offsets >> 3 - more) & (((1 << bits) - 1) << 4 + more))
 
 
 @lru_cache(maxsize=1024)
-def place(size: int, swizzle: int, offset: int) -> tuple[Array, Array]:
+def place(size: int, swizzle: int, atom: int, offset: int) -> tuple[Array, Array]:
     """(chunk numbers, words) in shared memory of a box of so many bytes that begins at `offset`, row by row."""
-    chunks = swizzled(offset + 16 * np.arange(size // 16), swizzle) // 16
+    chunks = swizzled(offset + 16 * np.arange(size // 16), swizzle, atom) // 16
     return chunks, (chunks[:, None] * 4 + np.arange(4)).ravel()
 
 
@@ -105,10 +161,14 @@ def coordinates(d: Decoder, arg: Arg) -> tuple[int, list[int]]:
 
 def tensor_map(w: Warp, slot: int) -> TensorMap:
     address = w.uniform(slot, np.uint64, "the address of a tensor map")
-    if address not in w.machine.tensor_maps:
-        which = "a .param address, wanted a generic one: cvta.param" if address >> 56 == 1 else f"0x{address:x}"
-        raise Misuse(f"there is no tensor map at {which}")
-    return w.machine.tensor_maps[address]
+    maps, params = w.machine.tensor_maps, w.machine.params
+    if address not in maps:
+        place = address - GENERIC_PARAM_BASE
+        if place < 0 or place + MAP_SIZE > len(params):
+            which = "a .param address, wanted a generic one: cvta.param" if address >> 56 == 1 else f"0x{address:x}"
+            raise Misuse(f"there is no tensor map at {which}")
+        maps[address] = TensorMap.decode(params[place : place + MAP_SIZE].tobytes())
+    return maps[address]
 
 
 def at_coordinates(w: Warp, slots: list[int]) -> tuple[int, ...]:
@@ -193,25 +253,31 @@ def tensor_copy(i: Instruction, d: Decoder) -> Step:
     spaces = [m for m in i.mods[1:] if m in ("shared::cta", "shared::cluster", "global")]
     if spaces[0] == "global":
         return tensor_store(i, d)
-    i.only(i.mods[0], *LOAD_SPACES, "multicast::cluster", "cta_group::1", "cta_group::2")
+    i.only(i.mods[0], *LOAD_SPACES, "multicast::cluster", "cta_group::1", "cta_group::2", "tile::gather4")
+    gathers = i.has("tile::gather4")
     to, to_offset = d.address(i.args[0])
     source, where = coordinates(d, i.args[1])
     ends = destinations_of(i, d, i.args[2], i.args[3] if len(i.args) > 3 else None)
-    if len(where) != rank:
+    if len(where) != (5 if gathers else rank) or (gathers and rank != 2):
         raise d.fail(f"{len(where)} coordinates of {rank}")
 
     def step(w: Warp) -> None:
         tensor, at = tensor_map(w, source), at_coordinates(w, where)
         if len(tensor.box) != rank:
             raise Misuse(f"a copy of rank {rank} by a tensor map of rank {len(tensor.box)}")
-        cta, offset = destination(w, to, to_offset, tensor.bytes)
+        if gathers and tensor.box[1] != 1:
+            raise Misuse(f"four rows by a tensor map with a box of {tensor.box}, wanted one of one row")
+        boxes = [(at[0], row) for row in at[1:]] if gathers else [at]
+        size = tensor.bytes * len(boxes)
+        cta, offset = destination(w, to, to_offset, size)
         target = ends(w, cta, offset)
-        chunks, words = place(tensor.bytes, tensor.swizzle, offset)
+        chunks, words = place(size, tensor.swizzle, tensor.atom, offset)
 
         def run(op: AsyncOp) -> None:
-            deliver(op, target, words, chunks, tensor.load(w.machine.memory, op, at))
+            data = np.concatenate([tensor.load(w.machine.memory, op, box) for box in boxes])
+            deliver(op, target, words, chunks, data)
 
-        what = f"load {list(at)} {arrival_of(target, tensor.bytes)}"
+        what = f"load {list(at)} {arrival_of(target, size)}"
         w.issue("tma", what, run, ctas=[x.cta for x in target])
 
     return step
@@ -273,7 +339,7 @@ def tensor_store(i: Instruction, d: Decoder) -> Step:
     def step(w: Warp) -> None:
         tensor, at = tensor_map(w, target), at_coordinates(w, where)
         cta, offset = destination(w, source, offset_, tensor.bytes)
-        chunks, words = place(tensor.bytes, tensor.swizzle, offset)
+        chunks, words = place(tensor.bytes, tensor.swizzle, tensor.atom, offset)
         rows, inside = tensor.rows(at)
         skip, size, column = tensor.columns(at[0])
 
@@ -293,6 +359,65 @@ def tensor_store(i: Instruction, d: Decoder) -> Step:
             "tma", f"store {list(at)} from +{offset - 1024}", run, reader=w.cta.first_stream + READ_STREAMS + w.number
         )
         w.extra.setdefault("bulk open", []).append(op)
+
+    return step
+
+
+@instruction("cp.async.bulk.global.shared::cta", "cp.reduce.async.bulk.global.shared::cta")
+def bulk_store(i: Instruction, d: Decoder) -> Step:
+    """Bytes of the CTA's shared memory to global memory; cp.reduce adds fp32 to what is there, in any order."""
+    adds = i.opcode.startswith("cp.reduce")
+    i.only(*HINTS, *(("add", "f32") if adds else ()))
+    if adds and not (i.has("add") and i.has("f32")):
+        raise d.fail(i.opcode)
+    (to, to_offset), (source, source_offset) = d.address(i.args[0]), d.address(i.args[1])
+    count = d.slot(i.args[2], "u32")
+
+    def step(w: Warp) -> None:
+        if (lanes := w.active.bit_count()) != 1:
+            raise Misuse(f"{lanes} lanes issue the same copy")
+        size = w.uniform(count, np.uint32, "a number of bytes")
+        if size == 0 or size % 16:
+            raise Misuse(f"a bulk copy of {size} bytes, wanted a multiple of 16")
+        address = w.uniform(to, np.uint64, "a destination") + to_offset
+        cta, at = w.cta.at(w.uniform(source, np.uint32, "a source") + source_offset)
+        if cta is not w.cta:
+            raise Misuse(f"a bulk copy out of shared memory of CTA {cta.number}, wanted this CTA's own")
+        words = cta.smem_span(at, size, 16, "a bulk copy of")
+
+        def run(op: AsyncOp) -> None:
+            op.atomic = adds
+            if not cta.smem.shadow.read(op, words).all():
+                raise Misuse("stores what is not defined to global memory")
+            data = cta.smem.words32[words]
+            buffer, start = w.machine.memory.find(address, size, "a bulk copy writes")
+            if start % 16:
+                raise OutOfBounds(f"a bulk copy writes at 0x{address:x}, wanted a multiple of 16")
+            if not adds:
+                buffer.write(op, np.array([start]), data.view(np.uint8)[None])
+                return
+            numbers = np.arange(start // 4, (start + size) // 4)
+            buffer.change(op, numbers)
+            buffer.bytes.view(np.float32)[numbers] += data.view(np.float32)
+            additions(buffer)[numbers] += 1
+
+        what = f"{'add' if adds else 'store'} {size} bytes from +{at - SMEM_BASE}"
+        op = w.issue("tma", what, run, reader=w.cta.first_stream + READ_STREAMS + w.number)
+        w.extra.setdefault("bulk open", []).append(op)
+
+    return step
+
+
+@instruction("cp.async.bulk.prefetch.tensor")
+def tensor_prefetch(i: Instruction, d: Decoder) -> Step:
+    """Changes nothing; the tensor map must be there, and of this rank."""
+    i.only(i.mods[0], "L2", "global", "tile", "L2::cache_hint")
+    source, where = coordinates(d, i.args[0])
+
+    def step(w: Warp) -> None:
+        tensor, at = tensor_map(w, source), at_coordinates(w, where)
+        if len(tensor.box) != len(at):
+            raise Misuse(f"a prefetch of rank {len(at)} by a tensor map of rank {len(tensor.box)}")
 
     return step
 

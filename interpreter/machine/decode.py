@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ Decode = Callable[[Instruction, "Decoder"], Step]
 
 FAMILIES = (
     *("alu", "control", "memory", "reductions", "barriers", "clusters", "copies", "lanes", "wgmma"),
-    *("tmem", "tcgen05"),
+    *("tmem", "tcgen05", "products", "launch_control"),
 )
 
 DTYPES: dict[str, type[np.generic]] = {
@@ -32,6 +32,7 @@ DTYPES: dict[str, type[np.generic]] = {
     "f16": np.float16,
     "f32": np.float32,
     "f64": np.float64,
+    "b128": np.complex128,  # for its width alone
 }
 WIDTHS = {"pred": "pred", "b8": "b16", "u8": "b16", "s8": "b16"}  # 8-bit values live in 16-bit registers
 
@@ -215,26 +216,36 @@ class Decoder:
 Special = Callable[[Warp], Array | int]
 
 
-def _axis(axis: str, x: Special, other: int) -> Special:
-    return x if axis == "x" else lambda w: other
+def _thread(w: Warp) -> tuple[Array, Array, Array]:
+    n, (x, y, _) = w.number * LANES + np.arange(LANES), w.machine.block
+    return n % x, n // x % y, n // (x * y)
+
+
+_BY_AXIS: dict[str, Callable[[Warp], Sequence[Array | int]]] = {
+    "tid": _thread,
+    "ntid": lambda w: w.machine.block,
+    "ctaid": lambda w: w.cta.at_grid,
+    "nctaid": lambda w: w.machine.grid,
+    "cluster_ctaid": lambda w: w.cta.in_cluster,
+    "cluster_nctaid": lambda w: w.machine.cluster,
+    "clusterid": lambda w: w.cta.cluster_at,
+    "nclusterid": lambda w: w.machine.clusters,
+}
+
+
+def _axis(of: Callable[[Warp], Sequence[Array | int]], axis: int) -> Special:
+    return lambda w: of(w)[axis]
 
 
 SPECIAL: dict[str, Special] = {
-    **{f"%tid.{a}": _axis(a, lambda w: w.number * LANES + np.arange(LANES), 0) for a in "xyz"},
-    **{f"%ntid.{a}": _axis(a, lambda w: w.machine.threads, 1) for a in "xyz"},
-    **{f"%ctaid.{a}": _axis(a, lambda w: w.cta.number, 0) for a in "xyz"},
-    **{f"%nctaid.{a}": _axis(a, lambda w: w.machine.grid_size, 1) for a in "xyz"},
-    **{f"%cluster_ctaid.{a}": _axis(a, lambda w: w.cta.rank, 0) for a in "xyz"},
-    **{f"%cluster_nctaid.{a}": _axis(a, lambda w: w.machine.cluster_size, 1) for a in "xyz"},
-    **{f"%clusterid.{a}": _axis(a, lambda w: w.cta.number // w.machine.cluster_size, 0) for a in "xyz"},
-    **{f"%nclusterid.{a}": _axis(a, lambda w: w.machine.grid_size // w.machine.cluster_size, 1) for a in "xyz"},
+    **{f"%{name}.{a}": _axis(of, n) for name, of in _BY_AXIS.items() for n, a in enumerate("xyz")},
     "%cluster_ctarank": lambda w: w.cta.rank,
     "%cluster_nctarank": lambda w: w.machine.cluster_size,
     "%is_explicit_cluster": lambda w: w.machine.cluster_size > 1,
     "%laneid": lambda w: np.arange(LANES),
     "%warpid": lambda w: w.number,
 }
-"""10 Special registers. Grids here have one dimension."""
+"""10 Special registers."""
 
 
 @functools.cache
@@ -259,6 +270,7 @@ class Code:
         for family in FAMILIES:
             importlib.import_module(f"{__package__}.{family}")
         self.program = program
+        self.named: dict[int, frozenset[int]] = {}  # by instruction
         self.decoder = d = Decoder(program)
         self.steps: list[Step] = []  # a step for every instruction; in `fused` some stand for several
         for d.index, d.here in enumerate(program.code):
@@ -289,6 +301,21 @@ class Code:
         for slot, value in self.own:
             values[slot] = value(w)
         return values
+
+    def registers_at(self, pc: int) -> frozenset[int]:
+        """The slots of the registers that an instruction names."""
+        if pc in self.named:
+            return self.named[pc]
+        i, names = self.program.code[pc], set[str]()
+        for arg in (*i.args, i.guard or ""):
+            parts = (
+                (arg.base, *arg.coordinates) if isinstance(arg, Address) else arg if isinstance(arg, tuple) else (arg,)
+            )
+            for part in parts:
+                names.update(part.lstrip("!").split("|"))
+        slots = self.decoder.slots
+        self.named[pc] = found = frozenset(slots[name, ""] for name in names if (name, "") in slots)
+        return found
 
     def name_of(self, slot: int) -> str:
         return self.decoder.names[slot]

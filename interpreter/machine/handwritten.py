@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from .copies import SPANS, TensorMap
 from .parser import parse
+from .rules import MANUAL, Rule
 from .state import GENERIC_PARAM_BASE, Array, Machine, new_memory
 
 SMEM_BYTES = 65536
@@ -90,7 +91,7 @@ class Handwritten:
         words32 = result.view(np.uint32)
         return words32 if self.outputs == 1 else words32.reshape(self.outputs, self.total)
 
-    def interpret(self, seed: int = 0) -> Array:
+    def interpret(self, seed: int = 0, rules: Collection[Rule] = MANUAL) -> Array:
         """The result; raises what is found."""
         memory, size = new_memory(), 4 * self.total * self.outputs
         source, result = memory.add("source", self.given), memory.add("result", None, size)
@@ -104,6 +105,7 @@ class Handwritten:
             events=memory.events,
             tensor_maps={} if self.tensor is None else {GENERIC_PARAM_BASE: self.tensor(source)},
             seed=seed,
+            rules=rules,
         )
         machine.run()
         return self.shaped(memory.named("result").bytes[:size])

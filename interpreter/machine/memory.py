@@ -12,11 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from .barriers import arrive, lookup_all
 from .decode import DTYPES, Decoder, Step, bits_of, instruction
 from .hazards import Misuse, Race, Undefined, Words
 from .parser import Instruction
+from .rules import Rule
 from .state import FULL, LANES, PARAM_BASE, RANK_SHIFT, Array, AsyncOp, Cta, Warp, lanes_of
 
 SPACES = ("shared", "shared::cta", "shared::cluster", "global", "param")
@@ -31,6 +33,9 @@ HINTS = (
     "nc",
     "L1::no_allocate",
     "L1::evict_last",
+    "L2::evict_normal",
+    "L2::evict_first",
+    "L2::evict_last",
     "L2::128B",
     "L2::256B",
 )
@@ -38,6 +43,17 @@ HINTS = (
 
 def size_of(kind: str) -> int:
     return 2 if kind in ("bf16", "f16") else int(re.sub(r"\D", "", kind)) // 8
+
+
+def wider_than(declared: str | None, kind: str) -> str:
+    """The type of a register that holds a value of some type, which may be a wider one's: 9.4.1."""
+    return declared if declared is not None and size_of(declared) > size_of(kind) else kind
+
+
+def lower(x: Array, dtype: DTypeLike) -> Array:
+    """The lower bits of registers, as many as the unsigned dtype has."""
+    wider = x.dtype.itemsize > np.dtype(dtype).itemsize
+    return x.view(f"u{x.dtype.itemsize}").astype(dtype) if wider else x.view(dtype)
 
 
 def addresses(w: Warp, slot: int, offset: int, what: str) -> Array:
@@ -81,9 +97,7 @@ def load(i: Instruction, d: Decoder) -> Step:
     count = next((int(m[1:]) for m in i.mods if m in ("v2", "v4", "v8")), 1)
     i.only(*SPACES, *HINTS, "v2", "v4", "v8", kind)
     size = size_of(kind)
-    held = kind  # by a register, which may be wider than a parameter: 9.4.1
-    if space == "param" and (declared := d.program.register_type(str(i.args[0]))) is not None:
-        held = declared if size_of(declared) > size else kind
+    held = wider_than(d.program.register_type(str(i.args[0])), kind) if space == "param" else kind
     targets = d.vector(i.args[0], held, sink=True)
     if len(targets) != count or space is None:
         raise d.fail(i.opcode)
@@ -139,8 +153,9 @@ def store(i: Instruction, d: Decoder) -> Step:
     count = next((int(m[1:]) for m in i.mods if m in ("v2", "v4", "v8")), 1)
     i.only(*SPACES, *HINTS, "v2", "v4", "v8", kind)
     size = size_of(kind)
-    sources = d.vector(i.args[1], kind)
-    if len(sources) != count or space in (None, "param") or size < 2:
+    names = i.args[1] if isinstance(i.args[1], tuple) else (i.args[1],)
+    sources = [d.slot(name, wider_than(d.program.register_type(str(name)), kind)) for name in names]
+    if len(sources) != count or space in (None, "param"):
         raise d.fail(i.opcode)
     base, offset = d.address(i.args[0])
     dtype, total = DTYPES[f"u{8 * size}"], size * count
@@ -148,7 +163,7 @@ def store(i: Instruction, d: Decoder) -> Step:
     def values(w: Warp) -> Array:
         for slot in sources:
             w.check_read(slot)
-        return np.stack([w.R[s].view(dtype)[w.lanes] for s in sources], 1).view(np.uint8)
+        return np.stack([lower(w.R[s], dtype)[w.lanes] for s in sources], 1).view(np.uint8)
 
     def shared(w: Warp) -> None:
         at = addresses(w, base, offset, "an address")
@@ -291,7 +306,8 @@ def copy(i: Instruction, d: Decoder) -> Step:
 def copy_arrive(i: Instruction, d: Decoder) -> Step:
     """9.7.14.16.15: each lane arrives when all its copies so far are complete.
 
-    They are known to who waits, and so is what the warp had been told when it issued them; its own stores are not.
+    They are known to who waits, and so is what the warp had been told when it issued them; its own stores are not
+    (OWN_STORES). Products may read what they wrote after a fence.proxy.async (CP_ASYNC_PROXY).
     """
     i.only("noinc", "shared", "shared::cta", "b64")
     if not i.has("noinc"):
@@ -306,8 +322,11 @@ def copy_arrive(i: Instruction, d: Decoder) -> Step:
 
         def run(op: AsyncOp) -> None:
             clock = op.clock.copy()
-            clock.forget(w.index)
+            if Rule.OWN_STORES in w.machine.rules:
+                clock.forget(w.index)
             clock.ops |= everything
+            if Rule.CP_ASYNC_PROXY not in w.machine.rules:
+                clock.fenced_ops |= everything
             for bar, lanes in groups:
                 arrive(bar, lanes, clock, op)
 

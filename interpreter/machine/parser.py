@@ -78,6 +78,7 @@ class Program:
 
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
+_PLACE = re.compile(r"^[ \t]*\.(?:loc|file)\s[^\n]*", re.M)  # which end with their line
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\((.*?)\)(.*?)\{", re.S)
 _PARAM = re.compile(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w\d+)\s+(?:\.ptr\b[\s.\w]*?)?([\w$]+)(?:\[(\d+)\])?\s*$")
 _SHARED = re.compile(r"\.shared\s+(?:\.align\s+(\d+)\s+)?\.b8\s+([\w$]+)\[(\d*)\]")
@@ -88,7 +89,7 @@ _REG = re.compile(r"\.reg\s+\.(\w+)\s+(.*)", re.S)
 
 @lru_cache(maxsize=2)
 def parse(text: str) -> Program:
-    text = _COMMENT.sub(lambda m: "\n" * m[0].count("\n"), text)
+    text = _COMMENT.sub(lambda m: "\n" * m[0].count("\n"), _PLACE.sub("", text))
     entry = _ENTRY.search(text)
     if entry is None or len(_ENTRY.findall(text)) != 1:
         raise Unsupported("wanted one .entry in the module")
@@ -181,7 +182,7 @@ class _Body:
                 for name in (x.strip() for x in m[2].split(",")):
                     ranged = re.match(r"(.*)<\d+>$", name)
                     self.program.registers[ranged[1] + "<" if ranged else self.local(name)] = m[1]
-            elif not text.startswith((".pragma", ".loc")):
+            elif not text.startswith(".pragma"):
                 raise Unsupported(f"line {self.line}: directive {text}")
             return
         try:

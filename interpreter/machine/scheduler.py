@@ -10,9 +10,11 @@ import itertools
 from dataclasses import dataclass
 
 from .hazards import Clock, Deadlock, Fault, Leak, Race
+from .rules import Rule
 from .state import Branching, Machine, Wait, Warp, names
 
 MAX_STEPS = 50_000_000
+LATE = 0.002  # how likely a cluster that has not begun does so
 
 
 @dataclass
@@ -39,15 +41,19 @@ class Policy:
 def run(m: Machine) -> None:
     policy, chance = m.policy or Policy.of(m), m.rng.random
     pending, pace = m.pending, policy.pace
-    able, blocked = m.warps, list[Warp]()
-    while able or blocked or pending:
+    able, blocked = [w for w in m.warps if not any(w.cta in cluster for cluster in m.late)], list[Warp]()
+    while able or blocked or pending or m.late:
         if m.news or not (able or pending):
             m.news, still = False, list[Warp]()
             for w in blocked:
                 (able if w.waiting is None or w.waiting.ready() else still).append(w)
             blocked = still
             if not able and not pending:
-                raise deadlock(m)
+                if not m.late:
+                    raise deadlock(m)
+                able = m.begin_late()
+        elif m.late and chance() < LATE:
+            able += m.begin_late()
         if pending and (not able or chance() < policy.eagerness):
             op = pending[int(chance() * len(pending))]
             while (before := next((x for x in op.after if not x.done), None)) is not None:
@@ -95,7 +101,10 @@ def advance(w: Warp, quantum: int) -> None:
                 pc = rejoin(w)
             w.pc = pc
             m.time += 1
-            result = steps[pc](w)
+            if w.scoreboard is None:
+                result = steps[pc](w)
+            elif (result := w.scoreboard.before(w, pc)) is None:
+                result = m.single[pc](w)
             if result is None:
                 pc += 1
             elif isinstance(result, int):
@@ -179,6 +188,13 @@ def deadlock(m: Machine) -> Deadlock:
     return Deadlock("nothing can go on\n" + "\n".join(lines + ended))
 
 
+def remark(m: Machine, rule: Rule, fault: Fault) -> None:
+    """Raises it, unless it breaks a rule that is not checked."""
+    if rule in m.rules:
+        raise fault
+    m.remarks.add(str(fault))
+
+
 def check_exit(w: Warp) -> None:
     """A warp has ended: what it started must have, too, before its CTA's memory and registers go."""
     if w.held:
@@ -186,7 +202,10 @@ def check_exit(w: Warp) -> None:
         raise Leak(f"{w.name} ends while {op} is in flight: nothing waited for it")
     stores = [*itertools.chain.from_iterable(w.extra.get("bulk groups", [])), *w.extra.get("bulk open", [])]
     if stores:
-        raise Leak(f"{w.name} ends while TMA may still read shared memory: nothing waited for {stores[0]}")
+        text = f"{w.name} ends while TMA may still read shared memory: nothing waited for {stores[0]}"
+        remark(w.machine, Rule.LAST_STORES, Leak(text))
+        for op in stores:
+            op.left = True
 
 
 def check_end(m: Machine) -> None:
@@ -196,21 +215,29 @@ def check_end(m: Machine) -> None:
         for w in cta.warps:
             known.join(w.clock)
         for op in m.ops_log:
-            if cta in op.ctas and op.kind in ("tma", "cp.async", "st.async") and not known.ops >> op.number & 1:
+            if (
+                cta in op.ctas
+                and not op.left
+                and op.kind in ("tma", "cp.async", "st.async")
+                and not known.ops >> op.number & 1
+            ):
                 raise Leak(f"CTA {cta.number} ends while a copy may be in flight: nobody waited for {op}")
         for number, does in cta.visits.items():
-            if not known.knows(m.events[number]):
-                raise Race(
-                    f"CTA {cta.number} ends while nothing orders that after {m.events[number]}, who {does} its memory"
-                )
+            event = m.events[number]
+            if not known.knows(event):
+                raise Race(f"CTA {cta.number} ends while nothing orders that after {event}, who {does} its memory")
         for bar in cta.barriers.values():
             if bar.tx:
-                raise Leak(
+                text = (
                     f"{bar} ends with {bar.tx} transaction bytes outstanding: "
                     "what was expected and what was copied do not add up"
                 )
+                if bar.tx < 0:
+                    raise Leak(text)
+                remark(m, Rule.EXPECTED_BYTES, Leak(text))
         for number, named in cta.named.items():
             if named.arrived:
-                raise Leak(f"named barrier {number} ends with {named.arrived} of {named.count} threads arrived")
+                text = f"named barrier {number} ends with {named.arrived} of {named.count} threads arrived"
+                remark(m, Rule.NAMED_BARRIERS, Leak(text))
     for check in m.exit_checks:
         check()

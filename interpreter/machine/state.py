@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import bisect
+import math
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from .hazards import HOST, Clock, Event, Misuse, OutOfBounds, Race, Shadow, Undefined
 from .parser import Instruction, Program
+from .rules import MANUAL, Rule
 
 if TYPE_CHECKING:
     from .barriers import MBarrier, NamedBarrier
@@ -29,6 +31,7 @@ RANK_SHIFT = 24  # an address of shared memory carries its CTA's rank in the clu
 SMEM_BASE = 1024  # addresses below belong to the system
 PARAM_BASE, GENERIC_PARAM_BASE = 1 << 56, 1 << 57  # in their own space, and in the generic one
 GLOBAL_BASE = 0x7000_0000_0000
+SHARED_WINDOW = 1 << 48  # where shared memory of the cluster begins in the generic space
 READ_STREAMS = 4  # readers of SMEM beside the warps: a CTA's warpgroups' WGMMA; others share the last of them
 
 _BITS = np.uint32(1) << np.arange(LANES, dtype=np.uint32)
@@ -89,7 +92,7 @@ class Buffer:
         self.shadow.write(actor, (offsets[:, None] // 4 + np.arange(-(-data.shape[1] // 4))).ravel())
         self.bytes[offsets[:, None] + np.arange(data.shape[1])] = data
 
-    def change(self, actor: Warp, words: Array) -> None:
+    def change(self, actor: Warp | AsyncOp, words: Array) -> None:
         """An atomic is about to change them."""
         if self.shadow is None:
             raise Misuse(f"adds to {self.name}, which is an operand")
@@ -161,6 +164,7 @@ class AsyncOp:
     reader: int
     issued: int  # time
     atomic = False
+    left = False  # its CTA has ended, and may have
     ctas: tuple[Cta, ...] = ()  # CTAs that must not end before it is done
     done: bool = False
     _event: int = -1
@@ -177,7 +181,7 @@ class AsyncOp:
             who = f"{self.kind} of {self.warp.name}"
             i = self.instruction
             self._event = self.warp.machine.new_event(
-                Event(self.warp.index, 0, self.number, self.proxy, who, i.line, i.text)
+                Event(self.warp.index, 0, self.number, self.proxy, who, i.line, i.text, self.atomic)
             )
         return self._event
 
@@ -193,6 +197,14 @@ def learn(clock: Clock, op: AsyncOp) -> None:
     clock.ops |= 1 << op.number
     if op.proxy == "async":
         clock.fenced_ops |= 1 << op.number
+
+
+class Scoreboard(Protocol):
+    """What stops a warp at an instruction that names registers which are not there yet."""
+
+    def before(self, w: Warp, pc: int) -> Wait | None:
+        """Lets the registers of instruction pc arrive, or says why it cannot go on."""
+        ...
 
 
 @dataclass(eq=False)
@@ -237,6 +249,7 @@ class Warp:
         self.released.seen[2, index] = 1  # what a relaxed arrival releases: all before the last fence
         # unfenced: what a relaxed wait was told, and is known from the next fence on
         self.held: dict[int, tuple[object, bool]] = {}  # slot -> (operation, whether it writes it)
+        self.scoreboard: Scoreboard | None = None  # of registers whose loads nobody has waited for
         self.extra: dict[str, Any] = {}
         self._events: dict[tuple[int, int], int] = {}
 
@@ -413,9 +426,30 @@ def names(who: Iterable[str]) -> str:
     return "; ".join(parts)
 
 
+Extent = tuple[int, int, int]
+"""Of x, y and z."""
+
+
+def extent(sizes: int | Sequence[int]) -> Extent:
+    """A single number is that of x."""
+    x, y, z = (*([sizes] if isinstance(sizes, int) else sizes), 1, 1)[:3]
+    return x, y, z
+
+
+def unravelled(n: int, sizes: Extent) -> Extent:
+    """The coordinates of number n, x fastest."""
+    return n % sizes[0], n // sizes[0] % sizes[1], n // (sizes[0] * sizes[1])
+
+
 class Cta:
+    """Numbers of CTAs count those of a cluster in a row."""
+
     def __init__(self, machine: Machine, number: int, rank: int, warps: int):
         self.machine, self.number, self.rank = machine, number, rank
+        self.cluster_at: Extent = unravelled(number // machine.cluster_size, machine.clusters)
+        self.in_cluster: Extent = unravelled(rank, machine.cluster)
+        parts = zip(self.cluster_at, machine.cluster, self.in_cluster, strict=True)
+        self.at_grid: Extent = extent([first * size + rest for first, size, rest in parts])
         self.cluster: list[Cta] = []
         self.warp_total = warps
         self.first_stream = warps * machine.cluster_size  # the first column of Shadow.readers that is not a warp's
@@ -482,39 +516,50 @@ class Moment:
 
 
 class Machine:
-    """One launch of one kernel. `params` are the parameter bytes; tensor maps lie at their offset in them."""
+    """One launch of one kernel. `params` are the parameter bytes. Tensor maps lie in them, encoded, or in `tensor_maps`
+    by their generic address.
+
+    A grid, a CTA's threads and a cluster have one to three extents.
+    """
 
     def __init__(
         self,
         program: Program,
         *,
-        grid: int,
-        threads: int,
+        grid: int | Sequence[int],
+        threads: int | Sequence[int],
         smem_bytes: int,
         params: bytes,
         memory: GlobalMemory,
         events: list[Event],
         tensor_maps: dict[int, TensorMap] | None = None,
-        cluster_size: int | None = None,
+        cluster_size: int | Sequence[int] | None = None,
         seed: int = 0,
         record: bool = False,
+        rules: Collection[Rule] = MANUAL,
     ):
         from .decode import Code
 
-        if program.threads is not None and program.threads != threads:
+        self.grid, self.block = extent(grid), extent(threads)
+        self.grid_size, self.threads = math.prod(self.grid), math.prod(self.block)
+        if program.threads is not None and program.threads != self.threads:
             raise Misuse(f"launched with {threads} threads, .reqntid says {program.threads}")
         if len(params) != program.param_bytes:
             raise Misuse(f"launched with {len(params)} bytes of parameters, the kernel has {program.param_bytes}")
         wanted = program.cluster
-        cluster_size = (wanted or 1) if cluster_size is None else cluster_size
-        if wanted not in (None, cluster_size) and not (wanted == 0 and cluster_size > 1):
-            raise Misuse(f"launched in clusters of {cluster_size}, the kernel wants {wanted or 'some'}")
-        if grid % cluster_size:
-            raise Misuse(f"a grid of {grid} CTAs is not made of clusters of {cluster_size}")
+        self.cluster = extent((wanted or 1) if cluster_size is None else cluster_size)
+        self.cluster_size = size = math.prod(self.cluster)
+        if wanted not in (None, size) and not (wanted == 0 and size > 1):
+            raise Misuse(f"launched in clusters of {size}, the kernel wants {wanted or 'some'}")
+        if any(n % c for n, c in zip(self.grid, self.cluster, strict=True)):
+            raise Misuse(f"a grid of {grid} CTAs is not made of clusters of {cluster_size or size}")
+        self.clusters = extent([n // c for n, c in zip(self.grid, self.cluster, strict=True)])
         self.program, self.params, self.memory = program, np.frombuffer(params, np.uint8), memory
         self.tensor_maps = tensor_maps or {}
-        self.grid_size, self.cluster_size, self.smem_bytes, self.threads = grid, cluster_size, smem_bytes, threads
+        self.smem_bytes = smem_bytes
         self.events = events
+        self.rules = frozenset(rules)  # of the manual that are checked
+        self.remarks: set[str] = set()  # what breaks a rule that is not, where that is seen
         self.rng = random.Random(seed)
         self.policy: Policy | None = None  # the scheduler's policy; None: by the seed
         self.elected = self.rng.randrange(LANES)  # whom elect.sync prefers; any lane may be
@@ -525,21 +570,38 @@ class Machine:
         self.moments: list[Moment] | None = [] if record else None
         self.executed: set[int] = set()  # the instructions that ran, where a record is kept
         self.exit_checks: list[Callable[[], None]] = []
-        per_cta = -(-threads // LANES)
-        self.warp_count = per_cta * grid
+        self.late: list[list[Cta]] = []  # clusters that have not begun, where others may take them over
+        per_cta = -(-self.threads // LANES)
+        self.warp_count = per_cta * self.grid_size
         self.ctas: list[Cta] = []
-        for n in range(grid):
-            self.ctas.append(Cta(self, n, n % cluster_size, per_cta))
+        for n in range(self.grid_size):
+            self.ctas.append(Cta(self, n, n % size, per_cta))
         self.code = code = Code.of(program)
-        self.steps = [self.noting(n, step) for n, step in enumerate(code.steps)] if record else code.fused
+        self.single = [self.noting(n, step) for n, step in enumerate(code.steps)] if record else code.steps
+        self.steps = self.single if record else code.fused
         for cta in self.ctas:
             first = cta.number - cta.rank
-            cta.cluster = self.ctas[first : first + cluster_size]
+            cta.cluster = self.ctas[first : first + size]
             cta.warps = [Warp(cta, k, cta.number * per_cta + k, code) for k in range(per_cta)]
+        if any(i.opcode.startswith("clusterlaunchcontrol.try_cancel") for i in program.code):
+            self.late = [cta.cluster for cta in self.ctas[size::size]]
 
     @property
     def warps(self) -> list[Warp]:
         return [w for cta in self.ctas for w in cta.warps]
+
+    def begin_late(self) -> list[Warp]:
+        """The warps of the next cluster that has not begun, which begins."""
+        return [w for cta in self.late.pop(0) for w in cta.warps]
+
+    def take_late(self) -> Sequence[int] | None:
+        """Where in the grid a cluster is that now never begins; None if there is none, or by chance."""
+        if not self.late or self.rng.random() < 0.25:
+            return None
+        cluster = self.late.pop(self.rng.randrange(len(self.late)))
+        for w in (w for cta in cluster for w in cta.warps):
+            w.exited = True
+        return cluster[0].at_grid
 
     def run(self) -> None:
         from .scheduler import run

@@ -2,14 +2,16 @@
 
 TMEM has 128 lanes x 512 columns of 32 bits, for each CTA its own. Only these order accesses to it (9.7.16.6):
 
-    products of one thread on the same accumulator happen in order
+    products of one thread on the same accumulator happen in order, and after its copies to TMEM
     tcgen05.wait::ld, ::st       what the warp loaded or stored is done, for the warp itself
     tcgen05.commit               arrives at an mbarrier when all earlier products of the thread are done
     fence::before_thread_sync    what the warp knows to be done goes with what it tells from now on
     fence::after_thread_sync     what the warp was told holds for what it does to TMEM from now on
 
 So a warp has a clock of its own for TMEM: it takes over the warp's clock at fence::after, and gives to it at
-fence::before. A missing fence, wait or commit is then a Race like any other.
+fence::before. A missing fence, wait or commit is then a Race like any other. Without some of the rules of `rules.py`
+the fences do nothing, registers of a load come by themselves, and all products, copies and commits of a thread are in
+order.
 
 With .cta_group::2 a pair of CTAs, whose ranks in the cluster differ in the last bit, allocates and frees together.
 """
@@ -26,7 +28,8 @@ import numpy as np
 from .decode import Decoder, Step, instruction
 from .hazards import Actor, Clock, Event, Leak, Misuse, Shadow, Words
 from .parser import Instruction, Program
-from .state import Array, AsyncOp, Cta, Machine, Wait, Warp
+from .rules import Rule
+from .state import FULL, Array, AsyncOp, Cta, Machine, Wait, Warp, learn, mask_of
 
 GROUP = re.compile(r"cta_group::(\d)")
 
@@ -88,29 +91,99 @@ def check_freed(tmem: Tmem) -> None:
         raise Leak(f"{tmem.name} columns {first}..{first + columns - 1}, allocated in line {line}, are never freed")
 
 
+Chain = tuple[int, tuple[int, ...] | None]
+"""Operations of a thread that happen in order: its lane, and an accumulator, or None for copies."""
+
+
+Load = tuple[AsyncOp, list[int], dict[str, Array]]
+"""The slots of its registers, and once it is done their values and where they are defined."""
+
+
 @dataclass(eq=False)
 class Issuer:
     """The TMEM operations of one warp."""
 
+    warp: Warp
     known: Clock  # for what it does to TMEM
     own: int = 0  # bits of its operations that it has waited for
-    loads: list[tuple[AsyncOp, list[int], dict[str, Array]]] = field(default_factory=list)  # .., registers, result
+    loads: list[Load] = field(default_factory=list)  # not waited for
     stores: list[AsyncOp] = field(default_factory=list)
     products: dict[int, list[AsyncOp]] = field(default_factory=dict)  # by lane, not known to be done
     product_bits: dict[int, int] = field(default_factory=dict)  # by lane, of all
-    chains: dict[tuple[int, ...], tuple[AsyncOp, int]] = field(
-        default_factory=dict
-    )  # by accumulator: last, bits of all
+    chains: dict[Chain, tuple[AsyncOp, int]] = field(default_factory=dict)  # those in order: the last, bits of all
 
     def clock(self) -> Clock:
         clock = self.known.copy()
+        if Rule.TMEM_FENCES not in self.warp.machine.rules:
+            clock.join(self.warp.clock)
         clock.ops |= self.own
         return clock
+
+    def waited(self, op: AsyncOp) -> None:
+        """The warp has waited for a load or a store of its own."""
+        self.own |= 1 << op.number
+        if Rule.TMEM_FENCES not in self.warp.machine.rules:
+            learn(self.warp.clock, op)
+
+    def deliver(self, load: Load) -> None:
+        """The registers of a load that is done."""
+        op, slots, result = load
+        self.waited(op)
+        self.warp.release(slots, op)
+        for slot, values, defined in zip(slots, result["values"], result["defined"], strict=True):
+            self.warp.put(slot, values, FULL if defined.all() else mask_of(defined))
+
+    def before(self, w: Warp, pc: int) -> Wait | None:
+        """As a scoreboard: where an instruction names a register of a load, it waits for that and all loads before."""
+        named = w.code.registers_at(pc)
+        last = max((n for n, (_, slots, _) in enumerate(self.loads) if not named.isdisjoint(slots)), default=-1)
+        wanted = self.loads[: last + 1]
+        if not all(op.done for op, _, _ in wanted):
+            return Wait(lambda: all(op.done for op, _, _ in wanted), lambda: "registers of its loads from TMEM")
+        active = w.active
+        w.set_active(FULL)
+        for load in wanted:
+            self.deliver(load)
+        w.set_active(active)
+        del self.loads[: last + 1]
+        w.scoreboard = self if self.loads else None
+        return None
+
+    def following(self, lane: int, accumulator: tuple[int, ...] | None) -> tuple[Chain, tuple[AsyncOp, ...], Clock]:
+        """The chain of a product that a thread is about to issue, or of a copy (without an accumulator); after what it
+        happens; what it knows to have happened.
+
+        A product comes after the thread's products on the same accumulator, and after its copies (9.7.16.6.2).
+        """
+        chain, clock = (lane, accumulator), self.clock()
+        before: list[AsyncOp] = []
+        in_order = Rule.PRODUCT_ORDER not in self.warp.machine.rules
+        if in_order:
+            chain = (lane, None)
+        for earlier in {chain, (lane, None)} if accumulator or in_order else ():
+            if earlier in self.chains:
+                last, bits = self.chains[earlier]
+                before.append(last)
+                clock.ops |= bits
+        return chain, tuple(before), clock
+
+    def committed(self, lane: int, op: AsyncOp) -> None:
+        """A commit of a thread: what it commits later comes after it."""
+        if Rule.COMMIT_ORDER not in self.warp.machine.rules:
+            self.products.setdefault(lane, []).append(op)
+            self.product_bits[lane] = self.product_bits.get(lane, 0) | 1 << op.number
+
+    def issued(self, lane: int, op: AsyncOp, chain: Chain) -> None:
+        """A product or a copy of a thread, the last of its chain."""
+        bit = 1 << op.number
+        self.chains[chain] = op, self.chains.get(chain, (op, 0))[1] | bit
+        self.products.setdefault(lane, []).append(op)
+        self.product_bits[lane] = self.product_bits.get(lane, 0) | bit
 
 
 def issuer(w: Warp) -> Issuer:
     if (mine := w.extra.get("tcgen05")) is None:
-        mine = w.extra["tcgen05"] = Issuer(w.clock.copy())
+        mine = w.extra["tcgen05"] = Issuer(w, w.clock.copy())
     return mine
 
 

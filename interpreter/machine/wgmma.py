@@ -38,47 +38,66 @@ class Descriptor:
     stride: int
     swizzle: int
 
+    atom: int = 16  # bytes that the swizzle moves together
+
     @staticmethod
     def decode(bits: int) -> Descriptor:
-        if bits >> 49 & 7:
-            raise Misuse(f"a descriptor with base offset {bits >> 49 & 7}: 0x{bits:016x}")
-        return Descriptor(
-            (bits & 0x3FFF) << 4, (bits >> 16 & 0x3FFF) << 4, (bits >> 32 & 0x3FFF) << 4, SWIZZLES[bits >> 62]
-        )
+        return Descriptor.of_fields(bits, known=3 << 62, swizzle=SWIZZLES[bits >> 62])
+
+    @staticmethod
+    def of_fields(bits: int, known: int, swizzle: int, atom: int = 16) -> Descriptor:
+        """Three numbers of 14 bits, in units of 16 bytes; the bits of `known` are the caller's, all others are 0."""
+        if unknown := bits & ~(known | 0x3FFF_3FFF_3FFF):
+            names = " (a base offset)" if unknown & 7 << 49 else ""
+            raise Misuse(f"a descriptor 0x{bits:016x} with bits that have no meaning here: 0x{unknown:016x}{names}")
+        start, leading, stride = ((bits >> low & 0x3FFF) << 4 for low in (0, 16, 32))
+        return Descriptor(start, leading, stride, swizzle, atom)
 
 
 @lru_cache(maxsize=4096)
-def chunks_of(x: Descriptor, rows: int, depth: int, mn_major: bool) -> tuple[Array, Array]:
-    """Where an operand of `rows` x `depth` pairs of bytes lies: (16-byte chunks, their words).
+def chunks_of(x: Descriptor, rows: int, depth: int, mn_major: bool, element: int = 2) -> tuple[Array, Array]:
+    """Where an operand of `rows` x `depth` pairs of bytes lies, in elements of so many bytes: (16-byte chunks, words).
 
-    K-major: [rows, depth / 8], groups of 8 rows `stride` apart, each row a swizzle span. MN-major: [depth, rows / 8],
-    spans of rows `leading` apart, groups of 8 of the depth `stride` apart.
+    K-major: [rows, depth / 8], groups of 8 rows `stride` apart, each row a swizzle span. MN-major: [elements of the
+    depth, chunks of rows], spans of rows `leading` apart, groups of 8 of the depth (4, where atoms have 32 bytes)
+    `stride` apart.
     """
     span = x.swizzle or 16
     if mn_major:
-        k, mn = np.arange(depth)[:, None], 16 * np.arange(rows // 8)
-        offsets = mn // span * x.leading + mn % span + k // 8 * x.stride + k % 8 * span
+        k, mn = np.arange(2 * depth // element)[:, None], 16 * np.arange(rows * element // 16)
+        group = 128 // x.atom
+        offsets = mn // span * x.leading + mn % span + k // group * x.stride + k % group * span
     else:
         row, k = np.arange(rows)[:, None], 16 * np.arange(depth // 8)
         inside = k if x.swizzle else k // 16 * x.leading
         offsets = row // 8 * x.stride + row % 8 * span + inside
-    chunks = swizzled(x.start + offsets, x.swizzle) // 16
+    chunks = swizzled(x.start + offsets, x.swizzle, x.atom) // 16
     return chunks, (chunks[..., None] * 4 + np.arange(4)).ravel()
 
 
 def fetch(smem: Memory, x: Descriptor, rows: int, depth: int, mn_major: bool, dtype: DTypeLike) -> Array:
     """fp32 [rows, elements in `depth` pairs of bytes]."""
-    chunks, _ = chunks_of(x, rows, depth, mn_major)
+    chunks, _ = chunks_of(x, rows, depth, mn_major, element_bytes(dtype))
     if int(chunks.max()) >= len(smem.chunks):
         raise OutOfBounds(f"an operand reaches past shared memory: {x}")
     values = widen(smem.chunks[chunks], dtype)
-    return values.reshape(depth, rows).T if mn_major else values.reshape(rows, -1)
+    return values.reshape(-1, rows).T if mn_major else values.reshape(rows, -1)
+
+
+class TF32:
+    """fp32, of which products use the upper 19 bits."""
+
+
+def element_bytes(dtype: DTypeLike) -> int:
+    return 4 if dtype is TF32 else np.dtype(dtype).itemsize
 
 
 def widen(bits: Array, dtype: DTypeLike) -> Array:
-    """uint16 bits -> fp32; of 8-bit elements there are two in each."""
+    """uint16 bits -> fp32; of 8-bit elements there are two in each, of 32-bit ones a half."""
     if dtype is ml_dtypes.bfloat16:
         return (bits.astype(np.uint32) << 16).view(np.float32)
+    if dtype is TF32:
+        return (bits.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
     return bits.view(dtype).astype(np.float32)
 
 

@@ -7,7 +7,6 @@ anywhere, and records the launch configuration and the bytes of every parameter.
 import ctypes
 import json
 import re
-import struct
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,30 +96,3 @@ class HostStub:
 
 def _pointers(*values: Any) -> ctypes.Array[ctypes.c_void_p]:
     return (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
-
-
-@dataclass(frozen=True)
-class TensorMap:
-    """The fields of a TMA descriptor that the stub and the driver encode alike."""
-
-    address: int
-    extents: tuple[int, ...]
-    strides: tuple[int, ...]  # bytes, of all modes but the first
-    box: tuple[int, ...]
-    swizzle: int
-
-    @classmethod
-    def decode(cls, blob: bytes) -> "TensorMap":
-        """From the 128 bytes as sm_90 lays them out; strides in units of 16 bytes, extents and boxes less 1."""
-        address, flags = struct.unpack_from("<QI", blob)
-        rank = (flags >> 4 & 7) + 1
-        strides = struct.unpack_from("<4I", blob, 12)[: rank - 1]
-        extents = struct.unpack_from("<5I", blob, 32)[:rank]
-        box = blob[55 : 55 + rank]
-        return cls(
-            address,
-            tuple(x + 1 for x in extents),
-            tuple(x * 16 for x in strides),
-            tuple(x + 1 for x in box),
-            flags >> 13 & 3,
-        )

@@ -1,0 +1,99 @@
+"""Run a kernel of this build on the CPU, and show who did what when.
+
+    python -m interpreter mha_fwd_sm_90a_d128_bfloat16                      a timeline of warps and barriers, as text
+    python -m interpreter mha_fwd_sm_90a_d128_bf --plot run.svg             the same as a picture
+    python -m interpreter hca_fwd_sm_90a_d512_bf --case mixed    another case
+    python -m interpreter mha_fwd_sm_90a_d128_bf --seed 3                   another order of things
+    python -m interpreter mha_fwd_sm_90a_d128_bf --ptx edited.ptx           PTX that was changed by hand
+
+The kernel is an attention's key of kernels/variants.py, or an unambiguous part of one; it is compiled if no build has
+it. With a fault (a deadlock, a race, an access out of bounds, a wrong answer, ...) the exit status is 1, and the
+timeline ends where it was found.
+"""
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+
+from kernels.abi import Forward
+from kernels.variants import VARIANTS
+
+from ..machine.hazards import Fault
+from ..machine.scheduler import Policy
+from ..machine.timeline import lines, plot
+from . import cases
+from .launch import Kernel, launch
+from .verdict import judge
+
+
+def find(name: str) -> Forward:
+    attention = [v for v in VARIANTS if isinstance(v, Forward)]
+    found = next(
+        filter(
+            None,
+            (
+                [v for v in attention if fits(v.key)]
+                for fits in (name.__eq__, lambda key: key.startswith(name), lambda key: name in key)
+            ),
+        ),
+        [],
+    )
+    if len(found) != 1:
+        keys = "\n  ".join(v.key for v in found or attention)
+        raise LookupError(f"{name!r} names {len(found)} kernels; there are\n  {keys}")
+    return found[0]
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m interpreter", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("kernel", metavar="KERNEL", help="an attention's key of kernels/variants.py, or a part of one")
+    parser.add_argument("--case", choices=cases.CASES, default="tiles", help="what to run on (default: %(default)s)")
+    parser.add_argument("--seed", type=int, help="what the scheduler does; without, it gives everybody a turn")
+    parser.add_argument("--processors", type=int, help="how many CTAs at most (default: as the case says)")
+    parser.add_argument("--ptx", type=Path, help="run this PTX in place of the build's")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw the timeline (.svg, .png, ...) instead of printing it"
+    )
+    parser.add_argument("--tail", type=int, metavar="N", help="print only the last N lines of the timeline")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    try:
+        kernel = Kernel.of(find(args.kernel))
+    except LookupError as e:
+        parser().error(str(e))
+    if args.ptx is not None:
+        kernel = dataclasses.replace(kernel, ptx=args.ptx.read_text())
+    x = cases.operands(kernel.variant, kernel.facts["tile_n"], args.case)
+    if x is None:
+        parser().error(f"there is no case {args.case!r} for {kernel.variant.key}")
+    processors = args.processors or cases.PROCESSORS[args.case]
+    run = launch(kernel, x, seed=args.seed or 0, processors=processors, record=True)
+    machine, found = run.machine, None
+    if args.seed is None:
+        machine.policy = Policy.even(machine)
+    try:
+        judge(run.run(), x, run.scale)
+    except Fault as fault:
+        found = fault
+    assert machine.moments is not None
+    if args.plot is not None:
+        plot(machine, args.plot, f"{kernel.variant.key}, case {args.case}")
+        print(f"wrote {args.plot}")
+    else:
+        text = list(lines(machine.moments))
+        print("\n".join(text if args.tail is None else [text[0], *text[1:][-args.tail :]]))
+    shape = ", ".join(f"{k} {v}" for k, v in x.shape._asdict().items() if v)
+    size = f"{machine.grid_size} CTAs of {machine.threads} threads"
+    share = f"{len(machine.executed)} of {len(machine.program.code)} instructions"
+    print(f"\n{kernel.variant.key} on {shape}: {size}, {machine.time} steps, {share}")
+    if found is not None:
+        print(f"{type(found).__name__}: {found}", file=sys.stderr)
+        return 1
+    print("right, and nothing to complain about")
+    return 0

@@ -1,0 +1,122 @@
+"""What witnesses there are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+CUTLASS, FLASH, CUDNN, FLASHINFER = (
+    "CUTLASS's examples in flashinfer-python",
+    "flash-attn-4",
+    "nvidia-cudnn-frontend",
+    "flashinfer-python",
+)
+
+
+@dataclass(frozen=True)
+class Witness:
+    name: str
+    maker: str  # one of the packages above
+    what: str
+    driver: str  # module.function of `drivers`
+    options: Mapping[str, Any] = field(default_factory=dict)
+    arch: str = "sm_100a"
+    seeds: int = 3
+
+    @property
+    def package(self) -> str:
+        return self.maker.split()[-1]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def gemm(name: str, what: str, **options: Any) -> Witness:
+    return Witness(f"gemm {name}", CUTLASS, f"GEMM, {what}", "gemm.blackwell", options)
+
+
+def fa4(name: str, what: str, **options: Any) -> Witness:
+    return Witness(f"fa4 {name}", FLASH, f"attention, {what}", "fa4.forward", options)
+
+
+def mla(name: str, what: str, **options: Any) -> Witness:
+    return Witness(f"fa4 mla {name}", FLASH, f"MLA of d 64 + 512, {what}", "fa4.mla", options)
+
+
+def dsa(name: str, what: str, **options: Any) -> Witness:
+    return Witness(f"dsa {name}", CUDNN, f"sparse attention, {what}", "dsa.forward", options)
+
+
+PAIR = {"pair": True, "cluster": (2, 1)}
+
+WITNESSES = (
+    gemm("128", "tiles of 128 x 128"),
+    gemm("64", "tiles of 64 x 128", tile=(64, 128)),
+    gemm("64x64", "tiles of 64 x 64", tile=(64, 64)),
+    gemm("mn", "A, B and C MN-major, batch 2", a_major="m", b_major="n", c_major="m", mnkl=(256, 128, 128, 2)),
+    gemm("64 m", "tiles of 64 x 64, C M-major", tile=(64, 64), c_major="m"),
+    gemm(
+        "64 to fp8",
+        "tiles of 64 x 64, C in e4m3, stored by threads",
+        tile=(64, 64),
+        c_dtype="float8_e4m3fn",
+        tma_store=False,
+    ),
+    gemm("plain", "C stored by threads", tma_store=False),
+    gemm("64x256 mn", "tiles of 64 x 256, B MN-major", tile=(64, 256), b_major="n", mnkl=(128, 256, 128, 1)),
+    gemm("plain 64", "C stored by threads, tiles of 128 x 64", tma_store=False, tile=(128, 64)),
+    gemm("f16", "float16 in and out", dtype="float16", c_dtype="float16"),
+    gemm("fp8", "e4m3", dtype="float8_e4m3fn"),
+    gemm("fp8 mn", "e4m3, A and B MN-major", dtype="float8_e4m3fn", a_major="m", b_major="n"),
+    gemm("tf32 mn", "tf32, A and B MN-major", dtype="float32", a_major="m", b_major="n"),
+    gemm("pair", "pairs of CTAs, 256 x 128", tile=(256, 128), **PAIR),
+    gemm("pair 128", "pairs of CTAs, 128 x 128", tile=(128, 128), **PAIR),
+    gemm(
+        "pair multicast",
+        "pairs, multicast in clusters of 4 x 2",
+        tile=(256, 128),
+        pair=True,
+        cluster=(4, 2),
+        mnkl=(1024, 256, 128, 1),
+    ),
+    gemm(
+        "persistent",
+        "persistent, with prefetches",
+        file="dense_gemm_persistent_prefetch.py",
+        kernel="PersistentDenseGemmKernel",
+    ),
+    Witness("fmha 64", CUTLASS, "attention, d 64", "fmha.forward", {"d": 64}),
+    Witness("fmha 128", CUTLASS, "attention, d 128, causal", "fmha.forward", {"d": 128, "causal": True}),
+    fa4("64", "d 64", d=64),
+    fa4("128", "d 128, causal", d=128, causal=True),
+    fa4("192", "d 192, of V 128", d=192, d_v=128),
+    fa4("128 pair", "d 128, pairs of CTAs", d=128, pair=True, s_q=512),
+    fa4("128 clc", "d 128, launch control", d=128, launch_control=True, s_q=512),
+    mla("1", "one CTA, .ws", one=True),
+    mla("2", "pairs of CTAs", h=128, s_q=2, packed=True),
+    mla("2 top-k", "pairs of CTAs, top-k gathered", h=128, s_q=2, packed=True, topk=256, s_kv=512),
+    Witness("fa4 backward", FLASH, "attention's gradients, d 128, causal", "fa4.backward", {"d": 128, "causal": True}),
+    dsa("64", "64 heads, d 512", h=64, d=512),
+    dsa("64 of 576", "64 heads, d 576, sink", h=64, d=576, sink=True),
+    dsa("128", "128 heads, d 512, pairs of CTAs", h=128, d=512),
+    Witness("mla decode", FLASHINFER, "MLA's decoding, d 512 + 64, 64 heads, pages", "mla_decode.forward"),
+    Witness("hopper fa3 128", FLASH, "Hopper: attention, d 128", "fa4.hopper", {"d": 128}, arch="sm_90a"),
+    Witness(
+        "hopper fa3 64",
+        FLASH,
+        "Hopper: attention, d 64, causal",
+        "fa4.hopper",
+        {"d": 64, "causal": True},
+        arch="sm_90a",
+    ),
+    Witness("hopper indexer", CUDNN, "Hopper: scores of an indexer, 64 heads", "dsa.indexer", arch="sm_90a"),
+    Witness(
+        "hopper gemm",
+        CUTLASS,
+        "Hopper: GEMM, multicast in clusters of 2 x 2",
+        "gemm.hopper",
+        {"cluster": (2, 2)},
+        arch="sm_90a",
+    ),
+)

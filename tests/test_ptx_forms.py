@@ -1,0 +1,668 @@
+"""Forms of instructions that others' kernels use, in the interpreter: programs written by hand, and what they mean.
+
+No chip has run these programs. What runs on B200s with the same forms is in `make test-witnesses`.
+"""
+
+import itertools
+import math
+import struct
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from interpreter.edits import replacing
+from interpreter.machine.copies import TensorMap
+from interpreter.machine.handwritten import SYNC, Handwritten, wait
+from interpreter.machine.hazards import Leak, Misuse, Race, Undefined, Unsupported
+from interpreter.machine.parser import parse
+from interpreter.machine.products import InstructionDescriptor, smem_descriptor
+from interpreter.machine.reductions import add_cleared
+from interpreter.machine.state import Machine, new_memory
+
+SEEDS = range(3)
+BF16, E4M3, E5M2 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
+RNG = np.random.default_rng(0)
+
+
+def run(body, source=None, **given):
+    return Handwritten(body, source, target="sm_100a", **given).interpret()
+
+
+# ---- arithmetic
+
+X, Y, Z = (np.concatenate([[v, 1.5, -0.0, np.inf], RNG.standard_normal(60)]).astype(np.float32) for v in (3e38, 0, -1))
+TWO_FLOATS = """
+  ld.global.b64 %rd6, [%rd2];
+  mul.wide.u32 %rd6, %r1, 8;
+  add.s64 %rd7, %rd2, %rd6;
+  add.s64 %rd8, %rd4, %rd6;
+  ld.global.b64 %rd9, [%rd7];
+  ld.global.b64 %rd10, [%rd7+256];
+  ld.global.b64 %rd11, [%rd7+512];
+  {instruction}
+  st.global.b64 [%rd8], %rd12;
+"""
+
+
+def rounded(exact, down):
+    """fp32 of a number that a fraction gives exactly."""
+    near = np.float32(exact)
+    return np.nextafter(near, np.float32(-np.inf)) if down and np.isfinite(exact) and float(near) > exact else near
+
+
+@pytest.mark.parametrize(
+    ("name", "compute"),
+    [
+        ("add", lambda x, y, z: x + y),
+        ("sub", lambda x, y, z: x - y),
+        ("mul", lambda x, y, z: x * y),
+        ("fma", lambda x, y, z: x * y + z),
+    ],
+)
+@pytest.mark.parametrize("rounding", ["rn", "rm"])
+def test_two_floats(name, compute, rounding):
+    operands = ", ".join(["%rd12", "%rd9", "%rd10", "%rd11"][: 4 if name == "fma" else 3])
+    body = TWO_FLOATS.format(instruction=f"{name}.{rounding}.f32x2 {operands};")
+    got = run(body, np.concatenate([X, Y, Z]), outputs=2).view(np.float32).ravel()
+    with np.errstate(all="ignore"):
+        want = [rounded(compute(*map(float, v)), rounding == "rm") for v in zip(X, Y, Z, strict=True)]
+    np.testing.assert_array_equal(got, np.array(want, np.float32))
+    assert (np.signbit(got) == np.signbit(want)).all()
+
+
+def test_a_sum_rounded_downwards_of_what_fp64_cannot_hold():
+    """1 - 2^-100 is below 1, though fp64 has no number between."""
+    x = np.full(64, 1, np.float32), np.full(64, -(2.0**-100), np.float32), np.zeros(64, np.float32)
+    got = run(TWO_FLOATS.format(instruction="add.rm.f32x2 %rd12, %rd9, %rd10;"), np.concatenate(x), outputs=2)
+    assert (got.view(np.float32) == np.nextafter(np.float32(1), np.float32(0))).all()
+
+
+@pytest.mark.parametrize(("name", "wanted"), [("max", max), ("min", min)])
+def test_extremum_of_three(name, wanted):
+    body = f"""
+  ld.global.b32 %r8, [%rd3];
+  ld.global.b32 %r9, [%rd3+128];
+  ld.global.b32 %r10, [%rd3+256];
+  {name}.f32 %r11, %r8, %r9, %r10;
+  st.global.b32 [%rd5], %r11;
+"""
+    x = RNG.standard_normal((3, 32)).astype(np.float32)
+    assert run(body, x).view(np.float32).tolist() == [wanted(v) for v in zip(*x.tolist(), strict=True)]
+
+
+# ---- addresses, bytes, and launches of several dimensions
+
+
+def test_generic_addresses_of_shared_memory():
+    body = """
+  st.shared.b32 [%r4], %r1;
+  cvt.u64.u32 %rd6, %r4;
+  cvta.shared.u64 %rd7, %rd6;
+  setp.eq.u64 %p1, %rd6, %rd7;
+  cvta.to.shared::cluster.u64 %rd8, %rd7;
+  cvt.u32.u64 %r8, %rd8;
+  ld.shared.b32 %r9, [%r8];
+  selp.b32 %r9, -1, %r9, %p1;
+  st.global.b32 [%rd5], %r9;
+"""
+    assert run(body).tolist() == list(range(32))
+
+
+def test_stores_bytes():
+    body = """
+  st.shared.b32 [%r4], 0;
+  cvt.u16.u32 %rs1, %r1;
+  bar.warp.sync -1;
+  add.s32 %r8, %r3, %r1;
+  st.shared.b8 [%r8+1], %rs1;
+  bar.warp.sync -1;
+  ld.shared.b32 %r9, [%r4];
+  st.global.b32 [%rd5], %r9;
+"""
+    for form in (body, body.replace("%rs1;\n  bar", "%r1;\n  bar")):  # the lower bits of a wider register
+        assert run(form).view(np.uint8)[:33].tolist() == [0, *range(32)]
+
+
+def test_a_launch_of_three_dimensions():
+    """Every special register, of a grid of 4 x 2 x 3, clusters of 2 x 1 x 3 and CTAs of 8 x 2 x 4."""
+    names = ("tid", "ctaid", "cluster_ctaid", "clusterid", "ntid", "nctaid", "cluster_nctaid", "nclusterid")
+    registers = [f"%{name}.{axis}" for name in (*names,) for axis in "xyz"]
+    stores = " ".join(f"mov.u32 %r9, {r}; st.global.b32 [%rd7+{4 * n}], %r9;" for n, r in enumerate(registers))
+    body = f"""
+  mov.u32 %r8, %tid.y; mov.u32 %r9, %tid.z;
+  mad.lo.s32 %r8, %r9, 2, %r8; mad.lo.s32 %r8, %r8, 8, %r1;                       // the thread
+  mov.u32 %r9, %ctaid.y; mov.u32 %r10, %ctaid.z;
+  mad.lo.s32 %r9, %r10, 2, %r9; mad.lo.s32 %r9, %r9, 4, %r5;                      // the CTA
+  mad.lo.s32 %r8, %r9, 64, %r8;
+  mul.wide.s32 %rd6, %r8, {4 * len(registers)};
+  add.s64 %rd7, %rd4, %rd6;
+  {stores}
+"""
+    program = parse(Handwritten(body, cluster=6).ptx.replace("6, 1, 1", "2, 1, 3"))
+    memory = new_memory()
+    result = memory.add("result", None, 4 * len(registers) * 64 * 24)
+    params = bytes(136) + result.to_bytes(8, "little")
+    given = {"smem_bytes": 0, "params": params, "memory": memory, "events": memory.events}
+    Machine(program, grid=(4, 2, 3), threads=(8, 2, 4), cluster_size=(2, 1, 3), **given).run()
+    got = memory.named("result").bytes.view(np.uint32).reshape(3, 2, 4, 4, 2, 8, len(names), 3)
+    for cz, cy, cx, tz, ty, tx in itertools.product(*map(range, got.shape[:6])):
+        want = [
+            [tx, ty, tz],
+            [cx, cy, cz],
+            [cx % 2, 0, cz],
+            [cx // 2, cy, 0],
+            [8, 2, 4],
+            [4, 2, 3],
+            [2, 1, 3],
+            [2, 2, 1],
+        ]
+        assert got[cz, cy, cx, tz, ty, tx].tolist() == want
+    with pytest.raises(Misuse, match=r"a grid of \(4, 2, 2\) CTAs is not made of clusters of \(2, 1, 3\)"):
+        Machine(program, grid=(4, 2, 2), threads=64, cluster_size=(2, 1, 3), **given)
+
+
+# ---- bulk copies
+
+LOADED = f"""
+  setp.ne.b32 %p1, %r1, 0;
+  @%p1 bra MADE;
+  mbarrier.init.shared::cta.b64 [%r3+32768], 1;
+  fence.mbarrier_init.release.cluster;
+  mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r3+32768], {{bytes}};
+  mov.b64 %rd7, map;
+  cvta.param.u64 %rd7, %rd7;
+  mov.b64 %rd8, 0;
+  {{load}}
+MADE:
+  bar.sync 0;
+  {wait("COME", 32768)}
+  {{stores}}
+"""
+FORM = "shared::cta.global.tile::gather4.mbarrier::complete_tx::bytes"
+
+
+@pytest.mark.parametrize("atom", [16, 32])
+def test_gathers_four_rows(atom):
+    """Rows anywhere, one of them absent; against the definition, chunk by chunk."""
+    rows = (5, 0, -1, 7)
+    given = RNG.integers(0, 2**32, (8, 48), dtype=np.uint32)
+    load = f"cp.async.bulk.tensor.2d.{FORM}.L2::cache_hint [%r3], [%rd7, {{16, {', '.join(map(str, rows))}}}], "
+    stores = " ".join(f"ld.shared.b32 %r9, [%r4+{128 * n}]; st.global.b32 [%rd5+{128 * n}], %r9;" for n in range(4))
+    body = LOADED.format(bytes=512, load=load + "[%r3+32768], %rd8;", stores=stores)
+    tensor = mapped((32, 1), (48, 8), (192,), atom)
+    got = run(body, given, outputs=4, tensor=tensor)
+    want = np.zeros((4, 32), np.uint32)
+    for n, row in enumerate(rows):
+        for chunk in range(8):
+            to = chunk ^ n if atom == 16 else chunk ^ (n & 3) << 1
+            if row >= 0:
+                want[n, 4 * to : 4 * to + 4] = given[row, 16 + 4 * chunk : 20 + 4 * chunk]
+    np.testing.assert_array_equal(got, want)
+    with pytest.raises(Misuse, match=r"four rows by a tensor map with a box of \(32, 2\)"):
+        run(body, given, outputs=4, tensor=mapped((32, 2), (48, 8), (192,), atom))
+
+
+def mapped(box, extents, strides, atom=16):
+    return lambda address: TensorMap(address, 4, box, extents, strides, 128, atom)
+
+
+def test_an_atom_is_of_16_or_32_bytes():
+    for swizzle, atom in ((64, 32), (128, 64)):
+        with pytest.raises(Misuse, match=f"a swizzle of {swizzle} bytes in atoms of {atom}"):
+            TensorMap(0, 4, (16,), (32,), (), swizzle, atom)
+
+
+BULK = """
+  st.shared.b32 [%r4], %r1;
+  fence.proxy.async.shared::cta;
+  bar.sync 0;
+  setp.ne.b32 %p1, %r1, 0;
+  @%p1 bra DONE;
+  {copy}
+  cp.async.bulk.commit_group;
+  cp.async.bulk.wait_group 0;
+DONE:
+"""
+
+
+def test_bulk_stores():
+    body = BULK.format(copy="cp.async.bulk.global.shared::cta.bulk_group [%rd4], [%r3], 128;")
+    assert run(body).tolist() == list(range(32))
+    with pytest.raises(Misuse, match="a bulk copy of 120 bytes"):
+        run(body.replace("128;", "120;"))
+    with pytest.raises(Race, match=r"no fence\.proxy\.async after the generic write"):
+        run(body.replace("fence.proxy.async.shared::cta;", ""))
+    with pytest.raises(Leak, match="TMA may still read shared memory"):
+        run(body.replace("cp.async.bulk.wait_group 0;", ""))
+
+
+def test_bulk_sums():
+    """Those of four CTAs onto what the host wrote; in whatever order they come."""
+    add = "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%rd4], [%r3], 128;"
+    body = BULK.format(copy=add).replace("%r4], %r1", "%r4], 0f3FC00000")
+    program = parse(Handwritten(body).ptx)
+    for seed in SEEDS:
+        memory = new_memory()
+        result = add_cleared(memory, "result", 128)
+        params = bytes(136) + result.to_bytes(8, "little")
+        Machine(
+            program, grid=4, threads=32, smem_bytes=65536, params=params, memory=memory, events=memory.events, seed=seed
+        ).run()
+        assert (memory.named("result").bytes.view(np.float32) == 6).all()
+    with pytest.raises(Unsupported, match=r"modifier \.u32"):
+        run(body.replace("add.f32", "add.u32"))
+
+
+def test_prefetches_a_box():
+    body = """
+  mov.b64 %rd7, map;
+  cvta.param.u64 %rd7, %rd7;
+  cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%rd7, {0, 3}];
+  st.global.b32 [%rd5], %r1;
+"""
+    assert run(body, np.zeros((8, 48), np.uint32), tensor=mapped((32, 1), (48, 8), (192,))).tolist() == [*range(32)]
+    with pytest.raises(Misuse, match="a prefetch of rank 2 by a tensor map of rank 1"):
+        run(body, np.zeros((8, 48), np.uint32), tensor=mapped((32,), (48,), ()))
+
+
+# ---- launch control
+
+COUNT = f"""
+  setp.ne.b32 %p1, %r1, 0;
+  @%p1 bra MADE;
+  mbarrier.init.shared::cta.b64 [%r3+64], 1;
+  fence.mbarrier_init.release.cluster;
+MADE:
+  bar.sync 0;
+  mov.b32 %r8, %ctaid.x;
+  mov.b32 %r9, %ctaid.y;
+  mov.b32 %r10, 0;                         // the phase
+WORK:
+  mad.lo.s32 %r11, %r9, 3, %r8;
+  mad.lo.s32 %r11, %r11, 32, %r1;
+  mul.wide.s32 %rd6, %r11, 4;
+  add.s64 %rd7, %rd4, %rd6;
+  st.global.b32 [%rd7], %r11;
+  @%p1 bra ASKED;
+  mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r3+64], 16;
+  clusterlaunchcontrol.try_cancel.async.shared::cta.mbarrier::complete_tx::bytes.b128 [%r3], [%r3+64];
+ASKED:
+  {wait("COME", 64, "%r10")}
+  ld.shared.v2.b64 {{%rd8, %rd9}}, [%r3];
+  mov.b128 %handle, {{%rd8, %rd9}};
+  fence.proxy.async.shared::cta;
+  bar.sync 0;
+  xor.b32 %r10, %r10, 1;
+  clusterlaunchcontrol.query_cancel.is_canceled.pred.b128 %p2, %handle;
+  clusterlaunchcontrol.query_cancel.get_first_ctaid::x.b32.b128 %r8, %handle;
+  clusterlaunchcontrol.query_cancel.get_first_ctaid.v4.b32.b128 {{%r12, %r9, %r13, %r14}}, %handle;
+  @%p2 bra WORK;
+"""
+
+
+def test_clusters_that_others_take_over():
+    """Every CTA's work is done once; some is done by another CTA, and some CTAs begin themselves."""
+    program = parse(Handwritten(".reg .b128 %handle;" + COUNT, target="sm_100a").ptx)
+    begun = []
+    for seed in range(12):
+        memory = new_memory()
+        result = memory.add("result", None, 6 * 128)
+        machine = Machine(
+            program,
+            grid=(3, 2),
+            threads=32,
+            smem_bytes=1024,
+            params=bytes(136) + result.to_bytes(8, "little"),
+            memory=memory,
+            events=memory.events,
+            seed=seed,
+        )
+        machine.run()
+        assert memory.named("result").bytes.view(np.uint32).tolist() == [*range(6 * 32)]
+        begun.append(sum(w.pc > 0 for w in machine.warps))
+    print(begun)
+    assert min(begun) == 1 and max(begun) > 1
+
+
+# ---- loads and stores of tensor memory
+
+CELLS = {  # shape: of a row and a column within .x1, (thread, register)
+    "16x64b": (2, lambda r, c: (4 * (r % 8) + 2 * c + r // 8, 0)),
+    "16x128b": (4, lambda r, c: (4 * (r % 8) + c, r // 8)),
+    "16x256b": (8, lambda r, c: (4 * (r % 8) + c // 2, 2 * (r // 8) + c % 2)),
+}
+
+
+@pytest.mark.parametrize("half", [0, 16])
+@pytest.mark.parametrize("shape", CELLS)
+def test_loads_of_16_lanes(shape, half):
+    """Lane L, column C of TMEM holds 100 L + C."""
+    per, place = CELLS[shape]
+    count, columns = 2 * per // 2, 2 * per
+    registers = [f"%r{20 + n}" for n in range(16)]
+    targets = [f"%r{40 + n}" for n in range(count)]
+    body = f"""
+  mov.b32 %r8, 32;
+  tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r3], %r8;
+  ld.shared.b32 %r9, [%r3];
+  mul.lo.s32 %r10, %r1, 100;
+  {" ".join(f"add.s32 {r}, %r10, {n};" for n, r in enumerate(registers))}
+  tcgen05.st.sync.aligned.32x32b.x16.b32 [%r9], {{{", ".join(registers)}}};
+  tcgen05.wait::st.sync.aligned;
+  add.s32 %r11, %r9, {half << 16};
+  tcgen05.ld.sync.aligned.{shape}.x2.b32 {{{", ".join(targets)}}}, [%r11];
+  tcgen05.wait::ld.sync.aligned;
+  {" ".join(f"st.global.b32 [%rd5+{128 * n}], {r};" for n, r in enumerate(targets))}
+  tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r9, %r8;
+"""
+    want = np.zeros((count, 32), int)
+    for row, column in itertools.product(range(16), range(columns)):
+        thread, register = place(row, column % per)
+        want[register + column // per * (count // 2), thread] = 100 * (half + row) + column
+    np.testing.assert_array_equal(run(body, outputs=count), want)
+    with pytest.raises(Unsupported, match="shape"):
+        run(body.replace("x2.b32", "x2.pack::16b.b32"), outputs=count)
+
+
+# ---- products
+
+
+def tiled(x, mn_major=False):
+    """As a descriptor without a swizzle has it: 8 rows of 16 bytes in a row; (bytes, leading, stride)."""
+    x = x.T if mn_major else x
+    each = 16 // x.itemsize
+    blocks = x.reshape(x.shape[0] // 8, 8, x.shape[1] // each, each).transpose(0, 2, 1, 3)
+    return blocks.tobytes(), 128, 128 * blocks.shape[1]
+
+
+def described(start, leading, stride):
+    return (start >> 4) | leading >> 4 << 16 | stride >> 4 << 32 | 1 << 46
+
+
+NUMBERS = {"f16": (1, 1), "tf32": (2, 2), "f8f6f4": (0, 1), "i8": (1, 1)}  # of A's format and B's
+KINDS = {"f16": (BF16, BF16), "tf32": (np.float32, np.float32), "f8f6f4": (E4M3, E5M2), "i8": (np.int8, np.int8)}
+
+
+def product(kind="f16", m=128, n=64, majors=(False, False), ws=False, group=1, a_in_tmem=False, b=None):
+    """(program, D of each CTA and column in the lanes where it lies): D = 2 A B'.
+
+    Shared memory of each CTA: A and B; from + 32768 an mbarrier and the address of TMEM. A in TMEM lies from column 128
+    on, and another A, the doubled one, in the lanes of the second half of the columns where these are folded.
+    """
+    dtypes, rng = KINDS[kind], np.random.default_rng(m + n)
+    depth = 32 // np.dtype(dtypes[0]).itemsize
+    rows, ctas = m // group, range(group)
+    a, b = (rng.integers(-6, 7, (k, depth)).astype(dtype) for k, dtype in zip((m, n), dtypes, strict=True))
+    folds = 128 // rows if ws or (group == 2 and rows == 64) else 1
+    images, places = [], []
+    for cta in ctas:
+        image, places = b"", []
+        for x, mn_major in ((a[cta * rows :][:rows], majors[0]), (b[cta * n // group :][: n // group], majors[1])):
+            data, *strides = tiled(x, mn_major)
+            places.append(described(len(image), *strides))
+            image += data
+        if a_in_tmem:  # for every lane 8 words
+            lanes = np.zeros((128, 32), np.uint8)
+            mine = a[cta * rows :][:rows]
+            for fold in range(folds):
+                lanes[fold * rows :][:rows] = (mine * (1 + fold)).astype(mine.dtype).view(np.uint8)
+            if folds == 1 and rows == 64:
+                lanes = np.pad(lanes[:64].reshape(4, 16, 32), ((0, 0), (0, 16), (0, 0))).reshape(128, 32)
+            tmem_at, image = len(image), image + lanes.T.reshape(8, 4, 128).transpose(0, 2, 1).tobytes()
+        images.append(image)
+    size = -(-len(images[0]) // 512) * 512
+    d_lanes = np.zeros((group, 128, n // folds))
+    exact = 2 * a.astype(np.float64) @ b.astype(np.float64).T
+    for cta in ctas:
+        mine = exact[cta * rows :][:rows]
+        for fold in range(folds):
+            part = mine[:, fold * n // folds :][:, : n // folds] * (1 + fold if a_in_tmem else 1)
+            if folds > 1 or rows == 128:
+                d_lanes[cta, fold * rows :][:rows] = part
+            else:
+                d_lanes[cta].reshape(4, 32, -1)[:, :16] = part.reshape(4, 16, -1)
+    number = 2 if kind == "i8" else 1
+    of_a, of_b = NUMBERS[kind]
+    descriptor = number << 4 | of_a << 7 | of_b << 10 | majors[0] << 15 | majors[1] << 16 | n >> 3 << 17 | m >> 4 << 24
+    words = [f"%r{20 + k}" for k in range(8)]
+    columns = n // folds
+    targets = [f"%r{40 + k}" for k in range(columns)]
+    mma = f"tcgen05.mma{'.ws' * ws}.cta_group::{group}.kind::{kind}"
+    to_tmem = (
+        f"""
+  {" ".join(f"ld.shared.b32 {r}, [%r4+{tmem_at + 512 * k}];" for k, r in enumerate(words))}
+  add.s32 %r19, %r18, 128;
+  tcgen05.st.sync.aligned.32x32b.x8.b32 [%r19], {{{", ".join(words)}}};
+  tcgen05.wait::st.sync.aligned;
+"""
+        if a_in_tmem
+        else ""
+    )
+    multicast = (".multicast::cluster", ", %rs1") if group == 2 else ("", "")
+    body = f"""
+  setp.ne.b32 %p1, %r1, 0;
+  setp.ge.s32 %p2, %r1, 32;
+  mov.u32 %r10, %cluster_ctarank;
+  setp.ne.b32 %p3, %r10, 0;
+  mov.b16 %rs1, 3;
+  mul.wide.u32 %rd6, %r10, {size - 512};
+  add.s64 %rd6, %rd6, %rd3;
+  {" ".join(f"ld.global.b32 %r8, [%rd6+{at}]; st.shared.b32 [%r4+{at}], %r8;" for at in range(0, size, 512))}
+  fence.proxy.async.shared::cta;
+  @%p1 bra MADE;
+  mbarrier.init.shared::cta.b64 [%r3+32768], 1;
+  fence.mbarrier_init.release.cluster;
+MADE:
+  @%p2 bra ALLOCATED;
+  mov.b32 %r12, 256;
+  tcgen05.alloc.cta_group::{group}.sync.aligned.shared::cta.b32 [%r3+32776], %r12;
+ALLOCATED:
+  bar.sync 0;
+  ld.shared.b32 %r13, [%r3+32776];
+  and.b32 %r18, %r1, 96;
+  shl.b32 %r18, %r18, 16;
+  add.s32 %r18, %r18, %r13;
+  {to_tmem}
+  tcgen05.fence::before_thread_sync;
+  {SYNC}
+  tcgen05.fence::after_thread_sync;
+  @%p1 bra ISSUED;
+  @%p3 bra ISSUED;
+  cvt.u64.u32 %rd7, %r3;
+  shr.u64 %rd7, %rd7, 4;
+  and.b64 %rd7, %rd7, 0x3fff;
+  add.s64 %rd8, %rd7, {places[0]};
+  add.s64 %rd9, %rd7, {places[1]};
+  mov.b32 %r14, {descriptor};
+  setp.eq.b32 %p4, %r1, 0;
+  {mma} [%r13], {"[%r13+128]" if a_in_tmem else "%rd8"}, %rd9, %r14, !%p4;
+  {mma} [%r13], {"[%r13+128]" if a_in_tmem else "%rd8"}, %rd9, %r14, %p4;
+  add.s32 %r15, %r3, 32768;
+  tcgen05.commit.cta_group::{group}.mbarrier::arrive::one.shared::cluster{multicast[0]}.b64 [%r15]{multicast[1]};
+ISSUED:
+  {wait("DONE", 32768)}
+  tcgen05.fence::after_thread_sync;
+  bar.warp.sync -1;
+  tcgen05.ld.sync.aligned.32x32b.x{columns}.b32 {{{", ".join(targets)}}}, [%r18];
+  tcgen05.wait::ld.sync.aligned;
+  {"" if folds > 1 or rows == 128 else "and.b32 %r16, %r1, 16; setp.ne.b32 %p5, %r16, 0; @%p5 bra STORED;"}
+  {" ".join(f"st.global.b32 [%rd5+{512 * group * k}], {r};" for k, r in enumerate(targets))}
+STORED:
+  tcgen05.fence::before_thread_sync;
+  {SYNC}
+  tcgen05.fence::after_thread_sync;
+  @%p2 bra FREED;
+  tcgen05.dealloc.cta_group::{group}.sync.aligned.b32 %r13, %r12;
+FREED:
+"""
+    source = np.frombuffer(b"".join(image.ljust(size, b"\0") for image in images), np.uint32)
+    program = Handwritten(body, source, threads=128, ctas=group, cluster=group, outputs=columns, target="sm_100a")
+    return program, d_lanes.reshape(group * 128, columns).T
+
+
+PRODUCTS = {
+    "e4m3 and e5m2": {"kind": "f8f6f4"},
+    "tf32": {"kind": "tf32"},
+    "int8": {"kind": "i8"},
+    "A is MN-major": {"majors": (True, False)},
+    "both are MN-major": {"majors": (True, True)},
+    "both are MN-major, 8 bits": {"kind": "f8f6f4", "majors": (True, True)},
+    "both are MN-major, tf32": {"kind": "tf32", "majors": (True, True)},
+    "64 rows, A in TMEM": {"m": 64, "a_in_tmem": True},
+    "ws, 128 rows": {"ws": True},
+    "ws, 64 rows": {"ws": True, "m": 64, "n": 128},
+    "ws, 32 rows": {"ws": True, "m": 32, "n": 128},
+    "ws, 64 rows, an A in TMEM for each half of the columns": {"ws": True, "m": 64, "n": 128, "a_in_tmem": True},
+    "a pair's 128 rows, an A in TMEM for each half of the columns": {"m": 128, "group": 2, "a_in_tmem": True},
+    "a pair's 256 rows, A in TMEM": {"m": 256, "group": 2, "a_in_tmem": True},
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products(name):
+    program, want = product(**PRODUCTS[name])
+    lanes = np.arange(program.total)
+    if name == "64 rows, A in TMEM":  # the others are not stored
+        lanes = lanes[lanes % 32 < 16]
+    for seed in SEEDS:
+        got = program.interpret(seed).view(np.int32 if name == "int8" else np.float32)
+        np.testing.assert_array_equal(got[:, lanes], want[:, lanes])
+
+
+def test_an_undefined_half_of_A_makes_half_of_D_undefined():
+    """The lanes 64 to 127 of A are never stored: D's upper lanes are undefined, and stored all the same."""
+    program, _ = product(**PRODUCTS["ws, 64 rows, an A in TMEM for each half of the columns"])
+    body = program.body.replace("tcgen05.st.sync", "setp.ge.s32 %p6, %r1, 64; @%p6 bra LEFT;\n  tcgen05.st.sync")
+    body = body.replace("tcgen05.wait::st.sync.aligned;", "tcgen05.wait::st.sync.aligned;\nLEFT:")
+    with pytest.raises(Undefined, match=r"^warp [23]: [^|]*which is not defined in 32 lanes"):
+        replace(program, body=body).interpret()
+
+
+# ---- copies to tensor memory
+
+COPIES = {
+    "128x256b": [(0,), (1,), (2,), (3,)],
+    "128x128b": [(0,), (1,), (2,), (3,)],
+    "64x128b.warpx2::02_13": [(0, 2), (1, 3)],
+    "64x128b.warpx2::01_23": [(0, 1), (2, 3)],
+    "32x128b.warpx4": [(0, 1, 2, 3)],
+}
+
+
+def copied(form):
+    """(program, columns in all lanes)"""
+    rows, bits = (int(x) for x in form.split(".")[0][:-1].split("x"))
+    columns = bits // 32
+    given = np.arange(rows * columns, dtype=np.uint32).reshape(rows, columns)
+    data, leading, stride = tiled(given)
+    targets = [f"%r{40 + k}" for k in range(columns)]
+    body = f"""
+  setp.ne.b32 %p1, %r1, 0;
+  setp.ge.s32 %p2, %r1, 32;
+  {" ".join(f"ld.global.b32 %r8, [%rd3+{at}]; st.shared.b32 [%r4+{at}], %r8;" for at in range(0, len(data), 512))}
+  fence.proxy.async.shared::cta;
+  @%p1 bra MADE;
+  mbarrier.init.shared::cta.b64 [%r3+32768], 1;
+MADE:
+  @%p2 bra ALLOCATED;
+  mov.b32 %r12, 32;
+  tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r3+32776], %r12;
+ALLOCATED:
+  bar.sync 0;
+  ld.shared.b32 %r13, [%r3+32776];
+  @%p1 bra ISSUED;
+  cvt.u64.u32 %rd7, %r3;
+  shr.u64 %rd7, %rd7, 4;
+  add.s64 %rd8, %rd7, {described(0, leading, stride)};
+  tcgen05.cp.cta_group::1.{form} [%r13], %rd8;
+  add.s32 %r15, %r3, 32768;
+  tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r15];
+ISSUED:
+  {wait("DONE", 32768)}
+  tcgen05.fence::after_thread_sync;
+  bar.warp.sync -1;
+  and.b32 %r18, %r1, 96;
+  shl.b32 %r18, %r18, 16;
+  add.s32 %r18, %r18, %r13;
+  tcgen05.ld.sync.aligned.32x32b.x{columns}.b32 {{{", ".join(targets)}}}, [%r18];
+  tcgen05.wait::ld.sync.aligned;
+  {" ".join(f"st.global.b32 [%rd5+{512 * k}], {r};" for k, r in enumerate(targets))}
+  tcgen05.fence::before_thread_sync;
+  bar.sync 0;
+  tcgen05.fence::after_thread_sync;
+  @%p2 bra FREED;
+  tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r13, %r12;
+FREED:
+"""
+    want = np.zeros((128, columns), np.uint32)
+    for part, quarters in enumerate(COPIES[form]):
+        for quarter in quarters:
+            want[32 * quarter :][:32] = given[32 * part :][:32]
+    return Handwritten(body, np.frombuffer(data, np.uint32), threads=128, outputs=columns, target="sm_100a"), want.T
+
+
+@pytest.mark.parametrize("form", COPIES)
+def test_copies(form):
+    program, want = copied(form)
+    for seed in SEEDS:
+        np.testing.assert_array_equal(program.interpret(seed), want)
+
+
+def test_a_copy_that_nobody_waits_for():
+    program, _ = copied("128x256b")
+    commit = "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r15]"
+    body = replacing((commit, "mbarrier.arrive.shared::cta.b64 _, [%r15]"))(program.body)
+    for seed in SEEDS:
+        with pytest.raises((Race, Undefined), match=r"the (write|read) by tcgen05\.(cp|ld)|is not defined"):
+            replace(program, body=body).interpret(seed)
+
+
+# ---- what has no meaning is refused
+
+
+def test_descriptors_refuse_unknown_bits():
+    good = described(0, 128, 256)
+    assert smem_descriptor(good).stride == 256
+    for bit in (14, 15, 30, 31, 49, 52, 53, 60):
+        with pytest.raises(Misuse, match=r"bits that have no meaning here: 0x0*" + f"{1 << bit:x}"):
+            smem_descriptor(good | 1 << bit)
+    for swizzle in (3, 5, 7):
+        with pytest.raises(Misuse, match="shared memory descriptor"):
+            smem_descriptor(good | swizzle << 61)
+    good = 1 << 4 | 1 << 7 | 1 << 10 | 8 << 17 | 8 << 24
+    assert InstructionDescriptor.decode(good, "f16", 1, False).m == 128
+    for bit in (0, 1, 2, 3, 6, 23, 29, 30, 31):
+        with pytest.raises(Misuse, match=r"bits that have no meaning here: 0x0*" + f"{1 << bit:x}"):
+            InstructionDescriptor.decode(good | 1 << bit, "f16", 1, False)
+    for bit, says in ((5, "wanted dense operands"), (9, "wanted dense operands")):
+        with pytest.raises(Misuse, match=says):
+            InstructionDescriptor.decode(good ^ 1 << bit, "f16", 1, False)
+    assert math.prod(InstructionDescriptor.decode(good, "f16", 1, True).mn_major) == 0
+
+
+def encoded(**other):
+    """A tensor map of bfloat16 [2, 8, 48] with boxes of 64 bytes, as CuTe's host code writes it."""
+    fields = {"steps": b"\0\0\0", "boxes": (31, 3, 0, 0, 0), **other}
+    head = struct.pack("<QI", 0x7000, fields["flags"]) + struct.pack("<4I", 6, 48, 0, 0) + struct.pack("<I", 1 << 4)
+    return (head + struct.pack("<5I", 47, 7, 1, 0, 0) + fields["steps"] + bytes(fields["boxes"])).ljust(128, b"\0")
+
+
+def test_tensor_maps_refuse_unknown_bits():
+    """Atoms of 32 bytes once passed for atoms of 16."""
+    good = TensorMap.decode(encoded(flags=0x246522))
+    assert good == TensorMap(0x7000, 2, (32, 4, 1), (48, 8, 2), (96, 768 + (1 << 36)), 128)
+    assert TensorMap.decode(encoded(flags=0x246522 | 1 << 19)) == replace(good, atom=32)
+    assert TensorMap.decode(encoded(flags=0x244522)) == replace(good, swizzle=64)
+    for bit in (0, 2, 3, 11, 12, 15, 17, 20, *range(23, 32)):
+        with pytest.raises(Misuse, match=f"flags have bits that have no meaning here: 0x0*{1 << bit:x}"):
+            TensorMap.decode(encoded(flags=0x246522 | 1 << bit))
+    for given, says in (
+        ({"flags": 0x6522}, "where a tensor map should is none"),
+        ({"flags": 0x246522 | 15 << 7}, "elements of type 15"),
+        ({"flags": 0x246522, "steps": b"\1\0\0"}, "numbers that have no meaning"),
+        ({"flags": 0x246522, "boxes": (31, 3, 0, 1, 0)}, "numbers that have no meaning"),
+    ):
+        with pytest.raises(Misuse, match=says):
+            TensorMap.decode(encoded(**given))
