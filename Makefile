@@ -35,8 +35,8 @@ quick: installed lint ## lint, and every test that is not slow and neither compi
 test: build .venv/.tools ## set up, build every kernel, and run all tests
 	$(PYTEST)
 
-test-hf: .venv-hf/.tools ## compare layers with Hugging Face transformers, in an environment of its own
-	PYTHONPATH=. .venv-hf/bin/python -m pytest -W ignore tests/test_hf.py
+test-hf: .venv-hf/.tools ## compare layers and a whole model with Hugging Face transformers, in an environment of its own
+	PYTHONPATH=. .venv-hf/bin/python -m pytest -W ignore tests/test_hf.py tests/test_hf_model.py
 
 test-witnesses: .venv-witnesses/.tools ## run others' Blackwell kernels in the interpreter, in an environment of its own; ARGS=--quick for five
 	PYTHONPATH=. OPENBLAS_NUM_THREADS=1 .venv-witnesses/bin/python -m interpreter.witnesses $(ARGS)

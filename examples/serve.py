@@ -24,6 +24,7 @@ import collections
 import dataclasses
 import sys
 import time
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -34,44 +35,70 @@ from jax_dsv4_fmha.layers import STEP_OPTIONS, from_config
 VOCABULARY, WIDTH = 128, 64
 
 
-def layers_of(d):
-    """The entries of a config.json, small."""
-    kinds = ("sliding", "compressed_sparse", "heavily_compressed", "compressed_sparse")
-    return from_config(
-        {
-            "hidden_size": WIDTH, "num_hidden_layers": 4, "num_attention_heads": 16, "head_dim": d,
-            "qk_rope_head_dim": d // 8, "q_lora_rank": 32, "o_groups": 4, "o_lora_rank": 16, "sliding_window": 16,
-            "layer_types": [f"{kind}_attention" for kind in kinds], "compress_rate_hca": 16,  # a model's is 128
-            "index_n_heads": 16, "index_head_dim": d // 4, "index_topk": 8,
-            "rope_theta": 10000, "compress_rope_theta": 160000,
-        }
-    )  # fmt: skip
+class Tiny:
+    """A model of four layers. `Server` takes any model with these methods: see `examples/deepseek_v4`."""
 
+    def __init__(self, d):
+        kinds = ("sliding", "compressed_sparse", "heavily_compressed", "compressed_sparse")
+        self.layers = from_config(
+            {  # the entries of a config.json, small
+                "hidden_size": WIDTH, "num_hidden_layers": 4, "num_attention_heads": 16, "head_dim": d,
+                "qk_rope_head_dim": d // 8, "q_lora_rank": 32, "o_groups": 4, "o_lora_rank": 16, "sliding_window": 16,
+                "layer_types": [f"{kind}_attention" for kind in kinds], "compress_rate_hca": 16,  # a model's is 128
+                "index_n_heads": 16, "index_head_dim": d // 4, "index_topk": 8,
+                "rope_theta": 10000, "compress_rope_theta": 160000,
+            }
+        )  # fmt: skip
 
-def initialize(key, layers):
-    def one(layer, key):
-        a, b, c = jax.random.split(key, 3)
-        up = jax.random.normal(a, (WIDTH, 2 * WIDTH)) * WIDTH**-0.5
-        return {"attention": layer.init(b), "up": up, "down": jax.random.normal(c, (2 * WIDTH, WIDTH)) * WIDTH**-0.5}
+    def init(self, key, dtype):
+        def one(layer, key):
+            a, b, c = jax.random.split(key, 3)
+            up = jax.random.normal(a, (WIDTH, 2 * WIDTH), dtype) * WIDTH**-0.5
+            down = jax.random.normal(c, (2 * WIDTH, WIDTH), dtype) * WIDTH**-0.5
+            return {"attention": layer.init(b, dtype), "up": up, "down": down}
 
-    first, last, *keys = jax.random.split(key, 2 + len(layers))
-    embed, head = jax.random.normal(first, (VOCABULARY, WIDTH)), jax.random.normal(last, (WIDTH, VOCABULARY))
-    return {"embed": embed, "head": head, "layers": [one(*x) for x in zip(layers, keys, strict=True)]}
+        first, last, *keys = jax.random.split(key, 2 + len(self.layers))
+        embed, head = (jax.random.normal(k, (VOCABULARY, WIDTH), dtype) for k in (first, last))
+        return {"embed": embed, "head": head.T, "layers": [one(*x) for x in zip(self.layers, keys, strict=True)]}
+
+    def cache(self, *args, **kwargs):
+        return [layer.cache(*args, **kwargs) for layer in self.layers]
+
+    def __call__(self, parameters, tokens):
+        """float32 logits `[b, s, VOCABULARY]` of whole sequences `[b, s]`."""
+        nothing = [None] * len(self.layers)
+        return self._forward(parameters, tokens, nothing, lambda layer, p, x, _: layer(p, x))[0]
+
+    def read(self, parameters, tokens, caches, start, lengths):
+        """A chunk of prompts: the logits `[b, VOCABULARY]` of each one's last token, and the new caches."""
+
+        def attend(layer, p, x, cache):
+            return layer(p, x, cache, start=start, lengths=lengths)
+
+        logits, caches = self._forward(parameters, tokens, caches, attend)
+        last = jnp.maximum(lengths - start - 1, 0)[:, None, None]
+        return jnp.take_along_axis(logits, last, 1)[:, 0], caches
+
+    def steps(self, parameters, tokens, caches, start, lengths):
+        """New tokens `[b, s]` of each sequence from `start` on: logits `[b, s, VOCABULARY]`, and the new caches."""
+
+        def attend(layer, p, x, cache):
+            return layer.step(p, x, cache, start=start, lengths=lengths)
+
+        return self._forward(parameters, tokens, caches, attend)
+
+    def _forward(self, parameters, tokens, caches, attend):
+        x, kept = parameters["embed"][tokens], []
+        for layer, p, cache in zip(self.layers, parameters["layers"], caches, strict=True):
+            out = attend(layer, p["attention"], norm(x), cache)
+            x = x + out.y
+            x = x + jax.nn.silu(norm(x) @ p["up"]) @ p["down"]
+            kept.append(out.cache)
+        return (norm(x) @ parameters["head"]).astype(jnp.float32), kept
 
 
 def norm(x):
     return (x * jax.lax.rsqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), -1, keepdims=True) + 1e-6)).astype(x.dtype)
-
-
-def forward(layers, parameters, tokens, caches, attend):
-    """float32 logits `[b, s, VOCABULARY]` and the new caches; attend(layer, parameters, x, cache) -> Output."""
-    x, kept = parameters["embed"][tokens], []
-    for layer, p, cache in zip(layers, parameters["layers"], caches, strict=True):
-        out = attend(layer, p["attention"], norm(x), cache)
-        x = x + out.y
-        x = x + jax.nn.silu(norm(x) @ p["up"]) @ p["down"]
-        kept.append(out.cache)
-    return (norm(x) @ parameters["head"]).astype(jnp.float32), kept
 
 
 def choose(logits, temperature, key):
@@ -102,6 +129,10 @@ class Request:
     wanted: int
     """tokens"""
     temperature: float
+    heard: Callable[[int], None] = lambda token: None
+    """called with each token as it is said"""
+    end: int = -1
+    """the token after which it says no more"""
     said: list[int] = dataclasses.field(default_factory=list)
     read: int = 0
     """tokens that the caches hold"""
@@ -160,20 +191,12 @@ class Server:
     and pages stay as they are, and other places get them.
     """
 
-    def __init__(self, places, room, chunk, page, pages, beginning, speculate=0, seed=0):
-        on_gpu = jax.default_backend() == "gpu"
-        d, dtype = (
-            (512, jnp.bfloat16) if on_gpu else (64, jnp.float32)
-        )  # a size with kernels on a GPU; a quick one without
-        self.layers, self.chunk, self.key = layers_of(d), chunk, jax.random.key(seed + 1)
+    def __init__(self, model, parameters, dtype, places, room, chunk, page, pages, beginning=(), speculate=0, seed=0):
+        self.parameters, self.chunk, self.key = parameters, chunk, jax.random.key(seed)
         self.room, self.ahead = room, speculate + 1  # tokens of a request, and of a step, at most
-        layers = self.layers
-        self.parameters = jax.jit(
-            lambda key: jax.tree.map(lambda x: x.astype(dtype) if x.ndim > 1 else x, initialize(key, layers))
-        )(jax.random.key(seed))
         self.pages = Pages(places + 1, room, page, pages)
         how = {"block_table": self.pages.table, "page_tokens": page, "pages": pages, "steps": self.ahead}
-        self.caches = [layer.cache(places + 1, room, dtype, **how) for layer in layers]
+        self.caches = model.cache(places + 1, room, dtype, **how)
         self.places: list[Request | None] = [None] * (places + 1)
         self.waiting: collections.deque[Request] = collections.deque()
         self.done: list[np.ndarray] = []
@@ -181,31 +204,23 @@ class Server:
         self.came = self.put_back = self.steps = self.drafted = self.accepted = 0
 
         def read(parameters, caches, table, tokens, start, lengths, temperature, key):
-            def attend(layer, p, x, cache):
-                return layer(p, x, cache.with_block_table(table), start=start, lengths=lengths)
-
-            logits, caches = forward(layers, parameters, tokens, caches, attend)
-            last = jnp.take_along_axis(logits, jnp.maximum(lengths - start - 1, 0)[:, None, None], 1)
-            return choose(last, temperature, key), caches
+            caches = [cache.with_block_table(table) for cache in caches]
+            logits, caches = model.read(parameters, tokens, caches, start, lengths)
+            return choose(logits[:, None], temperature, key), caches
 
         def say(parameters, caches, table, tokens, start, lengths, temperature, key):
-            def attend(layer, p, x, cache):
-                return layer.step(p, x, cache.with_block_table(table), start=start, lengths=lengths)
-
-            logits, caches = forward(layers, parameters, tokens, caches, attend)
+            caches = [cache.with_block_table(table) for cache in caches]
+            logits, caches = model.steps(parameters, tokens, caches, start, lengths)
             return choose(logits, temperature, key), caches
 
         def begin(caches, place):
             return [cache.fork(places, place) for cache in caches]
 
-        def alone(parameters, tokens):
-            nothing = [None] * len(layers)
-            logits, _ = forward(layers, parameters, tokens, nothing, lambda layer, p, x, _: layer(p, x))
-            return logits[0].argmax(-1)
-
-        self._read = jax.jit(read, donate_argnums=1)
-        self._say = jax.jit(say, donate_argnums=1, compiler_options=STEP_OPTIONS)
-        self._begin, self._alone = jax.jit(begin, donate_argnums=0), jax.jit(alone)
+        where = jax.tree.map(lambda x: x.sharding, self.caches)  # they stay where they are
+        self._read = jax.jit(read, donate_argnums=1, out_shardings=(None, where))
+        self._say = jax.jit(say, donate_argnums=1, out_shardings=(None, where), compiler_options=STEP_OPTIONS)
+        self._begin = jax.jit(begin, donate_argnums=0, out_shardings=where)
+        self._alone = jax.jit(lambda parameters, tokens: model(parameters, tokens)[0].argmax(-1))
         self.beginning = np.asarray(beginning[: len(beginning) // page * page], np.int32)
         if len(self.beginning):
             self.places[-1] = Request(self.beginning, 1, 0.0)
@@ -292,9 +307,13 @@ class Server:
                     self.accepted + n,
                 )
             if request.read == len(request.tokens):
-                request.said += chosen[i, : n + 1].tolist()
                 request.read += n
-                if len(request.said) == request.wanted:
+                for token in chosen[i, : n + 1].tolist():
+                    request.said.append(token)
+                    request.heard(token)
+                    if token == request.end:
+                        break
+                if len(request.said) == request.wanted or request.said[-1] == request.end:
                     done.append(i)
         return done
 
@@ -333,7 +352,11 @@ def main(
     alike = rng.integers(0, VOCABULARY, beginning, dtype=np.int32)
     if progress:
         print("making random parameters and empty caches", flush=True)
-    server = Server(places, longest + wanted, chunk, page, pages, alike, speculate)
+    on_gpu = jax.default_backend() == "gpu"
+    d, dtype = (512, jnp.bfloat16) if on_gpu else (64, jnp.float32)  # a size with kernels on a GPU; a quick one without
+    model = Tiny(d)
+    parameters = jax.jit(model.init, static_argnums=1)(jax.random.key(0), dtype)
+    server = Server(model, parameters, dtype, places, longest + wanted, chunk, page, pages, alike, speculate)
     asked = []
     for i in range(requests - again):
         own = rng.integers(0, VOCABULARY, rng.integers(1, longest - beginning + 1), dtype=np.int32)

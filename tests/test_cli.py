@@ -328,20 +328,24 @@ class TestBench:
         assert row.flops == 2.5 * x.flops
         assert row.bytes == x.bytes + 4 * x.d * x.b * (x.s_q * x.h_q + keys)
 
-    @pytest.mark.parametrize("row", SUITES["layer"].rows, ids=lambda row: row.name)
+    @pytest.mark.parametrize(
+        "row", [r for r in SUITES["layer"].rows if isinstance(r, layer.LayerRow)], ids=lambda r: r.name
+    )
     def test_work_of_a_layer(self, row):
         """A layer has three large matrices: 1024 by 64 heads of 512, 64 heads of 512 by 1024, 8192 by 4096."""
         passes, matrices = 3 if row.has_gradient else 1, 3 * 2**25
         assert 1 < row.flops / (2 * passes * row.b * row.s_q * matrices) < 1.9
         assert 1 < row.bytes / (2 * passes * matrices) < 1.8
 
-    def test_a_step_of_a_layer_in_place(self, monkeypatch):
-        """It runs again and again on its cache; every instruction of its program belongs to a part."""
+    @pytest.mark.parametrize("kind", [layer.LayerRow, layer.StackRow])
+    def test_a_step_of_layers_in_place(self, kind, monkeypatch):
+        """It runs again and again on its caches; every instruction of its program belongs to a part."""
         small = {"hidden_size": 64, "num_attention_heads": 8, "head_dim": 64, "q_lora_rank": 32, "o_lora_rank": 16}
         small |= {"index_n_heads": 8, "index_head_dim": 64, "index_topk": 8, "sliding_window": 16}
         monkeypatch.setattr(layer, "FLASH", layer.FLASH | small)
-        row = next(row for row in SUITES["layer"].rows if row.is_step and row.ratio == 4)
-        row = dataclasses.replace(row, b=2, s_kv=64)
+        monkeypatch.setattr(layer, "ALL_RATIOS", (0, 4, 128, 4))
+        one = {"s_q": 1, "ratio": 4} if kind is layer.LayerRow else {}
+        row = kind(b=2, s_kv=64, **one)
         inputs = row.inputs(1)
         contestant = row.compiled(inputs, {})
         first = contestant.run(inputs[0])
@@ -351,6 +355,21 @@ class TestBench:
         found = row.times({"ours": {"kernels": kernels}}, {"ours": contestant})["ours"]["parts"]
         assert set(layer.PARTS) <= set(found) and sum(found.values()) == len(kernels)
         assert 0 < layer.rest(found) < 1
+
+    def test_work_of_all_layers(self):
+        """43 layers: two with a window alone, 21 of ratio 4, 20 of ratio 128."""
+        rows = SUITES["layer"].rows
+        stack = next(row for row in rows if isinstance(row, layer.StackRow))
+        times = {row.ratio: row.flops for row in rows if isinstance(row, layer.LayerRow) and row in stack.layers}
+        assert stack.flops == 2 * times[0] + 21 * times[4] + 20 * times[128]
+
+    def test_the_time_of_all_layers_and_of_each(self):
+        stack = next(row for row in SUITES["layer"].rows if isinstance(row, layer.StackRow))
+        names = {row.name for row in stack.layers}
+        made = {"seconds": 1e-4, "rounds": [1e-4] * 2, "parts": {"products": 1.0}}
+        rows = [{"name": name, "times": {"ours": made}} for name in (stack.name, *names)]
+        assert layer.table(rows).endswith(f"{stack.name}: 100 us; alone they take 4300")
+        assert layer.table(rows[:-1]).endswith("nor attention")
 
     def test_parts_of_a_layer(self):
         """From text as XLA writes it for a GPU."""

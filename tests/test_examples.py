@@ -123,7 +123,11 @@ def test_drafts():
 
 def test_serve_refuses_what_never_fits():
     serve = example("serve")
-    server = serve.Server(places=2, room=64, chunk=16, page=16, pages=3, beginning=range(16))
+    model = serve.Tiny(32)
+    parameters = model.init(jax.random.key(0), jnp.float32)
+    server = serve.Server(
+        model, parameters, jnp.float32, places=2, room=64, chunk=16, page=16, pages=3, beginning=range(16)
+    )
     with pytest.raises(ValueError, match="a request of 60 tokens, for which 3 pages of 16 are too few"):
         server.submit(serve.Request(np.arange(50), 10, 0.0))
     with pytest.raises(ValueError, match="does not go on from the 16 tokens"):
@@ -158,8 +162,8 @@ def test_examples_need_what_their_extra_installs():
     root = Path(__file__).parents[1]
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     extra = [*project["dependencies"], *project["optional-dependencies"]["examples"]]
-    installed = {re.match(r"\w+", name)[0] for name in extra} | {"jax_dsv4_fmha"}
-    for path in (root / "examples").glob("*.py"):
+    installed = {re.match(r"\w+", name)[0] for name in extra} | {"jax_dsv4_fmha", "examples"}
+    for path in (root / "examples").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) and not node.level else []

@@ -291,11 +291,12 @@ def test_different_numbers_of_new_tokens(kind):
     assert got == moved(kind, "step", SHARDED["both"])
 
 
-def test_joined_parameters():
+@pytest.mark.parametrize("call", ["step", "chunk"])
+def test_joined_parameters(call):
     layer, mesh = layers()["dense"], mesh_of("Explicit")
-    params, *xs = placed("dense", operands("dense", "step"), mesh, **SHARDED["both"])
-    got = run(called("dense", "step"), (layer.joined(params), *xs), expected("dense", "step"))
-    assert got == moved("dense", "step", SHARDED["both"])
+    params, *xs = placed("dense", operands("dense", call), mesh, **SHARDED["both"])
+    got = run(called("dense", call), (layer.joined(params), *xs), expected("dense", call))
+    assert got == moved("dense", call, SHARDED["both"])
 
 
 @pytest.mark.usefixtures("built")

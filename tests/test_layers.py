@@ -152,6 +152,22 @@ def test_ragged_chunks_and_steps_equal_whole_sequences(name, paged):
 
 
 @pytest.mark.parametrize("name", MODELS)
+def test_joined_parameters(name):
+    """A chunk and a step give with joined parameters what they give with separate ones."""
+    layers, _ = model(name)
+    x, caches = hidden(2, 9), [layer.cache(2, 20, jnp.float32) for layer in layers]
+
+    def run(form):
+        read = stack(name, lambda layer, p, x, shared, cache: layer(form(layer, p), x, cache, shared))
+        step = stack(name, lambda layer, p, x, shared, cache: layer.step(form(layer, p), x, cache, shared, lengths=9))
+        y, kept = jax.jit(read)(x[:, :8], caches)
+        return y, jax.jit(step)(x[:, 8:], kept)[0]
+
+    got, want = run(lambda layer, p: layer.joined(p)), run(lambda layer, p: p)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), got, want)
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_pages_come_go_and_are_shared(name):
     """Three sequences with one table and 5 pages of 16 tokens, where each alone would need 3.
 
@@ -383,6 +399,15 @@ def test_state_dict_of_deepseek(name):
     for i, (layer, p) in enumerate(zip(layers, params, strict=True)):
         got = from_state_dict(layer, tensors, f"layers.{i}.attn.", jnp.float32)
         jax.tree.map(np.testing.assert_array_equal, got, p)
+
+
+def test_dtypes_of_random_parameters():
+    """`init` gives each parameter the dtype that a checkpoint's has."""
+    for layer, params in zip(*model("v4"), strict=True):
+        wanted = from_state_dict(layer, checkpoint(layer, params, ""))
+        made = layer.init(jax.random.key(0), jnp.bfloat16)
+        assert jax.tree.map(lambda x: x.dtype, made) == jax.tree.map(lambda x: x.dtype, wanted)
+        assert {x.dtype for x in jax.tree.leaves(layer.init(jax.random.key(0)))} == {jnp.dtype("float32")}
 
 
 def test_state_dict_in_fp8():

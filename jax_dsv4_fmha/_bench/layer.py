@@ -28,6 +28,9 @@ FLASH = {
     "compress_ratios": [0, 4, 128],
     "rope_scaling": {"type": "yarn", "factor": 16, "original_max_position_embeddings": 65536},
 }  # fmt: skip
+"""V4-Flash, with one layer of each kind"""
+ALL_RATIOS = (0, 0, *(4, 128) * 20, 4)
+"""of its 43 layers"""
 PRODUCTS, OTHER = "products", "other"
 PARTS = ("attention", "indexer", "compressor", "append", "rope", "norm")
 
@@ -103,12 +106,7 @@ class LayerRow(Row):
         layer = self.layer
 
         def params(key: jax.Array) -> Any:
-            """As `from_state_dict` makes them, and, for a step, as `joined` does."""
-
-            def rounded(path: Any, x: jax.Array) -> jax.Array:
-                return x.astype(jnp.bfloat16) if x.ndim > 1 and path[-1].key != "ape" else x
-
-            made = jax.tree_util.tree_map_with_path(rounded, layer.init(key))
+            made = layer.init(key, jnp.bfloat16)
             return layer.joined(made) if self.is_step else made
 
         shape = self.b, self.s_q, layer.hidden
@@ -125,7 +123,7 @@ class LayerRow(Row):
 
     def compiled(self, inputs: Sequence[Operands], options: Mapping[str, str | bool]) -> Contestant:
         """The layer. A step updates its cache in place, and keeps it."""
-        layer, cache = self.layer, self._cache()
+        layer, cache = self.layer, self.filled() if self.is_step else None
 
         def ours(cache: LayerCache | None, params: Any, x: jax.Array, dy: jax.Array) -> Any:
             if cache is not None:
@@ -143,23 +141,98 @@ class LayerRow(Row):
 
         return Contestant(run, inputs, program.as_text() or "")
 
-    def _cache(self) -> LayerCache | None:
-        if not self.is_step:
-            return None
+    def filled(self) -> LayerCache:
+        """The cache of a step."""
         empty = self.layer.cache(self.b, self.s_kv, jnp.dtype(self.cache))
         keys = iter(jax.random.split(jax.random.key(2), len(jax.tree.leaves(empty))))
 
-        def filled(x: jax.Array) -> jax.Array:  # packed entries stay 0: random bytes are no numbers
+        def random(x: jax.Array) -> jax.Array:  # packed entries stay 0: random bytes are no numbers
             return jax.random.normal(next(keys), x.shape, x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
-        cache: LayerCache = jax.tree.map(filled, empty)
+        cache: LayerCache = jax.tree.map(random, empty)
         return cache
 
     def times(self, measured: dict[str, Times], contestants: Mapping[str, Contestant]) -> dict[str, Times]:
         """With the time of every part."""
-        return {
-            name: found | {"parts": parts(contestants[name].text, found["kernels"])} for name, found in measured.items()
+        return with_parts(measured, contestants)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackRow(Row):
+    """A step of generation through the attention of all layers, in one program.
+
+    Layers of a kind share parameters. Each has a cache of its own, and takes the sum of what came before it.
+    """
+
+    kernels_named_by = "hlo_op"
+
+    b: int
+    s_kv: int
+    cache: str = "bfloat16"
+
+    @property
+    def name(self) -> str:
+        return f"{len(ALL_RATIOS)} layers, step after {self.s_kv}, b{self.b}" + ", FP8" * (self.cache != "bfloat16")
+
+    @property
+    def case(self) -> dict[str, Any]:
+        return {"op": "DSV4Attention", **{name: x for name, x in asdict(self).items() if name != "peers"}}
+
+    @property
+    def layers(self) -> list[LayerRow]:
+        kinds = {
+            ratio: LayerRow(b=self.b, s_q=1, s_kv=self.s_kv, ratio=ratio, cache=self.cache) for ratio in set(ALL_RATIOS)
         }
+        return [kinds[ratio] for ratio in ALL_RATIOS]
+
+    @property
+    def flops(self) -> float:
+        return sum(layer.flops for layer in self.layers)
+
+    @property
+    def bytes(self) -> float:
+        return sum(layer.bytes for layer in self.layers)
+
+    @property
+    def sets(self) -> int:
+        return 1
+
+    def inputs(self, sets: int) -> list[Operands]:
+        of_kinds = {layer.ratio: layer.inputs(1)[0] for layer in set(self.layers)}
+        return [{"params": {ratio: x["params"] for ratio, x in of_kinds.items()}, "x": of_kinds[0]["x"]}]
+
+    def contestants(self, name: str, inputs: Sequence[Operands]) -> dict[str, Contestant]:
+        return {name: self.compiled(inputs, KERNEL_BY_KERNEL)}
+
+    def compiled(self, inputs: Sequence[Operands], options: Mapping[str, str | bool]) -> Contestant:
+        """All layers. A step updates the caches in place, and keeps them."""
+        caches = [layer.filled() for layer in self.layers]
+
+        def ours(caches: list[Any], params: Any, x: jax.Array) -> tuple[list[Any], jax.Array]:
+            kept: list[Any] = []
+            for row, cache in zip(self.layers, caches, strict=True):
+                out = row.layer.step(params[row.ratio], x, cache, lengths=self.s_kv)
+                x, kept = x + out.y, [*kept, out.cache]
+            return kept, x
+
+        program = jax.jit(ours, donate_argnums=0).lower(caches, **inputs[0]).compile(compiler_options=dict(options))
+
+        def run(operands: Operands) -> Any:
+            nonlocal caches
+            caches, result = program(caches, **operands)
+            return result
+
+        return Contestant(run, inputs, program.as_text() or "")
+
+    def times(self, measured: dict[str, Times], contestants: Mapping[str, Contestant]) -> dict[str, Times]:
+        """With the time of every part."""
+        return with_parts(measured, contestants)
+
+
+def with_parts(measured: Mapping[str, Times], contestants: Mapping[str, Contestant]) -> dict[str, Times]:
+    return {
+        name: found | {"parts": parts(contestants[name].text, found["kernels"])} for name, found in measured.items()
+    }
 
 
 def parts(text: str, seconds: Mapping[str, float]) -> dict[str, float]:
@@ -202,7 +275,15 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             line[1:] = [total, f"{spread(ours['rounds']):.1%}", launches, *its_parts, f"{rest(ours['parts']):.1%}"]
         lines.append(line)
     head = ["row", "us", "spread", "launches", *columns, "rest"]
-    return as_table(head, lines) + "\nrest: neither matrix products nor attention"
+    notes = ["rest: neither matrix products nor attention"]
+    us = {row["name"]: row["times"]["ours"]["seconds"] * 1e6 for row in rows if "ours" in row["times"]}
+    for stack in (row for row in SUITE.rows if isinstance(row, StackRow)):
+        names = [layer.name for layer in stack.layers]
+        if {stack.name, *names} <= us.keys():
+            notes.append(
+                f"{stack.name}: {us[stack.name]:.0f} us; alone they take {sum(us[name] for name in names):.0f}"
+            )
+    return "\n".join([as_table(head, lines), *notes])
 
 
 _SIZES: tuple[dict[str, Any], ...] = (
@@ -215,4 +296,6 @@ _SIZES: tuple[dict[str, Any], ...] = (
     ),
 )
 _RATIOS: Any = FLASH["compress_ratios"]
-SUITE = Suite("layer", "#2f6f7f", tuple(LayerRow(ratio=ratio, **sizes) for sizes in _SIZES for ratio in _RATIOS), table)
+_STACKS = tuple(StackRow(b=64, s_kv=CONTEXT, cache=cache) for cache in ("bfloat16", "float8_e4m3fn"))
+_LAYERS = tuple(LayerRow(ratio=ratio, **sizes) for sizes in _SIZES for ratio in _RATIOS)
+SUITE = Suite("layer", "#2f6f7f", _LAYERS + _STACKS, table)

@@ -12,12 +12,22 @@ from jax.sharding import PartitionSpec
 from .. import _check
 from .._definitions import explicit_axes
 
+IN_FLOAT32 = ("norm", "sink", "ape", "k_norm", "q_norm", "kv_norm")
+"""names of parameters that are in float32 whatever dtype the matrices have"""
+
 
 @functools.cache
 def shapes(part: Any, form: str = "") -> dict[str, Any]:
     """Shapes of the parameters that `part.init` makes, or that the method `form` makes of them."""
     found: dict[str, Any] = jax.eval_shape(lambda: part.init(jax.random.key(0)))
     return jax.eval_shape(getattr(part, form), found) if form else found
+
+
+def with_matrices_in(params: Any, dtype: Any) -> Any:
+    """These parameters with their matrices in dtype, and all others in float32."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: x.astype(jnp.float32 if path[-1].key in IN_FLOAT32 else dtype), params
+    )
 
 
 def parameters(part: Any, params: Any, form: str = "") -> None:

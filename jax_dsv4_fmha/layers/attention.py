@@ -127,8 +127,9 @@ class DSV4Attention:
                 ValueError, _OP, "indexer.compressor.ratio", indexer.compressor.ratio, f"the layer's {self.ratio}"
             )
 
-    def init(self, key: jax.Array) -> dict[str, Any]:
-        """Random parameters, in float32."""
+    def init(self, key: jax.Array, dtype: Any = jnp.float32) -> dict[str, Any]:
+        """Random parameters: matrices in dtype; norms, sinks and `ape` in float32, as `from_state_dict` has them."""
+        dtype = _check.dtype(_OP, "dtype", dtype, _check.FLOAT, " or ".join(map(str, _check.FLOAT)))
         keys = iter(jax.random.split(key, 7))
 
         def normal(fan_in: int, *shape: int) -> jax.Array:
@@ -149,13 +150,13 @@ class DSV4Attention:
             params["compressor"] = self.compressor.init(next(keys))
         if self.indexer is not None:
             params["indexer"] = self.indexer.init(next(keys))
-        return params
+        return _operands.with_matrices_in(params, dtype)
 
     def joined(self, params: Any) -> dict[str, Any]:
         """These parameters for generation: the matrices that multiply x side by side in one, under "wx".
 
-        A step then has one product in place of two to five, of a few rows each. Join them once, when they are loaded;
-        `step` takes both forms, and `__call__` and `from_state_dict` have the separate one.
+        A step then has one product in place of two to five, of a few rows each. Join them once, when they are loaded:
+        `step` and `__call__` take both forms. `__call__` copies the matrices out of the joined one.
 
         Args:
           params: as `init` or `from_state_dict` make them.
@@ -169,6 +170,18 @@ class DSV4Attention:
         _operands.parameters(self, params)
         parts = [functools.reduce(operator.getitem, name.split("."), params) for name in self._of_x()]
         return {**self._without_those_of_x(params), _JOINED: jnp.concatenate(parts, 1)}
+
+    def _separate(self, params: Any) -> Any:
+        """These parameters as `init` makes them, whether they are joined or not."""
+        if _JOINED not in params:
+            return params
+        separate, column = jax.tree.map(lambda x: x, {k: x for k, x in params.items() if k != _JOINED}), 0
+        for name, width in self._of_x().items():
+            *path, last = name.split(".")
+            of = functools.reduce(operator.getitem, path, separate)
+            of[last] = jax.lax.slice_in_dim(params[_JOINED], column, column + width, axis=1)
+            column += width
+        return separate
 
     def _of_x(self) -> dict[str, int]:
         """The matrices that a step multiplies x with, and how many columns each has."""
@@ -306,7 +319,8 @@ class DSV4Attention:
         """Whole sequences, or a chunk of a prompt after cached tokens.
 
         Args:
-          params: as `init` or `from_state_dict` make them; their matrices are used in x's dtype.
+          params: as `init` or `from_state_dict` make them, or as `joined` makes them of those; their matrices are used
+            in x's dtype.
           x: `[b, s, hidden]`. Without a cache token i has position i. Padding goes after a sequence's end, where
             no token of the sequence sees it.
           cache: as `cache` makes it or this layer returned it; donate it.
@@ -324,6 +338,7 @@ class DSV4Attention:
           NotImplementedError: documents, where an indexer chooses in two levels.
         """
         b, s = self._check_operands(params, x, cache, shared)
+        params = self._separate(params)
         if segment_ids is not None:
             segment_ids = _check.operand(_OP, "segment_ids", segment_ids, "b s", {"b": b, "s": s}, _check.INT)
             if cache is not None:
@@ -386,7 +401,7 @@ class DSV4Attention:
         Only implementation="reference" has a gradient.
 
         Args:
-          params: as in `__call__`, or as `joined` makes them of those.
+          params: as in `__call__`.
           shared, implementation: as in `__call__`.
           x: `[b, s, hidden]`, s up to the `steps` that the cache was made for.
           cache: the cache of all earlier tokens; donate it.
@@ -416,7 +431,7 @@ class DSV4Attention:
         """
         if cache is None:
             raise _check.error(TypeError, _OP, "cache", cache, "a LayerCache")
-        b, s = self._check_operands(params, x, cache, shared, takes_joined=True)
+        b, s = self._check_operands(params, x, cache, shared)
         lengths = jnp.broadcast_to(_check.offset(_OP, "lengths", lengths, {"b": b}), (b,))
         for state in (cache.tokens, cache.key_tokens):
             if isinstance(state, RunningSums) and s > state.capacity:
@@ -479,7 +494,7 @@ class DSV4Attention:
             if self.indexer is not None and self.indexer.owns_keys:
                 second = self.indexer.compressor
                 of_keys = latents if second is None else second(params["indexer"]["compressor"], blocks, first)
-                shared = shared._replace(keys=self.indexer.keys(params["indexer"], of_keys, first, self.rope))
+                shared = shared._replace(keys=self.indexer.turned_keys(params["indexer"], of_keys, first, self.rope))
         entries = shared.compressed if self.ratio else None
         there = entries is not None and entries.shape[1] > 0
         own = _everywhere(Span.compressed_segments(ids, self.ratio)) if ids is not None and there else None
@@ -574,7 +589,7 @@ class DSV4Attention:
                     )
                     cache = cache._replace(key_tokens=tokens)
                 assert cache.keys is not None
-                keys = cache.keys.append(self.indexer.keys(params["indexer"], latents, at, self.rope), entry)
+                keys = cache.keys.append(self.indexer.turned_keys(params["indexer"], latents, at, self.rope), entry)
                 cache = cache._replace(keys=keys)
                 shared = shared._replace(keys=keys)
         return cache, shared
@@ -642,10 +657,8 @@ class DSV4Attention:
         summed = explicit_axes.sharding(low_rank, b, s, None)  # over Explicit axes JAX sums where it is told to
         return jnp.einsum("bsgr,grm->bsm", low_rank, params["wo_b"].astype(o.dtype), out_sharding=summed)
 
-    def _check_operands(
-        self, params: Any, x: Any, cache: Any, shared: Any, takes_joined: bool = False
-    ) -> tuple[Any, Any]:
-        is_joined = takes_joined and isinstance(params, Mapping) and _JOINED in params
+    def _check_operands(self, params: Any, x: Any, cache: Any, shared: Any) -> tuple[Any, Any]:
+        is_joined = isinstance(params, Mapping) and _JOINED in params
         _operands.parameters(self, params, "joined" if is_joined else "")
         dims: dict[str, Any] = {"hidden": self.hidden}
         x = _check.operand(_OP, "x", x, "b s hidden", dims, _check.FLOAT)

@@ -148,7 +148,6 @@ class Indexer:
         """The weights of `queries`, from x times `weights_proj`."""
         return weights * (self.d**-0.5 * self.heads**-0.5)
 
-    @jax.named_scope("indexer")
     def keys(self, params: Any, latents: jax.Array, positions: jax.Array, rotation: Rope) -> jax.Array:
         """k `[b, n, d]`, in the dtype of latents.
 
@@ -160,6 +159,11 @@ class Indexer:
         """
         _operands.parameters(self, params)
         latents = _operands.hidden(_OP, "latents", latents, self.latent or self.d)
+        return self.turned_keys(params, latents, positions, rotation)
+
+    @jax.named_scope("indexer")
+    def turned_keys(self, params: Any, latents: jax.Array, positions: jax.Array, rotation: Rope) -> jax.Array:
+        """k of `keys`."""
         if self.latent:
             latents = rms_norm(jnp.matmul(latents, params["wk"].astype(latents.dtype)), params["k_norm"], self.eps)
         return self._turned(latents, positions, rotation)

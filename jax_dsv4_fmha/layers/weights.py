@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _check
-from ._operands import shapes
+from ._operands import IN_FLOAT32, shapes
 from .attention import DSV4Attention
 
 _DEEPSEEK: dict[str, Any] = {
@@ -55,9 +55,6 @@ _HUGGING_FACE: dict[str, Any] = {
 
 _SCALES = (".scale", ".weight_scale_inv", "_scale_inv")
 """Names of an FP8 matrix's scales, in place of `.weight` or after it"""
-
-_FP32 = ("norm", "sink", "ape", "k_norm", "q_norm", "kv_norm")
-"""parameters that stay in float32"""
 
 
 def from_state_dict(
@@ -143,7 +140,7 @@ def from_state_dict(
                 parts = parts[:1]
             x = np.concatenate([tensor(part, (rows // len(parts), columns), leaf) for part in parts]).T
         last = leaf.rsplit(".")[-1]
-        return jnp.asarray(x.reshape(shape), jnp.float32 if last in _FP32 else dtype)
+        return jnp.asarray(x.reshape(shape), jnp.float32 if last in IN_FLOAT32 else dtype)
 
     params = jax.tree_util.tree_map_with_path(read, shapes(layer))
     unused = sorted(set(own) - used)

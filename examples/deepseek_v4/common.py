@@ -1,0 +1,87 @@
+"""What the programs share: a model from a directory or a small random one, its mesh, and its words."""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from .model import Model
+from .weights import load
+
+KINDS = ("sliding", "compressed_sparse", "heavily_compressed")
+SMALL = {
+    "vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8, "q_lora_rank": 32,
+    "o_groups": 8, "o_lora_rank": 8, "sliding_window": 16, "layer_types": [f"{kind}_attention" for kind in KINDS],
+    "compress_rate_hca": 16, "index_n_heads": 16, "index_topk": 8, "rope_theta": 10000, "compress_rope_theta": 160000,
+    "moe_intermediate_size": 32, "n_routed_experts": 8, "num_experts_per_tok": 3, "num_hash_layers": 1,
+    "hc_sinkhorn_iters": 3,
+}  # fmt: skip
+"""A config.json without the sizes of heads"""
+
+
+def small() -> Model:
+    """A model with every kind of layer; on a GPU with heads that kernels take."""
+    d = 512 if jax.default_backend() == "gpu" else 32
+    return Model.from_config({**SMALL, "head_dim": d, "qk_rope_head_dim": d // 8, "index_head_dim": d // 4})
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=description)
+    made.add_argument("checkpoint", nargs="?", help="a directory with config.json; by default a small random model")
+    made.add_argument("--tensor", type=int, default=1, help="devices that share out every expert (default: 1)")
+    made.add_argument("--expert", type=int, default=1, help="devices that share out the experts (default: 1)")
+    return made
+
+
+@contextmanager
+def mesh_of(tensor: int, expert: int, data: int | None = None) -> Iterator[Mesh]:
+    """All devices as (data, tensor, expert), which functions find around them; with data, fewer devices."""
+    data = data or jax.device_count() // (tensor * expert)
+    devices = jax.devices()[: data * tensor * expert]
+    shape, names = (data, tensor, expert), ("data", "tensor", "expert")
+    mesh = jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * 3, devices=devices)
+    with jax.set_mesh(mesh):
+        yield mesh
+
+
+def on_terminal(text: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r{text}", end="", flush=True, file=sys.stderr)
+
+
+def opened(checkpoint: str | None, mesh: Mesh, dtype: Any) -> tuple[Model, dict[str, Any]]:
+    """The model of a directory with its parameters, or the small one with random parameters."""
+    if checkpoint is None:
+        model = small()
+        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), model.partition())
+        return model, jax.jit(model.init, static_argnums=1, out_shardings=shardings)(jax.random.key(0), dtype)
+    model = Model.from_config(Path(checkpoint) / "config.json")
+    return model, load(model, checkpoint, dtype, mesh, on_terminal)
+
+
+def words(checkpoint: str | None) -> tuple[Callable[[str], np.ndarray], Callable[[list[int]], str]]:
+    """From text to tokens and back, by the directory's tokenizer.json; without one, tokens are numbers."""
+    path = None if checkpoint is None else Path(checkpoint) / "tokenizer.json"
+    if path is None or not path.exists():
+        return lambda text: np.array(text.split(), np.int32), lambda tokens: "".join(f"{t} " for t in tokens)
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(path))
+    return lambda text: np.array(tokenizer.encode(text).ids, np.int32), tokenizer.decode
+
+
+def gib(tree: Any) -> float:
+    """GiB of arrays, on all devices together."""
+    return sum(shard.data.nbytes for x in jax.tree.leaves(tree) for shard in x.addressable_shards) / 2**30
+
+
+def compute_dtype() -> Any:
+    """bfloat16 where there are kernels for it; on a CPU float32, which is faster there."""
+    return jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32

@@ -1,0 +1,435 @@
+"""DeepSeek-V4 as functions of arrays: from tokens to logits.
+
+    X  = n copies of the token's embedding                                        n streams of hidden states
+    for every layer, with F = attention, then F = experts:
+        pre, post, mix = connections(X)                                           n, n and n × n numbers of each token
+        X = mixᵀ X + post · F(norm(pre · X))                                      V4.1: the pre made before this one
+    logits = head norm(pre · X)
+
+Attention is `jax_dsv4_fmha.layers`. The experts are one that is shared by all tokens and k of many that a router
+chooses: by their scores, or in the first layers by the token's number in a table. Hyper-connections with a doubly
+stochastic mix stand where other models add residuals. V4.1 has engrams in two layers (engram.py) and no tables of
+experts, and most of its layers attend to what earlier ones have made.
+
+`Model` is the static part, and `Model.from_config` makes it from a config.json: V4-Flash, V4-Pro, V4.1-Flash.
+Parameters are a dict that `init` or `weights.load` makes. In a mesh with axes "data", "tensor" and "expert"
+(`jax.set_mesh`), `partition` says how parameters lie, and everything else follows from it.
+"""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from jax_dsv4_fmha.layers import DSV4Attention, LayerCache, Output, Shared, from_config
+
+from .engram import BLOCK, Engrams, History, recalled
+from .grouped import blocks, over_blocks
+
+SPLIT = ("tensor", "expert")
+"""the mesh axes that share out heads, channels of the shared expert, and the vocabulary"""
+FIXED = ("routing", "tables", "words")
+"""parameters without a gradient: tables and biases of routers, tables of engrams, words of tokens"""
+SCORES = {"sqrtsoftplus": lambda x: jnp.sqrt(jax.nn.softplus(x)), "sigmoid": jax.nn.sigmoid}
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """The shape of a model."""
+
+    layers: tuple[DSV4Attention, ...]
+    vocabulary: int
+    experts: int
+    """routed experts of a layer"""
+    chosen: int
+    """how many of them a token gets"""
+    inner: int
+    """channels inside of an expert"""
+    hashed: int
+    """how many layers, the first ones, choose experts by the token's number"""
+    scale: float = 1.5
+    """of the routed experts' weights, whose sum is 1 otherwise"""
+    limit: float = 10.0
+    """bound of the channels inside of an expert"""
+    score: str = "sqrtsoftplus"
+    streams: int = 4
+    sinkhorn: int = 20
+    """iterations that make a mix doubly stochastic"""
+    hc_eps: float = 1e-6
+    temperature: float = 1.0
+    """divides the routers' logits"""
+    delayed: bool = False
+    """whether a sublayer takes in the streams by the numbers that the sublayer before it made (V4.1)"""
+    engrams: Engrams | None = None
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any] | str | Path) -> "Model":
+        """The model of a config.json, given as a path or as its contents, with Hugging Face's names or DeepSeek's."""
+        whole = config if isinstance(config, Mapping) else json.loads(Path(config).read_text())
+        c = whole.get("text_config") or whole
+        is_v41 = any(c.get(name) is not None for name in ("kv_source_layer_ids", "kv_source_layers"))
+
+        def read(*names: str, default: Any = None) -> Any:
+            found = [c[name] for name in names if c.get(name) is not None] + [default]
+            if found[0] is None:
+                raise ValueError(f"config: got none of {', '.join(names)}")
+            return found[0]
+
+        if read("n_shared_experts", default=1) != 1:
+            raise NotImplementedError(f"config: got {c['n_shared_experts']} shared experts, wanted 1")
+        kinds = c.get("mlp_layer_types")
+        default = 0 if is_v41 else None
+        hashed = kinds.count("hash_moe") if kinds else read("num_hash_layers", "n_hash_layers", default=default)
+        if kinds and "hash_moe" in kinds[hashed:]:
+            raise NotImplementedError(f"config: got mlp_layer_types {kinds}, wanted hash_moe in the first layers alone")
+        score = read("scoring_func", "score_func", default="sqrtsoftplus")
+        if score not in SCORES:
+            raise NotImplementedError(f"config: got scores by {score}, wanted one of {', '.join(SCORES)}")
+        engrams = None
+        if layers := c.get("engram_layer_ids"):
+            engrams = Engrams(
+                tuple(layers),
+                tuple(read("engram_num_embeddings")),
+                longest=read("engram_max_ngram_size"),
+                heads=read("engram_n_heads"),
+                d=read("engram_head_dim"),
+                buckets=read("engram_vocab_size"),
+                words=read("engram_compressed_vocab_size"),
+                pad=read("engram_pad_token_id", "engram_pad_id", default=2),
+            )
+        return cls(
+            from_config(whole),
+            vocabulary=read("vocab_size"),
+            experts=read("n_routed_experts", "num_local_experts"),
+            chosen=read("num_experts_per_tok", "n_activated_experts"),
+            inner=read("moe_intermediate_size", "moe_inter_dim"),
+            hashed=hashed,
+            scale=read("routed_scaling_factor", "route_scale", default=1.5),
+            limit=read("swiglu_limit", default=10.0) or float("inf"),
+            score=score,
+            streams=read("hc_mult", default=4),
+            sinkhorn=read("hc_sinkhorn_iters", default=20),
+            hc_eps=read("hc_eps", default=1e-6),
+            temperature=read("gate_temp", default=1.0),
+            delayed=is_v41,
+            engrams=engrams,
+        )
+
+    @property
+    def hidden(self) -> int:
+        return self.layers[0].hidden
+
+    # ---- the model, in the order in which a token sees it
+
+    def __call__(self, params: Any, tokens: jax.Array) -> jax.Array:
+        """float32 logits `[b, s, vocabulary]` of whole sequences `[b, s]`, without caches."""
+        rows, _ = self.rows(params, tokens)
+        nothing = [None] * len(self.layers)
+        return self.forward(params, tokens, rows, nothing, lambda layer, p, x, _, shared: layer(p, x, shared=shared))[0]
+
+    def read(
+        self, params: Any, tokens: jax.Array, caches: Sequence[Any], start: Any, lengths: jax.Array
+    ) -> tuple[jax.Array, list[Any]]:
+        """A chunk of prompts `[b, s]` from position `start` on: the logits `[b, vocabulary]` of each one's last token.
+
+        Of a sequence the first `lengths` tokens count, those before `start` included; donate the caches.
+        """
+
+        def attend(layer, p, x, cache, shared):
+            return layer(p, x, cache, shared, start=start, lengths=lengths)
+
+        count = jnp.clip(lengths - start, 0, tokens.shape[1])
+        rows, history = self.rows(params, tokens, caches[len(self.layers) :], start, count)
+        logits, caches = self.forward(params, tokens, rows, caches, attend, jnp.maximum(count - 1, 0))
+        return logits[:, 0], caches + history
+
+    def step(
+        self, params: Any, tokens: jax.Array, caches: Sequence[Any], lengths: jax.Array
+    ) -> tuple[jax.Array, list[Any]]:
+        """A token `[b]` for each sequence, the last of `lengths` tokens: logits `[b, vocabulary]`; donate caches."""
+        logits, caches = self.steps(params, tokens[:, None], caches, lengths - 1, lengths)
+        return logits[:, 0], caches
+
+    def steps(
+        self, params: Any, tokens: jax.Array, caches: Sequence[Any], start: jax.Array, lengths: jax.Array
+    ) -> tuple[jax.Array, list[Any]]:
+        """New tokens `[b, s]` from `start` on, as many as `lengths` says: logits `[b, s, vocabulary]`."""
+
+        def attend(layer, p, x, cache, shared):
+            return layer.step(p, x, cache, shared, start=start, lengths=lengths)
+
+        count = jnp.where(lengths > 0, jnp.clip(lengths - start, 0, tokens.shape[1]), 0)  # idle places keep nothing
+        rows, history = self.rows(params, tokens, caches[len(self.layers) :], start, count)
+        logits, caches = self.forward(params, tokens, rows, caches, attend)
+        return logits, caches + history
+
+    def rows(
+        self, params: Any, tokens: jax.Array, history: Sequence[History] = (), start: Any = 0, count: Any = None
+    ) -> tuple[dict[int, jax.Array], list[History]]:
+        """The rows of the engrams' tables that each token finds, by layer; and the history after the tokens."""
+        if self.engrams is None:
+            return {}, []
+        rows, after = self.engrams.found(params["words"], tokens, history[0] if history else None, start, count)
+        return {layer: rows[:, :, i] for i, layer in enumerate(self.engrams.layers)}, [after] if history else []
+
+    def forward(
+        self,
+        params: Any,
+        tokens: jax.Array,
+        rows: Mapping[int, jax.Array],
+        caches: Sequence[Any],
+        attend: Callable[[DSV4Attention, Any, jax.Array, Any, Shared], Output],
+        at: jax.Array | None = None,
+    ) -> tuple[jax.Array, list[Any]]:
+        """Logits and caches of the layers, with attend(layer, parameters, x, cache, shared) for attention.
+
+        at: int32 `[b]`: the logits `[b, 1, vocabulary]` of this token of each sequence alone.
+        """
+        x, after, shared = self.embedded(params, tokens), [], Shared()
+        for i in range(len(self.layers)):
+            x, out, _ = self.block(i, params, params["layers"][i], x, tokens, rows.get(i), caches[i], shared, attend)
+            shared, after = shared.after(out), [*after, out.cache]
+        if at is not None:
+            x = jax.tree.map(lambda x: jax.vmap(lambda y, n: y[n][None])(x, at), x)
+        return self.logits(params, x), after
+
+    def embedded(self, params: Any, tokens: jax.Array) -> "Streams":
+        """The streams before the first layer."""
+        x = params["embed"][tokens]
+        x = jnp.broadcast_to(x[:, :, None], (*tokens.shape, self.streams, self.hidden))
+        return Streams(x, jnp.broadcast_to(jnp.eye(self.streams)[0], x.shape[:3]))
+
+    def block(
+        self,
+        i: int,
+        params: Any,
+        p: Any,
+        streams: "Streams",
+        tokens: jax.Array,
+        rows: jax.Array | None,
+        cache: Any,
+        shared: Shared,
+        attend: Callable[..., Output],
+    ) -> tuple["Streams", Output, jax.Array]:
+        """Layer i, with parameters p: the streams after it; attention's output; how many tokens each expert got."""
+        layer, (x, before) = self.layers[i], streams
+        if rows is not None:
+            x = recalled(p["engram"], params["tables"][str(i)], x, rows, layer.eps)
+        pre, post, mix = self.connections(p["attention_hc"], x)
+        y = norm(joined(before if self.delayed else pre, x), p["attention_norm"], layer.eps)
+        out = attend(layer, p["attention"], y, cache, shared)
+        x, before = mixed(post, mix, out.y, x), pre
+        pre, post, mix = self.connections(p["moe_hc"], x)
+        y = norm(joined(before if self.delayed else pre, x), p["moe_norm"], layer.eps)
+        y, load = self.moe(p["moe"], params["routing"][i], y, tokens)
+        return Streams(mixed(post, mix, y, x), pre), out, load
+
+    def logits(self, params: Any, streams: "Streams") -> jax.Array:
+        (x, pre), eps = streams, self.layers[0].eps
+        if not self.delayed:
+            p = params["hc"]
+            pre = jax.nn.sigmoid(projected(p["fn"], x, eps) * p["scale"] + p["base"]) + self.hc_eps
+        x = norm(joined(pre, x), params["norm"], eps)
+        return jnp.einsum("bsm,mv->bsv", x, params["head"], preferred_element_type=jnp.float32)
+
+    # ---- hyper-connections
+
+    @jax.named_scope("connections")
+    def connections(self, p: Any, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """How the streams go into a sublayer and out of it, `[b, s, n]` twice, and past it, `[b, s, n, n]`."""
+        n = self.streams
+        numbers = projected(p["fn"], x, self.layers[0].eps)
+        pre, post, mix = (
+            numbers[..., of] * p["scale"][i] + p["base"][of]
+            for i, of in enumerate((slice(n), slice(n, 2 * n), slice(2 * n, None)))
+        )
+        mix = jax.nn.softmax(mix.reshape(*mix.shape[:-1], n, n), -1) + self.hc_eps
+        mix /= mix.sum(-2, keepdims=True) + self.hc_eps
+        for _ in range(self.sinkhorn - 1):
+            mix /= mix.sum(-1, keepdims=True) + self.hc_eps
+            mix /= mix.sum(-2, keepdims=True) + self.hc_eps
+        return jax.nn.sigmoid(pre) + self.hc_eps, 2 * jax.nn.sigmoid(post), mix
+
+    # ---- experts
+
+    @jax.named_scope("moe")
+    def moe(self, p: Any, routing: jax.Array, x: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The routed experts and the shared one of x `[b, s, hidden]`; and how many tokens each routed one got."""
+        weights, chosen = self.routed(p["gate"], routing, x, tokens)
+        load = jnp.bincount(chosen.ravel(), length=self.experts)
+        mesh, of_experts = jax.sharding.get_abstract_mesh(), self.of_experts
+        if not mesh.empty:
+            axes = ("data",) if x.shape[0] % mesh.shape["data"] == 0 else ()
+            rows, (w13, w2) = P(axes or None), (self._partition_moe()[name] for name in ("w13", "w2"))
+
+            @functools.partial(jax.shard_map, in_specs=(w13, w2, rows, rows, rows), out_specs=rows)
+            def of_experts(w13, w2, *of_tokens):
+                of_tokens = jax.lax.pcast(of_tokens, SPLIT, to="varying")  # or their gradients would not be summed
+                of_weights = jax.lax.pcast((w13, w2), axes, to="varying") if axes else (w13, w2)
+                return jax.lax.psum(self.of_experts(*of_weights, *of_tokens, jax.lax.axis_index("expert")), SPLIT)
+
+        y = of_experts(p["w13"], p["w2"], x, weights, chosen)
+        return y + self.swiglu(jnp.einsum("bsm,mgi->bsgi", x, p["shared13"])) @ p["shared2"], load
+
+    def routed(
+        self, gate: jax.Array, routing: jax.Array, x: jax.Array, tokens: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """The weights `[b, s, k]` of each token's experts, and their numbers.
+
+        routing is a table `[vocabulary, k]` of experts, or a bias `[experts]` that balances them: it has a say in the
+        choice, and none in the weights.
+        """
+        scores = jnp.matmul(x.astype(jnp.float32), gate, precision="highest")
+        scores = SCORES[self.score](scores / self.temperature)
+        if routing.ndim == 2:
+            chosen = routing[tokens]
+        else:
+            chosen = jax.lax.top_k(jax.lax.stop_gradient(scores) + routing, self.chosen)[1]
+        weights = jnp.take_along_axis(scores, chosen, -1)
+        return self.scale * weights / (weights.sum(-1, keepdims=True) + 1e-20), chosen
+
+    def of_experts(
+        self, w13: jax.Array, w2: jax.Array, x: jax.Array, weights: jax.Array, chosen: jax.Array, part: Any = 0
+    ) -> jax.Array:
+        """What the experts in w13 `[e, hidden, 2, inner]` and w2, part number `part` of all, add for their tokens."""
+        e, k, m = len(w13), self.chosen, self.hidden
+        expert = chosen.ravel() - part * e
+        at = blocks(jnp.where((expert >= 0) & (expert < e), expert, e), e)
+
+        def ffn(of_tokens: Any, of_expert: Any) -> jax.Array:
+            (x, weights), (w13, w2) = of_tokens, of_expert
+            inner = (x @ w13.reshape(m, -1)).reshape(len(x), 2, -1)
+            return self.swiglu(inner, weights) @ w2
+
+        x_of = jnp.take(x.reshape(-1, m), at.source // k, 0, mode="fill", fill_value=0)
+        weights_of = jnp.take(weights.ravel(), at.source, mode="fill", fill_value=0)
+        y = over_blocks(ffn, (x_of, weights_of), (w13, w2), at.expert, at.count)
+        y = jnp.take(y.reshape(-1, m), at.place, 0, mode="fill", fill_value=0)
+        return y.reshape(*x.shape[:2], k, m).astype(jnp.float32).sum(2).astype(x.dtype)
+
+    def swiglu(self, x: jax.Array, weights: jax.Array | None = None) -> jax.Array:
+        """x `[…, 2, inner]`, a gate and what it lets through; weights `[…]`. In float32."""
+        gate, up = jnp.moveaxis(x.astype(jnp.float32), -2, 0)
+        y = jax.nn.silu(jnp.minimum(gate, self.limit)) * jnp.clip(up, -self.limit, self.limit)
+        return (y if weights is None else y * weights[..., None]).astype(x.dtype)
+
+    # ---- parameters and caches
+
+    def init(self, key: jax.Array, dtype: Any = jnp.bfloat16) -> dict[str, Any]:
+        """Random parameters: matrices in dtype; norms, connections and routers in float32."""
+        keys = iter(jax.random.split(key, 7 + 9 * len(self.layers)))
+        m, n, e, inner, grams = self.hidden, self.streams, self.experts, self.inner, self.engrams
+
+        def normal(fan_in: int, *shape: int, dtype: Any = dtype) -> jax.Array:
+            return (jax.random.normal(next(keys), shape, jnp.float32) * fan_in**-0.5).astype(dtype)
+
+        def connections(count: int, parts: int) -> dict[str, jax.Array]:
+            fn = normal(n * m, n * m, count, dtype=jnp.float32)
+            return {"fn": fn, "base": jnp.zeros(count, jnp.float32), "scale": jnp.ones(parts, jnp.float32)}
+
+        def layer(i: int, attention: DSV4Attention) -> dict[str, Any]:
+            return {
+                **({"engram": engram()} if grams and i in grams.layers else {}),
+                "attention": attention.init(next(keys), dtype),
+                "attention_norm": jnp.ones(m, jnp.float32),
+                "attention_hc": connections((2 + n) * n, 3),
+                "moe": {
+                    "gate": normal(m, m, e, dtype=jnp.float32),
+                    "w13": normal(m, e, m, 2, inner),
+                    "w2": normal(inner, e, inner, m),
+                    "shared13": normal(m, m, 2, inner),
+                    "shared2": normal(inner, inner, m),
+                },
+                "moe_norm": jnp.ones(m, jnp.float32),
+                "moe_hc": connections((2 + n) * n, 3),
+            }
+
+        def engram() -> dict[str, jax.Array]:
+            columns = (grams.longest - 1) * grams.heads * grams.d
+            wkv = normal(columns, columns, (n + 1) * m)
+            return {"wkv": wkv, "q": jnp.ones((n, m), jnp.float32), "k": jnp.ones((n, m), jnp.float32)}
+
+        def table(rows: int) -> dict[str, jax.Array]:
+            values = normal(1, rows, grams.d, dtype=jnp.float8_e4m3fn)
+            return {"rows": values, "scales": jnp.ones((rows, grams.d // BLOCK), jnp.float8_e8m0fnu)}
+
+        chosen = jax.random.randint(next(keys), (self.vocabulary, self.chosen), 0, e, jnp.int32)
+        made = {
+            "embed": normal(1, self.vocabulary, m),
+            "layers": [layer(i, x) for i, x in enumerate(self.layers)],
+            "norm": jnp.ones(m, jnp.float32),
+            "head": normal(m, m, self.vocabulary),
+            "routing": [chosen if x < self.hashed else jnp.zeros(e, jnp.float32) for x in range(len(self.layers))],
+        }
+        if not self.delayed:
+            made["hc"] = connections(n, 1)
+        if grams:
+            made["tables"] = {str(i): table(rows) for i, rows in zip(grams.layers, grams.rows, strict=True)}
+            made["words"] = jax.random.randint(next(keys), self.vocabulary, 0, grams.words, jnp.int32)
+        return made
+
+    def partition(self) -> dict[str, Any]:
+        """The PartitionSpec of each parameter, in a mesh with axes "tensor" and "expert"."""
+        parts = jax.tree.map(lambda _: P(), jax.eval_shape(self.init, jax.random.key(0)))
+        for layer, p in zip(self.layers, parts["layers"], strict=True):
+            p |= {"attention": layer.partition(SPLIT), "moe": self._partition_moe()}
+        tables = {i: {"rows": P(None, SPLIT), "scales": P(None, SPLIT)} for i in parts.get("tables", {})}
+        return parts | {"head": P(None, SPLIT)} | ({"tables": tables} if tables else {})
+
+    def _partition_moe(self) -> dict[str, P]:
+        experts = {"w13": P("expert", None, None, "tensor"), "w2": P("expert", "tensor")}
+        return {"gate": P(), **experts, "shared13": P(None, None, SPLIT), "shared2": P(SPLIT)}
+
+    def cache(self, b: int, max_length: int, dtype: Any = jnp.bfloat16, **pages: Any) -> list[LayerCache | History]:
+        """Empty caches for b sequences, as `DSV4Attention.cache` makes them; in a mesh, whole on every device."""
+        if self.engrams is not None and pages.get("steps", 1) > 1:
+            raise NotImplementedError("V4.1: drafts, whose words its engrams would have to take back")
+        made: list[Any] = [layer.cache(b, max_length, dtype, **pages) for layer in self.layers]
+        if self.engrams is not None:
+            made.append(History(jnp.zeros((b, self.engrams.longest - 1), jnp.int32)))
+        return made if jax.sharding.get_abstract_mesh().empty else jax.device_put(made, P())
+
+    def joined(self, params: Any) -> dict[str, Any]:
+        """These parameters for `step`, which then has fewer products: see `DSV4Attention.joined`."""
+        layers = [
+            {**p, "attention": layer.joined(p["attention"])}
+            for layer, p in zip(self.layers, params["layers"], strict=True)
+        ]
+        return {**params, "layers": layers}
+
+
+class Streams(NamedTuple):
+    """What goes from layer to layer."""
+
+    x: jax.Array
+    """`[b, s, n, hidden]`"""
+    pre: jax.Array
+    """float32 `[b, s, n]`: how the next sublayer takes them in, in V4.1"""
+
+
+def norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    y = x.astype(jnp.float32)
+    return (y * jax.lax.rsqrt(jnp.mean(jnp.square(y), -1, keepdims=True) + eps) * weight).astype(x.dtype)
+
+
+def projected(fn: jax.Array, x: jax.Array, eps: float) -> jax.Array:
+    """All streams of a token, normed, times fn `[n hidden, count]`: float32 `[b, s, count]`."""
+    x = x.reshape(*x.shape[:2], -1).astype(jnp.float32)
+    return jnp.matmul(x, fn, precision="highest") * jax.lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + eps)
+
+
+def joined(pre: jax.Array, x: jax.Array) -> jax.Array:
+    """The streams x `[b, s, n, hidden]` as one, `[b, s, hidden]`."""
+    return (pre[..., None] * x).sum(2).astype(x.dtype)
+
+
+def mixed(post: jax.Array, mix: jax.Array, y: jax.Array, x: jax.Array) -> jax.Array:
+    """The streams after a sublayer that made y `[b, s, hidden]` of them."""
+    past = (mix[..., None] * x[:, :, :, None]).sum(2)  # not a product: its matrices would have n rows
+    return (past + post[..., None] * y[:, :, None]).astype(x.dtype)

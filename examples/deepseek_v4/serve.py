@@ -1,0 +1,110 @@
+"""Serves prompts with a whole DeepSeek-V4: `python -m examples.deepseek_v4.serve CHECKPOINT < prompts.txt`.
+
+Every line is a request, in words or, without a tokenizer.json, in numbers of tokens. Requests come and go in the places
+of a batch: `Server` of examples/serve.py reads prompts in chunks, between steps in which every place says a token, and
+hands out the pages of the caches. What a request says is printed as it comes. The whole model is one jitted step whose
+caches are updated in place.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from examples.serve import Request, Server
+
+from . import common
+
+
+def main(
+    prompts: Iterable[str] | None = None,
+    checkpoint: str | None = None,
+    wanted: int = 64,
+    temperature: float = 0.0,
+    places: int = 8,
+    room: int = 4096,
+    chunk: int = 512,
+    page: int = 256,
+    pages: int = 0,
+    speculate: int = 0,
+    beginning: str = "",
+    fp8: bool = False,
+    tensor: int = 1,
+    expert: int = 1,
+) -> list[Request]:
+    """Returns the requests in the order of their lines; prompts: lines, by default of the standard input."""
+    dtype = common.compute_dtype()
+    encode, decode = common.words(checkpoint)
+    with common.mesh_of(tensor, expert, data=1) as mesh:
+        model, params = common.opened(checkpoint, mesh, dtype)
+        params = model.joined(params)
+        kept, first = jnp.float8_e4m3fn if fp8 else dtype, encode(beginning)
+        server = Server(
+            model, params, kept, places, room, chunk, page, pages or places * -(-room // page), first, speculate
+        )
+        server.compile()
+        memory = f"{common.gib(params):.2f} GiB of parameters, {common.gib(server.caches):.2f} GiB of caches"
+        print(f"{mesh.size} {jax.default_backend()} devices, {memory}", flush=True)
+
+        requests, done, began = [], 0, time.perf_counter()
+        for line in sys.stdin if prompts is None else prompts:
+            heard, end = printer(len(requests), decode), end_of(checkpoint)
+            requests.append(Request(np.concatenate([first, encode(line)]), wanted, temperature, heard, end))
+            server.submit(requests[-1])
+        while done < len(requests):
+            done += len(server.work())
+        seconds = time.perf_counter() - began
+    read, said = (sum(map(len, x)) for x in ([r.prompt for r in requests], [r.said for r in requests]))
+    print(f"{read} tokens read, {said} said, in {seconds:.2f} s: {(read + said) / seconds:.0f} tokens/s")
+    peak = max((d.memory_stats() or {}).get("peak_bytes_in_use", 0) for d in mesh.devices.flat)
+    if peak:
+        print(f"a device held at most {peak / 2**30:.2f} GiB")
+    return requests
+
+
+def printer(number: int, decode):
+    """Prints what each new token adds to the text of a request."""
+    tokens, before = [], ""
+
+    def heard(token: int) -> None:
+        nonlocal before
+        tokens.append(token)
+        text = decode(tokens)
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # a token may end inside of a character
+            print(f"[{number}] {text[len(before) :]}", flush=True)
+            before = text
+
+    return heard
+
+
+def end_of(checkpoint: str | None) -> int:
+    """The token that ends a text; -1, which is none, if the config names none."""
+    found = json.loads((Path(checkpoint) / "config.json").read_text()).get("eos_token_id") if checkpoint else None
+    return -1 if found is None else found[0] if isinstance(found, list) else found
+
+
+def arguments() -> dict:
+    parser = common.parser(__doc__.split("\n\n")[0])
+    for name, default, what in (
+        ("wanted", 64, "tokens that a request says, at most"),
+        ("temperature", 0.0, "0: the likeliest token"),
+        ("places", 8, "requests served at once"),
+        ("room", 4096, "tokens of a request, at most"),
+        ("chunk", 512, "tokens of a prompt read at once"),
+        ("page", 256, "tokens of a page, a multiple of 128"),
+        ("pages", 0, "pages in the pool of each cache; 0: for all places"),
+        ("speculate", 0, "drafts of a request in a step, at most; not with V4.1"),
+    ):
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{what} (default: {default})")
+    parser.add_argument("--beginning", default="", help="what all requests begin with; whole pages of it are shared")
+    parser.add_argument("--fp8", action="store_true", help="caches in the model's FP8 layout")
+    return vars(parser.parse_args())
+
+
+if __name__ == "__main__":
+    main(**arguments())

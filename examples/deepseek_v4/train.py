@@ -1,0 +1,238 @@
+"""Trains DeepSeek-V4: `python -m examples.deepseek_v4.train [CHECKPOINT] --tokens FILE.npy --keep DIRECTORY`.
+
+The indexers learn from attention to the entries they chose, the balance of experts from their loads, everything else
+from the next token. Parameters and Adam's moments are in float32 and shared out over all devices: over "tensor" and
+"expert" as the model's products are, and what is left over "data". A layer gathers its own part over "data" in the
+dtype it computes in. The directory keeps the last states; a program that finds one there goes on with it.
+"""
+
+import functools
+import time
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_dsv4_fmha import indexer_loss
+from jax_dsv4_fmha.layers import Shared
+
+from . import common
+from .model import FIXED, Model, Streams
+
+ATTENTION = jax.checkpoint_policies.save_only_these_names("dsv4_fmha_o", "dsv4_fmha_lse")
+PRODUCTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+POLICIES = {
+    "all": jax.checkpoint_policies.nothing_saveable,
+    "but-attention": ATTENTION,
+    "but-products": jax.checkpoint_policies.save_from_both_policies(ATTENTION, PRODUCTS),
+    "none": jax.checkpoint_policies.everything_saveable,
+}
+"""what the backward pass computes anew of a layer: all of it, all but attention, all but products too, or nothing"""
+PEAK = {"H100": 989e12, "H200": 989e12, "B200": 2250e12}
+"""dense bfloat16 FLOP/s of a device whose kind has this in its name"""
+
+
+class State(NamedTuple):
+    learned: Any
+    fixed: Any
+    """what gradients do not change; of these the routers' biases follow the experts' loads"""
+    moments: Any
+
+
+def losses(model: Model, dtype: Any, policy: Any, learned: Any, fixed: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
+    """The loss that is minimised; the tokens', the indexers', and the loads of the experts `[layers, experts]`."""
+    specs, like = model.partition(), jax.eval_shape(lambda: model.init(jax.random.key(0), dtype))
+
+    def ready(params: Any, *path: Any) -> Any:
+        """Parameters as the model computes with them: their dtype, and whole over "data"."""
+        spec, shape = (functools.reduce(lambda x, key: x[key], path, tree) for tree in (specs, like))
+        return jax.tree.map(lambda x, p, s: jax.lax.with_sharding_constraint(x.astype(s.dtype), p), params, spec, shape)
+
+    rows, _ = model.rows(fixed, tokens)
+
+    def block(i: int, p: Any, streams: Streams, shared: Shared) -> tuple[Streams, Shared, jax.Array, jax.Array]:
+        def attend(layer, p, x, _, shared):
+            return layer(p, x, shared=shared)
+
+        p = ready(p, "layers", i)
+        streams, out, load = model.block(i, fixed, p, streams, tokens, rows.get(i), None, shared, attend)
+        choice = out.choice(shared)
+        of_indexer = 0.0 if choice is None else indexer_loss(**choice._asdict(), sink=p["attention"]["sink"]).mean()
+        return streams, shared.after(out), jnp.float32(of_indexer), load
+
+    others = {name: ready(x, name) for name, x in learned.items() if name != "layers"}
+    x, shared, of_indexers, loads = model.embedded(others, tokens), Shared(), jnp.float32(0), []
+    for i, p in enumerate(learned["layers"]):
+        layer = jax.checkpoint(functools.partial(block, i), policy=policy)
+        x, shared, of_indexer, load = layer(p, x, shared)
+        of_indexers += of_indexer
+        loads.append(load)
+    logits = model.logits(others, x)[:, :-1]
+    of_tokens = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+    return of_tokens + of_indexers, (of_tokens, of_indexers, jnp.stack(loads))
+
+
+class Trainer:
+    """A model, an optimizer and one jitted step over the mesh around it."""
+
+    def __init__(self, model: Model, mesh: Mesh, steps: int, rate: float, remat: str, speed: float = 1e-3) -> None:
+        self.model, self.mesh = model, mesh
+        self.optimizer = optax.chain(
+            optax.clip_by_global_norm(1.0),
+            optax.adamw(optax.warmup_cosine_decay_schedule(0.0, rate, max(steps // 10, 1), steps), weight_decay=0.1),
+        )
+        dtype, policy = common.compute_dtype(), POLICIES[remat]
+
+        def step(state: State, tokens: jax.Array) -> tuple[State, Any]:
+            gradient = jax.grad(functools.partial(losses, model, dtype, policy), has_aux=True)
+            gradient, (of_tokens, of_indexers, loads) = gradient(state.learned, state.fixed, tokens)
+            updates, moments = self.optimizer.update(gradient, state.moments, state.learned)
+            routing = [  # a bias rises where an expert has fewer tokens than the mean
+                r if r.ndim == 2 else r + speed * jnp.sign(load.mean() - load)
+                for r, load in zip(state.fixed["routing"], loads, strict=True)
+            ]
+            fixed = {**state.fixed, "routing": routing}
+            return State(optax.apply_updates(state.learned, updates), fixed, moments), (of_tokens, of_indexers)
+
+        self.step = jax.jit(step, donate_argnums=0, out_shardings=(self.shardings(), None))
+
+    def begin(self, params: dict[str, Any]) -> State:
+        def state(params: dict[str, Any]) -> State:
+            fixed = {name: params[name] for name in FIXED if name in params}
+            learned = {name: x for name, x in params.items() if name not in fixed}
+            learned = jax.tree.map(lambda x: x.astype(jnp.float32), learned)
+            return State(learned, fixed, self.optimizer.init(learned))
+
+        return jax.jit(state, out_shardings=self.shardings())(params)
+
+    @functools.cache  # noqa: B019
+    def shardings(self) -> State:
+        """Where the parts of a state lie: as the model has them, and over "data" along an axis that is whole there."""
+        specs = self.model.partition()
+        shapes = jax.eval_shape(lambda: self.model.init(jax.random.key(0), jnp.float32))
+        fixed = {name: specs.pop(name) for name in FIXED if name in specs}
+        fixed = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), fixed)
+        shapes = {name: shapes[name] for name in specs}
+
+        def sharding(spec: P, x: jax.ShapeDtypeStruct) -> NamedSharding:
+            axes = [*spec, *[None] * (x.ndim - len(spec))]
+            data = self.mesh.shape["data"]
+            free = [n for n, axis in enumerate(axes) if axis is None and x.shape[n] % data == 0]
+            if x.ndim > 1 and free:
+                axes[max(free, key=lambda n: x.shape[n])] = "data"
+            return NamedSharding(self.mesh, P(*axes))
+
+        learned = jax.tree.map(sharding, specs, shapes)
+        moments = optax.tree.map_params(
+            self.optimizer,
+            lambda _, sharding: sharding,
+            jax.eval_shape(self.optimizer.init, shapes),
+            learned,
+            transform_non_params=lambda _: NamedSharding(self.mesh, P()),
+        )
+        return State(learned, fixed, moments)
+
+
+def flops(model: Model, s: int) -> float:
+    """Of a token in a step: three times the forward pass's, without what the backward pass computes anew."""
+    shapes = jax.eval_shape(lambda: model.init(jax.random.key(0)))
+    total = 2 * model.hidden * model.vocabulary
+    for layer, p in zip(model.layers, shapes["layers"], strict=True):
+        sizes = jax.tree_util.tree_leaves_with_path(p)
+        routed = sum(x.size for path, x in sizes if path[-1].key in ("w13", "w2"))
+        rest = sum(x.size for path, x in sizes if x.ndim > 1 and path[-1].key not in ("w13", "w2", "ape"))
+        past = s / 2 / layer.ratio if layer.ratio else 0  # entries before a token, on average
+        seen = min(layer.window, s / 2) + (min(past, layer.indexer.topk) if layer.indexer else past)
+        total += 2 * (rest + routed * model.chosen / model.experts) + 4 * layer.heads * layer.d * seen
+        total += 2 * layer.indexer.heads * layer.indexer.d * past if layer.indexer else 0
+    return 3 * total
+
+
+def batch(path: str | None, vocabulary: int, step: int, b: int, s: int) -> np.ndarray:
+    """Tokens `[b, s]` of a step: of a file, or walks through the vocabulary in steps of 1 to 4, whose loss is log 4."""
+    random = np.random.default_rng(step)
+    if path is None:
+        return (np.cumsum(random.integers(1, 5, (b, s)), 1) % vocabulary).astype(np.int32)
+    whole = np.load(path, mmap_mode="r")
+    return np.stack([whole[at : at + s] for at in random.integers(0, len(whole) - s + 1, b)]).astype(np.int32)
+
+
+def main(
+    checkpoint: str | None = None,
+    tokens: str | None = None,
+    keep: str | None = None,
+    steps: int = 50,
+    b: int = 8,
+    s: int = 64,
+    rate: float = 3e-3,
+    remat: str = "but-attention",
+    every: int = 10,
+    tensor: int = 1,
+    expert: int = 1,
+    data: int | None = None,
+    until: int | None = None,
+) -> list[tuple[float, float]]:
+    """Prints losses, tokens/s and MFU, and returns the losses (tokens', indexers') of each step from the first made."""
+    with common.mesh_of(tensor, expert, data) as mesh:
+        model, params = common.opened(checkpoint, mesh, jnp.float32)
+        trainer = Trainer(model, mesh, steps, rate, remat)
+        state, first = trainer.begin(params), 0
+        del params
+        manager = keep and ocp.CheckpointManager(
+            keep, options=ocp.CheckpointManagerOptions(max_to_keep=2, save_interval_steps=every)
+        )
+        if manager and manager.latest_step() is not None:
+            first = manager.latest_step() + 1
+            state = manager.restore(first - 1, args=ocp.args.StandardRestore(state))
+        peak = next((x for name, x in PEAK.items() if name in jax.devices()[0].device_kind), None)
+        print(f"mesh {dict(mesh.shape)} of {jax.default_backend()} devices, from step {first} on", flush=True)
+        found, began, done = [], time.perf_counter(), 0
+        for i in range(first, until or steps):
+            x = jax.device_put(batch(tokens, model.vocabulary, i, b, s), NamedSharding(mesh, P("data")))
+            state, both = trainer.step(state, x)
+            found.append(both)
+            done += 1
+            if i == first:  # without the compilation
+                jax.block_until_ready(both)
+                began, done = time.perf_counter(), 0
+            if manager:
+                manager.save(i, args=ocp.args.StandardSave(state))
+            if i % every == 0 or i == steps - 1:
+                of_tokens, of_indexers = map(float, both)
+                text = f"step {i:4}  loss {of_tokens:.3f}, of indexers {of_indexers:.4f}"
+                if done:
+                    speed = done * b * s / (time.perf_counter() - began)
+                    mfu = f", MFU {speed * flops(model, s) / peak / mesh.size:.1%}" if peak else ""
+                    text += f"; {speed:.0f} tokens/s{mfu}"
+                print(text, flush=True)
+        if manager:
+            manager.wait_until_finished()
+            manager.close()
+    return [tuple(map(float, both)) for both in found]
+
+
+def arguments() -> dict:
+    parser = common.parser(__doc__.split("\n\n")[0])
+    parser.add_argument("--tokens", help="a .npy file of tokens in one row; by default walks that can be learned")
+    parser.add_argument("--keep", help="a directory for states; a program that finds one there goes on with it")
+    parser.add_argument(
+        "--remat", choices=POLICIES, default="but-attention", help="what the backward pass computes anew"
+    )
+    for name, default, what in (
+        ("steps", 50, "of the whole schedule"),
+        ("b", 8, "sequences of a batch"),
+        ("s", 64, "tokens of a sequence"),
+        ("rate", 3e-3, "the greatest learning rate"),
+        ("every", 10, "steps from line to line, and from state to state"),
+    ):
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{what} (default: {default})")
+    return vars(parser.parse_args())
+
+
+if __name__ == "__main__":
+    main(**arguments())

@@ -1,0 +1,412 @@
+"""examples/deepseek_v4: the model by chunks, steps, pages and shards, its checkpoints, and its programs.
+
+tests/test_hf_model.py compares it with Hugging Face's.
+"""
+
+import functools
+import json
+import re
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+from examples.deepseek_v4 import common, serve, train
+from examples.deepseek_v4.engram import words
+from examples.deepseek_v4.grouped import blocks
+from examples.deepseek_v4.model import FIXED, Model
+from examples.deepseek_v4.weights import load, sources
+from examples.serve import Request, Server
+
+from . import model_float64
+from .test_layers import published
+
+SIZES = {"head_dim": 32, "qk_rope_head_dim": 8, "index_head_dim": 16}
+V41 = {
+    name: x for name, x in common.SMALL.items() if name not in ("layer_types", "compress_rate_hca", "num_hash_layers")
+}
+V41 |= SIZES | {
+    "num_hidden_layers": 5, "compress_ratios": [0, 2, 1, 1, 1], "kv_source_layer_ids": [1, 2],
+    "index_source_layer_ids": [1, 2, 4], "candidate_source_layer_id": 2, "candidate_topk_blocks": 3,
+    "candidate_block_size": 4, "gate_temp": 1.5, "engram_layer_ids": [1, 3], "engram_num_embeddings": [72, 204],
+    "engram_max_ngram_size": 4, "engram_n_heads": 2, "engram_head_dim": 64, "engram_vocab_size": 5,
+    "engram_compressed_vocab_size": 23, "engram_pad_token_id": 2, "sliding_window": 8,
+}  # fmt: skip
+CONFIGS = {"v4": common.SMALL | SIZES, "v4.1": {"text_config": V41}}
+
+
+@functools.cache
+def small(name="v4"):
+    """A model of every kind of layer, and parameters in which nothing is 0 or 1."""
+    model = Model.from_config(CONFIGS[name])
+
+    def changed(path, x):
+        key = jax.random.fold_in(jax.random.key(1), zlib.crc32(jax.tree_util.keystr(path).encode()))
+        return x + 0.3 * jax.random.normal(key, x.shape) if x.ndim == 1 or path[-1].key in "qk" else x
+
+    params = model.init(jax.random.key(0), jnp.float32)
+    fixed = {name: params.pop(name) for name in FIXED if name in params}
+    biases = enumerate(fixed["routing"])
+    fixed["routing"] = [x if x.ndim == 2 else x + 0.1 * jnp.cos(7 * i + jnp.arange(len(x))) for i, x in biases]
+    for table in fixed.get("tables", {}).values():
+        powers = jax.random.randint(jax.random.key(2), table["scales"].shape, -2, 2)
+        table["scales"] = jnp.exp2(powers).astype(table["scales"].dtype)
+    return model, {**jax.tree_util.tree_map_with_path(changed, params), **fixed}
+
+
+def prompts(b, s):
+    return np.random.default_rng(3).integers(0, 64, (b, s)).astype(np.int32)
+
+
+def assert_close(got, want, tolerance=2e-5):
+    got, want = np.asarray(got), np.asarray(want)
+    assert got.shape == want.shape
+    assert np.abs(got - want).max() <= tolerance * np.abs(want).max()
+
+
+@pytest.mark.parametrize("name", ["v4", pytest.param("v4.1", marks=pytest.mark.slow)])
+def test_whole_sequences(name):
+    """Against loops in float64."""
+    model, params = small(name)
+    tokens = prompts(2, 21)
+    got = jax.jit(model)(params, tokens)
+    for i in range(2):
+        assert_close(got[i], model_float64.logits(model, params, tokens[i]))
+
+
+@pytest.mark.parametrize(
+    "name, paged",
+    [("v4", False), *(pytest.param(*x, marks=pytest.mark.slow) for x in (("v4", True), ("v4.1", False)))],
+)
+def test_chunks_and_steps(name, paged):
+    """Prompts of different lengths in chunks, then steps: the logits of whole sequences."""
+    model, params = small(name)
+    lengths, chunk, steps = np.array([21, 4, 30], np.int32), 12, 20
+    tokens = prompts(3, 50)
+    want = np.asarray(jax.jit(model)(params, tokens))
+    pages = {"block_table": np.arange(12).reshape(3, 4)[::-1].astype(np.int32), "page_tokens": 16} if paged else {}
+    caches = model.cache(3, 50, jnp.float32, **pages)
+    read, step = jax.jit(model.read, donate_argnums=2), jax.jit(model.step, donate_argnums=2)
+    for at in range(0, 30, chunk):
+        logits, caches = read(params, tokens[:, at : at + chunk], caches, np.int32(at), np.minimum(lengths, at + chunk))
+        for i, n in enumerate(lengths):
+            if at < n <= at + chunk:
+                assert_close(logits[i], want[i, n - 1])
+    joined = model.joined(params)
+    for i in range(steps):
+        at = lengths + i
+        logits, caches = step(joined, tokens[range(3), at], caches, at + 1)
+        assert_close(logits, want[range(3), at])
+
+
+def results(name, params):
+    """Logits of a prompt and of a step, and in V4 a gradient."""
+    model, tokens = small(name)[0], prompts(2, 24)
+
+    def loss(learned, fixed):
+        logits = model({**learned, **fixed}, tokens)[:, :-1]
+        return -jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], -1).mean()
+
+    caches = model.cache(2, 32, jnp.float32)
+    first, caches = jax.jit(model.read)(params, tokens, caches, np.int32(0), np.full(2, 24, np.int32))
+    second, _ = jax.jit(model.step)(params, tokens[:, 0], caches, np.full(2, 25, np.int32))
+    learned, fixed = ({k: x for k, x in params.items() if (k in FIXED) == is_fixed} for is_fixed in (False, True))
+    return first, second, jax.jit(jax.grad(loss))(learned, fixed) if name == "v4" else None
+
+
+@functools.cache
+def of_one_device(name):
+    return results(name, small(name)[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, shape", [*(("v4", shape) for shape in ((2, 1, 1), (1, 2, 2), (2, 2, 2), (1, 1, 8))), ("v4.1", (2, 2, 1))]
+)
+def test_shards(name, shape):
+    """Logits, steps and gradients over 2, 4 and 8 devices are those of one, but for rounding."""
+    model, params = small(name)
+    data, tensor, expert = shape
+    with common.mesh_of(tensor, expert, data) as mesh:
+        params = jax.tree.map(lambda x, p: jax.device_put(x, NamedSharding(mesh, p)), params, model.partition())
+        got = results(name, params)
+    jax.tree.map(functools.partial(assert_close, tolerance=3e-4), got, of_one_device(name))
+    if name == "v4":
+        w13 = got[2]["layers"][1]["moe"]["w13"]
+        assert w13.sharding.shard_shape(w13.shape) == (8 // expert, 64, 2, 32 // tensor)
+
+
+@pytest.mark.parametrize("rows, experts", [(7, 3), (400, 5), (600, 2)])
+def test_blocks(rows, experts):
+    """Each row with an expert has one place, in a block of its expert; there is no more than one part block each."""
+    expert = np.random.default_rng(0).integers(0, experts + 1, rows)
+    expert[expert == 1] = 0  # an expert without rows
+    at = jax.jit(blocks, static_argnums=1)(jnp.asarray(expert), experts)
+    source, place, size = np.asarray(at.source), np.asarray(at.place), at.source.shape[1]
+    for block, its in enumerate(source):
+        assert all(row == rows or expert[row] == at.expert[block] for row in its)
+    there = expert < experts
+    np.testing.assert_array_equal(source.ravel()[place[there]], np.flatnonzero(there))
+    assert (place[~there] == source.size).all() and (source < rows).sum() == there.sum()
+    assert at.count == sum(-(-(expert == e).sum() // size) for e in range(experts))
+
+
+def written(path, tensors):
+    """A file of safetensors."""
+    names = {np.dtype(np.float32): "F32", np.dtype(np.int32): "I32", np.dtype(np.uint8): "I8"}
+    names |= {np.dtype(jnp.bfloat16): "BF16", np.dtype(jnp.float8_e4m3fn): "F8_E4M3"}
+    names |= {np.dtype(jnp.float8_e8m0fnu): "F8_E8M0"}
+    header, at = {}, 0
+    for name, x in tensors.items():
+        header[name] = {"dtype": names[x.dtype], "shape": x.shape, "data_offsets": [at, at + x.nbytes]}
+        at += x.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(x.tobytes() for x in tensors.values()))
+
+
+def checkpoint(model, directory, block):
+    """Random tensors of a model by DeepSeek's names in two files, as published: FP4 experts, FP8 elsewhere.
+
+    Layers have a window alone. Scales of FP8 are for square blocks. Returns what they stand for, in float32.
+    """
+    rng, files, values = np.random.default_rng(0), ({}, {}), {}
+    table = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+
+    def plain(name, *shape):
+        values[name] = rng.standard_normal(shape).astype(np.float32)
+        files[len(values) % 2][name] = values[name]
+
+    def fp8(name, rows, columns, down=block, across=block):
+        x = (64 * rng.standard_normal((rows, columns))).astype(jnp.float8_e4m3fn)
+        scale = np.exp2(rng.integers(-9, -5, (-(-rows // down), -(-columns // across)))).astype(jnp.float8_e8m0fnu)
+        whole = np.repeat(np.repeat(scale.astype(np.float32), down, 0), across, 1)[:rows, :columns]
+        values[f"{name}.weight"] = x.astype(np.float32) * whole
+        files[len(values) % 2].update({f"{name}.weight": x, f"{name}.scale": scale})
+
+    def fp4(name, rows, columns):
+        x = rng.integers(0, 256, (rows, columns // 2), np.uint8)
+        scale = np.exp2(rng.integers(-5, -2, (rows, columns // 32))).astype(jnp.float8_e8m0fnu)
+        whole = np.stack([table[x % 16], table[x // 16]], -1).reshape(rows, columns)
+        values[f"{name}.weight"] = whole * np.repeat(scale.astype(np.float32), 32, 1)
+        files[len(values) % 2].update({f"{name}.weight": x, f"{name}.scale": scale})
+
+    m, n, e, i, v = model.hidden, model.streams, model.experts, model.inner, model.vocabulary
+    plain("embed.weight", v, m), plain("head.weight", v, m), plain("norm.weight", m)
+    if not model.delayed:
+        plain("hc_head_fn", n, n * m), plain("hc_head_base", n), plain("hc_head_scale", 1)
+    for number, layer in enumerate(model.layers):
+        at = f"layers.{number}"
+        for part in ("attn", "ffn"):
+            plain(f"{at}.{part}_norm.weight", m), plain(f"{at}.hc_{part}_fn", (2 + n) * n, n * m)
+            plain(f"{at}.hc_{part}_base", (2 + n) * n), plain(f"{at}.hc_{part}_scale", 3)
+        if model.engrams is not None and number in model.engrams.layers:
+            grams = model.engrams
+            fp8(f"{at}.engram.embed", grams.rows[grams.layers.index(number)], grams.d, 1, 32)
+            fp8(f"{at}.engram.wkv", (n + 1) * m, grams.d * grams.heads * (grams.longest - 1))
+            plain(f"{at}.engram.q_weight", n, m), plain(f"{at}.engram.k_weight", n, m)
+        plain(f"{at}.ffn.gate.weight", e, m)
+        if number < model.hashed:
+            files[0][f"{at}.ffn.gate.tid2eid"] = rng.integers(0, e, (v, model.chosen), np.int32)
+        else:
+            plain(f"{at}.ffn.gate.bias", e)
+        for expert in ("shared_experts", *(f"experts.{x}" for x in range(e))):
+            packed = fp8 if expert == "shared_experts" else fp4
+            packed(f"{at}.ffn.{expert}.w1", i, m), packed(f"{at}.ffn.{expert}.w3", i, m)
+            packed(f"{at}.ffn.{expert}.w2", m, i)
+        h, d, g, r = layer.heads, layer.d, layer.o_groups, layer.o_rank
+        (
+            fp8(f"{at}.attn.wq_a", layer.q_rank, m),
+            fp8(f"{at}.attn.wq_b", h * d, layer.q_rank),
+            fp8(f"{at}.attn.wkv", d, m),
+        )
+        fp8(f"{at}.attn.wo_a", g * r, h // g * d), fp8(f"{at}.attn.wo_b", m, g * r), plain(f"{at}.attn.attn_sink", h)
+        plain(f"{at}.attn.q_norm.weight", layer.q_rank), plain(f"{at}.attn.kv_norm.weight", d)
+    plain("mtp.0.norm.weight", m)  # of a layer for drafts
+    for part, tensors in enumerate(files):
+        written(directory / f"model-{part}.safetensors", tensors)
+    return values | {name: x for name, x in files[0].items() if "tid2eid" in name}
+
+
+def test_checkpoint(tmp_path):
+    """In FP4 and FP8, with odd sizes: each device gets its part of what the file stands for."""
+    sizes = {"hidden_size": 192, "moe_intermediate_size": 160, "layer_types": ["sliding_attention"] * 2}
+    config = {**common.SMALL, **sizes, "num_hidden_layers": 2, "head_dim": 16, "qk_rope_head_dim": 8}
+    model = Model.from_config({**config, "index_head_dim": 16})
+    values = checkpoint(model, tmp_path, 128)
+    lines = []
+    with common.mesh_of(2, 2) as mesh:
+        whole, parts = load(model, tmp_path, jnp.float32), load(model, tmp_path, jnp.float32, mesh, lines.append)
+    jax.tree.map(np.testing.assert_array_equal, whole, parts)
+    w13 = parts["layers"][1]["moe"]["w13"]
+    assert w13.sharding.shard_shape(w13.shape) == (4, 192, 2, 80)
+    assert re.fullmatch(r"layer 2 of 2, [\d.]+ GiB, [\d.]+ GiB/s", lines[-1])
+    of = sources(model)
+    for i in range(2):
+        np.testing.assert_array_equal(whole["layers"][i]["attention"]["wq_a"], values[f"layers.{i}.attn.wq_a.weight"].T)
+        for name, (names, axes) in of["layers"][i]["moe"].items():
+            names = np.array(names, object)
+            want = np.stack([values[x] for x in names.flat]).reshape(*names.shape, *values[names.flat[0]].shape)
+            np.testing.assert_array_equal(whole["layers"][i]["moe"][name], want.transpose(axes), name)
+        np.testing.assert_array_equal(whole["routing"][i], values[of["routing"][i][0]])
+    jax.tree.map(
+        lambda x, y: (
+            np.testing.assert_array_equal(x.astype(jnp.bfloat16), y, strict=True)
+            if y.dtype == jnp.bfloat16
+            else np.testing.assert_array_equal(x, y, strict=True)
+        ),
+        whole,
+        load(model, tmp_path),
+    )
+
+
+def tokenizer(directory, tokens):
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({x: i for i, x in enumerate(tokens)}, unk_token=tokens[0]))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    made.save(str(directory / "tokenizer.json"))
+
+
+TOKENS = ["the", "The", " the", "THE", "thé", "then", " ", "  ", "\t", "\ufffd", "\ufffda", "a"]
+WORDS = [0, 0, 0, 0, 0, 1, 2, 2, 2, 3, 4, 5]
+
+
+def test_words_of_tokens(tmp_path):
+    tokenizer(tmp_path, TOKENS)
+    assert words(tmp_path / "tokenizer.json").tolist() == WORDS
+
+
+def test_checkpoint_of_v41(tmp_path):
+    """Tables stay in FP8, by parts on every device; the tokenizer gives words."""
+    sizes = {"num_hidden_layers": 2, "compress_ratios": [0, 0], "kv_source_layer_ids": [], "index_source_layer_ids": []}
+    sizes |= {"engram_layer_ids": [1], "engram_num_embeddings": [72], "engram_compressed_vocab_size": 6}
+    model = Model.from_config(V41 | sizes)
+    values = checkpoint(model, tmp_path, 32)
+    tokenizer(tmp_path, TOKENS)
+    with common.mesh_of(1, 2) as mesh:
+        params = load(model, tmp_path, jnp.float32, mesh)
+        table, engram = params["tables"]["1"], params["layers"][1]["engram"]
+        assert table["rows"].dtype == jnp.float8_e4m3fn and table["rows"].sharding.shard_shape((72, 64)) == (72, 32)
+        got = np.asarray(table["rows"], np.float32) * np.repeat(np.asarray(table["scales"], np.float32), 32, 1)
+        np.testing.assert_array_equal(got, values["layers.1.engram.embed.weight"])
+        np.testing.assert_array_equal(engram["wkv"], values["layers.1.engram.wkv.weight"].T)
+        assert params["words"][: len(WORDS)].tolist() == WORDS
+        tokens = prompts(1, 9)
+        got = jax.jit(model)(params, tokens)[0]
+    assert_close(got, model_float64.logits(model, jax.device_get(params), tokens[0]), 1e-4)
+    tokenizer(tmp_path, TOKENS[:-1])
+    with pytest.raises(ValueError, match="got 5 words, wanted the config's 6"):
+        load(model, tmp_path)
+
+
+def test_checkpoint_errors(tmp_path):
+    model = Model.from_config(common.SMALL | SIZES)
+    with pytest.raises(FileNotFoundError, match=r"no \*\.safetensors in"):
+        load(model, tmp_path)
+    written(tmp_path / "model.safetensors", {"embed.weight": np.zeros((64, 63), np.float32)})
+    with pytest.raises(ValueError, match=r"embed.weight: got float32\[64, 63\], wanted \[64, 64\]"):
+        load(model, tmp_path)
+    written(tmp_path / "model.safetensors", {"embed.weight": np.zeros((64, 64), np.float32)})
+    with pytest.raises(ValueError, match=r"hc_head_base: got none"):
+        load(model, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes, error",
+    [
+        ({"num_hash_layers": None}, "got none of num_hash_layers, n_hash_layers"),
+        ({"n_shared_experts": 2}, "got 2 shared experts, wanted 1"),
+        ({"scoring_func": "softmax"}, "got scores by softmax, wanted one of sqrtsoftplus, sigmoid"),
+        ({"mlp_layer_types": ["moe", "hash_moe", "moe"]}, "wanted hash_moe in the first layers alone"),
+        (V41 | {"engram_num_embeddings": [72, 205]}, r"got tables of \(72, 205\) rows, wanted \(72, 204\)"),
+    ],
+)
+def test_config_errors(changes, error):
+    with pytest.raises((ValueError, NotImplementedError), match=error):
+        Model.from_config(changes if "engram_layer_ids" in changes else common.SMALL | SIZES | changes)
+
+
+@pytest.mark.parametrize(
+    "name, moe, everything, active",
+    [
+        ("flash", {"n_routed_experts": 256, "moe_intermediate_size": 2048, "num_hash_layers": 3}, 284e9, 13e9),
+        ("pro", {"n_routed_experts": 384, "moe_intermediate_size": 3072, "num_hash_layers": 3}, 1.6e12, 49e9),
+    ],
+)
+def test_sizes_of_models(name, moe, everything, active):
+    """Parameters as DeepSeek says, all and those of a token, without the embedding; and six FLOPs for each of these."""
+    model = Model.from_config(published(name) | moe | {"vocab_size": 129280, "num_experts_per_tok": 6})
+    shapes = jax.eval_shape(lambda: model.init(jax.random.key(0)))
+    sizes = [(path[-1], x.size) for path, x in jax.tree_util.tree_leaves_with_path(shapes)]
+    routed = sum(size for key, size in sizes if getattr(key, "key", "") in ("w13", "w2"))
+    total = sum(size for _, size in sizes)
+    of_token = total - routed * (1 - 6 / model.experts) - shapes["embed"].size
+    assert total == pytest.approx(everything, rel=0.02) and of_token == pytest.approx(active, rel=0.03)
+    assert train.flops(model, 128) == pytest.approx(6 * of_token, rel=0.02)
+    assert 6.1 * of_token < train.flops(model, 4096) < 6.8 * of_token
+
+
+@pytest.mark.parametrize("program, options", [(serve, ("--fp8", "--pages")), (train, ("--remat", "--keep"))])
+def test_a_program_says_how_it_is_called(program, options, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["program", "--help"])
+    with pytest.raises(SystemExit) as done:
+        program.arguments()
+    said = capsys.readouterr().out
+    assert not done.value.code and all(option in said for option in ("checkpoint", "--expert", *options))
+
+
+@pytest.mark.slow
+def test_serve(capsys, in_place):
+    """More requests than places, over too few pages: each says what it says alone, and prints it as it comes."""
+    rng = np.random.default_rng(0)
+    prompts = ["7 " * 17 + " ".join(map(str, rng.integers(0, 64, n))) for n in (33, 3, 21, 23, 9)]
+    sizes = {"wanted": 12, "places": 2, "room": 64, "chunk": 16, "page": 16, "pages": 6}
+    requests = serve.main(prompts, **sizes)
+    said = capsys.readouterr().out
+    assert sorted(in_place) == ["begin", "read", "say"]
+    tails = [line.removeprefix("7 " * 17) for line in prompts]
+    others = serve.main(tails, **sizes, beginning="7 " * 17, speculate=2, tensor=2, expert=2)
+    assert [r.said for r in others] == [r.said for r in requests]
+    with common.mesh_of(1, 1, data=1) as mesh:
+        model, params = common.opened(None, mesh, jnp.float32)
+    whole = np.zeros((5, 64), np.int32)
+    for row, r in zip(whole, requests, strict=True):
+        row[: len(r.prompt) + 12] = [*r.prompt, *r.said]
+    best = np.asarray(jax.jit(model)(params, whole).argmax(-1))
+    for i, r in enumerate(requests):
+        assert best[i, len(r.prompt) - 1 :][:12].tolist() == r.said
+        assert re.findall(rf"^\[{i}\] (\d+)", said, re.M) == [str(t) for t in r.said]
+    assert re.search(r"^174 tokens read, 60 said, in [\d.]+ s: \d+ tokens/s$", said, re.M)
+
+
+@pytest.mark.slow
+def test_requests_that_begin_alike():
+    """V4.1, whose engrams remember words: the place that read the beginning keeps its own while others come and go."""
+    model, params = small("v4.1")
+    rng, beginning = np.random.default_rng(0), np.arange(34, dtype=np.int32)
+    server = Server(model, model.joined(params), jnp.float32, 2, 64, chunk=16, page=16, pages=6, beginning=beginning)
+    requests = [Request(np.r_[beginning, rng.integers(0, 64, n, np.int32)], 6, 0.0) for n in (5, 5, 12, 12)]
+    for request in requests:
+        server.submit(request)
+    while server.waiting or any(server.places):
+        server.work()
+    for request in requests:
+        assert server.alone(request).tolist() == request.said
+
+
+@pytest.mark.slow
+def test_train(tmp_path, capsys):
+    """Both losses fall; a program that goes on from a kept state has the same ones; and so have two devices."""
+    how = {"steps": 24, "b": 4, "s": 48, "every": 8, "data": 1}
+    losses = np.array(train.main(**how))
+    assert losses[-1, 0] < losses[0, 0] - 0.7 and losses[-1, 1] < losses[0, 1]
+    assert re.search(r"^step   16  loss [\d.]+, of indexers [\d.]+; \d+ tokens/s$", capsys.readouterr().out, re.M)
+    first = train.main(**how, keep=tmp_path, until=9)
+    second = train.main(**how, keep=tmp_path)
+    assert len(first) == 9 and len(second) == 15
+    np.testing.assert_array_equal([*first, *second], losses)
+    others = train.main(**how | {"data": 2, "tensor": 2, "expert": 2, "until": 3})
+    np.testing.assert_allclose(others, losses[:3], rtol=1e-4)
