@@ -352,7 +352,9 @@ class TestBench:
         np.testing.assert_array_equal(contestant.run(inputs[0]), first)
         instruction = r"^ *(?:ROOT )?%?([\w.-]+) = \S+ (?:fusion|dot|scatter|custom-call)\("
         kernels = dict.fromkeys(re.findall(instruction, contestant.text, re.M), 1.0)
-        found = row.times({"ours": {"kernels": kernels}}, {"ours": contestant})["ours"]["parts"]
+        times = row.times({"ours": {"kernels": kernels, "rounds": [1.0]}}, {"ours": contestant})
+        found = times["ours"]["parts"]
+        assert set(times) == ({"ours"} if kind is layer.LayerRow else {"ours", "graph", "at once"})
         assert set(layer.PARTS) <= set(found) and sum(found.values()) == len(kernels)
         assert 0 < layer.rest(found) < 1
 
@@ -367,8 +369,12 @@ class TestBench:
         stack = next(row for row in SUITES["layer"].rows if isinstance(row, layer.StackRow))
         names = {row.name for row in stack.layers}
         made = {"seconds": 1e-4, "rounds": [1e-4] * 2, "parts": {"products": 1.0}}
-        rows = [{"name": name, "times": {"ours": made}} for name in (stack.name, *names)]
-        assert layer.table(rows).endswith(f"{stack.name}: 100 us; alone they take 4300")
+        times = {"ours": made, "graph": made, "at once": made | {"seconds": 9e-5}}
+        rows = [
+            {"name": name, "times": times if name == stack.name else {"ours": made}} for name in (stack.name, *names)
+        ]
+        says = f"{stack.name}: 100 us; alone they take 4300; by the host's clock, in a CUDA graph 100, with STEP_OPTIONS 90"
+        assert layer.table(rows).endswith(says)
         assert layer.table(rows[:-1]).endswith("nor attention")
 
     def test_parts_of_a_layer(self):

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from .._cli.report import table as as_table
-from ..layers import DSV4Attention, LayerCache, from_config
-from .measure import KERNEL_BY_KERNEL, Contestant, Operands, Times
+from ..layers import STEP_OPTIONS, DSV4Attention, LayerCache, from_config
+from .measure import KERNEL_BY_KERNEL, Contestant, Operands, Times, by_the_host_s_clock
 from .row import Row, Suite
 from .tables import spread
 
@@ -225,8 +225,14 @@ class StackRow(Row):
         return Contestant(run, inputs, program.as_text() or "")
 
     def times(self, measured: dict[str, Times], contestants: Mapping[str, Contestant]) -> dict[str, Times]:
-        """With the time of every part."""
-        return with_parts(measured, contestants)
+        """With the time of every part; and by the host's clock in a CUDA graph, by XLA's defaults and STEP_OPTIONS."""
+        ((name, ours),) = contestants.items()
+        rounds = len(measured[name]["rounds"])
+        clocked = {}
+        for how, options in (("graph", {}), ("at once", STEP_OPTIONS)):
+            again = self.compiled(ours.sets, options)
+            clocked[how] = by_the_host_s_clock(lambda again=again: again.run(ours.sets[0]), rounds)  # type: ignore[misc]
+        return with_parts(measured, contestants) | clocked
 
 
 def with_parts(measured: Mapping[str, Times], contestants: Mapping[str, Contestant]) -> dict[str, Times]:
@@ -280,8 +286,11 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     for stack in (row for row in SUITE.rows if isinstance(row, StackRow)):
         names = [layer.name for layer in stack.layers]
         if {stack.name, *names} <= us.keys():
+            (times,) = (row["times"] for row in rows if row["name"] == stack.name)
+            graph, at_once = (f"{times[how]['seconds'] * 1e6:.0f}" for how in ("graph", "at once"))
             notes.append(
-                f"{stack.name}: {us[stack.name]:.0f} us; alone they take {sum(us[name] for name in names):.0f}"
+                f"{stack.name}: {us[stack.name]:.0f} us; alone they take {sum(us[name] for name in names):.0f}; by the "
+                f"host's clock, in a CUDA graph {graph}, with STEP_OPTIONS {at_once}"
             )
     return "\n".join([as_table(head, lines), *notes])
 
