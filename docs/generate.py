@@ -33,7 +33,7 @@ def load(name: str) -> dict[str, Any]:
 
 FORWARD, DECODE, GRAD = map(load, ("h200", "h200_decode", "h200_grad"))
 INDEXER, LAYER, PEERS, NOTED = map(load, ("h200_indexer", "h200_layer", "h200_peers", "h200_kernels"))
-WITNESSED, FORMS = map(load, ("witnesses", "blackwell_forms"))
+STEPS, WITNESSED, FORMS = map(load, ("h200_steps", "witnesses", "blackwell_forms"))
 PROFILES: dict[str, Any] = NOTED["profiles"]
 SMS = int(FORWARD["devices"][0]["sms"])
 
@@ -507,7 +507,7 @@ def layer() -> str:
     """A row for each kind of layer, and what each of its parts takes."""
     parts = ("products", "attention", "indexer", "compressor", "append", "rope", "norm", "other")
     rows = []
-    for row in suite(LAYER, "layer"):
+    for row in suite(LAYER, "layer") + [row for row in suite(STEPS, "layer") if row["name"].startswith("layer")]:
         times = row["times"]["ours"]["parts"]
         rest = 1 - (times["products"] + times["attention"]) / sum(times.values())
         each = (micro(times[part]) if part in times else "" for part in parts)
@@ -520,8 +520,8 @@ def layer_steps() -> str:
     """What surrounds attention in a step of 64 sequences."""
     parts = ("append", "compressor", "indexer", "attention", "products")
     rows = []
-    for row in suite(LAYER, "layer"):
-        if ", step" in row["name"] and ", b64" in row["name"]:
+    for row in suite(STEPS, "layer"):
+        if row["name"].startswith("layer") and ", b64" in row["name"]:
             times = row["times"]["ours"]
             each = (micro(times["parts"][part]) if part in times["parts"] else "" for part in parts)
             name = row["name"].removeprefix("layer ").replace(", step after 16384, b64", "")
@@ -529,10 +529,28 @@ def layer_steps() -> str:
     return table(" | ".join(["layer, µs", "all", "launches", *parts]), rows)
 
 
+def layer_stack() -> str:
+    """A step of all layers, in one program."""
+    rows = []
+    for row in suite(STEPS, "layer"):
+        if not row["name"].startswith("layer"):
+            kernels, graph, at_once = (row["times"][name]["seconds"] for name in ("ours", "graph", "at once"))
+            launches = str(row["times"]["ours"]["launches"])
+            rows.append([row["name"], launches, *(f"{x * 1e3:.2f}" for x in (_alone(row), kernels, graph, at_once))])
+    return table("ms | launches | layers, one by one | kernels | in a graph | with `STEP_OPTIONS`", rows)
+
+
+def _alone(stack: dict[str, Any]) -> float:
+    """The sum of what its 43 layers take alone."""
+    end = ", FP8" if stack["name"].endswith("FP8") else ""
+    found = (ours(_of(STEPS, f"layer {kind}, step after 16384, b64{end}")) for kind in KINDS)
+    return sum(n * x for n, x in zip((2, 21, 20), found, strict=True))
+
+
 def layer_rest() -> str:
     found = {row["name"]: row["times"]["ours"]["parts"] for row in suite(LAYER, "layer")}
     rests = {name: 1 - (parts["products"] + parts["attention"]) / sum(parts.values()) for name, parts in found.items()}
-    most = max(rest for name, rest in rests.items() if "step" not in name)
+    most = max(rests.values())
     return wrapped(f"""\"Rest\" is the share that is neither matrix products nor attention: at most {percent(most)} in prompts and in their
     gradients. Kernels below 0.6 µs count only in \"all\".""")
 
@@ -574,7 +592,14 @@ def machine() -> str:
     """The machines on which the numbers were measured."""
     lines = []
     runs = {"peers": PEERS} if "versions" in PEERS else {}
-    runs |= {"forward": FORWARD, "steps": DECODE, "gradients": GRAD, "indexer": INDEXER, "layers": LAYER}
+    runs |= {
+        "forward": FORWARD,
+        "steps": DECODE,
+        "gradients": GRAD,
+        "indexer": INDEXER,
+        "layers": LAYER,
+        "layers' steps": STEPS,
+    }
     for name, data in runs.items():
         matmul, copy = (
             sorted(row[key] for row in data["rows"])[len(data["rows"]) // 2]
@@ -630,11 +655,13 @@ def readme() -> str:
 
 
 def _steps_of_layers() -> str:
-    found = {kind: _of(LAYER, f"layer {kind}, step after 16384, b64") for kind in KINDS}
+    found = {kind: _of(STEPS, f"layer {kind}, step after 16384, b64") for kind in KINDS}
     window, sparse, dense = (micro(ours(row)) for row in found.values())
     launches = ", ".join(str(row["times"]["ours"]["launches"]) for row in found.values())
+    stack = _of(STEPS, "43 layers, step after 16384, b64")
     return f"""- A step of a whole V4-Flash layer, 64 sequences of 16384 tokens in bfloat16: {window} µs with a window alone, {sparse} of
-  ratio 4, {dense} of ratio 128, in {launches} launches."""
+  ratio 4, {dense} of ratio 128, in {launches} launches.
+- The attention of V4-Flash's 43 layers, such a step: {stack["times"]["at once"]["seconds"] * 1e3:.2f} ms. Its layers alone take {_alone(stack) * 1e3:.2f} ms."""
 
 
 KINDS = ("with a window alone", "of ratio 4", "of ratio 128")
@@ -643,7 +670,7 @@ KINDS = ("with a window alone", "of ratio 4", "of ratio 128")
 def landing() -> str:
     """Two numbers for the first page: a prompt's attention, and a step of a whole layer."""
     prompt = _of(PEERS, PROMPT)
-    step = _of(LAYER, "layer of ratio 4, step after 16384, b64")
+    step = _of(STEPS, "layer of ratio 4, step after 16384, b64")
     return wrapped(f"""On one {FORWARD["devices"][0]["name"].removeprefix("NVIDIA ")}, attention of 128 heads over a window of 128 and 1024 chosen
     entries takes **{ours(prompt) * 1e3:.2f} ms** for 4096 queries, at {rate(prompt)} TFLOP/s. A step of generation takes a whole V4-Flash layer of ratio 4
     **{micro(ours(step))} µs**, for 64 sequences of 16384 tokens.""")
@@ -653,7 +680,7 @@ def losses() -> str:
     few = _of(FORWARD, "d 512 window 128 + top-k 512 of 8192 b1 s4096 h16")
     far = _of(GRAD, "gradient of d 512 window 128 + top-k 512 of 65536 b1 s4096 h64")
     torch, least = min(NOTED["torch's cuDNN"]["ratios"].items(), key=lambda found: found[1])
-    parts = _of(LAYER, "layer of ratio 4, step after 16384, b64")["times"]["ours"]["parts"]
+    parts = _of(STEPS, "layer of ratio 4, step after 16384, b64")["times"]["ours"]["parts"]
     rest = 1 - (parts["products"] + parts["attention"]) / sum(parts.values())
     return f"""- **Few heads**: a prefill layer of 16 heads over selected keys reaches {share(few)} of the roofline.
 - **Backward over far keys**: 512 of 65536 keys at 64 heads reach {share(far)} of the roofline.
@@ -680,6 +707,7 @@ GENERATED: dict[str, Callable[[], str]] = {
         indexer_bound,
         layer,
         layer_rest,
+        layer_stack,
         rope,
         layer_steps,
         blackwell,

@@ -323,3 +323,11 @@ def generator():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def test_kernels_that_do_not_come_with_every_call_are_nobody_s():
+    """As a copy of JAX's own, which has no program either."""
+    calls = [(100.0 * i + at, 5.0, name) for i in range(4) for at, name in ((0.0, "attend"), (10.0, "merge"))]
+    found, others = measure.of_every_call(sorted([*calls, (55.0, 3.0, "copy")]), 4)
+    assert found == calls and others == {"copy": 1}
+    assert measure.summary("peer", found, 2, 2)["seconds"] == pytest.approx(1e-8)

@@ -94,7 +94,8 @@ def test_kernel(d, layout, dtype, size, paged, ragged):
     off = np.abs(new - right).max(-1) / np.abs(right).max(-1)
     assert off.max() <= (0.07 if layout else 2 ** (-7 if dtype == "bfloat16" else -10)), off.max()
     if layout is None:
-        assert (new != right).mean() < 0.02
+        # the transform spreads a single number's other rounding over all of an entry
+        assert (new != right).mean() < (0.02 if d == 512 else 0.4)
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ that of the middle half of the rounds.
 import statistics
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -96,10 +96,15 @@ def interleaved(contestants: Mapping[str, Contestant], rounds: int, named_by: st
         jax.profiler.stop_trace()
         (path,) = Path(folder).rglob("*.xplane.pb")
         events = kernels(jax.profiler.ProfileData.from_file(str(path)), named_by)
-    return {
-        name: {**summary(name, events.get(x.module(name), ()), bursts[name], rounds), **x.facts}
-        for name, x in contestants.items()
-    }
+    found: dict[str, Times] = {}
+    for name, x in contestants.items():
+        of_it, left_out = events.get(x.module(name), []), dict[str, int]()
+        if x.is_outside:
+            of_it, left_out = of_every_call(of_it, bursts[name] * rounds)
+        found[name] = {**summary(name, of_it, bursts[name], rounds), **x.facts}
+        if left_out:
+            found[name]["left_out"] = left_out
+    return found
 
 
 def _burst(contestant: Contestant) -> int:
@@ -161,6 +166,16 @@ def kernels(profile: Any, named_by: str | None = None) -> dict[str, list[Event]]
                 kernel = event.name if named_by is None else str(stats.get(named_by, ""))
                 events[str(stats.get("hlo_module", ""))].append((event.start_ns, event.duration_ns, kernel))
     return {module: sorted(found) for module, found in events.items()}
+
+
+def of_every_call(events: Sequence[Event], calls: int) -> tuple[list[Event], dict[str, int]]:
+    """The events of kernels that ran equally often in each of so many calls, and the others' names and numbers.
+
+    What ran outside of XLA's programs may be JAX's own, as a copy is.
+    """
+    numbers = Counter(kernel for _, _, kernel in events)
+    others = {kernel: n for kernel, n in numbers.items() if n % calls}
+    return [event for event in events if event[2] not in others], others
 
 
 def without_overlap(events: Sequence[Event]) -> list[tuple[float, str]]:
