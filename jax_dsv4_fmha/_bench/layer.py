@@ -287,11 +287,11 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         names = [layer.name for layer in stack.layers]
         if {stack.name, *names} <= us.keys():
             (times,) = (row["times"] for row in rows if row["name"] == stack.name)
-            graph, at_once = (f"{times[how]['seconds'] * 1e6:.0f}" for how in ("graph", "at once"))
-            notes.append(
-                f"{stack.name}: {us[stack.name]:.0f} us; alone they take {sum(us[name] for name in names):.0f}; by the "
-                f"host's clock, in a CUDA graph {graph}, with STEP_OPTIONS {at_once}"
-            )
+            said = f"{stack.name}: {us[stack.name]:.0f} us; alone they take {sum(us[name] for name in names):.0f}"
+            if {"graph", "at once"} <= times.keys():
+                graph, at_once = (f"{times[how]['seconds'] * 1e6:.0f}" for how in ("graph", "at once"))
+                said += f"; by the host's clock, in a CUDA graph {graph}, with STEP_OPTIONS {at_once}"
+            notes.append(said)
     return "\n".join([as_table(head, lines), *notes])
 
 
