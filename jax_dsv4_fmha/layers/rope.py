@@ -148,7 +148,7 @@ def rope_hadamard(x: jax.Array, positions: jax.Array, rotation: Rope) -> jax.Arr
 
 def index_query(x: jax.Array, positions: jax.Array, rotation: Rope) -> tuple[jax.Array, jax.Array]:
     """`rope_hadamard(x)` of x `[b, s, h, d]` in 8 bits, as `quantize_indexer` quantizes queries: float8_e4m3fn, and
-    float32 scales `[b, s, h]`. Where there is a kernel, in one pass, without a gradient.
+    float32 scales `[b, s, h]`. Where there is a kernel, in one pass; the gradient is then zero, as a choice's is.
     """
     support = _support("index_query", x, dims=rotation.dims)
     use = choose("index_query", None, support) if x.shape[-1] == _INDEX_D else KernelUse.NEVER
@@ -156,7 +156,7 @@ def index_query(x: jax.Array, positions: jax.Array, rotation: Rope) -> tuple[jax
         return quantize_rows(rope_hadamard(x, positions, rotation))
     with jax.named_scope("rope"):
         call = Call(_INDEX_QUERY, use, (), support)
-        codes, scales = without_gradient(call, x, rotation.table(positions))
+        codes, scales = without_gradient(call, lax.stop_gradient(x), rotation.table(positions))
         return codes, scales
 
 
