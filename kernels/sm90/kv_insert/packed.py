@@ -17,7 +17,6 @@ INFINITY = 0x7F800000  # bits of a float32
 MANTISSA = 0x7FFFFF
 THREE_QUARTERS = 0x600000  # of the mantissa: 448 is 7/8 of a power of two
 LEAST = {"v4_fp8": -13, "v41_fp8": -22}  # exponents of the least scales
-GROUP = {"v4_fp8": 64, "v41_fp8": 32}  # numbers that share a scale
 
 
 @cute.jit
@@ -32,7 +31,7 @@ def write_packed(numbers: cute.Tensor, page: cute.Pointer, at: Int32, entries: I
 @cute.jit
 def write_latent(numbers: cute.Tensor, page: cute.Pointer, at: Int32, entries: Int32, c: cutlass.Constexpr[Config]):
     """e4m3 with a scale of ue8m0 for each group; in V4's layout the last numbers are bf16."""
-    lane, layout, group = cute.arch.lane_idx(), c.layout, GROUP[c.packing] // c.numbers
+    lane, layout, group = cute.arch.lane_idx(), c.layout, c.layout.group // c.numbers
     entry, scales = page + at * layout.entry, page + (at * layout.entry + layout.values)
     if cutlass.const_expr(layout.separate_scales):
         entry, scales = page + at * layout.values, page + (entries * layout.values + at * layout.scales)

@@ -47,7 +47,6 @@ class Format:
     packing: Packing
     bits: int  # of a number
     slabs: int  # that are packed; those after them are bf16
-    group: int  # numbers that share a scale
     lanes: int = 4  # that have a key
 
     @property
@@ -61,6 +60,11 @@ class Format:
     @property
     def part_words(self) -> int:
         return self.part_bytes // WORD
+
+    @property
+    def group(self) -> int:
+        """Numbers that share a scale."""
+        return self.packing.group
 
     @property
     def scales_a_slab(self) -> int:
@@ -93,9 +97,9 @@ class Format:
 
 
 FORMATS = {
-    "v4_fp8": Format(PACKED["v4_fp8"], bits=8, slabs=7, group=64),
-    "v41_fp8": Format(PACKED["v41_fp8"], bits=8, slabs=8, group=32),
-    "v41_fp4": Format(PACKED["v41_fp4"], bits=4, slabs=8, group=16),
+    "v4_fp8": Format(PACKED["v4_fp8"], bits=8, slabs=7),
+    "v41_fp8": Format(PACKED["v41_fp8"], bits=8, slabs=8),
+    "v41_fp4": Format(PACKED["v41_fp4"], bits=4, slabs=8),
 }
 
 
