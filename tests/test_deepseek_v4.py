@@ -22,7 +22,7 @@ from examples.deepseek_v4.weights import load, sources
 from examples.serve import Request, Server
 
 from . import model_float64
-from .test_layers import published
+from .test_layer_config import published
 
 SIZES = {"head_dim": 32, "qk_rope_head_dim": 8, "index_head_dim": 16}
 V41 = {

@@ -15,6 +15,7 @@ from kernels.abi import (
     Combine,
     IndexerScores,
     IndexerScoresAt,
+    IndexQuery,
     KvInsert,
     MhaBackward,
     MlaBackward,
@@ -69,6 +70,10 @@ def test_sass(key):
         chunks = 1 if isinstance(variant, Rope) else variant.d // 256
         assert stores == rows * chunks and loads == rows * (arrays * chunks + 2), (stores, loads)
         assert not any(o.startswith(("LDG", "STG")) and not o.endswith(".E.128") for o in opcodes)
+        return
+    if isinstance(variant, IndexQuery):  # of four rows 8 codes a thread, and a scale
+        found = {x: opcodes.count(x) for x in ("LDG.E.128", "STG.E.64", "STG.E")}
+        assert found == {"LDG.E.128": 12, "STG.E.64": 4, "STG.E": 4}, found
         return
     if isinstance(variant, KvInsert):  # 16 bytes at a time; where a thread has a column, a number of it
         wide, narrow = (sum(o == f"LDG.E{x}" for o in opcodes) for x in (".128", ""))
