@@ -94,8 +94,8 @@ def test_kernel(d, layout, dtype, size, paged, ragged):
     off = np.abs(new - right).max(-1) / np.abs(right).max(-1)
     assert off.max() <= (0.07 if layout else 2 ** (-7 if dtype == "bfloat16" else -10)), off.max()
     if layout is None:
-        # the transform spreads a single number's other rounding over all of an entry
-        assert (new != right).mean() < (0.02 if d == 512 else 0.4)
+        # in one of two entries alone: the transform spreads a last bit to 19 % of an entry on average, to 60 % at most
+        assert (new != right).mean() < (0.4 if d == 128 and ragged else 0.02)
 
 
 @pytest.mark.gpu

@@ -1,5 +1,9 @@
 """RoPE in place, after a norm, their gradient, and quantized, interpreted: right answers, and planted faults."""
 
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
 import pytest
 
 from interpreter import edits
@@ -25,6 +29,22 @@ def test_is_right(key):
     if BUILT[key].op in IN_PLACE:
         x = Problem.of(BUILT[key], 1, 45, 3, 128)  # more than one CTA, shorter rows, turned back
         judge(x, run(x, direction=-1), direction=-1)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_codes_are_those_of_the_steps_apart(dtype):
+    """Bit for bit: what `rope_hadamard` writes, quantized by NumPy, for rows of all sizes, down to subnormals."""
+    apart, at_once = (
+        next((v for v in BUILT.values() if (v.op, v.dtype) == (op, dtype)), None) or pytest.skip("not built")
+        for op in ("rope_hadamard", "index_query")
+    )
+    x = Problem.of(at_once, *SHAPE)
+    sizes = 2.0 ** -np.arange(x.x[..., 0].size).reshape(*x.x.shape[:3], 1)
+    x = replace(x, x=(x.x * sizes).astype(dtype))
+    rows = run(replace(x, variant=apart)).reshape(-1, x.x.shape[-1]).astype(np.float32)
+    scales = np.maximum(np.abs(rows).max(-1, keepdims=True), np.float32(1e-4)) * np.float32(1 / 448)
+    codes = np.clip(rows / scales, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+    np.testing.assert_array_equal(run(x), np.concatenate([codes.view(np.uint8), scales.view(np.uint8)], 1))
 
 
 def a_lane_s_own_sum(text):

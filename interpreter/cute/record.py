@@ -15,9 +15,9 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -27,7 +27,8 @@ from ..machine.parser import parse
 from ..machine.state import Array
 from .launches import Launch
 
-PARAMS, KERNELS, NAME = 256, 64, 1024  # as in recorder.c
+PARAMS, KERNELS, LAUNCHES, NAME = 256, 64, 64, 1024  # as in recorder.c
+RECORDER = Path(__file__).with_name("recorder.c")
 ALIGNMENT = 128
 
 
@@ -183,10 +184,18 @@ def record(compiled: Any, *args: Any, arch: str = "sm_100a", processors: int = 1
 def record_arguments(compiled: Any, arguments: Sequence[Any], *, arch: str, processors: int) -> list[Launch]:
     """The same, of arguments as the DSL gives them to the host code."""
     ptx = modules(compiled.__ptx__)
+    kernels = {name: [p.size for p in parse(text).params.values()] for name, text in ptx.items()}
+    nothing = (ctypes.c_uint64 * 8)()  # a stream that is null
     with tempfile.TemporaryDirectory() as folder:
-        host = _Host(compiled, Path(folder))
-        host.prepare(ptx, arch, processors)
-        return host.launches(arguments, ptx)
+        made = Path(folder) / "host.o"
+        made.write_bytes(compiled.dump_to_object(prefix := "recorded"))
+        host = HostCode(made, prefix, Path(folder) / "host.so")
+        host.load(kernels, arch, processors)
+        found = host.run([address_of(x) or ctypes.addressof(nothing) for x in arguments])
+    return [
+        Launch(x.kernel, ptx[x.kernel], list(x.grid), list(x.block), list(x.cluster), x.smem_bytes, list(x.params))
+        for x in found
+    ]
 
 
 def modules(ptx: str | None) -> dict[str, str]:
@@ -198,20 +207,27 @@ def modules(ptx: str | None) -> dict[str, str]:
     return {re.findall(r"\.entry\s+([\w$]+)", text)[0]: text for text in texts}
 
 
-class _Host:
-    """The host code of a compiled function, linked with the stand-in for CUDA."""
+class Recorded(NamedTuple):
+    """A launch, as the stand-in for CUDA was asked for it."""
 
-    PREFIX = "recorded"
+    kernel: str
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    cluster: tuple[int, ...]
+    smem_bytes: int
+    params: tuple[bytes, ...]
 
-    def __init__(self, compiled: Any, folder: Path):
-        made, library = folder / "host.o", folder / "host.so"
-        made.write_bytes(compiled.dump_to_object(self.PREFIX))
-        source = Path(__file__).with_name("recorder.c")
-        # -Bsymbolic: the stand-in's functions, not those of the DSL's runtime, which is loaded already
-        link = ["cc", "-O1", "-shared", "-fPIC", "-Wl,-Bsymbolic", "-o", str(library), str(source), str(made)]
+
+class HostCode:
+    """The host code of a compiled function, an object file with a prefix of its symbols, linked with the stand-in."""
+
+    def __init__(self, made: Path, prefix: str, library: Path):
+        # -Bsymbolic: the stand-in's functions, not those of the DSL's runtime, which may be loaded already
+        link = ["cc", "-O1", "-shared", "-fPIC", "-Wl,-Bsymbolic", "-o", str(library), str(RECORDER), str(made)]
         subprocess.run(link, check=True)
         symbols = subprocess.run(["nm", made], check=True, capture_output=True, text=True).stdout
-        (self.entry,) = re.findall(rf"T (_mlir_{self.PREFIX}__mlir_ciface_\S+)", symbols)
+        self.prefix = prefix
+        (self.entry,) = re.findall(rf"T (_mlir_{prefix}__mlir_ciface_\S+)", symbols)
         self.library = ctypes.CDLL(str(library))
 
     def call(self, name: str, *pointers: int) -> None:
@@ -225,33 +241,33 @@ class _Host:
                 f"the host code asks for {(failure or b'what is not known').decode()}: {result.value}"
             )
 
-    def prepare(self, ptx: dict[str, str], arch: str, processors: int) -> None:
-        """Says which kernels there are, and has the host code load them."""
+    def load(self, kernels: Mapping[str, Sequence[int]], arch: str, processors: int = 148) -> None:
+        """Says which kernels there are, with the sizes of their parameters, and has the host code load them."""
+        self.kernels = kernels
         known = (_Kernel * KERNELS).in_dll(self.library, "kernels")
-        for n, (name, text) in enumerate(ptx.items()):
-            sizes = [p.size for p in parse(text).params.values()]
+        for n, (name, sizes) in enumerate(kernels.items()):
             known[n].name, known[n].count = name.encode(), len(sizes)
             known[n].sizes[: len(sizes)] = sizes
-        numbers = {"kernel_count": len(ptx), "processor_count": processors, "capability": int(re.sub(r"\D", "", arch))}
-        for name, value in numbers.items():
+        numbers = {"kernel_count": len(kernels), "processor_count": processors}
+        for name, value in (numbers | {"capability": int(re.sub(r"\D", "", arch))}).items():
             ctypes.c_int.in_dll(self.library, name).value = value
         handle, device = (ctypes.c_void_p * 64)(), ctypes.c_int()
         where = ctypes.c_void_p(ctypes.addressof(handle))
         self.handle = handle, where
-        self.call(f"_mlir_{self.PREFIX}_cuda_init", ctypes.addressof(where))
-        self.call(f"_mlir_{self.PREFIX}_cuda_load_to_device", ctypes.addressof(where), ctypes.addressof(device))
+        self.call(f"_mlir_{self.prefix}_cuda_init", ctypes.addressof(where))
+        self.call(f"_mlir_{self.prefix}_cuda_load_to_device", ctypes.addressof(where), ctypes.addressof(device))
 
-    def launches(self, arguments: Sequence[Any], ptx: dict[str, str]) -> list[Launch]:
-        nothing = (ctypes.c_uint64 * 8)()  # a stream that is null
-        self.call(self.entry, *(address_of(x) or ctypes.addressof(nothing) for x in arguments))
-        count = ctypes.c_int.in_dll(self.library, "launch_count").value
+    def run(self, arguments: Sequence[int]) -> list[Recorded]:
+        """What it launches of arguments at these addresses."""
+        count = ctypes.c_int.in_dll(self.library, "launch_count")
+        count.value = 0
+        self.call(self.entry, *arguments)
         found = []
-        for x in (_Launch * 64).in_dll(self.library, "launches")[:count]:
+        for x in (_Launch * LAUNCHES).in_dll(self.library, "launches")[: count.value]:
             name = x.kernel.decode()
-            params = parse(ptx[name]).params.values()
-            blobs = [ctypes.string_at(at, p.size) for at, p in zip(x.params, params, strict=False)]
-            shape = (list(x.grid), list(x.block), list(x.cluster))
-            found.append(Launch(name, ptx[name], *shape, x.smem_bytes, blobs))
+            params = (ctypes.string_at(at, size) for at, size in zip(x.params, self.kernels[name], strict=False))
+            shape = (tuple(x.grid), tuple(x.block), tuple(x.cluster))
+            found.append(Recorded(name, *shape, x.smem_bytes, tuple(params)))
         return found
 
 

@@ -18,7 +18,7 @@ from kernels.lib.hadamard import hadamard, rounded
 
 from .config import INDEX_D, VECTOR, Config
 from .rope import RopeSm90
-from .rows import as_float, read, rotate, token, write
+from .rows import as_float, index_rows, rotate, write
 
 
 class RopeHadamardSm90(RopeSm90):
@@ -31,20 +31,7 @@ class RopeHadamardSm90(RopeSm90):
         c, thread = self.config, cute.arch.thread_idx()[0]
         lane = thread % c.lanes
         row0 = cute.arch.block_idx()[0] * c.tile_m + thread // c.lanes
-        first_lane = c.lanes - c.dims // VECTOR  # of those whose numbers are rotated
-        given = cute.make_rmem_tensor((VECTOR, c.tile_n), self.dtype)
-        rotations = cute.make_rmem_tensor((VECTOR, c.tile_n), Float32)
-        given.fill(0.0)
-        for i in cutlass.range_constexpr(c.tile_n):
-            row = row0 + i * c.at_once
-            if row < rows:
-                read(x + (Int64(row) * INDEX_D + lane * VECTOR), given[None, i])
-                turns = table + (token(row, heads) * c.dims + cutlass.max(lane - first_lane, 0) * VECTOR)
-                read(turns, rotations[None, i])
-        if lane < first_lane:
-            for i in cutlass.range_constexpr(c.tile_n):
-                for k in cutlass.range_constexpr(VECTOR):
-                    rotations[k, i] = Float32((k + 1) % 2)  # cos 1, sin 0
+        given, rotations = index_rows(c, x, table, rows, heads, row0, lane)
         for i in cutlass.range_constexpr(c.tile_n):
             row = row0 + i * c.at_once
             values = as_float(given[None, i])

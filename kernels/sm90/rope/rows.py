@@ -1,11 +1,12 @@
 """Vectors of a row: loads, stores and rotations."""
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from kernels.lib.wgmma import round_pair
 
-from .config import VECTOR
+from .config import INDEX_D, VECTOR, Config
 
 
 def token(row: Int32, heads: Int32) -> Int64:
@@ -14,6 +15,34 @@ def token(row: Int32, heads: Int32) -> Int64:
 
 def read(source: cute.Pointer, target: cute.Tensor) -> None:
     cute.autovec_copy(cute.make_tensor(source.align(16), cute.make_layout(VECTOR)), target)
+
+
+@cute.jit
+def index_rows(
+    c: cutlass.Constexpr[Config],
+    x: cute.Pointer,
+    table: cute.Pointer,
+    rows: Int32,
+    heads: Int32,
+    row0: Int32,
+    lane: Int32,
+) -> tuple[cute.Tensor, cute.Tensor]:
+    """A lane's numbers of rows of INDEX_D, (VECTOR, row), and their rotations: cos 1, sin 0 for what is not turned."""
+    first_lane = c.lanes - c.dims // VECTOR  # whose numbers are rotated
+    given = cute.make_rmem_tensor((VECTOR, c.tile_n), x.dtype)
+    rotations = cute.make_rmem_tensor((VECTOR, c.tile_n), Float32)
+    given.fill(0.0)
+    for i in cutlass.range_constexpr(c.tile_n):
+        row = row0 + i * c.at_once
+        if row < rows:
+            read(x + (Int64(row) * INDEX_D + lane * VECTOR), given[None, i])
+            turns = table + (token(row, heads) * c.dims + cutlass.max(lane - first_lane, 0) * VECTOR)
+            read(turns, rotations[None, i])
+    if lane < first_lane:
+        for i in cutlass.range_constexpr(c.tile_n):
+            for k in cutlass.range_constexpr(VECTOR):
+                rotations[k, i] = Float32((k + 1) % 2)  # cos 1, sin 0
+    return given, rotations
 
 
 def write(target: cute.Pointer, values: cute.Tensor) -> None:
