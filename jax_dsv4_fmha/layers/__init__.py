@@ -12,7 +12,7 @@ from .weights import from_state_dict
 
 STEP_OPTIONS = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
 """XLA's options for a jitted step: on GPUs, kernels that do not depend on each other run at the same time. The results
-are the same. On a CPU they change nothing. Pass them to `jax.jit(layer.step, donate_argnums=2, …)` as `compiler_options`.
+are the same. On a CPU they change nothing. `jax.jit(layer.step, donate_argnums=2, …)` takes them as `compiler_options`.
 """
 
 __all__ = [
