@@ -5,6 +5,7 @@
     python -m interpreter hca_fwd_sm_90a_d512_bf --case mixed    another case
     python -m interpreter mha_fwd_sm_90a_d128_bf --seed 3                   another order of things
     python -m interpreter mha_fwd_sm_90a_d128_bf --ptx edited.ptx           PTX that was changed by hand
+    python -m interpreter mha_fwd_sm_90a_d128_bf --time                     clocks of a long run (docs/clocks.md)
 
 The kernel is an attention's key of kernels/variants.py, or an unambiguous part of one; it is compiled if no build has
 it. With a fault (a deadlock, a race, an access out of bounds, a wrong answer, ...) the exit status is 1, and the
@@ -19,10 +20,11 @@ from pathlib import Path
 from kernels.abi import Forward
 from kernels.variants import VARIANTS
 
+from .. import clocks
 from ..machine.hazards import Fault
 from ..machine.scheduler import Policy
 from ..machine.timeline import lines, plot
-from . import cases
+from . import cases, long
 from .launch import Kernel, launch
 from .verdict import judge
 
@@ -57,6 +59,10 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw the timeline (.svg, .png, ...) instead of printing it"
     )
+    parser.add_argument("--time", action="store_true", help="show clocks, of a tile of rows that sees many keys")
+    parser.add_argument("--keys", type=int, default=1280, help="with --time: how many, of each source (%(default)s)")
+    parser.add_argument("--queries", type=int, help="with --time (default: a tile of rows, or two queries)")
+    parser.add_argument("--heads", type=int, help="with --time (default: a tile of rows)")
     parser.add_argument("--tail", type=int, metavar="N", help="print only the last N lines of the timeline")
     return parser
 
@@ -69,6 +75,8 @@ def main(argv: list[str] | None = None) -> int:
         parser().error(str(e))
     if args.ptx is not None:
         kernel = dataclasses.replace(kernel, ptx=args.ptx.read_text())
+    if args.time:
+        return show_clocks(kernel, args)
     x = cases.operands(kernel.variant, kernel.facts["tile_n"], args.case)
     if x is None:
         parser().error(f"there is no case {args.case!r} for {kernel.variant.key}")
@@ -96,4 +104,18 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{type(found).__name__}: {found}", file=sys.stderr)
         return 1
     print("right, and nothing to complain about")
+    return 0
+
+
+def show_clocks(kernel: Kernel[Forward], args: argparse.Namespace) -> int:
+    x = long.operands(kernel.variant, kernel.facts["tile_m"], args.keys, queries=args.queries, heads=args.heads)
+    run = launch(kernel, x, processors=args.processors or kernel.facts["cluster"])
+    try:
+        timing = clocks.run(run.machine)
+        judge(run.results(), x, run.scale)
+    except Fault as fault:
+        print(f"{type(fault).__name__}: {fault}", file=sys.stderr)
+        return 1
+    shape = ", ".join(f"{k} {v}" for k, v in x.shape._asdict().items() if v)
+    print(f"{kernel.variant.key} on {shape}: {run.machine.grid_size} CTAs of {run.machine.threads} threads\n{timing}")
     return 0

@@ -1,0 +1,135 @@
+"""What a run took: clocks, shares of units, what the tensor pipe waited for, and the longest chain."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ..machine.state import AsyncOp, Machine
+from ..machine.timeline import barrier_of
+
+if TYPE_CHECKING:
+    from .scheduler import Runner
+    from .units import Product, Sm
+
+
+@dataclass(eq=False, slots=True)
+class Cause:
+    """Why a warp went on at a time: what another did, or an operation."""
+
+    who: Runner
+    op: AsyncOp | None
+    at: float
+    before: Cause | None  # why that one had gone on
+    issued: float = 0.0
+
+
+@dataclass(slots=True)
+class Waited:
+    start: float
+    end: float
+    why: Callable[[], str]
+    line: int
+    cause: Cause  # what ended it
+
+    def __str__(self) -> str:
+        by = self.cause.op.kind if self.cause.op is not None else f"warp {self.cause.who.warp.number}"
+        return f"{barrier_of(self.why())} (line {self.line}), which {by} let go"
+
+
+@dataclass
+class Steady:
+    """The middle half of the products of a CTA."""
+
+    clocks: float
+    tensor: float  # clocks
+    period: float  # clocks of a turn of the loop; 0 if there is none
+    products: Sequence[str]  # of a turn
+    waits: Mapping[str, float]  # what the pipe waited for: clocks
+
+
+class Timing:
+    def __init__(self, m: Machine, sms: Sequence[Sm], rates: Mapping[str, float]):
+        self.machine, self.sms, self.rates = m, sms, rates
+        self.clocks = 0.0
+        self.issuer: dict[int, tuple[Runner, Cause | None]] = {}
+        self.runners: Sequence[Runner] = ()
+
+    def end(self, now: float, runners: Sequence[Runner]) -> None:
+        self.clocks, self.runners = now, runners
+
+    @property
+    def sm(self) -> Sm:
+        """The one with the most products."""
+        return max(self.sms, key=lambda sm: len(sm.pipe.done))
+
+    def steady(self) -> Steady | None:
+        products = self.sm.pipe.done
+        if len(products) < 8:
+            return None
+        first, last = len(products) // 4, 3 * len(products) // 4
+        part = products[first:last]
+        labels = [(x.op.instruction.line, x.op.warp.number // 4) for x in part]
+        turn = period_of(labels)
+        a, b = part[0].start, part[-1].start
+        period, names = 0.0, list[str]()
+        if turn:
+            turns = (len(part) - 1) // turn
+            period = (part[turns * turn].start - a) / turns
+            names = [x.demand.label for x in part[:turn]]
+        waits: Counter[str] = Counter()
+        for x in part[1:]:
+            if x.before is not None and x.start > x.before.end:
+                for why, clocks in self.idle(x.before.end, x):
+                    waits[why] += clocks
+        return Steady(b - a, sum(x.demand.tensor for x in part[:-1]), period, names, waits)
+
+    def idle(self, since: float, x: Product) -> list[tuple[str, float]]:
+        """What a product that began after a pause had waited for."""
+        r, _ = self.issuer[x.op.number]
+        found, left = list[tuple[str, float]](), x.start - since
+        for wait in reversed(r.waits):
+            if wait.end <= since:
+                break
+            overlap = min(wait.end, x.issued) - max(wait.start, since)
+            if overlap > 0:
+                found.append((f"warp {r.warp.number} at {wait}", overlap))
+                left -= overlap
+        if left > 0:
+            late = min(left, max(0.0, x.start - x.issued))
+            found.append(("the start of a product", late))
+            if left > late:
+                found.append((f"instructions of warp {r.warp.number}", left - late))
+        return found
+
+    def __str__(self) -> str:
+        sm, total = self.sm, self.clocks
+        lines = [f"{total:.0f} clocks"]
+        busy = sum(x.demand.tensor for x in sm.pipe.done)
+        shares = {
+            "tensor": busy / total,
+            "SMEM": sum(sm.smem.busy.values()) / total,
+            "L2": sm.l2.free and sm.l2.bytes / sm.l2.rate / total,
+        }
+        for unit in ("issue", "fma", "alu", "mufu"):
+            shares[unit] = max(q.busy[unit] for q in sm.quarters) / total
+        lines.append("shares: " + ", ".join(f"{name} {share:.0%}" for name, share in shares.items()))
+        if (steady := self.steady()) is not None:
+            lines.append(f"steady state: tensor pipe {steady.tensor / steady.clocks:.0%} busy")
+            if steady.period:
+                names = ", ".join(f"{n} x {name}" for name, n in Counter(steady.products).items())
+                lines.append(f"  a turn: {steady.period:.0f} clocks ({names})")
+            for why, clocks in Counter(steady.waits).most_common(6):
+                lines.append(f"  waits {clocks / steady.clocks:.1%} for {why}")
+        return "\n".join(lines)
+
+
+def period_of(labels: Sequence[object]) -> int:
+    """The least number of products after which they repeat; 0 if they do not."""
+    for turn in range(1, len(labels) // 2 + 1):
+        if all(a == b for a, b in zip(labels, labels[turn:], strict=False)):
+            return turn
+    return 0
