@@ -124,23 +124,29 @@ class Blocks:
         way = [0.0] * len(before)
         for k in range(len(before) - 1, -1, -1):
             way[k] = max((way[x] + max(latency, self.costs[first + k].slots) for x, latency in after[k]), default=0.0)
+        turn, ordered = [len(before)] * len(before), [k for k in range(len(before)) if self.costs[first + k].ordered]
+        for k in reversed(ordered):
+            wanted = [k]
+            while wanted:
+                turn[x := wanted.pop()] = k
+                wanted += [n - first for n in before[x] if turn[n - first] != k and not self.costs[n].ordered]
         missing = [len(mine) for mine in before]
         ready = [0.0] * len(before)
         later = [(0.0, k) for k, count in enumerate(missing) if count == 0]
         heapq.heapify(later)
-        able: list[tuple[float, int]] = []
+        able: list[tuple[int, float, int]] = []
         free: dict[str, float] = {}
         now, order = 0.0, list[int]()
         while able or later:
             while later and later[0][0] <= now:
                 _, k = heapq.heappop(later)
-                heapq.heappush(able, (-way[k], k))
-            passed, chosen = list[tuple[float, int]](), -1
+                heapq.heappush(able, (turn[k], -way[k], k))
+            passed, chosen = list[tuple[int, float, int]](), -1
             while able:
                 entry = heapq.heappop(able)
-                unit = self.costs[first + entry[1]].unit
+                unit = self.costs[first + entry[2]].unit
                 if free.get(unit, 0) <= now:
-                    chosen = entry[1]
+                    chosen = entry[2]
                     break
                 passed.append(entry)
                 if len(passed) > 8:
@@ -148,7 +154,7 @@ class Blocks:
             for entry in passed:
                 heapq.heappush(able, entry)
             if chosen < 0:
-                soon = [free[self.costs[first + k].unit] for _, k in passed] + [t for t, _ in later[:1]]
+                soon = [free[self.costs[first + k].unit] for *_, k in passed] + [t for t, _ in later[:1]]
                 now = max(min(soon), now + 1)
                 continue
             cost = self.costs[first + chosen]

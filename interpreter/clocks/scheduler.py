@@ -20,6 +20,7 @@ import numpy as np
 from ..machine.hazards import Fault
 from ..machine.scheduler import MAX_STEPS, check_end, check_exit, deadlock, leave, rejoin
 from ..machine.state import AsyncOp, Machine, Wait, Warp
+from ..machine.timeline import barrier_of
 from .architecture import constants_of
 from .blocks import Block, Blocks
 from .costs import costs_of
@@ -47,6 +48,7 @@ class Runner:
     block: Block | None = None
     place: int = 0
     since: float = 0.0  # when it began to wait
+    what: str = ""  # for what
     cause: Cause | None = None  # why it went on
     waits: list[Waited] = field(default_factory=list)
 
@@ -190,7 +192,7 @@ class Clockwork:
         return block.groups[first]
 
     def block(self, r: Runner, wait: Wait, t: float) -> None:
-        r.warp.waiting, r.since = wait, t
+        r.warp.waiting, r.since, r.what = wait, t, barrier_of(wait.why())
         self.blocked.append(r)
 
     def wake(self, t: float, cause: Cause) -> None:
@@ -207,7 +209,7 @@ class Clockwork:
             if opcode.startswith("tcgen05"):
                 delay = 0
             r.at = max(r.since, t + delay)
-            r.waits.append(Waited(r.since, r.at, wait.why, r.warp.instruction.line, cause))
+            r.waits.append(Waited(r.since, r.at, r.what, r.warp.instruction.line, cause))
             r.cause = cause
             r.warp.waiting = None
             self.later(r.at, self.going(r))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..machine.state import AsyncOp, Machine
-from ..machine.timeline import barrier_of
 
 if TYPE_CHECKING:
     from .scheduler import Runner
@@ -31,13 +30,13 @@ class Cause:
 class Waited:
     start: float
     end: float
-    why: Callable[[], str]
+    what: str
     line: int
     cause: Cause  # what ended it
 
     def __str__(self) -> str:
         by = self.cause.op.kind if self.cause.op is not None else f"warp {self.cause.who.warp.number}"
-        return f"{barrier_of(self.why())} (line {self.line}), which {by} let go"
+        return f"{self.what} (line {self.line}), which {by} let go"
 
 
 @dataclass
