@@ -105,6 +105,8 @@ def latency_of(opcode: str, c: Callable[[str], float]) -> float:
         return c("l2 latency")
     if opcode.startswith("atom"):
         return c("l2 latency") + c("atomic latency")
+    if opcode.startswith("tcgen05.ld"):
+        return 32 + c("tmem latency")
     if opcode.startswith(("shfl", "redux")):
         return c("shuffle latency")
     if opcode.startswith(("vote", "elect", "activemask")):
