@@ -30,6 +30,7 @@ HOPPER: Mapping[str, Constant] = {
     "fma latency": Constant(4, LATENCY, "SASS: stalls of dependent FFMA"),
     "alu latency": Constant(5, LATENCY, "SASS: stalls of dependent FMNMX, SEL, IADD3"),
     "mufu latency": Constant(20, LATENCY, "FITTED"),
+    "pace": Constant(1.1, "times as long as `blocks.py` would have it", "SASS: stalls in our kernels' loops, 1.06 to 1.18"),
     "branch": Constant(5, "clocks after a branch", "SASS: stalls of BRA"),
     # shared memory
     "smem": Constant(128, "bytes a clock and SM, for all that reads or writes it", "H200: products of 64 x 64"),

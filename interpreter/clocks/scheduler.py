@@ -25,7 +25,7 @@ from .architecture import constants_of
 from .blocks import Block, Blocks
 from .costs import costs_of
 from .timing import Cause, Timing, Waited
-from .units import Product, Sm, access, bytes_of, demand_of
+from .units import UNITS, Product, Sm, access, bytes_of, demand_of
 
 BACKLOG = 1500  # clocks of stores on their way out, until a warp that stores more waits
 
@@ -45,6 +45,7 @@ class Runner:
     sm: Sm
     at: float = 0.0  # when it may issue next
     ready: dict[int, float] = field(default_factory=dict)  # slot -> when its value is there
+    own: dict[str, float] = field(default_factory=lambda: dict.fromkeys(UNITS, 0.0))  # when a unit takes its next
     block: Block | None = None
     place: int = 0
     since: float = 0.0  # when it began to wait
@@ -112,7 +113,7 @@ class Clockwork:
         """Issue what can be issued until something else comes first."""
         w, m, heap, costs = r.warp, self.m, self.heap, self.costs
         quarter = r.sm.quarters[w.number % 4]
-        ready, free, busy = r.ready, quarter.free, quarter.busy
+        ready, free, own, busy, pace = r.ready, quarter.free, r.own, quarter.busy, self.c["pace"]
         try:
             while True:
                 if r.block is None:
@@ -136,7 +137,7 @@ class Clockwork:
                             r.place = place
                             return self.block(r, wait, t)
                     if cost.slots:
-                        t = max(t, quarter.issue, free[cost.unit])
+                        t = max(t, quarter.issue, free[cost.unit], own[cost.unit])
                     if heap and heap[0][0] < t:
                         r.place = place
                         return self.later(t, self.going(r))
@@ -169,10 +170,11 @@ class Clockwork:
                         continue
                     if cost.slots:
                         quarter.issue = t + cost.slots
-                        r.at = max(r.at, t + cost.slots)
+                        r.at = max(r.at, t + pace * cost.slots)
                         busy["issue"] += cost.slots
                         if cost.unit:
                             free[cost.unit] = t + cost.clocks
+                            own[cost.unit] = t + pace * cost.clocks
                             busy[cost.unit] += cost.clocks
                     for slot in cost.writes:
                         ready[slot] = t + cost.latency

@@ -16,6 +16,7 @@ from ..machine.state import AsyncOp, Warp
 
 Rates = Mapping[str, float]
 
+UNITS = ("", "fma", "alu", "mufu")  # of a quarter; "": none of these
 DEPTH_BYTES = 32  # of a row of A or B in one product
 
 
@@ -40,7 +41,7 @@ class Quarter:
     """A fourth of an SM: it issues for every fourth warp."""
 
     issue: float = 0.0
-    free: dict[str, float] = field(default_factory=lambda: {"": 0.0, "fma": 0.0, "alu": 0.0, "mufu": 0.0})
+    free: dict[str, float] = field(default_factory=lambda: dict.fromkeys(UNITS, 0.0))
     busy: Counter[str] = field(default_factory=Counter)
 
 
