@@ -31,6 +31,9 @@ HOPPER: Mapping[str, Constant] = {
     "alu latency": Constant(5, LATENCY, "SASS: stalls of dependent FMNMX, SEL, IADD3"),
     "mufu latency": Constant(20, LATENCY, "FITTED"),
     "pace": Constant(1.1, "times as long as `blocks.py` would have it", "SASS: stalls in our kernels' loops, 1.06 to 1.18"),
+    "beside products": Constant(
+        1.5, "times as long as without, while the tensor pipe reads and writes registers", "FITTED"
+    ),
     "branch": Constant(5, "clocks after a branch", "SASS: stalls of BRA"),
     # shared memory
     "smem": Constant(128, "bytes a clock and SM, for all that reads or writes it", "H200: products of 64 x 64"),
@@ -62,6 +65,7 @@ HOPPER: Mapping[str, Constant] = {
 
 BLACKWELL: Mapping[str, Constant] = {
     **HOPPER,
+    "beside products": Constant(1, "times as long as without", "accumulators are in tensor memory"),
     "tensor": Constant(8192, "FLOP of 16 bits a clock and SM", "MICRO: a product of 128 x N x 16 every N / 2 clocks"),
     "half rows": Constant(0.5, "share of the rate for 64 rows of one CTA", "MICRO: N / 2 clocks, too"),
     "tensor start": Constant(60, "clocks from the issue of a product to its start", "MICRO: 104 beside N / 2 until a wait"),

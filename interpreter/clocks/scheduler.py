@@ -113,7 +113,8 @@ class Clockwork:
         """Issue what can be issued until something else comes first."""
         w, m, heap, costs = r.warp, self.m, self.heap, self.costs
         quarter = r.sm.quarters[w.number % 4]
-        ready, free, own, busy, pace = r.ready, quarter.free, r.own, quarter.busy, self.c["pace"]
+        ready, free, own, busy = r.ready, quarter.free, r.own, quarter.busy
+        pace, beside, pipe = self.c["pace"], self.c["beside products"], r.sm.pipe
         try:
             while True:
                 if r.block is None:
@@ -169,12 +170,13 @@ class Clockwork:
                             break
                         continue
                     if cost.slots:
-                        quarter.issue = t + cost.slots
-                        r.at = max(r.at, t + pace * cost.slots)
+                        factor = 1 if pipe.current is None else beside
+                        quarter.issue = t + factor * cost.slots
+                        r.at = max(r.at, t + pace * factor * cost.slots)
                         busy["issue"] += cost.slots
                         if cost.unit:
-                            free[cost.unit] = t + cost.clocks
-                            own[cost.unit] = t + pace * cost.clocks
+                            free[cost.unit] = t + factor * cost.clocks
+                            own[cost.unit] = t + pace * factor * cost.clocks
                             busy[cost.unit] += cost.clocks
                     for slot in cost.writes:
                         ready[slot] = t + cost.latency

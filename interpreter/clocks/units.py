@@ -136,11 +136,10 @@ class Sm:
 
 
 class TensorPipe:
-    """Products of a thread, or of a warpgroup, in order; those of several in turns."""
+    """Products of a thread, or of a warpgroup, in order; of several, that comes first which was issued first."""
 
     def __init__(self) -> None:
         self.queues: dict[object, deque[Product]] = {}
-        self.turns: dict[object, int] = {}
         self.current: Product | None = None
         self.taken: list[float] = []  # of the port in each of its SMs, when it began
         self.done: list[Product] = []
@@ -150,15 +149,11 @@ class TensorPipe:
 
     def next(self, now: float) -> Product | float | None:
         """The product that begins now; or when one may; or nothing."""
-        heads = [(who, queue[0]) for who, queue in self.queues.items() if queue]
+        heads = [queue for queue in self.queues.values() if queue]
         if not heads:
             return None
-        able = [(self.turns.get(who, 0), who) for who, x in heads if x.start <= now]
-        if not able:
-            return min(x.start for _, x in heads)
-        _, who = min(able, key=lambda x: x[0])
-        self.turns[who] = len(self.done) + 1
-        return self.queues[who].popleft()
+        first = min(heads, key=lambda queue: queue[0].start)
+        return first.popleft() if first[0].start <= now else first[0].start
 
 
 # ---- warps' accesses to shared memory
