@@ -51,6 +51,9 @@ HOPPER: Mapping[str, Constant] = {
     "fence": Constant(20, "clocks of a proxy fence", "FITTED"),
     # memory
     "l2": Constant(64, "bytes a clock and SM from L2", "port of an SM; 38 are reached by d 128 (H200: 13 GB in 1.63 ms)"),
+    "out": Constant(31, "bytes a clock and SM to L2; a reduction takes twice as long", "H200: O of 64 KiB, 2100 clocks"),
+    "hbm": Constant(18, "bytes a clock and SM from HBM, while all SMs load", "H200: 4.25 TB/s, 132 SMs, 1.8 GHz"),
+    "hbm latency": Constant(450, "clocks more than from L2", "FITTED"),
     "l2 latency": Constant(280, LATENCY, "FITTED"),
     "tma latency": Constant(650, "clocks from a bulk copy's issue to its first byte", "FITTED"),
     "atomic latency": Constant(100, LATENCY, "FITTED"),
@@ -74,6 +77,7 @@ BLACKWELL: Mapping[str, Constant] = {
     "tmem": Constant(128, "bytes a clock and quarter", "one column of 32 lanes a clock: assumed"),
     "tmem latency": Constant(30, LATENCY, "assumed"),
     "l2": Constant(49, "bytes a clock and SM from L2, while all SMs load", "MICRO: 13 to 14 TB/s"),
+    "hbm": Constant(25, "bytes a clock and SM from HBM, while all SMs load", "MICRO: 7.2 TB/s"),
     "tma latency": Constant(700, "clocks from a bulk copy's issue to its first byte", "MICRO: 1600 loaded, from DRAM"),
 }
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 from ..machine.decode import Code, number_of
 from ..machine.parser import Address, Arg, Instruction
-from .architecture import Constant
 
 Registers = tuple[int, ...]  # slots
 
@@ -114,13 +113,12 @@ def latency_of(opcode: str, c: Callable[[str], float]) -> float:
     return 1
 
 
-def costs_of(code: Code, constants: Mapping[str, Constant]) -> list[Cost]:
+def costs_of(code: Code, rates: Mapping[str, float]) -> list[Cost]:
     """Of every instruction of a program."""
-    values = {name: x.value for name, x in constants.items()}
     program, slots = code.program.code, code.decoder.slots
     registers = [registers_of(i, slots) for i in program]
     found = [
-        replace(cost_of(i, values.__getitem__), reads=reads, writes=writes)
+        replace(cost_of(i, rates.__getitem__), reads=reads, writes=writes)
         for i, (reads, writes) in zip(program, registers, strict=True)
     ]
     readers: dict[int, list[int]] = {}

@@ -54,22 +54,29 @@ class Runner:
     waits: list[Waited] = field(default_factory=list)
 
 
-def run(m: Machine) -> Timing:
-    """Raises what is found, as `machine.run()` does."""
+def run(m: Machine, ctas: int = 1, *, cold: bool = False) -> Timing:
+    """Raises what is found, as `machine.run()` does. `ctas`: how many share an SM; `cold`: whether what is loaded comes
+    out of HBM, and not out of the L2 cache."""
     with np.errstate(all="ignore"):
-        return Clockwork(m).run()
+        return Clockwork(m, ctas, cold).run()
 
 
 class Clockwork:
-    def __init__(self, m: Machine):
+    def __init__(self, m: Machine, ctas: int, cold: bool):
         self.m, m.rng = m, Even(0)
         constants = constants_of(m.program.target)
         self.c = {name: x.value for name, x in constants.items()}
-        self.costs = costs_of(m.code, constants)
+        if cold:
+            self.c["l2"] = self.c["hbm"]
+            for name in ("l2 latency", "tma latency", "gather latency"):
+                self.c[name] += self.c["hbm latency"]
+        self.costs = costs_of(m.code, self.c)
         self.blocks = Blocks(m.code, self.costs, fences_of(m))
-        self.sms = [Sm(self.c) for _ in m.ctas]
+        size = m.cluster_size
+        self.sms = [Sm(self.c) for _ in range(-(-m.grid_size // (size * ctas)) * size)]
+        self.sm_of = [self.sms[n // (size * ctas) * size + n % size] for n in range(m.grid_size)]
         late = {w.index for cluster in m.late for cta in cluster for w in cta.warps}
-        self.runners = [Runner(w, self.sms[w.cta.number]) for w in m.warps]
+        self.runners = [Runner(w, self.sm_of[w.cta.number]) for w in m.warps]
         self.blocked: list[Runner] = []
         self.count = itertools.count()
         self.heap: list[tuple[float, int, Callable[[float], None]]] = []
@@ -278,7 +285,7 @@ class Clockwork:
             self.timing.issuer[op.number] = r, r.cause
             if op.kind in ("wgmma", "tcgen05.mma", "tcgen05.cp"):
                 start = t + self.c["tensor start"]
-                key = op.warp.number // 4 if op.kind == "wgmma" else op.warp.index
+                key = op.cta.number, op.warp.number // (4 if op.kind == "wgmma" else 1)
                 r.sm.pipe.put(key, Product(op, demand_of(op, self.c), t, start))
                 self.later(start, lambda now, sm=r.sm: self.feed(sm, now))  # type: ignore[misc]
                 continue
@@ -313,7 +320,7 @@ class Clockwork:
 
     def duration(self, op: AsyncOp, t: float) -> float:
         """When an operation that may begin is done."""
-        c, sm, opcode = self.c, self.sms[op.cta.number], op.instruction.opcode
+        c, sm, opcode = self.c, self.sm_of[op.cta.number], op.instruction.opcode
         if op.kind == "tcgen05.commit":
             return t + c["commit"]
         if op.kind in ("tcgen05.ld", "tcgen05.st"):
@@ -327,7 +334,7 @@ class Clockwork:
             sm.smem.flow(start, end, size, "to a peer")
             for cta in op.ctas:
                 if cta is not op.cta:
-                    self.sms[cta.number].smem.flow(start, end + 1e-6, size, "from a peer")
+                    self.sm_of[cta.number].smem.flow(start, end + 1e-6, size, "from a peer")
             return end + c["peer latency"]
         if op.kind == "cp.async":
             start, end = sm.l2.move(t, size)
@@ -343,7 +350,7 @@ class Clockwork:
             return t + c["tma latency"]
         last = t
         for cta in op.ctas:
-            target = self.sms[cta.number]
+            target = self.sm_of[cta.number]
             start, end = target.l2.move(t, size)
             target.smem.flow(start + c["tma latency"], end + c["tma latency"], size, "copies")
             last = max(last, end)
@@ -368,7 +375,7 @@ class Clockwork:
     def sms_of(self, op: AsyncOp) -> list[Sm]:
         cta = op.cta
         pair = [cta, *(x for x in cta.cluster if x.rank == cta.rank ^ 1)] if "cta_group::2" in op.instruction.opcode else [cta]
-        return [self.sms[x.number] for x in pair]
+        return [self.sm_of[x.number] for x in pair]
 
     def multiplied(self, sm: Sm, now: float) -> None:
         pipe = sm.pipe

@@ -65,6 +65,11 @@ class Timing:
         """The one with the most products."""
         return max(self.sms, key=lambda sm: len(sm.pipe.done))
 
+    @property
+    def tensor(self) -> float:
+        """Clocks of its products."""
+        return sum(x.demand.tensor for x in self.sm.pipe.done)
+
     def steady(self) -> Steady | None:
         products = self.sm.pipe.done
         if len(products) < 8:
@@ -107,9 +112,8 @@ class Timing:
     def __str__(self) -> str:
         sm, total = self.sm, self.clocks
         lines = [f"{total:.0f} clocks"]
-        busy = sum(x.demand.tensor for x in sm.pipe.done)
         shares = {
-            "tensor": busy / total,
+            "tensor": self.tensor / total,
             "SMEM": sum(sm.smem.busy.values()) / total,
             "L2": sm.l2.free and sm.l2.bytes / sm.l2.rate / total,
         }

@@ -130,7 +130,7 @@ class Sm:
     def __init__(self, c: Rates):
         self.quarters = [Quarter() for _ in range(4)]
         self.smem = SharedMemory(c["smem"])
-        self.l2, self.out, self.peer = Way(c["l2"]), Way(c["l2"]), Way(c["peer"])
+        self.l2, self.out, self.peer = Way(c["l2"]), Way(c["out"]), Way(c["peer"])
         self.tmem = [Way(c["tmem"]) for _ in range(4)]
         self.pipe = TensorPipe()
 

@@ -109,10 +109,12 @@ def main(argv: list[str] | None = None) -> int:
 
 def show_clocks(kernel: Kernel[Forward], args: argparse.Namespace) -> int:
     x = long.operands(kernel.variant, kernel.facts["tile_m"], args.keys, queries=args.queries, heads=args.heads)
-    run = launch(kernel, x, processors=args.processors or kernel.facts["cluster"])
+    ctas = kernel.facts["ctas"]
+    run = launch(kernel, x, processors=args.processors or kernel.facts["cluster"] * ctas)
     try:
-        timing = clocks.run(run.machine)
-        judge(run.results(), x, run.scale)
+        timing = clocks.run(run.machine, ctas)
+        if all(keys.pool is None for keys in x.sources):
+            judge(run.results(), x, run.scale)
     except Fault as fault:
         print(f"{type(fault).__name__}: {fault}", file=sys.stderr)
         return 1
