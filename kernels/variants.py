@@ -58,13 +58,13 @@ def plain(arch: str) -> tuple[Variant, ...]:
 VARIANTS: tuple[Variant, ...] = (
     *(
         Forward("mha_fwd", arch, module, d, dtype)
-        for arch, module in (("sm_90a", MHA), ("sm_100a", BLACKWELL))
+        for arch, module in (("sm_90a", MHA), ("sm_100f", BLACKWELL))
         for d in (64, 128, 256)
         for dtype in DTYPES
     ),
     *(
         Forward(op, arch, module, 512, dtype)
-        for arch, module in (("sm_100a", BLACKWELL), ("sm_90a", MLA))
+        for arch, module in (("sm_100f", BLACKWELL), ("sm_90a", MLA))
         for op in MLA_OPS
         for dtype in DTYPES
     ),
@@ -123,5 +123,5 @@ VARIANTS: tuple[Variant, ...] = (
         for dtype in DTYPES
     ),
     *plain("sm_90a"),
-    *plain("sm_100a"),
+    *plain("sm_100f"),
 )

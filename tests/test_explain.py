@@ -104,7 +104,7 @@ def test_without_a_gpu_nothing_is_logged(caplog, monkeypatch):
     assert "it would be hca_fwd: bfloat16, d=512" in decision.reason
 
 
-@pytest.mark.parametrize("built", [(), ("sm_100a",)])
+@pytest.mark.parametrize("built", [(), ("sm_100f",)])
 def test_what_would_run_where_no_kernel_is_built(monkeypatch, built):
     """By the table of this version's kernels, with the launches that there would be."""
     kernels = tuple(v for v in every_kernel() if v.arch in built)
@@ -112,7 +112,7 @@ def test_what_would_run_where_no_kernel_is_built(monkeypatch, built):
     monkeypatch.setattr(library, "local_architectures", lambda: ())
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     forward, gradient = explain(jax.grad(loss), *OPERANDS)
-    would_be = "sm_100a" if built else "sm_100a and sm_90a"
+    would_be = "sm_100f" if built else "sm_100f and sm_90a"
     assert f"on {would_be} it would be hca_fwd: bfloat16, d=512" in forward.reason
     missing = "for sm_90a " if built else ""
     assert f"no kernels {missing}are built in (`python -m jax_dsv4_fmha info`)" in gradient.reason
