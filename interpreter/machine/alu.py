@@ -134,11 +134,10 @@ def with_halves(i: Instruction, d: Decoder) -> Step:
     """add, sub and fma of .f32.f16 and .f32.bf16: all operands except the last have 16 bits, and become fp32 first."""
     name, half = i.opcode.split(".")[0], HALVES[i.mods[-1]]
     i.only("rn", "f32", i.mods[-1])
-    base = {"add": np.add, "sub": np.subtract, "fma": fma}[name]
+    base: Callable[..., Array] = fma if name == "fma" else FLOAT[name]
 
     def compute(*given: Array) -> Array:
-        result: Array = base(*(x.view(half).astype(np.float32) for x in given[:-1]), given[-1])
-        return result
+        return base(*(x.view(half).astype(np.float32) for x in given[:-1]), given[-1])
 
     return elementwise(d, i, "f32", ["b16"] * (2 if name == "fma" else 1) + ["f32"], compute)
 
