@@ -30,7 +30,7 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).parent.parent
-SM100 = {v.key: v for v in VARIANTS if v.arch == "sm_100f"}
+SM100 = {v.key: v for v in VARIANTS if isinstance(v, Forward) and v.arch == "sm_100f"}
 
 
 def seen(case: str, b: int, s_q: int, s_kv: int) -> tuple[Array, Array]:
