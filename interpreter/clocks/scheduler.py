@@ -203,7 +203,7 @@ class Clockwork:
         return block.groups[first]
 
     def block(self, r: Runner, wait: Wait, t: float) -> None:
-        r.warp.waiting, r.since, r.what = wait, t, barrier_of(wait.why())
+        r.warp.waiting, r.since, r.what = wait, t, barrier_of(wait.why()).split(" +")[0]
         self.blocked.append(r)
 
     def wake(self, t: float, cause: Cause) -> None:

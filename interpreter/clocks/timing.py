@@ -36,7 +36,7 @@ class Waited:
 
     def __str__(self) -> str:
         by = self.cause.op.kind if self.cause.op is not None else f"warp {self.cause.who.warp.number}"
-        return f"{self.what} (line {self.line}), which {by} let go"
+        return f"line {self.line} ({self.what}), which {by} let go"
 
 
 @dataclass
@@ -45,6 +45,7 @@ class Steady:
 
     clocks: float
     tensor: float  # clocks
+    flop: float
     period: float  # clocks of a turn of the loop; 0 if there is none
     products: Sequence[str]  # of a turn
     waits: Mapping[str, float]  # what the pipe waited for: clocks
@@ -89,7 +90,8 @@ class Timing:
             if x.before is not None and x.start > x.before.end:
                 for why, clocks in self.idle(x.before.end, x):
                     waits[why] += clocks
-        return Steady(b - a, sum(x.demand.tensor for x in part[:-1]), period, names, waits)
+        tensor, flop = (sum(getattr(x.demand, name) for x in part[:-1]) for name in ("tensor", "flop"))
+        return Steady(b - a, tensor, flop, period, names, waits)
 
     def idle(self, since: float, x: Product) -> list[tuple[str, float]]:
         """What a product that began after a pause had waited for."""

@@ -80,6 +80,7 @@ class Demand:
     label: str
     tensor: float  # clocks
     smem: float  # clocks of the port, in every CTA
+    flop: float = 0.0  # of a CTA
 
 
 @lru_cache(maxsize=4096)
@@ -104,6 +105,7 @@ def demand_of(op: AsyncOp, c: Rates) -> Demand:
             f"{m}x{n}" + ", A in registers" * from_registers,
             flop / c["tensor"],
             (n + (0 if from_registers else m)) * DEPTH_BYTES / c["smem"],
+            flop,
         )
     pair, ws = "cta_group::2" in opcode, ".ws" in opcode
     rows, in_tmem = m // (1 + pair), "A in TMEM" in op.what
@@ -113,7 +115,7 @@ def demand_of(op: AsyncOp, c: Rates) -> Demand:
     elif rows == 64 and not pair:
         clocks /= c["half rows"]
     operand = (n // (1 + pair) + (0 if in_tmem else rows)) * DEPTH_BYTES / c["smem"]
-    return Demand(op.what.removeprefix("product ").split(" into")[0], clocks, operand)
+    return Demand(op.what.removeprefix("product ").split(" into")[0], clocks, operand, flop / (1 + pair))
 
 
 @dataclass
