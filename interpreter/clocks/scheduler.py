@@ -227,7 +227,7 @@ class Clockwork:
         self.blocked = still
 
     def exit(self, r: Runner, t: float) -> None:
-        r.warp.exited = True
+        r.warp.exited, self.now = True, max(self.now, t)
         check_exit(r.warp)
         self.wake(t, Cause(r, None, t, r.cause))
 
@@ -368,7 +368,7 @@ class Clockwork:
         if found is None:
             return
         found.before = pipe.done[-1] if pipe.done else None
-        found.start, pipe.current = now, found
+        found.start, pipe.current, found.busy = now, found, sm.busy(now)
         pipe.taken = [x.smem.taken_until(now) for x in self.sms_of(found.op)]
         self.later(now + max(found.demand.tensor, found.demand.smem), lambda t: self.multiplied(sm, t))
 

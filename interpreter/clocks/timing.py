@@ -41,7 +41,7 @@ class Waited:
 
 @dataclass
 class Steady:
-    """The middle half of the products of a CTA."""
+    """The middle of a run: half of the products of an SM, or a quarter of them where these repeat and a half does not."""
 
     clocks: float
     tensor: float  # clocks
@@ -49,6 +49,8 @@ class Steady:
     period: float  # clocks of a turn of the loop; 0 if there is none
     products: Sequence[str]  # of a turn
     waits: Mapping[str, float]  # what the pipe waited for: clocks
+    shares: Mapping[str, float]  # of the other units
+    l2: float  # bytes a clock
 
 
 class Timing:
@@ -75,10 +77,10 @@ class Timing:
         products = self.sm.pipe.done
         if len(products) < 8:
             return None
-        first, last = len(products) // 4, 3 * len(products) // 4
-        part = products[first:last]
-        labels = [(x.op.instruction.line, x.op.warp.number // 4) for x in part]
-        turn = period_of(labels)
+        n = len(products)
+        halves = [products[n // 4 : 3 * n // 4], products[n // 8 : 3 * n // 8]]
+        turns = [period_of([(x.op.instruction.line, x.op.warp.index // 4) for x in part]) for part in halves]
+        part, turn = next((x for x in zip(halves, turns, strict=True) if x[1]), (halves[0], 0))
         a, b = part[0].start, part[-1].start
         period, names = 0.0, list[str]()
         if turn:
@@ -91,7 +93,10 @@ class Timing:
                 for why, clocks in self.idle(x.before.end, x):
                     waits[why] += clocks
         tensor, flop = (sum(getattr(x.demand, name) for x in part[:-1]) for name in ("tensor", "flop"))
-        return Steady(b - a, tensor, flop, period, names, waits)
+        then, now = part[0].busy, part[-1].busy
+        shares = {name: (now[name] - then[name]) / (b - a) for name in now}
+        l2 = shares.pop("l2")
+        return Steady(b - a, tensor, flop, period, names, waits, shares, l2)
 
     def idle(self, since: float, x: Product) -> list[tuple[str, float]]:
         """What a product that began after a pause had waited for."""
@@ -114,16 +119,14 @@ class Timing:
     def __str__(self) -> str:
         sm, total = self.sm, self.clocks
         lines = [f"{total:.0f} clocks"]
-        shares = {
-            "tensor": self.tensor / total,
-            "SMEM": sum(sm.smem.busy.values()) / total,
-            "L2": sm.l2.free and sm.l2.bytes / sm.l2.rate / total,
-        }
-        for unit in ("issue", "fma", "alu", "mufu"):
-            shares[unit] = max(q.busy[unit] for q in sm.quarters) / total
-        lines.append("shares: " + ", ".join(f"{name} {share:.0%}" for name, share in shares.items()))
+        busy = sm.busy(total)
+        shares = {"tensor": self.tensor} | {name: busy[name] for name in busy if name != "l2"}
+        lines.append("launch: " + ", ".join(f"{name} {clocks / total:.0%}" for name, clocks in shares.items()))
         if (steady := self.steady()) is not None:
-            lines.append(f"steady state: tensor pipe {steady.tensor / steady.clocks:.0%} busy")
+            shares = ", ".join(f"{name} {share:.0%}" for name, share in steady.shares.items())
+            rate = steady.flop / steady.clocks / self.rates["tensor"]
+            busy_share = f"tensor pipe {steady.tensor / steady.clocks:.0%} busy ({rate:.0%} of its full rate)"
+            lines.append(f"steady state: {busy_share}, {shares}")
             if steady.period:
                 names = ", ".join(f"{n} x {name}" for name, n in Counter(steady.products).items())
                 lines.append(f"  a turn: {steady.period:.0f} clocks ({names})")

@@ -126,6 +126,7 @@ class Product:
     start: float = 0.0
     end: float = 0.0
     before: Product | None = None  # that was in the pipe until it began
+    busy: dict[str, float] = field(default_factory=dict)  # clocks of the SM's other units until then
 
 
 class Sm:
@@ -135,6 +136,13 @@ class Sm:
         self.l2, self.out, self.peer = Way(c["l2"]), Way(c["out"]), Way(c["peer"])
         self.tmem = [Way(c["tmem"]) for _ in range(4)]
         self.pipe = TensorPipe()
+
+    def busy(self, now: float) -> dict[str, float]:
+        """Clocks of its units until now, of quarters' the most; and bytes out of L2."""
+        found = {"SMEM": self.smem.taken_until(now) + self.smem.busy["products"]}
+        for unit in ("issue", *UNITS[1:]):
+            found[unit] = max(quarter.busy[unit] for quarter in self.quarters)
+        return found | {"l2": self.l2.bytes}
 
 
 class TensorPipe:

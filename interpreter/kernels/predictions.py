@@ -12,13 +12,13 @@ import argparse
 import dataclasses
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from kernels.abi import Forward
+from kernels.variants import VARIANTS
 
 from .. import clocks
 from . import attention, long
@@ -152,12 +152,40 @@ def floor(x: Tiles) -> float:
     return float(row["bytes"] / row["copy_bytes_per_s"])
 
 
+def blackwell() -> dict[str, dict[str, object]]:
+    """Of our kernels for Blackwell over spans: the steady state of a tile of rows."""
+    found = {}
+    for v in VARIANTS:
+        if not isinstance(v, Forward) or not v.arch.startswith("sm_100") or v.dtype != "bfloat16":
+            continue
+        if v.sources not in (("span",), ("selection",)):
+            continue
+        kernel: Kernel[Forward] = Kernel.of(v)
+        ctas = kernel.facts["ctas"]
+        x = long.operands(v, kernel.facts["tile_m"], 1536)
+        timing = clocks.run(launch(kernel, x, processors=kernel.facts["cluster"] * ctas).machine, ctas)
+        steady = timing.steady()
+        assert steady is not None
+        found[v.key] = {
+            "op": v.op,
+            "d": v.d,
+            "turn": round(steady.period),
+            "products": dict(Counter(steady.products)),
+            "tensor": round(steady.flop / steady.clocks / timing.rates["tensor"], 3),
+            "units": {name: round(share, 3) for name, share in steady.shares.items()},
+            "l2": round(steady.l2, 1),
+            "waits": {why: round(n / steady.clocks, 3) for why, n in Counter(steady.waits).most_common(3)},
+        }
+        print(v.key, found[v.key], flush=True)
+    return found
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
     parser.add_argument("words", nargs="*", help="only rows whose names have one of these")
     args = parser.parse_args(argv)
-    record = json.loads(args.file.read_text()) if args.file.exists() else {}
+    record: dict[str, dict[str, object]] = json.loads(args.file.read_text()) if args.file.exists() else {}
     rows = record.setdefault("ours", {})
     for x in LAUNCHES:
         if args.words and not any(word in x.name for word in args.words):
@@ -176,6 +204,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         }
         r = rows[x.name]
         print(f"{x.name:62} {r['predicted_us']:8} {r['measured_us']:8} {r['predicted_us'] / r['measured_us']:.2f} {share:.0%}", flush=True)
+        args.file.write_text(json.dumps(record, indent=1) + "\n")
+    if not args.words or "blackwell" in args.words:
+        record["blackwell"] = dict(blackwell())
         args.file.write_text(json.dumps(record, indent=1) + "\n")
 
 
