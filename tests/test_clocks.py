@@ -11,11 +11,12 @@ from interpreter.clocks.timing import period_of
 from interpreter.kernels import long
 from interpreter.kernels.launch import Kernel, launch
 from interpreter.kernels.native import variant_of
-from interpreter.machine.hazards import Deadlock, Race
 from interpreter.machine.handwritten import Handwritten, wait
+from interpreter.machine.hazards import Deadlock, Race
 from tests.test_ptx_forms import product
 
 MUFU = HOPPER["mufu"].value
+BULK = "cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes"
 
 
 def clocks_of(program):
@@ -67,7 +68,7 @@ def ring(stages, chunks=12, size=1024):
         bar, to = bars[n % stages], size * (n % stages)
         return f"""
   @%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r3+{bar}], {size};
-  @%p1 cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%r3+{to}], [%rd2+{size * n}], {size}, [%r3+{bar}];"""
+  @%p1 {BULK} [%r3+{to}], [%rd2+{size * n}], {size}, [%r3+{bar}];"""
 
     def arrived(n):
         return wait(f"CHUNK{n}", bars[n % stages], n // stages % 2)
@@ -105,7 +106,7 @@ def test_what_is_wrong_is_found_by_clocks_too():
   @%p1 mbarrier.init.shared::cta.b64 [%r3], 1;
   bar.sync 0;
   {wait("NEVER", 0)}""")
-    with pytest.raises(Deadlock, match="0 of 1|1 of 1"):
+    with pytest.raises(Deadlock, match="waits for parity 0"):
         clocks.run(never.machine())
 
 

@@ -3,10 +3,10 @@
     timing = clocks.run(machine)     # in place of machine.run()
     print(timing)                    # clocks, the share of every unit, what the tensor pipe waited for
 
-`--time` of the interpreter's commands does so. docs/clocks.md shows what this is worth: predictions beside measurements.
+`--time` of the interpreter's commands does so. docs/clocks.md shows what this is worth, beside measurements.
 
     architecture.py   every number about a chip, each with its source
-    costs.py          what one instruction of PTX takes: issue slots, clocks of a unit, latency; which registers it touches
+    costs.py          what one instruction of PTX takes, and which registers it touches
     blocks.py         straight-line code in the order in which an assembler would put it
     units.py          the tensor pipe, shared memory, tensor memory, and the ways to L2 and to other CTAs
     scheduler.py      warps and units by time

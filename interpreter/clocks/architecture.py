@@ -2,8 +2,8 @@
 
 GUIDE is the CUDA programming guide's table of arithmetic throughput. SASS is what ptxas writes into our own cubins: the
 clocks that an instruction makes its warp wait. H200 is a measurement of our kernels (docs/h200_kernels.json, docs/lab).
-MICRO is github.com/SemiAnalysisAI/microbench-blackwell, FA4 is arXiv 2603.05451. FITTED was chosen so that the kernels
-which docs/clocks.md names agree with their measured times.
+MICRO is github.com/SemiAnalysisAI/microbench-blackwell, FA4 is arXiv 2603.05451. FITTED was chosen by reason, and
+then with the kernels in sight that docs/clocks.md names.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ HOPPER: Mapping[str, Constant] = {
     "fma latency": Constant(4, LATENCY, "SASS: stalls of dependent FFMA"),
     "alu latency": Constant(5, LATENCY, "SASS: stalls of dependent FMNMX, SEL, IADD3"),
     "mufu latency": Constant(20, LATENCY, "FITTED"),
-    "pace": Constant(1.1, "times as long as `blocks.py` would have it", "SASS: stalls in our kernels' loops, 1.06 to 1.18"),
+    "pace": Constant(
+        1.1, "times as long as `blocks.py` would have it", "SASS: stalls in our kernels' loops, 1.06 to 1.18"
+    ),
     "beside products": Constant(
         1.5, "times as long as without, while the tensor pipe reads and writes registers", "FITTED"
     ),
@@ -50,10 +52,14 @@ HOPPER: Mapping[str, Constant] = {
     "barrier": Constant(20, "the same for a named barrier", "FITTED"),
     "fence": Constant(20, "clocks of a proxy fence", "FITTED"),
     # memory
-    "l2": Constant(64, "bytes a clock and SM from L2", "port of an SM; 38 are reached by d 128 (H200: 13 GB in 1.63 ms)"),
-    "out": Constant(31, "bytes a clock and SM to L2; a reduction takes twice as long", "H200: O of 64 KiB, 2100 clocks"),
+    "l2": Constant(
+        64, "bytes a clock and SM from L2", "port of an SM; 38 are reached by d 128 (H200: 13 GB in 1.63 ms)"
+    ),
+    "out": Constant(
+        31, "bytes a clock and SM to L2; a reduction takes twice as long", "H200: O of 64 KiB, 2100 clocks"
+    ),
     "hbm": Constant(18, "bytes a clock and SM from HBM, while all SMs load", "H200: 4.25 TB/s, 132 SMs, 1.8 GHz"),
-    "hbm latency": Constant(450, "clocks more than from L2", "FITTED"),
+    "hbm latency": Constant(450, "clocks more than from L2", "assumed"),
     "l2 latency": Constant(280, LATENCY, "FITTED"),
     "tma latency": Constant(650, "clocks from a bulk copy's issue to its first byte", "FITTED"),
     "atomic latency": Constant(100, LATENCY, "FITTED"),
@@ -71,7 +77,9 @@ BLACKWELL: Mapping[str, Constant] = {
     "beside products": Constant(1, "times as long as without", "accumulators are in tensor memory"),
     "tensor": Constant(8192, "FLOP of 16 bits a clock and SM", "MICRO: a product of 128 x N x 16 every N / 2 clocks"),
     "half rows": Constant(0.5, "share of the rate for 64 rows of one CTA", "MICRO: N / 2 clocks, too"),
-    "tensor start": Constant(60, "clocks from the issue of a product to its start", "MICRO: 104 beside N / 2 until a wait"),
+    "tensor start": Constant(
+        60, "clocks from the issue of a product to its start", "MICRO: 104 beside N / 2 until a wait"
+    ),
     "tensor end": Constant(0, "clocks from the last product to a wait", "see commit"),
     "commit": Constant(20, "clocks of a commit", "MICRO: 104 beside N / 2 until a wait"),
     "tmem": Constant(128, "bytes a clock and quarter", "one column of 32 lanes a clock: assumed"),

@@ -11,7 +11,6 @@ import heapq
 import itertools
 import random
 import re
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -22,7 +21,7 @@ from ..machine.scheduler import MAX_STEPS, check_end, check_exit, deadlock, leav
 from ..machine.state import AsyncOp, Machine, Wait, Warp
 from ..machine.timeline import barrier_of
 from .architecture import constants_of
-from .blocks import Block, Blocks
+from .blocks import Block, Blocks, Group
 from .costs import costs_of
 from .timing import Cause, Timing, Waited
 from .units import UNITS, Product, Sm, access, bytes_of, demand_of
@@ -324,7 +323,8 @@ class Clockwork:
         if op.kind == "tcgen05.commit":
             return t + c["commit"]
         if op.kind in ("tcgen05.ld", "tcgen05.st"):
-            count = len(op.instruction.args[0 if op.kind == "tcgen05.ld" else -1])
+            registers = op.instruction.args[0 if op.kind == "tcgen05.ld" else -1]
+            count = len(registers) if isinstance(registers, tuple) else 1
             return sm.tmem[op.warp.number % 4].move(t, 128 * count)[1] + c["tmem latency"]
         if op.kind == "cp.async arrival":
             return t
@@ -374,7 +374,11 @@ class Clockwork:
 
     def sms_of(self, op: AsyncOp) -> list[Sm]:
         cta = op.cta
-        pair = [cta, *(x for x in cta.cluster if x.rank == cta.rank ^ 1)] if "cta_group::2" in op.instruction.opcode else [cta]
+        pair = (
+            [cta, *(x for x in cta.cluster if x.rank == cta.rank ^ 1)]
+            if "cta_group::2" in op.instruction.opcode
+            else [cta]
+        )
         return [self.sm_of[x.number] for x in pair]
 
     def multiplied(self, sm: Sm, now: float) -> None:
@@ -385,7 +389,8 @@ class Clockwork:
         others = max(s.smem.taken_until(now) - taken for s, taken in zip(sms, pipe.taken, strict=True))
         end = x.start + max(x.demand.tensor, x.demand.smem + others)
         if end > now + 0.5:
-            return self.later(end, lambda t: self.multiplied(sm, t))
+            self.later(end, lambda t: self.multiplied(sm, t))
+            return
         x.end, pipe.current = now, None
         pipe.done.append(x)
         for s in sms:
@@ -419,6 +424,3 @@ def fences_of(m: Machine) -> list[tuple[frozenset[int], frozenset[int]]]:
         slots = next((x for name, x in orders.items() if i.opcode.startswith(name)), None)
         found.append(nothing if slots is None else (slots, slots))
     return found
-
-
-from .blocks import Group  # noqa: E402

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..machine.state import AsyncOp, Machine
@@ -41,7 +40,7 @@ class Waited:
 
 @dataclass
 class Steady:
-    """The middle of a run: half of the products of an SM, or a quarter of them where these repeat and a half does not."""
+    """The middle half of an SM's products; or an earlier quarter of them, where those repeat and these do not."""
 
     clocks: float
     tensor: float  # clocks
@@ -77,17 +76,14 @@ class Timing:
         products = self.sm.pipe.done
         if len(products) < 8:
             return None
-        n = len(products)
-        halves = [products[n // 4 : 3 * n // 4], products[n // 8 : 3 * n // 8]]
-        turns = [period_of([(x.op.instruction.line, x.op.warp.index // 4) for x in part]) for part in halves]
-        part, turn = next((x for x in zip(halves, turns, strict=True) if x[1]), (halves[0], 0))
+        part, turn = self.middle()
         a, b = part[0].start, part[-1].start
         period, names = 0.0, list[str]()
         if turn:
             turns = (len(part) - 1) // turn
             period = (part[turns * turn].start - a) / turns
             names = [x.demand.label for x in part[:turn]]
-        waits: Counter[str] = Counter()
+        waits: dict[str, float] = defaultdict(float)
         for x in part[1:]:
             if x.before is not None and x.start > x.before.end:
                 for why, clocks in self.idle(x.before.end, x):
@@ -97,6 +93,28 @@ class Timing:
         shares = {name: (now[name] - then[name]) / (b - a) for name in now}
         l2 = shares.pop("l2")
         return Steady(b - a, tensor, flop, period, names, waits, shares, l2)
+
+    def middle(self) -> tuple[list[Product], int]:
+        """Products of the steady state, and after how many they repeat (0: they do not)."""
+        products = self.sm.pipe.done
+        n = len(products)
+        halves = [products[n // 4 : 3 * n // 4], products[n // 8 : 3 * n // 8]]
+        found = [period_of([(x.op.instruction.line, x.op.warp.index // 4) for x in part]) for part in halves]
+        part, turn = next((x for x in zip(halves, found, strict=True) if x[1]), (halves[0], 0))
+        return part, turn
+
+    def chain(self) -> dict[str, float]:
+        """Back from the last product of the steady state: whose clocks decided when it began."""
+        part = self.middle()[0]
+        (r, cause), t, found = self.issuer[part[-1].op.number], part[-1].start, defaultdict[str, float](float)
+        while t > part[0].start and cause is not None:
+            found[f"warp {r.warp.number}"] += t - cause.at
+            t, r = cause.at, cause.who
+            if cause.op is not None:
+                found[cause.op.kind] += t - cause.issued
+                t = cause.issued
+            cause = cause.before
+        return found
 
     def idle(self, since: float, x: Product) -> list[tuple[str, float]]:
         """What a product that began after a pause had waited for."""
@@ -123,15 +141,17 @@ class Timing:
         shares = {"tensor": self.tensor} | {name: busy[name] for name in busy if name != "l2"}
         lines.append("launch: " + ", ".join(f"{name} {clocks / total:.0%}" for name, clocks in shares.items()))
         if (steady := self.steady()) is not None:
-            shares = ", ".join(f"{name} {share:.0%}" for name, share in steady.shares.items())
+            others = ", ".join(f"{name} {share:.0%}" for name, share in steady.shares.items())
             rate = steady.flop / steady.clocks / self.rates["tensor"]
             busy_share = f"tensor pipe {steady.tensor / steady.clocks:.0%} busy ({rate:.0%} of its full rate)"
-            lines.append(f"steady state: {busy_share}, {shares}")
+            lines.append(f"steady state: {busy_share}, {others}")
             if steady.period:
                 names = ", ".join(f"{n} x {name}" for name, n in Counter(steady.products).items())
                 lines.append(f"  a turn: {steady.period:.0f} clocks ({names})")
-            for why, clocks in Counter(steady.waits).most_common(6):
+            for why, clocks in most(steady.waits, 6):
                 lines.append(f"  waits {clocks / steady.clocks:.1%} for {why}")
+            chain = ", ".join(f"{clocks / steady.clocks:.0%} {what}" for what, clocks in most(self.chain(), 6))
+            lines.append(f"  its longest chain: {chain}")
         return "\n".join(lines)
 
 
@@ -141,3 +161,7 @@ def period_of(labels: Sequence[object]) -> int:
         if all(a == b for a, b in zip(labels, labels[turn:], strict=False)):
             return turn
     return 0
+
+
+def most(counted: Mapping[str, float], n: int) -> list[tuple[str, float]]:
+    return sorted(counted.items(), key=lambda x: -x[1])[:n]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections import defaultdict, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -42,7 +41,7 @@ class Quarter:
 
     issue: float = 0.0
     free: dict[str, float] = field(default_factory=lambda: dict.fromkeys(UNITS, 0.0))
-    busy: Counter[str] = field(default_factory=Counter)
+    busy: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
 
 class SharedMemory:
@@ -53,7 +52,7 @@ class SharedMemory:
         self.port = Way(1)  # of warps' instructions, in wavefronts of 128 bytes
         self.taken = 0.0  # clocks, by all except products
         self.flows: deque[tuple[float, float, float]] = deque()  # of copies: start, end, clocks
-        self.busy: Counter[str] = Counter()
+        self.busy: dict[str, float] = defaultdict(float)  # clocks, by cause
 
     def access(self, t: float, wavefronts: float, cause: str) -> float:
         self.taken += wavefronts
@@ -203,10 +202,3 @@ def access(w: Warp, i: Instruction, slot: int, offset: int) -> int:
         return 0
     at = at - (int(at.min()) & ~127) + (offset & 127)
     return wavefronts(at.tobytes(), size)
-
-
-Later = Callable[[float, Callable[[float], None]], None]
-
-
-def clocks(x: float) -> int:
-    return math.ceil(x)

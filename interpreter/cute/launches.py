@@ -99,8 +99,8 @@ def run(
     started: Run | None = None,
     by: Callable[[Machine], object] = Machine.run,
 ) -> Run:
-    """Raises what is found. `started`: a new run of these arguments, which has its machines even then. `by`: what runs a
-    machine, in place of its own scheduler."""
+    """Raises what is found. `started`: a new run of these arguments, which has its machines even then. `by`: what runs
+    a machine, in place of its own scheduler."""
     result = started or Run(arguments)
     memory = result.memory
     for x in sorted(arguments, key=lambda x: x.address):

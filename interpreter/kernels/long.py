@@ -20,8 +20,8 @@ def operands(
     queries: int | None = None,
     heads: int | None = None,
 ) -> attention.Operands:
-    """Every query sees `keys` keys of each source, or so many of the first and of the second. Without more: as many heads and queries as fill one tile of rows, or
-    two queries with as many heads as fill one each."""
+    """Every query sees `keys` keys of each source, or so many of the first and of the second. Without more: as
+    many heads and queries as fill one tile of rows, or two queries with as many heads as fill one each."""
     dense = variant.op == "mha_fwd"
     heads = heads or (1 if dense else min(tile_m, variant.max_heads))
     queries = queries or (tile_m if dense else 2)
@@ -42,13 +42,11 @@ def all_seen(x: attention.Keys, kind: str, seen: int) -> attention.Keys:
         v = k if x.v is x.k else filled(rng, x.v)
         start, stop = np.zeros_like(x.seen_from), np.full_like(x.seen_to, s_kv)
         return dataclasses.replace(x, k=k, v=v, seen_from=start, seen_to=stop, counts=np.ones_like(x.counts))
-    entries = x.seen_from.size and (s_kv if x.pool is None else int(x.seen_from.max()) + 1)
     length = np.full_like(x.seen_to, seen)
     if x.pool is not None:  # entries lie anywhere in pages, and only those that some query sees are there
         indices, there = x.seen_from.copy(), x.seen_from[(x.seen_from >= 0) & (x.seen_from < x.pool.shape[0] * 64)]
         indices[...] = rng.choice(there, indices.shape)
         return dataclasses.replace(x, seen_from=indices, seen_to=length)
-    assert entries
     indices = np.stack([rng.permutation(s_kv)[:seen] for _ in range(x.seen_from[..., 0].size)])
     places = np.full_like(x.seen_from, -1)
     places[..., :seen] = indices.reshape(*places.shape[:-1], seen)
@@ -59,4 +57,4 @@ def all_seen(x: attention.Keys, kind: str, seen: int) -> attention.Keys:
 
 
 def filled(rng: np.random.Generator, like: Array) -> Array:
-    return (0.125 * rng.standard_normal(like.shape)).astype(like.dtype)
+    return np.asarray(0.125 * rng.standard_normal(like.shape)).astype(like.dtype)

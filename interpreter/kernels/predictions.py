@@ -9,7 +9,6 @@ more of them say what a further tile takes, and what a launch takes beside its t
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import math
 from collections import Counter
@@ -45,7 +44,7 @@ class Tiles:
     rows: int  # tiles of them; of a cluster's, if it has one
     keys: tuple[int, int] = (0, 0)
     causal: int = 0  # tiles of rows of a sequence, of which the last sees all keys
-    fitted: bool = False  # a constant was chosen so that this agrees
+    fitted: bool = False  # constants were chosen with it in sight
     cold: bool = False  # keys come out of HBM
 
 
@@ -59,17 +58,24 @@ LAUNCHES = (
     Tiles(FORWARD, "d 128 full b2 s8192 h16", MHA.format(128), 2 * 16 * 64, (8192, 0), fitted=True),
     Tiles(FORWARD, "d 128 causal b2 s8192 h16", MHA.format(128), 2 * 16 * 64, (8192, 0), 64),
     Tiles(FORWARD, "d 128 causal b1 s512 h16", MHA.format(128), 16 * 4, (512, 0), 4),
-    Tiles(FORWARD, "d 256 causal b2 s8192 h8/1", MHA.format(256), 2 * 8 * 64, (8192, 0), 64),
+    Tiles(FORWARD, "d 256 causal b2 s8192 h8/1", MHA.format(256), 2 * 8 * 64, (8192, 0), 64, fitted=True),
     Tiles(FORWARD, "d 512 causal b1 s4096 h128", H512, 4096 * 2, (4096, 0), 4096, fitted=True),
     Tiles(FORWARD, "d 512 window 128 b1 s4096 h128", H512, 4096 * 2, (128, 0), cold=True),
     Tiles(FORWARD, "d 512 window 128 b1 s4096 h64", H512, 4096, (128, 0), cold=True),
-    Tiles(FORWARD, "d 512 top-k 1024 of 8192 b1 s4096 h128", SPARSE, 4096 * 2, (1024, 0)),
+    Tiles(FORWARD, "d 512 top-k 1024 of 8192 b1 s4096 h128", SPARSE, 4096 * 2, (1024, 0), fitted=True),
     Tiles(FORWARD, "d 512 top-k 512 of 8192 b1 s4096 h64", SPARSE, 4096, (512, 0)),
     Tiles(FORWARD, "d 512 window 128 + top-k 1024 of 8192 b1 s4096 h128", CSA, 4096 * 2, (128, 1024)),
     Tiles(FORWARD, "d 512 window 128 + top-k 512 of 8192 b1 s4096 h64", CSA, 4096, (128, 512)),
     Tiles(FORWARD, "d 512 window 128 + 512 of ratio 128 b1 s4096 h128", HCA, 4096 * 2, (128, 512)),
     Tiles(FORWARD, "d 512 window 128 + top-k 512 of 8192 b1 s4096 h16", f"{CSA}_h16", 4096, (128, 512)),
-    Tiles(DECODE, "d 512 window 128 + top-k 512 of 16384 b128 s2 h64", "dsv4_decode_sm_90a_d512_bfloat16", 256, (128, 512), cold=True),
+    Tiles(
+        DECODE,
+        "d 512 window 128 + top-k 512 of 16384 b128 s2 h64",
+        "dsv4_decode_sm_90a_d512_bfloat16",
+        256,
+        (128, 512),
+        cold=True,
+    ),
     Tiles(DECODE, "d 512 window 128 + top-k 512 of 16384 b64 s2 h64 fp8", f"{FP8}_h64", 128, (128, 512), cold=True),
     Tiles(DECODE, "d 512 window 128 + top-k 512 of 16384 b128 s2 h64 fp8", f"{FP8}_h64", 256, (128, 512), cold=True),
     Tiles(DECODE, "d 512 window 128 + top-k 1024 of 16384 b128 s2 h128 fp8", FP8, 256, (128, 1024), cold=True),
@@ -128,7 +134,9 @@ def predict(x: Tiles) -> tuple[float, float]:
     return total, x.rows / per_turn * each.tensor / total
 
 
-def of_keys(of_tile: Callable[[tuple[int, int]], tuple[Taken, float]], kernel: Kernel[Forward], keys: float) -> tuple[Taken, float]:
+def of_keys(
+    of_tile: Callable[[tuple[int, int]], tuple[Taken, float]], kernel: Kernel[Forward], keys: float
+) -> tuple[Taken, float]:
     """For more keys than are worth running: in a straight line from two numbers of them."""
     tile = kernel.facts["tile_n"] * kernel.facts["unit"]
     low, high = 6 * tile, 14 * tile
@@ -174,7 +182,7 @@ def blackwell() -> dict[str, dict[str, object]]:
             "tensor": round(steady.flop / steady.clocks / timing.rates["tensor"], 3),
             "units": {name: round(share, 3) for name, share in steady.shares.items()},
             "l2": round(steady.l2, 1),
-            "waits": {why: round(n / steady.clocks, 3) for why, n in Counter(steady.waits).most_common(3)},
+            "waits": {why: round(n / steady.clocks, 3) for why, n in clocks.timing.most(steady.waits, 3)},
         }
         print(v.key, found[v.key], flush=True)
     return found
@@ -193,17 +201,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         took, share = predict(x)
         ghz = gigahertz(share)
         seconds = max(took / ghz / 1e9, floor(x))
+        us, wanted = 1e6 * seconds, 1e6 * measured(x)
         rows[x.name] = {
             "kernel": x.key,
             "fitted": x.fitted,
             "clocks": round(took),
             "tensor": round(share, 3),
             "ghz": round(ghz, 3),
-            "predicted_us": round(1e6 * seconds, 1),
-            "measured_us": round(1e6 * measured(x), 1),
+            "predicted_us": round(us, 1),
+            "measured_us": round(wanted, 1),
         }
-        r = rows[x.name]
-        print(f"{x.name:62} {r['predicted_us']:8} {r['measured_us']:8} {r['predicted_us'] / r['measured_us']:.2f} {share:.0%}", flush=True)
+        print(f"{x.name:62} {us:8.1f} {wanted:8.1f} {us / wanted:.2f} {share:.0%}", flush=True)
         args.file.write_text(json.dumps(record, indent=1) + "\n")
     if not args.words or "blackwell" in args.words:
         record["blackwell"] = dict(blackwell())
