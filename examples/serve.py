@@ -123,6 +123,10 @@ def drafts(tokens, others, count):
     return tokens[:0]
 
 
+class TooLong(ValueError):
+    """A request that could never fit."""
+
+
 @dataclasses.dataclass
 class Request:
     prompt: np.ndarray
@@ -133,6 +137,8 @@ class Request:
     """called with each token as it is said"""
     end: int = -1
     """the token after which it says no more"""
+    gone: bool = False
+    """whether nobody listens any more: the server forgets it before its next call"""
     said: list[int] = dataclasses.field(default_factory=list)
     read: int = 0
     """tokens that the caches hold"""
@@ -235,17 +241,26 @@ class Server:
         self.caches = self._begin(self.caches, len(self.places) - 1)
 
     def submit(self, request):
-        """Lets a request wait for a place and for pages; raises ValueError if it begins otherwise or can never fit."""
+        """Lets a request wait for a place and for pages. Another thread than `work`'s may call it.
+
+        Raises ValueError if the request begins otherwise or wants nothing, TooLong if it can never fit.
+        """
         n, alike, count = len(request.prompt) + request.wanted, len(self.beginning), len(self.pages.owners)
         if len(request.prompt) <= alike or not np.array_equal(request.prompt[:alike], self.beginning):
             raise ValueError(f"a request that does not go on from the {alike} tokens with which all begin")
+        if request.wanted < 1:
+            raise ValueError(f"a request that wants {request.wanted} tokens")
         if self.pages.needed(n) > min(count, self.pages.table.shape[1]):
-            raise ValueError(f"a request of {n} tokens, for which {count} pages of {self.pages.page} are too few")
+            raise TooLong(f"a request of {n} tokens, for which {count} pages of {self.pages.page} are too few")
         self.waiting.append(request)
 
     def work(self):
         """One call: a chunk for the places that still read, if there are any, else a step for all that say."""
         for i in range(len(self.places) - 1):
+            if self.places[i] and self.places[i].gone:
+                self._leave(i)
+            while self.waiting and self.waiting[0].gone:
+                self.waiting.popleft()
             if self.places[i] is None and self.waiting and not self._admit(i, self.waiting[0]):
                 break
         done = self._call(range(len(self.places) - 1))
