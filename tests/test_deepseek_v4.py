@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from examples.deepseek_v4 import common, serve, train
+from examples.deepseek_v4 import common, packed, serve, train
 from examples.deepseek_v4.engram import words
 from examples.deepseek_v4.grouped import blocks
 from examples.deepseek_v4.model import FIXED, Model
@@ -240,7 +240,16 @@ def test_checkpoint(tmp_path):
     lines = []
     with common.mesh_of(2, 2) as mesh:
         whole, parts = load(model, tmp_path, jnp.float32), load(model, tmp_path, jnp.float32, mesh, lines.append)
+        kept = load(model, tmp_path, jnp.float32, mesh, packed=True)
+        tokens = prompts(1, 9)
+        logits = jax.jit(model)(kept, tokens)[0]
     jax.tree.map(np.testing.assert_array_equal, whole, parts)
+    jax.tree.map(np.testing.assert_array_equal, whole, packed.whole(kept, jnp.float32))
+    assert_close(logits, model_float64.logits(model, jax.device_get(whole), tokens[0]), 1e-4)
+    for name, bits in (("w13", 4), ("w2", 4), ("shared13", 8), ("shared2", 8)):
+        x, y = (params["layers"][1]["moe"][name] for params in (kept, parts))
+        assert x.codes.nbytes * 8 == bits * y.size and x.scales.nbytes * 8 <= y.size  # blocks of 8 at least, here
+        assert common.gib(x) < 0.3 * common.gib(y)
     w13 = parts["layers"][1]["moe"]["w13"]
     assert w13.sharding.shard_shape(w13.shape) == (4, 192, 2, 80)
     assert re.fullmatch(r"layer 2 of 2, [\d.]+ GiB, [\d.]+ GiB/s", lines[-1])

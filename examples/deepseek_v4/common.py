@@ -56,14 +56,14 @@ def on_terminal(text: str) -> None:
         print(f"\r{text}", end="", flush=True, file=sys.stderr)
 
 
-def opened(checkpoint: str | None, mesh: Mesh, dtype: Any) -> tuple[Model, dict[str, Any]]:
-    """The model of a directory with its parameters, or the small one with random parameters."""
+def opened(checkpoint: str | None, mesh: Mesh, dtype: Any, packed: bool = False) -> tuple[Model, dict[str, Any]]:
+    """The model of a directory with its parameters, as `load` makes them, or the small one with random parameters."""
     if checkpoint is None:
         model = small()
         shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), model.partition())
         return model, jax.jit(model.init, static_argnums=1, out_shardings=shardings)(jax.random.key(0), dtype)
     model = Model.from_config(Path(checkpoint) / "config.json")
-    return model, load(model, checkpoint, dtype, mesh, on_terminal)
+    return model, load(model, checkpoint, dtype, mesh, on_terminal, packed)
 
 
 def words(checkpoint: str | None) -> tuple[Callable[[str], np.ndarray], Callable[[list[int]], str]]:

@@ -31,6 +31,7 @@ from jax_dsv4_fmha.layers import DSV4Attention, LayerCache, Output, Shared, from
 
 from .engram import BLOCK, Engrams, History, recalled
 from .grouped import blocks, over_blocks
+from .packed import Packed, in_file, whole
 
 SPLIT = ("tensor", "expert")
 """the mesh axes that share out heads, channels of the shared expert, and the vocabulary"""
@@ -266,7 +267,11 @@ class Model:
         mesh, of_experts = jax.sharding.get_abstract_mesh(), self.of_experts
         if not mesh.empty:
             axes = ("data",) if x.shape[0] % mesh.shape["data"] == 0 else ()
-            rows, (w13, w2) = P(axes or None), (self._partition_moe()[name] for name in ("w13", "w2"))
+            rows, specs = P(axes or None), self._partition_moe()
+            w13, w2 = (
+                in_file(specs[name], p[name].axes) if isinstance(p[name], Packed) else specs[name]
+                for name in ("w13", "w2")
+            )
 
             @functools.partial(jax.shard_map, in_specs=(w13, w2, rows, rows, rows), out_specs=rows)
             def of_experts(w13, w2, *of_tokens):
@@ -275,7 +280,8 @@ class Model:
                 return jax.lax.psum(self.of_experts(*of_weights, *of_tokens, jax.lax.axis_index("expert")), SPLIT)
 
         y = of_experts(p["w13"], p["w2"], x, weights, chosen)
-        return y + self.swiglu(jnp.einsum("bsm,mgi->bsgi", x, p["shared13"])) @ p["shared2"], load
+        w13, w2 = whole((p["shared13"], p["shared2"]), x.dtype)
+        return y + self.swiglu(jnp.einsum("bsm,mgi->bsgi", x, w13)) @ w2, load
 
     def routed(
         self, gate: jax.Array, routing: jax.Array, x: jax.Array, tokens: jax.Array
@@ -298,12 +304,13 @@ class Model:
         self, w13: jax.Array, w2: jax.Array, x: jax.Array, weights: jax.Array, chosen: jax.Array, part: Any = 0
     ) -> jax.Array:
         """What the experts in w13 `[e, hidden, 2, inner]` and w2, part number `part` of all, add for their tokens."""
-        e, k, m = len(w13), self.chosen, self.hidden
+        e, k, m = len(jax.tree.leaves(w13)[0]), self.chosen, self.hidden
         expert = chosen.ravel() - part * e
         at = blocks(jnp.where((expert >= 0) & (expert < e), expert, e), e)
 
         def ffn(of_tokens: Any, of_expert: Any) -> jax.Array:
-            (x, weights), (w13, w2) = of_tokens, of_expert
+            x, weights = of_tokens
+            w13, w2 = whole(of_expert, x.dtype)
             inner = (x @ w13.reshape(m, -1)).reshape(len(x), 2, -1)
             return self.swiglu(inner, weights) @ w2
 

@@ -36,6 +36,7 @@ def main(
     speculate: int = 0,
     beginning: str = "",
     fp8: bool = False,
+    packed: bool = False,
     tensor: int = 1,
     expert: int = 1,
     port: int | None = None,
@@ -47,7 +48,7 @@ def main(
     dtype = common.compute_dtype()
     encode, decode = common.words(checkpoint)
     with common.mesh_of(tensor, expert, data=1) as mesh:
-        model, params = common.opened(checkpoint, mesh, dtype)
+        model, params = common.opened(checkpoint, mesh, dtype, packed)
         params = model.joined(params)
         kept, first = jnp.float8_e4m3fn if fp8 else dtype, encode(beginning)
         server = Server(
@@ -140,6 +141,7 @@ def arguments() -> dict:
     parser.add_argument("--beginning", default="", help="what all requests begin with; whole pages of it are shared")
     parser.add_argument("--port", type=int, help="answer HTTP requests here, in OpenAI's form, and read no lines")
     parser.add_argument("--fp8", action="store_true", help="caches in the model's FP8 layout")
+    parser.add_argument("--packed", action="store_true", help="a checkpoint's FP4 and FP8 stay so in memory")
     return vars(parser.parse_args())
 
 
