@@ -48,7 +48,7 @@ def main(
     dtype = common.compute_dtype()
     encode, decode = common.words(checkpoint)
     with common.mesh_of(tensor, expert, data=1) as mesh:
-        model, params = common.opened(checkpoint, mesh, dtype, packed)
+        model, params = common.opened(checkpoint, mesh, dtype, packed, drafts=speculate > 0)
         params = model.joined(params)
         kept, first = jnp.float8_e4m3fn if fp8 else dtype, encode(beginning)
         server = Server(
@@ -70,6 +70,9 @@ def main(
         seconds = time.perf_counter() - began
     read, said = (sum(map(len, x)) for x in ([r.prompt for r in requests], [r.said for r in requests]))
     print(f"{read} tokens read, {said} said, in {seconds:.2f} s: {(read + said) / seconds:.0f} tokens/s")
+    if speculate:
+        accepted, drafted, each = server.accepted, server.drafted, 1 + server.accepted / server.steps
+        print(f"{accepted} of {drafted} drafts were right; a place said {each:.2f} tokens a step")
     peak = max((d.memory_stats() or {}).get("peak_bytes_in_use", 0) for d in mesh.devices.flat)
     if peak:
         print(f"a device held at most {peak / 2**30:.2f} GiB")
@@ -135,7 +138,11 @@ def arguments() -> dict:
         ("chunk", 512, "tokens of a prompt read at once"),
         ("page", 256, "tokens of a page, a multiple of 128"),
         ("pages", 0, "pages in the pool of each cache; 0: for all places"),
-        ("speculate", 0, "drafts of a request in a step, at most; not with V4.1"),
+        (
+            "speculate",
+            0,
+            "drafts of a request in a step, at most: the model's own, if it has layers for them; not with V4.1",
+        ),
     ):
         parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{what} (default: {default})")
     parser.add_argument("--beginning", default="", help="what all requests begin with; whole pages of it are shared")

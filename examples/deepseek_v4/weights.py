@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_dsv4_fmha.layers import from_state_dict
 
+from .drafts import SHARED, DSpark
 from .engram import words
 from .model import Model
 from .packed import Packed, in_file, unpacked
@@ -40,8 +41,8 @@ NAMES = {
 """DeepSeek's names for Hugging Face's, outside of attention"""
 
 
-OTHERS = r"mtp\.|vision\.|aligner\.|image_|.*\.gate\.bias_vl$"
-"""of layers for drafts, and of what reads pictures"""
+OTHERS = r"vision\.|aligner\.|image_|.*\.gate\.bias_vl$"
+"""of what reads pictures"""
 unpack = jax.jit(unpacked, static_argnames=("axes", "dtype"))
 
 
@@ -117,31 +118,36 @@ class Checkpoint(Mapping[str, np.ndarray]):
         return x[rows[0] : rows[1], columns[0] // per_byte : columns[1] // per_byte], scale
 
 
-def sources(model: Model) -> dict[str, Any]:
-    """Where each parameter outside of attention comes from: names of tensors, to be stacked, and the axes then."""
+def connections(prefix: str) -> dict[str, Any]:
+    return {"fn": (f"{prefix}_fn", (1, 0)), "base": (f"{prefix}_base", (0,)), "scale": (f"{prefix}_scale", (0,))}
 
-    def connections(prefix: str) -> dict[str, Any]:
-        return {"fn": (f"{prefix}_fn", (1, 0)), "base": (f"{prefix}_base", (0,)), "scale": (f"{prefix}_scale", (0,))}
+
+def sources(model: Model, at: str = "layers") -> dict[str, Any]:
+    """Where each parameter outside of attention comes from: names of tensors, to be stacked, and the axes then."""
 
     grams = () if model.engrams is None else model.engrams.layers
 
     def engram(i: int) -> dict[str, Any]:
-        at = f"layers.{i}.engram"
-        return {"wkv": (f"{at}.wkv.weight", (1, 0)), "q": (f"{at}.q_weight", (0, 1)), "k": (f"{at}.k_weight", (0, 1))}
+        own = f"{at}.{i}.engram"
+        return {
+            "wkv": (f"{own}.wkv.weight", (1, 0)),
+            "q": (f"{own}.q_weight", (0, 1)),
+            "k": (f"{own}.k_weight", (0, 1)),
+        }
 
     def table(i: int) -> dict[str, Any]:
-        at = f"layers.{i}.engram.embed"
-        return {"rows": (f"{at}.weight", (0, 1)), "scales": (f"{at}.scale", (0, 1))}
+        own = f"{at}.{i}.engram.embed"
+        return {"rows": (f"{own}.weight", (0, 1)), "scales": (f"{own}.scale", (0, 1))}
 
     def layer(i: int) -> dict[str, Any]:
-        ffn = f"layers.{i}.ffn"
+        ffn = f"{at}.{i}.ffn"
         experts = range(model.experts)
         return {
             **({"engram": engram(i)} if i in grams else {}),
-            "attention_norm": (f"layers.{i}.attn_norm.weight", (0,)),
-            "attention_hc": connections(f"layers.{i}.hc_attn"),
-            "moe_norm": (f"layers.{i}.ffn_norm.weight", (0,)),
-            "moe_hc": connections(f"layers.{i}.hc_ffn"),
+            "attention_norm": (f"{at}.{i}.attn_norm.weight", (0,)),
+            "attention_hc": connections(f"{at}.{i}.hc_attn"),
+            "moe_norm": (f"{at}.{i}.ffn_norm.weight", (0,)),
+            "moe_hc": connections(f"{at}.{i}.hc_ffn"),
             "moe": {
                 "gate": (f"{ffn}.gate.weight", (1, 0)),
                 "w13": ([[f"{ffn}.experts.{e}.w{w}.weight" for w in (1, 3)] for e in experts], (0, 3, 1, 2)),
@@ -160,12 +166,24 @@ def sources(model: Model) -> dict[str, Any]:
         "layers": [layer(i) for i in range(n)],
         "norm": ("norm.weight", (0,)),
         "head": ("head.weight", (1, 0)),
-        "routing": [(f"layers.{i}.ffn.gate.{name}", axes) for i, (name, axes) in enumerate(kinds)],
+        "routing": [(f"{at}.{i}.ffn.gate.{name}", axes) for i, (name, axes) in enumerate(kinds)],
+    }
+
+
+def sources_of_drafts(model: DSpark) -> dict[str, Any]:
+    last = f"mtp.{len(model.stack.layers) - 1}"
+    return {name: x for name, x in sources(model.stack, "mtp").items() if name not in SHARED} | {
+        "main": ("mtp.0.main_proj.weight", (1, 0)),
+        "main_norm": ("mtp.0.main_norm.weight", (0,)),
+        "hc": connections(f"{last}.hc_head"),
+        "norm": (f"{last}.norm.weight", (0,)),
+        "w1": (f"{last}.markov_head.markov_w1.weight", (0, 1)),
+        "w2": (f"{last}.markov_head.markov_w2.weight", (1, 0)),
     }
 
 
 def load(
-    model: Model,
+    model: Model | DSpark,
     directory: str | Path,
     dtype: Any = jnp.bfloat16,
     mesh: Mesh | None = None,
@@ -175,8 +193,8 @@ def load(
     """The parameters of a checkpoint's directory, matrices in dtype, as `model.partition` lays them over a mesh.
 
     Names are Hugging Face's or DeepSeek's. Matrices in e4m3 or e2m1 come with scales for blocks, which are multiplied
-    in; with packed=True they stay as they are, outside of attention, as `Packed`. Layers for drafts, and what reads
-    pictures, are left out. Engrams take words from tokenizer.json.
+    in; with packed=True they stay as they are, outside of attention, as `Packed`. Layers for drafts are left out of a
+    `Model`, and what reads pictures. Engrams take words from tokenizer.json.
 
     Raises:
       ValueError: a tensor is missing, has another shape, or has no use.
@@ -237,27 +255,35 @@ def load(
         size += sum(x.nbytes for x in jax.tree.leaves(made))
         return made
 
-    of, specs = sources(model), model.partition()
-    layers = of.pop("layers")
-    params = {**parameters(of, wanted, specs), "layers": []}
-    if model.engrams is not None:
-        of_tokens = np.zeros(model.vocabulary, np.int32)
+    def everything(model: Model, of: dict[str, Any], wanted: Any, specs: Any, at: str = "layers") -> dict[str, Any]:
+        nonlocal size
+        layers = of.pop("layers")
+        params = {**parameters(of, wanted, specs), "layers": []}
+        for i, layer in enumerate(model.layers):
+            prefix = f"{at}.{i}.attn."
+            tensors = {name: x for name, x in checkpoint.items() if name.startswith(prefix)}
+            used.update(tensors)
+            where = jax.tree.map(sharding, specs["layers"][i]["attention"])
+            attention = from_state_dict(layer, tensors, prefix, dtype, where)
+            own = parameters(layers[i], wanted["layers"][i], specs["layers"][i])
+            size += sum(x.nbytes for x in jax.tree.leaves(attention))
+            params["layers"].append({**own, "attention": attention})
+            rate = size / 2**30 / (time.perf_counter() - began)
+            progress(f"layer {i + 1} of {len(model.layers)}, {size / 2**30:.1f} GiB, {rate:.2f} GiB/s")
+        return params
+
+    specs, whole = model.partition(), model.model if isinstance(model, DSpark) else model
+    params = everything(whole, sources(whole), wanted, specs)
+    if isinstance(model, DSpark):
+        params["drafts"] = everything(model.stack, sources_of_drafts(model), wanted["drafts"], specs["drafts"], "mtp")
+    if whole.engrams is not None:
+        of_tokens = np.zeros(whole.vocabulary, np.int32)
         found = words(Path(directory) / "tokenizer.json")
-        if found.max() + 1 != model.engrams.words or len(found) > model.vocabulary:
-            raise ValueError(f"tokenizer.json: got {found.max() + 1} words, wanted the config's {model.engrams.words}")
+        if found.max() + 1 != whole.engrams.words or len(found) > whole.vocabulary:
+            raise ValueError(f"tokenizer.json: got {found.max() + 1} words, wanted the config's {whole.engrams.words}")
         of_tokens[: len(found)] = found
         params["words"] = jax.device_put(of_tokens, sharding(P()))
-    for i, layer in enumerate(model.layers):
-        prefix = f"layers.{i}.attn."
-        tensors = {name: x for name, x in checkpoint.items() if name.startswith(prefix)}
-        used.update(tensors)
-        where = jax.tree.map(sharding, specs["layers"][i]["attention"])
-        attention = from_state_dict(layer, tensors, prefix, dtype, where)
-        own = parameters(layers[i], wanted["layers"][i], specs["layers"][i])
-        size += sum(x.nbytes for x in jax.tree.leaves(attention))
-        params["layers"].append({**own, "attention": attention})
-        rate = size / 2**30 / (time.perf_counter() - began)
-        progress(f"layer {i + 1} of {len(model.layers)}, {size / 2**30:.1f} GiB, {rate:.2f} GiB/s")
-    if unused := sorted(name for name in set(checkpoint) - used if not re.match(OTHERS, name)):
+    others = OTHERS + (r"|mtp\..*\.confidence_head\." if isinstance(model, DSpark) else r"|mtp\.")
+    if unused := sorted(name for name in set(checkpoint) - used if not re.match(others, name)):
         raise ValueError(f"{directory}: {len(unused)} tensors have no use in this model: {', '.join(unused[:5])}, …")
     return params
