@@ -102,14 +102,15 @@ class DSpark:
     # ---- parameters and caches
 
     def init(self, key: jax.Array, dtype: Any = jnp.bfloat16) -> dict[str, Any]:
-        a, b, c, d, e = jax.random.split(key, 5)
+        """Random parameters: those of `Model.init` with this key, and "drafts"."""
+        b, c, d, e = jax.random.split(jax.random.fold_in(key, 1), 4)
         drafts = {name: x for name, x in self.stack.init(b, dtype).items() if name not in SHARED}
         wide, v = len(self.model.seen) * self.model.hidden, self.vocabulary
         drafts["main"] = (jax.random.normal(c, (wide, self.model.hidden)) * wide**-0.5).astype(dtype)
         drafts["main_norm"] = jnp.ones(self.model.hidden, jnp.float32)
         drafts["w1"] = jax.random.normal(d, (v, self.rank), dtype)
         drafts["w2"] = (jax.random.normal(e, (self.rank, v)) * self.rank**-0.5).astype(dtype)
-        return {**self.model.init(a, dtype), "drafts": drafts}
+        return {**self.model.init(key, dtype), "drafts": drafts}
 
     def partition(self) -> dict[str, Any]:
         drafts = {name: x for name, x in self.stack.partition().items() if name not in SHARED}
