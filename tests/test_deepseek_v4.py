@@ -6,6 +6,8 @@ tests/test_hf_model.py compares it with Hugging Face's.
 import functools
 import json
 import re
+import runpy
+import shutil
 import zlib
 
 import jax
@@ -386,6 +388,8 @@ def test_a_program_says_how_it_is_called(program, options, monkeypatch, capsys):
     with pytest.raises(SystemExit) as done:
         program.arguments()
     said = capsys.readouterr().out
+    runpy.run_module("examples.deepseek_v4", run_name="__main__")
+    assert f"python -m {program.__name__} --help\n" in capsys.readouterr().out
     assert not done.value.code and all(option in said for option in ("checkpoint", "--expert", *options))
 
 
@@ -470,14 +474,15 @@ def test_requests_that_begin_alike():
 
 @pytest.mark.slow
 def test_train(tmp_path, capsys):
-    """Both losses fall; a program that goes on from a kept state has the same ones; and so have two devices."""
+    """Both losses fall; a program that goes on from a kept state has the same ones, on eight devices, too."""
     how = {"steps": 24, "b": 4, "s": 48, "every": 8, "data": 1}
     losses = np.array(train.main(**how))
     assert losses[-1, 0] < losses[0, 0] - 0.7 and losses[-1, 1] < losses[0, 1]
     assert re.search(r"^step   16  loss [\d.]+, of indexers [\d.]+; \d+ tokens/s$", capsys.readouterr().out, re.M)
-    first = train.main(**how, keep=tmp_path, until=9)
-    second = train.main(**how, keep=tmp_path)
+    first = train.main(**how, keep=tmp_path / "a", until=9)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    second = train.main(**how, keep=tmp_path / "a")
     assert len(first) == 9 and len(second) == 15
     np.testing.assert_array_equal([*first, *second], losses)
-    others = train.main(**how | {"data": 2, "tensor": 2, "expert": 2, "until": 3})
-    np.testing.assert_allclose(others, losses[:3], rtol=1e-4)
+    others = train.main(**how | {"data": 2, "tensor": 2, "expert": 2}, keep=tmp_path / "b", until=12)
+    np.testing.assert_allclose(others, losses[9:12], rtol=1e-4)
