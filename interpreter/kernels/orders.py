@@ -75,11 +75,18 @@ def examined(key: str) -> list[dict[str, Any]]:
             found.append(about | {"right": False, "says": [f"{type(fault).__name__}: {fault}"]})
             continue
         skeleton = x.skeleton
-        about |= {"ctas": len({name.split(" warp")[0] for name in skeleton.names})}
         about |= {"warps": len(skeleton.warps), "barriers": len(skeleton.barriers), "events": skeleton.size}
         about |= {"seconds": x.seconds, "run_s": x.run_seconds, "loose": x.loose, "right": x.right}
         found.append(about | {"says": x.lines()})
     return found
+
+
+def merged(file: Path, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What a file has of other kernels that there are stays there."""
+    before = json.loads(file.read_text()) if file.exists() else []
+    ran = {x["kernel"] for x in found}
+    of = {key: [x for x in (found if key in ran else before) if x["kernel"] == key] for key in keys([])}
+    return [x for rows in of.values() for x in rows]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -101,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     wrong = [x["kernel"] for x in found if not x["right"]]
     print(f"{len(found) - len(wrong)} of {len(found)} launches end in every order; {time.monotonic() - start:.0f} s")
     if args.record is not None:
-        args.record.write_text(json.dumps(found, indent=1) + "\n")
+        args.record.write_text(json.dumps(merged(args.record, found), indent=1) + "\n")
     return 1 if wrong or not found else 0
 
 
