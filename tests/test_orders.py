@@ -3,14 +3,17 @@ kernels."""
 
 from __future__ import annotations
 
+import json
 import random
+from pathlib import Path
 
 import pytest
 
 from interpreter.kernels import cases, command
 from interpreter.kernels.launch import Kernel, launch
+from interpreter.kernels.orders import keys
 from interpreter.machine.handwritten import Handwritten, wait
-from interpreter.machine.hazards import Deadlock, Fault, Undefined
+from interpreter.machine.hazards import Deadlock, Fault, Misuse, Undefined
 from interpreter.orders.causality import Order
 from interpreter.orders.skeleton import Barrier, Entry, Event, Kind, Skeleton, recorded
 from interpreter.orders.verdict import verdict
@@ -175,6 +178,13 @@ def test_the_order_that_does_is_found(body: str, kind: str, raises: type[Fault])
     assert bool(other.stuck) == (raises is Deadlock)
 
 
+def test_what_depends_on_the_order_is_refused() -> None:
+    """A question that is asked once, whose answer decides."""
+    body = SLEEPS.replace("@!%p7 bra sleeps;", "")
+    with pytest.raises(Misuse, match=r"asks a barrier, and goes on"):
+        verdict(lambda seed: program(body).machine(seed))
+
+
 def test_a_wait_that_may_pass_in_several_phases() -> None:
     """It does no harm where the last phase lets it pass, too."""
     body = SLEEPS.replace("bra done;\nsecond", f"{ARRIVE}\n  bra done;\nsecond")
@@ -201,6 +211,12 @@ def without(x: Skeleton, line: int) -> Skeleton:
 
     warps = [list(filter(stays, events)) for events in x.warps]
     return Skeleton(x.names, warps, x.operations, x.issuers, x.barriers, [y for y in x.log if stays(y.event)])
+
+
+def test_the_page_has_every_kernel() -> None:
+    """Else: make test-orders ARGS="KEY --record docs/orders.json", and python docs/generate.py."""
+    shown = json.loads((Path(__file__).parents[1] / "docs/orders.json").read_text())
+    assert {x["kernel"] for x in shown} == set(keys([]))
 
 
 @pytest.mark.parametrize("name", ["mha_fwd_sm_90a_d128_bfloat16", "mha_fwd_sm_100a_d128_bfloat16"])

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from ..machine.barriers import MBarrier
 from ..machine.hazards import Misuse
+from ..machine.parser import Instruction, Program
 from ..machine.state import AsyncOp, Machine, Step, Wait, Warp
 
 
@@ -76,12 +77,24 @@ SILENT = ("wgmma", "tcgen05.mma", "tcgen05.ld", "tcgen05.st", "tcgen05.cp")
 """Kinds of operations that arrive nowhere: they happen, and nobody but who issued them waits."""
 
 
+ASKS = ("mbarrier.try_wait", "mbarrier.test_wait")
+
+
+def goes_to(program: Program, i: Instruction, index: int) -> bool:
+    """Whether it is a branch to an instruction, or to what stands right before it."""
+    return i.opcode.startswith("bra") and index - 2 <= program.target_of(str(i.args[0]), i) <= index
+
+
 class Recorder:
     """The tape of a machine that has not run. A warp does not go on while it is `held`."""
 
     def __init__(self, machine: Machine):
         if machine.late:
             raise Misuse("launch control: which CTA does what depends on the order of events")
+        code = machine.program.code
+        for n, i in enumerate(code):
+            if i.opcode.startswith(ASKS) and not any(goes_to(machine.program, x, n) for x in code[n + 1 : n + 4]):
+                raise Misuse("asks a barrier, and goes on: what it does then depends on the order of events").at_line(i)
         self.machine = machine
         self.held: Callable[[int], bool] | None = None
         self.actor: Warp | AsyncOp | None = None
