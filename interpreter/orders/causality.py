@@ -14,6 +14,10 @@ Past = np.ndarray[Any, Any]
 """Of an event, itself included: how many events of each warp, and how many phases of each barrier."""
 
 
+Place = tuple[int, int]
+"""Of an event of a warp: the warp, and which of its events."""
+
+
 @dataclass(frozen=True)
 class Deviation:
     """Something that the run did not do, and an order can."""
@@ -26,11 +30,15 @@ class Deviation:
     before: Past  # what happens first: all that is needed for it, and nothing that would prevent it
     says: str
 
+    @property
+    def is_of_a_wait(self) -> bool:
+        return self.operation < 0 and self.event.kind is Kind.WAITS
+
 
 class Order:
     """The partial order of a skeleton, event by event of its run."""
 
-    def __init__(self, skeleton: Skeleton, loose: Collection[tuple[int, int]] = ()):
+    def __init__(self, skeleton: Skeleton, loose: Collection[Place] = ()):
         """`loose`: waits, by warp and place, that may pass in several phases, and tell nothing certain."""
         x, self.loose = skeleton, frozenset(loose)
         self.skeleton = x
@@ -44,7 +52,7 @@ class Order:
         self.arrived: dict[tuple[int, int], Past] = {}  # the same of arrivals alone, so far
         self.brought: dict[tuple[int, int], Past] = {}
         self.by_operations: set[tuple[int, int]] = set()
-        self.waits: dict[tuple[int, int], list[tuple[int, int]]] = {}  # warp, place
+        self.waits: dict[tuple[int, int], list[Place]] = {}
         self.expected: dict[tuple[int, int], list[tuple[int, int, Event]]] = {}
         self.found: list[Deviation] = []
         for entry in x.log:
@@ -56,8 +64,7 @@ class Order:
             else:
                 n = entry.operation
                 self.happens(entry.event, x.issuers[n][0], n, self.issued_at[n], self.told[n])
-        for warp, place in self.loose:
-            self.check_loose(warp, place)
+        self.check_loose()
 
     def nothing(self) -> Past:
         return np.zeros(self.size, np.int32)
@@ -97,12 +104,23 @@ class Order:
         arrived = self.ends[barrier, phase][: self.warps] <= past[: self.warps]
         return (barrier, phase) not in self.by_operations and bool(arrived.all())
 
-    def check_loose(self, warp: int, place: int) -> None:
-        """In the end such a wait must pass: the barrier's last phase has its parity, and does not need it."""
-        e = self.skeleton.warps[warp][place]
-        last = self.complete[e.barrier] - 1
-        ends = self.ends.get((e.barrier, last), self.nothing())
-        if (last - e.phase) % 2 or ends[warp] > place:
+    def check_loose(self) -> None:
+        """In the end such waits must pass: the barrier's last phase has their parity, and needs none that does not."""
+        left = {}
+        for warp, place in self.loose:
+            e = self.skeleton.warps[warp][place]
+            last = self.complete[e.barrier] - 1
+            left[warp, place] = e, last, self.ends.get((e.barrier, last), self.nothing())
+        passing = [*left]
+        while passing:
+            passing = [
+                at
+                for at, (e, last, ends) in left.items()
+                if (last - e.phase) % 2 == 0 and all(ends[warp] <= place for warp, place in left)
+            ]
+            for at in passing:
+                del left[at]
+        for (warp, place), (e, last, ends) in left.items():
             self.deviates("slept", warp, -1, place, e, ends, f"when phase {last} may be complete, too")
 
     def completes(self, barrier: int) -> None:
@@ -128,3 +146,21 @@ class Order:
         who = x.names[warp] if operation < 0 else x.issuers[operation][1]
         text = f"{who}, line {e.line}: {e.kind.value} {x.barriers[e.barrier].name}, phase {e.phase}, {says}"
         self.found.append(Deviation(kind, warp, operation, place, e, before.copy(), text))
+
+
+@dataclass(frozen=True)
+class Finding:
+    deviations: list[Deviation]
+    loose: frozenset[Place]  # waits that may pass in several phases, where nothing else deviates
+    ends: bool  # every order
+
+
+def finding(skeleton: Skeleton) -> Finding:
+    """A wait that deviates may do no harm: if all else holds of what is known without it, every order ends."""
+    found, loose = Order(skeleton).found, frozenset[Place]()
+    now = found
+    while now and all(d.is_of_a_wait and (d.warp, d.place) not in loose for d in now):
+        loose |= {(d.warp, d.place) for d in now}
+        now = Order(skeleton, loose).found
+        found = [*found, *now]
+    return Finding(found, frozenset() if now else loose, not now)

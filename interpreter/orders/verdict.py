@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..machine.hazards import Fault, Misuse
 from ..machine.scheduler import Policy
 from ..machine.state import Machine
-from .causality import Deviation, Order
+from .causality import Deviation, finding
 from .skeleton import Recorder, Skeleton, recorded
 from .world import World
 
@@ -29,15 +29,14 @@ class Other:
 
     @property
     def harmful(self) -> bool:
-        return bool(self.stuck or self.raised)
+        return bool(self.stuck) or self.raised != ""
 
     def lines(self) -> list[str]:
         found = [f"{self.deviation.kind}: {self.deviation.says}"]
         if self.stuck:
             found += ["  then nothing can go on:", *(f"    {text}" for text in self.stuck)]
-        if self.raised is not None:
-            found += [f"  the interpreter in this order: {self.raised or 'nothing to complain about'}"]
-        return found
+        raised = "it could not be made to take it" if self.raised is None else self.raised
+        return [*found, f"  the interpreter in this order: {raised or 'nothing to complain about'}"]
 
 
 @dataclass
@@ -47,8 +46,7 @@ class Verdict:
     loose: int  # waits that may pass in several phases, where all else is as in the run
     proved: bool  # every order ends
     seconds: float  # without runs
-    run_seconds: float = 0.0
-    remarks: list[str] = field(default_factory=list)
+    run_seconds: float
 
     @property
     def right(self) -> bool:
@@ -78,28 +76,15 @@ def verdict(make: Making) -> Verdict:
     if any(x.comparable() != first.comparable() for x in skeletons):
         raise Misuse("what warps wait for depends on the order of events: one run does not stand for others")
     run_seconds, start = time.monotonic() - start, time.monotonic()
-    found = Order(first).found
-    loose = {(d.warp, d.place) for d in found if loosable(d)}
-    proved, known = not found, set[tuple[int, int]]()
-    while not proved and loose > known and all(map(loosable, found)):
-        known = set(loose)
-        found_now = Order(first, known).found
-        if any((d.warp, d.place) in known or not loosable(d) for d in found_now):
-            break
-        loose |= {(d.warp, d.place) for d in found_now}
-        found, proved = [*found, *found_now], not found_now
+    found = finding(first)
     seconds = time.monotonic() - start
     world, others = World(first), dict[tuple[str, int], Other]()
-    for d in found:
+    for d in found.deviations:
         if (d.kind, d.event.line) not in others:
             last, wrong = world.outcome(d)
             stuck = [] if world.ended(last) else world.stuck(last)
             others[d.kind, d.event.line] = Other(d, stuck, wrong, replayed(make, first, d))
-    return Verdict(first, [*others.values()], len(loose) if proved else 0, proved, seconds, run_seconds)
-
-
-def loosable(d: Deviation) -> bool:
-    return d.kind == "slept" or (d.kind == "early" and d.event.kind.name == "WAITS")
+    return Verdict(first, [*others.values()], len(found.loose), found.ends, seconds, run_seconds)
 
 
 def replayed(make: Making, skeleton: Skeleton, d: Deviation) -> str | None:
