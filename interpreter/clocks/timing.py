@@ -78,11 +78,8 @@ class Timing:
             return None
         part, turn = self.middle()
         a, b = part[0].start, part[-1].start
-        period, names = 0.0, list[str]()
-        if turn:
-            turns = (len(part) - 1) // turn
-            period = (part[turns * turn].start - a) / turns
-            names = [x.demand.label for x in part[:turn]]
+        period = (b - a) * turn / (len(part) - 1) if turn else 0.0
+        names = [x.demand.label for x in part[:turn]]
         waits: dict[str, float] = defaultdict(float)
         for x in part[1:]:
             if x.before is not None and x.start > x.before.end:
@@ -101,17 +98,18 @@ class Timing:
         halves = [products[n // 4 : 3 * n // 4], products[n // 8 : 3 * n // 8]]
         found = [period_of([(x.op.instruction.line, x.op.warp.index // 4) for x in part]) for part in halves]
         part, turn = next((x for x in zip(halves, found, strict=True) if x[1]), (halves[0], 0))
-        return part, turn
+        return part[: (len(part) - 1) // turn * turn + 1] if turn else part, turn  # whole turns
 
     def chain(self) -> dict[str, float]:
         """Back from the last product of the steady state: whose clocks decided when it began."""
         part = self.middle()[0]
         (r, cause), t, found = self.issuer[part[-1].op.number], part[-1].start, defaultdict[str, float](float)
-        while t > part[0].start and cause is not None:
-            found[f"warp {r.warp.number}"] += t - cause.at
+        first = part[0].start
+        while t > first and cause is not None:
+            found[f"warp {r.warp.number}"] += t - max(cause.at, first)
             t, r = cause.at, cause.who
-            if cause.op is not None:
-                found[cause.op.kind] += t - cause.issued
+            if cause.op is not None and t > first:
+                found[cause.op.kind] += t - max(cause.issued, first)
                 t = cause.issued
             cause = cause.before
         return found

@@ -91,10 +91,17 @@ class Handwritten:
         words32 = result.view(np.uint32)
         return words32 if self.outputs == 1 else words32.reshape(self.outputs, self.total)
 
+    def interpret(self, seed: int = 0, rules: Collection[Rule] = MANUAL) -> Array:
+        """The result; raises what is found."""
+        machine = self.machine(seed, rules)
+        machine.run()
+        result = machine.memory.named("result")
+        return self.shaped(result.bytes[: result.size])
+
     def machine(self, seed: int = 0, rules: Collection[Rule] = MANUAL) -> Machine:
         """About to run it."""
-        memory = new_memory()
-        source, result = memory.add("source", self.given), memory.add("result", None, 4 * self.total * self.outputs)
+        memory, size = new_memory(), 4 * self.total * self.outputs
+        source, result = memory.add("source", self.given), memory.add("result", None, size)
         return Machine(
             parse(self.ptx),
             grid=self.ctas,
@@ -107,12 +114,6 @@ class Handwritten:
             seed=seed,
             rules=rules,
         )
-
-    def interpret(self, seed: int = 0, rules: Collection[Rule] = MANUAL) -> Array:
-        """The result; raises what is found."""
-        machine = self.machine(seed, rules)
-        machine.run()
-        return self.shaped(machine.memory.named("result").bytes[: 4 * self.total * self.outputs])
 
     def on_device(self) -> Array:
         """The result of the first CUDA device, whose driver compiles the PTX."""

@@ -35,8 +35,8 @@ PUBLISHED = {
     "fa4 64 long": Published(1225, B200, "FlashAttention #2605, 16k keys"),
     "fa4 128 long": Published(1613, B200, "arXiv 2603.05451"),
     "fa4 128 pair long": Published(1749, B200, "FlashAttention #2605, 16k keys"),
-    "fa4 mla 2 long": Published(1181, B200, "FlashAttention #2882, decoding"),
-    "fa4 mla 2 top-k long": Published(1180, B200, "FlashAttention #2882, 4k queries, top-k 2048"),
+    "fa4 mla 2 long": Published(1181, B200, "FlashAttention 4, decoding"),
+    "fa4 mla 2 top-k long": Published(1180, B200, "FlashAttention 4, 4k queries, top-k 2048"),
     "dsa 64 long": Published(829, GB200, "cuDNN frontend's benchmarks, V4-Flash, 4k", 2 * 64 * 640 * 1024),
     "dsa 128 long": Published(1346, GB200, "cuDNN frontend's benchmarks, V4-Pro, 4k", 2 * 2 * 64 * 1152 * 1024),
 }
