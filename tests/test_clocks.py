@@ -134,4 +134,6 @@ def test_a_kernel_with_every_exponential_twice_is_slower():
     assert slower.clocks > 1.2 * usual.clocks
     assert 0.4 < usual.steady().tensor / usual.steady().clocks < 0.9
     text = str(usual)
-    assert all(x in text for x in ("clocks", "mufu", "steady state: tensor pipe", "64x128"))
+    assert all(
+        x in text for x in ("clocks", "mufu", "SMEM by cause", "steady state: tensor pipe", "64x128", "longest chain")
+    )

@@ -138,6 +138,9 @@ class Timing:
         busy = sm.busy(total)
         shares = {"tensor": self.tensor} | {name: busy[name] for name in busy if name != "l2"}
         lines.append("launch: " + ", ".join(f"{name} {clocks / total:.0%}" for name, clocks in shares.items()))
+        if sm.smem.busy:
+            causes = ", ".join(f"{clocks / total:.0%} {cause}" for cause, clocks in most(sm.smem.busy, 6))
+            lines.append(f"  SMEM by cause: {causes}; {sm.l2.bytes / total:.1f} bytes a clock from L2")
         if (steady := self.steady()) is not None:
             others = ", ".join(f"{name} {share:.0%}" for name, share in steady.shares.items())
             rate = steady.flop / steady.clocks / self.rates["tensor"]
