@@ -364,7 +364,7 @@ def test_batch_sequence_and_heads_sharded_at_once(kind):
     x = jax.device_put(x, NamedSharding(mesh, P("batch", "sequence")))
     compiled = jax.jit(lambda p, x: layer(p, x).y).lower(p, x).compile()
     np.testing.assert_allclose(compiled(p, x), want, rtol=2e-5, atol=2e-5)
-    assert set(collectives(compiled)) == {"all-reduce", "all-gather"}
+    assert set(collectives(compiled)) == {"all-reduce", "all-gather", "collective-permute"}
 
 
 def checkpoint(layer, params, prefix):

@@ -41,6 +41,11 @@ def placed(x: jax.Array, *wanted: Entry, of: jax.Array | None = None) -> jax.Arr
     return jax.device_put(x, NamedSharding(there.mesh, P(*wanted)))
 
 
+def like(x: jax.Array, other: jax.Array) -> jax.Array:
+    """x with its axes sharded as the first axes of another array."""
+    return placed(x, *entries(other)[: x.ndim], of=other)
+
+
 def sharding(of: jax.Array, *wanted: Entry) -> NamedSharding | None:
     """A sharding over the mesh of an array, by which JAX needs no jax.set_mesh; None if there are no Explicit axes."""
     mesh = jax.typeof(of).sharding.mesh
