@@ -116,7 +116,7 @@ OPERANDS = [
     (lambda: COMPRESSOR(PC | {"w": PC["w"].astype(jnp.int8)}, X), r"params.w: got int8\[24, 64\], wanted floats"),
     (lambda: COMPRESSOR(PC | {"w": [1]}, X), r"Compressor: params.w: got \[1\], wanted floats\[24, 64\]"),
     (lambda: COMPRESSOR(PC, X, AT), r"Compressor: packed: got int32\[1, 8\], wanted what `packed_blocks` finds, or N"),
-    (lambda: COMPRESSOR(PC, X, packed_blocks(AT, 4)), r"packed.place: got int32\[1, 8\], wanted int32\[b=2, s=8\]"),
+    (lambda: COMPRESSOR(PC, X, packed_blocks(AT, 4)), r"packed.place: got int32\[1, 8\], wanted int32\[2, 8\]"),
     (lambda: COMPRESSOR.tokens(PC, X, AT[0]), r"Compressor: positions: got int32\[8\], wanted int32\[b=2 or 1, s=8\]"),
     (lambda: extend(x=X[:, :0]), r"Compressor: x: got float32\[2, 0, 24\], wanted .*, each >= 1"),
     (lambda: extend(start=0), r"Compressor: start: got 0, wanted int32\[b=2\]"),

@@ -1,12 +1,14 @@
 """Arrays whose sequence a mesh may shard: gathered, or moved by a place. Their values do not depend on the mesh."""
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
@@ -41,9 +43,28 @@ def _has_auto_axes_alone(x: jax.Array) -> bool:
     return set(mesh_of([x]).axis_types) <= {AxisType.Auto}
 
 
-def _spec(x: Any, ndim: int) -> list[Any]:
-    """The entries of a sharding that the partitioner gives."""
-    return [*x.sharding.spec, *[None] * (ndim - len(x.sharding.spec))]
+def _spec(x: Any, mesh: Any) -> list[tuple[str, ...] | None]:
+    """The mesh axes that shard each axis of what the partitioner gives; None where no whole ones do.
+
+    XLA may shard blocks of tokens over a part of a mesh axis that shards the tokens, which JAX cannot read: so it is
+    asked for no names, and they are found from what each device has.
+    """
+    parts = x.sharding.devices_indices_map(x.shape)
+    whole = x.sharding.shard_shape(x.shape)
+    return [
+        _axes_of(mesh, np.vectorize(lambda device, i=i: parts[device][i].start or 0)(mesh.devices) // max(whole[i], 1))
+        for i in range(len(x.shape))
+    ]
+
+
+def _axes_of(mesh: Any, part: np.ndarray[Any, Any]) -> tuple[str, ...] | None:
+    """The mesh axes over which an axis is split, if this says which part each device has."""
+    axes = [i for i in range(part.ndim) if (part != part.take([0], i)).any()]
+    for order in itertools.permutations(axes):
+        number = functools.reduce(lambda n, i: n * part.shape[i] + np.indices(part.shape)[i], order, 0)
+        if (part == number).all():
+            return tuple(mesh.axis_names[i] for i in order)
+    return None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -61,7 +82,7 @@ _placed.defvjp(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gathered(axis: int, x: jax.Array) -> jax.Array:
     def partition(mesh: Any, arguments: Any, results: Any) -> Any:
-        entries = _spec(arguments[0], x.ndim)
+        entries = _spec(arguments[0], mesh)
         entries[axis] = None
         where = NamedSharding(mesh, P(*entries))
         return mesh, lambda x: x, where, (where,)
@@ -71,7 +92,9 @@ def _gathered(axis: int, x: jax.Array) -> jax.Array:
         given, made = ([f"a{i}" if i != axis else name for i in range(x.ndim)] for name in ("given", "made"))
         rule = f"{' '.join(given)} -> {' '.join(made)}"  # two names, or XLA would shard the result as x is
         gather = custom_partitioning(lambda x: x)
-        gather.def_partition(partition, sharding_rule=rule, need_replication_factors=("given", "made"))
+        gather.def_partition(
+            partition, decode_shardings=False, sharding_rule=rule, need_replication_factors=("given", "made")
+        )
         return neighbours.as_bits(gather, x)
 
     @run.def_vmap
@@ -120,8 +143,8 @@ def _moved_on_mesh(axis: int, by: int, *xs: jax.Array) -> Arrays:
         return plain(*xs)
 
     def partition(mesh: Any, arguments: Any, results: Any) -> Any:
-        spec = _spec(arguments[0], first.ndim)
-        mesh_axes = explicit_axes.names(spec[axis])
+        spec = _spec(arguments[0], mesh)
+        mesh_axes = spec[axis] or ()
         where = (NamedSharding(mesh, P(*spec)),) * len(xs)
         shards = math.prod(mesh.shape[a] for a in mesh_axes)
         return mesh, functools.partial(plain, mesh_axes=mesh_axes, shards=shards), where, where
@@ -129,7 +152,7 @@ def _moved_on_mesh(axis: int, by: int, *xs: jax.Array) -> Arrays:
     op = custom_partitioning(lambda *xs: plain(*xs))
     term = " ".join(f"a{i}" for i in range(first.ndim))
     terms = ", ".join([term] * len(xs))
-    op.def_partition(partition, sharding_rule=f"{terms} -> {terms}")
+    op.def_partition(partition, decode_shardings=False, sharding_rule=f"{terms} -> {terms}")
     moved: Arrays = op(*xs)
     return moved
 

@@ -275,7 +275,8 @@ class Compressor:
         if ape is not None:  # with an axis for the blocks, so that one sum makes its gradient, before any collective
             score += ape.astype(jnp.float32)[None, None]
         if there is not None:
-            score = jnp.where(explicit_axes.like(there, score)[..., None], score, -jnp.inf)
+            there = explicit_axes.like(there, score)[..., None]
+            kv, score = jnp.where(there, kv, 0), jnp.where(there, score, -jnp.inf)
         most = jax.lax.stop_gradient(jnp.max(score, 2))
         weight = jnp.exp(score - finite(most)[:, :, None])
         return [most, jnp.sum(weight, 2), jnp.sum(weight * kv, 2)]
@@ -292,9 +293,10 @@ class Compressor:
         """
         parts = [own]
         if before is not None:
-            most, *others = (x[..., : self.d] for x in before)
-            there = explicit_axes.like(jnp.broadcast_to(has_before, most.shape[:2]), most)
-            parts = [[jnp.where(there[..., None], most, -jnp.inf), *others], [x[..., self.d :] for x in own]]
+            sums = [x[..., : self.d] for x in before]
+            there = explicit_axes.like(jnp.broadcast_to(has_before, sums[0].shape[:2]), sums[0])[..., None]
+            before = [jnp.where(there, x, nothing) for x, nothing in zip(sums, (-jnp.inf, 0, 0), strict=True)]
+            parts = [before, [x[..., self.d :] for x in own]]
         return self._normed(params, joined(parts), dtype)
 
 

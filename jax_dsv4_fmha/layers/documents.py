@@ -1,5 +1,6 @@
 """Where the blocks of packed documents are, which begin with each document's first token."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -48,7 +49,11 @@ def check(op: str, packed: Any, b: Any, s: Any, ratio: int) -> None:
     """Raises unless these are the blocks of `[b, s]` tokens."""
     if not isinstance(packed, PackedBlocks):
         raise _check.error(TypeError, op, "packed", packed, "what `packed_blocks` finds, or None")
-    dims = {"b": b, "s": s, "runs": -(-s // ratio), "n": s // ratio}
     for name, x in packed._asdict().items():
-        axes = {"place": "b s", "order": "b n", "first": "b n"}.get(name, "b runs")
-        _check.operand(op, f"packed.{name}", x, axes, dims, _check.INT)
+        shape = (b, {"place": s, "order": s // ratio, "first": s // ratio}.get(name, -(-s // ratio)))
+        fits = functools.partial(_is_int_of, shape)
+        _check.array(op, f"packed.{name}", x, f"int32{list(shape)}", fits)
+
+
+def _is_int_of(shape: tuple[Any, ...], x: Any) -> bool:
+    return x.dtype in _check.INT and bool(x.shape == shape)
