@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.sharding_impls import GSPMDSharding
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -264,6 +265,15 @@ def test_window_in_part_of_a_mesh():
     got, moved = run(partial, *(jax.device_put(x, NamedSharding(mesh, P("batch", "context"))) for x in xs))
     assert_close(got, f(*xs))
     assert set(moved) == {"all-gather"}
+
+
+def test_window_where_shardings_have_no_mesh():
+    """As arrays of some older programs have them: there is no name for the device before, so keys are gathered."""
+    mesh, xs = mesh_of("Auto", 8), (normal(1, 1, 16, 2, 8), normal(2, 1, 16, 8))
+    named = NamedSharding(mesh, P(None, "context"))
+    nameless = [GSPMDSharding(tuple(mesh.devices.flat), named._to_xla_hlo_sharding(x.ndim)) for x in xs]
+    got, _ = run(lambda q, kv: dsv4_attention(q, kv, window=5)[0], *map(jax.device_put, xs, nameless))
+    assert_close(got, dsv4_attention(*xs, window=5)[0])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -153,13 +153,14 @@ class _Layout:
         """Whether these shardings may stay as they are; only the sizes of the shards are known.
 
         Such shardings come from inside of a jax.shard_map over some of the axes, where the partitioner sees the rest.
-        It gives an axis the same shards everywhere. It does not say how query heads and key heads would meet, or over
-        which devices to sum.
+        It gives an axis the same shards everywhere. It does not say how query heads and key heads would meet, over
+        which devices to sum, or who has the keys of a halo.
         """
         everywhere = set.intersection(*map(set, self.result_names))
         for x, names in zip((*arguments, *results), (*self.names, *self.result_names), strict=True):
             for name, n, local in zip(names, x.shape, x.sharding.shard_shape(x.shape), strict=True):
-                if n != local and (name not in everywhere or (name == "h_q" and self.h_kv != 1)):
+                alone = name in everywhere and not (name == "h_q" and self.h_kv != 1)
+                if n != local and (not alone or (name == "s_q" and self.op.halo)):
                     return False
         return True
 
