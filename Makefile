@@ -5,7 +5,7 @@ SHELL := bash
 PYTHON ?= python3
 BIN := .venv/bin
 # The architecture of this machine's GPU, if kernels are made for it.
-HERE := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sed -n '1s/^9[.]0$$/sm_90a/p; 1s/^10[.]0$$/sm_100a/p')
+HERE := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sed -n '1s/^9[.]0$$/sm_90a/p; 1s/^10[.].$$/sm_100f/p')
 , := ,
 PACKAGES := jax_dsv4_fmha kernels ffi interpreter tests examples docs
 CXX_FILES = $(shell find ffi tests -name '*.h' -o -name '*.cc')

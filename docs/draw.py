@@ -245,7 +245,7 @@ def indexer() -> str:
     lanes = [(f"warpgroup {i}", group(0.5 * i)) for i in range(4)]
     row = [("load", 1, "guess"), ("scores", 1.5, "collect"), ("softmax", 1.5, "narrow"), ("store", 1.5, "emit")]
     return timeline(
-        "indexer_scores_sm90: sums under products; then indexer_topk_sm90, one CTA a row",
+        "indexer_scores_sm90: sums under products; then indexer_topk, one CTA a row",
         [*lanes, ("top-k, one row", row)],
     )
 

@@ -30,6 +30,12 @@ struct Device {
   int processors = 0;
 };
 
+// What kernels for a compute capability are compiled for, as `architecture` of _host/split_kv.py has it.
+inline std::string Architecture(int major, int minor) {
+  if (major >= 10) return "sm_" + std::to_string(major) + "0f";  // a family
+  return "sm_" + std::to_string(major) + std::to_string(minor) + (major == 9 ? "a" : "");
+}
+
 inline Device GetDevice(int ordinal) {
   static std::array<Once<Device>, kMaxDevices> devices;
   if (ordinal < 0 || ordinal >= kMaxDevices) {
@@ -51,7 +57,7 @@ inline Device GetDevice(int ordinal) {
     ask(kComputeCapabilityMajor, &major);
     ask(kComputeCapabilityMinor, &minor);
     ask(kMultiprocessorCount, &device.processors);
-    device.arch = "sm_" + std::to_string(major) + std::to_string(minor) + (major >= 9 ? "a" : "");
+    device.arch = Architecture(major, minor);
     return error;
   });
   return error.empty() ? *devices[ordinal] : Device{.error = error};

@@ -101,7 +101,7 @@ class Variant:
     """One cubin: an op for one architecture with its compile-time choices.  Everything else is decided at run time."""
 
     op: str
-    arch: str  # "sm_90a" or "sm_100a"
+    arch: str  # "sm_90a" or "sm_100f"
     module: str  # the module with `compile(variant, out_dir)`
 
     family: ClassVar[str]
@@ -153,7 +153,7 @@ def _word(choice: tuple[str, Any]) -> str:
 
 EVIDENCE = {
     "sm_90a": "run on hardware",
-    "sm_100a": "compiled, interpreted, not run on hardware",
+    "sm_100f": "compiled, interpreted, not run on hardware",
 }
 
 

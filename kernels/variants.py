@@ -22,22 +22,49 @@ from .abi import (
 )
 
 DTYPES = ("bfloat16", "float16")
-HOPPER = "kernels.sm90"
+HOPPER, PLAIN = "kernels.sm90", "kernels.plain"
 MHA, MLA, MLA_FEW_HEADS = (f"{HOPPER}.{name}.fwd.kernel" for name in ("mha", "mla", "mla_few_heads"))
 MLA_BACKWARD, MLA_FEW_HEADS_BACKWARD = (f"{HOPPER}.{name}.bwd.kernel" for name in ("mla", "mla_few_heads"))
 BLACKWELL = "kernels.sm100.fwd.kernel"
 MLA_OPS = ("mla_span_fwd", "mla_sparse_fwd", "csa_fwd", "hca_fwd", "dsv4_decode")  # d 512, where K is V
 
+
+def plain(arch: str) -> tuple[Variant, ...]:
+    """The kernels without tensor cores, which every architecture has of the same source."""
+    return (
+        *(Combine("combine", arch, f"{PLAIN}.combine.kernel", dtype) for dtype in DTYPES),  # of split keys
+        TopK("indexer_topk", arch, f"{PLAIN}.topk.kernel", max_topk=2048),
+        *(Rope(op, arch, f"{PLAIN}.rope.{op}", 64, dtype) for op in ("rope", "rope_hadamard") for dtype in DTYPES),
+        *(IndexQuery("index_query", arch, f"{PLAIN}.rope.index_query", 64, dtype) for dtype in DTYPES),
+        *(
+            NormRope(op, arch, f"{PLAIN}.rope.norm_rope", 512, 64, dtype)
+            for op in ("norm_rope", "norm_rope_bwd")
+            for dtype in DTYPES
+        ),
+        *(
+            KvInsert("kv_insert", arch, f"{PLAIN}.kv_insert.kernel", 512, dtype, packing, pooled, running=running)
+            for dtype, packings in (("bfloat16", ("", "v4_fp8", "v41_fp8")), ("float16", ("",)))
+            for packing in packings
+            for pooled, running in ((False, False), (True, False), (True, True))
+        ),
+        *(
+            KvInsert("kv_insert", arch, f"{PLAIN}.kv_insert.kernel", 128, dtype, packing, pooled=True, hadamard=True)
+            for dtype, packings in (("bfloat16", ("", "index_fp8")), ("float16", ("",)))
+            for packing in packings
+        ),
+    )
+
+
 VARIANTS: tuple[Variant, ...] = (
     *(
         Forward("mha_fwd", arch, module, d, dtype)
-        for arch, module in (("sm_90a", MHA), ("sm_100a", BLACKWELL))
+        for arch, module in (("sm_90a", MHA), ("sm_100f", BLACKWELL))
         for d in (64, 128, 256)
         for dtype in DTYPES
     ),
     *(
         Forward(op, arch, module, 512, dtype)
-        for arch, module in (("sm_100a", BLACKWELL), ("sm_90a", MLA))
+        for arch, module in (("sm_100f", BLACKWELL), ("sm_90a", MLA))
         for op in MLA_OPS
         for dtype in DTYPES
     ),
@@ -79,7 +106,6 @@ VARIANTS: tuple[Variant, ...] = (
         if (op, d) != ("mha_dqdkdv", 256)  # dK, dV and dQ are more than registers hold
         for dtype in DTYPES
     ),
-    *(Combine("combine", "sm_90a", f"{HOPPER}.combine.kernel", dtype) for dtype in DTYPES),  # of split keys
     *(
         IndexerScores("indexer_scores", "sm_90a", f"{HOPPER}.indexer.scores.kernel", heads, dtype, paged)
         for paged in (False, True)
@@ -92,27 +118,10 @@ VARIANTS: tuple[Variant, ...] = (
         for heads in (16, 32, 64)
         for dtype in dtypes
     ),
-    TopK("indexer_topk", "sm_90a", f"{HOPPER}.indexer.topk.kernel", max_topk=2048),
     *(
         Probabilities("head_summed_probabilities", "sm_90a", f"{HOPPER}.indexer.probabilities.kernel", 512, dtype)
         for dtype in DTYPES
     ),
-    *(Rope(op, "sm_90a", f"{HOPPER}.rope.{op}", 64, dtype) for op in ("rope", "rope_hadamard") for dtype in DTYPES),
-    *(IndexQuery("index_query", "sm_90a", f"{HOPPER}.rope.index_query", 64, dtype) for dtype in DTYPES),
-    *(
-        NormRope(op, "sm_90a", f"{HOPPER}.rope.norm_rope", 512, 64, dtype)
-        for op in ("norm_rope", "norm_rope_bwd")
-        for dtype in DTYPES
-    ),
-    *(
-        KvInsert("kv_insert", "sm_90a", f"{HOPPER}.kv_insert.kernel", 512, dtype, packing, pooled, running=running)
-        for dtype, packings in (("bfloat16", ("", "v4_fp8", "v41_fp8")), ("float16", ("",)))
-        for packing in packings
-        for pooled, running in ((False, False), (True, False), (True, True))
-    ),
-    *(
-        KvInsert("kv_insert", "sm_90a", f"{HOPPER}.kv_insert.kernel", 128, dtype, packing, pooled=True, hadamard=True)
-        for dtype, packings in (("bfloat16", ("", "index_fp8")), ("float16", ("",)))
-        for packing in packings
-    ),
+    *plain("sm_90a"),
+    *plain("sm_100f"),
 )

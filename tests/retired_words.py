@@ -15,7 +15,8 @@ PACKAGE, KERNELS, FFI = "jax_dsv4_fmha", "kernels", "ffi"
 EVERYWHERE = (PACKAGE, KERNELS, FFI, "interpreter", "tests", "examples", "docs")
 ATTENTION = (
     "kernels/lib",
-    *(f"kernels/sm90/{name}" for name in ("mha", "mla", "mla_few_heads", "combine")),
+    *(f"kernels/sm90/{name}" for name in ("mha", "mla", "mla_few_heads")),
+    "kernels/plain/combine",
     "kernels/sm100",
     FFI,
 )

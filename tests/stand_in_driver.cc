@@ -1,4 +1,4 @@
-// A stand-in for libcuda.so.1: eight devices, the first four of sm_90 and the others of sm_100, whose functions count
+// A stand-in for libcuda.so.1: eight devices, four of sm_90, two of sm_100 and two of sm_103, whose functions count
 // their calls, check what they are given, and fail when told to. For ffi_test.cc.
 #include <atomic>
 #include <chrono>
@@ -74,7 +74,7 @@ int cuDeviceGet(int* device, int ordinal) {
 }
 
 int cuDeviceGetAttribute(int* value, int attribute, int device) {
-  *value = attribute == 16 ? 132 : attribute == 75 ? (device < 4 ? 9 : 10) : 0;
+  *value = attribute == 16 ? 132 : attribute == 75 ? (device < 4 ? 9 : 10) : device < 6 ? 0 : 3;
   return Call("cuDeviceGetAttribute");
 }
 

@@ -34,6 +34,7 @@ from jax_dsv4_fmha._host.library import manifest, variants
 from kernels import build
 from kernels.abi import (
     Combine,
+    Forward,
     IndexerScores,
     IndexerScoresAt,
     IndexQuery,
@@ -46,8 +47,8 @@ from kernels.abi import (
     TopK,
 )
 from kernels.cache import KernelCache
-from kernels.cubin import KernelInfo, read_kernel
-from kernels.variants import MLA, MLA_FEW_HEADS, MLA_FEW_HEADS_BACKWARD, VARIANTS
+from kernels.cubin import KernelInfo, read_code, read_kernel
+from kernels.variants import BLACKWELL, MLA, MLA_FEW_HEADS, MLA_FEW_HEADS_BACKWARD, VARIANTS
 
 ROOT = Path(__file__).parent.parent
 HAS_DSL = util.find_spec("cutlass") is not None
@@ -185,8 +186,8 @@ def test_an_edit_of_one_kernel_s_module_makes_its_variants_stale_alone(tmp_path)
     for module, wanted in (
         ("sm90/mla_few_heads/fwd/column_softmax.py", lambda v: v.module == MLA_FEW_HEADS),
         ("sm90/mla/fwd/packed.py", lambda v: v.module == MLA),
-        ("sm100/fwd/tcgen05.py", lambda v: v.arch == "sm_100a"),
-        ("sm90/combine/kernel.py", lambda v: isinstance(v, Combine)),
+        ("sm100/fwd/tcgen05.py", lambda v: v.module == BLACKWELL),
+        ("plain/combine/kernel.py", lambda v: isinstance(v, Combine)),
         ("variants.py", lambda v: False),
         ("lib/ptx.py", lambda v: True),
     ):
@@ -216,6 +217,26 @@ def test_kernels_share_modules_of_lib_alone():
         allowed = shared.get(module, "none")
         assert all(f"{m}.".startswith(f"{allowed}.") for m in others), (module, others)
         assert bool(others) == (module in shared), module
+
+
+FOR_B200_ALONE = """
+import dataclasses, sys; from pathlib import Path; from kernels import aot; from kernels.variants import VARIANTS
+(variant,) = (v for v in VARIANTS if v.key == sys.argv[1])
+print(aot.compile_variant(dataclasses.replace(variant, arch="sm_100a"), Path(sys.argv[2])).cubin.hex())
+"""
+
+
+@needs_dsl
+@pytest.mark.slow
+def test_one_build_for_a_family_costs_a_b200_nothing(tmp_path):
+    """For sm_100f ptxas makes the instructions that it makes for sm_100a."""
+    key = next(v.key for v in VARIANTS if v.arch == "sm_100f" and isinstance(v, Forward))
+    if key not in {v.key for v in variants()}:
+        pytest.skip("kernels are built for other architectures")
+    settings = {"CUTE_DSL_ARCH": "sm_100a", "CUTE_DSL_DISABLE_FILE_CACHING": "1"}
+    run = python("-c", FOR_B200_ALONE, key, str(tmp_path), **settings)
+    assert run.returncode == 0, run.stderr
+    assert read_code(bytes.fromhex(run.stdout.split()[-1])) == read_code(cubin(key))
 
 
 @needs_dsl

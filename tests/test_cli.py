@@ -136,7 +136,7 @@ def test_info_without_kernels(monkeypatch, capsys):
     text = capsys.readouterr().out
     assert "No kernels are built in" in text
     counts = Counter(v.arch for v in library.SHIPPED)
-    assert f"This version has {counts['sm_90a']} for sm_90a, {counts['sm_100a']} for sm_100a" in text
+    assert f"This version has {counts['sm_90a']} for sm_90a, {counts['sm_100f']} for sm_100f" in text
 
 
 class TestCheckTheReference:

@@ -237,7 +237,7 @@ def test_a_compressed_cache_that_has_run_over_shows_no_future(kind, implementati
 
 
 @pytest.mark.skipif(not library.variants_for("dsv4_decode", packing="v4_fp8"), reason="needs kernels to be built")
-@pytest.mark.parametrize("here", ["sm_100a", "sm_90a"])
+@pytest.mark.parametrize("here", ["sm_100f", "sm_90a"])
 def test_packed_caches_on_a_device_that_no_kernel_unpacks_them_on(here, monkeypatch):
     """Only Hopper has kernels that read packed entries: elsewhere "cubin" is an error, as soon as it is lowered."""
     monkeypatch.setattr(library, "local_architectures", lambda: (here,))
@@ -249,7 +249,7 @@ def test_packed_caches_on_a_device_that_no_kernel_unpacks_them_on(here, monkeypa
         assert "custom_call @dsv4_fmha_dsv4_decode" in traced.lower(lowering_platforms=("cuda",)).as_text()
         return
     with pytest.raises(
-        NotImplementedError, match="dsv4_decode: implementation: got 'cubin' on sm_100a, wanted a kernel that is built"
+        NotImplementedError, match="dsv4_decode: implementation: got 'cubin' on sm_100f, wanted a kernel that is built"
     ):
         traced.lower(lowering_platforms=("cuda",))
 

@@ -9,8 +9,10 @@ import pytest
 from jax_dsv4_fmha import dsv4_attention, explain, fmha, sparse_fmha
 from jax_dsv4_fmha._dispatch.explain import _warn
 from jax_dsv4_fmha._host import library
+from jax_dsv4_fmha.layers import from_config
 
 from .helpers import every_kernel
+from .test_layers import MODELS, shapes
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +106,7 @@ def test_without_a_gpu_nothing_is_logged(caplog, monkeypatch):
     assert "it would be hca_fwd: bfloat16, d=512" in decision.reason
 
 
-@pytest.mark.parametrize("built", [(), ("sm_100a",)])
+@pytest.mark.parametrize("built", [(), ("sm_100f",)])
 def test_what_would_run_where_no_kernel_is_built(monkeypatch, built):
     """By the table of this version's kernels, with the launches that there would be."""
     kernels = tuple(v for v in every_kernel() if v.arch in built)
@@ -112,7 +114,7 @@ def test_what_would_run_where_no_kernel_is_built(monkeypatch, built):
     monkeypatch.setattr(library, "local_architectures", lambda: ())
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     forward, gradient = explain(jax.grad(loss), *OPERANDS)
-    would_be = "sm_100a" if built else "sm_100a and sm_90a"
+    would_be = "sm_100f" if built else "sm_100f and sm_90a"
     assert f"on {would_be} it would be hca_fwd: bfloat16, d=512" in forward.reason
     missing = "for sm_90a " if built else ""
     assert f"no kernels {missing}are built in (`python -m jax_dsv4_fmha info`)" in gradient.reason
@@ -126,6 +128,29 @@ def test_what_would_run_where_no_kernel_is_built(monkeypatch, built):
     if not built:
         with pytest.raises(NotImplementedError, match=r"built nothing here .*; there are hca_fwd \(d=512, bfloat16"):
             jax.eval_shape(lambda q, kv: dsv4_attention(q, kv, kv, ratio=4, implementation="cubin"), *OPERANDS)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+def test_a_step_on_blackwell(monkeypatch, dtype):
+    """What needs no tensor cores has kernels there too; what needs them says where it has some."""
+    monkeypatch.setattr(library, "variants", every_kernel)
+    monkeypatch.setattr(library, "local_architectures", lambda: ("sm_100f",))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    if "sm_100f" not in library.architectures():
+        pytest.skip("kernels are built for other architectures")
+    sizes = {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "index_n_heads": 64}
+    layer = from_config(MODELS["v4"] | sizes)[1]
+    cache = jax.eval_shape(lambda: layer.cache(2, 64, dtype))
+    found = explain(lambda *args: layer.step(*args, lengths=9), shapes(layer), x(2, 1, layer.hidden), cache)
+    packed = dtype == "float8_e4m3fn"
+    ran = {how: {d.op for d in found if d.implementation == how} for how in ("kernel", "reference")}
+    index_query = "index_query" if packed else "rope_hadamard"
+    assert ran["kernel"] == {"norm_rope", "rope", "kv_insert", index_query}.union(["dsv4_decode"] * (not packed))
+    assert ran["reference"] == {"lightning_indexer"}.union(["dsv4_decode"] * packed)
+    for decision in found:
+        built = "built for sm_90a and sm_100f: " if decision.op in ("rope", "kv_insert") else ""
+        has = "built for sm_90a, and this process has sm_100f"
+        assert (has if decision.implementation == "reference" else built) in decision.reason
 
 
 def test_inside_of_loops():

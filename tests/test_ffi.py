@@ -75,12 +75,14 @@ def test_what_is_shipped_is_what_is_built():
         assert v.arch in library.shipped_for(v.op, **v.choices)
     here = library.architectures()
     assert [v.key for v in library.variants()] == [v.key for v in library.SHIPPED if v.arch in here]
-    assert library.shipped_for("mha_fwd", d=64, dtype="bfloat16") == ("sm_90a", "sm_100a")
+    assert library.shipped_for("mha_fwd", d=64, dtype="bfloat16") == ("sm_90a", "sm_100f")
     assert library.shipped_for("mha_fwd", d=63, dtype="bfloat16") == ()
     assert library.shipped_for("mha_fwd", d=64, dtype="float32") == ()
 
 
-@pytest.mark.parametrize(("capability", "arch"), [("8.9", "sm_89"), ("9.0", "sm_90a"), ("10.0", "sm_100a")])
+@pytest.mark.parametrize(
+    ("capability", "arch"), [("8.9", "sm_89"), ("9.0", "sm_90a"), ("10.0", "sm_100f"), ("10.3", "sm_100f")]
+)
 def test_architecture(capability, arch):
     assert split_kv.architecture(capability) == arch
 

@@ -136,7 +136,7 @@ def test_sass(key):
     assert (count["LDGSTS"] > 0) == ((variant.gathers and not packed) or long_odd), count
     assert (count["STAS"] > 0) == (row["cluster"] > 1), count
     a_tile = (variant.d + row["tile_n"]) // 16  # an MMA has k = 16: those of Q K', and those of P V
-    if variant.arch == "sm_100a":
+    if variant.arch == "sm_100f":
         of_v = row["tile_n"] // 16 * -(-variant.d // 256)  # an MMA has n <= 256
         assert count["UTCHMMA"] == 2 * variant.d // 16 + of_v, count  # Q K' of the first tile, and of the others
         assert count["LDTM"] >= 3 and count["STTM"] >= 1, count  # S, O to rescale, O to write; O, and P where it fits

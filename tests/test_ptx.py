@@ -16,7 +16,7 @@ from kernels.abi import ANY, Combine, Forward
 
 BUILT = [v.key for v in native.built(Forward) if v.arch == "sm_90a"]
 V41, V41_FP4 = "v41_fp8", "v41_fp4"
-COMBINE = {v.dtype: v.key for v in native.built(Combine)}
+COMBINE = {(v.arch, v.dtype): v.key for v in native.built(Combine)}
 ALIKE = {
     v.key for v in map(native.variant_of, BUILT) if v.dtype == "float16" or v.max_heads in (8, 32) or V41 in v.sources
 }
@@ -32,6 +32,11 @@ RUNS = [  # those have the same code as others: one case, which may be of COMPAR
 @functools.cache
 def kernel(key: str) -> Kernel:
     return Kernel.of(native.variant_of(key))
+
+
+def merging(variant: Forward) -> Kernel:
+    """The kernel that merges what the variant's splits leave."""
+    return kernel(COMBINE[variant.arch, variant.dtype])
 
 
 def operands(key: str, case: str) -> attention.Operands:
@@ -69,13 +74,13 @@ def test_splits_are_merged_right(key, case):
     x, (seed, *_) = operands(key, case), seeds(key, case)
     forward = launch(kernel(key), x, splits=3, seed=seed, processors=cases.PROCESSORS[case])
     forward.machine.run()
-    merged = combine(kernel(COMBINE[kernel(key).variant.dtype]), forward, seed=seed)
+    merged = combine(merging(kernel(key).variant), forward, seed=seed)
     judge(merged.run(), x, merged.scale)
 
 
 @pytest.mark.parametrize("splits", [2, 9, 24])
-@pytest.mark.parametrize("dtype", COMBINE)
-def test_merges_any_number_of_splits(dtype, splits):
+@pytest.mark.parametrize(("arch", "dtype"), COMBINE)
+def test_merges_any_number_of_splits(arch, dtype, splits):
     """By the definition, in float64. Some splits saw no key of a row, and left NaN there; one row saw none at all."""
     if (key := f"mha_fwd_sm_90a_d64_{dtype}") not in BUILT:
         pytest.skip(f"{key} is not built")
@@ -92,7 +97,7 @@ def test_merges_any_number_of_splits(dtype, splits):
     weights = np.exp(lse_parts.astype(np.float64))
     total = weights.sum(axis=3)
     o = (weights * np.where(seen, o_parts, 0)).sum(axis=3) / (total + np.exp(x.sink.astype(np.float64))[:, None])
-    merged = combine(kernel(COMBINE[dtype]), forward)
+    merged = combine(kernel(COMBINE[arch, dtype]), forward)
     got_o, got_lse = merged.run()
     with np.errstate(divide="ignore"):
         np.testing.assert_allclose(got_lse, np.log(total[..., 0]), rtol=1e-6, atol=1e-6)
@@ -146,7 +151,7 @@ def test_agrees_with_hardware(recorded):
     run = launch(kernel(variant.key), x, splits=splits, processors=1)
     if splits > 1:
         run.machine.run()
-        run = combine(kernel(COMBINE[variant.dtype]), run)
+        run = combine(merging(variant), run)
     assert_as_on_hardware(run.run(), recorded, x)
 
 

@@ -72,6 +72,34 @@ def test_two_floats(name, compute, rounding):
     assert (np.signbit(got) == np.signbit(want)).all()
 
 
+@pytest.mark.parametrize("kind", ["f16", "bf16"])
+@pytest.mark.parametrize(
+    ("instruction", "compute"),
+    [
+        ("add.rn.f32.{} %r10, %rs1, %r9;", lambda x, y, z: x + z),
+        ("sub.rn.f32.{} %r10, %rs1, %r9;", lambda x, y, z: x - z),
+        ("fma.rn.f32.{} %r10, %rs1, %rs2, %r9;", lambda x, y, z: x * y + z),
+    ],
+    ids=["add", "sub", "fma"],
+)
+def test_halves_beside_fp32(instruction, compute, kind):
+    """What is narrow is widened first, so that a result is rounded once."""
+    dtype = {"f16": np.float16, "bf16": BF16}[kind]
+    x, y = (np.concatenate([[np.inf, 0, -3], RNG.standard_normal(29)]).astype(dtype) for _ in range(2))
+    z = np.concatenate([[1, -0.0, 1e30], RNG.standard_normal(29)]).astype(np.float32)
+    body = f"""
+  ld.global.b32 %r8, [%rd3];
+  ld.global.b32 %r9, [%rd3+128];
+  mov.b32 {{%rs1, %rs2}}, %r8;
+  {instruction.format(kind)}
+  st.global.b32 [%rd5], %r10;
+"""
+    got = run(body, np.concatenate([np.stack([x, y], 1).view(np.uint32).ravel(), z.view(np.uint32)])).view(np.float32)
+    want = np.array([compute(*map(float, v)) for v in zip(x, y, z, strict=True)]).astype(np.float32)
+    np.testing.assert_array_equal(got, want)
+    assert (np.signbit(got) == np.signbit(want)).all()
+
+
 def test_a_sum_rounded_downwards_of_what_fp64_cannot_hold():
     """1 - 2^-100 is below 1, though fp64 has no number between."""
     x = np.full(64, 1, np.float32), np.full(64, -(2.0**-100), np.float32), np.zeros(64, np.float32)

@@ -17,7 +17,7 @@ from interpreter.kernels.verdict import judge
 from kernels.abi import Combine, Forward, MlaBackward
 
 ATTENTION = [v.key for family in (Forward, MlaBackward) for v in native.built(family) if v.arch == "sm_90a"]
-COMBINE = {v.dtype: v.key for v in native.built(Combine)}
+COMBINE = {(v.arch, v.dtype): v.key for v in native.built(Combine)}
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def check(case: Case) -> None:
     run = launch(k, x, splits=case.splits, processors=case.processors, seed=case.seed)
     run.machine.run()
     if case.splits > 1:
-        run = combine(kernel(COMBINE[k.variant.dtype]), run, seed=case.seed)
+        run = combine(kernel(COMBINE[k.variant.arch, k.variant.dtype]), run, seed=case.seed)
         run.machine.run()
     judge(run.results(), x, run.scale)
 

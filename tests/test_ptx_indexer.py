@@ -23,6 +23,7 @@ from interpreter.kernels.indexer import (
 )
 from interpreter.kernels.verdict import Wrong
 from interpreter.machine.hazards import Deadlock, OutOfBounds, Race
+from kernels.abi import TopK
 
 KEYS = tuple(
     f"indexer_scores_sm_90a_heads{heads}_{dtype}"
@@ -110,10 +111,11 @@ def rows(s):
     return x, start[None], stop[None]
 
 
+@pytest.mark.parametrize("chooser", native.built(TopK), ids=lambda v: v.arch)
 @pytest.mark.parametrize(("s", "topk"), [(640, 33), (4500, 512)], ids=["short", "sampled"])
-def test_choice(s, topk):
+def test_choice(s, topk, chooser):
     scores, start, stop = rows(s)
-    judge_choice(choose(scores, start, stop, topk), start, stop)
+    judge_choice(choose(scores, start, stop, topk, variant=chooser), start, stop)
 
 
 # ---- faults of the scores

@@ -28,9 +28,13 @@ RAGGED_LONG = {"lengths": (64, 62, 63, 66), "ratio": 32, "steps": 4, **RAGGED}
 RAGGED_PAGED = {"lengths": (9, 6, 1, 7), "page": 4, "table": ((7, 2, 0), (9, 3, 4), (5, 1, 1), (6, -1, 8)), **RAGGED}
 
 
-def variant(**choices):
+every_arch = pytest.mark.parametrize("arch", dict.fromkeys(v.arch for v in BUILT.values()))
+
+
+def variant(arch="", **choices):
+    """With these choices; of any architecture, or this one."""
     choices = {"running": False} | choices
-    found = [v for v in BUILT.values() if choices.items() <= v.choices.items()]
+    found = [v for v in BUILT.values() if arch in v.arch and choices.items() <= v.choices.items()]
     return found[0] if found else pytest.skip("not built")
 
 
@@ -79,9 +83,10 @@ def test_sums_of_short_blocks(sizes):
     judge(x, run(x))
 
 
-def test_histories_leave_no_trace():
+@every_arch
+def test_histories_leave_no_trace(arch):
     """Tokens in one step or one by one, with others that are taken back: an entry has the same bits."""
-    v = variant(dtype="bfloat16", packing="", running=True)
+    v = variant(arch, dtype="bfloat16", packing="", running=True)
     x = Problem.of(v, (16,), 1, ratio=16, steps=4)
     rows = np.random.default_rng(1).standard_normal((16, x.joined.shape[2])).astype(np.float32)
 
@@ -141,9 +146,9 @@ def without_barrier(which):
     return edit
 
 
-def run_with(choices, sizes):
+def run_with(arch, choices, sizes):
     def check(fault, seed):
-        x = Problem.of(variant(**choices), **sizes)
+        x = Problem.of(variant(arch, **choices), **sizes)
         judge(x, run(x, seed=seed, edit=fault.planted_in))
 
     return check
@@ -167,11 +172,12 @@ FAULTS = [
 ]
 
 
+@every_arch
 @pytest.mark.parametrize(
     ("fault", "choices", "sizes"), FAULTS, ids=lambda x: str(x) if isinstance(x, PlantedFault) else ""
 )
-def test_fault(fault, choices, sizes):
-    fault.check(run_with(choices, sizes), seeds=(0,))
+def test_fault(fault, choices, sizes, arch):
+    fault.check(run_with(arch, choices, sizes), seeds=(0,))
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,9 @@ from interpreter.machine.hazards import OutOfBounds, Race
 from kernels.abi import IndexQuery, NormRope, Rope
 
 BUILT = {v.key: v for family in (Rope, NormRope, IndexQuery) for v in native.built(family)}
-OPS = {
-    op: next((v for v in BUILT.values() if v.op == op), None)
-    for op in ("rope", "rope_hadamard", "index_query", "norm_rope", "norm_rope_bwd")
-}
+OPS = ("rope", "rope_hadamard", "index_query", "norm_rope", "norm_rope_bwd")
+PARAMS = {v.op: [p.name for p in v.params] for v in BUILT.values()}
+every_arch = pytest.mark.parametrize("arch", dict.fromkeys(v.arch for v in BUILT.values()))
 SHAPE = (2, 3, 7)  # rows that fill no CTA
 
 
@@ -31,13 +30,15 @@ def test_is_right(key):
         judge(x, run(x, direction=-1), direction=-1)
 
 
+def variant(op, arch, dtype="bfloat16"):
+    return next(v for v in BUILT.values() if (v.op, v.arch, v.dtype) == (op, arch, dtype))
+
+
+@every_arch
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_codes_are_those_of_the_steps_apart(dtype):
+def test_codes_are_those_of_the_steps_apart(arch, dtype):
     """Bit for bit: what `rope_hadamard` writes, quantized by NumPy, for rows of all sizes, down to subnormals."""
-    apart, at_once = (
-        next((v for v in BUILT.values() if (v.op, v.dtype) == (op, dtype)), None) or pytest.skip("not built")
-        for op in ("rope_hadamard", "index_query")
-    )
+    apart, at_once = (variant(op, arch, dtype) for op in ("rope_hadamard", "index_query"))
     x = Problem.of(at_once, *SHAPE)
     sizes = 2.0 ** -np.arange(x.x[..., 0].size).reshape(*x.x.shape[:3], 1)
     x = replace(x, x=(x.x * sizes).astype(dtype))
@@ -69,8 +70,7 @@ def half_of_the_maximum(text):
 def one_row_too_many(text):
     """A row counts as there that is not."""
     of = next(op for op in ("norm_rope", "index_query", "rope") if op in text)  # rope_hadamard has rope's
-    params = [p.name for p in OPS[of].params]
-    pattern = rf"(ld\.param\.b32\s+(%r\d+), {edits.parameter(text, params, 'rows')};)"
+    pattern = rf"(ld\.param\.b32\s+(%r\d+), {edits.parameter(text, PARAMS[of], 'rows')};)"
     return edits.replace(text, pattern, lambda m: f"{m[1]}\nadd.s32 {m[2]}, {m[2]}, 1;")
 
 
@@ -98,18 +98,19 @@ FAULTS = [
 ]
 
 
-def run_with(fault, seed):
-    x = Problem.of(OPS[fault.kernel] or pytest.skip("not built"), *SHAPE)
-    judge(x, run(x, seed=seed, edit=fault.planted_in))
-
-
+@every_arch
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda x: f"{x.kernel}: {x}")
-def test_fault(fault):
+def test_fault(fault, arch):
+    def run_with(fault, seed):
+        x = Problem.of(variant(fault.kernel, arch), *SHAPE)
+        judge(x, run(x, seed=seed, edit=fault.planted_in))
+
     fault.check(run_with, seeds=(0,))
 
 
-def test_the_other_way_is_found():
+@every_arch
+def test_the_other_way_is_found(arch):
     """The direction is a number that the launch gives, so this fault is planted without an edit of the kernel."""
-    x = Problem.of(OPS["rope"] or pytest.skip("not built"), *SHAPE)
+    x = Problem.of(variant("rope", arch), *SHAPE)
     with pytest.raises(Wrong, match="numbers are wrong"):
         judge(x, run(x, direction=-1))

@@ -30,7 +30,7 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).parent.parent
-SM100 = {v.key: v for v in VARIANTS if v.arch == "sm_100a"}
+SM100 = {v.key: v for v in VARIANTS if isinstance(v, Forward) and v.arch == "sm_100f"}
 
 
 def seen(case: str, b: int, s_q: int, s_kv: int) -> tuple[Array, Array]:
@@ -134,9 +134,9 @@ def test_config_refuses_what_does_not_fit():
 # Planted faults: an edit of the source, which is compiled, or of the PTX.
 
 
-DENSE = "mha_fwd_sm_100a_d128_bfloat16"
-LATENT = "mla_span_fwd_sm_100a_d512_bfloat16"
-FUSED = "csa_fwd_sm_100a_d512_bfloat16"
+DENSE = "mha_fwd_sm_100f_d128_bfloat16"
+LATENT = "mla_span_fwd_sm_100f_d512_bfloat16"
+FUSED = "csa_fwd_sm_100f_d512_bfloat16"
 DENSE_TILE, LATENT_TILE = 128, 64  # keys
 KIB = 1024
 SMEM = {  # what lies in shared memory, in order

@@ -151,10 +151,17 @@ def run(
 
 
 def choose(
-    scores: Array, start: Array, stop: Array, topk: int, *, edit: Edit = lambda text: text, seed: int = 0
+    scores: Array,
+    start: Array,
+    stop: Array,
+    topk: int,
+    *,
+    variant: TopK = TOPK,
+    edit: Edit = lambda text: text,
+    seed: int = 0,
 ) -> Run:
     """Runs the second kernel alone, on given scores [rows, s]."""
-    kernel, memory, rows = Kernel.of(TOPK), new_memory(), len(scores)
+    kernel, memory, rows = Kernel.of(variant), new_memory(), len(scores)
     addresses = {name: memory.add(name, x) for name, x in (("scores", scores), ("start", start), ("stop", stop))}
     for name in ("indices", "values"):
         addresses[name] = memory.add(name, None, rows * topk * 4)

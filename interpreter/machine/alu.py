@@ -19,6 +19,7 @@ from .parser import Arg, Instruction
 from .state import FULL, GENERIC_PARAM_BASE, LANES, PARAM_BASE, SHARED_WINDOW, Array, Warp, mask_of
 
 BF16, E4M3 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
+HALVES = {"bf16": BF16, "f16": np.float16}
 
 
 def kind_of(i: Instruction, d: Decoder) -> str:
@@ -129,6 +130,24 @@ def two_floats(i: Instruction, d: Decoder) -> Step:
     return elementwise(d, i, "b64", ["u64"] * (3 if name == "fma" else 2), compute)
 
 
+def with_halves(i: Instruction, d: Decoder) -> Step:
+    """add, sub and fma of .f32.f16 and .f32.bf16: all operands except the last have 16 bits, and become fp32 first."""
+    name, half = i.opcode.split(".")[0], HALVES[i.mods[-1]]
+    i.only("rn", "f32", i.mods[-1])
+    base: Callable[..., Array] = fma if name == "fma" else FLOAT[name]
+
+    def compute(*given: Array) -> Array:
+        return base(*(x.view(half).astype(np.float32) for x in given[:-1]), given[-1])
+
+    return elementwise(d, i, "f32", ["b16"] * (2 if name == "fma" else 1) + ["f32"], compute)
+
+
+def fma(a: Array, b: Array, c: Array) -> Array:
+    """fp32; the product of two fp32 is exact in fp64."""
+    result: Array = (a.astype(np.float64) * b.astype(np.float64) + c.astype(np.float64)).astype(np.float32)
+    return result
+
+
 def sum_downwards(a: Array, b: Array) -> Array:
     """fp32, rounded to minus infinity, of the exact sum of two fp64."""
     total = a + b
@@ -145,6 +164,8 @@ def sum_downwards(a: Array, b: Array) -> Array:
 def arithmetic(i: Instruction, d: Decoder) -> Step:
     if i.has("f32x2"):
         return two_floats(i, d)
+    if i.has("f32") and i.mods[-1] in HALVES:
+        return with_halves(i, d)
     name, kind = i.opcode.split(".")[0], kind_of(i, d)
     if kind in ("f32", "f64"):
         ftz = _rounding(i, d)
@@ -215,14 +236,11 @@ def fused(i: Instruction, d: Decoder) -> Step:
             return exact.astype(np.float32).astype(BF16).view(np.uint32)
 
         return elementwise(d, i, "b32", ["u32"] * 3, pairs)
+    if i.has("f32") and i.mods[-1] in HALVES:
+        return with_halves(i, d)
     if kind_of(i, d) != "f32":
         raise d.fail(i.opcode)
-    ftz = _rounding(i, d)
-
-    def compute(a: Array, b: Array, c: Array) -> Array:  # the product of two fp32 is exact in fp64
-        x = (a.astype(np.float64) * b.astype(np.float64) + c.astype(np.float64)).astype(np.float32)
-        return flush(x) if ftz else x
-
+    compute = (lambda a, b, c: flush(fma(a, b, c))) if _rounding(i, d) else fma
     return elementwise(d, i, "f32", ["f32"] * 3, compute)
 
 
@@ -506,11 +524,10 @@ def convert(i: Instruction, d: Decoder) -> Step:
         return elementwise(d, i, "b32", ["b16"], lambda a: a.view(E4M3).astype(np.float16).view(np.uint32))
     if rest not in ([], ["rn"], ["rni"], ["rzi"], ["sat"], ["rn", "ftz"]):
         raise d.fail(i.opcode)
-    half = {"bf16": BF16, "f16": np.float16}
-    if to in half and source == "f32":
-        return elementwise(d, i, "b16", ["f32"], lambda a: round_bits(a, half[to]))
-    if to == "f32" and source in half:
-        return elementwise(d, i, "f32", ["b16"], lambda a: a.view(half[source]).astype(np.float32))
+    if to in HALVES and source == "f32":
+        return elementwise(d, i, "b16", ["f32"], lambda a: round_bits(a, HALVES[to]))
+    if to == "f32" and source in HALVES:
+        return elementwise(d, i, "f32", ["b16"], lambda a: a.view(HALVES[source]).astype(np.float32))
     if to not in DTYPES or source not in DTYPES or rest == ["sat"]:
         raise d.fail(i.opcode)
     wide_to, wide_from = bits_of(to), bits_of(source)

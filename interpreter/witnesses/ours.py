@@ -26,7 +26,7 @@ def forms() -> Mapping[str, list[str]]:
     """Form -> the keys of the kernels that execute it. float16 is the same code up to conversions."""
     found: dict[str, set[str]] = {}
     for variant in VARIANTS:
-        if not isinstance(variant, Forward) or variant.arch != "sm_100a" or variant.dtype != "bfloat16":
+        if not isinstance(variant, Forward) or variant.arch != "sm_100f" or variant.dtype != "bfloat16":
             continue
         kernel = Kernel.of(variant)
         for case in CASES:

@@ -25,9 +25,11 @@ def processors(arch: str) -> int:
 
 
 def architecture(compute_capability: str) -> str:
-    """The architecture of a compute capability: "sm_90a" for "9.0"."""
+    """What kernels for a compute capability are compiled for: "sm_90a" for "9.0", and "sm_100f" for the family 10."""
     major, minor = compute_capability.split(".")
-    return f"sm_{major}{minor}" + ("a" if int(major) >= 9 else "")
+    if int(major) >= 10:
+        return f"sm_{major}0f"
+    return f"sm_{major}{minor}" + ("a" if int(major) == 9 else "")
 
 
 def split_count(row_tiles: int, key_tiles: int, unit: int, processors: int) -> int:

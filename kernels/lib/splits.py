@@ -1,4 +1,4 @@
-"""Split-KV: several CTAs share the keys of one row tile, and `kernels.sm90.combine` merges their partial results.
+"""Split-KV: several CTAs share the keys of one row tile, and `kernels.plain.combine` merges their partial results.
 
 Each split has an even share of the key tiles that the rows see, so sequences of different lengths stay balanced. A
 share may be empty.

@@ -7,9 +7,8 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Uint32
 
 from kernels.lib.fp8_rows import GREATEST, amax, quantized, write_words
-from kernels.lib.ptx import clip, power_of_two, to_e4m3
+from kernels.lib.ptx import clip, power_of_two, round_pair, to_e4m3
 from kernels.lib.rows import WARP, store
-from kernels.lib.wgmma import round_pair
 
 from .config import DIMS, Config
 

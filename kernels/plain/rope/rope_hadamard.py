@@ -17,12 +17,12 @@ from kernels.aot import Compiled
 from kernels.lib.hadamard import hadamard, rounded
 
 from .config import INDEX_D, VECTOR, Config
-from .rope import RopeSm90
+from .rope import RopeKernel
 from .rows import as_float, index_rows, rotate, write
 
 
-class RopeHadamardSm90(RopeSm90):
-    """RopeSm90 for rows of INDEX_D numbers, which it transforms."""
+class RopeHadamardKernel(RopeKernel):
+    """RopeKernel for rows of INDEX_D numbers, which it transforms."""
 
     symbol = "rope_hadamard"
 
@@ -47,4 +47,4 @@ class RopeHadamardSm90(RopeSm90):
 
 
 def compile(variant: Rope, out_dir: Path) -> Compiled:
-    return RopeHadamardSm90(Config(variant.dtype, variant.dims, hadamard=True)).compile(variant, out_dir)
+    return RopeHadamardKernel(Config(variant.dtype, variant.dims, hadamard=True)).compile(variant, out_dir)

@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from kernels.lib.wgmma import round_pair
+from kernels.lib.ptx import round_pair
 
 from .config import INDEX_D, VECTOR, Config
 

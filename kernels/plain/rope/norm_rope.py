@@ -22,7 +22,7 @@ from .config import VECTOR, Config
 from .rows import as_float, read, rotate, token, total, write
 
 
-class NormRopeSm90(Kernel):
+class NormRopeKernel(Kernel):
     """The norm and RoPE, or their gradient, with a warp a row."""
 
     @property
@@ -102,4 +102,4 @@ class NormRopeSm90(Kernel):
 
 def compile(variant: NormRope, out_dir: Path) -> Compiled:
     config = Config(variant.dtype, variant.dims, variant.d, variant.op == "norm_rope_bwd")
-    return NormRopeSm90(config).compile(variant, out_dir)
+    return NormRopeKernel(config).compile(variant, out_dir)

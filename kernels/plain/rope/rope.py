@@ -26,7 +26,7 @@ from .config import VECTOR, Config
 from .rows import as_float, read, rotate, token, write
 
 
-class RopeSm90(Kernel):
+class RopeKernel(Kernel):
     """RoPE in place."""
 
     symbol = "rope"
@@ -70,4 +70,4 @@ class RopeSm90(Kernel):
 
 
 def compile(variant: Rope, out_dir: Path) -> Compiled:
-    return RopeSm90(Config(variant.dtype, variant.dims)).compile(variant, out_dir)
+    return RopeKernel(Config(variant.dtype, variant.dims)).compile(variant, out_dir)

@@ -1,4 +1,4 @@
-"""SMEM of `indexer_topk_sm90`."""
+"""SMEM of `indexer_topk`."""
 
 from dataclasses import dataclass
 

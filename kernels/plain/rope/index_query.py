@@ -24,7 +24,7 @@ from .config import INDEX_D, VECTOR, Config
 from .rows import as_float, index_rows, rotate
 
 
-class IndexQuerySm90(Kernel):
+class IndexQueryKernel(Kernel):
     """Queries to codes and scales."""
 
     symbol = "index_query"
@@ -75,4 +75,4 @@ class IndexQuerySm90(Kernel):
 
 
 def compile(variant: IndexQuery, out_dir: Path) -> Compiled:
-    return IndexQuerySm90(Config(variant.dtype, variant.dims, hadamard=True)).compile(variant, out_dir)
+    return IndexQueryKernel(Config(variant.dtype, variant.dims, hadamard=True)).compile(variant, out_dir)

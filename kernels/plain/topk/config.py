@@ -1,4 +1,4 @@
-"""Compile-time choices of `indexer_topk_sm90`."""
+"""Compile-time choices of `indexer_topk`."""
 
 from dataclasses import dataclass
 

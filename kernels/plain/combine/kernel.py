@@ -17,15 +17,14 @@ from cutlass import Float32, Int32, Int64
 from kernels.abi import Combine
 from kernels.aot import Compiled
 from kernels.lib.launch import Kernel, i32, pointers
-from kernels.lib.ptx import add_weighted, load_four_if, load_or_minus_inf
+from kernels.lib.ptx import add_weighted, load_four_if, load_or_minus_inf, round_pair
 from kernels.lib.rows import ceil_div, load, store
 from kernels.lib.softmax import LN_2, LOG2_E, exp2
-from kernels.lib.wgmma import round_pair
 
 from .config import AT_ONCE, FOR_MAXIMUM, Config
 
 
-class CombineSm90(Kernel):
+class CombineKernel(Kernel):
     symbol = "combine"
 
     @cute.jit
@@ -150,4 +149,4 @@ def add(total: Float32, acc: tuple, lse: Float32, shift: Float32, columns: cute.
 
 
 def compile(variant: Combine, out_dir: Path) -> Compiled:
-    return CombineSm90(Config(variant.dtype)).compile(variant, out_dir)
+    return CombineKernel(Config(variant.dtype)).compile(variant, out_dir)

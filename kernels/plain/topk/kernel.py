@@ -48,8 +48,8 @@ class Arrays(NamedTuple):
     values: cute.Pointer  # float32 as uint32 [b, s_q, topk], where wanted
 
 
-class IndexerTopKSm90(Kernel):
-    symbol = "indexer_topk_sm90"
+class TopKKernel(Kernel):
+    symbol = "indexer_topk"
 
     @cute.jit
     def __call__(
@@ -126,4 +126,4 @@ class IndexerTopKSm90(Kernel):
 def compile(variant: TopK, out_dir: Path) -> Compiled:
     if variant.max_topk > MAX_TOPK:
         raise ValueError(f"topk is {MAX_TOPK} at most, got {variant.max_topk}")
-    return IndexerTopKSm90(Config()).compile(variant, out_dir, ctas=CTAS)
+    return TopKKernel(Config()).compile(variant, out_dir, ctas=CTAS)

@@ -25,9 +25,9 @@ from kernels.abi import KvInsert
 from kernels.aot import Compiled
 from kernels.lib.hadamard import hadamard, rounded
 from kernels.lib.launch import Kernel, i32, pointers
+from kernels.lib.ptx import round_pair
 from kernels.lib.rows import WARP, ceil_div, load, store
 from kernels.lib.softmax import LOG2_E, exp2
-from kernels.lib.wgmma import round_pair
 
 from .config import AT_ONCE, COLUMNS, DIMS, PARTS, Config
 from .packed import write_packed
@@ -66,7 +66,7 @@ class Extents(NamedTuple):
     eps: Float32
 
 
-class KvInsertSm90(Kernel):
+class KvInsertKernel(Kernel):
     symbol = "kv_insert"
 
     @cute.jit
@@ -376,4 +376,4 @@ def write_rounded(numbers: cute.Tensor, target: cute.Pointer) -> None:
 
 def compile(variant: KvInsert, out_dir: Path) -> Compiled:
     config = Config(variant.dtype, variant.d, variant.packing, variant.pooled, variant.hadamard, variant.running)
-    return KvInsertSm90(config).compile(variant, out_dir)
+    return KvInsertKernel(config).compile(variant, out_dir)
