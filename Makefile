@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST := OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal  # a core for each
 
 .DEFAULT_GOAL := help
-.PHONY: help demo installed quick test test-hf test-witnesses wheel docs lint fmt build clean pictures
+.PHONY: help demo installed quick test test-hf test-witnesses test-orders wheel docs lint fmt build clean pictures
 .NOTPARALLEL:
 
 help: ## show this
@@ -35,11 +35,14 @@ quick: installed lint ## lint, and every test that is not slow and neither compi
 test: build .venv/.tools ## set up, build every kernel, and run all tests
 	$(PYTEST)
 
-test-hf: .venv-hf/.tools ## compare layers and a whole model with Hugging Face transformers, in an environment of its own
-	PYTHONPATH=. .venv-hf/bin/python -m pytest -W ignore tests/test_hf.py tests/test_hf_model.py
+test-hf: .venv-hf/.tools ## compare with Hugging Face transformers, and ask the HTTP endpoint by OpenAI's client, in an environment of its own
+	PYTHONPATH=. .venv-hf/bin/python -m pytest -W ignore tests/test_hf.py tests/test_hf_model.py tests/test_http.py
 
-test-witnesses: .venv-witnesses/.tools ## run others' Blackwell kernels in the interpreter, in an environment of its own; ARGS=--quick for five
+test-witnesses: .venv-witnesses/.tools ## run others' Blackwell kernels in the interpreter, in an environment of its own; ARGS=--quick for ten
 	PYTHONPATH=. OPENBLAS_NUM_THREADS=1 .venv-witnesses/bin/python -m interpreter.witnesses $(ARGS)
+
+test-orders: build .venv/.tools ## show that attention's kernels end in every order of events; ARGS=mha for some
+	PYTHONPATH=. OPENBLAS_NUM_THREADS=1 $(BIN)/python -m interpreter.kernels.orders $(ARGS)
 
 docs: .venv-docs/.tools ## build the pages into build/site; a warning, such as a link that leads nowhere, is an error
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict  # not --quiet, which drops warnings before they count
@@ -104,7 +107,7 @@ REQUIREMENTS = $(BIN)/python -c "import tomllib; p = tomllib.load(open('pyprojec
 	@echo "make: packages from PyPI, into .venv-hf"
 	@test -x .venv-hf/bin/python || $(PYTHON) -m venv .venv-hf
 	@.venv-hf/bin/python -m pip install --quiet --disable-pip-version-check \
-	    pytest hypothesis "jax>=0.10" "torch==2.13.0" "transformers>=5.23"
+	    pytest hypothesis "jax>=0.10" "torch==2.13.0" "transformers>=5.23" starlette uvicorn "openai>=3"
 	@touch $@
 
 # Lists of pyproject.toml: the witnesses themselves, without what they ask for, and what they import.

@@ -1,8 +1,10 @@
-"""Draws the pictures of the pages, as SVG: who sees what, from the very `Span`s, and who works when in a kernel.
+"""Draws the pictures of the pages, as SVG: who sees what, from the very `Span`s; who works when in a kernel; and times
+beside those of peers, from the records.
 
 `python docs/draw.py` writes them into docs/pictures; `tests/test_docs.py` asserts that it would change nothing.
 """
 
+import json
 import textwrap
 from collections.abc import Callable, Sequence
 from html import escape
@@ -314,6 +316,40 @@ def kv_insert() -> str:
     return timeline("kv_insert: a sequence whose block is complete", [*lanes, ("a warp", finish)])
 
 
+BESIDE = (  # what is timed; the peer; the record, and the row, of its time and of ours
+    ("a prompt, window and 1024 chosen entries", "FlashMLA", "flashmla", *["peers: d 512 window 128 + top-k 1024 of 8192 b1 s4096 h128"] * 2),
+    ("a prompt, window alone", "FlashMLA", "flashmla", *["peers: d 512 window 128 b1 s4096 h128"] * 2),
+    ("a step from FP8 caches, 64 sequences", "FlashMLA", "flashmla", *["peers: d 512 window 128 + top-k 1024 of 16384 b64 s2 h128 fp8"] * 2),
+    ("the indexer, 512 of 8192 entries", "cuDNN frontend", "cudnn_frontend", *[f"{of}: top-k 512 of 8192, bfloat16 h64, b1 s4096" for of in ("peers", "indexer")]),
+    ("backward, window alone", "XLA", "xla", *["grad: gradient of d 512 window 128 b1 s4096 h128"] * 2),
+    ("backward, d 128, sliding window", "cuDNN", "cudnn", *["grad: gradient of d 128 window 128 b2 s8192 h16/1"] * 2),
+)  # fmt: skip
+
+
+def beside_peers() -> str:
+    """A bar for each: how many times as long as ours the best peer takes that we timed."""
+
+    def seconds(row: str, name: str) -> float:
+        file, _, wanted = row.partition(": ")
+        rows = json.loads((PICTURES.parent / f"h200_{file}.json").read_text())["rows"]
+        return float(next(x for x in rows if x["name"] == wanted)["times"][name]["seconds"])
+
+    unit, across, down, top = 250, WIDTH - 2 * MARGIN, LINE + 42, 2 * LINE + 12
+    body = [text(MARGIN, LINE, "How many times as long as ours others take, on one H200")]
+    for i, (what, who, name, theirs, mine) in enumerate(BESIDE):
+        ratio, y = seconds(theirs, name) / seconds(mine, "ours"), top + i * down
+        body += [text(MARGIN, y + 14, what), box(MARGIN, y + LINE, min(ratio * unit, across), 30, "scores")]
+        if ratio * unit > across:  # the bar is broken
+            body.append(box(MARGIN + across - 40, y + LINE, 10, 30, "page"))
+        body.append(text(MARGIN + 10, y + LINE + 21, f"{who} {ratio:.{2 * (ratio < 9.95)}f} ×", "on"))
+        body.append(box(MARGIN + unit - 2, y + LINE - 4, 4, 38, "ink"))
+    height = top + len(BESIDE) * down
+    body.append(text(MARGIN + unit, height + 10, "ours", anchor="middle"))
+    note = "Forward and steps: 128 heads of d 512. The cuDNN frontend's time is of another run."
+    body += paragraph(MARGIN, height + LINE + 16, note, across)
+    return svg(height + 3 * LINE + 16, body, "Attention beside the best peer that was timed")
+
+
 DRAWN: dict[str, Callable[[], str]] = {
     f.__name__.replace("_", "-"): f
     for f in (
@@ -329,6 +365,7 @@ DRAWN: dict[str, Callable[[], str]] = {
         mha_backward,
         rope,
         kv_insert,
+        beside_peers,
     )
 }
 

@@ -26,14 +26,13 @@ PAGES = (DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md")))
 MARKED = re.compile(r"(<!-- generated: (\S+) -->\n).*?(<!-- end -->)", re.S)
 
 
-def load(name: str) -> dict[str, Any]:
-    data: dict[str, Any] = json.loads((DOCS / f"{name}.json").read_text())
-    return data
+def load(name: str) -> Any:
+    return json.loads((DOCS / f"{name}.json").read_text())
 
 
 FORWARD, DECODE, GRAD = map(load, ("h200", "h200_decode", "h200_grad"))
 INDEXER, LAYER, PEERS, NOTED = map(load, ("h200_indexer", "h200_layer", "h200_peers", "h200_kernels"))
-STEPS, WITNESSED, FORMS = map(load, ("h200_steps", "witnesses", "blackwell_forms"))
+STEPS, WITNESSED, FORMS, ORDERS = map(load, ("h200_steps", "witnesses", "blackwell_forms", "orders"))
 PROFILES: dict[str, Any] = NOTED["profiles"]
 SMS = int(FORWARD["devices"][0]["sms"])
 
@@ -484,6 +483,33 @@ def planted_in() -> str:
     return f"Planted in: {', '.join(names)}."
 
 
+def orders() -> str:
+    """By op and chip: how large the skeletons of its kernels' launches are, and what every order of them does."""
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for x in ORDERS:
+        op, _, rest = x["kernel"].partition("_sm_")
+        found.setdefault((op, f"sm_{rest.partition('_')[0]}"), []).append(x)
+    rows = []
+    for (op, arch), some in found.items():
+        sizes = []
+        for what in ("warps", "barriers", "events"):
+            least, most = (limit(x[what] for x in some) for limit in (min, max))
+            sizes.append(f"{least}" if least == most else f"{least} to {most}")
+        loose = sum(x["loose"] > 0 for x in some)
+        does = "ends" if all(x["right"] for x in some) else "FAULT"
+        does += f"; in {loose} launches {max(x['loose'] for x in some)} waits may pass in several phases" * bool(loose)
+        seconds = f"{max(x['seconds'] for x in some):.2f}"
+        rows.append([op, arch, f"{len({x['kernel'] for x in some})}, {len(some)}", *sizes, seconds, does])
+    header = "op | chip | kernels, launches | warps | barriers | events | longest, s | every order"
+    return texts(header, rows)
+
+
+def order_count() -> str:
+    longest = max(ORDERS, key=lambda x: x["events"])
+    return wrapped(f"""{len(ORDERS)} launches of {len({x["kernel"] for x in ORDERS})} kernels, of a few tiles of keys: {sum(x["right"] for x in ORDERS)} end in every order, {sum(x["loose"] == 0 for x in ORDERS)} with no event in
+another phase. The largest has {longest["events"]} events; the argument took {longest["seconds"]:.2f} s for it, beside two runs of {longest["run_s"] / 2:.0f} s.""")
+
+
 def interpreted() -> str:
     seconds = sorted(x["seconds"] for x in WITNESSED["witnesses"].values())
     compiled = sorted(x["compile_s"] for x in WITNESSED["witnesses"].values())
@@ -718,6 +744,8 @@ GENERATED: dict[str, Callable[[], str]] = {
         witness_rules,
         witness_faults,
         planted_in,
+        orders,
+        order_count,
         interpreted,
         scaling,
         host,

@@ -11,8 +11,9 @@ alike (as with a system prompt): the pages of this beginning are read once and b
 
 With `--speculate N` a step takes up to N more tokens of a place: drafts, which the model reads at once. It says those
 that it would have said, and the token after them; the others are taken back, by a smaller length in the next step.
-Places have different numbers of drafts in a call. The drafter is a stand-in for a draft model: where the last tokens of
-a request stood before, in it or in a request that is done, it proposes what came after them then. With `--again M` the
+Places have different numbers of drafts in a call. A model may make its own drafts (`propose`), as a part of the step.
+Here the drafter is a stand-in: where the last tokens of a request stood before, in it or in a request that is done, it
+proposes what came after them then. With `--again M` the
 last M requests ask what the first M asked.
 
 There are three jitted functions: `read` takes a chunk of prompts, `say` a step, `begin` gives a place the beginning. At
@@ -25,14 +26,27 @@ import dataclasses
 import sys
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_dsv4_fmha.layers import STEP_OPTIONS, from_config
+from jax_dsv4_fmha.layers import STEP_OPTIONS, LayerCache, from_config
 
 VOCABULARY, WIDTH = 128, 64
+
+
+class Caches(NamedTuple):
+    """The caches of all layers, which have the same table of pages."""
+
+    layers: list[LayerCache]
+
+    def with_block_table(self, table):
+        return Caches([cache.with_block_table(table) for cache in self.layers])
+
+    def fork(self, source, target):
+        return Caches([cache.fork(source, target) for cache in self.layers])
 
 
 class Tiny:
@@ -62,7 +76,7 @@ class Tiny:
         return {"embed": embed, "head": head.T, "layers": [one(*x) for x in zip(self.layers, keys, strict=True)]}
 
     def cache(self, *args, **kwargs):
-        return [layer.cache(*args, **kwargs) for layer in self.layers]
+        return Caches([layer.cache(*args, **kwargs) for layer in self.layers])
 
     def __call__(self, parameters, tokens):
         """float32 logits `[b, s, VOCABULARY]` of whole sequences `[b, s]`."""
@@ -75,7 +89,7 @@ class Tiny:
         def attend(layer, p, x, cache):
             return layer(p, x, cache, start=start, lengths=lengths)
 
-        logits, caches = self._forward(parameters, tokens, caches, attend)
+        logits, caches = self._forward(parameters, tokens, caches.layers, attend)
         last = jnp.maximum(lengths - start - 1, 0)[:, None, None]
         return jnp.take_along_axis(logits, last, 1)[:, 0], caches
 
@@ -85,7 +99,7 @@ class Tiny:
         def attend(layer, p, x, cache):
             return layer.step(p, x, cache, start=start, lengths=lengths)
 
-        return self._forward(parameters, tokens, caches, attend)
+        return self._forward(parameters, tokens, caches.layers, attend)
 
     def _forward(self, parameters, tokens, caches, attend):
         x, kept = parameters["embed"][tokens], []
@@ -94,7 +108,7 @@ class Tiny:
             x = x + out.y
             x = x + jax.nn.silu(norm(x) @ p["up"]) @ p["down"]
             kept.append(out.cache)
-        return (norm(x) @ parameters["head"]).astype(jnp.float32), kept
+        return (norm(x) @ parameters["head"]).astype(jnp.float32), Caches(kept)
 
 
 def norm(x):
@@ -123,6 +137,10 @@ def drafts(tokens, others, count):
     return tokens[:0]
 
 
+class TooLong(ValueError):
+    """A request that could never fit."""
+
+
 @dataclasses.dataclass
 class Request:
     prompt: np.ndarray
@@ -133,9 +151,13 @@ class Request:
     """called with each token as it is said"""
     end: int = -1
     """the token after which it says no more"""
+    gone: bool = False
+    """whether nobody listens any more: the server forgets it before its next call"""
     said: list[int] = dataclasses.field(default_factory=list)
     read: int = 0
     """tokens that the caches hold"""
+    proposed: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
+    """the model's drafts of what follows"""
     came: int = 0
     """how many requests had got a place when it got its, for the last time"""
 
@@ -193,6 +215,8 @@ class Server:
 
     def __init__(self, model, parameters, dtype, places, room, chunk, page, pages, beginning=(), speculate=0, seed=0):
         self.parameters, self.chunk, self.key = parameters, chunk, jax.random.key(seed)
+        self.own_drafts = speculate > 0 and hasattr(model, "propose")
+        speculate = min(speculate, model.block) if self.own_drafts else speculate
         self.room, self.ahead = room, speculate + 1  # tokens of a request, and of a step, at most
         self.pages = Pages(places + 1, room, page, pages)
         how = {"block_table": self.pages.table, "page_tokens": page, "pages": pages, "steps": self.ahead}
@@ -204,17 +228,22 @@ class Server:
         self.came = self.put_back = self.steps = self.drafted = self.accepted = 0
 
         def read(parameters, caches, table, tokens, start, lengths, temperature, key):
-            caches = [cache.with_block_table(table) for cache in caches]
-            logits, caches = model.read(parameters, tokens, caches, start, lengths)
+            logits, caches = model.read(parameters, tokens, caches.with_block_table(table), start, lengths)
             return choose(logits[:, None], temperature, key), caches
 
         def say(parameters, caches, table, tokens, start, lengths, temperature, key):
-            caches = [cache.with_block_table(table) for cache in caches]
-            logits, caches = model.steps(parameters, tokens, caches, start, lengths)
-            return choose(logits, temperature, key), caches
+            logits, caches = model.steps(parameters, tokens, caches.with_block_table(table), start, lengths)
+            chosen = choose(logits, temperature, key)
+            if not self.own_drafts:
+                return chosen, caches
+            drafted = jnp.arange(1, self.ahead) < (lengths - start)[:, None]
+            right = jnp.cumprod(drafted & (tokens[:, 1:] == chosen[:, :-1]), 1).sum(1)
+            last, n = jnp.take_along_axis(chosen, right[:, None], 1)[:, 0], jnp.where(lengths > 0, start + 1 + right, 0)
+            proposed, caches = model.propose(parameters, last, caches, n)
+            return jnp.concatenate([chosen, proposed], 1), caches
 
         def begin(caches, place):
-            return [cache.fork(places, place) for cache in caches]
+            return caches.fork(places, place)
 
         where = jax.tree.map(lambda x: x.sharding, self.caches)  # they stay where they are
         self._read = jax.jit(read, donate_argnums=1, out_shardings=(None, where))
@@ -235,17 +264,26 @@ class Server:
         self.caches = self._begin(self.caches, len(self.places) - 1)
 
     def submit(self, request):
-        """Lets a request wait for a place and for pages; raises ValueError if it begins otherwise or can never fit."""
+        """Lets a request wait for a place and for pages. Another thread than `work`'s may call it.
+
+        Raises ValueError if the request begins otherwise or wants nothing, TooLong if it can never fit.
+        """
         n, alike, count = len(request.prompt) + request.wanted, len(self.beginning), len(self.pages.owners)
         if len(request.prompt) <= alike or not np.array_equal(request.prompt[:alike], self.beginning):
             raise ValueError(f"a request that does not go on from the {alike} tokens with which all begin")
+        if request.wanted < 1:
+            raise ValueError(f"a request that wants {request.wanted} tokens")
         if self.pages.needed(n) > min(count, self.pages.table.shape[1]):
-            raise ValueError(f"a request of {n} tokens, for which {count} pages of {self.pages.page} are too few")
+            raise TooLong(f"a request of {n} tokens, for which {count} pages of {self.pages.page} are too few")
         self.waiting.append(request)
 
     def work(self):
         """One call: a chunk for the places that still read, if there are any, else a step for all that say."""
         for i in range(len(self.places) - 1):
+            if self.places[i] and self.places[i].gone:
+                self._leave(i)
+            while self.waiting and self.waiting[0].gone:
+                self.waiting.popleft()
             if self.places[i] is None and self.waiting and not self._admit(i, self.waiting[0]):
                 break
         done = self._call(range(len(self.places) - 1))
@@ -307,7 +345,7 @@ class Server:
                     self.accepted + n,
                 )
             if request.read == len(request.tokens):
-                request.read += n
+                request.read, request.proposed = request.read + n, chosen[i, self.ahead :]  # of a chunk there are none
                 for token in chosen[i, : n + 1].tolist():
                     request.said.append(token)
                     request.heard(token)
@@ -321,7 +359,7 @@ class Server:
         """Drafts of a greedy request, as many as it wants and as there are pages for."""
         request = self.places[place]
         count = 0 if request.temperature else min(self.ahead, request.wanted - len(request.said)) - 1
-        found = drafts(request.tokens, self.done, count)
+        found = request.proposed[:count] if self.own_drafts else drafts(request.tokens, self.done, count)
         if not self.pages.grow(place, request.read + 1 + len(found)):
             found = found[: self.pages.room(place) - request.read - 1]
         return found

@@ -38,9 +38,10 @@ Modules, each for one concern. The machine knows nothing of this project's kerne
       launch.py      the build's PTX; a launch of attention on operands
       attention.py gradients.py       operands in NumPy, and in float64 what is to come out
       cases.py       what kernels of attention are run on;  verdict.py: what is wrong with an answer
-      command.py     a kernel of ours, and who did what when
+      command.py     a kernel of ours, and who did what when;  orders.py: all orders of all kernels of attention
       mla_backward.py mha_backward.py indexer.py probabilities.py rope.py
                      a launch of each other family, its operands, and what is wrong with its answer
+    orders/          whether a launch ends in every order of events, from one run of it
     faults.py        PlantedFault: where a fault is, by what it must be found;  edits.py: edits of PTX that plant one
     hardware.py      what a GPU answers, recorded
     cute/            anybody's CuTe DSL functions: compiled without a GPU, recorded, run here

@@ -99,13 +99,26 @@ def layer(one, p, x, shared):
             keys += [shared["entries"][w] for w in shared["chosen"][t]]
         elif one.ratio:
             keys += list(shared["entries"][: (t + 1) // one.ratio])
-        keys = np.stack(keys)
-        o = []
-        for h in range(one.heads):
-            q = c[t] @ p["wq_b"][:, h]
-            q = turn(norm(q, eps=one.eps) if one.norm_heads else q, t, how)
-            weight = np.exp(keys @ q / math.sqrt(one.d))
-            o.append(turn(weight @ keys / (weight.sum() + math.exp(p["sink"][h])), t, how, -1))
-        o = np.stack(o).reshape(one.o_groups, -1, one.d)
-        y.append(np.einsum("gr,grm->m", np.einsum("ghd,ghdr->gr", o, p["wo_a"]), p["wo_b"]))
+        y.append(attended(one, p, c[t], t, np.stack(keys)))
     return np.stack(y)
+
+
+def attended(one, p, c, t, keys):
+    """What the token at t, with queries made of c, takes from keys [n, d]."""
+    o = []
+    for h in range(one.heads):
+        q = c @ p["wq_b"][:, h]
+        q = turn(norm(q, eps=one.eps) if one.norm_heads else q, t, one.rope)
+        weight = np.exp(keys @ q / math.sqrt(one.d))
+        o.append(turn(weight @ keys / (weight.sum() + math.exp(p["sink"][h])), t, one.rope, -1))
+    o = np.stack(o).reshape(one.o_groups, -1, one.d)
+    return np.einsum("gr,grm->m", np.einsum("ghd,ghdr->gr", o, p["wo_a"]), p["wo_b"])
+
+
+def drafted(one, p, main, x):
+    """Drafts x [block, hidden] after tokens that have main [n, hidden]: each sees the window and the block."""
+    n, first = len(main), max(len(main) - one.window, 0)
+    keys = [norm(z @ p["wkv"], p["kv_norm"], one.eps) for z in [*main[first:], *x]]
+    keys = np.stack([turn(key, first + i, one.rope) for i, key in enumerate(keys)])
+    c = [norm(z @ p["wq_a"], p["q_norm"], one.eps) for z in x]
+    return np.stack([attended(one, p, z, n + i, keys) for i, z in enumerate(c)])

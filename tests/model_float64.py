@@ -67,10 +67,18 @@ def recalled(p, table, x, rows, eps):
     return y
 
 
+def exactly(params):
+    return jax.tree.map(lambda x: np.asarray(x, np.int64 if x.dtype == np.int32 else np.float64), params)
+
+
 def logits(model, params, tokens):
     """[s, vocabulary] of one sequence."""
-    params = jax.tree.map(lambda x: np.asarray(x, np.int64 if x.dtype == np.int32 else np.float64), params)
-    n, eps, shared = model.streams, model.layers[0].eps, {}
+    return run(model, exactly(params), tokens)[0]
+
+
+def run(model, params, tokens, main=None):
+    """Logits of one sequence, and the streams' means [s, hidden] that drafts see. main: of a model that drafts."""
+    n, eps, shared, means = model.streams, model.layers[0].eps, {}, []
     x = [np.stack([params["embed"][token]] * n) for token in tokens]
     before = [np.eye(n)[0]] * len(tokens)
     for i, (layer, p) in enumerate(zip(model.layers, params["layers"], strict=True)):
@@ -81,13 +89,30 @@ def logits(model, params, tokens):
             made = [connections(model, p[f"{part}_hc"], y, eps) for y in x]
             pre = before if model.delayed else [c[0] for c in made]
             y = [norm(c @ z, p[f"{part}_norm"], eps) for c, z in zip(pre, x, strict=True)]
-            if part == "attention":
+            if part == "moe":
+                y = [moe(model, p["moe"], params["routing"][i], *z) for z in zip(y, tokens, strict=True)]
+            elif main is None:
                 y = layers_float64.layer(layer, p["attention"], np.stack(y), shared)
             else:
-                y = [moe(model, p["moe"], params["routing"][i], *z) for z in zip(y, tokens, strict=True)]
+                y = layers_float64.drafted(layer, p["attention"], main, y)
             x = [mix.T @ z + post[:, None] * f for (_, post, mix), z, f in zip(made, x, y, strict=True)]
             before = [c[0] for c in made]
+        if i in model.seen:
+            means.append(np.stack([y.mean(0) for y in x]))
     if not model.delayed:
         p = params["hc"]
         before = [sigmoid(norm(y.ravel(), eps=eps) @ p["fn"] * p["scale"] + p["base"]) + model.hc_eps for y in x]
-    return np.stack([norm(c @ y, params["norm"], eps) @ params["head"] for c, y in zip(before, x, strict=True)])
+    return np.stack([norm(c @ y, params["norm"], eps) @ params["head"] for c, y in zip(before, x, strict=True)]), means
+
+
+def drafts(dspark, params, tokens):
+    """What a model of drafts.py proposes after the last of these tokens, which it has not read yet."""
+    params = exactly(params)
+    p, eps = params["drafts"] | {name: params[name] for name in ("embed", "head")}, dspark.stack.layers[0].eps
+    means = np.concatenate(run(dspark.model, params, tokens[:-1])[1], -1)
+    main = [norm(x @ p["main"], p["main_norm"], eps) for x in means]
+    scores, _ = run(dspark.stack, p, [tokens[-1], *[dspark.placeholder] * (dspark.block - 1)], main)
+    said = [tokens[-1]]
+    for score in scores:
+        said.append(int(np.argmax(score + p["w1"][said[-1]] @ p["w2"])))
+    return said[1:]

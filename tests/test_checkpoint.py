@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jax_dsv4_fmha.layers import DSV4Attention, Rope, from_state_dict
 from tests.test_layers import hidden, model
 
 ocp = pytest.importorskip("orbax.checkpoint", reason="orbax-checkpoint is not installed")
@@ -64,3 +65,21 @@ def test_training_goes_on_on_another_mesh(tmp_path):
 
     for x, y in zip(*(jax.tree.leaves(train(each, hidden(2, 12))) for each in (got, state)), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
+
+
+def test_a_state_dict_goes_to_its_shardings():
+    """Each part to its device, and nothing to the default one; one sharding for all will do, too."""
+    layer = DSV4Attention(hidden=64, heads=4, d=32, q_rank=32, o_groups=2, o_rank=16, rope=Rope(8))
+    shapes = {
+        "wq_a.weight": (32, 64), "q_norm.weight": (32,), "wq_b.weight": (128, 32), "wkv.weight": (32, 64),
+        "kv_norm.weight": (32,), "attn_sink": (4,), "wo_a.weight": (32, 64), "wo_b.weight": (64, 32),
+    }  # fmt: skip
+    rng = np.random.default_rng(0)
+    tensors = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    mesh = jax.make_mesh((2,), ("heads",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[2:4])
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), layer.partition("heads"))
+    want, got = from_state_dict(layer, tensors), from_state_dict(layer, tensors, shardings=shardings)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b, strict=True), got, want)
+    assert jax.tree.map(lambda x: x.sharding, got) == shardings
+    whole = from_state_dict(layer, tensors, shardings=NamedSharding(mesh, P()))
+    assert all(x.sharding.is_fully_replicated and len(x.devices()) == 2 for x in jax.tree.leaves(whole))

@@ -6,6 +6,8 @@ tests/test_hf_model.py compares it with Hugging Face's.
 import functools
 import json
 import re
+import runpy
+import shutil
 import zlib
 
 import jax
@@ -14,11 +16,12 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from examples.deepseek_v4 import common, serve, train
+from examples.deepseek_v4 import common, packed, serve, train
+from examples.deepseek_v4.drafts import DSpark
 from examples.deepseek_v4.engram import words
 from examples.deepseek_v4.grouped import blocks
 from examples.deepseek_v4.model import FIXED, Model
-from examples.deepseek_v4.weights import load, sources
+from examples.deepseek_v4.weights import load, sources, sources_of_drafts
 from examples.serve import Request, Server
 
 from . import model_float64
@@ -35,13 +38,17 @@ V41 |= SIZES | {
     "engram_max_ngram_size": 4, "engram_n_heads": 2, "engram_head_dim": 64, "engram_vocab_size": 5,
     "engram_compressed_vocab_size": 23, "engram_pad_token_id": 2, "sliding_window": 8,
 }  # fmt: skip
+WINDOWS = {"layer_types": ["sliding_attention"] * 2, "num_hidden_layers": 2, "dspark_target_layer_ids": [0, 1]}
 CONFIGS = {"v4": common.SMALL | SIZES, "v4.1": {"text_config": V41}}
 
 
 @functools.cache
 def small(name="v4"):
     """A model of every kind of layer, and parameters in which nothing is 0 or 1."""
-    model = Model.from_config(CONFIGS[name])
+    return random(Model.from_config(CONFIGS[name]))
+
+
+def random(model):
 
     def changed(path, x):
         key = jax.random.fold_in(jax.random.key(1), zlib.crc32(jax.tree_util.keystr(path).encode()))
@@ -194,22 +201,33 @@ def checkpoint(model, directory, block):
         values[f"{name}.weight"] = whole * np.repeat(scale.astype(np.float32), 32, 1)
         files[len(values) % 2].update({f"{name}.weight": x, f"{name}.scale": scale})
 
+    def connections(name, rows, parts):
+        plain(f"{name}_fn", rows, n * m), plain(f"{name}_base", rows), plain(f"{name}_scale", parts)
+
+    drafts, model = (model, model.model) if isinstance(model, DSpark) else (None, model)
     m, n, e, i, v = model.hidden, model.streams, model.experts, model.inner, model.vocabulary
     plain("embed.weight", v, m), plain("head.weight", v, m), plain("norm.weight", m)
     if not model.delayed:
-        plain("hc_head_fn", n, n * m), plain("hc_head_base", n), plain("hc_head_scale", 1)
-    for number, layer in enumerate(model.layers):
-        at = f"layers.{number}"
+        connections("hc_head", n, 1)
+    layers = [("layers", number, layer) for number, layer in enumerate(model.layers)]
+    if drafts:
+        layers += [("mtp", number, layer) for number, layer in enumerate(drafts.stack.layers)]
+        last = f"mtp.{layers[-1][1]}"
+        connections(f"{last}.hc_head", n, 1), plain(f"{last}.norm.weight", m), plain("mtp.0.main_norm.weight", m)
+        fp8("mtp.0.main_proj", m, len(model.seen) * m), plain(f"{last}.confidence_head.proj.weight", 1, m + drafts.rank)
+        plain(f"{last}.markov_head.markov_w1.weight", v, drafts.rank)
+        plain(f"{last}.markov_head.markov_w2.weight", v, drafts.rank)
+    for of, number, layer in layers:
+        at = f"{of}.{number}"
         for part in ("attn", "ffn"):
-            plain(f"{at}.{part}_norm.weight", m), plain(f"{at}.hc_{part}_fn", (2 + n) * n, n * m)
-            plain(f"{at}.hc_{part}_base", (2 + n) * n), plain(f"{at}.hc_{part}_scale", 3)
+            plain(f"{at}.{part}_norm.weight", m), connections(f"{at}.hc_{part}", (2 + n) * n, 3)
         if model.engrams is not None and number in model.engrams.layers:
             grams = model.engrams
             fp8(f"{at}.engram.embed", grams.rows[grams.layers.index(number)], grams.d, 1, 32)
             fp8(f"{at}.engram.wkv", (n + 1) * m, grams.d * grams.heads * (grams.longest - 1))
             plain(f"{at}.engram.q_weight", n, m), plain(f"{at}.engram.k_weight", n, m)
         plain(f"{at}.ffn.gate.weight", e, m)
-        if number < model.hashed:
+        if of == "layers" and number < model.hashed:
             files[0][f"{at}.ffn.gate.tid2eid"] = rng.integers(0, e, (v, model.chosen), np.int32)
         else:
             plain(f"{at}.ffn.gate.bias", e)
@@ -225,7 +243,6 @@ def checkpoint(model, directory, block):
         )
         fp8(f"{at}.attn.wo_a", g * r, h // g * d), fp8(f"{at}.attn.wo_b", m, g * r), plain(f"{at}.attn.attn_sink", h)
         plain(f"{at}.attn.q_norm.weight", layer.q_rank), plain(f"{at}.attn.kv_norm.weight", d)
-    plain("mtp.0.norm.weight", m)  # of a layer for drafts
     for part, tensors in enumerate(files):
         written(directory / f"model-{part}.safetensors", tensors)
     return values | {name: x for name, x in files[0].items() if "tid2eid" in name}
@@ -235,16 +252,32 @@ def test_checkpoint(tmp_path):
     """In FP4 and FP8, with odd sizes: each device gets its part of what the file stands for."""
     sizes = {"hidden_size": 192, "moe_intermediate_size": 160, "layer_types": ["sliding_attention"] * 2}
     config = {**common.SMALL, **sizes, "num_hidden_layers": 2, "head_dim": 16, "qk_rope_head_dim": 8}
-    model = Model.from_config({**config, "index_head_dim": 16})
+    model = DSpark.from_config({**config, "index_head_dim": 16, "dspark_target_layer_ids": [0, 1]})
     values = checkpoint(model, tmp_path, 128)
     lines = []
     with common.mesh_of(2, 2) as mesh:
         whole, parts = load(model, tmp_path, jnp.float32), load(model, tmp_path, jnp.float32, mesh, lines.append)
+        kept = load(model, tmp_path, jnp.float32, mesh, packed=True)
+        tokens = prompts(1, 9)
+        logits = jax.jit(model)(kept, tokens)[0]
     jax.tree.map(np.testing.assert_array_equal, whole, parts)
+    jax.tree.map(np.testing.assert_array_equal, whole, packed.whole(kept, jnp.float32))
+    assert_close(logits, model_float64.logits(model.model, jax.device_get(whole), tokens[0]), 1e-4)
+    for name, bits in (("w13", 4), ("w2", 4), ("shared13", 8), ("shared2", 8)):
+        x, y = (params["layers"][1]["moe"][name] for params in (kept, parts))
+        assert x.codes.nbytes * 8 == bits * y.size and x.scales.nbytes * 8 <= y.size  # blocks of 8 at least, here
+        assert common.gib(x) < 0.3 * common.gib(y)
     w13 = parts["layers"][1]["moe"]["w13"]
     assert w13.sharding.shard_shape(w13.shape) == (4, 192, 2, 80)
     assert re.fullmatch(r"layer 2 of 2, [\d.]+ GiB, [\d.]+ GiB/s", lines[-1])
-    of = sources(model)
+    of, drafts, of_drafts = sources(model.model), whole["drafts"], sources_of_drafts(model)
+    for name in ("main", "main_norm", "norm", "w1", "w2"):
+        tensor, axes = of_drafts[name]
+        np.testing.assert_array_equal(drafts[name], values[tensor].transpose(axes))
+    np.testing.assert_array_equal(drafts["hc"]["fn"], values["mtp.1.hc_head_fn"].T)
+    np.testing.assert_array_equal(drafts["layers"][1]["attention"]["wkv"], values["mtp.1.attn.wkv.weight"].T)
+    np.testing.assert_array_equal(drafts["layers"][0]["moe"]["w2"][3], values["mtp.0.ffn.experts.3.w2.weight"].T)
+    np.testing.assert_array_equal(drafts["routing"][1], values["mtp.1.ffn.gate.bias"])
     for i in range(2):
         np.testing.assert_array_equal(whole["layers"][i]["attention"]["wq_a"], values[f"layers.{i}.attn.wq_a.weight"].T)
         for name, (names, axes) in of["layers"][i]["moe"].items():
@@ -258,8 +291,8 @@ def test_checkpoint(tmp_path):
             if y.dtype == jnp.bfloat16
             else np.testing.assert_array_equal(x, y, strict=True)
         ),
-        whole,
-        load(model, tmp_path),
+        {name: x for name, x in whole.items() if name != "drafts"},
+        load(model.model, tmp_path),
     )
 
 
@@ -355,6 +388,8 @@ def test_a_program_says_how_it_is_called(program, options, monkeypatch, capsys):
     with pytest.raises(SystemExit) as done:
         program.arguments()
     said = capsys.readouterr().out
+    runpy.run_module("examples.deepseek_v4", run_name="__main__")
+    assert f"python -m {program.__name__} --help\n" in capsys.readouterr().out
     assert not done.value.code and all(option in said for option in ("checkpoint", "--expert", *options))
 
 
@@ -382,6 +417,46 @@ def test_serve(capsys, in_place):
     assert re.search(r"^174 tokens read, 60 said, in [\d.]+ s: \d+ tokens/s$", said, re.M)
 
 
+def test_drafts():
+    """Against loops in float64, after a prompt in chunks and steps whose drafts are taken back."""
+    model, params = random(DSpark.from_config(common.SMALL | SIZES | WINDOWS))
+    read, steps, propose = (jax.jit(f) for f in (model.read, model.steps, model.propose))
+    tokens, caches, ends = prompts(2, 40), model.cache(3, 48, jnp.float32, steps=4), np.array([19, 9, 0], np.int32)
+    rows = np.concatenate([tokens, tokens[:1]])
+    for at in (0, 12):
+        _, caches = read(params, rows[:, at : at + 12], caches, np.int32(at), np.minimum(ends, at + 12))
+    for more, kept in ((np.array([4, 3, 0]), np.array([2, 3, 0])), (np.array([1, 4, 0]), np.array([1, 1, 0]))):
+        new = np.stack([row[n : n + 4] for row, n in zip(rows, ends, strict=True)])
+        wrong = np.where(np.arange(4) < kept[:, None], new, (new + 1) % 64)
+        _, caches = steps(params, wrong, caches, ends, ends + more)
+        ends = ends + kept
+        got, caches = propose(params, rows[range(3), ends], caches, ends)
+    for i in range(2):
+        assert got[i].tolist() == model_float64.drafts(model, params, tokens[i, : ends[i] + 1])
+
+
+def test_serving_with_drafts():
+    """Of the model's own: most are right, others are not, and requests say what they say without them."""
+    model, params = random(DSpark.from_config(common.SMALL | SIZES | WINDOWS))
+    embed = np.linalg.qr(np.random.default_rng(0).standard_normal((64, 64)))[0]
+    after = (np.arange(64) * 5 + 3) % 64  # this token follows each
+    head = np.zeros((64, 64))
+    head[:, after] = 40 * embed.T
+    wrong = (np.arange(64) % 5 == 0)[:, None]
+    params |= {"embed": jnp.float32(1000 * embed), "head": jnp.float32(head)}
+    params["drafts"] |= {"w1": jnp.float32(np.where(wrong, -embed, embed)), "w2": jnp.float32(100 * head)}
+    server = Server(model, params, jnp.float32, 2, 64, chunk=16, page=16, pages=7, speculate=4)
+    requests = [Request(np.arange(n, dtype=np.int32), wanted, 0.0) for n, wanted in ((21, 30), (5, 24), (9, 17))]
+    for request in requests:
+        server.submit(request)
+    while server.waiting or any(server.places):
+        server.work()
+    for request in requests:
+        token = request.prompt[-1]
+        assert request.said == [token := after[token] for _ in range(request.wanted)]
+    assert 0.5 * server.drafted < server.accepted < server.drafted and server.accepted > 1.5 * server.steps
+
+
 @pytest.mark.slow
 def test_requests_that_begin_alike():
     """V4.1, whose engrams remember words: the place that read the beginning keeps its own while others come and go."""
@@ -399,14 +474,15 @@ def test_requests_that_begin_alike():
 
 @pytest.mark.slow
 def test_train(tmp_path, capsys):
-    """Both losses fall; a program that goes on from a kept state has the same ones; and so have two devices."""
+    """Both losses fall; a program that goes on from a kept state has the same ones, on eight devices, too."""
     how = {"steps": 24, "b": 4, "s": 48, "every": 8, "data": 1}
     losses = np.array(train.main(**how))
     assert losses[-1, 0] < losses[0, 0] - 0.7 and losses[-1, 1] < losses[0, 1]
     assert re.search(r"^step   16  loss [\d.]+, of indexers [\d.]+; \d+ tokens/s$", capsys.readouterr().out, re.M)
-    first = train.main(**how, keep=tmp_path, until=9)
-    second = train.main(**how, keep=tmp_path)
+    first = train.main(**how, keep=tmp_path / "a", until=9)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    second = train.main(**how, keep=tmp_path / "a")
     assert len(first) == 9 and len(second) == 15
     np.testing.assert_array_equal([*first, *second], losses)
-    others = train.main(**how | {"data": 2, "tensor": 2, "expert": 2, "until": 3})
-    np.testing.assert_allclose(others, losses[:3], rtol=1e-4)
+    others = train.main(**how | {"data": 2, "tensor": 2, "expert": 2}, keep=tmp_path / "b", until=12)
+    np.testing.assert_allclose(others, losses[9:12], rtol=1e-4)

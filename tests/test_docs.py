@@ -46,7 +46,7 @@ def test_program_prints_what_it_says(program, capsys, in_place):
 
 def test_commands_are_understood():
     """The command lines on the pages, up to what they say about themselves, which two spaces or a # part from them."""
-    said = [page.read_text() for page in (*PAGES, ROOT / "CONTRIBUTING.md")]
+    said = [page.read_text() for page in (*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "AGENTS.md")]
     said += [module.__doc__ for module in (interpreter.__main__, command, script)]
     commands = re.findall(r"python -m (jax_dsv4_fmha|interpreter) +([^`\n#)]*?)(?:  |[`\n#)])", "\n".join(said))
     assert {program for program, _ in commands} == {"jax_dsv4_fmha", "interpreter"} and len(commands) > 9
@@ -182,7 +182,7 @@ def anchors(page):
 
 def test_links_lead_somewhere():
     """Links between files; `make docs` checks the site's."""
-    for page in (*PAGES, *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"))):
+    for page in (*PAGES, *(ROOT / name for name in ("CONTRIBUTING.md", "AGENTS.md", "CHANGELOG.md", "SECURITY.md"))):
         for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
             if "://" in link:
                 continue
@@ -339,7 +339,7 @@ def test_names_and_pages_in_docstrings_become_links():
 
 FOLDERS = ("jax_dsv4_fmha", "kernels", "ffi", "interpreter", "tests", "examples", "docs")
 FILES = [f"/{path.relative_to(ROOT)}" for name in FOLDERS for path in (ROOT / name).rglob("*.*")]
-NOW = [page for page in (*PAGES, ROOT / "CONTRIBUTING.md") if page.parent.name != "lab"]
+NOW = [page for page in (*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "AGENTS.md") if page.parent.name != "lab"]
 
 
 GENERATED = ["/abi.h", "/calls.h", "/targets.cc", "/cubins.cc"]  # by kernels/tables.py, into the build's folder

@@ -161,11 +161,12 @@ def test_generate_says_how_it_is_called():
 def test_examples_need_what_their_extra_installs():
     root = Path(__file__).parents[1]
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
-    extra = [*project["dependencies"], *project["optional-dependencies"]["examples"]]
-    installed = {re.match(r"\w+", name)[0] for name in extra} | {"jax_dsv4_fmha", "examples"}
+    extras = project["optional-dependencies"]
     for path in (root / "examples").rglob("*.py"):
         if path.name == "interpret.py":  # for those who write kernels: it says that it needs the compiler
             continue
+        extra = [*project["dependencies"], *extras["examples"], *(extras["http"] if path.name == "endpoint.py" else [])]
+        installed = {re.match(r"\w+", name)[0] for name in extra} | {"jax_dsv4_fmha", "examples"}
         for node in ast.walk(ast.parse(path.read_text())):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) and not node.level else []

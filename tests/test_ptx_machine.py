@@ -3,6 +3,7 @@
 import itertools
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -41,6 +42,16 @@ def store(register):
     return f"st.global.b32 [%rd5], {register};"
 
 
+def bf16_of(x, most):
+    return np.float32(np.clip(x, -most, most)).astype(ml_dtypes.bfloat16).astype(np.float32)
+
+
+def dot(a, factors, signed):
+    """Of the bytes of a word, the lowest first."""
+    parts = np.array([a], np.int32).view(np.int8 if signed else np.uint8).tolist()
+    return sum(x * y for x, y in zip(parts, factors, strict=True))
+
+
 A = np.array([0, 1, -1, 7, -7, 2**31 - 1, -(2**31), 12345] * 4, np.int32)
 
 
@@ -70,6 +81,8 @@ A = np.array([0, 1, -1, 7, -7, 2**31 - 1, -(2**31), 12345] * 4, np.int32)
         ("mul.wide.s32 %rd6, %r8, -3; shr.s64 %rd6, %rd6, 1; cvt.u32.u64 %r9, %rd6;", lambda a: a * -3 >> 1),
         ("mov.b64 %rd6, {%r1, %r8}; mov.b64 {%r10, %r9}, %rd6;", lambda a: a),
         ("prmt.b32 %r9, %r8, 0, 0x0123;", lambda a: int.from_bytes((a % 2**32).to_bytes(4, "little"), "big")),
+        ("dp4a.s32.s32 %r9, %r8, 0x0102FE04, 7;", lambda a: 7 + dot(a, (4, -2, 2, 1), signed=True)),
+        ("dp4a.u32.u32 %r9, %r8, 0x0102FE04, 7;", lambda a: 7 + dot(a, (4, 254, 2, 1), signed=False)),
     ],
 )
 def test_integers(instruction, expected):
@@ -88,6 +101,10 @@ def test_integers(instruction, expected):
         ("setp.neu.f32 %p1, %r8, 0f7FC00000; selp.b32 %r9, 0f3F800000, 0f00000000, %p1;", lambda x: np.float32(1)),
         ("setp.eq.f32 %p1, %r8, 0f7FC00000; selp.b32 %r9, 0f3F800000, 0f00000000, %p1;", lambda x: np.float32(0)),
         ("ex2.approx.ftz.f32 %r9, %r8;", lambda x: np.float32(np.exp2(np.float64(x)))),
+        (
+            "mul.f32 %r9, %r8, 0f7F000000; cvt.rn.satfinite.bf16x2.f32 %r9, %r9, %r9; and.b32 %r9, %r9, 0xFFFF0000;",
+            lambda x: bf16_of(x * np.float64(2.0**127), 3.3895314e38),
+        ),
     ],
 )
 def test_floats(instruction, expected):

@@ -78,6 +78,20 @@ READ:
 STORED:
 """
 
+LOADED = f"""
+  setp.ne.b32 %p1, %r1, 0;
+  @%p1 bra ISSUED;
+  mbarrier.init.shared::cta.b64 [%r3], 1;
+  mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r3], 128;
+  add.s32 %r8, %r3, 1024;
+  cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%r8], [%rd2], 128, [%r3];
+ISSUED:
+  bar.sync 0;
+  {wait("COME", 0)}
+  ld.shared.b32 %r9, [%r4+1024];
+  st.global.b32 [%rd5], %r9;
+"""
+
 # A rule: a program that breaks it, what is raised and said, and what it answers without the rule.
 BREACHES = {
     Rule.TMEM_FENCES: (
@@ -143,6 +157,12 @@ DONE:
         Race,
         r"while nothing orders this and the write by warp 1 .*st\.shared",
         np.concatenate([2 * np.arange(32, 64), np.full(32, 0xFFFFFFFF)]),
+    ),
+    Rule.INIT_FENCE: (
+        Handwritten(LOADED),
+        Misuse,
+        "no fence.mbarrier_init or fence.proxy.async between the initialisation",
+        np.arange(32),
     ),
 }
 

@@ -1,6 +1,7 @@
 """What the programs share: a model from a directory or a small random one, its mesh, and its words."""
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
+from .drafts import DSpark
 from .model import Model
 from .weights import load
 
@@ -21,15 +23,16 @@ SMALL = {
     "o_groups": 8, "o_lora_rank": 8, "sliding_window": 16, "layer_types": [f"{kind}_attention" for kind in KINDS],
     "compress_rate_hca": 16, "index_n_heads": 16, "index_topk": 8, "rope_theta": 10000, "compress_rope_theta": 160000,
     "moe_intermediate_size": 32, "n_routed_experts": 8, "num_experts_per_tok": 3, "num_hash_layers": 1,
-    "hc_sinkhorn_iters": 3,
+    "hc_sinkhorn_iters": 3, "n_mtp_layers": 2, "dspark_block_size": 5, "dspark_noise_token_id": 63,
+    "dspark_target_layer_ids": [1, 2], "dspark_markov_rank": 16,
 }  # fmt: skip
 """A config.json without the sizes of heads"""
 
 
-def small() -> Model:
-    """A model with every kind of layer; on a GPU with heads that kernels take."""
+def small() -> dict[str, Any]:
+    """The config of a model with every kind of layer; on a GPU with heads that kernels take."""
     d = 512 if jax.default_backend() == "gpu" else 32
-    return Model.from_config({**SMALL, "head_dim": d, "qk_rope_head_dim": d // 8, "index_head_dim": d // 4})
+    return {**SMALL, "head_dim": d, "qk_rope_head_dim": d // 8, "index_head_dim": d // 4}
 
 
 def parser(description: str) -> argparse.ArgumentParser:
@@ -56,14 +59,19 @@ def on_terminal(text: str) -> None:
         print(f"\r{text}", end="", flush=True, file=sys.stderr)
 
 
-def opened(checkpoint: str | None, mesh: Mesh, dtype: Any) -> tuple[Model, dict[str, Any]]:
-    """The model of a directory with its parameters, or the small one with random parameters."""
-    if checkpoint is None:
-        model = small()
-        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), model.partition())
-        return model, jax.jit(model.init, static_argnums=1, out_shardings=shardings)(jax.random.key(0), dtype)
-    model = Model.from_config(Path(checkpoint) / "config.json")
-    return model, load(model, checkpoint, dtype, mesh, on_terminal)
+def opened(
+    checkpoint: str | None, mesh: Mesh, dtype: Any, packed: bool = False, drafts: bool = False
+) -> tuple[Model | DSpark, dict[str, Any]]:
+    """The model of a directory with its parameters, as `load` makes them, or the small one with random parameters.
+
+    drafts: with its layers for drafts, if the config has some that are read.
+    """
+    config = json.loads((Path(checkpoint) / "config.json").read_text()) if checkpoint else small()
+    model = (DSpark if drafts and "dspark_block_size" in config else Model).from_config(config)
+    if checkpoint:
+        return model, load(model, checkpoint, dtype, mesh, on_terminal, packed)
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), model.partition())
+    return model, jax.jit(model.init, static_argnums=1, out_shardings=shardings)(jax.random.key(0), dtype)
 
 
 def words(checkpoint: str | None) -> tuple[Callable[[str], np.ndarray], Callable[[list[int]], str]]:

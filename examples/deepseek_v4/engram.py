@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .packed import whole
+
 BLOCK = 32
 """numbers of a table's row that have one scale"""
 
@@ -125,7 +127,7 @@ def recalled(p: Any, table: Any, x: jax.Array, rows: jax.Array, eps: float) -> j
     values = table["rows"][rows].astype(jnp.float32)
     scales = table["scales"][rows].astype(jnp.float32)
     values = (values.reshape(*scales.shape, BLOCK) * scales[..., None]).reshape(values.shape).astype(x.dtype)
-    made = (values.reshape(*values.shape[:2], -1) @ p["wkv"]).astype(jnp.float32)
+    made = (values.reshape(*values.shape[:2], -1) @ whole(p["wkv"], x.dtype)).astype(jnp.float32)
     key, value, h = made[..., : n * m].reshape(x.shape), made[..., None, n * m :], x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(jnp.square(h), -1) + eps) * jax.lax.rsqrt(jnp.mean(jnp.square(key), -1) + eps)
     match = (h * p["q"] * p["k"] * key).sum(-1) * scale * m**-0.5

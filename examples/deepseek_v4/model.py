@@ -31,12 +31,33 @@ from jax_dsv4_fmha.layers import DSV4Attention, LayerCache, Output, Shared, from
 
 from .engram import BLOCK, Engrams, History, recalled
 from .grouped import blocks, over_blocks
+from .packed import Packed, in_file, whole
 
 SPLIT = ("tensor", "expert")
 """the mesh axes that share out heads, channels of the shared expert, and the vocabulary"""
 FIXED = ("routing", "tables", "words")
 """parameters without a gradient: tables and biases of routers, tables of engrams, words of tokens"""
 SCORES = {"sqrtsoftplus": lambda x: jnp.sqrt(jax.nn.softplus(x)), "sigmoid": jax.nn.sigmoid}
+
+
+class Caches(NamedTuple):
+    """What a model keeps of its sequences. All caches have the same places and the same table of pages."""
+
+    layers: Sequence[LayerCache]
+    history: History | None = None
+    """of words, for engrams"""
+    drafts: Sequence[LayerCache] = ()
+    """of the layers for drafts (drafts.py)"""
+
+    def with_block_table(self, table: jax.Array) -> "Caches":
+        return self._each(lambda cache: cache.with_block_table(table))
+
+    def fork(self, source: Any, target: Any) -> "Caches":
+        """Place `target` at the token where place `source` is: see `LayerCache.fork`."""
+        return self._each(lambda cache: cache.fork(source, target))
+
+    def _each(self, f: Callable[[Any], Any]) -> "Caches":
+        return jax.tree.map(f, self, is_leaf=lambda x: isinstance(x, LayerCache | History))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +88,8 @@ class Model:
     delayed: bool = False
     """whether a sublayer takes in the streams by the numbers that the sublayer before it made (V4.1)"""
     engrams: Engrams | None = None
+    seen: tuple[int, ...] = ()
+    """layers after which drafts see the streams' mean"""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any] | str | Path) -> "Model":
@@ -129,54 +152,69 @@ class Model:
 
     def __call__(self, params: Any, tokens: jax.Array) -> jax.Array:
         """float32 logits `[b, s, vocabulary]` of whole sequences `[b, s]`, without caches."""
+
+        def attend(layer, p, x, _, shared):
+            return layer(p, x, shared=shared)
+
         rows, _ = self.rows(params, tokens)
-        nothing = [None] * len(self.layers)
-        return self.forward(params, tokens, rows, nothing, lambda layer, p, x, _, shared: layer(p, x, shared=shared))[0]
+        return self.forward(params, tokens, rows, [None] * len(self.layers), attend).logits
 
     def read(
-        self, params: Any, tokens: jax.Array, caches: Sequence[Any], start: Any, lengths: jax.Array
-    ) -> tuple[jax.Array, list[Any]]:
+        self, params: Any, tokens: jax.Array, caches: Caches, start: Any, lengths: jax.Array
+    ) -> tuple[jax.Array, Caches]:
         """A chunk of prompts `[b, s]` from position `start` on: the logits `[b, vocabulary]` of each one's last token.
 
         Of a sequence the first `lengths` tokens count, those before `start` included; donate the caches.
         """
+        out, caches = self.chunk(params, tokens, caches, start, lengths)
+        return out.logits[:, 0], caches
+
+    def chunk(
+        self, params: Any, tokens: jax.Array, caches: Caches, start: Any, lengths: jax.Array
+    ) -> tuple["Forward", Caches]:
+        """As `read`, with all that `forward` returns."""
 
         def attend(layer, p, x, cache, shared):
             return layer(p, x, cache, shared, start=start, lengths=lengths)
 
         count = jnp.clip(lengths - start, 0, tokens.shape[1])
-        rows, history = self.rows(params, tokens, caches[len(self.layers) :], start, count)
-        logits, caches = self.forward(params, tokens, rows, caches, attend, jnp.maximum(count - 1, 0))
-        return logits[:, 0], caches + history
+        rows, history = self.rows(params, tokens, caches.history, start, count)
+        out = self.forward(params, tokens, rows, caches.layers, attend, jnp.maximum(count - 1, 0))
+        return out, Caches(out.caches, history)
 
-    def step(
-        self, params: Any, tokens: jax.Array, caches: Sequence[Any], lengths: jax.Array
-    ) -> tuple[jax.Array, list[Any]]:
+    def step(self, params: Any, tokens: jax.Array, caches: Caches, lengths: jax.Array) -> tuple[jax.Array, Caches]:
         """A token `[b]` for each sequence, the last of `lengths` tokens: logits `[b, vocabulary]`; donate caches."""
         logits, caches = self.steps(params, tokens[:, None], caches, lengths - 1, lengths)
         return logits[:, 0], caches
 
     def steps(
-        self, params: Any, tokens: jax.Array, caches: Sequence[Any], start: jax.Array, lengths: jax.Array
-    ) -> tuple[jax.Array, list[Any]]:
+        self, params: Any, tokens: jax.Array, caches: Caches, start: jax.Array, lengths: jax.Array
+    ) -> tuple[jax.Array, Caches]:
         """New tokens `[b, s]` from `start` on, as many as `lengths` says: logits `[b, s, vocabulary]`."""
+        out, caches = self.new(params, tokens, caches, start, lengths)
+        return out.logits, caches
+
+    def new(
+        self, params: Any, tokens: jax.Array, caches: Caches, start: jax.Array, lengths: jax.Array
+    ) -> tuple["Forward", Caches]:
+        """As `steps`, with all that `forward` returns."""
 
         def attend(layer, p, x, cache, shared):
             return layer.step(p, x, cache, shared, start=start, lengths=lengths)
 
         count = jnp.where(lengths > 0, jnp.clip(lengths - start, 0, tokens.shape[1]), 0)  # idle places keep nothing
-        rows, history = self.rows(params, tokens, caches[len(self.layers) :], start, count)
-        logits, caches = self.forward(params, tokens, rows, caches, attend)
-        return logits, caches + history
+        rows, history = self.rows(params, tokens, caches.history, start, count)
+        out = self.forward(params, tokens, rows, caches.layers, attend)
+        return out, Caches(out.caches, history)
 
     def rows(
-        self, params: Any, tokens: jax.Array, history: Sequence[History] = (), start: Any = 0, count: Any = None
-    ) -> tuple[dict[int, jax.Array], list[History]]:
+        self, params: Any, tokens: jax.Array, history: History | None = None, start: Any = 0, count: Any = None
+    ) -> tuple[dict[int, jax.Array], History | None]:
         """The rows of the engrams' tables that each token finds, by layer; and the history after the tokens."""
         if self.engrams is None:
-            return {}, []
-        rows, after = self.engrams.found(params["words"], tokens, history[0] if history else None, start, count)
-        return {layer: rows[:, :, i] for i, layer in enumerate(self.engrams.layers)}, [after] if history else []
+            return {}, None
+        rows, after = self.engrams.found(params["words"], tokens, history, start, count)
+        return {layer: rows[:, :, i] for i, layer in enumerate(self.engrams.layers)}, after
 
     def forward(
         self,
@@ -186,18 +224,20 @@ class Model:
         caches: Sequence[Any],
         attend: Callable[[DSV4Attention, Any, jax.Array, Any, Shared], Output],
         at: jax.Array | None = None,
-    ) -> tuple[jax.Array, list[Any]]:
-        """Logits and caches of the layers, with attend(layer, parameters, x, cache, shared) for attention.
+    ) -> "Forward":
+        """All layers, with attend(layer, parameters, x, cache, shared) for attention.
 
         at: int32 `[b]`: the logits `[b, 1, vocabulary]` of this token of each sequence alone.
         """
-        x, after, shared = self.embedded(params, tokens), [], Shared()
+        x, after, means, shared = self.embedded(params, tokens), [], [], Shared()
         for i in range(len(self.layers)):
             x, out, _ = self.block(i, params, params["layers"][i], x, tokens, rows.get(i), caches[i], shared, attend)
             shared, after = shared.after(out), [*after, out.cache]
+            if i in self.seen:
+                means.append(x.x.mean(2, dtype=jnp.float32).astype(x.x.dtype))
         if at is not None:
             x = jax.tree.map(lambda x: jax.vmap(lambda y, n: y[n][None])(x, at), x)
-        return self.logits(params, x), after
+        return Forward(self.logits(params, x), after, jnp.concatenate(means, -1) if means else None)
 
     def embedded(self, params: Any, tokens: jax.Array) -> "Streams":
         """The streams before the first layer."""
@@ -266,7 +306,11 @@ class Model:
         mesh, of_experts = jax.sharding.get_abstract_mesh(), self.of_experts
         if not mesh.empty:
             axes = ("data",) if x.shape[0] % mesh.shape["data"] == 0 else ()
-            rows, (w13, w2) = P(axes or None), (self._partition_moe()[name] for name in ("w13", "w2"))
+            rows, specs = P(axes or None), self._partition_moe()
+            w13, w2 = (
+                in_file(specs[name], p[name].axes) if isinstance(p[name], Packed) else specs[name]
+                for name in ("w13", "w2")
+            )
 
             @functools.partial(jax.shard_map, in_specs=(w13, w2, rows, rows, rows), out_specs=rows)
             def of_experts(w13, w2, *of_tokens):
@@ -275,7 +319,8 @@ class Model:
                 return jax.lax.psum(self.of_experts(*of_weights, *of_tokens, jax.lax.axis_index("expert")), SPLIT)
 
         y = of_experts(p["w13"], p["w2"], x, weights, chosen)
-        return y + self.swiglu(jnp.einsum("bsm,mgi->bsgi", x, p["shared13"])) @ p["shared2"], load
+        w13, w2 = whole((p["shared13"], p["shared2"]), x.dtype)
+        return y + self.swiglu(jnp.einsum("bsm,mgi->bsgi", x, w13)) @ w2, load
 
     def routed(
         self, gate: jax.Array, routing: jax.Array, x: jax.Array, tokens: jax.Array
@@ -298,12 +343,13 @@ class Model:
         self, w13: jax.Array, w2: jax.Array, x: jax.Array, weights: jax.Array, chosen: jax.Array, part: Any = 0
     ) -> jax.Array:
         """What the experts in w13 `[e, hidden, 2, inner]` and w2, part number `part` of all, add for their tokens."""
-        e, k, m = len(w13), self.chosen, self.hidden
+        e, k, m = len(jax.tree.leaves(w13)[0]), self.chosen, self.hidden
         expert = chosen.ravel() - part * e
         at = blocks(jnp.where((expert >= 0) & (expert < e), expert, e), e)
 
         def ffn(of_tokens: Any, of_expert: Any) -> jax.Array:
-            (x, weights), (w13, w2) = of_tokens, of_expert
+            x, weights = of_tokens
+            w13, w2 = whole(of_expert, x.dtype)
             inner = (x @ w13.reshape(m, -1)).reshape(len(x), 2, -1)
             return self.swiglu(inner, weights) @ w2
 
@@ -386,13 +432,13 @@ class Model:
         experts = {"w13": P("expert", None, None, "tensor"), "w2": P("expert", "tensor")}
         return {"gate": P(), **experts, "shared13": P(None, None, SPLIT), "shared2": P(SPLIT)}
 
-    def cache(self, b: int, max_length: int, dtype: Any = jnp.bfloat16, **pages: Any) -> list[LayerCache | History]:
+    def cache(self, b: int, max_length: int, dtype: Any = jnp.bfloat16, **pages: Any) -> Caches:
         """Empty caches for b sequences, as `DSV4Attention.cache` makes them; in a mesh, whole on every device."""
         if self.engrams is not None and pages.get("steps", 1) > 1:
             raise NotImplementedError("V4.1: drafts, whose words its engrams would have to take back")
-        made: list[Any] = [layer.cache(b, max_length, dtype, **pages) for layer in self.layers]
-        if self.engrams is not None:
-            made.append(History(jnp.zeros((b, self.engrams.longest - 1), jnp.int32)))
+        words = None if self.engrams is None else jnp.zeros((b, self.engrams.longest - 1), jnp.int32)
+        layers = [layer.cache(b, max_length, dtype, **pages) for layer in self.layers]
+        made = Caches(layers, None if words is None else History(words))
         return made if jax.sharding.get_abstract_mesh().empty else jax.device_put(made, P())
 
     def joined(self, params: Any) -> dict[str, Any]:
@@ -402,6 +448,16 @@ class Model:
             for layer, p in zip(self.layers, params["layers"], strict=True)
         ]
         return {**params, "layers": layers}
+
+
+class Forward(NamedTuple):
+    """What `Model.forward` makes."""
+
+    logits: jax.Array
+    """float32 `[b, s, vocabulary]`"""
+    caches: list[LayerCache | None]
+    means: jax.Array | None
+    """`[b, s, layers that drafts see · hidden]`"""
 
 
 class Streams(NamedTuple):

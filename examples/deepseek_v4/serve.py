@@ -3,13 +3,15 @@
 Every line is a request, in words or, without a tokenizer.json, in numbers of tokens. Requests come and go in the places
 of a batch: `Server` of examples/serve.py reads prompts in chunks, between steps in which every place says a token, and
 hands out the pages of the caches. What a request says is printed as it comes. The whole model is one jitted step whose
-caches are updated in place.
+caches are updated in place. With `--port` requests come by HTTP instead (endpoint.py).
 """
 
+import contextlib
 import json
+import socket
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import jax
@@ -34,14 +36,19 @@ def main(
     speculate: int = 0,
     beginning: str = "",
     fp8: bool = False,
+    packed: bool = False,
     tensor: int = 1,
     expert: int = 1,
-) -> list[Request]:
-    """Returns the requests in the order of their lines; prompts: lines, by default of the standard input."""
+    port: int | None = None,
+) -> list[Request] | None:
+    """Returns the requests in the order of their lines; prompts: lines, by default of the standard input.
+
+    port: of an HTTP endpoint, which takes the place of lines; 0 is any.
+    """
     dtype = common.compute_dtype()
     encode, decode = common.words(checkpoint)
     with common.mesh_of(tensor, expert, data=1) as mesh:
-        model, params = common.opened(checkpoint, mesh, dtype)
+        model, params = common.opened(checkpoint, mesh, dtype, packed, drafts=speculate > 0)
         params = model.joined(params)
         kept, first = jnp.float8_e4m3fn if fp8 else dtype, encode(beginning)
         server = Server(
@@ -51,35 +58,68 @@ def main(
         memory = f"{common.gib(params):.2f} GiB of parameters, {common.gib(server.caches):.2f} GiB of caches"
         print(f"{mesh.size} {jax.default_backend()} devices, {memory}", flush=True)
 
+        if port is not None:
+            return endpoint(server, checkpoint, model.vocabulary, first, encode, decode, port)
         requests, done, began = [], 0, time.perf_counter()
         for line in sys.stdin if prompts is None else prompts:
-            heard, end = printer(len(requests), decode), end_of(checkpoint)
-            requests.append(Request(np.concatenate([first, encode(line)]), wanted, temperature, heard, end))
+            prompt, heard = np.concatenate([first, encode(line)]), printer(len(requests), texts(decode))
+            requests.append(Request(prompt, wanted, temperature, heard, end_of(checkpoint)))
             server.submit(requests[-1])
         while done < len(requests):
             done += len(server.work())
         seconds = time.perf_counter() - began
     read, said = (sum(map(len, x)) for x in ([r.prompt for r in requests], [r.said for r in requests]))
     print(f"{read} tokens read, {said} said, in {seconds:.2f} s: {(read + said) / seconds:.0f} tokens/s")
+    if speculate:
+        accepted, drafted, each = server.accepted, server.drafted, 1 + server.accepted / server.steps
+        print(f"{accepted} of {drafted} drafts were right; a place said {each:.2f} tokens a step")
     peak = max((d.memory_stats() or {}).get("peak_bytes_in_use", 0) for d in mesh.devices.flat)
     if peak:
         print(f"a device held at most {peak / 2**30:.2f} GiB")
     return requests
 
 
-def printer(number: int, decode):
-    """Prints what each new token adds to the text of a request."""
+def endpoint(server: Server, checkpoint: str | None, vocabulary: int, first, encode, decode, port: int) -> None:
+    """Answers HTTP requests until Ctrl-C. A prompt is a text, or a list of tokens."""
+    from .endpoint import Endpoint
+
+    def read(prompt: str | list) -> np.ndarray:
+        if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
+            (prompt,) = prompt
+        tokens = encode(prompt) if isinstance(prompt, str) else np.asarray(prompt)
+        if tokens.ndim != 1 or tokens.dtype.kind != "i" or not ((tokens >= 0) & (tokens < vocabulary)).all():
+            raise ValueError(f"wanted one prompt, a text or a list of tokens below {vocabulary}")
+        return np.concatenate([first, tokens.astype(np.int32)])
+
+    name = Path(checkpoint).resolve().name if checkpoint else "random"
+    with socket.create_server(("127.0.0.1", port)) as listening:
+        print(f"http://127.0.0.1:{listening.getsockname()[1]}/v1/completions, model {name}; Ctrl-C ends", flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            Endpoint(server, name, read, lambda: texts(decode), end_of(checkpoint)).run(listening)
+
+
+def printer(number: int, text: Callable[[int], str]) -> Callable[[int], None]:
+    def heard(token: int) -> None:
+        if new := text(token):
+            print(f"[{number}] {new}", flush=True)
+
+    return heard
+
+
+def texts(decode: Callable[[list[int]], str]) -> Callable[[int], str]:
+    """A function from each new token to what it adds to the text."""
     tokens, before = [], ""
 
-    def heard(token: int) -> None:
+    def added(token: int) -> str:
         nonlocal before
         tokens.append(token)
         text = decode(tokens)
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # a token may end inside of a character
-            print(f"[{number}] {text[len(before) :]}", flush=True)
-            before = text
+        if text.endswith("\N{REPLACEMENT CHARACTER}"):  # a token may end inside of a character
+            return ""
+        new, before = text[len(before) :], text
+        return new
 
-    return heard
+    return added
 
 
 def end_of(checkpoint: str | None) -> int:
@@ -98,11 +138,17 @@ def arguments() -> dict:
         ("chunk", 512, "tokens of a prompt read at once"),
         ("page", 256, "tokens of a page, a multiple of 128"),
         ("pages", 0, "pages in the pool of each cache; 0: for all places"),
-        ("speculate", 0, "drafts of a request in a step, at most; not with V4.1"),
+        (
+            "speculate",
+            0,
+            "drafts of a request in a step, at most: the model's own, if it has layers for them; not with V4.1",
+        ),
     ):
         parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{what} (default: {default})")
     parser.add_argument("--beginning", default="", help="what all requests begin with; whole pages of it are shared")
+    parser.add_argument("--port", type=int, help="answer HTTP requests here, in OpenAI's form, and read no lines")
     parser.add_argument("--fp8", action="store_true", help="caches in the model's FP8 layout")
+    parser.add_argument("--packed", action="store_true", help="a checkpoint's FP4 and FP8 stay so in memory")
     return vars(parser.parse_args())
 
 

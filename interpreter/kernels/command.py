@@ -5,6 +5,7 @@
     python -m interpreter hca_fwd_sm_90a_d512_bf --case mixed    another case
     python -m interpreter mha_fwd_sm_90a_d128_bf --seed 3                   another order of things
     python -m interpreter mha_fwd_sm_90a_d128_bf --ptx edited.ptx           PTX that was changed by hand
+    python -m interpreter mha_fwd_sm_90a_d128_bf --orders                   whether it ends in every order
 
 The kernel is an attention's key of kernels/variants.py, or an unambiguous part of one; it is compiled if no build has
 it. With a fault (a deadlock, a race, an access out of bounds, a wrong answer, ...) the exit status is 1, and the
@@ -22,7 +23,8 @@ from kernels.variants import VARIANTS
 from ..machine.hazards import Fault
 from ..machine.scheduler import Policy
 from ..machine.timeline import lines, plot
-from . import cases
+from ..orders.verdict import verdict
+from . import attention, cases
 from .launch import Kernel, launch
 from .verdict import judge
 
@@ -57,6 +59,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw the timeline (.svg, .png, ...) instead of printing it"
     )
+    parser.add_argument(
+        "--orders", action="store_true", help="instead, whether every order of events ends, from one run"
+    )
     parser.add_argument("--tail", type=int, metavar="N", help="print only the last N lines of the timeline")
     return parser
 
@@ -73,6 +78,8 @@ def main(argv: list[str] | None = None) -> int:
     if x is None:
         parser().error(f"there is no case {args.case!r} for {kernel.variant.key}")
     processors = args.processors or cases.PROCESSORS[args.case]
+    if args.orders:
+        return show_orders(kernel, x, processors)
     run = launch(kernel, x, seed=args.seed or 0, processors=processors, record=True)
     machine, found = run.machine, None
     if args.seed is None:
@@ -97,3 +104,13 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     print("right, and nothing to complain about")
     return 0
+
+
+def show_orders(kernel: Kernel[Forward], x: attention.Operands, processors: int) -> int:
+    try:
+        found = verdict(lambda seed: launch(kernel, x, processors=processors, seed=seed).machine)
+    except Fault as fault:
+        print(f"{type(fault).__name__}: {fault}", file=sys.stderr)
+        return 1
+    print(*found.lines(), sep="\n")
+    return 0 if found.right else 1

@@ -221,6 +221,23 @@ def multiply_add(i: Instruction, d: Decoder) -> Step:
     return elementwise(d, i, kind, [kind] * 3, lambda a, b, c: a * b + c)
 
 
+@instruction("dp4a")
+def dot_of_bytes(i: Instruction, d: Decoder) -> Step:
+    """9.7.1.23: c and the products of the four bytes of a and of b, by their signs."""
+    kinds = {"u32": np.dtype(np.uint8), "s32": np.dtype(np.int8)}
+    if len(i.mods) != 2 or not set(i.mods) <= set(kinds):
+        raise d.fail(i.opcode)
+    kind = "u32" if i.mods == ("u32", "u32") else "s32"
+    first, second = (kinds[mod] for mod in i.mods)
+
+    def dot(a: Array, b: Array, c: Array) -> Array:
+        bytes_ = (np.ascontiguousarray(x).view(t).reshape(-1, 4).astype(np.int64) for x, t in ((a, first), (b, second)))
+        left, right = bytes_
+        return ((left * right).sum(1) + c.astype(np.int64)).astype(np.uint32).view(DTYPES[kind])
+
+    return elementwise(d, i, kind, ["b32", "b32", kind], dot)
+
+
 @instruction("fma")
 def fused(i: Instruction, d: Decoder) -> Step:
     if i.has("f32x2"):
@@ -501,12 +518,13 @@ def round_bits(x: Array, dtype: DTypeLike) -> Array:
 def convert(i: Instruction, d: Decoder) -> Step:
     *rest, to, source = i.mods
     if to in PACKED and source == "f32":
-        i.only("rn", to, "f32")
+        i.only("rn", "satfinite", to, "f32")
         dtype = PACKED[to]
+        most = np.float32(ml_dtypes.finfo(dtype).max) if i.has("satfinite") else np.float32(np.inf)
 
         def pair(high: Array, low: Array) -> Array:
             both = np.empty((LANES, 2), dtype)
-            both[:, 0], both[:, 1] = low, high
+            both[:, 0], both[:, 1] = np.clip(low, -most, most), np.clip(high, -most, most)
             return both.view(np.uint32).ravel()
 
         return elementwise(d, i, "b32", ["f32", "f32"], pair)

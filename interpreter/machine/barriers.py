@@ -83,6 +83,8 @@ def arrive(bar: MBarrier, count: int, clock: Clock, who: Warp | AsyncOp) -> None
         bar.clock.join(clock)
         bar.arrived.append(name)
         n = min(count, bar.pending)
+        if (tape := bar.cta.machine.tape) is not None:
+            tape.arrives(bar, n)
         bar.pending -= n
         count -= n
         settle(bar)
@@ -98,6 +100,8 @@ def told(who: Warp | AsyncOp, clock: Clock) -> int:
 
 
 def expect_tx(bar: MBarrier, size: int) -> None:
+    if (tape := bar.cta.machine.tape) is not None:
+        tape.expects(bar, size)
     bar.tx += size
     if abs(bar.tx) > MAX_COUNT:
         raise Misuse(f"too many transaction bytes: {bar.state()}")
@@ -105,6 +109,8 @@ def expect_tx(bar: MBarrier, size: int) -> None:
 
 def complete_tx(bar: MBarrier, size: int, clock: Clock) -> None:
     """`size` bytes have arrived; whoever waits learns `clock`."""
+    if (tape := bar.cta.machine.tape) is not None:
+        tape.brings(bar, size)
     bar.clock.join(clock)
     bar.tx -= size
     if abs(bar.tx) > MAX_COUNT:
@@ -116,6 +122,8 @@ def settle(bar: MBarrier) -> None:
     if bar.pending == 0 and bar.tx == 0:
         machine = bar.cta.machine
         machine.news = True
+        if machine.tape is not None:
+            machine.tape.completes(bar)
         if machine.moments is not None:
             machine.log("phase", f"+{bar.offset - SMEM_BASE}", f"{bar} completes phase {bar.phase}")
         bar.done = bar.clock
@@ -250,6 +258,8 @@ def wait(i: Instruction, d: Decoder) -> Step:
         if ready():
             if bar.done is not None:
                 (w.unfenced if i.has("relaxed") else w.clock).join(bar.done)
+            if w.machine.tape is not None:
+                w.machine.tape.passes(bar)
             w.put(target, yes)
             return None
         if sleeps and w.machine.rng.random() >= SPURIOUS:
@@ -285,6 +295,7 @@ def named(i: Instruction, d: Decoder) -> Step:
         w.converged(i.opcode)
         m, cta = w.machine, w.cta
         which = w.uniform(number, np.uint32, "the number of a barrier")
+        name = f"named barrier {which} of CTA {cta.number}"
         if (mine := w.extra.pop("bar", None)) is None:
             if which > 15:
                 raise Misuse(f"named barrier {which}, there are 16")
@@ -299,17 +310,23 @@ def named(i: Instruction, d: Decoder) -> Step:
             bar.arrived += 32
             bar.who.append(w.name)
             mine = bar.generation
+            if m.tape is not None:
+                m.tape.arrives(name)
             m.log("arrive", w, f"bar {which}")
             if bar.arrived == bar.count:
                 bar.done, bar.clock = bar.clock, Clock(m.warp_count)
                 bar.generation += 1
                 bar.arrived, bar.who, m.news = 0, [], True
+                if m.tape is not None:
+                    m.tape.completes(name)
         bar = cta.named[which]
         if not waits:
             return None
         if bar.generation != mine:
             assert bar.done is not None
             w.clock.join(bar.done)
+            if m.tape is not None:
+                m.tape.passes(name, mine)
             return None
         w.extra["bar"] = mine
         return Wait(

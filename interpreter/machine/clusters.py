@@ -58,12 +58,17 @@ class ClusterBarrier:
     generation: int = 0
     done: Clock | None = None
 
+    def __post_init__(self) -> None:
+        self.name = f"the cluster's barrier of CTA {self.warps[0].cta.number}"
+
     def passed(self, generation: int) -> bool:
         """Whether a phase is complete: all warps that have not ended have arrived in it."""
         if generation == self.generation and all(w.exited or w.index in self.arrived for w in self.warps):
             self.done, self.clock = self.clock, Clock(self.warps[0].machine.warp_count)
             self.arrived = set()
             self.generation += 1
+            if (tape := self.warps[0].machine.tape) is not None:
+                tape.completes(self.name)
         return generation != self.generation
 
     def state(self) -> str:
@@ -97,6 +102,8 @@ def arrive(i: Instruction, d: Decoder) -> Step:
         w.extra["cluster barrier phase"] = bar.generation
         bar.clock.join(w.released if i.has("relaxed") else w.publish())
         bar.arrived.add(w.index)
+        if w.machine.tape is not None:
+            w.machine.tape.arrives(bar.name)
         w.machine.news = True
         w.machine.log("arrive", w, "the cluster's barrier")
 
@@ -117,6 +124,8 @@ def wait(i: Instruction, d: Decoder) -> Step:
         assert bar.done is not None
         w.clock.join(bar.done)
         del w.extra["cluster barrier phase"]
+        if w.machine.tape is not None:
+            w.machine.tape.passes(bar.name, phase)
         return None
 
     return step

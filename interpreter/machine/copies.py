@@ -23,6 +23,8 @@ from .hazards import Misuse, OutOfBounds, Unsupported
 from .memory import addresses, refuse_barriers
 from .parser import Address, Arg, Instruction
 from .reductions import additions
+from .rules import Rule
+from .scheduler import remark
 from .state import (
     GENERIC_PARAM_BASE,
     RANK_SHIFT,
@@ -218,9 +220,8 @@ def destinations_of(
             if rank != one.rank and not (pair and rank == one.rank ^ 1):
                 raise Misuse(f"a copy to CTA {one.number} that completes on CTA {bar.cta.number}")
             if not bar.init_fenced and w.clock.seen[1, bar.init[0].index] < bar.init[1]:
-                raise Misuse(
-                    f"no fence.mbarrier_init or fence.proxy.async between the initialisation of {bar} and this copy"
-                )
+                text = f"no fence.mbarrier_init or fence.proxy.async between the initialisation of {bar} and this copy"
+                remark(w.machine, Rule.INIT_FENCE, Misuse(text))
             found.append(CopyDestination(one, offset, bar))
         return found
 

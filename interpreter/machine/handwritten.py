@@ -93,9 +93,16 @@ class Handwritten:
 
     def interpret(self, seed: int = 0, rules: Collection[Rule] = MANUAL) -> Array:
         """The result; raises what is found."""
+        machine = self.machine(seed, rules)
+        machine.run()
+        result = machine.memory.named("result")
+        return self.shaped(result.bytes[: result.size])
+
+    def machine(self, seed: int = 0, rules: Collection[Rule] = MANUAL) -> Machine:
+        """About to run it."""
         memory, size = new_memory(), 4 * self.total * self.outputs
         source, result = memory.add("source", self.given), memory.add("result", None, size)
-        machine = Machine(
+        return Machine(
             parse(self.ptx),
             grid=self.ctas,
             threads=self.threads,
@@ -107,8 +114,6 @@ class Handwritten:
             seed=seed,
             rules=rules,
         )
-        machine.run()
-        return self.shaped(memory.named("result").bytes[:size])
 
     def on_device(self) -> Array:
         """The result of the first CUDA device, whose driver compiles the PTX."""

@@ -68,6 +68,12 @@ class Rule(Enum):
         "it tells of both",
         "cuDNN's sparse attention of d 576 clears rows by plain stores before it",
     )
+    INIT_FENCE = (
+        "`fence.mbarrier_init` or `fence.proxy.async` stands between the initialisation of an mbarrier and a copy by "
+        "TMA that completes on it",
+        "a barrier of warps is enough",
+        "cuDNN's attention of d 256 over named keys has neither for the mbarrier of its queries",
+    )
 
     def __init__(self, says: str, without: str, evidence: str):
         self.says, self.without, self.evidence = says, without, evidence

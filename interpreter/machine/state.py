@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import math
 import random
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -207,6 +207,29 @@ class Scoreboard(Protocol):
         ...
 
 
+class Tape(Protocol):
+    """What is told, as it happens, how agents wait for each other. A barrier is an MBarrier, or whatever else is
+    counted: its name then."""
+
+    def issued(self, op: AsyncOp) -> None: ...
+
+    def arrives(self, bar: Hashable, count: int = 1, phase: int | None = None) -> None:
+        """In a phase of the arriver's own; without, in the present one."""
+        ...
+
+    def expects(self, bar: Hashable, size: int) -> None: ...
+
+    def brings(self, bar: Hashable, size: int) -> None: ...
+
+    def completes(self, bar: Hashable) -> None:
+        """Its present phase."""
+        ...
+
+    def passes(self, bar: Hashable, phase: int | None = None) -> None:
+        """Somebody has waited for this phase; without, for the last that is complete."""
+        ...
+
+
 @dataclass(eq=False)
 class Branching:
     """Sides of a branch that have not met again."""
@@ -389,6 +412,8 @@ class Warp:
         m.ops_log.append(op)
         m.pending.append(op)
         m.log("issue", self, op.what, op)
+        if m.tape is not None:
+            m.tape.issued(op)
         return op
 
     # ---- control
@@ -568,6 +593,7 @@ class Machine:
         self.pending: list[AsyncOp] = []
         self.news = False  # something has happened that a warp may wait for
         self.moments: list[Moment] | None = [] if record else None
+        self.tape: Tape | None = None
         self.executed: set[int] = set()  # the instructions that ran, where a record is kept
         self.exit_checks: list[Callable[[], None]] = []
         self.late: list[list[Cta]] = []  # clusters that have not begun, where others may take them over

@@ -254,6 +254,7 @@ def together(
         w.machine.news = True
         return act()
     (even, odd), key = members(w.cta, 2), f"to {what}"
+    name = f"CTAs {even.number} and {odd.number} that {what}"
     if key not in w.extra:
         meeting = even.extra.pop(key, None) or even.extra.setdefault(key, Meeting(w, wanted))
         if meeting.first is not w:
@@ -263,16 +264,22 @@ def together(
                 raise Misuse(f"the CTAs of a pair {what} differently: {meeting.wanted} columns and {wanted}")
             meeting.second = w
         w.extra[key] = meeting
+        if w.machine.tape is not None:
+            w.machine.tape.arrives(name)
     found: Meeting = w.extra[key]
     if found.second is w:
         if not possible():
             return later
         found.result, w.machine.news = act(), True
+        if w.machine.tape is not None:
+            w.machine.tape.completes(name)
     elif found.result is None:
         peer = odd if w.cta is even else even
         return Wait(lambda: found.result is not None, lambda: f"a warp of CTA {peer.number} to {what} as well")
     del w.extra[key]
     assert found.result is not None
+    if w.machine.tape is not None:
+        w.machine.tape.passes(name)
     return found.result
 
 

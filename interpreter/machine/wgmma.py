@@ -177,6 +177,9 @@ class Warpgroup:
     products: list[Product] = field(default_factory=list)
     accumulators: dict[tuple[int, ...], Accumulator] = field(default_factory=dict)
 
+    def name(self, w: Warp) -> str:
+        return f"wgmma of warpgroup {self.number} of CTA {w.cta.number}"
+
 
 @dataclass(eq=False)
 class Issued:
@@ -282,6 +285,10 @@ def product(i: Instruction, d: Decoder) -> Step:
         else:
             p.clock.meet(w.clock)
         p.warps += 1
+        if (tape := w.machine.tape) is not None:
+            tape.arrives(group.name(w), phase=p.place)
+            if p.warps == 4:
+                tape.completes(group.name(w))
         if p.warps == 4:
             issue(w, p, group, a, b)
 
@@ -363,6 +370,8 @@ def wait(i: Instruction, d: Decoder) -> Step:
         wanted = [p for group in mine.groups[: len(mine.groups) - keep] for p in group]
         if wanted and not wanted[-1].complete:  # they happen in order
             return Wait(lambda: wanted[-1].complete, lambda: unfinished(wanted))
+        if wanted and w.machine.tape is not None:
+            w.machine.tape.passes(mine.group.name(w), wanted[-1].place)
         for p in wanted:
             assert p.op is not None
             w.learn(p.op)

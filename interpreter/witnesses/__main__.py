@@ -26,7 +26,20 @@ from .catalogue import WITNESSES, Witness
 from .recording import NotRecorded, recording, version
 from .verdict import answer, broken, plant
 
-QUICK = ("gemm 128", "gemm pair 128", "gemm plain", "fa4 64", "fmha 64")
+QUICK = (
+    *(
+        "gemm 128",
+        "gemm 64x64",
+        "gemm pair 128",
+        "gemm plain",
+        "gemm mixed 256",
+        "fmha 64",
+        "fa4 64",
+        "dsa 64",
+        "qsa 256",
+    ),
+    "hopper gemm",
+)
 PLANTED = ("gemm pair 128", "fmha 64", "fa4 64")
 
 

@@ -36,6 +36,12 @@ def gemm(name: str, what: str, **options: Any) -> Witness:
     return Witness(f"gemm {name}", CUTLASS, f"GEMM, {what}", "gemm.blackwell", options)
 
 
+def mixed(name: str, what: str, **options: Any) -> Witness:
+    return Witness(
+        f"gemm mixed {name}", CUTLASS, f"GEMM, A of int8 through tensor memory, {what}", "gemm.mixed", options
+    )
+
+
 def fa4(name: str, what: str, **options: Any) -> Witness:
     return Witness(f"fa4 {name}", FLASH, f"attention, {what}", "fa4.forward", options)
 
@@ -86,6 +92,16 @@ WITNESSES = (
         file="dense_gemm_persistent_prefetch.py",
         kernel="PersistentDenseGemmKernel",
     ),
+    mixed("256", "tiles of 128 x 256, B MN-major", tile=(128, 256, 64), mnkl=(256, 256, 128, 1), b_major="n"),
+    mixed("pair", "pairs of CTAs, 128 x 192", tile=(128, 192, 64), mnkl=(256, 384, 128, 1), **PAIR),
+    mixed(
+        "pair mn",
+        "pairs of CTAs, 128 x 192, B MN-major",
+        tile=(128, 192, 64),
+        mnkl=(256, 384, 128, 1),
+        b_major="n",
+        **PAIR,
+    ),
     Witness("fmha 64", CUTLASS, "attention, d 64", "fmha.forward", {"d": 64}),
     Witness("fmha 128", CUTLASS, "attention, d 128, causal", "fmha.forward", {"d": 128, "causal": True}),
     fa4("64", "d 64", d=64),
@@ -100,6 +116,7 @@ WITNESSES = (
     dsa("64", "64 heads, d 512", h=64, d=512),
     dsa("64 of 576", "64 heads, d 576, sink", h=64, d=576, sink=True),
     dsa("128", "128 heads, d 512, pairs of CTAs", h=128, d=512),
+    Witness("qsa 256", CUDNN, "attention of d 256 over keys that bits name, causal", "qsa.forward"),
     Witness("mla decode", FLASHINFER, "MLA's decoding, d 512 + 64, 64 heads, pages", "mla_decode.forward"),
     Witness("hopper fa3 128", FLASH, "Hopper: attention, d 128", "fa4.hopper", {"d": 128}, arch="sm_90a"),
     Witness(

@@ -58,7 +58,11 @@ _SCALES = (".scale", ".weight_scale_inv", "_scale_inv")
 
 
 def from_state_dict(
-    layer: DSV4Attention, tensors: Mapping[str, Any], prefix: str = "", dtype: Any = jnp.bfloat16
+    layer: DSV4Attention,
+    tensors: Mapping[str, Any],
+    prefix: str = "",
+    dtype: Any = jnp.bfloat16,
+    shardings: jax.sharding.Sharding | dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The parameters of a layer, as `layer.init` lays them out, from a checkpoint's tensors.
 
@@ -70,6 +74,8 @@ def from_state_dict(
         (Hugging Face). Matrices in e4m3 come with scales for square blocks of 128 or 32; the function multiplies these
         in.
       dtype: dtype of the matrices. Norms, sinks and `ape` are float32.
+      shardings: where parameters go, each part straight from the host to its device: a Sharding, or a dict of them
+        as the parameters are laid out. None means the default device.
 
     Raises:
       ValueError: a tensor is missing, has another shape, is not of floats, is in 8 bits without scales, or has no use
@@ -122,7 +128,7 @@ def from_state_dict(
             raise _check.error(ValueError, _OP, prefix + name, given, f"{stem}{_SCALES[0]}, its scales, too")
         return x
 
-    def read(path: Any, leaf_shape: Any) -> jax.Array:
+    def read(path: Any, leaf_shape: Any, sharding: jax.sharding.Sharding | None) -> jax.Array:
         leaf, shape = ".".join(p.key for p in path), leaf_shape.shape
         if leaf not in names:  # V4.1's, which has DeepSeek's names at Hugging Face too
             raise _check.error(ValueError, _OP, "tensors", f"no {leaf} under these names", prefix + _DEEPSEEK[leaf])
@@ -140,9 +146,12 @@ def from_state_dict(
                 parts = parts[:1]
             x = np.concatenate([tensor(part, (rows // len(parts), columns), leaf) for part in parts]).T
         last = leaf.rsplit(".")[-1]
-        return jnp.asarray(x.reshape(shape), jnp.float32 if last in IN_FLOAT32 else dtype)
+        x = x.reshape(shape).astype(jnp.float32 if last in IN_FLOAT32 else dtype)
+        return jnp.asarray(x) if sharding is None else jax.make_array_from_callback(shape, sharding, lambda at: x[at])
 
-    params = jax.tree_util.tree_map_with_path(read, shapes(layer))
+    of_layer = shapes(layer)
+    where = shardings if isinstance(shardings, dict) else jax.tree.map(lambda _: shardings, of_layer)
+    params = jax.tree_util.tree_map_with_path(read, of_layer, where)
     unused = sorted(set(own) - used)
     if unused:
         raise _check.error(ValueError, _OP, "tensors", f"{', '.join(unused)} under {prefix!r}", "a layer's alone")

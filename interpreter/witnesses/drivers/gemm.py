@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,28 @@ def blackwell(
     c = result(m, n, batch, c_major == "m", TYPES[c_dtype])
     made = getattr(example(f"blackwell/{file}"), kernel)(cutlass.Float32, pair, tile, cluster, tma_store)
     return case(made, a, b, c, (a_major, b_major, c_major), "persistent" in file)
+
+
+def mixed(
+    *,
+    tile: tuple[int, int, int],
+    cluster: tuple[int, int] = (1, 1),
+    pair: bool = False,
+    mnkl: tuple[int, int, int, int],
+    b_major: str = "k",
+) -> Case:
+    """A of 8-bit integers, which warps convert into tensor memory."""
+    import cutlass
+
+    m, n, k, batch = mnkl
+    a = integers(m, k, batch, False, np.int8)
+    b = integers(n, k, batch, b_major == "n", BF16)
+    c = result(m, n, batch, False, BF16)
+    module = example("blackwell/mixed_input_gemm/mixed_input_gemm.py")
+    made = module.MixedInputGemmKernel(0, 0, cutlass.Float32, pair, tile, cluster, True, False)
+    found = case(made, a, b, c, ("k", b_major, "n"), True)
+    first, *others = found.args
+    return replace(found, args=[first, None, *others], static=[(4, 2)])  # without scales
 
 
 def hopper(*, cluster: tuple[int, int], mnkl: tuple[int, int, int, int] = (512, 256, 128, 1)) -> Case:

@@ -1,0 +1,125 @@
+"""DSpark, V4's own drafts: three layers that propose a block of tokens at once, which the model then verifies.
+
+    main = norm(w [means of the streams after the model's last layers])        of each token that the model has read
+    X    = copies of the embeddings of the model's last token and of a placeholder, block - 1 times
+    for every layer: X as in the model, by attention of a window alone: X's tokens see each other, not causally,
+        and the latents of main, made by the same weights
+    logits of draft i = head norm(pre · X) + w2 w1[draft i - 1]                a bigram table of low rank
+
+The embedding and the head are the model's. (A checkpoint also has a head that says how sure each draft is, which is not
+read here: as many drafts as a step has room for are verified.)
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from .model import Caches, Forward, Model, norm
+from .packed import whole
+
+SHARED = ("embed", "head")
+
+
+@dataclasses.dataclass(frozen=True)
+class DSpark:
+    """A model with its layers for drafts. In `Server`'s eyes a model that also has `propose`."""
+
+    model: Model
+    stack: Model
+    """the layers for drafts, as a model of their own"""
+    block: int
+    """drafts of a call"""
+    placeholder: int
+    """the token that stands where drafts will be"""
+    rank: int
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any] | str | Path) -> "DSpark":
+        """Of a config.json, as `Model.from_config`; raises ValueError if the model has no such layers."""
+        c = config if isinstance(config, Mapping) else json.loads(Path(config).read_text())
+        model = Model.from_config(c)
+        if c.get("dspark_block_size") is None or model.delayed:
+            raise ValueError(
+                "config: wanted V4's dspark_block_size, …, for drafts of the model's own; V4.1's are not read"
+            )
+        more = len(c.get("compress_ratios", ())) - len(model.layers)
+        n = c.get("n_mtp_layers") or (more if more > 0 else 3)
+        kinds = {"layer_types": ["sliding_attention"] * n, "compress_ratios": [0] * n, "num_hash_layers": 0}
+        stack = Model.from_config({**c, **kinds, "mlp_layer_types": None, "num_hidden_layers": n, "n_layers": n})
+        model = dataclasses.replace(model, seen=tuple(c["dspark_target_layer_ids"]))
+        return cls(model, stack, c["dspark_block_size"], c["dspark_noise_token_id"], c["dspark_markov_rank"])
+
+    @property
+    def vocabulary(self) -> int:
+        return self.model.vocabulary
+
+    def __call__(self, params: Any, tokens: jax.Array) -> jax.Array:
+        return self.model(params, tokens)
+
+    def read(self, params: Any, tokens: jax.Array, caches: Caches, start: Any, lengths: jax.Array) -> Any:
+        """As `Model.read`. Caches of drafts get the latents of these tokens, too."""
+        out, after = self.model.chunk(params, tokens, caches, start, lengths)
+        return out.logits[:, 0], self._after(params, out, caches, after, "__call__", start, lengths)
+
+    def steps(self, params: Any, tokens: jax.Array, caches: Caches, start: jax.Array, lengths: jax.Array) -> Any:
+        """As `Model.steps`. Caches of drafts get the latents of these tokens, too."""
+        out, after = self.model.new(params, tokens, caches, start, lengths)
+        return out.logits, self._after(params, out, caches, after, "step", start, lengths)
+
+    def _after(self, params: Any, out: Forward, before: Caches, after: Caches, method: str, start: Any, lengths: Any):
+        p = params["drafts"]
+        main, kept = norm(out.means @ whole(p["main"], out.means.dtype), p["main_norm"], self.stack.layers[0].eps), []
+        for layer, own, cache in zip(self.stack.layers, p["layers"], before.drafts, strict=True):
+            made = getattr(layer, method)(own["attention"], main, cache, start=start, lengths=lengths)
+            kept.append(made.cache)  # XLA leaves out what only made.y needs
+        return after._replace(drafts=kept)
+
+    def propose(self, params: Any, token: jax.Array, caches: Caches, lengths: jax.Array) -> tuple[jax.Array, Caches]:
+        """Drafts int32 `[b, block]` of what follows `token` `[b]`, the one after the `lengths` tokens that are cached.
+
+        Nobody sees what they leave in the caches: the model's next tokens overwrite it. A length of 0 is an idle place.
+        """
+        p = {**params["drafts"], **{name: params[name] for name in SHARED}}
+        tokens = jnp.full((len(token), self.block), self.placeholder).at[:, 0].set(token)
+        ends = jnp.where(lengths > 0, lengths + self.block, 0)
+
+        def attend(layer, own, x, cache, shared):
+            return layer.step(own, x, cache, shared, lengths=ends, is_causal=False)
+
+        out = self.stack.forward(p, tokens, {}, caches.drafts, attend)
+        said = [token]
+        for i in range(self.block):
+            bias = jnp.matmul(p["w1"][said[-1]], p["w2"], preferred_element_type=jnp.float32)
+            said.append((out.logits[:, i] + bias).argmax(-1).astype(jnp.int32))
+        return jnp.stack(said[1:], 1), caches._replace(drafts=out.caches)
+
+    # ---- parameters and caches
+
+    def init(self, key: jax.Array, dtype: Any = jnp.bfloat16) -> dict[str, Any]:
+        """Random parameters: those of `Model.init` with this key, and "drafts"."""
+        b, c, d, e = jax.random.split(jax.random.fold_in(key, 1), 4)
+        drafts = {name: x for name, x in self.stack.init(b, dtype).items() if name not in SHARED}
+        wide, v = len(self.model.seen) * self.model.hidden, self.vocabulary
+        drafts["main"] = (jax.random.normal(c, (wide, self.model.hidden)) * wide**-0.5).astype(dtype)
+        drafts["main_norm"] = jnp.ones(self.model.hidden, jnp.float32)
+        drafts["w1"] = jax.random.normal(d, (v, self.rank), dtype)
+        drafts["w2"] = (jax.random.normal(e, (self.rank, v)) * self.rank**-0.5).astype(dtype)
+        return {**self.model.init(key, dtype), "drafts": drafts}
+
+    def partition(self) -> dict[str, Any]:
+        drafts = {name: x for name, x in self.stack.partition().items() if name not in SHARED}
+        return {**self.model.partition(), "drafts": drafts | dict.fromkeys(("main", "main_norm", "w1", "w2"), P())}
+
+    def joined(self, params: Any) -> dict[str, Any]:
+        return self.model.joined(params)
+
+    def cache(self, b: int, max_length: int, dtype: Any = jnp.bfloat16, steps: int = 1, **pages: Any) -> Caches:
+        """As `Model.cache`; caches of drafts have room for a block, which sees all of its window."""
+        drafts = self.stack.cache(b, max_length, dtype, steps=max(steps, self.block + 1), **pages).layers
+        return self.model.cache(b, max_length, dtype, steps=steps, **pages)._replace(drafts=drafts)

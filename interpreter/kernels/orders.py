@@ -1,0 +1,116 @@
+"""Every order of the launches of attention and of its gradients: `interpreter/orders` says what that is.
+
+    python -m interpreter.kernels.orders                            all kernels in bfloat16
+    python -m interpreter.kernels.orders mha sm_100a                those whose keys have all of these words
+    python -m interpreter.kernels.orders --record docs/orders.json  also what docs/verification.md shows
+
+Exit status 1 if an order does not end, or the interpreter finds a fault in one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from kernels.abi import Forward, MhaBackward, MlaBackward
+from kernels.variants import VARIANTS
+
+from ..machine.hazards import Fault
+from ..machine.state import Machine
+from ..orders.verdict import Making, verdict
+from . import attention, cases, gradients, mha_backward, mla_backward, native
+from .launch import Kernel, launch
+
+CASES = ("tiles", "turns")  # of forward kernels
+SHAPE = {"b": 1, "s_q": 2, "s_kv": 149, "h_q": 8, "s_kv1": 81, "topk": 133, "width": 1 << 30}  # three tiles of keys
+DENSE_SHAPE = {"b": 1, "s_q": 50, "s_kv": 150, "h_q": 8, "h_kv": 2, "width": 1 << 30}
+
+
+def launches(key: str) -> Iterator[tuple[str, Making]]:
+    """The launches of a kernel: what each is run on, and how its machine is made."""
+    variant = native.variant_of(key)
+    kernel: Kernel[Any] = Kernel.of(variant)
+    if isinstance(variant, Forward):
+        for case in CASES:
+            x = cases.operands(variant, kernel.facts["tile_n"], case)
+            if x is not None:
+                yield case, partial(forward, kernel, x, cases.PROCESSORS[case])
+    elif isinstance(variant, MlaBackward):
+        given = gradients.operands(variant, **{**SHAPE, "h_q": native.heads_for(variant, SHAPE["h_q"])})
+        yield "tiles", lambda seed: mla_backward.launch(kernel, given, seed=seed).machine
+    else:
+        dense = native.variant_of(f"mha_fwd_{variant.arch}_d{variant.d}_{variant.dtype}")
+        given, scale = gradients.operands(dense, **DENSE_SHAPE), variant.d**-0.5
+        before: dict[str, Kernel[Any]] = {"tile_spans": Kernel.of(native.variant_of(f"tile_spans_{variant.arch}"))}
+        seen = None
+        if variant.op != "mha_dq":
+            seen = mha_backward.tiles_seen({variant.op: kernel} | before, given, scale)
+        yield "tiles", lambda seed: mha_backward.launch(kernel, given, scale, seen, seed=seed)[0]
+
+
+def forward(kernel: Kernel[Forward], x: attention.Operands, processors: int, seed: int) -> Machine:
+    return launch(kernel, x, processors=processors, seed=seed).machine
+
+
+def keys(words: Sequence[str]) -> list[str]:
+    attentions = (v for v in VARIANTS if isinstance(v, Forward | MlaBackward | MhaBackward) and v.dtype == "bfloat16")
+    return [v.key for v in attentions if all(word in v.key for word in words)]
+
+
+def examined(key: str) -> list[dict[str, Any]]:
+    """All about one kernel, as JSON has it."""
+    found = []
+    for case, make in launches(key):
+        about: dict[str, Any] = {"kernel": key, "case": case}
+        try:
+            x = verdict(make)
+        except Fault as fault:
+            found.append(about | {"right": False, "says": [f"{type(fault).__name__}: {fault}"]})
+            continue
+        skeleton = x.skeleton
+        about |= {"warps": len(skeleton.warps), "barriers": len(skeleton.barriers), "events": skeleton.size}
+        about |= {"seconds": x.seconds, "run_s": x.run_seconds, "loose": x.loose, "right": x.right}
+        found.append(about | {"says": x.lines()})
+    return found
+
+
+def merged(file: Path, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What a file has of other kernels that there are stays there."""
+    before = json.loads(file.read_text()) if file.exists() else []
+    ran = {x["kernel"] for x in found}
+    of = {key: [x for x in (found if key in ran else before) if x["kernel"] == key] for key in keys([])}
+    return [x for rows in of.values() for x in rows]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m interpreter.kernels.orders",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("words", nargs="*", metavar="WORD", help="only kernels whose keys have all of these")
+    parser.add_argument("--jobs", type=int, default=2, help="how many at a time (default: %(default)s)")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="write what was found into this JSON")
+    args = parser.parse_args(argv)
+    start, found = time.monotonic(), list[dict[str, Any]]()
+    with ProcessPoolExecutor(args.jobs) as pool:
+        for results in pool.map(examined, keys(args.words)):
+            for x in results:
+                print(f"{x['kernel']}, {x['case']}:", *x["says"], sep="\n  ", flush=True)
+            found += results
+    wrong = [x["kernel"] for x in found if not x["right"]]
+    print(f"{len(found) - len(wrong)} of {len(found)} launches end in every order; {time.monotonic() - start:.0f} s")
+    if args.record is not None:
+        args.record.write_text(json.dumps(merged(args.record, found), indent=1) + "\n")
+    return 1 if wrong or not found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+"""The HTTP endpoint of examples/deepseek_v4/serve.py, asked by OpenAI's own client. `make test-hf` runs this."""
+
+import queue
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+openai = pytest.importorskip("openai")
+pytest.importorskip("uvicorn")
+httpx = pytest.importorskip("starlette.testclient").httpx
+
+from examples.deepseek_v4 import common, endpoint, serve  # noqa: E402
+
+pytestmark = [pytest.mark.hf, pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.fixture(scope="module")
+def served():
+    """The endpoint of the small random model, two places for requests of 256 tokens, and a client."""
+    made = queue.Queue()
+
+    class Held(endpoint.Endpoint):
+        def run(self, listening):
+            made.put((self, listening.getsockname()[1]))
+            super().run(listening)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(endpoint, "Endpoint", Held)
+        sizes = {"places": 2, "room": 256, "chunk": 16, "page": 16, "beginning": "7 " * 17}
+        thread = threading.Thread(target=serve.main, kwargs={**sizes, "port": 0})
+        thread.start()
+        held, port = made.get(timeout=300)
+        with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
+            yield held, client
+        held.close()
+        thread.join()
+
+
+def asked(client, prompt, **how):
+    return client.completions.create(**{"model": "random", "prompt": prompt, "temperature": 0, **how})
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """From a prompt to the likeliest tokens after it, each by the model whole and without caches."""
+    with common.mesh_of(1, 1, data=1) as mesh:
+        model, params = common.opened(None, mesh, jnp.float32)
+
+        @jax.jit
+        def best(tokens):
+            return model(params, tokens).argmax(-1)
+
+        def said(prompt, count):
+            tokens = np.zeros((1, 96), np.int32)
+            start = 17 + len(prompt)
+            tokens[0, :start] = [7] * 17 + prompt
+            for i in range(start, start + count):
+                tokens[0, i] = best(tokens)[0, i - 1]
+            return tokens[0, start : start + count].tolist()
+
+        yield said
+
+
+def test_two_at_once(served, alone):
+    """Streamed and together: the tokens of greedy generation alone, and each by itself."""
+    _, client = served
+    prompts = [[5, 1, 9, 30, 2] * 5, [3, 60, 11]]
+
+    def streamed(prompt):
+        chunks = list(asked(client, prompt, max_tokens=20, stream=True, stream_options={"include_usage": True}))
+        *chunks, last = chunks
+        read = len(prompt) + 17
+        assert (last.choices, last.usage.prompt_tokens, last.usage.completion_tokens) == ([], read, 20)
+        assert [c.choices[0].finish_reason for c in chunks] == [None] * 19 + ["length"]
+        return [int(c.choices[0].text) for c in chunks]
+
+    with ThreadPoolExecutor() as pool:
+        said = list(pool.map(streamed, prompts))
+    assert said == [alone(prompt, 20) for prompt in prompts]
+    whole = asked(client, " ".join(map(str, prompts[1])), max_tokens=20)
+    assert [int(x) for x in whole.choices[0].text.split()] == said[1]
+    assert (whole.usage.completion_tokens, whole.usage.total_tokens) == (20, 40) and client.models.list().data[0].id
+
+
+def test_errors(served):
+    """OpenAI's form, which its client raises as its own exceptions."""
+    _, client = served
+    for how, message, param, code in (
+        (
+            {"prompt": [1] * 300},
+            "a request of 333 tokens, for which 32 pages of 16",
+            "prompt",
+            "context_length_exceeded",
+        ),
+        ({"prompt": "five"}, "invalid literal", "prompt", None),
+        ({"prompt": [1, 64]}, "a list of tokens below 64", "prompt", None),
+        ({"prompt": [[1], [2]]}, "wanted one prompt", "prompt", None),
+        ({"prompt": "1", "max_tokens": 0}, "wants 0 tokens", "prompt", None),
+        ({"prompt": "1", "n": 2}, "n: got 2, which is not served", "n", None),
+        ({"prompt": "1", "stop": "2"}, "stop: got '2'", "stop", None),
+    ):
+        with pytest.raises(openai.BadRequestError, match=message) as raised:
+            asked(client, **how)
+        assert (raised.value.type, raised.value.param, raised.value.code) == ("invalid_request_error", param, code)
+    with pytest.raises(openai.NotFoundError, match="model: got 'other', wanted 'random'"):
+        asked(client, "1", model="other")
+    with pytest.raises(openai.NotFoundError, match="Not Found"):
+        client.chat.completions.create(model="random", messages=[{"role": "user", "content": "1"}])
+    assert httpx.post(f"{client.base_url}completions", content="[").json()["error"]["message"].startswith("the body")
+
+
+def test_who_leaves_frees_pages(served):
+    """A client that goes away, while its request is served or waits: its pages are free, and others get on."""
+    held, client = served
+    server = held.server
+    free, steps = len(server.pages.free), server.steps
+    streams = [asked(client, [i], max_tokens=200, stream=True) for i in (1, 2)]
+    for stream in streams:
+        next(iter(stream))
+    with pytest.raises(openai.APITimeoutError):
+        asked(client.with_options(timeout=0.2), "3", max_tokens=200)  # waits for a place
+    assert len(server.pages.free) < free
+    for stream in streams:
+        stream.close()
+    until = time.monotonic() + 60
+    while (any(server.places) or server.waiting or len(server.pages.free) < free) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert len(server.pages.free) == free and not any(server.places) and not server.waiting
+    assert server.steps - steps < 390  # of 600
+    assert len(asked(client, "5", max_tokens=3).choices[0].text.split()) == 3
