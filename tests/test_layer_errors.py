@@ -21,6 +21,7 @@ from jax_dsv4_fmha.layers import (
     inverse_rope,
     rope,
 )
+from jax_dsv4_fmha.layers.documents import packed_blocks
 from tests.test_layers import MODELS, checkpoint, hidden, model, stack
 
 LAYERS, PARAMS = model("v4")
@@ -114,8 +115,8 @@ OPERANDS = [
     (lambda: COMPRESSOR(PC | {"norm": PC["norm"][:1]}, X), r"params.norm: got float32\[1\], wanted floats\[16\]"),
     (lambda: COMPRESSOR(PC | {"w": PC["w"].astype(jnp.int8)}, X), r"params.w: got int8\[24, 64\], wanted floats"),
     (lambda: COMPRESSOR(PC | {"w": [1]}, X), r"Compressor: params.w: got \[1\], wanted floats\[24, 64\]"),
-    (lambda: COMPRESSOR(PC, X, 0), r"Compressor: first: got 0, wanted int32\[b=2 or 1, s=2\]"),
-    (lambda: COMPRESSOR(PC, X, AT[:, :1]), r"Compressor: first: got int32\[1, 1\], wanted int32\[b=2 or 1, s=2\]"),
+    (lambda: COMPRESSOR(PC, X, AT), r"Compressor: packed: got int32\[1, 8\], wanted what `packed_blocks` finds, or N"),
+    (lambda: COMPRESSOR(PC, X, packed_blocks(AT, 4)), r"packed.place: got int32\[1, 8\], wanted int32\[2, 8\]"),
     (lambda: COMPRESSOR.tokens(PC, X, AT[0]), r"Compressor: positions: got int32\[8\], wanted int32\[b=2 or 1, s=8\]"),
     (lambda: extend(x=X[:, :0]), r"Compressor: x: got float32\[2, 0, 24\], wanted .*, each >= 1"),
     (lambda: extend(start=0), r"Compressor: start: got 0, wanted int32\[b=2\]"),

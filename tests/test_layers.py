@@ -272,6 +272,16 @@ def test_packed_documents():
             np.testing.assert_allclose(packed[n, at : at + of], alone[i, :of], rtol=2e-5, atol=2e-5)
 
 
+def test_a_nan_stays_in_its_document():
+    """Where a block of 4 tokens ends next to the rest of another document, too."""
+    layers, params = model("v4")
+    ids, x = jnp.asarray([[1] * 6 + [2] * 11 + [3] * 7], jnp.int32), hidden(1, 24)
+    f = jax.jit(lambda x: layers[1](params[1], x, segment_ids=ids).y)
+    got, want = f(jnp.where((ids == 2)[..., None], jnp.nan, x)), f(x)
+    assert jnp.isnan(got[ids == 2]).all()
+    np.testing.assert_array_equal(got[ids != 2], want[ids != 2])
+
+
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
@@ -364,7 +374,7 @@ def test_batch_sequence_and_heads_sharded_at_once(kind):
     x = jax.device_put(x, NamedSharding(mesh, P("batch", "sequence")))
     compiled = jax.jit(lambda p, x: layer(p, x).y).lower(p, x).compile()
     np.testing.assert_allclose(compiled(p, x), want, rtol=2e-5, atol=2e-5)
-    assert set(collectives(compiled)) == {"all-reduce", "all-gather"}
+    assert set(collectives(compiled)) == {"all-reduce", "all-gather", "collective-permute"}
 
 
 def checkpoint(layer, params, prefix):

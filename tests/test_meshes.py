@@ -18,11 +18,13 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_dsv4_fmha import (
+    Cache,
+    dsv4_attention,
     fmha,
     reference,
     sparse_fmha,
 )
-from tests.helpers import QUICK
+from tests.helpers import QUICK, normal
 from tests.transformed import (
     KINDS,
     LAYOUTS,
@@ -217,7 +219,7 @@ def test_a_mesh_of_two_kinds(kinds, transform):
 
 @pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("spec", [P("data"), P(None, None, "model"), P("data", None, "model")], ids=str)
+@pytest.mark.parametrize("spec", [P("data"), P(None, "data"), P("data", None, "model"), P("data", "model")], ids=str)
 def test_sparse_over_a_pool(spec, kind):
     mesh, case = mesh_of(kind), OPS["sparse"]
     q, kv, indices, _, _ = case.operands().values()
@@ -227,12 +229,30 @@ def test_sparse_over_a_pool(spec, kind):
     got, moved = run(lambda *xs: sparse_fmha(*xs)[0], *xs)
     assert_close(got, want)
     assert moved == {}
-    _, moved = run(jax.grad(lambda q, kv: sparse_fmha(q, kv, xs[2])[0].sum(), (0, 1)), *xs[:2])
-    assert set(moved) == {"all-reduce"}
-    if kind == "Explicit":
-        q = jax.device_put(q, NamedSharding(mesh, P(None, "data")))
-        with pytest.raises(ValueError, match="sparse_fmha: q: got s_q sharded over data, wanted s_q whole, of a pool"):
-            jax.jit(sparse_fmha)(q, *xs[1:])
+    grad = jax.grad(lambda q, kv: (sparse_fmha(q, kv, xs[2])[0] ** 2).sum(), (0, 1))
+    want = jax.jit(jax.grad(lambda q, kv: (reference.sparse_fmha(q, kv, indices)[0] ** 2).sum(), (0, 1)))(q, kv[0])
+    got, moved = run(grad, *xs[:2])
+    assert_close(got, want)
+    assert moved == {"all-reduce": kv[0].size}
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("kind", KINDS)
+def test_queries_of_pages(kind):
+    """A chunk's queries over devices, by batch and s_q: every device has the pool, and what it needs of the table."""
+    mesh, case = mesh_of(kind), OPS["fused_sparse"]
+    q, window, _, _, indices, _ = case.operands().values()
+    pool = normal(1, 2 * q.shape[0], 4, q.shape[3])
+    xs = (q, window, indices, jnp.arange(2 * q.shape[0], dtype=jnp.int32)[::-1].reshape(-1, 2), pool)
+    specs = P("data", "model"), P("data"), P("data", "model"), P("data"), P()
+
+    def f(q, window, indices, table, pool):
+        return dsv4_attention(q, window, Cache(pool, table), indices=indices, ratio=4, window=5, q_offset=8)
+
+    want = jax.jit(f)(*xs)
+    got, moved = run(f, *(jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(xs, specs, strict=True)))
+    assert_close(got, want)
+    assert moved == {}
 
 
 @pytest.mark.usefixtures("built")

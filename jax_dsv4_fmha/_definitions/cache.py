@@ -129,8 +129,7 @@ class Cache:
         if self.block_table is None:
             return jnp.where(there, entries, -1)
         which = jnp.where(there, entries // self.page, 0)
-        pages = jnp.take_along_axis(self.block_table, which.reshape(which.shape[0], -1), 1, mode="clip")
-        pages = pages.reshape(which.shape)
+        pages = explicit_axes.taken(self.block_table, which.reshape(which.shape[0], -1)).reshape(which.shape)
         there &= (pages >= 0) & (pages < self.entries.shape[0])
         return jnp.where(there, pages * self.page + entries % self.page, -1)
 

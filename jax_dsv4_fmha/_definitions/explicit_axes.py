@@ -1,5 +1,6 @@
 """Explicit axes of meshes: an array's type says what they shard. On other meshes nothing here does anything."""
 
+import functools
 import math
 from typing import Any
 
@@ -41,6 +42,11 @@ def placed(x: jax.Array, *wanted: Entry, of: jax.Array | None = None) -> jax.Arr
     return jax.device_put(x, NamedSharding(there.mesh, P(*wanted)))
 
 
+def like(x: jax.Array, other: jax.Array) -> jax.Array:
+    """x with its axes sharded as the first axes of another array."""
+    return placed(x, *entries(other)[: x.ndim], of=other)
+
+
 def sharding(of: jax.Array, *wanted: Entry) -> NamedSharding | None:
     """A sharding over the mesh of an array, by which JAX needs no jax.set_mesh; None if there are no Explicit axes."""
     mesh = jax.typeof(of).sharding.mesh
@@ -50,6 +56,21 @@ def sharding(of: jax.Array, *wanted: Entry) -> NamedSharding | None:
 def whole(x: jax.Array, *axes: int) -> jax.Array:
     """x with all of these axes on every device that has some of it."""
     return placed(x, *(None if i in axes else entry for i, entry in enumerate(entries(x))))
+
+
+@functools.partial(jax.jit, inline=True)
+def taken(x: jax.Array, at: jax.Array) -> jax.Array:
+    """The numbers of x `[b, n]` at the places `at [b, m]` of each row, on the devices that have the places.
+
+    It is jitted because JAX outside of jit wants `jax.set_mesh` where Explicit axes shard an array.
+    """
+    take = functools.partial(jnp.take_along_axis, axis=1, mode="clip")
+    batch, places = entries(at)
+    if places is None:
+        return take(x, at)
+    with jax.sharding.use_abstract_mesh(jax.typeof(at).sharding.mesh):  # JAX finds no sharding for the result itself
+        on_device = jax.shard_map(take, in_specs=(P(batch), P(batch, places)), out_specs=P(batch, places))
+        return on_device(placed(x, batch, None, of=at), at)
 
 
 def divide(x: jax.Array, axis: int, size: int) -> bool:

@@ -29,7 +29,7 @@ def gradient(op: Op, reference: Callable[..., Arrays], kernel: Callable[..., Arr
     rows = (*_alike("b s_q h_q d", "o", "do"), *_alike("b s_q h_q", "lse", "sink_factor", "dlse"))
     gradients = (Axes(f"d{name}", axes) for name, axes in op.operands if axes.endswith(" d"))
     results = (*gradients, *_alike("b s_q h_q", "rowsum"))
-    return Op(op.name, (*op.operands[:-1], *rows), results, reference, kernel, "gradient")
+    return Op(op.name, (*op.operands[:-1], *rows), results, reference, kernel, "gradient", halo=op.halo)
 
 
 def _alike(axes: str, *names: str) -> tuple[Axes, ...]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from .._definitions.log_space import sink_factor
 from .lowering import lowered
-from .op import ONE_OR_B, SINK, Arrays, Axes, Call, Op
+from .op import ONE_OR_B, SINK, Arrays, Axes, Call, Op, is_pool
 
 
 def batch_shape(op: Op, operands: Sequence[jax.Array]) -> tuple[Any, ...]:
@@ -23,14 +23,16 @@ def folded(call: Call, *operands: jax.Array) -> Arrays:
     """The op on one device, all batch axes made one.
 
     The last batch axes become queries instead where no key has them, so that keys need not be copied. A kernel does not
-    take a sink for every batch entry; such a sink scales o afterwards, as its definition in terms of lse allows.
+    take a sink for every batch entry; such a sink scales o afterwards, as its definition in terms of lse allows. All
+    batch entries add to the gradient of a pool, whose batch axis stays 1.
     """
     op = call.op
     batch = batch_shape(op, operands)
     given = dict(zip(op.operands, operands, strict=True))
     sink = next((x for axes, x in given.items() if axes.axes == SINK.axes), None)
     per_entry = sink is not None and any(n != 1 for n in sink.shape[:-1])
-    keep = len(batch) if any("s_q" not in axes.axes for axes in op.results) else 0
+    pools = {axes.axes for axes, x in given.items() if is_pool(axes, x.shape)}
+    keep = max((len(batch) - (axes.axes in pools) for axes in op.results if "s_q" not in axes.axes), default=0)
     for axes, x in given.items():
         if "s_q" not in axes.axes and axes.axes != SINK.axes:
             keep = max([keep, *(i + 1 for i in range(len(batch)) if x.shape[i] != 1)])
@@ -45,16 +47,19 @@ def folded(call: Call, *operands: jax.Array) -> Arrays:
             x = jnp.broadcast_to(x, (*inner, *rest))
             return x.reshape(math.prod(inner[:keep]), math.prod(inner[keep:]) * rest[0], *rest[1:])
         shared = axes.axes.startswith(ONE_OR_B) and math.prod(x.shape[: len(batch)]) == 1
-        if shared and all("s_q" in of_result.axes for of_result in op.results):
+        if shared and all("s_q" in result.axes for result in op.results):
             return x.reshape(1, *rest)
         x = jnp.broadcast_to(x, (*inner[:keep], *x.shape[keep:]))
         return x.reshape(math.prod(inner[:keep]), *rest)
+
+    def of_result(axes: Axes, batch: Sequence[Any]) -> Sequence[Any]:
+        return (*batch[:-1], 1) if axes.axes in pools else batch
 
     def unfold(axes: Axes, x: jax.Array) -> jax.Array:
         rest = x.shape[1:]
         if "s_q" in axes.axes:
             rest = (rest[0] // math.prod(inner[keep:]), *rest[1:])
-        return x.reshape(*inner, *rest)
+        return x.reshape(*of_result(axes, inner), *rest)
 
     if 0 in batch:  # jax.vmap over nothing
         one = [(() if axes.axes == SINK.axes else (1,), x) for axes, x in given.items()]
@@ -62,7 +67,8 @@ def folded(call: Call, *operands: jax.Array) -> Arrays:
             functools.partial(op.reference, **dict(call.params)),
             *(jax.ShapeDtypeStruct((*b, *x.shape[len(batch) :]), x.dtype) for b, x in one),
         )
-        return tuple(jnp.zeros((*batch, *x.shape[1:]), x.dtype) for x in shapes)
+        made = zip(op.results, shapes, strict=True)
+        return tuple(jnp.zeros((*of_result(axes, batch), *x.shape[1:]), x.dtype) for axes, x in made)
     results = lowered(call, *(fold(axes, x) for axes, x in given.items()))
     results = tuple(map(unfold, op.results, results))
     if per_entry:

@@ -22,6 +22,19 @@ class Axes(NamedTuple):
     axes: str
 
 
+class Halo(NamedTuple):
+    """That keys stand where queries do: query i sees of them none after i, and none more than `reach` before it.
+
+    So a device with a part of the queries needs that part of the keys, and the `reach` keys before it.
+    """
+
+    axis: str
+    """of the keys, as long as s_q"""
+    reach: int
+    bounds: tuple[str, ...]
+    """the operands that count these keys"""
+
+
 @dataclass(frozen=True)
 class Op:
     """A kernel and its reference. Both take the operands, with one batch axis, and the call's `Params` as keywords, and
@@ -39,6 +52,7 @@ class Op:
     """"forward" or "gradient", the pass"""
     is_mapped: bool = True
     """whether jax.vmap gives the kernel another batch axis; otherwise the reference runs under it"""
+    halo: Halo | None = None
 
 
 ONE_OR_B = "b*"
@@ -85,6 +99,11 @@ def axis_names(x: Axes, ndim: int) -> tuple[str, ...]:
     """A name for each of ndim axes; several batch axes are b0, b1, …"""
     _, *rest = x.axes.split()
     return (*(f"b{i}" for i in range(ndim - len(rest))), *rest)
+
+
+def is_pool(x: Axes, shape: Sequence[Any]) -> bool:
+    """Whether an operand of this shape belongs to every batch entry."""
+    return x.axes.startswith(ONE_OR_B) and bool(shape[-len(x.axes.split())] == 1)
 
 
 def axes_of(xs: Sequence[Axes]) -> set[str]:

@@ -1,26 +1,26 @@
 """An op on a mesh: which devices compute what."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .. import _check
-from .._definitions import explicit_axes
+from . import neighbours
 from .folding import folded
 from .manual_axes import vary, varying
-from .op import Arrays, Call, axes_of, axis_names
+from .op import Arrays, Axes, Call, Halo, axes_of, axis_names, is_pool
 
 
-def _mesh(operands: Sequence[jax.Array]) -> Any:
+def mesh_of(operands: Sequence[jax.Array]) -> Any:
     meshes = (jax.typeof(x).sharding.mesh for x in operands)
     return next((mesh for mesh in meshes if not mesh.empty), jax.sharding.get_abstract_mesh())
 
@@ -30,26 +30,46 @@ def _explicit_axes(mesh: Any) -> frozenset[str]:
     return frozenset(name for name, kind in kinds if kind == AxisType.Explicit)
 
 
+def on_explicit_axes(
+    run: Callable[..., Arrays], mesh: Any, given: Sequence[P], made: Sequence[P], operands: Arrays
+) -> Arrays:
+    """`run` on every device of a mesh's Explicit axes, for operands that are placed as `given` first; `made`: the
+    results' shardings. It is told as `is_partial` whether Auto axes are left to XLA.
+    """
+    # Without jax.set_mesh, a shard_map cannot ask XLA's partitioner: an operand with Auto axes is gathered.
+    explicit, known = _explicit_axes(mesh), set(jax.sharding.get_abstract_mesh().axis_names)
+    is_partial = AxisType.Auto in mesh.axis_types and explicit <= known
+    on_device = jax.shard_map(
+        functools.partial(run, is_partial=is_partial),
+        in_specs=tuple(given),
+        out_specs=tuple(made),
+        # all, said so, is one too many where jax.vmap maps an axis that is sharded
+        axis_names=explicit if is_partial else frozenset(),
+        check_vma=False,
+    )
+    with jax.sharding.use_abstract_mesh(mesh):
+        return vary(on_device(*_resharded(operands, mesh, given)), varying(operands))
+
+
+def _resharded(operands: Arrays, mesh: Any, specs: Sequence[P]) -> Arrays:
+    return tuple(jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(operands, specs, strict=True))
+
+
 def sharded(call: Call, *operands: jax.Array) -> Arrays:
-    mesh = _mesh(operands)
+    mesh = mesh_of(operands)
     kinds = set(mesh.axis_types)
     if kinds == {AxisType.Manual}:
         return folded(call, *operands)
     if AxisType.Explicit not in kinds:
+        if AxisType.Manual in kinds:  # the partitioner will not say who has the keys before
+            call = call._replace(op=dataclasses.replace(call.op, halo=None))
         return _partitioned(call, *operands)
     layout = _explicit_layout(call, operands, mesh)
-    # Without jax.set_mesh, a shard_map cannot ask XLA's partitioner: an operand with Auto axes is gathered.
-    leaves_auto = AxisType.Auto in kinds and _explicit_axes(mesh) <= set(jax.sharding.get_abstract_mesh().axis_names)
-    run = jax.shard_map(
-        functools.partial(layout.run, functools.partial(sharded if leaves_auto else folded, call)),
-        in_specs=layout.operands,
-        out_specs=layout.results,
-        # all, said so, is one too many where jax.vmap maps an axis that is sharded
-        axis_names=_explicit_axes(mesh) if leaves_auto else frozenset(),
-        check_vma=False,
-    )
-    with jax.sharding.use_abstract_mesh(mesh):
-        return vary(run(*layout.reshard(operands, mesh)), varying(operands))
+
+    def run(*operands: jax.Array, is_partial: bool) -> Arrays:
+        return layout.run(functools.partial(sharded if is_partial else folded, call), *operands)
+
+    return on_explicit_axes(run, mesh, layout.operands, layout.results, operands)
 
 
 class _Layout:
@@ -61,8 +81,9 @@ class _Layout:
 
     def __init__(self, call: Call, shapes: Sequence[tuple[Any, ...]], specs: Sequence[P], mesh: Mapping[str, int],
                  strict: bool) -> None:  # fmt: skip
-        self.mesh, op = mesh, call.op
-        self.names = [axis_names(axes, len(shape)) for axes, shape in zip(op.operands, shapes, strict=True)]
+        self.mesh, self.op = mesh, call.op
+        op = call.op
+        self.names = [self._names(axes, len(shape)) for axes, shape in zip(op.operands, shapes, strict=True)]
         self.size = size = {name: x for name, x in call.params if name in axes_of(op.results)}
         for names, shape in zip(self.names, shapes, strict=True):
             size |= {name: n for name, n in zip(names, shape, strict=True) if n != 1 or name not in size}
@@ -77,8 +98,19 @@ class _Layout:
                     raise _check.error(ValueError, op.name, operand.name, got, problem)
         batch = sum(name not in op.operands[0].axes.split() for name in self.names[0])
         self.operands = tuple(self._spec(names, shape) for names, shape in zip(self.names, shapes, strict=True))
-        self.result_names = [axis_names(axes, batch + len(axes.axes.split()) - 1) for axes in op.results]
+        self.result_names = [self._names(axes, batch + len(axes.axes.split()) - 1) for axes in op.results]
+        pools = {axes.axes for axes, shape in zip(op.operands, shapes, strict=True) if is_pool(axes, shape)}
+        size["pool"] = 1
+        for i, axes in enumerate(op.results):  # all batch entries add to the gradient of a pool
+            if axes.axes in pools:
+                names = self.result_names[i]
+                self.result_names[i] = (*names[: batch - 1], "pool", *names[batch:])
         self.results = tuple(self._spec(names, [size[name] for name in names]) for names in self.result_names)
+
+    def _names(self, x: Axes, ndim: int) -> tuple[str, ...]:
+        """Names of axes; keys of which a device has a halo are split as the queries are."""
+        near = self.op.halo.axis if self.op.halo else None
+        return tuple("s_q" if name == near else name for name in axis_names(x, ndim))
 
     @staticmethod
     def may_split(name: str) -> bool:
@@ -121,19 +153,16 @@ class _Layout:
         """Whether these shardings may stay as they are; only the sizes of the shards are known.
 
         Such shardings come from inside of a jax.shard_map over some of the axes, where the partitioner sees the rest.
-        It gives an axis the same shards everywhere. It does not say how query heads and key heads would meet, or over
-        which devices to sum.
+        It gives an axis the same shards everywhere. It does not say how query heads and key heads would meet, over
+        which devices to sum, or who has the keys of a halo.
         """
         everywhere = set.intersection(*map(set, self.result_names))
         for x, names in zip((*arguments, *results), (*self.names, *self.result_names), strict=True):
             for name, n, local in zip(names, x.shape, x.sharding.shard_shape(x.shape), strict=True):
-                if n != local and (name not in everywhere or (name == "h_q" and self.h_kv != 1)):
+                alone = name in everywhere and not (name == "h_q" and self.h_kv != 1)
+                if n != local and (not alone or (name == "s_q" and self.op.halo)):
                     return False
         return True
-
-    def reshard(self, operands: Arrays, mesh: Any) -> Arrays:
-        specs = zip(operands, self.operands, strict=True)
-        return tuple(jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in specs)
 
     def run(self, op: Callable[..., Arrays], *operands: jax.Array) -> Arrays:
         """The function that one device computes, with `op` on its operands."""
@@ -146,16 +175,53 @@ class _Layout:
                 lax.dynamic_slice_in_dim(x, head, 1, names.index("h_kv")) if "h_kv" in names else x
                 for x, names in zip(operands, self.names, strict=True)
             )
+        near = self._near_keys()
+        if near is not None:
+            operands = tuple(map(near.given, self.op.operands, operands, self.names))
         results = []
-        for x, names in zip(op(*operands), self.result_names, strict=True):
+        for axes, x, names in zip(self.op.results, op(*operands), self.result_names, strict=True):
+            x = x if near is None else near.made(axes, x, names)
             has = {"h_q" if name == "h_kv" and not self._one_of_h_kv else name for name in names}
             if picks and "h_kv" in names:
                 axis = names.index("h_kv")
                 whole = jnp.zeros((*x.shape[:axis], self.h_kv, *x.shape[axis + 1 :]), x.dtype)
                 x = lax.dynamic_update_slice_in_dim(whole, x, head, axis)
-            lacks = tuple(a for name, axes in self.split.items() if name not in has for a in axes)
+            lacks = tuple(a for name, over in self.split.items() if name not in has for a in over)
             results.append(lax.psum(x, lacks) if lacks else x)
         return tuple(results)
+
+    def _near_keys(self) -> "_NearKeys | None":
+        mesh_axes = self.split.get("s_q")
+        if self.op.halo is None or mesh_axes is None:
+            return None
+        shards = math.prod(self.mesh[a] for a in mesh_axes)
+        return _NearKeys(self.op.halo, mesh_axes, shards, self.size["s_q"] // shards)
+
+
+class _NearKeys(NamedTuple):
+    """The keys of a halo on one device: its own and those before them."""
+
+    halo: Halo
+    mesh_axes: tuple[str, ...]
+    shards: int
+    own: int
+    """keys of a device"""
+
+    def given(self, axes: Axes, x: jax.Array, names: Sequence[str]) -> jax.Array:
+        """An operand: keys with those before them, and what counts keys counting from the first of these."""
+        if self.halo.axis in axes.axes.split():
+            return neighbours.with_halo(x, names.index("s_q"), self.halo.reach, self.mesh_axes, self.shards)
+        if axes.name not in self.halo.bounds:
+            return x
+        more = neighbours.halo(self.own, self.halo.reach, self.shards)
+        return jnp.clip(x - lax.axis_index(self.mesh_axes) * self.own + more, 0, more + self.own)
+
+    def made(self, axes: Axes, x: jax.Array, names: Sequence[str]) -> jax.Array:
+        """A result: a gradient of such keys, summed where the keys are."""
+        if self.halo.axis not in axes.axes.split():
+            return x
+        of = (names.index("s_q"), self.halo.reach, self.mesh_axes, self.shards, self.own)
+        return neighbours.without_halo(x, *of)
 
 
 def _explicit_layout(call: Call, operands: Sequence[jax.Array], mesh: Any) -> _Layout:
@@ -211,46 +277,7 @@ def _sharding_rule(layout: _Layout, shapes: Sequence[tuple[Any, ...]]) -> tuple[
 def aligned(call: Call, operands: Arrays) -> Arrays:
     """The operands, placed as the op needs them, so that autodiff sees how they got there and transposes it."""
     operands = vary(operands, varying(operands))
-    mesh = _mesh(operands)
+    mesh = mesh_of(operands)
     if _explicit_axes(mesh):
-        operands = _explicit_layout(call, operands, mesh).reshard(operands, mesh)
+        operands = _resharded(operands, mesh, _explicit_layout(call, operands, mesh).operands)
     return operands
-
-
-def whole_sequences(x: jax.Array) -> jax.Array:
-    """x `[b, s, …]` with all of s on every device that has some of it.
-
-    Over Auto axes XLA decides, so it is asked for this: otherwise it moves what is made of x, piece by piece.
-    """
-    x = explicit_axes.whole(x, 1)
-    mesh = _mesh([x])
-    return _gathered(1, x) if set(mesh.axis_types) <= {AxisType.Auto} else x
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gathered(axis: int, x: jax.Array) -> jax.Array:
-    def partition(mesh: Any, arguments: Any, results: Any) -> Any:
-        (given,) = arguments
-        entries = [*given.sharding.spec, *[None] * (x.ndim - len(given.sharding.spec))]
-        entries[axis] = None
-        where = NamedSharding(mesh, P(*entries))
-        return mesh, lambda x: x, where, (where,)
-
-    @custom_vmap
-    def run(x: jax.Array) -> jax.Array:
-        given, made = ([f"a{i}" if i != axis else name for i in range(x.ndim)] for name in ("given", "made"))
-        rule = f"{' '.join(given)} -> {' '.join(made)}"  # two names, or XLA would shard the result as x is
-        gather = custom_partitioning(lambda x: x)
-        gather.def_partition(partition, sharding_rule=rule, need_replication_factors=("given", "made"))
-        gathered: jax.Array = gather(x)
-        return gathered
-
-    @run.def_vmap
-    def _(_: int, __: Any, x: jax.Array) -> tuple[jax.Array, bool]:
-        return _gathered(axis + 1, x), True
-
-    whole: jax.Array = run(x)
-    return whole
-
-
-_gathered.defvjp(lambda axis, x: (_gathered(axis, x), None), lambda axis, _, dy: (_gathered(axis, dy),))

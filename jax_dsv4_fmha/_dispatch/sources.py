@@ -21,7 +21,7 @@ from .._host import attention, gradients, library
 from .attention_op import ByGradient, gradient, rowsum
 from .autodiff import Differentiable, without_gradient
 from .lowering import choose, choose_backward
-from .op import ONE_OR_B, RESULTS, SINK, Arrays, Axes, Call, KernelUse, Op
+from .op import ONE_OR_B, RESULTS, SINK, Arrays, Axes, Call, Halo, KernelUse, Op
 from .support import Support, not_built
 
 _Q, _ROWS = Axes("q", "b s_q h_q d"), "b s_q"
@@ -30,7 +30,7 @@ _Q, _ROWS = Axes("q", "b s_q h_q d"), "b s_q"
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=("keys", "values", "start", "stop"),
-    meta_fields=("names", "axis", "width"),
+    meta_fields=("names", "axis", "width", "reach"),
 )
 @dataclasses.dataclass(frozen=True)
 class SpanSource:
@@ -43,6 +43,8 @@ class SpanSource:
       names: the caller's names of keys, values if any, start and stop.
       axis: the caller's name of s.
       width: the most keys that a query sees, as far as they are known while tracing.
+      reach: where keys stand in the places of queries, and none is seen by queries before it: how far the first key
+        that a query sees may be from it.
     """
 
     keys: jax.Array
@@ -52,6 +54,7 @@ class SpanSource:
     names: tuple[str, ...] = ("keys", "start", "stop")
     axis: str = "s_kv"
     width: int | None = None
+    reach: int | None = None
 
     @property
     def kind(self) -> str:
@@ -61,6 +64,10 @@ class SpanSource:
     def description(self) -> tuple[str, ...]:
         """How an error describes the source, besides dtype and d."""
         return () if self.keys.ndim == 3 else ("V=K" if self.values is None else "separate K and V",)
+
+    @property
+    def halo(self) -> Halo | None:
+        return None if self.reach is None else Halo(self.axis, self.reach, self.names[-2:])
 
     @property
     def axes(self) -> tuple[Axes, ...]:
@@ -191,7 +198,8 @@ def attend(
     if sink is None:
         sink = jnp.full(q.shape[2:3], -jnp.inf, jnp.float32)
     params = (("scale", scale),)
-    attention, its_gradient = _ops(op, names, tree, axes, kinds)
+    halo = next((x.halo for x in sources if isinstance(x, SpanSource) and x.halo), None)
+    attention, its_gradient = _ops(op, names, tree, axes, kinds, halo)
     if not differentiable:
         o, lse = without_gradient(Call(attention, use, params, support), q, *leaves, sink[None])
         return o, lse
@@ -373,7 +381,9 @@ rowsum(o∘do)."""
 
 
 @functools.cache
-def _ops(op: str, names: tuple[str, str], tree: Any, axes: tuple[Axes, ...], kinds: tuple[str, ...]) -> tuple[Op, Op]:
+def _ops(
+    op: str, names: tuple[str, str], tree: Any, axes: tuple[Axes, ...], kinds: tuple[str, ...], halo: Halo | None
+) -> tuple[Op, Op]:
     """Attention over sources of these kinds, and its gradient."""
 
     def definition(q: Any, *operands: Any, scale: float) -> Any:
@@ -404,5 +414,6 @@ def _ops(op: str, names: tuple[str, str], tree: Any, axes: tuple[Axes, ...], kin
         return row.run(q, o, do, lse, sink_factor, dlse, *row.operands(*tree.unflatten(leaves)), **params)
 
     q_axes, sink_axes = Axes(names[0], _Q.axes), Axes(names[1], SINK.axes)
-    attention = Op(op, (q_axes, *axes, sink_axes), RESULTS, definition, kernel if kinds in FORWARD else None)
+    forward_kernel = kernel if kinds in FORWARD else None
+    attention = Op(op, (q_axes, *axes, sink_axes), RESULTS, definition, forward_kernel, halo=halo)
     return attention, gradient(attention, backward, backward_kernel if kinds in BACKWARD else None)

@@ -143,7 +143,11 @@ def dsv4_attention(
         spans: dict[str, Any] = {"span": span, "compressed_span": compressed_span}
         how: dict[str, Any] = {"sink": sink, "scale": scale, **selected, **spans, **positions}
         return reference.dsv4_attention(q, window_kv, compressed_kv, **how)
-    sources: list[Source] = [SpanSource(window_kv, *near_bounds, names=_WINDOW, axis="s_w")]
+    of_queries = dims["s_w"] == s_q and all(isinstance(x, int) for x in (q_offset, kv_offset)) and q_offset == kv_offset
+    near_source = SpanSource(
+        window_kv, *near_bounds, names=_WINDOW, axis="s_w", reach=window - 1 if of_queries else None
+    )
+    sources: list[Source] = [near_source]
     if compressed_kv is not None and indices is not None:
         named = indices if cache is None else slots
         if rules:

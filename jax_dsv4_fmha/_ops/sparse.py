@@ -4,8 +4,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from .. import _check, reference
 from .._dispatch.sources import SelectionSource, attend
@@ -65,37 +63,6 @@ def sparse_fmha(
         return reference.sparse_fmha(q, kv, indices, topk_length=topk_length, sink=sink, scale=scale)
     if topk_length is None:
         topk_length = jnp.full(indices.shape[:2], indices.shape[2], jnp.int32)
-    rows = q
-    if is_pool:  # treat the queries of all sequences as those of one
-        given = (("q", q), ("indices", indices), ("topk_length", topk_length))
-        rows, indices, topk_length = (_of_one(op, name, x) for name, x in given)
-        kv = kv[None]
+    kv = kv[None] if is_pool else kv
     source = SelectionSource(kv, indices, topk_length, ("kv", "indices", "topk_length"))
-    o, lse = attend(
-        op, rows, [source], sink=sink, scale=scale, implementation=implementation, deterministic=deterministic
-    )
-    return (_of_all(o, q.shape), _of_all(lse, q.shape[:-1])) if is_pool else (o, lse)
-
-
-def _of_one(op: str, name: str, x: jax.Array) -> jax.Array:
-    """[b, s_q, …] as [1, b s_q, …], without moving a part to another device."""
-    batch, queries, *rest = _spec(x)
-    if queries is not None:
-        wanted = "s_q whole, of a pool; split the batch, or give each device a pool"
-        raise _check.error(ValueError, op, name, f"s_q sharded over {queries}", wanted)
-    return jnp.reshape(x, (1, -1, *x.shape[2:]), out_sharding=_sharding(x, P(None, batch, *rest)))
-
-
-def _of_all(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    _, batch, *rest = _spec(x)
-    return jnp.reshape(x, shape, out_sharding=_sharding(x, P(batch, None, *rest)))
-
-
-def _spec(x: jax.Array) -> tuple[Any, ...]:
-    spec = tuple(jax.typeof(x).sharding.spec)
-    return spec + (None,) * (x.ndim - len(spec))
-
-
-def _sharding(x: jax.Array, spec: P) -> NamedSharding | None:
-    """The array's sharding, or None where JAX's types carry none."""
-    return NamedSharding(jax.typeof(x).sharding.mesh, spec) if any(_spec(x)) else None
+    return attend(op, q, [source], sink=sink, scale=scale, implementation=implementation, deterministic=deterministic)

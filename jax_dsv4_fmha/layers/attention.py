@@ -27,11 +27,12 @@ from .. import Cache, Span, _check, dsv4_attention, dsv4_decode, lightning_index
 from .._definitions import explicit_axes
 from .._definitions.packed import LAYOUTS
 from .._definitions.span import positions_of
-from .._dispatch.sharding import whole_sequences
+from .._dispatch.sequences import whole_sequences
 from .._ops.indexer import page_unit
 from . import _operands
 from ._norm import rms_norm
-from .compressor import Compressor, kept_at, packed_blocks, product
+from .compressor import Compressor, kept_at, product
+from .documents import packed_blocks
 from .indexer import Indexer, two_levels
 from .insert import Entries, Rows, insert
 from .outputs import IndexQuery, LayerCache, Output, Shared
@@ -484,16 +485,14 @@ class DSV4Attention:
         c, q, kv = self._projected(params, x, positions)
         chosen, shared = None, given
         if self.compressor is not None:
-            if ids is None:
-                blocks, first = x, jnp.arange(x.shape[1] // self.ratio, dtype=jnp.int32)[None] * self.ratio
-            else:
-                tokens, first = _everywhere(packed_blocks(ids, self.ratio))
-                blocks = jnp.take_along_axis(whole_sequences(x), tokens[..., None], 1)
-            latents = self.compressor(params["compressor"], blocks, first)
+            packed = None if ids is None else _everywhere(packed_blocks(ids, self.ratio))
+            first = jnp.arange(x.shape[1] // self.ratio, dtype=jnp.int32)[None] * self.ratio
+            first = first if packed is None else packed.first
+            latents = self.compressor(params["compressor"], x, packed)
             shared = shared._replace(compressed=rope(latents, first, self.rope))
             if self.indexer is not None and self.indexer.owns_keys:
                 second = self.indexer.compressor
-                of_keys = latents if second is None else second(params["indexer"]["compressor"], blocks, first)
+                of_keys = latents if second is None else second(params["indexer"]["compressor"], x, packed)
                 shared = shared._replace(keys=self.indexer.turned_keys(params["indexer"], of_keys, first, self.rope))
         entries = shared.compressed if self.ratio else None
         there = entries is not None and entries.shape[1] > 0
@@ -508,7 +507,7 @@ class DSV4Attention:
         with jax.named_scope("attention"):
             o, lse = dsv4_attention(
                 q,
-                whole_sequences(kv),
+                kv,
                 entries if there else None,
                 sink=params["sink"],
                 window=self.window,

@@ -20,12 +20,23 @@ import jax.numpy as jnp
 
 from .. import Cache, _check
 from .._definitions import explicit_axes
-from .._definitions.span import positions_of
-from .._dispatch.sharding import whole_sequences
-from . import _operands
+from .._dispatch.sequences import previous, whole_sequences
+from . import _operands, documents
 from ._norm import rms_norm
+from .documents import PackedBlocks
 from .insert import Entries
-from .pooling import RunningSums, completed, counted, joined, of_places, pool_chunk, pool_ring, rows_from
+from .pooling import (
+    RunningSums,
+    completed,
+    counted,
+    finite,
+    joined,
+    merged,
+    of_places,
+    pool_chunk,
+    pool_ring,
+    rows_from,
+)
 from .rope import Rope
 
 
@@ -100,28 +111,31 @@ class Compressor:
         return params
 
     @jax.named_scope("compressor")
-    def __call__(self, params: Any, x: jax.Array, first: jax.Array | None = None) -> jax.Array:
+    def __call__(self, params: Any, x: jax.Array, packed: PackedBlocks | None = None) -> jax.Array:
         """Latents `[b, s // ratio, d]` in x's dtype. Tokens after the last whole block give no latent.
+
+        Devices that share the sequence of x gather the latents; where each has whole blocks, the only other thing that
+        they move is a row of sums for the block before their first.
 
         Args:
           params: as `init` makes them.
           x: `[b, s, hidden]`, bfloat16, float16 or float32.
-          first: int32 `[b or 1, s // ratio]`, the position in its sequence of the first token of each block. A block
-            that is not the first of its sequence stands next to the previous one. None means one sequence a row, from
-            position 0 on.
+          packed: the blocks of packed documents, as `documents.packed_blocks` finds them. None means one sequence a
+            row, from position 0 on.
         """
         x = self._checked(params, x)
-        tokens, n = product(x, params["w"]), x.shape[1] // self.ratio
-        if self.overlap or not explicit_axes.divide(tokens, 1, self.ratio):
+        tokens, (b, s, _) = product(x, params["w"]), x.shape
+        if not explicit_axes.divide(tokens, 1, self.ratio):
             tokens = whole_sequences(tokens)
-        tokens = tokens[:, : n * self.ratio]
-        if self.overlap:
-            tokens = jnp.pad(tokens, ((0, 0), (self.ratio, 0), (0, 0)))
-        if first is None:
-            first = jnp.arange(n, dtype=jnp.int32)[None] * self.ratio
-        first = _operands.positions(_OP, "first", first, x.shape[0], n)
-        pooled = self._pool(params, tokens, first >= self.ratio, x.dtype, params.get("ape"))
-        return whole_sequences(pooled)
+        if packed is not None:
+            documents.check(_OP, packed, b, s, self.ratio)
+            latents = whole_sequences(self._pool_packed(params, tokens, packed, x.dtype))
+            return jnp.take_along_axis(latents, packed.order[..., None], 1)
+        if self.ratio == 1:
+            return whole_sequences(self._normed(params, tokens, x.dtype))
+        n = s // self.ratio
+        own = self._sums(tokens[:, : n * self.ratio], params.get("ape"))
+        return whole_sequences(self._latents(params, own, self._before(own), jnp.arange(n)[None] > 0, x.dtype))
 
     def _checked(self, params: Any, x: Any) -> jax.Array:
         _operands.parameters(self, params)
@@ -189,14 +203,14 @@ class Compressor:
         entry = completed(start, lengths, s, r)
         n = entry.shape[1]
         if state is None:
-            return self._pool(params, new, entry > 0, x.dtype), entry, None
+            return self._normed(params, new, x.dtype), entry, None
         if isinstance(state, RunningSums):
             pooled, kept_sums = pool_chunk(state, new, start, lengths, r)
-            return rms_norm(pooled.astype(x.dtype), params["norm"], self.eps), entry, kept_sums
+            return self._normed(params, pooled, x.dtype), entry, kept_sums
         kept = state.append(new, kept_at(start, lengths, s))
         if state.capacity >= self.reach + s - 1:
             pooled = pool_ring(kept.entries, entry, self.d, r)
-            return rms_norm(pooled.astype(x.dtype), params["norm"], self.eps), entry, kept
+            return self._normed(params, pooled, x.dtype), entry, kept
         before = state.take(counted(start, -self.reach, 0))
         both = jnp.concatenate([before, new], 1)
         both = jnp.pad(both, ((0, 0), (0, (n + self.blocks) * r - both.shape[1]), (0, 0)))
@@ -223,27 +237,67 @@ class Compressor:
                 got = f"room for {state.capacity} tokens"
                 raise _check.error(ValueError, op, name, got, f"{self.reach} at least")
 
-    def _pool(
-        self, params: Any, tokens: jax.Array, has_before: jax.Array, dtype: Any, ape: jax.Array | None = None
-    ) -> jax.Array:
-        """Pools tokens `[b, (n + blocks - 1) ratio, …]` into latents `[b, n, d]`.
+    def _normed(self, params: Any, pooled: jax.Array, dtype: Any) -> jax.Array:
+        return rms_norm(pooled.astype(dtype), params["norm"], self.eps)
 
-        has_before `[b or 1, n]`: with overlap, whether there is a previous block; ape: where the tokens lack it.
+    def _pool(self, params: Any, tokens: jax.Array, has_before: jax.Array, dtype: Any) -> jax.Array:
+        """Pools tokens `[b, (n + blocks - 1) ratio, width]` into latents `[b, n, d]`; has_before: as in `_latents`."""
+        own, before = self._sums(tokens), None
+        if self.overlap:
+            before, own = ([x[:, some] for x in own] for some in (slice(-1), slice(1, None)))
+        return self._latents(params, own, before, has_before, dtype)
+
+    def _pool_packed(self, params: Any, tokens: jax.Array, packed: PackedBlocks, dtype: Any) -> jax.Array:
+        """The latent `[b, ceil(s / ratio), d]` of the block that ends in each run of `ratio` tokens.
+
+        The block began in this run or in the one before: so all blocks are made of two sums of each run.
         """
         if self.ratio == 1:
-            return rms_norm(tokens.astype(dtype), params["norm"], self.eps)
+            return self._normed(params, tokens, dtype)
+        if "ape" in params:  # by a product, because its gradient is one too
+            one_hot = jax.nn.one_hot(explicit_axes.like(packed.place, tokens), self.ratio, dtype=jnp.float32)
+            ape = jnp.pad(params["ape"].astype(jnp.float32), ((0, 0), (self.channels, 0)))
+            tokens += jnp.einsum("bsp,pc->bsc", one_hot, ape, precision=jax.lax.Precision.HIGHEST)
+        runs = packed.end.shape[1]
+        tokens = jnp.pad(tokens, ((0, 0), (0, runs * self.ratio - tokens.shape[1]), (0, 0)))
+        place = jnp.arange(self.ratio, dtype=jnp.int32)[None, None]
+        ends_here = self._sums(tokens, there=place <= packed.end[..., None])
+        ends_next = self._sums(tokens, there=place > packed.next_end[..., None])
+        own = merged([ends_here, _previous(ends_next)])
+        return self._latents(params, own, self._before(own), packed.has_before > 0, dtype)
+
+    def _sums(self, tokens: jax.Array, ape: jax.Array | None = None, there: jax.Array | None = None) -> list[jax.Array]:
+        """What `merged` takes of the blocks of tokens `[b, n ratio, width]`, each `[b, n, channels]`.
+
+        ape: where the tokens lack it; there: bool `[b, n, ratio]`, the tokens that count.
+        """
         kv, score = jnp.split(tokens.reshape(tokens.shape[0], -1, self.ratio, self.width), 2, -1)
         if ape is not None:  # with an axis for the blocks, so that one sum makes its gradient, before any collective
             score += ape.astype(jnp.float32)[None, None]
+        if there is not None:
+            there = explicit_axes.like(there, score)[..., None]
+            kv, score = jnp.where(there, kv, 0), jnp.where(there, score, -jnp.inf)
         most = jax.lax.stop_gradient(jnp.max(score, 2))
-        weight = jnp.exp(score - most[:, :, None])
-        own = [most, jnp.sum(weight, 2), jnp.sum(weight * kv, 2)]
+        weight = jnp.exp(score - finite(most)[:, :, None])
+        return [most, jnp.sum(weight, 2), jnp.sum(weight * kv, 2)]
+
+    def _before(self, own: list[jax.Array]) -> list[jax.Array] | None:
+        """The sums of the block before each, with overlap."""
+        return _previous([x[..., : self.d] for x in own]) if self.overlap else None
+
+    def _latents(
+        self, params: Any, own: list[jax.Array], before: list[jax.Array] | None, has_before: jax.Array, dtype: Any
+    ) -> jax.Array:
+        """Latents `[b, n, d]` of the sums of blocks and, with overlap, of the blocks before them where there are such:
+        has_before `[b or 1, n]`.
+        """
         parts = [own]
-        if self.overlap:
-            before = [x[:, :-1, : self.d] for x in own]
-            before[0] = jnp.where(has_before[..., None], before[0], -jnp.inf)
-            parts = [before, [x[:, 1:, self.d :] for x in own]]
-        return rms_norm(joined(parts).astype(dtype), params["norm"], self.eps)
+        if before is not None:
+            sums = [x[..., : self.d] for x in before]
+            there = explicit_axes.like(jnp.broadcast_to(has_before, sums[0].shape[:2]), sums[0])[..., None]
+            before = [jnp.where(there, x, nothing) for x, nothing in zip(sums, (-jnp.inf, 0, 0), strict=True)]
+            parts = [before, [x[..., self.d :] for x in own]]
+        return self._normed(params, joined(parts), dtype)
 
 
 _OP = "Compressor"
@@ -282,14 +336,7 @@ def kept_at(first: jax.Array, lengths: jax.Array, s: int) -> jax.Array:
     return whole_sequences(jnp.where((positions >= 0) & (positions < lengths[:, None]), positions, -1))
 
 
-def packed_blocks(ids: jax.Array, ratio: int) -> tuple[jax.Array, jax.Array]:
-    """The tokens in the blocks of packed documents with ids int32 `[b, s]`, as `Span.compressed_segments` counts them.
-
-    Returns:
-      int32 `[b, n ratio]`, n = s // ratio: the tokens, block after block; and int32 `[b, n]`: the position in its
-      document of the first token of each. The last blocks of a row may be unused; their tokens do not matter.
-    """
-    at, n = positions_of(ids), ids.shape[1] // ratio
-    last = jnp.argsort((at + 1) % ratio != 0, axis=1, stable=True)[:, :n].astype(jnp.int32)
-    tokens = jnp.maximum(last[..., None] + jnp.arange(1 - ratio, 1, dtype=jnp.int32), 0)
-    return tokens.reshape(ids.shape[0], -1), jnp.take_along_axis(at, last, 1) + (1 - ratio)
+def _previous(sums: list[jax.Array]) -> list[jax.Array]:
+    """The sums of the block before each block."""
+    most, *others = previous(*sums)
+    return [jax.lax.stop_gradient(most), *others]

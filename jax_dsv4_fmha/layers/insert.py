@@ -20,7 +20,7 @@ from .._definitions import explicit_axes
 from .._dispatch.autodiff import without_gradient
 from .._dispatch.lowering import choose
 from .._dispatch.op import ONE_OR_B, Arrays, Axes, Call, KernelUse, Op
-from .._dispatch.sharding import whole_sequences
+from .._dispatch.sequences import whole_sequences
 from .._dispatch.support import Support
 from .._host import kv_insert as raw
 from .._host import library

@@ -147,9 +147,9 @@ def pool_chunk(
     there = (late >= jnp.maximum(folded, block)[:, None]) & (late < new[:, None])
     there &= late >= (start - steps)[:, None]
     part = _partial(jnp.where(there[..., None], tokens, _absent(rows))[:, None])
-    merged = _merged([state.block(block), [x[:, 0] for x in part]])
+    new_sums = merged([state.block(block), [x[:, 0] for x in part]])
     changed = (new > folded)[:, None, None]
-    sums = jnp.where(changed, jnp.stack(merged, 1), state.sums)
+    sums = jnp.where(changed, jnp.stack(new_sums, 1), state.sums)
     positions = counted(start, 0, s)
     real = (positions >= 0) & (positions < lengths[:, None])
     ring = Cache(state.tokens).append(rows, jnp.where(real, positions, -1)).entries
@@ -174,7 +174,7 @@ def _partial(tokens: jax.Array) -> list[jax.Array]:
     """The sums of blocks of tokens `[b, n, t, 2 d]`, each `[b, n, d]`."""
     kv, score = jnp.split(tokens, 2, -1)
     most = jnp.max(score, 2)
-    weight = jnp.exp(score - jnp.maximum(most, -3e38)[:, :, None])
+    weight = jnp.exp(score - finite(most)[:, :, None])
     return [most, jnp.sum(weight, 2), jnp.sum(weight * kv, 2)]
 
 
@@ -213,7 +213,7 @@ def pool_ring(ring: jax.Array, entry: jax.Array, d: int, ratio: int) -> jax.Arra
     def pooled(there: jax.Array, of: slice) -> list[jax.Array]:
         some = score[..., of] + jnp.where(there, 0, -jnp.inf)[..., None]
         most = jnp.max(some, 1)
-        weight = jnp.exp(some - jnp.maximum(most, -3e38)[:, None])
+        weight = jnp.exp(some - finite(most)[:, None])
         return [most, jnp.sum(weight, 1), jnp.sum(weight * kv[..., of], 1)]
 
     def parts(entry: jax.Array) -> list[list[jax.Array]]:
@@ -229,13 +229,18 @@ def pool_ring(ring: jax.Array, entry: jax.Array, d: int, ratio: int) -> jax.Arra
 
 def joined(parts: Sequence[Sequence[jax.Array]]) -> jax.Array:
     """What one or two blocks make: each has the greatest score, the sum of weights, and the sum of weights times kv."""
-    _, weights, pooled = _merged(parts)
+    _, weights, pooled = merged(parts)
     return pooled / weights
 
 
-def _merged(parts: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
+def finite(most: jax.Array) -> jax.Array:
+    """The greatest scores, for differences: where there is no token they are -inf."""
+    return jnp.maximum(most, -3e38)
+
+
+def merged(parts: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
     """The sums of the tokens of all parts."""
     most = functools.reduce(jnp.maximum, (part[0] for part in parts))
-    scaled = [[jnp.exp(m - jnp.maximum(most, -3e38)) * x for x in sums] for m, *sums in parts]
+    scaled = [[jnp.exp(m - finite(most)) * x for x in sums] for m, *sums in parts]
     weights, pooled = (functools.reduce(jnp.add, sums) for sums in zip(*scaled, strict=True))
     return [most, weights, pooled]
