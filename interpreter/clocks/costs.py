@@ -29,7 +29,7 @@ class Cost:
 
 NOTHING = Cost(0)
 
-TOUCHES = (  # memory, or other warps and engines; longest first does not matter
+TOUCHES = (  # memory, or other warps and engines
     *("ld.shared", "ld.global", "ld.volatile", "ld.acquire", "ld.relaxed", "ld.weak", "st.", "atom", "red", "cp."),
     *("mbarrier", "bar.", "barrier", "fence", "membar", "wgmma", "tcgen05", "shfl", "vote", "elect", "activemask"),
     *("ldmatrix", "stmatrix", "setmaxnreg", "griddepcontrol", "nanosleep", "clusterlaunchcontrol", "prefetch", "trap"),

@@ -196,6 +196,7 @@ class Clockwork:
             raise fault.at_line(w.instruction, w.name) from None
 
     def group(self, block: Block, end: int) -> Group:
+        """The arithmetic that ends at a place in a block's order."""
         first = end - 1
         while first not in block.groups:
             first -= 1
@@ -301,7 +302,7 @@ class Clockwork:
         end = self.duration(op, t)
         self.later(end, lambda now: self.complete(op, now))
 
-    def complete(self, op: AsyncOp, now: float, cause: Cause | None = None) -> None:
+    def complete(self, op: AsyncOp, now: float) -> None:
         m = self.m
         m.pending.remove(op)
         m.time += 1
@@ -315,7 +316,7 @@ class Clockwork:
             if self.missing[later.number] == 0:
                 self.begin(later, now)
         r, why = self.timing.issuer[op.number]
-        self.wake(now, cause or Cause(r, op, now, why, self.issued[op.number]))
+        self.wake(now, Cause(r, op, now, why, self.issued[op.number]))
 
     def duration(self, op: AsyncOp, t: float) -> float:
         """When an operation that may begin is done."""
