@@ -20,6 +20,7 @@ from typing import Any
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS.parent))
 
+from interpreter.clocks.architecture import BLACKWELL, HOPPER  # noqa: E402
 from interpreter.machine.rules import Rule  # noqa: E402
 
 PAGES = (DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md")))
@@ -32,7 +33,8 @@ def load(name: str) -> Any:
 
 FORWARD, DECODE, GRAD = map(load, ("h200", "h200_decode", "h200_grad"))
 INDEXER, LAYER, PEERS, NOTED = map(load, ("h200_indexer", "h200_layer", "h200_peers", "h200_kernels"))
-STEPS, WITNESSED, FORMS, ORDERS = map(load, ("h200_steps", "witnesses", "blackwell_forms", "orders"))
+STEPS, WITNESSED, FORMS = map(load, ("h200_steps", "witnesses", "blackwell_forms"))
+ORDERS, CLOCKS = map(load, ("orders", "clocks"))
 PROFILES: dict[str, Any] = NOTED["profiles"]
 SMS = int(FORWARD["devices"][0]["sms"])
 
@@ -378,31 +380,70 @@ def host() -> str:
 Our handler takes {found["handler_us"]} µs of that (median), for look-up, tensor maps and launch.""")
 
 
-# On paper, a tile of Blackwell's kernel: clocks of MMA, with SMEM's share, of the softmax, exposed; bytes a clock from L2.
-BLACKWELL = (
-    ("64", 512, 512, 1024, 400, "softmax", 23),
-    ("128", 1024, 1024, 1024, 400, "softmax", 46),
-    ("256", 1024, 1280, 512, 300, "SMEM, for tiles of 64 keys", 51),
-    ("512", 2048, 2448, 256, 300, "64 rows", 27),
-)
-
-
 def blackwell() -> str:
+    """Our kernels over spans, by the clocks."""
     rows = []
-    for d, mma, smem, softmax, exposed, bound, l2 in BLACKWELL:
-        full_rate = mma // 2 if d == "512" else mma
+    for x in CLOCKS["blackwell"].values():
+        if x["op"] not in ("mha_fwd", "mla_span_fwd"):
+            continue
+        units = x["units"]
+        turn = f"{x['turn']}" if x["turn"] else "–"
+        rows.append(
+            [f"{x['d']}", turn, percent(x["tensor"]), percent(units["SMEM"]), percent(units["mufu"]), f"{x['l2']:.0f}"]
+        )
+    return table("d | clocks of a turn | tensor pipe's full rate | SMEM | exp2 | L2 bytes a clock", rows)
+
+
+def clock_constants() -> str:
+    rows = []
+    for name, x in HOPPER.items():
+        other = BLACKWELL[name]
+        values = f"{x.value:g}" if other.value == x.value else f"{x.value:g}, on Blackwell {other.value:g}"
+        source = x.source if other.source == x.source or x.source == "-" else f"{x.source}; Blackwell: {other.source}"
+        rows.append([name, values, other.unit, source if x.source != "-" else other.source])
+    return texts("what | value | of what | source", rows)
+
+
+def off(predicted: float, wanted: float) -> str:
+    return f"{round(100 * (predicted / wanted - 1)):+d} %".replace("+0 ", "0 ")
+
+
+def clocks_ours() -> str:
+    """Predictions of our kernels beside what an H200 took."""
+    rows = []
+    for name, x in CLOCKS["ours"].items():
+        how = "fitted" if x["fitted"] else "predicted"
+        times = (f"{x['predicted_us']:g}", f"{x['measured_us']:g}", off(x["predicted_us"], x["measured_us"]))
+        rows.append([name, how, f"{x['clocks'] / 1000:.0f}", percent(x["tensor"]), f"{x['ghz']:.2f}", *times])
+    return table("launch | how | thousand clocks | tensor pipe | GHz | µs | measured µs | off by", rows)
+
+
+def clocks_ours_count() -> str:
+    held = [x for x in CLOCKS["ours"].values() if not x["fitted"]]
+    near = sum(abs(x["predicted_us"] / x["measured_us"] - 1) <= 0.15 for x in held)
+    return wrapped(
+        f"""Of the {len(held)} rows that no constant was chosen for, {near} are within 15 % of what was measured."""
+    )
+
+
+def clocks_others() -> str:
+    rows = []
+    for name, x in CLOCKS["others"].items():
+        counted = "whole launch" if x["whole"] else "steady state"
+        figures = (f"{x['predicted_tflops']:g}", f"{x['published_tflops']:g}")
         rows.append(
             [
-                d,
-                f"{mma}",
-                f"{smem}",
-                f"{softmax} + {exposed}",
-                bound,
-                percent(full_rate / max(smem, softmax + exposed)),
-                f"{l2}",
+                name.removesuffix(" long"),
+                f"{x['chip']}",
+                counted,
+                percent(x["tensor"]),
+                *figures,
+                off(x["predicted_tflops"], x["published_tflops"]),
+                x["source"],
             ]
         )
-    return table("d | MMA | with SMEM's share | softmax | bound | tensor pipe | L2 bytes a clock", rows)
+    header = "witness | chip | what counts | tensor pipe | TFLOP/s | published | off by | published by"
+    return texts(header, rows)
 
 
 def rules() -> str:
@@ -737,6 +778,10 @@ GENERATED: dict[str, Callable[[], str]] = {
         rope,
         layer_steps,
         blackwell,
+        clock_constants,
+        clocks_ours,
+        clocks_ours_count,
+        clocks_others,
         rules,
         witnesses,
         witness_count,

@@ -87,11 +87,12 @@ def test_afterwards_the_dsl_is_as_it_was():
 
 @pytest.mark.parametrize(("arguments", "status"), [([], 0), (["--no-barrier"], 1)])
 def test_a_script(arguments, status, capsys):
-    assert script.main(["--seeds", "2", "--forms", str(EXAMPLE), *arguments]) == status
+    assert script.main(["--seeds", "2", "--forms", "--time", str(EXAMPLE), *arguments]) == status
     out = capsys.readouterr().out
     assert ("greatest difference to float64" in out) == (status == 0)
     assert ("Race: CTA" in out and "examples/interpret.py" in out) == (status == 1)
     assert "Barriers and fences:\n  bar.sync" in out or status
+    assert (" clocks\n" in out) == (status == 0)
 
 
 def test_a_script_that_launches_nothing(tmp_path, capsys):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -97,8 +97,10 @@ def run(
     rules: Collection[Rule] = MANUAL,
     record: bool = False,
     started: Run | None = None,
+    by: Callable[[Machine], object] = Machine.run,
 ) -> Run:
-    """Raises what is found. `started`: a new run of these arguments, which has its machines even then."""
+    """Raises what is found. `started`: a new run of these arguments, which has its machines even then. `by`: what runs
+    a machine, in place of its own scheduler."""
     result = started or Run(arguments)
     memory = result.memory
     for x in sorted(arguments, key=lambda x: x.address):
@@ -107,7 +109,7 @@ def run(
     for launch in launches:
         machine = about_to_run(launch, memory, seed=seed, rules=rules, record=record)
         result.machines.append(machine)
-        machine.run()
+        by(machine)
         if launch is not launches[-1]:
             finish(memory)
     return result

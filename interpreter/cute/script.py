@@ -5,6 +5,7 @@
     python -m interpreter run --rules chip script.py        what a B200 does, where the PTX manual grants less
     python -m interpreter run --arch sm_90a script.py       compiled for Hopper
     python -m interpreter run --forms script.py             also which forms of instructions ran
+    python -m interpreter run --time script.py              also clocks of each launch (docs/clocks.md)
 
 No GPU, no CUDA. The script makes its arrays on the CPU (NumPy's or torch's) and hands them to `from_dlpack`, or to a
 @cute.jit function. Every call runs in several orders of events; then the arrays hold what the kernels wrote, so that
@@ -44,6 +45,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--arch", default="sm_100a", help="what is compiled for (default: %(default)s)")
     parser.add_argument("--processors", type=int, default=4, help="of the GPU that the script is told of")
     parser.add_argument("--forms", action="store_true", help="list the forms of instructions that ran")
+    parser.add_argument("--time", action="store_true", help="show clocks of each launch, one CTA an SM")
     parser.add_argument("script", help="a Python file")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
     return parser
@@ -54,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     before, sys.argv = sys.argv, [args.script, *args.arguments]
     options = {"seeds": args.seeds, "rules": args.rules, "arch": args.arch, "processors": args.processors}
     try:
-        with interpreting(**options) as report:
+        with interpreting(**options, time=args.time) as report:
             try:
                 runpy.run_path(args.script, run_name="__main__")
             except Fault:  # which the report has

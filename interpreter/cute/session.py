@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from .. import clocks
 from ..machine.hazards import Fault
 from ..machine.rules import MANUAL, Rule
 from ..machine.state import Array
@@ -42,6 +43,7 @@ class Call:
     forms: set[str] = field(default_factory=set)
     written: dict[str, int] = field(default_factory=dict)  # bytes, by array
     remarks: list[str] = field(default_factory=list)
+    timings: list[clocks.Timing] = field(default_factory=list)  # of each launch, where they are wanted
 
     def __str__(self) -> str:
         lines = []
@@ -60,6 +62,8 @@ class Call:
         lines.append(f"  nothing to complain about in {self.seeds} orders, {same}; {self.seconds:.1f} s a run")
         lines += [f"  wrote {size} bytes of {name}" for name, size in self.written.items()]
         lines += [f"  remark: {remark}" for remark in self.remarks]
+        for launch, timing in zip(self.launches, self.timings, strict=False):
+            lines += [f"  {launch.kernel}:", *(f"    {line}" for line in str(timing).splitlines())]
         return "\n".join(lines)
 
 
@@ -101,8 +105,11 @@ def source_of(fault: Fault, launches: Sequence[Launch]) -> str:
 class Session:
     """Runs calls, on all arrays that the DSL was given so far."""
 
-    def __init__(self, seeds: int, rules: Collection[Rule], arch: str, processors: int, stops: bool):
+    def __init__(
+        self, seeds: int, rules: Collection[Rule], arch: str, processors: int, stops: bool, time: bool = False
+    ):
         self.seeds, self.rules, self.arch, self.processors, self.stops = seeds, rules, arch, processors, stops
+        self.time = time
         self.report = Report()
         self.arrays: dict[int, Array] = {}  # by address
 
@@ -148,6 +155,8 @@ class Session:
                 return
             call.remarks = sorted({*call.remarks, *started.remarks})
         call.seconds = (time.monotonic() - start) / self.seeds
+        if self.time:
+            run(launches, given, rules=self.rules, by=lambda m: call.timings.append(clocks.run(m)))
         first = results[0]
         call.compared = all(x[name].tobytes() == first[name].tobytes() for x in results for name in x)
         for x in given:
@@ -168,13 +177,14 @@ def interpreting(
     arch: str = "sm_100a",
     processors: int = 4,
     stops: bool = True,
+    time: bool = False,
 ) -> Iterator[Report]:
     """While this lasts, compiled functions run in the interpreter; the report grows with every call.
 
     `arch`: what is compiled for; sm_90a or sm_100a. `processors`: how many the DSL is told that the GPU has. `stops`:
-    whether a fault is raised. What the DSL has compiled before is not seen.
+    whether a fault is raised. `time`: whether a last run is by clocks. What the DSL has compiled before is not seen.
     """
-    session = Session(seeds, rules, arch, processors, stops)
+    session = Session(seeds, rules, arch, processors, stops, time)
     with contextlib.ExitStack() as stack:
         dump = stack.enter_context(tempfile.TemporaryDirectory())
         stack.enter_context(warnings.catch_warnings())

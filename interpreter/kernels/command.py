@@ -5,6 +5,7 @@
     python -m interpreter hca_fwd_sm_90a_d512_bf --case mixed    another case
     python -m interpreter mha_fwd_sm_90a_d128_bf --seed 3                   another order of things
     python -m interpreter mha_fwd_sm_90a_d128_bf --ptx edited.ptx           PTX that was changed by hand
+    python -m interpreter mha_fwd_sm_90a_d128_bf --time                     clocks of a long run (docs/clocks.md)
     python -m interpreter mha_fwd_sm_90a_d128_bf --orders                   whether it ends in every order
 
 The kernel is an attention's key of kernels/variants.py, or an unambiguous part of one; it is compiled if no build has
@@ -20,11 +21,12 @@ from pathlib import Path
 from kernels.abi import Forward
 from kernels.variants import VARIANTS
 
+from .. import clocks
 from ..machine.hazards import Fault
 from ..machine.scheduler import Policy
 from ..machine.timeline import lines, plot
 from ..orders.verdict import verdict
-from . import attention, cases
+from . import attention, cases, long
 from .launch import Kernel, launch
 from .verdict import judge
 
@@ -59,6 +61,10 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw the timeline (.svg, .png, ...) instead of printing it"
     )
+    parser.add_argument("--time", action="store_true", help="show clocks, of a tile of rows that sees many keys")
+    parser.add_argument("--keys", type=int, default=1280, help="with --time: how many, of each source (%(default)s)")
+    parser.add_argument("--queries", type=int, help="with --time (default: a tile of rows, or two queries)")
+    parser.add_argument("--heads", type=int, help="with --time (default: a tile of rows)")
     parser.add_argument(
         "--orders", action="store_true", help="instead, whether every order of events ends, from one run"
     )
@@ -74,6 +80,8 @@ def main(argv: list[str] | None = None) -> int:
         parser().error(str(e))
     if args.ptx is not None:
         kernel = dataclasses.replace(kernel, ptx=args.ptx.read_text())
+    if args.time:
+        return show_clocks(kernel, args)
     x = cases.operands(kernel.variant, kernel.facts["tile_n"], args.case)
     if x is None:
         parser().error(f"there is no case {args.case!r} for {kernel.variant.key}")
@@ -103,6 +111,22 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{type(found).__name__}: {found}", file=sys.stderr)
         return 1
     print("right, and nothing to complain about")
+    return 0
+
+
+def show_clocks(kernel: Kernel[Forward], args: argparse.Namespace) -> int:
+    x = long.operands(kernel.variant, kernel.facts["tile_m"], args.keys, queries=args.queries, heads=args.heads)
+    ctas = kernel.facts["ctas"]
+    run = launch(kernel, x, processors=args.processors or kernel.facts["cluster"] * ctas)
+    try:
+        timing = clocks.run(run.machine, ctas)
+        if all(keys.pool is None for keys in x.sources):
+            judge(run.results(), x, run.scale)
+    except Fault as fault:
+        print(f"{type(fault).__name__}: {fault}", file=sys.stderr)
+        return 1
+    shape = ", ".join(f"{k} {v}" for k, v in x.shape._asdict().items() if v)
+    print(f"{kernel.variant.key} on {shape}: {run.machine.grid_size} CTAs of {run.machine.threads} threads\n{timing}")
     return 0
 
 

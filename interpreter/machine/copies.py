@@ -357,7 +357,10 @@ def tensor_store(i: Instruction, d: Decoder) -> Step:
                     buffer.write(op, offsets, data[which])
 
         op = w.issue(
-            "tma", f"store {list(at)} from +{offset - 1024}", run, reader=w.cta.first_stream + READ_STREAMS + w.number
+            "tma",
+            f"store {list(at)} from +{offset - 1024} ({tensor.bytes} bytes)",
+            run,
+            reader=w.cta.first_stream + READ_STREAMS + w.number,
         )
         w.extra.setdefault("bulk open", []).append(op)
 

@@ -3,6 +3,7 @@
     python -m interpreter.witnesses                          all of them
     python -m interpreter.witnesses gemm 'fa4 128'           those whose names have one of these words
     python -m interpreter.witnesses --list                   what there is
+    python -m interpreter.witnesses --time dsa               clocks of longer runs, beside published times
     python -m interpreter.witnesses --record docs/witnesses.json --rules --faults
                                                              also what docs/witnesses.md shows
 
@@ -22,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from ..machine.rules import Rule
-from .catalogue import WITNESSES, Witness
+from .catalogue import CLOCKED, WITNESSES, Witness
 from .recording import NotRecorded, recording, version
+from .timing import predicted, timed
 from .verdict import answer, broken, plant
 
 QUICK = (
@@ -56,8 +58,23 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=int, help="orders of events (default: as each says)")
     parser.add_argument("--rules", action="store_true", help="find the rules of the manual that each breaks")
     parser.add_argument("--faults", action="store_true", help=f"plant faults in {', '.join(PLANTED)}")
+    parser.add_argument("--time", action="store_true", help="show clocks; with --record docs/clocks.json, keep them")
     parser.add_argument("--record", type=Path, metavar="FILE", help="write what was found into this JSON")
     return parser
+
+
+def show_clocks(args: argparse.Namespace) -> int:
+    rows = {}
+    for x in (x for x in CLOCKED if not args.words or any(word in x.name for word in args.words)):
+        timings = timed(x)
+        rows[x.name] = row = predicted(x, timings)
+        print(f"{x.name}: {row['predicted_tflops']} TFLOP/s predicted, {row['published_tflops']} published", flush=True)
+        print(*(f"  {line}" for timing in timings for line in str(timing).splitlines()), sep="\n", flush=True)
+    if args.record is not None:
+        record = json.loads(args.record.read_text()) if args.record.exists() else {}
+        record["others"] = record.get("others", {}) | rows
+        args.record.write_text(json.dumps(record, indent=1) + "\n")
+    return 0 if rows else 1
 
 
 def chosen(args: argparse.Namespace) -> list[Witness]:
@@ -98,6 +115,8 @@ def write(file: Path, found: dict[str, dict[str, Any]]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
+    if args.time:
+        return show_clocks(args)
     witnesses, start = chosen(args), time.monotonic()
     if args.list:
         for x in witnesses:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 CUTLASS, FLASH, CUDNN, FLASHINFER = (
@@ -137,3 +137,22 @@ WITNESSES = (
         arch="sm_90a",
     ),
 )
+
+
+def long(x: Witness, **options: Any) -> Witness:
+    """The same kernel with more keys, for its clocks."""
+    return replace(x, name=f"{x.name} long", options={**x.options, **options})
+
+
+BY_NAME = {x.name: x for x in WITNESSES}
+
+CLOCKED = (
+    long(BY_NAME["fa4 64"], s_kv=1280),
+    long(BY_NAME["fa4 128"], s_kv=1280, causal=False),
+    long(BY_NAME["fa4 128 pair"], s_kv=1280),
+    long(BY_NAME["dsa 64"], s_kv=2048, topk=640),
+    long(BY_NAME["dsa 128"], s_kv=2048, topk=1152),
+    long(BY_NAME["fa4 mla 2"], s_kv=1280, s_q=1),
+    long(BY_NAME["fa4 mla 2 top-k"], s_kv=4096, s_q=1, topk=2048),
+)
+"""Of which clocks are compared with published times (`timing.py`)."""

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ..cute.launches import Argument, Launch
 from ..machine.state import Array
-from .catalogue import WITNESSES, Witness
+from .catalogue import CLOCKED, WITNESSES, Witness
 
 PROCESSORS = 2  # of the GPU that kernels are told of
 HERE = Path(__file__).parent
@@ -88,7 +88,7 @@ def compile_one(witness: Witness) -> Recording:
 def write() -> None:
     """What the process does: a witness's name and a file are its arguments."""
     name, file = sys.argv[1:]
-    (witness,) = (x for x in WITNESSES if x.name == name)
+    (witness,) = (x for x in (*WITNESSES, *CLOCKED) if x.name == name)
     made = compile_one(witness)
     partial = Path(f"{file}.{os.getpid()}")
     partial.write_bytes(pickle.dumps(made))

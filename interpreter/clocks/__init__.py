@@ -1,0 +1,19 @@
+"""Clocks: the same programs on the same machine, in the order of a chip with these units, rates and latencies.
+
+    timing = clocks.run(machine)     # in place of machine.run()
+    print(timing)                    # clocks, the share of every unit, what the tensor pipe waited for
+
+`--time` of the interpreter's commands does so. docs/clocks.md shows what this is worth, beside measurements.
+
+    architecture.py   every number about a chip, each with its source
+    costs.py          what one instruction of PTX takes, and which registers it touches
+    blocks.py         straight-line code in the order in which an assembler would put it
+    units.py          the tensor pipe, shared memory, tensor memory, and the ways to L2 and to other CTAs
+    scheduler.py      warps and units by time
+    timing.py         what a run took, and the longest chain
+"""
+
+from .scheduler import run
+from .timing import Timing
+
+__all__ = ["Timing", "run"]

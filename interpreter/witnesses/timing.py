@@ -1,0 +1,69 @@
+"""What the clocks say of witnesses, beside what others published of the same kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .. import clocks
+from ..cute.launches import run
+from ..machine.rules import CHIP
+from .catalogue import Witness
+from .recording import recording
+
+
+@dataclass(frozen=True)
+class Chip:
+    name: str
+    sms: int
+    ghz: float  # under such loads
+
+
+B200 = Chip("B200", 148, 1.83)  # at which cuDNN frontend's benchmarks and others' ran
+GB200 = Chip("GB200", 152, 2.062)
+
+
+@dataclass(frozen=True)
+class Published:
+    tflops: float
+    chip: Chip
+    source: str
+    flop: float = 0  # of an SM in a run; 0: published runs are so long that the steady state counts
+
+
+PUBLISHED = {
+    "fa4 64 long": Published(1225, B200, "FlashAttention #2605, 16k keys"),
+    "fa4 128 long": Published(1613, B200, "arXiv 2603.05451"),
+    "fa4 128 pair long": Published(1749, B200, "FlashAttention #2605, 16k keys"),
+    "fa4 mla 2 long": Published(1181, B200, "FlashAttention 4, decoding"),
+    "fa4 mla 2 top-k long": Published(1180, B200, "FlashAttention 4, 4k queries, top-k 2048"),
+    "dsa 64 long": Published(829, GB200, "cuDNN frontend's benchmarks, V4-Flash, 4k", 2 * 64 * 640 * 1024),
+    "dsa 128 long": Published(1346, GB200, "cuDNN frontend's benchmarks, V4-Pro, 4k", 2 * 2 * 64 * 1152 * 1024),
+}
+
+
+def timed(x: Witness) -> list[clocks.Timing]:
+    """Of each of its launches, one CTA an SM."""
+    made, found = recording(x), list[clocks.Timing]()
+    run(made.launches, made.arguments, rules=CHIP, by=lambda m: found.append(clocks.run(m)))
+    return found
+
+
+def predicted(x: Witness, timings: Sequence[clocks.Timing]) -> dict[str, object]:
+    """As JSON has it."""
+    public, (timing,) = PUBLISHED[x.name], timings
+    steady = timing.steady()
+    assert steady is not None
+    of_clock = public.flop / timing.clocks if public.flop else steady.flop / steady.clocks
+    return {
+        "what": x.what,
+        "maker": x.maker,
+        "chip": f"{public.chip.name}, {public.chip.ghz} GHz",
+        "source": public.source,
+        "clocks": round(timing.clocks),
+        "turn": round(steady.period),
+        "tensor": round(steady.tensor / steady.clocks, 3),
+        "whole": bool(public.flop),
+        "predicted_tflops": round(of_clock * public.chip.sms * public.chip.ghz / 1000),
+        "published_tflops": public.tflops,
+    }
