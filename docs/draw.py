@@ -253,18 +253,15 @@ def indexer() -> str:
 
 
 def blackwell() -> str:
-    mma = [
-        ("idle", 1, ""),
-        ("scores", 1, "S0"),
-        ("scores", 1, "S1"),
-        ("out", 1.2, "O = P0 V0"),
-        ("scores", 1, "S2"),
-        ("out", 1.2, "O += P1 V1"),
+    load = [("load", 1, f"K{t}") for t in range(5)]
+    both = [
+        x for t in range(3) for half in range(2) for x in (("scores", 0.6, f"S{t + 2}"), ("out", 0.6, f"O += P{t}"))
     ]
-    warps = [("idle", 2, ""), ("softmax", 1.2, "P0"), ("softmax", 1.6, "P1"), ("softmax", 1.6, "P2"), ("store", 1, "O")]
-    load = [("load", 1, "Q K0"), ("load", 1, "V0 K1"), ("load", 1, "V1 K2"), ("load", 1, "V2")]
-    lanes = [("warp 5, TMA", load), ("warp 4, MMA", mma), ("warps 0-3", warps)]
-    return timeline("fwd_sm100: scores run a tile ahead of O, both in tensor memory", lanes)
+    mma = [("idle", 1, ""), ("scores", 1, "S0"), ("scores", 1, "S1"), ("idle", 0.3, ""), *both]
+    softmax = [("idle", 2, ""), ("softmax", 1.3, "P0"), *(("softmax", 2.4, f"P{t}") for t in (1, 2))]
+    rows = [("load", 1, "Q"), ("load", 1.2, "next Q"), ("idle", 6.1, ""), ("store", 1.5, "O")]
+    lanes = [("TMA", load), ("MMA", mma), ("softmax, 4 warps", softmax), ("rows, 4 warps", rows)]
+    return timeline("mla_fwd_sm100: scores and P V by turns, two tiles apart; S, Q and O in tensor memory", lanes)
 
 
 def mla_backward() -> str:

@@ -381,16 +381,14 @@ Our handler takes {found["handler_us"]} µs of that (median), for look-up, tenso
 
 
 def blackwell() -> str:
-    """Our kernels over spans, by the clocks."""
+    """Our kernels, by the clocks."""
     rows = []
     for x in CLOCKS["blackwell"].values():
-        if x["op"] not in ("mha_fwd", "mla_span_fwd"):
-            continue
+        kind = f", {x['op'].split('_')[1]}" * (x["d"] == 512)
+        ctas = {1: ", one CTA", 2: ", a pair"}[x["cluster"]] * (x["d"] == 512)
         units = x["units"]
-        turn = f"{x['turn']}" if x["turn"] else "–"
-        rows.append(
-            [f"{x['d']}", turn, percent(x["tensor"]), percent(units["SMEM"]), percent(units["mufu"]), f"{x['l2']:.0f}"]
-        )
+        shares = (percent(y) for y in (x["tensor"], units["SMEM"], units["mufu"]))
+        rows.append([f"{x['d']}{kind}{ctas}", f"{x['turn'] or '–'}", *shares, f"{x['l2']:.0f}"])
     return table("d | clocks of a turn | tensor pipe's full rate | SMEM | exp2 | L2 bytes a clock", rows)
 
 

@@ -173,6 +173,20 @@ inline TensorArgument Keys(const RowShape& shape, int64_t s_kv, int64_t tile_n, 
           .address = address};
 }
 
+// The same keys as rows [d, rows] that TMA gathers, each by its number; those of all batch entries, or of a pool.
+inline TensorArgument GatheredKeys(const RowShape& shape, const SourceShape& source, void* address) {
+  const int64_t element = ElementBytes(shape.type);
+  const int64_t rows = std::max(source.s_kv, shape.b * source.s_batch);
+  return {.map = {.rank = 2,
+                  .type = U32(shape.type),
+                  .swizzle = kSwizzle128B,
+                  .box = {U32(128 / element), 1},
+                  .extents = {U64(shape.d), U64(rows)},
+                  .strides = {U64(shape.d * element)}},
+          .extents = {},
+          .address = address};
+}
+
 // abi.source_blocks, or a source of abi.MlaBackward: one of several sources.  Returns why it cannot: empty on success.
 template <typename Addresses, typename Source>
 std::string SetSource(const RowShape& shape, const Tiles& tiles, const SourceShape& source, const Addresses& at,
@@ -180,13 +194,16 @@ std::string SetSource(const RowShape& shape, const Tiles& tiles, const SourceSha
   const std::string s_kv = first ? "s_kv" : "s_kv of the second keys";
   const int64_t max_heads = kMaxStrideBytes / (shape.d * ElementBytes(shape.type));
   if (std::string error = OutOfRange(s_kv, source.s_kv); !error.empty()) return error;
+  if (tiles.gathers && source.s_batch > kMaxExtent / shape.b) {  // rows are counted in 32 bits
+    return TooLarge("b * " + s_kv, shape.b * source.s_batch, kMaxExtent);
+  }
   if (source.kind != kSpan) {
     if (std::string error = OutOfRange("topk", source.topk); !error.empty()) return error;
   } else if (!tiles.gathers && shape.h_kv > max_heads / source.s_kv) {
     return TooLarge(s_kv + " * h_kv", source.s_kv * shape.h_kv, max_heads);
   }
   if constexpr (requires { x->k.map; }) {
-    x->k = Keys(shape, source.s_kv, tiles.tile_n, at.k);
+    x->k = tiles.gathers ? GatheredKeys(shape, source, at.k) : Keys(shape, source.s_kv, tiles.tile_n, at.k);
     x->v = Keys(shape, source.s_kv, tiles.tile_n, at.v);
   } else {
     x->k = at.k;

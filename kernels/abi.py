@@ -76,17 +76,19 @@ def gathers(sources: tuple[str, ...]) -> bool:
     return any(kind != "span" for kind in sources)
 
 
-def source_blocks(sources: tuple[str, ...], shared_kv: bool) -> Params:
+def source_blocks(sources: tuple[str, ...], shared_kv: bool, all_by_tma: bool) -> Params:
     """A kernel's parameters for each source of keys.
 
     A gathered source has the address of its keys, another source their map. Where the only source is one span of a
-    latent, it has both, because some keys are loaded without TMA.
+    latent, it has both, because some keys are loaded without TMA; unless TMA loads them all.
     """
     params: Params = ()
     for i, kind in enumerate(sources):
         if not gathers(sources):
             params += keys(*("k",) if shared_kv else ("k", "v"), source=i)
-        if gathers(sources) or (shared_kv and sources == ("span",)):
+        elif all_by_tma:
+            params += each("map", "k", source=i)
+        if not all_by_tma and (gathers(sources) or (shared_kv and sources == ("span",))):
             params += each("address", "k", source=i)
         if kind == "span":
             params += each("address", "start", "stop", source=i) + each("int32", "s_kv", source=i)
@@ -186,16 +188,21 @@ class Forward(Variant):
         return self.arch == "sm_90a"
 
     @property
+    def moves_rows(self) -> bool:
+        """Whether threads load q and store o, and TMA loads keys alone, also those that it gathers."""
+        return self.shared_kv and self.arch == "sm_100f"
+
+    @property
     def layout(self) -> str:
         kinds = ("packed" if kind in PACKED else kind for kind in self.sources)
-        return "_".join([self.family, *kinds, *["shared_kv"] * self.shared_kv])
+        return "_".join([self.family, *kinds, *["shared_kv"] * self.shared_kv, *["rows"] * self.moves_rows])
 
     @property
     def params(self) -> Params:
+        by_tma = {"q": not self.moves_rows, "o": self.shared_kv and not self.moves_rows}
         return (
-            *rows("q"),
-            *(rows("o") if self.shared_kv else each("address", "o")),
-            *source_blocks(self.sources, self.shared_kv),
+            *(x for name, maps in by_tma.items() for x in (rows(name) if maps else each("address", name))),
+            *source_blocks(self.sources, self.shared_kv, self.moves_rows),
             *each("address", "sink", "lse", "o_parts"),
             *each("float32", "scale_log2"),
             *TILING,

@@ -25,7 +25,7 @@ DTYPES = ("bfloat16", "float16")
 HOPPER, PLAIN = "kernels.sm90", "kernels.plain"
 MHA, MLA, MLA_FEW_HEADS = (f"{HOPPER}.{name}.fwd.kernel" for name in ("mha", "mla", "mla_few_heads"))
 MLA_BACKWARD, MLA_FEW_HEADS_BACKWARD = (f"{HOPPER}.{name}.bwd.kernel" for name in ("mla", "mla_few_heads"))
-BLACKWELL = "kernels.sm100.fwd.kernel"
+MHA_BLACKWELL, MLA_BLACKWELL = (f"kernels.sm100.{name}.kernel" for name in ("mha", "mla"))
 MLA_OPS = ("mla_span_fwd", "mla_sparse_fwd", "csa_fwd", "hca_fwd", "dsv4_decode")  # d 512, where K is V
 
 
@@ -58,14 +58,20 @@ def plain(arch: str) -> tuple[Variant, ...]:
 VARIANTS: tuple[Variant, ...] = (
     *(
         Forward("mha_fwd", arch, module, d, dtype)
-        for arch, module in (("sm_90a", MHA), ("sm_100f", BLACKWELL))
+        for arch, module in (("sm_90a", MHA), ("sm_100f", MHA_BLACKWELL))
         for d in (64, 128, 256)
         for dtype in DTYPES
     ),
     *(
         Forward(op, arch, module, 512, dtype)
-        for arch, module in (("sm_100f", BLACKWELL), ("sm_90a", MLA))
+        for arch, module in (("sm_100f", MLA_BLACKWELL), ("sm_90a", MLA))
         for op in MLA_OPS
+        for dtype in DTYPES
+    ),
+    # one CTA where a pair would share the keys of one query's heads, and half of it had no rows
+    *(
+        Forward(op, "sm_100f", MLA_BLACKWELL, 512, dtype, max_heads=64)
+        for op in ("mla_sparse_fwd", "csa_fwd", "dsv4_decode")
         for dtype in DTYPES
     ),
     # a tile of rows has heads of several queries, which together see a window and a few keys more

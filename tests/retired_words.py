@@ -58,6 +58,7 @@ RETIRED = (
     Retired("index_at*", "indexer_scores_at"),
     # kernels and families
     Retired("fwd_sm90", "mha_fwd_sm90"),
+    Retired("fwd_sm100", "mha_fwd_sm100, or mla_fwd_sm100"),
     Retired("latent_sm90*", "mla_fwd_sm90"),
     Retired("latent_bwd*", "mla_bwd"),
     Retired("few_heads_sm90*", "mla_few_heads_fwd_sm90"),

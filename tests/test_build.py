@@ -48,7 +48,7 @@ from kernels.abi import (
 )
 from kernels.cache import KernelCache
 from kernels.cubin import KernelInfo, read_code, read_kernel
-from kernels.variants import BLACKWELL, MLA, MLA_FEW_HEADS, MLA_FEW_HEADS_BACKWARD, VARIANTS
+from kernels.variants import MLA, MLA_BLACKWELL, MLA_FEW_HEADS, MLA_FEW_HEADS_BACKWARD, VARIANTS
 
 ROOT = Path(__file__).parent.parent
 HAS_DSL = util.find_spec("cutlass") is not None
@@ -186,7 +186,7 @@ def test_an_edit_of_one_kernel_s_module_makes_its_variants_stale_alone(tmp_path)
     for module, wanted in (
         ("sm90/mla_few_heads/fwd/column_softmax.py", lambda v: v.module == MLA_FEW_HEADS),
         ("sm90/mla/fwd/packed.py", lambda v: v.module == MLA),
-        ("sm100/fwd/tcgen05.py", lambda v: v.module == BLACKWELL),
+        ("sm100/mla/gather.py", lambda v: v.module == MLA_BLACKWELL),
         ("plain/combine/kernel.py", lambda v: isinstance(v, Combine)),
         ("variants.py", lambda v: False),
         ("lib/ptx.py", lambda v: True),

@@ -21,7 +21,16 @@ import pytest
 from interpreter.kernels import native
 from interpreter.kernels.attention import assert_right, operands
 from interpreter.kernels.launch import SWIZZLES
-from interpreter.kernels.native import Shape, addresses_of, called, function, heads_for, plan, plan_combine
+from interpreter.kernels.native import (
+    Shape,
+    addresses_of,
+    called,
+    function,
+    heads_for,
+    plan,
+    plan_combine,
+    variant_of,
+)
 from interpreter.machine.copies import TensorMap
 from jax_dsv4_fmha._host import attention, call, gradients, indexer, kv_insert, library, rope, split_kv
 from jax_dsv4_fmha._host.call import TARGETS
@@ -336,11 +345,18 @@ def test_plan_refuses(change, scale, says):
 
 def test_plan_takes_shapes_beyond_32_bit_addresses():
     shape = Shape(2, 70_000, 1_000_000, 128, 1, 512, s_kv1=10_000_000, topk=2048)
-    maps = plan("hca_fwd", shape).maps
+    maps = plan(variant_of("hca_fwd_sm_90a_d512_bfloat16"), shape).maps
     assert maps["q.map"].strides[3] == maps["o.map"].strides[3] == 70_000 * 128 * 512 * 2
     assert [maps[f"k{i}.map"].strides[2] for i in range(2)] == [1_000_000 * 512 * 2, 10_000_000 * 512 * 2]
-    gathered = plan("csa_fwd", shape)  # so none of its keys has a map
+    gathered = plan(variant_of("csa_fwd_sm_90a_d512_bfloat16"), shape)  # so none of its keys has a map
     assert list(gathered.maps) == ["q.map", "o.map"]
+    by_tma = plan(variant_of("csa_fwd_sm_100f_d512_bfloat16"), shape).maps  # rows of all batch entries
+    assert {name: tuple(x.extents[:2]) for name, x in by_tma.items()} == {
+        "k0.map": (512, 2_000_000),
+        "k1.map": (512, 20_000_000),
+    }
+    with pytest.raises(ValueError, match=r"b \* s_kv is 2200000000, the limit is 2147482624"):
+        plan("csa_fwd", shape._replace(b=2200))
 
 
 # On a GPU.

@@ -129,13 +129,23 @@ def test_sass(key):
         assert count["UTMALDG"] == 4 * variant.d // 64 and count["USETMAXREG"] >= 2, count
         return
     of_q = variant.d // 64  # a box of TMA has 128 bytes of a row
-    assert (count["UTMALDG"] == of_q) if variant.gathers else (count["UTMALDG"] > of_q), count
-    long_odd = variant.op == "mla_span_fwd" and variant.max_heads < ANY
     row = next(row for row in library.manifest()["variants"] if row["key"] == key)
+    if variant.moves_rows:  # TMA loads a CTA's columns of the keys, and nothing else
+        assert count["UTMALDG"] == len(variant.sources) * of_q // row["cluster"] and count["LDGSTS"] == 0, count
+    else:
+        assert (count["UTMALDG"] == of_q) if variant.gathers else (count["UTMALDG"] > of_q), count
+    long_odd = variant.op == "mla_span_fwd" and variant.max_heads < ANY
     packed = variant.sources[0] in PACKED  # whose keys go through registers, and to the other CTA of a cluster
-    assert (count["LDGSTS"] > 0) == ((variant.gathers and not packed) or long_odd), count
-    assert (count["STAS"] > 0) == (row["cluster"] > 1), count
+    if variant.arch == "sm_90a":
+        assert (count["LDGSTS"] > 0) == ((variant.gathers and not packed) or long_odd), count
+        assert (count["STAS"] > 0) == (row["cluster"] > 1), count
     a_tile = (variant.d + row["tile_n"]) // 16  # an MMA has k = 16: those of Q K', and those of P V
+    if variant.arch == "sm_100f" and variant.shared_kv:
+        of_s, of_o = variant.d // 2 // 16, row["tile_n"] // 16 * 2  # two rails of half the depth; halves of O
+        scores = 1 if row["cluster"] == 1 else 2  # before P V; a pair issues them with P V, too
+        assert count["UTCHMMA"] == scores * of_s + 3 * of_o, count  # P V in the loop, before Q's next rows, at the end
+        assert count["LDTM"] >= 4 and count["STTM"] >= 4 and count["UTCATOMSWS"] >= 2, count
+        return
     if variant.arch == "sm_100f":
         of_v = row["tile_n"] // 16 * -(-variant.d // 256)  # an MMA has n <= 256
         assert count["UTCHMMA"] == 2 * variant.d // 16 + of_v, count  # Q K' of the first tile, and of the others

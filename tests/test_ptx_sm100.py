@@ -72,6 +72,7 @@ CASES: dict[str, tuple[str, dict[str, int]]] = {
     "empty rows and an empty sequence": ("empty rows", {"b": 2, "s_q": 5, "h_q": 7, "s_kv": 140}),
     "more heads than rows in a tile": ("compressed", {"b": 1, "s_q": 2, "h_q": 130, "s_kv": 600}),
     "one key": ("full", {"b": 3, "s_q": 1, "h_q": 1, "s_kv": 1}),
+    "one tile": ("full", {"b": 1, "s_q": 5, "h_q": 8, "s_kv": 60}),
 }
 
 
@@ -93,7 +94,7 @@ def started(kernel: Kernel, case: str, seed: int = 0, processors: int = 1) -> La
     else:
         x = cases.operands(kernel.variant, kernel.facts["tile_n"], case)
         assert x is not None
-    return launch(kernel, x, processors=processors, seed=seed)
+    return launch(kernel, x, processors=processors * kernel.facts["cluster"], seed=seed)
 
 
 def interpret(kernel: Kernel, case: str, seed: int = 0, processors: int = 1) -> tuple[Array, ...]:
@@ -106,7 +107,7 @@ def interpret(kernel: Kernel, case: str, seed: int = 0, processors: int = 1) -> 
 
 @pytest.mark.parametrize(("key", "case"), RUNS)
 def test_is_right(key, case):
-    """In an order of its own; where `TWICE`, with the same bits in two, on one and on two CTAs."""
+    """In an order of its own; where `TWICE`, with the same bits in two, on one and on two CTAs or pairs."""
     kernel, first = Kernel.of(SM100[key]), 2 * RUNS.index((key, case))
     seeds = (first, first + 1) if case in TWICE and SM100[key].dtype == "bfloat16" else (first,)
     results = [interpret(kernel, case, seed, processors=1 + seed % 2) for seed in seeds]
@@ -115,20 +116,25 @@ def test_is_right(key, case):
 
 
 def test_config_refuses_what_does_not_fit():
-    from kernels.sm100.fwd.config import Config
+    from kernels.sm100.mha.config import Config
+    from kernels.sm100.mla.config import Config as Latent
 
     class Wide(Config):
         tile_n = 256
+
+    class Deep(Latent):
+        stages = 7
 
     for config, arguments, says in (
         (Config, {"d": 256, "stages": 3}, "needs 263.* bytes of SMEM, 232448 fit"),
         (Config, {"d": 512}, "at most 256"),
         (Config, {"d": 96}, "whole slabs of 64"),
-        (Config, {"d": 64, "sources": ("selection",)}, "which only a latent has"),
         (Wide, {"d": 64}, "needs 704 columns of TMEM, there are 512"),
+        (Latent, {"sources": ("span",), "cluster": 1}, "spans are for pairs"),
+        (Deep, {"sources": ("span",), "cluster": 2}, "needs 26.* bytes of SMEM, 232448 fit"),
     ):
         with pytest.raises(ValueError, match=says):
-            config(**{"dtype": "bfloat16", "sources": ("span",), "shared_kv": False, **arguments})
+            config(**{"dtype": "bfloat16", **arguments})
 
 
 # Planted faults: an edit of the source, which is compiled, or of the PTX.
@@ -137,14 +143,18 @@ def test_config_refuses_what_does_not_fit():
 DENSE = "mha_fwd_sm_100f_d128_bfloat16"
 LATENT = "mla_span_fwd_sm_100f_d512_bfloat16"
 FUSED = "csa_fwd_sm_100f_d512_bfloat16"
+ALONE = "csa_fwd_sm_100f_d512_bfloat16_h64"
 DENSE_TILE, LATENT_TILE = 128, 64  # keys
 KIB = 1024
+LATENT_SMEM = {"keys": 192 * KIB, "p": 16 * KIB, "exchange": 16 * KIB}
 SMEM = {  # what lies in shared memory, in order
     DENSE: {"q": 32 * KIB, "keys": 128 * KIB},
-    LATENT: {"q": 64 * KIB, "keys": 128 * KIB, "p": 8 * KIB, "o": 16 * KIB},
-    FUSED: {"q": 64 * KIB, "keys": 128 * KIB, "p": 8 * KIB, "o": 16 * KIB},
+    LATENT: LATENT_SMEM,
+    FUSED: LATENT_SMEM,
+    ALONE: LATENT_SMEM,
 }
-TMEM = {DENSE: {"o": 128, "scores": 256, "p": 64}, LATENT: {}, FUSED: {}}  # columns
+ROWS = {"o": 256, "q": 128, "scores": 128}
+TMEM = {DENSE: {"o": 128, "scores": 256, "p": 64}, LATENT: ROWS, FUSED: ROWS, ALONE: ROWS}  # columns
 
 
 def by_name(message: str, kernel: Kernel) -> str:
@@ -162,9 +172,13 @@ def by_name(message: str, kernel: Kernel) -> str:
     last = max(n for n, line in enumerate(lines, 1) if line.strip().startswith("tcgen05.st"))
     message = re.sub(r"line (\d+): (?=tcgen05\.ld)", lambda m: "final " * (int(m[1]) > last), message)
     message = re.sub(
-        r"SMEM bytes (\d+)\.\.\d+", lambda m: "SMEM of " + named(SMEM[key], int(m[1]) - SMEM_BASE), message
+        r"SMEM (?:of CTA \d+ )?bytes (\d+)\.\.\d+",
+        lambda m: "SMEM of " + named(SMEM[key], int(m[1]) - SMEM_BASE),
+        message,
     )
-    return re.sub(r"TMEM lanes \S+ columns (\d+)", lambda m: "TMEM of " + named(TMEM[key], int(m[1])), message)
+    return re.sub(
+        r"TMEM (?:of CTA \d+ )?lanes \S+ columns (\d+)", lambda m: "TMEM of " + named(TMEM[key], int(m[1])), message
+    )
 
 
 def unordered(one: str, other: str, region: str, says: str = "") -> str:
@@ -207,14 +221,15 @@ FAULTS = [
         DENSE,
         *WRONG_O,
         answers=wrong_answers.without_rescaling(DENSE_TILE),
-        source=(("scale_lanes(cta.tmem, c.outputs_per_thread, factor, w.thread)", "pass"),),
+        source=(("scale_lanes(cta.tmem, c.d, factor, w.thread)", "pass"),),
     ),
     PlantedFault(
         "the maximum of a thread's part, not of its row",
         LATENT,
         *WRONG,
         answers=wrong_answers.maximum_of_a_part(2, lambda j: j % LATENT_TILE // 32),
-        source=(("a = cute.arch.fmax(a, cute.arch.shuffle_sync_bfly(a, offset=16))", "pass"),),
+        source=(("raise_max(measured, scores), cute.arch.fmax)", "raise_max(measured, scores), lambda a, b: a)"),),
+        case="one tile",
     ),
     PlantedFault(
         "the scale is applied twice",
@@ -235,7 +250,7 @@ FAULTS = [
         DENSE,
         *WRONG,
         answers=wrong_answers.with_keys_for(lambda i: i < 64, lambda j: j + 2 * DENSE_TILE),
-        source=(("gmem[None, t]", "gmem[None, fill]"),),
+        source=(("gmem[None, t]", "gmem[None, fills0 + t]"),),
         case="causal, several row tiles a CTA",
     ),
     PlantedFault(
@@ -243,14 +258,14 @@ FAULTS = [
         DENSE,
         *WRONG,
         answers=wrong_answers.with_k(wrong_answers.first_64_columns),
-        source=(("blocks = c.ring_d // 16", "blocks = 64 // 16"),),
+        source=(("for k in range(c.d // 16):", "for k in range(64 // 16):"),),
     ),
     PlantedFault(
         "keys that nobody sees are not cleared",
         DENSE,
         Wrong,
         r"^o is wrong in 35 of 70 rows, first in batch entry 0, query 0, head 0 \(nan, wanted 0\).*; lse is right",
-        source=(("if seen.source.needs_clearing(t):", "if seen.source.needs_clearing(t) & (t < 0):"),),
+        source=(("if span.needs_clearing(t):", "if span.needs_clearing(t) & (t < 0):"),),
         case="empty rows and an empty sequence",
     ),
     PlantedFault(
@@ -261,18 +276,11 @@ FAULTS = [
         edit=lambda ptx: ptx.replace(str(0x4000404000010000), str(0x8000404000010000)),
     ),
     PlantedFault(
-        "what threads write to SMEM is not swizzled",
-        LATENT,
-        *WRONG_O,
-        answers=wrong_answers.with_unswizzled_rows,
-        source=((" ^ (row % 8)", ""),),
-    ),
-    PlantedFault(
         "O is read before the last products are done",
         DENSE,
         Race,
         unordered(r"final tcgen05\.ld", MMA, "TMEM of o"),
-        source=(("wait_for(bar.o_full, fills0 + tiles - 1)", "pass"),),
+        source=(("wait_for(bar.o_full, fills0 + span.tiles - 1)", "pass"),),
     ),
     PlantedFault(
         "O is rescaled while products add to it",
@@ -308,37 +316,6 @@ FAULTS = [
         ),
     ),
     PlantedFault(
-        "P in SMEM without a proxy fence",
-        LATENT,
-        Race,
-        unfenced(MMA, "SMEM of p", r"st\.shared"),
-        source=(
-            (
-                'c.scores_per_thread, p)\n            cute.arch.fence_proxy("async.shared", space="cta")',
-                "c.scores_per_thread, p)",
-            ),
-        ),
-    ),
-    PlantedFault(
-        "O leaves SMEM without a proxy fence",
-        LATENT,
-        Race,
-        unfenced("tma", "SMEM of o", r"st\.shared"),
-        source=(('packed)\n        cute.arch.fence_proxy("async.shared", space="cta")', "packed)"),),
-    ),
-    PlantedFault(
-        "O is staged where TMA still reads the slab before",
-        LATENT,
-        Race,
-        unordered(r"st\.shared", "tma", "SMEM of o"),
-        source=(
-            (
-                "            cute.arch.cp_async_bulk_wait_group(0, read=True)\n        cute.arch.barrier",
-                "            pass\n        cute.arch.barrier",
-            ),
-        ),
-    ),
-    PlantedFault(
         "products are issued without a fence after the wait",
         DENSE,
         Race,
@@ -362,7 +339,7 @@ FAULTS = [
         DENSE,
         (Race, Misuse),
         r"expect_tx[^\n]*\n\s+an arrival too many|tma[^\n]*\n\s+overwrites SMEM of keys\b[^\n]*nothing orders",
-        source=(("cute.arch.mbarrier_wait(bar_empty + ring * c.stages + stage, phase ^ 1)", "pass"),),
+        source=(("state.wait_empty()\n                with", "with"),),
     ),
     PlantedFault(
         "a barrier counts the CTA's threads",
@@ -383,18 +360,14 @@ FAULTS = [
         DENSE,
         (Race, Undefined),
         rf"{MMA}[^\n]*\n\s+reads SMEM of keys\b[^\n]*(which nobody wrote|the write by tma)",
-        source=(
-            ("mbarrier_arrive_and_expect_tx(full, c.ring_tile_bytes)", "mbarrier_arrive_and_expect_tx(full, 16384)"),
-        ),
+        source=(("state.expect_full(c.ring_tile_bytes)", "state.expect_full(16384)"),),
     ),
     PlantedFault(
         "too many bytes are expected",
         DENSE,
         Deadlock,
         r" 16 transaction bytes outstanding",
-        source=(
-            ("mbarrier_arrive_and_expect_tx(full, c.ring_tile_bytes)", "mbarrier_arrive_and_expect_tx(full, 32784)"),
-        ),
+        source=(("state.expect_full(c.ring_tile_bytes)", "state.expect_full(32784)"),),
     ),
     PlantedFault(
         "absent keys are not masked",
@@ -413,20 +386,136 @@ FAULTS = [
         case="few",
     ),
     PlantedFault(
-        "gathered keys are read without a proxy fence",
-        FUSED,
+        "the rails of Q are exchanged",
+        LATENT,
+        *WRONG,
+        answers=wrong_answers.with_k(wrong_answers.halves_exchanged),
+        source=(("q + (row * c.d + w.part *", "q + (row * c.d + (1 - w.part) *"),),
+    ),
+    PlantedFault(
+        "scores of one rail alone",
+        LATENT,
+        *WRONG,
+        answers=wrong_answers.with_k(wrong_answers.half_of_each(lambda j: j % LATENT_TILE // 32)),
+        source=(("scores[4 * i + j] = scores[4 * i + j] + x", "scores[4 * i + j] = scores[4 * i + j] + 0 * x"),),
+    ),
+    PlantedFault(
+        "a thread's halves are exchanged before the other has written its own",
+        LATENT,
+        (Race, Undefined),
+        unordered(r"st\.shared", r"ld\.shared", "SMEM of exchange")
+        + r"|ld\.shared[^\n]*\n\s+reads SMEM of exchange, which nobody wrote",
+        source=(("for j in range(4)))\n        self.meet_other(w)", "for j in range(4)))"),),
+    ),
+    PlantedFault(
+        "O is rescaled while products of a pair add to it",
+        LATENT,
         Race,
-        unfenced(MMA, "SMEM of keys", r"cp\.async"),
-        source=(('cute.arch.fence_proxy("async.shared", space="cta")  # cp.async', "pass  # cp.async"),),
+        unordered(f"({LD}|{ST})", MMA, "TMEM of o"),
+        source=(("bar.p.at(fill + 1).wait_empty()  # the last P V\n                    after", "after"),),
+        case="mixed",
+    ),
+    PlantedFault(
+        "P in SMEM without a proxy fence",
+        LATENT,
+        Race,
+        unfenced(MMA, "SMEM of p", r"st\.shared"),
+        source=(
+            (
+                'for j in range(4)))\n        cute.arch.fence_proxy("async.shared", space="cta")',
+                "for j in range(4)))",
+            ),
+        ),
+    ),
+    PlantedFault(
+        "Q is overwritten while products read it",
+        LATENT,
+        Race,
+        unordered(ST, MMA, "TMEM of q"),
+        source=(("wait_for(bar.q_empty, wave - 1)\n                    after_thread_sync()", "pass"),),
+        case="causal, several row tiles a CTA",
+    ),
+    PlantedFault(
+        "O is overwritten while it is read",
+        LATENT,
+        Race,
+        unordered(r"tcgen05\.ld\.sync", MMA, "TMEM of o"),
+        source=(("wait_for(bar.o_empty, finished - 1)", "pass"),),
+        case="causal, several row tiles a CTA",
+    ),
+    PlantedFault(
+        "numbers of a tile of rows are overwritten while they are read",
+        LATENT,
+        Race,
+        unordered(r"st\.shared", r"ld\.shared", "SMEM of the rest"),
+        source=(("info.wait_empty()", "pass"),),
+        case="causal, several row tiles a CTA",
+    ),
+    PlantedFault(
+        "a CTA ends while the other one of its pair may still reach it",
+        LATENT,
+        Race,
+        r"^CTA \d ends while nothing orders that after CTA \d warp ",
+        source=(
+            (
+                "self.sync()  # nothing may arrive",
+                "before_thread_sync(), cute.arch.sync_threads(), after_thread_sync()  # nothing may arrive",
+            ),
+        ),
+    ),
+    PlantedFault(
+        "the bytes of one CTA alone are expected",
+        LATENT,
+        (Race, Undefined),
+        rf"{MMA}[^\n]*\n\s+reads SMEM of keys\b[^\n]*(which nobody wrote|the write by tma)",
+        source=(
+            ("expect_full(self.config.cluster * self.config.stage_bytes)", "expect_full(self.config.stage_bytes)"),
+        ),
+    ),
+    PlantedFault(
+        "a row more is expected than a copy brings",
+        FUSED,
+        Deadlock,
+        r" 128 transaction bytes outstanding",
+        source=(
+            (
+                "expect_full(self.config.cluster * self.config.stage_bytes)",
+                "expect_full(self.config.cluster * self.config.stage_bytes + 128)",
+            ),
+        ),
         case="few",
     ),
     PlantedFault(
-        "gathered keys are announced before they are there",
+        "each CTA gathers the other's columns",
         FUSED,
-        (Race, Undefined),
-        rf"{MMA}[^\n]*\n\s+reads SMEM of keys\b[^\n]*(which nobody wrote|the write by cp\.async)",
-        source=(("cute.arch.cp_async_mbarrier_arrive_noinc(full)", "cute.arch.mbarrier_arrive(full)"),),
+        *WRONG,
+        answers=wrong_answers.with_keys(wrong_answers.halves_exchanged),
+        source=(("column = cta.rank * c.columns_k", "column = (1 - cta.rank) * c.columns_k"),),
         case="few",
+    ),
+    PlantedFault(
+        "rows are gathered in another order",
+        FUSED,
+        *WRONG,
+        answers=wrong_answers.at_positions(LATENT_TILE, keys=lambda j: j ^ 1),
+        source=(("shuffle_sync(row, first + i)", "shuffle_sync(row, first + (i ^ 1))"),),
+        case="few",
+    ),
+    PlantedFault(
+        "the rails of a tile of keys do not take turns",
+        ALONE,
+        *WRONG,
+        answers=wrong_answers.with_keys(wrong_answers.slabs_in_order),
+        source=(("c.slab_of(slab) * c.slab_bytes", "slab * c.slab_bytes"),),
+        case="few",
+    ),
+    PlantedFault(
+        "P is not swizzled",
+        ALONE,
+        *WRONG_O,
+        answers=wrong_answers.at_positions(LATENT_TILE, values=lambda j, head: j ^ head % 8 * 8),
+        source=(("(chunk ^ w.row % 8)", "chunk"),),
+        case="tiles",
     ),
     PlantedFault(
         "TMEM is not freed",
@@ -475,7 +564,9 @@ def mutant(fault: PlantedFault[str, str], directory: Path, compiler: build.Compi
     if not fault.source:
         return dataclasses.replace(kernel, ptx=fault.planted_in(kernel.ptx))
     shutil.copytree(ROOT / "kernels", directory / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
-    files = [*(directory / "kernels/sm100/fwd").glob("*.py"), directory / "kernels/lib/splits.py"]
+    *folder, _ = kernel.variant.module.split(".")
+    shared = (directory / "kernels/lib" / f"{name}.py" for name in ("tcgen05", "row_softmax", "splits"))
+    files = [*directory.joinpath(*folder).glob("*.py"), *shared]
     for old, new in fault.source:
         assert sum(file.read_text().count(old) for file in files) == 1, old
         for file in files:

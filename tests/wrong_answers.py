@@ -42,6 +42,11 @@ def with_k(change: Callable[[Array], Array]) -> Answer:
     return lambda x, scale: attention.answer(replace_keys(x, change, lambda v: v), scale)
 
 
+def with_keys(change: Callable[[Array], Array]) -> Answer:
+    """The result with other keys, which are values too."""
+    return lambda x, scale: attention.answer(replace_keys(x, change, change), scale)
+
+
 def replace_keys(x: Operands, k: Callable[[Array], Array], v: Callable[[Array], Array]) -> Operands:
     sources = (dataclasses.replace(keys, k=k(keys.k), v=v(keys.v)) for keys in x.sources)
     return dataclasses.replace(x, sources=tuple(sources))
@@ -49,6 +54,26 @@ def replace_keys(x: Operands, k: Callable[[Array], Array], v: Callable[[Array], 
 
 def first_64_columns(k: Array) -> Array:
     return np.where(np.arange(k.shape[-1]) < 64, k, 0).astype(k.dtype)
+
+
+def halves_exchanged(k: Array) -> Array:
+    return np.roll(k, k.shape[-1] // 2, -1)
+
+
+def half_of_each(half_of: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    """Of each key j one half of its columns, half_of(j), and zeros."""
+
+    def halved(k: Array) -> Array:
+        kept = np.arange(k.shape[-1]) // (k.shape[-1] // 2) == half_of(np.arange(k.shape[1]))[:, None, None]
+        return np.where(kept, k, 0).astype(k.dtype)
+
+    return halved
+
+
+def slabs_in_order(k: Array) -> Array:
+    """The result of reading slabs of 64 columns as if those of both halves took turns, where they lie in order."""
+    slab = np.arange(8)
+    return k.reshape(*k.shape[:-1], 8, 64)[..., 2 * (slab % 4) + slab // 4, :].reshape(k.shape)
 
 
 def swizzled_once(k: Array) -> Array:
@@ -78,24 +103,6 @@ def with_descriptors_of_64(x: Operands, scale: float) -> tuple[Array, Array]:
     rows = swizzled_as_64(x.q.reshape(x.q.shape[0], -1, 1, x.q.shape[-1]))
     x = replace_keys(x, swizzled_as_64, lambda v: v)
     return attention.answer(dataclasses.replace(x, q=rows.reshape(x.q.shape)), scale)
-
-
-def with_unswizzled_rows(x: Operands, scale: float) -> tuple[Array, Array]:
-    """Rows of P, and of O on its way out, are written without a swizzle of 128 bytes and read with one: of the 8 chunks
-    of a slab of row r, which is head r % 8's, c is c ^ r % 8."""
-    assert x.shape.h_q == 8
-    o, lse = attention.answer(x, scale)
-    for head in range(8):
-        swap = np.arange(8) ^ head
-
-        def moved(v: Array, swap: Array = swap) -> Array:
-            s_kv = v.shape[1]
-            whole = np.pad(v, ((0, 0), (0, -s_kv % 64), (0, 0), (0, 0)))
-            return whole[:, np.arange(whole.shape[1]).reshape(-1, 8, 8)[:, swap].reshape(-1)][:, :s_kv]
-
-        mine = attention.answer(replace_keys(x, lambda k: k, moved), scale)[0][:, :, head]
-        o[:, :, head] = mine.reshape(*mine.shape[:-1], -1, 8, 8)[..., swap, :].reshape(mine.shape)
-    return o, lse
 
 
 def logits(x: Operands, scale: float) -> Array:
@@ -184,3 +191,43 @@ def without_the_second(x: Operands, scale: float) -> tuple[Array, Array]:
     first, second = x.sources
     counts = np.where(first.counts.any(-1)[..., None], 0, second.counts)
     return attention.answer(dataclasses.replace(x, sources=(first, dataclasses.replace(second, counts=counts))), scale)
+
+
+def at_positions(
+    tile: int, keys: Callable[[Array], Array] = lambda j: j, values: Callable[[Array, int], Array] = lambda j, head: j
+) -> Answer:
+    """The result if position j of a query's list had the key of position keys(j), and its weight in a head went to the
+    value of position values(j, head). Each source fills whole tiles, with zeros where nothing is listed; what is masked
+    stays where it is."""
+
+    def listed(x: Operands, n: int, i: int) -> tuple[Array, Array]:
+        found, seen = [], []
+        for kind, source in zip(("span", "selection")[-len(x.sources) :], x.sources, strict=True):
+            s_kv = source.k.shape[1]
+            if kind == "span":
+                entries = np.arange(source.seen_from[n, i], source.seen_to[n, i])
+            else:
+                entries = source.seen_from[n, i, : max(source.seen_to[n, i], 0)]
+            present = (entries >= 0) & (entries < s_kv)
+            rows = np.where(present[:, None], source.k[n, np.where(present, entries, 0), 0].astype(np.float64), 0)
+            rest = -len(entries) % tile
+            found.append(np.pad(rows, ((0, rest), (0, 0))))
+            seen.append(np.pad(present, (0, rest)))
+        return np.concatenate(found), np.concatenate(seen)
+
+    def answer(x: Operands, scale: float) -> tuple[Array, Array]:
+        (o, lse), (b, s_q, h_q, _) = (np.zeros_like(y) for y in attention.answer(x, scale)), x.q.shape
+        for n, i in np.ndindex(b, s_q):
+            k, seen = listed(x, n, i)
+            j = np.arange(len(k))
+            k = k[keys(j)]
+            for head in range(h_q):
+                with np.errstate(divide="ignore", invalid="ignore"):
+                    s = np.where(seen, scale * k @ x.q[n, i, head].astype(np.float64), -np.inf)
+                    lse[n, i, head] = np.logaddexp.reduce(s, initial=-np.inf)
+                    total = np.logaddexp(lse[n, i, head], x.sink[head])
+                    p = np.where(seen, np.exp(s - total), 0) if seen.any() else np.zeros(len(k))
+                o[n, i, head] = p[values(j, head)] @ k
+        return o, lse
+
+    return answer

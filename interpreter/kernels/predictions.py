@@ -170,13 +170,14 @@ def blackwell() -> dict[str, dict[str, object]]:
             continue
         kernel: Kernel[Forward] = Kernel.of(v)
         ctas = kernel.facts["ctas"]
-        x = long.operands(v, kernel.facts["tile_m"], 1536)
+        x = long.operands(v, kernel.facts["tile_m"] * kernel.facts["cluster"], 1536)
         timing = clocks.run(launch(kernel, x, processors=kernel.facts["cluster"] * ctas).machine, ctas)
         steady = timing.steady()
         assert steady is not None
         found[v.key] = {
             "op": v.op,
             "d": v.d,
+            "cluster": kernel.facts["cluster"],
             "turn": round(steady.period),
             "products": dict(Counter(steady.products)),
             "tensor": round(steady.flop / steady.clocks / timing.rates["tensor"], 3),

@@ -7,7 +7,6 @@ Flattened, these are the parameters of the family in `kernels.abi`, in their ord
 from typing import Any, ClassVar, NamedTuple
 
 import cuda.bindings.driver as cuda
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync
@@ -38,7 +37,7 @@ class Source(NamedTuple):
 class ForwardKernel(Kernel):
     """A forward kernel is a class with the method `kernel(q, o, sources, results, scale_log2, n)`:
 
-    q        (TMA, array)
+    q        (TMA, array), or what `rows` says
     o        the same where K is V, else a pointer
     sources  for each a tuple: TMA of its arrays and pointers to them, as `source` says; last, its operands
     results  RowResults
@@ -84,10 +83,7 @@ class ForwardKernel(Kernel):
         c = self.config
         n = extents(c.tile_m, c.gathers, b, s_q, h_q, h_kv, splits, ctas, c.cluster)
         shapes = Shapes(c.d, b, n)
-        rows = tuple(tma_atom(cpasync.CopyBulkTensorTileG2SOp(), shapes.rows(q), c.tile_m, c.columns_q))
-        output = o
-        if cutlass.const_expr(c.shared_kv):
-            output = tuple(tma_atom(cpasync.CopyBulkTensorTileS2GOp(), shapes.rows(o), c.tile_m, SLAB))
+        rows, output = self.rows(shapes, q, o)
         given = (
             Source(k0, v0, from0, to0, s_kv0, s_batch0, topk0),
             Source(k1, v1, from1, to1, s_kv1, s_batch1, topk1),
@@ -95,6 +91,13 @@ class ForwardKernel(Kernel):
         sources = tuple(self.source(kind, shapes, x) for kind, x in zip(c.sources, given, strict=False))
         results = RowResults(sink, lse, o_parts)
         self.launch_persistent(rows, output, sources, results, scale_log2, n=n, ctas=ctas, stream=stream)
+
+    def rows(self, shapes: Shapes, q: cute.Pointer, o: cute.Pointer) -> tuple[Any, Any]:
+        """q and o as the kernel takes them."""
+        c, output = self.config, o
+        if c.shared_kv:
+            output = tuple(tma_atom(cpasync.CopyBulkTensorTileS2GOp(), shapes.rows(o), c.tile_m, SLAB))
+        return tuple(tma_atom(cpasync.CopyBulkTensorTileG2SOp(), shapes.rows(q), c.tile_m, c.columns_q)), output
 
     def source(self, kind: str, shapes: Shapes, x: Source) -> tuple:
         c = self.config

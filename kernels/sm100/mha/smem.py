@@ -1,4 +1,4 @@
-"""SMEM of `fwd_sm100`: its barriers and its tiles."""
+"""SMEM of `mha_fwd_sm100`: its barriers and its tiles."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,6 @@ from cutlass import Int32, Int64
 from kernels.lib.pipeline import Ring, split_barriers
 from kernels.lib.rows import PUBLISHED
 from kernels.lib.tiles import TileAllocator
-from kernels.lib.wgmma import SLAB
 
 from .config import Config
 
@@ -17,8 +16,9 @@ from .config import Config
 class Barriers:
     """mbarriers in SMEM, by what they announce."""
 
-    q: Ring  # full: and info; empty: all warps except the loaders have read info, and the last scores are computed
-    rings: tuple[Ring, ...]  # full: a tile is there; empty: the products that read it are done
+    q: Ring  # full: and info; empty: all warps except the loader have read info, and the last scores are computed
+    keys: Ring  # full: a tile is there; empty: the products that read it are done
+    values: Ring
     s_full: cute.Pointer  # by buffer: scores are computed
     p_full: cute.Pointer  # every softmax thread has read its scores, written its P and rescaled O
     o_full: cute.Pointer  # P V is done, and P is read
@@ -34,21 +34,17 @@ class Shared:
     """SMEM beside the barriers."""
 
     q: cute.Tensor  # (tile_m, d)
-    rings: cute.Tensor  # (tile_n, ring_d, ring, stage)
-    p: cute.Tensor | None  # (tile_m, tile_n), where P is not in TMEM
-    o: cute.Tensor | None  # (tile_m, SLAB, part): O on its way out, where TMA stores it
-    info: cute.Tensor  # (PUBLISHED, row tile and each source): numbers that the loaders found
+    rings: cute.Tensor  # (tile_n, d, keys or values, stage)
+    info: cute.Tensor  # (PUBLISHED, row tile and its span): numbers that the loader found
     tmem: cute.Pointer  # where TMEM was allocated
 
 
 def allocate(c: Config, dtype) -> tuple[Barriers, Shared]:
     smem = TileAllocator(dtype)
-    q, rings = smem.tile(c.tile_m, c.d), smem.tile(c.tile_n, c.ring_d, 2, c.stages)
-    p = None if c.p_in_tmem else smem.tile(c.tile_m, c.tile_n)
-    o = smem.tile(c.tile_m, SLAB, c.lanes_per_row) if c.shared_kv else None
+    q, rings = smem.tile(c.tile_m, c.d), smem.tile(c.tile_n, c.d, 2, c.stages)
     info = smem.allocate_tensor(Int32, cute.make_layout((PUBLISHED, 1 + len(c.sources))), 16)
     tmem = smem.allocate_array(Int32, 1)
     counts = tuple(count for count, _ in c.barriers)
     q_full, q_empty, full, empty, *others = split_barriers(smem.allocate_array(Int64, sum(counts)), counts)
-    key_rings = tuple(Ring(full + ring * c.stages, empty + ring * c.stages, c.stages) for ring in range(2))
-    return Barriers(Ring(q_full, q_empty), key_rings, *others), Shared(q, rings, p, o, info, tmem)
+    key_ring, value_ring = (Ring(full + i * c.stages, empty + i * c.stages, c.stages) for i in range(2))
+    return Barriers(Ring(q_full, q_empty), key_ring, value_ring, *others), Shared(q, rings, info, tmem)

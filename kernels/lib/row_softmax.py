@@ -1,4 +1,4 @@
-"""Online softmax where a thread has a row of the scores, or the part of it that its half of the lanes holds.
+"""Online softmax where a thread has a row of the scores, or a part of it.
 
 As in lib/softmax.py the maximum is kept unscaled, and scale * log2(e) enters only in exp2.
 """
@@ -10,11 +10,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-from kernels.lib.rows import BoxedRows, PlacedTile
-from kernels.lib.selections import SelectedRows
-from kernels.lib.softmax import exp2
-from kernels.lib.spans import Span, span_of
-from kernels.lib.wgmma import round_pair
+from .rows import BoxedRows, PlacedTile
+from .selections import SelectedRows
+from .softmax import exp2
+from .spans import Span, span_of
+from .wgmma import round_pair
 
 
 @dataclass(frozen=True)
@@ -61,15 +61,25 @@ class RowSelection:
 
     @cute.jit
     def mask(self, scores: cute.Tensor, t: Int32, part: Int32):
-        """-inf for every absent key of tile t; a part has 32 keys."""
-        absent = self.rows.absent(t)
-        bits = absent[0]
-        if part == 1:
-            bits = absent[1]
-        if bits != Uint32(0):
-            for i in cutlass.range_constexpr(cute.size(scores)):
-                if bits & Uint32(1 << i) != Uint32(0):
-                    scores[i] = -Float32.inf
+        """-inf for every absent key of tile t."""
+        absent, keys = self.rows.absent(t), cutlass.const_expr(cute.size(scores))
+        for first in cutlass.range_constexpr(0, keys, 32):
+            bits = word_at(absent, first)
+            if part == 1:
+                bits = word_at(absent, keys + first)
+            if bits != Uint32(0):
+                for i in cutlass.range_constexpr(min(keys - first, 32)):
+                    if bits & Uint32(1 << i) != Uint32(0):
+                        scores[first + i] = -Float32.inf
+
+
+def word_at(bits: cute.Tensor, first: int) -> Uint32:
+    """32 bits from this one on, or as many as there are."""
+    word, shift = divmod(first, 32)
+    if shift == 0:
+        return bits[word]
+    above = bits[word + 1] << Uint32(32 - shift) if word + 1 < cute.size(bits) else Uint32(0)
+    return bits[word] >> Uint32(shift) | above
 
 
 def seen_by_row(source: Any, tile: PlacedTile, boxed: BoxedRows) -> RowSpan | RowSelection:
@@ -88,15 +98,12 @@ def mask(seen: Any, t: Int32, scores: cute.Tensor, part: Int32) -> None:
 
 
 @cute.jit
-def raise_max(row_max: Float32, scores: cute.Tensor, parts: cutlass.Constexpr) -> Float32:
-    """The maximum of row_max and a row's scores."""
+def raise_max(row_max: Float32, scores: cute.Tensor) -> Float32:
+    """The maximum of row_max and these scores."""
     a, b = row_max, scores[0]  # two chains have half the latency of one
     for i in cutlass.range_constexpr(1, cute.size(scores) - 1, 2):
         a, b = cute.arch.fmax(a, scores[i]), cute.arch.fmax(b, scores[i + 1])
-    a = cute.arch.fmax(cute.arch.fmax(a, b), scores[cute.size(scores) - 1])
-    if cutlass.const_expr(parts == 2):
-        a = cute.arch.fmax(a, cute.arch.shuffle_sync_bfly(a, offset=16))
-    return a
+    return cute.arch.fmax(cute.arch.fmax(a, b), scores[cute.size(scores) - 1])
 
 
 @cute.jit

@@ -1,0 +1,148 @@
+"""tcgen05 in the shapes attention needs: products, and TMEM as lanes x columns of 32 bits."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64
+from cutlass._mlir.dialects import llvm, nvvm
+from cutlass.cute.nvgpu import tcgen05
+from cutlass.cutlass_dsl import dsl_user_op
+
+from .wgmma import K_MAJOR, SLAB
+
+LANES, COLUMNS = 128, 512  # columns of TMEM
+LANE = 1 << 16  # step of one lane in a TMEM address; a column is 1
+
+
+def tiled_mma(dtype, m: int, n: int, b_major, a_source=tcgen05.OperandSource.SMEM) -> cute.TiledMma:
+    """One CTA's m x n product with fp32 accumulation."""
+    op = tcgen05.MmaF16BF16Op(dtype, Float32, (m, n, 16), tcgen05.CtaGroup.ONE, a_source, K_MAJOR, b_major)
+    return cute.make_tiled_mma(cute.make_mma_atom(op))
+
+
+# Products by their descriptors, for operands that lie as no tiled product of the DSL has them.
+
+K_STEP = 16  # elements of 16 bits: the depth of a product
+ROW_BYTES, ATOM_ROWS = 2 * SLAB, 8  # of a swizzled slab, whose pattern repeats every so many rows
+
+
+def instruction(dtype, m: int, n: int, b_mn_major: bool) -> int:
+    """The descriptor of an instruction: m x n with fp32 accumulation, A K-major (PTX ISA, table 44)."""
+    kind = {Float16: 0, BFloat16: 1}[dtype]
+    return 1 << 4 | kind << 7 | kind << 10 | int(b_mn_major) << 16 | n // 8 << 17 | m // 16 << 24
+
+
+def slab_descriptor(address: Int32, slab_stride: int) -> Int64:
+    """A matrix in slabs of 128-byte swizzled rows, from an address in shared memory on (PTX ISA, 9.7.16.4.1).
+
+    Its rows are K-major, or MN-major with slabs at this distance in bytes.
+    """
+    fixed = slab_stride // 16 << 16 | ATOM_ROWS * ROW_BYTES // 16 << 32 | 1 << 46 | 2 << 61
+    return Int64(fixed) | Int64(address & 0x3FFFF) >> 4
+
+
+@dsl_user_op
+def multiply(
+    d: Int32, a: Int32 | Int64, b: Int64, kind: int, adds: Boolean, cluster: int, stationary: bool, *, loc=None, ip=None
+) -> None:
+    """D (+)= A B, issued by one thread: D in TMEM, A in TMEM or by a descriptor, B by a descriptor.
+
+    `kind` is an `instruction`, of both CTAs where there are two; `stationary` asks for `.ws`, in which 64 rows of one
+    CTA take all lanes.
+    """
+
+    def in_tmem(x: Int32):
+        kind = llvm.PointerType.get(cute.AddressSpace.tmem.value)
+        return llvm.inttoptr(kind, x.ir_value(loc=loc, ip=ip), loc=loc, ip=ip)
+
+    left = in_tmem(a) if isinstance(a, Int32) else a.ir_value(loc=loc, ip=ip)
+    others = (x.ir_value(loc=loc, ip=ip) for x in (b, Int32(kind), Boolean(adds)))
+    if stationary:
+        nvvm.tcgen05_mma_ws(nvvm.Tcgen05MMAKind.F16, in_tmem(d), left, *others, loc=loc, ip=ip)
+    else:
+        group = nvvm.CTAGroupKind.CTA_2 if cluster == 2 else nvvm.CTAGroupKind.CTA_1
+        nvvm.tcgen05_mma(nvvm.Tcgen05MMAKind.F16, group, in_tmem(d), left, *others, loc=loc, ip=ip)
+
+
+# Between TMEM and registers. A warp has 32 of the lanes; these functions wait for its loads and stores.
+
+
+@cute.jit
+def load_lanes(base: cute.Pointer, values: cute.Tensor, thread: Int32):
+    """values <- this thread's lane, as many columns from base on."""
+    count = cutlass.const_expr(cute.size(values))
+    copy_lanes(tcgen05.Ld32x32bOp(tcgen05.Repetition(count)), lanes(base, count), values, thread)
+    cute.arch.fence_view_async_tmem_load()
+
+
+@cute.jit
+def store_lanes(base: cute.Pointer, values: cute.Tensor, thread: Int32):
+    """This thread's lane, as many columns from base on, <- values of 32 bits."""
+    count = cutlass.const_expr(min(cute.size(values), 32))  # others' kernels, which run on B200s, store no more
+    for first in cutlass.range_constexpr(0, cute.size(values), count):
+        bits = cute.make_tensor(cute.recast_ptr(values.iterator + first, dtype=Float32), cute.make_layout(count))
+        copy_lanes(tcgen05.St32x32bOp(tcgen05.Repetition(count)), lanes(base + first, count), bits, thread)
+    cute.arch.fence_view_async_tmem_store()
+
+
+@cute.jit
+def begin_load(base: cute.Pointer, values: cute.Tensor, thread: Int32):
+    """values <- this thread's lane, any number of columns from base on; the caller waits."""
+    size = cutlass.const_expr(cute.size(values) & -cute.size(values))
+    for first in cutlass.range_constexpr(0, cute.size(values), size):
+        piece = cute.make_tensor(values.iterator + first, cute.make_layout(size))
+        copy_lanes(tcgen05.Ld32x32bOp(tcgen05.Repetition(size)), lanes(base + first, size), piece, thread)
+
+
+@cute.jit
+def scale_lanes(base: cute.Pointer, columns: cutlass.Constexpr, factor: Float32, thread: Int32):
+    chunk = cute.make_rmem_tensor(SLAB, Float32)
+    for i in cutlass.range(columns // SLAB, unroll=1):
+        load_lanes(base + i * SLAB, chunk, thread)
+        for j in cutlass.range_constexpr(SLAB):
+            chunk[j] = chunk[j] * factor
+        store_lanes(base + i * SLAB, chunk, thread)
+
+
+def lanes(base: cute.Pointer, columns: int) -> cute.Tensor:
+    return cute.make_tensor(base, cute.make_layout((LANES, columns), stride=(LANE, 1)))
+
+
+@cute.jit
+def copy_lanes(op: cutlass.Constexpr, tile: cute.Tensor, values: cute.Tensor, thread: Int32):
+    copy = tcgen05.make_tmem_copy(cute.make_copy_atom(op, Float32), tile).get_slice(thread)
+    coordinates = cute.make_identity_tensor(tile.shape)
+    if cutlass.const_expr(isinstance(op, tcgen05.St32x32bOp)):
+        here = cute.make_tensor(values.iterator, cute.make_layout(copy.partition_S(coordinates).shape))
+        cute.copy(copy, here, copy.partition_D(tile))
+    else:
+        here = cute.make_tensor(values.iterator, cute.make_layout(copy.partition_D(coordinates).shape))
+        cute.copy(copy, copy.partition_S(tile), here)
+
+
+@cute.jit
+def commit(barrier: cute.Pointer, cluster: cutlass.Constexpr = 1):
+    """Arrive when all products issued so far are done, in both CTAs of a pair."""
+    with cute.arch.elect_one():
+        if cutlass.const_expr(cluster == 2):
+            tcgen05.commit(barrier, 0b11, tcgen05.CtaGroup.TWO)
+        else:
+            tcgen05.commit(barrier)
+
+
+@dsl_user_op
+def before_thread_sync(*, loc=None, ip=None) -> None:
+    """Orders this thread's accesses to TMEM before the signal that tells others of them."""
+    nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.BEFORE_THREAD_SYNC, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def after_thread_sync(*, loc=None, ip=None) -> None:
+    """Orders this thread's later accesses to TMEM after the signal that it has waited for."""
+    nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.AFTER_THREAD_SYNC, loc=loc, ip=ip)
+
+
+@cute.jit
+def sync_with_tmem():
+    before_thread_sync()
+    cute.arch.sync_threads()
+    after_thread_sync()

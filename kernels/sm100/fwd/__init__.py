@@ -1,1 +1,0 @@
-"""Attention of every kind for Blackwell: kernel.py, and its parts."""

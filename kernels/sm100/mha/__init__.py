@@ -1,0 +1,1 @@
+"""Attention for Blackwell with separate K and V: kernel.py, and its parts."""

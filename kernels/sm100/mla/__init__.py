@@ -1,0 +1,1 @@
+"""Attention for Blackwell where K is V, of 512 columns."""

@@ -1,0 +1,564 @@
+"""Attention for Blackwell where one latent of 512 columns is both K and V.
+
+    warps 0-3         | P0            | P1             | ...          softmax; a row has two threads
+    warps 4-7    Q of the next tile of rows  | O of the last one      between memory and TMEM
+    warp 8       S0 S1 | S2, O = P0 V0 | S3, O += P1 V1 | ...         tcgen05.mma, all in TMEM
+    warps 9 ..   K0  K1  K2 ...                                       into a ring: TMA
+
+TMEM has 128 lanes x 512 columns of 32 bits. A CTA has 64 rows, and all of O is 64 x 512, so two lanes share a row: lane
+i and lane 64 + i. Q lies in two rails, one above the other: the left half of its columns in the first 64 lanes, the
+right half in the others. A product of such an operand gives two parts of the scores, each over 256 columns, and the
+softmax adds them. So a tile of keys serves as twice as many keys of half the depth:
+
+    lanes  0 .. 63     O[:, :256]    Q[:, :256]    Q[:, :256] K[:, :256]'
+          64 .. 127    O[:, 256:]    Q[:, 256:]    Q[:, 256:] K[:, 256:]'      (`Config.column_of` for one CTA)
+
+Where rows share their keys, or there are more than 64 heads, CTAs work in pairs. A pair has 128 rows, and each CTA
+loads half of the columns of every key, once: products of both CTAs (`cta_group::2`) read one half of B from either.
+That half is a rail of K, and half of V's columns. Otherwise one CTA has whole keys, and `.ws` products.
+
+Warps are specialised, and CTAs persistent: one takes every gridDim-th tile of rows. O is rescaled only where a maximum
+has risen by more than `RESCALED_ABOVE` since P was last measured from it.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+from cutlass._mlir.dialects.nvvm import MemScopeKind
+from cutlass.cute.nvgpu import cpasync
+from cutlass.cute.nvgpu.tcgen05 import CtaGroup
+
+from kernels.abi import Forward
+from kernels.aot import Compiled
+from kernels.lib.forward import ForwardKernel, Source
+from kernels.lib.launch import WARPGROUP, Shapes
+from kernels.lib.pipeline import PipelineState, wait_for
+from kernels.lib.ptx import load_shared_four, store_shared_four, store_shared_words
+from kernels.lib.row_softmax import RowSpan, exponentiate, mask, prefetch, raise_max, seen_by_row, shift_of
+from kernels.lib.rows import WARP, BoxedRows, Extents, PlacedTile, RowTile, load, store
+from kernels.lib.selections import gathered, open_selection, read_selection
+from kernels.lib.softmax import LN_2, LOG2_E, RowResults, exp2
+from kernels.lib.spans import SpanOperands, open_span, prefetch_span, read_span
+from kernels.lib.splits import on_source, total_tiles
+from kernels.lib.tcgen05 import (
+    COLUMNS,
+    K_STEP,
+    ROW_BYTES,
+    after_thread_sync,
+    before_thread_sync,
+    begin_load,
+    commit,
+    instruction,
+    load_lanes,
+    multiply,
+    scale_lanes,
+    slab_descriptor,
+    store_lanes,
+)
+from kernels.lib.tile_scheduler import TileScheduler
+from kernels.lib.wgmma import SLAB, round_pair, tma_atom, tma_tiles, zero_rows
+
+from .config import BUFFERS, RAILS, RESCALED_ABOVE, ROW_WARPS, SOFTMAX_WARPS, Config
+from .gather import TOGETHER, gather_rows, gathering_atom
+from .smem import Barriers, Shared, allocate
+
+CHUNK = 64  # columns of O that a thread holds at a time
+OF_ROWS = 1  # the first of the named barriers of two warps that share rows
+
+
+@dataclass(frozen=True)
+class Cta:
+    """State that all warps share."""
+
+    bar: Barriers
+    smem: Shared
+    tmem: cute.Pointer
+    n: Extents
+    rank: Int32  # in a pair; its CTA 0 leads
+
+
+@dataclass(frozen=True)
+class Row:
+    """The row that a thread of four warps has a half of."""
+
+    thread: Int32
+    row: Int32
+    part: Int32
+    boxed: BoxedRows
+
+    @staticmethod
+    def of(c: Config, n: Extents, first_warp: int) -> "Row":
+        thread = cute.arch.thread_idx()[0] - WARP * first_warp
+        row = thread % c.tile_m
+        return Row(thread, row, cute.arch.make_warp_uniform(thread // c.tile_m), BoxedRows.at(n, [row]))
+
+
+class MlaFwdSm100(ForwardKernel):
+    symbol = "mla_fwd_sm100"
+
+    @cute.kernel
+    def kernel(self, q, o, sources: tuple, results: RowResults, scale_log2: Float32, n: Extents):
+        c = self.config
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        bar, smem = allocate(c, self.dtype)
+        if warp == 0:
+            with cute.arch.elect_one():
+                bar.initialise(c)
+            cute.arch.mbarrier_init_fence()
+            cute.arch.alloc_tmem(COLUMNS, smem.tmem, is_two_cta=c.cluster == 2)
+            cute.arch.relinquish_tmem_alloc_permit(is_two_cta=c.cluster == 2)
+        self.sync()
+        rank = Int32(0)
+        if cutlass.const_expr(c.cluster == 2):
+            rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        cta = Cta(bar, smem, cute.arch.retrieve_tmem_ptr(Float32, 16, smem.tmem), n, rank)
+
+        # where keys are gathered, their places are counted in rows of the array
+        operands = tuple(x[-1]._replace(keys=Int64(0)) if c.gathers else x[-1] for x in sources)
+        if warp < SOFTMAX_WARPS:
+            self.attend(cta, operands, results, scale_log2)
+        elif warp < SOFTMAX_WARPS + ROW_WARPS:
+            self.move_rows(cta, q, o)
+        elif warp == SOFTMAX_WARPS + ROW_WARPS:
+            self.multiply(cta, operands)
+        else:
+            self.load(cta, tuple((*x[:-1], y) for x, y in zip(sources, operands, strict=True)))
+
+        self.sync()  # nothing may arrive in a CTA that has ended, nor may TMEM of either go
+        if warp == 0:
+            cute.arch.dealloc_tmem(cta.tmem, COLUMNS, is_two_cta=c.cluster == 2)
+
+    @cute.jit
+    def sync(self):
+        """All threads of the cluster."""
+        before_thread_sync()
+        if cutlass.const_expr(self.config.cluster == 2):
+            cute.arch.sync_warp()
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
+        after_thread_sync()
+
+    def rows(self, shapes: Shapes, q: cute.Pointer, o: cute.Pointer) -> tuple[Any, Any]:
+        return q, o
+
+    def source(self, kind: str, shapes: Shapes, x: Source) -> tuple:
+        c = self.config
+        if c.gathers:
+            rows = cutlass.max(x.s_kv, x.s_batch * shapes.b)
+            array = cute.make_tensor(x.k, cute.make_layout((rows, c.d), stride=(c.d, 1)))
+            return gathering_atom(array, c.tile_n, c.cluster), gathered(self.kinds, kind, None, *x[2:])
+        load = cpasync.CopyBulkTensorTileG2SOp(CtaGroup.TWO)
+        tma = tma_atom(load, shapes.keys(x.k, x.s_kv), c.tile_n, c.columns_k)
+        return (*tma, SpanOperands(x.first, x.second, x.s_kv))
+
+    def scheduler(self, n: Extents) -> TileScheduler:
+        return TileScheduler.of(n, cluster=self.config.cluster)
+
+    @cute.jit
+    def arrive(self, barrier: cute.Pointer):
+        """A warp arrives, once."""
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(barrier)
+
+    @cute.jit
+    def tell_mma(self, barrier: cute.Pointer):
+        """A warp arrives at the barrier of the CTA whose MMA warp waits, after its accesses to TMEM."""
+        before_thread_sync()
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            if cutlass.const_expr(self.config.cluster == 2):
+                cute.arch.mbarrier_arrive(barrier, 0, scope=MemScopeKind.CLUSTER)
+            else:
+                cute.arch.mbarrier_arrive(barrier)
+
+    # ---- loading
+
+    @cute.jit
+    def load(self, cta: Cta, sources: tuple):
+        """For every tile of rows of this CTA it loads the spans or lists, and the tiles of keys."""
+        c, bar, smem, n = self.config, cta.bar, cta.smem, cta.n
+        scheduler, fills0 = self.scheduler(n), Int32(0)
+        thread = cute.arch.thread_idx()[0] - WARP * (SOFTMAX_WARPS + ROW_WARPS + 1)
+        for wave in cutlass.range(scheduler.waves, unroll=1):
+            tile = scheduler.tile(wave)
+            opened = tuple(self.open(cta, source[-1], tile) for source in sources)
+            if thread < WARP:
+                info = bar.info.at(wave)
+                info.wait_empty()
+                with cute.arch.elect_one():
+                    for i, thing in enumerate((tile, *opened)):
+                        thing.publish(smem.info[None, i, info.index])
+                    info.arrive_full()
+            first = fills0
+            for source, x in zip(sources, opened, strict=True):
+                if cutlass.const_expr(c.gathers):
+                    self.gather_tiles(cta, source[0], x, first, thread)
+                else:
+                    self.load_tiles(cta, source, x, tile, first)
+                first = first + x.tiles
+            fills0 = first
+        # Nothing may arrive in the SMEM of a CTA that has ended.
+        for i in cutlass.range_constexpr(c.stages):
+            bar.keys.at(fills0 + i).wait_empty()
+
+    def open(self, cta: Cta, operands: Any, tile: RowTile) -> Any:
+        """What the rows of all CTAs see together."""
+        c = self.config
+        if isinstance(operands, SpanOperands):
+            n = tile.n._replace(box_inner=c.cluster * tile.n.box_inner)
+            shared = replace(tile, n=n, inner0=tile.inner0 - cta.rank * tile.n.box_inner)
+            return open_span(operands, shared, c.tile_n, prefetch_span(operands, shared, c.cluster * c.tile_m))
+        return open_selection(operands, tile, c.tile_n, 1)
+
+    @cute.jit
+    def load_tiles(self, cta: Cta, source: tuple, opened: Any, tile: RowTile, fills0: Int32):
+        """This CTA's columns of the tiles of a span; the leading CTA expects both CTAs' bytes."""
+        c = self.config
+        tma, array, _ = source
+        gmem, smem = tma_tiles(
+            tma, tile.keys(array, opened.lo, c.tile_n, c.columns_k)[None, None, None, cta.rank], cta.smem.keys
+        )
+        for t in cutlass.range(opened.tiles, unroll=1):
+            state = cta.bar.keys.at(fills0 + t)
+            state.wait_empty()
+            self.expect_keys(cta, state)
+            cute.copy(tma, gmem[None, t], smem[None, state.index], tma_bar_ptr=state.full)
+
+    @cute.jit
+    def gather_tiles(self, cta: Cta, atom: cute.CopyAtom, opened: Any, fills0: Int32, thread: Int32):
+        """This CTA's columns of the tiles of a list, of which each lane has a key; it reads entries a tile ahead."""
+        c = self.config
+        entry = opened.read(thread)
+        keys = cta.smem.keys.iterator.toint() + thread // WARP * (WARP * ROW_BYTES)
+        for t in cutlass.range(opened.tiles, unroll=1):
+            position, row = t * c.tile_n + thread, Int32(-1)
+            if opened.is_present(position, entry):
+                row = Int32(opened.keys) + entry
+            entry = opened.read(position + c.tile_n)
+            state = cta.bar.keys.at(fills0 + t)
+            state.wait_empty()
+            if thread < WARP:
+                self.expect_keys(cta, state)
+            for first in cutlass.range(0, WARP, TOGETHER, unroll=1):
+                rows = tuple(cute.arch.shuffle_sync(row, first + i) for i in range(TOGETHER))
+                place = keys + state.index * c.stage_bytes + first * ROW_BYTES
+                with cute.arch.elect_one():
+                    for slab in cutlass.range_constexpr(c.columns_k // SLAB):
+                        column = cta.rank * c.columns_k + slab * SLAB
+                        gather_rows(atom, place + c.slab_of(slab) * c.slab_bytes, column, rows, state.full, c.cluster)
+
+    @cute.jit
+    def expect_keys(self, cta: Cta, state: PipelineState):
+        if cta.rank == 0:
+            with cute.arch.elect_one():
+                state.expect_full(self.config.cluster * self.config.stage_bytes)
+
+    # ---- products
+
+    @cute.jit
+    def multiply(self, cta: Cta, operands: tuple):
+        """One warp, one lane of which issues the products of every tile of rows, for both CTAs of a pair.
+
+        Scores run ahead of P V, and may be of the next tiles of rows. Where there is room for the keys of two tiles
+        ahead, both are issued by turns when P is there, so that shared memory is read evenly: scores leave more of its
+        time to others.
+        """
+        c, bar = self.config, cta.bar
+        fill, done = Int32(0), Int32(0)  # tiles of keys with scores, and with P V
+        adds = Int32(0)  # a bit for each tile with scores, the last one's lowest: its P V adds to O
+        finished, before = Int32(0), Int32(0)  # tiles of rows with P V; tiles of keys of the last one
+        for wave in cutlass.range(self.scheduler(cta.n).waves, unroll=1):
+            tiles = self.tiles_of(cta, operands, wave)
+            if cta.rank == 0:
+                # The warps that bring Q of these rows have to take O of those before the last away.
+                for _ in cutlass.range(fill - done - cutlass.min(before, c.tiles_ahead), unroll=1):
+                    finished = self.issue(cta, fill, done, adds, finished, False, True)
+                    done = done + 1
+                before = tiles
+                wait_for(bar.q_full, wave)
+                for t in cutlass.range(tiles, unroll=1):
+                    left = fill - done == c.tiles_ahead
+                    if cutlass.const_expr(c.tiles_ahead == 1):
+                        self.issue(cta, fill, done, adds, finished, True, False)
+                        if left:
+                            finished = self.issue(cta, fill, done, adds, finished, False, True)
+                    elif left:
+                        finished = self.issue(cta, fill, done, adds, finished, True, True)
+                    else:
+                        self.issue(cta, fill, done, adds, finished, True, False)
+                    fill, done, adds = fill + 1, done + Int32(left), adds << 1 | Int32(t > 0)
+                commit(bar.q_empty, c.cluster)
+        for _ in cutlass.range(fill - done, unroll=1):
+            finished = self.issue(cta, fill, done, adds, finished, False, True)
+            done = done + 1
+
+    @cute.jit
+    def tiles_of(self, cta: Cta, operands: tuple, wave: Int32) -> Int32:
+        """The tiles of keys of a tile of rows."""
+        info = cta.bar.info.at(wave)
+        info.wait_full()
+        tile = RowTile.read(cta.smem.info[None, 0, info.index], cta.n)
+        tiles = total_tiles(self.reopen(cta, operands, tile, info.index))
+        self.arrive(info.empty)
+        return tiles
+
+    def reopen(self, cta: Cta, operands: tuple, tile: PlacedTile, slot: Int32) -> tuple:
+        c, info = self.config, cta.smem.info
+        return tuple(
+            read_span(x, tile, c.tile_n, info[None, 1 + i, slot])
+            if isinstance(x, SpanOperands)
+            else read_selection(x, tile, c.tile_n, 1, info[None, 1 + i, slot])
+            for i, x in enumerate(operands)
+        )
+
+    @cute.jit
+    def issue(
+        self,
+        cta: Cta,
+        fill: Int32,
+        done: Int32,
+        adds: Int32,
+        finished: Int32,
+        scores: cutlass.Constexpr,
+        output: cutlass.Constexpr,
+    ) -> Int32:
+        """Issues both parts of S <- Q K' of the ring's tile number `fill`, or O (+)= P V of `done`, or both.
+
+        The first P V of a tile of rows does not add, and waits until O of those before is read. Returns how many tiles
+        of rows that are with this one.
+        """
+        c, bar, smem = self.config, cta.bar, cta.smem
+        keys, buffer = bar.keys.at(fill), fill % BUFFERS
+        values, p = bar.keys.at(done), bar.p.at(done)
+        adds = adds >> (fill - 1 - done) & 1 == 1
+        if cutlass.const_expr(output):
+            if not adds:
+                if finished > 0:
+                    wait_for(bar.o_empty, finished - 1)
+                finished = finished + 1
+            p.wait_full()
+        if cutlass.const_expr(scores):
+            keys.wait_full()  # and the last scores of this buffer are read: the warp has waited for their P
+        after_thread_sync()
+        ring, tmem, steps = smem.keys.iterator.toint(), cta.tmem.toint(), c.columns_per_lane // K_STEP
+        with cute.arch.elect_one():
+            for step in cutlass.range_constexpr(steps):
+                if cutlass.const_expr(scores):
+                    slab, column = divmod(step, SLAB // K_STEP)
+                    k = ring + keys.index * c.stage_bytes + slab * c.slabs_together * c.slab_bytes
+                    multiply(
+                        tmem + c.scores_column + buffer * c.tile_n,
+                        tmem + c.q_column + step * (K_STEP // 2),
+                        slab_descriptor(k + column * 2 * K_STEP, 16),
+                        instruction(self.dtype, c.cluster * c.tile_m, RAILS * c.tile_n, False),
+                        step > 0,
+                        c.cluster,
+                        c.cluster == 1,
+                    )
+                if cutlass.const_expr(output and step * 2 * c.tile_n % (steps * K_STEP) == 0):
+                    rows, half = divmod(step * 2 * c.tile_n // (steps * K_STEP), 2)
+                    v = ring + values.index * c.stage_bytes + half * c.half_bytes + rows * K_STEP * ROW_BYTES
+                    multiply(
+                        tmem + half * (c.columns_per_lane // 2),
+                        slab_descriptor(smem.p.iterator.toint() + p.index * c.p_bytes + rows * 2 * K_STEP, 16),
+                        slab_descriptor(v, c.slabs_together * c.slab_bytes),
+                        instruction(self.dtype, c.cluster * c.tile_m, c.columns_per_lane, True),
+                        True if rows else adds,
+                        c.cluster,
+                        c.cluster == 1,
+                    )
+        if cutlass.const_expr(scores):
+            commit(bar.s_full + buffer, c.cluster)
+        if cutlass.const_expr(output):
+            commit(values.empty, c.cluster)
+            commit(p.empty, c.cluster)
+        return finished
+
+    # ---- softmax
+
+    @cute.jit
+    def attend(self, cta: Cta, operands: tuple, results: RowResults, scale_log2: Float32):
+        """Four warps, in which two threads share a row, of every tile of rows of this CTA."""
+        c, bar, smem, n = self.config, cta.bar, cta.smem, cta.n
+        w = Row.of(c, n, 0)
+        fill = Int32(0)
+        for wave in cutlass.range(self.scheduler(n).waves, unroll=1):
+            info = bar.info.at(wave)
+            info.wait_full()
+            tile = RowTile.read(smem.info[None, 0, info.index], n)
+            sources = self.reopen(cta, operands, tile, info.index)
+            self.arrive(info.empty)
+            exists, query, head = tile.place(w.boxed, 0)
+            seen = tuple(seen_by_row(source, tile, w.boxed) for source in sources)
+            sink = load(results.sink + cutlass.min(head, n.group * n.h_kv - 1))
+            tiles = total_tiles(sources)
+
+            measured, row_sum = -Float32.inf, Float32(0.0)  # from where P is measured; the sum of this thread's part
+            scores = cute.make_rmem_tensor(c.keys_per_thread, Float32)
+            p = cute.make_rmem_tensor(c.keys_per_thread // 2, Uint32)
+            for t in cutlass.range(tiles, unroll=1):
+                on_source(seen, t, prefetch)
+                self.read_scores(cta, w, fill, scores)
+                on_source(seen, t, mask, scores, w.part)
+                row_max = self.of_both(cta, w, raise_max(measured, scores), cute.arch.fmax)
+                rises = cute.arch.vote_any_sync((row_max - measured) * scale_log2 > RESCALED_ABOVE)
+                factor = Float32(1.0)
+                if rises:
+                    factor = exp2(measured * scale_log2 - shift_of(row_max, scale_log2))
+                    measured = row_max
+                shift = shift_of(measured, scale_log2)
+                row_sum = exponentiate(row_sum * factor, shift, scale_log2, scores, p, self.dtype)
+                if rises & (t > 0):
+                    bar.p.at(fill + 1).wait_empty()  # the last P V
+                    after_thread_sync()
+                    scale_lanes(cta.tmem, c.columns_per_lane, factor, w.thread)
+                state = bar.p.at(fill)
+                state.wait_empty()
+                self.write_p(cta, w, state.index, p)
+                on_source(seen, t, self.clear_values, cta, w, fill)
+                self.tell_mma(state.full)
+                fill = fill + 1
+
+            self.meet_other(w)  # it has read this thread's last maximum
+            row_sum = self.of_both(cta, w, row_sum, lambda a, b: a + b)
+            factor, lse = Float32(0.0), -Float32.inf
+            if exists & (row_sum != 0.0):
+                shift = shift_of(measured, scale_log2)
+                factor = 1.0 / (row_sum + exp2(sink * LOG2_E - shift))
+                lse = (cute.math.log2(row_sum, fastmath=True) + measured * scale_log2) * LN_2
+            finished = bar.factor.at(wave)
+            finished.wait_empty()
+            if w.part == 0:
+                if exists:
+                    store(results.lse + tile.row_index(query, head), lse)
+                smem.factor[w.row] = factor
+            if w.thread == 0:
+                store(smem.tiles, tiles)
+            self.arrive(finished.full)
+        # Nothing may arrive in the SMEM of a CTA that has ended.
+        for i in cutlass.range_constexpr(BUFFERS):
+            bar.p.at(fill + i).wait_empty()
+
+    @cute.jit
+    def read_scores(self, cta: Cta, w: Row, fill: Int32, scores: cute.Tensor):
+        """scores <- those of this thread's part of the tile's keys: each thread of a row gives the other one its rail's
+        share of the rest."""
+        c = self.config
+        buffer = fill % BUFFERS
+        cute.arch.mbarrier_wait(cta.bar.s_full + buffer, fill // BUFFERS & 1)
+        after_thread_sync()
+        keys = cute.size(scores)
+        base = cta.tmem + (c.scores_column + buffer * c.tile_n)
+        given = cute.make_rmem_tensor(keys, Float32)
+        begin_load(base + (1 - w.part) * keys, given, w.thread)
+        begin_load(base + w.part * keys, scores, w.thread)
+        cute.arch.fence_view_async_tmem_load()
+        here = cta.smem.exchange.toint() + w.thread * 16
+        other = here + (1 - 2 * w.part) * (c.tile_m * 16)
+        for i in cutlass.range_constexpr(keys // 4):
+            store_shared_four(here + i * (WARPGROUP * 16), *(given[4 * i + j] for j in range(4)))
+        self.meet_other(w)
+        for i in cutlass.range_constexpr(keys // 4):
+            for j, x in enumerate(load_shared_four(other + i * (WARPGROUP * 16))):
+                scores[4 * i + j] = scores[4 * i + j] + x
+
+    @cute.jit
+    def meet_other(self, w: Row):
+        """Meets the warp that has the other halves of this one's rows."""
+        barrier = OF_ROWS + cute.arch.make_warp_uniform(w.thread // WARP % 2)
+        cute.arch.barrier(barrier_id=barrier, number_of_threads=2 * WARP)
+
+    @cute.jit
+    def of_both(self, cta: Cta, w: Row, x: Float32, joined: cutlass.Constexpr) -> Float32:
+        """What both threads of a row have of something, joined."""
+        c = self.config
+        cta.smem.of_thread[w.thread] = x
+        self.meet_other(w)
+        return joined(x, cta.smem.of_thread[w.thread + (1 - 2 * w.part) * c.tile_m])
+
+    @cute.jit
+    def write_p(self, cta: Cta, w: Row, buffer: Int32, p: cute.Tensor):
+        row = cta.smem.p.iterator.toint() + buffer * self.config.p_bytes + w.row * ROW_BYTES
+        for i in cutlass.range_constexpr(cute.size(p) // 4):
+            chunk = w.part * (cute.size(p) // 4) + i
+            store_shared_words(row + (chunk ^ w.row % 8) * 16, tuple(p[4 * i + j] for j in range(4)))
+        cute.arch.fence_proxy("async.shared", space="cta")
+
+    @cute.jit
+    def clear_values(self, seen: Any, t: Int32, cta: Cta, w: Row, fill: Int32):
+        """Zeroes the rows of V's tile t that no query sees; gathered tiles have none."""
+        if cutlass.const_expr(isinstance(seen, RowSpan)):  # noqa: SIM102, at compile time
+            if seen.source.needs_clearing(t):
+                tile = cta.smem.keys[None, None, cta.bar.keys.at(fill).index]
+                zero_rows(tile, seen.source.unseen_from(t), w.thread, WARPGROUP)
+
+    # ---- rows
+
+    @cute.jit
+    def move_rows(self, cta: Cta, q: cute.Pointer, o: cute.Pointer):
+        """Four warps: Q of a tile of rows into TMEM, then O of the one before into memory."""
+        c, bar, n = self.config, cta.bar, cta.n
+        w, scheduler, fill = Row.of(c, n, SOFTMAX_WARPS), self.scheduler(n), Int32(0)
+        values = cute.make_rmem_tensor(c.columns_per_lane // 2, Uint32)
+        for wave in cutlass.range(scheduler.waves + 1, unroll=1):
+            if wave < scheduler.waves:
+                exists, row = self.row_of(w, scheduler.tile(wave))
+                values.fill(0)
+                if exists:
+                    here = cute.recast_ptr(q + (row * c.d + w.part * c.columns_per_lane), dtype=Uint32).align(32)
+                    cute.autovec_copy(cute.make_tensor(here, values.layout), values)
+                if wave > 0:
+                    wait_for(bar.q_empty, wave - 1)
+                    after_thread_sync()
+                store_lanes(cta.tmem + c.q_column, values, w.thread)
+                self.tell_mma(bar.q_full)
+            if wave > 0:
+                exists, row = self.row_of(w, scheduler.tile(wave - 1))
+                fill = self.write_o(cta, w, wave - 1, fill, exists, row, o)
+        wait_for(bar.q_empty, scheduler.waves - 1)
+
+    def row_of(self, w: Row, tile: RowTile) -> tuple:
+        """(exists, its index among all rows)"""
+        placed = PlacedTile(*(getattr(tile, name) for name in RowTile.__dataclass_fields__), tile.first_query)
+        exists, query, head = placed.place(w.boxed, 0)
+        return exists, placed.row_index(query, head)
+
+    @cute.jit
+    def write_o(self, cta: Cta, w: Row, wave: Int32, fill: Int32, exists, row, o: cute.Pointer) -> Int32:
+        """o <- factor O, rounded; without any key there is no O. Returns the number of tiles of keys so far."""
+        c, bar = self.config, cta.bar
+        finished = bar.factor.at(wave)
+        finished.wait_full()
+        factor, tiles = cta.smem.factor[w.row], cute.arch.make_warp_uniform(load(cta.smem.tiles))
+        self.arrive(finished.empty)
+        fill = fill + tiles
+        if tiles > 0:
+            bar.p.at(fill + 1).wait_empty()  # the last P V
+            after_thread_sync()
+        chunk = cute.make_rmem_tensor(CHUNK, Float32)
+        packed = cute.make_rmem_tensor(CHUNK // 2, Uint32)
+        for i in cutlass.range(c.columns_per_lane // CHUNK, unroll=1):
+            chunk.fill(0.0)
+            if tiles > 0:
+                load_lanes(cta.tmem + i * CHUNK, chunk, w.thread)
+            for j in cutlass.range_constexpr(cute.size(packed)):
+                packed[j] = round_pair(chunk[2 * j] * factor, chunk[2 * j + 1] * factor, self.dtype)
+            if exists:
+                place = cute.recast_ptr(o + (row * c.d + c.column_of(w.part, i * CHUNK)), dtype=Uint32).align(32)
+                cute.autovec_copy(packed, cute.make_tensor(place, packed.layout))
+        if tiles > 0:
+            self.tell_mma(bar.o_empty)
+        return fill
+
+
+def compile(variant: Forward, out_dir: Path) -> Compiled:
+    gathers_for_few = variant.gathers and variant.max_heads <= 64
+    config = Config(variant.dtype, variant.sources, 1 if gathers_for_few else 2)
+    return MlaFwdSm100(config).compile(variant, out_dir, cluster=config.cluster)
