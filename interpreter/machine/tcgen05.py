@@ -171,22 +171,30 @@ def form_of(i: Instruction, words: Array) -> str:
     return ".".join(i.mods[:2]) + (f", lane {lane}" if lane else "")
 
 
-def renamed_first(d: Decoder) -> None:
-    """The compiler puts moves of a load's registers before its wait. To the assembler they are other names, not reads:
-    here they come after the wait."""
+def renamed_first(d: Decoder, loaded: tuple[str, ...]) -> None:
+    """The compiler puts moves of a load's registers before the wait for it, and next to the load. To the assembler they
+    are other names, not reads: here they come after the wait, if nothing but addresses and other loads stand between.
+    """
     code, first = d.program.code, d.index + 1
-    last = next(n for n in range(first, len(code)) if not code[n].opcode.startswith("mov."))
+    between = ("mov.", "add.", "or.", "tcgen05.ld.")
+    last = next(n for n in range(first, len(code)) if not code[n].opcode.startswith(between))
     if code[last].opcode.startswith("tcgen05.wait::ld") and not any(
         first <= n <= last for n in d.program.labels.values()
     ):
-        code.insert(first, code.pop(last))
+
+        def is_renaming(i: Instruction) -> bool:
+            given = i.args[1] if i.opcode.startswith("mov.") else ()
+            return not set(loaded).isdisjoint(given if isinstance(given, tuple) else (given,))
+
+        code[first : last + 1] = sorted(code[first : last + 1], key=is_renaming)
 
 
 @instruction("tcgen05.ld.sync.aligned")
 def load(i: Instruction, d: Decoder) -> Step:
     """The registers are in flight until tcgen05.wait::ld."""
     slots, where = movement(i, d, i.args[0])
-    renamed_first(d)
+    registers = i.args[0]
+    renamed_first(d, registers if isinstance(registers, tuple) else (str(registers),))
 
     def step(w: Warp) -> None:
         w.converged(i.opcode)
