@@ -380,6 +380,14 @@ def host() -> str:
 Our handler takes {found["handler_us"]} µs of that (median), for look-up, tensor maps and launch.""")
 
 
+def clocks_layers() -> str:
+    """Our kernels in the launches whose times cuDNN has published."""
+    pro, flash = (CLOCKS["layers"][name] for name in ("V4-Pro", "V4-Flash"))
+    return wrapped(f"""Our kernels for the two launches of cuDNN's, the attention of 4096 queries in a layer of V4-Pro and of V4-Flash,
+        would take {pro["predicted_ms"]:.2f} and {flash["predicted_ms"]:.2f} ms on a GB200 by these clocks; cuDNN's took
+        {pro["published_ms"]:g} and {flash["published_ms"]:g}.""")
+
+
 def blackwell() -> str:
     """Our kernels, by the clocks."""
     rows = []
@@ -780,6 +788,7 @@ GENERATED: dict[str, Callable[[], str]] = {
         clocks_ours,
         clocks_ours_count,
         clocks_others,
+        clocks_layers,
         rules,
         witnesses,
         witness_count,

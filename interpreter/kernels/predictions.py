@@ -189,6 +189,35 @@ def blackwell() -> dict[str, dict[str, object]]:
     return found
 
 
+GB200_SMS, GB200_GHZ, PROMPT = 152, 2.062, 4096
+LAYERS = {  # heads, keys of the window and selected; milliseconds in cuDNN frontend's benchmarks, GB200, 28 Sep 2026
+    "V4-Pro": ("csa_fwd_sm_100f_d512_bfloat16", 128, (128, 1024), 0.919),
+    "V4-Flash": ("csa_fwd_sm_100f_d512_bfloat16_h64", 64, (128, 512), 0.414),
+}
+
+
+def layers() -> dict[str, dict[str, object]]:
+    """Of a prompt's attention in a layer, on a GB200, whose published times are cuDNN's."""
+    found = {}
+    for name, (key, heads, keys, published) in LAYERS.items():
+        kernel: Kernel[Forward] = Kernel.of(variant_of(key))
+        cluster, few, more = kernel.facts["cluster"], 1, 4
+        one, several = (
+            measure(kernel, long.operands(kernel.variant, 64, keys, queries=n, heads=heads), False).clocks
+            for n in (few, more)
+        )
+        each = (several - one) / (more - few)
+        total = one - few * each + math.ceil(PROMPT / (GB200_SMS // cluster)) * each
+        found[name] = {
+            "kernel": key,
+            "clocks of a query": round(each),
+            "predicted_ms": round(total / GB200_GHZ / 1e6, 3),
+            "published_ms": published,
+        }
+        print(name, found[name], flush=True)
+    return found
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
@@ -215,7 +244,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{x.name:62} {us:8.1f} {wanted:8.1f} {us / wanted:.2f} {share:.0%}", flush=True)
         args.file.write_text(json.dumps(record, indent=1) + "\n")
     if not args.words or "blackwell" in args.words:
-        record["blackwell"] = dict(blackwell())
+        record |= {"blackwell": dict(blackwell()), "layers": dict(layers())}
         args.file.write_text(json.dumps(record, indent=1) + "\n")
 
 
