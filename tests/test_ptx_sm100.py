@@ -344,8 +344,8 @@ FAULTS = [
         r"reads register %r\d+ while the tcgen05\.ld of line \d+ may still write it",
         source=(
             (
-                "lanes(base, count), values, thread)\n    cute.arch.fence_view_async_tmem_load()",
-                "lanes(base, count), values, thread)",
+                "begin_load(base, values, thread)\n    cute.arch.fence_view_async_tmem_load()",
+                "begin_load(base, values, thread)",
             ),
         ),
     ),

@@ -61,25 +61,15 @@ class RowSelection:
 
     @cute.jit
     def mask(self, scores: cute.Tensor, t: Int32, part: Int32):
-        """-inf for every absent key of tile t."""
-        absent, keys = self.rows.absent(t), cutlass.const_expr(cute.size(scores))
-        for first in cutlass.range_constexpr(0, keys, 32):
-            bits = word_at(absent, first)
-            if part == 1:
-                bits = word_at(absent, keys + first)
-            if bits != Uint32(0):
-                for i in cutlass.range_constexpr(min(keys - first, 32)):
-                    if bits & Uint32(1 << i) != Uint32(0):
-                        scores[first + i] = -Float32.inf
-
-
-def word_at(bits: cute.Tensor, first: int) -> Uint32:
-    """32 bits from this one on, or as many as there are."""
-    word, shift = divmod(first, 32)
-    if shift == 0:
-        return bits[word]
-    above = bits[word + 1] << Uint32(32 - shift) if word + 1 < cute.size(bits) else Uint32(0)
-    return bits[word] >> Uint32(shift) | above
+        """-inf for every absent key of tile t; a part has 32 keys."""
+        absent = self.rows.absent(t)
+        bits = absent[0]
+        if part == 1:
+            bits = absent[1]
+        if bits != Uint32(0):
+            for i in cutlass.range_constexpr(cute.size(scores)):
+                if bits & Uint32(1 << i) != Uint32(0):
+                    scores[i] = -Float32.inf
 
 
 def seen_by_row(source: Any, tile: PlacedTile, boxed: BoxedRows) -> RowSpan | RowSelection:

@@ -42,12 +42,11 @@ def slab_descriptor(address: Int32, slab_stride: int) -> Int64:
 
 @dsl_user_op
 def multiply(
-    d: Int32, a: Int32 | Int64, b: Int64, kind: int, adds: Boolean, cluster: int, stationary: bool, *, loc=None, ip=None
+    d: Int32, a: Int32 | Int64, b: Int64, kind: int, adds: Boolean, cluster: int, *, loc=None, ip=None
 ) -> None:
     """D (+)= A B, issued by one thread: D in TMEM, A in TMEM or by a descriptor, B by a descriptor.
 
-    `kind` is an `instruction`, of both CTAs where there are two; `stationary` asks for `.ws`, in which 64 rows of one
-    CTA take all lanes.
+    `kind` is an `instruction`. Each CTA has 64 rows, which take all lanes: in a pair, or in one CTA by `.ws`.
     """
 
     def in_tmem(x: Int32):
@@ -56,41 +55,38 @@ def multiply(
 
     left = in_tmem(a) if isinstance(a, Int32) else a.ir_value(loc=loc, ip=ip)
     others = (x.ir_value(loc=loc, ip=ip) for x in (b, Int32(kind), Boolean(adds)))
-    if stationary:
+    if cluster == 1:
         nvvm.tcgen05_mma_ws(nvvm.Tcgen05MMAKind.F16, in_tmem(d), left, *others, loc=loc, ip=ip)
     else:
-        group = nvvm.CTAGroupKind.CTA_2 if cluster == 2 else nvvm.CTAGroupKind.CTA_1
-        nvvm.tcgen05_mma(nvvm.Tcgen05MMAKind.F16, group, in_tmem(d), left, *others, loc=loc, ip=ip)
+        pair = nvvm.CTAGroupKind.CTA_2
+        nvvm.tcgen05_mma(nvvm.Tcgen05MMAKind.F16, pair, in_tmem(d), left, *others, loc=loc, ip=ip)
 
 
-# Between TMEM and registers. A warp has 32 of the lanes; these functions wait for its loads and stores.
+# Between TMEM and registers. A warp has 32 of the lanes.
+
+
+@cute.jit
+def begin_load(base: cute.Pointer, values: cute.Tensor, thread: Int32):
+    """values <- this thread's lane, as many columns from base on; the caller waits."""
+    count = cutlass.const_expr(cute.size(values))
+    copy_lanes(tcgen05.Ld32x32bOp(tcgen05.Repetition(count)), lanes(base, count), values, thread)
 
 
 @cute.jit
 def load_lanes(base: cute.Pointer, values: cute.Tensor, thread: Int32):
-    """values <- this thread's lane, as many columns from base on."""
-    count = cutlass.const_expr(cute.size(values))
-    copy_lanes(tcgen05.Ld32x32bOp(tcgen05.Repetition(count)), lanes(base, count), values, thread)
+    """`begin_load`, and waits."""
+    begin_load(base, values, thread)
     cute.arch.fence_view_async_tmem_load()
 
 
 @cute.jit
 def store_lanes(base: cute.Pointer, values: cute.Tensor, thread: Int32):
-    """This thread's lane, as many columns from base on, <- values of 32 bits."""
+    """This thread's lane, as many columns from base on, <- values of 32 bits; waits."""
     count = cutlass.const_expr(min(cute.size(values), 32))  # others' kernels, which run on B200s, store no more
     for first in cutlass.range_constexpr(0, cute.size(values), count):
         bits = cute.make_tensor(cute.recast_ptr(values.iterator + first, dtype=Float32), cute.make_layout(count))
         copy_lanes(tcgen05.St32x32bOp(tcgen05.Repetition(count)), lanes(base + first, count), bits, thread)
     cute.arch.fence_view_async_tmem_store()
-
-
-@cute.jit
-def begin_load(base: cute.Pointer, values: cute.Tensor, thread: Int32):
-    """values <- this thread's lane, any number of columns from base on; the caller waits."""
-    size = cutlass.const_expr(cute.size(values) & -cute.size(values))
-    for first in cutlass.range_constexpr(0, cute.size(values), size):
-        piece = cute.make_tensor(values.iterator + first, cute.make_layout(size))
-        copy_lanes(tcgen05.Ld32x32bOp(tcgen05.Repetition(size)), lanes(base + first, size), piece, thread)
 
 
 @cute.jit

@@ -1,6 +1,7 @@
 """Compile-time choices of `mha_fwd_sm100`, and the tiles, counts, columns and sizes that follow from them."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from kernels.lib.launch import SMEM_LIMIT, WARPGROUP
 from kernels.lib.rows import PUBLISHED
@@ -18,10 +19,11 @@ class Config:
     d: int
     dtype: str
     stages: int = 2
-    sources: tuple[str, ...] = ("span",)
-    shared_kv: bool = False
-    gathers: bool = False
-    cluster: int = 1
+
+    sources: ClassVar[tuple[str, ...]] = ("span",)
+    shared_kv: ClassVar[bool] = False
+    gathers: ClassVar[bool] = False
+    cluster: ClassVar[int] = 1
 
     @property
     def tile_m(self) -> int:

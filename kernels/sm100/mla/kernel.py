@@ -347,7 +347,9 @@ class MlaFwdSm100(ForwardKernel):
         if cutlass.const_expr(scores):
             keys.wait_full()  # and the last scores of this buffer are read: the warp has waited for their P
         after_thread_sync()
-        ring, tmem, steps = smem.keys.iterator.toint(), cta.tmem.toint(), c.columns_per_lane // K_STEP
+        ring, tmem = smem.keys.iterator.toint(), cta.tmem.toint()
+        steps = c.columns_per_lane // K_STEP  # products of scores; those of P V are fewer
+        turn = steps // (2 * c.tile_n // K_STEP)
         with cute.arch.elect_one():
             for step in cutlass.range_constexpr(steps):
                 if cutlass.const_expr(scores):
@@ -360,10 +362,9 @@ class MlaFwdSm100(ForwardKernel):
                         instruction(self.dtype, c.cluster * c.tile_m, RAILS * c.tile_n, False),
                         step > 0,
                         c.cluster,
-                        c.cluster == 1,
                     )
-                if cutlass.const_expr(output and step * 2 * c.tile_n % (steps * K_STEP) == 0):
-                    rows, half = divmod(step * 2 * c.tile_n // (steps * K_STEP), 2)
+                if cutlass.const_expr(output and step % turn == 0):
+                    rows, half = divmod(step // turn, 2)
                     v = ring + values.index * c.stage_bytes + half * c.half_bytes + rows * K_STEP * ROW_BYTES
                     multiply(
                         tmem + half * (c.columns_per_lane // 2),
@@ -372,7 +373,6 @@ class MlaFwdSm100(ForwardKernel):
                         instruction(self.dtype, c.cluster * c.tile_m, c.columns_per_lane, True),
                         True if rows else adds,
                         c.cluster,
-                        c.cluster == 1,
                     )
         if cutlass.const_expr(scores):
             commit(bar.s_full + buffer, c.cluster)
