@@ -21,7 +21,9 @@ DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS.parent))
 
 from interpreter.clocks.architecture import BLACKWELL, HOPPER  # noqa: E402
+from interpreter.kernels.native import variant_of  # noqa: E402
 from interpreter.machine.rules import Rule  # noqa: E402
+from interpreter.witnesses.timing import B200, GB200  # noqa: E402
 
 PAGES = (DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md")))
 MARKED = re.compile(r"(<!-- generated: (\S+) -->\n).*?(<!-- end -->)", re.S)
@@ -388,16 +390,54 @@ def clocks_layers() -> str:
         {pro["published_ms"]:g} and {flash["published_ms"]:g}.""")
 
 
+def structure(key: str) -> str:
+    """A kernel of Blackwell in a table: d, and at d 512 what it walks, and how."""
+    v = variant_of(key)
+    words = {"mla_span_fwd": ", span", "mla_sparse_fwd": ", sparse"}
+    ctas = ", one CTA" if v.max_heads <= 64 else ", a pair"
+    return f"{v.d}{words[v.op]}{ctas}" if v.d == 512 else f"{v.d}"
+
+
 def blackwell() -> str:
-    """Our kernels, by the clocks."""
+    """The account of our kernels of one source."""
     rows = []
-    for x in CLOCKS["blackwell"].values():
-        kind = f", {x['op'].split('_')[1]}" * (x["d"] == 512)
-        ctas = {1: ", one CTA", 2: ", a pair"}[x["cluster"]] * (x["d"] == 512)
-        units = x["units"]
-        shares = (percent(y) for y in (x["tensor"], units["SMEM"], units["mufu"]))
-        rows.append([f"{x['d']}{kind}{ctas}", f"{x['turn'] or '–'}", *shares, f"{x['l2']:.0f}"])
-    return table("d | clocks of a turn | tensor pipe's full rate | SMEM | exp2 | L2 bytes a clock", rows)
+    for key, x in CLOCKS["accounts"].items():
+        if "sm_100f" not in key or not key.startswith(("mha_fwd", "mla_span_fwd", "mla_sparse_fwd")):
+            continue
+        units = (f"{x['units'][name]}" for name in ("tensor", "SMEM", "mufu", "L2", "chain"))
+        rows.append([structure(key), *units, percent(x["at_most"]), percent(x["by_the_clocks"])])
+    return table("d | tensor pipe | SMEM | exp2 | L2 | chain | at most | by the clocks", rows)
+
+
+def accounts_ours() -> str:
+    """What bounds our kernels for Hopper, beside what an H200 took."""
+    rows = []
+    for name, x in CLOCKS["ours"].items():
+        found = CLOCKS["accounts"][x["kernel"]]
+        measured = x["tensor"] * x["predicted_us"] / x["measured_us"]
+        shares = (percent(y) for y in (found["at_most"], found["by_the_clocks"], x["tensor"], measured))
+        rows.append([name, found["bound"], *shares])
+    header = "launch | bound by | at most | by the clocks | by the clocks, whole launch | measured, whole launch"
+    return texts(header, rows)
+
+
+def accounts_others() -> str:
+    """What bounds witnesses, beside what was published of them."""
+    rows = []
+    for name, x in CLOCKS["others"].items():
+        found = CLOCKS["accounts of others"][name]
+        chip = next(chip for chip in (B200, GB200) if x["chip"].startswith(f"{chip.name},"))
+        published = 1e12 * x["published_tflops"] / (1e9 * chip.ghz * chip.sms * BLACKWELL["tensor"].value)
+        shares = (percent(y) for y in (found["at_most"], found["by_the_clocks"], published))
+        rows.append([name.removesuffix(" long"), found["bound"], *shares])
+    return texts("witness | bound by | at most | by the clocks | published", rows)
+
+
+def expected_b200() -> str:
+    rows = [
+        [name, f"{x['predicted_us']:g}", f"{x['at_least_us']:g}", x["bound"]] for name, x in CLOCKS["sm_100f"].items()
+    ]
+    return table("launch on a B200 of 1.83 GHz, never run | µs by the clocks | µs at least | bound by", rows)
 
 
 def clock_constants() -> str:
@@ -784,6 +824,9 @@ GENERATED: dict[str, Callable[[], str]] = {
         rope,
         layer_steps,
         blackwell,
+        accounts_ours,
+        accounts_others,
+        expected_b200,
         clock_constants,
         clocks_ours,
         clocks_ours_count,
