@@ -78,7 +78,7 @@ def test_config_refuses_what_does_not_fit():
     for changes, says in (
         ({"d": 256}, "products have 128 rows, got 128, and 64 columns of dKV"),
         ({"tile_m": 32}, "products have 128 rows, got 64"),
-        ({"tile_n": 128}, "needs 768 columns of TMEM, there are 512"),
+        ({"tile_n": 128}, "needs 704 columns of TMEM, there are 512"),
     ):
         with pytest.raises(ValueError, match=says):
             Config("bfloat16", ("selection",), **changes)
@@ -93,14 +93,14 @@ OF_FAULTS = {
 }
 KIB = 1024
 SMEM = {"Q": 64 * KIB, "dO": 64 * KIB, "K": 32 * KIB, "P": 16 * KIB, "dS": 16 * KIB, "given": 32 * KIB}
-TMEM = {"dQ": 256, "S": 64, "dP": 64, "dKV": 128}  # columns
+TMEM = {"dQ": 256, "S": 64, "dP": 64, "dKV": 64, "Q": 64}  # columns
 
 
 def barriers(text: str) -> dict[str, list[int]]:
     """The offsets of the mbarriers, by name: those of `Config.barriers`."""
     counts = {"info_full": 2, "info_empty": 2, "rows_full": 2, "rows_empty": 1, "key_full": 2, "key_empty": 1}
     counts |= {"listed": 3, "scores_full": 2, "scores_empty": 1, "given_full": 2, "given_empty": 1}
-    counts |= {"p_full": 2, "p_empty": 2, "dkv_full": 2, "dkv_empty": 2, "dq_full": 1, "dq_empty": 1}
+    counts |= {"p_full": 2, "p_empty": 2, "q_full": 1, "dkv_full": 1, "dkv_empty": 1, "dq_full": 1}
     made = iter(edits.barriers(text))
     found = {name: [next(made) for _ in range(count)] for name, count in counts.items()}
     assert next(made, None) is None
@@ -131,8 +131,8 @@ def halves_swapped(text: str) -> str:
 
 
 def told_itself_alone(text: str) -> str:
-    """The products of P are done: only this CTA's threads hear of it."""
-    told = r"(tcgen05\.commit[^;]*\.multicast::cluster\.b64\s+\[%r\d+\]), (%rs\d+);"
+    """The products of P and dS are done: only this CTA's threads hear of it."""
+    told = r"(tcgen05\.commit[^;]*\.multicast::cluster\.b64\s+\[%r\d+(?:\+\d+)?\]), (%rs\d+);"
     return edits.replace(text, told, lambda m: f"{m[1]}, 1;")
 
 
@@ -203,7 +203,7 @@ FAULTS = [
         lambda text: edits.replace(text, r"\{[^{}]*@p mbarrier\.arrive\.shared::cluster[^}]*\}", ""),
     ),
     PlantedFault(
-        "only the own CTA hears that the products of P are done",
+        "only the own CTA hears that the products of P and dS are done",
         SELECTION,
         Deadlock,
         r"nothing can go on",
@@ -252,6 +252,13 @@ FAULTS = [
         without_waiting("scores_empty"),
     ),
     PlantedFault(
+        "products read Q before it is in TMEM",
+        SELECTION,
+        (Race, Undefined),
+        unordered(MMA, r"tcgen05\.st\.sync", "Q") + "|" + unwritten(MMA, "Q"),
+        without_waiting("q_full"),
+    ),
+    PlantedFault(
         "S is read before its products are done",
         SELECTION,
         (Race, Undefined),
@@ -273,11 +280,11 @@ FAULTS = [
         without_waiting("dkv_empty"),
     ),
     PlantedFault(
-        "dQ of the next rows comes before this one's is read",
+        "dQ is read before its products are done",
         SELECTION,
-        Race,
-        unordered(MMA, LD, "dQ"),
-        without_waiting("dq_empty"),
+        (Race, Undefined),
+        unordered(LD, MMA, "dQ") + "|" + unwritten(LD, "dQ"),
+        without_waiting("dq_full"),
     ),
     PlantedFault(
         "a row of dKV is added twice",

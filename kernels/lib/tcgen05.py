@@ -66,17 +66,17 @@ A_MN_MAJOR = 1 << 15  # in an `instruction`: A as well
 
 
 @dsl_user_op
-def multiply_alone(d: Int32, a: Int64, b: Int64, kind: int, adds: Boolean, *, loc=None, ip=None) -> None:
-    """`multiply` for 128 rows of one CTA, with A by a descriptor."""
-    space = llvm.PointerType.get(cute.AddressSpace.tmem.value)
-    nvvm.tcgen05_mma(
-        nvvm.Tcgen05MMAKind.F16,
-        nvvm.CTAGroupKind.CTA_1,
-        llvm.inttoptr(space, d.ir_value(loc=loc, ip=ip), loc=loc, ip=ip),
-        *(x.ir_value(loc=loc, ip=ip) for x in (a, b, Int32(kind), Boolean(adds))),
-        loc=loc,
-        ip=ip,
-    )
+def multiply_alone(d: Int32, a: Int32 | Int64, b: Int64, kind: int, adds: Boolean, *, loc=None, ip=None) -> None:
+    """`multiply` for 128 rows of one CTA."""
+
+    def in_tmem(x: Int32):
+        space = llvm.PointerType.get(cute.AddressSpace.tmem.value)
+        return llvm.inttoptr(space, x.ir_value(loc=loc, ip=ip), loc=loc, ip=ip)
+
+    left = in_tmem(a) if isinstance(a, Int32) else a.ir_value(loc=loc, ip=ip)
+    others = (x.ir_value(loc=loc, ip=ip) for x in (b, Int32(kind), Boolean(adds)))
+    alone = nvvm.CTAGroupKind.CTA_1
+    nvvm.tcgen05_mma(nvvm.Tcgen05MMAKind.F16, alone, in_tmem(d), left, *others, loc=loc, ip=ip)
 
 
 # Between TMEM and registers. A warp has 32 of the lanes.

@@ -72,9 +72,19 @@ class Config:
     def dp_column(self) -> int:
         return self.s_column + self.tile_n
 
-    def dkv_column(self, half: int) -> int:
+    @property
+    def dkv_column(self) -> int:
         """dKV' of half of the columns: a lane has one, for all keys."""
-        return self.dp_column + self.tile_n * (1 + half)
+        return self.dp_column + self.tile_n
+
+    @property
+    def q_column(self) -> int:
+        """The first half of Q's columns, two in 32 bits."""
+        return self.dkv_column + self.tile_n
+
+    @property
+    def tmem_columns(self) -> int:
+        return self.q_column + self.half // 2
 
     # Bytes of shared memory.
 
@@ -122,16 +132,16 @@ class Config:
             (1, SCORE_WARPS // 2),  # given_empty
             (2, SCORE_WARPS // 2),  # p_full, of P and of dS
             (2, self.cluster),  # p_empty
-            (HALVES, 1),  # dkv_full
-            (HALVES, ADDING_WARPS),  # dkv_empty
+            (1, SCORE_WARPS),  # q_full
+            (1, 1),  # dkv_full
+            (1, ADDING_WARPS),  # dkv_empty
             (1, 1),  # dq_full
-            (1, SCORE_WARPS),  # dq_empty
         )
 
     def __post_init__(self):
         if self.rows != LANES or self.half != LANES:
             raise ValueError(f"products have {LANES} rows, got {self.rows}, and {self.half} columns of dKV: {self}")
-        if self.dkv_column(HALVES) > COLUMNS:
-            raise ValueError(f"needs {self.dkv_column(HALVES)} columns of TMEM, there are {COLUMNS}: {self}")
+        if self.tmem_columns > COLUMNS:
+            raise ValueError(f"needs {self.tmem_columns} columns of TMEM, there are {COLUMNS}: {self}")
         if self.smem_bytes > SMEM_LIMIT:
             raise ValueError(f"needs {self.smem_bytes} bytes of SMEM, {SMEM_LIMIT} fit: {self}")

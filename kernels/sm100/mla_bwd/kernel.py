@@ -9,16 +9,17 @@ columns of Q, dO and every key, once. Over these it has a part of S and of dP fo
 peer's it sends the parts there, and for its own 64 rows it adds what the peer sends, finishes P and dS, and sends them
 back. Then dQ and dKV in its columns are wholly its own. TMEM holds, in 128 lanes x 512 columns of 32 bits:
 
-    lane: a row       dQ   256 columns,    S   64 keys,    dP   64 keys
-    lane: a column    dKV'  2 x 64 keys, for either half of the CTA's columns
+    lane: a row       dQ  256 columns,   S  64 keys,   dP  64 keys,   half of Q  128 columns of 16 bits
+    lane: a column    dKV'  64 keys, for one half of the CTA's columns and then the other
 
     warps 0-7     | S dP: half give away, half finish P dS |         ...      a thread has a row, for 32 keys
-    warps 8-11                     | dKV0 of the last tile | dKV1 |  ...      from TMEM to memory, by reductions
+    warps 8-11                 | dKV0 of the last tile | dKV1 |      ...      from TMEM to memory, by reductions
     warps 12, 13  Q dO K0 | K1 ...                                            by cp.async
     warp 14       S dP | dKV1 of the last tile | dQ dKV0 | S dP ...           tcgen05.mma, all in TMEM
 
 K has one stage: it is read for S and dP and last for dQ, and the next tile's comes in under the first half of dKV. The
-second half's products run while P and dS of the next tile are made.
+second half's products run while P and dS of the next tile are made. So a half of dKV has been taken out of TMEM long
+before the other one comes. Half of Q is in TMEM too, where the scores' products need no shared memory for it.
 
 The loader lists every tile of keys in SMEM: where each key is, or that it is absent. Zeros replace an absent key, its
 P is 0, and nothing is added for it. Zeros also replace rows that do not exist, or that see no key.
@@ -38,6 +39,7 @@ from kernels.aot import Compiled
 from kernels.lib.cluster import Peer
 from kernels.lib.launch import WARPGROUP
 from kernels.lib.mla_backward import MlaBackwardKernel, RowOperands, Source
+from kernels.lib.pipeline import wait_for
 from kernels.lib.ptx import copy_or_zero, load_shared_four, store_shared_words
 from kernels.lib.rows import WARP, BoxedRows, Extents, PlacedTile, RowTile, load
 from kernels.lib.selections import CHUNK, LANES_A_ROW, Selection, with_keys
@@ -56,6 +58,7 @@ from kernels.lib.tcgen05 import (
     load_lanes,
     multiply_alone,
     slab_descriptor,
+    store_lanes,
 )
 from kernels.lib.wgmma import SLAB, round_pair
 
@@ -66,7 +69,8 @@ LOADERS = WARP * LOADER_WARPS  # threads
 STORED = 32  # columns of dQ that a thread stores at a time
 PARTS = tuple((half, which) for half in range(HALVES) for which in range(2))  # of dKV: of P, and of dS
 UNDER_KEYS = 2  # parts that run while keys come in; the others while P and dS of the next tile are made
-ADDED = 32  # keys whose dKV a thread holds at a time
+
+TOGETHER = 16  # keys that a warp adds to one after the other, once it knows where they are
 
 
 @dataclass(frozen=True)
@@ -266,13 +270,13 @@ class MlaBwdSm100(MlaBackwardKernel):
                 self.issue_scores(cta, fill, t == 0, turns)
                 if t > 0:
                     self.issue_dkv(cta, fill - 1, PARTS[UNDER_KEYS:])
-                self.issue_dq(cta, fill, t == 0, turns)
+                self.issue_dq(cta, fill, t == 0)
                 self.issue_dkv(cta, fill, PARTS[:UNDER_KEYS])
                 fill = fill + 1
             if tiles > 0:
                 self.issue_dkv(cta, fill - 1, PARTS[UNDER_KEYS:])
                 commit(bar.rows_empty)
-                commit(bar.dq.full)
+                commit(bar.dq_full)
                 turns = turns + 1
 
     @cute.jit
@@ -283,6 +287,8 @@ class MlaBwdSm100(MlaBackwardKernel):
         for which in cutlass.range_constexpr(2):
             if first:
                 bar.rows(which).at(turn).wait_full()
+                if cutlass.const_expr(which == 0):
+                    wait_for(bar.q_full, turn)
             if cutlass.const_expr(which == 0):
                 bar.scores(0).at(fill).wait_empty()
             for half in cutlass.range_constexpr(HALVES):
@@ -294,10 +300,13 @@ class MlaBwdSm100(MlaBackwardKernel):
                     for i in cutlass.range_constexpr(steps):
                         slab, column = divmod(half * steps + i, SLAB // K_STEP)
                         row = smem.rows[which].iterator.toint() + slab * c.row_slab_bytes
+                        left = slab_descriptor(row + column * 2 * K_STEP, 16)
+                        if cutlass.const_expr(which + half == 0):
+                            left = cta.tmem.toint() + c.q_column + i * (K_STEP // 2)
                         key = smem.k.iterator.toint() + slab * c.key_slab_bytes
                         multiply_alone(
                             cta.tmem.toint() + (c.s_column, c.dp_column)[which],
-                            slab_descriptor(row + column * 2 * K_STEP, 16),
+                            left,
                             slab_descriptor(key + column * 2 * K_STEP, 16),
                             instruction(self.dtype, c.rows, c.tile_n, False),
                             half + i > 0,
@@ -305,14 +314,12 @@ class MlaBwdSm100(MlaBackwardKernel):
             commit(bar.scores_full + which)
 
     @cute.jit
-    def issue_dq(self, cta: Cta, fill: Int32, first: cutlass.Boolean, turn: Int32):
-        """dQ (+)= dS K, in this CTA's columns."""
+    def issue_dq(self, cta: Cta, fill: Int32, first: cutlass.Boolean):
+        """dQ (+)= dS K, in this CTA's columns; with Q came word that dQ of the rows before is read."""
         c, bar, smem = self.config, cta.bar, cta.smem
         for which in cutlass.range_constexpr(2):
             bar.p(which).at(fill).wait_full()
         cute.arch.fence_proxy("async.shared", space="cta")  # threads of both CTAs wrote through the generic proxy
-        if first:
-            bar.dq.at(turn).wait_empty()
         after_thread_sync()
         with cute.arch.elect_one():
             for i in cutlass.range_constexpr(c.tile_n // K_STEP):
@@ -330,21 +337,22 @@ class MlaBwdSm100(MlaBackwardKernel):
         """Parts of dKV' <- dO' P + Q' dS."""
         c, bar, smem = self.config, cta.bar, cta.smem
         for half, which in parts:
+            state = bar.dkv.at(HALVES * fill + half)
             if cutlass.const_expr(which == 0):
-                bar.dkv(half).at(fill).wait_empty()
+                state.wait_empty()
                 after_thread_sync()
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(c.rows // K_STEP):
                     row = smem.rows[1 - which].iterator.toint() + half * (c.half // SLAB) * c.row_slab_bytes
                     multiply_alone(
-                        cta.tmem.toint() + c.dkv_column(half),
+                        cta.tmem.toint() + c.dkv_column,
                         slab_descriptor(row + i * K_STEP * ROW_BYTES, c.row_slab_bytes),
                         slab_descriptor(smem.p[which].iterator.toint() + i * K_STEP * ROW_BYTES, 16),
                         instruction(self.dtype, c.half, c.tile_n, True) | A_MN_MAJOR,
                         which + i > 0,
                     )
             if cutlass.const_expr(which == 1):
-                commit(bar.dkv_full + half)
+                commit(state.full)
             if cutlass.const_expr(half == HALVES - 1):
                 with cute.arch.elect_one():
                     tcgen05.commit(bar.p(which).empty, 0b11, tcgen05.CtaGroup.ONE)
@@ -377,6 +385,8 @@ class MlaBwdSm100(MlaBackwardKernel):
             row = tile.row_index(query, head) * Int64(exists)
             numbers = self.numbers(rows, sources, tile, exists, query, row)
             tiles = sum(counts[1:], counts[0])
+            if tiles > 0:
+                self.copy_q(cta, w, turns)
             for t in cutlass.range(tiles, unroll=1):
                 if w.owner == cta.rank:
                     self.finish(cta, w, peer, numbers, seen_by_all, t < counts[0], fill, rows.scale * LOG2_E)
@@ -401,6 +411,20 @@ class MlaBwdSm100(MlaBackwardKernel):
         if exists & (lse != -Float32.inf):
             shift, of_p, of_ds = lse * LOG2_E, factor, delta * rows.scale
         return Numbers(shift, of_p, of_p * rows.scale, of_ds, spans)
+
+    @cute.jit
+    def copy_q(self, cta: Cta, w: Row, turn: Int32):
+        """The first half of Q into TMEM; the scores of the rows before are made, and their dQ is stored. Here a part is
+        one of columns."""
+        c, bar = self.config, cta.bar
+        values, row = cute.make_rmem_tensor(SLAB // 2, Float32), w.thread
+        bar.rows(0).at(turn).wait_full()
+        first = cta.smem.rows[0].iterator.toint() + w.part * c.row_slab_bytes + row * ROW_BYTES
+        for i in cutlass.range_constexpr(cute.size(values) // 4):
+            for j, x in enumerate(load_shared_four(first + (i ^ row % 8) * 16)):
+                values[4 * i + j] = x
+        store_lanes(cta.tmem + (c.q_column + w.part * (SLAB // 2)), values, w.thread)
+        self.arrive(bar.q_full)
 
     @cute.jit
     def read_scores(self, cta: Cta, w: Row, which: cutlass.Constexpr, fill: Int32, values: cute.Tensor):
@@ -551,7 +575,7 @@ class MlaBwdSm100(MlaBackwardKernel):
         """dq <- dQ, rounded; without any key there is none. Returns how many tiles of rows had one."""
         c, bar = self.config, cta.bar
         if tiles > 0:
-            bar.dq.at(turn).wait_full()
+            wait_for(bar.dq_full, turn)
             after_thread_sync()
         values = cute.make_rmem_tensor(STORED, Float32)
         packed = cute.make_rmem_tensor(STORED // 2, Uint32)
@@ -566,8 +590,6 @@ class MlaBwdSm100(MlaBackwardKernel):
                 place = rows.dq + (row * c.d + cta.rank * c.columns + column0 + i * STORED)
                 place = cute.recast_ptr(place, dtype=Uint32).align(32)
                 cute.autovec_copy(packed, cute.make_tensor(place, packed.layout))
-        if tiles > 0:
-            self.arrive(bar.dq.empty)
         return turn + Int32(tiles > 0)
 
     # ---- dKV
@@ -578,7 +600,7 @@ class MlaBwdSm100(MlaBackwardKernel):
         c, bar, smem, n = self.config, cta.bar, cta.smem, cta.n
         thread, fill = cute.arch.thread_idx()[0] % WARPGROUP, Int32(0)
         step = (Int32(1) if c.gathers else n.h_kv) * (c.d * 4)  # gathered keys have one head
-        values, keys = (cute.make_rmem_tensor(ADDED, of) for of in (Float32, Int32))
+        values, keys = cute.make_rmem_tensor(c.tile_n, Float32), cute.make_rmem_tensor(TOGETHER, Int32)
         for wave in cutlass.range(self.tile_scheduler(n).waves, unroll=1):
             info = bar.info.at(wave)
             info.wait_full()
@@ -593,19 +615,20 @@ class MlaBwdSm100(MlaBackwardKernel):
                     first = firsts[0] if t < counts[0] else first
                 listed = bar.listed.at(fill)
                 listed.wait_full()
+                lists = tuple(smem.keys[i * WARP + cute.arch.lane_idx(), listed.index] for i in range(c.tile_n // WARP))
                 for half in cutlass.range_constexpr(HALVES):
-                    state = bar.dkv(half).at(fill)
+                    state = bar.dkv.at(HALVES * fill + half)
                     state.wait_full()
                     after_thread_sync()
                     place = first + place_in_memory(cta.rank * c.columns + half * c.half + thread) * 4
-                    for part in cutlass.range_constexpr(c.tile_n // ADDED):
-                        here = smem.keys.iterator + (listed.index * c.tile_n + part * ADDED)
-                        cute.autovec_copy(cute.make_tensor(here.align(16), keys.layout), keys)
-                        load_lanes(cta.tmem + (c.dkv_column(half) + part * ADDED), values, thread)
-                        for i in cutlass.range_constexpr(ADDED):
-                            if keys[i] >= 0:
-                                add_one(place + Int64(keys[i]) * step, values[i])
+                    load_lanes(cta.tmem + c.dkv_column, values, thread)
                     self.arrive(state.empty)
+                    for i in cutlass.range_constexpr(0, c.tile_n, TOGETHER):
+                        for j in cutlass.range_constexpr(TOGETHER):
+                            keys[j] = cute.arch.shuffle_sync(lists[i // WARP], i % WARP + j)
+                        for j in cutlass.range_constexpr(TOGETHER):
+                            if keys[j] >= 0:
+                                add_one(place + Int64(keys[j]) * step, values[i + j])
                 fill = fill + 1
 
 

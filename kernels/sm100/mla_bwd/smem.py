@@ -29,9 +29,9 @@ class Barriers:
     given_empty: cute.Pointer  # the peer has read both of this CTA's
     p_full: cute.Pointer  # P, and dS, of all rows are there
     p_empty: cute.Pointer  # and both CTAs have made dQ and dKV of them
-    dkv_full: cute.Pointer  # by half: dKV of a tile of keys is in TMEM
-    dkv_empty: cute.Pointer  # by half: and added to memory
-    dq: Ring  # full: dQ of a tile of rows is in TMEM; empty: and read
+    q_full: cute.Pointer  # the first half of Q is in TMEM, and dQ of the rows before is read
+    dkv: Ring  # full: a half of dKV of a tile of keys is in TMEM; empty: and read
+    dq_full: cute.Pointer  # dQ of a tile of rows is in TMEM
 
     def initialise(self, c: Config) -> None:
         """By one thread; they lie in memory in the order of `Config.barriers`."""
@@ -52,9 +52,6 @@ class Barriers:
 
     def p(self, which: int) -> Ring:
         return Ring(self.p_full + which, self.p_empty + which)
-
-    def dkv(self, half: int) -> Ring:
-        return Ring(self.dkv_full + half, self.dkv_empty + half)
 
 
 @dataclass(frozen=True)
@@ -84,7 +81,8 @@ def allocate(c: Config, dtype) -> tuple[Barriers, Shared]:
         Ring(*first[:2], 2),
         *first[2:6],
         Ring(first[6], first[6], LISTS),
-        *first[7:15],
-        Ring(*first[15:]),
+        *first[7:14],
+        Ring(*first[14:16]),
+        first[16],
     )
     return bar, Shared((q, do), k, (p, ds), given, keys, info, tmem)
