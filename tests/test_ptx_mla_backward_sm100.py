@@ -33,13 +33,19 @@ RUNS = [
     (f"{op}_bwd_sm_100f_d512_bfloat16", case)
     for op, of_op in {
         "mla_sparse": ("heads", "turns", "few", "window"),
-        "csa": ("turns", "few"),
+        "csa": ("turns",),
         "hca": ("tiles", "few"),
         "mla_span": ("tiles", "window", "few", "groups"),
     }.items()
     for case in of_op
 ] + [("csa_bwd_sm_100f_d512_float16", "few")]
 TWICE = ("heads",)
+SLOW = {("mla_sparse", "window"), ("csa", "turns"), ("hca", "tiles"), ("mla_span", "tiles")}
+
+
+def param(key: str, case: str):
+    slow = any(key.startswith(op) and case == c for op, c in SLOW)
+    return pytest.param(key, case, marks=[pytest.mark.slow] * slow)
 
 
 @functools.cache
@@ -50,7 +56,7 @@ def given(key: str, case: str) -> gradients.Operands:
     return gradients.operands(variant, **extents)
 
 
-@pytest.mark.parametrize(("key", "case"), RUNS)
+@pytest.mark.parametrize(("key", "case"), [param(*run) for run in RUNS])
 def test_is_right(key, case):
     """In an order of its own; where `TWICE`, with the same bits of dq in two, on one pair of CTAs and on two."""
     first = 2 * RUNS.index((key, case))
