@@ -69,7 +69,6 @@ LOADERS = WARP * LOADER_WARPS  # threads
 STORED = 32  # columns of dQ that a thread stores at a time
 PARTS = tuple((half, which) for half in range(HALVES) for which in range(2))  # of dKV: of P, and of dS
 UNDER_KEYS = 2  # parts that run while keys come in; the others while P and dS of the next tile are made
-
 TOGETHER = 16  # keys that a warp adds to one after the other, once it knows where they are
 
 
@@ -88,7 +87,7 @@ class Cta:
 class Row:
     """The row of a thread that has scores, and which of a tile's keys."""
 
-    thread: Int32
+    thread: Int32  # its lane of TMEM: the row among both CTAs'
     part: Int32  # of the keys
     place: Int32  # among the threads of the CTA that finishes the row
     owner: Int32  # its rank
@@ -334,7 +333,7 @@ class MlaBwdSm100(MlaBackwardKernel):
 
     @cute.jit
     def issue_dkv(self, cta: Cta, fill: Int32, parts: cutlass.Constexpr):
-        """Parts of dKV' <- dO' P + Q' dS."""
+        """Parts of dKV' <- dO' P + Q' dS. With the last one that reads P, or dS, both CTAs hear when it is done."""
         c, bar, smem = self.config, cta.bar, cta.smem
         for half, which in parts:
             state = bar.dkv.at(HALVES * fill + half)
