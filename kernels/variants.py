@@ -25,7 +25,9 @@ DTYPES = ("bfloat16", "float16")
 HOPPER, PLAIN = "kernels.sm90", "kernels.plain"
 MHA, MLA, MLA_FEW_HEADS = (f"{HOPPER}.{name}.fwd.kernel" for name in ("mha", "mla", "mla_few_heads"))
 MLA_BACKWARD, MLA_FEW_HEADS_BACKWARD = (f"{HOPPER}.{name}.bwd.kernel" for name in ("mla", "mla_few_heads"))
-MHA_BLACKWELL, MLA_BLACKWELL = (f"kernels.sm100.{name}.kernel" for name in ("mha", "mla"))
+MHA_BLACKWELL, MLA_BLACKWELL, MLA_BACKWARD_BLACKWELL = (
+    f"kernels.sm100.{name}.kernel" for name in ("mha", "mla", "mla_bwd")
+)
 MLA_OPS = ("mla_span_fwd", "mla_sparse_fwd", "csa_fwd", "hca_fwd", "dsv4_decode")  # d 512, where K is V
 
 
@@ -104,6 +106,7 @@ VARIANTS: tuple[Variant, ...] = (
         for op in ("mla_sparse_bwd", "csa_bwd")
         for dtype in DTYPES
     ),
+    *(MlaBackward(op, "sm_100f", MLA_BACKWARD_BLACKWELL, 512, dtype) for op in BACKWARD_OPS for dtype in DTYPES),
     TileSpans("tile_spans", "sm_90a", f"{HOPPER}.mha.bwd.tile_spans"),
     *(
         MhaBackward(op, "sm_90a", f"{HOPPER}.mha.bwd.{op.removeprefix('mha_')}", d, dtype)

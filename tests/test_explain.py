@@ -36,12 +36,12 @@ def x(*shape, dtype=jnp.bfloat16):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def layer(q, kv):
-    return dsv4_attention(q, kv, kv, ratio=4)[0]
+def layer(q, kv, **options):
+    return dsv4_attention(q, kv, kv, ratio=4, **options)[0]
 
 
-def loss(q, kv):
-    return layer(q, kv).astype(jnp.float32).sum()
+def loss(q, kv, **options):
+    return layer(q, kv, **options).astype(jnp.float32).sum()
 
 
 OPERANDS = x(1, 64, 16, 512), x(1, 64, 512)
@@ -116,6 +116,9 @@ def test_what_would_run_where_no_kernel_is_built(monkeypatch, built):
     forward, gradient = explain(jax.grad(loss), *OPERANDS)
     would_be = "sm_100f" if built else "sm_100f and sm_90a"
     assert f"on {would_be} it would be hca_fwd: bfloat16, d=512" in forward.reason
+    would_be = "sm_100f" if built else "sm_90a and sm_100f"
+    assert f"on {would_be} it would be hca_bwd: bfloat16, d=512" in gradient.reason
+    *_, gradient = explain(jax.grad(lambda q, kv: loss(q, kv, deterministic=True)), *OPERANDS)
     missing = "for sm_90a " if built else ""
     assert f"no kernels {missing}are built in (`python -m jax_dsv4_fmha info`)" in gradient.reason
     assert "on sm_90a it would be hca_bwd: bfloat16, d=512" in gradient.reason
@@ -130,14 +133,37 @@ def test_what_would_run_where_no_kernel_is_built(monkeypatch, built):
             jax.eval_shape(lambda q, kv: dsv4_attention(q, kv, kv, ratio=4, implementation="cubin"), *OPERANDS)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
-def test_a_step_on_blackwell(monkeypatch, dtype):
-    """What needs no tensor cores has kernels there too; what needs them says where it has some."""
+@pytest.fixture
+def blackwell(monkeypatch):
+    """As if this process had a B200 and compiled for it, with every kernel built in."""
     monkeypatch.setattr(library, "variants", every_kernel)
     monkeypatch.setattr(library, "local_architectures", lambda: ("sm_100f",))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     if "sm_100f" not in library.architectures():
         pytest.skip("kernels are built for other architectures")
+
+
+def test_gradients_on_blackwell(blackwell):
+    """The default one has a kernel. One with the same bits every time has none: XLA's, or an error where XLA cannot."""
+    forward, gradient = explain(jax.grad(loss), *OPERANDS)
+    assert forward.variant == "hca_fwd_sm_100f_d512_bfloat16" and gradient.variant == "hca_bwd_sm_100f_d512_bfloat16"
+    *_, gradient = explain(jax.grad(lambda q, kv: loss(q, kv, deterministic=True)), *OPERANDS)
+    assert gradient.implementation == "reference"
+    assert "hca_bwd: built for sm_90a, and this process has sm_100f" in gradient.reason
+    indices = jax.ShapeDtypeStruct((1, 64, 8), jnp.int32)
+
+    def selected(q, kv, indices, **options):
+        return dsv4_attention(q, kv, kv, indices=indices, **options)[0].astype(jnp.float32).sum()
+
+    *_, gradient = explain(jax.grad(selected), *OPERANDS, indices)
+    assert gradient.variant == "csa_bwd_sm_100f_d512_bfloat16"
+    with pytest.raises(NotImplementedError, match=r"deterministic: got True for bfloat16, d=512.*csa_bwd"):
+        jax.eval_shape(jax.grad(lambda *x: selected(*x, deterministic=True)), *OPERANDS, indices)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+def test_a_step_on_blackwell(blackwell, dtype):
+    """What needs no tensor cores has kernels there too; what needs them says where it has some."""
     sizes = {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "index_n_heads": 64}
     layer = from_config(MODELS["v4"] | sizes)[1]
     cache = jax.eval_shape(lambda: layer.cache(2, 64, dtype))

@@ -97,6 +97,15 @@ def test_sass(key):
         assert count["HGMMA"] == variant.d // 16 and count["WARPGROUP.ARRIVE"] == 4, count  # a piece is one group
         assert count["LDGSTS"] > 0 and count["UTMALDG"] == 0, count
         return
+    if isinstance(variant, MlaBackward) and variant.arch == "sm_100f":
+        columns, rows, keys = variant.d // 2, 128, 64  # of a CTA of a pair
+        of_scores, of_dq, of_dkv = 2 * columns // 16, keys // 16, 2 * 2 * rows // 16  # dKV of P and dS, by 128 columns
+        assert count["UTCHMMA"] == of_scores + of_dq + of_dkv + of_dkv // 2, count  # the last tile's second half
+        assert count["REDG"] * 128 == keys * columns, count
+        sent = 2 * keys * rows // 2  # half of S and dP; and in 16 bits of P and dS
+        assert count["STAS"] * 4 * 128 == sent + sent // 2, count
+        assert count["LDGSTS"] > 0 and count["UTMALDG"] == 0 and count["UTCATOMSWS"] >= 2, count
+        return
     if isinstance(variant, MlaBackward):
         of_tiles = 2 * variant.d // 16 + 2 * 64 // 16  # S and dP, and both halves of dQ
         of_keys = 2 * variant.d // 32 * 64 // 16  # dS' Q and P' dO, 32 columns at a time

@@ -1,4 +1,4 @@
-"""The backward kernels in the interpreter: right gradients in any order of events, and planted faults.
+"""Hopper's backward kernels in the interpreter: right gradients in any order of events, and planted faults.
 
 The interpreter must find each fault by a symptom that only this fault has.
 """
@@ -19,7 +19,7 @@ from interpreter.kernels.verdict import Wrong
 from interpreter.machine.hazards import Deadlock, OutOfBounds, Race, Undefined
 from kernels.abi import MlaBackward
 
-BUILT = [v.key for v in native.built(MlaBackward)]
+BUILT = [v.key for v in native.built(MlaBackward) if v.arch == "sm_90a"]
 ALL_KEYS = 1 << 30  # a width
 SHAPES: dict[str, dict[str, int]] = {
     # two tiles of keys and a part of one; heads of several queries in a tile of rows where they see the same keys

@@ -37,6 +37,17 @@ def blackwell() -> str:
     return table("d | tensor pipe | SMEM | exp2 | L2 | chain | at most | by the clocks", rows)
 
 
+def blackwell_gradients() -> str:
+    """The account of our kernels of gradients at d 512."""
+    names = {"mla_span_bwd": "span", "mla_sparse_bwd": "sparse"}
+    rows = []
+    for key, x in CLOCKS["accounts"].items():
+        if (v := variant_of(key)).op in names:
+            units = (f"{x['units'][name]}" for name in ("tensor", "SMEM", "to L2", "to peers", "L2", "chain"))
+            rows.append([names[v.op], *units, percent(x["at_most"]), percent(x["by_the_clocks"])])
+    return table("keys | tensor pipe | SMEM | to L2 | to peers | L2 | chain | at most | by the clocks", rows)
+
+
 def accounts_ours() -> str:
     """What bounds our kernels for Hopper, beside what an H200 took."""
     rows = []

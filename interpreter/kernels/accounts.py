@@ -8,36 +8,45 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from kernels.abi import Forward
+from kernels.abi import Forward, MlaBackward
 from kernels.variants import VARIANTS
 
 from .. import clocks
-from . import long
+from ..machine.state import Machine
+from . import gradients, long, mla_backward
 from .launch import Kernel, launch
 from .predictions import LAUNCHES
 
 KEYS = 1536  # of each source
 
 
-def accounted() -> list[Forward]:
-    """Forward kernels in bfloat16: those for Blackwell, and those for Hopper that docs/clocks.md has times of."""
+def accounted() -> list[Forward | MlaBackward]:
+    """Kernels of attention and its gradients in bfloat16: those for Blackwell, and those for Hopper that docs/clocks.md
+    has times of."""
     timed = {x.key("sm_90a") for x in LAUNCHES}
-    found = [v for v in VARIANTS if isinstance(v, Forward) and v.dtype == "bfloat16"]
+    found = [v for v in VARIANTS if isinstance(v, Forward | MlaBackward) and v.dtype == "bfloat16"]
     return [v for v in found if v.arch != "sm_90a" or v.key in timed]
 
 
-def of_variant(v: Forward, keys: int = KEYS) -> clocks.Account:
-    kernel: Kernel[Forward] = Kernel.of(v)
-    cluster, ctas = (kernel.facts[name] for name in ("cluster", "ctas"))
-    x = long.operands(v, kernel.facts["tile_m"] * cluster, keys)
+def of_variant(v: Forward | MlaBackward, keys: int = KEYS) -> clocks.Account:
+    kernel = Kernel.of(v)
+    processors = kernel.facts["cluster"] * kernel.facts["ctas"]
+    make = machines(kernel, keys, processors)
+    return clocks.account(lambda alone=False: clocks.run(make(), kernel.facts["ctas"], alone=alone))
 
-    def timed(alone: bool = False) -> clocks.Timing:
-        return clocks.run(launch(kernel, x, processors=cluster * ctas).machine, ctas, alone=alone)
 
-    return clocks.account(timed)
+def machines(kernel: Kernel[Any], keys: int, processors: int) -> Callable[[], Machine]:
+    """Launches over so many keys of each source, of two tiles of rows or one."""
+    v, rows = kernel.variant, kernel.facts["tile_m"] * kernel.facts["cluster"]
+    if isinstance(v, MlaBackward):
+        given = gradients.of_attention(long.operands(v, rows, keys // 2, queries=1), v.d**-0.5)
+        return lambda: mla_backward.launch(kernel, given, processors=processors).machine
+    x = long.operands(v, rows, keys)
+    return lambda: launch(kernel, x, processors=processors).machine
 
 
 def main(argv: Sequence[str] | None = None) -> None:

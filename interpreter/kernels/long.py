@@ -6,14 +6,14 @@ import dataclasses
 
 import numpy as np
 
-from kernels.abi import Forward
+from kernels.abi import Forward, MlaBackward
 
 from ..machine.state import Array
 from . import attention
 
 
 def operands(
-    variant: Forward,
+    variant: Forward | MlaBackward,
     tile_m: int,
     keys: int | tuple[int, int],
     *,

@@ -56,7 +56,9 @@ class Launch:
         ]
 
 
-def launch(kernel: Kernel[MlaBackward], x: gradients.Operands, *, processors: int = 2, seed: int = 0) -> Launch:
+def launch(
+    kernel: Kernel[MlaBackward], x: gradients.Operands, *, processors: int = 2, seed: int = 0, record: bool = False
+) -> Launch:
     """A launch on this many processors."""
     a, memory, scale = x.attention, new_memory(), kernel.variant.d**-0.5
     given = {"q": a.q, "dout": x.do, "lse": x.lse, "sink_factor": x.sink_factor, "delta": x.delta}
@@ -73,7 +75,7 @@ def launch(kernel: Kernel[MlaBackward], x: gradients.Operands, *, processors: in
         addresses[f"dkv{i}"] = add_cleared(memory, f"dkv{i}", keys.k.size * (4 + 4 * len(resolution)))
     tiles = {name: kernel.facts[name] for name in ("tile_m", "tile_n", "cluster")}
     plan = native.plan(kernel.variant, a.shape, scale, **tiles, processors=processors, addresses=addresses)
-    return Launch(machine(kernel, plan, memory, seed=seed), x, scale, resolution)
+    return Launch(machine(kernel, plan, memory, seed=seed, record=record), x, scale, resolution)
 
 
 def judge(run: Launch, got: tuple[Array, ...]) -> None:

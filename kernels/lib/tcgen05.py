@@ -76,6 +76,23 @@ def multiply(
         nvvm.tcgen05_mma(nvvm.Tcgen05MMAKind.F16, pair, in_tmem(d), left, *others, **kept)
 
 
+A_MN_MAJOR = 1 << 15  # in an `instruction`: A as well
+
+
+@dsl_user_op
+def multiply_alone(d: Int32, a: Int32 | Int64, b: Int64, kind: int, adds: Boolean, *, loc=None, ip=None) -> None:
+    """`multiply` for 128 rows of one CTA."""
+
+    def in_tmem(x: Int32):
+        space = llvm.PointerType.get(cute.AddressSpace.tmem.value)
+        return llvm.inttoptr(space, x.ir_value(loc=loc, ip=ip), loc=loc, ip=ip)
+
+    left = in_tmem(a) if isinstance(a, Int32) else a.ir_value(loc=loc, ip=ip)
+    others = (x.ir_value(loc=loc, ip=ip) for x in (b, Int32(kind), Boolean(adds)))
+    alone = nvvm.CTAGroupKind.CTA_1
+    nvvm.tcgen05_mma(nvvm.Tcgen05MMAKind.F16, alone, in_tmem(d), left, *others, loc=loc, ip=ip)
+
+
 # Between TMEM and registers. A warp has 32 of the lanes.
 
 

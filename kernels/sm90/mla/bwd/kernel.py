@@ -29,7 +29,6 @@ P is 0, and nothing is added for it. Zeros also replace rows that do not exist, 
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -40,15 +39,15 @@ from kernels.abi import MlaBackward
 from kernels.aot import Compiled
 from kernels.lib.cluster import CLUSTER, arrive, await_others
 from kernels.lib.launch import WARPGROUP
+from kernels.lib.mla_backward import MlaBackwardKernel, RowOperands, Source
 from kernels.lib.output import store_output
 from kernels.lib.pipeline import wait_for
 from kernels.lib.ptx import copy_or_zero
 from kernels.lib.rows import BoxedRows, Extents, PlacedTile, RowTile, load, row_of
-from kernels.lib.selections import CHUNK, LANES_A_ROW, Run, Selection, mask_absent, open_selection, with_keys
+from kernels.lib.selections import CHUNK, LANES_A_ROW, Selection, mask_absent, with_keys
 from kernels.lib.softmax import LOG2_E, ROWS
-from kernels.lib.spans import Span, SpanOperands, open_span, prefetch_span, span_of
+from kernels.lib.spans import Span, span_of
 from kernels.lib.splits import on_source, total_tiles
-from kernels.lib.tile_scheduler import TileScheduler
 from kernels.lib.wgmma import (
     K_MAJOR,
     MN_MAJOR,
@@ -66,7 +65,6 @@ from kernels.lib.wgmma import (
 
 from .config import Config
 from .dkv import KvGradient, thread_again
-from .host import MlaBackwardKernel, RowOperands, Source
 from .p_ds import differentiate, exponentiate, find_absent, mask_span
 from .prefetch import prefetch_sums
 from .smem import LEFT, RIGHT, STAGES, Barriers, Shared
@@ -101,12 +99,6 @@ class MlaBwdSm90(MlaBackwardKernel):
             arrive(c.cluster)
             await_others(c.cluster)
 
-    def tile_scheduler(self, n: Extents) -> TileScheduler:
-        """Where keys are gathered, heads of one query follow one another, so that they share the keys in L2."""
-        c = self.config
-        sections = (Int32(1), 1) if c.gathers else ()
-        return TileScheduler.of(n, *sections, cluster=c.cluster)
-
     # ---- producer
 
     @cute.jit
@@ -134,29 +126,6 @@ class MlaBwdSm90(MlaBackwardKernel):
                 if t == 0:
                     self.load_rows(bar, smem, rows, tile, opened, lists, wave, thread)
             before = before + tiles
-
-    def open(self, kind: str, source: Source, tile: RowTile) -> Any:
-        c = self.config
-        operands = source.operands(kind, c.gathers)
-        if isinstance(operands, SpanOperands):
-            both = self.of_cluster(tile)
-            return open_span(operands, both, c.tile_n, prefetch_span(operands, both, c.cluster * c.tile_m))
-        return open_selection(operands, tile, c.tile_n, c.d)
-
-    def of_cluster(self, tile: RowTile) -> RowTile:
-        """The rows of all CTAs of the cluster, which take the same keys."""
-        cluster = self.config.cluster
-        if cluster == 1:
-            return tile
-        n = tile.n._replace(box_inner=cluster * tile.n.box_inner)
-        return replace(tile, n=n, inner0=tile.inner0 - cute.arch.block_idx()[0] % cluster * tile.n.box_inner)
-
-    def listed_keys(self, opened: Any, source: Source, tile: RowTile) -> Selection:
-        """An opened source as something to gather from: for a span the union of its rows' intervals."""
-        if isinstance(opened, Selection):
-            return opened
-        place, step = tile.key(source.keys, opened.operands.s_kv, Int32(0), self.config.d)
-        return Run(opened.operands, opened.tile_n, step, place, opened.lo, opened.lo, opened.hi - opened.lo)
 
     @cute.jit
     def gather(self, bar: Barriers, smem: Shared, keys: Selection, wanted: cute.Tensor, k: Int32, thread: Int32):

@@ -30,6 +30,7 @@ from kernels.abi import MlaBackward
 from kernels.aot import Compiled
 from kernels.lib.columns import by_column, column_of
 from kernels.lib.launch import WARP, WARPGROUP
+from kernels.lib.mla_backward import MlaBackwardKernel, RowOperands
 from kernels.lib.pipeline import wait_for
 from kernels.lib.ptx import arrive_if, copy_or_zero, copy_out
 from kernels.lib.rows import ROWS, Extents, RowTile, load, row_of
@@ -53,7 +54,6 @@ from kernels.lib.wgmma import (
 )
 
 from ...mla.bwd.dkv import Destination, add_staged, stage_rows, staged_row
-from ...mla.bwd.host import MlaBackwardKernel, RowOperands
 from .config import CTAS_PER_SM, Config
 from .smem import STAGES, Barriers, Shared
 

@@ -1,9 +1,11 @@
-"""The host side that the kernels of this gradient share: their entry, and the arguments that they are compiled for.
+"""What the kernels of the gradient over a latent share: their entry, the arguments that they are compiled for, and how
+they open their sources.
 
 The entry takes plain arrays and numbers, the same for all kernels, and passes each kernel the same bundles of them.
 Flattened, these are the parameters of `kernels.abi.MlaBackward`, in their order.
 """
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
@@ -11,10 +13,12 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from kernels.abi import MlaBackward
-from kernels.lib.launch import Kernel, i32, pointers
-from kernels.lib.rows import extents
-from kernels.lib.selections import RunOperands, SelectionOperands
-from kernels.lib.spans import SpanOperands
+
+from .launch import Kernel, i32, pointers
+from .rows import Extents, RowTile, extents
+from .selections import Run, RunOperands, Selection, SelectionOperands, open_selection
+from .spans import SpanOperands, open_span, prefetch_span
+from .tile_scheduler import TileScheduler
 
 
 class RowOperands(NamedTuple):
@@ -107,3 +111,34 @@ class MlaBackwardKernel(Kernel):
             *source,
             i32(),
         )
+
+    # ---- on the device, where rows of a cluster have the same keys
+
+    def tile_scheduler(self, n: Extents) -> TileScheduler:
+        """Where keys are gathered, heads of one query follow one another, so that they share the keys in L2."""
+        c = self.config
+        sections = (Int32(1), 1) if c.gathers else ()
+        return TileScheduler.of(n, *sections, cluster=c.cluster)
+
+    def open(self, kind: str, source: Source, tile: RowTile) -> Any:
+        c = self.config
+        operands = source.operands(kind, c.gathers)
+        if isinstance(operands, SpanOperands):
+            both = self.of_cluster(tile)
+            return open_span(operands, both, c.tile_n, prefetch_span(operands, both, c.cluster * c.tile_m))
+        return open_selection(operands, tile, c.tile_n, c.d)
+
+    def of_cluster(self, tile: RowTile) -> RowTile:
+        """The rows of all CTAs of the cluster, which take the same keys."""
+        cluster = self.config.cluster
+        if cluster == 1:
+            return tile
+        n = tile.n._replace(box_inner=cluster * tile.n.box_inner)
+        return replace(tile, n=n, inner0=tile.inner0 - cute.arch.block_idx()[0] % cluster * tile.n.box_inner)
+
+    def listed_keys(self, opened: Any, source: Source, tile: RowTile) -> Selection:
+        """An opened source as something to gather from: for a span the union of its rows' intervals."""
+        if isinstance(opened, Selection):
+            return opened
+        place, step = tile.key(source.keys, opened.operands.s_kv, Int32(0), self.config.d)
+        return Run(opened.operands, opened.tile_n, step, place, opened.lo, opened.lo, opened.hi - opened.lo)
