@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from importlib import util
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from interpreter.faults import PlantedFault
 from interpreter.kernels import attention, cases
 from interpreter.kernels.launch import Kernel, Launch, launch
+from interpreter.kernels.native import variant_of
 from interpreter.kernels.verdict import Wrong, judge
 from interpreter.machine.hazards import Deadlock, Fault, Leak, Misuse, Race, Undefined
 from interpreter.machine.state import SMEM_BASE, Array
@@ -574,13 +576,13 @@ def compiler() -> Iterator[build.Compiler]:
         yield process
 
 
-def mutant(fault: PlantedFault[str, str], directory: Path, compiler: build.Compiler) -> Kernel[Forward]:
-    kernel = Kernel.of(SM100[fault.kernel])
+def mutant(fault: PlantedFault[str, str], directory: Path, compiler: build.Compiler) -> Kernel[Any]:
+    kernel: Kernel[Any] = Kernel.of(variant_of(fault.kernel))
     if not fault.source:
         return dataclasses.replace(kernel, ptx=fault.planted_in(kernel.ptx))
     shutil.copytree(ROOT / "kernels", directory / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
     *folder, _ = kernel.variant.module.split(".")
-    shared = (directory / "kernels/lib" / f"{name}.py" for name in ("tcgen05", "row_softmax", "splits"))
+    shared = (directory / "kernels/lib" / f"{name}.py" for name in ("tcgen05", "row_softmax", "splits", "scores"))
     files = [*directory.joinpath(*folder).glob("*.py"), *shared]
     for old, new in fault.source:
         assert sum(file.read_text().count(old) for file in files) == 1, old

@@ -8,36 +8,47 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kernels.abi import Forward
+from kernels.abi import Forward, IndexerScores
 from kernels.variants import VARIANTS
 
 from .. import clocks
-from . import long
+from ..machine.state import Machine
+from . import indexer, long
 from .launch import Kernel, launch
 from .predictions import LAUNCHES
 
 KEYS = 1536  # of each source
 
 
-def accounted() -> list[Forward]:
-    """Forward kernels in bfloat16: those for Blackwell, and those for Hopper that docs/clocks.md has times of."""
+def accounted() -> list[Forward | IndexerScores]:
+    """Forward kernels in bfloat16: those for Blackwell, and those for Hopper that docs/clocks.md has times of. And an
+    indexer's scores on Blackwell."""
     timed = {x.key("sm_90a") for x in LAUNCHES}
     found = [v for v in VARIANTS if isinstance(v, Forward) and v.dtype == "bfloat16"]
-    return [v for v in found if v.arch != "sm_90a" or v.key in timed]
+    scores = [v for v in VARIANTS if isinstance(v, IndexerScores) and v.arch != "sm_90a" and v.dtype != "float16"]
+    return [*(v for v in found if v.arch != "sm_90a" or v.key in timed), *(v for v in scores if v.heads == 64)]
 
 
-def of_variant(v: Forward, keys: int = KEYS) -> clocks.Account:
-    kernel: Kernel[Forward] = Kernel.of(v)
+def of_variant(v: Forward | IndexerScores, keys: int = KEYS) -> clocks.Account:
+    make = of_scores(v, keys) if isinstance(v, IndexerScores) else of_attention(v, keys)
+    ctas = Kernel.of(v).facts["ctas"]
+    return clocks.account(lambda alone=False: clocks.run(make(), ctas, alone=alone))
+
+
+def of_attention(v: Forward, keys: int) -> Callable[[], Machine]:
+    kernel = Kernel.of(v)
     cluster, ctas = (kernel.facts[name] for name in ("cluster", "ctas"))
     x = long.operands(v, kernel.facts["tile_m"] * cluster, keys)
+    return lambda: launch(kernel, x, processors=cluster * ctas).machine
 
-    def timed(alone: bool = False) -> clocks.Timing:
-        return clocks.run(launch(kernel, x, processors=cluster * ctas).machine, ctas, alone=alone)
 
-    return clocks.account(timed)
+def of_scores(v: IndexerScores, keys: int) -> Callable[[], Machine]:
+    kernel = Kernel.of(v)
+    x = indexer.Problem.seen_by_all(v, kernel.facts["tile_m"] // v.heads, 2 * keys)
+    return indexer.Call.of(kernel, x, 1).scoring
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from kernels.abi import Forward
+from kernels.abi import Forward, IndexerScores, Variant
 from kernels.variants import VARIANTS
 
 from ..cute.forms import executed
-from ..kernels import cases
+from ..kernels import cases, indexer
 from ..kernels.launch import Kernel, launch
+from ..machine.state import Machine
 
 CASES = ("tiles", "turns", "groups")
 
@@ -26,18 +27,28 @@ def forms() -> Mapping[str, list[str]]:
     """Form -> the keys of the kernels that execute it. float16 is the same code up to conversions."""
     found: dict[str, set[str]] = {}
     for variant in VARIANTS:
-        if not isinstance(variant, Forward) or variant.arch != "sm_100f" or variant.dtype != "bfloat16":
+        if variant.arch != "sm_100f":
             continue
+        for machine in machines(variant):
+            machine.run()
+            for form in executed(machine):
+                found.setdefault(form, set()).add(variant.key)
+    return {form: sorted(found[form]) for form in sorted(found)}
+
+
+def machines(variant: Variant) -> Iterator[Machine]:
+    """About to run, of a kernel that has tensor cores."""
+    if isinstance(variant, Forward) and variant.dtype == "bfloat16":
         kernel = Kernel.of(variant)
         for case in CASES:
             x = cases.operands(variant, kernel.facts["tile_n"], case)
-            if x is None:
-                continue
-            run = launch(kernel, x, processors=cases.PROCESSORS[case], record=True)
-            run.run()
-            for form in executed(run.machine):
-                found.setdefault(form, set()).add(variant.key)
-    return {form: sorted(found[form]) for form in sorted(found)}
+            if x is not None:
+                yield launch(kernel, x, processors=cases.PROCESSORS[case], record=True).machine
+    if isinstance(variant, IndexerScores) and variant.dtype != "float16" and variant.heads == 64:
+        for case in CASES:
+            problem = indexer.Problem.case(variant, case)
+            if problem is not None:
+                yield indexer.Call.of(Kernel.of(variant), problem, cases.PROCESSORS[case]).scoring(record=True)
 
 
 def main() -> None:
