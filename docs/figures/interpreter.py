@@ -6,7 +6,6 @@ from interpreter.clocks.architecture import BLACKWELL, HOPPER
 from interpreter.kernels.native import variant_of
 from interpreter.machine.rules import Rule
 from interpreter.witnesses.timing import B200, GB200
-from kernels.abi import IndexerScores
 
 from .records import CLOCKS, FORMS, ORDERS, WITNESSED, percent, table, texts, wrapped
 
@@ -22,9 +21,6 @@ def clocks_layers() -> str:
 def structure(key: str) -> str:
     """A kernel of Blackwell in a table: d, and at d 512 what it walks, and how."""
     v = variant_of(key)
-    if isinstance(v, IndexerScores):
-        number = "e4m3" if v.dtype == "float8_e4m3fn" else "bf16"
-        return f"128, an indexer's scores, {number}" + ", pages" * v.paged
     words = {"mla_span_fwd": ", span", "mla_sparse_fwd": ", sparse"}
     ctas = ", one CTA" if v.max_heads <= 64 else ", a pair"
     return f"{v.d}{words[v.op]}{ctas}" if v.d == 512 else f"{v.d}"
@@ -34,9 +30,9 @@ def blackwell() -> str:
     """The account of our kernels of one source."""
     rows = []
     for key, x in CLOCKS["accounts"].items():
-        if "sm_100f" not in key or not key.startswith(("mha_fwd", "mla_span_fwd", "mla_sparse_fwd", "indexer_scores")):
+        if "sm_100f" not in key or not key.startswith(("mha_fwd", "mla_span_fwd", "mla_sparse_fwd")):
             continue
-        units = (f"{x['units'].get(name, '–')}" for name in ("tensor", "SMEM", "mufu", "L2", "chain"))
+        units = (f"{x['units'][name]}" for name in ("tensor", "SMEM", "mufu", "L2", "chain"))
         rows.append([structure(key), *units, percent(x["at_most"]), percent(x["by_the_clocks"])])
     return table("d | tensor pipe | SMEM | exp2 | L2 | chain | at most | by the clocks", rows)
 
