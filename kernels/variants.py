@@ -126,7 +126,8 @@ VARIANTS: tuple[Variant, ...] = (
         for dtype in dtypes
     ),
     *(
-        Probabilities("head_summed_probabilities", "sm_90a", f"{HOPPER}.indexer.probabilities.kernel", 512, dtype)
+        Probabilities("head_summed_probabilities", arch, f"{package}.indexer.probabilities.kernel", 512, dtype)
+        for arch, package in (("sm_90a", HOPPER), ("sm_100f", BLACKWELL))
         for dtype in DTYPES
     ),
     *plain("sm_90a"),

@@ -99,6 +99,10 @@ def test_sass(key):
         assert (count["HGMMA"], products) == ((0, 4) if "float8" in variant.dtype else (8 + of_gradients, 0)), count
         assert (count["REDG"] * 2 >= 64) == variant.op.endswith("_bwd") and count["LDGSTS"] > 0, count
         return
+    if isinstance(variant, Probabilities) and variant.arch == "sm_100f":  # pieces of 64 columns; columns 16 at a time
+        assert count["UTCHMMA"] == variant.d // 16 and count["LDTM"] == 128 // 16 and count["UTMALDG"] == 0, count
+        assert count["LDGSTS"] > 0 and count["USETMAXREG"] == 3 and count["UTCATOMSWS"] >= 2, count
+        return
     if isinstance(variant, Probabilities):
         assert count["HGMMA"] == variant.d // 16 and count["WARPGROUP.ARRIVE"] == 4, count  # a piece is one group
         assert count["LDGSTS"] > 0 and count["UTMALDG"] == 0, count

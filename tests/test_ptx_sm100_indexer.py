@@ -1,5 +1,5 @@
-"""The indexer's scores for Blackwell, which no test has run on hardware: their PTX in the interpreter, with planted
-faults."""
+"""The indexer's scores and its teacher's probabilities for Blackwell, which no test has run on hardware: their PTX in
+the interpreter, with planted faults."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from interpreter.faults import PlantedFault
-from interpreter.kernels import indexer, native
+from interpreter.kernels import indexer, native, probabilities
 from interpreter.kernels.indexer import Call, Problem, judge_choice, judge_scores
 from interpreter.kernels.launch import Kernel
 from interpreter.kernels.verdict import Wrong
@@ -31,7 +31,7 @@ IN_16_BITS, IN_8_BITS, OF_PAGES = (SCORES + x for x in ("64_bfloat16", "64_float
 def test_scores_and_choice(key):
     """By both kernels of a call: scores, then top-k; in another order on another number of CTAs with the same bits."""
     v = native.variant_of(SCORES + key)
-    x = Problem.of(v, 2, 9, 300, 40)
+    x = Problem.of(v, 2, 5, 260, 40)
     got = indexer.run(v, x)
     judge_scores(x, got.scores, x.seen)
     judge_choice(got, x.start, x.stop)
@@ -214,3 +214,103 @@ def test_finds(fault, tmp_path, compiler):  # noqa: F811
     """The interpreter finds a planted fault in any order of events."""
     kernel = mutant(fault, tmp_path, compiler)
     fault.check(lambda fault, seed: run_with(kernel, fault, seed))
+
+
+# ---- the teacher's probabilities
+
+TEACHER = "head_summed_probabilities_sm_100f_d512_bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "seed"),
+    [
+        ("bfloat16", (1, 2, 5, 90, 40), 0),  # one tile of keys: nothing for the second warpgroup
+        ("float16", (2, 1, 130, 90, 333), 1),  # more heads than a tile has, three tiles of keys
+    ],
+)
+def test_probabilities(dtype, shape, seed):
+    """With the same bits on one CTA and on more than there are queries."""
+    v = native.variant_of(TEACHER.replace("bfloat16", dtype))
+    x = probabilities.Problem.of(v, *shape)
+    first, second = (probabilities.run(v, x, processors=n, seed=seed + n) for n in (1, 4))
+    probabilities.judge(x, first)
+    assert first.tobytes() == second.tobytes()
+
+
+def other_lse(x: probabilities.Problem) -> probabilities.Problem:
+    """Every even head has the lse of the one after it; the last one that there is has none."""
+    lse = np.concatenate([x.lse, np.full_like(x.lse[..., :1], np.inf)], -1)
+    return dataclasses.replace(x, lse=lse[..., np.arange(x.lse.shape[-1]) | 1])
+
+
+def last_heads(x: probabilities.Problem) -> probabilities.Problem:
+    return dataclasses.replace(x, q=x.q[:, :, 128:], lse=x.lse[:, :, 128:])
+
+
+FEW_HEADS, MANY_HEADS = (1, 2, 5, 90, 300), (1, 1, 130, 90, 60)
+TEACHER_FAULTS = [
+    PlantedFault(
+        "the lse of another head",
+        TEACHER,
+        Wrong,
+        "probabilities are wrong",
+        answers=other_lse,
+        source=(("scale_log2, shifts[column + i])", "scale_log2, shifts[column + i + 1])"),),
+    ),
+    PlantedFault(
+        "the first heads are forgotten",
+        TEACHER,
+        Wrong,
+        r"^5\d of 60 probabilities are wrong",
+        answers=last_heads,
+        case=MANY_HEADS,
+        source=(("total = total + load(place)", "total = total + 0 * load(place)"),),
+    ),
+    PlantedFault(
+        "an entry past the last key counts",
+        TEACHER,
+        Wrong,
+        r"probabilities are wrong, .* entry (90|2147483647): ",
+        source=(("if entry < 0 or entry >= n.s_kv:", "if entry < 0:"),),
+    ),
+    PlantedFault(
+        "keys are multiplied without a proxy fence",
+        TEACHER,
+        Race,
+        rf"{MMA}[^\n]*\n\s+reads SMEM [^\n]*no fence\.proxy\.async after the generic write by [^\n]*cp\.async",
+        source=(('cute.arch.fence_proxy("async.shared", space="cta")  # they', "pass  # they"),),
+    ),
+    PlantedFault(
+        "keys are multiplied before they are there",
+        TEACHER,
+        Race,
+        rf"{MMA}[^\n]*\n\s+reads SMEM [^\n]*(which nobody wrote|nothing orders this and the write by cp\.async)",
+        source=(("                    k.wait_full()\n", ""),),
+    ),
+    PlantedFault(
+        "products overwrite those that are not read",
+        TEACHER,
+        Race,
+        unordered(MMA, r"tcgen05\.ld\.sync", "TMEM"),
+        case=(1, 1, 5, 90, 600),
+        source=(("                s.wait_empty()\n", ""),),
+    ),
+]
+
+
+def sum_with(kernel: Kernel, fault: PlantedFault[str, tuple[int, ...]], seed: int) -> None:
+    x = probabilities.Problem.of(native.variant_of(TEACHER), *(fault.case or FEW_HEADS))
+    call = probabilities.Call(kernel, x, processors=1)
+    (ran := call.machine(seed=seed)).run()
+    if fault.answers is not None:
+        try:
+            probabilities.judge(fault.answers(x), call.result(ran))
+        except Wrong as wrong:
+            raise AssertionError(f"wrong, and not in the way that was foretold: {wrong}") from None
+    call.judge(ran)
+
+
+@pytest.mark.parametrize("fault", TEACHER_FAULTS, ids=str)
+def test_finds_in_the_teacher(fault, tmp_path, compiler):  # noqa: F811
+    kernel = mutant(fault, tmp_path, compiler)
+    fault.check(lambda fault, seed: sum_with(kernel, fault, seed))

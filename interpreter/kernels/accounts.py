@@ -11,29 +11,38 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kernels.abi import Forward, IndexerScores
+from kernels.abi import Forward, IndexerScores, Probabilities
 from kernels.variants import VARIANTS
 
 from .. import clocks
 from ..machine.state import Machine
-from . import indexer, long
+from . import indexer, long, probabilities
 from .launch import Kernel, launch
 from .predictions import LAUNCHES
 
 KEYS = 1536  # of each source
 
 
-def accounted() -> list[Forward | IndexerScores]:
-    """Forward kernels in bfloat16: those for Blackwell, and those for Hopper that docs/clocks.md has times of. And an
-    indexer's scores on Blackwell."""
+Accounted = Forward | IndexerScores | Probabilities
+
+
+def accounted() -> list[Accounted]:
+    """Forward kernels in bfloat16: those for Blackwell, and those for Hopper that docs/clocks.md has times of. And the
+    indexer's on Blackwell."""
     timed = {x.key("sm_90a") for x in LAUNCHES}
     found = [v for v in VARIANTS if isinstance(v, Forward) and v.dtype == "bfloat16"]
-    scores = [v for v in VARIANTS if isinstance(v, IndexerScores) and v.arch != "sm_90a" and v.dtype != "float16"]
-    return [*(v for v in found if v.arch != "sm_90a" or v.key in timed), *(v for v in scores if v.heads == 64)]
+    rest = (v for v in VARIANTS if isinstance(v, IndexerScores | Probabilities) and v.dtype != "float16")
+    indexers = [v for v in rest if v.arch != "sm_90a" and (isinstance(v, Probabilities) or v.heads == 64)]
+    return [*(v for v in found if v.arch != "sm_90a" or v.key in timed), *indexers]
 
 
-def of_variant(v: Forward | IndexerScores, keys: int = KEYS) -> clocks.Account:
-    make = of_scores(v, keys) if isinstance(v, IndexerScores) else of_attention(v, keys)
+def of_variant(v: Accounted, keys: int = KEYS) -> clocks.Account:
+    if isinstance(v, Forward):
+        make = of_attention(v, keys)
+    elif isinstance(v, IndexerScores):
+        make = of_scores(v, keys)
+    else:
+        make = of_probabilities(v, keys)
     ctas = Kernel.of(v).facts["ctas"]
     return clocks.account(lambda alone=False: clocks.run(make(), ctas, alone=alone))
 
@@ -49,6 +58,12 @@ def of_scores(v: IndexerScores, keys: int) -> Callable[[], Machine]:
     kernel = Kernel.of(v)
     x = indexer.Problem.seen_by_all(v, kernel.facts["tile_m"] // v.heads, 2 * keys)
     return indexer.Call.of(kernel, x, 1).scoring
+
+
+def of_probabilities(v: Probabilities, keys: int) -> Callable[[], Machine]:
+    kernel = Kernel.of(v)
+    x = probabilities.Problem.of(v, 1, 1, kernel.facts["tile_m"], 4 * keys, keys)
+    return probabilities.Call(kernel, x, 1).machine
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -9,8 +9,8 @@
     python -m interpreter mha_fwd_sm_90a_d128_bf --account                  what each unit has to do for a tile of keys
     python -m interpreter mha_fwd_sm_90a_d128_bf --orders                   whether it ends in every order
 
-The kernel is a key of kernels/variants.py, of an attention or of an indexer's scores, or an unambiguous part of one; it
-is compiled if no build has it. With a fault (a deadlock, a race, an access out of bounds, a wrong answer, ...) the exit
+The kernel is a key of kernels/variants.py, of an attention, an indexer's scores or its teacher, or a part of one; it is
+compiled if no build has it. With a fault (a deadlock, a race, an access out of bounds, a wrong answer, ...) the exit
 status is 1, and the timeline ends where it was found.
 """
 
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kernels.abi import Forward, IndexerScores
+from kernels.abi import Forward, IndexerScores, Probabilities
 from kernels.variants import VARIANTS
 
 from .. import clocks
@@ -33,11 +33,11 @@ from ..machine.scheduler import Policy
 from ..machine.state import Machine
 from ..machine.timeline import lines, plot
 from ..orders.verdict import verdict
-from . import attention, cases, indexer, long
+from . import attention, cases, indexer, long, probabilities
 from .launch import Kernel, launch
 from .verdict import judge
 
-Shown = Forward | IndexerScores
+Shown = Forward | IndexerScores | Probabilities
 Judge = Callable[[Machine], None]
 
 
@@ -86,12 +86,25 @@ class Prepared:
         return Prepared(f"queries {x.q.shape}, keys {x.k.shape}", make)
 
     @staticmethod
+    def of_probabilities(kernel: Kernel[Probabilities], x: probabilities.Problem, processors: int) -> Prepared:
+        call = probabilities.Call(kernel, x, processors)
+
+        def make(seed: int, record: bool) -> tuple[Machine, Judge]:
+            return call.machine(seed=seed, record=record), call.judge
+
+        return Prepared(f"queries {x.q.shape}, {x.indices.shape[2]} of keys {x.k.shape}", make)
+
+    @staticmethod
     def case(kernel: Kernel[Any], name: str, processors: int | None) -> Prepared:
         """One of `cases.CASES`."""
         if isinstance(kernel.variant, IndexerScores):
             problem = indexer.Problem.case(kernel.variant, name)
             if problem is not None:
                 return Prepared.of_scores(kernel, problem, processors or cases.PROCESSORS[name])
+        elif isinstance(kernel.variant, Probabilities):
+            given = probabilities.Problem.case(kernel.variant, name)
+            if given is not None:
+                return Prepared.of_probabilities(kernel, given, processors or cases.PROCESSORS[name])
         else:
             x = cases.operands(kernel.variant, kernel.facts["tile_n"], name)
             if x is not None:
@@ -105,6 +118,9 @@ class Prepared:
         if isinstance(v, IndexerScores):
             problem = indexer.Problem.seen_by_all(v, queries or tile_m // v.heads, keys)
             return Prepared.of_scores(kernel, problem, processors)
+        if isinstance(v, Probabilities):
+            given = probabilities.Problem.of(v, 1, queries or 1, heads or tile_m, 4 * keys, keys)
+            return Prepared.of_probabilities(kernel, given, processors)
         x = long.operands(v, tile_m, keys, queries=queries, heads=heads)
         return Prepared.of_attention(kernel, x, processors, known=all(source.pool is None for source in x.sources))
 

@@ -1,5 +1,5 @@
-"""Every order of the launches of attention, of its gradients and of an indexer's scores: `interpreter/orders` says
-what that is.
+"""Every order of the launches of attention, of its gradients, of an indexer's scores and of its teacher:
+`interpreter/orders` says what that is.
 
     python -m interpreter.kernels.orders                            all kernels, in one 16-bit type
     python -m interpreter.kernels.orders mha sm_100a                those whose keys have all of these words
@@ -20,13 +20,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kernels.abi import Forward, IndexerScores, MhaBackward, MlaBackward
+from kernels.abi import Forward, IndexerScores, MhaBackward, MlaBackward, Probabilities
 from kernels.variants import VARIANTS
 
 from ..machine.hazards import Fault
 from ..machine.state import Machine
 from ..orders.verdict import Making, verdict
-from . import attention, cases, gradients, indexer, mha_backward, mla_backward, native
+from . import attention, cases, gradients, indexer, mha_backward, mla_backward, native, probabilities
 from .launch import Kernel, launch
 
 CASES = ("tiles", "turns")  # of forward kernels
@@ -47,6 +47,10 @@ def launches(key: str) -> Iterator[tuple[str, Making]]:
         for case in CASES:
             if (problem := indexer.Problem.case(variant, case)) is not None:
                 yield case, partial(scores, indexer.Call.of(kernel, problem, cases.PROCESSORS[case]))
+    elif isinstance(variant, Probabilities):
+        for case in CASES:
+            if (teacher := probabilities.Problem.case(variant, case)) is not None:
+                yield case, partial(summed, probabilities.Call(kernel, teacher, cases.PROCESSORS[case]))
     elif isinstance(variant, MlaBackward):
         given = gradients.operands(variant, **{**SHAPE, "h_q": native.heads_for(variant, SHAPE["h_q"])})
         yield "tiles", lambda seed: mla_backward.launch(kernel, given, seed=seed).machine
@@ -68,9 +72,14 @@ def scores(call: indexer.Call, seed: int) -> Machine:
     return call.scoring(seed=seed)
 
 
+def summed(call: probabilities.Call, seed: int) -> Machine:
+    return call.machine(seed=seed)
+
+
 def keys(words: Sequence[str]) -> list[str]:
     """Of 16 bits bfloat16 alone, and of an indexer 64 heads: the others differ in numbers alone."""
-    attentions = (v for v in VARIANTS if isinstance(v, Forward | MlaBackward | MhaBackward) and v.dtype == "bfloat16")
+    families = Forward | MlaBackward | MhaBackward | Probabilities
+    attentions = (v for v in VARIANTS if isinstance(v, families) and v.dtype == "bfloat16")
     scores = (v for v in VARIANTS if isinstance(v, IndexerScores) and v.dtype != "float16" and v.heads == 64)
     return [v.key for v in (*attentions, *scores) if all(word in v.key for word in words)]
 

@@ -12,11 +12,11 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from kernels.abi import Forward, IndexerScores, Variant
+from kernels.abi import Forward, IndexerScores, Probabilities, Variant
 from kernels.variants import VARIANTS
 
 from ..cute.forms import executed
-from ..kernels import cases, indexer
+from ..kernels import cases, indexer, probabilities
 from ..kernels.launch import Kernel, launch
 from ..machine.state import Machine
 
@@ -49,6 +49,11 @@ def machines(variant: Variant) -> Iterator[Machine]:
             problem = indexer.Problem.case(variant, case)
             if problem is not None:
                 yield indexer.Call.of(Kernel.of(variant), problem, cases.PROCESSORS[case]).scoring(record=True)
+    if isinstance(variant, Probabilities) and variant.dtype == "bfloat16":
+        for case in CASES:
+            teacher = probabilities.Problem.case(variant, case)
+            if teacher is not None:
+                yield probabilities.Call(Kernel.of(variant), teacher, cases.PROCESSORS[case]).machine(record=True)
 
 
 def main() -> None:
