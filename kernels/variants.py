@@ -22,12 +22,11 @@ from .abi import (
 )
 
 DTYPES = ("bfloat16", "float16")
-HOPPER, PLAIN = "kernels.sm90", "kernels.plain"
+HOPPER, BLACKWELL, PLAIN = "kernels.sm90", "kernels.sm100", "kernels.plain"
 MHA, MLA, MLA_FEW_HEADS = (f"{HOPPER}.{name}.fwd.kernel" for name in ("mha", "mla", "mla_few_heads"))
 MLA_BACKWARD, MLA_FEW_HEADS_BACKWARD = (f"{HOPPER}.{name}.bwd.kernel" for name in ("mla", "mla_few_heads"))
-MHA_BLACKWELL, MLA_BLACKWELL, MLA_BACKWARD_BLACKWELL = (
-    f"kernels.sm100.{name}.kernel" for name in ("mha", "mla", "mla_bwd")
-)
+MHA_BLACKWELL, MLA_BLACKWELL = (f"{BLACKWELL}.{name}.kernel" for name in ("mha", "mla"))
+MLA_BACKWARD_BLACKWELL = f"{BLACKWELL}.mla_bwd.kernel"
 MLA_OPS = ("mla_span_fwd", "mla_sparse_fwd", "csa_fwd", "hca_fwd", "dsv4_decode")  # d 512, where K is V
 
 
@@ -116,7 +115,8 @@ VARIANTS: tuple[Variant, ...] = (
         for dtype in DTYPES
     ),
     *(
-        IndexerScores("indexer_scores", "sm_90a", f"{HOPPER}.indexer.scores.kernel", heads, dtype, paged)
+        IndexerScores("indexer_scores", arch, f"{package}.indexer.scores.kernel", heads, dtype, paged)
+        for arch, package in (("sm_90a", HOPPER), ("sm_100f", BLACKWELL))
         for paged in (False, True)
         for heads in (16, 32, 64)
         for dtype in (*DTYPES, "float8_e4m3fn")
@@ -128,7 +128,8 @@ VARIANTS: tuple[Variant, ...] = (
         for dtype in dtypes
     ),
     *(
-        Probabilities("head_summed_probabilities", "sm_90a", f"{HOPPER}.indexer.probabilities.kernel", 512, dtype)
+        Probabilities("head_summed_probabilities", arch, f"{package}.indexer.probabilities.kernel", 512, dtype)
+        for arch, package in (("sm_90a", HOPPER), ("sm_100f", BLACKWELL))
         for dtype in DTYPES
     ),
     *plain("sm_90a"),

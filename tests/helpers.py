@@ -25,12 +25,13 @@ BUILT = library.variants()
 
 @functools.cache
 def every_kernel() -> tuple[library.BuiltVariant, ...]:
-    """The kernels that are built in; without any those of this version, with ones for what the compiler would have
-    made of them.
+    """The kernels that are built in; without any those of this version, with tiles of 256 rows and ones for what else
+    the compiler would have made of them.
     """
     names = [field.name for field in dataclasses.fields(library.BuiltVariant)]
     return BUILT or tuple(
-        library.BuiltVariant(**{name: getattr(v, name, 1) for name in names}) for v in library.SHIPPED
+        library.BuiltVariant(**{name: getattr(v, name, 256 if name == "tile_m" else 1) for name in names})
+        for v in library.SHIPPED
     )
 
 

@@ -82,6 +82,12 @@ def test_sass(key):
         return
     if isinstance(variant, IndexerScores):
         in_bytes = 1 if variant.dtype == "float8_e4m3fn" else 2  # a box of TMA has 128 of a row, an MMA's k is 32
+        if variant.arch == "sm_100f":  # two halves of pages' keys; the loads of a thread's 128 columns
+            products = sum(opcode in ("UTCHMMA", "UTCQMMA") for opcode in opcodes)
+            assert products == (1 + variant.paged) * 128 * in_bytes // 32, opcodes
+            assert count["LDTM"] == 8 and count["UTCATOMSWS"] >= 2 and count["STTM"] == 0, count
+            assert count["UTMALDG"] == 2 * in_bytes + variant.scaled_pages and count["USETMAXREG"] == 2, count
+            return
         products = [opcode for opcode in opcodes if opcode.startswith(("HGMMA.", "QGMMA."))]
         assert len(products) == 128 * in_bytes // 32 and count["WARPGROUP.ARRIVE"] == 1, (products, count)
         of_scales = variant.scaled_pages
@@ -92,6 +98,10 @@ def test_sass(key):
         products = sum(opcode.startswith("QGMMA.") for opcode in opcodes)
         assert (count["HGMMA"], products) == ((0, 4) if "float8" in variant.dtype else (8 + of_gradients, 0)), count
         assert (count["REDG"] * 2 >= 64) == variant.op.endswith("_bwd") and count["LDGSTS"] > 0, count
+        return
+    if isinstance(variant, Probabilities) and variant.arch == "sm_100f":  # pieces of 64 columns; columns 16 at a time
+        assert count["UTCHMMA"] == variant.d // 16 and count["LDTM"] == 128 // 16 and count["UTMALDG"] == 0, count
+        assert count["LDGSTS"] > 0 and count["USETMAXREG"] == 3 and count["UTCATOMSWS"] >= 2, count
         return
     if isinstance(variant, Probabilities):
         assert count["HGMMA"] == variant.d // 16 and count["WARPGROUP.ARRIVE"] == 4, count  # a piece is one group

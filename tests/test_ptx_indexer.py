@@ -47,7 +47,7 @@ def problem(key, b=2, s_q=9, s_c=300, topk=40):
 def test_scores_and_choice(key):
     x = problem(key)
     got = run(variant(key), x)
-    judge_scores(x, got, x.seen)
+    judge_scores(x, got.scores, x.seen)
     judge_choice(got, x.start, x.stop)
 
 
@@ -61,7 +61,7 @@ def test_scores_of_pages(key, page, s_c):
     key = f"indexer_scores_sm_90a_{key}_paged"
     x = Problem.of(variant(key), 2, 3, s_c, 40, page)
     got = run(variant(key), x, processors=3)
-    judge_scores(x, got, x.seen)
+    judge_scores(x, got.scores, x.seen)
     judge_choice(got, x.start, x.stop)
 
 
@@ -73,7 +73,8 @@ def page_of_another(text):
 
 def run_with_pages(fault, seed):
     x = Problem.of(variant(fault.kernel), 2, 2, 300, 40, 64)
-    judge_scores(x, run(variant(fault.kernel), x, edit_scores=fault.planted_in, seed=seed), x.seen)
+    got = run(variant(fault.kernel), x, edit_scores=fault.planted_in, seed=seed)
+    judge_scores(x, got.scores, x.seen)
 
 
 def test_fault_of_pages():
@@ -87,7 +88,7 @@ def test_a_workspace_that_is_used_again():
     x = problem(key)
     got = run(variant(key), x, at_a_time=2, processors=5, wants_values=False, seed=1)
     scored = (x.stop - x.start > x.topk)[..., None]
-    judge_scores(x, got, x.seen & scored)
+    judge_scores(x, got.scores, x.seen & scored)
     got.scores = np.where(scored, got.scores, x.scores().astype(np.float32))
     there = got.indices >= 0
     values = np.take_along_axis(got.scores, np.where(there, got.indices, 0), -1)
@@ -196,12 +197,12 @@ def run_scores_with(fault, seed):
     got = run(variant(fault.kernel), x, edit_scores=fault.planted_in, seed=seed)
     if fault.answers is not None:
         judge_as_foretold(fault.answers(x), got)
-    judge_scores(x, got, x.seen)
+    judge_scores(x, got.scores, x.seen)
 
 
 def judge_as_foretold(x, got):
     try:
-        judge_scores(x, got, x.seen)
+        judge_scores(x, got.scores, x.seen)
     except Wrong as wrong:
         raise AssertionError(f"wrong, and not in the way that was foretold: {wrong}") from None
 

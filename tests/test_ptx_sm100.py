@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from importlib import util
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -630,13 +631,13 @@ def compiler() -> Iterator[build.Compiler]:
         yield process
 
 
-def mutant(fault: PlantedFault[str, str], directory: Path, compiler: build.Compiler) -> Kernel[Forward]:
-    kernel = Kernel.of(SM100[fault.kernel])
+def mutant(fault: PlantedFault[str, str], directory: Path, compiler: build.Compiler) -> Kernel[Any]:
+    kernel: Kernel[Any] = Kernel.of(native.variant_of(fault.kernel))
     if not fault.source:
         return dataclasses.replace(kernel, ptx=fault.planted_in(kernel.ptx))
     shutil.copytree(ROOT / "kernels", directory / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
     *folder, _ = kernel.variant.module.split(".")
-    shared = (directory / "kernels/lib" / f"{name}.py" for name in ("tcgen05", "row_softmax", "splits"))
+    shared = (directory / "kernels/lib" / f"{name}.py" for name in ("tcgen05", "row_softmax", "splits", "scores"))
     files = [*directory.joinpath(*folder).glob("*.py"), *shared]
     for old, new in fault.source:
         assert sum(file.read_text().count(old) for file in files) == 1, old

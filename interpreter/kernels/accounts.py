@@ -8,45 +8,37 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from kernels.abi import Forward, MlaBackward
+from kernels.abi import IndexerScores
 from kernels.variants import VARIANTS
 
 from .. import clocks
-from ..machine.state import Machine
-from . import gradients, long, mla_backward
-from .launch import Kernel, launch
+from .launch import Kernel
 from .predictions import LAUNCHES
+from .prepared import Interpreted, Prepared
 
 KEYS = 1536  # of each source
 
 
-def accounted() -> list[Forward | MlaBackward]:
-    """Kernels of attention and its gradients in bfloat16: those for Blackwell, and those for Hopper that docs/clocks.md
-    has times of."""
+def accounted() -> list[Interpreted]:
+    """Those for Blackwell, of 16-bit types in bfloat16 and of indexers with 64 heads; and those for Hopper that
+    docs/clocks.md has times of."""
     timed = {x.key("sm_90a") for x in LAUNCHES}
-    found = [v for v in VARIANTS if isinstance(v, Forward | MlaBackward) and v.dtype == "bfloat16"]
-    return [v for v in found if v.arch != "sm_90a" or v.key in timed]
+    found = [v for v in VARIANTS if isinstance(v, Interpreted) and v.dtype != "float16"]
+    return [v for v in found if v.key in timed or (v.arch != "sm_90a" and is_typical(v))]
 
 
-def of_variant(v: Forward | MlaBackward, keys: int = KEYS) -> clocks.Account:
+def is_typical(v: Interpreted) -> bool:
+    return not isinstance(v, IndexerScores) or v.heads == 64
+
+
+def of_variant(v: Interpreted, keys: int = KEYS) -> clocks.Account:
     kernel = Kernel.of(v)
-    processors = kernel.facts["cluster"] * kernel.facts["ctas"]
-    make = machines(kernel, keys, processors)
-    return clocks.account(lambda alone=False: clocks.run(make(), kernel.facts["ctas"], alone=alone))
-
-
-def machines(kernel: Kernel[Any], keys: int, processors: int) -> Callable[[], Machine]:
-    """Launches over so many keys of each source, of two tiles of rows or one."""
-    v, rows = kernel.variant, kernel.facts["tile_m"] * kernel.facts["cluster"]
-    if isinstance(v, MlaBackward):
-        given = gradients.of_attention(long.operands(v, rows, keys // 2, queries=1), v.d**-0.5)
-        return lambda: mla_backward.launch(kernel, given, processors=processors).machine
-    x = long.operands(v, rows, keys)
-    return lambda: launch(kernel, x, processors=processors).machine
+    ctas = kernel.facts["ctas"]
+    prepared = Prepared.long(kernel, keys, None, None, kernel.facts["cluster"] * ctas)
+    return clocks.account(lambda alone=False: clocks.run(prepared.make(0, False)[0], ctas, alone=alone))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

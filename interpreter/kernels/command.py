@@ -9,17 +9,19 @@
     python -m interpreter mha_fwd_sm_90a_d128_bf --account                  what each unit has to do for a tile of keys
     python -m interpreter mha_fwd_sm_90a_d128_bf --orders                   whether it ends in every order
 
-The kernel is an attention's key of kernels/variants.py, or an unambiguous part of one; it is compiled if no build has
-it. With a fault (a deadlock, a race, an access out of bounds, a wrong answer, ...) the exit status is 1, and the
-timeline ends where it was found.
+The kernel is a key of kernels/variants.py, or a part of one: of attention, its gradient at d 512, an indexer's scores or
+its teacher. It is compiled if no build has it. With a fault (a deadlock, a race, an access out of bounds, a wrong
+answer, ...) the exit status is 1, and the timeline ends where it was found.
 """
+
+from __future__ import annotations
 
 import argparse
 import dataclasses
 import sys
 from pathlib import Path
+from typing import Any
 
-from kernels.abi import Forward
 from kernels.variants import VARIANTS
 
 from .. import clocks
@@ -27,25 +29,25 @@ from ..machine.hazards import Fault
 from ..machine.scheduler import Policy
 from ..machine.timeline import lines, plot
 from ..orders.verdict import verdict
-from . import attention, cases, long
-from .launch import Kernel, launch
-from .verdict import judge
+from . import cases
+from .launch import Kernel
+from .prepared import Interpreted, Prepared
 
 
-def find(name: str) -> Forward:
-    attention = [v for v in VARIANTS if isinstance(v, Forward)]
+def find(name: str) -> Interpreted:
+    every = [v for v in VARIANTS if isinstance(v, Interpreted)]
     found = next(
         filter(
             None,
             (
-                [v for v in attention if fits(v.key)]
+                [v for v in every if fits(v.key)]
                 for fits in (name.__eq__, lambda key: key.startswith(name), lambda key: name in key)
             ),
         ),
         [],
     )
     if len(found) != 1:
-        keys = "\n  ".join(v.key for v in found or attention)
+        keys = "\n  ".join(v.key for v in found or every)
         raise LookupError(f"{name!r} names {len(found)} kernels; there are\n  {keys}")
     return found[0]
 
@@ -54,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m interpreter", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("kernel", metavar="KERNEL", help="an attention's key of kernels/variants.py, or a part of one")
+    parser.add_argument("kernel", metavar="KERNEL", help="a key of kernels/variants.py, or a part of one")
     parser.add_argument("--case", choices=cases.CASES, default="tiles", help="what to run on (default: %(default)s)")
     parser.add_argument("--seed", type=int, help="what the scheduler does; without, it gives everybody a turn")
     parser.add_argument("--processors", type=int, help="how many CTAs at most (default: as the case says)")
@@ -85,18 +87,19 @@ def main(argv: list[str] | None = None) -> int:
         kernel = dataclasses.replace(kernel, ptx=args.ptx.read_text())
     if args.time or args.account:
         return show_clocks(kernel, args)
-    x = cases.operands(kernel.variant, kernel.facts["tile_n"], args.case)
-    if x is None:
-        parser().error(f"there is no case {args.case!r} for {kernel.variant.key}")
-    processors = args.processors or cases.PROCESSORS[args.case]
+    try:
+        prepared = Prepared.case(kernel, args.case, args.processors)
+    except LookupError as e:
+        parser().error(str(e))
     if args.orders:
-        return show_orders(kernel, x, processors)
-    run = launch(kernel, x, seed=args.seed or 0, processors=processors, record=True)
-    machine, found = run.machine, None
+        return show_orders(prepared)
+    machine, judged = prepared.make(args.seed or 0, True)
+    found = None
     if args.seed is None:
         machine.policy = Policy.even(machine)
     try:
-        judge(run.run(), x, run.scale)
+        machine.run()
+        judged(machine)
     except Fault as fault:
         found = fault
     assert machine.moments is not None
@@ -106,10 +109,9 @@ def main(argv: list[str] | None = None) -> int:
     else:
         text = list(lines(machine.moments))
         print("\n".join(text if args.tail is None else [text[0], *text[1:][-args.tail :]]))
-    shape = ", ".join(f"{k} {v}" for k, v in x.shape._asdict().items() if v)
     size = f"{machine.grid_size} CTAs of {machine.threads} threads"
     share = f"{len(machine.executed)} of {len(machine.program.code)} instructions"
-    print(f"\n{kernel.variant.key} on {shape}: {size}, {machine.time} steps, {share}")
+    print(f"\n{kernel.variant.key} on {prepared.shape}: {size}, {machine.time} steps, {share}")
     if found is not None:
         print(f"{type(found).__name__}: {found}", file=sys.stderr)
         return 1
@@ -117,15 +119,15 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def show_clocks(kernel: Kernel[Forward], args: argparse.Namespace) -> int:
-    x = long.operands(kernel.variant, kernel.facts["tile_m"], args.keys, queries=args.queries, heads=args.heads)
+def show_clocks(kernel: Kernel[Any], args: argparse.Namespace) -> int:
     ctas = kernel.facts["ctas"]
+    processors = args.processors or kernel.facts["cluster"] * ctas
+    prepared = Prepared.long(kernel, args.keys, args.queries, args.heads, processors)
 
     def timed(alone: bool = False) -> clocks.Timing:
-        run = launch(kernel, x, processors=args.processors or kernel.facts["cluster"] * ctas)
-        timing = clocks.run(run.machine, ctas, alone=alone)
-        if all(keys.pool is None for keys in x.sources):
-            judge(run.results(), x, run.scale)
+        machine, judged = prepared.make(0, False)
+        timing = clocks.run(machine, ctas, alone=alone)
+        judged(machine)
         return timing
 
     try:
@@ -133,14 +135,13 @@ def show_clocks(kernel: Kernel[Forward], args: argparse.Namespace) -> int:
     except (Fault, LookupError) as e:
         print(f"{type(e).__name__}: {e}", file=sys.stderr)
         return 1
-    shape = ", ".join(f"{k} {v}" for k, v in x.shape._asdict().items() if v)
-    print(f"{kernel.variant.key} on {shape}", *found, sep="\n")
+    print(f"{kernel.variant.key} on {prepared.shape}", *found, sep="\n")
     return 0
 
 
-def show_orders(kernel: Kernel[Forward], x: attention.Operands, processors: int) -> int:
+def show_orders(prepared: Prepared) -> int:
     try:
-        found = verdict(lambda seed: launch(kernel, x, processors=processors, seed=seed).machine)
+        found = verdict(lambda seed: prepared.make(seed, False)[0])
     except Fault as fault:
         print(f"{type(fault).__name__}: {fault}", file=sys.stderr)
         return 1

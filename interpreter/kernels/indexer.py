@@ -15,13 +15,22 @@ from kernels.abi import IndexerScores, IndexerScoresAt, TopK
 from kernels.variants import VARIANTS
 
 from ..machine.reductions import add_cleared
-from ..machine.state import Array, new_memory
+from ..machine.state import Array, Machine, new_memory
 from . import native
 from .launch import Kernel, machine
 from .verdict import Wrong
 
 Edit = Callable[[str], str]
-TOPK = next(v for v in VARIANTS if isinstance(v, TopK))
+TOPKS = {v.arch: v for v in VARIANTS if isinstance(v, TopK)}  # one of an architecture
+TOPK = TOPKS["sm_90a"]
+
+
+CASES = {
+    # blocks of queries of two batch entries, three tiles of keys
+    "tiles": {"b": 2, "s_q": 9, "s_c": 300, "topk": 40},
+    # more key tiles than a ring has stages, several blocks of queries
+    "turns": {"b": 1, "s_q": 17, "s_c": 1100, "topk": 40},
+}
 
 
 @dataclass(frozen=True)
@@ -48,6 +57,21 @@ class Problem:
         start = np.where(np.arange(s_q) % 3 == 2, stop // 3, 0).astype(np.int32) * np.ones_like(stop)
         k[:, s_c - 3 :] = np.nan
         return Problem(q.astype(dtype), k.astype(dtype), weights, k_scale, start, stop, topk, page)
+
+    @staticmethod
+    def case(variant: IndexerScores, name: str) -> Problem | None:
+        """One of `CASES`; None if there is none of this name."""
+        if name not in CASES:
+            return None
+        return Problem.of(variant, **CASES[name], page=64 if variant.paged else 0)
+
+    @staticmethod
+    def seen_by_all(variant: IndexerScores, queries: int, keys: int) -> Problem:
+        """Every query sees all keys."""
+        x = Problem.of(variant, 1, queries, keys + 3, 40)
+        start, stop = np.zeros_like(x.start), np.full_like(x.stop, keys)
+        page = -(-keys // 256) * 256 if variant.paged else 0
+        return replace(x, k=x.k[:, :keys], k_scale=x.k_scale[:, :keys], start=start, stop=stop, page=page)
 
     def pages(self) -> tuple[Array, Array]:
         """The keys in pages, with their scales where they have 8 bits, in any order and among others; their table."""
@@ -86,6 +110,78 @@ class Run:
     scores: Array
 
 
+@dataclass(frozen=True)
+class Call:
+    """A call of the indexer: what its launches have in common."""
+
+    kernel: Kernel[IndexerScores]
+    x: Problem
+    operands: dict[str, Array]
+    shape: dict[str, int]
+    processors: int
+
+    @staticmethod
+    def of(kernel: Kernel[IndexerScores], x: Problem, processors: int, wants_values: bool = True) -> Call:
+        variant = kernel.variant
+        (b, s_q, heads, _), s_c = x.q.shape, x.k.shape[1]
+        operands = {name: getattr(x, name) for name in ("q", "k", "weights", "k_scale", "start", "stop")}
+        paging = dict.fromkeys(("pages", "page", "width"), 0)
+        if variant.paged:
+            operands["k"], operands["table"] = x.pages()
+            del operands["k_scale"]
+            paging = {"pages": len(operands["k"]), "page": x.page, "width": operands["table"].shape[1]}
+            s_c = x.page * paging["width"]
+        tile_m, tile_n = kernel.facts["tile_m"], kernel.facts["tile_n"]
+        shape = {"b": b, "s_q": s_q, "s_c": s_c, "heads": heads, "topk": x.topk, "type": native.TYPES[variant.dtype]}
+        shape |= {"queries": tile_m // heads, "stride": -(-s_c // tile_n) * tile_n, "wants_values": int(wants_values)}
+        return Call(kernel, x, operands, shape | paging, processors)
+
+    @property
+    def blocks_of_entry(self) -> int:
+        return -(-self.shape["s_q"] // self.shape["queries"])
+
+    @property
+    def blocks(self) -> int:
+        return self.shape["b"] * self.blocks_of_entry
+
+    def plans(self, first: int, count: int, addresses: dict[str, int]) -> tuple[native.Plan, native.Plan]:
+        """The launches for so many blocks of queries."""
+        tiles = {name: self.kernel.facts[name] for name in ("tile_m", "tile_n")}
+        how = {"processors": self.processors, "first": first, "count": count}
+        return native.plan_indexer(self.shape, **tiles, **how, addresses=addresses)
+
+    def scoring(
+        self,
+        first: int = 0,
+        count: int | None = None,
+        *,
+        seed: int = 0,
+        edit: Edit = lambda text: text,
+        record: bool = False,
+    ) -> Machine:
+        """About to score so many blocks of queries."""
+        count, memory = self.blocks if count is None else count, new_memory()
+        addresses = {name: memory.add(name, array) for name, array in self.operands.items()}
+        size = count * self.shape["queries"] * self.shape["stride"] * 4
+        addresses["scores"] = memory.add("scores", None, size)
+        plan, _ = self.plans(first, count, addresses)
+        return machine(replace(self.kernel, ptx=edit(self.kernel.ptx)), plan, memory, seed=seed, record=record)
+
+    def rows(self, scored: Machine) -> Array:
+        """What it has left: a row of scores for each query of its blocks."""
+        found = scored.memory.named("scores")
+        return found.bytes[: found.size].view(np.float32).reshape(-1, self.shape["stride"])
+
+    def scores(self, rows: Array) -> Array:
+        """[b, s_q, s_c] of the rows of all blocks."""
+        (b, s_q, *_), (_, s_c, _) = self.x.q.shape, self.x.k.shape
+        return rows.reshape(b, -1, self.shape["stride"])[:, :s_q, :s_c]
+
+    def judge(self, scored: Machine) -> None:
+        """Raises Wrong unless a run over all blocks gave the right scores."""
+        judge_scores(self.x, self.scores(self.rows(scored)), self.x.seen)
+
+
 def run(
     variant: IndexerScores,
     x: Problem,
@@ -97,56 +193,30 @@ def run(
     edit_scores: Edit = lambda text: text,
     edit_topk: Edit = lambda text: text,
 ) -> Run:
-    scoring, choosing = Kernel.of(variant), Kernel.of(TOPK)
-    (b, s_q, heads, _), s_c = x.q.shape, x.k.shape[1]
-    tile_m, tile_n = scoring.facts["tile_m"], scoring.facts["tile_n"]
-    queries = tile_m // heads
-    blocks, stride = b * -(-s_q // queries), -(-s_c // tile_n) * tile_n
-    at_a_time = at_a_time or blocks
-    kind, paging = native.TYPES[variant.dtype], dict.fromkeys(("pages", "page", "width"), 0)
-    operands = {name: getattr(x, name) for name in ("q", "k", "weights", "k_scale", "start", "stop")}
-    if variant.paged:
-        operands["k"], operands["table"] = x.pages()
-        del operands["k_scale"]
-        paging = {"pages": len(operands["k"]), "page": x.page, "width": operands["table"].shape[1]}
-        s_c = x.page * paging["width"]
-        stride = -(-s_c // tile_n) * tile_n
-    shape = {"b": b, "s_q": s_q, "s_c": s_c, "heads": heads, "topk": x.topk, "type": kind, "queries": queries}
-    shape |= {"stride": stride, "wants_values": int(wants_values), **paging}
-    out = Run(
-        np.full((b, s_q, x.topk), -7, np.int32),
-        np.full((b, s_q, x.topk), np.nan, np.float32),
-        np.full((b, -(-s_q // queries) * queries, stride), np.nan, np.float32),
-    )
-    rows = out.scores.reshape(-1, stride)
-    for first in range(0, blocks, at_a_time):
-        count = min(at_a_time, blocks - first)
-        part = rows[first * queries : (first + count) * queries]
-        plan = {"tile_m": tile_m, "tile_n": tile_n, "processors": processors, "first": first, "count": count}
-
-        memory = new_memory()
-        addresses = {name: memory.add(name, array) for name, array in operands.items()}
-        addresses["scores"] = memory.add("scores", None, part.nbytes)
-        launch, _ = native.plan_indexer(shape, **plan, addresses=addresses)
-        scores = replace(scoring, ptx=edit_scores(scoring.ptx))
-        machine(scores, launch, memory, seed=seed).run()
-        computed = memory.named("scores")
-        part[...] = computed.bytes[: computed.size].view(np.float32).reshape(part.shape)
+    call, choosing = Call.of(Kernel.of(variant), x, processors, wants_values), Kernel.of(TOPKS[variant.arch])
+    (b, s_q, *_), queries = x.q.shape, call.shape["queries"]
+    out = Run(np.full((b, s_q, x.topk), -7, np.int32), np.full((b, s_q, x.topk), np.nan, np.float32), np.empty(0))
+    parts = []
+    for first in range(0, call.blocks, at_a_time or call.blocks):
+        count = min(at_a_time or call.blocks, call.blocks - first)
+        scored = call.scoring(first, count, seed=seed, edit=edit_scores)
+        scored.run()
+        parts.append(call.rows(scored))
 
         memory = new_memory()  # between the two is a kernel's end
         addresses = {name: memory.add(name, array) for name, array in (("start", x.start), ("stop", x.stop))}
-        addresses["scores"] = memory.add("scores", part)
+        addresses["scores"] = memory.add("scores", parts[-1])
         for name, array in (("indices", out.indices), ("values", out.values)):
             addresses[name] = memory.add(name, None, array.nbytes)
-        _, launch = native.plan_indexer(shape, **plan, addresses=addresses)
+        _, launch = call.plans(first, count, addresses)
         choice = replace(choosing, ptx=edit_topk(choosing.ptx))
         machine(choice, launch, memory, seed=seed).run()
-        of_query = np.arange(b)[:, None] * -(-s_q // queries) + np.arange(s_q) // queries
+        of_query = np.arange(b)[:, None] * call.blocks_of_entry + np.arange(s_q) // queries
         mine = (of_query >= first) & (of_query < first + count)
         for name, array in (("indices", out.indices), ("values", out.values)):
             buffer = memory.named(name)
             array[mine] = buffer.bytes[: buffer.size].view(array.dtype).reshape(array.shape)[mine]
-    out.scores = out.scores[:, :s_q, : x.k.shape[1]]
+    out.scores = call.scores(np.concatenate(parts))
     return out
 
 
@@ -177,18 +247,18 @@ def choose(
     return Run(indices, values, scores[None])
 
 
-def judge_scores(x: Problem, got: Run, wanted: Array) -> None:
+def judge_scores(x: Problem, scores: Array, wanted: Array) -> None:
     """Raises Wrong unless the scores that were wanted are right."""
     want = x.scores()
     tolerance = 2e-3 if x.q.dtype.itemsize == 1 else 2e-5
     size = np.abs(want[wanted]).max(initial=1.0)
-    wrong = wanted & ~(np.abs(got.scores - want) <= tolerance * size)
+    wrong = wanted & ~(np.abs(scores - want) <= tolerance * size)
     if wrong.any():
         n, i, j = (int(a) for a in np.argwhere(wrong)[0])
         queries = sorted(set(np.argwhere(wrong)[:, 1].tolist()))
         raise Wrong(
             f"{int(wrong.sum())} scores are wrong, first that of query {i} of batch entry {n} with entry {j}: "
-            f"{got.scores[n, i, j]:.6g}, wanted {want[n, i, j]:.6g}; of queries {queries}"
+            f"{scores[n, i, j]:.6g}, wanted {want[n, i, j]:.6g}; of queries {queries}"
         )
 
 

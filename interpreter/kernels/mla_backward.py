@@ -30,8 +30,12 @@ class Launch:
     resolution: Array  # empty where sums are in floating point
 
     def run(self) -> tuple[Array, ...]:
-        """dq, and for every source dkv."""
+        """`results`, once the machine has run."""
         self.machine.run()
+        return self.results()
+
+    def results(self) -> tuple[Array, ...]:
+        """dq, and for every source dkv."""
         attention, memory = self.operands.attention, self.machine.memory
         written = memory.named("dq")
         dq = written.bytes[: written.size].view(attention.q.dtype).reshape(attention.q.shape)

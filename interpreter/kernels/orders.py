@@ -1,6 +1,7 @@
-"""Every order of the launches of attention and of its gradients: `interpreter/orders` says what that is.
+"""Every order of the launches of attention, of its gradients, of an indexer's scores and of its teacher:
+`interpreter/orders` says what that is.
 
-    python -m interpreter.kernels.orders                            all kernels in bfloat16
+    python -m interpreter.kernels.orders                            all kernels, in one 16-bit type
     python -m interpreter.kernels.orders mha sm_100a                those whose keys have all of these words
     python -m interpreter.kernels.orders --record docs/orders.json  also what docs/verification.md shows
 
@@ -19,17 +20,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kernels.abi import Forward, MhaBackward, MlaBackward
+from kernels.abi import Forward, IndexerScores, MhaBackward, MlaBackward, Probabilities
 from kernels.variants import VARIANTS
 
 from ..machine.hazards import Fault
 from ..machine.state import Machine
 from ..orders.verdict import Making, verdict
-from . import attention, cases, gradients, mha_backward, mla_backward, native
-from .launch import Kernel, launch
+from . import gradients, mha_backward, native
+from .launch import Kernel
+from .prepared import Interpreted, Prepared
 
-CASES = ("tiles", "turns")  # of forward kernels
-SHAPE = {"b": 1, "s_q": 2, "s_kv": 149, "h_q": 8, "s_kv1": 81, "topk": 133, "width": 1 << 30}  # three tiles of keys
+CASES = ("tiles", "turns")
 DENSE_SHAPE = {"b": 1, "s_q": 50, "s_kv": 150, "h_q": 8, "h_kv": 2, "width": 1 << 30}
 
 
@@ -37,31 +38,32 @@ def launches(key: str) -> Iterator[tuple[str, Making]]:
     """The launches of a kernel: what each is run on, and how its machine is made."""
     variant = native.variant_of(key)
     kernel: Kernel[Any] = Kernel.of(variant)
-    if isinstance(variant, Forward):
+    if isinstance(variant, Interpreted):
         for case in CASES:
-            x = cases.operands(variant, kernel.facts["tile_n"], case)
-            if x is not None:
-                yield case, partial(forward, kernel, x, cases.PROCESSORS[case])
-    elif isinstance(variant, MlaBackward):
-        given = gradients.operands(variant, **{**SHAPE, "h_q": native.heads_for(variant, SHAPE["h_q"])})
-        yield "tiles", lambda seed: mla_backward.launch(kernel, given, seed=seed).machine
-    else:
-        dense = native.variant_of(f"mha_fwd_{variant.arch}_d{variant.d}_{variant.dtype}")
-        given, scale = gradients.operands(dense, **DENSE_SHAPE), variant.d**-0.5
-        before: dict[str, Kernel[Any]] = {"tile_spans": Kernel.of(native.variant_of(f"tile_spans_{variant.arch}"))}
-        seen = None
-        if variant.op != "mha_dq":
-            seen = mha_backward.tiles_seen({variant.op: kernel} | before, given, scale)
-        yield "tiles", lambda seed: mha_backward.launch(kernel, given, scale, seen, seed=seed)[0]
+            try:
+                yield case, partial(made, Prepared.case(kernel, case, None))
+            except LookupError:  # there is none for this kernel
+                continue
+        return
+    dense = native.variant_of(f"mha_fwd_{variant.arch}_d{variant.d}_{variant.dtype}")
+    given, scale = gradients.operands(dense, **DENSE_SHAPE), variant.d**-0.5
+    before: dict[str, Kernel[Any]] = {"tile_spans": Kernel.of(native.variant_of(f"tile_spans_{variant.arch}"))}
+    seen = None
+    if variant.op != "mha_dq":
+        seen = mha_backward.tiles_seen({variant.op: kernel} | before, given, scale)
+    yield "tiles", lambda seed: mha_backward.launch(kernel, given, scale, seen, seed=seed)[0]
 
 
-def forward(kernel: Kernel[Forward], x: attention.Operands, processors: int, seed: int) -> Machine:
-    return launch(kernel, x, processors=processors, seed=seed).machine
+def made(prepared: Prepared, seed: int) -> Machine:
+    return prepared.make(seed, False)[0]
 
 
 def keys(words: Sequence[str]) -> list[str]:
-    attentions = (v for v in VARIANTS if isinstance(v, Forward | MlaBackward | MhaBackward) and v.dtype == "bfloat16")
-    return [v.key for v in attentions if all(word in v.key for word in words)]
+    """Of 16 bits bfloat16 alone, and of an indexer 64 heads: the others differ in numbers alone."""
+    families = Forward | MlaBackward | MhaBackward | Probabilities
+    attentions = (v for v in VARIANTS if isinstance(v, families) and v.dtype == "bfloat16")
+    scores = (v for v in VARIANTS if isinstance(v, IndexerScores) and v.dtype != "float16" and v.heads == 64)
+    return [v.key for v in (*attentions, *scores) if all(word in v.key for word in words)]
 
 
 def examined(key: str) -> list[dict[str, Any]]:

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from kernels.abi import Probabilities
 
-from ..machine.state import Array, new_memory
+from ..machine.state import Array, Machine, new_memory
 from . import native
 from .launch import Kernel, machine
 from .verdict import Wrong
 
 TOLERANCE = 2e-5  # bounds for a probability, relative to it and to the greatest one
+
+
+CASES = {
+    # three tiles of keys, and a part of one; heads that fill no tile
+    "tiles": {"b": 1, "s_q": 2, "h_q": 70, "s_kv": 290, "topk": 400},
+    # two tiles of heads for each query
+    "turns": {"b": 1, "s_q": 2, "h_q": 130, "s_kv": 90, "topk": 140},
+}
 
 
 @dataclass(frozen=True)
@@ -41,6 +49,11 @@ class Problem:
             k[n, ~np.isin(np.arange(s_kv), indices[n])] = np.nan
         return Problem(q.astype(dtype), k.astype(dtype), lse, indices.astype(np.int32), variant.d**-0.5)
 
+    @staticmethod
+    def case(variant: Probabilities, name: str) -> Problem | None:
+        """One of `CASES`; None if there is none of this name."""
+        return Problem.of(variant, **CASES[name]) if name in CASES else None
+
     def probabilities(self) -> Array:
         """float64 [b, s_q, topk]"""
         there = (self.indices >= 0) & (self.indices < self.k.shape[1])
@@ -52,6 +65,31 @@ class Problem:
         return np.where(there, p, 0)
 
 
+@dataclass(frozen=True)
+class Call:
+    """A launch that can be made several times."""
+
+    kernel: Kernel[Probabilities]
+    x: Problem
+    processors: int
+
+    def machine(self, *, seed: int = 0, record: bool = False) -> Machine:
+        x, memory = self.x, new_memory()
+        (b, s_q, h_q, _), s_kv, topk = x.q.shape, x.k.shape[1], x.indices.shape[2]
+        addresses = {name: memory.add(name, getattr(x, name)) for name in ("q", "k", "lse", "indices")}
+        addresses["p"] = memory.add("p", None, x.indices.nbytes)
+        shape = {"b": b, "s_q": s_q, "h_q": h_q, "s_kv": s_kv, "topk": topk}
+        plan = native.plan_probabilities(shape, x.scale, processors=self.processors, addresses=addresses)
+        return machine(self.kernel, plan, memory, seed=seed, record=record)
+
+    def result(self, ran: Machine) -> Array:
+        found = ran.memory.named("p")
+        return found.bytes[: found.size].view(np.float32).reshape(self.x.indices.shape)
+
+    def judge(self, ran: Machine) -> None:
+        judge(self.x, self.result(ran))
+
+
 def run(
     variant: Probabilities,
     x: Problem,
@@ -60,15 +98,10 @@ def run(
     seed: int = 0,
     edit: Callable[[str], str] = lambda text: text,
 ) -> Array:
-    kernel, memory = Kernel.of(variant), new_memory()
-    (b, s_q, h_q, _), s_kv, topk = x.q.shape, x.k.shape[1], x.indices.shape[2]
-    addresses = {name: memory.add(name, getattr(x, name)) for name in ("q", "k", "lse", "indices")}
-    addresses["p"] = memory.add("p", None, x.indices.nbytes)
-    shape = {"b": b, "s_q": s_q, "h_q": h_q, "s_kv": s_kv, "topk": topk}
-    plan = native.plan_probabilities(shape, x.scale, processors=processors, addresses=addresses)
-    machine(Kernel(variant, edit(kernel.ptx), kernel.facts), plan, memory, seed=seed).run()
-    found = memory.named("p")
-    return found.bytes[: found.size].view(np.float32).reshape(x.indices.shape)
+    kernel = Kernel.of(variant)
+    call = Call(replace(kernel, ptx=edit(kernel.ptx)), x, processors)
+    (ran := call.machine(seed=seed)).run()
+    return call.result(ran)
 
 
 def judge(x: Problem, got: Array) -> None:

@@ -9,41 +9,33 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from kernels.abi import Forward, MlaBackward
 from kernels.variants import VARIANTS
 
 from ..cute.forms import executed
-from ..kernels import cases, gradients, mla_backward
-from ..kernels.launch import Kernel, launch
-from ..kernels.orders import SHAPE
-from ..machine.state import Machine
+from ..kernels.accounts import is_typical
+from ..kernels.launch import Kernel
+from ..kernels.prepared import Interpreted, Prepared
 
 CASES = ("tiles", "turns", "groups")
-
-
-def machines(variant: Forward | MlaBackward) -> Iterator[Machine]:
-    """About to run the variant on each of its cases."""
-    kernel: Kernel[Any] = Kernel.of(variant)
-    if isinstance(variant, MlaBackward):
-        yield mla_backward.launch(kernel, gradients.operands(variant, **SHAPE), record=True).machine
-        return
-    for case in CASES:
-        x = cases.operands(variant, kernel.facts["tile_n"], case)
-        if x is not None:
-            yield launch(kernel, x, processors=cases.PROCESSORS[case], record=True).machine
 
 
 def forms() -> Mapping[str, list[str]]:
     """Form -> the keys of the kernels that execute it. float16 is the same code up to conversions."""
     found: dict[str, set[str]] = {}
     for variant in VARIANTS:
-        if not isinstance(variant, Forward | MlaBackward) or variant.arch != "sm_100f" or variant.dtype != "bfloat16":
+        if not isinstance(variant, Interpreted) or variant.arch != "sm_100f" or variant.dtype == "float16":
             continue
-        for machine in machines(variant):
+        if not is_typical(variant):
+            continue
+        for case in CASES:
+            try:
+                prepared = Prepared.case(Kernel.of(variant), case, None)
+            except LookupError:
+                continue
+            machine, _ = prepared.make(0, True)
             machine.run()
             for form in executed(machine):
                 found.setdefault(form, set()).add(variant.key)

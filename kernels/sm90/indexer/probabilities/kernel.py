@@ -10,14 +10,11 @@ heads. So the sum over heads runs along a thread's own registers, and needs two 
 A key comes from L2 once for 128 heads. The 64 KiB of a tile take some 2700 clocks, its product 2048, and its sum 600
 clocks of every scheduler. Keys come in pieces of 16 KiB, six of which fit into SMEM beside Q, so loads never stop.
 
-CTAs are persistent: one takes every gridDim-th query. It takes more heads 128 at a time, and adds
-them to the result.
+What loads is that of all chips (`kernels/lib/probabilities.py`).
 """
 
 from pathlib import Path
-from typing import NamedTuple
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
@@ -25,13 +22,13 @@ from cutlass.cute.nvgpu import warpgroup
 
 from kernels.abi import Probabilities
 from kernels.aot import Compiled
-from kernels.lib.launch import WARPGROUP, Kernel, i32, pointers
+from kernels.lib.launch import WARPGROUP
 from kernels.lib.pipeline import PipelineState
+from kernels.lib.probabilities import Arrays, Extents, ProbabilitiesKernel
 from kernels.lib.ptx import arrive_if
 from kernels.lib.rows import ceil_div, load, row_of, store
-from kernels.lib.selections import CHUNK, LANES_A_ROW, Selection, SelectionOperands, copy_or_zero
 from kernels.lib.softmax import LOG2_E, ROWS, exp2
-from kernels.lib.wgmma import K_MAJOR, SLAB, accumulator, multiply, operand_a, operand_b, tiled_mma
+from kernels.lib.wgmma import K_MAJOR, accumulator, multiply, operand_a, operand_b, tiled_mma
 
 from .config import CONSUMERS, Config
 from .smem import Barriers, Shared, allocate
@@ -40,48 +37,8 @@ WARPGROUP_MET = 1  # named barriers, one for each warpgroup of consumers
 BLOCK = 8  # columns of an accumulator; a quad's lanes hold two of each eight
 
 
-class Arrays(NamedTuple):
-    q: cute.Pointer  # [b, s_q, h_q, d]
-    k: cute.Pointer  # [b, s_kv, d]
-    lse: cute.Pointer  # float32 [b, s_q, h_q], with the sink
-    indices: cute.Pointer  # int32 [b, s_q, topk]
-    p: cute.Pointer  # float32 [b, s_q, topk]
-    scale: Float32
-
-
-class Extents(NamedTuple):
-    """The scalars of a launch, in the order of the kernel's parameters."""
-
-    queries: Int32  # queries of all batch entries
-    s_q: Int32
-    h_q: Int32
-    s_kv: Int32
-    topk: Int32
-
-
-class ProbabilitiesSm90(Kernel):
+class ProbabilitiesSm90(ProbabilitiesKernel):
     symbol = "probabilities_sm90"
-
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Pointer,
-        k: cute.Pointer,
-        lse: cute.Pointer,
-        indices: cute.Pointer,
-        p: cute.Pointer,
-        scale: Float32,
-        b: Int32,
-        s_q: Int32,
-        h_q: Int32,
-        s_kv: Int32,
-        topk: Int32,
-        ctas: Int32,  # at most, that is how many run at a time
-        stream: cuda.CUstream,
-    ):
-        queries = b * s_q
-        arrays, n = Arrays(q, k, lse, indices, p, scale), Extents(queries, s_q, h_q, s_kv, topk)
-        self.launch(arrays, n, ctas=cutlass.min(queries, ctas), stream=stream)
 
     @cute.kernel
     def kernel(self, arrays: Arrays, n: Extents):
@@ -97,86 +54,6 @@ class ProbabilitiesSm90(Kernel):
             self.produce(bar, smem, arrays, n)
         else:
             self.consume(bar, smem, arrays, n, warp // 4 - 1)
-
-    def waves(self, n: Extents) -> Int32:
-        """The number of queries of this CTA; a query counts once for each tile of its heads."""
-        queries = ceil_div(n.queries - cute.arch.block_idx()[0], cute.arch.grid_dim()[0])
-        return queries * ceil_div(n.h_q, Int32(self.config.tile_m))
-
-    def at(self, wave: Int32, n: Extents) -> tuple[Int32, Int32]:
-        """(query, counted over all batch entries, first head)"""
-        groups = ceil_div(n.h_q, Int32(self.config.tile_m))
-        query = cute.arch.block_idx()[0] + wave // groups * cute.arch.grid_dim()[0]
-        return query, wave % groups * self.config.tile_m
-
-    # ---- producer
-
-    @cute.jit
-    def produce(self, bar: Barriers, smem: Shared, arrays: Arrays, n: Extents):
-        """In every wave: loads its first keys, Q, and the other keys."""
-        c = self.config
-        thread = cute.arch.thread_idx()[0]
-        tiles = ceil_div(n.topk, Int32(c.tile_n))
-        wanted = cute.make_rmem_tensor(c.tile_n // (WARPGROUP // LANES_A_ROW), Int32)
-        for wave in cutlass.range(self.waves(n), unroll=1):
-            query, head0 = self.at(wave, n)
-            keys = self.selection(arrays, query, n)
-            keys.prefetch_indices(Int32(0), wanted, thread, WARPGROUP)
-            for t in cutlass.range(tiles, unroll=1):
-                keys.mark_absent(t, wanted, thread, WARPGROUP)
-                self.gather(bar, smem, keys, wanted, wave * tiles + t, thread)
-                keys.prefetch_indices(t + 1, wanted, thread, WARPGROUP)
-                if t == 0:
-                    self.load_heads(bar, smem, arrays, query, head0, n, wave, thread)
-
-    def selection(self, arrays: Arrays, query: Int32, n: Extents) -> Selection:
-        c = self.config
-        operands = SelectionOperands(arrays.k, arrays.indices, arrays.indices, n.s_kv, n.s_kv, n.topk)
-        keys = arrays.k + Int64(query // n.s_q) * n.s_kv * c.d
-        indices = arrays.indices + Int64(query) * n.topk
-        return Selection(operands, c.tile_n, c.d, keys, indices, Int32(0), n.topk)
-
-    @cute.jit
-    def gather(self, bar: Barriers, smem: Shared, keys: Selection, wanted: cute.Tensor, k: Int32, thread: Int32):
-        """Gathers the CTA's k-th tile of keys, piece by piece."""
-        c = self.config
-        for piece in cutlass.range_constexpr(c.pieces):
-            state = bar.k.at(k * c.pieces + piece)
-            state.wait_empty()
-            slabs = range(piece * c.slabs_of_piece, (piece + 1) * c.slabs_of_piece)
-            keys.gather(smem.k[None, None, state.index], wanted, thread, slabs, WARPGROUP, slabs[0])
-            state.copy_full()
-
-    @cute.jit
-    def load_heads(
-        self,
-        bar: Barriers,
-        smem: Shared,
-        arrays: Arrays,
-        query: Int32,
-        head0: Int32,
-        n: Extents,
-        wave: Int32,
-        thread: Int32,
-    ):
-        """Loads Q of a query's heads, piece by piece, with zeros for heads that do not exist."""
-        c = self.config
-        at_once, row0, chunk = WARPGROUP // LANES_A_ROW, thread // LANES_A_ROW, thread % LANES_A_ROW
-        target0 = smem.q.iterator.toint() + row0 * (SLAB * 2) + (chunk ^ row0 % 8) * 16
-        first = Int64(query) * n.h_q
-        for piece in cutlass.range_constexpr(c.pieces):
-            state = PipelineState(bar.q, piece, wave & 1)
-            state.wait_empty()
-            for i in cutlass.range_constexpr(c.tile_m // at_once):
-                head = head0 + row0 + i * at_once
-                size = Int32(head < n.h_q) * 16
-                source = arrays.q + ((first + cutlass.min(head, n.h_q - 1)) * c.d + chunk * CHUNK)
-                for slab in range(piece * c.slabs_of_piece, (piece + 1) * c.slabs_of_piece):
-                    place = target0 + (slab * c.tile_m + i * at_once) * SLAB * 2
-                    copy_or_zero(place, (source + slab * SLAB).toint(), size)
-            state.copy_full()
-
-    # ---- consumers
 
     @cute.jit
     def consume(self, bar: Barriers, smem: Shared, arrays: Arrays, n: Extents, group: Int32):
@@ -243,10 +120,6 @@ class ProbabilitiesSm90(Kernel):
         )  # all have read the previous ones
         smem.shift[thread, group] = lse * LOG2_E if adds else Float32.inf
         cute.arch.barrier(barrier_id=WARPGROUP_MET + group, number_of_threads=WARPGROUP)
-
-    def examples(self, variant: Probabilities) -> tuple:
-        arrays = ("q", "k", "float32", "int32", "float32")
-        return *pointers(variant.dtype, *arrays), Float32(1.0), *(i32() for _ in range(6))
 
 
 @cute.jit

@@ -8,9 +8,10 @@ from cutlass import Float32, Int32, Int64
 from kernels.lib.indexer import D
 from kernels.lib.launch import WARP
 from kernels.lib.pipeline import Ring
+from kernels.lib.scores import PUBLISHED
 from kernels.lib.tiles import TileAllocator
 
-from .config import CONSUMERS, PUBLISHED, Config
+from .config import CONSUMERS, Config
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from cutlass import Float32, Int32, Int64
 from kernels.lib.indexer import BLOCK
 from kernels.lib.ptx import add_relu, keep
 from kernels.lib.rows import store
+from kernels.lib.scores import HALF, Extents
 from kernels.lib.wgmma import accumulator
 
-from .config import HALF, Config
-from .operands import Extents
+from .config import Config
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,101 @@
+"""Launches of kernels with tensor cores, each on a named case or on many keys: ready to be made, and judged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from kernels.abi import Forward, IndexerScores, MlaBackward, Probabilities
+
+from ..machine.state import Machine
+from . import attention, cases, gradients, indexer, long, mla_backward, native, probabilities
+from .launch import Kernel, launch
+from .verdict import judge
+
+Interpreted = Forward | MlaBackward | IndexerScores | Probabilities
+Judge = Callable[[Machine], None]
+
+GRADIENT = {"b": 1, "s_q": 2, "s_kv": 149, "h_q": 8, "s_kv1": 81, "topk": 133, "width": 1 << 30}  # three tiles of keys
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A launch that can be made several times."""
+
+    shape: str
+    make: Callable[[int, bool], tuple[Machine, Judge]]  # of a seed, and whether to record
+
+    @staticmethod
+    def of_attention(kernel: Kernel[Forward], x: attention.Operands, processors: int, known: bool = True) -> Prepared:
+        """`known`: whether the operands say what the answer is."""
+
+        def make(seed: int, record: bool) -> tuple[Machine, Judge]:
+            run = launch(kernel, x, processors=processors, seed=seed, record=record)
+            return run.machine, lambda machine: judge(run.results(), x, run.scale) if known else None
+
+        return Prepared(", ".join(f"{k} {v}" for k, v in x.shape._asdict().items() if v), make)
+
+    @staticmethod
+    def of_scores(kernel: Kernel[IndexerScores], x: indexer.Problem, processors: int) -> Prepared:
+        call = indexer.Call.of(kernel, x, processors)
+
+        def make(seed: int, record: bool) -> tuple[Machine, Judge]:
+            return call.scoring(seed=seed, record=record), call.judge
+
+        return Prepared(f"queries {x.q.shape}, keys {x.k.shape}", make)
+
+    @staticmethod
+    def of_probabilities(kernel: Kernel[Probabilities], x: probabilities.Problem, processors: int) -> Prepared:
+        call = probabilities.Call(kernel, x, processors)
+
+        def make(seed: int, record: bool) -> tuple[Machine, Judge]:
+            return call.machine(seed=seed, record=record), call.judge
+
+        return Prepared(f"queries {x.q.shape}, {x.indices.shape[2]} of keys {x.k.shape}", make)
+
+    @staticmethod
+    def of_gradients(kernel: Kernel[MlaBackward], x: gradients.Operands, processors: int) -> Prepared:
+        def make(seed: int, record: bool) -> tuple[Machine, Judge]:
+            run = mla_backward.launch(kernel, x, processors=processors, seed=seed, record=record)
+            return run.machine, lambda machine: mla_backward.judge(run, run.results())
+
+        return Prepared(", ".join(f"{k} {v}" for k, v in x.attention.shape._asdict().items() if v), make)
+
+    @staticmethod
+    def case(kernel: Kernel[Any], name: str, processors: int | None) -> Prepared:
+        """One of `cases.CASES`."""
+        if isinstance(kernel.variant, IndexerScores):
+            problem = indexer.Problem.case(kernel.variant, name)
+            if problem is not None:
+                return Prepared.of_scores(kernel, problem, processors or cases.PROCESSORS[name])
+        elif isinstance(kernel.variant, Probabilities):
+            given = probabilities.Problem.case(kernel.variant, name)
+            if given is not None:
+                return Prepared.of_probabilities(kernel, given, processors or cases.PROCESSORS[name])
+        elif isinstance(kernel.variant, MlaBackward):
+            if name == "tiles":
+                heads = native.heads_for(kernel.variant, GRADIENT["h_q"])
+                gradient = gradients.operands(kernel.variant, **{**GRADIENT, "h_q": heads})
+                return Prepared.of_gradients(kernel, gradient, processors or 2)
+        else:
+            x = cases.operands(kernel.variant, kernel.facts["tile_n"], name)
+            if x is not None:
+                return Prepared.of_attention(kernel, x, processors or cases.PROCESSORS[name])
+        raise LookupError(f"there is no case {name!r} for {kernel.variant.key}")
+
+    @staticmethod
+    def long(kernel: Kernel[Any], keys: int, queries: int | None, heads: int | None, processors: int) -> Prepared:
+        """Few queries that see many keys."""
+        v, tile_m = kernel.variant, kernel.facts["tile_m"] * kernel.facts["cluster"]
+        if isinstance(v, IndexerScores):
+            problem = indexer.Problem.seen_by_all(v, queries or tile_m // v.heads, keys)
+            return Prepared.of_scores(kernel, problem, processors)
+        if isinstance(v, Probabilities):
+            given = probabilities.Problem.of(v, 1, queries or 1, heads or tile_m, 4 * keys, keys)
+            return Prepared.of_probabilities(kernel, given, processors)
+        if isinstance(v, MlaBackward):
+            x = long.operands(v, tile_m, keys, queries=queries or 1, heads=heads)
+            return Prepared.of_gradients(kernel, gradients.of_attention(x, v.d**-0.5), processors)
+        x = long.operands(v, tile_m, keys, queries=queries, heads=heads)
+        return Prepared.of_attention(kernel, x, processors, known=all(source.pool is None for source in x.sources))
