@@ -1,19 +1,29 @@
 """Attention for Blackwell with separate K and V, of head dimensions up to 256.
 
-    warp 5       Q K0 V0  K1 V1  K2 V2 ...                              into rings: TMA
-    warp 4       S0   | S1 | O = P0 V0 | S2 | O += P1 V1 | ... Pn Vn     tcgen05.mma, all in TMEM
-    warps 0-3         | P0             | P1              | ...      O    softmax; O to memory
+    warp 13      Q  K0 V0  K1 V1  K2 V2 ...                                      into a ring: TMA
+    warp 12      S0 S1 | S0 | O0 += P0 V0 | S1 | O1 += P1 V1 | S0 | ...          tcgen05.mma, all in TMEM
+    warps 0-3          | P0             | P0              | ...                  softmax of one tile of rows
+    warps 4-7               | P1             | P1              | ...             and of the other
+    warps 8-11           O0, O1 times factors, where a maximum has risen ...     and in the end to memory
 
-Q K' of tile t + 1 is issued before P V of tile t, so both run under the softmax of t and t + 1. The scores have two
-buffers. TMEM has 128 lanes x 512 columns of 32 bits, and a lane is a row. A thread of warps 0 to 3 holds one row of the
-scores, and the same lane of O: before P of a tile is given to the products, in TMEM, the thread rescales its row of O
-where the maximum has risen.
+A CTA has two tiles of 128 rows (d 256: one), which see the same keys: the softmax of one runs beside the products of
+the other. TMEM has 128 lanes x 512 columns of 32 bits, and a lane is a row, which a thread has of S and P, and another
+of O. The scores of the next tile of keys are issued before P V of this one, and take the place of scores that have been
+read: at d 128 both tiles of rows have one buffer for them by turns.
+
+        columns   O           S                P                   (d 64: two buffers of S)
+        d 128     2 x 128     128              2 x 64
+
+P is measured from a maximum that is not the greatest so far, but at most a factor of 2^8 from it, so that O is rescaled
+seldom. The softmax tells the correcting warps with what factor, and in the end with what to normalise O. P is given to
+the products in two parts, of which the first lets them begin. Some exponentials are polynomials.
 
 Warps are specialised, and CTAs persistent: one takes every gridDim-th tile of rows, and TMA runs ahead into the next.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -25,36 +35,35 @@ from kernels.aot import Compiled
 from kernels.lib.forward import ForwardKernel
 from kernels.lib.launch import WARPGROUP
 from kernels.lib.pipeline import wait_for
-from kernels.lib.row_softmax import exponentiate, raise_max, seen_by_row, shift_of
+from kernels.lib.row_softmax import RowSpan, seen_by_row, shift_of
 from kernels.lib.rows import BoxedRows, Extents, RowTile, load, store
 from kernels.lib.softmax import LN_2, LOG2_E, RowResults, exp2
 from kernels.lib.spans import Span, SpanOperands, open_span, prefetch_span, read_span
 from kernels.lib.tcgen05 import (
     COLUMNS,
+    K_STEP,
+    LANES,
+    ROW_BYTES,
+    Slabs,
     after_thread_sync,
     before_thread_sync,
-    commit,
+    begin_load,
+    instruction,
     load_lanes,
+    multiply,
     scale_lanes,
     store_lanes,
     sync_with_tmem,
-    tiled_mma,
 )
 from kernels.lib.tile_scheduler import TileScheduler
-from kernels.lib.wgmma import (
-    K_MAJOR,
-    MN_MAJOR,
-    SLAB,
-    operand_a,
-    operand_b,
-    round_pair,
-    tma_tiles,
-    transposed,
-    zero_rows,
-)
+from kernels.lib.wgmma import SLAB, round_pair, tma_tiles, zero_rows
 
-from .config import SCORE_BUFFERS, SOFTMAX_WARPS, Config
+from .config import P_BUFFERS, RESCALED_ABOVE, WARPS, Config
+from .exponentials import exponentiate, raise_max
 from .smem import Barriers, Shared, allocate
+
+TOGETHER = 64  # scores that a thread loads at a time
+CHUNK = 32  # columns of O that a thread holds at a time
 
 
 @dataclass(frozen=True)
@@ -65,19 +74,7 @@ class Cta:
     smem: Shared
     tmem: cute.Pointer
     n: Extents
-
-
-@dataclass(frozen=True)
-class Row:
-    """The row of scores and of O that a softmax thread holds."""
-
-    thread: Int32
-    boxed: BoxedRows
-
-    @staticmethod
-    def of(n: Extents) -> "Row":
-        thread = cute.arch.thread_idx()[0]
-        return Row(thread, BoxedRows.at(n, [thread]))
+    both: cutlass.Boolean  # whether there are rows for a second tile of them
 
 
 class MhaFwdSm100(ForwardKernel):
@@ -103,36 +100,101 @@ class MhaFwdSm100(ForwardKernel):
             cute.arch.alloc_tmem(COLUMNS, smem.tmem)
             cute.arch.relinquish_tmem_alloc_permit()
         sync_with_tmem()
-        cta = Cta(bar, smem, cute.arch.retrieve_tmem_ptr(Float32, 16, smem.tmem), n)
+        tmem = cute.arch.retrieve_tmem_ptr(Float32, 16, smem.tmem)
+        cta = Cta(bar, smem, tmem, n, n.box_inner * n.box_outer > LANES)
 
         ((*tma, operands),) = sources
-        if warp < SOFTMAX_WARPS:
-            self.attend(cta, operands, output, results, scale_log2)
-        elif warp == SOFTMAX_WARPS:
-            self.multiply(cta, operands)
+        correction, others = WARPS * c.row_tiles, WARPS * (c.row_tiles + 1)
+        if warp < correction:
+            cute.arch.setmaxregister_increase(c.registers[0])
+            self.attend(cta, operands, results, scale_log2)
+        elif warp < others:
+            cute.arch.setmaxregister_decrease(c.registers[1])
+            self.correct(cta, operands, output)
         else:
-            self.load(cta, rows_of_q, tuple(tma), operands)
+            cute.arch.setmaxregister_decrease(c.registers[2])
+            if warp == others:
+                with cute.arch.elect_one():
+                    self.multiply(cta, operands)
+            elif warp == others + 1:
+                self.load(cta, rows_of_q, tuple(tma), operands)
 
         sync_with_tmem()
         if warp == 0:
             cute.arch.dealloc_tmem(cta.tmem, COLUMNS)
 
+    @cute.jit
+    def arrive(self, barrier: cute.Pointer):
+        """A warp arrives, once."""
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(barrier)
+
+    @cute.jit
+    def tell_mma(self, barrier: cute.Pointer):
+        """A warp arrives, after its accesses to TMEM."""
+        before_thread_sync()
+        self.arrive(barrier)
+
+    @cute.jit
+    def rows_of(self, cta: Cta, operands: SpanOperands, wave: Int32) -> tuple:
+        """(a tile of rows, its span), as the loader found them."""
+        info = cta.bar.info.at(wave)
+        info.wait_full()
+        tile = RowTile.read(cta.smem.info[None, 0, info.index], cta.n)
+        span = read_span(operands, tile, self.config.tile_n, cta.smem.info[None, 1, info.index])
+        self.arrive(info.empty)
+        return tile, span
+
+    @cute.jit
+    def span_of(self, cta: Cta, operands: SpanOperands, wave: Int32) -> Span:
+        """`rows_of`, for one thread alone."""
+        info = cta.bar.info.at(wave)
+        info.wait_full()
+        span = Span(operands, None, self.config.tile_n, *(cta.smem.info[i, 1, info.index] for i in range(4)))
+        info.arrive_empty()
+        return span
+
+    def buffer_of(self, i: Int32 | int, fill: Int32) -> tuple:
+        """(the buffer of a row tile's P of a tile of keys, the parity of its phase)"""
+        if self.config.row_tiles == P_BUFFERS:
+            return i, fill & 1
+        return fill % P_BUFFERS, fill // P_BUFFERS & 1
+
+    def scores_column(self, i: Int32 | int) -> Int32 | int:
+        c = self.config
+        return c.scores_column + (i * c.tile_n if c.score_buffers > 1 else 0)
+
+    def p_column(self, buffer: Int32 | int) -> Int32 | int:
+        return self.config.p_column + buffer * (self.config.tile_n // 2)
+
+    @cute.jit
+    def wait_output(self, cta: Cta, i: Int32, fill: Int32):
+        """Waits until P V of a row tile and a tile of keys is done."""
+        buffer, phase = self.buffer_of(i, fill)
+        cute.arch.mbarrier_wait(cta.bar.p_empty + buffer, phase)
+        after_thread_sync()
+
     # ---- loading
 
     @cute.jit
     def load(self, cta: Cta, rows: tuple, arrays: tuple, operands: SpanOperands):
-        """One warp: for every row tile of this CTA it loads Q, the spans, and the tiles of keys and values."""
+        """One warp: for every tile of rows of this CTA it loads Q, the spans, and the tiles of keys and values."""
         c, bar, smem, n = self.config, cta.bar, cta.smem, cta.n
         tma_q, mQ = rows
         scheduler, fills0 = TileScheduler.of(n), Int32(0)
         for wave in cutlass.range(scheduler.waves, unroll=1):
             tile = scheduler.tile(wave)
             span = open_span(operands, tile, c.tile_n, prefetch_span(operands, tile, c.tile_m))
+            info = bar.info.at(wave)
+            info.wait_empty()
+            with cute.arch.elect_one():
+                for i, thing in enumerate((tile, span)):
+                    thing.publish(smem.info[None, i, info.index])
+                info.arrive_full()
             q = bar.q.at(wave)
             q.wait_empty()
             with cute.arch.elect_one():
-                for i, thing in enumerate((tile, span)):
-                    thing.publish(smem.info[None, i])
                 q.expect_full(n.box_inner * n.box_outer * c.d * 2)
             gQ, sQ = tma_tiles(tma_q, tile.of(mQ, c.tile_m, c.d)[None, None, 0], smem.q)
             cute.copy(tma_q, gQ, sQ, tma_bar_ptr=q.full)
@@ -141,194 +203,304 @@ class MhaFwdSm100(ForwardKernel):
         # Nothing may arrive in the SMEM of a CTA that has ended.
         bar.q.at(scheduler.waves).wait_empty()
         for i in cutlass.range_constexpr(c.stages):
-            for ring in (bar.keys, bar.values):
-                ring.at(fills0 + i).wait_empty()
+            bar.keys.at(2 * fills0 + i).wait_empty()
 
     @cute.jit
     def load_keys(self, cta: Cta, arrays: tuple, span: Span, tile: RowTile, fills0: Int32):
-        """Loads all tiles of keys and values of one row tile."""
-        c, bar = self.config, cta.bar
+        """Loads all tiles of keys and values of a tile of rows, by turns."""
+        c = self.config
         copies = tuple(
-            (ring, arrays[2 * i], *self.tiles_of(arrays[2 * i], arrays[2 * i + 1], cta, span, tile, i))
-            for i, ring in enumerate((bar.keys, bar.values))
+            (
+                atom,
+                *tma_tiles(atom, tile.keys(array, span.lo, c.tile_n, c.d)[None, None, None, 0], cta.smem.keys),
+            )
+            for atom, array in (arrays[:2], arrays[2:])
         )
         for t in cutlass.range(span.tiles, unroll=1):
-            for ring, atom, gmem, tiles in copies:
-                state = ring.at(fills0 + t)
+            for i, (atom, gmem, smem) in enumerate(copies):
+                state = cta.bar.keys.at(2 * (fills0 + t) + i)
                 state.wait_empty()
                 with cute.arch.elect_one():
-                    state.expect_full(c.ring_tile_bytes)
-                cute.copy(atom, gmem[None, t], tiles[None, state.index], tma_bar_ptr=state.full)
+                    state.expect_full(c.stage_bytes)
+                cute.copy(atom, gmem[None, t], smem[None, state.index], tma_bar_ptr=state.full)
 
-    def tiles_of(self, atom, array: cute.Tensor, cta: Cta, span: Span, tile: RowTile, which: int) -> tuple:
-        """Tiles of an array in memory, and their stages."""
-        c = self.config
-        gmem = tile.keys(array, span.lo, c.tile_n, c.d)[None, None, None, 0]
-        return tma_tiles(atom, gmem, cta.smem.rings[None, None, which, None])
-
-    # ---- MMA
+    # ---- products
 
     @cute.jit
     def multiply(self, cta: Cta, operands: SpanOperands):
-        """One warp, one lane of which issues the products of every row tile of this CTA."""
-        bar, smem, n = cta.bar, cta.smem, cta.n
+        """One thread issues the products of every tile of rows of this CTA."""
+        c, bar = self.config, cta.bar
         fills0 = Int32(0)
-        for wave in cutlass.range(TileScheduler.of(n).waves, unroll=1):
+        for wave in cutlass.range(TileScheduler.of(cta.n).waves, unroll=1):
+            tiles = self.span_of(cta, operands, wave).tiles
             bar.q.at(wave).wait_full()
-            tile = RowTile.read(smem.info[None, 0], n)
-            tiles = read_span(operands, tile, self.config.tile_n, smem.info[None, 1]).tiles
-            cute.arch.mbarrier_arrive(bar.q.empty)
-            if tiles == 0:
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(bar.q.empty)
-            else:
-                self.issue_scores(cta, fills0, tiles == 1)
-                for t in cutlass.range(tiles, unroll=1):
-                    if t + 1 < tiles:
-                        self.issue_scores(cta, fills0 + t + 1, t + 2 == tiles)
-                    self.issue_output(cta, fills0 + t, t > 0)
+            if tiles > 0:
+                bar.keys.at(2 * fills0).wait_full()
+                for i in cutlass.range_constexpr(c.row_tiles):
+                    if i == 0 or cta.both:
+                        self.issue_scores(cta, i, fills0)
+                tcgen05.commit(bar.keys.at(2 * fills0).empty)
+            if tiles <= 1:
+                tcgen05.commit(bar.q.empty)
+            for t in cutlass.range(tiles, unroll=1):
+                fill = fills0 + t
+                for i in cutlass.range_constexpr(c.row_tiles):
+                    if i == 0 or cta.both:
+                        if t + 1 < tiles:
+                            if cutlass.const_expr(i == 0):
+                                bar.keys.at(2 * fill + 2).wait_full()
+                            self.issue_scores(cta, i, fill + 1)
+                        self.issue_output(cta, i, fill, t > 0)
+                if t + 1 < tiles:
+                    tcgen05.commit(bar.keys.at(2 * fill + 2).empty)
+                if t + 2 == tiles:
+                    tcgen05.commit(bar.q.empty)
+                tcgen05.commit(bar.keys.at(2 * fill + 1).empty)
             fills0 = fills0 + tiles
 
     @cute.jit
-    def issue_scores(self, cta: Cta, fill: Int32, last: cutlass.Boolean):
-        """S <- Q K' of the rings' tile number `fill`, the last of its row tile or not.
-
-        The scores of two tiles before, in the same buffer, have been read: the warp has waited for P of that tile.
-        """
-        c, bar, smem = self.config, cta.bar, cta.smem
-        buffer = fill % SCORE_BUFFERS
-        mma, a, s = self.score_operands(cta)
-        state = bar.keys.at(fill)
-        state.wait_full()
-        b = operand_b(mma, smem.rings[None, None, 0, None])
-        for k in range(c.d // 16):
-            mma.set(tcgen05.Field.ACCUMULATE, k > 0)
-            cute.gemm(
-                mma,
-                s[None, None, None, buffer],
-                a[None, None, k],
-                b[None, None, k, state.index],
-                s[None, None, None, buffer],
+    def issue_scores(self, cta: Cta, i: cutlass.Constexpr, fill: Int32):
+        """S <- Q K' of a row tile and of a tile of keys, which is there."""
+        c, bar = self.config, cta.bar
+        q = Slabs.of(cta.smem.q.iterator.toint() + i * LANES * ROW_BYTES)
+        k = Slabs.of(cta.smem.keys.iterator.toint() + bar.keys.at(2 * fill).index * c.stage_bytes)
+        if cutlass.const_expr(c.score_buffers == c.row_tiles):
+            self.await_scores_read(cta, i, fill - 1)
+        elif cutlass.const_expr(i > 0):
+            self.await_scores_read(cta, 0, fill)
+        elif cta.both:
+            self.await_scores_read(cta, 1, fill - 1)
+        else:
+            self.await_scores_read(cta, 0, fill - 1)
+        for step in cutlass.range_constexpr(c.d // K_STEP):
+            slab, column = divmod(step, SLAB // K_STEP)
+            multiply(
+                cta.tmem.toint() + self.scores_column(i),
+                q.at(slab * c.tile_m * ROW_BYTES + column * 2 * K_STEP),
+                k.at(slab * c.tile_n * ROW_BYTES + column * 2 * K_STEP),
+                instruction(self.dtype, LANES, c.tile_n, False),
+                step > 0,
+                1,
+                LANES,
             )
-        commit(state.empty)
-        commit(bar.s_full + buffer)
-        if last:
-            commit(bar.q.empty)
-
-    def score_operands(self, cta: Cta) -> tuple[cute.TiledMma, cute.Tensor, cute.Tensor]:
-        """(mma, Q, both score buffers)"""
-        c = self.config
-        mma = tiled_mma(self.dtype, c.tile_m, c.tile_n, K_MAJOR)
-        s = mma.make_fragment_C(cute.append(mma.partition_shape_C((c.tile_m, c.tile_n)), SCORE_BUFFERS))
-        return mma, operand_a(mma, cta.smem.q), cute.make_tensor(cta.tmem + c.scores_column, s.layout)
+        tcgen05.commit(bar.s_full + i)
 
     @cute.jit
-    def issue_output(self, cta: Cta, fill: Int32, adds: cutlass.Boolean):
-        """O (+)= P V of the rings' tile number `fill`; the first of its row tile does not add."""
-        c, bar, smem = self.config, cta.bar, cta.smem
-        mma, p, o = self.output_operands(cta)
-        wait_for(bar.p_full, fill)
-        after_thread_sync()
-        state = bar.values.at(fill)
-        state.wait_full()
-        b = operand_b(mma, transposed(smem.rings[None, None, 1, None]))
-        for k in range(c.tile_n // 16):
-            mma.set(tcgen05.Field.ACCUMULATE, True if k else adds)
-            cute.gemm(mma, o, p[None, None, k], b[None, None, k, state.index], o)
-        commit(state.empty)
-        commit(bar.o_full)
+    def await_scores_read(self, cta: Cta, i: cutlass.Constexpr, fill: Int32):
+        if fill >= 0:
+            wait_for(cta.bar.s_empty + i, fill)
+            after_thread_sync()
 
-    def output_operands(self, cta: Cta) -> tuple[cute.TiledMma, cute.Tensor, cute.Tensor]:
-        """(mma, P, O)"""
-        c = self.config
-        mma = tiled_mma(self.dtype, c.tile_m, c.d, MN_MAJOR, tcgen05.OperandSource.TMEM)
-        o = mma.make_fragment_C(mma.partition_shape_C((c.tile_m, c.d)))
-        layout = mma.make_fragment_A(mma.partition_shape_A((c.tile_m, c.tile_n))).layout
-        p = cute.make_tensor(cute.recast_ptr(cta.tmem + c.p_column, dtype=self.dtype), layout)
-        return mma, p, cute.make_tensor(cta.tmem, o.layout)
+    @cute.jit
+    def issue_output(self, cta: Cta, i: cutlass.Constexpr, fill: Int32, adds: cutlass.Boolean):
+        """O (+)= P V of a row tile and of a tile of values, part by part; the first tile does not add."""
+        c, bar = self.config, cta.bar
+        state = bar.keys.at(2 * fill + 1)
+        buffer, phase = self.buffer_of(i, fill)
+        v = Slabs.of(cta.smem.keys.iterator.toint() + state.index * c.stage_bytes, c.tile_n * ROW_BYTES)
+        if cutlass.const_expr(i == 0):
+            state.wait_full()
+        for part in cutlass.range_constexpr(len(c.parts)):
+            barrier = bar.p_full + buffer
+            if cutlass.const_expr(part > 0):
+                barrier = bar.p_more + (len(c.parts) - 1) * buffer + (part - 1)
+            cute.arch.mbarrier_wait(barrier, phase)
+            after_thread_sync()
+            for step in cutlass.range_constexpr(sum(c.parts[:part]) // K_STEP, sum(c.parts[: part + 1]) // K_STEP):
+                multiply(
+                    cta.tmem.toint() + i * c.d,
+                    cta.tmem.toint() + self.p_column(buffer) + step * (K_STEP // 2),
+                    v.at(step * K_STEP * ROW_BYTES),
+                    instruction(self.dtype, LANES, c.d, True),
+                    True if step else adds,
+                    1,
+                    LANES,
+                )
+        tcgen05.commit(bar.p_empty + buffer)
 
     # ---- softmax
 
     @cute.jit
-    def attend(self, cta: Cta, operands: SpanOperands, o: cute.Pointer, results: RowResults, scale_log2: Float32):
-        """Four warps, in which a thread has a row, of every row tile of this CTA."""
-        c, bar, smem, n = self.config, cta.bar, cta.smem, cta.n
-        w = Row.of(n)
-        fills0 = Int32(0)
+    def attend(self, cta: Cta, operands: SpanOperands, results: RowResults, scale_log2: Float32):
+        """Four warps a row tile, in which a thread has a row, of every tile of rows of this CTA."""
+        n = cta.n
+        row = cute.arch.thread_idx()[0]
+        i, boxed = cute.arch.make_warp_uniform(row // LANES), BoxedRows.at(n, [row])
+        fills0, told = Int32(0), Int32(0)
         for wave in cutlass.range(TileScheduler.of(n).waves, unroll=1):
-            bar.q.at(wave).wait_full()
-            tile = RowTile.read(smem.info[None, 0], n)
-            span = read_span(operands, tile, c.tile_n, smem.info[None, 1])
-            cute.arch.mbarrier_arrive(bar.q.empty)
-            exists, query, head = tile.place(w.boxed, 0)
-            seen = seen_by_row(span, tile, w.boxed)
-            sink = load(results.sink + head)
-
-            row_max, row_sum = -Float32.inf, Float32(0.0)
-            scores = cute.make_rmem_tensor(c.tile_n, Float32)
-            p = cute.make_rmem_tensor(c.tile_n // 2, Uint32)
-            for t in cutlass.range(span.tiles, unroll=1):
-                fill = fills0 + t
-                self.read_scores(cta, w, fill, scores)
-                seen.mask(scores, t, 0)
-                old_max = row_max
-                row_max = raise_max(row_max, scores)
-                shift = shift_of(row_max, scale_log2)
-                factor = exp2(old_max * scale_log2 - shift)
-                row_sum = exponentiate(row_sum * factor, shift, scale_log2, scores, p, self.dtype)
-                if t > 0:
-                    wait_for(bar.o_full, fill - 1)
-                    after_thread_sync()
-                    if cute.arch.vote_any_sync(factor != 1.0):
-                        scale_lanes(cta.tmem, c.d, factor, w.thread)
-                store_lanes(cta.tmem + c.p_column, p, w.thread)
-                if span.needs_clearing(t):
-                    self.clear_values(cta, w, fill, span.unseen_from(t))
-                before_thread_sync()
-                cute.arch.mbarrier_arrive(bar.p_full)
-
-            factor, lse = Float32(0.0), -Float32.inf
-            if exists:
-                if row_sum != 0.0:
-                    shift = shift_of(row_max, scale_log2)
-                    factor = 1.0 / (row_sum + exp2(sink * LOG2_E - shift))
-                    lse = (cute.math.log2(row_sum, fastmath=True) + row_max * scale_log2) * LN_2
-                store(results.lse + tile.row_index(query, head), lse)
-            if span.tiles > 0:
-                wait_for(bar.o_full, fills0 + span.tiles - 1)
-                after_thread_sync()
-            self.write_output(cta, w, span.tiles > 0, factor, exists, o + tile.row_index(query, head) * c.d)
+            tile, span = self.rows_of(cta, operands, wave)
+            if i == 0 or cta.both:
+                told = self.attend_rows(cta, i, row, boxed, tile, span, fills0, told, results, scale_log2)
             fills0 = fills0 + span.tiles
 
     @cute.jit
-    def read_scores(self, cta: Cta, w: Row, fill: Int32, scores: cute.Tensor):
-        c = self.config
-        buffer = fill % SCORE_BUFFERS
-        cute.arch.mbarrier_wait(cta.bar.s_full + buffer, fill // SCORE_BUFFERS & 1)
-        after_thread_sync()
-        load_lanes(cta.tmem + c.scores_column + buffer * c.tile_n, scores, w.thread)
+    def attend_rows(
+        self,
+        cta: Cta,
+        i: Int32,
+        row: Int32,
+        boxed: BoxedRows,
+        tile: Any,
+        span: Span,
+        fills0: Int32,
+        told: Int32,
+        results: RowResults,
+        scale_log2: Float32,
+    ) -> Int32:
+        """Returns how many factors this row tile's correction has been told."""
+        c, bar, n = self.config, cta.bar, cta.n
+        lane = row % LANES
+        exists, query, head = tile.place(boxed, 0)
+        seen = seen_by_row(span, tile, boxed)
+        sink = load(results.sink + cutlass.min(head, n.group * n.h_kv - 1))
+        factors = bar.factor_of(i)
+
+        measured = -Float32.inf  # from where P is measured
+        sums = Float32(0.0), Float32(0.0)
+        scores = tuple(cute.make_rmem_tensor(TOGETHER, Float32) for _ in range(c.tile_n // TOGETHER))
+        for t in cutlass.range(span.tiles, unroll=1):
+            fill = fills0 + t
+            wait_for(bar.s_full + i, fill)
+            after_thread_sync()
+            row_max = self.read_scores(cta, i, lane, seen, t, measured, scores)
+            rises = (row_max - measured) * scale_log2 > RESCALED_ABOVE
+            factor = exp2(measured * scale_log2 - shift_of(row_max, scale_log2)) if rises else Float32(1.0)
+            measured = row_max if rises else measured
+            if t > 0:
+                self.tell(cta, factors, told, row, factor)
+                told = told + 1
+            shift = shift_of(measured, scale_log2)
+            sums = sums[0] * factor, sums[1] * factor
+            buffer, _ = self.buffer_of(i, fill)
+            p = cta.tmem + self.p_column(buffer)
+            for part in cutlass.range_constexpr(len(c.parts)):
+                first, keys = sum(c.parts[:part]), c.parts[part]
+                rounded = cute.make_rmem_tensor(keys // 2, Uint32)
+                numbers = [scores[k // TOGETHER][k % TOGETHER] for k in range(first, first + keys)]
+                sums = exponentiate(sums, shift, scale_log2, numbers, rounded, self.dtype, c.emulated)
+                if cutlass.const_expr(part == 0):  # noqa: SIM102, at compile time
+                    if fill >= P_BUFFERS // c.row_tiles:
+                        self.wait_output(cta, i, fill - P_BUFFERS // c.row_tiles)
+                store_lanes(p + first // 2, rounded, lane)
+                barrier = bar.p_full + buffer
+                if cutlass.const_expr(part > 0):
+                    barrier = bar.p_more + (len(c.parts) - 1) * buffer + (part - 1)
+                self.tell_mma(barrier)
+
+        row_sum = sums[0] + sums[1]
+        factor, lse = Float32(0.0), -Float32.inf
+        if exists:
+            if row_sum != 0.0:
+                shift = shift_of(measured, scale_log2)
+                factor = 1.0 / (row_sum + exp2(sink * LOG2_E - shift))
+                lse = (cute.math.log2(row_sum, fastmath=True) + measured * scale_log2) * LN_2
+            store(results.lse + tile.row_index(query, head), lse)
+        self.tell(cta, factors, told, row, factor)
+        return told + 1
 
     @cute.jit
-    def clear_values(self, cta: Cta, w: Row, fill: Int32, first: Int32):
-        """Zeroes the rows of V's tile from `first` on, which no query sees."""
-        state = cta.bar.values.at(fill)
+    def read_scores(
+        self, cta: Cta, i: Int32, lane: Int32, seen: RowSpan, t: Int32, row_max: Float32, scores: tuple
+    ) -> Float32:
+        """scores <- those of a row, without the keys that it does not see; returns the maximum of row_max and them.
+
+        The maximum of a part is found while the next one is under way, and again where keys are taken away.
+        """
+        column, before = cta.tmem + self.scores_column(i), row_max
+        begin_load(column, scores[0], lane)
+        for part in cutlass.range_constexpr(len(scores)):
+            cute.arch.fence_view_async_tmem_load()
+            if cutlass.const_expr(part + 1 < len(scores)):
+                begin_load(column + (part + 1) * TOGETHER, scores[part + 1], lane)
+            else:
+                self.tell_mma(cta.bar.s_empty + i)
+            row_max = raise_max(row_max, scores[part])
+        if seen.is_cut(t):
+            row_max = before
+            for part in cutlass.range_constexpr(len(scores)):
+                seen.mask(scores[part], t, part)
+                row_max = raise_max(row_max, scores[part])
+        return row_max
+
+    @cute.jit
+    def tell(self, cta: Cta, factors: Any, told: Int32, row: Int32, factor: Float32):
+        """Tells the correction what to multiply this row of O with."""
+        state = factors.at(told)
+        state.wait_empty()
+        cta.smem.factor[row] = factor
+        self.arrive(state.full)
+
+    # ---- correction
+
+    @cute.jit
+    def correct(self, cta: Cta, operands: SpanOperands, o: cute.Pointer):
+        """Four warps: O of every row tile of this CTA is rescaled where a maximum has risen, and in the end written."""
+        c, bar, n = self.config, cta.bar, cta.n
+        lane = cute.arch.thread_idx()[0] % LANES
+        boxed = tuple(BoxedRows.at(n, [lane + i * LANES]) for i in range(c.row_tiles))
+        fills0, told = Int32(0), Int32(0)
+        for wave in cutlass.range(TileScheduler.of(n).waves, unroll=1):
+            tile, span = self.rows_of(cta, operands, wave)
+            for t in cutlass.range(span.tiles, unroll=1):
+                fill = fills0 + t
+                if span.needs_clearing(t):
+                    self.clear_values(cta, lane, fill, span.unseen_from(t))
+                for i in cutlass.range_constexpr(c.row_tiles):
+                    if i == 0 or cta.both:
+                        if t > 0:
+                            factor = self.hear(cta, i, told, lane)
+                            self.wait_output(
+                                cta, i, fill - 1
+                            )  # or a warp might tell of this P before another of the last
+                            if cute.arch.vote_any_sync(factor != 1.0):
+                                scale_lanes(cta.tmem + i * c.d, c.d, factor, lane, CHUNK)
+                        buffer, _ = self.buffer_of(i, fill)
+                        self.tell_mma(bar.p_full + buffer)
+                told = told + Int32(t > 0)
+            fills0 = fills0 + span.tiles
+            for i in cutlass.range_constexpr(c.row_tiles):
+                if i == 0 or cta.both:
+                    factor = self.hear(cta, i, told, lane)
+                    if span.tiles > 0:
+                        self.wait_output(cta, i, fills0 - 1)
+                    exists, query, head = tile.place(boxed[i], 0)
+                    self.write_output(
+                        cta, i, lane, span.tiles > 0, factor, exists, o + tile.row_index(query, head) * c.d
+                    )
+            told = told + 1
+
+    @cute.jit
+    def hear(self, cta: Cta, i: cutlass.Constexpr, told: Int32, lane: Int32) -> Float32:
+        """What this row of O is to be multiplied with."""
+        state = cta.bar.factor_of(i).at(told)
         state.wait_full()
-        zero_rows(cta.smem.rings[None, None, 1, state.index], first, w.thread, WARPGROUP)
+        factor = cta.smem.factor[i * LANES + lane]
+        self.arrive(state.empty)
+        return factor
 
     @cute.jit
-    def write_output(self, cta: Cta, w: Row, any_key, factor: Float32, exists, row: cute.Pointer):
+    def clear_values(self, cta: Cta, lane: Int32, fill: Int32, first: Int32):
+        """Zeroes the rows of V's tile from `first` on, which no query sees."""
+        state = cta.bar.keys.at(2 * fill + 1)
+        state.wait_full()
+        zero_rows(cta.smem.keys[None, None, state.index], first, lane, WARPGROUP)
+
+    @cute.jit
+    def write_output(
+        self, cta: Cta, i: cutlass.Constexpr, lane: Int32, any_key, factor: Float32, exists, row: cute.Pointer
+    ):
         """o <- factor O, rounded; without any key there is no O."""
         c = self.config
-        chunk = cute.make_rmem_tensor(SLAB, Float32)
-        packed = cute.make_rmem_tensor(SLAB // 2, Uint32)
-        for i in cutlass.range(c.d // SLAB, unroll=1):
+        chunk = cute.make_rmem_tensor(CHUNK, Float32)
+        packed = cute.make_rmem_tensor(CHUNK // 2, Uint32)
+        for k in cutlass.range(c.d // CHUNK, unroll=1):
             chunk.fill(0.0)
             if any_key:
-                load_lanes(cta.tmem + i * SLAB, chunk, w.thread)
+                load_lanes(cta.tmem + (i * c.d + k * CHUNK), chunk, lane)
             for j in cutlass.range_constexpr(cute.size(packed)):
                 packed[j] = round_pair(chunk[2 * j] * factor, chunk[2 * j + 1] * factor, self.dtype)
             if exists:
-                place = cute.recast_ptr(row + i * SLAB, dtype=Uint32).align(16)
+                place = cute.recast_ptr(row + k * CHUNK, dtype=Uint32).align(32)
                 cute.autovec_copy(packed, cute.make_tensor(place, packed.layout))
 
 
