@@ -148,7 +148,7 @@ def test_sass(key):
         return
     if variant.arch == "sm_100f":
         tiles = -(-row["tile_m"] // 128)  # of rows
-        of_v = row["tile_n"] // 16
+        of_v = row["tile_n"] * row["cluster"] // 16  # of which each CTA loads as many keys
         assert count["UTCHMMA"] == tiles * (2 * variant.d // 16 + of_v), (
             count
         )  # Q K' of the first tile, and of the others

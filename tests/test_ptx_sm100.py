@@ -72,6 +72,7 @@ CASES: dict[str, tuple[str, dict[str, int]]] = {
     "three tiles, ragged": ("full", {"b": 1, "s_q": 9, "h_q": 8, "s_kv": 300}),
     "causal, several row tiles a CTA": ("causal", {"b": 1, "s_q": 70, "h_q": 4, "s_kv": 150}),
     "window, grouped heads": ("window", {"b": 1, "s_q": 33, "h_q": 12, "h_kv": 2, "s_kv": 170}),
+    "a head for each head of keys": ("causal", {"b": 1, "s_q": 150, "h_q": 2, "h_kv": 2, "s_kv": 160}),
     "empty rows and an empty sequence": ("empty rows", {"b": 2, "s_q": 5, "h_q": 7, "s_kv": 140}),
     "more heads than rows in a tile": ("compressed", {"b": 1, "s_q": 2, "h_q": 130, "s_kv": 600}),
     RISES: ("rising", {"b": 1, "s_q": 20, "h_q": 8, "s_kv": 300}),
@@ -164,6 +165,7 @@ def test_config_refuses_what_does_not_fit():
 
 
 DENSE = "mha_fwd_sm_100f_d128_bfloat16"
+PAIR = "mha_fwd_sm_100f_d256_bfloat16"
 LATENT = "mla_span_fwd_sm_100f_d512_bfloat16"
 FUSED = "csa_fwd_sm_100f_d512_bfloat16"
 ALONE = "csa_fwd_sm_100f_d512_bfloat16_h64"
@@ -172,12 +174,14 @@ KIB = 1024
 LATENT_SMEM = {"keys": 192 * KIB, "p": 16 * KIB, "exchange": 16 * KIB}
 SMEM = {  # what lies in shared memory, in order
     DENSE: {"q": 64 * KIB, "keys": 160 * KIB},
+    PAIR: {"q": 64 * KIB, "keys": 160 * KIB},
     LATENT: LATENT_SMEM,
     FUSED: LATENT_SMEM,
     ALONE: LATENT_SMEM,
 }
 ROWS = {"o": 256, "q": 128, "scores": 128}
-TMEM = {DENSE: {"o": 256, "scores": 128, "p": 128}, LATENT: ROWS, FUSED: ROWS, ALONE: ROWS}  # columns
+OF_DENSE = {"o": 256, "scores": 128, "p": 128}
+TMEM = {DENSE: OF_DENSE, PAIR: OF_DENSE, LATENT: ROWS, FUSED: ROWS, ALONE: ROWS}  # columns
 
 
 def by_name(message: str, kernel: Kernel) -> str:
@@ -310,7 +314,7 @@ FAULTS = [
         unordered(MMA, "tma", "SMEM of keys"),
         source=(
             (
-                "tcgen05.commit(bar.keys.at(2 * fills0).empty)",
+                "self.commit(bar.keys.at(2 * fills0).empty)",
                 "cute.arch.mbarrier_arrive(bar.keys.at(2 * fills0).empty)",
             ),
         ),
@@ -328,6 +332,56 @@ FAULTS = [
         Wrong,
         r"^o is right; lse is wrong in 72 of 72 rows",
         source=(("for coefficient in POLYNOMIAL[1:]:", "for coefficient in POLYNOMIAL[2:]:"),),
+    ),
+    PlantedFault(
+        "the CTAs of a pair exchange their keys",
+        PAIR,
+        *WRONG,
+        answers=wrong_answers.with_k(wrong_answers.rows_exchanged(DENSE_TILE // 2)),
+        source=(("span.lo + cta.rank * c.tile_n", "span.lo + (1 - cta.rank) * c.tile_n"),),
+    ),
+    PlantedFault(
+        "the CTAs of a pair exchange their columns of values",
+        PAIR,
+        *WRONG_O,
+        answers=wrong_answers.with_v(wrong_answers.halves_exchanged),
+        source=(("c.columns_v)[None, None, None, cta.rank]", "c.columns_v)[None, None, None, 1 - cta.rank]"),),
+    ),
+    PlantedFault(
+        "the softmax of one CTA of a pair is awaited",
+        PAIR,
+        (Race, Undefined),
+        unordered(f"({LD}|{ST})", MMA, "TMEM of (scores|p|o)", UNTOLD)
+        + rf"|{MMA}[^\n]*\n\s+reads TMEM of p, which nobody wrote",
+        source=(("(P_BUFFERS, 2 * warps),  # p_full", "(P_BUFFERS, 2 * WARPS),  # p_full"),),
+    ),
+    PlantedFault(
+        "the bytes of one CTA of a pair alone are expected",
+        PAIR,
+        (Race, Undefined),
+        rf"{MMA}[^\n]*\n\s+reads SMEM of (CTA 1 )?(q|keys)\b[^\n]*(which nobody wrote|the write by tma)",
+        source=(("expect_full(self.config.cluster * size)", "expect_full(size)"),),
+    ),
+    PlantedFault(
+        "values are cleared before they are there",
+        PAIR,
+        Race,
+        unordered(r"st\.shared", "tma", "SMEM of keys"),
+        source=(("wait_for(bar.v_full, cleared)", "pass"),),
+        case="empty rows and an empty sequence",
+    ),
+    PlantedFault(
+        "a CTA of a pair ends while products may still arrive in it",
+        PAIR,
+        Race,
+        r"^CTA \d ends while nothing orders that after ",
+        source=(
+            ("            bar.keys.at(2 * fills0 + i).wait_empty()", "            pass"),
+            (
+                "self.sync()  # nothing may arrive",
+                "before_thread_sync(), cute.arch.sync_threads(), after_thread_sync()  # nothing may arrive",
+            ),
+        ),
     ),
     PlantedFault(
         "the maximum of a thread's part, not of its row",
@@ -349,14 +403,14 @@ FAULTS = [
         DENSE,
         *WRONG,
         answers=wrong_answers.with_keys_at(lambda j: j % DENSE_TILE),
-        source=(("gmem[None, t]", "gmem[None, 0]"),),
+        source=(("gK[None, c.cluster * t]", "gK[None, 0]"), ("gV[None, c.cluster * t + i]", "gV[None, i]")),
     ),
     PlantedFault(
         "TMA counts tiles by the ring's fills",
         DENSE,
         *WRONG,
         answers=wrong_answers.with_keys_for(lambda i: i < 64, lambda j: j + 2 * DENSE_TILE),
-        source=(("gmem[None, t]", "gmem[None, fills0 + t]"),),
+        source=tuple((f"g{x}[None, c.cluster * t", f"g{x}[None, c.cluster * (fills0 + t)") for x in "KV"),
         case="causal, several row tiles a CTA",
     ),
     PlantedFault(
@@ -371,7 +425,7 @@ FAULTS = [
         DENSE,
         Wrong,
         r"^o is wrong in 35 of 70 rows, first in batch entry 0, query 0, head 0 \(nan, wanted 0\).*; lse is right",
-        source=(("if span.needs_clearing(t):", "if span.needs_clearing(t) & (t < 0):"),),
+        source=(("self.clear_values(cta, lane, fill, span.unseen_from(t))", "pass"),),
         case="empty rows and an empty sequence",
     ),
     PlantedFault(
@@ -407,7 +461,13 @@ FAULTS = [
         DENSE,
         Race,
         unordered(MMA, f"({LD}|{ST})", "TMEM of (scores|p)", r"no tcgen05\.fence::before_thread_sync$"),
-        source=(("before_thread_sync()\n        self.arrive(barrier)", "self.arrive(barrier)"),),
+        source=(
+            (
+                "before_thread_sync()\n        if cutlass.const_expr(self.config.cluster == 2):\n"
+                "            cute.arch.sync_warp()\n            with",
+                "if cutlass.const_expr(self.config.cluster == 2):\n            cute.arch.sync_warp()\n            with",
+            ),
+        ),
     ),
     PlantedFault(
         "products are issued without a fence after the wait",
@@ -428,35 +488,35 @@ FAULTS = [
         DENSE,
         (Race, Misuse),
         r"expect_tx[^\n]*\n\s+an arrival too many|tma[^\n]*\n\s+overwrites SMEM of keys\b[^\n]*nothing orders",
-        source=(("state.wait_empty()\n                with", "with"),),
+        source=(("values.wait_empty()", "pass"),),
     ),
     PlantedFault(
         "a barrier counts the CTA's threads",
         DENSE,
         Deadlock,
         r"count 512, [^\n]* 504 of 512 arrivals pending",
-        source=(("(P_BUFFERS, 2 * WARPS),  # p_full", "(P_BUFFERS, self.threads),  # p_full"),),
+        source=(("(P_BUFFERS, 2 * warps),  # p_full", "(P_BUFFERS, self.threads),  # p_full"),),
     ),
     PlantedFault(
         "a barrier counts three warps of four",
         DENSE,
         Race,
         unordered(f"({LD}|{ST})", MMA, "TMEM of (scores|p)", UNTOLD),
-        source=(("(P_BUFFERS, 2 * WARPS),  # p_full", "(P_BUFFERS, 2 * WARPS - 1),  # p_full"),),
+        source=(("(P_BUFFERS, 2 * warps),  # p_full", "(P_BUFFERS, 2 * warps - 1),  # p_full"),),
     ),
     PlantedFault(
         "too few bytes are expected",
         DENSE,
         (Race, Undefined),
-        rf"{MMA}[^\n]*\n\s+reads SMEM of keys\b[^\n]*(which nobody wrote|the write by tma)",
-        source=(("state.expect_full(c.stage_bytes)", "state.expect_full(16384)"),),
+        rf"{MMA}[^\n]*\n\s+reads SMEM of (q|keys)\b[^\n]*(which nobody wrote|the write by tma)",
+        source=(("expect_full(self.config.cluster * size)", "expect_full(size // 2)"),),
     ),
     PlantedFault(
         "too many bytes are expected",
         DENSE,
         Deadlock,
         r" 16 transaction bytes outstanding",
-        source=(("state.expect_full(c.stage_bytes)", "state.expect_full(32784)"),),
+        source=(("expect_full(self.config.cluster * size)", "expect_full(size + 16)"),),
     ),
     PlantedFault(
         "absent keys are not masked",
@@ -620,8 +680,8 @@ FAULTS = [
         r"tcgen05\.dealloc[^\n]*\n\s+overwrites TMEM of (o|p|scores)\b[^\n]*nothing orders",
         source=(
             (
-                "        sync_with_tmem()\n        if warp == 0:\n            cute.arch.dealloc",
-                "        if warp == 0:\n            cute.arch.dealloc",
+                "        self.sync()  # nothing may arrive in a CTA that has ended, nor may TMEM of either go\n",
+                "",
             ),
         ),
     ),

@@ -26,8 +26,8 @@ class Config:
 
     @property
     def cluster(self) -> int:
-        """CTAs that share keys."""
-        return 2 if self.row_tiles == 2 else 0  # exp2 is scarce there
+        """CTAs that share keys: a pair, each of which loads half of every tile, or one."""
+        return 2 if self.d > 128 else 1
 
     @property
     def row_tiles(self) -> int:
@@ -40,8 +40,19 @@ class Config:
         return self.row_tiles * LANES
 
     @property
+    def keys(self) -> int:
+        """Of a tile: as many as its product of scores has columns."""
+        return 128
+
+    @property
     def tile_n(self) -> int:
-        return 128 if self.d <= 128 else 64
+        """Keys, or values, that TMA brings at a time. Of a tile of keys each CTA has so many."""
+        return self.keys // self.cluster
+
+    @property
+    def columns_v(self) -> int:
+        """Columns of values that a CTA loads."""
+        return self.d // self.cluster
 
     @property
     def score_buffers(self) -> int:
@@ -51,7 +62,7 @@ class Config:
     @property
     def parts(self) -> tuple[int, ...]:
         """Keys of a tile whose P is given to the products at a time, so that they begin before the rest is there."""
-        return (self.tile_n,) if self.d == 64 else (3 * self.tile_n // 4, self.tile_n // 4)
+        return (self.keys,) if self.d == 64 else (3 * self.keys // 4, self.keys // 4)
 
     @property
     def emulated(self) -> int:
@@ -80,10 +91,6 @@ class Config:
     def columns_q(self) -> int:
         return self.d
 
-    @property
-    def columns_k(self) -> int:
-        return self.d
-
     # First columns in TMEM, after O.
 
     @property
@@ -92,11 +99,11 @@ class Config:
 
     @property
     def p_column(self) -> int:
-        return self.scores_column + self.score_buffers * self.tile_n
+        return self.scores_column + self.score_buffers * self.keys
 
     @property
     def columns(self) -> int:
-        return self.p_column + P_BUFFERS * self.tile_n // 2
+        return self.p_column + P_BUFFERS * self.keys // 2
 
     # Bytes of shared memory.
 
@@ -104,6 +111,11 @@ class Config:
     def stage_bytes(self) -> int:
         """A CTA's part of a tile of keys, or of values."""
         return self.tile_n * self.d * 2
+
+    @property
+    def box_bytes(self) -> int:
+        """Values that TMA brings at a time."""
+        return self.tile_n * self.columns_v * 2
 
     @property
     def fixed_bytes(self) -> int:
@@ -121,7 +133,11 @@ class Config:
 
     @property
     def barriers(self) -> tuple[tuple[int, int], ...]:
-        """(how many, arrivals in a phase), in the order in which they lie in memory; warps arrive once each."""
+        """(how many, arrivals in a phase), in the order in which they lie in memory.
+
+        Warps arrive once each. Where the MMA warp of a pair waits, the warps of both CTAs arrive.
+        """
+        warps = WARPS * self.cluster
         return (
             (2, 1),  # info_full
             (2, WARPS * (self.row_tiles + 1) + 1),  # info_empty
@@ -130,12 +146,13 @@ class Config:
             (self.stages, 1),  # keys_full
             (self.stages, 1),  # keys_empty
             (self.row_tiles, 1),  # s_full
-            (self.row_tiles, WARPS),  # s_empty
-            (P_BUFFERS, 2 * WARPS),  # p_full
-            (P_BUFFERS * (len(self.parts) - 1), WARPS),  # p_more
+            (self.row_tiles, warps),  # s_empty
+            (P_BUFFERS, 2 * warps),  # p_full
+            (P_BUFFERS * (len(self.parts) - 1), warps),  # p_more
             (P_BUFFERS, 1),  # p_empty
             (self.row_tiles, WARPS),  # factor_full
             (self.row_tiles, WARPS),  # factor_empty
+            (1, 1),  # v_full
         )
 
     def __post_init__(self):

@@ -6,13 +6,18 @@
     warps 4-7               | P1             | P1              | ...             and of the other
     warps 8-11           O0, O1 times factors, where a maximum has risen ...     and in the end to memory
 
-A CTA has two tiles of 128 rows (d 256: one), which see the same keys: the softmax of one runs beside the products of
-the other. TMEM has 128 lanes x 512 columns of 32 bits, and a lane is a row, which a thread has of S and P, and another
-of O. The scores of the next tile of keys are issued before P V of this one, and take the place of scores that have been
-read: at d 128 both tiles of rows have one buffer for them by turns.
+A CTA has two tiles of 128 rows, which see the same keys: the softmax of one runs beside the products of the other. At
+d 256 it has one, and CTAs work in pairs: each loads half of every tile of keys, and half of the columns of values, and
+products of both CTAs (`cta_group::2`) read either half. Two P take turns there.
 
-        columns   O           S                P                   (d 64: two buffers of S)
-        d 128     2 x 128     128              2 x 64
+TMEM has 128 lanes x 512 columns of 32 bits, and a lane is a row, which a thread has of S and P, and another of O. The
+scores of the next tile of keys are issued before P V of this one, and take the place of scores that have been read: at
+d 128 both tiles of rows have one buffer for them by turns.
+
+        columns   O          S          P
+        d 64      2 x 64     2 x 128    2 x 64
+        d 128     2 x 128    128        2 x 64
+        d 256     256        128        2 x 64
 
 P is measured from a maximum that is not the greatest so far, but at most a factor of 2^8 from it, so that O is rescaled
 seldom. The softmax tells the correcting warps with what factor, and in the end with what to normalise O. P is given to
@@ -21,22 +26,24 @@ the products in two parts, of which the first lets them begin. Some exponentials
 Warps are specialised, and CTAs persistent: one takes every gridDim-th tile of rows, and TMA runs ahead into the next.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
-from cutlass.cute.nvgpu import tcgen05
+from cutlass._mlir.dialects.nvvm import MemScopeKind
+from cutlass.cute.nvgpu import cpasync, tcgen05
+from cutlass.cute.nvgpu.tcgen05 import CtaGroup
 
 from kernels.abi import Forward
 from kernels.aot import Compiled
-from kernels.lib.forward import ForwardKernel
-from kernels.lib.launch import WARPGROUP
-from kernels.lib.pipeline import wait_for
+from kernels.lib.forward import ForwardKernel, Source
+from kernels.lib.launch import WARPGROUP, Shapes
+from kernels.lib.pipeline import PipelineState, wait_for
 from kernels.lib.row_softmax import RowSpan, seen_by_row, shift_of
-from kernels.lib.rows import BoxedRows, Extents, RowTile, load, store
+from kernels.lib.rows import BoxedRows, Extents, RowTile, ceil_div, load, store
 from kernels.lib.softmax import LN_2, LOG2_E, RowResults, exp2
 from kernels.lib.spans import Span, SpanOperands, open_span, prefetch_span, read_span
 from kernels.lib.tcgen05 import (
@@ -53,10 +60,9 @@ from kernels.lib.tcgen05 import (
     multiply,
     scale_lanes,
     store_lanes,
-    sync_with_tmem,
 )
 from kernels.lib.tile_scheduler import TileScheduler
-from kernels.lib.wgmma import SLAB, round_pair, tma_tiles, zero_rows
+from kernels.lib.wgmma import SLAB, round_pair, tma_atom, tma_tiles, zero_rows
 
 from .config import P_BUFFERS, RESCALED_ABOVE, WARPS, Config
 from .exponentials import exponentiate, raise_max
@@ -74,7 +80,8 @@ class Cta:
     smem: Shared
     tmem: cute.Pointer
     n: Extents
-    both: cutlass.Boolean  # whether there are rows for a second tile of them
+    rank: Int32  # in a pair; its CTA 0 leads
+    both: cutlass.Boolean  # whether a CTA has rows for a second tile of them
 
 
 class MhaFwdSm100(ForwardKernel):
@@ -97,11 +104,14 @@ class MhaFwdSm100(ForwardKernel):
             with cute.arch.elect_one():
                 bar.initialise(c)
             cute.arch.mbarrier_init_fence()
-            cute.arch.alloc_tmem(COLUMNS, smem.tmem)
-            cute.arch.relinquish_tmem_alloc_permit()
-        sync_with_tmem()
+            cute.arch.alloc_tmem(COLUMNS, smem.tmem, is_two_cta=c.cluster == 2)
+            cute.arch.relinquish_tmem_alloc_permit(is_two_cta=c.cluster == 2)
+        self.sync()
+        rank = Int32(0)
+        if cutlass.const_expr(c.cluster == 2):
+            rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         tmem = cute.arch.retrieve_tmem_ptr(Float32, 16, smem.tmem)
-        cta = Cta(bar, smem, tmem, n, n.box_inner * n.box_outer > LANES)
+        cta = Cta(bar, smem, tmem, n, rank, n.box_inner * n.box_outer > LANES)
 
         ((*tma, operands),) = sources
         correction, others = WARPS * c.row_tiles, WARPS * (c.row_tiles + 1)
@@ -119,9 +129,34 @@ class MhaFwdSm100(ForwardKernel):
             elif warp == others + 1:
                 self.load(cta, rows_of_q, tuple(tma), operands)
 
-        sync_with_tmem()
+        self.sync()  # nothing may arrive in a CTA that has ended, nor may TMEM of either go
         if warp == 0:
-            cute.arch.dealloc_tmem(cta.tmem, COLUMNS)
+            cute.arch.dealloc_tmem(cta.tmem, COLUMNS, is_two_cta=c.cluster == 2)
+
+    @cute.jit
+    def sync(self):
+        """All threads of the cluster."""
+        before_thread_sync()
+        if cutlass.const_expr(self.config.cluster == 2):
+            cute.arch.sync_warp()
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
+        after_thread_sync()
+
+    def rows(self, shapes: Shapes, q: cute.Pointer, o: cute.Pointer) -> tuple[Any, Any]:
+        return tuple(tma_atom(self.tma, shapes.rows(q), self.config.tile_m, self.config.d)), o
+
+    def source(self, kind: str, shapes: Shapes, x: Source) -> tuple:
+        c = self.config
+        arrays = (x.k, c.d), (x.v, c.columns_v)
+        tma = (y for array, d in arrays for y in tma_atom(self.tma, shapes.keys(array, x.s_kv), c.tile_n, d))
+        return (*tma, SpanOperands(x.first, x.second, x.s_kv))
+
+    @property
+    def tma(self) -> cpasync.CopyBulkTensorTileG2SOp:
+        return cpasync.CopyBulkTensorTileG2SOp(CtaGroup.TWO if self.config.cluster == 2 else CtaGroup.ONE)
 
     @cute.jit
     def arrive(self, barrier: cute.Pointer):
@@ -132,9 +167,21 @@ class MhaFwdSm100(ForwardKernel):
 
     @cute.jit
     def tell_mma(self, barrier: cute.Pointer):
-        """A warp arrives, after its accesses to TMEM."""
+        """A warp arrives at the barrier of the CTA whose MMA warp waits, after its accesses to TMEM."""
         before_thread_sync()
-        self.arrive(barrier)
+        if cutlass.const_expr(self.config.cluster == 2):
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(barrier, 0, scope=MemScopeKind.CLUSTER)
+        else:
+            self.arrive(barrier)
+
+    def commit(self, barrier: cute.Pointer) -> None:
+        """Of the thread that issues products: arrive when those so far are done, in both CTAs of a pair."""
+        if self.config.cluster == 2:
+            tcgen05.commit(barrier, 0b11, CtaGroup.TWO)
+        else:
+            tcgen05.commit(barrier)
 
     @cute.jit
     def rows_of(self, cta: Cta, operands: SpanOperands, wave: Int32) -> tuple:
@@ -142,7 +189,7 @@ class MhaFwdSm100(ForwardKernel):
         info = cta.bar.info.at(wave)
         info.wait_full()
         tile = RowTile.read(cta.smem.info[None, 0, info.index], cta.n)
-        span = read_span(operands, tile, self.config.tile_n, cta.smem.info[None, 1, info.index])
+        span = read_span(operands, tile, self.config.keys, cta.smem.info[None, 1, info.index])
         self.arrive(info.empty)
         return tile, span
 
@@ -151,7 +198,7 @@ class MhaFwdSm100(ForwardKernel):
         """`rows_of`, for one thread alone."""
         info = cta.bar.info.at(wave)
         info.wait_full()
-        span = Span(operands, None, self.config.tile_n, *(cta.smem.info[i, 1, info.index] for i in range(4)))
+        span = Span(operands, None, self.config.keys, *(cta.smem.info[i, 1, info.index] for i in range(4)))
         info.arrive_empty()
         return span
 
@@ -163,10 +210,10 @@ class MhaFwdSm100(ForwardKernel):
 
     def scores_column(self, i: Int32 | int) -> Int32 | int:
         c = self.config
-        return c.scores_column + (i * c.tile_n if c.score_buffers > 1 else 0)
+        return c.scores_column + (i * c.keys if c.score_buffers > 1 else 0)
 
     def p_column(self, buffer: Int32 | int) -> Int32 | int:
-        return self.config.p_column + buffer * (self.config.tile_n // 2)
+        return self.config.p_column + buffer * (self.config.keys // 2)
 
     @cute.jit
     def wait_output(self, cta: Cta, i: Int32, fill: Int32):
@@ -177,15 +224,39 @@ class MhaFwdSm100(ForwardKernel):
 
     # ---- loading
 
+    def scheduler(self, n: Extents) -> TileScheduler:
+        """A pair takes two tiles of heads; or of queries, where there is one head."""
+        if self.config.cluster == 2:
+            n = n._replace(tiles_outer=ceil_div(n.tiles_outer, 1 + Int32(self.takes_queries(n))))
+        return TileScheduler.of(n, cluster=self.config.cluster)
+
+    def takes_queries(self, n: Extents) -> cutlass.Boolean:
+        return (n.group == 1) & (n.h_kv > 1)
+
+    def tiles(self, cta: Cta, tile: RowTile) -> tuple[RowTile, RowTile]:
+        """(this CTA's tile of rows, that of all CTAs together), where the scheduler has given one."""
+        if self.config.cluster == 1:
+            return tile, tile
+        n, along = cta.n, Int32(self.takes_queries(cta.n))
+        tile = replace(
+            tile,
+            n=n,
+            inner0=tile.inner0 * (1 - along),
+            outer0=tile.outer0 * (1 + along) + cta.rank * along * n.box_outer,
+        )
+        both = n._replace(box_inner=n.box_inner * (2 - along), box_outer=n.box_outer * (1 + along))
+        first = cta.rank * (1 - along) * n.box_inner, cta.rank * along * n.box_outer
+        return tile, replace(tile, n=both, inner0=tile.inner0 - first[0], outer0=tile.outer0 - first[1])
+
     @cute.jit
     def load(self, cta: Cta, rows: tuple, arrays: tuple, operands: SpanOperands):
         """One warp: for every tile of rows of this CTA it loads Q, the spans, and the tiles of keys and values."""
         c, bar, smem, n = self.config, cta.bar, cta.smem, cta.n
         tma_q, mQ = rows
-        scheduler, fills0 = TileScheduler.of(n), Int32(0)
+        scheduler, fills0 = self.scheduler(n), Int32(0)
         for wave in cutlass.range(scheduler.waves, unroll=1):
-            tile = scheduler.tile(wave)
-            span = open_span(operands, tile, c.tile_n, prefetch_span(operands, tile, c.tile_m))
+            tile, shared = self.tiles(cta, scheduler.tile(wave))
+            span = open_span(operands, shared, c.keys, prefetch_span(operands, shared, c.cluster * c.tile_m))
             info = bar.info.at(wave)
             info.wait_empty()
             with cute.arch.elect_one():
@@ -194,8 +265,7 @@ class MhaFwdSm100(ForwardKernel):
                 info.arrive_full()
             q = bar.q.at(wave)
             q.wait_empty()
-            with cute.arch.elect_one():
-                q.expect_full(n.box_inner * n.box_outer * c.d * 2)
+            self.expect(cta, q, n.box_inner * n.box_outer * c.d * 2)
             gQ, sQ = tma_tiles(tma_q, tile.of(mQ, c.tile_m, c.d)[None, None, 0], smem.q)
             cute.copy(tma_q, gQ, sQ, tma_bar_ptr=q.full)
             self.load_keys(cta, arrays, span, tile, fills0)
@@ -207,56 +277,74 @@ class MhaFwdSm100(ForwardKernel):
 
     @cute.jit
     def load_keys(self, cta: Cta, arrays: tuple, span: Span, tile: RowTile, fills0: Int32):
-        """Loads all tiles of keys and values of a tile of rows, by turns."""
-        c = self.config
-        copies = tuple(
-            (
-                atom,
-                *tma_tiles(atom, tile.keys(array, span.lo, c.tile_n, c.d)[None, None, None, 0], cta.smem.keys),
-            )
-            for atom, array in (arrays[:2], arrays[2:])
+        """Loads this CTA's part of all tiles of keys and values of a tile of rows, by turns."""
+        c, smem = self.config, cta.smem
+        tma_k, mK, tma_v, mV = arrays
+        first_key = span.lo + cta.rank * c.tile_n
+        gK, sK = tma_tiles(tma_k, tile.keys(mK, first_key, c.tile_n, c.d)[None, None, None, 0], smem.keys)
+        gV, sV = tma_tiles(
+            tma_v, tile.keys(mV, span.lo, c.tile_n, c.columns_v)[None, None, None, cta.rank], smem.values
         )
         for t in cutlass.range(span.tiles, unroll=1):
-            for i, (atom, gmem, smem) in enumerate(copies):
-                state = cta.bar.keys.at(2 * (fills0 + t) + i)
-                state.wait_empty()
-                with cute.arch.elect_one():
-                    state.expect_full(c.stage_bytes)
-                cute.copy(atom, gmem[None, t], smem[None, state.index], tma_bar_ptr=state.full)
+            keys, values = (cta.bar.keys.at(2 * (fills0 + t) + i) for i in range(2))
+            keys.wait_empty()
+            self.expect(cta, keys, c.stage_bytes)
+            cute.copy(tma_k, gK[None, c.cluster * t], sK[None, keys.index], tma_bar_ptr=keys.full)
+            values.wait_empty()
+            self.expect(cta, values, c.stage_bytes)
+            for i in cutlass.range_constexpr(c.cluster):
+                cute.copy(tma_v, gV[None, c.cluster * t + i], sV[None, i, values.index], tma_bar_ptr=values.full)
+
+    @cute.jit
+    def expect(self, cta: Cta, state: PipelineState, size: Int32 | int):
+        """The leading CTA expects so many bytes of each."""
+        if cta.rank == 0:
+            with cute.arch.elect_one():
+                state.expect_full(self.config.cluster * size)
 
     # ---- products
 
     @cute.jit
     def multiply(self, cta: Cta, operands: SpanOperands):
-        """One thread issues the products of every tile of rows of this CTA."""
-        c, bar = self.config, cta.bar
+        """One thread issues the products of every tile of rows, for both CTAs of a pair."""
         fills0 = Int32(0)
-        for wave in cutlass.range(TileScheduler.of(cta.n).waves, unroll=1):
-            tiles = self.span_of(cta, operands, wave).tiles
-            bar.q.at(wave).wait_full()
-            if tiles > 0:
-                bar.keys.at(2 * fills0).wait_full()
-                for i in cutlass.range_constexpr(c.row_tiles):
-                    if i == 0 or cta.both:
-                        self.issue_scores(cta, i, fills0)
-                tcgen05.commit(bar.keys.at(2 * fills0).empty)
-            if tiles <= 1:
-                tcgen05.commit(bar.q.empty)
-            for t in cutlass.range(tiles, unroll=1):
-                fill = fills0 + t
-                for i in cutlass.range_constexpr(c.row_tiles):
-                    if i == 0 or cta.both:
-                        if t + 1 < tiles:
-                            if cutlass.const_expr(i == 0):
-                                bar.keys.at(2 * fill + 2).wait_full()
-                            self.issue_scores(cta, i, fill + 1)
-                        self.issue_output(cta, i, fill, t > 0)
-                if t + 1 < tiles:
-                    tcgen05.commit(bar.keys.at(2 * fill + 2).empty)
-                if t + 2 == tiles:
-                    tcgen05.commit(bar.q.empty)
-                tcgen05.commit(bar.keys.at(2 * fill + 1).empty)
-            fills0 = fills0 + tiles
+        for wave in cutlass.range(self.scheduler(cta.n).waves, unroll=1):
+            span = self.span_of(cta, operands, wave)
+            if cta.rank == 0:
+                self.multiply_rows(cta, span, wave, fills0)
+            fills0 = fills0 + span.tiles
+
+    @cute.jit
+    def multiply_rows(self, cta: Cta, span: Span, wave: Int32, fills0: Int32):
+        c, bar, tiles = self.config, cta.bar, span.tiles
+        bar.q.at(wave).wait_full()
+        if tiles > 0:
+            bar.keys.at(2 * fills0).wait_full()
+            for i in cutlass.range_constexpr(c.row_tiles):
+                if i == 0 or cta.both:
+                    self.issue_scores(cta, i, fills0)
+            self.commit(bar.keys.at(2 * fills0).empty)
+        if tiles <= 1:
+            self.commit(bar.q.empty)
+        for t in cutlass.range(tiles, unroll=1):
+            fill = fills0 + t
+            keys, values = bar.keys.at(2 * fill + 2), bar.keys.at(2 * fill + 1)
+            for i in cutlass.range_constexpr(c.row_tiles):
+                if i == 0 or cta.both:
+                    if t + 1 < tiles:
+                        if cutlass.const_expr(i == 0):
+                            keys.wait_full()
+                        self.issue_scores(cta, i, fill + 1)
+                    if cutlass.const_expr(i == 0):
+                        values.wait_full()
+                        if span.needs_clearing(t):
+                            self.commit(bar.v_full)
+                    self.issue_output(cta, i, fill, t > 0)
+            if t + 1 < tiles:
+                self.commit(keys.empty)
+            if t + 2 == tiles:
+                self.commit(bar.q.empty)
+            self.commit(values.empty)
 
     @cute.jit
     def issue_scores(self, cta: Cta, i: cutlass.Constexpr, fill: Int32):
@@ -278,12 +366,12 @@ class MhaFwdSm100(ForwardKernel):
                 cta.tmem.toint() + self.scores_column(i),
                 q.at(slab * c.tile_m * ROW_BYTES + column * 2 * K_STEP),
                 k.at(slab * c.tile_n * ROW_BYTES + column * 2 * K_STEP),
-                instruction(self.dtype, LANES, c.tile_n, False),
+                instruction(self.dtype, c.cluster * LANES, c.keys, False),
                 step > 0,
-                1,
+                c.cluster,
                 LANES,
             )
-        tcgen05.commit(bar.s_full + i)
+        self.commit(bar.s_full + i)
 
     @cute.jit
     def await_scores_read(self, cta: Cta, i: cutlass.Constexpr, fill: Int32):
@@ -297,9 +385,7 @@ class MhaFwdSm100(ForwardKernel):
         c, bar = self.config, cta.bar
         state = bar.keys.at(2 * fill + 1)
         buffer, phase = self.buffer_of(i, fill)
-        v = Slabs.of(cta.smem.keys.iterator.toint() + state.index * c.stage_bytes, c.tile_n * ROW_BYTES)
-        if cutlass.const_expr(i == 0):
-            state.wait_full()
+        v = Slabs.of(cta.smem.values.iterator.toint() + state.index * c.stage_bytes, c.tile_n * ROW_BYTES)
         for part in cutlass.range_constexpr(len(c.parts)):
             barrier = bar.p_full + buffer
             if cutlass.const_expr(part > 0):
@@ -307,16 +393,17 @@ class MhaFwdSm100(ForwardKernel):
             cute.arch.mbarrier_wait(barrier, phase)
             after_thread_sync()
             for step in cutlass.range_constexpr(sum(c.parts[:part]) // K_STEP, sum(c.parts[: part + 1]) // K_STEP):
+                box, row = divmod(step * K_STEP, c.tile_n)
                 multiply(
                     cta.tmem.toint() + i * c.d,
                     cta.tmem.toint() + self.p_column(buffer) + step * (K_STEP // 2),
-                    v.at(step * K_STEP * ROW_BYTES),
-                    instruction(self.dtype, LANES, c.d, True),
+                    v.at(box * c.box_bytes + row * ROW_BYTES),
+                    instruction(self.dtype, c.cluster * LANES, c.d, True),
                     True if step else adds,
-                    1,
+                    c.cluster,
                     LANES,
                 )
-        tcgen05.commit(bar.p_empty + buffer)
+        self.commit(bar.p_empty + buffer)
 
     # ---- softmax
 
@@ -327,7 +414,7 @@ class MhaFwdSm100(ForwardKernel):
         row = cute.arch.thread_idx()[0]
         i, boxed = cute.arch.make_warp_uniform(row // LANES), BoxedRows.at(n, [row])
         fills0, told = Int32(0), Int32(0)
-        for wave in cutlass.range(TileScheduler.of(n).waves, unroll=1):
+        for wave in cutlass.range(self.scheduler(n).waves, unroll=1):
             tile, span = self.rows_of(cta, operands, wave)
             if i == 0 or cta.both:
                 told = self.attend_rows(cta, i, row, boxed, tile, span, fills0, told, results, scale_log2)
@@ -357,7 +444,7 @@ class MhaFwdSm100(ForwardKernel):
 
         measured = -Float32.inf  # from where P is measured
         sums = Float32(0.0), Float32(0.0)
-        scores = tuple(cute.make_rmem_tensor(TOGETHER, Float32) for _ in range(c.tile_n // TOGETHER))
+        scores = tuple(cute.make_rmem_tensor(TOGETHER, Float32) for _ in range(c.keys // TOGETHER))
         for t in cutlass.range(span.tiles, unroll=1):
             fill = fills0 + t
             wait_for(bar.s_full + i, fill)
@@ -438,20 +525,21 @@ class MhaFwdSm100(ForwardKernel):
         c, bar, n = self.config, cta.bar, cta.n
         lane = cute.arch.thread_idx()[0] % LANES
         boxed = tuple(BoxedRows.at(n, [lane + i * LANES]) for i in range(c.row_tiles))
-        fills0, told = Int32(0), Int32(0)
-        for wave in cutlass.range(TileScheduler.of(n).waves, unroll=1):
+        fills0, told, cleared = Int32(0), Int32(0), Int32(0)
+        for wave in cutlass.range(self.scheduler(n).waves, unroll=1):
             tile, span = self.rows_of(cta, operands, wave)
             for t in cutlass.range(span.tiles, unroll=1):
                 fill = fills0 + t
                 if span.needs_clearing(t):
+                    wait_for(bar.v_full, cleared)
                     self.clear_values(cta, lane, fill, span.unseen_from(t))
+                    cleared = cleared + 1
                 for i in cutlass.range_constexpr(c.row_tiles):
                     if i == 0 or cta.both:
                         if t > 0:
                             factor = self.hear(cta, i, told, lane)
-                            self.wait_output(
-                                cta, i, fill - 1
-                            )  # or a warp might tell of this P before another of the last
+                            # or a warp might tell of this tile before another one has of the last
+                            self.wait_output(cta, i, fill - 1)
                             if cute.arch.vote_any_sync(factor != 1.0):
                                 scale_lanes(cta.tmem + i * c.d, c.d, factor, lane, CHUNK)
                         buffer, _ = self.buffer_of(i, fill)
@@ -481,9 +569,10 @@ class MhaFwdSm100(ForwardKernel):
     @cute.jit
     def clear_values(self, cta: Cta, lane: Int32, fill: Int32, first: Int32):
         """Zeroes the rows of V's tile from `first` on, which no query sees."""
-        state = cta.bar.keys.at(2 * fill + 1)
-        state.wait_full()
-        zero_rows(cta.smem.keys[None, None, state.index], first, lane, WARPGROUP)
+        c, stage = self.config, cta.bar.keys.at(2 * fill + 1).index
+        for i in cutlass.range_constexpr(c.cluster):
+            first_of_box = cutlass.max(first - i * c.tile_n, 0)
+            zero_rows(cta.smem.values[None, None, i, stage], first_of_box, lane, WARPGROUP)
 
     @cute.jit
     def write_output(
@@ -505,4 +594,5 @@ class MhaFwdSm100(ForwardKernel):
 
 
 def compile(variant: Forward, out_dir: Path) -> Compiled:
-    return MhaFwdSm100(Config(variant.d, variant.dtype)).compile(variant, out_dir)
+    config = Config(variant.d, variant.dtype)
+    return MhaFwdSm100(config).compile(variant, out_dir, cluster=config.cluster)
