@@ -63,13 +63,27 @@ class Slabs:
         return Int64(llvm.bitcast(Int64.mlir_type, pair, loc=loc, ip=ip))
 
 
+Collector = nvvm.Tcgen05MMACollectorOp  # FILL keeps A of a product, USE and LASTUSE take it for the next one
+
+
 @dsl_user_op
 def multiply(
-    d: Int32, a: Int32 | Int64, b: Int64, kind: int, adds: Boolean, cluster: int, rows: int = 64, *, loc=None, ip=None
+    d: Int32,
+    a: Int32 | Int64,
+    b: Int64,
+    kind: int,
+    adds: Boolean,
+    cluster: int,
+    collector: Collector = Collector.DISCARD,
+    rows: int = 64,
+    *,
+    loc=None,
+    ip=None,
 ) -> None:
     """D (+)= A B, issued by one thread: D in TMEM, A in TMEM or by a descriptor, B by a descriptor.
 
-    `kind` is an `instruction`. Each CTA has so many rows; 64 take all lanes: in a pair, or in one CTA by `.ws`.
+    `kind` is an `instruction`. Each CTA has so many rows; 64 take all lanes: in a pair, or in one CTA by `.ws`, which
+    keeps no A.
     """
 
     def in_tmem(x: Int32):
@@ -82,7 +96,8 @@ def multiply(
         nvvm.tcgen05_mma_ws(nvvm.Tcgen05MMAKind.F16, in_tmem(d), left, *others, loc=loc, ip=ip)
     else:
         group = nvvm.CTAGroupKind.CTA_2 if cluster == 2 else nvvm.CTAGroupKind.CTA_1
-        nvvm.tcgen05_mma(nvvm.Tcgen05MMAKind.F16, group, in_tmem(d), left, *others, loc=loc, ip=ip)
+        kept = {"collector_op": collector, "loc": loc, "ip": ip}
+        nvvm.tcgen05_mma(nvvm.Tcgen05MMAKind.F16, group, in_tmem(d), left, *others, **kept)
 
 
 # Between TMEM and registers. A warp has 32 of the lanes.

@@ -369,7 +369,7 @@ class MhaFwdSm100(ForwardKernel):
                 instruction(self.dtype, c.cluster * LANES, c.keys, False),
                 step > 0,
                 c.cluster,
-                LANES,
+                rows=LANES,
             )
         self.commit(bar.s_full + i)
 
@@ -401,7 +401,7 @@ class MhaFwdSm100(ForwardKernel):
                     instruction(self.dtype, c.cluster * LANES, c.d, True),
                     True if step else adds,
                     c.cluster,
-                    LANES,
+                    rows=LANES,
                 )
         self.commit(bar.p_empty + buffer)
 
