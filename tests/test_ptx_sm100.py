@@ -159,7 +159,7 @@ def test_config_refuses_what_does_not_fit():
     from kernels.sm100.mla.config import Config as Latent
 
     class Wide(Config):
-        tile_n = 256
+        keys = 256
 
     class Greedy(Config):
         registers = (208, 64, 48)
