@@ -166,9 +166,13 @@ def test_sass(key):
         assert count["LDTM"] >= 4 and count["STTM"] >= 4 and count["UTCATOMSWS"] >= 2, count
         return
     if variant.arch == "sm_100f":
-        of_v = row["tile_n"] // 16 * -(-variant.d // 256)  # an MMA has n <= 256
-        assert count["UTCHMMA"] == 2 * variant.d // 16 + of_v, count  # Q K' of the first tile, and of the others
-        assert count["LDTM"] >= 3 and count["STTM"] >= 1, count  # S, O to rescale, O to write; O, and P where it fits
+        tiles = -(-row["tile_m"] // 128)  # of rows
+        of_v = row["tile_n"] * row["cluster"] // 16  # of which each CTA loads as many keys
+        assert count["UTCHMMA"] == tiles * (2 * variant.d // 16 + of_v), (
+            count
+        )  # Q K' of the first tile, and of the others
+        assert count["LDTM"] >= 3 and count["STTM"] >= 2, count  # S, O to rescale, O to write; O, and P
+        assert count["USETMAXREG"] == 3, count  # the softmax takes what the others give up
         assert count["UTCATOMSWS"] >= 2 and count["HGMMA"] == 0, count  # TMEM is allocated, and freed
         return
     assert count["USETMAXREG"] >= 2, count  # a producer gives registers up, consumers take them

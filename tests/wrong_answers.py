@@ -42,6 +42,11 @@ def with_k(change: Callable[[Array], Array]) -> Answer:
     return lambda x, scale: attention.answer(replace_keys(x, change, lambda v: v), scale)
 
 
+def with_v(change: Callable[[Array], Array]) -> Answer:
+    """The result with another V; K stays."""
+    return lambda x, scale: attention.answer(replace_keys(x, lambda k: k, change), scale)
+
+
 def with_keys(change: Callable[[Array], Array]) -> Answer:
     """The result with other keys, which are values too."""
     return lambda x, scale: attention.answer(replace_keys(x, change, change), scale)
@@ -58,6 +63,17 @@ def first_64_columns(k: Array) -> Array:
 
 def halves_exchanged(k: Array) -> Array:
     return np.roll(k, k.shape[-1] // 2, -1)
+
+
+def rows_exchanged(distance: int) -> Callable[[Array], Array]:
+    """Row j is row j ^ distance, or zeros after the last one."""
+
+    def exchanged(k: Array) -> Array:
+        j = np.arange(k.shape[1]) ^ distance
+        there = j < k.shape[1]
+        return np.where(there[:, None, None], k[:, np.where(there, j, 0)], 0).astype(k.dtype)
+
+    return exchanged
 
 
 def half_of_each(half_of: Callable[[Array], Array]) -> Callable[[Array], Array]:

@@ -32,12 +32,18 @@ class RowSpan:
     def prefetch(self, t: Int32) -> None:
         """Nothing to read ahead of `mask`."""
 
+    def is_cut(self, t: Int32) -> cutlass.Boolean:
+        """Whether some row of the tile of rows does not see all keys of tile t."""
+        span = self.source
+        key0 = span.lo + t * span.tile_n
+        return (key0 < span.lo_all) | (key0 + span.tile_n > span.hi_all)
+
     @cute.jit
     def mask(self, scores: cute.Tensor, t: Int32, part: Int32):
         """-inf for every key of tile t that the row does not see."""
         span = self.source
         key0 = span.lo + t * span.tile_n
-        if key0 < span.lo_all or key0 + span.tile_n > span.hi_all:
+        if self.is_cut(t):
             column0 = key0 + part * cute.size(scores)
             first, last = self.start - column0, self.stop - column0
             for i in cutlass.range_constexpr(cute.size(scores)):

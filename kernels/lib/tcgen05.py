@@ -1,9 +1,13 @@
 """tcgen05 in the shapes attention needs: products, and TMEM as lanes x columns of 32 bits."""
 
+import math
+from dataclasses import dataclass
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64
-from cutlass._mlir.dialects import llvm, nvvm
+from cutlass._mlir import ir
+from cutlass._mlir.dialects import llvm, nvvm, vector
 from cutlass.cute.nvgpu import tcgen05
 from cutlass.cutlass_dsl import dsl_user_op
 
@@ -40,6 +44,25 @@ def slab_descriptor(address: Int32, slab_stride: int) -> Int64:
     return Int64(fixed) | Int64(address & 0x3FFFF) >> 4
 
 
+@dataclass(frozen=True)
+class Slabs:
+    """`slab_descriptor`s of places in a matrix; only the first of their two words differs from place to place."""
+
+    first: Int32
+
+    @staticmethod
+    def of(address: Int32, slab_stride: int = 16) -> "Slabs":
+        return Slabs((address & 0x3FFFF) >> 4 | slab_stride // 16 << 16)
+
+    @dsl_user_op
+    def at(self, offset: int, *, loc=None, ip=None) -> Int64:
+        """The descriptor so many bytes on."""
+        second = Int32(ATOM_ROWS * ROW_BYTES // 16 | 1 << 14 | 2 << 29).ir_value(loc=loc, ip=ip)
+        words = (self.first + offset // 16).ir_value(loc=loc, ip=ip), second
+        pair = vector.from_elements(ir.VectorType.get([2], Int32.mlir_type, loc=loc), words, loc=loc, ip=ip)
+        return Int64(llvm.bitcast(Int64.mlir_type, pair, loc=loc, ip=ip))
+
+
 Collector = nvvm.Tcgen05MMACollectorOp  # FILL keeps A of a product, USE and LASTUSE take it for the next one
 
 
@@ -52,13 +75,14 @@ def multiply(
     adds: Boolean,
     cluster: int,
     collector: Collector = Collector.DISCARD,
+    rows: int = 64,
     *,
     loc=None,
     ip=None,
 ) -> None:
     """D (+)= A B, issued by one thread: D in TMEM, A in TMEM or by a descriptor, B by a descriptor.
 
-    `kind` is an `instruction`. Each CTA has 64 rows, which take all lanes: in a pair, or in one CTA by `.ws`, which
+    `kind` is an `instruction`. Each CTA has so many rows; 64 take all lanes: in a pair, or in one CTA by `.ws`, which
     keeps no A.
     """
 
@@ -68,12 +92,12 @@ def multiply(
 
     left = in_tmem(a) if isinstance(a, Int32) else a.ir_value(loc=loc, ip=ip)
     others = (x.ir_value(loc=loc, ip=ip) for x in (b, Int32(kind), Boolean(adds)))
-    if cluster == 1:
+    if cluster == 1 and rows < LANES:
         nvvm.tcgen05_mma_ws(nvvm.Tcgen05MMAKind.F16, in_tmem(d), left, *others, loc=loc, ip=ip)
     else:
-        pair = nvvm.CTAGroupKind.CTA_2
+        group = nvvm.CTAGroupKind.CTA_2 if cluster == 2 else nvvm.CTAGroupKind.CTA_1
         kept = {"collector_op": collector, "loc": loc, "ip": ip}
-        nvvm.tcgen05_mma(nvvm.Tcgen05MMAKind.F16, pair, in_tmem(d), left, *others, **kept)
+        nvvm.tcgen05_mma(nvvm.Tcgen05MMAKind.F16, group, in_tmem(d), left, *others, **kept)
 
 
 A_MN_MAJOR = 1 << 15  # in an `instruction`: A as well
@@ -113,7 +137,7 @@ def load_lanes(base: cute.Pointer, values: cute.Tensor, thread: Int32):
 @cute.jit
 def store_lanes(base: cute.Pointer, values: cute.Tensor, thread: Int32):
     """This thread's lane, as many columns from base on, <- values of 32 bits; waits."""
-    count = cutlass.const_expr(min(cute.size(values), 32))  # others' kernels, which run on B200s, store no more
+    count = cutlass.const_expr(math.gcd(cute.size(values), 32))  # others' kernels, which run on B200s, store no more
     for first in cutlass.range_constexpr(0, cute.size(values), count):
         bits = cute.make_tensor(cute.recast_ptr(values.iterator + first, dtype=Float32), cute.make_layout(count))
         copy_lanes(tcgen05.St32x32bOp(tcgen05.Repetition(count)), lanes(base + first, count), bits, thread)
@@ -121,13 +145,20 @@ def store_lanes(base: cute.Pointer, values: cute.Tensor, thread: Int32):
 
 
 @cute.jit
-def scale_lanes(base: cute.Pointer, columns: cutlass.Constexpr, factor: Float32, thread: Int32):
-    chunk = cute.make_rmem_tensor(SLAB, Float32)
-    for i in cutlass.range(columns // SLAB, unroll=1):
-        load_lanes(base + i * SLAB, chunk, thread)
-        for j in cutlass.range_constexpr(SLAB):
+def scale_lanes(
+    base: cute.Pointer,
+    columns: cutlass.Constexpr,
+    factor: Float32,
+    thread: Int32,
+    together: cutlass.Constexpr = SLAB,
+):
+    """So many columns of this thread's lane times a factor, so many of them at a time."""
+    chunk = cute.make_rmem_tensor(together, Float32)
+    for i in cutlass.range(columns // together, unroll=1):
+        load_lanes(base + i * together, chunk, thread)
+        for j in cutlass.range_constexpr(together):
             chunk[j] = chunk[j] * factor
-        store_lanes(base + i * SLAB, chunk, thread)
+        store_lanes(base + i * together, chunk, thread)
 
 
 def lanes(base: cute.Pointer, columns: int) -> cute.Tensor:

@@ -3,13 +3,14 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kernels.lib.launch import SMEM_LIMIT, WARPGROUP
+from kernels.lib.launch import SMEM_LIMIT, WARPGROUP, registers_at_launch
 from kernels.lib.rows import PUBLISHED
-from kernels.lib.tcgen05 import COLUMNS
+from kernels.lib.tcgen05 import COLUMNS, LANES
 from kernels.lib.wgmma import SLAB
 
-SCORE_BUFFERS = 2
-SOFTMAX_WARPS = 4  # then one that issues MMA, then one that loads
+WARPS = 4  # of a group: as many as share all lanes of TMEM
+P_BUFFERS = 2  # one for each tile of rows, or for every other tile of keys
+RESCALED_ABOVE = 8.0  # in powers of two: how far a maximum may rise before O is rescaled
 
 
 @dataclass(frozen=True)
@@ -18,72 +19,140 @@ class Config:
 
     d: int
     dtype: str
-    stages: int = 2
 
     sources: ClassVar[tuple[str, ...]] = ("span",)
     shared_kv: ClassVar[bool] = False
     gathers: ClassVar[bool] = False
-    cluster: ClassVar[int] = 1
+
+    @property
+    def cluster(self) -> int:
+        """CTAs that share keys: a pair, each of which loads half of every tile, or one."""
+        return 2 if self.d > 128 else 1
+
+    @property
+    def row_tiles(self) -> int:
+        """Tiles of 128 rows that take turns in a CTA: the softmax of one runs beside the products of the other."""
+        return 2 if self.d <= 128 else 1
 
     @property
     def tile_m(self) -> int:
-        """A thread of the softmax has a row, and so has a lane of TMEM."""
-        return WARPGROUP
+        """Rows of a CTA."""
+        return self.row_tiles * LANES
+
+    @property
+    def keys(self) -> int:
+        """Of a tile: as many as its product of scores has columns."""
+        return 128
 
     @property
     def tile_n(self) -> int:
-        return 128 if self.d <= 128 else 64
+        """Keys, or values, that TMA brings at a time. Of a tile of keys each CTA has so many."""
+        return self.keys // self.cluster
+
+    @property
+    def columns_v(self) -> int:
+        """Columns of values that a CTA loads."""
+        return self.d // self.cluster
+
+    @property
+    def score_buffers(self) -> int:
+        """Tiles of rows have their own buffers of scores, or share one."""
+        return 2 if self.d == 64 else 1
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Keys of a tile whose P is given to the products at a time, so that they begin before the rest is there."""
+        return (self.keys,) if self.d == 64 else (3 * self.keys // 4, self.keys // 4)
+
+    @property
+    def emulated(self) -> int:
+        """Of eight pairs of exponentials, those that polynomials give."""
+        return 2 if self.row_tiles == 2 else 0  # exp2 is scarce there
+
+    @property
+    def groups(self) -> int:
+        """Groups of four warps: the softmax of each row tile, the correction of O, loading and multiplying."""
+        return self.row_tiles + 2
 
     @property
     def threads(self) -> int:
-        return 32 * (SOFTMAX_WARPS + 2)
+        return WARPGROUP * self.groups
+
+    @property
+    def registers(self) -> tuple[int, int, int]:
+        """Of a thread of the softmax, the correction, and the others."""
+        return (200, 64, 48) if self.row_tiles == 2 else (256, 152, 96)
+
+    @property
+    def launch_options(self) -> dict[str, int]:
+        return {"min_blocks_per_mp": 1}
 
     @property
     def columns_q(self) -> int:
         return self.d
 
-    @property
-    def columns_k(self) -> int:
-        return self.d
-
-    @property
-    def launch_options(self) -> dict[str, int]:
-        return {}
-
-    @property
-    def ring_tile_bytes(self) -> int:
-        return self.tile_n * self.d * 2
-
-    # First columns in TMEM of scores and P, after O.
+    # First columns in TMEM, after O.
 
     @property
     def scores_column(self) -> int:
-        return self.d
+        return self.row_tiles * self.d
 
     @property
     def p_column(self) -> int:
-        return self.scores_column + SCORE_BUFFERS * self.tile_n
+        return self.scores_column + self.score_buffers * self.keys
 
     @property
     def columns(self) -> int:
-        return self.p_column + self.tile_n // 2
+        return self.p_column + P_BUFFERS * self.keys // 2
+
+    # Bytes of shared memory.
+
+    @property
+    def stage_bytes(self) -> int:
+        """A CTA's part of a tile of keys, or of values."""
+        return self.tile_n * self.d * 2
+
+    @property
+    def box_bytes(self) -> int:
+        """Values that TMA brings at a time."""
+        return self.tile_n * self.columns_v * 2
+
+    @property
+    def fixed_bytes(self) -> int:
+        small = 4 * (2 * PUBLISHED * (1 + len(self.sources)) + self.tile_m + 2)
+        return 1024 + self.tile_m * self.d * 2 + small
+
+    @property
+    def stages(self) -> int:
+        """Of the ring of keys and values: as many as fit, with the barriers."""
+        return (SMEM_LIMIT - 512 - self.fixed_bytes) // self.stage_bytes
 
     @property
     def smem_bytes(self) -> int:
-        small = 4 * PUBLISHED * (1 + len(self.sources)) + 16 + 8 * sum(count for count, _ in self.barriers)
-        return 1024 + self.tile_m * self.d * 2 + 2 * self.stages * self.ring_tile_bytes + small
+        return self.fixed_bytes + self.stages * self.stage_bytes + 8 * sum(count for count, _ in self.barriers)
 
     @property
     def barriers(self) -> tuple[tuple[int, int], ...]:
-        """(how many, arrivals in a phase), in the order in which they lie in memory."""
+        """(how many, arrivals in a phase), in the order in which they lie in memory.
+
+        Warps arrive once each. Where the MMA warp of a pair waits, the warps of both CTAs arrive.
+        """
+        warps = WARPS * self.cluster
         return (
+            (2, 1),  # info_full
+            (2, WARPS * (self.row_tiles + 1) + 1),  # info_empty
             (1, 1),  # q_full
-            (1, WARPGROUP + 32 + 1),  # q_empty: the softmax and MMA warps, and the products
-            (2 * self.stages, 1),  # full
-            (2 * self.stages, 1),  # empty
-            (SCORE_BUFFERS, 1),  # s_full
-            (1, WARPGROUP),  # p_full
-            (1, 1),  # o_full
+            (1, 1),  # q_empty
+            (self.stages, 1),  # keys_full
+            (self.stages, 1),  # keys_empty
+            (self.row_tiles, 1),  # s_full
+            (self.row_tiles, warps),  # s_empty
+            (P_BUFFERS, 2 * warps),  # p_full
+            (P_BUFFERS * (len(self.parts) - 1), warps),  # p_more
+            (P_BUFFERS, 1),  # p_empty
+            (self.row_tiles, WARPS),  # factor_full
+            (self.row_tiles, WARPS),  # factor_empty
+            (1, 1),  # v_full
         )
 
     def __post_init__(self):
@@ -91,5 +160,8 @@ class Config:
             raise ValueError(f"d must be whole slabs of {SLAB}, of at most 256 (one MMA's N): {self}")
         if self.columns > COLUMNS:
             raise ValueError(f"needs {self.columns} columns of TMEM, there are {COLUMNS}: {self}")
-        if self.smem_bytes > SMEM_LIMIT:
-            raise ValueError(f"needs {self.smem_bytes} bytes of SMEM, {SMEM_LIMIT} fit: {self}")
+        if self.stages < 2:
+            raise ValueError(f"has SMEM for {self.stages} stages of keys and values, wanted 2 or more: {self}")
+        a, b, c = self.registers
+        if (given := self.row_tiles * a + b + c) > self.groups * registers_at_launch(self.threads):
+            raise ValueError(f"gives {given} registers to a thread of each group, more than there are: {self}")
