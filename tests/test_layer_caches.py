@@ -53,7 +53,7 @@ def test_fp8_caches():
     "dtype, layouts", [("float8_e4m3fn", ("v41_fp8", "v41_fp8")), ("float4_e2m1fn", ("v41_fp8", "v41_fp4"))]
 )
 def test_packed_caches_of_v41(dtype, layouts):
-    """Its own layouts; a step over them is near one over bfloat16."""
+    """Its own layouts; a chunk over them is what it is over bfloat16, or near it where entries are in 8 bits."""
     layers = from_config(MODELS["v4.1"] | {"head_dim": 512})
     layer, x = layers[1], hidden(2, 9).astype(jnp.bfloat16)
     p = random_params(layer, 0)
@@ -63,7 +63,7 @@ def test_packed_caches_of_v41(dtype, layouts):
     assert (got[1].window.layout, got[1].compressed.layout) == layouts
     assert got[1].window.is_packed and got[1].compressed.is_packed and not got[1].keys.is_packed
     error = jnp.linalg.norm((got[0] - want[0]).astype(jnp.float32)) / jnp.linalg.norm(want[0].astype(jnp.float32))
-    assert 0 < error < 0.3, error
+    assert 0 < error < 0.3 if dtype == "float8_e4m3fn" else error == 0, error
     with pytest.raises(ValueError, match=r"dtype: got float4_e2m1fn, wanted .*float8_e4m3fn for a layer like this"):
         from_config(MODELS["v4"] | {"head_dim": 512})[1].cache(2, 12, "float4_e2m1fn")
 

@@ -24,7 +24,8 @@ SMALL = {
 MODELS = {
     "v4": SMALL | {"layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
                    "compress_rates": {"heavily_compressed_attention": 8}},
-    "v4.1": SMALL | {"num_hidden_layers": 6, "compress_ratios": [0, 2, 2, 1, 1, 1], "kv_source_layer_ids": [1, 3],
+    "v4.1": SMALL | {"head_dim": 32, "index_head_dim": 32, "num_hidden_layers": 6,
+                     "compress_ratios": [0, 2, 2, 1, 1, 1], "kv_source_layer_ids": [1, 3],
                      "index_source_layer_ids": [1, 3, 5], "candidate_source_layer_id": 3, "candidate_topk_blocks": 3,
                      "candidate_block_size": 2},
 }  # fmt: skip
