@@ -40,6 +40,7 @@ def lightning_indexer(
     k_scale: jax.Array | None = None,
     blocks: jax.Array | None = None,
     block: int = 8,
+    from_start: bool = False,
     return_scores: bool = False,
     implementation: _check.Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -74,6 +75,7 @@ def lightning_indexer(
         are absent: only entries in these blocks of `block` entries are chosen. Blocks in another order are an error
         where they are known, and undefined where they are traced. With keys that are an array; kernels compute scores
         of these entries alone.
+      from_start: as in `indexer_blocks`.
       return_scores: whether the scores at the indices are returned too.
       implementation: None takes the kernel where there is one, else the reference; "cubin" or "reference" insist.
 
@@ -111,10 +113,10 @@ def lightning_indexer(
         if keys.paged:
             raise _check.error(ValueError, op, "blocks", blocks, "None with a Cache: take() its keys")
         blocks = _check.operand(op, "blocks", blocks, "b s_q n", dims, _check.INT)
-        block = _check.positive(op, "block", block)
+        how = {"block": _check.positive(op, "block", block), "from_start": bool(from_start)}
         _ascending(op, blocks)
         archs = _shipped_for_both("indexer_scores_at", topk, dims, heads=dims["h"], dtype=q.dtype.name)
-        call = _call(op, _CHOOSE_WITHIN, implementation, "indexer_scores_at", archs, q, dims, topk=topk, block=block)
+        call = _call(op, _CHOOSE_WITHIN, implementation, "indexer_scores_at", archs, q, dims, topk=topk, **how)
         inputs = (*map(lax.stop_gradient, (q, weights, *keys.operands)), blocks, start, stop)
         indices, scores = without_gradient(call, *inputs)
         return (indices, scores) if return_scores else indices
@@ -146,6 +148,7 @@ def indexer_blocks(
     *,
     count: int,
     block: int = 8,
+    from_start: bool = False,
     ratio: int | None = None,
     q_offset: Any = 0,
     lengths: jax.Array | None = None,
@@ -163,6 +166,8 @@ def indexer_blocks(
       q, k, weights, ratio, q_offset, lengths, span, k_scale: as in `lightning_indexer`; no `Cache`.
       count: an int >= 1: how many blocks to choose; DeepSeek-V4.1 takes 2048.
       block: an int >= 1; kernels take powers of two up to 32.
+      from_start: whether block 0 of a query begins with the first entry that `span` shows it, and not with entry 0: so
+        in a row of packed documents each has the blocks that it has alone.
       implementation: None: the kernels where there are some, else the reference; "cubin" or "reference" insist.
 
     Returns:
@@ -197,7 +202,8 @@ def indexer_blocks(
     archs = _shipped_for_both("indexer_scores", count - 1, dims, heads=dims["h"], dtype=q.dtype.name, paged=False)
     archs = archs if block in two_levels.BLOCKS else ()
     got, wanted = f"blocks of {block}", f"blocks of {' or '.join(map(str, two_levels.BLOCKS))}"
-    call = _call(op, _BLOCKS, implementation, "indexer_scores", archs, q, dims, got, wanted, count=count, block=block)
+    how = {"count": count, "block": block, "from_start": bool(from_start)}
+    call = _call(op, _BLOCKS, implementation, "indexer_scores", archs, q, dims, got, wanted, **how)
     (blocks,) = without_gradient(call, *map(lax.stop_gradient, (q, weights, *keys.operands)), start, stop)
     return blocks
 

@@ -366,7 +366,6 @@ class DSV4Attention:
 
         Raises:
           ValueError, TypeError: operands that differ from the above.
-          NotImplementedError: documents, where an indexer chooses in two levels.
         """
         b, s = self._check_operands(params, x, cache, shared, indices)
         params = self._separate(params)
@@ -376,8 +375,6 @@ class DSV4Attention:
             segment_ids = _check.operand(_OP, "segment_ids", segment_ids, "b s", {"b": b, "s": s}, _check.INT)
             if cache is not None:
                 raise _check.error(ValueError, _OP, "segment_ids", segment_ids, "None with a cache")
-            if self.indexer is not None and self.indexer.in_two_levels:
-                raise _check.error(NotImplementedError, _OP, "segment_ids", segment_ids, "None, with two levels")
             x, segment_ids = explicit_axes.with_one_batch(_OP, x=x, segment_ids=segment_ids)
             segment_ids = whole_sequences(segment_ids)
         if cache is None:
@@ -491,7 +488,7 @@ class DSV4Attention:
         if self.indexer is not None:
             weights = rows["indexer.weights_proj"].take()
             past: dict[str, Any] = {"ratio": self.ratio, "q_offset": first}
-            if begin and not self.indexer.in_two_levels:  # padding has nothing to choose from
+            if begin:  # padding has nothing to choose from
                 past["span"] = Span(0, jnp.where(positions < lengths[:, None], 2**31 - 1, 0))
             shared, _ = self._choose(params, c, weights, positions, shared, past, indices)
         with jax.named_scope("attention"):
@@ -537,7 +534,7 @@ class DSV4Attention:
         there = entries is not None and entries.shape[1] > 0
         own = _everywhere(Span.compressed_segments(ids, self.ratio)) if ids is not None and there else None
         if self.indexer is not None and there:
-            past = {"ratio": self.ratio} if own is None else {"span": own}
+            past = {"ratio": self.ratio} if own is None else {"span": own, "from_start": True}
             weights = product(x, params["indexer"]["weights_proj"])
             shared, chosen = self._choose(params, c, weights, positions, shared, past, indices)
         seen: dict[str, Any] = self._seen(shared, indices, own) if there else {}
