@@ -122,13 +122,13 @@ class Layout:
         others = lax.bitcast_convert_type(others[..., 0] | others[..., 1] << 8, jnp.bfloat16)
         return jnp.concatenate([values, others], -1)
 
-    def take(self, pages: jax.Array, page: jax.Array, at: jax.Array) -> jax.Array:
-        """Reads the entries `at` […] of pages number `page` […], from `pages [pages, page_bytes]`: […, d], 0 where page
-        < 0.
+    def read(self, pages: jax.Array, page: jax.Array, at: jax.Array) -> Parts:
+        """The parts of the entries `at` […] of pages number `page` […], from `pages [pages, page_bytes]`: […, width], 0
+        where page < 0.
         """
         starts = self.starts(at, self.page_entries(pages.shape[1]))
         parts = zip(starts, self.parts, strict=True)
-        return self.decode(*(read_pages(pages, page, start, width) for start, width in parts))
+        return tuple(read_pages(pages, page, start, width) for start, width in parts)
 
 
 def _as_rounded(x: jax.Array) -> jax.Array:
@@ -314,7 +314,7 @@ def quantize_cache(entries: jax.Array, layout: str = V4_FP8) -> jax.Array:
       entries: `[…, n, d]`, bfloat16, float16 or float32; d is 512, of index keys 128. A page has n entries.
       layout: "v4_fp8", DeepSeek-V4's: 584 bytes an entry, with the last 64 dimensions in bfloat16. "v41_fp8" and
         "v41_fp4", DeepSeek-V4.1's: 528 and 288 bytes. "index_fp8" and "index_fp4", for the lightning indexer's keys:
-        132 and 68 bytes; no kernel reads the latter, so `Cache.take` the keys.
+        132 and 68 bytes; no kernel reads the latter, which XLA unpacks.
 
     Returns:
       uint8 `[…, page_bytes]`. NaN or inf among values that share a scale makes all of them NaN.

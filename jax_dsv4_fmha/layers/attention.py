@@ -657,7 +657,6 @@ class DSV4Attention:
             q = self.indexer.rounded(self.indexer.turned(*made_of))
         if self.indexer.in_two_levels:
             past = {**past, "block": self.indexer.block}
-            keys = keys.take() if isinstance(keys, Cache) else keys
         if given is None:
             n = keys.capacity if isinstance(keys, Cache) else keys.shape[1]
             blocks = shared.blocks if self.indexer.within_candidates else None
