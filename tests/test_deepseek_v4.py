@@ -407,7 +407,9 @@ def test_sizes_of_models(name, moe, everything, active):
     assert 6.1 * of_token < train.flops(model, 4096) < 6.8 * of_token
 
 
-@pytest.mark.parametrize("program, options", [(serve, ("--fp8", "--pages")), (train, ("--remat", "--keep"))])
+@pytest.mark.parametrize(
+    "program, options", [(serve, ("--fp8", "--fp4", "--random", "--pages")), (train, ("--remat", "--keep"))]
+)
 def test_a_program_says_how_it_is_called(program, options, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["program", "--help"])
     with pytest.raises(SystemExit) as done:
@@ -440,6 +442,19 @@ def test_serve(capsys, in_place):
         assert best[i, len(r.prompt) - 1 :][:12].tolist() == r.said
         assert re.findall(rf"^\[{i}\] (\d+)", said, re.M) == [str(t) for t in r.said]
     assert re.search(r"^174 tokens read, 60 said, in [\d.]+ s: \d+ tokens/s$", said, re.M)
+
+
+def test_a_random_v41(monkeypatch, capsys):
+    """It has every kind of layer, and float32 entries and index keys of 32 numbers, for two tokens and for one.
+    (`test_requests_that_begin_alike` serves such a model.)
+    """
+    monkeypatch.setattr(Server, "compile", lambda self: None)
+    assert serve.main([], places=2, room=48, page=16, pages=5, random="v4.1") == []
+    assert f"\n{2 * 32 * 4 * 3 // 2} bytes of pages a token, " in capsys.readouterr().out
+    layers = Model.from_config(common.small("v4.1")).layers
+    owns = [(layer.ratio, layer.compressor is not None, layer.indexer is not None) for layer in layers]
+    assert owns == [(0, False, False), (2, True, True), (1, True, True), (1, False, False), (1, False, True)]
+    assert layers[2].indexer.candidate_blocks and layers[4].indexer.within_candidates
 
 
 def test_drafts():

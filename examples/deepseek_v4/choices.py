@@ -59,11 +59,12 @@ def main(
     distances: Sequence[int] = (1, 2, 4, 8, 16, 64),
     tensor: int = 1,
     expert: int = 1,
+    random: str = "v4",
 ) -> dict[tuple[int, int | str], float]:
     """Prints the tables, and returns their numbers by (layer, distance) and (layer, "layer i")."""
     encode, _ = common.words(checkpoint)
     with common.mesh_of(tensor, expert, data=1) as mesh:
-        model, params = common.opened(checkpoint, mesh, common.compute_dtype())
+        model, params = common.opened(checkpoint, mesh, common.compute_dtype(), random=random)
         if checkpoint is None and text is None:
             tokens = np.random.default_rng(0).integers(0, model.vocabulary, length)
         else:
