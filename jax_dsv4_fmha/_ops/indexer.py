@@ -114,7 +114,9 @@ def lightning_indexer(
         how = {"block": _check.positive(op, "block", block), "from_start": bool(from_start)}
         _ascending(op, blocks)
         archs = _shipped_for_both("indexer_scores_at", topk, dims, heads=dims["h"], dtype=q.dtype.name)
-        call = _call(op, _CHOOSE_WITHIN, implementation, "indexer_scores_at", archs, q, dims, topk=topk, **how)
+        call = _call(
+            op, _CHOOSE_WITHIN, implementation, "indexer_scores_at", archs, q, dims, keys.got, topk=topk, **how
+        )
         inputs = (*map(lax.stop_gradient, (q, weights, *keys.operands)), blocks, start, stop)
         indices, scores = without_gradient(call, *inputs)
         return (indices, scores) if return_scores else indices
@@ -198,7 +200,8 @@ def indexer_blocks(
     start, stop = _visible(op, dims, ratio, q_offset, lengths, span)
     archs = _shipped_for_both("indexer_scores", count - 1, dims, heads=dims["h"], dtype=q.dtype.name, paged=False)
     archs = archs if block in two_levels.BLOCKS else ()
-    got, wanted = f"blocks of {block}", f"blocks of {' or '.join(map(str, two_levels.BLOCKS))}"
+    got = ", ".join(filter(None, [f"blocks of {block}", keys.got]))
+    wanted = f"blocks of {' or '.join(map(str, two_levels.BLOCKS))}"
     how = {"count": count, "block": block, "from_start": bool(from_start)}
     call = _call(op, _BLOCKS, implementation, "indexer_scores", archs, q, dims, got, wanted, **how)
     (blocks,) = without_gradient(call, *map(lax.stop_gradient, (q, weights, *keys.operands)), start, stop)
@@ -390,11 +393,13 @@ class _Keys(NamedTuple):
 
 def _keys(op: str, k: Any, k_scale: Any, dtype: Any, dims: dict[str, Any], as_array: bool = False) -> _Keys:
     """as_array: also of a `Cache`, which has no kernels for two levels."""
+    got = ""
     if isinstance(k, Cache):
         _check_cached(op, k, k_scale, dtype, dims)
         if not (as_array or (k.is_packed and k.layout == _INDEX_FP4)):
             return _cached_keys(k, dtype == E4M3, dims)
         k, k_scale = k.index_keys() if dtype == E4M3 else (k.take().astype(dtype), None)
+        got = "keys of a Cache as XLA gathers them"
     k = _check.operand(op, "k", k, "b s_c d", dims, (dtype,))
     if dtype == E4M3:
         k_scale = _check.operand(op, "k_scale", k_scale, "b s_c", dims, _check.FP32)
@@ -402,7 +407,7 @@ def _keys(op: str, k: Any, k_scale: Any, dtype: Any, dims: dict[str, Any], as_ar
         raise _check.error(ValueError, op, "k_scale", k_scale, f"None with {dtype}: only float8_e4m3fn has scales")
     else:
         k_scale = jnp.ones((dims["b"], dims["s_c"]), jnp.float32)
-    return _Keys(_CHOOSE, _CHOOSE_AND_SCORE, (k, k_scale))
+    return _Keys(_CHOOSE, _CHOOSE_AND_SCORE, (k, k_scale), got)
 
 
 def _check_cached(op: str, cache: Cache, k_scale: Any, dtype: Any, dims: dict[str, Any]) -> None:
