@@ -168,9 +168,7 @@ def test_two_levels(kind):
             return blocks, lightning_indexer(q, k, weights, blocks=blocks, block=2, **how)
 
         reasons = [x.reason for x in explain(both, cache, None)]
-        assert len(reasons) == 2 and all("keys of a Cache as XLA gathers them" in x for x in reasons) == (
-            q.shape[3] == 128
-        )
+        assert len(reasons) == 2 and all("keys of a Cache as XLA gathers them" in x for x in reasons)
         got, want = both(cache, None), both(k, k_scale)
         jax.tree.map(np.testing.assert_array_equal, got, want)
         assert np.any(np.asarray(got[0]) >= 0) and (

@@ -205,11 +205,16 @@ class Cache:
         """
         every = jnp.broadcast_to(jnp.arange(self.capacity, dtype=jnp.int32)[None], (self.rows.shape[0], self.capacity))
         cache, every = self._with_batch("Cache.index_keys", positions=every)
-        keys: tuple[jax.Array, jax.Array] = cache._take(every, lambda *parts: index_keys(*parts))
-        return keys
+
+        def decode(*parts: jax.Array) -> tuple[jax.Array, jax.Array]:
+            codes, scales = index_keys(*parts)
+            return codes, scales[..., None]  # with as many axes as an entry has
+
+        codes, scales = cache._take(every, decode)
+        return codes, scales[..., 0]
 
     def _take(self, positions: jax.Array, decode: Callable[..., Any] | None) -> Any:
-        """Entries `[b, n, d]`, or what `decode` makes of the parts of packed ones."""
+        """Entries `[b, n, d]`, or what `decode` makes of the parts of packed ones, with three axes."""
         slots = self.slots(jnp.where(positions < 0, -1, positions % self.capacity))
         pages, at = slots // self.page, jnp.maximum(slots, 0) % self.page
         whole = self.entries.reshape(self.entries.shape[0], -1)
@@ -223,9 +228,7 @@ class Cache:
             return jax.vmap(read)(whole[:, None], pages, at)
         where = explicit_axes.entries(pages)
         if any(where):
-            shapes = jax.eval_shape(read, whole, pages, at)
-            out = jax.tree.map(lambda x: explicit_axes.sharding(pages, *where, *[None] * (x.ndim - 2)), shapes)
-            read = jax.sharding.auto_axes(read, out_sharding=out)
+            read = jax.sharding.auto_axes(read, out_sharding=explicit_axes.sharding(pages, *where, None))
         return read(whole, pages, at)
 
     def _with_batch(self, op: str, **xs: jax.Array) -> tuple[Any, ...]:

@@ -212,7 +212,7 @@ def _encode_e2m1(values: jax.Array, sixth: Callable[[jax.Array], Parts], nan: in
     for i, middle in enumerate(_E2M1_MIDDLES):  # exact, where a quotient would be rounded
         limit = middle * scale[..., None]
         codes += (some & (magnitudes >= limit if i % 2 else magnitudes > limit)).astype(jnp.uint8)
-    codes = codes.reshape(*values.shape[:-2], math.prod(values.shape[-2:]) // 2, 2)
+    codes = codes.reshape(*values.shape[:-1], values.shape[-1] // 2, 2)
     return codes[..., 0] | codes[..., 1] << 4, jnp.where(finite, scales, nan).astype(jnp.uint8)
 
 
@@ -251,6 +251,7 @@ def _of_e4m3(codes: jax.Array) -> jax.Array:
 
 def _decode_e2m1(codes: jax.Array, scales: jax.Array, of_scales: Callable[[jax.Array], jax.Array]) -> jax.Array:
     group = 2 * codes.shape[-1] // scales.shape[-1]
+    codes = codes.reshape(*scales.shape, group // 2)
     codes = jnp.stack([codes & 15, codes >> 4], -1).astype(jnp.float32).reshape(*scales.shape, group)
     size = jnp.where(codes < 8, codes, codes - 8)
     size = jnp.where(size < 4, size / 2, jnp.where(size < 6, size - 2, 2 * size - 8))
@@ -285,11 +286,15 @@ def rounded(x: jax.Array, layout: str, plain: int = 0) -> jax.Array:
     layout's group.
     """
     how, batch, n = LAYOUTS[layout], x.shape[:-1], x.shape[-1] - plain
-    groups = _as_rounded(x[..., :n]).reshape(*batch, n // how.group, how.group)
-    codes, scales = how.encode_groups(groups)
-    codes = codes.reshape(*batch, n * how.bits // 8)
-    values = how.decode_groups(codes, scales).reshape(*batch, n).astype(x.dtype)
+    values = how.decode_groups(*codes_of(x[..., :n], layout)).reshape(*batch, n).astype(x.dtype)
     return jnp.concatenate([values, x[..., n:]], -1) if plain else values
+
+
+def codes_of(x: jax.Array, layout: str) -> Parts:
+    """The codes and scales of x `[…, n]` in a layout, uint8, n a multiple of its group."""
+    how, (*batch, n) = LAYOUTS[layout], x.shape
+    codes, scales = how.encode_groups(_as_rounded(x).reshape(*batch, n // how.group, how.group))
+    return codes.reshape(*batch, n * how.bits // 8), scales
 
 
 @rounded.defjvp

@@ -27,7 +27,7 @@ from .. import Cache, Span, _check, dsv4_attention, dsv4_decode, indexer_blocks,
 from .._definitions import explicit_axes
 from .._definitions.packed import LAYOUTS, rounded
 from .._definitions.span import positions_of
-from .._dispatch.sequences import whole_sequences
+from .._dispatch.sequences import rounded_sequences, whole_sequences
 from .._ops.indexer import page_unit
 from . import _operands
 from ._norm import rms_norm
@@ -523,13 +523,16 @@ class DSV4Attention:
             packed = None if ids is None else _everywhere(packed_blocks(ids, self.ratio))
             first = jnp.arange(x.shape[1] // self.ratio, dtype=jnp.int32)[None] * self.ratio
             first = first if packed is None else packed.first
-            latents = self.compressor(params["compressor"], x, packed)
-            shared = shared._replace(compressed=self._rounded(rope(latents, first, self.rope)))
+            in_codes = self.fake_quantize and packed is None and not self._plain  # devices send each other codes
+            latents = self.compressor(params["compressor"], x, packed, whole=not in_codes)
+            turned = rope(latents, first, self.rope)
+            made = rounded_sequences(turned, self._formats[1]) if in_codes else self._rounded(turned)
+            shared = shared._replace(compressed=made)
             if self.indexer is not None and self.indexer.owns_keys:
                 second = self.indexer.compressor
                 of_keys = latents if second is None else second(params["indexer"]["compressor"], x, packed)
                 keys = self.indexer.turned_keys(params["indexer"], of_keys, first, self.rope)
-                shared = shared._replace(keys=self.indexer.rounded(keys))
+                shared = shared._replace(keys=self.indexer.rounded(keys, whole=in_codes))
         entries = shared.compressed if self.ratio else None
         there = entries is not None and entries.shape[1] > 0
         own = _everywhere(Span.compressed_segments(ids, self.ratio)) if ids is not None and there else None

@@ -17,6 +17,7 @@ from jax import lax
 
 from .. import _check
 from .._definitions.packed import LAYOUTS, quantize_rows, rounded
+from .._dispatch.sequences import rounded_sequences
 from . import _operands
 from ._norm import rms_norm
 from .compressor import Compressor, product
@@ -138,8 +139,10 @@ class Indexer:
         """How `fake_quantize` rounds queries and keys; None if it does not."""
         return (_KEPT, 0) if self.fake_quantize else None
 
-    def rounded(self, x: jax.Array) -> jax.Array:
-        """Queries or keys `[…, d]`, rounded where `fake_quantize` says so."""
+    def rounded(self, x: jax.Array, whole: bool = False) -> jax.Array:
+        """Queries or keys `[…, d]`, rounded where `fake_quantize` says so; whole: keys, all of them on every device."""
+        if whole:
+            return rounded_sequences(x, _KEPT)
         return x if self.rounded_as is None else rounded(x, *self.rounded_as)
 
     def turned(self, params: Any, low_rank: jax.Array, positions: jax.Array, rotation: Rope) -> jax.Array:
