@@ -5,7 +5,35 @@ with.
 import cmath
 import math
 
+import ml_dtypes
 import numpy as np
+
+V4, WINDOW, ENTRIES, INDEX = (
+    *((64, "float8_e4m3fn", 448, 448e-4), (32, "float8_e4m3fn", 448, 1e-4)),
+    *((16, "float4_e2m1fn", 6, 6 * 2.0**-9), (32, "float4_e2m1fn", 6, 1e-30)),
+)
+"""How models keep rows: so many numbers share a scale; their dtype, its greatest number, and the least amax"""
+
+
+def kept(x, how, plain=0):
+    """x `[…, d]` as a cache holds it, the last `plain` of d unchanged. Scales are powers of two, of entries e4m3."""
+    (group, dtype, most, least), n = how, x.shape[-1] - plain
+    groups = x[..., :n].reshape(*x.shape[:-1], -1, group)
+    scale = np.maximum(np.abs(groups).max(-1, keepdims=True), least) / most
+    scale = scale.astype(ml_dtypes.float8_e4m3fn) if how == ENTRIES else 2.0 ** np.ceil(np.log2(scale))
+    codes = np.clip(groups / scale.astype(np.float64), -most, most).astype(dtype)
+    values = codes.astype(np.float64) * scale.astype(np.float64)
+    return np.concatenate([values.reshape(*x.shape[:-1], n), x[..., n:]], -1)
+
+
+def of_index(x, ix):
+    """An indexer's queries or keys as `fake_quantize` has them; V4's are multiplied by Sylvester's matrix first."""
+    if not (ix.fake_quantize and len(x)):
+        return x
+    matrix = np.ones((1, 1))
+    while ix.transforms and len(matrix) < ix.d:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]]) / math.sqrt(2)
+    return kept(x @ matrix if ix.transforms else x, INDEX)
 
 
 def norm(x, weight=1.0, eps=1e-6):
@@ -57,7 +85,7 @@ def choose(ix, p, x, c, keys, ratio, how, shared):
     """The entries that each token chooses, and the blocks it leaves to later layers."""
     chosen, blocks = [], []
     for t in range(len(x)):
-        q = np.stack([turn(c[t] @ p["wq_b"][:, h], t, how) for h in range(ix.heads)])
+        q = of_index(np.stack([turn(c[t] @ p["wq_b"][:, h], t, how) for h in range(ix.heads)]), ix)
         w = x[t] @ p["weights_proj"] / math.sqrt(ix.d * ix.heads)
         scores = {s: float(w @ np.maximum(q @ keys[s], 0)) for s in range(min((t + 1) // ratio, len(keys)))}
         if ix.candidate_blocks:
@@ -76,18 +104,22 @@ def choose(ix, p, x, c, keys, ratio, how, shared):
 def layer(one, p, x, shared):
     """One sequence x [s, hidden] -> [s, hidden]; `shared` is what layers of V4.1 hand to later ones, and changes."""
     s, how = len(x), one.rope
+    window, of_entries, plain = (V4, V4, how.dims) if one.norm_heads else (WINDOW, ENTRIES, 0)
     c = np.stack([norm(x[t] @ p["wq_a"], p["q_norm"], one.eps) for t in range(s)])
     kv = np.stack([turn(norm(x[t] @ p["wkv"], p["kv_norm"], one.eps), t, how) for t in range(s)])
+    kv = kept(kv, window, plain) if one.fake_quantize else kv
     if one.compressor is not None:
         raw = latents(one.compressor, p["compressor"], x)
-        shared["entries"] = np.array([turn(e, w * one.ratio, how) for w, e in enumerate(raw)]).reshape(-1, one.d)
+        entries = np.array([turn(e, w * one.ratio, how) for w, e in enumerate(raw)]).reshape(-1, one.d)
+        shared["entries"] = kept(entries, of_entries, plain) if one.fake_quantize and len(entries) else entries
         if one.indexer is not None:
             ip = p["indexer"]
             if one.indexer.compressor is not None:
                 of_keys = latents(one.indexer.compressor, ip["compressor"], x)
             else:
                 of_keys = [norm(e @ ip["wk"], ip["k_norm"], one.indexer.eps) for e in raw]
-            shared["keys"] = np.array([turn(k, w * one.ratio, how) for w, k in enumerate(of_keys)])
+            keys = np.array([turn(k, w * one.ratio, how) for w, k in enumerate(of_keys)])
+            shared["keys"] = of_index(keys, one.indexer)
     if one.indexer is not None:
         chosen, blocks = choose(one.indexer, p["indexer"], x, c, shared["keys"], one.ratio, how, shared)
         shared["chosen"] = chosen

@@ -33,6 +33,11 @@ FLASH = {
     "index_n_heads": 64, "index_head_dim": 128, "index_topk": 512, "rope_theta": 1e4, "compress_rope_theta": 1.6e5,
 }  # fmt: skip
 RATIOS = tuple(FLASH["compress_ratios"])
+FLASH_41 = FLASH | {
+    "hidden_size": 5120, "num_hidden_layers": 2, "q_lora_rank": 1280, "compress_ratios": [2, 1], "index_n_heads": 32,
+    "kv_source_layer_ids": [0, 1], "index_source_layer_ids": [0, 1], "candidate_source_layer_id": 1,
+    "candidate_topk_blocks": 2048, "candidate_block_size": 8,
+}  # fmt: skip
 S = 65536
 
 
@@ -46,7 +51,8 @@ def mesh_of(kind, devices):
 @functools.cache
 def compiled(ratio, kind, packed, is_gradient=False):
     """The program of a layer for one sequence over 8 devices, and the names of its operands."""
-    layer, mesh = from_config(FLASH)[RATIOS.index(ratio)], mesh_of(kind, 8)
+    config = FLASH if ratio in RATIOS else FLASH_41
+    layer, mesh = from_config(config)[config["compress_ratios"].index(ratio)], mesh_of(kind, 8)
 
     def operand(x, *spec):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P(*spec)))
@@ -68,7 +74,7 @@ def compiled(ratio, kind, packed, is_gradient=False):
 
 def bytes_moved(text):
     """The bytes of the results of each kind of collective, on one device."""
-    sizes, found = {"pred": 1, "u16": 2, "bf16": 2, "s32": 4, "u32": 4, "f32": 4}, {}
+    sizes, found = {"pred": 1, "u8": 1, "u16": 2, "bf16": 2, "s32": 4, "u32": 4, "f32": 4}, {}
     kinds = "all-gather|(?:ragged-)?all-to-all|collective-permute|all-reduce|reduce-scatter|collective-broadcast"
     for types, kind in re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", text):
         for dtype, n in re.findall(r"(\w+)\[([\d,]*)\]", types):
@@ -94,6 +100,13 @@ def test_bytes_of_a_layer(ratio, kind, packed):
     blocks = {0: 0, 4: (1 + 2 * packed) * (512 + 128), 128: packed * 512}[ratio]
     assert sent == 127 * 512 * 2 + 3 * 4 * blocks
     assert not found and gathered + sent <= 400 * S
+
+
+@pytest.mark.parametrize("ratio, kind", [(2, "Explicit"), (1, "Auto")])
+def test_bytes_of_a_layer_of_v41(ratio, kind):
+    """Entries and index keys in FP4: 288 and 68 bytes. Blocks do not overlap, and devices have whole ones."""
+    found = bytes_moved(compiled(ratio, kind, False)[0])
+    assert found == {"all-gather": (288 + 68) * S // ratio, "collective-permute": 127 * 512 * 2}
 
 
 @pytest.mark.parametrize("ratio", [4, *(pytest.param(x, marks=pytest.mark.fuzz) for x in (0, 128))])

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from examples.deepseek_v4 import common, packed, serve, train
+from examples.deepseek_v4 import choices, common, packed, serve, train
 from examples.deepseek_v4.drafts import DSpark
 from examples.deepseek_v4.engram import words
 from examples.deepseek_v4.grouped import blocks
@@ -31,7 +31,7 @@ SIZES = {"head_dim": 32, "qk_rope_head_dim": 8, "index_head_dim": 16}
 V41 = {
     name: x for name, x in common.SMALL.items() if name not in ("layer_types", "compress_rate_hca", "num_hash_layers")
 }
-V41 |= SIZES | {
+V41 |= SIZES | {"index_head_dim": 32} | {
     "num_hidden_layers": 5, "compress_ratios": [0, 2, 1, 1, 1], "kv_source_layer_ids": [1, 2],
     "index_source_layer_ids": [1, 2, 4], "candidate_source_layer_id": 2, "candidate_topk_blocks": 3,
     "candidate_block_size": 4, "gate_temp": 1.5, "engram_layer_ids": [1, 3], "engram_num_embeddings": [72, 204],
@@ -312,6 +312,31 @@ def test_words_of_tokens(tmp_path):
     assert words(tmp_path / "tokenizer.json").tolist() == WORDS
 
 
+def test_choices_in_common(capsys):
+    """The program's tables against sets, of a model of V4.1 whose layers choose from the same entries."""
+    layers = {
+        "compress_ratios": [0, 2, 2],
+        "num_hidden_layers": 3,
+        "kv_source_layer_ids": [1],
+        "engram_layer_ids": None,
+    }
+    sizes = {"index_source_layer_ids": [1, 2], "index_topk": 4, "candidate_source_layer_id": -1}
+    model, params = random(Model.from_config(V41 | layers | sizes))
+    tokens = np.random.default_rng(0).integers(0, model.vocabulary, 60)
+    found = {i: np.asarray(x) for i, x in choices.choices(model, params, jnp.asarray(tokens, jnp.int32)).items()}
+    assert found.keys() == {1, 2} and not np.array_equal(found[1], found[2])
+    sets = {i: [set(row[row >= 0].tolist()) for row in x] for i, x in found.items()}
+    late = range(20, 60)
+    want = np.mean([len(sets[2][t] & sets[1][t]) / 4 for t in late])
+    assert choices.overlap(found[2], found[1], np.arange(60) >= 20) == pytest.approx(want)
+    assert choices.overlap(found[1][3:], found[1][:-3], np.arange(3, 60) >= 20) == pytest.approx(
+        np.mean([len(sets[1][t] & sets[1][t - 3]) / 4 for t in late])
+    )
+    shares = choices.main(length=64, distances=(1, 2))
+    assert {(1, 1), (1, 2), (1, "by chance")} == shares.keys() and all(0 <= x <= 1 for x in shares.values())
+    assert capsys.readouterr().out.count("%") == 3
+
+
 def test_checkpoint_of_v41(tmp_path):
     """Tables stay in FP8, by parts on every device; the tokenizer gives words."""
     sizes = {"num_hidden_layers": 2, "compress_ratios": [0, 0], "kv_source_layer_ids": [], "index_source_layer_ids": []}
@@ -382,7 +407,9 @@ def test_sizes_of_models(name, moe, everything, active):
     assert 6.1 * of_token < train.flops(model, 4096) < 6.8 * of_token
 
 
-@pytest.mark.parametrize("program, options", [(serve, ("--fp8", "--pages")), (train, ("--remat", "--keep"))])
+@pytest.mark.parametrize(
+    "program, options", [(serve, ("--fp8", "--fp4", "--random", "--pages")), (train, ("--remat", "--keep"))]
+)
 def test_a_program_says_how_it_is_called(program, options, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["program", "--help"])
     with pytest.raises(SystemExit) as done:
@@ -415,6 +442,19 @@ def test_serve(capsys, in_place):
         assert best[i, len(r.prompt) - 1 :][:12].tolist() == r.said
         assert re.findall(rf"^\[{i}\] (\d+)", said, re.M) == [str(t) for t in r.said]
     assert re.search(r"^174 tokens read, 60 said, in [\d.]+ s: \d+ tokens/s$", said, re.M)
+
+
+def test_a_random_v41(monkeypatch, capsys):
+    """It has every kind of layer, and float32 entries and index keys of 32 numbers, for two tokens and for one.
+    (`test_requests_that_begin_alike` serves such a model.)
+    """
+    monkeypatch.setattr(Server, "compile", lambda self: None)
+    assert serve.main([], places=2, room=48, page=16, pages=5, random="v4.1") == []
+    assert f"\n{2 * 32 * 4 * 3 // 2} bytes of pages a token, " in capsys.readouterr().out
+    layers = Model.from_config(common.small("v4.1")).layers
+    owns = [(layer.ratio, layer.compressor is not None, layer.indexer is not None) for layer in layers]
+    assert owns == [(0, False, False), (2, True, True), (1, True, True), (1, False, False), (1, False, True)]
+    assert layers[2].indexer.candidate_blocks and layers[4].indexer.within_candidates
 
 
 def test_drafts():

@@ -1,5 +1,6 @@
 """The lightning indexer over caches gives the same as over contiguous keys."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -11,7 +12,16 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_dsv4_fmha import EXPORT_CHECKS, Cache, lightning_indexer, quantize_indexer
+from jax_dsv4_fmha import (
+    EXPORT_CHECKS,
+    Cache,
+    dequantize_cache,
+    explain,
+    indexer_blocks,
+    lightning_indexer,
+    quantize_cache,
+    quantize_indexer,
+)
 from jax_dsv4_fmha._host import library
 from tests.helpers import collectives, normal
 
@@ -28,7 +38,8 @@ def filled(k, kind, page=PAGE):
     """A cache to which k was appended in two parts; the rest of it holds NaN."""
     b, n, d = k.shape
     width = n // page
-    how = {"layout": "index_fp8"} if "packed" in kind else {"dtype": k.dtype}
+    layouts = {"packed": "index_fp8", "fp4": "index_fp4"}
+    how = {"layout": layouts[kind.split()[-1]]} if kind.split()[-1] in layouts else {"dtype": k.dtype}
     if "paged" in kind:
         cache = Cache.zeros(b * width + 2, page, d, block_table=table(b, width), **how)
     else:
@@ -133,6 +144,37 @@ def test_mesh(kind):
     program = jax.jit(over).lower(*x).compile()
     assert not collectives(program)
     check(program(*x), over(q, cache, weights))
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "contiguous fp4", "paged fp4"])
+def test_two_levels(kind):
+    """Blocks, and entries within them, of ragged sequences, an idle place and absent pages, as of keys in an array."""
+    form = kind.replace("fp4", "packed")
+    q, k, weights, k_scale, cache = operands(form)
+    if "fp4" in kind:
+        q, k, weights = normal(0, B, S_Q, H, 128), normal(1, B, PAGE * WIDTH, 128), normal(2, B, S_Q, H)
+        k = dequantize_cache(quantize_cache(k, "index_fp4"), "index_fp4").astype(q.dtype)
+        cache, k_scale = filled(k, kind), None
+    if "paged" in kind:  # the last page of sequence 1 is gone
+        cache = dataclasses.replace(cache, block_table=cache.block_table.at[1, 2].set(-1))
+        k = k.at[1, 2 * PAGE :].set(0)
+    for lengths in (LENGTHS, jnp.array([0, 33], jnp.int32)):
+        seen = {"ratio": RATIO, "q_offset": lengths - S_Q}
+
+        @jax.jit
+        def both(k, k_scale, seen=seen):
+            blocks = indexer_blocks(q, k, weights, count=3, block=2, k_scale=k_scale, **seen)
+            how = {"topk": TOPK, "k_scale": k_scale, "return_scores": True, **seen}
+            return blocks, lightning_indexer(q, k, weights, blocks=blocks, block=2, **how)
+
+        reasons = [x.reason for x in explain(both, cache, None)]
+        assert len(reasons) == 2 and all("keys of a Cache as XLA gathers them" in x for x in reasons)
+        got, want = both(cache, None), both(k, k_scale)
+        jax.tree.map(np.testing.assert_array_equal, got, want)
+        assert np.any(np.asarray(got[0]) >= 0) and (
+            "fp4" not in kind
+            or np.array_equal(*(lightning_indexer(q, x, weights, topk=TOPK, **seen) for x in (cache, k)))
+        )
 
 
 def test_errors():

@@ -158,11 +158,11 @@ LAYER_CALLS = [
     (lambda: LAYER.step(P, X[:, :1], None, lengths=1), r"cache: got None, wanted a LayerCache"),
     (lambda: LAYER.step(P, X[:, :1], CACHE, lengths=1, start=START[:1]), r"start: got int32\[1\], wanted int32\[b=2\]"),
     (lambda: LAYER(P, X, shared=X), r"shared: got float32\[2, 8, 24\], wanted a Shared or None"),
-    (lambda: OF_V41[4](P_V41[4], X), r"shared.compressed: got None, wanted .*\[b=2, s=8, 16\]"),
-    (lambda: OF_V41[4](P_V41[4], X, shared=Shared(jnp.zeros((2, 8, 16)))), r"shared.indices: got None, wanted int32"),
-    (lambda: OF_V41[2](P_V41[2], X, shared=Shared(jnp.zeros((2, 3, 16)))), r"shared.compressed: .*wanted .*\[b=2, s=4"),
-    (lambda: OF_V41[5](P_V41[5], X, shared=Shared(jnp.zeros((2, 8, 16)))), r"shared.keys: got None, wanted"),
-    (lambda: OF_V41[5](P_V41[5], X, shared=Shared(*[jnp.zeros((2, 8, 16))] * 2)), r"shared.blocks: got None, wanted"),
+    (lambda: OF_V41[4](P_V41[4], X), r"shared.compressed: got None, wanted .*\[b=2, s=8, 32\]"),
+    (lambda: OF_V41[4](P_V41[4], X, shared=Shared(jnp.zeros((2, 8, 32)))), r"shared.indices: got None, wanted int32"),
+    (lambda: OF_V41[2](P_V41[2], X, shared=Shared(jnp.zeros((2, 3, 32)))), r"shared.compressed: .*wanted .*\[b=2, s=4"),
+    (lambda: OF_V41[5](P_V41[5], X, shared=Shared(jnp.zeros((2, 8, 32)))), r"shared.keys: got None, wanted"),
+    (lambda: OF_V41[5](P_V41[5], X, shared=Shared(*[jnp.zeros((2, 8, 32))] * 2)), r"shared.blocks: got None, wanted"),
     (lambda: OF_V41[4].step(P_V41[4], X, OF_V41[4].cache(2, 9, jnp.float32), lengths=8),
      r"shared.compressed: got None, wanted a Cache, as an earlier layer returned it"),
 ]  # fmt: skip
@@ -270,8 +270,8 @@ def test_state_dict_under_a_wrong_prefix(names, prefix):
 def test_state_dict_of_v41_under_v4s_names():
     tensors = {"q_a_proj.weight": np.zeros((12, 24), np.float32)}
     for name in ("compressor.kv_proj.weight", "compressor.gate_proj.weight"):
-        tensors[name] = np.zeros((16, 24), np.float32)
-    tensors |= {"compressor.kv_norm.weight": np.zeros(16, np.float32)}
+        tensors[name] = np.zeros((32, 24), np.float32)
+    tensors |= {"compressor.kv_norm.weight": np.zeros(32, np.float32)}
     with pytest.raises(
         ValueError, match=r"tensors: got no indexer.k_norm under these names, wanted indexer.k_norm.wei"
     ):

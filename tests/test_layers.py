@@ -24,7 +24,8 @@ SMALL = {
 MODELS = {
     "v4": SMALL | {"layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
                    "compress_rates": {"heavily_compressed_attention": 8}},
-    "v4.1": SMALL | {"num_hidden_layers": 6, "compress_ratios": [0, 2, 2, 1, 1, 1], "kv_source_layer_ids": [1, 3],
+    "v4.1": SMALL | {"head_dim": 32, "index_head_dim": 32, "num_hidden_layers": 6,
+                     "compress_ratios": [0, 2, 2, 1, 1, 1], "kv_source_layer_ids": [1, 3],
                      "index_source_layer_ids": [1, 3, 5], "candidate_source_layer_id": 3, "candidate_topk_blocks": 3,
                      "candidate_block_size": 2},
 }  # fmt: skip
@@ -245,7 +246,8 @@ def test_tables_and_forks_on_a_mesh(kind):
 
 
 @pytest.mark.slow
-def test_packed_documents():
+@pytest.mark.parametrize("name", MODELS)
+def test_packed_documents(name):
     """In one call each document gives the result that it gives alone, to the last of three layers; so do the
     gradients.
     """
@@ -258,7 +260,7 @@ def test_packed_documents():
         return jnp.stack([jnp.pad(x[n, at : at + of], ((0, 22 - of), (0, 0))) for n, at, of in rows])
 
     def pull(x, dy, **how):
-        run = stack("v4", lambda layer, p, x, shared, _: layer(p, x, **how))
+        run = stack(name, lambda layer, p, x, shared, _: layer(p, x, shared=shared, **how))
 
         def both(x, dy):
             y, vjp = jax.vjp(lambda x: run(x)[0], x)
@@ -270,6 +272,19 @@ def test_packed_documents():
     for packed, alone in zip(pull(x, dy, segment_ids=ids), pull(apart(x), apart(dy)), strict=True):
         for i, (n, at, of) in enumerate(rows):
             np.testing.assert_allclose(packed[n, at : at + of], alone[i, :of], rtol=2e-5, atol=2e-5)
+
+
+def test_documents_in_two_levels():
+    """Blocks of entries begin with each document, also inside of a block that another row would have there."""
+    x = hidden(3, 13)
+    (source, later), (p, its) = ([x[3], x[5]] for x in model("v4.1"))
+
+    def both(x, ids=None):
+        out = source(p, x, segment_ids=ids)
+        return later(its, x + out.y, shared=Shared().after(out), segment_ids=ids).y
+
+    packed = jax.jit(both)(x.reshape(1, 39, -1), jnp.arange(39)[None] // 13)
+    np.testing.assert_allclose(packed.reshape(x.shape), jax.jit(both)(x), rtol=2e-5, atol=2e-5)
 
 
 def test_a_nan_stays_in_its_document():
@@ -484,9 +499,6 @@ def test_errors():
     ids = jnp.zeros((2, 6), jnp.int32)
     with pytest.raises(ValueError, match=r"segment_ids: got int32\[2, 6\], wanted None with a cache"):
         layer(p, hidden(2, 6), layer.cache(2, 8, jnp.float32), segment_ids=ids)
-    in_two_levels, its = (x[3] for x in model("v4.1"))
-    with pytest.raises(NotImplementedError, match=r"segment_ids: got int32\[2, 6\], wanted None, with two levels"):
-        in_two_levels(its, hidden(2, 6), segment_ids=ids)
     with pytest.raises(TypeError, match=r"cache: got .*, wanted a LayerCache"):
         layer(p, hidden(2, 6), Cache.zeros(2, 6, 16, jnp.float32))
     with pytest.raises(

@@ -10,6 +10,8 @@ import pytest
 
 import jax_dsv4_fmha as lib
 from jax_dsv4_fmha import Span, indexer_blocks, indexer_scores, lightning_indexer
+from jax_dsv4_fmha._definitions import indexer as definition
+from jax_dsv4_fmha._dispatch import two_levels
 from jax_dsv4_fmha._host import indexer as raw
 from jax_dsv4_fmha._host import library
 from tests.test_indexer import S_C, S_Q, B, chosen_by_loop, kernel_operands, operands, past, scores_by_loop
@@ -34,6 +36,65 @@ def test_chooses_what_a_loop_chooses(count):
     within = (np.asarray(blocks)[..., None] == np.arange(S_C) // block).any(2)
     got = lightning_indexer(q, k, weights, topk=5, blocks=blocks, block=block, **seen)
     np.testing.assert_array_equal(got, chosen_by_loop(s, visible & within, 5))
+
+
+def parts():
+    """Operands, the entries from `start` to `stop` that each query sees, and their scores by a loop."""
+    q, k, weights = operands()
+    start = np.array([[0, 3, 3, 5, 9, 23], [7, 7, 2, 2, 11, 0]], np.int32)
+    stop = np.array([[9, 3, 23, 6, 22, 23], [16, 22, 23, 7, 12, 23]], np.int32)
+    return (q, k, weights), start, stop, scores_by_loop(q, k, weights)
+
+
+@pytest.mark.parametrize("count", [1, 2, 9])
+def test_blocks_from_the_first_entry_that_a_query_sees(count):
+    """Each query's are those of its entries alone."""
+    x, start, stop, s = parts()
+    block, topk = 4, 5
+    how = {"span": Span(jnp.asarray(start), jnp.asarray(stop)), "block": block, "from_start": True}
+    blocks = indexer_blocks(*x, count=count, **how)
+    got = lightning_indexer(*x, topk=topk, blocks=blocks, **how)
+    for n, i in np.ndindex(B, S_Q):
+        own = s[n, i, start[n, i] : stop[n, i]]
+        greatest = [own[j : j + block].max() for j in range(0, len(own), block)]
+        best = sorted(range(len(greatest)), key=lambda j: (j != len(greatest) - 1, -greatest[j], j))[:count]
+        np.testing.assert_array_equal(blocks[n, i], sorted(best) + [-1] * (count - len(best)))
+        seen = np.isin(np.arange(len(own)) // block, best)[None, None]
+        chosen = chosen_by_loop(own[None, None], seen, topk)[0, 0]
+        np.testing.assert_array_equal(got[n, i], np.where(chosen < 0, -1, chosen + start[n, i]))
+
+
+@pytest.mark.parametrize("from_start", [False, True])
+def test_composition_of_kernels(from_start, monkeypatch):
+    """What kernels are given, and what is made of their results, with definitions in their place."""
+
+    def indexer_scores(q, weights, k, k_scale, start, stop, skip):
+        s = definition.scores(q, k, weights) * k_scale[:, None]
+        j = jnp.arange(-(-s.shape[2] // 32) * 32)
+        s = jnp.pad(s, ((0, 0), (0, 0), (0, len(j) - s.shape[2])), constant_values=7.0)
+        seen = (start[..., None] <= j) & (j < stop[..., None]) & ((stop - start)[..., None] > skip)
+        return jnp.where(seen, s, jnp.where(j % 2, 1e9, jnp.nan))  # anything
+
+    def indexer_topk(scores, start, stop, topk, return_scores=False):
+        j = jnp.arange(scores.shape[2])
+        return definition.best(scores, (start[..., None] <= j) & (j < stop[..., None]), topk)
+
+    (q, k, weights), start, stop, _ = parts()
+    for name, f in (("indexer_scores", indexer_scores), ("indexer_topk", indexer_topk)):
+        monkeypatch.setattr(raw, name, f)
+    monkeypatch.setattr(raw, "indexer_scores_at", lambda q, k, w, i: definition.scores_at(q, k, w, i))
+    how, scale, bounds = (
+        {"block": 4, "from_start": from_start},
+        jnp.ones((B, S_C)),
+        (jnp.asarray(start), jnp.asarray(stop)),
+    )
+    for count in (1, 2, 5):
+        (got,) = two_levels.greatest_blocks(q, weights, k, scale, *bounds, count=count, **how)
+        (want,) = definition.greatest_blocks(q, weights, k, scale, *bounds, count=count, **how)
+        np.testing.assert_array_equal(got, want)
+        seen = q, weights, k, scale, want, *bounds
+        within = two_levels.choose_within(q, weights, k, scale, want, *bounds, topk=3, **how)
+        np.testing.assert_array_equal(within[0], definition.select_within(*seen, topk=3, **how)[0])
 
 
 @pytest.mark.parametrize(("s_q", "b"), [(37, 2), (5000, 1), (37, "b")])

@@ -13,8 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
+from jax_dsv4_fmha import Cache
+
 from .drafts import DSpark
-from .model import Model
+from .model import Caches, Model
 from .weights import load
 
 KINDS = ("sliding", "compressed_sparse", "heavily_compressed")
@@ -27,17 +29,28 @@ SMALL = {
     "dspark_target_layer_ids": [1, 2], "dspark_markov_rank": 16,
 }  # fmt: skip
 """A config.json without the sizes of heads"""
+OF_V41 = {
+    "num_hidden_layers": 5, "compress_ratios": [0, 2, 1, 1, 1], "kv_source_layer_ids": [1, 2],
+    "index_source_layer_ids": [1, 2, 4], "candidate_source_layer_id": 2, "candidate_topk_blocks": 4,
+    "candidate_block_size": 4, "layer_types": None, "compress_rate_hca": None, "num_hash_layers": 0, "gate_temp": 1.5,
+    "engram_layer_ids": [1], "engram_num_embeddings": [72], "engram_max_ngram_size": 4, "engram_n_heads": 2,
+    "engram_head_dim": 64, "engram_vocab_size": 5, "engram_compressed_vocab_size": 23, "engram_pad_token_id": 2,
+    "dspark_block_size": None,
+}  # fmt: skip
+"""What V4.1's differs in: layers that read others' entries and choices, and an engram"""
 
 
-def small() -> dict[str, Any]:
-    """The config of a model with every kind of layer; on a GPU with heads that kernels take."""
+def small(kind: str = "v4") -> dict[str, Any]:
+    """The config of a model, "v4" or "v4.1", with every kind of layer; on a GPU with heads that kernels take."""
     d = 512 if jax.default_backend() == "gpu" else 32
-    return {**SMALL, "head_dim": d, "qk_rope_head_dim": d // 8, "index_head_dim": d // 4}
+    sizes = {"head_dim": d, "qk_rope_head_dim": d // 8, "index_head_dim": max(d // 4, 32 if kind == "v4.1" else 8)}
+    return {**SMALL, **(OF_V41 if kind == "v4.1" else {}), **sizes}
 
 
 def parser(description: str) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=description)
     made.add_argument("checkpoint", nargs="?", help="a directory with config.json; by default a small random model")
+    made.add_argument("--random", choices=("v4", "v4.1"), default="v4", help="which small random model (default: v4)")
     made.add_argument("--tensor", type=int, default=1, help="devices that share out every expert (default: 1)")
     made.add_argument("--expert", type=int, default=1, help="devices that share out the experts (default: 1)")
     return made
@@ -60,14 +73,14 @@ def on_terminal(text: str) -> None:
 
 
 def opened(
-    checkpoint: str | None, mesh: Mesh, dtype: Any, packed: bool = False, drafts: bool = False
+    checkpoint: str | None, mesh: Mesh, dtype: Any, packed: bool = False, drafts: bool = False, random: str = "v4"
 ) -> tuple[Model | DSpark, dict[str, Any]]:
-    """The model of a directory with its parameters, as `load` makes them, or the small one with random parameters.
+    """The model of a directory with its parameters, as `load` makes them, or a small one with random parameters.
 
     drafts: with its layers for drafts, if the config has some that are read.
     """
-    config = json.loads((Path(checkpoint) / "config.json").read_text()) if checkpoint else small()
-    model = (DSpark if drafts and "dspark_block_size" in config else Model).from_config(config)
+    config = json.loads((Path(checkpoint) / "config.json").read_text()) if checkpoint else small(random)
+    model = (DSpark if drafts and config.get("dspark_block_size") else Model).from_config(config)
     if checkpoint:
         return model, load(model, checkpoint, dtype, mesh, on_terminal, packed)
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), model.partition())
@@ -88,6 +101,18 @@ def words(checkpoint: str | None) -> tuple[Callable[[str], np.ndarray], Callable
 def gib(tree: Any) -> float:
     """GiB of arrays, on all devices together."""
     return sum(shard.data.nbytes for x in jax.tree.leaves(tree) for shard in x.addressable_shards) / 2**30
+
+
+def bytes_a_token(caches: Caches, tokens: int) -> tuple[float, int]:
+    """Bytes of pools of pages for each of the tokens that they have room for; and of what each place has besides."""
+    of_pages, others = 0, 0
+    for cache in caches.layers:
+        for part in cache:
+            if isinstance(part, Cache) and part.block_table is not None:
+                of_pages += part.entries.nbytes
+            else:
+                others += sum(x.nbytes for x in jax.tree.leaves(part))
+    return of_pages / tokens, others // caches.layers[0].window.entries.shape[0]
 
 
 def compute_dtype() -> Any:

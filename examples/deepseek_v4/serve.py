@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from examples.serve import Request, Server
@@ -35,28 +34,29 @@ def main(
     pages: int = 0,
     speculate: int = 0,
     beginning: str = "",
-    fp8: bool = False,
+    kept: str | None = None,
     packed: bool = False,
+    random: str = "v4",
     tensor: int = 1,
     expert: int = 1,
     port: int | None = None,
 ) -> list[Request] | None:
     """Returns the requests in the order of their lines; prompts: lines, by default of the standard input.
 
+    kept: the dtype of packed caches, by its name; None keeps what the model computes with.
     port: of an HTTP endpoint, which takes the place of lines; 0 is any.
     """
     dtype = common.compute_dtype()
     encode, decode = common.words(checkpoint)
     with common.mesh_of(tensor, expert, data=1) as mesh:
-        model, params = common.opened(checkpoint, mesh, dtype, packed, drafts=speculate > 0)
-        params = model.joined(params)
-        kept, first = jnp.float8_e4m3fn if fp8 else dtype, encode(beginning)
-        server = Server(
-            model, params, kept, places, room, chunk, page, pages or places * -(-room // page), first, speculate
-        )
+        model, params = common.opened(checkpoint, mesh, dtype, packed, drafts=speculate > 0, random=random)
+        params, first, pages = model.joined(params), encode(beginning), pages or places * -(-room // page)
+        server = Server(model, params, kept or dtype, places, room, chunk, page, pages, first, speculate)
         server.compile()
         memory = f"{common.gib(params):.2f} GiB of parameters, {common.gib(server.caches):.2f} GiB of caches"
+        a_token, a_place = common.bytes_a_token(server.caches, pages * page)
         print(f"{mesh.size} {jax.default_backend()} devices, {memory}", flush=True)
+        print(f"{a_token:.0f} bytes of pages a token, {a_place / 2**20:.2f} MiB of rings a request", flush=True)
 
         if port is not None:
             return endpoint(server, checkpoint, model.vocabulary, first, encode, decode, port)
@@ -147,7 +147,10 @@ def arguments() -> dict:
         parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{what} (default: {default})")
     parser.add_argument("--beginning", default="", help="what all requests begin with; whole pages of it are shared")
     parser.add_argument("--port", type=int, help="answer HTTP requests here, in OpenAI's form, and read no lines")
-    parser.add_argument("--fp8", action="store_true", help="caches in the model's FP8 layout")
+    group = parser.add_mutually_exclusive_group()
+    of_caches = {"fp8": ("float8_e4m3fn", "FP8"), "fp4": ("float4_e2m1fn", "FP8 and, for entries, FP4: V4.1's own")}
+    for name, (dtype, what) in of_caches.items():
+        group.add_argument(f"--{name}", dest="kept", action="store_const", const=dtype, help=f"caches in {what}")
     parser.add_argument("--packed", action="store_true", help="a checkpoint's FP4 and FP8 stay so in memory")
     return vars(parser.parse_args())
 

@@ -176,10 +176,11 @@ def main(
     expert: int = 1,
     data: int | None = None,
     until: int | None = None,
+    random: str = "v4",
 ) -> list[tuple[float, float]]:
     """Prints losses, tokens/s and MFU, and returns the losses (tokens', indexers') of each step from the first made."""
     with common.mesh_of(tensor, expert, data) as mesh:
-        model, params = common.opened(checkpoint, mesh, jnp.float32)
+        model, params = common.opened(checkpoint, mesh, jnp.float32, random=random)
         trainer = Trainer(model, mesh, steps, rate, remat)
         state, first = trainer.begin(params), 0
         del params

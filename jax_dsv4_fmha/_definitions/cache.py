@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from .. import _check
 from . import explicit_axes
-from .packed import LAYOUTS, V4_FP8, D, Layout, layout_of, read_pages
+from .packed import LAYOUTS, V4_FP8, D, Layout, index_keys, layout_of, read_pages
 
 
 @jax.tree_util.register_dataclass
@@ -195,16 +196,32 @@ class Cache:
             return jnp.zeros((dims["b"], 0, dims["d"]), self.packing.decoded if self.is_packed else self.entries.dtype)
         positions = _check.operand(op, "positions", positions, "b n", dims, _check.INT)
         cache, positions = self._with_batch(op, positions=positions)
-        return cache._take(positions)
+        decode = cache.packing.decode if cache.is_packed else None
+        return cache._take(positions, decode)
 
-    def _take(self, positions: jax.Array) -> jax.Array:
+    def index_keys(self) -> tuple[jax.Array, jax.Array]:
+        """All keys of a cache in "index_fp8", in order: float8_e4m3fn `[b, capacity, d]` and float32 scales
+        `[b, capacity]`. A key without a page is zeros.
+        """
+        every = jnp.broadcast_to(jnp.arange(self.capacity, dtype=jnp.int32)[None], (self.rows.shape[0], self.capacity))
+        cache, every = self._with_batch("Cache.index_keys", positions=every)
+
+        def decode(*parts: jax.Array) -> tuple[jax.Array, jax.Array]:
+            codes, scales = index_keys(*parts)
+            return codes, scales[..., None]  # with as many axes as an entry has
+
+        codes, scales = cache._take(every, decode)
+        return codes, scales[..., 0]
+
+    def _take(self, positions: jax.Array, decode: Callable[..., Any] | None) -> Any:
+        """Entries `[b, n, d]`, or what `decode` makes of the parts of packed ones, with three axes."""
         slots = self.slots(jnp.where(positions < 0, -1, positions % self.capacity))
         pages, at = slots // self.page, jnp.maximum(slots, 0) % self.page
         whole = self.entries.reshape(self.entries.shape[0], -1)
 
-        def read(whole: jax.Array, pages: jax.Array, at: jax.Array) -> jax.Array:
-            if self.is_packed:
-                return self.packing.take(whole, pages, at)
+        def read(whole: jax.Array, pages: jax.Array, at: jax.Array) -> Any:
+            if decode is not None:
+                return decode(*self.packing.read(whole, pages, at))
             return read_pages(whole, pages, at * self.entries.shape[2], self.entries.shape[2])
 
         if self.block_table is None:  # a page for each sequence: XLA reads it where it is

@@ -48,12 +48,15 @@ def indexer_scores(q: jax.Array, k: jax.Array, weights: jax.Array, indices: jax.
 
 
 def indexer_blocks(
-    q: jax.Array, k: jax.Array, weights: jax.Array, *, count: int, block: int = 8, k_scale: jax.Array | None = None,
-    **seen: Any,
+    q: jax.Array, k: jax.Array, weights: jax.Array, *, count: int, block: int = 8, from_start: bool = False,
+    k_scale: jax.Array | None = None, **seen: Any,
 ) -> jax.Array:  # fmt: skip
     """`jax_dsv4_fmha.indexer_blocks`."""
-    scale = jnp.ones(k.shape[:2], _FP32) if k_scale is None else k_scale
-    (blocks,) = greatest_blocks(q, weights, k, scale, *_bounds(q, k, **seen), count=count, block=block)
+    scale, how = (
+        jnp.ones(k.shape[:2], _FP32) if k_scale is None else k_scale,
+        {"block": block, "from_start": from_start},
+    )
+    (blocks,) = greatest_blocks(q, weights, k, scale, *_bounds(q, k, **seen), count=count, **how)
     return blocks
 
 
@@ -114,7 +117,7 @@ def select(
     return indices, values
 
 
-@functools.partial(jax.jit, static_argnames=("topk", "block"))
+@functools.partial(jax.jit, static_argnames=("topk", "block", "from_start"))
 def select_within(
     q: jax.Array,
     weights: jax.Array,
@@ -126,8 +129,11 @@ def select_within(
     *,
     topk: int,
     block: int,
+    from_start: bool,
 ) -> Arrays:
-    """`select` among the entries that are in one of the blocks `[b, s_q, n]` of `block` entries."""
+    """`select` among the entries that are in one of the blocks `[b, s_q, n]` of `block` entries, from entry 0 or from
+    `start` on.
+    """
     s_c = k.shape[1]
     k32, count = k.astype(_FP32), -(-s_c // block)
 
@@ -136,7 +142,10 @@ def select_within(
         where = jnp.where(blocks < 0, count, blocks)
         named = jax.vmap(jax.vmap(lambda i: none.at[i].set(True, mode="drop")))(where)
         j = jnp.arange(s_c, dtype=jnp.int32)[None, None]
-        seen = (start[..., None] <= j) & (j < stop[..., None]) & jnp.repeat(named, block, -1)[..., :s_c]
+        named = jnp.repeat(named, block, -1)
+        if from_start:
+            named = jnp.take_along_axis(named, jnp.maximum(j - start[..., None], 0), -1)
+        seen = (start[..., None] <= j) & (j < stop[..., None]) & named[..., :s_c]
         return best(scores(q, k32, weights) * k_scale[:, None], seen, topk)
 
     b, _, h, _ = q.shape
@@ -144,7 +153,7 @@ def select_within(
     return indices, values
 
 
-@functools.partial(jax.jit, static_argnames=("count", "block"))
+@functools.partial(jax.jit, static_argnames=("count", "block", "from_start"))
 def greatest_blocks(
     q: jax.Array,
     weights: jax.Array,
@@ -155,17 +164,21 @@ def greatest_blocks(
     *,
     count: int,
     block: int,
+    from_start: bool,
 ) -> Arrays:
-    """(int32 `[b, s_q, count]`,): the blocks of `block` entries with the greatest scores of entries start <= s < stop;
-    the last of these blocks is always among them.
+    """(int32 `[b, s_q, count]`,): the blocks of `block` entries, from entry 0 or from `start` on, with the greatest
+    scores of entries start <= s < stop; the last of these blocks is always among them.
     """
     s_c = k.shape[1]
     k32, blocks = k.astype(_FP32), -(-s_c // block)
 
     def rows(q: jax.Array, weights: jax.Array, start: jax.Array, stop: jax.Array) -> Arrays:
         j = jnp.arange(blocks * block, dtype=jnp.int32)[None, None]
-        seen = (start[..., None] <= j) & (j < stop[..., None])
         s = jnp.pad(scores(q, k32, weights) * k_scale[:, None], ((0, 0), (0, 0), (0, blocks * block - s_c)))
+        if from_start:
+            s = jnp.take_along_axis(s, jnp.minimum(j + start[..., None], s_c - 1), -1)
+            start, stop = jnp.zeros_like(start), stop - start
+        seen = (start[..., None] <= j) & (j < stop[..., None])
         rank = jnp.where(seen, rank_of(s), _NEVER).reshape(*s.shape[:2], blocks, block)
         newest = jnp.arange(blocks, dtype=jnp.int32)[None, None] == (stop[..., None] - 1) // block
         greatest = jnp.where(newest, _NEWEST, rank.max(-1))

@@ -6,8 +6,9 @@ v4_fp8    448 e4m3, 64 bfloat16 (the dimensions of RoPE)      7 ue8m0, for 64; o
 v41_fp8   512 e4m3                                            16 ue8m0, for 32         n × 528
 v41_fp4   512 e2m1, the even one of a pair in the low nibble  32 e4m3, for 16          n × 288
 index_fp8 128 e4m3                                            1 float32                n × 128, then n × 4
+index_fp4 128 e2m1, in pairs as above                         4 ue8m0, for 32          n × 64, then n × 4
 
-ue8m0   2^ceil(log2(amax / 448)) as its biased exponent, and not below the layout's minimum
+ue8m0   2^ceil(log2(amax / 448)), or of e2m1 amax / 6, as its biased exponent, and not below the layout's minimum
 e4m3    amax / 6, rounded to the nearest, and not below 2^-9, the least above 0 that e4m3 has
 float32 max(amax, 1e-4) times 1 / 448, which is rounded first
 
@@ -30,7 +31,7 @@ D = 512
 
 _E4M3_MAX, _E4M3_NAN = 448.0, 0x7F  # 7/8 of a power of two
 _E4M3_LEAST = 2.0**-9
-_BIAS, _NAN = 127, 255  # of ue8m0
+_BIAS, _NAN, _LEAST_EXPONENT = 127, 255, -126  # of ue8m0; below 2^-126 float32 is not normal
 _INDEX_LEAST = 1e-4  # the least amax, which scales a row of zeros
 _E2M1_MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 """between the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6; a value in the middle goes to the even code"""
@@ -121,13 +122,13 @@ class Layout:
         others = lax.bitcast_convert_type(others[..., 0] | others[..., 1] << 8, jnp.bfloat16)
         return jnp.concatenate([values, others], -1)
 
-    def take(self, pages: jax.Array, page: jax.Array, at: jax.Array) -> jax.Array:
-        """Reads the entries `at` […] of pages number `page` […], from `pages [pages, page_bytes]`: […, d], 0 where page
-        < 0.
+    def read(self, pages: jax.Array, page: jax.Array, at: jax.Array) -> Parts:
+        """The parts of the entries `at` […] of pages number `page` […], from `pages [pages, page_bytes]`: […, width], 0
+        where page < 0.
         """
         starts = self.starts(at, self.page_entries(pages.shape[1]))
         parts = zip(starts, self.parts, strict=True)
-        return self.decode(*(read_pages(pages, page, start, width) for start, width in parts))
+        return tuple(read_pages(pages, page, start, width) for start, width in parts)
 
 
 def _as_rounded(x: jax.Array) -> jax.Array:
@@ -202,26 +203,32 @@ def _decode_index(codes: jax.Array, scales: jax.Array) -> jax.Array:
     return values.astype(jnp.float32) * scale[..., None]
 
 
-def _encode_e2m1(values: jax.Array) -> Parts:
-    """e2m1 codes with e4m3 scales."""
+def _encode_e2m1(values: jax.Array, sixth: Callable[[jax.Array], Parts], nan: int) -> Parts:
+    """e2m1 codes with the scales that `sixth` makes of each group's greatest magnitude: numbers, and their codes."""
     finite = jnp.isfinite(values).all(-1)
-    amax = jnp.where(finite, jnp.max(jnp.abs(values), -1), 0)
-    scale = _sixth_in_e4m3(jnp.maximum(amax, 6 * _E4M3_LEAST))
+    scale, scales = sixth(jnp.where(finite, jnp.max(jnp.abs(values), -1), 0))
     magnitudes = jnp.where(finite[..., None], jnp.abs(values), 0)
-    codes = jnp.signbit(values).astype(jnp.uint8) << 3
+    codes, some = jnp.signbit(values).astype(jnp.uint8) << 3, magnitudes > 0  # a limit may be flushed to 0
     for i, middle in enumerate(_E2M1_MIDDLES):  # exact, where a quotient would be rounded
         limit = middle * scale[..., None]
-        codes += (magnitudes >= limit if i % 2 else magnitudes > limit).astype(jnp.uint8)
-    codes = codes.reshape(*values.shape[:-2], math.prod(values.shape[-2:]) // 2, 2)
-    scales = lax.bitcast_convert_type(scale.astype(jnp.float8_e4m3fn), jnp.uint8)
-    return codes[..., 0] | codes[..., 1] << 4, jnp.where(finite, scales, _E4M3_NAN).astype(jnp.uint8)
+        codes += (some & (magnitudes >= limit if i % 2 else magnitudes > limit)).astype(jnp.uint8)
+    codes = codes.reshape(*values.shape[:-1], values.shape[-1] // 2, 2)
+    return codes[..., 0] | codes[..., 1] << 4, jnp.where(finite, scales, nan).astype(jnp.uint8)
 
 
-def _sixth_in_e4m3(x: jax.Array) -> jax.Array:
-    """x / 6 rounded to the nearest e4m3 number, ties to even, at most 448: float32; x is 6·2^-9 or more.
+def _sixth_in_ue8m0(x: jax.Array) -> Parts:
+    """The least power of two that is at least x / 6 and 2^-126, float32; and its code."""
+    part, exponent = jnp.frexp(jnp.maximum(x, 6 * 2.0**_LEAST_EXPONENT))
+    exponent = exponent - jnp.where(part > 3 / 4, 2, 3)
+    return jnp.ldexp(jnp.ones_like(x), exponent), (exponent + _BIAS).astype(jnp.uint8)
+
+
+def _sixth_in_e4m3(x: jax.Array) -> Parts:
+    """x / 6 rounded to the nearest e4m3 number, ties to even, from 2^-9 to 448, float32; and its code.
 
     It finds e4m3's step and an exact remainder, because the rounding of a quotient would depend on the device.
     """
+    x = jnp.maximum(x, 6 * _E4M3_LEAST)
     part, exponent = jnp.frexp(x)
     step = jnp.maximum(exponent - jnp.where(part >= 0.75, 3, 4), -6) - 3  # of x / 6 in [8, 16) 2^step, or less
     steps = jnp.ldexp(x, -step)
@@ -229,27 +236,70 @@ def _sixth_in_e4m3(x: jax.Array) -> jax.Array:
     over = steps - 6 * count
     odd = count % 2 == 1
     count += jnp.where((over > 3) | ((over == 3) & odd), 1, 0) - jnp.where((over < -3) | ((over == -3) & odd), 1, 0)
-    return jnp.minimum(jnp.ldexp(count, step), _E4M3_MAX)
+    scale = jnp.minimum(jnp.ldexp(count, step), _E4M3_MAX)
+    return scale, lax.bitcast_convert_type(scale.astype(jnp.float8_e4m3fn), jnp.uint8)
 
 
-def _decode_e2m1(codes: jax.Array, scales: jax.Array) -> jax.Array:
+def _of_ue8m0(codes: jax.Array) -> jax.Array:
+    scale = jnp.ldexp(jnp.ones(codes.shape, jnp.float32), codes.astype(jnp.int32) - _BIAS)
+    return jnp.where(codes == _NAN, jnp.nan, scale)
+
+
+def _of_e4m3(codes: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
+
+
+def _decode_e2m1(codes: jax.Array, scales: jax.Array, of_scales: Callable[[jax.Array], jax.Array]) -> jax.Array:
     group = 2 * codes.shape[-1] // scales.shape[-1]
+    codes = codes.reshape(*scales.shape, group // 2)
     codes = jnp.stack([codes & 15, codes >> 4], -1).astype(jnp.float32).reshape(*scales.shape, group)
     size = jnp.where(codes < 8, codes, codes - 8)
     size = jnp.where(size < 4, size / 2, jnp.where(size < 6, size - 2, 2 * size - 8))
-    scale = lax.bitcast_convert_type(scales, jnp.float8_e4m3fn).astype(jnp.float32)[..., None]
-    return jnp.where(codes < 8, size, -size) * scale
+    return jnp.where(codes < 8, size, -size) * of_scales(scales)[..., None]
 
 
+_FP4 = (
+    functools.partial(_encode_e2m1, sixth=_sixth_in_e4m3, nan=_E4M3_NAN),
+    functools.partial(_decode_e2m1, of_scales=_of_e4m3),
+)
+_INDEX_FP4 = (
+    functools.partial(_encode_e2m1, sixth=_sixth_in_ue8m0, nan=_NAN),
+    functools.partial(_decode_e2m1, of_scales=_of_ue8m0),
+)
 LAYOUTS = {
     "v4_fp8": Layout(D, 448, 8, 64, (576, 8), 576, functools.partial(_encode_e4m3, least=-13), _decode_e4m3),
     "v41_fp8": Layout(D, 512, 8, 32, (528,), 1, functools.partial(_encode_e4m3, least=-22), _decode_e4m3),
-    "v41_fp4": Layout(D, 512, 4, 16, (288,), 1, _encode_e2m1, _decode_e2m1),
+    "v41_fp4": Layout(D, 512, 4, 16, (288,), 1, *_FP4),
     "index_fp8": Layout(128, 128, 8, 128, (128, 4), 1, _encode_index, _decode_index, 4, jnp.float32),
+    "index_fp4": Layout(128, 128, 4, 32, (64, 4), 1, *_INDEX_FP4),
 }
 """The least scale of V4 is 1e-4 rounded up, that of V4.1 is 1e-4 / 448 rounded up."""
 
 V4_FP8 = "v4_fp8"
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def rounded(x: jax.Array, layout: str, plain: int = 0) -> jax.Array:
+    """x `[…, n]` with the numbers that its codes and scales have in a layout, in x's dtype; the gradient passes.
+
+    n may be another than the layout's d. The last `plain` of them stay as they are, the others are a multiple of the
+    layout's group.
+    """
+    how, batch, n = LAYOUTS[layout], x.shape[:-1], x.shape[-1] - plain
+    values = how.decode_groups(*codes_of(x[..., :n], layout)).reshape(*batch, n).astype(x.dtype)
+    return jnp.concatenate([values, x[..., n:]], -1) if plain else values
+
+
+def codes_of(x: jax.Array, layout: str) -> Parts:
+    """The codes and scales of x `[…, n]` in a layout, uint8, n a multiple of its group."""
+    how, (*batch, n) = LAYOUTS[layout], x.shape
+    codes, scales = how.encode_groups(_as_rounded(x).reshape(*batch, n // how.group, how.group))
+    return codes.reshape(*batch, n * how.bits // 8), scales
+
+
+@rounded.defjvp
+def _straight_through(layout: str, plain: int, primals: Parts, tangents: Parts) -> tuple[jax.Array, jax.Array]:
+    return rounded(primals[0], layout, plain), tangents[0]
 
 
 def layout_of(op: str, name: Any) -> Layout:
@@ -266,9 +316,10 @@ def quantize_cache(entries: jax.Array, layout: str = V4_FP8) -> jax.Array:
     """Pages of packed entries.
 
     Args:
-      entries: `[…, n, d]`, bfloat16, float16 or float32; d is 512, in "index_fp8" 128. A page has n entries.
+      entries: `[…, n, d]`, bfloat16, float16 or float32; d is 512, of index keys 128. A page has n entries.
       layout: "v4_fp8", DeepSeek-V4's: 584 bytes an entry, with the last 64 dimensions in bfloat16. "v41_fp8" and
-        "v41_fp4", DeepSeek-V4.1's: 528 and 288 bytes. "index_fp8", for the lightning indexer's keys: 132.
+        "v41_fp4", DeepSeek-V4.1's: 528 and 288 bytes. "index_fp8" and "index_fp4", for the lightning indexer's keys:
+        132 and 68 bytes; no kernel reads the latter, which XLA unpacks.
 
     Returns:
       uint8 `[…, page_bytes]`. NaN or inf among values that share a scale makes all of them NaN.

@@ -16,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .._definitions import explicit_axes
+from .._definitions.packed import LAYOUTS, codes_of
 from . import neighbours
 from .op import Arrays
 from .sharding import mesh_of, on_explicit_axes
@@ -30,6 +31,26 @@ def whole_sequences(x: jax.Array) -> jax.Array:
     if spec[1] is not None:
         return _placed(spec, (spec[0], None, *spec[2:]), x)
     return _gathered(1, x) if _has_auto_axes_alone(x) else x
+
+
+def rounded_sequences(x: jax.Array, layout: str) -> jax.Array:
+    """`whole_sequences` of x, rounded as `packed.rounded` does, with its gradient; devices send codes and scales."""
+    return _rounded(layout, explicit_axes.entries(x), x)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _rounded(layout: str, given: tuple[Any, ...], x: jax.Array) -> jax.Array:
+    codes, scales = codes_of(x, layout)
+    both = whole_sequences(jnp.concatenate([codes, scales], -1))
+    codes, scales = jnp.split(both, [codes.shape[-1]], -1)
+    return LAYOUTS[layout].decode_groups(codes, scales).reshape(x.shape).astype(x.dtype)
+
+
+def _rounded_backward(layout: str, given: tuple[Any, ...], _: None, dy: jax.Array) -> tuple[jax.Array]:
+    return (whole_sequences(dy) if given[1] is None else explicit_axes.placed(dy, *given),)
+
+
+_rounded.defvjp(lambda layout, given, x: (_rounded(layout, given, x), None), _rounded_backward)
 
 
 def previous(*xs: jax.Array) -> Arrays:

@@ -18,27 +18,32 @@ BLOCKS = (1, 2, 4, 8, 16, 32)
 """Sizes of a block: a tile of scores is a multiple of four blocks."""
 
 
-def greatest_blocks(*operands: jax.Array, count: int, block: int) -> Arrays:
+def greatest_blocks(*operands: jax.Array, count: int, block: int, from_start: bool) -> Arrays:
     """As `_definitions.indexer.greatest_blocks`, whose last block is always that of the newest entry: `count - 1`
     of those before it are chosen by their greatest scores, for which it needs no score of its own."""
     q, weights, k, k_scale, start, stop = operands
 
     def rows(q: jax.Array, weights: jax.Array, start: jax.Array, stop: jax.Array) -> Arrays:
-        first, newest = start // block, (stop - 1) // block
+        before = start if from_start else jnp.zeros_like(start)
+        first, newest = (start - before) // block, (stop - 1 - before) // block
         there = jnp.where(stop > start, newest + 1 - first, 0)
         chosen = jnp.full((*start.shape, 1), -1, jnp.int32)
         if count > 1:
             # A query that sees more than count blocks sees more than block * (count - 1) entries.
             scores = raw.indexer_scores(q, weights, k, k_scale, start, stop, skip=block * (count - 1))
-            best, _ = raw.indexer_topk(_greatest(scores, start, block), first, newest, topk=count - 1)
+            if from_start:  # the scores of a query from its first entry on
+                at = start[..., None] + jnp.arange(scores.shape[2], dtype=jnp.int32)
+                scores = jnp.take_along_axis(scores, jnp.minimum(at, scores.shape[2] - 1), -1)
+            best, _ = raw.indexer_topk(_greatest(scores, start - before, block), first, newest, topk=count - 1)
             chosen = jnp.concatenate([best, chosen], -1)
         last = jnp.minimum(there, count)[..., None] - 1
         return (jnp.where(jnp.arange(count, dtype=jnp.int32) == last, newest[..., None], chosen),)
 
-    return over_queries(rows, _at_a_time(q.shape[0], k.shape[1]), q, weights, start, stop)
+    words = (q.shape[0], k.shape[1], 1 + from_start)
+    return over_queries(rows, _at_a_time(*words), q, weights, start, stop)
 
 
-def choose_within(*operands: jax.Array, topk: int, block: int) -> Arrays:
+def choose_within(*operands: jax.Array, topk: int, block: int, from_start: bool) -> Arrays:
     """As `_definitions.indexer.select_within`, for ascending blocks, of which a query sees contiguous entries."""
     q, weights, k, k_scale, blocks, start, stop = operands
     b, s_c = k.shape[:2]
@@ -48,6 +53,7 @@ def choose_within(*operands: jax.Array, topk: int, block: int) -> Arrays:
     def rows(q: jax.Array, weights: jax.Array, blocks: jax.Array, start: jax.Array, stop: jax.Array) -> Arrays:
         is_block = (blocks >= 0) & (blocks < -(-s_c // block))
         entries = jnp.where(is_block, blocks, s_c)[..., None] * block + jnp.arange(block, dtype=jnp.int32)
+        entries += start[..., None, None] if from_start else 0
         before = is_block[..., None] & (entries < start[..., None, None])
         seen = is_block[..., None] & ~before & (entries < stop[..., None, None])
         first = jnp.sum(before, (2, 3), dtype=jnp.int32)

@@ -40,6 +40,7 @@ def lightning_indexer(
     k_scale: jax.Array | None = None,
     blocks: jax.Array | None = None,
     block: int = 8,
+    from_start: bool = False,
     return_scores: bool = False,
     implementation: _check.Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -62,7 +63,7 @@ def lightning_indexer(
       q: `[b, s_q, h, d]`, bfloat16, float16 or float8_e4m3fn; float32 only on the reference.
       k: `[b, s_c, d]` in q's dtype. With s_c = 0 every index is -1. Or a `Cache` in q's dtype, or in the layout
         "index_fp8" where q is float8_e4m3fn; s_c is then its capacity. It must not have run over, and an entry without
-        a page counts as zeros.
+        a page counts as zeros. Or one in "index_fp4", which XLA unpacks into an array.
       weights: float32 `[b, s_q, h]`, of any sign; they include the scales of a quantized q (see `quantize_indexer`).
       topk: an int >= 1; it may exceed s_c.
       ratio: tokens of an entry, an int >= 1; None where `span` alone says what is visible.
@@ -72,8 +73,9 @@ def lightning_indexer(
       k_scale: float32 `[b, s_c]`, not negative; with float8_e4m3fn, and only then. A cache has its own.
       blocks: int32 `[b, s_q, n]`, as `indexer_blocks` returns them, ascending and none twice, then -1 for those that
         are absent: only entries in these blocks of `block` entries are chosen. Blocks in another order are an error
-        where they are known, and undefined where they are traced. With keys that are an array; kernels compute scores
-        of these entries alone.
+        where they are known, and undefined where they are traced. Kernels compute scores of these entries alone; of a
+        `Cache` they read what XLA gathers into an array of all its keys.
+      from_start: as in `indexer_blocks`.
       return_scores: whether the scores at the indices are returned too.
       implementation: None takes the kernel where there is one, else the reference; "cubin" or "reference" insist.
 
@@ -104,17 +106,17 @@ def lightning_indexer(
     if getattr(k, "shape", None) == (dims["b"], 0, dims["d"]):
         indices = jnp.full((dims["b"], dims["s_q"], topk), -1, jnp.int32)
         return (indices, jnp.full(indices.shape, -jnp.inf, jnp.float32)) if return_scores else indices
-    keys = _keys(op, k, k_scale, q.dtype, dims)
+    keys = _keys(op, k, k_scale, q.dtype, dims, blocks is not None)
     _check.implementation(op, implementation)
     start, stop = _visible(op, dims, ratio, q_offset, lengths, span)
     if blocks is not None:
-        if keys.paged:
-            raise _check.error(ValueError, op, "blocks", blocks, "None with a Cache: take() its keys")
         blocks = _check.operand(op, "blocks", blocks, "b s_q n", dims, _check.INT)
-        block = _check.positive(op, "block", block)
+        how = {"block": _check.positive(op, "block", block), "from_start": bool(from_start)}
         _ascending(op, blocks)
         archs = _shipped_for_both("indexer_scores_at", topk, dims, heads=dims["h"], dtype=q.dtype.name)
-        call = _call(op, _CHOOSE_WITHIN, implementation, "indexer_scores_at", archs, q, dims, topk=topk, block=block)
+        call = _call(
+            op, _CHOOSE_WITHIN, implementation, "indexer_scores_at", archs, q, dims, keys.got, topk=topk, **how
+        )
         inputs = (*map(lax.stop_gradient, (q, weights, *keys.operands)), blocks, start, stop)
         indices, scores = without_gradient(call, *inputs)
         return (indices, scores) if return_scores else indices
@@ -146,6 +148,7 @@ def indexer_blocks(
     *,
     count: int,
     block: int = 8,
+    from_start: bool = False,
     ratio: int | None = None,
     q_offset: Any = 0,
     lengths: jax.Array | None = None,
@@ -160,9 +163,12 @@ def indexer_blocks(
     query may see, is always chosen. The lower block wins a tie. The result has no gradient.
 
     Args:
-      q, k, weights, ratio, q_offset, lengths, span, k_scale: as in `lightning_indexer`; no `Cache`.
+      q, k, weights, ratio, q_offset, lengths, span, k_scale: as in `lightning_indexer`; XLA gathers a `Cache` in pages
+        into an array.
       count: an int >= 1: how many blocks to choose; DeepSeek-V4.1 takes 2048.
       block: an int >= 1; kernels take powers of two up to 32.
+      from_start: whether block 0 of a query begins with the first entry that `span` shows it, and not with entry 0: so
+        in a row of packed documents each has the blocks that it has alone.
       implementation: None: the kernels where there are some, else the reference; "cubin" or "reference" insist.
 
     Returns:
@@ -189,15 +195,15 @@ def indexer_blocks(
     q = _check.operand(op, "q", q, "b s_q h d", dims, (*_check.FLOAT, E4M3))
     weights = _check.operand(op, "weights", weights, "b s_q h", dims, _check.FP32)
     count, block = _check.positive(op, "count", count), _check.positive(op, "block", block)
-    if isinstance(k, Cache):
-        raise _check.error(TypeError, op, "k", "a Cache", "an array: take() its keys")
-    keys = _keys(op, k, k_scale, q.dtype, dims)
+    keys = _keys(op, k, k_scale, q.dtype, dims, as_array=True)
     _check.implementation(op, implementation)
     start, stop = _visible(op, dims, ratio, q_offset, lengths, span)
     archs = _shipped_for_both("indexer_scores", count - 1, dims, heads=dims["h"], dtype=q.dtype.name, paged=False)
     archs = archs if block in two_levels.BLOCKS else ()
-    got, wanted = f"blocks of {block}", f"blocks of {' or '.join(map(str, two_levels.BLOCKS))}"
-    call = _call(op, _BLOCKS, implementation, "indexer_scores", archs, q, dims, got, wanted, count=count, block=block)
+    got = ", ".join(filter(None, [f"blocks of {block}", keys.got]))
+    wanted = f"blocks of {' or '.join(map(str, two_levels.BLOCKS))}"
+    how = {"count": count, "block": block, "from_start": bool(from_start)}
+    call = _call(op, _BLOCKS, implementation, "indexer_scores", archs, q, dims, got, wanted, **how)
     (blocks,) = without_gradient(call, *map(lax.stop_gradient, (q, weights, *keys.operands)), start, stop)
     return blocks
 
@@ -385,9 +391,15 @@ class _Keys(NamedTuple):
     """whether kernels take such pages"""
 
 
-def _keys(op: str, k: Any, k_scale: Any, dtype: Any, dims: dict[str, Any]) -> _Keys:
+def _keys(op: str, k: Any, k_scale: Any, dtype: Any, dims: dict[str, Any], as_array: bool = False) -> _Keys:
+    """as_array: also of a `Cache`, which has no kernels for two levels."""
+    got = ""
     if isinstance(k, Cache):
-        return _cached_keys(op, k, k_scale, dtype, dims)
+        _check_cached(op, k, k_scale, dtype, dims)
+        if not (as_array or (k.is_packed and k.layout == _INDEX_FP4)):
+            return _cached_keys(k, dtype == E4M3, dims)
+        k, k_scale = k.index_keys() if dtype == E4M3 else (k.take().astype(dtype), None)
+        got = "keys of a Cache as XLA gathers them"
     k = _check.operand(op, "k", k, "b s_c d", dims, (dtype,))
     if dtype == E4M3:
         k_scale = _check.operand(op, "k_scale", k_scale, "b s_c", dims, _check.FP32)
@@ -395,18 +407,24 @@ def _keys(op: str, k: Any, k_scale: Any, dtype: Any, dims: dict[str, Any]) -> _K
         raise _check.error(ValueError, op, "k_scale", k_scale, f"None with {dtype}: only float8_e4m3fn has scales")
     else:
         k_scale = jnp.ones((dims["b"], dims["s_c"]), jnp.float32)
-    return _Keys(_CHOOSE, _CHOOSE_AND_SCORE, (k, k_scale))
+    return _Keys(_CHOOSE, _CHOOSE_AND_SCORE, (k, k_scale), got)
 
 
-def _cached_keys(op: str, cache: Cache, k_scale: Any, dtype: Any, dims: dict[str, Any]) -> _Keys:
-    packed = dtype == E4M3
+def _check_cached(op: str, cache: Cache, k_scale: Any, dtype: Any, dims: dict[str, Any]) -> None:
+    """Raises unless a cache holds keys for queries of this dtype."""
     if k_scale is not None:
         raise _check.error(ValueError, op, "k_scale", k_scale, "None with a Cache, which has its own")
-    if cache.is_packed != packed or (packed and cache.layout != _INDEX_FP8):
-        got, wanted = cache.layout if cache.is_packed else cache.entries.dtype, _INDEX_FP8 if packed else dtype
+    layout = cache.layout if cache.is_packed else None
+    if layout not in ((_INDEX_FP8,) if dtype == E4M3 else (None, _INDEX_FP4)):
+        got = layout or cache.entries.dtype
+        wanted = _INDEX_FP8 if dtype == E4M3 else f"{dtype} or {_INDEX_FP4}"
         raise _check.error(ValueError, op, "k", f"a Cache of {got}", f"one of {wanted}, as q is {dtype}")
     cache.check(op, "k", dims, (dtype,))
     dims["s_c"] = cache.capacity
+
+
+def _cached_keys(cache: Cache, packed: bool, dims: dict[str, Any]) -> _Keys:
+    """Keys in pages, which kernels read where they are."""
     page, several = cache.page, cache.block_table is not None
     table = cache.block_table if several else jnp.zeros((dims["b"], 1), jnp.int32)
     pool = cache.entries[None] if several else cache.entries[:, None]
@@ -482,7 +500,7 @@ def _call(
 
 _D = 128  # of a kernel
 _WANTED = f"d={_D}, and operands that a kernel is built for"
-_INDEX_FP8 = "index_fp8"
+_INDEX_FP8, _INDEX_FP4 = "index_fp8", "index_fp4"
 
 
 def _choosing(keys: tuple[Axes, ...], reference: Callable[..., Arrays], kernel: Callable[..., Arrays]) -> tuple[Op, Op]:

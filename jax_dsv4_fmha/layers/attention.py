@@ -23,17 +23,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from .. import Cache, Span, _check, dsv4_attention, dsv4_decode, lightning_indexer
+from .. import Cache, Span, _check, dsv4_attention, dsv4_decode, indexer_blocks, lightning_indexer
 from .._definitions import explicit_axes
-from .._definitions.packed import LAYOUTS
+from .._definitions.packed import LAYOUTS, rounded
 from .._definitions.span import positions_of
-from .._dispatch.sequences import whole_sequences
+from .._dispatch.sequences import rounded_sequences, whole_sequences
 from .._ops.indexer import page_unit
 from . import _operands
 from ._norm import rms_norm
 from .compressor import Compressor, kept_at, product
 from .documents import packed_blocks
-from .indexer import Indexer, two_levels
+from .indexer import Indexer
 from .insert import Entries, Rows, insert
 from .outputs import IndexQuery, LayerCache, Output, Shared
 from .pooling import RunningSums, counted
@@ -58,6 +58,9 @@ class DSV4Attention:
       sparse: whether queries see only the entries that an indexer chose, or all past entries.
       indexer: chooses entries. If `sparse` and no indexer, the layer uses an earlier layer's choice.
       norm_heads: whether each query head is normalised (V4).
+      fake_quantize: whether latents, entries, and the indexer's queries and keys are rounded in every call to the
+        numbers that the model's caches hold in 8 and 4 bits, with a gradient that passes straight through. It is a
+        part of V4.1; of V4 it is how the model was trained at last.
       eps: epsilon of the norms.
 
     Raises:
@@ -86,6 +89,7 @@ class DSV4Attention:
     sparse: bool = False
     indexer: Indexer | None = None
     norm_heads: bool = True
+    fake_quantize: bool = False
     eps: float = 1e-6
 
     def __post_init__(self) -> None:
@@ -104,6 +108,14 @@ class DSV4Attention:
         if own is not None and (own.hidden, own.d, own.ratio) != (self.hidden, self.d, self.ratio):
             got, wanted = (f"hidden={x.hidden}, d={x.d}, ratio={x.ratio}" for x in (own, self))
             raise _check.error(ValueError, _OP, "compressor", got, wanted)
+        if self.fake_quantize:
+            rounded_dims = self.d - self._plain
+            for layout in self._formats[: 1 + (own is not None)]:
+                if rounded_dims % (group := LAYOUTS[layout].group):
+                    wanted = (
+                        f"a multiple of {group} with fake_quantize" + f", and {self._plain} for RoPE" * self.norm_heads
+                    )
+                    raise _check.error(ValueError, _OP, "d", self.d, wanted)
         if self.sparse and not self.ratio:
             raise _check.error(ValueError, _OP, "sparse", self.sparse, "False with ratio 0")
         if self.indexer is not None:
@@ -111,7 +123,7 @@ class DSV4Attention:
 
     def _check_indexer(self, indexer: Indexer) -> None:
         """Raises unless the indexer fits the layer."""
-        wanted = {"hidden": self.hidden, "q_rank": self.q_rank}
+        wanted = {"hidden": self.hidden, "q_rank": self.q_rank, "fake_quantize": self.fake_quantize}
         if indexer.latent:
             wanted["latent"] = self.d
         for name, n in wanted.items():
@@ -127,6 +139,21 @@ class DSV4Attention:
             raise _check.error(
                 ValueError, _OP, "indexer.compressor.ratio", indexer.compressor.ratio, f"the layer's {self.ratio}"
             )
+
+    @property
+    def _formats(self) -> tuple[str, str]:
+        """The layouts in which the model keeps latents and entries."""
+        return ("v4_fp8", "v4_fp8") if self.norm_heads else ("v41_fp8", "v41_fp4")
+
+    @property
+    def _plain(self) -> int:
+        """How many dimensions of them, the last, are not codes."""
+        return self.rope.dims if self.norm_heads else 0
+
+    def _rounded(self, latents: jax.Array, of_window: bool = False) -> jax.Array:
+        """Entries or the window's latents as `fake_quantize` has them."""
+        layout = self._formats[0 if of_window else 1]
+        return rounded(latents, layout, self._plain) if self.fake_quantize else latents
 
     def init(self, key: jax.Array, dtype: Any = jnp.float32) -> dict[str, Any]:
         """Random parameters: matrices in dtype; norms, sinks and `ape` in float32, as `from_state_dict` has them."""
@@ -296,11 +323,10 @@ class DSV4Attention:
 
     def _layouts(self, dtype: Any) -> tuple[str | None, str | None]:
         """The layouts of latents and of entries in caches of this dtype; None where they are not packed."""
-        of_model: dict[Any, tuple[str, str]] = {
-            jnp.dtype(jnp.float8_e4m3fn): ("v4_fp8", "v4_fp8") if self.norm_heads else ("v41_fp8", "v41_fp8")
-        }
-        if not self.norm_heads:
-            of_model[jnp.dtype(jnp.float4_e2m1fn)] = "v41_fp8", "v41_fp4"
+        near, far = self._formats
+        of_model = {jnp.dtype(jnp.float8_e4m3fn): (near, near)}
+        if far != near:
+            of_model[jnp.dtype(jnp.float4_e2m1fn)] = near, far
         wanted = f"bfloat16, float16, float32, {' or '.join(str(x) for x in of_model)} for a layer like this"
         dtype = _check.dtype(_OP, "dtype", dtype, (*_check.FLOAT, *of_model), wanted)
         return of_model.get(dtype, (None, None))
@@ -315,6 +341,7 @@ class DSV4Attention:
         start: int | jax.Array = 0,
         lengths: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
+        indices: jax.Array | None = None,
         implementation: _check.Implementation | None = None,
     ) -> Output:
         """Whole sequences, or a chunk of a prompt after cached tokens.
@@ -332,26 +359,28 @@ class DSV4Attention:
           segment_ids: without a cache: int32 `[b, s]`, the document of each token; tokens of a document stand side by
             side. A document gives the same result as alone: its positions begin at 0, and its blocks with its first
             token.
+          indices: int32 `[b, s, n]`, of a layer that sees chosen entries: the choice, in place of its own or of an
+            earlier layer's, such as `Output.indices` of another call or layer. An entry that is not past is absent, and
+            so is -1. The indexer chooses nothing then; `Output.choice` has its queries and these entries.
           implementation: as in `dsv4_attention`.
 
         Raises:
           ValueError, TypeError: operands that differ from the above.
-          NotImplementedError: documents, where an indexer chooses in two levels.
         """
-        b, s = self._check_operands(params, x, cache, shared)
+        b, s = self._check_operands(params, x, cache, shared, indices)
         params = self._separate(params)
+        if indices is not None:
+            x, indices = explicit_axes.with_one_batch(_OP, x=x, indices=indices)
         if segment_ids is not None:
             segment_ids = _check.operand(_OP, "segment_ids", segment_ids, "b s", {"b": b, "s": s}, _check.INT)
             if cache is not None:
                 raise _check.error(ValueError, _OP, "segment_ids", segment_ids, "None with a cache")
-            if self.indexer is not None and self.indexer.in_two_levels:
-                raise _check.error(NotImplementedError, _OP, "segment_ids", segment_ids, "None, with two levels")
             x, segment_ids = explicit_axes.with_one_batch(_OP, x=x, segment_ids=segment_ids)
             segment_ids = whole_sequences(segment_ids)
         if cache is None:
             if lengths is not None or not (isinstance(start, int) and start == 0):
                 raise _check.error(ValueError, _OP, "start", start, "0, and no lengths, without a cache")
-            return self._whole(params, x, segment_ids, shared or Shared(), implementation)
+            return self._whole(params, x, segment_ids, shared or Shared(), indices, implementation)
         first = jnp.broadcast_to(_check.offset(_OP, "start", start, {"b": b}), (b,))
         if lengths is None:
             lengths = first + s
@@ -361,15 +390,17 @@ class DSV4Attention:
         )
         positions = counted(first, 0, s)
         c, q, kv = self._projected(params, x, positions)
-        kv = cache.window.as_held(whole_sequences(kv))
+        kv = whole_sequences(kv)
+        kv = kv if cache.window.is_packed else self._rounded(kv, of_window=True)
         earlier = cache.window.take(counted(first, 1 - self.window, 0))
         cache = cache._replace(window=cache.window.append(kv, kept_at(first, lengths, s)))
+        kv = cache.window.as_held(kv)
         given = shared or Shared()
         cache, shared = self._compressed(params, x, first, cache, given, lengths)
         if self.indexer is not None:
             weights = product(x, params["indexer"]["weights_proj"])
             past = {"ratio": self.ratio, "q_offset": first}
-            shared, _ = self._choose(params, c, weights, positions, shared, past)
+            shared, _ = self._choose(params, c, weights, positions, shared, past, indices)
         entries = shared.compressed.take() if self.ratio else None
         with jax.named_scope("attention"):
             o, _ = dsv4_attention(
@@ -381,7 +412,7 @@ class DSV4Attention:
                 q_offset=first,
                 kv_offset=first - (self.window - 1),
                 implementation=implementation,
-                **self._seen(shared),
+                **self._seen(shared, indices),
             )
         return Output(self._projected_back(params, o, positions), cache, _made(shared, given), None)
 
@@ -395,6 +426,7 @@ class DSV4Attention:
         lengths: int | jax.Array,
         start: int | jax.Array | None = None,
         is_causal: bool = True,
+        indices: jax.Array | None = None,
         implementation: _check.Implementation | None = None,
     ) -> Output:
         """A step of generation for the last tokens of every sequence, by `dsv4_decode`.
@@ -403,7 +435,7 @@ class DSV4Attention:
 
         Args:
           params: as in `__call__`.
-          shared, implementation: as in `__call__`.
+          shared, indices, implementation: as in `__call__`.
           x: `[b, s, hidden]`, s up to the `steps` that the cache was made for.
           cache: the cache of all earlier tokens; donate it.
           lengths: an int, or int32 `[b]`: tokens of each sequence, including the new ones. 0 marks an idle place in the
@@ -432,7 +464,9 @@ class DSV4Attention:
         """
         if cache is None:
             raise _check.error(TypeError, _OP, "cache", cache, "a LayerCache")
-        b, s = self._check_operands(params, x, cache, shared)
+        b, s = self._check_operands(params, x, cache, shared, indices)
+        if indices is not None:
+            x, indices = explicit_axes.with_one_batch(_OP, x=x, indices=indices)
         lengths = jnp.broadcast_to(_check.offset(_OP, "lengths", lengths, {"b": b}), (b,))
         for state in (cache.tokens, cache.key_tokens):
             if isinstance(state, RunningSums) and s > state.capacity:
@@ -454,9 +488,9 @@ class DSV4Attention:
         if self.indexer is not None:
             weights = rows["indexer.weights_proj"].take()
             past: dict[str, Any] = {"ratio": self.ratio, "q_offset": first}
-            if begin and not self.indexer.in_two_levels:  # padding has nothing to choose from
+            if begin:  # padding has nothing to choose from
                 past["span"] = Span(0, jnp.where(positions < lengths[:, None], 2**31 - 1, 0))
-            shared, _ = self._choose(params, c, weights, positions, shared, past)
+            shared, _ = self._choose(params, c, weights, positions, shared, past, indices)
         with jax.named_scope("attention"):
             o, _ = dsv4_decode(
                 q,
@@ -468,7 +502,7 @@ class DSV4Attention:
                 q_offset=start,
                 is_causal=is_causal,
                 implementation=implementation,
-                **self._seen(shared),
+                **self._seen(shared, indices),
             )
         return Output(self._projected_back(params, o, positions), cache, _made(shared, given), None)
 
@@ -478,30 +512,35 @@ class DSV4Attention:
         x: jax.Array,
         ids: jax.Array | None,
         given: Shared,
+        indices: jax.Array | None,
         implementation: _check.Implementation | None,
     ) -> Output:
         """Sequences from their first token on, or documents that ids tell apart, without a cache."""
         positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None] if ids is None else _everywhere(positions_of(ids))
         c, q, kv = self._projected(params, x, positions)
-        chosen, shared = None, given
+        kv, chosen, shared = self._rounded(kv, of_window=True), None, given
         if self.compressor is not None:
             packed = None if ids is None else _everywhere(packed_blocks(ids, self.ratio))
             first = jnp.arange(x.shape[1] // self.ratio, dtype=jnp.int32)[None] * self.ratio
             first = first if packed is None else packed.first
-            latents = self.compressor(params["compressor"], x, packed)
-            shared = shared._replace(compressed=rope(latents, first, self.rope))
+            in_codes = self.fake_quantize and packed is None and not self._plain  # devices send each other codes
+            latents = self.compressor(params["compressor"], x, packed, whole=not in_codes)
+            turned = rope(latents, first, self.rope)
+            made = rounded_sequences(turned, self._formats[1]) if in_codes else self._rounded(turned)
+            shared = shared._replace(compressed=made)
             if self.indexer is not None and self.indexer.owns_keys:
                 second = self.indexer.compressor
                 of_keys = latents if second is None else second(params["indexer"]["compressor"], x, packed)
-                shared = shared._replace(keys=self.indexer.turned_keys(params["indexer"], of_keys, first, self.rope))
+                keys = self.indexer.turned_keys(params["indexer"], of_keys, first, self.rope)
+                shared = shared._replace(keys=self.indexer.rounded(keys, whole=in_codes))
         entries = shared.compressed if self.ratio else None
         there = entries is not None and entries.shape[1] > 0
         own = _everywhere(Span.compressed_segments(ids, self.ratio)) if ids is not None and there else None
         if self.indexer is not None and there:
-            past = {"ratio": self.ratio} if own is None else {"span": own}
+            past = {"ratio": self.ratio} if own is None else {"span": own, "from_start": True}
             weights = product(x, params["indexer"]["weights_proj"])
-            shared, chosen = self._choose(params, c, weights, positions, shared, past)
-        seen: dict[str, Any] = self._seen(shared, own) if there else {}
+            shared, chosen = self._choose(params, c, weights, positions, shared, past, indices)
+        seen: dict[str, Any] = self._seen(shared, indices, own) if there else {}
         if ids is not None:
             seen["span"] = _everywhere(Span.segments(ids))
         with jax.named_scope("attention"):
@@ -544,7 +583,8 @@ class DSV4Attention:
     ) -> tuple[LayerCache, Shared]:
         """The cache with all that a step's tokens make, and the entries that the queries see; start: as in `insert`."""
         own, indexer = self.compressor, self.indexer
-        of_window = Entries(params["kv_norm"], self.rope, self.eps)
+        near, far = ((x, self._plain) if self.fake_quantize else None for x in self._formats)
+        of_window = Entries(params["kv_norm"], self.rope, self.eps, rounded_as=near)
         with jax.named_scope("append"):
             window, _ = insert(cache.window, None, rows["wkv"], of_window, lengths, x.dtype, kernel, start)
         cache = cache._replace(window=window)
@@ -554,7 +594,7 @@ class DSV4Attention:
             return cache, shared
         assert cache.compressed is not None
         with jax.named_scope("compressor"):
-            made = own.entries(params["compressor"], self.rope)
+            made = own.entries(params["compressor"], self.rope)._replace(rounded_as=far)
             entries, tokens = insert(
                 cache.compressed, cache.tokens, rows["compressor.w"], made, lengths, x.dtype, kernel, start
             )
@@ -563,6 +603,7 @@ class DSV4Attention:
             assert cache.keys is not None
             with jax.named_scope("indexer"):
                 made = indexer.compressor.entries(params["indexer"]["compressor"], self.rope, indexer.transforms)
+                made = made._replace(rounded_as=indexer.rounded_as)
                 keys, tokens = insert(
                     cache.keys, cache.key_tokens, rows["indexer.compressor.w"], made, lengths, x.dtype, kernel, start
                 )
@@ -577,7 +618,8 @@ class DSV4Attention:
             assert cache.compressed is not None
             latents, entry, tokens = self.compressor.extend(params["compressor"], x, cache.tokens, first, lengths)
             at = jnp.maximum(entry, 0) * self.ratio
-            entries = cache.compressed.append(rope(latents, at, self.rope), entry)
+            turned = rope(latents, at, self.rope)
+            entries = cache.compressed.append(turned if cache.compressed.is_packed else self._rounded(turned), entry)
             cache = cache._replace(compressed=entries, tokens=tokens)
             shared = shared._replace(compressed=entries)
             if self.indexer is not None and self.indexer.owns_keys:
@@ -588,7 +630,8 @@ class DSV4Attention:
                     )
                     cache = cache._replace(key_tokens=tokens)
                 assert cache.keys is not None
-                keys = cache.keys.append(self.indexer.turned_keys(params["indexer"], latents, at, self.rope), entry)
+                turned = self.indexer.turned_keys(params["indexer"], latents, at, self.rope)
+                keys = cache.keys.append(turned if cache.keys.is_packed else self.indexer.rounded(turned), entry)
                 cache = cache._replace(keys=keys)
                 shared = shared._replace(keys=keys)
         return cache, shared
@@ -602,8 +645,11 @@ class DSV4Attention:
         positions: jax.Array,
         shared: Shared,
         past: Mapping[str, Any],
+        given: jax.Array | None = None,
     ) -> tuple[Shared, tuple[jax.Array, jax.Array]]:
-        """The entries that each query sees among the past ones, and the indexer's queries and weights."""
+        """The entries that each query sees among the past ones, and the indexer's queries and weights; given: these
+        entries, chosen elsewhere.
+        """
         assert self.indexer is not None
         keys, weights = shared.keys, self.indexer.scaled(weights)
         made_of = (params["indexer"], c, positions, self.rope)
@@ -611,27 +657,25 @@ class DSV4Attention:
             q, scales = self.indexer.turned_and_quantized(*made_of)
             weights = weights * scales
         else:
-            q = self.indexer.turned(*made_of)
-        n = keys.capacity if isinstance(keys, Cache) else keys.shape[1]
-        choice: dict[str, Any] = {"topk": min(self.indexer.topk, n), **past}
-        if not self.indexer.in_two_levels:
-            indices = lightning_indexer(q, keys, weights, **choice)
-            assert isinstance(indices, jax.Array)  # because no scores are asked for
-            return shared._replace(indices=indices), (q, weights)
-        choice["block"] = self.indexer.block
-        candidates = shared.blocks if self.indexer.within_candidates else None
-        keys, count = keys.take() if isinstance(keys, Cache) else keys, self.indexer.candidate_blocks
-        indices, blocks = two_levels(q, keys, weights, candidates=candidates, candidate_blocks=count, **choice)
-        if blocks is not None:
-            shared = shared._replace(blocks=blocks)
-        return shared._replace(indices=indices), (q, weights)
+            q = self.indexer.rounded(self.indexer.turned(*made_of))
+        if self.indexer.in_two_levels:
+            past = {**past, "block": self.indexer.block}
+        if given is None:
+            n = keys.capacity if isinstance(keys, Cache) else keys.shape[1]
+            blocks = shared.blocks if self.indexer.within_candidates else None
+            chosen = lightning_indexer(q, keys, weights, topk=min(self.indexer.topk, n), blocks=blocks, **past)
+            assert isinstance(chosen, jax.Array)  # because no scores are asked for
+            given = chosen
+        if count := self.indexer.candidate_blocks:
+            shared = shared._replace(blocks=indexer_blocks(q, keys, weights, count=count, **past))
+        return shared._replace(indices=given), (q, weights)
 
-    def _seen(self, shared: Shared, own: Span | None = None) -> dict[str, Any]:
+    def _seen(self, shared: Shared, given: jax.Array | None, own: Span | None = None) -> dict[str, Any]:
         """The operands that tell an op which entries are seen; own: the entries of a token's document."""
         if not self.ratio:
             return {}
         past = {"ratio": self.ratio} if own is None else {"compressed_span": own}
-        return past | ({"indices": shared.indices} if self.sparse else {})
+        return past | ({"indices": shared.indices if given is None else given} if self.sparse else {})
 
     def _projected(self, params: Any, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The low-rank query `[b, s, q_rank]`, q `[b, s, h, d]` and the latents `[b, s, d]`, turned by RoPE."""
@@ -656,7 +700,7 @@ class DSV4Attention:
         summed = explicit_axes.sharding(low_rank, b, s, None)  # over Explicit axes JAX sums where it is told to
         return jnp.einsum("bsgr,grm->bsm", low_rank, params["wo_b"].astype(o.dtype), out_sharding=summed)
 
-    def _check_operands(self, params: Any, x: Any, cache: Any, shared: Any) -> tuple[Any, Any]:
+    def _check_operands(self, params: Any, x: Any, cache: Any, shared: Any, indices: Any) -> tuple[Any, Any]:
         is_joined = isinstance(params, Mapping) and _JOINED in params
         _operands.parameters(self, params, "joined" if is_joined else "")
         dims: dict[str, Any] = {"hidden": self.hidden}
@@ -667,7 +711,11 @@ class DSV4Attention:
             self._check_cache(cache, b, x.dtype)
         if not isinstance(shared, Shared | None):
             raise _check.error(TypeError, _OP, "shared", shared, "a Shared or None")
-        self._check_shared(shared or Shared(), b, s, cache is not None)
+        if indices is not None and not self.sparse:
+            raise _check.error(ValueError, _OP, "indices", indices, "None in a layer that sees no chosen entries")
+        if indices is not None:
+            _check.operand(_OP, "indices", indices, "b s n", dims, _check.INT)
+        self._check_shared(shared or Shared(), b, s, cache is not None, indices is not None)
         return b, s
 
     def _check_shardings(self, params: Any, x: jax.Array) -> None:
@@ -702,7 +750,7 @@ class DSV4Attention:
             if part is not None:
                 part.check(_OP, f"cache.{name}", {"b": b, "d": channels[name]}, (dtype,))
 
-    def _check_shared(self, shared: Shared, b: Any, s: Any, cached: bool) -> None:
+    def _check_shared(self, shared: Shared, b: Any, s: Any, cached: bool, chosen: bool) -> None:
         """Raises unless shared has what this layer takes from earlier ones."""
         dims: dict[str, Any] = {"b": b, "s": s}
         taken = {"compressed": self.d} if self.ratio and self.compressor is None else {}
@@ -716,7 +764,7 @@ class DSV4Attention:
                 x.check(_OP, f"shared.{name}", {"b": b, "d": d}, _check.FLOAT)
             else:
                 raise _check.error(TypeError, _OP, f"shared.{name}", x, "a Cache, as an earlier layer returned it")
-        if not (self.sparse and (cached or s // self.ratio > 0)):
+        if chosen or not (self.sparse and (cached or s // self.ratio > 0)):
             return
         if self.indexer is None:
             _check.operand(_OP, "shared.indices", shared.indices, "b s topk", dims, _check.INT)

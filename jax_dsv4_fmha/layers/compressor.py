@@ -111,7 +111,7 @@ class Compressor:
         return params
 
     @jax.named_scope("compressor")
-    def __call__(self, params: Any, x: jax.Array, packed: PackedBlocks | None = None) -> jax.Array:
+    def __call__(self, params: Any, x: jax.Array, packed: PackedBlocks | None = None, whole: bool = True) -> jax.Array:
         """Latents `[b, s // ratio, d]` in x's dtype. Tokens after the last whole block give no latent.
 
         Devices that share the sequence of x gather the latents; where each has whole blocks, the only other thing that
@@ -122,8 +122,10 @@ class Compressor:
           x: `[b, s, hidden]`, bfloat16, float16 or float32.
           packed: the blocks of packed documents, as `documents.packed_blocks` finds them. None means one sequence a
             row, from position 0 on.
+          whole: whether every device gets all latents; if not, those without documents stay where their tokens are.
         """
         x = self._checked(params, x)
+        gathered = whole_sequences if whole else lambda latents: latents
         tokens, (b, s, _) = product(x, params["w"]), x.shape
         if not explicit_axes.divide(tokens, 1, self.ratio):
             tokens = whole_sequences(tokens)
@@ -132,10 +134,10 @@ class Compressor:
             latents = whole_sequences(self._pool_packed(params, tokens, packed, x.dtype))
             return jnp.take_along_axis(latents, packed.order[..., None], 1)
         if self.ratio == 1:
-            return whole_sequences(self._normed(params, tokens, x.dtype))
+            return gathered(self._normed(params, tokens, x.dtype))
         n = s // self.ratio
         own = self._sums(tokens[:, : n * self.ratio], params.get("ape"))
-        return whole_sequences(self._latents(params, own, self._before(own), jnp.arange(n)[None] > 0, x.dtype))
+        return gathered(self._latents(params, own, self._before(own), jnp.arange(n)[None] > 0, x.dtype))
 
     def _checked(self, params: Any, x: Any) -> jax.Array:
         _operands.parameters(self, params)

@@ -59,12 +59,16 @@ _OF_OTHERS = re.compile(
 """Entries that say nothing about attention, by name: of experts and other parts of a model, and Hugging Face's own"""
 
 
-def from_config(config: Mapping[str, Any] | str | Path) -> tuple[DSV4Attention, ...]:
+def from_config(
+    config: Mapping[str, Any] | str | Path, *, fake_quantize: bool | None = None
+) -> tuple[DSV4Attention, ...]:
     """The layers that a config.json describes, in the model's order, without the MTP layers after them.
 
     Args:
       config: the path of a config.json, or its contents: as published with the weights, as `transformers` saves it, or
         as DeepSeek's inference code reads it.
+      fake_quantize: the attribute of all layers and indexers. None means what the model does: V4.1 rounds in every
+        run, V4 in none.
 
     Raises:
       ValueError: an entry is missing, has a value that these layers do not support, or is not known: it may change
@@ -87,11 +91,12 @@ def from_config(config: Mapping[str, Any] | str | Path) -> tuple[DSV4Attention, 
     read = _Reader(_mapping("text_config", entries.get("text_config") or entries))
     read.refuse_unknown()
     n = _check.positive(_OP, "num_hidden_layers", read("num_hidden_layers"))
-    make = _v41 if read.has("kv_source_layer_ids") else _v4
-    return tuple(make(read, i) for i in range(n))
+    is_v41 = read.has("kv_source_layer_ids")
+    make, rounds = (_v41 if is_v41 else _v4), is_v41 if fake_quantize is None else fake_quantize
+    return tuple(make(read, i, rounds) for i in range(n))
 
 
-def _v4(read: "_Reader", layer: int) -> DSV4Attention:
+def _v4(read: "_Reader", layer: int, rounds: bool) -> DSV4Attention:
     ratio, sparse = read.kind(layer)
     hidden, eps = read("hidden_size"), read("rms_norm_eps", 1e-6)
     compressor = indexer = None
@@ -105,6 +110,7 @@ def _v4(read: "_Reader", layer: int) -> DSV4Attention:
             read("index_head_dim"),
             read("index_topk"),
             Compressor(hidden, read("index_head_dim"), ratio, overlap=True, eps=eps),
+            fake_quantize=rounds,
             eps=eps,
         )
     return DSV4Attention(
@@ -114,10 +120,11 @@ def _v4(read: "_Reader", layer: int) -> DSV4Attention:
         compressor=compressor,
         sparse=sparse,
         indexer=indexer,
+        fake_quantize=rounds,
     )
 
 
-def _v41(read: "_Reader", layer: int) -> DSV4Attention:
+def _v41(read: "_Reader", layer: int, rounds: bool) -> DSV4Attention:
     hidden, eps, (ratio, _) = read("hidden_size"), read("rms_norm_eps", 1e-6), read.kind(layer)
     owns_entries = ratio > 0 and layer in read.layers("kv_source_layer_ids")
     chooses = ratio > 0 and layer in read.layers("index_source_layer_ids")
@@ -136,6 +143,7 @@ def _v41(read: "_Reader", layer: int) -> DSV4Attention:
             block=read("candidate_block_size", 8),
             candidate_blocks=read("candidate_topk_blocks") if layer == source else 0,
             within_candidates=0 <= source < layer,
+            fake_quantize=rounds,
             eps=eps,
         )
     return DSV4Attention(
@@ -146,6 +154,7 @@ def _v41(read: "_Reader", layer: int) -> DSV4Attention:
         sparse=ratio > 0,
         indexer=indexer,
         norm_heads=False,
+        fake_quantize=rounds,
     )
 
 

@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .. import _check, indexer_blocks, lightning_indexer
-from .._definitions.packed import quantize_rows
+from .. import _check
+from .._definitions.packed import LAYOUTS, quantize_rows, rounded
+from .._dispatch.sequences import rounded_sequences
 from . import _operands
 from ._norm import rms_norm
 from .compressor import Compressor, product
@@ -42,6 +43,8 @@ class Indexer:
       block: entries of a block, for a choice in two levels (V4.1).
       candidate_blocks: how many blocks this layer also chooses, for later layers to choose entries from.
       within_candidates: whether this layer chooses only from such blocks.
+      fake_quantize: whether `queries` and `keys` are rounded to 4 bits, as in the layout "index_fp4", with a gradient
+        that passes straight through.
       eps: epsilon of the norm.
 
     Raises:
@@ -71,6 +74,7 @@ class Indexer:
     block: int = 8
     candidate_blocks: int = 0
     within_candidates: bool = False
+    fake_quantize: bool = False
     eps: float = 1e-6
 
     def __post_init__(self) -> None:
@@ -86,6 +90,8 @@ class Indexer:
             raise _check.error(ValueError, _OP, "compressor", got, f"hidden={self.hidden}, d={self.d} with latent=0")
         if own is not None and not is_power(self.d):
             raise _check.error(ValueError, _OP, "d", self.d, "a power of two with a compressor, for `hadamard`")
+        if self.fake_quantize and self.d % (group := LAYOUTS[_KEPT].group):
+            raise _check.error(ValueError, _OP, "d", self.d, f"a multiple of {group} with fake_quantize")
         _check.epsilon(_OP, self.eps)
 
     @property
@@ -125,10 +131,22 @@ class Indexer:
         _operands.parameters(self, params)
         x = _operands.hidden(_OP, "x", x, self.hidden)
         low_rank = _operands.hidden(_OP, "low_rank", low_rank, self.q_rank, x.shape[:2])
-        return self.turned(params, low_rank, positions, rotation), self.scaled(product(x, params["weights_proj"]))
+        q = self.rounded(self.turned(params, low_rank, positions, rotation))
+        return q, self.scaled(product(x, params["weights_proj"]))
+
+    @property
+    def rounded_as(self) -> tuple[str, int] | None:
+        """How `fake_quantize` rounds queries and keys; None if it does not."""
+        return (_KEPT, 0) if self.fake_quantize else None
+
+    def rounded(self, x: jax.Array, whole: bool = False) -> jax.Array:
+        """Queries or keys `[…, d]`, rounded where `fake_quantize` says so; whole: keys, all of them on every device."""
+        if whole:
+            return rounded_sequences(x, _KEPT)
+        return x if self.rounded_as is None else rounded(x, *self.rounded_as)
 
     def turned(self, params: Any, low_rank: jax.Array, positions: jax.Array, rotation: Rope) -> jax.Array:
-        """q of `queries`."""
+        """q of `queries`, not rounded."""
         return self._turned(self._projected(params, low_rank), positions, rotation)
 
     def turned_and_quantized(
@@ -159,11 +177,11 @@ class Indexer:
         """
         _operands.parameters(self, params)
         latents = _operands.hidden(_OP, "latents", latents, self.latent or self.d)
-        return self.turned_keys(params, latents, positions, rotation)
+        return self.rounded(self.turned_keys(params, latents, positions, rotation))
 
     @jax.named_scope("indexer")
     def turned_keys(self, params: Any, latents: jax.Array, positions: jax.Array, rotation: Rope) -> jax.Array:
-        """k of `keys`."""
+        """k of `keys`, not rounded."""
         if self.latent:
             latents = rms_norm(jnp.matmul(latents, params["wk"].astype(latents.dtype)), params["k_norm"], self.eps)
         return self._turned(latents, positions, rotation)
@@ -177,30 +195,5 @@ class Indexer:
         return (rope_hadamard if self.transforms else rope)(x, positions, rotation)
 
 
-def two_levels(
-    q: jax.Array,
-    k: jax.Array,
-    weights: jax.Array,
-    *,
-    topk: int,
-    ratio: int,
-    q_offset: int | jax.Array = 0,
-    block: int,
-    candidates: jax.Array | None = None,
-    candidate_blocks: int = 0,
-) -> tuple[jax.Array, jax.Array | None]:
-    """DeepSeek-V4.1's choice: the indices of `lightning_indexer` within the candidates, and candidates for later
-    layers.
-
-    Args:
-      q, k, weights, topk, ratio, q_offset: as in `lightning_indexer`; block: as in `indexer_blocks`.
-      candidates: int32 `[b, s_q, n]`: the blocks to choose entries from; None means all entries.
-      candidate_blocks: how many blocks to choose for later layers.
-    """
-    seen: dict[str, Any] = {"ratio": ratio, "q_offset": q_offset, "block": block}
-    indices = lightning_indexer(q, k, weights, topk=topk, blocks=candidates, **seen)
-    assert isinstance(indices, jax.Array)  # because no scores are asked for
-    return indices, indexer_blocks(q, k, weights, count=candidate_blocks, **seen) if candidate_blocks else None
-
-
 _OP = "Indexer"
+_KEPT = "index_fp4"  # the layout in which the models keep index keys

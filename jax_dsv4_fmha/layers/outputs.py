@@ -198,6 +198,13 @@ class Output(NamedTuple):
     index_query: IndexQuery | None
     """only from a layer with an indexer, with entries to choose from and without a cache"""
 
+    @property
+    def indices(self) -> jax.Array | None:
+        """int32 `[b, s, topk]`: the entries that each token sees, chosen by the layer's indexer or given in its place;
+        None from a layer without an indexer.
+        """
+        return self.made.indices
+
     def choice(self, shared: Shared | None = None) -> Choice | None:
         """What `indexer_loss` takes, or None; shared: what the layer was given, which only V4.1's needs."""
         if self.index_query is None:

@@ -1,0 +1,147 @@
+"""Layers that are handed their choice of entries: replayed from generation, or another layer's."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_dsv4_fmha import indexer_loss
+from jax_dsv4_fmha.layers import Shared
+from tests.test_layers import MODELS, hidden, model, random_params, stack
+
+CLOSE = {"rtol": 2e-5, "atol": 2e-5}
+
+
+def replayed(name, x, choices):
+    """A prompt through a model whose layers get these choices, by their numbers."""
+
+    def run(layer, p, x, shared, _):
+        return layer(p, x, shared=shared, indices=choices.get(run.i))
+
+    layers, params = model(name)
+    shared = Shared()
+    for run.i, (layer, p) in enumerate(zip(layers, params, strict=True)):
+        out = run(layer, p, x, shared, None)
+        x, shared = x + out.y, shared.after(out)
+    return x
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_replay_of_generation(name):
+    """A chunk and steps leave the choice of each token; a prompt that is given them sees the same entries."""
+    layers, _ = model(name)
+    x, n = hidden(2, 20), 13
+    caches = [layer.cache(2, 20, jnp.float32) for layer in layers]
+    kept = {i: [] for i, layer in enumerate(layers) if layer.indexer}
+
+    def observed(f):
+        """A pass over the model that also returns the choices, in the order of the layers that choose."""
+
+        def run(x, caches, **at):
+            found = []
+
+            def call(layer, p, x, shared, cache, **at):
+                out = getattr(layer, f)(p, x, cache, shared, **at)
+                found.append(out.indices)
+                return out
+
+            y, caches = stack(name, call)(x, caches, **at)
+            return y, caches, [i for i in found if i is not None]
+
+        return jax.jit(run)
+
+    y, caches, found = observed("__call__")(x[:, :n], caches, start=0)
+    said = [y]
+    step = observed("step")
+    for i, chosen in zip(kept, found, strict=True):
+        kept[i].append(chosen)
+    for at in range(n + 1, 21):
+        y, caches, found = step(x[:, at - 1 : at], caches, lengths=at)
+        said.append(y)
+        for i, chosen in zip(kept, found, strict=True):
+            kept[i].append(chosen)
+    choices = {i: jnp.concatenate(x, 1) for i, x in kept.items()}
+    got = jax.jit(functools.partial(replayed, name))(x, choices)
+    np.testing.assert_allclose(got, jnp.concatenate(said, 1), **CLOSE)
+    other = {i: jnp.zeros_like(x).at[..., 1:].set(-1) for i, x in choices.items()}
+    assert np.abs(jax.jit(functools.partial(replayed, name))(x, other) - got).max() > 1e-2
+
+
+@pytest.mark.parametrize("method", ["__call__", "step"])
+def test_a_given_choice_over_a_cache(method):
+    """Entries that are not past are absent, whatever is given; what is given comes back."""
+    layers, params = model("v4")
+    layer, p, x = layers[1], params[1], hidden(2, 14)
+    cache = layer(p, x[:, :12], layer.cache(2, 16, jnp.float32, steps=2)).cache
+    at = {"lengths": jnp.array([14, 14])} | ({"start": 12} if method == "__call__" else {})
+    given = jnp.array([[[2, 0], [2, 3]], [[-1, 1], [9, 0]]], jnp.int32)
+    out = jax.jit(lambda i: getattr(layer, method)(p, x[:, 12:], cache, indices=i, **at))(given)
+    np.testing.assert_array_equal(out.indices, given)
+    past = jnp.array([[[2, 0], [2, -1]], [[-1, 1], [-1, 0]]], jnp.int32)  # 13 and 14 tokens have 3 entries
+    want = layer(p, x, indices=jnp.pad(past, ((0, 0), (12, 0), (0, 0)), constant_values=-1)).y
+    np.testing.assert_allclose(out.y, want[:, 12:], **CLOSE)
+    own = getattr(layer, method)(p, x[:, 12:], cache, **at)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, **CLOSE), out.cache, own.cache)
+
+
+def test_gradient_and_loss_of_a_replay():
+    """As of the layer's own choice, where that is what is given; the loss is of the given entries."""
+    layers, params = model("v4")
+    layer, p, x = layers[1], params[1], hidden(2, 24)
+    chosen = jax.jit(layer)(p, x).indices
+
+    def loss(p, indices):
+        out = layer(p, x, indices=indices)
+        return (out.y**2).sum(), indexer_loss(**out.choice()._asdict(), sink=p["sink"]).sum()
+
+    for i in range(2):
+        f = jax.jit(jax.grad(lambda p, indices, i=i: loss(p, indices)[i]))
+        own, given, other = (
+            f(p, None),
+            f(p, chosen),
+            f(p, jnp.where(chosen == chosen.max(-1, keepdims=True), -1, chosen)),
+        )
+        jax.tree.map(functools.partial(np.testing.assert_allclose, **CLOSE), given, own)
+        assert not np.allclose(jax.tree.leaves(other["indexer"])[-1], jax.tree.leaves(own["indexer"])[-1]) or i == 0
+        assert np.any(own["indexer"]["wq_b"]) == (i == 1)
+
+
+def test_a_layer_that_never_chooses():
+    """Without an indexer a V4 layer takes the choice of the one before it, as an argument or in `Shared`."""
+    layers, params = model("v4")
+    first, x = layers[1], hidden(2, 24)
+    second = dataclasses.replace(first, indexer=None)
+    out = jax.jit(first)(params[1], x)
+    own = random_params(second, 5)
+    want = first({**random_params(first, 5), **own}, x, indices=out.indices).y
+    np.testing.assert_allclose(second(own, x, shared=Shared().after(out)).y, want, **CLOSE)
+    np.testing.assert_allclose(second(own, x, indices=out.indices).y, want, **CLOSE)
+    cache = second.cache(2, 24, jnp.float32)
+    assert cache.keys is None
+    np.testing.assert_allclose(second(own, x, cache, indices=out.indices).y, want, **CLOSE)
+
+
+def test_choices_of_packed_documents():
+    """Entries of all documents of a row are counted on; those of other documents are absent."""
+    layers, params = model("v4")
+    layer, p, x = layers[1], params[1], hidden(1, 24)
+    ids = jnp.repeat(jnp.arange(2), jnp.array([9, 15]))[None]
+    out = jax.jit(lambda x: layer(p, x, segment_ids=ids))(x)
+    again = layer(p, x, segment_ids=ids, indices=jnp.concatenate([out.indices, jnp.zeros((1, 24, 1), jnp.int32)], 2))
+    np.testing.assert_allclose(again.y[:, 9:], out.y[:, 9:], **CLOSE)  # entry 0 is of the first document
+    alone = jax.jit(layer)(p, x[:, 9:]).indices
+    np.testing.assert_array_equal(out.indices[:, 9:], jnp.where(alone < 0, -1, alone + 9 // 4))
+
+
+def test_errors():
+    layers, params = model("v4")
+    x, indices = hidden(2, 8), jnp.zeros((2, 8, 3), jnp.int32)
+    with pytest.raises(ValueError, match=r"indices: .*wanted None in a layer that sees no chosen entries"):
+        layers[0](params[0], x, indices=indices)
+    with pytest.raises(ValueError, match=r"indices: got int32\[2, 8, 3\], wanted int32\[b=2, s=7, n\]"):
+        layers[1](params[1], x[:, :7], indices=indices)
+    with pytest.raises(ValueError, match=r"indices: got float32"):
+        layers[1].step(params[1], x[:, :1], layers[1].cache(2, 9, jnp.float32), lengths=1, indices=indices[:, :1] * 1.0)
