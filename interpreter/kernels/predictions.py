@@ -161,12 +161,12 @@ def floor(x: Tiles) -> float:
 
 
 def blackwell() -> dict[str, dict[str, object]]:
-    """Of our kernels for Blackwell over spans: the steady state of a tile of rows."""
+    """Of our kernels for Blackwell over one source, or over V4's pages: the steady state of a tile of rows."""
     found = {}
     for v in VARIANTS:
         if not isinstance(v, Forward) or not v.arch.startswith("sm_100") or v.dtype != "bfloat16":
             continue
-        if v.sources not in (("span",), ("selection",)):
+        if v.sources not in (("span",), ("selection",), ("v4_fp8", "v4_fp8")):
             continue
         kernel: Kernel[Forward] = Kernel.of(v)
         ctas = kernel.facts["ctas"]
