@@ -5,6 +5,7 @@ No chip has run these programs. What runs on B200s with the same forms is in `ma
 
 import itertools
 import math
+import re
 import struct
 from dataclasses import replace
 
@@ -211,25 +212,31 @@ MADE:
 FORM = "shared::cta.global.tile::gather4.mbarrier::complete_tx::bytes"
 
 
-@pytest.mark.parametrize("atom", [16, 32])
-def test_gathers_four_rows(atom):
-    """Rows anywhere, one of them absent; against the definition, chunk by chunk."""
+def gathered(atom, to=0):
+    """(program, its result): rows anywhere, one of them absent, into shared memory from a place on."""
     rows = (5, 0, -1, 7)
-    given = RNG.integers(0, 2**32, (8, 48), dtype=np.uint32)
-    load = f"cp.async.bulk.tensor.2d.{FORM}.L2::cache_hint [%r3], [%rd7, {{16, {', '.join(map(str, rows))}}}], "
-    stores = " ".join(f"ld.shared.b32 %r9, [%r4+{128 * n}]; st.global.b32 [%rd5+{128 * n}], %r9;" for n in range(4))
-    body = LOADED.format(bytes=512, load=load + "[%r3+32768], %rd8;", stores=stores)
-    tensor = mapped((32, 1), (48, 8), (192,), atom)
-    got = run(body, given, outputs=4, tensor=tensor)
+    given = np.random.default_rng(atom).integers(0, 2**32, (8, 48), dtype=np.uint32)
+    place = f"[%r3+{to}], [%rd7, {{16, {', '.join(map(str, rows))}}}]"
+    load = f"cp.async.bulk.tensor.2d.{FORM}.L2::cache_hint {place}, [%r3+32768], %rd8;"
+    words = (f"ld.shared.b32 %r9, [%r4+{to + 128 * n}]; st.global.b32 [%rd5+{128 * n}], %r9;" for n in range(4))
+    body = LOADED.format(bytes=512, load=load, stores=" ".join(words))
     want = np.zeros((4, 32), np.uint32)
     for n, row in enumerate(rows):
         for chunk in range(8):
-            to = chunk ^ n if atom == 16 else chunk ^ (n & 3) << 1
+            place = chunk ^ n if atom == 16 else chunk ^ (n & 3) << 1
             if row >= 0:
-                want[n, 4 * to : 4 * to + 4] = given[row, 16 + 4 * chunk : 20 + 4 * chunk]
-    np.testing.assert_array_equal(got, want)
+                want[n, 4 * place : 4 * place + 4] = given[row, 16 + 4 * chunk : 20 + 4 * chunk]
+    tensor = mapped((32, 1), (48, 8), (192,), atom)
+    return Handwritten(body, given, outputs=4, tensor=tensor, target="sm_100a"), want
+
+
+@pytest.mark.parametrize("atom", [16, 32])
+def test_gathers_four_rows(atom):
+    """Against the definition, chunk by chunk."""
+    program, want = gathered(atom)
+    np.testing.assert_array_equal(program.interpret(), want)
     with pytest.raises(Misuse, match=r"four rows by a tensor map with a box of \(32, 2\)"):
-        run(body, given, outputs=4, tensor=mapped((32, 2), (48, 8), (192,), atom))
+        replace(program, tensor=mapped((32, 2), (48, 8), (192,), atom)).interpret()
 
 
 def mapped(box, extents, strides, atom=16):
@@ -548,15 +555,52 @@ PRODUCTS = {
 }
 
 
+def product_named(name):
+    """(program, its words; None in lanes that it does not store)"""
+    program, want = product(**PRODUCTS[name])
+    words = want.astype(np.int32 if name == "int8" else np.float32).view(np.uint32)
+    stored = np.arange(program.total) % 32 < (16 if name == "64 rows, A in TMEM" else 32)
+    return program, np.ma.array(words, mask=np.broadcast_to(~stored, words.shape))
+
+
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_products(name):
-    program, want = product(**PRODUCTS[name])
-    lanes = np.arange(program.total)
-    if name == "64 rows, A in TMEM":  # the others are not stored
-        lanes = lanes[lanes % 32 < 16]
+    program, want = product_named(name)
     for seed in SEEDS:
-        got = program.interpret(seed).view(np.int32 if name == "int8" else np.float32)
-        np.testing.assert_array_equal(got[:, lanes], want[:, lanes])
+        np.testing.assert_array_equal(np.ma.array(program.interpret(seed), mask=want.mask), want)
+
+
+def collecting(first, second, **form):
+    """The two products of `product`, with these uses of the collector."""
+    program, want = product(**form)
+    buffer = "b1" if form.get("ws") else "a"
+    uses = iter((first, second))
+    body = re.sub(
+        r"(tcgen05\.mma\S+)",
+        lambda m: f"{m[1]}.collector::{buffer}::{use}" if (use := next(uses)) else m[1],
+        program.body,
+    )
+    return replace(program, body=body), want
+
+
+@pytest.mark.parametrize("form", ["both are MN-major", "ws, 64 rows", "a pair's 256 rows, A in TMEM"])
+def test_a_collector_keeps_an_operand(form):
+    for uses in (("fill", "use"), ("fill", "lastuse"), ("fill", "fill")):
+        program, want = collecting(*uses, **PRODUCTS[form])
+        np.testing.assert_array_equal(program.interpret().view(np.float32), want)
+
+
+@pytest.mark.parametrize("first", [None, "discard", "lastuse"])
+def test_a_collector_gives_nothing_that_it_has_not_kept(first):
+    with pytest.raises(Misuse, match="takes an operand from collector a, which has nothing"):
+        collecting(first, "use")[0].interpret()
+
+
+def test_a_collector_does_not_give_another_operand():
+    program, _ = collecting("fill", "use")
+    second = program.body.replace("!%p4;", "!%p4;\n  add.s64 %rd8, %rd8, 16;")  # the next 256 bytes of A
+    with pytest.raises(Misuse, match="takes an operand from collector a, which has another operand"):
+        replace(program, body=second).interpret()
 
 
 def test_an_undefined_half_of_A_makes_half_of_D_undefined():

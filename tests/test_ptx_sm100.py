@@ -278,6 +278,22 @@ FAULTS = [
         case="one tile",
     ),
     PlantedFault(
+        "the collector is to give a P that it has not kept",
+        LATENT,
+        Misuse,
+        r"takes an operand from collector a, which has nothing",
+        edit=lambda ptx: ptx.replace("collector::a::fill", "collector::a::discard"),
+        case="one tile",
+    ),
+    PlantedFault(
+        "the collector is to give another part of P than it has kept",
+        LATENT,
+        Misuse,
+        r"takes an operand from collector a, which has another operand",
+        source=(("p.index * c.p_bytes + rows * 2 * K_STEP, 16)", "p.index * c.p_bytes + half * 2 * K_STEP, 16)"),),
+        case="one tile",
+    ),
+    PlantedFault(
         "the scale is applied twice",
         DENSE,
         *WRONG,
@@ -458,7 +474,7 @@ FAULTS = [
         LATENT,
         Race,
         unordered(f"({LD}|{ST})", MMA, "TMEM of o"),
-        source=(("bar.p.at(fill + 1).wait_empty()  # the last P V\n                    after", "after"),),
+        source=(("(t > 0):\n                    bar.p.at(fill + 1).wait_empty()  # the last P V", "(t > 0):"),),
         case="mixed",
     ),
     PlantedFault(

@@ -2,8 +2,9 @@
 
     timing = clocks.run(machine)     # in place of machine.run()
     print(timing)                    # clocks, the share of every unit, what the tensor pipe waited for
+    print(account(lambda **how: clocks.run(made(), **how)))       # what bounds the machine that `made()` makes
 
-`--time` of the interpreter's commands does so. docs/clocks.md shows what this is worth, beside measurements.
+`--time` and `--account` of the interpreter's commands do so. docs/clocks.md shows what this is worth.
 
     architecture.py   every number about a chip, each with its source
     costs.py          what one instruction of PTX takes, and which registers it touches
@@ -11,9 +12,11 @@
     units.py          the tensor pipe, shared memory, tensor memory, and the ways to L2 and to other CTAs
     scheduler.py      warps and units by time
     timing.py         what a run took, and the longest chain
+    account.py        what a turn of the steady state asks of each unit, and so what bounds it
 """
 
+from .account import Account, account
 from .scheduler import run
 from .timing import Timing
 
-__all__ = ["Timing", "run"]
+__all__ = ["Account", "Timing", "account", "run"]

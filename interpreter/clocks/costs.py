@@ -96,6 +96,7 @@ def cost_of(i: Instruction, c: Callable[[str], float]) -> Cost:
 
 
 def latency_of(opcode: str, c: Callable[[str], float]) -> float:
+    opcode = opcode.replace(".volatile", "")
     if opcode.startswith(("ld.shared::cluster",)):
         return c("peer latency")
     if opcode.startswith(("ld.shared", "ldmatrix", "atom.shared")):

@@ -18,7 +18,7 @@ import numpy as np
 
 from ..machine.hazards import Fault
 from ..machine.scheduler import MAX_STEPS, check_end, check_exit, deadlock, leave, rejoin
-from ..machine.state import AsyncOp, Machine, Wait, Warp
+from ..machine.state import AsyncOp, Cta, Machine, Wait, Warp
 from ..machine.timeline import barrier_of
 from .architecture import constants_of
 from .blocks import Block, Blocks, Group
@@ -26,6 +26,7 @@ from .costs import costs_of
 from .timing import Cause, Timing, Waited
 from .units import UNITS, Product, Sm, access, bytes_of, demand_of
 
+WARPGROUP = 128  # threads
 BACKLOG = 1500  # clocks of stores on their way out, until a warp that stores more waits
 
 
@@ -53,15 +54,16 @@ class Runner:
     waits: list[Waited] = field(default_factory=list)
 
 
-def run(m: Machine, ctas: int = 1, *, cold: bool = False) -> Timing:
+def run(m: Machine, ctas: int = 1, *, cold: bool = False, alone: bool = False) -> Timing:
     """Raises what is found, as `machine.run()` does. `ctas`: how many share an SM; `cold`: whether what is loaded comes
-    out of HBM, and not out of the L2 cache."""
+    out of HBM, and not out of the L2 cache; `alone`: each warpgroup has an SM of its own, where nothing waits for a
+    unit, so that only chains are left."""
     with np.errstate(all="ignore"):
-        return Clockwork(m, ctas, cold).run()
+        return Clockwork(m, ctas, cold, alone).run()
 
 
 class Clockwork:
-    def __init__(self, m: Machine, ctas: int, cold: bool):
+    def __init__(self, m: Machine, ctas: int, cold: bool, alone: bool):
         self.m, m.rng = m, Even(0)
         constants = constants_of(m.program.target)
         self.c = {name: x.value for name, x in constants.items()}
@@ -72,10 +74,15 @@ class Clockwork:
         self.costs = costs_of(m.code, self.c)
         self.blocks = Blocks(m.code, self.costs, fences_of(m))
         size = m.cluster_size
-        self.sms = [Sm(self.c) for _ in range(-(-m.grid_size // (size * ctas)) * size)]
-        self.sm_of = [self.sms[n // (size * ctas) * size + n % size] for n in range(m.grid_size)]
+        if alone:
+            ctas, self.groups = 1, -(-m.threads // WARPGROUP)
+        else:
+            self.groups = 1
+        count = -(-m.grid_size // (size * ctas)) * size
+        self.sms = [Sm(self.c, queues=not alone) for _ in range(count * self.groups)]
+        self.place = [n // (size * ctas) * size + n % size for n in range(m.grid_size)]  # a CTA's
         late = {w.index for cluster in m.late for cta in cluster for w in cta.warps}
-        self.runners = [Runner(w, self.sm_of[w.cta.number]) for w in m.warps]
+        self.runners = [Runner(w, self.sm_of(w.cta, w)) for w in m.warps]
         self.blocked: list[Runner] = []
         self.count = itertools.count()
         self.heap: list[tuple[float, int, Callable[[float], None]]] = []
@@ -89,6 +96,10 @@ class Clockwork:
         for r in self.runners:
             if r.warp.index not in late:
                 self.later(0.0, self.going(r))
+
+    def sm_of(self, cta: Cta, warp: Warp) -> Sm:
+        """Of a CTA; if its warpgroups have one each, of this warp's."""
+        return self.sms[self.place[cta.number] * self.groups + warp.number // 4 % self.groups]
 
     def later(self, t: float, does: Callable[[float], None]) -> None:
         heapq.heappush(self.heap, (t, next(self.count), does))
@@ -120,7 +131,7 @@ class Clockwork:
         w, m, heap, costs = r.warp, self.m, self.heap, self.costs
         quarter = r.sm.quarters[w.number % 4]
         ready, free, own, busy = r.ready, quarter.free, r.own, quarter.busy
-        pace, beside, pipe = self.c["pace"], self.c["beside products"], r.sm.pipe
+        pace, beside, pipe, slots = self.c["pace"], self.c["beside products"], r.sm.pipe, r.sm.slots
         try:
             while True:
                 if r.block is None:
@@ -159,6 +170,7 @@ class Clockwork:
                             return self.block(r, result, t)
                         quarter.issue = r.at = t + cost.slots
                         busy["issue"] += 1
+                        slots[w.number] += 1
                         finish = self.memory[n](r, t)
                         for slot in cost.writes:
                             ready[slot] = finish
@@ -180,6 +192,7 @@ class Clockwork:
                         quarter.issue = t + factor * cost.slots
                         r.at = max(r.at, t + pace * factor * cost.slots)
                         busy["issue"] += cost.slots
+                        slots[w.number] += cost.slots
                         if cost.unit:
                             free[cost.unit] = t + factor * cost.clocks
                             own[cost.unit] = t + pace * factor * cost.clocks
@@ -236,7 +249,7 @@ class Clockwork:
     def memory_access(self, n: int) -> Callable[[Runner, float], float]:
         """When the registers of instruction n are there, where it is issued at a time."""
         i, c = self.m.program.code[n], self.c
-        opcode, latency = i.opcode, self.costs[n].latency
+        opcode, latency = i.opcode.replace(".volatile", ""), self.costs[n].latency
         decoder = self.m.code.decoder
         if opcode.startswith(("ld.shared", "st.shared", "ldmatrix", "stmatrix", "atom.shared", "red.shared")):
             writes = opcode.startswith(("st", "red"))
@@ -320,7 +333,7 @@ class Clockwork:
 
     def duration(self, op: AsyncOp, t: float) -> float:
         """When an operation that may begin is done."""
-        c, sm, opcode = self.c, self.sm_of[op.cta.number], op.instruction.opcode
+        c, sm, opcode = self.c, self.sm_of(op.cta, op.warp), op.instruction.opcode
         if op.kind == "tcgen05.commit":
             return t + c["commit"]
         if op.kind in ("tcgen05.ld", "tcgen05.st"):
@@ -335,7 +348,7 @@ class Clockwork:
             sm.smem.flow(start, end, size, "to a peer")
             for cta in op.ctas:
                 if cta is not op.cta:
-                    self.sm_of[cta.number].smem.flow(start, end + 1e-6, size, "from a peer")
+                    self.sm_of(cta, op.warp).smem.flow(start, end + 1e-6, size, "from a peer")
             return end + c["peer latency"]
         if op.kind == "cp.async":
             start, end = sm.l2.move(t, size)
@@ -351,7 +364,7 @@ class Clockwork:
             return t + c["tma latency"]
         last = t
         for cta in op.ctas:
-            target = self.sm_of[cta.number]
+            target = self.sm_of(cta, op.warp)
             start, end = target.l2.move(t, size)
             target.smem.flow(start + c["tma latency"], end + c["tma latency"], size, "copies")
             last = max(last, end)
@@ -369,7 +382,7 @@ class Clockwork:
         if found is None:
             return
         found.before = pipe.done[-1] if pipe.done else None
-        found.start, pipe.current, found.busy = now, found, sm.busy(now)
+        found.start, pipe.current, found.busy, found.asked = now, found, sm.busy(now), sm.asked()
         pipe.taken = [x.smem.taken_until(now) for x in self.sms_of(found.op)]
         self.later(now + max(found.demand.tensor, found.demand.smem), lambda t: self.multiplied(sm, t))
 
@@ -380,7 +393,7 @@ class Clockwork:
             if "cta_group::2" in op.instruction.opcode
             else [cta]
         )
-        return [self.sm_of[x.number] for x in pair]
+        return [self.sm_of(x, op.warp) for x in pair]
 
     def multiplied(self, sm: Sm, now: float) -> None:
         pipe = sm.pipe

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -24,12 +24,13 @@ class Way:
     """Something that moves bytes at a rate, in the order of the requests."""
 
     rate: float
+    queues: bool = True  # a request waits for those before it
     free: float = 0.0
     bytes: float = 0.0
 
     def move(self, t: float, size: float) -> tuple[float, float]:
         """When a request of now begins and ends to move."""
-        start = max(t, self.free)
+        start = max(t, self.free) if self.queues else t
         self.free = start + size / self.rate
         self.bytes += size
         return start, self.free
@@ -47,9 +48,9 @@ class Quarter:
 class SharedMemory:
     """Its port is everybody's. Warps come first; operands of products wait for what others take."""
 
-    def __init__(self, rate: float):
-        self.rate = rate
-        self.port = Way(1)  # of warps' instructions, in wavefronts of 128 bytes
+    def __init__(self, rate: float, queues: bool):
+        self.rate, self.queues = rate, queues
+        self.port = Way(1, queues)  # of warps' instructions, in wavefronts of 128 bytes
         self.taken = 0.0  # clocks, by all except products
         self.flows: deque[tuple[float, float, float]] = deque()  # of copies: start, end, clocks
         self.busy: dict[str, float] = defaultdict(float)  # clocks, by cause
@@ -65,7 +66,9 @@ class SharedMemory:
         self.busy[cause] += clocks
 
     def taken_until(self, t: float) -> float:
-        """Clocks that all except products have taken."""
+        """Clocks that all except products have taken, and that products wait for."""
+        if not self.queues:
+            return 0.0
         while self.flows and self.flows[0][1] <= t:
             self.taken += self.flows.popleft()[2]
         partly = sum(clocks * (t - a) / (b - a) for a, b, clocks in self.flows if a < t < b)
@@ -113,7 +116,10 @@ def demand_of(op: AsyncOp, c: Rates) -> Demand:
         clocks = 12 + n / 4
     elif rows == 64 and not pair:
         clocks /= c["half rows"]
-    operand = (n // (1 + pair) + (0 if in_tmem else rows)) * DEPTH_BYTES / c["smem"]
+    kept = re.search(r"collector::(a|b)\d?::(?:last)?use", opcode)  # and not read again
+    of_a = 0 if in_tmem or (kept and kept[1] == "a") else rows
+    of_b = 0 if kept and kept[1] == "b" else n // (1 + pair)
+    operand = (of_a + of_b) * DEPTH_BYTES / c["smem"]
     return Demand(op.what.removeprefix("product ").split(" into")[0], clocks, operand, flop / (1 + pair))
 
 
@@ -126,15 +132,38 @@ class Product:
     end: float = 0.0
     before: Product | None = None  # that was in the pipe until it began
     busy: dict[str, float] = field(default_factory=dict)  # clocks of the SM's other units until then
+    asked: Asked | None = None  # of the SM's units until then
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What programs have asked of an SM until a time."""
+
+    smem: Mapping[str, float]  # clocks by cause
+    bytes: Mapping[str, float]  # of the ways out; of TMEM, of the busiest quarter
+    quarters: Sequence[Mapping[str, float]]  # clocks of their units
+    slots: Mapping[int, float]  # warp -> of its instructions
 
 
 class Sm:
-    def __init__(self, c: Rates):
+    """`queues`: what it is asked for waits for what others asked before."""
+
+    def __init__(self, c: Rates, queues: bool = True):
         self.quarters = [Quarter() for _ in range(4)]
-        self.smem = SharedMemory(c["smem"])
-        self.l2, self.out, self.peer = Way(c["l2"]), Way(c["out"]), Way(c["peer"])
-        self.tmem = [Way(c["tmem"]) for _ in range(4)]
+        self.smem = SharedMemory(c["smem"], queues)
+        self.l2, self.out, self.peer = (Way(c[name], queues) for name in ("l2", "out", "peer"))
+        self.tmem = [Way(c["tmem"], queues) for _ in range(4)]
         self.pipe = TensorPipe()
+        self.slots: dict[int, float] = defaultdict(float)
+
+    def asked(self) -> Asked:
+        ways = {"l2": self.l2.bytes, "out": self.out.bytes, "peer": self.peer.bytes}
+        return Asked(
+            dict(self.smem.busy),
+            ways | {"tmem": max(x.bytes for x in self.tmem)},
+            [{unit: x.busy[unit] for unit in ("issue", *UNITS[1:])} for x in self.quarters],
+            dict(self.slots),
+        )
 
     def busy(self, now: float) -> dict[str, float]:
         """Clocks of its units until now, of quarters' the most; and bytes out of L2."""

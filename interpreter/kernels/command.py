@@ -6,6 +6,7 @@
     python -m interpreter mha_fwd_sm_90a_d128_bf --seed 3                   another order of things
     python -m interpreter mha_fwd_sm_90a_d128_bf --ptx edited.ptx           PTX that was changed by hand
     python -m interpreter mha_fwd_sm_90a_d128_bf --time                     clocks of a long run (docs/clocks.md)
+    python -m interpreter mha_fwd_sm_90a_d128_bf --account                  what each unit has to do for a tile of keys
     python -m interpreter mha_fwd_sm_90a_d128_bf --orders                   whether it ends in every order
 
 The kernel is an attention's key of kernels/variants.py, or an unambiguous part of one; it is compiled if no build has
@@ -62,9 +63,11 @@ def parser() -> argparse.ArgumentParser:
         "--plot", type=Path, metavar="FILE", help="draw the timeline (.svg, .png, ...) instead of printing it"
     )
     parser.add_argument("--time", action="store_true", help="show clocks, of a tile of rows that sees many keys")
-    parser.add_argument("--keys", type=int, default=1280, help="with --time: how many, of each source (%(default)s)")
-    parser.add_argument("--queries", type=int, help="with --time (default: a tile of rows, or two queries)")
-    parser.add_argument("--heads", type=int, help="with --time (default: a tile of rows)")
+    parser.add_argument("--account", action="store_true", help="show what bounds its steady state, by the clocks")
+    long_run = "with --time or --account: "
+    parser.add_argument("--keys", type=int, default=1280, help=long_run + "how many, of each source (%(default)s)")
+    parser.add_argument("--queries", type=int, help=long_run + "how many (a tile of rows, or two queries)")
+    parser.add_argument("--heads", type=int, help=long_run + "how many (a tile of rows)")
     parser.add_argument(
         "--orders", action="store_true", help="instead, whether every order of events ends, from one run"
     )
@@ -80,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
         parser().error(str(e))
     if args.ptx is not None:
         kernel = dataclasses.replace(kernel, ptx=args.ptx.read_text())
-    if args.time:
+    if args.time or args.account:
         return show_clocks(kernel, args)
     x = cases.operands(kernel.variant, kernel.facts["tile_n"], args.case)
     if x is None:
@@ -117,16 +120,21 @@ def main(argv: list[str] | None = None) -> int:
 def show_clocks(kernel: Kernel[Forward], args: argparse.Namespace) -> int:
     x = long.operands(kernel.variant, kernel.facts["tile_m"], args.keys, queries=args.queries, heads=args.heads)
     ctas = kernel.facts["ctas"]
-    run = launch(kernel, x, processors=args.processors or kernel.facts["cluster"] * ctas)
-    try:
-        timing = clocks.run(run.machine, ctas)
+
+    def timed(alone: bool = False) -> clocks.Timing:
+        run = launch(kernel, x, processors=args.processors or kernel.facts["cluster"] * ctas)
+        timing = clocks.run(run.machine, ctas, alone=alone)
         if all(keys.pool is None for keys in x.sources):
             judge(run.results(), x, run.scale)
-    except Fault as fault:
-        print(f"{type(fault).__name__}: {fault}", file=sys.stderr)
+        return timing
+
+    try:
+        found = [*([timed()] if args.time else []), *([clocks.account(timed)] if args.account else [])]
+    except (Fault, LookupError) as e:
+        print(f"{type(e).__name__}: {e}", file=sys.stderr)
         return 1
     shape = ", ".join(f"{k} {v}" for k, v in x.shape._asdict().items() if v)
-    print(f"{kernel.variant.key} on {shape}: {run.machine.grid_size} CTAs of {run.machine.threads} threads\n{timing}")
+    print(f"{kernel.variant.key} on {shape}", *found, sep="\n")
     return 0
 
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kernels.abi import Forward
 from kernels.variants import VARIANTS
@@ -25,7 +25,9 @@ from .launch import Kernel, launch
 from .native import variant_of
 
 DOCS = Path(__file__).parents[2] / "docs"
-SMS = 132
+B200 = "sm_100f"
+ARCHITECTURES = {"sm_90a": 132, B200: 148}  # SMs
+B200_GHZ, B200_BYTES = 1.83, 7.2e12  # at which cuDNN frontend's benchmarks ran; of memory, a second
 
 
 def gigahertz(tensor: float) -> float:
@@ -35,50 +37,87 @@ def gigahertz(tensor: float) -> float:
 
 
 @dataclass(frozen=True)
-class Tiles:
-    """A launch: tiles of rows, each of which sees so many keys of the first source and of the second."""
+class Launch:
+    """A row of a record, whose queries see so many keys of the first source and of the second."""
 
     record: str  # docs/h200*.json
     name: str  # of its row
-    key: str
-    rows: int  # tiles of them; of a cluster's, if it has one
-    keys: tuple[int, int] = (0, 0)
-    causal: int = 0  # tiles of rows of a sequence, of which the last sees all keys
+    op: str
+    d: int
+    b: int
+    s: int  # queries of a sequence
+    h: int
+    keys: tuple[int, int]
+    is_causal: bool = False  # the last query sees all keys
+    packing: str = ""
     fitted: bool = False  # constants were chosen with it in sight
     cold: bool = False  # keys come out of HBM
 
+    def key(self, arch: str) -> str:
+        """Of the kernel that is called. LookupError: there is none."""
+        found = [
+            v
+            for v in VARIANTS
+            if isinstance(v, Forward)
+            and (v.op, v.arch, v.d, v.dtype, v.packing) == (self.op, arch, self.d, "bfloat16", self.packing)
+            and v.max_heads >= self.h
+        ]
+        if not found:
+            raise LookupError(f"{arch} has no kernel for {self.name}")
+        return min(found, key=lambda v: v.max_heads).key
 
-H512, SPARSE = "mla_span_fwd_sm_90a_d512_bfloat16", "mla_sparse_fwd_sm_90a_d512_bfloat16"
-CSA, HCA, MHA = "csa_fwd_sm_90a_d512_bfloat16", "hca_fwd_sm_90a_d512_bfloat16", "mha_fwd_sm_90a_d{}_bfloat16"
-FP8 = "dsv4_decode_sm_90a_d512_bfloat16_v4_fp8"
+    def tiles(self, kernel: Kernel[Forward]) -> int:
+        """Of rows; of a cluster's, if it has one."""
+        rows = kernel.facts["tile_m"] * kernel.facts["cluster"]
+        if kernel.variant.gathers:
+            return self.b * self.s * math.ceil(self.h / rows)
+        return (
+            self.b * self.h * math.ceil(self.s / rows) if self.d < 512 else self.b * math.ceil(self.s * self.h / rows)
+        )
+
+    def steps(self, kernel: Kernel[Forward]) -> int:
+        """Of a causal launch, numbers of keys that rows see."""
+        return self.s if self.d == 512 else math.ceil(self.s / (kernel.facts["tile_m"] * kernel.facts["cluster"]))
+
+
 FORWARD, DECODE = "h200.json", "h200_decode.json"
+MHA, SPAN, SPARSE, CSA, HCA, STEP = "mha_fwd", "mla_span_fwd", "mla_sparse_fwd", "csa_fwd", "hca_fwd", "dsv4_decode"
 
 LAUNCHES = (
-    Tiles(FORWARD, "d 64 causal b4 s8192 h16", MHA.format(64), 4 * 16 * 43, (8192, 0), 43, fitted=True),
-    Tiles(FORWARD, "d 128 full b2 s8192 h16", MHA.format(128), 2 * 16 * 64, (8192, 0), fitted=True),
-    Tiles(FORWARD, "d 128 causal b2 s8192 h16", MHA.format(128), 2 * 16 * 64, (8192, 0), 64),
-    Tiles(FORWARD, "d 128 causal b1 s512 h16", MHA.format(128), 16 * 4, (512, 0), 4),
-    Tiles(FORWARD, "d 256 causal b2 s8192 h8/1", MHA.format(256), 2 * 8 * 64, (8192, 0), 64, fitted=True),
-    Tiles(FORWARD, "d 512 causal b1 s4096 h128", H512, 4096 * 2, (4096, 0), 4096, fitted=True),
-    Tiles(FORWARD, "d 512 window 128 b1 s4096 h128", H512, 4096 * 2, (128, 0), cold=True),
-    Tiles(FORWARD, "d 512 window 128 b1 s4096 h64", H512, 4096, (128, 0), cold=True),
-    Tiles(FORWARD, "d 512 top-k 1024 of 8192 b1 s4096 h128", SPARSE, 4096 * 2, (1024, 0), fitted=True),
-    Tiles(FORWARD, "d 512 top-k 512 of 8192 b1 s4096 h64", SPARSE, 4096, (512, 0)),
-    Tiles(FORWARD, "d 512 window 128 + top-k 1024 of 8192 b1 s4096 h128", CSA, 4096 * 2, (128, 1024)),
-    Tiles(FORWARD, "d 512 window 128 + top-k 512 of 8192 b1 s4096 h64", CSA, 4096, (128, 512)),
-    Tiles(FORWARD, "d 512 window 128 + 512 of ratio 128 b1 s4096 h128", HCA, 4096 * 2, (128, 512)),
-    Tiles(FORWARD, "d 512 window 128 + top-k 512 of 8192 b1 s4096 h16", f"{CSA}_h16", 4096, (128, 512)),
-    Tiles(
-        DECODE,
-        "d 512 window 128 + top-k 512 of 16384 b128 s2 h64",
-        "dsv4_decode_sm_90a_d512_bfloat16",
-        256,
-        (128, 512),
-        cold=True,
+    Launch(FORWARD, "d 64 causal b4 s8192 h16", MHA, 64, 4, 8192, 16, (8192, 0), is_causal=True, fitted=True),
+    Launch(FORWARD, "d 128 full b2 s8192 h16", MHA, 128, 2, 8192, 16, (8192, 0), fitted=True),
+    Launch(FORWARD, "d 128 causal b2 s8192 h16", MHA, 128, 2, 8192, 16, (8192, 0), is_causal=True),
+    Launch(FORWARD, "d 128 causal b1 s512 h16", MHA, 128, 1, 512, 16, (512, 0), is_causal=True),
+    Launch(FORWARD, "d 256 causal b2 s8192 h8/1", MHA, 256, 2, 8192, 8, (8192, 0), is_causal=True, fitted=True),
+    Launch(FORWARD, "d 512 causal b1 s4096 h128", SPAN, 512, 1, 4096, 128, (4096, 0), is_causal=True, fitted=True),
+    Launch(FORWARD, "d 512 window 128 b1 s4096 h128", SPAN, 512, 1, 4096, 128, (128, 0), cold=True),
+    Launch(FORWARD, "d 512 window 128 b1 s4096 h64", SPAN, 512, 1, 4096, 64, (128, 0), cold=True),
+    Launch(FORWARD, "d 512 top-k 1024 of 8192 b1 s4096 h128", SPARSE, 512, 1, 4096, 128, (1024, 0), fitted=True),
+    Launch(FORWARD, "d 512 top-k 512 of 8192 b1 s4096 h64", SPARSE, 512, 1, 4096, 64, (512, 0)),
+    Launch(FORWARD, "d 512 window 128 + top-k 1024 of 8192 b1 s4096 h128", CSA, 512, 1, 4096, 128, (128, 1024)),
+    Launch(FORWARD, "d 512 window 128 + top-k 512 of 8192 b1 s4096 h64", CSA, 512, 1, 4096, 64, (128, 512)),
+    Launch(FORWARD, "d 512 window 128 + 512 of ratio 128 b1 s4096 h128", HCA, 512, 1, 4096, 128, (128, 512)),
+    Launch(FORWARD, "d 512 window 128 + top-k 512 of 8192 b1 s4096 h16", CSA, 512, 1, 4096, 16, (128, 512)),
+    *(
+        Launch(
+            DECODE,
+            f"d 512 window 128 + top-k {topk} of 16384 b{b} s2 h{h}{' fp8' * bool(packing)}",
+            STEP,
+            512,
+            b,
+            2,
+            h,
+            (128, topk),
+            packing=packing,
+            cold=True,
+        )
+        for b, h, topk, packing in (
+            (128, 64, 512, ""),
+            (64, 64, 512, "v4_fp8"),
+            (128, 64, 512, "v4_fp8"),
+            (128, 128, 1024, "v4_fp8"),
+        )
     ),
-    Tiles(DECODE, "d 512 window 128 + top-k 512 of 16384 b64 s2 h64 fp8", f"{FP8}_h64", 128, (128, 512), cold=True),
-    Tiles(DECODE, "d 512 window 128 + top-k 512 of 16384 b128 s2 h64 fp8", f"{FP8}_h64", 256, (128, 512), cold=True),
-    Tiles(DECODE, "d 512 window 128 + top-k 1024 of 16384 b128 s2 h128 fp8", FP8, 256, (128, 1024), cold=True),
 )
 
 
@@ -106,10 +145,10 @@ def operands(kernel: Kernel[Forward], tiles: int, keys: tuple[int, int]) -> atte
     return long.operands(v, rows, keys, queries=rows if dense else count, heads=heads)
 
 
-def predict(x: Tiles) -> tuple[float, float]:
+def predict(x: Launch, arch: str = "sm_90a") -> tuple[float, float]:
     """(clocks of the launch, the tensor pipe's share)"""
-    kernel: Kernel[Forward] = Kernel.of(variant_of(x.key))
-    per_turn = SMS * kernel.facts["ctas"] // kernel.facts["cluster"]
+    kernel: Kernel[Forward] = Kernel.of(variant_of(x.key(arch)))
+    per_turn, rows = ARCHITECTURES[arch] * kernel.facts["ctas"] // kernel.facts["cluster"], x.tiles(kernel)
     few, more = 1, 3
 
     def of_tile(keys: tuple[int, int]) -> tuple[Taken, float]:
@@ -118,20 +157,20 @@ def predict(x: Tiles) -> tuple[float, float]:
         each = Taken((b.clocks - a.clocks) / (more - few), (b.tensor - a.tensor) / (more - few))
         return each, a.clocks - few * each.clocks
 
-    if not x.causal:
+    if not x.is_causal:
         each, beside = of_tile(x.keys if x.keys[0] <= 2048 else (1600, 0))
         if x.keys[0] > 2048:
             each, beside = of_keys(of_tile, kernel, x.keys[0])
-        total = beside + math.ceil(x.rows / per_turn) * each.clocks
-        return total, x.rows / per_turn * each.tensor / total
-    step = x.keys[0] / x.causal
-    seen = [math.ceil((n + 1) * step) for n in range(x.causal)]
-    if x.rows <= per_turn:  # each SM has one tile, and the longest decides
+        total = beside + math.ceil(rows / per_turn) * each.clocks
+        return total, rows / per_turn * each.tensor / total
+    steps = x.steps(kernel)
+    seen = [math.ceil((n + 1) * x.keys[0] / steps) for n in range(steps)]
+    if rows <= per_turn:  # each SM has one tile, and the longest decides
         each, beside = of_tile((seen[-1], 0))
-        return beside + each.clocks, x.rows / per_turn * each.tensor / (beside + each.clocks)
+        return beside + each.clocks, rows / per_turn * each.tensor / (beside + each.clocks)
     each, beside = of_keys(of_tile, kernel, sum(seen) / len(seen))
-    total = beside + x.rows / per_turn * each.clocks
-    return total, x.rows / per_turn * each.tensor / total
+    total = beside + rows / per_turn * each.clocks
+    return total, rows / per_turn * each.tensor / total
 
 
 def of_keys(
@@ -145,7 +184,7 @@ def of_keys(
     return Taken(a.clocks + share * (b.clocks - a.clocks), a.tensor + share * (b.tensor - a.tensor)), beside
 
 
-def measured(x: Tiles) -> float:
+def measured(x: Launch) -> float:
     """Seconds of the kernels alone."""
     rows = json.loads((DOCS / x.record).read_text())["rows"]
     (row,) = (r for r in rows if r["name"] == x.name)
@@ -153,39 +192,35 @@ def measured(x: Tiles) -> float:
     return float(sum(t for name, t in names.items() if "fwd" in name))
 
 
-def floor(x: Tiles) -> float:
+def floor(x: Launch) -> float:
     """Seconds that its bytes take out of the GPU's memory."""
     rows = json.loads((DOCS / x.record).read_text())["rows"]
     (row,) = (r for r in rows if r["name"] == x.name)
     return float(row["bytes"] / row["copy_bytes_per_s"])
 
 
-def blackwell() -> dict[str, dict[str, object]]:
-    """Of our kernels for Blackwell over one source, or over V4's pages: the steady state of a tile of rows."""
+def blackwell(accounts: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, object]]:
+    """Of the same launches on a B200: what they would take, and what their account allows at least."""
     found = {}
-    for v in VARIANTS:
-        if not isinstance(v, Forward) or not v.arch.startswith("sm_100") or v.dtype != "bfloat16":
+    for x in LAUNCHES:
+        try:
+            key = x.key(B200)
+        except LookupError:
             continue
-        if v.sources not in (("span",), ("selection",), ("v4_fp8", "v4_fp8")):
-            continue
-        kernel: Kernel[Forward] = Kernel.of(v)
-        ctas = kernel.facts["ctas"]
-        x = long.operands(v, kernel.facts["tile_m"] * kernel.facts["cluster"], 1536)
-        timing = clocks.run(launch(kernel, x, processors=kernel.facts["cluster"] * ctas).machine, ctas)
-        steady = timing.steady()
-        assert steady is not None
-        found[v.key] = {
-            "op": v.op,
-            "d": v.d,
-            "cluster": kernel.facts["cluster"],
-            "turn": round(steady.period),
-            "products": dict(Counter(steady.products)),
-            "tensor": round(steady.flop / steady.clocks / timing.rates["tensor"], 3),
-            "units": {name: round(share, 3) for name, share in steady.shares.items()},
-            "l2": round(steady.l2, 1),
-            "waits": {why: round(n / steady.clocks, 3) for why, n in clocks.timing.most(steady.waits, 3)},
+        clocks, share = predict(x, B200)
+        account = accounts[key]
+        least = share * clocks * account["units"][account["bound"]] / account["units"]["tensor"]
+        (row,) = (r for r in json.loads((DOCS / x.record).read_text())["rows"] if r["name"] == x.name)
+        bytes_us = 1e6 * row["bytes"] / B200_BYTES
+        by_memory = bytes_us > least / B200_GHZ / 1e3
+        found[x.name] = {
+            "kernel": key,
+            "clocks": round(clocks),
+            "predicted_us": round(max(clocks / B200_GHZ / 1e3, bytes_us), 1),
+            "at_least_us": round(max(least / B200_GHZ / 1e3, bytes_us), 1),
+            "bound": "memory" if by_memory else account["bound"],
         }
-        print(v.key, found[v.key], flush=True)
+        print(x.name, found[x.name], flush=True)
     return found
 
 
@@ -233,7 +268,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         seconds = max(took / ghz / 1e9, floor(x))
         us, wanted = 1e6 * seconds, 1e6 * measured(x)
         rows[x.name] = {
-            "kernel": x.key,
+            "kernel": x.key("sm_90a"),
             "fitted": x.fitted,
             "clocks": round(took),
             "tensor": round(share, 3),
@@ -243,8 +278,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         }
         print(f"{x.name:62} {us:8.1f} {wanted:8.1f} {us / wanted:.2f} {share:.0%}", flush=True)
         args.file.write_text(json.dumps(record, indent=1) + "\n")
-    if not args.words or "blackwell" in args.words:
-        record |= {"blackwell": dict(blackwell()), "layers": dict(layers())}
+    if not args.words or B200 in args.words:
+        record[B200] = dict(blackwell(json.loads(args.file.read_text())["accounts"]))
+        args.file.write_text(json.dumps(record, indent=1) + "\n")
+    if not args.words or "layers" in args.words:
+        record["layers"] = dict(layers())
         args.file.write_text(json.dumps(record, indent=1) + "\n")
 
 

@@ -182,7 +182,7 @@ class _Driver:
             (ctypes.c_uint64 * rank)(*x.strides),
             (ctypes.c_uint32 * rank)(*x.box),
             (ctypes.c_uint32 * rank)(*[1] * rank),
-            *(0, SPANS[x.swizzle], 0, 0),  # not interleaved; no promotion; zeros out of bounds
+            *(0, 4 if x.atom == 32 else SPANS[x.swizzle], 0, 0),  # not interleaved; no promotion; zeros out of bounds
         )
 
     def launch(self, x: Handwritten, parameters: list[int]) -> None:

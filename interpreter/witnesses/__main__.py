@@ -4,6 +4,7 @@
     python -m interpreter.witnesses gemm 'fa4 128'           those whose names have one of these words
     python -m interpreter.witnesses --list                   what there is
     python -m interpreter.witnesses --time dsa               clocks of longer runs, beside published times
+    python -m interpreter.witnesses --account dsa            what bounds them, beside published times
     python -m interpreter.witnesses --record docs/witnesses.json --rules --faults
                                                              also what docs/witnesses.md shows
 
@@ -25,7 +26,7 @@ from typing import Any
 from ..machine.rules import Rule
 from .catalogue import CLOCKED, WITNESSES, Witness
 from .recording import NotRecorded, recording, version
-from .timing import predicted, timed
+from .timing import accounted, predicted, timed
 from .verdict import answer, broken, plant
 
 QUICK = (
@@ -59,6 +60,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--rules", action="store_true", help="find the rules of the manual that each breaks")
     parser.add_argument("--faults", action="store_true", help=f"plant faults in {', '.join(PLANTED)}")
     parser.add_argument("--time", action="store_true", help="show clocks; with --record docs/clocks.json, keep them")
+    parser.add_argument("--account", action="store_true", help="show what bounds each; --record as with --time")
     parser.add_argument("--record", type=Path, metavar="FILE", help="write what was found into this JSON")
     return parser
 
@@ -71,10 +73,26 @@ def show_clocks(args: argparse.Namespace) -> int:
         print(f"{x.name}: {row['predicted_tflops']} TFLOP/s predicted, {row['published_tflops']} published", flush=True)
         print(*(f"  {line}" for timing in timings for line in str(timing).splitlines()), sep="\n", flush=True)
     if args.record is not None:
-        record = json.loads(args.record.read_text()) if args.record.exists() else {}
-        record["others"] = record.get("others", {}) | rows
-        args.record.write_text(json.dumps(record, indent=1) + "\n")
+        keep(args.record, "others", rows)
     return 0 if rows else 1
+
+
+def show_accounts(args: argparse.Namespace) -> int:
+    rows = {}
+    for x in (x for x in CLOCKED if not args.words or any(word in x.name for word in args.words)):
+        for found in accounted(x):
+            rows[x.name] = found.as_json()
+            print(f"{x.name}: {found}", flush=True)
+    if args.record is not None:
+        keep(args.record, "accounts of others", rows)
+    return 0 if rows else 1
+
+
+def keep(file: Path, name: str, rows: dict[str, Any]) -> None:
+    """In the record of clocks; what it has of other witnesses stays there."""
+    record = json.loads(file.read_text()) if file.exists() else {}
+    record[name] = record.get(name, {}) | rows
+    file.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def chosen(args: argparse.Namespace) -> list[Witness]:
@@ -117,6 +135,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     if args.time:
         return show_clocks(args)
+    if args.account:
+        return show_accounts(args)
     witnesses, start = chosen(args), time.monotonic()
     if args.list:
         for x in witnesses:

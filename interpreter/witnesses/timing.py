@@ -49,6 +49,19 @@ def timed(x: Witness) -> list[clocks.Timing]:
     return found
 
 
+def accounted(x: Witness) -> list[clocks.Account]:
+    """Of each of its launches, one CTA an SM."""
+    made = recording(x)
+
+    def timings(alone: bool) -> list[clocks.Timing]:
+        found = list[clocks.Timing]()
+        run(made.launches, made.arguments, rules=CHIP, by=lambda m: found.append(clocks.run(m, alone=alone)))
+        return found
+
+    both = zip(timings(False), timings(True), strict=True)
+    return [clocks.account(lambda alone=False, of=of: of[alone]) for of in both]
+
+
 def predicted(x: Witness, timings: Sequence[clocks.Timing]) -> dict[str, object]:
     """As JSON has it."""
     public, (timing,) = PUBLISHED[x.name], timings

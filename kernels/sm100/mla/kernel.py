@@ -49,6 +49,7 @@ from kernels.lib.tcgen05 import (
     COLUMNS,
     K_STEP,
     ROW_BYTES,
+    Collector,
     after_thread_sync,
     before_thread_sync,
     begin_load,
@@ -405,7 +406,7 @@ class MlaFwdSm100(ForwardKernel):
         after_thread_sync()
         ring, tmem = smem.keys.iterator.toint(), cta.tmem.toint()
         steps = c.columns_per_lane // K_STEP  # products of scores; those of P V are fewer
-        turn = steps // (2 * c.tile_n // K_STEP)
+        turn = steps // (c.tile_n // K_STEP)
         with cute.arch.elect_one():
             for step in cutlass.range_constexpr(steps):
                 if cutlass.const_expr(scores):
@@ -420,16 +421,18 @@ class MlaFwdSm100(ForwardKernel):
                         c.cluster,
                     )
                 if cutlass.const_expr(output and step % turn == 0):
-                    rows, half = divmod(step // turn, 2)
-                    v = ring + values.index * c.stage_bytes + half * c.half_bytes + rows * K_STEP * ROW_BYTES
-                    multiply(
-                        tmem + half * (c.columns_per_lane // 2),
-                        slab_descriptor(smem.p.iterator.toint() + p.index * c.p_bytes + rows * 2 * K_STEP, 16),
-                        slab_descriptor(v, c.slabs_together * c.slab_bytes),
-                        instruction(self.dtype, c.cluster * c.tile_m, c.columns_per_lane, True),
-                        True if rows else adds,
-                        c.cluster,
-                    )
+                    rows = step // turn
+                    for half, kept in enumerate((Collector.FILL, Collector.LASTUSE)):
+                        v = ring + values.index * c.stage_bytes + half * c.half_bytes + rows * K_STEP * ROW_BYTES
+                        multiply(
+                            tmem + half * (c.columns_per_lane // 2),
+                            slab_descriptor(smem.p.iterator.toint() + p.index * c.p_bytes + rows * 2 * K_STEP, 16),
+                            slab_descriptor(v, c.slabs_together * c.slab_bytes),
+                            instruction(self.dtype, c.cluster * c.tile_m, c.columns_per_lane, True),
+                            True if rows else adds,
+                            c.cluster,
+                            kept,
+                        )
         if cutlass.const_expr(scores):
             commit(bar.s_full + buffer, c.cluster)
         if cutlass.const_expr(output):

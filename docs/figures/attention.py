@@ -1,0 +1,170 @@
+"""Attention forward, its steps, RoPE, and many GPUs."""
+
+from .peers import steps_beside_flashmla
+from .records import (
+    DECODE,
+    FORWARD,
+    LAYER,
+    NOTED,
+    PROFILES,
+    STEP,
+    bullets,
+    launched,
+    micro,
+    of_peer,
+    ours,
+    percent,
+    rate,
+    row_of,
+    rows_of,
+    share,
+    suite,
+    table,
+    wrapped,
+)
+
+
+def dsv4() -> str:
+    return table("layer | µs | TFLOP/s | of the roofline | two passes / ours", rows_of(FORWARD, "dsv4", "two_pass"))
+
+
+def dense() -> str:
+    rows = [*rows_of(FORWARD, "dense", "cudnn", "xla"), *rows_of(FORWARD, "window", "cudnn", "xla")]
+    return table("attention | µs | TFLOP/s | of the roofline | cuDNN / ours | XLA / ours", rows)
+
+
+CACHES = {None: "bfloat16", "fp8": "FP8", "v41_fp4": "V4.1's FP8 and FP4"}
+
+
+def decode() -> str:
+    """A row for each kind of cache and number of heads, a column for each batch; then what is left."""
+    kinds: dict[tuple[str, ...], dict[int, str]] = {}
+    others = []
+    for row in suite(DECODE, "decode"):
+        if found := STEP.match(row["name"]):
+            topk, b, heads, cache = found.groups()
+            kinds.setdefault((heads, topk, CACHES[cache]), {})[int(b)] = micro(ours(row))
+        else:
+            beside = next((peer for peer in ("contiguous", "graph") if peer in row["times"]), "")
+            others.append([row["name"], micro(ours(row)), rate(row), share(row), of_peer(row, beside)])
+    batches = sorted({b for times in kinds.values() for b in times})
+    first = table(
+        " | ".join(["a step, cache", *(f"b {b}, µs" for b in batches)]),
+        (
+            [f"{heads} heads, top-k {topk}, {cache}", *(times.get(b, "–") for b in batches)]
+            for (heads, topk, cache), times in kinds.items()
+        ),
+    )
+    return first + "\n\n" + table("other steps | µs | TFLOP/s | of the roofline | beside it / ours", others)
+
+
+def mha_forward_bound() -> str:
+    full, window, clocks = PROFILES["d 128 full"], PROFILES["d 128 window"], PROFILES["clock, GHz"]
+    row, narrow, small = (
+        row_of(FORWARD, f"d 128 {name}")
+        for name in ("full b2 s8192 h16", "window 128 b2 s8192 h16/1", "causal b1 s512 h16")
+    )
+    beside = NOTED["clocks of the softmax of a tile of 160 keys"]
+    floor = narrow["bytes"] / narrow["copy_bytes_per_s"]
+    return bullets(f"""- **The softmax** of 160 keys takes a warpgroup {beside["alone"]} clocks alone, and {beside["beside another's"]} beside another's.
+  Both want the same exponential unit.
+- **d 128, all keys** ({share(row)} of M): power. Tensor cores are busy {percent(full["tensor"])} of the time, cuDNN's {percent(full["tensor of cuDNN"])}.
+  We move {full["gigabytes through L2"]:g} GB through L2 where cuDNN moves {full["gigabytes through L2 of cuDNN"]:g}, so its clock is higher.
+- **d 128, window** ({micro(ours(narrow))} µs, floor {micro(floor)}): the chain of one tile. In clocks: take over {window["take over"]}, scores {window["scores"]},
+  softmax {window["softmax"]}, the rest of P V {window["P V"]}, stores {window["stores"]}.
+- **Small calls** (b 1, s 512: {micro(ours(small))} µs): Q and K arrive after {PROFILES["d 128 causal b1 s512"]["cycles until Q and K are there"]} clocks.
+- **Power**: after a second of work, kernels run into the driver's {clocks["watts"]} W. The clock falls from {clocks["at rest"]:g} GHz
+  to {clocks["our kernels"]:g} in ours, and to {clocks["matrix product"]:g} in a matrix product.""")
+
+
+def mla_forward_bound() -> str:
+    causal, wide, narrow, window = (
+        row_of(FORWARD, f"d 512 {name}")
+        for name in ("causal b1 s4096 h128", "top-k 1024 of 8192 b1 s4096 h128", "top-k 512 of 8192 b1 s4096 h64",
+                     "window 128 b1 s4096 h128")
+    )  # fmt: skip
+    first, second, tile, parts = (
+        PROFILES[name]
+        for name in (
+            "top-k 1024, 128 heads",
+            "top-k 512, 64 heads",
+            "a tile of rows of top-k 1024",
+            "window, 128 heads",
+        )
+    )
+    cycles = sum(parts.values())
+    return bullets(f"""- **Causal** ({share(causal)} of the roofline): shared memory. Q K' reads both operands from it at full rate.
+- **Top-k, 128 heads** ({share(wide)}): the chain from P V to handing a tile over. Tensor cores work {percent(first["tensor"])} of the time,
+  FlashMLA's {percent(first["tensor of FlashMLA"])}. L2 is {percent(first["L2"])} busy, and {percent(first["L2 of 65536"])} with 65536 entries.
+- **Top-k, 64 heads** ({share(narrow)}): the same chain. L2 is {percent(second["L2"])} busy, and {percent(second["L2 of 65536"])} with 65536 entries.
+- **A tile of rows** costs {tile["beside its keys"]} of {tile["cycles"]} clocks beside its keys.
+- **A window alone** ({micro(ours(window))} µs, {share(window)}): a tile of rows has one pair of key tiles, so nothing overlaps.
+  Its {cycles} clocks: {", ".join(f"{name} {count}" for name, count in parts.items())}.""")
+
+
+def few_heads() -> str:
+    return table(
+        "`mla_fwd_sm90` → `mla_few_heads_fwd_sm90`, µs | 8 heads | 16 heads | 32 heads",
+        (
+            [row["name"], *(" → ".join(map(str, row[heads])) for heads in ("8", "16", "32"))]
+            for row in NOTED["few heads"]["rows"]
+        ),
+    )
+
+
+def few_heads_bound() -> str:
+    tile, products = PROFILES["few heads, a tile of 64 keys, µs"], PROFILES["few heads, clocks of both products"]
+    near, far = (row_of(FORWARD, f"d 512 window 128 + top-k 512 of {n} b1 s4096 h16") for n in (8192, 65536))
+    return wrapped(f"""The chain from keys to P to O bounds it, and the other CTA of the SM hides a part. An SM takes {tile["takes"]} µs for a tile
+of 64 keys. Gathering alone takes {tile["gathering alone"]} µs, and {tile["gathering alone of 65536"]} out of 65536 entries. Both products take
+{", ".join(str(n) for n in products.values())} clocks at 8, 16 and 32 heads, from keys in SMEM. A layer of 16 heads takes {micro(ours(near))} µs, {share(near)} of the
+roofline. From 65536 entries it takes {micro(ours(far))} µs, {share(far)}.""")
+
+
+def decode_bound() -> str:
+    name = "d 512 window 128 + top-k 1024 of 16384 b{} s2 h128 fp8"
+    small, large = (row_of(DECODE, name.format(b)) for b in (2, 64))
+    plain = row_of(DECODE, name.format(64).removesuffix(" fp8"))
+    dense = row_of(DECODE, "d 512 full b16 s1 h128")
+    steps = steps_beside_flashmla()
+    four = row_of(DECODE, "d 512 window 128 + top-k 512 of 16384 b64 s2 h64 v41_fp4")
+    kernel, merge, *_ = launched(small)
+    return bullets(f"""- **Batch 2** ({micro(ours(small))} µs): the begin of a call. Lengths, entries and keys are three misses of memory in a row.
+  The kernel takes {micro(kernel)} µs and the merge {micro(merge)}.
+- **FP8, batch 64** ({micro(ours(large))} µs, bfloat16 {micro(ours(plain))}): filling and using keys take turns. Three of the four places of a pair
+  come free at its end. Producers wait for places {percent(NOTED["decode"]["producers wait, share of the time"])} of the time.
+- **FlashMLA** takes {steps["fp8", 128, 2]:.2f} times as long at batch 2 and {steps["fp8", 128, 64]:.2f} times at batch 64. With 64 heads it takes {steps["fp8", 64, 2]:.2f} and {steps["fp8", 64, 64]:.2f} times.
+- **FP4 beside FP8** takes {ours(four) / four["times"]["v4_fp8"]["seconds"]:.2f} of the time of V4's layout, at batch 64 and 64 heads.
+- **All of 32768 keys**, batch 16: {micro(ours(dense))} µs, {share(dense)} of the roofline. The keys do not fit into L2.""")
+
+
+def rope() -> str:
+    c = LAYER["rows"][0]["copy_bytes_per_s"]
+    return table(
+        "kernel | least at C, µs | XLA, µs | ours, µs",
+        ([f"`{r['name']}`", micro(r["bytes"] / c), *(f"{us:g}" for us in r["us"])] for r in NOTED["rope"]["rows"]),
+    )
+
+
+def scaling() -> str:
+    found = NOTED["scaling"]
+    one = found["one device, ms"]
+    return f"{found['method']}. One device takes {one} ms.\n\n".replace("fmha", "`fmha`", 1).replace(
+        "jax.jit", "`jax.jit`"
+    ) + table(
+        "sharded | Auto mesh, ms | faster | Explicit mesh, ms | faster | results",
+        (
+            [
+                r["sharded"],
+                *(text for ms in (r["auto_ms"], r["explicit_ms"]) for text in (f"{ms}", f"{one / ms:.2f} ×")),
+                r["bits"],
+            ]
+            for r in found["rows"]
+        ),
+    )
+
+
+def host() -> str:
+    found = NOTED["host"]
+    return wrapped(f"""{found["method"]}: {found["ours_us"]} µs from Python to the call's return. cuDNN through `jax.nn` takes {found["cudnn_us"]} µs.
+Our handler takes {found["handler_us"]} µs of that (median), for look-up, tensor maps and launch.""")

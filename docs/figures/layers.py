@@ -1,0 +1,121 @@
+"""The indexer, and whole layers."""
+
+from typing import Any
+
+from .peers import beside
+from .records import (
+    INDEXER,
+    KINDS,
+    LAYER,
+    NOTED,
+    PROFILES,
+    STEPS,
+    bullets,
+    launched,
+    micro,
+    of_peer,
+    ours,
+    percent,
+    row_of,
+    seconds,
+    share,
+    suite,
+    table,
+    wrapped,
+)
+
+FORMATS = ("float8_e4m3fn", "bfloat16")
+
+
+def indexer() -> str:
+    """A row for a call, with its time in 8 and in 16 bits; then calls that were timed in one of them alone."""
+    theirs = {row["name"]: micro(seconds(row, "cudnn_frontend")) for row in beside("cudnn_frontend")}
+    found = {row["name"]: row for row in suite(INDEXER, "indexer")}
+    rows, others = [], []
+    for name, row in found.items():
+        wide = found.get(name.replace("float8_e4m3fn", "bfloat16"), row)
+        if "float8_e4m3fn" in name:
+            times = [cell for each in (row, wide) for cell in (micro(ours(each)), share(each))]
+            peers = [of_peer(wide, "xla"), *(theirs.get(each["name"], "–") for each in (row, wide))]
+            rows.append([name.replace(", float8_e4m3fn", ","), *times, *peers])
+        elif "bfloat16" not in name or name.replace("bfloat16", "float8_e4m3fn") not in found:
+            said = name.replace(", bfloat16 h64", "").replace("a window of 128 and these", "a window and these")
+            others.append([said, micro(ours(row)), share(row), of_peer(row, "xla"), theirs.get(name, "–")])
+    first = table(
+        "scores and choice | e4m3, µs | of the roofline | bf16, µs | of the roofline | XLA / ours, bf16"
+        " | cuDNN frontend, e4m3, µs | bf16, µs",
+        rows,
+    )
+    return (
+        first
+        + "\n\n"
+        + table("calls timed in one precision | µs | of the roofline | XLA / ours | cuDNN frontend, µs", others)
+    )
+
+
+def indexer_bound() -> str:
+    profile = PROFILES["scores of the indexer"]
+    pages = {form: launched(row_of(INDEXER, f"top-k 512 of 16384 in pages, {form} h64, b64 s2")) for form in FORMATS}
+    bytes_of = {"float8_e4m3fn": 128 + 4, "bfloat16": 256}  # an entry; its scores for two queries are 8 more
+    rates = {form: 64 * 16384 * (bytes_of[form] + 8) / times[0] for form, times in pages.items()}
+    c = row_of(INDEXER, "top-k 512 of 16384 in pages, float8_e4m3fn h64, b64 s2")["copy_bytes_per_s"]
+    at = row_of(INDEXER, "scores at 512 of 8192 and their gradients, bfloat16 h64, b1 s4096")
+    l2 = NOTED["additions"]["bytes a second that L2 adds"]
+    first, far, fewer = (row["ms"] for row in NOTED["probabilities"]["rows"])
+    return bullets(f"""- **Scores of a prompt**: sums and products share the schedulers. A profile of 8192 entries had tensor cores busy
+  {percent(profile["tensor of float8_e4m3fn"])} of the time in e4m3 and {percent(profile["tensor of bfloat16"])} in bfloat16.
+- **Scores over pages**: memory. The kernel reads keys and writes scores at {percent(rates["float8_e4m3fn"] / c)} of C in e4m3 and {percent(rates["bfloat16"] / c)} in bfloat16.
+- **Scores at entries**: what dk adds to memory. Additions alone take {4096 * 512 * 512 / l2 * 1e3:.2f} ms of {ours(at) * 1e3:.2f} ms for both passes.
+- **Probabilities**: L2. 128 heads and 1024 keys of 8192 take {first:.2f} ms, of 65536 {far:.2f} ms. 64 heads and 512 keys take {fewer:.2f} ms.""")
+
+
+def layer() -> str:
+    """A row for each kind of layer, and what each of its parts takes."""
+    parts = ("products", "attention", "indexer", "compressor", "append", "rope", "norm", "other")
+    rows = []
+    for row in suite(LAYER, "layer") + [row for row in suite(STEPS, "layer") if row["name"].startswith("layer")]:
+        times = row["times"]["ours"]["parts"]
+        rest = 1 - (times["products"] + times["attention"]) / sum(times.values())
+        each = (micro(times[part]) if part in times else "" for part in parts)
+        launches = str(row["times"]["ours"]["launches"])
+        rows.append([row["name"].removeprefix("layer "), micro(ours(row)), launches, *each, f"{100 * rest:.1f} %"])
+    return table(" | ".join(["layer", "all", "launches", *parts, "rest"]), rows)
+
+
+def layer_steps() -> str:
+    """What surrounds attention in a step of 64 sequences."""
+    parts = ("append", "compressor", "indexer", "attention", "products")
+    rows = []
+    for row in suite(STEPS, "layer"):
+        if row["name"].startswith("layer") and ", b64" in row["name"]:
+            times = row["times"]["ours"]
+            each = (micro(times["parts"][part]) if part in times["parts"] else "" for part in parts)
+            name = row["name"].removeprefix("layer ").replace(", step after 16384, b64", "")
+            rows.append([name, micro(ours(row)), str(times["launches"]), *each])
+    return table(" | ".join(["layer, µs", "all", "launches", *parts]), rows)
+
+
+def layer_stack() -> str:
+    """A step of all layers, in one program."""
+    rows = []
+    for row in suite(STEPS, "layer"):
+        if not row["name"].startswith("layer"):
+            kernels, graph, at_once = (row["times"][name]["seconds"] for name in ("ours", "graph", "at once"))
+            launches = str(row["times"]["ours"]["launches"])
+            rows.append([row["name"], launches, *(f"{x * 1e3:.2f}" for x in (alone(row), kernels, graph, at_once))])
+    return table("ms | launches | layers, one by one | kernels | in a graph | with `STEP_OPTIONS`", rows)
+
+
+def alone(stack: dict[str, Any]) -> float:
+    """The sum of what its 43 layers take alone."""
+    end = ", FP8" if stack["name"].endswith("FP8") else ""
+    found = (ours(row_of(STEPS, f"layer {kind}, step after 16384, b64{end}")) for kind in KINDS)
+    return sum(n * x for n, x in zip((2, 21, 20), found, strict=True))
+
+
+def layer_rest() -> str:
+    found = {row["name"]: row["times"]["ours"]["parts"] for row in suite(LAYER, "layer")}
+    rests = {name: 1 - (parts["products"] + parts["attention"]) / sum(parts.values()) for name, parts in found.items()}
+    most = max(rests.values())
+    return wrapped(f"""\"Rest\" is the share that is neither matrix products nor attention: at most {percent(most)} in prompts and in their
+    gradients. Kernels below 0.6 µs count only in \"all\".""")

@@ -1,0 +1,43 @@
+"""Ours beside FlashMLA, of one run."""
+
+from typing import Any
+
+from .records import PEERS, STEP, micro, of_peer, ours, seconds, table, wrapped
+
+
+def beside(peer: str) -> list[dict[str, Any]]:
+    """The rows of the record of peers that a peer is in."""
+    return [row for row in PEERS["rows"] if peer in row["times"]]
+
+
+def flashmla() -> str:
+    steps, prompts = [], []
+    bf16 = {key[1:]: f"{ratio:.2f}" for key, ratio in steps_beside_flashmla().items() if key[0] is None}
+    for row in beside("flashmla"):
+        times = [micro(seconds(row, "flashmla")), micro(ours(row)), of_peer(row, "flashmla")]
+        if row["suite"] != "decode":
+            prompts.append([row["name"], *times])
+        elif (found := STEP.match(row["name"])) and found[4] == "fp8":
+            topk, b, heads = (int(x) for x in found.groups()[:3])
+            steps.append([f"{heads} heads, top-k {topk}, b {b}", *times, bf16.get((heads, b), "–")])
+    first = table("a prompt, with a sink | FlashMLA, µs | ours, µs | FlashMLA / ours", prompts)
+    header = "a step, two queries | FlashMLA (FP8), µs | ours, FP8, µs | FlashMLA / ours | FlashMLA / ours, bfloat16"
+    return f"{wrapped(_peers_measured())}\n\n{first}\n\n{table(header, steps)}"
+
+
+def _peers_measured() -> str:
+    """What the record of peers is."""
+    if "copied" in PEERS:
+        return str(PEERS["copied"])
+    flashmla = PEERS["peers"]["flashmla"]
+    sources = (
+        f"commit {flashmla['commit'][:7]}" if flashmla["commit"] else f"extension {flashmla['sha256'][:8]} (SHA-256)"
+    )
+    return f"""Both tables are of one run of `bench --flashmla`, on {PEERS["date"][:10]}, of {PEERS["rounds"]} rounds: FlashMLA's
+    {sources} through torch {flashmla["torch"]}."""
+
+
+def steps_beside_flashmla() -> dict[tuple[str | None, int, int], float]:
+    """How many times as long FlashMLA takes, by the kind of our cache, heads and batch."""
+    found = ((STEP.match(row["name"]), seconds(row, "flashmla") / ours(row)) for row in beside("flashmla"))
+    return {(step[4], int(step[3]), int(step[2])): ratio for step, ratio in found if step}
