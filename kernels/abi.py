@@ -80,15 +80,16 @@ def source_blocks(sources: tuple[str, ...], shared_kv: bool, all_by_tma: bool) -
     """A kernel's parameters for each source of keys.
 
     A gathered source has the address of its keys, another source their map. Where the only source is one span of a
-    latent, it has both, because some keys are loaded without TMA; unless TMA loads them all.
+    latent, it has both, because some keys are loaded without TMA; unless TMA loads all that are not packed.
     """
     params: Params = ()
     for i, kind in enumerate(sources):
+        by_tma = all_by_tma and kind not in PACKED
         if not gathers(sources):
             params += keys(*("k",) if shared_kv else ("k", "v"), source=i)
-        elif all_by_tma:
+        elif by_tma:
             params += each("map", "k", source=i)
-        if not all_by_tma and (gathers(sources) or (shared_kv and sources == ("span",))):
+        if not by_tma and (gathers(sources) or (shared_kv and sources == ("span",))):
             params += each("address", "k", source=i)
         if kind == "span":
             params += each("address", "start", "stop", source=i) + each("int32", "s_kv", source=i)
@@ -189,7 +190,7 @@ class Forward(Variant):
 
     @property
     def moves_rows(self) -> bool:
-        """Whether threads load q and store o, and TMA loads keys alone, also those that it gathers."""
+        """Whether threads load q and store o, and TMA loads keys alone, also those that it gathers, unless packed."""
         return self.shared_kv and self.arch == "sm_100f"
 
     @property

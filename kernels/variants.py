@@ -84,7 +84,8 @@ VARIANTS: tuple[Variant, ...] = (
         for heads in (8, 16, 32)
     ),
     *(
-        Forward("dsv4_decode", "sm_90a", MLA, 512, "bfloat16", packing, heads)
+        Forward("dsv4_decode", arch, module, 512, "bfloat16", packing, heads)
+        for arch, module in (("sm_100f", MLA_BLACKWELL), ("sm_90a", MLA))
         for packing in PACKED_SOURCES
         for heads in (64, ANY)
     ),

@@ -71,6 +71,8 @@ BUILT_FOR = {  # share of the tensor pipe's full rate that the account allows
     "csa_fwd_sm_100f_d512_bfloat16_h64": 0.5,
     "mla_sparse_bwd_sm_100f_d512_bfloat16": 0.5,
     "mla_span_bwd_sm_100f_d512_bfloat16": 0.5,
+    "dsv4_decode_sm_100f_d512_bfloat16_v4_fp8": 0.65,
+    "dsv4_decode_sm_100f_d512_bfloat16_v4_fp8_h64": 0.4,
 }
 
 

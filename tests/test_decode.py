@@ -237,19 +237,20 @@ def test_a_compressed_cache_that_has_run_over_shows_no_future(kind, implementati
 
 
 @pytest.mark.skipif(not library.variants_for("dsv4_decode", packing="v4_fp8"), reason="needs kernels to be built")
-@pytest.mark.parametrize("here", ["sm_100f", "sm_90a"])
+@pytest.mark.parametrize("here", ["sm_100f", "sm_90a", "sm_120f"])
 def test_packed_caches_on_a_device_that_no_kernel_unpacks_them_on(here, monkeypatch):
-    """Only Hopper has kernels that read packed entries: elsewhere "cubin" is an error, as soon as it is lowered."""
+    """Hopper and Blackwell have kernels that read packed entries: elsewhere "cubin" is an error, as soon as it is
+    lowered."""
     monkeypatch.setattr(library, "local_architectures", lambda: (here,))
     near, far = (Cache.zeros(2, n, layout="v4_fp8", block_table=jnp.zeros((1, 2), jnp.int32)) for n in (64, 32))
     q, lengths = jnp.zeros((1, 1, 64, 512), jnp.bfloat16), jnp.array([90], jnp.int32)
     step = functools.partial(dsv4_decode, window=64, ratio=4, implementation="cubin")
     traced = jax.jit(step).trace(q, near, far, lengths=lengths)
-    if here == "sm_90a":
+    if here in library.architectures():
         assert "custom_call @dsv4_fmha_dsv4_decode" in traced.lower(lowering_platforms=("cuda",)).as_text()
         return
     with pytest.raises(
-        NotImplementedError, match="dsv4_decode: implementation: got 'cubin' on sm_100f, wanted a kernel that is built"
+        NotImplementedError, match="dsv4_decode: implementation: got 'cubin' on sm_120f, wanted a kernel that is built"
     ):
         traced.lower(lowering_platforms=("cuda",))
 

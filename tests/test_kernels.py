@@ -149,12 +149,14 @@ def test_sass(key):
         return
     of_q = variant.d // 64  # a box of TMA has 128 bytes of a row
     row = next(row for row in library.manifest()["variants"] if row["key"] == key)
+    packed = variant.sources[0] in PACKED  # whose keys go through registers, and to the other CTA of a cluster
     if variant.moves_rows:  # TMA loads a CTA's columns of the keys, and nothing else
-        assert count["UTMALDG"] == len(variant.sources) * of_q // row["cluster"] and count["LDGSTS"] == 0, count
+        loads = 0 if packed else len(variant.sources) * of_q // row["cluster"]
+        assert count["UTMALDG"] == loads and count["LDGSTS"] == 0, count
+        assert count["USETMAXREG"] == 4 * packed, count  # who holds keys gets registers of others
     else:
         assert (count["UTMALDG"] == of_q) if variant.gathers else (count["UTMALDG"] > of_q), count
     long_odd = variant.op == "mla_span_fwd" and variant.max_heads < ANY
-    packed = variant.sources[0] in PACKED  # whose keys go through registers, and to the other CTA of a cluster
     if variant.arch == "sm_90a":
         assert (count["LDGSTS"] > 0) == ((variant.gathers and not packed) or long_odd), count
         assert (count["STAS"] > 0) == (row["cluster"] > 1), count

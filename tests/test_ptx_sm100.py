@@ -82,10 +82,19 @@ CASES: dict[str, tuple[str, dict[str, int]]] = {
 }
 
 
+DECODE = "dsv4_decode_sm_100f_d512_bfloat16"
+UNPACKING = {  # what warps unpack is other code for each format and number of CTAs; the rest of the kernel is not
+    f"{DECODE}_v4_fp8": ("few", "split few", "window"),
+    f"{DECODE}_v4_fp8_h64": ("few", "tiles"),
+    f"{DECODE}_v41_fp8": ("few",),
+    f"{DECODE}_v41_fp8_h64": ("few",),
+    f"{DECODE}_v41_fp4": ("few", "turns"),
+    f"{DECODE}_v41_fp4_h64": ("few",),
+}
 RUNS = [  # float16 is the same code up to conversions; `cases` has the ops of a layer, where CASES has more for fmha
     (key, case)
     for key, v in SM100.items()
-    for case in (CASES if v.sources == ("span",) else ("tiles", "few", "turns"))
+    for case in (CASES if v.sources == ("span",) else UNPACKING.get(key, ("tiles", "few", "turns")))
     if v.dtype == "bfloat16" or case in ("three tiles, ragged", "few")
     if case != RISES or not v.shared_kv  # large keys are large values there; there is another list for them
 ]
@@ -111,7 +120,7 @@ RUNS += [
     (key, SPLIT + case)
     for op, case in SPLITTING.items()
     for key, v in SM100.items()
-    if v.op.startswith(op) and v.dtype == "bfloat16"
+    if v.op.startswith(op) and v.dtype == "bfloat16" and key not in UNPACKING
 ]
 
 TWICE = ("three tiles, ragged", "causal, several row tiles a CTA", "tiles", "turns")
@@ -188,6 +197,7 @@ PAIR = "mha_fwd_sm_100f_d256_bfloat16"
 LATENT = "mla_span_fwd_sm_100f_d512_bfloat16"
 FUSED = "csa_fwd_sm_100f_d512_bfloat16"
 ALONE = "csa_fwd_sm_100f_d512_bfloat16_h64"
+PACKED, PACKED_ALONE = f"{DECODE}_v4_fp8", f"{DECODE}_v4_fp8_h64"
 DENSE_TILE, LATENT_TILE = 128, 64  # keys
 KIB = 1024
 LATENT_SMEM = {"keys": 192 * KIB, "p": 16 * KIB, "exchange": 16 * KIB}
@@ -197,10 +207,13 @@ SMEM = {  # what lies in shared memory, in order
     LATENT: LATENT_SMEM,
     FUSED: LATENT_SMEM,
     ALONE: LATENT_SMEM,
+    PACKED: LATENT_SMEM,
+    PACKED_ALONE: LATENT_SMEM,
 }
 ROWS = {"o": 256, "q": 128, "scores": 128}
 OF_DENSE = {"o": 256, "scores": 128, "p": 128}
-TMEM = {DENSE: OF_DENSE, PAIR: OF_DENSE, LATENT: ROWS, FUSED: ROWS, ALONE: ROWS}  # columns
+TMEM = {DENSE: OF_DENSE, PAIR: OF_DENSE, LATENT: ROWS, FUSED: ROWS, ALONE: ROWS}
+TMEM |= dict.fromkeys((PACKED, PACKED_ALONE), ROWS)  # columns
 
 
 def by_name(message: str, kernel: Kernel) -> str:
@@ -724,6 +737,93 @@ FAULTS = [
         case="split three tiles, ragged",
     ),
     PlantedFault(
+        "a slab has the scales of the next one",
+        PACKED_ALONE,
+        *WRONG,
+        source=(("scale_of(form, scales, slab - slabs[0],", "scale_of(form, scales, (slab - slabs[0]) ^ 1,"),),
+        case="few",
+    ),
+    PlantedFault(
+        "registers are loaded for the next tile before they are unpacked",
+        PACKED_ALONE,
+        *WRONG,
+        source=(
+            (
+                "self.unpack(t, half, key, place)\n        self.fetch(t + self.config.teams, half, key)",
+                "self.fetch(t + self.config.teams, half, key)\n        self.unpack(t, half, key, place)",
+            ),
+        ),
+        case="few",
+    ),
+    PlantedFault(
+        "entries of a list are read a tile late",
+        PACKED_ALONE,
+        *WRONG,
+        source=(("self.look_up(t + 2 * teams)", "self.look_up(t + teams)"),),
+        case="tiles",
+    ),
+    PlantedFault(
+        "unpacked keys are not swizzled",
+        PACKED_ALONE,
+        *WRONG,
+        source=(("(chunk ^ self.row0 % ATOM_ROWS) * 16", "chunk * 16"),),
+        case="few",
+    ),
+    PlantedFault(
+        "each CTA unpacks the other's columns",
+        PACKED,
+        *WRONG,
+        source=(("halves[rank : rank + 1]", "halves[1 - rank : 2 - rank]"),),
+        case="few",
+    ),
+    PlantedFault(
+        "products read unpacked keys without a proxy fence",
+        PACKED_ALONE,
+        Race,
+        unfenced(MMA, "SMEM of keys", r"st\.shared"),
+        source=(
+            (
+                'c.unpacks):\n                cute.arch.fence_proxy("async.shared", space="cta")\n',
+                "c.unpacks):\n",
+            ),
+        ),
+        case="few",
+    ),
+    PlantedFault(
+        "the other CTA tells of its keys without a proxy fence",
+        PACKED,
+        Race,
+        unfenced(MMA, "SMEM of keys", r"st\.shared"),
+        source=(
+            ('state.wait_full()\n        cute.arch.fence_proxy("async.shared", space="cta")\n', "state.wait_full()\n"),
+        ),
+        case="few",
+    ),
+    PlantedFault(
+        "products do not wait for the other CTA's keys",
+        PACKED,
+        (Race, Undefined),
+        rf"{MMA}[^\n]*\n\s+reads SMEM of keys\b",
+        source=(("cute.arch.mbarrier_wait(bar.peer_full + keys.index, keys.phase)", "pass"),),
+        case="few",
+    ),
+    PlantedFault(
+        "warps unpack into a place that products still read",
+        PACKED_ALONE,
+        Race,
+        unordered(MMA, r"st\.shared", "SMEM of keys"),
+        source=(("            state.wait_empty()\n            stage", "            stage"),),
+        case="tiles",
+    ),
+    PlantedFault(
+        "both teams begin with the same tile",
+        PACKED,
+        Race,
+        unordered(r"st\.shared", r"st\.shared", "SMEM of keys"),
+        source=(("(team + fills0) % c.teams", "fills0 % c.teams"),),
+        case="few",
+    ),
+    PlantedFault(
         "TMEM is not freed",
         DENSE,
         Leak,
@@ -771,7 +871,8 @@ def mutant(fault: PlantedFault[str, str], directory: Path, compiler: build.Compi
         return dataclasses.replace(kernel, ptx=fault.planted_in(kernel.ptx))
     shutil.copytree(ROOT / "kernels", directory / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
     *folder, _ = kernel.variant.module.split(".")
-    shared = (directory / "kernels/lib" / f"{name}.py" for name in ("tcgen05", "row_softmax", "splits", "scores"))
+    names = ("tcgen05", "row_softmax", "splits", "scores", "packed")
+    shared = (directory / "kernels/lib" / f"{name}.py" for name in names)
     files = [*directory.joinpath(*folder).glob("*.py"), *shared]
     for old, new in fault.source:
         assert sum(file.read_text().count(old) for file in files) == 1, old

@@ -87,8 +87,8 @@ def cost_of(i: Instruction, c: Callable[[str], float]) -> Cost:
         return Cost(20, "alu", 10 * c("alu"), 60)
     if name in ("div", "sqrt", "rcp") and kind in FLOATS:
         return Cost(9, "mufu", c("mufu"), 40)
-    if name in ("add", "sub", "mul", "fma", "mad") and kind in FLOATS:
-        return Cost(1, *fma)
+    if opcode == "cvt.f32.f16" or (name in ("add", "sub", "mul", "fma", "mad") and kind in FLOATS):
+        return Cost(1, *fma)  # HADD2.F32 is that conversion
     if name in ("mul", "mad"):
         return Cost(2 if kind.endswith("64") else 1, "fma", 2 * c("fma"), c("alu latency"))
     wide = kind.endswith("64") and name not in ("setp", "cvt", "selp")

@@ -3,15 +3,17 @@
 from dataclasses import dataclass
 
 from kernels.abi import gathers
-from kernels.lib.launch import SMEM_LIMIT, WARPGROUP
+from kernels.lib.launch import SMEM_LIMIT, WARPGROUP, registers_at_launch
 from kernels.lib.rows import PUBLISHED, WARP
 from kernels.lib.tcgen05 import COLUMNS
 from kernels.lib.wgmma import SLAB
+from kernels.packings import PACKED
 
 SOFTMAX_WARPS = 4
 ROW_WARPS = 4  # that bring Q into TMEM, and O out of it
 RAILS = 2  # halves of Q's columns, one above the other in TMEM's lanes
 BUFFERS = 2  # of scores, and of P
+UNPACKING_WARPS = 4
 RESCALED_ABOVE = 6.0  # in powers of two: how far a maximum may rise before O is rescaled
 
 
@@ -20,7 +22,9 @@ class Config:
     """Compile-time choices; every tile, count, column and size follows from them."""
 
     dtype: str
-    sources: tuple[str, ...]  # kinds of the sources, in the order in which the kernel walks them: "span" or "selection"
+    sources: tuple[
+        str, ...
+    ]  # kinds of the sources, in the order in which the kernel walks them: "span", "selection" or one of PACKED
     cluster: int  # CTAs that share the keys of their rows: a pair, or one
     d: int = 512
 
@@ -28,6 +32,11 @@ class Config:
     def gathers(self) -> bool:
         """Whether the keys differ from query to query: then a tile holds heads of one query only."""
         return gathers(self.sources)
+
+    @property
+    def unpacks(self) -> bool:
+        """Whether warps unpack what they gather; then all keys are packed."""
+        return self.sources[0] in PACKED
 
     @property
     def shared_kv(self) -> bool:
@@ -59,12 +68,53 @@ class Config:
 
     @property
     def loader_warps(self) -> int:
-        """One issues TMA; where keys are gathered, each lane of as many as needed has a key."""
+        """One issues TMA; where keys are gathered, each lane of as many as needed has a key; others unpack."""
+        if self.unpacks:
+            return UNPACKING_WARPS
         return self.tile_n // WARP if self.gathers else 1
 
     @property
+    def teams(self) -> int:
+        """Of warps that unpack; they take tiles by turns."""
+        return self.cluster
+
+    @property
+    def team(self) -> int:
+        """Threads that unpack a tile."""
+        return WARP * UNPACKING_WARPS // self.teams
+
+    @property
+    def lanes_a_key(self) -> int:
+        """Lanes that unpack a key."""
+        return 4
+
+    def slabs_of(self, rank: int) -> tuple[range, ...]:
+        """Those of a key that a CTA unpacks, by halves of a key: as many as one load brings the scales of."""
+        half = self.columns_per_lane // SLAB
+        halves = tuple(range(first, first + half) for first in (0, half))
+        return halves if self.cluster == 1 else halves[rank : rank + 1]
+
+    @property
     def threads(self) -> int:
-        return WARP * (SOFTMAX_WARPS + ROW_WARPS + 1 + self.loader_warps)
+        """Where registers are shared out among warpgroups, the last one has idle warps."""
+        warps = self.mma_warp + 1
+        return WARP * (-(-warps // 4) * 4 if self.unpacks else warps)
+
+    @property
+    def mma_warp(self) -> int:
+        return SOFTMAX_WARPS + ROW_WARPS + self.loader_warps
+
+    @property
+    def registers_at_launch(self) -> int:
+        return registers_at_launch(self.threads)
+
+    @property
+    def registers(self) -> tuple[int, int, int, int]:
+        """Of a thread of the softmax, of rows, of loading and of products; 0 where they keep what they begin with.
+
+        Where threads hold packed keys, all get what four warpgroups have at launch, shared out anew.
+        """
+        return (152, 152, 144, 64) if self.unpacks else (0, 0, 0, 0)
 
     @property
     def launch_options(self) -> dict[str, int]:
@@ -148,12 +198,13 @@ class Config:
     def barriers(self) -> tuple[tuple[int, int], ...]:
         """(how many, arrivals in a phase), in the order in which they lie in memory.
 
-        Warps arrive once each. Where the MMA warp of a pair waits, the warps of both CTAs arrive.
+        Warps arrive once each. Where the MMA warp of a pair waits, the warps of both CTAs arrive; for keys that warps
+        have unpacked, those of its own CTA, and the MMA warp of the other.
         """
         return (
             (2, 1),  # info_full
             (2, SOFTMAX_WARPS + 1),  # info_empty
-            (self.stages, 1),  # key_full
+            (self.stages, self.team // WARP if self.unpacks else 1),  # key_full
             (self.stages, 1),  # key_empty
             (1, ROW_WARPS * self.cluster),  # q_full
             (1, 1),  # q_empty
@@ -163,9 +214,14 @@ class Config:
             (1, ROW_WARPS * self.cluster),  # o_empty
             (1, SOFTMAX_WARPS),  # factor_full
             (1, ROW_WARPS),  # factor_empty
+            (self.stages if self.unpacks and self.cluster == 2 else 0, 1),  # peer_full
         )
 
     def __post_init__(self):
+        if sum(self.registers) > self.threads // WARPGROUP * self.registers_at_launch:
+            raise ValueError(
+                f"a launch gives {self.registers_at_launch} registers a thread, too few for {self.registers}"
+            )
         if self.cluster == 1 and not self.gathers:
             raise ValueError(f"spans are for pairs of CTAs: {self}")
         if self.columns > COLUMNS:

@@ -2,8 +2,8 @@
 
     warps 0-3         | P0            | P1             | ...          softmax; a row has two threads
     warps 4-7    Q of the next tile of rows  | O of the last one      between memory and TMEM
-    warp 8       S0 S1 | S2, O = P0 V0 | S3, O += P1 V1 | ...         tcgen05.mma, all in TMEM
-    warps 9 ..   K0  K1  K2 ...                                       into a ring: TMA
+    warps 8 ..   K0  K1  K2 ...                                       into a ring: TMA, or four warps that unpack
+    the next     S0 S1 | S2, O = P0 V0 | S3, O += P1 V1 | ...         tcgen05.mma, all in TMEM
 
 TMEM has 128 lanes x 512 columns of 32 bits. A CTA has 64 rows, and all of O is 64 x 512, so two lanes share a row: lane
 i and lane 64 + i. Q lies in two rails, one above the other: the left half of its columns in the first 64 lanes, the
@@ -36,11 +36,12 @@ from kernels.abi import Forward
 from kernels.aot import Compiled
 from kernels.lib.forward import ForwardKernel, Source
 from kernels.lib.launch import WARPGROUP, Shapes
+from kernels.lib.packed import packed_operands
 from kernels.lib.pipeline import PipelineState, wait_for
-from kernels.lib.ptx import bits_of, load_shared_four, store_shared_four, store_shared_words
+from kernels.lib.ptx import load_shared_four, store_shared_four, store_shared_words
 from kernels.lib.row_softmax import RowSpan, exponentiate, mask, prefetch, raise_max, seen_by_row, shift_of
 from kernels.lib.rows import WARP, BoxedRows, Extents, PlacedTile, RowTile, load, store
-from kernels.lib.selections import gathered, open_selection, read_selection
+from kernels.lib.selections import GATHERED, gathered, open_selection, read_selection
 from kernels.lib.softmax import LN_2, LOG2_E, RowResults, exp2
 from kernels.lib.spans import SpanOperands, open_span, prefetch_span, read_span
 from kernels.lib.splits import on_source, own_part, total_tiles
@@ -62,10 +63,12 @@ from kernels.lib.tcgen05 import (
 )
 from kernels.lib.tile_scheduler import TileScheduler
 from kernels.lib.wgmma import SLAB, round_pair, tma_atom, tma_tiles, zero_rows
+from kernels.packings import PACKED
 
 from .config import BUFFERS, RAILS, RESCALED_ABOVE, ROW_WARPS, SOFTMAX_WARPS, Config
 from .gather import TOGETHER, gather_rows, gathering_atom
 from .smem import Barriers, Shared, allocate
+from .unpack import unpack_tiles
 
 CHUNK = 64  # columns of O that a thread holds at a time
 OF_ROWS = 1  # the first of the named barriers of two warps that share rows
@@ -101,6 +104,11 @@ class Row:
 class MlaFwdSm100(ForwardKernel):
     symbol = "mla_fwd_sm100"
 
+    @property
+    def kinds(self) -> dict[str, type]:
+        """Operands of gathered sources, by kind."""
+        return {**GATHERED, **{kind: packed_operands(kind, self.config.lanes_a_key) for kind in PACKED}}
+
     @cute.kernel
     def kernel(self, q, o, sources: tuple, results: RowResults, scale_log2: Float32, n: Extents):
         c = self.config
@@ -119,22 +127,36 @@ class MlaFwdSm100(ForwardKernel):
             rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         cta = Cta(bar, smem, cute.arch.retrieve_tmem_ptr(Float32, 16, smem.tmem), n, rank)
 
-        # where keys are gathered, their places are counted in rows of the array
-        operands = tuple(x[-1]._replace(keys=Int64(0)) if c.gathers else x[-1] for x in sources)
+        operands = tuple(x[-1] for x in sources)
+        if cutlass.const_expr(c.gathers and not c.unpacks):  # places of keys are counted in rows of the array
+            operands = tuple(x._replace(keys=Int64(0)) for x in operands)
+        for_softmax, for_rows, for_loading, for_products = c.registers
         if warp < SOFTMAX_WARPS:
+            self.take_registers(for_softmax)
             self.attend(cta, operands, results, scale_log2)
         elif warp < SOFTMAX_WARPS + ROW_WARPS:
+            self.take_registers(for_rows)
             self.move_rows(cta, q, o, results.o_parts)
-        elif warp == SOFTMAX_WARPS + ROW_WARPS:
-            self.multiply(cta, operands)
-        else:
+        elif warp < c.mma_warp:
+            self.take_registers(for_loading)
             self.load(cta, tuple((*x[:-1], y) for x, y in zip(sources, operands, strict=True)))
             # A grid that began early ends after the grid before it, so that what follows waits for this one alone.
             cute.arch.griddepcontrol_wait()
+        else:
+            self.take_registers(for_products)
+            if warp == c.mma_warp:
+                self.multiply(cta, operands)
 
         self.sync()  # nothing may arrive in a CTA that has ended, nor may TMEM of either go
         if warp == 0:
             cute.arch.dealloc_tmem(cta.tmem, COLUMNS, is_two_cta=c.cluster == 2)
+
+    def take_registers(self, count: int) -> None:
+        """A warpgroup takes as many a thread, where they are shared out."""
+        if count > self.config.registers_at_launch:
+            cute.arch.setmaxregister_increase(count)
+        elif 0 < count < self.config.registers_at_launch:
+            cute.arch.setmaxregister_decrease(count)
 
     @cute.jit
     def sync(self):
@@ -153,6 +175,8 @@ class MlaFwdSm100(ForwardKernel):
 
     def source(self, kind: str, shapes: Shapes, x: Source) -> tuple:
         c = self.config
+        if c.unpacks:
+            return super().source(kind, shapes, x)
         if c.gathers:
             rows = cutlass.max(x.s_kv, x.s_batch * shapes.b)
             array = cute.make_tensor(x.k, cute.make_layout((rows, c.d), stride=(c.d, 1)))
@@ -189,7 +213,7 @@ class MlaFwdSm100(ForwardKernel):
         """For every tile of rows of this CTA it loads the spans or lists, and the tiles of keys."""
         c, bar, smem, n = self.config, cta.bar, cta.smem, cta.n
         scheduler, fills0 = self.scheduler(n), Int32(0)
-        thread = cute.arch.thread_idx()[0] - WARP * (SOFTMAX_WARPS + ROW_WARPS + 1)
+        thread = cute.arch.thread_idx()[0] - WARP * (SOFTMAX_WARPS + ROW_WARPS)
         for wave in cutlass.range(scheduler.waves, unroll=1):
             tile = scheduler.tile(wave)
             opened = own_part(tuple(self.open(cta, source[-1], tile) for source in sources), tile, 1)
@@ -200,14 +224,17 @@ class MlaFwdSm100(ForwardKernel):
                     for i, thing in enumerate((tile, *opened)):
                         thing.publish(smem.info[None, i, info.index])
                     info.arrive_full()
-            first = fills0
-            for source, x in zip(sources, opened, strict=True):
-                if cutlass.const_expr(c.gathers):
-                    self.gather_tiles(cta, source[0], x, first, thread)
-                else:
-                    self.load_tiles(cta, source, x, tile, first)
-                first = first + x.tiles
-            fills0 = first
+            if cutlass.const_expr(c.unpacks):
+                self.unpack_tiles(cta, opened, fills0, thread)
+            else:
+                first = fills0
+                for source, x in zip(sources, opened, strict=True):
+                    if cutlass.const_expr(c.gathers):
+                        self.gather_tiles(cta, source[0], x, first, thread)
+                    else:
+                        self.load_tiles(cta, source, x, tile, first)
+                    first = first + x.tiles
+            fills0 = fills0 + total_tiles(opened)
         # Nothing may arrive in the SMEM of a CTA that has ended.
         for i in cutlass.range_constexpr(c.stages):
             bar.keys.at(fills0 + i).wait_empty()
@@ -220,6 +247,16 @@ class MlaFwdSm100(ForwardKernel):
             shared = replace(tile, n=n, inner0=tile.inner0 - cta.rank * tile.n.box_inner)
             return open_span(operands, shared, c.tile_n, prefetch_span(operands, shared, c.cluster * c.tile_m))
         return open_selection(operands, tile, c.tile_n, 1)
+
+    @cute.jit
+    def unpack_tiles(self, cta: Cta, opened: tuple, fills0: Int32, thread: Int32):
+        """This CTA's columns of all tiles of keys."""
+        c = self.config
+        given = (c, cta.bar.keys, cta.smem.keys.iterator.toint(), opened, fills0, thread)
+        if cta.rank == 0:
+            unpack_tiles(*given, c.slabs_of(0))
+        elif cutlass.const_expr(c.cluster == 2):
+            unpack_tiles(*given, c.slabs_of(1))
 
     @cute.jit
     def load_tiles(self, cta: Cta, source: tuple, opened: Any, tile: RowTile, fills0: Int32):
@@ -299,9 +336,21 @@ class MlaFwdSm100(ForwardKernel):
                         self.issue(cta, fill, done, adds, finished, True, False)
                     fill, done, adds = fill + 1, done + Int32(left), adds << 1 | Int32(t > 0)
                 commit(bar.q_empty, c.cluster)
+            elif cutlass.const_expr(c.unpacks):
+                for t in cutlass.range(tiles, unroll=1):
+                    self.tell_of_keys(cta, fill + t)
+                fill, done = fill + tiles, done + tiles
         for _ in cutlass.range(fill - done, unroll=1):
             finished = self.issue(cta, fill, done, adds, finished, False, True)
             done = done + 1
+
+    @cute.jit
+    def tell_of_keys(self, cta: Cta, fill: Int32):
+        """In the CTA that does not lead: its columns of a tile are unpacked."""
+        state = cta.bar.keys.at(fill)
+        state.wait_full()
+        cute.arch.fence_proxy("async.shared", space="cta")
+        self.tell_mma(cta.bar.peer_full + state.index)
 
     @cute.jit
     def tiles_of(self, cta: Cta, operands: tuple, wave: Int32) -> Int32:
@@ -350,6 +399,10 @@ class MlaFwdSm100(ForwardKernel):
             p.wait_full()
         if cutlass.const_expr(scores):
             keys.wait_full()  # and the last scores of this buffer are read: the warp has waited for their P
+            if cutlass.const_expr(c.unpacks):
+                cute.arch.fence_proxy("async.shared", space="cta")
+                if cutlass.const_expr(c.cluster == 2):
+                    cute.arch.mbarrier_wait(bar.peer_full + keys.index, keys.phase)
         after_thread_sync()
         ring, tmem = smem.keys.iterator.toint(), cta.tmem.toint()
         steps = c.columns_per_lane // K_STEP  # products of scores; those of P V are fewer
@@ -562,19 +615,21 @@ class MlaFwdSm100(ForwardKernel):
         """This row of the target <- factor O, rounded to its type; zeros where the rows have seen no tile of keys."""
         c, dtype = self.config, target.dtype
         chunk = cute.make_rmem_tensor(CHUNK, Float32)
-        rounded = cute.make_rmem_tensor(CHUNK * dtype.width // 32, Uint32)
+        words = cute.recast_tensor(chunk, Uint32)
+        if cutlass.const_expr(dtype is not Float32):
+            words = cute.make_rmem_tensor(CHUNK // 2, Uint32)
         for i in cutlass.range(c.columns_per_lane // CHUNK, unroll=1):
             chunk.fill(0.0)
             if tiles > 0:
                 load_lanes(cta.tmem + i * CHUNK, chunk, w.thread)
-            for j in cutlass.range_constexpr(cute.size(rounded)):
+            for j in cutlass.range_constexpr(cute.size(words)):
                 if cutlass.const_expr(dtype is Float32):
-                    rounded[j] = Uint32(bits_of(chunk[j] * factor))
+                    chunk[j] = chunk[j] * factor
                 else:
-                    rounded[j] = round_pair(chunk[2 * j] * factor, chunk[2 * j + 1] * factor, dtype)
+                    words[j] = round_pair(chunk[2 * j] * factor, chunk[2 * j + 1] * factor, dtype)
             if exists:
                 place = cute.recast_ptr(target + c.column_of(w.part, i * CHUNK), dtype=Uint32).align(32)
-                cute.autovec_copy(rounded, cute.make_tensor(place, rounded.layout))
+                cute.autovec_copy(words, cute.make_tensor(place, words.layout))
 
 
 def compile(variant: Forward, out_dir: Path) -> Compiled:

@@ -22,13 +22,14 @@ class Barriers:
     """
 
     info: Ring  # full: numbers of a tile of rows; empty: the softmax and MMA warps have read them
-    keys: Ring  # full: a tile of keys is there, in both CTAs; empty: the products that read it are done
+    keys: Ring  # full: a tile of keys is there, in both CTAs, or in this one unpacked; empty: its products are done
     q_full: cute.Pointer  # Q of a tile of rows is in TMEM
     q_empty: cute.Pointer  # the last scores of a tile of rows are computed
     s_full: cute.Pointer  # by buffer: scores are computed
     p: Ring  # full: every warp of the softmax has written its P, and rescaled O; empty: P V is done
     o_empty: cute.Pointer  # O of a tile of rows is read
     factor: Ring  # full: the factors of O's rows; empty: they are read
+    peer_full: cute.Pointer  # by stage, where keys are unpacked: the other CTA's columns of a tile are there
 
     @property
     def first(self) -> cute.Pointer:
@@ -71,6 +72,7 @@ def allocate(c: Config, dtype) -> tuple[Barriers, Shared]:
         first[6],
         Ring(*first[7:9], BUFFERS),
         first[9],
-        Ring(*first[10:]),
+        Ring(*first[10:12]),
+        first[12],
     )
     return barriers, Shared(keys, p, exchange, of_thread, factor, tiles, info, tmem)

@@ -37,6 +37,7 @@ from kernels.lib.cluster import CLUSTER, arrive, await_others
 from kernels.lib.forward import ForwardKernel
 from kernels.lib.launch import WARP, WARPGROUP
 from kernels.lib.output import store_part
+from kernels.lib.packed import packed_operands
 from kernels.lib.pipeline import wait_for
 from kernels.lib.rows import BoxedRows, Extents, RowTile
 from kernels.lib.selections import GATHERED, SelectedRows, open_selection, read_selection
@@ -59,7 +60,6 @@ from kernels.packings import PACKED
 from .config import Config
 from .consumer import WARPGROUP_MET, Consumer, Rows, hand_over, take_over
 from .key_tiles import KeyTiles, Work
-from .packed import packed_operands
 from .packed_tiles import load_packed
 from .paired_tiles import load_paired
 from .smem import EVEN, LEFT, ODD, RIGHT, Barriers, Shared

@@ -16,11 +16,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from kernels.lib.packed import Format, Held, PackedSelection, Part, Places
 from kernels.lib.selections import with_keys
 from kernels.lib.splits import on_source, total_tiles
 
 from .key_tiles import KeyTiles, Work
-from .packed import Format, Held, PackedSelection, Part, Places
 from .smem import EVEN, ODD, REFILL_ORDER, Barriers
 
 

@@ -9,14 +9,16 @@ a row of the slab. Slabs of bf16 are copied. The scales of a half of the slabs c
 """
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
-from kernels.lib.cluster import Peer
-from kernels.lib.ptx import (
+from kernels.packings import PACKED, Packing
+
+from .cluster import Peer
+from .ptx import (
     e4m3_to_bf16,
     fma_bf16x2,
     load_words_unless,
@@ -26,10 +28,9 @@ from kernels.lib.ptx import (
     scale_of_ue8m0,
     store_shared_words,
 )
-from kernels.lib.rows import RowTile, ceil_div
-from kernels.lib.selections import CHUNK, Selection
-from kernels.lib.wgmma import SLAB
-from kernels.packings import PACKED, Packing
+from .rows import RowTile, ceil_div
+from .selections import CHUNK, Selection
+from .wgmma import SLAB
 
 D = 512
 WORD, UNIT = 4, 16  # bytes; entries begin at multiples of a unit
@@ -238,21 +239,25 @@ class PackedSelection(Selection):
         """What was fetched becomes bf16 in a key tile. A key's registers get its slabs `then`, if there are any, as
         soon as they are free.
         """
-        form = self.format
         for key in cutlass.range_constexpr(cute.size(held.words, mode=[1])):
-            at = form.scale_words(slabs)
-            scales = held.get(key, 0, at)
-            for slab, piece in form.pieces(slabs):
-                words = held.get(key, at, form.piece_words(slab))
-                at = at + len(words)
-                chunks = [(form.lanes * piece + mine.part, words)]
-                if cutlass.const_expr(slab < form.slabs):
-                    eights = unpacked(form, words, scale_of(form, scales, slab - slabs[0], mine.part))
-                    chunks = [(form.chunks * mine.part + i, eight) for i, eight in enumerate(eights)]
-                for chunk, eight in chunks:
-                    mine.put(slab, key, chunk, eight)
+            self.unpack_key(held, slabs, mine, key)
             if cutlass.const_expr(len(then) > 0):
                 self.fetch_key(held, places, then, mine.part, key)
+
+    def unpack_key(self, held: Held, slabs: range, mine: Any, key: int) -> None:
+        """By `mine.put(slab, key, chunk, words)`, of a thread that has the part `mine.part` of a slab."""
+        form = self.format
+        at = form.scale_words(slabs)
+        scales = held.get(key, 0, at)
+        for slab, piece in form.pieces(slabs):
+            words = held.get(key, at, form.piece_words(slab))
+            at = at + len(words)
+            chunks = [(form.lanes * piece + mine.part, words)]
+            if slab < form.slabs:
+                eights = unpacked(form, words, scale_of(form, scales, slab - slabs[0], mine.part))
+                chunks = [(form.chunks * mine.part + i, eight) for i, eight in enumerate(eights)]
+            for chunk, eight in chunks:
+                mine.put(slab, key, chunk, eight)
 
 
 @dataclass(frozen=True)
