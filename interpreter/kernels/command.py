@@ -9,8 +9,8 @@
     python -m interpreter mha_fwd_sm_90a_d128_bf --account                  what each unit has to do for a tile of keys
     python -m interpreter mha_fwd_sm_90a_d128_bf --orders                   whether it ends in every order
 
-The kernel is a key of kernels/variants.py, or a part of one: of attention, its gradient at d 512, an indexer's scores or
-its teacher. It is compiled if no build has it. With a fault (a deadlock, a race, an access out of bounds, a wrong
+The kernel is a key of kernels/variants.py, or a part of one: of attention, its gradient at d 512, an indexer's scores
+or its teacher. It is compiled if no build has it. With a fault (a deadlock, a race, an access out of bounds, a wrong
 answer, ...) the exit status is 1, and the timeline ends where it was found.
 """
 
