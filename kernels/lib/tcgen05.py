@@ -150,15 +150,15 @@ def scale_lanes(
     columns: cutlass.Constexpr,
     factor: Float32,
     thread: Int32,
-    together: cutlass.Constexpr = SLAB,
+    at_a_time: cutlass.Constexpr = SLAB,
 ):
     """So many columns of this thread's lane times a factor, so many of them at a time."""
-    chunk = cute.make_rmem_tensor(together, Float32)
-    for i in cutlass.range(columns // together, unroll=1):
-        load_lanes(base + i * together, chunk, thread)
-        for j in cutlass.range_constexpr(together):
+    chunk = cute.make_rmem_tensor(at_a_time, Float32)
+    for i in cutlass.range(columns // at_a_time, unroll=1):
+        load_lanes(base + i * at_a_time, chunk, thread)
+        for j in cutlass.range_constexpr(at_a_time):
             chunk[j] = chunk[j] * factor
-        store_lanes(base + i * together, chunk, thread)
+        store_lanes(base + i * at_a_time, chunk, thread)
 
 
 def lanes(base: cute.Pointer, columns: int) -> cute.Tensor:

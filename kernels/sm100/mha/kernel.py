@@ -413,11 +413,11 @@ class MhaFwdSm100(ForwardKernel):
         n = cta.n
         row = cute.arch.thread_idx()[0]
         i, boxed = cute.arch.make_warp_uniform(row // LANES), BoxedRows.at(n, [row])
-        fills0, told = Int32(0), Int32(0)
+        fills0, sent = Int32(0), Int32(0)
         for wave in cutlass.range(self.scheduler(n).waves, unroll=1):
             tile, span = self.rows_of(cta, operands, wave)
             if i == 0 or cta.both:
-                told = self.attend_rows(cta, i, row, boxed, tile, span, fills0, told, results, scale_log2)
+                sent = self.attend_rows(cta, i, row, boxed, tile, span, fills0, sent, results, scale_log2)
             fills0 = fills0 + span.tiles
 
     @cute.jit
@@ -430,11 +430,11 @@ class MhaFwdSm100(ForwardKernel):
         tile: Any,
         span: Span,
         fills0: Int32,
-        told: Int32,
+        sent: Int32,
         results: RowResults,
         scale_log2: Float32,
     ) -> Int32:
-        """Returns how many factors this row tile's correction has been told."""
+        """Returns how many factors this row tile's correction has been sent."""
         c, bar, n = self.config, cta.bar, cta.n
         lane = row % LANES
         exists, query, head = tile.place(boxed, 0)
@@ -454,8 +454,8 @@ class MhaFwdSm100(ForwardKernel):
             factor = exp2(measured * scale_log2 - shift_of(row_max, scale_log2)) if rises else Float32(1.0)
             measured = row_max if rises else measured
             if t > 0:
-                self.tell(cta, factors, told, row, factor)
-                told = told + 1
+                self.tell(cta, factors, sent, row, factor)
+                sent = sent + 1
             shift = shift_of(measured, scale_log2)
             sums = sums[0] * factor, sums[1] * factor
             buffer, _ = self.buffer_of(i, fill)
@@ -482,8 +482,8 @@ class MhaFwdSm100(ForwardKernel):
                 factor = 1.0 / (row_sum + exp2(sink * LOG2_E - shift))
                 lse = (cute.math.log2(row_sum, fastmath=True) + measured * scale_log2) * LN_2
             store(results.lse + tile.row_index(query, head), lse)
-        self.tell(cta, factors, told, row, factor)
-        return told + 1
+        self.tell(cta, factors, sent, row, factor)
+        return sent + 1
 
     @cute.jit
     def read_scores(
@@ -510,9 +510,9 @@ class MhaFwdSm100(ForwardKernel):
         return row_max
 
     @cute.jit
-    def tell(self, cta: Cta, factors: Any, told: Int32, row: Int32, factor: Float32):
+    def tell(self, cta: Cta, factors: Any, sent: Int32, row: Int32, factor: Float32):
         """Tells the correction what to multiply this row of O with."""
-        state = factors.at(told)
+        state = factors.at(sent)
         state.wait_empty()
         cta.smem.factor[row] = factor
         self.arrive(state.full)
@@ -525,7 +525,7 @@ class MhaFwdSm100(ForwardKernel):
         c, bar, n = self.config, cta.bar, cta.n
         lane = cute.arch.thread_idx()[0] % LANES
         boxed = tuple(BoxedRows.at(n, [lane + i * LANES]) for i in range(c.row_tiles))
-        fills0, told, cleared = Int32(0), Int32(0), Int32(0)
+        fills0, sent, cleared = Int32(0), Int32(0), Int32(0)
         for wave in cutlass.range(self.scheduler(n).waves, unroll=1):
             tile, span = self.rows_of(cta, operands, wave)
             for t in cutlass.range(span.tiles, unroll=1):
@@ -537,30 +537,30 @@ class MhaFwdSm100(ForwardKernel):
                 for i in cutlass.range_constexpr(c.row_tiles):
                     if i == 0 or cta.both:
                         if t > 0:
-                            factor = self.hear(cta, i, told, lane)
+                            factor = self.hear(cta, i, sent, lane)
                             # or a warp might tell of this tile before another one has of the last
                             self.wait_output(cta, i, fill - 1)
                             if cute.arch.vote_any_sync(factor != 1.0):
                                 scale_lanes(cta.tmem + i * c.d, c.d, factor, lane, CHUNK)
                         buffer, _ = self.buffer_of(i, fill)
                         self.tell_mma(bar.p_full + buffer)
-                told = told + Int32(t > 0)
+                sent = sent + Int32(t > 0)
             fills0 = fills0 + span.tiles
             for i in cutlass.range_constexpr(c.row_tiles):
                 if i == 0 or cta.both:
-                    factor = self.hear(cta, i, told, lane)
+                    factor = self.hear(cta, i, sent, lane)
                     if span.tiles > 0:
                         self.wait_output(cta, i, fills0 - 1)
                     exists, query, head = tile.place(boxed[i], 0)
                     self.write_output(
                         cta, i, lane, span.tiles > 0, factor, exists, o + tile.row_index(query, head) * c.d
                     )
-            told = told + 1
+            sent = sent + 1
 
     @cute.jit
-    def hear(self, cta: Cta, i: cutlass.Constexpr, told: Int32, lane: Int32) -> Float32:
+    def hear(self, cta: Cta, i: cutlass.Constexpr, sent: Int32, lane: Int32) -> Float32:
         """What this row of O is to be multiplied with."""
-        state = cta.bar.factor_of(i).at(told)
+        state = cta.bar.factor_of(i).at(sent)
         state.wait_full()
         factor = cta.smem.factor[i * LANES + lane]
         self.arrive(state.empty)
