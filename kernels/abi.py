@@ -185,7 +185,7 @@ class Forward(Variant):
 
     @property
     def splits(self) -> bool:
-        return self.arch == "sm_90a"
+        return self.arch == "sm_90a" or self.shared_kv
 
     @property
     def moves_rows(self) -> bool:

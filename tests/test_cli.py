@@ -46,6 +46,7 @@ VARIANT = library.BuiltVariant(
     tile_n=128,
     unit=1,
     ctas=1,
+    cluster=1,
     threads=384,
     registers=168,
     smem_bytes=83016,

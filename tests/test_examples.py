@@ -1,6 +1,7 @@
 """The examples run, and print what they say they do."""
 
 import ast
+import functools
 import importlib.util
 import os
 import re
@@ -16,7 +17,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_dsv4_fmha import Span, reference
+from jax_dsv4_fmha import Cache, Span, dsv4_decode, lightning_indexer, reference
 from jax_dsv4_fmha._host import library
 
 
@@ -58,6 +59,49 @@ def test_context_parallel_gradients(kind):
     got = loss(lambda q, k, sink: attention(q, k, mesh, sink))(q, k, sink, do)
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
+
+
+def test_long_cache(capsys):
+    example("long_cache").main()
+    assert re.match(r"8 \w+ devices with room for 128 entries each: lse differs by \d", capsys.readouterr().out)
+
+
+def test_a_cache_that_devices_share_out(devices=3, s_q=3):
+    """Choice and attention are those of one device, ties among scores included; an idle place sees nothing."""
+    long_cache, rng = example("long_cache"), np.random.default_rng(devices)
+    mesh = jax.make_mesh((devices,), ("ring",), devices=jax.devices("cpu")[:devices])
+    b, h, d, topk, ratio, capacity = 3, 4, 32, 40, 4, 3 * 64 * devices
+
+    def normal(*shape, step=None):
+        x = jnp.asarray(rng.standard_normal(shape), jnp.float32)
+        return x if step is None else jnp.round(x / step) * step
+
+    lengths = jnp.array([ratio * capacity - 1, 900, 0])
+    window, entries, keys = Cache(normal(b, 40, d)), normal(b, capacity, d), normal(b, capacity, 16, step=0.5)
+    q, index_q, sink = normal(b, s_q, h, d), normal(b, s_q, h, 16, step=1), normal(h)
+    weights = jnp.ones((b, s_q, h))
+    held = long_cache.zeros(mesh, b, capacity, d, 16, jnp.float32)
+    for first in (0, 100):  # a part of the entries, and then the others
+        places = jnp.broadcast_to(jnp.arange(first, capacity if first else 100), (b, capacity - 100 if first else 100))
+        held = long_cache.append(held, mesh, entries[:, places[0]], keys[:, places[0]], places)
+    step = jax.jit(functools.partial(long_cache.attend, mesh=mesh, ratio=ratio, topk=topk, window=16))
+    operands = (q, index_q, weights, window, held, lengths, sink)
+    got = step(*operands)
+
+    indices = lightning_indexer(index_q, keys, weights, topk=topk, ratio=ratio, q_offset=lengths - s_q)
+    how = {"lengths": lengths, "sink": sink, "ratio": ratio, "window": 16}
+    want = dsv4_decode(q, window, Cache(entries), indices=indices, **how)
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=2e-6)
+    assert float(jnp.abs(dsv4_decode(q, window, **{**how, "ratio": None})[0] - want[0])[:2].max()) > 0.1
+    text = step.lower(*operands).compile().as_text()
+    assert f",{capacity // devices}," not in "".join(x for x in text.splitlines() if "all-gather(" in x)
+
+
+def test_a_cache_that_cannot_be_shared_out():
+    long_cache, mesh = example("long_cache"), jax.make_mesh((4,), ("ring",), devices=jax.devices("cpu")[:4])
+    with pytest.raises(ValueError, match="capacity: got 128, want a multiple of 64 entries on each of 4 devices"):
+        long_cache.zeros(mesh, 1, 128, 32, 16)
 
 
 def test_sharded(capsys):

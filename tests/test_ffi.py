@@ -157,7 +157,7 @@ def test_no_more_splits_than_units_of_keys_and_one_where_the_chip_is_full():
 def test_splits_by_what_is_built(monkeypatch):
     """By the tiles of one kernel; an extent that is not known, as in an exported batch, splits nothing."""
     extents = {"tile_m": 64, "tile_n": 64, "unit": 2, "threads": 1, "registers": 1, "smem_bytes": 1, "spill_bytes": 0}
-    facts = {"ctas": 1, "splits": True, "cubin_bytes": 1, "evidence": "", **extents}
+    facts = {"ctas": 1, "cluster": 1, "splits": True, "cubin_bytes": 1, "evidence": "", **extents}
     choices = {"d": 512, "dtype": "bfloat16", "max_heads": ANY}
     row = library.BuiltVariant("k", "mla_span_fwd", "forward", "sm_90a", choices, **facts)
     q = jnp.zeros((1, 2, 64, 512), jnp.bfloat16)

@@ -5,6 +5,7 @@ No chip has run these programs. What runs on B200s with the same forms is in `ma
 
 import itertools
 import math
+import re
 import struct
 from dataclasses import replace
 
@@ -567,6 +568,39 @@ def test_products(name):
     program, want = product_named(name)
     for seed in SEEDS:
         np.testing.assert_array_equal(np.ma.array(program.interpret(seed), mask=want.mask), want)
+
+
+def collecting(first, second, **form):
+    """The two products of `product`, with these uses of the collector."""
+    program, want = product(**form)
+    buffer = "b1" if form.get("ws") else "a"
+    uses = iter((first, second))
+    body = re.sub(
+        r"(tcgen05\.mma\S+)",
+        lambda m: f"{m[1]}.collector::{buffer}::{use}" if (use := next(uses)) else m[1],
+        program.body,
+    )
+    return replace(program, body=body), want
+
+
+@pytest.mark.parametrize("form", ["both are MN-major", "ws, 64 rows", "a pair's 256 rows, A in TMEM"])
+def test_a_collector_keeps_an_operand(form):
+    for uses in (("fill", "use"), ("fill", "lastuse"), ("fill", "fill")):
+        program, want = collecting(*uses, **PRODUCTS[form])
+        np.testing.assert_array_equal(program.interpret().view(np.float32), want)
+
+
+@pytest.mark.parametrize("first", [None, "discard", "lastuse"])
+def test_a_collector_gives_nothing_that_it_has_not_kept(first):
+    with pytest.raises(Misuse, match="takes an operand from collector a, which has nothing"):
+        collecting(first, "use")[0].interpret()
+
+
+def test_a_collector_does_not_give_another_operand():
+    program, _ = collecting("fill", "use")
+    second = program.body.replace("!%p4;", "!%p4;\n  add.s64 %rd8, %rd8, 16;")  # the next 256 bytes of A
+    with pytest.raises(Misuse, match="takes an operand from collector a, which has another operand"):
+        replace(program, body=second).interpret()
 
 
 def test_an_undefined_half_of_A_makes_half_of_D_undefined():

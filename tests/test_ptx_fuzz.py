@@ -1,4 +1,4 @@
-"""Random shapes, spans, absent indices and splits for Hopper's kernels, run by the interpreter.
+"""Random shapes, spans, absent indices and splits for attention's kernels, run by the interpreter.
 
 `pytest -m fuzz` looks for failures (docs/verification.md). KEPT holds the ones it found, and every test run tries them.
 """
@@ -16,7 +16,7 @@ from interpreter.kernels.launch import Kernel, combine, launch
 from interpreter.kernels.verdict import judge
 from kernels.abi import Combine, Forward, MlaBackward
 
-ATTENTION = [v.key for family in (Forward, MlaBackward) for v in native.built(family) if v.arch == "sm_90a"]
+ATTENTION = [v.key for family in (Forward, MlaBackward) for v in native.built(family)]
 COMBINE = {(v.arch, v.dtype): v.key for v in native.built(Combine)}
 
 
@@ -84,7 +84,7 @@ def check(case: Case) -> None:
 def cases(draw: st.DrawFn) -> Case:
     key = draw(st.sampled_from(ATTENTION))
     variant = kernel(key).variant
-    is_forward = isinstance(variant, Forward)
+    is_forward, splits = isinstance(variant, Forward), isinstance(variant, Forward) and variant.splits
     heads = draw(st.integers(1, 72))
     h_kv = draw(st.sampled_from([1, 1, 2, 3])) if is_forward and variant.sources == ("span",) else 1
     h_q = native.heads_for(variant, heads) if is_forward else heads
@@ -99,8 +99,8 @@ def cases(draw: st.DrawFn) -> Case:
         s_kv1=draw(st.integers(1, 200)),
         topk=draw(st.integers(1, 200)),
         width=draw(st.none() | st.integers(0, 200)),
-        splits=draw(st.sampled_from([1, 1, 2, 3, 7])) if is_forward else 1,
-        processors=draw(st.integers(1, 3)),
+        splits=draw(st.sampled_from([1, 1, 2, 3, 7])) if splits else 1,
+        processors=draw(st.integers(1, 3)) * kernel(key).facts["cluster"],
         seed=draw(st.integers(0, 2**20)),
     )
 

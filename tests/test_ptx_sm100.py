@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from interpreter.faults import PlantedFault
-from interpreter.kernels import attention, cases
-from interpreter.kernels.launch import Kernel, Launch, launch
+from interpreter.kernels import attention, cases, native
+from interpreter.kernels.launch import Kernel, Launch, combine, launch
 from interpreter.kernels.verdict import Wrong, judge
 from interpreter.machine.hazards import Deadlock, Fault, Leak, Misuse, Race, Undefined
 from interpreter.machine.state import SMEM_BASE, Array
@@ -98,10 +98,20 @@ def rising(x: attention.Operands) -> attention.Operands:
     return dataclasses.replace(x, q=q, sources=(dataclasses.replace(keys, seen_from=indices),))
 
 
+SPLIT = "split "  # before a case: in three parts, which `combine` merges; some rows have fewer tiles of keys
+SPLITTING = {"mla_span": "three tiles, ragged", "csa": "turns", "dsv4": "turns"}
+RUNS += [
+    (key, SPLIT + case)
+    for op, case in SPLITTING.items()
+    for key, v in SM100.items()
+    if v.op.startswith(op) and v.dtype == "bfloat16"
+]
+
 TWICE = ("three tiles, ragged", "causal, several row tiles a CTA", "tiles", "turns")
 
 
 def started(kernel: Kernel, case: str, seed: int = 0, processors: int = 1) -> Launch:
+    case, splits = case.removeprefix(SPLIT), 3 if case.startswith(SPLIT) else 1
     if case in CASES:
         name, extents = CASES[case]
         x = operands(kernel.variant, name, **extents)
@@ -109,15 +119,23 @@ def started(kernel: Kernel, case: str, seed: int = 0, processors: int = 1) -> La
         x = cases.operands(kernel.variant, kernel.facts["tile_n"], "mixed" if case == RISING else case)
         assert x is not None
         x = rising(x) if case == RISING else x
-    return launch(kernel, x, processors=processors * kernel.facts["cluster"], seed=seed)
+    return launch(kernel, x, processors=processors * kernel.facts["cluster"], seed=seed, splits=splits)
+
+
+def results(run: Launch, seed: int) -> tuple[Array, ...]:
+    """(o, lse), where keys are split of what `combine` makes of the parts."""
+    if run.operands.shape.splits == 1:
+        return run.run()
+    run.machine.run()
+    return combine(Kernel.of(native.variant_of(f"combine_sm_100f_{run.operands.q.dtype.name}")), run, seed=seed).run()
 
 
 def interpret(kernel: Kernel, case: str, seed: int = 0, processors: int = 1) -> tuple[Array, ...]:
     """(o, lse); raises what is wrong with them, or with how they came about."""
     run = started(kernel, case, seed, processors)
-    results = run.run()
-    attention.assert_right(results, run.operands, run.scale)
-    return results
+    got = results(run, seed)
+    attention.assert_right(got, run.operands, run.scale)
+    return got
 
 
 @pytest.mark.parametrize(("key", "case"), RUNS)
@@ -125,8 +143,8 @@ def test_is_right(key, case):
     """In an order of its own; where `TWICE`, with the same bits in two, on one and on two CTAs or pairs."""
     kernel, first = Kernel.of(SM100[key]), 2 * RUNS.index((key, case))
     seeds = (first, first + 1) if case in TWICE and SM100[key].dtype == "bfloat16" else (first,)
-    results = [interpret(kernel, case, seed, processors=1 + seed % 2) for seed in seeds]
-    for one, another in zip(results[0], results[-1], strict=True):
+    found = [interpret(kernel, case, seed, processors=1 + seed % 2) for seed in seeds]
+    for one, another in zip(found[0], found[-1], strict=True):
         assert one.tobytes() == another.tobytes()
 
 
@@ -244,6 +262,22 @@ FAULTS = [
         *WRONG,
         answers=wrong_answers.maximum_of_a_part(2, lambda j: j % LATENT_TILE // 32),
         source=(("raise_max(measured, scores), cute.arch.fmax)", "raise_max(measured, scores), lambda a, b: a)"),),
+        case="one tile",
+    ),
+    PlantedFault(
+        "the collector is to give a P that it has not kept",
+        LATENT,
+        Misuse,
+        r"takes an operand from collector a, which has nothing",
+        edit=lambda ptx: ptx.replace("collector::a::fill", "collector::a::discard"),
+        case="one tile",
+    ),
+    PlantedFault(
+        "the collector is to give another part of P than it has kept",
+        LATENT,
+        Misuse,
+        r"takes an operand from collector a, which has another operand",
+        source=(("p.index * c.p_bytes + rows * 2 * K_STEP, 16)", "p.index * c.p_bytes + half * 2 * K_STEP, 16)"),),
         case="one tile",
     ),
     PlantedFault(
@@ -427,7 +461,7 @@ FAULTS = [
         LATENT,
         Race,
         unordered(f"({LD}|{ST})", MMA, "TMEM of o"),
-        source=(("bar.p.at(fill + 1).wait_empty()  # the last P V\n                    after", "after"),),
+        source=(("(t > 0):\n                    bar.p.at(fill + 1).wait_empty()  # the last P V", "(t > 0):"),),
         case="mixed",
     ),
     PlantedFault(
@@ -533,6 +567,28 @@ FAULTS = [
         case="tiles",
     ),
     PlantedFault(
+        "each split begins with a tile of the one before",
+        LATENT,
+        *WRONG,
+        source=(("source.part(first, last - first)", "source.part(cutlass.max(first - 1, 0), last - first)"),),
+        case="split three tiles, ragged",
+    ),
+    PlantedFault(
+        "a part has the sink",
+        ALONE,
+        *WRONG_O,
+        source=(("sink if n.splits == 1 else -Float32.inf", "sink"),),
+        case="split few",
+    ),
+    PlantedFault(
+        "parts are stored as if every row had one",
+        LATENT,
+        WRONG_O[0],
+        r"^o is wrong in .*; lse is right",
+        source=(("row * n.splits + tile.split", "row + tile.split"),),
+        case="split three tiles, ragged",
+    ),
+    PlantedFault(
         "TMEM is not freed",
         DENSE,
         Leak,
@@ -605,7 +661,7 @@ def test_finds(fault, tmp_path, compiler):
     def run_with(fault, seed):
         run = started(kernel, fault.case or "three tiles, ragged", seed)
         try:
-            got = run.run()
+            got = results(run, seed)
             if fault.answers is not None:
                 wrong_answers.assert_given(got, fault.answers(run.operands, run.scale))
             judge(got, run.operands, run.scale)

@@ -10,6 +10,8 @@ import pytest
 from jax_dsv4_fmha import Cache, dsv4_decode
 from jax_dsv4_fmha._host import attention, library, split_kv
 
+from .helpers import every_kernel
+
 
 def device(capability, **attributes):
     return types.SimpleNamespace(compute_capability=capability, **attributes)
@@ -31,7 +33,7 @@ def test_the_devices_own_number_of_sms(monkeypatch, devices, sms):
     monkeypatch.setattr(jax, "local_devices", lambda **_: devices)
     assert split_kv.processors("sm_90a") == sms
     facts = {"threads": 1, "registers": 1, "smem_bytes": 1, "spill_bytes": 0, "cubin_bytes": 1, "evidence": ""}
-    facts |= {"tile_m": 64, "tile_n": 64, "unit": 1, "ctas": 1, "splits": True}
+    facts |= {"tile_m": 64, "tile_n": 64, "unit": 1, "ctas": 1, "cluster": 1, "splits": True}
     choices = {"d": 512, "dtype": "bfloat16", "max_heads": library.ANY}
     row = library.BuiltVariant("k", "mla_sparse_fwd", "forward", "sm_90a", choices, **facts)
     monkeypatch.setattr(library, "variants", lambda: (row,))
@@ -58,6 +60,37 @@ def test_fewer_sms_are_other_splits():
 )
 def test_keys_are_split_by_units(row_tiles, key_tiles, unit, splits):
     assert split_kv.split_count(row_tiles, key_tiles, unit, 132) == splits
+
+
+@pytest.mark.skipif("sm_100f" not in library.architectures(), reason="Blackwell's kernels are not built")
+@pytest.mark.parametrize(
+    ("op", "b", "s_q", "heads", "keys", "tiles"),
+    [
+        ("dsv4_decode", 2, 1, 64, 640, 2),
+        ("dsv4_decode", 2, 1, 65, 640, 4),  # a pair of CTAs a query
+        ("mla_sparse_fwd", 1, 2, 300, 640, 12),
+    ],
+)
+def test_a_pair_of_ctas_is_two_tiles_of_rows(monkeypatch, op, b, s_q, heads, keys, tiles):
+    monkeypatch.setattr(library, "local_architectures", lambda: ("sm_100f",))
+    monkeypatch.setattr(attention, "processors", lambda _: 148)
+    q = jax.ShapeDtypeStruct((b, s_q, heads, 512), jnp.bfloat16)
+    choices = {"packing": ""} if op == "dsv4_decode" else {}
+    got = attention._splits_of_queries(op, q, keys, **choices)
+    assert got == split_kv.split_count(tiles, keys // 64, 1, 148) > 1
+    kv = jax.ShapeDtypeStruct((b, 4096, 1, 512), jnp.bfloat16)
+    few = jax.ShapeDtypeStruct((1, 1, 8, 512), jnp.bfloat16)  # rows that share their keys: a pair, whatever they are
+    assert attention._splits_of_span("mla_span_fwd", few, kv) == split_kv.split_count(2, 64, 1, 148)
+
+
+def test_a_program_without_a_device_is_made_for_hopper(monkeypatch):
+    monkeypatch.setattr(library, "variants", every_kernel)
+    monkeypatch.setattr(library, "local_architectures", lambda: ())
+    q = jax.ShapeDtypeStruct((1, 1, 64, 512), jnp.bfloat16)
+    archs = {v.arch for v in library.variants_for("mla_sparse_fwd", d=512)}
+    if archs != {"sm_90a", "sm_100f"}:
+        pytest.skip("kernels are built for one architecture")
+    assert attention._splitting("mla_sparse_fwd", q).arch == "sm_90a"
 
 
 def test_without_a_backend(monkeypatch):

@@ -116,7 +116,10 @@ def demand_of(op: AsyncOp, c: Rates) -> Demand:
         clocks = 12 + n / 4
     elif rows == 64 and not pair:
         clocks /= c["half rows"]
-    operand = (n // (1 + pair) + (0 if in_tmem else rows)) * DEPTH_BYTES / c["smem"]
+    kept = re.search(r"collector::(a|b)\d?::(?:last)?use", opcode)  # and not read again
+    of_a = 0 if in_tmem or (kept and kept[1] == "a") else rows
+    of_b = 0 if kept and kept[1] == "b" else n // (1 + pair)
+    operand = (of_a + of_b) * DEPTH_BYTES / c["smem"]
     return Demand(op.what.removeprefix("product ").split(" into")[0], clocks, operand, flop / (1 + pair))
 
 

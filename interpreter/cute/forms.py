@@ -39,12 +39,13 @@ def detail(op: AsyncOp) -> str:
     what = op.what.split(", column")[0].replace(" into lane 0", "").replace(" into lane", ", lane")
     what = re.sub(r"^(product|load of|store of) ", "", what)
     if op.kind == "tcgen05.mma":
-        return f"{without_collectors(op.instruction)}: {what}"
+        return f"{without_discards(op.instruction)}: {what}"
     return f"{op.instruction.opcode}{what[what.index(',') :] if ',' in what else ''}"
 
 
-def without_collectors(i: Instruction) -> str:
-    return re.sub(r"\.collector::\w+::\w+", "", i.opcode)
+def without_discards(i: Instruction) -> str:
+    """A collector that keeps nothing is what a product has where it names none."""
+    return re.sub(r"\.collector::\w+::discard", "", i.opcode)
 
 
 def by_family(forms: Iterable[str]) -> dict[str, list[str]]:

@@ -128,6 +128,7 @@ def product(i: Instruction, d: Decoder) -> Step:
     buffers = [f"b{n}" for n in range(4)] if ws else ["a"]
     collectors = [f"collector::{x}::{does}" for x in buffers for does in ("fill", "use", "lastuse", "discard")]
     i.only("cta_group::1", "cta_group::2", "ws", f"kind::{kind}", *collectors)
+    buffer, keeps = next((tuple(m.split("::")[1:]) for m in i.mods if m in collectors), (buffers[0], "discard"))
     group = group_of(i, d)
     if ws and group != 1:
         raise d.fail(".ws of a pair")
@@ -160,17 +161,21 @@ def product(i: Instruction, d: Decoder) -> Step:
         for cta in ctas:
             tmem_of(cta).check(range(column, column + shape.n // folds), "has D in")
         a: int | Array
+        place_of_a: object
         if a_address is None:
-            a = w.uniform(a_desc, np.uint64, "a descriptor")
+            a = place_of_a = w.uniform(a_desc, np.uint64, "a descriptor")
         else:
             a_row, a_column = divmod(w.uniform(a_address[0], np.uint32, "an address in TMEM") + a_address[1], 1 << 16)
             if a_row != row:
                 raise Misuse(f"A at lane {a_row}, D at lane {row}")
             for cta in ctas:
                 tmem_of(cta).check(range(a_column, a_column + A_COLUMNS), "has A in")
-            a = matrix(rows, a_row, a_column, A_COLUMNS * folds, folds)
+            a, place_of_a = matrix(rows, a_row, a_column, A_COLUMNS * folds, folds), (a_row, a_column)
         b = w.uniform(b_desc, np.uint64, "a descriptor")
         adds = bool(w.R[accumulate][lane]) ^ negated
+        operand = (b, shape.n) if ws else (place_of_a, shape.m)
+        for cta in ctas:
+            collect(tmem_of(cta).collectors, buffer, keeps, (w.index, lane, kind, group, *operand))
         x = Product(shape, rows, folds, a, b, matrix(rows, row, column, shape.n, folds), adds)
         mine = issuer(w)
         chain, before, clock = mine.following(lane, (at, shape.m, shape.n))
@@ -188,6 +193,15 @@ def product(i: Instruction, d: Decoder) -> Step:
         mine.issued(lane, op, chain)
 
     return step
+
+
+def collect(collectors: dict[str, object], buffer: str, keeps: str, operand: object) -> None:
+    """A collector keeps an operand of a product for the next ones: A, or of `.ws` B. A product of another thread, or of
+    another operand, may put it out."""
+    if keeps in ("use", "lastuse") and collectors.get(buffer) != operand:
+        held = "another operand" if collectors.get(buffer) is not None else "nothing"
+        raise Misuse(f"a product takes an operand from collector {buffer}, which has {held}")
+    collectors[buffer] = operand if keeps in ("fill", "use") else None
 
 
 def tensor_core(w: Warp, cta: Cta) -> int:

@@ -70,6 +70,7 @@ class Tmem:
     allocated: Array  # bool [columns]
     allocations: dict[int, tuple[int, int]] = field(default_factory=dict)  # first column -> (columns, line)
     relinquished: int | None = None  # in which line
+    collectors: dict[str, object] = field(default_factory=dict)  # of its tensor core: what each keeps
 
     def check(self, columns: range, what: str) -> None:
         if columns.stop > COLUMNS or not self.allocated[columns.start : columns.stop].all():

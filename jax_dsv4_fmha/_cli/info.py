@@ -114,7 +114,7 @@ def _chosen(choices: dict[str, Any]) -> str:
             parts += [name] * value
         elif name.startswith("max_"):
             parts += [f"{name.removeprefix('max_')} <= {value}"] * (value != library.ANY)
-        else:
+        elif value != "":
             parts.append(value if isinstance(value, str) else f"{name} {value}")
     return ", ".join(parts)
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from . import library
 from .call import call
-from .split_kv import processors, split_count, whole_queries
+from .split_kv import LARGEST, processors, split_count, whole_queries
 
 
 def mha_fwd(
@@ -136,7 +136,7 @@ def _whole(op: str, q: jax.Array, keys: int, **choices: str) -> int:
     v = _splitting(op, q, **choices)
     if v is None or v.ctas > 1 or not all(isinstance(x, int) for x in (b, s_q, h_q, keys)):
         return 0
-    return whole_queries(b * s_q, -(-h_q // v.tile_m), -(-keys // v.tile_n), v.unit, processors(v.arch))
+    return whole_queries(b * s_q, _row_tiles(v, h_q), -(-keys // v.tile_n), v.unit, processors(v.arch))
 
 
 def _splits_of_span(op: str, q: jax.Array, k: jax.Array) -> int:
@@ -160,7 +160,7 @@ def _splits(op: str, q: jax.Array, groups: int, rows: int, keys: int, **choices:
     v = _splitting(op, q, **choices)
     if v is None or not all(isinstance(x, int) for x in (groups, rows, keys)):
         return 1
-    return split_count(groups * -(-rows // v.tile_m), -(-keys // v.tile_n), v.unit, processors(v.arch))
+    return split_count(groups * _row_tiles(v, rows), -(-keys // v.tile_n), v.unit, processors(v.arch))
 
 
 def _splitting(op: str, q: jax.Array, **choices: str) -> library.BuiltVariant | None:
@@ -170,8 +170,13 @@ def _splitting(op: str, q: jax.Array, **choices: str) -> library.BuiltVariant | 
         for v in library.variants_for(op, d=q.shape[3], dtype=q.dtype.name, **choices)
         if v.splits and v.choices["max_heads"] >= q.shape[2]
     ]
-    local = library.local_architectures()
-    return min(built, key=lambda v: (v.arch not in local, v.choices["max_heads"]), default=None)
+    local, order = library.local_architectures(), list(LARGEST)
+    return min(built, key=lambda v: (v.arch not in local, order.index(v.arch), v.choices["max_heads"]), default=None)
+
+
+def _row_tiles(v: library.BuiltVariant, rows: int) -> int:
+    """The tiles of rows that share no tile with others: a cluster has one for each of its CTAs."""
+    return -(-rows // (v.tile_m * v.cluster)) * v.cluster
 
 
 def _call(

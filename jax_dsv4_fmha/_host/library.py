@@ -58,6 +58,8 @@ class BuiltVariant(Variant):
     """key tiles that split-KV shares out as one unit"""
     ctas: int
     """CTAs that run on an SM at a time"""
+    cluster: int
+    """CTAs that take tiles of rows together"""
     threads: int
     registers: int
     """registers per thread, at launch"""

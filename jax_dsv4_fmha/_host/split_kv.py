@@ -4,8 +4,10 @@ them.
 
 import jax
 
-_LARGEST = {"sm_90a": 132}
-"""SMs of the largest device of an architecture: H100 and H200 SXM. An H100 PCIe has 114, an H20 78."""
+LARGEST = {"sm_90a": 132, "sm_100f": 152}
+"""SMs of the largest device of an architecture: H100 and H200 SXM, of which an H100 PCIe has 114 and an H20 78; GB200,
+of which a B200 has 148. A program without a device is made for the first of those that it has kernels for.
+"""
 
 _LAUNCH_COST = 6.0
 """The cost of one more launch, in units of `split_count`'s model: what splitting the last queries alone must gain."""
@@ -21,7 +23,7 @@ def processors(arch: str) -> int:
     except RuntimeError:  # JAX has no such backend here
         devices = []
     counts = [getattr(x, "core_count", None) for x in devices if architecture(x.compute_capability) == arch]
-    return min((n for n in counts if n), default=_LARGEST[arch])
+    return min((n for n in counts if n), default=LARGEST[arch])
 
 
 def architecture(compute_capability: str) -> str:
@@ -40,9 +42,9 @@ def split_count(row_tiles: int, key_tiles: int, unit: int, processors: int) -> i
     that are seen evenly on the device.
 
     The result is 1 where the tiles of rows alone fill the chip. Otherwise it minimises a model, fitted to times on an
-    H200 at d = 512, in units of 1.4 us. For each wave of CTAs the model adds the time of one part, by the tile, which
-    grows with the number of CTAs that read from memory, and the time of a CTA's begin and end. For the merge it adds
-    another launch, and the parts written and read.
+    H200 at d = 512, in units of 1.4 us; for Blackwell nobody has fitted it anew. For each wave of CTAs the model adds
+    the time of one part, by the tile, which grows with the number of CTAs that read from memory, and the time of a
+    CTA's begin and end. For the merge it adds another launch, and the parts written and read.
     """
     if row_tiles >= processors:
         return 1

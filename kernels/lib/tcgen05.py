@@ -40,13 +40,26 @@ def slab_descriptor(address: Int32, slab_stride: int) -> Int64:
     return Int64(fixed) | Int64(address & 0x3FFFF) >> 4
 
 
+Collector = nvvm.Tcgen05MMACollectorOp  # FILL keeps A of a product, USE and LASTUSE take it for the next one
+
+
 @dsl_user_op
 def multiply(
-    d: Int32, a: Int32 | Int64, b: Int64, kind: int, adds: Boolean, cluster: int, *, loc=None, ip=None
+    d: Int32,
+    a: Int32 | Int64,
+    b: Int64,
+    kind: int,
+    adds: Boolean,
+    cluster: int,
+    collector: Collector = Collector.DISCARD,
+    *,
+    loc=None,
+    ip=None,
 ) -> None:
     """D (+)= A B, issued by one thread: D in TMEM, A in TMEM or by a descriptor, B by a descriptor.
 
-    `kind` is an `instruction`. Each CTA has 64 rows, which take all lanes: in a pair, or in one CTA by `.ws`.
+    `kind` is an `instruction`. Each CTA has 64 rows, which take all lanes: in a pair, or in one CTA by `.ws`, which
+    keeps no A.
     """
 
     def in_tmem(x: Int32):
@@ -59,7 +72,8 @@ def multiply(
         nvvm.tcgen05_mma_ws(nvvm.Tcgen05MMAKind.F16, in_tmem(d), left, *others, loc=loc, ip=ip)
     else:
         pair = nvvm.CTAGroupKind.CTA_2
-        nvvm.tcgen05_mma(nvvm.Tcgen05MMAKind.F16, pair, in_tmem(d), left, *others, loc=loc, ip=ip)
+        kept = {"collector_op": collector, "loc": loc, "ip": ip}
+        nvvm.tcgen05_mma(nvvm.Tcgen05MMAKind.F16, pair, in_tmem(d), left, *others, **kept)
 
 
 # Between TMEM and registers. A warp has 32 of the lanes.

@@ -37,17 +37,18 @@ from kernels.aot import Compiled
 from kernels.lib.forward import ForwardKernel, Source
 from kernels.lib.launch import WARPGROUP, Shapes
 from kernels.lib.pipeline import PipelineState, wait_for
-from kernels.lib.ptx import load_shared_four, store_shared_four, store_shared_words
+from kernels.lib.ptx import bits_of, load_shared_four, store_shared_four, store_shared_words
 from kernels.lib.row_softmax import RowSpan, exponentiate, mask, prefetch, raise_max, seen_by_row, shift_of
 from kernels.lib.rows import WARP, BoxedRows, Extents, PlacedTile, RowTile, load, store
 from kernels.lib.selections import gathered, open_selection, read_selection
 from kernels.lib.softmax import LN_2, LOG2_E, RowResults, exp2
 from kernels.lib.spans import SpanOperands, open_span, prefetch_span, read_span
-from kernels.lib.splits import on_source, total_tiles
+from kernels.lib.splits import on_source, own_part, total_tiles
 from kernels.lib.tcgen05 import (
     COLUMNS,
     K_STEP,
     ROW_BYTES,
+    Collector,
     after_thread_sync,
     before_thread_sync,
     begin_load,
@@ -112,6 +113,7 @@ class MlaFwdSm100(ForwardKernel):
             cute.arch.alloc_tmem(COLUMNS, smem.tmem, is_two_cta=c.cluster == 2)
             cute.arch.relinquish_tmem_alloc_permit(is_two_cta=c.cluster == 2)
         self.sync()
+        cute.arch.griddepcontrol_launch_dependents()  # `combine`, where it follows, waits for this grid itself
         rank = Int32(0)
         if cutlass.const_expr(c.cluster == 2):
             rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
@@ -122,11 +124,13 @@ class MlaFwdSm100(ForwardKernel):
         if warp < SOFTMAX_WARPS:
             self.attend(cta, operands, results, scale_log2)
         elif warp < SOFTMAX_WARPS + ROW_WARPS:
-            self.move_rows(cta, q, o)
+            self.move_rows(cta, q, o, results.o_parts)
         elif warp == SOFTMAX_WARPS + ROW_WARPS:
             self.multiply(cta, operands)
         else:
             self.load(cta, tuple((*x[:-1], y) for x, y in zip(sources, operands, strict=True)))
+            # A grid that began early ends after the grid before it, so that what follows waits for this one alone.
+            cute.arch.griddepcontrol_wait()
 
         self.sync()  # nothing may arrive in a CTA that has ended, nor may TMEM of either go
         if warp == 0:
@@ -188,7 +192,7 @@ class MlaFwdSm100(ForwardKernel):
         thread = cute.arch.thread_idx()[0] - WARP * (SOFTMAX_WARPS + ROW_WARPS + 1)
         for wave in cutlass.range(scheduler.waves, unroll=1):
             tile = scheduler.tile(wave)
-            opened = tuple(self.open(cta, source[-1], tile) for source in sources)
+            opened = own_part(tuple(self.open(cta, source[-1], tile) for source in sources), tile, 1)
             if thread < WARP:
                 info = bar.info.at(wave)
                 info.wait_empty()
@@ -349,7 +353,7 @@ class MlaFwdSm100(ForwardKernel):
         after_thread_sync()
         ring, tmem = smem.keys.iterator.toint(), cta.tmem.toint()
         steps = c.columns_per_lane // K_STEP  # products of scores; those of P V are fewer
-        turn = steps // (2 * c.tile_n // K_STEP)
+        turn = steps // (c.tile_n // K_STEP)
         with cute.arch.elect_one():
             for step in cutlass.range_constexpr(steps):
                 if cutlass.const_expr(scores):
@@ -364,16 +368,18 @@ class MlaFwdSm100(ForwardKernel):
                         c.cluster,
                     )
                 if cutlass.const_expr(output and step % turn == 0):
-                    rows, half = divmod(step // turn, 2)
-                    v = ring + values.index * c.stage_bytes + half * c.half_bytes + rows * K_STEP * ROW_BYTES
-                    multiply(
-                        tmem + half * (c.columns_per_lane // 2),
-                        slab_descriptor(smem.p.iterator.toint() + p.index * c.p_bytes + rows * 2 * K_STEP, 16),
-                        slab_descriptor(v, c.slabs_together * c.slab_bytes),
-                        instruction(self.dtype, c.cluster * c.tile_m, c.columns_per_lane, True),
-                        True if rows else adds,
-                        c.cluster,
-                    )
+                    rows = step // turn
+                    for half, kept in enumerate((Collector.FILL, Collector.LASTUSE)):
+                        v = ring + values.index * c.stage_bytes + half * c.half_bytes + rows * K_STEP * ROW_BYTES
+                        multiply(
+                            tmem + half * (c.columns_per_lane // 2),
+                            slab_descriptor(smem.p.iterator.toint() + p.index * c.p_bytes + rows * 2 * K_STEP, 16),
+                            slab_descriptor(v, c.slabs_together * c.slab_bytes),
+                            instruction(self.dtype, c.cluster * c.tile_m, c.columns_per_lane, True),
+                            True if rows else adds,
+                            c.cluster,
+                            kept,
+                        )
         if cutlass.const_expr(scores):
             commit(bar.s_full + buffer, c.cluster)
         if cutlass.const_expr(output):
@@ -398,6 +404,7 @@ class MlaFwdSm100(ForwardKernel):
             exists, query, head = tile.place(w.boxed, 0)
             seen = tuple(seen_by_row(source, tile, w.boxed) for source in sources)
             sink = load(results.sink + cutlass.min(head, n.group * n.h_kv - 1))
+            sink = sink if n.splits == 1 else -Float32.inf  # a partial result has no sink
             tiles = total_tiles(sources)
 
             measured, row_sum = -Float32.inf, Float32(0.0)  # from where P is measured; the sum of this thread's part
@@ -502,8 +509,8 @@ class MlaFwdSm100(ForwardKernel):
     # ---- rows
 
     @cute.jit
-    def move_rows(self, cta: Cta, q: cute.Pointer, o: cute.Pointer):
-        """Four warps: Q of a tile of rows into TMEM, then O of the one before into memory."""
+    def move_rows(self, cta: Cta, q: cute.Pointer, o: cute.Pointer, parts: cute.Pointer):
+        """Four warps: Q of a tile of rows into TMEM, then O of the one before into memory, or of its split."""
         c, bar, n = self.config, cta.bar, cta.n
         w, scheduler, fill = Row.of(c, n, SOFTMAX_WARPS), self.scheduler(n), Int32(0)
         values = cute.make_rmem_tensor(c.columns_per_lane // 2, Uint32)
@@ -520,42 +527,54 @@ class MlaFwdSm100(ForwardKernel):
                 store_lanes(cta.tmem + c.q_column, values, w.thread)
                 self.tell_mma(bar.q_full)
             if wave > 0:
-                exists, row = self.row_of(w, scheduler.tile(wave - 1))
-                fill = self.write_o(cta, w, wave - 1, fill, exists, row, o)
+                tile = scheduler.tile(wave - 1)
+                exists, row = self.row_of(w, tile)
+                factor, tiles = self.take_results(cta, w, wave - 1)
+                fill = fill + tiles
+                if tiles > 0:
+                    bar.p.at(fill + 1).wait_empty()  # the last P V
+                    after_thread_sync()
+                if n.splits == 1:
+                    self.write_o(cta, w, tiles, factor, exists, o + row * c.d)
+                elif tiles > 0:  # otherwise lse says that there is no part
+                    self.write_o(cta, w, tiles, factor, exists, parts + (row * n.splits + tile.split) * c.d)
+                if tiles > 0:
+                    self.tell_mma(bar.o_empty)
         wait_for(bar.q_empty, scheduler.waves - 1)
 
     def row_of(self, w: Row, tile: RowTile) -> tuple:
-        """(exists, its index among all rows)"""
+        """(exists, its index among all rows of q)"""
+        n = tile.n
         placed = PlacedTile(*(getattr(tile, name) for name in RowTile.__dataclass_fields__), tile.first_query)
         exists, query, head = placed.place(w.boxed, 0)
-        return exists, placed.row_index(query, head)
+        return exists, tile.at_query(Int64(head), query, n.group * n.h_kv)
+
+    def take_results(self, cta: Cta, w: Row, wave: Int32) -> tuple:
+        """(what O of this row is multiplied with, how many tiles of keys the rows have seen)"""
+        finished = cta.bar.factor.at(wave)
+        finished.wait_full()
+        found = cta.smem.factor[w.row], cute.arch.make_warp_uniform(load(cta.smem.tiles))
+        self.arrive(finished.empty)
+        return found
 
     @cute.jit
-    def write_o(self, cta: Cta, w: Row, wave: Int32, fill: Int32, exists, row, o: cute.Pointer) -> Int32:
-        """o <- factor O, rounded; without any key there is no O. Returns the number of tiles of keys so far."""
-        c, bar = self.config, cta.bar
-        finished = bar.factor.at(wave)
-        finished.wait_full()
-        factor, tiles = cta.smem.factor[w.row], cute.arch.make_warp_uniform(load(cta.smem.tiles))
-        self.arrive(finished.empty)
-        fill = fill + tiles
-        if tiles > 0:
-            bar.p.at(fill + 1).wait_empty()  # the last P V
-            after_thread_sync()
+    def write_o(self, cta: Cta, w: Row, tiles: Int32, factor: Float32, exists, target: cute.Pointer):
+        """This row of the target <- factor O, rounded to its type; zeros where the rows have seen no tile of keys."""
+        c, dtype = self.config, target.dtype
         chunk = cute.make_rmem_tensor(CHUNK, Float32)
-        packed = cute.make_rmem_tensor(CHUNK // 2, Uint32)
+        rounded = cute.make_rmem_tensor(CHUNK * dtype.width // 32, Uint32)
         for i in cutlass.range(c.columns_per_lane // CHUNK, unroll=1):
             chunk.fill(0.0)
             if tiles > 0:
                 load_lanes(cta.tmem + i * CHUNK, chunk, w.thread)
-            for j in cutlass.range_constexpr(cute.size(packed)):
-                packed[j] = round_pair(chunk[2 * j] * factor, chunk[2 * j + 1] * factor, self.dtype)
+            for j in cutlass.range_constexpr(cute.size(rounded)):
+                if cutlass.const_expr(dtype is Float32):
+                    rounded[j] = Uint32(bits_of(chunk[j] * factor))
+                else:
+                    rounded[j] = round_pair(chunk[2 * j] * factor, chunk[2 * j + 1] * factor, dtype)
             if exists:
-                place = cute.recast_ptr(o + (row * c.d + c.column_of(w.part, i * CHUNK)), dtype=Uint32).align(32)
-                cute.autovec_copy(packed, cute.make_tensor(place, packed.layout))
-        if tiles > 0:
-            self.tell_mma(bar.o_empty)
-        return fill
+                place = cute.recast_ptr(target + c.column_of(w.part, i * CHUNK), dtype=Uint32).align(32)
+                cute.autovec_copy(rounded, cute.make_tensor(place, rounded.layout))
 
 
 def compile(variant: Forward, out_dir: Path) -> Compiled:
