@@ -77,11 +77,10 @@ def test_v4_where_asked(kind):
     assert not exact.fake_quantize and np.abs(jax.jit(exact)(p, x).y[0] - want).max() > 1e-2
 
 
-@pytest.mark.parametrize("kind", [0, 1, 2])
-def test_v4_in_steps(kind):
+def test_v4_in_steps():
     """Plain caches hold what a prompt without caches computes with."""
-    layer = from_config(V4, fake_quantize=True)[kind]
-    p, x = random_params(layer, kind), hidden(2, 26)
+    layer = from_config(V4, fake_quantize=True)[1]
+    p, x = random_params(layer, 1), hidden(2, 26)
     want = jax.jit(lambda p, x: layer(p, x).y)(p, x)
     y, cache = jax.jit(lambda p, x, c: layer(p, x, c)[:2])(p, x[:, :17], layer.cache(2, 30, jnp.float32))
     np.testing.assert_allclose(y, want[:, :17], rtol=2e-5, atol=2e-5)

@@ -75,7 +75,7 @@ def test_packed_caches_of_v41(dtype, layouts):
         from_config(MODELS["v4"] | {"head_dim": 512})[1].cache(2, 12, "float4_e2m1fn")
 
 
-@pytest.mark.slow
+@pytest.mark.fuzz
 def test_many_steps_of_v41():
     """200 steps of a ragged batch over pages, past every boundary, after chunks; one sequence begins with a step. They
     compute with the rounded numbers of the whole sequences."""
