@@ -20,16 +20,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec
 
 from .. import Cache, Span, _check, dsv4_attention, dsv4_decode, indexer_blocks, lightning_indexer
 from .._definitions import explicit_axes
-from .._definitions.packed import LAYOUTS, rounded
+from .._definitions.packed import rounded
 from .._definitions.span import positions_of
 from .._dispatch.sequences import rounded_sequences, whole_sequences
-from .._ops.indexer import page_unit
-from . import _operands
+from . import _caches, _checks, _joined, _operands
 from ._norm import rms_norm
 from .compressor import Compressor, kept_at, product
 from .documents import packed_blocks
@@ -93,52 +91,7 @@ class DSV4Attention:
     eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        for name in ("hidden", "heads", "d", "q_rank", "o_groups", "o_rank", "window"):
-            _check.positive(_OP, name, getattr(self, name))
-        _check.integer(_OP, "ratio", self.ratio, 0)
-        _check.epsilon(_OP, self.eps)
-        if self.heads % self.o_groups:
-            raise _check.error(ValueError, _OP, "o_groups", self.o_groups, f"a divisor of the {self.heads} heads")
-        for name, kind in (("rope", Rope), ("compressor", Compressor | None), ("indexer", Indexer | None)):
-            if not isinstance(getattr(self, name), kind):
-                raise _check.error(TypeError, _OP, name, getattr(self, name), f"a {name.title()}")
-        if self.rope.dims > self.d:
-            raise _check.error(ValueError, _OP, "rope", f"{self.rope.dims} dims", f"at most d={self.d}")
-        own = self.compressor
-        if own is not None and (own.hidden, own.d, own.ratio) != (self.hidden, self.d, self.ratio):
-            got, wanted = (f"hidden={x.hidden}, d={x.d}, ratio={x.ratio}" for x in (own, self))
-            raise _check.error(ValueError, _OP, "compressor", got, wanted)
-        if self.fake_quantize:
-            rounded_dims = self.d - self._plain
-            for layout in self._formats[: 1 + (own is not None)]:
-                if rounded_dims % (group := LAYOUTS[layout].group):
-                    wanted = (
-                        f"a multiple of {group} with fake_quantize" + f", and {self._plain} for RoPE" * self.norm_heads
-                    )
-                    raise _check.error(ValueError, _OP, "d", self.d, wanted)
-        if self.sparse and not self.ratio:
-            raise _check.error(ValueError, _OP, "sparse", self.sparse, "False with ratio 0")
-        if self.indexer is not None:
-            self._check_indexer(self.indexer)
-
-    def _check_indexer(self, indexer: Indexer) -> None:
-        """Raises unless the indexer fits the layer."""
-        wanted = {"hidden": self.hidden, "q_rank": self.q_rank, "fake_quantize": self.fake_quantize}
-        if indexer.latent:
-            wanted["latent"] = self.d
-        for name, n in wanted.items():
-            if getattr(indexer, name) != n:
-                raise _check.error(ValueError, _OP, f"indexer.{name}", getattr(indexer, name), str(n))
-        if self.rope.dims > indexer.d:
-            raise _check.error(ValueError, _OP, "indexer.d", indexer.d, f"at least the {self.rope.dims} dims of rope")
-        if not self.sparse:
-            raise _check.error(ValueError, _OP, "sparse", self.sparse, "True with an indexer")
-        if indexer.owns_keys and self.compressor is None:
-            raise _check.error(ValueError, _OP, "compressor", None, "one with an indexer that makes keys")
-        if indexer.compressor is not None and indexer.compressor.ratio != self.ratio:
-            raise _check.error(
-                ValueError, _OP, "indexer.compressor.ratio", indexer.compressor.ratio, f"the layer's {self.ratio}"
-            )
+        _checks.fitting(self)
 
     @property
     def _formats(self) -> tuple[str, str]:
@@ -196,39 +149,7 @@ class DSV4Attention:
           ValueError, TypeError: params differ from what `init` makes.
         """
         _operands.parameters(self, params)
-        parts = [functools.reduce(operator.getitem, name.split("."), params) for name in self._of_x()]
-        return {**self._without_those_of_x(params), _JOINED: jnp.concatenate(parts, 1)}
-
-    def _separate(self, params: Any) -> Any:
-        """These parameters as `init` makes them, whether they are joined or not."""
-        if _JOINED not in params:
-            return params
-        separate, column = jax.tree.map(lambda x: x, {k: x for k, x in params.items() if k != _JOINED}), 0
-        for name, width in self._of_x().items():
-            *path, last = name.split(".")
-            of = functools.reduce(operator.getitem, path, separate)
-            of[last] = jax.lax.slice_in_dim(params[_JOINED], column, column + width, axis=1)
-            column += width
-        return separate
-
-    def _of_x(self) -> dict[str, int]:
-        """The matrices that a step multiplies x with, and how many columns each has."""
-        widths = {"wq_a": self.q_rank, "wkv": self.d}
-        keys = self.indexer
-        if self.compressor is not None and not (keys is not None and keys.latent):
-            widths["compressor.w"] = self.compressor.width
-        if keys is not None:
-            if keys.compressor is not None:
-                widths["indexer.compressor.w"] = keys.compressor.width
-            widths["indexer.weights_proj"] = keys.heads
-        return widths
-
-    def _without_those_of_x(self, params: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-        return {
-            name: self._without_those_of_x(x, f"{prefix}{name}.") if isinstance(x, Mapping) else x
-            for name, x in params.items()
-            if prefix + name not in self._of_x()
-        }
+        return _joined.joined(self, params)
 
     def partition(self, heads: str | tuple[str, ...] | None = None) -> dict[str, Any]:
         """The PartitionSpec of each parameter on a mesh whose axis (or axes) `heads` shards the query heads.
@@ -272,64 +193,7 @@ class DSV4Attention:
           ValueError, TypeError: operands that differ from the above, or a table with too few pages for `max_length`,
             or with numbers above those of a pool's pages.
         """
-        for name, n in (("b", b), ("max_length", max_length), ("steps", steps)):
-            _check.positive(_OP, name, n)
-        near, far = self._layouts(dtype)
-        plain = dtype if near is None else jnp.bfloat16
-        pool = self._pool(b, max_length, block_table, page_tokens, pages)
-        window = Cache.zeros(b, self.window + steps - 1, self.d, plain, layout=near)
-        if self.compressor is None:
-            return LayerCache(window)
-
-        def entries(d: int, layout: str | None, page: int) -> Cache:
-            table = None if block_table is None else jnp.array(block_table)  # each has one, so all may be donated
-            return Cache.zeros(pool[0], page, d, plain, table, layout=layout)
-
-        cache = LayerCache(window, entries(self.d, far, pool[1]), self.compressor.state(b, steps))
-        if self.indexer is not None and self.indexer.owns_keys:
-            own = self.indexer.compressor
-            page, layout = pool[1], None
-            if near is not None and own is not None and self.indexer.d == LAYOUTS[_KEYS].d:
-                unit = page_unit(block_table is not None and block_table.shape[1] != 1, packed=True)
-                page = -(-page // unit) * unit if block_table is None else page
-                layout = _KEYS if page % unit == 0 else None
-            keys = entries(self.indexer.d, layout, page)
-            cache = cache._replace(keys=keys, key_tokens=None if own is None else own.state(b, steps))
-        return cache
-
-    def _pool(self, b: int, max_length: int, block_table: Any, page_tokens: Any, pages: Any) -> tuple[int, int]:
-        """How many pages, of how many entries, make a cache of entries; without a table a page is a sequence."""
-        ratio = max(self.ratio, 1)
-        sizes = {name: n for name, n in (("page_tokens", page_tokens), ("pages", pages)) if n is not None}
-        for name, n in sizes.items():
-            _check.positive(_OP, name, n)
-            if block_table is None:
-                raise _check.error(ValueError, _OP, name, n, "None without a block_table")
-        if block_table is None:
-            return b, -(-max_length // ratio)
-        table = _check.operand(_OP, "block_table", block_table, "b n", {"b": b}, _check.INT)
-        n = table.shape[1]
-        page_tokens = page_tokens or -(-max_length // (ratio * n)) * ratio
-        pages = pages or b * n
-        if page_tokens % ratio:
-            raise _check.error(ValueError, _OP, "page_tokens", page_tokens, f"a multiple of the ratio {ratio}")
-        if n * page_tokens < max_length:
-            got = f"{n} pages of {page_tokens} tokens for a sequence"
-            raise _check.error(ValueError, _OP, "block_table", got, f"enough for max_length={max_length}")
-        is_known = not isinstance(block_table, jax.core.Tracer) and getattr(block_table, "is_fully_addressable", True)
-        if is_known and (most := int(np.asarray(block_table).max())) >= pages:
-            raise _check.error(ValueError, _OP, "block_table", f"page {most}", f"pages below the pool's {pages}")
-        return pages, page_tokens // ratio
-
-    def _layouts(self, dtype: Any) -> tuple[str | None, str | None]:
-        """The layouts of latents and of entries in caches of this dtype; None where they are not packed."""
-        near, far = self._formats
-        of_model = {jnp.dtype(jnp.float8_e4m3fn): (near, near)}
-        if far != near:
-            of_model[jnp.dtype(jnp.float4_e2m1fn)] = near, far
-        wanted = f"bfloat16, float16, float32, {' or '.join(str(x) for x in of_model)} for a layer like this"
-        dtype = _check.dtype(_OP, "dtype", dtype, (*_check.FLOAT, *of_model), wanted)
-        return of_model.get(dtype, (None, None))
+        return _caches.empty(self, b, max_length, dtype, steps, block_table, page_tokens, pages)
 
     def __call__(
         self,
@@ -367,8 +231,8 @@ class DSV4Attention:
         Raises:
           ValueError, TypeError: operands that differ from the above.
         """
-        b, s = self._check_operands(params, x, cache, shared, indices)
-        params = self._separate(params)
+        b, s = _checks.operands(self, params, x, cache, shared, indices)
+        params = _joined.separate(self, params)
         if indices is not None:
             x, indices = explicit_axes.with_one_batch(_OP, x=x, indices=indices)
         if segment_ids is not None:
@@ -464,7 +328,7 @@ class DSV4Attention:
         """
         if cache is None:
             raise _check.error(TypeError, _OP, "cache", cache, "a LayerCache")
-        b, s = self._check_operands(params, x, cache, shared, indices)
+        b, s = _checks.operands(self, params, x, cache, shared, indices)
         if indices is not None:
             x, indices = explicit_axes.with_one_batch(_OP, x=x, indices=indices)
         lengths = jnp.broadcast_to(_check.offset(_OP, "lengths", lengths, {"b": b}), (b,))
@@ -559,13 +423,13 @@ class DSV4Attention:
     def _rows(self, params: Any, x: jax.Array) -> dict[str, Rows]:
         """x times the matrices that a step multiplies it with, in float32, by their names."""
         found, column = {}, 0
-        if _JOINED in params:
-            whole = product(x, params[_JOINED])
-            for name, width in self._of_x().items():
+        if _joined.JOINED in params:
+            whole = product(x, params[_joined.JOINED])
+            for name, width in _joined.of_x(self).items():
                 found[name] = Rows(whole, column, width)
                 column += width
             return found
-        for name, width in self._of_x().items():
+        for name, width in _joined.of_x(self).items():
             matrix = functools.reduce(operator.getitem, name.split("."), params)
             found[name] = Rows(product(x, matrix), 0, width)
         return found
@@ -700,77 +564,6 @@ class DSV4Attention:
         summed = explicit_axes.sharding(low_rank, b, s, None)  # over Explicit axes JAX sums where it is told to
         return jnp.einsum("bsgr,grm->bsm", low_rank, params["wo_b"].astype(o.dtype), out_sharding=summed)
 
-    def _check_operands(self, params: Any, x: Any, cache: Any, shared: Any, indices: Any) -> tuple[Any, Any]:
-        is_joined = isinstance(params, Mapping) and _JOINED in params
-        _operands.parameters(self, params, "joined" if is_joined else "")
-        dims: dict[str, Any] = {"hidden": self.hidden}
-        x = _check.operand(_OP, "x", x, "b s hidden", dims, _check.FLOAT)
-        b, s = dims["b"], dims["s"]
-        self._check_shardings(params, x)
-        if cache is not None:
-            self._check_cache(cache, b, x.dtype)
-        if not isinstance(shared, Shared | None):
-            raise _check.error(TypeError, _OP, "shared", shared, "a Shared or None")
-        if indices is not None and not self.sparse:
-            raise _check.error(ValueError, _OP, "indices", indices, "None in a layer that sees no chosen entries")
-        if indices is not None:
-            _check.operand(_OP, "indices", indices, "b s n", dims, _check.INT)
-        self._check_shared(shared or Shared(), b, s, cache is not None, indices is not None)
-        return b, s
-
-    def _check_shardings(self, params: Any, x: jax.Array) -> None:
-        """Raises where Explicit axes of a mesh shard what has to be whole."""
-        heads = explicit_axes.entries(params["wq_b"])[1]
-        _operands.sharded_as(_OP, "params", params, self.partition(heads))
-        b, s, hidden = explicit_axes.entries(x)
-        for name, entry in (("b", b), ("s", s), ("hidden", hidden)):
-            got = explicit_axes.described(name, entry)
-            if name == "hidden" and entry is not None:
-                raise _check.error(ValueError, _OP, "x", got, "that axis whole: only b and s may be sharded")
-            if set(explicit_axes.names(entry)) & set(explicit_axes.names(heads)):
-                raise _check.error(ValueError, _OP, "x", got, "mesh axes that do not shard the parameters' heads")
-
-    def _check_cache(self, cache: Any, b: Any, dtype: Any) -> None:
-        """Raises unless a LayerCache has the caches of this kind of layer, for b sequences and x's dtype."""
-        if not isinstance(cache, LayerCache):
-            raise _check.error(TypeError, _OP, "cache", cache, "a LayerCache")
-        channels = {"window": self.d}
-        if self.compressor is not None:
-            channels["compressed"] = self.d
-        if self.indexer is not None and self.indexer.owns_keys:
-            channels["keys"] = self.indexer.d
-        states = {"tokens": self.compressor, "key_tokens": None if self.indexer is None else self.indexer.compressor}
-        for name, part in cache._asdict().items():
-            if (compressor := states.get(name)) is not None:
-                compressor.check_state(_OP, f"cache.{name}", part, b)
-                continue
-            if (part is None) == (name in channels) or not isinstance(part, Cache | None):
-                wanted = "a Cache" if name in channels else "None in such a layer"
-                raise _check.error(TypeError, _OP, f"cache.{name}", part, wanted)
-            if part is not None:
-                part.check(_OP, f"cache.{name}", {"b": b, "d": channels[name]}, (dtype,))
-
-    def _check_shared(self, shared: Shared, b: Any, s: Any, cached: bool, chosen: bool) -> None:
-        """Raises unless shared has what this layer takes from earlier ones."""
-        dims: dict[str, Any] = {"b": b, "s": s}
-        taken = {"compressed": self.d} if self.ratio and self.compressor is None else {}
-        if self.indexer is not None and not self.indexer.owns_keys:
-            taken["keys"] = self.indexer.d
-        for name, d in taken.items():
-            x = getattr(shared, name)
-            if not cached:
-                _operands.hidden(_OP, f"shared.{name}", x, d, (b, s // self.ratio))
-            elif isinstance(x, Cache):
-                x.check(_OP, f"shared.{name}", {"b": b, "d": d}, _check.FLOAT)
-            else:
-                raise _check.error(TypeError, _OP, f"shared.{name}", x, "a Cache, as an earlier layer returned it")
-        if chosen or not (self.sparse and (cached or s // self.ratio > 0)):
-            return
-        if self.indexer is None:
-            _check.operand(_OP, "shared.indices", shared.indices, "b s topk", dims, _check.INT)
-        elif self.indexer.within_candidates:
-            _check.operand(_OP, "shared.blocks", shared.blocks, "b s n", dims, _check.INT)
-
 
 def _everywhere(of_documents: Any) -> Any:
     """What documents determine, `[b, s]` or `[b, n]`, whole on every device: XLA does not compute it shard by shard."""
@@ -783,5 +576,4 @@ def _made(shared: Shared, given: Shared) -> Shared:
     return Shared(*made)
 
 
-_OP, _JOINED = "DSV4Attention", "wx"
-_KEYS = "index_fp8"  # the layout of index keys in packed caches
+_OP = "DSV4Attention"

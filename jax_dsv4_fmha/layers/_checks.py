@@ -1,0 +1,150 @@
+"""What a layer's parts and the operands of a call have to be, in words where they are not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from .. import Cache, _check
+from .._definitions import explicit_axes
+from .._definitions.packed import LAYOUTS
+from . import _operands
+from ._joined import JOINED
+from .compressor import Compressor
+from .indexer import Indexer
+from .outputs import LayerCache, Shared
+from .rope import Rope
+
+if TYPE_CHECKING:
+    from .attention import DSV4Attention
+
+_OP = "DSV4Attention"
+
+
+def fitting(layer: DSV4Attention) -> None:
+    """Raises unless the sizes and parts of a layer fit together."""
+    for name in ("hidden", "heads", "d", "q_rank", "o_groups", "o_rank", "window"):
+        _check.positive(_OP, name, getattr(layer, name))
+    _check.integer(_OP, "ratio", layer.ratio, 0)
+    _check.epsilon(_OP, layer.eps)
+    if layer.heads % layer.o_groups:
+        raise _check.error(ValueError, _OP, "o_groups", layer.o_groups, f"a divisor of the {layer.heads} heads")
+    for name, kind in (("rope", Rope), ("compressor", Compressor | None), ("indexer", Indexer | None)):
+        if not isinstance(getattr(layer, name), kind):
+            raise _check.error(TypeError, _OP, name, getattr(layer, name), f"a {name.title()}")
+    if layer.rope.dims > layer.d:
+        raise _check.error(ValueError, _OP, "rope", f"{layer.rope.dims} dims", f"at most d={layer.d}")
+    own = layer.compressor
+    if own is not None and (own.hidden, own.d, own.ratio) != (layer.hidden, layer.d, layer.ratio):
+        got, wanted = (f"hidden={x.hidden}, d={x.d}, ratio={x.ratio}" for x in (own, layer))
+        raise _check.error(ValueError, _OP, "compressor", got, wanted)
+    if layer.fake_quantize:
+        rounded_dims = layer.d - layer._plain
+        for layout in layer._formats[: 1 + (own is not None)]:
+            if rounded_dims % (group := LAYOUTS[layout].group):
+                wanted = (
+                    f"a multiple of {group} with fake_quantize" + f", and {layer._plain} for RoPE" * layer.norm_heads
+                )
+                raise _check.error(ValueError, _OP, "d", layer.d, wanted)
+    if layer.sparse and not layer.ratio:
+        raise _check.error(ValueError, _OP, "sparse", layer.sparse, "False with ratio 0")
+    if layer.indexer is not None:
+        fitting_indexer(layer, layer.indexer)
+
+
+def fitting_indexer(layer: DSV4Attention, indexer: Indexer) -> None:
+    """Raises unless the indexer fits the layer."""
+    wanted = {"hidden": layer.hidden, "q_rank": layer.q_rank, "fake_quantize": layer.fake_quantize}
+    if indexer.latent:
+        wanted["latent"] = layer.d
+    for name, n in wanted.items():
+        if getattr(indexer, name) != n:
+            raise _check.error(ValueError, _OP, f"indexer.{name}", getattr(indexer, name), str(n))
+    if layer.rope.dims > indexer.d:
+        raise _check.error(ValueError, _OP, "indexer.d", indexer.d, f"at least the {layer.rope.dims} dims of rope")
+    if not layer.sparse:
+        raise _check.error(ValueError, _OP, "sparse", layer.sparse, "True with an indexer")
+    if indexer.owns_keys and layer.compressor is None:
+        raise _check.error(ValueError, _OP, "compressor", None, "one with an indexer that makes keys")
+    if indexer.compressor is not None and indexer.compressor.ratio != layer.ratio:
+        raise _check.error(
+            ValueError, _OP, "indexer.compressor.ratio", indexer.compressor.ratio, f"the layer's {layer.ratio}"
+        )
+
+
+def operands(layer: DSV4Attention, params: Any, x: Any, cache: Any, shared: Any, indices: Any) -> tuple[Any, Any]:
+    """Raises unless a call's operands are of this layer; (b, s)."""
+    is_joined = isinstance(params, Mapping) and JOINED in params
+    _operands.parameters(layer, params, "joined" if is_joined else "")
+    dims: dict[str, Any] = {"hidden": layer.hidden}
+    x = _check.operand(_OP, "x", x, "b s hidden", dims, _check.FLOAT)
+    b, s = dims["b"], dims["s"]
+    whole_where_needed(layer, params, x)
+    if cache is not None:
+        caches(layer, cache, b, x.dtype)
+    if not isinstance(shared, Shared | None):
+        raise _check.error(TypeError, _OP, "shared", shared, "a Shared or None")
+    if indices is not None and not layer.sparse:
+        raise _check.error(ValueError, _OP, "indices", indices, "None in a layer that sees no chosen entries")
+    if indices is not None:
+        _check.operand(_OP, "indices", indices, "b s n", dims, _check.INT)
+    what_is_shared(layer, shared or Shared(), b, s, cache is not None, indices is not None)
+    return b, s
+
+
+def whole_where_needed(layer: DSV4Attention, params: Any, x: jax.Array) -> None:
+    """Raises where Explicit axes of a mesh shard what has to be whole."""
+    heads = explicit_axes.entries(params["wq_b"])[1]
+    _operands.sharded_as(_OP, "params", params, layer.partition(heads))
+    b, s, hidden = explicit_axes.entries(x)
+    for name, entry in (("b", b), ("s", s), ("hidden", hidden)):
+        got = explicit_axes.described(name, entry)
+        if name == "hidden" and entry is not None:
+            raise _check.error(ValueError, _OP, "x", got, "that axis whole: only b and s may be sharded")
+        if set(explicit_axes.names(entry)) & set(explicit_axes.names(heads)):
+            raise _check.error(ValueError, _OP, "x", got, "mesh axes that do not shard the parameters' heads")
+
+
+def caches(layer: DSV4Attention, cache: Any, b: Any, dtype: Any) -> None:
+    """Raises unless a LayerCache has the caches of this kind of layer, for b sequences and x's dtype."""
+    if not isinstance(cache, LayerCache):
+        raise _check.error(TypeError, _OP, "cache", cache, "a LayerCache")
+    channels = {"window": layer.d}
+    if layer.compressor is not None:
+        channels["compressed"] = layer.d
+    if layer.indexer is not None and layer.indexer.owns_keys:
+        channels["keys"] = layer.indexer.d
+    states = {"tokens": layer.compressor, "key_tokens": None if layer.indexer is None else layer.indexer.compressor}
+    for name, part in cache._asdict().items():
+        if (compressor := states.get(name)) is not None:
+            compressor.check_state(_OP, f"cache.{name}", part, b)
+            continue
+        if (part is None) == (name in channels) or not isinstance(part, Cache | None):
+            wanted = "a Cache" if name in channels else "None in such a layer"
+            raise _check.error(TypeError, _OP, f"cache.{name}", part, wanted)
+        if part is not None:
+            part.check(_OP, f"cache.{name}", {"b": b, "d": channels[name]}, (dtype,))
+
+
+def what_is_shared(layer: DSV4Attention, shared: Shared, b: Any, s: Any, cached: bool, chosen: bool) -> None:
+    """Raises unless shared has what this layer takes from earlier ones."""
+    dims: dict[str, Any] = {"b": b, "s": s}
+    taken = {"compressed": layer.d} if layer.ratio and layer.compressor is None else {}
+    if layer.indexer is not None and not layer.indexer.owns_keys:
+        taken["keys"] = layer.indexer.d
+    for name, d in taken.items():
+        x = getattr(shared, name)
+        if not cached:
+            _operands.hidden(_OP, f"shared.{name}", x, d, (b, s // layer.ratio))
+        elif isinstance(x, Cache):
+            x.check(_OP, f"shared.{name}", {"b": b, "d": d}, _check.FLOAT)
+        else:
+            raise _check.error(TypeError, _OP, f"shared.{name}", x, "a Cache, as an earlier layer returned it")
+    if chosen or not (layer.sparse and (cached or s // layer.ratio > 0)):
+        return
+    if layer.indexer is None:
+        _check.operand(_OP, "shared.indices", shared.indices, "b s topk", dims, _check.INT)
+    elif layer.indexer.within_candidates:
+        _check.operand(_OP, "shared.blocks", shared.blocks, "b s n", dims, _check.INT)
