@@ -17,11 +17,12 @@ RECORD = json.loads((Path(__file__).parents[1] / "docs" / "clocks.json").read_te
 PORT = 128  # bytes a clock of shared memory
 
 # Of a turn. A pair: 128 rows, 64 keys, each CTA half of the columns. 64 rows a CTA in two rails: scores are products
-# with twice as many keys of half the depth, whose B is read once, and A is in TMEM; P V reads P and B.
+# with twice as many keys of half the depth, whose B is read once, and A is in TMEM; P V reads P and B, for each half
+# of the columns.
 PAIR = {
     "full rate": 2 * 2 * 64 * 64 * 512 / 8192,
     "copies": 64 * 256 * 2 / PORT,
-    "products": (64 * 256 * 2 + 2 * 64 * 64 * 2 + 64 * 256 * 2) / PORT,
+    "products": (64 * 256 * 2 + 64 * 64 * 2 + 64 * 256 * 2) / PORT,  # P once: the collector keeps it
     "exchange and P": (64 * 64 * 4 + 64 * 64 * 2) / PORT,
     "mufu": 64 * 64 / 16,
     "L2 bytes": 64 * 256 * 2,

@@ -277,7 +277,7 @@ class Clockwork:
 
             return out
         if opcode.startswith(("shfl", "redux")):
-            return lambda r, t: r.sm.smem.port.move(t, c["shuffle"])[1] + latency
+            return lambda r, t: r.sm.smem.shuffle(t, c["shuffle"]) + latency
         if opcode.startswith(("fence.proxy", "fence.acq", "fence.sc", "membar")):
 
             def fence(r: Runner, t: float) -> float:

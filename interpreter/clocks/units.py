@@ -60,6 +60,11 @@ class SharedMemory:
         self.busy[cause] += wavefronts
         return self.port.move(t, wavefronts)[1]
 
+    def shuffle(self, t: float, clocks: float) -> float:
+        """It takes the warps' port, and counts in an account; products do not wait for it, as far as is known."""
+        self.busy["shuffles"] += clocks
+        return self.port.move(t, clocks)[1]
+
     def flow(self, start: float, end: float, size: float, cause: str) -> None:
         clocks = size / self.rate
         self.flows.append((start, end, clocks))

@@ -80,7 +80,7 @@ class Unpacking:
         else:
             action(with_keys(self.sources, t), t, *arguments)
 
-    def look_up(self, t: Int32) -> None:
+    def prefetch_indices(self, t: Int32) -> None:
         """Reads which keys of a tile this thread has."""
         on_source(self.sources, t, PackedSelection.prefetch_indices, self.wanted, self.thread, self.config.team)
 
@@ -118,14 +118,14 @@ class Unpacking:
     def fill(self, first: Int32):
         """Fills the tiles first, first + teams, ..."""
         c, teams, lanes = self.config, self.config.teams, self.config.lanes_a_key
-        self.look_up(first)
+        self.prefetch_indices(first)
         self.locate(first)
         for portion in self.portions():
             self.fetch(first, *portion)
-        self.look_up(first + teams)
+        self.prefetch_indices(first + teams)
         for t in cutlass.range(first, total_tiles(self.sources), teams, unroll=1):
             self.locate(t + teams)
-            self.look_up(t + 2 * teams)
+            self.prefetch_indices(t + 2 * teams)
             state = self.ring.at(self.fills0 + t)
             state.wait_empty()
             stage = self.keys + state.index * c.stage_bytes
