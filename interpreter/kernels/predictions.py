@@ -137,12 +137,11 @@ def measure(kernel: Kernel[Forward], x: attention.Operands, cold: bool) -> Taken
 
 
 def operands(kernel: Kernel[Forward], tiles: int, keys: tuple[int, int]) -> attention.Operands:
-    """For so many tiles of rows of a CTA."""
-    v, rows = kernel.variant, kernel.facts["tile_m"]
-    dense = v.op == "mha_fwd"
-    count = tiles * kernel.facts["ctas"]
-    heads = count if dense else min(rows * (1 + (v.max_heads > 64 and kernel.facts["cluster"] > 1)), v.max_heads)
-    return long.operands(v, rows, keys, queries=rows if dense else count, heads=heads)
+    """For so many tiles of rows of a CTA, or of a cluster's."""
+    v, rows, count = kernel.variant, kernel.facts["tile_m"] * kernel.facts["cluster"], tiles * kernel.facts["ctas"]
+    if v.op == "mha_fwd":
+        return long.operands(v, rows, keys, queries=rows, heads=count)
+    return long.operands(v, rows, keys, queries=count, heads=min(rows, v.max_heads))
 
 
 def predict(x: Launch, arch: str = "sm_90a") -> tuple[float, float]:
