@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_dsv4_fmha as lib
-from jax_dsv4_fmha import Cache, Span, indexer_blocks, indexer_loss, indexer_scores, lightning_indexer, quantize_indexer
+from jax_dsv4_fmha import Span, indexer_blocks, indexer_loss, indexer_scores, lightning_indexer, quantize_indexer
 from jax_dsv4_fmha._definitions import indexer as definition
 from jax_dsv4_fmha._host import indexer as raw
 from jax_dsv4_fmha._host import library
