@@ -64,6 +64,9 @@ def test_a_turn_by_hand(key):
 
 
 BUILT_FOR = {  # share of the tensor pipe's full rate that the account allows
+    "mha_fwd_sm_100f_d64_bfloat16": 0.5,
+    "mha_fwd_sm_100f_d128_bfloat16": 0.7,
+    "mha_fwd_sm_100f_d256_bfloat16": 0.75,
     "mla_span_fwd_sm_100f_d512_bfloat16": 0.8,  # rows that share their keys
     "hca_fwd_sm_100f_d512_bfloat16": 0.8,
     "mla_sparse_fwd_sm_100f_d512_bfloat16": 0.8,  # 128 heads
