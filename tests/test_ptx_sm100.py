@@ -820,7 +820,7 @@ FAULTS = [
         PACKED,
         Race,
         unordered(r"st\.shared", r"st\.shared", "SMEM of keys"),
-        source=(("(team + fills0) % c.teams", "fills0 % c.teams"),),
+        source=(("(thread // self.team + fill) % self.teams", "fill % self.teams"),),
         case="few",
     ),
     PlantedFault(

@@ -75,13 +75,17 @@ class Config:
 
     @property
     def teams(self) -> int:
-        """Of warps that unpack; they take tiles by turns."""
-        return self.cluster
+        """Of warps that load; they take tiles by turns."""
+        return self.cluster if self.unpacks else 1
 
     @property
     def team(self) -> int:
-        """Threads that unpack a tile."""
-        return WARP * UNPACKING_WARPS // self.teams
+        """Threads that load a tile."""
+        return WARP * self.loader_warps // self.teams
+
+    def before_turn(self, fill, thread):
+        """How many fills come, after so many, before the one that this thread's team makes."""
+        return (thread // self.team + fill) % self.teams
 
     @property
     def lanes_a_key(self) -> int:
@@ -224,6 +228,8 @@ class Config:
             )
         if self.cluster == 1 and not self.gathers:
             raise ValueError(f"spans are for pairs of CTAs: {self}")
+        if self.stages % self.teams:
+            raise ValueError(f"a stage is always filled by the same team: {self}")
         if self.columns > COLUMNS:
             raise ValueError(f"needs {self.columns} columns of TMEM, there are {COLUMNS}: {self}")
         if self.smem_bytes > SMEM_LIMIT:

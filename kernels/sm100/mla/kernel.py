@@ -235,8 +235,10 @@ class MlaFwdSm100(ForwardKernel):
                         self.load_tiles(cta, source, x, tile, first)
                     first = first + x.tiles
             fills0 = fills0 + total_tiles(opened)
-        # Nothing may arrive in the SMEM of a CTA that has ended.
-        for i in cutlass.range_constexpr(c.stages):
+        # Nothing may arrive in the SMEM of a CTA that has ended. A team waits for its own fills: it knows of no others.
+        if cutlass.const_expr(c.teams > 1):
+            fills0 = fills0 + c.before_turn(fills0, thread)
+        for i in cutlass.range_constexpr(0, c.stages, c.teams):
             bar.keys.at(fills0 + i).wait_empty()
 
     def open(self, cta: Cta, operands: Any, tile: RowTile) -> Any:

@@ -155,5 +155,5 @@ def unpack_tiles(
     slabs: cutlass.Constexpr,
 ):
     """This thread's share of all key tiles of a tile of rows."""
-    team = cute.arch.make_warp_uniform(thread // c.team)
-    Unpacking.of(c, ring, keys, sources, fills0, thread, slabs).fill((team + fills0) % c.teams)
+    first = cute.arch.make_warp_uniform(c.before_turn(fills0, thread))
+    Unpacking.of(c, ring, keys, sources, fills0, thread, slabs).fill(first)
