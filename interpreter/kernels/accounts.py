@@ -47,16 +47,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("words", nargs="*", help="only kernels whose keys have one of these")
     args = parser.parse_args(argv)
     record = json.loads(args.file.read_text()) if args.file.exists() else {}
-    before, rows = record.get("accounts", {}), dict[str, dict[str, object]]()
+    keys = [v.key for v in accounted()]
+    rows = {key: x for key, x in record.get("accounts", {}).items() if key in keys}
     for v in accounted():
         if args.words and not any(word in v.key for word in args.words):
-            rows |= {v.key: before[v.key]} if v.key in before else {}
             continue
         x = of_variant(v)
         rows[v.key] = x.as_json()
         print(f"{v.key}\n{x}", flush=True)
-    record["accounts"] = rows
-    args.file.write_text(json.dumps(record, indent=1) + "\n")
+        record["accounts"] = {key: rows[key] for key in keys if key in rows}
+        args.file.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":
