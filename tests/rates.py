@@ -95,6 +95,15 @@ def beside_loads(n: int) -> Handwritten:
     return replace(program, body=program.body.replace("ISSUED:", f"ISSUED:\n{loads(8 * n // 3)}"))
 
 
+def beside_shuffles(n: int) -> Handwritten:
+    """For a product of 128 x 128 some 32 shuffles, by the warps 1 to 3."""
+    program = products(n, m=128, n=128)
+    given = [f"  mov.b32 %r{190 + k}, %r1;" for k in range(8)]
+    lines = [f"  shfl.sync.bfly.b32 %r{190 + k % 8}, %r{190 + k % 8}, 1, 31, -1;" for k in range(32 * n // 3)]
+    beside = "\n".join(["  @!%p2 bra SHUFFLED;", *given, *lines, "SHUFFLED:"])
+    return replace(program, body=program.body.replace("ISSUED:", f"ISSUED:\n{beside}"))
+
+
 def beside_copies(n: int) -> Handwritten:
     """For a product of 128 x 128 a copy of 2 KiB from memory, all by one thread of warp 1."""
     program = products(n, m=128, n=128)
@@ -281,6 +290,7 @@ RATES = (
     Rate(
         "product, 128 x 128, beside warps' loads", "clocks", beside_loads, few=9, tells=TOGETHER.format("warps' loads")
     ),
+    Rate("product, 128 x 128, beside shuffles", "clocks", beside_shuffles, few=9, tells=TOGETHER.format("shuffles")),
     Rate("product, 128 x 128, beside copies", "clocks", beside_copies, tells=TOGETHER.format("copies")),
     Rate("four loads of 32 columns of TMEM, and a wait", "clocks", tmem_loads, tells="TMEM's rate, assumed"),
     Rate("gathers of four rows", "bytes a clock", gathers, amount=512, few=16, many=80, tells="gather4's rate"),

@@ -1,6 +1,7 @@
 """What a turn of a kernel's steady state asks of each unit, in clocks, and so how busy the tensor pipe can be at most.
 
     SMEM      clocks of its 128 bytes, by cause: operands of products, copies, warps' loads and stores, peers
+    shuffles  clocks of warps' shuffles, should they not share shared memory's bytes
     TMEM      columns that the busiest quarter loads and stores
     L2, to L2 bytes at the rate that an SM has while all of them load or store; to peers likewise
     mufu ...  clocks of that unit in the busiest quarter; issue: its instructions
@@ -126,13 +127,14 @@ def of_run(timing: Timing) -> Account:
         return {name: (now[name] - was.get(name, 0.0)) / found.count for name in now}
 
     smem, quarters = each(then.smem, before.smem), [each(*x) for x in zip(then.quarters, before.quarters, strict=True)]
+    shuffles = smem.pop("shuffles", 0.0)
     ways = {name: n / c[name] for name, n in each(then.bytes, before.bytes).items()}
     names = Counter(x.demand.label for x in found.products)
     tensor, flop = (sum(getattr(x.demand, what) for x in found.products) for what in ("tensor", "flop"))
     return Account(
         {name: round(n / found.count) for name, n in names.items()},
         flop / found.count / c["tensor"],
-        {"tensor": tensor / found.count, "SMEM": sum(smem.values())}
+        {"tensor": tensor / found.count, "SMEM": sum(smem.values()), "shuffles": shuffles}
         | {name: ways[key] for name, key in WAYS.items()}
         | {unit: max(quarter[unit] for quarter in quarters) for unit in quarters[0]},
         smem,

@@ -61,7 +61,7 @@ class SharedMemory:
         return self.port.move(t, wavefronts)[1]
 
     def shuffle(self, t: float, clocks: float) -> float:
-        """It takes the warps' port, and counts in an account; products do not wait for it, as far as is known."""
+        """It takes the warps' port, and an account has it apart: that products wait for it is not known."""
         self.busy["shuffles"] += clocks
         return self.port.move(t, clocks)[1]
 
