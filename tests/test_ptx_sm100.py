@@ -759,7 +759,7 @@ FAULTS = [
         "entries of a list are read a tile late",
         PACKED_ALONE,
         *WRONG,
-        source=(("self.look_up(t + 2 * teams)", "self.look_up(t + teams)"),),
+        source=(("self.prefetch_indices(t + 2 * teams)", "self.prefetch_indices(t + teams)"),),
         case="tiles",
     ),
     PlantedFault(
