@@ -17,7 +17,7 @@ import pytest
 
 import jax_dsv4_fmha
 from jax_dsv4_fmha import Cache, dsv4_decode
-from jax_dsv4_fmha._bench import SUITES, layer, measure
+from jax_dsv4_fmha._bench import SUITES, layer, measure, prompt
 from jax_dsv4_fmha._bench.attention import FmhaRow, LayerRow, SparseRow
 from jax_dsv4_fmha._bench.decode import DecodeRow, LayersRow, permutations, step
 from jax_dsv4_fmha._bench.indexer import AttendedRow, InsideBlocksRow, ScoresRow, TopkRow
@@ -53,6 +53,14 @@ VARIANT = library.BuiltVariant(
     spill_bytes=0,
     cubin_bytes=42488,
 )
+
+
+@pytest.fixture
+def small_layers(monkeypatch):
+    """In place of V4-Flash."""
+    small = {"hidden_size": 64, "num_attention_heads": 8, "head_dim": 64, "q_lora_rank": 32, "o_lora_rank": 16}
+    small |= {"index_n_heads": 8, "index_head_dim": 64, "index_topk": 8, "sliding_window": 16}
+    monkeypatch.setattr(layer, "FLASH", layer.FLASH | small)
 
 
 @pytest.fixture(autouse=True)
@@ -338,12 +346,26 @@ class TestBench:
         assert 1 < row.flops / (2 * passes * row.b * row.s_q * matrices) < 1.9
         assert 1 < row.bytes / (2 * passes * matrices) < 1.8
 
+    @pytest.mark.parametrize("ratio", [0, 4, 128])
+    def test_a_long_prompt_by_chunks(self, ratio, small_layers):
+        """The window's ring stays as it is, and the other caches grow with the prompt."""
+        rows = [prompt.PromptRow(tokens=n, ratio=ratio, chunk=128) for n in (256, 1024)]
+        short, long = (row.clocked(*row.inputs(1)) for row in rows)
+        assert len(short["rounds"]) == 2 and 0 < short["seconds"] < long["seconds"]
+        assert min(short["program_bytes"], long["program_bytes"]) >= 128 * 64 * 2  # y
+        assert (short["cache_bytes"] < long["cache_bytes"]) == bool(ratio)
+        record = {"name": rows[1].name, "flops": rows[1].flops, "matmul_flops_per_s": 1e12, "times": {"ours": long}}
+        assert f"{long['cache_bytes'] / 1e6:.0f}\nthe host's clock" in prompt.table([record])
+
+    def test_work_of_a_long_prompt(self):
+        """That of its chunks."""
+        row = prompt.PromptRow(tokens=2**14, ratio=4)
+        chunks = [layer.LayerRow(b=1, s_q=4096, s_kv=4096 * (i + 1), ratio=4).flops for i in range(4)]
+        assert row.flops == sum(chunks)
+
     @pytest.mark.parametrize("kind", [layer.LayerRow, layer.StackRow])
-    def test_a_step_of_layers_in_place(self, kind, monkeypatch):
+    def test_a_step_of_layers_in_place(self, kind, monkeypatch, small_layers):
         """It runs again and again on its caches; every instruction of its program belongs to a part."""
-        small = {"hidden_size": 64, "num_attention_heads": 8, "head_dim": 64, "q_lora_rank": 32, "o_lora_rank": 16}
-        small |= {"index_n_heads": 8, "index_head_dim": 64, "index_topk": 8, "sliding_window": 16}
-        monkeypatch.setattr(layer, "FLASH", layer.FLASH | small)
         monkeypatch.setattr(layer, "ALL_RATIOS", (0, 4, 128, 4))
         one = {"s_q": 1, "ratio": 4} if kind is layer.LayerRow else {}
         row = kind(b=2, s_kv=64, **one)

@@ -1,8 +1,9 @@
 """What `python -m jax_dsv4_fmha bench` times: suites of rows, and how a row is measured."""
 
-from . import attention, decode, gradient, indexer, layer
+from . import attention, decode, gradient, indexer, layer, prompt
 from .row import Suite
 
 SUITES: dict[str, Suite] = {
-    suite.name: suite for suite in (*attention.SUITES, decode.SUITE, gradient.SUITE, indexer.SUITE, layer.SUITE)
+    suite.name: suite
+    for suite in (*attention.SUITES, decode.SUITE, gradient.SUITE, indexer.SUITE, layer.SUITE, prompt.SUITE)
 }
