@@ -11,6 +11,7 @@
 #include "probabilities_plan.h"
 #include "registry.h"
 #include "rope_plan.h"
+#include "seen_slots_plan.h"
 
 using namespace dsv4_fmha;
 
@@ -183,6 +184,14 @@ int dsv4_fmha_plan_kv_insert(const KvInsertShape* shape, float eps, int32_t tile
   Plan<KvInsertArguments> plan;
   const std::string reason = PlanKvInsert(*shape, eps, tile_m, *addresses, &plan);
   return Show(kKvInsert.name, plan, reason, out, error, error_bytes);
+}
+
+// What finds the slots that a step's queries see, by CTAs of tile_n numbers.
+int dsv4_fmha_plan_seen_slots(const SeenSlotsShape* shape, int32_t tile_n, const SeenSlotsAddresses* addresses,
+                              ShownLaunch* out, char* error, size_t error_bytes) {
+  Plan<SeenSlotsArguments> plan;
+  const std::string reason = PlanSeenSlots(*shape, tile_n, *addresses, &plan);
+  return Show(kSeenSlots.name, plan, reason, out, error, error_bytes);
 }
 
 }  // extern "C"

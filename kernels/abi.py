@@ -466,6 +466,10 @@ class IndexQuery(Variant):
         return (*each("address", "x", "table", "codes", "scales"), *each("int32", "rows", "heads"))
 
 
+POOL = ("width", "room", "page", "pages")
+"""of a cache: pages and entries of a sequence; entries of a page, 0 without a block table; pages of the pool"""
+
+
 @dataclass(frozen=True)
 class KvInsert(Variant):
     """New entries of a cache: rows, or blocks of rows that are pooled, and then their norm, RoPE, and the Hadamard
@@ -493,10 +497,29 @@ class KvInsert(Variant):
         )
 
 
+@dataclass(frozen=True)
+class SeenSlots(Variant):
+    """The slots of its caches that each query of a step sees."""
+
+    family, layout = "seen_slots", "seen_slots"
+
+    @property
+    def params(self) -> Params:
+        return (
+            *each("address", "lengths", "first", "indices", "topk_length"),
+            *each("address", "near", "near_length", "far", "far_length"),
+            *each("address", "window_table"),
+            *each("int32", *(f"window_{name}" for name in POOL)),
+            *each("address", "table"),
+            *each("int32", *POOL, "b", "s_q", "window", "ratio", "is_causal", "has_first", "has_length"),
+            *each("int32", "n_near", "n_far", "topk"),
+        )
+
+
 FAMILIES: tuple[type[Variant], ...] = (
     *(Forward, Combine, MlaBackward, TileSpans, MhaBackward),
     *(IndexerScores, IndexerScoresAt, TopK, Probabilities),
-    *(Rope, NormRope, IndexQuery, KvInsert),
+    *(Rope, NormRope, IndexQuery, KvInsert, SeenSlots),
 )
 
 
@@ -600,6 +623,7 @@ K_AND_V = (
     *SPAN_OF_HEADS[1:],
 )
 SCALE = {"scale": "float32"}
+OF_POOLS = tuple(f"{prefix}{name}" for prefix in ("window_", "") for name in POOL[1:])
 
 
 def attention(op: str, sources: Arrays, **attributes: str) -> Target:
@@ -755,5 +779,20 @@ TARGETS = (
             ("kv_insert_pooled", KEPT_BY_INSERTION[:2]),
             ("kv_insert_running", KEPT_BY_INSERTION),
         )
+    ),
+    Target(
+        "seen_slots",
+        "seen_slots",
+        arrays(
+            "lengths: s32[b]",
+            "first: s32[b n_first]",  # as many numbers as are given, 1 or none
+            *("window_table: s32[b window_width]", "table: s32[b width]"),  # no pages without a block table
+            *("indices: s32[b s_q topk]", "topk_length: s32[b s_q n_topk_length]"),
+        ),
+        arrays(
+            *("near: s32[b s_q n_near]", "near_length: s32[b s_q]"),
+            *("far: s32[b s_q n_far]", "far_length: s32[b s_q]"),
+        ),
+        dict.fromkeys(("window", "ratio", "is_causal", *OF_POOLS), "int64"),
     ),
 )

@@ -16,6 +16,7 @@ from .abi import (
     NormRope,
     Probabilities,
     Rope,
+    SeenSlots,
     TileSpans,
     TopK,
     Variant,
@@ -53,6 +54,7 @@ def plain(arch: str) -> tuple[Variant, ...]:
             for dtype, packings in (("bfloat16", ("", "index_fp8")), ("float16", ("",)))
             for packing in packings
         ),
+        SeenSlots("seen_slots", arch, f"{PLAIN}.seen_slots.kernel"),
     )
 
 

@@ -22,6 +22,7 @@ from kernels.abi import (
     NormRope,
     Probabilities,
     Rope,
+    SeenSlots,
     TileSpans,
     TopK,
 )
@@ -79,6 +80,10 @@ def test_sass(key):
         wide, narrow = (sum(o == f"LDG.E{x}" for o in opcodes) for x in (".128", ""))
         assert wide >= 4 and (variant.running or narrow <= 4), (wide, narrow)
         assert any(o == "STG.E.128" for o in opcodes), opcodes
+        return
+    if isinstance(variant, SeenSlots):  # a number of each array, and a page of each cache
+        loads, stores = (sum(opcode.startswith(x) for opcode in opcodes) for x in ("LDG", "STG"))
+        assert (loads, stores) == (6, 4), opcodes
         return
     if isinstance(variant, IndexerScores):
         in_bytes = 1 if variant.dtype == "float8_e4m3fn" else 2  # a box of TMA has 128 of a row, an MMA's k is 32

@@ -333,6 +333,16 @@ def plan_kv_insert(shape: dict[str, int], eps: float, *, tile_m: int, addresses:
     )
 
 
+def plan_seen_slots(
+    shape: dict[str, int], *pools: dict[str, int], tile_n: int, addresses: dict[str, int] | None = None
+) -> Plan:
+    """What finds the slots that a step's queries see, in pools of the window and of compressed entries."""
+    given = structure("SeenSlotsShape")(**shape)
+    given.of_window, given.compressed = (filled("PoolShape", **pool) for pool in pools)
+    at = addressed("seen_slots", addresses)
+    return planned("seen_slots", ctypes.byref(given), ctypes.c_int32(tile_n), at)
+
+
 def _row_shape(shape: Shape, of_type: int) -> ctypes.Structure:
     extents = {name: getattr(shape, name) for name in ("b", "s_q", "h_q", "h_kv", "d", "splits")}
     return filled("RowShape", type=of_type, **extents)

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 
 from .._definitions.cache import Cache
 from .._definitions.packed import LAYOUTS, quantize_cache
+from .._dispatch.seen_slots import seen_slots
 from .._dispatch.sources import SelectionSource
-from .._ops.decode import dsv4_decode, seen_slots
+from .._ops.decode import dsv4_decode
 from .attention import AttentionRow, FmhaRow, layer
 from .measure import Contestant, Operands, Times, compiled, under_graphs
 from .row import CallRow, Row, Suite
@@ -94,7 +95,9 @@ class DecodeRow(AttentionRow):
         self, *, q: Any, window_cache: Cache, compressed_cache: Cache, lengths: Any, sink: Any, indices: Any = None
     ) -> Any:
         """The usual way in jnp: gather the entries, two products and a softmax between them."""
-        sources = seen_slots(self.s_q, window_cache, compressed_cache, lengths, indices, None, self.ratio, self.window)
+        sources = seen_slots(
+            self.s_q, window_cache, compressed_cache, lengths, indices, None, self.ratio, self.window, with_kernel=False
+        )
         keys = jnp.concatenate([_gather(x) for x in sources], 2)
         there = [(x.indices >= 0) & (jnp.arange(x.indices.shape[2]) < x.length[..., None]) for x in sources]
         seen = jnp.concatenate(there, 2)

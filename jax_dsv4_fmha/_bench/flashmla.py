@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from .._definitions.packed import LAYOUTS, V4_FP8
 from .._definitions.span import Span
-from .._ops.decode import seen_slots
+from .._dispatch.seen_slots import seen_slots
 from .attention import AttentionRow, FmhaRow, LayerRow, SparseRow
 from .decode import DecodeRow
 from .measure import Operands
@@ -145,7 +145,9 @@ def _window(row: AttentionRow, window: int, offset: int) -> jax.Array:
 
 def _step(package: Any, row: DecodeRow, operands: Operands) -> Call:
     caches = operands["window_cache"], operands["compressed_cache"]
-    sources = seen_slots(row.s_q, *caches, operands["lengths"], operands["indices"], None, row.ratio, row.window)
+    sources = seen_slots(
+        row.s_q, *caches, operands["lengths"], operands["indices"], None, row.ratio, row.window, with_kernel=False
+    )
     slots = [jnp.where(jnp.arange(x.indices.shape[2]) < x.length[..., None], x.indices, -1) for x in sources]
     (near, near_slots), (far, far_slots) = (
         (_pages(to_torch(cache.entries), row.page), to_torch(x)) for cache, x in zip(caches, slots, strict=True)

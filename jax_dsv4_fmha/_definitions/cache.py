@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,30 @@ from jax.sharding import PartitionSpec
 from .. import _check
 from . import explicit_axes
 from .packed import LAYOUTS, V4_FP8, D, Layout, index_keys, layout_of, read_pages
+
+
+class Pages(NamedTuple):
+    """Where a sequence has its entries in a pool."""
+
+    room: Any = 1
+    """for how many of them"""
+    page: Any = 0
+    """how many are in a page; 0 without a block table, where entries are slots"""
+    pages: Any = 0
+    """how many the pool has"""
+
+    def slots(self, block_table: jax.Array | None, entries: jax.Array) -> jax.Array:
+        """The slots of these entries `[b or 1, …]` of a sequence; -1 for an entry that does not exist."""
+        if isinstance(self.page, int) and self.page == 0:
+            return jnp.where((entries >= 0) & (entries < self.room), entries, -1)
+        assert block_table is not None
+        # one row for every sequence, on the devices that hold its table
+        entries += (0 * block_table[:, 0]).reshape(-1, *[1] * (entries.ndim - 1))
+        there = (entries >= 0) & (entries < self.room)
+        which = jnp.where(there, entries // self.page, 0)
+        pages = explicit_axes.taken(block_table, which.reshape(which.shape[0], -1)).reshape(which.shape)
+        there &= (pages >= 0) & (pages < self.pages)
+        return jnp.where(there, pages * self.page + entries % self.page, -1)
 
 
 @jax.tree_util.register_dataclass
@@ -122,17 +146,16 @@ class Cache:
             return self.entries[:, None] if self.block_table is None else self.entries[None]
         return self.entries if self.block_table is None else self.entries[None].reshape(1, -1, self.entries.shape[2])
 
+    @property
+    def pages(self) -> Pages:
+        """Where a sequence has its entries."""
+        if self.block_table is None:
+            return Pages(self.capacity)
+        return Pages(self.capacity, self.page, self.entries.shape[0])
+
     def slots(self, entries: jax.Array) -> jax.Array:
         """The slots in its pool of these entries `[b or 1, …]` of a sequence; -1 for an entry that does not exist."""
-        if self.block_table is not None:  # one row for every sequence, on the devices that hold its table
-            entries += (0 * self.block_table[:, 0]).reshape(-1, *[1] * (entries.ndim - 1))
-        there = (entries >= 0) & (entries < self.capacity)
-        if self.block_table is None:
-            return jnp.where(there, entries, -1)
-        which = jnp.where(there, entries // self.page, 0)
-        pages = explicit_axes.taken(self.block_table, which.reshape(which.shape[0], -1)).reshape(which.shape)
-        there &= (pages >= 0) & (pages < self.entries.shape[0])
-        return jnp.where(there, pages * self.page + entries % self.page, -1)
+        return self.pages.slots(self.block_table, entries)
 
     @jax.named_scope("append")
     def append(self, entries: jax.Array, positions: jax.Array) -> "Cache":

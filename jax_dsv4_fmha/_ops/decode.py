@@ -7,7 +7,8 @@ import jax.numpy as jnp
 
 from .. import _check, reference
 from .._definitions.cache import Cache
-from .._dispatch.sources import SelectionSource, attend
+from .._dispatch.seen_slots import seen_slots
+from .._dispatch.sources import attend
 
 
 def dsv4_decode(
@@ -129,53 +130,3 @@ def dsv4_decode(
         s_q, window_cache, compressed_cache, lengths, indices, topk_length, ratio, window, q_offset, is_causal
     )
     return attend(op, q, sources, sink=sink, scale=scale, implementation=implementation, differentiable=False)
-
-
-def seen_slots(
-    s_q: Any,
-    window_cache: Cache,
-    compressed_cache: Cache | None,
-    lengths: jax.Array,
-    indices: jax.Array | None,
-    topk_length: jax.Array | None,
-    ratio: int | None,
-    window: int,
-    q_offset: jax.Array | None = None,
-    is_causal: bool = True,
-) -> list[SelectionSource]:
-    """The entries that the queries of `dsv4_decode` see of each cache, as slots of its pool."""
-    caches = [window_cache] if compressed_cache is None else [window_cache, compressed_cache]
-    lengths = jnp.maximum(lengths, 0)  # otherwise the subtraction might wrap around
-    first = (lengths - s_q if q_offset is None else q_offset)[:, None]
-    position = jnp.arange(s_q, dtype=jnp.int32)[None] + first
-    there = (position >= 0) & (position < lengths[:, None])
-    if is_causal:
-        newest, n = position, window
-        seen = jnp.clip(position + 1, 0, window)
-    else:
-        end = jnp.minimum(lengths[:, None], first + s_q)
-        newest, n = jnp.broadcast_to(end - 1, position.shape), window + s_q
-        seen = newest + 1 - jnp.maximum(first - window, 0)
-    past = newest[..., None] - jnp.arange(n, dtype=jnp.int32)[None, None]
-    near = caches[0].slots(jnp.where(past >= 0, past % caches[0].capacity, -1))
-    sources = [_source("window", caches[0], near, jnp.where(there, seen, 0))]
-    if compressed_cache is None:
-        return sources
-    if indices is None:
-        assert ratio is not None
-        room = caches[1].capacity
-        oldest = jnp.maximum(lengths // ratio - room, 0)  # of a cache that has run over, what is left
-        entries = oldest[:, None] + jnp.arange(room, dtype=jnp.int32)[None]
-        slots = jnp.broadcast_to(caches[1].slots(entries % room)[:, None], (*position.shape, room))
-        seen = (position + 1) // ratio - oldest[:, None]
-    else:
-        if ratio is not None:
-            indices = jnp.where(indices < ((position + 1) // ratio)[..., None], indices, -1)
-        slots = caches[1].slots(indices)
-        seen = jnp.full_like(position, indices.shape[2]) if topk_length is None else topk_length
-    return [*sources, _source("compressed", caches[1], slots, jnp.where(there, seen, 0))]
-
-
-def _source(name: str, cache: Cache, slots: jax.Array, length: jax.Array) -> SelectionSource:
-    names = (f"{name}_cache", f"{name} slots", f"{name} length")
-    return SelectionSource(cache.pool(), slots, length, names, f"{name}_rows", cache.layout)

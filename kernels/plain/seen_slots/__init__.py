@@ -1,0 +1,1 @@
+"""Which slots of its caches each query of a step sees."""
