@@ -611,7 +611,8 @@ def attention(op: str, sources: Arrays, **attributes: str) -> Target:
         "lse_parts: f32[b_split s_q h_q splits]",
     )
     operands = (array("q: T[b s_q h_q d]"), *sources, array("sink: f32[h_q]"))
-    return Target(op, "forward", operands, arrays(*results), SCALE | attributes, FORWARD_OPS[op])
+    # order: in which a query's keys are summed (docs/semantics.md), by its number; 0 for any
+    return Target(op, "forward", operands, arrays(*results), SCALE | {"order": "int64"} | attributes, FORWARD_OPS[op])
 
 
 OF_ROWS = (
