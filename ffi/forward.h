@@ -24,6 +24,26 @@ inline std::string Show(const Packing& packing) {
   return page + "], as " + packing.name + " has them";
 }
 
+// The order of sums in which the bits of a query's results depend on its own operands alone (docs/semantics.md).
+struct CanonicalOrder {
+  static constexpr int64_t kNumber = 1;
+  static constexpr std::string_view kArch = "sm_90a";
+  static constexpr std::string_view kTargets[] = {"mla_sparse_fwd", "csa_fwd", "dsv4_decode"};
+
+  // Why a call has not this order; empty where it has, or where it asks for none.
+  static std::string Missing(const ForwardCall& call, int64_t splits, const std::string& arch) {
+    if (call.order == 0) return "";
+    const std::string got = "order: got " + std::to_string(call.order);
+    if (call.order != kNumber) return got + ", wanted " + std::to_string(kNumber) + ", which this library has, or 0";
+    if (std::find(std::begin(kTargets), std::end(kTargets), call.target->name) == std::end(kTargets)) {
+      return got + " of " + call.target->name + ", wanted a call whose kernels have it";
+    }
+    if (splits > 1) return got + " with " + std::to_string(splits) + " splits, wanted whole keys";
+    if (arch != kArch) return got + " on " + arch + ", wanted " + std::string(kArch);
+    return "";
+  }
+};
+
 struct Forward {
   using Call = ForwardCall;
   using Shape = AttentionShape;
@@ -67,6 +87,10 @@ struct Forward {
   static ffi::Error Find(const Call& call, const Device& device, Shape* shape, Kernels* kernels) {
     RowShape& rows = shape->rows;
     auto& [forward, combine] = *kernels;
+    if (device.error.empty()) {
+      std::string missing = CanonicalOrder::Missing(call, rows.splits, device.arch);
+      if (!missing.empty()) return ffi::Error(ffi::ErrorCode::kUnimplemented, missing);
+    }
     const ForwardChoices choices{.d = rows.d, .dtype = call.q.dtype, .packing = call.packing, .max_heads = rows.h_q};
     if (ffi::Error error = LookUp(call.target->name, device, choices, &forward); error.failure()) return error;
     if (!forward->splits) rows.splits = 1;

@@ -14,23 +14,21 @@ struct SeenSlots {
   static ffi::Error Check(const Call& call, const Axes& n, Shape* shape) {
     *shape = {.b = n.b,
               .s_q = n.s_q,
-              .window = call.window,
+              .window = n.window,
               .ratio = call.ratio,
-              .is_causal = call.is_causal,
-              .n_first = n.n_first,
+              .n_position = n.n_position,
               .n_topk_length = n.n_topk_length,
-              .n_near = n.n_near,
               .n_far = n.n_far,
               .topk = n.topk,
               .of_window = {n.window_width, call.window_room, call.window_page, call.window_pages},
               .compressed = {n.width, call.room, call.page, call.pages}};
-    if (n.n_first > 1) return Refuse(call.first, "shape " + Show(call.first.dimensions), "0 or 1 numbers last");
+    if (n.n_position > 1 || (n.n_position == 0 && n.s_q > 1)) {
+      return Refuse(call.position, "shape " + Show(call.position.dimensions), "1 number last, or 0 for one query");
+    }
     if (n.n_topk_length > 1) {
       return Refuse(call.topk_length, "shape " + Show(call.topk_length.dimensions), "0 or 1 numbers last");
     }
     if (call.ratio < 0 || call.ratio > kMaxExtent) return ffi::Error::InvalidArgument("ratio: got " + Show(call.ratio));
-    const int64_t near = call.window + (call.is_causal ? 0 : n.s_q);
-    if (n.n_near != near) return Refuse(call.near, "shape " + Show(call.near.dimensions), Show(near) + " last");
     const bool all = n.topk == 0 && call.ratio > 0 && n.n_far == call.room;
     if (n.n_far != n.topk && !all) {
       return Refuse(call.far, "shape " + Show(call.far.dimensions), "topk last, or room with a ratio and without indices");

@@ -18,7 +18,7 @@ struct PoolShape {
 
 // A step's queries, and what they see.
 struct SeenSlotsShape {
-  int64_t b, s_q, window, ratio, is_causal, n_first, n_topk_length, n_near, n_far, topk;
+  int64_t b, s_q, window, ratio, n_position, n_topk_length, n_far, topk;
   PoolShape of_window, compressed;
 };
 
@@ -36,21 +36,21 @@ inline std::string CheckPool(const char* name, const PoolShape& x) {
 // For CTAs that have tile_n numbers of one query. Returns why it cannot plan the launch: empty on success.
 inline std::string PlanSeenSlots(const SeenSlotsShape& x, int32_t tile_n, const SeenSlotsAddresses& at,
                                  Plan<SeenSlotsArguments>* plan) {
-  for (auto [name, extent] : {std::pair{"b", x.b}, {"s_q", x.s_q}, {"window", x.window}, {"n_near", x.n_near}}) {
+  for (auto [name, extent] : {std::pair{"b", x.b}, {"s_q", x.s_q}, {"window", x.window}}) {
     if (std::string error = OutOfRange(name, extent); !error.empty()) return error;
   }
   if (std::string error = CheckPool("window_table", x.of_window); !error.empty()) return error;
   if (x.n_far > 0) {
     if (std::string error = CheckPool("table", x.compressed); !error.empty()) return error;
   }
-  if (x.n_near > kMaxExtent - x.n_far) return TooLarge("n_near + n_far", x.n_near + x.n_far, kMaxExtent);
-  const int64_t ctas = CeilDiv(x.n_near + x.n_far, tile_n);
+  if (x.window > kMaxExtent - x.n_far) return TooLarge("window + n_far", x.window + x.n_far, kMaxExtent);
+  const int64_t ctas = CeilDiv(x.window + x.n_far, tile_n);
   if (x.b > kMaxExtent / x.s_q || x.b * x.s_q > kMaxExtent / ctas) {
     return TooLarge("b * s_q", x.b * x.s_q, kMaxExtent / ctas);
   }
   *plan = {.grid = U32(x.b * x.s_q * ctas),
            .arguments = {.lengths = at.lengths,
-                         .first = at.first,
+                         .position = at.position,
                          .indices = at.indices,
                          .topk_length = at.topk_length,
                          .near = at.near,
@@ -71,10 +71,8 @@ inline std::string PlanSeenSlots(const SeenSlotsShape& x, int32_t tile_n, const 
                          .s_q = I32(x.s_q),
                          .window = I32(x.window),
                          .ratio = I32(x.ratio),
-                         .is_causal = I32(x.is_causal),
-                         .has_first = I32(x.n_first),
+                         .has_position = I32(x.n_position),
                          .has_length = I32(x.n_topk_length),
-                         .n_near = I32(x.n_near),
                          .n_far = I32(x.n_far),
                          .topk = I32(x.topk)}};
   return "";

@@ -238,3 +238,12 @@ def one_of(op: str, name: str, x: Any, choices: tuple[str | None, ...]) -> None:
 
 def implementation(op: str, x: Any) -> None:
     one_of(op, "implementation", x, (None, *get_args(Implementation)))
+
+
+def batch_invariant(op: str, x: Any, implementation: Any) -> None:
+    """Raises where the reference is to have the bits of a kernel's order."""
+    if not isinstance(x, bool):
+        raise error(TypeError, op, "batch_invariant", x, "a bool")
+    if x and implementation == "reference":
+        wanted = "False, or another implementation: XLA chooses the reference's order of sums"
+        raise error(NotImplementedError, op, "batch_invariant", "True with implementation='reference'", wanted)

@@ -506,13 +506,12 @@ class SeenSlots(Variant):
     @property
     def params(self) -> Params:
         return (
-            *each("address", "lengths", "first", "indices", "topk_length"),
+            *each("address", "lengths", "position", "indices", "topk_length"),
             *each("address", "near", "near_length", "far", "far_length"),
             *each("address", "window_table"),
             *each("int32", *(f"window_{name}" for name in POOL)),
             *each("address", "table"),
-            *each("int32", *POOL, "b", "s_q", "window", "ratio", "is_causal", "has_first", "has_length"),
-            *each("int32", "n_near", "n_far", "topk"),
+            *each("int32", *POOL, "b", "s_q", "window", "ratio", "has_position", "has_length", "n_far", "topk"),
         )
 
 
@@ -635,7 +634,8 @@ def attention(op: str, sources: Arrays, **attributes: str) -> Target:
         "lse_parts: f32[b_split s_q h_q splits]",
     )
     operands = (array("q: T[b s_q h_q d]"), *sources, array("sink: f32[h_q]"))
-    return Target(op, "forward", operands, arrays(*results), SCALE | attributes, FORWARD_OPS[op])
+    # order: in which a query's keys are summed (docs/semantics.md), by its number; 0 for any
+    return Target(op, "forward", operands, arrays(*results), SCALE | {"order": "int64"} | attributes, FORWARD_OPS[op])
 
 
 OF_ROWS = (
@@ -785,14 +785,14 @@ TARGETS = (
         "seen_slots",
         arrays(
             "lengths: s32[b]",
-            "first: s32[b n_first]",  # as many numbers as are given, 1 or none
+            "position: s32[b s_q n_position]",  # as many numbers as are given, 1 or none
             *("window_table: s32[b window_width]", "table: s32[b width]"),  # no pages without a block table
             *("indices: s32[b s_q topk]", "topk_length: s32[b s_q n_topk_length]"),
         ),
         arrays(
-            *("near: s32[b s_q n_near]", "near_length: s32[b s_q]"),
+            *("near: s32[b s_q window]", "near_length: s32[b s_q]"),
             *("far: s32[b s_q n_far]", "far_length: s32[b s_q]"),
         ),
-        dict.fromkeys(("window", "ratio", "is_causal", *OF_POOLS), "int64"),
+        dict.fromkeys(("ratio", *OF_POOLS), "int64"),
     ),
 )

@@ -159,6 +159,32 @@ void LastSplitOverlaps() {
   EXPECT(stand_in_calls("cuLaunchKernelEx 2") == 1 && stand_in_calls("cuLaunchKernelEx 2 early") == 1);
 }
 
+// The canonical order of sums is one launch over whole keys, of a kernel that has it; all else is refused.
+void Order() {
+  Arrays split(2), whole(0);
+  const std::vector<int64_t> indices{2, 3, 7};
+  for (Arrays* x : {&split, &whole}) x->q[3] = x->o_parts[4] = 512, x->k = {2, 5, 512};
+  auto of = [&](Arrays& arrays, int64_t order) {
+    ForwardCall call = arrays.Call();
+    call.target = &kMlaSparseFwdTarget, call.order = order;
+    call.sources[0].from = arrays.Of("indices", indices, ffi::S32);
+    return call;
+  };
+  EXPECT(Execute<Forward>(of(whole, 1), nullptr, 0).success());
+  EXPECT(stand_in_calls("cuLaunchKernelEx 7") == 1 && stand_in_calls("cuLaunchKernelEx 2") == 0);
+  auto refusal = [](const ForwardCall& call, int ordinal) {
+    EXPECT(Initialize<Forward>(call, ordinal).failure());
+    return std::string(Execute<Forward>(call, nullptr, ordinal).message());
+  };
+  EXPECT(refusal(of(whole, 2), 0) == "order: got 2, wanted 1, which this library has, or 0");
+  EXPECT(refusal(of(split, 1), 0) == "order: got 1 with 2 splits, wanted whole keys");
+  EXPECT(refusal(of(whole, 1), 5) == "order: got 1 on sm_100f, wanted sm_90a");
+  Arrays arrays(0);
+  ForwardCall dense = arrays.Call();
+  dense.order = 1;
+  EXPECT(refusal(dense, 0) == "order: got 1 of mha_fwd, wanted a call whose kernels have it");
+}
+
 // Scores at given entries, and their gradients, whose dk is cleared before the single launch.
 void Entries() {
   alignas(64) static char data[4096];
@@ -225,6 +251,7 @@ int main(int argc, char** argv) {
   if (scenario == "refusals") Refusals();
   if (scenario == "last split") LastSplit();
   if (scenario == "last split overlaps") LastSplitOverlaps();
+  if (scenario == "order") Order();
   if (scenario == "entries") Entries();
   if (scenario == "rows") Rows();
   if (scenario == "fails") {

@@ -126,9 +126,9 @@ def test_the_launcher_hands_over_what_the_table_says(variant):
         x = kv_insert.Problem.of(variant, (9, 3), 2, ratio=4 if variant.pooled else 1)
         launch = plan_kv_insert(x.shape, 1.0, tile_m=1)
     elif isinstance(variant, SeenSlots):
-        sizes = {"b": 2, "s_q": 3, "window": 9, "ratio": 4, "is_causal": 1, "n_first": 0, "n_topk_length": 0}
+        sizes = {"b": 2, "s_q": 3, "window": 9, "ratio": 4, "n_position": 1, "n_topk_length": 0, "n_far": 5, "topk": 5}
         pool = {"width": 2, "room": 16, "page": 8, "pages": 9}
-        launch = plan_seen_slots(sizes | {"n_near": 9, "n_far": 5, "topk": 5}, pool, pool, tile_n=128)
+        launch = plan_seen_slots(sizes, pool, pool, tile_n=128)
     elif isinstance(variant, MhaBackward):
         launch = plan_mha_backward(variant, shape)
     elif isinstance(variant, TileSpans):

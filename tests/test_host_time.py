@@ -53,7 +53,7 @@ def test_handler(cuda, timer):
     rows = x[0].shape[:-1]
     shapes = (rows, (*rows, 0, 512), (*rows, 0))  # elements of lse, and of the parts where keys are split
     results = (jax.ShapeDtypeStruct(x[0].shape, x[0].dtype), *(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes))
-    call = jax.jit(lambda *x: jax.ffi.ffi_call("handler_timer", results)(*x, scale=np.float32(0.1)))
+    call = jax.jit(lambda *x: jax.ffi.ffi_call("handler_timer", results)(*x, scale=np.float32(0.1), order=np.int64(0)))
     for _ in range(CALLS):
         jax.block_until_ready(call(*x))
     assert timer.handler_timer_calls() >= CALLS

@@ -70,6 +70,7 @@ def program(request, tmp_path_factory):
         ("refusals",),
         ("last split",),
         ("last split overlaps",),
+        ("order",),
         ("entries",),
         ("rows",),
         *(("fails", function, times) for function in FUNCTIONS for times in ("1", "3")),

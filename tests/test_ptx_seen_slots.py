@@ -19,19 +19,21 @@ RING, PAGED_RING = Pool(11), Pool(12, 4, 9, ((7, 2, 0), (3, 8, 4), (5, 1, 6), (0
 PAGED = Pool(8, 2, 20, ((13, 2, 0, 5), (3, 18, 4, 1), (15, 11, 6, 7), (10, -1, 8, 20)))
 LENGTHS = (37, 0, 3, 20)  # the window has run over; an idle place; one that begins
 CASES = {
-    "a window alone": {"s_q": 2, "window": 9, "of_window": RING},
-    "chosen": {"s_q": 2, "window": 9, "of_window": PAGED_RING, "compressed": PAGED, "ratio": 4, "topk": 140},
+    "a window alone": {"s_q": 1, "window": 9, "of_window": RING},
+    "chosen": {
+        "s_q": 2, "window": 9, "of_window": PAGED_RING, "compressed": PAGED, "ratio": 4, "topk": 140,
+        "first": (35, -2, 1, 18),
+    },
     "chosen, without ratio": {"s_q": 1, "window": 9, "of_window": RING, "compressed": Pool(30), "topk": 7},
     "some of them": {
-        "s_q": 2, "window": 9, "of_window": RING, "compressed": PAGED, "ratio": 4, "topk": 7,
+        "s_q": 1, "window": 9, "of_window": RING, "compressed": PAGED, "ratio": 4, "topk": 7,
         "topk_length": (3, 7, 0, 5),
     },
-    "all that are past": {"s_q": 2, "window": 9, "of_window": PAGED_RING, "compressed": PAGED, "ratio": 4},
+    "all that are past": {"s_q": 1, "window": 9, "of_window": PAGED_RING, "compressed": PAGED, "ratio": 4},
     "a ring of entries": {"s_q": 1, "window": 9, "of_window": RING, "compressed": Pool(5), "ratio": 2},
     "new tokens of different numbers": {
         "s_q": 3, "window": 9, "of_window": RING, "compressed": PAGED, "ratio": 4, "topk": 6, "first": (34, 0, 2, -5),
     },
-    "drafts": {"s_q": 3, "window": 8, "of_window": RING, "first": (35, 0, 0, 17), "is_causal": False},
 }  # fmt: skip
 
 
@@ -49,7 +51,7 @@ def test_is_right(case, arch):
 
 
 FAULTS = {  # a case, numbers of the launch that are changed, and what is wrong then
-    "the window begins a token late": ("a window alone", {"window": lambda n: n - 1}, "lengths of the window"),
+    "the window begins a token late": ("a window alone", {"window": lambda n: n - 1}, "slots of the window"),
     "the ring is larger": ("a window alone", {"window_room": lambda n: n + 1}, "slots of the window"),
     "a page that does not exist": ("chosen", {"window_pages": lambda n: n + 1}, "slots of the window"),
     "entries not yet past": ("chosen", {"ratio": lambda n: n - 1}, "slots of entries"),
@@ -59,10 +61,9 @@ FAULTS = {  # a case, numbers of the launch that are changed, and what is wrong 
     "a ring that has not run over": ("a ring of entries", {"ratio": lambda n: 4 * n}, "slots of entries"),
     "where the new tokens begin": (
         "new tokens of different numbers",
-        {"has_first": lambda _: 0},
+        {"has_position": lambda _: 0},
         "slots of the window",
     ),
-    "drafts that do not see each other": ("drafts", {"is_causal": lambda _: 1}, "slots of the window"),
 }
 
 
@@ -114,15 +115,18 @@ def test_kernel(case):
     pool, (near, far) = x.compressed or Pool(1), x.sizes
     lists = (x.lengths, x.of_window.array(x.b), pool.array(x.b), x.indices)
     lengths, *tables, indices = (jnp.asarray(numbers, jnp.int32) for numbers in lists)
-    first, topk_length = (jnp.asarray(numbers, jnp.int32).reshape(x.b, -1) for numbers in (x.first, x.topk_length))
-    topk_length = jnp.broadcast_to(topk_length[:, None], (x.b, x.s_q, topk_length.shape[1]))
+    topk_length = jnp.asarray(x.topk_length, jnp.int32).reshape(x.b, 1, -1)
+    topk_length = jnp.broadcast_to(topk_length, (x.b, x.s_q, topk_length.shape[2]))
+    position = jnp.asarray(x.positions).reshape(x.b, x.s_q, -1) if x.first else jnp.zeros((x.b, 1, 0), jnp.int32)
     pools = {f"window_{name}": n for name, n in x.of_window._asdict().items()} | pool._asdict()
-    sizes = {name: n for name, n in pools.items() if "table" not in name} | {"near": near, "far": far}
-    sizes |= {"window": x.window, "ratio": x.ratio, "is_causal": int(x.is_causal)}
+    sizes = {name: n for name, n in pools.items() if "table" not in name} | {"window": near, "far": far}
+    sizes["ratio"] = x.ratio
 
     @jax.jit
     def twice(lengths):
-        calls = (seen_slots(n, first, *tables, indices, topk_length, **sizes) for n in (lengths, lengths + 1, lengths))
+        calls = (
+            seen_slots(n, position, *tables, indices, topk_length, **sizes) for n in (lengths, lengths + 1, lengths)
+        )
         return list(calls)
 
     got, _, again = twice(lengths)

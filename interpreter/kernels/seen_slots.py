@@ -52,13 +52,18 @@ class Problem:
     topk: int = 0
     """indices for each query; 0 where it sees all past entries"""
     first: tuple[int, ...] = ()
+    """the position of each sequence's first query, if not that of its last token"""
     topk_length: tuple[int, ...] = ()
     """of each sequence"""
-    is_causal: bool = True
 
     @property
     def b(self) -> int:
         return len(self.lengths)
+
+    @property
+    def positions(self) -> Array:
+        """int32 [b, s_q], or [0, s_q]"""
+        return np.asarray(self.first, np.int32)[:, None] + np.arange(self.s_q, dtype=np.int32)
 
     @property
     def indices(self) -> Array:
@@ -70,25 +75,21 @@ class Problem:
     def sizes(self) -> tuple[int, int]:
         """How many slots there are of the window, and of compressed entries."""
         far = 0 if self.compressed is None else self.topk or self.compressed.room
-        return self.window + (0 if self.is_causal else self.s_q), far
+        return self.window, far
 
     def wanted(self) -> tuple[Array, Array, Array, Array]:
-        """By the definition: slots of the positions that a query sees, the newest one first, and of entries."""
+        """By the definition: slots of the positions that a query sees, the oldest one first, and of entries."""
         near, far = (np.full((self.b, self.s_q, n), -1, np.int32) for n in self.sizes)
         near_length, far_length = np.zeros((2, self.b, self.s_q), np.int32)
         for n, length in enumerate(self.lengths):
             length = max(length, 0)
-            first = self.first[n] if self.first else length - self.s_q
             for i in range(self.s_q):
-                p = first + i
-                newest = p if self.is_causal else min(length, first + self.s_q) - 1
-                oldest = p - self.window + 1 if self.is_causal else first - self.window
-                positions = list(range(newest, max(oldest, 0) - 1, -1))
+                p = self.first[n] + i if self.first else length - 1
+                oldest = max(p + 1 - self.window, 0)
                 for j in range(near.shape[2]):
-                    at = newest - j
-                    near[n, i, j] = self.of_window.slot(n, at % self.of_window.room) if at >= 0 else -1
+                    near[n, i, j] = self.of_window.slot(n, (oldest + j) % self.of_window.room)
                 there = 0 <= p < length
-                near_length[n, i] = len(positions) * there
+                near_length[n, i] = (p + 1 - oldest) * there
                 far[n, i], far_length[n, i] = self.entries_of(n, i, p, length)
                 far_length[n, i] *= there
         return near, near_length, far, far_length
@@ -113,7 +114,7 @@ def run(
     near, far = x.sizes
     given = {
         "lengths": np.asarray(x.lengths, np.int32),
-        "first": np.asarray(x.first, np.int32),
+        "position": x.positions,
         "indices": x.indices,
         "topk_length": np.repeat(np.asarray(x.topk_length, np.int32), x.s_q),
         "window_table": x.of_window.array(x.b),
@@ -124,8 +125,8 @@ def run(
     sizes = {name: 4 * x.b * x.s_q * int(np.prod(shape, dtype=int)) for name, shape in shapes.items()}
     addresses |= {name: memory.add(name, None, size) for name, size in sizes.items()}
     shape = {
-        "b": x.b, "s_q": x.s_q, "window": x.window, "ratio": x.ratio, "is_causal": int(x.is_causal),
-        "n_first": int(bool(x.first)), "n_topk_length": int(bool(x.topk_length)), "n_near": near, "n_far": far,
+        "b": x.b, "s_q": x.s_q, "window": near, "ratio": x.ratio, "n_position": int(bool(x.first)),
+        "n_topk_length": int(bool(x.topk_length)), "n_far": far,
         "topk": x.topk,
     }  # fmt: skip
     pools = x.of_window.shape(x.b), pool.shape(x.b)

@@ -251,7 +251,7 @@ class LayerRow(PromptRow):
 
 
 def dense(d: int, b: int, s: int, h_q: int, h_kv: int, **fields: Any) -> FmhaRow:
-    return FmhaRow(d=d, b=b, s_q=s, s_kv=s, h_q=h_q, h_kv=h_kv, peers=("cudnn", "xla"), **fields)
+    return FmhaRow(d=d, b=b, s_q=s, s_kv=s, h_q=h_q, h_kv=h_kv, **{"peers": ("cudnn", "xla"), **fields})
 
 
 def causal(*sizes: int, **fields: Any) -> FmhaRow:
@@ -262,8 +262,14 @@ def window(*sizes: int, **fields: Any) -> FmhaRow:
     return dense(*sizes, window=128, **fields)
 
 
+_OF_LATENTS = ("cudnn", "xla", "batch_invariant")
+
+
 def layer(h_q: int, s_q: int = 4096, **fields: Any) -> LayerRow:
     return LayerRow(b=1, s_q=s_q, s_kv=s_q + 127, h_q=h_q, **{"peers": ("two_pass",), **fields})
+
+
+_OF_LAYER = ("two_pass", "batch_invariant")
 
 
 def _top_k(h_q: int, s_kv: int, topk: int) -> SparseRow:
@@ -276,19 +282,19 @@ SUITES = (
         "#4053d3",
         (
             *(
-                layer(h, topk=k, ratio=4, s_c=s_c)
+                layer(h, topk=k, ratio=4, s_c=s_c, peers=_OF_LAYER)
                 for h, k in ((128, 1024), (64, 512), (16, 512))
                 for s_c in (8192, 65536)
             ),
             *(_top_k(h, s_kv, k) for h, k in ((128, 1024), (64, 512)) for s_kv in (8192, 65536)),
-            layer(128, ratio=128, s_c=512),
+            layer(128, ratio=128, s_c=512, peers=_OF_LAYER),
         ),
     ),
     Suite(
         "dense",
         "#b51d14",
         (
-            causal(512, 1, 4096, 128, 1),
+            causal(512, 1, 4096, 128, 1, peers=_OF_LATENTS),
             causal(512, 1, 8192, 128, 1),
             causal(512, 1, 4096, 128, 1, dtype="float16"),
             causal(64, 4, 8192, 16, 16),
@@ -304,7 +310,7 @@ SUITES = (
         "window",
         "#00806c",
         (
-            *(window(512, 1, 4096, h, 1, has_sink=True) for h in (128, 64, 16)),
+            *(window(512, 1, 4096, h, 1, has_sink=True, peers=_OF_LATENTS) for h in (128, 64, 16)),
             window(128, 2, 8192, 16, 1),
         ),
     ),

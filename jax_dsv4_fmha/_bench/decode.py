@@ -219,7 +219,7 @@ SUITE = Suite(
     "#a06000",
     (
         *(
-            step(h, k, b, caches, ("xla",) if b <= 64 else ())
+            step(h, k, b, caches, ("xla", "batch_invariant") if b <= 64 else ())
             for h, k in ((128, 1024), (64, 512))
             for caches in ("", "fp8")
             for b in (2, 64, 128, 148)

@@ -82,7 +82,7 @@ class CallRow(Row):
 
     @abstractmethod
     def ours(self, **operands: Any) -> Any:
-        """Our call."""
+        """Our call; the peer "batch_invariant" is it with batch_invariant=True."""
 
     def peer(self, name: str, **operands: Any) -> Any:
         """A peer's call."""
@@ -95,6 +95,8 @@ class CallRow(Row):
     def function(self, name: str) -> Callable[..., Any]:
         """The function that a contestant runs."""
         row = self.of(name)
+        if name == "batch_invariant":
+            return functools.partial(row.ours, batch_invariant=True)
         return row.ours if name == "ours" or row != self else functools.partial(self.peer, name)
 
     @property

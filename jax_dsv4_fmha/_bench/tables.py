@@ -7,7 +7,7 @@ from typing import Any
 
 from .._cli.report import table as as_table
 
-PEERS = ("two_pass", "cudnn", "xla", "flashmla", "cudnn_frontend", "contiguous", "v4_fp8", "graph")
+PEERS = ("two_pass", "cudnn", "xla", "flashmla", "cudnn_frontend", "contiguous", "v4_fp8", "graph", "batch_invariant")
 """in the order of a table's columns"""
 
 

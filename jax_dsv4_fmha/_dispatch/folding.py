@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .. import _check
 from .._definitions.log_space import sink_factor
 from .lowering import lowered
 from .op import ONE_OR_B, SINK, Arrays, Axes, Call, Op, is_pool
@@ -31,6 +32,9 @@ def folded(call: Call, *operands: jax.Array) -> Arrays:
     given = dict(zip(op.operands, operands, strict=True))
     sink = next((x for axes, x in given.items() if axes.axes == SINK.axes), None)
     per_entry = sink is not None and any(n != 1 for n in sink.shape[:-1])
+    if per_entry and dict(call.params).get("batch_invariant"):  # o would be rounded twice
+        got, wanted = "True with a sink for every batch entry", "a sink that jax.vmap does not map"
+        raise _check.error(NotImplementedError, op.name, "batch_invariant", got, wanted)
     pools = {axes.axes for axes, x in given.items() if is_pool(axes, x.shape)}
     keep = max((len(batch) - (axes.axes in pools) for axes in op.results if "s_q" not in axes.axes), default=0)
     for axes, x in given.items():

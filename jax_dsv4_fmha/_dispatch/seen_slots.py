@@ -4,7 +4,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
 
 from .._definitions.cache import Cache, Pages
 from .._host import library
@@ -12,7 +11,6 @@ from .._host import seen_slots as raw
 from .autodiff import without_gradient
 from .lowering import choose
 from .op import Arrays, Axes, Call, KernelUse, Op
-from .sharding import mesh_of
 from .sources import SelectionSource
 from .support import Support
 
@@ -32,55 +30,65 @@ def seen_slots(
     with_kernel: bool = True,
 ) -> list[SelectionSource]:
     """The entries that the queries of `dsv4_decode` see of each cache, as slots of its pool."""
-    b = lengths.shape[0]
-
-    def none(*shape: Any) -> jax.Array:
-        return jnp.zeros(shape, jnp.int32)
-
+    lengths = jnp.maximum(lengths, 0)  # otherwise the subtraction might wrap around
+    first = (lengths - s_q if q_offset is None else q_offset)[:, None]
+    position = jnp.arange(s_q, dtype=jnp.int32)[None] + first
     caches = [window_cache] if compressed_cache is None else [window_cache, compressed_cache]
     pools = [cache.pages for cache in caches] + [Pages()] * (2 - len(caches))
-    tables = [cache.block_table if cache.block_table is not None else none(b, 0) for cache in caches]
+    tables = [_none(lengths, 0) if cache.block_table is None else cache.block_table for cache in caches]
+    is_last = q_offset is None and isinstance(s_q, int) and s_q == 1
     operands = (
         lengths,
-        none(b, 0) if q_offset is None else q_offset[:, None],
-        *[*tables, none(b, 0)][:2],
-        none(b, s_q, 0) if indices is None else indices,
-        none(b, s_q, 0) if topk_length is None else topk_length[..., None],
+        _none(lengths, 1, 0) if is_last else position[..., None],
+        *[*tables, _none(lengths, 0)][:2],
+        _none(lengths, s_q, 0) if indices is None else indices,
+        _none(lengths, s_q, 0) if topk_length is None else topk_length[..., None],
     )
     far = 0 if compressed_cache is None else compressed_cache.capacity if indices is None else indices.shape[2]
-    sizes = {"near": window if is_causal else window + s_q, "far": far, "window": window, "is_causal": int(is_causal)}
-    sizes["ratio"] = ratio or 0 if compressed_cache is not None else 0
+    sizes = {"window": window, "far": far, "ratio": ratio or 0 if compressed_cache is not None else 0}
     sizes |= {f"window_{name}": n for name, n in pools[0]._asdict().items()} | pools[1]._asdict()
-    near, near_length, far_slots, far_length = _run(operands, tuple(sizes.items()), with_kernel)
-    sources = [_source("window", caches[0], near, near_length)]
-    return sources if compressed_cache is None else [*sources, _source("compressed", caches[1], far_slots, far_length)]
+    of_window, of_far = _run(operands, sizes, with_kernel)
+    if not is_causal:
+        of_window = _of_drafts(window_cache, lengths, first, position, window)
+    sources = [_source("window", caches[0], *of_window)]
+    return sources if compressed_cache is None else [*sources, _source("compressed", caches[1], *of_far)]
 
 
-def _run(operands: Arrays, sizes: tuple[tuple[str, Any], ...], with_kernel: bool) -> Arrays:
+def _none(lengths: jax.Array, *shape: Any) -> jax.Array:
+    return jnp.zeros((lengths.shape[0], *shape), jnp.int32)
+
+
+def _run(operands: Arrays, sizes: dict[str, Any], with_kernel: bool) -> tuple[Arrays, Arrays]:
     support = Support("int32", ("seen_slots",), library.shipped_for("seen_slots"))
-    use = choose("seen_slots", None, support)
-    # Positions count all new tokens, so the kernel wants them together; and sizes that are numbers.
-    known = all(isinstance(n, int) for n in (*dict(sizes).values(), *operands[4].shape, *operands[0].shape))
-    if not with_kernel or not known or AxisType.Explicit in mesh_of(operands).axis_types:
-        use = KernelUse.NEVER
+    known = all(isinstance(n, int) for n in (*sizes.values(), *(n for x in operands for n in x.shape)))
+    use = choose("seen_slots", None, support) if with_kernel and known else KernelUse.NEVER
     if use == KernelUse.NEVER:
-        return _slots(*operands, **dict(sizes))
-    return without_gradient(Call(_OP, use, sizes, support), *operands)
+        found = _slots(*operands, **sizes)
+    else:
+        found = without_gradient(Call(_OP, use, tuple(sizes.items()), support), *operands)
+    return found[:2], found[2:]
+
+
+def _of_drafts(cache: Cache, lengths: jax.Array, first: jax.Array, position: jax.Array, window: int) -> Arrays:
+    """Of the window, for new tokens that see each other, and the window's tokens before the first of them."""
+    s_q = position.shape[1]
+    begin, end = jnp.maximum(first - window, 0), jnp.minimum(lengths[:, None], first + s_q)
+    positions = begin[..., None] + jnp.arange(window + s_q, dtype=jnp.int32)[None, None]
+    slots = cache.slots(jnp.broadcast_to(positions % cache.capacity, (*position.shape, window + s_q)))
+    return slots, jnp.where((position >= 0) & (position < lengths[:, None]), end - begin, 0)
 
 
 def _slots(
     lengths: jax.Array,
-    first: jax.Array,
+    position: jax.Array,
     window_table: jax.Array,
     table: jax.Array,
     indices: jax.Array,
     topk_length: jax.Array,
     *,
-    near: Any,
-    far: Any,
     window: int,
+    far: Any,
     ratio: int,
-    is_causal: int,
     window_room: Any,
     window_page: Any,
     window_pages: Any,
@@ -88,23 +96,15 @@ def _slots(
     page: Any,
     pages: Any,
 ) -> Arrays:
-    s_q = indices.shape[1]
-    lengths = jnp.maximum(lengths, 0)  # otherwise the subtraction might wrap around
-    first = first if first.shape[1] else (lengths - s_q)[:, None]
-    position = jnp.arange(s_q, dtype=jnp.int32)[None] + first
+    position = position[..., 0] if position.shape[2] else lengths[:, None] - 1
     there = (position >= 0) & (position < lengths[:, None])
-    if is_causal:
-        newest, seen = position, jnp.clip(position + 1, 0, window)
-    else:
-        end = jnp.minimum(lengths[:, None], first + s_q)
-        newest = jnp.broadcast_to(end - 1, position.shape)
-        seen = newest + 1 - jnp.maximum(first - window, 0)
-    past = newest[..., None] - jnp.arange(near, dtype=jnp.int32)[None, None]
-    of_window, compressed = Pages(window_room, window_page, window_pages), Pages(room, page, pages)
-    near_slots = of_window.slots(window_table, jnp.where(past >= 0, past % window_room, -1))
-    near_length = jnp.where(there, seen, 0)
+    begin, end = jnp.maximum(position + 1 - window, 0), jnp.maximum(position + 1, 0)
+    positions = begin[..., None] + jnp.arange(window, dtype=jnp.int32)[None, None]  # ascending, as a span has them
+    near = Pages(window_room, window_page, window_pages).slots(window_table, positions % window_room)
+    of_window = near, jnp.where(there, end - begin, 0)
     if isinstance(far, int) and far == 0:
-        return near_slots, near_length, jnp.zeros((*position.shape, 0), jnp.int32), jnp.zeros_like(near_length)
+        return *of_window, _none(lengths, position.shape[1], 0), jnp.zeros_like(position)
+    compressed = Pages(room, page, pages)
     if indices.shape[2] == 0:
         oldest = jnp.maximum(lengths // ratio - room, 0)  # of a cache that has run over, what is left
         entries = (oldest[:, None] + jnp.arange(room, dtype=jnp.int32)[None]) % room
@@ -115,23 +115,23 @@ def _slots(
             indices = jnp.where(indices < ((position + 1) // ratio)[..., None], indices, -1)
         slots = compressed.slots(table, indices)
         seen = topk_length[..., 0] if topk_length.shape[2] else jnp.full_like(position, far)
-    return near_slots, near_length, slots, jnp.where(there, seen, 0)
+    return *of_window, slots, jnp.where(there, seen, 0)
 
 
 _OP = Op(
     "seen_slots",
     (
-        *(Axes("lengths", "b"), Axes("first", "b n_first")),
+        *(Axes("lengths", "b"), Axes("position", "b s_q n_position")),
         *(Axes("window_table", "b window_width"), Axes("table", "b width")),
-        *(Axes("indices", "b new topk"), Axes("topk_length", "b new n_topk_length")),
+        *(Axes("indices", "b s_q topk"), Axes("topk_length", "b s_q n_topk_length")),
     ),
     (
-        *(Axes("window slots", "b new near"), Axes("window length", "b new")),
-        *(Axes("compressed slots", "b new far"), Axes("compressed length", "b new")),
+        *(Axes("window slots", "b s_q window"), Axes("window length", "b s_q")),
+        *(Axes("compressed slots", "b s_q far"), Axes("compressed length", "b s_q")),
     ),
     _slots,
     raw.seen_slots,
-)  # fmt: skip
+)
 
 
 def _source(name: str, cache: Cache, slots: jax.Array, length: jax.Array) -> SelectionSource:

@@ -167,6 +167,7 @@ def attend(
     differentiable: bool = True,
     names: tuple[str, str] = ("q", "sink"),
     deterministic: bool = False,
+    batch_invariant: bool = False,
 ) -> reference.Attention:
     """One softmax over the keys of all sources and the sink.
 
@@ -179,13 +180,14 @@ def attend(
       differentiable: whether there is a gradient; if not, asking for one is an error.
       names: the caller's names of q and sink.
       deterministic: whether the gradient must have the same bits every time.
+      batch_invariant: whether the kernel must sum in the canonical order (docs/semantics.md).
 
     Returns:
       o like q, rounded once, and lse float32 `[b, s_q, h_q]`, without the sink.
 
     Raises:
       NotImplementedError: "cubin", and no kernel is built for these sources; or `deterministic` where XLA's scatter
-        would compute the gradient on a GPU.
+        would compute the gradient on a GPU; or `batch_invariant`, and no kernel with this order is built for them.
     """
     if not isinstance(deterministic, bool):
         raise _check.error(TypeError, op, "deterministic", deterministic, "a bool")
@@ -193,15 +195,16 @@ def attend(
         sources = [dataclasses.replace(sources[0], keys=sources[0].keys[:, :, None])]
     leaves, tree = jax.tree.flatten(tuple(sources))
     axes, kinds = tuple(x for source in sources for x in source.axes), _kinds(sources)
-    support = support_of(q, sources)
-    use = choose(op, implementation, support)
+    support = _support_in_order(op, q, sources) if batch_invariant else support_of(q, sources)
+    use = choose(op, "cubin" if batch_invariant else implementation, support)
     if sink is None:
         sink = jnp.full(q.shape[2:3], -jnp.inf, jnp.float32)
     params = (("scale", scale),)
+    ordered = (("batch_invariant", True),) * batch_invariant
     halo = next((x.halo for x in sources if isinstance(x, SpanSource) and x.halo), None)
     attention, its_gradient = _ops(op, names, tree, axes, kinds, halo)
     if not differentiable:
-        o, lse = without_gradient(Call(attention, use, params, support), q, *leaves, sink[None])
+        o, lse = without_gradient(Call(attention, use, params + ordered, support), q, *leaves, sink[None])
         return o, lse
     its_support = _support_of_gradient(q, kinds, support.got, **_same_bits(deterministic))
     use_backward = choose_backward(use, its_support.built)
@@ -209,7 +212,8 @@ def attend(
         wanted = "operands that a kernel for it is built for, or 'reference' and --xla_gpu_deterministic_ops"
         raise not_built(op, "deterministic", f"True for {support.got}", wanted, its_support.kernels)
     backward = Call(its_gradient, use_backward, (*params, *_same_bits(deterministic).items()), its_support)
-    o, lse = Differentiable(Call(attention, use, params, support), backward, ByGradient)(q, *leaves, sink[None])
+    forward = Call(attention, use, params + ordered, support)
+    o, lse = Differentiable(forward, backward, ByGradient)(q, *leaves, sink[None])
     return o, lse
 
 
@@ -228,6 +232,21 @@ def support_of(q: jax.Array, sources: Sequence[Source]) -> Support:
         return Support(got, tuple(FORWARD[x].op for x in _ONE_SPAN), ())
     packing = FORWARD[kinds].packing if kinds in FORWARD else None
     return Support(got, _kernels_for(FORWARD, kinds), found, packing=packing or "")
+
+
+def _support_in_order(op: str, q: jax.Array, sources: Sequence[Source]) -> Support:
+    """The kernel for all of these sources in the canonical order; an error where there is none."""
+    kinds, got = _kinds(sources), support_of(q, sources).got
+    kernel = IN_ORDER.get(kinds)
+    if kinds == ("span",) and sources[0].keys.shape[2] != 1:
+        kernel, got = None, f"{got}, {sources[0].keys.shape[2]} KV heads"
+    archs = tuple(x for x in _shipped(kernel, q) if x in IN_ORDER_ON)
+    support = Support(got, (kernel.op,) if kernel else (), archs, packing=(kernel and kernel.packing) or "")
+    if not support.built:
+        known = dict.fromkeys(x.op for x in IN_ORDER.values())
+        wanted = f"operands of a kernel that sums in the canonical order, on {' or '.join(IN_ORDER_ON)}"
+        raise not_built(op, "batch_invariant", f"True for {got}", wanted, tuple(known))
+    return support
 
 
 def _support_of_gradient(q: jax.Array, kinds: tuple[str, ...], got: str, **choices: Any) -> Support:
@@ -328,6 +347,35 @@ FORWARD: dict[tuple[str, ...], Kernel] = {
 }
 
 
+def _run_alone(window: SpanSource) -> Sequence[Any]:
+    """A span as a window beside a selection of which queries see nothing."""
+    keys, nothing = window.keys[:, :, 0], jnp.zeros_like(window.start)
+    return keys, window.start, window.stop, keys, nothing[..., None], nothing
+
+
+def _run_and_list(window: SpanSource, far: SpanSource) -> Sequence[Any]:
+    """The second span as a list of its keys, from the first that a query sees."""
+    indices = far.start[..., None] + jnp.arange(far.keys.shape[1], dtype=jnp.int32)[None, None]
+    return *jax.tree.leaves(window), far.keys, indices, far.stop - far.start
+
+
+def _in_order(kernel: Kernel) -> Kernel:
+    return kernel._replace(run=functools.partial(kernel.run, order=attention.ORDER))
+
+
+IN_ORDER: dict[tuple[str, ...], Kernel] = {
+    **{kinds: _in_order(x) for kinds, x in FORWARD.items() if not {"span", "separate_kv"} & set(kinds)},
+    ("span",): _in_order(Kernel("csa_fwd", attention.csa_fwd, _run_alone)),
+    ("span", "selection"): _in_order(FORWARD["span", "selection"]),
+    ("span", "span"): _in_order(Kernel("csa_fwd", attention.csa_fwd, _run_and_list)),
+}
+"""The kernels that sum in the canonical order: a tile of rows has one query's heads, so that tiles of keys are counted
+from the first key that this query sees."""
+
+IN_ORDER_ON = ("sm_90a",)
+"""architectures; ffi/forward.h refuses others"""
+
+
 FEW_KEYS = 512
 """the most keys of a query with which two kernels are faster than one that adds to memory"""
 
@@ -386,7 +434,8 @@ def _ops(
 ) -> tuple[Op, Op]:
     """Attention over sources of these kinds, and its gradient."""
 
-    def definition(q: Any, *operands: Any, scale: float) -> Any:
+    def definition(q: Any, *operands: Any, scale: float, batch_invariant: bool = False) -> Any:
+        del batch_invariant  # which no definition can be; its call insists on the kernel
         *leaves, sink = operands
         sources: tuple[Source, ...] = tree.unflatten(leaves)
         if len(sources) == 1:
@@ -395,9 +444,9 @@ def _ops(
         o, lse = reference.merge([source.reference(q32, None, scale) for source in sources], sink)
         return o.astype(q.dtype), lse
 
-    def kernel(q: Any, *operands: Any, scale: float) -> Any:
+    def kernel(q: Any, *operands: Any, scale: float, batch_invariant: bool = False) -> Any:
         *leaves, sink = operands
-        row = FORWARD[kinds]
+        row = (IN_ORDER if batch_invariant else FORWARD)[kinds]
         return row.run(q, *row.operands(*tree.unflatten(leaves)), sink, scale=scale)
 
     def backward(q: Any, *operands: Any, scale: float, **_: Any) -> Arrays:

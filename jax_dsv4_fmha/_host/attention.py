@@ -12,6 +12,10 @@ from . import library
 from .call import call
 from .split_kv import LARGEST, processors, split_count, whole_queries
 
+ORDER = 1
+"""The number of the canonical order of sums (docs/semantics.md), in which no keys are split; ffi/forward.h refuses a
+call for another one, and a call whose kernels do not have it."""
+
 
 def mha_fwd(
     q: jax.Array,
@@ -43,7 +47,7 @@ def mla_span_fwd(
 
 
 def mla_sparse_fwd(
-    q: jax.Array, kv: jax.Array, indices: jax.Array, length: jax.Array, sink: jax.Array, *, scale: float
+    q: jax.Array, kv: jax.Array, indices: jax.Array, length: jax.Array, sink: jax.Array, *, scale: float, order: int = 0
 ) -> tuple[jax.Array, jax.Array]:
     """Attention over the keys that a query's row of indices names.
 
@@ -52,10 +56,10 @@ def mla_sparse_fwd(
       indices: int32 `[b, s_q, topk]`, topk >= 1; an entry outside of `[0, s_kv)` is absent.
       length: int32 `[b, s_q]`, any value: entries from there on are absent too.
       q, sink, scale: as in `mha_fwd`.
+      order: of sums: 0 for any, or `ORDER`.
     """
-    return _call(
-        "mla_sparse_fwd", _splits_of_queries("mla_sparse_fwd", q, indices.shape[2]), scale, q, kv, indices, length, sink
-    )
+    splits = 1 if order else _splits_of_queries("mla_sparse_fwd", q, indices.shape[2])
+    return _call("mla_sparse_fwd", splits, scale, q, kv, indices, length, sink, order=order)
 
 
 def csa_fwd(
@@ -69,12 +73,13 @@ def csa_fwd(
     sink: jax.Array,
     *,
     scale: float,
+    order: int = 0,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention over an interval of `window_kv [b, s_w, d]`, as in `mha_fwd`, and keys of `kv [b, s_c, d]`, or of a
-    pool `[slots, d]`, as in `mla_sparse_fwd`.
+    pool `[slots, d]`, as in `mla_sparse_fwd`, whose `order` it takes too.
     """
-    splits = _splits_of_queries("csa_fwd", q, window_kv.shape[1] + indices.shape[2])
-    return _call("csa_fwd", splits, scale, q, window_kv, start, stop, kv, indices, length, sink)
+    splits = 1 if order else _splits_of_queries("csa_fwd", q, window_kv.shape[1] + indices.shape[2])
+    return _call("csa_fwd", splits, scale, q, window_kv, start, stop, kv, indices, length, sink, order=order)
 
 
 def hca_fwd(
@@ -106,6 +111,7 @@ def dsv4_decode(
     sink: jax.Array,
     *,
     scale: float,
+    order: int = 0,
     packing: str = "",
 ) -> tuple[jax.Array, jax.Array]:
     """Attention over keys of two pools, both as in `mla_sparse_fwd`: the window's and the compressed cache's.
@@ -114,17 +120,20 @@ def dsv4_decode(
     entry i % n of page i // n (`_definitions/packed.py`).
 
     Args:
+      order: as in `mla_sparse_fwd`.
       packing: the layout of both pools, "v4_fp8" or "v41_fp8"; "v41_fp4" is that of the second one, after a v41_fp8.
     """
     keys, shape = window_indices.shape[2] + indices.shape[2], q.shape
-    whole = _whole("dsv4_decode", q, keys, packing=packing) if window_pool.ndim == pool.ndim == 2 else 0
-    splits = _splits_of_queries("dsv4_decode", q, keys, whole, packing=packing)
+    whole = 0
+    if not order and window_pool.ndim == pool.ndim == 2:
+        whole = _whole("dsv4_decode", q, keys, packing=packing)
+    splits = 1 if order else _splits_of_queries("dsv4_decode", q, keys, whole, packing=packing)
     if whole:  # all queries have keys of the same pools, so each may be a sequence
         q, window_indices, window_length, indices, length = (
             x.reshape(-1, 1, *x.shape[2:]) for x in (q, window_indices, window_length, indices, length)
         )
     selections = (window_pool, window_indices, window_length, pool, indices, length)
-    o, lse = _call("dsv4_decode", splits, scale, q, *selections, sink, whole=whole, packing=packing)
+    o, lse = _call("dsv4_decode", splits, scale, q, *selections, sink, whole=whole, order=order, packing=packing)
     return o.reshape(shape), lse.reshape(shape[:-1])
 
 
@@ -180,7 +189,14 @@ def _row_tiles(v: library.BuiltVariant, rows: int) -> int:
 
 
 def _call(
-    target: str, splits: int, scale: float, q: jax.Array, *operands: jax.Array, whole: int = 0, **attributes: Any
+    target: str,
+    splits: int,
+    scale: float,
+    q: jax.Array,
+    *operands: jax.Array,
+    whole: int = 0,
+    order: int = 0,
+    **attributes: Any,
 ) -> tuple[jax.Array, jax.Array]:
     # scratch results for the parts of all but the `whole` first sequences, which the same call merges
     parts = (q.shape[0] - whole, *q.shape[1:-1], splits if splits > 1 else 0)
@@ -188,5 +204,5 @@ def _call(
         jax.ShapeDtypeStruct(q.shape, q.dtype),
         *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (q.shape[:-1], (*parts, q.shape[-1]), parts)),
     )
-    o, lse, *_ = call(target, results, q, *operands, scale=np.float32(scale), **attributes)
+    o, lse, *_ = call(target, results, q, *operands, scale=np.float32(scale), order=np.int64(order), **attributes)
     return o, lse

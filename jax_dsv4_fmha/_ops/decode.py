@@ -26,6 +26,7 @@ def dsv4_decode(
     is_causal: bool = True,
     scale: float | None = None,
     implementation: _check.Implementation | None = None,
+    batch_invariant: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """A step of generation: `dsv4_attention` of the last tokens of every sequence, over their KV caches.
 
@@ -63,13 +64,15 @@ def dsv4_decode(
       is_causal: whether a query sees no token after it; if not, it sees all new ones.
       scale: a float > 0, `d**-0.5` if left out.
       implementation: as in `fmha`. Only "reference" has a gradient.
+      batch_invariant: as in `fmha`. The bits are then those of `dsv4_attention` over the same keys; with packed caches
+        and at most 32 heads they are those of packed caches alone.
 
     Returns:
       o like q and lse float32 `[b, s_q, h_q]`, as in `fmha`.
 
     Raises:
       ValueError, TypeError: operands that differ from the above.
-      NotImplementedError: "cubin", and no kernel is built for these operands.
+      NotImplementedError: "cubin" or batch_invariant, and no such kernel is built for these operands.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -118,6 +121,7 @@ def dsv4_decode(
         wanted = f"window + s_q{' - 1' * is_causal} = {least} at least"
         raise _check.error(ValueError, op, "window_cache", f"room for {room} entries of a sequence", wanted)
     _check.implementation(op, implementation)
+    _check.batch_invariant(op, batch_invariant, implementation)
 
     if indices is not None and indices.shape[2] == 0:
         compressed_cache = indices = topk_length = None
@@ -129,4 +133,7 @@ def dsv4_decode(
     sources = seen_slots(
         s_q, window_cache, compressed_cache, lengths, indices, topk_length, ratio, window, q_offset, is_causal
     )
-    return attend(op, q, sources, sink=sink, scale=scale, implementation=implementation, differentiable=False)
+    return attend(
+        op, q, sources, sink=sink, scale=scale, implementation=implementation, differentiable=False,
+        batch_invariant=batch_invariant,
+    )  # fmt: skip

@@ -33,6 +33,7 @@ def dsv4_attention(
     method: _check.Method | None = None,
     implementation: _check.Implementation | None = None,
     deterministic: bool = False,
+    batch_invariant: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """The attention of one DeepSeek-V4 layer: sliding window, compressed entries and sink under one softmax.
 
@@ -69,13 +70,15 @@ def dsv4_attention(
         `fmha`.
       implementation: as in `fmha`, for every launch. "reference" is the definition, whatever the method.
       deterministic: as in `fmha`.
+      batch_invariant: as in `fmha`, in one launch; a packed Cache is read by `dsv4_decode` alone.
 
     Returns:
       o like q and lse float32 `[b, s_q, h_q]`, as in `fmha`.
 
     Raises:
       ValueError, TypeError: operands that differ from the above.
-      NotImplementedError: "fused", and there is no such kernel for these operands; "cubin", and none is built in.
+      NotImplementedError: "fused" or batch_invariant, and there is no such kernel for these operands; "cubin", and none
+        is built in.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -111,7 +114,10 @@ def dsv4_attention(
     if window_lengths is not None:
         window_lengths = _check.operand(op, "window_lengths", window_lengths, "b", dims, _check.INT)
     _check.implementation(op, implementation)
+    _check.batch_invariant(op, batch_invariant, implementation)
     _check.one_of(op, "method", method, (None, *get_args(_check.Method)))
+    if batch_invariant and method == "two_pass":
+        raise _check.error(ValueError, op, "method", method, "'fused' or None with batch_invariant=True")
     sink = _check.sink(op, sink, dims)
     scale = _check.scale(op, scale, dims["d"])
     positions: dict[str, Any] = {
@@ -164,9 +170,9 @@ def dsv4_attention(
         raise not_built(op, "method", f"'fused' for {support.got}", wanted, support.kernels)
     run = functools.partial(
         attend, op, q, scale=scale, implementation=implementation, differentiable=cache is None,
-        deterministic=deterministic,
+        deterministic=deterministic, batch_invariant=batch_invariant,
     )  # fmt: skip
-    if len(sources) == 1 or (support.shipped and method != "two_pass"):
+    if len(sources) == 1 or batch_invariant or (support.shipped and method != "two_pass"):
         return run(sources, sink=sink)
     return merged([run([source], sink=None) for source in sources], sink, op)
 

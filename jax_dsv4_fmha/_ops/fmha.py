@@ -20,6 +20,7 @@ def fmha(
     scale: float | None = None,
     implementation: _check.Implementation | None = None,
     deterministic: bool = False,
+    batch_invariant: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Fused multi-head attention with a sink; each query attends to the keys that a Span shows.
 
@@ -39,13 +40,16 @@ def fmha(
       deterministic: whether gradients are to have the same bits every time, which costs time where a kernel adds to
         memory: at d 512 to the gradients of keys, at d 64 and 128 to those of q where queries may see more than 512
         keys (docs/performance.md). The forward pass always has them.
+      batch_invariant: whether the bits of a query's o and lse are to depend on its own operands alone, whatever the
+        batch, the chunk of a prompt and the pages (docs/semantics.md says which, and what it costs). It insists on a
+        kernel that sums in the canonical order: there are such for d = 512 where V is K, on sm_90a.
 
     Returns:
       o like q, 0 where a query sees no key; lse float32 `[b, s_q, h_q]`, natural log, without the sink, -inf there.
 
     Raises:
       ValueError, TypeError: operands that differ from the above.
-      NotImplementedError: "cubin", and no kernel is built for these operands.
+      NotImplementedError: "cubin" or batch_invariant, and no such kernel is built for these operands.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -65,6 +69,7 @@ def fmha(
     sink = _check.sink(op, sink, dims)
     scale = _check.scale(op, scale, dims["d"])
     _check.implementation(op, implementation)
+    _check.batch_invariant(op, batch_invariant, implementation)
     if span is None:
         span = Span(0, jnp.int32(dims["s_kv"]))
     if not isinstance(span, Span):
@@ -74,4 +79,7 @@ def fmha(
         return reference.fmha(q, k, v, span=Span(start, stop), sink=sink, scale=scale)
     names = ("k", "span.start", "span.stop") if v is None else ("k", "v", "span.start", "span.stop")
     source = SpanSource(k, start, stop, v, names, width=span.width)
-    return attend(op, q, [source], sink=sink, scale=scale, implementation=implementation, deterministic=deterministic)
+    return attend(
+        op, q, [source], sink=sink, scale=scale, implementation=implementation, deterministic=deterministic,
+        batch_invariant=batch_invariant,
+    )  # fmt: skip

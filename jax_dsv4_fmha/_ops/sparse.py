@@ -19,6 +19,7 @@ def sparse_fmha(
     scale: float | None = None,
     implementation: _check.Implementation | None = None,
     deterministic: bool = False,
+    batch_invariant: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Sparse (top-k) attention: each query attends to the keys that its row of `indices` names.
 
@@ -30,14 +31,14 @@ def sparse_fmha(
       kv: `[b, s_kv, d]` in q's dtype; or `[s_kv, d]`, a pool that all sequences share.
       indices: int32 `[b, s_q, topk]`; an entry below 0 or not below s_kv is absent.
       topk_length: int32 `[b, s_q]`; entries from there on are absent too.
-      sink, scale, implementation, deterministic: as in `fmha`.
+      sink, scale, implementation, deterministic, batch_invariant: as in `fmha`.
 
     Returns:
       o like q and lse float32 `[b, s_q, h_q]`, as in `fmha`.
 
     Raises:
       ValueError, TypeError: operands that differ from the above.
-      NotImplementedError: "cubin", and no kernel is built for these operands.
+      NotImplementedError: "cubin" or batch_invariant, and no such kernel is built for these operands.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -59,10 +60,14 @@ def sparse_fmha(
     sink = _check.sink(op, sink, dims)
     scale = _check.scale(op, scale, dims["d"])
     _check.implementation(op, implementation)
+    _check.batch_invariant(op, batch_invariant, implementation)
     if implementation == "reference":
         return reference.sparse_fmha(q, kv, indices, topk_length=topk_length, sink=sink, scale=scale)
     if topk_length is None:
         topk_length = jnp.full(indices.shape[:2], indices.shape[2], jnp.int32)
     kv = kv[None] if is_pool else kv
     source = SelectionSource(kv, indices, topk_length, ("kv", "indices", "topk_length"))
-    return attend(op, q, [source], sink=sink, scale=scale, implementation=implementation, deterministic=deterministic)
+    return attend(
+        op, q, [source], sink=sink, scale=scale, implementation=implementation, deterministic=deterministic,
+        batch_invariant=batch_invariant,
+    )  # fmt: skip

@@ -1,7 +1,7 @@
 """Which slots of its caches each query of a step sees: what `dsv4_decode` hands to attention.
 
-    near[row, j]  the slot of position newest - j             far[row, j]  the slot of entry indices[row, j], or of
-                                                                           entry oldest + j where there are no indices
+    near[row, j]  the slot of position begin + j, from the first that a query sees on
+    far[row, j]   the slot of entry indices[row, j]; without indices, of entry oldest + j
 
 A thread has a number of a row. Those of one query have no more than three dependent loads each, its length, an index
 and an entry of a block table, so the launch is as short as one can be; XLA takes four kernels for it.
@@ -36,7 +36,7 @@ class Config:
 
 class Given(NamedTuple):
     lengths: cute.Pointer
-    first: cute.Pointer
+    position: cute.Pointer
     indices: cute.Pointer
     topk_length: cute.Pointer
 
@@ -78,10 +78,8 @@ class Queries(NamedTuple):
     s_q: Int32
     window: Int32
     ratio: Int32  # tokens of an entry; 0 where all indices count as they are
-    is_causal: Int32
-    has_first: Int32
+    has_position: Int32
     has_length: Int32
-    n_near: Int32
     n_far: Int32
     topk: Int32  # n_far, or 0 where a query sees all past entries
 
@@ -93,10 +91,10 @@ class SeenSlotsKernel(Kernel):
     def __call__(
         self,
         lengths: cute.Pointer,  # int32 [b]: tokens, the new ones included
-        first: cute.Pointer,  # int32 [b]: the position of the first new token, if not length - s_q
+        position: cute.Pointer,  # int32 [b, s_q], if not that of a sequence's last token
         indices: cute.Pointer,  # int32 [b, s_q, topk]
         topk_length: cute.Pointer,  # int32 [b, s_q]: how many of them count, if not all
-        near: cute.Pointer,  # int32 [b, s_q, n_near], and how many of them count: [b, s_q]
+        near: cute.Pointer,  # int32 [b, s_q, window], and how many of them count: [b, s_q]
         near_length: cute.Pointer,
         far: cute.Pointer,  # int32 [b, s_q, n_far]
         far_length: cute.Pointer,
@@ -114,30 +112,28 @@ class SeenSlotsKernel(Kernel):
         s_q: Int32,
         window: Int32,
         ratio: Int32,
-        is_causal: Int32,
-        has_first: Int32,
+        has_position: Int32,
         has_length: Int32,
-        n_near: Int32,
         n_far: Int32,
         topk: Int32,
         stream: cuda.CUstream,
     ):
-        given = Given(lengths, first, indices, topk_length)
+        given = Given(lengths, position, indices, topk_length)
         made = Made(near, near_length, far, far_length)
         of_window = Pages(window_table, window_width, window_room, window_page, window_pages)
         compressed = Pages(table, width, room, page, pages)
-        n = Queries(b, s_q, window, ratio, is_causal, has_first, has_length, n_near, n_far, topk)
-        ctas = b * s_q * ceil_div(n_near + n_far, Int32(self.config.tile_n))
+        n = Queries(b, s_q, window, ratio, has_position, has_length, n_far, topk)
+        ctas = b * s_q * ceil_div(window + n_far, Int32(self.config.tile_n))
         self.launch(given, made, of_window, compressed, n, ctas=ctas, stream=stream)
 
     @cute.kernel
     def kernel(self, given: Given, made: Made, of_window: Pages, compressed: Pages, n: Queries):
         c, cta = self.config, cute.arch.block_idx()[0]
-        ctas_of_row = ceil_div(n.n_near + n.n_far, Int32(c.tile_n))
+        ctas_of_row = ceil_div(n.window + n.n_far, Int32(c.tile_n))
         row, part = divide(cta, ctas_of_row)
         column = part * c.tile_n + cute.arch.thread_idx()[0]
-        sequence, i = divide(row, n.s_q)
-        at = column - n.n_near  # among the compressed entries
+        sequence = divide(row, n.s_q)[0]
+        at = column - n.window  # among the compressed entries
         index = Int32(-1)  # asked for beside the length, not after it
         if (at >= 0) & (at < n.topk):
             index = load(given.indices + (Int64(row) * n.topk + at))
@@ -145,25 +141,19 @@ class SeenSlotsKernel(Kernel):
         if (column == 0) & (n.has_length > 0):
             of_far = load(given.topk_length + row)
         length = cutlass.max(load(given.lengths + sequence), 0)
-        first = length - n.s_q
-        if n.has_first > 0:
-            first = load(given.first + sequence)
-        position = first + i
+        position = length - 1
+        if n.has_position > 0:
+            position = load(given.position + row)
         there = (position >= 0) & (position < length)
-        newest, seen = position, cutlass.min(cutlass.max(position + 1, 0), n.window)
-        if n.is_causal == 0:
-            newest = cutlass.min(length, first + n.s_q) - 1
-            seen = newest + 1 - cutlass.max(first - n.window, 0)
+        begin, end = cutlass.max(position + 1 - n.window, 0), cutlass.max(position + 1, 0)
         past = Int32(0)  # compressed entries that are past at `position`
         oldest = Int32(0)  # of a cache that has run over, what is left
         if n.ratio > 0:
-            past = cutlass.max(position + 1, 0) // n.ratio
+            past = end // n.ratio
             oldest = cutlass.max(length // n.ratio - compressed.room, 0)
         if at < 0:
-            entry = newest - column
-            if entry >= 0:
-                entry = entry % of_window.room
-            store(made.near + (Int64(row) * n.n_near + column), of_window.slot(sequence, entry))
+            entry = (begin + column) % of_window.room
+            store(made.near + (Int64(row) * n.window + column), of_window.slot(sequence, entry))
         elif at < n.n_far:
             entry = index
             if n.topk == 0:
@@ -174,13 +164,14 @@ class SeenSlotsKernel(Kernel):
         if column == 0:
             if n.topk == 0:
                 of_far = past - oldest
+            seen = end - begin
             if not there:
                 seen, of_far = Int32(0), Int32(0)
             store(made.near_length + row, seen)
             store(made.far_length + row, of_far)
 
     def examples(self, variant: SeenSlots) -> tuple:
-        return *pointers("bfloat16", *["int32"] * 8), *self._pool(), *self._pool(), *[i32()] * 10
+        return *pointers("bfloat16", *["int32"] * 8), *self._pool(), *self._pool(), *[i32()] * 8
 
     @staticmethod
     def _pool() -> tuple:

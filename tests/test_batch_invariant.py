@@ -1,0 +1,307 @@
+"""A query's bits depend on its own operands alone: the order of sums, read off in the interpreter; launches of other
+shapes; what the mode refuses. `tests/same_bits.py` compares calls on a GPU.
+"""
+
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from interpreter.kernels import attention, native
+from interpreter.kernels.launch import Kernel, combine, launch
+from jax_dsv4_fmha import Cache, Span, dequantize_cache, dsv4_attention, dsv4_decode, fmha, sparse_fmha
+from jax_dsv4_fmha._host import library
+from jax_dsv4_fmha._ops.decode import seen_slots
+from kernels.abi import Forward
+
+from . import same_bits
+from .helpers import every_kernel
+from .order_of_sums import blocks_of, canonical, in_turn, pairs, probing, read_off
+
+BF16 = np.dtype("bfloat16")
+BUILT = {v.key for v in native.built(Forward)}
+MANY, FEW = "sm_90a_d512_bfloat16", "sm_90a_d512_bfloat16_h8"
+heads = pytest.mark.parametrize(("suffix", "h"), [(MANY, 33), (FEW, 8)], ids=["many heads", "few heads"])
+
+
+@functools.cache
+def kernel(key):
+    if key not in BUILT and "combine" not in key:
+        pytest.skip(f"{key} is not built")
+    return Kernel.of(native.variant_of(key))
+
+
+def keys(k, seen_from, seen_to):
+    return attention.Keys(k, k, np.asarray(seen_from, np.int32), np.asarray(seen_to, np.int32), np.zeros(1))
+
+
+def attend(key, q, *sources, splits=1, **extents):
+    """o and lse, with the sources' keys as `[b, s_kv, d]`."""
+    b, s_q, h, d = q.shape
+    sources = tuple(replace(x, k=x.k[:, :, None], v=x.k[:, :, None]) for x in sources)
+    sink = np.linspace(-3, 3, h, dtype=np.float32)
+    sink = np.where(np.any(q), sink, -np.inf).astype(np.float32)  # none where an order is read off
+    named = zip(("s_kv", "s_kv1"), (x.k.shape[1] for x in sources), strict=False)
+    topk = max((x.seen_from.shape[-1] for x in sources if x.seen_from.ndim == 3), default=0)
+    shape = native.Shape(b=b, s_q=s_q, h_q=h, h_kv=1, d=d, topk=topk, **{**dict(named), **extents})
+    operands = attention.Operands(kernel(key).variant.op, shape, q, sources, sink)
+    run = launch(kernel(key), operands, splits=splits)
+    run.machine.run()
+    if splits > 1:
+        run = combine(kernel("combine_sm_90a_bfloat16"), run)
+        run.machine.run()
+    return run.results()
+
+
+def differing(a, b):
+    """How many bytes of o and of lse."""
+    return [int((x.view(np.uint8) != y.view(np.uint8)).sum()) for x, y in zip(a, b, strict=True)]
+
+
+# ---- the order, read off
+
+
+def order_of(key, lengths, swapped=False, **how):
+    """What is read off for a query whose sources show it so many keys each, listed from the first one on; and what the
+    contract says. `swapped`: the kernel gets the second source first.
+    """
+    blocks, tiles = blocks_of(lengths)
+    v, q = probing(blocks, sum(lengths), 512), np.zeros((1, 1, native.heads_for(kernel(key).variant, 8), 512), BF16)
+    sources, first = [], 0
+    for kind, n in zip(kernel(key).variant.sources, lengths, strict=True):
+        k, first = v[None, first : first + n], first + n
+        listed = np.full((1, 1, max(lengths)), -1)
+        listed[..., :n] = np.arange(n)
+        sources.append(keys(k, [[0]], [[n]]) if kind == "span" else keys(k, listed, [[n]]))
+    o, _ = attend(key, q, *(reversed(sources) if swapped else sources), **how)
+    few = q.shape[2] <= 32
+    return read_off(o[0, 0, 0].astype(np.float32), blocks), [in_turn(blocks, x) for x in canonical(tiles, few)]
+
+
+@heads
+@pytest.mark.parametrize(
+    ("op", "lengths"),
+    [("mla_sparse_fwd", (256,)), ("csa_fwd", (70, 58)), ("dsv4_decode", (70, 58))],
+    ids=["list", "window and list", "two lists"],
+)
+def test_the_order_is_that_of_the_contract(suffix, h, op, lengths):
+    """Tiles of 64 keys, counted from the begin of each source, and what stands in docs/semantics.md about halves."""
+    got, wanted = order_of(f"{op}_{suffix}", lengths)
+    assert got == wanted
+
+
+def test_a_split_of_keys_is_another_order():
+    """The planted fault is the host's: two splits. Keys of either half are summed by themselves."""
+    key, blocks = f"mla_sparse_fwd_{FEW}", blocks_of((256,))[0]
+    got, wanted = order_of(key, (256,), splits=2)
+    across = [x for x, (i, j) in enumerate(pairs(len(blocks))) if i < 8 <= j]
+    for half, expected in zip(got, wanted, strict=True):
+        assert [half[x] for x in across] == [0] * len(across)  # the halves meet last of all
+        assert half != expected
+
+
+def test_sources_in_the_other_order_are_found():
+    """The planted fault is in what hands sources over: the entries, and then the window."""
+    got, wanted = order_of(f"dsv4_decode_{FEW}", (70, 58), swapped=True)
+    blocks, (*window, entries) = blocks_of((70, 58))
+    assert got == [in_turn(blocks, order) for order in canonical([entries, *window], few_heads=True)] != wanted
+
+
+# ---- the same bits
+
+
+def normal(seed, *shape, std=0.3):
+    return (std * np.random.default_rng(seed).standard_normal(shape)).astype(BF16)
+
+
+@heads
+def test_company_does_not_matter(suffix, h):
+    """A query alone, and as one of four in a batch, with a longer list whose end is absent."""
+    key, n = f"mla_sparse_fwd_{suffix}", 150
+    q, kv = normal(0, 1, 1, h, 512, std=4), normal(1, 1, 200, 512)
+    listed = np.random.default_rng(2).permutation(200)[:n]
+    alone = attend(key, q, keys(kv, listed[None, None], [[n]]))
+    others, far = normal(3, 2, 2, h, 512, std=4), normal(4, 2, 260, 512)
+    others[1, 1], far[1, :200] = q[0, 0], kv[0]
+    indices = np.random.default_rng(5).integers(0, 260, (2, 2, 250))
+    indices[1, 1] = np.pad(listed, (0, 100), constant_values=-1)
+    together = attend(key, others, keys(far, indices, [[100, 250], [3, 250]]))
+    assert differing((x[0, 0] for x in alone), (x[1, 1] for x in together)) == [0, 0]
+    moved = np.pad(listed, (1, 0), constant_values=-1)[None, None]  # every tile begins a key earlier
+    assert differing(alone, attend(key, q, keys(kv, moved, [[n + 1]])))[0] > 0
+
+
+@heads
+def test_a_prompt_a_step_and_a_list_of_all_agree(suffix, h):
+    """A window as a run of an array beside a list; as a list of slots; and the entries as a run's list."""
+    q, window, far = normal(0, 1, 1, h, 512, std=4), normal(1, 1, 120, 512), normal(2, 1, 90, 512)
+    first, n = 13, 70
+    prompt = attend(
+        f"csa_fwd_{suffix}", q, keys(window, [[first]], [[first + n]]), keys(far, np.arange(90)[None, None], [[80]])
+    )
+    rng = np.random.default_rng(6)
+    places, pool = (rng.permutation(300) for _ in range(2)), np.full((2, 300, 512), np.nan, BF16)
+    of_window, of_far = places
+    pool[0, of_window[:n]], pool[1, of_far[:80]] = window[0, first : first + n], far[0, :80]
+    lists = [np.full((1, 1, 128), -1) for _ in range(2)]
+    lists[0][..., :n], lists[1][..., :80] = of_window[:n], of_far[:80]
+    pools = (keys(pool[None, i], listed, [[to]]) for i, (listed, to) in enumerate(zip(lists, (n, 128), strict=True)))
+    assert differing(prompt, attend(f"dsv4_decode_{suffix}", q, *pools)) == [0, 0]
+    alone = attend(
+        f"csa_fwd_{suffix}", q, keys(window, [[first]], [[first + n]]), keys(far, np.zeros((1, 1, 1)), [[0]])
+    )
+    listed = attend(f"mla_sparse_fwd_{suffix}", q, keys(pool[None, 0], lists[0], [[n]]))
+    assert differing(alone, listed) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("layout", "h"), [("v4_fp8", 66), *(pytest.param(x, 64, marks=pytest.mark.slow) for x in ("v4_fp8", "v41_fp4"))]
+)
+def test_packed_pages_are_like_rows(layout, h):
+    """With more than 32 heads; with more than 64 two CTAs unpack for one another."""
+    packed = kernel(f"dsv4_decode_{MANY}_{layout}{'_h64' * (h <= 64)}")
+    x = attention.operands(packed.variant, b=1, s_q=2, s_kv=70, h_q=h, s_kv1=90, topk=80, seed=3)
+    x = replace(x, q=(x.q.astype(np.float32) / 8).astype(BF16))
+    rows = []
+    for source, kind in zip(x.sources, packed.variant.sources, strict=True):
+        k = np.asarray(dequantize_cache(source.pool, kind)).reshape(1, -1, 1, 512)
+        rows.append(replace(source, pool=None, k=k, v=k))
+    results = (
+        launch(packed, x).run(),
+        launch(kernel(f"dsv4_decode_{MANY}"), replace(x, sources=tuple(rows))).run(),
+    )
+    assert differing(*results) == [0, 0]
+
+
+# ---- the mode in the API
+
+Q, KV = jax.ShapeDtypeStruct((2, 6, 64, 512), jnp.bfloat16), jax.ShapeDtypeStruct((2, 6, 512), jnp.bfloat16)
+FAR, LIST = jax.ShapeDtypeStruct((2, 40, 512), jnp.bfloat16), jax.ShapeDtypeStruct((2, 6, 16), jnp.int32)
+
+
+def decode(q, kv, far, listed, **how):
+    caches = Cache(kv), Cache(far)
+    return dsv4_decode(q[:, :2], *caches, indices=listed[:, :2], lengths=6, window=4, ratio=4, **how)
+
+
+CALLS = {
+    "fmha": ("csa_fwd", lambda q, kv, far, listed, **how: fmha(q, kv[:, :, None], span=Span.causal(6), **how)),
+    "sparse": ("mla_sparse_fwd", lambda q, kv, far, listed, **how: sparse_fmha(q, far, listed, **how)),
+    "pool": ("mla_sparse_fwd", lambda q, kv, far, listed, **how: sparse_fmha(q, far[0], listed, **how)),
+    "window": ("csa_fwd", lambda q, kv, far, listed, **how: dsv4_attention(q, kv, window=4, **how)),
+    "list": (
+        "csa_fwd",
+        lambda q, kv, far, listed, **how: dsv4_attention(q, kv, far, indices=listed, window=4, ratio=4, **how),
+    ),
+    "all": ("csa_fwd", lambda q, kv, far, listed, **how: dsv4_attention(q, kv, far, window=4, ratio=4, **how)),
+    "step": ("dsv4_decode", decode),
+}
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """A process with all kernels and no device."""
+    monkeypatch.setattr(library, "variants", every_kernel)
+    monkeypatch.setattr(library, "local_architectures", lambda: ())
+
+
+def custom_call(f, **how):
+    text = jax.jit(functools.partial(f, **how)).trace(Q, KV, FAR, LIST).lower(lowering_platforms=("cuda",)).as_text()
+    (call,) = (line for line in text.splitlines() if "custom_call @dsv4" in line)
+    return call
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_call_is_one_launch_over_whole_keys(hopper, name):
+    op, f = CALLS[name]
+    call = custom_call(f, batch_invariant=True)
+    assert f"@dsv4_fmha_{op}(" in call and "order = 1 : i64" in call
+    assert "x0x512xf32>" in call, "there are parts of split keys"
+    assert "order = 0 : i64" in custom_call(f)
+
+
+def test_a_step_lists_its_window_as_a_prompt_does(hopper):
+    """In ascending order of positions, whatever the ring."""
+    rows = jnp.zeros((2, 8, 512), jnp.bfloat16)
+    (window,) = seen_slots(2, Cache(rows), None, jnp.array([11, 2]), None, None, None, 4)
+    slots, seen = window.indices.reshape(4, -1).tolist(), window.length.ravel().tolist()
+    assert [x[:n] for x, n in zip(slots, seen, strict=True)] == [[6, 7, 0, 1], [7, 0, 1, 2], [0], [0, 1]]
+
+
+REFUSED = [
+    (NotImplementedError, "separate K and V", lambda q, kv: fmha(q, q, q, batch_invariant=True)),
+    (NotImplementedError, "64 KV heads", lambda q, kv: fmha(q, q, batch_invariant=True)),
+    (NotImplementedError, "d=64", lambda q, kv: fmha(q[..., :64], q[..., :64], q[..., :64], batch_invariant=True)),
+    (NotImplementedError, "float32", lambda q, kv: dsv4_attention(*map(jnp.float32, (q, kv)), batch_invariant=True)),
+    (
+        NotImplementedError,
+        "implementation='reference'",
+        lambda q, kv: dsv4_attention(q, kv, batch_invariant=True, implementation="reference"),
+    ),
+    (
+        NotImplementedError,
+        "a sink for every batch entry",
+        lambda q, kv: jax.vmap(lambda s: dsv4_attention(q, kv, sink=s, batch_invariant=True))(jnp.zeros((3, 64))),
+    ),
+    (
+        NotImplementedError,
+        "v4_fp8 caches",
+        lambda q, kv: dsv4_attention(q, kv, Cache.zeros(2, 64, 512, layout="v4_fp8"), ratio=4, batch_invariant=True),
+    ),
+    (
+        ValueError,
+        "'fused' or None",
+        lambda q, kv: dsv4_attention(q, kv, kv, ratio=4, method="two_pass", batch_invariant=True),
+    ),
+    (TypeError, "wanted a bool", lambda q, kv: dsv4_attention(q, kv, batch_invariant=1)),
+    (ValueError, "on platform cpu", lambda q, kv: dsv4_attention(q, kv, batch_invariant=True)),
+]
+
+
+@pytest.mark.parametrize(("kind", "says", "f"), REFUSED, ids=[says for _, says, _ in REFUSED])
+def test_what_the_mode_does_not_cover_is_an_error(hopper, kind, says, f):
+    with pytest.raises(kind, match=says):
+        jax.jit(f).trace(Q, KV).lower(lowering_platforms=("cpu",))
+
+
+def test_blackwell_is_not_covered(hopper, monkeypatch):
+    monkeypatch.setattr(library, "local_architectures", lambda: ("sm_100f",))
+    with pytest.raises(NotImplementedError, match="on sm_100f"):
+        custom_call(CALLS["window"][1], batch_invariant=True)
+
+
+# ---- random pairs of calls
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["list", "causal"])
+def test_the_program_compares_the_same_queries(monkeypatch, kind):
+    """By numbers of the reference: what is called random is the call alone."""
+    for name, value in (("TOKENS", 24), ("SEQUENCES", 2), ("WINDOW", 10)):
+        monkeypatch.setattr(same_bits, name, value)
+    w = same_bits.World(kind, "v4_fp8" if kind == "list" else "rows", 40, "bfloat16", 8, seed=3, exact=False)
+    calls = [same_bits.Prompt((1, 0), 7, 5, before=3, room=2)]
+    calls += [same_bits.Step((1, 0, 1), (24, 9, 1), 2, page=8, ring=12, room=5, shuffled=4)] * (kind == "list")
+    for call in calls:
+        n, wrong = same_bits.differing(w, call)
+        assert n == {same_bits.Prompt: 10, same_bits.Step: 5}[type(call)] and wrong == 0
+        w.alone[0][:] = np.roll(w.alone[0], 1, axis=1)  # another query's
+        assert same_bits.differing(w, call)[1] == n
+        w.alone[0][:] = np.roll(w.alone[0], -1, axis=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
+def test_random_calls_have_the_same_bits():
+    compared, found = same_bits.fuzz(30)
+    assert not found and compared["all queries"] > 500
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
+def test_without_the_mode_they_have_not():
+    """So the comparison can fail."""
+    assert same_bits.fuzz(20, invariant=False)[1]
