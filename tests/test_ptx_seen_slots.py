@@ -76,7 +76,7 @@ def test_a_wrong_number_is_found(fault):
 
 
 IN_THE_KERNEL = {  # a case, an instruction that is changed, and what is wrong then
-    "no ring": ("a window alone", r"rem\.s32 (\s*%r\d+, )(%r\d+), (%r\d+);", r"mov.b32 \1\2;", "slots of the window"),
+    "no ring": ("a window alone", r"rem\.u32 (\s*%r\d+, %r\d+), (%r\d+);", r"mov.b32 \1;", "slots of the window"),
     "idle places": ("a window alone", r"selp\.b32 (\s*%r\d+, %r\d+), 0,", r"selp.b32 \1, 1,", "lengths of the window"),
     "the place on a page": (
         *("chosen", r"mad\.lo\.s32 (\s*%r\d+, %r\d+, %r\d+), %r\d+;", r"mad.lo.s32 \1, 0;"),

@@ -30,7 +30,7 @@ def seen_slots(
     with_kernel: bool = True,
 ) -> list[SelectionSource]:
     """The entries that the queries of `dsv4_decode` see of each cache, as slots of its pool."""
-    lengths = jnp.maximum(lengths, 0)  # otherwise the subtraction might wrap around
+    given, lengths = lengths, jnp.maximum(lengths, 0)  # otherwise a subtraction might wrap around
     first = (lengths - s_q if q_offset is None else q_offset)[:, None]
     position = jnp.arange(s_q, dtype=jnp.int32)[None] + first
     caches = [window_cache] if compressed_cache is None else [window_cache, compressed_cache]
@@ -38,7 +38,7 @@ def seen_slots(
     tables = [_none(lengths, 0) if cache.block_table is None else cache.block_table for cache in caches]
     is_last = q_offset is None and isinstance(s_q, int) and s_q == 1
     operands = (
-        lengths,
+        given,
         _none(lengths, 1, 0) if is_last else position[..., None],
         *[*tables, _none(lengths, 0)][:2],
         _none(lengths, s_q, 0) if indices is None else indices,
@@ -96,6 +96,7 @@ def _slots(
     page: Any,
     pages: Any,
 ) -> Arrays:
+    lengths = jnp.maximum(lengths, 0)
     position = position[..., 0] if position.shape[2] else lengths[:, None] - 1
     there = (position >= 0) & (position < lengths[:, None])
     begin, end = jnp.maximum(position + 1 - window, 0), jnp.maximum(position + 1, 0)

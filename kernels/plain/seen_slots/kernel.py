@@ -3,8 +3,8 @@
     near[row, j]  the slot of position begin + j, from the first that a query sees on
     far[row, j]   the slot of entry indices[row, j]; without indices, of entry oldest + j
 
-A thread has a number of a row. Those of one query have no more than three dependent loads each, its length, an index
-and an entry of a block table, so the launch is as short as one can be; XLA takes four kernels for it.
+It is bound by latency: a thread waits for an index beside the query's length, and then for the pages of its numbers
+together. XLA takes four kernels for it.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, Uint32
 
 from kernels.abi import SeenSlots
 from kernels.aot import Compiled
@@ -25,13 +25,27 @@ from kernels.lib.rows import ceil_div, divide, load, store
 @dataclass(frozen=True)
 class Config:
     threads: int = 128
+    numbers: int = 4  # of a thread
     smem_bytes: int = 0
-    tile_m: int = 1  # rows and
-    tile_n: int = 128  # numbers of a CTA
+    tile_m: int = 1  # rows of a CTA
+
+    @property
+    def tile_n(self) -> int:
+        """Numbers of a CTA, all of the window or all of compressed entries."""
+        return self.threads * self.numbers
 
     @property
     def launch_options(self) -> dict[str, int]:
         return {}
+
+
+def quotient(a: Int32, b: Int32) -> Int32:
+    """Of nonnegative numbers."""
+    return Int32(Uint32(a) // Uint32(b))
+
+
+def remainder(a: Int32, b: Int32) -> Int32:
+    return a - quotient(a, b) * b
 
 
 class Given(NamedTuple):
@@ -56,19 +70,6 @@ class Pages(NamedTuple):
     room: Int32  # entries of a sequence
     page: Int32  # entries; 0 without a table, where entries are slots
     pages: Int32  # of the pool
-
-    @cute.jit
-    def slot(self, sequence: Int32, entry: Int32) -> Int32:
-        """-1 for an entry that does not exist."""
-        slot = Int32(-1)
-        if (entry >= 0) & (entry < self.room):
-            slot = entry
-            if self.page > 0:
-                page = load(self.table + (Int64(sequence) * self.width + entry // self.page))
-                slot = page * self.page + entry % self.page
-                if (page < 0) | (page >= self.pages):
-                    slot = Int32(-1)
-        return slot
 
 
 class Queries(NamedTuple):
@@ -123,52 +124,78 @@ class SeenSlotsKernel(Kernel):
         of_window = Pages(window_table, window_width, window_room, window_page, window_pages)
         compressed = Pages(table, width, room, page, pages)
         n = Queries(b, s_q, window, ratio, has_position, has_length, n_far, topk)
-        ctas = b * s_q * ceil_div(window + n_far, Int32(self.config.tile_n))
+        tile = Int32(self.config.tile_n)
+        ctas = b * s_q * (ceil_div(window, tile) + ceil_div(n_far, tile))
         self.launch(given, made, of_window, compressed, n, ctas=ctas, stream=stream)
 
     @cute.kernel
     def kernel(self, given: Given, made: Made, of_window: Pages, compressed: Pages, n: Queries):
-        c, cta = self.config, cute.arch.block_idx()[0]
-        ctas_of_row = ceil_div(n.window + n.n_far, Int32(c.tile_n))
-        row, part = divide(cta, ctas_of_row)
-        column = part * c.tile_n + cute.arch.thread_idx()[0]
+        c, thread = self.config, cute.arch.thread_idx()[0]
+        ctas_of_window = ceil_div(n.window, Int32(c.tile_n))
+        ctas_of_row = ctas_of_window + ceil_div(n.n_far, Int32(c.tile_n))
+        row, part = divide(cute.arch.block_idx()[0], ctas_of_row)
         sequence = divide(row, n.s_q)[0]
-        at = column - n.window  # among the compressed entries
-        index = Int32(-1)  # asked for beside the length, not after it
-        if (at >= 0) & (at < n.topk):
-            index = load(given.indices + (Int64(row) * n.topk + at))
+        at = (part - ctas_of_window) * c.tile_n + thread  # among the compressed entries
+        entries = cute.make_rmem_tensor(c.numbers, Int32)
+        entries.fill(-1)
+        if part >= ctas_of_window:  # asked for beside the length, not after it
+            for i in cutlass.range_constexpr(c.numbers):
+                if at + i * c.threads < n.topk:
+                    entries[i] = load(given.indices + (Int64(row) * n.topk + at + i * c.threads))
         of_far = n.topk
-        if (column == 0) & (n.has_length > 0):
+        if n.has_length > 0:
             of_far = load(given.topk_length + row)
         length = cutlass.max(load(given.lengths + sequence), 0)
         position = length - 1
         if n.has_position > 0:
             position = load(given.position + row)
-        there = (position >= 0) & (position < length)
         begin, end = cutlass.max(position + 1 - n.window, 0), cutlass.max(position + 1, 0)
         past = Int32(0)  # compressed entries that are past at `position`
         oldest = Int32(0)  # of a cache that has run over, what is left
         if n.ratio > 0:
-            past = end // n.ratio
-            oldest = cutlass.max(length // n.ratio - compressed.room, 0)
-        if at < 0:
-            entry = (begin + column) % of_window.room
-            store(made.near + (Int64(row) * n.window + column), of_window.slot(sequence, entry))
-        elif at < n.n_far:
-            entry = index
-            if n.topk == 0:
-                entry = (oldest + at) % compressed.room
-            elif (n.ratio > 0) & (index >= past):
-                entry = Int32(-1)
-            store(made.far + (Int64(row) * n.n_far + at), compressed.slot(sequence, entry))
-        if column == 0:
+            past = quotient(end, n.ratio)
+            oldest = cutlass.max(quotient(length, n.ratio) - compressed.room, 0)
+        if part < ctas_of_window:
+            column = part * c.tile_n + thread
+            for i in cutlass.range_constexpr(c.numbers):
+                entries[i] = remainder(begin + column + i * c.threads, of_window.room)
+            self.write(made.near + Int64(row) * n.window, column, n.window, entries, of_window, sequence)
+        else:
+            for i in cutlass.range_constexpr(c.numbers):
+                if n.topk == 0:
+                    entries[i] = remainder(oldest + at + i * c.threads, compressed.room)
+                elif (n.ratio > 0) & (entries[i] >= past):
+                    entries[i] = Int32(-1)
+            self.write(made.far + Int64(row) * n.n_far, at, n.n_far, entries, compressed, sequence)
+        if (part == 0) & (thread == 0):
             if n.topk == 0:
                 of_far = past - oldest
-            seen = end - begin
-            if not there:
-                seen, of_far = Int32(0), Int32(0)
-            store(made.near_length + row, seen)
-            store(made.far_length + row, of_far)
+            there = (position >= 0) & (position < length)
+            store(made.near_length + row, end - begin if there else Int32(0))
+            store(made.far_length + row, of_far if there else Int32(0))
+
+    @cute.jit
+    def write(
+        self, to: cute.Pointer, column: Int32, limit: Int32, entries: cute.Tensor, pool: Pages, sequence: Int32
+    ) -> None:
+        """The slots of a thread's entries, -1 for one that does not exist; all their pages are asked for together."""
+        c = self.config
+        slots = cute.make_rmem_tensor(c.numbers, Int32)
+        for i in cutlass.range_constexpr(c.numbers):
+            there = (entries[i] >= 0) & (entries[i] < pool.room)
+            slots[i] = entries[i] if there else Int32(-1)
+        if pool.page > 0:
+            pages = cute.make_rmem_tensor(c.numbers, Int32)
+            for i in cutlass.range_constexpr(c.numbers):
+                which = quotient(cutlass.max(slots[i], 0), pool.page)
+                pages[i] = load(pool.table + (Int64(sequence) * pool.width + which))
+            for i in cutlass.range_constexpr(c.numbers):
+                there = (slots[i] >= 0) & (pages[i] >= 0) & (pages[i] < pool.pages)
+                slot = pages[i] * pool.page + remainder(cutlass.max(slots[i], 0), pool.page)
+                slots[i] = slot if there else Int32(-1)
+        for i in cutlass.range_constexpr(c.numbers):
+            if column + i * c.threads < limit:
+                store(to + column + i * c.threads, slots[i])
 
     def examples(self, variant: SeenSlots) -> tuple:
         return *pointers("bfloat16", *["int32"] * 8), *self._pool(), *self._pool(), *[i32()] * 8
