@@ -386,7 +386,7 @@ class TestMeshes:
 )
 @pytest.mark.parametrize("kind", ["contiguous", "paged", "mixed", "drafts"])
 def test_launches(layouts, packing, kind):
-    """A call that finds the slots, one that attends, and no copy of a cache."""
+    """A call that finds the slots, except of drafts over a window alone; one that attends; no copy of a cache."""
     q, b = jnp.zeros((3, 2, 8, 512), jnp.bfloat16), 3
     paged = {"contiguous": (False, False), "paged": (True, True)}.get(kind, (False, True))
     ragged = {"q_offset": jnp.array([699, 698, 700]), "is_causal": False} if kind == "drafts" else {}
@@ -399,7 +399,8 @@ def test_launches(layouts, packing, kind):
     f = jax.jit(functools.partial(dsv4_decode, lengths=700, ratio=ratio, implementation="cubin", **ragged))
     text = f.trace(q, *caches).lower(lowering_platforms=("cuda",)).as_text()
     attends = "mla_sparse_fwd" if packing is None else "dsv4_decode"
-    assert re.findall(r"custom_call @dsv4_fmha_(\w+)", text) == ["seen_slots", attends]
+    finds = [] if kind == "drafts" and len(caches) == 1 else ["seen_slots"]
+    assert re.findall(r"custom_call @dsv4_fmha_(\w+)", text) == [*finds, attends]
     assert re.findall(r'packing = "(\w*)"', text) == ([] if packing is None else [packing])
     kinds = "broadcast_in_dim|gather|concatenate|pad|select|dynamic_slice"
     for found in re.findall(rf"stablehlo.(?:{kinds})\"?.*: \(tensor<([\dx]+)x.*-> tensor<([\dx]+)x(?:bf16|ui8)>", text):

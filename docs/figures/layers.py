@@ -9,6 +9,7 @@ from .records import (
     LAYER,
     NOTED,
     PROFILES,
+    PROMPTS,
     STEPS,
     bullets,
     launched,
@@ -104,6 +105,21 @@ def layer_stack() -> str:
             launches = str(row["times"]["ours"]["launches"])
             rows.append([row["name"], launches, *(f"{x * 1e3:.2f}" for x in (alone(row), kernels, graph, at_once))])
     return table("ms | launches | layers, one by one | kernels | in a graph | with `STEP_OPTIONS`", rows)
+
+
+def long_prompts() -> str:
+    """Whole prompts by chunks, and the memory that they take."""
+    rows = []
+    for row in suite(PROMPTS, "prompt"):
+        case, times = row["case"], row["times"]["ours"]
+        kind = f"ratio {case['ratio']}" if case["ratio"] else "a window alone"
+        kind += ", FP8" * (case["cache"] != "bfloat16")
+        megabytes = (f"{times[name] / 1e6:.1f}" for name in ("cache_bytes", "program_bytes"))
+        rows.append(
+            [f"{case['tokens'] // 1024} Ki", kind, f"{ours(row):.2f}", micro(ours(row) / case["tokens"]), *megabytes]
+        )
+    rows.sort(key=lambda row: row[1])
+    return table("tokens | layer | s | µs a token | MB of the cache | MB of a chunk's program", rows)
 
 
 def alone(stack: dict[str, Any]) -> float:

@@ -14,6 +14,7 @@ from .records import (
     NOTED,
     PEERS,
     PROMPT,
+    PROMPTS,
     STEPS,
     micro,
     of_peer,
@@ -48,6 +49,7 @@ def machine() -> str:
         "indexer": INDEXER,
         "layers": LAYER,
         "layers' steps": STEPS,
+        "long prompts": PROMPTS,
     }
     for name, data in runs.items():
         matmul, copy = (

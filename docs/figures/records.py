@@ -20,6 +20,9 @@ FORWARD, DECODE, GRAD = map(load, ("h200", "h200_decode", "h200_grad"))
 INDEXER, LAYER, PEERS, NOTED = map(load, ("h200_indexer", "h200_layer", "h200_peers", "h200_kernels"))
 
 
+PROMPTS = load("h200_prompt")
+
+
 STEPS, WITNESSED, FORMS = map(load, ("h200_steps", "witnesses", "blackwell_forms"))
 
 

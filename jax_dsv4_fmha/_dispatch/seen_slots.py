@@ -47,11 +47,13 @@ def seen_slots(
     far = 0 if compressed_cache is None else compressed_cache.capacity if indices is None else indices.shape[2]
     sizes = {"window": window, "far": far, "ratio": ratio or 0 if compressed_cache is not None else 0}
     sizes |= {f"window_{name}": n for name, n in pools[0]._asdict().items()} | pools[1]._asdict()
-    of_window, of_far = _run(operands, sizes, with_kernel)
     if not is_causal:
         of_window = _of_drafts(window_cache, lengths, first, position, window)
-    sources = [_source("window", caches[0], *of_window)]
-    return sources if compressed_cache is None else [*sources, _source("compressed", caches[1], *of_far)]
+        if compressed_cache is None:
+            return [_source("window", window_cache, *of_window)]
+    seen, of_far = _run(operands, sizes, with_kernel)
+    sources = [_source("window", window_cache, *(seen if is_causal else of_window))]
+    return sources if compressed_cache is None else [*sources, _source("compressed", compressed_cache, *of_far)]
 
 
 def _none(lengths: jax.Array, *shape: Any) -> jax.Array:
