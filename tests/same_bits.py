@@ -25,8 +25,8 @@ import numpy as np
 from jax_dsv4_fmha import Cache, Span, dequantize_cache, dsv4_attention, dsv4_decode, fmha, quantize_cache, sparse_fmha
 
 SEQUENCES, TOKENS, WINDOW = 6, 448, 128
-KINDS = {"window": 0, "list": 4, "all": 2, "sparse": 1, "causal": 0}
-"""what queries see, and the tokens of an entry"""
+KINDS = {"window": 0, "list": 4, "all": 2, "sparse": 1, "causal": 0, "dense": 0}
+"""what queries see, and the tokens of an entry; "dense" has separate K and V of fewer dimensions"""
 CACHES = {
     "rows": (None, None),
     "v4_fp8": ("v4_fp8",) * 2,
@@ -47,12 +47,14 @@ class World:
     dtype: str
     topk: int
     seed: int
+    d: int = 512
     exact: bool = True
     """whether the bits must agree; otherwise the numbers, of the reference"""
     invariant: bool = True
 
     def __str__(self) -> str:
-        return f"{self.kind}, {self.heads} heads, {self.dtype}, {self.caches}, top-k {self.topk}, seed {self.seed}"
+        sizes = f"d {self.d}, {self.heads} heads, {self.dtype}, {self.caches}, top-k {self.topk}"
+        return f"{self.kind}, {sizes}, seed {self.seed}"
 
     @property
     def how(self) -> dict[str, Any]:
@@ -141,10 +143,10 @@ class Prompt:
     def run(self, w: World) -> Any:
         x, at = w.arrays, (list(self.sequences), slice(self.first, self.first + self.count))
         q, sink, first = x["q"][at], x["sink"], self.first
-        if w.kind == "causal":
-            end = first + self.count
-            near = np.pad(x["near"][at[0], :end], ((0, 0), (0, self.room), (0, 0)), constant_values=1)
-            return _causal(q, near, sink, first=first, **w.how)
+        if w.kind in ("causal", "dense"):
+            near = np.pad(x["near"][at[0], : first + self.count], ((0, 0), (0, self.room), (0, 0)), constant_values=1)
+            q, kv = q[..., : w.d], (near[:, :, None, : w.d], near[:, :, None, -w.d :])
+            return _causal(q, kv[: 1 + (w.d < 512)], sink, np.int32(first), **w.how)
         far = np.pad(x["far"][at[0]], ((0, 0), (0, self.room), (0, 0)), constant_values=1)
         listed = x["indices"][at]
         if w.kind == "sparse":
@@ -224,9 +226,9 @@ _HOW = ("batch_invariant", "implementation")
 _quantized = jax.jit(quantize_cache, static_argnums=1)
 
 
-@functools.partial(jax.jit, static_argnames=("first", *_HOW))
-def _causal(q: Any, near: Any, sink: Any, *, first: int, **how: Any) -> Any:
-    return fmha(q, near[:, :, None], span=Span.causal(q.shape[1], first), sink=sink, **how)
+@functools.partial(jax.jit, static_argnames=_HOW)
+def _causal(q: Any, kv: Any, sink: Any, first: Any, **how: Any) -> Any:
+    return fmha(q, *kv, span=Span.causal(q.shape[1], first), sink=sink, **how)
 
 
 @functools.partial(jax.jit, static_argnames=_HOW)
@@ -298,7 +300,8 @@ def worlds(seed: int, **how: Any) -> Iterator[World]:
         heads = int(rng.choice([64, 128, 16, 5, 100]))
         dtype = str(rng.choice(["bfloat16", "float16"])) if caches == "rows" else "bfloat16"
         topk = int(rng.choice([64, 100, 256])) if kind in ("list", "sparse") else 0
-        yield World(kind, caches, heads, dtype, topk, int(rng.integers(2**31)), **how)
+        d = int(rng.choice([64, 128, 256])) if kind == "dense" else 512
+        yield World(kind, caches, heads, dtype, topk, int(rng.integers(2**31)), d, **how)
 
 
 def fuzz(seconds: float, seed: int = 0, calls: int = 8, **how: Any) -> tuple[Counter[str], list[str]]:
