@@ -25,6 +25,7 @@ from jax_dsv4_fmha import (
 )
 from jax_dsv4_fmha._host import library
 from jax_dsv4_fmha._ops.decode import seen_slots
+from jax_dsv4_fmha.layers import Compressor, DSV4Attention, Rope
 from kernels.abi import Forward
 
 from . import same_bits
@@ -277,6 +278,25 @@ def test_a_step_lists_its_window_as_a_prompt_does(hopper):
     (window,) = seen_slots(2, Cache(rows), None, jnp.array([11, 2]), None, None, None, 4)
     slots, seen = window.indices.reshape(4, -1).tolist(), window.length.ravel().tolist()
     assert [x[:n] for x, n in zip(slots, seen, strict=True)] == [[6, 7, 0, 1], [7, 0, 1, 2], [0], [0, 1]]
+
+
+@pytest.mark.parametrize("ratio", [0, 4, 128])
+def test_a_layer_hands_the_mode_on(hopper, ratio):
+    """To attention of whole sequences, of chunks and of steps."""
+    compressor = Compressor(64, 512, ratio, overlap=ratio == 4) if ratio else None
+    sizes = {"hidden": 64, "heads": 64, "q_rank": 32, "o_groups": 2, "o_rank": 16, "rope": Rope(64)}
+    layer = DSV4Attention(**sizes, ratio=ratio, compressor=compressor, sparse=ratio == 4, batch_invariant=True)
+    x, indices = jnp.ones((2, 128, 64), jnp.bfloat16), jnp.zeros((2, 128, 8), jnp.int32)
+    params, cache = jax.eval_shape(lambda: (layer.init(jax.random.key(0)), layer.cache(2, 300, x.dtype, steps=2)))
+    chosen = {"indices": indices} if ratio == 4 else {}
+    a_step = {name: i[:, :1] for name, i in chosen.items()}
+    for f in (
+        lambda p, c: layer(p, x, **chosen).y,
+        lambda p, c: layer(p, x, c, start=5, **chosen).y,
+        lambda p, c: layer.step(p, x[:, :1], c, lengths=7, **a_step).y,
+    ):
+        text = jax.jit(f).trace(params, cache).lower(lowering_platforms=("cuda",)).as_text()
+        assert re.findall(r"order = (\d) : i64", text) == ["1"]
 
 
 REFUSED = [
