@@ -374,6 +374,27 @@ def test_the_program_compares_the_same_queries(monkeypatch, kind):
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("h", [8, 16, 32, 33, 64, 128])
+def test_the_order_on_a_chip_is_that_of_the_contract(h):
+    """Of a window of 70 keys and a list of 58, and of a list of 256."""
+    blocks, tiles = blocks_of((70, 58))
+    v, q = jnp.asarray(probing(blocks, 128, 512))[None], jnp.zeros((1, 1, h, 512), jnp.bfloat16)
+    o, _ = dsv4_attention(
+        q, v[:, :70], v[:, 70:], indices=jnp.arange(58)[None, None], q_offset=69, batch_invariant=True
+    )
+    assert read_off(np.asarray(o[0, 0, -1], np.float32), blocks) == [
+        in_turn(blocks, x) for x in canonical(tiles, h <= 32)
+    ]
+    blocks, tiles = blocks_of((256,))
+    v = jnp.asarray(probing(blocks, 256, 512))[None]
+    o, _ = sparse_fmha(q, v, jnp.arange(256)[None, None], batch_invariant=True)
+    assert read_off(np.asarray(o[0, 0, 0], np.float32), blocks) == [
+        in_turn(blocks, x) for x in canonical(tiles, h <= 32)
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
 def test_random_calls_have_the_same_bits():
     compared, found = same_bits.fuzz(30)
     assert not found and compared["all queries"] > 500
