@@ -22,11 +22,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_dsv4_fmha import Cache, Span, dequantize_cache, dsv4_attention, dsv4_decode, fmha, quantize_cache, sparse_fmha
+from jax_dsv4_fmha import (
+    Cache,
+    Span,
+    dequantize_cache,
+    dsv4_attention,
+    dsv4_decode,
+    fmha,
+    head_summed_probabilities,
+    lightning_indexer,
+    quantize_cache,
+    sparse_fmha,
+)
 
 SEQUENCES, TOKENS, WINDOW = 4, 320, 128
-KINDS = {"window": 0, "list": 4, "all": 2, "sparse": 1, "causal": 0, "dense": 0}
-"""what queries see, and the tokens of an entry; "dense" has separate K and V of fewer dimensions"""
+KINDS = {"window": 0, "list": 4, "all": 2, "sparse": 1, "causal": 0, "dense": 0, "indexer": 1, "probabilities": 1}
+"""what queries see, and the tokens of an entry; "dense" has separate K and V of fewer dimensions. The last two are
+`lightning_indexer`, with its scores, and `head_summed_probabilities`, which have no mode"""
 CACHES = {
     "rows": (None, None),
     "v4_fp8": ("v4_fp8",) * 2,
@@ -61,6 +73,11 @@ class World:
         if not self.exact:
             return {"implementation": "reference"}
         return {"batch_invariant": True} if self.invariant else {"implementation": "cubin"}
+
+    @property
+    def alike(self) -> dict[str, Any]:
+        """`how` of an op without the mode."""
+        return {"implementation": "cubin" if self.exact else "reference"}
 
     @property
     def ratio(self) -> int:
@@ -100,18 +117,18 @@ class World:
             "far": keys(self.entries, far),
             "indices": indices,
             "sink": rng.standard_normal(h).astype(np.float32),
+            "rows": rng.standard_normal((n, t, h), np.float32) + 6,  # weights of index queries, or lse
         }
 
     @functools.cached_property
-    def alone(self) -> tuple[np.ndarray, np.ndarray]:
-        """o and lse of every token, each sequence alone: as a prompt, or where that is another order as one step."""
+    def alone(self) -> tuple[np.ndarray, ...]:
+        """The results for every token, each sequence alone: as a prompt; where that is another order, as one step."""
         stepped = self.caches != "rows" and self.heads <= FEW_HEADS
         calls = [
             Step((i,), (TOKENS,), TOKENS, page=64, ring=TOKENS + WINDOW) if stepped else Prompt((i,), 0, TOKENS)
             for i in range(SEQUENCES)
         ]
-        o, lse = zip(*(call.run(self) for call in calls), strict=True)
-        return np.concatenate(o), np.concatenate(lse)
+        return tuple(np.concatenate(x) for x in zip(*(call.run(self) for call in calls), strict=True))
 
 
 @dataclass(frozen=True)
@@ -150,6 +167,10 @@ class Prompt:
             return _causal(q, kv[: 1 + (w.d < 512)], sink, np.int32(first), **w.how)
         far = np.pad(x["far"][at[0]], ((0, 0), (0, self.room), (0, 0)), constant_values=1)
         listed = x["indices"][at]
+        if w.kind == "indexer":
+            return _indexer(q[..., :128], far[..., :128], x["rows"][at], np.int32(first), w.topk, **w.alike)
+        if w.kind == "probabilities":
+            return (_probabilities(q, far, x["rows"][at], listed, **w.alike),)
         if w.kind == "sparse":
             if self.pool:
                 listed = np.where(listed < 0, -1, listed + np.arange(len(far))[:, None, None] * far.shape[1])
@@ -237,6 +258,16 @@ def _sparse(q: Any, kv: Any, listed: Any, sink: Any, **how: Any) -> Any:
     return sparse_fmha(q, kv, listed, sink=sink, **how)
 
 
+@functools.partial(jax.jit, static_argnames="implementation", static_argnums=4)
+def _indexer(q: Any, k: Any, weights: Any, first: Any, topk: int, **how: Any) -> Any:
+    return lightning_indexer(q, k, weights, topk=topk, ratio=1, q_offset=first, return_scores=True, **how)
+
+
+@functools.partial(jax.jit, static_argnames="implementation")
+def _probabilities(q: Any, kv: Any, lse: Any, listed: Any, **how: Any) -> Any:
+    return head_summed_probabilities(q, kv, lse, listed, **how)
+
+
 @functools.partial(jax.jit, static_argnames=("ratio", *_HOW), static_argnums=6)
 def _layer(q: Any, near: Any, far: Any, listed: Any, sink: Any, offsets: Any, ratio: int, **how: Any) -> Any:
     return dsv4_attention(q, near, far, indices=listed, ratio=ratio or None, window=WINDOW, sink=sink, **offsets, **how)
@@ -300,7 +331,8 @@ def worlds(seed: int, **how: Any) -> Iterator[World]:
         caches = "v41_fp8" if caches == "v41_fp4" and kind == "window" else caches
         heads = int(rng.choice([64, 128, 16, 5, 100]))
         dtype = str(rng.choice(["bfloat16", "float16"])) if caches == "rows" else "bfloat16"
-        topk = int(rng.choice([64, 100, 256])) if kind in ("list", "sparse") else 0
+        heads = int(rng.choice([16, 32, 64])) if kind == "indexer" else heads
+        topk = int(rng.choice([64, 100, 256])) if kind in ("list", "sparse", "indexer", "probabilities") else 0
         d = int(rng.choice([64, 128, 256])) if kind == "dense" else 512
         yield World(kind, caches, heads, dtype, topk, int(rng.integers(2**31)), d, **how)
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from interpreter.kernels import attention, native
+from interpreter.kernels import attention, indexer, native, probabilities
 from interpreter.kernels.launch import Kernel, combine, launch
 from jax_dsv4_fmha import (
     Cache,
@@ -188,7 +188,9 @@ def test_packed_pages_are_like_rows(layout, h):
     assert differing(*results) == [0, 0]
 
 
-@pytest.mark.parametrize(("d", "h", "h_kv"), [(64, 4, 2), (128, 4, 1), (256, 4, 1)])
+@pytest.mark.parametrize(
+    ("d", "h", "h_kv"), [(128, 4, 1), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((64, 4, 2), (256, 4, 1)))]
+)
 def test_company_does_not_matter_for_dense_keys(d, h, h_kv):
     """Of queries that see keys from the first one on: each in a sequence of its own, or all in one, after others. At
     d 128 the kernel takes few keys another way, if all rows of a tile see few.
@@ -215,6 +217,34 @@ def test_company_does_not_matter_for_dense_keys(d, h, h_kv):
 
     assert both(0, np.concatenate([rng.integers(1, 140, n // 2), rng.integers(140, 301, n // 2)])) == [0, 0]
     assert both(33, np.full(n, 290))[0] > 0  # which the mode refuses: others begin earlier, and so do their tiles
+
+
+@pytest.mark.parametrize("name", [pytest.param("heads64_bfloat16", marks=pytest.mark.slow), "heads16_float8_e4m3fn"])
+def test_an_indexers_scores_and_choice_have_the_same_bits(name):
+    """Without a mode: of a batch, and of some queries of one sequence, in an array and in pages."""
+    key = f"indexer_scores_sm_90a_{name}"
+    variant, paged = (native.variant_of(x) for x in (key, f"{key}_paged"))
+    if key not in {v.key for v in library.variants()}:
+        pytest.skip(f"{key} is not built")
+    x = indexer.Problem.of(variant, b=2, s_q=5, s_c=300, topk=40)
+    whole = indexer.run(variant, x)
+    some = {name: getattr(x, name)[1:, 2:4] for name in ("q", "weights", "start", "stop")}
+    y = replace(x, **some, k=x.k[1:], k_scale=x.k_scale[1:])
+    for got in (indexer.run(variant, y, processors=1), indexer.run(paged, replace(y, page=64))):
+        assert differing([got.scores[y.seen]], [whole.scores[1:, 2:4][y.seen]]) == [0]
+        assert differing((got.indices, got.values), (whole.indices[1:, 2:4], whole.values[1:, 2:4])) == [0, 0]
+
+
+def test_head_summed_probabilities_have_the_same_bits():
+    """Without a mode: of a query in a batch, and alone with a longer list, whose end is absent."""
+    variant = native.variant_of("head_summed_probabilities_sm_90a_d512_bfloat16")
+    if variant.key not in {v.key for v in library.variants()}:
+        pytest.skip(f"{variant.key} is not built")
+    x = probabilities.Problem.of(variant, b=2, s_q=2, h_q=20, s_kv=200, topk=140)
+    longer = np.pad(x.indices[1:, 1:], ((0, 0), (0, 0), (0, 70)), constant_values=-1)
+    alone = replace(x, q=x.q[1:, 1:], lse=x.lse[1:, 1:], indices=longer, k=x.k[1:])
+    whole, got = probabilities.run(variant, x), probabilities.run(variant, alone, processors=1)
+    assert differing([whole[1, 1]], [got[0, 0, :140]]) == [0]
 
 
 # ---- the mode in the API
@@ -356,7 +386,7 @@ def test_blackwell_is_not_covered(hopper, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["list", "causal"])
+@pytest.mark.parametrize("kind", ["list", "causal", "probabilities"])
 def test_the_program_compares_the_same_queries(monkeypatch, kind):
     """By numbers of the reference: what is called random is the call alone."""
     for name, value in (("TOKENS", 24), ("SEQUENCES", 2), ("WINDOW", 10)):
