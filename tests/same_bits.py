@@ -22,11 +22,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_dsv4_fmha import Cache, Span, dequantize_cache, dsv4_attention, dsv4_decode, fmha, quantize_cache, sparse_fmha
+from jax_dsv4_fmha import (
+    Cache,
+    Span,
+    dequantize_cache,
+    dsv4_attention,
+    dsv4_decode,
+    fmha,
+    head_summed_probabilities,
+    lightning_indexer,
+    quantize_cache,
+    sparse_fmha,
+)
 
-SEQUENCES, TOKENS, WINDOW = 6, 448, 128
-KINDS = {"window": 0, "list": 4, "all": 2, "sparse": 1, "causal": 0}
-"""what queries see, and the tokens of an entry"""
+SEQUENCES, TOKENS, WINDOW = 4, 320, 128
+KINDS = {"window": 0, "list": 4, "all": 2, "sparse": 1, "causal": 0, "dense": 0, "indexer": 1, "probabilities": 1}
+"""what queries see, and the tokens of an entry; "dense" has separate K and V of fewer dimensions. The last two are
+`lightning_indexer`, with its scores, and `head_summed_probabilities`, which have no mode"""
 CACHES = {
     "rows": (None, None),
     "v4_fp8": ("v4_fp8",) * 2,
@@ -47,18 +59,25 @@ class World:
     dtype: str
     topk: int
     seed: int
+    d: int = 512
     exact: bool = True
     """whether the bits must agree; otherwise the numbers, of the reference"""
     invariant: bool = True
 
     def __str__(self) -> str:
-        return f"{self.kind}, {self.heads} heads, {self.dtype}, {self.caches}, top-k {self.topk}, seed {self.seed}"
+        sizes = f"d {self.d}, {self.heads} heads, {self.dtype}, {self.caches}, top-k {self.topk}"
+        return f"{self.kind}, {sizes}, seed {self.seed}"
 
     @property
     def how(self) -> dict[str, Any]:
         if not self.exact:
             return {"implementation": "reference"}
         return {"batch_invariant": True} if self.invariant else {"implementation": "cubin"}
+
+    @property
+    def alike(self) -> dict[str, Any]:
+        """`how` of an op without the mode."""
+        return {"implementation": "cubin" if self.exact else "reference"}
 
     @property
     def ratio(self) -> int:
@@ -91,24 +110,25 @@ class World:
         indices = np.floor(rng.random((n, t, width)) * past[:, None]).astype(np.int32)
         indices[rng.random(indices.shape) < 0.1] = -1
         indices = np.where(past[:, None] > 0, indices, -1)
+        of_tokens, of_heads = (rng.standard_normal(x, np.float32) for x in ((n, t, 1, 512), (h, 512)))
         return {
-            "q": np.asarray(jnp.asarray(2 * rng.standard_normal((n, t, h, 512)), dtype)),
+            "q": (2 * of_tokens * of_heads).astype(dtype),  # drawn one by one, they would take most of the time
             "near": keys(t, near),
             "far": keys(self.entries, far),
             "indices": indices,
             "sink": rng.standard_normal(h).astype(np.float32),
+            "rows": rng.standard_normal((n, t, h), np.float32) + 6,  # weights of index queries, or lse
         }
 
     @functools.cached_property
-    def alone(self) -> tuple[np.ndarray, np.ndarray]:
-        """o and lse of every token, each sequence alone: as a prompt, or where that is another order as one step."""
+    def alone(self) -> tuple[np.ndarray, ...]:
+        """The results for every token, each sequence alone: as a prompt; where that is another order, as one step."""
         stepped = self.caches != "rows" and self.heads <= FEW_HEADS
         calls = [
             Step((i,), (TOKENS,), TOKENS, page=64, ring=TOKENS + WINDOW) if stepped else Prompt((i,), 0, TOKENS)
             for i in range(SEQUENCES)
         ]
-        o, lse = zip(*(call.run(self) for call in calls), strict=True)
-        return np.concatenate(o), np.concatenate(lse)
+        return tuple(np.concatenate(x) for x in zip(*(call.run(self) for call in calls), strict=True))
 
 
 @dataclass(frozen=True)
@@ -141,12 +161,16 @@ class Prompt:
     def run(self, w: World) -> Any:
         x, at = w.arrays, (list(self.sequences), slice(self.first, self.first + self.count))
         q, sink, first = x["q"][at], x["sink"], self.first
-        if w.kind == "causal":
-            end = first + self.count
-            near = np.pad(x["near"][at[0], :end], ((0, 0), (0, self.room), (0, 0)), constant_values=1)
-            return _causal(q, near, sink, first=first, **w.how)
+        if w.kind in ("causal", "dense"):
+            near = np.pad(x["near"][at[0], : first + self.count], ((0, 0), (0, self.room), (0, 0)), constant_values=1)
+            q, kv = q[..., : w.d], (near[:, :, None, : w.d], near[:, :, None, -w.d :])
+            return _causal(q, kv[: 1 + (w.d < 512)], sink, np.int32(first), **w.how)
         far = np.pad(x["far"][at[0]], ((0, 0), (0, self.room), (0, 0)), constant_values=1)
         listed = x["indices"][at]
+        if w.kind == "indexer":
+            return _indexer(q[..., :128], far[..., :128], x["rows"][at], np.int32(first), w.topk, **w.alike)
+        if w.kind == "probabilities":
+            return (_probabilities(q, far, x["rows"][at], listed, **w.alike),)
         if w.kind == "sparse":
             if self.pool:
                 listed = np.where(listed < 0, -1, listed + np.arange(len(far))[:, None, None] * far.shape[1])
@@ -224,14 +248,24 @@ _HOW = ("batch_invariant", "implementation")
 _quantized = jax.jit(quantize_cache, static_argnums=1)
 
 
-@functools.partial(jax.jit, static_argnames=("first", *_HOW))
-def _causal(q: Any, near: Any, sink: Any, *, first: int, **how: Any) -> Any:
-    return fmha(q, near[:, :, None], span=Span.causal(q.shape[1], first), sink=sink, **how)
+@functools.partial(jax.jit, static_argnames=_HOW)
+def _causal(q: Any, kv: Any, sink: Any, first: Any, **how: Any) -> Any:
+    return fmha(q, *kv, span=Span.causal(q.shape[1], first), sink=sink, **how)
 
 
 @functools.partial(jax.jit, static_argnames=_HOW)
 def _sparse(q: Any, kv: Any, listed: Any, sink: Any, **how: Any) -> Any:
     return sparse_fmha(q, kv, listed, sink=sink, **how)
+
+
+@functools.partial(jax.jit, static_argnames="implementation", static_argnums=4)
+def _indexer(q: Any, k: Any, weights: Any, first: Any, topk: int, **how: Any) -> Any:
+    return lightning_indexer(q, k, weights, topk=topk, ratio=1, q_offset=first, return_scores=True, **how)
+
+
+@functools.partial(jax.jit, static_argnames="implementation")
+def _probabilities(q: Any, kv: Any, lse: Any, listed: Any, **how: Any) -> Any:
+    return head_summed_probabilities(q, kv, lse, listed, **how)
 
 
 @functools.partial(jax.jit, static_argnames=("ratio", *_HOW), static_argnums=6)
@@ -297,8 +331,10 @@ def worlds(seed: int, **how: Any) -> Iterator[World]:
         caches = "v41_fp8" if caches == "v41_fp4" and kind == "window" else caches
         heads = int(rng.choice([64, 128, 16, 5, 100]))
         dtype = str(rng.choice(["bfloat16", "float16"])) if caches == "rows" else "bfloat16"
-        topk = int(rng.choice([64, 100, 256])) if kind in ("list", "sparse") else 0
-        yield World(kind, caches, heads, dtype, topk, int(rng.integers(2**31)), **how)
+        heads = int(rng.choice([16, 32, 64])) if kind == "indexer" else heads
+        topk = int(rng.choice([64, 100, 256])) if kind in ("list", "sparse", "indexer", "probabilities") else 0
+        d = int(rng.choice([64, 128, 256])) if kind == "dense" else 512
+        yield World(kind, caches, heads, dtype, topk, int(rng.integers(2**31)), d, **how)
 
 
 def fuzz(seconds: float, seed: int = 0, calls: int = 8, **how: Any) -> tuple[Counter[str], list[str]]:

@@ -3,6 +3,7 @@ shapes; what the mode refuses. `tests/same_bits.py` compares calls on a GPU.
 """
 
 import functools
+import re
 from dataclasses import replace
 
 import jax
@@ -10,11 +11,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from interpreter.kernels import attention, native
+from interpreter.kernels import attention, indexer, native, probabilities
 from interpreter.kernels.launch import Kernel, combine, launch
-from jax_dsv4_fmha import Cache, Span, dequantize_cache, dsv4_attention, dsv4_decode, fmha, sparse_fmha
+from jax_dsv4_fmha import (
+    Cache,
+    Span,
+    dequantize_cache,
+    dot_product_attention,
+    dsv4_attention,
+    dsv4_decode,
+    fmha,
+    sparse_fmha,
+)
 from jax_dsv4_fmha._host import library
 from jax_dsv4_fmha._ops.decode import seen_slots
+from jax_dsv4_fmha.layers import Compressor, DSV4Attention, Rope
 from kernels.abi import Forward
 
 from . import same_bits
@@ -22,6 +33,7 @@ from .helpers import every_kernel
 from .order_of_sums import blocks_of, canonical, in_turn, pairs, probing, read_off
 
 BF16 = np.dtype("bfloat16")
+SINK = np.array([0, 1, -np.inf, -2], np.float32)
 BUILT = {v.key for v in native.built(Forward)}
 MANY, FEW = "sm_90a_d512_bfloat16", "sm_90a_d512_bfloat16_h8"
 heads = pytest.mark.parametrize(("suffix", "h"), [(MANY, 33), (FEW, 8)], ids=["many heads", "few heads"])
@@ -176,6 +188,65 @@ def test_packed_pages_are_like_rows(layout, h):
     assert differing(*results) == [0, 0]
 
 
+@pytest.mark.parametrize(
+    ("d", "h", "h_kv"), [(128, 4, 1), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((64, 4, 2), (256, 4, 1)))]
+)
+def test_company_does_not_matter_for_dense_keys(d, h, h_kv):
+    """Of queries that see keys from the first one on: each in a sequence of its own, or all in one, after others. At
+    d 128 the kernel takes few keys another way, if all rows of a tile see few.
+    """
+    n, others, rng = 12, 20, np.random.default_rng(6)
+    q, before = normal(0, n, 1, h, d, std=1), normal(3, 1, others, h, d)
+    k, v = normal(1, 1, 300, h_kv, d, std=1), normal(2, 1, 300, h_kv, d)
+
+    def run(q, k, v, start, stop):
+        shape = native.Shape(b=q.shape[0], s_q=q.shape[1], s_kv=k.shape[1], h_q=h, h_kv=h_kv, d=d)
+        sources = (
+            attention.Keys(k, v, *(x.reshape(q.shape[:2]).astype(np.int32) for x in (start, stop)), np.zeros(1)),
+        )
+        return launch(
+            kernel(f"mha_fwd_sm_90a_d{d}_bfloat16"), attention.Operands("mha_fwd", shape, q, sources, SINK)
+        ).run()
+
+    def both(start, stop):
+        alone = run(q, *(np.repeat(x, n, axis=0) for x in (k, v)), np.full(n, start), stop)
+        stops = np.concatenate([rng.integers(1, 301, others), stop])
+        starts = np.concatenate([np.zeros(others), np.full(n, start)])
+        together = run(np.concatenate([before, q.swapaxes(0, 1)], 1), k, v, starts, stops)
+        return differing((x[:, 0] for x in alone), (x[0, others:] for x in together))
+
+    assert both(0, np.concatenate([rng.integers(1, 140, n // 2), rng.integers(140, 301, n // 2)])) == [0, 0]
+    assert both(33, np.full(n, 290))[0] > 0  # which the mode refuses: others begin earlier, and so do their tiles
+
+
+@pytest.mark.parametrize("name", [pytest.param("heads64_bfloat16", marks=pytest.mark.slow), "heads16_float8_e4m3fn"])
+def test_an_indexers_scores_and_choice_have_the_same_bits(name):
+    """Without a mode: of a batch, and of some queries of one sequence, in an array and in pages."""
+    key = f"indexer_scores_sm_90a_{name}"
+    variant, paged = (native.variant_of(x) for x in (key, f"{key}_paged"))
+    if key not in {v.key for v in library.variants()}:
+        pytest.skip(f"{key} is not built")
+    x = indexer.Problem.of(variant, b=2, s_q=5, s_c=300, topk=40)
+    whole = indexer.run(variant, x)
+    some = {name: getattr(x, name)[1:, 2:4] for name in ("q", "weights", "start", "stop")}
+    y = replace(x, **some, k=x.k[1:], k_scale=x.k_scale[1:])
+    for got in (indexer.run(variant, y, processors=1), indexer.run(paged, replace(y, page=64))):
+        assert differing([got.scores[y.seen]], [whole.scores[1:, 2:4][y.seen]]) == [0]
+        assert differing((got.indices, got.values), (whole.indices[1:, 2:4], whole.values[1:, 2:4])) == [0, 0]
+
+
+def test_head_summed_probabilities_have_the_same_bits():
+    """Without a mode: of a query in a batch, and alone with a longer list, whose end is absent."""
+    variant = native.variant_of("head_summed_probabilities_sm_90a_d512_bfloat16")
+    if variant.key not in {v.key for v in library.variants()}:
+        pytest.skip(f"{variant.key} is not built")
+    x = probabilities.Problem.of(variant, b=2, s_q=2, h_q=20, s_kv=200, topk=140)
+    longer = np.pad(x.indices[1:, 1:], ((0, 0), (0, 0), (0, 70)), constant_values=-1)
+    alone = replace(x, q=x.q[1:, 1:], lse=x.lse[1:, 1:], indices=longer, k=x.k[1:])
+    whole, got = probabilities.run(variant, x), probabilities.run(variant, alone, processors=1)
+    assert differing([whole[1, 1]], [got[0, 0, :140]]) == [0]
+
+
 # ---- the mode in the API
 
 Q, KV = jax.ShapeDtypeStruct((2, 6, 64, 512), jnp.bfloat16), jax.ShapeDtypeStruct((2, 6, 512), jnp.bfloat16)
@@ -198,6 +269,14 @@ CALLS = {
     ),
     "all": ("csa_fwd", lambda q, kv, far, listed, **how: dsv4_attention(q, kv, far, window=4, ratio=4, **how)),
     "step": ("dsv4_decode", decode),
+    "causal": ("mha_fwd", lambda q, kv, far, listed, **how: fmha(*[q[..., :64]] * 3, span=Span.causal(6), **how)),
+    "all keys": ("mha_fwd", lambda q, kv, far, listed, **how: fmha(q[..., :64], q[:, :, :2, :64], **how)),
+    "causal lengths": (
+        "mha_fwd",
+        lambda q, kv, far, listed, **how: dot_product_attention(
+            *[q[..., :128]] * 3, is_causal=True, key_value_seq_lengths=jnp.array([3, 5]), return_residual=True, **how
+        ),
+    ),
 }
 
 
@@ -219,7 +298,7 @@ def test_every_call_is_one_launch_over_whole_keys(hopper, name):
     op, f = CALLS[name]
     call = custom_call(f, batch_invariant=True)
     assert f"@dsv4_fmha_{op}(" in call and "order = 1 : i64" in call
-    assert "x0x512xf32>" in call, "there are parts of split keys"
+    assert re.search(r"x0x\d+xf32>", call), "there are parts of split keys"
     assert "order = 0 : i64" in custom_call(f)
 
 
@@ -231,10 +310,40 @@ def test_a_step_lists_its_window_as_a_prompt_does(hopper):
     assert [x[:n] for x, n in zip(slots, seen, strict=True)] == [[6, 7, 0, 1], [7, 0, 1, 2], [0], [0, 1]]
 
 
+@pytest.mark.parametrize("ratio", [0, 4, 128])
+def test_a_layer_hands_the_mode_on(hopper, ratio):
+    """To attention of whole sequences, of chunks and of steps."""
+    compressor = Compressor(64, 512, ratio, overlap=ratio == 4) if ratio else None
+    sizes = {"hidden": 64, "heads": 64, "q_rank": 32, "o_groups": 2, "o_rank": 16, "rope": Rope(64)}
+    layer = DSV4Attention(**sizes, ratio=ratio, compressor=compressor, sparse=ratio == 4, batch_invariant=True)
+    x, indices = jnp.ones((2, 128, 64), jnp.bfloat16), jnp.zeros((2, 128, 8), jnp.int32)
+    params, cache = jax.eval_shape(lambda: (layer.init(jax.random.key(0)), layer.cache(2, 300, x.dtype, steps=2)))
+    chosen = {"indices": indices} if ratio == 4 else {}
+    a_step = {name: i[:, :1] for name, i in chosen.items()}
+    for f in (
+        lambda p, c: layer(p, x, **chosen).y,
+        lambda p, c: layer(p, x, c, start=5, **chosen).y,
+        lambda p, c: layer.step(p, x[:, :1], c, lengths=7, **a_step).y,
+    ):
+        text = jax.jit(f).trace(params, cache).lower(lowering_platforms=("cuda",)).as_text()
+        assert re.findall(r"order = (\d) : i64", text) == ["1"]
+
+
 REFUSED = [
     (NotImplementedError, "separate K and V", lambda q, kv: fmha(q, q, q, batch_invariant=True)),
     (NotImplementedError, "64 KV heads", lambda q, kv: fmha(q, q, batch_invariant=True)),
-    (NotImplementedError, "d=64", lambda q, kv: fmha(q[..., :64], q[..., :64], q[..., :64], batch_invariant=True)),
+    (
+        NotImplementedError,
+        "keys that may begin after the first",
+        lambda q, kv: fmha(*[q[..., :64]] * 3, span=Span.sliding_window(6, 3), batch_invariant=True),
+    ),
+    (
+        NotImplementedError,
+        "d=64, V=K, keys that may begin after the first",
+        lambda q, kv: fmha(
+            q[..., :64], kv[:, :, None, :64], span=Span(jnp.zeros((2, 6), int), 9), batch_invariant=True
+        ),
+    ),
     (NotImplementedError, "float32", lambda q, kv: dsv4_attention(*map(jnp.float32, (q, kv)), batch_invariant=True)),
     (
         NotImplementedError,
@@ -277,7 +386,7 @@ def test_blackwell_is_not_covered(hopper, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["list", "causal"])
+@pytest.mark.parametrize("kind", ["list", "causal", "probabilities"])
 def test_the_program_compares_the_same_queries(monkeypatch, kind):
     """By numbers of the reference: what is called random is the call alone."""
     for name, value in (("TOKENS", 24), ("SEQUENCES", 2), ("WINDOW", 10)):
@@ -291,6 +400,27 @@ def test_the_program_compares_the_same_queries(monkeypatch, kind):
         w.alone[0][:] = np.roll(w.alone[0], 1, axis=1)  # another query's
         assert same_bits.differing(w, call)[1] == n
         w.alone[0][:] = np.roll(w.alone[0], -1, axis=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("h", [8, 16, 32, 33, 64, 128])
+def test_the_order_on_a_chip_is_that_of_the_contract(h):
+    """Of a window of 70 keys and a list of 58, and of a list of 256."""
+    blocks, tiles = blocks_of((70, 58))
+    v, q = jnp.asarray(probing(blocks, 128, 512))[None], jnp.zeros((1, 1, h, 512), jnp.bfloat16)
+    o, _ = dsv4_attention(
+        q, v[:, :70], v[:, 70:], indices=jnp.arange(58)[None, None], q_offset=69, batch_invariant=True
+    )
+    assert read_off(np.asarray(o[0, 0, -1], np.float32), blocks) == [
+        in_turn(blocks, x) for x in canonical(tiles, h <= 32)
+    ]
+    blocks, tiles = blocks_of((256,))
+    v = jnp.asarray(probing(blocks, 256, 512))[None]
+    o, _ = sparse_fmha(q, v, jnp.arange(256)[None, None], batch_invariant=True)
+    assert read_off(np.asarray(o[0, 0, 0], np.float32), blocks) == [
+        in_turn(blocks, x) for x in canonical(tiles, h <= 32)
+    ]
 
 
 @pytest.mark.gpu

@@ -29,6 +29,7 @@ def fitting(layer: DSV4Attention) -> None:
         _check.positive(_OP, name, getattr(layer, name))
     _check.integer(_OP, "ratio", layer.ratio, 0)
     _check.epsilon(_OP, layer.eps)
+    _check.batch_invariant(_OP, layer.batch_invariant, None)
     if layer.heads % layer.o_groups:
         raise _check.error(ValueError, _OP, "o_groups", layer.o_groups, f"a divisor of the {layer.heads} heads")
     for name, kind in (("rope", Rope), ("compressor", Compressor | None), ("indexer", Indexer | None)):

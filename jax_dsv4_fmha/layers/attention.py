@@ -60,6 +60,8 @@ class DSV4Attention:
         numbers that the model's caches hold in 8 and 4 bits, with a gradient that passes straight through. It is a
         part of V4.1; of V4 it is how the model was trained at last.
       eps: epsilon of the norms.
+      batch_invariant: as in `dsv4_attention`, for attention in prompts, chunks and steps. Products are XLA's: with a
+        fixed number of rows their bits do not depend on the other rows (docs/semantics.md).
 
     Raises:
       ValueError, TypeError: sizes out of range, or a compressor or an indexer that does not fit the layer.
@@ -89,6 +91,7 @@ class DSV4Attention:
     norm_heads: bool = True
     fake_quantize: bool = False
     eps: float = 1e-6
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         _checks.fitting(self)
@@ -271,6 +274,7 @@ class DSV4Attention:
                 q,
                 jnp.concatenate([earlier.astype(kv.dtype), kv], 1),
                 entries,
+                batch_invariant=self.batch_invariant,
                 sink=params["sink"],
                 window=self.window,
                 q_offset=first,
@@ -360,6 +364,7 @@ class DSV4Attention:
                 q,
                 cache.window,
                 shared.compressed if self.ratio else None,
+                batch_invariant=self.batch_invariant,
                 lengths=lengths,
                 sink=params["sink"],
                 window=self.window,
@@ -412,6 +417,7 @@ class DSV4Attention:
                 q,
                 kv,
                 entries if there else None,
+                batch_invariant=self.batch_invariant,
                 sink=params["sink"],
                 window=self.window,
                 implementation=implementation,
