@@ -1,6 +1,9 @@
 """What the clocks say of our own kernels beside what an H200 took, for docs/clocks.md.
 
-    python -m interpreter.kernels.predictions docs/clocks.json
+    python -m interpreter.kernels.predictions docs/clocks.json           all
+    python -m interpreter.kernels.predictions docs/clocks.json 'd 128'   only rows whose names have one of these words
+    python -m interpreter.kernels.predictions docs/clocks.json sm_100f   the same launches on a B200, by their accounts
+    python -m interpreter.kernels.predictions docs/clocks.json layers    those of which cuDNN published times on a GB200
 
 A launch of a whole GPU is not run: one SM's share of it is counted. Runs of one SM with so many tiles of rows and with
 more of them say what a further tile takes, and what a launch takes beside its tiles.
@@ -257,7 +260,7 @@ def layers() -> dict[str, dict[str, object]]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
-    parser.add_argument("words", nargs="*", help="only rows whose names have one of these")
+    parser.add_argument("words", nargs="*", help="only rows whose names have one of these; sm_100f, layers: as above")
     args = parser.parse_args(argv)
     record: dict[str, dict[str, object]] = json.loads(args.file.read_text()) if args.file.exists() else {}
     rows = record.setdefault("ours", {})
