@@ -13,11 +13,11 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST := OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal  # a core for each
 
 .DEFAULT_GOAL := help
-.PHONY: help demo installed quick test test-hf test-witnesses test-orders wheel docs lint fmt build clean pictures
+.PHONY: help demo installed quick test test-slow test-faults test-hf test-witnesses test-orders wheel docs lint fmt build clean pictures
 .NOTPARALLEL:
 
 help: ## show this
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 8
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
 
 demo: installed ## set up .venv, with kernels for this machine's GPU if it has one, and run examples/quickstart.py
 	@echo "make: examples/quickstart.py, a DeepSeek-V4 attention layer on $(if $(HERE),the GPU$(,) $(HERE),the reference$(,) without a GPU)"
@@ -32,8 +32,14 @@ installed: $(if $(wildcard .venv/.built),,$(if $(HERE),.venv/.built-here,.venv/.
 quick: installed lint ## lint, and every test that is not slow and neither compiles nor interprets a kernel; needs no kernel to be built
 	$(PYTEST) --quick
 
-test: build .venv/.tools ## set up, build every kernel, and run all tests
-	$(PYTEST)
+test: build .venv/.tools ## set up, build every kernel, and run all tests except those of test-slow and test-faults
+	$(PYTEST) -m 'not (fuzz or slow or faults)'
+
+test-slow: build .venv/.tools ## run the tests that take longer than ten seconds
+	$(PYTEST) -m slow
+
+test-faults: build .venv/.tools ## plant faults in the PTX and the sources of kernels, which the interpreter has to find
+	$(PYTEST) -m faults
 
 test-hf: .venv-hf/.tools ## compare with Hugging Face transformers, and ask the HTTP endpoint by OpenAI's client, in an environment of its own
 	PYTHONPATH=. .venv-hf/bin/python -m pytest -W ignore tests/test_hf.py tests/test_hf_model.py tests/test_http.py

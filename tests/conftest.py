@@ -1,6 +1,7 @@
 import contextlib
 import functools
 import gc
+import logging
 import os
 import shutil
 import tempfile
@@ -12,8 +13,10 @@ import jax
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
+from interpreter.faults import PlantedFault
 from interpreter.kernels.launch import Kernel
 from interpreter.kernels.native import NoLibrary
+from interpreter.machine.handwritten import Handwritten
 from interpreter.machine.state import Machine
 from jax_dsv4_fmha._host import library
 from kernels import build
@@ -44,7 +47,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def plants_a_fault(item: pytest.Item) -> bool:
+    """Whether a test is of a fault in a kernel, and not of one in a program written by hand."""
+    callspec = getattr(item, "callspec", None)
+    faults = [x for x in callspec.params.values() if isinstance(x, PlantedFault)] if callspec else []
+    return any(not isinstance(fault.kernel, Handwritten) for fault in faults)
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in filter(plants_a_fault, items):
+        item.add_marker(pytest.mark.faults)
     if config.getoption("--quick"):
         for item in items:
             if item.get_closest_marker("slow"):
@@ -119,6 +132,17 @@ def share_compilations(directory: str) -> None:
     jax.config.update("jax_persistent_cache_enable_xla_caches", "none")  # a program's key would have the directory
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    log = logging.getLogger("jax._src.compiler")  # nothing else says what is taken
+    log.setLevel(logging.DEBUG)
+    log.addFilter(keep_what_is_taken)
+
+
+def keep_what_is_taken(record: logging.LogRecord) -> bool:
+    """A compilation that is taken from the cache is the newest there, so that `evict` removes what nobody takes."""
+    if record.msg.startswith("Persistent compilation cache hit"):
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(Path(jax.config.jax_compilation_cache_dir) / f"{record.args[1]}-cache")
+    return record.levelno > logging.DEBUG
 
 
 def link_files(source: Path, to: Path) -> None:

@@ -8,10 +8,10 @@ import math
 import ml_dtypes
 import numpy as np
 
-V4, WINDOW, ENTRIES, INDEX = (
-    *((64, "float8_e4m3fn", 448, 448e-4), (32, "float8_e4m3fn", 448, 1e-4)),
-    *((16, "float4_e2m1fn", 6, 6 * 2.0**-9), (32, "float4_e2m1fn", 6, 1e-30)),
-)
+V4 = 64, "float8_e4m3fn", 448, 448e-4
+WINDOW = 32, "float8_e4m3fn", 448, 1e-4
+ENTRIES = 16, "float4_e2m1fn", 6, 6 * 2.0**-9
+INDEX = 32, "float4_e2m1fn", 6, 1e-30
 """How models keep rows: so many numbers share a scale; their dtype, its greatest number, and the least amax"""
 
 

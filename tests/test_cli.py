@@ -278,18 +278,30 @@ class TestBench:
         assert "sees none here" in capsys.readouterr().out
 
     @pytest.mark.usefixtures("gpu")
-    def test_a_run_that_is_cut_short_keeps_its_rows(self, monkeypatch, tmp_path):
+    @pytest.mark.parametrize("quiet", [False, True])
+    def test_a_run_that_is_cut_short_keeps_its_rows(self, quiet, monkeypatch, tmp_path, capsys):
+        """In the file; on stderr there is a line of each before the next one begins."""
+        said = []
+
         def measure_row(row, *_):
+            said.append(capsys.readouterr())
             if row is not ROWS[0]:
                 raise KeyboardInterrupt
-            return {"name": row.name}
+            return record
 
+        record = {"name": ROWS[0].name, "times": {"ours": {"seconds": 2e-6}}, "skipped": {"xla": "TimeoutError"}}
         monkeypatch.setattr(bench, "_measure_row", measure_row)
         monkeypatch.setattr(measure, "yardsticks", dict)
         monkeypatch.setattr(bench, "maker", lambda row: None)
-        path = tmp_path / "results.json"
-        assert main(["bench", "--suite", next(iter(SUITES)), "--json", str(path)]) == 130
-        assert json.loads(path.read_text())["rows"] == [{"suite": "dsv4", "name": ROWS[0].name}]
+        path, suite = tmp_path / "results.json", next(iter(SUITES))
+        options = ["--no-progress"] if quiet else []
+        assert main(["bench", "--suite", suite, "--json", str(path), *options]) == 130
+        assert json.loads(path.read_text())["rows"] == [{"suite": suite, **record}]
+        count = len(SUITES[suite].rows)
+        lines = [f"0/{count}  compiling the programs that make operands\n"]
+        lines.append(f"1/{count}  {ROWS[0].name}: ours 2.0 us, no xla\n")
+        assert [re.sub(r" \d+ s", "", x.err) for x in said] == ["" if quiet else line for line in lines]
+        assert [x.out for x in said] == ["", ""]
 
     def test_names_of_rows_are_unique(self):
         assert len({row.name for row in ROWS}) == len(ROWS)

@@ -175,9 +175,8 @@ def test_sass(key):
     if variant.arch == "sm_100f":
         tiles = -(-row["tile_m"] // 128)  # of rows
         of_v = row["tile_n"] * row["cluster"] // 16  # of which each CTA loads as many keys
-        assert count["UTCHMMA"] == tiles * (2 * variant.d // 16 + of_v), (
-            count
-        )  # Q K' of the first tile, and of the others
+        of_k = 2 * variant.d // 16  # of the first tile, and of the others
+        assert count["UTCHMMA"] == tiles * (of_k + of_v), count
         assert count["LDTM"] >= 3 and count["STTM"] >= 2, count  # S, O to rescale, O to write; O, and P
         assert count["USETMAXREG"] == 3, count  # the softmax takes what the others give up
         assert count["UTCATOMSWS"] >= 2 and count["HGMMA"] == 0, count  # TMEM is allocated, and freed

@@ -187,7 +187,10 @@ def test_accepted_tokens_leave_what_single_steps_leave_by_kernels(dtype):
     compare_with_single_steps("kernels", False, dtype)
 
 
-@pytest.mark.parametrize(("name", "paged"), [("v4", True), ("v4.1", False), ("long blocks", True)])
+@pytest.mark.parametrize(
+    ("name", "paged"),
+    [("v4", True), pytest.param("v4.1", False, marks=pytest.mark.slow), ("long blocks", True)],
+)
 def test_accepted_tokens_leave_what_single_steps_leave(name, paged):
     compare_with_single_steps(name, paged)
 

@@ -333,6 +333,7 @@ def test_a_fault_is_found(fault):
     fault.check(run_with)
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("key", OF_FAULTS)
 def test_without_a_fault_nothing_is_found(key):
     run = mla_backward.launch(kernel(key), of_faults(key), processors=1)

@@ -696,6 +696,7 @@ def test_is_found(fault):
     fault.check(run_with, seeds=SEEDS)
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("key", SHAPES)
 def test_nothing_is_found_without_a_fault(key):
     """The same launches, unchanged."""

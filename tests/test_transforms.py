@@ -1,6 +1,8 @@
 """Derivatives, residuals, export and the compilation cache: what other transforms make of an op, or may not."""
 
 import functools
+import os
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -172,3 +174,19 @@ def test_the_persistent_cache_hits_in_another_process(tmp_path):
         outputs.append(process.communicate(timeout=120)[0])
         assert process.returncode == 0, outputs[-1]
     assert [text.splitlines()[-1] for text in outputs] == ["[0, 0]", "[1, 1]"]
+
+
+def test_what_tests_take_from_their_cache_is_kept():
+    """It becomes the newest there."""
+
+    def taken_again(x):
+        return jnp.cos(x) + 1
+
+    def run():
+        jax.clear_caches()
+        jax.jit(taken_again)(jnp.ones(77))
+        (path,) = Path(jax.config.jax_compilation_cache_dir).glob("jit_taken_again-*-cache")
+        return path
+
+    os.utime(run(), (0, 0))
+    assert run().stat().st_mtime > 0

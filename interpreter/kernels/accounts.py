@@ -11,34 +11,28 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from kernels.abi import IndexerScores
 from kernels.variants import VARIANTS
 
 from .. import clocks
 from .launch import Kernel
 from .predictions import LAUNCHES
-from .prepared import Interpreted, Prepared
+from .prepared import Interpreted, Prepared, is_typical
 
 KEYS = 1536  # of each source
 
 
 def accounted() -> list[Interpreted]:
-    """Those for Blackwell, of 16-bit types in bfloat16 and of indexers with 64 heads; and those for Hopper that
-    docs/clocks.md has times of."""
+    """Typical ones: all for Blackwell, and those for Hopper that docs/clocks.json has times of."""
     timed = {x.key("sm_90a") for x in LAUNCHES}
-    found = [v for v in VARIANTS if isinstance(v, Interpreted) and v.dtype != "float16"]
-    return [v for v in found if v.key in timed or (v.arch != "sm_90a" and is_typical(v))]
-
-
-def is_typical(v: Interpreted) -> bool:
-    return not isinstance(v, IndexerScores) or v.heads == 64
+    found = [v for v in VARIANTS if isinstance(v, Interpreted) and is_typical(v)]
+    return [v for v in found if v.arch != "sm_90a" or v.key in timed]
 
 
 def of_variant(v: Interpreted, keys: int = KEYS) -> clocks.Account:
     kernel = Kernel.of(v)
     ctas = kernel.facts["ctas"]
     prepared = Prepared.long(kernel, keys, None, None, kernel.facts["cluster"] * ctas)
-    return clocks.account(lambda alone=False: clocks.run(prepared.make(0, False)[0], ctas, alone=alone))
+    return clocks.account(lambda alone=False: clocks.run(prepared.machine(), ctas, alone=alone))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

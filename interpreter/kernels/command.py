@@ -141,7 +141,7 @@ def show_clocks(kernel: Kernel[Any], args: argparse.Namespace) -> int:
 
 def show_orders(prepared: Prepared) -> int:
     try:
-        found = verdict(lambda seed: prepared.make(seed, False)[0])
+        found = verdict(prepared.machine)
     except Fault as fault:
         print(f"{type(fault).__name__}: {fault}", file=sys.stderr)
         return 1

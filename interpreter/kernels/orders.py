@@ -2,7 +2,7 @@
 `interpreter/orders` says what that is.
 
     python -m interpreter.kernels.orders                            all kernels, in one 16-bit type
-    python -m interpreter.kernels.orders mha sm_100a                those whose keys have all of these words
+    python -m interpreter.kernels.orders mha sm_100f                those whose keys have all of these words
     python -m interpreter.kernels.orders --record docs/orders.json  also what docs/verification.md shows
 
 Exit status 1 if an order does not end, or the interpreter finds a fault in one.
@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,10 @@ from kernels.abi import Forward, IndexerScores, MhaBackward, MlaBackward, Probab
 from kernels.variants import VARIANTS
 
 from ..machine.hazards import Fault
-from ..machine.state import Machine
 from ..orders.verdict import Making, verdict
 from . import gradients, mha_backward, native
 from .launch import Kernel
-from .prepared import Interpreted, Prepared
+from .prepared import Interpreted, Prepared, is_typical
 
 CASES = ("tiles", "turns")
 DENSE_SHAPE = {"b": 1, "s_q": 50, "s_kv": 150, "h_q": 8, "h_kv": 2, "width": 1 << 30}
@@ -41,7 +39,7 @@ def launches(key: str) -> Iterator[tuple[str, Making]]:
     if isinstance(variant, Interpreted):
         for case in CASES:
             try:
-                yield case, partial(made, Prepared.case(kernel, case, None))
+                yield case, Prepared.case(kernel, case, None).machine
             except LookupError:  # there is none for this kernel
                 continue
         return
@@ -54,20 +52,14 @@ def launches(key: str) -> Iterator[tuple[str, Making]]:
     yield "tiles", lambda seed: mha_backward.launch(kernel, given, scale, seen, seed=seed)[0]
 
 
-def made(prepared: Prepared, seed: int) -> Machine:
-    return prepared.make(seed, False)[0]
-
-
 def keys(words: Sequence[str]) -> list[str]:
-    """Of 16 bits bfloat16 alone, and of an indexer 64 heads: the others differ in numbers alone.
-
-    Without Hopper's probabilities, whose consumers rely on more than this argument knows (docs/verification.md).
+    """Of typical kernels, without Hopper's probabilities, whose consumers rely on more than this argument knows
+    (docs/verification.md); indexers' last.
     """
-    families = Forward | MlaBackward | MhaBackward | Probabilities
-    shown = (v for v in VARIANTS if not isinstance(v, Probabilities) or v.arch != "sm_90a")
-    attentions = (v for v in shown if isinstance(v, families) and v.dtype == "bfloat16")
-    scores = (v for v in VARIANTS if isinstance(v, IndexerScores) and v.dtype != "float16" and v.heads == 64)
-    return [v.key for v in (*attentions, *scores) if all(word in v.key for word in words)]
+    families = Forward | MlaBackward | MhaBackward | Probabilities | IndexerScores
+    typical = [v for v in VARIANTS if isinstance(v, families) and is_typical(v)]
+    shown = [v for v in typical if not isinstance(v, Probabilities) or v.arch != "sm_90a"]
+    return [v.key for v in sorted(shown, key=lambda v: isinstance(v, IndexerScores)) if all(w in v.key for w in words)]
 
 
 def examined(key: str) -> list[dict[str, Any]]:

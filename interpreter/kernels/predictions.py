@@ -1,6 +1,9 @@
 """What the clocks say of our own kernels beside what an H200 took, for docs/clocks.md.
 
-    python -m interpreter.kernels.predictions docs/clocks.json
+    python -m interpreter.kernels.predictions docs/clocks.json           all
+    python -m interpreter.kernels.predictions docs/clocks.json 'd 128'   only rows whose names have one of these words
+    python -m interpreter.kernels.predictions docs/clocks.json sm_100f   the same launches on a B200, by their accounts
+    python -m interpreter.kernels.predictions docs/clocks.json layers    those of which cuDNN published times on a GB200
 
 A launch of a whole GPU is not run: one SM's share of it is counted. Runs of one SM with so many tiles of rows and with
 more of them say what a further tile takes, and what a launch takes beside its tiles.
@@ -65,6 +68,12 @@ class Launch:
         if not found:
             raise LookupError(f"{arch} has no kernel for {self.name}")
         return min(found, key=lambda v: v.max_heads).key
+
+    def row(self) -> dict[str, Any]:
+        """What its record has."""
+        rows: list[dict[str, Any]] = json.loads((DOCS / self.record).read_text())["rows"]
+        (found,) = (row for row in rows if row["name"] == self.name)
+        return found
 
     def tiles(self, kernel: Kernel[Forward]) -> int:
         """Of rows; of a cluster's, if it has one."""
@@ -185,16 +194,13 @@ def of_keys(
 
 def measured(x: Launch) -> float:
     """Seconds of the kernels alone."""
-    rows = json.loads((DOCS / x.record).read_text())["rows"]
-    (row,) = (r for r in rows if r["name"] == x.name)
-    names = row["times"]["ours"]["kernels"]
-    return float(sum(t for name, t in names.items() if "fwd" in name))
+    kernels = x.row()["times"]["ours"]["kernels"]
+    return float(sum(t for name, t in kernels.items() if "fwd" in name))
 
 
 def floor(x: Launch) -> float:
     """Seconds that its bytes take out of the GPU's memory."""
-    rows = json.loads((DOCS / x.record).read_text())["rows"]
-    (row,) = (r for r in rows if r["name"] == x.name)
+    row = x.row()
     return float(row["bytes"] / row["copy_bytes_per_s"])
 
 
@@ -206,16 +212,15 @@ def blackwell(accounts: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, 
             key = x.key(B200)
         except LookupError:
             continue
-        clocks, share = predict(x, B200)
+        took, share = predict(x, B200)
         account = accounts[key]
-        least = share * clocks * account["units"][account["bound"]] / account["units"]["tensor"]
-        (row,) = (r for r in json.loads((DOCS / x.record).read_text())["rows"] if r["name"] == x.name)
-        bytes_us = 1e6 * row["bytes"] / B200_BYTES
+        least = share * took * account["units"][account["bound"]] / account["units"]["tensor"]
+        bytes_us = 1e6 * x.row()["bytes"] / B200_BYTES
         by_memory = bytes_us > least / B200_GHZ / 1e3
         found[x.name] = {
             "kernel": key,
-            "clocks": round(clocks),
-            "predicted_us": round(max(clocks / B200_GHZ / 1e3, bytes_us), 1),
+            "clocks": round(took),
+            "predicted_us": round(max(took / B200_GHZ / 1e3, bytes_us), 1),
             "at_least_us": round(max(least / B200_GHZ / 1e3, bytes_us), 1),
             "bound": "memory" if by_memory else account["bound"],
         }
@@ -255,7 +260,7 @@ def layers() -> dict[str, dict[str, object]]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
-    parser.add_argument("words", nargs="*", help="only rows whose names have one of these")
+    parser.add_argument("words", nargs="*", help="only rows whose names have one of these; sm_100f, layers: as above")
     args = parser.parse_args(argv)
     record: dict[str, dict[str, object]] = json.loads(args.file.read_text()) if args.file.exists() else {}
     rows = record.setdefault("ours", {})

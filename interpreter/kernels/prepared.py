@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from kernels.abi import Forward, IndexerScores, MlaBackward, Probabilities
+from kernels.abi import Forward, IndexerScores, MhaBackward, MlaBackward, Probabilities
 
 from ..machine.state import Machine
 from . import attention, cases, gradients, indexer, long, mla_backward, native, probabilities
@@ -15,6 +15,12 @@ from .verdict import judge
 
 Interpreted = Forward | MlaBackward | IndexerScores | Probabilities
 Judge = Callable[[Machine], None]
+
+
+def is_typical(v: Interpreted | MhaBackward) -> bool:
+    """Whether it stands for those that differ from it in numbers alone: of 16 bits bfloat16, of an indexer 64 heads."""
+    return v.dtype != "float16" and (not isinstance(v, IndexerScores) or v.heads == 64)
+
 
 GRADIENT = {"b": 1, "s_q": 2, "s_kv": 149, "h_q": 8, "s_kv1": 81, "topk": 133, "width": 1 << 30}  # three tiles of keys
 
@@ -25,6 +31,10 @@ class Prepared:
 
     shape: str
     make: Callable[[int, bool], tuple[Machine, Judge]]  # of a seed, and whether to record
+
+    def machine(self, seed: int = 0) -> Machine:
+        """For a run whose answer nobody asks for."""
+        return self.make(seed, False)[0]
 
     @staticmethod
     def of_attention(kernel: Kernel[Forward], x: attention.Operands, processors: int, known: bool = True) -> Prepared:
@@ -64,24 +74,25 @@ class Prepared:
 
     @staticmethod
     def case(kernel: Kernel[Any], name: str, processors: int | None) -> Prepared:
-        """One of `cases.CASES`."""
+        """One of `cases.CASES`. LookupError: it is none of this kernel."""
+        processors = processors or cases.PROCESSORS[name]
         if isinstance(kernel.variant, IndexerScores):
             problem = indexer.Problem.case(kernel.variant, name)
             if problem is not None:
-                return Prepared.of_scores(kernel, problem, processors or cases.PROCESSORS[name])
+                return Prepared.of_scores(kernel, problem, processors)
         elif isinstance(kernel.variant, Probabilities):
             given = probabilities.Problem.case(kernel.variant, name)
             if given is not None:
-                return Prepared.of_probabilities(kernel, given, processors or cases.PROCESSORS[name])
+                return Prepared.of_probabilities(kernel, given, processors)
         elif isinstance(kernel.variant, MlaBackward):
             if name == "tiles":
                 heads = native.heads_for(kernel.variant, GRADIENT["h_q"])
                 gradient = gradients.operands(kernel.variant, **{**GRADIENT, "h_q": heads})
-                return Prepared.of_gradients(kernel, gradient, processors or 2)
+                return Prepared.of_gradients(kernel, gradient, processors)
         else:
             x = cases.operands(kernel.variant, kernel.facts["tile_n"], name)
             if x is not None:
-                return Prepared.of_attention(kernel, x, processors or cases.PROCESSORS[name])
+                return Prepared.of_attention(kernel, x, processors)
         raise LookupError(f"there is no case {name!r} for {kernel.variant.key}")
 
     @staticmethod

@@ -15,9 +15,8 @@ from pathlib import Path
 from kernels.variants import VARIANTS
 
 from ..cute.forms import executed
-from ..kernels.accounts import is_typical
 from ..kernels.launch import Kernel
-from ..kernels.prepared import Interpreted, Prepared
+from ..kernels.prepared import Interpreted, Prepared, is_typical
 
 CASES = ("tiles", "turns", "groups")
 
@@ -26,9 +25,7 @@ def forms() -> Mapping[str, list[str]]:
     """Form -> the keys of the kernels that execute it. float16 is the same code up to conversions."""
     found: dict[str, set[str]] = {}
     for variant in VARIANTS:
-        if not isinstance(variant, Interpreted) or variant.arch != "sm_100f" or variant.dtype == "float16":
-            continue
-        if not is_typical(variant):
+        if not isinstance(variant, Interpreted) or variant.arch != "sm_100f" or not is_typical(variant):
             continue
         for case in CASES:
             try:

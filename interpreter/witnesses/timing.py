@@ -42,23 +42,16 @@ PUBLISHED = {
 }
 
 
-def timed(x: Witness) -> list[clocks.Timing]:
-    """Of each of its launches, one CTA an SM."""
+def timed(x: Witness, alone: bool = False) -> list[clocks.Timing]:
+    """Of each of its launches, one CTA an SM; alone: as in `clocks.run`."""
     made, found = recording(x), list[clocks.Timing]()
-    run(made.launches, made.arguments, rules=CHIP, by=lambda m: found.append(clocks.run(m)))
+    run(made.launches, made.arguments, rules=CHIP, by=lambda m: found.append(clocks.run(m, alone=alone)))
     return found
 
 
 def accounted(x: Witness) -> list[clocks.Account]:
-    """Of each of its launches, one CTA an SM."""
-    made = recording(x)
-
-    def timings(alone: bool) -> list[clocks.Timing]:
-        found = list[clocks.Timing]()
-        run(made.launches, made.arguments, rules=CHIP, by=lambda m: found.append(clocks.run(m, alone=alone)))
-        return found
-
-    both = zip(timings(False), timings(True), strict=True)
+    """As `timed`."""
+    both = zip(timed(x), timed(x, alone=True), strict=True)
     return [clocks.account(lambda alone=False, of=of: of[alone]) for of in both]
 
 

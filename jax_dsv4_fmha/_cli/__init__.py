@@ -64,7 +64,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"jax_dsv4_fmha {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def add(name: str, summary: str, description: str, filters: str | None = None) -> argparse.ArgumentParser:
+    def add(
+        name: str, summary: str, description: str, filters: str | None = None, progress: str = ""
+    ) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=summary, description=description)
         command.add_argument("--json", nargs="?", const="-", metavar="FILE", help=_JSON)
         if filters:
@@ -72,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument(
                 "--progress",
                 action=argparse.BooleanOptionalAction,
-                help="a bar on stderr (default: where stderr is a terminal)",
+                help=f"a bar on stderr (default: where stderr is a terminal){progress}",
             )
         return command
 
@@ -98,6 +100,7 @@ def _parser() -> argparse.ArgumentParser:
         "rate of a bfloat16 8192^3 matrix product (M) and of a device copy (C), interleaved in one run. Device time "
         "from the profiler. FILE is written after every row. Exit status 2 without a GPU.",
         "'d 512' or '*causal*'",
+        ", and a line for each row once it is timed (default: anywhere)",
     )
     bench.add_argument(
         "--suite",

@@ -87,6 +87,7 @@ def _measure(
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     facts = {peer.name: peer.facts for peer in peers}
     results: dict[str, Any] = {"date": now, **machine(), "peers": facts, "rounds": rounds, "rows": []}
+    bar.note("compiling the programs that make operands")
     yardsticks = measure.yardsticks()
     calls = {call for rows in rows_of.values() for row in rows for call in row.calls}
     with ThreadPoolExecutor() as pool:  # which compiles many at once; nothing is timed yet
@@ -97,6 +98,7 @@ def _measure(
             bar.begin(row.name)
             records.append({"suite": suite.name, **_measure_row(row, peers, yardsticks, rounds)})
             results["rows"].append(records[-1])
+            bar.note(in_a_line(records[-1]))
             if row is rows[-1]:
                 bar.print("".join(f"{text}\n" for text in tables(records)))
             yield results
@@ -132,6 +134,12 @@ def _measure_row(
         "skipped": skipped,
         "case": row.case,
     }
+
+
+def in_a_line(record: Mapping[str, Any]) -> str:
+    """Its name, what was timed, and what was not."""
+    times = [f"{name} {x['seconds'] * 1e6:.1f} us" for name, x in record["times"].items()]
+    return f"{record['name']}: {', '.join([*times, *(f'no {name}' for name in record['skipped'])])}"
 
 
 def tables(records: Iterable[dict[str, Any]]) -> list[str]:

@@ -38,25 +38,33 @@ def write_json(data: Any, path: str) -> None:
 
 
 class Progress:
-    """A bar on stderr, below the lines that are printed meanwhile."""
+    """On stderr: a bar, below the lines that are printed meanwhile, and notes."""
 
     def __init__(self, total: int, shown: bool | None, out: TextIO):
-        """shown=None shows it only where stderr is a terminal; `out` is where lines are printed."""
+        """shown=None shows the bar only where stderr is a terminal, and notes anywhere; `out` is where lines are
+        printed.
+        """
         self.total, self.done, self.out = total, 0, out
-        self.shown = sys.stderr.isatty() if shown is None else shown
+        self.shown, self.notes = sys.stderr.isatty() if shown is None else shown, shown is not False
         self.began = time.monotonic()
 
     def begin(self, label: str) -> None:
         """The next of `total` begins."""
-        if not self.shown:
-            return
-        full = _BAR * self.done // self.total
-        seconds = time.monotonic() - self.began
-        left = f", about {seconds / self.done * (self.total - self.done):.0f} s left" if self.done else ""
-        bar = f"[{'#' * full}{'.' * (_BAR - full)}] {self.done}/{self.total} {seconds:.0f} s{left}  {label[:60]}"
-        sys.stderr.write(f"\r\033[K{bar}")
-        sys.stderr.flush()
+        if self.shown:
+            full = _BAR * self.done // self.total
+            seconds = time.monotonic() - self.began
+            left = f", about {seconds / self.done * (self.total - self.done):.0f} s left" if self.done else ""
+            bar = f"[{'#' * full}{'.' * (_BAR - full)}] {self.done}/{self.total} {seconds:.0f} s{left}  {label[:60]}"
+            sys.stderr.write(f"\r\033[K{bar}")
+            sys.stderr.flush()
         self.done += 1
+
+    def note(self, text: str) -> None:
+        """A line on stderr: how many have begun, the seconds so far, and the text."""
+        self.clear()
+        if self.notes:
+            seconds = time.monotonic() - self.began
+            print(f"{self.done}/{self.total} {seconds:.0f} s  {text}", file=sys.stderr, flush=True)
 
     def print(self, text: str) -> None:
         self.clear()

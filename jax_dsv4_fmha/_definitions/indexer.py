@@ -52,11 +52,9 @@ def indexer_blocks(
     k_scale: jax.Array | None = None, **seen: Any,
 ) -> jax.Array:  # fmt: skip
     """`jax_dsv4_fmha.indexer_blocks`."""
-    scale, how = (
-        jnp.ones(k.shape[:2], _FP32) if k_scale is None else k_scale,
-        {"block": block, "from_start": from_start},
-    )
-    (blocks,) = greatest_blocks(q, weights, k, scale, *_bounds(q, k, **seen), count=count, **how)
+    scale = jnp.ones(k.shape[:2], _FP32) if k_scale is None else k_scale
+    how = {"count": count, "block": block, "from_start": from_start}
+    (blocks,) = greatest_blocks(q, weights, k, scale, *_bounds(q, k, **seen), **how)
     return blocks
 
 
