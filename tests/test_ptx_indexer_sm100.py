@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from importlib import util
 
 import ml_dtypes
 import numpy as np
@@ -18,10 +17,9 @@ from interpreter.kernels.launch import Kernel
 from interpreter.kernels.verdict import Wrong
 from interpreter.machine.hazards import Race, Undefined
 from interpreter.machine.state import Array
-from kernels.lib import indexer as sizes
-from tests.test_ptx_sm100 import MMA, compiler, mutant, unordered  # noqa: F401
+from tests.sm100 import HANDED_OVER_UNFENCED, MMA, NEEDS_DSL, compiler, mutant, unordered  # noqa: F401
 
-pytestmark = pytest.mark.skipif(util.find_spec("cutlass") is None, reason="needs nvidia-cutlass-dsl")
+pytestmark = NEEDS_DSL
 
 SCORES = "indexer_scores_sm_100f_heads"
 IN_16_BITS, IN_8_BITS, OF_PAGES = (SCORES + x for x in ("64_bfloat16", "64_float8_e4m3fn", "64_float8_e4m3fn_paged"))
@@ -141,7 +139,7 @@ FAULTS = [
         IN_8_BITS,
         Wrong,
         "scores are wrong",
-        answers=of_columns(lambda q: q[..., np.arange(sizes.D) % 32]),
+        answers=of_columns(lambda q: q[..., np.arange(q.shape[-1]) % 32]),
         source=(("b[None, None, step, q.index], d)", "b[None, None, 0, q.index], d)"),),
     ),
     PlantedFault(
@@ -174,7 +172,7 @@ FAULTS = [
         IN_8_BITS,
         Race,
         unordered(MMA, r"tcgen05\.ld\.sync", "TMEM", r"no tcgen05\.fence::before_thread_sync$"),
-        source=(("before_thread_sync()\n                            self", "self"),),
+        source=HANDED_OVER_UNFENCED,
     ),
     PlantedFault(
         "a tile of keys is complete too early",
