@@ -204,7 +204,7 @@ def mutant(fault: PlantedFault[str, str], directory: Path, compiler: build.Compi
         return dataclasses.replace(kernel, ptx=fault.planted_in(kernel.ptx))
     shutil.copytree(ROOT / "kernels", directory / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
     *folder, _ = kernel.variant.module.split(".")
-    names = ("blackwell", "tcgen05", "row_softmax", "splits", "scores", "packed")
+    names = ("blackwell", "tcgen05", "row_softmax", "splits", "scores", "scores_at", "packed")
     shared = (directory / "kernels/lib" / f"{name}.py" for name in names)
     files = [*directory.joinpath(*folder).glob("*.py"), *shared]
     for old, new in fault.source:

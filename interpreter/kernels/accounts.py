@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from kernels.abi import IndexerScores
+from kernels.abi import IndexerScores, IndexerScoresAt
 from kernels.variants import VARIANTS
 
 from .. import clocks
@@ -31,7 +31,7 @@ def accounted() -> list[Interpreted]:
 
 
 def is_typical(v: Interpreted) -> bool:
-    return not isinstance(v, IndexerScores) or v.heads == 64
+    return not isinstance(v, IndexerScores | IndexerScoresAt) or v.heads == 64
 
 
 def of_variant(v: Interpreted, keys: int = KEYS) -> clocks.Account:

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kernels.abi import Forward, IndexerScores, MhaBackward, MlaBackward, Probabilities
+from kernels.abi import Forward, IndexerScores, IndexerScoresAt, MhaBackward, MlaBackward, Probabilities
 from kernels.variants import VARIANTS
 
 from ..machine.hazards import Fault
@@ -66,7 +66,8 @@ def keys(words: Sequence[str]) -> list[str]:
     families = Forward | MlaBackward | MhaBackward | Probabilities
     shown = (v for v in VARIANTS if not isinstance(v, Probabilities) or v.arch != "sm_90a")
     attentions = (v for v in shown if isinstance(v, families) and v.dtype == "bfloat16")
-    scores = (v for v in VARIANTS if isinstance(v, IndexerScores) and v.dtype != "float16" and v.heads == 64)
+    of_scores = (v for v in VARIANTS if isinstance(v, IndexerScores | IndexerScoresAt))
+    scores = (v for v in of_scores if v.dtype != "float16" and v.heads == 64)
     return [v.key for v in (*attentions, *scores) if all(word in v.key for word in words)]
 
 

@@ -1,4 +1,4 @@
-"""How every kernel for Blackwell begins and ends, and how its warps meet: barriers, and all of TMEM."""
+"""How every kernel for Blackwell begins and ends, and how its warps meet: its barriers, and its columns of TMEM."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -8,18 +8,19 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass._mlir.dialects.nvvm import MemScopeKind
 
-from .pipeline import split_barriers
+from .pipeline import Ring, split_barriers
 from .tcgen05 import COLUMNS, after_thread_sync, before_thread_sync
 from .tiles import TileAllocator
 
 
 class InOrder:
     """What the mbarriers of a kernel inherit: they lie in SMEM in the order of `Config.barriers`, which has
-    (how many, arrivals in a phase) of each kind. Their first field is a ring, whose `full` comes first of all."""
+    (how many, arrivals in a phase) of each kind. Their first field comes first, of a ring its `full`."""
 
     def initialise(self, config: Any) -> None:
         """By one thread."""
-        first = getattr(self, fields(self)[0].name).full
+        first = getattr(self, fields(self)[0].name)
+        first = first.full if isinstance(first, Ring) else first
         for i, arrivals in enumerate(arrivals for count, arrivals in config.barriers for _ in range(count)):
             cute.arch.mbarrier_init(first + i, arrivals)
 
@@ -49,6 +50,11 @@ class BlackwellKernel:
         """Whether a product is of both CTAs of a cluster."""
         return self.config.cluster == 2
 
+    @property
+    def columns(self) -> int:
+        """Of TMEM: all, where a CTA is alone on its SM."""
+        return COLUMNS
+
     @cute.jit
     def start(self, warp: Int32, bar: Any, smem: Any, n: Any, followed: cutlass.Constexpr = False) -> Cta:
         """`followed`: the next grid may begin early; where it reads what this one writes, it waits for it itself."""
@@ -56,7 +62,7 @@ class BlackwellKernel:
             with cute.arch.elect_one():
                 bar.initialise(self.config)
             cute.arch.mbarrier_init_fence()
-            cute.arch.alloc_tmem(COLUMNS, smem.tmem, is_two_cta=self.paired)
+            cute.arch.alloc_tmem(self.columns, smem.tmem, is_two_cta=self.paired)
             cute.arch.relinquish_tmem_alloc_permit(is_two_cta=self.paired)
         self.sync()
         if cutlass.const_expr(followed):
@@ -70,7 +76,7 @@ class BlackwellKernel:
     def end(self, warp: Int32, cta: Cta):
         self.sync()  # nothing may arrive in a CTA that has ended, nor may TMEM of either go
         if warp == 0:
-            cute.arch.dealloc_tmem(cta.tmem, COLUMNS, is_two_cta=self.paired)
+            cute.arch.dealloc_tmem(cta.tmem, self.columns, is_two_cta=self.paired)
 
     @cute.jit
     def sync(self):

@@ -50,12 +50,13 @@ from kernels.lib.splits import on_source, total_tiles
 from kernels.lib.tcgen05 import (
     A_MN_MAJOR,
     K_STEP,
+    LANES,
     ROW_BYTES,
     after_thread_sync,
     commit,
     instruction,
     load_lanes,
-    multiply_alone,
+    multiply,
     slab_descriptor,
     store_lanes,
 )
@@ -262,12 +263,14 @@ class MlaBwdSm100(BlackwellKernel, MlaBackwardKernel):
                         if cutlass.const_expr(which + half == 0):
                             left = cta.tmem.toint() + c.q_column + i * (K_STEP // 2)
                         key = smem.k.iterator.toint() + slab * c.key_slab_bytes
-                        multiply_alone(
+                        multiply(
                             cta.tmem.toint() + (c.s_column, c.dp_column)[which],
                             left,
                             slab_descriptor(key + column * 2 * K_STEP, 16),
                             instruction(self.dtype, c.rows, c.tile_n, False),
                             half + i > 0,
+                            cluster=1,
+                            rows=LANES,
                         )
             commit(bar.scores_full + which)
 
@@ -281,12 +284,14 @@ class MlaBwdSm100(BlackwellKernel, MlaBackwardKernel):
         after_thread_sync()
         with cute.arch.elect_one():
             for i in cutlass.range_constexpr(c.tile_n // K_STEP):
-                multiply_alone(
+                multiply(
                     cta.tmem.toint(),
                     slab_descriptor(smem.p[1].iterator.toint() + i * 2 * K_STEP, 16),
                     slab_descriptor(smem.k.iterator.toint() + i * K_STEP * ROW_BYTES, c.key_slab_bytes),
                     instruction(self.dtype, c.rows, c.columns, True),
                     True if i else not first,
+                    cluster=1,
+                    rows=LANES,
                 )
         commit(bar.key_empty)
 
@@ -302,12 +307,14 @@ class MlaBwdSm100(BlackwellKernel, MlaBackwardKernel):
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(c.rows // K_STEP):
                     row = smem.rows[1 - which].iterator.toint() + half * (c.half // SLAB) * c.row_slab_bytes
-                    multiply_alone(
+                    multiply(
                         cta.tmem.toint() + c.dkv_column,
                         slab_descriptor(row + i * K_STEP * ROW_BYTES, c.row_slab_bytes),
                         slab_descriptor(smem.p[which].iterator.toint() + i * K_STEP * ROW_BYTES, 16),
                         instruction(self.dtype, c.half, c.tile_n, True) | A_MN_MAJOR,
                         which + i > 0,
+                        cluster=1,
+                        rows=LANES,
                     )
             if cutlass.const_expr(which == 1):
                 commit(state.full)

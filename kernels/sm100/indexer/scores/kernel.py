@@ -24,6 +24,7 @@ from kernels.abi import IndexerScores
 from kernels.aot import Compiled
 from kernels.lib.blackwell import BlackwellKernel, Cta
 from kernels.lib.indexer import D
+from kernels.lib.indexer_blackwell import product
 from kernels.lib.launch import WARPGROUP
 from kernels.lib.pipeline import PipelineState
 from kernels.lib.rows import load
@@ -33,9 +34,8 @@ from kernels.lib.tcgen05 import (
     after_thread_sync,
     commit,
     load_lanes,
-    tiled_mma,
 )
-from kernels.lib.wgmma import K_MAJOR, operand_a, operand_b
+from kernels.lib.wgmma import operand_a, operand_b
 
 from .config import CHUNK, SUM_WARPS, Config
 from .smem import allocate
@@ -154,15 +154,6 @@ class IndexerScoresSm100(BlackwellKernel, ScoresKernel):
             if key < cta.n.s_c:
                 scale = load(scales)
         return scale
-
-
-def product(dtype, columns: int) -> cute.TiledMma:
-    """128 keys by so many columns, each a head of a query."""
-    if dtype.width == 16:
-        return tiled_mma(dtype, LANES, columns, K_MAJOR)
-    one, source = tcgen05.CtaGroup.ONE, tcgen05.OperandSource.SMEM
-    op = tcgen05.MmaF8F6F4Op(dtype, dtype, Float32, (LANES, columns, 32), one, source, K_MAJOR, K_MAJOR)
-    return cute.make_tiled_mma(cute.make_mma_atom(op))
 
 
 def compile(variant: IndexerScores, out_dir: Path) -> Compiled:
