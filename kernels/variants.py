@@ -125,8 +125,12 @@ VARIANTS: tuple[Variant, ...] = (
         for dtype in (*DTYPES, "float8_e4m3fn")
     ),
     *(
-        IndexerScoresAt(op, "sm_90a", f"{HOPPER}.indexer.scores_at.kernel", heads, dtype)
-        for op, dtypes in (("indexer_scores_at", (*DTYPES, "float8_e4m3fn")), ("indexer_scores_at_bwd", DTYPES))
+        IndexerScoresAt(op, arch, f"{package}.indexer.scores_at.kernel", heads, dtype)
+        for op, arch, package, dtypes in (
+            ("indexer_scores_at", "sm_90a", HOPPER, (*DTYPES, "float8_e4m3fn")),
+            ("indexer_scores_at_bwd", "sm_90a", HOPPER, DTYPES),
+            ("indexer_scores_at", "sm_100f", BLACKWELL, (*DTYPES, "float8_e4m3fn")),
+        )
         for heads in (16, 32, 64)
         for dtype in dtypes
     ),

@@ -131,11 +131,15 @@ COPIED:
 # ---- other units
 
 
+CHAINS = 50  # of exponentials of exponentials, no two of which begin alike: ptxas computes nothing twice
+
+
 def exponentials(n: int, warps: int = 8) -> Handwritten:
-    """Of every lane, without dependence."""
-    body = "\n".join(f"ex2.approx.ftz.f32 %r{20 + k % 100}, %r{120 + k % 50};" for k in range(n))
-    given = "\n".join(f"cvt.rn.f32.s32 %r{120 + k}, %r1;" for k in range(50))
-    used = "\n".join(f"xor.b32 %r19, %r19, %r{20 + k};" for k in range(min(n, 100)))
+    """Of every lane; each hangs on the one before it in its chain alone."""
+    chains = [f"%r{20 + k}" for k in range(CHAINS)]
+    given = "\n".join(f"sub.s32 {x}, {-k}, %r1;\ncvt.rn.f32.s32 {x}, {x};" for k, x in enumerate(chains))
+    body = "\n".join(f"ex2.approx.ftz.f32 {x}, {x};" for x in (chains[k % CHAINS] for k in range(n)))
+    used = "\n".join(f"add.f32 %r19, %r19, {x};" for x in chains)
     parts = (given, "bar.sync 0;", BEGIN, body, "mov.b32 %r19, 0;", used, "bar.sync 0;", END)
     return Handwritten("\n".join([*parts, "st.global.b32 [%rd5], %r19;"]), threads=32 * warps)
 
@@ -228,8 +232,9 @@ MADE:
 
 
 def tmem_loads(n: int, columns: int = 32) -> Handwritten:
-    """By each of four warps n times: four loads of 32 columns, and a wait."""
+    """By each of four warps n times: four loads of 32 columns, and a wait. ptxas keeps loads that are used in part."""
     words = [", ".join(f"%r{20 + columns * part + k}" for k in range(columns)) for part in range(4)]
+    used = "\n".join(f"  add.s32 %r19, %r19, %r{20 + columns * part};" for part in range(4))
     loads = "\n".join(f"  tcgen05.ld.sync.aligned.32x32b.x{columns}.b32 {{{x}}}, [%r18];" for x in words)
     body = f"""
   setp.ge.s32 %p2, %r1, 32;
@@ -246,9 +251,10 @@ ALLOCATED:
   tcgen05.st.sync.aligned.32x32b.x{columns}.b32 [%r18], {{{words[0]}}};
   tcgen05.wait::st.sync.aligned;
   {BEGIN}
-{chr(10).join([f"{loads}{chr(10)}  tcgen05.wait::ld.sync.aligned;"] * n)}
+  mov.b32 %r19, 0;
+{chr(10).join([f"{loads}{chr(10)}  tcgen05.wait::ld.sync.aligned;{chr(10)}{used}"] * n)}
   {END}
-  st.global.b32 [%rd5], %r20;
+  st.global.b32 [%rd5], %r19;
   tcgen05.fence::before_thread_sync;
   bar.sync 0;
   tcgen05.fence::after_thread_sync;

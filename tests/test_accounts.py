@@ -1,6 +1,9 @@
 """Accounts of a turn: by hand, beside what is counted from a kernel's PTX; and what the kernels were built for."""
 
 import json
+import shutil
+import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +13,9 @@ from interpreter import clocks
 from interpreter.clocks.architecture import BLACKWELL, HOPPER
 from interpreter.kernels import accounts, command
 from interpreter.kernels.native import variant_of
+from interpreter.machine.handwritten import Handwritten
+from kernels.compare import nvdisasm
+from kernels.cubin import read_code
 from tests import first_b200, rates
 from tests.test_ptx_forms import product
 
@@ -135,6 +141,43 @@ def test_a_rate(x):
     assert found == pytest.approx(EXPECTED.get(x.name, found), rel=0.02)
     assert "%clock64" in rates.timed(x.program(2)).ptx
     assert x.tells
+
+
+def assembled(x: Handwritten, folder: Path) -> Path:
+    """Its cubin."""
+    ptx, cubin = folder / "x.ptx", folder / "x.cubin"
+    ptx.write_text(x.ptx)
+    subprocess.run(["ptxas", "-arch", x.target, "-o", cubin, ptx], check=True)
+    return cubin
+
+
+def statements(x: Handwritten) -> int:
+    return sum(line.strip().endswith(";") for line in x.ptx.splitlines())
+
+
+needs_ptxas = pytest.mark.skipif(shutil.which("ptxas") is None, reason="needs ptxas")
+
+
+@needs_ptxas
+@pytest.mark.parametrize("x", rates.RATES, ids=lambda x: x.name)
+def test_ptxas_keeps_what_a_rate_repeats(x, tmp_path):
+    """Two additions may become one; NOPs at the end do not count."""
+    few, many = (rates.timed(replace(x.program(n), target="sm_100a")) for n in (x.few, x.many))
+    sizes = [len(read_code(assembled(program, tmp_path).read_bytes())) for program in (few, many)]
+    assert (sizes[1] - sizes[0]) / 16 > 0.7 * (statements(many) - statements(few)) - 8
+
+
+@needs_ptxas
+@pytest.mark.parametrize("target", ["sm_90a", "sm_100a"])
+def test_exponentials_stand_between_the_readings_of_the_clock(target, tmp_path):
+    cubin = assembled(rates.timed(replace(rates.exponentials(100), target=target)), tmp_path)
+    try:
+        sass = subprocess.run([nvdisasm(), "-c", cubin], check=True, capture_output=True, text=True).stdout
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    lines = sass.splitlines()
+    begin, end = (n for n, line in enumerate(lines) if "SR_CLOCK" in line)
+    assert [sum("MUFU.EX2" in line for line in part) for part in (lines, lines[begin:end])] == [100, 100]
 
 
 def test_a_rate_on_hopper():

@@ -1,3 +1,4 @@
+import ast
 import hashlib
 import json
 import os
@@ -72,6 +73,18 @@ def without_dsl(tmp_path):
     (tmp_path / "shadow").mkdir()
     (tmp_path / "shadow/sitecustomize.py").write_text("import sys; sys.modules['cutlass'] = None")
     return {"PYTHONPATH": str(tmp_path / "shadow")}
+
+
+def test_test_files_import_no_kernel():
+    """Kernels import the compiler; without it a file that imports one cannot even be collected, on a GPU either."""
+    for file in (ROOT / "tests").glob("*.py"):
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{x.name}" for x in node.names]
+            else:
+                names = [x.name for x in node.names] if isinstance(node, ast.Import) else []
+            found = [x for x in names if re.match(r"cutlass|kernels\.(lib|plain|sm)", x)]
+            assert found == [], f"{file.name} imports {found[0]} when it is collected"
 
 
 def test_keys_are_unique_and_fit_for_c():

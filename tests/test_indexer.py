@@ -553,6 +553,23 @@ def test_scores_are_exported_for_cuda(b, monkeypatch):
     assert [x.dtype for x in exported.out_avals] == [jnp.bfloat16, jnp.bfloat16, jnp.float32]
 
 
+@pytest.mark.usefixtures("built")
+def test_a_chip_that_has_scores_and_not_their_gradient(monkeypatch):
+    """There the definition's gradient runs behind the kernel's scores."""
+    monkeypatch.setattr(library, "shipped_for", lambda op, **_: ("sm_90a", "sm_100f")[: 2 - op.endswith("_bwd")])
+    x, _ = kernel_operands(s_q=5, s_c=60)
+    indices = jnp.zeros((2, 5, 7), jnp.int32)
+
+    def calls(arch):
+        monkeypatch.setattr(library, "local_architectures", lambda: (arch,))
+        scored = jax.jit(jax.value_and_grad(lambda *x: jnp.sum(indexer_scores(*x, implementation="cubin"))))
+        text = scored.trace(*x, indices).lower(lowering_platforms=("cuda",)).as_text()
+        return [text.count(f"@dsv4_fmha_indexer_scores_at{x}(") for x in ("", "_bwd")]
+
+    assert calls("sm_90a") == [1, 1]
+    assert calls("sm_100f") == [1, 0]
+
+
 @pytest.mark.parametrize("case", [INDEXER[i] for i in (8, 15, 18, 20, -4)], ids=lambda c: c.name)
 def test_reference_against_float64(case):
     assert case.complaints("reference") == []

@@ -98,6 +98,11 @@ def test_sass(key):
         of_scales = variant.scaled_pages
         assert count["UTMALDG"] == 2 * in_bytes + of_scales and count["USETMAXREG"] == 2, count
         return
+    if isinstance(variant, IndexerScoresAt) and variant.arch == "sm_100f":  # a product's k is 32 bytes
+        products = sum(opcode in ("UTCHMMA", "UTCQMMA") for opcode in opcodes)
+        assert products == (4 if "float8" in variant.dtype else 8), count
+        assert count["LDTM"] == 1 and count["LDGSTS"] > 0 and count["UTCATOMSWS"] >= 2, count
+        return
     if isinstance(variant, IndexerScoresAt):
         of_gradients = (variant.heads // 16 + 2 * 64 // 16) * variant.op.endswith("_bwd")  # dk; dq, 64 columns each
         products = sum(opcode.startswith("QGMMA.") for opcode in opcodes)

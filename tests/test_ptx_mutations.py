@@ -1,7 +1,7 @@
 """Planted faults that this project has lived through, or could have: the interpreter must find and name each.
 
 A fault is an edit of a kernel's PTX (interpreter/edits.py) or of its launch. Every fault runs with several seeds, and
-must be found whatever the scheduler does. Faults of Blackwell's kernels are in test_ptx_sm100.py, faults in programs
+must be found whatever the scheduler does. Faults of Blackwell's kernels are in test_ptx_*_sm100.py, faults in programs
 written by hand, for everything else about clusters, in test_ptx_clusters.py and test_ptx_pairs.py.
 """
 

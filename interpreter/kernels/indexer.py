@@ -298,6 +298,14 @@ def judge_choice(got: Run, start: Array, stop: Array) -> None:
 # ---- scores at given entries
 
 
+CASES_AT = {
+    # a tile of keys, and a part of one; most entries of the last query are absent
+    "tiles": {"b": 2, "s_q": 2, "s_c": 90, "topk": 150},
+    # more tiles than shared memory holds
+    "turns": {"b": 1, "s_q": 2, "s_c": 300, "topk": 700},
+}
+
+
 @dataclass(frozen=True)
 class ProblemAt:
     """Operands of scores at given entries, and a cotangent, NaN where an entry is absent."""
@@ -307,6 +315,11 @@ class ProblemAt:
     weights: Array
     indices: Array
     scores: Array
+
+    @staticmethod
+    def case(variant: IndexerScoresAt, name: str) -> ProblemAt | None:
+        """One of `CASES_AT`; None if there is none of this name."""
+        return ProblemAt.of(variant, **CASES_AT[name]) if name in CASES_AT else None
 
     @staticmethod
     def of(variant: IndexerScoresAt, b: int, s_q: int, s_c: int, topk: int) -> ProblemAt:
@@ -351,28 +364,52 @@ class ProblemAt:
         }
 
 
+@dataclass(frozen=True)
+class CallAt:
+    """A launch for scores at given entries, or for their gradients, that can be made several times."""
+
+    kernel: Kernel[IndexerScoresAt]
+    x: ProblemAt
+
+    @property
+    def results_like(self) -> dict[str, Array]:
+        """Arrays with the shapes and dtypes of what it writes."""
+        x = self.x
+        if self.kernel.variant.op == "indexer_scores_at_bwd":
+            return {"dq": x.q, "dk": np.empty(x.k.shape, np.float32), "dweights": x.weights}
+        return {"scores": np.empty(x.indices.shape, np.float32)}
+
+    def machine(self, *, seed: int = 0, record: bool = False) -> Machine:
+        x, memory, like = self.x, new_memory(), self.results_like
+        (b, s_q, heads, _), (_, s_c, _), topk = x.q.shape, x.k.shape, x.indices.shape[2]
+        given = ("q", "k", "weights", "indices", *(() if "scores" in like else ("scores",)))
+        addresses = {name: memory.add(name, getattr(x, name)) for name in given}
+        for name, array in like.items():
+            if name == "dk":
+                addresses[name] = add_cleared(memory, name, array.nbytes)
+            else:
+                addresses[name] = memory.add(name, None, array.nbytes)
+        shape = {"b": b, "s_q": s_q, "s_c": s_c, "heads": heads, "topk": topk}
+        plan = native.plan_indexer_scores_at(shape, gradient="dq" in like, addresses=addresses)
+        return machine(self.kernel, plan, memory, seed=seed, record=record)
+
+    def results(self, ran: Machine) -> dict[str, Array]:
+        """scores, or dq, dk and dweights."""
+        found = {name: (ran.memory.named(name), x) for name, x in self.results_like.items()}
+        return {name: y.bytes[: x.nbytes].view(x.dtype).reshape(x.shape) for name, (y, x) in found.items()}
+
+    def judge(self, ran: Machine) -> None:
+        judge_at(self.x, self.results(ran))
+
+
 def run_at(
     variant: IndexerScoresAt, x: ProblemAt, *, edit: Edit = lambda text: text, seed: int = 0
 ) -> dict[str, Array]:
     """scores, or of a gradient's kernel dq, dk and dweights."""
-    kernel, memory, gradient = Kernel.of(variant), new_memory(), variant.op == "indexer_scores_at_bwd"
-    (b, s_q, heads, _), (_, s_c, _), topk = x.q.shape, x.k.shape, x.indices.shape[2]
-    outputs = {"scores": np.empty((b, s_q, topk), np.float32)}
-    operands = {name: getattr(x, name) for name in ("q", "k", "weights", "indices")}
-    if gradient:
-        outputs = {"dq": x.q, "dk": np.empty(x.k.shape, np.float32), "dweights": x.weights}
-        operands["scores"] = x.scores
-    addresses = {name: memory.add(name, array) for name, array in operands.items()}
-    for name, array in outputs.items():
-        if name == "dk":
-            addresses[name] = add_cleared(memory, name, array.nbytes)
-        else:
-            addresses[name] = memory.add(name, None, array.nbytes)
-    shape = {"b": b, "s_q": s_q, "s_c": s_c, "heads": heads, "topk": topk}
-    plan = native.plan_indexer_scores_at(shape, gradient=gradient, addresses=addresses)
-    machine(Kernel(variant, edit(kernel.ptx), kernel.facts), plan, memory, seed=seed).run()
-    found = {name: memory.named(name) for name in outputs}
-    return {name: found[name].bytes[: x.nbytes].view(x.dtype).reshape(x.shape) for name, x in outputs.items()}
+    kernel = Kernel.of(variant)
+    call = CallAt(replace(kernel, ptx=edit(kernel.ptx)), x)
+    (ran := call.machine(seed=seed)).run()
+    return call.results(ran)
 
 
 def judge_at(x: ProblemAt, got: dict[str, Array]) -> None:

@@ -19,7 +19,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from kernels.abi import Forward, IndexerScores, MhaBackward, MlaBackward, Probabilities
+from kernels.abi import Forward, IndexerScores, IndexerScoresAt, MhaBackward, MlaBackward, Probabilities
 from kernels.variants import VARIANTS
 
 from ..machine.hazards import Fault
@@ -56,10 +56,11 @@ def keys(words: Sequence[str]) -> list[str]:
     """Of typical kernels, without Hopper's probabilities, whose consumers rely on more than this argument knows
     (docs/verification.md); indexers' last.
     """
-    families = Forward | MlaBackward | MhaBackward | Probabilities | IndexerScores
+    scores = IndexerScores | IndexerScoresAt
+    families = Forward | MlaBackward | MhaBackward | Probabilities | scores
     typical = [v for v in VARIANTS if isinstance(v, families) and is_typical(v)]
     shown = [v for v in typical if not isinstance(v, Probabilities) or v.arch != "sm_90a"]
-    return [v.key for v in sorted(shown, key=lambda v: isinstance(v, IndexerScores)) if all(w in v.key for w in words)]
+    return [v.key for v in sorted(shown, key=lambda v: isinstance(v, scores)) if all(word in v.key for word in words)]
 
 
 def examined(key: str) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from .._definitions.packed import quantize_rows
 from .._definitions.span import Span, shown_by_all
 from .._dispatch import two_levels
 from .._dispatch.autodiff import Differentiable, Function, without_gradient
-from .._dispatch.lowering import choose
+from .._dispatch.lowering import choose, choose_backward
 from .._dispatch.op import ONE_OR_B, Arrays, Axes, Call, KernelUse, Op
 from .._dispatch.support import Support, not_built
 from .._host import indexer as raw
@@ -577,10 +577,18 @@ def _scores_at(op: str, implementation: Any, q: jax.Array, *others: jax.Array) -
     if implementation == "reference":
         scores = Differentiable(Call(_SCORES, KernelUse.NEVER), Call(_SCORES_GRADIENT, KernelUse.NEVER))
     else:
-        archs = library.shipped_for("indexer_scores_at", heads=h, dtype=q.dtype.name) if d == _D else ()
-        support = Support(f"{q.dtype.name}, h={h}, d={d}", ("indexer_scores_at",), archs, _WANTED)
-        use, of_gradient = choose(op, implementation, support), support._replace(kernels=("indexer_scores_at_bwd",))
-        scores = Differentiable(Call(_SCORES, use, (), support), Call(_SCORES_GRADIENT, use, (), of_gradient))
+        support, of_gradient = (
+            Support(
+                f"{q.dtype.name}, h={h}, d={d}",
+                (kernel,),
+                library.shipped_for(kernel, heads=h, dtype=q.dtype.name) if d == _D else (),
+                _WANTED,
+            )
+            for kernel in ("indexer_scores_at", "indexer_scores_at_bwd")
+        )
+        use = choose(op, implementation, support)
+        use_backward = choose_backward(use, of_gradient.built)
+        scores = Differentiable(Call(_SCORES, use, (), support), Call(_SCORES_GRADIENT, use_backward, (), of_gradient))
     return scores(q, *others)[0]
 
 

@@ -160,7 +160,10 @@ class BlockScheduler:
 
 
 class ScoresKernel(Kernel):
-    """The host side of such a kernel, and the warp that loads."""
+    """The host side of such a kernel, `kernel(maps, arrays, n, pages)`, and the warp that loads.
+
+    maps  (TMA, array) of q, of keys, and of the scales that come with these, or (None, None)
+    """
 
     @cute.jit
     def __call__(
@@ -193,8 +196,8 @@ class ScoresKernel(Kernel):
         of_keys = (k, k_scale, page, pages) if cutlass.const_expr(c.paged) else (k, k_scale, s_c, b)
         arrays = Arrays(weights, table if cutlass.const_expr(c.paged) else k_scale, start, stop, scores)
         where = Pages(width, page, box) if cutlass.const_expr(c.paged) else None
-        maps = (*self.map_of_q(q, b * s_q), *self.maps_of_keys(*of_keys))
-        self.launch(*maps, arrays, n, where, ctas=cutlass.min(n.blocks * n.splits, ctas), stream=stream)
+        maps = (self.map_of_q(q, b * s_q), *self.maps_of_keys(*of_keys))
+        self.launch(maps, arrays, n, where, ctas=cutlass.min(n.blocks * n.splits, ctas), stream=stream)
 
     def map_of_q(self, q: cute.Pointer, queries: Int32) -> tuple[cute.CopyAtom, cute.Tensor]:
         rows = cute.make_tensor(q, cute.make_layout((queries * self.config.heads, D), stride=(D, 1)))
@@ -205,20 +208,18 @@ class ScoresKernel(Kernel):
         c, op = self.config, cpasync.CopyBulkTensorTileG2SOp()
         step = (D + 4 * (c.paged and c.scaled)) * Int64(length)  # elements
         keys = cute.make_tensor(k, cute.make_layout((length, D, count), stride=(D, 1, step)))
-        maps = tma_atom(op, keys, BOX if c.paged else c.tile_n, D)
+        map_of_keys = tma_atom(op, keys, BOX if c.paged else c.tile_n, D)
         if not c.scale_bytes:
-            return *maps, None, None
+            return map_of_keys, (None, None)
         scales = cute.make_tensor(k_scale, cute.make_layout((length, count), stride=(1, step // 4)))
-        return *maps, *cpasync.make_tiled_tma_atom(op, scales, cute.make_layout((BOX, 1)), (BOX, 1))
+        return map_of_keys, cpasync.make_tiled_tma_atom(op, scales, cute.make_layout((BOX, 1)), (BOX, 1))
 
     @cute.jit
     def produce(
         self,
         bar: Any,
         smem: Any,
-        rows: tuple,
-        keys: tuple,
-        scales: tuple,
+        maps: tuple,
         arrays: Arrays,
         n: Extents,
         pages: Pages | None,
@@ -228,7 +229,8 @@ class ScoresKernel(Kernel):
         Returns the number of all these tiles.
         """
         c, scheduler, fills = self.config, BlockScheduler(n), Int32(0)
-        (tma_q, mQ), (tma_k, mK) = rows, keys
+        (tma_q, mQ), keys, scales = maps
+        tma_k, mK = keys
         lane = cute.arch.lane_idx()
         cute.arch.griddepcontrol_wait()  # a kernel may still read the scores of the previous launch
         for wave in cutlass.range(scheduler.waves, unroll=1):
@@ -324,3 +326,9 @@ class ScoresKernel(Kernel):
     def examples(self, variant: IndexerScores) -> tuple:
         arrays = ("q", "k", "float32", "float32", "int32", "int32", "int32", "float32")
         return *pointers(variant.dtype, *arrays), *(i32() for _ in range(13))
+
+
+def prefetch_maps(maps: tuple) -> None:
+    for tma, _ in maps:
+        if tma is not None:
+            cpasync.prefetch_descriptor(tma)

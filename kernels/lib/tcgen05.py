@@ -27,6 +27,7 @@ def tiled_mma(dtype, m: int, n: int, b_major, a_source=tcgen05.OperandSource.SME
 
 K_STEP = 16  # elements of 16 bits: the depth of a product
 ROW_BYTES, ATOM_ROWS = 2 * SLAB, 8  # of a swizzled slab, whose pattern repeats every so many rows
+A_MN_MAJOR = 1 << 15  # in an `instruction`: A as well
 
 
 def instruction(dtype, m: int, n: int, b_mn_major: bool) -> int:
@@ -98,23 +99,6 @@ def multiply(
         group = nvvm.CTAGroupKind.CTA_2 if cluster == 2 else nvvm.CTAGroupKind.CTA_1
         kept = {"collector_op": collector, "loc": loc, "ip": ip}
         nvvm.tcgen05_mma(nvvm.Tcgen05MMAKind.F16, group, in_tmem(d), left, *others, **kept)
-
-
-A_MN_MAJOR = 1 << 15  # in an `instruction`: A as well
-
-
-@dsl_user_op
-def multiply_alone(d: Int32, a: Int32 | Int64, b: Int64, kind: int, adds: Boolean, *, loc=None, ip=None) -> None:
-    """`multiply` for 128 rows of one CTA."""
-
-    def in_tmem(x: Int32):
-        space = llvm.PointerType.get(cute.AddressSpace.tmem.value)
-        return llvm.inttoptr(space, x.ir_value(loc=loc, ip=ip), loc=loc, ip=ip)
-
-    left = in_tmem(a) if isinstance(a, Int32) else a.ir_value(loc=loc, ip=ip)
-    others = (x.ir_value(loc=loc, ip=ip) for x in (b, Int32(kind), Boolean(adds)))
-    alone = nvvm.CTAGroupKind.CTA_1
-    nvvm.tcgen05_mma(nvvm.Tcgen05MMAKind.F16, alone, in_tmem(d), left, *others, loc=loc, ip=ip)
 
 
 # Between TMEM and registers. A warp has 32 of the lanes.
@@ -197,10 +181,3 @@ def before_thread_sync(*, loc=None, ip=None) -> None:
 def after_thread_sync(*, loc=None, ip=None) -> None:
     """Orders this thread's later accesses to TMEM after the signal that it has waited for."""
     nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.AFTER_THREAD_SYNC, loc=loc, ip=ip)
-
-
-@cute.jit
-def sync_with_tmem():
-    before_thread_sync()
-    cute.arch.sync_threads()
-    after_thread_sync()

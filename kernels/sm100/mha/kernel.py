@@ -33,12 +33,13 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
-from cutlass._mlir.dialects.nvvm import MemScopeKind
 from cutlass.cute.nvgpu import cpasync, tcgen05
 from cutlass.cute.nvgpu.tcgen05 import CtaGroup
 
 from kernels.abi import Forward
 from kernels.aot import Compiled
+from kernels.lib import blackwell
+from kernels.lib.blackwell import BlackwellKernel
 from kernels.lib.forward import ForwardKernel, Source
 from kernels.lib.launch import WARPGROUP, Shapes
 from kernels.lib.pipeline import PipelineState, wait_for
@@ -47,13 +48,11 @@ from kernels.lib.rows import BoxedRows, Extents, RowTile, ceil_div, load, store
 from kernels.lib.softmax import LN_2, LOG2_E, RowResults, exp2
 from kernels.lib.spans import Span, SpanOperands, open_span, prefetch_span, read_span
 from kernels.lib.tcgen05 import (
-    COLUMNS,
     K_STEP,
     LANES,
     ROW_BYTES,
     Slabs,
     after_thread_sync,
-    before_thread_sync,
     begin_load,
     instruction,
     load_lanes,
@@ -66,25 +65,20 @@ from kernels.lib.wgmma import SLAB, round_pair, tma_atom, tma_tiles, zero_rows
 
 from .config import P_BUFFERS, RESCALED_ABOVE, WARPS, Config
 from .exponentials import exponentiate, raise_max
-from .smem import Barriers, Shared, allocate
+from .smem import allocate
 
 TOGETHER = 64  # scores that a thread loads at a time
 CHUNK = 32  # columns of O that a thread holds at a time
 
 
 @dataclass(frozen=True)
-class Cta:
+class Cta(blackwell.Cta):
     """State that all warps share."""
 
-    bar: Barriers
-    smem: Shared
-    tmem: cute.Pointer
-    n: Extents
-    rank: Int32  # in a pair; its CTA 0 leads
     both: cutlass.Boolean  # whether a CTA has rows for a second tile of them
 
 
-class MhaFwdSm100(ForwardKernel):
+class MhaFwdSm100(BlackwellKernel, ForwardKernel):
     symbol = "mha_fwd_sm100"
 
     @cute.kernel
@@ -99,19 +93,8 @@ class MhaFwdSm100(ForwardKernel):
     ):
         c = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        bar, smem = allocate(c, self.dtype)
-        if warp == 0:
-            with cute.arch.elect_one():
-                bar.initialise(c)
-            cute.arch.mbarrier_init_fence()
-            cute.arch.alloc_tmem(COLUMNS, smem.tmem, is_two_cta=c.cluster == 2)
-            cute.arch.relinquish_tmem_alloc_permit(is_two_cta=c.cluster == 2)
-        self.sync()
-        rank = Int32(0)
-        if cutlass.const_expr(c.cluster == 2):
-            rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        tmem = cute.arch.retrieve_tmem_ptr(Float32, 16, smem.tmem)
-        cta = Cta(bar, smem, tmem, n, rank, n.box_inner * n.box_outer > LANES)
+        cta = self.start(warp, *allocate(c, self.dtype), n)
+        cta = Cta(cta.bar, cta.smem, cta.tmem, n, cta.rank, n.box_inner * n.box_outer > LANES)
 
         ((*tma, operands),) = sources
         correction, others = WARPS * c.row_tiles, WARPS * (c.row_tiles + 1)
@@ -129,21 +112,7 @@ class MhaFwdSm100(ForwardKernel):
             elif warp == others + 1:
                 self.load(cta, rows_of_q, tuple(tma), operands)
 
-        self.sync()  # nothing may arrive in a CTA that has ended, nor may TMEM of either go
-        if warp == 0:
-            cute.arch.dealloc_tmem(cta.tmem, COLUMNS, is_two_cta=c.cluster == 2)
-
-    @cute.jit
-    def sync(self):
-        """All threads of the cluster."""
-        before_thread_sync()
-        if cutlass.const_expr(self.config.cluster == 2):
-            cute.arch.sync_warp()
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
-        else:
-            cute.arch.sync_threads()
-        after_thread_sync()
+        self.end(warp, cta)
 
     def rows(self, shapes: Shapes, q: cute.Pointer, o: cute.Pointer) -> tuple[Any, Any]:
         return tuple(tma_atom(self.tma, shapes.rows(q), self.config.tile_m, self.config.d)), o
@@ -157,24 +126,6 @@ class MhaFwdSm100(ForwardKernel):
     @property
     def tma(self) -> cpasync.CopyBulkTensorTileG2SOp:
         return cpasync.CopyBulkTensorTileG2SOp(CtaGroup.TWO if self.config.cluster == 2 else CtaGroup.ONE)
-
-    @cute.jit
-    def arrive(self, barrier: cute.Pointer):
-        """A warp arrives, once."""
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(barrier)
-
-    @cute.jit
-    def tell_mma(self, barrier: cute.Pointer):
-        """A warp arrives at the barrier of the CTA whose MMA warp waits, after its accesses to TMEM."""
-        before_thread_sync()
-        if cutlass.const_expr(self.config.cluster == 2):
-            cute.arch.sync_warp()
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(barrier, 0, scope=MemScopeKind.CLUSTER)
-        else:
-            self.arrive(barrier)
 
     def commit(self, barrier: cute.Pointer) -> None:
         """Of the thread that issues products: arrive when those so far are done, in both CTAs of a pair."""
@@ -472,7 +423,7 @@ class MhaFwdSm100(ForwardKernel):
                 barrier = bar.p_full + buffer
                 if cutlass.const_expr(part > 0):
                     barrier = bar.p_more + (len(c.parts) - 1) * buffer + (part - 1)
-                self.tell_mma(barrier)
+                self.hand_over(barrier)
 
         row_sum = sums[0] + sums[1]
         factor, lse = Float32(0.0), -Float32.inf
@@ -500,7 +451,7 @@ class MhaFwdSm100(ForwardKernel):
             if cutlass.const_expr(part + 1 < len(scores)):
                 begin_load(column + (part + 1) * TOGETHER, scores[part + 1], lane)
             else:
-                self.tell_mma(cta.bar.s_empty + i)
+                self.hand_over(cta.bar.s_empty + i)
             row_max = raise_max(row_max, scores[part])
         if seen.is_cut(t):
             row_max = before
@@ -543,7 +494,7 @@ class MhaFwdSm100(ForwardKernel):
                             if cute.arch.vote_any_sync(factor != 1.0):
                                 scale_lanes(cta.tmem + i * c.d, c.d, factor, lane, CHUNK)
                         buffer, _ = self.buffer_of(i, fill)
-                        self.tell_mma(bar.p_full + buffer)
+                        self.hand_over(bar.p_full + buffer)
                 sent = sent + Int32(t > 0)
             fills0 = fills0 + span.tiles
             for i in cutlass.range_constexpr(c.row_tiles):

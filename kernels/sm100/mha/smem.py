@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32
 
-from kernels.lib.pipeline import Ring, split_barriers
+from kernels.lib.blackwell import InOrder, allocate_barriers
+from kernels.lib.pipeline import Ring
 from kernels.lib.rows import PUBLISHED
 from kernels.lib.tcgen05 import LANES
 from kernels.lib.tiles import TileAllocator
@@ -15,7 +16,7 @@ from .config import Config
 
 
 @dataclass(frozen=True)
-class Barriers:
+class Barriers(InOrder):
     """mbarriers in SMEM, by what they announce.
 
     A pair's MMA warp is in the leading CTA. What it waits for arrives there from both CTAs, and what it announces
@@ -33,18 +34,9 @@ class Barriers:
     factor: tuple[cute.Pointer, cute.Pointer]  # by row tile: factors of O's rows are there; they are read
     v_full: cute.Pointer  # values that have to be cleared are there
 
-    @property
-    def first(self) -> cute.Pointer:
-        return self.info.full
-
     def factor_of(self, i: Int32 | int) -> Ring:
         full, empty = self.factor
         return Ring(full + i, empty + i)
-
-    def initialise(self, c: Config) -> None:
-        """By one thread; they lie in memory in the order of `Config.barriers`."""
-        for i, arrivals in enumerate(arrivals for count, arrivals in c.barriers for _ in range(count)):
-            cute.arch.mbarrier_init(self.first + i, arrivals)
 
 
 @dataclass(frozen=True)
@@ -66,8 +58,7 @@ def allocate(c: Config, dtype) -> tuple[Barriers, Shared]:
     factor = smem.allocate_tensor(Float32, cute.make_layout(c.row_tiles * LANES), 16)
     info = smem.allocate_tensor(Int32, cute.make_layout((PUBLISHED, 1 + len(c.sources), 2)), 16)
     tmem = smem.allocate_array(Int32, 1)
-    counts = tuple(count for count, _ in c.barriers)
-    first = split_barriers(smem.allocate_array(Int64, sum(counts)), counts)
+    first = allocate_barriers(smem, c)
     barriers = Barriers(
         Ring(*first[:2], 2),
         Ring(*first[2:4]),

@@ -28,12 +28,12 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
-from cutlass._mlir.dialects.nvvm import MemScopeKind
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.nvgpu.tcgen05 import CtaGroup
 
 from kernels.abi import Forward
 from kernels.aot import Compiled
+from kernels.lib.blackwell import BlackwellKernel, Cta
 from kernels.lib.forward import ForwardKernel, Source
 from kernels.lib.launch import WARPGROUP, Shapes
 from kernels.lib.packed import packed_operands
@@ -46,12 +46,10 @@ from kernels.lib.softmax import LN_2, LOG2_E, RowResults, exp2
 from kernels.lib.spans import SpanOperands, open_span, prefetch_span, read_span
 from kernels.lib.splits import on_source, own_part, total_tiles
 from kernels.lib.tcgen05 import (
-    COLUMNS,
     K_STEP,
     ROW_BYTES,
     Collector,
     after_thread_sync,
-    before_thread_sync,
     begin_load,
     commit,
     instruction,
@@ -67,22 +65,11 @@ from kernels.packings import PACKED
 
 from .config import BUFFERS, RAILS, RESCALED_ABOVE, ROW_WARPS, SOFTMAX_WARPS, Config
 from .gather import TOGETHER, gather_rows, gathering_atom
-from .smem import Barriers, Shared, allocate
+from .smem import allocate
 from .unpack import unpack_tiles
 
 CHUNK = 64  # columns of O that a thread holds at a time
 OF_ROWS = 1  # the first of the named barriers of two warps that share rows
-
-
-@dataclass(frozen=True)
-class Cta:
-    """State that all warps share."""
-
-    bar: Barriers
-    smem: Shared
-    tmem: cute.Pointer
-    n: Extents
-    rank: Int32  # in a pair; its CTA 0 leads
 
 
 @dataclass(frozen=True)
@@ -101,7 +88,7 @@ class Row:
         return Row(thread, row, cute.arch.make_warp_uniform(thread // c.tile_m), BoxedRows.at(n, [row]))
 
 
-class MlaFwdSm100(ForwardKernel):
+class MlaFwdSm100(BlackwellKernel, ForwardKernel):
     symbol = "mla_fwd_sm100"
 
     @property
@@ -113,19 +100,7 @@ class MlaFwdSm100(ForwardKernel):
     def kernel(self, q, o, sources: tuple, results: RowResults, scale_log2: Float32, n: Extents):
         c = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        bar, smem = allocate(c, self.dtype)
-        if warp == 0:
-            with cute.arch.elect_one():
-                bar.initialise(c)
-            cute.arch.mbarrier_init_fence()
-            cute.arch.alloc_tmem(COLUMNS, smem.tmem, is_two_cta=c.cluster == 2)
-            cute.arch.relinquish_tmem_alloc_permit(is_two_cta=c.cluster == 2)
-        self.sync()
-        cute.arch.griddepcontrol_launch_dependents()  # `combine`, where it follows, waits for this grid itself
-        rank = Int32(0)
-        if cutlass.const_expr(c.cluster == 2):
-            rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        cta = Cta(bar, smem, cute.arch.retrieve_tmem_ptr(Float32, 16, smem.tmem), n, rank)
+        cta = self.start(warp, *allocate(c, self.dtype), n, followed=True)  # by `combine`, or not
 
         operands = tuple(x[-1] for x in sources)
         if cutlass.const_expr(c.gathers and not c.unpacks):  # places of keys are counted in rows of the array
@@ -147,9 +122,7 @@ class MlaFwdSm100(ForwardKernel):
             if warp == c.mma_warp:
                 self.multiply(cta, operands)
 
-        self.sync()  # nothing may arrive in a CTA that has ended, nor may TMEM of either go
-        if warp == 0:
-            cute.arch.dealloc_tmem(cta.tmem, COLUMNS, is_two_cta=c.cluster == 2)
+        self.end(warp, cta)
 
     def take_registers(self, count: int) -> None:
         """A warpgroup takes as many a thread, where they are shared out."""
@@ -157,18 +130,6 @@ class MlaFwdSm100(ForwardKernel):
             cute.arch.setmaxregister_increase(count)
         elif 0 < count < self.config.registers_at_launch:
             cute.arch.setmaxregister_decrease(count)
-
-    @cute.jit
-    def sync(self):
-        """All threads of the cluster."""
-        before_thread_sync()
-        if cutlass.const_expr(self.config.cluster == 2):
-            cute.arch.sync_warp()
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
-        else:
-            cute.arch.sync_threads()
-        after_thread_sync()
 
     def rows(self, shapes: Shapes, q: cute.Pointer, o: cute.Pointer) -> tuple[Any, Any]:
         return q, o
@@ -187,24 +148,6 @@ class MlaFwdSm100(ForwardKernel):
 
     def scheduler(self, n: Extents) -> TileScheduler:
         return TileScheduler.of(n, cluster=self.config.cluster)
-
-    @cute.jit
-    def arrive(self, barrier: cute.Pointer):
-        """A warp arrives, once."""
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(barrier)
-
-    @cute.jit
-    def tell_mma(self, barrier: cute.Pointer):
-        """A warp arrives at the barrier of the CTA whose MMA warp waits, after its accesses to TMEM."""
-        before_thread_sync()
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            if cutlass.const_expr(self.config.cluster == 2):
-                cute.arch.mbarrier_arrive(barrier, 0, scope=MemScopeKind.CLUSTER)
-            else:
-                cute.arch.mbarrier_arrive(barrier)
 
     # ---- loading
 
@@ -352,7 +295,7 @@ class MlaFwdSm100(ForwardKernel):
         state = cta.bar.keys.at(fill)
         state.wait_full()
         cute.arch.fence_proxy("async.shared", space="cta")
-        self.tell_mma(cta.bar.peer_full + state.index)
+        self.hand_over(cta.bar.peer_full + state.index)
 
     @cute.jit
     def tiles_of(self, cta: Cta, operands: tuple, wave: Int32) -> Int32:
@@ -485,7 +428,7 @@ class MlaFwdSm100(ForwardKernel):
                 state.wait_empty()
                 self.write_p(cta, w, state.index, p)
                 on_source(seen, t, self.clear_values, cta, w, fill)
-                self.tell_mma(state.full)
+                self.hand_over(state.full)
                 fill = fill + 1
 
             self.meet_other(w)  # it has read this thread's last maximum
@@ -580,7 +523,7 @@ class MlaFwdSm100(ForwardKernel):
                     wait_for(bar.q_empty, wave - 1)
                     after_thread_sync()
                 store_lanes(cta.tmem + c.q_column, values, w.thread)
-                self.tell_mma(bar.q_full)
+                self.hand_over(bar.q_full)
             if wave > 0:
                 tile = scheduler.tile(wave - 1)
                 exists, row = self.row_of(w, tile)
@@ -594,14 +537,13 @@ class MlaFwdSm100(ForwardKernel):
                 elif tiles > 0:  # otherwise lse says that there is no part
                     self.write_o(cta, w, tiles, factor, exists, parts + (row * n.splits + tile.split) * c.d)
                 if tiles > 0:
-                    self.tell_mma(bar.o_empty)
+                    self.hand_over(bar.o_empty)
         wait_for(bar.q_empty, scheduler.waves - 1)
 
     def row_of(self, w: Row, tile: RowTile) -> tuple:
         """(exists, its index among all rows of q)"""
         n = tile.n
-        placed = PlacedTile(*(getattr(tile, name) for name in RowTile.__dataclass_fields__), tile.first_query)
-        exists, query, head = placed.place(w.boxed, 0)
+        exists, query, head = PlacedTile(**vars(tile), query0=tile.first_query).place(w.boxed, 0)
         return exists, tile.at_query(Int64(head), query, n.group * n.h_kv)
 
     def take_results(self, cta: Cta, w: Row, wave: Int32) -> tuple:

@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32
 
+from kernels.lib.blackwell import InOrder, allocate_barriers
 from kernels.lib.launch import WARPGROUP
-from kernels.lib.pipeline import Ring, split_barriers
+from kernels.lib.pipeline import Ring
 from kernels.lib.rows import PUBLISHED
 from kernels.lib.tiles import TileAllocator
 
@@ -14,7 +15,7 @@ from .config import BUFFERS, Config
 
 
 @dataclass(frozen=True)
-class Barriers:
+class Barriers(InOrder):
     """mbarriers in SMEM, by what they announce.
 
     A pair's MMA warp is in the leading CTA. What it waits for arrives there from both CTAs, and what it announces
@@ -30,15 +31,6 @@ class Barriers:
     o_empty: cute.Pointer  # O of a tile of rows is read
     factor: Ring  # full: the factors of O's rows; empty: they are read
     peer_full: cute.Pointer  # by stage, where keys are unpacked: the other CTA's columns of a tile are there
-
-    @property
-    def first(self) -> cute.Pointer:
-        return self.info.full
-
-    def initialise(self, c: Config) -> None:
-        """By one thread; they lie in memory in the order of `Config.barriers`."""
-        for i, arrivals in enumerate(arrivals for count, arrivals in c.barriers for _ in range(count)):
-            cute.arch.mbarrier_init(self.first + i, arrivals)
 
 
 @dataclass(frozen=True)
@@ -63,8 +55,7 @@ def allocate(c: Config, dtype) -> tuple[Barriers, Shared]:
     factor = smem.allocate_tensor(Float32, cute.make_layout(c.tile_m), 16)
     info = smem.allocate_tensor(Int32, cute.make_layout((PUBLISHED, 1 + len(c.sources), 2)), 16)
     tiles, tmem = smem.allocate_array(Int32, 1), smem.allocate_array(Int32, 1)
-    counts = tuple(count for count, _ in c.barriers)
-    first = split_barriers(smem.allocate_array(Int64, sum(counts)), counts)
+    first = allocate_barriers(smem, c)
     barriers = Barriers(
         Ring(*first[:2], 2),
         Ring(*first[2:4], c.stages),

@@ -36,6 +36,7 @@ from cutlass.cute.nvgpu import tcgen05
 
 from kernels.abi import MlaBackward
 from kernels.aot import Compiled
+from kernels.lib.blackwell import BlackwellKernel, Cta
 from kernels.lib.cluster import Peer
 from kernels.lib.launch import WARPGROUP
 from kernels.lib.mla_backward import MlaBackwardKernel, RowOperands, Source
@@ -48,39 +49,27 @@ from kernels.lib.spans import Span, span_of
 from kernels.lib.splits import on_source, total_tiles
 from kernels.lib.tcgen05 import (
     A_MN_MAJOR,
-    COLUMNS,
     K_STEP,
+    LANES,
     ROW_BYTES,
     after_thread_sync,
-    before_thread_sync,
     commit,
     instruction,
     load_lanes,
-    multiply_alone,
+    multiply,
     slab_descriptor,
     store_lanes,
 )
 from kernels.lib.wgmma import SLAB, round_pair
 
 from .config import ADDING_WARPS, HALVES, LOADER_WARPS, SCORE_WARPS, Config
-from .smem import Barriers, Shared, allocate
+from .smem import allocate
 
 LOADERS = WARP * LOADER_WARPS  # threads
 STORED = 32  # columns of dQ that a thread stores at a time
 PARTS = tuple((half, which) for half in range(HALVES) for which in range(2))  # of dKV: of P, and of dS
 UNDER_KEYS = 2  # parts that run while keys come in; the others while P and dS of the next tile are made
 TOGETHER = 16  # keys that a warp adds to one after the other, once it knows where they are
-
-
-@dataclass(frozen=True)
-class Cta:
-    """State that all warps share."""
-
-    bar: Barriers
-    smem: Shared
-    tmem: cute.Pointer
-    n: Extents
-    rank: Int32  # in its pair
 
 
 @dataclass(frozen=True)
@@ -112,23 +101,15 @@ class Numbers:
     spans: tuple[tuple[Int32, Int32], ...]  # where rows see different keys
 
 
-class MlaBwdSm100(MlaBackwardKernel):
+class MlaBwdSm100(BlackwellKernel, MlaBackwardKernel):
     symbol = "mla_bwd_sm100"
+    paired = False
 
     @cute.kernel
     def kernel(self, rows: RowOperands, sources: tuple, n: Extents):
         c = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        bar, smem = allocate(c, self.dtype)
-        if warp == 0:
-            with cute.arch.elect_one():
-                bar.initialise(c)
-            cute.arch.mbarrier_init_fence()
-            cute.arch.alloc_tmem(COLUMNS, smem.tmem)
-            cute.arch.relinquish_tmem_alloc_permit()
-        self.sync()
-        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        cta = Cta(bar, smem, cute.arch.retrieve_tmem_ptr(Float32, 16, smem.tmem), n, rank)
+        cta = self.start(warp, *allocate(c, self.dtype), n)
 
         if warp < SCORE_WARPS:
             self.score(cta, rows, sources)
@@ -139,26 +120,7 @@ class MlaBwdSm100(MlaBackwardKernel):
         else:
             self.multiply(cta)
 
-        self.sync()  # nothing may arrive in a CTA that has ended
-        if warp == 0:
-            cute.arch.dealloc_tmem(cta.tmem, COLUMNS)
-
-    @cute.jit
-    def sync(self):
-        """All threads of the cluster."""
-        before_thread_sync()
-        cute.arch.sync_warp()
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
-        after_thread_sync()
-
-    @cute.jit
-    def arrive(self, barrier: cute.Pointer):
-        """A warp arrives, once, after its accesses to TMEM."""
-        before_thread_sync()
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(barrier)
+        self.end(warp, cta)
 
     # ---- loading
 
@@ -247,10 +209,8 @@ class MlaBwdSm100(MlaBackwardKernel):
 
     def rows_of(self, cta: Cta, tile: RowTile, owner: Int32) -> PlacedTile:
         """The rows that a CTA of the pair finishes."""
-        inner0 = tile.inner0 + (owner - cta.rank) * tile.n.box_inner
-        placed = PlacedTile(*(getattr(tile, name) for name in RowTile.__dataclass_fields__), Int32(0))
-        placed = replace(placed, inner0=inner0)
-        return replace(placed, query0=placed.first_query)
+        tile = replace(tile, inner0=tile.inner0 + (owner - cta.rank) * tile.n.box_inner)
+        return PlacedTile(**vars(tile) | {"query0": tile.first_query})
 
     # ---- products
 
@@ -263,7 +223,7 @@ class MlaBwdSm100(MlaBackwardKernel):
             info = bar.info.at(wave)
             info.wait_full()
             counts = self.counts(cta, info.index)
-            self.arrive(info.empty)
+            self.hand_over(info.empty)
             tiles = sum(counts[1:], counts[0])
             for t in cutlass.range(tiles, unroll=1):
                 self.issue_scores(cta, fill, t == 0, turns)
@@ -303,12 +263,14 @@ class MlaBwdSm100(MlaBackwardKernel):
                         if cutlass.const_expr(which + half == 0):
                             left = cta.tmem.toint() + c.q_column + i * (K_STEP // 2)
                         key = smem.k.iterator.toint() + slab * c.key_slab_bytes
-                        multiply_alone(
+                        multiply(
                             cta.tmem.toint() + (c.s_column, c.dp_column)[which],
                             left,
                             slab_descriptor(key + column * 2 * K_STEP, 16),
                             instruction(self.dtype, c.rows, c.tile_n, False),
                             half + i > 0,
+                            cluster=1,
+                            rows=LANES,
                         )
             commit(bar.scores_full + which)
 
@@ -322,12 +284,14 @@ class MlaBwdSm100(MlaBackwardKernel):
         after_thread_sync()
         with cute.arch.elect_one():
             for i in cutlass.range_constexpr(c.tile_n // K_STEP):
-                multiply_alone(
+                multiply(
                     cta.tmem.toint(),
                     slab_descriptor(smem.p[1].iterator.toint() + i * 2 * K_STEP, 16),
                     slab_descriptor(smem.k.iterator.toint() + i * K_STEP * ROW_BYTES, c.key_slab_bytes),
                     instruction(self.dtype, c.rows, c.columns, True),
                     True if i else not first,
+                    cluster=1,
+                    rows=LANES,
                 )
         commit(bar.key_empty)
 
@@ -343,12 +307,14 @@ class MlaBwdSm100(MlaBackwardKernel):
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(c.rows // K_STEP):
                     row = smem.rows[1 - which].iterator.toint() + half * (c.half // SLAB) * c.row_slab_bytes
-                    multiply_alone(
+                    multiply(
                         cta.tmem.toint() + c.dkv_column,
                         slab_descriptor(row + i * K_STEP * ROW_BYTES, c.row_slab_bytes),
                         slab_descriptor(smem.p[which].iterator.toint() + i * K_STEP * ROW_BYTES, 16),
                         instruction(self.dtype, c.half, c.tile_n, True) | A_MN_MAJOR,
                         which + i > 0,
+                        cluster=1,
+                        rows=LANES,
                     )
             if cutlass.const_expr(which == 1):
                 commit(state.full)
@@ -379,7 +345,7 @@ class MlaBwdSm100(MlaBackwardKernel):
                 (cta.smem.info[1, 1 + i, info.index], cta.smem.info[2, 1 + i, info.index])
                 for i in range(0 if c.gathers else len(c.sources))
             )
-            self.arrive(info.empty)
+            self.hand_over(info.empty)
             exists, query, head = tile.place(w.boxed, 0)
             row = tile.row_index(query, head) * Int64(exists)
             numbers = self.numbers(rows, sources, tile, exists, query, row)
@@ -423,7 +389,7 @@ class MlaBwdSm100(MlaBackwardKernel):
             for j, x in enumerate(load_shared_four(first + (i ^ row % 8) * 16)):
                 values[4 * i + j] = x
         store_lanes(cta.tmem + (c.q_column + w.part * (SLAB // 2)), values, w.thread)
-        self.arrive(bar.q_full)
+        self.hand_over(bar.q_full)
 
     @cute.jit
     def read_scores(self, cta: Cta, w: Row, which: cutlass.Constexpr, fill: Int32, values: cute.Tensor):
@@ -450,7 +416,7 @@ class MlaBwdSm100(MlaBackwardKernel):
             given.wait_empty()
             for i in cutlass.range_constexpr(c.keys_per_thread // 4):
                 peer.send(self.place_given(cta, w, which, i), tuple(words[4 * i + j] for j in range(4)), given.full)
-        self.arrive(bar.scores_empty)
+        self.hand_over(bar.scores_empty)
 
     @cute.jit
     def finish(
@@ -486,7 +452,7 @@ class MlaBwdSm100(MlaBackwardKernel):
         self.write_finished(cta, w, peer, 0, fill, rounded)
 
         self.read_scores(cta, w, 1, fill, dp)
-        self.arrive(bar.scores_empty)
+        self.hand_over(bar.scores_empty)
         self.add_given(cta, w, 1, fill, dp)
         cute.arch.sync_warp()
         peer.arrive(bar.given_empty)
@@ -604,7 +570,7 @@ class MlaBwdSm100(MlaBackwardKernel):
             info = bar.info.at(wave)
             info.wait_full()
             tile, counts = RowTile.read(smem.info[None, 0, info.index], n), self.counts(cta, info.index)
-            self.arrive(info.empty)
+            self.hand_over(info.empty)
             firsts = tuple(
                 (x.dkv + (Int64(tile.batch) * x.s_batch * n.h_kv + tile.kv_head) * c.d).toint() for x in sources
             )
@@ -621,7 +587,7 @@ class MlaBwdSm100(MlaBackwardKernel):
                     after_thread_sync()
                     place = first + place_in_memory(cta.rank * c.columns + half * c.half + thread) * 4
                     load_lanes(cta.tmem + c.dkv_column, values, thread)
-                    self.arrive(state.empty)
+                    self.hand_over(state.empty)
                     for i in cutlass.range_constexpr(0, c.tile_n, TOGETHER):
                         for j in cutlass.range_constexpr(TOGETHER):
                             keys[j] = cute.arch.shuffle_sync(lists[i // WARP], i % WARP + j)

@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32
 
-from kernels.lib.pipeline import Ring, split_barriers
+from kernels.lib.blackwell import InOrder, allocate_barriers
+from kernels.lib.pipeline import Ring
 from kernels.lib.rows import PUBLISHED
 from kernels.lib.tiles import TileAllocator
 
@@ -13,7 +14,7 @@ from .config import LISTS, Config
 
 
 @dataclass(frozen=True)
-class Barriers:
+class Barriers(InOrder):
     """mbarriers in SMEM, by what they announce. A pair of something has a barrier each; every ring but two has one
     stage."""
 
@@ -32,11 +33,6 @@ class Barriers:
     q_full: cute.Pointer  # the first half of Q is in TMEM, and dQ of the rows before is read
     dkv: Ring  # full: a half of dKV of a tile of keys is in TMEM; empty: and read
     dq_full: cute.Pointer  # dQ of a tile of rows is in TMEM
-
-    def initialise(self, c: Config) -> None:
-        """By one thread; they lie in memory in the order of `Config.barriers`."""
-        for i, arrivals in enumerate(arrivals for count, arrivals in c.barriers for _ in range(count)):
-            cute.arch.mbarrier_init(self.info.full + i, arrivals)
 
     def rows(self, which: int) -> Ring:
         return Ring(self.rows_full + which, self.rows_empty)
@@ -75,8 +71,7 @@ def allocate(c: Config, dtype) -> tuple[Barriers, Shared]:
     keys = smem.allocate_tensor(Int32, cute.make_layout((c.tile_n, LISTS)), 16)
     info = smem.allocate_tensor(Int32, cute.make_layout((PUBLISHED, 1 + len(c.sources), 2)), 16)
     tmem = smem.allocate_array(Int32, 1)
-    counts = tuple(count for count, _ in c.barriers)
-    first = split_barriers(smem.allocate_array(Int64, sum(counts)), counts)
+    first = allocate_barriers(smem, c)
     bar = Barriers(
         Ring(*first[:2], 2),
         *first[2:6],

@@ -20,6 +20,8 @@ class Config:
     tile_m: int = 128  # heads: columns of a product
     tile_n: int = LANES  # keys: its rows
 
+    cluster = 1
+
     @property
     def piece(self) -> int:
         """Columns of a piece of Q and K."""

@@ -12,7 +12,6 @@ A tile of 128 keys takes 2048 clocks of the tensor pipe, 3072 of shared memory (
 and 2700 of L2. What loads is that of all chips (`kernels/lib/probabilities.py`).
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import cutlass
@@ -22,59 +21,40 @@ from cutlass.cute.nvgpu import tcgen05
 
 from kernels.abi import Probabilities
 from kernels.aot import Compiled
+from kernels.lib.blackwell import BlackwellKernel, Cta
 from kernels.lib.launch import WARPGROUP
 from kernels.lib.pipeline import PipelineState
 from kernels.lib.probabilities import Arrays, Extents, ProbabilitiesKernel
 from kernels.lib.rows import ceil_div, load, store
 from kernels.lib.softmax import LOG2_E, exp2
 from kernels.lib.tcgen05 import (
-    COLUMNS,
     after_thread_sync,
-    before_thread_sync,
     commit,
     load_lanes,
-    sync_with_tmem,
     tiled_mma,
 )
 from kernels.lib.wgmma import K_MAJOR, operand_a, operand_b
 
 from .config import GROUPS, LOAD_WARPS, Config
-from .smem import Barriers, Shared, allocate
+from .smem import allocate
 
 WARPGROUP_MET = 1  # named barriers, one for each warpgroup that sums up
 CHUNK = 16  # columns of TMEM that a thread loads at a time
 
 
-@dataclass(frozen=True)
-class Cta:
-    """State that all warps share."""
-
-    bar: Barriers
-    smem: Shared
-    tmem: cute.Pointer
-    n: Extents
-
-
-class ProbabilitiesSm100(ProbabilitiesKernel):
+class ProbabilitiesSm100(BlackwellKernel, ProbabilitiesKernel):
     symbol = "probabilities_sm100"
 
     @cute.kernel
     def kernel(self, arrays: Arrays, n: Extents):
         c = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        bar, smem = allocate(c, self.dtype)
-        if warp == 0:
-            with cute.arch.elect_one():
-                bar.initialise(c)
-            cute.arch.mbarrier_init_fence()
-            cute.arch.alloc_tmem(COLUMNS, smem.tmem)
-            cute.arch.relinquish_tmem_alloc_permit()
-        sync_with_tmem()
-        cta = Cta(bar, smem, cute.arch.retrieve_tmem_ptr(Float32, 16, smem.tmem), n)
+        cta = self.start(warp, *allocate(c, self.dtype), n)
+        bar = cta.bar
 
         if warp < LOAD_WARPS:
             cute.arch.setmaxregister_decrease(c.registers[0])
-            self.produce(bar, smem, arrays, n)
+            self.produce(bar, cta.smem, arrays, n)
             # Nothing may arrive in the SMEM of a CTA that has ended.
             waves = self.waves(n)
             for ring, fills in ((bar.q, waves * c.pieces), (bar.k, waves * self.tiles(n) * c.pieces)):
@@ -88,9 +68,7 @@ class ProbabilitiesSm100(ProbabilitiesKernel):
             if warp == (1 + GROUPS) * LOAD_WARPS:
                 self.multiply(cta)
 
-        sync_with_tmem()
-        if warp == 0:
-            cute.arch.dealloc_tmem(cta.tmem, COLUMNS)
+        self.end(warp, cta)
 
     def tiles(self, n: Extents) -> Int32:
         """Of a query's keys."""
@@ -180,10 +158,7 @@ class ProbabilitiesSm100(ProbabilitiesKernel):
             for i in cutlass.range_constexpr(0, CHUNK, 2):
                 even = even + probability(products[i], scale_log2, shifts[column + i])
                 odd = odd + probability(products[i + 1], scale_log2, shifts[column + i + 1])
-        before_thread_sync()
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            s.arrive_empty()
+        self.hand_over(s.empty)
         return even + odd
 
 

@@ -14,6 +14,8 @@ CHUNK = 16  # columns of TMEM, of one query, that a thread loads at a time
 class Config(ScoresConfig):
     """The choices, and what follows from them for Blackwell."""
 
+    cluster = 1
+
     @property
     def parts(self) -> int:
         """Parts of a tile's keys, each the rows of a product."""

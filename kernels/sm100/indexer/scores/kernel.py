@@ -13,80 +13,46 @@ two products of 128 keys by 128 columns, one for each group of warps.
 In 8 bits a tile takes 512 clocks of the tensor pipe, and its sums some 380 of the schedulers' busier unit (`HeadSums`).
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
-from cutlass.cute.nvgpu import cpasync, tcgen05
+from cutlass.cute.nvgpu import tcgen05
 
 from kernels.abi import IndexerScores
 from kernels.aot import Compiled
+from kernels.lib.blackwell import BlackwellKernel, Cta
 from kernels.lib.indexer import D
+from kernels.lib.indexer_blackwell import product
 from kernels.lib.launch import WARPGROUP
 from kernels.lib.pipeline import PipelineState
 from kernels.lib.rows import load
-from kernels.lib.scores import HALF, PUBLISHED, Arrays, BlockScheduler, Extents, Pages, ScoresKernel
+from kernels.lib.scores import HALF, PUBLISHED, Arrays, BlockScheduler, Extents, Pages, ScoresKernel, prefetch_maps
 from kernels.lib.tcgen05 import (
-    COLUMNS,
     LANES,
     after_thread_sync,
-    before_thread_sync,
     commit,
     load_lanes,
-    sync_with_tmem,
-    tiled_mma,
 )
-from kernels.lib.wgmma import K_MAJOR, operand_a, operand_b
+from kernels.lib.wgmma import operand_a, operand_b
 
 from .config import CHUNK, SUM_WARPS, Config
-from .smem import Barriers, Shared, allocate
+from .smem import allocate
 from .sums import HeadSums
 
 
-@dataclass(frozen=True)
-class Cta:
-    """State that all warps share."""
-
-    bar: Barriers
-    smem: Shared
-    tmem: cute.Pointer
-    n: Extents
-
-
-class IndexerScoresSm100(ScoresKernel):
+class IndexerScoresSm100(BlackwellKernel, ScoresKernel):
     symbol = "indexer_scores_sm100"
 
     @cute.kernel
-    def kernel(
-        self,
-        tma_q: cute.CopyAtom,
-        mQ: cute.Tensor,
-        tma_k: cute.CopyAtom,
-        mK: cute.Tensor,
-        tma_scale: cute.CopyAtom | None,
-        mScale: cute.Tensor | None,
-        arrays: Arrays,
-        n: Extents,
-        pages: Pages | None,
-    ):
+    def kernel(self, maps: tuple, arrays: Arrays, n: Extents, pages: Pages | None):
         c = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         bar, smem = allocate(c, self.dtype)
         if warp == 0:
-            cpasync.prefetch_descriptor(tma_q)
-            cpasync.prefetch_descriptor(tma_k)
-            if cutlass.const_expr(tma_scale is not None):
-                cpasync.prefetch_descriptor(tma_scale)
-            with cute.arch.elect_one():
-                bar.initialise(c)
-            cute.arch.mbarrier_init_fence()
-            cute.arch.alloc_tmem(COLUMNS, smem.tmem)
-            cute.arch.relinquish_tmem_alloc_permit()
-        sync_with_tmem()
-        cute.arch.griddepcontrol_launch_dependents()  # the choice that follows waits for this grid itself
-        cta = Cta(bar, smem, cute.arch.retrieve_tmem_ptr(Float32, 16, smem.tmem), n)
+            prefetch_maps(maps)
+        cta = self.start(warp, bar, smem, n, followed=True)  # by the choice
 
         if warp < SUM_WARPS:
             cute.arch.setmaxregister_increase(c.registers[1])
@@ -96,18 +62,9 @@ class IndexerScoresSm100(ScoresKernel):
             if warp == SUM_WARPS:
                 self.multiply(cta)
             elif warp == SUM_WARPS + 1:
-                self.load(cta, (tma_q, mQ), (tma_k, mK), (tma_scale, mScale), arrays, pages)
+                self.load(cta, maps, arrays, pages)
 
-        sync_with_tmem()
-        if warp == 0:
-            cute.arch.dealloc_tmem(cta.tmem, COLUMNS)
-
-    @cute.jit
-    def arrive(self, barrier: cute.Pointer):
-        """A warp arrives, once."""
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(barrier)
+        self.end(warp, cta)
 
     @cute.jit
     def published(self, cta: Cta, wave: Int32) -> tuple:
@@ -119,9 +76,9 @@ class IndexerScoresSm100(ScoresKernel):
         return q, *info
 
     @cute.jit
-    def load(self, cta: Cta, rows: tuple, keys: tuple, scales: tuple, arrays: Arrays, pages: Pages | None):
+    def load(self, cta: Cta, maps: tuple, arrays: Arrays, pages: Pages | None):
         bar, n = cta.bar, cta.n
-        tiles = self.produce(bar, cta.smem, rows, keys, scales, arrays, n, pages)
+        tiles = self.produce(bar, cta.smem, maps, arrays, n, pages)
         # Nothing may arrive in the SMEM of a CTA that has ended.
         for ring, fills in ((bar.q, BlockScheduler(n).waves), (bar.k, tiles)):
             for i in cutlass.range_constexpr(ring.stages):
@@ -178,8 +135,7 @@ class IndexerScoresSm100(ScoresKernel):
                     for column in cutlass.range_constexpr(0, HALF, CHUNK):
                         load_lanes(base + column, products, thread)
                         if cutlass.const_expr(column + CHUNK == HALF):
-                            before_thread_sync()
-                            self.arrive(s.empty)
+                            self.hand_over(s.empty)
                         sums.add(products, column)
                         if cutlass.const_expr((column + CHUNK) % c.heads == 0):
                             sums.store(out, scale, column // c.heads, query0, n)
@@ -198,15 +154,6 @@ class IndexerScoresSm100(ScoresKernel):
             if key < cta.n.s_c:
                 scale = load(scales)
         return scale
-
-
-def product(dtype, columns: int) -> cute.TiledMma:
-    """128 keys by so many columns, each a head of a query."""
-    if dtype.width == 16:
-        return tiled_mma(dtype, LANES, columns, K_MAJOR)
-    one, source = tcgen05.CtaGroup.ONE, tcgen05.OperandSource.SMEM
-    op = tcgen05.MmaF8F6F4Op(dtype, dtype, Float32, (LANES, columns, 32), one, source, K_MAJOR, K_MAJOR)
-    return cute.make_tiled_mma(cute.make_mma_atom(op))
 
 
 def compile(variant: IndexerScores, out_dir: Path) -> Compiled:

@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32
 
+from kernels.lib.blackwell import InOrder, allocate_barriers
 from kernels.lib.indexer import D
-from kernels.lib.pipeline import Ring, split_barriers
+from kernels.lib.pipeline import Ring
 from kernels.lib.scores import PUBLISHED
 from kernels.lib.tiles import TileAllocator
 
@@ -14,17 +15,12 @@ from .config import BUFFERS, Config
 
 
 @dataclass(frozen=True)
-class Barriers:
+class Barriers(InOrder):
     """mbarriers in SMEM, by what they announce."""
 
     q: Ring  # full: Q of a block and its numbers; empty: the numbers are read, and the products with Q done
     k: Ring  # full: a tile of keys is there; empty: the products that read it are done, and its scales are read
     s: Ring  # full: the products of a tile are in TMEM; empty: they are read
-
-    def initialise(self, c: Config) -> None:
-        """By one thread; they lie in memory in the order of `Config.barriers`."""
-        for i, arrivals in enumerate(arrivals for count, arrivals in c.barriers for _ in range(count)):
-            cute.arch.mbarrier_init(self.q.full + i, arrivals)
 
 
 @dataclass(frozen=True)
@@ -44,7 +40,6 @@ def allocate(c: Config, dtype) -> tuple[Barriers, Shared]:
     k_scale = smem.allocate_tensor(Float32, cute.make_layout((c.tile_n, c.stages_k)), 128) if c.scale_bytes else None
     info = smem.allocate_tensor(Int32, cute.make_layout((PUBLISHED, c.stages_q)), 16)
     tmem = smem.allocate_array(Int32, 1)
-    counts = tuple(count for count, _ in c.barriers)
-    first = split_barriers(smem.allocate_array(Int64, sum(counts)), counts)
+    first = allocate_barriers(smem, c)
     rings = (Ring(*first[2 * i : 2 * i + 2], n) for i, n in enumerate((c.stages_q, c.stages_k, BUFFERS)))
     return Barriers(*rings), Shared(q, k, k_scale, info, tmem)

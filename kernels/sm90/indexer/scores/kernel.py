@@ -22,7 +22,7 @@ from pathlib import Path
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
-from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 
 from kernels.abi import IndexerScores
 from kernels.aot import Compiled
@@ -31,7 +31,7 @@ from kernels.lib.launch import WARP, WARPGROUP
 from kernels.lib.pipeline import PipelineState
 from kernels.lib.ptx import keep
 from kernels.lib.rows import load, row_of
-from kernels.lib.scores import HALF, PUBLISHED, Arrays, BlockScheduler, Extents, Pages, ScoresKernel
+from kernels.lib.scores import HALF, PUBLISHED, Arrays, BlockScheduler, Extents, Pages, ScoresKernel, prefetch_maps
 from kernels.lib.wgmma import multiply, operand_a, operand_b
 
 from .config import CONSUMERS, Config
@@ -43,26 +43,12 @@ class IndexerScoresSm90(ScoresKernel):
     symbol = "indexer_scores_sm90"
 
     @cute.kernel
-    def kernel(
-        self,
-        tma_q: cute.CopyAtom,
-        mQ: cute.Tensor,
-        tma_k: cute.CopyAtom,
-        mK: cute.Tensor,
-        tma_scale: cute.CopyAtom | None,
-        mScale: cute.Tensor | None,
-        arrays: Arrays,
-        n: Extents,
-        pages: Pages | None,
-    ):
+    def kernel(self, maps: tuple, arrays: Arrays, n: Extents, pages: Pages | None):
         c = self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         bar, smem = allocate(c, self.dtype)
         if warp == 0:
-            cpasync.prefetch_descriptor(tma_q)
-            cpasync.prefetch_descriptor(tma_k)
-            if cutlass.const_expr(tma_scale is not None):
-                cpasync.prefetch_descriptor(tma_scale)
+            prefetch_maps(maps)
             with cute.arch.elect_one():
                 bar.initialise()
             cute.arch.mbarrier_init_fence()
@@ -72,7 +58,7 @@ class IndexerScoresSm90(ScoresKernel):
         if warp * WARP >= CONSUMERS:
             cute.arch.setmaxregister_decrease(c.registers[0])
             if warp * WARP == CONSUMERS:
-                self.produce(bar, smem, (tma_q, mQ), (tma_k, mK), (tma_scale, mScale), arrays, n, pages)
+                self.produce(bar, smem, maps, arrays, n, pages)
         else:
             cute.arch.setmaxregister_increase(c.registers[1])
             self.consume(bar, smem, arrays, n)

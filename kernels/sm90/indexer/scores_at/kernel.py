@@ -13,21 +13,20 @@ they divide them by a power of two, so that a query's greatest is in [1, 2); in 
 """
 
 from pathlib import Path
-from typing import NamedTuple
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32
+from cutlass import Boolean, Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import warpgroup
 
 from kernels.abi import IndexerScoresAt
 from kernels.aot import Compiled
 from kernels.lib.indexer import BLOCK, KEYS, D, product
-from kernels.lib.launch import WARP, Kernel, i32, pointers
+from kernels.lib.launch import WARP
 from kernels.lib.ptx import add_pair, max_abs, relu
 from kernels.lib.rows import load, row_of, store
-from kernels.lib.selections import CHUNK, LANES_A_ROW, Selection, SelectionOperands
+from kernels.lib.scores_at import THREADS, Arrays, Extents, Gradients, ScoresAtKernel
+from kernels.lib.selections import CHUNK, LANES_A_ROW, Selection
 from kernels.lib.wgmma import (
     K_MAJOR,
     MN_MAJOR,
@@ -43,70 +42,19 @@ from kernels.lib.wgmma import (
     transposed,
 )
 
-from .config import THREADS, WARPS, Config
+from .config import WARPS, Config
 from .elements import Scale, columns_of
 from .smem import Shared, allocate
 
-COPIES = KEYS * LANES_A_ROW // THREADS  # keys of a tile that a thread copies
 
-
-class Extents(NamedTuple):
-    """The scalars of a launch, in the order of the kernel's parameters."""
-
-    s_q: Int32
-    s_c: Int32
-    topk: Int32
-
-
-class Arrays(NamedTuple):
-    q: cute.Pointer  # [b, s_q, heads, D]
-    k: cute.Pointer  # [b, s_c, D]
-    weights: cute.Pointer  # float32 [b, s_q, heads]
-    indices: cute.Pointer  # int32 [b, s_q, topk]
-    scores: cute.Pointer  # float32 [b, s_q, topk]: a result, or its cotangent
-
-
-class Gradients(NamedTuple):
-    dq: cute.Pointer  # like q
-    dk: cute.Pointer  # float32 [b, s_c, D], to which the kernel adds
-    dweights: cute.Pointer  # float32 [b, s_q, heads]
-
-
-class IndexerScoresAtSm90(Kernel):
+class IndexerScoresAtSm90(ScoresAtKernel):
     symbol = "indexer_scores_at_sm90"
-
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Pointer,
-        k: cute.Pointer,
-        weights: cute.Pointer,
-        indices: cute.Pointer,
-        scores: cute.Pointer,
-        dq: cute.Pointer,  # this, dk and dweights are written where gradients are wanted
-        dk: cute.Pointer,
-        dweights: cute.Pointer,
-        b: Int32,
-        s_q: Int32,
-        s_c: Int32,
-        topk: Int32,
-        stream: cuda.CUstream,
-    ):
-        to = Gradients(dq, dk, dweights) if cutlass.const_expr(self.config.gradient) else None
-        arrays = Arrays(q, k, weights, indices, scores)
-        self.launch(arrays, to, Extents(s_q, s_c, topk), ctas=b * s_q, stream=stream)
 
     @cute.kernel
     def kernel(self, arrays: Arrays, to: Gradients | None, n: Extents):
         c, smem = self.config, allocate(self.config, self.dtype)
         thread = cute.arch.thread_idx()[0]
-        row = Int64(cute.arch.block_idx()[0])
-        entry = Int32(cute.arch.block_idx()[0] // n.s_q)
-        d, q, k = c.slabs * SLAB, copied(arrays.q), copied(arrays.k)
-        self.copy_q(q + row * (c.heads * d), smem.q, thread)
-        operands = SelectionOperands(k, arrays.indices, arrays.indices, n.s_c, n.s_c, n.topk)
-        keys = k + Int64(entry) * n.s_c * d
-        named = Selection(operands, KEYS, d, keys, arrays.indices + row * n.topk, Int32(0), n.topk)
+        row, entry, named = self.begin_query(arrays, n, smem.q, thread)
         weights = self.take_weights(arrays.weights + row * c.heads, thread)
         scores = arrays.scores + row * n.topk
         if cutlass.const_expr(to is None):
@@ -115,19 +63,6 @@ class IndexerScoresAtSm90(Kernel):
             dk = to.dk + Int64(entry) * n.s_c * D
             self.differentiate(smem, named, weights, scores, to.dq + row * (c.heads * D), dk,
                                to.dweights + row * c.heads, thread)  # fmt: skip
-
-    # ---- loads
-
-    @cute.jit
-    def copy_q(self, q: cute.Pointer, tile: cute.Tensor, thread: Int32):
-        """Copies a query's heads, which are like contiguous keys."""
-        heads = self.config.heads
-        all_of_them = SelectionOperands(q, q, q, Int32(heads), Int32(heads), Int32(heads))
-        rows = Selection(all_of_them, heads, self.config.slabs * SLAB, q, Int32(0), Int32(0), Int32(heads))
-        wanted = cute.make_rmem_tensor(heads * LANES_A_ROW // THREADS, Int32)
-        for i in cutlass.range_constexpr(cute.size(wanted)):
-            wanted[i] = rows.position(Int32(0), i, thread, THREADS)
-        rows.gather(tile, wanted, thread, range(self.config.slabs), THREADS)
 
     @cute.jit
     def take_weights(self, weights: cute.Pointer, thread: Int32) -> cute.Tensor:
@@ -138,35 +73,6 @@ class IndexerScoresAtSm90(Kernel):
             cute.autovec_copy(pair, taken[None, j])
         return taken
 
-    @cute.jit
-    def gather(self, smem: Shared, named: Selection, t: Int32, wanted: cute.Tensor, thread: Int32):
-        """Gathers tile t, whose entries were looked up, as one group; then looks up the entries of the next."""
-        if t < named.tiles:
-            named.mark_absent(t, wanted, thread, THREADS)
-            tile = smem.k[None, None, t % self.config.stages]
-            named.gather(tile, wanted, thread, range(self.config.slabs), THREADS)
-            named.prefetch_indices(t + 1, wanted, thread, THREADS)
-        cute.arch.cp_async_commit_group()
-
-    @cute.jit
-    def begin(self, smem: Shared, named: Selection, thread: Int32) -> cute.Tensor:
-        """Starts the copies of all tiles that there is room for, except the last."""
-        wanted = cute.make_rmem_tensor(COPIES, Int32)
-        named.prefetch_indices(Int32(0), wanted, thread, THREADS)
-        for t in cutlass.range_constexpr(self.config.stages - 1):
-            self.gather(smem, named, Int32(t), wanted, thread)
-        return wanted
-
-    @cute.jit
-    def await_tile(self, smem: Shared, named: Selection, t: Int32, wanted: cute.Tensor, thread: Int32):
-        """Waits until tile t is there for all threads to multiply; then another tile takes the place of the previous
-        one.
-        """
-        cute.arch.cp_async_wait_group(self.config.stages - 2)
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.sync_threads()
-        self.gather(smem, named, t + self.config.stages - 1, wanted, thread)
-
     # ---- the two kernels
 
     @cute.jit
@@ -174,11 +80,12 @@ class IndexerScoresAtSm90(Kernel):
         c, mma = self.config, product(self.dtype, self.config.heads)
         a, b, acc = operand_a(mma, smem.k), operand_b(mma, smem.q), accumulator(mma, self.config.heads)
         s = columns_of(acc, c.heads)
-        wanted = self.begin(smem, named, thread)
+        wanted = self.begin(smem.k, named, thread)
         for t in cutlass.range(named.tiles, unroll=1):
             position = t * KEYS + row_of(thread, 0) + thread % 2 * 8
             index = named.read(position)
-            self.await_tile(smem, named, t, wanted, thread)
+            self.await_tile()
+            self.gather(smem.k, named, t + c.stages - 1, wanted, thread)  # in the place of the one before
             multiply(mma, acc, a[None, None, None, t % c.stages], b, fresh=True)
             warpgroup.wait_group(0)
             sums = cute.make_rmem_tensor(2, Float32)
@@ -226,7 +133,7 @@ class IndexerScoresAtSm90(Kernel):
         scaled = weights
         for i in cutlass.range_constexpr(cute.size(weights)):
             scaled[i] = weights[i] * w.by
-        wanted = self.begin(smem, named, thread)
+        wanted = self.begin(smem.k, named, thread)
         di = Scale.of(self.greatest_cotangent(smem, named, cotangent, thread))
         first_lane = dk + thread % 4 * 2
         for t in cutlass.range(named.tiles, unroll=1):
@@ -237,7 +144,8 @@ class IndexerScoresAtSm90(Kernel):
                 given[r] = load(cotangent + cutlass.min(position, named.length - 1))
                 if named.is_present(position, keys[r]) == Boolean(False):
                     keys[r], given[r] = Int32(-1), Float32(0.0)
-            self.await_tile(smem, named, t, wanted, thread)
+            self.await_tile()
+            self.gather(smem.k, named, t + c.stages - 1, wanted, thread)  # in the place of the one before
             multiply(of_s, acc, a[None, None, None, t % c.stages], b, fresh=True)
             warpgroup.wait_group(0)
             for j in cutlass.range_constexpr(heads // BLOCK):
@@ -344,15 +252,6 @@ class IndexerScoresAtSm90(Kernel):
             source = cute.recast_ptr(smem.q.iterator, dtype=Uint32) + ((slab * heads + head) * LANES_A_ROW + place) * 4
             to = cute.make_tensor(cute.recast_ptr(dq + i * CHUNK, dtype=Uint32).align(16), cute.make_layout(4))
             cute.autovec_copy(cute.make_tensor(source.align(16), cute.make_layout(4)), to)
-
-    def examples(self, variant: IndexerScoresAt) -> tuple:
-        arrays = ("q", "k", "float32", "int32", "float32", "dq", "float32", "float32")
-        return *pointers(variant.dtype, *arrays), *(i32() for _ in range(4))
-
-
-def copied(p: cute.Pointer) -> cute.Pointer:
-    """As what numbers of 8 bits are copied as."""
-    return p if p.dtype.width == 16 else cute.recast_ptr(p, dtype=BFloat16)
 
 
 def compile(variant: IndexerScoresAt, out_dir: Path) -> Compiled:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from importlib import util
 
 import ml_dtypes
 import numpy as np
@@ -13,15 +12,23 @@ import pytest
 
 from interpreter.faults import PlantedFault
 from interpreter.kernels import indexer, native, probabilities
-from interpreter.kernels.indexer import Call, Problem, judge_choice, judge_scores
+from interpreter.kernels.indexer import (
+    Call,
+    CallAt,
+    Problem,
+    ProblemAt,
+    judge_at,
+    judge_choice,
+    judge_scores,
+    run_at,
+)
 from interpreter.kernels.launch import Kernel
 from interpreter.kernels.verdict import Wrong
 from interpreter.machine.hazards import Race, Undefined
 from interpreter.machine.state import Array
-from kernels.lib import indexer as sizes
-from tests.test_ptx_sm100 import MMA, compiler, mutant, unordered  # noqa: F401
+from tests.sm100 import HANDED_OVER_UNFENCED, MMA, NEEDS_DSL, compiler, mutant, unordered  # noqa: F401
 
-pytestmark = pytest.mark.skipif(util.find_spec("cutlass") is None, reason="needs nvidia-cutlass-dsl")
+pytestmark = NEEDS_DSL
 
 SCORES = "indexer_scores_sm_100f_heads"
 IN_16_BITS, IN_8_BITS, OF_PAGES = (SCORES + x for x in ("64_bfloat16", "64_float8_e4m3fn", "64_float8_e4m3fn_paged"))
@@ -141,7 +148,7 @@ FAULTS = [
         IN_8_BITS,
         Wrong,
         "scores are wrong",
-        answers=of_columns(lambda q: q[..., np.arange(sizes.D) % 32]),
+        answers=of_columns(lambda q: q[..., np.arange(q.shape[-1]) % 32]),
         source=(("b[None, None, step, q.index], d)", "b[None, None, 0, q.index], d)"),),
     ),
     PlantedFault(
@@ -174,7 +181,7 @@ FAULTS = [
         IN_8_BITS,
         Race,
         unordered(MMA, r"tcgen05\.ld\.sync", "TMEM", r"no tcgen05\.fence::before_thread_sync$"),
-        source=(("before_thread_sync()\n                            self", "self"),),
+        source=HANDED_OVER_UNFENCED,
     ),
     PlantedFault(
         "a tile of keys is complete too early",
@@ -314,3 +321,118 @@ def sum_with(kernel: Kernel, fault: PlantedFault[str, tuple[int, ...]], seed: in
 def test_finds_in_the_teacher(fault, tmp_path, compiler):  # noqa: F811
     kernel = mutant(fault, tmp_path, compiler)
     fault.check(lambda fault, seed: sum_with(kernel, fault, seed))
+
+
+# ---- scores at given entries
+
+AT = "indexer_scores_at_sm_100f_heads"
+AT_BF16, AT_E4M3 = AT + "64_bfloat16", AT + "64_float8_e4m3fn"
+
+
+@pytest.mark.parametrize(
+    ("key", "case"),
+    [("64_bfloat16", "turns"), ("64_float8_e4m3fn", "tiles"), ("32_float16", "tiles"), ("16_float8_e4m3fn", "turns")],
+)
+def test_scores_at_entries(key, case):
+    """In two orders with the same bits; absent entries of every kind, and NaN in keys that nobody names."""
+    v = native.variant_of(AT + key)
+    x = ProblemAt.case(v, case)
+    found = [run_at(v, x, seed=seed) for seed in (1, 2)]
+    judge_at(x, found[0])
+    assert found[0]["scores"].tobytes() == found[1]["scores"].tobytes()
+
+
+def neighbours_weights(x: ProblemAt) -> ProblemAt:
+    return dataclasses.replace(x, weights=x.weights.reshape(-1, 2)[:, ::-1].reshape(x.weights.shape))
+
+
+def twice_the_weights(x: ProblemAt) -> ProblemAt:
+    return dataclasses.replace(x, weights=2 * x.weights)
+
+
+AT_FAULTS = [
+    PlantedFault(
+        "the weights of the neighbouring head",
+        AT_BF16,
+        Wrong,
+        r"of scores are wrong",
+        answers=neighbours_weights,
+        source=(("(weights[i], weights[i + 1])", "(weights[i + 1], weights[i])"),),
+    ),
+    PlantedFault(
+        "x + |x| is not halved",
+        AT_E4M3,
+        Wrong,
+        r"of scores are wrong",
+        answers=twice_the_weights,
+        source=(("0.5 if small", "1.0 if small"),),
+    ),
+    PlantedFault(
+        "negative products count",
+        AT_E4M3,
+        Wrong,
+        r"of scores are wrong",
+        source=(("(abs(x[0]), abs(x[1]))", "(x[0], x[1])"),),
+    ),
+    PlantedFault(
+        "an absent entry has a score",
+        AT_BF16,
+        Wrong,
+        r"^223 of scores are wrong, first \[0, 0, 0\]: 0\.0, wanted -inf",
+        source=(("total if named.is_present(position, index) else -Float32.inf", "total"),),
+    ),
+    PlantedFault(
+        "keys are multiplied before they are there",
+        AT_BF16,
+        (Race, Undefined),
+        rf"{MMA}[^\n]*\n\s+reads SMEM [^\n]*(which nobody wrote|nothing orders this and the write by cp\.async)",
+        source=(("cute.arch.cp_async_wait_group(self.config.stages - 2)", "pass"),),
+    ),
+    PlantedFault(
+        "keys are multiplied without a proxy fence",
+        AT_BF16,
+        Race,
+        rf"{MMA}[^\n]*\n\s+reads SMEM [^\n]*no fence\.proxy\.async after the generic write by [^\n]*cp\.async",
+        source=(('cute.arch.fence_proxy("async.shared", space="cta")', "pass"),),
+    ),
+    PlantedFault(
+        "the next keys come where products read",
+        AT_BF16,
+        Race,
+        unordered(MMA, r"cp\.async", "SMEM"),
+        case="turns",
+        source=(("named, t + c.stages - 1, wanted", "named, t + c.stages, wanted"),),
+    ),
+    PlantedFault(
+        "products are read before they are made",
+        AT_BF16,
+        (Race, Undefined),
+        r"what is stored to global memory is register [^\n]* not defined|" + unordered(MMA, r"tcgen05\.ld", "TMEM"),
+        source=(("wait_for(cta.bar.made, t)", "pass"),),
+    ),
+    PlantedFault(
+        "products overwrite those that are read, as no fence says that they are",
+        AT_BF16,
+        Race,
+        unordered(MMA, r"tcgen05\.ld\.sync", "TMEM", r"no tcgen05\.fence::before_thread_sync$"),
+        source=(("before_thread_sync()  # all have", "pass  # all have"),),
+    ),
+]
+
+
+def score_at_with(kernel: Kernel, fault: PlantedFault[str, str], seed: int) -> None:
+    x = ProblemAt.case(native.variant_of(fault.kernel), fault.case or "tiles")
+    call = CallAt(kernel, x)
+    (ran := call.machine(seed=seed)).run()
+    if fault.answers is not None:
+        try:
+            judge_at(fault.answers(x), call.results(ran))
+        except Wrong as wrong:
+            raise AssertionError(f"wrong, and not in the way that was foretold: {wrong}") from None
+    call.judge(ran)
+
+
+@pytest.mark.parametrize("fault", AT_FAULTS, ids=str)
+def test_finds_at_entries(fault, tmp_path, compiler):  # noqa: F811
+    kernel = mutant(fault, tmp_path, compiler)
+    fault.check(lambda fault, seed: score_at_with(kernel, fault, seed))

@@ -1,0 +1,1 @@
+"""Scores at given entries."""
