@@ -31,7 +31,8 @@ struct SeenSlots {
     if (call.ratio < 0 || call.ratio > kMaxExtent) return ffi::Error::InvalidArgument("ratio: got " + Show(call.ratio));
     const bool all = n.topk == 0 && call.ratio > 0 && n.n_far == call.room;
     if (n.n_far != n.topk && !all) {
-      return Refuse(call.far, "shape " + Show(call.far.dimensions), "topk last, or room with a ratio and without indices");
+      return Refuse(call.far, "shape " + Show(call.far.dimensions),
+                    "topk last, or room with a ratio and without indices");
     }
     return ffi::Error::Success();
   }
