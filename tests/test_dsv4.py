@@ -13,7 +13,7 @@ from jax_dsv4_fmha._host import library
 from jax_dsv4_fmha._ops.rope import normed_then_turned, turned
 from jax_dsv4_fmha._testing.attention import KV_STD, Q_STD, LayerCase, run, run_reference
 from jax_dsv4_fmha._testing.cases import CASES
-from jax_dsv4_fmha.layers import Rope, inverse_rope, rope
+from jax_dsv4_fmha.layers import DSV4Attention, Rope, inverse_rope, rope
 from jax_dsv4_fmha.layers._norm import rms_norm
 from tests.helpers import assert_right, normal
 
@@ -456,3 +456,15 @@ def test_a_kernel_turns_as_passes_do(kinds, h, dtype):
 
 def takes_turns_here():
     return "sm_90a" in library.local_architectures()
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_layer_has_no_pass_over_its_queries():
+    layer = DSV4Attention(hidden=64, heads=64, q_rank=32, o_groups=2, o_rank=16)
+    params, x = layer.init(jax.random.key(0), jnp.bfloat16), jnp.ones((1, 5, 64), jnp.bfloat16)
+    chunk = jax.jit(lambda params, x: layer(params, x, layer.cache(1, 9), start=2).y)
+    for prompt in (jax.jit(lambda params, x: layer(params, x).y), chunk):
+        text = prompt.trace(params, x).lower(lowering_platforms=("cuda",)).as_text()
+        found = re.findall(r"custom_call @dsv4_fmha_(\w+)", text)
+        assert "mla_span_fwd_turned" in found and not {"norm_rope", "mla_span_fwd"} & set(found)
+        assert found.count("rope") == 1  # of the latents
