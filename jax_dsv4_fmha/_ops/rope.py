@@ -37,17 +37,18 @@ def turned(x: jax.Array, table: jax.Array, direction: int) -> jax.Array:
     return Differentiable(turned_by(direction), turned_by(-direction), TurnsBack)(x, table)[0]
 
 
-@jax.named_scope("norm")
 def normed_then_turned(x: jax.Array, table: jax.Array, eps: float) -> jax.Array:
     """x / sqrt(mean(x²) + eps), rounded to its dtype where no kernel makes it, and turned."""
     support = support_for("norm_rope", x, d=x.shape[-1], dims=table.shape[-1])
     use = choose("norm_rope", None, support)
     if use == KernelUse.NEVER:
         return turned(normed(x, eps).astype(x.dtype), table, 1)
-    call, gradient = (Call(op, use, (("eps", eps),), support) for op in (_NORM_ROPE, _NORM_ROPE_GRADIENT))
-    return Differentiable(call, gradient)(x, table)[0]
+    with jax.named_scope("norm"):
+        call, gradient = (Call(op, use, (("eps", eps),), support) for op in (_NORM_ROPE, _NORM_ROPE_GRADIENT))
+        return Differentiable(call, gradient)(x, table)[0]
 
 
+@jax.named_scope("norm")
 def normed(x: jax.Array, eps: float) -> jax.Array:
     """x / sqrt(mean(x²) + eps) in float32, whose gradient is made of x alone."""
     params = (("eps", eps),)
