@@ -4,6 +4,8 @@
 // Two more results say whether the keys of a row are split: o_parts f32 [n, s_q, h_q, splits, d] and lse_parts f32
 // [n, s_q, h_q, splits] hold the partial results of the last n sequences, which a second kernel merges.  The keys of the
 // sequences before them are whole, in a launch of their own.  With 0 or 1 splits there are no partial results.
+//
+// Calls that are named so turn q and o: q comes before its norm and RoPE, and o_parts are turned back already.
 #pragma once
 
 #include "forward_plan.h"
@@ -117,7 +119,7 @@ struct Forward {
     const auto at = AddressesOf<ForwardAddresses>(call, first);
     Plan<ForwardArguments> plan;
     const Tiles tiles = forward->TilesOn(stream.device);
-    if (std::string error = PlanForward(shape, call.scale, tiles, at, &plan); !error.empty()) {
+    if (std::string error = PlanForward(shape, call.scale, call.eps, tiles, at, &plan); !error.empty()) {
       return ffi::Error::InvalidArgument(std::string(call.target->name) + ": " + error);
     }
     ffi::Error error = Launch(forward, stream, plan, /*overlaps=*/first > 0 && tiles.gathers);

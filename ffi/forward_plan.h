@@ -9,8 +9,8 @@
 namespace dsv4_fmha {
 
 // Returns why it cannot plan the launch: empty on success.
-inline std::string PlanForward(const AttentionShape& shape, float scale, const Tiles& tiles, const ForwardAddresses& at,
-                               Plan<ForwardArguments>* plan) {
+inline std::string PlanForward(const AttentionShape& shape, float scale, float eps, const Tiles& tiles,
+                               const ForwardAddresses& at, Plan<ForwardArguments>* plan) {
   Tiling n;
   ForwardArguments& x = plan->arguments;
   if (std::string error = CutRows(shape.rows, tiles, &n); !error.empty()) return error;
@@ -27,6 +27,8 @@ inline std::string PlanForward(const AttentionShape& shape, float scale, const T
   x.lse = shape.rows.splits > 1 ? at.lse_parts : at.lse;
   x.o_parts = at.o_parts;
   x.scale_log2 = static_cast<float>(scale * 1.4426950408889634);  // log2(e)
+  x.table = at.table;
+  x.eps = eps;
   return "";
 }
 

@@ -154,10 +154,8 @@ def _word(choice: tuple[str, Any]) -> str:
     return f"{name}{value}" if isinstance(value, int) else str(value)
 
 
-EVIDENCE = {
-    "sm_90a": "run on hardware",
-    "sm_100f": "compiled, interpreted, not run on hardware",
-}
+NOT_RUN = "compiled, interpreted, not run on hardware"
+EVIDENCE = {"sm_90a": "run on hardware", "sm_100f": NOT_RUN}
 
 
 @dataclass(frozen=True)
@@ -189,6 +187,11 @@ class Forward(Variant):
         return self.arch == "sm_90a" or self.shared_kv
 
     @property
+    def turns(self) -> bool:
+        """Whether it norms q, turns it by RoPE, and turns o back."""
+        return self.op in TURNING
+
+    @property
     def moves_rows(self) -> bool:
         """Whether threads load q and store o, and TMA loads keys alone, also those that it gathers, unless packed."""
         return self.shared_kv and self.arch == "sm_100f"
@@ -196,7 +199,12 @@ class Forward(Variant):
     @property
     def layout(self) -> str:
         kinds = ("packed" if kind in PACKED else kind for kind in self.sources)
-        return "_".join([self.family, *kinds, *["shared_kv"] * self.shared_kv, *["rows"] * self.moves_rows])
+        traits = {"shared_kv": self.shared_kv, "rows": self.moves_rows, "turned": self.turns}
+        return "_".join([self.family, *kinds, *(name for name, has in traits.items() if has)])
+
+    @property
+    def evidence(self) -> str:
+        return NOT_RUN if self.turns else super().evidence
 
     @property
     def params(self) -> Params:
@@ -206,6 +214,7 @@ class Forward(Variant):
             *source_blocks(self.sources, self.shared_kv, self.moves_rows),
             *each("address", "sink", "lse", "o_parts"),
             *each("float32", "scale_log2"),
+            *((*each("address", "table"), *each("float32", "eps")) if self.turns else ()),
             *TILING,
         )
 
@@ -219,6 +228,11 @@ FORWARD_OPS = {  # the sources of keys of each op, in the order in which they ar
     "hca_fwd": ("span", "span"),  # HCA layers: the window, then all compressed entries that are visible
     "dsv4_decode": ("selection", "selection"),  # the window's and the top-k's entries of pools
 }
+
+TURNING = {f"{op}_turned": op for op in ("mla_span_fwd", "csa_fwd", "hca_fwd")}
+"""Ops that take q as a product makes it, and do its norm, its RoPE and the RoPE back of o; and what they are then."""
+
+FORWARD_OPS |= {op: FORWARD_OPS[plain] for op, plain in TURNING.items()}
 
 PACKED_SOURCES = {  # of dsv4_decode by its choice `packing`: selections of keys that are packed as in `PACKED`
     "v4_fp8": ("v4_fp8", "v4_fp8"),
@@ -635,7 +649,11 @@ def attention(op: str, sources: Arrays, **attributes: str) -> Target:
     )
     operands = (array("q: T[b s_q h_q d]"), *sources, array("sink: f32[h_q]"))
     # order: in which a query's keys are summed (docs/semantics.md), by its number; 0 for any
-    return Target(op, "forward", operands, arrays(*results), SCALE | {"order": "int64"} | attributes, FORWARD_OPS[op])
+    attributes["order"] = "int64"
+    if op in TURNING:
+        operands += (array("table: f32[b s_q 64]", aligned=True),)  # cos and sin by turns, for each query
+        attributes["eps"] = "float32"
+    return Target(op, "forward", operands, arrays(*results), SCALE | attributes, FORWARD_OPS[op])
 
 
 OF_ROWS = (
@@ -689,6 +707,9 @@ TARGETS = (
     attention("mla_sparse_fwd", SELECTION),
     attention("csa_fwd", WINDOW_AND_SELECTION),
     attention("hca_fwd", WINDOW_AND_SPAN),
+    attention("mla_span_fwd_turned", SPAN_OF_HEADS),
+    attention("csa_fwd_turned", WINDOW_AND_SELECTION),
+    attention("hca_fwd_turned", WINDOW_AND_SPAN),
     attention("dsv4_decode", TWO_POOLS, packing="string"),
     mla_gradient("mla_span_bwd", SPAN_OF_HEADS),
     mla_gradient("mla_sparse_bwd", SELECTION),

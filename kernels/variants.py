@@ -5,6 +5,7 @@ from .abi import (
     BACKWARD_OPS,
     MHA_BACKWARD_OPS,
     PACKED_SOURCES,
+    TURNING,
     Combine,
     Forward,
     IndexerScores,
@@ -71,6 +72,7 @@ VARIANTS: tuple[Variant, ...] = (
         for op in MLA_OPS
         for dtype in DTYPES
     ),
+    *(Forward(op, "sm_90a", MLA, 512, dtype) for op in TURNING for dtype in DTYPES),
     # one CTA where a pair would share the keys of one query's heads, and half of it had no rows
     *(
         Forward(op, "sm_100f", MLA_BLACKWELL, 512, dtype, max_heads=64)

@@ -90,7 +90,7 @@ RETIRED = (
     Retired("KeyGradients", "KvGradient", ("kernels/sm90/mla",)),
     Retired("Target", "Destination", ("kernels/sm90/mla",)),
     Retired("Latent*", "Mla…", (KERNELS,)),
-    Retired("turn", "wave", ("kernels/lib",)),
+    Retired("turn", "wave", ("kernels/lib/pipeline.py", "kernels/lib/tile_scheduler.py")),
     Retired("forge", "compile_server", (KERNELS,)),
     Retired("Kept", "Once", (FFI,)),
     Retired("Give", "SetResults", (FFI,)),

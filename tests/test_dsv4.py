@@ -9,8 +9,12 @@ import numpy as np
 import pytest
 
 from jax_dsv4_fmha import Cache, Span, dsv4_attention, dsv4_decode, fmha, quantize_cache, reference
+from jax_dsv4_fmha._host import library
+from jax_dsv4_fmha._ops.rope import normed_then_turned, turned
 from jax_dsv4_fmha._testing.attention import KV_STD, Q_STD, LayerCase, run, run_reference
 from jax_dsv4_fmha._testing.cases import CASES
+from jax_dsv4_fmha.layers import DSV4Attention, Rope, inverse_rope, rope
+from jax_dsv4_fmha.layers._norm import rms_norm
 from tests.helpers import assert_right, normal
 
 LAYERS = [case for case in CASES if isinstance(case, LayerCase)]
@@ -317,3 +321,150 @@ def test_vmap():
     for i in range(2):
         for x, y in zip(got, f(q[i], w[i], c[i], sink[i]), strict=True):
             np.testing.assert_allclose(x[i], y, rtol=1e-5, atol=1e-6)
+
+
+# q before its norm and RoPE
+
+
+TURN = {"rope_table": Rope(4).table(jnp.arange(6, dtype=jnp.int32)[None] + 3), "norm_eps": 0.1}
+
+
+@pytest.mark.parametrize("eps", [None, 0.1])
+@pytest.mark.parametrize("how", [{}, {"ratio": 4}, {"indices": INDICES}, {"ratio": 4, "implementation": "reference"}])
+def test_norm_and_rope_are_those_apart(how, eps):
+    q, w, c, sink = operands()
+    positions, rotation = jnp.arange(6, dtype=jnp.int32)[None] + 3, Rope(4)
+
+    def apart(q, w, c):
+        q = rope(q if eps is None else rms_norm(q, None, eps), positions, rotation)
+        o, lse = dsv4_attention(q, w, c if how else None, sink=sink, **how)
+        return inverse_rope(o, positions, rotation), lse
+
+    def together(q, w, c):
+        return dsv4_attention(q, w, c if how else None, sink=sink, **how, rope_table=TURN["rope_table"], norm_eps=eps)
+
+    for x, y in zip(together(q, w, c), apart(q, w, c), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize(
+    "turn, message",
+    [
+        ({"norm_eps": 0.1}, "norm_eps: got 0.1, wanted None without a rope_table"),
+        ({"rope_table": jnp.ones((1, 5, 4))}, r"rope_table: got .*, wanted float32\[b=2 or 1, s_q=6, n\], n even"),
+        ({"rope_table": jnp.ones((1, 6, 10))}, r"rope_table: got .* n even and at most 8"),
+        (TURN | {"norm_eps": 0.0}, "norm_eps: got 0.0, wanted a float > 0"),
+    ],
+)
+def test_a_turn_that_does_not_fit(turn, message):
+    q, w, _, _ = operands()
+    with pytest.raises(ValueError, match=message):
+        dsv4_attention(q, w, **turn)
+
+
+def large(h, dtype, s=7, kinds=""):
+    """Operands of d 512 with a turn of 64 dimensions, for a window alone, or with entries: all, or chosen ones."""
+    rng = np.random.default_rng(1)
+    shapes = {"q": (1, s, h, 512), "window_kv": (1, s, 512), "compressed_kv": (1, s // 2, 512)}
+    x = {name: jnp.asarray(2 * rng.standard_normal(shape), dtype) for name, shape in shapes.items()}
+    if not kinds:
+        del x["compressed_kv"]
+    how = {"sink": jnp.asarray(rng.standard_normal(h), jnp.float32), "norm_eps": 1e-2, "window": min(s, 128)}
+    how["rope_table"] = Rope(64).table(jnp.arange(s, dtype=jnp.int32)[None])
+    how |= {
+        "": {},
+        "all": {"ratio": 2},
+        "chosen": {"indices": jnp.tile(jnp.arange(s // 2, dtype=jnp.int32), (1, s, 1))},
+    }[kinds]
+    return x, how
+
+
+def in_passes(x, how):
+    """The same attention by passes of their own."""
+    plain = {name: y for name, y in how.items() if name not in ("rope_table", "norm_eps")}
+    q = normed_then_turned(x["q"], how["rope_table"], how["norm_eps"])
+    o, lse = dsv4_attention(**(x | {"q": q}), **plain)
+    return turned(o, how["rope_table"], -1), lse
+
+
+OF_KINDS = {"": "mla_span_fwd", "all": "hca_fwd", "chosen": "csa_fwd"}
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """A machine with Hopper alone, as far as the choice of kernels goes."""
+    if not library.variants_for("csa_fwd_turned"):
+        pytest.skip("needs kernels")
+    monkeypatch.setattr(library, "local_architectures", lambda: ("sm_90a",))
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("kinds", OF_KINDS)
+@pytest.mark.parametrize("h, turns", [(64, True), (128, True), (8, False)])
+def test_a_kernel_turns_where_it_is_made_for_the_heads(kinds, h, turns):
+    x, how = large(h, jnp.bfloat16, kinds=kinds)
+    f = jax.jit(lambda x: dsv4_attention(**x, **how))
+    found = re.findall(r"custom_call @dsv4_fmha_(\w+)", f.trace(x).lower(lowering_platforms=("cuda",)).as_text())
+    turns = turns or (kinds == "all")  # whose kernel is the same for any heads
+    op = OF_KINDS[kinds]
+    assert sorted(found) == ([f"{op}_turned"] if turns else sorted(["norm_rope", op, "rope"]))
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("kinds", OF_KINDS)
+def test_gradients_where_a_kernel_turns(kinds):
+    """They are those of passes of their own, and of the size of q only q and o are kept."""
+    x, how = large(64, jnp.bfloat16, s=3, kinds=kinds)
+
+    def pull(f):
+        (o, lse), vjp = jax.vjp(f, x)
+        kept = [y for y in jax.tree.leaves(vjp) if getattr(y, "shape", ()) == x["q"].shape]
+        return vjp((jnp.roll(o, 1, 1), lse)), len(kept)
+
+    got, kept = pull(lambda x: dsv4_attention(**x, **how))
+    want, kept_apart = pull(lambda x: in_passes(x, how))
+    assert (kept, kept_apart) == (2, 3)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        a, b = (y.astype(jnp.float32) for y in (a, b))
+        assert jnp.linalg.norm(a - b) <= 5e-3 * jnp.linalg.norm(b)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("kinds", OF_KINDS)
+@pytest.mark.parametrize("h, dtype", [(64, jnp.bfloat16), (128, jnp.bfloat16), (64, jnp.float16)])
+def test_a_kernel_turns_as_passes_do(kinds, h, dtype):
+    """It rounds less: beside passes in float32 its error is no greater than that of passes in 16 bits."""
+    x, how = large(h, dtype, s=601, kinds=kinds)
+    together, apart = jax.jit(lambda x: dsv4_attention(**x, **how)), jax.jit(lambda x: in_passes(x, how))
+    if not takes_turns_here():
+        pytest.skip("needs a kernel that turns q")
+    assert f"dsv4_fmha_{OF_KINDS[kinds]}_turned" in together.lower(x).as_text()
+    exact = apart(jax.tree.map(lambda y: y.astype(jnp.float32), x))
+    for got, passes, want in zip(together(x), apart(x), exact, strict=True):
+        error, of_passes = (jnp.linalg.norm(y.astype(jnp.float32) - want) for y in (got, passes))
+        assert error <= 1.02 * of_passes and error <= 1e-2 * jnp.linalg.norm(want)
+
+    def pull(f):
+        (o, lse), vjp = jax.vjp(f, x)
+        return vjp((jnp.roll(o, 1, 1), 0 * lse))
+
+    for a, b in zip(jax.tree.leaves(pull(together)), jax.tree.leaves(pull(apart)), strict=True):
+        a, b = (y.astype(jnp.float32) for y in (a, b))
+        assert jnp.linalg.norm(a - b) <= 1e-2 * jnp.linalg.norm(b)
+
+
+def takes_turns_here():
+    return "sm_90a" in library.local_architectures()
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_layer_has_no_pass_over_its_queries():
+    layer = DSV4Attention(hidden=64, heads=64, q_rank=32, o_groups=2, o_rank=16)
+    params, x = layer.init(jax.random.key(0), jnp.bfloat16), jnp.ones((1, 5, 64), jnp.bfloat16)
+    chunk = jax.jit(lambda params, x: layer(params, x, layer.cache(1, 9), start=2).y)
+    for prompt in (jax.jit(lambda params, x: layer(params, x).y), chunk):
+        text = prompt.trace(params, x).lower(lowering_platforms=("cuda",)).as_text()
+        found = re.findall(r"custom_call @dsv4_fmha_(\w+)", text)
+        assert "mla_span_fwd_turned" in found and not {"norm_rope", "mla_span_fwd"} & set(found)
+        assert found.count("rope") == 1  # of the latents

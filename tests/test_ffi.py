@@ -275,6 +275,7 @@ def host_values(shape, scale, processors, addresses, packed=False):
         "s_batch1": ints["page" if packed else "s_kv1"],
         "ctas": ctypes.c_int32(processors),
         "scale_log2": ctypes.c_float(scale * math.log2(math.e)),
+        "eps": ctypes.c_float(native.EPS),
         "stream": ctypes.c_void_p(),
     }
 

@@ -26,6 +26,7 @@ from tests.symptoms import EARLY, early, late, unfenced, unordered
 
 SEEDS = (0, 1)
 DENSE, LATENT = "mha_fwd_sm_90a_d128_bfloat16", "mla_span_fwd_sm_90a_d512_bfloat16"
+TURNED = "mla_span_fwd_turned_sm_90a_d512_bfloat16"
 LONG_ODD = LATENT + "_h63"  # whose odd tiles have 16 keys more
 GATHERED = "mla_sparse_fwd_sm_90a_d512_bfloat16"
 FEW_HEADS = "csa_fwd_sm_90a_d512_bfloat16_h16"
@@ -35,6 +36,7 @@ NIBBLES = "dsv4_decode_sm_90a_d512_bfloat16_v41_fp4_h64"
 SHAPES: dict[str, dict[str, int]] = {
     DENSE: {"b": 1, "s_q": 24, "s_kv": 420, "h_q": 8, "width": 1000},  # three tiles of 160 keys, two tiles of rows
     LATENT: {"b": 1, "s_q": 12, "s_kv": 230, "h_q": 8, "width": 1000},  # four tiles of 64 keys
+    TURNED: {"b": 1, "s_q": 9, "s_kv": 70, "h_q": 8, "width": 1000},  # two tiles of rows, two of keys
     LONG_ODD: {"b": 1, "s_q": 24, "s_kv": 150, "h_q": 8, "width": 128},  # 64 keys and 71
     GATHERED: {"b": 1, "s_q": 3, "s_kv": 300, "h_q": 8, "topk": 200},
     FEW_HEADS: {"b": 1, "s_q": 4, "s_kv": 300, "h_q": 16, "s_kv1": 300, "topk": 200},
@@ -50,7 +52,7 @@ BARRIERS = {  # the mbarriers of a kernel, in the order of their addresses
     LATENT: "q_full q_empty k_full0 k_full1 k_full2 k_full3 k_empty0 k_empty1 k_empty2 k_empty3 "
     "max_shared0 max_shared1 p_shared0 p_shared1 all_read",
 }
-BARRIERS |= dict.fromkeys((LONG_ODD, GATHERED, PACKED, NIBBLES, PAIRED), BARRIERS[LATENT])
+BARRIERS |= dict.fromkeys((TURNED, LONG_ODD, GATHERED, PACKED, NIBBLES, PAIRED), BARRIERS[LATENT])
 KIB = 1024
 REGIONS = {  # its shared memory before them, in bytes
     DENSE: {"q": 2 * 32 * KIB, "k": 2 * 40 * KIB, "v": 2 * 40 * KIB},
@@ -58,6 +60,7 @@ REGIONS = {  # its shared memory before them, in bytes
     LONG_ODD: {"q": 64 * KIB, "k": 144 * KIB, "p": 18 * KIB, "max": 512},
     FEW_HEADS: {"q": 16 * KIB, "k": 80 * KIB, "p": 16 * KIB, "found": 512},
 }
+REGIONS[TURNED] = {**REGIONS[LATENT], "squares": 512}
 REGIONS |= dict.fromkeys((GATHERED, PACKED, NIBBLES, PAIRED), REGIONS[LATENT])
 
 
@@ -193,6 +196,16 @@ def arrive_at_once(text: str) -> str:
         r"cp\.async\.mbarrier\.arrive\.noinc\.shared\.b64\s+(\[[^\]]*\]);",
         lambda m: f"mbarrier.arrive.shared.b64 _, {m[1]}, 1;",
     )
+
+
+def queries_unfenced(text: str) -> str:
+    """No fence after Q is turned, before the other warpgroup multiplies it."""
+    return edits.replace(text, r"fence\.proxy\.async\.shared::cta;(\s+bar\.sync\s+3, 256;)", lambda m: m[1])
+
+
+def queries_not_awaited(text: str) -> str:
+    """Left does not wait until Q is turned."""
+    return edits.replace(text, r"bar\.sync\s+3, 256;", "bar.arrive 3, 256;", slice(0, 1))
 
 
 def keys_unfenced(text: str) -> str:
@@ -435,6 +448,35 @@ FAULTS = [
         Race,
         unfenced("p", r"stmatrix"),
         without(r"fence\.proxy\.async"),
+    ),
+    PlantedFault(
+        "the norm of q without eps",
+        TURNED,
+        Wrong,
+        r"lse is wrong in 63 of 72 rows, first in batch entry 0, query 0, head 0 ",
+        parameters={"eps": lambda x: 0.0},
+        answers=lambda x, scale: attention.answer(x, scale, eps=0.0),
+    ),
+    PlantedFault(
+        "a row turned by the next query's position",
+        TURNED,
+        OutOfBounds,
+        r"ld\.global\.[^\n]*\n[^\n]*table",
+        parameters={"table": lambda address: address + 256},
+    ),
+    PlantedFault(
+        "Q turned without a proxy fence",
+        TURNED,
+        Race,
+        unfenced("q", r"st\.shared"),
+        queries_unfenced,
+    ),
+    PlantedFault(
+        "Q and its squares read before they are there",
+        TURNED,
+        EARLY,
+        early(r"ld\.shared", "squares", r"st\.shared"),
+        queries_not_awaited,
     ),
     PlantedFault(
         "cleared keys read without a proxy fence",

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from jax_dsv4_fmha._testing.compare import compare
-from kernels.abi import Forward, MlaBackward
+from kernels.abi import TURNING, Forward, MlaBackward
 from kernels.packings import PACKED
 
 from ..machine.state import Array
+from . import native
 from .native import Shape
 
 
@@ -39,15 +40,17 @@ class Operands:
     q: Array
     sources: tuple[Keys, ...]
     sink: Array
+    table: Array | None = None  # [b, s_q, 64]: cos and sin by turns, where the kernel norms and turns q
 
     def arguments(self) -> tuple[Array | None, ...]:
         """The arguments as the raw call of the op takes them."""
-        if self.op in ("mha_fwd", "mla_span_fwd"):
+        table = () if self.table is None else (self.table,)
+        if TURNING.get(self.op, self.op) in ("mha_fwd", "mla_span_fwd"):
             (x,) = self.sources
             keys_and_values = (x.k, x.v) if self.op == "mha_fwd" else (x.k,)
-            return self.q, *keys_and_values, x.seen_from, x.seen_to, self.sink
+            return self.q, *keys_and_values, x.seen_from, x.seen_to, self.sink, *table
         keys = ((x.k[:, :, 0] if x.pool is None else x.pool, x.seen_from, x.seen_to) for x in self.sources)
-        return self.q, *(x for source in keys for x in source), self.sink
+        return self.q, *(x for source in keys for x in source), self.sink, *table
 
 
 def any_query(counts: Array) -> Array:
@@ -115,7 +118,12 @@ def operands(variant: Forward | MlaBackward, *, width: int | None = 90, seed: in
         for name, x in zip(("s_kv", "s_kv1"), sources, strict=False)
         if x.pool is not None
     }
-    return Operands(variant.op, shape._replace(**slots), normal(8, b, s_q, h_q, d), tuple(sources), sink)
+    q = normal(8, b, s_q, h_q, d)
+    table = None
+    if isinstance(variant, Forward) and variant.turns:
+        angles = rng.uniform(-np.pi, np.pi, (b, s_q, 32)).astype(np.float32)
+        table = np.stack([np.cos(angles), np.sin(angles)], -1).reshape(b, s_q, 64)
+    return Operands(variant.op, shape._replace(**slots), q, tuple(sources), sink, table)
 
 
 def beyond(x: Operands) -> Operands:
@@ -174,8 +182,11 @@ def packed(
     return Keys(k, k, np.where(there, places, absent).astype(np.int32), length, counts, pool)
 
 
-def answer(x: Operands, scale: float) -> tuple[Array, Array]:
-    """o and lse in float64, from how often each query sees each key."""
+def answer(x: Operands, scale: float, eps: float = native.EPS) -> tuple[Array, Array]:
+    """o and lse in float64, from how often each query sees each key; eps: of the norm, where q has none yet."""
+    if x.table is not None:
+        o, lse = answer(replace(x, q=normed(turned(x.q, x.table), x.q, eps), table=None), scale)
+        return turned(o, x.table * np.resize([1, -1], 64)), lse
     b, s_q, h_q, d = x.q.shape
     counts = np.concatenate([keys.counts for keys in x.sources], axis=-1)
     seen = any_query(counts)[..., None, None]
@@ -195,6 +206,23 @@ def answer(x: Operands, scale: float) -> tuple[Array, Array]:
     denominator = np.maximum(np.logaddexp(lse, x.sink.astype(np.float64).reshape(h_kv, 1, -1)), least)
     o = np.exp(top - denominator)[..., None] * (p @ v.transpose(0, 2, 1, 3)[:, :, None])
     return o.transpose(0, 2, 1, 3, 4).reshape(x.q.shape), lse.transpose(0, 2, 1, 3).reshape(b, s_q, h_q)
+
+
+def normed(turned: Array, q: Array, eps: float) -> Array:
+    """The norm of q, of which this is turned."""
+    squares = np.mean(np.square(q.astype(np.float64)), -1, keepdims=True)
+    return np.asarray(turned.astype(np.float64) / np.sqrt(squares + eps))
+
+
+def turned(x: Array, table: Array) -> Array:
+    """x [b, s, h, d] with its last columns turned, in its dtype: the one rounding that q has."""
+    n = table.shape[-1]
+    wide = np.result_type(x.dtype, np.float32) if x.dtype != np.dtype("bfloat16") else np.dtype(np.float32)
+    pairs = x[..., -n:].astype(wide).reshape(*x.shape[:-1], n // 2, 2)
+    cos, sin = np.moveaxis(table.astype(wide).reshape(*table.shape[:2], 1, n // 2, 2), -1, 0)
+    a, b = np.moveaxis(pairs, -1, 0)
+    rotated = np.stack([a * cos - b * sin, a * sin + b * cos], -1).reshape(*x.shape[:-1], n)
+    return np.concatenate([x[..., :-n], rotated.astype(x.dtype)], -1)
 
 
 def assert_right(got: Sequence[Array], x: Operands, scale: float) -> None:

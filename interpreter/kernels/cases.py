@@ -10,7 +10,7 @@ import dataclasses
 
 import numpy as np
 
-from kernels.abi import ANY, Forward
+from kernels.abi import ANY, TURNING, Forward
 from kernels.packings import PACKED
 
 from . import attention, native
@@ -20,9 +20,9 @@ EVERYTHING = 1 << 30  # a width: all keys so far
 
 def extents(variant: Forward, tile_n: int, case: str) -> dict[str, int] | None:
     """The extents of a case, in tiles of `tile_n` keys; None where it makes no sense."""
-    n, sparse = tile_n, variant.gathers
+    n, sparse, op = tile_n, variant.gathers, TURNING.get(variant.op, variant.op)
     # two sources whose tiles come in pairs: more numbers of tiles that one may leave to the other
-    many_pairs = variant.op in ("csa_fwd", "hca_fwd") and variant.max_heads == ANY
+    many_pairs = op in ("csa_fwd", "hca_fwd") and variant.max_heads == ANY
     table: dict[str, dict[str, int]] = {
         # two whole tiles of keys and a part of one, heads of neighbouring queries in one tile of rows
         "tiles": {
@@ -50,7 +50,7 @@ def extents(variant: Forward, tile_n: int, case: str) -> dict[str, int] | None:
             "topk": 3 * n + 9,
         },
     }
-    if variant.op == "mla_span_fwd":
+    if op == "mla_span_fwd":
         # a few keys after a pair of tiles, or after two; the last tiles of rows see more
         table["after a pair"] = {"b": 2, "s_q": 19, "s_kv": 2 * n + 22, "h_q": 8, "width": 2 * n}
         table["after two pairs"] = {"b": 1, "s_q": 20, "s_kv": 4 * n + 19, "h_q": 16, "width": EVERYTHING}

@@ -21,12 +21,15 @@ from kernels.variants import VARIANTS
 KINDS = {"span": 0, "selection": 1, **dict.fromkeys(PACKED, 2)}  # as ffi/rows.h counts them
 FLOAT32 = 7  # an element of a tensor map, as the driver counts them
 TYPES = {"float8_e4m3fn": 0, "float16": 6, "bfloat16": 9}  # the same of what is attended to
+EPS = 16.0  # of norms of q; large enough to matter
 T = TypeVar("T", bound=Variant)
 
 
 def function(variant: Forward) -> Any:
     """The raw call that runs a variant."""
     call = getattr(attention, variant.op)
+    if variant.turns:
+        return functools.partial(call, eps=EPS)
     return functools.partial(call, packing=variant.packing) if variant.packing else call
 
 
@@ -195,6 +198,7 @@ def plan(
         variant.layout.encode(),
         _attention_shape(shape, variant.sources, variant.dtype),
         ctypes.c_float(scale),
+        *([ctypes.c_float(EPS)] if isinstance(variant, Forward) else []),
         _tiles(tile_m, tile_n, processors, cluster, variant.gathers),
         addressed(variant.family, addresses),
     )

@@ -261,7 +261,10 @@ def _part(line: str, body: str) -> str:
         return PRODUCTS
     if "append" in names:
         return "append"
-    return next((name for name in names if name in PARTS), OTHER)
+    found = [name for name in names if name in PARTS]
+    if found[:1] == ["attention"]:  # also what it composes of passes
+        return found[-1]
+    return found[0] if found else OTHER
 
 
 def rest(parts: Mapping[str, float]) -> float:

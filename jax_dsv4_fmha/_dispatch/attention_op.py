@@ -63,5 +63,6 @@ class ByGradient(Rule):
         of_sink = jax.nn.sigmoid(sink[:, None] - jnp.where(jnp.isinf(lse), 0, lse))  # 1 - sink_factor, to all digits
         dsink = -jnp.sum(jnp.where(jnp.isinf(lse) | jnp.isinf(sink[:, None]), 0, of_sink * of_rows), (0, 1))[None]
         left = iter(given)
-        of_operands = (next(left).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else None for x in operands)
+        of_floats = (next(left, None) if jnp.issubdtype(x.dtype, jnp.floating) else None for x in operands)
+        of_operands = (g if g is None else g.astype(x.dtype) for g, x in zip(of_floats, operands, strict=True))
         return *of_operands, dsink

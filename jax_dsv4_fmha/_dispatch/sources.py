@@ -16,12 +16,13 @@ import jax.numpy as jnp
 from .. import _check, reference
 from .._definitions import attention_gradient
 from .._definitions.packed import LAYOUTS, V4_FP8, dequantize_cache
+from .._definitions.rope import normed_and_turned, normed_and_turned_gradient, pairs_turned
 from .._definitions.span import Span
-from .._host import attention, gradients, library
+from .._host import attention, gradients, library, rope
 from .attention_op import ByGradient, gradient, rowsum
 from .autodiff import Differentiable, without_gradient
 from .lowering import choose, choose_backward
-from .op import ONE_OR_B, RESULTS, SINK, Arrays, Axes, Call, Halo, KernelUse, Op
+from .op import ONE_OR_B, RESULTS, SINK, Arrays, Axes, Call, Halo, KernelUse, Op, Params
 from .support import Support, not_built
 
 _Q, _ROWS = Axes("q", "b s_q h_q d"), "b s_q"
@@ -158,6 +159,15 @@ class SelectionSource:
 Source = SpanSource | SelectionSource
 
 
+class Turn(NamedTuple):
+    """That q is as a product makes it, and attention does the norm of its heads and their RoPE, and turns o back."""
+
+    table: jax.Array
+    """float32 `[b, s_q, n]` or `[1, s_q, n]`: cos and sin of each pair by turns"""
+    eps: float
+    """of the norm"""
+
+
 def attend(
     op: str,
     q: jax.Array,
@@ -170,6 +180,7 @@ def attend(
     names: tuple[str, str] = ("q", "sink"),
     deterministic: bool = False,
     batch_invariant: bool = False,
+    turn: Turn | None = None,
 ) -> reference.Attention:
     """One softmax over the keys of all sources and the sink.
 
@@ -183,6 +194,7 @@ def attend(
       names: the caller's names of q and sink.
       deterministic: whether the gradient must have the same bits every time.
       batch_invariant: whether the kernel must sum in the canonical order (docs/semantics.md).
+      turn: what makes q of the given one, for sources that `support_of` knows a kernel of with it.
 
     Returns:
       o like q, rounded once, and lse float32 `[b, s_q, h_q]`, without the sink.
@@ -197,14 +209,16 @@ def attend(
         sources = [dataclasses.replace(sources[0], keys=sources[0].keys[:, :, None])]
     leaves, tree = jax.tree.flatten(tuple(sources))
     axes, kinds = tuple(x for source in sources for x in source.axes), _kinds(sources)
-    support = _support_in_order(op, q, sources) if batch_invariant else support_of(q, sources)
+    support = _support_in_order(op, q, sources) if batch_invariant else support_of(q, sources, turns=turn is not None)
     use = choose(op, "cubin" if batch_invariant else implementation, support)
     if sink is None:
         sink = jnp.full(q.shape[2:3], -jnp.inf, jnp.float32)
-    params = (("scale", scale),)
+    params: Params = (("scale", scale),)
     ordered = (("batch_invariant", True),) * batch_invariant
+    if turn is not None:
+        leaves, params = [*leaves, turn.table], (*params, ("eps", turn.eps))
     halo = next((x.halo for x in sources if isinstance(x, SpanSource) and x.halo), None)
-    attention, its_gradient = _ops(op, names, tree, axes, kinds, halo)
+    attention, its_gradient = _ops(op, names, tree, axes, kinds, halo, turn is not None)
     if not differentiable:
         o, lse = without_gradient(Call(attention, use, params + ordered, support), q, *leaves, sink[None])
         return o, lse
@@ -222,11 +236,13 @@ def attend(
 _ONE_SPAN = (("separate_kv",), ("span",))
 
 
-def support_of(q: jax.Array, sources: Sequence[Source]) -> Support:
-    """The kernel for all of these sources in one launch."""
+def support_of(q: jax.Array, sources: Sequence[Source], turns: bool = False) -> Support:
+    """The kernel for all of these sources in one launch; turns: that with a `Turn`."""
     kinds = _kinds(sources)
     descriptions = dict.fromkeys(x for source in sources for x in source.description)
     got = ", ".join([q.dtype.name, f"d={q.shape[-1]}", *descriptions])
+    if turns:
+        return Support(got, _kernels_for(TURNED, kinds), _shipped(TURNED.get(kinds), q))
     found = _shipped(FORWARD.get(kinds), q)
     if kinds == ("span",) and not found:  # a kernel that reads separate K and V serves where they are one
         kinds, found = ("separate_kv",), _shipped(FORWARD["separate_kv",], q)
@@ -288,6 +304,23 @@ def _same_bits(deterministic: bool) -> dict[str, Any]:
     return {"deterministic": True} if deterministic else {}
 
 
+def takes_turns(q: jax.Array, sources: Sequence[Source], dims: int) -> bool:
+    """Whether every device here has a kernel that takes q with a `Turn` of so many dimensions, and is made for as many
+    heads as the one that takes q without it. A program that is made where no device is runs on all architectures.
+    """
+    kinds, here = _kinds(sources), library.local_architectures()
+    if dims != TURNED_DIMS or kinds not in TURNED or not here:
+        return False
+
+    def made_for(op: str, arch: str) -> int | None:
+        built = library.variants_for(op, d=q.shape[-1], dtype=q.dtype.name)
+        limits = (v.choices["max_heads"] for v in built if v.arch == arch)
+        return min((n for n in limits if n >= q.shape[2]), default=None)
+
+    turned, plain = TURNED[kinds].op, FORWARD[kinds].op
+    return all(made_for(turned, arch) == made_for(plain, arch) is not None for arch in here)
+
+
 # Kernels, by kinds of sources
 
 
@@ -297,7 +330,8 @@ class Kernel(NamedTuple):
     op: str
     """its name in the manifest"""
     run: Callable[..., Arrays]
-    """a forward kernel takes (q, *operands, sink), a gradient's kernel (q, o, do, lse, sink_factor, dlse, *operands)"""
+    """a forward kernel takes (q, *operands, sink), with a `Turn` (q, *operands, sink, table), a gradient's kernel
+    (q, do, lse, sink_factor, delta, *operands)"""
     operands: Callable[..., Sequence[Any]] = lambda *sources: jax.tree.leaves(sources)
     """makes `run`'s operands from the sources"""
     packing: str | None = None
@@ -382,6 +416,15 @@ of rows has one query's heads, or for separate K and V all queries begin with th
 
 IN_ORDER_ON = ("sm_90a",)
 """architectures; ffi/forward.h refuses others"""
+TURNED: dict[tuple[str, ...], Kernel] = {
+    ("span",): Kernel("mla_span_fwd_turned", attention.mla_span_fwd_turned),
+    ("span", "selection"): Kernel("csa_fwd_turned", attention.csa_fwd_turned, _span_and_pool),
+    ("span", "span"): Kernel("hca_fwd_turned", attention.hca_fwd_turned),
+}
+"""With a `Turn`"""
+
+TURNED_DIMS = 64
+"""the dimensions of a head that they turn"""
 
 
 FEW_KEYS = 512
@@ -411,36 +454,31 @@ def _span_bwd(q: Any, do: Any, lse: Any, sink_factor: Any, delta: Any, kv: Any, 
     return _dense_bwd(*rows, kv, None, start, stop, width=width, **params)
 
 
-def _of_delta(run: Callable[..., Arrays]) -> Callable[..., Arrays]:
-    """A gradient's kernel that takes delta, as one that takes o: XLA makes rowsum(o∘do)."""
-
-    def run_with(
-        q: Any, o: Any, do: Any, lse: Any, sink_factor: Any, dlse: Any, *operands: Any, **params: Any
-    ) -> Arrays:
-        of_rows = rowsum(o, do)
-        return *run(q, do, lse, sink_factor, sink_factor * of_rows - dlse, *operands, **params), of_rows
-
-    return run_with
-
-
 BACKWARD: dict[tuple[str, ...], Kernel] = {
-    ("separate_kv",): Kernel(
-        "mha_dq", _of_delta(_separate_bwd), lambda x: (x.keys, x.values, x.start, x.stop, x.width)
-    ),
-    ("span",): Kernel("mla_span_bwd", _of_delta(_span_bwd), lambda x: (x.keys, x.start, x.stop, x.width)),
-    ("selection",): Kernel("mla_sparse_bwd", _of_delta(gradients.mla_sparse_bwd)),
-    ("span", "selection"): Kernel("csa_bwd", _of_delta(gradients.csa_bwd)),
-    ("span", "span"): Kernel("hca_bwd", _of_delta(gradients.hca_bwd)),
+    ("separate_kv",): Kernel("mha_dq", _separate_bwd, lambda x: (x.keys, x.values, x.start, x.stop, x.width)),
+    ("span",): Kernel("mla_span_bwd", _span_bwd, lambda x: (x.keys, x.start, x.stop, x.width)),
+    ("selection",): Kernel("mla_sparse_bwd", gradients.mla_sparse_bwd),
+    ("span", "selection"): Kernel("csa_bwd", gradients.csa_bwd),
+    ("span", "span"): Kernel("hca_bwd", gradients.hca_bwd),
 }
-"""A kernel gives dq in q's dtype, in float32 the gradient of every source's keys, and values, in order, and
-rowsum(o∘do)."""
+"""A kernel gives dq in q's dtype, and in float32 the gradient of every source's keys, and values, in order."""
 
 
 @functools.cache
 def _ops(
-    op: str, names: tuple[str, str], tree: Any, axes: tuple[Axes, ...], kinds: tuple[str, ...], halo: Halo | None
+    op: str,
+    names: tuple[str, str],
+    tree: Any,
+    axes: tuple[Axes, ...],
+    kinds: tuple[str, ...],
+    halo: Halo | None,
+    turns: bool,
 ) -> tuple[Op, Op]:
-    """Attention over sources of these kinds, and its gradient."""
+    """Attention over sources of these kinds, and its gradient. Where it turns, its table is the last operand before the
+    sink, and eps is a parameter.
+
+    A rotation leaves rowsum(o∘do) as it is. So of q and o the gradient is made of what is given and returned.
+    """
 
     def definition(q: Any, *operands: Any, scale: float, batch_invariant: bool = False) -> Any:
         del batch_invariant  # which no definition can be; its call insists on the kernel
@@ -452,25 +490,66 @@ def _ops(
         o, lse = reference.merge([source.reference(q32, None, scale) for source in sources], sink)
         return o.astype(q.dtype), lse
 
+    def turned_definition(q: Any, *operands: Any, scale: float, eps: float) -> Any:
+        *leaves, table, sink = operands
+        o, lse = definition(*normed_and_turned(q, table, eps=eps), *leaves, sink, scale=scale)
+        return *pairs_turned(o, table, direction=-1), lse
+
     def kernel(q: Any, *operands: Any, scale: float, batch_invariant: bool = False) -> Any:
         *leaves, sink = operands
         row = (IN_ORDER if batch_invariant else FORWARD)[kinds]
         return row.run(q, *row.operands(*tree.unflatten(leaves)), sink, scale=scale)
 
-    def backward(q: Any, *operands: Any, scale: float, **_: Any) -> Arrays:
-        *leaves, o, do, lse, sink_factor, dlse = operands
-        of_rows = rowsum(o, do)
-        rows = (do, lse, sink_factor, sink_factor * of_rows - dlse)
-        parts = [x.gradient(q, *rows, scale=scale) for x in tree.unflatten(leaves)]
-        dq = functools.reduce(lambda x, y: x + y, [dq for dq, *_ in parts])
-        return dq.astype(q.dtype), *(x for _, *of_keys in parts for x in of_keys), of_rows
+    def turned_kernel(q: Any, *operands: Any, scale: float, eps: float) -> Any:
+        *leaves, table, sink = operands
+        row = TURNED[kinds]
+        return row.run(q, *row.operands(*tree.unflatten(leaves)), sink, table, scale=scale, eps=eps)
 
-    def backward_kernel(q: Any, *operands: Any, **params: Any) -> Arrays:
-        *leaves, o, do, lse, sink_factor, dlse = operands
+    def backward(q: Any, do: Any, lse: Any, sink_factor: Any, delta: Any, *leaves: Any, **params: Any) -> Arrays:
+        rows = (do, lse, sink_factor, delta)
+        parts = [x.gradient(q, *rows, scale=params["scale"]) for x in tree.unflatten(leaves)]
+        dq = functools.reduce(lambda x, y: x + y, [dq for dq, *_ in parts])
+        return dq.astype(q.dtype), *(x for _, *of_keys in parts for x in of_keys)
+
+    def backward_kernel(q: Any, do: Any, lse: Any, sink_factor: Any, delta: Any, *leaves: Any, **params: Any) -> Arrays:
         row = BACKWARD[kinds]
-        return row.run(q, o, do, lse, sink_factor, dlse, *row.operands(*tree.unflatten(leaves)), **params)
+        return row.run(q, do, lse, sink_factor, delta, *row.operands(*tree.unflatten(leaves)), **params)
+
+    def of_rows(run: Callable[..., Arrays]) -> Callable[..., Arrays]:
+        """As `gradient` takes it: with o and dlse in place of delta, and with rowsum(o∘do), which XLA makes."""
+
+        def run_with(q: Any, *operands: Any, **params: Any) -> Arrays:
+            *leaves, o, do, lse, sink_factor, dlse = operands
+            sums = rowsum(o, do)
+            return *run(q, do, lse, sink_factor, sink_factor * sums - dlse, *leaves, **params), sums
+
+        return run_with
+
+    def turning(
+        run: Callable[..., Arrays],
+        forth: Callable[..., Arrays],
+        rotate: Callable[..., Arrays],
+        back: Callable[..., Arrays],
+    ) -> Callable[..., Arrays]:
+        """A gradient of q as attention sees it, by the norm and RoPE, by RoPE alone, and by the gradient of both."""
+
+        def run_with(q: Any, do: Any, *operands: Any, eps: float, **params: Any) -> Arrays:
+            *numbers, delta = operands[:3]
+            *leaves, table = operands[3:]
+            do, delta = jax.lax.optimization_barrier((do, delta))  # then nothing reads do, and it is turned in place
+            (seen,), (do,) = forth(q, table, eps=eps), rotate(do, table, direction=1)
+            dq, *of_keys = run(seen, do, *numbers, delta, *leaves, **params)
+            return *back(q, table, dq, eps=eps), *of_keys
+
+        return run_with
 
     q_axes, sink_axes = Axes(names[0], _Q.axes), Axes(names[1], SINK.axes)
-    forward_kernel = kernel if kinds in FORWARD else None
-    attention = Op(op, (q_axes, *axes, sink_axes), RESULTS, definition, forward_kernel, halo=halo)
-    return attention, gradient(attention, backward, backward_kernel if kinds in BACKWARD else None)
+    if turns:
+        table_axes = Axes("rope_table", f"{ONE_OR_B} s_q n")
+        attention = Op(op, (q_axes, *axes, table_axes, sink_axes), RESULTS, turned_definition, turned_kernel, halo=halo)
+        backward = turning(backward, normed_and_turned, pairs_turned, normed_and_turned_gradient)
+        backward_kernel = turning(backward_kernel, rope.norm_rope, rope.rope, rope.norm_rope_bwd)
+    else:
+        forward_kernel = kernel if kinds in FORWARD else None
+        attention = Op(op, (q_axes, *axes, sink_axes), RESULTS, definition, forward_kernel, halo=halo)
+    return attention, gradient(attention, of_rows(backward), of_rows(backward_kernel) if kinds in BACKWARD else None)

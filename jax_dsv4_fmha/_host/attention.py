@@ -1,7 +1,11 @@
 """Raw calls of attention. All return o like q, with the sink in its denominator, and lse float32 `[b, s_q, h_q]`
 without it.
+
+`mla_span_fwd_turned`, `csa_fwd_turned` and `hca_fwd_turned` take q before its norm and RoPE, after the sink a table
+float32 `[b, s_q, 64]`, cos and sin of each pair by turns, and `eps`, a keyword. They turn o back.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -43,10 +47,18 @@ def mha_fwd(
 
 
 def mla_span_fwd(
-    q: jax.Array, kv: jax.Array, start: jax.Array, stop: jax.Array, sink: jax.Array, *, scale: float
+    q: jax.Array,
+    kv: jax.Array,
+    start: jax.Array,
+    stop: jax.Array,
+    sink: jax.Array,
+    *table: jax.Array,
+    scale: float,
+    op: str = "mla_span_fwd",
+    **eps: float,
 ) -> tuple[jax.Array, jax.Array]:
     """`mha_fwd` where one array `kv [b, s_kv, h_kv, d]` is both K and V."""
-    return _call("mla_span_fwd", _splits_of_span("mla_span_fwd", q, kv), scale, q, kv, start, stop, sink)
+    return _call(op, _splits_of_span(op, q, kv), scale, q, kv, start, stop, sink, *table, **_norm(eps))
 
 
 def mla_sparse_fwd(
@@ -73,15 +85,18 @@ def csa_fwd(
     indices: jax.Array,
     length: jax.Array,
     sink: jax.Array,
-    *,
+    *table: jax.Array,
     scale: float,
+    op: str = "csa_fwd",
     order: int = 0,
+    **eps: float,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention over an interval of `window_kv [b, s_w, d]`, as in `mha_fwd`, and keys of `kv [b, s_c, d]`, or of a
     pool `[slots, d]`, as in `mla_sparse_fwd`, whose `order` it takes too.
     """
-    splits = 1 if order else _splits_of_queries("csa_fwd", q, window_kv.shape[1] + indices.shape[2])
-    return _call("csa_fwd", splits, scale, q, window_kv, start, stop, kv, indices, length, sink, order=order)
+    splits = 1 if order else _splits_of_queries(op, q, window_kv.shape[1] + indices.shape[2])
+    operands = (window_kv, start, stop, kv, indices, length, sink, *table)
+    return _call(op, splits, scale, q, *operands, order=order, **_norm(eps))
 
 
 def hca_fwd(
@@ -93,13 +108,24 @@ def hca_fwd(
     start2: jax.Array,
     stop2: jax.Array,
     sink: jax.Array,
-    *,
+    *table: jax.Array,
     scale: float,
+    op: str = "hca_fwd",
+    **eps: float,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention over two intervals, as in `mha_fwd`: one of `window_kv [b, s_w, d]` and one of `kv [b, s_c, d]`."""
     b, s_q, h_q, _ = q.shape
-    splits = _splits("hca_fwd", q, b, s_q * h_q, window_kv.shape[1] + kv.shape[1])
-    return _call("hca_fwd", splits, scale, q, window_kv, start, stop, kv, start2, stop2, sink)
+    splits = _splits(op, q, b, s_q * h_q, window_kv.shape[1] + kv.shape[1])
+    return _call(op, splits, scale, q, window_kv, start, stop, kv, start2, stop2, sink, *table, **_norm(eps))
+
+
+mla_span_fwd_turned, csa_fwd_turned, hca_fwd_turned = (
+    functools.partial(run, op=f"{run.__name__}_turned") for run in (mla_span_fwd, csa_fwd, hca_fwd)
+)
+
+
+def _norm(eps: dict[str, float]) -> dict[str, Any]:
+    return {name: np.float32(x) for name, x in eps.items()}
 
 
 def dsv4_decode(

@@ -1,6 +1,7 @@
 """A DeepSeek-V4 attention layer: sliding window, compressed cache and sink under one softmax."""
 
 import functools
+from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 import jax
@@ -9,9 +10,10 @@ import jax.numpy as jnp
 from .. import _check, reference
 from .._definitions.cache import Cache
 from .._definitions.span import Span, shown_by_all
-from .._dispatch.sources import SelectionSource, Source, SpanSource, attend, support_of
+from .._dispatch.sources import SelectionSource, Source, SpanSource, Turn, attend, support_of, takes_turns
 from .._dispatch.support import not_built
 from .merge import merged
+from .rope import normed_then_turned, turned
 
 
 def dsv4_attention(
@@ -34,6 +36,8 @@ def dsv4_attention(
     implementation: _check.Implementation | None = None,
     deterministic: bool = False,
     batch_invariant: bool = False,
+    rope_table: jax.Array | None = None,
+    norm_eps: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The attention of one DeepSeek-V4 layer: sliding window, compressed entries and sink under one softmax.
 
@@ -71,6 +75,12 @@ def dsv4_attention(
       implementation: as in `fmha`, for every launch. "reference" is the definition, whatever the method.
       deterministic: as in `fmha`.
       batch_invariant: as in `fmha`, in one launch; a packed Cache is read by `dsv4_decode` alone.
+      rope_table: float32 `[b, s_q, n]` or `[1, s_q, n]`, cos and sin of n / 2 pairs by turns, as `layers.Rope.table`
+        makes them. q is then as it was before RoPE: the last n dimensions of its heads are turned, in neighbouring
+        pairs, and those of o are turned back. Where there is a kernel for it, this is a part of attention; it rounds
+        less than passes of their own.
+      norm_eps: a float > 0, with a rope_table: q comes before the norm of its heads too, `q / sqrt(mean(q²) +
+        norm_eps)`. None means no norm, for which there is no such kernel.
 
     Returns:
       o like q and lse float32 `[b, s_q, h_q]`, as in `fmha`.
@@ -126,6 +136,11 @@ def dsv4_attention(
         "kv_offset": _check.offset(op, "kv_offset", kv_offset, dims),
         "window_lengths": window_lengths,
     }
+    if rope_table is None and norm_eps is not None:
+        raise _check.error(ValueError, op, "norm_eps", norm_eps, "None without a rope_table")
+    if rope_table is not None:
+        rope_table = _table(op, rope_table, dims)
+        norm_eps = None if norm_eps is None else _check.number(op, "norm_eps", norm_eps, "a float > 0", lambda x: x > 0)
     if indices is not None and indices.shape[2] == 0:
         compressed_kv = None
     b, s_q = dims["b"], dims["s_q"]
@@ -148,7 +163,11 @@ def dsv4_attention(
         selected: dict[str, Any] = {"indices": indices, "topk_length": topk_length, "ratio": ratio}
         spans: dict[str, Any] = {"span": span, "compressed_span": compressed_span}
         how: dict[str, Any] = {"sink": sink, "scale": scale, **selected, **spans, **positions}
-        return reference.dsv4_attention(q, window_kv, compressed_kv, **how)
+
+        def definition(q: jax.Array) -> reference.Attention:
+            return reference.dsv4_attention(q, window_kv, compressed_kv, **how)
+
+        return definition(q) if rope_table is None else _turned(definition, q, rope_table, norm_eps)
     of_queries = dims["s_w"] == s_q and all(isinstance(x, int) for x in (q_offset, kv_offset)) and q_offset == kv_offset
     near_source = SpanSource(
         window_kv, *near_bounds, names=_WINDOW, axis="s_w", reach=window - 1 if of_queries else None
@@ -169,12 +188,40 @@ def dsv4_attention(
         wanted = "'two_pass', or operands that there is a fused kernel for"
         raise not_built(op, "method", f"'fused' for {support.got}", wanted, support.kernels)
     run = functools.partial(
-        attend, op, q, scale=scale, implementation=implementation, differentiable=cache is None,
-        deterministic=deterministic, batch_invariant=batch_invariant,
+        attend, op, sources=sources, sink=sink, scale=scale, implementation=implementation,
+        differentiable=cache is None, deterministic=deterministic, batch_invariant=batch_invariant,
     )  # fmt: skip
-    if len(sources) == 1 or batch_invariant or (support.shipped and method != "two_pass"):
-        return run(sources, sink=sink)
-    return merged([run([source], sink=None) for source in sources], sink, op)
+    if len(sources) > 1 and not batch_invariant and (method == "two_pass" or not support.shipped):
+
+        def attention(q: jax.Array) -> reference.Attention:
+            return merged([run(q=q, sources=[source], sink=None) for source in sources], sink, op)
+
+        return attention(q) if rope_table is None else _turned(attention, q, rope_table, norm_eps)
+    if rope_table is None:
+        return run(q=q)
+    if norm_eps is not None and not batch_invariant and takes_turns(q, sources, rope_table.shape[-1]):
+        return run(q=q, turn=Turn(rope_table, norm_eps))
+    return _turned(lambda q: run(q=q), q, rope_table, norm_eps)
+
+
+def _table(op: str, x: Any, dims: Mapping[str, Any]) -> jax.Array:
+    b, s_q, d = (dims[name] for name in ("b", "s_q", "d"))
+    wanted = f"float32[b={b} or 1, s_q={s_q}, n], n even and at most {d}"
+
+    def fits(x: Any) -> bool:
+        shaped = x.dtype == jnp.float32 and x.ndim == 3 and x.shape[0] in (1, b) and x.shape[1] == s_q
+        return bool(shaped and x.shape[2] % 2 == 0 and x.shape[2] <= d)
+
+    return _check.array(op, "rope_table", x, wanted, fits)
+
+
+def _turned(
+    attention: Callable[[jax.Array], reference.Attention], q: jax.Array, table: jax.Array, eps: float | None
+) -> reference.Attention:
+    """Attention of q after its norm, if there is one, and RoPE; with o turned back."""
+    q = turned(q, table, 1) if eps is None else normed_then_turned(q, table, eps)
+    o, lse = attention(q)
+    return turned(o, table, -1), lse
 
 
 def window_span(s_q: int, window: int, q_offset: Any, kv_offset: Any, window_lengths: jax.Array | None) -> Span:

@@ -280,9 +280,10 @@ class DSV4Attention:
                 q_offset=first,
                 kv_offset=first - (self.window - 1),
                 implementation=implementation,
+                **self._turn(positions),
                 **self._seen(shared, indices),
             )
-        return Output(self._projected_back(params, o, positions), cache, _made(shared, given), None)
+        return Output(self._projected_back(params, o), cache, _made(shared, given), None)
 
     def step(
         self,
@@ -349,7 +350,7 @@ class DSV4Attention:
         positions = counted(first, 0, s)
         rows = self._rows(params, x)
         c = rms_norm(rows["wq_a"].take().astype(x.dtype), params["q_norm"], self.eps)
-        q = self._queries(params, c, positions)
+        q = self._turned(self._queries(params, c), positions)
         given = shared or Shared()
         start = first if begin else None
         cache, shared = self._inserted(params, x, rows, cache, given, start, lengths, implementation != "reference")
@@ -373,7 +374,8 @@ class DSV4Attention:
                 implementation=implementation,
                 **self._seen(shared, indices),
             )
-        return Output(self._projected_back(params, o, positions), cache, _made(shared, given), None)
+        o = inverse_rope(o, positions, self.rope)
+        return Output(self._projected_back(params, o), cache, _made(shared, given), None)
 
     def _whole(
         self,
@@ -421,10 +423,12 @@ class DSV4Attention:
                 sink=params["sink"],
                 window=self.window,
                 implementation=implementation,
+                **self._turn(positions),
                 **seen,
             )
-        index_query = None if chosen is None else IndexQuery(*chosen, q, lse)
-        return Output(self._projected_back(params, o, positions), None, _made(shared, given), index_query)
+        # where a kernel turns q inside of attention, this is a pass of its own, unless nobody asks for it
+        index_query = None if chosen is None else IndexQuery(*chosen, self._turned(q, positions), lse)
+        return Output(self._projected_back(params, o), None, _made(shared, given), index_query)
 
     def _rows(self, params: Any, x: jax.Array) -> dict[str, Rows]:
         """x times the matrices that a step multiplies it with, in float32, by their names."""
@@ -548,20 +552,26 @@ class DSV4Attention:
         return past | ({"indices": shared.indices if given is None else given} if self.sparse else {})
 
     def _projected(self, params: Any, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The low-rank query `[b, s, q_rank]`, q `[b, s, h, d]` and the latents `[b, s, d]`, turned by RoPE."""
+        """The low-rank query `[b, s, q_rank]`, q `[b, s, h, d]` before norm and RoPE, and latents `[b, s, d]`."""
         w = {name: params[name].astype(x.dtype) for name in ("wq_a", "wkv")}
         c = rms_norm(x @ w["wq_a"], params["q_norm"], self.eps)
-        q = self._queries(params, c, positions)
+        q = self._queries(params, c)
         kv = rms_norm(x @ w["wkv"], params["kv_norm"], self.eps)
         return c, q, rope(kv, positions, self.rope)
 
-    def _queries(self, params: Any, c: jax.Array, positions: jax.Array) -> jax.Array:
-        """q `[b, s, h, d]` of the low-rank query, turned by RoPE."""
-        q = jnp.einsum("bsr,rhd->bshd", c, params["wq_b"].astype(c.dtype))
+    def _queries(self, params: Any, c: jax.Array) -> jax.Array:
+        """q `[b, s, h, d]` of the low-rank query, before its norm and RoPE."""
+        return jnp.einsum("bsr,rhd->bshd", c, params["wq_b"].astype(c.dtype))
+
+    def _turn(self, positions: jax.Array) -> dict[str, Any]:
+        """The operands by which attention norms and turns q, and turns o back."""
+        return {"rope_table": self.rope.table(positions), "norm_eps": self.eps if self.norm_heads else None}
+
+    def _turned(self, q: jax.Array, positions: jax.Array) -> jax.Array:
+        """q as attention sees it."""
         return rope_of_normed(q, positions, self.rope, self.eps) if self.norm_heads else rope(q, positions, self.rope)
 
-    def _projected_back(self, params: Any, o: jax.Array, positions: jax.Array) -> jax.Array:
-        o = inverse_rope(o, positions, self.rope)
+    def _projected_back(self, params: Any, o: jax.Array) -> jax.Array:
         # one axis for the heads of a group: of two, XLA transposes the weights for the gradient
         o = o.reshape(*o.shape[:2], self.o_groups, -1, self.d).reshape(*o.shape[:2], self.o_groups, -1)
         w = params["wo_a"].astype(o.dtype).reshape(self.o_groups, o.shape[-1], -1)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from .. import Cache
 from .._definitions import explicit_axes
 from .._definitions.packed import rounded
+from .._definitions.rope import pairs_turned
 from .._dispatch.autodiff import without_gradient
 from .._dispatch.lowering import choose
 from .._dispatch.op import ONE_OR_B, Arrays, Axes, Call, KernelUse, Op
@@ -28,7 +29,7 @@ from .._host import library
 from ._norm import rms_norm
 from .hadamard import hadamard
 from .pooling import RunningSums, completed, counted, of_places, pool_ring, pool_step
-from .rope import Rope, pairs_turned
+from .rope import Rope
 
 State = Cache | RunningSums | None
 """of a compressor, as `Compressor.state` makes it"""

@@ -10,7 +10,6 @@ function of distances again.
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -21,14 +20,13 @@ from jax import lax
 from .. import _check
 from .._definitions import explicit_axes
 from .._definitions.packed import quantize_rows
-from .._dispatch.autodiff import Differentiable, Function, Rule, without_gradient
+from .._definitions.rope import pairs_turned
+from .._dispatch.autodiff import Differentiable, without_gradient
 from .._dispatch.lowering import choose
-from .._dispatch.op import ONE_OR_B, Arrays, Axes, Call, KernelUse, Op
-from .._dispatch.support import Support
-from .._host import library
+from .._dispatch.op import Arrays, Axes, Call, KernelUse, Op
 from .._host import rope as raw
+from .._ops.rope import TABLE, TurnsBack, X, Y, normed_then_turned, support_for, turned
 from . import _operands
-from ._norm import rms_norm
 from .hadamard import hadamard
 
 
@@ -132,17 +130,17 @@ def rope_hadamard(x: jax.Array, positions: jax.Array, rotation: Rope) -> jax.Arr
     """`hadamard(rope(x))`; where there is a kernel, in one pass over x `[b, s, d]` or `[b, s, h, d]`."""
     if getattr(x, "shape", (0,))[-1:] != (_INDEX_D,) or not isinstance(rotation, Rope):
         return hadamard(rope(x, positions, rotation))
-    support = _support("rope_hadamard", x, dims=rotation.dims)
+    support = support_for("rope_hadamard", x, dims=rotation.dims)
     use = choose("rope_hadamard", None, support)
     if use == KernelUse.NEVER:
         return hadamard(rope(x, positions, rotation))
 
-    def turned(direction: int) -> Call:
+    def call(direction: int) -> Call:
         return Call(_ROPE_HADAMARD, use, (("direction", direction),), support)
 
     with jax.named_scope("rope"):
         rows = x if x.ndim == 4 else x[:, :, None]
-        y = Differentiable(turned(1), turned(-1), _RotatesBack)(rows, rotation.table(positions))[0]
+        y = Differentiable(call(1), call(-1), TurnsBack)(rows, rotation.table(positions))[0]
         return y.reshape(x.shape)
 
 
@@ -150,7 +148,7 @@ def index_query(x: jax.Array, positions: jax.Array, rotation: Rope) -> tuple[jax
     """`rope_hadamard(x)` of x `[b, s, h, d]` in 8 bits, as `quantize_indexer` quantizes queries: float8_e4m3fn, and
     float32 scales `[b, s, h]`. Where there is a kernel, in one pass; the gradient is then zero, as a choice's is.
     """
-    support = _support("index_query", x, dims=rotation.dims)
+    support = support_for("index_query", x, dims=rotation.dims)
     use = choose("index_query", None, support) if x.shape[-1] == _INDEX_D else KernelUse.NEVER
     if use == KernelUse.NEVER:
         return quantize_rows(rope_hadamard(x, positions, rotation))
@@ -162,13 +160,7 @@ def index_query(x: jax.Array, positions: jax.Array, rotation: Rope) -> tuple[jax
 
 def rope_of_normed(x: jax.Array, positions: jax.Array, rotation: Rope, eps: float) -> jax.Array:
     """`rope(rms_norm(x))`, no weight; where there is a kernel, in one pass over x `[b, s, h, d]`."""
-    support = _support("norm_rope", x, d=x.shape[-1], dims=rotation.dims)
-    use = choose("norm_rope", None, support)
-    if use == KernelUse.NEVER:
-        return rope(rms_norm(x, None, eps), positions, rotation)
-    with jax.named_scope("norm"):
-        call, gradient = (Call(op, use, (("eps", eps),), support) for op in (_NORM_ROPE, _NORM_ROPE_GRADIENT))
-        return Differentiable(call, gradient)(x, rotation.table(positions))[0]
+    return normed_then_turned(x, rotation.table(positions), eps)
 
 
 def _turn(op: str, x: Any, positions: Any, rotation: Rope, direction: int) -> jax.Array:
@@ -180,51 +172,12 @@ def _turn(op: str, x: Any, positions: Any, rotation: Rope, direction: int) -> ja
     positions = _operands.positions(op, "positions", positions, *x.shape[:2])
     if positions.shape[0] == x.shape[0]:
         x, positions = explicit_axes.with_one_batch(op, x=x, positions=positions)
-    support = _support("rope", x, dims=n)
-    use = choose("rope", None, support) if x.shape[-1] % _VECTOR == 0 else KernelUse.NEVER
-
-    def rotated_by(direction: int) -> Call | Function:
-        params = (("direction", direction),)
-        return Function(pairs_turned, params) if use == KernelUse.NEVER else Call(_ROPE, use, params, support)
-
     with jax.named_scope("rope"):
         rows = x if x.ndim == 4 else x[:, :, None]
-        rotated = Differentiable(rotated_by(direction), rotated_by(-direction), _RotatesBack)
-        return rotated(rows, rotation.table(positions))[0].reshape(x.shape)
+        return turned(rows, rotation.table(positions), direction).reshape(x.shape)
 
 
-# The ops. Their kernels are handed rows, which are (token, head), and a table of each token's cos and sin.
-
-
-def pairs_turned(x: jax.Array, table: jax.Array, *, direction: int) -> Arrays:
-    n = table.shape[-1]
-    pairs = x[..., -n:].astype(jnp.float32).reshape(*x.shape[:-1], n // 2, 2)
-    turns = table.reshape(*table.shape[:2], 1, n // 2, 2)
-    sides = direction * (2 * jnp.arange(2, dtype=jnp.float32) - 1).reshape(1, 1, 1, 1, 2)
-    turned = pairs * turns[..., :1] + pairs[..., ::-1] * (sides * turns[..., 1:])
-    turned = turned.reshape(*x.shape[:-1], n).astype(x.dtype)
-    return (lax.platform_dependent(x, turned, cuda=_put, default=_beside),)
-
-
-def _put(x: jax.Array, turned: jax.Array) -> jax.Array:
-    """Writes in place, so that the dimensions before it need not be moved. A separate kernel rotates: one of XLA's that
-    also wrote in place would overwrite numbers that it reads for two results.
-    """
-    return lax.dynamic_update_slice_in_dim(x, lax.optimization_barrier(turned), x.shape[-1] - turned.shape[-1], -1)
-
-
-def _beside(x: jax.Array, turned: jax.Array) -> jax.Array:
-    """XLA's CPU compiler fuses the other form all the same, and returns wrong numbers (seen with jaxlib 0.10.2)."""
-    return jnp.concatenate([x[..., : -turned.shape[-1]], turned], -1)
-
-
-def _normed_and_turned(x: jax.Array, table: jax.Array, *, eps: float) -> Arrays:
-    return pairs_turned(rms_norm(x, None, eps), table, direction=1)
-
-
-def _normed_and_turned_gradient(x: jax.Array, table: jax.Array, dy: jax.Array, *, eps: float) -> Arrays:
-    _, vjp = jax.vjp(lambda x: pairs_turned(rms_norm(x, None, eps), table, direction=1)[0], x)
-    return vjp(dy)
+# The ops of an indexer. Their kernels are handed rows, which are (token, head), and a table of cos and sin.
 
 
 def _turned_and_transformed(x: jax.Array, table: jax.Array, *, direction: int) -> Arrays:
@@ -237,47 +190,12 @@ def _turned_transformed_and_quantized(x: jax.Array, table: jax.Array) -> Arrays:
     return quantize_rows(_turned_and_transformed(x, table, direction=1)[0])
 
 
-_X, _TABLE, _Y = Axes("x", "b s_q h_q d"), Axes("table", f"{ONE_OR_B} s_q n"), Axes("y", "b s_q h_q d")
-_VECTOR = 8  # numbers of 16 bits that a kernel loads at once
 _INDEX_D = 128  # the numbers of a row that a kernel transforms
-_ROPE = Op("rope", (_X, _TABLE), (_Y,), pairs_turned, raw.rope)
-_ROPE_HADAMARD = Op("rope_hadamard", (_X, _TABLE), (_Y,), _turned_and_transformed, raw.rope_hadamard)
+_ROPE_HADAMARD = Op("rope_hadamard", (X, TABLE), (Y,), _turned_and_transformed, raw.rope_hadamard)
 _INDEX_QUERY = Op(
     "index_query",
-    (_X, _TABLE),
+    (X, TABLE),
     (Axes("codes", "b s_q h_q d"), Axes("scales", "b s_q h_q")),
     _turned_transformed_and_quantized,
     raw.index_query,
 )
-_NORM_ROPE = Op("norm_rope", (_X, _TABLE), (_Y,), _normed_and_turned, raw.norm_rope)
-_NORM_ROPE_GRADIENT = Op(
-    "norm_rope",
-    (_X, _TABLE, Axes("dy", "b s_q h_q d")),
-    (Axes("dx", "b s_q h_q d"),),
-    _normed_and_turned_gradient,
-    raw.norm_rope_bwd,
-    part="gradient",
-)
-
-
-def _support(op: str, x: jax.Array, **sizes: int) -> Support:
-    """The kernel of an op for rows of x; that of its gradient is shipped for the same."""
-    got = f"{x.dtype.name}, " + ", ".join(f"{name}={n}" for name, n in sizes.items())
-    return Support(got, (op,), library.shipped_for(op, dtype=x.dtype.name, **sizes))
-
-
-class _RotatesBack(Rule):
-    """A rotation's gradient rotates back, and needs no x."""
-
-    @staticmethod
-    def residuals(operands: Arrays, results: Arrays) -> Any:
-        _, table = operands
-        return table
-
-    @staticmethod
-    def operands(residuals: Any, cotangents: Arrays) -> Arrays:
-        return *cotangents, residuals
-
-    @staticmethod
-    def cotangents(residuals: Any, gradients: Arrays) -> Sequence[jax.Array | None]:
-        return *gradients, None

@@ -35,12 +35,13 @@ class Source(NamedTuple):
 
 
 class ForwardKernel(Kernel):
-    """A forward kernel is a class with the method `kernel(q, o, sources, results, scale_log2, n)`:
+    """A forward kernel is a class with the method `kernel(q, o, sources, results, scaling, n)`:
 
     q        (TMA, array), or what `rows` says
     o        the same where K is V, else a pointer
     sources  for each a tuple: TMA of its arrays and pointers to them, as `source` says; last, its operands
     results  RowResults
+    scaling  scale_log2, or what `scaling` says
     n        Extents
 
     Its config also has `columns_q` and `columns_k`, how many of d a TMA loads at a time; `gathers`, `shared_kv` and
@@ -58,6 +59,8 @@ class ForwardKernel(Kernel):
         lse: cute.Pointer,
         o_parts: cute.Pointer,
         scale_log2: Float32,
+        table: cute.Pointer,  # operands of q's norm and RoPE, which not every kernel does
+        eps: Float32,
         b: Int32,
         s_q: Int32,
         h_q: Int32,
@@ -90,7 +93,12 @@ class ForwardKernel(Kernel):
         )
         sources = tuple(self.source(kind, shapes, x) for kind, x in zip(c.sources, given, strict=False))
         results = RowResults(sink, lse, o_parts)
-        self.launch_persistent(rows, output, sources, results, scale_log2, n=n, ctas=ctas, stream=stream)
+        scaling = self.scaling(scale_log2, table, eps)
+        self.launch_persistent(rows, output, sources, results, scaling, n=n, ctas=ctas, stream=stream)
+
+    def scaling(self, scale_log2: Float32, table: cute.Pointer, eps: Float32) -> Any:
+        """What determines the scale of a row's logits, as the kernel takes it."""
+        return scale_log2
 
     def rows(self, shapes: Shapes, q: cute.Pointer, o: cute.Pointer) -> tuple[Any, Any]:
         """q and o as the kernel takes them."""
@@ -119,6 +127,8 @@ class ForwardKernel(Kernel):
         return (
             *pointers(variant.dtype, "q", "o", "float32", "float32", "float32"),
             Float32(1.0),
+            *pointers(variant.dtype, "float32"),
+            Float32(1e-6),
             *(i32() for _ in range(6)),
             *sources[0],
             *sources[1],

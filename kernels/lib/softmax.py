@@ -32,7 +32,7 @@ class RowResults(NamedTuple):
 class Softmax:
     """The running maximum and sum of the rows that a thread holds."""
 
-    scale_log2: Float32
+    scale_log2: Float32 | cute.Tensor  # of all rows, or of each
     row_max: cute.Tensor
     row_sum: cute.Tensor  # of this thread's columns, until `finish`
     old_max: cute.Tensor
@@ -40,7 +40,7 @@ class Softmax:
     sink: cute.Tensor
 
     @staticmethod
-    def of(scale_log2: Float32) -> "Softmax":
+    def of(scale_log2: Float32 | cute.Tensor) -> "Softmax":
         return Softmax(scale_log2, *(cute.make_rmem_tensor(ROWS, Float32) for _ in range(5)))
 
     @cute.jit
@@ -80,7 +80,7 @@ class Softmax:
     def decay(self):
         """The maximum rose from old_max: updates factor and row_sum."""
         for r in cutlass.range_constexpr(ROWS):
-            self.factor[r] = exp2(self.old_max[r] * self.scale_log2 - self.shift(r))
+            self.factor[r] = exp2(self.old_max[r] * self.scale(r) - self.shift(r))
             self.row_sum[r] = self.row_sum[r] * self.factor[r]
 
     @cute.jit
@@ -88,18 +88,21 @@ class Softmax:
         """scores <- exp(scale (scores - row_max)), added to row_sum."""
         s = by_row(scores)
         for r in cutlass.range_constexpr(ROWS):
-            shift = self.shift(r)
+            scale, shift = self.scale(r), self.shift(r)
             a, b = self.row_sum[r], Float32(0.0)
             for i in cutlass.range_constexpr(0, cute.size(s, mode=[1]), 2):
-                s[r, i] = exp2(s[r, i] * self.scale_log2 - shift)
-                s[r, i + 1] = exp2(s[r, i + 1] * self.scale_log2 - shift)
+                s[r, i] = exp2(s[r, i] * scale - shift)
+                s[r, i + 1] = exp2(s[r, i + 1] * scale - shift)
                 a, b = a + s[r, i], b + s[r, i + 1]
             self.row_sum[r] = a + b
+
+    def scale(self, r: int) -> Float32:
+        return self.scale_log2[r] if isinstance(self.scale_log2, cute.Tensor) else self.scale_log2
 
     @cute.jit
     def shift(self, r: cutlass.Constexpr) -> Float32:
         """The number to subtract in the exponent; 0 for a row without keys, whose exponentials are exp2(-inf) = 0."""
-        shift = self.row_max[r] * self.scale_log2
+        shift = self.row_max[r] * self.scale(r)
         return Float32(0.0) if self.row_max[r] == -Float32.inf else shift
 
     @cute.jit

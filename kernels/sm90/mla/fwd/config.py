@@ -20,6 +20,7 @@ class Config:
     sources: tuple[str, ...]  # their kinds, in the order in which they are taken: "span", "selection" or one of PACKED
     extra_keys: int = 0  # keys that odd tiles have beyond tile_n, which a separate warp copies
     cluster: int = 1  # CTAs with heads of the same query; two unpack keys for one another
+    turns: bool = False  # whether q is normed and turned here, and o turned back
     tile_m: int = 64
     tile_n: int = 64
     shared_kv: bool = True
@@ -121,7 +122,7 @@ class Config:
     def smem_bytes(self) -> int:
         barriers = 8 * sum(Barriers.COUNTS)
         p_and_o = 2 * self.tile_m * (sum(self.tile_keys) + 2 * self.slabs_of_o * SLAB)
-        rows, infos = 4 * self.tile_m * 2, 4 * 2 * PUBLISHED * (1 + len(self.sources))
+        rows, infos = 4 * self.tile_m * 2 * (1 + self.turns), 4 * 2 * PUBLISHED * (1 + len(self.sources))
         return (self.tile_m + sum(self.tile_keys)) * self.row_bytes + p_and_o + rows + infos + barriers
 
     def __post_init__(self):

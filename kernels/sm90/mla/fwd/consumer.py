@@ -12,6 +12,7 @@ from kernels.lib.launch import WARPGROUP
 from kernels.lib.output import SlabStores
 from kernels.lib.rows import ROWS, BoxedRows, RowTile, row_of
 from kernels.lib.softmax import RowResults, Softmax
+from kernels.lib.turned import Turn
 from kernels.lib.wgmma import (
     K_MAJOR,
     MN_MAJOR,
@@ -26,6 +27,7 @@ from kernels.lib.wgmma import (
 from .smem import Barriers, Shared
 
 WARPGROUP_MET = 1  # named barriers, + LEFT and + RIGHT: all threads of the one warpgroup have come
+BOTH_MET = 3  # all threads of both
 
 
 class Rows(NamedTuple):
@@ -56,10 +58,11 @@ class Consumer:
     products: cute.Tensor  # the same registers, by `columns_o`
     softmax: Softmax
     stores: SlabStores
+    turn: Turn | None  # where q is turned
 
     @staticmethod
     def of(
-        c: Any, dtype, side: int, bar: Barriers, smem: Shared, tma_o: cute.CopyAtom, scale_log2: Float32
+        c: Any, dtype, side: int, bar: Barriers, smem: Shared, tma_o: cute.CopyAtom, scaling: Float32 | Turn
     ) -> "Consumer":
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         keys = c.tile_keys[side]
@@ -85,8 +88,9 @@ class Consumer:
             p=register_operand(pv, keys, dtype),
             out=out,
             products=cute.make_tensor(out.iterator, pv.partition_shape_C((c.tile_m, c.half))),
-            softmax=Softmax.of(scale_log2),
+            softmax=Softmax.of(cute.make_rmem_tensor(ROWS, Float32) if c.turns else scaling),
             stores=SlabStores(tma_o, smem.o[side], WARPGROUP_MET + side, thread),
+            turn=scaling if c.turns else None,
         )
 
 

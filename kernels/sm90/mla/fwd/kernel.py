@@ -14,7 +14,8 @@ So one's softmax runs under the other's products: FlashMLA's seesaw schedule. Wi
 the sums of its rows. A tile is refilled by halves of its columns, each as soon as it is read for the last time. Warps
 are specialised and CTAs persistent: one takes every gridDim-th tile of rows, and the producer runs ahead into the next
 one. Q's SMEM is free after the last scores, because O goes through P's SMEM, slab by slab, and TMA stores it
-during the work on the next tile.
+during the work on the next tile. Where q comes without its norm and RoPE, both sides do that under left's first
+products, and right turns o back.
 
 The keys come from one or more sources, taken one after the other as one sequence of tiles under one softmax: spans
 (contiguous: a window, a dense cache) and selections (by index), which may be packed. Spans alone are loaded by TMA;
@@ -45,6 +46,7 @@ from kernels.lib.softmax import ROWS, RowResults, rescale_rows, scale_rows
 from kernels.lib.spans import SpanOperands, open_span, prefetch_span, read_span
 from kernels.lib.splits import on_source, own_part
 from kernels.lib.tile_scheduler import TileScheduler
+from kernels.lib.turned import Turn, prepare_rows, turn_back
 from kernels.lib.wgmma import (
     K_MAJOR,
     SLAB,
@@ -58,7 +60,7 @@ from kernels.lib.wgmma import (
 from kernels.packings import PACKED
 
 from .config import Config
-from .consumer import WARPGROUP_MET, Consumer, Rows, hand_over, take_over
+from .consumer import BOTH_MET, WARPGROUP_MET, Consumer, Rows, hand_over, take_over
 from .key_tiles import KeyTiles, Work
 from .packed_tiles import load_packed
 from .paired_tiles import load_paired
@@ -75,6 +77,9 @@ class MlaFwdSm90(ForwardKernel):
         """Operands of selections, by the kind of a source."""
         return {**GATHERED, **{kind: packed_operands(kind, self.config.lanes_a_key) for kind in PACKED}}
 
+    def scaling(self, scale_log2: Float32, table: cute.Pointer, eps: Float32) -> Float32 | Turn:
+        return Turn(scale_log2, table, eps) if self.config.turns else scale_log2
+
     @cute.kernel
     def kernel(
         self,
@@ -82,7 +87,7 @@ class MlaFwdSm90(ForwardKernel):
         output: tuple,
         sources: tuple,
         results: RowResults,
-        scale_log2: Float32,
+        scaling: Float32 | Turn,
         n: Extents,
     ):
         c = self.config
@@ -109,9 +114,9 @@ class MlaFwdSm90(ForwardKernel):
             await_others(c.cluster)
             operands = tuple(source[-1] for source in sources)
             if warp < 4 * c.producers + 4:
-                self.consume(LEFT, bar, smem, operands, output, results, scale_log2, n)
+                self.consume(LEFT, bar, smem, operands, output, results, scaling, n)
             else:
-                self.consume(RIGHT, bar, smem, operands, output, results, scale_log2, n)
+                self.consume(RIGHT, bar, smem, operands, output, results, scaling, n)
 
     # ---- producer
 
@@ -193,12 +198,12 @@ class MlaFwdSm90(ForwardKernel):
         operands: tuple,
         output: tuple,
         results: RowResults,
-        scale_log2: Float32,
+        scaling: Float32 | Turn,
         n: Extents,
     ):
         """One warpgroup: its half of O's columns, of every row tile of this CTA."""
         c = self.config
-        w = Consumer.of(c, self.dtype, side, bar, smem, output[0], scale_log2)
+        w = Consumer.of(c, self.dtype, side, bar, smem, output[0], scaling)
         fills = (Int32(0), Int32(0))
         boxed = BoxedRows.of(n, 0, w.thread, c.gathers)
         for wave in cutlass.range(self.tile_scheduler(n).waves, unroll=1):
@@ -213,9 +218,9 @@ class MlaFwdSm90(ForwardKernel):
             if n.splits > 1:
                 wait_for(bar.all_read, wave)
             if n.splits == 1:
-                self.store(side, w, wave, tile.of(output[1], c.tile_m, SLAB))
+                self.store(side, w, wave, tile.of(output[1], c.tile_m, SLAB), rows)
             else:
-                store_part(w.out, w.softmax, results.o_parts, tile, boxed, side * c.half, w.thread, c.d)
+                self.store_part(side, w, rows)
             fills = work.fills_after()
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
@@ -250,9 +255,25 @@ class MlaFwdSm90(ForwardKernel):
         return replace(work, rows=seen)
 
     @cute.jit
+    def turn(self, side: cutlass.Constexpr, w: Consumer, rows: Rows):
+        """The scale of each row; and Q turned, for which left waits under products of the columns that are not."""
+        c, s = self.config, w.softmax
+        slabs = range(side * c.half // SLAB, (side + 1) * c.half // SLAB)
+        prepare_rows(w.smem.q, slabs, s.row_sum, w.turn, *rows[:2], w.thread, turns=side == RIGHT)
+        hand_over(w.smem.squares, side, s.row_sum, w.thread)
+        if cutlass.const_expr(side == RIGHT):
+            cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=BOTH_MET, number_of_threads=2 * WARPGROUP)
+        take_over(w.smem.squares, 1 - side, s.factor, w.thread)
+        for r in cutlass.range_constexpr(ROWS):
+            s.scale_log2[r] = w.turn.scale(s.row_sum[r] + s.factor[r], c.d)
+
+    @cute.jit
     def attend_left(self, w: Consumer, work: Work, rows: Rows):
         evens, odds = work.evens, work.odds
         self.issue_scores(LEFT, w, work, 0, LEFT, fresh=True)
+        if cutlass.const_expr(self.config.turns):
+            self.turn(LEFT, w, rows)
         self.issue_scores(LEFT, w, work, 0, RIGHT, fresh=False)
         work = self.prepare(LEFT, w, work, rows)
         self.await_scores(w, evens == 1)
@@ -276,6 +297,8 @@ class MlaFwdSm90(ForwardKernel):
     @cute.jit
     def attend_right(self, w: Consumer, work: Work, rows: Rows):
         evens, odds = work.evens, work.odds
+        if cutlass.const_expr(self.config.turns):
+            self.turn(RIGHT, w, rows)
         if odds == 0:
             self.prepare(RIGHT, w, work, rows)
             cute.arch.mbarrier_arrive(w.bar.q_empty)
@@ -304,8 +327,10 @@ class MlaFwdSm90(ForwardKernel):
         s.finish(*rows[:2], w.thread, rows.results, writes_lse=side == LEFT)
 
     @cute.jit
-    def store(self, side: cutlass.Constexpr, w: Consumer, wave: Int32, target: cute.Tensor):
-        """Stores this side's half of O, normalised, slab by slab."""
+    def store(self, side: cutlass.Constexpr, w: Consumer, wave: Int32, target: cute.Tensor, rows: Rows):
+        """Stores this side's half of O, normalised, slab by slab; turned back in registers that are free now, since
+        ptxas gives up on products whose accumulator others change.
+        """
         c, mma = self.config, tiled_mma(self.dtype, SLAB, K_MAJOR)
         slabs, slab = c.half // SLAB, cute.make_tensor(w.scores.iterator, mma.partition_shape_C((c.tile_m, SLAB)))
         for i in cutlass.range_constexpr(slabs):
@@ -313,7 +338,26 @@ class MlaFwdSm90(ForwardKernel):
                 wait_for(w.bar.all_read, wave)  # the other side no longer reads this one's P
             for x in cutlass.range_constexpr(cute.size(slab)):
                 slab[x] = w.out[i * cute.size(slab) + x] * w.softmax.factor[x // 2 % ROWS]
+            if cutlass.const_expr(c.turns and side == RIGHT and i == slabs - 1):
+                turn_back(slab, w.turn, *rows[:2], w.thread)
             w.stores.store(i, mma, slab, w.p, target[None, None, side * slabs + i])
+
+    @cute.jit
+    def store_part(self, side: cutlass.Constexpr, w: Consumer, rows: Rows):
+        """Stores this side's half of a partial result, which is turned back as O is."""
+        c, whole, column0 = self.config, w.out, side * self.config.half
+        place = (rows.results.o_parts, *rows[:2])
+        if cutlass.const_expr(c.turns and side == RIGHT):
+            last, before = (
+                cute.make_tensor(x.iterator, tiled_mma(self.dtype, n, K_MAJOR).partition_shape_C((c.tile_m, n)))
+                for x, n in ((w.scores, SLAB), (w.out, c.half - SLAB))
+            )
+            for x in cutlass.range_constexpr(cute.size(last)):
+                last[x] = w.out[cute.size(before) + x]
+            turn_back(last, w.turn, *rows[:2], w.thread)
+            store_part(last, w.softmax, *place, c.d - SLAB, w.thread, c.d)
+            whole = before
+        store_part(whole, w.softmax, *place, column0, w.thread, c.d)
 
     @cute.jit
     def issue_scores(
@@ -473,5 +517,5 @@ def compile(variant: Forward, out_dir: Path) -> Compiled:
     few = variant.max_heads < ANY
     packed = variant.sources[0] in PACKED
     choice = {"cluster": 1 if few else CLUSTER} if packed else {"extra_keys": EXTRA_KEYS if few else 0}
-    config = Config(variant.d, variant.dtype, variant.sources, **choice)
+    config = Config(variant.d, variant.dtype, variant.sources, turns=variant.turns, **choice)
     return MlaFwdSm90(config).compile(variant, out_dir, cluster=config.cluster, unit=config.unit)

@@ -79,6 +79,7 @@ class Shared:
     p: tuple[cute.Tensor, ...]  # (64, keys), by tile of the pair: the probabilities
     o: tuple[tuple[cute.Tensor, ...], ...]  # (64, SLAB), by warpgroup: O on its way out, in the end where p is
     max: cute.Tensor  # (64, warpgroup): the running maximum that each hands over; then what the other's sum ends with
+    squares: cute.Tensor | None  # (64, warpgroup): the sum of each half of a row of q, where q is turned
     info: cute.Tensor  # (PUBLISHED, row tile and each source, row tile & 1): numbers that the producer found
 
     @staticmethod
@@ -94,6 +95,8 @@ class Shared:
         slab = slab_layout(dtype, c.tile_m, SLAB)
         o = tuple((*(tile(slab) for _ in range(c.slabs_of_o)), seen_as(x, slab)) for x in p)
         maxima = smem.allocate_tensor(Float32, cute.make_layout((c.tile_m, 2)), 16)
+        rows = cute.make_layout((c.tile_m, 2))
+        squares = smem.allocate_tensor(Float32, rows, 16) if c.turns else None
         info = smem.allocate_tensor(Int32, cute.make_layout((PUBLISHED, 1 + len(c.sources), 2)), 16)
         bar = Barriers.at(smem.allocate_array(Int64, sum(Barriers.COUNTS)), c.cluster)
-        return bar, Shared(q, k, p, o, maxima, info)
+        return bar, Shared(q, k, p, o, maxima, squares, info)
