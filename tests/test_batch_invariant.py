@@ -289,7 +289,7 @@ def hopper(monkeypatch):
 
 def custom_call(f, **how):
     text = jax.jit(functools.partial(f, **how)).trace(Q, KV, FAR, LIST).lower(lowering_platforms=("cuda",)).as_text()
-    (call,) = (line for line in text.splitlines() if "custom_call @dsv4" in line)
+    (call,) = (line for line in text.splitlines() if "custom_call @dsv4" in line and "seen_slots" not in line)
     return call
 
 

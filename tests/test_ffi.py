@@ -32,7 +32,7 @@ from interpreter.kernels.native import (
     variant_of,
 )
 from interpreter.machine.copies import TensorMap
-from jax_dsv4_fmha._host import attention, call, gradients, indexer, kv_insert, library, rope, split_kv
+from jax_dsv4_fmha._host import attention, call, gradients, indexer, kv_insert, library, rope, seen_slots, split_kv
 from jax_dsv4_fmha._host.call import TARGETS
 from kernels import abi, tables, targets
 from kernels.abi import ANY, FORWARD_OPS, TILING, Combine, Forward, gathers
@@ -105,7 +105,7 @@ def test_the_package_knows_the_targets_of_the_abi_and_the_variants():
 
 
 def test_every_target_has_a_raw_call():
-    raw = {name for module in (attention, gradients, indexer, kv_insert, rope) for name in vars(module)}
+    raw = {name for module in (attention, gradients, indexer, kv_insert, rope, seen_slots) for name in vars(module)}
     assert {name.removesuffix("_shared_kv") for name in TARGETS} <= raw
 
 
