@@ -30,7 +30,7 @@ inline std::string Show(const Packing& packing) {
 struct CanonicalOrder {
   static constexpr int64_t kNumber = 1;
   static constexpr std::string_view kArch = "sm_90a";
-  static constexpr std::string_view kTargets[] = {"mha_fwd", "mla_sparse_fwd", "csa_fwd", "dsv4_decode"};
+  static constexpr std::string_view kTargets[] = {"mla_sparse_fwd", "csa_fwd", "dsv4_decode"};
 
   // Why a call has not this order; empty where it has, or where it asks for none.
   static std::string Missing(const ForwardCall& call, int64_t splits, const std::string& arch) {

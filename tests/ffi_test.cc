@@ -181,8 +181,8 @@ void Order() {
   EXPECT(refusal(of(whole, 1), 5) == "order: got 1 on sm_100f, wanted sm_90a");
   Arrays arrays(0);
   ForwardCall dense = arrays.Call();
-  dense.order = 1, dense.target = &kMlaSpanFwdTarget;
-  EXPECT(refusal(dense, 0) == "order: got 1 of mla_span_fwd, wanted a call whose kernels have it");
+  dense.order = 1;
+  EXPECT(refusal(dense, 0) == "order: got 1 of mha_fwd, wanted a call whose kernels have it");
 }
 
 // Scores at given entries, and their gradients, whose dk is cleared before the single launch.
