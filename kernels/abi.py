@@ -203,10 +203,6 @@ class Forward(Variant):
         return "_".join([self.family, *kinds, *(name for name, has in traits.items() if has)])
 
     @property
-    def evidence(self) -> str:
-        return NOT_RUN if self.turns else super().evidence
-
-    @property
     def params(self) -> Params:
         by_tma = {"q": not self.moves_rows, "o": self.shared_kv and not self.moves_rows}
         return (
