@@ -96,8 +96,8 @@ const char* dsv4_fmha_called(const char* key, int64_t heads) {
 }
 
 // What attention launches for a shape, with a kernel of this layout: 0, or -1 with the reason in `error`.
-int dsv4_fmha_plan_forward(const char* layout, const AttentionShape* shape, float scale, float eps,
-                           const Tiles* tiles, const ForwardAddresses* addresses, ShownLaunch* out, char* error, size_t error_bytes) {
+int dsv4_fmha_plan_forward(const char* layout, const AttentionShape* shape, float scale, float eps, const Tiles* tiles,
+                           const ForwardAddresses* addresses, ShownLaunch* out, char* error, size_t error_bytes) {
   Plan<ForwardArguments> plan;
   const std::string reason = PlanForward(*shape, scale, eps, *tiles, *addresses, &plan);
   return Show(layout, plan, reason, out, error, error_bytes);
