@@ -106,7 +106,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         line = [row["name"], *["-"] * 6]
         if ours := row["times"].get("ours"):
             seconds, rate = ours["seconds"], row["flops"] / ours["seconds"]
-            megabytes = (f"{ours[name] / 1e6:.0f}" for name in ("program_bytes", "cache_bytes"))
+            bytes_of = (ours.get(name) for name in ("program_bytes", "cache_bytes"))
+            megabytes = ("-" if n is None else f"{n / 1e6:.0f}" for n in bytes_of)
             shares = (f"{rate / 1e12:.0f}", f"{rate / row['matmul_flops_per_s']:.2f}")
             line[1:] = [f"{seconds * 1e3:.1f}", f"{spread(ours['rounds']):.1%}", *shares, *megabytes]
         lines.append(line)
