@@ -41,7 +41,7 @@ def seen(case: str, b: int, s_q: int, s_kv: int) -> tuple[Array, Array]:
         "window": (position - 40, position + 1),
         "compressed": (zero, (position + 1) // 4),
         "rising": (zero, zero + s_kv),
-        "empty rows": (zero + 3, np.where(i % 3 == 1, 3, s_kv - 2)),  # and later keys that nobody sees
+        "empty rows": (zero + 3, np.where(i % 3 == 1, 3, s_kv - 2)),  # no query sees the last keys
     }[case]
     start, stop = (np.tile(np.clip(x, 0, s_kv).astype(np.int32), (b, 1)) for x in (start, stop))
     if case == "empty rows" and b > 1:

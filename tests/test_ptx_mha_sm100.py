@@ -251,7 +251,7 @@ FAULTS = [
         source=(("range_constexpr(c.d // K_STEP)", "range_constexpr(64 // K_STEP)"),),
     ),
     PlantedFault(
-        "keys that nobody sees are not cleared",
+        "keys past the last that a query sees are not cleared",
         DENSE,
         Wrong,
         r"^o is wrong in 35 of 70 rows, first in batch entry 0, query 0, head 0 \(nan, wanted 0\).*; lse is right",
