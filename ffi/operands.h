@@ -95,7 +95,7 @@ inline void* From(const Operand& x, int64_t first) {
   return static_cast<char*>(x.data) + bytes;
 }
 
-// ---- what abi.TARGETS says of a call
+// ---- what calls.TARGETS says of a call
 
 // An axis by its name, or a constant extent.
 struct Axis {

@@ -1,6 +1,6 @@
 // Makes XLA custom calls of the code of a family of calls. The family says what differs:
 //   Call, Shape, Kernels            the decoded call; what its launches depend on; std::array of Launcher*, some nullptr
-//   Check(call, n, &shape)          what the axes and dtypes of abi.TARGETS do not say
+//   Check(call, n, &shape)          what the axes and dtypes of calls.TARGETS do not say
 //   Find(call, device, &shape, &kernels)   looks its kernels up
 //   Clear(call, shape, stream)      writes what kernels add to, even where there are no queries; a family may lack it
 //   Run(call, shape, kernels, stream)      plans and launches

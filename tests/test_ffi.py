@@ -34,7 +34,7 @@ from interpreter.kernels.native import (
 from interpreter.machine.copies import TensorMap
 from jax_dsv4_fmha._host import attention, call, gradients, indexer, kv_insert, library, rope, seen_slots, split_kv
 from jax_dsv4_fmha._host.call import TARGETS
-from kernels import abi, tables, targets
+from kernels import calls, tables, targets
 from kernels.abi import ANY, FORWARD_OPS, TILING, Combine, Forward, gathers
 from kernels.packings import PACKED
 from kernels.variants import VARIANTS
@@ -101,7 +101,7 @@ def test_the_package_knows_the_targets_of_the_abi_and_the_variants():
     for path, text in tables.committed(VARIANTS).items():
         assert path.read_text() == text, f"{path.name}: run python -m kernels.tables"
     assert [v.key for v in library.SHIPPED] == [v.key for v in VARIANTS]
-    assert list(TARGETS) == list(targets.described()) == [target.name for target in abi.TARGETS]
+    assert list(TARGETS) == list(targets.described()) == [target.name for target in calls.TARGETS]
 
 
 def test_every_target_has_a_raw_call():

@@ -1,0 +1,280 @@
+"""The ABI of custom calls, as data: the operands, results and attributes of each, which XLA passes to our C++ code.
+
+`kernels/targets.py` generates the handlers and the checks of operands from here, and what Python knows of them.
+"""
+
+from dataclasses import dataclass
+
+from .abi import BACKWARD_OPS, FORWARD_OPS, POOL, TURNING
+
+
+@dataclass(frozen=True)
+class Form:
+    """A dtype and axes that an array may have."""
+
+    dtype: str  # as XLA prints it, "f32"; T is that of the call's first array
+    axes: tuple[str, ...]  # an axis has the same extent wherever a call has it; "128" is an extent
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{' '.join(self.axes)}]"
+
+
+@dataclass(frozen=True)
+class Array:
+    """An operand or a result of a call."""
+
+    name: str  # as errors and raw calls have it
+    forms: tuple[Form, ...]  # it has one of these; no two have the same rank and dtype
+    fields: tuple[str, ...]  # what the launcher calls it
+    source: int | None = None  # which source of keys it belongs to
+    aligned: bool = False  # whether kernels move 16 bytes of it at a time
+
+    def __str__(self) -> str:
+        return f"{self.name}: {' or '.join(map(str, self.forms))}"
+
+
+Arrays = tuple[Array, ...]
+
+
+def array(text: str, *fields: str, source: int | None = None, aligned: bool = False) -> Array:
+    """`text` is "name: dtype[axis axis]", or several forms with "or" between them. Arrays of T are aligned."""
+    name, _, forms = text.partition(": ")
+    parsed = tuple(
+        Form(form[: form.index("[")], tuple(form[:-1].split("[")[1].split())) for form in forms.split(" or ")
+    )
+    return Array(name, parsed, fields or (name,), source, aligned or parsed[0].dtype == "T")
+
+
+def arrays(*texts: str) -> Arrays:
+    return tuple(map(array, texts))
+
+
+@dataclass(frozen=True)
+class Target:
+    """A custom call: XLA passes operands, results and attributes to the C++ code of a family of calls."""
+
+    name: str  # after "dsv4_fmha_"
+    calls: str  # ffi/CALLS.h has the code that serves it
+    operands: Arrays
+    results: Arrays
+    attributes: dict[str, str]  # name to type
+    sources: tuple[str, ...] = ()  # kinds of its sources of keys
+
+
+def span(i: int, name: str, axes: str, start: str = "start", stop: str = "stop") -> Arrays:
+    """A source of keys that are values too, of which query j sees those in [start[j], stop[j])."""
+    return (
+        array(f"{name}: T[{axes}]", "k", "v", source=i),
+        array(f"{start}: s32[b s_q]", "from", source=i),
+        array(f"{stop}: s32[b s_q]", "to", source=i),
+    )
+
+
+def selection(i: int, name: str, axes: str, prefix: str = "", packed: bool = False) -> Arrays:
+    """A source of keys that are values too, of which query j sees those that indices[j, :length[j]] name; its keys may
+    be a pool of all sequences, or pages of packed entries.
+    """
+    s_kv, topk = axes.split()[1], f"{prefix}topk"
+    forms = f"T[{axes}] or T[{s_kv} d]" + f" or u8[{prefix}pages {prefix}page_bytes]" * packed
+    return (
+        array(f"{name}: {forms}", "k", "v", source=i),
+        array(f"{prefix}indices: s32[b s_q {topk}]", "from", source=i),
+        array(f"{prefix}length: s32[b s_q]", "to", source=i),
+    )
+
+
+SPAN_OF_HEADS = span(0, "kv", "b s_kv h_kv d")
+SELECTION = selection(0, "kv", "b s_kv d")
+WINDOW_AND_SELECTION = (*span(0, "window_kv", "b s_w d"), *selection(1, "kv", "b s_c d"))
+WINDOW_AND_SPAN = (*span(0, "window_kv", "b s_w d"), *span(1, "kv", "b s_c d", "start2", "stop2"))
+TWO_POOLS = (
+    *selection(0, "window_kv", "b s_w d", "window_", packed=True),
+    *selection(1, "kv", "b s_c d", packed=True),
+)
+K_AND_V = (
+    array("k: T[b s_kv h_kv d]", "k", source=0),
+    array("v: T[b s_kv h_kv d]", "v", source=0),
+    *SPAN_OF_HEADS[1:],
+)
+SCALE = {"scale": "float32"}
+OF_POOLS = tuple(f"{prefix}{name}" for prefix in ("window_", "") for name in POOL[1:])
+
+
+def attention(op: str, sources: Arrays, **attributes: str) -> Target:
+    results = (
+        "o: T[b s_q h_q d]",
+        "lse: f32[b s_q h_q]",
+        # of the last b_split sequences, whose keys are split; without splits there are none
+        "o_parts: f32[b_split s_q h_q splits d]",
+        "lse_parts: f32[b_split s_q h_q splits]",
+    )
+    operands = (array("q: T[b s_q h_q d]"), *sources, array("sink: f32[h_q]"))
+    # order: in which a query's keys are summed (docs/semantics.md), by its number; 0 for any
+    attributes["order"] = "int64"
+    if op in TURNING:
+        operands += (array("table: f32[b s_q 64]", aligned=True),)  # cos and sin by turns, for each query
+        attributes["eps"] = "float32"
+    return Target(op, "forward", operands, arrays(*results), SCALE | attributes, FORWARD_OPS[op])
+
+
+OF_ROWS = (
+    array("q: T[b s_q h_q d]"),
+    array("do: T[b s_q h_q d]", "dout"),
+    *arrays("lse: f32[b s_q h_q]", "sink_factor: f32[b s_q h_q]", "delta: f32[b s_q h_q]"),
+)
+"""What the gradient of attention takes for each row of q."""
+
+
+def mla_gradient(op: str, sources: Arrays) -> Target:
+    """Where resolution has a number, dkv is in fixed point: two words in place of each float32."""
+    dkv = []
+    for keys in sources[::3]:
+        sums = [f"f32[{' '.join(x.axes)}] or u32[{' '.join((*x.axes, '2'))}]" for x in keys.forms]
+        dkv.append(array(f"dkv: {' or '.join(sums)}", source=keys.source, aligned=True))
+    operands = (*OF_ROWS, *arrays("resolution: f32[n_resolution]"), *sources)
+    return Target(op, "mla_backward", operands, (array("dq: T[b s_q h_q d]"), *dkv), SCALE, BACKWARD_OPS[op])
+
+
+def mha_gradient(name: str, sources: Arrays, *of_keys: Array) -> Target:
+    """dq is float32 where one kernel makes all gradients, and adds to dq / scale."""
+    dq = array("dq: T[b s_q h_q d] or f32[b s_q h_q d]")
+    seen = array("seen: s32[b rows_of_kv_head 2]", aligned=True)  # what every tile of rows sees
+    return Target(name, "mha_backward", (*OF_ROWS, *sources), (dq, *of_keys, seen), SCALE, ("span",))
+
+
+QUERIES = arrays("q: T[b s_q heads 128]")
+WEIGHTS = arrays("weights: f32[b s_q heads]")
+SEEN = arrays("start: s32[b s_q]", "stop: s32[b s_q]")
+ENTRIES = arrays("k: T[b s_c 128]")
+CHOSEN = arrays("indices: s32[b s_q topk]", "values: f32[b s_q n_values]")  # n_values is topk, or 0 for no values
+WORKSPACE = arrays("scores: f32[n_rows stride]")  # of blocks of queries
+PAGES = (array("pool: T[pages page 128] or u8[pages page_bytes]", "k"),)
+AT_ENTRIES = (*QUERIES, *ENTRIES, *WEIGHTS, *arrays("indices: s32[b s_q topk]"))
+ROWS_TO_TURN = array("x: T[b s_q h d]", "x", "dy")
+TABLE = array("table: f32[b s_q dims]", aligned=True)  # cos and sin by turns, for each token
+
+KEPT_BY_INSERTION = (
+    array("cache: T[pages page d] or u8[pages page_bytes]", aligned=True),
+    array("state: f32[b ring width]", aligned=True),  # earlier rows of a block
+    array("sums: f32[b n_sums d]", aligned=True),  # three of the tokens before them
+    array("folded: s32[b n_folded]"),  # how many tokens these are
+)
+"""What an insertion changes: a cache, and what it pools: calls have no empty arrays, which XLA copies, and in whose
+place other calls may have theirs."""
+
+TARGETS = (
+    attention("mha_fwd", K_AND_V),
+    attention("mla_span_fwd", SPAN_OF_HEADS),
+    attention("mla_sparse_fwd", SELECTION),
+    attention("csa_fwd", WINDOW_AND_SELECTION),
+    attention("hca_fwd", WINDOW_AND_SPAN),
+    attention("mla_span_fwd_turned", SPAN_OF_HEADS),
+    attention("csa_fwd_turned", WINDOW_AND_SELECTION),
+    attention("hca_fwd_turned", WINDOW_AND_SPAN),
+    attention("dsv4_decode", TWO_POOLS, packing="string"),
+    mla_gradient("mla_span_bwd", SPAN_OF_HEADS),
+    mla_gradient("mla_sparse_bwd", SELECTION),
+    mla_gradient("csa_bwd", WINDOW_AND_SELECTION),
+    mla_gradient("hca_bwd", WINDOW_AND_SPAN),
+    mha_gradient("mha_bwd", K_AND_V, *arrays("dk: T[b s_kv h_kv d]", "dv: T[b s_kv h_kv d]")),
+    mha_gradient("mha_bwd_shared_kv", SPAN_OF_HEADS, array("dk: T[b s_kv h_kv d]")),
+    Target(
+        "lightning_indexer",
+        "indexer",
+        (*QUERIES, *ENTRIES, *WEIGHTS, *arrays("k_scale: f32[b s_c]"), *SEEN),
+        (*CHOSEN, *WORKSPACE),
+        {},
+    ),
+    Target(
+        "paged_lightning_indexer",
+        "indexer",
+        (*QUERIES, *PAGES, *WEIGHTS, *arrays("table: s32[b width]"), *SEEN),
+        (*CHOSEN, *WORKSPACE),
+        {},
+    ),
+    Target(
+        "indexer_scores",
+        "indexer",
+        (*QUERIES, *ENTRIES, *WEIGHTS, *arrays("k_scale: f32[b s_c]"), *SEEN),
+        WORKSPACE,
+        {"skip": "int64"},
+    ),
+    Target("indexer_topk", "indexer", (*arrays("scores: f32[b s_q s_c]"), *SEEN), CHOSEN, {}),
+    Target("indexer_scores_at", "indexer_scores_at", AT_ENTRIES, arrays("scores: f32[b s_q topk]"), {}),
+    Target(
+        "indexer_scores_at_bwd",
+        "indexer_scores_at",
+        (*AT_ENTRIES, array("dscores: f32[b s_q topk]", "scores")),
+        arrays("dq: T[b s_q heads 128]", "dk: f32[b s_c 128]", "dweights: f32[b s_q heads]"),
+        {},
+    ),
+    Target(
+        "head_summed_probabilities",
+        "probabilities",
+        arrays("q: T[b s_q h_q d]", "k: T[b s_kv d]", "lse: f32[b s_q h_q]", "indices: s32[b s_q topk]"),
+        arrays("p: f32[b s_q topk]"),
+        SCALE,
+    ),
+    Target("rope", "rope", (ROWS_TO_TURN, TABLE), arrays("y: T[b s_q h d]"), {"direction": "float32"}),
+    Target(
+        "rope_hadamard",
+        "rope",
+        (array("x: T[b s_q h 128]"), TABLE),
+        arrays("y: T[b s_q h 128]"),
+        {"direction": "float32"},
+    ),
+    Target(
+        "index_query",
+        "rope",
+        (array("x: T[b s_q h 128]"), TABLE),
+        (array("codes: f8e4m3fn[b s_q h 128]", aligned=True), *arrays("scales: f32[b s_q h]")),
+        {},
+    ),
+    Target("norm_rope", "rope", (ROWS_TO_TURN, TABLE), arrays("y: T[b s_q h d]"), {"eps": "float32"}),
+    Target(
+        "norm_rope_bwd",
+        "rope",
+        (array("x: T[b s_q h d]"), TABLE, *arrays("dy: T[b s_q h d]")),
+        arrays("y: T[b s_q h d]"),
+        {"eps": "float32"},
+    ),
+    *(
+        Target(
+            name,
+            "kv_insert",
+            (
+                *kept,
+                array("rows: f32[b s_q columns]", aligned=True),  # of which `width` from `column` on are used
+                # n_ape is ratio, or 0 for none
+                *([array("ape: f32[n_ape channels]", aligned=True)] if len(kept) > 1 else []),
+                array("norm: f32[d]", aligned=True),
+                array("table: f32[b n dims]", aligned=True),  # cos and sin by turns, for each entry
+                # tokens with the new ones; and where these begin, if not s_q before that
+                *arrays("bounds: s32[b n_bounds]"),
+                *arrays("block_table: s32[b table_width]"),  # table_width is 0 without pages
+            ),
+            tuple(array(f"new_{x}", aligned=x.aligned) for x in kept),  # all in place
+            {"column": "int64", "ratio": "int64", "packing": "string", "hadamard": "int64", "eps": "float32"},
+        )
+        for name, kept in (
+            ("kv_insert", KEPT_BY_INSERTION[:1]),
+            ("kv_insert_pooled", KEPT_BY_INSERTION[:2]),
+            ("kv_insert_running", KEPT_BY_INSERTION),
+        )
+    ),
+    Target(
+        "seen_slots",
+        "seen_slots",
+        arrays(
+            "lengths: s32[b]",
+            "position: s32[b s_q n_position]",  # as many numbers as are given, 1 or none
+            *("window_table: s32[b window_width]", "table: s32[b width]"),  # no pages without a block table
+            *("indices: s32[b s_q topk]", "topk_length: s32[b s_q n_topk_length]"),
+        ),
+        arrays(
+            *("near: s32[b s_q window]", "near_length: s32[b s_q]"),
+            *("far: s32[b s_q n_far]", "far_length: s32[b s_q]"),
+        ),
+        dict.fromkeys(("ratio", *OF_POOLS), "int64"),
+    ),
+)
