@@ -78,9 +78,14 @@ class Softmax:
 
     @cute.jit
     def decay(self):
-        """The maximum rose from old_max: updates factor and row_sum."""
+        """The maximum rose from old_max: updates factor and row_sum.
+
+        The factor comes from the difference, and is exactly 1 where the maximum stays. Of two products ptxas would
+        round one only, and a tile of which a row sees nothing would change its bits.
+        """
         for r in cutlass.range_constexpr(ROWS):
-            self.factor[r] = exp2(self.old_max[r] * self.scale(r) - self.shift(r))
+            top = Float32(0.0) if self.row_max[r] == -Float32.inf else self.row_max[r]
+            self.factor[r] = exp2((self.old_max[r] - top) * self.scale(r))
             self.row_sum[r] = self.row_sum[r] * self.factor[r]
 
     @cute.jit
