@@ -2,6 +2,7 @@
 #include <cstdio>
 #include <cstring>
 
+#include "by_columns_plan.h"
 #include "forward_plan.h"
 #include "indexer_plan.h"
 #include "indexer_scores_at_plan.h"
@@ -135,6 +136,22 @@ int dsv4_fmha_plan_tile_spans(const RowShape* shape, int32_t tile_m, int32_t til
 void dsv4_fmha_plan_combine(const RowShape* shape, int32_t threads, int32_t columns, int32_t processors,
                             const ForwardAddresses* addresses, ShownLaunch* out) {
   *out = ShownLaunch(kCombine, PlanCombine(*shape, threads, columns, processors, *addresses));
+}
+
+// The launches of attention to few queries, with room for so many tiles of keys: scores, with a kernel of this layout.
+int dsv4_fmha_plan_row_scores(const char* layout, const AttentionShape* shape, int64_t room, const Tiles* tiles,
+                              const ByColumnsAddresses* addresses, ShownLaunch* out, char* error, size_t error_bytes) {
+  Plan<RowScoresArguments> plan;
+  const std::string reason = PlanRowScores(*shape, room, *tiles, *addresses, &plan);
+  return Show(layout, plan, reason, out, error, error_bytes);
+}
+
+// Then columns of o.
+int dsv4_fmha_plan_row_columns(const RowShape* shape, int64_t room, float scale, const Tiles* tiles,
+                               const ByColumnsAddresses* addresses, ShownLaunch* out, char* error, size_t error_bytes) {
+  Plan<RowColumnsArguments> plan;
+  const std::string reason = PlanRowColumns(*shape, room, scale, *tiles, *addresses, &plan);
+  return Show(kRowColumns.name, plan, reason, out, error, error_bytes);
 }
 
 // The launches of the lightning indexer for `count` blocks of queries from `first` on: scores, then their choice.

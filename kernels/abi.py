@@ -236,6 +236,60 @@ PACKED_SOURCES = {  # of dsv4_decode by its choice `packing`: selections of keys
 }
 
 
+BY_COLUMNS = {f"{op}_by_columns": op for op in ("mla_sparse_fwd", "csa_fwd", "dsv4_decode")}
+"""Attention to few queries by two kernels, which share out keys and then columns; and what it computes."""
+
+LEFT_BY_SCORES = (*each("address", "scores", "tops", "counts"), *each("int32", "tiles"))
+
+
+@dataclass(frozen=True)
+class RowScores(Variant):
+    """The first of two: scores of all keys that a query sees, and these keys."""
+
+    d: int
+    dtype: str  # of q, and of the keys unless they are packed
+    packing: str = ""  # of `PACKED_SOURCES`
+
+    family = "row_scores"
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return PACKED_SOURCES[self.packing] if self.packing else FORWARD_OPS[BY_COLUMNS[self.op]]
+
+    @property
+    def gathers(self) -> bool:
+        return True
+
+    @property
+    def layout(self) -> str:
+        return "_".join([self.family, *("packed" if kind in PACKED else kind for kind in self.sources)])
+
+    @property
+    def params(self) -> Params:
+        keys_of = source_blocks(self.sources, shared_kv=True, all_by_tma=False)
+        return (*rows("q"), *keys_of, *LEFT_BY_SCORES, *each("address", "gathered"), *TILING)
+
+
+@dataclass(frozen=True)
+class RowColumns(Variant):
+    """The second one: o and lse, from scores and keys."""
+
+    d: int
+    dtype: str  # of o and the keys
+
+    family, layout = "row_columns", "row_columns"
+
+    @property
+    def gathers(self) -> bool:
+        return True
+
+    @property
+    def params(self) -> Params:
+        keys_of = tuple(Param("gathered", kind) for kind in ("map", "extents3"))
+        results = (*each("address", "o", "sink", "lse"), *each("float32", "scale_log2"))
+        return (*keys_of, *LEFT_BY_SCORES, *results, *TILING)
+
+
 @dataclass(frozen=True)
 class MlaBackward(Variant):
     """The gradient of attention: q, dout, the softmax's numbers of each row, keys from one or more sources; dq, and
@@ -525,7 +579,7 @@ class SeenSlots(Variant):
 
 
 FAMILIES: tuple[type[Variant], ...] = (
-    *(Forward, Combine, MlaBackward, TileSpans, MhaBackward),
+    *(Forward, Combine, RowScores, RowColumns, MlaBackward, TileSpans, MhaBackward),
     *(IndexerScores, IndexerScoresAt, TopK, Probabilities),
     *(Rope, NormRope, IndexQuery, KvInsert, SeenSlots),
 )

@@ -5,7 +5,7 @@
 
 from dataclasses import dataclass
 
-from .abi import BACKWARD_OPS, FORWARD_OPS, POOL, TURNING
+from .abi import BACKWARD_OPS, BY_COLUMNS, FORWARD_OPS, POOL, TURNING
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,21 @@ def attention(op: str, sources: Arrays, **attributes: str) -> Target:
     return Target(op, "forward", operands, arrays(*results), SCALE | attributes, FORWARD_OPS[op])
 
 
+def by_columns(op: str, sources: Arrays, **attributes: str) -> Target:
+    """Attention to few queries, in the canonical order: what its two kernels leave for one another are results too."""
+    results = (
+        "o: T[b s_q h_q d]",
+        "lse: f32[b s_q h_q]",
+        "scores: f32[b s_q head_tiles tiles 4096]",  # of 64 heads and 64 keys
+        "tops: f32[b s_q head_tiles tiles 64]",
+        "gathered: T[b s_q tiles 64 d]",
+        "counts: s32[b s_q]",
+    )
+    operands = (array("q: T[b s_q h_q d]"), *sources, array("sink: f32[h_q]"))
+    attributes["order"] = "int64"
+    return Target(op, "by_columns", operands, arrays(*results), SCALE | attributes, FORWARD_OPS[BY_COLUMNS[op]])
+
+
 OF_ROWS = (
     array("q: T[b s_q h_q d]"),
     array("do: T[b s_q h_q d]", "dout"),
@@ -172,6 +187,9 @@ TARGETS = (
     attention("csa_fwd_turned", WINDOW_AND_SELECTION),
     attention("hca_fwd_turned", WINDOW_AND_SPAN),
     attention("dsv4_decode", TWO_POOLS, packing="string"),
+    by_columns("mla_sparse_fwd_by_columns", SELECTION),
+    by_columns("csa_fwd_by_columns", WINDOW_AND_SELECTION),
+    by_columns("dsv4_decode_by_columns", TWO_POOLS, packing="string"),
     mla_gradient("mla_span_bwd", SPAN_OF_HEADS),
     mla_gradient("mla_sparse_bwd", SELECTION),
     mla_gradient("csa_bwd", WINDOW_AND_SELECTION),

@@ -14,7 +14,7 @@ from jax_dsv4_fmha._host import attention
 from jax_dsv4_fmha._host import library as host_library
 from kernels import targets
 from kernels.abi import KINDS as KIND_BYTES
-from kernels.abi import Forward, MhaBackward, MlaBackward, Variant
+from kernels.abi import Forward, MhaBackward, MlaBackward, RowScores, Variant
 from kernels.packings import PACKED
 from kernels.variants import VARIANTS
 
@@ -223,6 +223,50 @@ def plan_combine(
         ctypes.byref(out),
     )
     return _shown(out)
+
+
+def plan_row_scores(
+    variant: RowScores,
+    shape: Shape,
+    room: int,
+    *,
+    tile_m: int = 64,
+    tile_n: int = 64,
+    processors: int = 132,
+    addresses: dict[str, int] | None = None,
+) -> Plan:
+    """The first launch of attention to few queries, with room for so many tiles of keys; ValueError where the library
+    refuses it.
+    """
+    return planned(
+        "row_scores",
+        variant.layout.encode(),
+        _attention_shape(shape, variant.sources, variant.dtype),
+        ctypes.c_int64(room),
+        _tiles(tile_m, tile_n, processors, gathers=True),
+        addressed("by_columns", addresses),
+    )
+
+
+def plan_row_columns(
+    dtype: str,
+    shape: Shape,
+    room: int,
+    scale: float = 1.0,
+    *,
+    tile_m: int = 64,
+    tile_n: int = 64,
+    addresses: dict[str, int] | None = None,
+) -> Plan:
+    """The launch after it."""
+    return planned(
+        "row_columns",
+        ctypes.byref(_row_shape(shape, TYPES[dtype])),
+        ctypes.c_int64(room),
+        ctypes.c_float(scale),
+        _tiles(tile_m, tile_n, 1, gathers=True),
+        addressed("by_columns", addresses),
+    )
 
 
 def plan_mha_backward(
