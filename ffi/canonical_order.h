@@ -13,7 +13,7 @@ namespace dsv4_fmha {
 struct CanonicalOrder {
   static constexpr int64_t kNumber = 2;
   static constexpr std::string_view kArch = "sm_90a";
-  static constexpr std::string_view kTargets[] = {"mla_sparse_fwd", "csa_fwd", "dsv4_decode"};
+  static constexpr std::string_view kTargets[] = {"mha_fwd", "mla_sparse_fwd", "csa_fwd", "dsv4_decode"};
 
   // Why there is no order of this number on a device; empty where there is. 0 is any order.
   static std::string OfNumber(int64_t number, const Device& device) {

@@ -181,8 +181,8 @@ void Order() {
   EXPECT(refusal(of(whole, 2), 5) == "order: got 2 on sm_100f, wanted sm_90a");
   Arrays arrays(0);
   ForwardCall dense = arrays.Call();
-  dense.order = 2;
-  EXPECT(refusal(dense, 0) == "order: got 2 of mha_fwd, wanted a call whose kernels have it");
+  dense.order = 2, dense.target = &kMlaSpanFwdTarget;
+  EXPECT(refusal(dense, 0) == "order: got 2 of mla_span_fwd, wanted a call whose kernels have it");
 }
 
 // Scores at given entries, and their gradients, whose dk is cleared before the single launch.

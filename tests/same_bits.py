@@ -36,9 +36,9 @@ from jax_dsv4_fmha import (
 )
 
 SEQUENCES, TOKENS, WINDOW = 4, 320, 128
-KINDS = {"window": 0, "list": 4, "all": 2, "sparse": 1, "causal": 0, "indexer": 1, "probabilities": 1}
-"""what queries see, and the tokens of an entry; the last two are `lightning_indexer`, with its scores, and
-`head_summed_probabilities`, which have no mode"""
+KINDS = {"window": 0, "list": 4, "all": 2, "sparse": 1, "causal": 0, "dense": 0, "indexer": 1, "probabilities": 1}
+"""what queries see, and the tokens of an entry; "dense" has separate K and V of fewer dimensions. The last two are
+`lightning_indexer`, with its scores, and `head_summed_probabilities`, which have no mode"""
 CACHES = {
     "rows": (None, None),
     "v4_fp8": ("v4_fp8",) * 2,
@@ -59,12 +59,14 @@ class World:
     dtype: str
     topk: int
     seed: int
+    d: int = 512
     exact: bool = True
     """whether the bits must agree; otherwise the numbers, of the reference"""
     invariant: bool = True
 
     def __str__(self) -> str:
-        return f"{self.kind}, {self.heads} heads, {self.dtype}, {self.caches}, top-k {self.topk}, seed {self.seed}"
+        sizes = f"d {self.d}, {self.heads} heads, {self.dtype}, {self.caches}, top-k {self.topk}"
+        return f"{self.kind}, {sizes}, seed {self.seed}"
 
     @property
     def how(self) -> dict[str, Any]:
@@ -139,7 +141,7 @@ class Prompt:
     before: int = 0
     """window rows further in front than any query sees"""
     room: int = 0
-    """entries after the last, of which nothing is seen"""
+    """entries after the last, of which nothing is seen, and absent places of a list"""
     pool: bool = False
     """whether the keys that a list names are a pool of all sequences"""
 
@@ -159,12 +161,14 @@ class Prompt:
     def run(self, w: World) -> Any:
         x, at = w.arrays, (list(self.sequences), slice(self.first, self.first + self.count))
         q, sink, first = x["q"][at], x["sink"], self.first
-        if w.kind == "causal":
-            end = first + self.count
-            near = np.pad(x["near"][at[0], :end], ((0, 0), (0, self.room), (0, 0)), constant_values=1)
-            return _causal(q, near, sink, first=first, **w.how)
+        if w.kind in ("causal", "dense"):
+            near = np.pad(x["near"][at[0], : first + self.count], ((0, 0), (0, self.room), (0, 0)), constant_values=1)
+            q, kv = q[..., : w.d], (near[:, :, None, : w.d], near[:, :, None, -w.d :])
+            return _causal(q, kv[: 1 + (w.d < 512)], sink, np.int32(first), **w.how)
         far = np.pad(x["far"][at[0]], ((0, 0), (0, self.room), (0, 0)), constant_values=1)
         listed = x["indices"][at]
+        if w.kind in ("list", "sparse"):
+            listed = np.pad(listed, ((0, 0), (0, 0), (0, self.room)), constant_values=-1)
         if w.kind == "indexer":
             return _indexer(q[..., :128], far[..., :128], x["rows"][at], np.int32(first), w.topk, **w.alike)
         if w.kind == "probabilities":
@@ -246,9 +250,9 @@ _HOW = ("batch_invariant", "implementation")
 _quantized = jax.jit(quantize_cache, static_argnums=1)
 
 
-@functools.partial(jax.jit, static_argnames=("first", *_HOW))
-def _causal(q: Any, near: Any, sink: Any, *, first: int, **how: Any) -> Any:
-    return fmha(q, near[:, :, None], span=Span.causal(q.shape[1], first), sink=sink, **how)
+@functools.partial(jax.jit, static_argnames=_HOW)
+def _causal(q: Any, kv: Any, sink: Any, first: Any, **how: Any) -> Any:
+    return fmha(q, *kv, span=Span.causal(q.shape[1], first), sink=sink, **how)
 
 
 @functools.partial(jax.jit, static_argnames=_HOW)
@@ -331,7 +335,8 @@ def worlds(seed: int, **how: Any) -> Iterator[World]:
         dtype = str(rng.choice(["bfloat16", "float16"])) if caches == "rows" else "bfloat16"
         heads = int(rng.choice([16, 32, 64])) if kind == "indexer" else heads
         topk = int(rng.choice([64, 100, 256])) if kind in ("list", "sparse", "indexer", "probabilities") else 0
-        yield World(kind, caches, heads, dtype, topk, int(rng.integers(2**31)), **how)
+        d = int(rng.choice([64, 128, 256])) if kind == "dense" else 512
+        yield World(kind, caches, heads, dtype, topk, int(rng.integers(2**31)), d, **how)
 
 
 def fuzz(seconds: float, seed: int = 0, calls: int = 8, **how: Any) -> tuple[Counter[str], list[str]]:

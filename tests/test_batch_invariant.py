@@ -13,8 +13,19 @@ import pytest
 
 from interpreter.kernels import attention, indexer, native, probabilities
 from interpreter.kernels.launch import Kernel, combine, launch
-from jax_dsv4_fmha import Cache, Span, dequantize_cache, dsv4_attention, dsv4_decode, fmha, sparse_fmha
+from jax_dsv4_fmha import (
+    Cache,
+    Span,
+    dequantize_cache,
+    dot_product_attention,
+    dsv4_attention,
+    dsv4_decode,
+    fmha,
+    sparse_fmha,
+)
+from jax_dsv4_fmha._host import attention as attention_calls
 from jax_dsv4_fmha._host import library
+from jax_dsv4_fmha._host.split_kv import columns_pay
 from jax_dsv4_fmha._ops.decode import seen_slots
 from jax_dsv4_fmha.layers import Compressor, DSV4Attention, Rope
 from kernels.abi import Forward
@@ -24,6 +35,7 @@ from .helpers import every_kernel
 from .order_of_sums import blocks_of, canonical, in_turn, pairs, probing, read_off
 
 BF16 = np.dtype("bfloat16")
+SINK = np.array([0, 1, -np.inf, -2], np.float32)
 BUILT = {v.key for v in native.built(Forward)}
 MANY, FEW = "sm_90a_d512_bfloat16", "sm_90a_d512_bfloat16_h8"
 heads = pytest.mark.parametrize(("suffix", "h"), [(MANY, 33), (FEW, 8)], ids=["many heads", "few heads"])
@@ -178,6 +190,37 @@ def test_packed_pages_are_like_rows(layout, h):
     assert differing(*results) == [0, 0]
 
 
+@pytest.mark.parametrize(
+    ("d", "h", "h_kv"), [(128, 4, 1), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((64, 4, 2), (256, 4, 1)))]
+)
+def test_company_does_not_matter_for_dense_keys(d, h, h_kv):
+    """Of queries that see keys from the first one on: each in a sequence of its own, or all in one, after others. At
+    d 128 the kernel takes few keys another way, if all rows of a tile see few.
+    """
+    n, others, rng = 12, 20, np.random.default_rng(6)
+    q, before = normal(0, n, 1, h, d, std=1), normal(3, 1, others, h, d)
+    k, v = normal(1, 1, 300, h_kv, d, std=1), normal(2, 1, 300, h_kv, d)
+
+    def run(q, k, v, start, stop):
+        shape = native.Shape(b=q.shape[0], s_q=q.shape[1], s_kv=k.shape[1], h_q=h, h_kv=h_kv, d=d)
+        sources = (
+            attention.Keys(k, v, *(x.reshape(q.shape[:2]).astype(np.int32) for x in (start, stop)), np.zeros(1)),
+        )
+        return launch(
+            kernel(f"mha_fwd_sm_90a_d{d}_bfloat16"), attention.Operands("mha_fwd", shape, q, sources, SINK)
+        ).run()
+
+    def both(start, stop):
+        alone = run(q, *(np.repeat(x, n, axis=0) for x in (k, v)), np.full(n, start), stop)
+        stops = np.concatenate([rng.integers(1, 301, others), stop])
+        starts = np.concatenate([np.zeros(others), np.full(n, start)])
+        together = run(np.concatenate([before, q.swapaxes(0, 1)], 1), k, v, starts, stops)
+        return differing((x[:, 0] for x in alone), (x[0, others:] for x in together))
+
+    assert both(0, np.concatenate([rng.integers(1, 140, n // 2), rng.integers(140, 301, n // 2)])) == [0, 0]
+    assert both(33, np.full(n, 290))[0] > 0  # which the mode refuses: others begin earlier, and so do their tiles
+
+
 @pytest.mark.parametrize("name", [pytest.param("heads64_bfloat16", marks=pytest.mark.slow), "heads16_float8_e4m3fn"])
 def test_an_indexers_scores_and_choice_have_the_same_bits(name):
     """Without a mode: of a batch, and of some queries of one sequence, in an array and in pages."""
@@ -228,6 +271,14 @@ CALLS = {
     ),
     "all": ("csa_fwd", lambda q, kv, far, listed, **how: dsv4_attention(q, kv, far, window=4, ratio=4, **how)),
     "step": ("dsv4_decode", decode),
+    "causal": ("mha_fwd", lambda q, kv, far, listed, **how: fmha(*[q[..., :64]] * 3, span=Span.causal(6), **how)),
+    "all keys": ("mha_fwd", lambda q, kv, far, listed, **how: fmha(q[..., :64], q[:, :, :2, :64], **how)),
+    "causal lengths": (
+        "mha_fwd",
+        lambda q, kv, far, listed, **how: dot_product_attention(
+            *[q[..., :128]] * 3, is_causal=True, key_value_seq_lengths=jnp.array([3, 5]), return_residual=True, **how
+        ),
+    ),
 }
 
 
@@ -245,12 +296,33 @@ def custom_call(f, **how):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_every_call_is_one_launch_over_whole_keys(hopper, name):
+def test_every_call_is_one_launch_over_whole_keys(hopper, monkeypatch, name):
+    jax.clear_caches()
+    monkeypatch.setattr(attention_calls, "columns_pay", lambda *_: False)
     op, f = CALLS[name]
     call = custom_call(f, batch_invariant=True)
-    assert f"@dsv4_fmha_{op}(" in call and "order = 1 : i64" in call
-    assert "x0x512xf32>" in call, "there are parts of split keys"
+    assert f"@dsv4_fmha_{op}(" in call and f"order = {attention_calls.ORDER} : i64" in call
+    assert re.search(r"x0x\d+xf32>", call), "there are parts of split keys"
     assert "order = 0 : i64" in custom_call(f)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_few_queries_share_out_keys_and_then_columns(hopper, monkeypatch, name):
+    """Of d 512 with more than 32 heads."""
+    jax.clear_caches()  # of what was traced with other choices
+    monkeypatch.setattr(attention_calls, "columns_pay", lambda *_: True)
+    op, f = CALLS[name]
+    call = custom_call(f, batch_invariant=True)
+    assert (f"@dsv4_fmha_{op}_by_columns(" in call) == (op != "mha_fwd")
+    assert f"order = {attention_calls.ORDER} : i64" in call
+    few = custom_call(lambda q, *x, **how: f(q[:, :, :32], *x, **how), batch_invariant=True)
+    assert "_by_columns(" not in few
+
+
+def test_columns_pay_for_few_queries_alone():
+    """Four queries of 128 heads are eight tiles of rows."""
+    assert columns_pay(8, 18, 132) and columns_pay(4, 10, 132)
+    assert not columns_pay(132, 18, 132) and not columns_pay(64, 18, 132) and not columns_pay(8, 1, 132)
 
 
 def test_a_step_lists_its_window_as_a_prompt_does(hopper):
@@ -277,13 +349,24 @@ def test_a_layer_hands_the_mode_on(hopper, ratio):
         lambda p, c: layer.step(p, x[:, :1], c, lengths=7, **a_step).y,
     ):
         text = jax.jit(f).trace(params, cache).lower(lowering_platforms=("cuda",)).as_text()
-        assert re.findall(r"order = (\d) : i64", text) == ["1"]
+        assert re.findall(r"order = (\d) : i64", text) == [str(attention_calls.ORDER)]
 
 
 REFUSED = [
     (NotImplementedError, "separate K and V", lambda q, kv: fmha(q, q, q, batch_invariant=True)),
     (NotImplementedError, "64 KV heads", lambda q, kv: fmha(q, q, batch_invariant=True)),
-    (NotImplementedError, "d=64", lambda q, kv: fmha(q[..., :64], q[..., :64], q[..., :64], batch_invariant=True)),
+    (
+        NotImplementedError,
+        "keys that may begin after the first",
+        lambda q, kv: fmha(*[q[..., :64]] * 3, span=Span.sliding_window(6, 3), batch_invariant=True),
+    ),
+    (
+        NotImplementedError,
+        "d=64, V=K, keys that may begin after the first",
+        lambda q, kv: fmha(
+            q[..., :64], kv[:, :, None, :64], span=Span(jnp.zeros((2, 6), int), 9), batch_invariant=True
+        ),
+    ),
     (NotImplementedError, "float32", lambda q, kv: dsv4_attention(*map(jnp.float32, (q, kv)), batch_invariant=True)),
     (
         NotImplementedError,

@@ -37,6 +37,7 @@ def mha_fwd(
     sink: jax.Array,
     *,
     scale: float,
+    order: int = 0,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention over one interval of keys per query.
 
@@ -46,8 +47,10 @@ def mha_fwd(
       start, stop: int32 `[b, s_q]` within `[0, s_kv]`: query i sees the keys `start <= j < stop`.
       sink: float32 `[h_q]`, -inf for none.
       scale: finite and > 0.
+      order: of sums: 0 for any, or `ORDER`, which it is where start is 0.
     """
-    return _call("mha_fwd", _splits_of_span("mha_fwd", q, k), scale, q, k, v, start, stop, sink)
+    splits = 1 if order else _splits_of_span("mha_fwd", q, k)
+    return _call("mha_fwd", splits, scale, q, k, v, start, stop, sink, order=order)
 
 
 def mla_span_fwd(
@@ -74,8 +77,7 @@ def mla_sparse_fwd(
       kv: `[b, s_kv, d]`, both K and V; or a pool `[s_kv, d]` that all batch entries share.
       indices: int32 `[b, s_q, topk]`, topk >= 1; an entry outside of `[0, s_kv)` is absent.
       length: int32 `[b, s_q]`, any value: entries from there on are absent too.
-      q, sink, scale: as in `mha_fwd`.
-      order: of sums: 0 for any, or `ORDER`.
+      q, sink, scale, order: as in `mha_fwd`; any list has the order.
     """
     if order and (room := _by_columns("mla_sparse_fwd", q, (indices.shape[2],))):
         return _call_by_columns("mla_sparse_fwd", room, scale, q, kv, indices, length, sink, order=order)
