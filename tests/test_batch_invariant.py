@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from interpreter.kernels import attention, indexer, native, probabilities
+from interpreter import edits
+from interpreter.kernels import attention, by_columns, indexer, native, probabilities
 from interpreter.kernels.launch import Kernel, combine, launch
 from jax_dsv4_fmha import (
     Cache,
@@ -43,7 +44,7 @@ heads = pytest.mark.parametrize(("suffix", "h"), [(MANY, 33), (FEW, 8)], ids=["m
 
 @functools.cache
 def kernel(key):
-    if key not in BUILT and "combine" not in key:
+    if key not in BUILT and not key.startswith(("combine", "row_columns")):
         pytest.skip(f"{key} is not built")
     return Kernel.of(native.variant_of(key))
 
@@ -52,8 +53,8 @@ def keys(k, seen_from, seen_to):
     return attention.Keys(k, k, np.asarray(seen_from, np.int32), np.asarray(seen_to, np.int32), np.zeros(1))
 
 
-def attend(key, q, *sources, splits=1, **extents):
-    """o and lse, with the sources' keys as `[b, s_kv, d]`."""
+def attend(key, q, *sources, splits=1, columns=None, **extents):
+    """o and lse, with the sources' keys as `[b, s_kv, d]`; `columns`: by the two kernels for few queries, run so."""
     b, s_q, h, d = q.shape
     sources = tuple(replace(x, k=x.k[:, :, None], v=x.k[:, :, None]) for x in sources)
     sink = np.linspace(-3, 3, h, dtype=np.float32)
@@ -62,6 +63,9 @@ def attend(key, q, *sources, splits=1, **extents):
     topk = max((x.seen_from.shape[-1] for x in sources if x.seen_from.ndim == 3), default=0)
     shape = native.Shape(b=b, s_q=s_q, h_q=h, h_kv=1, d=d, topk=topk, **{**dict(named), **extents})
     operands = attention.Operands(kernel(key).variant.op, shape, q, sources, sink)
+    if columns is not None:
+        scores = native.variant_of(key.replace("_sm_90a", "_by_columns_sm_90a"))
+        return by_columns.run(Kernel.of(scores), kernel("row_columns_sm_90a_d512_bfloat16"), operands, **columns)
     run = launch(kernel(key), operands, splits=splits)
     run.machine.run()
     if splits > 1:
@@ -105,6 +109,42 @@ def test_the_order_is_that_of_the_contract(suffix, h, op, lengths):
     """Tiles of 64 keys, counted from the begin of each source, and what stands in docs/semantics.md about halves."""
     got, wanted = order_of(f"{op}_{suffix}", lengths)
     assert got == wanted
+
+
+@pytest.mark.parametrize(
+    ("op", "lengths"),
+    [("csa_fwd", (70, 58)), pytest.param("mla_sparse_fwd", (256,), marks=pytest.mark.slow)],
+    ids=["window and list", "list"],
+)
+def test_keys_and_columns_that_are_shared_out_have_the_same_order(op, lengths):
+    got, wanted = order_of(f"{op}_{MANY}", lengths, columns={})
+    assert got == wanted
+
+
+def exchanged_tiles(scores, gathered):
+    """The boundary of a pair of tiles has moved: the second and the third tile change places."""
+    for x, tiles in ((scores, -2), (gathered, -3)):
+        y = np.moveaxis(x, tiles, 0)
+        y[[1, 2]] = y[[2, 1]]
+
+
+def left_half_everywhere(text):
+    """CTAs of the right half add the even tile of a pair first."""
+    return edits.replace(text, r"(setp\.gt\.u32\s+%p\d+, %r\d+), 3;", lambda m: f"{m[1]}, 99;")
+
+
+@pytest.mark.parametrize(
+    ("fault", "order"),
+    [({"between": exchanged_tiles}, [0, 2, 1, 3]), ({"edits": (str, left_half_everywhere)}, [0, 1, 2, 3])],
+    ids=["boundary", "halves"],
+)
+def test_another_order_of_what_is_shared_out_is_found(fault, order):
+    """What is read off is that of the fault."""
+    key, (blocks, tiles) = f"mla_sparse_fwd_{MANY}", blocks_of((256,))
+    got, wanted = order_of(key, (256,), columns=fault)
+    left, right = canonical([tiles[t] for t in order], few_heads=False)
+    faulty = [in_turn(blocks, left), in_turn(blocks, left if "edits" in fault else right)]
+    assert got == faulty != wanted
 
 
 def test_a_split_of_keys_is_another_order():

@@ -68,12 +68,22 @@ def run(
     *,
     seed: int = 0,
     edits: tuple[Callable[[str], str], Callable[[str], str]] = (str, str),
+    between: Callable[[Array, Array], None] = lambda scores, gathered: None,
     **how: int,
 ) -> tuple[Array, Array]:
-    """o and lse. `edits` plant faults in the PTX of either kernel."""
-    scores, columns = (replace(k, ptx=edit(k.ptx)) for k, edit in zip((scores, columns), edits, strict=True))
+    """o and lse. `edits` plant faults in the PTX of either kernel, `between` in scores and keys, by tiles on axis -2 or
+    -3, that the first one leaves.
+    """
+    scores, columns = replace(scores, ptx=edits[0](scores.ptx)), replace(columns, ptx=edits[1](columns.ptx))
     (scored := score(scores, x, seed=seed, **how)).run()
+    like = left_by_scores(x, how.get("room", 0) or room_for(x))
+    between(*(view(scored, name, like[name]) for name in ("scores", "gathered")))
     (added := add_columns(columns, x, scored, seed=seed)).run()
-    found = ((added.memory.named(name), like) for name, like in outputs_of(x).items())
-    o, lse = (y.bytes[: y.size].view(like.dtype).reshape(like.shape) for y, like in found)
+    o, lse = (view(added, name, like) for name, like in outputs_of(x).items())
     return o, lse
+
+
+def view(ran: Machine, name: str, like: Array) -> Array:
+    """An array that a machine has, of this shape and dtype."""
+    found = ran.memory.named(name)
+    return found.bytes[: found.size].view(like.dtype).reshape(like.shape)

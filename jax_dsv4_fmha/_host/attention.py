@@ -183,8 +183,8 @@ def dsv4_decode(
 
 
 def _by_columns(op: str, q: jax.Array, keys: tuple[Any, ...], packing: str = "") -> int:
-    """The tiles of keys that a query may see of these many keys of each source, where the two kernels that share out keys
-    and columns are to attend to q; else 0.
+    """The tiles of keys that a query may see of so many keys of each source, where two kernels that share out keys and
+    columns are to attend to q; else 0.
     """
     b, s_q, h_q, d = q.shape
     choices = {"d": d, "dtype": q.dtype.name, "packing": packing}

@@ -6,7 +6,6 @@ there. Keys that were gathered, or unpacked, are left for the second kernel, whi
 """
 
 from pathlib import Path
-from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
