@@ -1,5 +1,5 @@
-"""The two kernels for few queries in the interpreter: the bits of one launch over whole keys, right answers, and planted
-faults, each found and named.
+"""The two kernels for few queries in the interpreter: the bits of one launch over whole keys, right answers, and
+planted faults, each found and named.
 """
 
 import functools
