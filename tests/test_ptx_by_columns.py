@@ -71,7 +71,7 @@ def test_more_tiles_of_keys_than_fit_into_shared_memory():
 # ---- planted faults
 
 
-def columns_read_early(text):
+def read_early(text):
     """All waits are dropped except for the first one, of what loads."""
     return edits.replace(text, edits.WAIT.pattern, "", slice(1, None))
 
@@ -84,22 +84,30 @@ def sides_never_meet(text):
     return edits.drop(text, r"bar\.sync\s+1, 256")
 
 
+P_BYTES = r"(6[6-9]|[78]\d|9[0-8])\d{3}"
+"""Where P lies in shared memory, after 64 KiB of columns of keys from 1024 on; scores come after it, then sums."""
+
 FAULTS = [
     PlantedFault(
-        "columns of keys read before they are there",
+        "scores or columns of keys read before they are there",
         "row_columns",
         (Race, Undefined),
-        r"wgmma[^\n]*\n\s+reads SMEM of CTA \d+ bytes (\d{4,5}|1[0-5]\d{4})\.\.",
-        columns_read_early,
+        r"(wgmma[^\n]*\n\s+reads SMEM of CTA \d+ bytes [1-5]?\d{4}|"
+        r"ld\.shared\.v4[^\n]*\n\s+reads SMEM of CTA \d+ bytes (99[3-9]\d\d|[12]\d{5}))\.\.",
+        read_early,
     ),
     PlantedFault(
-        "P read through another proxy", "row_columns", Race, r"no fence\.proxy\.async after", weights_unfenced
+        "P read through another proxy",
+        "row_columns",
+        Race,
+        rf"bytes {P_BYTES}\.\.\d+ through the async proxy: no fence\.proxy\.async after",
+        weights_unfenced,
     ),
     PlantedFault(
-        "P read before the other side has written it",
+        "P, or a sum, read before the other side has written it",
         "row_columns",
         (Race, Undefined),
-        r"SMEM of CTA \d+ bytes 1[6-9]\d{4}\.\.\d+[ ,][^\n]*(which nobody wrote|nothing orders)",
+        rf"SMEM of CTA \d+ bytes ({P_BYTES}|230[4-9]\d\d)\.\.\d+[ ,][^\n]*(which nobody wrote|nothing orders)",
         sides_never_meet,
     ),
 ]

@@ -12,6 +12,7 @@ from kernels.lib.wgmma import SLAB
 
 TILE = 64  # keys
 SCORES = ROWS_OF_WARPGROUP * TILE  # of a tile of rows and one of keys
+SCORES_BYTES = 4 * SCORES
 EACH = SCORES // WARPGROUP  # of a thread, in the order of its accumulator
 CHUNK = 4  # that it moves at once
 
@@ -42,7 +43,7 @@ class Config:
     dtype: str
     tile_m: int = ROWS_OF_WARPGROUP
     tile_n: int = SLAB  # columns of a CTA
-    stages: int = 20  # tiles of keys of which SMEM holds its columns
+    stages: int = 8  # tiles of keys of which SMEM holds scores and columns; every other one is an even tile
 
     @property
     def threads(self) -> int:
@@ -50,7 +51,7 @@ class Config:
 
     @property
     def stage_bytes(self) -> int:
-        return 2 * TILE * self.tile_n
+        return 2 * TILE * self.tile_n + SCORES_BYTES
 
     @property
     def smem_bytes(self) -> int:

@@ -9,8 +9,8 @@ and adds all keys in the order in which `mla_fwd_sm90` does. Nothing is merged, 
     right   P of odd tiles -> SMEM                                > o += P0 V0, o += P1 V1, or in the other order
 
 The greatest score of every tile is known from the start. So each side knows the running maxima without the other, and
-a thread's exponentials, sums and factors are those of `kernels.lib.softmax`, in the same order. A warp loads columns of
-keys by TMA. All CTAs of a row tile compute the same P: what that costs is less than what another launch would.
+a thread's exponentials, sums and factors are those of `kernels.lib.softmax`, in the same order. A warp loads scores
+and columns of keys by TMA. All CTAs of a row tile compute the same P: what that costs is less than what another launch would.
 """
 
 from dataclasses import dataclass
@@ -49,24 +49,32 @@ from kernels.lib.wgmma import (
 
 from ..fwd.consumer import hand_over, take_over
 from ..fwd.smem import EVEN, LEFT, ODD, RIGHT
-from .config import CHUNK, EACH, SCORES, TILE, Between, Config, query_of
+from .config import CHUNK, EACH, SCORES, SCORES_BYTES, TILE, Between, Config, query_of
 
 BOTH_MET = 1  # a named barrier: all threads of both sides
 
 
 @dataclass(frozen=True)
 class Shared:
+    scores: cute.Tensor  # (SCORES, stage), as they lie in memory
     v: cute.Tensor  # (keys, columns, stage)
     p: cute.Tensor  # (64, keys, place): of both tiles of a pair, of two pairs by turns
     sums: cute.Tensor  # (64, 1): left's, at last
-    ring: Ring  # of columns of keys
+    ring: Ring  # of tiles of keys: scores and columns
 
     @staticmethod
     def allocate(c: Config, dtype) -> "Shared":
         smem = TileAllocator(dtype)
         v, p = smem.tile(TILE, c.tile_n, c.stages), smem.tile(c.tile_m, TILE, 4)
+        scores = smem.allocate_tensor(Float32, cute.make_layout((SCORES, c.stages)), 128)
         sums = smem.allocate_tensor(Float32, cute.make_layout((c.tile_m, 1)), 16)
-        return Shared(v, p, sums, Ring(*(smem.allocate_array(Int64, c.stages) for _ in range(2)), c.stages))
+        return Shared(scores, v, p, sums, Ring(*(smem.allocate_array(Int64, c.stages) for _ in range(2)), c.stages))
+
+    def initialise(self) -> None:
+        """By one thread: right reads the columns of all tiles, left the scores of even ones."""
+        for stage in range(self.ring.stages):
+            readers = (2 if stage % 2 == EVEN else 1) * WARPGROUP
+            Ring(self.ring.full + stage, self.ring.empty + stage).initialise(1, readers)
 
     @staticmethod
     def place(pair: Int32, which: int) -> Int32:
@@ -83,7 +91,6 @@ class Side:
     softmax: Softmax  # of this side's tiles
     scores: cute.Tensor  # of this side's tile of a pair; then their exponentials
     tops: cute.Tensor  # (tile of a pair, ROWS): the greatest of each row
-    next_scores: cute.Tensor
     next_tops: cute.Tensor
     qk: cute.TiledMma  # whose accumulator scores are
     p: cute.Tensor  # rounded
@@ -103,7 +110,6 @@ class Side:
             Softmax.of(scale_log2),
             scores,
             tops,
-            next_scores=accumulator(qk, TILE),
             next_tops=cute.make_rmem_tensor((2, ROWS), Float32),
             qk=qk,
             p=cute.make_rmem_tensor(EACH, dtype),
@@ -158,7 +164,7 @@ class MlaColumnsSm90(Kernel):
         smem = Shared.allocate(c, self.dtype)
         if warp == 0:
             with cute.arch.elect_one():
-                smem.ring.initialise(1, WARPGROUP)
+                smem.initialise()
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         i, column = divide(cute.arch.block_idx()[0], Int32(c.d // c.tile_n))
@@ -168,7 +174,7 @@ class MlaColumnsSm90(Kernel):
         results = RowResults(sink, lse, lse)
         cute.arch.griddepcontrol_wait()
         if warp == 8:
-            self.load(smem, columns, column, load(left.counts + query), query)
+            self.load(smem, columns, left, tile, column, load(left.counts + query))
         elif column < c.d // c.tile_n // 2:
             if warp < 4:
                 self.attend(LEFT, LEFT, smem, left, tile, results, o, column, scale_log2)
@@ -181,16 +187,20 @@ class MlaColumnsSm90(Kernel):
                 self.attend(RIGHT, RIGHT, smem, left, tile, results, o, column, scale_log2)
 
     @cute.jit
-    def load(self, smem: Shared, columns: tuple, column: Int32, count: Int32, query: Int32):
-        """A warp loads this CTA's columns of all keys."""
+    def load(self, smem: Shared, columns: tuple, left: Between, tile: PlacedTile, column: Int32, count: Int32):
+        """A warp loads the scores of all keys, and this CTA's columns of them."""
         c, (atom, keys) = self.config, columns
-        keys = cute.local_tile(keys[None, None, 0, query], (TILE, c.tile_n), (None, None))
+        keys = cute.local_tile(keys[None, None, 0, query_of(tile)], (TILE, c.tile_n), (None, None))
         gV, sV = tma_tiles(atom, keys, smem.v)
+        bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32, num_bits_per_copy=8 * SCORES_BYTES)
+        first = left.scores + left.of_rows(tile) * SCORES
         for t in cutlass.range(count, unroll=1):
             state = smem.ring.at(t)
             state.wait_empty()
+            source = cute.make_tensor((first + t * SCORES).align(16), cute.make_layout(SCORES))
             with cute.arch.elect_one():
                 state.expect_full(c.stage_bytes)
+                cute.copy(bulk, source, smem.scores[None, state.index], mbar_ptr=state.full)
             cute.copy(atom, gV[None, t, column], sV[None, state.index], tma_bar_ptr=state.full)
 
     @cute.jit
@@ -213,7 +223,7 @@ class MlaColumnsSm90(Kernel):
         w.steps.reset()
         w.out.fill(0.0)
         count, first = load(left.counts + query_of(tile)), left.of_rows(tile)
-        self.read_ahead(side, w, left, first, 0, count)
+        self.read_ahead(w, left, first, 0, count)
         for pair in cutlass.range(count // 2, unroll=1):
             self.pair(side, half, w, left, first, pair, count)
         if count % 2 == 1:
@@ -232,10 +242,8 @@ class MlaColumnsSm90(Kernel):
             store_output(w.out, s.factor, o, tile, boxed, column * c.tile_n, w.thread, c.d)
 
     @cute.jit
-    def read_ahead(
-        self, side: cutlass.Constexpr, w: Side, left: Between, first: Int64, pair: Int32 | int, count: Int32
-    ):
-        """Reads a pair's scores, and the greatest ones of its tiles; a tile that is not there has none."""
+    def read_ahead(self, w: Side, left: Between, first: Int64, pair: Int32 | int, count: Int32):
+        """Reads the greatest scores of a pair's tiles; a tile that is not there has none."""
         w.next_tops.fill(-Float32.inf)
         for which in (EVEN, ODD):
             t = 2 * pair + which
@@ -243,12 +251,16 @@ class MlaColumnsSm90(Kernel):
                 for r in cutlass.range_constexpr(ROWS):
                     place = (first + t) * self.config.tile_m + row_of(w.thread, r)
                     w.next_tops[which, r] = load(left.tops + place)
-        t = 2 * pair + side
-        if t < count:
-            for i in cutlass.range_constexpr(EACH // CHUNK):
-                source = left.scores + ((first + t) * SCORES + (i * WARPGROUP + w.thread) * CHUNK)
-                chunk = cute.make_tensor(w.next_scores.iterator + i * CHUNK, cute.make_layout(CHUNK))
-                cute.autovec_copy(cute.make_tensor(source.align(16), cute.make_layout(CHUNK)), chunk)
+
+    @cute.jit
+    def read_scores(self, side: cutlass.Constexpr, w: Side, pair: Int32):
+        """Reads the scores of this side's tile."""
+        state = w.smem.ring.at(2 * pair + side)
+        state.wait_full()
+        for i in cutlass.range_constexpr(EACH // CHUNK):
+            place = w.smem.scores.iterator + (state.index * SCORES + (i * WARPGROUP + w.thread) * CHUNK)
+            chunk = cute.make_tensor(w.scores.iterator + i * CHUNK, cute.make_layout(CHUNK))
+            cute.autovec_copy(cute.make_tensor(place.align(16), cute.make_layout(CHUNK)), chunk)
 
     @cute.jit
     def pair(
@@ -263,10 +275,12 @@ class MlaColumnsSm90(Kernel):
         has_odd: cutlass.Constexpr = True,
     ):
         """P of this side's tile of a pair; right then adds both tiles to o."""
-        w.scores.store(w.next_scores.load())
         w.tops.store(w.next_tops.load())
-        self.read_ahead(side, w, left, first, pair + 1, count)
+        self.read_ahead(w, left, first, pair + 1, count)
+        if cutlass.const_expr(side == LEFT or has_odd):
+            self.read_scores(side, w, pair)
         if cutlass.const_expr(side == LEFT):
+            w.smem.ring.at(2 * pair).arrive_empty()
             self.left_weights(half, w, pair, has_odd)
         else:
             self.right_weights(w, pair, has_odd)
