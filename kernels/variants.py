@@ -29,7 +29,7 @@ from .abi import (
 DTYPES = ("bfloat16", "float16")
 HOPPER, BLACKWELL, PLAIN = "kernels.sm90", "kernels.sm100", "kernels.plain"
 MHA, MLA, MLA_FEW_HEADS = (f"{HOPPER}.{name}.fwd.kernel" for name in ("mha", "mla", "mla_few_heads"))
-MLA_COLUMNS = f"{HOPPER}.mla.columns"
+MLA_SCORES, MLA_COLUMNS = (f"{HOPPER}.mla.fwd.{name}" for name in ("scores", "columns"))
 MLA_BACKWARD, MLA_FEW_HEADS_BACKWARD = (f"{HOPPER}.{name}.bwd.kernel" for name in ("mla", "mla_few_heads"))
 MHA_BLACKWELL, MLA_BLACKWELL = (f"{BLACKWELL}.{name}.kernel" for name in ("mha", "mla"))
 MLA_BACKWARD_BLACKWELL = f"{BLACKWELL}.mla_bwd.kernel"
@@ -98,12 +98,12 @@ VARIANTS: tuple[Variant, ...] = (
         for heads in (64, ANY)
     ),
     # few queries in the canonical order of sums: keys are shared out, and then columns
-    *(RowScores(op, "sm_90a", f"{MLA_COLUMNS}.scores", 512, dtype) for op in BY_COLUMNS for dtype in DTYPES),
+    *(RowScores(op, "sm_90a", MLA_SCORES, 512, dtype) for op in BY_COLUMNS for dtype in DTYPES),
     *(
-        RowScores("dsv4_decode_by_columns", "sm_90a", f"{MLA_COLUMNS}.scores", 512, "bfloat16", packing)
+        RowScores("dsv4_decode_by_columns", "sm_90a", MLA_SCORES, 512, "bfloat16", packing)
         for packing in PACKED_SOURCES
     ),
-    *(RowColumns("row_columns", "sm_90a", f"{MLA_COLUMNS}.kernel", 512, dtype) for dtype in DTYPES),
+    *(RowColumns("row_columns", "sm_90a", MLA_COLUMNS, 512, dtype) for dtype in DTYPES),
     *(
         MlaBackward(op, "sm_90a", MLA_BACKWARD, 512, dtype, deterministic=deterministic)
         for deterministic in (False, True)

@@ -9,8 +9,8 @@ and adds all keys in the order in which `mla_fwd_sm90` does. Nothing is merged, 
     right   P of odd tiles -> SMEM                                > o += P0 V0, o += P1 V1, or in the other order
 
 The greatest score of every tile is known from the start. So each side knows the running maxima without the other, and
-a thread's exponentials, sums and factors are those of `kernels.lib.softmax`, in the same order. A warp loads scores
-and columns of keys by TMA. All CTAs of a row tile compute the same P: what that costs is less than what another launch would.
+a thread's exponentials, sums and factors are those of `kernels.lib.softmax`, in the same order. A warp loads scores and
+columns of keys. All CTAs of a row tile compute the same P: what that costs is less than what another launch would.
 """
 
 from dataclasses import dataclass
@@ -47,9 +47,9 @@ from kernels.lib.wgmma import (
     transposed,
 )
 
-from ..fwd.consumer import hand_over, take_over
-from ..fwd.smem import EVEN, LEFT, ODD, RIGHT
-from .config import CHUNK, EACH, SCORES, SCORES_BYTES, TILE, Between, Config, query_of
+from .columns_config import CHUNK, EACH, SCORES, SCORES_BYTES, TILE, Between, Config, query_of
+from .consumer import hand_over, take_over
+from .smem import EVEN, LEFT, ODD, RIGHT
 
 BOTH_MET = 1  # a named barrier: all threads of both sides
 

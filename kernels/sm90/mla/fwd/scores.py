@@ -26,11 +26,11 @@ from kernels.lib.splits import total_tiles
 from kernels.lib.wgmma import K_MAJOR, SLAB, accumulator, multiply, operand_a, operand_b, tiled_mma, tma_atom
 from kernels.packings import PACKED
 
-from ..fwd.config import Config
-from ..fwd.kernel import MlaFwdSm90
-from ..fwd.key_tiles import Work
-from ..fwd.smem import LEFT, RIGHT, Barriers, Shared
-from .config import CHUNK, EACH, SCORES, TILE, Between, query_of
+from .columns_config import CHUNK, EACH, SCORES, TILE, Between, query_of
+from .config import Config
+from .kernel import MlaFwdSm90
+from .key_tiles import Work
+from .smem import LEFT, RIGHT, Barriers, Shared
 
 
 class ScoresConfig(Config):
