@@ -182,7 +182,7 @@ def test_agrees_with_hardware(recorded):
 
 
 def assert_as_on_hardware(got, recorded, x):
-    """lse to 1e-6, o to a unit in the last place; the rest is the order of sums, and how the chip rounds exp2 and rsqrt."""
+    """lse to 1e-6, o to a unit in the last place; the rest is the order of sums, and how the chip rounds exp2."""
     (o, lse), (got_o, got_lse) = hardware.recorded(recorded, x).results, recorded.kept(got)
     finite = np.isfinite(lse)
     assert (got_lse[~finite] == lse[~finite]).all() and (~finite).any()
