@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from examples.deepseek_v4 import choices, common, grouped, packed, serve, train
+from examples.deepseek_v4 import choices, common, grouped, packed, serve, speed, train
 from examples.deepseek_v4.drafts import DSpark
 from examples.deepseek_v4.engram import words
 from examples.deepseek_v4.grouped import blocks, products
@@ -144,6 +144,18 @@ def test_shards(name, shape):
     if name == "v4":
         w13 = got[2]["layers"][1]["moe"]["w13"]
         assert w13.sharding.shard_shape(w13.shape) == (8 // expert, 64, 2, 32 // tensor)
+
+
+def test_speed(tmp_path, capsys):
+    """A row for each piece of work, with the time of every kind of layer and the sum over all layers."""
+    kinds = [f"{common.KINDS[i]}_attention" for i in (0, 1, 2, 1)]
+    config, file = common.small() | {"num_hidden_layers": 4, "layer_types": kinds}, tmp_path / "speed.json"
+    rows = speed.main(config=config, contexts=(32,), sequences=(1, 2), chunk=16, calls=1, file=str(file))
+    assert [row["tokens"] for row in rows] == [1, 2, 16] and json.loads(file.read_text())["rows"] == rows
+    for row in rows:
+        of = row["ms"]
+        assert row["all"] == pytest.approx(of["window"] + 2 * of["ratio 4"] + of["ratio 16"] + of["head"])
+    assert "chunk of 16, 32 tokens" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("rows, experts", [(7, 3), (400, 5), (600, 2)])
