@@ -11,9 +11,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
 from .packed import Packed, whole
+
+try:  # JAX 0.11 says that a later version will not have it; the loop needs nothing
+    from jax.experimental.pallas import triton
+except ImportError:
+    triton = None
 
 COLUMNS, DEPTH, WARPS, STAGES = 256, 64, 8, 3
 """of a kernel's tile, at most: the best of five on an H200, for a step of 64 tokens and for a prompt of 4096"""
@@ -95,16 +99,22 @@ def _products(x: jax.Array, w: Any, at: Blocks, transposed: bool = False) -> jax
 
     def kernel(x: Any, w: Any, expert: Any, begin: Any, y: Any) -> None:
         i, of_c = pl.program_id(0), pl.ds(pl.program_id(1) * columns, columns)
+        is_block = i < begin[begin.shape[0] - 1]
 
         def step(t: Any, y: jax.Array) -> jax.Array:
             of_k = pl.ds(t * depth, depth)
             tile = w[expert[i], of_c, of_k] if transposed else w[expert[i], of_k, of_c]
             return y + triton.dot(x[i, :, of_k], tile, trans_b=transposed)
 
-        steps = jnp.where(i < begin[begin.shape[0] - 1], k // depth, 0)
-        y[...] = jax.lax.fori_loop(0, steps, step, jnp.zeros(y.shape, jnp.float32)).astype(y.dtype)
+        @pl.when(is_block)
+        def _() -> None:
+            y[...] = jax.lax.fori_loop(0, k // depth, step, jnp.zeros(y.shape, jnp.float32)).astype(y.dtype)
 
-    if isinstance(w, Packed) or min(depth, columns) < 16 or x.dtype == jnp.float32:
+        @pl.when(~is_block)
+        def _() -> None:
+            y[...] = jnp.zeros(y.shape, y.dtype)
+
+    if isinstance(w, Packed) or not _is_tiled(depth, columns, x.dtype):
         return loop(x, w, at)
     out = pl.BlockSpec((None, size, columns), lambda i, j: (i, 0, j))
     launched = _launched(kernel, (n, c // columns), out, (n, size, c), x.dtype)
@@ -132,7 +142,7 @@ def _sums(x: jax.Array, dy: jax.Array, at: Blocks, w: jax.Array) -> jax.Array:
         zeros = jnp.zeros((rows, columns), jnp.float32)
         dw[...] = jax.lax.fori_loop(begin[e], begin[e + 1], block, zeros).astype(dw.dtype)
 
-    if min(rows, columns) < 16 or x.dtype == jnp.float32:
+    if not _is_tiled(rows, columns, x.dtype):
         return loop(x, dy, at)
     out = pl.BlockSpec((None, rows, columns), lambda e, i, j: (e, i, j))
     launched = _launched(kernel, (experts, k // rows, c // columns), out, w.shape, w.dtype)
@@ -154,6 +164,11 @@ def _launched(kernel: Callable[..., None], grid: tuple[int, ...], out: Any, shap
         )(*operands)
 
     return run
+
+
+def _is_tiled(rows: int, columns: int, dtype: Any) -> bool:
+    """Whether there is a kernel with such tiles."""
+    return triton is not None and min(rows, columns) >= 16 and dtype != jnp.float32
 
 
 def _part(extent: int, most: int) -> int:
