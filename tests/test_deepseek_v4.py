@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from examples.deepseek_v4 import choices, common, grouped, packed, serve, speed, train
+from examples.deepseek_v4 import choices, common, engram, grouped, packed, serve, speed, train
 from examples.deepseek_v4.drafts import DSpark
 from examples.deepseek_v4.engram import words
 from examples.deepseek_v4.grouped import blocks, products
@@ -227,7 +227,8 @@ def test_products_on_a_gpu(rows, experts, k, c, cuda):
     f, operands, _, want = of_products(rows, experts, k, c)
     with jax.default_device(cuda):
         y, blockwise, (dx, dw) = jax.jit(f)(*operands)
-    loop = f(*jax.device_put(operands, jax.devices("cpu")[0]))
+    with jax.default_device(jax.devices("cpu")[0]):
+        loop = jax.jit(f)(*map(np.asarray, operands))
     np.testing.assert_allclose(np.asarray(y, np.float64), want, rtol=0.02, atol=0.5)
     for got, want in zip(jax.tree.leaves((blockwise, dx, dw)), jax.tree.leaves(loop[1:]), strict=True):
         np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(want, np.float32), rtol=0.02, atol=0.5)
@@ -569,12 +570,33 @@ def test_serving_with_drafts():
     assert 0.5 * server.drafted < server.accepted < server.drafted and server.accepted > 1.5 * server.steps
 
 
+def test_engrams_take_words_back():
+    """Rows of tokens as they come, some of which are wrong and taken back, are those of the whole line."""
+    engrams, rng = Model.from_config(CONFIGS["v4.1"]).engrams, np.random.default_rng(0)
+    word, tokens = rng.integers(0, engrams.words, 64), rng.integers(0, 64, (2, 40), np.int32)
+    whole, _ = engrams.found(jnp.asarray(word), jnp.asarray(tokens), None, 0, None)
+    kept = engrams.longest - 1 + 3
+    history, at = engram.History(jnp.full((2, kept), 5), jnp.zeros(2, jnp.int32)), np.array([0, 0])
+    for _ in range(9):
+        right, count = rng.integers(1, 5, 2), rng.integers(0, 5, 2)
+        right = np.where(count, np.minimum(right, count), 0)
+        new = np.stack([row[n : n + 4] for row, n in zip(tokens, at, strict=True)])
+        new = np.where(np.arange(4) < right[:, None], new, (new + 1) % 64)
+        rows, history = engrams.found(jnp.asarray(word), jnp.asarray(new), history, jnp.asarray(at), jnp.asarray(count))
+        for i in range(2):
+            np.testing.assert_array_equal(rows[i, : right[i]], whole[i, at[i] : at[i] + right[i]])
+        at += right
+    assert (at > engrams.longest + 4).all()
+
+
 @pytest.mark.slow
-def test_requests_that_begin_alike():
+@pytest.mark.parametrize("speculate", [0, 3])
+def test_requests_that_begin_alike(speculate):
     """V4.1, whose engrams remember words: the place that read the beginning keeps its own while others come and go."""
     model, params = small("v4.1")
     rng, beginning = np.random.default_rng(0), np.arange(34, dtype=np.int32)
-    server = Server(model, model.joined(params), jnp.float32, 2, 64, chunk=16, page=16, pages=6, beginning=beginning)
+    how = {"chunk": 16, "page": 16, "pages": 6, "beginning": beginning, "speculate": speculate}
+    server = Server(model, model.joined(params), jnp.float32, 2, 64, **how)
     requests = [Request(np.r_[beginning, rng.integers(0, 64, n, np.int32)], 6, 0.0) for n in (5, 5, 12, 12)]
     for request in requests:
         server.submit(request)
@@ -582,6 +604,7 @@ def test_requests_that_begin_alike():
         server.work()
     for request in requests:
         assert server.alone(request).tolist() == request.said
+    assert bool(server.drafted) == bool(speculate)
 
 
 @pytest.mark.slow

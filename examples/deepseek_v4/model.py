@@ -430,11 +430,11 @@ class Model:
 
     def cache(self, b: int, max_length: int, dtype: Any = jnp.bfloat16, **pages: Any) -> Caches:
         """Empty caches for b sequences, as `DSV4Attention.cache` makes them; in a mesh, whole on every device."""
-        if self.engrams is not None and pages.get("steps", 1) > 1:
-            raise NotImplementedError("V4.1: drafts, whose words its engrams would have to take back")
-        words = None if self.engrams is None else jnp.zeros((b, self.engrams.longest - 1), jnp.int32)
         layers = [layer.cache(b, max_length, dtype, **pages) for layer in self.layers]
-        made = Caches(layers, None if words is None else History(words))
+        made = Caches(layers)
+        if self.engrams is not None:
+            words = self.engrams.longest - 1 + pages.get("steps", 1) - 1
+            made = made._replace(history=History(jnp.zeros((b, words), jnp.int32), jnp.zeros(b, jnp.int32)))
         return made if jax.sharding.get_abstract_mesh().empty else jax.device_put(made, P())
 
     def joined(self, params: Any) -> dict[str, Any]:

@@ -151,7 +151,7 @@ def arguments() -> dict:
         (
             "speculate",
             0,
-            "drafts of a request in a step, at most: the model's own, if it has layers for them; not with V4.1",
+            "drafts of a request in a step, at most: the model's own, if it has layers for them that are read",
         ),
     ):
         parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{what} (default: {default})")
