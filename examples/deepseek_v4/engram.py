@@ -101,7 +101,7 @@ class Engrams:
         Args:
           word: int32 `[vocabulary]`, of each token.
           history: of the words before; None is none, and then none is kept.
-          start: an int or int32 `[b]`, the position of the first token: the history's end, or one before it, which takes
+          start: an int or int32 `[b]`, the position of the first token: the history's end, or before it, which takes
             tokens back.
           count: int32 `[b]`: how many of the tokens are no padding, with a history.
         """
