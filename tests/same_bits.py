@@ -31,14 +31,28 @@ from jax_dsv4_fmha import (
     fmha,
     head_summed_probabilities,
     lightning_indexer,
+    merge,
     quantize_cache,
     sparse_fmha,
 )
 
 SEQUENCES, TOKENS, WINDOW = 4, 320, 128
-KINDS = {"window": 0, "list": 4, "all": 2, "sparse": 1, "causal": 0, "dense": 0, "indexer": 1, "probabilities": 1}
-"""what queries see, and the tokens of an entry; "dense" has separate K and V of fewer dimensions. The last two are
-`lightning_indexer`, with its scores, and `head_summed_probabilities`, which have no mode"""
+KINDS = {
+    "window": 0,
+    "list": 4,
+    "all": 2,
+    "sparse": 1,
+    "causal": 0,
+    "dense": 0,
+    "gradient": 1,
+    "indexer": 1,
+    "probabilities": 1,
+    "merge": 0,
+}
+"""what queries see, and the tokens of an entry; "dense" has separate K and V of fewer dimensions, "gradient" is that of
+"sparse" in q. The last three are `lightning_indexer`, with its scores, `head_summed_probabilities` and `merge`, which
+have no mode"""
+LISTS = ("list", "sparse", "gradient", "indexer", "probabilities")
 CACHES = {
     "rows": (None, None),
     "v4_fp8": ("v4_fp8",) * 2,
@@ -167,10 +181,15 @@ class Prompt:
             return _causal(q, kv[: 1 + (w.d < 512)], sink, np.int32(first), **w.how)
         far = np.pad(x["far"][at[0]], ((0, 0), (0, self.room), (0, 0)), constant_values=1)
         listed = x["indices"][at]
-        if w.kind in ("list", "sparse"):
+        if w.kind in ("list", "sparse", "gradient"):
             listed = np.pad(listed, ((0, 0), (0, 0), (0, self.room)), constant_values=-1)
         if w.kind == "indexer":
             return _indexer(q[..., :128], far[..., :128], x["rows"][at], np.int32(first), w.topk, **w.alike)
+        if w.kind == "merge":
+            rows = x["rows"][at]
+            return merge([(q, rows), (q[..., ::-1], 12 - rows)], sink)
+        if w.kind == "gradient":
+            return (_gradient(q, far, listed, sink, **w.how),)
         if w.kind == "probabilities":
             return (_probabilities(q, far, x["rows"][at], listed, **w.alike),)
         if w.kind == "sparse":
@@ -260,6 +279,13 @@ def _sparse(q: Any, kv: Any, listed: Any, sink: Any, **how: Any) -> Any:
     return sparse_fmha(q, kv, listed, sink=sink, **how)
 
 
+@functools.partial(jax.jit, static_argnames=_HOW)
+def _gradient(q: Any, kv: Any, listed: Any, sink: Any, **how: Any) -> Any:
+    cotangent = q[..., ::-1]
+    _, transposed = jax.vjp(lambda q: sparse_fmha(q, kv, listed, sink=sink, deterministic=True, **how)[0], q)
+    return transposed(cotangent)[0]
+
+
 @functools.partial(jax.jit, static_argnames="implementation", static_argnums=4)
 def _indexer(q: Any, k: Any, weights: Any, first: Any, topk: int, **how: Any) -> Any:
     return lightning_indexer(q, k, weights, topk=topk, ratio=1, q_offset=first, return_scores=True, **how)
@@ -334,7 +360,7 @@ def worlds(seed: int, **how: Any) -> Iterator[World]:
         heads = int(rng.choice([64, 128, 16, 5, 100]))
         dtype = str(rng.choice(["bfloat16", "float16"])) if caches == "rows" else "bfloat16"
         heads = int(rng.choice([16, 32, 64])) if kind == "indexer" else heads
-        topk = int(rng.choice([64, 100, 256])) if kind in ("list", "sparse", "indexer", "probabilities") else 0
+        topk = int(rng.choice([64, 100, 256])) if kind in LISTS else 0
         d = int(rng.choice([64, 128, 256])) if kind == "dense" else 512
         yield World(kind, caches, heads, dtype, topk, int(rng.integers(2**31)), d, **how)
 

@@ -12,7 +12,16 @@ import numpy as np
 import pytest
 
 from interpreter import edits
-from interpreter.kernels import attention, by_columns, indexer, native, probabilities
+from interpreter.kernels import (
+    attention,
+    by_columns,
+    gradients,
+    indexer,
+    mla_backward,
+    native,
+    probabilities,
+    rope,
+)
 from interpreter.kernels.launch import Kernel, combine, launch
 from jax_dsv4_fmha import (
     Cache,
@@ -22,6 +31,7 @@ from jax_dsv4_fmha import (
     dsv4_attention,
     dsv4_decode,
     fmha,
+    merge,
     sparse_fmha,
 )
 from jax_dsv4_fmha._host import attention as attention_calls
@@ -29,7 +39,8 @@ from jax_dsv4_fmha._host import library
 from jax_dsv4_fmha._host.split_kv import columns_pay
 from jax_dsv4_fmha._ops.decode import seen_slots
 from jax_dsv4_fmha.layers import Compressor, DSV4Attention, Rope
-from kernels.abi import Forward
+from kernels.abi import Forward, IndexQuery, NormRope
+from kernels.abi import Rope as RopeVariant
 
 from . import same_bits
 from .helpers import every_kernel
@@ -38,6 +49,8 @@ from .order_of_sums import blocks_of, canonical, in_turn, pairs, probing, read_o
 BF16 = np.dtype("bfloat16")
 SINK = np.array([0, 1, -np.inf, -2], np.float32)
 BUILT = {v.key for v in native.built(Forward)}
+BACKWARD = (("mla_sparse_bwd", "_h64"), ("mla_sparse_bwd", ""), ("csa_bwd", "_h16"), ("csa_bwd", "_h64"))
+ROPES = [v for family in (RopeVariant, NormRope, IndexQuery) for v in native.built(family)]
 MANY, FEW = "sm_90a_d512_bfloat16", "sm_90a_d512_bfloat16_h8"
 heads = pytest.mark.parametrize(("suffix", "h"), [(MANY, 33), (FEW, 8)], ids=["many heads", "few heads"])
 
@@ -277,6 +290,57 @@ def test_an_indexers_scores_and_choice_have_the_same_bits(name):
         assert differing((got.indices, got.values), (whole.indices[1:, 2:4], whole.values[1:, 2:4])) == [0, 0]
 
 
+@pytest.mark.parametrize(
+    "key",
+    [
+        "mla_sparse_bwd_sm_90a_d512_bfloat16_h16",
+        *(pytest.param(f"{x}_sm_90a_d512_bfloat16{y}", marks=pytest.mark.slow) for x, y in BACKWARD),
+    ],
+)
+def test_dq_of_lists_has_the_same_bits(key):
+    """Of a query among three, and alone with a longer list, whose end is absent."""
+    variant = native.variant_of(key)
+    if key not in {v.key for v in library.variants()}:
+        pytest.skip(f"{key} is not built")
+    h = native.heads_for(variant, 8)
+    x = gradients.operands(variant, b=1, s_q=3, s_kv=150, h_q=h, s_kv1=150, topk=100)
+
+    def alone(y):
+        return None if y is None else y[:, 2:]
+
+    def longer(y):
+        seen = alone(y.seen_from)
+        padded = seen if seen.ndim == 2 else np.pad(seen, ((0, 0), (0, 0), (0, 90)), constant_values=-1)
+        return replace(y, seen_from=padded, seen_to=alone(y.seen_to))
+
+    a = x.attention
+    shape = a.shape._replace(s_q=1, topk=190)
+    one = replace(a, shape=shape, q=alone(a.q), sources=tuple(map(longer, a.sources)))
+    rows = {name: alone(getattr(x, name)) for name in ("do", "lse", "sink_factor", "delta")}
+    whole, got = (mla_backward.launch(Kernel.of(variant), y).run()[0] for y in (x, replace(x, attention=one, **rows)))
+    assert np.any(got) and differing([whole[:, 2:]], [got]) == [0]
+
+
+def test_rows_that_are_normed_and_turned_have_the_same_bits():
+    """RoPE, and a norm before it: of all rows of a call, and of some."""
+    if not ROPES:
+        pytest.skip("not built")
+    for op in ("rope", "norm_rope", "index_query"):
+        variant = next(v for v in ROPES if v.op == op and v.arch == "sm_90a")
+        x = rope.Problem.of(variant, 2, 5, 7)
+        some = replace(x, **{name: getattr(x, name)[1:, 2:4] for name in ("x", "dy", "angle")})
+        whole, got = (rope.run(y).reshape(*y.x.shape[:3], -1) for y in (x, some))
+        assert differing([np.ascontiguousarray(whole[1:, 2:4])], [got]) == [0]
+
+
+def test_merged_rows_have_the_same_bits():
+    """As XLA computes them here."""
+    parts = [(normal(i, 3, 5, 8, 64), normal(i + 9, 3, 5, 8).astype(np.float32)) for i in range(3)]
+    whole = jax.jit(merge)(parts)
+    some = jax.jit(merge)([(o[1:2, 2:4], lse[1:2, 2:4]) for o, lse in parts])
+    assert differing(map(np.asarray, some), (np.asarray(x)[1:2, 2:4] for x in whole)) == [0, 0]
+
+
 def test_head_summed_probabilities_have_the_same_bits():
     """Without a mode: of a query in a batch, and alone with a longer list, whose end is absent."""
     variant = native.variant_of("head_summed_probabilities_sm_90a_d512_bfloat16")
@@ -449,7 +513,7 @@ def test_blackwell_is_not_covered(hopper, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["list", "causal", "probabilities"])
+@pytest.mark.parametrize("kind", ["list", "causal", "probabilities", "gradient", "merge"])
 def test_the_program_compares_the_same_queries(monkeypatch, kind):
     """By numbers of the reference: what is called random is the call alone."""
     for name, value in (("TOKENS", 24), ("SEQUENCES", 2), ("WINDOW", 10)):
