@@ -3,6 +3,7 @@
 //
 // Keys of 8 bits have a scale each: k_scale, or in pages after the page's keys. `indexer_scores` gives all scores and
 // chooses nothing: f32 [b * blocks * queries of a block, stride]. `indexer_topk` takes given scores f32 [b, s_q, s_c].
+// `indexer_blocks` chooses among blocks of keys by their greatest scores, which are what its workspace has.
 #pragma once
 
 #include "indexer_plan.h"
@@ -17,6 +18,7 @@ struct Indexer {
 
   static bool Scores(const Call& call) { return call.q.name != nullptr; }
   static bool Chooses(const Call& call) { return call.indices.name != nullptr; }
+  static bool OfBlocks(const Call& call) { return call.newest.name != nullptr; }
 
   static ffi::Error Check(const Call& call, const Axes& n, Shape* shape) {
     static constexpr int64_t kVector = 4;  // scores of one load
@@ -29,6 +31,7 @@ struct Indexer {
               .queries = 1,
               .stride = n.s_c,
               .wants_values = Chooses(call) && n.n_values != 0,
+              .keys_of_score = OfBlocks(call) ? kIndexBlock : 1,
               .pages = n.b,
               .page = n.s_c,
               .width = 0};
@@ -39,7 +42,7 @@ struct Indexer {
       return Refuse(call.scores, "shape " + Show(call.scores.dimensions), "columns in fours");
     }
     Expectations expect;
-    if (Chooses(call)) expect.Shape(call.values, {n.b, n.s_q, n.n_values == 0 ? 0 : n.topk});
+    if (Chooses(call)) expect.Shape(call.values, {n.b, n.s_q, n.n_values == 0 || OfBlocks(call) ? 0 : n.topk});
     return expect.error();
   }
 
@@ -61,7 +64,7 @@ struct Indexer {
     auto& [scores, choice] = *kernels;
     if (Scores(call)) {
       const IndexerScoresChoices choices{
-          .heads = shape->heads, .dtype = call.q.dtype, .paged = call.table.name != nullptr};
+          .heads = shape->heads, .dtype = call.q.dtype, .paged = call.table.name != nullptr, .blocks = OfBlocks(call)};
       if (ffi::Error error = LookUp("indexer_scores", device, choices, &scores); error.failure()) return error;
       shape->queries = scores->tile_m / shape->heads;
       if (ffi::Error error = CheckWorkspace(call, *shape, scores->tile_n); error.failure()) return error;
@@ -73,7 +76,7 @@ struct Indexer {
   // Whole tiles of columns; and rows for some blocks of queries, or for all where the scores are the result.
   static ffi::Error CheckWorkspace(const Call& call, const Shape& shape, int64_t tile) {
     const Ints got = call.scores.dimensions;
-    const int64_t stride = CeilDiv(shape.s_c, tile) * tile, all = shape.blocks() * shape.queries;
+    const int64_t stride = CeilDiv(shape.s_c, tile) * tile / shape.keys_of_score, all = shape.blocks() * shape.queries;
     if (got[0] < shape.queries || got[1] != stride) {
       return Refuse(call.scores, "shape " + Show(got),
                     Show(stride) + " columns, and " + Show(shape.queries) + " rows or more");

@@ -341,6 +341,7 @@ class Combine(Variant):
 
 
 BLOCKS = ("blocks_of_entry", "first_block")
+INDEX_BLOCK = 8  # keys of a block that is chosen as a whole
 """A launch that scores or chooses for some blocks of queries: how many a batch entry has, and the first one."""
 
 
@@ -351,6 +352,7 @@ class IndexerScores(Variant):
     heads: int  # of q
     dtype: str  # of q and k; "float8_e4m3fn" has scales
     paged: bool = False  # keys are in pages, which a table names, followed by their scales
+    blocks: bool = False  # it gives the greatest score of every INDEX_BLOCK keys, and not each score
 
     family = "indexer_scores"
 

@@ -148,6 +148,7 @@ SEEN = arrays("start: s32[b s_q]", "stop: s32[b s_q]")
 ENTRIES = arrays("k: T[b s_c 128]")
 CHOSEN = arrays("indices: s32[b s_q topk]", "values: f32[b s_q n_values]")  # n_values is topk, or 0 for no values
 WORKSPACE = arrays("scores: f32[n_rows stride]")  # of blocks of queries
+BETWEEN = arrays("oldest: s32[b s_q]", "newest: s32[b s_q]")  # blocks oldest <= j < newest are judged
 PAGES = (array("pool: T[pages page 128] or u8[pages page_bytes]", "k"),)
 AT_ENTRIES = (*QUERIES, *ENTRIES, *WEIGHTS, *arrays("indices: s32[b s_q topk]"))
 ROWS_TO_TURN = array("x: T[b s_q h d]", "x", "dy")
@@ -189,6 +190,20 @@ TARGETS = (
         "paged_lightning_indexer",
         "indexer",
         (*QUERIES, *PAGES, *WEIGHTS, *arrays("table: s32[b width]"), *SEEN),
+        (*CHOSEN, *WORKSPACE),
+        {},
+    ),
+    Target(
+        "indexer_blocks",
+        "indexer",
+        (*QUERIES, *ENTRIES, *WEIGHTS, *arrays("k_scale: f32[b s_c]"), *SEEN, *BETWEEN),
+        (*CHOSEN, *WORKSPACE),
+        {},
+    ),
+    Target(
+        "paged_indexer_blocks",
+        "indexer",
+        (*QUERIES, *PAGES, *WEIGHTS, *arrays("table: s32[b width]"), *SEEN, *BETWEEN),
         (*CHOSEN, *WORKSPACE),
         {},
     ),

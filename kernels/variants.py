@@ -126,6 +126,14 @@ VARIANTS: tuple[Variant, ...] = (
         for heads in (16, 32, 64)
         for dtype in (*DTYPES, "float8_e4m3fn")
     ),
+    # DeepSeek-V4.1's first level
+    *(
+        IndexerScores("indexer_scores", arch, f"{package}.indexer.scores.kernel", heads, dtype, paged, blocks=True)
+        for arch, package in (("sm_90a", HOPPER), ("sm_100f", BLACKWELL))
+        for paged in (False, True)
+        for heads in (32, 64)
+        for dtype in ("bfloat16", "float8_e4m3fn")
+    ),
     *(
         IndexerScoresAt(op, arch, f"{package}.indexer.scores_at.kernel", heads, dtype)
         for op, arch, package, dtypes in (

@@ -246,6 +246,31 @@ def test_kernel(cuda, h, dtype, page, s_q, n, topk):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("h", "dtype", "page"), [(32, "bfloat16", 64), (64, "float8_e4m3fn", 32), (32, "float16", 8)])
+@pytest.mark.parametrize(("s_q", "n", "count"), [(2, 1600, 20), (8, 9600, 300), (1, 40960, 2048)])
+def test_kernels_in_two_levels(cuda, h, dtype, page, s_q, n, count):
+    """Bit by bit what is chosen of contiguous keys: blocks, and entries within them."""
+    with jax.default_device(cuda):
+        q, k, weights = normal(0, 4, s_q, h, 128), normal(1, 4, n, 128), normal(2, 4, s_q, h)
+        packed = dtype == "float8_e4m3fn"
+        cache = filled(k if packed else k.astype(dtype), "paged packed" if packed else "paged", page)
+        scale = {}
+        if packed:
+            q, k, weights, k_scale = quantize_indexer(q, k, weights)
+            scale = {"k_scale": k_scale}
+        else:
+            q, k = q.astype(dtype), k.astype(dtype)
+        lengths = jnp.array([n, n // 2 + 3, 3, 0], jnp.int32)  # the last place is idle
+        how = {"ratio": 1, "q_offset": lengths - s_q, "implementation": "cubin"}
+        got, want = (indexer_blocks(q, x, weights, count=count, **how, **y) for x, y in ((cache, {}), (k, scale)))
+        np.testing.assert_array_equal(got, want)
+        how |= {"topk": 64, "blocks": want, "return_scores": True}
+        got, want = (lightning_indexer(q, x, weights, **how, **y) for x, y in ((cache, {}), (k, scale)))
+        for x, y in zip(got, want, strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.gpu
 def test_kernel_under_cuda_graphs(cuda):
     """In a process of its own, where all that may go into a command buffer does: what plain launches choose, of caches
     that moved in memory too."""

@@ -14,8 +14,10 @@ from interpreter.kernels.indexer import (
     TOPK,
     Problem,
     ProblemAt,
+    Run,
     choose,
     judge_at,
+    judge_blocks,
     judge_choice,
     judge_scores,
     run,
@@ -63,6 +65,81 @@ def test_scores_of_pages(key, page, s_c):
     got = run(variant(key), x, processors=3)
     judge_scores(x, got.scores, x.seen)
     judge_choice(got, x.start, x.stop)
+
+
+BLOCKS = tuple(f"indexer_scores_{name}_blocks" for name in (
+    "sm_90a_heads32_bfloat16", "sm_90a_heads64_float8_e4m3fn", "sm_90a_heads32_float8_e4m3fn_paged",
+    "sm_90a_heads64_bfloat16_paged", "sm_100f_heads32_float8_e4m3fn", "sm_100f_heads64_bfloat16_paged",
+))  # fmt: skip
+
+
+def of_blocks(key, b=2, s_q=5, s_c=420, topk=7):
+    """Queries that begin within a block, with keys before that which they do not see and that would win."""
+    x = Problem.of(variant(key), b, s_q, s_c, topk, 64 if "paged" in key else 0)
+    start = np.where(np.arange(s_q) % 2 == 1, np.minimum(x.stop, 11), 0).astype(np.int32) * np.ones_like(x.start)
+    k = x.k.copy()
+    k[:, 8:11] = (k[:, 8:11].astype(np.float32) * 8).astype(k.dtype)
+    return dataclasses.replace(x, k=k, start=start)
+
+
+@pytest.mark.parametrize("key", BLOCKS)
+def test_greatest_blocks(key):
+    """By the greatest score of each, in two orders of events; all but the newest, which nobody needs to judge."""
+    x = of_blocks(key)
+    for seed in range(2):
+        got = run(variant(key), x, processors=3, seed=seed, wants_values=False)
+        judge_blocks(x, got.scores)
+        oldest, newest = x.judged
+        scored = (x.stop - x.start > 8 * x.topk)[..., None]
+        scores = np.where(scored, got.scores, np.float32(0))
+        there = got.indices >= 0
+        values = np.where(there, np.take_along_axis(scores, np.where(there, got.indices, 0), -1), -np.inf)
+        judge_choice(Run(got.indices, values, scores), oldest, newest)
+
+
+def judged_from_the_first_key(text):
+    """Keys count that a query does not see, because they come before its first."""
+    pattern = r"selp\.f32\s+(%r\d+), 0f7FC00000, (%r\d+), %p\d+;"
+    return edits.replace(text, pattern, lambda m: f"mov.b32 {m[1]}, {m[2]};")
+
+
+def half_a_block(text):
+    """The greatest of four keys stands for eight."""
+    pattern = r"shfl\.sync\.bfly\.b32\s+(%r\d+), (%r\d+), 16, 31, -1;"
+    return edits.replace(text, pattern, lambda m: f"mov.b32 {m[1]}, {m[2]};")
+
+
+class FromTheFirst(Problem):
+    """As if a query saw what comes before its first key."""
+
+    def __init__(self, x):
+        super().__init__(*(getattr(x, field.name) for field in dataclasses.fields(x)))
+
+    def greatest(self):
+        return dataclasses.replace(Problem(*dataclasses.astuple(self)), start=np.zeros_like(self.start)).greatest()
+
+
+BLOCK_FAULTS = [
+    PlantedFault(
+        "what a query does not see wins", BLOCKS[0], Wrong,
+        r"first that of query 3 .* with entry 1: .* of queries \[1, 3\]$", judged_from_the_first_key,
+        answers=FromTheFirst,
+    ),
+    PlantedFault("half a block", BLOCKS[0], Wrong, r"with entry 5: .* of queries \[0, 1, 2, 3, 4\]$", half_a_block),
+]  # fmt: skip
+
+
+def run_blocks_with(fault, seed):
+    x = of_blocks(fault.kernel)
+    got = run(variant(fault.kernel), x, edit_scores=fault.planted_in, seed=seed, wants_values=False)
+    if fault.answers is not None:
+        judge_blocks(fault.answers(x), got.scores)
+    judge_blocks(x, got.scores)
+
+
+@pytest.mark.parametrize("fault", BLOCK_FAULTS, ids=str)
+def test_fault_of_blocks(fault):
+    fault.check(run_blocks_with)
 
 
 def page_of_another(text):

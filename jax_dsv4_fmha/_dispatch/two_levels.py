@@ -5,6 +5,7 @@ A block of queries at a time, so that no more than `WORKSPACE` bytes of scores e
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,34 +14,61 @@ import jax.numpy as jnp
 from .._definitions.query_blocks import Arrays, over_queries
 from .._definitions.ranks import number_of, rank_of
 from .._host import indexer as raw
+from .._host import library
 
 BLOCKS = (1, 2, 4, 8, 16, 32)
 """Sizes of a block: a tile of scores is a multiple of four blocks."""
+
+
+def has_kernel(block: int, from_start: bool, **choices: Any) -> bool:
+    """Whether this version has a kernel of scores that judges such blocks."""
+    return block == raw.BLOCK and not from_start and library.shipped_for("indexer_scores", **choices, blocks=True) != ()
 
 
 def greatest_blocks(*operands: jax.Array, count: int, block: int, from_start: bool) -> Arrays:
     """As `_definitions.indexer.greatest_blocks`, whose last block is always that of the newest entry: `count - 1`
     of those before it are chosen by their greatest scores, for which it needs no score of its own."""
     q, weights, k, k_scale, start, stop = operands
+    if has_kernel(block, from_start, heads=q.shape[2], dtype=q.dtype.name, paged=False):
+        best = functools.partial(raw.indexer_blocks, q, weights, k, k_scale, start, stop)
+        return _with_newest(best, jnp.zeros_like(start), start, stop, count, block)
 
     def rows(q: jax.Array, weights: jax.Array, start: jax.Array, stop: jax.Array) -> Arrays:
         before = start if from_start else jnp.zeros_like(start)
-        first, newest = (start - before) // block, (stop - 1 - before) // block
-        there = jnp.where(stop > start, newest + 1 - first, 0)
-        chosen = jnp.full((*start.shape, 1), -1, jnp.int32)
-        if count > 1:
-            # A query that sees more than count blocks sees more than block * (count - 1) entries.
-            scores = raw.indexer_scores(q, weights, k, k_scale, start, stop, skip=block * (count - 1))
+
+        def best(oldest: jax.Array, newest: jax.Array, count: int) -> jax.Array:
+            # A query that sees more than count + 1 blocks sees more than block * count entries.
+            scores = raw.indexer_scores(q, weights, k, k_scale, start, stop, skip=block * count)
             if from_start:  # the scores of a query from its first entry on
                 at = start[..., None] + jnp.arange(scores.shape[2], dtype=jnp.int32)
                 scores = jnp.take_along_axis(scores, jnp.minimum(at, scores.shape[2] - 1), -1)
-            best, _ = raw.indexer_topk(_greatest(scores, start - before, block), first, newest, topk=count - 1)
-            chosen = jnp.concatenate([best, chosen], -1)
-        last = jnp.minimum(there, count)[..., None] - 1
-        return (jnp.where(jnp.arange(count, dtype=jnp.int32) == last, newest[..., None], chosen),)
+            return raw.indexer_topk(_greatest(scores, start - before, block), oldest, newest, topk=count)[0]
+
+        return _with_newest(best, before, start, stop, count, block)
 
     words = (q.shape[0], k.shape[1], 1 + from_start)
     return over_queries(rows, _at_a_time(*words), q, weights, start, stop)
+
+
+def greatest_blocks_of_pages(*operands: jax.Array, count: int, block: int, from_start: bool) -> Arrays:
+    """As `_definitions.indexer.greatest_blocks_of_pages`, for blocks that a kernel judges."""
+    *_, start, stop = operands
+    best = functools.partial(raw.paged_indexer_blocks, *operands)
+    return _with_newest(best, jnp.zeros_like(start), start, stop, count, block)
+
+
+def _with_newest(
+    best: Callable[..., jax.Array], before: jax.Array, start: jax.Array, stop: jax.Array, count: int, block: int
+) -> Arrays:
+    """`count - 1` of the blocks before the newest, which `best(oldest, newest, count=…)` chooses, and then that;
+    blocks are counted from the entry `before`."""
+    oldest, newest = (start - before) // block, (stop - 1 - before) // block
+    there = jnp.where(stop > start, newest + 1 - oldest, 0)
+    chosen = jnp.full((*start.shape, 1), -1, jnp.int32)
+    if count > 1:
+        chosen = jnp.concatenate([best(oldest, newest, count=count - 1), chosen], -1)
+    last = jnp.minimum(there, count)[..., None] - 1
+    return (jnp.where(jnp.arange(count, dtype=jnp.int32) == last, newest[..., None], chosen),)
 
 
 def choose_within(*operands: jax.Array, topk: int, block: int, from_start: bool) -> Arrays:

@@ -115,14 +115,14 @@ def lightning_indexer(
         _ascending(op, blocks)
         archs = _shipped_for_both("indexer_scores_at", topk, dims, heads=dims["h"], dtype=q.dtype.name)
         call = _call(
-            op, _CHOOSE_WITHIN, implementation, "indexer_scores_at", archs, q, dims, keys.got, topk=topk, **how
+            op, keys.ops.within, implementation, "indexer_scores_at", archs, q, dims, keys.got, topk=topk, **how
         )
         inputs = (*map(lax.stop_gradient, (q, weights, *keys.operands)), blocks, start, stop)
         indices, scores = without_gradient(call, *inputs)
         return (indices, scores) if return_scores else indices
     of_keys = {"heads": dims["h"], "dtype": q.dtype.name, "paged": keys.paged}
     archs = _shipped_for_both("indexer_scores", topk, dims, **of_keys) if keys.fits else ()
-    choose = keys.choose_and_score if return_scores else keys.choose
+    choose = keys.ops.choose_and_score if return_scores else keys.ops.choose
     call = _call(op, choose, implementation, "indexer_scores", archs, q, dims, keys.got, keys.wanted, topk=topk)
     results = without_gradient(call, *map(lax.stop_gradient, (q, weights, *keys.operands)), start, stop)
     return (results[0], results[1]) if return_scores else results[0]
@@ -195,15 +195,17 @@ def indexer_blocks(
     q = _check.operand(op, "q", q, "b s_q h d", dims, (*_check.FLOAT, E4M3))
     weights = _check.operand(op, "weights", weights, "b s_q h", dims, _check.FP32)
     count, block = _check.positive(op, "count", count), _check.positive(op, "block", block)
-    keys = _keys(op, k, k_scale, q.dtype, dims, as_array=True)
+    how = {"count": count, "block": block, "from_start": bool(from_start)}
+    of_q = {"heads": dims["h"], "dtype": q.dtype.name}
+    in_pages = _fit(k) and two_levels.has_kernel(block, bool(from_start), **of_q, paged=True)
+    keys = _keys(op, k, k_scale, q.dtype, dims, as_array=not in_pages)
     _check.implementation(op, implementation)
     start, stop = _visible(op, dims, ratio, q_offset, lengths, span)
-    archs = _shipped_for_both("indexer_scores", count - 1, dims, heads=dims["h"], dtype=q.dtype.name, paged=False)
+    archs = _shipped_for_both("indexer_scores", count - 1, dims, **of_q, paged=keys.paged)
     archs = archs if block in two_levels.BLOCKS else ()
     got = ", ".join(filter(None, [f"blocks of {block}", keys.got]))
     wanted = f"blocks of {' or '.join(map(str, two_levels.BLOCKS))}"
-    how = {"count": count, "block": block, "from_start": bool(from_start)}
-    call = _call(op, _BLOCKS, implementation, "indexer_scores", archs, q, dims, got, wanted, **how)
+    call = _call(op, keys.ops.blocks, implementation, "indexer_scores", archs, q, dims, got, wanted, **how)
     (blocks,) = without_gradient(call, *map(lax.stop_gradient, (q, weights, *keys.operands)), start, stop)
     return blocks
 
@@ -377,11 +379,19 @@ def _trained(op: str, q: Any, k: Any, weights: Any, dims: dict[str, Any]) -> tup
     return q, k, _check.operand(op, "weights", weights, "b s_q h", dims, _check.FP32)
 
 
-class _Keys(NamedTuple):
-    """Where entries are chosen from: an op's operands after q and weights, and the op with and without scores."""
+class _Ops(NamedTuple):
+    """The ops that choose from keys of a kind."""
 
     choose: Op
     choose_and_score: Op
+    blocks: Op
+    within: Op
+
+
+class _Keys(NamedTuple):
+    """Where entries are chosen from: ops, and their operands after q and weights."""
+
+    ops: _Ops
     operands: Arrays
     got: str = ""
     wanted: str = ""
@@ -392,7 +402,7 @@ class _Keys(NamedTuple):
 
 
 def _keys(op: str, k: Any, k_scale: Any, dtype: Any, dims: dict[str, Any], as_array: bool = False) -> _Keys:
-    """as_array: also of a `Cache`, which has no kernels for two levels."""
+    """as_array: also of a `Cache`, which XLA gathers."""
     got = ""
     if isinstance(k, Cache):
         _check_cached(op, k, k_scale, dtype, dims)
@@ -407,7 +417,7 @@ def _keys(op: str, k: Any, k_scale: Any, dtype: Any, dims: dict[str, Any], as_ar
         raise _check.error(ValueError, op, "k_scale", k_scale, f"None with {dtype}: only float8_e4m3fn has scales")
     else:
         k_scale = jnp.ones((dims["b"], dims["s_c"]), jnp.float32)
-    return _Keys(_CHOOSE, _CHOOSE_AND_SCORE, (k, k_scale), got)
+    return _Keys(_OF_ARRAYS, (k, k_scale), got)
 
 
 def _check_cached(op: str, cache: Cache, k_scale: Any, dtype: Any, dims: dict[str, Any]) -> None:
@@ -425,12 +435,20 @@ def _check_cached(op: str, cache: Cache, k_scale: Any, dtype: Any, dims: dict[st
 
 def _cached_keys(cache: Cache, packed: bool, dims: dict[str, Any]) -> _Keys:
     """Keys in pages, which kernels read where they are."""
-    page, several = cache.page, cache.block_table is not None
+    several = cache.block_table is not None
     table = cache.block_table if several else jnp.zeros((dims["b"], 1), jnp.int32)
     pool = cache.entries[None] if several else cache.entries[:, None]
-    unit = page_unit(several and table.shape[1] != 1, packed)
-    fits = isinstance(page, int) and page % unit == 0
-    return _Keys(*_OF_PAGES[packed], (pool, table), f"pages of {page}", f"pages of a multiple of {unit}", True, fits)
+    wanted = f"pages of a multiple of {_unit(cache)}"
+    return _Keys(_OF_PAGES[packed], (pool, table), f"pages of {cache.page}", wanted, True, _fit(cache))
+
+
+def _unit(cache: Cache) -> int:
+    return page_unit(cache.block_table is not None and cache.block_table.shape[1] != 1, cache.is_packed)
+
+
+def _fit(k: Any) -> bool:
+    """Whether these are keys in pages as kernels take them."""
+    return isinstance(k, Cache) and isinstance(k.page, int) and k.page % _unit(k) == 0
 
 
 def page_unit(several: bool, packed: bool) -> int:
@@ -503,14 +521,22 @@ _WANTED = f"d={_D}, and operands that a kernel is built for"
 _INDEX_FP8, _INDEX_FP4 = "index_fp8", "index_fp4"
 
 
-def _choosing(keys: tuple[Axes, ...], reference: Callable[..., Arrays], kernel: Callable[..., Arrays]) -> tuple[Op, Op]:
-    """Two ops of (q, weights, *keys, start, stop): one chooses entries, the other also gives their scores."""
-    operands = (_TRAINED[0], _TRAINED[2], *keys, *_SPAN)
+def _choosing(
+    keys: tuple[Axes, ...],
+    reference: Callable[..., Arrays],
+    kernel: Callable[..., Arrays],
+    blocks: tuple[Callable[..., Arrays], Callable[..., Arrays]],
+    within: tuple[Callable[..., Arrays], Callable[..., Arrays] | None],
+) -> _Ops:
+    """Ops of (q, weights, *keys, start, stop): one chooses entries, another also gives their scores; and those of a
+    choice in two levels, each with its reference and its kernel."""
+    given = (_TRAINED[0], _TRAINED[2], *keys)
+    operands = (*given, *_SPAN)
 
     def choose(*operands: jax.Array, topk: int) -> Arrays:
         return kernel(*operands, topk=topk, return_scores=False)[:1]
 
-    return (
+    return _Ops(
         Op("lightning_indexer", operands, (_INDICES,), lambda *x, topk: reference(*x, topk=topk)[:1], choose),
         Op(
             "lightning_indexer",
@@ -519,32 +545,30 @@ def _choosing(keys: tuple[Axes, ...], reference: Callable[..., Arrays], kernel: 
             reference,
             functools.partial(kernel, return_scores=True),
         ),
+        Op("indexer_blocks", operands, (Axes("blocks", "b s_q count"),), *blocks),
+        Op(
+            "lightning_indexer",
+            (*given, Axes("blocks", "b s_q n"), *_SPAN),
+            (_INDICES, _SCORES_THERE),
+            *within,
+        ),
     )
 
 
-_CHOOSE, _CHOOSE_AND_SCORE = _choosing(
-    (_TRAINED[1], Axes("k_scale", "b s_c")), definition.select, raw.lightning_indexer
-)
-_OF_KEYS = _CHOOSE.operands[:-2]
-_CHOOSE_WITHIN = Op(
-    "lightning_indexer",
-    (*_OF_KEYS, Axes("blocks", "b s_q n"), *_SPAN),
-    (_INDICES, _SCORES_THERE),
-    definition.select_within,
-    two_levels.choose_within,
-)
-_BLOCKS = Op(
-    "indexer_blocks",
-    (*_OF_KEYS, *_SPAN),
-    (Axes("blocks", "b s_q count"),),
-    definition.greatest_blocks,
-    two_levels.greatest_blocks,
+_OF_ARRAYS = _choosing(
+    (_TRAINED[1], Axes("k_scale", "b s_c")),
+    definition.select,
+    raw.lightning_indexer,
+    (definition.greatest_blocks, two_levels.greatest_blocks),
+    (definition.select_within, two_levels.choose_within),
 )
 _OF_PAGES = {
     packed: _choosing(
         (Axes("k", f"{ONE_OR_B} pages {width}"), Axes("k.block_table", "b table")),
         definition.select_of_pages,
         raw.paged_lightning_indexer,
+        (definition.greatest_blocks_of_pages, two_levels.greatest_blocks_of_pages),
+        (definition.select_within_pages, None),
     )
     for packed, width in ((False, "page d"), (True, "page_bytes"))
 }
