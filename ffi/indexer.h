@@ -11,6 +11,28 @@
 
 namespace dsv4_fmha {
 
+// What a call's pages are, if its keys are in any.
+template <typename Call>
+ffi::Error CheckIndexPages(const Call& call, const Axes& n, IndexerShape* shape) {
+  if (call.table.name == nullptr) return ffi::Error::Success();
+  const Ints keys = call.k.dimensions;
+  const bool packed = call.q.dtype == ffi::F8E4M3FN;
+  if (packed != (call.k.dtype == ffi::U8)) {
+    return Refuse(call.k, "shape " + Show(keys), packed ? "[pages, 132 bytes an entry]" : "[pages, page, 128]");
+  }
+  shape->pages = n.pages, shape->page = packed ? n.page_bytes / (kIndexDim + kScaleBytes) : n.page;
+  shape->width = n.width, shape->s_c = n.width * shape->page;
+  Expectations expect;
+  if (packed) expect.Shape(call.k, {n.pages, shape->page * (kIndexDim + kScaleBytes)});
+  return expect.error();
+}
+
+// Whether a choice begins before all scores are there. If there are fewer rows than places, the CTAs begin together, one
+// on each processor. If some began early, the first processors to become free would take several.
+inline bool Overlaps(uint32_t grid, const Launcher* choice, const Stream& stream) {
+  return grid >= U32(choice->TilesOn(stream.device).processors);
+}
+
 struct Indexer {
   using Call = IndexerCall;
   using Shape = IndexerShape;
@@ -37,26 +59,12 @@ struct Indexer {
               .width = 0};
     if (Scores(call)) {
       shape->heads = n.heads, shape->type = MapType(call.q.dtype), shape->stride = n.stride;
-      if (ffi::Error error = CheckPages(call, n, shape); error.failure()) return error;
+      if (ffi::Error error = CheckIndexPages(call, n, shape); error.failure()) return error;
     } else if (n.s_c % kVector != 0) {
       return Refuse(call.scores, "shape " + Show(call.scores.dimensions), "columns in fours");
     }
     Expectations expect;
     if (Chooses(call)) expect.Shape(call.values, {n.b, n.s_q, n.n_values == 0 || OfBlocks(call) ? 0 : n.topk});
-    return expect.error();
-  }
-
-  static ffi::Error CheckPages(const Call& call, const Axes& n, Shape* shape) {
-    if (call.table.name == nullptr) return ffi::Error::Success();
-    const Ints keys = call.k.dimensions;
-    const bool packed = call.q.dtype == ffi::F8E4M3FN;
-    if (packed != (call.k.dtype == ffi::U8)) {
-      return Refuse(call.k, "shape " + Show(keys), packed ? "[pages, 132 bytes an entry]" : "[pages, page, 128]");
-    }
-    shape->pages = n.pages, shape->page = packed ? n.page_bytes / (kIndexDim + kScaleBytes) : n.page;
-    shape->width = n.width, shape->s_c = n.width * shape->page;
-    Expectations expect;
-    if (packed) expect.Shape(call.k, {n.pages, shape->page * (kIndexDim + kScaleBytes)});
     return expect.error();
   }
 
@@ -100,10 +108,8 @@ struct Indexer {
       }
       if (choice == nullptr) continue;
       auto plan = PlanTopk(shape, first, count, at);
-      // If there are fewer rows than places, the CTAs begin together, one on each processor. If some began early, the
-      // first processors to become free would take several.
-      const bool fills = plan.grid >= U32(choice->TilesOn(stream.device).processors);
-      ffi::Error error = Launch(choice, stream, plan, /*overlaps=*/scores != nullptr && fills);
+      const bool overlaps = scores != nullptr && Overlaps(plan.grid, choice, stream);
+      ffi::Error error = Launch(choice, stream, plan, overlaps);
       if (error.failure()) return error;
     }
     return ffi::Error::Success();

@@ -20,7 +20,7 @@ struct IndexerShape {
   int64_t queries;  // of a block
   int64_t stride;   // between the scores of two queries
   int64_t wants_values;
-  int64_t keys_of_score;  // 1; or of a block, whose greatest score stands for it
+  int64_t keys_of_score;       // 1; or of a block, whose greatest score stands for it
   int64_t pages, page, width;  // width is 0 where keys are not in pages
 
   bool paged() const { return width != 0; }

@@ -399,6 +399,31 @@ class IndexerScoresAt(Variant):
 
 
 @dataclass(frozen=True)
+class IndexerScoresWithin(Variant):
+    """The indexer's scores of the keys in listed blocks of INDEX_BLOCK keys."""
+
+    heads: int  # of q
+    dtype: str  # of q and k; "float8_e4m3fn" has scales
+    paged: bool = False  # keys are in pages, which a table names, followed by their scales
+
+    family = "indexer_scores_within"
+
+    @property
+    def layout(self) -> str:
+        return self.family + ("_paged" if self.paged else "_scaled" if self.dtype == "float8_e4m3fn" else "")
+
+    @property
+    def params(self) -> Params:
+        scales = ["k_scale"] * (self.dtype == "float8_e4m3fn" and not self.paged)
+        pages = (*each("address", "table"), *each("int32", "width", "pages", "page"))
+        return (
+            *each("address", "q", "k", "weights", *scales, "blocks", "start", "scores"),
+            *each("int32", "s_q", "s_c", "first_query", "count", "splits", "from_start"),
+            *(pages if self.paged else ()),
+        )
+
+
+@dataclass(frozen=True)
 class TopK(Variant):
     """The greatest scores of every row, and their positions."""
 
@@ -528,7 +553,7 @@ class SeenSlots(Variant):
 
 FAMILIES: tuple[type[Variant], ...] = (
     *(Forward, Combine, MlaBackward, TileSpans, MhaBackward),
-    *(IndexerScores, IndexerScoresAt, TopK, Probabilities),
+    *(IndexerScores, IndexerScoresAt, IndexerScoresWithin, TopK, Probabilities),
     *(Rope, NormRope, IndexQuery, KvInsert, SeenSlots),
 )
 

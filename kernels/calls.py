@@ -207,6 +207,26 @@ TARGETS = (
         (*CHOSEN, *WORKSPACE),
         {},
     ),
+    *(
+        Target(
+            name,
+            "indexer_within",
+            (
+                *QUERIES,
+                *keys,
+                *WEIGHTS,
+                *of_keys,
+                # a query's blocks; of the keys in these, one after the other, it sees first <= j < last
+                *arrays("blocks: s32[b s_q n_blocks]", "start: s32[b s_q]", "first: s32[b s_q]", "last: s32[b s_q]"),
+            ),
+            arrays("indices: s32[b s_q topk]", "values: f32[b s_q topk]", "scores: f32[n_rows listed]"),
+            {"from_start": "int64"},
+        )
+        for name, keys, of_keys in (
+            ("indexer_within", ENTRIES, arrays("k_scale: f32[b s_c]")),
+            ("paged_indexer_within", PAGES, arrays("table: s32[b width]")),
+        )
+    ),
     Target(
         "indexer_scores",
         "indexer",

@@ -10,6 +10,7 @@ from .abi import (
     Forward,
     IndexerScores,
     IndexerScoresAt,
+    IndexerScoresWithin,
     IndexQuery,
     KvInsert,
     MhaBackward,
@@ -143,6 +144,15 @@ VARIANTS: tuple[Variant, ...] = (
         )
         for heads in (16, 32, 64)
         for dtype in dtypes
+    ),
+    # DeepSeek-V4.1's second level
+    *(
+        IndexerScoresWithin(
+            "indexer_scores_within", "sm_90a", f"{HOPPER}.indexer.scores_within.kernel", heads, dtype, paged
+        )
+        for paged in (False, True)
+        for heads in (32, 64)
+        for dtype in ("bfloat16", "float8_e4m3fn")
     ),
     *(
         Probabilities("head_summed_probabilities", arch, f"{package}.indexer.probabilities.kernel", 512, dtype)

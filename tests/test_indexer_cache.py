@@ -177,6 +177,27 @@ def test_two_levels(kind):
         )
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_levels_that_kernels_have(kind):
+    """The ops over pages, of as many heads as V4.1 has: what is chosen of keys in an array."""
+    q, k, weights = normal(0, B, S_Q, 32, 128), normal(1, B, 128, 128), normal(2, B, S_Q, 32)
+    q, k = q.astype(jnp.bfloat16), k.astype(jnp.bfloat16)
+    cache, k_scale = filled(k, kind, 64 if "paged" in kind else 128), None
+    if "packed" in kind:
+        q, k, weights, k_scale = quantize_indexer(q, k, weights)
+    seen = {"ratio": RATIO, "q_offset": jnp.array([250, 31], jnp.int32) - S_Q}
+
+    @jax.jit
+    def both(k, k_scale):
+        blocks = indexer_blocks(q, k, weights, count=3, k_scale=k_scale, **seen)
+        return blocks, lightning_indexer(
+            q, k, weights, topk=TOPK, blocks=blocks, k_scale=k_scale, return_scores=True, **seen
+        )
+
+    assert not any("XLA" in (x.reason or "") for x in explain(both, cache, None))
+    jax.tree.map(np.testing.assert_array_equal, both(cache, None), both(k, k_scale))
+
+
 def test_errors():
     q, _, weights, k_scale, cache = operands("paged packed")
     plain = operands("paged")

@@ -9,7 +9,7 @@ import pytest
 
 from interpreter import edits
 from interpreter.faults import PlantedFault
-from interpreter.kernels import native
+from interpreter.kernels import indexer_within, native
 from interpreter.kernels.indexer import (
     TOPK,
     Problem,
@@ -23,8 +23,9 @@ from interpreter.kernels.indexer import (
     run,
     run_at,
 )
+from interpreter.kernels.launch import Kernel
 from interpreter.kernels.verdict import Wrong
-from interpreter.machine.hazards import Deadlock, OutOfBounds, Race
+from interpreter.machine.hazards import Deadlock, OutOfBounds, Race, Undefined
 from kernels.abi import TopK
 
 KEYS = tuple(
@@ -387,6 +388,28 @@ def test_a_buckets_count_lost():
     PlantedFault("a bucket's count lost", TOPK.key, OutOfBounds, "indices", lost_count).check(run_row_with)
 
 
+# ---- scores of the keys in listed blocks
+
+
+WITHIN = tuple(f"indexer_scores_within_sm_90a_{x}" for x in (
+    "heads32_bfloat16", "heads64_float8_e4m3fn", "heads32_float8_e4m3fn_paged", "heads64_bfloat16_paged"
+))  # fmt: skip
+
+
+@pytest.mark.parametrize("key", WITHIN)
+@pytest.mark.parametrize("case", [*indexer_within.CASES, "from the first"])
+def test_scores_within_blocks(key, case):
+    v = variant(key)
+    x = indexer_within.Problem.case(v, case)
+    if x is None and v.paged:
+        pytest.skip("a block's keys are in one page")
+    x = x or indexer_within.Problem.of(v, 2, 2, 200, 12, from_start=True)
+    for seed in range(2):
+        call = indexer_within.Call(Kernel.of(v), x)
+        (ran := call.machine(seed=seed)).run()
+        call.judge(ran)
+
+
 # ---- scores at given entries, and their gradients
 
 
@@ -447,3 +470,40 @@ def run_gradient_with(fault, seed):
 @pytest.mark.parametrize("fault", AT_FAULTS, ids=str)
 def test_fault_of_gradients(fault):
     fault.check(run_gradient_with)
+
+
+def without_scales(text):
+    """Zeros stand for the scales."""
+    return edits.replace(text, r"(cp\.async\.ca\.shared\.global [^;]*, 4), %r\d+;", lambda m: f"{m[1]}, 0;")
+
+
+def keys_of_the_block_before(text):
+    """The third copy of a thread takes the keys of the block before its own in the tile."""
+    pattern = r"(shfl\.sync\.idx\.b32\s+%r\d+, %r\d+, )(%r\d+)(, 31, -1;)"
+    return edits.replace(
+        text, pattern, lambda m: f"{{ .reg .b32 t; sub.s32 t, {m[2]}, 1; {m[1]}t{m[3]} }}", slice(6, 8)
+    )
+
+
+WITHIN_FAULTS = [
+    PlantedFault(
+        "keys read before they are there", WITHIN[0], Undefined, r"wgmma[^\n]*\n\s+reads SMEM", never_waits_for_keys
+    ),
+    PlantedFault("no scales", WITHIN[1], Wrong, "batch entry 0 at place 0, entry [^\n]*: 0, wanted", without_scales),
+    PlantedFault(
+        "keys of another block", WITHIN[2], Wrong, "batch entry 0 at place 32, entry", keys_of_the_block_before
+    ),
+    PlantedFault("pages of another", WITHIN[2], Wrong, "batch entry 0 at place 0, entry", page_of_another),
+]
+
+
+@pytest.mark.parametrize("fault", WITHIN_FAULTS, ids=str)
+def test_fault_within_blocks(fault):
+    def run_with(fault, seed):
+        call = indexer_within.Call(
+            Kernel.of(variant(fault.kernel)), indexer_within.Problem.case(variant(fault.kernel), "tiles")
+        )
+        (ran := call.machine(seed=seed, edit=fault.planted_in)).run()
+        call.judge(ran)
+
+    fault.check(run_with)

@@ -21,8 +21,8 @@ BLOCKS = (1, 2, 4, 8, 16, 32)
 
 
 def has_kernel(block: int, from_start: bool, **choices: Any) -> bool:
-    """Whether this version has a kernel of scores that judges such blocks."""
-    return block == raw.BLOCK and not from_start and library.shipped_for("indexer_scores", **choices, blocks=True) != ()
+    """Whether there is a kernel of scores that judges such blocks, for the devices here."""
+    return block == raw.BLOCK and not from_start and _for_all("indexer_scores", **choices, blocks=True)
 
 
 def greatest_blocks(*operands: jax.Array, count: int, block: int, from_start: bool) -> Arrays:
@@ -75,6 +75,9 @@ def choose_within(*operands: jax.Array, topk: int, block: int, from_start: bool)
     """As `_definitions.indexer.select_within`, for ascending blocks, of which a query sees contiguous entries."""
     q, weights, k, k_scale, blocks, start, stop = operands
     b, s_c = k.shape[:2]
+    if has_kernel_within(block, from_start, heads=q.shape[2], dtype=q.dtype.name, paged=False):
+        best = functools.partial(raw.indexer_within, q, weights, k, k_scale, topk=topk, from_start=from_start)
+        return _entries(best, blocks, start, stop, s_c, from_start)
     fill = -blocks.shape[2] % 4  # top-k wants columns in fours
     blocks = jnp.pad(blocks, ((0, 0), (0, 0), (0, fill)), constant_values=-1)
 
@@ -96,6 +99,50 @@ def choose_within(*operands: jax.Array, topk: int, block: int, from_start: bool)
 
     indices, values = over_queries(rows, _at_a_time(b, blocks.shape[2], 2 * block), q, weights, blocks, start, stop)
     return indices, values
+
+
+def has_kernel_within(block: int, from_start: bool, **choices: Any) -> bool:
+    """Whether there is a kernel of the scores of such blocks' entries, for the devices here."""
+    aligned = not (from_start and choices["paged"])  # a block's entries are in one page
+    return block == raw.BLOCK and aligned and _for_all("indexer_scores_within", **choices)
+
+
+def _for_all(op: str, **choices: Any) -> bool:
+    shipped = library.shipped_for(op, **choices)
+    return shipped != () and set(library.local_architectures()) <= set(shipped)
+
+
+def choose_within_pages(*operands: jax.Array, topk: int, block: int, from_start: bool) -> Arrays:
+    """As `_definitions.indexer.select_within_pages`, for blocks whose entries a kernel scores."""
+    *of_keys, blocks, start, stop = operands
+    return _entries(
+        functools.partial(raw.paged_indexer_within, *of_keys, topk=topk), blocks, start, stop, 2**31 - 1, False
+    )
+
+
+def _entries(
+    best: Callable[..., tuple[jax.Array, jax.Array]],
+    blocks: jax.Array,
+    start: jax.Array,
+    stop: jax.Array,
+    s_c: Any,
+    from_start: bool,
+) -> Arrays:
+    """The entries at the places in lists of blocks that `best(blocks, start, first, last)` chooses, and their scores.
+
+    Blocks ascend, so a query sees contiguous places of its list.
+    """
+    base = start if from_start else jnp.zeros_like(start)
+    begin = blocks * raw.BLOCK + base[..., None]
+    there = (blocks >= 0) & (blocks < -(-s_c // raw.BLOCK))
+
+    def before(bound: jax.Array) -> jax.Array:
+        """How many entries of the list are before a bound."""
+        return jnp.sum(jnp.where(there, jnp.clip(bound[..., None] - begin, 0, raw.BLOCK), 0), -1, dtype=jnp.int32)
+
+    where, values = best(jnp.where(there, blocks, -1), start, before(start), before(stop))
+    block = jnp.take_along_axis(begin, jnp.maximum(where, 0) // raw.BLOCK, -1)
+    return jnp.where(where < 0, -1, block + where % raw.BLOCK), values
 
 
 def _greatest(scores: jax.Array, start: jax.Array, block: int) -> jax.Array:

@@ -108,6 +108,66 @@ def paged_indexer_blocks(
     return call("paged_indexer_blocks", results, q, pool, weights, table, start, stop, oldest, newest)[0]
 
 
+def indexer_within(
+    q: jax.Array,
+    weights: jax.Array,
+    k: jax.Array,
+    k_scale: jax.Array,
+    blocks: jax.Array,
+    start: jax.Array,
+    first: jax.Array,
+    last: jax.Array,
+    *,
+    topk: int,
+    from_start: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """The `topk` greatest scores among the entries of listed blocks of `BLOCK`: where they are in a query's list, the
+    block of a place times `BLOCK` and more; ascending, then -1. And the scores, -inf at -1.
+
+    Args:
+      q, weights, k, k_scale: as in `lightning_indexer`.
+      blocks: int32 `[b, s_q, n]`; an absent one is below 0.
+      start: int32 `[b, s_q]`, the entry with which block 0 begins, with from_start.
+      first, last: int32 `[b, s_q]`: of its list's places, a query sees first <= j < last.
+    """
+    results = _listed(q, blocks, topk)
+    given = (q, k, weights, k_scale, blocks, start, first, last)
+    indices, values, _ = call("indexer_within", results, *given, from_start=np.int64(from_start))
+    return indices, values
+
+
+def paged_indexer_within(
+    q: jax.Array,
+    weights: jax.Array,
+    pool: jax.Array,
+    table: jax.Array,
+    blocks: jax.Array,
+    start: jax.Array,
+    first: jax.Array,
+    last: jax.Array,
+    *,
+    topk: int,
+) -> tuple[jax.Array, jax.Array]:
+    """`indexer_within` with keys in pages of whole blocks, as in `paged_lightning_indexer`."""
+    pool, table, _ = _of_one_pool(pool, table)
+    results = _listed(q, blocks, topk)
+    given = (q, pool, weights, table, blocks, start, first, last)
+    indices, values, _ = call("paged_indexer_within", results, *given, from_start=np.int64(0))
+    return indices, values
+
+
+def _listed(q: jax.Array, blocks: jax.Array, topk: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """The results of a choice within blocks, and its workspace of scores."""
+    (b, s_q), listed = q.shape[:2], BLOCK * blocks.shape[2]
+    rows = 4096
+    if isinstance(listed, int):
+        rows = max(1, WORKSPACE // (4 * listed))
+    if isinstance(b, int) and isinstance(s_q, int):
+        rows = max(1, -(-b * s_q // -(-b * s_q // rows)))  # the same number of queries each time
+    chosen = (jax.ShapeDtypeStruct((b, s_q, topk), dtype) for dtype in (jnp.int32, jnp.float32))
+    return (*chosen, jax.ShapeDtypeStruct((rows, listed), jnp.float32))
+
+
 def _of_one_pool(pool: jax.Array, table: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
     """A pool without its axis of batch entries, the table into it, and the entries that a sequence has room for."""
     pools, pages, width, *_ = pool.shape

@@ -73,8 +73,9 @@ def lightning_indexer(
       k_scale: float32 `[b, s_c]`, not negative; with float8_e4m3fn, and only then. A cache has its own.
       blocks: int32 `[b, s_q, n]`, as `indexer_blocks` returns them, ascending and none twice, then -1 for those that
         are absent: only entries in these blocks of `block` entries are chosen. Blocks in another order are an error
-        where they are known, and undefined where they are traced. Kernels compute scores of these entries alone; of a
-        `Cache` they read what XLA gathers into an array of all its keys.
+        where they are known, and undefined where they are traced. Kernels compute scores of these entries alone. Of a
+        `Cache` they read these keys where they are: for blocks of 8 in pages of whole blocks, with 32 or 64 heads,
+        bfloat16 or float8_e4m3fn; else what XLA gathers into an array of all its keys.
       from_start: as in `indexer_blocks`.
       return_scores: whether the scores at the indices are returned too.
       implementation: None takes the kernel where there is one, else the reference; "cubin" or "reference" insist.
@@ -106,22 +107,28 @@ def lightning_indexer(
     if getattr(k, "shape", None) == (dims["b"], 0, dims["d"]):
         indices = jnp.full((dims["b"], dims["s_q"], topk), -1, jnp.int32)
         return (indices, jnp.full(indices.shape, -jnp.inf, jnp.float32)) if return_scores else indices
-    keys = _keys(op, k, k_scale, q.dtype, dims, blocks is not None)
+    block = _check.positive(op, "block", block)
+    of_q = {"heads": dims["h"], "dtype": q.dtype.name}
+
+    def judged(paged: bool) -> bool:
+        return two_levels.has_kernel_within(block, bool(from_start), **of_q, paged=paged)
+
+    keys = _keys(op, k, k_scale, q.dtype, dims, as_array=blocks is not None and not (_fit(k) and judged(paged=True)))
     _check.implementation(op, implementation)
     start, stop = _visible(op, dims, ratio, q_offset, lengths, span)
     if blocks is not None:
         blocks = _check.operand(op, "blocks", blocks, "b s_q n", dims, _check.INT)
-        how = {"block": _check.positive(op, "block", block), "from_start": bool(from_start)}
+        how = {"topk": topk, "block": block, "from_start": bool(from_start)}
         _ascending(op, blocks)
-        archs = _shipped_for_both("indexer_scores_at", topk, dims, heads=dims["h"], dtype=q.dtype.name)
-        call = _call(
-            op, keys.ops.within, implementation, "indexer_scores_at", archs, q, dims, keys.got, topk=topk, **how
-        )
+        kernel, choices = "indexer_scores_at", of_q
+        if judged(keys.paged):
+            kernel, choices = "indexer_scores_within", of_q | {"paged": keys.paged}
+        archs = _shipped_for_both(kernel, topk, dims, **choices)
+        call = _call(op, keys.ops.within, implementation, kernel, archs, q, dims, keys.got, "", **how)
         inputs = (*map(lax.stop_gradient, (q, weights, *keys.operands)), blocks, start, stop)
         indices, scores = without_gradient(call, *inputs)
         return (indices, scores) if return_scores else indices
-    of_keys = {"heads": dims["h"], "dtype": q.dtype.name, "paged": keys.paged}
-    archs = _shipped_for_both("indexer_scores", topk, dims, **of_keys) if keys.fits else ()
+    archs = _shipped_for_both("indexer_scores", topk, dims, **of_q, paged=keys.paged) if keys.fits else ()
     choose = keys.ops.choose_and_score if return_scores else keys.ops.choose
     call = _call(op, choose, implementation, "indexer_scores", archs, q, dims, keys.got, keys.wanted, topk=topk)
     results = without_gradient(call, *map(lax.stop_gradient, (q, weights, *keys.operands)), start, stop)
@@ -163,8 +170,8 @@ def indexer_blocks(
     query may see, is always chosen. The lower block wins a tie. The result has no gradient.
 
     Args:
-      q, k, weights, ratio, q_offset, lengths, span, k_scale: as in `lightning_indexer`; XLA gathers a `Cache` in pages
-        into an array.
+      q, k, weights, ratio, q_offset, lengths, span, k_scale: as in `lightning_indexer`. XLA gathers a `Cache` in pages
+        into an array, unless kernels take it, as `blocks` there says.
       count: an int >= 1: how many blocks to choose; DeepSeek-V4.1 takes 2048.
       block: an int >= 1; kernels take powers of two up to 32.
       from_start: whether block 0 of a query begins with the first entry that `span` shows it, and not with entry 0: so
@@ -526,7 +533,7 @@ def _choosing(
     reference: Callable[..., Arrays],
     kernel: Callable[..., Arrays],
     blocks: tuple[Callable[..., Arrays], Callable[..., Arrays]],
-    within: tuple[Callable[..., Arrays], Callable[..., Arrays] | None],
+    within: tuple[Callable[..., Arrays], Callable[..., Arrays]],
 ) -> _Ops:
     """Ops of (q, weights, *keys, start, stop): one chooses entries, another also gives their scores; and those of a
     choice in two levels, each with its reference and its kernel."""
@@ -568,7 +575,7 @@ _OF_PAGES = {
         definition.select_of_pages,
         raw.paged_lightning_indexer,
         (definition.greatest_blocks_of_pages, two_levels.greatest_blocks_of_pages),
-        (definition.select_within_pages, None),
+        (definition.select_within_pages, two_levels.choose_within_pages),
     )
     for packed, width in ((False, "page d"), (True, "page_bytes"))
 }
