@@ -27,7 +27,6 @@ from kernels.abi import INDEX_BLOCK, IndexerScores
 
 from .indexer import HEADS, D
 from .launch import SMEM_LIMIT, WARP, Kernel, element_type, i32, pointers
-from .ptx import ptx
 from .rows import ceil_div, load
 from .wgmma import tma_atom, tma_tiles
 
@@ -353,7 +352,7 @@ def greatest_of_block(score: Float32, seen: cutlass.Boolean, strides: cutlass.Co
     greatest = score if seen else Float32(float("nan"))
     for lanes in strides:
         other = cute.arch.shuffle_sync_bfly(greatest, lanes)
-        greatest = ptx("max.f32 $0, $1, $2;", greatest, other, gives=(Float32,), pure=True)[0]
+        greatest = cute.arch.fmax(greatest, other)  # of NaN and a number the number
     return greatest
 
 

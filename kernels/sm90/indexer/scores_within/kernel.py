@@ -26,8 +26,8 @@ from kernels.lib.scores_at import ScoresAtKernel, copied
 from kernels.lib.wgmma import accumulator, multiply, operand_a, operand_b
 
 from .config import BLOCKS, Config
+from .listed import ListedBlocks, Pages
 from .smem import Shared, allocate
-from .walk import Pages, Walk
 
 
 class Extents(NamedTuple):
@@ -97,14 +97,16 @@ class IndexerScoresWithinSm90(ScoresAtKernel):
         self.copy_q(copied(arrays.q) + row * (c.heads * c.slabs * 64), smem.q, thread)
         tiles = ceil_div(n.count, Int32(BLOCKS))
         first, last = tiles * split // n.splits, tiles * (split + 1) // n.splits
-        walk = self.walk(arrays, n, pages, row, entry, last)
-        walk.begin(first)
+        listed = self.listed(arrays, n, pages, row, entry, last)
+        listed.begin(first)
         for i in cutlass.range_constexpr(c.stages - 1):
-            walk.gather(smem, first + i, Int32(i), thread)
-        self.score(smem, walk, arrays.weights + row * c.heads, arrays.scores + Int64(line) * n.count * INDEX_BLOCK,
+            listed.gather(smem, first + i, Int32(i), thread)
+        self.score(smem, listed, arrays.weights + row * c.heads, arrays.scores + Int64(line) * n.count * INDEX_BLOCK,
                    first, thread)  # fmt: skip
 
-    def walk(self, arrays: Arrays, n: Extents, pages: Pages | None, row: Int64, entry: Int32, last: Int32) -> Walk:
+    def listed(
+        self, arrays: Arrays, n: Extents, pages: Pages | None, row: Int64, entry: Int32, last: Int32
+    ) -> ListedBlocks:
         c, base = self.config, load(arrays.start + row) * n.from_start
         keys, scales = arrays.k.toint(), Int64(0)
         if c.paged:
@@ -113,20 +115,30 @@ class IndexerScoresWithinSm90(ScoresAtKernel):
             keys += Int64(entry) * n.s_c * c.key_bytes
             if c.scaled:
                 scales = (arrays.k_scale + Int64(entry) * n.s_c).toint()
-        listed, page = (cute.make_rmem_tensor(size, Int32) for size in (2, 1))
-        return Walk(c, keys, scales, n.s_c, pages, arrays.blocks + row * n.count, n.count, base, last, listed, page)
+        read, page = (cute.make_rmem_tensor(size, Int32) for size in (2, 1))
+        return ListedBlocks(
+            c, keys, scales, n.s_c, pages, arrays.blocks + row * n.count, n.count, base, last, read, page
+        )
 
     @cute.jit
-    def score(self, smem: Shared, walk: Walk, weights: cute.Pointer, scores: cute.Pointer, first: Int32, thread: Int32):
+    def score(
+        self,
+        smem: Shared,
+        listed: ListedBlocks,
+        weights: cute.Pointer,
+        scores: cute.Pointer,
+        first: Int32,
+        thread: Int32,
+    ):
         c, mma = self.config, product(self.dtype, self.config.heads)
         taken = self.take_weights(weights, thread)
         a, b, acc = operand_a(mma, smem.k), operand_b(mma, smem.q), accumulator(mma, c.heads)
         s = cute.make_tensor(acc.iterator, cute.make_layout((2, 2, c.heads // BLOCK)))  # (c, r, j): row r of two
         own = row_of(thread, 0) + thread % 2 * 8  # whose sum this thread ends up with
         stage, next_stage = Int32(0), Int32(c.stages - 1)
-        for t in cutlass.range(first, walk.last, unroll=1):
+        for t in cutlass.range(first, listed.last, unroll=1):
             self.await_tile()
-            walk.gather(smem, t + c.stages - 1, next_stage, thread)  # in the place of the one before
+            listed.gather(smem, t + c.stages - 1, next_stage, thread)  # in the place of the one before
             multiply(mma, acc, a[None, None, None, stage], b, fresh=True)
             scale = Float32(1.0)
             if cutlass.const_expr(c.scaled):
@@ -144,7 +156,7 @@ class IndexerScoresWithinSm90(ScoresAtKernel):
             total = (sums[1] if odd else sums[0]) + other
             total += cute.arch.shuffle_sync_bfly(total, 2)
             position = t * KEYS + own
-            if (thread % 4 < 2) & (position < walk.count * INDEX_BLOCK):
+            if (thread % 4 < 2) & (position < listed.count * INDEX_BLOCK):
                 store(scores + position, total * scale)
             stage = stage + 1 if stage + 1 < c.stages else Int32(0)
             next_stage = next_stage + 1 if next_stage + 1 < c.stages else Int32(0)

@@ -5,12 +5,13 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32
+from cutlass import Float32, Int32, Int64, Uint32
+from cutlass.cute.nvgpu import cpasync
 
 from kernels.abi import INDEX_BLOCK
 from kernels.lib.indexer import KEYS
-from kernels.lib.ptx import copy_or_zero, ptx
-from kernels.lib.rows import load
+from kernels.lib.ptx import copy_or_zero
+from kernels.lib.rows import load, store
 from kernels.lib.scores_at import THREADS
 from kernels.lib.selections import LANES_A_ROW
 from kernels.lib.wgmma import SLAB
@@ -29,7 +30,7 @@ class Pages(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Walk:
+class ListedBlocks:
     """The blocks of one query. Of a tile, lane i of every warp looks up number i % 8: two tiles ahead its number, one
     tile ahead its page."""
 
@@ -42,23 +43,23 @@ class Walk:
     count: Int32  # blocks of the list
     base: Int32  # the entry with which block 0 begins
     last: Int32  # tile after the last of this CTA
-    listed: cute.Tensor  # int32 (2,): the lane's block of the tile after the next, and of the next
+    found: cute.Tensor  # int32 (2,): the lane's block of the tile after the next, and of the next
     page: cute.Tensor  # int32 (1,): the page of the latter
 
     @cute.jit
     def begin(self, t: Int32):
         """Looks up tile t, and the tile after it."""
-        self.listed[0] = self.read(t)
+        self.found[0] = self.read(t)
         self.advance(t + 1)
 
     @cute.jit
     def advance(self, t: Int32):
         """What was read is the next tile, and tile t comes after it."""
-        self.listed[1] = self.listed[0]
+        self.found[1] = self.found[0]
         if cutlass.const_expr(self.pages is not None):
-            which = cutlass.max(self.listed[1], Int32(0)) * INDEX_BLOCK // self.pages.page
+            which = cutlass.max(self.found[1], Int32(0)) * INDEX_BLOCK // self.pages.page
             self.page[0] = load(self.pages.table + cutlass.min(which, self.pages.width - 1))
-        self.listed[0] = self.read(t)
+        self.found[0] = self.read(t)
 
     @cute.jit
     def read(self, t: Int32) -> Int32:
@@ -70,7 +71,7 @@ class Walk:
     @cute.jit
     def place(self) -> tuple[Int64, Int64, Int32]:
         """(address of the keys of this lane's block of the next tile, of their scales, how many of them there are)"""
-        c, block = self.config, self.listed[1]
+        c, block = self.config, self.found[1]
         key = self.base + block * INDEX_BLOCK
         there = cutlass.min(cutlass.max(self.s_c - key, Int32(0)), Int32(INDEX_BLOCK))
         there = there if block >= 0 else Int32(0)
@@ -104,9 +105,9 @@ class Walk:
             if cutlass.const_expr(c.scaled):
                 lane = thread % KEYS // INDEX_BLOCK
                 source = of_lane(scale, lane) + thread % INDEX_BLOCK * 4
-                size = Int32(4) if thread % INDEX_BLOCK < cute.arch.shuffle_sync(there, lane) else Int32(0)
+                there = thread % INDEX_BLOCK < cute.arch.shuffle_sync(there, lane)
                 if thread < KEYS:
-                    copy_number((smem.scale.iterator + (stage * KEYS + thread)).toint(), source, size)
+                    copy_number(smem.scale.iterator + (stage * KEYS + thread), source, there)
             self.advance(t + 2)
         cute.arch.cp_async_commit_group()
 
@@ -118,6 +119,13 @@ def of_lane(address: Int64, lane: Int32) -> Int64:
     return Int64(high) << 32 | Int64(Uint32(low))
 
 
-def copy_number(smem: Int32, gmem: Int64, present: Int32) -> None:
-    """cp.async of 4 bytes; `present` of them are read, the rest are zeros."""
-    ptx("cp.async.ca.shared.global [$0], [$1], 4, $2;", Int32(smem), Int64(gmem), Int32(present))
+@cute.jit
+def copy_number(to: cute.Pointer, source: Int64, there: cutlass.Boolean):
+    """cp.async of one number, or 0."""
+    one = cute.make_layout(1)
+    if there:
+        atom = cute.make_copy_atom(cpasync.CopyG2SOp(), Float32, num_bits_per_copy=32)
+        given = cute.make_ptr(Float32, source, cute.AddressSpace.gmem, assumed_align=4)
+        cute.copy(atom, cute.make_tensor(given, one), cute.make_tensor(to, one))
+    else:
+        store(to, Float32(0.0))
