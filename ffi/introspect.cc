@@ -6,6 +6,7 @@
 #include "forward_plan.h"
 #include "indexer_plan.h"
 #include "indexer_scores_at_plan.h"
+#include "indexer_within_plan.h"
 #include "kv_insert_plan.h"
 #include "mha_backward_plan.h"
 #include "mla_backward_plan.h"
@@ -162,6 +163,18 @@ void dsv4_fmha_plan_indexer(const IndexerShape* shape, const Tiles* tiles, int64
                                                           : kIndexerScoresPaged;
   *scores = ShownLaunch(layout, PlanIndexerScores(*shape, *tiles, first, count, *addresses));
   *choice = ShownLaunch(kTopk, PlanTopk(*shape, first, count, *addresses));
+}
+
+// The launches of a choice within blocks for `count` queries from `first` on: scores, then their choice.
+void dsv4_fmha_plan_indexer_within(const IndexerShape* of_keys, int64_t blocks, int64_t from_start, const Tiles* tiles,
+                                   int64_t first, int64_t count, const IndexerWithinAddresses* addresses,
+                                   ShownLaunch* scores, ShownLaunch* choice) {
+  const Layout& layout = of_keys->paged()                   ? kIndexerScoresWithinPaged
+                         : ElementBytes(of_keys->type) == 1 ? kIndexerScoresWithinScaled
+                                                            : kIndexerScoresWithin;
+  const IndexerWithinShape shape{*of_keys, blocks, from_start};
+  *scores = ShownLaunch(layout, PlanIndexerScoresWithin(shape, *tiles, first, count, *addresses));
+  *choice = ShownLaunch(kTopk, PlanTopkWithin(shape, first, count, *addresses));
 }
 
 // The launch of head-summed probabilities: 0, or -1 with the reason in `error`.

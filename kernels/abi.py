@@ -395,6 +395,7 @@ class Combine(Variant):
 
 
 BLOCKS = ("blocks_of_entry", "first_block")
+INDEX_BLOCK = 8  # keys of a block that is chosen as a whole
 """A launch that scores or chooses for some blocks of queries: how many a batch entry has, and the first one."""
 
 
@@ -405,6 +406,7 @@ class IndexerScores(Variant):
     heads: int  # of q
     dtype: str  # of q and k; "float8_e4m3fn" has scales
     paged: bool = False  # keys are in pages, which a table names, followed by their scales
+    blocks: bool = False  # it gives the greatest score of every INDEX_BLOCK keys, and not each score
 
     family = "indexer_scores"
 
@@ -447,6 +449,31 @@ class IndexerScoresAt(Variant):
         return (
             *each("address", "q", "k", "weights", "indices", "scores", *gradients),
             *each("int32", "s_q", "s_c", "topk"),
+        )
+
+
+@dataclass(frozen=True)
+class IndexerScoresWithin(Variant):
+    """The indexer's scores of the keys in listed blocks of INDEX_BLOCK keys."""
+
+    heads: int  # of q
+    dtype: str  # of q and k; "float8_e4m3fn" has scales
+    paged: bool = False  # keys are in pages, which a table names, followed by their scales
+
+    family = "indexer_scores_within"
+
+    @property
+    def layout(self) -> str:
+        return self.family + ("_paged" if self.paged else "_scaled" if self.dtype == "float8_e4m3fn" else "")
+
+    @property
+    def params(self) -> Params:
+        scales = ["k_scale"] * (self.dtype == "float8_e4m3fn" and not self.paged)
+        pages = (*each("address", "table"), *each("int32", "width", "pages", "page"))
+        return (
+            *each("address", "q", "k", "weights", *scales, "blocks", "start", "scores"),
+            *each("int32", "s_q", "s_c", "first_query", "count", "splits", "from_start"),
+            *(pages if self.paged else ()),
         )
 
 
@@ -580,7 +607,7 @@ class SeenSlots(Variant):
 
 FAMILIES: tuple[type[Variant], ...] = (
     *(Forward, Combine, RowScores, RowColumns, MlaBackward, TileSpans, MhaBackward),
-    *(IndexerScores, IndexerScoresAt, TopK, Probabilities),
+    *(IndexerScores, IndexerScoresAt, IndexerScoresWithin, TopK, Probabilities),
     *(Rope, NormRope, IndexQuery, KvInsert, SeenSlots),
 )
 

@@ -163,6 +163,7 @@ SEEN = arrays("start: s32[b s_q]", "stop: s32[b s_q]")
 ENTRIES = arrays("k: T[b s_c 128]")
 CHOSEN = arrays("indices: s32[b s_q topk]", "values: f32[b s_q n_values]")  # n_values is topk, or 0 for no values
 WORKSPACE = arrays("scores: f32[n_rows stride]")  # of blocks of queries
+BETWEEN = arrays("oldest: s32[b s_q]", "newest: s32[b s_q]")  # blocks oldest <= j < newest are judged
 PAGES = (array("pool: T[pages page 128] or u8[pages page_bytes]", "k"),)
 AT_ENTRIES = (*QUERIES, *ENTRIES, *WEIGHTS, *arrays("indices: s32[b s_q topk]"))
 ROWS_TO_TURN = array("x: T[b s_q h d]", "x", "dy")
@@ -209,6 +210,40 @@ TARGETS = (
         (*QUERIES, *PAGES, *WEIGHTS, *arrays("table: s32[b width]"), *SEEN),
         (*CHOSEN, *WORKSPACE),
         {},
+    ),
+    Target(
+        "indexer_blocks",
+        "indexer",
+        (*QUERIES, *ENTRIES, *WEIGHTS, *arrays("k_scale: f32[b s_c]"), *SEEN, *BETWEEN),
+        (*CHOSEN, *WORKSPACE),
+        {},
+    ),
+    Target(
+        "paged_indexer_blocks",
+        "indexer",
+        (*QUERIES, *PAGES, *WEIGHTS, *arrays("table: s32[b width]"), *SEEN, *BETWEEN),
+        (*CHOSEN, *WORKSPACE),
+        {},
+    ),
+    *(
+        Target(
+            name,
+            "indexer_within",
+            (
+                *QUERIES,
+                *keys,
+                *WEIGHTS,
+                *of_keys,
+                # a query's blocks; of the keys in these, one after the other, it sees first <= j < last
+                *arrays("blocks: s32[b s_q n_blocks]", "start: s32[b s_q]", "first: s32[b s_q]", "last: s32[b s_q]"),
+            ),
+            arrays("indices: s32[b s_q topk]", "values: f32[b s_q topk]", "scores: f32[n_rows listed]"),
+            {"from_start": "int64"},
+        )
+        for name, keys, of_keys in (
+            ("indexer_within", ENTRIES, arrays("k_scale: f32[b s_c]")),
+            ("paged_indexer_within", PAGES, arrays("table: s32[b width]")),
+        )
     ),
     Target(
         "indexer_scores",

@@ -11,6 +11,7 @@ from .abi import (
     Forward,
     IndexerScores,
     IndexerScoresAt,
+    IndexerScoresWithin,
     IndexQuery,
     KvInsert,
     MhaBackward,
@@ -137,6 +138,14 @@ VARIANTS: tuple[Variant, ...] = (
         for heads in (16, 32, 64)
         for dtype in (*DTYPES, "float8_e4m3fn")
     ),
+    # DeepSeek-V4.1's first level
+    *(
+        IndexerScores("indexer_scores", arch, f"{package}.indexer.scores.kernel", heads, dtype, paged, blocks=True)
+        for arch, package in (("sm_90a", HOPPER), ("sm_100f", BLACKWELL))
+        for paged in (False, True)
+        for heads in (32, 64)
+        for dtype in ("bfloat16", "float8_e4m3fn")
+    ),
     *(
         IndexerScoresAt(op, arch, f"{package}.indexer.scores_at.kernel", heads, dtype)
         for op, arch, package, dtypes in (
@@ -146,6 +155,15 @@ VARIANTS: tuple[Variant, ...] = (
         )
         for heads in (16, 32, 64)
         for dtype in dtypes
+    ),
+    # DeepSeek-V4.1's second level
+    *(
+        IndexerScoresWithin(
+            "indexer_scores_within", "sm_90a", f"{HOPPER}.indexer.scores_within.kernel", heads, dtype, paged
+        )
+        for paged in (False, True)
+        for heads in (32, 64)
+        for dtype in ("bfloat16", "float8_e4m3fn")
     ),
     *(
         Probabilities("head_summed_probabilities", arch, f"{package}.indexer.probabilities.kernel", 512, dtype)

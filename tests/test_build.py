@@ -24,6 +24,7 @@ from interpreter.kernels.native import (
     plan_index_query,
     plan_indexer,
     plan_indexer_scores_at,
+    plan_indexer_within,
     plan_kv_insert,
     plan_mha_backward,
     plan_probabilities,
@@ -41,6 +42,7 @@ from kernels.abi import (
     Forward,
     IndexerScores,
     IndexerScoresAt,
+    IndexerScoresWithin,
     IndexQuery,
     KvInsert,
     MhaBackward,
@@ -129,8 +131,12 @@ def test_the_launcher_hands_over_what_the_table_says(variant):
         paging = (9, 50, 3) if "paged" in variant.layout else (0, 0, 0)
         extents = {**INDEX_SHAPE, **dict(zip(("pages", "page", "width"), paging, strict=True))}
         kind = TYPES[variant.dtype] if isinstance(variant, IndexerScores) else 9
-        extents |= {"type": kind, "queries": 4, "stride": 256, "wants_values": 1}
+        extents |= {"type": kind, "queries": 4, "stride": 256, "wants_values": 1, "keys_of_score": 1}
         launch = plan_indexer(extents)[isinstance(variant, TopK)]
+    elif isinstance(variant, IndexerScoresWithin):
+        extents = INDEX_SHAPE | {"pages": 9, "page": 56, "width": 3 * variant.paged, "type": TYPES[variant.dtype]}
+        extents |= {"queries": 1, "stride": 160, "wants_values": 1, "keys_of_score": 1}
+        launch, _ = plan_indexer_within(extents, 20, False)
     elif isinstance(variant, IndexerScoresAt):
         launch = plan_indexer_scores_at(INDEX_SHAPE, gradient=variant.op == "indexer_scores_at_bwd")
     elif isinstance(variant, Probabilities):

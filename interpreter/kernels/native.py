@@ -330,6 +330,31 @@ def plan_indexer(
     return _shown(scores), _shown(choice)
 
 
+def plan_indexer_within(
+    shape: dict[str, int],
+    blocks: int,
+    from_start: bool,
+    *,
+    tile_m: int = 64,
+    tile_n: int = 64,
+    processors: int = 132,
+    queries: int = 1,
+    addresses: dict[str, int] | None = None,
+) -> tuple[Plan, Plan]:
+    """The launches of an indexer's choice within `blocks` blocks a query: scores, then their choice."""
+    scores, choice = structure("ShownLaunch")(), structure("ShownLaunch")()
+    library().dsv4_fmha_plan_indexer_within(
+        ctypes.byref(filled("IndexerShape", **shape)),
+        *map(ctypes.c_int64, (blocks, from_start)),
+        _tiles(tile_m, tile_n, processors),
+        *map(ctypes.c_int64, (0, queries)),
+        addressed("indexer_within", addresses),
+        ctypes.byref(scores),
+        ctypes.byref(choice),
+    )
+    return _shown(scores), _shown(choice)
+
+
 def plan_probabilities(
     shape: dict[str, int], scale: float = 1.0, *, processors: int = 132, addresses: dict[str, int] | None = None
 ) -> Plan:
