@@ -224,7 +224,7 @@ FORWARD_OPS = {  # the sources of keys of each op, in the order in which they ar
     "dsv4_decode": ("selection", "selection"),  # the window's and the top-k's entries of pools
 }
 
-TURNING = {f"{op}_turned": op for op in ("mla_span_fwd", "mla_sparse_fwd", "csa_fwd", "hca_fwd", "dsv4_decode")}
+TURNING = {f"{op}_turned": op for op in ("mla_span_fwd", "csa_fwd", "hca_fwd")}
 """Ops that take q as a product makes it, and do its norm, its RoPE and the RoPE back of o; and what they are then."""
 
 FORWARD_OPS |= {op: FORWARD_OPS[plain] for op, plain in TURNING.items()}

@@ -88,12 +88,8 @@ VARIANTS: tuple[Variant, ...] = (
         for heads in (8, 16, 32)
     ),
     *(
-        Forward(op, arch, module, 512, "bfloat16", packing, heads)
-        for op, arch, module in (
-            ("dsv4_decode", "sm_100f", MLA_BLACKWELL),
-            ("dsv4_decode", "sm_90a", MLA),
-            ("dsv4_decode_turned", "sm_90a", MLA),
-        )
+        Forward("dsv4_decode", arch, module, 512, "bfloat16", packing, heads)
+        for arch, module in (("sm_100f", MLA_BLACKWELL), ("sm_90a", MLA))
         for packing in PACKED_SOURCES
         for heads in (64, ANY)
     ),

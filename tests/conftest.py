@@ -247,14 +247,6 @@ def cuda() -> jax.Device:
 
 
 @pytest.fixture
-def hopper(monkeypatch):
-    """A machine with Hopper alone, as far as the choice of kernels goes."""
-    if not library.variants_for("csa_fwd_turned"):
-        pytest.skip("needs kernels")
-    monkeypatch.setattr(library, "local_architectures", lambda: ("sm_90a",))
-
-
-@pytest.fixture
 def built(monkeypatch):
     """As if every kernel were built, for an architecture that this machine does not have."""
     monkeypatch.setattr(library, "variants", every_kernel)

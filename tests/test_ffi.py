@@ -35,7 +35,7 @@ from interpreter.machine.copies import TensorMap
 from jax_dsv4_fmha._host import attention, call, gradients, indexer, kv_insert, library, rope, seen_slots, split_kv
 from jax_dsv4_fmha._host.call import TARGETS
 from kernels import calls, tables, targets
-from kernels.abi import ANY, FORWARD_OPS, TILING, TURNING, Combine, Forward, gathers
+from kernels.abi import ANY, FORWARD_OPS, TILING, Combine, Forward, gathers
 from kernels.packings import PACKED
 from kernels.variants import VARIANTS
 from tests.oracle import HostStub
@@ -117,7 +117,7 @@ def test_lowers_for_cuda_without_a_gpu(variant):
     (call,) = (line for line in lowered.as_text().splitlines() if "custom_call" in line)
     assert f"@dsv4_fmha_{variant.op}(" in call
     assert "scale = 1.250000e-01 : f32" in call
-    assert (f'packing = "{variant.packing}"' in call) == (TURNING.get(variant.op, variant.op) == "dsv4_decode")
+    assert (f'packing = "{variant.packing}"' in call) == (variant.op == "dsv4_decode")
     dtype, row = {"float16": "f16", "bfloat16": "bf16"}[variant.dtype], "tensor<2x70x8x"
     o, lse = f"{row}{variant.d}x{dtype}>", f"{row[:-1]}xf32>"
     assert re.search(rf"\({o}, {lse}, {row}(\d+)x{variant.d}xf32>, {row}\1xf32>\)", call), call

@@ -28,13 +28,7 @@ RUNS = [  # those have the same code as others: one case, which may be of COMPAR
     if v.key not in ALIKE or (case == "tiles" and (v.max_heads < ANY or V41_FP4 in v.sources))
     if case != "groups" or v.sources == ("span",)
 ]
-QUICK = {
-    "mla_span_fwd_turned": ("tiles", "few", "turns"),
-    "mla_sparse_fwd_turned": ("few",),
-    "csa_fwd_turned": ("tiles",),
-    "hca_fwd_turned": ("few",),
-    "dsv4_decode_turned": ("few",),
-}
+QUICK = {"mla_span_fwd_turned": ("tiles", "few", "turns"), "csa_fwd_turned": ("tiles",), "hca_fwd_turned": ("few",)}
 """of kernels that turn q, whose code is else that of others; their other cases are slow together"""
 
 

@@ -32,7 +32,6 @@ GATHERED = "mla_sparse_fwd_sm_90a_d512_bfloat16"
 FEW_HEADS = "csa_fwd_sm_90a_d512_bfloat16_h16"
 PAIRED = "dsv4_decode_sm_90a_d512_bfloat16_v4_fp8"  # two CTAs, each of which unpacks for both
 PACKED = PAIRED + "_h64"
-PAIRED_TURNED, PACKED_TURNED = (key.replace("decode", "decode_turned") for key in (PAIRED, PACKED))
 NIBBLES = "dsv4_decode_sm_90a_d512_bfloat16_v41_fp4_h64"
 SHAPES: dict[str, dict[str, int]] = {
     DENSE: {"b": 1, "s_q": 24, "s_kv": 420, "h_q": 8, "width": 1000},  # three tiles of 160 keys, two tiles of rows
@@ -53,9 +52,7 @@ BARRIERS = {  # the mbarriers of a kernel, in the order of their addresses
     LATENT: "q_full q_empty k_full0 k_full1 k_full2 k_full3 k_empty0 k_empty1 k_empty2 k_empty3 "
     "max_shared0 max_shared1 p_shared0 p_shared1 all_read",
 }
-SHAPES |= {PACKED_TURNED: SHAPES[PACKED], PAIRED_TURNED: SHAPES[PAIRED]}
 BARRIERS |= dict.fromkeys((TURNED, LONG_ODD, GATHERED, PACKED, NIBBLES, PAIRED), BARRIERS[LATENT])
-BARRIERS |= dict.fromkeys((PACKED_TURNED, PAIRED_TURNED), BARRIERS[LATENT])
 KIB = 1024
 REGIONS = {  # its shared memory before them, in bytes
     DENSE: {"q": 2 * 32 * KIB, "k": 2 * 40 * KIB, "v": 2 * 40 * KIB},
@@ -63,7 +60,7 @@ REGIONS = {  # its shared memory before them, in bytes
     LONG_ODD: {"q": 64 * KIB, "k": 144 * KIB, "p": 18 * KIB, "max": 512},
     FEW_HEADS: {"q": 16 * KIB, "k": 80 * KIB, "p": 16 * KIB, "found": 512},
 }
-REGIONS |= {key: {**REGIONS[LATENT], "squares": 512} for key in (TURNED, PACKED_TURNED, PAIRED_TURNED)}
+REGIONS[TURNED] = {**REGIONS[LATENT], "squares": 512}
 REGIONS |= dict.fromkeys((GATHERED, PACKED, NIBBLES, PAIRED), REGIONS[LATENT])
 
 
@@ -459,28 +456,6 @@ FAULTS = [
         r"lse is wrong in 63 of 72 rows, first in batch entry 0, query 0, head 0 ",
         parameters={"eps": lambda x: 0.0},
         answers=lambda x, scale: attention.answer(x, scale, eps=0.0),
-    ),
-    PlantedFault(
-        "no norm of q",
-        TURNED,
-        Wrong,
-        r"lse is wrong in 64 of 72 rows, first in batch entry 0, query 0, head 0 ",
-        parameters={"eps": lambda x: -1.0},
-        answers=lambda x, scale: attention.answer(x, scale, eps=None),
-    ),
-    PlantedFault(
-        "a step's rows turned by the next query's position",
-        PAIRED_TURNED,
-        OutOfBounds,
-        r"ld\.global\.[^\n]*\n[^\n]*table",
-        parameters={"table": lambda address: address + 256},
-    ),
-    PlantedFault(
-        "a step's Q and its squares read before they are there",
-        PACKED_TURNED,
-        EARLY,
-        early(r"ld\.shared", "squares", r"st\.shared"),
-        queries_not_awaited,
     ),
     PlantedFault(
         "a row turned by the next query's position",

@@ -182,13 +182,10 @@ def packed(
     return Keys(k, k, np.where(there, places, absent).astype(np.int32), length, counts, pool)
 
 
-def answer(x: Operands, scale: float, eps: float | None = native.EPS) -> tuple[Array, Array]:
-    """o and lse in float64, from how often each query sees each key; eps: of the norm, where q has none yet, or None
-    for no norm.
-    """
+def answer(x: Operands, scale: float, eps: float = native.EPS) -> tuple[Array, Array]:
+    """o and lse in float64, from how often each query sees each key; eps: of the norm, where q has none yet."""
     if x.table is not None:
-        q = turned(x.q, x.table)
-        o, lse = answer(replace(x, q=q if eps is None else normed(q, x.q, eps), table=None), scale)
+        o, lse = answer(replace(x, q=normed(turned(x.q, x.table), x.q, eps), table=None), scale)
         return turned(o, x.table * np.resize([1, -1], 64)), lse
     b, s_q, h_q, d = x.q.shape
     counts = np.concatenate([keys.counts for keys in x.sources], axis=-1)

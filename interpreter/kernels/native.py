@@ -27,9 +27,10 @@ T = TypeVar("T", bound=Variant)
 
 def function(variant: Forward) -> Any:
     """The raw call that runs a variant."""
-    choices: dict[str, Any] = {"eps": EPS} if variant.turns else {}
-    choices |= {"packing": variant.packing} if variant.packing else {}
-    return functools.partial(getattr(attention, variant.op), **choices)
+    call = getattr(attention, variant.op)
+    if variant.turns:
+        return functools.partial(call, eps=EPS)
+    return functools.partial(call, packing=variant.packing) if variant.packing else call
 
 
 def variant_of(key: str) -> Any:

@@ -158,14 +158,12 @@ Source = SpanSource | SelectionSource
 
 
 class Turn(NamedTuple):
-    """That q is as a product makes it, and attention does the norm of its heads and their RoPE, and turns o back. Where
-    it has a gradient, there is a norm.
-    """
+    """That q is as a product makes it, and attention does the norm of its heads and their RoPE, and turns o back."""
 
     table: jax.Array
     """float32 `[b, s_q, n]` or `[1, s_q, n]`: cos and sin of each pair by turns"""
     eps: float | None
-    """of the norm; None for RoPE without it"""
+    """of the norm; None for RoPE without it, for which there is no kernel"""
 
 
 def attend(
@@ -242,10 +240,7 @@ def support_of(q: jax.Array, sources: Sequence[Source], turns: bool = False) -> 
     descriptions = dict.fromkeys(x for source in sources for x in source.description)
     got = ", ".join([q.dtype.name, f"d={q.shape[-1]}", *descriptions])
     if turns:
-        turning = TURNED.get(kinds)
-        return Support(
-            got, _kernels_for(TURNED, kinds), _shipped(turning, q), packing=(turning and turning.packing) or ""
-        )
+        return Support(got, _kernels_for(TURNED, kinds), _shipped(TURNED.get(kinds), q))
     found = _shipped(FORWARD.get(kinds), q)
     if kinds == ("span",) and not found:  # a kernel that reads separate K and V serves where they are one
         kinds, found = ("separate_kv",), _shipped(FORWARD["separate_kv",], q)
@@ -307,16 +302,15 @@ def takes_turns(q: jax.Array, sources: Sequence[Source], turn: Turn) -> bool:
     that takes q without it. A program that is made where no device is runs on all architectures.
     """
     kinds, here = _kinds(sources), library.local_architectures()
-    if turn.table.shape[-1] != TURNED_DIMS or kinds not in TURNED or not here:
+    if turn.eps is None or turn.table.shape[-1] != TURNED_DIMS or kinds not in TURNED or not here:
         return False
 
-    def made_for(kernel: Kernel, arch: str) -> int | None:
-        choices = {} if kernel.packing is None else {"packing": kernel.packing}
-        built = library.variants_for(kernel.op, d=q.shape[-1], dtype=q.dtype.name, **choices)
+    def made_for(op: str, arch: str) -> int | None:
+        built = library.variants_for(op, d=q.shape[-1], dtype=q.dtype.name)
         limits = (v.choices["max_heads"] for v in built if v.arch == arch)
         return min((n for n in limits if n >= q.shape[2]), default=None)
 
-    turned, plain = TURNED[kinds], FORWARD[kinds]
+    turned, plain = TURNED[kinds].op, FORWARD[kinds].op
     return all(made_for(turned, arch) == made_for(plain, arch) is not None for arch in here)
 
 
@@ -414,17 +408,10 @@ from the first key that this query sees."""
 
 IN_ORDER_ON = ("sm_90a",)
 """architectures; ffi/forward.h refuses others"""
-
 TURNED: dict[tuple[str, ...], Kernel] = {
     ("span",): Kernel("mla_span_fwd_turned", attention.mla_span_fwd_turned),
-    ("selection",): Kernel("mla_sparse_fwd_turned", attention.mla_sparse_fwd_turned),
     ("span", "selection"): Kernel("csa_fwd_turned", attention.csa_fwd_turned, _span_and_pool),
     ("span", "span"): Kernel("hca_fwd_turned", attention.hca_fwd_turned),
-    **{
-        kinds: x._replace(op="dsv4_decode_turned", run=functools.partial(x.run, op="dsv4_decode_turned"))
-        for kinds, x in FORWARD.items()
-        if x.op == "dsv4_decode"
-    },
 }
 """With a `Turn`"""
 
@@ -495,10 +482,9 @@ def _ops(
         o, lse = reference.merge([source.reference(q32, None, scale) for source in sources], sink)
         return o.astype(q.dtype), lse
 
-    def turned_definition(q: Any, *operands: Any, scale: float, eps: float | None) -> Any:
+    def turned_definition(q: Any, *operands: Any, scale: float, eps: float) -> Any:
         *leaves, table, sink = operands
-        seen = pairs_turned(q, table, direction=1) if eps is None else normed_and_turned(q, table, eps=eps)
-        o, lse = definition(*seen, *leaves, sink, scale=scale)
+        o, lse = definition(*normed_and_turned(q, table, eps=eps), *leaves, sink, scale=scale)
         return *pairs_turned(o, table, direction=-1), lse
 
     def kernel(q: Any, *operands: Any, scale: float, batch_invariant: bool = False) -> Any:
@@ -506,7 +492,7 @@ def _ops(
         row = (IN_ORDER if batch_invariant else FORWARD)[kinds]
         return row.run(q, *row.operands(*tree.unflatten(leaves)), sink, scale=scale)
 
-    def turned_kernel(q: Any, *operands: Any, scale: float, eps: float | None) -> Any:
+    def turned_kernel(q: Any, *operands: Any, scale: float, eps: float) -> Any:
         *leaves, table, sink = operands
         row = TURNED[kinds]
         return row.run(q, *row.operands(*tree.unflatten(leaves)), sink, table, scale=scale, eps=eps)

@@ -1,8 +1,8 @@
 """Raw calls of attention. All return o like q, with the sink in its denominator, and lse float32 `[b, s_q, h_q]`
 without it.
 
-Calls whose names end with `_turned` take q before its norm and RoPE, after the sink a table float32 `[b, s_q, 64]`, cos
-and sin of each pair by turns, and `eps`, a keyword; None means RoPE without the norm. They turn o back.
+`mla_span_fwd_turned`, `csa_fwd_turned` and `hca_fwd_turned` take q before its norm and RoPE, after the sink a table
+float32 `[b, s_q, 64]`, cos and sin of each pair by turns, and `eps`, a keyword. They turn o back.
 """
 
 import functools
@@ -52,23 +52,14 @@ def mla_span_fwd(
     *table: jax.Array,
     scale: float,
     op: str = "mla_span_fwd",
-    **eps: float | None,
+    **eps: float,
 ) -> tuple[jax.Array, jax.Array]:
     """`mha_fwd` where one array `kv [b, s_kv, h_kv, d]` is both K and V."""
     return _call(op, _splits_of_span(op, q, kv), scale, q, kv, start, stop, sink, *table, **_norm(eps))
 
 
 def mla_sparse_fwd(
-    q: jax.Array,
-    kv: jax.Array,
-    indices: jax.Array,
-    length: jax.Array,
-    sink: jax.Array,
-    *table: jax.Array,
-    scale: float,
-    op: str = "mla_sparse_fwd",
-    order: int = 0,
-    **eps: float | None,
+    q: jax.Array, kv: jax.Array, indices: jax.Array, length: jax.Array, sink: jax.Array, *, scale: float, order: int = 0
 ) -> tuple[jax.Array, jax.Array]:
     """Attention over the keys that a query's row of indices names.
 
@@ -79,8 +70,8 @@ def mla_sparse_fwd(
       q, sink, scale: as in `mha_fwd`.
       order: of sums: 0 for any, or `ORDER`.
     """
-    splits = 1 if order else _splits_of_queries(op, q, indices.shape[2])
-    return _call(op, splits, scale, q, kv, indices, length, sink, *table, order=order, **_norm(eps))
+    splits = 1 if order else _splits_of_queries("mla_sparse_fwd", q, indices.shape[2])
+    return _call("mla_sparse_fwd", splits, scale, q, kv, indices, length, sink, order=order)
 
 
 def csa_fwd(
@@ -96,7 +87,7 @@ def csa_fwd(
     scale: float,
     op: str = "csa_fwd",
     order: int = 0,
-    **eps: float | None,
+    **eps: float,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention over an interval of `window_kv [b, s_w, d]`, as in `mha_fwd`, and keys of `kv [b, s_c, d]`, or of a
     pool `[slots, d]`, as in `mla_sparse_fwd`, whose `order` it takes too.
@@ -118,12 +109,21 @@ def hca_fwd(
     *table: jax.Array,
     scale: float,
     op: str = "hca_fwd",
-    **eps: float | None,
+    **eps: float,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention over two intervals, as in `mha_fwd`: one of `window_kv [b, s_w, d]` and one of `kv [b, s_c, d]`."""
     b, s_q, h_q, _ = q.shape
     splits = _splits(op, q, b, s_q * h_q, window_kv.shape[1] + kv.shape[1])
     return _call(op, splits, scale, q, window_kv, start, stop, kv, start2, stop2, sink, *table, **_norm(eps))
+
+
+mla_span_fwd_turned, csa_fwd_turned, hca_fwd_turned = (
+    functools.partial(run, op=f"{run.__name__}_turned") for run in (mla_span_fwd, csa_fwd, hca_fwd)
+)
+
+
+def _norm(eps: dict[str, float]) -> dict[str, Any]:
+    return {name: np.float32(x) for name, x in eps.items()}
 
 
 def dsv4_decode(
@@ -135,12 +135,10 @@ def dsv4_decode(
     indices: jax.Array,
     length: jax.Array,
     sink: jax.Array,
-    *table: jax.Array,
+    *,
     scale: float,
-    op: str = "dsv4_decode",
     order: int = 0,
     packing: str = "",
-    **eps: float | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention over keys of two pools, both as in `mla_sparse_fwd`: the window's and the compressed cache's.
 
@@ -154,28 +152,15 @@ def dsv4_decode(
     keys, shape = window_indices.shape[2] + indices.shape[2], q.shape
     whole = 0
     if not order and window_pool.ndim == pool.ndim == 2:
-        whole = _whole(op, q, keys, packing=packing)
-    splits = 1 if order else _splits_of_queries(op, q, keys, whole, packing=packing)
+        whole = _whole("dsv4_decode", q, keys, packing=packing)
+    splits = 1 if order else _splits_of_queries("dsv4_decode", q, keys, whole, packing=packing)
     if whole:  # all queries have keys of the same pools, so each may be a sequence
         q, window_indices, window_length, indices, length = (
             x.reshape(-1, 1, *x.shape[2:]) for x in (q, window_indices, window_length, indices, length)
         )
-        table = tuple(x.reshape(-1, 1, x.shape[2]) for x in table)
     selections = (window_pool, window_indices, window_length, pool, indices, length)
-    choices: dict[str, Any] = {"whole": whole, "order": order, "packing": packing}
-    o, lse = _call(op, splits, scale, q, *selections, sink, *table, **choices, **_norm(eps))
+    o, lse = _call("dsv4_decode", splits, scale, q, *selections, sink, whole=whole, order=order, packing=packing)
     return o.reshape(shape), lse.reshape(shape[:-1])
-
-
-mla_span_fwd_turned, mla_sparse_fwd_turned, csa_fwd_turned, hca_fwd_turned, dsv4_decode_turned = (
-    functools.partial(run, op=f"{run.__name__}_turned")
-    for run in (mla_span_fwd, mla_sparse_fwd, csa_fwd, hca_fwd, dsv4_decode)
-)
-
-
-def _norm(eps: dict[str, float | None]) -> dict[str, Any]:
-    """As a kernel takes it, which does no norm where it is negative."""
-    return {name: np.float32(-1 if x is None else x) for name, x in eps.items()}
 
 
 def _whole(op: str, q: jax.Array, keys: int, **choices: str) -> int:

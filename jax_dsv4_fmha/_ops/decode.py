@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from .. import _check, reference
 from .._definitions.cache import Cache
 from .._dispatch.seen_slots import seen_slots
-from .._dispatch.sources import attend, takes_turns
+from .._dispatch.sources import attend
 from .turn import checked_turn, in_passes
 
 
@@ -71,7 +71,7 @@ def dsv4_decode(
       batch_invariant: as in `fmha`. The bits are then those of `dsv4_attention` over the same keys; with packed caches
         and at most 32 heads they are those of packed caches alone.
       rope_table, norm_eps: as in `dsv4_attention`: q comes before RoPE and before the norm of its heads, o is turned
-        back. Where there is a kernel for it, this is a part of attention, also without the norm.
+        back, in passes of their own.
 
     Returns:
       o like q and lse float32 `[b, s_q, h_q]`, as in `fmha`.
@@ -147,6 +147,4 @@ def dsv4_decode(
         attend, op, sources=sources, sink=sink, scale=scale, implementation=implementation, differentiable=False,
         batch_invariant=batch_invariant,
     )  # fmt: skip
-    if turn is not None and not batch_invariant and takes_turns(q, sources, turn):
-        return run(q=q, turn=turn)
     return in_passes(lambda q: run(q=q), q, turn)

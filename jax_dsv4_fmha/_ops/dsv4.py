@@ -192,7 +192,7 @@ def dsv4_attention(
             return merged([run(q=q, sources=[source], sink=None) for source in sources], sink, op)
 
         return in_passes(attention, q, turn)
-    if turn is not None and turn.eps is not None and not batch_invariant and takes_turns(q, sources, turn):
+    if turn is not None and not batch_invariant and takes_turns(q, sources, turn):
         return run(q=q, turn=turn)
     return in_passes(lambda q: run(q=q), q, turn)
 

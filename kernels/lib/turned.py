@@ -31,18 +31,16 @@ class Turn(NamedTuple):
 
     scale_log2: Float32
     table: cute.Pointer  # float32 [b, s_q, SLAB]: cos and sin of each pair of the last columns, by turns
-    eps: Float32  # negative: no norm
+    eps: Float32
 
     def at(self, tile: RowTile, boxed: BoxedRows, r: int) -> cute.Pointer:
         """Where the rotations of a thread's row are; a row that does not exist has those of another one."""
         _, query, _ = tile.place(boxed, r)
         return tile.at_query(self.table, cutlass.min(query, tile.n.s_q - 1), SLAB)
 
-    @cute.jit
-    def scale(self, squares: Float32, d: cutlass.Constexpr) -> Float32:
+    def scale(self, squares: Float32, d: int) -> Float32:
         """The scale of a row, in units of log2, from the sum of its squares."""
-        normed = self.scale_log2 * cute.math.rsqrt(squares * (1.0 / d) + self.eps, fastmath=True)
-        return self.scale_log2 if self.eps < 0.0 else normed
+        return self.scale_log2 * cute.math.rsqrt(squares * (1.0 / d) + self.eps, fastmath=True)
 
 
 @cute.jit
