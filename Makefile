@@ -113,7 +113,7 @@ REQUIREMENTS = $(BIN)/python -c "import tomllib; p = tomllib.load(open('pyprojec
 	@echo "make: packages from PyPI, into .venv-hf"
 	@test -x .venv-hf/bin/python || $(PYTHON) -m venv .venv-hf
 	@.venv-hf/bin/python -m pip install --quiet --disable-pip-version-check \
-	    pytest hypothesis "jax>=0.10" "torch==2.13.0" "transformers>=5.23" starlette uvicorn "openai>=3"
+	    pytest hypothesis "jax>=0.10" "torch==2.13.0" "transformers>=5.23" starlette uvicorn jinja2 "openai>=3"
 	@touch $@
 
 # Lists of pyproject.toml: the witnesses themselves, without what they ask for, and what they import.

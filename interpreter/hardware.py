@@ -182,7 +182,7 @@ class GradientRun(Run[gradients.Operands]):
 
 
 HOPPER = [v for v in VARIANTS if v.arch == ARCH]
-ANSWERED = [v for v in HOPPER if isinstance(v, Forward) and not v.turns]  # those that turn q have no record yet
+ANSWERED = [v for v in HOPPER if isinstance(v, Forward)]
 ATTENTION = [AttentionRun(v, n) for v in ANSWERED for n in ((1, 3) if v.splits else (1,))]
 GRADIENTS = [
     GradientRun(v)

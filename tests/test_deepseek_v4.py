@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from examples.deepseek_v4 import choices, common, packed, serve, train
+from examples.deepseek_v4 import choices, common, engram, grouped, packed, serve, speed, train
 from examples.deepseek_v4.drafts import DSpark
 from examples.deepseek_v4.engram import words
-from examples.deepseek_v4.grouped import blocks
+from examples.deepseek_v4.grouped import blocks, products
 from examples.deepseek_v4.model import FIXED, Model
 from examples.deepseek_v4.weights import load, sources, sources_of_drafts
 from examples.serve import Request, Server
@@ -146,6 +146,18 @@ def test_shards(name, shape):
         assert w13.sharding.shard_shape(w13.shape) == (8 // expert, 64, 2, 32 // tensor)
 
 
+def test_speed(tmp_path, capsys):
+    """A row for each piece of work, with the time of every kind of layer and the sum over all layers."""
+    kinds = [f"{common.KINDS[i]}_attention" for i in (0, 1, 2, 1)]
+    config, file = common.small() | {"num_hidden_layers": 4, "layer_types": kinds}, tmp_path / "speed.json"
+    rows = speed.main(config=config, contexts=(32,), sequences=(1, 2), chunk=16, calls=1, file=str(file))
+    assert [row["tokens"] for row in rows] == [1, 2, 16] and json.loads(file.read_text())["rows"] == rows
+    for row in rows:
+        of = row["ms"]
+        assert row["all"] == pytest.approx(of["window"] + 2 * of["ratio 4"] + of["ratio 16"] + of["head"])
+    assert "chunk of 16, 32 tokens" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("rows, experts", [(7, 3), (400, 5), (600, 2)])
 def test_blocks(rows, experts):
     """Each row with an expert has one place, in a block of its expert; there is no more than one part block each."""
@@ -158,7 +170,68 @@ def test_blocks(rows, experts):
     there = expert < experts
     np.testing.assert_array_equal(source.ravel()[place[there]], np.flatnonzero(there))
     assert (place[~there] == source.size).all() and (source < rows).sum() == there.sum()
-    assert at.count == sum(-(-(expert == e).sum() // size) for e in range(experts))
+    blocks_of = [-(-(expert == e).sum() // size) for e in range(experts)]
+    np.testing.assert_array_equal(at.begin, np.cumsum([0, *blocks_of]))
+
+
+def of_products(rows, experts, k, c):
+    """A product of rows with their experts' matrices, and its gradients; the operands are random."""
+    rng = np.random.default_rng(1)
+    expert = jnp.asarray(rng.integers(0, experts - 1, rows))  # one has no rows
+    x, w, dy = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((rows, k), (experts, k, c), (rows, c)))
+
+    def f(x, w):
+        at = blocks(expert, experts)
+        y = products(jnp.take(x, at.source, 0, mode="fill", fill_value=0), w, at)
+        return y.reshape(-1, c)[at.place], y
+
+    def value_and_gradients(x, w, dy):
+        (y, blockwise), vjp = jax.vjp(f, x, w)
+        return y, blockwise, vjp((dy, jnp.zeros_like(blockwise)))
+
+    want = np.einsum("rk,rkc->rc", *(np.asarray(a, np.float64) for a in (x, w[expert])))
+    return value_and_gradients, (x, w, dy), expert, want
+
+
+@pytest.mark.parametrize("rows, experts, k, c", [(7, 3, 64, 32), (300, 4, 96, 64)])
+def test_products_by_the_kernel(rows, experts, k, c, monkeypatch):
+    """The kernel, interpreted by Pallas, agrees with the loop, which agrees with float64."""
+    f, operands, _, want = of_products(rows, experts, k, c)
+    loop = f(*operands)
+    np.testing.assert_allclose(np.asarray(loop[0], np.float64), want, rtol=0.02, atol=0.1)
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *operands, cuda, default: cuda(*operands))
+    calls, real = [], grouped.pl.pallas_call
+    monkeypatch.setattr(
+        grouped.pl, "pallas_call", lambda *a, compiler_params, **b: calls.append(a) or real(*a, **b, interpret=True)
+    )
+    for got, y in zip(jax.tree.leaves(f(*operands)), jax.tree.leaves(loop), strict=True):
+        np.testing.assert_allclose(*(np.asarray(a, np.float32) for a in (got, y)), rtol=0.02, atol=0.1)
+    assert len(calls) == 3  # the product, and two gradients
+
+
+def test_experts_are_lowered_for_cuda():
+    """Every product with experts in a model's step is a kernel, in a mesh too, and those of float32 are not."""
+    model = Model.from_config(common.small() | {"head_dim": 32, "qk_rope_head_dim": 8, "index_head_dim": 8})
+    with common.mesh_of(1, 1, 1):
+        for dtype, kernels in ((jnp.bfloat16, 2), (jnp.float32, 0)):
+            params = jax.eval_shape(lambda dtype=dtype: model.init(jax.random.key(0), dtype))
+            moe = params["layers"][0]["moe"], params["routing"][0]
+            x = jax.ShapeDtypeStruct((4, 1, model.hidden), dtype), jax.ShapeDtypeStruct((4, 1), jnp.int32)
+            text = jax.jit(model.moe).trace(*moe, *x).lower(lowering_platforms=("cuda",)).as_text()
+            assert text.count("__gpu$xla.gpu.triton") == kernels, text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows, experts, k, c", [(40, 16, 512, 256), (3000, 8, 256, 512)])
+def test_products_on_a_gpu(rows, experts, k, c, cuda):
+    f, operands, _, want = of_products(rows, experts, k, c)
+    with jax.default_device(cuda):
+        y, blockwise, (dx, dw) = jax.jit(f)(*operands)
+    with jax.default_device(jax.devices("cpu")[0]):
+        loop = jax.jit(f)(*map(np.asarray, operands))
+    np.testing.assert_allclose(np.asarray(y, np.float64), want, rtol=0.02, atol=0.5)
+    for got, want in zip(jax.tree.leaves((blockwise, dx, dw)), jax.tree.leaves(loop[1:]), strict=True):
+        np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(want, np.float32), rtol=0.02, atol=0.5)
 
 
 def written(path, tensors):
@@ -497,12 +570,33 @@ def test_serving_with_drafts():
     assert 0.5 * server.drafted < server.accepted < server.drafted and server.accepted > 1.5 * server.steps
 
 
+def test_engrams_take_words_back():
+    """Rows of tokens as they come, some of which are wrong and taken back, are those of the whole line."""
+    engrams, rng = Model.from_config(CONFIGS["v4.1"]).engrams, np.random.default_rng(0)
+    word, tokens = rng.integers(0, engrams.words, 64), rng.integers(0, 64, (2, 40), np.int32)
+    whole, _ = engrams.found(jnp.asarray(word), jnp.asarray(tokens), None, 0, None)
+    kept = engrams.longest - 1 + 3
+    history, at = engram.History(jnp.full((2, kept), 5), jnp.zeros(2, jnp.int32)), np.array([0, 0])
+    for _ in range(9):
+        right, count = rng.integers(1, 5, 2), rng.integers(0, 5, 2)
+        right = np.where(count, np.minimum(right, count), 0)
+        new = np.stack([row[n : n + 4] for row, n in zip(tokens, at, strict=True)])
+        new = np.where(np.arange(4) < right[:, None], new, (new + 1) % 64)
+        rows, history = engrams.found(jnp.asarray(word), jnp.asarray(new), history, jnp.asarray(at), jnp.asarray(count))
+        for i in range(2):
+            np.testing.assert_array_equal(rows[i, : right[i]], whole[i, at[i] : at[i] + right[i]])
+        at += right
+    assert (at > engrams.longest + 4).all()
+
+
 @pytest.mark.slow
-def test_requests_that_begin_alike():
+@pytest.mark.parametrize("speculate", [0, 3])
+def test_requests_that_begin_alike(speculate):
     """V4.1, whose engrams remember words: the place that read the beginning keeps its own while others come and go."""
     model, params = small("v4.1")
     rng, beginning = np.random.default_rng(0), np.arange(34, dtype=np.int32)
-    server = Server(model, model.joined(params), jnp.float32, 2, 64, chunk=16, page=16, pages=6, beginning=beginning)
+    how = {"chunk": 16, "page": 16, "pages": 6, "beginning": beginning, "speculate": speculate}
+    server = Server(model, model.joined(params), jnp.float32, 2, 64, **how)
     requests = [Request(np.r_[beginning, rng.integers(0, 64, n, np.int32)], 6, 0.0) for n in (5, 5, 12, 12)]
     for request in requests:
         server.submit(request)
@@ -510,6 +604,7 @@ def test_requests_that_begin_alike():
         server.work()
     for request in requests:
         assert server.alone(request).tolist() == request.said
+    assert bool(server.drafted) == bool(speculate)
 
 
 @pytest.mark.slow

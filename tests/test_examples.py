@@ -209,7 +209,11 @@ def test_examples_need_what_their_extra_installs():
     for path in (root / "examples").rglob("*.py"):
         if path.name == "interpret.py":  # for those who write kernels: it says that it needs the compiler
             continue
-        extra = [*project["dependencies"], *extras["examples"], *(extras["http"] if path.name == "endpoint.py" else [])]
+        extra = [
+            *project["dependencies"],
+            *extras["examples"],
+            *(extras["http"] if path.name in ("endpoint.py", "chat.py") else []),
+        ]
         installed = {re.match(r"\w+", name)[0] for name in extra} | {"jax_dsv4_fmha", "examples"}
         for node in ast.walk(ast.parse(path.read_text())):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []

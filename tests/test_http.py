@@ -20,8 +20,16 @@ pytestmark = [pytest.mark.hf, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture(scope="module")
-def served():
-    """The endpoint of the small random model, two places for requests of 256 tokens, and a client."""
+def served(tmp_path_factory):
+    """The endpoint of the small random model, two places for requests of 256 tokens, and a client.
+
+    Its chats say a role as a number, then the content.
+    """
+    template = tmp_path_factory.mktemp("chat") / "template.jinja"
+    template.write_text(
+        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}\n"
+        "{{ 8 if m.role == 'user' else 9 }} {{ m.content }} {% endfor %}{% if add_generation_prompt %}10{% endif %}"
+    )
     made = queue.Queue()
 
     class Held(endpoint.Endpoint):
@@ -32,7 +40,7 @@ def served():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(endpoint, "Endpoint", Held)
         sizes = {"places": 2, "room": 256, "chunk": 16, "page": 16, "beginning": "7 " * 17}
-        thread = threading.Thread(target=serve.main, kwargs={**sizes, "port": 0})
+        thread = threading.Thread(target=serve.main, kwargs={**sizes, "port": 0, "chat_template": str(template)})
         thread.start()
         held, port = made.get(timeout=300)
         with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
@@ -87,6 +95,29 @@ def test_two_at_once(served, alone):
     assert (whole.usage.completion_tokens, whole.usage.total_tokens) == (20, 40) and client.models.list().data[0].id
 
 
+def test_chats(served, alone):
+    """The tokens after the template's text, streamed and together."""
+    _, client = served
+    messages = [{"role": "system", "content": "3 4"}, {"role": "user", "content": "5 1 30"}]
+    want = alone([9, 3, 4, 8, 5, 1, 30, 10], 12)
+    how = {"model": "random", "messages": messages, "temperature": 0, "max_completion_tokens": 12}
+    whole = client.chat.completions.create(**how)
+    assert [int(x) for x in whole.choices[0].message.content.split()] == want
+    assert (whole.object, whole.choices[0].message.role, whole.usage.prompt_tokens) == (
+        "chat.completion",
+        "assistant",
+        25,
+    )
+    chunks = list(client.chat.completions.create(**how, stream=True))
+    assert [int(c.choices[0].delta.content) for c in chunks] == want
+    assert {c.object for c in chunks} == {"chat.completion.chunk"} and chunks[-1].choices[0].finish_reason == "length"
+    for wrong, message in (([{"role": "tool", "content": "1"}], "no tools"), ("1", "messages: got '1'")):
+        with pytest.raises(openai.BadRequestError, match=message):
+            client.chat.completions.create(**{**how, "messages": wrong})
+    long = client.chat.completions.create(model="random", messages=messages)  # to the end of its room
+    assert long.usage.total_tokens == 256
+
+
 def test_errors(served):
     """OpenAI's form, which its client raises as its own exceptions."""
     _, client = served
@@ -110,7 +141,7 @@ def test_errors(served):
     with pytest.raises(openai.NotFoundError, match="model: got 'other', wanted 'random'"):
         asked(client, "1", model="other")
     with pytest.raises(openai.NotFoundError, match="Not Found"):
-        client.chat.completions.create(model="random", messages=[{"role": "user", "content": "1"}])
+        client.embeddings.create(model="random", input="1")
     assert httpx.post(f"{client.base_url}completions", content="[").json()["error"]["message"].startswith("the body")
 
 

@@ -96,9 +96,7 @@ def test_launch(row, h_q, extents, device):
     variant = variant_of(row["key"])
     x, scale = operands(variant, **extents, h_q=min(h_q, variant.max_heads)), variant.d**-0.5
     lse = np.full(x.q.shape[:-1], np.nan, np.float32)
-    arrays = {"q": x.q, "o": np.full_like(x.q, np.nan), "sink": x.sink, "lse": lse}
-    for i, keys in enumerate(x.sources):
-        arrays |= {f"k{i}": keys.given, f"v{i}": keys.v, f"from{i}": keys.seen_from, f"to{i}": keys.seen_to}
+    arrays = x.named() | {"o": np.full_like(x.q, np.nan), "lse": lse}
     addresses = {name: upload(array) for name, array in arrays.items()}
 
     tiles = {name: row[name] for name in ("tile_m", "tile_n", "cluster")}

@@ -160,10 +160,11 @@ def test_a_span_ends_where_its_keys_do(key):
     judge(run.run(), x, run.scale)
 
 
-COMPARED = [  # beside the cases that run in any order; for few heads, float16 differs only in conversions
+COMPARED = [  # beside the cases that run in any order; for few heads and turned q, float16 differs only in conversions
     run
     for run in hardware.ATTENTION
-    if run.variant.key in BUILT and (run.variant.max_heads == ANY or run.variant.dtype == "bfloat16")
+    if run.variant.key in BUILT
+    if run.variant.dtype == "bfloat16" or (run.variant.max_heads == ANY and not run.variant.turns)
     if V41 not in run.variant.sources or (V41_FP4 in run.variant.sources and run.variant.max_heads < ANY)
     if run.splits > 1 or (run.variant.key, hardware.CASE) not in RUNS
 ]
@@ -188,7 +189,7 @@ def assert_as_on_hardware(got, recorded, x):
     np.testing.assert_allclose(got_lse[finite], lse[finite], rtol=1e-6)
     distance = np.abs(got_o.astype(np.float64) - o.astype(np.float64))
     assert np.max(distance / unit(o, x.q.dtype)) <= 1
-    assert np.mean(got_o != o) < 0.05
+    assert np.mean(got_o != o) < (0.1 if recorded.variant.turns else 0.05)  # those that turn q take a root, too
 
 
 def unit(o: np.ndarray, dtype: np.dtype) -> np.ndarray:

@@ -87,15 +87,24 @@ def opened(
     return model, jax.jit(model.init, static_argnums=1, out_shardings=shardings)(jax.random.key(0), dtype)
 
 
-def words(checkpoint: str | None) -> tuple[Callable[[str], np.ndarray], Callable[[list[int]], str]]:
-    """From text to tokens and back, by the directory's tokenizer.json; without one, tokens are numbers."""
+def words(checkpoint: str | None) -> tuple[Callable[..., np.ndarray], Callable[[list[int]], str]]:
+    """From text to tokens and back, by the directory's tokenizer.json; without one, tokens are numbers.
+
+    The first takes a second argument: whether the tokenizer adds special tokens, such as one that begins a text.
+    """
     path = None if checkpoint is None else Path(checkpoint) / "tokenizer.json"
     if path is None or not path.exists():
-        return lambda text: np.array(text.split(), np.int32), lambda tokens: "".join(f"{t} " for t in tokens)
+        return lambda text, special=True: np.array(text.split(), np.int32), lambda tokens: "".join(
+            f"{t} " for t in tokens
+        )
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(path))
-    return lambda text: np.array(tokenizer.encode(text).ids, np.int32), tokenizer.decode
+
+    def encode(text: str, special: bool = True) -> np.ndarray:
+        return np.array(tokenizer.encode(text, add_special_tokens=special).ids, np.int32)
+
+    return encode, tokenizer.decode
 
 
 def gib(tree: Any) -> float:

@@ -1,4 +1,4 @@
-"""A server of requests as an HTTP endpoint in OpenAI's form: /v1/completions, streamed or not, and /v1/models."""
+"""A server of requests as an HTTP endpoint in OpenAI's form: completions and chats, streamed or not, and models."""
 
 import asyncio
 import json
@@ -18,8 +18,10 @@ from starlette.routing import Route
 
 from examples.serve import Request, Server, TooLong
 
-KINDS = {"model": str, "prompt": str | list, "max_tokens": int, "temperature": int | float, "stream": bool,
-         "stream_options": dict, "user": str}  # fmt: skip
+KINDS = {"model": str, "max_tokens": int, "temperature": int | float, "stream": bool, "stream_options": dict,
+         "user": str}  # fmt: skip
+OF_TEXT = KINDS | {"prompt": str | list}
+OF_CHAT = KINDS | {"messages": list, "max_completion_tokens": int}
 ALONE = {"n": 1, "best_of": 1, "top_p": 1, "echo": False, "presence_penalty": 0, "frequency_penalty": 0}
 """what else may be said, with this value alone"""
 
@@ -31,12 +33,18 @@ class Refused(HTTPException):
 
 
 class Endpoint:
-    """Requests to `server`. `read` makes tokens of a prompt, and `texts()` a function from each token to its text."""
+    """Requests to `server`.
 
-    def __init__(self, server: Server, name: str, read: Callable[[Any], np.ndarray], texts: Callable, end: int) -> None:
-        self.server, self.name, self.read, self.texts, self.end = server, name, read, texts, end
+    read, chat: make tokens of a prompt, and of messages or None; texts(): a function from each token to its text.
+    """
+
+    def __init__(
+        self, server: Server, name: str, read: Callable[[Any], np.ndarray], chat: Any, texts: Callable, end: int
+    ) -> None:
+        self.server, self.name, self.read, self.chat, self.texts, self.end = server, name, read, chat, texts, end
         self.asked, self.closed = threading.Event(), False
         routes = [Route("/v1/completions", self.completions, methods=["POST"]), Route("/v1/models", self.models)]
+        routes.append(Route("/v1/chat/completions", self.chats, methods=["POST"]))
         self.app = Starlette(routes=routes, exception_handlers={HTTPException: refused})
 
     def run(self, listening: socket.socket) -> None:
@@ -62,40 +70,66 @@ class Endpoint:
         return JSONResponse({"object": "list", "data": [{"id": self.name, "object": "model", "owned_by": "you"}]})
 
     async def completions(self, http: Asked) -> StreamingResponse:
+        asked = self.checked(await http.body(), OF_TEXT)
+        return self.answered(asked, "prompt", self.read, asked.get("prompt", ""), asked.get("max_tokens", 16), "text")
+
+    async def chats(self, http: Asked) -> StreamingResponse:
+        asked = self.checked(await http.body(), OF_CHAT)
+        if self.chat is None:
+            raise Refused("chats are not served: the checkpoint has no template for them, see --chat-template")
+        wanted = asked.get("max_completion_tokens", asked.get("max_tokens"))
+        return self.answered(asked, "messages", self.chat, asked.get("messages", []), wanted, "chat")
+
+    def checked(self, body: bytes, kinds: dict[str, Any]) -> dict[str, Any]:
         try:
-            asked = {name: x for name, x in dict(await http.json()).items() if x is not None}
+            asked = {name: x for name, x in dict(json.loads(body)).items() if x is not None}
         except (ValueError, TypeError):
             raise Refused("the body is not a JSON object") from None
         for name, x in asked.items():
-            if not isinstance(x, KINDS.get(name, ())) and x != ALONE.get(name, ...):
+            if not isinstance(x, kinds.get(name, ())) and x != ALONE.get(name, ...):
                 raise Refused(f"{name}: got {x!r}, which is not served", name)
         if asked.get("model") != self.name:
             raise Refused(f"model: got {asked.get('model')!r}, wanted {self.name!r}", "model", "model_not_found", 404)
+        return asked
+
+    def answered(
+        self, asked: dict[str, Any], param: str, read: Callable, given: Any, wanted: int | None, form: str
+    ) -> StreamingResponse:
+        """The answer to what is given by this name; wanted: tokens, None: as many as there is room for."""
         tokens, loop, streamed = asyncio.Queue(), asyncio.get_running_loop(), asked.get("stream", False)
         try:
-            prompt = self.read(asked.get("prompt", ""))
-            request = Request(prompt, asked.get("max_tokens", 16), asked.get("temperature", 1.0), end=self.end)
+            prompt = read(given)
+            wanted = max(self.server.room - len(prompt), 1) if wanted is None else wanted
+            request = Request(prompt, wanted, asked.get("temperature", 1.0), end=self.end)
             request.heard = lambda token: loop.call_soon_threadsafe(tokens.put_nowait, token)
             self.server.submit(request)
         except TooLong as e:
-            raise Refused(str(e), "prompt", "context_length_exceeded") from None
+            raise Refused(str(e), param, "context_length_exceeded") from None
         except ValueError as e:
-            raise Refused(str(e), "prompt") from None
+            raise Refused(str(e), param) from None
         self.asked.set()
         usage = not streamed or asked.get("stream_options", {}).get("include_usage", False)
         kind = "text/event-stream" if streamed else "application/json"
-        return StreamingResponse(self.answer(request, tokens, streamed, usage), media_type=kind)
+        return StreamingResponse(self.answer(request, tokens, streamed, usage, form), media_type=kind)
 
-    async def answer(self, request: Request, tokens: asyncio.Queue, streamed: bool, usage: bool) -> AsyncIterator[str]:
+    async def answer(
+        self, request: Request, tokens: asyncio.Queue, streamed: bool, usage: bool, form: str
+    ) -> AsyncIterator[str]:
         """The body. It is cancelled when the client has gone; then the server forgets the request."""
-        made = {"id": f"cmpl-{id(request):x}", "object": "text_completion", "created": int(time.time())}
+        kind = "text_completion" if form == "text" else "chat.completion" + ".chunk" * streamed
+        made = {"id": f"cmpl-{id(request):x}", "object": kind, "created": int(time.time())}
         made, text, whole, count, finish = made | {"model": self.name}, self.texts(), "", 0, None
         try:
             while finish is None:
                 token, count = await tokens.get(), count + 1
                 whole += (piece := text(token))
                 finish = "stop" if token == request.end else "length" if count == request.wanted else None
-                choice = {"index": 0, "text": piece if streamed else whole, "finish_reason": finish, "logprobs": None}
+                choice = {"index": 0, "finish_reason": finish, "logprobs": None}
+                if form == "text":
+                    choice["text"] = piece if streamed else whole
+                else:
+                    said = {"role": "assistant", "content": piece if streamed else whole}
+                    choice["delta" if streamed else "message"] = said
                 if streamed:
                     yield f"data: {json.dumps(made | {'choices': [choice]})}\n\n"
             used = {"prompt_tokens": len(request.prompt), "completion_tokens": count}

@@ -23,15 +23,23 @@ BLOCK = 32
 
 
 class History(NamedTuple):
-    """The last words of each sequence, int32 `[b, longest - 1]`; a cache beside those of the layers."""
+    """The last words of each sequence, a cache beside those of the layers."""
 
     words: jax.Array
+    """int32 `[b, longest - 1 + tokens that can be taken back]`"""
+    end: jax.Array
+    """int32 `[b]`: how many tokens the sequence has with them"""
 
     def with_block_table(self, block_table: jax.Array) -> "History":
         return self
 
     def fork(self, source: Any, target: Any) -> "History":
-        return History(self.words.at[target].set(self.words[source]))
+        return History(*(x.at[target].set(x[source]) for x in self))
+
+    def before(self, start: jax.Array) -> jax.Array:
+        """The words before position `start` `[b]`, which is not after the end."""
+        places = (start - self.end)[:, None] + jnp.arange(self.words.shape[1])
+        return jnp.take_along_axis(self.words, jnp.maximum(places, 0), 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,17 +101,23 @@ class Engrams:
         Args:
           word: int32 `[vocabulary]`, of each token.
           history: of the words before; None is none, and then none is kept.
-          start: an int or int32 `[b]`, the position of the first token.
+          start: an int or int32 `[b]`, the position of the first token: the history's end, or before it, which takes
+            tokens back.
           count: int32 `[b]`: how many of the tokens are no padding, with a history.
         """
-        n, pad = self.longest - 1, word[self.pad]
-        earlier = jnp.full((len(tokens), n), pad) if history is None else history.words
-        position = jnp.broadcast_to(jnp.asarray(start), len(tokens))[:, None] + jnp.arange(-n, 0)
-        line = jnp.concatenate([jnp.where(position < 0, pad, earlier), word[tokens]], 1)
+        n, pad, start = self.longest - 1, word[self.pad], jnp.broadcast_to(jnp.asarray(start), len(tokens))
+        earlier = jnp.full((len(tokens), n), pad) if history is None else history.before(start)
+        kept = earlier.shape[1]
+        earlier = jnp.where(start[:, None] + jnp.arange(-kept, 0) < 0, pad, earlier)
+        line = jnp.concatenate([earlier, word[tokens]], 1)
+        rows = self._rows(line[:, kept - n :])
         if history is None:
-            return self._rows(line), None
-        after = jnp.take_along_axis(line, count[:, None] + jnp.arange(n), 1)
-        return self._rows(line), History(jnp.where(count[:, None] > 0, after, history.words))
+            return rows, None
+        after = jnp.take_along_axis(line, count[:, None] + jnp.arange(kept), 1), start + count
+        is_new = count > 0
+        return rows, History(
+            jnp.where(is_new[:, None], after[0], history.words), jnp.where(is_new, after[1], history.end)
+        )
 
     def _rows(self, line: jax.Array) -> jax.Array:
         """The rows of words `[b, longest - 1 + s]`: each has the words before it."""

@@ -30,7 +30,7 @@ from jax.sharding import PartitionSpec as P
 from jax_dsv4_fmha.layers import DSV4Attention, LayerCache, Output, Shared, from_config
 
 from .engram import BLOCK, Engrams, History, recalled
-from .grouped import blocks, over_blocks
+from .grouped import blocks, products
 from .packed import Packed, in_file, whole
 
 SPLIT = ("tensor", "expert")
@@ -347,15 +347,11 @@ class Model:
         expert = chosen.ravel() - part * e
         at = blocks(jnp.where((expert >= 0) & (expert < e), expert, e), e)
 
-        def ffn(of_tokens: Any, of_expert: Any) -> jax.Array:
-            x, weights = of_tokens
-            w13, w2 = whole(of_expert, x.dtype)
-            inner = (x @ w13.reshape(m, -1)).reshape(len(x), 2, -1)
-            return self.swiglu(inner, weights) @ w2
-
         x_of = jnp.take(x.reshape(-1, m), at.source // k, 0, mode="fill", fill_value=0)
         weights_of = jnp.take(weights.ravel(), at.source, mode="fill", fill_value=0)
-        y = over_blocks(ffn, (x_of, weights_of), (w13, w2), at.expert, at.count)
+        w13 = w13 if isinstance(w13, Packed) else w13.reshape(e, m, -1)
+        inner = products(x_of, w13, at).reshape(*weights_of.shape, 2, -1)
+        y = products(self.swiglu(inner, weights_of), w2, at)
         y = jnp.take(y.reshape(-1, m), at.place, 0, mode="fill", fill_value=0)
         return y.reshape(*x.shape[:2], k, m).astype(jnp.float32).sum(2).astype(x.dtype)
 
@@ -434,11 +430,11 @@ class Model:
 
     def cache(self, b: int, max_length: int, dtype: Any = jnp.bfloat16, **pages: Any) -> Caches:
         """Empty caches for b sequences, as `DSV4Attention.cache` makes them; in a mesh, whole on every device."""
-        if self.engrams is not None and pages.get("steps", 1) > 1:
-            raise NotImplementedError("V4.1: drafts, whose words its engrams would have to take back")
-        words = None if self.engrams is None else jnp.zeros((b, self.engrams.longest - 1), jnp.int32)
         layers = [layer.cache(b, max_length, dtype, **pages) for layer in self.layers]
-        made = Caches(layers, None if words is None else History(words))
+        made = Caches(layers)
+        if self.engrams is not None:
+            words = self.engrams.longest - 1 + pages.get("steps", 1) - 1
+            made = made._replace(history=History(jnp.zeros((b, words), jnp.int32), jnp.zeros(b, jnp.int32)))
         return made if jax.sharding.get_abstract_mesh().empty else jax.device_put(made, P())
 
     def joined(self, params: Any) -> dict[str, Any]:

@@ -20,6 +20,7 @@ import numpy as np
 from examples.serve import Request, Server
 
 from . import common
+from .chat import Chat, template
 
 
 def main(
@@ -40,11 +41,13 @@ def main(
     tensor: int = 1,
     expert: int = 1,
     port: int | None = None,
+    chat_template: str | None = None,
 ) -> list[Request] | None:
     """Returns the requests in the order of their lines; prompts: lines, by default of the standard input.
 
     kept: the dtype of packed caches, by its name; None keeps what the model computes with.
     port: of an HTTP endpoint, which takes the place of lines; 0 is any.
+    chat_template: a file for its chats, in Jinja, where the checkpoint has no template or another is wanted.
     """
     dtype = common.compute_dtype()
     encode, decode = common.words(checkpoint)
@@ -59,7 +62,8 @@ def main(
         print(f"{a_token:.0f} bytes of pages a token, {a_place / 2**20:.2f} MiB of rings a request", flush=True)
 
         if port is not None:
-            return endpoint(server, checkpoint, model.vocabulary, first, encode, decode, port)
+            chat = template(checkpoint, chat_template)
+            return endpoint(server, checkpoint, model.vocabulary, first, encode, decode, chat, port)
         requests, done, began = [], 0, time.perf_counter()
         for line in sys.stdin if prompts is None else prompts:
             prompt, heard = np.concatenate([first, encode(line)]), printer(len(requests), texts(decode))
@@ -79,23 +83,29 @@ def main(
     return requests
 
 
-def endpoint(server: Server, checkpoint: str | None, vocabulary: int, first, encode, decode, port: int) -> None:
-    """Answers HTTP requests until Ctrl-C. A prompt is a text, or a list of tokens."""
+def endpoint(
+    server: Server, checkpoint: str | None, vocabulary: int, first, encode, decode, chat: Chat | None, port: int
+) -> None:
+    """Answers HTTP requests until Ctrl-C. A prompt is a text, or a list of tokens; a chat becomes a text."""
     from .endpoint import Endpoint
 
-    def read(prompt: str | list) -> np.ndarray:
+    def read(prompt: str | list, special: bool = True) -> np.ndarray:
         if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
             (prompt,) = prompt
-        tokens = encode(prompt) if isinstance(prompt, str) else np.asarray(prompt)
+        tokens = encode(prompt, special) if isinstance(prompt, str) else np.asarray(prompt)
         if tokens.ndim != 1 or tokens.dtype.kind != "i" or not ((tokens >= 0) & (tokens < vocabulary)).all():
             raise ValueError(f"wanted one prompt, a text or a list of tokens below {vocabulary}")
         return np.concatenate([first, tokens.astype(np.int32)])
+
+    def of_chat(messages: list) -> np.ndarray:
+        return read(chat(messages), special=False)  # the template has them
 
     name = Path(checkpoint).resolve().name if checkpoint else "random"
     with socket.create_server(("127.0.0.1", port)) as listening:
         print(f"http://127.0.0.1:{listening.getsockname()[1]}/v1/completions, model {name}; Ctrl-C ends", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
-            Endpoint(server, name, read, lambda: texts(decode), end_of(checkpoint)).run(listening)
+            made = Endpoint(server, name, read, chat and of_chat, lambda: texts(decode), end_of(checkpoint))
+            made.run(listening)
 
 
 def printer(number: int, text: Callable[[int], str]) -> Callable[[int], None]:
@@ -141,12 +151,15 @@ def arguments() -> dict:
         (
             "speculate",
             0,
-            "drafts of a request in a step, at most: the model's own, if it has layers for them; not with V4.1",
+            "drafts of a request in a step, at most: the model's own, if it has layers for them that are read",
         ),
     ):
         parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{what} (default: {default})")
     parser.add_argument("--beginning", default="", help="what all requests begin with; whole pages of it are shared")
     parser.add_argument("--port", type=int, help="answer HTTP requests here, in OpenAI's form, and read no lines")
+    parser.add_argument(
+        "--chat-template", help="a file in Jinja, with --port (default: the checkpoint's, if it has one)"
+    )
     group = parser.add_mutually_exclusive_group()
     of_caches = {"fp8": ("float8_e4m3fn", "FP8"), "fp4": ("float4_e2m1fn", "FP8 and, for entries, FP4: V4.1's own")}
     for name, (dtype, what) in of_caches.items():

@@ -42,6 +42,13 @@ class Operands:
     sink: Array
     table: Array | None = None  # [b, s_q, 64]: cos and sin by turns, where the kernel norms and turns q
 
+    def named(self) -> dict[str, Array]:
+        """What a launch is handed, by the names of addresses."""
+        found = {"q": self.q, "sink": self.sink} | ({} if self.table is None else {"table": self.table})
+        for i, keys in enumerate(self.sources):
+            found |= {f"k{i}": keys.given, f"v{i}": keys.v, f"from{i}": keys.seen_from, f"to{i}": keys.seen_to}
+        return found
+
     def arguments(self) -> tuple[Array | None, ...]:
         """The arguments as the raw call of the op takes them."""
         table = () if self.table is None else (self.table,)

@@ -89,10 +89,7 @@ def launch(
     variant, memory = kernel.variant, new_memory()
     x = replace(x, shape=x.shape._replace(splits=splits))
     scale = variant.d**-0.5
-    given = {"q": x.q, "sink": x.sink} | ({} if x.table is None else {"table": x.table})
-    for n, keys in enumerate(x.sources):
-        given |= {f"k{n}": keys.given, f"v{n}": keys.v, f"from{n}": keys.seen_from, f"to{n}": keys.seen_to}
-    addresses = {name: memory.add(name, array) for name, array in given.items()}
+    addresses = {name: memory.add(name, array) for name, array in x.named().items()}
     addresses |= add_outputs(memory, outputs := outputs_of(x))
     for name, columns in parts_of(x).items():
         addresses[name] = memory.add(name, None, x.q[..., 0].size * columns * 4)

@@ -1,0 +1,160 @@
+"""Times one layer of each kind of a whole DeepSeek-V4 on one GPU: `python -m examples.deepseek_v4.speed [CHECKPOINT]`.
+
+A layer is attention, experts and hyper-connections, with random parameters and full caches, in bfloat16. A checkpoint
+is read for its config.json alone; without one the sizes are V4-Flash's, whose experts of a layer take 13 GB. Times are
+the host's: of many calls, each of which waits on the device for the one before, over their number. A row's last columns
+are the sum over all layers and the head, and the tokens/s of that sum: a GPU that held the whole model would have them.
+"""
+
+import argparse
+import collections
+import dataclasses
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_dsv4_fmha.layers import STEP_OPTIONS, Shared
+
+from . import common
+from .model import Model, Streams
+
+FLASH = {
+    "vocab_size": 129280, "hidden_size": 4096, "num_hidden_layers": 43, "num_attention_heads": 64, "head_dim": 512,
+    "qk_rope_head_dim": 64, "q_lora_rank": 1024, "o_groups": 8, "o_lora_rank": 1024, "sliding_window": 128,
+    "index_n_heads": 64, "index_head_dim": 128, "index_topk": 512, "rope_theta": 10000, "compress_rope_theta": 160000,
+    "compress_ratios": [0, 0, *[4, 128] * 20, 4], "n_routed_experts": 256, "num_experts_per_tok": 6,
+    "moe_intermediate_size": 2048, "num_hash_layers": 3,
+    "rope_scaling": {"type": "yarn", "factor": 16, "original_max_position_embeddings": 65536},
+}  # fmt: skip
+CONTEXTS = (8192, 131072, 1 << 20)
+SEQUENCES = (1, 8, 64)
+CHUNK = 4096
+
+
+class Work(NamedTuple):
+    """A step of `b` sequences, which then have `context` tokens each, or the last chunk of a prompt of so many."""
+
+    context: int
+    b: int
+    tokens: int
+
+    def __str__(self) -> str:
+        what = f"step, b {self.b}" if self.tokens == 1 else f"chunk of {self.tokens}"
+        return f"{what}, {self.context} tokens"
+
+
+def main(
+    checkpoint: str | None = None,
+    config: dict[str, Any] = FLASH,
+    contexts: Sequence[int] = CONTEXTS,
+    sequences: Sequence[int] = SEQUENCES,
+    chunk: int = CHUNK,
+    calls: int = 20,
+    file: str | None = None,
+) -> list[dict[str, Any]]:
+    """Prints the table, and returns its rows. config: where there is no checkpoint."""
+    model = Model.from_config(Path(checkpoint) / "config.json" if checkpoint else config)
+    if model.delayed:
+        raise NotImplementedError("V4.1: its layers attend to what earlier ones have made, so none has a time alone")
+    works = [Work(context, b, 1) for context in contexts for b in sequences]
+    works += [Work(context, 1, chunk) for context in contexts]
+    kinds = [f"ratio {layer.ratio}" if layer.ratio else "window" for layer in model.layers]
+    count, one = collections.Counter(kinds), dict(zip(kinds, model.layers, strict=True))
+    rows: list[dict[str, Any]] = [{"work": str(work), "tokens": work.b * work.tokens, "ms": {}} for work in works]
+    for kind, layer in one.items():
+        few = dataclasses.replace(model, layers=(layer,), hashed=0)
+        params = parameters(few)
+        for row, work in zip(rows, works, strict=True):
+            row["ms"][kind] = of_layer(few, params, work, calls)
+            common.on_terminal(f"{kind}: {work}, {row['ms'][kind]:.3f} ms   ")
+    few = dataclasses.replace(few, experts=1, chosen=1)
+    for row, work in zip(rows, works, strict=True):
+        row["ms"]["head"] = of_head(few, params, work, calls)
+    for row in rows:
+        row["all"] = row["ms"]["head"] + sum(n * row["ms"][kind] for kind, n in count.items())
+        row["tokens/s"] = row["tokens"] / row["all"] * 1e3
+    common.on_terminal("")
+    print(" " * 30, *(f"{head:>12}" for head in (*rows[0]["ms"], f"{len(model.layers)} layers", "tokens/s")))
+    for row in rows:
+        print(
+            f"{row['work']:30}", *(f"{x:12.3f}" for x in (*row["ms"].values(), row["all"])), f"{row['tokens/s']:12.0f}"
+        )
+    if file:
+        about = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "count": count}
+        Path(file).write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+    return rows
+
+
+def parameters(model: Model) -> Any:
+    return jax.jit(lambda key: model.joined(model.init(key, common.compute_dtype())))(jax.random.key(0))
+
+
+def random(tree: Any) -> Any:
+    """The same tree with random numbers."""
+    keys = iter(jax.random.split(jax.random.key(1), len(jax.tree.leaves(tree))))
+    is_number = lambda x: jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
+    return jax.tree.map(lambda x: jax.random.normal(next(keys), x.shape, x.dtype) if is_number(x) else x, tree)
+
+
+def of_layer(model: Model, params: Any, work: Work, calls: int) -> float:
+    """ms of attention, experts and connections of the only layer."""
+    tokens, lengths = jnp.zeros((work.b, work.tokens), jnp.int32), jnp.full(work.b, work.context)
+
+    def attend(layer: Any, p: Any, x: jax.Array, cache: Any, shared: Shared) -> Any:
+        if work.tokens == 1:
+            return layer.step(p, x, cache, shared, lengths=lengths)
+        return layer(p, x, cache, shared, start=work.context - work.tokens, lengths=lengths)
+
+    def call(cache: Any, params: Any, x: jax.Array) -> Any:
+        streams = Streams(x, jnp.ones(x.shape[:3]))
+        streams, out, _ = model.block(0, params, params["layers"][0], streams, tokens, None, cache, Shared(), attend)
+        return out.cache, streams.x
+
+    (cache,) = random(model.cache(work.b, work.context, common.compute_dtype()).layers)
+    x = random(jnp.zeros((*tokens.shape, model.streams, model.hidden), common.compute_dtype()))
+    return timed(call, calls, cache, params, x)
+
+
+def of_head(model: Model, params: Any, work: Work, calls: int) -> float:
+    """ms from the streams of each sequence's last token to its logits."""
+
+    def call(_: None, params: Any, x: jax.Array) -> Any:
+        return None, model.logits(params, Streams(x, jnp.ones(x.shape[:3])))
+
+    x = random(jnp.zeros((work.b, 1, model.streams, model.hidden), common.compute_dtype()))
+    return timed(call, calls, None, params, x)
+
+
+def timed(call: Callable[..., Any], calls: int, cache: Any, *operands: Any) -> float:
+    """ms of a call, which gets the cache of the call before it: the median of three times so many calls."""
+    f, found = jax.jit(call, donate_argnums=0, compiler_options=STEP_OPTIONS), []
+    for _ in range(4):
+        began = time.perf_counter()
+        for _ in range(calls if found else 2):  # the first calls compile and warm up
+            cache, y = f(cache, *operands)
+        jax.block_until_ready(y)
+        found.append((time.perf_counter() - began) / calls * 1e3)
+    return statistics.median(found[1:])
+
+
+def arguments() -> dict:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("checkpoint", nargs="?", help="a directory with config.json; by default V4-Flash's sizes")
+    parser.add_argument(
+        "--contexts", type=int, nargs="+", default=CONTEXTS, help="tokens (default: 8192, 131072, 1048576)"
+    )
+    parser.add_argument("--sequences", type=int, nargs="+", default=SEQUENCES, help="of a step (default: 1, 8, 64)")
+    parser.add_argument("--chunk", type=int, default=CHUNK, help=f"tokens of a prompt (default: {CHUNK})")
+    parser.add_argument("--calls", type=int, default=20, help="that a time is the mean of (default: 20)")
+    parser.add_argument("--json", dest="file", help="a file for the same numbers")
+    return vars(parser.parse_args())
+
+
+if __name__ == "__main__":
+    main(**arguments())
