@@ -428,6 +428,19 @@ def test_launches(layouts, packing, kind):
         assert read == written, found  # only another name for the same bytes
 
 
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("s_q, kv", [(1, "3x1000x512"), (2, "3000x512")])
+def test_indices_of_one_query_are_used_as_they_are(s_q, kv):
+    """Of several queries each may be a sequence to the kernel, so keys are a pool and indices count from its begin."""
+    cache = Cache.zeros(3, 1000)
+    f = jax.jit(functools.partial(dsv4_decode, lengths=700, ratio=4, implementation="cubin"))
+    text = (
+        f.trace(jnp.zeros((3, s_q, 8, 512), jnp.bfloat16), cache, cache).lower(lowering_platforms=("cuda",)).as_text()
+    )
+    (attends,) = (line for line in text.splitlines() if "@dsv4_fmha_dsv4_decode(" in line)
+    assert attends.count(f"tensor<{kv}xbf16>") == 2
+
+
 def test_a_pair_of_layouts_without_a_kernel():
     """It has a meaning, and the reference."""
     near, far = (Cache.zeros(1, 129, layout=layout) for layout in ("v41_fp4", "v4_fp8"))
