@@ -115,6 +115,7 @@ class LayerRow(Row):
             "x": jax.random.normal(jax.random.key(1), shape, jnp.bfloat16),
             # not x itself, with whose products XLA would merge those of dy, and copy both matrices side by side
             "dy": jax.random.normal(jax.random.key(3), shape, jnp.bfloat16),
+            "lengths": jnp.full(self.b, self.s_kv, jnp.int32),  # not known while tracing, as a server has them
         }
         return [operands]
 
@@ -126,10 +127,15 @@ class LayerRow(Row):
         layer, cache = self.layer, self.filled() if self.is_step else None
 
         def ours(
-            cache: LayerCache | None, params: Any, x: jax.Array, dy: jax.Array, shared: Shared | None = None
+            cache: LayerCache | None,
+            params: Any,
+            x: jax.Array,
+            dy: jax.Array,
+            lengths: jax.Array,
+            shared: Shared | None = None,
         ) -> Any:
             if cache is not None:
-                out = layer.step(params, x, cache, shared, lengths=self.s_kv)
+                out = layer.step(params, x, cache, shared, lengths=lengths)
                 return out.cache, out.y
             y, vjp = jax.vjp(lambda params, x: layer(params, x).y, params, x)
             return None, (vjp(dy) if self.has_gradient else y)
@@ -201,7 +207,8 @@ class StackRow(Row):
 
     def inputs(self, sets: int) -> list[Operands]:
         of_kinds = {layer.ratio: layer.inputs(1)[0] for layer in set(self.layers)}
-        return [{"params": {ratio: x["params"] for ratio, x in of_kinds.items()}, "x": of_kinds[0]["x"]}]
+        one = {name: of_kinds[0][name] for name in ("x", "lengths")}
+        return [{"params": {ratio: x["params"] for ratio, x in of_kinds.items()}, **one}]
 
     def contestants(self, name: str, inputs: Sequence[Operands]) -> dict[str, Contestant]:
         return {name: self.compiled(inputs, KERNEL_BY_KERNEL)}
@@ -210,10 +217,10 @@ class StackRow(Row):
         """All layers. A step updates the caches in place, and keeps them."""
         caches = [layer.filled() for layer in self.layers]
 
-        def ours(caches: list[Any], params: Any, x: jax.Array) -> tuple[list[Any], jax.Array]:
+        def ours(caches: list[Any], params: Any, x: jax.Array, lengths: jax.Array) -> tuple[list[Any], jax.Array]:
             kept: list[Any] = []
             for row, cache in zip(self.layers, caches, strict=True):
-                out = row.layer.step(params[row.ratio], x, cache, lengths=self.s_kv)
+                out = row.layer.step(params[row.ratio], x, cache, lengths=lengths)
                 x, kept = x + out.y, [*kept, out.cache]
             return kept, x
 

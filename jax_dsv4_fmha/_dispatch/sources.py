@@ -164,8 +164,8 @@ class Turn(NamedTuple):
 
     table: jax.Array
     """float32 `[b, s_q, n]` or `[1, s_q, n]`: cos and sin of each pair by turns"""
-    eps: float
-    """of the norm"""
+    eps: float | None
+    """of the norm; None for RoPE without it, for which there is no kernel"""
 
 
 def attend(
@@ -304,12 +304,12 @@ def _same_bits(deterministic: bool) -> dict[str, Any]:
     return {"deterministic": True} if deterministic else {}
 
 
-def takes_turns(q: jax.Array, sources: Sequence[Source], dims: int) -> bool:
-    """Whether every device here has a kernel that takes q with a `Turn` of so many dimensions, and is made for as many
-    heads as the one that takes q without it. A program that is made where no device is runs on all architectures.
+def takes_turns(q: jax.Array, sources: Sequence[Source], turn: Turn) -> bool:
+    """Whether every device here has a kernel that takes q with such a `Turn`, and is made for as many heads as the one
+    that takes q without it. A program that is made where no device is runs on all architectures.
     """
     kinds, here = _kinds(sources), library.local_architectures()
-    if dims != TURNED_DIMS or kinds not in TURNED or not here:
+    if turn.eps is None or turn.table.shape[-1] != TURNED_DIMS or kinds not in TURNED or not here:
         return False
 
     def made_for(op: str, arch: str) -> int | None:
@@ -346,7 +346,13 @@ def _span_fwd(q: Any, kv: Any, *others: Any, scale: float) -> Arrays:
 
 
 def _pools(*sources: SelectionSource) -> Sequence[Any]:
-    return jax.tree.leaves([source.flat() for source in sources])
+    """Keys as pools of all sequences, so that each query may be one. Where it is one, all stays as it is."""
+
+    def as_given(source: SelectionSource) -> bool:
+        b, s_q = source.length.shape
+        return isinstance(s_q, int) and s_q == 1 and source.keys.shape[0] == b and not source.is_packed
+
+    return jax.tree.leaves([source if as_given(source) else source.flat() for source in sources])
 
 
 def _span_and_pool(window: SpanSource, source: SelectionSource) -> Sequence[Any]:

@@ -155,9 +155,9 @@ def dsv4_decode(
     order: int = 0,
     packing: str = "",
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention over keys of two pools, both as in `mla_sparse_fwd`: the window's and the compressed cache's.
+    """Attention over keys of two arrays or pools, as in `mla_sparse_fwd`: the window's and the compressed cache's.
 
-    Both are `[slots, d]` like q. With packing, q is bfloat16 and both are uint8 `[pages, bytes]`, where index i means
+    Pools are `[slots, d]` like q. With packing, q is bfloat16 and both are uint8 `[pages, bytes]`, where index i means
     entry i % n of page i // n (`_definitions/packed.py`).
 
     Args:
@@ -170,10 +170,10 @@ def dsv4_decode(
         selections = (window_pool, window_indices, window_length, pool, indices, length)
         how: dict[str, Any] = {"order": order, "packing": packing}
         return _call_by_columns("dsv4_decode", room, scale, q, *selections, sink, **how)
-    if not order and window_pool.ndim == pool.ndim == 2:
+    if not order and (q.shape[1] == 1 or window_pool.ndim == pool.ndim == 2):
         whole = _whole("dsv4_decode", q, keys, packing=packing)
     splits = 1 if order else _splits_of_queries("dsv4_decode", q, keys, whole, packing=packing)
-    if whole:  # all queries have keys of the same pools, so each may be a sequence
+    if whole and q.shape[1] != 1:  # all queries have keys of the same pools, so each may be a sequence
         q, window_indices, window_length, indices, length = (
             x.reshape(-1, 1, *x.shape[2:]) for x in (q, window_indices, window_length, indices, length)
         )

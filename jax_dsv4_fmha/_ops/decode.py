@@ -1,5 +1,6 @@
 """One step of generation in a DeepSeek-V4 layer: a few new queries for each sequence, and its caches."""
 
+import functools
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ from .. import _check, reference
 from .._definitions.cache import Cache
 from .._dispatch.seen_slots import seen_slots
 from .._dispatch.sources import attend
+from .turn import checked_turn, in_passes
 
 
 def dsv4_decode(
@@ -27,6 +29,8 @@ def dsv4_decode(
     scale: float | None = None,
     implementation: _check.Implementation | None = None,
     batch_invariant: bool = False,
+    rope_table: jax.Array | None = None,
+    norm_eps: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """A step of generation: `dsv4_attention` of the last tokens of every sequence, over their KV caches.
 
@@ -66,6 +70,8 @@ def dsv4_decode(
       implementation: as in `fmha`. Only "reference" has a gradient.
       batch_invariant: as in `fmha`. The bits are then those of `dsv4_attention` over the same keys; with packed caches
         and at most 32 heads they are those of packed caches alone.
+      rope_table, norm_eps: as in `dsv4_attention`: q comes before RoPE and before the norm of its heads, o is turned
+        back, in passes of their own.
 
     Returns:
       o like q and lse float32 `[b, s_q, h_q]`, as in `fmha`.
@@ -123,17 +129,22 @@ def dsv4_decode(
     _check.implementation(op, implementation)
     _check.batch_invariant(op, batch_invariant, implementation)
 
+    turn = checked_turn(op, rope_table, norm_eps, dims)
+
     if indices is not None and indices.shape[2] == 0:
         compressed_cache = indices = topk_length = None
     if implementation == "reference":
-        return reference.dsv4_decode(
-            q, window_cache, compressed_cache, lengths=lengths, sink=sink, indices=indices, topk_length=topk_length,
-            ratio=ratio, window=window, q_offset=q_offset, is_causal=is_causal, scale=scale,
+        definition = functools.partial(
+            reference.dsv4_decode, window_cache=window_cache, compressed_cache=compressed_cache, lengths=lengths,
+            sink=sink, indices=indices, topk_length=topk_length, ratio=ratio, window=window, q_offset=q_offset,
+            is_causal=is_causal, scale=scale,
         )  # fmt: skip
+        return in_passes(definition, q, turn)
     sources = seen_slots(
         s_q, window_cache, compressed_cache, lengths, indices, topk_length, ratio, window, q_offset, is_causal
     )
-    return attend(
-        op, q, sources, sink=sink, scale=scale, implementation=implementation, differentiable=False,
+    run = functools.partial(
+        attend, op, sources=sources, sink=sink, scale=scale, implementation=implementation, differentiable=False,
         batch_invariant=batch_invariant,
     )  # fmt: skip
+    return in_passes(lambda q: run(q=q), q, turn)

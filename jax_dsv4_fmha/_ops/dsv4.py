@@ -1,7 +1,6 @@
 """A DeepSeek-V4 attention layer: sliding window, compressed cache and sink under one softmax."""
 
 import functools
-from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 import jax
@@ -10,10 +9,10 @@ import jax.numpy as jnp
 from .. import _check, reference
 from .._definitions.cache import Cache
 from .._definitions.span import Span, shown_by_all
-from .._dispatch.sources import SelectionSource, Source, SpanSource, Turn, attend, support_of, takes_turns
+from .._dispatch.sources import SelectionSource, Source, SpanSource, attend, support_of, takes_turns
 from .._dispatch.support import not_built
 from .merge import merged
-from .rope import normed_then_turned, turned
+from .turn import checked_turn, in_passes
 
 
 def dsv4_attention(
@@ -136,11 +135,7 @@ def dsv4_attention(
         "kv_offset": _check.offset(op, "kv_offset", kv_offset, dims),
         "window_lengths": window_lengths,
     }
-    if rope_table is None and norm_eps is not None:
-        raise _check.error(ValueError, op, "norm_eps", norm_eps, "None without a rope_table")
-    if rope_table is not None:
-        rope_table = _table(op, rope_table, dims)
-        norm_eps = None if norm_eps is None else _check.number(op, "norm_eps", norm_eps, "a float > 0", lambda x: x > 0)
+    turn = checked_turn(op, rope_table, norm_eps, dims)
     if indices is not None and indices.shape[2] == 0:
         compressed_kv = None
     b, s_q = dims["b"], dims["s_q"]
@@ -167,7 +162,7 @@ def dsv4_attention(
         def definition(q: jax.Array) -> reference.Attention:
             return reference.dsv4_attention(q, window_kv, compressed_kv, **how)
 
-        return definition(q) if rope_table is None else _turned(definition, q, rope_table, norm_eps)
+        return in_passes(definition, q, turn)
     of_queries = dims["s_w"] == s_q and all(isinstance(x, int) for x in (q_offset, kv_offset)) and q_offset == kv_offset
     near_source = SpanSource(
         window_kv, *near_bounds, names=_WINDOW, axis="s_w", reach=window - 1 if of_queries else None
@@ -196,32 +191,10 @@ def dsv4_attention(
         def attention(q: jax.Array) -> reference.Attention:
             return merged([run(q=q, sources=[source], sink=None) for source in sources], sink, op)
 
-        return attention(q) if rope_table is None else _turned(attention, q, rope_table, norm_eps)
-    if rope_table is None:
-        return run(q=q)
-    if norm_eps is not None and not batch_invariant and takes_turns(q, sources, rope_table.shape[-1]):
-        return run(q=q, turn=Turn(rope_table, norm_eps))
-    return _turned(lambda q: run(q=q), q, rope_table, norm_eps)
-
-
-def _table(op: str, x: Any, dims: Mapping[str, Any]) -> jax.Array:
-    b, s_q, d = (dims[name] for name in ("b", "s_q", "d"))
-    wanted = f"float32[b={b} or 1, s_q={s_q}, n], n even and at most {d}"
-
-    def fits(x: Any) -> bool:
-        shaped = x.dtype == jnp.float32 and x.ndim == 3 and x.shape[0] in (1, b) and x.shape[1] == s_q
-        return bool(shaped and x.shape[2] % 2 == 0 and x.shape[2] <= d)
-
-    return _check.array(op, "rope_table", x, wanted, fits)
-
-
-def _turned(
-    attention: Callable[[jax.Array], reference.Attention], q: jax.Array, table: jax.Array, eps: float | None
-) -> reference.Attention:
-    """Attention of q after its norm, if there is one, and RoPE; with o turned back."""
-    q = turned(q, table, 1) if eps is None else normed_then_turned(q, table, eps)
-    o, lse = attention(q)
-    return turned(o, table, -1), lse
+        return in_passes(attention, q, turn)
+    if turn is not None and not batch_invariant and takes_turns(q, sources, turn):
+        return run(q=q, turn=turn)
+    return in_passes(lambda q: run(q=q), q, turn)
 
 
 def window_span(s_q: int, window: int, q_offset: Any, kv_offset: Any, window_lengths: jax.Array | None) -> Span:

@@ -35,7 +35,7 @@ from .indexer import Indexer
 from .insert import Entries, Rows, insert
 from .outputs import IndexQuery, LayerCache, Output, Shared
 from .pooling import RunningSums, counted
-from .rope import Rope, inverse_rope, rope, rope_of_normed
+from .rope import Rope, rope, rope_of_normed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -350,7 +350,7 @@ class DSV4Attention:
         positions = counted(first, 0, s)
         rows = self._rows(params, x)
         c = rms_norm(rows["wq_a"].take().astype(x.dtype), params["q_norm"], self.eps)
-        q = self._turned(self._queries(params, c), positions)
+        q = self._queries(params, c)
         given = shared or Shared()
         start = first if begin else None
         cache, shared = self._inserted(params, x, rows, cache, given, start, lengths, implementation != "reference")
@@ -372,9 +372,9 @@ class DSV4Attention:
                 q_offset=start,
                 is_causal=is_causal,
                 implementation=implementation,
+                **self._turn(positions),
                 **self._seen(shared, indices),
             )
-        o = inverse_rope(o, positions, self.rope)
         return Output(self._projected_back(params, o), cache, _made(shared, given), None)
 
     def _whole(
