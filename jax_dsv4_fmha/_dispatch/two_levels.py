@@ -21,7 +21,7 @@ BLOCKS = (1, 2, 4, 8, 16, 32)
 
 
 def has_kernel(block: int, from_start: bool, **choices: Any) -> bool:
-    """Whether there is a kernel of scores that judges such blocks, for the devices here."""
+    """Whether every device here has a kernel of scores that judges such blocks."""
     return block == raw.BLOCK and not from_start and _for_all("indexer_scores", **choices, blocks=True)
 
 
@@ -102,14 +102,15 @@ def choose_within(*operands: jax.Array, topk: int, block: int, from_start: bool)
 
 
 def has_kernel_within(block: int, from_start: bool, **choices: Any) -> bool:
-    """Whether there is a kernel of the scores of such blocks' entries, for the devices here."""
+    """Whether every device here has a kernel of the scores of such blocks' entries."""
     aligned = not (from_start and choices["paged"])  # a block's entries are in one page
     return block == raw.BLOCK and aligned and _for_all("indexer_scores_within", **choices)
 
 
 def _for_all(op: str, **choices: Any) -> bool:
-    shipped = library.shipped_for(op, **choices)
-    return shipped != () and set(library.local_architectures()) <= set(shipped)
+    """A program that is made where no device is runs on all architectures."""
+    wanted = library.local_architectures() or library.architectures() or {v.arch for v in library.SHIPPED}
+    return set(wanted) <= set(library.shipped_for(op, **choices))
 
 
 def choose_within_pages(*operands: jax.Array, topk: int, block: int, from_start: bool) -> Arrays:
