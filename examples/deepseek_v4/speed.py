@@ -11,6 +11,7 @@ import collections
 import dataclasses
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -58,7 +59,7 @@ def main(
     calls: int = 20,
     file: str | None = None,
 ) -> list[dict[str, Any]]:
-    """Prints the table, and returns its rows. config: where there is no checkpoint."""
+    """Prints each time once it is there, then the table, and returns its rows. config: where there is no checkpoint."""
     model = Model.from_config(Path(checkpoint) / "config.json" if checkpoint else config)
     if model.delayed:
         raise NotImplementedError("V4.1: its layers attend to what earlier ones have made, so none has a time alone")
@@ -72,14 +73,13 @@ def main(
         params = parameters(few)
         for row, work in zip(rows, works, strict=True):
             row["ms"][kind] = of_layer(few, params, work, calls)
-            common.on_terminal(f"{kind}: {work}, {row['ms'][kind]:.3f} ms   ")
+            print(f"{kind}: {work}, {row['ms'][kind]:.3f} ms", file=sys.stderr, flush=True)
     few = dataclasses.replace(few, experts=1, chosen=1)
     for row, work in zip(rows, works, strict=True):
         row["ms"]["head"] = of_head(few, params, work, calls)
     for row in rows:
         row["all"] = row["ms"]["head"] + sum(n * row["ms"][kind] for kind, n in count.items())
         row["tokens/s"] = row["tokens"] / row["all"] * 1e3
-    common.on_terminal("")
     print(" " * 30, *(f"{head:>12}" for head in (*rows[0]["ms"], f"{len(model.layers)} layers", "tokens/s")))
     for row in rows:
         print(
