@@ -8,43 +8,12 @@
 // Calls that are named so turn q and o: q comes before its norm and RoPE, and o_parts are turned back already.
 #pragma once
 
+#include "canonical_order.h"
 #include "forward_plan.h"
+#include "packed_pages.h"
 #include "target.h"
 
 namespace dsv4_fmha {
-
-// Entries of a page of this many bytes, or 0 if no page has this size.
-inline int64_t PackedEntries(const Packing& packing, int64_t page_bytes) {
-  const int64_t entries = page_bytes / packing.entry;
-  const int64_t needed = (entries * packing.entry + packing.multiple - 1) / packing.multiple * packing.multiple;
-  return needed == page_bytes ? entries : 0;
-}
-
-inline std::string Show(const Packing& packing) {
-  std::string page = "U8[pages, " + std::to_string(packing.entry) + " bytes an entry";
-  if (packing.multiple > 1) page += ", padded up to a multiple of " + std::to_string(packing.multiple);
-  return page + "], as " + packing.name + " has them";
-}
-
-// The order of sums in which the bits of a query's results depend on its own operands alone (docs/semantics.md).
-struct CanonicalOrder {
-  static constexpr int64_t kNumber = 1;
-  static constexpr std::string_view kArch = "sm_90a";
-  static constexpr std::string_view kTargets[] = {"mla_sparse_fwd", "csa_fwd", "dsv4_decode"};
-
-  // Why a call has not this order; empty where it has, or where it asks for none.
-  static std::string Missing(const ForwardCall& call, int64_t splits, const std::string& arch) {
-    if (call.order == 0) return "";
-    const std::string got = "order: got " + std::to_string(call.order);
-    if (call.order != kNumber) return got + ", wanted " + std::to_string(kNumber) + ", which this library has, or 0";
-    if (std::find(std::begin(kTargets), std::end(kTargets), call.target->name) == std::end(kTargets)) {
-      return got + " of " + call.target->name + ", wanted a call whose kernels have it";
-    }
-    if (splits > 1) return got + " with " + std::to_string(splits) + " splits, wanted whole keys";
-    if (arch != kArch) return got + " on " + arch + ", wanted " + std::string(kArch);
-    return "";
-  }
-};
 
 struct Forward {
   using Call = ForwardCall;
@@ -60,38 +29,12 @@ struct Forward {
     return expect.error();
   }
 
-  // Keys are packed as the call says, or like q.
-  static ffi::Error CheckPacking(const Call& call, Shape* shape) {
-    const PackedSources* packed = nullptr;
-    for (const PackedSources& known : kPackedSources) {
-      if (known.name == call.packing) packed = &known;
-    }
-    if (packed == nullptr && !call.packing.empty()) {
-      return ffi::Error::InvalidArgument("packing: got " + std::string(call.packing));
-    }
-    Expectations expect;
-    for (int64_t i = 0; i < shape->source_count; ++i) {
-      const Operand& k = call.sources[i].k;
-      if (packed == nullptr) {
-        expect.DtypeOf(call.q, k);
-        continue;
-      }
-      const Packing& packing = packed->sources[i];
-      const int64_t entries = k.dtype == ffi::U8 ? PackedEntries(packing, k.dimensions[1]) : 0;
-      if (entries == 0) return Refuse(k, Show(k.dtype) + Show(k.dimensions), Show(packing));
-      SourceShape& source = shape->sources[i];
-      source.kind = kPacked, source.s_batch = entries, source.s_kv = k.dimensions[0] * entries;
-    }
-    return expect.error();
-  }
-
   // A kernel that does not split keys gets all of them.
   static ffi::Error Find(const Call& call, const Device& device, Shape* shape, Kernels* kernels) {
     RowShape& rows = shape->rows;
     auto& [forward, combine] = *kernels;
-    if (device.error.empty()) {
-      std::string missing = CanonicalOrder::Missing(call, rows.splits, device.arch);
-      if (!missing.empty()) return ffi::Error(ffi::ErrorCode::kUnimplemented, missing);
+    if (std::string missing = CanonicalOrder::Missing(call, rows.splits, device); !missing.empty()) {
+      return ffi::Error(ffi::ErrorCode::kUnimplemented, missing);
     }
     const ForwardChoices choices{.d = rows.d, .dtype = call.q.dtype, .packing = call.packing, .max_heads = rows.h_q};
     if (ffi::Error error = LookUp(call.target->name, device, choices, &forward); error.failure()) return error;

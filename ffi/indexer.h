@@ -3,12 +3,35 @@
 //
 // Keys of 8 bits have a scale each: k_scale, or in pages after the page's keys. `indexer_scores` gives all scores and
 // chooses nothing: f32 [b * blocks * queries of a block, stride]. `indexer_topk` takes given scores f32 [b, s_q, s_c].
+// `indexer_blocks` chooses among blocks of keys by their greatest scores, which are what its workspace has.
 #pragma once
 
 #include "indexer_plan.h"
 #include "target.h"
 
 namespace dsv4_fmha {
+
+// What a call's pages are, if its keys are in any.
+template <typename Call>
+ffi::Error CheckIndexPages(const Call& call, const Axes& n, IndexerShape* shape) {
+  if (call.table.name == nullptr) return ffi::Error::Success();
+  const Ints keys = call.k.dimensions;
+  const bool packed = call.q.dtype == ffi::F8E4M3FN;
+  if (packed != (call.k.dtype == ffi::U8)) {
+    return Refuse(call.k, "shape " + Show(keys), packed ? "[pages, 132 bytes an entry]" : "[pages, page, 128]");
+  }
+  shape->pages = n.pages, shape->page = packed ? n.page_bytes / (kIndexDim + kScaleBytes) : n.page;
+  shape->width = n.width, shape->s_c = n.width * shape->page;
+  Expectations expect;
+  if (packed) expect.Shape(call.k, {n.pages, shape->page * (kIndexDim + kScaleBytes)});
+  return expect.error();
+}
+
+// Whether a choice begins before all scores are there. If there are fewer rows than places, the CTAs begin together, one
+// on each processor. If some began early, the first processors to become free would take several.
+inline bool Overlaps(uint32_t grid, const Launcher* choice, const Stream& stream) {
+  return grid >= U32(choice->TilesOn(stream.device).processors);
+}
 
 struct Indexer {
   using Call = IndexerCall;
@@ -17,6 +40,7 @@ struct Indexer {
 
   static bool Scores(const Call& call) { return call.q.name != nullptr; }
   static bool Chooses(const Call& call) { return call.indices.name != nullptr; }
+  static bool OfBlocks(const Call& call) { return call.newest.name != nullptr; }
 
   static ffi::Error Check(const Call& call, const Axes& n, Shape* shape) {
     static constexpr int64_t kVector = 4;  // scores of one load
@@ -29,31 +53,18 @@ struct Indexer {
               .queries = 1,
               .stride = n.s_c,
               .wants_values = Chooses(call) && n.n_values != 0,
+              .keys_of_score = OfBlocks(call) ? kIndexBlock : 1,
               .pages = n.b,
               .page = n.s_c,
               .width = 0};
     if (Scores(call)) {
       shape->heads = n.heads, shape->type = MapType(call.q.dtype), shape->stride = n.stride;
-      if (ffi::Error error = CheckPages(call, n, shape); error.failure()) return error;
+      if (ffi::Error error = CheckIndexPages(call, n, shape); error.failure()) return error;
     } else if (n.s_c % kVector != 0) {
       return Refuse(call.scores, "shape " + Show(call.scores.dimensions), "columns in fours");
     }
     Expectations expect;
-    if (Chooses(call)) expect.Shape(call.values, {n.b, n.s_q, n.n_values == 0 ? 0 : n.topk});
-    return expect.error();
-  }
-
-  static ffi::Error CheckPages(const Call& call, const Axes& n, Shape* shape) {
-    if (call.table.name == nullptr) return ffi::Error::Success();
-    const Ints keys = call.k.dimensions;
-    const bool packed = call.q.dtype == ffi::F8E4M3FN;
-    if (packed != (call.k.dtype == ffi::U8)) {
-      return Refuse(call.k, "shape " + Show(keys), packed ? "[pages, 132 bytes an entry]" : "[pages, page, 128]");
-    }
-    shape->pages = n.pages, shape->page = packed ? n.page_bytes / (kIndexDim + kScaleBytes) : n.page;
-    shape->width = n.width, shape->s_c = n.width * shape->page;
-    Expectations expect;
-    if (packed) expect.Shape(call.k, {n.pages, shape->page * (kIndexDim + kScaleBytes)});
+    if (Chooses(call)) expect.Shape(call.values, {n.b, n.s_q, n.n_values == 0 || OfBlocks(call) ? 0 : n.topk});
     return expect.error();
   }
 
@@ -61,7 +72,7 @@ struct Indexer {
     auto& [scores, choice] = *kernels;
     if (Scores(call)) {
       const IndexerScoresChoices choices{
-          .heads = shape->heads, .dtype = call.q.dtype, .paged = call.table.name != nullptr};
+          .heads = shape->heads, .dtype = call.q.dtype, .paged = call.table.name != nullptr, .blocks = OfBlocks(call)};
       if (ffi::Error error = LookUp("indexer_scores", device, choices, &scores); error.failure()) return error;
       shape->queries = scores->tile_m / shape->heads;
       if (ffi::Error error = CheckWorkspace(call, *shape, scores->tile_n); error.failure()) return error;
@@ -73,7 +84,7 @@ struct Indexer {
   // Whole tiles of columns; and rows for some blocks of queries, or for all where the scores are the result.
   static ffi::Error CheckWorkspace(const Call& call, const Shape& shape, int64_t tile) {
     const Ints got = call.scores.dimensions;
-    const int64_t stride = CeilDiv(shape.s_c, tile) * tile, all = shape.blocks() * shape.queries;
+    const int64_t stride = CeilDiv(shape.s_c, tile) * tile / shape.keys_of_score, all = shape.blocks() * shape.queries;
     if (got[0] < shape.queries || got[1] != stride) {
       return Refuse(call.scores, "shape " + Show(got),
                     Show(stride) + " columns, and " + Show(shape.queries) + " rows or more");
@@ -97,10 +108,8 @@ struct Indexer {
       }
       if (choice == nullptr) continue;
       auto plan = PlanTopk(shape, first, count, at);
-      // If there are fewer rows than places, the CTAs begin together, one on each processor. If some began early, the
-      // first processors to become free would take several.
-      const bool fills = plan.grid >= U32(choice->TilesOn(stream.device).processors);
-      ffi::Error error = Launch(choice, stream, plan, /*overlaps=*/scores != nullptr && fills);
+      const bool overlaps = scores != nullptr && Overlaps(plan.grid, choice, stream);
+      ffi::Error error = Launch(choice, stream, plan, overlaps);
       if (error.failure()) return error;
     }
     return ffi::Error::Success();

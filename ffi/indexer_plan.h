@@ -20,6 +20,7 @@ struct IndexerShape {
   int64_t queries;  // of a block
   int64_t stride;   // between the scores of two queries
   int64_t wants_values;
+  int64_t keys_of_score;       // 1; or of a block, whose greatest score stands for it
   int64_t pages, page, width;  // width is 0 where keys are not in pages
 
   bool paged() const { return width != 0; }
@@ -29,6 +30,7 @@ struct IndexerShape {
 
 constexpr int64_t kIndexDim = 128;
 constexpr int64_t kScaleBytes = 4;  // of a key of 8 bits
+constexpr int64_t kIndexBlock = 8;  // keys of a block that is chosen as a whole
 
 // Keys of a page come in multiples of this: TMA wants strides of 16 bytes, and a box on part of a page needs 128 bytes
 // of scales, or 8 keys, which are swizzled alike.
@@ -116,20 +118,21 @@ inline Plan<IndexerScoresArguments> PlanIndexerScores(const IndexerShape& shape,
           .blocks = I32(count),
           .splits = I32(splits),
           .stride = I32(shape.stride),
-          .skip = shape.wants_values ? 0 : I32(shape.topk),
+          .skip = shape.wants_values ? 0 : I32(shape.topk * shape.keys_of_score),
           .table = at.table,
           .width = I32(shape.width),
           .page = I32(shape.page),
           .box = I32(box)}};
 }
 
-// The launch that chooses their entries.
+// The launch that chooses their entries, or the blocks of these.
 inline Plan<TopkArguments> PlanTopk(const IndexerShape& shape, int64_t first, int64_t count,
                                     const IndexerAddresses& at) {
+  const bool of_blocks = shape.keys_of_score != 1;
   return {.grid = U32(count * shape.queries),
           .arguments = {.scores = at.scores,
-                        .start = at.start,
-                        .stop = at.stop,
+                        .start = of_blocks ? at.oldest : at.start,
+                        .stop = of_blocks ? at.newest : at.stop,
                         .indices = at.indices,
                         .values = at.values,
                         .s_q = I32(shape.s_q),

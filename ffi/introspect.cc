@@ -2,9 +2,11 @@
 #include <cstdio>
 #include <cstring>
 
+#include "by_columns_plan.h"
 #include "forward_plan.h"
 #include "indexer_plan.h"
 #include "indexer_scores_at_plan.h"
+#include "indexer_within_plan.h"
 #include "kv_insert_plan.h"
 #include "mha_backward_plan.h"
 #include "mla_backward_plan.h"
@@ -137,6 +139,22 @@ void dsv4_fmha_plan_combine(const RowShape* shape, int32_t threads, int32_t colu
   *out = ShownLaunch(kCombine, PlanCombine(*shape, threads, columns, processors, *addresses));
 }
 
+// The launches of attention to few queries, with room for so many tiles of keys: scores, with a kernel of this layout.
+int dsv4_fmha_plan_row_scores(const char* layout, const AttentionShape* shape, int64_t room, const Tiles* tiles,
+                              const ByColumnsAddresses* addresses, ShownLaunch* out, char* error, size_t error_bytes) {
+  Plan<RowScoresArguments> plan;
+  const std::string reason = PlanRowScores(*shape, room, *tiles, *addresses, &plan);
+  return Show(layout, plan, reason, out, error, error_bytes);
+}
+
+// Then columns of o.
+int dsv4_fmha_plan_row_columns(const RowShape* shape, int64_t room, float scale, const Tiles* tiles,
+                               const ByColumnsAddresses* addresses, ShownLaunch* out, char* error, size_t error_bytes) {
+  Plan<RowColumnsArguments> plan;
+  const std::string reason = PlanRowColumns(*shape, room, scale, *tiles, *addresses, &plan);
+  return Show(kRowColumns.name, plan, reason, out, error, error_bytes);
+}
+
 // The launches of the lightning indexer for `count` blocks of queries from `first` on: scores, then their choice.
 void dsv4_fmha_plan_indexer(const IndexerShape* shape, const Tiles* tiles, int64_t first, int64_t count,
                             const IndexerAddresses* addresses, ShownLaunch* scores, ShownLaunch* choice) {
@@ -145,6 +163,18 @@ void dsv4_fmha_plan_indexer(const IndexerShape* shape, const Tiles* tiles, int64
                                                           : kIndexerScoresPaged;
   *scores = ShownLaunch(layout, PlanIndexerScores(*shape, *tiles, first, count, *addresses));
   *choice = ShownLaunch(kTopk, PlanTopk(*shape, first, count, *addresses));
+}
+
+// The launches of a choice within blocks for `count` queries from `first` on: scores, then their choice.
+void dsv4_fmha_plan_indexer_within(const IndexerShape* of_keys, int64_t blocks, int64_t from_start, const Tiles* tiles,
+                                   int64_t first, int64_t count, const IndexerWithinAddresses* addresses,
+                                   ShownLaunch* scores, ShownLaunch* choice) {
+  const Layout& layout = of_keys->paged()                   ? kIndexerScoresWithinPaged
+                         : ElementBytes(of_keys->type) == 1 ? kIndexerScoresWithinScaled
+                                                            : kIndexerScoresWithin;
+  const IndexerWithinShape shape{*of_keys, blocks, from_start};
+  *scores = ShownLaunch(layout, PlanIndexerScoresWithin(shape, *tiles, first, count, *addresses));
+  *choice = ShownLaunch(kTopk, PlanTopkWithin(shape, first, count, *addresses));
 }
 
 // The launch of head-summed probabilities: 0, or -1 with the reason in `error`.

@@ -236,6 +236,60 @@ PACKED_SOURCES = {  # of dsv4_decode by its choice `packing`: selections of keys
 }
 
 
+BY_COLUMNS = {f"{op}_by_columns": op for op in ("mla_sparse_fwd", "csa_fwd", "dsv4_decode")}
+"""Attention to few queries by two kernels, which share out keys and then columns; and what it computes."""
+
+LEFT_BY_SCORES = (*each("address", "scores", "tops", "counts"), *each("int32", "tiles"))
+
+
+@dataclass(frozen=True)
+class RowScores(Variant):
+    """The first of two: scores of all keys that a query sees, and these keys."""
+
+    d: int
+    dtype: str  # of q, and of the keys unless they are packed
+    packing: str = ""  # of `PACKED_SOURCES`
+
+    family = "row_scores"
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return PACKED_SOURCES[self.packing] if self.packing else FORWARD_OPS[BY_COLUMNS[self.op]]
+
+    @property
+    def gathers(self) -> bool:
+        return True
+
+    @property
+    def layout(self) -> str:
+        return "_".join([self.family, *("packed" if kind in PACKED else kind for kind in self.sources)])
+
+    @property
+    def params(self) -> Params:
+        keys_of = source_blocks(self.sources, shared_kv=True, all_by_tma=False)
+        return (*rows("q"), *keys_of, *LEFT_BY_SCORES, *each("address", "gathered"), *TILING)
+
+
+@dataclass(frozen=True)
+class RowColumns(Variant):
+    """The second one: o and lse, from scores and keys."""
+
+    d: int
+    dtype: str  # of o and the keys
+
+    family, layout = "row_columns", "row_columns"
+
+    @property
+    def gathers(self) -> bool:
+        return True
+
+    @property
+    def params(self) -> Params:
+        keys_of = tuple(Param("gathered", kind) for kind in ("map", "extents3"))
+        results = (*each("address", "o", "sink", "lse"), *each("float32", "scale_log2"))
+        return (*keys_of, *LEFT_BY_SCORES, *results, *TILING)
+
+
 @dataclass(frozen=True)
 class MlaBackward(Variant):
     """The gradient of attention: q, dout, the softmax's numbers of each row, keys from one or more sources; dq, and
@@ -341,6 +395,7 @@ class Combine(Variant):
 
 
 BLOCKS = ("blocks_of_entry", "first_block")
+INDEX_BLOCK = 8  # keys of a block that is chosen as a whole
 """A launch that scores or chooses for some blocks of queries: how many a batch entry has, and the first one."""
 
 
@@ -351,6 +406,7 @@ class IndexerScores(Variant):
     heads: int  # of q
     dtype: str  # of q and k; "float8_e4m3fn" has scales
     paged: bool = False  # keys are in pages, which a table names, followed by their scales
+    blocks: bool = False  # it gives the greatest score of every INDEX_BLOCK keys, and not each score
 
     family = "indexer_scores"
 
@@ -393,6 +449,31 @@ class IndexerScoresAt(Variant):
         return (
             *each("address", "q", "k", "weights", "indices", "scores", *gradients),
             *each("int32", "s_q", "s_c", "topk"),
+        )
+
+
+@dataclass(frozen=True)
+class IndexerScoresWithin(Variant):
+    """The indexer's scores of the keys in listed blocks of INDEX_BLOCK keys."""
+
+    heads: int  # of q
+    dtype: str  # of q and k; "float8_e4m3fn" has scales
+    paged: bool = False  # keys are in pages, which a table names, followed by their scales
+
+    family = "indexer_scores_within"
+
+    @property
+    def layout(self) -> str:
+        return self.family + ("_paged" if self.paged else "_scaled" if self.dtype == "float8_e4m3fn" else "")
+
+    @property
+    def params(self) -> Params:
+        scales = ["k_scale"] * (self.dtype == "float8_e4m3fn" and not self.paged)
+        pages = (*each("address", "table"), *each("int32", "width", "pages", "page"))
+        return (
+            *each("address", "q", "k", "weights", *scales, "blocks", "start", "scores"),
+            *each("int32", "s_q", "s_c", "first_query", "count", "splits", "from_start"),
+            *(pages if self.paged else ()),
         )
 
 
@@ -525,8 +606,8 @@ class SeenSlots(Variant):
 
 
 FAMILIES: tuple[type[Variant], ...] = (
-    *(Forward, Combine, MlaBackward, TileSpans, MhaBackward),
-    *(IndexerScores, IndexerScoresAt, TopK, Probabilities),
+    *(Forward, Combine, RowScores, RowColumns, MlaBackward, TileSpans, MhaBackward),
+    *(IndexerScores, IndexerScoresAt, IndexerScoresWithin, TopK, Probabilities),
     *(Rope, NormRope, IndexQuery, KvInsert, SeenSlots),
 )
 

@@ -5,7 +5,7 @@
 
 from dataclasses import dataclass
 
-from .abi import BACKWARD_OPS, FORWARD_OPS, POOL, TURNING
+from .abi import BACKWARD_OPS, BY_COLUMNS, FORWARD_OPS, POOL, TURNING
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,21 @@ def attention(op: str, sources: Arrays, **attributes: str) -> Target:
     return Target(op, "forward", operands, arrays(*results), SCALE | attributes, FORWARD_OPS[op])
 
 
+def by_columns(op: str, sources: Arrays, **attributes: str) -> Target:
+    """Attention to few queries, in the canonical order: what its two kernels leave for one another are results too."""
+    results = (
+        "o: T[b s_q h_q d]",
+        "lse: f32[b s_q h_q]",
+        "scores: f32[b s_q head_tiles tiles 4096]",  # of 64 heads and 64 keys
+        "tops: f32[b s_q head_tiles tiles 64]",
+        "gathered: T[b s_q tiles 64 d]",
+        "counts: s32[b s_q]",
+    )
+    operands = (array("q: T[b s_q h_q d]"), *sources, array("sink: f32[h_q]"))
+    attributes["order"] = "int64"
+    return Target(op, "by_columns", operands, arrays(*results), SCALE | attributes, FORWARD_OPS[BY_COLUMNS[op]])
+
+
 OF_ROWS = (
     array("q: T[b s_q h_q d]"),
     array("do: T[b s_q h_q d]", "dout"),
@@ -148,6 +163,7 @@ SEEN = arrays("start: s32[b s_q]", "stop: s32[b s_q]")
 ENTRIES = arrays("k: T[b s_c 128]")
 CHOSEN = arrays("indices: s32[b s_q topk]", "values: f32[b s_q n_values]")  # n_values is topk, or 0 for no values
 WORKSPACE = arrays("scores: f32[n_rows stride]")  # of blocks of queries
+BETWEEN = arrays("oldest: s32[b s_q]", "newest: s32[b s_q]")  # blocks oldest <= j < newest are judged
 PAGES = (array("pool: T[pages page 128] or u8[pages page_bytes]", "k"),)
 AT_ENTRIES = (*QUERIES, *ENTRIES, *WEIGHTS, *arrays("indices: s32[b s_q topk]"))
 ROWS_TO_TURN = array("x: T[b s_q h d]", "x", "dy")
@@ -172,6 +188,9 @@ TARGETS = (
     attention("csa_fwd_turned", WINDOW_AND_SELECTION),
     attention("hca_fwd_turned", WINDOW_AND_SPAN),
     attention("dsv4_decode", TWO_POOLS, packing="string"),
+    by_columns("mla_sparse_fwd_by_columns", SELECTION),
+    by_columns("csa_fwd_by_columns", WINDOW_AND_SELECTION),
+    by_columns("dsv4_decode_by_columns", TWO_POOLS, packing="string"),
     mla_gradient("mla_span_bwd", SPAN_OF_HEADS),
     mla_gradient("mla_sparse_bwd", SELECTION),
     mla_gradient("csa_bwd", WINDOW_AND_SELECTION),
@@ -191,6 +210,40 @@ TARGETS = (
         (*QUERIES, *PAGES, *WEIGHTS, *arrays("table: s32[b width]"), *SEEN),
         (*CHOSEN, *WORKSPACE),
         {},
+    ),
+    Target(
+        "indexer_blocks",
+        "indexer",
+        (*QUERIES, *ENTRIES, *WEIGHTS, *arrays("k_scale: f32[b s_c]"), *SEEN, *BETWEEN),
+        (*CHOSEN, *WORKSPACE),
+        {},
+    ),
+    Target(
+        "paged_indexer_blocks",
+        "indexer",
+        (*QUERIES, *PAGES, *WEIGHTS, *arrays("table: s32[b width]"), *SEEN, *BETWEEN),
+        (*CHOSEN, *WORKSPACE),
+        {},
+    ),
+    *(
+        Target(
+            name,
+            "indexer_within",
+            (
+                *QUERIES,
+                *keys,
+                *WEIGHTS,
+                *of_keys,
+                # a query's blocks; of the keys in these, one after the other, it sees first <= j < last
+                *arrays("blocks: s32[b s_q n_blocks]", "start: s32[b s_q]", "first: s32[b s_q]", "last: s32[b s_q]"),
+            ),
+            arrays("indices: s32[b s_q topk]", "values: f32[b s_q topk]", "scores: f32[n_rows listed]"),
+            {"from_start": "int64"},
+        )
+        for name, keys, of_keys in (
+            ("indexer_within", ENTRIES, arrays("k_scale: f32[b s_c]")),
+            ("paged_indexer_within", PAGES, arrays("table: s32[b width]")),
+        )
     ),
     Target(
         "indexer_scores",

@@ -3,6 +3,7 @@
 from .abi import (
     ANY,
     BACKWARD_OPS,
+    BY_COLUMNS,
     MHA_BACKWARD_OPS,
     PACKED_SOURCES,
     TURNING,
@@ -10,6 +11,7 @@ from .abi import (
     Forward,
     IndexerScores,
     IndexerScoresAt,
+    IndexerScoresWithin,
     IndexQuery,
     KvInsert,
     MhaBackward,
@@ -17,6 +19,8 @@ from .abi import (
     NormRope,
     Probabilities,
     Rope,
+    RowColumns,
+    RowScores,
     SeenSlots,
     TileSpans,
     TopK,
@@ -26,6 +30,7 @@ from .abi import (
 DTYPES = ("bfloat16", "float16")
 HOPPER, BLACKWELL, PLAIN = "kernels.sm90", "kernels.sm100", "kernels.plain"
 MHA, MLA, MLA_FEW_HEADS = (f"{HOPPER}.{name}.fwd.kernel" for name in ("mha", "mla", "mla_few_heads"))
+MLA_SCORES, MLA_COLUMNS = (f"{HOPPER}.mla.fwd.{name}" for name in ("scores", "columns"))
 MLA_BACKWARD, MLA_FEW_HEADS_BACKWARD = (f"{HOPPER}.{name}.bwd.kernel" for name in ("mla", "mla_few_heads"))
 MHA_BLACKWELL, MLA_BLACKWELL = (f"{BLACKWELL}.{name}.kernel" for name in ("mha", "mla"))
 MLA_BACKWARD_BLACKWELL = f"{BLACKWELL}.mla_bwd.kernel"
@@ -93,6 +98,13 @@ VARIANTS: tuple[Variant, ...] = (
         for packing in PACKED_SOURCES
         for heads in (64, ANY)
     ),
+    # few queries in the canonical order of sums: keys are shared out, and then columns
+    *(RowScores(op, "sm_90a", MLA_SCORES, 512, dtype) for op in BY_COLUMNS for dtype in DTYPES),
+    *(
+        RowScores("dsv4_decode_by_columns", "sm_90a", MLA_SCORES, 512, "bfloat16", packing)
+        for packing in PACKED_SOURCES
+    ),
+    *(RowColumns("row_columns", "sm_90a", MLA_COLUMNS, 512, dtype) for dtype in DTYPES),
     *(
         MlaBackward(op, "sm_90a", MLA_BACKWARD, 512, dtype, deterministic=deterministic)
         for deterministic in (False, True)
@@ -126,6 +138,14 @@ VARIANTS: tuple[Variant, ...] = (
         for heads in (16, 32, 64)
         for dtype in (*DTYPES, "float8_e4m3fn")
     ),
+    # DeepSeek-V4.1's first level
+    *(
+        IndexerScores("indexer_scores", arch, f"{package}.indexer.scores.kernel", heads, dtype, paged, blocks=True)
+        for arch, package in (("sm_90a", HOPPER), ("sm_100f", BLACKWELL))
+        for paged in (False, True)
+        for heads in (32, 64)
+        for dtype in ("bfloat16", "float8_e4m3fn")
+    ),
     *(
         IndexerScoresAt(op, arch, f"{package}.indexer.scores_at.kernel", heads, dtype)
         for op, arch, package, dtypes in (
@@ -135,6 +155,15 @@ VARIANTS: tuple[Variant, ...] = (
         )
         for heads in (16, 32, 64)
         for dtype in dtypes
+    ),
+    # DeepSeek-V4.1's second level
+    *(
+        IndexerScoresWithin(
+            "indexer_scores_within", "sm_90a", f"{HOPPER}.indexer.scores_within.kernel", heads, dtype, paged
+        )
+        for paged in (False, True)
+        for heads in (32, 64)
+        for dtype in ("bfloat16", "float8_e4m3fn")
     ),
     *(
         Probabilities("head_summed_probabilities", arch, f"{package}.indexer.probabilities.kernel", 512, dtype)

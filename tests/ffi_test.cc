@@ -170,19 +170,19 @@ void Order() {
     call.sources[0].from = arrays.Of("indices", indices, ffi::S32);
     return call;
   };
-  EXPECT(Execute<Forward>(of(whole, 1), nullptr, 0).success());
+  EXPECT(Execute<Forward>(of(whole, 2), nullptr, 0).success());
   EXPECT(stand_in_calls("cuLaunchKernelEx 7") == 1 && stand_in_calls("cuLaunchKernelEx 2") == 0);
   auto refusal = [](const ForwardCall& call, int ordinal) {
     EXPECT(Initialize<Forward>(call, ordinal).failure());
     return std::string(Execute<Forward>(call, nullptr, ordinal).message());
   };
-  EXPECT(refusal(of(whole, 2), 0) == "order: got 2, wanted 1, which this library has, or 0");
-  EXPECT(refusal(of(split, 1), 0) == "order: got 1 with 2 splits, wanted whole keys");
-  EXPECT(refusal(of(whole, 1), 5) == "order: got 1 on sm_100f, wanted sm_90a");
+  EXPECT(refusal(of(whole, 3), 0) == "order: got 3, wanted 2, which this library has, or 0");
+  EXPECT(refusal(of(split, 2), 0) == "order: got 2 with 2 splits, wanted whole keys");
+  EXPECT(refusal(of(whole, 2), 5) == "order: got 2 on sm_100f, wanted sm_90a");
   Arrays arrays(0);
   ForwardCall dense = arrays.Call();
-  dense.order = 1;
-  EXPECT(refusal(dense, 0) == "order: got 1 of mha_fwd, wanted a call whose kernels have it");
+  dense.order = 2, dense.target = &kMlaSpanFwdTarget;
+  EXPECT(refusal(dense, 0) == "order: got 2 of mla_span_fwd, wanted a call whose kernels have it");
 }
 
 // Scores at given entries, and their gradients, whose dk is cleared before the single launch.

@@ -31,14 +31,28 @@ from jax_dsv4_fmha import (
     fmha,
     head_summed_probabilities,
     lightning_indexer,
+    merge,
     quantize_cache,
     sparse_fmha,
 )
 
 SEQUENCES, TOKENS, WINDOW = 4, 320, 128
-KINDS = {"window": 0, "list": 4, "all": 2, "sparse": 1, "causal": 0, "indexer": 1, "probabilities": 1}
-"""what queries see, and the tokens of an entry; the last two are `lightning_indexer`, with its scores, and
-`head_summed_probabilities`, which have no mode"""
+KINDS = {
+    "window": 0,
+    "list": 4,
+    "all": 2,
+    "sparse": 1,
+    "causal": 0,
+    "dense": 0,
+    "gradient": 1,
+    "indexer": 1,
+    "probabilities": 1,
+    "merge": 0,
+}
+"""what queries see, and the tokens of an entry; "dense" has separate K and V of fewer dimensions, "gradient" is that of
+"sparse" in q. The last three are `lightning_indexer`, with its scores, `head_summed_probabilities` and `merge`, which
+have no mode"""
+LISTS = ("list", "sparse", "gradient", "indexer", "probabilities")
 CACHES = {
     "rows": (None, None),
     "v4_fp8": ("v4_fp8",) * 2,
@@ -59,12 +73,14 @@ class World:
     dtype: str
     topk: int
     seed: int
+    d: int = 512
     exact: bool = True
     """whether the bits must agree; otherwise the numbers, of the reference"""
     invariant: bool = True
 
     def __str__(self) -> str:
-        return f"{self.kind}, {self.heads} heads, {self.dtype}, {self.caches}, top-k {self.topk}, seed {self.seed}"
+        sizes = f"d {self.d}, {self.heads} heads, {self.dtype}, {self.caches}, top-k {self.topk}"
+        return f"{self.kind}, {sizes}, seed {self.seed}"
 
     @property
     def how(self) -> dict[str, Any]:
@@ -139,7 +155,7 @@ class Prompt:
     before: int = 0
     """window rows further in front than any query sees"""
     room: int = 0
-    """entries after the last, of which nothing is seen"""
+    """entries after the last, of which nothing is seen, and absent places of a list"""
     pool: bool = False
     """whether the keys that a list names are a pool of all sequences"""
 
@@ -159,14 +175,21 @@ class Prompt:
     def run(self, w: World) -> Any:
         x, at = w.arrays, (list(self.sequences), slice(self.first, self.first + self.count))
         q, sink, first = x["q"][at], x["sink"], self.first
-        if w.kind == "causal":
-            end = first + self.count
-            near = np.pad(x["near"][at[0], :end], ((0, 0), (0, self.room), (0, 0)), constant_values=1)
-            return _causal(q, near, sink, first=first, **w.how)
+        if w.kind in ("causal", "dense"):
+            near = np.pad(x["near"][at[0], : first + self.count], ((0, 0), (0, self.room), (0, 0)), constant_values=1)
+            q, kv = q[..., : w.d], (near[:, :, None, : w.d], near[:, :, None, -w.d :])
+            return _causal(q, kv[: 1 + (w.d < 512)], sink, np.int32(first), **w.how)
         far = np.pad(x["far"][at[0]], ((0, 0), (0, self.room), (0, 0)), constant_values=1)
         listed = x["indices"][at]
+        if w.kind in ("list", "sparse", "gradient"):
+            listed = np.pad(listed, ((0, 0), (0, 0), (0, self.room)), constant_values=-1)
         if w.kind == "indexer":
             return _indexer(q[..., :128], far[..., :128], x["rows"][at], np.int32(first), w.topk, **w.alike)
+        if w.kind == "merge":
+            rows = x["rows"][at]
+            return merge([(q, rows), (q[..., ::-1], 12 - rows)], sink)
+        if w.kind == "gradient":
+            return (_gradient(q, far, listed, sink, **w.how),)
         if w.kind == "probabilities":
             return (_probabilities(q, far, x["rows"][at], listed, **w.alike),)
         if w.kind == "sparse":
@@ -246,14 +269,21 @@ _HOW = ("batch_invariant", "implementation")
 _quantized = jax.jit(quantize_cache, static_argnums=1)
 
 
-@functools.partial(jax.jit, static_argnames=("first", *_HOW))
-def _causal(q: Any, near: Any, sink: Any, *, first: int, **how: Any) -> Any:
-    return fmha(q, near[:, :, None], span=Span.causal(q.shape[1], first), sink=sink, **how)
+@functools.partial(jax.jit, static_argnames=_HOW)
+def _causal(q: Any, kv: Any, sink: Any, first: Any, **how: Any) -> Any:
+    return fmha(q, *kv, span=Span.causal(q.shape[1], first), sink=sink, **how)
 
 
 @functools.partial(jax.jit, static_argnames=_HOW)
 def _sparse(q: Any, kv: Any, listed: Any, sink: Any, **how: Any) -> Any:
     return sparse_fmha(q, kv, listed, sink=sink, **how)
+
+
+@functools.partial(jax.jit, static_argnames=_HOW)
+def _gradient(q: Any, kv: Any, listed: Any, sink: Any, **how: Any) -> Any:
+    cotangent = q[..., ::-1]
+    _, transposed = jax.vjp(lambda q: sparse_fmha(q, kv, listed, sink=sink, deterministic=True, **how)[0], q)
+    return transposed(cotangent)[0]
 
 
 @functools.partial(jax.jit, static_argnames="implementation", static_argnums=4)
@@ -330,8 +360,9 @@ def worlds(seed: int, **how: Any) -> Iterator[World]:
         heads = int(rng.choice([64, 128, 16, 5, 100]))
         dtype = str(rng.choice(["bfloat16", "float16"])) if caches == "rows" else "bfloat16"
         heads = int(rng.choice([16, 32, 64])) if kind == "indexer" else heads
-        topk = int(rng.choice([64, 100, 256])) if kind in ("list", "sparse", "indexer", "probabilities") else 0
-        yield World(kind, caches, heads, dtype, topk, int(rng.integers(2**31)), **how)
+        topk = int(rng.choice([64, 100, 256])) if kind in LISTS else 0
+        d = int(rng.choice([64, 128, 256])) if kind == "dense" else 512
+        yield World(kind, caches, heads, dtype, topk, int(rng.integers(2**31)), d, **how)
 
 
 def fuzz(seconds: float, seed: int = 0, calls: int = 8, **how: Any) -> tuple[Counter[str], list[str]]:

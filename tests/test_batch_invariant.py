@@ -11,27 +11,53 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from interpreter.kernels import attention, indexer, native, probabilities
+from interpreter import edits
+from interpreter.kernels import (
+    attention,
+    by_columns,
+    gradients,
+    indexer,
+    mla_backward,
+    native,
+    probabilities,
+    rope,
+)
 from interpreter.kernels.launch import Kernel, combine, launch
-from jax_dsv4_fmha import Cache, Span, dequantize_cache, dsv4_attention, dsv4_decode, fmha, sparse_fmha
+from jax_dsv4_fmha import (
+    Cache,
+    Span,
+    dequantize_cache,
+    dot_product_attention,
+    dsv4_attention,
+    dsv4_decode,
+    fmha,
+    merge,
+    sparse_fmha,
+)
+from jax_dsv4_fmha._host import attention as attention_calls
 from jax_dsv4_fmha._host import library
+from jax_dsv4_fmha._host.split_kv import columns_pay
 from jax_dsv4_fmha._ops.decode import seen_slots
 from jax_dsv4_fmha.layers import Compressor, DSV4Attention, Rope
-from kernels.abi import Forward
+from kernels.abi import Forward, IndexQuery, NormRope
+from kernels.abi import Rope as RopeVariant
 
 from . import same_bits
 from .helpers import every_kernel
 from .order_of_sums import blocks_of, canonical, in_turn, pairs, probing, read_off
 
 BF16 = np.dtype("bfloat16")
+SINK = np.array([0, 1, -np.inf, -2], np.float32)
 BUILT = {v.key for v in native.built(Forward)}
+BACKWARD = (("mla_sparse_bwd", "_h64"), ("mla_sparse_bwd", ""), ("csa_bwd", "_h16"), ("csa_bwd", "_h64"))
+ROPES = [v for family in (RopeVariant, NormRope, IndexQuery) for v in native.built(family)]
 MANY, FEW = "sm_90a_d512_bfloat16", "sm_90a_d512_bfloat16_h8"
 heads = pytest.mark.parametrize(("suffix", "h"), [(MANY, 33), (FEW, 8)], ids=["many heads", "few heads"])
 
 
 @functools.cache
 def kernel(key):
-    if key not in BUILT and "combine" not in key:
+    if key not in BUILT and not key.startswith(("combine", "row_columns")):
         pytest.skip(f"{key} is not built")
     return Kernel.of(native.variant_of(key))
 
@@ -40,8 +66,8 @@ def keys(k, seen_from, seen_to):
     return attention.Keys(k, k, np.asarray(seen_from, np.int32), np.asarray(seen_to, np.int32), np.zeros(1))
 
 
-def attend(key, q, *sources, splits=1, **extents):
-    """o and lse, with the sources' keys as `[b, s_kv, d]`."""
+def attend(key, q, *sources, splits=1, columns=None, **extents):
+    """o and lse, with the sources' keys as `[b, s_kv, d]`; `columns`: by the two kernels for few queries, run so."""
     b, s_q, h, d = q.shape
     sources = tuple(replace(x, k=x.k[:, :, None], v=x.k[:, :, None]) for x in sources)
     sink = np.linspace(-3, 3, h, dtype=np.float32)
@@ -50,6 +76,9 @@ def attend(key, q, *sources, splits=1, **extents):
     topk = max((x.seen_from.shape[-1] for x in sources if x.seen_from.ndim == 3), default=0)
     shape = native.Shape(b=b, s_q=s_q, h_q=h, h_kv=1, d=d, topk=topk, **{**dict(named), **extents})
     operands = attention.Operands(kernel(key).variant.op, shape, q, sources, sink)
+    if columns is not None:
+        scores = native.variant_of(key.replace("_sm_90a", "_by_columns_sm_90a"))
+        return by_columns.run(Kernel.of(scores), kernel("row_columns_sm_90a_d512_bfloat16"), operands, **columns)
     run = launch(kernel(key), operands, splits=splits)
     run.machine.run()
     if splits > 1:
@@ -93,6 +122,42 @@ def test_the_order_is_that_of_the_contract(suffix, h, op, lengths):
     """Tiles of 64 keys, counted from the begin of each source, and what stands in docs/semantics.md about halves."""
     got, wanted = order_of(f"{op}_{suffix}", lengths)
     assert got == wanted
+
+
+@pytest.mark.parametrize(
+    ("op", "lengths"),
+    [("csa_fwd", (70, 58)), pytest.param("mla_sparse_fwd", (256,), marks=pytest.mark.slow)],
+    ids=["window and list", "list"],
+)
+def test_keys_and_columns_that_are_shared_out_have_the_same_order(op, lengths):
+    got, wanted = order_of(f"{op}_{MANY}", lengths, columns={})
+    assert got == wanted
+
+
+def exchanged_tiles(scores, gathered):
+    """The boundary of a pair of tiles has moved: the second and the third tile change places."""
+    for x, tiles in ((scores, -2), (gathered, -3)):
+        y = np.moveaxis(x, tiles, 0)
+        y[[1, 2]] = y[[2, 1]]
+
+
+def left_half_everywhere(text):
+    """CTAs of the right half add the even tile of a pair first."""
+    return edits.replace(text, r"(setp\.gt\.u32\s+%p\d+, %r\d+), 3;", lambda m: f"{m[1]}, 99;")
+
+
+@pytest.mark.parametrize(
+    ("fault", "order"),
+    [({"between": exchanged_tiles}, [0, 2, 1, 3]), ({"edits": (str, left_half_everywhere)}, [0, 1, 2, 3])],
+    ids=["boundary", "halves"],
+)
+def test_another_order_of_what_is_shared_out_is_found(fault, order):
+    """What is read off is that of the fault."""
+    key, (blocks, tiles) = f"mla_sparse_fwd_{MANY}", blocks_of((256,))
+    got, wanted = order_of(key, (256,), columns=fault)
+    left, right = canonical([tiles[t] for t in order], few_heads=False)
+    faulty = [in_turn(blocks, left), in_turn(blocks, left if "edits" in fault else right)]
+    assert got == faulty != wanted
 
 
 def test_a_split_of_keys_is_another_order():
@@ -178,6 +243,37 @@ def test_packed_pages_are_like_rows(layout, h):
     assert differing(*results) == [0, 0]
 
 
+@pytest.mark.parametrize(
+    ("d", "h", "h_kv"), [(128, 4, 1), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((64, 4, 2), (256, 4, 1)))]
+)
+def test_company_does_not_matter_for_dense_keys(d, h, h_kv):
+    """Of queries that see keys from the first one on: each in a sequence of its own, or all in one, after others. At
+    d 128 the kernel takes few keys another way, if all rows of a tile see few.
+    """
+    n, others, rng = 12, 20, np.random.default_rng(6)
+    q, before = normal(0, n, 1, h, d, std=1), normal(3, 1, others, h, d)
+    k, v = normal(1, 1, 300, h_kv, d, std=1), normal(2, 1, 300, h_kv, d)
+
+    def run(q, k, v, start, stop):
+        shape = native.Shape(b=q.shape[0], s_q=q.shape[1], s_kv=k.shape[1], h_q=h, h_kv=h_kv, d=d)
+        sources = (
+            attention.Keys(k, v, *(x.reshape(q.shape[:2]).astype(np.int32) for x in (start, stop)), np.zeros(1)),
+        )
+        return launch(
+            kernel(f"mha_fwd_sm_90a_d{d}_bfloat16"), attention.Operands("mha_fwd", shape, q, sources, SINK)
+        ).run()
+
+    def both(start, stop):
+        alone = run(q, *(np.repeat(x, n, axis=0) for x in (k, v)), np.full(n, start), stop)
+        stops = np.concatenate([rng.integers(1, 301, others), stop])
+        starts = np.concatenate([np.zeros(others), np.full(n, start)])
+        together = run(np.concatenate([before, q.swapaxes(0, 1)], 1), k, v, starts, stops)
+        return differing((x[:, 0] for x in alone), (x[0, others:] for x in together))
+
+    assert both(0, np.concatenate([rng.integers(1, 140, n // 2), rng.integers(140, 301, n // 2)])) == [0, 0]
+    assert both(33, np.full(n, 290))[0] > 0  # which the mode refuses: others begin earlier, and so do their tiles
+
+
 @pytest.mark.parametrize("name", [pytest.param("heads64_bfloat16", marks=pytest.mark.slow), "heads16_float8_e4m3fn"])
 def test_an_indexers_scores_and_choice_have_the_same_bits(name):
     """Without a mode: of a batch, and of some queries of one sequence, in an array and in pages."""
@@ -192,6 +288,57 @@ def test_an_indexers_scores_and_choice_have_the_same_bits(name):
     for got in (indexer.run(variant, y, processors=1), indexer.run(paged, replace(y, page=64))):
         assert differing([got.scores[y.seen]], [whole.scores[1:, 2:4][y.seen]]) == [0]
         assert differing((got.indices, got.values), (whole.indices[1:, 2:4], whole.values[1:, 2:4])) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "mla_sparse_bwd_sm_90a_d512_bfloat16_h16",
+        *(pytest.param(f"{x}_sm_90a_d512_bfloat16{y}", marks=pytest.mark.slow) for x, y in BACKWARD),
+    ],
+)
+def test_dq_of_lists_has_the_same_bits(key):
+    """Of a query among three, and alone with a longer list, whose end is absent."""
+    variant = native.variant_of(key)
+    if key not in {v.key for v in library.variants()}:
+        pytest.skip(f"{key} is not built")
+    h = native.heads_for(variant, 8)
+    x = gradients.operands(variant, b=1, s_q=3, s_kv=150, h_q=h, s_kv1=150, topk=100)
+
+    def alone(y):
+        return None if y is None else y[:, 2:]
+
+    def longer(y):
+        seen = alone(y.seen_from)
+        padded = seen if seen.ndim == 2 else np.pad(seen, ((0, 0), (0, 0), (0, 90)), constant_values=-1)
+        return replace(y, seen_from=padded, seen_to=alone(y.seen_to))
+
+    a = x.attention
+    shape = a.shape._replace(s_q=1, topk=190)
+    one = replace(a, shape=shape, q=alone(a.q), sources=tuple(map(longer, a.sources)))
+    rows = {name: alone(getattr(x, name)) for name in ("do", "lse", "sink_factor", "delta")}
+    whole, got = (mla_backward.launch(Kernel.of(variant), y).run()[0] for y in (x, replace(x, attention=one, **rows)))
+    assert np.any(got) and differing([whole[:, 2:]], [got]) == [0]
+
+
+def test_rows_that_are_normed_and_turned_have_the_same_bits():
+    """RoPE, and a norm before it: of all rows of a call, and of some."""
+    if not ROPES:
+        pytest.skip("not built")
+    for op in ("rope", "norm_rope", "index_query"):
+        variant = next(v for v in ROPES if v.op == op and v.arch == "sm_90a")
+        x = rope.Problem.of(variant, 2, 5, 7)
+        some = replace(x, **{name: getattr(x, name)[1:, 2:4] for name in ("x", "dy", "angle")})
+        whole, got = (rope.run(y).reshape(*y.x.shape[:3], -1) for y in (x, some))
+        assert differing([np.ascontiguousarray(whole[1:, 2:4])], [got]) == [0]
+
+
+def test_merged_rows_have_the_same_bits():
+    """As XLA computes them here."""
+    parts = [(normal(i, 3, 5, 8, 64), normal(i + 9, 3, 5, 8).astype(np.float32)) for i in range(3)]
+    whole = jax.jit(merge)(parts)
+    some = jax.jit(merge)([(o[1:2, 2:4], lse[1:2, 2:4]) for o, lse in parts])
+    assert differing(map(np.asarray, some), (np.asarray(x)[1:2, 2:4] for x in whole)) == [0, 0]
 
 
 def test_head_summed_probabilities_have_the_same_bits():
@@ -228,6 +375,14 @@ CALLS = {
     ),
     "all": ("csa_fwd", lambda q, kv, far, listed, **how: dsv4_attention(q, kv, far, window=4, ratio=4, **how)),
     "step": ("dsv4_decode", decode),
+    "causal": ("mha_fwd", lambda q, kv, far, listed, **how: fmha(*[q[..., :64]] * 3, span=Span.causal(6), **how)),
+    "all keys": ("mha_fwd", lambda q, kv, far, listed, **how: fmha(q[..., :64], q[:, :, :2, :64], **how)),
+    "causal lengths": (
+        "mha_fwd",
+        lambda q, kv, far, listed, **how: dot_product_attention(
+            *[q[..., :128]] * 3, is_causal=True, key_value_seq_lengths=jnp.array([3, 5]), return_residual=True, **how
+        ),
+    ),
 }
 
 
@@ -245,12 +400,33 @@ def custom_call(f, **how):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_every_call_is_one_launch_over_whole_keys(hopper, name):
+def test_every_call_is_one_launch_over_whole_keys(hopper, monkeypatch, name):
+    jax.clear_caches()
+    monkeypatch.setattr(attention_calls, "columns_pay", lambda *_: False)
     op, f = CALLS[name]
     call = custom_call(f, batch_invariant=True)
-    assert f"@dsv4_fmha_{op}(" in call and "order = 1 : i64" in call
-    assert "x0x512xf32>" in call, "there are parts of split keys"
+    assert f"@dsv4_fmha_{op}(" in call and f"order = {attention_calls.ORDER} : i64" in call
+    assert re.search(r"x0x\d+xf32>", call), "there are parts of split keys"
     assert "order = 0 : i64" in custom_call(f)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_few_queries_share_out_keys_and_then_columns(hopper, monkeypatch, name):
+    """Of d 512 with more than 32 heads."""
+    jax.clear_caches()  # of what was traced with other choices
+    monkeypatch.setattr(attention_calls, "columns_pay", lambda *_: True)
+    op, f = CALLS[name]
+    call = custom_call(f, batch_invariant=True)
+    assert (f"@dsv4_fmha_{op}_by_columns(" in call) == (op != "mha_fwd")
+    assert f"order = {attention_calls.ORDER} : i64" in call
+    few = custom_call(lambda q, *x, **how: f(q[:, :, :32], *x, **how), batch_invariant=True)
+    assert "_by_columns(" not in few
+
+
+def test_columns_pay_for_few_queries_alone():
+    """Four queries of 128 heads are eight tiles of rows."""
+    assert columns_pay(8, 18, 132) and columns_pay(4, 10, 132)
+    assert not columns_pay(132, 18, 132) and not columns_pay(64, 18, 132) and not columns_pay(8, 1, 132)
 
 
 def test_a_step_lists_its_window_as_a_prompt_does(hopper):
@@ -277,13 +453,24 @@ def test_a_layer_hands_the_mode_on(hopper, ratio):
         lambda p, c: layer.step(p, x[:, :1], c, lengths=7, **a_step).y,
     ):
         text = jax.jit(f).trace(params, cache).lower(lowering_platforms=("cuda",)).as_text()
-        assert re.findall(r"order = (\d) : i64", text) == ["1"]
+        assert re.findall(r"order = (\d) : i64", text) == [str(attention_calls.ORDER)]
 
 
 REFUSED = [
     (NotImplementedError, "separate K and V", lambda q, kv: fmha(q, q, q, batch_invariant=True)),
     (NotImplementedError, "64 KV heads", lambda q, kv: fmha(q, q, batch_invariant=True)),
-    (NotImplementedError, "d=64", lambda q, kv: fmha(q[..., :64], q[..., :64], q[..., :64], batch_invariant=True)),
+    (
+        NotImplementedError,
+        "keys that may begin after the first",
+        lambda q, kv: fmha(*[q[..., :64]] * 3, span=Span.sliding_window(6, 3), batch_invariant=True),
+    ),
+    (
+        NotImplementedError,
+        "d=64, V=K, keys that may begin after the first",
+        lambda q, kv: fmha(
+            q[..., :64], kv[:, :, None, :64], span=Span(jnp.zeros((2, 6), int), 9), batch_invariant=True
+        ),
+    ),
     (NotImplementedError, "float32", lambda q, kv: dsv4_attention(*map(jnp.float32, (q, kv)), batch_invariant=True)),
     (
         NotImplementedError,
@@ -326,7 +513,7 @@ def test_blackwell_is_not_covered(hopper, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["list", "causal", "probabilities"])
+@pytest.mark.parametrize("kind", ["list", "causal", "probabilities", "gradient", "merge"])
 def test_the_program_compares_the_same_queries(monkeypatch, kind):
     """By numbers of the reference: what is called random is the call alone."""
     for name, value in (("TOKENS", 24), ("SEQUENCES", 2), ("WINDOW", 10)):

@@ -24,10 +24,13 @@ from interpreter.kernels.native import (
     plan_index_query,
     plan_indexer,
     plan_indexer_scores_at,
+    plan_indexer_within,
     plan_kv_insert,
     plan_mha_backward,
     plan_probabilities,
     plan_rope,
+    plan_row_columns,
+    plan_row_scores,
     plan_seen_slots,
     plan_tile_spans,
     variant_of,
@@ -39,19 +42,22 @@ from kernels.abi import (
     Forward,
     IndexerScores,
     IndexerScoresAt,
+    IndexerScoresWithin,
     IndexQuery,
     KvInsert,
     MhaBackward,
     NormRope,
     Probabilities,
     Rope,
+    RowColumns,
+    RowScores,
     SeenSlots,
     TileSpans,
     TopK,
 )
 from kernels.cache import KernelCache
 from kernels.cubin import KernelInfo, read_code, read_kernel
-from kernels.variants import MLA, MLA_BLACKWELL, MLA_FEW_HEADS, MLA_FEW_HEADS_BACKWARD, VARIANTS
+from kernels.variants import MLA, MLA_BLACKWELL, MLA_FEW_HEADS, MLA_FEW_HEADS_BACKWARD, MLA_SCORES, VARIANTS
 
 ROOT = Path(__file__).parent.parent
 HAS_DSL = util.find_spec("cutlass") is not None
@@ -125,12 +131,20 @@ def test_the_launcher_hands_over_what_the_table_says(variant):
         paging = (9, 50, 3) if "paged" in variant.layout else (0, 0, 0)
         extents = {**INDEX_SHAPE, **dict(zip(("pages", "page", "width"), paging, strict=True))}
         kind = TYPES[variant.dtype] if isinstance(variant, IndexerScores) else 9
-        extents |= {"type": kind, "queries": 4, "stride": 256, "wants_values": 1}
+        extents |= {"type": kind, "queries": 4, "stride": 256, "wants_values": 1, "keys_of_score": 1}
         launch = plan_indexer(extents)[isinstance(variant, TopK)]
+    elif isinstance(variant, IndexerScoresWithin):
+        extents = INDEX_SHAPE | {"pages": 9, "page": 56, "width": 3 * variant.paged, "type": TYPES[variant.dtype]}
+        extents |= {"queries": 1, "stride": 160, "wants_values": 1, "keys_of_score": 1}
+        launch, _ = plan_indexer_within(extents, 20, False)
     elif isinstance(variant, IndexerScoresAt):
         launch = plan_indexer_scores_at(INDEX_SHAPE, gradient=variant.op == "indexer_scores_at_bwd")
     elif isinstance(variant, Probabilities):
         launch = plan_probabilities({"b": 2, "s_q": 70, "h_q": 8, "s_kv": 150, "topk": 100})
+    elif isinstance(variant, RowScores):
+        launch = plan_row_scores(variant, shape, room=9)
+    elif isinstance(variant, RowColumns):
+        launch = plan_row_columns(variant.dtype, shape, room=9)
     elif isinstance(variant, Rope | NormRope):
         launch = plan_rope(variant.family, {"b": 2, "s": 70, "heads": 8, "d": 512}, 1.0, tile_m=32)
     elif isinstance(variant, IndexQuery):
@@ -204,7 +218,7 @@ def test_an_edit_of_one_kernel_s_module_makes_its_variants_stale_alone(tmp_path)
     before = {v: build.digest(v, tmp_path) for v in VARIANTS}
     for module, wanted in (
         ("sm90/mla_few_heads/fwd/column_softmax.py", lambda v: v.module == MLA_FEW_HEADS),
-        ("lib/packed.py", lambda v: v.module in (MLA, MLA_BLACKWELL)),
+        ("lib/packed.py", lambda v: v.module in (MLA, MLA_SCORES, MLA_BLACKWELL)),
         ("sm100/mla/gather.py", lambda v: v.module == MLA_BLACKWELL),
         ("plain/combine/kernel.py", lambda v: isinstance(v, Combine)),
         ("variants.py", lambda v: False),

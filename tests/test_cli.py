@@ -17,7 +17,7 @@ import pytest
 
 import jax_dsv4_fmha
 from jax_dsv4_fmha import Cache, dsv4_decode
-from jax_dsv4_fmha._bench import SUITES, layer, measure, prompt
+from jax_dsv4_fmha._bench import SUITES, layer, measure, prompt, v41
 from jax_dsv4_fmha._bench.attention import FmhaRow, LayerRow, SparseRow
 from jax_dsv4_fmha._bench.decode import DecodeRow, LayersRow, permutations, step
 from jax_dsv4_fmha._bench.indexer import AttendedRow, InsideBlocksRow, ScoresRow, TopkRow
@@ -392,6 +392,20 @@ class TestBench:
         assert set(times) == ({"ours"} if kind is layer.LayerRow else {"ours", "graph", "at once"})
         assert set(layer.PARTS) <= set(found) and sum(found.values()) == len(kernels)
         assert 0 < layer.rest(found) < 1
+
+    @pytest.mark.parametrize("number", v41.KINDS)
+    def test_a_step_of_a_layer_of_v41(self, number, monkeypatch, small_layers):
+        """It takes what earlier layers made."""
+        small = {name: layer.FLASH[name] for name in layer.FLASH if not re.search("ratio|num_hidden", name)}
+        small |= {"candidate_topk_blocks": 4, "index_n_heads": 2}
+        monkeypatch.setattr(v41, "FLASH_V41", v41.FLASH_V41 | small)
+        row = dataclasses.replace(v41.SUITE.rows[number - 1], b=2, s_kv=64)
+        inputs = row.inputs(1)
+        contestant = row.compiled(inputs, {})
+        first = contestant.run(inputs[0])
+        np.testing.assert_array_equal(contestant.run(inputs[0]), first)
+        assert row.number == number and first.shape == (2, 1, 64) and np.isfinite(first).all()
+        assert 2 * 2 * 512 * 64 < row.flops < 2 * v41.SUITE.rows[number - 1].flops
 
     def test_work_of_all_layers(self):
         """43 layers: two with a window alone, 21 of ratio 4, 20 of ratio 128."""

@@ -177,6 +177,27 @@ def test_two_levels(kind):
         )
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_levels_that_kernels_have(kind):
+    """The ops over pages, of as many heads as V4.1 has: what is chosen of keys in an array."""
+    q, k, weights = normal(0, B, S_Q, 32, 128), normal(1, B, 128, 128), normal(2, B, S_Q, 32)
+    q, k = q.astype(jnp.bfloat16), k.astype(jnp.bfloat16)
+    cache, k_scale = filled(k, kind, 64 if "paged" in kind else 128), None
+    if "packed" in kind:
+        q, k, weights, k_scale = quantize_indexer(q, k, weights)
+    seen = {"ratio": RATIO, "q_offset": jnp.array([250, 31], jnp.int32) - S_Q}
+
+    @jax.jit
+    def both(k, k_scale):
+        blocks = indexer_blocks(q, k, weights, count=3, k_scale=k_scale, **seen)
+        return blocks, lightning_indexer(
+            q, k, weights, topk=TOPK, blocks=blocks, k_scale=k_scale, return_scores=True, **seen
+        )
+
+    assert not any("XLA" in (x.reason or "") for x in explain(both, cache, None))
+    jax.tree.map(np.testing.assert_array_equal, both(cache, None), both(k, k_scale))
+
+
 def test_errors():
     q, _, weights, k_scale, cache = operands("paged packed")
     plain = operands("paged")
@@ -241,6 +262,31 @@ def test_kernel(cuda, h, dtype, page, s_q, n, topk):
         lengths = jnp.array([n, n // 2, 3], jnp.int32)
         how = {"topk": topk, "ratio": 1, "q_offset": lengths - s_q, "return_scores": True, "implementation": "cubin"}
         got, want = lightning_indexer(q, cache, weights, **how), lightning_indexer(q, k, weights, **how, **k_scale)
+        for x, y in zip(got, want, strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("h", "dtype", "page"), [(32, "bfloat16", 64), (64, "float8_e4m3fn", 32), (32, "float16", 8)])
+@pytest.mark.parametrize(("s_q", "n", "count"), [(2, 1600, 20), (8, 9600, 300), (1, 40960, 2048)])
+def test_kernels_in_two_levels(cuda, h, dtype, page, s_q, n, count):
+    """Bit by bit what is chosen of contiguous keys: blocks, and entries within them."""
+    with jax.default_device(cuda):
+        q, k, weights = normal(0, 4, s_q, h, 128), normal(1, 4, n, 128), normal(2, 4, s_q, h)
+        packed = dtype == "float8_e4m3fn"
+        cache = filled(k if packed else k.astype(dtype), "paged packed" if packed else "paged", page)
+        scale = {}
+        if packed:
+            q, k, weights, k_scale = quantize_indexer(q, k, weights)
+            scale = {"k_scale": k_scale}
+        else:
+            q, k = q.astype(dtype), k.astype(dtype)
+        lengths = jnp.array([n, n // 2 + 3, 3, 0], jnp.int32)  # the last place is idle
+        how = {"ratio": 1, "q_offset": lengths - s_q, "implementation": "cubin"}
+        got, want = (indexer_blocks(q, x, weights, count=count, **how, **y) for x, y in ((cache, {}), (k, scale)))
+        np.testing.assert_array_equal(got, want)
+        how |= {"topk": 64, "blocks": want, "return_scores": True}
+        got, want = (lightning_indexer(q, x, weights, **how, **y) for x, y in ((cache, {}), (k, scale)))
         for x, y in zip(got, want, strict=True):
             np.testing.assert_array_equal(x, y)
 

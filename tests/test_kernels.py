@@ -15,6 +15,7 @@ from kernels.abi import (
     Combine,
     IndexerScores,
     IndexerScoresAt,
+    IndexerScoresWithin,
     IndexQuery,
     KvInsert,
     MhaBackward,
@@ -108,6 +109,11 @@ def test_sass(key):
         products = sum(opcode.startswith("QGMMA.") for opcode in opcodes)
         assert (count["HGMMA"], products) == ((0, 4) if "float8" in variant.dtype else (8 + of_gradients, 0)), count
         assert (count["REDG"] * 2 >= 64) == variant.op.endswith("_bwd") and count["LDGSTS"] > 0, count
+        return
+    if isinstance(variant, IndexerScoresWithin):
+        products = sum(opcode.startswith("QGMMA.") for opcode in opcodes)
+        assert (count["HGMMA"], products) == ((0, 4) if "float8" in variant.dtype else (8, 0)), count
+        assert count["REDG"] == 0 and count["LDGSTS"] > 0, count
         return
     if isinstance(variant, Probabilities) and variant.arch == "sm_100f":  # pieces of 64 columns; columns 16 at a time
         assert count["UTCHMMA"] == variant.d // 16 and count["LDTM"] == 128 // 16 and count["UTMALDG"] == 0, count

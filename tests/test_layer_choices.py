@@ -151,3 +151,23 @@ def test_errors():
         layers[1](params[1], x[:, :7], indices=indices)
     with pytest.raises(ValueError, match=r"indices: got float32"):
         layers[1].step(params[1], x[:, :1], layers[1].cache(2, 9, jnp.float32), lengths=1, indices=indices[:, :1] * 1.0)
+
+
+@pytest.mark.parametrize("form", ["prompt", "chunk", "step"])
+def test_a_layer_that_chooses_blocks_chooses_within_them(form):
+    """Enough blocks have all of the greatest entries, so it chooses what it would choose of everything."""
+    layers, params = model("v4.1")
+    layer, p, (x, n) = layers[3], params[3], (hidden(2, 30), 30)
+    assert layer.indexer.topk == layer.indexer.candidate_blocks == 3  # too few blocks
+
+    def chosen(count):
+        of = dataclasses.replace(layer, indexer=dataclasses.replace(layer.indexer, candidate_blocks=count))
+        if form == "prompt":
+            return of(p, x).indices
+        before = of(p, x[:, : n - 4], of.cache(2, n, jnp.float32, steps=4)).cache
+        return (
+            of(p, x[:, -4:], before, start=n - 4) if form == "chunk" else of.step(p, x[:, -4:], before, lengths=n)
+        ).indices
+
+    np.testing.assert_array_equal(chosen(4), chosen(0))
+    assert (np.asarray(chosen(4))[:, -1] >= 0).all()

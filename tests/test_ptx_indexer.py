@@ -9,20 +9,23 @@ import pytest
 
 from interpreter import edits
 from interpreter.faults import PlantedFault
-from interpreter.kernels import native
+from interpreter.kernels import indexer_within, native
 from interpreter.kernels.indexer import (
     TOPK,
     Problem,
     ProblemAt,
+    Run,
     choose,
     judge_at,
+    judge_blocks,
     judge_choice,
     judge_scores,
     run,
     run_at,
 )
+from interpreter.kernels.launch import Kernel
 from interpreter.kernels.verdict import Wrong
-from interpreter.machine.hazards import Deadlock, OutOfBounds, Race
+from interpreter.machine.hazards import Deadlock, OutOfBounds, Race, Undefined
 from kernels.abi import TopK
 
 KEYS = tuple(
@@ -63,6 +66,81 @@ def test_scores_of_pages(key, page, s_c):
     got = run(variant(key), x, processors=3)
     judge_scores(x, got.scores, x.seen)
     judge_choice(got, x.start, x.stop)
+
+
+BLOCKS = tuple(f"indexer_scores_{name}_blocks" for name in (
+    "sm_90a_heads32_bfloat16", "sm_90a_heads64_float8_e4m3fn", "sm_90a_heads32_float8_e4m3fn_paged",
+    "sm_90a_heads64_bfloat16_paged", "sm_100f_heads32_float8_e4m3fn", "sm_100f_heads64_bfloat16_paged",
+))  # fmt: skip
+
+
+def of_blocks(key, b=2, s_q=5, s_c=420, topk=7):
+    """Queries that begin within a block, with keys before that which they do not see and that would win."""
+    x = Problem.of(variant(key), b, s_q, s_c, topk, 64 if "paged" in key else 0)
+    start = np.where(np.arange(s_q) % 2 == 1, np.minimum(x.stop, 11), 0).astype(np.int32) * np.ones_like(x.start)
+    k = x.k.copy()
+    k[:, 8:11] = (k[:, 8:11].astype(np.float32) * 8).astype(k.dtype)
+    return dataclasses.replace(x, k=k, start=start)
+
+
+@pytest.mark.parametrize("key", BLOCKS)
+def test_greatest_blocks(key):
+    """By the greatest score of each, in two orders of events; all but the newest, which nobody needs to judge."""
+    x = of_blocks(key)
+    for seed in range(2):
+        got = run(variant(key), x, processors=3, seed=seed, wants_values=False)
+        judge_blocks(x, got.scores)
+        oldest, newest = x.judged
+        scored = (x.stop - x.start > 8 * x.topk)[..., None]
+        scores = np.where(scored, got.scores, np.float32(0))
+        there = got.indices >= 0
+        values = np.where(there, np.take_along_axis(scores, np.where(there, got.indices, 0), -1), -np.inf)
+        judge_choice(Run(got.indices, values, scores), oldest, newest)
+
+
+def judged_from_the_first_key(text):
+    """Keys count that a query does not see, because they come before its first."""
+    pattern = r"selp\.f32\s+(%r\d+), 0f7FC00000, (%r\d+), %p\d+;"
+    return edits.replace(text, pattern, lambda m: f"mov.b32 {m[1]}, {m[2]};")
+
+
+def half_a_block(text):
+    """The greatest of four keys stands for eight."""
+    pattern = r"shfl\.sync\.bfly\.b32\s+(%r\d+), (%r\d+), 16, 31, -1;"
+    return edits.replace(text, pattern, lambda m: f"mov.b32 {m[1]}, {m[2]};")
+
+
+class FromTheFirst(Problem):
+    """As if a query saw what comes before its first key."""
+
+    def __init__(self, x):
+        super().__init__(*(getattr(x, field.name) for field in dataclasses.fields(x)))
+
+    def greatest(self):
+        return dataclasses.replace(Problem(*dataclasses.astuple(self)), start=np.zeros_like(self.start)).greatest()
+
+
+BLOCK_FAULTS = [
+    PlantedFault(
+        "what a query does not see wins", BLOCKS[0], Wrong,
+        r"first that of query 3 .* with entry 1: .* of queries \[1, 3\]$", judged_from_the_first_key,
+        answers=FromTheFirst,
+    ),
+    PlantedFault("half a block", BLOCKS[0], Wrong, r"with entry 5: .* of queries \[0, 1, 2, 3, 4\]$", half_a_block),
+]  # fmt: skip
+
+
+def run_blocks_with(fault, seed):
+    x = of_blocks(fault.kernel)
+    got = run(variant(fault.kernel), x, edit_scores=fault.planted_in, seed=seed, wants_values=False)
+    if fault.answers is not None:
+        judge_blocks(fault.answers(x), got.scores)
+    judge_blocks(x, got.scores)
+
+
+@pytest.mark.parametrize("fault", BLOCK_FAULTS, ids=str)
+def test_fault_of_blocks(fault):
+    fault.check(run_blocks_with)
 
 
 def page_of_another(text):
@@ -310,6 +388,28 @@ def test_a_buckets_count_lost():
     PlantedFault("a bucket's count lost", TOPK.key, OutOfBounds, "indices", lost_count).check(run_row_with)
 
 
+# ---- scores of the keys in listed blocks
+
+
+WITHIN = tuple(f"indexer_scores_within_sm_90a_{x}" for x in (
+    "heads32_bfloat16", "heads64_float8_e4m3fn", "heads32_float8_e4m3fn_paged", "heads64_bfloat16_paged"
+))  # fmt: skip
+
+
+@pytest.mark.parametrize("key", WITHIN)
+@pytest.mark.parametrize("case", [*indexer_within.CASES, "from the first"])
+def test_scores_within_blocks(key, case):
+    v = variant(key)
+    x = indexer_within.Problem.case(v, case)
+    if x is None and v.paged:
+        pytest.skip("a block's keys are in one page")
+    x = x or indexer_within.Problem.of(v, 2, 2, 200, 12, from_start=True)
+    for seed in range(2):
+        call = indexer_within.Call(Kernel.of(v), x)
+        (ran := call.machine(seed=seed)).run()
+        call.judge(ran)
+
+
 # ---- scores at given entries, and their gradients
 
 
@@ -370,3 +470,40 @@ def run_gradient_with(fault, seed):
 @pytest.mark.parametrize("fault", AT_FAULTS, ids=str)
 def test_fault_of_gradients(fault):
     fault.check(run_gradient_with)
+
+
+def without_scales(text):
+    """Zeros stand for the scales."""
+    return edits.replace(text, r"(cp\.async\.ca\.shared\.global [^;]*, 4), 4;", lambda m: f"{m[1]}, 0;")
+
+
+def keys_of_the_block_before(text):
+    """The third copy of a thread takes the keys of the block before its own in the tile."""
+    pattern = r"(shfl\.sync\.idx\.b32\s+%r\d+, %r\d+, )(%r\d+)(, 31, -1;)"
+    return edits.replace(
+        text, pattern, lambda m: f"{{ .reg .b32 t; sub.s32 t, {m[2]}, 1; {m[1]}t{m[3]} }}", slice(6, 8)
+    )
+
+
+WITHIN_FAULTS = [
+    PlantedFault(
+        "keys read before they are there", WITHIN[0], Undefined, r"wgmma[^\n]*\n\s+reads SMEM", never_waits_for_keys
+    ),
+    PlantedFault("no scales", WITHIN[1], Wrong, "batch entry 0 at place 0, entry [^\n]*: 0, wanted", without_scales),
+    PlantedFault(
+        "keys of another block", WITHIN[2], Wrong, "batch entry 0 at place 32, entry", keys_of_the_block_before
+    ),
+    PlantedFault("pages of another", WITHIN[2], Wrong, "batch entry 0 at place 0, entry", page_of_another),
+]
+
+
+@pytest.mark.parametrize("fault", WITHIN_FAULTS, ids=str)
+def test_fault_within_blocks(fault):
+    def run_with(fault, seed):
+        call = indexer_within.Call(
+            Kernel.of(variant(fault.kernel)), indexer_within.Problem.case(variant(fault.kernel), "tiles")
+        )
+        (ran := call.machine(seed=seed, edit=fault.planted_in)).run()
+        call.judge(ran)
+
+    fault.check(run_with)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kernels.abi import IndexerScores, IndexerScoresAt, TopK
+from kernels.abi import INDEX_BLOCK, IndexerScores, IndexerScoresAt, TopK
 from kernels.variants import VARIANTS
 
 from ..machine.reductions import add_cleared
@@ -73,6 +73,19 @@ class Problem:
         page = -(-keys // 256) * 256 if variant.paged else 0
         return replace(x, k=x.k[:, :keys], k_scale=x.k_scale[:, :keys], start=start, stop=stop, page=page)
 
+    @property
+    def judged(self) -> tuple[Array, Array]:
+        """Of each query, the first block with a key that it sees, and its newest block, which is not judged."""
+        return self.start // INDEX_BLOCK, (self.stop - 1) // INDEX_BLOCK
+
+    def greatest(self) -> Array:
+        """float64 [b, s_q, blocks], the greatest score that is a number of each block's keys from `start` on."""
+        scores = self.scores()
+        scores[np.isnan(scores) | (np.arange(scores.shape[2]) < self.start[..., None])] = -np.inf
+        filled = np.pad(scores, ((0, 0), (0, 0), (0, -scores.shape[2] % INDEX_BLOCK)), constant_values=-np.inf)
+        greatest: Array = filled.reshape(*scores.shape[:2], -1, INDEX_BLOCK).max(-1)
+        return greatest
+
     def pages(self) -> tuple[Array, Array]:
         """The keys in pages, with their scales where they have 8 bits, in any order and among others; their table."""
         (b, s_c, _), page = self.k.shape, self.page
@@ -133,7 +146,9 @@ class Call:
             s_c = x.page * paging["width"]
         tile_m, tile_n = kernel.facts["tile_m"], kernel.facts["tile_n"]
         shape = {"b": b, "s_q": s_q, "s_c": s_c, "heads": heads, "topk": x.topk, "type": native.TYPES[variant.dtype]}
-        shape |= {"queries": tile_m // heads, "stride": -(-s_c // tile_n) * tile_n, "wants_values": int(wants_values)}
+        keys = INDEX_BLOCK if variant.blocks else 1
+        shape |= {"queries": tile_m // heads, "stride": -(-s_c // tile_n) * tile_n // keys, "keys_of_score": keys}
+        shape |= {"wants_values": int(wants_values and not variant.blocks)}
         return Call(kernel, x, operands, shape | paging, processors)
 
     @property
@@ -175,11 +190,12 @@ class Call:
     def scores(self, rows: Array) -> Array:
         """[b, s_q, s_c] of the rows of all blocks."""
         (b, s_q, *_), (_, s_c, _) = self.x.q.shape, self.x.k.shape
-        return rows.reshape(b, -1, self.shape["stride"])[:, :s_q, :s_c]
+        scores = -(-s_c // self.shape["keys_of_score"])
+        return rows.reshape(b, -1, self.shape["stride"])[:, :s_q, :scores]
 
     def judge(self, scored: Machine) -> None:
         """Raises Wrong unless a run over all blocks gave the right scores."""
-        judge_scores(self.x, self.scores(self.rows(scored)), self.x.seen)
+        judge_either(self.kernel.variant, self.x, self.scores(self.rows(scored)))
 
 
 def run(
@@ -204,7 +220,8 @@ def run(
         parts.append(call.rows(scored))
 
         memory = new_memory()  # between the two is a kernel's end
-        addresses = {name: memory.add(name, array) for name, array in (("start", x.start), ("stop", x.stop))}
+        names, seen = (("oldest", "newest"), x.judged) if variant.blocks else (("start", "stop"), (x.start, x.stop))
+        addresses = {name: memory.add(name, array) for name, array in zip(names, seen, strict=True)}
         addresses["scores"] = memory.add("scores", parts[-1])
         for name, array in (("indices", out.indices), ("values", out.values)):
             addresses[name] = memory.add(name, None, array.nbytes)
@@ -237,7 +254,7 @@ def choose(
         addresses[name] = memory.add(name, None, rows * topk * 4)
     s_c = scores.shape[1]
     shape = {"b": 1, "s_q": rows, "s_c": s_c, "heads": 1, "topk": topk, "type": native.FLOAT32, "queries": 1}
-    shape |= {"stride": s_c, "wants_values": 1, "pages": 0, "page": 0, "width": 0}
+    shape |= {"stride": s_c, "wants_values": 1, "keys_of_score": 1, "pages": 0, "page": 0, "width": 0}
     _, choice = native.plan_indexer(shape, count=rows, addresses=addresses)
     machine(Kernel(kernel.variant, edit(kernel.ptx), kernel.facts), choice, memory, seed=seed).run()
     indices, values = (
@@ -247,9 +264,32 @@ def choose(
     return Run(indices, values, scores[None])
 
 
+def judge_either(variant: IndexerScores, x: Problem, scores: Array) -> None:
+    """Raises Wrong unless the scores, or the greatest ones of blocks, are right."""
+    if variant.blocks:
+        judge_blocks(x, scores)
+    else:
+        judge_scores(x, scores, x.seen)
+
+
+def judge_blocks(x: Problem, greatest: Array) -> None:
+    """Raises Wrong unless the scores of blocks between which is to be chosen are right."""
+    j, (oldest, newest) = np.arange(greatest.shape[2]), x.judged
+    scored = x.stop - x.start > INDEX_BLOCK * x.topk
+    judge_given(
+        x,
+        greatest,
+        x.greatest(),
+        (scored & (newest > oldest))[..., None] & (oldest[..., None] <= j) & (j < newest[..., None]),
+    )
+
+
 def judge_scores(x: Problem, scores: Array, wanted: Array) -> None:
     """Raises Wrong unless the scores that were wanted are right."""
-    want = x.scores()
+    judge_given(x, scores, x.scores(), wanted)
+
+
+def judge_given(x: Problem, scores: Array, want: Array, wanted: Array) -> None:
     tolerance = 2e-3 if x.q.dtype.itemsize == 1 else 2e-5
     size = np.abs(want[wanted]).max(initial=1.0)
     wrong = wanted & ~(np.abs(scores - want) <= tolerance * size)

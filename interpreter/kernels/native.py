@@ -14,7 +14,7 @@ from jax_dsv4_fmha._host import attention
 from jax_dsv4_fmha._host import library as host_library
 from kernels import targets
 from kernels.abi import KINDS as KIND_BYTES
-from kernels.abi import Forward, MhaBackward, MlaBackward, Variant
+from kernels.abi import Forward, MhaBackward, MlaBackward, RowScores, Variant
 from kernels.packings import PACKED
 from kernels.variants import VARIANTS
 
@@ -225,6 +225,50 @@ def plan_combine(
     return _shown(out)
 
 
+def plan_row_scores(
+    variant: RowScores,
+    shape: Shape,
+    room: int,
+    *,
+    tile_m: int = 64,
+    tile_n: int = 64,
+    processors: int = 132,
+    addresses: dict[str, int] | None = None,
+) -> Plan:
+    """The first launch of attention to few queries, with room for so many tiles of keys; ValueError where the library
+    refuses it.
+    """
+    return planned(
+        "row_scores",
+        variant.layout.encode(),
+        _attention_shape(shape, variant.sources, variant.dtype),
+        ctypes.c_int64(room),
+        _tiles(tile_m, tile_n, processors, gathers=True),
+        addressed("by_columns", addresses),
+    )
+
+
+def plan_row_columns(
+    dtype: str,
+    shape: Shape,
+    room: int,
+    scale: float = 1.0,
+    *,
+    tile_m: int = 64,
+    tile_n: int = 64,
+    addresses: dict[str, int] | None = None,
+) -> Plan:
+    """The launch after it."""
+    return planned(
+        "row_columns",
+        ctypes.byref(_row_shape(shape, TYPES[dtype])),
+        ctypes.c_int64(room),
+        ctypes.c_float(scale),
+        _tiles(tile_m, tile_n, 1, gathers=True),
+        addressed("by_columns", addresses),
+    )
+
+
 def plan_mha_backward(
     variant: MhaBackward,
     shape: Shape,
@@ -280,6 +324,31 @@ def plan_indexer(
         ctypes.c_int64(first),
         ctypes.c_int64(count),
         addressed("indexer", addresses),
+        ctypes.byref(scores),
+        ctypes.byref(choice),
+    )
+    return _shown(scores), _shown(choice)
+
+
+def plan_indexer_within(
+    shape: dict[str, int],
+    blocks: int,
+    from_start: bool,
+    *,
+    tile_m: int = 64,
+    tile_n: int = 64,
+    processors: int = 132,
+    queries: int = 1,
+    addresses: dict[str, int] | None = None,
+) -> tuple[Plan, Plan]:
+    """The launches of an indexer's choice within `blocks` blocks a query: scores, then their choice."""
+    scores, choice = structure("ShownLaunch")(), structure("ShownLaunch")()
+    library().dsv4_fmha_plan_indexer_within(
+        ctypes.byref(filled("IndexerShape", **shape)),
+        *map(ctypes.c_int64, (blocks, from_start)),
+        _tiles(tile_m, tile_n, processors),
+        *map(ctypes.c_int64, (0, queries)),
+        addressed("indexer_within", addresses),
         ctypes.byref(scores),
         ctypes.byref(choice),
     )

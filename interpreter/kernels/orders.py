@@ -19,14 +19,14 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from kernels.abi import Forward, IndexerScores, IndexerScoresAt, MhaBackward, MlaBackward, Probabilities
+from kernels.abi import Forward, MhaBackward, MlaBackward, Probabilities
 from kernels.variants import VARIANTS
 
 from ..machine.hazards import Fault
 from ..orders.verdict import Making, verdict
 from . import gradients, mha_backward, native
 from .launch import Kernel
-from .prepared import Interpreted, Prepared, is_typical
+from .prepared import Interpreted, OfIndexer, Prepared, is_typical
 
 CASES = ("tiles", "turns")
 DENSE_SHAPE = {"b": 1, "s_q": 50, "s_kv": 150, "h_q": 8, "h_kv": 2, "width": 1 << 30}
@@ -56,11 +56,12 @@ def keys(words: Sequence[str]) -> list[str]:
     """Of typical kernels, without Hopper's probabilities, whose consumers rely on more than this argument knows
     (docs/verification.md); indexers' last.
     """
-    scores = IndexerScores | IndexerScoresAt
-    families = Forward | MlaBackward | MhaBackward | Probabilities | scores
+    families = Forward | MlaBackward | MhaBackward | Probabilities | OfIndexer
     typical = [v for v in VARIANTS if isinstance(v, families) and is_typical(v)]
     shown = [v for v in typical if not isinstance(v, Probabilities) or v.arch != "sm_90a"]
-    return [v.key for v in sorted(shown, key=lambda v: isinstance(v, scores)) if all(word in v.key for word in words)]
+    return [
+        v.key for v in sorted(shown, key=lambda v: isinstance(v, OfIndexer)) if all(word in v.key for word in words)
+    ]
 
 
 def examined(key: str) -> list[dict[str, Any]]:

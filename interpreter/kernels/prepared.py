@@ -6,20 +6,29 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from kernels.abi import Forward, IndexerScores, IndexerScoresAt, MhaBackward, MlaBackward, Probabilities
+from kernels.abi import (
+    Forward,
+    IndexerScores,
+    IndexerScoresAt,
+    IndexerScoresWithin,
+    MhaBackward,
+    MlaBackward,
+    Probabilities,
+)
 
 from ..machine.state import Machine
-from . import attention, cases, gradients, indexer, long, mla_backward, native, probabilities
+from . import attention, cases, gradients, indexer, indexer_within, long, mla_backward, native, probabilities
 from .launch import Kernel, launch
 from .verdict import judge
 
-Interpreted = Forward | MlaBackward | IndexerScores | IndexerScoresAt | Probabilities
+OfIndexer = IndexerScores | IndexerScoresAt | IndexerScoresWithin
+Interpreted = Forward | MlaBackward | OfIndexer | Probabilities
 Judge = Callable[[Machine], None]
 
 
 def is_typical(v: Interpreted | MhaBackward) -> bool:
     """Whether it stands for those that differ from it in numbers alone: of 16 bits bfloat16, of an indexer 64 heads."""
-    return v.dtype != "float16" and (not isinstance(v, IndexerScores | IndexerScoresAt) or v.heads == 64)
+    return v.dtype != "float16" and (not isinstance(v, OfIndexer) or v.heads == 64)
 
 
 GRADIENT = {"b": 1, "s_q": 2, "s_kv": 149, "h_q": 8, "s_kv1": 81, "topk": 133, "width": 1 << 30}  # three tiles of keys
@@ -65,6 +74,15 @@ class Prepared:
         return Prepared(f"queries {x.q.shape}, {x.indices.shape[2]} of keys {x.k.shape}", make)
 
     @staticmethod
+    def of_scores_within(kernel: Kernel[IndexerScoresWithin], x: indexer_within.Problem) -> Prepared:
+        call = indexer_within.Call(kernel, x)
+
+        def make(seed: int, record: bool) -> tuple[Machine, Judge]:
+            return call.machine(seed=seed, record=record), call.judge
+
+        return Prepared(f"queries {x.keys.q.shape}, {x.blocks.shape[2]} blocks of keys {x.keys.k.shape}", make)
+
+    @staticmethod
     def of_probabilities(kernel: Kernel[Probabilities], x: probabilities.Problem, processors: int) -> Prepared:
         call = probabilities.Call(kernel, x, processors)
 
@@ -93,6 +111,10 @@ class Prepared:
             at = indexer.ProblemAt.case(kernel.variant, name)
             if at is not None:
                 return Prepared.of_scores_at(kernel, at)
+        elif isinstance(kernel.variant, IndexerScoresWithin):
+            within = indexer_within.Problem.case(kernel.variant, name)
+            if within is not None:
+                return Prepared.of_scores_within(kernel, within)
         elif isinstance(kernel.variant, Probabilities):
             given = probabilities.Problem.case(kernel.variant, name)
             if given is not None:
@@ -119,6 +141,9 @@ class Prepared:
             return Prepared.of_scores_at(
                 kernel, indexer.ProblemAt.of(v, 1, queries or kernel.facts["ctas"], 4 * keys, keys)
             )
+        if isinstance(v, IndexerScoresWithin):
+            some = indexer_within.Problem.of(v, 1, queries or kernel.facts["ctas"], 4 * keys, -(-keys // 8))
+            return Prepared.of_scores_within(kernel, some)
         if isinstance(v, Probabilities):
             given = probabilities.Problem.of(v, 1, queries or 1, heads or tile_m, 4 * keys, keys)
             return Prepared.of_probabilities(kernel, given, processors)

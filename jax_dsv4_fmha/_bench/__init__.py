@@ -1,9 +1,12 @@
 """What `python -m jax_dsv4_fmha bench` times: suites of rows, and how a row is measured."""
 
-from . import attention, decode, gradient, indexer, layer, prompt
+from . import attention, decode, gradient, indexer, layer, prompt, v41
 from .row import Suite
 
 SUITES: dict[str, Suite] = {
     suite.name: suite
-    for suite in (*attention.SUITES, decode.SUITE, gradient.SUITE, indexer.SUITE, layer.SUITE, prompt.SUITE)
+    for suite in (
+        *(*attention.SUITES, decode.SUITE, gradient.SUITE, indexer.SUITE),
+        *(layer.SUITE, prompt.SUITE, v41.SUITE),
+    )
 }

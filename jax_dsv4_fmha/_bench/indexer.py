@@ -256,6 +256,21 @@ class InsideBlocksRow(ChoiceRow):
 
 
 @dataclass(frozen=True, kw_only=True)
+class BlocksStepRow(BlocksRow, StepRow):
+    """The first level in a step of generation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InsideBlocksStepRow(InsideBlocksRow, StepRow):
+    """The second level in a step of generation, whose queries have no keys in common."""
+
+    @property
+    def bytes(self) -> float:
+        key = _D * jnp.dtype(self.dtype).itemsize + 4 * self.is_quantized
+        return super().bytes + self.b * _CANDIDATES * _BLOCK * key
+
+
+@dataclass(frozen=True, kw_only=True)
 class AttendedRow(ChoiceRow):
     """A choice, and attention to a window and what is chosen."""
 
@@ -379,6 +394,14 @@ SUITE = Suite(
                 ChoiceRow(s_c=65536, h=32, dtype=t),
                 BlocksRow(s_c=65536, h=32, dtype=t, topk=2048),
                 InsideBlocksRow(s_c=65536, h=32, dtype=t),
+            )
+        ),
+        *(
+            row
+            for t in _DTYPES
+            for row in (
+                BlocksStepRow(b=64, s_q=1, s_c=131072, h=32, dtype=t, topk=2048),
+                InsideBlocksStepRow(b=64, s_q=1, s_c=131072, h=32, dtype=t),
             )
         ),
         ScoresRow(s_c=8192, dtype="bfloat16", peers=_XLA),

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from .._cli.report import table as as_table
-from ..layers import STEP_OPTIONS, DSV4Attention, LayerCache, from_config
+from ..layers import STEP_OPTIONS, DSV4Attention, LayerCache, Shared, from_config
 from .measure import KERNEL_BY_KERNEL, Contestant, Operands, Times, by_the_host_s_clock
 from .row import Row, Suite
 from .tables import spread
@@ -126,9 +126,16 @@ class LayerRow(Row):
         """The layer. A step updates its cache in place, and keeps it."""
         layer, cache = self.layer, self.filled() if self.is_step else None
 
-        def ours(cache: LayerCache | None, params: Any, x: jax.Array, dy: jax.Array, lengths: jax.Array) -> Any:
+        def ours(
+            cache: LayerCache | None,
+            params: Any,
+            x: jax.Array,
+            dy: jax.Array,
+            lengths: jax.Array,
+            shared: Shared | None = None,
+        ) -> Any:
             if cache is not None:
-                out = layer.step(params, x, cache, lengths=lengths)
+                out = layer.step(params, x, cache, shared, lengths=lengths)
                 return out.cache, out.y
             y, vjp = jax.vjp(lambda params, x: layer(params, x).y, params, x)
             return None, (vjp(dy) if self.has_gradient else y)

@@ -9,6 +9,7 @@ gradients are written out so that they keep no scores: both passes compute a blo
 import functools
 import math
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -186,45 +187,47 @@ def greatest_blocks(
     return over_queries(rows, _queries(b, h, s_c), q, weights, start, stop)
 
 
-@functools.partial(jax.jit, static_argnames="topk")
-def select_of_pages(
-    q: jax.Array,
-    weights: jax.Array,
-    pool: jax.Array,
-    table: jax.Array,
-    start: jax.Array,
-    stop: jax.Array,
-    *,
-    topk: int,
-) -> Arrays:
-    """`select` among keys in pages of a pool, `[1 or b, pages, page, d]` or packed `[1 or b, pages, page_bytes]`, which
+def over_pages(choose: Callable[..., Arrays]) -> Callable[..., Arrays]:
+    """`choose` among keys in pages of a pool, `[1 or b, pages, page, d]` or packed `[1 or b, pages, page_bytes]`, which
     the table `[b, n]` names; an entry without a page counts as zeros.
     """
 
-    def of_sequence(x: Arrays) -> Arrays:
-        q, weights, which, table, start, stop = x
-        there = ((table >= 0) & (table < pool.shape[1])).reshape(-1, *[1] * (pool.ndim - 2))
-        pages = jnp.where(there, pool[which][jnp.where(there.ravel(), table, 0)], 0)
-        if pages.dtype == jnp.uint8:
-            how = LAYOUTS["index_fp8"]
-            n = how.page_entries(pages.shape[1])
-            places = zip(how.starts(0, n), how.parts, strict=True)
-            parts = (pages[:, start : start + n * width].reshape(-1, width) for start, width in places)
-            k, k_scale = index_keys(*parts)
-        else:
-            k = pages.reshape(-1, pages.shape[2])
-            k_scale = jnp.ones(k.shape[:1], _FP32)
-        results = select(*(a[None] for a in (q, weights, k, k_scale, start, stop)), topk=topk)
-        indices, values = (a[0] for a in results)
-        return indices, values
+    @functools.partial(jax.jit, static_argnames=("topk", "count", "block", "from_start"))
+    def chosen(
+        q: jax.Array, weights: jax.Array, pool: jax.Array, table: jax.Array, *rows: jax.Array, **how: Any
+    ) -> Arrays:
+        def of_sequence(x: Arrays) -> Arrays:
+            q, weights, which, table, *rows = x
+            there = ((table >= 0) & (table < pool.shape[1])).reshape(-1, *[1] * (pool.ndim - 2))
+            pages = jnp.where(there, pool[which][jnp.where(there.ravel(), table, 0)], 0)
+            k, k_scale = _keys_of(pages)
+            return tuple(a[0] for a in choose(*(a[None] for a in (q, weights, k, k_scale, *rows)), **how))
 
-    b = q.shape[0]
-    which = jnp.arange(b, dtype=jnp.int32) if pool.shape[0] != 1 else jnp.zeros(b, jnp.int32)
-    rows = (q, weights, which, table, start, stop)
-    if not isinstance(b, int):  # of jax.export: not one after the other, then
-        return jax.vmap(lambda *x: of_sequence(x))(*rows)
-    indices, values = lax.map(of_sequence, rows)
-    return indices, values
+        b = q.shape[0]
+        which = jnp.arange(b, dtype=jnp.int32) if pool.shape[0] != 1 else jnp.zeros(b, jnp.int32)
+        sequences = (q, weights, which, table, *rows)
+        if not isinstance(b, int):  # of jax.export: not one after the other, then
+            return jax.vmap(lambda *x: of_sequence(x))(*sequences)
+        found: Arrays = lax.map(of_sequence, sequences)
+        return found
+
+    return chosen
+
+
+def _keys_of(pages: jax.Array) -> Arrays:
+    """Keys `[n, d]` in pages, and their scales `[n]`."""
+    if pages.dtype != jnp.uint8:
+        k = pages.reshape(-1, pages.shape[2])
+        return k, jnp.ones(k.shape[:1], _FP32)
+    how = LAYOUTS["index_fp8"]
+    n = how.page_entries(pages.shape[1])
+    places = zip(how.starts(0, n), how.parts, strict=True)
+    return index_keys(*(pages[:, start : start + n * width].reshape(-1, width) for start, width in places))
+
+
+select_of_pages, select_within_pages, greatest_blocks_of_pages = map(
+    over_pages, (select, select_within, greatest_blocks)
+)
 
 
 def scores(q: jax.Array, k: jax.Array, weights: jax.Array) -> jax.Array:

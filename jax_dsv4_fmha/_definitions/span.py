@@ -13,7 +13,9 @@ import numpy as np
 from .. import _check
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("start", "stop"), meta_fields=("rules", "width"))
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("start", "stop"), meta_fields=("rules", "width", "from_first")
+)
 @dataclasses.dataclass(frozen=True)
 class Span:
     """A mask: query i of batch entry n sees the keys `start[n, i] <= j < stop[n, i]`, one interval.
@@ -37,12 +39,20 @@ class Span:
     """`segments` or `compressed`, whichever made it: `&` refuses to combine the two"""
     width: int | None = None
     """the most keys that a query sees, as far as they are known while tracing; kernels of gradients are chosen by it"""
+    from_first: bool = False
+    """whether its constructor says that queries see keys from the first one on; `is_from_first` looks at `start` too"""
+
+    @property
+    def is_from_first(self) -> bool:
+        """Whether it is known while tracing that what a query sees begins with the first key."""
+        known = isinstance(self.start, int | np.ndarray | np.generic)
+        return self.from_first or (known and bool(np.all(np.asarray(self.start) <= 0)))
 
     @classmethod
     def causal(cls, s_q: int, offset: Any = 0) -> "Span":
         """Keys up to and with the query's own position."""
         p = _positions("Span.causal", s_q, offset)
-        return cls(_front(), p + 1)
+        return cls(_front(), p + 1, from_first=True)
 
     @classmethod
     def sliding_window(cls, s_q: int, window: int, offset: Any = 0) -> "Span":
@@ -60,13 +70,13 @@ class Span:
         """
         ratio = _check.positive("Span.compressed", "ratio", ratio)
         p = _positions("Span.compressed", s_q, offset)
-        return cls(_front(), (p + 1) // ratio, frozenset({"compressed"}))
+        return cls(_front(), (p + 1) // ratio, frozenset({"compressed"}), from_first=True)
 
     @classmethod
     def lengths(cls, lengths: Any) -> "Span":
         """The first `lengths[n]` keys of batch entry n; int32 `[b]`."""
         stop = _check.operand("Span.lengths", "lengths", lengths, "b", {}, _check.INT)[:, None]
-        return cls(_front(), stop)
+        return cls(_front(), stop, from_first=True)
 
     @classmethod
     def segments(cls, q_ids: Any, kv_ids: Any = None) -> "Span":
@@ -122,7 +132,8 @@ class Span:
             raise _check.error(ValueError, "Span", "&", f"{self} and {other}", "shapes that broadcast") from e
         width = min((x.width for x in (self, other) if x.width is not None), default=None)
         xp = _numpy_of(*bounds)
-        return Span(xp.maximum(bounds[0], bounds[2]), xp.minimum(bounds[1], bounds[3]), rules, width)
+        from_first = self.is_from_first and other.is_from_first
+        return Span(xp.maximum(bounds[0], bounds[2]), xp.minimum(bounds[1], bounds[3]), rules, width, from_first)
 
     def __str__(self) -> str:
         return f"Span({_check.describe(self.start)}, {_check.describe(self.stop)})"

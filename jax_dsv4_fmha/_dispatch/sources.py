@@ -31,7 +31,7 @@ _Q, _ROWS = Axes("q", "b s_q h_q d"), "b s_q"
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=("keys", "values", "start", "stop"),
-    meta_fields=("names", "axis", "width", "reach"),
+    meta_fields=("names", "axis", "width", "reach", "from_first"),
 )
 @dataclasses.dataclass(frozen=True)
 class SpanSource:
@@ -46,6 +46,7 @@ class SpanSource:
       width: the most keys that a query sees, as far as they are known while tracing.
       reach: where keys stand in the places of queries, and none is seen by queries before it: how far the first key
         that a query sees may be from it.
+      from_first: whether it is known while tracing that what a query sees begins with the first key.
     """
 
     keys: jax.Array
@@ -56,6 +57,7 @@ class SpanSource:
     axis: str = "s_kv"
     width: int | None = None
     reach: int | None = None
+    from_first: bool = False
 
     @property
     def kind(self) -> str:
@@ -252,10 +254,15 @@ def support_of(q: jax.Array, sources: Sequence[Source], turns: bool = False) -> 
 
 def _support_in_order(op: str, q: jax.Array, sources: Sequence[Source]) -> Support:
     """The kernel for all of these sources in the canonical order; an error where there is none."""
-    kinds, got = _kinds(sources), support_of(q, sources).got
+    kinds, got, (first, *others) = _kinds(sources), support_of(q, sources).got, sources
     kernel = IN_ORDER.get(kinds)
-    if kinds == ("span",) and sources[0].keys.shape[2] != 1:
-        kernel, got = None, f"{got}, {sources[0].keys.shape[2]} KV heads"
+    if isinstance(first, SpanSource) and not others:
+        dense = IN_ORDER["separate_kv",]  # also serves where K and V are one, as in `support_of`
+        kernel = kernel if _shipped(kernel, q) else dense
+        if kernel is dense and not first.from_first:
+            kernel, got = None, f"{got}, keys that may begin after the first"
+        elif kernel is not dense and first.keys.shape[2] != 1:
+            kernel, got = None, f"{got}, {first.keys.shape[2]} KV heads"
     archs = tuple(x for x in _shipped(kernel, q) if x in IN_ORDER_ON)
     support = Support(got, (kernel.op,) if kernel else (), archs, packing=(kernel and kernel.packing) or "")
     if not support.built:
@@ -387,10 +394,12 @@ FORWARD: dict[tuple[str, ...], Kernel] = {
 }
 
 
-def _run_alone(window: SpanSource) -> Sequence[Any]:
-    """A span as a window beside a selection of which queries see nothing."""
-    keys, nothing = window.keys[:, :, 0], jnp.zeros_like(window.start)
-    return keys, window.start, window.stop, keys, nothing[..., None], nothing
+def _span_in_order(q: Any, kv: Any, start: Any, stop: Any, sink: Any, **params: Any) -> Arrays:
+    """A window beside a selection of which queries see nothing; where no kernel takes one, the keys twice."""
+    if not library.shipped_for("csa_fwd", d=q.shape[-1], dtype=q.dtype.name):
+        return attention.mha_fwd(q, kv, kv, start, stop, sink, **params)
+    keys, nothing = kv[:, :, 0], jnp.zeros_like(start)
+    return attention.csa_fwd(q, keys, start, stop, keys, nothing[..., None], nothing, sink, **params)
 
 
 def _run_and_list(window: SpanSource, far: SpanSource) -> Sequence[Any]:
@@ -404,13 +413,12 @@ def _in_order(kernel: Kernel) -> Kernel:
 
 
 IN_ORDER: dict[tuple[str, ...], Kernel] = {
-    **{kinds: _in_order(x) for kinds, x in FORWARD.items() if not {"span", "separate_kv"} & set(kinds)},
-    ("span",): _in_order(Kernel("csa_fwd", attention.csa_fwd, _run_alone)),
-    ("span", "selection"): _in_order(FORWARD["span", "selection"]),
+    **{kinds: _in_order(kernel) for kinds, kernel in FORWARD.items()},
+    ("span",): _in_order(Kernel("csa_fwd", _span_in_order)),
     ("span", "span"): _in_order(Kernel("csa_fwd", attention.csa_fwd, _run_and_list)),
 }
-"""The kernels that sum in the canonical order: a tile of rows has one query's heads, so that tiles of keys are counted
-from the first key that this query sees."""
+"""The kernels that sum in the canonical order. Tiles of keys are counted from the first key that a query sees: a tile
+of rows has one query's heads, or for separate K and V all queries begin with the first key."""
 
 IN_ORDER_ON = ("sm_90a",)
 """architectures; ffi/forward.h refuses others"""

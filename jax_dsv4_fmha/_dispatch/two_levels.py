@@ -5,6 +5,7 @@ A block of queries at a time, so that no more than `WORKSPACE` bytes of scores e
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,40 +14,70 @@ import jax.numpy as jnp
 from .._definitions.query_blocks import Arrays, over_queries
 from .._definitions.ranks import number_of, rank_of
 from .._host import indexer as raw
+from .._host import library
 
 BLOCKS = (1, 2, 4, 8, 16, 32)
 """Sizes of a block: a tile of scores is a multiple of four blocks."""
+
+
+def has_kernel(block: int, from_start: bool, **choices: Any) -> bool:
+    """Whether there is a kernel of scores that judges such blocks, for the devices here."""
+    return block == raw.BLOCK and not from_start and _for_all("indexer_scores", **choices, blocks=True)
 
 
 def greatest_blocks(*operands: jax.Array, count: int, block: int, from_start: bool) -> Arrays:
     """As `_definitions.indexer.greatest_blocks`, whose last block is always that of the newest entry: `count - 1`
     of those before it are chosen by their greatest scores, for which it needs no score of its own."""
     q, weights, k, k_scale, start, stop = operands
+    if has_kernel(block, from_start, heads=q.shape[2], dtype=q.dtype.name, paged=False):
+        best = functools.partial(raw.indexer_blocks, q, weights, k, k_scale, start, stop)
+        return _with_newest(best, jnp.zeros_like(start), start, stop, count, block)
 
     def rows(q: jax.Array, weights: jax.Array, start: jax.Array, stop: jax.Array) -> Arrays:
         before = start if from_start else jnp.zeros_like(start)
-        first, newest = (start - before) // block, (stop - 1 - before) // block
-        there = jnp.where(stop > start, newest + 1 - first, 0)
-        chosen = jnp.full((*start.shape, 1), -1, jnp.int32)
-        if count > 1:
-            # A query that sees more than count blocks sees more than block * (count - 1) entries.
-            scores = raw.indexer_scores(q, weights, k, k_scale, start, stop, skip=block * (count - 1))
+
+        def best(oldest: jax.Array, newest: jax.Array, count: int) -> jax.Array:
+            # A query that sees more than count + 1 blocks sees more than block * count entries.
+            scores = raw.indexer_scores(q, weights, k, k_scale, start, stop, skip=block * count)
             if from_start:  # the scores of a query from its first entry on
                 at = start[..., None] + jnp.arange(scores.shape[2], dtype=jnp.int32)
                 scores = jnp.take_along_axis(scores, jnp.minimum(at, scores.shape[2] - 1), -1)
-            best, _ = raw.indexer_topk(_greatest(scores, start - before, block), first, newest, topk=count - 1)
-            chosen = jnp.concatenate([best, chosen], -1)
-        last = jnp.minimum(there, count)[..., None] - 1
-        return (jnp.where(jnp.arange(count, dtype=jnp.int32) == last, newest[..., None], chosen),)
+            return raw.indexer_topk(_greatest(scores, start - before, block), oldest, newest, topk=count)[0]
+
+        return _with_newest(best, before, start, stop, count, block)
 
     words = (q.shape[0], k.shape[1], 1 + from_start)
     return over_queries(rows, _at_a_time(*words), q, weights, start, stop)
+
+
+def greatest_blocks_of_pages(*operands: jax.Array, count: int, block: int, from_start: bool) -> Arrays:
+    """As `_definitions.indexer.greatest_blocks_of_pages`, for blocks that a kernel judges."""
+    *_, start, stop = operands
+    best = functools.partial(raw.paged_indexer_blocks, *operands)
+    return _with_newest(best, jnp.zeros_like(start), start, stop, count, block)
+
+
+def _with_newest(
+    best: Callable[..., jax.Array], before: jax.Array, start: jax.Array, stop: jax.Array, count: int, block: int
+) -> Arrays:
+    """`count - 1` of the blocks before the newest, which `best(oldest, newest, count=…)` chooses, and then that;
+    blocks are counted from the entry `before`."""
+    oldest, newest = (start - before) // block, (stop - 1 - before) // block
+    there = jnp.where(stop > start, newest + 1 - oldest, 0)
+    chosen = jnp.full((*start.shape, 1), -1, jnp.int32)
+    if count > 1:
+        chosen = jnp.concatenate([best(oldest, newest, count=count - 1), chosen], -1)
+    last = jnp.minimum(there, count)[..., None] - 1
+    return (jnp.where(jnp.arange(count, dtype=jnp.int32) == last, newest[..., None], chosen),)
 
 
 def choose_within(*operands: jax.Array, topk: int, block: int, from_start: bool) -> Arrays:
     """As `_definitions.indexer.select_within`, for ascending blocks, of which a query sees contiguous entries."""
     q, weights, k, k_scale, blocks, start, stop = operands
     b, s_c = k.shape[:2]
+    if has_kernel_within(block, from_start, heads=q.shape[2], dtype=q.dtype.name, paged=False):
+        best = functools.partial(raw.indexer_within, q, weights, k, k_scale, topk=topk, from_start=from_start)
+        return _entries(best, blocks, start, stop, s_c, from_start)
     fill = -blocks.shape[2] % 4  # top-k wants columns in fours
     blocks = jnp.pad(blocks, ((0, 0), (0, 0), (0, fill)), constant_values=-1)
 
@@ -68,6 +99,50 @@ def choose_within(*operands: jax.Array, topk: int, block: int, from_start: bool)
 
     indices, values = over_queries(rows, _at_a_time(b, blocks.shape[2], 2 * block), q, weights, blocks, start, stop)
     return indices, values
+
+
+def has_kernel_within(block: int, from_start: bool, **choices: Any) -> bool:
+    """Whether there is a kernel of the scores of such blocks' entries, for the devices here."""
+    aligned = not (from_start and choices["paged"])  # a block's entries are in one page
+    return block == raw.BLOCK and aligned and _for_all("indexer_scores_within", **choices)
+
+
+def _for_all(op: str, **choices: Any) -> bool:
+    shipped = library.shipped_for(op, **choices)
+    return shipped != () and set(library.local_architectures()) <= set(shipped)
+
+
+def choose_within_pages(*operands: jax.Array, topk: int, block: int, from_start: bool) -> Arrays:
+    """As `_definitions.indexer.select_within_pages`, for blocks whose entries a kernel scores."""
+    *of_keys, blocks, start, stop = operands
+    return _entries(
+        functools.partial(raw.paged_indexer_within, *of_keys, topk=topk), blocks, start, stop, 2**31 - 1, False
+    )
+
+
+def _entries(
+    best: Callable[..., tuple[jax.Array, jax.Array]],
+    blocks: jax.Array,
+    start: jax.Array,
+    stop: jax.Array,
+    s_c: Any,
+    from_start: bool,
+) -> Arrays:
+    """The entries at the places in lists of blocks that `best(blocks, start, first, last)` chooses, and their scores.
+
+    Blocks ascend, so a query sees contiguous places of its list.
+    """
+    base = start if from_start else jnp.zeros_like(start)
+    begin = blocks * raw.BLOCK + base[..., None]
+    there = (blocks >= 0) & (blocks < -(-s_c // raw.BLOCK))
+
+    def before(bound: jax.Array) -> jax.Array:
+        """How many entries of the list are before a bound."""
+        return jnp.sum(jnp.where(there, jnp.clip(bound[..., None] - begin, 0, raw.BLOCK), 0), -1, dtype=jnp.int32)
+
+    where, values = best(jnp.where(there, blocks, -1), start, before(start), before(stop))
+    block = jnp.take_along_axis(begin, jnp.maximum(where, 0) // raw.BLOCK, -1)
+    return jnp.where(where < 0, -1, block + where % raw.BLOCK), values
 
 
 def _greatest(scores: jax.Array, start: jax.Array, block: int) -> jax.Array:

@@ -14,11 +14,18 @@ import numpy as np
 
 from . import library
 from .call import call
-from .split_kv import LARGEST, processors, split_count, whole_queries
+from .split_kv import LARGEST, columns_pay, processors, split_count, whole_queries
 
-ORDER = 1
+ORDER = 2
 """The number of the canonical order of sums (docs/semantics.md), in which no keys are split; ffi/forward.h refuses a
 call for another one, and a call whose kernels do not have it."""
+
+
+TILE = 64
+"""heads, and keys, of a tile"""
+
+FEW_HEADS = 32
+"""with at most so many a query's sums have another order, of another kernel"""
 
 
 def mha_fwd(
@@ -30,6 +37,7 @@ def mha_fwd(
     sink: jax.Array,
     *,
     scale: float,
+    order: int = 0,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention over one interval of keys per query.
 
@@ -39,8 +47,10 @@ def mha_fwd(
       start, stop: int32 `[b, s_q]` within `[0, s_kv]`: query i sees the keys `start <= j < stop`.
       sink: float32 `[h_q]`, -inf for none.
       scale: finite and > 0.
+      order: of sums: 0 for any, or `ORDER`, which it is where start is 0.
     """
-    return _call("mha_fwd", _splits_of_span("mha_fwd", q, k), scale, q, k, v, start, stop, sink)
+    splits = 1 if order else _splits_of_span("mha_fwd", q, k)
+    return _call("mha_fwd", splits, scale, q, k, v, start, stop, sink, order=order)
 
 
 def mla_span_fwd(
@@ -67,9 +77,10 @@ def mla_sparse_fwd(
       kv: `[b, s_kv, d]`, both K and V; or a pool `[s_kv, d]` that all batch entries share.
       indices: int32 `[b, s_q, topk]`, topk >= 1; an entry outside of `[0, s_kv)` is absent.
       length: int32 `[b, s_q]`, any value: entries from there on are absent too.
-      q, sink, scale: as in `mha_fwd`.
-      order: of sums: 0 for any, or `ORDER`.
+      q, sink, scale, order: as in `mha_fwd`; any list has the order.
     """
+    if order and (room := _by_columns("mla_sparse_fwd", q, (indices.shape[2],))):
+        return _call_by_columns("mla_sparse_fwd", room, scale, q, kv, indices, length, sink, order=order)
     splits = 1 if order else _splits_of_queries("mla_sparse_fwd", q, indices.shape[2])
     return _call("mla_sparse_fwd", splits, scale, q, kv, indices, length, sink, order=order)
 
@@ -92,7 +103,11 @@ def csa_fwd(
     """Attention over an interval of `window_kv [b, s_w, d]`, as in `mha_fwd`, and keys of `kv [b, s_c, d]`, or of a
     pool `[slots, d]`, as in `mla_sparse_fwd`, whose `order` it takes too.
     """
-    splits = 1 if order else _splits_of_queries(op, q, window_kv.shape[1] + indices.shape[2])
+    keys = window_kv.shape[1], indices.shape[2]
+    if order and (room := _by_columns(op, q, keys)):
+        selections = (window_kv, start, stop, kv, indices, length)
+        return _call_by_columns(op, room, scale, q, *selections, sink, order=order)
+    splits = 1 if order else _splits_of_queries(op, q, sum(keys))
     operands = (window_kv, start, stop, kv, indices, length, sink, *table)
     return _call(op, splits, scale, q, *operands, order=order, **_norm(eps))
 
@@ -149,8 +164,12 @@ def dsv4_decode(
       order: as in `mla_sparse_fwd`.
       packing: the layout of both pools, "v4_fp8" or "v41_fp8"; "v41_fp4" is that of the second one, after a v41_fp8.
     """
-    keys, shape = window_indices.shape[2] + indices.shape[2], q.shape
-    whole = 0
+    of_sources, shape = (window_indices.shape[2], indices.shape[2]), q.shape
+    keys, whole = sum(of_sources), 0
+    if order and (room := _by_columns("dsv4_decode", q, of_sources, packing=packing)):
+        selections = (window_pool, window_indices, window_length, pool, indices, length)
+        how: dict[str, Any] = {"order": order, "packing": packing}
+        return _call_by_columns("dsv4_decode", room, scale, q, *selections, sink, **how)
     if not order and (q.shape[1] == 1 or window_pool.ndim == pool.ndim == 2):
         whole = _whole("dsv4_decode", q, keys, packing=packing)
     splits = 1 if order else _splits_of_queries("dsv4_decode", q, keys, whole, packing=packing)
@@ -161,6 +180,38 @@ def dsv4_decode(
     selections = (window_pool, window_indices, window_length, pool, indices, length)
     o, lse = _call("dsv4_decode", splits, scale, q, *selections, sink, whole=whole, order=order, packing=packing)
     return o.reshape(shape), lse.reshape(shape[:-1])
+
+
+def _by_columns(op: str, q: jax.Array, keys: tuple[Any, ...], packing: str = "") -> int:
+    """The tiles of keys that a query may see of so many keys of each source, where two kernels that share out keys and
+    columns are to attend to q; else 0.
+    """
+    b, s_q, h_q, d = q.shape
+    choices = {"d": d, "dtype": q.dtype.name, "packing": packing}
+    archs = {v.arch for v in library.variants_for(f"{op}_by_columns", **choices)}
+    if not archs or h_q <= FEW_HEADS or not all(isinstance(x, int) for x in (b, s_q, h_q, *keys)):
+        return 0
+    tiles = sum(-(-n // TILE) for n in keys)
+    pays = columns_pay(b * s_q * -(-h_q // TILE), tiles, processors(next(iter(archs))))
+    return tiles if pays else 0
+
+
+def _call_by_columns(
+    op: str, room: int, scale: float, q: jax.Array, *operands: jax.Array, **attributes: Any
+) -> tuple[jax.Array, jax.Array]:
+    """With room for so many tiles of keys."""
+    (b, s_q, h_q, d), f32 = q.shape, jnp.float32
+    of_rows = (b, s_q, -(-h_q // TILE), room)
+    results = (
+        jax.ShapeDtypeStruct(q.shape, q.dtype),
+        jax.ShapeDtypeStruct(q.shape[:-1], f32),
+        *(jax.ShapeDtypeStruct((*of_rows, n), f32) for n in (TILE * TILE, TILE)),
+        jax.ShapeDtypeStruct((b, s_q, room, TILE, d), q.dtype),
+        jax.ShapeDtypeStruct((b, s_q), jnp.int32),
+    )
+    attributes["order"] = np.int64(attributes["order"])
+    o, lse, *_ = call(f"{op}_by_columns", results, q, *operands, scale=np.float32(scale), **attributes)
+    return o, lse
 
 
 def _whole(op: str, q: jax.Array, keys: int, **choices: str) -> int:

@@ -11,6 +11,8 @@ from .call import call
 
 WORKSPACE = 2**29
 """bytes of scores that exist at a time, unless a block of queries has more"""
+BLOCK = 8
+"""entries of a block that kernels choose as a whole: `kIndexBlock` in C++"""
 
 
 def lightning_indexer(
@@ -59,22 +61,130 @@ def paged_lightning_indexer(
       table: int32 `[b, width]`. An entry on no page of the pool counts as a key of zeros.
       start, stop: within `[0, width * page]`.
     """
-    pools, pages, width, *_ = pool.shape
-    if pools != 1:
-        first = jnp.arange(pools, dtype=jnp.int32)[:, None] * pages
-        table = jnp.where((table >= 0) & (table < pages), first + table, -1)
-    pool = pool.reshape(-1, *pool.shape[2:])
-    page = width // 132 if pool.dtype == jnp.uint8 else width
-    results = _chosen(q, page * table.shape[1], True, topk, return_scores)
+    pool, table, s_c = _of_one_pool(pool, table)
+    results = _chosen(q, s_c, True, topk, return_scores)
     indices, values, _ = call("paged_lightning_indexer", results, q, pool, weights, table, start, stop)
     return indices, values
 
 
-def _chosen(q: jax.Array, s_c: Any, paged: bool, topk: int, return_scores: bool) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """The results of an indexer's call, and its workspace of scores."""
+def indexer_blocks(
+    q: jax.Array,
+    weights: jax.Array,
+    k: jax.Array,
+    k_scale: jax.Array,
+    start: jax.Array,
+    stop: jax.Array,
+    oldest: jax.Array,
+    newest: jax.Array,
+    *,
+    count: int,
+) -> jax.Array:
+    """The `count` blocks of `BLOCK` entries with the greatest scores of what a query sees, int32 `[b, s_q, count]`,
+    ascending, then -1.
+
+    Args:
+      q, weights, k, k_scale, start, stop: as in `lightning_indexer`.
+      oldest, newest: int32 `[b, s_q]`: the blocks oldest <= j < newest are judged, whose entries all are before stop.
+    """
+    results = _chosen(q, k.shape[1], False, count, False, BLOCK)
+    return call("indexer_blocks", results, q, k, weights, k_scale, start, stop, oldest, newest)[0]
+
+
+def paged_indexer_blocks(
+    q: jax.Array,
+    weights: jax.Array,
+    pool: jax.Array,
+    table: jax.Array,
+    start: jax.Array,
+    stop: jax.Array,
+    oldest: jax.Array,
+    newest: jax.Array,
+    *,
+    count: int,
+) -> jax.Array:
+    """`indexer_blocks` with keys in pages, as in `paged_lightning_indexer`."""
+    pool, table, s_c = _of_one_pool(pool, table)
+    results = _chosen(q, s_c, True, count, False, BLOCK)
+    return call("paged_indexer_blocks", results, q, pool, weights, table, start, stop, oldest, newest)[0]
+
+
+def indexer_within(
+    q: jax.Array,
+    weights: jax.Array,
+    k: jax.Array,
+    k_scale: jax.Array,
+    blocks: jax.Array,
+    start: jax.Array,
+    first: jax.Array,
+    last: jax.Array,
+    *,
+    topk: int,
+    from_start: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """The `topk` greatest scores among the entries of listed blocks of `BLOCK`: where they are in a query's list, the
+    block of a place times `BLOCK` and more; ascending, then -1. And the scores, -inf at -1.
+
+    Args:
+      q, weights, k, k_scale: as in `lightning_indexer`.
+      blocks: int32 `[b, s_q, n]`; an absent one is below 0.
+      start: int32 `[b, s_q]`, the entry with which block 0 begins, with from_start.
+      first, last: int32 `[b, s_q]`: of its list's places, a query sees first <= j < last.
+    """
+    results = _listed(q, blocks, topk)
+    given = (q, k, weights, k_scale, blocks, start, first, last)
+    indices, values, _ = call("indexer_within", results, *given, from_start=np.int64(from_start))
+    return indices, values
+
+
+def paged_indexer_within(
+    q: jax.Array,
+    weights: jax.Array,
+    pool: jax.Array,
+    table: jax.Array,
+    blocks: jax.Array,
+    start: jax.Array,
+    first: jax.Array,
+    last: jax.Array,
+    *,
+    topk: int,
+) -> tuple[jax.Array, jax.Array]:
+    """`indexer_within` with keys in pages of whole blocks, as in `paged_lightning_indexer`."""
+    pool, table, _ = _of_one_pool(pool, table)
+    results = _listed(q, blocks, topk)
+    given = (q, pool, weights, table, blocks, start, first, last)
+    indices, values, _ = call("paged_indexer_within", results, *given, from_start=np.int64(0))
+    return indices, values
+
+
+def _listed(q: jax.Array, blocks: jax.Array, topk: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """The results of a choice within blocks, and its workspace of scores."""
+    (b, s_q), listed = q.shape[:2], BLOCK * blocks.shape[2]
+    rows = 4096
+    if isinstance(listed, int):
+        rows = max(1, WORKSPACE // (4 * listed))
+    if isinstance(b, int) and isinstance(s_q, int):
+        rows = max(1, -(-b * s_q // -(-b * s_q // rows)))  # the same number of queries each time
+    chosen = (jax.ShapeDtypeStruct((b, s_q, topk), dtype) for dtype in (jnp.int32, jnp.float32))
+    return (*chosen, jax.ShapeDtypeStruct((rows, listed), jnp.float32))
+
+
+def _of_one_pool(pool: jax.Array, table: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
+    """A pool without its axis of batch entries, the table into it, and the entries that a sequence has room for."""
+    pools, pages, width, *_ = pool.shape
+    if pools != 1:
+        first = jnp.arange(pools, dtype=jnp.int32)[:, None] * pages
+        table = jnp.where((table >= 0) & (table < pages), first + table, -1)
+    page = width // 132 if pool.dtype == jnp.uint8 else width
+    return pool.reshape(-1, *pool.shape[2:]), table, page * table.shape[1]
+
+
+def _chosen(
+    q: jax.Array, s_c: Any, paged: bool, topk: int, return_scores: bool, block: int = 1
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """The results of an indexer's call, and its workspace of scores, one for a block of so many entries."""
     b, s_q, h, _ = q.shape
-    queries, tile = _score_block(h, q.dtype, paged)
-    stride, blocks = -(-s_c // tile) * tile, 256
+    queries, tile = _score_block(h, q.dtype, paged, block > 1)
+    stride, blocks = -(-s_c // tile) * tile // block, 256
     if isinstance(s_c, int):
         blocks = max(1, WORKSPACE // (4 * stride * queries))
     if isinstance(b, int) and isinstance(s_q, int):
@@ -87,9 +197,9 @@ def _chosen(q: jax.Array, s_c: Any, paged: bool, topk: int, return_scores: bool)
     )
 
 
-def _score_block(h: int, dtype: Any, paged: bool) -> tuple[int, int]:
+def _score_block(h: int, dtype: Any, paged: bool, blocks: bool = False) -> tuple[int, int]:
     """The queries that a CTA scores at a time, and the entries; without a kernel the call says so when it runs."""
-    for v in library.variants_for("indexer_scores", heads=h, dtype=dtype.name, paged=paged):
+    for v in library.variants_for("indexer_scores", heads=h, dtype=dtype.name, paged=paged, blocks=blocks):
         return v.tile_m // h, v.tile_n
     return 1, 1
 

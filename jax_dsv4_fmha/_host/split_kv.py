@@ -9,6 +9,9 @@ LARGEST = {"sm_90a": 132, "sm_100f": 152}
 of which a B200 has 148. A program without a device is made for the first of those that it has kernels for.
 """
 
+COLUMNS = 8
+"""CTAs that share out the columns of a tile of rows"""
+
 _LAUNCH_COST = 6.0
 """The cost of one more launch, in units of `split_count`'s model: what splitting the last queries alone must gain."""
 
@@ -62,6 +65,17 @@ def whole_queries(queries: int, tiles: int, key_tiles: int, unit: int, processor
     rest = (queries - whole) * tiles, key_tiles, unit, processors
     pays = 0 < whole < queries and _cost(*rest, 1) - _cost(*rest, split_count(*rest)) > _LAUNCH_COST
     return whole if pays else 0
+
+
+def columns_pay(row_tiles: int, key_tiles: int, processors: int) -> bool:
+    """Whether, where sums may not be split, two launches that share out keys and then columns are faster than one.
+
+    In units of `split_count`'s model: what a wave of pairs of key tiles takes, and one of columns, whose CTAs read all
+    scores.
+    """
+    scores = -(-row_tiles * -(-key_tiles // 2) // processors) * 5
+    columns = -(-row_tiles * COLUMNS // processors) * (2 + key_tiles / 4)
+    return scores + columns < _cost(row_tiles, key_tiles, 1, processors, 1)
 
 
 def _cost(row_tiles: int, key_tiles: int, unit: int, processors: int, splits: int) -> float:

@@ -30,6 +30,7 @@ def dot_product_attention(
     implementation: _check.Implementation | None = None,
     return_residual: bool = False,
     deterministic: bool = False,
+    batch_invariant: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Takes the arguments of `jax.nn.dot_product_attention`, and sinks.
 
@@ -54,15 +55,15 @@ def dot_product_attention(
       sinks: float32 `[N]`, as in `fmha`.
       implementation: as in `fmha`.
       return_residual: also return the log-sum-exp, float32 `[B, T, N]` or `[T, N]`, natural log, without sinks.
-      deterministic: as in `fmha`.
+      deterministic, batch_invariant: as in `fmha`. A mask that is known while tracing counts as it is.
 
     Returns:
       o like query; with return_residual, also the log-sum-exp.
 
     Raises:
       ValueError, TypeError: operands that differ from the above.
-      NotImplementedError: a bias; a mask that is not such an interval; "cubin", and no kernel is built for these
-        operands.
+      NotImplementedError: a bias; a mask that is not such an interval; "cubin" or batch_invariant, and no such kernel
+        is built for these operands.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -109,6 +110,7 @@ def dot_product_attention(
         span &= of_mask
 
     _check.implementation(_OP, implementation)
+    _check.batch_invariant(_OP, batch_invariant, implementation)
     scale = _check.scale(_OP, scale, dims["h"])
     start, stop = span.bounds(b, t, s, _OP)
     q, k, v = (x if batched else x[None] for x in (query, key, value))
@@ -119,9 +121,10 @@ def dot_product_attention(
         o, lse = reference.fmha(q, k, values, span=Span(start, stop), sink=sinks, scale=scale)
     else:
         names = ("key", "mask start", "mask stop") if values is None else ("key", "value", "mask start", "mask stop")
-        source = SpanSource(k, start, stop, values, names, width=span.width)
+        source = SpanSource(k, start, stop, values, names, width=span.width, from_first=span.is_from_first)
         how: dict[str, Any] = {"implementation": implementation, "deterministic": deterministic}
-        o, lse = attend(_OP, q, [source], sink=sinks, scale=scale, names=("query", "sinks"), **how)
+        how |= {"batch_invariant": batch_invariant, "names": ("query", "sinks")}
+        o, lse = attend(_OP, q, [source], sink=sinks, scale=scale, **how)
     if broken is not None:
         o, lse = jnp.where(broken[..., None, None], jnp.nan, o), jnp.where(broken[..., None], jnp.nan, lse)
     o, lse = (x if batched else x[0] for x in (o, lse))

@@ -42,7 +42,8 @@ def fmha(
         keys (docs/performance.md). The forward pass always has them.
       batch_invariant: whether the bits of a query's o and lse are to depend on its own operands alone, whatever the
         batch, the chunk of a prompt and the pages (docs/semantics.md says which, and what it costs). It insists on a
-        kernel that sums in the canonical order: there are such for d = 512 where V is K, on sm_90a.
+        kernel that sums in the canonical order: on sm_90a there are such for d = 512 where V is K, and for d up to 256
+        where all queries see keys from the first one on, as `Span.causal` and `Span.lengths` show them.
 
     Returns:
       o like q, 0 where a query sees no key; lse float32 `[b, s_q, h_q]`, natural log, without the sink, -inf there.
@@ -78,7 +79,7 @@ def fmha(
     if implementation == "reference":
         return reference.fmha(q, k, v, span=Span(start, stop), sink=sink, scale=scale)
     names = ("k", "span.start", "span.stop") if v is None else ("k", "v", "span.start", "span.stop")
-    source = SpanSource(k, start, stop, v, names, width=span.width)
+    source = SpanSource(k, start, stop, v, names, width=span.width, from_first=span.is_from_first)
     return attend(
         op, q, [source], sink=sink, scale=scale, implementation=implementation, deterministic=deterministic,
         batch_invariant=batch_invariant,

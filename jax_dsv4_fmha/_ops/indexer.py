@@ -73,8 +73,9 @@ def lightning_indexer(
       k_scale: float32 `[b, s_c]`, not negative; with float8_e4m3fn, and only then. A cache has its own.
       blocks: int32 `[b, s_q, n]`, as `indexer_blocks` returns them, ascending and none twice, then -1 for those that
         are absent: only entries in these blocks of `block` entries are chosen. Blocks in another order are an error
-        where they are known, and undefined where they are traced. Kernels compute scores of these entries alone; of a
-        `Cache` they read what XLA gathers into an array of all its keys.
+        where they are known, and undefined where they are traced. Kernels compute scores of these entries alone. Of a
+        `Cache` they read these keys where they are: for blocks of 8 in pages of whole blocks, with 32 or 64 heads,
+        bfloat16 or float8_e4m3fn; else what XLA gathers into an array of all its keys.
       from_start: as in `indexer_blocks`.
       return_scores: whether the scores at the indices are returned too.
       implementation: None takes the kernel where there is one, else the reference; "cubin" or "reference" insist.
@@ -106,23 +107,29 @@ def lightning_indexer(
     if getattr(k, "shape", None) == (dims["b"], 0, dims["d"]):
         indices = jnp.full((dims["b"], dims["s_q"], topk), -1, jnp.int32)
         return (indices, jnp.full(indices.shape, -jnp.inf, jnp.float32)) if return_scores else indices
-    keys = _keys(op, k, k_scale, q.dtype, dims, blocks is not None)
+    block = _check.positive(op, "block", block)
+    of_q = {"heads": dims["h"], "dtype": q.dtype.name}
+
+    def judged(paged: bool) -> bool:
+        return two_levels.has_kernel_within(block, bool(from_start), **of_q, paged=paged)
+
+    keys = _keys(op, k, k_scale, q.dtype, dims, as_array=blocks is not None and not (_fit(k) and judged(paged=True)))
     _check.implementation(op, implementation)
     start, stop = _visible(op, dims, ratio, q_offset, lengths, span)
     if blocks is not None:
         blocks = _check.operand(op, "blocks", blocks, "b s_q n", dims, _check.INT)
-        how = {"block": _check.positive(op, "block", block), "from_start": bool(from_start)}
+        how = {"topk": topk, "block": block, "from_start": bool(from_start)}
         _ascending(op, blocks)
-        archs = _shipped_for_both("indexer_scores_at", topk, dims, heads=dims["h"], dtype=q.dtype.name)
-        call = _call(
-            op, _CHOOSE_WITHIN, implementation, "indexer_scores_at", archs, q, dims, keys.got, topk=topk, **how
-        )
+        kernel, choices = "indexer_scores_at", of_q
+        if judged(keys.paged):
+            kernel, choices = "indexer_scores_within", of_q | {"paged": keys.paged}
+        archs = _shipped_for_both(kernel, topk, dims, **choices)
+        call = _call(op, keys.ops.within, implementation, kernel, archs, q, dims, keys.got, "", **how)
         inputs = (*map(lax.stop_gradient, (q, weights, *keys.operands)), blocks, start, stop)
         indices, scores = without_gradient(call, *inputs)
         return (indices, scores) if return_scores else indices
-    of_keys = {"heads": dims["h"], "dtype": q.dtype.name, "paged": keys.paged}
-    archs = _shipped_for_both("indexer_scores", topk, dims, **of_keys) if keys.fits else ()
-    choose = keys.choose_and_score if return_scores else keys.choose
+    archs = _shipped_for_both("indexer_scores", topk, dims, **of_q, paged=keys.paged) if keys.fits else ()
+    choose = keys.ops.choose_and_score if return_scores else keys.ops.choose
     call = _call(op, choose, implementation, "indexer_scores", archs, q, dims, keys.got, keys.wanted, topk=topk)
     results = without_gradient(call, *map(lax.stop_gradient, (q, weights, *keys.operands)), start, stop)
     return (results[0], results[1]) if return_scores else results[0]
@@ -163,8 +170,8 @@ def indexer_blocks(
     query may see, is always chosen. The lower block wins a tie. The result has no gradient.
 
     Args:
-      q, k, weights, ratio, q_offset, lengths, span, k_scale: as in `lightning_indexer`; XLA gathers a `Cache` in pages
-        into an array.
+      q, k, weights, ratio, q_offset, lengths, span, k_scale: as in `lightning_indexer`. XLA gathers a `Cache` in pages
+        into an array, unless kernels take it, as `blocks` there says.
       count: an int >= 1: how many blocks to choose; DeepSeek-V4.1 takes 2048.
       block: an int >= 1; kernels take powers of two up to 32.
       from_start: whether block 0 of a query begins with the first entry that `span` shows it, and not with entry 0: so
@@ -195,15 +202,17 @@ def indexer_blocks(
     q = _check.operand(op, "q", q, "b s_q h d", dims, (*_check.FLOAT, E4M3))
     weights = _check.operand(op, "weights", weights, "b s_q h", dims, _check.FP32)
     count, block = _check.positive(op, "count", count), _check.positive(op, "block", block)
-    keys = _keys(op, k, k_scale, q.dtype, dims, as_array=True)
+    how = {"count": count, "block": block, "from_start": bool(from_start)}
+    of_q = {"heads": dims["h"], "dtype": q.dtype.name}
+    in_pages = _fit(k) and two_levels.has_kernel(block, bool(from_start), **of_q, paged=True)
+    keys = _keys(op, k, k_scale, q.dtype, dims, as_array=not in_pages)
     _check.implementation(op, implementation)
     start, stop = _visible(op, dims, ratio, q_offset, lengths, span)
-    archs = _shipped_for_both("indexer_scores", count - 1, dims, heads=dims["h"], dtype=q.dtype.name, paged=False)
+    archs = _shipped_for_both("indexer_scores", count - 1, dims, **of_q, paged=keys.paged)
     archs = archs if block in two_levels.BLOCKS else ()
     got = ", ".join(filter(None, [f"blocks of {block}", keys.got]))
     wanted = f"blocks of {' or '.join(map(str, two_levels.BLOCKS))}"
-    how = {"count": count, "block": block, "from_start": bool(from_start)}
-    call = _call(op, _BLOCKS, implementation, "indexer_scores", archs, q, dims, got, wanted, **how)
+    call = _call(op, keys.ops.blocks, implementation, "indexer_scores", archs, q, dims, got, wanted, **how)
     (blocks,) = without_gradient(call, *map(lax.stop_gradient, (q, weights, *keys.operands)), start, stop)
     return blocks
 
@@ -377,11 +386,19 @@ def _trained(op: str, q: Any, k: Any, weights: Any, dims: dict[str, Any]) -> tup
     return q, k, _check.operand(op, "weights", weights, "b s_q h", dims, _check.FP32)
 
 
-class _Keys(NamedTuple):
-    """Where entries are chosen from: an op's operands after q and weights, and the op with and without scores."""
+class _Ops(NamedTuple):
+    """The ops that choose from keys of a kind."""
 
     choose: Op
     choose_and_score: Op
+    blocks: Op
+    within: Op
+
+
+class _Keys(NamedTuple):
+    """Where entries are chosen from: ops, and their operands after q and weights."""
+
+    ops: _Ops
     operands: Arrays
     got: str = ""
     wanted: str = ""
@@ -392,7 +409,7 @@ class _Keys(NamedTuple):
 
 
 def _keys(op: str, k: Any, k_scale: Any, dtype: Any, dims: dict[str, Any], as_array: bool = False) -> _Keys:
-    """as_array: also of a `Cache`, which has no kernels for two levels."""
+    """as_array: also of a `Cache`, which XLA gathers."""
     got = ""
     if isinstance(k, Cache):
         _check_cached(op, k, k_scale, dtype, dims)
@@ -407,7 +424,7 @@ def _keys(op: str, k: Any, k_scale: Any, dtype: Any, dims: dict[str, Any], as_ar
         raise _check.error(ValueError, op, "k_scale", k_scale, f"None with {dtype}: only float8_e4m3fn has scales")
     else:
         k_scale = jnp.ones((dims["b"], dims["s_c"]), jnp.float32)
-    return _Keys(_CHOOSE, _CHOOSE_AND_SCORE, (k, k_scale), got)
+    return _Keys(_OF_ARRAYS, (k, k_scale), got)
 
 
 def _check_cached(op: str, cache: Cache, k_scale: Any, dtype: Any, dims: dict[str, Any]) -> None:
@@ -425,12 +442,20 @@ def _check_cached(op: str, cache: Cache, k_scale: Any, dtype: Any, dims: dict[st
 
 def _cached_keys(cache: Cache, packed: bool, dims: dict[str, Any]) -> _Keys:
     """Keys in pages, which kernels read where they are."""
-    page, several = cache.page, cache.block_table is not None
+    several = cache.block_table is not None
     table = cache.block_table if several else jnp.zeros((dims["b"], 1), jnp.int32)
     pool = cache.entries[None] if several else cache.entries[:, None]
-    unit = page_unit(several and table.shape[1] != 1, packed)
-    fits = isinstance(page, int) and page % unit == 0
-    return _Keys(*_OF_PAGES[packed], (pool, table), f"pages of {page}", f"pages of a multiple of {unit}", True, fits)
+    wanted = f"pages of a multiple of {_unit(cache)}"
+    return _Keys(_OF_PAGES[packed], (pool, table), f"pages of {cache.page}", wanted, True, _fit(cache))
+
+
+def _unit(cache: Cache) -> int:
+    return page_unit(cache.block_table is not None and cache.block_table.shape[1] != 1, cache.is_packed)
+
+
+def _fit(k: Any) -> bool:
+    """Whether these are keys in pages as kernels take them."""
+    return isinstance(k, Cache) and isinstance(k.page, int) and k.page % _unit(k) == 0
 
 
 def page_unit(several: bool, packed: bool) -> int:
@@ -503,14 +528,22 @@ _WANTED = f"d={_D}, and operands that a kernel is built for"
 _INDEX_FP8, _INDEX_FP4 = "index_fp8", "index_fp4"
 
 
-def _choosing(keys: tuple[Axes, ...], reference: Callable[..., Arrays], kernel: Callable[..., Arrays]) -> tuple[Op, Op]:
-    """Two ops of (q, weights, *keys, start, stop): one chooses entries, the other also gives their scores."""
-    operands = (_TRAINED[0], _TRAINED[2], *keys, *_SPAN)
+def _choosing(
+    keys: tuple[Axes, ...],
+    reference: Callable[..., Arrays],
+    kernel: Callable[..., Arrays],
+    blocks: tuple[Callable[..., Arrays], Callable[..., Arrays]],
+    within: tuple[Callable[..., Arrays], Callable[..., Arrays]],
+) -> _Ops:
+    """Ops of (q, weights, *keys, start, stop): one chooses entries, another also gives their scores; and those of a
+    choice in two levels, each with its reference and its kernel."""
+    given = (_TRAINED[0], _TRAINED[2], *keys)
+    operands = (*given, *_SPAN)
 
     def choose(*operands: jax.Array, topk: int) -> Arrays:
         return kernel(*operands, topk=topk, return_scores=False)[:1]
 
-    return (
+    return _Ops(
         Op("lightning_indexer", operands, (_INDICES,), lambda *x, topk: reference(*x, topk=topk)[:1], choose),
         Op(
             "lightning_indexer",
@@ -519,32 +552,30 @@ def _choosing(keys: tuple[Axes, ...], reference: Callable[..., Arrays], kernel: 
             reference,
             functools.partial(kernel, return_scores=True),
         ),
+        Op("indexer_blocks", operands, (Axes("blocks", "b s_q count"),), *blocks),
+        Op(
+            "lightning_indexer",
+            (*given, Axes("blocks", "b s_q n"), *_SPAN),
+            (_INDICES, _SCORES_THERE),
+            *within,
+        ),
     )
 
 
-_CHOOSE, _CHOOSE_AND_SCORE = _choosing(
-    (_TRAINED[1], Axes("k_scale", "b s_c")), definition.select, raw.lightning_indexer
-)
-_OF_KEYS = _CHOOSE.operands[:-2]
-_CHOOSE_WITHIN = Op(
-    "lightning_indexer",
-    (*_OF_KEYS, Axes("blocks", "b s_q n"), *_SPAN),
-    (_INDICES, _SCORES_THERE),
-    definition.select_within,
-    two_levels.choose_within,
-)
-_BLOCKS = Op(
-    "indexer_blocks",
-    (*_OF_KEYS, *_SPAN),
-    (Axes("blocks", "b s_q count"),),
-    definition.greatest_blocks,
-    two_levels.greatest_blocks,
+_OF_ARRAYS = _choosing(
+    (_TRAINED[1], Axes("k_scale", "b s_c")),
+    definition.select,
+    raw.lightning_indexer,
+    (definition.greatest_blocks, two_levels.greatest_blocks),
+    (definition.select_within, two_levels.choose_within),
 )
 _OF_PAGES = {
     packed: _choosing(
         (Axes("k", f"{ONE_OR_B} pages {width}"), Axes("k.block_table", "b table")),
         definition.select_of_pages,
         raw.paged_lightning_indexer,
+        (definition.greatest_blocks_of_pages, two_levels.greatest_blocks_of_pages),
+        (definition.select_within_pages, two_levels.choose_within_pages),
     )
     for packed, width in ((False, "page d"), (True, "page_bytes"))
 }

@@ -170,6 +170,7 @@ def _indexer() -> tuple[IndexerCase, ...]:
         *(ChoiceCase(s_q=s_q, s_c=640, topk=64, dtype=t, page=64) for s_q in (2, 8) for t in (*types, fp8)),
         ChoiceCase(s_q=3, s_c=320, topk=700, h_q=16, dtype=fp8, page=32),
         *(BlocksCase(s_q=9, s_c=300, topk=40, h_q=32, dtype=t) for t in ("bfloat16", fp8)),
+        *(BlocksCase(s_q=2, s_c=320, topk=40, h_q=32, page=32, dtype=t) for t in ("bfloat16", fp8)),
         *(ScoresCase(s_q=9, s_c=90, topk=130, h_q=h, dtype=t) for h in (16, 32, 64) for t in types),
     )
 

@@ -89,16 +89,20 @@ class ChoiceCase(IndexerCase):
         stop = (self.position()[:, None] + np.arange(self.s_q) + 1) // (self.ratio or 1)
         return np.arange(self.s_c) < stop[..., None]
 
+    def keys(self, x: dict[str, Any]) -> tuple[Any, Any]:
+        """The keys, and their scales if they are not in pages."""
+        if not self.page:
+            return x["k"], x["k_scale"]
+        pages = jnp.asarray(np.random.default_rng(1).permutation(self.b * self.s_c // self.page), jnp.int32)
+        packed = jnp.dtype(self.dtype) == E4M3
+        entries = (x["raw"] if packed else x["k"]).reshape(-1, self.page, _D)
+        entries = quantize_cache(entries, "index_fp8") if packed else entries
+        where = jnp.zeros_like(entries).at[pages].set(entries)
+        return Cache(where, pages.reshape(self.b, -1), "index_fp8"), None
+
     def choose(self, x: dict[str, Any], implementation: Implementation) -> tuple[Numbers, Numbers]:
         """The entries and their scores."""
-        keys, k_scale = x["k"], x["k_scale"]
-        if self.page:
-            pages = jnp.asarray(np.random.default_rng(1).permutation(self.b * self.s_c // self.page), jnp.int32)
-            packed = jnp.dtype(self.dtype) == E4M3
-            entries = (x["raw"] if packed else keys).reshape(-1, self.page, _D)
-            entries = quantize_cache(entries, "index_fp8") if packed else entries
-            where = jnp.zeros_like(entries).at[pages].set(entries)
-            keys, k_scale = Cache(where, pages.reshape(self.b, -1), "index_fp8"), None
+        keys, k_scale = self.keys(x)
         indices, scores = lightning_indexer(
             x["q"], keys, x["weights"], topk=self.topk, ratio=self.ratio or 1,
             q_offset=jnp.asarray(self.position(), jnp.int32), k_scale=k_scale, blocks=x.get("blocks"), block=_BLOCK,
@@ -139,8 +143,9 @@ class BlocksCase(ChoiceCase):
     op = "indexer_blocks"
 
     def choose_blocks(self, x: dict[str, Any], implementation: Implementation) -> Numbers:
+        keys, k_scale = self.keys(x)
         blocks = indexer_blocks(
-            x["q"], x["k"], x["weights"], count=_BLOCKS, block=_BLOCK, ratio=self.ratio or 1, k_scale=x["k_scale"],
+            x["q"], keys, x["weights"], count=_BLOCKS, block=_BLOCK, ratio=self.ratio or 1, k_scale=k_scale,
             q_offset=jnp.asarray(self.position(), jnp.int32), implementation=implementation,
         )  # fmt: skip
         return np.asarray(blocks)

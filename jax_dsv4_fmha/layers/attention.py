@@ -534,14 +534,16 @@ class DSV4Attention:
             q = self.indexer.rounded(self.indexer.turned(*made_of))
         if self.indexer.in_two_levels:
             past = {**past, "block": self.indexer.block}
+        blocks = shared.blocks if self.indexer.within_candidates else None
+        if count := self.indexer.candidate_blocks:
+            shared = shared._replace(blocks=indexer_blocks(q, keys, weights, count=count, **past))
+            if blocks is None and count > self.indexer.topk:
+                blocks = shared.blocks  # which have all of the greatest entries
         if given is None:
             n = keys.capacity if isinstance(keys, Cache) else keys.shape[1]
-            blocks = shared.blocks if self.indexer.within_candidates else None
             chosen = lightning_indexer(q, keys, weights, topk=min(self.indexer.topk, n), blocks=blocks, **past)
             assert isinstance(chosen, jax.Array)  # because no scores are asked for
             given = chosen
-        if count := self.indexer.candidate_blocks:
-            shared = shared._replace(blocks=indexer_blocks(q, keys, weights, count=count, **past))
         return shared._replace(indices=given), (q, weights)
 
     def _seen(self, shared: Shared, given: jax.Array | None, own: Span | None = None) -> dict[str, Any]:

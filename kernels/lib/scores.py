@@ -9,6 +9,9 @@ The kernel loads only key tiles that some query of the block sees; a query that 
 that a query does not see may be anything: their reader knows what the query sees. CTAs are persistent: one takes every
 gridDim-th block, forth and back, from the last on, so that under a causal mask all have the same work. Blocks may be
 split by their key tiles.
+
+Where blocks are to be chosen, the kernel stores the greatest score of each block of keys: a block's keys are in the
+registers of lanes of one warp.
 """
 
 from dataclasses import dataclass
@@ -17,10 +20,10 @@ from typing import Any, NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
-from kernels.abi import IndexerScores
+from kernels.abi import INDEX_BLOCK, IndexerScores
 
 from .indexer import HEADS, D
 from .launch import SMEM_LIMIT, WARP, Kernel, element_type, i32, pointers
@@ -40,6 +43,12 @@ class ScoresConfig:
     heads: int
     dtype: str
     paged: bool = False
+    blocks: bool = False
+
+    @property
+    def keys_of_score(self) -> int:
+        """Keys for which one score is stored, the greatest of theirs."""
+        return INDEX_BLOCK if self.blocks else 1
 
     @property
     def stages_q(self) -> int:
@@ -115,7 +124,7 @@ class Extents(NamedTuple):
     first_block: Int32  # first block of this launch, counted over all batch entries
     blocks: Int32  # blocks of this launch
     splits: Int32  # splits of each block's key tiles
-    stride: Int32  # between the scores of two queries, a multiple of a tile
+    stride: Int32  # between the scores of two queries, those of whole tiles
     skip: Int32  # a query that sees at most this many entries needs no scores
 
 
@@ -326,6 +335,25 @@ class ScoresKernel(Kernel):
     def examples(self, variant: IndexerScores) -> tuple:
         arrays = ("q", "k", "float32", "float32", "int32", "int32", "int32", "float32")
         return *pointers(variant.dtype, *arrays), *(i32() for _ in range(13))
+
+
+@cute.jit
+def first_seen(arrays: Arrays, entry: Int32, query: Int32, n: Extents) -> Int32:
+    """The first key that a query sees, of one that does not exist the last one's."""
+    return load(arrays.start + (Int64(entry) * n.s_q + cutlass.min(query, n.s_q - 1)))
+
+
+@cute.jit
+def greatest_of_block(score: Float32, seen: cutlass.Boolean, strides: cutlass.Constexpr) -> Float32:
+    """The greatest score that is seen and a number, of a block's keys, which are in lanes at these distances; else NaN.
+
+    What comes after the last key that a query sees may count: the newest block is chosen without a score.
+    """
+    greatest = score if seen else Float32(float("nan"))
+    for lanes in strides:
+        other = cute.arch.shuffle_sync_bfly(greatest, lanes)
+        greatest = cute.arch.fmax(greatest, other)  # of NaN and a number the number
+    return greatest
 
 
 def prefetch_maps(maps: tuple) -> None:

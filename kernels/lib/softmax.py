@@ -80,8 +80,16 @@ class Softmax:
     def decay(self):
         """The maximum rose from old_max: updates factor and row_sum."""
         for r in cutlass.range_constexpr(ROWS):
-            self.factor[r] = exp2(self.old_max[r] * self.scale(r) - self.shift(r))
+            self.factor[r] = self.factor_of(r)
             self.row_sum[r] = self.row_sum[r] * self.factor[r]
+
+    @cute.jit
+    def factor_of(self, r: cutlass.Constexpr) -> Float32:
+        """exp(scale (old_max - row_max)), from the difference: exactly 1 where the maximum stays. Of two products ptxas
+        would round one only, and a tile of which a row sees nothing would change its bits.
+        """
+        top = Float32(0.0) if self.row_max[r] == -Float32.inf else self.row_max[r]
+        return exp2((self.old_max[r] - top) * self.scale(r))
 
     @cute.jit
     def exponentiate(self, scores: cute.Tensor):

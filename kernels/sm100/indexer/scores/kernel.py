@@ -124,7 +124,7 @@ class IndexerScoresSm100(BlackwellKernel, ScoresKernel):
                 query0 = ((n.first_block + block) - entry * n.blocks_of_entry) * c.queries
                 sums.take_weights(arrays.weights, entry, query0, n)
                 key = first * c.tile_n + key0
-                out = arrays.scores + (Int64(block) * c.queries * n.stride + key)
+                out = arrays.scores + (Int64(block) * c.queries * n.stride + key // c.keys_of_score)
                 scales = arrays.keys + (Int64(entry) * n.s_c + key)
                 for _ in cutlass.range(first, last, unroll=1):
                     scale = self.scale_of(cta, scales, key, key0, fill)
@@ -138,8 +138,10 @@ class IndexerScoresSm100(BlackwellKernel, ScoresKernel):
                             self.hand_over(s.empty)
                         sums.add(products, column)
                         if cutlass.const_expr((column + CHUNK) % c.heads == 0):
-                            sums.store(out, scale, column // c.heads, query0, n)
-                    out, scales, key, fill = out + c.tile_n, scales + c.tile_n, key + c.tile_n, fill + 1
+                            u = column // c.heads
+                            sums.store(out, scale, sums.seen(arrays, entry, u, query0, key, n), u, query0, n)
+                    out = out + c.tile_n // c.keys_of_score
+                    scales, key, fill = scales + c.tile_n, key + c.tile_n, fill + 1
 
     @cute.jit
     def scale_of(self, cta: Cta, scales: cute.Pointer, key: Int32, key0: Int32, fill: Int32) -> Float32:
@@ -157,4 +159,5 @@ class IndexerScoresSm100(BlackwellKernel, ScoresKernel):
 
 
 def compile(variant: IndexerScores, out_dir: Path) -> Compiled:
-    return IndexerScoresSm100(Config(variant.heads, variant.dtype, variant.paged)).compile(variant, out_dir)
+    config = Config(variant.heads, variant.dtype, variant.paged, variant.blocks)
+    return IndexerScoresSm100(config).compile(variant, out_dir)

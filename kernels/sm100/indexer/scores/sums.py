@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
 
 from kernels.lib.ptx import relu
 from kernels.lib.rows import store
-from kernels.lib.scores import HALF, Extents
+from kernels.lib.scores import HALF, Arrays, Extents, first_seen, greatest_of_block
 
 from .config import Config
 
@@ -24,6 +24,7 @@ class HeadSums:
 
     heads: int
     scaled: bool
+    blocks: bool
     first: Int32  # of the thread's queries, within the block
     weights: cute.Tensor
     sums: cute.Tensor  # (even or odd columns, ReLU or twice that)
@@ -31,7 +32,7 @@ class HeadSums:
     @staticmethod
     def of(c: Config, half: Int32) -> "HeadSums":
         weights, sums = (cute.make_rmem_tensor(shape, Float32) for shape in (HALF, (2, 2)))
-        return HeadSums(c.heads, c.scaled, half * (HALF // c.heads), weights, sums)
+        return HeadSums(c.heads, c.scaled, c.blocks, half * (HALF // c.heads), weights, sums)
 
     @property
     def queries(self) -> int:
@@ -63,11 +64,27 @@ class HeadSums:
             before = (self.sums[0, twice], self.sums[1, twice])
             self.sums[0, twice], self.sums[1, twice] = cute.arch.fma_packed_f32x2(cut, w, before)
 
+    def seen(self, arrays: Arrays, entry: Int32, u: int, query0: Int32, key: Int32, n: Extents) -> Boolean | None:
+        """Whether query number u sees what is not before a key, where blocks are to be judged."""
+        return key >= first_seen(arrays, entry, query0 + self.first + u, n) if self.blocks else None
+
     @cute.jit
-    def store(self, out: cute.Pointer, scale: Float32, u: cutlass.Constexpr, query0: Int32, n: Extents):
-        """Stores the sum of this thread's query number u, times the key's scale, at out[query * stride]."""
+    def store(
+        self,
+        out: cute.Pointer,
+        scale: Float32,
+        seen: Boolean | None,
+        u: cutlass.Constexpr,
+        query0: Int32,
+        n: Extents,
+    ):
+        """Stores the sum of this thread's query number u, times the key's scale, at out[query * stride]; of a block's
+        keys, which are in neighbouring lanes, the greatest."""
         total, more = (self.sums[0, twice] + self.sums[1, twice] for twice in range(2))
         if cutlass.const_expr(self.scaled):
             total = (total + 0.5 * more) * scale
-        if query0 + self.first + u < n.s_q:
+        stores = query0 + self.first + u < n.s_q
+        if cutlass.const_expr(self.blocks):
+            total, stores = greatest_of_block(total, seen, (1, 2, 4)), stores & (cute.arch.lane_idx() % 8 == 0)
+        if stores:
             store(out + Int64(self.first + u) * n.stride, total)

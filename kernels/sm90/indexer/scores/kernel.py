@@ -80,18 +80,20 @@ class IndexerScoresSm90(ScoresKernel):
             if first < last:
                 query0 = ((n.first_block + block) - entry * n.blocks_of_entry) * c.queries
                 sums.take_weights(arrays.weights, entry, query0, n)
-                out = sums.place(arrays.scores + (Int64(block) * c.queries * n.stride + first * c.tile_n + key0), n)
+                at = (first * c.tile_n + key0) // c.keys_of_score
+                out = sums.place(arrays.scores + (Int64(block) * c.queries * n.stride + at), n)
                 scales = arrays.keys + Int64(entry) * n.s_c
                 for t in cutlass.range(first, last, unroll=1):
                     k = PipelineState(bar.k, stage, parity)
                     k.wait_full()
                     multiply(mma, sums.acc, a[None, None, None, stage], b[None, None, None, q.index], fresh=True)
                     scale = self.scale_of(smem, stage, scales, key0, t, n)
+                    seen = sums.seen(arrays, entry, query0, t * c.tile_n + key0, n)
                     warpgroup.wait_group(0)
                     with cute.arch.elect_one():
                         k.arrive_empty()
-                    sums.store(out, scale, query0, n)
-                    out, stage = out + c.tile_n, stage + 1
+                    sums.store(out, scale, seen, query0, n)
+                    out, stage = out + c.tile_n // c.keys_of_score, stage + 1
                     if stage == c.stages_k:
                         stage, parity = Int32(0), parity ^ 1
             with cute.arch.elect_one():
@@ -113,4 +115,5 @@ def key_of(thread: Int32) -> Int32:
 
 
 def compile(variant: IndexerScores, out_dir: Path) -> Compiled:
-    return IndexerScoresSm90(Config(variant.heads, variant.dtype, variant.paged)).compile(variant, out_dir)
+    config = Config(variant.heads, variant.dtype, variant.paged, variant.blocks)
+    return IndexerScoresSm90(config).compile(variant, out_dir)

@@ -9,7 +9,7 @@ from cutlass import Float32, Int32, Int64
 from kernels.lib.indexer import BLOCK
 from kernels.lib.ptx import add_relu, keep
 from kernels.lib.rows import store
-from kernels.lib.scores import HALF, Extents
+from kernels.lib.scores import HALF, Arrays, Extents, first_seen, greatest_of_block
 from kernels.lib.wgmma import accumulator
 
 from .config import Config
@@ -23,6 +23,7 @@ class HeadSums:
     """
 
     heads: int
+    blocks: bool
     half: Int32
     lane: Int32
     acc: cute.Tensor
@@ -31,7 +32,7 @@ class HeadSums:
     @staticmethod
     def of(c: Config, mma: cute.TiledMma, half: Int32, thread: Int32) -> "HeadSums":
         weights = cute.make_rmem_tensor((2, HALF // BLOCK), Float32)
-        return HeadSums(c.heads, half, keep(thread % 4), accumulator(mma, HALF), weights)
+        return HeadSums(c.heads, c.blocks, half, keep(thread % 4), accumulator(mma, HALF), weights)
 
     @property
     def queries(self) -> int:
@@ -62,9 +63,17 @@ class HeadSums:
         """The place of this lane's first query, in a block that begins at `out`."""
         return out + Int64(self.first) * n.stride
 
+    def seen(self, arrays: Arrays, entry: Int32, query0: Int32, key: Int32, n: Extents) -> tuple:
+        """Whether this lane's queries see what is not before a key, where blocks are to be judged."""
+        queries = range(self.own_queries if self.blocks else 0)
+        return tuple(key >= first_seen(arrays, entry, query0 + self.first + u, n) for u in queries)
+
     @cute.jit
-    def store(self, out: cute.Pointer, scale: Float32, query0: Int32, n: Extents):
-        """Sums up the accumulated products, and stores them at out[query * stride] for this lane's queries."""
+    def store(self, out: cute.Pointer, scale: Float32, seen: tuple, query0: Int32, n: Extents):
+        """Sums up the accumulated products, and stores them at out[query * stride] for this lane's queries.
+
+        Of a block's keys, which are in lanes of four quads, the first lane stores the greatest.
+        """
         acc = cute.make_tensor(self.acc.iterator, cute.make_layout((2, 2, HALF // BLOCK)))
         odd, high = self.lane % 2 == 1, self.lane >= 2
         for u in cutlass.range_constexpr(self.own_queries):
@@ -81,5 +90,8 @@ class HeadSums:
                 sums[r, 0] = (second if high else first) + cute.arch.shuffle_sync_bfly(first if high else second, 2)
             first, second = sums[0, 0], sums[1, 0]
             total = (second if odd else first) + cute.arch.shuffle_sync_bfly(first if odd else second, 1)
-            if query0 + self.first + u < n.s_q:
-                store(out + Int64(u) * n.stride, total * scale)
+            score, stores = total * scale, query0 + self.first + u < n.s_q
+            if cutlass.const_expr(self.blocks):
+                score, stores = greatest_of_block(score, seen[u], (4, 8, 16)), stores & (cute.arch.lane_idx() < 4)
+            if stores:
+                store(out + Int64(u) * n.stride, score)

@@ -63,8 +63,8 @@ class ColumnSoftmax:
             self.max[i] = cute.arch.fmax(self.max[i], cute.arch.fmax(s[i, 0], s[i, 1]))
         self.over_keys(self.max, cute.arch.fmax)
         for i in cutlass.range_constexpr(cute.size(old)):
-            shift = self.shift(i)
-            self.factor[i] = exp2(old[i] * self.scale_log2 - shift)
+            shift, top = self.shift(i), Float32(0.0) if self.max[i] == -Float32.inf else self.max[i]
+            self.factor[i] = exp2((old[i] - top) * self.scale_log2)  # exactly 1 where the maximum stays
             for r in cutlass.range_constexpr(ROWS):
                 s[i, r] = exp2(s[i, r] * self.scale_log2 - shift)
             self.sum[i] = self.sum[i] * self.factor[i] + (s[i, 0] + s[i, 1])

@@ -1,0 +1,1 @@
+"""Scores of the keys in listed blocks."""
