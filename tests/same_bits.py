@@ -361,7 +361,7 @@ def worlds(seed: int, **how: Any) -> Iterator[World]:
         dtype = str(rng.choice(["bfloat16", "float16"])) if caches == "rows" else "bfloat16"
         heads = int(rng.choice([16, 32, 64])) if kind == "indexer" else heads
         topk = int(rng.choice([64, 100, 256])) if kind in LISTS else 0
-        d = int(rng.choice([64, 128, 256])) if kind == "dense" else 512
+        d = int(rng.choice([64, 256])) if kind == "dense" else 512
         yield World(kind, caches, heads, dtype, topk, int(rng.integers(2**31)), d, **how)
 
 

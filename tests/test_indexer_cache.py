@@ -178,8 +178,9 @@ def test_two_levels(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_levels_that_kernels_have(kind):
+def test_two_levels_that_kernels_have(kind, monkeypatch):
     """The ops over pages, of as many heads as V4.1 has: what is chosen of keys in an array."""
+    monkeypatch.setattr(library, "local_architectures", lambda: ("sm_90a",))
     q, k, weights = normal(0, B, S_Q, 32, 128), normal(1, B, 128, 128), normal(2, B, S_Q, 32)
     q, k = q.astype(jnp.bfloat16), k.astype(jnp.bfloat16)
     cache, k_scale = filled(k, kind, 64 if "paged" in kind else 128), None

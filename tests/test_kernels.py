@@ -23,6 +23,8 @@ from kernels.abi import (
     NormRope,
     Probabilities,
     Rope,
+    RowColumns,
+    RowScores,
     SeenSlots,
     TileSpans,
     TopK,
@@ -164,6 +166,16 @@ def test_sass(key):
         assert count["UTMALDG"] == 4 * variant.d // 64 and count["USETMAXREG"] >= 2, count
         return
     of_q = variant.d // 64  # a box of TMA has 128 bytes of a row
+    if isinstance(
+        variant, RowScores
+    ):  # one tile of 64 rows and 64 keys for each warpgroup; packed keys go by registers
+        assert (count["HGMMA"], count["WARPGROUP.ARRIVE"], count["UTMALDG"]) == (2 * variant.d // 16, 4, of_q), count
+        assert (count["LDGSTS"] > 0) == (not variant.packing), count
+        return
+    if isinstance(variant, RowColumns):  # a tile of keys by TMA, its scores by a bulk copy
+        assert (count["HGMMA"], count["WARPGROUP.ARRIVE"], count["UTMALDG"]) == (24, 6, 1), count
+        assert sum(o.startswith("UBLKCP") for o in opcodes) == 1, count
+        return
     row = next(row for row in library.manifest()["variants"] if row["key"] == key)
     packed = variant.sources[0] in PACKED  # whose keys go through registers, and to the other CTA of a cluster
     if variant.moves_rows:  # TMA loads a CTA's columns of the keys, and nothing else

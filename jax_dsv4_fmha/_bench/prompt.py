@@ -65,7 +65,7 @@ class PromptRow(Row):
 
     def inputs(self, sets: int) -> list[Operands]:
         """Of a chunk: all chunks have the same x."""
-        return [{name: x for name, x in self.of_chunk.inputs(1)[0].items() if name != "dy"}]
+        return [{name: x for name, x in self.of_chunk.inputs(1)[0].items() if name not in ("dy", "lengths")}]
 
     def contestants(self, name: str, inputs: Sequence[Operands]) -> dict[str, Contestant]:
         """None for the profiler: a prompt has too many calls."""
