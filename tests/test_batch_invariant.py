@@ -454,6 +454,11 @@ def test_a_layer_hands_the_mode_on(hopper, ratio):
 
 REFUSED = [
     (NotImplementedError, "separate K and V", lambda q, kv: fmha(q, q, q, batch_invariant=True)),
+    (
+        NotImplementedError,
+        r"d=128",
+        lambda q, kv: fmha(*[q[..., :128]] * 3, span=Span.causal(6), batch_invariant=True),
+    ),
     (NotImplementedError, "64 KV heads", lambda q, kv: fmha(q, q, batch_invariant=True)),
     (
         NotImplementedError,
