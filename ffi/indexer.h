@@ -1,7 +1,7 @@
 // The calls of the lightning indexer, which launch their kernels block by block of queries: scores of entries, the
 // choice of the greatest, or both with a workspace of scores f32 [rows, stride] between them.
 //
-// Keys of 8 bits have a scale each: k_scale, or in pages after the page's keys. `indexer_scores` gives all scores and
+// Keys of 8 bits have a scale each: k_scale, or in pages after the page's keys, as keys of 4 bits have theirs. `indexer_scores` gives all scores and
 // chooses nothing: f32 [b * blocks * queries of a block, stride]. `indexer_topk` takes given scores f32 [b, s_q, s_c].
 // `indexer_blocks` chooses among blocks of keys by their greatest scores, which are what its workspace has.
 #pragma once
@@ -16,16 +16,21 @@ template <typename Call>
 ffi::Error CheckIndexPages(const Call& call, const Axes& n, IndexerShape* shape) {
   if (call.table.name == nullptr) return ffi::Error::Success();
   const Ints keys = call.k.dimensions;
-  const bool packed = call.q.dtype == ffi::F8E4M3FN;
-  if (packed != (call.k.dtype == ffi::U8)) {
-    return Refuse(call.k, "shape " + Show(keys), packed ? "[pages, 132 bytes an entry]" : "[pages, page, 128]");
+  const bool packed = call.k.dtype == ffi::U8;
+  if (!packed && call.q.dtype == ffi::F8E4M3FN) {
+    return Refuse(call.k, "shape " + Show(keys), "[pages, 132 bytes an entry]");
   }
-  shape->pages = n.pages, shape->page = packed ? n.page_bytes / (kIndexDim + kScaleBytes) : n.page;
+  shape->of_4_bits = packed && call.q.dtype != ffi::F8E4M3FN;
+  const int64_t entry = shape->key_bytes() + kScaleBytes;
+  shape->pages = n.pages, shape->page = packed ? n.page_bytes / entry : n.page;
   shape->width = n.width, shape->s_c = n.width * shape->page;
   Expectations expect;
-  if (packed) expect.Shape(call.k, {n.pages, shape->page * (kIndexDim + kScaleBytes)});
+  if (packed) expect.Shape(call.k, {n.pages, shape->page * entry});
   return expect.error();
 }
+
+// The packing by which a kernel of such keys is found: "" where they are like q.
+inline std::string_view PackingOfKeys(const IndexerShape& shape) { return shape.of_4_bits != 0 ? "index_fp4" : ""; }
 
 // Whether a choice begins before all scores are there. If there are fewer rows than places, the CTAs begin together, one
 // on each processor. If some began early, the first processors to become free would take several.
@@ -50,6 +55,7 @@ struct Indexer {
               .heads = 1,
               .topk = Chooses(call) ? n.topk : call.skip,
               .type = kFloat32,
+              .of_4_bits = 0,
               .queries = 1,
               .stride = n.s_c,
               .wants_values = Chooses(call) && n.n_values != 0,
@@ -71,8 +77,11 @@ struct Indexer {
   static ffi::Error Find(const Call& call, const Device& device, Shape* shape, Kernels* kernels) {
     auto& [scores, choice] = *kernels;
     if (Scores(call)) {
-      const IndexerScoresChoices choices{
-          .heads = shape->heads, .dtype = call.q.dtype, .paged = call.table.name != nullptr, .blocks = OfBlocks(call)};
+      const IndexerScoresChoices choices{.heads = shape->heads,
+                                         .dtype = call.q.dtype,
+                                         .paged = shape->paged(),
+                                         .blocks = OfBlocks(call),
+                                         .packing = PackingOfKeys(*shape)};
       if (ffi::Error error = LookUp("indexer_scores", device, choices, &scores); error.failure()) return error;
       shape->queries = scores->tile_m / shape->heads;
       if (ffi::Error error = CheckWorkspace(call, *shape, scores->tile_n); error.failure()) return error;

@@ -13,24 +13,28 @@
 
 namespace dsv4_fmha {
 
+constexpr int64_t kIndexDim = 128;
+constexpr int64_t kScaleBytes = 4;  // of a key of 8 or 4 bits
+constexpr int64_t kIndexBlock = 8;  // keys of a block that is chosen as a whole
+
 // q [b, s_q, heads, 128] and k [b, s_c, 128] of a TensorMapDataType; or keys in pages with a table [b, width], where
-// s_c is width * page: 8-bit keys with their scales [pages, page * 132 bytes], other keys [pages, page, 128].
+// s_c is width * page: keys of 8 or 4 bits with their scales [pages, page * 132 or 68 bytes], other keys
+// [pages, page, 128].
 struct IndexerShape {
   int64_t b, s_q, s_c, heads, topk, type;
-  int64_t queries;  // of a block
-  int64_t stride;   // between the scores of two queries
+  int64_t of_4_bits;  // whether keys are; else their numbers are like q's
+  int64_t queries;    // of a block
+  int64_t stride;     // between the scores of two queries
   int64_t wants_values;
   int64_t keys_of_score;       // 1; or of a block, whose greatest score stands for it
   int64_t pages, page, width;  // width is 0 where keys are not in pages
 
   bool paged() const { return width != 0; }
+  bool scaled_pages() const { return paged() && (of_4_bits != 0 || ElementBytes(type) == 1); }
+  int64_t key_bytes() const { return of_4_bits != 0 ? kIndexDim / 2 : kIndexDim * ElementBytes(type); }
   int64_t blocks_of_entry() const { return CeilDiv(s_q, queries); }
   int64_t blocks() const { return b * blocks_of_entry(); }
 };
-
-constexpr int64_t kIndexDim = 128;
-constexpr int64_t kScaleBytes = 4;  // of a key of 8 bits
-constexpr int64_t kIndexBlock = 8;  // keys of a block that is chosen as a whole
 
 // Keys of a page come in multiples of this: TMA wants strides of 16 bytes, and a box on part of a page needs 128 bytes
 // of scales, or 8 keys, which are swizzled alike.
@@ -48,7 +52,7 @@ inline std::string CheckIndexerShape(const IndexerShape& shape) {
     if (std::string error = OutOfRange(name, extent); !error.empty()) return error;
   }
   if (shape.paged()) {
-    const int64_t unit = IndexPageUnit(width, ElementBytes(shape.type) == 1);
+    const int64_t unit = IndexPageUnit(width, shape.scaled_pages());
     if (page % unit != 0) {
       return "page: got " + std::to_string(page) + " keys, wanted a multiple of " + std::to_string(unit);
     }
@@ -76,7 +80,8 @@ inline int64_t IndexSplits(int64_t blocks, int64_t tiles, int64_t processors) {
 inline Plan<IndexerScoresArguments> PlanIndexerScores(const IndexerShape& shape, const Tiles& tiles, int64_t first,
                                                       int64_t count, const IndexerAddresses& at) {
   const int64_t row = kIndexDim * ElementBytes(shape.type), columns = U32(128 / ElementBytes(shape.type));
-  const int64_t rows = shape.b * shape.s_q * shape.heads;
+  const int64_t rows = shape.b * shape.s_q * shape.heads, key = shape.key_bytes();
+  const bool of_4_bits = shape.of_4_bits != 0;  // these no product reads: they lie as in memory
   const int64_t splits = IndexSplits(count, CeilDiv(shape.s_c, tiles.tile_n), tiles.processors);
   const TensorMapSpec q{.rank = 2,
                         .type = U32(shape.type),
@@ -84,45 +89,44 @@ inline Plan<IndexerScoresArguments> PlanIndexerScores(const IndexerShape& shape,
                         .box = {U32(columns), U32(tiles.tile_m)},
                         .extents = {U64(kIndexDim), U64(rows)},
                         .strides = {U64(row)}};
-  const bool scaled = shape.paged() && ElementBytes(shape.type) == 1;
   const int64_t keys = shape.paged() ? shape.page : shape.s_c, pages = shape.paged() ? shape.pages : shape.b;
   const int64_t box = shape.paged() ? IndexBox(shape.page, shape.width, tiles.tile_n) : tiles.tile_n;
-  const int64_t page_bytes = keys * (row + (scaled ? kScaleBytes : 0));
+  const int64_t page_bytes = keys * (key + (shape.scaled_pages() ? kScaleBytes : 0));
   const TensorMapSpec k{.rank = 3,
-                        .type = U32(shape.type),
-                        .swizzle = kSwizzle128B,
-                        .box = {U32(columns), U32(box), 1},
-                        .extents = {U64(kIndexDim), U64(keys), U64(pages)},
-                        .strides = {U64(row), U64(page_bytes)}};
+                        .type = of_4_bits ? kUInt8 : U32(shape.type),
+                        .swizzle = of_4_bits ? kNoSwizzle : kSwizzle128B,
+                        .box = {U32(of_4_bits ? key : columns), U32(box), 1},
+                        .extents = {U64(of_4_bits ? key : kIndexDim), U64(keys), U64(pages)},
+                        .strides = {U64(key), U64(page_bytes)}};
   const TensorMapSpec k_scale{.rank = 2,
                               .type = kFloat32,
                               .swizzle = kNoSwizzle,
                               .box = {U32(box), 1},
                               .extents = {U64(keys), U64(pages)},
                               .strides = {U64(page_bytes)}};
-  void* after_keys = static_cast<char*>(at.k) + keys * row;
-  return {
-      .grid = U32(std::min<int64_t>(count * splits, tiles.processors)),
-      .arguments = {
-          .q = {.map = q, .extents = {I32(rows)}, .address = at.q},
-          .k = {.map = k, .extents = {I32(keys), I32(pages)}, .address = at.k},
-          .weights = at.weights,
-          .k_scale = {.map = k_scale, .extents = {I32(keys), I32(pages)}, .address = scaled ? after_keys : at.k_scale},
-          .start = at.start,
-          .stop = at.stop,
-          .scores = at.scores,
-          .s_q = I32(shape.s_q),
-          .s_c = I32(shape.s_c),
-          .blocks_of_entry = I32(shape.blocks_of_entry()),
-          .first_block = I32(first),
-          .blocks = I32(count),
-          .splits = I32(splits),
-          .stride = I32(shape.stride),
-          .skip = shape.wants_values ? 0 : I32(shape.topk * shape.keys_of_score),
-          .table = at.table,
-          .width = I32(shape.width),
-          .page = I32(shape.page),
-          .box = I32(box)}};
+  void* after_keys = static_cast<char*>(at.k) + keys * key;
+  return {.grid = U32(std::min<int64_t>(count * splits, tiles.processors)),
+          .arguments = {.q = {.map = q, .extents = {I32(rows)}, .address = at.q},
+                        .k = {.map = k, .extents = {I32(keys), I32(pages)}, .address = at.k},
+                        .weights = at.weights,
+                        .k_scale = {.map = k_scale,
+                                    .extents = {I32(keys), I32(pages)},
+                                    .address = shape.scaled_pages() ? after_keys : at.k_scale},
+                        .start = at.start,
+                        .stop = at.stop,
+                        .scores = at.scores,
+                        .s_q = I32(shape.s_q),
+                        .s_c = I32(shape.s_c),
+                        .blocks_of_entry = I32(shape.blocks_of_entry()),
+                        .first_block = I32(first),
+                        .blocks = I32(count),
+                        .splits = I32(splits),
+                        .stride = I32(shape.stride),
+                        .skip = shape.wants_values ? 0 : I32(shape.topk * shape.keys_of_score),
+                        .table = at.table,
+                        .width = I32(shape.width),
+                        .page = I32(shape.page),
+                        .box = I32(box)}};
 }
 
 // The launch that chooses their entries, or the blocks of these.

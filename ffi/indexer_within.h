@@ -21,6 +21,7 @@ struct IndexerWithin {
                           .heads = n.heads,
                           .topk = n.topk,
                           .type = MapType(call.q.dtype),
+                          .of_4_bits = 0,
                           .queries = 1,
                           .stride = n.listed,
                           .wants_values = 1,

@@ -106,11 +106,11 @@ int dsv4_fmha_plan_forward(const char* layout, const AttentionShape* shape, floa
 }
 
 // The same for its gradient.
-int dsv4_fmha_plan_mla_backward(const char* layout, const AttentionShape* shape, float scale, const Tiles* tiles,
-                                const MlaBackwardAddresses* addresses, ShownLaunch* out, char* error,
-                                size_t error_bytes) {
+int dsv4_fmha_plan_mla_backward(const char* layout, const AttentionShape* shape, float scale, float eps,
+                                int64_t dout_heads, const Tiles* tiles, const MlaBackwardAddresses* addresses,
+                                ShownLaunch* out, char* error, size_t error_bytes) {
   Plan<MlaBackwardArguments> plan;
-  const std::string reason = PlanMlaBackward(*shape, scale, *tiles, *addresses, &plan);
+  const std::string reason = PlanMlaBackward(*shape, scale, {eps, dout_heads}, *tiles, *addresses, &plan);
   return Show(layout, plan, reason, out, error, error_bytes);
 }
 
@@ -158,9 +158,9 @@ int dsv4_fmha_plan_row_columns(const RowShape* shape, int64_t room, float scale,
 // The launches of the lightning indexer for `count` blocks of queries from `first` on: scores, then their choice.
 void dsv4_fmha_plan_indexer(const IndexerShape* shape, const Tiles* tiles, int64_t first, int64_t count,
                             const IndexerAddresses* addresses, ShownLaunch* scores, ShownLaunch* choice) {
-  const Layout& layout = !shape->paged()                  ? kIndexerScores
-                         : ElementBytes(shape->type) == 1 ? kIndexerScoresPagedScaled
-                                                          : kIndexerScoresPaged;
+  const Layout& layout = !shape->paged()         ? kIndexerScores
+                         : shape->scaled_pages() ? kIndexerScoresPagedScaled
+                                                 : kIndexerScoresPaged;
   *scores = ShownLaunch(layout, PlanIndexerScores(*shape, *tiles, first, count, *addresses));
   *choice = ShownLaunch(kTopk, PlanTopk(*shape, first, count, *addresses));
 }

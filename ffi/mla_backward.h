@@ -4,6 +4,9 @@
 //
 //   dS = scale P * (sink_factor dout K' - delta)        dq = dS K        dkv = dS' Q + (sink_factor P)' dout
 //
+// Calls that are named so turn q and dout: q comes before its norm and RoPE, dq is of that, and dout is [groups, b, s_q,
+// heads of a group, d], as a product over groups of heads makes it.
+//
 // A row whose lse is -inf sees no key, and its other numbers are not read.
 #pragma once
 
@@ -21,9 +24,15 @@ struct MlaBackward {
 
   static bool IsDeterministic(const Call& call) { return call.resolution.dimensions[0] != 0; }
 
+  static bool IsGrouped(const Call& call) { return call.dout.dimensions.size() == 5; }
+
   static ffi::Error Check(const Call& call, const Axes& n, Shape* shape) {
     *shape = AttentionShapeOf(call, n, /*splits=*/1);
     Expectations expect;
+    if (IsGrouped(call)) {
+      const int64_t heads = n.group_heads > 0 && n.h_q % n.group_heads == 0 ? n.group_heads : 1;
+      expect.Shape(call.dout, {n.h_q / heads, n.b, n.s_q, heads, n.d});
+    }
     for (int64_t i = 0; i < shape->source_count; ++i) {
       const Ints keys = call.sources[i].k.dimensions;
       std::vector<int64_t> sums(keys.begin(), keys.end());
@@ -53,7 +62,8 @@ struct MlaBackward {
     Launcher* launcher = kernels.front();
     const auto at = AddressesOf<MlaBackwardAddresses>(call);
     Plan<MlaBackwardArguments> plan;
-    std::string error = PlanMlaBackward(shape, call.scale, launcher->TilesOn(stream.device), at, &plan);
+    const Turning turning{call.eps, IsGrouped(call) ? call.dout.dimensions[3] : shape.rows.h_q};
+    std::string error = PlanMlaBackward(shape, call.scale, turning, launcher->TilesOn(stream.device), at, &plan);
     if (!error.empty()) return ffi::Error::InvalidArgument(std::string(call.target->name) + ": " + error);
     return Launch(launcher, stream, plan);
   }

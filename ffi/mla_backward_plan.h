@@ -8,8 +8,14 @@
 
 namespace dsv4_fmha {
 
+// What the kernels that norm and turn q are told besides: dO is [groups, b, s_q, heads of a group, d].
+struct Turning {
+  float eps = 0;
+  int64_t dout_heads = 0;
+};
+
 // Returns why it cannot plan the launch: empty on success.
-inline std::string PlanMlaBackward(const AttentionShape& shape, float scale, const Tiles& tiles,
+inline std::string PlanMlaBackward(const AttentionShape& shape, float scale, const Turning& turning, const Tiles& tiles,
                                    const MlaBackwardAddresses& at, Plan<MlaBackwardArguments>* plan) {
   Tiling n;
   MlaBackwardArguments& x = plan->arguments;
@@ -25,6 +31,9 @@ inline std::string PlanMlaBackward(const AttentionShape& shape, float scale, con
   x.q = at.q, x.dout = at.dout, x.dq = at.dq;
   x.lse = at.lse, x.sink_factor = at.sink_factor, x.delta = at.delta, x.resolution = at.resolution;
   x.scale = scale;
+  x.table = at.table, x.eps = turning.eps;
+  x.dout_heads = static_cast<int32_t>(turning.dout_heads);
+  x.dout_queries = static_cast<int32_t>(shape.rows.b * shape.rows.s_q);
   return "";
 }
 

@@ -10,7 +10,8 @@ from ._ops.decode import dsv4_decode
 from ._ops.dot_product_attention import dot_product_attention
 from ._ops.dsv4 import dsv4_attention
 from ._ops.fmha import fmha
-from ._ops.indexer import indexer_blocks, indexer_loss, indexer_scores, lightning_indexer, quantize_indexer
+from ._ops.indexer import indexer_blocks, lightning_indexer, quantize_indexer
+from ._ops.indexer_training import indexer_loss, indexer_scores
 from ._ops.merge import merge
 from ._ops.probabilities import head_summed_probabilities
 from ._ops.sparse import sparse_fmha

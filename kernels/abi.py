@@ -231,6 +231,7 @@ FORWARD_OPS |= {op: FORWARD_OPS[plain] for op, plain in TURNING.items()}
 
 PACKED_SOURCES = {  # of dsv4_decode by its choice `packing`: selections of keys that are packed as in `PACKED`
     "v4_fp8": ("v4_fp8", "v4_fp8"),
+    "v4_fp4": ("v4_fp8", "v4_fp4"),
     "v41_fp8": ("v41_fp8", "v41_fp8"),
     "v41_fp4": ("v41_fp8", "v41_fp4"),
 }
@@ -312,14 +313,21 @@ class MlaBackward(Variant):
         return gathers(self.sources)
 
     @property
+    def turns(self) -> bool:
+        """Whether it norms q and turns it by RoPE, turns dout, and makes dq through both."""
+        return self.op in TURNING_GRADIENTS
+
+    @property
     def layout(self) -> str:
-        return "_".join([self.family, *self.sources])
+        return "_".join([self.family, *self.sources, *["turned"] * self.turns])
 
     @property
     def params(self) -> Params:
         params = each("address", "q", "dout", "dq", "lse", "sink_factor", "delta", "resolution") + each(
             "float32", "scale"
         )
+        if self.turns:
+            params += each("address", "table") + each("float32", "eps") + each("int32", "dout_heads", "dout_queries")
         for i, kind in enumerate(self.sources):
             seen = ("start", "stop") if kind == "span" else ("indices", "length")
             params += each("address", "k", "dkv", *seen, source=i) + each("int32", "s_kv", "s_batch", "topk", source=i)
@@ -332,6 +340,11 @@ BACKWARD_OPS = {  # the sources of keys of each op, as those of `FORWARD_OPS`
     "csa_bwd": ("span", "selection"),
     "hca_bwd": ("span", "span"),
 }
+
+TURNING_GRADIENTS = {f"{op}_turned": op for op in ("mla_span_bwd", "csa_bwd", "hca_bwd")}
+"""The gradients of `TURNING`: q is as a product makes it, and so is dq; dout is of o turned back"""
+
+BACKWARD_OPS |= {op: BACKWARD_OPS[plain] for op, plain in TURNING_GRADIENTS.items()}
 
 
 @dataclass(frozen=True)
@@ -395,8 +408,8 @@ class Combine(Variant):
 
 
 BLOCKS = ("blocks_of_entry", "first_block")
-INDEX_BLOCK = 8  # keys of a block that is chosen as a whole
 """A launch that scores or chooses for some blocks of queries: how many a batch entry has, and the first one."""
+INDEX_BLOCK = 8  # keys of a block that is chosen as a whole
 
 
 @dataclass(frozen=True)
@@ -407,12 +420,13 @@ class IndexerScores(Variant):
     dtype: str  # of q and k; "float8_e4m3fn" has scales
     paged: bool = False  # keys are in pages, which a table names, followed by their scales
     blocks: bool = False  # it gives the greatest score of every INDEX_BLOCK keys, and not each score
+    packing: str = ""  # "index_fp4": keys, in pages, have 4 bits; "" where they have q's dtype
 
     family = "indexer_scores"
 
     @property
     def scaled_pages(self) -> bool:
-        return self.paged and self.dtype == "float8_e4m3fn"
+        return self.paged and (self.dtype == "float8_e4m3fn" or self.packing != "")
 
     @property
     def layout(self) -> str:

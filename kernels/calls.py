@@ -5,7 +5,7 @@
 
 from dataclasses import dataclass
 
-from .abi import BACKWARD_OPS, BY_COLUMNS, FORWARD_OPS, POOL, TURNING
+from .abi import BACKWARD_OPS, BY_COLUMNS, FORWARD_OPS, POOL, TURNING, TURNING_GRADIENTS
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,8 @@ K_AND_V = (
     array("v: T[b s_kv h_kv d]", "v", source=0),
     *SPAN_OF_HEADS[1:],
 )
-SCALE = {"scale": "float32"}
+SCALE, EPS = {"scale": "float32"}, {"eps": "float32"}
+OF_TURN = (array("table: f32[b s_q 64]", aligned=True),)  # cos and sin by turns, for each query
 OF_POOLS = tuple(f"{prefix}{name}" for prefix in ("window_", "") for name in POOL[1:])
 
 
@@ -112,8 +113,7 @@ def attention(op: str, sources: Arrays, **attributes: str) -> Target:
     # order: in which a query's keys are summed (docs/semantics.md), by its number; 0 for any
     attributes["order"] = "int64"
     if op in TURNING:
-        operands += (array("table: f32[b s_q 64]", aligned=True),)  # cos and sin by turns, for each query
-        attributes["eps"] = "float32"
+        operands, attributes = operands + OF_TURN, attributes | EPS
     return Target(op, "forward", operands, arrays(*results), SCALE | attributes, FORWARD_OPS[op])
 
 
@@ -132,12 +132,14 @@ def by_columns(op: str, sources: Arrays, **attributes: str) -> Target:
     return Target(op, "by_columns", operands, arrays(*results), SCALE | attributes, FORWARD_OPS[BY_COLUMNS[op]])
 
 
-OF_ROWS = (
-    array("q: T[b s_q h_q d]"),
-    array("do: T[b s_q h_q d]", "dout"),
-    *arrays("lse: f32[b s_q h_q]", "sink_factor: f32[b s_q h_q]", "delta: f32[b s_q h_q]"),
-)
-"""What the gradient of attention takes for each row of q."""
+def of_rows(do: str) -> Arrays:
+    """What the gradient of attention takes for each row of q; do: the axes of that."""
+    numbers = arrays("lse: f32[b s_q h_q]", "sink_factor: f32[b s_q h_q]", "delta: f32[b s_q h_q]")
+    return (array("q: T[b s_q h_q d]"), array(f"do: T[{do}]", "dout"), *numbers)
+
+
+OF_ROWS = of_rows("b s_q h_q d")
+IN_GROUPS = of_rows("groups b s_q group_heads d")  # do in groups of heads, as a product over these makes it
 
 
 def mla_gradient(op: str, sources: Arrays) -> Target:
@@ -146,8 +148,10 @@ def mla_gradient(op: str, sources: Arrays) -> Target:
     for keys in sources[::3]:
         sums = [f"f32[{' '.join(x.axes)}] or u32[{' '.join((*x.axes, '2'))}]" for x in keys.forms]
         dkv.append(array(f"dkv: {' or '.join(sums)}", source=keys.source, aligned=True))
-    operands = (*OF_ROWS, *arrays("resolution: f32[n_resolution]"), *sources)
-    return Target(op, "mla_backward", operands, (array("dq: T[b s_q h_q d]"), *dkv), SCALE, BACKWARD_OPS[op])
+    turns = op in TURNING_GRADIENTS
+    operands = (*(IN_GROUPS if turns else OF_ROWS), *arrays("resolution: f32[n_resolution]"), *sources)
+    operands, attributes = (operands + OF_TURN, SCALE | EPS) if turns else (operands, SCALE)
+    return Target(op, "mla_backward", operands, (array("dq: T[b s_q h_q d]"), *dkv), attributes, BACKWARD_OPS[op])
 
 
 def mha_gradient(name: str, sources: Arrays, *of_keys: Array) -> Target:
@@ -195,6 +199,9 @@ TARGETS = (
     mla_gradient("mla_sparse_bwd", SELECTION),
     mla_gradient("csa_bwd", WINDOW_AND_SELECTION),
     mla_gradient("hca_bwd", WINDOW_AND_SPAN),
+    mla_gradient("mla_span_bwd_turned", SPAN_OF_HEADS),
+    mla_gradient("csa_bwd_turned", WINDOW_AND_SELECTION),
+    mla_gradient("hca_bwd_turned", WINDOW_AND_SPAN),
     mha_gradient("mha_bwd", K_AND_V, *arrays("dk: T[b s_kv h_kv d]", "dv: T[b s_kv h_kv d]")),
     mha_gradient("mha_bwd_shared_kv", SPAN_OF_HEADS, array("dk: T[b s_kv h_kv d]")),
     Target(

@@ -12,20 +12,24 @@ class Packing:
     group: int  # numbers that share a scale
     separate_scales: bool  # a page has all numbers before all scales; else an entry's scales follow its numbers
     multiple: int = 1  # the size of a page is rounded up to a multiple of this many bytes
+    after: int = 0  # bytes of numbers that follow an entry's scales
 
     @property
     def entry(self) -> int:
         """Bytes of an entry."""
-        return self.values + self.scales
+        return self.values + self.scales + self.after
 
 
 PACKED = {  # entries of 512 numbers, which attention reads
     # 448 e4m3 with scales of ue8m0, 64 bf16
     "v4_fp8": Packing(448 + 2 * 64, 8, group=64, separate_scales=True, multiple=448 + 2 * 64),
+    # 448 e2m1 with scales of ue8m0, then 64 bf16
+    "v4_fp4": Packing(448 // 2, 16, group=32, separate_scales=False, after=2 * 64),
     "v41_fp8": Packing(512, 16, group=32, separate_scales=False),  # e4m3 with scales of ue8m0
     "v41_fp4": Packing(256, 32, group=16, separate_scales=False),  # e2m1 with scales of e4m3
 }
 
 CACHED = PACKED | {  # and those of 128, which the indexer reads
     "index_fp8": Packing(128, 4, group=128, separate_scales=True),  # e4m3 with a float32 scale
+    "index_fp4": Packing(64, 4, group=32, separate_scales=True),  # e2m1 with scales of ue8m0
 }

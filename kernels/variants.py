@@ -2,11 +2,11 @@
 
 from .abi import (
     ANY,
-    BACKWARD_OPS,
     BY_COLUMNS,
     MHA_BACKWARD_OPS,
     PACKED_SOURCES,
     TURNING,
+    TURNING_GRADIENTS,
     Combine,
     Forward,
     IndexerScores,
@@ -27,6 +27,7 @@ from .abi import (
     Variant,
 )
 
+INDEX_FP4 = "index_fp4"
 DTYPES = ("bfloat16", "float16")
 HOPPER, BLACKWELL, PLAIN = "kernels.sm90", "kernels.sm100", "kernels.plain"
 MHA, MLA, MLA_FEW_HEADS = (f"{HOPPER}.{name}.fwd.kernel" for name in ("mha", "mla", "mla_few_heads"))
@@ -35,6 +36,7 @@ MLA_BACKWARD, MLA_FEW_HEADS_BACKWARD = (f"{HOPPER}.{name}.bwd.kernel" for name i
 MHA_BLACKWELL, MLA_BLACKWELL = (f"{BLACKWELL}.{name}.kernel" for name in ("mha", "mla"))
 MLA_BACKWARD_BLACKWELL = f"{BLACKWELL}.mla_bwd.kernel"
 MLA_OPS = ("mla_span_fwd", "mla_sparse_fwd", "csa_fwd", "hca_fwd", "dsv4_decode")  # d 512, where K is V
+MLA_GRADIENTS = ("mla_span_bwd", "mla_sparse_bwd", "csa_bwd", "hca_bwd")
 
 
 def plain(arch: str) -> tuple[Variant, ...]:
@@ -51,9 +53,10 @@ def plain(arch: str) -> tuple[Variant, ...]:
         ),
         *(
             KvInsert("kv_insert", arch, f"{PLAIN}.kv_insert.kernel", 512, dtype, packing, pooled, running=running)
-            for dtype, packings in (("bfloat16", ("", "v4_fp8", "v41_fp8")), ("float16", ("",)))
+            for dtype, packings in (("bfloat16", ("", "v4_fp8", "v41_fp8", "v4_fp4")), ("float16", ("",)))
             for packing in packings
             for pooled, running in ((False, False), (True, False), (True, True))
+            if pooled or packing != "v4_fp4"  # which only pooled entries have
         ),
         *(
             KvInsert("kv_insert", arch, f"{PLAIN}.kv_insert.kernel", 128, dtype, packing, pooled=True, hadamard=True)
@@ -97,6 +100,7 @@ VARIANTS: tuple[Variant, ...] = (
         for arch, module in (("sm_100f", MLA_BLACKWELL), ("sm_90a", MLA))
         for packing in PACKED_SOURCES
         for heads in (64, ANY)
+        if (arch, packing, heads) != ("sm_100f", "v4_fp4", 64)  # where more heads have no other kernel
     ),
     # few queries in the canonical order of sums: keys are shared out, and then columns
     *(RowScores(op, "sm_90a", MLA_SCORES, 512, dtype) for op in BY_COLUMNS for dtype in DTYPES),
@@ -108,8 +112,12 @@ VARIANTS: tuple[Variant, ...] = (
     *(
         MlaBackward(op, "sm_90a", MLA_BACKWARD, 512, dtype, deterministic=deterministic)
         for deterministic in (False, True)
-        for op in BACKWARD_OPS
+        for op in MLA_GRADIENTS
         for dtype in DTYPES
+    ),
+    *(
+        MlaBackward(op, "sm_90a", MLA_BACKWARD, 512, "bfloat16", max_heads=ANY if op.startswith("hca") else 64)
+        for op in TURNING_GRADIENTS
     ),
     # a tile of rows has all heads of a query, and may have keys that no other tile has
     *(
@@ -122,7 +130,7 @@ VARIANTS: tuple[Variant, ...] = (
         for op in ("mla_sparse_bwd", "csa_bwd")
         for dtype in DTYPES
     ),
-    *(MlaBackward(op, "sm_100f", MLA_BACKWARD_BLACKWELL, 512, dtype) for op in BACKWARD_OPS for dtype in DTYPES),
+    *(MlaBackward(op, "sm_100f", MLA_BACKWARD_BLACKWELL, 512, dtype) for op in MLA_GRADIENTS for dtype in DTYPES),
     TileSpans("tile_spans", "sm_90a", f"{HOPPER}.mha.bwd.tile_spans"),
     *(
         MhaBackward(op, "sm_90a", f"{HOPPER}.mha.bwd.{op.removeprefix('mha_')}", d, dtype)
@@ -145,6 +153,21 @@ VARIANTS: tuple[Variant, ...] = (
         for paged in (False, True)
         for heads in (32, 64)
         for dtype in ("bfloat16", "float8_e4m3fn")
+    ),
+    # and of its keys in 4 bits
+    *(
+        IndexerScores(
+            "indexer_scores",
+            "sm_90a",
+            f"{HOPPER}.indexer.scores_fp4.kernel",
+            heads,
+            "bfloat16",
+            True,
+            blocks,
+            INDEX_FP4,
+        )
+        for blocks in (False, True)
+        for heads in (32, 64)
     ),
     *(
         IndexerScoresAt(op, arch, f"{package}.indexer.scores_at.kernel", heads, dtype)

@@ -5,6 +5,7 @@ import logging
 import os
 import shutil
 import tempfile
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,11 @@ from interpreter.kernels.launch import Kernel
 from interpreter.kernels.native import NoLibrary
 from interpreter.machine.handwritten import Handwritten
 from interpreter.machine.state import Machine
+from jax_dsv4_fmha._cli import check
 from jax_dsv4_fmha._host import library
 from kernels import build
 from kernels.cache import default_folder, evict
-from tests.helpers import QUICK, assert_in_place, every_kernel
+from tests.helpers import ONE_BUILT, QUICK, assert_in_place, every_kernel
 
 jax.config.update("jax_num_cpu_devices", 8)  # for meshes; a program that names no device runs on the first
 jax.config.update("jax_traceback_in_locations_limit", 0)  # most of a test's time is tracing, lowering and compiling
@@ -244,6 +246,26 @@ def cuda() -> jax.Device:
         return jax.local_devices(backend="cuda")[0]
     except RuntimeError as e:
         pytest.skip(f"needs a CUDA device: {str(e).splitlines()[0]}")
+
+
+@pytest.fixture
+def no_gpu(monkeypatch, request):
+    """As if there were none, except for a test that is marked gpu."""
+    if request.node.get_closest_marker("gpu") is None:
+        monkeypatch.setattr(library, "local_architectures", lambda: ())
+
+
+@pytest.fixture
+def one_built(monkeypatch):
+    monkeypatch.setattr(library, "variants", lambda: (ONE_BUILT,))
+
+
+@pytest.fixture
+def as_if_gpu(monkeypatch, no_gpu, one_built):
+    """As if there were a GPU with enough memory; the ops then run on the CPU."""
+    monkeypatch.setattr(library, "local_architectures", lambda: ("sm_90a",))
+    device = types.SimpleNamespace(memory_stats=lambda: {"bytes_limit": 2**30})
+    monkeypatch.setattr(check, "_device", lambda: device)
 
 
 @pytest.fixture

@@ -56,6 +56,7 @@ LISTS = ("list", "sparse", "gradient", "indexer", "probabilities")
 CACHES = {
     "rows": (None, None),
     "v4_fp8": ("v4_fp8",) * 2,
+    "v4_fp4": ("v4_fp8", "v4_fp4"),
     "v41_fp8": ("v41_fp8",) * 2,
     "v41_fp4": ("v41_fp8", "v41_fp4"),
 }
@@ -356,12 +357,12 @@ def worlds(seed: int, **how: Any) -> Iterator[World]:
     for i in range(10**9):
         kind = list(KINDS)[i % len(KINDS)]
         caches = str(rng.choice(list(CACHES))) if kind in ("window", "list", "all") else "rows"
-        caches = "v41_fp8" if caches == "v41_fp4" and kind == "window" else caches
+        caches = CACHES[caches][0] if kind == "window" and caches != "rows" else caches
         heads = int(rng.choice([64, 128, 16, 5, 100]))
         dtype = str(rng.choice(["bfloat16", "float16"])) if caches == "rows" else "bfloat16"
         heads = int(rng.choice([16, 32, 64])) if kind == "indexer" else heads
         topk = int(rng.choice([64, 100, 256])) if kind in LISTS else 0
-        d = int(rng.choice([64, 256])) if kind == "dense" else 512
+        d = int(rng.choice([64, 128, 256])) if kind == "dense" else 512
         yield World(kind, caches, heads, dtype, topk, int(rng.integers(2**31)), d, **how)
 
 

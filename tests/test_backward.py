@@ -1,6 +1,7 @@
 """The backward kernels' raw calls: their launch against the DSL's own host stub, and on a GPU their answers."""
 
 import ctypes
+import dataclasses
 import functools
 import itertools
 import os
@@ -19,6 +20,7 @@ from interpreter.kernels import native
 from interpreter.kernels.gradients import FUNCTIONS, assert_right, gradient, operands
 from interpreter.kernels.native import Shape, addresses_of, plan
 from jax_dsv4_fmha._definitions import attention_gradient
+from jax_dsv4_fmha._definitions.rope import normed_and_turned, pairs_turned
 from jax_dsv4_fmha._host import call, gradients, library
 from jax_dsv4_fmha._host.call import TARGETS
 from kernels.abi import MlaBackward
@@ -53,12 +55,13 @@ def test_lowers_for_cuda_without_a_gpu(variant):
     (call,) = (line for line in text.splitlines() if "custom_call" in line)
     assert f"@dsv4_fmha_{variant.op}(" in call and "scale = 1.250000e-01 : f32" in call
     dtype = {"float16": "f16", "bfloat16": "bf16"}[variant.dtype]
-    keys = ("20x1x512",) if variant.op == "mla_span_bwd" else ("20x512", "9x512")[: len(variant.sources)]
+    keys = ("20x1x512",) if variant.sources == ("span",) else ("20x512", "9x512")[: len(variant.sources)]
     wanted = [f"tensor<2x3x8x512x{dtype}>", *(f"tensor<2x{x}xf32>" for x in keys)]
     assert re.search(r"-> \(" + ", ".join(wanted) + r"\)", call), call
 
 
-@pytest.mark.parametrize("op", ["mla_span_bwd", "csa_bwd"])  # both kinds of sources, and both ways of cutting rows
+# both kinds of sources, and both ways of cutting rows
+@pytest.mark.parametrize("op", ["mla_span_bwd", "csa_bwd", "mla_span_bwd_turned"])
 def test_launch_is_what_the_host_stub_launches(op, tmp_path):
     if util.find_spec("cutlass") is None or shutil.which("gcc") is None:
         pytest.skip("needs nvidia-cutlass-dsl and gcc")
@@ -71,11 +74,14 @@ def test_launch_is_what_the_host_stub_launches(op, tmp_path):
     aliases = {"do": pointers["dout"], "keys0": pointers["k0"], "keys1": pointers["k1"]}
     stub = HostStub(variant, tmp_path)
     for shape, processors in itertools.product(SHAPES, (1, 132)):
-        if shape.h_kv > 1 and op != "mla_span_bwd":
+        one_source = variant.sources == ("span",)
+        if shape.h_kv > 1 and not one_source:
             continue
         ints = {name: ctypes.c_int32(x) for name, x in shape._asdict().items()}
         keys = {"s_kv0": ints["s_kv"], "s_batch0": ints["s_kv"], "s_batch1": ints["s_kv1"]}
-        keys |= {"topk0": ctypes.c_int32(0) if op == "mla_span_bwd" else ints["topk"], "topk1": ints["topk"]}
+        keys |= {"topk0": ctypes.c_int32(0) if one_source else ints["topk"], "topk1": ints["topk"]}
+        keys |= {"eps": ctypes.c_float(native.EPS), "do_heads": ctypes.c_int32(native.group_heads(shape.h_q))}
+        keys |= {"do_queries": ctypes.c_int32(shape.b * shape.s_q)}
         rest = {"ctas": ctypes.c_int32(processors), "scale": ctypes.c_float(0.1), "stream": ctypes.c_void_p()}
         theirs = stub.run({**pointers, **aliases, **ints, **keys, **rest})
         tiles = {name: row[name] for name in ("tile_m", "tile_n", "cluster")}
@@ -97,7 +103,8 @@ def on_gpu(test):
 
 def run(variant, x, scale):
     """Runs into results that hold NaN, so an element that is not written shows."""
-    results = (x.attention.q, *(keys.astype(jnp.float32) for keys in x.arguments()[5::3]))
+    keys = x.arguments()[5 : 5 + 3 * len(variant.sources) : 3]
+    results = (x.attention.q, *(k.astype(jnp.float32) for k in keys))
     gradient_of = functools.partial(FUNCTIONS[variant.op], scale=scale, deterministic=variant.deterministic)
     f = jax.jit(lambda into, args: gradient_of(*args), donate_argnums=0, keep_unused=True)
     return jax.tree.map(np.asarray, f(tuple(jnp.full(y.shape, jnp.nan, y.dtype) for y in results), x.arguments()))
@@ -119,7 +126,7 @@ def test_runs(variant):
     check(variant, h_q=3, s_q=1, b=5, s_kv=1, s_kv1=1, topk=1)
     check(variant, h_q=65, s_q=20)
     check(variant, h_q=128, s_q=150, b=1, s_kv=400, s_kv1=300, topk=300)
-    if variant.op == "mla_span_bwd":
+    if variant.sources == ("span",):
         check(variant, h_q=8, h_kv=2)
 
 
@@ -175,6 +182,7 @@ for variant in t.BUILT:
 
 SOURCES = {
     "mla_span_bwd": ("kv", "start", "stop"),
+    "mla_span_bwd_turned": ("kv", "start", "stop", "table"),
     "mla_sparse_bwd": ("kv", "indices", "length"),
     "csa_bwd": ("window_kv", "start", "stop", "kv", "indices", "length"),
     "hca_bwd": ("window_kv", "start", "stop", "kv", "start2", "stop2"),
@@ -194,6 +202,14 @@ SOURCES = {
         ("mla_sparse_bwd", "indices", lambda x: x[..., :0], "topk is 0, wanted at least 1"),
         ("csa_bwd", "kv", lambda x: x.astype(np.float16), "kv: got F16, wanted BF16 like q"),
         ("hca_bwd", "start2", lambda x: x[:1], r"start2: got shape \[1, 70\], wanted \[2, 70\]"),
+        ("mla_span_bwd_turned", "do", lambda x: x[:, 0], r"do: got .* wanted \[groups, b, s_q, group_heads, d\]"),
+        (
+            "mla_span_bwd_turned",
+            "do",
+            lambda x: x[:, :, :, :3],
+            r"do: got shape \[2, 2, 70, 3, 512\], wanted \[8, 2, 70, 1",
+        ),
+        ("mla_span_bwd_turned", "table", lambda x: x[..., :32], r"table: got shape .* wanted \[2, 70, 64\]"),
         ("mla_span_bwd", "q", lambda x: x[..., :64], r"do: got shape \[2, 70, 8, 512\], wanted \[2, 70, 8, 64\]"),
     ],
 )
@@ -216,7 +232,12 @@ def test_the_float64_gradient_is_that_of_the_package(variant):
     """Compares it with the sources' gradients in jnp, in float32 from the same operands."""
     x, scale = operands(variant, b=2, s_q=7, h_q=4, s_kv=20, s_kv1=9, topk=6), variant.d**-0.5
     a, dq, dkv = x.attention, jnp.zeros(()), []
-    q, do = a.q.astype(np.float32), x.do.astype(np.float32)
+    given, do = a.q.astype(np.float32), x.do.astype(np.float32)
+    x, q, through = dataclasses.replace(x, attention=dataclasses.replace(a, q=given), do=do), given, lambda dq: dq
+    if variant.turns:  # which no longer rounds
+        (q,), pull = jax.vjp(lambda q: normed_and_turned(q, a.table, eps=native.EPS), jnp.where(np.isnan(q), 1, q))
+        (do,) = pairs_turned(do, a.table, direction=1)
+        through = lambda dq: pull((dq,))[0]  # noqa: E731
     for kind, keys in zip(variant.sources, a.sources, strict=True):
         k, rows = keys.k.astype(np.float32), (keys.seen_from, keys.seen_to, do, x.lse, x.sink_factor, x.delta)
         if kind == "span":
@@ -225,5 +246,5 @@ def test_the_float64_gradient_is_that_of_the_package(variant):
             part, of_keys = attention_gradient.sparse_fmha(q, k[:, :, 0], *rows, scale=scale)
         dq += part
         dkv.append(of_keys)
-    for got, want in zip((dq, *dkv), gradient(x, scale), strict=True):
+    for got, want in zip((through(dq), *dkv), gradient(x, scale), strict=True):
         np.testing.assert_allclose(np.asarray(got).reshape(want.shape), want, rtol=1e-4, atol=1e-5)

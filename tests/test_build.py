@@ -132,10 +132,11 @@ def test_the_launcher_hands_over_what_the_table_says(variant):
         extents = {**INDEX_SHAPE, **dict(zip(("pages", "page", "width"), paging, strict=True))}
         kind = TYPES[variant.dtype] if isinstance(variant, IndexerScores) else 9
         extents |= {"type": kind, "queries": 4, "stride": 256, "wants_values": 1, "keys_of_score": 1}
+        extents |= {"of_4_bits": int(isinstance(variant, IndexerScores) and variant.packing != "")}
         launch = plan_indexer(extents)[isinstance(variant, TopK)]
     elif isinstance(variant, IndexerScoresWithin):
         extents = INDEX_SHAPE | {"pages": 9, "page": 56, "width": 3 * variant.paged, "type": TYPES[variant.dtype]}
-        extents |= {"queries": 1, "stride": 160, "wants_values": 1, "keys_of_score": 1}
+        extents |= {"of_4_bits": 0, "queries": 1, "stride": 160, "wants_values": 1, "keys_of_score": 1}
         launch, _ = plan_indexer_within(extents, 20, False)
     elif isinstance(variant, IndexerScoresAt):
         launch = plan_indexer_scores_at(INDEX_SHAPE, gradient=variant.op == "indexer_scores_at_bwd")
@@ -241,8 +242,9 @@ def test_one_module_writes_ptx():
 
 
 def test_kernels_share_modules_of_lib_alone():
-    """So an edit of any other module makes the variants of one kernel stale, except for this one."""
-    shared = {MLA_FEW_HEADS_BACKWARD: "kernels.sm90.mla.bwd"}
+    """So an edit of any other module makes the variants of one kernel stale, except for these."""
+    scores_fp4 = "kernels.sm90.indexer.scores_fp4.kernel"
+    shared = {MLA_FEW_HEADS_BACKWARD: "kernels.sm90.mla.bwd", scores_fp4: "kernels.sm90.indexer.scores"}
     for module in {v.module for v in VARIANTS}:
         files = {path.relative_to(ROOT) for path in build.modules(module, ROOT) if path.name != "__init__.py"}
         modules = {".".join(path.with_suffix("").parts) for path in files if path.parts[1] != "lib"}

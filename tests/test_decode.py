@@ -398,6 +398,8 @@ class TestMeshes:
         ((None, None), ""),
         (("v4_fp8",), "v4_fp8"),
         (("v4_fp8", "v4_fp8"), "v4_fp8"),
+        (("v4_fp8", "v4_fp4"), "v4_fp4"),
+        (("v4_fp4",), "v4_fp4"),
         (("v41_fp8",), "v41_fp8"),
         (("v41_fp8", "v41_fp8"), "v41_fp8"),
         (("v41_fp8", "v41_fp4"), "v41_fp4"),

@@ -429,6 +429,31 @@ def test_gradients_where_a_kernel_turns(kinds):
         assert jnp.linalg.norm(a - b) <= 5e-3 * jnp.linalg.norm(b)
 
 
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("kinds", OF_KINDS)
+@pytest.mark.parametrize("h, deterministic, turns", [(64, False, True), (128, False, False), (64, True, False)])
+def test_a_gradient_is_one_kernel_where_it_is_made_for_the_heads(kinds, h, deterministic, turns):
+    """It takes do in the groups of heads in which a product makes it."""
+    x, how = large(h, jnp.bfloat16, s=4, kinds=kinds)
+    w, d = jnp.ones((4, h // 4 * 512, 8), jnp.bfloat16), jnp.ones((1, 4, 4, 8), jnp.bfloat16)
+
+    def gradient(x):
+        def project(x):
+            o, _ = dsv4_attention(**x, **how, o_groups=4, deterministic=deterministic)
+            return jnp.einsum("bsgk,gkr->bsgr", o.reshape(1, 4, 4, -1), w)
+
+        return jax.vjp(project, x)[1](d)
+
+    turns = turns or (kinds == "all" and not deterministic)  # whose kernel is the same for any heads
+    text = jax.jit(gradient).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    found, op = re.findall(r"custom_call @dsv4_fmha_(\w+)", text), OF_KINDS[kinds].replace("fwd", "bwd")
+    passes = sorted(["norm_rope", "norm_rope_bwd", op, "rope"])
+    assert [name for name in sorted(found) if "fwd" not in name] == ([f"{op}_turned"] if turns else passes)
+    if turns:
+        (call,) = (line for line in text.splitlines() if f"@dsv4_fmha_{op}_turned" in line)
+        assert f"tensor<4x1x4x{h // 4}x512xbf16>" in call
+
+
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize("kinds", OF_KINDS)
@@ -447,7 +472,7 @@ def test_a_kernel_turns_as_passes_do(kinds, h, dtype):
 
     def pull(f):
         (o, lse), vjp = jax.vjp(f, x)
-        return vjp((jnp.roll(o, 1, 1), 0 * lse))
+        return vjp((jnp.roll(o, 1, 1), jnp.sin(lse)))
 
     for a, b in zip(jax.tree.leaves(pull(together)), jax.tree.leaves(pull(apart)), strict=True):
         a, b = (y.astype(jnp.float32) for y in (a, b))

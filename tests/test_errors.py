@@ -223,7 +223,7 @@ Q512 = array(B, S_Q, H_Q, 512)
         ((Cache(array(B, 4, 512)), FP8), Q512, ValueError, "compressed_cache.entries: got uint8.*wanted entries of b"),
         ((Cache(FP8.entries[:, 1:]), FP8), Q512, ValueError, r"window_cache.entries: got uint8\[2, 3455\] with d = 51"),
         ((FP8, Cache(FP8.entries[:, 1:], None, "v41_fp4")), Q512, ValueError, r".*in 288 n bytes, as v41_fp4 has them"),
-        ((Cache(FP8.entries, None, "fp4"), FP8), Q512, ValueError, "layout: got 'fp4', wanted 'v4_fp8' or 'v41_fp8'"),
+        ((Cache(FP8.entries, None, "fp4"), FP8), Q512, ValueError, "layout: got 'fp4', wanted 'v4_fp8' or 'v4_fp4'"),
     ],
 )  # fmt: skip
 def test_error_of_fp8(caches, q, error, message):

@@ -18,6 +18,7 @@ from jax_dsv4_fmha import (
     dequantize_cache,
     explain,
     indexer_blocks,
+    indexer_scores,
     lightning_indexer,
     quantize_cache,
     quantize_indexer,
@@ -177,15 +178,18 @@ def test_two_levels(kind):
         )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "contiguous fp4", "paged fp4"])
 def test_two_levels_that_kernels_have(kind, monkeypatch):
-    """The ops over pages, of as many heads as V4.1 has: what is chosen of keys in an array."""
+    """The ops over pages, of as many heads as V4.1 has: what is chosen of keys in an array. Within blocks of keys of 4
+    bits XLA gathers."""
     monkeypatch.setattr(library, "local_architectures", lambda: ("sm_90a",))
     q, k, weights = normal(0, B, S_Q, 32, 128), normal(1, B, 128, 128), normal(2, B, S_Q, 32)
     q, k = q.astype(jnp.bfloat16), k.astype(jnp.bfloat16)
     cache, k_scale = filled(k, kind, 64 if "paged" in kind else 128), None
     if "packed" in kind:
         q, k, weights, k_scale = quantize_indexer(q, k, weights)
+    if "fp4" in kind:
+        k = dequantize_cache(quantize_cache(k, "index_fp4"), "index_fp4")
     seen = {"ratio": RATIO, "q_offset": jnp.array([250, 31], jnp.int32) - S_Q}
 
     @jax.jit
@@ -195,7 +199,7 @@ def test_two_levels_that_kernels_have(kind, monkeypatch):
             q, k, weights, topk=TOPK, blocks=blocks, k_scale=k_scale, return_scores=True, **seen
         )
 
-    assert not any("XLA" in (x.reason or "") for x in explain(both, cache, None))
+    assert sum("XLA" in (x.reason or "") for x in explain(both, cache, None)) == ("fp4" in kind)
     jax.tree.map(np.testing.assert_array_equal, both(cache, None), both(k, k_scale))
 
 
@@ -221,14 +225,17 @@ def test_errors():
 @pytest.mark.parametrize(
     ("dtype", "page", "width", "takes"),
     [("float8_e4m3fn", 64, 5, True), ("float8_e4m3fn", 16, 5, False), ("float8_e4m3fn", 100, 0, True),
-     ("float8_e4m3fn", 98, 0, False), ("bfloat16", 8, 5, True), ("bfloat16", 12, 5, False), ("float16", 99, 0, True)],
+     ("float8_e4m3fn", 98, 0, False), ("bfloat16", 8, 5, True), ("bfloat16", 12, 5, False), ("float16", 99, 0, True),
+     ("index_fp4", 64, 5, True), ("index_fp4", 16, 5, False), ("index_fp4", 100, 0, True)],
 )  # fmt: skip
 def test_which_pages_kernels_take(dtype, page, width, takes, monkeypatch):
     """One custom call in an export for CUDA, or the reference."""
-    monkeypatch.setattr(library, "local_architectures", lambda: ())
+    of_4_bits = dtype == "index_fp4"
+    monkeypatch.setattr(library, "local_architectures", lambda: ("sm_90a",) if of_4_bits else ())
     if not library.variants_for("indexer_scores", paged=True):
         pytest.skip("not built")
     how = {"layout": "index_fp8"} if dtype == "float8_e4m3fn" else {"dtype": dtype}
+    how, dtype = ({"layout": dtype}, "bfloat16") if of_4_bits else (how, dtype)
     tables = jax.ShapeDtypeStruct((B, width), jnp.int32) if width else None
     made = jax.eval_shape(lambda: Cache.zeros(9 if width else B, page, 128, **how))
     cache = Cache(made.entries, tables, made.layout)
@@ -290,6 +297,43 @@ def test_kernels_in_two_levels(cuda, h, dtype, page, s_q, n, count):
         got, want = (lightning_indexer(q, x, weights, **how, **y) for x, y in ((cache, {}), (k, scale)))
         for x, y in zip(got, want, strict=True):
             np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("h", [32, 64])
+@pytest.mark.parametrize(("s_q", "n", "page"), [(2, 1600, 32), (1, 40960, 64), (13, 9600, 64)])
+def test_kernel_of_4_bits(cuda, h, s_q, n, page):
+    """The entries that it chooses have the scores of the keys as numbers, and no other entry has a greater score."""
+    with jax.default_device(cuda):
+        q, k, weights = normal(0, 4, s_q, h, 128).astype(jnp.bfloat16), normal(1, 4, n, 128), normal(2, 4, s_q, h)
+        k = k * jnp.exp2(jnp.arange(n) % 9 - 5.0)[:, None]  # with scales above 2 too
+        cache = filled(k, "paged fp4", page)
+        k = dequantize_cache(quantize_cache(k, "index_fp4"), "index_fp4")
+        lengths = jnp.array([n, n // 2 + 3, 3, 0], jnp.int32)  # the last place is idle
+        how = {"ratio": 1, "q_offset": lengths - s_q, "topk": 64, "return_scores": True}
+
+        def chosen(implementation):
+            return jax.jit(lambda: lightning_indexer(q, cache, weights, implementation=implementation, **how))
+
+        assert "dsv4_fmha_paged_lightning_indexer" in chosen("cubin").lower().as_text()
+        got, again, want = chosen("cubin")(), chosen("cubin")(), chosen("reference")()
+        jax.tree.map(np.testing.assert_array_equal, got, again)
+        greatest = np.abs(np.where(np.isfinite(want[1]), want[1], 0)).max()
+        there = got[0] >= 0
+        np.testing.assert_array_equal(there, want[0] >= 0)
+        exact = np.asarray(indexer_scores(q, k, weights, got[0], implementation="reference"))
+        np.testing.assert_allclose(*(np.where(there, x, 0) for x in (got[1], exact)), atol=1e-5 * greatest, rtol=0)
+        np.testing.assert_allclose(*(np.sort(x[1], -1) for x in (got, want)), atol=1e-5 * greatest, rtol=0)
+
+        which = {"count": 20, "ratio": 1, "q_offset": lengths - s_q}
+        blocks, right = (
+            np.asarray(indexer_blocks(q, cache, weights, implementation=x, **which)) for x in ("cubin", "reference")
+        )
+        same = [
+            len(set(x) & set(y)) == len(set(y))
+            for x, y in zip(blocks.reshape(-1, 20), right.reshape(-1, 20), strict=True)
+        ]
+        assert np.mean(same) > 0.9  # sums in another order may decide between two
 
 
 @pytest.mark.gpu

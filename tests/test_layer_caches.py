@@ -71,8 +71,27 @@ def test_packed_caches_of_v41(dtype, layouts):
         for n in (10, 11, 12):
             (y, one), (same, other) = (step(x[:, n - 10 : n - 9], c, n) for c in (one, other))
             np.testing.assert_array_equal(y, same)
-    with pytest.raises(ValueError, match=r"dtype: got float4_e2m1fn, wanted .*float8_e4m3fn for a layer like this"):
-        from_config(MODELS["v4"] | {"head_dim": 512})[1].cache(2, 12, "float4_e2m1fn")
+
+
+def test_fp4_caches_of_v4():
+    """Entries in "v4_fp4", latents in "v4_fp8": steps equal a chunk, and both are near what bfloat16 caches give."""
+    layer = from_config(MODELS["v4"] | {"head_dim": 512})[1]
+    p, x = random_params(layer, 0), hidden(2, 21).astype(jnp.bfloat16)
+    step = jax.jit(lambda x, c, n: layer.step(p, x, c, lengths=n)[:2], donate_argnums=1)
+    chunk = jax.jit(lambda x, c: layer(p, x, c)[:2])
+    cache = layer.cache(2, 24, jnp.float4_e2m1fn)
+    assert (cache.window.layout, cache.compressed.layout) == ("v4_fp8", "v4_fp4")
+    assert cache.compressed.entries.shape[1] == 368 * cache.compressed.page
+    kinds = jnp.bfloat16, jnp.float8_e4m3fn, jnp.float4_e2m1fn
+    exact, fp8, fp4 = (chunk(x, layer.cache(2, 24, kind))[0].astype(jnp.float32) for kind in kinds)
+    for n in range(1, 22):
+        y, cache = step(x[:, n - 1 : n], cache, jnp.int32(n))
+        assert _off(y[:, 0], fp4[:, n - 1]) < 2e-2, n
+    assert 0 < _off(fp8, exact) < 4e-2 and _off(fp8, exact) < _off(fp4, exact) < 0.15
+
+
+def _off(x, wanted):
+    return jnp.linalg.norm(x.astype(jnp.float32) - wanted) / jnp.linalg.norm(wanted)
 
 
 @pytest.mark.fuzz

@@ -16,16 +16,18 @@ from interpreter.kernels.verdict import judge
 from kernels.abi import ANY, Combine, Forward
 
 BUILT = [v.key for v in native.built(Forward) if v.arch == "sm_90a"]
-V41, V41_FP4 = "v41_fp8", "v41_fp4"
+V41, V41_FP4, V4_FP4 = "v41_fp8", "v41_fp4", "v4_fp4"
 COMBINE = {(v.arch, v.dtype): v.key for v in native.built(Combine)}
 ALIKE = {
-    v.key for v in map(native.variant_of, BUILT) if v.dtype == "float16" or v.max_heads in (8, 32) or V41 in v.sources
+    v.key
+    for v in map(native.variant_of, BUILT)
+    if v.dtype == "float16" or v.max_heads in (8, 32) or {V41, V4_FP4} & {*v.sources}
 }
 RUNS = [  # those have the same code as others: one case, which may be of COMPARED
     (v.key, case)
     for v in map(native.variant_of, BUILT)
     for case in cases.CASES
-    if v.key not in ALIKE or (case == "tiles" and (v.max_heads < ANY or V41_FP4 in v.sources))
+    if v.key not in ALIKE or (case == "tiles" and (v.max_heads < ANY or {V41_FP4, V4_FP4} & {*v.sources}))
     if case != "groups" or v.sources == ("span",)
 ]
 QUICK = {"mla_span_fwd_turned": ("tiles", "few", "turns"), "csa_fwd_turned": ("tiles",), "hca_fwd_turned": ("few",)}

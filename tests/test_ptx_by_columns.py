@@ -43,6 +43,7 @@ def operands(key, **extents):
                 ("mla_sparse_fwd", "float16", "", {"h_q": 64, "s_q": 3, "topk": 200}),
                 ("dsv4_decode", "bfloat16", "", {"h_q": 33, "topk": 130}),
                 ("dsv4_decode", "bfloat16", "v4_fp8", {"h_q": 100, "topk": 200}),
+                ("dsv4_decode", "bfloat16", "v4_fp4", {"h_q": 66, "s_kv": 70, "topk": 80}),
                 ("dsv4_decode", "bfloat16", "v41_fp4", {"h_q": 64, "s_kv": 70, "topk": 80}),
             )
         ),

@@ -9,9 +9,10 @@ import pytest
 
 from interpreter import edits
 from interpreter.faults import PlantedFault
-from interpreter.kernels import indexer_within, native
+from interpreter.kernels import indexer_within, native, nibbles
 from interpreter.kernels.indexer import (
     TOPK,
+    Call,
     Problem,
     ProblemAt,
     Run,
@@ -158,6 +159,64 @@ def run_with_pages(fault, seed):
 def test_fault_of_pages():
     key = "indexer_scores_sm_90a_heads64_float8_e4m3fn_paged"
     PlantedFault("pages of another", key, Wrong, "scores are wrong", page_of_another).check(run_with_pages)
+
+
+OF_4_BITS = "indexer_scores_sm_90a_heads32_bfloat16_paged_index_fp4"
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("heads", [32, 64])
+def test_keys_of_4_bits(heads, blocks):
+    """Of scales on either side of 2, some 2^40 apart, and of NaN; more queries than a block has, more tiles than a ring
+    has stages, and in two orders of events."""
+    key = OF_4_BITS.replace("heads32", f"heads{heads}").replace("paged", "paged_blocks" if blocks else "paged")
+    for seed, shape in enumerate(((2, 3, 300, 40, 64), (1, 6, 1800, 40, 1800))):
+        call = Call.of(Kernel.of(variant(key)), Problem.of(variant(key), *shape), 3)
+        (ran := call.scoring(seed=seed)).run()
+        call.judge(ran)
+
+
+def test_scales_of_4_bits_far_apart():
+    """Every key by itself: its scores are right though others are greater, down to a scale 2^100 below its greatest."""
+    x = Problem.of(variant(OF_4_BITS), 1, 1, 40, 7, 40)
+    k_scale = np.full((1, 40, 4), 127, np.uint8)
+    k_scale[0, :4] = [(20,) * 4, (227, 127, 127, 127), (128, 129, 248, 200), (248,) * 4]
+    k = nibbles.rounded(np.random.default_rng(3).standard_normal((1, 40, 128)) * 4, np.full_like(k_scale, 127))
+    k = (k.reshape(1, 40, 4, 32) * np.exp2(k_scale.astype(np.float64) - 127)[..., None]).reshape(k.shape)
+    q = x.q.copy()
+    q[..., :32] = 0  # so that small groups count
+    x = dataclasses.replace(
+        x, q=(q.astype(np.float32) * 2.0**-8).astype(q.dtype), k=k.astype(x.k.dtype), k_scale=k_scale,
+        start=np.zeros_like(x.start), stop=np.full_like(x.stop, 40),
+    )  # fmt: skip
+    got = run(variant(OF_4_BITS), x).scores[0, 0, :40].astype(np.float64)
+    want = x.scores()[0, 0]
+    products = np.abs(x.weights[0, 0]) @ np.maximum(x.q[0, 0].astype(np.float64) @ x.k[0].astype(np.float64).T, 0)
+    assert (np.abs(got - want) <= 2e-5 * products).all() and products.min() < 1e-30 < 1e30 < products.max()
+
+
+def scale_of_another_group(text):
+    """A lane takes its neighbour's scale."""
+    pattern = r"shr\.u32\s+(%r\d+), (%r\d+), (%r\d+);"
+    return edits.replace(
+        text, pattern, lambda m: f"{{ .reg .u32 o; xor.b32 o, {m[3]}, 8; shr.u32 {m[1]}, {m[2]}, o; }}"
+    )
+
+
+def queries_in_their_order(text):
+    """Queries keep the order of their dimensions."""
+    return edits.replace(text, r"st\.shared\.v4\.b32 \[%r\d+\], \{[^;]*;", "")
+
+
+FP4_FAULTS = [
+    PlantedFault("scale of another group", OF_4_BITS, Wrong, "scores are wrong", scale_of_another_group),
+    PlantedFault("queries in their order", OF_4_BITS, Wrong, "scores are wrong", queries_in_their_order),
+]
+
+
+@pytest.mark.parametrize("fault", FP4_FAULTS, ids=str)
+def test_fault_of_4_bits(fault):
+    fault.check(run_with_pages)
 
 
 def test_a_workspace_that_is_used_again():

@@ -43,15 +43,24 @@ def is_like(variant: MlaBackward, case: str) -> bool:
     return variant.max_heads == 16 and (case != "turns" or len(variant.sources) == 1)
 
 
-RUNS = [
+TURNING = [  # what differs from the others is at the begin and the end of a tile of rows
+    ("mla_span_bwd_turned_sm_90a_d512_bfloat16_h64", "groups"),
+    ("csa_bwd_turned_sm_90a_d512_bfloat16_h64", "tiles"),
+    ("csa_bwd_turned_sm_90a_d512_bfloat16_h64", "few"),
+    ("hca_bwd_turned_sm_90a_d512_bfloat16", "tiles"),
+]
+RUNS = [run for run in TURNING if run[0] in BUILT] + [
     (v.key, case)
     for v in map(native.variant_of, BUILT)
     for case in SHAPES
     if (
-        v.dtype == "bfloat16"
-        and not v.deterministic
-        and (case != "groups" or v.op == "mla_span_bwd")
-        and not is_like(v, case)
+        not v.turns
+        and (
+            v.dtype == "bfloat16"
+            and not v.deterministic
+            and (case != "groups" or v.op == "mla_span_bwd")
+            and not is_like(v, case)
+        )
     )
     or ((v.op, case) == ("csa_bwd", "few") and not v.deterministic)
     or (
@@ -116,11 +125,13 @@ def test_agrees_with_hardware(key):
 SPAN, SELECTION = "mla_span_bwd_sm_90a_d512_bfloat16", "mla_sparse_bwd_sm_90a_d512_bfloat16_h64"
 BOTH = "csa_bwd_sm_90a_d512_bfloat16_h64"
 FEW = "mla_sparse_bwd_sm_90a_d512_bfloat16_h16"
+TURNED = "mla_span_bwd_turned_sm_90a_d512_bfloat16_h64"
 OF_FAULTS = {
     SPAN: {"b": 1, "s_q": 6, "s_kv": 150, "h_q": 8, "width": ALL_KEYS},  # one tile of rows, three of keys
     SELECTION: {"b": 1, "s_q": 4, "s_kv": 300, "h_q": 8, "topk": 190},
     BOTH: {"b": 1, "s_q": 3, "s_kv": 150, "h_q": 8, "s_kv1": 70, "topk": 20, "width": ALL_KEYS},
     FEW: {"b": 1, "s_q": 3, "s_kv": 300, "h_q": 8, "topk": 150},
+    TURNED: {"b": 1, "s_q": 5, "s_kv": 94, "h_q": 50, "width": 64},  # several tiles of rows
 }
 BARRIERS = [  # in the order of their addresses
     *(f"{name}{piece}" for name in ("q_full", "q_empty", "k_full") for piece in range(4)),
@@ -284,6 +295,34 @@ FAULTS = [
         Race,
         late(r"st\.async", r"\d+"),
         without_waiting("received_empty0", "received_empty1"),
+    ),
+    PlantedFault(
+        "Q comes in while left takes dQ through its norm",
+        TURNED,
+        Race,
+        r"(?s)cp\.async.*overwrites SMEM[^\n]* while nothing orders this and the read by [^\n]*ld\.shared\.f32",
+        without_waiting("q_empty0", "q_empty1", "q_empty2", "q_empty3"),
+    ),
+    PlantedFault(
+        "a side reads the other's part of a row's sum before it is there",
+        TURNED,
+        Race,
+        r"(?s)(ld|st)\.shared\.\w+ .*nothing orders this and the (read|write) by [^\n]*(ld|st)\.shared",
+        lambda text: edits.replace(text, r"bar\.sync\s+1, 256;", ""),
+    ),
+    PlantedFault(
+        "the producer sums squares of what is not there",
+        TURNED,
+        (Race, Undefined),
+        r"(?s)ld\.shared\.v4\.f32.*reads SMEM.*(cp\.async|which nobody wrote)",
+        lambda text: edits.replace(text, r"cp\.async\.wait_group\s+[0-3];", ""),
+    ),
+    PlantedFault(
+        "what the norm takes off stays on",
+        TURNED,
+        Wrong,
+        r"^dq is wrong in .*: what it is where the norm's scale is a constant",
+        lambda text: edits.replace(text, r"(mul\.f32\s+%r\d+, %r\d+, )0fBB000000;", lambda m: f"{m[1]}0f00000000;"),
     ),
     PlantedFault(
         "of few heads, dS is read before all of it is written",

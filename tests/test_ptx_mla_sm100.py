@@ -33,6 +33,7 @@ DECODE = "dsv4_decode_sm_100f_d512_bfloat16"
 UNPACKING = {  # what warps unpack is other code for each format and number of CTAs; the rest of the kernel is not
     f"{DECODE}_v4_fp8": ("few", "split few", "window"),
     f"{DECODE}_v4_fp8_h64": ("few", "tiles"),
+    f"{DECODE}_v4_fp4": ("few", "turns"),
     f"{DECODE}_v41_fp8": ("few",),
     f"{DECODE}_v41_fp8_h64": ("few",),
     f"{DECODE}_v41_fp4": ("few", "turns"),

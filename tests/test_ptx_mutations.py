@@ -33,6 +33,7 @@ FEW_HEADS = "csa_fwd_sm_90a_d512_bfloat16_h16"
 PAIRED = "dsv4_decode_sm_90a_d512_bfloat16_v4_fp8"  # two CTAs, each of which unpacks for both
 PACKED = PAIRED + "_h64"
 NIBBLES = "dsv4_decode_sm_90a_d512_bfloat16_v41_fp4_h64"
+MXFP4 = "dsv4_decode_sm_90a_d512_bfloat16_v4_fp4_h64"
 SHAPES: dict[str, dict[str, int]] = {
     DENSE: {"b": 1, "s_q": 24, "s_kv": 420, "h_q": 8, "width": 1000},  # three tiles of 160 keys, two tiles of rows
     LATENT: {"b": 1, "s_q": 12, "s_kv": 230, "h_q": 8, "width": 1000},  # four tiles of 64 keys
@@ -42,6 +43,7 @@ SHAPES: dict[str, dict[str, int]] = {
     FEW_HEADS: {"b": 1, "s_q": 4, "s_kv": 300, "h_q": 16, "s_kv1": 300, "topk": 200},
     PACKED: {"b": 1, "s_q": 2, "s_kv": 70, "h_q": 8, "s_kv1": 300, "topk": 200},
     NIBBLES: {"b": 1, "s_q": 2, "s_kv": 9, "h_q": 8, "s_kv1": 90, "topk": 80},
+    MXFP4: {"b": 1, "s_q": 2, "s_kv": 9, "h_q": 8, "s_kv1": 90, "topk": 80},
     PAIRED: {"b": 1, "s_q": 2, "s_kv": 70, "h_q": 66, "s_kv1": 300, "topk": 200},
 }
 DENSE_TILE = 160  # keys
@@ -52,7 +54,7 @@ BARRIERS = {  # the mbarriers of a kernel, in the order of their addresses
     LATENT: "q_full q_empty k_full0 k_full1 k_full2 k_full3 k_empty0 k_empty1 k_empty2 k_empty3 "
     "max_shared0 max_shared1 p_shared0 p_shared1 all_read",
 }
-BARRIERS |= dict.fromkeys((TURNED, LONG_ODD, GATHERED, PACKED, NIBBLES, PAIRED), BARRIERS[LATENT])
+BARRIERS |= dict.fromkeys((TURNED, LONG_ODD, GATHERED, PACKED, NIBBLES, MXFP4, PAIRED), BARRIERS[LATENT])
 KIB = 1024
 REGIONS = {  # its shared memory before them, in bytes
     DENSE: {"q": 2 * 32 * KIB, "k": 2 * 40 * KIB, "v": 2 * 40 * KIB},
@@ -61,7 +63,7 @@ REGIONS = {  # its shared memory before them, in bytes
     FEW_HEADS: {"q": 16 * KIB, "k": 80 * KIB, "p": 16 * KIB, "found": 512},
 }
 REGIONS[TURNED] = {**REGIONS[LATENT], "squares": 512}
-REGIONS |= dict.fromkeys((GATHERED, PACKED, NIBBLES, PAIRED), REGIONS[LATENT])
+REGIONS |= dict.fromkeys((GATHERED, PACKED, NIBBLES, MXFP4, PAIRED), REGIONS[LATENT])
 
 
 @functools.cache
@@ -514,6 +516,22 @@ FAULTS = [
         r"lse is wrong",
         constants(_29040=0x7071, _29554=0x7273),
         answers=wrong_answers.with_the_second(lambda k: k.reshape(*k.shape[:-1], -1, 2)[..., ::-1].reshape(k.shape)),
+    ),
+    PlantedFault(
+        "the high nibble of a byte first, beside bfloat16",
+        MXFP4,
+        Wrong,
+        r"lse is wrong",
+        constants(_29040=0x7071, _29554=0x7273),
+        answers=wrong_answers.with_the_second(lambda k: k[..., np.arange(512) ^ (np.arange(512) < 448)]),
+    ),
+    PlantedFault(
+        "a scale for the next group too",
+        MXFP4,
+        Wrong,
+        r"lse is wrong",
+        lambda text: edits.replace(text, r"mul\.lo\.s32\s+(%r\d+), %r\d+, 4112;", lambda m: f"mov.b32 {m[1]}, 0;"),
+        answers=wrong_answers.a_scale_for_two_groups,
     ),
     PlantedFault(
         "no proxy fence after the unpacking",

@@ -120,7 +120,7 @@ def test_composition_of_kernels_for_blocks(from_start, monkeypatch):
 
     (q, k, weights), start, stop, _ = parts()
     monkeypatch.setattr(raw, "BLOCK", block)
-    monkeypatch.setattr(two_levels, "_for_all", lambda op, **choices: True)
+    monkeypatch.setattr(two_levels, "for_all", lambda op, **choices: True)
     for f in (indexer_blocks, indexer_within):
         monkeypatch.setattr(raw, f.__name__, f)
     operands = q, weights, k, jnp.ones((B, S_C))

@@ -40,6 +40,15 @@ OF_V41 = {
 """What V4.1's differs in: layers that read others' entries and choices, and an engram"""
 
 
+def config_of(random: str) -> dict[str, Any]:
+    """The config of a random model: of `small`, or a file's."""
+    if random in ("v4", "v4.1"):
+        return small(random)
+    if not Path(random).is_file():
+        raise SystemExit(f"--random: got {random!r}, wanted v4, v4.1 or a config.json")
+    return dict(json.loads(Path(random).read_text()))
+
+
 def small(kind: str = "v4") -> dict[str, Any]:
     """The config of a model, "v4" or "v4.1", with every kind of layer; on a GPU with heads that kernels take."""
     d = 512 if jax.default_backend() == "gpu" else 32
@@ -50,7 +59,11 @@ def small(kind: str = "v4") -> dict[str, Any]:
 def parser(description: str) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=description)
     made.add_argument("checkpoint", nargs="?", help="a directory with config.json; by default a small random model")
-    made.add_argument("--random", choices=("v4", "v4.1"), default="v4", help="which small random model (default: v4)")
+    made.add_argument(
+        "--random",
+        default="v4",
+        help="without a checkpoint: v4 or v4.1 for a small model, or a config.json (default: v4)",
+    )
     made.add_argument("--tensor", type=int, default=1, help="devices that share out every expert (default: 1)")
     made.add_argument("--expert", type=int, default=1, help="devices that share out the experts (default: 1)")
     return made
@@ -75,11 +88,11 @@ def on_terminal(text: str) -> None:
 def opened(
     checkpoint: str | None, mesh: Mesh, dtype: Any, packed: bool = False, drafts: bool = False, random: str = "v4"
 ) -> tuple[Model | DSpark, dict[str, Any]]:
-    """The model of a directory with its parameters, as `load` makes them, or a small one with random parameters.
+    """The model of a directory with its parameters, as `load` makes them, or one with random parameters.
 
     drafts: with its layers for drafts, if the config has some that are read.
     """
-    config = json.loads((Path(checkpoint) / "config.json").read_text()) if checkpoint else small(random)
+    config = json.loads((Path(checkpoint) / "config.json").read_text()) if checkpoint else config_of(random)
     model = (DSpark if drafts and config.get("dspark_block_size") else Model).from_config(config)
     if checkpoint:
         return model, load(model, checkpoint, dtype, mesh, on_terminal, packed)

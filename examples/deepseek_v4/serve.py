@@ -161,7 +161,7 @@ def arguments() -> dict:
         "--chat-template", help="a file in Jinja, with --port (default: the checkpoint's, if it has one)"
     )
     group = parser.add_mutually_exclusive_group()
-    of_caches = {"fp8": ("float8_e4m3fn", "FP8"), "fp4": ("float4_e2m1fn", "FP8 and, for entries, FP4: V4.1's own")}
+    of_caches = {"fp8": ("float8_e4m3fn", "FP8"), "fp4": ("float4_e2m1fn", "FP8 and, for entries, FP4")}
     for name, (dtype, what) in of_caches.items():
         group.add_argument(f"--{name}", dest="kept", action="store_const", const=dtype, help=f"caches in {what}")
     parser.add_argument("--packed", action="store_true", help="a checkpoint's FP4 and FP8 stay so in memory")

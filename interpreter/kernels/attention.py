@@ -127,7 +127,7 @@ def operands(variant: Forward | MlaBackward, *, width: int | None = 90, seed: in
     }
     q = normal(8, b, s_q, h_q, d)
     table = None
-    if isinstance(variant, Forward) and variant.turns:
+    if variant.turns:
         angles = rng.uniform(-np.pi, np.pi, (b, s_q, 32)).astype(np.float32)
         table = np.stack([np.cos(angles), np.sin(angles)], -1).reshape(b, s_q, 64)
     return Operands(variant.op, shape._replace(**slots), q, tuple(sources), sink, table)
@@ -153,19 +153,24 @@ def packed(
     if packing.separate_scales:
         entries = pool[:, : page * packing.values].reshape(pages, page, packing.values)
         scales = pool[:, page * packing.values : page * packing.entry].reshape(pages, page, packing.scales)
+        after = entries[..., packing.values :]
     else:
         whole = pool.reshape(pages, page, packing.entry)
-        entries, scales = whole[..., : packing.values], whole[..., packing.values :]
-    groups = {"v4_fp8": 7, "v41_fp8": 16, "v41_fp4": 32}[kind]
-    unpacked = 64 * (kind == "v4_fp8")
-    data = packing.values - 2 * unpacked
-    if kind == "v41_fp4":
+        entries, scales, after = np.split(whole, [packing.values, packing.values + packing.scales], axis=-1)
+    groups = {"v4_fp8": 7, "v4_fp4": 14, "v41_fp8": 16, "v41_fp4": 32}[kind]
+    unpacked = 64 * kind.startswith("v4_")
+    data = packing.values + packing.after - 2 * unpacked
+    if kind.endswith("fp4"):
         codes = rng.permutation(np.arange(b * s_kv * data, dtype=np.uint64) % 256).astype(np.uint8)
         codes = codes.reshape(b, s_kv, data)
         nibbles = np.stack([codes & 15, codes >> 4], -1).reshape(b, s_kv, groups, -1)
         numbers = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])[nibbles & 7] * np.where(nibbles & 8, -1, 1)
-        exponents = rng.integers(0x01, 0x21, (b, s_kv, groups)).astype(np.uint8)  # e4m3, from 2^-9 to 0.125
-        sizes = exponents.view(np.dtype("float8_e4m3fn")).astype(np.float32)
+        if kind == "v41_fp4":
+            exponents = rng.integers(0x01, 0x21, (b, s_kv, groups)).astype(np.uint8)  # e4m3, from 2^-9 to 0.125
+            sizes = exponents.view(np.dtype("float8_e4m3fn")).astype(np.float32)
+        else:
+            exponents = rng.integers(119, 125, (b, s_kv, groups)).astype(np.uint8)  # up to 2^-3
+            sizes = np.exp2(exponents.astype(np.float32) - 127)
     else:
         codes = rng.permutation(np.arange(b * s_kv * data, dtype=np.uint64) % 254).astype(np.uint8)
         codes = (codes + (codes >= 0x7F)).reshape(b, s_kv, data)
@@ -179,7 +184,8 @@ def packed(
     seen = any_query(counts)
     k[~seen] = np.nan
     at = np.divmod(place[seen], page)
-    entries[*at] = np.concatenate([codes[seen], rope[seen].view(np.uint8)], -1)
+    numbers = np.concatenate([codes[seen], rope[seen].view(np.uint8)], -1)
+    entries[*at], after[*at] = numbers[:, : packing.values], numbers[:, packing.values :]
     scales[*at, :groups] = exponents[seen]
     there = (indices >= 0) & (indices < s_kv)
     of_query = np.broadcast_to(place[:, None], (*indices.shape[:2], s_kv))

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from jax_dsv4_fmha._host import gradients as raw
-from kernels.abi import Forward, MlaBackward
+from kernels.abi import BACKWARD_OPS, TURNING_GRADIENTS, Forward, MlaBackward
 
 from ..machine.state import Array
-from .attention import Keys, answer, any_query
+from . import native
+from .attention import Keys, answer, any_query, normed, turned
 from .attention import Operands as Attention
 from .attention import operands as operands_of_attention
 
-FUNCTIONS = {op: getattr(raw, op) for op in ("mla_span_bwd", "mla_sparse_bwd", "csa_bwd", "hca_bwd")}
+FUNCTIONS = {
+    op: functools.partial(getattr(raw, op), eps=native.EPS) if op in TURNING_GRADIENTS else getattr(raw, op)
+    for op in BACKWARD_OPS
+}
 
 
 @dataclass(frozen=True)
@@ -31,13 +36,23 @@ class Operands:
     def arguments(self) -> tuple[Array | None, ...]:
         """The arguments as the raw call of the op takes them."""
         a = self.attention
-        has_key_heads = a.op == "mla_span_bwd"
+        has_key_heads = TURNING_GRADIENTS.get(a.op, a.op) == "mla_span_bwd"
         if a.op in ("mha_fwd", "mla_span_fwd"):
             (x,) = a.sources
             values = None if x.v is x.k else x.v
             return a.q, self.do, self.lse, self.sink_factor, self.delta, x.k, values, x.seen_from, x.seen_to
         keys = ((x.k if has_key_heads else x.k[:, :, 0], x.seen_from, x.seen_to) for x in a.sources)
-        return a.q, self.do, self.lse, self.sink_factor, self.delta, *(x for source in keys for x in source)
+        table = () if a.table is None else (a.table,)
+        return a.q, self.given_do, self.lse, self.sink_factor, self.delta, *(x for y in keys for x in y), *table
+
+    @property
+    def given_do(self) -> Array:
+        """do as the kernel takes it: in groups of heads where it turns q."""
+        if self.attention.table is None:
+            return self.do
+        b, s_q, h_q, d = self.do.shape
+        heads = native.group_heads(h_q)
+        return np.ascontiguousarray(self.do.reshape(b, s_q, h_q // heads, heads, d).transpose(2, 0, 1, 3, 4))
 
 
 def operands(variant: MlaBackward | Forward, *, width: int | None = 90, **extents: int) -> Operands:
@@ -69,6 +84,8 @@ def gradient(x: Operands, scale: float) -> tuple[Array, ...]:
 def _gradient(x: Operands, scale: float) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
     """The same, and for each element the root of the sum of the squares that its terms are."""
     a = x.attention
+    if a.table is not None:
+        return _through_norm_and_rope(x, scale)
     b, s_q, h_q, d = a.q.shape
     counts = np.concatenate([keys.counts for keys in a.sources], axis=-1)
     seen = any_query(counts)[..., None, None]
@@ -108,6 +125,38 @@ def _gradient(x: Operands, scale: float) -> tuple[tuple[Array, ...], tuple[Array
     return split(ds @ k, transposed(ds) @ q, transposed(p) @ do), tuple(map(np.sqrt, split(*squares)))
 
 
+def _through_norm_and_rope(x: Operands, scale: float) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    """`_gradient` where q and do are turned, which rounds them, and q is normed; dq is of q before."""
+    a = x.attention
+    assert a.table is not None
+    sees = np.asarray(np.concatenate([keys.counts for keys in a.sources], axis=-1).any(-1))[..., None, None]
+    q, do = (np.where(sees, y, 0).astype(y.dtype) for y in (a.q, x.do))
+    rotated, back = turned(q, a.table), a.table * np.resize([1, -1], a.table.shape[-1])
+    y = normed(rotated, q, native.EPS)
+    inner = replace(x, attention=replace(a, q=y, table=None), do=turned(do, a.table))
+    (dy, *of_keys), (noise, *noise_of_keys) = _gradient(inner, scale)
+    r = 1 / np.sqrt(np.mean(np.square(q.astype(np.float64)), -1, keepdims=True) + native.EPS)
+    dq = turned(r * (dy - y * np.mean(y * dy, -1, keepdims=True)), back)
+    of_norm = np.abs(y) * np.sqrt(np.sum(np.square(y * noise), -1, keepdims=True)) / a.shape.d
+    noise = np.square(r) * (np.square(noise) + np.square(of_norm))
+    pairs = np.square(a.table.astype(np.float64)).reshape(*a.table.shape[:2], 1, -1, 2)
+    last = noise[..., -a.table.shape[-1] :].reshape(*noise.shape[:-1], -1, 2)
+    mixed = last * pairs[..., :1] + last[..., ::-1] * pairs[..., 1:]
+    noise = np.concatenate([noise[..., : -a.table.shape[-1]], mixed.reshape(*noise.shape[:-1], -1)], -1)
+    return (dq, *of_keys), (np.sqrt(noise), *noise_of_keys)
+
+
+def without_norm(x: Operands) -> Array:
+    """dq where a row's scale does not depend on the row: the error of a kernel that forgets this part."""
+    a, scale = x.attention, x.attention.shape.d**-0.5
+    assert a.table is not None
+    q = np.where(np.isnan(a.q), 0, a.q).astype(a.q.dtype)
+    y = normed(turned(q, a.table), q, native.EPS)
+    inner = replace(x, attention=replace(a, q=y, table=None), do=turned(x.do, a.table))
+    r = 1 / np.sqrt(np.mean(np.square(q.astype(np.float64)), -1, keepdims=True) + native.EPS)
+    return turned(r * gradient(inner, scale)[0], a.table * np.resize([1, -1], a.table.shape[-1]))
+
+
 def row_of(x: Operands, row: tuple[int, ...]) -> Operands:
     """A row (batch entry, query, head of q) alone."""
     b, query, head = row
@@ -122,7 +171,8 @@ def row_of(x: Operands, row: tuple[int, ...]) -> Operands:
         sources.append(Keys(k, k if keys.v is keys.k else v, seen_from, seen_to, counts))
     at = (slice(b, b + 1), slice(query, query + 1), slice(head, head + 1))
     shape = a.shape._replace(b=1, s_q=1, h_q=1, h_kv=1)
-    alone = Attention(a.op, shape, a.q[at], tuple(sources), a.sink[at[2]])
+    table = None if a.table is None else a.table[at[:2]]
+    alone = Attention(a.op, shape, a.q[at], tuple(sources), a.sink[at[2]], table)
     return Operands(alone, *(y[at].copy() for y in (x.do, x.lse, x.sink_factor, x.delta)))
 
 

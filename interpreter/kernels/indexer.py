@@ -16,7 +16,7 @@ from kernels.variants import VARIANTS
 
 from ..machine.reductions import add_cleared
 from ..machine.state import Array, Machine, new_memory
-from . import native
+from . import native, nibbles
 from .launch import Kernel, machine
 from .verdict import Wrong
 
@@ -35,7 +35,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class Problem:
-    """Operands of an indexer; 8-bit keys have scales."""
+    """Operands of an indexer; 8-bit keys have scales, and of 4-bit keys every 32 numbers, as codes of ue8m0."""
 
     q: Array
     k: Array
@@ -55,6 +55,10 @@ class Problem:
         k_scale = rng.uniform(0.5, 2, (b, s_c)).astype(np.float32)
         stop = np.linspace(0, s_c - 3, b * s_q).astype(np.int32).reshape(b, s_q)
         start = np.where(np.arange(s_q) % 3 == 2, stop // 3, 0).astype(np.int32) * np.ones_like(stop)
+        if variant.packing:
+            k_scale = rng.integers(122, 131, (b, s_c, 4)).astype(np.uint8)  # some are greater than 2
+            k_scale[:, 5::7, 1] = 90
+            k = nibbles.rounded(k, k_scale)
         k[:, s_c - 3 :] = np.nan
         return Problem(q.astype(dtype), k.astype(dtype), weights, k_scale, start, stop, topk, page)
 
@@ -72,6 +76,10 @@ class Problem:
         start, stop = np.zeros_like(x.start), np.full_like(x.stop, keys)
         page = -(-keys // 256) * 256 if variant.paged else 0
         return replace(x, k=x.k[:, :keys], k_scale=x.k_scale[:, :keys], start=start, stop=stop, page=page)
+
+    @property
+    def of_4_bits(self) -> bool:
+        return self.k_scale.dtype == np.uint8
 
     @property
     def judged(self) -> tuple[Array, Array]:
@@ -92,10 +100,13 @@ class Problem:
         width = -(-s_c // page)
         keys = np.full((b, width * page, 128), np.nan, self.k.dtype)
         keys[:, :s_c] = self.k
-        scales = np.full((b, width * page), np.nan, np.float32)
+        nothing = nibbles.NAN if self.of_4_bits else np.nan
+        scales = np.full((b, width * page, *self.k_scale.shape[2:]), nothing, self.k_scale.dtype)
         scales[:, :s_c] = self.k_scale
+        if self.of_4_bits:
+            keys, scales = nibbles.packed(keys, scales)
         parts = [x.reshape(b * width, -1).view(np.uint8) for x in (keys, scales)]
-        each = np.concatenate(parts[: 2 if self.k.dtype.itemsize == 1 else 1], 1)
+        each = np.concatenate(parts[: 2 if self.of_4_bits or self.k.dtype.itemsize == 1 else 1], 1)
         table = np.random.default_rng(1).permutation(b * width + 3)[: b * width].astype(np.int32)
         pool = np.full((b * width + 3, each.shape[1]), 0xFF, np.uint8)
         pool[table] = each
@@ -146,6 +157,7 @@ class Call:
             s_c = x.page * paging["width"]
         tile_m, tile_n = kernel.facts["tile_m"], kernel.facts["tile_n"]
         shape = {"b": b, "s_q": s_q, "s_c": s_c, "heads": heads, "topk": x.topk, "type": native.TYPES[variant.dtype]}
+        shape |= {"of_4_bits": int(x.of_4_bits)}
         keys = INDEX_BLOCK if variant.blocks else 1
         shape |= {"queries": tile_m // heads, "stride": -(-s_c // tile_n) * tile_n // keys, "keys_of_score": keys}
         shape |= {"wants_values": int(wants_values and not variant.blocks)}
@@ -254,7 +266,7 @@ def choose(
         addresses[name] = memory.add(name, None, rows * topk * 4)
     s_c = scores.shape[1]
     shape = {"b": 1, "s_q": rows, "s_c": s_c, "heads": 1, "topk": topk, "type": native.FLOAT32, "queries": 1}
-    shape |= {"stride": s_c, "wants_values": 1, "keys_of_score": 1, "pages": 0, "page": 0, "width": 0}
+    shape |= {"of_4_bits": 0, "stride": s_c, "wants_values": 1, "keys_of_score": 1, "pages": 0, "page": 0, "width": 0}
     _, choice = native.plan_indexer(shape, count=rows, addresses=addresses)
     machine(Kernel(kernel.variant, edit(kernel.ptx), kernel.facts), choice, memory, seed=seed).run()
     indices, values = (

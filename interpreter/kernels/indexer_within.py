@@ -96,7 +96,7 @@ class Call:
         addresses = {name: memory.add(name, array) for name, array in (operands | {"blocks": self.x.blocks}).items()}
         addresses["scores"] = memory.add("scores", None, self.x.entries.size * 4)
         shape = {"b": b, "s_q": s_q, "s_c": s_c, "heads": heads, "topk": x.topk, "type": native.TYPES[variant.dtype]}
-        shape |= {"queries": 1, "stride": count * INDEX_BLOCK, "wants_values": 1, "keys_of_score": 1}
+        shape |= {"of_4_bits": 0, "queries": 1, "stride": count * INDEX_BLOCK, "wants_values": 1, "keys_of_score": 1}
         plan, _ = native.plan_indexer_within(
             shape | paging, count, self.x.from_start, processors=self.x.processors, queries=b * s_q, addresses=addresses
         )

@@ -65,7 +65,9 @@ def launch(
 ) -> Launch:
     """A launch on this many processors."""
     a, memory, scale = x.attention, new_memory(), kernel.variant.d**-0.5
-    given = {"q": a.q, "dout": x.do, "lse": x.lse, "sink_factor": x.sink_factor, "delta": x.delta}
+    given = {"q": a.q, "dout": x.given_do, "lse": x.lse, "sink_factor": x.sink_factor, "delta": x.delta}
+    if a.table is not None:
+        given["table"] = a.table
     resolution = np.zeros(0, np.float32)
     if kernel.variant.deterministic:
         q, do, lse, delta, *k = map(jnp.asarray, (a.q, x.do, x.lse, x.delta, *(keys.k for keys in a.sources)))
@@ -113,7 +115,11 @@ def describe_dq(wrong: Array, got: Array, want: Array, x: gradients.Operands) ->
     """dq: which rows, and what they look like."""
     rows = wrong.any(-1)
     b, query, head = (int(i) for i in np.argwhere(rows)[0])
-    text = f"dq is wrong in {int(rows.sum())} of {rows.size} rows, first in query {query}, head {head}"
+    columns = np.flatnonzero(wrong.any((0, 1, 2)))
+    some = f", columns {columns[0]}..{columns[-1]}" if columns[0] > 0 else ""
+    text = f"dq is wrong in {int(rows.sum())} of {rows.size} rows{some}, first in query {query}, head {head}"
+    if x.attention.table is not None and agrees(got[rows], gradients.without_norm(x)[rows]):
+        return f"{text}: what it is where the norm's scale is a constant"
     if (factor := factor_of(got[rows], want[rows])) is not None:
         return f"{text}: everywhere {factor:.4g} times what it should be"
     for other in (tuple(at) for at in np.argwhere(np.isfinite(x.lse)).tolist()):

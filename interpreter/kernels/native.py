@@ -33,6 +33,11 @@ def function(variant: Forward) -> Any:
     return functools.partial(call, packing=variant.packing) if variant.packing else call
 
 
+def group_heads(h_q: int) -> int:
+    """Heads of a group, in which the gradients that turn q take do: two groups, where that is possible."""
+    return h_q // 2 if h_q % 2 == 0 else h_q
+
+
 def variant_of(key: str) -> Any:
     """Any family's variant of this key; KeyError if there is none, whether kernels are built or not."""
     for variant in VARIANTS:
@@ -198,7 +203,8 @@ def plan(
         variant.layout.encode(),
         _attention_shape(shape, variant.sources, variant.dtype),
         ctypes.c_float(scale),
-        *([ctypes.c_float(EPS)] if isinstance(variant, Forward) else []),
+        ctypes.c_float(EPS),
+        *([] if isinstance(variant, Forward) else [ctypes.c_int64(group_heads(shape.h_q))]),
         _tiles(tile_m, tile_n, processors, cluster, variant.gathers),
         addressed(variant.family, addresses),
     )

@@ -6,7 +6,12 @@ from .row import Suite
 SUITES: dict[str, Suite] = {
     suite.name: suite
     for suite in (
-        *(*attention.SUITES, decode.SUITE, gradient.SUITE, indexer.SUITE),
-        *(layer.SUITE, prompt.SUITE, v41.SUITE),
+        *attention.SUITES,
+        decode.SUITE,
+        gradient.SUITE,
+        indexer.SUITE,
+        layer.SUITE,
+        prompt.SUITE,
+        v41.SUITE,
     )
 }

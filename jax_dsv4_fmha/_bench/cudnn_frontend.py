@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from .._ops.indexer import E4M3
+from .._ops.indexer_keys import E4M3
 from .indexer import AttendedRow, BlocksRow, ChoiceRow, IndexerRow, InsideBlocksRow, StepRow, TopkRow
 from .measure import Operands
 from .outside import Call, Peer, choices_differ, from_torch, require, to_torch, torch

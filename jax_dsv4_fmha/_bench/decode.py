@@ -18,7 +18,12 @@ from .row import CallRow, Row, Suite
 
 _PAGE = 64
 _ENTRIES = 16384  # of the compressed cache, for each sequence
-_CACHES = {"": (None, None), "fp8": ("v4_fp8", "v4_fp8"), "v41_fp4": ("v41_fp8", "v41_fp4")}
+_CACHES = {
+    "": (None, None),
+    "fp8": ("v4_fp8", "v4_fp8"),
+    "v4_fp4": ("v4_fp8", "v4_fp4"),
+    "v41_fp4": ("v41_fp8", "v41_fp4"),
+}
 """layouts of the window cache and the compressed cache, by the kind of a row"""
 
 
@@ -224,7 +229,8 @@ SUITE = Suite(
             for caches in ("", "fp8")
             for b in (2, 64, 128, 148)
         ),
-        *(step(64, 512, b, "v41_fp4", ("v4_fp8",)) for b in (64, 128)),
+        *(step(64, 512, b, caches, ("v4_fp8",)) for caches in ("v4_fp4", "v41_fp4") for b in (64, 128)),
+        step(128, 1024, 64, "v4_fp4", ("v4_fp8",)),
         *(step(128, 1024, b, "fp8", s_q=8) for b in (2, 64)),
         _chunk(2048, 64, 512),
         FmhaRow(b=16, s_q=1, s_kv=32768, h_q=128, peers=("cudnn", "xla")),

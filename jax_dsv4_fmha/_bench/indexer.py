@@ -13,10 +13,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._definitions.cache import Cache
-from .._definitions.packed import quantize_cache
+from .._definitions.packed import LAYOUTS, layout_of_keys, quantize_cache
 from .._host.indexer import indexer_topk
 from .._ops.dsv4 import dsv4_attention
-from .._ops.indexer import E4M3, indexer_blocks, indexer_scores, lightning_indexer, quantize_indexer
+from .._ops.indexer import indexer_blocks, lightning_indexer, quantize_indexer
+from .._ops.indexer_keys import E4M3
+from .._ops.indexer_training import indexer_scores
 from .measure import Operands
 from .row import CallRow, Suite
 
@@ -154,10 +156,13 @@ class ChoiceRow(ScoringRow):
         return 2.0 * _D * self.h * self.b * seen
 
     @property
+    def key_bytes(self) -> float:
+        return _D * jnp.dtype(self.dtype).itemsize + 4.0 * self.is_quantized
+
+    @property
     def bytes(self) -> float:
-        size = jnp.dtype(self.dtype).itemsize
-        keys = self.b * self.s_c * _D * size + 4.0 * self.b * self.s_c * self.is_quantized
-        return self.b * self.s_q * self.h * (_D * size + 4) + keys + self.result_bytes
+        of_q = self.b * self.s_q * self.h * (_D * jnp.dtype(self.dtype).itemsize + 4)
+        return of_q + self.b * self.s_c * self.key_bytes + self.result_bytes
 
     @property
     def choices(self) -> dict[str, Any]:
@@ -199,10 +204,19 @@ class StepRow(ChoiceRow):
     """A step of generation: the last queries of every sequence, over all entries, in pages."""
 
     page: int = 64
+    of_4_bits: bool = False  # whether keys are, with queries in bfloat16
 
     @property
     def entries(self) -> str:
         return f"{super().entries} in pages"
+
+    @property
+    def scored(self) -> str:
+        return super().scored + ", keys in e2m1" * self.of_4_bits
+
+    @property
+    def key_bytes(self) -> float:
+        return LAYOUTS["index_fp4"].entry if self.of_4_bits else super().key_bytes
 
     def operands(self, key: jax.Array) -> Operands:
         x = self.drawn(key)
@@ -216,9 +230,10 @@ class StepRow(ChoiceRow):
         pages = self.b * self.s_c // self.page
         table = jax.random.permutation(jax.random.key(0), pages).astype(jnp.int32).reshape(self.b, -1)
         entries = k.reshape(pages, self.page, _D)
-        if not self.is_quantized:
+        if not (self.is_quantized or self.of_4_bits):
             return Cache(entries, table)
-        return Cache(quantize_cache(entries, layout="index_fp8"), table, layout="index_fp8")
+        layout = layout_of_keys(jnp.dtype(self.dtype))
+        return Cache(quantize_cache(entries, layout), table, layout)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,8 +281,7 @@ class InsideBlocksStepRow(InsideBlocksRow, StepRow):
 
     @property
     def bytes(self) -> float:
-        key = _D * jnp.dtype(self.dtype).itemsize + 4 * self.is_quantized
-        return super().bytes + self.b * _CANDIDATES * _BLOCK * key
+        return super().bytes + self.b * _CANDIDATES * _BLOCK * self.key_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -404,6 +418,7 @@ SUITE = Suite(
                 InsideBlocksStepRow(b=64, s_q=1, s_c=131072, h=32, dtype=t),
             )
         ),
+        BlocksStepRow(b=64, s_q=1, s_c=131072, h=32, dtype="bfloat16", topk=2048, of_4_bits=True),
         ScoresRow(s_c=8192, dtype="bfloat16", peers=_XLA),
         *(AttendedRow(s_c=s_c, dtype="bfloat16", peers=_XLA) for s_c in (8192, 16384)),
     ),

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .log_space import denominator
-from .packed import LAYOUTS, index_keys
+from .packed import LAYOUTS, index_keys, layout_of_keys
 from .query_blocks import Arrays, over_queries, scan_queries
 from .ranks import rank_of
 from .span import Span
@@ -200,7 +200,7 @@ def over_pages(choose: Callable[..., Arrays]) -> Callable[..., Arrays]:
             q, weights, which, table, *rows = x
             there = ((table >= 0) & (table < pool.shape[1])).reshape(-1, *[1] * (pool.ndim - 2))
             pages = jnp.where(there, pool[which][jnp.where(there.ravel(), table, 0)], 0)
-            k, k_scale = _keys_of(pages)
+            k, k_scale = _keys_of(pages, q.dtype)
             return tuple(a[0] for a in choose(*(a[None] for a in (q, weights, k, k_scale, *rows)), **how))
 
         b = q.shape[0]
@@ -214,15 +214,19 @@ def over_pages(choose: Callable[..., Arrays]) -> Callable[..., Arrays]:
     return chosen
 
 
-def _keys_of(pages: jax.Array) -> Arrays:
-    """Keys `[n, d]` in pages, and their scales `[n]`."""
+def _keys_of(pages: jax.Array, dtype: Any) -> Arrays:
+    """Keys `[n, d]` in pages, for queries of this dtype, and their scales `[n]`."""
     if pages.dtype != jnp.uint8:
         k = pages.reshape(-1, pages.shape[2])
         return k, jnp.ones(k.shape[:1], _FP32)
-    how = LAYOUTS["index_fp8"]
+    how = LAYOUTS[layout := layout_of_keys(dtype)]
     n = how.page_entries(pages.shape[1])
     places = zip(how.starts(0, n), how.parts, strict=True)
-    return index_keys(*(pages[:, start : start + n * width].reshape(-1, width) for start, width in places))
+    parts = (pages[:, start : start + n * width].reshape(-1, width) for start, width in places)
+    if layout == "index_fp8":
+        return index_keys(*parts)
+    k = how.decode(*parts).astype(dtype)
+    return k, jnp.ones(k.shape[:1], _FP32)
 
 
 select_of_pages, select_within_pages, greatest_blocks_of_pages = map(

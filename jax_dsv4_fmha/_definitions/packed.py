@@ -3,12 +3,14 @@ Also the caches of an indexer's keys, with 128 values an entry.
 
 layout    an entry has                                        scales                   bytes, in a page of n entries
 v4_fp8    448 e4m3, 64 bfloat16 (the dimensions of RoPE)      7 ue8m0, for 64; one 0   n × 576, then n × 8, then padding
+v4_fp4    448 e2m1 in pairs as below; 64 bfloat16 at the end  14 ue8m0, for 32; two 0  n × 368
 v41_fp8   512 e4m3                                            16 ue8m0, for 32         n × 528
 v41_fp4   512 e2m1, the even one of a pair in the low nibble  32 e4m3, for 16          n × 288
 index_fp8 128 e4m3                                            1 float32                n × 128, then n × 4
 index_fp4 128 e2m1, in pairs as above                         4 ue8m0, for 32          n × 64, then n × 4
 
-ue8m0   2^ceil(log2(amax / 448)), or of e2m1 amax / 6, as its biased exponent, and not below the layout's minimum
+ue8m0   2^ceil(log2(amax / 448)), or of e2m1 amax / 6, as its biased exponent, and not below the layout's minimum; of
+        e2m1 not above 2^121
 e4m3    amax / 6, rounded to the nearest, and not below 2^-9, the least above 0 that e4m3 has
 float32 max(amax, 1e-4) times 1 / 448, which is rounded first
 
@@ -17,7 +19,6 @@ A value is its code times its scale, which bfloat16 holds exactly; in index_fp8 
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,7 @@ D = 512
 _E4M3_MAX, _E4M3_NAN = 448.0, 0x7F  # 7/8 of a power of two
 _E4M3_LEAST = 2.0**-9
 _BIAS, _NAN, _LEAST_EXPONENT = 127, 255, -126  # of ue8m0; below 2^-126 float32 is not normal
+_GREATEST_EXPONENT = 121  # of e2m1's scales: kernels multiply 192 by half a scale in bfloat16
 _INDEX_LEAST = 1e-4  # the least amax, which scales a row of zeros
 _E2M1_MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 """between the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6; a value in the middle goes to the even code"""
@@ -55,6 +57,7 @@ class Layout:
       decode_groups: the inverse.
       scale_bytes: bytes of a scale.
       decoded: the dtype of decoded values.
+      order: in which an entry has these four.
     """
 
     d: int
@@ -67,6 +70,7 @@ class Layout:
     decode_groups: Callable[[jax.Array, jax.Array], jax.Array]
     scale_bytes: int = 1
     decoded: Any = jnp.bfloat16
+    order: tuple[str, ...] = ("codes", "plain", "scales", "padding")
 
     @property
     def entry(self) -> int:
@@ -91,6 +95,13 @@ class Layout:
         """Whether a page may have this size in bytes."""
         return bool(size >= self.entry and size == self.page_bytes(self.page_entries(size)))
 
+    @property
+    def _widths(self) -> dict[str, int]:
+        """Bytes of an entry's codes, bfloat16 values, scales and padding."""
+        codes, plain = self.packed * self.bits // 8, 2 * (self.d - self.packed)
+        scales = self.packed // self.group * self.scale_bytes
+        return {"codes": codes, "plain": plain, "scales": scales, "padding": self.entry - codes - plain - scales}
+
     def starts(self, at: Any, page: Any) -> tuple[Any, ...]:
         """Where the parts of the entries `at` begin, in a page that has `entries` entries."""
         before = (page * sum(self.parts[:i]) for i in range(len(self.parts)))
@@ -104,21 +115,22 @@ class Layout:
         codes, scales = self.encode_groups(values.reshape(*batch, self.packed // self.group, self.group))
         rest = lax.bitcast_convert_type(entries[..., self.packed :].astype(jnp.bfloat16), jnp.uint16)
         rest = jnp.stack([rest & 255, rest >> 8], -1).astype(jnp.uint8)  # a bitcast keeps its shape, for jax.export
-        whole = [*(x.reshape(*batch, math.prod(x.shape[len(batch) :])) for x in (codes, rest)), scales]
-        padding = self.entry - sum(x.shape[-1] for x in whole)
-        whole.append(jnp.zeros((*batch, padding), jnp.uint8))
+        padding = jnp.zeros((*batch, self._widths["padding"]), jnp.uint8)
+        fields = {"codes": codes, "plain": rest, "scales": scales, "padding": padding}
+        whole = [fields[name].reshape(*batch, self._widths[name]) for name in self.order]
         return tuple(_cut(jnp.concatenate(whole, -1), self.parts))
 
     @functools.partial(jax.jit, static_argnums=0, inline=True)
     def decode(self, *parts: jax.Array) -> jax.Array:
         """The entries `[…, d]` that these parts encode."""
-        batch, rest = parts[0].shape[:-1], 2 * (self.d - self.packed)
-        widths = (self.packed * self.bits // 8, rest, self.packed // self.group * self.scale_bytes)
-        codes, others, scales = _cut(jnp.concatenate(parts, -1), widths)
-        values = self.decode_groups(codes, scales).reshape(*batch, self.packed).astype(self.decoded)
-        if rest == 0:
+        batch, plain = parts[0].shape[:-1], self.d - self.packed
+        whole = _cut(jnp.concatenate(parts, -1), tuple(self._widths[name] for name in self.order))
+        fields = dict(zip(self.order, whole, strict=True))
+        values = self.decode_groups(fields["codes"], fields["scales"])
+        values = values.reshape(*batch, self.packed).astype(self.decoded)
+        if plain == 0:
             return values
-        others = others.reshape(*batch, rest // 2, 2).astype(jnp.uint16)
+        others = fields["plain"].reshape(*batch, plain, 2).astype(jnp.uint16)
         others = lax.bitcast_convert_type(others[..., 0] | others[..., 1] << 8, jnp.bfloat16)
         return jnp.concatenate([values, others], -1)
 
@@ -171,9 +183,12 @@ def _encode_e4m3(values: jax.Array, least: int) -> Parts:
 
 def _decode_e4m3(codes: jax.Array, scales: jax.Array) -> jax.Array:
     values = lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
+    return _times_ue8m0(values.reshape(*scales.shape, codes.shape[-1] // scales.shape[-1]), scales)
+
+
+def _times_ue8m0(values: jax.Array, scales: jax.Array) -> jax.Array:
     scales = scales[..., None].astype(jnp.int32)
-    values = jnp.ldexp(values.reshape(*scales.shape[:-1], codes.shape[-1] // scales.shape[-2]), scales - _BIAS)
-    return jnp.where(scales == _NAN, jnp.nan, values)
+    return jnp.where(scales == _NAN, jnp.nan, jnp.ldexp(values, scales - _BIAS))
 
 
 def quantize_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -182,6 +197,11 @@ def quantize_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     scale = jnp.maximum(jnp.max(jnp.abs(x), -1), _INDEX_LEAST) * (1 / _E4M3_MAX)  # as XLA divides by a constant
     codes = jnp.clip(x / scale[..., None], -_E4M3_MAX, _E4M3_MAX)  # or rounding may take a quotient above the greatest
     return codes.astype(jnp.float8_e4m3fn), scale
+
+
+def layout_of_keys(dtype: Any) -> str:
+    """The layout of packed index keys that queries of this dtype are multiplied by."""
+    return "index_fp8" if dtype == jnp.float8_e4m3fn else "index_fp4"
 
 
 def index_keys(codes: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -217,8 +237,8 @@ def _encode_e2m1(values: jax.Array, sixth: Callable[[jax.Array], Parts], nan: in
 
 
 def _sixth_in_ue8m0(x: jax.Array) -> Parts:
-    """The least power of two that is at least x / 6 and 2^-126, float32; and its code."""
-    part, exponent = jnp.frexp(jnp.maximum(x, 6 * 2.0**_LEAST_EXPONENT))
+    """The least power of two that is at least x / 6 and 2^-126, but at most 2^121, float32; and its code."""
+    part, exponent = jnp.frexp(jnp.clip(x, 6 * 2.0**_LEAST_EXPONENT, 6 * 2.0**_GREATEST_EXPONENT))
     exponent = exponent - jnp.where(part > 3 / 4, 2, 3)
     return jnp.ldexp(jnp.ones_like(x), exponent), (exponent + _BIAS).astype(jnp.uint8)
 
@@ -240,38 +260,34 @@ def _sixth_in_e4m3(x: jax.Array) -> Parts:
     return scale, lax.bitcast_convert_type(scale.astype(jnp.float8_e4m3fn), jnp.uint8)
 
 
-def _of_ue8m0(codes: jax.Array) -> jax.Array:
-    scale = jnp.ldexp(jnp.ones(codes.shape, jnp.float32), codes.astype(jnp.int32) - _BIAS)
-    return jnp.where(codes == _NAN, jnp.nan, scale)
+def _times_e4m3(values: jax.Array, scales: jax.Array) -> jax.Array:
+    return values * lax.bitcast_convert_type(scales, jnp.float8_e4m3fn).astype(jnp.float32)[..., None]
 
 
-def _of_e4m3(codes: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
-
-
-def _decode_e2m1(codes: jax.Array, scales: jax.Array, of_scales: Callable[[jax.Array], jax.Array]) -> jax.Array:
+def _decode_e2m1(codes: jax.Array, scales: jax.Array, times: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
     group = 2 * codes.shape[-1] // scales.shape[-1]
     codes = codes.reshape(*scales.shape, group // 2)
     codes = jnp.stack([codes & 15, codes >> 4], -1).astype(jnp.float32).reshape(*scales.shape, group)
     size = jnp.where(codes < 8, codes, codes - 8)
     size = jnp.where(size < 4, size / 2, jnp.where(size < 6, size - 2, 2 * size - 8))
-    return jnp.where(codes < 8, size, -size) * of_scales(scales)[..., None]
+    return times(jnp.where(codes < 8, size, -size), scales)
 
 
-_FP4 = (
+_NVFP4 = (
     functools.partial(_encode_e2m1, sixth=_sixth_in_e4m3, nan=_E4M3_NAN),
-    functools.partial(_decode_e2m1, of_scales=_of_e4m3),
+    functools.partial(_decode_e2m1, times=_times_e4m3),
 )
-_INDEX_FP4 = (
+_MXFP4 = (
     functools.partial(_encode_e2m1, sixth=_sixth_in_ue8m0, nan=_NAN),
-    functools.partial(_decode_e2m1, of_scales=_of_ue8m0),
+    functools.partial(_decode_e2m1, times=_times_ue8m0),
 )
 LAYOUTS = {
     "v4_fp8": Layout(D, 448, 8, 64, (576, 8), 576, functools.partial(_encode_e4m3, least=-13), _decode_e4m3),
+    "v4_fp4": Layout(D, 448, 4, 32, (368,), 1, *_MXFP4, order=("codes", "scales", "padding", "plain")),
     "v41_fp8": Layout(D, 512, 8, 32, (528,), 1, functools.partial(_encode_e4m3, least=-22), _decode_e4m3),
-    "v41_fp4": Layout(D, 512, 4, 16, (288,), 1, *_FP4),
+    "v41_fp4": Layout(D, 512, 4, 16, (288,), 1, *_NVFP4),
     "index_fp8": Layout(128, 128, 8, 128, (128, 4), 1, _encode_index, _decode_index, 4, jnp.float32),
-    "index_fp4": Layout(128, 128, 4, 32, (64, 4), 1, *_INDEX_FP4),
+    "index_fp4": Layout(128, 128, 4, 32, (64, 4), 1, *_MXFP4),
 }
 """The least scale of V4 is 1e-4 rounded up, that of V4.1 is 1e-4 / 448 rounded up."""
 
@@ -317,9 +333,9 @@ def quantize_cache(entries: jax.Array, layout: str = V4_FP8) -> jax.Array:
 
     Args:
       entries: `[…, n, d]`, bfloat16, float16 or float32; d is 512, of index keys 128. A page has n entries.
-      layout: "v4_fp8", DeepSeek-V4's: 584 bytes an entry, with the last 64 dimensions in bfloat16. "v41_fp8" and
-        "v41_fp4", DeepSeek-V4.1's: 528 and 288 bytes. "index_fp8" and "index_fp4", for the lightning indexer's keys:
-        132 and 68 bytes; no kernel reads the latter, which XLA unpacks.
+      layout: "v4_fp8", DeepSeek-V4's: 584 bytes an entry, with the last 64 dimensions in bfloat16; "v4_fp4", its MXFP4
+        form in SGLang: 368 bytes. "v41_fp8" and "v41_fp4", DeepSeek-V4.1's: 528 and 288 bytes. "index_fp8" and
+        "index_fp4", for the lightning indexer's keys: 132 and 68 bytes.
 
     Returns:
       uint8 `[…, page_bytes]`. NaN or inf among values that share a scale makes all of them NaN.

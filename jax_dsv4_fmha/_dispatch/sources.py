@@ -166,6 +166,8 @@ class Turn(NamedTuple):
     """float32 `[b, s_q, n]` or `[1, s_q, n]`: cos and sin of each pair by turns"""
     eps: float | None
     """of the norm; None for RoPE without it, for which there is no kernel"""
+    group_heads: int = 1
+    """heads of which one product takes o: in groups of these it makes the cotangent of o"""
 
 
 def attend(
@@ -222,12 +224,13 @@ def attend(
     if not differentiable:
         o, lse = without_gradient(Call(attention, use, params + ordered, support), q, *leaves, sink[None])
         return o, lse
+    in_groups = () if turn is None else (("group_heads", turn.group_heads),)
     its_support = _support_of_gradient(q, kinds, support.got, **_same_bits(deterministic))
     use_backward = choose_backward(use, its_support.built)
     if deterministic and use_backward == KernelUse.NEVER and "selection" in kinds and library.local_architectures():
         wanted = "operands that a kernel for it is built for, or 'reference' and --xla_gpu_deterministic_ops"
         raise not_built(op, "deterministic", f"True for {support.got}", wanted, its_support.kernels)
-    backward = Call(its_gradient, use_backward, (*params, *_same_bits(deterministic).items()), its_support)
+    backward = Call(its_gradient, use_backward, (*params, *in_groups, *_same_bits(deterministic).items()), its_support)
     forward = Call(attention, use, params + ordered, support)
     o, lse = Differentiable(forward, backward, ByGradient)(q, *leaves, sink[None])
     return o, lse
@@ -259,9 +262,7 @@ def _support_in_order(op: str, q: jax.Array, sources: Sequence[Source]) -> Suppo
     if isinstance(first, SpanSource) and not others:
         dense = IN_ORDER["separate_kv",]  # also serves where K and V are one, as in `support_of`
         kernel = kernel if _shipped(kernel, q) else dense
-        if kernel is dense and q.shape[-1] == 128:
-            kernel = None  # its factor is 1 within rounding where a tile shows a row nothing
-        elif kernel is dense and not first.from_first:
+        if kernel is dense and not first.from_first:
             kernel, got = None, f"{got}, keys that may begin after the first"
         elif kernel is not dense and first.keys.shape[2] != 1:
             kernel, got = None, f"{got}, {first.keys.shape[2]} KV heads"
@@ -313,14 +314,18 @@ def takes_turns(q: jax.Array, sources: Sequence[Source], turn: Turn) -> bool:
     kinds, here = _kinds(sources), library.local_architectures()
     if turn.eps is None or turn.table.shape[-1] != TURNED_DIMS or kinds not in TURNED or not here:
         return False
+    return _made_alike(q, TURNED[kinds].op, FORWARD[kinds].op, here)
+
+
+def _made_alike(q: jax.Array, op: str, other: str, archs: Sequence[str]) -> bool:
+    """Whether the kernels of two ops that take q on these architectures are made for as many heads."""
 
     def made_for(op: str, arch: str) -> int | None:
         built = library.variants_for(op, d=q.shape[-1], dtype=q.dtype.name)
         limits = (v.choices["max_heads"] for v in built if v.arch == arch)
         return min((n for n in limits if n >= q.shape[2]), default=None)
 
-    turned, plain = TURNED[kinds].op, FORWARD[kinds].op
-    return all(made_for(turned, arch) == made_for(plain, arch) is not None for arch in here)
+    return all(made_for(op, arch) == made_for(other, arch) is not None for arch in archs)
 
 
 # Kernels, by kinds of sources
@@ -333,7 +338,7 @@ class Kernel(NamedTuple):
     """its name in the manifest"""
     run: Callable[..., Arrays]
     """a forward kernel takes (q, *operands, sink), with a `Turn` (q, *operands, sink, table), a gradient's kernel
-    (q, do, lse, sink_factor, delta, *operands)"""
+    (q, do, lse, sink_factor, delta, *operands), with a `Turn` (…, *operands, table) and do in groups of heads"""
     operands: Callable[..., Sequence[Any]] = lambda *sources: jax.tree.leaves(sources)
     """makes `run`'s operands from the sources"""
     packing: str | None = None
@@ -369,10 +374,10 @@ def _pools_of_one(source: SelectionSource) -> Sequence[Any]:
     return jax.tree.leaves([pool, dataclasses.replace(pool, indices=nothing[..., None], length=nothing)])
 
 
-def _pools_after_none(source: SelectionSource) -> Sequence[Any]:
+def _pools_after_none(source: SelectionSource, first: str) -> Sequence[Any]:
     """The given FP4 source as the second of two; the first is an FP8 page, of which queries see nothing."""
     nothing = jnp.zeros_like(source.length)
-    page = jnp.zeros((1, LAYOUTS["v41_fp8"].page_bytes(1)), jnp.uint8)
+    page = jnp.zeros((1, LAYOUTS[first].page_bytes(1)), jnp.uint8)
     return [page, nothing[..., None], nothing, *_pools(source)]
 
 
@@ -389,10 +394,12 @@ FORWARD: dict[tuple[str, ...], Kernel] = {
     ("selection", "selection"): Kernel("dsv4_decode", attention.dsv4_decode, _pools, packing=""),
     ("v4_fp8", "v4_fp8"): _over_packed("v4_fp8"),
     ("v4_fp8",): _over_packed("v4_fp8", _pools_of_one),
+    ("v4_fp8", "v4_fp4"): _over_packed("v4_fp4"),
+    ("v4_fp4",): _over_packed("v4_fp4", functools.partial(_pools_after_none, first="v4_fp8")),
     ("v41_fp8", "v41_fp8"): _over_packed("v41_fp8"),
     ("v41_fp8",): _over_packed("v41_fp8", _pools_of_one),
     ("v41_fp8", "v41_fp4"): _over_packed("v41_fp4"),
-    ("v41_fp4",): _over_packed("v41_fp4", _pools_after_none),
+    ("v41_fp4",): _over_packed("v41_fp4", functools.partial(_pools_after_none, first="v41_fp8")),
 }
 
 
@@ -471,6 +478,13 @@ BACKWARD: dict[tuple[str, ...], Kernel] = {
 }
 """A kernel gives dq in q's dtype, and in float32 the gradient of every source's keys, and values, in order."""
 
+TURNED_BACKWARD: dict[tuple[str, ...], Kernel] = {
+    ("span",): Kernel("mla_span_bwd_turned", gradients.mla_span_bwd_turned),
+    ("span", "selection"): Kernel("csa_bwd_turned", gradients.csa_bwd_turned),
+    ("span", "span"): Kernel("hca_bwd_turned", gradients.hca_bwd_turned),
+}
+"""With a `Turn`, unless the same bits are wanted"""
+
 
 @functools.cache
 def _ops(
@@ -523,6 +537,23 @@ def _ops(
         row = BACKWARD[kinds]
         return row.run(q, do, lse, sink_factor, delta, *row.operands(*tree.unflatten(leaves)), **params)
 
+    def whole_backward_kernel(
+        q: Any, do: Any, *operands: Any, eps: float, group_heads: int, deterministic: bool = False, **params: Any
+    ) -> Arrays:
+        """By one kernel where there is one, made for these heads; else by passes over q, do and dq besides."""
+        row = TURNED_BACKWARD[kinds]
+        archs = library.local_architectures() or library.shipped_for(row.op)
+        *numbers, delta = operands[:3]
+        *leaves, table = operands[3:]
+        if deterministic or not _made_alike(q, row.op, BACKWARD[kinds].op, archs):
+            params |= _same_bits(deterministic)
+            return in_passes(q, do, *operands, eps=eps, group_heads=group_heads, **params)
+        b, s, h, d = do.shape
+        heads = group_heads if h % group_heads == 0 else h
+        do = do.reshape(b, s, h // heads, heads, d).transpose(2, 0, 1, 3, 4)  # which undoes a product's transposition
+        sources = row.operands(*tree.unflatten(leaves))
+        return row.run(q, do, *numbers, delta, *sources, table, eps=eps, **params)
+
     def of_rows(run: Callable[..., Arrays]) -> Callable[..., Arrays]:
         """As `gradient` takes it: with o and dlse in place of delta, and with rowsum(o∘do), which XLA makes."""
 
@@ -541,7 +572,8 @@ def _ops(
     ) -> Callable[..., Arrays]:
         """A gradient of q as attention sees it, by the norm and RoPE, by RoPE alone, and by the gradient of both."""
 
-        def run_with(q: Any, do: Any, *operands: Any, eps: float, **params: Any) -> Arrays:
+        def run_with(q: Any, do: Any, *operands: Any, eps: float, group_heads: int, **params: Any) -> Arrays:
+            del group_heads  # which is about memory
             *numbers, delta = operands[:3]
             *leaves, table = operands[3:]
             do, delta = jax.lax.optimization_barrier((do, delta))  # then nothing reads do, and it is turned in place
@@ -556,7 +588,8 @@ def _ops(
         table_axes = Axes("rope_table", f"{ONE_OR_B} s_q n")
         attention = Op(op, (q_axes, *axes, table_axes, sink_axes), RESULTS, turned_definition, turned_kernel, halo=halo)
         backward = turning(backward, normed_and_turned, pairs_turned, normed_and_turned_gradient)
-        backward_kernel = turning(backward_kernel, rope.norm_rope, rope.rope, rope.norm_rope_bwd)
+        in_passes = turning(backward_kernel, rope.norm_rope, rope.rope, rope.norm_rope_bwd)
+        backward_kernel = whole_backward_kernel
     else:
         forward_kernel = kernel if kinds in FORWARD else None
         attention = Op(op, (q_axes, *axes, sink_axes), RESULTS, definition, forward_kernel, halo=halo)

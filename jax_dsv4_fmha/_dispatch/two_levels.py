@@ -22,7 +22,7 @@ BLOCKS = (1, 2, 4, 8, 16, 32)
 
 def has_kernel(block: int, from_start: bool, **choices: Any) -> bool:
     """Whether every device here has a kernel of scores that judges such blocks."""
-    return block == raw.BLOCK and not from_start and _for_all("indexer_scores", **choices, blocks=True)
+    return block == raw.BLOCK and not from_start and for_all("indexer_scores", **choices, blocks=True)
 
 
 def greatest_blocks(*operands: jax.Array, count: int, block: int, from_start: bool) -> Arrays:
@@ -101,13 +101,13 @@ def choose_within(*operands: jax.Array, topk: int, block: int, from_start: bool)
     return indices, values
 
 
-def has_kernel_within(block: int, from_start: bool, **choices: Any) -> bool:
-    """Whether every device here has a kernel of the scores of such blocks' entries."""
+def has_kernel_within(block: int, from_start: bool, *, packing: str = "", **choices: Any) -> bool:
+    """Whether every device here has a kernel of the scores of such blocks' entries; no one reads keys of 4 bits."""
     aligned = not (from_start and choices["paged"])  # a block's entries are in one page
-    return block == raw.BLOCK and aligned and _for_all("indexer_scores_within", **choices)
+    return block == raw.BLOCK and aligned and not packing and for_all("indexer_scores_within", **choices)
 
 
-def _for_all(op: str, **choices: Any) -> bool:
+def for_all(op: str, **choices: Any) -> bool:
     """A program that is made where no device is runs on all architectures."""
     wanted = library.local_architectures() or library.architectures() or {v.arch for v in library.SHIPPED}
     return set(wanted) <= set(library.shipped_for(op, **choices))

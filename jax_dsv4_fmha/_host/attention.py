@@ -162,7 +162,8 @@ def dsv4_decode(
 
     Args:
       order: as in `mla_sparse_fwd`.
-      packing: the layout of both pools, "v4_fp8" or "v41_fp8"; "v41_fp4" is that of the second one, after a v41_fp8.
+      packing: the layout of both pools, "v4_fp8" or "v41_fp8"; or that of the second one, "v4_fp4" or "v41_fp4", where
+        the first has the FP8 layout of the same model.
     """
     of_sources, shape = (window_indices.shape[2], indices.shape[2]), q.shape
     keys, whole = sum(of_sources), 0

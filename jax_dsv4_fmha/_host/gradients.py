@@ -24,6 +24,7 @@ def _latent_bwd(
     *sources: jax.Array,
     scale: float,
     deterministic: bool = False,
+    **eps: float,
 ) -> tuple[jax.Array, ...]:
     """The gradient of a call over sources whose keys are values too: dq like q, and a float32 gradient like each
     source's keys.
@@ -34,17 +35,20 @@ def _latent_bwd(
     Args:
       op: the forward call is `mla_span_fwd` for "mla_span_bwd", and `mla_sparse_fwd`, `csa_fwd` or `hca_fwd` for
         "mla_sparse_bwd", "csa_bwd" or "hca_bwd".
+        A `_turned` one has also `_turned` here: q is before its norm and RoPE, and dq is of that; do is of o turned
+        back, in groups of heads, `[groups, b, s_q, h_q / groups, d]`; after the sources it takes their table, and eps.
       sources: of each source three arrays, as the forward call takes them: its keys, and start and stop, or indices and
         length.
     """
-    keys = sources[::3]
+    keys = sources[: len(sources) // 3 * 3 : 3]
     sums: list[jax.ShapeDtypeStruct] = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in keys]
     resolution = jnp.zeros(0, jnp.float32)
     if deterministic:
         sums = [jax.ShapeDtypeStruct((*x.shape, 2), jnp.uint32) for x in keys]
         resolution = fixed_point.resolution(q, do, lse, delta, keys, scale)
     results = (jax.ShapeDtypeStruct(q.shape, q.dtype), *sums)
-    dq, *dkv = call(op, results, q, do, lse, sink_factor, delta, resolution, *sources, scale=np.float32(scale))
+    numbers: dict[str, Any] = {name: np.float32(x) for name, x in {"scale": scale, **eps}.items()}
+    dq, *dkv = call(op, results, q, do, lse, sink_factor, delta, resolution, *sources, **numbers)
     return dq, *(
         unshuffle_accumulator_columns(fixed_point.to_float32(x, resolution, dq) if deterministic else x) for x in dkv
     )
@@ -52,6 +56,9 @@ def _latent_bwd(
 
 mla_span_bwd, mla_sparse_bwd, csa_bwd, hca_bwd = (
     functools.partial(_latent_bwd, op) for op in ("mla_span_bwd", "mla_sparse_bwd", "csa_bwd", "hca_bwd")
+)
+mla_span_bwd_turned, csa_bwd_turned, hca_bwd_turned = (
+    functools.partial(_latent_bwd, f"{op}_turned") for op in ("mla_span_bwd", "csa_bwd", "hca_bwd")
 )
 
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._definitions.packed import LAYOUTS, layout_of_keys
 from . import library
 from .call import call
 
@@ -36,7 +37,7 @@ def lightning_indexer(
     Returns:
       int32 and float32 `[b, s_q, topk]`; without return_scores the second is `[b, s_q, 0]`.
     """
-    results = _chosen(q, k.shape[1], False, topk, return_scores)
+    results = _chosen(q, k.shape[1], _ARRAY, topk, return_scores)
     indices, values, _ = call("lightning_indexer", results, q, k, weights, k_scale, start, stop)
     return indices, values
 
@@ -56,13 +57,14 @@ def paged_lightning_indexer(
 
     Args:
       pool: `[1, pages, page, 128]`, like q; or with float8_e4m3fn uint8 `[1, pages, page * 132]`: the page's keys, then
-        their scales, float32. Where sequences have several pages, page is a multiple of 8, with scales of 32; where
-        they have one, with scales of 4. Or `[b, …]`, a pool for each batch entry.
+        their scales, float32; or with bfloat16 uint8 `[1, pages, page * 68]`, in "index_fp4". Where sequences have
+        several pages, page is a multiple of 8, with scales of 32; where they have one, with scales of 4. Or `[b, …]`, a
+        pool for each batch entry.
       table: int32 `[b, width]`. An entry on no page of the pool counts as a key of zeros.
       start, stop: within `[0, width * page]`.
     """
-    pool, table, s_c = _of_one_pool(pool, table)
-    results = _chosen(q, s_c, True, topk, return_scores)
+    pool, table, s_c = _of_one_pool(q, pool, table)
+    results = _chosen(q, s_c, _pages(q, pool), topk, return_scores)
     indices, values, _ = call("paged_lightning_indexer", results, q, pool, weights, table, start, stop)
     return indices, values
 
@@ -86,7 +88,7 @@ def indexer_blocks(
       q, weights, k, k_scale, start, stop: as in `lightning_indexer`.
       oldest, newest: int32 `[b, s_q]`: the blocks oldest <= j < newest are judged, whose entries all are before stop.
     """
-    results = _chosen(q, k.shape[1], False, count, False, BLOCK)
+    results = _chosen(q, k.shape[1], _ARRAY, count, False, BLOCK)
     return call("indexer_blocks", results, q, k, weights, k_scale, start, stop, oldest, newest)[0]
 
 
@@ -103,8 +105,8 @@ def paged_indexer_blocks(
     count: int,
 ) -> jax.Array:
     """`indexer_blocks` with keys in pages, as in `paged_lightning_indexer`."""
-    pool, table, s_c = _of_one_pool(pool, table)
-    results = _chosen(q, s_c, True, count, False, BLOCK)
+    pool, table, s_c = _of_one_pool(q, pool, table)
+    results = _chosen(q, s_c, _pages(q, pool), count, False, BLOCK)
     return call("paged_indexer_blocks", results, q, pool, weights, table, start, stop, oldest, newest)[0]
 
 
@@ -149,7 +151,7 @@ def paged_indexer_within(
     topk: int,
 ) -> tuple[jax.Array, jax.Array]:
     """`indexer_within` with keys in pages of whole blocks, as in `paged_lightning_indexer`."""
-    pool, table, _ = _of_one_pool(pool, table)
+    pool, table, _ = _of_one_pool(q, pool, table)
     results = _listed(q, blocks, topk)
     given = (q, pool, weights, table, blocks, start, first, last)
     indices, values, _ = call("paged_indexer_within", results, *given, from_start=np.int64(0))
@@ -168,22 +170,22 @@ def _listed(q: jax.Array, blocks: jax.Array, topk: int) -> tuple[jax.ShapeDtypeS
     return (*chosen, jax.ShapeDtypeStruct((rows, listed), jnp.float32))
 
 
-def _of_one_pool(pool: jax.Array, table: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
+def _of_one_pool(q: jax.Array, pool: jax.Array, table: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
     """A pool without its axis of batch entries, the table into it, and the entries that a sequence has room for."""
     pools, pages, width, *_ = pool.shape
     if pools != 1:
         first = jnp.arange(pools, dtype=jnp.int32)[:, None] * pages
         table = jnp.where((table >= 0) & (table < pages), first + table, -1)
-    page = width // 132 if pool.dtype == jnp.uint8 else width
+    page = LAYOUTS[layout_of_keys(q.dtype)].page_entries(width) if pool.dtype == jnp.uint8 else width
     return pool.reshape(-1, *pool.shape[2:]), table, page * table.shape[1]
 
 
 def _chosen(
-    q: jax.Array, s_c: Any, paged: bool, topk: int, return_scores: bool, block: int = 1
+    q: jax.Array, s_c: Any, keys: dict[str, Any], topk: int, return_scores: bool, block: int = 1
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
     """The results of an indexer's call, and its workspace of scores, one for a block of so many entries."""
     b, s_q, h, _ = q.shape
-    queries, tile = _score_block(h, q.dtype, paged, block > 1)
+    queries, tile = _score_block(h, q.dtype, block > 1, **keys)
     stride, blocks = -(-s_c // tile) * tile // block, 256
     if isinstance(s_c, int):
         blocks = max(1, WORKSPACE // (4 * stride * queries))
@@ -197,9 +199,19 @@ def _chosen(
     )
 
 
-def _score_block(h: int, dtype: Any, paged: bool, blocks: bool = False) -> tuple[int, int]:
+_ARRAY = {"paged": False, "packing": ""}
+"""Those of kernels' choices that keys in an array make."""
+
+
+def _pages(q: jax.Array, pool: jax.Array) -> dict[str, Any]:
+    """Those that keys in pages make."""
+    layout = layout_of_keys(q.dtype)
+    return {"paged": True, "packing": layout if pool.dtype == jnp.uint8 and layout == "index_fp4" else ""}
+
+
+def _score_block(h: int, dtype: Any, blocks: bool, **keys: Any) -> tuple[int, int]:
     """The queries that a CTA scores at a time, and the entries; without a kernel the call says so when it runs."""
-    for v in library.variants_for("indexer_scores", heads=h, dtype=dtype.name, paged=paged, blocks=blocks):
+    for v in library.variants_for("indexer_scores", heads=h, dtype=dtype.name, blocks=blocks, **keys):
         return v.tile_m // h, v.tile_n
     return 1, 1
 
@@ -219,7 +231,7 @@ def indexer_scores(
     What a query does not see has a score of any kind; of a query that sees `skip` entries or fewer, skip >= 1, all do.
     """
     b, s_q, h, _ = q.shape
-    queries, tile = _score_block(h, q.dtype, False)
+    queries, tile = _score_block(h, q.dtype, False, **_ARRAY)
     rows, stride = -(-s_q // queries) * queries, -(-k.shape[1] // tile) * tile
     result = jax.ShapeDtypeStruct((b * rows, stride), jnp.float32)
     (scores,) = call("indexer_scores", (result,), q, k, weights, k_scale, start, stop, skip=np.int64(skip))

@@ -37,6 +37,7 @@ def dsv4_attention(
     batch_invariant: bool = False,
     rope_table: jax.Array | None = None,
     norm_eps: float | None = None,
+    o_groups: int = 1,
 ) -> tuple[jax.Array, jax.Array]:
     """The attention of one DeepSeek-V4 layer: sliding window, compressed entries and sink under one softmax.
 
@@ -80,6 +81,9 @@ def dsv4_attention(
         less than passes of their own.
       norm_eps: a float > 0, with a rope_table: q comes before the norm of its heads too, `q / sqrt(mean(q²) +
         norm_eps)`. None means no norm, for which there is no such kernel.
+      o_groups: with a rope_table, in how many groups of heads a product takes o, as V4's output projection does.
+        A kernel then reads the gradient of o as that product's gradient writes it. Results do not depend on it. It must
+        divide h_q.
 
     Returns:
       o like q and lse float32 `[b, s_q, h_q]`, as in `fmha`.
@@ -136,6 +140,8 @@ def dsv4_attention(
         "window_lengths": window_lengths,
     }
     turn = checked_turn(op, rope_table, norm_eps, dims)
+    if not isinstance(o_groups, int) or o_groups < 1 or dims["h_q"] % o_groups:
+        raise _check.error(ValueError, op, "o_groups", o_groups, f"a divisor of h_q={dims['h_q']}")
     if indices is not None and indices.shape[2] == 0:
         compressed_kv = None
     b, s_q = dims["b"], dims["s_q"]
@@ -193,7 +199,7 @@ def dsv4_attention(
 
         return in_passes(attention, q, turn)
     if turn is not None and not batch_invariant and takes_turns(q, sources, turn):
-        return run(q=q, turn=turn)
+        return run(q=q, turn=turn._replace(group_heads=dims["h_q"] // o_groups))
     return in_passes(lambda q: run(q=q), q, turn)
 
 

@@ -38,6 +38,6 @@ def in_passes(
     """Attention of q after its norm, if there is one, and RoPE; with o turned back."""
     if turn is None:
         return attention(q)
-    table, eps = turn
+    table, eps = turn.table, turn.eps
     o, lse = attention(turned(q, table, 1) if eps is None else normed_then_turned(q, table, eps))
     return turned(o, table, -1), lse

@@ -29,7 +29,12 @@ _LARGE = 64.0
 
 _BYTES_PER_ELEMENT = 32  # of q, at the peak: q and two results in 16 bits, the reference and the comparison in fp32
 
-LAYOUTS_OF = {"fp8": ("v4_fp8", "v4_fp8"), "v41_fp8": ("v41_fp8", "v41_fp8"), "v41_fp4": ("v41_fp8", "v41_fp4")}
+LAYOUTS_OF = {
+    "fp8": ("v4_fp8", "v4_fp8"),
+    "v4_fp4": ("v4_fp8", "v4_fp4"),
+    "v41_fp8": ("v41_fp8", "v41_fp8"),
+    "v41_fp4": ("v41_fp8", "v41_fp4"),
+}
 """The layouts of a decode case's window cache and compressed cache, by its feature; other features have no packed
 caches.
 """
@@ -54,7 +59,7 @@ class AttentionCase(Case):
     # "lengths": topk_length, window_lengths; dsv4_decode: idle sequences
     # "ragged": dsv4_decode: sequences with different numbers of new tokens
     # "drafts": dsv4_decode: new tokens see each other
-    # "fp8", "v41_fp8", "v41_fp4": dsv4_decode: packed caches, as `LAYOUTS_OF` has them
+    # "fp8", "v4_fp4", "v41_fp8", "v41_fp4": dsv4_decode: packed caches, as `LAYOUTS_OF` has them
     # "pages": dsv4_decode: the window's pages have another size
 
     @property

@@ -149,6 +149,11 @@ def _attention() -> tuple[AttentionCase, ...]:
                 decode(128, b=5, s_q=5, s_kv=400, page=64, sink="normal", features=("drafts", "ragged", "nan", *fp8)),
             )
         ),
+        # DeepSeek-V4's entries in FP4, beside a window in FP8
+        decode(64, b=3, s_q=2, s_kv=1300, page=64, ratio=4, topk=200, sink="normal", features=("v4_fp4", "nan")),
+        decode(128, b=4, s_q=2, s_kv=2000, page=61, ratio=4, topk=320, features=("v4_fp4", "pages", "absent", "nan")),
+        decode(16, b=4, s_q=8, s_kv=900, page=2, ratio=128, sink="mixed", features=("v4_fp4", "ragged", "nan")),
+        decode(96, b=3, s_q=3, s_kv=700, page=32, ratio=4, topk=96, features=("v4_fp4", "lengths", "nan")),
         # DeepSeek-V4.1's: window FP8, compressed FP8 or FP4, of ratios 1 and 2
         decode(64, b=3, s_q=2, s_kv=1300, page=64, ratio=1, topk=512, sink="normal", features=("v41_fp4", "nan")),
         decode(64, b=4, s_kv=2000, page=61, ratio=2, topk=512, features=("v41_fp8", "pages", "absent", "nan")),
@@ -189,6 +194,7 @@ def _insert() -> tuple[InsertCase, ...]:
     packed = (("v4_fp8",), ("v41_fp8",))
     return (
         *(InsertCase(s_q=3, ratio=r, features=x) for r in (0, 4, 128) for x in ((), *packed)),
+        *(InsertCase(s_q=3, ratio=r, features=("v4_fp4",)) for r in (4, 128)),
         *(InsertCase(s_q=2, ratio=r, dtype="float16") for r in (0, 4, 128)),
         *(InsertCase(s_q=3, d=128, ratio=4, features=x) for x in ((), ("index_fp8",))),
         *(InsertCase(s_q=4, ratio=r, features=(*x, "ragged")) for r in (0, 4, 128) for x in ((), ("v4_fp8",))),

@@ -147,18 +147,25 @@ def _entry(cache: Any, n: int, at: int, ring: bool) -> Array | None:
     if cache.layout == "v41_fp8":
         entry = held[528 * j : 528 * (j + 1)]
         return _e4m3(entry[:512]) * np.repeat(_ue8m0(entry[512:]), 32)
+    if cache.layout == "v4_fp4":
+        entry = held[368 * j : 368 * (j + 1)]
+        values = _e2m1(entry[:224]) * np.repeat(_ue8m0(entry[224:238]), 32)
+        return np.concatenate([values, entry[240:].view(_BF16).astype(float)])
     entry = held[288 * j : 288 * (j + 1)]
-    codes = np.stack([entry[:256] & 15, entry[:256] >> 4], -1).reshape(512)
-    return np.array([*_E2M1, *(-x for x in _E2M1)])[codes] * np.repeat(_e4m3(entry[256:]), 16)
+    return _e2m1(entry[:256]) * np.repeat(_e4m3(entry[256:]), 16)
 
 
 _BF16 = np.dtype(ml_dtypes.bfloat16)
-_BYTES = {"v4_fp8": 584, "v41_fp8": 528, "v41_fp4": 288}
+_BYTES = {"v4_fp8": 584, "v4_fp4": 368, "v41_fp8": 528, "v41_fp4": 288}
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def _e4m3(codes: Array) -> Array:
     return codes.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+
+
+def _e2m1(pairs: Array) -> Array:
+    return np.array([*_E2M1, *(-x for x in _E2M1)])[np.stack([pairs & 15, pairs >> 4], -1).ravel()]
 
 
 def _ue8m0(scales: Array) -> Array:

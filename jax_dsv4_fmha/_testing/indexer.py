@@ -12,7 +12,9 @@ from .._check import Implementation, Method
 from .._definitions import indexer as definition
 from .._definitions.cache import Cache
 from .._definitions.packed import quantize_cache
-from .._ops.indexer import E4M3, indexer_blocks, indexer_scores, lightning_indexer, quantize_indexer
+from .._ops.indexer import indexer_blocks, lightning_indexer, quantize_indexer
+from .._ops.indexer_keys import E4M3
+from .._ops.indexer_training import indexer_scores
 from .case import Case, Judgement, judgement
 
 _D = 128

@@ -19,7 +19,7 @@ from .case import Case, Judgement, judgement
 _ROPE, _EPS, _COLUMN, _PAGE = Rope(64, 160_000, 16, 4096), 1e-6, 4, 8
 _LENGTHS = (9, 0, 1, 16, 57)  # in blocks: tokens follow them; an idle place, and a sequence that begins
 _LIMITS = {"bfloat16": 2**-7, "float16": 2**-10, "float32": 1e-5}  # of an entry's greatest number
-_PACKED = 0.07  # the same, of codes that may differ by one
+_PACKED = {"v4_fp4": 0.34}  # the same, of codes that may differ by one: by a third of the greatest, of e2m1
 
 Numbers = np.ndarray[Any, Any]
 
@@ -73,6 +73,9 @@ class InsertCase(Case):
         counts = np.resize([self.s_q, 0, 1], b)
         return cache, state, rows, made, lengths, lengths - counts if "ragged" in self.features else None
 
+    def _limit(self, dtype: str) -> float:
+        return _PACKED.get(self.layout, 0.07) if self.layout else _LIMITS[dtype]
+
     def judge(self, implementation: Implementation, method: Method | None = None) -> Judgement:
         return judgement(self.complaints(implementation), "new entries within limits, all else as it was")
 
@@ -85,7 +88,7 @@ class InsertCase(Case):
             untouched = np.ones(found.shape[:2], bool)
             for place in wanted:
                 untouched[place] = False
-            limit = _PACKED if self.layout else _LIMITS["float32"]
+            limit = self._limit("float32")
             wrong = [f"entry {place} off by {x:.1e}" for place, x in errors.items() if not x <= limit]
             return wrong + ["other entries have changed"] * bool(found[untouched].any())
         choices = {"d": self.d, "dtype": self.dtype, "packing": self.layout, "pooled": self.ratio > 0}
@@ -100,7 +103,7 @@ class InsertCase(Case):
                 wrong.append(f"the state is off by {np.abs(np.asarray(x) - np.asarray(y)).max():.1e}")
         found, right = (np.asarray(x[0].take(), np.float64) for x in (got, want))
         off = max(map(_off, found[right.any(-1)], right[right.any(-1)]), default=0.0)
-        limit = _PACKED if self.layout else _LIMITS[self.dtype]
+        limit = self._limit(self.dtype)
         wrong += [f"an entry is off by {off:.1e}"] * (not off <= limit)
         return wrong + ["other entries have changed"] * bool(found[~right.any(-1)].any())
 

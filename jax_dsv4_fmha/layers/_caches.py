@@ -10,7 +10,7 @@ import numpy as np
 
 from .. import Cache, _check
 from .._definitions.packed import LAYOUTS
-from .._ops.indexer import page_unit
+from .._ops.indexer_keys import page_unit
 from .outputs import LayerCache
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _OP = "DSV4Attention"
 _KEYS = "index_fp8"  # the layout of index keys in packed caches
+_IN_FP4 = {"v4_fp8": "v4_fp4", "v41_fp8": "v41_fp4"}  # the layout of entries, by that of latents
 
 
 def empty(
@@ -86,10 +87,8 @@ def pool_of(
 
 def layouts(layer: DSV4Attention, dtype: Any) -> tuple[str | None, str | None]:
     """The layouts of latents and of entries in caches of this dtype; None where they are not packed."""
-    near, far = layer._formats
-    of_model = {jnp.dtype(jnp.float8_e4m3fn): (near, near)}
-    if far != near:
-        of_model[jnp.dtype(jnp.float4_e2m1fn)] = near, far
-    wanted = f"bfloat16, float16, float32, {' or '.join(str(x) for x in of_model)} for a layer like this"
+    near, _ = layer._formats
+    of_model = {jnp.dtype(jnp.float8_e4m3fn): (near, near), jnp.dtype(jnp.float4_e2m1fn): (near, _IN_FP4[near])}
+    wanted = f"bfloat16, float16, float32, {' or '.join(map(str, of_model))}"
     dtype = _check.dtype(_OP, "dtype", dtype, (*_check.FLOAT, *of_model), wanted)
     return of_model.get(dtype, (None, None))

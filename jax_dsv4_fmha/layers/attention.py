@@ -181,8 +181,8 @@ class DSV4Attention:
           b, max_length: ints >= 1. A sequence must not become longer than `max_length`; nothing checks this, since
             lengths are known only when a step runs.
           dtype: x's; or float8_e4m3fn (d 512, x bfloat16), for latents and entries in the model's FP8 layout:
-            "v4_fp8", or "v41_fp8" for V4.1's layers. V4.1's layers also take float4_e2m1fn: latents in "v41_fp8",
-            entries in "v41_fp4". The keys of V4's indexer (index d 128) are then in "index_fp8" and its queries are
+            "v4_fp8", or "v41_fp8" for V4.1's layers; or float4_e2m1fn, for latents in that layout and entries in
+            "v4_fp4" or "v41_fp4". The keys of V4's indexer (index d 128) are then in "index_fp8" and its queries are
             quantized, unless pages have a size that no kernel takes.
           steps: the greatest number of tokens that one call of `step` may add, or take back.
           block_table: int32 `[b, n]`, for compressed entries in pools of pages that all sequences share: page i of
@@ -423,6 +423,7 @@ class DSV4Attention:
                 sink=params["sink"],
                 window=self.window,
                 implementation=implementation,
+                o_groups=self.o_groups,
                 **self._turn(positions),
                 **seen,
             )
@@ -555,10 +556,11 @@ class DSV4Attention:
 
     def _projected(self, params: Any, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The low-rank query `[b, s, q_rank]`, q `[b, s, h, d]` before norm and RoPE, and latents `[b, s, d]`."""
-        w = {name: params[name].astype(x.dtype) for name in ("wq_a", "wkv")}
-        c = rms_norm(x @ w["wq_a"], params["q_norm"], self.eps)
+        # one product, as XLA makes of two anyway; of its gradient in x it would make two, and add them up
+        both = x @ jnp.concatenate([params[name].astype(x.dtype) for name in ("wq_a", "wkv")], 1)
+        c = rms_norm(both[..., : self.q_rank], params["q_norm"], self.eps)
         q = self._queries(params, c)
-        kv = rms_norm(x @ w["wkv"], params["kv_norm"], self.eps)
+        kv = rms_norm(both[..., self.q_rank :], params["kv_norm"], self.eps)
         return c, q, rope(kv, positions, self.rope)
 
     def _queries(self, params: Any, c: jax.Array) -> jax.Array:

@@ -21,6 +21,17 @@ from .spans import SpanOperands, open_span, prefetch_span
 from .tile_scheduler import TileScheduler
 
 
+class Turning(NamedTuple):
+    """What determines the norm and RoPE of q, and where dO of its rows is."""
+
+    table: cute.Pointer  # float32 [b, s_q, 64]: cos and sin of each pair of the last columns, by turns
+    eps: Float32
+    do_heads: (
+        Int32  # of a group: dO is [h_q / do_heads, b, s_q, do_heads, d], as a product over groups of heads makes it
+    )
+    do_queries: Int32  # b * s_q
+
+
 class RowOperands(NamedTuple):
     """The arrays of rows: [b, s_q, h_q, d], and float32 [b, s_q, h_q]."""
 
@@ -32,6 +43,7 @@ class RowOperands(NamedTuple):
     delta: cute.Pointer
     resolution: cute.Pointer  # float32: the unit of fixed point; not read where sums are in floating point
     scale: Float32
+    turning: Turning | tuple[()] = ()  # where the kernel norms and turns q
 
 
 class Source(NamedTuple):
@@ -59,6 +71,8 @@ class MlaBackwardKernel(Kernel):
     Its config also has `sources`, `gathers` and `cluster`.
     """
 
+    turns = False  # whether it norms q, and turns q and dO
+
     @cute.jit
     def __call__(
         self,
@@ -70,6 +84,10 @@ class MlaBackwardKernel(Kernel):
         delta: cute.Pointer,
         resolution: cute.Pointer,
         scale: Float32,
+        table: cute.Pointer,  # operands of q's norm and RoPE, which not every kernel does
+        eps: Float32,
+        do_heads: Int32,
+        do_queries: Int32,
         b: Int32,
         s_q: Int32,
         h_q: Int32,
@@ -97,7 +115,8 @@ class MlaBackwardKernel(Kernel):
             Source(keys0, dkv0, from0, to0, s_kv0, s_batch0, topk0),
             Source(keys1, dkv1, from1, to1, s_kv1, s_batch1, topk1),
         )[: len(c.sources)]
-        rows = RowOperands(q, do, dq, lse, sink_factor, delta, resolution, scale)
+        turning = Turning(table, eps, do_heads, do_queries) if self.turns else ()
+        rows = RowOperands(q, do, dq, lse, sink_factor, delta, resolution, scale, turning)
         self.launch_persistent(rows, sources, n=n, ctas=ctas, stream=stream)
 
     def examples(self, variant: MlaBackward) -> tuple:
@@ -106,7 +125,9 @@ class MlaBackwardKernel(Kernel):
         return (
             *pointers(variant.dtype, "q", "do", "dq", "float32", "float32", "float32", "float32"),
             Float32(1.0),
-            *(i32() for _ in range(4)),
+            *pointers(variant.dtype, "float32"),
+            Float32(1e-6),
+            *(i32() for _ in range(6)),
             *source,
             *source,
             i32(),

@@ -1,14 +1,15 @@
 """Selected keys that are kept packed, in pages of a pool: fetched into registers, and unpacked into a key tile.
 
 How an entry is packed is a `Format`; `kernels.packings` says where its bytes are. Numbers of 8 bits are e4m3, numbers
-of 4 are e2m1. Numbers that share a scale are a group. A scale is a byte: ue8m0, 2^(byte - 127), of which 255 is NaN; of
-e2m1 it is e4m3.
+of 4 are e2m1. Numbers that share a scale are a group. A scale is a byte: ue8m0, 2^(byte - 127), of which 255 is NaN; or
+e4m3. Scales of e2m1 are at most 2^121.
 
 Four or eight lanes have a key. A lane has a part of each slab, sixteen or eight numbers, which become 16-byte chunks of
 a row of the slab. Slabs of bf16 are copied. The scales of a half of the slabs come with it.
 """
 
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import cutlass
@@ -36,6 +37,7 @@ D = 512
 WORD, UNIT = 4, 16  # bytes; entries begin at multiples of a unit
 LINE = 128  # bytes, of L2
 ABSENT = 0xFFFFFFFF  # units that no pool has
+HALF_IN_BF16, MINUS_96_IN_BF16 = 0x3F00, 0xC2C0
 MIDDLE_IN_BF16 = 0x4340  # 192; the byte 0x40 + n in place of its lower one makes it 192 + n
 POSITIVE = (0x43424140, 0x4C484644)  # 0x40 + n where n is twice the magnitude 0, 0.5, 1, 1.5, 2, 3, 4, 6 of e2m1
 NEGATIVE = (0x3D3E3F40, 0x34383A3C)  # 0x40 - n
@@ -48,7 +50,9 @@ class Format:
     packing: Packing
     bits: int  # of a number
     slabs: int  # that are packed; those after them are bf16
+    scales: str = "ue8m0"
     lanes: int = 4  # that have a key
+    late: bool = False  # slabs of bf16 are loaded only when they are unpacked, where registers are short
 
     @property
     def slab_bytes(self) -> int:
@@ -80,6 +84,10 @@ class Format:
         """(slab, which of a lane's): what it has of a packed slab is in one piece, of bf16 in chunks."""
         return [(slab, i) for slab in slabs for i in range(1 if slab < self.slabs else self.chunks)]
 
+    def pieces_ahead(self, slabs: range) -> list[tuple[int, int]]:
+        """Those that are loaded before their place is free."""
+        return [(slab, i) for slab, i in self.pieces(slabs) if slab < self.slabs or not self.late]
+
     @property
     def chunks(self) -> int:
         """Of a row of a slab, that a lane has."""
@@ -88,19 +96,33 @@ class Format:
     def piece_words(self, slab: int) -> int:
         return self.part_words if slab < self.slabs else 4
 
+    def loads(self, slabs: range) -> list[int]:
+        """Words of each load that brings a lane so many slabs: their scales, then the pieces that are held."""
+        return [self.scale_words(slabs), *(self.piece_words(slab) for slab, _ in self.pieces_ahead(slabs))]
+
+    def slots(self, slabs: range) -> list[int]:
+        """Where among the lane's words each of them begins: wide ones come first. They want aligned registers, and
+        formats that share registers then want the same ones aligned."""
+        loads = self.loads(slabs)
+        order = sorted(range(len(loads)), key=lambda i: -loads[i])
+        first = accumulate((loads[i] for i in order), initial=0)
+        return [at for _, at in sorted(zip(order, first, strict=False))]
+
     def words(self, slabs: range) -> int:
-        """That a lane has of so many slabs."""
-        return self.scale_words(slabs) + sum(self.piece_words(slab) for slab, _ in self.pieces(slabs))
+        """That a lane holds of so many slabs."""
+        return sum(self.loads(slabs))
 
     def offset(self, slab: int, chunk: int) -> int:
         """Where the first lane's piece begins, in bytes."""
-        return slab * self.slab_bytes + chunk * self.lanes * 16
+        before = slab * self.slab_bytes + chunk * self.lanes * 16
+        return before + self.packing.scales if slab >= self.slabs and self.packing.after else before
 
 
 FORMATS = {
     "v4_fp8": Format(PACKED["v4_fp8"], bits=8, slabs=7),
+    "v4_fp4": Format(PACKED["v4_fp4"], bits=4, slabs=7),
     "v41_fp8": Format(PACKED["v41_fp8"], bits=8, slabs=8),
-    "v41_fp4": Format(PACKED["v41_fp4"], bits=4, slabs=8),
+    "v41_fp4": Format(PACKED["v41_fp4"], bits=4, slabs=8, scales="e4m3"),
 }
 
 
@@ -119,9 +141,10 @@ class PackedOperands(NamedTuple):
         return PackedSelection(self, tile_n, d, self.keys, indices, skipped, length)
 
 
-def packed_operands(kind: str, lanes: int) -> type:
+def packed_operands(kind: str, lanes: int, late: bool = False) -> type:
     """PackedOperands that know their format, of which so many lanes have a key."""
-    return type(kind, (PackedOperands,), {"__slots__": (), "format": replace(FORMATS[kind], lanes=lanes)})
+    form = replace(FORMATS[kind], lanes=lanes, late=late and FORMATS[kind].bits == 8)
+    return type(kind, (PackedOperands,), {"__slots__": (), "format": form})
 
 
 @dataclass(frozen=True)
@@ -129,11 +152,13 @@ class Places:
     """A thread's view of the keys that it copies of one tile."""
 
     units: cute.Tensor  # uint32 [keys]: where an entry begins in the pool, by `UNIT`; ABSENT where the key is
-    scales: cute.Tensor  # int32 [keys]: from there to the entry's scales, in bytes, where these are separate
+    scales: cute.Tensor | None  # int32 [keys]: from there to the entry's scales, in bytes, where these are separate
 
     @staticmethod
-    def of(keys: int) -> "Places":
-        return Places(*(cute.make_rmem_tensor((keys,), t) for t in (Uint32, Int32)))
+    def of(keys: int, with_scales: bool = True) -> "Places":
+        """Without a place for the way to scales, it is computed anew: registers may be dearer than a division."""
+        units = cute.make_rmem_tensor((keys,), Uint32)
+        return Places(units, cute.make_rmem_tensor((keys,), Int32) if with_scales else None)
 
 
 @dataclass(frozen=True)
@@ -148,11 +173,9 @@ class Held:
         words = max(x.words(slabs) for x in formats for slabs in halves)
         return Held(cute.make_rmem_tensor((words, keys), Uint32))
 
-    def put(self, key: int, first: int, words: tuple[Uint32, ...]) -> int:
-        """From a place on; returns the next one."""
+    def put(self, key: int, first: int, words: tuple[Uint32, ...]) -> None:
         for i, word in enumerate(words):
             self.words[first + i, key] = word
-        return first + len(words)
 
     def get(self, key: int, first: int, count: int) -> tuple[Uint32, ...]:
         return tuple(self.words[first + i, key] for i in range(count))
@@ -175,23 +198,38 @@ class PackedSelection(Selection):
         """places <- those of the keys of tile t, whose indices were prefetched. Nothing is read of an absent one."""
         packing, n = self.format.packing, self.operands.page
         step = packing.values if packing.separate_scales else packing.entry
-        page_units = ceil_div(n * packing.entry, Int32(packing.multiple)) * packing.multiple // UNIT
+        page_units = self.page_bytes // UNIT
         for i in cutlass.range_constexpr(cute.size(wanted)):
             here = self.is_present(self.position(t, i, thread, threads), wanted[i])
             index = wanted[i] if here else Int32(0)
             entry, page = index % n, index // n
             units = Uint32(page) * Uint32(page_units) + Uint32(entry * (step // UNIT))
             places.units[i] = units if here else Uint32(ABSENT)
-            if cutlass.const_expr(packing.separate_scales):
-                places.scales[i] = n * packing.values + entry * (packing.scales - packing.values)
+            if cutlass.const_expr(packing.separate_scales and places.scales is not None):
+                places.scales[i] = self.from_entry_to_scales(entry)
+
+    @property
+    def page_bytes(self) -> Int32:
+        packing = self.format.packing
+        return ceil_div(self.operands.page * packing.entry, Int32(packing.multiple)) * packing.multiple
+
+    def from_entry_to_scales(self, entry: Int32) -> Int32:
+        """Bytes, from an entry of a page to its scales, which are separate."""
+        packing = self.format.packing
+        return self.operands.page * packing.values + entry * (packing.scales - packing.values)
 
     def entry_at(self, places: Places, key: int) -> Int64:
         return self.keys.toint() + Int64(places.units[key]) * UNIT
 
     def scales_at(self, places: Places, key: int, slab: int) -> Int64:
         """Where the scales of a slab begin."""
-        form = self.format
-        to_scales = places.scales[key] if form.packing.separate_scales else form.packing.values
+        form, packing = self.format, self.format.packing
+        to_scales: Any = packing.values
+        if packing.separate_scales and places.scales is not None:
+            to_scales = places.scales[key]
+        elif packing.separate_scales:  # then a page has room for a whole number of entries' values
+            entry = places.units[key] // Uint32(packing.values // UNIT) % Uint32(self.page_bytes // packing.values)
+            to_scales = self.from_entry_to_scales(Int32(entry))
         return self.entry_at(places, key) + (to_scales + slab * form.scales_a_slab)
 
     @cute.jit
@@ -207,7 +245,7 @@ class PackedSelection(Selection):
             for i in cutlass.range_constexpr(0, lines + 1, lanes):
                 address = first + (i + part) * LINE
                 if cutlass.const_expr(i + lanes > lines):
-                    last = self.scales_at(places, key, 0) + (packing.scales - 1)
+                    last = self.scales_at(places, key, 0) + (packing.scales + packing.after - 1)
                     address = address if i + part < lines else last
                 prefetch_unless(ABSENT, address, units)
 
@@ -218,13 +256,17 @@ class PackedSelection(Selection):
             self.fetch_key(held, places, slabs, thread % self.lanes_a_key, key)
 
     def fetch_key(self, held: Held, places: Places, slabs: range, part: Int32, key: int) -> None:
-        form, units, first = self.format, places.units[key], self.entry_at(places, key)
-        mine = {count: first + part * (count * WORD) for count in {form.piece_words(slab) for slab in slabs}}
-        scales = load_words_unless(ABSENT, self.scales_at(places, key, slabs[0]), units, form.scale_words(slabs))
-        at = held.put(key, 0, scales)
-        for slab, piece in form.pieces(slabs):
-            count = form.piece_words(slab)
-            at = held.put(key, at, load_words_unless(ABSENT, mine[count] + form.offset(slab, piece), units, count))
+        form, units = self.format, places.units[key]
+        scales, *slots = form.slots(slabs)
+        its_words = load_words_unless(ABSENT, self.scales_at(places, key, slabs[0]), units, form.scale_words(slabs))
+        held.put(key, scales, its_words)
+        for piece, at in zip(form.pieces_ahead(slabs), slots, strict=True):
+            held.put(key, at, self.load_piece(places, key, part, *piece))
+
+    def load_piece(self, places: Places, key: int, part: Int32, slab: int, piece: int) -> tuple[Uint32, ...]:
+        count = self.format.piece_words(slab)
+        address = self.entry_at(places, key) + part * (count * WORD) + self.format.offset(slab, piece)
+        return load_words_unless(ABSENT, address, places.units[key], count)
 
     @cute.jit
     def unpack(
@@ -240,18 +282,21 @@ class PackedSelection(Selection):
         soon as they are free.
         """
         for key in cutlass.range_constexpr(cute.size(held.words, mode=[1])):
-            self.unpack_key(held, slabs, mine, key)
+            self.unpack_key(held, places, slabs, mine, key)
             if cutlass.const_expr(len(then) > 0):
                 self.fetch_key(held, places, then, mine.part, key)
 
-    def unpack_key(self, held: Held, slabs: range, mine: Any, key: int) -> None:
+    def unpack_key(self, held: Held, places: Places, slabs: range, mine: Any, key: int) -> None:
         """By `mine.put(slab, key, chunk, words)`, of a thread that has the part `mine.part` of a slab."""
         form = self.format
-        at = form.scale_words(slabs)
-        scales = held.get(key, 0, at)
+        first, *slots = form.slots(slabs)
+        scales = held.get(key, first, form.scale_words(slabs))
+        ahead = dict(zip(form.pieces_ahead(slabs), slots, strict=True))
         for slab, piece in form.pieces(slabs):
-            words = held.get(key, at, form.piece_words(slab))
-            at = at + len(words)
+            if (slab, piece) in ahead:
+                words = held.get(key, ahead[slab, piece], form.piece_words(slab))
+            else:
+                words = self.load_piece(places, key, mine.part, slab, piece)
             chunks = [(form.lanes * piece + mine.part, words)]
             if slab < form.slabs:
                 eights = unpacked(form, words, scale_of(form, scales, slab - slabs[0], mine.part))
@@ -291,9 +336,16 @@ def scale_of(form: Format, scales: tuple[Uint32, ...], slab: int, part: Int32) -
     """What `unpacked` takes for a part of the slab-th of those that these words are for."""
     word, byte = divmod(slab * form.scales_a_slab, WORD)
     mine = Uint32(part * form.scales_a_slab // form.lanes) if form.scales_a_slab > 1 else Uint32(0)
-    if form.bits == 8:
-        return (scale_of_ue8m0(scales[word], mine * Uint32(0x1010) + Uint32(0x0404 + byte * 0x1010)),)
+    if form.scales == "ue8m0":
+        scale = scale_of_ue8m0(scales[word], mine * Uint32(0x1010) + Uint32(0x0404 + byte * 0x1010))
+        return (scale,) if form.bits == 8 else half_and_middle(scale)
     return scale_of_e4m3(scales[word] >> (mine + Uint32(byte)) * Uint32(8) & Uint32(0xFF), MIDDLE_IN_BF16)
+
+
+def half_and_middle(scale: Uint32) -> tuple[Uint32, Uint32]:
+    """Half of a scale, and -192 times that half, as pairs of bf16: `scale_of_e4m3` of one in bf16."""
+    half, middle, zeros = (Uint32(x * 0x10001) for x in (HALF_IN_BF16, MINUS_96_IN_BF16, 0))
+    return fma_bf16x2(scale, half, zeros), fma_bf16x2(scale, middle, zeros)
 
 
 def unpacked(form: Format, words: tuple[Uint32, ...], scale: tuple[Uint32, ...]) -> list[tuple[Uint32, ...]]:

@@ -77,6 +77,11 @@ class ScoresConfig:
         return self.columns * D * self.element_bytes
 
     @property
+    def key_elements(self) -> int:
+        """Of memory, that a key has."""
+        return D
+
+    @property
     def scale_bytes(self) -> int:
         """Bytes of the scales that come with a tile's keys."""
         return 4 * self.tile_n * (self.paged and self.scaled)
@@ -305,7 +310,7 @@ class ScoresKernel(Kernel):
         c, lane = self.config, cute.arch.lane_idx()
         (tma_k, mK), (tma_scale, mScale) = keys, scales
         boxes = c.tile_n // pages.box
-        sK = cute.local_tile(smem.k, (BOX, D), (None, 0, None))
+        sK = cute.local_tile(smem.k, (BOX, c.key_elements), (None, 0, None))
         page, row = Int32(-1), Int32(0)
         for t in cutlass.range(first, last, unroll=1):
             before = (t - first) * boxes % WARP
@@ -319,7 +324,7 @@ class ScoresKernel(Kernel):
             for i in cutlass.range(boxes, unroll=1):
                 its_page, its_row = (cute.arch.shuffle_sync(x, before + i) for x in (page, row))
                 at = i * pages.box
-                g, s = tma_tiles(tma_k, cute.local_tile(mK[None, None, its_page], (BOX, D), (None, 0)), sK)
+                g, s = tma_tiles(tma_k, cute.local_tile(mK[None, None, its_page], (BOX, c.key_elements), (None, 0)), sK)
                 cute.copy(tma_k, g[None, its_row // BOX], s[None, at // BOX, stage], tma_bar_ptr=bar.k.full + stage)
                 if cutlass.const_expr(c.scale_bytes):
                     g, s = tma_tiles(

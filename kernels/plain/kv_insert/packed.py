@@ -1,5 +1,6 @@
 """How a warp packs an entry: the encoders of `_definitions/packed.py`, bit for bit. A lane's numbers are neighbours."""
 
+import math
 import struct
 
 import cutlass
@@ -7,15 +8,18 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Uint32
 
 from kernels.lib.fp8_rows import GREATEST, amax, quantized, write_words
-from kernels.lib.ptx import clip, power_of_two, round_pair, to_e4m3
+from kernels.lib.ptx import bits_of, clip, float_of, power_of_two, round_pair, to_e4m3
 from kernels.lib.rows import WARP, store
 
 from .config import DIMS, Config
 
 INFINITY = 0x7F800000  # bits of a float32
 MANTISSA = 0x7FFFFF
-THREE_QUARTERS = 0x600000  # of the mantissa: 448 is 7/8 of a power of two
-LEAST = {"v4_fp8": -13, "v41_fp8": -22}  # exponents of the least scales
+GREATEST_OF_E2M1 = 6.0
+MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # between magnitudes of e2m1; in the middle the even code is next
+LEAST = {"v4_fp8": -13, "v41_fp8": -22, "v4_fp4": -126}  # exponents of the least scales
+MOST = {"v4_fp4": 121}  # of the greatest, if there are such
+WITH_BF16 = ("v4_fp8", "v4_fp4")  # the last numbers are in bf16
 
 
 @cute.jit
@@ -29,31 +33,38 @@ def write_packed(numbers: cute.Tensor, page: cute.Pointer, at: Int32, entries: I
 
 @cute.jit
 def write_latent(numbers: cute.Tensor, page: cute.Pointer, at: Int32, entries: Int32, c: cutlass.Constexpr[Config]):
-    """e4m3 with a scale of ue8m0 for each group; in V4's layout the last numbers are bf16."""
+    """e4m3 or e2m1 with a scale of ue8m0 for each group; in V4's layouts the last numbers are bf16."""
     lane, layout, group = cute.arch.lane_idx(), c.layout, c.layout.group // c.numbers
     entry, scales = page + at * layout.entry, page + (at * layout.entry + layout.values)
     if cutlass.const_expr(layout.separate_scales):
         entry, scales = page + at * layout.values, page + (entries * layout.values + at * layout.scales)
     most = amax(numbers, group)
     finite = most < INFINITY
-    (least,) = struct.unpack("<i", struct.pack("<f", GREATEST * 2.0 ** LEAST[c.packing]))
-    most = cutlass.max(most if finite else Int32(0), Int32(least))
-    exponent = most // (MANTISSA + 1) - 126 - (8 if most % (MANTISSA + 1) > THREE_QUARTERS else 9)
-    limit = Float32(GREATEST) if exponent < 120 else Float32(240.0)  # or the greatest would round to 2^128
+    greatest = GREATEST_OF_E2M1 if c.packing == "v4_fp4" else GREATEST
+    most = cutlass.max(most if finite else Int32(0), Int32(bits(greatest * 2.0 ** LEAST[c.packing])))
+    if cutlass.const_expr(c.packing in MOST):
+        most = cutlass.min(most, Int32(bits(greatest * 2.0 ** MOST[c.packing])))
+    power = math.frexp(greatest)[1]
+    above = most % (MANTISSA + 1) > bits(greatest) % (MANTISSA + 1)
+    exponent = most // (MANTISSA + 1) - 126 - (power - 1 if above else power)
+    limit = Float32(greatest) if exponent < 120 else Float32(240.0)  # or the greatest would round to 2^128
     factor = power_of_two(127 - exponent)
-    for_bf16 = WARP - DIMS // c.numbers if cutlass.const_expr(c.packing == "v4_fp8") else WARP
+    for_bf16 = WARP - DIMS // c.numbers if cutlass.const_expr(c.packing in WITH_BF16) else WARP
     words = cute.make_rmem_tensor(c.numbers // 2, Uint32)
+    a_word = 8 if c.packing == "v4_fp4" else 4
+    code_words = c.numbers // a_word
     if lane < for_bf16:
         codes = cute.make_rmem_tensor(c.numbers, Float32)
         for j in cutlass.range_constexpr(c.numbers):
             codes[j] = clip(numbers[j] * factor, limit) if finite else Float32(0.0)
-        for j in cutlass.range_constexpr(c.numbers // 4):
-            words[j] = to_e4m3(*(codes[4 * j + i] for i in range(4)))
-        write_words(words, entry + lane * c.numbers, c.numbers // 4)
+        for j in cutlass.range_constexpr(code_words):
+            words[j] = codes_of([codes[a_word * j + i] for i in range(a_word)])
+        write_words(words, entry + lane * (4 * code_words), code_words)
     else:
         for j in cutlass.range_constexpr(c.numbers // 2):
             words[j] = round_pair(numbers[2 * j], numbers[2 * j + 1], BFloat16)
-        write_words(words, entry + (for_bf16 * c.numbers + (lane - for_bf16) * 2 * c.numbers), c.numbers // 2)
+        first = for_bf16 * (4 * code_words) + (layout.scales if layout.after else 0)
+        write_words(words, entry + (first + (lane - for_bf16) * 2 * c.numbers), c.numbers // 2)
     scale = exponent + 127 if finite else Int32(255)
     word = (scale if lane < for_bf16 else Int32(0)) << lane // group % 4 * 8
     for offset in (group, 2 * group):  # the scales of four groups
@@ -61,6 +72,24 @@ def write_latent(numbers: cute.Tensor, page: cute.Pointer, at: Int32, entries: I
     if lane % (4 * group) == 0:
         words[0] = Uint32(word)
         write_words(words, scales + lane // group, 1)
+
+
+def bits(x: float) -> int:
+    """Of a float32."""
+    return int(struct.unpack("<i", struct.pack("<f", x))[0])
+
+
+def codes_of(numbers: list[Float32]) -> Uint32:
+    """Of four numbers e4m3, of eight e2m1, which comparisons find; the first code is in the lowest bits."""
+    if len(numbers) == 4:
+        return to_e4m3(*numbers)
+    word = Uint32(0)
+    for i, x in enumerate(numbers):
+        size, code = float_of(bits_of(x) & 0x7FFFFFFF), Uint32(bits_of(x)) >> 31 << 3
+        for below, middle in enumerate(MIDDLES):
+            code = code + Uint32(size >= middle if below % 2 else size > middle)
+        word = word | code << (4 * i)
+    return word
 
 
 @cute.jit

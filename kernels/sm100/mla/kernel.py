@@ -578,5 +578,6 @@ class MlaFwdSm100(BlackwellKernel, ForwardKernel):
 
 def compile(variant: Forward, out_dir: Path) -> Compiled:
     gathers_for_few = variant.gathers and variant.max_heads <= 64
-    config = Config(variant.dtype, variant.sources, 1 if gathers_for_few else 2)
+    alone = gathers_for_few or variant.packing == "v4_fp4"  # whose two layouts need more registers than a pair has
+    config = Config(variant.dtype, variant.sources, 1 if alone else 2)
     return MlaFwdSm100(config).compile(variant, out_dir, cluster=config.cluster)

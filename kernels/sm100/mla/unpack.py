@@ -105,7 +105,7 @@ class Unpacking:
         """Moves a portion of tile t, which was loaded, to where it belongs."""
 
         def convert(source: PackedSelection, _: Int32) -> None:
-            source.unpack_key(self.held[half], self.slabs[half], place, key)
+            source.unpack_key(self.held[half], self.places, self.slabs[half], place, key)
 
         self.on_format(t, convert)
 

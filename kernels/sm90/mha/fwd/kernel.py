@@ -78,19 +78,21 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class FusedSoftmax(Softmax):
-    """With a factor of two products, of which ptxas rounds one only: 1 within rounding where the maximum stays.
+class RoundedSoftmax(Softmax):
+    """With a factor of two products, each of which is rounded: exactly 1 where the maximum stays.
 
-    At d 128 ptxas makes every product wait for the one before it where the factor is a difference's.
+    At d 128 ptxas makes every WGMMA wait for the one before it where the factor is a difference's.
     """
 
     @cute.jit
     def factor_of(self, r: cutlass.Constexpr) -> Float32:
-        return exp2(self.old_max[r] * self.scale(r) - self.shift(r))
+        old = self.old_max[r] * self.scale(r)
+        old = -Float32.inf if self.old_max[r] == -Float32.inf else old  # else ptxas would not round this product
+        return exp2(old - self.shift(r))
 
 
 def softmax_of(d: int, scale_log2: Float32) -> Softmax:
-    kind = FusedSoftmax if d == 128 else Softmax
+    kind = RoundedSoftmax if d == 128 else Softmax
     return kind(scale_log2, *(cute.make_rmem_tensor(ROWS, Float32) for _ in range(5)))
 
 

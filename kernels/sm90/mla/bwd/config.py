@@ -24,6 +24,7 @@ class Config:
     chunks_of_left: int = 4  # the last chunks, which left makes while it waits for keys; in whole pieces
     deterministic: bool = False  # sums of dKV in 64-bit fixed point, independent of order
     cluster: int = 1  # CTAs whose rows have the same keys; two add up their results for right's chunks
+    turns: bool = False  # whether q is normed and turned here, dO turned, and dq taken through both
 
     @property
     def gathers(self) -> bool:
@@ -54,6 +55,11 @@ class Config:
         return 0 if self.gathers else len(self.sources)
 
     @property
+    def numbers(self) -> int:
+        """Numbers of a row in SMEM."""
+        return 3 + self.turns
+
+    @property
     def sum_bytes(self) -> int:
         """Bytes of a number of dKV in memory."""
         return 8 if self.deterministic else 4
@@ -82,7 +88,7 @@ class Config:
         tiles = 2 * self.d * (2 * self.tile_m + self.tile_n)
         p_and_ds = 2 * 2 * self.tile_m * self.tile_n
         infos = 4 * 2 * PUBLISHED * (1 + len(self.sources))
-        rows = 4 * self.tile_m * (3 + 2 * self.spans)
+        rows = 4 * self.tile_m * (self.numbers + 2 * self.spans)
         out = 2 * self.slot_bytes
         return tiles + p_and_ds + out + 4 * STAGES * self.tile_n + infos + rows + 8 * Barriers.COUNT + 16
 

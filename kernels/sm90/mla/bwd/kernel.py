@@ -42,7 +42,7 @@ from kernels.lib.launch import WARPGROUP
 from kernels.lib.mla_backward import MlaBackwardKernel, RowOperands, Source
 from kernels.lib.output import store_output
 from kernels.lib.pipeline import wait_for
-from kernels.lib.ptx import copy_or_zero
+from kernels.lib.ptx import copy_or_zero, keep
 from kernels.lib.rows import BoxedRows, Extents, PlacedTile, RowTile, load, row_of
 from kernels.lib.selections import CHUNK, LANES_A_ROW, Selection, mask_absent, with_keys
 from kernels.lib.softmax import LOG2_E, ROWS
@@ -68,14 +68,21 @@ from .dkv import KvGradient, thread_again
 from .p_ds import differentiate, exponentiate, find_absent, mask_span
 from .prefetch import prefetch_sums
 from .smem import LEFT, RIGHT, STAGES, Barriers, Shared
+from .turn import SCALE, do_row, prepare_rows, read_numbers, store_gradient, store_zeros
 
 
 class MlaBwdSm90(MlaBackwardKernel):
     symbol = "mla_bwd_sm90"
 
+    @property
+    def turns(self) -> bool:
+        return self.config.turns
+
     @cute.kernel
     def kernel(self, rows: RowOperands, sources: tuple, n: Extents):
         c = self.config
+        if cutlass.const_expr(c.turns):
+            n = n._replace(splits=Int32(1))  # as always; said here, it takes no register
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         bar, smem = Shared.allocate(c, self.dtype)
         if warp == 0:
@@ -161,13 +168,18 @@ class MlaBwdSm90(MlaBackwardKernel):
         count = c.tile_m // at_once
         boxed = BoxedRows.at(tile.n, [row0 + i * at_once for i in range(count)])
         placed = PlacedTile(*(getattr(tile, name) for name in RowTile.__dataclass_fields__), tile.first_query)
+        placed = replace(placed, n=self.again(tile.n))
         offsets = cute.make_rmem_tensor(count, Int64)
-        sizes = cute.make_rmem_tensor(count, Int32)
+        of_do = cute.make_rmem_tensor(count, Int64) if c.turns else offsets
+        sizes, queries = cute.make_rmem_tensor(count, Int32), cute.make_rmem_tensor(count, Int32)
         for i in cutlass.range_constexpr(count):
             exists, query, head = placed.place(boxed, i)
             row = placed.row_index(query, head) * Int64(exists)
             sees = exists & (load(rows.lse + row) != -Float32.inf)
             offsets[i], sizes[i] = row * c.d + chunk * CHUNK, Int32(sees) * 16
+            if cutlass.const_expr(c.turns):
+                row = do_row(rows.turning, placed, query, head) * Int64(exists)
+                of_do[i], queries[i] = row * c.d + chunk * CHUNK, cutlass.min(query, placed.n.s_q - 1)
         offset0 = row0 * (SLAB * 2) + (chunk ^ row0 % 8) * 16
         for piece in cutlass.range_constexpr(c.pieces):
             state = bar.q(piece).at(wave)
@@ -181,13 +193,21 @@ class MlaBwdSm90(MlaBackwardKernel):
                         if cutlass.const_expr(isinstance(found, Span)):
                             slot[1], slot[2] = found.lo_all, found.hi_all
                     cute.arch.mbarrier_arrive(bar.published)
-            for source, target in ((rows.q, smem.q), (rows.do, smem.do)):
+            for source, target, places in ((rows.q, smem.q, offsets), (rows.do, smem.do, of_do)):
                 target0 = target.iterator.toint() + offset0
                 for slab in range(piece * c.slabs_of_piece, (piece + 1) * c.slabs_of_piece):
                     for i in range(count):
                         place = target0 + (slab * c.tile_m + i * at_once) * SLAB * 2
-                        copy_or_zero(place, (source + (offsets[i] + slab * SLAB)).toint(), sizes[i])
-            state.copy_full()
+                        copy_or_zero(place, (source + (places[i] + slab * SLAB)).toint(), sizes[i])
+            if cutlass.const_expr(not c.turns):
+                state.copy_full()
+            else:
+                cute.arch.cp_async_commit_group()
+                if cutlass.const_expr(piece < c.pieces - 1):
+                    state.copy_full()
+        if cutlass.const_expr(c.turns):
+            prepare_rows(smem.q, smem.do, smem.numbers, rows.turning, placed, queries, c.pieces, thread_again())
+            bar.q(c.pieces - 1).at(wave).arrive_full()
 
     # ---- consumers
 
@@ -209,7 +229,7 @@ class MlaBwdSm90(MlaBackwardKernel):
         s, dp, dq = accumulator(qk, c.tile_n), accumulator(qk, c.tile_n), accumulator(dsk, c.half)
         p, ds = (register_operand(dsk, c.tile_n, self.dtype) for _ in range(2))
         dkv = KvGradient.of(c, LEFT, self.dtype, smem, rows.resolution)
-        numbers = cute.make_rmem_tensor((ROWS, 3), Float32)
+        numbers = cute.make_rmem_tensor((ROWS, c.numbers), Float32)
         scale_log2 = rows.scale * LOG2_E
         blocks = c.d // c.pieces // 16
         before = Int32(0)
@@ -217,30 +237,36 @@ class MlaBwdSm90(MlaBackwardKernel):
             wait_for(bar.published, wave)
             counts = self.counts(smem, wave)
             tiles = sum(counts[1:], counts[0])
-            self.read_rows(smem, rows, sources, RowTile.read(smem.info[None, 0, wave & 1], n), thread)
+            self.read_rows(smem, rows, sources, self.placed(smem, wave, n), thread)
             for t in cutlass.range(tiles, unroll=1):
                 k, last = before + t, Int32(t == tiles - 1)
                 for r in cutlass.range_constexpr(ROWS):  # now, because loads queue up with right's additions to memory
-                    for i in cutlass.range_constexpr(3):
+                    for i in cutlass.range_constexpr(1 if c.turns else 3):
                         numbers[r, i] = smem.numbers[row_of(thread, r), i]
                 for piece in cutlass.range_constexpr(c.pieces):
                     bar.q(piece).at(wave).wait_full()
                     bar.k(piece).at(k).wait_full()
                     cute.arch.fence_proxy("async.shared", space="cta")  # the producer wrote through the generic proxy
+                    if cutlass.const_expr(c.turns and piece == c.pieces - 1):
+                        read_numbers(numbers, smem.numbers, SCALE, SCALE + 1, thread)
                     here = range(piece * blocks, (piece + 1) * blocks)
                     multiply(qk, s, a_q, b_k, piece == 0, here)
                     multiply(qk, dp, a_do, b_k, piece == 0, here)
                 wait_for(bar.listed, k)
-                gradient = self.find_gradient(smem, t < counts[0], sources, wave, n)
-                to = dkv.destination(gradient, smem.keys[None, k % STAGES], n)
+                if cutlass.const_expr(not c.turns):
+                    gradient = self.find_gradient(smem, t < counts[0], sources, wave, n)
+                    to = dkv.destination(gradient, smem.keys[None, k % STAGES], n)
                 warpgroup.wait_group(1)
                 if cutlass.const_expr(c.gathers):
                     mask_absent(s, find_absent(smem.keys[None, k % STAGES]))
                 else:
                     self.mask_rows(s, smem, t, k % STAGES, wave & 1, thread)
                 exponentiate(s, numbers, scale_log2)
+                if cutlass.const_expr(c.turns):  # now, because it has no registers for them before
+                    read_numbers(numbers, smem.numbers, 1, 3, thread)
                 warpgroup.wait_group(0)
-                dkv.release_unread(bar, last)
+                if cutlass.const_expr(not c.turns):
+                    dkv.release_unread(bar, last)
                 differentiate(s, dp, numbers, rows.scale)
                 round_to(p, s)
                 round_to(ds, dp)
@@ -251,6 +277,9 @@ class MlaBwdSm90(MlaBackwardKernel):
                 cute.arch.fence_proxy("async.shared", space="cta")
                 p_ds.arrive_full()
                 multiply(dsk, dq, ds, b_left, t == 0)
+                if cutlass.const_expr(c.turns):  # now, because P and dS of turned rows leave it no registers before
+                    gradient = self.find_gradient(smem, t < self.counts(smem, wave)[0], sources, wave, n)
+                    to = dkv.destination(gradient, smem.keys[None, k % STAGES], n)
                 if cutlass.const_expr(c.chunks_of_left == 0):
                     warpgroup.wait_group(0)
                     bar.release_k(LEFT)
@@ -258,13 +287,21 @@ class MlaBwdSm90(MlaBackwardKernel):
                     p_ds.wait_full()
                     warpgroup.wait_group(0)
                     bar.release_k(LEFT)
+                    if cutlass.const_expr(c.turns):
+                        self.store_if_last(last, dq, smem, rows, wave, n, LEFT)
+                        dkv.release_unread(bar, last)
                     dkv.load(smem)
                     p_ds.arrive_empty()
                     dkv.start()
                     dkv.finish(bar, to, k, last)
             if tiles == 0:
-                self.skip_rows(bar, wave, dq)
-            self.store(dq, smem, rows, wave, n, LEFT)
+                self.skip_rows(bar, wave)
+                if cutlass.const_expr(c.turns):
+                    store_zeros(rows, self.placed(smem, wave, n), thread_again(), LEFT, c)
+                else:
+                    dq.fill(0.0)
+            if cutlass.const_expr(not c.turns):
+                self.store(dq, smem, rows, wave, n, LEFT)
             before = before + tiles
 
     @cute.jit
@@ -297,13 +334,12 @@ class MlaBwdSm90(MlaBackwardKernel):
         cute.arch.sync_warp()
 
     @cute.jit
-    def skip_rows(self, bar: Barriers, wave: Int32, dq: cute.Tensor):
+    def skip_rows(self, bar: Barriers, wave: Int32):
         """Skips a tile in which no row sees a key: its dQ is 0."""
         for piece in cutlass.range_constexpr(self.config.pieces):
             state = bar.q(piece).at(wave)
             state.wait_full()
             state.arrive_empty()
-        dq.fill(0.0)
 
     @cute.jit
     def right(self, bar: Barriers, smem: Shared, rows: RowOperands, sources: tuple, n: Extents):
@@ -332,6 +368,8 @@ class MlaBwdSm90(MlaBackwardKernel):
                 p_ds = bar.p_ds.at(k)
                 p_ds.wait_full()
                 multiply(dsk, dq, a_ds, b_right, t == 0)
+                if cutlass.const_expr(c.turns):
+                    self.store_if_last(last, dq, smem, rows, wave, n, RIGHT)
                 dkv.load(smem)
                 dkv.start()
                 warpgroup.wait_group(2 * c.under_way)
@@ -340,8 +378,13 @@ class MlaBwdSm90(MlaBackwardKernel):
                 dkv.release_unread(bar, last)
                 dkv.finish(bar, to, k, last)
             if tiles == 0:
-                self.skip_rows(bar, wave, dq)
-            self.store(dq, smem, rows, wave, n, RIGHT)
+                self.skip_rows(bar, wave)
+                if cutlass.const_expr(c.turns):
+                    store_zeros(rows, self.placed(smem, wave, n), thread_again(), RIGHT, c)
+                else:
+                    dq.fill(0.0)
+            if cutlass.const_expr(not c.turns):
+                self.store(dq, smem, rows, wave, n, RIGHT)
             before = before + tiles
 
     @cute.jit
@@ -356,12 +399,37 @@ class MlaBwdSm90(MlaBackwardKernel):
     def gradient_of(self, source: Source, smem: Shared, wave: Int32, n: Extents) -> Int64:
         batch, kv_head = (cute.arch.make_warp_uniform(smem.info[i, 0, wave & 1]) for i in (1, 2))
         words = self.config.d * (self.config.sum_bytes // 4)
-        return (source.dkv + (Int64(batch) * source.s_batch * n.h_kv + kv_head) * words).toint()
+        return (source.dkv + (Int64(batch) * source.s_batch * self.again(n).h_kv + kv_head) * words).toint()
+
+    @cute.jit
+    def store_if_last(
+        self,
+        last: Int32,
+        dq: cute.Tensor,
+        smem: Shared,
+        rows: RowOperands,
+        wave: Int32,
+        n: Extents,
+        side: cutlass.Constexpr,
+    ):
+        """With the last tile of keys: stores half of dQ, through the norm and RoPE of q."""
+        if last != 0:
+            warpgroup.wait_group(0)
+            tile = self.placed(smem, wave, n)
+            store_gradient(dq, smem.q, smem.numbers, rows, tile, thread_again(), side, self.config)
+
+    def placed(self, smem: Shared, wave: Int32, n: Extents) -> PlacedTile:
+        """A row tile. Where q is turned, nothing computed of extents stays in registers."""
+        return RowTile.read(smem.info[None, 0, wave & 1], self.again(n))
+
+    def again(self, n: Extents) -> Extents:
+        if not self.config.turns:
+            return n
+        return n._replace(s_q=keep(n.s_q), group=keep(n.group), h_kv=keep(n.h_kv))
 
     def store(self, dq: cute.Tensor, smem: Shared, rows: RowOperands, wave: Int32, n: Extents, side: int) -> None:
-        """Stores half of dQ; it looks up again where the rows are, instead of keeping that in registers."""
-        tile = RowTile.read(smem.info[None, 0, wave & 1], n)
-        thread = thread_again()
+        """Stores half of dQ."""
+        tile, thread = self.placed(smem, wave, n), thread_again()
         boxed = BoxedRows.of(n, 0, thread, self.config.gathers)
         ones = cute.make_rmem_tensor(ROWS, Float32)
         ones.fill(1.0)
@@ -371,7 +439,14 @@ class MlaBwdSm90(MlaBackwardKernel):
 def compile(variant: MlaBackward, out_dir: Path) -> Compiled:
     one_tile = variant.max_heads <= 64  # a tile of rows has all heads of one query, whose keys no other tile has
     cluster = 1 if one_tile or variant.deterministic else CLUSTER
-    config = Config(variant.d, variant.dtype, variant.sources, deterministic=variant.deterministic, cluster=cluster)
+    config = Config(
+        variant.d,
+        variant.dtype,
+        variant.sources,
+        deterministic=variant.deterministic,
+        cluster=cluster,
+        turns=variant.turns,
+    )
     if variant.deterministic:  # 64-bit sums take four times as many instructions, for which left has no registers
         config = replace(config, chunks_of_left=0)
     return MlaBwdSm90(config).compile(variant, out_dir, cluster=config.cluster)

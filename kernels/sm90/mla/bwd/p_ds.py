@@ -8,6 +8,8 @@ from kernels.lib.rows import ROWS, WARP, row_of
 from kernels.lib.softmax import by_row, exp2
 from kernels.lib.spans import mask_row
 
+from .turn import SCALE
+
 
 @cute.jit
 def mask_span(scores: cute.Tensor, spans: cute.Tensor, slot: cute.Tensor, key0: Int32, thread: Int32):
@@ -35,9 +37,9 @@ def exponentiate(scores: cute.Tensor, numbers: cute.Tensor, scale_log2: Float32)
     """P <- exp(scale S - lse)."""
     s = by_row(scores)
     for r in cutlass.range_constexpr(ROWS):
-        shift = numbers[r, 0]
+        shift, scale = numbers[r, 0], of_row(scale_log2, numbers, r)
         for i in cutlass.range_constexpr(cute.size(s, mode=[1])):
-            s[r, i] = exp2(s[r, i] * scale_log2 - shift)
+            s[r, i] = exp2(s[r, i] * scale - shift)
 
 
 @cute.jit
@@ -45,8 +47,13 @@ def differentiate(p: cute.Tensor, dp: cute.Tensor, numbers: cute.Tensor, scale: 
     """dP <- scale P (f dP - delta), where f is the sink's factor, and delta is scaled already; P <- f P."""
     p, dp = by_row(p), by_row(dp)
     for r in cutlass.range_constexpr(ROWS):
-        sink_factor, delta = numbers[r, 1], numbers[r, 2]
-        factor = sink_factor * scale
+        sink_factor, delta = numbers[r, 1], of_row(numbers[r, 2], numbers, r)
+        factor = sink_factor * of_row(scale, numbers, r)
         for i in cutlass.range_constexpr(cute.size(p, mode=[1])):
             dp[r, i] = p[r, i] * (dp[r, i] * factor - delta)
             p[r, i] = p[r, i] * sink_factor
+
+
+def of_row(x: Float32, numbers: cute.Tensor, r: int) -> Float32:
+    """x, times the norm's scale of a row where that is among its numbers (`turn.py`)."""
+    return x * numbers[r, SCALE] if cute.size(numbers, mode=[1]) > SCALE else x

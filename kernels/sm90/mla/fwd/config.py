@@ -41,6 +41,12 @@ class Config:
         return self.sources[0] in PACKED
 
     @property
+    def is_short(self) -> bool:
+        """Whether a producer has too few registers: for two layouts, whose entries both have numbers in bf16. It then
+        loads those of the first one late, and finds places of its scales anew."""
+        return self.sources == ("v4_fp8", "v4_fp4")
+
+    @property
     def tile_keys(self) -> tuple[int, int]:
         """Keys of the even and of the odd tile of a pair."""
         return self.tile_n, self.tile_n + self.extra_keys

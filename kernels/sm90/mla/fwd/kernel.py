@@ -75,7 +75,8 @@ class MlaFwdSm90(ForwardKernel):
     @property
     def kinds(self) -> dict[str, type]:
         """Operands of selections, by the kind of a source."""
-        return {**GATHERED, **{kind: packed_operands(kind, self.config.lanes_a_key) for kind in PACKED}}
+        c = self.config
+        return {**GATHERED, **{kind: packed_operands(kind, c.lanes_a_key, c.is_short) for kind in PACKED}}
 
     def scaling(self, scale_log2: Float32, table: cute.Pointer, eps: Float32) -> Float32 | Turn:
         return Turn(scale_log2, table, eps) if self.config.turns else scale_log2

@@ -17,11 +17,12 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from kernels.lib.packed import Format, Held, PackedSelection, Part, Places
+from kernels.lib.ptx import thread_id_again
 from kernels.lib.selections import with_keys
 from kernels.lib.splits import on_source, total_tiles
 
 from .key_tiles import KeyTiles, Work
-from .smem import EVEN, ODD, REFILL_ORDER, Barriers
+from .smem import EVEN, ODD, REFILL_ORDER, RIGHT, Barriers
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class PackedTiles:
     @classmethod
     def of(cls, config: Any, bar: Barriers, tiles: tuple, work: Work, thread: Int32, **fields: Any) -> Self:
         keys = config.tile_n * config.lanes_a_key // config.loaders
-        places, wanted = (Places.of(keys), Places.of(keys)), cute.make_rmem_tensor((keys, 2), Int32)
+        places = tuple(Places.of(keys, with_scales=not config.is_short) for _ in (EVEN, ODD))
+        wanted = cute.make_rmem_tensor((keys, 2), Int32)
         return cls(config, bar, tiles, work, thread, wanted, places, **fields)
 
     @property
@@ -50,6 +52,11 @@ class PackedTiles:
     @property
     def threads(self) -> int:
         return self.config.loaders
+
+    @property
+    def thread_here(self) -> Int32:
+        """`thread`, where nothing that follows from it may stay in registers; a pair of CTAs has one more of these."""
+        return thread_id_again() if self.config.is_short and self.config.cluster == 1 else self.thread
 
     def prefetch_indices(self, pair: Int32) -> None:
         """Reads which keys of a pair of tiles this thread will copy."""
@@ -92,7 +99,7 @@ class PackedTiles:
         return Held.of(self.formats, [self.slabs(half) for _, half in REFILL_ORDER], keys)
 
     def fetch(self, held: Held, which: int, half: int, pair: Int32) -> None:
-        self.on_format(which, pair, PackedSelection.fetch, held, self.places[which], self.slabs(half), self.thread)
+        self.on_format(which, pair, PackedSelection.fetch, held, self.places[which], self.slabs(half), self.thread_here)
 
     @cute.jit
     def unpack(
@@ -107,7 +114,9 @@ class PackedTiles:
         if self.is_there(which, pair):
             self.await_place(which, half, pair)
             full = self.bar.k(which, half).full
-            part = Part.of(self.tiles[which], self.config.lanes_a_key, self.thread, self.threads, full, self.bar.peer)
+            part = Part.of(
+                self.tiles[which], self.config.lanes_a_key, self.thread_here, self.threads, full, self.bar.peer
+            )
             self.on_format(which, pair, PackedSelection.unpack, held, self.slabs(half), part, self.places[which], then)
             self.arrive_full(full)
 
@@ -118,7 +127,11 @@ class PackedTiles:
     def prepare(self, which: int, pair: Int32) -> None:
         """Finds the keys of a tile, whose indices were prefetched, and has them brought into L2."""
         self.locate(which, pair)
-        self.on_format(which, pair, PackedSelection.prefetch_keys, self.places[which], self.thread)
+        self.on_format(which, pair, PackedSelection.prefetch_keys, self.places[which], self.thread_here)
+
+    def loads_late(self, place: tuple[int, int]) -> bool:
+        """Whether keys are still looked for when this half is unpacked: the numbers in bf16 are right ones."""
+        return self.config.is_short and place[1] == RIGHT
 
     @cute.jit
     def load(self):
@@ -132,10 +145,13 @@ class PackedTiles:
         for pair in cutlass.range(self.work.evens, unroll=1):
             for i, place in enumerate(REFILL_ORDER):
                 self.unpack(held, *place, pair)
+                if cutlass.const_expr(i >= len(self.tiles) and self.loads_late(place)):
+                    self.prepare(place[0], pair + 1)
                 after, its_pair = (i + 1) % len(REFILL_ORDER), pair + (i + 1) // len(REFILL_ORDER)
                 which, half = REFILL_ORDER[after]
                 self.fetch(held, which, half, its_pair)
-                if cutlass.const_expr(after >= len(self.tiles)):  # the other half of the tile went before
+                fetched = after >= len(self.tiles)  # the other half of the tile went before
+                if cutlass.const_expr(fetched and not self.loads_late(REFILL_ORDER[after])):
                     self.prepare(which, pair + 1)
             self.prefetch_indices(pair + 2)
 

@@ -1,0 +1,1 @@
+"""Scores of all entries, of keys in 4 bits."""
