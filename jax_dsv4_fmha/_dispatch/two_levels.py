@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._definitions.packed import LAYOUTS, layout_of_keys
 from .._definitions.query_blocks import Arrays, over_queries
 from .._definitions.ranks import number_of, rank_of
 from .._host import indexer as raw
@@ -50,10 +51,29 @@ def greatest_blocks(*operands: jax.Array, count: int, block: int, from_start: bo
     return over_queries(rows, _at_a_time(*words), q, weights, start, stop)
 
 
+def choose_of_pages(*operands: jax.Array, topk: int, return_scores: bool) -> Arrays:
+    """As `_definitions.indexer.select_of_pages`."""
+    q, _, pool, *_ = operands
+    return raw.paged_lightning_indexer(*operands, **_pages(q, pool), topk=topk, return_scores=return_scores)
+
+
+def _pages(q: jax.Array, pool: jax.Array) -> dict[str, Any]:
+    """What raw calls want to know about a pool: the keys of a page, and their layout if q's dtype does not tell."""
+    if pool.dtype != jnp.uint8:
+        return {"page": pool.shape[2], "packing": ""}
+    layout = layout_of_keys(q.dtype)
+    return {"page": LAYOUTS[layout].page_entries(pool.shape[2]), "packing": packing_of(layout)}
+
+
+def packing_of(layout: str) -> str:
+    """The choice `packing` of a kernel that reads this layout of keys: e4m3 has one alone."""
+    return layout if layout == "index_fp4" else ""
+
+
 def greatest_blocks_of_pages(*operands: jax.Array, count: int, block: int, from_start: bool) -> Arrays:
     """As `_definitions.indexer.greatest_blocks_of_pages`, for blocks that a kernel judges."""
-    *_, start, stop = operands
-    best = functools.partial(raw.paged_indexer_blocks, *operands)
+    q, _, pool, _, start, stop = operands
+    best = functools.partial(raw.paged_indexer_blocks, *operands, **_pages(q, pool))
     return _with_newest(best, jnp.zeros_like(start), start, stop, count, block)
 
 

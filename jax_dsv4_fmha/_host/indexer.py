@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._definitions.packed import LAYOUTS, layout_of_keys
 from . import library
 from .call import call
 
@@ -50,6 +49,8 @@ def paged_lightning_indexer(
     start: jax.Array,
     stop: jax.Array,
     *,
+    page: Any,
+    packing: str,
     topk: int,
     return_scores: bool,
 ) -> tuple[jax.Array, jax.Array]:
@@ -60,11 +61,13 @@ def paged_lightning_indexer(
         their scales, float32; or with bfloat16 uint8 `[1, pages, page * 68]`, in "index_fp4". Where sequences have
         several pages, page is a multiple of 8, with scales of 32; where they have one, with scales of 4. Or `[b, …]`, a
         pool for each batch entry.
+      page: how many keys a page holds.
+      packing: the layout of packed keys that q's dtype does not tell: "index_fp4", or "".
       table: int32 `[b, width]`. An entry on no page of the pool counts as a key of zeros.
       start, stop: within `[0, width * page]`.
     """
-    pool, table, s_c = _of_one_pool(q, pool, table)
-    results = _chosen(q, s_c, _pages(q, pool), topk, return_scores)
+    pool, table = _of_one_pool(pool, table)
+    results = _chosen(q, page * table.shape[1], _in_pages(packing), topk, return_scores)
     indices, values, _ = call("paged_lightning_indexer", results, q, pool, weights, table, start, stop)
     return indices, values
 
@@ -102,11 +105,13 @@ def paged_indexer_blocks(
     oldest: jax.Array,
     newest: jax.Array,
     *,
+    page: Any,
+    packing: str,
     count: int,
 ) -> jax.Array:
     """`indexer_blocks` with keys in pages, as in `paged_lightning_indexer`."""
-    pool, table, s_c = _of_one_pool(q, pool, table)
-    results = _chosen(q, s_c, _pages(q, pool), count, False, BLOCK)
+    pool, table = _of_one_pool(pool, table)
+    results = _chosen(q, page * table.shape[1], _in_pages(packing), count, False, BLOCK)
     return call("paged_indexer_blocks", results, q, pool, weights, table, start, stop, oldest, newest)[0]
 
 
@@ -151,7 +156,7 @@ def paged_indexer_within(
     topk: int,
 ) -> tuple[jax.Array, jax.Array]:
     """`indexer_within` with keys in pages of whole blocks, as in `paged_lightning_indexer`."""
-    pool, table, _ = _of_one_pool(q, pool, table)
+    pool, table = _of_one_pool(pool, table)
     results = _listed(q, blocks, topk)
     given = (q, pool, weights, table, blocks, start, first, last)
     indices, values, _ = call("paged_indexer_within", results, *given, from_start=np.int64(0))
@@ -170,14 +175,13 @@ def _listed(q: jax.Array, blocks: jax.Array, topk: int) -> tuple[jax.ShapeDtypeS
     return (*chosen, jax.ShapeDtypeStruct((rows, listed), jnp.float32))
 
 
-def _of_one_pool(q: jax.Array, pool: jax.Array, table: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
-    """A pool without its axis of batch entries, the table into it, and the entries that a sequence has room for."""
-    pools, pages, width, *_ = pool.shape
+def _of_one_pool(pool: jax.Array, table: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A pool without its axis of batch entries, and the table into it."""
+    pools, pages, *_ = pool.shape
     if pools != 1:
         first = jnp.arange(pools, dtype=jnp.int32)[:, None] * pages
         table = jnp.where((table >= 0) & (table < pages), first + table, -1)
-    page = LAYOUTS[layout_of_keys(q.dtype)].page_entries(width) if pool.dtype == jnp.uint8 else width
-    return pool.reshape(-1, *pool.shape[2:]), table, page * table.shape[1]
+    return pool.reshape(-1, *pool.shape[2:]), table
 
 
 def _chosen(
@@ -200,13 +204,12 @@ def _chosen(
 
 
 _ARRAY = {"paged": False, "packing": ""}
-"""Those of kernels' choices that keys in an array make."""
+"""What kernels are chosen by where keys are in an array"""
 
 
-def _pages(q: jax.Array, pool: jax.Array) -> dict[str, Any]:
-    """Those that keys in pages make."""
-    layout = layout_of_keys(q.dtype)
-    return {"paged": True, "packing": layout if pool.dtype == jnp.uint8 and layout == "index_fp4" else ""}
+def _in_pages(packing: str) -> dict[str, Any]:
+    """What they are chosen by where keys are in pages."""
+    return {"paged": True, "packing": packing}
 
 
 def _score_block(h: int, dtype: Any, blocks: bool, **keys: Any) -> tuple[int, int]:

@@ -46,7 +46,7 @@ def choices_of(k: Any) -> dict[str, Any]:
     """Those of kernels' choices that keys make, read where they are."""
     if not isinstance(k, Cache):
         return {"paged": False, "packing": ""}
-    return {"paged": True, "packing": _INDEX_FP4 if k.is_packed and k.layout == _INDEX_FP4 else ""}
+    return {"paged": True, "packing": two_levels.packing_of(k.layout) if k.is_packed else ""}
 
 
 def keys_of(op: str, k: Any, k_scale: Any, dtype: Any, dims: dict[str, Any], in_pages: bool) -> Keys:
@@ -213,7 +213,7 @@ _OF_PAGES = {
     packed: _choosing(
         (Axes("k", f"{ONE_OR_B} pages {width}"), Axes("k.block_table", "b table")),
         definition.select_of_pages,
-        raw.paged_lightning_indexer,
+        two_levels.choose_of_pages,
         (definition.greatest_blocks_of_pages, two_levels.greatest_blocks_of_pages),
         (definition.select_within_pages, two_levels.choose_within_pages),
     )
