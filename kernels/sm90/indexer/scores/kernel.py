@@ -27,41 +27,19 @@ from cutlass.cute.nvgpu import warpgroup
 from kernels.abi import IndexerScores
 from kernels.aot import Compiled
 from kernels.lib.indexer import KEYS, D, product
-from kernels.lib.launch import WARP, WARPGROUP
+from kernels.lib.launch import WARPGROUP
 from kernels.lib.pipeline import PipelineState
 from kernels.lib.ptx import keep
 from kernels.lib.rows import load, row_of
-from kernels.lib.scores import HALF, PUBLISHED, Arrays, BlockScheduler, Extents, Pages, ScoresKernel, prefetch_maps
+from kernels.lib.scores import HALF, PUBLISHED, Arrays, BlockScheduler, Extents
+from kernels.lib.scores_hopper import Barriers, HopperScoresConfig, HopperScoresKernel, Shared
 from kernels.lib.wgmma import multiply, operand_a, operand_b
 
-from .config import CONSUMERS, Config
-from .smem import Barriers, Shared, allocate
 from .sums import HeadSums
 
 
-class IndexerScoresSm90(ScoresKernel):
+class IndexerScoresSm90(HopperScoresKernel):
     symbol = "indexer_scores_sm90"
-
-    @cute.kernel
-    def kernel(self, maps: tuple, arrays: Arrays, n: Extents, pages: Pages | None):
-        c = self.config
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        bar, smem = allocate(c, self.dtype)
-        if warp == 0:
-            prefetch_maps(maps)
-            with cute.arch.elect_one():
-                bar.initialise()
-            cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
-        cute.arch.griddepcontrol_launch_dependents()  # the choice that follows waits for this grid itself
-
-        if warp * WARP >= CONSUMERS:
-            cute.arch.setmaxregister_decrease(c.registers[0])
-            if warp * WARP == CONSUMERS:
-                self.produce(bar, smem, maps, arrays, n, pages)
-        else:
-            cute.arch.setmaxregister_increase(c.registers[1])
-            self.consume(bar, smem, arrays, n)
 
     @cute.jit
     def consume(self, bar: Barriers, smem: Shared, arrays: Arrays, n: Extents):
@@ -115,5 +93,5 @@ def key_of(thread: Int32) -> Int32:
 
 
 def compile(variant: IndexerScores, out_dir: Path) -> Compiled:
-    config = Config(variant.heads, variant.dtype, variant.paged, variant.blocks)
+    config = HopperScoresConfig(variant.heads, variant.dtype, variant.paged, variant.blocks)
     return IndexerScoresSm90(config).compile(variant, out_dir)

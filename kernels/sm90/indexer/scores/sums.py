@@ -10,9 +10,8 @@ from kernels.lib.indexer import BLOCK
 from kernels.lib.ptx import add_relu, keep
 from kernels.lib.rows import store
 from kernels.lib.scores import HALF, Arrays, Extents, first_seen, greatest_of_block
+from kernels.lib.scores_hopper import HopperScoresConfig
 from kernels.lib.wgmma import accumulator
-
-from .config import Config
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class HeadSums:
     weights: cute.Tensor  # (c, j)
 
     @staticmethod
-    def of(c: Config, mma: cute.TiledMma, half: Int32, thread: Int32) -> "HeadSums":
+    def of(c: HopperScoresConfig, mma: cute.TiledMma, half: Int32, thread: Int32) -> "HeadSums":
         weights = cute.make_rmem_tensor((2, HALF // BLOCK), Float32)
         return HeadSums(c.heads, c.blocks, half, keep(thread % 4), accumulator(mma, HALF), weights)
 

@@ -15,40 +15,49 @@ from pathlib import Path
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, Uint8, Uint32
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from kernels.abi import IndexerScores
 from kernels.aot import Compiled
 from kernels.lib.index_fp4 import KEY_BYTES, decode_rows, reorder_queries
 from kernels.lib.indexer import BLOCK, KEYS, D
-from kernels.lib.launch import WARP, WARPGROUP, i32, pointers
+from kernels.lib.launch import WARPGROUP, i32, pointers
 from kernels.lib.pipeline import PipelineState
 from kernels.lib.ptx import add_relu, keep
 from kernels.lib.rows import load, row_of, store
-from kernels.lib.scores import (
-    BOX,
-    PUBLISHED,
-    Arrays,
-    BlockScheduler,
-    Extents,
-    Pages,
-    ScoresKernel,
-    greatest_of_block,
-    prefetch_maps,
-)
+from kernels.lib.scores import BOX, PUBLISHED, Arrays, BlockScheduler, Extents, greatest_of_block
+from kernels.lib.scores_hopper import Barriers, HopperScoresConfig, HopperScoresKernel, Shared
+from kernels.lib.tiles import TileAllocator
 from kernels.lib.wgmma import K_MAJOR, accumulator, multiply, operand_b, register_operand, tiled_mma
-from kernels.sm90.indexer.scores.config import CONSUMERS
-from kernels.sm90.indexer.scores.smem import Barriers, Shared
-
-from .config import Config
-from .smem import allocate
 
 QUERIES = 1  # the named barrier of the threads that reorder queries
 
 
-class IndexerScoresFp4Sm90(ScoresKernel):
+class Config(HopperScoresConfig):
+    """As of keys in 8 bits, with fewer bytes. A product has the columns of one query."""
+
+    @property
+    def key_elements(self) -> int:
+        return KEY_BYTES
+
+    @property
+    def scale_bytes(self) -> int:
+        return 4 * self.tile_n
+
+    @property
+    def k_bytes(self) -> int:
+        return self.tile_n * KEY_BYTES + self.scale_bytes
+
+
+class IndexerScoresFp4Sm90(HopperScoresKernel):
     symbol = "indexer_scores_fp4_sm90"
+    scale_type = Uint32  # those of a key's four groups
+
+    def allocate_keys(self, smem: TileAllocator) -> cute.Tensor:
+        c = self.config
+        of_keys = cute.make_layout((c.tile_n, KEY_BYTES, c.stages_k), stride=(KEY_BYTES, 1, c.tile_n * KEY_BYTES))
+        return smem.allocate_tensor(Uint8, of_keys, 128)
 
     def maps_of_keys(self, k: cute.Pointer, k_scale: cute.Pointer, length: Int32, count: Int32) -> tuple:
         """TMA of keys, bytes [count, length, KEY_BYTES], and of the scales that follow each page's."""
@@ -60,27 +69,6 @@ class IndexerScoresFp4Sm90(ScoresKernel):
             cpasync.make_tiled_tma_atom(op, keys, box, (BOX, KEY_BYTES)),
             cpasync.make_tiled_tma_atom(op, scales, cute.make_layout((BOX, 1)), (BOX, 1)),
         )
-
-    @cute.kernel
-    def kernel(self, maps: tuple, arrays: Arrays, n: Extents, pages: Pages | None):
-        c = self.config
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        bar, smem = allocate(c, self.dtype)
-        if warp == 0:
-            prefetch_maps(maps)
-            with cute.arch.elect_one():
-                bar.initialise()
-            cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
-        cute.arch.griddepcontrol_launch_dependents()  # the choice that follows waits for this grid itself
-
-        if warp * WARP >= CONSUMERS:
-            cute.arch.setmaxregister_decrease(c.registers[0])
-            if warp * WARP == CONSUMERS:
-                self.produce(bar, smem, maps, arrays, n, pages)
-        else:
-            cute.arch.setmaxregister_increase(c.registers[1])
-            self.consume(bar, smem, arrays, n)
 
     @cute.jit
     def consume(self, bar: Barriers, smem: Shared, arrays: Arrays, n: Extents):
