@@ -271,7 +271,8 @@ def test_packed_documents(name):
 
     for packed, alone in zip(pull(x, dy, segment_ids=ids), pull(apart(x), apart(dy)), strict=True):
         for i, (n, at, of) in enumerate(rows):
-            np.testing.assert_allclose(packed[n, at : at + of], alone[i, :of], rtol=2e-5, atol=2e-5)
+            units = 3 * np.spacing(np.abs(alone[i, :of]).max())  # above 2e-5 for gradients of more than 64
+            np.testing.assert_allclose(packed[n, at : at + of], alone[i, :of], rtol=2e-5, atol=max(2e-5, units))
 
 
 def test_documents_in_two_levels():

@@ -1,4 +1,4 @@
-"""Parameters whose matrices that multiply x are side by side in one."""
+"""Matrices that multiply the same x, side by side in one: parameters of a step, and the gradient of two products."""
 
 from __future__ import annotations
 
@@ -53,3 +53,20 @@ def without_those_of_x(layer: DSV4Attention, params: Mapping[str, Any], prefix: 
         for name, x in params.items()
         if prefix + name not in of_x(layer)
     }
+
+
+@jax.custom_vjp
+def two_products(x: jax.Array, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """x a and x b. Their gradient in x is one product, where XLA would make two and add them up."""
+    return x @ a, x @ b
+
+
+def _gradients(operands: tuple[jax.Array, ...], given: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+    def one_product(x: jax.Array, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+        both = x @ jnp.concatenate([a, b], 1)
+        return both[..., : a.shape[1]], both[..., a.shape[1] :]
+
+    return jax.vjp(one_product, *operands)[1](given)
+
+
+two_products.defvjp(lambda *operands: (two_products(*operands), operands), _gradients)

@@ -556,11 +556,10 @@ class DSV4Attention:
 
     def _projected(self, params: Any, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The low-rank query `[b, s, q_rank]`, q `[b, s, h, d]` before norm and RoPE, and latents `[b, s, d]`."""
-        # one product, as XLA makes of two anyway; of its gradient in x it would make two, and add them up
-        both = x @ jnp.concatenate([params[name].astype(x.dtype) for name in ("wq_a", "wkv")], 1)
-        c = rms_norm(both[..., : self.q_rank], params["q_norm"], self.eps)
+        c, kv = _joined.two_products(x, *(params[name].astype(x.dtype) for name in ("wq_a", "wkv")))
+        c = rms_norm(c, params["q_norm"], self.eps)
         q = self._queries(params, c)
-        kv = rms_norm(both[..., self.q_rank :], params["kv_norm"], self.eps)
+        kv = rms_norm(kv, params["kv_norm"], self.eps)
         return c, q, rope(kv, positions, self.rope)
 
     def _queries(self, params: Any, c: jax.Array) -> jax.Array:
