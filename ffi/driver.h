@@ -59,6 +59,7 @@ struct Driver {
                                    const uint32_t*, const uint32_t*, int, int, int, int);
   CUresult (*LaunchKernelEx)(const CUlaunchConfig*, CUfunction, void**, void**);
   CUresult (*MemsetD32Async)(void*, unsigned, size_t, CUstream);
+  CUresult (*MemcpyDtoDAsync)(void*, const void*, size_t, CUstream);
 
   // Why the driver cannot be used; empty when it can.
   std::string Load() {
@@ -85,6 +86,7 @@ struct Driver {
     find(TensorMapEncodeTiled, "cuTensorMapEncodeTiled");
     find(LaunchKernelEx, "cuLaunchKernelEx");
     find(MemsetD32Async, "cuMemsetD32Async");
+    find(MemcpyDtoDAsync, "cuMemcpyDtoDAsync_v2");
     return missing.empty() ? Failure("cuInit", Init(0)) : missing;
   }
 

@@ -63,10 +63,6 @@ struct KvInsert {
     if (shape->page * std::max<int64_t>(n.table_width, 1) < n.n) {
       return Refuse(call.cache, "room for " + Show(shape->page) + " entries", "room for all new ones");
     }
-    if (call.cache.data != call.new_cache.data || call.state.data != call.new_state.data ||
-        call.sums.data != call.new_sums.data || call.folded.data != call.new_folded.data) {
-      return ffi::Error::Internal("kv_insert: the results are not where the cache and the state are");
-    }
     return ffi::Error::Success();
   }
 
@@ -98,6 +94,13 @@ struct KvInsert {
     Plan<KvInsertArguments> plan;
     if (std::string error = PlanKvInsert(shape, call.eps, kernels.front()->tile_m, at, &plan); !error.empty()) {
       return ffi::Error::InvalidArgument("kv_insert: " + error);
+    }
+    const Operand* in_place[][2] = {{&call.cache, &call.new_cache},
+                                    {&call.state, &call.new_state},
+                                    {&call.sums, &call.new_sums},
+                                    {&call.folded, &call.new_folded}};
+    for (const auto& [operand, result] : in_place) {
+      if (ffi::Error error = CopyUnlessThere(*operand, *result, stream); error.failure()) return error;
     }
     return Launch(kernels.front(), stream, plan);
   }

@@ -5,6 +5,7 @@
 #include <array>
 #include <string>
 
+#include "operands.h"
 #include "registry.h"
 
 namespace dsv4_fmha {
@@ -42,6 +43,17 @@ inline ffi::Error Zero(void* array, size_t elements, const Stream& stream) {
   if (elements == 0) return ffi::Error::Success();
   const Driver& driver = GetDriver();
   std::string error = driver.Failure("cuMemsetD32Async", driver.MemsetD32Async(array, 0, elements, stream.handle));
+  return error.empty() ? ffi::Error::Success() : ffi::Error::Internal(error);
+}
+
+// A kernel that works in place needs its operand where its result is. XLA may have put it elsewhere in spite of the
+// alias, as it does with a slice of an array.
+inline ffi::Error CopyUnlessThere(const Operand& operand, const Operand& result, const Stream& stream) {
+  const size_t bytes = Elements(operand.dimensions) * ffi::ByteWidth(operand.dtype);
+  if (operand.data == result.data || bytes == 0) return ffi::Error::Success();
+  const Driver& driver = GetDriver();
+  std::string error =
+      driver.Failure("cuMemcpyDtoDAsync", driver.MemcpyDtoDAsync(result.data, operand.data, bytes, stream.handle));
   return error.empty() ? ffi::Error::Success() : ffi::Error::Internal(error);
 }
 

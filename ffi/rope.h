@@ -50,7 +50,7 @@ struct Rope {
       auto plan = PlanNormRope(shape, call.eps, launcher->tile_m, at);
       return Launch(launcher, stream, plan);
     }
-    if (at.x != at.y) return ffi::Error::Internal("rope: y is not where x is");
+    if (ffi::Error error = CopyUnlessThere(call.x, call.y, stream); error.failure()) return error;
     auto plan = PlanRope(shape, call.direction, launcher->tile_m, at);
     return Launch(launcher, stream, plan);
   }

@@ -126,6 +126,9 @@ int cuTensorMapEncodeTiled(void* map, int, uint32_t rank, void* address, const u
   return Call("cuTensorMapEncodeTiled", rank >= 3 && reinterpret_cast<uintptr_t>(address) % 16 == 0);
 }
 
+int cuMemcpyDtoDAsync_v2(void* to, const void* from, size_t bytes, void*) {
+  return Call("cuMemcpyDtoDAsync", to != nullptr && from != nullptr && to != from && bytes > 0);
+}
 int cuMemsetD32Async(void* array, unsigned, size_t elements, void*) {
   return Call("cuMemsetD32Async", array != nullptr && elements > 0);
 }

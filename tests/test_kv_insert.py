@@ -111,6 +111,22 @@ def test_kernel_again_and_again():
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
+def test_a_cache_in_a_stack():
+    """A layer's cache and state that are slices of arrays for all layers, as XLA hands them over."""
+    cache, state, rows, made, lengths = operands(512, 4, 2, True, None, False)
+
+    def f(cache, state, rows):
+        return insert(cache, state, of(rows), made, lengths, jnp.bfloat16, True, None)
+
+    def of_second(caches, states, rows):
+        return f(*jax.tree.map(lambda x: x[1], (caches, states)), rows)
+
+    stacked = jax.tree.map(lambda x: jnp.stack([x * 0, x, x * 0]), (cache, state))
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(of_second)(*stacked, rows), jax.jit(f)(cache, state, rows))
+
+
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("paged", [False, True])
 def test_one_call_in_place(paged, ragged):

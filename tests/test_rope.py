@@ -47,6 +47,20 @@ def test_rope_in_place_by_a_kernel(dtype, shape):
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("cuda")
+def test_rope_of_a_slice():
+    """XLA hands the kernel a part of a larger array, in place of a copy; the array stays as it is."""
+    rng, how = np.random.default_rng(0), Rope(64)
+    x = jnp.asarray(rng.standard_normal((8, 1, 64, 512)), jnp.bfloat16)
+    at = jnp.asarray(rng.integers(0, 5000, (1, 1)), jnp.int32)
+    first, kept = jax.jit(lambda x: (rope((x + 1)[2:3], at, how), x + 1))(x)
+    np.testing.assert_array_equal(*(y.astype(jnp.float32) for y in (kept, x + 1)))
+    np.testing.assert_allclose(
+        first.astype(jnp.float32), rope((x + 1)[2:3].astype(jnp.float32), at, how), rtol=1e-2, atol=1e-3
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize("shape", [(2, 60, 16, 512), (1, 7, 3, 512)], ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_rope_of_normed_by_a_kernel(dtype, shape):

@@ -123,8 +123,11 @@ def long_prompts() -> str:
 
 
 def alone(stack: dict[str, Any]) -> float:
-    """The sum of what its 43 layers take alone."""
+    """The sum of what its layers take alone."""
     end = ", FP8" if stack["name"].endswith("FP8") else ""
+    if stack["case"]["ratio"] is not None:
+        (kind,) = (kind for kind in KINDS if f" {kind}," in stack["name"])
+        return int(stack["name"].split()[0]) * ours(row_of(STEPS, f"layer {kind}, step after 16384, b64{end}"))
     found = (ours(row_of(STEPS, f"layer {kind}, step after 16384, b64{end}")) for kind in KINDS)
     return sum(n * x for n, x in zip((2, 21, 20), found, strict=True))
 

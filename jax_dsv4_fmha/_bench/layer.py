@@ -31,6 +31,7 @@ FLASH = {
 """V4-Flash, with one layer of each kind"""
 ALL_RATIOS = (0, 0, *(4, 128) * 20, 4)
 """of its 43 layers"""
+ALIKE = 8  # layers of one kind in a program, where a kind is timed in a graph
 PRODUCTS, OTHER = "products", "other"
 PARTS = ("attention", "indexer", "compressor", "append", "rope", "norm")
 
@@ -52,7 +53,7 @@ class LayerRow(Row):
     @property
     def name(self) -> str:
         what = "gradient and layer" if self.has_gradient else "layer"
-        kind = f"of ratio {self.ratio}" if self.ratio else "with a window alone"
+        kind = _kind(self.ratio)
         work = f"step after {self.s_kv}, b{self.b}" if self.is_step else f"prompt of {self.s_q}"
         return f"{what} {kind}, {work}" + ", FP8" * (self.cache != "bfloat16")
 
@@ -167,7 +168,7 @@ class LayerRow(Row):
 
 @dataclass(frozen=True, kw_only=True)
 class StackRow(Row):
-    """A step of generation through the attention of all layers, in one program.
+    """A step of generation through the attention of many layers, in one program: all of the model's, or of one kind.
 
     Layers of a kind share parameters. Each has a cache of its own, and takes the sum of what came before it.
     """
@@ -176,11 +177,15 @@ class StackRow(Row):
 
     b: int
     s_kv: int
+    ratio: int | None = None
+    """of all layers; None for the model's"""
     cache: str = "bfloat16"
 
     @property
     def name(self) -> str:
-        return f"{len(ALL_RATIOS)} layers, step after {self.s_kv}, b{self.b}" + ", FP8" * (self.cache != "bfloat16")
+        kind = "" if self.ratio is None else f" {_kind(self.ratio)}"
+        what = f"{len(self.layers)} layers{kind}, step after {self.s_kv}, b{self.b}"
+        return what + ", FP8" * (self.cache != "bfloat16")
 
     @property
     def case(self) -> dict[str, Any]:
@@ -188,10 +193,11 @@ class StackRow(Row):
 
     @property
     def layers(self) -> list[LayerRow]:
+        ratios = ALL_RATIOS if self.ratio is None else (self.ratio,) * ALIKE
         kinds = {
-            ratio: LayerRow(b=self.b, s_q=1, s_kv=self.s_kv, ratio=ratio, cache=self.cache) for ratio in set(ALL_RATIOS)
+            ratio: LayerRow(b=self.b, s_q=1, s_kv=self.s_kv, ratio=ratio, cache=self.cache) for ratio in set(ratios)
         }
-        return [kinds[ratio] for ratio in ALL_RATIOS]
+        return [kinds[ratio] for ratio in ratios]
 
     @property
     def flops(self) -> float:
@@ -207,7 +213,7 @@ class StackRow(Row):
 
     def inputs(self, sets: int) -> list[Operands]:
         of_kinds = {layer.ratio: layer.inputs(1)[0] for layer in set(self.layers)}
-        one = {name: of_kinds[0][name] for name in ("x", "lengths")}
+        one = {name: next(iter(of_kinds.values()))[name] for name in ("x", "lengths")}
         return [{"params": {ratio: x["params"] for ratio, x in of_kinds.items()}, **one}]
 
     def contestants(self, name: str, inputs: Sequence[Operands]) -> dict[str, Contestant]:
@@ -242,6 +248,10 @@ class StackRow(Row):
             again = self.compiled(ours.sets, options)
             clocked[how] = by_the_host_s_clock(lambda again=again: again.run(ours.sets[0]), rounds)  # type: ignore[misc]
         return with_parts(measured, contestants) | clocked
+
+
+def _kind(ratio: int) -> str:
+    return f"of ratio {ratio}" if ratio else "with a window alone"
 
 
 def with_parts(measured: Mapping[str, Times], contestants: Mapping[str, Contestant]) -> dict[str, Times]:
@@ -317,6 +327,10 @@ _SIZES: tuple[dict[str, Any], ...] = (
     ),
 )
 _RATIOS: Any = FLASH["compress_ratios"]
-_STACKS = tuple(StackRow(b=64, s_kv=CONTEXT, cache=cache) for cache in ("bfloat16", "float8_e4m3fn"))
+_STACKS = tuple(
+    StackRow(b=64, s_kv=CONTEXT, ratio=ratio, cache=cache)
+    for ratio in (None, *_RATIOS)
+    for cache in ("bfloat16", "float8_e4m3fn")
+)
 _LAYERS = tuple(LayerRow(ratio=ratio, **sizes) for sizes in _SIZES for ratio in _RATIOS)
 SUITE = Suite("layer", "#2f6f7f", _LAYERS + _STACKS, table)
