@@ -32,6 +32,7 @@ from jax_dsv4_fmha.layers import DSV4Attention, LayerCache, Output, Shared, from
 from .engram import BLOCK, Engrams, History, recalled
 from .grouped import blocks, products
 from .packed import Packed, in_file, whole
+from .sinkhorn import doubly_stochastic
 
 SPLIT = ("tensor", "expert")
 """the mesh axes that share out heads, channels of the shared expert, and the vocabulary"""
@@ -289,11 +290,11 @@ class Model:
             numbers[..., of] * p["scale"][i] + p["base"][of]
             for i, of in enumerate((slice(n), slice(n, 2 * n), slice(2 * n, None)))
         )
-        mix = jax.nn.softmax(mix.reshape(*mix.shape[:-1], n, n), -1) + self.hc_eps
-        mix /= mix.sum(-2, keepdims=True) + self.hc_eps
-        for _ in range(self.sinkhorn - 1):
-            mix /= mix.sum(-1, keepdims=True) + self.hc_eps
-            mix /= mix.sum(-2, keepdims=True) + self.hc_eps
+        stochastic = functools.partial(doubly_stochastic, iterations=self.sinkhorn, eps=self.hc_eps)
+        if not (mesh := jax.sharding.get_abstract_mesh()).empty:
+            of_tokens = P("data" if x.shape[0] % mesh.shape["data"] == 0 else None)
+            stochastic = jax.shard_map(stochastic, in_specs=of_tokens, out_specs=of_tokens)
+        mix = stochastic(mix.reshape(*mix.shape[:-1], n, n))
         return jax.nn.sigmoid(pre) + self.hc_eps, 2 * jax.nn.sigmoid(post), mix
 
     # ---- experts

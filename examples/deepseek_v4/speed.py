@@ -74,6 +74,7 @@ def main(
         for row, work in zip(rows, works, strict=True):
             row["ms"][kind] = of_layer(few, params, work, calls)
             print(f"{kind}: {work}, {row['ms'][kind]:.3f} ms", file=sys.stderr, flush=True)
+            keep(file, count, rows)
     few = dataclasses.replace(few, experts=1, chosen=1)
     for row, work in zip(rows, works, strict=True):
         row["ms"]["head"] = of_head(few, params, work, calls)
@@ -85,10 +86,15 @@ def main(
         print(
             f"{row['work']:30}", *(f"{x:12.3f}" for x in (*row["ms"].values(), row["all"])), f"{row['tokens/s']:12.0f}"
         )
+    keep(file, count, rows)
+    return rows
+
+
+def keep(file: str | None, count: dict[str, int], rows: list[dict[str, Any]]) -> None:
+    """Writes what is measured so far."""
     if file:
         about = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "count": count}
         Path(file).write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
-    return rows
 
 
 def parameters(model: Model) -> Any:
@@ -106,19 +112,19 @@ def of_layer(model: Model, params: Any, work: Work, calls: int) -> float:
     """ms of attention, experts and connections of the only layer."""
     tokens, lengths = jnp.zeros((work.b, work.tokens), jnp.int32), jnp.full(work.b, work.context)
 
-    def attend(layer: Any, p: Any, x: jax.Array, cache: Any, shared: Shared) -> Any:
-        if work.tokens == 1:
-            return layer.step(p, x, cache, shared, lengths=lengths)
-        return layer(p, x, cache, shared, start=work.context - work.tokens, lengths=lengths)
+    def call(cache: Any, params: Any, x: jax.Array, tokens: jax.Array, lengths: jax.Array) -> Any:
+        def attend(layer: Any, p: Any, x: jax.Array, cache: Any, shared: Shared) -> Any:
+            if work.tokens == 1:
+                return layer.step(p, x, cache, shared, lengths=lengths)
+            return layer(p, x, cache, shared, start=lengths - work.tokens, lengths=lengths)
 
-    def call(cache: Any, params: Any, x: jax.Array) -> Any:
         streams = Streams(x, jnp.ones(x.shape[:3]))
         streams, out, _ = model.block(0, params, params["layers"][0], streams, tokens, None, cache, Shared(), attend)
         return out.cache, streams.x
 
     (cache,) = random(model.cache(work.b, work.context, common.compute_dtype()).layers)
     x = random(jnp.zeros((*tokens.shape, model.streams, model.hidden), common.compute_dtype()))
-    return timed(call, calls, cache, params, x)
+    return timed(call, calls, cache, params, x, tokens, lengths)
 
 
 def of_head(model: Model, params: Any, work: Work, calls: int) -> float:
