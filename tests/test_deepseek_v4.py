@@ -16,11 +16,12 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from examples.deepseek_v4 import choices, common, engram, grouped, packed, serve, speed, train
+from examples.deepseek_v4 import choices, common, engram, grouped, packed, serve, sinkhorn, speed, train
 from examples.deepseek_v4.drafts import DSpark
 from examples.deepseek_v4.engram import words
 from examples.deepseek_v4.grouped import blocks, products
 from examples.deepseek_v4.model import FIXED, Model
+from examples.deepseek_v4.sinkhorn import doubly_stochastic
 from examples.deepseek_v4.weights import load, sources, sources_of_drafts
 from examples.serve import Request, Server
 
@@ -207,6 +208,39 @@ def test_products_by_the_kernel(rows, experts, k, c, monkeypatch):
     for got, y in zip(jax.tree.leaves(f(*operands)), jax.tree.leaves(loop), strict=True):
         np.testing.assert_allclose(*(np.asarray(a, np.float32) for a in (got, y)), rtol=0.02, atol=0.1)
     assert len(calls) == 3  # the product, and two gradients
+
+
+def with_gradient(x):
+    w = jnp.cos(jnp.arange(16.0)).reshape(4, 4)
+    return jax.value_and_grad(lambda x: (doubly_stochastic(x, 20, 1e-6) * w).sum())(x)
+
+
+LOGITS = [(64, 1, 4, 4), (3, 7, 4, 4)]
+
+
+@pytest.mark.parametrize("shape", LOGITS, ids=str)
+def test_sinkhorn_by_the_kernel(shape, monkeypatch):
+    """Pallas's interpreter runs it, with matrices that fill no whole block; the loop elsewhere. Rows and columns have the
+    sum 1."""
+    x = 3 * jax.random.normal(jax.random.key(0), shape)
+    want = jax.jit(with_gradient)(x)
+    mixed = doubly_stochastic(x, 20, 1e-6)
+    for axis in (-1, -2):
+        np.testing.assert_allclose(mixed.sum(axis), 1, atol=2e-2)
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *operands, cuda, default: cuda(*operands))
+    monkeypatch.setattr(sinkhorn.pl, "pallas_call", functools.partial(sinkhorn.pl.pallas_call, interpret=True))
+    for got, wanted in zip(with_gradient(x), want, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", LOGITS, ids=str)
+def test_sinkhorn_on_a_gpu(shape, cuda):
+    x = 3 * jax.random.normal(jax.random.key(0), shape)
+    got = jax.device_get(jax.jit(with_gradient)(jax.device_put(x, cuda)))
+    want = jax.jit(with_gradient)(jax.device_put(x, jax.devices("cpu")[0]))
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
 def test_experts_are_lowered_for_cuda():
