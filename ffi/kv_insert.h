@@ -90,17 +90,19 @@ struct KvInsert {
   }
 
   static ffi::Error Run(const Call& call, const Shape& shape, const Kernels& kernels, const Stream& stream) {
-    const auto at = AddressesOf<KvInsertAddresses>(call);
+    Call there = call;
+    Operand* in_place[][2] = {{&there.cache, &there.new_cache},
+                              {&there.state, &there.new_state},
+                              {&there.sums, &there.new_sums},
+                              {&there.folded, &there.new_folded}};
+    for (const auto& [operand, result] : in_place) {
+      if (ffi::Error error = CopyUnlessThere(*operand, *result, stream); error.failure()) return error;
+      operand->data = result->data;
+    }
+    const auto at = AddressesOf<KvInsertAddresses>(there);
     Plan<KvInsertArguments> plan;
     if (std::string error = PlanKvInsert(shape, call.eps, kernels.front()->tile_m, at, &plan); !error.empty()) {
       return ffi::Error::InvalidArgument("kv_insert: " + error);
-    }
-    const Operand* in_place[][2] = {{&call.cache, &call.new_cache},
-                                    {&call.state, &call.new_state},
-                                    {&call.sums, &call.new_sums},
-                                    {&call.folded, &call.new_folded}};
-    for (const auto& [operand, result] : in_place) {
-      if (ffi::Error error = CopyUnlessThere(*operand, *result, stream); error.failure()) return error;
     }
     return Launch(kernels.front(), stream, plan);
   }

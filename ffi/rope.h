@@ -41,7 +41,7 @@ struct Rope {
     if (shape.heads == 0) return ffi::Error::Success();
     if (std::string error = CheckRopeShape(shape); !error.empty()) return ffi::Error::InvalidArgument(error);
     Launcher* launcher = kernels.front();
-    const auto at = AddressesOf<RopeAddresses>(call);
+    auto at = AddressesOf<RopeAddresses>(call);
     if (Quantizes(call)) {
       auto plan = PlanIndexQuery(shape, launcher->tile_m, at);
       return Launch(launcher, stream, plan);
@@ -51,6 +51,7 @@ struct Rope {
       return Launch(launcher, stream, plan);
     }
     if (ffi::Error error = CopyUnlessThere(call.x, call.y, stream); error.failure()) return error;
+    at.x = at.y;
     auto plan = PlanRope(shape, call.direction, launcher->tile_m, at);
     return Launch(launcher, stream, plan);
   }

@@ -220,13 +220,14 @@ LOGITS = [(64, 1, 4, 4), (3, 7, 4, 4)]
 
 @pytest.mark.parametrize("shape", LOGITS, ids=str)
 def test_sinkhorn_by_the_kernel(shape, monkeypatch):
-    """Pallas's interpreter runs it, with matrices that fill no whole block; the loop elsewhere. Rows and columns have the
-    sum 1."""
-    x = 3 * jax.random.normal(jax.random.key(0), shape)
+    """Pallas's interpreter runs it, also with matrices that fill no whole block; a loop makes what is wanted. Rows and
+    columns have the sum 1.
+    """
+    x = jax.random.normal(jax.random.key(0), shape)
     want = jax.jit(with_gradient)(x)
     mixed = doubly_stochastic(x, 20, 1e-6)
     for axis in (-1, -2):
-        np.testing.assert_allclose(mixed.sum(axis), 1, atol=2e-2)
+        np.testing.assert_allclose(mixed.sum(axis), 1, atol=1e-3)
     monkeypatch.setattr(jax.lax, "platform_dependent", lambda *operands, cuda, default: cuda(*operands))
     monkeypatch.setattr(sinkhorn.pl, "pallas_call", functools.partial(sinkhorn.pl.pallas_call, interpret=True))
     for got, wanted in zip(with_gradient(x), want, strict=True):
