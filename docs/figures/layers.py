@@ -7,6 +7,7 @@ from .records import (
     INDEXER,
     KINDS,
     LAYER,
+    MODEL,
     NOTED,
     PROFILES,
     PROMPTS,
@@ -120,6 +121,17 @@ def long_prompts() -> str:
         )
     rows.sort(key=lambda row: row[1])
     return table("tokens | layer | s | µs a token | MB of the cache | MB of a chunk's program", rows)
+
+
+def whole_model() -> str:
+    """A step and a chunk of all layers of V4-Flash, from one of each kind and the head."""
+    rows = []
+    for row in MODEL["rows"]:
+        n = int(row["work"].split()[-2])
+        work = row["work"].rsplit(",", 1)[0] + f", {n >> 10} Ki"
+        each = (f"{x:.2f}" for x in row["ms"].values())
+        rows.append([work, *each, f"{row['all']:.1f}", f"{row['tokens/s']:.0f}"])
+    return table("ms a layer, after tokens | window | ratio 4 | ratio 128 | head | 43 layers | tokens/s", rows)
 
 
 def alone(stack: dict[str, Any]) -> float:

@@ -1,9 +1,8 @@
 """Doubly stochastic matrices by Sinkhorn's iterations: rows and columns are divided by their sums in turn.
 
 Each iteration is a few operations on n × n numbers of a token. XLA for GPUs fuses such a chain as far as it can, and
-searches for tiles of every longer piece of it: a step of a layer of V4-Flash, with 39 divisions twice, took it minutes to
-compile for 64 tokens. So the chain is one Pallas kernel on NVIDIA GPUs, as is its
-gradient, and a loop elsewhere.
+searches for tiles of every longer piece of it: a step of a layer of V4-Flash, with 39 divisions twice, took it minutes
+to compile for 64 tokens. So the chain is one Pallas kernel on NVIDIA GPUs, as is its gradient, and a loop elsewhere.
 """
 
 import functools
