@@ -33,7 +33,7 @@ def dense() -> str:
     return table("attention | µs | TFLOP/s | of the roofline | cuDNN / ours | XLA / ours", rows)
 
 
-CACHES = {None: "bfloat16", "fp8": "FP8", "v41_fp4": "V4.1's FP8 and FP4"}
+CACHES = {None: "bfloat16", "fp8": "FP8", "v4_fp4": "FP8 and FP4", "v41_fp4": "V4.1's FP8 and FP4"}
 
 
 def decode() -> str:
