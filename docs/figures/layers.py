@@ -40,8 +40,6 @@ def indexer() -> str:
             times = [cell for each in (row, wide) for cell in (micro(ours(each)), share(each))]
             peers = [of_peer(wide, "xla"), *(theirs.get(each["name"], "–") for each in (row, wide))]
             rows.append([name.replace(", float8_e4m3fn", ","), *times, *peers])
-        elif name.startswith("top-k 1024"):  # as 512, 7 % slower
-            continue
         elif "bfloat16" not in name or name.replace("bfloat16", "float8_e4m3fn") not in found:
             said = name.replace(", bfloat16 h64", "").replace("a window of 128 and these", "a window and these")
             others.append([said, micro(ours(row)), share(row), of_peer(row, "xla"), theirs.get(name, "–")])
