@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "by_columns_plan.h"
+#include "few_rows_product_plan.h"
 #include "forward_plan.h"
 #include "indexer_plan.h"
 #include "indexer_scores_at_plan.h"
@@ -206,6 +207,15 @@ void dsv4_fmha_plan_norm_rope(const RopeShape* shape, float eps, int32_t tile_m,
 void dsv4_fmha_plan_index_query(const RopeShape* shape, int32_t tile_m, const RopeAddresses* addresses,
                                 ShownLaunch* out) {
   *out = ShownLaunch(kIndexQuery, PlanIndexQuery(*shape, tile_m, *addresses));
+}
+
+// A product of few rows with a matrix: 0, or -1 with the reason in `error`.
+int dsv4_fmha_plan_few_rows_product(const FewRowsProductShape* shape, float eps, const Tiles* tiles,
+                                    const FewRowsProductAddresses* addresses, ShownLaunch* out, char* error,
+                                    size_t error_bytes) {
+  const Layout& layout = shape->of_heads != 0 ? kFewRowsProductNormRope : kFewRowsProduct;
+  return Show(layout.name, PlanFewRowsProduct(*shape, eps, *tiles, *addresses), CheckFewRowsProductShape(*shape), out,
+              error, error_bytes);
 }
 
 // What inserts entries into a cache, by CTAs of tile_m sequences or tokens.

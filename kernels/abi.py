@@ -575,6 +575,38 @@ POOL = ("width", "room", "page", "pages")
 
 
 @dataclass(frozen=True)
+class FewRowsProduct(Variant):
+    """A product of few rows with a matrix; or in "few_rows_product_norm_rope" with one whose columns are query heads,
+    and then their norm and RoPE.
+    """
+
+    dtype: str  # of x, w and y
+    to_float32: bool = False  # y, instead
+    parts: int = 1  # into which k is cut, whose sums are added in turn
+    max_rows: int = ANY  # that it takes
+
+    family = "few_rows_product"
+
+    @property
+    def norms(self) -> bool:
+        return self.op == "few_rows_product_norm_rope"
+
+    @property
+    def layout(self) -> str:
+        return self.op
+
+    @property
+    def params(self) -> Params:
+        turning = (*each("address", "table"), *each("float32", "eps")) if self.norms else ()
+        return (
+            *(Param(name, kind) for name in ("x", "w") for kind in ("map", "extents3")),
+            *each("address", "y"),
+            *turning,
+            *each("int32", "rows", "k", "n", "groups"),
+        )
+
+
+@dataclass(frozen=True)
 class KvInsert(Variant):
     """New entries of a cache: rows, or blocks of rows that are pooled, and then their norm, RoPE, and the Hadamard
     transform. They are rounded or packed, and written where they belong.
@@ -622,7 +654,7 @@ class SeenSlots(Variant):
 FAMILIES: tuple[type[Variant], ...] = (
     *(Forward, Combine, RowScores, RowColumns, MlaBackward, TileSpans, MhaBackward),
     *(IndexerScores, IndexerScoresAt, IndexerScoresWithin, TopK, Probabilities),
-    *(Rope, NormRope, IndexQuery, KvInsert, SeenSlots),
+    *(Rope, NormRope, IndexQuery, FewRowsProduct, KvInsert, SeenSlots),
 )
 
 

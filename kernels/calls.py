@@ -298,6 +298,20 @@ TARGETS = (
         arrays("y: T[b s_q h d]"),
         {"eps": "float32"},
     ),
+    Target(
+        "few_rows_product",
+        "few_rows_product",
+        arrays("x: T[b s_q g k]", "w: T[g k n]"),
+        (array("y: T[b s_q g n] or f32[b s_q g n]", aligned=True),),
+        {"parts": "int64"},
+    ),
+    Target(
+        "few_rows_product_norm_rope",
+        "few_rows_product",
+        (*arrays("x: T[b s_q k]", "w: T[k h 512]"), array("table: f32[b s_q 64]", aligned=True)),
+        arrays("y: T[b s_q h 512]"),
+        EPS,
+    ),
     *(
         Target(
             name,

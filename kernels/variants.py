@@ -8,6 +8,7 @@ from .abi import (
     TURNING,
     TURNING_GRADIENTS,
     Combine,
+    FewRowsProduct,
     Forward,
     IndexerScores,
     IndexerScoresAt,
@@ -34,6 +35,7 @@ MHA, MLA, MLA_FEW_HEADS = (f"{HOPPER}.{name}.fwd.kernel" for name in ("mha", "ml
 MLA_SCORES, MLA_COLUMNS = (f"{HOPPER}.mla.fwd.{name}" for name in ("scores", "columns"))
 MLA_BACKWARD, MLA_FEW_HEADS_BACKWARD = (f"{HOPPER}.{name}.bwd.kernel" for name in ("mla", "mla_few_heads"))
 MHA_BLACKWELL, MLA_BLACKWELL = (f"{BLACKWELL}.{name}.kernel" for name in ("mha", "mla"))
+FEW_ROWS = f"{HOPPER}.few_rows_product.kernel"
 MLA_BACKWARD_BLACKWELL = f"{BLACKWELL}.mla_bwd.kernel"
 MLA_OPS = ("mla_span_fwd", "mla_sparse_fwd", "csa_fwd", "hca_fwd", "dsv4_decode")  # d 512, where K is V
 MLA_GRADIENTS = ("mla_span_bwd", "mla_sparse_bwd", "csa_bwd", "hca_bwd")
@@ -192,6 +194,19 @@ VARIANTS: tuple[Variant, ...] = (
         Probabilities("head_summed_probabilities", arch, f"{package}.indexer.probabilities.kernel", 512, dtype)
         for arch, package in (("sm_90a", HOPPER), ("sm_100f", BLACKWELL))
         for dtype in DTYPES
+    ),
+    # a step's products
+    *(
+        FewRowsProduct("few_rows_product", "sm_90a", FEW_ROWS, dtype, to_float32, parts, rows)
+        for dtype in DTYPES
+        for to_float32 in (False, True)
+        for parts in (1, 2, 4, 8)
+        for rows in (64, ANY)
+    ),
+    *(
+        FewRowsProduct("few_rows_product_norm_rope", "sm_90a", FEW_ROWS, dtype, max_rows=rows)
+        for dtype in DTYPES
+        for rows in (64, ANY)
     ),
     *plain("sm_90a"),
     *plain("sm_100f"),

@@ -401,6 +401,25 @@ def plan_index_query(shape: dict[str, int], *, tile_m: int, addresses: dict[str,
     return _shown(out)
 
 
+def plan_few_rows_product(
+    shape: dict[str, int],
+    eps: float,
+    *,
+    tile_m: int,
+    tile_n: int,
+    cluster: int,
+    addresses: dict[str, int] | None = None,
+) -> Plan:
+    """What a product of few rows is launched with; ValueError where the library refuses it."""
+    return planned(
+        "few_rows_product",
+        ctypes.byref(filled("FewRowsProductShape", **shape)),
+        ctypes.c_float(eps),
+        _tiles(tile_m, tile_n, 1, cluster),
+        addressed("few_rows_product", addresses),
+    )
+
+
 def plan_kv_insert(shape: dict[str, int], eps: float, *, tile_m: int, addresses: dict[str, int] | None = None) -> Plan:
     """What inserts entries into a cache."""
     return planned(

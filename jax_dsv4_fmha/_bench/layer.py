@@ -276,7 +276,7 @@ def _part(line: str, body: str) -> str:
     path = re.search(r'op_name="([^"]*)"', line)
     names = re.findall(r"\w+", path[1]) if path else []
     sums_splits = names[-1:] == ["dot_general"] and " reduce(" in body
-    if 'custom_call_target="__cublas' in line or " dot(" in body or sums_splits:
+    if re.search('custom_call_target="(__cublas|dsv4_fmha_few_rows_product)', line) or " dot(" in body or sums_splits:
         return PRODUCTS
     if "append" in names:
         return "append"

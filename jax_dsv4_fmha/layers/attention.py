@@ -27,7 +27,8 @@ from .._definitions import explicit_axes
 from .._definitions.packed import rounded
 from .._definitions.span import positions_of
 from .._dispatch.sequences import rounded_sequences, whole_sequences
-from . import _caches, _checks, _joined, _operands
+from .._ops.rope import turned
+from . import _caches, _checks, _few_rows, _joined, _operands
 from ._norm import rms_norm
 from .compressor import Compressor, kept_at, product
 from .documents import packed_blocks
@@ -348,12 +349,14 @@ class DSV4Attention:
         )
         first = begin[0] if begin else lengths - s
         positions = counted(first, 0, s)
-        rows = self._rows(params, x)
+        kernel = implementation != "reference"
+        rows = self._rows(params, x, kernel)
         c = rms_norm(rows["wq_a"].take().astype(x.dtype), params["q_norm"], self.eps)
-        q = self._queries(params, c)
+        table = self.rope.table(positions)
+        q = _few_rows.query_heads(c, params["wq_b"], table, self.eps if self.norm_heads else None, kernel)
         given = shared or Shared()
         start = first if begin else None
-        cache, shared = self._inserted(params, x, rows, cache, given, start, lengths, implementation != "reference")
+        cache, shared = self._inserted(params, x, rows, cache, given, start, lengths, kernel)
         if self.indexer is not None:
             weights = rows["indexer.weights_proj"].take()
             past: dict[str, Any] = {"ratio": self.ratio, "q_offset": first}
@@ -372,10 +375,10 @@ class DSV4Attention:
                 q_offset=start,
                 is_causal=is_causal,
                 implementation=implementation,
-                **self._turn(positions),
                 **self._seen(shared, indices),
             )
-        return Output(self._projected_back(params, o), cache, _made(shared, given), None)
+            o = turned(o, table, -1)
+        return Output(self._projected_back(params, o, kernel), cache, _made(shared, given), None)
 
     def _whole(
         self,
@@ -431,18 +434,18 @@ class DSV4Attention:
         index_query = None if chosen is None else IndexQuery(*chosen, self._turned(q, positions), lse)
         return Output(self._projected_back(params, o), None, _made(shared, given), index_query)
 
-    def _rows(self, params: Any, x: jax.Array) -> dict[str, Rows]:
+    def _rows(self, params: Any, x: jax.Array, kernel: bool) -> dict[str, Rows]:
         """x times the matrices that a step multiplies it with, in float32, by their names."""
         found, column = {}, 0
         if _joined.JOINED in params:
-            whole = product(x, params[_joined.JOINED])
+            whole = _few_rows.float32_product(x, params[_joined.JOINED], kernel)
             for name, width in _joined.of_x(self).items():
                 found[name] = Rows(whole, column, width)
                 column += width
             return found
         for name, width in _joined.of_x(self).items():
             matrix = functools.reduce(operator.getitem, name.split("."), params)
-            found[name] = Rows(product(x, matrix), 0, width)
+            found[name] = Rows(_few_rows.float32_product(x, matrix, kernel), 0, width)
         return found
 
     def _inserted(
@@ -574,14 +577,12 @@ class DSV4Attention:
         """q as attention sees it."""
         return rope_of_normed(q, positions, self.rope, self.eps) if self.norm_heads else rope(q, positions, self.rope)
 
-    def _projected_back(self, params: Any, o: jax.Array) -> jax.Array:
+    def _projected_back(self, params: Any, o: jax.Array, kernel: bool = False) -> jax.Array:
+        """y of o `[b, s, h, d]`; kernel: whether one may run that has no gradient."""
         # one axis for the heads of a group: of two, XLA transposes the weights for the gradient
         o = o.reshape(*o.shape[:2], self.o_groups, -1, self.d).reshape(*o.shape[:2], self.o_groups, -1)
-        w = params["wo_a"].astype(o.dtype).reshape(self.o_groups, o.shape[-1], -1)
-        low_rank = jnp.einsum("bsgk,gkr->bsgr", o, w)
-        b, s, _, _ = explicit_axes.entries(low_rank)
-        summed = explicit_axes.sharding(low_rank, b, s, None)  # over Explicit axes JAX sums where it is told to
-        return jnp.einsum("bsgr,grm->bsm", low_rank, params["wo_b"].astype(o.dtype), out_sharding=summed)
+        w = params["wo_a"].reshape(self.o_groups, o.shape[-1], -1)
+        return _few_rows.summed_product(_few_rows.grouped_product(o, w, kernel), params["wo_b"], kernel)
 
 
 def _everywhere(of_documents: Any) -> Any:

@@ -1,0 +1,88 @@
+"""Products of few rows on the interpreter: a launch, and what is wrong with its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from kernels.abi import FewRowsProduct
+
+from ..machine.state import Array, new_memory
+from . import native
+from .launch import Edit, Kernel, machine
+from .verdict import Wrong
+
+EPS = 0.25  # large enough to matter
+HEAD, DIMS = 512, 64
+
+
+@dataclass(frozen=True)
+class Problem:
+    variant: FewRowsProduct
+    x: Array  # [rows, groups, k]
+    w: Array  # [groups, k, n]
+    angle: Array  # float32 [rows, DIMS / 2]
+
+    @staticmethod
+    def of(variant: FewRowsProduct, rows: int, k: int, n: int, groups: int = 1) -> Problem:
+        rng = np.random.default_rng(0)
+        x, w = (rng.standard_normal(shape).astype(variant.dtype) for shape in ((rows, groups, k), (groups, k, n)))
+        return Problem(variant, x, w, rng.uniform(-9, 9, (rows, DIMS // 2)).astype(np.float32))
+
+    @property
+    def table(self) -> Array:
+        return np.stack([np.cos(self.angle), np.sin(self.angle)], -1).reshape(len(self.angle), DIMS)
+
+    @property
+    def result(self) -> str:
+        return "float32" if self.variant.to_float32 else self.variant.dtype
+
+    def wanted(self) -> Array:
+        """float64 [rows, groups, n]"""
+        y: Array = np.einsum("rgk,gkn->rgn", self.x.astype(np.float64), self.w.astype(np.float64))
+        if not self.variant.norms:
+            return y
+        heads = y.reshape(len(y), -1, HEAD)
+        heads = heads / np.sqrt(np.mean(heads * heads, -1, keepdims=True) + EPS)
+        pairs = heads[..., -DIMS::2] + 1j * heads[..., -DIMS + 1 :: 2]
+        pairs = pairs * np.exp(1j * self.angle[:, None].astype(np.float64))
+        heads[..., -DIMS::2], heads[..., -DIMS + 1 :: 2] = pairs.real, pairs.imag
+        return heads.reshape(y.shape)
+
+
+def run(
+    x: Problem,
+    *,
+    seed: int = 0,
+    edit: Callable[[str], str] = lambda text: text,
+    edits: Mapping[str, Edit] | None = None,
+) -> Array:
+    """The kernel's result, [rows, groups, n]."""
+    kernel, memory = Kernel.of(x.variant), new_memory()
+    rows, groups, k = x.x.shape
+    n, dtype = x.w.shape[2], np.dtype(x.result)
+    addresses = {name: memory.add(name, getattr(x, name)) for name in ("x", "w", "table")}
+    addresses["y"] = memory.add("y", None, rows * groups * n * dtype.itemsize)
+    shape = {"rows": rows, "groups": groups, "k": k, "n": n, "type": native.TYPES[x.variant.dtype]}
+    sizes = {name: kernel.facts[name] for name in ("tile_m", "tile_n", "cluster")}
+    plan = native.plan_few_rows_product(shape | {"of_heads": x.variant.norms}, EPS, **sizes, addresses=addresses)
+    machine(Kernel(x.variant, edit(kernel.ptx), kernel.facts), plan, memory, edits, seed=seed).run()
+    found = memory.named("y")
+    return found.bytes[: found.size].view(dtype).reshape(rows, groups, n)
+
+
+def judge(x: Problem, got: Array) -> None:
+    """Raises Wrong unless every number is right, within the rounding of sums and of the result."""
+    want = x.wanted()
+    size = np.sqrt(np.mean(want * want, -1, keepdims=True))
+    rounding = 2**-8 if x.result == "bfloat16" else 2**-10 if x.result == "float16" else 2**-20
+    wrong = ~(np.abs(got.astype(np.float64) - want) <= rounding * np.maximum(np.abs(want), size))
+    if wrong.any():
+        row, group, i = (int(a) for a in np.argwhere(wrong)[0])
+        raise Wrong(
+            f"{int(wrong.sum())} of {wrong.size} numbers are wrong, in {int(wrong.any((1, 2)).sum())} rows, first"
+            f" number {i} of row {row}, group {group}: {float(got[row, group, i]):.6g}, wanted"
+            f" {want[row, group, i]:.6g}"
+        )

@@ -1,0 +1,1 @@
+"""Products of few rows, as a step of generation has them, with a matrix."""

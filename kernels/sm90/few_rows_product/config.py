@@ -1,0 +1,82 @@
+"""Compile-time choices of `few_rows_product`, and the sizes that follow."""
+
+from dataclasses import dataclass
+
+from kernels.lib.launch import SMEM_LIMIT, WARP, WARPGROUP, element_type
+from kernels.lib.rows import ROWS_OF_WARPGROUP
+from kernels.lib.wgmma import SLAB
+
+CONSUMERS = 2  # warpgroups
+CHUNK = 4  # float32 numbers that a thread moves at once
+PAD = 8  # float32 numbers after each row of sums: then no two rows that a warp stores meet in a bank
+HEAD, DIMS = 512, 64  # numbers of a query head, and the last of them, which RoPE turns
+
+
+@dataclass(frozen=True)
+class Config:
+    dtype: str  # of x and w
+    parts: int  # of k, one for each CTA of a cluster; or, with a norm, one CTA has all of k
+    tile_m: int  # rows of a CTA
+    norms: bool  # whether a cluster's columns are a query head, which gets norm and RoPE
+
+    @property
+    def tile_n(self) -> int:
+        """Columns of a CTA."""
+        return HEAD // 2 if self.norms else WARP * CHUNK
+
+    @property
+    def cluster(self) -> int:
+        """CTAs."""
+        return HEAD // self.tile_n if self.norms else self.parts
+
+    @property
+    def ctas(self) -> int:
+        """That fit an SM: then clusters of 4 and 8 leave none idle."""
+        return 1 if self.norms else 2
+
+    @property
+    def row_tiles(self) -> int:
+        """Of 64 rows."""
+        return self.tile_m // ROWS_OF_WARPGROUP
+
+    @property
+    def mma_n(self) -> int:
+        """Columns of a consumer, which has all columns of half of the rows, or half of the columns."""
+        return self.tile_n * self.row_tiles // CONSUMERS
+
+    @property
+    def threads(self) -> int:
+        return CONSUMERS * WARPGROUP + WARP
+
+    @property
+    def stage_bytes(self) -> int:
+        return (self.tile_m + self.tile_n) * SLAB * element_type(self.dtype).width // 8
+
+    @property
+    def pitch(self) -> int:
+        """float32 numbers from one row of sums to the next."""
+        return self.tile_n + PAD
+
+    @property
+    def stages(self) -> int:
+        return (SMEM_LIMIT // self.ctas - 2048) // self.stage_bytes
+
+    @property
+    def smem_bytes(self) -> int:
+        """Sums lie where stages were."""
+        return 1024 + self.stages * (self.stage_bytes + 16)
+
+    @property
+    def rows_of_cta(self) -> int:
+        """Rows that a CTA of a cluster finishes."""
+        return self.tile_m // self.cluster
+
+    @property
+    def launch_options(self) -> dict[str, int]:
+        return {"min_blocks_per_mp": self.ctas, "preferred_smem_carveout": 100}  # without it the DSL asks a driver
+
+    def __post_init__(self):
+        if self.tile_m not in (ROWS_OF_WARPGROUP, CONSUMERS * ROWS_OF_WARPGROUP) or self.parts not in (1, 2, 4, 8):
+            raise ValueError(f"wanted 64 or 128 rows, and 1, 2, 4 or 8 parts: {self}")
+        if self.stages < 3 or self.tile_m * self.pitch * 4 > self.stages * self.stage_bytes:
+            raise ValueError(f"SMEM holds {self.stages} stages, wanted 3, and room for sums: {self}")

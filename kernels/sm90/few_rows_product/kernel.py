@@ -1,0 +1,273 @@
+"""y = x w for few rows of x, as a step of generation has them: bound by reading w once.
+
+A warp loads, and two warpgroups multiply 64 x columns, each half of the columns; or, with 128 rows, half of the rows.
+
+    producer warp    x0 w0 | x1 w1 | x2 w2 | ...       TMA, 64 of k at a time
+    consumer WG 0        columns of the first half     product | product | ...
+    consumer WG 1        columns of the second half    product | product | ...
+    then             partial sums into SMEM; the cluster meets; a CTA finishes some of the rows, a warp a row
+
+The CTAs of a cluster share k: each has a part of it, and a row is the sum of the parts, in their order, which a warp
+reads from every CTA's shared memory (DSMEM). Or they share the columns of a query head, of which a warp then reads all,
+for the norm and RoPE. How k is cut does not depend on the rows, so neither do the bits of a row.
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.runtime import make_ptr
+
+from kernels.abi import FewRowsProduct
+from kernels.aot import Compiled
+from kernels.lib.launch import WARP, WARPGROUP, Kernel, i32, pointers
+from kernels.lib.pipeline import Ring
+from kernels.lib.ptx import address_in, ptx, round_pair
+from kernels.lib.rows import ROWS, ROWS_OF_WARPGROUP, ceil_div, row_of
+from kernels.lib.softmax import by_row
+from kernels.lib.tiles import TileAllocator
+from kernels.lib.wgmma import (
+    MN_MAJOR,
+    SLAB,
+    accumulator,
+    multiply,
+    operand_a,
+    operand_b,
+    tiled_mma,
+    tma_atom,
+    tma_tiles,
+    transposed,
+)
+
+from .config import CHUNK, CONSUMERS, DIMS, HEAD, Config
+
+CONSUMED = 1  # the named barrier of all consumers
+
+
+class Extents(NamedTuple):
+    """The scalars of a launch, in the order of the kernel's parameters."""
+
+    rows: Int32
+    k: Int32
+    n: Int32  # columns of w
+    groups: Int32  # matrices, each with its own part of a row of x
+
+
+class FewRowsProductSm90(Kernel):
+    symbol = "few_rows_product_sm90"
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Pointer,  # [rows, groups, k]
+        w: cute.Pointer,  # [groups, k, n]
+        y: cute.Pointer,  # [rows, groups, n]
+        table: cute.Pointer,  # float32 [rows, DIMS]: cos and sin by turns, of each row; read where heads are turned
+        eps: Float32,  # the same
+        rows: Int32,
+        k: Int32,
+        n: Int32,
+        groups: Int32,
+        stream: cuda.CUstream,
+    ):
+        c, load = self.config, cpasync.CopyBulkTensorTileG2SOp()
+        of_x = cute.make_layout((rows, k, groups), stride=(Int64(k) * groups, 1, k))
+        of_w = cute.make_layout((k, n, groups), stride=(n, 1, Int64(k) * n))
+        maps = (
+            tma_atom(load, cute.make_tensor(x, of_x), c.tile_m, SLAB),
+            tma_atom(load, cute.make_tensor(w, of_w), SLAB, c.tile_n),
+        )
+        tiles = ceil_div(rows, Int32(c.tile_m)) * ceil_div(n, Int32(c.tile_n)) * groups
+        ctas = tiles if cutlass.const_expr(c.norms) else tiles * c.cluster
+        turn = (table, eps) if cutlass.const_expr(c.norms) else None
+        self.launch(maps, y, turn, Extents(rows, k, n, groups), ctas=ctas, stream=stream, cluster=c.cluster)
+
+    @cute.kernel
+    def kernel(self, maps: tuple, y: cute.Pointer, turn: tuple | None, n: Extents):
+        c = self.config
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        smem = TileAllocator(self.dtype)
+        x, w = smem.tile(c.tile_m, SLAB, c.stages), smem.tile(SLAB, c.tile_n, c.stages)
+        ring = Ring(*(smem.allocate_array(Int64, c.stages) for _ in range(2)), c.stages)
+        if warp == 0:
+            with cute.arch.elect_one():
+                ring.initialise(1, CONSUMERS * 4)
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+        rank, unit = cute.arch.block_idx()[0] % c.cluster, cute.arch.block_idx()[0] // c.cluster
+        k_tiles, column_tiles = ceil_div(n.k, Int32(SLAB)), ceil_div(n.n, Int32(c.tile_n))
+        first, last = k_tiles * rank // c.cluster, k_tiles * (rank + 1) // c.cluster
+        if cutlass.const_expr(c.norms):
+            column_tiles, first, last = column_tiles // c.cluster, Int32(0), k_tiles
+        row_tiles = ceil_div(n.rows, Int32(c.tile_m))
+        row_tile, column_tile = unit % row_tiles, unit // row_tiles % column_tiles
+        group = unit // row_tiles // column_tiles
+        tile = column_tile
+        if cutlass.const_expr(c.norms):
+            tile = column_tile * c.cluster + rank
+        partial = x.iterator.toint()
+        if warp < 4 * CONSUMERS:
+            self.consume(ring, x, w, partial, last - first)
+        else:
+            self.produce(ring, x, w, maps, (row_tile, tile, group), first, last)
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        if warp < 4 * CONSUMERS:
+            row0 = row_tile * c.tile_m
+            if cutlass.const_expr(c.norms):
+                self.finish_head(partial, rank, row0, column_tile, y, turn, n)
+            else:
+                self.finish_sum(partial, rank, row0, column_tile, group, y, n)
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()  # nobody leaves while others read its sums
+
+    @cute.jit
+    def produce(self, ring: Ring, x: cute.Tensor, w: cute.Tensor, maps: tuple, tile: tuple, first: Int32, last: Int32):
+        """One warp loads the tiles of k from first to last."""
+        c = self.config
+        (tma_x, mX), (tma_w, mW) = maps
+        row_tile, column_tile, group = tile
+        gX, sX = tma_tiles(tma_x, cute.local_tile(mX[None, None, group], (c.tile_m, SLAB), (row_tile, None)), x)
+        gW, sW = tma_tiles(tma_w, cute.local_tile(mW[None, None, group], (SLAB, c.tile_n), (None, column_tile)), w)
+        for t in cutlass.range(first, last, unroll=1):
+            state = ring.at(t - first)
+            state.wait_empty()
+            with cute.arch.elect_one():
+                state.expect_full(c.stage_bytes)
+            cute.copy(tma_w, gW[None, t], sW[None, state.index], tma_bar_ptr=state.full)
+            cute.copy(tma_x, gX[None, t], sX[None, state.index], tma_bar_ptr=state.full)
+
+    @cute.jit
+    def consume(self, ring: Ring, x: cute.Tensor, w: cute.Tensor, partial: Int32, tiles: Int32):
+        """A warpgroup's products, and their sums into shared memory, float32 [tile_m, pitch]."""
+        c = self.config
+        group = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4)
+        row_tile, part = (group, 0) if cutlass.const_expr(c.row_tiles > 1) else (0, group)
+        mma, thread = tiled_mma(self.dtype, c.mma_n, MN_MAJOR), cute.arch.thread_idx()[0] % WARPGROUP
+        a = operand_a(mma, cute.local_tile(x, (ROWS_OF_WARPGROUP, SLAB), (row_tile, 0, None)))
+        b = operand_b(mma, transposed(cute.local_tile(w, (SLAB, c.mma_n), (0, part, None))))
+        acc = accumulator(mma, c.mma_n)
+        for t in cutlass.range(tiles, unroll=1):
+            state = ring.at(t)
+            state.wait_full()
+            multiply(mma, acc, a[None, None, None, state.index], b[None, None, None, state.index], fresh=t == 0)
+            warpgroup.wait_group(1)
+            if t > 0:
+                with cute.arch.elect_one():
+                    ring.at(t - 1).arrive_empty()
+        warpgroup.wait_group(0)
+        cute.arch.barrier(barrier_id=CONSUMED, number_of_threads=CONSUMERS * WARPGROUP)  # nobody reads a stage any more
+        sums = by_row(acc)
+        for r in cutlass.range_constexpr(ROWS):
+            row = row_tile * ROWS_OF_WARPGROUP + row_of(thread, r)
+            place = partial + (row * c.pitch + part * c.mma_n + thread % 4 * 2) * 4
+            for j in cutlass.range_constexpr(c.mma_n // 8):
+                store_pair(place, j * 8 * 4, sums[r, 2 * j], sums[r, 2 * j + 1])
+
+    @cute.jit
+    def finish_sum(
+        self, partial: Int32, rank: Int32, row0: Int32, column_tile: Int32, group: Int32, y: cute.Pointer, n: Extents
+    ):
+        """A CTA's rows of the cluster's tile: the sums of all parts, in order."""
+        c, lane = self.config, cute.arch.lane_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        for i in cutlass.range(warp, c.rows_of_cta, 4 * CONSUMERS, unroll=1):
+            row = rank * c.rows_of_cta + i
+            if row0 + row < n.rows:
+                for chunk in cutlass.range_constexpr(c.tile_n // (WARP * CHUNK)):
+                    column = (chunk * WARP + lane) * CHUNK
+                    place = partial + (row * c.pitch + column) * 4
+                    parts = [load_of(place, p) for p in range(c.cluster)]
+                    total = list(parts[0])
+                    for part in parts[1:]:
+                        total = [a + b for a, b in zip(total, part, strict=True)]
+                    at = column_tile * c.tile_n + column
+                    if at < n.n:
+                        put(y + ((Int64(row0 + row) * n.groups + group) * n.n + at), total)
+
+    @cute.jit
+    def finish_head(
+        self,
+        partial: Int32,
+        rank: Int32,
+        row0: Int32,
+        head: Int32,
+        y: cute.Pointer,
+        turn: tuple,
+        n: Extents,
+    ):
+        """A CTA's rows of the cluster's head: its columns from all CTAs, divided by their root mean square, the last
+        ones turned."""
+        c, lane, (table, eps) = self.config, cute.arch.lane_idx(), turn
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        first_lane = WARP - DIMS // CHUNK  # of those that turn their last numbers
+        for i in cutlass.range(warp, c.rows_of_cta, 4 * CONSUMERS, unroll=1):
+            row = rank * c.rows_of_cta + i
+            if row0 + row < n.rows:
+                chunks = []
+                for chunk in cutlass.range_constexpr(HEAD // (WARP * CHUNK)):
+                    column = (chunk * WARP + lane) * CHUNK
+                    here = partial + (row * c.pitch + column % c.tile_n) * 4
+                    chunks.append(load_of(here, chunk * WARP * CHUNK // c.tile_n))
+                squares = Float32(0.0)
+                for x in [x for chunk in chunks for x in chunk]:
+                    squares += x * x
+                squares = cute.arch.warp_reduction_sum(squares)
+                factor = cute.math.rsqrt(squares * (1.0 / HEAD) + eps, fastmath=True)
+                cos_sin = [Float32(1.0), Float32(0.0), Float32(1.0), Float32(0.0)]
+                if lane >= first_lane:
+                    place = table + (Int64(row0 + row) * DIMS + (lane - first_lane) * CHUNK)
+                    numbers = cute.make_rmem_tensor(CHUNK, Float32)
+                    cute.autovec_copy(cute.make_tensor(place.align(16), cute.make_layout(CHUNK)), numbers)
+                    cos_sin = [numbers[j] for j in range(CHUNK)]
+                for chunk in cutlass.range_constexpr(HEAD // (WARP * CHUNK)):
+                    z = [x * factor for x in chunks[chunk]]
+                    if cutlass.const_expr(chunk == HEAD // (WARP * CHUNK) - 1):
+                        z = [f for j in (0, 2) for f in turned(z[j], z[j + 1], cos_sin[j], cos_sin[j + 1])]
+                    at = Int64(row0 + row) * n.n + head * HEAD + (chunk * WARP + lane) * CHUNK
+                    put(y + at, z)
+
+    def examples(self, variant: FewRowsProduct) -> tuple:
+        y = make_ptr(Float32 if variant.to_float32 else self.dtype, 16, cute.AddressSpace.gmem, assumed_align=16)
+        x, w, table = pointers(variant.dtype, "x", "w", "float32")
+        return x, w, y, table, Float32(1e-6), *(i32() for _ in range(4))
+
+
+def turned(x: Float32, y: Float32, cos: Float32, sin: Float32) -> tuple[Float32, Float32]:
+    return x * cos - y * sin, y * cos + x * sin
+
+
+def put(target: cute.Pointer, values: list) -> None:
+    """Writes CHUNK numbers, rounded to the target's dtype."""
+    if target.dtype is Float32:
+        words = cute.make_rmem_tensor(CHUNK, Float32)
+        for i, x in enumerate(values):
+            words[i] = x
+        cute.autovec_copy(words, cute.make_tensor(target.align(16), cute.make_layout(CHUNK)))
+    else:
+        pairs = cute.make_rmem_tensor(CHUNK // 2, Uint32)
+        for i in range(CHUNK // 2):
+            pairs[i] = round_pair(values[2 * i], values[2 * i + 1], target.dtype)
+        place = cute.recast_ptr(target, dtype=Uint32).align(8)
+        cute.autovec_copy(pairs, cute.make_tensor(place, cute.make_layout(CHUNK // 2)))
+
+
+def store_pair(address: Int32, offset: int, x: Float32, y: Float32) -> None:
+    ptx(f"st.shared.v2.f32 [$0+{offset}], {{$1, $2}};", Int32(address), Float32(x), Float32(y))
+
+
+def load_of(here: Int32, rank: int) -> tuple[Float32, ...]:
+    """Four numbers of a CTA of the cluster, at the same place as here."""
+    there = address_in(here, Int32(rank))
+    return ptx("ld.shared::cluster.v4.f32 {$0, $1, $2, $3}, [$4];", there, gives=(Float32,) * CHUNK)
+
+
+def compile(variant: FewRowsProduct, out_dir: Path) -> Compiled:
+    tile_m = ROWS_OF_WARPGROUP if variant.max_rows <= ROWS_OF_WARPGROUP else CONSUMERS * ROWS_OF_WARPGROUP
+    config = Config(variant.dtype, variant.parts, tile_m, variant.norms)
+    return FewRowsProductSm90(config).compile(variant, out_dir, ctas=config.ctas, cluster=config.cluster)
