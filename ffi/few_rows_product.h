@@ -1,4 +1,5 @@
-// The calls of products of few rows with a matrix: alone, or with the norm and RoPE of the query heads that they make.
+// The calls of products of few rows with a matrix: alone, of heads whose RoPE is turned back first, or with the norm and
+// RoPE of the query heads that they make.
 #pragma once
 
 #include "few_rows_product_plan.h"
@@ -11,23 +12,22 @@ struct FewRowsProduct {
   using Shape = FewRowsProductShape;
   using Kernels = std::array<Launcher*, 1>;
 
-  static bool OfHeads(const Call& call) { return call.table.name != nullptr; }
-
   static ffi::Error Check(const Call& call, const Axes& n, Shape* shape) {
-    const bool of_heads = OfHeads(call);
+    const bool makes_heads = call.w.dimensions.size() == 3 && call.x.dimensions.size() == 3;
     *shape = {.rows = n.b * n.s_q,
-              .groups = of_heads ? 1 : n.g,
+              .groups = makes_heads ? 1 : n.g,
               .k = n.k,
-              .n = of_heads ? n.h * 512 : n.n,
+              .n = makes_heads ? n.h * kHead : n.n,
               .type = MapType(call.x.dtype),
-              .of_heads = of_heads};
+              .makes_heads = makes_heads,
+              .takes_heads = !makes_heads && call.table.name != nullptr};
     return ffi::Error::Success();
   }
 
   static ffi::Error Find(const Call& call, const Device& device, Shape* shape, Kernels* kernels) {
     const FewRowsProductChoices choices{.dtype = call.x.dtype,
                                         .to_float32 = call.y.dtype == ffi::F32,
-                                        .parts = OfHeads(call) ? 1 : call.parts,
+                                        .parts = shape->makes_heads != 0 ? 1 : call.parts,
                                         .max_rows = shape->rows};
     return LookUp(call.target->name, device, choices, &kernels->front());
   }

@@ -213,7 +213,9 @@ void dsv4_fmha_plan_index_query(const RopeShape* shape, int32_t tile_m, const Ro
 int dsv4_fmha_plan_few_rows_product(const FewRowsProductShape* shape, float eps, const Tiles* tiles,
                                     const FewRowsProductAddresses* addresses, ShownLaunch* out, char* error,
                                     size_t error_bytes) {
-  const Layout& layout = shape->of_heads != 0 ? kFewRowsProductNormRope : kFewRowsProduct;
+  const Layout& layout = shape->makes_heads != 0   ? kFewRowsProductNormRope
+                         : shape->takes_heads != 0 ? kFewRowsProductOfTurned
+                                                   : kFewRowsProduct;
   return Show(layout.name, PlanFewRowsProduct(*shape, eps, *tiles, *addresses), CheckFewRowsProductShape(*shape), out,
               error, error_bytes);
 }

@@ -576,8 +576,8 @@ POOL = ("width", "room", "page", "pages")
 
 @dataclass(frozen=True)
 class FewRowsProduct(Variant):
-    """A product of few rows with a matrix; or in "few_rows_product_norm_rope" with one whose columns are query heads,
-    and then their norm and RoPE.
+    """A product of few rows with a matrix. In "few_rows_product_norm_rope" its columns are query heads, which then get
+    their norm and RoPE; in "few_rows_product_of_turned" the rows are heads, whose RoPE is first turned back.
     """
 
     dtype: str  # of x, w and y
@@ -592,16 +592,19 @@ class FewRowsProduct(Variant):
         return self.op == "few_rows_product_norm_rope"
 
     @property
+    def turns_back(self) -> bool:
+        return self.op == "few_rows_product_of_turned"
+
+    @property
     def layout(self) -> str:
         return self.op
 
     @property
     def params(self) -> Params:
-        turning = (*each("address", "table"), *each("float32", "eps")) if self.norms else ()
         return (
             *(Param(name, kind) for name in ("x", "w") for kind in ("map", "extents3")),
-            *each("address", "y"),
-            *turning,
+            *each("address", "y", *["table"] * (self.norms or self.turns_back)),
+            *each("float32", *["eps"] * self.norms),
             *each("int32", "rows", "k", "n", "groups"),
         )
 

@@ -306,6 +306,13 @@ TARGETS = (
         {"parts": "int64"},
     ),
     Target(
+        "few_rows_product_of_turned",
+        "few_rows_product",
+        (*arrays("x: T[b s_q g k]", "w: T[g k n]"), array("table: f32[b s_q 64]", aligned=True)),
+        arrays("y: T[b s_q g n]"),
+        {"parts": "int64"},
+    ),
+    Target(
         "few_rows_product_norm_rope",
         "few_rows_product",
         (*arrays("x: T[b s_q k]", "w: T[k h 512]"), array("table: f32[b s_q 64]", aligned=True)),

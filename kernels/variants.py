@@ -197,9 +197,13 @@ VARIANTS: tuple[Variant, ...] = (
     ),
     # a step's products
     *(
-        FewRowsProduct("few_rows_product", "sm_90a", FEW_ROWS, dtype, to_float32, parts, rows)
+        FewRowsProduct(op, "sm_90a", FEW_ROWS, dtype, to_float32, parts, rows)
+        for op, to_float32 in (
+            ("few_rows_product", False),
+            ("few_rows_product", True),
+            ("few_rows_product_of_turned", False),
+        )
         for dtype in DTYPES
-        for to_float32 in (False, True)
         for parts in (1, 2, 4, 8)
         for rows in (64, ANY)
     ),

@@ -20,7 +20,8 @@ def problem(variant, rows, groups=1):
     """k and n that fill no tile; heads are whole."""
     if variant.norms:
         return Problem.of(variant, rows, 136, 1024)
-    return Problem.of(variant, rows, 64 * (variant.parts + 1) + 8, 200, groups)
+    k = 1024 if variant.turns_back else 64 * (variant.parts + 1) + 8
+    return Problem.of(variant, rows, k, 200, groups)
 
 
 @pytest.mark.parametrize("key", BUILT)
@@ -124,6 +125,14 @@ def test_fault(fault):
     ("sizes", "says"), [({"n": 12}, "n is 12, wanted a multiple of 8"), ({"rows": 0}, "rows is 0, wanted at least 1")]
 )
 def test_the_launch_refuses(sizes, says):
-    shape = {"rows": 3, "groups": 1, "k": 64, "n": 16, "type": native.TYPES["bfloat16"], "of_heads": 0} | sizes
+    shape = {
+        "rows": 3,
+        "groups": 1,
+        "k": 64,
+        "n": 16,
+        "type": native.TYPES["bfloat16"],
+        "makes_heads": 0,
+        "takes_heads": 0,
+    } | sizes
     with pytest.raises(ValueError, match=says):
         native.plan_few_rows_product(shape, 1.0, tile_m=64, tile_n=128, cluster=1)

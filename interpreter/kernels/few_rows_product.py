@@ -41,15 +41,23 @@ class Problem:
 
     def wanted(self) -> Array:
         """float64 [rows, groups, n]"""
-        y: Array = np.einsum("rgk,gkn->rgn", self.x.astype(np.float64), self.w.astype(np.float64))
+        x = self.x.astype(np.float64)
+        if self.variant.turns_back:
+            x = self.turned(x, -1).astype(self.variant.dtype).astype(np.float64)
+        y: Array = np.einsum("rgk,gkn->rgn", x, self.w.astype(np.float64))
         if not self.variant.norms:
             return y
         heads = y.reshape(len(y), -1, HEAD)
         heads = heads / np.sqrt(np.mean(heads * heads, -1, keepdims=True) + EPS)
+        return self.turned(heads, 1).reshape(y.shape)
+
+    def turned(self, x: Array, direction: int) -> Array:
+        """x, whose rows are heads, with the last numbers of each head turned."""
+        heads = x.reshape(len(x), -1, HEAD).copy()
         pairs = heads[..., -DIMS::2] + 1j * heads[..., -DIMS + 1 :: 2]
-        pairs = pairs * np.exp(1j * self.angle[:, None].astype(np.float64))
+        pairs = pairs * np.exp(1j * direction * self.angle[:, None].astype(np.float64))
         heads[..., -DIMS::2], heads[..., -DIMS + 1 :: 2] = pairs.real, pairs.imag
-        return heads.reshape(y.shape)
+        return heads.reshape(x.shape)
 
 
 def run(
@@ -67,7 +75,8 @@ def run(
     addresses["y"] = memory.add("y", None, rows * groups * n * dtype.itemsize)
     shape = {"rows": rows, "groups": groups, "k": k, "n": n, "type": native.TYPES[x.variant.dtype]}
     sizes = {name: kernel.facts[name] for name in ("tile_m", "tile_n", "cluster")}
-    plan = native.plan_few_rows_product(shape | {"of_heads": x.variant.norms}, EPS, **sizes, addresses=addresses)
+    shape |= {"makes_heads": x.variant.norms, "takes_heads": x.variant.turns_back}
+    plan = native.plan_few_rows_product(shape, EPS, **sizes, addresses=addresses)
     machine(Kernel(x.variant, edit(kernel.ptx), kernel.facts), plan, memory, edits, seed=seed).run()
     found = memory.named("y")
     return found.bytes[: found.size].view(dtype).reshape(rows, groups, n)

@@ -30,6 +30,17 @@ def few_rows_product(x: jax.Array, w: jax.Array, *, dtype: Any, parts: int) -> t
     return (y,)
 
 
+def few_rows_product_of_turned(x: jax.Array, w: jax.Array, table: jax.Array, *, parts: int) -> tuple[jax.Array]:
+    """`few_rows_product` in x's dtype, after RoPE back of x's heads of 512: k is a multiple of that.
+
+    Args:
+      table: float32 `[b, s, 64]`: cos and sin of each pair of a head's last numbers, by turns.
+    """
+    result = jax.ShapeDtypeStruct((*x.shape[:3], w.shape[2]), x.dtype)
+    (y,) = call("few_rows_product_of_turned", (result,), x, w, table, parts=np.int64(parts))
+    return (y,)
+
+
 def few_rows_product_norm_rope(x: jax.Array, w: jax.Array, table: jax.Array, *, eps: float) -> tuple[jax.Array]:
     """x `[b, s, k]` w `[k, h, 512]`, each head divided by sqrt(mean of squares + eps), and its last 64 numbers turned
     in pairs: `[b, s, h, 512]`.

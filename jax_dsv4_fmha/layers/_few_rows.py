@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from .._definitions import explicit_axes
-from .._definitions.rope import normed_and_turned
+from .._definitions.rope import normed_and_turned, pairs_turned
 from .._dispatch.autodiff import without_gradient
 from .._dispatch.lowering import choose
 from .._dispatch.op import ONE_OR_B, Arrays, Axes, Call, KernelUse, Op
@@ -25,10 +25,13 @@ MAX_ROWS = 128
 """of x: with more, XLA's products are faster"""
 
 
-def float32_product(x: jax.Array, w: jax.Array, kernel: bool) -> jax.Array:
-    """x `[b, s, k]` w `[k, n]` in float32; kernel: whether one may run, which has no gradient."""
-    call = _call(_FLOAT32, x, w, *w.shape, to_float32=True) if kernel else None
-    return product(x, w) if call is None else call(x, w[None])
+def plain_product(x: jax.Array, w: jax.Array, dtype: Any, kernel: bool) -> jax.Array:
+    """x `[b, s, k]` w `[k, n]` in dtype, x's or float32; kernel: whether one may run, which has no gradient."""
+    is_wide = jnp.dtype(dtype) == jnp.float32 != x.dtype
+    call = _call(_PLAIN, x, w, *w.shape, to_float32=is_wide, dtype=jnp.dtype(dtype).name) if kernel else None
+    if call is not None:
+        return call(x, w[None])
+    return product(x, w) if is_wide else jnp.einsum("bsk,kn->bsn", x, w.astype(x.dtype))
 
 
 def query_heads(x: jax.Array, w: jax.Array, table: jax.Array, eps: float | None, kernel: bool) -> jax.Array:
@@ -41,10 +44,19 @@ def query_heads(x: jax.Array, w: jax.Array, table: jax.Array, eps: float | None,
     return turned(q, table, 1) if eps is None else normed_then_turned(q, table, eps)
 
 
-def grouped_product(x: jax.Array, w: jax.Array, kernel: bool) -> jax.Array:
-    """x `[b, s, g, k]` w `[g, k, n]`, group by group."""
-    call = _call(_GROUPED, x, w, *w.shape[1:], groups=w.shape[0]) if kernel else None
-    return jnp.einsum("bsgk,gkr->bsgr", x, w.astype(x.dtype)) if call is None else call(x, w[None])
+def grouped_product(x: jax.Array, w: jax.Array, table: jax.Array | None, kernel: bool) -> jax.Array:
+    """x `[b, s, h, d]` w `[g, h / g d, n]`, group by group of heads, which are first turned back by a table, if any."""
+
+    def in_groups(x: jax.Array) -> jax.Array:
+        """One axis for the heads of a group: of two, XLA transposes the weights for the gradient."""
+        return x.reshape(*x.shape[:2], w.shape[0], -1, x.shape[3]).reshape(*x.shape[:2], w.shape[0], -1)
+
+    fits = table is not None and x.shape[3] == raw.HEAD and table.shape[2] == raw.DIMS
+    call = _call(_GROUPED, x, w, *w.shape[1:], groups=w.shape[0]) if kernel and fits else None
+    if call is not None:
+        return call(in_groups(x), w[None], table)
+    x = x if table is None else turned(x, table, -1)
+    return jnp.einsum("bsgk,gkr->bsgr", in_groups(x), w.astype(x.dtype))
 
 
 def summed_product(x: jax.Array, w: jax.Array, kernel: bool) -> jax.Array:
@@ -74,34 +86,38 @@ def _call(
     return lambda *operands: without_gradient(Call(op, use, tuple(params.items()), support), *operands)[0]
 
 
-def _float32(x: jax.Array, w: jax.Array, *, parts: int) -> Arrays:
-    return (jnp.einsum("bsk,ckn->bsn", x, w, preferred_element_type=jnp.float32),)
+def _plain(x: jax.Array, w: jax.Array, *, parts: int, dtype: str) -> Arrays:
+    return (jnp.einsum("bsk,ckn->bsn", x, w, preferred_element_type=jnp.dtype(dtype)),)
 
 
 def _heads(x: jax.Array, w: jax.Array, table: jax.Array, *, eps: float) -> Arrays:
     return normed_and_turned(jnp.einsum("bsk,ckhd->bshd", x, w), table, eps=eps)
 
 
-def _grouped(x: jax.Array, w: jax.Array, *, parts: int) -> Arrays:
-    return (jnp.einsum("bsgk,cgkn->bsgn", x, w),)
+def _grouped(x: jax.Array, w: jax.Array, table: jax.Array, *, parts: int) -> Arrays:
+    (heads,) = pairs_turned(x.reshape(*x.shape[:2], -1, raw.HEAD), table, direction=-1)
+    return (jnp.einsum("bsgk,cgkn->bsgn", heads.reshape(x.shape), w),)
 
 
 def _summed(x: jax.Array, w: jax.Array, *, parts: int) -> Arrays:
     return (jnp.einsum("bsgk,cgkn->bsn", x, w),)
 
 
-def _float32_kernel(x: jax.Array, w: jax.Array, *, parts: int) -> Arrays:
-    (y,) = raw.few_rows_product(x[:, :, None], w, dtype=jnp.float32, parts=parts)
+def _plain_kernel(x: jax.Array, w: jax.Array, *, parts: int, dtype: str) -> Arrays:
+    (y,) = raw.few_rows_product(x[:, :, None], w, dtype=jnp.dtype(dtype), parts=parts)
     return (y[:, :, 0],)
 
 
 def _heads_kernel(x: jax.Array, w: jax.Array, table: jax.Array, *, eps: float) -> Arrays:
-    table = jnp.broadcast_to(table, (x.shape[0], *table.shape[1:]))
-    return raw.few_rows_product_norm_rope(x, w[0], table, eps=eps)
+    return raw.few_rows_product_norm_rope(x, w[0], _of_batch(table, x), eps=eps)
 
 
-def _grouped_kernel(x: jax.Array, w: jax.Array, *, parts: int) -> Arrays:
-    return raw.few_rows_product(x, w[0], dtype=x.dtype, parts=parts)
+def _of_batch(table: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.broadcast_to(table, (x.shape[0], *table.shape[1:]))
+
+
+def _grouped_kernel(x: jax.Array, w: jax.Array, table: jax.Array, *, parts: int) -> Arrays:
+    return raw.few_rows_product_of_turned(x, w[0], _of_batch(table, x), parts=parts)
 
 
 def _summed_kernel(x: jax.Array, w: jax.Array, *, parts: int) -> Arrays:
@@ -111,24 +127,25 @@ def _summed_kernel(x: jax.Array, w: jax.Array, *, parts: int) -> Arrays:
     return (y[:, :, 0],)
 
 
+_TABLE = Axes("table", f"{ONE_OR_B} s_q dims")
 _op = functools.partial(Op, is_mapped=False)
-_FLOAT32 = _op(
+_PLAIN = _op(
     "few_rows_product",
     (Axes("x", "b s_q k"), Axes("w", f"{ONE_OR_B} k n")),
     (Axes("y", "b s_q n"),),
-    _float32,
-    _float32_kernel,
+    _plain,
+    _plain_kernel,
 )
 _HEADS = _op(
     "few_rows_product_norm_rope",
-    (Axes("x", "b s_q k"), Axes("w", f"{ONE_OR_B} k h_q d"), Axes("table", f"{ONE_OR_B} s_q dims")),
+    (Axes("x", "b s_q k"), Axes("w", f"{ONE_OR_B} k h_q d"), _TABLE),
     (Axes("y", "b s_q h_q d"),),
     _heads,
     _heads_kernel,
 )
 _GROUPED = _op(
-    "few_rows_product",
-    (Axes("x", "b s_q h_q k"), Axes("w", f"{ONE_OR_B} h_q k n")),  # groups of heads
+    "few_rows_product_of_turned",
+    (Axes("x", "b s_q h_q k"), Axes("w", f"{ONE_OR_B} h_q k n"), _TABLE),  # h_q: groups of heads
     (Axes("y", "b s_q h_q n"),),
     _grouped,
     _grouped_kernel,

@@ -27,7 +27,6 @@ from .._definitions import explicit_axes
 from .._definitions.packed import rounded
 from .._definitions.span import positions_of
 from .._dispatch.sequences import rounded_sequences, whole_sequences
-from .._ops.rope import turned
 from . import _caches, _checks, _few_rows, _joined, _operands
 from ._norm import rms_norm
 from .compressor import Compressor, kept_at, product
@@ -362,7 +361,9 @@ class DSV4Attention:
             past: dict[str, Any] = {"ratio": self.ratio, "q_offset": first}
             if begin:  # padding has nothing to choose from
                 past["span"] = Span(0, jnp.where(positions < lengths[:, None], 2**31 - 1, 0))
-            shared, _ = self._choose(params, c, weights, positions, shared, past, indices)
+            # of few columns, so that XLA's product is faster
+            in_kernel = kernel and self.batch_invariant
+            shared, _ = self._choose(params, c, weights, positions, shared, past, indices, in_kernel)
         with jax.named_scope("attention"):
             o, _ = dsv4_decode(
                 q,
@@ -377,8 +378,7 @@ class DSV4Attention:
                 implementation=implementation,
                 **self._seen(shared, indices),
             )
-            o = turned(o, table, -1)
-        return Output(self._projected_back(params, o, kernel), cache, _made(shared, given), None)
+        return Output(self._projected_back(params, o, table, kernel), cache, _made(shared, given), None)
 
     def _whole(
         self,
@@ -438,14 +438,14 @@ class DSV4Attention:
         """x times the matrices that a step multiplies it with, in float32, by their names."""
         found, column = {}, 0
         if _joined.JOINED in params:
-            whole = _few_rows.float32_product(x, params[_joined.JOINED], kernel)
+            whole = _few_rows.plain_product(x, params[_joined.JOINED], jnp.float32, kernel)
             for name, width in _joined.of_x(self).items():
                 found[name] = Rows(whole, column, width)
                 column += width
             return found
         for name, width in _joined.of_x(self).items():
             matrix = functools.reduce(operator.getitem, name.split("."), params)
-            found[name] = Rows(_few_rows.float32_product(x, matrix, kernel), 0, width)
+            found[name] = Rows(_few_rows.plain_product(x, matrix, jnp.float32, kernel), 0, width)
         return found
 
     def _inserted(
@@ -524,13 +524,14 @@ class DSV4Attention:
         shared: Shared,
         past: Mapping[str, Any],
         given: jax.Array | None = None,
+        kernel: bool = False,
     ) -> tuple[Shared, tuple[jax.Array, jax.Array]]:
         """The entries that each query sees among the past ones, and the indexer's queries and weights; given: these
-        entries, chosen elsewhere.
+        entries, chosen elsewhere; kernel: as in `_few_rows`.
         """
         assert self.indexer is not None
         keys, weights = shared.keys, self.indexer.scaled(weights)
-        made_of = (params["indexer"], c, positions, self.rope)
+        made_of = (params["indexer"], c, positions, self.rope, kernel)
         if isinstance(keys, Cache) and keys.is_packed:
             q, scales = self.indexer.turned_and_quantized(*made_of)
             weights = weights * scales
@@ -577,12 +578,13 @@ class DSV4Attention:
         """q as attention sees it."""
         return rope_of_normed(q, positions, self.rope, self.eps) if self.norm_heads else rope(q, positions, self.rope)
 
-    def _projected_back(self, params: Any, o: jax.Array, kernel: bool = False) -> jax.Array:
-        """y of o `[b, s, h, d]`; kernel: whether one may run that has no gradient."""
-        # one axis for the heads of a group: of two, XLA transposes the weights for the gradient
-        o = o.reshape(*o.shape[:2], self.o_groups, -1, self.d).reshape(*o.shape[:2], self.o_groups, -1)
-        w = params["wo_a"].reshape(self.o_groups, o.shape[-1], -1)
-        return _few_rows.summed_product(_few_rows.grouped_product(o, w, kernel), params["wo_b"], kernel)
+    def _projected_back(
+        self, params: Any, o: jax.Array, table: jax.Array | None = None, kernel: bool = False
+    ) -> jax.Array:
+        """y of o `[b, s, h, d]`, which is first turned back by a table, if any; kernel: as in `_few_rows`."""
+        w = params["wo_a"].reshape(self.o_groups, self.heads // self.o_groups * self.d, -1)
+        low_rank = _few_rows.grouped_product(o, w, table, kernel)
+        return _few_rows.summed_product(low_rank, params["wo_b"], kernel)
 
 
 def _everywhere(of_documents: Any) -> Any:

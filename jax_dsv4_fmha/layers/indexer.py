@@ -19,6 +19,7 @@ from .. import _check
 from .._definitions.packed import LAYOUTS, quantize_rows, rounded
 from .._dispatch.sequences import rounded_sequences
 from . import _operands
+from ._few_rows import plain_product
 from ._norm import rms_norm
 from .compressor import Compressor, product
 from .hadamard import is_power
@@ -145,22 +146,28 @@ class Indexer:
             return rounded_sequences(x, _KEPT)
         return x if self.rounded_as is None else rounded(x, *self.rounded_as)
 
-    def turned(self, params: Any, low_rank: jax.Array, positions: jax.Array, rotation: Rope) -> jax.Array:
-        """q of `queries`, not rounded."""
-        return self._turned(self._projected(params, low_rank), positions, rotation)
+    def turned(
+        self, params: Any, low_rank: jax.Array, positions: jax.Array, rotation: Rope, kernel: bool = False
+    ) -> jax.Array:
+        """q of `queries`, not rounded; kernel: as in `_few_rows`."""
+        return self._turned(self._projected(params, low_rank, kernel), positions, rotation)
 
     def turned_and_quantized(
-        self, params: Any, low_rank: jax.Array, positions: jax.Array, rotation: Rope
+        self, params: Any, low_rank: jax.Array, positions: jax.Array, rotation: Rope, kernel: bool = False
     ) -> tuple[jax.Array, jax.Array]:
         """q of `queries` in float8_e4m3fn, as `quantize_indexer` does it, and scales float32 `[b, s, heads]`."""
-        q = self._projected(params, low_rank)
+        q = self._projected(params, low_rank, kernel)
         if self.transforms:
             return index_query(q, positions, rotation)
         return quantize_rows(rope(q, positions, rotation))
 
-    def _projected(self, params: Any, low_rank: jax.Array) -> jax.Array:
+    def _projected(self, params: Any, low_rank: jax.Array, kernel: bool) -> jax.Array:
         low_rank = lax.optimization_barrier(low_rank)  # or XLA merges this product with attention's, and cuts it apart
-        return jnp.einsum("bsr,rhd->bshd", low_rank, params["wq_b"].astype(low_rank.dtype))
+        w = params["wq_b"]
+        if kernel:
+            q = plain_product(low_rank, w.reshape(w.shape[0], -1), low_rank.dtype, kernel)
+            return q.reshape(*q.shape[:2], *w.shape[1:])
+        return jnp.einsum("bsr,rhd->bshd", low_rank, w.astype(low_rank.dtype))
 
     def scaled(self, weights: jax.Array) -> jax.Array:
         """The weights of `queries`, from x times `weights_proj`."""

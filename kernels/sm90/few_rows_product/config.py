@@ -18,6 +18,7 @@ class Config:
     parts: int  # of k, one for each CTA of a cluster; or, with a norm, one CTA has all of k
     tile_m: int  # rows of a CTA
     norms: bool  # whether a cluster's columns are a query head, which gets norm and RoPE
+    turns_back: bool  # whether x has heads, whose RoPE is turned back first
 
     @property
     def tile_n(self) -> int:
@@ -31,8 +32,8 @@ class Config:
 
     @property
     def ctas(self) -> int:
-        """That fit an SM: then clusters of 4 and 8 leave none idle."""
-        return 1 if self.norms else 2
+        """That have registers on an SM. With two, clusters of 4 and 8 leave no SM idle."""
+        return 1 if self.norms or (self.turns_back and self.row_tiles > 1) else 2
 
     @property
     def row_tiles(self) -> int:
@@ -59,7 +60,8 @@ class Config:
 
     @property
     def stages(self) -> int:
-        return (SMEM_LIMIT // self.ctas - 2048) // self.stage_bytes
+        """Some 100 KB, which keep HBM busy. What a step does beside the product finds room in the rest."""
+        return max(3, (SMEM_LIMIT // 2 - 2048) // self.stage_bytes)
 
     @property
     def smem_bytes(self) -> int:

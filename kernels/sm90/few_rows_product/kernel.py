@@ -7,6 +7,8 @@ A warp loads, and two warpgroups multiply 64 x columns, each half of the columns
     consumer WG 1        columns of the second half    product | product | ...
     then             partial sums into SMEM; the cluster meets; a CTA finishes some of the rows, a warp a row
 
+Where the rows are heads, consumers turn their last 64 numbers back in SMEM, a tile of k in eight, before they multiply.
+
 The CTAs of a cluster share k: each has a part of it, and a row is the sum of the parts, in their order, which a warp
 reads from every CTA's shared memory (DSMEM). Or they share the columns of a query head, of which a warp then reads all,
 for the norm and RoPE. How k is cut does not depend on the rows, so neither do the bits of a row.
@@ -30,6 +32,7 @@ from kernels.lib.ptx import address_in, ptx, round_pair
 from kernels.lib.rows import ROWS, ROWS_OF_WARPGROUP, ceil_div, row_of
 from kernels.lib.softmax import by_row
 from kernels.lib.tiles import TileAllocator
+from kernels.lib.turned import turn_chunk, turned
 from kernels.lib.wgmma import (
     MN_MAJOR,
     SLAB,
@@ -45,7 +48,7 @@ from kernels.lib.wgmma import (
 
 from .config import CHUNK, CONSUMERS, DIMS, HEAD, Config
 
-CONSUMED = 1  # the named barrier of all consumers
+CONSUMED, TURNED = 1, 2  # named barriers of all consumers
 
 
 class Extents(NamedTuple):
@@ -83,7 +86,7 @@ class FewRowsProductSm90(Kernel):
         )
         tiles = ceil_div(rows, Int32(c.tile_m)) * ceil_div(n, Int32(c.tile_n)) * groups
         ctas = tiles if cutlass.const_expr(c.norms) else tiles * c.cluster
-        turn = (table, eps) if cutlass.const_expr(c.norms) else None
+        turn = (table, eps) if cutlass.const_expr(c.norms) else (table,) if cutlass.const_expr(c.turns_back) else None
         self.launch(maps, y, turn, Extents(rows, k, n, groups), ctas=ctas, stream=stream, cluster=c.cluster)
 
     @cute.kernel
@@ -112,7 +115,7 @@ class FewRowsProductSm90(Kernel):
             tile = column_tile * c.cluster + rank
         partial = x.iterator.toint()
         if warp < 4 * CONSUMERS:
-            self.consume(ring, x, w, partial, last - first)
+            self.consume(ring, x, w, partial, first, last, turn, row_tile * c.tile_m, n.rows)
         else:
             self.produce(ring, x, w, maps, (row_tile, tile, group), first, last)
         cute.arch.cluster_arrive()
@@ -143,8 +146,20 @@ class FewRowsProductSm90(Kernel):
             cute.copy(tma_x, gX[None, t], sX[None, state.index], tma_bar_ptr=state.full)
 
     @cute.jit
-    def consume(self, ring: Ring, x: cute.Tensor, w: cute.Tensor, partial: Int32, tiles: Int32):
-        """A warpgroup's products, and their sums into shared memory, float32 [tile_m, pitch]."""
+    def consume(
+        self,
+        ring: Ring,
+        x: cute.Tensor,
+        w: cute.Tensor,
+        partial: Int32,
+        first: Int32,
+        last: Int32,
+        turn: tuple | None,
+        row0: Int32,
+        rows: Int32,
+    ):
+        """A warpgroup's products, of the tiles of k from first to last, and their sums into shared memory, float32
+        [tile_m, pitch]."""
         c = self.config
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4)
         row_tile, part = (group, 0) if cutlass.const_expr(c.row_tiles > 1) else (0, group)
@@ -152,9 +167,15 @@ class FewRowsProductSm90(Kernel):
         a = operand_a(mma, cute.local_tile(x, (ROWS_OF_WARPGROUP, SLAB), (row_tile, 0, None)))
         b = operand_b(mma, transposed(cute.local_tile(w, (SLAB, c.mma_n), (0, part, None))))
         acc = accumulator(mma, c.mma_n)
-        for t in cutlass.range(tiles, unroll=1):
+        rotations = cute.make_rmem_tensor((16, c.row_tiles), Float32)
+        if cutlass.const_expr(c.turns_back):
+            read_rotations(turn[0], rotations, row0, rows)
+        for t in cutlass.range(last - first, unroll=1):
             state = ring.at(t)
             state.wait_full()
+            if cutlass.const_expr(c.turns_back):  # noqa: SIM102, at compile time
+                if (first + t) % (HEAD // SLAB) == HEAD // SLAB - 1:
+                    self.turn_back(x, state.index, rotations)
             multiply(mma, acc, a[None, None, None, state.index], b[None, None, None, state.index], fresh=t == 0)
             warpgroup.wait_group(1)
             if t > 0:
@@ -168,6 +189,20 @@ class FewRowsProductSm90(Kernel):
             place = partial + (row * c.pitch + part * c.mma_n + thread % 4 * 2) * 4
             for j in cutlass.range_constexpr(c.mma_n // 8):
                 store_pair(place, j * 8 * 4, sums[r, 2 * j], sums[r, 2 * j + 1])
+
+    @cute.jit
+    def turn_back(self, x: cute.Tensor, stage: Int32, rotations: cute.Tensor):
+        """All consumers turn a tile of x: a thread two chunks of 16 bytes of one row of 64."""
+        c, thread = self.config, cute.arch.thread_idx()[0]
+        words = cute.recast_ptr(x.iterator, dtype=Uint32)
+        for i in cutlass.range_constexpr(c.row_tiles):
+            row = i * ROWS_OF_WARPGROUP + thread // 4
+            for j in cutlass.range_constexpr(2):
+                at = (stage * c.tile_m + row) * SLAB + ((thread % 4 * 2 + j) ^ (row % 8)) * 8
+                chunk = cute.make_tensor((words + at // 2).align(16), cute.make_layout(4))
+                turn_chunk(cute.recast_tensor(chunk, x.element_type), rotations[None, i], 8 * j)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=TURNED, number_of_threads=CONSUMERS * WARPGROUP)
 
     @cute.jit
     def finish_sum(
@@ -238,8 +273,16 @@ class FewRowsProductSm90(Kernel):
         return x, w, y, table, Float32(1e-6), *(i32() for _ in range(4))
 
 
-def turned(x: Float32, y: Float32, cos: Float32, sin: Float32) -> tuple[Float32, Float32]:
-    return x * cos - y * sin, y * cos + x * sin
+@cute.jit
+def read_rotations(table: cute.Pointer, rotations: cute.Tensor, row0: Int32, rows: Int32):
+    """cos and -sin for a thread's chunks of each row of 64."""
+    thread = cute.arch.thread_idx()[0]
+    for i in cutlass.range_constexpr(cute.size(rotations, mode=[1])):
+        row = cutlass.min(row0 + i * ROWS_OF_WARPGROUP + thread // 4, rows - 1)
+        place = (table + (Int64(row) * DIMS + thread % 4 * 16)).align(16)
+        cute.autovec_copy(cute.make_tensor(place, cute.make_layout(16)), rotations[None, i])
+        for j in cutlass.range_constexpr(8):
+            rotations[2 * j + 1, i] = -rotations[2 * j + 1, i]
 
 
 def put(target: cute.Pointer, values: list) -> None:
@@ -269,5 +312,5 @@ def load_of(here: Int32, rank: int) -> tuple[Float32, ...]:
 
 def compile(variant: FewRowsProduct, out_dir: Path) -> Compiled:
     tile_m = ROWS_OF_WARPGROUP if variant.max_rows <= ROWS_OF_WARPGROUP else CONSUMERS * ROWS_OF_WARPGROUP
-    config = Config(variant.dtype, variant.parts, tile_m, variant.norms)
+    config = Config(variant.dtype, variant.parts, tile_m, variant.norms, variant.turns_back)
     return FewRowsProductSm90(config).compile(variant, out_dir, ctas=config.ctas, cluster=config.cluster)
