@@ -1,0 +1,147 @@
+"""A step's products, `layers/_few_rows.py`: by definition on a CPU and on meshes, by kernels on a GPU."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_dsv4_fmha._host import few_rows_product as raw
+from jax_dsv4_fmha.layers import _few_rows, from_config
+
+from .helpers import collectives
+from .test_layers import MODELS
+
+B, S, H, R, G, N = 2, 3, 4, 32, 2, 24
+EPS = 1e-3
+
+
+def normal(seed, *shape, dtype=jnp.bfloat16):
+    x = jax.random.normal(jax.random.key(seed), shape, jnp.float32)
+    return (x * shape[-2] ** -0.5 if len(shape) > 3 else x).astype(dtype)
+
+
+def operands(b=B, s=S, h=H, rank=R, groups=G, n=N, dtype=jnp.bfloat16):
+    angle = jax.random.uniform(jax.random.key(9), (b, s, raw.DIMS // 2)) * 9
+    return {
+        "x": normal(0, b, s, rank, dtype=dtype),
+        "wx": normal(1, rank, n, dtype=dtype) * rank**-0.5,
+        "wq": normal(2, rank, h, raw.HEAD, dtype=dtype) * rank**-0.5,
+        "o": normal(3, b, s, h, raw.HEAD, dtype=dtype) * raw.HEAD**0.5,
+        "wa": normal(4, groups, h // groups * raw.HEAD, n, dtype=dtype) * (h * raw.HEAD) ** -0.5,
+        "wb": normal(5, groups, n, rank, dtype=dtype) * n**-0.5,
+        "table": jnp.stack([jnp.cos(angle), jnp.sin(angle)], -1).reshape(b, s, raw.DIMS),
+    }
+
+
+def all_of(kernel, x, wx, wq, o, wa, wb, table):
+    low = _few_rows.grouped_product(o, wa, table, kernel)
+    return {
+        "float32": _few_rows.plain_product(x, wx, jnp.float32, kernel),
+        "plain": _few_rows.plain_product(x, wx, x.dtype, kernel),
+        "heads": _few_rows.query_heads(x, wq, table, EPS, kernel),
+        "grouped": low,
+        "summed": _few_rows.summed_product(low, wb, kernel),
+    }
+
+
+def by_numpy(x, wx, wq, o, wa, wb, table):
+    """float64, from the same operands."""
+    dtype = x.dtype
+    x, wx, wq, o, wa, wb, table = (np.asarray(a, np.float64) for a in (x, wx, wq, o, wa, wb, table))
+    turns = table[:, :, None, ::2] + 1j * table[:, :, None, 1::2]
+
+    def turned(y, turns):
+        y, n = y.copy(), raw.DIMS
+        pairs = (y[..., -n::2] + 1j * y[..., -n + 1 :: 2]) * turns
+        y[..., -n::2], y[..., -n + 1 :: 2] = pairs.real, pairs.imag
+        return y
+
+    q = np.einsum("bsk,khd->bshd", x, wq)
+    q = turned(q / np.sqrt(np.mean(q * q, -1, keepdims=True) + EPS), turns)
+    back = turned(o, turns.conj()).reshape(*o.shape[:2], len(wa), -1)
+    low = np.einsum("bsgk,gkn->bsgn", np.asarray(jnp.asarray(back, dtype), np.float64), wa)
+    rounded = np.asarray(jnp.asarray(low, dtype), np.float64)
+    return {
+        "float32": x @ wx,
+        "plain": x @ wx,
+        "heads": q,
+        "grouped": low,
+        "summed": np.einsum("bsgn,gnm->bsm", rounded, wb),
+    }
+
+
+def assert_near(got, want):
+    for name, y in got.items():
+        size = np.abs(want[name]) + np.sqrt(np.mean(want[name] ** 2))
+        most = 2**-18 if y.dtype == jnp.float32 else 2**-7
+        assert (np.abs(np.asarray(y, np.float64) - want[name]) <= most * size).all(), name
+
+
+@pytest.mark.parametrize("kernel", [False, True])
+def test_products_are_right(kernel):
+    given = operands()
+    got = jax.jit(lambda x: all_of(kernel, **x))(given)
+    assert [y.dtype for y in got.values()] == [jnp.float32] + [jnp.bfloat16] * 4
+    assert_near(got, by_numpy(**given))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_heads_and_batch_may_be_sharded(kind):
+    """The one collective is the sum over groups of heads."""
+    given = operands(b=4)
+    want = by_numpy(**given)
+    mesh = jax.make_mesh((2, 2), ("batch", "heads"), axis_types=(kind,) * 2, devices=jax.devices("cpu")[:4])
+    specs = {"x": P("batch"), "wq": P(None, "heads"), "o": P("batch", None, "heads"), "table": P("batch")}
+    specs |= {"wx": P(), "wa": P("heads"), "wb": P("heads")}
+    given = {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in given.items()}
+    compiled = jax.jit(lambda x: all_of(True, **x)).lower(given).compile()
+    assert_near(compiled(given), want)
+    assert set(collectives(compiled)) == {"all-reduce"}
+
+
+def test_products_under_vmap():
+    given = operands()
+    got = jax.jit(jax.vmap(lambda x: all_of(True, **x)))({name: jnp.stack([x, x]) for name, x in given.items()})
+    assert_near({name: y[1] for name, y in got.items()}, by_numpy(**given))
+
+
+def test_how_k_is_cut():
+    """V4-Flash's matrices at ratios 0, 128 and 4, wo_a and wo_b; a small one, and one of many columns."""
+    sizes = [(4096, 1536, 1), (4096, 2560, 1), (4096, 4160, 1), (4096, 1024, 8), (8192, 4096, 1)]
+    assert [raw.parts(*x) for x in sizes] == [8, 4, 4, 2, 4]
+    assert raw.parts(128, 64, 1) == 2 and raw.parts(1024, 1 << 20, 1) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("rows", [1, 7, 64, 65, 128])
+def test_kernels_are_right(rows, dtype):
+    given = operands(b=rows, s=1, h=16, rank=584, groups=4, n=200, dtype=dtype)
+    assert_near(jax.jit(lambda x: all_of(True, **x))(given), by_numpy(**given))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("kind", [0, 1, 2], ids=["window", "sparse", "dense"])
+@pytest.mark.parametrize("cache", ["bfloat16", "float8_e4m3fn"])
+def test_a_step_s_bits_do_not_depend_on_the_batch(kind, cache):
+    """Of a whole layer, in batches of 1 to 100 of 128 sequences of different lengths."""
+    sizes = {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "index_n_heads": 64, "index_topk": 64}
+    sizes |= {"num_attention_heads": 64, "hidden_size": 512, "q_lora_rank": 256, "o_groups": 8, "o_lora_rank": 128}
+    layer = dataclasses.replace(from_config(MODELS["v4"] | sizes)[kind], batch_invariant=True)
+    params = layer.joined(layer.init(jax.random.key(0), jnp.bfloat16))
+    x, rng = normal(1, 128, 40, 512), np.random.default_rng(0)
+    lengths = jnp.asarray(rng.integers(1, 40, 128), jnp.int32)
+    first = jax.jit(lambda x, n: layer(params, x, layer.cache(128, 48, jnp.dtype(cache)), lengths=n).cache)(x, lengths)
+    last = jnp.take_along_axis(x, lengths[:, None, None], 1)
+    step = jax.jit(lambda x, cache, n: layer.step(params, x, cache, lengths=n).y)
+    whole = np.asarray(step(last, first, lengths + 1)).view(np.uint16)
+    for b in (1, 2, 7, 33, 64, 100):
+        some = rng.permutation(128)[:b]
+        y = step(last[some], jax.tree.map(lambda a, some=some: a[some], first), lengths[some] + 1)
+        np.testing.assert_array_equal(np.asarray(y).view(np.uint16), whole[some])
