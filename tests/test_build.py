@@ -21,6 +21,7 @@ from interpreter.kernels.native import (
     library,
     plan,
     plan_combine,
+    plan_few_rows_product,
     plan_index_query,
     plan_indexer,
     plan_indexer_scores_at,
@@ -39,6 +40,7 @@ from jax_dsv4_fmha._host.library import manifest, variants
 from kernels import build
 from kernels.abi import (
     Combine,
+    FewRowsProduct,
     Forward,
     IndexerScores,
     IndexerScoresAt,
@@ -150,6 +152,10 @@ def test_the_launcher_hands_over_what_the_table_says(variant):
         launch = plan_rope(variant.family, {"b": 2, "s": 70, "heads": 8, "d": 512}, 1.0, tile_m=32)
     elif isinstance(variant, IndexQuery):
         launch = plan_index_query({"b": 2, "s": 70, "heads": 8, "d": 128}, tile_m=32)
+    elif isinstance(variant, FewRowsProduct):
+        sizes = {"rows": 70, "groups": 2, "k": 1024, "n": 512, "type": TYPES[variant.dtype]}
+        sizes |= {"makes_heads": variant.norms, "takes_heads": variant.turns_back}
+        launch = plan_few_rows_product(sizes, 1.0, tile_m=64, tile_n=128, cluster=2)
     elif isinstance(variant, KvInsert):
         x = kv_insert.Problem.of(variant, (9, 3), 2, ratio=4 if variant.pooled else 1)
         launch = plan_kv_insert(x.shape, 1.0, tile_m=1)

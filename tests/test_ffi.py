@@ -32,7 +32,18 @@ from interpreter.kernels.native import (
     variant_of,
 )
 from interpreter.machine.copies import TensorMap
-from jax_dsv4_fmha._host import attention, call, gradients, indexer, kv_insert, library, rope, seen_slots, split_kv
+from jax_dsv4_fmha._host import (
+    attention,
+    call,
+    few_rows_product,
+    gradients,
+    indexer,
+    kv_insert,
+    library,
+    rope,
+    seen_slots,
+    split_kv,
+)
 from jax_dsv4_fmha._host.call import TARGETS
 from kernels import calls, tables, targets
 from kernels.abi import ANY, FORWARD_OPS, TILING, Combine, Forward, gathers
@@ -105,7 +116,8 @@ def test_the_package_knows_the_targets_of_the_abi_and_the_variants():
 
 
 def test_every_target_has_a_raw_call():
-    raw = {name for module in (attention, gradients, indexer, kv_insert, rope, seen_slots) for name in vars(module)}
+    modules = (attention, few_rows_product, gradients, indexer, kv_insert, rope, seen_slots)
+    raw = {name for module in modules for name in vars(module)}
     assert {name.removesuffix("_shared_kv").removesuffix("_by_columns") for name in TARGETS} <= raw
 
 

@@ -13,6 +13,7 @@ from jax_dsv4_fmha._host import library
 from kernels.abi import (
     ANY,
     Combine,
+    FewRowsProduct,
     IndexerScores,
     IndexerScoresAt,
     IndexerScoresWithin,
@@ -83,6 +84,11 @@ def test_sass(key):
         wide, narrow = (sum(o == f"LDG.E{x}" for o in opcodes) for x in (".128", ""))
         assert wide >= 4 and (variant.running or narrow <= 4), (wide, narrow)
         assert any(o == "STG.E.128" for o in opcodes), opcodes
+        return
+    if isinstance(variant, FewRowsProduct):  # 64 of k at a time; boxes of 64 columns, and one of x
+        assert count["HGMMA"] == 4 and count["UTMALDG"] == (4 if variant.norms else 2) + 1, count
+        of_cluster = 4 if variant.norms else variant.parts
+        assert sum(o.startswith("LD.E.128") for o in opcodes) == of_cluster, opcodes
         return
     if isinstance(variant, SeenSlots):  # of a thread 4 indices and 8 pages, and what a query has; 8 slots, 2 lengths
         loads, stores = (sum(opcode.startswith(x) for opcode in opcodes) for x in ("LDG", "STG"))

@@ -16,18 +16,10 @@ from kernels.abi import ANY, FewRowsProduct
 BUILT = {v.key: v for v in native.built(FewRowsProduct)}
 
 
-def problem(variant, rows, groups=1):
-    """k and n that fill no tile; heads are whole."""
-    if variant.norms:
-        return Problem.of(variant, rows, 136, 1024)
-    k = 1024 if variant.turns_back else 64 * (variant.parts + 1) + 8
-    return Problem.of(variant, rows, k, 200, groups)
-
-
 @pytest.mark.parametrize("key", BUILT)
 def test_is_right(key):
     variant = BUILT[key]
-    x = problem(variant, 5 if variant.max_rows < ANY else 70, 1 if variant.norms else 2)
+    x = Problem.typical(variant, 5 if variant.max_rows < ANY else 70, 1 if variant.norms else 2)
     judge(x, run(x))
 
 
@@ -45,7 +37,7 @@ needs_kernels = pytest.mark.skipif(not BUILT, reason="without kernels")
 def test_a_row_has_the_same_bits_in_any_company(op, parts):
     """Alone, among others, in another place, by the kernel for more rows, and in its second tile of rows."""
     few, more = (of(op, parts, rows) for rows in (64, ANY))
-    whole = problem(few, 140)
+    whole = Problem.typical(few, 140)
     want = run(replace(whole, variant=more))
     for variant, rows in ((few, slice(3, 4)), (few, slice(3, 60)), (more, slice(50, 139)), (few, slice(0, 140))):
         part = Problem(variant, whole.x[rows], whole.w, whole.angle[rows])
@@ -56,7 +48,7 @@ def test_a_row_has_the_same_bits_in_any_company(op, parts):
 @pytest.mark.parametrize(("numbers", "total"), [((2.0**24, 1, -(2.0**24), 0), 0), ((-(2.0**24), 2.0**24, 1, 0), 1)])
 def test_parts_are_added_in_turn(numbers, total):
     """Sums that only this order gives: 2^24 + 1 is 2^24."""
-    x = problem(of(PRODUCT, 4, to_float32=True), 1)
+    x = Problem.typical(of(PRODUCT, 4, to_float32=True), 1)
     x.x[:], x.w[:] = 1, 0
     tiles = -(-x.x.shape[2] // 64)
     for part, number in enumerate(numbers):
@@ -113,7 +105,7 @@ FAULTS = [
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
 def test_fault(fault):
     def run_with(fault, seed):
-        x = problem(of(fault.kernel, 1 if fault.kernel == HEADS else 2), 5)
+        x = Problem.typical(of(fault.kernel, 1 if fault.kernel == HEADS else 2), 5)
         edit = fault.planted_in if fault.edit else lambda text: text
         judge(x, run(x, seed=seed, edit=edit, edits=fault.parameters))
 

@@ -9,6 +9,7 @@ from .records import (
     LAYER,
     MODEL,
     NOTED,
+    PRODUCTS,
     PROFILES,
     PROMPTS,
     STEPS,
@@ -95,6 +96,40 @@ def layer_steps() -> str:
             name = row["name"].removeprefix("layer ").replace(", step after 16384, b64", "")
             rows.append([name, micro(ours(row)), str(times["launches"]), *each])
     return table(" | ".join(["layer, µs", "all", "launches", *parts]), rows)
+
+
+def few_rows_product() -> str:
+    """Each product of a step, beside XLA's."""
+    found: dict[str, list[str]] = {}
+    for row in suite(PRODUCTS, "product"):
+        cells = found.setdefault(row["case"]["what"], [f"{row['bytes'] / 1e6:.0f}"])
+        cells += [micro(row["bytes"] / row["copy_bytes_per_s"]), micro(ours(row)), of_peer(row, "xla")]
+    sizes = sorted({row["case"]["b"] for row in suite(PRODUCTS, "product")})
+    columns = [f"b {b}: least at C, µs | ours, µs | XLA / ours" for b in sizes]
+    about = f"""On one {_card()}. XLA's figure has our kernel for norm and RoPE, or RoPE back, beside it, which ours does
+    itself:"""
+    return wrapped(about) + "\n\n" + table(" | ".join(["product", "MB", *columns]), ([k, *x] for k, x in found.items()))
+
+
+def products_in_steps() -> str:
+    """What these kernels changed in a step."""
+    rows = PRODUCTS["steps"]
+    shares = {
+        cache: " / ".join(
+            f"{x['ours'] / x['before']:.2f}"
+            for x in (row["in a graph, us a layer"] for row in rows if row["cache"] == cache)
+        )
+        for cache in ("bfloat16", "float8_e4m3fn")
+    }
+    launches = " / ".join(str(row["launches"]) for row in rows if row["cache"] == "bfloat16")
+    said = f"""Steps were measured before [their products were kernels](kernels/few-rows-product.md). Now a step of 64
+    sequences has {launches} launches, and in a graph with `STEP_OPTIONS` it takes {shares["bfloat16"]} of the time with XLA's
+    products, in FP8 {shares["float8_e4m3fn"]}, on an {_card()}."""
+    return wrapped(said)
+
+
+def _card() -> str:
+    return str(PRODUCTS["devices"][0]["name"]).split()[1]
 
 
 def layer_stack() -> str:

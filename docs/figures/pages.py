@@ -107,7 +107,7 @@ def _steps_of_layers() -> str:
     stack = row_of(STEPS, "43 layers, step after 16384, b64")
     return f"""- A step of a whole V4-Flash layer, 64 sequences of 16384 tokens in bfloat16, jitted with `STEP_OPTIONS`: {window} µs with a
   window alone, {sparse} of ratio 4, {dense} of ratio 128, in {launches} launches. The attention of all 43 layers takes
-  {stack["times"]["at once"]["seconds"] * 1e3:.2f} ms."""
+  {stack["times"]["at once"]["seconds"] * 1e3:.2f} ms. [Since then](docs/layers.md#what-a-layer-costs) its products are kernels of ours."""
 
 
 def _as_documented(kind: str) -> float:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from kernels.abi import FewRowsProduct
 
-from ..machine.state import Array, new_memory
+from ..machine.state import Array, Machine, new_memory
 from . import native
 from .launch import Edit, Kernel, machine
 from .verdict import Wrong
@@ -30,6 +31,13 @@ class Problem:
         rng = np.random.default_rng(0)
         x, w = (rng.standard_normal(shape).astype(variant.dtype) for shape in ((rows, groups, k), (groups, k, n)))
         return Problem(variant, x, w, rng.uniform(-9, 9, (rows, DIMS // 2)).astype(np.float32))
+
+    @staticmethod
+    def typical(variant: FewRowsProduct, rows: int, groups: int = 1) -> Problem:
+        """k and n that fill no tile; heads are whole, and have no groups where columns are heads."""
+        if variant.norms:
+            return Problem.of(variant, rows, 136, 2 * HEAD)
+        return Problem.of(variant, rows, 2 * HEAD if variant.turns_back else 64 * (variant.parts + 1) + 8, 200, groups)
 
     @property
     def table(self) -> Array:
@@ -60,14 +68,14 @@ class Problem:
         return heads.reshape(x.shape)
 
 
-def run(
+def launched(
     x: Problem,
     *,
     seed: int = 0,
     edit: Callable[[str], str] = lambda text: text,
     edits: Mapping[str, Edit] | None = None,
-) -> Array:
-    """The kernel's result, [rows, groups, n]."""
+) -> Machine:
+    """The launch, about to run; the edits plant faults, in PTX and in parameters."""
     kernel, memory = Kernel.of(x.variant), new_memory()
     rows, groups, k = x.x.shape
     n, dtype = x.w.shape[2], np.dtype(x.result)
@@ -77,9 +85,15 @@ def run(
     sizes = {name: kernel.facts[name] for name in ("tile_m", "tile_n", "cluster")}
     shape |= {"makes_heads": x.variant.norms, "takes_heads": x.variant.turns_back}
     plan = native.plan_few_rows_product(shape, EPS, **sizes, addresses=addresses)
-    machine(Kernel(x.variant, edit(kernel.ptx), kernel.facts), plan, memory, edits, seed=seed).run()
-    found = memory.named("y")
-    return found.bytes[: found.size].view(dtype).reshape(rows, groups, n)
+    return machine(Kernel(x.variant, edit(kernel.ptx), kernel.facts), plan, memory, edits, seed=seed)
+
+
+def run(x: Problem, **how: Any) -> Array:
+    """The kernel's result, [rows, groups, n]; how: as in `launched`."""
+    of_launch = launched(x, **how)
+    of_launch.run()
+    found = of_launch.memory.named("y")
+    return found.bytes[: found.size].view(x.result).reshape(*x.x.shape[:2], x.w.shape[2])
 
 
 def judge(x: Problem, got: Array) -> None:

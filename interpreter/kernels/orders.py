@@ -1,5 +1,5 @@
-"""Every order of the launches of attention, of its gradients, of an indexer's scores and of its teacher:
-`interpreter/orders` says what that is.
+"""Every order of the launches of attention, of its gradients, of a step's products, of an indexer's scores and of its
+teacher: `interpreter/orders` says what that is.
 
     python -m interpreter.kernels.orders                            all kernels, in one 16-bit type
     python -m interpreter.kernels.orders mha sm_100f                those whose keys have all of these words
@@ -19,12 +19,12 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from kernels.abi import Forward, MhaBackward, MlaBackward, Probabilities
+from kernels.abi import FewRowsProduct, Forward, MhaBackward, MlaBackward, Probabilities
 from kernels.variants import VARIANTS
 
 from ..machine.hazards import Fault
 from ..orders.verdict import Making, verdict
-from . import gradients, mha_backward, native
+from . import few_rows_product, gradients, mha_backward, native
 from .launch import Kernel
 from .prepared import Interpreted, OfIndexer, Prepared, is_typical
 
@@ -43,6 +43,10 @@ def launches(key: str) -> Iterator[tuple[str, Making]]:
             except LookupError:  # there is none for this kernel
                 continue
         return
+    if isinstance(variant, FewRowsProduct):
+        x = few_rows_product.Problem.typical(variant, 70)
+        yield "rows", lambda seed: few_rows_product.launched(x, seed=seed)
+        return
     dense = native.variant_of(f"mha_fwd_{variant.arch}_d{variant.d}_{variant.dtype}")
     given, scale = gradients.operands(dense, **DENSE_SHAPE), variant.d**-0.5
     before: dict[str, Kernel[Any]] = {"tile_spans": Kernel.of(native.variant_of(f"tile_spans_{variant.arch}"))}
@@ -56,7 +60,7 @@ def keys(words: Sequence[str]) -> list[str]:
     """Of typical kernels, without Hopper's probabilities, whose consumers rely on more than this argument knows
     (docs/verification.md); indexers' last.
     """
-    families = Forward | MlaBackward | MhaBackward | Probabilities | OfIndexer
+    families = Forward | MlaBackward | MhaBackward | Probabilities | FewRowsProduct | OfIndexer
     typical = [v for v in VARIANTS if isinstance(v, families) and is_typical(v)]
     shown = [v for v in typical if not isinstance(v, Probabilities) or v.arch != "sm_90a"]
     return [

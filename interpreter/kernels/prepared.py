@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kernels.abi import (
+    FewRowsProduct,
     Forward,
     IndexerScores,
     IndexerScoresAt,
@@ -26,7 +27,7 @@ Interpreted = Forward | MlaBackward | OfIndexer | Probabilities
 Judge = Callable[[Machine], None]
 
 
-def is_typical(v: Interpreted | MhaBackward) -> bool:
+def is_typical(v: Interpreted | MhaBackward | FewRowsProduct) -> bool:
     """Whether it stands for those that differ from it in numbers alone: of 16 bits bfloat16, of an indexer 64 heads."""
     return v.dtype != "float16" and (not isinstance(v, OfIndexer) or v.heads == 64)
 

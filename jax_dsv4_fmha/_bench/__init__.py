@@ -1,6 +1,6 @@
 """What `python -m jax_dsv4_fmha bench` times: suites of rows, and how a row is measured."""
 
-from . import attention, decode, gradient, indexer, layer, prompt, v41
+from . import attention, decode, gradient, indexer, layer, product, prompt, v41
 from .row import Suite
 
 SUITES: dict[str, Suite] = {
@@ -11,6 +11,7 @@ SUITES: dict[str, Suite] = {
         gradient.SUITE,
         indexer.SUITE,
         layer.SUITE,
+        product.SUITE,
         prompt.SUITE,
         v41.SUITE,
     )

@@ -60,8 +60,9 @@ class DSV4Attention:
         numbers that the model's caches hold in 8 and 4 bits, with a gradient that passes straight through. It is a
         part of V4.1; of V4 it is how the model was trained at last.
       eps: epsilon of the norms.
-      batch_invariant: as in `dsv4_attention`, for attention in prompts, chunks and steps. Products are XLA's: with a
-        fixed number of rows their bits do not depend on the other rows (docs/semantics.md).
+      batch_invariant: as in `dsv4_attention`, for attention in prompts, chunks and steps. A sequence's y of a step then
+        has the same bits in any batch of up to 128 tokens, with parameters in x's dtype. Products of prompts are XLA's
+        (docs/semantics.md).
 
     Raises:
       ValueError, TypeError: sizes out of range, or a compressor or an indexer that does not fit the layer.

@@ -238,6 +238,11 @@ def load_shared_four(address: Int32) -> tuple[Float32, ...]:
     return ptx("ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", Int32(address), gives=(Float32,) * 4)
 
 
+def store_shared_two(address: Int32, offset: int, x: Float32, y: Float32) -> None:
+    """Two numbers, `offset` bytes after address."""
+    ptx(f"st.shared.v2.f32 [$0+{offset}], {{$1, $2}};", Int32(address), Float32(x), Float32(y))
+
+
 def store_shared_four(address: Int32, *values: Float32) -> None:
     ptx("st.shared.v4.f32 [$0], {$1, $2, $3, $4};", Int32(address), *map(Float32, values))
 
@@ -378,6 +383,12 @@ def address_in(here: Int32, rank: Int32) -> Int32:
 def address_again(here: Int32, rank: Int32) -> Int32:
     """`address_in`, computed where it is needed, so that it does not stay in a register."""
     return ptx("mapa.shared::cluster.u32 $0, $1, $2;", Int32(here), Int32(rank), gives=(Int32,))[0]
+
+
+def load_four_of(here: Int32, rank: int) -> tuple[Float32, ...]:
+    """Four numbers of a CTA of the cluster, from its same place as here."""
+    there = address_in(here, Int32(rank))
+    return ptx("ld.shared::cluster.v4.f32 {$0, $1, $2, $3}, [$4];", there, gives=(Float32,) * 4)
 
 
 def send_words(address: Int32, words: tuple[Uint32, ...], barrier: Int32, offset: int | None = None) -> None:

@@ -28,7 +28,7 @@ from kernels.abi import FewRowsProduct
 from kernels.aot import Compiled
 from kernels.lib.launch import WARP, WARPGROUP, Kernel, i32, pointers
 from kernels.lib.pipeline import Ring
-from kernels.lib.ptx import address_in, ptx, round_pair
+from kernels.lib.ptx import load_four_of, round_pair, store_shared_two
 from kernels.lib.rows import ROWS, ROWS_OF_WARPGROUP, ceil_div, row_of
 from kernels.lib.softmax import by_row
 from kernels.lib.tiles import TileAllocator
@@ -188,7 +188,7 @@ class FewRowsProductSm90(Kernel):
             row = row_tile * ROWS_OF_WARPGROUP + row_of(thread, r)
             place = partial + (row * c.pitch + part * c.mma_n + thread % 4 * 2) * 4
             for j in cutlass.range_constexpr(c.mma_n // 8):
-                store_pair(place, j * 8 * 4, sums[r, 2 * j], sums[r, 2 * j + 1])
+                store_shared_two(place, j * 8 * 4, sums[r, 2 * j], sums[r, 2 * j + 1])
 
     @cute.jit
     def turn_back(self, x: cute.Tensor, stage: Int32, rotations: cute.Tensor):
@@ -217,7 +217,7 @@ class FewRowsProductSm90(Kernel):
                 for chunk in cutlass.range_constexpr(c.tile_n // (WARP * CHUNK)):
                     column = (chunk * WARP + lane) * CHUNK
                     place = partial + (row * c.pitch + column) * 4
-                    parts = [load_of(place, p) for p in range(c.cluster)]
+                    parts = [load_four_of(place, p) for p in range(c.cluster)]
                     total = list(parts[0])
                     for part in parts[1:]:
                         total = [a + b for a, b in zip(total, part, strict=True)]
@@ -248,7 +248,7 @@ class FewRowsProductSm90(Kernel):
                 for chunk in cutlass.range_constexpr(HEAD // (WARP * CHUNK)):
                     column = (chunk * WARP + lane) * CHUNK
                     here = partial + (row * c.pitch + column % c.tile_n) * 4
-                    chunks.append(load_of(here, chunk * WARP * CHUNK // c.tile_n))
+                    chunks.append(load_four_of(here, chunk * WARP * CHUNK // c.tile_n))
                 squares = Float32(0.0)
                 for x in [x for chunk in chunks for x in chunk]:
                     squares += x * x
@@ -298,16 +298,6 @@ def put(target: cute.Pointer, values: list) -> None:
             pairs[i] = round_pair(values[2 * i], values[2 * i + 1], target.dtype)
         place = cute.recast_ptr(target, dtype=Uint32).align(8)
         cute.autovec_copy(pairs, cute.make_tensor(place, cute.make_layout(CHUNK // 2)))
-
-
-def store_pair(address: Int32, offset: int, x: Float32, y: Float32) -> None:
-    ptx(f"st.shared.v2.f32 [$0+{offset}], {{$1, $2}};", Int32(address), Float32(x), Float32(y))
-
-
-def load_of(here: Int32, rank: int) -> tuple[Float32, ...]:
-    """Four numbers of a CTA of the cluster, at the same place as here."""
-    there = address_in(here, Int32(rank))
-    return ptx("ld.shared::cluster.v4.f32 {$0, $1, $2, $3}, [$4];", there, gives=(Float32,) * CHUNK)
 
 
 def compile(variant: FewRowsProduct, out_dir: Path) -> Compiled:

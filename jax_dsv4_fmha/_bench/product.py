@@ -1,0 +1,90 @@
+"""The suite product: the products of a step in DeepSeek-V4-Flash's layers, beside XLA's.
+
+XLA's are what a layer takes where no kernel does: its product, with our kernel for the norm and RoPE of query heads
+after it, or for RoPE back of o before it.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..layers import DSV4Attention, _few_rows, from_config
+from ..layers._joined import of_x
+from .layer import FLASH
+from .measure import Operands
+from .row import CallRow, Suite
+
+WHAT = ("x, ratio 0", "x, ratio 128", "x, ratio 4", "queries, norm and RoPE", "RoPE back, wo_a", "wo_b")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProductRow(CallRow):
+    """One product, of b tokens."""
+
+    op = "few_rows_product"
+
+    b: int
+    what: str
+    """of `WHAT`"""
+
+    @property
+    def name(self) -> str:
+        return f"product of {self.what}, b{self.b}"
+
+    @property
+    def layer(self) -> DSV4Attention:
+        ratio = int(self.what.split()[-1]) if self.what.startswith("x,") else 0
+        return next(layer for layer in from_config(FLASH) if layer.ratio == ratio)
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of the rows, and of the matrix."""
+        layer = self.layer
+        groups, of_group = layer.o_groups, layer.heads // layer.o_groups * layer.d
+        if self.what.startswith("x,"):
+            return (self.b, 1, layer.hidden), (layer.hidden, sum(of_x(layer).values()))
+        if self.what.startswith("queries"):
+            return (self.b, 1, layer.q_rank), (layer.q_rank, layer.heads, layer.d)
+        if self.what.endswith("wo_a"):
+            return (self.b, 1, layer.heads, layer.d), (groups, of_group, layer.o_rank)
+        return (self.b, 1, groups, layer.o_rank), (groups, layer.o_rank, layer.hidden)
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.b * math.prod(self.shapes[1])
+
+    @property
+    def bytes(self) -> float:
+        y = jax.eval_shape(self.ours, **jax.eval_shape(self.operands, jax.random.key(0)))
+        return 2.0 * sum(map(math.prod, self.shapes)) + y.size * y.dtype.itemsize
+
+    def operands(self, key: jax.Array) -> Operands:
+        keys = jax.random.split(key, 3)
+        x, w = (jax.random.normal(k, shape, jnp.bfloat16) for k, shape in zip(keys, self.shapes, strict=False))
+        positions = jax.random.randint(keys[2], (self.b, 1), 0, 16384)
+        return {"x": x, "w": w * w.shape[0] ** -0.5, "table": self.layer.rope.table(positions)}
+
+    def ours(self, **operands: jax.Array) -> jax.Array:
+        return self._product(True, **operands)
+
+    def peer(self, name: str, **operands: Any) -> jax.Array:
+        return self._product(False, **operands)
+
+    def _product(self, kernel: bool, x: jax.Array, w: jax.Array, table: jax.Array) -> jax.Array:
+        if self.what.startswith("x,"):
+            return _few_rows.plain_product(x, w, jnp.float32, kernel)
+        if self.what.startswith("queries"):
+            return _few_rows.query_heads(x, w, table, self.layer.eps, kernel)
+        if self.what.endswith("wo_a"):
+            return _few_rows.grouped_product(x, w, table, kernel)
+        return _few_rows.summed_product(x, w, kernel)
+
+
+SUITE = Suite(
+    "product",
+    "#5f5f2f",
+    tuple(ProductRow(b=b, what=what, peers=("xla",)) for b in (1, 8, 64, 128) for what in WHAT),
+)
