@@ -17,6 +17,7 @@ from interpreter.kernels import (
     by_columns,
     gradients,
     indexer,
+    kv_insert,
     mla_backward,
     native,
     probabilities,
@@ -32,6 +33,7 @@ from jax_dsv4_fmha import (
     dsv4_decode,
     fmha,
     merge,
+    quantize_cache,
     sparse_fmha,
 )
 from jax_dsv4_fmha._host import attention as attention_calls
@@ -39,7 +41,10 @@ from jax_dsv4_fmha._host import library
 from jax_dsv4_fmha._host.split_kv import columns_pay
 from jax_dsv4_fmha._ops.decode import seen_slots
 from jax_dsv4_fmha.layers import Compressor, DSV4Attention, Rope
-from kernels.abi import Forward, IndexQuery, NormRope
+from jax_dsv4_fmha.layers import rope as rope_of_rows
+from jax_dsv4_fmha.layers._norm import rms_norm
+from jax_dsv4_fmha.layers.rope import rope_of_normed
+from kernels.abi import Forward, IndexQuery, KvInsert, NormRope
 from kernels.abi import Rope as RopeVariant
 
 from . import same_bits
@@ -395,6 +400,53 @@ def test_rows_that_are_normed_and_turned_have_the_same_bits():
         some = replace(x, **{name: getattr(x, name)[1:, 2:4] for name in ("x", "dy", "angle")})
         whole, got = (rope.run(y).reshape(*y.x.shape[:3], -1) for y in (x, some))
         assert differing([np.ascontiguousarray(whole[1:, 2:4])], [got]) == [0]
+
+
+INSERTED = {
+    "rows": ({"pooled": False}, {"lengths": (9, 3, 1, 30), "s": 2}),
+    "blocks": ({"pooled": True, "running": False}, {"lengths": (8, 6, 5, 4), "s": 2, "ratio": 4, "blocks": 2}),
+    "long blocks": ({"running": True}, {"lengths": (128, 1, 37, 65), "s": 2, "ratio": 32, "steps": 4}),
+}
+
+
+@pytest.mark.parametrize(("choices", "sizes"), INSERTED.values(), ids=INSERTED)
+@pytest.mark.parametrize("packing", ["", "v4_fp8"])
+def test_inserted_entries_have_the_same_bits(choices, sizes, packing):
+    """Pooled, normed, turned and packed: of a sequence among four, and alone. Its ring and sums, too."""
+    wanted = {"d": 512, "dtype": "bfloat16", "packing": packing, **choices}
+    found = [v for v in native.built(KvInsert) if v.arch == "sm_90a" and wanted.items() <= v.choices.items()]
+    if not found:
+        pytest.skip("not built")
+    x, i = kv_insert.Problem.of(found[0], **sizes), slice(0, 1) if "ratio" in sizes else slice(3, 4)
+    names = ("bounds", "joined", "state", "sums", "folded", "history", "angle", "block_table")
+    alone = kv_insert.run(replace(x, pages=1, **{name: getattr(x, name)[i] for name in names}))
+    assert np.any(alone[0] != kv_insert.UNWRITTEN)
+    assert differing((y[i] for y in kv_insert.run(x)), alone) == [0] * 4
+
+
+def of_positions(f):
+    return lambda x: f(x, jnp.arange(x.shape[1], dtype=jnp.int32)[None] + 7, Rope(64))
+
+
+def packed(layout):
+    return lambda x: dequantize_cache(quantize_cache(x.reshape(-1, 8, 512), layout), layout).reshape(x.shape)
+
+
+OF_ROWS = {
+    "norm": lambda x: rms_norm(x, jnp.linspace(0.5, 1.5, 512), 1e-6),
+    "RoPE": of_positions(rope_of_rows),
+    "norm and RoPE": of_positions(functools.partial(rope_of_normed, eps=1e-6)),
+    **{layout: packed(layout) for layout in ("v4_fp8", "v4_fp4", "v41_fp8", "v41_fp4")},
+}
+
+
+@pytest.mark.parametrize("name", OF_ROWS)
+def test_what_layers_do_with_rows_has_the_same_bits(name):
+    """As XLA computes it here: of all rows of a call, and of the first ones of one sequence."""
+    f, x = jax.jit(OF_ROWS[name]), normal(0, 3, 40, 8, 512, std=2)
+    x = x if name.startswith("v4") else x.astype(np.float32)  # which hides no bit
+    whole, some = (np.asarray(f(jnp.asarray(y))) for y in (x, x[1:2, :3]))
+    assert differing([np.ascontiguousarray(whole[1:2, :3])], [some]) == [0]
 
 
 def test_merged_rows_have_the_same_bits():
